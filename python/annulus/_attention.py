@@ -26,7 +26,8 @@ PRECISIONS = ("highest", "high", "default")
 LAYOUTS = ("contiguous", "zigzag", "striped")
 PLACES = ("q_rows", "kv_rows", "q_positions", "kv_positions")
 ROUTES = ("relay_up", "relay_down", "direct")
-STRATEGIES = re.compile("ring|auto|heads:[1-9][0-9]{0,8}")
+_COUNT = "[1-9][0-9]{0,8}"
+STRATEGIES = re.compile(f"ring|auto|heads:{_COUNT}|grid:{_COUNT}(x{_COUNT}){{1,2}}")
 BACKWARD_MODES = ("one_pass", "two_pass")
 
 
@@ -311,7 +312,8 @@ def _sinks(shape: Sequence[int] | None, q_heads: int) -> tuple[bool, int] | None
 
 def checked_strategy(strategy: Any) -> str:
     if not isinstance(strategy, str) or not STRATEGIES.fullmatch(strategy):
-        raise invalid("strategy", repr(strategy), "ring, heads:H with H from 1, or auto")
+        want = "ring, heads:H, grid:QxK, grid:HxQxK with numbers from 1, or auto"
+        raise invalid("strategy", repr(strategy), want)
     return strategy
 
 

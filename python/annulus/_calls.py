@@ -328,8 +328,8 @@ def ring_attention(
             values and their gradients travel), False for two. Default: one pass. Refused for other
             arrays, whose call has no backward pass.
         route: ``relay_up``, ``relay_down`` or ``direct``. Default: chosen by the mask.
-        strategy: ``ring``, ``heads:H`` or ``auto``: the division of the attention among ranks, see
-            ``Plan``.
+        strategy: ``ring``, ``heads:H``, ``grid:QxK``, ``grid:HxQxK`` or ``auto``: the division of
+            the attention among ranks, see ``Plan``.
         kv_block_size: Hint: a KV block is split into messages at multiples of this many rows, see
             ``Plan``.
         threads: Threads of each rank. Default: the cores, divided by the ranks on the machine.

@@ -48,8 +48,10 @@ class Plan:
         route: ``relay_up``, ``relay_down`` or ``direct``. Default: chosen by the mask.
         strategy: Division of the attention among ranks. ``ring``: KV shards circulate.
             ``heads:H``: groups of H ranks divide the heads, over the groups there is a ring; H
-            divides ranks and q_heads, and is a divisor or a multiple of kv_heads. ``auto``: the
-            one that sends the fewest bytes. Results differ by rounding at most. Default: ``ring``.
+            divides ranks and q_heads, and is a divisor or a multiple of kv_heads. ``grid:QxK``: Q
+            query parts × K key columns, whose partial results are merged; ``grid:HxQxK`` divides
+            the heads too. ``auto``: the one that sends the fewest bytes. Results differ by
+            rounding at most. Default: ``ring``.
         kv_block_size: Hint: a KV block is split into messages at multiples of this many rows, so
             that computing on one part overlaps receiving the next. Larger parts are fewer and
             longer messages; results change by rounding at most, and not with one rank. Ranks may
@@ -166,7 +168,7 @@ class Plan:
 
     @property
     def strategy(self) -> str:
-        """Strategy in force: ``ring``, or ``heads:H`` with groups of H ranks."""
+        """Strategy in force: ``ring``, ``heads:H``, ``grid:QxK`` or ``grid:HxQxK``."""
         return self._plan.ring()[3]
 
     @property

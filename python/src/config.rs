@@ -180,9 +180,9 @@ impl Config<'_> {
     }
 
     fn strategy(&self, py: Python<'_>) -> PyResult<Strategy> {
-        self.strategy.parse().map_err(|_| {
-            invalid(py, "strategy", &self.strategy, "ring, heads:H with H from 1, or auto")
-        })
+        self.strategy
+            .parse()
+            .map_err(|_| invalid(py, "strategy", &self.strategy, Strategy::EXPECTED))
     }
 
     fn route(&self, py: Python<'_>) -> PyResult<Option<Route>> {

@@ -202,6 +202,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("ring", {"route": "left"}, "route"),
     ("ring", {"strategy": "heads"}, "strategy"),
     ("ring", {"strategy": "heads:0"}, "strategy"),
+    ("ring", {"strategy": "grid:2"}, "strategy"),
+    ("ring", {"strategy": "grid:1x2x3x4"}, "strategy"),
     ("ring", {"strategy": 2}, "strategy"),
     # one rank has no groups of two
     ("ring", {"strategy": "heads:2"}, "strategy"),

@@ -59,7 +59,7 @@ def test_strategies_give_the_same_attention() -> None:
         assert plan.strategy == "ring"
         ring = plan.forward(q, k, v)
         gradients = plan.backward(q, k, v, ring, ring.out)
-    for strategy in ("heads:2", "heads:4", "auto"):
+    for strategy in ("heads:2", "heads:4", "grid:2x2", "grid:2x1x2", "auto"):
         with attention.plan(**lengths, ranks=4, strategy=strategy) as plan:
             assert strategy in (plan.strategy, "auto")
             assert (plan.rank, plan.ranks, len(plan.q_rows)) == (0, 4, N)

@@ -1,12 +1,13 @@
-//! The engine of one rank: a ring, or heads × ring.
+//! The engine of one rank: a ring, or a grid of heads × queries × keys.
 
 use annulus_comm::{
     heads_ring::HeadsRing,
     ring::{PassKind, Report, Ring, RingOptions, StepHook},
 };
 use annulus_core::{
-    Backend, BackwardInputs, Batch, Error, Gradients, HostTensors, Inputs, Layout, Outputs, Result,
-    Route, Runs, Space, Spec, Strategy, StrategyTraffic, TrafficOptions, Transport, Work,
+    Backend, BackwardInputs, Batch, Error, Gradients, HeadGrid, HostTensors, Inputs, Layout,
+    Outputs, Result, Route, Runs, Space, Spec, Strategy, StrategyTraffic, TrafficOptions,
+    Transport, Work,
 };
 
 /// One rank of a plan under its strategy.
@@ -41,19 +42,26 @@ impl<B: Backend<Space: HostTensors>> Engine<B> {
         options: RingOptions,
         strategy: Strategy,
     ) -> Result<Self> {
-        let chosen = match strategy.heads() {
-            Some(heads) => Ok(heads),
-            None => choose(&backend, transport.as_ref(), &spec, &options),
+        let chosen = match strategy {
+            Strategy::Auto => choose(&backend, transport.as_ref(), &spec, &options),
+            fixed => Ok(fixed),
         };
         // an error enters the agreement of the ring
-        let (heads, spec) = match (chosen, spec) {
-            (Err(error), Ok(_)) => (1, Err(error)),
-            (chosen, spec) => (chosen.unwrap_or(1), spec),
+        let (strategy, spec) = match (chosen, spec) {
+            (Err(error), Ok(_)) => (Strategy::Ring, Err(error)),
+            (chosen, spec) => (chosen.unwrap_or(Strategy::Ring), spec),
         };
-        Ok(if heads == 1 {
+        let ranks = transport.ranks();
+        let grid = spec.as_ref().map(|spec| HeadGrid::of(&spec.dims, ranks, strategy));
+        // a grid of one member is a ring; a wrong one is refused by the other engine
+        let is_ring = match grid {
+            Ok(Ok(Some(grid))) => grid.members() == 1,
+            _ => strategy == Strategy::Ring,
+        };
+        Ok(if is_ring {
             Self::Ring(Box::new(Ring::new(backend, transport, spec, options)?))
         } else {
-            let engine = HeadsRing::new(backend, transport, spec, options, heads)?;
+            let engine = HeadsRing::new(backend, transport, spec, options, strategy)?;
             Self::HeadsRing(Box::new(engine))
         })
     }
@@ -160,10 +168,9 @@ impl<B: Backend<Space: HostTensors>> std::fmt::Display for Engine<B> {
     }
 }
 
-/// Returns the ranks of a group of the strategy with the least predicted time on a machine, or that
-/// sends the fewest bytes: 1, the ring, if an argument is wrong, which the ring then reports. It
-/// depends on nothing that ranks do not agree upon: the strategy itself is a field of the
-/// agreement.
+/// Returns the strategy with the least predicted time on a machine, or that sends the fewest bytes:
+/// the ring if an argument is wrong, which the ring then reports. It depends on nothing that ranks
+/// do not agree upon: the strategy itself is a field of the agreement.
 ///
 /// # Errors
 /// As [`annulus_core::Machine::choose`].
@@ -172,11 +179,11 @@ fn choose<B: Backend>(
     transport: &dyn Transport<B::Space>,
     spec: &Result<Spec>,
     options: &RingOptions,
-) -> Result<usize> {
+) -> Result<Strategy> {
     let ranks = transport.ranks();
-    let Ok(spec) = spec else { return Ok(1) };
+    let Ok(spec) = spec else { return Ok(Strategy::Ring) };
     if !B::Space::HOST_BUFFERS || ranks == 1 {
-        return Ok(1);
+        return Ok(Strategy::Ring);
     }
     let (q_len, kv_len) = (spec.dims.q_len, spec.dims.kv_len);
     let layout = options.layout.as_ref();
@@ -185,7 +192,7 @@ fn choose<B: Backend>(
         layout.validate(q_len, kv_len, ranks).is_ok() && leaves.is_none_or(|fits| fits.is_ok())
     });
     let (true, Ok(capabilities)) = (layout_fits, backend.capabilities(spec)) else {
-        return Ok(1);
+        return Ok(Strategy::Ring);
     };
     let traffic = TrafficOptions {
         backward: options.backward,
@@ -195,9 +202,9 @@ fn choose<B: Backend>(
         kv_tile: capabilities.kv_tile.max(1),
     };
     let all = StrategyTraffic::of_all(spec, ranks, &traffic, &mut || ());
-    if let Some(machine) = &options.machine {
-        let (chosen, _) = machine.choose(&all, spec, &traffic, &mut || ())?;
-        return Ok(all.get(chosen).map_or(1, |best| best.grid.members()));
-    }
-    Ok(StrategyTraffic::cheapest(&all).ok().map_or(1, |best| best.grid.members()))
+    let chosen = match &options.machine {
+        Some(machine) => all.get(machine.choose(&all, spec, &traffic, &mut || ())?.0),
+        None => StrategyTraffic::cheapest(&all).ok(),
+    };
+    Ok(chosen.map_or(Strategy::Ring, |best| best.strategy))
 }

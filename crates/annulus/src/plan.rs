@@ -348,8 +348,8 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
         self.engine.bytes_predicted(pass)
     }
 
-    /// Returns the bytes of this rank's message buffers; with [`Strategy::HeadsRing`] also those of
-    /// the tensors of its heads.
+    /// Returns the bytes of this rank's message buffers; with a strategy other than the ring also
+    /// those of the tensors of its group and heads.
     pub fn buffer_bytes(&self) -> u64 {
         self.engine.buffer_bytes()
     }
@@ -360,8 +360,9 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
         self.engine.work()
     }
 
-    /// Returns the ring engine, which has the schedule. With [`Strategy::HeadsRing`] it is the ring
-    /// of this rank's heads: its spec has these heads, and its ranks are the groups.
+    /// Returns the ring engine, which has the schedule. With a strategy other than the ring it is
+    /// the ring of this rank's heads and key column: its spec has these heads, and its ranks are
+    /// the groups.
     pub const fn ring(&self) -> &Ring<B> {
         self.engine.ring()
     }

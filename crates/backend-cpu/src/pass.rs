@@ -19,7 +19,12 @@ use crate::{
 /// `$element` to its element type.
 macro_rules! by_dtype {
     ($workspace:expr, |$team:ident, $state:ident: State<$element:ident>| $call:expr) => {{
-        let Workspace { team: $team, dtype, state } = &mut *$workspace;
+        let dtype = $workspace.dtype;
+        by_dtype!(dtype, $workspace, |$team, $state: State<$element>| $call)
+    }};
+    ($dtype:expr, $workspace:expr, |$team:ident, $state:ident: State<$element:ident>| $call:expr) => {{
+        let dtype = $dtype;
+        let Workspace { team: $team, state, .. } = &mut *$workspace;
         match dtype {
             DType::F64 => by_dtype!(@ state, $state, $element, f64, $call),
             DType::F32 => by_dtype!(@ state, $state, $element, f32, $call),
@@ -116,7 +121,8 @@ impl ForwardPass<Host> for Forward<'_> {
 
     fn finish(self, outputs: &mut Outputs<'_, Host>) -> Result<()> {
         let inputs = &self.inputs;
-        by_dtype!(self.workspace, |team, state: State<E>| forward::finish::finish::<E>(
+        let results = self.workspace.results_dtype();
+        by_dtype!(results, self.workspace, |team, state: State<E>| forward::finish::finish::<E>(
             team, state, inputs, outputs
         ))
     }

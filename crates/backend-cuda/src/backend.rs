@@ -226,9 +226,7 @@ impl Backend for Cuda {
     /// As [`Spec::validate`]; [`Error::Unsupported`].
     fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
         spec.validate()?;
-        if spec.head_shard.is_some() {
-            return Err(Error::unsupported("a part of the heads", "cuda"));
-        }
+        spec.check_whole("cuda")?;
         slopes(spec)?;
         let variants = [Variant::of(spec)?, self.forward_variant(spec)?];
         self.compiler.target(self.stream.device().architecture())?;

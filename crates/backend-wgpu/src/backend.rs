@@ -50,9 +50,7 @@ impl Backend for Wgpu {
     /// [`Error::Unsupported`], and as [`Spec::validate`].
     fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
         spec.validate()?;
-        if spec.head_shard.is_some() {
-            return Err(Error::unsupported("a part of the heads", "wgpu"));
-        }
+        spec.check_whole("wgpu")?;
         if spec.dtype == DType::F64 {
             return Err(Error::unsupported("f64", "wgpu"));
         }

@@ -25,7 +25,8 @@ module annulus
   public :: annulus_attention_on_step
   public :: annulus_plan_create_threads, annulus_plan_create_mpi, annulus_plan_create_callbacks
   public :: annulus_plan_destroy, annulus_plan_rank, annulus_plan_ranks, annulus_plan_layout
-  public :: annulus_plan_route, annulus_plan_strategy, annulus_plan_workspace_bytes
+  public :: annulus_plan_route, annulus_plan_strategy, annulus_plan_grid
+  public :: annulus_plan_workspace_bytes
   public :: annulus_plan_predicted_bytes, annulus_plan_numerics, annulus_plan_q_rows
   public :: annulus_plan_kv_rows, annulus_plan_update, annulus_tensor_of
   public :: annulus_forward, annulus_backward, annulus_forward_c, annulus_backward_c
@@ -80,6 +81,7 @@ module annulus
   integer(c_int32_t), parameter, public :: ANNULUS_STRATEGY_RING = 0
   integer(c_int32_t), parameter, public :: ANNULUS_STRATEGY_HEADS_RING = 1
   integer(c_int32_t), parameter, public :: ANNULUS_STRATEGY_AUTO = 2
+  integer(c_int32_t), parameter, public :: ANNULUS_STRATEGY_GRID = 3
   integer(c_int32_t), parameter, public :: ANNULUS_MASK_PER_HEAD = 1
   integer(c_int32_t), parameter, public :: ANNULUS_MASK_PER_BATCH = 2
   integer(c_int32_t), parameter, public :: ANNULUS_PASS_FORWARD = 0
@@ -132,6 +134,8 @@ module annulus
     integer(c_int32_t) :: reproducible = 0
     integer(c_int32_t) :: strategy = 0
     integer(c_int32_t) :: strategy_heads = 0
+    integer(c_int32_t) :: strategy_queries = 0
+    integer(c_int32_t) :: strategy_keys = 0
   end type annulus_options
 
   ! A tensor of C; annulus_tensor_of makes one of an array.
@@ -400,6 +404,14 @@ module annulus
       integer(c_int32_t), intent(out) :: strategy, heads
       integer(c_int) :: status
     end function annulus_plan_strategy
+
+    ! Parts into which the strategy in force divides queries and keys.
+    function annulus_plan_grid(plan, queries, keys) bind(c) result(status)
+      import :: c_int, c_int32_t, c_ptr
+      type(c_ptr), value :: plan
+      integer(c_int32_t), intent(out) :: queries, keys
+      integer(c_int) :: status
+    end function annulus_plan_grid
 
     ! Bytes of the plan's buffers and scratch memory.
     function annulus_plan_workspace_bytes(plan, bytes) bind(c) result(status)

@@ -279,6 +279,12 @@
 #define ANNULUS_STRATEGY_AUTO 2
 
 /**
+ * options.strategy_heads x strategy_queries x strategy_keys ranks: each computes partial results of
+ * a part of the queries over a part of the keys, which are merged.
+ */
+#define ANNULUS_STRATEGY_GRID 3
+
+/**
  * The forward pass.
  */
 #define ANNULUS_PASS_FORWARD 0
@@ -506,16 +512,26 @@ typedef struct annulus_options {
    */
   int32_t reproducible;
   /**
-   * ANNULUS_STRATEGY_RING (default), HEADS_RING or AUTO: the division of the attention among
-   * ranks. Results differ by rounding at most.
+   * ANNULUS_STRATEGY_RING (default), HEADS_RING, AUTO or GRID: the division of the attention
+   * among ranks. Results differ by rounding at most.
    */
   int32_t strategy;
   /**
-   * Ranks of a group of ANNULUS_STRATEGY_HEADS_RING, at least 1: a divisor of the number of
-   * ranks and of q_heads, and a divisor or a multiple of kv_heads. With other strategies it must
-   * be 0. Default: 0.
+   * Ranks of a group of ANNULUS_STRATEGY_HEADS_RING, or parts of the heads of
+   * ANNULUS_STRATEGY_GRID, at least 1: a divisor of the number of ranks and of q_heads, and a
+   * divisor or a multiple of kv_heads. With other strategies it must be 0. Default: 0.
    */
   int32_t strategy_heads;
+  /**
+   * Parts of the queries of ANNULUS_STRATEGY_GRID, at least 1. With other strategies it must be
+   * 0. Default: 0.
+   */
+  int32_t strategy_queries;
+  /**
+   * Parts of the keys of ANNULUS_STRATEGY_GRID, at least 1. With other strategies it must be 0.
+   * Default: 0.
+   */
+  int32_t strategy_keys;
 } annulus_options;
 
 /**
@@ -1253,7 +1269,8 @@ int annulus_plan_route(const struct annulus_plan *plan, int32_t *route);
 
 /**
  * Writes the strategy in force to `*strategy`, a constant ANNULUS_STRATEGY_* other than AUTO, and
- * the ranks of a group, 1 for the ring, to `*heads`. Local.
+ * the ranks of a group, 1 for the ring, or the parts of the heads of ANNULUS_STRATEGY_GRID, to
+ * `*heads`. Local.
  *
  * Errors
  * ANNULUS_INVALID_ARGUMENT.
@@ -1262,6 +1279,18 @@ int annulus_plan_route(const struct annulus_plan *plan, int32_t *route);
  * `strategy` and `heads` point to writable numbers.
  */
 int annulus_plan_strategy(const struct annulus_plan *plan, int32_t *strategy, int32_t *heads);
+
+/**
+ * Writes the parts into which the strategy in force divides queries and keys: the parts over which
+ * keys and values circulate, and 1 unless the strategy is ANNULUS_STRATEGY_GRID. Local.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT.
+ *
+ * Safety
+ * `queries` and `keys` point to writable numbers.
+ */
+int annulus_plan_grid(const struct annulus_plan *plan, int32_t *queries, int32_t *keys);
 
 /**
  * Writes the fingerprint of the arithmetic to `text`, with a zero byte at its end, and its length

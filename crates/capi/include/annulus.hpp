@@ -330,6 +330,12 @@ class plan {
     detail::check(annulus_plan_strategy(get(), &in_force.first, &in_force.second));
     return in_force;
   }
+  /* Parts into which it divides queries and keys. */
+  std::pair<std::int32_t, std::int32_t> grid() const {
+    std::pair<std::int32_t, std::int32_t> parts;
+    detail::check(annulus_plan_grid(get(), &parts.first, &parts.second));
+    return parts;
+  }
   /* Fingerprint of the arithmetic: equal bits of reproducible plans need equal ones. */
   std::string numerics() const {
     std::int64_t length = 0;

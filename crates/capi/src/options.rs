@@ -71,6 +71,9 @@ pub const ANNULUS_STRATEGY_RING: i32 = 0;
 pub const ANNULUS_STRATEGY_HEADS_RING: i32 = 1;
 /// The strategy that sends the fewest bytes in a forward and a backward pass.
 pub const ANNULUS_STRATEGY_AUTO: i32 = 2;
+/// options.strategy_heads x strategy_queries x strategy_keys ranks: each computes partial results of
+/// a part of the queries over a part of the keys, which are merged.
+pub const ANNULUS_STRATEGY_GRID: i32 = 3;
 
 /// The definition of one attention. [`annulus_options_init`] sets the defaults; the caller then
 /// sets the seven lengths and what differs.
@@ -171,13 +174,19 @@ pub struct annulus_options {
     /// machines of the same arithmetic ("numerics" of the command `annulus doctor`). A backward
     /// pass takes two passes around the ring. Default: 0.
     pub reproducible: i32,
-    /// ANNULUS_STRATEGY_RING (default), HEADS_RING or AUTO: the division of the attention among
-    /// ranks. Results differ by rounding at most.
+    /// ANNULUS_STRATEGY_RING (default), HEADS_RING, AUTO or GRID: the division of the attention
+    /// among ranks. Results differ by rounding at most.
     pub strategy: i32,
-    /// Ranks of a group of ANNULUS_STRATEGY_HEADS_RING, at least 1: a divisor of the number of
-    /// ranks and of q_heads, and a divisor or a multiple of kv_heads. With other strategies it must
-    /// be 0. Default: 0.
+    /// Ranks of a group of ANNULUS_STRATEGY_HEADS_RING, or parts of the heads of
+    /// ANNULUS_STRATEGY_GRID, at least 1: a divisor of the number of ranks and of q_heads, and a
+    /// divisor or a multiple of kv_heads. With other strategies it must be 0. Default: 0.
     pub strategy_heads: i32,
+    /// Parts of the queries of ANNULUS_STRATEGY_GRID, at least 1. With other strategies it must be
+    /// 0. Default: 0.
+    pub strategy_queries: i32,
+    /// Parts of the keys of ANNULUS_STRATEGY_GRID, at least 1. With other strategies it must be 0.
+    /// Default: 0.
+    pub strategy_keys: i32,
 }
 
 // SAFETY: repr(C), begins with its size, and all fields are numbers, which may be 0
@@ -475,19 +484,31 @@ fn ring(attention: Attention, options: &annulus_options) -> Result<Attention> {
 }
 
 fn strategy(options: &annulus_options) -> Result<Strategy> {
-    let heads = options.strategy_heads;
-    let ring = Strategy::HeadsRing { heads: length("strategy_heads", heads.into())? };
-    let strategies = [Strategy::Ring, ring, Strategy::Auto];
+    let annulus_options { strategy_heads, strategy_queries, strategy_keys, .. } = *options;
+    let heads = length("strategy_heads", strategy_heads.into())?;
+    let queries = length("strategy_queries", strategy_queries.into())?;
+    let keys = length("strategy_keys", strategy_keys.into())?;
+    let ring = Strategy::HeadsRing { heads };
+    let grid = Strategy::Grid { heads, queries, keys };
+    let strategies = [Strategy::Ring, ring, Strategy::Auto, grid];
     let strategy = one_of("strategy", options.strategy, &strategies)?;
-    let divides_heads = options.strategy == ANNULUS_STRATEGY_HEADS_RING;
-    match (divides_heads, heads > 0) {
-        (true, false) => Err(Error::invalid("strategy_heads", heads, "at least 1")),
-        (false, true) => {
-            let want = "0, or options.strategy = ANNULUS_STRATEGY_HEADS_RING";
-            Err(Error::invalid("strategy_heads", heads, want))
+    let is_grid = options.strategy == ANNULUS_STRATEGY_GRID;
+    let divides_heads = is_grid || options.strategy == ANNULUS_STRATEGY_HEADS_RING;
+    let of_heads = "0, or options.strategy = ANNULUS_STRATEGY_HEADS_RING or _GRID";
+    let of_grid = "0, or options.strategy = ANNULUS_STRATEGY_GRID";
+    let counts = [
+        ("strategy_heads", strategy_heads, divides_heads, of_heads),
+        ("strategy_queries", strategy_queries, is_grid, of_grid),
+        ("strategy_keys", strategy_keys, is_grid, of_grid),
+    ];
+    for (name, count, is_used, unused) in counts {
+        match (is_used, count > 0) {
+            (true, false) => return Err(Error::invalid(name, count, "at least 1")),
+            (false, true) => return Err(Error::invalid(name, count, unused)),
+            _ => {}
         }
-        _ => Ok(strategy),
     }
+    Ok(strategy)
 }
 
 fn arrival_deadline(options: &annulus_options) -> Result<Option<Duration>> {

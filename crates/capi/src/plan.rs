@@ -24,8 +24,8 @@ use crate::{
     options::{
         self, ANNULUS_LAYOUT_BALANCED, ANNULUS_LAYOUT_CONTIGUOUS, ANNULUS_LAYOUT_CUSTOM,
         ANNULUS_LAYOUT_STRIPED, ANNULUS_LAYOUT_ZIGZAG, ANNULUS_ROUTE_DIRECT,
-        ANNULUS_ROUTE_RELAY_DOWN, ANNULUS_ROUTE_RELAY_UP, ANNULUS_STRATEGY_HEADS_RING,
-        ANNULUS_STRATEGY_RING, Description, length,
+        ANNULUS_ROUTE_RELAY_DOWN, ANNULUS_ROUTE_RELAY_UP, ANNULUS_STRATEGY_GRID,
+        ANNULUS_STRATEGY_HEADS_RING, ANNULUS_STRATEGY_RING, Description, length,
     },
     status::guard,
     transport::{HostTransport, annulus_transport},
@@ -454,7 +454,8 @@ pub unsafe extern "C" fn annulus_plan_route(plan: *const annulus_plan, route: *m
 }
 
 /// Writes the strategy in force to `*strategy`, a constant ANNULUS_STRATEGY_* other than AUTO, and
-/// the ranks of a group, 1 for the ring, to `*heads`. Local.
+/// the ranks of a group, 1 for the ring, or the parts of the heads of ANNULUS_STRATEGY_GRID, to
+/// `*heads`. Local.
 ///
 /// # Errors
 /// ANNULUS_INVALID_ARGUMENT.
@@ -477,6 +478,7 @@ pub unsafe extern "C" fn annulus_plan_strategy(
         let (constant, members) = match (in_force, members) {
             (Strategy::Ring, _) => (ANNULUS_STRATEGY_RING, 1),
             (Strategy::HeadsRing { .. }, Some(members)) => (ANNULUS_STRATEGY_HEADS_RING, members),
+            (Strategy::Grid { .. }, Some(parts)) => (ANNULUS_STRATEGY_GRID, parts),
             (other, _) => {
                 return Err(Error::internal(format!("the strategy {other} has no number")));
             }
@@ -485,6 +487,42 @@ pub unsafe extern "C" fn annulus_plan_strategy(
         unsafe {
             strategy.write(constant);
             heads.write(members);
+        }
+        Ok(())
+    })
+}
+
+/// Writes the parts into which the strategy in force divides queries and keys: the parts over which
+/// keys and values circulate, and 1 unless the strategy is ANNULUS_STRATEGY_GRID. Local.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT.
+///
+/// # Safety
+/// `queries` and `keys` point to writable numbers.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_plan_grid(
+    plan: *const annulus_plan,
+    queries: *mut i32,
+    keys: *mut i32,
+) -> c_int {
+    guard(|| {
+        let [queries, keys] = [("queries", queries), ("keys", keys)]
+            .map(|(name, out)| check_pointer(name, out.cast_const()));
+        let (queries, keys) = (queries?, keys?);
+        let (in_force, ranks) = PLANS.with(plan, |state| {
+            state.planned().map(|planned| (planned.plan().strategy(), planned.plan().ranks()))
+        })?;
+        let (of_queries, of_keys) = match in_force {
+            Strategy::Grid { queries, keys, .. } => (queries, keys),
+            other => (ranks / other.heads().unwrap_or(1).max(1), 1),
+        };
+        let number = |parts: usize| i32::try_from(parts).map_err(Error::internal);
+        let (of_queries, of_keys) = (number(of_queries)?, number(of_keys)?);
+        // SAFETY: not NULL, aligned, writable as the caller promises
+        unsafe {
+            queries.write(of_queries);
+            keys.write(of_keys);
         }
         Ok(())
     })

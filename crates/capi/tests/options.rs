@@ -599,6 +599,16 @@ fn rings() -> Vec<Case> {
                 Attention::new().strategy(Strategy::HeadsRing { heads: 3 }),
             )
         },
+        Case::new(
+            "strategy: grid",
+            |o| {
+                o.strategy = ANNULUS_STRATEGY_GRID;
+                o.strategy_heads = 1;
+                o.strategy_queries = 1;
+                o.strategy_keys = 3;
+            },
+            Attention::new().strategy(Strategy::Grid { heads: 1, queries: 1, keys: 3 }),
+        ),
         Case {
             // three leaves
             dims: Dims { q_len: 600, kv_len: 600, ..DIMS },
@@ -815,6 +825,10 @@ fn a_plan_tells_its_strategy() {
             let status = annulus_plan_strategy(plan, &raw mut strategy, ptr::null_mut());
             assert_eq!((status, strategy), (ANNULUS_INVALID_ARGUMENT, 7));
             ok(annulus_plan_strategy(plan, &raw mut strategy, &raw mut heads));
+            let (mut queries, mut keys) = (7, 7);
+            ok(annulus_plan_grid(plan, &raw mut queries, &raw mut keys));
+            assert_eq!(heads * queries * keys, RANKS as i32);
+            assert_eq!(keys > 1, strategy == ANNULUS_STRATEGY_GRID);
             ok(annulus_plan_ranks(plan, &raw mut ranks));
             ok(annulus_plan_q_rows(plan, ptr::null_mut(), 0, &raw mut count));
         }
@@ -828,11 +842,19 @@ fn a_plan_tells_its_strategy() {
     let auto = annulus_options { strategy: ANNULUS_STRATEGY_AUTO, ..options };
     let fewest = Attention::new().strategy(Strategy::Auto).local_ring(HEADS_DIMS, RANKS).unwrap();
     let fewest = fewest.plan().strategy();
-    let constant = i32::from(fewest != Strategy::Ring);
+    let constant = match fewest {
+        Strategy::Ring => ANNULUS_STRATEGY_RING,
+        Strategy::Grid { .. } => ANNULUS_STRATEGY_GRID,
+        _ => ANNULUS_STRATEGY_HEADS_RING,
+    };
     assert_eq!(chosen(auto), (constant, fewest.heads().unwrap() as i32));
     let strategy = ANNULUS_STRATEGY_HEADS_RING;
     let by_heads = annulus_options { strategy, strategy_heads: 3, ..options };
     assert_eq!(chosen(by_heads), (ANNULUS_STRATEGY_HEADS_RING, 3));
+    let strategy = ANNULUS_STRATEGY_GRID;
+    let grid = annulus_options { strategy_queries: 1, strategy_keys: 3, ..options };
+    let grid = annulus_options { strategy, strategy_heads: 1, ..grid };
+    assert_eq!(chosen(grid), (ANNULUS_STRATEGY_GRID, 1));
 
     // a group that does not fit ranks or heads is refused when the plan is made
     let options = annulus_options { strategy_heads: 2, ..by_heads };

@@ -7,7 +7,7 @@
 //! | CUDA memory from device to device, with the feature `nccl`: `nccl` | `nccl/` |
 //! | agreement on arguments and status: [`agree`], [`close`], [`all_gather`] | `agreement/` |
 //! | the engine of one rank of a ring: [`ring`] | `ring/` |
-//! | all-to-all over heads, and a ring over groups: [`heads_ring`] | `heads_ring/` |
+//! | grids of heads × queries × keys, and rings over groups: [`heads_ring`] | `heads_ring/` |
 //! | wrapper: bounds every wait, [`Deadline`] | `deadline/` |
 //! | wrapper: detects corruption, [`Checksum`] | `checksum.rs` |
 //! | wrapper: records times, [`Trace`] | `trace.rs` |
@@ -28,6 +28,7 @@ mod delegate;
 pub mod fault;
 pub mod heads_ring;
 pub mod kv_cache;
+mod merged_softmax;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 #[cfg(feature = "nccl")]

@@ -79,9 +79,11 @@ fn assert_all_fail(injection: Injection, root: fn(usize, &Error) -> bool) {
     assert_fates(injection, &run(injection), root);
 }
 
-/// As [`assert_all_fail`], with heads divided among pairs of ranks.
+/// As [`assert_all_fail`], with heads or keys divided among pairs of ranks.
 fn assert_all_fail_in_groups(injection: Injection, root: fn(usize, &Error) -> bool) {
-    assert_fates(injection, &run_with(IN_PAIRS, injection), root);
+    for strategy in [IN_PAIRS, IN_COLUMNS] {
+        assert_fates(injection, &run_with(strategy, injection), root);
+    }
 }
 
 fn assert_fates(injection: Injection, fates: &[Fate], root: fn(usize, &Error) -> bool) {
@@ -115,6 +117,9 @@ fn assert_none_fails(injection: Injection) {
 
 /// Pairs of ranks divide the heads, and form a ring of two pairs.
 const IN_PAIRS: Strategy = Strategy::HeadsRing { heads: 2 };
+
+/// Pairs of ranks divide the keys: two query tiles over two key columns.
+const IN_COLUMNS: Strategy = Strategy::Grid { heads: 1, queries: 2, keys: 2 };
 
 /// Sends before, in and after the ring of a forward pass, and the first of the backward pass.
 const SENDS_IN_PAIRS: [u64; 4] = [0, 1, 2, 3];
@@ -194,8 +199,10 @@ fn faults_of_an_exchange_of_heads_fail_all_ranks() {
             rank != 1 && matches!(error, Error::Timeout { .. } | Error::PeerLost { .. })
         });
     });
-    for fate in run_with(IN_PAIRS, Injection::DelayAll { most: Duration::from_millis(20) }) {
-        assert!(fate.error.is_none(), "{fate:?}");
+    for strategy in [IN_PAIRS, IN_COLUMNS] {
+        for fate in run_with(strategy, Injection::DelayAll { most: Duration::from_millis(20) }) {
+            assert!(fate.error.is_none(), "{fate:?}");
+        }
     }
 }
 

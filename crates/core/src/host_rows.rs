@@ -173,6 +173,18 @@ impl<'a> HostViewMut<'a> {
         })
     }
 
+    /// Subtracts the products ⟨a, b⟩ of the rows of two tensors `[batch, rows, heads, elements]`
+    /// from a tensor `[batch, rows, heads, 1]`. Products are in f64.
+    pub fn subtract_row_products(&mut self, a: &HostView<'_>, b: &HostView<'_>) {
+        with_array!(Self, self, into => with_array!(HostView, a, a => with_array!(HostView, b, b => {
+            let rows = a.lanes(Axis(3)).into_iter().zip(b.lanes(Axis(3)));
+            for (into, (a, b)) in into.iter_mut().zip(rows) {
+                let product: f64 = a.iter().zip(b).map(|(a, b)| a.to_f64() * b.to_f64()).sum();
+                *into = Element::from_f64(into.to_f64() - product);
+            }
+        })));
+    }
+
     /// Rounds the elements of `from`, a tensor of the same shape, to this type.
     pub fn round_from(&mut self, from: &HostView<'_>) {
         with_array!(Self, self, into => with_array!(HostView, from, from => {
@@ -183,9 +195,14 @@ impl<'a> HostViewMut<'a> {
 
     /// Writes elements in logical order, rounded.
     pub fn write(&mut self, elements: &[f64]) {
+        self.write_each(elements.iter().copied());
+    }
+
+    /// As [`HostViewMut::write`].
+    pub fn write_each(&mut self, elements: impl Iterator<Item = f64>) {
         with_array!(Self, self, array => {
             let pairs = array.iter_mut().zip(elements);
-            pairs.for_each(|(into, &element)| *into = Element::from_f64(element));
+            pairs.for_each(|(into, element)| *into = Element::from_f64(element));
         });
     }
 }

@@ -143,11 +143,31 @@ impl Layout {
     /// [`Error::InvalidArgument`] naming `ranks` or `layout`; [`Error::OutOfMemory`] of the bitmap
     /// of the listed rows.
     pub fn validate(&self, q_len: usize, kv_len: usize, ranks: usize) -> Result<()> {
+        self.validate_lists(q_len, kv_len, ranks, false)
+    }
+
+    /// As [`Layout::validate`], of a layout that may lack some keys: that of partial results
+    /// ([`crate::Spec::partial`]).
+    ///
+    /// # Errors
+    /// As [`Layout::validate`].
+    pub fn validate_partial(&self, q_len: usize, kv_len: usize, ranks: usize) -> Result<()> {
+        self.validate_lists(q_len, kv_len, ranks, true)
+    }
+
+    fn validate_lists(
+        &self,
+        q_len: usize,
+        kv_len: usize,
+        ranks: usize,
+        may_lack_keys: bool,
+    ) -> Result<()> {
         if ranks == 0 {
             return Err(Error::invalid("ranks", 0, "at least 1"));
         }
         let Some(listed) = self.listed() else { return Ok(()) };
-        for (name, shards, len) in [("q", &listed.q, q_len), ("kv", &listed.kv, kv_len)] {
+        let q = ("q", &listed.q, q_len, false);
+        for (name, shards, len, may_lack) in [q, ("kv", &listed.kv, kv_len, may_lack_keys)] {
             if shards.len() != ranks {
                 return Err(Error::invalid(
                     "layout",
@@ -155,7 +175,7 @@ impl Layout {
                     format!("{ranks}, one per rank"),
                 ));
             }
-            check_partition(name, shards, len)?;
+            check_partition(name, shards, len, may_lack)?;
         }
         Ok(())
     }
@@ -221,11 +241,11 @@ impl LeafLayout {
     }
 }
 
-/// Checks that the shards contain every row of `0..len` once.
+/// Checks that the shards contain every row of `0..len` once; at most once if they may lack some.
 ///
 /// Reads at most `len` + 1 rows, even of a run with a larger count: each row is either new or an
 /// error.
-fn check_partition(name: &str, shards: &[Runs], len: usize) -> Result<()> {
+fn check_partition(name: &str, shards: &[Runs], len: usize, may_lack: bool) -> Result<()> {
     let words = len.div_ceil(64);
     let mut assigned: Vec<u64> = memory::filled("the bitmap of the layout's rows", words, 0)?;
     let refuse =
@@ -241,8 +261,8 @@ fn check_partition(name: &str, shards: &[Runs], len: usize) -> Result<()> {
         assigned[index / 64] |= bit;
     }
     match (0..len).find(|row| assigned[row / 64] >> (row % 64) & 1 == 0) {
-        Some(row) => refuse(format!("no rank for {name} row {row}")),
-        None => Ok(()),
+        Some(row) if !may_lack => refuse(format!("no rank for {name} row {row}")),
+        _ => Ok(()),
     }
 }
 

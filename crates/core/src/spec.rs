@@ -129,6 +129,11 @@ pub struct Spec {
     /// The query heads as a part of a whole attention's, whose numbers masks, bias functions and
     /// dropout use. `None`: they are all heads.
     pub head_shard: Option<HeadShard>,
+    /// True if the results are partial, over the keys of the layout alone, which may lack some of
+    /// them: ranks with other keys have the other terms. out and dq are then in the accumulator's
+    /// type. A backward pass reads the statistics of all keys: lse, and −delta in place of dlse, so
+    /// that it does not read out.
+    pub partial: bool,
 }
 
 impl Spec {
@@ -152,6 +157,7 @@ impl Spec {
             backward: BackwardMode::default(),
             leaf_rows: None,
             head_shard: None,
+            partial: false,
         }
     }
 
@@ -267,6 +273,26 @@ impl Spec {
     /// `share` is subtracted from dS of each score that equals the row maximum, because the output
     /// depends on the maximum too.
     pub const ROW_STATISTICS: usize = 4;
+
+    /// Refuses a part of another attention: of its heads, or of its keys.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] by `backend`.
+    pub fn check_whole(&self, backend: &str) -> Result<()> {
+        if self.head_shard.is_some() {
+            return Err(Error::unsupported("a part of the heads", backend));
+        }
+        if self.partial {
+            return Err(Error::unsupported("partial results", backend));
+        }
+        Ok(())
+    }
+
+    /// Returns the type of out and dq: the element type, or the accumulator's if the results are
+    /// partial.
+    pub fn results_dtype(&self) -> DType {
+        if self.partial { self.dtype.accumulator() } else { self.dtype }
+    }
 
     /// Checks this rank's part of a batch against the spec. The rank owns `q_rows` query rows and
     /// `kv_rows` key rows.

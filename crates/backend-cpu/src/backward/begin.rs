@@ -40,7 +40,7 @@ pub(crate) fn begin<E: Input<Accumulator: Summed>>(
     bias_gradient.iter_mut().for_each(|gradient| gradient.clear());
     let rows = StatisticsInputs::<E> {
         token: geometry.token,
-        out: array("out", inputs.out)?,
+        out: (!shard.spec.partial).then(|| array("out", inputs.out)).transpose()?,
         dout: array("dout", inputs.dout)?,
         lse: array("lse", inputs.lse)?,
         dlse: inputs.dlse.map(|dlse| array("dlse", dlse)).transpose()?,
@@ -76,7 +76,8 @@ struct StatisticsRow<'a, A> {
 /// Inputs of the row statistics.
 struct StatisticsInputs<'a, E: Input> {
     token: IsaToken,
-    out: ArrayView4<'a, E>,
+    /// None of partial results, of which dlse is −delta.
+    out: Option<ArrayView4<'a, E>>,
     dout: ArrayView4<'a, E>,
     lse: ArrayView4<'a, Acc<E>>,
     dlse: Option<ArrayView4<'a, Acc<E>>>,
@@ -88,7 +89,7 @@ struct StatisticsInputs<'a, E: Input> {
 impl<E: Input> StatisticsInputs<'_, E> {
     /// Computes the statistics of one batch row and head.
     fn fill(&self, batch: usize, head: usize, into: &mut StatisticsRow<'_, Acc<E>>) {
-        let out = Source::tensor(self.out);
+        let out = self.out.map(Source::tensor);
         let dout = Source::tensor(self.dout);
         for row in 0..into.lse.len() {
             let at = [batch, head, row, 0];
@@ -98,8 +99,10 @@ impl<E: Input> StatisticsInputs<'_, E> {
             into.lse[row] = lse;
             // an empty row has no gradient, whatever dout and dlse are
             let empty = lse == -Acc::<E>::INFINITY;
-            let product =
-                if empty { 0.0 } else { dot(self.token, &out, &dout, [batch, row, head]) };
+            let product = match &out {
+                Some(out) if !empty => dot(self.token, out, &dout, [batch, row, head]),
+                _ => 0.0,
+            };
             let dlse = if empty { 0.0 } else { of(self.dlse) };
             if self.normalize {
                 into.delta[row] = Acc::<E>::from_f64(product - dlse);

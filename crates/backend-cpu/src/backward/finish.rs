@@ -30,21 +30,26 @@ use crate::{
     },
 };
 
-/// Writes dq, dk, dv, dbias and dsinks.
-pub(crate) fn finish<E: Input<Accumulator: Summed>>(
+/// Writes dq, dk, dv, dbias and dsinks. A partial dq is not rounded.
+pub(crate) fn finish<E: Input<Accumulator: Summed + Input<Accumulator = Acc<E>>>>(
     team: &Team,
     state: &mut State<Acc<E>>,
     inputs: &Inputs<'_, Host>,
     final_grad: &HostBuffer,
     gradients: &mut Gradients<'_, Host>,
 ) -> Result<()> {
-    let mut dq = array_mut::<E>("dq", &mut gradients.dq)?;
     let (mut dk, mut dv) =
         (array_mut::<E>("dk", &mut gradients.dk)?, array_mut::<E>("dv", &mut gradients.dv)?);
     finish_leaves(team, state);
     let reproducible = state.shard.leaves.is_some();
     let mut scratch = std::mem::take(&mut state.scratch);
-    write_dq(team, state, &mut scratch, &mut dq);
+    if state.shard.spec.partial {
+        let mut dq = array_mut::<Acc<E>>("dq", &mut gradients.dq)?;
+        write_dq(team, state, &mut scratch, &mut dq);
+    } else {
+        let mut dq = array_mut::<E>("dq", &mut gradients.dq)?;
+        write_dq(team, state, &mut scratch, &mut dq);
+    }
     let record = state.shard.spec.gradient_row_layout();
     let rows = state.shard.keys.len();
     let token = state.geometry.token;

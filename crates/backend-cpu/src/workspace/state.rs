@@ -53,6 +53,14 @@ pub struct Workspace {
 }
 
 impl Workspace {
+    /// Returns the type of out and dq.
+    pub(crate) fn results_dtype(&self) -> DType {
+        match &self.state {
+            TypedState::F32(state) => state.shard.spec.results_dtype(),
+            TypedState::F64(state) => state.shard.spec.results_dtype(),
+        }
+    }
+
     /// Returns the bytes of this workspace: accumulators, row statistics, and the scratch of every
     /// thread. The first pass of each kind adds lists of visible keys to it; later passes add
     /// nothing.

@@ -154,7 +154,7 @@ impl LayoutName {
 
 /// Parses a strategy.
 pub(crate) fn strategy(text: &str) -> Result<Strategy, String> {
-    text.parse().map_err(|_| "want ring, heads:H with H from 1, or auto".into())
+    text.parse().map_err(|_| format!("want {}", Strategy::EXPECTED))
 }
 
 /// Parses a finite number.

@@ -40,13 +40,12 @@ pub(super) struct Ring {
 }
 
 impl Ring {
-    /// Checks that the strategy can divide the heads of a case.
+    /// Checks that the strategy can divide the heads of a case among the ranks.
     ///
     /// # Errors
     /// [`Error::Unsupported`], so that a folder of cases with different heads can be checked.
     pub(super) fn check_heads(&self, dims: &Dims) -> Result<()> {
-        let Some(heads) = self.strategy.heads() else { return Ok(()) };
-        HeadGrid::new(dims, self.ranks, heads).map(drop).map_err(|error| {
+        HeadGrid::of(dims, self.ranks, self.strategy).map(drop).map_err(|error| {
             Error::unsupported(format!("strategy {}", self.strategy), error.to_string())
         })
     }

@@ -199,10 +199,10 @@ impl Figures {
         strategies: &Strategies,
     ) -> Self {
         let all = strategies.figures();
-        let Some(traffic) = strategies.heads() else {
+        let Some(traffic) = strategies.grid() else {
             return Self { strategies: all, ..self };
         };
-        let (per_rank, pairs_total) = rank_figures_of(spec, traffic, &self.shards);
+        let (per_rank, pairs_total) = rank_figures_of(spec, traffic);
         let ranks = per_rank.len();
         let most = per_rank.iter().map(|of| of.work_over_mean).fold(0.0, f64::max);
         let full_ring = |rows: usize, row: &RowLayout| {
@@ -324,7 +324,13 @@ impl Figures {
         }
         let members = ranks / ring_ranks;
         let groups = counted(*ring_ranks as u64, "group", "groups");
-        format!("{strategy}: heads are divided among {members} ranks; a ring over {groups}")
+        let chosen = self.strategies.iter().find(|of| of.name == *strategy);
+        let divided = match chosen.map_or([members, 1, 1], |of| of.grid) {
+            [_, _, 1] => "heads are".to_owned(),
+            [1, ..] => "keys are".to_owned(),
+            [_, _, columns] => format!("heads, and keys in {columns} columns, are"),
+        };
+        format!("{strategy}: {divided} divided among {members} ranks; a ring over {groups}")
     }
 
     /// Number of steps up to the last in which a rank computes or forwards a block; at least 1.
@@ -439,17 +445,15 @@ fn rank_figures(
     shards.q.iter().zip(&shards.kv).enumerate().map(of_rank).collect()
 }
 
-/// Returns the figures of every rank under a strategy that divides heads, and the pairs of all.
-/// `groups` are the shards of the groups.
-fn rank_figures_of(
-    spec: &Spec,
-    traffic: &StrategyTraffic,
-    groups: &RingShards,
-) -> (Vec<RankFigures>, u128) {
+/// Returns the figures of every rank under a strategy that divides heads or keys, and the pairs of
+/// all.
+fn rank_figures_of(spec: &Spec, traffic: &StrategyTraffic) -> (Vec<RankFigures>, u128) {
     let StrategyTraffic { grid, layout, forward, backward, .. } = traffic;
     let work_of = |member: usize| {
-        let spec = spec.of_heads(grid, member);
-        Work::of(spec.mask.as_ref(), spec.dims.q_heads, spec.dims.batch, groups)
+        let spec = spec.of_member(grid, member);
+        let layout = layout.of_member(grid, member);
+        let shards = RingShards::plain(&spec.dims, spec.alignment, layout, grid.groups());
+        Work::of(spec.mask.as_ref(), spec.dims.q_heads, spec.dims.batch, &shards)
     };
     let work: Vec<Work> = (0..grid.members()).map(work_of).collect();
     let total: u128 = work.iter().map(Work::total).sum();

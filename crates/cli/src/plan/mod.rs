@@ -56,9 +56,11 @@ pub(crate) struct PlanFlags {
     #[arg(long, value_enum, default_value = "auto")]
     layout: LayoutName,
     /// Division of the attention among ranks: ring; heads:H, an all-to-all over heads in groups of
-    /// H ranks and a ring over the groups; or auto, the one with the least predicted time on
-    /// --machine or, without one, that sends the fewest bytes. Steps and picture of heads:H are those of the ring over groups that has the first heads. All
-    /// strategies are compared; for more than 256 ranks only with heads:H or auto
+    /// H ranks and a ring over the groups; grid:QxK, Q query parts and K key columns, whose partial
+    /// results are merged; grid:HxQxK, heads too; or auto, the one with the least predicted time on
+    /// --machine or, without one, that sends the fewest bytes. Steps and picture are those of the
+    /// ring over groups that has the first heads and the first key column. All strategies are
+    /// compared; for more than 256 ranks not with ring, unless there is a --machine
     #[arg(long, value_name = "NAME", default_value = "ring", value_parser = strategy)]
     strategy: Strategy,
     /// Predict the time of every strategy on the machine of this file, which `annulus measure`
@@ -209,22 +211,22 @@ impl PlanFlags {
         Ok(Ok(Strategies::default()))
     }
 
-    /// Returns the ring whose steps are shown: with `heads:H` that of the first heads.
+    /// Returns the ring whose steps are shown: of a grid that of the first member of each group.
     fn ring(&self, spec: &Spec, strategies: &Strategies) -> annulus_core::Result<(Spec, Planned)> {
         let batch = documents::batch(&self.mask.documents);
         let mask = self.mask.describe();
-        let Some(StrategyTraffic { grid, layout, .. }) = strategies.heads() else {
+        let Some(StrategyTraffic { grid, layout, .. }) = strategies.grid() else {
             let Choice { layout, route, .. } = self.layout.choice(spec, self.ranks, &batch)?;
             let (ranks, rank) = (self.ranks, self.rank);
             return Ok((spec.clone(), Planned { ranks, layout, route, batch, mask, rank }));
         };
         figures::check_rank(self.rank, self.ranks)?;
-        let of_heads = spec.of_heads(grid, 0);
+        let of_member = spec.of_member(grid, 0);
         let ranks = grid.groups();
-        let fixed = Some(&layout.of_groups);
-        let Choice { layout, route, .. } = Choice::auto(&of_heads, ranks, fixed, None, &mut || ());
+        let fixed = Some(layout.of_member(grid, 0));
+        let Choice { layout, route, .. } = Choice::auto(&of_member, ranks, fixed, None, &mut || ());
         let rank = self.rank.map(|rank| grid.group(rank));
-        Ok((of_heads, Planned { ranks, layout, route, batch, mask, rank }))
+        Ok((of_member, Planned { ranks, layout, route, batch, mask, rank }))
     }
 
     /// Paths that flags name.

@@ -65,8 +65,9 @@ impl Strategies {
         strategy: Strategy,
         machine: Option<&Machine>,
     ) -> Result<Self> {
-        if let Some(heads) = strategy.heads() {
-            HeadGrid::new(&spec.dims, ranks, heads)?.check(spec, true)?;
+        let grid = HeadGrid::of(&spec.dims, ranks, strategy)?;
+        if let Some(grid) = &grid {
+            grid.check(spec, true)?;
         }
         if strategy == Strategy::Ring && ranks > MOST_STEPPED_RANKS && machine.is_none() {
             return Ok(Self::default());
@@ -82,17 +83,17 @@ impl Strategies {
             }
             None => (None, Vec::new()),
         };
-        let position = |wanted| all.iter().position(|of| of.strategy == wanted).unwrap_or(0);
-        let chosen = match (strategy.heads(), fastest) {
-            (Some(heads), _) => position(Strategy::of_heads(heads)),
+        let position = |wanted| all.iter().position(|of| of.grid == wanted).unwrap_or(0);
+        let chosen = match (grid, fastest) {
+            (Some(grid), _) => position(grid),
             (None, Some(fastest)) => fastest,
-            (None, None) => position(StrategyTraffic::cheapest(&all)?.strategy),
+            (None, None) => position(StrategyTraffic::cheapest(&all)?.grid),
         };
         Ok(Self { all, predictions, chosen })
     }
 
     /// Returns the traffic of the strategy that is planned; `None` if it is the ring.
-    pub(super) fn heads(&self) -> Option<&StrategyTraffic> {
+    pub(super) fn grid(&self) -> Option<&StrategyTraffic> {
         self.all.get(self.chosen).filter(|of| of.grid.members() > 1)
     }
 
@@ -105,10 +106,11 @@ impl Strategies {
 
 impl StrategyFigures {
     fn of(traffic: &StrategyTraffic, predicted: Option<&Prediction>) -> Self {
+        let grid = &traffic.grid;
         let most = |bytes: &[u128]| bytes.iter().copied().max().unwrap_or(0);
         Self {
             name: traffic.strategy.to_string(),
-            grid: [traffic.grid.members(), traffic.grid.groups(), 1],
+            grid: [grid.head_parts(), grid.groups(), grid.columns()],
             bytes_sent_total: traffic.forward.iter().sum(),
             bytes_max_rank: most(&traffic.forward),
             backward_bytes_sent_total: traffic.backward.iter().sum(),
@@ -126,7 +128,7 @@ impl StrategyFigures {
     pub(super) fn in_words(&self, chosen: &str) -> String {
         let mark = if self.name == chosen { "*" } else { " " };
         let sent = format!(
-            "{mark} {:<10} {} sent forward, {} backward, at most {} of buffers on a rank",
+            "{mark} {:<12} {} sent forward, {} backward, at most {} of buffers on a rank",
             self.name,
             bytes(self.bytes_sent_total),
             bytes(self.backward_bytes_sent_total),

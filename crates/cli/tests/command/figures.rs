@@ -335,8 +335,11 @@ fn strategies_are_compared_by_bytes() {
     assert_eq!(auto["strategy"], "heads:8");
     let strategies = auto["strategies"].as_array().unwrap();
     let names: Vec<&str> = strategies.iter().map(|of| of["name"].as_str().unwrap()).collect();
-    assert_eq!(names, ["ring", "heads:2", "heads:4", "heads:8"]);
+    let heads = ["ring", "heads:2", "heads:4", "heads:8"];
+    let grids = ["grid:4x2", "grid:2x2x2", "grid:4x1x2", "grid:2x4", "grid:2x1x4", "grid:1x8"];
+    assert_eq!(names, [&heads[..], &grids].concat());
     assert_eq!(strategies[2]["grid"], serde_json::json!([4, 2, 1]));
+    assert_eq!(strategies[5]["grid"], serde_json::json!([2, 2, 2]));
     // to each of 7 ranks 512 rows of 4 heads of q, k, v and out, and lse
     assert_eq!(strategies[3]["bytes_max_rank"], 7 * 512 * 4 * (4 * 64 * 2 + 4));
     for (name, chosen) in names.iter().zip(strategies) {
@@ -367,12 +370,21 @@ fn strategies_are_compared_by_bytes() {
     }
     let text = folder.succeed(&format!("plan {flags} --strategy heads:2 --svg a.svg --rank 5")).out;
     assert!(text.contains("heads are divided among 2 ranks; a ring over 4 groups"), "{text}");
-    let wrong = folder.run(&format!("plan {flags} --strategy heads:3"));
-    assert!(wrong.code != 0 && wrong.err.contains("--strategy"), "{}", wrong.err);
+    let text = folder.succeed(&format!("plan {flags} --strategy grid:2x4 --svg b.svg")).out;
+    assert!(text.contains("keys are divided among 4 ranks; a ring over 2 groups"), "{text}");
+    let text = folder.succeed(&format!("plan {flags} --strategy grid:2x2x2")).out;
+    let want = "heads, and keys in 2 columns, are divided among 4 ranks; a ring over 2 groups";
+    assert!(text.contains(want), "{text}");
+    for wrong in ["heads:3", "grid:2x2", "grid:3x8"] {
+        let wrong = folder.run(&format!("plan {flags} --strategy {wrong}"));
+        assert!(wrong.code != 0 && wrong.err.contains("--strategy"), "{}", wrong.err);
+    }
+    let refused = folder.run(&format!("plan {flags} --strategy grid:2x4 --reproducible"));
+    assert!(refused.code != 0 && refused.err.contains("reproducible"), "{}", refused.err);
 }
 
 #[test]
-fn attend_divides_heads() {
+fn attend_divides_heads_and_keys() {
     let folder = Folder::new("attend_strategy");
     folder.succeed("make --output in.safetensors --backward --q-len 90 --heads 4 --kv-heads 2");
     let run = |strategy: &str| -> Value {
@@ -382,8 +394,10 @@ fn attend_divides_heads() {
         ));
         serde_json::from_str(&result.out).unwrap()
     };
-    let [ring, heads, auto] = ["ring", "heads:2", "auto"].map(run);
+    let [ring, heads, grid, auto] = ["ring", "heads:2", "grid:2x2", "auto"].map(run);
     assert_eq!((&ring["strategy"], &heads["strategy"]), (&"ring".into(), &"heads:2".into()));
+    assert_eq!(grid["strategy"], "grid:2x2");
+    assert_eq!(ring["visible_pairs"], grid["visible_pairs"]);
     assert_ne!(auto["strategy"], "auto");
     assert_eq!(ring["visible_pairs"], heads["visible_pairs"]);
 }

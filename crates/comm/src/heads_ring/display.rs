@@ -10,15 +10,22 @@ use crate::ring::PassKind;
 impl<B: Backend<Space: HostTensors>> fmt::Display for HeadsRing<B> {
     /// Writes mask, ranks, grid, layout, route, and what this rank sends: `Causal { offset: 0 }, 8
     /// ranks, heads in 2 groups of 4 ranks, zigzag, relay-down, 1048576 B sent forward, 2621440 B
-    /// backward`.
+    /// backward`. With key columns the grid is `1 parts of the heads × 2 query parts × 4 key
+    /// columns`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let groups = self.grid.groups();
+        let grid = match self.grid.columns() {
+            1 => format!("heads in {groups} groups of {} ranks", self.grid.members()),
+            columns => {
+                let parts = self.grid.head_parts();
+                format!("{parts} parts of the heads × {groups} query parts × {columns} key columns")
+            }
+        };
         write!(
             f,
-            "{:?}, {} ranks, heads in {} groups of {} ranks, {}, {}, {} B sent forward",
+            "{:?}, {} ranks, {grid}, {}, {}, {} B sent forward",
             self.spec.mask,
             self.ranks,
-            self.grid.groups(),
-            self.grid.members(),
             self.layout().name(),
             self.route().name(),
             self.bytes_predicted(PassKind::Forward),

@@ -29,9 +29,10 @@ pub(super) struct Exchange<S: Space> {
     pub(super) member: usize,
     /// Rank of each member.
     pub(super) ranks: Vec<usize>,
-    /// Rows of each member on both sides.
+    /// Rows of each member on both sides; no keys of members of other columns.
     pub(super) rows: Vec<[u64; 2]>,
-    /// Rows of each member as segments of the group's rows, on both sides.
+    /// Rows of each member as segments of the group's rows, on both sides; of keys as segments of
+    /// those of the own column.
     pub(super) segments: Vec<[Vec<RowSegment>; 2]>,
     pub(super) buffers: MessageBuffers<S>,
 }
@@ -86,16 +87,20 @@ impl<S: Space> Exchange<S> {
         let group = grid.group(ring_index);
         let of_members = || (0..grid.members()).map(|member| grid.ring_index(group, member));
         let lens = [(Side::Q, spec.dims.q_len), (Side::Kv, spec.dims.kv_len)];
-        let segments: Vec<[Vec<RowSegment>; 2]> = of_members()
-            .map(|index| lens.map(|(side, len)| layout.segments(&grid, side, len, index)))
-            .collect();
+        let own = grid.member(ring_index);
+        let of_side = |index: usize, (side, len)| match grid.shares(side, own, grid.member(index)) {
+            true => layout.segments(&grid, side, len, index),
+            false => Vec::new(),
+        };
+        let segments: Vec<[Vec<RowSegment>; 2]> =
+            of_members().map(|index| lens.map(|side| of_side(index, side))).collect();
         let count = |rows: &Vec<RowSegment>| rows.iter().map(|of| of.count as u64).sum();
         let rows: Vec<[u64; 2]> =
             segments.iter().map(|sides| sides.each_ref().map(count)).collect();
         let most = passes.into_iter().flatten().map(|fields| fields.most_bytes(&grid, &rows)).max();
         Ok(Self {
             grid,
-            member: grid.member(ring_index),
+            member: own,
             ranks: of_members().map(|index| layout.order.rank(index)).collect(),
             rows,
             segments,
@@ -115,7 +120,7 @@ impl<S: Space> Exchange<S> {
         count_bytes(fields.bytes_sent(&self.grid, self.member, &self.rows))
     }
 
-    /// Returns the rows of the group on a side.
+    /// Returns the rows of the group on a side, of keys those of the own column.
     pub(super) fn group_rows(&self, side: Side) -> u64 {
         self.rows.iter().map(|rows| rows[side_index(side)]).sum()
     }
@@ -133,8 +138,13 @@ impl<S: Space> Exchange<S> {
 
     /// Returns the bytes sent to and received from each member before a pass.
     pub(super) fn input_bytes(&self, fields: &[HeadField]) -> Vec<[u64; 2]> {
-        let own = self.bytes_of(self.member, fields);
-        (0..self.rows.len()).map(|member| [own, self.bytes_of(member, fields)]).collect()
+        let bytes = |member: usize, rows| {
+            let between = [self.member, member];
+            count_bytes(ExchangeFields::bytes_between(fields, &self.grid, between, rows))
+        };
+        let own = self.rows[self.member];
+        let rows = self.rows.iter().enumerate();
+        rows.map(|(member, &of)| [bytes(member, own), bytes(member, of)]).collect()
     }
 
     /// Returns the bytes sent to and received from each member after a pass.
@@ -142,11 +152,9 @@ impl<S: Space> Exchange<S> {
         self.input_bytes(fields).into_iter().map(|[own, others]| [others, own]).collect()
     }
 
-    /// Returns the bytes of a member's rows of the heads of one member.
-    fn bytes_of(&self, member: usize, fields: &[HeadField]) -> u64 {
-        let of_field =
-            |field: &HeadField| field.bytes(&self.grid, self.rows[member][side_index(field.side)]);
-        count_bytes(fields.iter().map(of_field).sum())
+    /// Returns true if this member and another exchange rows of `side`.
+    pub(super) fn shares(&self, side: Side, member: usize) -> bool {
+        self.grid.shares(side, self.member, member)
     }
 }
 

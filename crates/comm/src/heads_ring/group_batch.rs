@@ -1,7 +1,7 @@
 //! The batch of a group: segment ids, positions and rows of a dense mask of all its members.
 //!
-//! A message has, of each array that is given, the own rows; of a dense mask with heads, those of
-//! the receiver's heads.
+//! A message has, of each array that is given, the own rows, of keys only for members of the own
+//! column; of a dense mask with heads, those of the receiver's heads.
 
 use annulus_core::{
     Batch, DenseMask, HeadAxis, HeadGrid, Result, RowSegment, Side, Space, index, memory,
@@ -39,8 +39,8 @@ impl GroupBatch {
         let positions = |own: &Option<Array2<i64>>, side| zeros("positions", own, rows(side));
         let mask_shape = own.attention_mask.as_ref().map(DenseMask::shape);
         let batch = Batch {
-            q_segment_ids: ids(&own.q_segment_ids, Side::Q)?,
-            kv_segment_ids: ids(&own.kv_segment_ids, Side::Kv)?,
+            q_segment_ids: ids(q_ids(own, &exchange.grid), Side::Q)?,
+            kv_segment_ids: ids(kv_ids(own, &exchange.grid), Side::Kv)?,
             q_positions: positions(&own.q_positions, Side::Q)?,
             kv_positions: positions(&own.kv_positions, Side::Kv)?,
             attention_mask: mask_shape.map(|_| DenseMask::default()),
@@ -51,9 +51,23 @@ impl GroupBatch {
         Ok(Self { batch, masks, mask_shape })
     }
 
-    /// Returns the bytes of a member's rows.
-    pub(super) fn bytes<S: Space>(own: &Batch, exchange: &Exchange<S>, member: usize) -> u64 {
-        let rows = |side| exchange.rows[member][side_index(side)];
+    /// Returns the bytes sent to and received from a member.
+    pub(super) fn bytes<S: Space>(own: &Batch, exchange: &Exchange<S>, member: usize) -> [u64; 2] {
+        let of_keys = exchange.shares(Side::Kv, member);
+        [exchange.member, member].map(|from| Self::message_bytes(own, exchange, from, of_keys))
+    }
+
+    /// Returns the bytes of a member's rows, with or without those of its keys.
+    fn message_bytes<S: Space>(
+        own: &Batch,
+        exchange: &Exchange<S>,
+        member: usize,
+        of_keys: bool,
+    ) -> u64 {
+        let rows = |side| match side {
+            Side::Kv if !of_keys => 0,
+            _ => exchange.rows[member][side_index(side)],
+        };
         let numbers =
             |batch_rows: usize, size: usize, side| rows(side) * (batch_rows * size) as u64;
         let ids = |own: &Option<Array2<i32>>, side| {
@@ -67,20 +81,22 @@ impl GroupBatch {
             let heads = mask_heads(&exchange.grid, heads, 0).len();
             numbers(batch * heads * keys.div_ceil(64), WORD_BYTES, Side::Q)
         });
-        ids(&own.q_segment_ids, Side::Q)
-            + ids(&own.kv_segment_ids, Side::Kv)
+        ids(q_ids(own, &exchange.grid), Side::Q)
+            + ids(kv_ids(own, &exchange.grid), Side::Kv)
             + positions(&own.q_positions, Side::Q)
             + positions(&own.kv_positions, Side::Kv)
             + mask
     }
 
-    /// Writes this rank's `own` part for a member.
-    pub(super) fn pack(own: &Batch, grid: &HeadGrid, to: usize, into: &mut [u8]) {
+    /// Writes the `own` part of member `from`, this rank, for member `to`.
+    pub(super) fn pack(own: &Batch, grid: &HeadGrid, [from, to]: [usize; 2], into: &mut [u8]) {
         let mut into = into;
-        put(&own.q_segment_ids, &mut into);
-        put(&own.kv_segment_ids, &mut into);
+        put(q_ids(own, grid), &mut into);
         put(&own.q_positions, &mut into);
-        put(&own.kv_positions, &mut into);
+        if grid.shares(Side::Kv, from, to) {
+            put(kv_ids(own, grid), &mut into);
+            put(&own.kv_positions, &mut into);
+        }
         let Some(mask) = &own.attention_mask else { return };
         let [batch, heads, queries, _] = mask.shape();
         for b in 0..batch {
@@ -105,8 +121,8 @@ impl GroupBatch {
         let [q, kv] = segments;
         let mut bytes = bytes;
         get(&mut self.batch.q_segment_ids, q, &mut bytes);
-        get(&mut self.batch.kv_segment_ids, kv, &mut bytes);
         get(&mut self.batch.q_positions, q, &mut bytes);
+        get(&mut self.batch.kv_segment_ids, kv, &mut bytes);
         get(&mut self.batch.kv_positions, kv, &mut bytes);
         if self.mask_shape.is_some() {
             self.masks[from] =
@@ -143,6 +159,19 @@ impl GroupBatch {
         })?;
         Ok(self.batch)
     }
+}
+
+/// Returns the segment ids of queries. Those of keys serve both, if only they are given, because
+/// the rows are the same on each rank; in a grid with key columns the rows of a ring differ.
+fn q_ids<'a>(own: &'a Batch, grid: &HeadGrid) -> &'a Option<Array2<i32>> {
+    let is_alone = own.q_segment_ids.is_none() && grid.columns() > 1;
+    if is_alone { &own.kv_segment_ids } else { &own.q_segment_ids }
+}
+
+/// As [`q_ids`], of keys.
+fn kv_ids<'a>(own: &'a Batch, grid: &HeadGrid) -> &'a Option<Array2<i32>> {
+    let is_alone = own.kv_segment_ids.is_none() && grid.columns() > 1;
+    if is_alone { &own.q_segment_ids } else { &own.kv_segment_ids }
 }
 
 /// Returns the heads of a member in a dense mask of `heads` heads.

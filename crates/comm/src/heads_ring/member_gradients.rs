@@ -1,7 +1,8 @@
 //! Gradients of which every rank has all heads: dsinks, and dbias without a query axis.
 //!
-//! The ring has summed them over the groups. What remains is to collect the parts of the members:
-//! those of their heads, or the terms of a sum over all heads.
+//! With one key column the ring has summed them over the groups. What remains is to collect the
+//! parts of the members: those of their heads, or the terms of a sum over all heads. With several
+//! columns all ranks have terms, which are summed in the order of the ring indices.
 
 use std::ops::Range;
 
@@ -37,38 +38,45 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     /// Collects the parts of all members, whose heads are on `axis`.
     fn gather(&mut self, view: &mut HostViewMut<'_>, axis: usize) -> Result<()> {
         let is_shared = view.shape()[axis] == 1 && self.spec.dims.q_heads > 1;
-        let heads = |member: usize| if is_shared { 0..1 } else { self.grid.q_heads(member) };
-        let members: Vec<Range<usize>> = (0..self.grid.members()).map(heads).collect();
-        let own = self.exchange.member;
-        let part = view.as_view().slice(axis, members[own].clone()).widened()?;
-        let mut parts: Vec<Vec<f64>> = Vec::with_capacity(members.len());
-        for _ in &members {
-            parts.push(memory::list("a gradient", part.len())?);
+        let grid = self.grid;
+        let heads: Vec<Range<usize>> = match is_shared {
+            true => std::iter::once(0..1).collect(),
+            false => (0..grid.head_parts()).map(|part| grid.q_heads(part)).collect(),
+        };
+        let part_of = |member: usize| if is_shared { 0 } else { grid.part(member) };
+        let own = part_of(self.exchange.member);
+        let terms = view.as_view().slice(axis, heads[own].clone()).widened()?;
+        let mut sums: Vec<Vec<f64>> = Vec::with_capacity(heads.len());
+        for _ in &heads {
+            sums.push(memory::filled("a gradient", terms.len(), 0.0)?);
         }
-        for chunk in part.chunks(CHUNK) {
+        // the ring of one column has summed over the groups
+        let ring_indices = match grid.columns() {
+            1 => {
+                let first = grid.ring_index(grid.group(self.ring_index), 0);
+                first..first + grid.members()
+            }
+            _ => 0..self.ranks,
+        };
+        for (number, chunk) in terms.chunks(CHUNK).enumerate() {
             let bytes: Vec<u8> = chunk.iter().flat_map(|number| number.to_le_bytes()).collect();
             let round = self.entries.round();
             let gathered = all_gather(&mut self.transport, round, &bytes)?;
-            for (numbers, &peer) in parts.iter_mut().zip(&self.exchange.ranks) {
+            for ring_index in ring_indices.clone() {
+                let peer = self.layout.order.rank(ring_index);
                 let of_peer = gathered.get(peer).map(Vec::as_slice).unwrap_or_default();
                 if of_peer.len() != bytes.len() {
                     let what = format!("{} numbers to collect", of_peer.len() / 8);
                     return Err(Error::Comm { peer, step: 0, what });
                 }
+                let sum = &mut sums[part_of(grid.member(ring_index))][number * CHUNK..];
                 let of_peer = of_peer.as_chunks::<8>().0.iter();
-                numbers.extend(of_peer.map(|bytes| f64::from_le_bytes(*bytes)));
+                let of_peer = of_peer.map(|bytes| f64::from_le_bytes(*bytes));
+                sum.iter_mut().zip(of_peer).for_each(|(sum, term)| *sum += term);
             }
         }
-        if is_shared {
-            let mut sum = vec![0.0; part.len()];
-            for terms in &parts {
-                sum.iter_mut().zip(terms).for_each(|(sum, term)| *sum += term);
-            }
-            view.write(&sum);
-            return Ok(());
-        }
-        for (heads, numbers) in members.into_iter().zip(&parts) {
-            view.reborrow().slice(axis, heads).write(numbers);
+        for (heads, sum) in heads.into_iter().zip(&sums) {
+            view.reborrow().slice(axis, heads).write(sum);
         }
         Ok(())
     }

@@ -1,4 +1,7 @@
-//! One rank of heads × ring: an all-to-all over heads in groups of ranks, and a ring over groups.
+//! One rank of a grid of heads × queries × keys: an exchange in groups of ranks, and a ring over
+//! groups.
+//!
+//! With one key column it is heads × ring:
 //!
 //! ```text
 //! exchange   own rows of all heads        -> own heads of all rows of the group     q, k, v
@@ -7,12 +10,33 @@
 //! ```
 //! A backward pass sends out, lse, dout and dlse with the inputs, and returns dq, dk and dv.
 //!
+//! With several key columns, a group has a part of the queries, and its ranks have the keys of a column
+//! each (here 2 groups × 3 columns, ring index = 3 · group + column):
+//!
+//! ```text
+//!            keys 0      keys 1      keys 2
+//! group 0    rank 0      rank 1      rank 2      all-gather of q, reduce-scatter of (out, lse)
+//! group 1    rank 3      rank 4      rank 5
+//!            ring of     ring of     ring of
+//!            0 and 3     1 and 4     2 and 5
+//!
+//! exchange   own query rows               -> all query rows of the group            q
+//! ring       over the ranks of the column: partial results over its keys
+//! exchange   partial results of all rows  -> own rows, merged over the columns      out, lse
+//! ```
+//! Partial results are in the accumulator's type; they are rounded once, after the merge in f64. A
+//! backward pass sends q, dout, lse and −delta, from which every rank of the group computes the
+//! same probabilities, and sums the partial dq; dk and dv are complete after the ring. Keys and
+//! values are exchanged only if heads are divided too, with the members of the own column.
+//!
 //! | file | content |
 //! |---|---|
 //! | `subset.rs` | the transport of one inner ring: some ranks of a transport, renumbered |
 //! | `exchange.rs` | the messages within a group |
 //! | `shard_tensors.rs` | tensors of the own heads |
-//! | `passes.rs` | forward and backward |
+//! | `passes.rs`, `inner_ring.rs` | forward and backward; their rings |
+//! | `prepare.rs` | planning of one rank |
+//! | `column_merge.rs` | merge of the partial results of key columns |
 //! | `member_gradients.rs` | dsinks, and dbias without a query axis, of all heads |
 //! | `update.rs`, `group_batch.rs` | a new batch |
 //!
@@ -20,11 +44,14 @@
 //! rings come after them and so cannot differ from ring to ring. All-gathers of an inner ring are
 //! all-gathers of all ranks, which every inner ring makes in the same order.
 
+mod column_merge;
 mod display;
 mod exchange;
 mod group_batch;
+mod inner_ring;
 mod member_gradients;
 mod passes;
+mod prepare;
 mod shard_tensors;
 mod subset;
 mod update;
@@ -38,20 +65,24 @@ use std::{
 };
 
 use annulus_core::{
-    Backend, BackwardInputs, Batch, Capabilities, Error, ExchangeFields, Gradients, GroupLayout,
-    HeadGrid, HostTensors, Inputs, Layout, Outputs, Placement, Result, Route, Runs, Side, Space,
-    Spec, Strategy, Transport,
+    Backend, BackwardInputs, Batch, Error, ExchangeFields, Gradients, GroupLayout, HeadGrid,
+    HostTensors, Inputs, Layout, Outputs, Result, Route, Runs, Side, Spec, Strategy, Transport,
 };
 
-use self::{exchange::Exchange, shard_tensors::ShardTensors, subset::Subset};
+use self::{
+    exchange::Exchange,
+    prepare::{Prepared, check},
+    shard_tensors::ShardTensors,
+    subset::Subset,
+};
 use crate::{
     agreement,
     ring::{
         PassKind, Report, Ring, RingOptions, StepEvent, StepHook, caught,
-        check::{self, Shapes},
+        check::{Shapes, forward_only},
         describe,
         entry::Entries,
-        planning::{PlanningTicks, check_plan},
+        planning::PlanningTicks,
     },
     span::span,
 };
@@ -59,10 +90,10 @@ use crate::{
 /// All-gathers of a plan before its first call: entry, allocation, status.
 const PLAN_ROUNDS: u64 = 3;
 
-/// One rank of heads × ring: a plan that is created once and used for many passes. Its calls are
-/// those of [`Ring`].
+/// One rank of a grid of heads × queries × keys: a plan that is created once and used for many
+/// passes. Its calls are those of [`Ring`].
 pub struct HeadsRing<B: Backend> {
-    /// The ring of this rank's heads, over groups.
+    /// The ring of this rank's heads and key column, over groups.
     ring: Ring<B>,
     transport: Subset<B::Space>,
     spec: Spec,
@@ -90,29 +121,29 @@ pub struct HeadsRing<B: Backend> {
 }
 
 impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
-    /// Creates a plan with groups of `heads` ranks, after an agreement of all ranks. An error in
-    /// `spec` enters the agreement too.
+    /// Creates a plan of `strategy`, after an agreement of all ranks. An error in `spec` enters the
+    /// agreement too.
     ///
     /// With a fixed layout the rows of a rank are those of the layout, as in a ring. Otherwise they
-    /// are those of the layout that a ring over the groups would have, and the ranks of a group
-    /// are on one node if possible.
+    /// are those of the layout that a ring over the groups × key columns would have, and the ranks
+    /// of a group are on one node if possible.
     ///
     /// # Ordering
     /// Collective over the transport's ranks.
     ///
     /// # Errors
-    /// As [`Ring::new`]; [`Error::InvalidArgument`] also if `heads` does not fit the ranks and
-    /// heads ([`HeadGrid::new`]), and [`Error::Unsupported`] of blocks in device memory and in the
+    /// As [`Ring::new`]; [`Error::InvalidArgument`] also if `strategy` does not fit the ranks and
+    /// heads ([`HeadGrid::of`]) or is [`Strategy::Auto`], and [`Error::Unsupported`] of blocks in device memory and in the
     /// cases of [`HeadGrid::check`].
     pub fn new(
         backend: B,
         transport: Box<dyn Transport<B::Space>>,
         spec: Result<Spec>,
         options: RingOptions,
-        heads: usize,
+        strategy: Strategy,
     ) -> Result<Self> {
         let mut transport = Subset::whole(transport);
-        let result = caught(|| Self::plan(backend, &mut transport, spec, options, heads));
+        let result = caught(|| Self::plan(backend, &mut transport, spec, options, strategy));
         result.inspect_err(|error| {
             if error.is_fatal() {
                 transport.control().abort(error);
@@ -125,15 +156,14 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         transport: &mut Subset<B::Space>,
         spec: Result<Spec>,
         options: RingOptions,
-        heads: usize,
+        strategy: Strategy,
     ) -> Result<Self> {
         let rank = transport.control().rank();
         let ranks = transport.control().ranks();
-        let checked = spec.and_then(|spec| check(&backend, spec, &options, ranks, heads));
+        let checked = spec.and_then(|spec| check(&backend, spec, &options, ranks, strategy));
         let placement = transport.control().placement().cloned();
-        let described = checked.as_ref().map_err(Error::clone).map(|(spec, _, capabilities)| {
-            let strategy = Strategy::HeadsRing { heads };
-            describe::plan(spec, &options, strategy, capabilities, placement.as_ref())
+        let described = checked.as_ref().map_err(Error::clone).map(|(spec, grid, capabilities)| {
+            describe::plan(spec, &options, grid.strategy(), capabilities, placement.as_ref())
         });
         agreement::enter(transport, 0, &described)?;
         let (spec, grid, _) = checked?;
@@ -150,10 +180,15 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let rank_of = |group| layout.order.rank(grid.ring_index(group, member));
         let ring_ranks: Vec<usize> = (0..grid.groups()).map(rank_of).collect();
         let of_ring = transport.subset(ring_ranks, grid.group(ring_index));
-        let inner = RingOptions { layout: Some(layout.of_groups.clone()), ..options.clone() };
-        let of_heads = spec.of_heads(&grid, member);
+        let inner = RingOptions {
+            layout: Some(layout.of_member(&grid, member).clone()),
+            // only the first column has sinks: their gradients are summed over all ranks at once
+            local_gradients: options.local_gradients || grid.columns() > 1,
+            ..options.clone()
+        };
+        let of_member = spec.of_member(&grid, member);
         // all arguments are agreed upon, so that all inner rings make the same all-gathers
-        let ring = Ring::new(backend, Box::new(of_ring), Ok(of_heads), inner);
+        let ring = Ring::new(backend, Box::new(of_ring), Ok(of_member), inner);
         let status = ring.as_ref().map_err(Error::clone).map(|_| ());
         agreement::close(transport, 2, status)?;
         let rows = |side, len| layout.of_ranks.shard(side, len, ring_index, ranks);
@@ -223,7 +258,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let checked = if self.options.backward {
             shapes.backward_inputs(inputs).and_then(|()| shapes.gradients(gradients))
         } else {
-            Err(check::forward_only())
+            Err(forward_only())
         };
         self.call(PassKind::Backward, checked, |plan, start| {
             let waited = plan.backward_pass(inputs, gradients, start)?;
@@ -277,10 +312,10 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
 
     /// Returns the strategy.
     pub const fn strategy(&self) -> Strategy {
-        Strategy::of_heads(self.grid.members())
+        self.grid.strategy()
     }
 
-    /// Returns the grid of groups and their members.
+    /// Returns the grid of the ranks.
     pub const fn grid(&self) -> &HeadGrid {
         &self.grid
     }
@@ -300,7 +335,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         self.ring_index
     }
 
-    /// Returns the ring of this rank's heads, whose ranks are groups.
+    /// Returns the ring of this rank's heads and key column, whose ranks are groups.
     pub const fn ring(&self) -> &Ring<B> {
         &self.ring
     }
@@ -315,7 +350,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         &self.kv_rows
     }
 
-    /// Returns the bytes of this rank's message buffers and of the tensors of its heads.
+    /// Returns the bytes of this rank's message buffers and of the tensors of its group.
     pub fn buffer_bytes(&self) -> u64 {
         self.ring.buffer_bytes() + self.exchange.buffer_bytes() + self.tensors.bytes()
     }
@@ -385,63 +420,4 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         }
         result
     }
-}
-
-/// What a rank prepares without the others.
-struct Prepared<S: Space> {
-    layout: GroupLayout,
-    ring_index: usize,
-    forward: ExchangeFields,
-    backward: ExchangeFields,
-    exchange: Exchange<S>,
-    tensors: ShardTensors,
-}
-
-impl<S: Space> Prepared<S> {
-    /// Chooses the layout and allocates the tensors and messages of this rank.
-    fn new<B: Backend<Space = S>>(
-        backend: &B,
-        spec: &Spec,
-        grid: HeadGrid,
-        options: &RingOptions,
-        rank: usize,
-        placement: Option<&Placement>,
-        tick: &mut dyn FnMut(),
-    ) -> Result<Self> {
-        let first = spec.of_heads(&grid, 0);
-        let layout = GroupLayout::choose(&first, &grid, options.layout.as_ref(), placement, tick);
-        let ring_index = layout.order.ring_index(rank);
-        let forward = ExchangeFields::of_forward(spec);
-        let backward = ExchangeFields::of_backward(spec);
-        let passes = [Some(&forward), options.backward.then_some(&backward)];
-        let exchange = Exchange::new(backend, spec, grid, &layout, ring_index, passes)?;
-        let tensors = ShardTensors::new(spec, &exchange, options.backward)?;
-        Ok(Self { layout, ring_index, forward, backward, exchange, tensors })
-    }
-}
-
-/// Checks a plan before any rank waits for another.
-fn check<B: Backend>(
-    backend: &B,
-    spec: Spec,
-    options: &RingOptions,
-    ranks: usize,
-    heads: usize,
-) -> Result<(Spec, HeadGrid, Capabilities)> {
-    spec.validate()?;
-    let grid = HeadGrid::new(&spec.dims, ranks, heads)?;
-    grid.check(&spec, options.backward)?;
-    if !B::Space::HOST_BUFFERS {
-        let what = format!("strategy heads:{heads} with blocks in device memory");
-        return Err(Error::unsupported(what, "the exchange of heads"));
-    }
-    if let Some(layout) = &options.layout {
-        layout.validate(spec.dims.q_len, spec.dims.kv_len, ranks)?;
-        if let Some(rows) = spec.leaf_rows {
-            layout.validate_leaves(spec.dims.q_len, spec.dims.kv_len, rows)?;
-        }
-    }
-    let inner = RingOptions { layout: None, ..options.clone() };
-    let (_, capabilities) = check_plan(backend, spec.of_heads(&grid, 0), &inner, grid.groups())?;
-    Ok((spec, grid, capabilities))
 }

@@ -2,29 +2,23 @@
 
 use std::{
     ops::Range,
-    sync::atomic::Ordering,
     time::{Duration, Instant},
 };
 
 use annulus_core::{
     Backend, BackwardInputs, Error, Gradients, HeadAxis, HeadField, HostTensors, HostView,
-    HostViewMut, Inputs, Outputs, Result, RowSegment, Spec,
+    HostViewMut, Inputs, Outputs, Result, RowSegment,
 };
 
 use super::{
     HeadsRing,
+    column_merge::ColumnGradients,
     exchange::{Exchange, Messages, count_bytes, side_index},
-    shard_tensors::ShardTensor,
 };
 use crate::ring::{PassKind, in_flight::InFlight, step_events::Observer};
 
 /// Messages of a pass between two members: one before the ring and one after it.
 const TAGS: u64 = 2;
-
-/// Axis of the heads of a bias tensor.
-const BIAS_HEADS: usize = 1;
-/// Axis of the heads of sinks.
-const SINK_HEADS: usize = 0;
 
 /// One pass.
 #[derive(Clone, Copy)]
@@ -50,15 +44,25 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         start: Instant,
     ) -> Result<Duration> {
         let pass = self.new_pass(PassKind::Forward, start);
-        let given = forward_views(&self.spec, inputs);
+        let given = self.forward_views(inputs);
         let mut waited = self.receive_inputs(pass, &given)?;
         waited += self.ring_forward(inputs, start)?;
         let Outputs { out, lse, max, sum, ties } = outputs;
+        if let Some(mut columns) = self.tensors.columns.take() {
+            columns.merge.begin();
+            let dtype = self.spec.dtype.accumulator();
+            let grid = self.grid;
+            let merge = |from, bytes: &[u8]| columns.merge.add(dtype, grid.q_heads(from), bytes);
+            waited += self.send_outputs(pass, merge)?;
+            columns.merge.finish(out, &mut lse.reborrow().swap_rows_and_heads());
+            self.tensors.columns = Some(columns);
+            return Ok(waited);
+        }
         let statistics = [max, sum, ties].into_iter().flatten();
         let statistics = std::iter::once(lse).chain(statistics);
         let mut targets = vec![Target::new(out.reborrow())];
         targets.extend(statistics.map(|of| Target::new(of.reborrow().swap_rows_and_heads())));
-        waited += self.send_outputs(pass, &mut targets)?;
+        waited += self.send_to(pass, &mut targets)?;
         Ok(waited)
     }
 
@@ -70,125 +74,81 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         start: Instant,
     ) -> Result<Duration> {
         let pass = self.new_pass(PassKind::Backward, start);
-        let rows = HostView::swap_rows_and_heads;
-        let mut given = forward_views(&self.spec, &inputs.forward);
-        // zeros are sent in place of no dlse, so that sizes do not depend on arguments
-        given.extend([Some(inputs.out), Some(rows(inputs.lse))]);
-        given.extend([Some(inputs.dout), inputs.dlse.map(rows)]);
-        let statistics = [inputs.max, inputs.ties].into_iter().flatten();
-        given.extend(statistics.map(|of| Some(rows(of))));
+        let mut columns = self.tensors.columns.as_mut().and_then(|columns| columns.backward.take());
+        if let Some(columns) = &mut columns {
+            columns.compute(inputs)?;
+        }
+        let exchanged = inputs.reborrow();
+        let given = self.backward_views(&exchanged, columns.as_ref())?;
         let mut waited = self.receive_inputs(pass, &given)?;
         waited += self.ring_backward(&inputs.forward, gradients, start)?;
         let of_backward = self.tensors.backward.as_mut().ok_or_else(no_gradients)?;
         let mut sums = of_backward.sums.take();
+        let divides_heads = of_backward.dkv.is_some();
+        let dbias_field = self.backward.outputs.last().copied();
         let Gradients { dq, dk, dv, dbias, .. } = gradients;
-        let mut targets = vec![Target::new(dq.reborrow())];
+        let mut targets = vec![match &mut columns {
+            Some(columns) => Target::sum(columns.dq.view_mut()?),
+            None => Target::new(dq.reborrow()),
+        }];
         match &mut sums {
             Some([dk, dv]) => {
                 targets.extend([Target::sum(dk.view_mut()?), Target::sum(dv.view_mut()?)]);
             }
-            None => targets.extend([dk.reborrow(), dv.reborrow()].map(Target::new)),
+            None if divides_heads => {
+                targets.extend([dk.reborrow(), dv.reborrow()].map(Target::new));
+            }
+            None => {}
         }
-        if let (Some(dbias), Some(field)) = (dbias, self.backward.outputs.get(3)) {
+        let has_rows = self.spec.bias.is_some_and(|shape| shape[2] != 1);
+        if let (Some(dbias), Some(field), true) = (dbias, dbias_field, has_rows) {
             let view = dbias.reborrow().swap_rows_and_heads();
-            let is_shared = field.heads == HeadAxis::Shared;
-            targets.push(if is_shared { Target::sum(view) } else { Target::new(view) });
+            let adds = field.heads == HeadAxis::Shared || self.grid.columns() > 1;
+            targets.push(if adds { Target::sum(view) } else { Target::new(view) });
         }
-        waited += self.send_outputs(pass, &mut targets)?;
+        waited += self.send_to(pass, &mut targets)?;
         drop(targets);
         if let Some([sum_dk, sum_dv]) = &sums {
             dk.round_from(&sum_dk.view()?);
             dv.round_from(&sum_dv.view()?);
         }
         self.tensors.backward.as_mut().ok_or_else(no_gradients)?.sums = sums;
+        if let (Some(of_columns), Some(all)) = (columns, self.tensors.columns.as_mut()) {
+            dq.round_from(&of_columns.dq.view()?);
+            all.backward = Some(of_columns);
+        }
         Ok(waited)
     }
 
-    /// Runs the forward pass of the ring of this rank's heads.
-    fn ring_forward(&mut self, inputs: &Inputs<'_, B::Space>, start: Instant) -> Result<Duration> {
-        let q_heads = self.grid.q_heads(self.exchange.member);
-        let callers = inputs.reborrow();
-        let tensors = &mut self.tensors;
-        let of_heads = Inputs::<B::Space> {
-            q: tensors.q.view()?,
-            k: tensors.k.view()?,
-            v: tensors.v.view()?,
-            bias: match &tensors.bias {
-                Some(bias) => Some(bias.heads_first()?),
-                None => callers.bias.map(|bias| own_heads(bias, BIAS_HEADS, &q_heads)),
-            },
-            sinks: callers.sinks.map(|sinks| own_heads(sinks, SINK_HEADS, &q_heads)),
-        };
-        let [max, sum, ties] = match tensors.unnormalized.as_mut() {
-            Some(of) => [&mut of.max, &mut of.sum, &mut of.ties].map(Some),
-            None => [None, None, None],
-        };
-        let rows = |tensor: Option<_>| tensor.map(ShardTensor::heads_first_mut).transpose();
-        let mut results = Outputs::<B::Space> {
-            out: tensors.out.view_mut()?,
-            lse: tensors.lse.heads_first_mut()?,
-            max: rows(max)?,
-            sum: rows(sum)?,
-            ties: rows(ties)?,
-        };
-        self.ring_began.store(nanoseconds(start), Ordering::Relaxed);
-        let report = self.ring.forward(&of_heads, &mut results)?;
-        Ok(Duration::from_secs_f64(report.waiting_seconds))
+    /// Returns the caller's tensors of a forward pass that are exchanged, as
+    /// `[batch, rows, heads, elements]`.
+    fn forward_views<'a>(&self, inputs: &Inputs<'a, B::Space>) -> Vec<Option<HostView<'a>>> {
+        let has_rows = self.spec.bias.is_some_and(|shape| shape[2] != 1);
+        let bias = inputs.bias.filter(|_| has_rows).map(HostView::swap_rows_and_heads);
+        let kv = self.tensors.inputs.kv.as_ref().map(|_| [inputs.k, inputs.v]);
+        std::iter::once(inputs.q).chain(kv.into_iter().flatten()).chain(bias).map(Some).collect()
     }
 
-    /// Runs the backward pass of the ring of this rank's heads.
-    fn ring_backward(
-        &mut self,
-        forward: &Inputs<'_, B::Space>,
-        gradients: &mut Gradients<'_, B::Space>,
-        start: Instant,
-    ) -> Result<Duration> {
-        let q_heads = self.grid.q_heads(self.exchange.member);
-        let tensors = &mut self.tensors;
-        let of_backward = tensors.backward.as_mut().ok_or_else(no_gradients)?;
-        let statistics = tensors.unnormalized.as_ref();
-        let callers = forward.reborrow();
-        let of_heads = BackwardInputs::<B::Space> {
-            forward: Inputs {
-                q: tensors.q.view()?,
-                k: tensors.k.view()?,
-                v: tensors.v.view()?,
-                bias: match &tensors.bias {
-                    Some(bias) => Some(bias.heads_first()?),
-                    None => callers.bias.map(|bias| own_heads(bias, BIAS_HEADS, &q_heads)),
-                },
-                sinks: callers.sinks.map(|sinks| own_heads(sinks, SINK_HEADS, &q_heads)),
-            },
-            out: tensors.out.view()?,
-            lse: tensors.lse.heads_first()?,
-            max: statistics.map(|of| of.max.heads_first()).transpose()?,
-            ties: statistics.map(|of| of.ties.heads_first()).transpose()?,
-            dout: of_backward.dout.view()?,
-            dlse: Some(of_backward.dlse.heads_first()?),
+    /// As [`HeadsRing::forward_views`], of a backward pass. `None` is a tensor of zeros, which is
+    /// sent in place of no dlse, so that sizes do not depend on arguments.
+    fn backward_views<'a>(
+        &self,
+        inputs: &BackwardInputs<'a, B::Space>,
+        columns: Option<&'a ColumnGradients>,
+    ) -> Result<Vec<Option<HostView<'a>>>> {
+        let rows = HostView::swap_rows_and_heads;
+        let mut given = self.forward_views(&inputs.forward);
+        let dlse = match columns {
+            Some(columns) => Some(columns.minus_delta.view()?),
+            None => {
+                given.push(Some(inputs.out));
+                inputs.dlse.map(rows)
+            }
         };
-        let Gradients { dbias, dsinks, .. } = gradients;
-        let of_all_heads = if of_backward.dbias.is_some() { None } else { dbias.as_mut() };
-        let mut results = Gradients::<B::Space> {
-            dq: of_backward.dq.view_mut()?,
-            dk: of_backward.dk.view_mut()?,
-            dv: of_backward.dv.view_mut()?,
-            dbias: match (&mut of_backward.dbias, of_all_heads) {
-                (Some(dbias), _) => Some(dbias.heads_first_mut()?),
-                (None, Some(dbias)) => {
-                    // the terms of other heads, if the caller sums over ranks
-                    dbias.fill_zero();
-                    Some(own_heads_mut(dbias.reborrow(), BIAS_HEADS, &q_heads))
-                }
-                (None, None) => None,
-            },
-            dsinks: dsinks.as_mut().map(|dsinks| {
-                dsinks.fill_zero();
-                own_heads_mut(dsinks.reborrow(), SINK_HEADS, &q_heads)
-            }),
-        };
-        self.ring_began.store(nanoseconds(start), Ordering::Relaxed);
-        let report = self.ring.backward(&of_heads, &mut results)?;
-        Ok(Duration::from_secs_f64(report.waiting_seconds))
+        given.extend([Some(rows(inputs.lse)), Some(inputs.dout), dlse]);
+        let statistics = [inputs.max, inputs.ties].into_iter().flatten();
+        given.extend(statistics.map(|of| Some(rows(of))));
+        Ok(given)
     }
 
     /// Exchanges the caller's tensors, `given` as `[batch, rows, heads, elements]`, for those of
@@ -209,6 +169,9 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let own = rows[*member];
         let pack = |to: usize, mut into: &mut [u8]| {
             for (field, view) in fields.iter().zip(given) {
+                if !grid.shares(field.side, *member, to) {
+                    continue;
+                }
                 let packed = match view {
                     Some(view) => {
                         view.pack(&all(view.shape()), field.heads.range(grid, to), into)?
@@ -236,7 +199,34 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     }
 
     /// Exchanges the results of the own heads for the caller's rows of all heads.
-    fn send_outputs(&mut self, pass: Pass, targets: &mut [Target<'_>]) -> Result<Duration> {
+    fn send_to(&mut self, pass: Pass, targets: &mut [Target<'_>]) -> Result<Duration> {
+        let fields = match pass.kind {
+            PassKind::Forward => self.forward.outputs.clone(),
+            PassKind::Backward => self.backward.outputs.clone(),
+        };
+        if targets.len() != fields.len() {
+            return Err(Error::internal("other targets than the results that are exchanged"));
+        }
+        let grid = self.grid;
+        let own = self.exchange.member;
+        self.send_outputs(pass, |from, mut bytes| {
+            for (field, target) in fields.iter().zip(targets.iter_mut()) {
+                if grid.shares(field.side, own, from) {
+                    let unpacked = target.put(field, field.heads.range(&grid, from), bytes)?;
+                    bytes = bytes.get(unpacked..).unwrap_or_default();
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// Exchanges the results of the own heads for those of the own rows, which `unpack(member,
+    /// bytes)` reads.
+    fn send_outputs(
+        &mut self,
+        pass: Pass,
+        unpack: impl FnMut(usize, &[u8]) -> Result<()>,
+    ) -> Result<Duration> {
         let (fields, results) = match pass.kind {
             PassKind::Forward => (&self.forward.outputs, self.tensors.forward_outputs()),
             PassKind::Backward => {
@@ -244,7 +234,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
                 (&self.backward.outputs, of_backward.outputs())
             }
         };
-        if results.len() != fields.len() || targets.len() != fields.len() {
+        if results.len() != fields.len() {
             return Err(Error::internal("other results than those that are exchanged"));
         }
         let observer = Observer::of_messages(self.hook.as_ref(), self.rank, pass.kind, pass.start);
@@ -259,13 +249,6 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
                 let heads = 0..field.heads.count(grid);
                 let packed = tensor.view()?.pack(rows, heads, into)?;
                 into = into.get_mut(packed..).unwrap_or_default();
-            }
-            Ok(())
-        };
-        let unpack = |from: usize, mut bytes: &[u8]| {
-            for (field, target) in fields.iter().zip(targets.iter_mut()) {
-                let unpacked = target.put(field, field.heads.range(grid, from), bytes)?;
-                bytes = bytes.get(unpacked..).unwrap_or_default();
             }
             Ok(())
         };
@@ -302,27 +285,6 @@ impl<'a> Target<'a> {
     }
 }
 
-/// Returns the caller's tensors of a forward pass that are exchanged, as
-/// `[batch, rows, heads, elements]`.
-fn forward_views<'a, S: HostTensors>(
-    spec: &Spec,
-    inputs: &Inputs<'a, S>,
-) -> Vec<Option<HostView<'a>>> {
-    let has_rows = spec.bias.is_some_and(|shape| shape[2] != 1);
-    let bias = inputs.bias.filter(|_| has_rows).map(HostView::swap_rows_and_heads);
-    [inputs.q, inputs.k, inputs.v].into_iter().chain(bias).map(Some).collect()
-}
-
-/// Returns the own heads of a tensor; all of it if heads share it.
-fn own_heads<'a>(view: HostView<'a>, axis: usize, heads: &Range<usize>) -> HostView<'a> {
-    if view.shape()[axis] == 1 { view } else { view.slice(axis, heads.clone()) }
-}
-
-/// As [`own_heads`], for writing.
-fn own_heads_mut<'a>(view: HostViewMut<'a>, axis: usize, heads: &Range<usize>) -> HostViewMut<'a> {
-    if view.shape()[axis] == 1 { view } else { view.slice(axis, heads.clone()) }
-}
-
 /// Returns all rows of a tensor `[batch, rows, heads, elements]`.
 const fn all(shape: [usize; 4]) -> [RowSegment; 1] {
     [RowSegment { first: 0, count: shape[1] }]
@@ -336,10 +298,6 @@ fn fill_zero(into: &mut [u8], count: u64) -> Result<usize> {
     Ok(count)
 }
 
-fn no_gradients() -> Error {
+pub(super) fn no_gradients() -> Error {
     Error::internal("a backward pass of a plan that is forward only")
-}
-
-fn nanoseconds(start: Instant) -> u64 {
-    u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX)
 }

@@ -1,11 +1,15 @@
-//! Tensors of the heads of one member: all rows of its group, allocated with the plan.
+//! Tensors of the heads of one member: all query rows of its group and all key rows of its group
+//! and column, allocated with the plan.
 
 use annulus_core::{
     DType, Dims, HeadAxis, HeadField, HostBuffer, HostView, HostViewMut, Result, Side, Space, Spec,
     index,
 };
 
-use super::exchange::{Exchange, count_bytes};
+use super::{
+    column_merge::ColumnTensors,
+    exchange::{Exchange, count_bytes},
+};
 
 /// A dense tensor `[batch, rows, heads, elements]`.
 pub(super) struct ShardTensor {
@@ -16,11 +20,14 @@ pub(super) struct ShardTensor {
 
 impl ShardTensor {
     fn new(field: &HeadField, rows: u64, heads: usize) -> Result<Self> {
-        let row = [field.batch, heads, field.dim, field.dtype.bytes()];
-        let bytes = row.into_iter().fold(rows.into(), |bytes, len| bytes * len as u128);
+        Self::with_shape([field.batch, index(rows), heads, field.dim], field.dtype)
+    }
+
+    pub(super) fn with_shape(shape: [usize; 4], dtype: DType) -> Result<Self> {
+        let lengths = shape.into_iter().chain([dtype.bytes()]);
+        let bytes = lengths.fold(1, |bytes: u128, len| bytes * len as u128);
         let buffer = HostBuffer::zeroed(count_bytes(bytes))?;
-        let shape = [field.batch, index(rows), heads, field.dim];
-        Ok(Self { buffer, dtype: field.dtype, shape })
+        Ok(Self { buffer, dtype, shape })
     }
 
     pub(super) fn view(&self) -> Result<HostView<'_>> {
@@ -42,23 +49,30 @@ impl ShardTensor {
         self.view_mut().map(HostViewMut::swap_rows_and_heads)
     }
 
-    fn bytes(&self) -> u64 {
+    pub(super) fn bytes(&self) -> u64 {
         annulus_core::Host::size(&self.buffer)
     }
 }
 
 /// The tensors of a pass over the heads of one member.
 pub(super) struct ShardTensors {
-    pub(super) q: ShardTensor,
-    pub(super) k: ShardTensor,
-    pub(super) v: ShardTensor,
-    /// A bias with a query axis.
-    pub(super) bias: Option<ShardTensor>,
+    pub(super) inputs: InputTensors,
     pub(super) out: ShardTensor,
     pub(super) lse: ShardTensor,
     /// Of an output that is not normalised.
     pub(super) unnormalized: Option<Unnormalized>,
     pub(super) backward: Option<BackwardTensors>,
+    /// Of several key columns.
+    pub(super) columns: Option<ColumnTensors>,
+}
+
+/// Inputs of a forward pass that are exchanged.
+pub(super) struct InputTensors {
+    pub(super) q: ShardTensor,
+    /// K and V, if heads are divided.
+    pub(super) kv: Option<[ShardTensor; 2]>,
+    /// A bias with a query axis.
+    pub(super) bias: Option<ShardTensor>,
 }
 
 /// Statistics of an output that is not normalised.
@@ -71,10 +85,11 @@ pub(super) struct Unnormalized {
 /// The further tensors of a backward pass.
 pub(super) struct BackwardTensors {
     pub(super) dout: ShardTensor,
+    /// dlse, or −delta with several key columns.
     pub(super) dlse: ShardTensor,
     pub(super) dq: ShardTensor,
-    pub(super) dk: ShardTensor,
-    pub(super) dv: ShardTensor,
+    /// dK and dV, if heads are divided.
+    pub(super) dkv: Option<[ShardTensor; 2]>,
     pub(super) dbias: Option<ShardTensor>,
     /// dK and dV of the own rows and all heads, if several members have parts of them.
     pub(super) sums: Option<[ShardTensor; 2]>,
@@ -114,13 +129,19 @@ impl ShardTensors {
             ShardTensor::new(&field, rows.count as u64, kv_heads)
         };
         let has_replicas = exchange.grid.replicas() > 1;
+        let divides_heads = exchange.grid.head_parts() > 1;
+        let has_columns = exchange.grid.columns() > 1;
+        let results_dtype = if has_columns { sums_dtype } else { spec.dtype };
+        let kv_pair = || {
+            let pair = || Ok([kv(head_dim)?, kv(value_dim)?]);
+            divides_heads.then(pair).transpose()
+        };
         let gradients = || {
             Ok(BackwardTensors {
                 dout: query(value_dim, spec.dtype)?,
                 dlse: statistic()?,
-                dq: query(head_dim, spec.dtype)?,
-                dk: kv(head_dim)?,
-                dv: kv(value_dim)?,
+                dq: query(head_dim, results_dtype)?,
+                dkv: kv_pair()?,
                 dbias: bias()?,
                 sums: has_replicas
                     .then(|| Ok([own_keys(head_dim)?, own_keys(value_dim)?]))
@@ -128,32 +149,38 @@ impl ShardTensors {
             })
         };
         Ok(Self {
-            q: query(head_dim, spec.dtype)?,
-            k: kv(head_dim)?,
-            v: kv(value_dim)?,
-            bias: bias()?,
-            out: query(value_dim, spec.dtype)?,
+            inputs: InputTensors { q: query(head_dim, spec.dtype)?, kv: kv_pair()?, bias: bias()? },
+            out: query(value_dim, results_dtype)?,
             lse: statistic()?,
             unnormalized: (!spec.normalize).then(unnormalized).transpose()?,
             backward: backward.then(gradients).transpose()?,
+            columns: has_columns
+                .then(|| {
+                    let [rows] = exchange.own_rows(Side::Q);
+                    ColumnTensors::new(spec, rows.count as u64, backward)
+                })
+                .transpose()?,
         })
     }
 
     /// Returns the bytes of all tensors.
     pub(super) fn bytes(&self) -> u64 {
-        let Self { q, k, v, bias, out, lse, unnormalized, backward } = self;
+        let Self { inputs, out, lse, unnormalized, backward, columns } = self;
+        let InputTensors { q, kv, bias } = inputs;
         let statistics = unnormalized.iter().flat_map(|of| [&of.max, &of.sum, &of.ties]);
         let gradients = backward.iter().flat_map(|of| {
-            let BackwardTensors { dout, dlse, dq, dk, dv, dbias, sums } = of;
-            [dout, dlse, dq, dk, dv].into_iter().chain(dbias).chain(sums.iter().flatten())
+            let BackwardTensors { dout, dlse, dq, dkv, dbias, sums } = of;
+            let pairs = dkv.iter().chain(sums).flatten();
+            [dout, dlse, dq].into_iter().chain(dbias).chain(pairs)
         });
-        let forward = [q, k, v, out, lse].into_iter().chain(bias);
-        forward.chain(statistics).chain(gradients).map(ShardTensor::bytes).sum()
+        let forward = [q, out, lse].into_iter().chain(kv.iter().flatten()).chain(bias);
+        let tensors: u64 = forward.chain(statistics).chain(gradients).map(ShardTensor::bytes).sum();
+        tensors + columns.as_ref().map_or(0, ColumnTensors::bytes)
     }
 
     /// Returns the tensors that a forward pass receives, in the order of its fields.
     pub(super) fn forward_inputs(&mut self) -> Vec<&mut ShardTensor> {
-        [&mut self.q, &mut self.k, &mut self.v].into_iter().chain(&mut self.bias).collect()
+        self.inputs.tensors().collect()
     }
 
     /// Returns the tensors that a forward pass sends, in the order of its fields.
@@ -164,17 +191,28 @@ impl ShardTensors {
 
     /// Returns the tensors that a backward pass receives, in the order of its fields.
     pub(super) fn backward_inputs(&mut self) -> Vec<&mut ShardTensor> {
-        let Self { q, k, v, bias, out, lse, unnormalized, backward } = self;
+        let Self { inputs, out, lse, unnormalized, backward, columns } = self;
         let gradients = backward.iter_mut().flat_map(|of| [&mut of.dout, &mut of.dlse]);
         let statistics = unnormalized.iter_mut().flat_map(|of| [&mut of.max, &mut of.ties]);
-        let forward = [q, k, v].into_iter().chain(bias).chain([out, lse]);
+        // −delta is sent in place of out
+        let out = columns.is_none().then_some(out);
+        let forward = inputs.tensors().chain(out).chain([lse]);
         forward.chain(gradients).chain(statistics).collect()
+    }
+}
+
+impl InputTensors {
+    /// Returns all tensors, in the order of their fields.
+    fn tensors(&mut self) -> impl Iterator<Item = &mut ShardTensor> {
+        let Self { q, kv, bias } = self;
+        std::iter::once(q).chain(kv.iter_mut().flatten()).chain(bias)
     }
 }
 
 impl BackwardTensors {
     /// Returns the tensors that a backward pass sends, in the order of its fields.
     pub(super) fn outputs(&self) -> Vec<&ShardTensor> {
-        [&self.dq, &self.dk, &self.dv].into_iter().chain(&self.dbias).collect()
+        let dkv = self.dkv.iter().flatten();
+        std::iter::once(&self.dq).chain(dkv).chain(&self.dbias).collect()
     }
 }

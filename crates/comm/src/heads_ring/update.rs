@@ -46,8 +46,8 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             let group = GroupBatch::new(own, &self.exchange)?;
             let sizes = 0..self.grid.members();
             let bytes = |member| GroupBatch::bytes(own, &self.exchange, member);
-            let sizes: Vec<u64> = sizes.map(bytes).collect();
-            let most = sizes.iter().copied().max().unwrap_or(0);
+            let sizes: Vec<[u64; 2]> = sizes.map(bytes).collect();
+            let most = sizes.iter().flatten().copied().max().unwrap_or(0);
             let buffers = MessageBuffers::new(most, |bytes| self.ring.allocate(bytes))?;
             Ok((group, sizes, buffers))
         });
@@ -55,8 +55,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         self.entries.enter(&mut self.transport, &described)?;
         let (group, sizes, buffers) = prepared?;
 
-        let batch =
-            self.exchange_batch(own, group, &sizes, buffers).map_err(agreement::mid_call)?;
+        let batch = self.exchange_batch(own, group, sizes, buffers).map_err(agreement::mid_call)?;
         let checked = self.ring.check_batch(&batch);
         let round = self.entries.round();
         agreement::close(&mut self.transport, round, checked)?;
@@ -90,7 +89,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         &mut self,
         own: &Batch,
         mut group: GroupBatch,
-        sizes: &[u64],
+        bytes: Vec<[u64; 2]>,
         mut buffers: MessageBuffers<B::Space>,
     ) -> Result<Batch> {
         let tag = self.next_tag;
@@ -101,13 +100,12 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let mut in_flight = InFlight::new(&mut self.transport, tag, observer);
         let exchange = &self.exchange;
         let member = exchange.member;
-        let bytes = sizes.iter().map(|&received| [sizes[member], received]).collect();
         let messages = Messages { ranks: &exchange.ranks, member, bytes, tag: 0, step: 0 };
         messages.exchange(
             &mut buffers,
             &mut in_flight,
             |to, into| {
-                GroupBatch::pack(own, &exchange.grid, to, into);
+                GroupBatch::pack(own, &exchange.grid, [member, to], into);
                 Ok(())
             },
             |from, bytes| group.unpack(from, &exchange.segments[from], bytes),

@@ -15,6 +15,8 @@
 
 use annulus_core::{DType, Dims, Error, HostView, HostViewMut, Result, index, memory};
 
+use crate::merged_softmax::MergedSoftmax;
+
 /// Shape of the messages of some queries.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PartialShape {
@@ -126,55 +128,6 @@ impl PartialShape {
     }
 }
 
-/// Softmax statistics of one row over the lse of the ranks and the sinks.
-struct MergedSoftmax {
-    max: f64,
-    sum: f64,
-}
-
-impl MergedSoftmax {
-    fn of(scores: impl Iterator<Item = f64> + Clone) -> Self {
-        // `f64::max` ignores NaN, which the sum keeps
-        let max = scores.clone().fold(f64::NEG_INFINITY, f64::max);
-        let of_max = Self { max, sum: 0.0 };
-        let sum = scores.map(|score| of_max.weight(score).unwrap_or(0.0)).sum();
-        Self { max, sum }
-    }
-
-    /// Returns the factor of a rank's output; `None` if the rank has no visible key.
-    fn weight(&self, score: f64) -> Option<f64> {
-        (score != f64::NEG_INFINITY).then(|| (score - self.max).exp())
-    }
-
-    /// Returns the divisor of the accumulator; 1 without visible keys and sinks.
-    fn normalizer(&self) -> f64 {
-        if self.sum == 0.0 { 1.0 } else { self.sum }
-    }
-
-    fn lse(&self) -> f64 {
-        self.max + self.sum.ln()
-    }
-}
-
 fn too_short() -> Error {
     Error::internal("a message that is shorter than its partial results")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn empty_rows_nan_and_infinity() {
-        let of = |scores: &[f64]| MergedSoftmax::of(scores.iter().copied());
-        let empty = of(&[f64::NEG_INFINITY; 3]);
-        assert_eq!((empty.lse(), empty.normalizer()), (f64::NEG_INFINITY, 1.0));
-        assert_eq!(empty.weight(f64::NEG_INFINITY), None);
-        assert_eq!(of(&[f64::NEG_INFINITY, 2.5]).lse(), 2.5);
-        for broken in [f64::NAN, f64::INFINITY] {
-            let softmax = of(&[1.0, broken, f64::NEG_INFINITY]);
-            assert!(softmax.lse().is_nan() && softmax.normalizer().is_nan());
-        }
-        assert!((of(&[1.0, 1.0]).lse() - (1.0 + 2f64.ln())).abs() < 1e-15);
-    }
 }

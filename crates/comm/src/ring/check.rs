@@ -16,6 +16,8 @@ pub(crate) struct Shapes {
     k: Described,
     v: Described,
     out: Described,
+    dq: Described,
+    dout: Described,
     lse: Described,
     bias: Option<Described>,
     sinks: Option<Described>,
@@ -36,7 +38,9 @@ impl Shapes {
             q: (dtype, [dims.batch, q_rows, dims.q_heads, dims.head_dim]),
             k: (dtype, [dims.batch, kv_rows, dims.kv_heads, dims.head_dim]),
             v: (dtype, [dims.batch, kv_rows, dims.kv_heads, dims.value_dim]),
-            out: (dtype, [dims.batch, q_rows, dims.q_heads, dims.value_dim]),
+            out: (spec.results_dtype(), [dims.batch, q_rows, dims.q_heads, dims.value_dim]),
+            dq: (spec.results_dtype(), [dims.batch, q_rows, dims.q_heads, dims.head_dim]),
+            dout: (dtype, [dims.batch, q_rows, dims.q_heads, dims.value_dim]),
             lse: (sums, [dims.batch, dims.q_heads, q_rows, 1]),
             bias: spec.bias.map(|[b, h, q, k]| (sums, [b, h, if q == 1 { 1 } else { q_rows }, k])),
             sinks: spec.sinks.map(|sinks| {
@@ -98,7 +102,7 @@ impl Shapes {
         check_tensor("lse", S::describe(&inputs.lse), self.lse)?;
         check_optional("max", inputs.max.as_ref().map(S::describe), statistics)?;
         check_optional("ties", inputs.ties.as_ref().map(S::describe), statistics)?;
-        check_tensor("dout", S::describe(&inputs.dout), self.out)?;
+        check_tensor("dout", S::describe(&inputs.dout), self.dout)?;
         inputs
             .dlse
             .as_ref()
@@ -106,7 +110,7 @@ impl Shapes {
     }
 
     pub(crate) fn gradients<S: Space>(&self, gradients: &Gradients<'_, S>) -> Result<()> {
-        check_tensor("dq", S::describe_mut(&gradients.dq), self.q)?;
+        check_tensor("dq", S::describe_mut(&gradients.dq), self.dq)?;
         check_tensor("dk", S::describe_mut(&gradients.dk), self.k)?;
         check_tensor("dv", S::describe_mut(&gradients.dv), self.v)?;
         check_optional("dbias", gradients.dbias.as_ref().map(S::describe_mut), self.bias)?;

@@ -74,7 +74,8 @@ pub(crate) fn plan(
     let variable = options.deadline_variable.map(|deadline| deadline.as_secs_f64());
     let d = debug(d, "ANNULUS_DEADLINE", &variable);
     let d = debug(d, "placement", &placement.map(Placement::nodes));
-    d.field("backward", u64::from(options.backward))
+    d.field("partial", u64::from(spec.partial))
+        .field("backward", u64::from(options.backward))
         .field("local_gradients", u64::from(options.local_gradients))
         .largest("kv_tile", capabilities.kv_tile)
         .largest("kv_block_size", options.kv_block_size.unwrap_or_default())

@@ -69,7 +69,12 @@ pub(crate) fn check_plan<B: Backend>(
     check::two_pass(&spec, ranks)?;
     check::reduction::<B::Space>(&spec, options, ranks)?;
     if let Some(layout) = &options.layout {
-        layout.validate(spec.dims.q_len, spec.dims.kv_len, ranks)?;
+        let (q_len, kv_len) = (spec.dims.q_len, spec.dims.kv_len);
+        if spec.partial {
+            layout.validate_partial(q_len, kv_len, ranks)?;
+        } else {
+            layout.validate(q_len, kv_len, ranks)?;
+        }
         if let Some(rows) = spec.leaf_rows {
             layout.validate_leaves(spec.dims.q_len, spec.dims.kv_len, rows)?;
         }

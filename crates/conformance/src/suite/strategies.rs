@@ -1,4 +1,4 @@
-//! Strategies other than the ring, over every group size that ranks and heads admit.
+//! Strategies other than the ring, over every grid that ranks and heads admit.
 
 use std::ops::Range;
 
@@ -10,17 +10,16 @@ use crate::{Case, Setting, Subject};
 /// Ring sizes with several divisors.
 const RANKS: [usize; 5] = [2, 3, 4, 6, 8];
 
-/// Returns a setting for each group size that `ranks` and the heads of a case admit, but the ring;
-/// layouts in turn, from number `first` on.
+/// Returns a setting for each grid of heads × queries × keys that `ranks` and a case admit, but the
+/// ring; layouts in turn, from number `first` on.
 pub fn strategy_settings(case: &Case, ranks: usize, first: usize) -> Vec<Setting> {
     let grids = HeadGrid::candidates(&case.spec, ranks, true);
-    let sizes = grids.iter().map(HeadGrid::members).filter(|&members| members > 1);
-    let setting = |(number, heads): (usize, usize)| {
+    let strategies = grids.iter().map(HeadGrid::strategy);
+    let setting = |(number, strategy): (usize, Strategy)| {
         let layout: Option<Layout> = LAYOUTS.get((first + number) % 4).cloned();
-        let strategy = Strategy::HeadsRing { heads };
         Setting { ranks, layout, strategy, ..Setting::ALONE }
     };
-    sizes.enumerate().map(setting).collect()
+    strategies.filter(|&strategy| strategy != Strategy::Ring).enumerate().map(setting).collect()
 }
 
 /// Computes random cases in all element types, over rings of several sizes.

@@ -172,6 +172,18 @@ fn it_does_so_with_heads_divided_in_groups() {
     }
 }
 
+/// As with heads: the rings of key columns are updated together, or none is.
+#[test]
+fn it_does_so_with_keys_divided_in_columns() {
+    for (queries, keys, rank) in [(2, 2, 0), (2, 2, 3), (1, 4, 1)] {
+        let attention = Attention::new().dtype(DType::F64).causal(true);
+        let attention = attention.strategy(Strategy::Grid { heads: 1, queries, keys });
+        for acts in [&[Act::Refuse][..], &[Act::ApplyThenRefuse, Act::Refuse]] {
+            refuse_on(&attention, BackwardMode::OnePass, [4, rank], acts);
+        }
+    }
+}
+
 /// Returns the state of one rank's plan as text: rows, layout, schedule, work.
 fn state<B: Backend<Space = Host>>(plan: &Plan<B>) -> String {
     let ring = plan.ring();

@@ -2,6 +2,7 @@
 
 use super::{
     network::Transfer,
+    ring_steps::distinct_members,
     steps::{PairSeconds, TimedStep},
 };
 use crate::{BackwardMode, RingShards, Spec, StrategyTraffic, Work};
@@ -11,7 +12,7 @@ use crate::{BackwardMode, RingShards, Spec, StrategyTraffic, Work};
 ///
 /// A rank sends the bytes of a pass, those of the exchange included, in equal messages to the same
 /// member of the next group, so those of the exchange count as messages between groups.
-pub(super) fn of_heads_ring(
+pub(super) fn of_grid(
     traffic: &StrategyTraffic,
     spec: &Spec,
     backward: bool,
@@ -19,17 +20,19 @@ pub(super) fn of_heads_ring(
 ) -> [Vec<TimedStep>; 2] {
     let StrategyTraffic { grid, layout, .. } = traffic;
     let groups = grid.groups();
-    let shards = RingShards::plain(&spec.dims, spec.alignment, &layout.of_groups, groups);
-    let distinct = if spec.mask.per_head() { grid.members() } else { 1 };
+    let per_head = spec.mask.per_head();
     let work = |member| {
-        let spec = spec.of_heads(grid, member);
+        let layout = layout.of_member(grid, member);
+        let shards = RingShards::plain(&spec.dims, spec.alignment, layout, groups);
+        let spec = spec.of_member(grid, member);
         Work::of(spec.mask.as_ref(), spec.dims.q_heads, spec.dims.batch, &shards)
     };
-    let work: Vec<Work> = (0..distinct).map(work).collect();
+    let work: Vec<Work> = distinct_members(grid, per_head).map(work).collect();
     let ranks = groups * grid.members();
     let steps = |pair_seconds: f64, bytes: &[u128]| {
         let compute = |ring_index: usize| {
-            let pairs = &work[grid.member(ring_index).min(distinct - 1)];
+            let member = grid.member(ring_index);
+            let pairs = &work[if per_head { member } else { grid.column(member) }];
             let pairs = pairs.of_rank(grid.group(ring_index)) as f64;
             pairs * pair_seconds / groups as f64
         };

@@ -5,8 +5,8 @@ use super::{
     steps::{BACKWARD_PRODUCTS, KV_PASS_PRODUCTS, PairSeconds, QUERY_PASS_PRODUCTS, TimedStep},
 };
 use crate::{
-    BackwardMode, Choice, Group, Message, NeedsIndex, RingShards, RowLayout, Schedule, Spec,
-    StrategyTraffic, TrafficOptions, WorkMatrix,
+    BackwardMode, Choice, Group, HeadGrid, Message, NeedsIndex, RingShards, RowLayout, Schedule,
+    Spec, StrategyTraffic, TrafficOptions, WorkMatrix,
 };
 
 /// The rings over groups, one for each member.
@@ -16,8 +16,9 @@ pub(super) struct RingSteps<'a> {
     backward: bool,
     reproducible: bool,
     mode: BackwardMode,
-    /// By member; one if all have the same.
-    members: Vec<MemberRing>,
+    /// By member, or by key column if the members of a column have the same.
+    rings: Vec<MemberRing>,
+    per_head: bool,
     kv_row: RowLayout,
     gradient_row: RowLayout,
     query_row: RowLayout,
@@ -53,12 +54,12 @@ impl<'a> RingSteps<'a> {
         let reproducible = spec.leaf_rows.is_some();
         let mode = if reproducible { BackwardMode::TwoPass } else { spec.backward };
         let two_passes = options.backward && mode == BackwardMode::TwoPass;
-        let distinct = if spec.mask.per_head() { grid.members() } else { 1 };
+        let per_head = spec.mask.per_head();
         let ring = |member| {
-            let spec = spec.of_heads(grid, member);
-            MemberRing::new(traffic, &spec, options, two_passes, tick)
+            let of_member = spec.of_member(grid, member);
+            MemberRing::new(traffic, &of_member, member, options, two_passes, tick)
         };
-        let of_member = spec.of_heads(grid, 0);
+        let of_member = spec.of_member(grid, 0);
         let query_row = if reproducible {
             of_member.whole_query_row_layout(None)
         } else {
@@ -70,7 +71,8 @@ impl<'a> RingSteps<'a> {
             backward: options.backward,
             reproducible,
             mode,
-            members: (0..distinct).map(ring).collect(),
+            rings: distinct_members(grid, per_head).map(ring).collect(),
+            per_head,
             kv_row: of_member.kv_row_layout(),
             gradient_row: of_member.gradient_row_layout(),
             query_row,
@@ -84,8 +86,9 @@ impl<'a> RingSteps<'a> {
     /// Returns the ring of the heads of the rank at `ring_index`, and its group.
     fn ring(&self, ring_index: usize) -> (&MemberRing, usize) {
         let grid = &self.traffic.grid;
-        let member = grid.member(ring_index).min(self.members.len() - 1);
-        (&self.members[member], grid.group(ring_index))
+        let member = grid.member(ring_index);
+        let ring = if self.per_head { member } else { grid.column(member) };
+        (&self.rings[ring], grid.group(ring_index))
     }
 
     /// Returns a step with the seconds of `compute(ring_index)`.
@@ -139,7 +142,7 @@ impl<'a> RingSteps<'a> {
         if !self.backward {
             return Vec::new();
         }
-        if self.mode == BackwardMode::OnePass || (groups == 1 && !self.reproducible) {
+        if self.mode == BackwardMode::OnePass || groups == 1 {
             return self.one_pass();
         }
         let seconds = self.seconds.backward;
@@ -231,16 +234,23 @@ impl<'a> RingSteps<'a> {
     }
 }
 
+/// Returns one member for each ring that differs: every member, or one of each key column.
+pub(super) fn distinct_members(grid: &HeadGrid, per_head: bool) -> impl Iterator<Item = usize> {
+    (0..grid.members())
+        .filter(move |&member| per_head || grid.of_column(grid.column(member)).start == member)
+}
+
 impl MemberRing {
     fn new(
         traffic: &StrategyTraffic,
         spec: &Spec,
+        member: usize,
         options: &TrafficOptions<'_>,
         two_passes: bool,
         tick: &mut dyn FnMut(),
     ) -> Self {
         let groups = traffic.grid.groups();
-        let layout = &traffic.layout.of_groups;
+        let layout = traffic.layout.of_member(&traffic.grid, member);
         let auto =
             |tick: &mut dyn FnMut()| Choice::auto(spec, groups, Some(layout), None, tick).route;
         let route = options.route.unwrap_or_else(|| auto(tick));

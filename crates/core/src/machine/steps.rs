@@ -1,6 +1,4 @@
 //! The steps of a pass with the seconds of their tiles and the bytes of their messages.
-//!
-//! A further strategy adds an arm to [`of_passes`], which returns its steps.
 
 use super::{Machine, mean_steps, network::Transfer, ring_steps::RingSteps};
 use crate::{
@@ -88,17 +86,16 @@ pub(super) fn of_passes(
     let rate = machine.rate(spec.dtype, spec.dims.head_dim)?;
     let seconds = PairSeconds::new(spec, &rate);
     match traffic.strategy {
-        Strategy::Ring | Strategy::HeadsRing { .. } => {
-            Ok(of_heads_ring(traffic, spec, options, seconds, tick))
-        }
         Strategy::Auto => {
             Err(Error::invalid("strategy", Strategy::Auto, "one that was chosen, not auto"))
         }
+        _ => Ok(of_grid(traffic, spec, options, seconds, tick)),
     }
 }
 
-/// Returns the steps of heads × ring: exchange, ring over groups, exchange.
-fn of_heads_ring(
+/// Returns the steps of a grid: exchange, ring over groups, exchange. A ring is a grid whose groups
+/// have one member.
+fn of_grid(
     traffic: &StrategyTraffic,
     spec: &Spec,
     options: &TrafficOptions<'_>,
@@ -106,10 +103,11 @@ fn of_heads_ring(
     tick: &mut dyn FnMut(),
 ) -> [Vec<TimedStep>; 2] {
     if traffic.grid.groups() > MOST_STEPPED_RANKS {
-        return mean_steps::of_heads_ring(traffic, spec, options.backward, seconds);
+        return mean_steps::of_grid(traffic, spec, options.backward, seconds);
     }
     let ring = RingSteps::new(traffic, spec, options, seconds, tick);
-    let fields = [ExchangeFields::of_forward(spec), ExchangeFields::of_backward(spec)];
+    let grid = &traffic.grid;
+    let fields = [ExchangeFields::of_forward(spec, grid), ExchangeFields::of_backward(spec, grid)];
     let [forward, backward] = [ring.forward(), ring.backward()];
     let [of_forward, of_backward] = fields.map(|fields| exchange(traffic, spec, &fields));
     let around = |[before, after]: [Vec<TimedStep>; 2], ring: Vec<TimedStep>| {
@@ -127,18 +125,15 @@ fn exchange(
 ) -> [Vec<TimedStep>; 2] {
     let StrategyTraffic { grid, layout, .. } = traffic;
     let (members, ranks) = (grid.members(), grid.groups() * grid.members());
-    let bytes = |fields: &[HeadField], ring_index: usize| -> f64 {
-        let of = |field: &HeadField| {
-            let len = if field.side == Side::Q { spec.dims.q_len } else { spec.dims.kv_len };
-            let rows = layout.of_ranks.shard(field.side, len, ring_index, ranks).len();
-            field.bytes(grid, rows) as f64
-        };
-        fields.iter().map(of).sum()
+    let rows = |ring_index: usize| {
+        let of = |side, len| layout.of_ranks.shard(side, len, ring_index, ranks).len();
+        [of(Side::Q, spec.dims.q_len), of(Side::Kv, spec.dims.kv_len)]
     };
-    let of_ranks = |fields: &[HeadField]| -> Vec<f64> {
-        (0..ranks).map(|ring_index| bytes(fields, ring_index)).collect()
+    let rows: Vec<[u64; 2]> = (0..ranks).map(rows).collect();
+    let bytes = |fields: &[HeadField], between: [usize; 2], of: usize| {
+        let members = between.map(|ring_index| grid.member(ring_index));
+        ExchangeFields::bytes_between(fields, grid, members, rows[of]) as f64
     };
-    let [inputs, outputs] = [of_ranks(&fields.inputs), of_ranks(&fields.outputs)];
     let rounds = |bytes_of: &dyn Fn(usize, usize) -> f64| -> Vec<TimedStep> {
         let round = |distance: usize| {
             let transfer = |from: usize| {
@@ -152,5 +147,8 @@ fn exchange(
         (1..members).map(round).collect()
     };
     // own rows of another member's heads, then another member's rows of the own heads
-    [rounds(&|from, _| inputs[from]), rounds(&|_, to| outputs[to])]
+    [
+        rounds(&|from, to| bytes(&fields.inputs, [from, to], from)),
+        rounds(&|from, to| bytes(&fields.outputs, [from, to], to)),
+    ]
 }

@@ -156,6 +156,23 @@ fn an_exchange_has_a_message_for_each_member() {
 }
 
 #[test]
+fn a_grid_of_queries_and_keys_has_exchanges_around_its_ring() {
+    let spec = Spec::new(Dims::new(1, 256, 1, 64), DType::F32);
+    let grid = HeadGrid::with_columns(&spec.dims, 4, 1, 2).unwrap();
+    let traffic = StrategyTraffic::of(&spec, grid, &FORWARD, &mut || ());
+    let of = |machine: &Machine| {
+        Prediction::of(&traffic, &spec, &FORWARD, machine, &mut || ()).unwrap().forward
+    };
+    is_near(of(&machine(link(0.5, 1e30), 1e30)).seconds, 3.0 * 0.5);
+    // 64 rows: q there, k and v to the other rank of the column, partial out and lse back
+    let bytes = 64.0 * 4.0 * (64.0 + 128.0 + 65.0);
+    is_near(of(&machine(link(1e-30, 1000.0), 1e30)).seconds, bytes / 1000.0);
+    // a rank computes 128 queries × 128 keys
+    let flops = 128.0 * 128.0 * 4.0 * 64.0;
+    is_near(of(&machine(link(1e-30, 1e30), 1e6)).seconds, flops / 1e6);
+}
+
+#[test]
 fn ranks_of_a_node_share_its_network() {
     let spec = Spec::new(Dims::new(1, 256, 4, 64), DType::F32);
     let traffic = traffic_of(&spec, 4, 2, &FORWARD);

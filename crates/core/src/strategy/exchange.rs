@@ -29,14 +29,18 @@ pub struct HeadField {
     pub dtype: DType,
 }
 
-/// Tensors that are exchanged before and after a pass over the heads of a member.
+/// Tensors that are exchanged before and after a pass over the heads of a member. Rows of queries
+/// are exchanged with all members of the group, those of keys with the members of the own column.
+/// If heads are not divided, k, v, dk and dv stay on their rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExchangeFields {
     /// Sent as own rows of each member's heads: `[q, k, v]`, bias; of a backward pass also
-    /// `[out, lse, dout, dlse]`, and of an output that is not normalised max and ties.
+    /// `[out, lse, dout, dlse]`, and of an output that is not normalised max and ties. With several
+    /// key columns `[lse, dout, −delta]` in place of `[out, lse, dout, dlse]`.
     pub inputs: Vec<HeadField>,
     /// Sent as each member's rows of the own heads: `[out, lse]`, and of an output that is not
-    /// normalised max, sum and ties; of a backward pass `[dq, dk, dv]`, dbias.
+    /// normalised max, sum and ties; of a backward pass `[dq, dk, dv]`, dbias. With several key
+    /// columns out and dq are partial, in the accumulator's type.
     pub outputs: Vec<HeadField>,
 }
 
@@ -66,39 +70,56 @@ impl HeadField {
 
 impl ExchangeFields {
     /// Returns the tensors of a forward pass.
-    pub fn of_forward(spec: &Spec) -> Self {
-        let fields = Fields(spec);
+    pub fn of_forward(spec: &Spec, grid: &HeadGrid) -> Self {
+        let fields = Fields { spec, grid };
         let statistics = if spec.normalize { 0 } else { 3 };
-        let mut outputs = vec![fields.out(), fields.statistic()];
+        let mut outputs = vec![fields.result(fields.out()), fields.statistic()];
         outputs.extend([fields.statistic()].repeat(statistics));
         Self { inputs: fields.inputs(), outputs }
     }
 
     /// Returns the tensors of a backward pass.
-    pub fn of_backward(spec: &Spec) -> Self {
-        let fields = Fields(spec);
+    pub fn of_backward(spec: &Spec, grid: &HeadGrid) -> Self {
+        let fields = Fields { spec, grid };
         let statistics = if spec.normalize { 0 } else { 2 };
         let mut inputs = fields.inputs();
+        // gradients have the shapes of their inputs
+        let mut outputs = inputs.clone();
+        outputs[0] = fields.result(outputs[0]);
         let out = fields.out();
         let lse = fields.statistic();
-        inputs.extend([out, lse, out, lse]);
+        if grid.columns() == 1 {
+            inputs.push(out);
+        }
+        inputs.extend([lse, out, lse]);
         inputs.extend([lse].repeat(statistics));
-        // gradients have the shapes of their inputs
-        Self { inputs, outputs: fields.inputs() }
+        Self { inputs, outputs }
     }
 
-    /// Returns the bytes that a member sends: before the pass as many to each other member, after
-    /// it to each the rows of that member. `rows` are the query and the key rows of every member.
+    /// Returns the bytes that a member sends: before the pass its own rows to each other member,
+    /// after it to each the rows of that member. `rows` are the query and the key rows of every
+    /// member.
     pub fn bytes_sent(&self, grid: &HeadGrid, member: usize, rows: &[[u64; 2]]) -> u128 {
-        let bytes = |fields: &[HeadField], of: &[u64; 2]| {
-            let of_side = |side| of[usize::from(side == Side::Kv)];
-            fields.iter().map(|field| field.bytes(grid, of_side(field.side))).sum::<u128>()
-        };
-        let others = || rows.iter().enumerate().filter(|&(other, _)| other != member);
         let own = rows.get(member).copied().unwrap_or_default();
-        let inputs = bytes(&self.inputs, &own) * others().count() as u128;
-        let outputs: u128 = others().map(|(_, of)| bytes(&self.outputs, of)).sum();
-        inputs + outputs
+        let others = rows.iter().enumerate().filter(|&(other, _)| other != member);
+        others
+            .map(|(other, &of_other)| {
+                Self::bytes_between(&self.inputs, grid, [member, other], own)
+                    + Self::bytes_between(&self.outputs, grid, [member, other], of_other)
+            })
+            .sum()
+    }
+
+    /// Returns the bytes of `rows`, query and key rows, of the heads of one member, in a message
+    /// between two members.
+    pub fn bytes_between(
+        fields: &[HeadField],
+        grid: &HeadGrid,
+        [member, other]: [usize; 2],
+        rows: [u64; 2],
+    ) -> u128 {
+        let shared = fields.iter().filter(|field| grid.shares(field.side, member, other));
+        shared.map(|field| field.bytes(grid, rows[usize::from(field.side == Side::Kv)])).sum()
     }
 
     /// Returns the bytes of the largest message between members with these rows.
@@ -121,35 +142,50 @@ impl ExchangeFields {
     }
 }
 
-struct Fields<'a>(&'a Spec);
+struct Fields<'a> {
+    spec: &'a Spec,
+    grid: &'a HeadGrid,
+}
 
 impl Fields<'_> {
     fn field(&self, side: Side, heads: HeadAxis, dim: usize) -> HeadField {
-        HeadField { side, heads, batch: self.0.dims.batch, dim, dtype: self.0.dtype }
+        HeadField { side, heads, batch: self.spec.dims.batch, dim, dtype: self.spec.dtype }
     }
 
     fn inputs(&self) -> Vec<HeadField> {
-        let Dims { head_dim, value_dim, .. } = self.0.dims;
-        let q = self.field(Side::Q, HeadAxis::Query, head_dim);
-        let k = self.field(Side::Kv, HeadAxis::Kv, head_dim);
-        let v = self.field(Side::Kv, HeadAxis::Kv, value_dim);
-        [q, k, v].into_iter().chain(self.bias()).collect()
+        let Dims { head_dim, value_dim, .. } = self.spec.dims;
+        let mut fields = vec![self.field(Side::Q, HeadAxis::Query, head_dim)];
+        if self.grid.head_parts() > 1 {
+            let of_keys = |dim| self.field(Side::Kv, HeadAxis::Kv, dim);
+            fields.extend([head_dim, value_dim].map(of_keys));
+        }
+        fields.extend(self.bias());
+        fields
+    }
+
+    /// A result of queries, which is partial with several key columns.
+    fn result(&self, field: HeadField) -> HeadField {
+        let is_partial = self.grid.columns() > 1;
+        HeadField {
+            dtype: if is_partial { field.dtype.accumulator() } else { field.dtype },
+            ..field
+        }
     }
 
     fn out(&self) -> HeadField {
-        self.field(Side::Q, HeadAxis::Query, self.0.dims.value_dim)
+        self.field(Side::Q, HeadAxis::Query, self.spec.dims.value_dim)
     }
 
     fn statistic(&self) -> HeadField {
         let field = self.field(Side::Q, HeadAxis::Query, 1);
-        HeadField { dtype: self.0.dtype.accumulator(), ..field }
+        HeadField { dtype: self.spec.dtype.accumulator(), ..field }
     }
 
     /// A bias tensor with a query axis; without one, every rank has all of it.
     fn bias(&self) -> Option<HeadField> {
-        let [batch, heads, _, dim] = self.0.bias.filter(|shape| shape[2] != 1)?;
+        let [batch, heads, _, dim] = self.spec.bias.filter(|shape| shape[2] != 1)?;
         let heads = if heads == 1 { HeadAxis::Shared } else { HeadAxis::Query };
-        let dtype = self.0.dtype.accumulator();
+        let dtype = self.spec.dtype.accumulator();
         Some(HeadField { side: Side::Q, heads, batch, dim, dtype })
     }
 }

@@ -1,6 +1,6 @@
-//! Rows of a group: the union of the shards of its members.
+//! Rows of a group: the union of the shards of its members, of keys of those in one column.
 
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 use super::HeadGrid;
 use crate::{Choice, CustomLayout, Dims, Layout, Order, Placement, Run, Runs, Side, Spec, index};
@@ -8,18 +8,20 @@ use crate::{Choice, CustomLayout, Dims, Layout, Order, Placement, Run, Runs, Sid
 /// Rows of ranks and of groups.
 ///
 /// A group's rows are the runs of its members' shards in ascending order of their first rows. Of
-/// contiguous and zigzag shards these are again contiguous and zigzag.
+/// contiguous and zigzag shards these are again contiguous and zigzag. Its key rows in a column are
+/// those of the members in this column; of a single member in the order of its shard.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GroupLayout {
     /// Layout of all ranks, by ring index.
     pub of_ranks: Layout,
-    /// Layout of the groups.
-    pub of_groups: Layout,
+    /// Layout of the groups in each key column.
+    pub of_columns: Vec<Layout>,
     /// Rank of each ring index.
     pub order: Order,
 }
 
-/// Consecutive local rows of a rank that are consecutive in its group's rows.
+/// Consecutive local rows of a rank that are consecutive in its group's rows, of keys in those of
+/// its column.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowSegment {
     /// Index of the first row in the group's rows.
@@ -30,7 +32,8 @@ pub struct RowSegment {
 
 impl GroupLayout {
     /// Chooses the layouts of `grid`: those of a fixed `layout` of the ranks, or else the layout
-    /// that a ring over the groups has. `spec` is that of one member. Leaves are not divided.
+    /// that a ring over the groups × key columns has. `spec` is that of one member. Leaves are not
+    /// divided.
     pub fn choose(
         spec: &Spec,
         grid: &HeadGrid,
@@ -44,15 +47,22 @@ impl GroupLayout {
         let order = placed.map_or_else(|| Order::ascending(ranks), Placement::order);
         let chosen = match layout {
             Some(layout) => layout.clone(),
-            None => Choice::auto(spec, grid.groups(), None, None, tick).layout,
+            None => Choice::auto(spec, grid.groups() * grid.columns(), None, None, tick).layout,
         };
         let of_ranks = spec.leaf_rows.map_or(chosen.clone(), |rows| chosen.at_leaves(rows));
-        let of_groups = of_groups(&spec.dims, grid, &of_ranks);
-        Self { of_ranks, of_groups, order }
+        let of_columns =
+            (0..grid.columns()).map(|column| of_column(&spec.dims, grid, &of_ranks, column));
+        Self { of_columns: of_columns.collect(), of_ranks, order }
     }
 
-    /// Returns the rows of one side of the rank at `ring_index` as segments of its group's rows, in
-    /// local order.
+    /// Returns the layout of the ring of a member of each group, over the groups.
+    pub fn of_member(&self, grid: &HeadGrid, member: usize) -> &Layout {
+        // a member of no column has no rows
+        self.of_columns.get(grid.column(member)).unwrap_or(&self.of_ranks)
+    }
+
+    /// Returns the rows of one side of the rank at `ring_index` as segments of its group's rows, of
+    /// keys of those in its column, in local order.
     pub fn segments(
         &self,
         grid: &HeadGrid,
@@ -61,12 +71,14 @@ impl GroupLayout {
         ring_index: usize,
     ) -> Vec<RowSegment> {
         let group = grid.group(ring_index);
-        let runs = sorted_runs(grid, &self.of_ranks, side, len, group);
+        let own_member = grid.member(ring_index);
+        let members = members(grid, side, grid.column(own_member));
+        let runs = sorted_runs(grid, &self.of_ranks, side, len, group, members);
         let mut first = 0;
         let mut own = Vec::new();
         for (member, place, run) in runs {
             let count = index(run.count);
-            if member == grid.member(ring_index) {
+            if member == own_member {
                 own.push((place, RowSegment { first, count }));
             }
             first += count;
@@ -76,45 +88,61 @@ impl GroupLayout {
     }
 }
 
-/// Returns the layout of the groups.
-fn of_groups(dims: &Dims, grid: &HeadGrid, of_ranks: &Layout) -> Layout {
-    if grid.members() == 1
-        || matches!(of_ranks.without_leaves(), Layout::Contiguous | Layout::Zigzag)
-    {
+/// Returns the layout of the groups in a key column.
+fn of_column(dims: &Dims, grid: &HeadGrid, of_ranks: &Layout, column: usize) -> Layout {
+    let chunks = matches!(of_ranks.without_leaves(), Layout::Contiguous | Layout::Zigzag);
+    if grid.members() == 1 || chunks && grid.columns() == 1 {
         // chunks start at ⌊len·i/chunks⌋, so those of a group are one chunk of fewer
         return of_ranks.clone();
     }
+    let groups = grid.groups();
     let shards = |side, len| {
         let group = |group| {
+            if chunks && side == Side::Q {
+                return of_ranks.shard(side, len, group, groups);
+            }
             let mut rows = Runs::new();
-            for (_, _, run) in sorted_runs(grid, of_ranks, side, len, group) {
+            let members = members(grid, side, column);
+            for (_, _, run) in sorted_runs(grid, of_ranks, side, len, group, members) {
                 rows.push_run(run);
             }
             rows
         };
-        (0..grid.groups()).map(group).collect()
+        (0..groups).map(group).collect()
     };
     let q = shards(Side::Q, dims.q_len);
     let kv = shards(Side::Kv, dims.kv_len);
     Layout::Custom(Arc::new(CustomLayout { q, kv }))
 }
 
-/// Returns the runs of a group's rows, ascending by their first rows, each with its member and its
-/// place among the runs of that member.
+/// Returns the members of a group that exchange rows of `side` with those of a key column.
+const fn members(grid: &HeadGrid, side: Side, column: usize) -> Range<usize> {
+    match side {
+        Side::Q => 0..grid.members(),
+        Side::Kv => grid.of_column(column),
+    }
+}
+
+/// Returns the runs of some members of a group, ascending by their first rows, each with its member
+/// and its place among the runs of that member. Those of a single member stay in its order.
 fn sorted_runs(
     grid: &HeadGrid,
     of_ranks: &Layout,
     side: Side,
     len: usize,
     group: usize,
+    members: Range<usize>,
 ) -> Vec<(usize, usize, Run)> {
     let ranks = grid.groups() * grid.members();
+    let is_sorted = members.len() > 1;
     let mut all = Vec::new();
-    for member in 0..grid.members() {
+    for member in members {
         let rows = of_ranks.shard(side, len, grid.ring_index(group, member), ranks);
         all.extend(rows.runs().iter().enumerate().map(|(place, &run)| (member, place, run)));
     }
     all.retain(|(_, _, run)| run.count > 0);
-    all.sort_by_key(|(_, _, run)| run.start);
+    if is_sorted {
+        all.sort_by_key(|(_, _, run)| run.start);
+    }
     all
 }

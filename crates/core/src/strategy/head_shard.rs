@@ -27,10 +27,21 @@ impl Spec {
         (first + head, q_heads)
     }
 
-    /// Returns the spec of the heads that a member of each group of `grid` has.
+    /// Returns the spec of what a member of each group of `grid` computes: its heads, and with
+    /// several key columns the partial results of its column. Sinks are scores of the first column.
     #[must_use]
-    pub fn of_heads(&self, grid: &HeadGrid, member: usize) -> Self {
-        if grid.members() == 1 {
+    pub fn of_member(&self, grid: &HeadGrid, member: usize) -> Self {
+        let of_heads = self.of_heads(grid, member);
+        if grid.columns() == 1 {
+            return of_heads;
+        }
+        let sinks = of_heads.sinks.filter(|_| grid.column(member) == 0);
+        Self { partial: true, sinks, ..of_heads }
+    }
+
+    /// Returns the spec of the heads of a member.
+    fn of_heads(&self, grid: &HeadGrid, member: usize) -> Self {
+        if grid.head_parts() == 1 {
             return self.clone();
         }
         let heads = grid.q_heads(member);

@@ -1,7 +1,7 @@
 //! Memory of a rank under a strategy: message buffers, and tensors of the heads of a member.
 
 use super::{ExchangeFields, GroupLayout, HeadGrid, exchange::backward_mode};
-use crate::{BackwardMode, Dims, RowLayout, Side, Spec};
+use crate::{BackwardMode, Dims, Layout, RowLayout, Side, Spec};
 
 /// Buffers of blocks in a ring: the own block, two in flight on a direct route, and the parts of the
 /// last one.
@@ -23,11 +23,12 @@ pub(super) fn most_bytes(
     let Dims { q_len, kv_len, .. } = spec.dims;
     let groups = grid.groups();
     let most = |side, len| {
-        let rows = (0..groups).map(|group| layout.of_groups.shard(side, len, group, groups).len());
-        rows.max().unwrap_or(0)
+        let of_column =
+            |of: &Layout| (0..groups).map(|group| of.shard(side, len, group, groups).len()).max();
+        layout.of_columns.iter().filter_map(of_column).max().unwrap_or(0)
     };
     let rows = [most(Side::Q, q_len), most(Side::Kv, kv_len)];
-    let ring = ring_bytes(&spec.of_heads(grid, 0), groups, rows, backward);
+    let ring = ring_bytes(&spec.of_member(grid, 0), groups, rows, backward);
     if grid.members() == 1 {
         return ring;
     }
@@ -37,17 +38,22 @@ pub(super) fn most_bytes(
         [rows(Side::Q, q_len), rows(Side::Kv, kv_len)]
     };
     let of_ranks: Vec<[u64; 2]> = (0..ranks).map(of_rank).collect();
-    let forward = ExchangeFields::of_forward(spec);
-    let of_backward = ExchangeFields::of_backward(spec);
+    let forward = ExchangeFields::of_forward(spec, grid);
+    let of_backward = ExchangeFields::of_backward(spec, grid);
     let message = forward.most_bytes(grid, &of_ranks);
     let mut tensors = forward.tensor_bytes(grid, rows);
+    if grid.columns() > 1 {
+        let own = of_ranks.iter().map(|rows| rows[0]).max().unwrap_or(0);
+        tensors += merge_bytes(spec, own, backward);
+    }
     if !backward {
         return ring + tensors + EXCHANGE_BUFFERS * message;
     }
     let message = message.max(of_backward.most_bytes(grid, &of_ranks));
     // dout, dlse and the gradients; the other inputs are those and results of the forward pass
+    let dout_and_dlse = of_backward.inputs.iter().rev().filter(|field| field.side == Side::Q);
     let further = ExchangeFields {
-        inputs: forward.outputs[..2].to_vec(),
+        inputs: dout_and_dlse.take(2).copied().collect(),
         outputs: of_backward.outputs.clone(),
     };
     tensors += further.tensor_bytes(grid, rows);
@@ -56,6 +62,15 @@ pub(super) fn most_bytes(
         tensors += u128::from(own) * u128::from(spec.gradient_row_layout().bytes());
     }
     ring + tensors + EXCHANGE_BUFFERS * message
+}
+
+/// Returns the bytes of the merge of the partial results of `rows` own queries: out in f64, row
+/// maximum and row sum; of a backward pass −delta and dq in the accumulator's type.
+fn merge_bytes(spec: &Spec, rows: u64, backward: bool) -> u128 {
+    let Dims { batch, q_heads, head_dim, value_dim, .. } = spec.dims;
+    let of_backward = if backward { (1 + head_dim) * spec.dtype.accumulator().bytes() } else { 0 };
+    let row = (value_dim + 2) * size_of::<f64>() + of_backward;
+    u128::from(rows) * [batch, q_heads, row].map(|len| len as u128).iter().product::<u128>()
 }
 
 /// Returns an upper bound of the bytes of the message buffers of a ring.

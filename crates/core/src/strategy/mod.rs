@@ -5,12 +5,22 @@
 //! heads × ring  groups of h ranks; in a group, an all-to-all exchanges sequence shards for heads:
 //!               each rank has 1/h of the heads of its group's rows, and the KV shards of these
 //!               heads circulate over the ranks / h groups
+//! grid          h × a × b ranks: h parts of the heads, a query parts, b key columns; in a group of
+//!               h·b ranks queries are all-gathered, the KV shards of a column circulate over its a
+//!               ranks, and the partial results of the b columns are merged (reduce-scatter)
 //! ```
-//! With h = ranks nothing circulates: all-to-all attention over heads.
+//! With h = ranks nothing circulates: all-to-all attention over heads. One key column is heads ×
+//! ring. Elements that a rank receives in a forward pass, in units of rows · head dim, for full
+//! attention:
+//!
+//! ```text
+//! 2·(query heads / h)·(1/a − 1/ranks) + 2·(KV heads / h)·(1/b − 1/ranks)
+//! ```
 //!
 //! # Source
 //! Jacobs et al. 2023, DeepSpeed Ulysses (h = ranks); Fang, Zhao 2024, USP: A Unified Sequence
-//! Parallelism Approach for Long Context Generative AI (heads × ring).
+//! Parallelism Approach for Long Context Generative AI (heads × ring); ATTENTION2D 2025,
+//! arXiv 2503.15758, and Mesh-Attention 2025, arXiv 2512.20968 (queries × keys).
 
 mod exchange;
 mod group_layout;
@@ -52,20 +62,35 @@ pub enum Strategy {
         /// query heads, and a divisor or a multiple of the KV heads.
         heads: usize,
     },
-    /// The strategy of the two above with the least predicted time on a machine
-    /// ([`Machine::choose`]) or, without one, that sends the fewest bytes; in a forward and, if the
-    /// plan has one, a backward pass. Ties are broken in favour of smaller groups.
+    /// Queries × keys: each rank computes the partial results of one query part over one column of
+    /// the keys, of a part of the heads. One part of the keys is [`Strategy::HeadsRing`]. As many
+    /// parts of heads, queries and keys together as there are ranks.
+    Grid {
+        /// Parts of the heads: as [`Strategy::HeadsRing`] divides them.
+        heads: usize,
+        /// Query parts, over which KV shards circulate.
+        queries: usize,
+        /// Key columns, whose partial results are merged.
+        keys: usize,
+    },
+    /// The strategy of those above with the least predicted time on a machine ([`Machine::choose`])
+    /// or, without one, that sends the fewest bytes; in a forward and, if the plan has one, a
+    /// backward pass. Ties are broken in favour of fewer key columns, then of fewer parts of the
+    /// heads.
     ///
     /// [`Machine::choose`]: crate::Machine::choose
     Auto,
 }
 
 impl Strategy {
-    /// Returns the ranks of a group, 1 for the ring; `None` for [`Strategy::Auto`].
+    /// Names that [`Strategy::from_str`] reads, for messages.
+    pub const EXPECTED: &str = "ring, heads:H, grid:QxK, grid:HxQxK with numbers from 1, or auto";
+
+    /// Returns the parts of the heads, 1 for the ring; `None` for [`Strategy::Auto`].
     pub const fn heads(self) -> Option<usize> {
         match self {
             Self::Ring => Some(1),
-            Self::HeadsRing { heads } => Some(heads),
+            Self::HeadsRing { heads } | Self::Grid { heads, .. } => Some(heads),
             Self::Auto => None,
         }
     }
@@ -77,11 +102,14 @@ impl Strategy {
 }
 
 impl fmt::Display for Strategy {
-    /// Writes the name on the command line: `ring`, `heads:4`, `auto`.
+    /// Writes the name on the command line: `ring`, `heads:4`, `grid:2x4` (queries × keys),
+    /// `grid:2x4x8` (heads × queries × keys), `auto`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Ring => f.write_str("ring"),
             Self::HeadsRing { heads } => write!(f, "heads:{heads}"),
+            Self::Grid { heads: 1, queries, keys } => write!(f, "grid:{queries}x{keys}"),
+            Self::Grid { heads, queries, keys } => write!(f, "grid:{heads}x{queries}x{keys}"),
             Self::Auto => f.write_str("auto"),
         }
     }
@@ -91,14 +119,23 @@ impl FromStr for Strategy {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let heads =
-            |text: &str| text.strip_prefix("heads:")?.parse().ok().filter(|&heads| heads > 0);
+        let count = |text: &str| text.parse().ok().filter(|&count: &usize| count > 0);
+        let heads = || count(text.strip_prefix("heads:")?).map(|heads| Self::HeadsRing { heads });
+        let grid = || {
+            let counts: Option<Vec<usize>> =
+                text.strip_prefix("grid:")?.split('x').map(count).collect();
+            match counts?[..] {
+                [queries, keys] => Some(Self::Grid { heads: 1, queries, keys }),
+                [heads, queries, keys] => Some(Self::Grid { heads, queries, keys }),
+                _ => None,
+            }
+        };
         match text {
             "ring" => Ok(Self::Ring),
             "auto" => Ok(Self::Auto),
-            _ => heads(text).map(|heads| Self::HeadsRing { heads }).ok_or_else(|| {
-                Error::invalid("strategy", text, "ring, heads:H with H from 1, or auto")
-            }),
+            _ => heads()
+                .or_else(grid)
+                .ok_or_else(|| Error::invalid("strategy", text, Self::EXPECTED)),
         }
     }
 }

@@ -49,10 +49,10 @@ impl StrategyTraffic {
         tick: &mut dyn FnMut(),
     ) -> Self {
         let TrafficOptions { backward, layout, placement, .. } = *options;
-        let first = spec.of_heads(&grid, 0);
+        let first = spec.of_member(&grid, 0);
         let layout = GroupLayout::choose(&first, &grid, layout, placement, tick);
         let mut traffic = Self {
-            strategy: Strategy::of_heads(grid.members()),
+            strategy: grid.strategy(),
             grid,
             forward: Vec::new(),
             backward: Vec::new(),
@@ -60,15 +60,21 @@ impl StrategyTraffic {
             layout,
         };
         traffic.add_exchange(spec, backward);
-        let mut rings: Vec<[Vec<u128>; 2]> = Vec::new();
         // heads with the same mask have the same rings
-        let distinct = if spec.mask.per_head() { grid.members() } else { 1 };
-        for member in 0..distinct {
-            let spec = spec.of_heads(&grid, member);
-            rings.push(traffic.ring_bytes(&spec, options, tick));
+        let distinct = |member: usize| match (spec.mask.per_head(), grid.column(member)) {
+            (true, _) => member,
+            (false, column) => grid.of_column(column).start,
+        };
+        let mut rings: Vec<[Vec<u128>; 2]> = Vec::new();
+        for member in 0..grid.members() {
+            let of_member = spec.of_member(&grid, member);
+            rings.push(match rings.get(distinct(member)) {
+                Some(same) => same.clone(),
+                None => traffic.ring_bytes(&of_member, member, options, tick),
+            });
         }
         for ring_index in 0..traffic.forward.len() {
-            let [forward, backward] = &rings[grid.member(ring_index).min(distinct - 1)];
+            let [forward, backward] = &rings[grid.member(ring_index)];
             traffic.forward[ring_index] += forward[grid.group(ring_index)];
             traffic.backward[ring_index] += backward[grid.group(ring_index)];
         }
@@ -112,7 +118,8 @@ impl StrategyTraffic {
     fn add_exchange(&mut self, spec: &Spec, backward: bool) {
         let grid = &self.grid;
         let ranks = grid.groups() * grid.members();
-        let fields = [ExchangeFields::of_forward(spec), ExchangeFields::of_backward(spec)];
+        let fields =
+            [ExchangeFields::of_forward(spec, grid), ExchangeFields::of_backward(spec, grid)];
         for group in 0..grid.groups() {
             let rows = |member| {
                 let of = |side, len| {
@@ -135,12 +142,13 @@ impl StrategyTraffic {
     fn ring_bytes(
         &self,
         spec: &Spec,
+        member: usize,
         options: &TrafficOptions<'_>,
         tick: &mut dyn FnMut(),
     ) -> [Vec<u128>; 2] {
         let TrafficOptions { backward, route, kv_tile, .. } = *options;
         let groups = self.grid.groups();
-        let layout = &self.layout.of_groups;
+        let layout = self.layout.of_member(&self.grid, member);
         let route =
             route.unwrap_or_else(|| Choice::auto(spec, groups, Some(layout), None, tick).route);
         let shards = RingShards::plain(&spec.dims, spec.alignment, layout, groups);

@@ -1,0 +1,142 @@
+//! The passes of the ring of a member: the tensors of its group and heads, and the caller's where
+//! they are not exchanged.
+
+use std::{
+    ops::Range,
+    sync::atomic::Ordering,
+    time::{Duration, Instant},
+};
+
+use annulus_core::{
+    Backend, BackwardInputs, Gradients, HostTensors, HostView, HostViewMut, Inputs, Outputs, Result,
+};
+
+use super::{
+    HeadsRing,
+    passes::no_gradients,
+    shard_tensors::{InputTensors, ShardTensor},
+};
+
+/// Axis of the heads of a bias tensor.
+const BIAS_HEADS: usize = 1;
+/// Axis of the heads of sinks.
+const SINK_HEADS: usize = 0;
+
+impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
+    /// Runs the forward pass of the ring of this rank's heads and key column.
+    pub(super) fn ring_forward(
+        &mut self,
+        inputs: &Inputs<'_, B::Space>,
+        start: Instant,
+    ) -> Result<Duration> {
+        let q_heads = self.grid.q_heads(self.exchange.member);
+        let has_sinks = self.ring.spec().sinks.is_some();
+        let tensors = &mut self.tensors;
+        let of_member = tensors.inputs.of_member(inputs.reborrow(), has_sinks, &q_heads)?;
+        let [max, sum, ties] = match tensors.unnormalized.as_mut() {
+            Some(of) => [&mut of.max, &mut of.sum, &mut of.ties].map(Some),
+            None => [None, None, None],
+        };
+        let rows = |tensor: Option<_>| tensor.map(ShardTensor::heads_first_mut).transpose();
+        let mut results = Outputs::<B::Space> {
+            out: tensors.out.view_mut()?,
+            lse: tensors.lse.heads_first_mut()?,
+            max: rows(max)?,
+            sum: rows(sum)?,
+            ties: rows(ties)?,
+        };
+        self.ring_began.store(nanoseconds(start), Ordering::Relaxed);
+        let report = self.ring.forward(&of_member, &mut results)?;
+        Ok(Duration::from_secs_f64(report.waiting_seconds))
+    }
+
+    /// Runs the backward pass of the ring of this rank's heads and key column.
+    pub(super) fn ring_backward(
+        &mut self,
+        forward: &Inputs<'_, B::Space>,
+        gradients: &mut Gradients<'_, B::Space>,
+        start: Instant,
+    ) -> Result<Duration> {
+        let q_heads = self.grid.q_heads(self.exchange.member);
+        let tensors = &mut self.tensors;
+        let of_backward = tensors.backward.as_mut().ok_or_else(no_gradients)?;
+        let statistics = tensors.unnormalized.as_ref();
+        let has_sinks = self.ring.spec().sinks.is_some();
+        let of_member = BackwardInputs::<B::Space> {
+            forward: tensors.inputs.of_member(forward.reborrow(), has_sinks, &q_heads)?,
+            out: tensors.out.view()?,
+            lse: tensors.lse.heads_first()?,
+            max: statistics.map(|of| of.max.heads_first()).transpose()?,
+            ties: statistics.map(|of| of.ties.heads_first()).transpose()?,
+            dout: of_backward.dout.view()?,
+            dlse: Some(of_backward.dlse.heads_first()?),
+        };
+        let Gradients { dk, dv, dbias, dsinks, .. } = gradients;
+        let [dk, dv] = match &mut of_backward.dkv {
+            Some([dk, dv]) => [dk.view_mut()?, dv.view_mut()?],
+            None => [dk.reborrow(), dv.reborrow()],
+        };
+        let of_all_heads = if of_backward.dbias.is_some() { None } else { dbias.as_mut() };
+        let mut results = Gradients::<B::Space> {
+            dq: of_backward.dq.view_mut()?,
+            dk,
+            dv,
+            dbias: match (&mut of_backward.dbias, of_all_heads) {
+                (Some(dbias), _) => Some(dbias.heads_first_mut()?),
+                (None, Some(dbias)) => {
+                    // the terms of other heads, if the caller sums over ranks
+                    dbias.fill_zero();
+                    Some(own_heads_mut(dbias.reborrow(), BIAS_HEADS, &q_heads))
+                }
+                (None, None) => None,
+            },
+            dsinks: dsinks.as_mut().and_then(|dsinks| {
+                dsinks.fill_zero();
+                has_sinks.then(|| own_heads_mut(dsinks.reborrow(), SINK_HEADS, &q_heads))
+            }),
+        };
+        self.ring_began.store(nanoseconds(start), Ordering::Relaxed);
+        let report = self.ring.backward(&of_member, &mut results)?;
+        Ok(Duration::from_secs_f64(report.waiting_seconds))
+    }
+}
+
+impl InputTensors {
+    /// Returns the inputs of a member: sinks only if they are scores of its key column.
+    fn of_member<'a, S: HostTensors>(
+        &'a self,
+        callers: Inputs<'a, S>,
+        has_sinks: bool,
+        q_heads: &Range<usize>,
+    ) -> Result<Inputs<'a, S>> {
+        let [k, v] = match &self.kv {
+            Some([k, v]) => [k.view()?, v.view()?],
+            None => [callers.k, callers.v],
+        };
+        let sinks = callers.sinks.filter(|_| has_sinks);
+        Ok(Inputs {
+            q: self.q.view()?,
+            k,
+            v,
+            bias: match &self.bias {
+                Some(bias) => Some(bias.heads_first()?),
+                None => callers.bias.map(|bias| own_heads(bias, BIAS_HEADS, q_heads)),
+            },
+            sinks: sinks.map(|sinks| own_heads(sinks, SINK_HEADS, q_heads)),
+        })
+    }
+}
+
+/// Returns the own heads of a tensor; all of it if heads share it.
+fn own_heads<'a>(view: HostView<'a>, axis: usize, heads: &Range<usize>) -> HostView<'a> {
+    if view.shape()[axis] == 1 { view } else { view.slice(axis, heads.clone()) }
+}
+
+/// As [`own_heads`], for writing.
+fn own_heads_mut<'a>(view: HostViewMut<'a>, axis: usize, heads: &Range<usize>) -> HostViewMut<'a> {
+    if view.shape()[axis] == 1 { view } else { view.slice(axis, heads.clone()) }
+}
+
+fn nanoseconds(start: Instant) -> u64 {
+    u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,70 @@
+//! Planning of one rank: its arguments, its layout, and the memory of its exchange.
+
+use annulus_core::{
+    Backend, Capabilities, Error, ExchangeFields, GroupLayout, HeadGrid, Placement, Result, Space,
+    Spec, Strategy,
+};
+
+use super::{exchange::Exchange, shard_tensors::ShardTensors};
+use crate::ring::{RingOptions, planning::check_plan};
+
+/// What a rank prepares without the others.
+pub(super) struct Prepared<S: Space> {
+    pub(super) layout: GroupLayout,
+    pub(super) ring_index: usize,
+    pub(super) forward: ExchangeFields,
+    pub(super) backward: ExchangeFields,
+    pub(super) exchange: Exchange<S>,
+    pub(super) tensors: ShardTensors,
+}
+
+impl<S: Space> Prepared<S> {
+    /// Chooses the layout and allocates the tensors and messages of this rank.
+    pub(super) fn new<B: Backend<Space = S>>(
+        backend: &B,
+        spec: &Spec,
+        grid: HeadGrid,
+        options: &RingOptions,
+        rank: usize,
+        placement: Option<&Placement>,
+        tick: &mut dyn FnMut(),
+    ) -> Result<Self> {
+        let first = spec.of_member(&grid, 0);
+        let layout = GroupLayout::choose(&first, &grid, options.layout.as_ref(), placement, tick);
+        let ring_index = layout.order.ring_index(rank);
+        let forward = ExchangeFields::of_forward(spec, &grid);
+        let backward = ExchangeFields::of_backward(spec, &grid);
+        let passes = [Some(&forward), options.backward.then_some(&backward)];
+        let exchange = Exchange::new(backend, spec, grid, &layout, ring_index, passes)?;
+        let tensors = ShardTensors::new(spec, &exchange, options.backward)?;
+        Ok(Self { layout, ring_index, forward, backward, exchange, tensors })
+    }
+}
+
+/// Checks a plan before any rank waits for another.
+pub(super) fn check<B: Backend>(
+    backend: &B,
+    spec: Spec,
+    options: &RingOptions,
+    ranks: usize,
+    strategy: Strategy,
+) -> Result<(Spec, HeadGrid, Capabilities)> {
+    spec.validate()?;
+    spec.check_whole("the exchange of heads and queries")?;
+    let grid = HeadGrid::of(&spec.dims, ranks, strategy)?;
+    let grid = grid.ok_or_else(|| Error::invalid("strategy", strategy, "a strategy by name"))?;
+    grid.check(&spec, options.backward)?;
+    if !B::Space::HOST_BUFFERS {
+        let what = format!("strategy {strategy} with blocks in device memory");
+        return Err(Error::unsupported(what, "the exchange of heads and queries"));
+    }
+    if let Some(layout) = &options.layout {
+        layout.validate(spec.dims.q_len, spec.dims.kv_len, ranks)?;
+        if let Some(rows) = spec.leaf_rows {
+            layout.validate_leaves(spec.dims.q_len, spec.dims.kv_len, rows)?;
+        }
+    }
+    let inner = RingOptions { layout: None, ..options.clone() };
+    let (_, capabilities) = check_plan(backend, spec.of_member(&grid, 0), &inner, grid.groups())?;
+    Ok((spec, grid, capabilities))
+}
