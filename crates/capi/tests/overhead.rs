@@ -49,12 +49,17 @@ fn alone() -> MutexGuard<'static, ()> {
     TESTS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Allocations of one warm call.
+/// Allocations of one warm call: the least of several, because the test harness starts the other tests,
+/// and so allocates, at the same time.
 fn allocations(mut call: impl FnMut()) -> usize {
     (0..3).for_each(|_| call());
-    let before = ALLOCATIONS.load(Ordering::Relaxed);
-    call();
-    ALLOCATIONS.load(Ordering::Relaxed) - before
+    let mut least = usize::MAX;
+    for _ in 0..5 {
+        let before = ALLOCATIONS.load(Ordering::Relaxed);
+        call();
+        least = least.min(ALLOCATIONS.load(Ordering::Relaxed) - before);
+    }
+    least
 }
 
 const CALLS: usize = 200;
