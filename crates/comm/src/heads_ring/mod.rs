@@ -10,8 +10,8 @@
 //! ```
 //! A backward pass sends out, lse, dout and dlse with the inputs, and returns dq, dk and dv.
 //!
-//! With several key columns, a group has a part of the queries, and its ranks have the keys of a column
-//! each (here 2 groups × 3 columns, ring index = 3 · group + column):
+//! With several key columns, a group has a part of the queries, and its ranks have the keys of a
+//! column each (here 2 groups × 3 columns, ring index = 3 · group + column):
 //!
 //! ```text
 //!            keys 0      keys 1      keys 2
