@@ -384,7 +384,8 @@ impl Attention {
     ///
     /// # Examples
     /// Four ranks on two nodes with a slow network. A block of keys and values crosses the network
-    /// three times in a ring, and once in a ring over groups.
+    /// three times in a ring, and once in a ring over groups, which are the nodes. The ranks of a
+    /// node then divide the keys.
     /// ```
     /// use annulus::{Attention, ComputeRate, DType, Dims, Link, Machine, Strategy};
     ///
@@ -399,7 +400,7 @@ impl Attention {
     /// };
     /// let attention = Attention::new().strategy(Strategy::Auto).machine(machine);
     /// let ring = attention.local_ring(Dims::new(1, 64, 4, 8), 4)?;
-    /// assert_eq!(ring.plan().strategy(), Strategy::HeadsRing { heads: 2 });
+    /// assert_eq!(ring.plan().strategy(), Strategy::Grid { heads: 1, queries: 2, keys: 2 });
     /// # Ok::<(), annulus::Error>(())
     /// ```
     #[must_use]
