@@ -287,7 +287,8 @@ impl Attention {
     /// Layouts then divide the sequence at multiples of [`annulus_core::LEAF_ROWS`] rows, and a
     /// custom layout must. Ranks with different arithmetic are refused, as are other backends than
     /// the CPU's. Over several ranks the backward pass takes two passes around the ring, whatever
-    /// [`Attention::backward_mode`] is. `docs/semantics.md` in the repository defines the order of the sums.
+    /// [`Attention::backward_mode`] is. `docs/semantics.md` in the repository defines the order of
+    /// the sums.
     ///
     /// # Examples
     /// ```
@@ -348,10 +349,10 @@ impl Attention {
     ///
     /// [`Strategy::HeadsRing`] divides the heads among groups of ranks, which sends fewer bytes
     /// than a ring if there are many KV heads: a quarter with 32 query and KV heads on 8 ranks.
-    /// [`Strategy::Grid`] divides the keys too, which sends fewer bytes on many ranks: 2.7 % with 32
-    /// heads on 256 ranks. Results differ from those of the ring by rounding at most. It needs memory for the tensors
-    /// of a rank once more, and blocks in host memory. `docs/semantics.md` in the repository lists
-    /// what it does not support.
+    /// [`Strategy::Grid`] divides the keys too, which sends fewer bytes on many ranks: 2.7 % of the
+    /// ring's with 32 heads of bf16 on 256 ranks. Results differ from those of the ring by rounding
+    /// at most. Both need memory for the tensors of a rank once more, and blocks in host memory.
+    /// `docs/semantics.md` in the repository lists what they do not support.
     ///
     /// # Examples
     /// Groups of two ranks, each of which has half of the heads, and a ring over two groups.

@@ -49,8 +49,8 @@ fn alone() -> MutexGuard<'static, ()> {
     TESTS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Allocations of one warm call: the least of several, because the test harness starts the other tests,
-/// and so allocates, at the same time.
+/// Allocations of one warm call: the least of several, because the test harness starts the other
+/// tests, and so allocates, at the same time.
 fn allocations(mut call: impl FnMut()) -> usize {
     (0..3).for_each(|_| call());
     let mut least = usize::MAX;

@@ -236,13 +236,15 @@ pub(crate) fn backward_fused<E: Input<Accumulator: Summed>>(
     partial_grad: &mut HostBuffer,
     tick: Tick<'_>,
 ) -> Result<()> {
-    if state.shard.leaves.is_none() || fuses_leaves(state, team.threads(), block.rows) {
-        // the blocks of a plane lie together
+    if state.shard.leaves.is_some() {
+        if !fuses_leaves(state, team.threads(), block.rows) {
+            state.dq_layout = DqLayout::Strips;
+            return backward_separate::<E>(team, state, inputs, block, Some(partial_grad), tick);
+        }
+        // one thread takes all blocks of a plane: they must be adjacent
         state.arrange_backward();
-        return attend_block::<E>(team, state, inputs, block, partial_grad, Wanted::All, tick);
     }
-    state.dq_layout = DqLayout::Strips;
-    backward_separate::<E>(team, state, inputs, block, Some(partial_grad), tick)
+    attend_block::<E>(team, state, inputs, block, partial_grad, Wanted::All, tick)
 }
 
 /// As [`backward_fused`], with one pass for dq and dbias, and another for dk and dv if they are

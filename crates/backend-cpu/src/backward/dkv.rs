@@ -116,18 +116,30 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
 
     /// Iterates over the tasks. Early keys come first: they are the long tasks under a causal mask.
     fn tasks(&self) -> impl Iterator<Item = KeyTask> + Send + use<E> {
-        let batch = self.geometry.dims.batch;
+        let task = self.task_of();
+        let planes = 0..self.geometry.dims.batch * self.geometry.dims.kv_heads;
+        let firsts = (0..self.visibility.keys.len()).step_by(self.k_rows);
+        firsts.flat_map(move |first| planes.clone().map(move |plane| task(plane, first)))
+    }
+
+    /// Iterates over the same tasks in the order of [`KeyLeaves::tasks`]: plane by plane.
+    fn tasks_by_plane(&self) -> impl Iterator<Item = KeyTask> + Send + use<E> {
+        let task = self.task_of();
+        let planes = 0..self.geometry.dims.batch * self.geometry.dims.kv_heads;
+        let firsts = (0..self.visibility.keys.len()).step_by(self.k_rows);
+        planes.flat_map(move |plane| firsts.clone().map(move |first| task(plane, first)))
+    }
+
+    /// Returns the function from a plane and the first key of a task to the task.
+    fn task_of(&self) -> impl Fn(usize, usize) -> KeyTask + Copy + Send + use<E> {
         let kv_heads = self.geometry.dims.kv_heads;
         let len = self.visibility.keys.len();
         let k_rows = self.k_rows;
-        (0..len).step_by(k_rows).flat_map(move |first| {
-            let keys = first..len.min(first + k_rows);
-            (0..batch * kv_heads).map(move |plane| KeyTask {
-                batch: plane / kv_heads,
-                kv_head: plane % kv_heads,
-                keys: keys.clone(),
-            })
-        })
+        move |plane, first| KeyTask {
+            batch: plane / kv_heads,
+            kv_head: plane % kv_heads,
+            keys: first..len.min(first + k_rows),
+        }
     }
 
     /// As [`DkvPass::run`] in the reproducible order: computes the leaves of the block, each from
@@ -147,21 +159,6 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
         team.run(scratch, tasks, Some(tick), |scratch, (task, leaves), ticker| {
             self.accumulate_leaves(scratch, &task, (arriving, leaves), None, &records, ticker);
         });
-    }
-
-    /// Iterates over the tasks in the order of [`KeyLeaves::tasks`].
-    fn tasks_by_plane(&self) -> impl Iterator<Item = KeyTask> + Send + use<E> {
-        let batch = self.geometry.dims.batch;
-        let kv_heads = self.geometry.dims.kv_heads;
-        let len = self.visibility.keys.len();
-        let k_rows = self.k_rows;
-        (0..batch * kv_heads).flat_map(move |plane| {
-            (0..len).step_by(k_rows).map(move |first| KeyTask {
-                batch: plane / kv_heads,
-                kv_head: plane % kv_heads,
-                keys: first..len.min(first + k_rows),
-            })
-        })
     }
 
     /// Computes the leaves of queries of one task, each from sums of 0, merges them, and writes the

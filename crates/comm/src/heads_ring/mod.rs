@@ -133,8 +133,8 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     ///
     /// # Errors
     /// As [`Ring::new`]; [`Error::InvalidArgument`] also if `strategy` does not fit the ranks and
-    /// heads ([`HeadGrid::of`]) or is [`Strategy::Auto`], and [`Error::Unsupported`] of blocks in device memory and in the
-    /// cases of [`HeadGrid::check`].
+    /// heads ([`HeadGrid::of`]) or is [`Strategy::Auto`], and [`Error::Unsupported`] of blocks in
+    /// device memory and in the cases of [`HeadGrid::check`].
     pub fn new(
         backend: B,
         transport: Box<dyn Transport<B::Space>>,

@@ -8,7 +8,7 @@ use annulus_core::{
 use super::{exchange::Exchange, shard_tensors::ShardTensors};
 use crate::ring::{RingOptions, planning::check_plan};
 
-/// What a rank prepares without the others.
+/// Part of a plan that a rank derives and allocates alone, before ranks agree that all succeeded.
 pub(super) struct Prepared<S: Space> {
     pub(super) layout: GroupLayout,
     pub(super) ring_index: usize,

@@ -72,8 +72,8 @@ impl<B: Backend> Ring<B> {
         Ok(in_flight.waited())
     }
 
-    /// Runs the backward pass of this plan's mode. A ring of one rank always takes one pass. Returns
-    /// the exposed communication.
+    /// Runs the backward pass of this plan's mode. A ring of one rank always takes one pass.
+    /// Returns the exposed communication.
     pub(super) fn backward_loop(
         &mut self,
         inputs: &BackwardInputs<'_, B::Space>,
