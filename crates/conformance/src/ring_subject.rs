@@ -10,7 +10,7 @@ use annulus_core::{
 };
 use ndarray::{Array3, Array4, ArrayView4, Axis, Dimension, RemoveAxis};
 
-use crate::{Answer, Case, Setting, Subject, TensorMemory};
+use crate::{Answer, Case, Setting, Subject, TensorMemory, subject::attention};
 
 /// Everything that one rank of a [`RingSubject`] is built from.
 pub struct RankSetup<M: TensorMemory, B: Backend<Space = M::Space>> {
@@ -100,7 +100,7 @@ pub(crate) fn run_rank<M: TensorMemory, B: Backend<Space = M::Space>>(
         machine: None,
     };
     // the public interface has leaves of one size, too long for the tests
-    let spec = case.attention().spec(case.spec.dims);
+    let spec = attention(case).spec(case.spec.dims);
     let spec = spec.map(|spec| Spec { leaf_rows: case.spec.leaf_rows, ..spec });
     let mut ring = Ring::new(backend, transport, spec, options)?;
     let rows = |runs: &Runs| runs.iter().map(i64::cast_unsigned).collect::<Vec<u64>>();

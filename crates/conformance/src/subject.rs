@@ -1,11 +1,13 @@
 //! Subjects of the suite: anything that can compute a case over a ring.
 
+use std::sync::Arc;
+
 use annulus::{Attention, Backward, Forward, LocalRing, Tensors};
 use annulus_core::{Batch, DType, Element, Error, LEAF_ROWS, Layout, Result, Route, Strategy};
 use half::{bf16, f16};
 use ndarray::{Array, Dimension};
 
-use crate::{Answer, Case};
+use crate::{Answer, Case, Masks};
 
 /// The ranks, layout and route on which a case is computed.
 #[derive(Debug, Clone)]
@@ -73,9 +75,49 @@ impl Subject for Facade {
     }
 }
 
+/// The options of a case, as a user sets them.
+pub(crate) fn attention(case: &Case) -> Attention {
+    let spec = &case.spec;
+    let attention = Attention::new()
+        .dtype(spec.dtype)
+        .align(spec.alignment)
+        .softmax_scale(spec.scale)
+        .logits_soft_cap(spec.soft_cap)
+        .bias(spec.bias)
+        .bias_order(spec.bias_order)
+        .softmax_aux(spec.sinks)
+        .logits_dtype(spec.logits_dtype)
+        .precision(spec.precision)
+        .backward_mode(spec.backward)
+        .unnormalized(!spec.normalize);
+    let attention = match &spec.bias_function {
+        Some(function) => attention.bias_function(Arc::clone(function)),
+        None => attention,
+    };
+    let attention = match spec.dropout {
+        Some(dropout) => attention.dropout(dropout.probability, dropout.seed),
+        None => attention,
+    };
+    masked(attention, &case.masks)
+}
+
+/// Sets the masks of a case as options.
+fn masked(attention: Attention, masks: &Masks) -> Attention {
+    let [left, right] = masks.window.unwrap_or_default();
+    // an attention sink size without a window is refused
+    let windowed = left.is_some() || right.is_some();
+    let attention = attention
+        .causal(masks.causal)
+        .sliding_window(left, right)
+        .attention_sink_size(if windowed { masks.first_visible } else { 0 })
+        .chunk_size(masks.chunk)
+        .prefix_len(masks.prefix);
+    masks.objects.iter().fold(attention, |attention, mask| attention.mask(Arc::clone(mask)))
+}
+
 /// The options of a case and setting, as a user sets them.
 pub(crate) fn options(case: &Case, setting: &Setting) -> Attention {
-    let attention = case.attention().threads(1).strategy(setting.strategy);
+    let attention = attention(case).threads(1).strategy(setting.strategy);
     let attention = attention.reproducible(case.spec.leaf_rows.is_some());
     setting.route.map_or(attention.clone(), |route| attention.route(route))
 }

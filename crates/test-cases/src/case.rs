@@ -2,7 +2,6 @@
 
 use std::{borrow::Cow, sync::Arc};
 
-use annulus::Attention;
 use annulus_core::{
     Batch, DType, Result, Spec,
     oracle::{self, Backward, Forward, Problem},
@@ -66,32 +65,6 @@ impl Case {
         };
         case.draw_tensors(draw);
         case
-    }
-
-    /// Returns the attention of the case, as options that a user sets.
-    pub fn attention(&self) -> Attention {
-        let spec = &self.spec;
-        let attention = Attention::new()
-            .dtype(spec.dtype)
-            .align(spec.alignment)
-            .softmax_scale(spec.scale)
-            .logits_soft_cap(spec.soft_cap)
-            .bias(spec.bias)
-            .bias_order(spec.bias_order)
-            .softmax_aux(spec.sinks)
-            .logits_dtype(spec.logits_dtype)
-            .precision(spec.precision)
-            .backward_mode(spec.backward)
-            .unnormalized(!spec.normalize);
-        let attention = match &spec.bias_function {
-            Some(function) => attention.bias_function(Arc::clone(function)),
-            None => attention,
-        };
-        let attention = match spec.dropout {
-            Some(dropout) => attention.dropout(dropout.probability, dropout.seed),
-            None => attention,
-        };
-        self.masks.apply(attention)
     }
 
     /// Returns the case with other masks.

@@ -1,9 +1,8 @@
-//! The masks of a case in two forms: a predicate for the oracle, written down from the definitions
-//! in `docs/semantics.md`, and options of [`Attention`] for the subject.
+//! The masks of a case, and their predicate for the oracle, written down from the definitions in
+//! `docs/semantics.md`.
 
 use std::sync::Arc;
 
-use annulus::Attention;
 use annulus_core::{
     Fingerprint, KeyIntervals, Mask,
     mask::{Key, Query},
@@ -24,22 +23,6 @@ pub struct Masks {
     pub prefix: Option<u64>,
     /// Mask objects.
     pub objects: Vec<Arc<dyn Mask>>,
-}
-
-impl Masks {
-    /// Sets these masks as options of `attention`.
-    pub fn apply(&self, attention: Attention) -> Attention {
-        let [left, right] = self.window.unwrap_or_default();
-        // an attention sink size without a window is refused
-        let windowed = left.is_some() || right.is_some();
-        let attention = attention
-            .causal(self.causal)
-            .sliding_window(left, right)
-            .attention_sink_size(if windowed { self.first_visible } else { 0 })
-            .chunk_size(self.chunk)
-            .prefix_len(self.prefix);
-        self.objects.iter().fold(attention, |attention, mask| attention.mask(Arc::clone(mask)))
-    }
 }
 
 /// The predicate only. It has no intervals, so that the oracle does not share the code of subjects.
