@@ -7,8 +7,8 @@
     out = annulus.ring_attention(query, key, value, causal=True, comm=MPI.COMM_WORLD)
 
 Arrays are ``[batch, seq, heads, dim]``, of NumPy, torch (CPU), JAX (CPU) or anything with DLPack
-or the buffer protocol. ``Attention`` and ``Plan`` serve repeated and backward passes, ``Cache`` decoding;
-``annulus.torch`` and ``annulus.jax`` have gradients.
+or the buffer protocol. ``Attention`` and ``Plan`` serve repeated and backward passes; ``Cache``
+serves decoding; ``annulus.torch`` and ``annulus.jax`` have gradients.
 """
 
 from . import biases, masks

@@ -181,7 +181,7 @@ def test_a_machine_chooses_the_strategy(tmp_path: Path) -> None:
         assert plan.strategy != "grid:2x2"
     q = random(1, 64, 4, 8)
     got = annulus.ring_attention(q, q, q, ranks=4, strategy="auto", machine=MACHINE)
-    assert abs(got - annulus.flash_attention(q, q, q)).max() < 1e-6
+    assert abs(got - annulus.flash_attention(q, q, q)).max() < 1e-5
 
     def refused(machine: Any, kind: type[Exception], text: str, **changed: Any) -> None:
         with pytest.raises(kind, match=text):
