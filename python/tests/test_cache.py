@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import pytest
 from helpers import random
 
 import annulus
+from annulus import _options
+from annulus._calls import Call
 
 N = 37
 Q, K, V = random(2, N, 4, 16), random(2, N, 2, 16, seed=1), random(2, N, 2, 8, seed=2)
@@ -92,6 +96,15 @@ def test_arrays_of_bfloat16_and_torch() -> None:
     assert isinstance(of_torch, torch.Tensor)
 
 
+def test_a_token_of_the_example_costs_the_same_at_any_length() -> None:
+    example = Path(__file__).parent / "../examples/decoding.py"
+    command = [sys.executable, str(example)]
+    lines = subprocess.run(command, capture_output=True, check=True, text=True).stdout.splitlines()
+    sent = [int(line.split()[-2]) for line in lines]
+    assert len(lines) == 6 and lines[5].startswith("4002 rows: last out ")
+    assert sent[1] == sent[2] == sent[4] == sent[5] > 0 and sent[0] > 100 * sent[1]
+
+
 BAD_CACHES: list[tuple[dict[str, Any], str]] = [
     ({"page_rows": 0}, "page_rows"),
     ({"page_rows": 2**32 + 1}, "page_rows"),
@@ -138,7 +151,7 @@ def test_refused_calls_change_nothing() -> None:
             (lambda: cache.append(K, "value"), "value"),
             (lambda: cache.append_own(3, K[:, :2], V[:, :2]), "key"),
             (lambda: cache.append_own(-1, K, V), "count"),
-            (lambda: cache.own_rows(2**63), "k"),
+            (lambda: cache.own_rows(2**63), "count"),
             (lambda: cache.own_rows(2**64), "count"),
             (lambda: cache.truncate(N + 1), "length"),
             (lambda: cache.truncate(-1), "length"),
@@ -182,6 +195,10 @@ def test_a_machine_chooses_the_strategy(tmp_path: Path) -> None:
     q = random(1, 64, 4, 8)
     got = annulus.ring_attention(q, q, q, ranks=4, strategy="auto", machine=MACHINE)
     assert abs(got - annulus.flash_attention(q, q, q)).max() < 1e-5
+
+    # as text, for operators of torch and JAX
+    text = _options.spelled(Call(annulus.Attention(), strategy="auto", machine=MACHINE))
+    assert _options.read(text, None).machine == MACHINE
 
     def refused(machine: Any, kind: type[Exception], text: str, **changed: Any) -> None:
         with pytest.raises(kind, match=text):

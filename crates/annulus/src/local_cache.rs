@@ -249,7 +249,7 @@ mod tests {
         assert!(text(cache.attend(numbers(22, 4).view(), None)).starts_with("q: got 22 queries"));
         assert!(text(cache.truncate(22)).starts_with("len: got 22, want at most the 21 cached"));
         assert_eq!(cache.own_rows(7).unwrap().iter().collect::<Vec<_>>(), [0, 1, 2, 3, 4, 5, 6]);
-        assert!(text(cache.own_rows(usize::MAX)).starts_with("k: got "));
+        assert!(text(cache.own_rows(usize::MAX)).starts_with("count: got "));
         // a speculation that is refused
         cache.append(kv.view(), kv.view()).unwrap();
         cache.truncate(21).unwrap();

@@ -1576,8 +1576,8 @@ int annulus_cache_create_threads(const struct annulus_attention *attention,
 
 /**
  * Creates this rank of an empty KV cache over the ranks of a communicator of MPI, given as Fortran
- * and MPI_Comm_c2f have it. The communicator is treated as
- * annulus_plan_create_mpi_f does.
+ * and MPI_Comm_c2f have it. The rules for the communicator are those of
+ * annulus_plan_create_mpi_f.
  *
  * Collective over the communicator. `*cache` is NULL if the call fails.
  *
@@ -1668,8 +1668,8 @@ int annulus_cache_append_own(struct annulus_cache *cache,
                              const struct annulus_tensor *v);
 
 /**
- * Writes the rows of this rank among the next `next` rows, which count from 0, to `rows`, and their
- * number to `*count`. Local.
+ * Writes the rows of this rank among the next `next` rows, which count from 0, to `rows`, and
+ * their number to `*count`. Local.
  *
  * `rows` has room for `capacity` numbers. With NULL as `rows` and 0 as `capacity` only the number
  * is written. In an in-process ring these are all rows, because its tensors are whole.
@@ -1703,8 +1703,8 @@ int annulus_cache_truncate(struct annulus_cache *cache, int64_t len);
  * the row number and the position len - n + i. All ranks pass the same queries and sinks, and all
  * get the result, with the same bits.
  *
- * Collective over the ranks. Outputs share no element with another tensor of the call. A rank sends
- * annulus_cache_predicted_bytes, whatever the number of cached rows.
+ * Collective over the ranks. Outputs share no element with another tensor of the call. A rank
+ * sends annulus_cache_predicted_bytes, whatever the number of cached rows.
  *
  * Errors
  * ANNULUS_INVALID_ARGUMENT and ANNULUS_OUT_OF_MEMORY here and ANNULUS_REFUSED elsewhere;

@@ -163,8 +163,8 @@ pub unsafe extern "C" fn annulus_cache_create_threads(
 }
 
 /// Creates this rank of an empty KV cache over the ranks of a communicator of MPI, given as Fortran
-/// and MPI_Comm_c2f have it. The communicator is treated as
-/// [`annulus_plan_create_mpi_f`](crate::annulus_plan_create_mpi_f) does.
+/// and MPI_Comm_c2f have it. The rules for the communicator are those of
+/// [`annulus_plan_create_mpi_f`](crate::annulus_plan_create_mpi_f).
 ///
 /// Collective over the communicator. `*cache` is NULL if the call fails.
 ///
@@ -325,8 +325,8 @@ pub unsafe extern "C" fn annulus_cache_append_own(
     })
 }
 
-/// Writes the rows of this rank among the next `next` rows, which count from 0, to `rows`, and their
-/// number to `*count`. Local.
+/// Writes the rows of this rank among the next `next` rows, which count from 0, to `rows`, and
+/// their number to `*count`. Local.
 ///
 /// `rows` has room for `capacity` numbers. With NULL as `rows` and 0 as `capacity` only the number
 /// is written. In an in-process ring these are all rows, because its tensors are whole.
@@ -345,7 +345,14 @@ pub unsafe extern "C" fn annulus_cache_own_rows(
     capacity: i64,
     count: *mut i64,
 ) -> c_int {
-    let of = || CACHES.with(cache, |state| state.own_rows(length("next", next)?));
+    // `count` is another argument here
+    let of_next = |error| match error {
+        Error::InvalidArgument { argument, got, want } if argument == "count" => {
+            Error::invalid("next", got, want)
+        }
+        other => other,
+    };
+    let of = || CACHES.with(cache, |state| state.own_rows(length("next", next)?).map_err(of_next));
     // SAFETY: as the caller promises
     guard(|| unsafe { write_rows([rows, count], capacity, of) })
 }
@@ -417,8 +424,8 @@ unsafe fn attend_tensors<'a, T: Element>(
 /// the row number and the position len - n + i. All ranks pass the same queries and sinks, and all
 /// get the result, with the same bits.
 ///
-/// Collective over the ranks. Outputs share no element with another tensor of the call. A rank sends
-/// [`annulus_cache_predicted_bytes`], whatever the number of cached rows.
+/// Collective over the ranks. Outputs share no element with another tensor of the call. A rank
+/// sends [`annulus_cache_predicted_bytes`], whatever the number of cached rows.
 ///
 /// # Errors
 /// ANNULUS_INVALID_ARGUMENT and ANNULUS_OUT_OF_MEMORY here and ANNULUS_REFUSED elsewhere;

@@ -292,7 +292,7 @@ static void caches_are_checked(void) {
   REFUSED(annulus_cache_append_own(cache, -1, &k, &v), "count: got -1");
   REFUSED(annulus_cache_append_own(cache, 4, &k, &v), "count: got 4");
   REFUSED(annulus_cache_own_rows(cache, -1, NULL, 0, &number), "next: got -1");
-  REFUSED(annulus_cache_own_rows(cache, INT64_MAX, NULL, 0, &number), "k: got ");
+  REFUSED(annulus_cache_own_rows(cache, INT64_MAX, NULL, 0, &number), "next: got 9");
   REFUSED(annulus_cache_own_rows(cache, 9, rows, 8, &number), "capacity");
   REFUSED(annulus_cache_own_rows(cache, 8, rows, 8, NULL), "count: got NULL");
   REFUSED(annulus_cache_truncate(cache, 1), "len: got 1, want at most the 0 cached rows");

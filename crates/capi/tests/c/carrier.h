@@ -12,7 +12,7 @@ typedef struct {
 } carrier;
 
 static inline int start(void *context, int receives, int64_t peer, int32_t tag, void *data,
-                 uint64_t bytes, void **request) {
+                        uint64_t bytes, void **request) {
   carrier *host = context;
   MPI_Request *made = malloc(sizeof *made);
   host->calls++;
@@ -22,13 +22,13 @@ static inline int start(void *context, int receives, int64_t peer, int32_t tag, 
   return status;
 }
 
-static inline int carry_send(void *context, int64_t peer, int32_t tag, const void *data, uint64_t bytes,
-                      void **request) {
+static inline int carry_send(void *context, int64_t peer, int32_t tag, const void *data,
+                             uint64_t bytes, void **request) {
   return start(context, 0, peer, tag, (void *)data, bytes, request);
 }
 
 static inline int carry_recv(void *context, int64_t peer, int32_t tag, void *data, uint64_t bytes,
-                      void **request) {
+                             void **request) {
   return start(context, 1, peer, tag, data, bytes, request);
 }
 
