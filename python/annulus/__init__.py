@@ -7,13 +7,14 @@
     out = annulus.ring_attention(query, key, value, causal=True, comm=MPI.COMM_WORLD)
 
 Arrays are ``[batch, seq, heads, dim]``, of NumPy, torch (CPU), JAX (CPU) or anything with DLPack
-or the buffer protocol. ``Attention`` and ``Plan`` serve repeated and backward passes;
-``annulus.torch`` and ``annulus.jax`` have gradients.
+or the buffer protocol. ``Attention`` and ``Plan`` serve repeated and backward passes; ``Cache``
+serves decoding; ``annulus.torch`` and ``annulus.jax`` have gradients.
 """
 
 from . import biases, masks
 from ._annulus import HAS_MPI
 from ._attention import Attention, Shard
+from ._cache import Cache
 from ._calls import flash_attention, ring_attention
 from ._errors import ArrivalTimeout, Error, InvalidArgument, OutOfMemory, Unsupported
 from ._plan import Plan
@@ -25,6 +26,7 @@ __all__ = [
     "HAS_MPI",
     "ArrivalTimeout",
     "Attention",
+    "Cache",
     "Error",
     "Forward",
     "Gradients",

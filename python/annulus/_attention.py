@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 Rows = Sequence[Sequence[int | tuple[int, int, int]]]
 """Rows of every rank: row numbers, or runs of them as (first, step, count)."""
 Numbers = npt.NDArray[np.int64]
+Machine = str | os.PathLike[str] | Mapping[str, Any]
+"""A machine: the path of a machine file, or its fields."""
 ALIGNMENTS = ("top_left", "bottom_right")
 BIAS_ORDERS = ("after_soft_cap", "before_soft_cap")
 PRECISIONS = ("highest", "high", "default")
@@ -260,6 +264,7 @@ def config(
     layout: str | tuple[Rows, Rows] | None = None,
     route: str | None = None,
     strategy: str = "ring",
+    machine: Machine | None = None,
     kv_block_size: int | None = None,
     deadline: float | None = None,
     arrival_deadline: float | None = None,
@@ -268,6 +273,9 @@ def config(
     local_gradients: bool = False,
 ) -> dict[str, Any]:
     """Returns the checked parameters of a plan, as the extension module reads them."""
+    strategy = checked_strategy(strategy)
+    figures = checked_machine(machine, strategy)
+    is_path = isinstance(figures, str)
     return {
         **attention._config(),
         "dtype": dtype,
@@ -275,7 +283,9 @@ def config(
         "softmax_aux": _sinks(softmax_aux_shape, lengths["q_heads"]),
         "layout": checked_layout(layout),
         "route": None if route is None else _check.choice("route", route, ROUTES),
-        "strategy": checked_strategy(strategy),
+        "strategy": strategy,
+        "machine_path": figures if is_path else None,
+        "machine_text": None if figures is None or is_path else json.dumps(figures),
         "kv_block_size": _check.integer_or_none("kv_block_size", kv_block_size, least=1),
         "deadline": _check.number_or_none("deadline", deadline),
         "arrival_deadline": _check.number_or_none("arrival_deadline", arrival_deadline),
@@ -315,6 +325,24 @@ def checked_strategy(strategy: Any) -> str:
         want = "ring, heads:H, grid:QxK, grid:HxQxK with numbers from 1, or auto"
         raise invalid("strategy", repr(strategy), want)
     return strategy
+
+
+def checked_machine(machine: Any, strategy: str) -> str | dict[str, Any] | None:
+    """Returns the path of a machine file, or its fields."""
+    if machine is None:
+        return None
+    if strategy != "auto":
+        raise invalid("machine", repr(machine), 'None, or strategy="auto"')
+    if isinstance(machine, (str, os.PathLike)):
+        return os.fsdecode(machine)
+    if not isinstance(machine, Mapping):
+        raise invalid("machine", repr(machine), "the path of a machine file, or its fields")
+    try:
+        fields: dict[str, Any] = json.loads(json.dumps(dict(machine), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        want = "numbers that are finite, strings, lists and dicts"
+        raise invalid("machine", str(error), want) from None
+    return fields
 
 
 def checked_layout(layout: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from . import _arrays, _check
 from ._annulus import BiasFunction, Mask
-from ._attention import Attention, Rows
+from ._attention import Attention, Machine, Rows
 from ._errors import invalid, unsupported
 from ._plan import Plan, agreed, check_communicator, gathered
 from ._results import Forward
@@ -106,6 +106,7 @@ class Call:
     layout: str | tuple[Rows, Rows] | None = None
     route: str | None = None
     strategy: str = "ring"
+    machine: Machine | None = None
     kv_block_size: int | None = None
     threads: int | None = None
     deadline: float | None = None
@@ -155,6 +156,7 @@ class Call:
             layout=layout,
             route=self.route,
             strategy=self.strategy,
+            machine=self.machine,
             kv_block_size=self.kv_block_size,
             threads=self.threads,
             deadline=self.deadline,
@@ -293,6 +295,7 @@ def ring_attention(
     fused_backward: bool | None = None,
     route: str | None = None,
     strategy: str = "ring",
+    machine: Machine | None = None,
     kv_block_size: int | None = None,
     threads: int | None = None,
     deadline: float | None = None,
@@ -330,6 +333,8 @@ def ring_attention(
         route: ``relay_up``, ``relay_down`` or ``direct``. Default: chosen by the mask.
         strategy: ``ring``, ``heads:H``, ``grid:QxK``, ``grid:HxQxK`` or ``auto``: the division of
             the attention among ranks, see ``Plan``.
+        machine: Path of a machine file, or a dict of its fields, with which ``auto`` takes the
+            strategy of the least predicted time, see ``Plan``.
         kv_block_size: Hint: a KV block is split into messages at multiples of this many rows, see
             ``Plan``.
         threads: Threads of each rank. Default: the cores, divided by the ranks on the machine.

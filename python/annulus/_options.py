@@ -12,7 +12,13 @@ import weakref
 from typing import Any
 
 from . import _check
-from ._attention import ROUTES, Attention, checked_layout, checked_strategy
+from ._attention import (
+    ROUTES,
+    Attention,
+    checked_layout,
+    checked_machine,
+    checked_strategy,
+)
 from ._calls import Call
 from ._errors import invalid
 
@@ -34,12 +40,14 @@ def spelled(call: Call) -> str:
         if given is not None:
             attention[name] = _key(f"{name} {given.key}", given)
     route, one_pass = call.route, call.fused_backward
+    strategy = checked_strategy(call.strategy)
     options = {
         "ranks": _check.integer_or_none("ranks", call.ranks, least=1),
         "comm": None if call.comm is None else _key(f"comm {id(call.comm)}", call.comm),
         "layout": checked_layout(call.layout),
         "route": None if route is None else _check.choice("route", route, ROUTES),
-        "strategy": checked_strategy(call.strategy),
+        "strategy": strategy,
+        "machine": checked_machine(call.machine, strategy),
         "kv_block_size": _check.integer_or_none("kv_block_size", call.kv_block_size, least=1),
         "threads": _check.integer_or_none("threads", call.threads, least=1),
         "deadline": _check.number_or_none("deadline", call.deadline),

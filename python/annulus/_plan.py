@@ -12,7 +12,7 @@ import numpy as np
 
 from . import _annulus, _arrays, _check
 from ._arrays import Tensor, accumulator, empty, given_back, tensor
-from ._attention import Attention, Numbers, Rows, config, lengths, spelled_runs
+from ._attention import Attention, Machine, Numbers, Rows, config, lengths, spelled_runs
 from ._errors import argument_got_want, invalid, refused, unsupported
 from ._results import Forward, Gradients, Report
 
@@ -52,6 +52,9 @@ class Plan:
             query parts × K key columns, whose partial results are merged; ``grid:HxQxK`` divides
             the heads too. ``auto``: the one that sends the fewest bytes. Results differ by
             rounding at most. Default: ``ring``.
+        machine: Path of a machine file, as ``annulus measure`` writes it, or a dict of its fields:
+            ``auto`` takes the strategy of the least predicted time whose buffers fit the memory of
+            a rank. All ranks have the same machine. Only with ``auto``.
         kv_block_size: Hint: a KV block is split into messages at multiples of this many rows, so
             that computing on one part overlaps receiving the next. Larger parts are fewer and
             longer messages; results change by rounding at most, and not with one rank. Ranks may
@@ -87,6 +90,7 @@ class Plan:
         layout: str | tuple[Rows, Rows] | None = None,
         route: str | None = None,
         strategy: str = "ring",
+        machine: Machine | None = None,
         kv_block_size: int | None = None,
         threads: int | None = None,
         deadline: float | None = None,
@@ -120,6 +124,7 @@ class Plan:
                 layout=layout,
                 route=route,
                 strategy=strategy,
+                machine=machine,
                 kv_block_size=kv_block_size,
                 deadline=deadline,
                 arrival_deadline=arrival_deadline,
@@ -129,7 +134,7 @@ class Plan:
             )
             return checked, _check.integer_or_none("threads", threads, least=1)
 
-        handle = None if comm is None else _fortran_handle(comm)
+        handle = None if comm is None else fortran_handle(comm)
         checked, own_threads = agreed(comm, prepare)
         if handle is None:
             count = 1 if ranks is None else _check.integer("ranks", ranks, least=1)
@@ -264,8 +269,8 @@ class Plan:
             statistics = (lengths["batch"], lengths["q_heads"], rows)
             whole = (lengths["batch"], rows, lengths["q_heads"], lengths["value_dim"])
             arrays = {
-                "out": _output("out", out, whole, self._dtype),
-                "lse": _output("lse", lse, statistics, acc),
+                "out": output("out", out, whole, self._dtype),
+                "lse": output("lse", lse, statistics, acc),
             }
             if not self._normalized:
                 arrays |= {name: empty(statistics, acc) for name in ("max", "sum", "ties")}
@@ -275,7 +280,7 @@ class Plan:
         results["out"] = given_back(arrays["out"], self._dtype, like) if out is None else out
         if lse is not None:
             results["lse"] = lse
-        return Forward(**results, reports=_reports(reports))
+        return Forward(**results, reports=reports_of(reports))
 
     def backward(
         self,
@@ -330,7 +335,7 @@ class Plan:
                 array = gradients[f"d{name}"].reshape(source.array.shape)
                 own = _arrays.converted(Tensor(array, acc, like), source.dtype)
                 results[f"d{name}"] = given_back(own, source.dtype, like)
-        return Gradients(**results, reports=_reports(reports))
+        return Gradients(**results, reports=reports_of(reports))
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
@@ -421,7 +426,7 @@ def agreed(comm: Any, work: Callable[[], T]) -> T:
     return results[0]
 
 
-def _output(name: str, given: Any, shape: tuple[int, ...], dtype: str) -> np.ndarray[Any, Any]:
+def output(name: str, given: Any, shape: tuple[int, ...], dtype: str) -> np.ndarray[Any, Any]:
     if given is None:
         return empty(shape, dtype)
     if _arrays.library(given) == "jax":
@@ -438,7 +443,7 @@ def check_communicator(comm: Any) -> None:
         raise invalid("comm", repr(comm), "an mpi4py communicator")
 
 
-def _fortran_handle(comm: Any) -> int:
+def fortran_handle(comm: Any) -> int:
     if not _annulus.HAS_MPI:
         why = 'this build has no MPI; pip install ./python -C build-args="--features mpi"'
         raise unsupported("comm", why)
@@ -451,5 +456,5 @@ def _fortran_handle(comm: Any) -> int:
     return int(comm.py2f())
 
 
-def _reports(reports: list[tuple[float, float, int, int]]) -> tuple[Report, ...]:
+def reports_of(reports: list[tuple[float, float, int, int]]) -> tuple[Report, ...]:
     return tuple(Report(*report) for report in reports)

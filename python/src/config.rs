@@ -1,18 +1,18 @@
 //! The parameters of an attention, a plan and a batch, as `annulus/_attention.py` passes them:
 //! checked and complete, so that an error here is a defect of the package.
 
-use std::{sync::Arc, time::Duration};
+use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use annulus::{
-    Alignment, Attention, BackwardMode, Batch, BiasOrder, CustomLayout, DType, Dims, Layout,
-    Precision, Route, Run, Runs, SinkShape, Strategy,
+    Alignment, Attention, BackwardMode, Batch, BiasOrder, CacheShape, CustomLayout, DType, Dims,
+    Error, Layout, Machine, Precision, Route, Run, Runs, SinkShape, Strategy,
     ndarray::{Array2, Ix1, Ix2},
 };
 use pyo3::{prelude::*, types::PyDict};
 
 use crate::{
     array::Array,
-    errors::invalid,
+    errors::{invalid, raise},
     masks::{BiasFunction, Callback, Mask, dense_mask},
 };
 
@@ -49,6 +49,10 @@ pub(crate) struct Config<'py> {
     route: Option<String>,
     /// Name, as `--strategy` of the command takes it.
     strategy: String,
+    /// Path of a machine file.
+    machine_path: Option<PathBuf>,
+    /// Text of a machine file.
+    machine_text: Option<String>,
     kv_block_size: Option<u64>,
     deadline: Option<f64>,
     arrival_deadline: Option<f64>,
@@ -89,6 +93,7 @@ impl Config<'_> {
             .layout(self.layout(py)?)
             .route(self.route(py)?)
             .strategy(self.strategy(py)?)
+            .machine(self.machine(py)?)
             .kv_block_size(self.kv_block_size)
             .deadline(seconds(py, "deadline", self.deadline)?)
             .arrival_deadline(seconds(py, "arrival_deadline", self.arrival_deadline)?);
@@ -185,6 +190,21 @@ impl Config<'_> {
             .map_err(|_| invalid(py, "strategy", &self.strategy, Strategy::EXPECTED))
     }
 
+    fn machine(&self, py: Python<'_>) -> PyResult<Option<Machine>> {
+        let read = match (&self.machine_path, &self.machine_text) {
+            (Some(path), _) => annulus_machine_file::read(path),
+            (None, Some(text)) => annulus_machine_file::parse(text, "machine"),
+            (None, None) => return Ok(None),
+        };
+        read.map(Some).map_err(|error| match error {
+            // of a dict
+            Error::Io { path, what } if path == "machine" && self.machine_path.is_none() => {
+                invalid(py, "machine", what, "the fields of a machine file")
+            }
+            error => raise(py, &error),
+        })
+    }
+
     fn route(&self, py: Python<'_>) -> PyResult<Option<Route>> {
         match self.route.as_deref() {
             None => Ok(None),
@@ -215,6 +235,14 @@ pub(crate) struct Lengths {
     kv_heads: usize,
     head_dim: usize,
     value_dim: usize,
+}
+
+impl From<Lengths> for CacheShape {
+    /// The numbers of rows have no meaning.
+    fn from(lengths: Lengths) -> Self {
+        let Lengths { batch, q_heads, kv_heads, head_dim, value_dim, .. } = lengths;
+        Self::new(batch, q_heads, head_dim).kv_heads(kv_heads).value_dim(value_dim)
+    }
 }
 
 impl From<Lengths> for Dims {

@@ -3,10 +3,12 @@
 //! | file | content |
 //! |---|---|
 //! | `array.rs` | views of arrays, and the checks that make them sound |
+//! | `cache.rs` | the class `Cache` |
 //! | `config.rs` | the parameters of an attention and of a plan, from `annulus/_attention.py` |
 //! | `errors.rs` | annulus errors as Python exceptions |
 //! | `masks.rs` | masks and bias functions |
 //! | `plan.rs` | the class `Plan` |
+//! | `session.rs` | lock, signals and callbacks of a plan or a cache |
 //! | `signals.rs` | Ctrl-C during a pass |
 //! | `xla.rs` | the function that compiled JAX programs call |
 //!
@@ -14,10 +16,12 @@
 //! and converts arrays; this module checks again whatever memory safety depends on.
 
 mod array;
+mod cache;
 mod config;
 mod errors;
 mod masks;
 mod plan;
+mod session;
 mod signals;
 mod xla;
 
@@ -27,6 +31,8 @@ mod _annulus {
     #[cfg(feature = "mpi")]
     use pyo3::prelude::*;
 
+    #[pymodule_export]
+    use super::cache::Cache;
     #[pymodule_export]
     use super::masks::{BiasFunction, Mask};
     #[pymodule_export]

@@ -1,29 +1,22 @@
 //! The class `Plan`: a ring in this process, or one rank of a ring over MPI.
 
-use std::{
-    num::NonZero,
-    sync::{
-        Arc, Mutex, MutexGuard, TryLockError,
-        atomic::{AtomicBool, Ordering},
-    },
-    thread,
-};
+use std::{num::NonZero, sync::Arc, thread};
 
 use annulus::{
     BackwardViewMut, Batch, Cpu, DType, Dims, Element, ForwardView, ForwardViewMut, LocalRing,
-    Report, Result, Runs, Tensors,
+    Report, Runs, Tensors,
     half::{bf16, f16},
     ndarray::{ArrayView4, Dimension, Ix2, Ix3, Ix4},
 };
 use annulus_core::{Choice, Shard, Side};
-use pyo3::{exceptions::PyRuntimeError, prelude::*, types::PyDict};
+use pyo3::{prelude::*, types::PyDict};
 
 use crate::{
     array::{Array, Outputs, Plain},
     config::{Config, Lengths, batch},
     errors::{invalid, raise},
-    masks::Callback,
-    signals::{Interruptible, Signals},
+    session::Session,
+    signals::Interruptible,
 };
 
 /// The ranks that a plan has in this process.
@@ -34,23 +27,16 @@ enum Engine {
 }
 
 /// Start, step and count of every run of rows.
-type PyRuns = Vec<(i64, i64, u64)>;
+pub(crate) type PyRuns = Vec<(i64, i64, u64)>;
 
 /// Seconds, waiting seconds, bytes sent and bytes predicted of one rank.
-type PyReport = (f64, f64, u64, u64);
+pub(crate) type PyReport = (f64, f64, u64, u64);
 
 /// A plan, made once and used for many passes.
 #[pyclass(frozen, module = "annulus._annulus")]
 pub(crate) struct Plan {
-    /// `None` once closed.
-    engine: Mutex<Option<Engine>>,
+    session: Session<Engine>,
     dtype: DType,
-    signals: Arc<Signals>,
-    callbacks: Vec<Arc<Callback>>,
-    /// True if ranks are threads of their own.
-    elsewhere: bool,
-    /// True once a call has reached the ring, which then tells the other ranks of errors.
-    entered: AtomicBool,
 }
 
 #[pymethods]
@@ -67,15 +53,15 @@ impl Plan {
         let (attention, callbacks) = config.attention(py)?;
         let threads = threads.unwrap_or_else(|| machine_threads(ranks));
         let (dtype, dims) = (config.element(py)?, Dims::from(lengths));
-        let made = Self::empty(dtype, callbacks, ranks > 1);
-        let signals = &made.signals;
-        let ring = made.run(py, || {
+        let session = Session::new("plan", callbacks, ranks > 1);
+        let signals = session.signals();
+        let ring = session.run(py, || {
             LocalRing::with_transports(&attention, dims, ranks, |_, endpoint| {
                 let endpoint = Interruptible::new(endpoint, Arc::clone(signals));
                 Ok((Cpu::new(threads)?, endpoint))
             })
         })?;
-        made.filled(Engine::Local(ring))
+        Ok(Self { session: session.filled(Engine::Local(ring)), dtype })
     }
 
     /// Plans this process as one rank of the ring over a communicator, named as Fortran names it.
@@ -94,9 +80,9 @@ impl Plan {
 
         let (attention, callbacks) = config.attention(py)?;
         let (dtype, dims) = (config.element(py)?, Dims::from(lengths));
-        let made = Self::empty(dtype, callbacks, false);
-        let signals = &made.signals;
-        let plan = made.run(py, || {
+        let session = Session::new("plan", callbacks, false);
+        let signals = session.signals();
+        let plan = session.run(py, || {
             // SAFETY: the package passes `comm.py2f()` of a communicator object that it holds, of
             // the MPI that this module is linked with, which it has compared
             let endpoint = unsafe { Mpi::over_fortran(communicator, Settings::default()) }?;
@@ -104,15 +90,15 @@ impl Plan {
             let endpoint = Interruptible::new(endpoint, Arc::clone(signals));
             annulus::Plan::new(&attention, dims, Cpu::new(threads)?, endpoint)
         })?;
-        made.filled(Engine::Rank(Box::new(plan)))
+        Ok(Self { session: session.filled(Engine::Rank(Box::new(plan))), dtype })
     }
 
     /// Adapts the plan to a batch.
     fn update(&self, py: Python<'_>, given: &Bound<'_, PyDict>) -> PyResult<()> {
         let batch: Batch = batch(py, given)?;
-        let mut guard = self.lock(py)?;
-        let engine = opened(guard.as_mut())?;
-        self.run(py, || match engine {
+        let mut guard = self.session.lock(py)?;
+        let engine = self.session.opened(guard.as_mut())?;
+        self.session.run(py, || match engine {
             Engine::Local(ring) => ring.update(&batch),
             #[cfg(feature = "mpi")]
             Engine::Rank(plan) => plan.update(&batch),
@@ -141,19 +127,19 @@ impl Plan {
 
     /// Begins a call, of which the arguments are yet to be checked.
     fn begin(&self) {
-        self.entered.store(false, Ordering::Relaxed);
+        self.session.begin();
     }
 
     /// Ends a call whose arguments were refused: over MPI, takes part in it so that the other ranks
     /// do not wait. Does nothing if the call has reached the ring.
     fn refuse(&self, py: Python<'_>, argument: String, got: String, want: String) -> PyResult<()> {
-        if self.entered.load(Ordering::Relaxed) {
+        if self.session.has_entered() {
             return Ok(());
         }
-        let mut guard = self.lock(py)?;
-        let engine = opened(guard.as_mut())?;
+        let mut guard = self.session.lock(py)?;
+        let engine = self.session.opened(guard.as_mut())?;
         let why = annulus::Error::InvalidArgument { argument, got, want };
-        self.run(py, || {
+        self.session.run(py, || {
             match engine {
                 // the ranks of this process have not been called
                 Engine::Local(_) => drop(why),
@@ -177,8 +163,8 @@ impl Plan {
 
     /// Rank, number of ranks, layout, strategy.
     fn ring(&self, py: Python<'_>) -> PyResult<(usize, usize, &'static str, String)> {
-        let guard = self.lock(py)?;
-        let plan = match opened(guard.as_ref())? {
+        let guard = self.session.lock(py)?;
+        let plan = match self.session.opened(guard.as_ref())? {
             Engine::Local(ring) => ring.plan(),
             #[cfg(feature = "mpi")]
             Engine::Rank(plan) => plan,
@@ -188,8 +174,8 @@ impl Plan {
 
     /// Fingerprint of the arithmetic.
     fn numerics(&self, py: Python<'_>) -> PyResult<String> {
-        let guard = self.lock(py)?;
-        let ring = match opened(guard.as_ref())? {
+        let guard = self.session.lock(py)?;
+        let ring = match self.session.opened(guard.as_ref())? {
             Engine::Local(ring) => ring.ring(),
             #[cfg(feature = "mpi")]
             Engine::Rank(plan) => plan.ring(),
@@ -199,8 +185,8 @@ impl Plan {
 
     /// Mask, ranks, layout, route, hops and bytes.
     fn describe(&self, py: Python<'_>) -> PyResult<String> {
-        let guard = self.lock(py)?;
-        Ok(match opened(guard.as_ref())? {
+        let guard = self.session.lock(py)?;
+        Ok(match self.session.opened(guard.as_ref())? {
             Engine::Local(ring) => ring.to_string(),
             #[cfg(feature = "mpi")]
             Engine::Rank(plan) => plan.to_string(),
@@ -209,58 +195,15 @@ impl Plan {
 
     /// Frees the plan. Over MPI it waits a second at most for the other ranks to do the same.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        let engine = self.lock(py)?.take();
-        py.detach(|| drop(engine));
-        Ok(())
+        self.session.close(py)
     }
 }
 
 impl Plan {
-    fn empty(dtype: DType, callbacks: Vec<Arc<Callback>>, elsewhere: bool) -> Self {
-        Self {
-            engine: Mutex::default(),
-            dtype,
-            signals: Arc::default(),
-            callbacks,
-            elsewhere,
-            entered: AtomicBool::new(false),
-        }
-    }
-
-    fn filled(mut self, engine: Engine) -> PyResult<Self> {
-        self.engine = Mutex::new(Some(engine));
-        Ok(self)
-    }
-
-    /// Runs `work` without the GIL. An exception of a mask or bias function is the cause of the
-    /// error that it leads to.
-    fn run<T: Send>(&self, py: Python<'_>, work: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
-        self.entered.store(true, Ordering::Relaxed);
-        self.signals.run(py, self.elsewhere, work).inspect_err(|error| {
-            let cause = self.callbacks.iter().find_map(|callback| callback.take_raised());
-            if let Some(cause) = cause {
-                error.set_cause(py, Some(cause));
-            }
-        })
-    }
-
-    /// Locks the plan, or refuses: a call that waits for another one would wait for the GIL too.
-    fn lock(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Option<Engine>>> {
-        match self.engine.try_lock() {
-            Ok(guard) => Ok(guard),
-            Err(TryLockError::WouldBlock) => {
-                Err(PyRuntimeError::new_err("the plan is in use by another call"))
-            }
-            Err(TryLockError::Poisoned(_)) => {
-                Err(raise(py, &annulus::Error::internal("a call of this plan panicked")))
-            }
-        }
-    }
-
     /// Rows as runs of start, step and count: all rows of a ring in this process.
     fn rows(&self, py: Python<'_>, side: Side) -> PyResult<PyRuns> {
-        let guard = self.lock(py)?;
-        let rows = match opened(guard.as_ref())? {
+        let guard = self.session.lock(py)?;
+        let rows = match self.session.opened(guard.as_ref())? {
             Engine::Local(ring) => {
                 let Dims { q_len, kv_len, .. } = ring.plan().spec().dims;
                 Runs::counting(0, if side == Side::Q { q_len } else { kv_len } as u64)
@@ -292,9 +235,9 @@ impl Plan {
                 ties: view_mut(&outputs.ties)?,
             }
         };
-        let mut guard = self.lock(py)?;
-        let engine = opened(guard.as_mut())?;
-        let reports = self.run(py, || match engine {
+        let mut guard = self.session.lock(py)?;
+        let engine = self.session.opened(guard.as_mut())?;
+        let reports = self.session.run(py, || match engine {
             Engine::Local(ring) => ring.forward_into(&tensors, views).map(<[_]>::to_vec),
             #[cfg(feature = "mpi")]
             Engine::Rank(plan) => plan.forward_into(&tensors, views).map(|report| vec![report]),
@@ -341,9 +284,9 @@ impl Plan {
                 dsoftmax_aux: view_mut::<T::Accumulator, Ix2>(&dsinks)?,
             }
         };
-        let mut guard = self.lock(py)?;
-        let engine = opened(guard.as_mut())?;
-        let reports = self.run(py, || match engine {
+        let mut guard = self.session.lock(py)?;
+        let engine = self.session.opened(guard.as_mut())?;
+        let reports = self.session.run(py, || match engine {
             Engine::Local(ring) => {
                 ring.backward_into(&tensors, &forward, dout, dlse, views).map(<[_]>::to_vec)
             }
@@ -427,16 +370,19 @@ impl<'py> Statistics<'py> {
     }
 }
 
-fn array<'py>(arrays: &Bound<'py, PyDict>, name: &'static str) -> PyResult<Option<Array<'py>>> {
+pub(crate) fn array<'py>(
+    arrays: &Bound<'py, PyDict>,
+    name: &'static str,
+) -> PyResult<Option<Array<'py>>> {
     let given = arrays.get_item(name)?.filter(|array| !array.is_none());
     given.map(|given| Array::new(name, given)).transpose()
 }
 
-fn needed<'py>(arrays: &Bound<'py, PyDict>, name: &'static str) -> PyResult<Array<'py>> {
+pub(crate) fn needed<'py>(arrays: &Bound<'py, PyDict>, name: &'static str) -> PyResult<Array<'py>> {
     array(arrays, name)?.ok_or_else(|| invalid(arrays.py(), name, "nothing", "an array"))
 }
 
-fn view<'a, T: Plain, D: Dimension>(
+pub(crate) fn view<'a, T: Plain, D: Dimension>(
     array: &'a Option<Array<'_>>,
 ) -> PyResult<Option<annulus::ndarray::ArrayView<'a, T, D>>> {
     array.as_ref().map(Array::view).transpose()
@@ -451,10 +397,6 @@ unsafe fn view_mut<'a, T: Plain, D: Dimension>(
 ) -> PyResult<Option<annulus::ndarray::ArrayViewMut<'a, T, D>>> {
     // SAFETY: as the caller vouches
     array.as_ref().map(|array| unsafe { array.view_mut() }).transpose()
-}
-
-fn opened<T>(engine: Option<T>) -> PyResult<T> {
-    engine.ok_or_else(|| PyRuntimeError::new_err("the plan is closed"))
 }
 
 /// Returns the given layout, the one that the mask chooses for `ranks` ranks, or the balanced one of
@@ -511,23 +453,23 @@ pub(crate) fn shard<'py>(
     Ok(found)
 }
 
-fn spelled_runs(rows: &Runs) -> PyRuns {
+pub(crate) fn spelled_runs(rows: &Runs) -> PyRuns {
     rows.runs().iter().map(|run| (run.start, run.step, run.count)).collect()
 }
 
-fn spelled(report: &Report) -> PyReport {
+pub(crate) fn spelled(report: &Report) -> PyReport {
     (report.seconds, report.waiting_seconds, report.bytes_sent, report.bytes_predicted)
 }
 
 /// Threads of each of `ranks` ranks on this machine.
-fn machine_threads(ranks: usize) -> usize {
+pub(crate) fn machine_threads(ranks: usize) -> usize {
     let cores = thread::available_parallelism().map_or(1, NonZero::get);
     cores.checked_div(ranks).unwrap_or(1).max(1)
 }
 
 /// Ranks of the ring on the node of this one.
 #[cfg(feature = "mpi")]
-fn node_ranks(endpoint: &annulus::comm::mpi::Mpi) -> usize {
+pub(crate) fn node_ranks(endpoint: &annulus::comm::mpi::Mpi) -> usize {
     use annulus_core::Control;
 
     let locations = endpoint.nodes().locations();

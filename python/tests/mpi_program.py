@@ -107,6 +107,57 @@ def sub_communicator() -> None:
     ring.close()
 
 
+def decoding() -> None:
+    """A KV cache over the world: the bits of one over threads, and refusals."""
+    q, k, v = random(2, 30, 4, 8), random(2, 30, 2, 8, seed=1), random(2, 30, 2, 8, seed=2)
+    lengths: dict[str, Any] = {"batch": 2, "q_heads": 4, "kv_heads": 2, "head_dim": 8}
+    options: dict[str, Any] = {**lengths, "page_rows": 4, "threads": 1}
+    attention = annulus.Attention(causal=True)
+
+    def results(cache: annulus.Cache) -> Any:
+        """Outputs of a prefill whose rows are sharded, and of tokens."""
+        own = cache.own_rows(20)
+        cache.append_own(20, k[:, own], v[:, own])
+        outs = [cache.attend(q[:, :20])]
+        for row in range(20, 30):
+            cache.append(k[:, row : row + 1], v[:, row : row + 1])
+            outs.append(cache.attend(q[:, row : row + 1]))
+        assert all(of.reports[0].bytes_sent > 0 or RANKS == 1 for of in outs)
+        return np.concatenate([of.out for of in outs], 1)
+
+    with annulus.Cache(attention, **options, ranks=RANKS) as threads:
+        want = results(threads)
+    with annulus.Cache(attention, **options, comm=WORLD) as cache:
+        assert (cache.rank, cache.ranks) == (RANK, RANKS)
+        assert (results(cache) == want).all()
+        assert len(cache) == 30 and sum(WORLD.allgather(cache.local_len)) == 30
+        assert abs(want - annulus.flash_attention(q, k, v, causal=True)).max() < 2e-6
+        if RANKS == 1:
+            return
+        for code, other, text, work in (
+            (1, 4, "query", lambda: cache.attend(q[:1] if RANK == 1 else q)),
+            (1, 4, "query", lambda: cache.attend("rows" if RANK == 1 else q)),
+            (3, 3, "queries", lambda: cache.attend(q[:, RANK == 1 :])),
+        ):
+            try:
+                work()
+            except annulus.Error as error:
+                assert error.code == (code if RANK == 1 else other), (RANK, error)
+                assert text in str(error), (RANK, error)
+            else:
+                raise AssertionError(f"no error: {text}")
+        cache.truncate(30 - (RANK == 1))
+        try:
+            cache.attend(q[:, :2])
+        except annulus.Error as error:
+            assert error.code == 3 and "cached rows" in str(error), error
+        else:
+            raise AssertionError("ranks with other numbers of rows")
+        cache.truncate(29)
+        cache.append(k[:, 29:], v[:, 29:])
+        assert (cache.attend(q[:, 29:]).out == want[:, 29:]).all()
+
+
 def refusals() -> None:
     """What one rank refuses is an error on all, at once, and the plan goes on."""
     lengths: dict[str, Any] = {"batch": 1, "q_len": 30, "q_heads": 2, "head_dim": 8, "threads": 1}
@@ -201,6 +252,7 @@ def main() -> None:
     for index, case in enumerate(cases):
         golden(case, ("contiguous", "zigzag", "striped")[index % 3])
     sub_communicator()
+    decoding()
     one_call(30)
     # some ranks have one row
     one_call(RANKS + 1)

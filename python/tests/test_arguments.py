@@ -207,6 +207,10 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("ring", {"strategy": 2}, "strategy"),
     # one rank has no groups of two
     ("ring", {"strategy": "heads:2"}, "strategy"),
+    ("ring", {"machine": "machine.json"}, "machine"),
+    ("ring", {"machine": 3, "strategy": "auto"}, "machine"),
+    ("ring", {"machine": {"memory": float("nan")}, "strategy": "auto"}, "machine"),
+    ("ring", {"machine": {"version": 1}, "strategy": "auto"}, "machine"),
     ("ring", {"kv_block_size": 0}, "kv_block_size"),
     ("ring", {"deadline": 0.1}, "deadline"),
     ("ring", {"comm": "world"}, "comm"),

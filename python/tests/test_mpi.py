@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +17,16 @@ import annulus
 needs_mpi = pytest.mark.skipif(not annulus.HAS_MPI, reason="a build without the feature mpi")
 
 
-def launch(ranks: int, program: str, limit: int = 300) -> str:
+def launch(
+    ranks: int, program: str, limit: int = 300, program_arguments: Sequence[str] = ()
+) -> str:
     """Runs a program on some ranks, and returns what it printed."""
     mpirun = shutil.which("mpirun.openmpi") or shutil.which("mpirun")
     assert mpirun, "a build with the feature mpi, and no mpirun"
     result = subprocess.run(
         [mpirun, "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
-        + ["-n", str(ranks), sys.executable, str(Path(__file__).parent / program)],
+        + ["-n", str(ranks), sys.executable, str(Path(__file__).parent / program)]
+        + list(program_arguments),
         capture_output=True,
         text=True,
         timeout=limit,
@@ -49,6 +53,17 @@ def test_the_example_gives_the_same_on_every_number_of_ranks() -> None:
     results = {text.partition(" on ")[0] for text in said}
     assert len(results) == 1 and results.pop().startswith("loss "), said
     assert "sent 0 bytes" in said[0] and "sent 0 bytes" not in said[1]
+
+
+@needs_mpi
+def test_decoding_gives_the_same_on_every_number_of_ranks() -> None:
+    def said(text: str) -> list[str]:
+        return [line.partition(", rank 0 sent")[0] for line in text.splitlines()]
+
+    example = "../examples/decoding.py"
+    one, two = (launch(ranks, example, program_arguments=["mpi"]) for ranks in (1, 2))
+    assert said(one) == said(two) and len(said(one)) == 6, (one, two)
+    assert "sent 0 bytes" in one and "sent 0 bytes" not in two
 
 
 @needs_mpi

@@ -1,6 +1,6 @@
 //! The builder: the parameters of an attention, under the names that errors and files use.
 
-use std::{sync::Arc, time::Duration};
+use std::{num::NonZero, sync::Arc, thread, time::Duration};
 
 use annulus_comm::{
     Deadline, Silence, deadline,
@@ -12,7 +12,7 @@ use annulus_core::{
     mask::{Causal, ChunkedCausal, Prefix, Window, and},
 };
 
-use crate::{LocalRing, hook::Hook};
+use crate::{CacheShape, LocalCache, LocalRing, hook::Hook};
 
 /// Builds the definition of one attention: full attention, then one parameter per method.
 ///
@@ -555,6 +555,18 @@ impl Attention {
         LocalRing::of_cpus(self, dims, ranks)
     }
 
+    /// Creates an empty KV cache of `ranks` CPU ranks in this process.
+    ///
+    /// # Ordering
+    /// Local: all ranks are threads of this process.
+    ///
+    /// # Errors
+    /// [`annulus_core::Error::InvalidArgument`] and [`annulus_core::Error::Unsupported`], which
+    /// name the parameter; [`annulus_core::Error::OutOfMemory`].
+    pub fn local_cache(&self, shape: CacheShape, ranks: usize) -> Result<LocalCache> {
+        LocalCache::of_cpus(self, shape, ranks)
+    }
+
     /// Returns the options of the ring engine, for a [`crate::Ring`] made by hand.
     pub fn ring_options(&self) -> RingOptions {
         RingOptions {
@@ -605,13 +617,17 @@ impl Attention {
     pub(crate) fn check_cache(&self) -> Result<()> {
         self.check_threads()?;
         let refusals = [
-            (self.layout.is_some(), "a layout"),
-            (self.route.is_some(), "a route"),
-            (self.strategy != Strategy::Ring, "a strategy"),
-            (self.machine.is_some(), "a machine"),
+            (self.layout.is_some(), "layout"),
+            (self.route.is_some(), "route"),
+            (self.strategy != Strategy::Ring, "strategy"),
+            (self.machine.is_some(), "machine"),
             (self.kv_block_size.is_some(), "kv_block_size"),
-            (self.step_hook.is_some(), "a hook of ring steps"),
-            (self.backward != BackwardMode::OnePass || self.local_gradients, "a backward pass"),
+            (self.step_hook.is_some(), "on_step"),
+            (self.backward != BackwardMode::OnePass, "backward_mode"),
+            (self.local_gradients, "local_gradients"),
+            (self.bias.is_some(), "bias"),
+            (self.unnormalized, "unnormalized"),
+            (self.reproducible, "reproducible"),
         ];
         match refusals.into_iter().find(|(given, _)| *given) {
             Some((_, what)) => Err(Error::unsupported(what, "the KV cache")),
@@ -629,9 +645,15 @@ impl Attention {
         self.step_hook.clone().map(|Hook(hook)| hook)
     }
 
-    /// Returns the threads of each rank, if they were set.
-    pub(crate) const fn chosen_threads(&self) -> Option<usize> {
-        self.threads
+    /// Returns the threads of each of `ranks` ranks in this process: those that were set, or the
+    /// cores divided by the ranks.
+    pub(crate) fn rank_threads(&self, ranks: usize) -> Result<usize> {
+        let cores = thread::available_parallelism().map_or(1, NonZero::get);
+        let default = cores.checked_div(ranks).unwrap_or(1).max(1);
+        match self.threads.unwrap_or(default) {
+            0 => Err(Error::invalid("threads", 0, "at least 1")),
+            threads => Ok(threads),
+        }
     }
 
     /// Refuses [`Attention::threads`] for a backend that has its own.

@@ -175,7 +175,10 @@ impl<B: Backend<Space: HostTensors>> Cache<B> {
     /// # Errors
     /// [`Error::InvalidArgument`] if a cache cannot have so many rows.
     pub fn own_rows(&self, count: usize) -> Result<Runs> {
-        self.cache.own_rows(count)
+        self.cache.own_rows(count).map_err(|error| match error {
+            Error::InvalidArgument { got, want, .. } => Error::invalid("count", got, want),
+            other => other,
+        })
     }
 
     /// Removes the rows from `len` on, for example tokens of a speculation that were refused. Their

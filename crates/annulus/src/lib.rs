@@ -14,6 +14,7 @@
 //! * [`Attention`] is the builder: masks, scale, bias, sinks, dropout.
 //! * [`Attention::local_ring`] plans a [`LocalRing`], a whole ring in this process.
 //! * [`Plan`] is one rank of a ring over any transport, which is what an MPI process holds.
+//! * [`Cache`] is one rank of a KV cache for decoding, [`LocalCache`] a whole one in this process.
 //! * [`flash_attention`] and [`ring_attention`] plan and compute in one call.
 //!
 //! # Shapes
@@ -35,6 +36,7 @@ pub mod devices;
 mod engine;
 pub mod environment;
 mod hook;
+mod local_cache;
 mod local_ring;
 mod one_call;
 mod plan;
@@ -57,6 +59,7 @@ pub use annulus_cuda as cuda;
 pub use annulus_wgpu as wgpu;
 pub use attention::Attention;
 pub use cache::{Cache, CacheShape};
+pub use local_cache::LocalCache;
 pub use local_ring::LocalRing;
 pub use one_call::{Options, flash_attention, ring_attention};
 pub use plan::Plan;

@@ -1,7 +1,5 @@
 //! A whole ring in one process: one thread per rank, whole tensors in, whole tensors out.
 
-use std::{num::NonZero, thread};
-
 use annulus_comm::{
     ring::{Report, Ring},
     threads::{self, Threads, each_rank},
@@ -40,12 +38,7 @@ pub struct LocalRing<B: Backend<Space: HostTensors> = Cpu> {
 
 impl LocalRing {
     pub(crate) fn of_cpus(attention: &Attention, dims: Dims, ranks: usize) -> Result<Self> {
-        let machine = thread::available_parallelism().map_or(1, NonZero::get);
-        let default = machine.checked_div(ranks).unwrap_or(1).max(1);
-        let threads = attention.chosen_threads().unwrap_or(default);
-        if threads == 0 {
-            return Err(Error::invalid("threads", 0, "at least 1"));
-        }
+        let threads = attention.rank_threads(ranks)?;
         let attention = attention.clone().threads(None);
         Self::with_backends(&attention, dims, ranks, |_| Cpu::new(threads))
     }

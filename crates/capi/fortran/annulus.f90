@@ -16,13 +16,13 @@ module annulus
 
   public :: annulus_options, annulus_tensor, annulus_batch, annulus_pair, annulus_transport
   public :: annulus_step_event
-  public :: annulus_forward_args, annulus_backward_args
+  public :: annulus_forward_args, annulus_backward_args, annulus_attend_args
   public :: annulus_options_default, annulus_message, annulus_error_text, annulus_version_text
   public :: annulus_attention_create, annulus_attention_destroy, annulus_attention_add_mask
   public :: annulus_attention_set_bias_function, annulus_attention_set_alibi
   public :: annulus_attention_set_custom_layout, annulus_attention_set_balanced_layout
   public :: annulus_attention_q_rows, annulus_attention_kv_rows, annulus_attention_on_silence
-  public :: annulus_attention_on_step
+  public :: annulus_attention_on_step, annulus_attention_set_machine
   public :: annulus_plan_create_threads, annulus_plan_create_mpi, annulus_plan_create_callbacks
   public :: annulus_plan_destroy, annulus_plan_rank, annulus_plan_ranks, annulus_plan_layout
   public :: annulus_plan_route, annulus_plan_strategy, annulus_plan_grid
@@ -31,6 +31,12 @@ module annulus
   public :: annulus_plan_kv_rows, annulus_plan_update, annulus_tensor_of
   public :: annulus_forward, annulus_backward, annulus_forward_c, annulus_backward_c
   public :: annulus_forward_start, annulus_backward_start, annulus_plan_test, annulus_plan_wait
+  public :: annulus_cache_create_threads, annulus_cache_create_mpi, annulus_cache_create_callbacks
+  public :: annulus_cache_destroy, annulus_cache_append, annulus_cache_append_own
+  public :: annulus_cache_own_rows, annulus_cache_truncate, annulus_cache_attend, annulus_cache_len
+  public :: annulus_cache_local_len, annulus_cache_page_rows, annulus_cache_rank
+  public :: annulus_cache_ranks, annulus_cache_predicted_bytes, annulus_cache_buffer_bytes
+  public :: annulus_cache_append_c, annulus_cache_append_own_c, annulus_cache_attend_c
 
   integer(c_int32_t), parameter, public :: ANNULUS_SUCCESS = 0
   integer(c_int32_t), parameter, public :: ANNULUS_INVALID_ARGUMENT = 1
@@ -136,6 +142,7 @@ module annulus
     integer(c_int32_t) :: strategy_heads = 0
     integer(c_int32_t) :: strategy_queries = 0
     integer(c_int32_t) :: strategy_keys = 0
+    integer(c_int64_t) :: page_rows = 0
   end type annulus_options
 
   ! A tensor of C; annulus_tensor_of makes one of an array.
@@ -228,6 +235,15 @@ module annulus
     type(c_ptr) :: dbias = c_null_ptr
     type(c_ptr) :: dsoftmax_aux = c_null_ptr
   end type annulus_backward_args
+
+  ! The tensors of a call of a KV cache.
+  type, bind(c) :: annulus_attend_args
+    integer(c_int64_t) :: struct_size = 0
+    type(c_ptr) :: q = c_null_ptr
+    type(c_ptr) :: softmax_aux = c_null_ptr
+    type(c_ptr) :: out = c_null_ptr
+    type(c_ptr) :: lse = c_null_ptr
+  end type annulus_attend_args
 
   interface
     function c_options_init(options, struct_size) &
@@ -534,6 +550,150 @@ module annulus
       type(c_ptr), value :: plan
       integer(c_int) :: status
     end function annulus_plan_wait
+
+    function c_set_machine(attention, path) &
+        bind(c, name="annulus_attention_set_machine") result(status)
+      import :: c_char, c_int, c_ptr
+      type(c_ptr), value :: attention
+      character(kind=c_char), intent(in) :: path(*)
+      integer(c_int) :: status
+    end function c_set_machine
+
+    ! Creates an empty KV cache of ranks that are threads of this process.
+    function annulus_cache_create_threads(attention, ranks, cache) bind(c) result(status)
+      import :: c_int, c_int64_t, c_ptr
+      type(c_ptr), value :: attention
+      integer(c_int64_t), value :: ranks
+      type(c_ptr), intent(out) :: cache
+      integer(c_int) :: status
+    end function annulus_cache_create_threads
+
+    ! Creates this rank of an empty KV cache over a communicator: comm, or comm%MPI_VAL of mpi_f08.
+    ! Collective.
+    function annulus_cache_create_mpi(attention, comm, cache) &
+        bind(c, name="annulus_cache_create_mpi_f") result(status)
+      import :: c_int, c_int32_t, c_ptr
+      type(c_ptr), value :: attention
+      integer(c_int32_t), value :: comm
+      type(c_ptr), intent(out) :: cache
+      integer(c_int) :: status
+    end function annulus_cache_create_mpi
+
+    function annulus_cache_create_callbacks(attention, transport, cache) bind(c) result(status)
+      import :: annulus_transport, c_int, c_ptr
+      type(c_ptr), value :: attention
+      type(annulus_transport), intent(in) :: transport
+      type(c_ptr), intent(out) :: cache
+      integer(c_int) :: status
+    end function annulus_cache_create_callbacks
+
+    function annulus_cache_destroy(cache) bind(c) result(status)
+      import :: c_int, c_ptr
+      type(c_ptr), value :: cache
+      integer(c_int) :: status
+    end function annulus_cache_destroy
+
+    ! Appends rows, of tensors of annulus_tensor_of, for every element type.
+    function annulus_cache_append_c(cache, k, v) &
+        bind(c, name="annulus_cache_append") result(status)
+      import :: annulus_tensor, c_int, c_ptr
+      type(c_ptr), value :: cache
+      type(annulus_tensor), intent(in) :: k, v
+      integer(c_int) :: status
+    end function annulus_cache_append_c
+
+    ! Appends this rank's rows of the next count rows, for every element type.
+    function annulus_cache_append_own_c(cache, count, k, v) &
+        bind(c, name="annulus_cache_append_own") result(status)
+      import :: annulus_tensor, c_int, c_int64_t, c_ptr
+      type(c_ptr), value :: cache
+      integer(c_int64_t), value :: count
+      type(annulus_tensor), intent(in) :: k, v
+      integer(c_int) :: status
+    end function annulus_cache_append_own_c
+
+    function c_own_rows(cache, next, rows, capacity, count) &
+        bind(c, name="annulus_cache_own_rows") result(status)
+      import :: c_int, c_int64_t, c_ptr
+      type(c_ptr), value :: cache, rows
+      integer(c_int64_t), value :: next, capacity
+      integer(c_int64_t), intent(out) :: count
+      integer(c_int) :: status
+    end function c_own_rows
+
+    ! Removes the rows from len on, which count from 0.
+    function annulus_cache_truncate(cache, len) bind(c) result(status)
+      import :: c_int, c_int64_t, c_ptr
+      type(c_ptr), value :: cache
+      integer(c_int64_t), value :: len
+      integer(c_int) :: status
+    end function annulus_cache_truncate
+
+    ! Computes out and lse over tensors of annulus_tensor_of, for every element type. Collective.
+    function annulus_cache_attend_c(cache, args) &
+        bind(c, name="annulus_cache_attend") result(status)
+      import :: annulus_attend_args, c_int, c_ptr
+      type(c_ptr), value :: cache
+      type(annulus_attend_args), intent(in) :: args
+      integer(c_int) :: status
+    end function annulus_cache_attend_c
+
+    ! The number of cached rows of all ranks.
+    function annulus_cache_len(cache, len) bind(c) result(status)
+      import :: c_int, c_int64_t, c_ptr
+      type(c_ptr), value :: cache
+      integer(c_int64_t), intent(out) :: len
+      integer(c_int) :: status
+    end function annulus_cache_len
+
+    ! The number of cached rows of this rank; of all ranks in this process.
+    function annulus_cache_local_len(cache, len) bind(c) result(status)
+      import :: c_int, c_int64_t, c_ptr
+      type(c_ptr), value :: cache
+      integer(c_int64_t), intent(out) :: len
+      integer(c_int) :: status
+    end function annulus_cache_local_len
+
+    ! The rows of a page.
+    function annulus_cache_page_rows(cache, rows) bind(c) result(status)
+      import :: c_int, c_int64_t, c_ptr
+      type(c_ptr), value :: cache
+      integer(c_int64_t), intent(out) :: rows
+      integer(c_int) :: status
+    end function annulus_cache_page_rows
+
+    ! This rank.
+    function annulus_cache_rank(cache, rank) bind(c) result(status)
+      import :: c_int, c_int64_t, c_ptr
+      type(c_ptr), value :: cache
+      integer(c_int64_t), intent(out) :: rank
+      integer(c_int) :: status
+    end function annulus_cache_rank
+
+    ! The number of ranks.
+    function annulus_cache_ranks(cache, ranks) bind(c) result(status)
+      import :: c_int, c_int64_t, c_ptr
+      type(c_ptr), value :: cache
+      integer(c_int64_t), intent(out) :: ranks
+      integer(c_int) :: status
+    end function annulus_cache_ranks
+
+    ! Bytes of the messages that a call with so many queries sends.
+    function annulus_cache_predicted_bytes(cache, queries, bytes) bind(c) result(status)
+      import :: c_int, c_int64_t, c_ptr
+      type(c_ptr), value :: cache
+      integer(c_int64_t), value :: queries
+      integer(c_int64_t), intent(out) :: bytes
+      integer(c_int) :: status
+    end function annulus_cache_predicted_bytes
+
+    ! Bytes of keys, values and message buffers.
+    function annulus_cache_buffer_bytes(cache, bytes) bind(c) result(status)
+      import :: c_int, c_int64_t, c_ptr
+      type(c_ptr), value :: cache
+      integer(c_int64_t), intent(out) :: bytes
+      integer(c_int) :: status
+    end function annulus_cache_buffer_bytes
   end interface
 
   ! Describes an array, without copying it. The array outlives the tensor, and has TARGET.
@@ -561,6 +721,21 @@ module annulus
   interface annulus_backward
     module procedure backward_r32, backward_r64
   end interface annulus_backward
+
+  ! Appends rows that every rank passes: k(head_dim, kv_heads, rows, batch) and v. Local.
+  interface annulus_cache_append
+    module procedure append_r32, append_r64
+  end interface annulus_cache_append
+
+  ! Appends count rows, of which this rank passes those of annulus_cache_own_rows only. Local.
+  interface annulus_cache_append_own
+    module procedure append_own_r32, append_own_r64
+  end interface annulus_cache_append_own
+
+  ! Computes out and lse of the queries of the last cached rows. Collective.
+  interface annulus_cache_attend
+    module procedure attend_r32, attend_r64
+  end interface annulus_cache_attend
 
 contains
 
@@ -643,6 +818,30 @@ contains
     integer(c_int) :: status
     status = c_set_alibi(attention, slopes, size(slopes, kind=c_int64_t))
   end function annulus_attention_set_alibi
+
+  ! Sets the machine of a machine file, for ANNULUS_STRATEGY_AUTO.
+  function annulus_attention_set_machine(attention, path) result(status)
+    type(c_ptr), intent(in) :: attention
+    character(len=*), intent(in) :: path
+    integer(c_int) :: status
+    status = c_set_machine(attention, c_text(path))
+  end function annulus_attention_set_machine
+
+  ! Returns the rows of this rank among the next rows of a KV cache, which count from 0.
+  function annulus_cache_own_rows(cache, next, rows) result(status)
+    type(c_ptr), intent(in) :: cache
+    integer(c_int64_t), intent(in) :: next
+    integer(c_int64_t), allocatable, target, intent(out) :: rows(:)
+    integer(c_int) :: status
+    integer(c_int64_t) :: count, room
+    status = c_own_rows(cache, next, c_null_ptr, 0_c_int64_t, count)
+    if (status /= ANNULUS_SUCCESS) return
+    ! one more, so that there is a first element to point to
+    room = count + 1
+    allocate (rows(room))
+    status = c_own_rows(cache, next, c_loc(rows), room, count)
+    rows = rows(:count)
+  end function annulus_cache_own_rows
 
   ! Returns the fingerprint of the arithmetic: equal bits of reproducible plans need equal ones.
   ! Empty if the call fails.
@@ -1176,5 +1375,79 @@ contains
                                          present(max), present(ties), present(dbias), &
                                          present(dsoftmax_aux)])
   end function backward_r64
+
+  function append_r32(cache, k, v) result(status)
+    type(c_ptr), intent(in) :: cache
+    real(c_float), intent(in), target :: k(:, :, :, :), v(:, :, :, :)
+    integer(c_int) :: status
+    status = annulus_cache_append_c(cache, annulus_tensor_of(k), annulus_tensor_of(v))
+  end function append_r32
+
+  function append_own_r32(cache, count, k, v) result(status)
+    type(c_ptr), intent(in) :: cache
+    integer(c_int64_t), intent(in) :: count
+    real(c_float), intent(in), target :: k(:, :, :, :), v(:, :, :, :)
+    integer(c_int) :: status
+    status = annulus_cache_append_own_c(cache, count, annulus_tensor_of(k), annulus_tensor_of(v))
+  end function append_own_r32
+
+  function attend_r32(cache, q, out, lse, softmax_aux) result(status)
+    type(c_ptr), intent(in) :: cache
+    real(c_float), intent(in), target :: q(:, :, :, :)
+    real(c_float), intent(inout), target :: out(:, :, :, :), lse(:, :, :)
+    real(c_float), intent(in), target, optional :: softmax_aux(:, :)
+    integer(c_int) :: status
+    type(annulus_tensor), target :: tensors(4)
+    type(annulus_attend_args) :: args
+    tensors(1) = annulus_tensor_of(q)
+    tensors(2) = annulus_tensor_of(out)
+    tensors(3) = annulus_tensor_of(lse)
+    args%struct_size = int(c_sizeof(args), c_int64_t)
+    args%q = c_loc(tensors(1))
+    args%out = c_loc(tensors(2))
+    args%lse = c_loc(tensors(3))
+    if (present(softmax_aux)) then
+      tensors(4) = annulus_tensor_of(softmax_aux)
+      args%softmax_aux = c_loc(tensors(4))
+    end if
+    status = annulus_cache_attend_c(cache, args)
+  end function attend_r32
+
+  function append_r64(cache, k, v) result(status)
+    type(c_ptr), intent(in) :: cache
+    real(c_double), intent(in), target :: k(:, :, :, :), v(:, :, :, :)
+    integer(c_int) :: status
+    status = annulus_cache_append_c(cache, annulus_tensor_of(k), annulus_tensor_of(v))
+  end function append_r64
+
+  function append_own_r64(cache, count, k, v) result(status)
+    type(c_ptr), intent(in) :: cache
+    integer(c_int64_t), intent(in) :: count
+    real(c_double), intent(in), target :: k(:, :, :, :), v(:, :, :, :)
+    integer(c_int) :: status
+    status = annulus_cache_append_own_c(cache, count, annulus_tensor_of(k), annulus_tensor_of(v))
+  end function append_own_r64
+
+  function attend_r64(cache, q, out, lse, softmax_aux) result(status)
+    type(c_ptr), intent(in) :: cache
+    real(c_double), intent(in), target :: q(:, :, :, :)
+    real(c_double), intent(inout), target :: out(:, :, :, :), lse(:, :, :)
+    real(c_double), intent(in), target, optional :: softmax_aux(:, :)
+    integer(c_int) :: status
+    type(annulus_tensor), target :: tensors(4)
+    type(annulus_attend_args) :: args
+    tensors(1) = annulus_tensor_of(q)
+    tensors(2) = annulus_tensor_of(out)
+    tensors(3) = annulus_tensor_of(lse)
+    args%struct_size = int(c_sizeof(args), c_int64_t)
+    args%q = c_loc(tensors(1))
+    args%out = c_loc(tensors(2))
+    args%lse = c_loc(tensors(3))
+    if (present(softmax_aux)) then
+      tensors(4) = annulus_tensor_of(softmax_aux)
+      args%softmax_aux = c_loc(tensors(4))
+    end if
+    status = annulus_cache_attend_c(cache, args)
+  end function attend_r64
 
 end module annulus

@@ -2,6 +2,7 @@
  * annulus: exact attention, forward and backward, over sequences that do not fit one device.
  *
  * annulus_options -> annulus_attention -> annulus_plan -> annulus_forward, annulus_backward
+ *                                      -> annulus_cache -> annulus_cache_append, _attend
  *
  * Every function that can fail returns a status: 0, or a number whose text is that of
  * annulus_error_string and whose details are those of annulus_last_error. Statuses from 1 to 19 are
@@ -10,7 +11,8 @@
  * Structs begin with their size, so that fields can be appended; set everything else to 0, or by
  * annulus_options_init. Units: strides in elements, times in seconds, sizes in bytes.
  *
- * Define ANNULUS_WITH_MPI before including this header to declare annulus_plan_create_mpi.
+ * Define ANNULUS_WITH_MPI before including this header to declare annulus_plan_create_mpi and
+ * annulus_cache_create_mpi.
  *
  * Made by cbindgen from crates/capi/src.
  */
@@ -330,6 +332,11 @@
 typedef struct annulus_attention annulus_attention;
 
 /**
+ * A KV cache for decoding and chunked prefill, whose rows are sharded over ranks. Opaque.
+ */
+typedef struct annulus_cache annulus_cache;
+
+/**
  * A plan: made once, used for many passes. Opaque.
  */
 typedef struct annulus_plan annulus_plan;
@@ -351,11 +358,11 @@ typedef struct annulus_options {
    */
   int64_t batch;
   /**
-   * Queries of the whole sequence, over all ranks; may be 0.
+   * Queries of the whole sequence, over all ranks; may be 0. With a KV cache it must be 0.
    */
   int64_t q_len;
   /**
-   * Keys of the whole sequence, over all ranks; may be 0.
+   * Keys of the whole sequence, over all ranks; may be 0. With a KV cache it must be 0.
    */
   int64_t kv_len;
   /**
@@ -532,6 +539,11 @@ typedef struct annulus_options {
    * Default: 0.
    */
   int32_t strategy_keys;
+  /**
+   * Rows of a page of a KV cache (annulus_cache), at least 1. With plans it must be 0. Default:
+   * 0, which is 64.
+   */
+  int64_t page_rows;
 } annulus_options;
 
 /**
@@ -899,6 +911,33 @@ typedef struct annulus_backward_args {
   const struct annulus_tensor *dsoftmax_aux;
 } annulus_backward_args;
 
+/**
+ * The tensors of annulus_cache_attend. T is the type of the options; A is f64 for f64 and f32
+ * for the others.
+ */
+typedef struct annulus_attend_args {
+  /**
+   * sizeof(annulus_attend_args).
+   */
+  uint64_t struct_size;
+  /**
+   * Input `[batch, queries, q_heads, head_dim]`, T: the queries of the last cached rows.
+   */
+  const struct annulus_tensor *q;
+  /**
+   * Input `[q_heads or 1, sinks, 1, 1]`, A. NULL without sinks.
+   */
+  const struct annulus_tensor *softmax_aux;
+  /**
+   * Output `[batch, queries, q_heads, value_dim]`, T.
+   */
+  const struct annulus_tensor *out;
+  /**
+   * Output `[batch, q_heads, queries, 1]`, A: natural logarithm of the row sum of e^score.
+   */
+  const struct annulus_tensor *lse;
+} annulus_attend_args;
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -1039,6 +1078,23 @@ int annulus_attention_set_custom_layout(struct annulus_attention *attention,
                                         const int64_t *q_rows,
                                         const int64_t *kv_counts,
                                         const int64_t *kv_rows);
+
+/**
+ * Sets the machine, of the machine file `path` (docs/machine.md), in place of an earlier one:
+ * ANNULUS_STRATEGY_AUTO then takes the strategy of the least predicted time whose buffers fit the
+ * memory of a rank, instead of the fewest bytes. All ranks have the same machine.
+ *
+ * Local: the file is read by this call only. The command `annulus measure` writes it.
+ *
+ * Errors
+ * ANNULUS_IO with the path, if the file cannot be read or is no machine; ANNULUS_INVALID_ARGUMENT
+ * naming path and field for a wrong number, and naming `machine` if options.strategy is not
+ * ANNULUS_STRATEGY_AUTO. The machine that was set before stays.
+ *
+ * Safety
+ * `path` is a text that ends with a zero byte.
+ */
+int annulus_attention_set_machine(struct annulus_attention *attention, const char *path);
 
 /**
  * Gives every rank equal rows and balanced work for the documents of `batch`, for the layout
@@ -1494,6 +1550,267 @@ int annulus_plan_test(struct annulus_plan *plan, int32_t *done);
  * Those of the pass; ANNULUS_INVALID_ARGUMENT if none is under way.
  */
 int annulus_plan_wait(struct annulus_plan *plan);
+
+/**
+ * Creates an empty KV cache of `ranks` ranks in this process.
+ *
+ * Each rank has every ranks-th page of options.page_rows rows. options.q_len and kv_len are 0: the
+ * cache has the rows that are appended. annulus_cache_attend starts one thread per rank (none for
+ * one rank), each of which computes with `options.threads` threads. `*cache` is NULL if the call
+ * fails.
+ *
+ * Local.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT; ANNULUS_OUT_OF_MEMORY; ANNULUS_UNSUPPORTED, with its name, for what a
+ * cache does not have: layout, route, strategy, kv_block_size, backward_mode, local_gradients,
+ * bias_dims, unnormalized, reproducible, a machine, and a function of
+ * annulus_attention_on_step.
+ *
+ * Safety
+ * `cache` points to a writable pointer.
+ */
+int annulus_cache_create_threads(const struct annulus_attention *attention,
+                                 int64_t ranks,
+                                 struct annulus_cache **cache);
+
+/**
+ * Creates this rank of an empty KV cache over the ranks of a communicator of MPI, given as Fortran
+ * and MPI_Comm_c2f have it. The rules for the communicator are those of
+ * annulus_plan_create_mpi_f.
+ *
+ * Collective over the communicator. `*cache` is NULL if the call fails.
+ *
+ * Errors
+ * As annulus_cache_create_threads and
+ * annulus_plan_create_mpi_f.
+ *
+ * Safety
+ * As annulus_plan_create_mpi_f.
+ */
+int annulus_cache_create_mpi_f(const struct annulus_attention *attention,
+                               int32_t communicator,
+                               struct annulus_cache **cache);
+
+#if defined(ANNULUS_WITH_MPI)
+/**
+ * As annulus_cache_create_mpi_f, of a communicator as C has it.
+ *
+ * Only in a library with the feature mpi. The header declares it where ANNULUS_WITH_MPI is
+ * defined, and then includes mpi.h.
+ *
+ * Errors
+ * As annulus_cache_create_mpi_f.
+ *
+ * Safety
+ * As annulus_cache_create_mpi_f.
+ */
+int annulus_cache_create_mpi(const struct annulus_attention *attention,
+                             MPI_Comm communicator,
+                             struct annulus_cache **cache);
+#endif
+
+/**
+ * Creates this rank of an empty KV cache whose messages the host carries.
+ *
+ * Collective over the ranks. `transport` is copied; its functions and its context live until the
+ * cache is destroyed. `*cache` is NULL if the call fails.
+ *
+ * Errors
+ * As annulus_cache_create_threads and
+ * annulus_plan_create_callbacks.
+ *
+ * Safety
+ * As annulus_plan_create_callbacks.
+ */
+int annulus_cache_create_callbacks(const struct annulus_attention *attention,
+                                   const struct annulus_transport *transport,
+                                   struct annulus_cache **cache);
+
+/**
+ * Appends rows that every rank passes: each rank copies those of its pages.
+ *
+ * `k` is `[batch, rows, kv_heads, head_dim]` and `v` `[batch, rows, kv_heads, value_dim]`, of the
+ * type of the options: the same rows on every rank.
+ *
+ * Local: nothing is sent. annulus_cache_attend checks that all ranks have appended as many
+ * rows.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT, ANNULUS_OUT_OF_MEMORY, ANNULUS_POISONED: nothing was appended.
+ *
+ * Safety
+ * `k` and `v` point to tensors whose elements are allocated and which nobody writes to during the
+ * call.
+ */
+int annulus_cache_append(struct annulus_cache *cache,
+                         const struct annulus_tensor *k,
+                         const struct annulus_tensor *v);
+
+/**
+ * Appends `count` rows, of which this rank passes only those of its pages, in ascending order
+ * (annulus_cache_own_rows): a prefill whose keys and values are sharded. In an in-process ring
+ * these are all rows.
+ *
+ * `k` is `[batch, own rows, kv_heads, head_dim]` and `v` `[batch, own rows, kv_heads, value_dim]`.
+ *
+ * Local. `count` is the same on every rank.
+ *
+ * Errors
+ * As annulus_cache_append.
+ *
+ * Safety
+ * As annulus_cache_append.
+ */
+int annulus_cache_append_own(struct annulus_cache *cache,
+                             int64_t count,
+                             const struct annulus_tensor *k,
+                             const struct annulus_tensor *v);
+
+/**
+ * Writes the rows of this rank among the next `next` rows, which count from 0, to `rows`, and
+ * their number to `*count`. Local.
+ *
+ * `rows` has room for `capacity` numbers. With NULL as `rows` and 0 as `capacity` only the number
+ * is written. In an in-process ring these are all rows, because its tensors are whole.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT, also if there is too little room: then `*count` is written, and no
+ * row.
+ *
+ * Safety
+ * `rows` points to `capacity` writable numbers, `count` to one.
+ */
+int annulus_cache_own_rows(const struct annulus_cache *cache,
+                           int64_t next,
+                           int64_t *rows,
+                           int64_t capacity,
+                           int64_t *count);
+
+/**
+ * Removes the rows from `len` on, for example tokens of a speculation that were refused. Their
+ * memory is kept for later rows.
+ *
+ * Local, as annulus_cache_append.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT, also if there are fewer rows.
+ */
+int annulus_cache_truncate(struct annulus_cache *cache, int64_t len);
+
+/**
+ * Computes out and lse of the queries of the last cached rows, in place: of n queries, query i has
+ * the row number and the position len - n + i. All ranks pass the same queries and sinks, and all
+ * get the result, with the same bits.
+ *
+ * Collective over the ranks. Outputs share no element with another tensor of the call. A rank
+ * sends annulus_cache_predicted_bytes, whatever the number of cached rows.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT and ANNULUS_OUT_OF_MEMORY here and ANNULUS_REFUSED elsewhere;
+ * ANNULUS_RANK_MISMATCH if ranks have different numbers of cached rows or of queries: nothing was
+ * written, the cache lives. ANNULUS_ARRIVAL_TIMEOUT: likewise, and the call is to be made again
+ * with the same arguments. ANNULUS_COMM, ANNULUS_TIMEOUT, ANNULUS_PEER_LOST, ANNULUS_ABORTED,
+ * ANNULUS_DEVICE and ANNULUS_INTERNAL end the cache: later calls return ANNULUS_POISONED. A handle
+ * that is not alive is refused locally, without the other ranks.
+ *
+ * Safety
+ * `args` points to initialised arguments, which point to tensors whose elements are allocated and
+ * which nobody else writes to during the call; outputs are not read either.
+ */
+int annulus_cache_attend(struct annulus_cache *cache, const struct annulus_attend_args *args);
+
+/**
+ * Writes the number of cached rows of all ranks to `*len`. Local.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT.
+ *
+ * Safety
+ * `len` points to a writable number.
+ */
+int annulus_cache_len(const struct annulus_cache *cache, int64_t *len);
+
+/**
+ * Writes the number of cached rows of this rank to `*len`: all rows in an in-process ring. Local.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT.
+ *
+ * Safety
+ * `len` points to a writable number.
+ */
+int annulus_cache_local_len(const struct annulus_cache *cache, int64_t *len);
+
+/**
+ * Writes the rows of a page to `*rows`. Local.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT.
+ *
+ * Safety
+ * `rows` points to a writable number.
+ */
+int annulus_cache_page_rows(const struct annulus_cache *cache, int64_t *rows);
+
+/**
+ * Writes this rank to `*rank`; 0 for an in-process ring. Local.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT.
+ *
+ * Safety
+ * `rank` points to a writable number.
+ */
+int annulus_cache_rank(const struct annulus_cache *cache, int64_t *rank);
+
+/**
+ * Writes the number of ranks to `*ranks`. Local.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT.
+ *
+ * Safety
+ * `ranks` points to a writable number.
+ */
+int annulus_cache_ranks(const struct annulus_cache *cache, int64_t *ranks);
+
+/**
+ * Writes the payload bytes that a call of annulus_cache_attend with `queries` queries sends to
+ * `*bytes`: those of this rank, or of all ranks of an in-process ring. Local.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT.
+ *
+ * Safety
+ * `bytes` points to a writable number.
+ */
+int annulus_cache_predicted_bytes(const struct annulus_cache *cache,
+                                  int64_t queries,
+                                  uint64_t *bytes);
+
+/**
+ * Writes the bytes of keys, values and message buffers of the ranks in this process to `*bytes`.
+ * The memory of a rank grows by segments of at least 4,096 rows. Local.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT.
+ *
+ * Safety
+ * `bytes` points to a writable number.
+ */
+int annulus_cache_buffer_bytes(const struct annulus_cache *cache, uint64_t *bytes);
+
+/**
+ * Destroys a cache. If a call is using it, it is destroyed when that call ends.
+ *
+ * Local: a rank that failed can do it alone. Over MPI and callbacks it waits up to one second for
+ * the other ranks to do the same, so that nothing is in flight. After MPI_Finalize it is harmless.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT for NULL, a foreign handle, or one that was destroyed.
+ */
+int annulus_cache_destroy(struct annulus_cache *cache);
 
 #ifdef __cplusplus
 }  // extern "C"

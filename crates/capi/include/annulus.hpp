@@ -205,6 +205,16 @@ struct backward_tensors {
   std::optional<view<A>> dbias = {}, dsoftmax_aux = {};
 };
 
+/* The tensors of a call of a KV cache: {q, out, lse}, then the sinks if the options ask for them. */
+template <class T>
+struct attend_tensors {
+  using A = typename element<T>::accumulator;
+  view<const T> q;
+  view<T> out;
+  view<A> lse;
+  std::optional<view<const A>> softmax_aux = {};
+};
+
 /* A mask and a bias of the host's. They must not throw: a program in which one does is terminated. */
 using mask_function = std::function<bool(const annulus_pair &)>;
 using bias_function = std::function<double(const annulus_pair &)>;
@@ -241,6 +251,10 @@ class attention {
     auto count = static_cast<std::int64_t>(slopes.size());
     detail::check(annulus_attention_set_alibi(get(), slopes.data(), count));
   }
+  /* Sets the machine of a machine file, for ANNULUS_STRATEGY_AUTO. */
+  void set_machine(const std::string &path) {
+    detail::check(annulus_attention_set_machine(get(), path.c_str()));
+  }
   /* Sets the rows of every rank, for ANNULUS_LAYOUT_CUSTOM. */
   void set_custom_layout(const std::vector<std::vector<std::int64_t>> &q,
                          const std::vector<std::vector<std::int64_t>> &kv) {
@@ -274,6 +288,7 @@ class attention {
 
  private:
   friend class plan;
+  friend class cache;
   using list = std::vector<std::int64_t>;
   static std::pair<list, list> flat(const std::vector<list> &ranks) {
     std::pair<list, list> all;
@@ -456,6 +471,103 @@ class plan {
   /* Destroyed after the handle, which calls them. */
   std::vector<std::shared_ptr<void>> functions_;
   std::unique_ptr<annulus_plan, destroy> handle_;
+};
+
+/* A KV cache for decoding and chunked prefill, whose rows are sharded over ranks. */
+class cache {
+ public:
+  /* All ranks, as threads of this process. */
+  static cache over_threads(const attention &of, std::int64_t ranks) {
+    return made(of, [&](auto out) { return annulus_cache_create_threads(of.get(), ranks, out); });
+  }
+#ifdef ANNULUS_WITH_MPI
+  /* This rank of a cache over a communicator. Collective. */
+  static cache over_mpi(const attention &of, MPI_Comm communicator) {
+    return made(of,
+                [&](auto out) { return annulus_cache_create_mpi(of.get(), communicator, out); });
+  }
+#endif
+  /* This rank of a cache over functions of the host, whose context outlives it. Collective. */
+  static cache over_callbacks(const attention &of, const annulus_transport &host) {
+    return made(of, [&](auto out) { return annulus_cache_create_callbacks(of.get(), &host, out); });
+  }
+
+  /* Appends rows that every rank passes: [batch, rows, kv_heads, head_dim or value_dim]. Local. */
+  template <class T>
+  void append(const view<const T> &k, const view<const T> &v) {
+    detail::check(annulus_cache_append(get(), k.get(), v.get()));
+  }
+  template <class T>
+  void append(const view<T> &k, const view<T> &v) {
+    append(view<const T>(k), view<const T>(v));
+  }
+  /* Appends `count` rows, of which this rank passes those of own_rows(count) only. Local. */
+  template <class T>
+  void append_own(std::int64_t count, const view<const T> &k, const view<const T> &v) {
+    detail::check(annulus_cache_append_own(get(), count, k.get(), v.get()));
+  }
+  template <class T>
+  void append_own(std::int64_t count, const view<T> &k, const view<T> &v) {
+    append_own(count, view<const T>(k), view<const T>(v));
+  }
+  /* Rows of this rank among the next `count` rows, which count from 0. */
+  std::vector<std::int64_t> own_rows(std::int64_t count) const {
+    return detail::rows([&](std::int64_t *rows, std::int64_t capacity, std::int64_t *found) {
+      return annulus_cache_own_rows(get(), count, rows, capacity, found);
+    });
+  }
+  /* Removes the rows from `len` on. Local. */
+  void truncate(std::int64_t len) { detail::check(annulus_cache_truncate(get(), len)); }
+  /* Computes out and lse of the queries of the last rows. Collective. */
+  template <class T>
+  void attend(const attend_tensors<T> &of) {
+    annulus_attend_args all{};
+    all.struct_size = sizeof all;
+    all.q = of.q.get();
+    all.softmax_aux = detail::get(of.softmax_aux);
+    all.out = of.out.get();
+    all.lse = of.lse.get();
+    detail::check(annulus_cache_attend(get(), &all));
+  }
+
+  /* Cached rows of all ranks, and of this one. */
+  std::int64_t len() const { return number<std::int64_t>(annulus_cache_len); }
+  std::int64_t local_len() const { return number<std::int64_t>(annulus_cache_local_len); }
+  std::int64_t page_rows() const { return number<std::int64_t>(annulus_cache_page_rows); }
+  std::int64_t rank() const { return number<std::int64_t>(annulus_cache_rank); }
+  std::int64_t ranks() const { return number<std::int64_t>(annulus_cache_ranks); }
+  /* Bytes of the messages of a call with so many queries. */
+  std::uint64_t predicted_bytes(std::int64_t queries) const {
+    return number<std::uint64_t>([queries](const annulus_cache *cache, std::uint64_t *bytes) {
+      return annulus_cache_predicted_bytes(cache, queries, bytes);
+    });
+  }
+  std::uint64_t buffer_bytes() const { return number<std::uint64_t>(annulus_cache_buffer_bytes); }
+  annulus_cache *get() const noexcept { return handle_.get(); }
+
+ private:
+  cache() = default;
+  template <class Make>
+  static cache made(const attention &of, Make make) {
+    cache made;
+    annulus_cache *handle = nullptr;
+    detail::check(make(&handle));
+    made.handle_.reset(handle);
+    made.functions_ = of.functions_;
+    return made;
+  }
+  template <class N, class Read>
+  N number(Read read) const {
+    N value{};
+    detail::check(read(get(), &value));
+    return value;
+  }
+  struct destroy {
+    void operator()(annulus_cache *handle) const noexcept { annulus_cache_destroy(handle); }
+  };
+  /* Destroyed after the handle, which calls them. */
+  std::vector<std::shared_ptr<void>> functions_;
+  std::unique_ptr<annulus_cache, destroy> handle_;
 };
 
 }  // namespace annulus

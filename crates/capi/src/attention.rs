@@ -1,12 +1,14 @@
 //! The handle of a description, to which masks, functions and a layout are added.
 
 use std::{
-    ffi::{c_char, c_int, c_void},
+    ffi::{CStr, OsStr, c_char, c_int, c_void},
+    os::unix::ffi::OsStrExt,
+    path::Path,
     slice,
     sync::Arc,
 };
 
-use annulus::{Alibi, Batch, CustomLayout, Error, Layout, Result, Runs, StepEvent};
+use annulus::{Alibi, Batch, CustomLayout, Error, Layout, Result, Runs, StepEvent, Strategy};
 
 use crate::{
     batch::annulus_batch,
@@ -230,6 +232,40 @@ pub unsafe extern "C" fn annulus_attention_set_custom_layout(
                 layout.validate(dims.q_len, dims.kv_len, length("ranks", ranks)?)?;
                 Ok(attention.layout(layout))
             })
+        })
+    })
+}
+
+/// Sets the machine, of the machine file `path` (docs/machine.md), in place of an earlier one:
+/// ANNULUS_STRATEGY_AUTO then takes the strategy of the least predicted time whose buffers fit the
+/// memory of a rank, instead of the fewest bytes. All ranks have the same machine.
+///
+/// Local: the file is read by this call only. The command `annulus measure` writes it.
+///
+/// # Errors
+/// ANNULUS_IO with the path, if the file cannot be read or is no machine; ANNULUS_INVALID_ARGUMENT
+/// naming path and field for a wrong number, and naming `machine` if options.strategy is not
+/// ANNULUS_STRATEGY_AUTO. The machine that was set before stays.
+///
+/// # Safety
+/// `path` is a text that ends with a zero byte.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_attention_set_machine(
+    attention: *mut annulus_attention,
+    path: *const c_char,
+) -> c_int {
+    guard(|| {
+        ATTENTIONS.with(attention, |description| {
+            check_pointer("path", path)?;
+            // SAFETY: not NULL, and the caller promises the rest
+            let path = Path::new(OsStr::from_bytes(unsafe { CStr::from_ptr(path) }.to_bytes()));
+            if description.strategy != Strategy::Auto {
+                let want = "none, or options.strategy = ANNULUS_STRATEGY_AUTO";
+                return Err(Error::invalid("machine", path.display(), want));
+            }
+            let machine = annulus_machine_file::read(path)?;
+            description.attention = description.attention.clone().machine(machine);
+            Ok(())
         })
     })
 }

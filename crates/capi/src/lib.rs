@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! annulus_options ─create─▶ annulus_attention ─plan_create_*─▶ annulus_plan ─▶ forward, backward
+//!                                             ─cache_create_*─▶ annulus_cache ─▶ append, attend
 //! ```
 //!
 //! The doc comments of all items named `annulus_*` are the documentation of the header, which
@@ -16,6 +17,7 @@
 
 mod attention;
 mod batch;
+mod cache;
 mod callbacks;
 mod handle;
 mod options;
@@ -29,6 +31,7 @@ mod versioned;
 
 pub use attention::*;
 pub use batch::*;
+pub use cache::*;
 pub use callbacks::*;
 pub use options::*;
 pub use passes::*;

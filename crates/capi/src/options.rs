@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use annulus::{
-    Alignment, Attention, BackwardMode, BiasOrder, Dims, Error, Layout, Precision, Result, Route,
-    SinkShape, Strategy,
+    Alignment, Attention, BackwardMode, BiasOrder, CacheShape, Dims, Error, Layout, Precision,
+    Result, Route, SinkShape, Strategy,
 };
 
 #[cfg(feature = "mpi")]
@@ -87,9 +87,9 @@ pub struct annulus_options {
     pub struct_size: u64,
     /// Independent problems, at least 1.
     pub batch: i64,
-    /// Queries of the whole sequence, over all ranks; may be 0.
+    /// Queries of the whole sequence, over all ranks; may be 0. With a KV cache it must be 0.
     pub q_len: i64,
-    /// Keys of the whole sequence, over all ranks; may be 0.
+    /// Keys of the whole sequence, over all ranks; may be 0. With a KV cache it must be 0.
     pub kv_len: i64,
     /// Query heads, a multiple of kv_heads.
     pub q_heads: i64,
@@ -187,6 +187,9 @@ pub struct annulus_options {
     /// Parts of the keys of ANNULUS_STRATEGY_GRID, at least 1. With other strategies it must be 0.
     /// Default: 0.
     pub strategy_keys: i32,
+    /// Rows of a page of a KV cache (annulus_cache), at least 1. With plans it must be 0. Default:
+    /// 0, which is 64.
+    pub page_rows: i64,
 }
 
 // SAFETY: repr(C), begins with its size, and all fields are numbers, which may be 0
@@ -285,6 +288,9 @@ pub(crate) struct Description {
     pub(crate) threads: usize,
     /// Layout whose rows are listed, if one is chosen.
     pub(crate) listed_layout: Option<ListedLayout>,
+    pub(crate) strategy: Strategy,
+    /// Rows of a page of a KV cache; 0 for the default.
+    pub(crate) page_rows: usize,
 }
 
 /// Options of a plan over MPI.
@@ -357,6 +363,8 @@ impl Description {
             dims,
             threads,
             listed_layout,
+            strategy: strategy(options)?,
+            page_rows: length("page_rows", options.page_rows)?,
         })
     }
 
@@ -377,6 +385,37 @@ impl Description {
         self.attention = place(self.attention.clone(), self.dims)?;
         listed.given = true;
         Ok(())
+    }
+
+    /// Checks that a plan can be made of this.
+    ///
+    /// # Errors
+    /// Those of [`Description::check_listed`]; [`Error::InvalidArgument`] naming an option of
+    /// caches.
+    pub(crate) fn check_plan(&self) -> Result<()> {
+        if self.page_rows > 0 {
+            return Err(Error::invalid("page_rows", self.page_rows, "0: a plan has no pages"));
+        }
+        self.check_listed()
+    }
+
+    /// Returns the lengths of a KV cache.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] and [`Error::Unsupported`] naming an option of plans.
+    pub(crate) fn cache_shape(&self) -> Result<CacheShape> {
+        let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = self.dims;
+        for (name, len) in [("q_len", q_len), ("kv_len", kv_len)] {
+            if len > 0 {
+                return Err(Error::invalid(name, len, "0: a cache has the rows that are appended"));
+            }
+        }
+        if self.listed_layout.is_some() {
+            return Err(Error::unsupported("layout", "the KV cache"));
+        }
+        let shape = CacheShape::new(batch, q_heads, head_dim);
+        let shape = shape.kv_heads(kv_heads).value_dim(value_dim);
+        Ok(if self.page_rows > 0 { shape.page_rows(self.page_rows as u64) } else { shape })
     }
 
     /// Checks that the rows of a listed layout were given.

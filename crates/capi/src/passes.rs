@@ -2,10 +2,7 @@
 
 use std::ffi::c_int;
 
-use annulus::{
-    BackwardViewMut, DType, Element, ForwardView, ForwardViewMut, Result, Tensors,
-    half::{bf16, f16},
-};
+use annulus::{BackwardViewMut, Element, ForwardView, ForwardViewMut, Result, Tensors};
 use ndarray::{ArrayView3, ArrayView4};
 
 use crate::{
@@ -105,14 +102,14 @@ unsafe impl Versioned for annulus_backward_args {
 // fields are appended, never removed
 const _: () = assert!(size_of::<annulus_backward_args>() >= annulus_backward_args::FIRST_BYTES);
 
-/// Evaluates `$call` with `$element` bound to the element type of a plan.
+/// Evaluates `$call` with `$element` bound to the element type of a plan or a cache.
 macro_rules! by_dtype {
     ($planned:expr, $element:ident => $call:expr) => {
         match $planned.spec().dtype {
-            DType::F32 => by_dtype!(@ $element, f32, $call),
-            DType::F64 => by_dtype!(@ $element, f64, $call),
-            DType::F16 => by_dtype!(@ $element, f16, $call),
-            DType::Bf16 => by_dtype!(@ $element, bf16, $call),
+            annulus::DType::F32 => by_dtype!(@ $element, f32, $call),
+            annulus::DType::F64 => by_dtype!(@ $element, f64, $call),
+            annulus::DType::F16 => by_dtype!(@ $element, annulus::half::f16, $call),
+            annulus::DType::Bf16 => by_dtype!(@ $element, annulus::half::bf16, $call),
         }
     };
     (@ $element:ident, $type:ty, $call:expr) => {{
@@ -120,6 +117,7 @@ macro_rules! by_dtype {
         $call
     }};
 }
+pub(crate) use by_dtype;
 
 /// Computes out and lse, in place. Reads and writes the caller's tensors and copies none of them,
 /// except the rows of an in-process ring whose ranks hold several ranges of rows (zigzag).

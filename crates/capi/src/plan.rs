@@ -186,7 +186,7 @@ impl Planned {
 /// Copies the description behind a handle, for a plan.
 fn description(attention: *const annulus_attention) -> Result<Description> {
     let description = ATTENTIONS.with(attention, |description| Ok(description.clone()))?;
-    description.check_listed()?;
+    description.check_plan()?;
     Ok(description)
 }
 
@@ -259,23 +259,15 @@ pub unsafe extern "C" fn annulus_plan_create_mpi_f(
         #[cfg(feature = "mpi")]
         let make = || {
             let description = description(attention)?;
-            let settings = settings(&description);
             // SAFETY: as the caller promises
-            let ring = unsafe {
-                if description.mpi.adopts {
-                    Mpi::adopt_fortran(communicator, settings)
-                } else {
-                    Mpi::over_fortran(communicator, settings)
-                }
-            }?;
+            let ring = unsafe { fortran_endpoint(&description, communicator) }?;
             let any_thread = ring.any_thread();
             over(&description, ring, any_thread)
         };
         #[cfg(not(feature = "mpi"))]
         let make = || {
             description(attention)?;
-            let what = format!("a ring over the MPI communicator {communicator}");
-            Err(Error::unsupported(what, "a library without the feature mpi"))
+            Err(no_mpi(communicator))
         };
         // SAFETY: as the caller promises
         unsafe { create("plan", plan, make) }
@@ -302,15 +294,8 @@ pub unsafe extern "C" fn annulus_plan_create_mpi(
     guard(|| {
         let make = || {
             let description = description(attention)?;
-            let settings = settings(&description);
             // SAFETY: as the caller promises
-            let ring = unsafe {
-                if description.mpi.adopts {
-                    Mpi::adopt(communicator, settings)
-                } else {
-                    Mpi::over_communicator(communicator, settings)
-                }
-            }?;
+            let ring = unsafe { endpoint(&description, communicator) }?;
             let any_thread = ring.any_thread();
             over(&description, ring, any_thread)
         };
@@ -322,6 +307,47 @@ pub unsafe extern "C" fn annulus_plan_create_mpi(
 /// A communicator, as mpi.h defines it.
 #[cfg(feature = "mpi")]
 pub type MPI_Comm = mpi::Communication;
+
+/// Makes an endpoint over a communicator as Fortran has it.
+///
+/// # Safety
+/// As [`annulus_plan_create_mpi_f`].
+#[cfg(feature = "mpi")]
+pub(crate) unsafe fn fortran_endpoint(description: &Description, communicator: i32) -> Result<Mpi> {
+    let settings = settings(description);
+    // SAFETY: as the caller promises
+    unsafe {
+        if description.mpi.adopts {
+            Mpi::adopt_fortran(communicator, settings)
+        } else {
+            Mpi::over_fortran(communicator, settings)
+        }
+    }
+}
+
+/// Makes an endpoint over a communicator as C has it.
+///
+/// # Safety
+/// As [`annulus_plan_create_mpi`].
+#[cfg(feature = "mpi")]
+pub(crate) unsafe fn endpoint(description: &Description, communicator: MPI_Comm) -> Result<Mpi> {
+    let settings = settings(description);
+    // SAFETY: as the caller promises
+    unsafe {
+        if description.mpi.adopts {
+            Mpi::adopt(communicator, settings)
+        } else {
+            Mpi::over_communicator(communicator, settings)
+        }
+    }
+}
+
+/// The error of a library without the feature mpi.
+#[cfg(not(feature = "mpi"))]
+pub(crate) fn no_mpi(communicator: i32) -> Error {
+    let what = format!("a ring over the MPI communicator {communicator}");
+    Error::unsupported(what, "a library without the feature mpi")
+}
 
 /// Settings of an endpoint. Only on a communicator that is the plan's own the wait may end: on the
 /// host's, a collective operation that was abandoned would be matched with the host's next one.

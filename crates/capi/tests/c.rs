@@ -6,7 +6,10 @@ mod common;
 
 use std::{fs, path::Path};
 
-use annulus::{Attention, Dims, Tensors, ndarray::Array3, ndarray::Array4};
+use annulus::{
+    Attention, CacheShape, Dims, Tensors,
+    ndarray::{Array3, Array4, s},
+};
 use common::{Workspace, run};
 
 const DIMS: Dims =
@@ -51,6 +54,43 @@ fn a_causal_ring_gives_the_bits_of_rust() {
         let file = workspace.path("results");
         run(workspace.command(&program).arg(ranks.to_string()).arg(&file));
         assert!(fs::read(&file).unwrap() == by_rust(ranks), "{ranks} ranks");
+    }
+}
+
+/// Results of decoding by the facade, as bytes in the order of `decoded` in `decode.h`.
+fn decoded_by_rust(ranks: usize) -> Vec<u8> {
+    let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = DIMS;
+    let numbers = |salt, shape: (usize, usize, usize, usize)| {
+        Array4::from_shape_fn(shape, |(b, row, head, c)| value(salt, [b, row, head, c]))
+    };
+    let q = numbers(1, (batch, q_len, q_heads, head_dim));
+    let k = numbers(2, (batch, kv_len, kv_heads, head_dim));
+    let v = numbers(3, (batch, kv_len, kv_heads, value_dim));
+    let shape = CacheShape::new(batch, q_heads, head_dim).kv_heads(kv_heads).value_dim(value_dim);
+    let attention = Attention::new().causal(true).threads(1);
+    let mut cache = attention.local_cache(shape.page_rows(4), ranks).unwrap();
+    let mut out = Array4::<f32>::zeros((batch, q_len, q_heads, value_dim));
+    let mut lse = Array3::<f32>::zeros((batch, q_heads, q_len));
+    let tokens = (24..q_len).map(|row| row..row + 1);
+    for rows in [0..20, 20..24].into_iter().chain(tokens) {
+        let of = |x: &Array4<f32>| x.slice(s![.., rows.clone(), .., ..]).to_owned();
+        cache.append(of(&k).view(), of(&v).view()).unwrap();
+        let forward = cache.attend(of(&q).view(), None).unwrap();
+        out.slice_mut(s![.., rows.clone(), .., ..]).assign(&forward.out);
+        lse.slice_mut(s![.., .., rows]).assign(&forward.lse);
+    }
+    out.iter().chain(&lse).flat_map(|number| number.to_ne_bytes()).collect()
+}
+
+#[test]
+fn decoding_gives_the_bits_of_rust() {
+    let workspace = Workspace::new("cache");
+    let program = workspace.compile(&source("cache.c"));
+    let machine = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/machine.json");
+    for ranks in [1, 2, 3, 7] {
+        let file = workspace.path("results");
+        run(workspace.command(&program).arg(ranks.to_string()).arg(&file).arg(&machine));
+        assert!(fs::read(&file).unwrap() == decoded_by_rust(ranks), "{ranks} ranks");
     }
 }
 

@@ -26,6 +26,7 @@ const TITLE: &str = "\
  * annulus: exact attention, forward and backward, over sequences that do not fit one device.
  *
  * annulus_options -> annulus_attention -> annulus_plan -> annulus_forward, annulus_backward
+ *                                      -> annulus_cache -> annulus_cache_append, _attend
  *
  * Every function that can fail returns a status: 0, or a number whose text is that of
  * annulus_error_string and whose details are those of annulus_last_error. Statuses from 1 to 19 are
@@ -34,7 +35,8 @@ const TITLE: &str = "\
  * Structs begin with their size, so that fields can be appended; set everything else to 0, or by
  * annulus_options_init. Units: strides in elements, times in seconds, sizes in bytes.
  *
- * Define ANNULUS_WITH_MPI before including this header to declare annulus_plan_create_mpi.
+ * Define ANNULUS_WITH_MPI before including this header to declare annulus_plan_create_mpi and
+ * annulus_cache_create_mpi.
  *
  * Made by cbindgen from crates/capi/src.
  */
@@ -65,7 +67,7 @@ fn config() -> Config {
 fn generate() -> String {
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let mut builder = Builder::new().with_config(config());
-    for source in SOURCES.into_iter().chain(["passes.rs"]) {
+    for source in SOURCES.into_iter().chain(["passes.rs", "cache.rs"]) {
         builder = builder.with_src(sources.join(source));
     }
     let mut header = Vec::new();
@@ -140,6 +142,7 @@ fn the_fortran_module_has_the_constants_and_fields_of_the_header() {
         "annulus_transport",
         "annulus_forward_args",
         "annulus_backward_args",
+        "annulus_attend_args",
     ] {
         let (_, body) = module.split_once(&format!("type, bind(c) :: {name}\n")).unwrap();
         let (body, _) = body.split_once("end type").unwrap();

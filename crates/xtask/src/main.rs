@@ -20,7 +20,7 @@ Builds libannulus and installs it below DIR:
   lib/pkgconfig/annulus.pc              and annulus-mpi.pc with the feature mpi
   lib/cmake/annulus/                    find_package(annulus): target annulus::annulus
   share/annulus/annulus.f90             source of the Fortran module
-  share/annulus/examples/               one program for each language
+  share/annulus/examples/               programs in C, C++ and Fortran
   share/doc/annulus/                    documentation and licences
 
   --features LIST  features of annulus-capi, separated by commas: mpi (built with $MPICC)

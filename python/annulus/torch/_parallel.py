@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from .._attention import Shard
+from .._attention import Machine, Shard
 from .._errors import invalid, unsupported
 from .._plan import check_communicator
 from ._calls import flash_attention, ring_attention
@@ -62,6 +62,7 @@ def context_parallel(
     segment_ids: Any = None,
     route: str | None = None,
     strategy: str = "ring",
+    machine: Machine | None = None,
     kv_block_size: int | None = None,
     threads: int | None = None,
     deadline: float | None = None,
@@ -84,7 +85,7 @@ def context_parallel(
         comm: An mpi4py communicator of ``shard.ranks`` ranks.
         segment_ids: ``[batch, rows]`` of this rank's rows, integers: packed documents. A token
             attends to tokens of equal ids only, and to none if its id is negative.
-        route, strategy, kv_block_size, threads, deadline, fused_backward: As for
+        route, strategy, machine, kv_block_size, threads, deadline, fused_backward: As for
             ``ring_attention``. Default of route: that of the shard.
     """
     check_communicator(comm)
@@ -98,6 +99,7 @@ def context_parallel(
         "layout": shard.layout,
         "route": shard.route if route is None else route,
         "strategy": strategy,
+        "machine": machine,
         "kv_block_size": kv_block_size,
         "threads": threads,
         "deadline": deadline,

@@ -95,6 +95,7 @@ static void options_are_checked(void) {
   BAD_OPTION(strategy, ANNULUS_STRATEGY_HEADS_RING, "strategy_heads");
   BAD_OPTION(strategy_heads, -1, "strategy_heads");
   BAD_OPTION(strategy_heads, 2, "strategy_heads");
+  BAD_OPTION(page_rows, -1, "page_rows");
 
   /* a struct of an older header, without the last fields: what lies behind it is not read */
   options.struct_size = offsetof(annulus_options, kv_block_size);
@@ -187,6 +188,183 @@ static void handles_are_checked(void) {
   OK(annulus_attention_destroy(attention));
   REFUSED(annulus_attention_destroy(attention), "attention: got 0x");
   REFUSED(annulus_plan_create_threads(attention, 1, &plan), "attention: got 0x");
+}
+
+/* Makes a cache with one option changed, and returns its status. */
+#define CACHE_WITH(field, changed, ranks)                                                         \
+  do {                                                                                            \
+    annulus_options options_ = case_options();                                                    \
+    options_.q_len = options_.kv_len = 0;                                                         \
+    options_.field = (changed);                                                                   \
+    OK(annulus_attention_create(&options_, &attention));                                          \
+    status = annulus_cache_create_threads(attention, ranks, &cache);                              \
+    OK(annulus_attention_destroy(attention));                                                     \
+  } while (0)
+#define CACHE_LACKS(field, changed, name)                                                         \
+  do {                                                                                            \
+    CACHE_WITH(field, changed, 2);                                                                \
+    UNSUPPORTED(status, name " is not supported by the KV cache");                                \
+    CHECK(cache == NULL);                                                                         \
+  } while (0)
+
+static void no_step(void *context, const annulus_step_event *event) {
+  (void)context;
+  CHECK(event == NULL);
+}
+
+static void caches_are_checked(void) {
+  annulus_attention *attention = case_attention();
+  annulus_cache *cache = (annulus_cache *)attention;
+  int status, foreign = 0;
+  int64_t number = 7, rows[8];
+  uint64_t bytes = 7;
+  REFUSED(annulus_cache_create_threads(attention, 2, &cache), "q_len: got 37");
+  CHECK(cache == NULL);
+  OK(annulus_attention_destroy(attention));
+  REFUSED(annulus_cache_create_threads(attention, 2, &cache), "attention: got 0x");
+  CACHE_WITH(kv_len, 1, 2);
+  REFUSED(status, "kv_len: got 1");
+  CACHE_LACKS(layout, ANNULUS_LAYOUT_ZIGZAG, "layout");
+  CACHE_LACKS(layout, ANNULUS_LAYOUT_CUSTOM, "layout");
+  CACHE_LACKS(route, ANNULUS_ROUTE_DIRECT, "route");
+  CACHE_LACKS(strategy, ANNULUS_STRATEGY_AUTO, "strategy");
+  CACHE_LACKS(kv_block_size, 64, "kv_block_size");
+  CACHE_LACKS(backward_mode, ANNULUS_BACKWARD_TWO_PASS, "backward_mode");
+  CACHE_LACKS(local_gradients, 1, "local_gradients");
+  CACHE_LACKS(unnormalized, 1, "unnormalized");
+  CACHE_LACKS(reproducible, 1, "reproducible");
+  annulus_options options = case_options();
+  annulus_plan *plan = NULL;
+  options.page_rows = 1;
+  OK(annulus_attention_create(&options, &attention));
+  REFUSED(annulus_plan_create_threads(attention, 1, &plan), "page_rows: got 1");
+  OK(annulus_attention_destroy(attention));
+  options.q_len = options.kv_len = 0;
+  options.page_rows = INT64_MAX;
+  OK(annulus_attention_create(&options, &attention));
+  REFUSED(annulus_cache_create_threads(attention, 1, &cache), "page_rows: got 9223372036854775807");
+  OK(annulus_attention_destroy(attention));
+  options.page_rows = 0;
+  options.bias_dims[0] = options.bias_dims[1] = options.bias_dims[2] = options.bias_dims[3] = 1;
+  OK(annulus_attention_create(&options, &attention));
+  UNSUPPORTED(annulus_cache_create_threads(attention, 1, &cache), "bias is not supported");
+  OK(annulus_attention_destroy(attention));
+  memset(options.bias_dims, 0, sizeof options.bias_dims);
+  OK(annulus_attention_create(&options, &attention));
+  OK(annulus_attention_on_step(attention, no_step, NULL));
+  UNSUPPORTED(annulus_cache_create_threads(attention, 1, &cache), "on_step is not supported");
+  OK(annulus_attention_destroy(attention));
+  options.sinks = 2;
+  OK(annulus_attention_create(&options, &attention));
+  REFUSED(annulus_cache_create_threads(attention, 0, &cache), "ranks");
+  REFUSED(annulus_cache_create_threads(attention, -3, &cache), "ranks");
+  REFUSED(annulus_cache_create_threads(attention, 1, NULL), "cache: got NULL");
+  REFUSED(annulus_cache_create_callbacks(attention, NULL, &cache), "transport: got NULL");
+  annulus_transport transport = {.struct_size = sizeof transport, .rank = 0, .ranks = 2};
+  REFUSED(annulus_cache_create_callbacks(attention, &transport, &cache), "transport.send");
+  if (strstr(annulus_features(), "mpi") == NULL)
+    UNSUPPORTED(annulus_cache_create_mpi_f(attention, 0, &cache), "a ring over the MPI");
+  else /* MPI is not initialised */
+    REFUSED(annulus_cache_create_mpi_f(attention, 0, &cache), "MPI");
+  CHECK(cache == NULL);
+  OK(annulus_cache_create_threads(attention, 2, &cache));
+  OK(annulus_attention_destroy(attention));
+
+  part p = {.count = 3, .rows = {0, 1, 2}};
+  make_part(&p);
+  float sink_values[2] = {0.5f, 1};
+  annulus_tensor k = rows_tensor(p.k, 3, KV_HEADS, HEAD_DIM), no_k = k;
+  annulus_tensor v = rows_tensor(p.v, 3, KV_HEADS, VALUE_DIM), q, out, lse;
+  annulus_tensor sinks = {sink_values, ANNULUS_F32, {1, 2, 1, 1}, {2, 1, 1, 1}};
+  REFUSED(annulus_cache_append(cache, NULL, &v), "k: got NULL");
+  REFUSED(annulus_cache_append(cache, &k, NULL), "v: got NULL");
+  REFUSED(annulus_cache_append(cache, &v, &k), "k: got ");
+  REFUSED(annulus_cache_append(cache, &k, &k), "v: got ");
+  no_k.dims[1] = -3;
+  REFUSED(annulus_cache_append(cache, &no_k, &v), "k.dims");
+  no_k.dims[1] = INT64_MAX;
+  REFUSED(annulus_cache_append(cache, &no_k, &v), "k: got dims");
+  no_k.dims[1] = 2;
+  REFUSED(annulus_cache_append(cache, &no_k, &v), "v: got ");
+  no_k = k;
+  no_k.dtype = ANNULUS_F64;
+  REFUSED(annulus_cache_append(cache, &no_k, &v), "k.dtype");
+  REFUSED(annulus_cache_append_own(cache, -1, &k, &v), "count: got -1");
+  REFUSED(annulus_cache_append_own(cache, 4, &k, &v), "count: got 4");
+  REFUSED(annulus_cache_own_rows(cache, -1, NULL, 0, &number), "next: got -1");
+  REFUSED(annulus_cache_own_rows(cache, INT64_MAX, NULL, 0, &number), "next: got 9");
+  REFUSED(annulus_cache_own_rows(cache, 9, rows, 8, &number), "capacity");
+  REFUSED(annulus_cache_own_rows(cache, 8, rows, 8, NULL), "count: got NULL");
+  REFUSED(annulus_cache_truncate(cache, 1), "len: got 1, want at most the 0 cached rows");
+  REFUSED(annulus_cache_truncate(cache, -1), "len: got -1");
+  OK(annulus_cache_len(cache, &number));
+  CHECK(number == 0);
+  OK(annulus_cache_append(cache, &k, &v));
+  REFUSED(annulus_cache_truncate(cache, 4), "len: got 4, want at most the 3 cached rows");
+
+  q = rows_tensor(p.q, 3, Q_HEADS, HEAD_DIM);
+  out = rows_tensor(p.out, 3, Q_HEADS, VALUE_DIM);
+  lse = lse_tensor(p.lse, 3);
+  annulus_attend_args args = {sizeof args, &q, &sinks, &out, &lse};
+  OK(annulus_cache_attend(cache, &args));
+  REFUSED(annulus_cache_attend(cache, NULL), "args");
+  args.struct_size = 8;
+  REFUSED(annulus_cache_attend(cache, &args), "args.struct_size");
+  args.struct_size = sizeof args;
+#define WITHOUT(field, name)                                                                      \
+  do {                                                                                            \
+    args.field = NULL;                                                                            \
+    REFUSED(annulus_cache_attend(cache, &args), name);                                            \
+    args.field = &field;                                                                          \
+  } while (0)
+  WITHOUT(q, "q: got NULL");
+  WITHOUT(out, "out: got NULL");
+  WITHOUT(lse, "lse: got NULL");
+  args.softmax_aux = NULL;
+  REFUSED(annulus_cache_attend(cache, &args), "softmax_aux");
+  args.softmax_aux = &sinks;
+  args.out = &q;
+  REFUSED(annulus_cache_attend(cache, &args), "out");
+  args.out = &out;
+  OK(annulus_cache_truncate(cache, 2));
+  REFUSED(annulus_cache_attend(cache, &args), "q: got 3 queries, want at most the 2 cached rows");
+
+  REFUSED(annulus_cache_len(cache, NULL), "len: got NULL");
+  REFUSED(annulus_cache_local_len(cache, NULL), "len: got NULL");
+  REFUSED(annulus_cache_page_rows(cache, NULL), "rows: got NULL");
+  REFUSED(annulus_cache_rank(cache, NULL), "rank: got NULL");
+  REFUSED(annulus_cache_ranks(cache, NULL), "ranks: got NULL");
+  REFUSED(annulus_cache_predicted_bytes(cache, -1, &bytes), "queries: got -1");
+  REFUSED(annulus_cache_predicted_bytes(cache, 1, NULL), "bytes: got NULL");
+  REFUSED(annulus_cache_buffer_bytes(cache, NULL), "bytes: got NULL");
+  CHECK(bytes == 7);
+  REFUSED(annulus_cache_len((annulus_cache *)&foreign, &number), "cache: got 0x");
+  REFUSED(annulus_cache_len(NULL, &number), "cache: got NULL");
+  REFUSED(annulus_plan_destroy((annulus_plan *)cache), "plan: got 0x");
+  OK(annulus_cache_destroy(cache));
+  REFUSED(annulus_cache_destroy(cache), "cache: got 0x");
+  REFUSED(annulus_cache_append(cache, &k, &v), "cache: got 0x");
+  REFUSED(annulus_cache_append_own(cache, 3, &k, &v), "cache: got 0x");
+  REFUSED(annulus_cache_attend(cache, &args), "cache: got 0x");
+  REFUSED(annulus_cache_truncate(cache, 0), "cache: got 0x");
+  REFUSED(annulus_cache_destroy(NULL), "cache: got NULL");
+  free_part(&p);
+}
+
+static void machines_are_checked(void) {
+  annulus_attention *attention = case_attention();
+  REFUSED(annulus_attention_set_machine(attention, "none.json"), "machine: got none.json");
+  OK(annulus_attention_destroy(attention));
+  REFUSED(annulus_attention_set_machine(attention, "none.json"), "attention: got 0x");
+  annulus_options options = case_options();
+  options.strategy = ANNULUS_STRATEGY_AUTO;
+  OK(annulus_attention_create(&options, &attention));
+  REFUSED(annulus_attention_set_machine(attention, NULL), "path: got NULL");
+  refused_(__LINE__, annulus_attention_set_machine(attention, "none.json"), ANNULUS_IO,
+           "none.json: ");
+  refused_(__LINE__, annulus_attention_set_machine(attention, "/"), ANNULUS_IO,
+           "/: want a regular file");
+  OK(annulus_attention_destroy(attention));
 }
 
 static void layouts_are_checked(void) {
@@ -414,6 +592,8 @@ int main(void) {
   CHECK(strcmp(annulus_error_string(ANNULUS_TIMEOUT), annulus_error_string(-5)) != 0);
   options_are_checked();
   handles_are_checked();
+  caches_are_checked();
+  machines_are_checked();
   layouts_are_checked();
   balanced_layouts_are_checked();
   tensors_are_checked(1);

@@ -6,52 +6,8 @@
 #ifndef ANNULUS_WITH_MPI
 #error "pkg-config annulus-mpi and annulus::mpi define ANNULUS_WITH_MPI"
 #endif
+#include "carrier.h"
 #include "case.h"
-
-#include <mpi.h>
-
-/* The host's functions for annulus_plan_create_callbacks. */
-typedef struct {
-  MPI_Comm comm;
-  int calls;
-} carrier;
-
-static int start(void *context, int receives, int64_t peer, int32_t tag, void *data,
-                 uint64_t bytes, void **request) {
-  carrier *host = context;
-  MPI_Request *made = malloc(sizeof *made);
-  host->calls++;
-  int status = receives ? MPI_Irecv(data, (int)bytes, MPI_BYTE, (int)peer, tag, host->comm, made)
-                        : MPI_Isend(data, (int)bytes, MPI_BYTE, (int)peer, tag, host->comm, made);
-  *request = made;
-  return status;
-}
-
-static int carry_send(void *context, int64_t peer, int32_t tag, const void *data, uint64_t bytes,
-                      void **request) {
-  return start(context, 0, peer, tag, (void *)data, bytes, request);
-}
-
-static int carry_recv(void *context, int64_t peer, int32_t tag, void *data, uint64_t bytes,
-                      void **request) {
-  return start(context, 1, peer, tag, data, bytes, request);
-}
-
-static int carry_test(void *context, void *request, int32_t *done) {
-  (void)context;
-  int flag = 0, status = MPI_Test(request, &flag, MPI_STATUS_IGNORE);
-  if (flag || status != MPI_SUCCESS) free(request);
-  *done = flag;
-  return status;
-}
-
-static int carry_cancel(void *context, void *request) {
-  (void)context;
-  int status = MPI_Cancel(request);
-  if (status == MPI_SUCCESS) status = MPI_Wait(request, MPI_STATUS_IGNORE);
-  free(request);
-  return status;
-}
 
 /* Collects the parts of all ranks on rank 0. */
 static void collect(MPI_Comm comm, const results *own, results *all) {

@@ -112,4 +112,50 @@ contains
     write (unit) out, lse, dq, dk, dv
     close (unit)
   end subroutine write_results
+
+  function options_of_cache() result(options)
+    type(annulus_options) :: options
+    options = options_of_case()
+    options%q_len = 0
+    options%kv_len = 0
+    options%page_rows = 4
+  end function options_of_cache
+
+  ! Appends the rows first to last, which count from 0, and attends with their queries.
+  subroutine decode_rows(decoder, first, last, own, out, lse)
+    type(c_ptr), intent(in) :: decoder
+    integer(c_int64_t), intent(in) :: first, last
+    logical, intent(in) :: own
+    real(c_float), intent(inout) :: out(:, :, :, :), lse(:, :, :)
+    integer(c_int64_t), allocatable :: mine(:)
+    integer(c_int64_t) :: i, rows(last - first + 1)
+    rows = [(i, i=first, last)]
+    if (own) then
+      call ok(annulus_cache_own_rows(decoder, last - first + 1, mine))
+      mine = mine + first
+      call ok(annulus_cache_append_own(decoder, last - first + 1, &
+                                       numbers(2, mine, kv_heads, head_dim), &
+                                       numbers(3, mine, kv_heads, value_dim)))
+    else
+      call ok(annulus_cache_append(decoder, numbers(2, rows, kv_heads, head_dim), &
+                                   numbers(3, rows, kv_heads, value_dim)))
+    end if
+    call ok(annulus_cache_len(decoder, i))
+    call check(i == last + 1, 'length')
+    call ok(annulus_cache_attend(decoder, numbers(1, rows, q_heads, head_dim), &
+                                 out(:, :, first + 1:last + 1, :), lse(first + 1:last + 1, :, :)))
+  end subroutine decode_rows
+
+  ! Decoding as tests/c/decode.h does it: a prefill in two chunks, then tokens one by one.
+  subroutine decode(decoder, out, lse)
+    type(c_ptr), intent(in) :: decoder
+    real(c_float), intent(inout) :: out(:, :, :, :), lse(:, :, :)
+    integer(c_int64_t) :: row
+    call decode_rows(decoder, 0_c_int64_t, 19_c_int64_t, .false., out, lse)
+    call decode_rows(decoder, 20_c_int64_t, 23_c_int64_t, .true., out, lse)
+    do row = 24, length - 1
+      call decode_rows(decoder, row, row, .false., out, lse)
+    end do
+  end subroutine decode
+
 end module case_of_tests

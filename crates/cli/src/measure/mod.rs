@@ -22,7 +22,7 @@ use crate::{
     failure::Outcome,
     file::Document,
     job::Job,
-    machine, memory,
+    memory,
 };
 use links::Links;
 
@@ -131,8 +131,9 @@ fn measure(flags: &MeasureFlags, job: &mut Job, backend: &BackendChoice) -> Outc
         memory,
     };
     job.agree(machine.check().map_err(Into::into))?;
-    let written =
-        document.map_or(Ok(()), |document| document.finish(machine::format(&machine).as_bytes()));
+    let written = document.map_or(Ok(()), |document| {
+        document.finish(annulus_machine_file::format(&machine).as_bytes())
+    });
     job.agree(written.map_err(Into::into))
 }
 

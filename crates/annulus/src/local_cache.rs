@@ -1,0 +1,288 @@
+//! A whole KV cache in one process: one thread per rank.
+
+use std::iter;
+
+use annulus_comm::{
+    ring::Report,
+    threads::{self, Threads, each_rank},
+};
+use annulus_core::{Backend, Element, Error, HostTensors, Result, Runs, Spec, Transport};
+use annulus_cpu::Cpu;
+use ndarray::{ArrayView2, ArrayView4, ArrayViewMut3, ArrayViewMut4};
+
+use crate::{Attention, Cache, CacheShape, Forward, plan::zero_outputs};
+
+/// A whole KV cache in this process ([`Cache`]), whose ranks are threads.
+///
+/// [`Attention::local_cache`] creates one of CPU ranks. A call of [`LocalCache::attend`] starts one
+/// thread per rank (none for one rank) and returns when all ranks have ended; appends start none.
+/// An error that ends the cache of one rank ends the whole: later calls return [`Error::Poisoned`].
+///
+/// # Examples
+/// Three ranks: a prefill of 100 rows, then tokens.
+/// ```
+/// use annulus::{Attention, CacheShape, Dims, Tensors};
+/// use ndarray::{Array4, s};
+///
+/// let x = Array4::<f32>::from_shape_fn((1, 103, 4, 16), |(_, i, h, c)| {
+///     ((i * 7 + h * 3 + c) % 11) as f32 * 0.1
+/// });
+/// let attention = Attention::new().causal(true);
+/// let mut cache = attention.local_cache(CacheShape::new(1, 4, 16).page_rows(16), 3)?;
+/// let mut out = None;
+/// for rows in [0..100, 100..101, 101..102, 102..103] {
+///     let rows = x.slice(s![.., rows, .., ..]);
+///     cache.append(rows, rows)?;
+///     out = Some(cache.attend(rows, None)?.out);
+/// }
+/// let mut whole = attention.local_ring(Dims::new(1, 103, 4, 16), 1)?;
+/// let whole = whole.forward(&Tensors::new(x.view(), x.view(), x.view()))?;
+/// let token = whole.out.slice(s![.., 102.., .., ..]);
+/// assert!(out.is_some_and(|out| (out - &token).iter().all(|x| x.abs() < 1e-5)));
+/// # Ok::<(), annulus::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct LocalCache<B: Backend<Space: HostTensors> = Cpu> {
+    ranks: Vec<Cache<B>>,
+}
+
+impl LocalCache {
+    pub(crate) fn of_cpus(attention: &Attention, shape: CacheShape, ranks: usize) -> Result<Self> {
+        let threads = attention.rank_threads(ranks)?;
+        let attention = attention.clone().threads(None);
+        Self::with_transports(&attention, shape, ranks, |_, endpoint| {
+            Ok((Cpu::new(threads)?, endpoint))
+        })
+    }
+}
+
+impl<B: Backend<Space: HostTensors>> LocalCache<B> {
+    /// Creates an empty cache of `ranks` ranks in this process. `make` returns the backend of a
+    /// rank and the transport of its messages, built on the rank's endpoint of a ring of threads.
+    ///
+    /// # Ordering
+    /// Local. `make` runs on the thread of the rank, concurrently with those of the other ranks.
+    ///
+    /// # Errors
+    /// As [`Attention::local_cache`], and the errors of `make`.
+    pub fn with_transports<T: Transport<B::Space> + 'static>(
+        attention: &Attention,
+        shape: CacheShape,
+        ranks: usize,
+        make: impl Fn(usize, Threads) -> Result<(B, T)> + Sync,
+    ) -> Result<Self> {
+        if ranks == 0 {
+            return Err(Error::invalid("ranks", 0, "at least 1"));
+        }
+        // the threads of a call begin together, so a rank that does not enter has failed
+        let deadline = attention.arrival_deadline_or(attention.effective_deadline());
+        let attention = attention.clone().arrival_deadline(deadline);
+        let cache = |rank, endpoint| {
+            let (backend, transport) = make(rank, endpoint)?;
+            Cache::new(&attention, shape, backend, transport)
+        };
+        Ok(Self { ranks: each_rank(threads::ring(ranks), cache)? })
+    }
+
+    /// Appends rows: each rank copies those of its pages.
+    ///
+    /// # Shapes
+    /// k `[batch, rows, kv_heads, head_dim]`, v `[batch, rows, kv_heads, value_dim]`. Any strides.
+    ///
+    /// # Ordering
+    /// Local.
+    ///
+    /// # Errors
+    /// As [`Cache::append`]: nothing was appended.
+    pub fn append<T: Element>(&mut self, k: ArrayView4<'_, T>, v: ArrayView4<'_, T>) -> Result<()> {
+        let len = self.len();
+        let appended = self.ranks.iter_mut().try_for_each(|cache| cache.append(k, v));
+        if appended.is_err() {
+            self.truncate(len)?;
+        }
+        appended
+    }
+
+    /// Removes the rows from `len` on. Their memory is kept for later rows.
+    ///
+    /// # Ordering
+    /// Local.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if there are fewer rows.
+    pub fn truncate(&mut self, len: u64) -> Result<()> {
+        self.ranks.iter_mut().try_for_each(|cache| cache.truncate(len))
+    }
+
+    /// Returns the numbers of the next `count` rows, counted from 0: all, because
+    /// [`LocalCache::append`] takes whole tensors.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if a cache cannot have so many rows.
+    pub fn own_rows(&self, count: usize) -> Result<Runs> {
+        self.ranks[0].own_rows(count)?;
+        Ok(Runs::counting(0, count as u64))
+    }
+
+    /// Computes out and lse of the queries of the last cached rows ([`Cache::attend`]). There is
+    /// one report per rank.
+    ///
+    /// # Shapes
+    /// As [`Cache::attend`].
+    ///
+    /// # Ordering
+    /// Local: all ranks are threads of this process.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`], [`Error::OutOfMemory`]: nothing was done. [`Error::Device`],
+    /// [`Error::Comm`], [`Error::Timeout`] and [`Error::Internal`] end the cache.
+    pub fn attend<T: Element>(
+        &mut self,
+        q: ArrayView4<'_, T>,
+        softmax_aux: Option<ArrayView2<'_, T::Accumulator>>,
+    ) -> Result<Forward<T>> {
+        let queries = q.dim().1;
+        if queries as u64 > self.len() {
+            let want = format!("at most the {} cached rows", self.len());
+            return Err(Error::invalid("q", format!("{queries} queries"), want));
+        }
+        let mut forward = zero_outputs(self.spec(), queries)?;
+        let outputs = (forward.out.view_mut(), forward.lse.view_mut());
+        forward.reports = self.attend_into(q, softmax_aux, outputs.0, outputs.1)?;
+        Ok(forward)
+    }
+
+    /// Computes out and lse as [`LocalCache::attend`] does, into tensors of the caller's. Every
+    /// rank but the first allocates outputs of its own. Returns one report per rank.
+    ///
+    /// # Shapes
+    /// As [`Cache::attend_into`]. Any strides.
+    ///
+    /// # Ordering
+    /// Local: all ranks are threads of this process.
+    ///
+    /// # Errors
+    /// As [`LocalCache::attend`].
+    pub fn attend_into<T: Element>(
+        &mut self,
+        q: ArrayView4<'_, T>,
+        softmax_aux: Option<ArrayView2<'_, T::Accumulator>>,
+        out: ArrayViewMut4<'_, T>,
+        lse: ArrayViewMut3<'_, T::Accumulator>,
+    ) -> Result<Vec<Report>> {
+        // all ranks compute the same bits: the first writes those of the caller
+        let outputs = iter::once(Some((out, lse))).chain(iter::repeat_with(|| None));
+        each_rank(self.ranks.iter_mut().zip(outputs), |_, (cache, outputs)| match outputs {
+            Some((out, lse)) => cache.attend_into(q, softmax_aux, out, lse),
+            None => cache.attend(q, softmax_aux).map(|forward| forward.reports[0]),
+        })
+    }
+
+    /// Returns the caches of all ranks, in their order.
+    pub fn ranks(&self) -> &[Cache<B>] {
+        &self.ranks
+    }
+
+    /// Returns the number of cached rows.
+    pub fn len(&self) -> u64 {
+        self.ranks[0].len()
+    }
+
+    /// Returns true if no rows are cached.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Returns the rows of a page.
+    pub fn page_rows(&self) -> u64 {
+        self.ranks[0].page_rows()
+    }
+
+    /// Returns the definition of the attention. Its lengths have no meaning.
+    pub fn spec(&self) -> &Spec {
+        self.ranks[0].spec()
+    }
+
+    /// Returns the payload bytes that all ranks send in a call with `queries` queries.
+    pub fn bytes_predicted(&self, queries: usize) -> u64 {
+        let ranks = self.ranks.iter().map(|cache| cache.bytes_predicted(queries));
+        ranks.fold(0, u64::saturating_add)
+    }
+
+    /// Returns the bytes of the keys, values and message buffers of all ranks.
+    pub fn buffer_bytes(&self) -> u64 {
+        self.ranks.iter().map(Cache::buffer_bytes).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ndarray::{Array4, Axis, Slice};
+
+    use super::*;
+    use crate::{BackwardMode, Layout, Precision, Strategy};
+
+    fn numbers(rows: usize, heads: usize) -> Array4<f32> {
+        Array4::from_shape_fn((2, rows, heads, 8), |(b, i, h, c)| {
+            ((b * 13 + i * 31 + h * 7 + c * 3) % 17) as f32 / 8.0 - 1.0
+        })
+    }
+
+    fn text<T>(result: Result<T>) -> String {
+        result.map(drop).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn refused_appends_and_queries_change_nothing() {
+        let attention = Attention::new().causal(true).threads(1);
+        let shape = CacheShape::new(2, 4, 8).kv_heads(2).page_rows(4);
+        let (q, kv) = (numbers(21, 4), numbers(21, 2));
+        let mut cache = attention.local_cache(shape, 3).unwrap();
+        cache.append(kv.view(), kv.view()).unwrap();
+        let whole = cache.attend(q.view(), None).unwrap();
+        assert_eq!(whole.reports.len(), 3);
+        let sent: u64 = whole.reports.iter().map(|report| report.bytes_sent).sum();
+        assert_eq!(sent, cache.bytes_predicted(21));
+        assert!(text(cache.append(q.view(), kv.view())).starts_with("k: got "));
+        assert!(text(cache.append(kv.view(), q.view())).starts_with("v: got "));
+        assert!(text(cache.attend(kv.view(), None)).starts_with("q: got "));
+        assert!(text(cache.attend(numbers(22, 4).view(), None)).starts_with("q: got 22 queries"));
+        assert!(text(cache.truncate(22)).starts_with("len: got 22, want at most the 21 cached"));
+        assert_eq!(cache.own_rows(7).unwrap().iter().collect::<Vec<_>>(), [0, 1, 2, 3, 4, 5, 6]);
+        assert!(text(cache.own_rows(usize::MAX)).starts_with("count: got "));
+        // a speculation that is refused
+        cache.append(kv.view(), kv.view()).unwrap();
+        cache.truncate(21).unwrap();
+        assert_eq!(cache.attend(q.view(), None).unwrap().out, whole.out);
+        cache.truncate(11).unwrap();
+        let token = Slice::from(10..11);
+        let last = cache.attend(q.slice_axis(Axis(1), token), None).unwrap();
+        let difference = &last.out - &whole.out.slice_axis(Axis(1), token);
+        assert!(difference.iter().all(|x| x.abs() < 1e-6), "{difference}");
+    }
+
+    #[test]
+    fn what_a_cache_does_not_have_is_refused_by_name() {
+        let shape = CacheShape::new(1, 4, 8);
+        let refused = |attention: Attention, name: &str| {
+            let told = text(attention.local_cache(shape, 2));
+            assert_eq!(told, format!("{name} is not supported by the KV cache"));
+        };
+        let new = Attention::new;
+        refused(new().layout(Layout::Zigzag), "layout");
+        refused(new().route(crate::Route::Direct), "route");
+        refused(new().strategy(Strategy::Auto), "strategy");
+        refused(new().kv_block_size(64), "kv_block_size");
+        refused(new().on_step(|_| {}), "on_step");
+        refused(new().backward_mode(BackwardMode::TwoPass), "backward_mode");
+        refused(new().local_gradients(true), "local_gradients");
+        refused(new().bias([1, 1, 1, 1]), "bias");
+        refused(new().unnormalized(true), "unnormalized");
+        refused(new().reproducible(true), "reproducible");
+        assert!(new().precision(Precision::Default).local_cache(shape, 2).is_ok());
+        assert_eq!(text(new().local_cache(shape, 0)), "ranks: got 0, want at least 1");
+        let no_page = text(new().local_cache(shape.page_rows(0), 1));
+        assert_eq!(no_page, "page_rows: got 0, want 1 to 2^32");
+        assert_eq!(text(new().threads(0).local_cache(shape, 1)), "threads: got 0, want at least 1");
+    }
+}

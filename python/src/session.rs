@@ -1,0 +1,104 @@
+//! What calls of a plan and of a KV cache share: a lock, signals and callbacks.
+
+use std::sync::{
+    Arc, Mutex, MutexGuard, TryLockError,
+    atomic::{AtomicBool, Ordering},
+};
+
+use annulus::Result;
+use pyo3::{exceptions::PyRuntimeError, prelude::*};
+
+use crate::{errors::raise, masks::Callback, signals::Signals};
+
+/// The engine behind an object of Python's, and the state of its calls.
+pub(crate) struct Session<E> {
+    /// Name of the object in errors.
+    name: &'static str,
+    /// `None` once closed.
+    engine: Mutex<Option<E>>,
+    signals: Arc<Signals>,
+    callbacks: Vec<Arc<Callback>>,
+    /// True if ranks are threads of their own.
+    elsewhere: bool,
+    /// True once a call has reached the ring, which then tells the other ranks of errors.
+    entered: AtomicBool,
+}
+
+impl<E> Session<E> {
+    /// Starts without an engine.
+    pub(crate) fn new(name: &'static str, callbacks: Vec<Arc<Callback>>, elsewhere: bool) -> Self {
+        Self {
+            name,
+            engine: Mutex::default(),
+            signals: Arc::default(),
+            callbacks,
+            elsewhere,
+            entered: AtomicBool::new(false),
+        }
+    }
+
+    pub(crate) fn filled(mut self, engine: E) -> Self {
+        self.engine = Mutex::new(Some(engine));
+        self
+    }
+
+    pub(crate) const fn signals(&self) -> &Arc<Signals> {
+        &self.signals
+    }
+
+    /// Begins a call, of which the arguments are yet to be checked.
+    pub(crate) fn begin(&self) {
+        self.entered.store(false, Ordering::Relaxed);
+    }
+
+    /// True if the call has reached the ring.
+    pub(crate) fn has_entered(&self) -> bool {
+        self.entered.load(Ordering::Relaxed)
+    }
+
+    /// Runs `work` without the GIL. An exception of a mask or bias function is the cause of the
+    /// error that it leads to.
+    pub(crate) fn run<T: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce() -> Result<T> + Send,
+    ) -> PyResult<T> {
+        self.entered.store(true, Ordering::Relaxed);
+        self.signals.run(py, self.elsewhere, work).inspect_err(|error| {
+            let cause = self.callbacks.iter().find_map(|callback| callback.take_raised());
+            if let Some(cause) = cause {
+                error.set_cause(py, Some(cause));
+            }
+        })
+    }
+
+    /// Locks the engine, or refuses: a call that waits for another one would wait for the GIL too.
+    pub(crate) fn lock(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Option<E>>> {
+        match self.engine.try_lock() {
+            Ok(guard) => Ok(guard),
+            Err(TryLockError::WouldBlock) => {
+                let what = format!("the {} is in use by another call", self.name);
+                Err(PyRuntimeError::new_err(what))
+            }
+            Err(TryLockError::Poisoned(_)) => {
+                let what = format!("a call of this {} panicked", self.name);
+                Err(raise(py, &annulus::Error::internal(what)))
+            }
+        }
+    }
+
+    /// Returns the engine, unless it is closed.
+    pub(crate) fn opened<T>(&self, engine: Option<T>) -> PyResult<T> {
+        engine.ok_or_else(|| PyRuntimeError::new_err(format!("the {} is closed", self.name)))
+    }
+
+    /// Drops the engine.
+    pub(crate) fn close(&self, py: Python<'_>) -> PyResult<()>
+    where
+        E: Send,
+    {
+        let engine = self.lock(py)?.take();
+        py.detach(|| drop(engine));
+        Ok(())
+    }
+}
