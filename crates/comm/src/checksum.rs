@@ -215,8 +215,14 @@ mod tests {
 
     #[test]
     fn any_flipped_bit_and_any_other_header_changes_the_checksum() {
-        let header =
-            MessageHeader { peer: 1, channel: Channel::Kv, tag: 9, step: 0, ranges: Arc::from([]) };
+        let header = MessageHeader {
+            peer: 1,
+            channel: Channel::Kv,
+            tag: 9,
+            step: 0,
+            ranges: Arc::from([]),
+            agreed: None,
+        };
         let mut payload: Vec<u8> = (0..37).collect();
         let correct = digest(0, 1, &header, &payload);
         for bit in 0..8 * payload.len() {

@@ -221,6 +221,10 @@ impl<T: Transport<Host>, D: StagedSpace> Transport<D> for Staged<T, D> {
     fn bytes_sent(&self) -> u64 {
         self.bytes_sent
     }
+
+    fn posts_ahead(&self) -> bool {
+        self.inner.posts_ahead()
+    }
 }
 
 impl<T: Transport<Host>, D: StagedSpace> Control for Staged<T, D> {

@@ -14,7 +14,7 @@
 //! | division among ranks | [`Strategy`], [`HeadGrid`], [`StrategyTraffic`] | `strategy/` |
 //! | predicted time on a machine | [`Machine`], [`Prediction`] | `machine/` |
 //! | messages of the ring | [`Needs`], [`Schedule`], [`RowLayout`] | `needs/`, `schedule/`, `row_layout.rs` |
-//! | the two seams, over one memory [`Space`] | [`Backend`], [`Transport`] | `backend.rs`, `pass.rs`, `transport.rs`, `space.rs` |
+//! | the two seams, over one memory [`Space`] | [`Backend`], [`Transport`] | `backend.rs`, `pass.rs`, `transport.rs`, `message_balance.rs`, `space.rs` |
 //! | allocation of lists that grow with the sequence | [`memory`] | `memory.rs` |
 //! | the f64 reference | [`oracle`] | `oracle/` |
 #![forbid(unsafe_code)]
@@ -41,6 +41,7 @@ mod leaf_tree;
 mod machine;
 pub mod mask;
 pub mod memory;
+mod message_balance;
 mod needs;
 mod on_host;
 pub mod oracle;
@@ -83,6 +84,7 @@ pub use leaf_sums::{AbsentLeaves, LeafNode, LeafSums, complete_nodes, merge_node
 pub use leaf_tree::{LEAF_ROWS, LeafMerge, LeafMerges, LeafStep, RankLeaves, leaves_of};
 pub use machine::{ComputeRate, Link, LinkBytes, Machine, PassTime, Prediction};
 pub use mask::Mask;
+pub use message_balance::{AgreedLengths, MessageBalance, unmatched_pair};
 pub use needs::{Needs, NeedsIndex};
 pub use on_host::{HostViews, OnHost, OnHostBackward, OnHostForward, OnHostWorkspace};
 pub use partial::Partial;

@@ -6,7 +6,7 @@
 
 use std::{ops::Range, sync::Arc, time::Duration, time::Instant};
 
-use crate::{Error, Placement, Result, Space};
+use crate::{AgreedLengths, Error, Placement, Result, Space};
 
 /// Content of a message. Sends are matched with receives by channel and tag, so messages of
 /// different channels may overtake each other.
@@ -34,6 +34,9 @@ pub struct MessageHeader {
     pub step: usize,
     /// Byte ranges of the local buffer, sent or filled one after another.
     pub ranges: Arc<[Range<u64>]>,
+    /// Proof that both ends have the same length, if all ranks agreed on it and every transport
+    /// [posts ahead](Transport::posts_ahead). Both ends have it, or neither.
+    pub agreed: Option<AgreedLengths>,
 }
 
 impl MessageHeader {
@@ -104,6 +107,14 @@ pub trait Transport<S: Space>: Control {
 
     /// Returns the payload bytes of all sends posted since the transport was created.
     fn bytes_sent(&self) -> u64;
+
+    /// Returns true if a receive with [agreed lengths](MessageHeader::agreed) starts when it is
+    /// posted, without a control message of the sender. A wrapper that changes messages leaves the
+    /// default, false; any other one returns the value of its inner transport. If it is false on
+    /// any rank, no message of the ring has agreed lengths.
+    fn posts_ahead(&self) -> bool {
+        false
+    }
 }
 
 /// Small host messages: agreement on arguments, shards of a new batch, closing status, abort,
@@ -230,5 +241,8 @@ impl<S: Space, T: Transport<S> + ?Sized> Transport<S> for Box<T> {
     }
     fn bytes_sent(&self) -> u64 {
         (**self).bytes_sent()
+    }
+    fn posts_ahead(&self) -> bool {
+        (**self).posts_ahead()
     }
 }

@@ -152,6 +152,7 @@ fn a_received_part_can_be_taken_while_the_next_is_pending() {
             tag,
             step: 4,
             ranges: std::iter::once(0..8).collect(),
+            agreed: None,
         };
         let tags = [4, 5, 6];
         if rank == 1 {
@@ -321,6 +322,7 @@ fn swap(table: NcclSymbols, deadline: Duration) -> (Vec<Result<Vec<u8>>>, Durati
             tag: 7,
             step: 3,
             ranges: ranges.into(),
+            agreed: None,
         };
         let receive = header(std::slice::from_ref(&(0..8)));
         let send = Outgoing { header: header(&pieces), buffer: &from, ready: &ready };

@@ -219,6 +219,7 @@ impl Rank {
             tag: self.tag,
             step: 0,
             ranges: std::iter::once(0..bytes).collect(),
+            agreed: None,
         };
         let send = Outgoing { header: header(sent), buffer: &self.outgoing, ready: &() };
         let sends = if sent > 0 { vec![send] } else { Vec::new() };

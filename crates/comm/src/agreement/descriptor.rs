@@ -7,7 +7,7 @@ use annulus_core::{Fingerprint, Result};
 pub(super) const LONGEST_TEXT: usize = 400;
 
 /// Arguments of a collective call, as named numbers that must be equal on all ranks, or of which
-/// the ranks agree on the largest.
+/// the ranks agree on the largest or on the sum.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Descriptor {
     pub(super) fields: Vec<Field>,
@@ -18,8 +18,18 @@ pub(super) struct Field {
     pub(super) name: &'static str,
     value: u64,
     text: Option<String>,
-    /// True if the values are not compared, and the ranks agree on the largest.
-    pub(super) largest: bool,
+    pub(super) combination: Combination,
+}
+
+/// Derivation of one value of a field from those of all ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Combination {
+    /// The values must be equal.
+    Equal,
+    /// The ranks agree on the largest.
+    Largest,
+    /// The ranks agree on the sum, modulo 2⁶⁴.
+    Sum,
 }
 
 impl Descriptor {
@@ -30,9 +40,8 @@ impl Descriptor {
 
     /// Adds a field that is shown as its number. Earlier fields are compared first.
     #[must_use]
-    pub fn field(mut self, name: &'static str, value: u64) -> Self {
-        self.fields.push(Field { name, value, text: None, largest: false });
-        self
+    pub fn field(self, name: &'static str, value: u64) -> Self {
+        self.combined(name, value, Combination::Equal)
     }
 
     /// Adds a field that an error shows as `text`. Only `value` is compared. The text is sent too,
@@ -40,15 +49,26 @@ impl Descriptor {
     #[must_use]
     pub fn field_as(mut self, name: &'static str, value: u64, text: impl ToString) -> Self {
         let text = Some(text.to_string());
-        self.fields.push(Field { name, value, text, largest: false });
+        self.fields.push(Field { name, value, text, combination: Combination::Equal });
         self
     }
 
     /// Adds a field that may differ: [`agree`](super::agree) returns the largest value of all
     /// ranks.
     #[must_use]
-    pub fn largest(mut self, name: &'static str, value: u64) -> Self {
-        self.fields.push(Field { name, value, text: None, largest: true });
+    pub fn largest(self, name: &'static str, value: u64) -> Self {
+        self.combined(name, value, Combination::Largest)
+    }
+
+    /// Adds a field that may differ: [`agree`](super::agree) returns the sum of the values of all
+    /// ranks, modulo 2⁶⁴.
+    #[must_use]
+    pub fn sum(self, name: &'static str, value: u64) -> Self {
+        self.combined(name, value, Combination::Sum)
+    }
+
+    fn combined(mut self, name: &'static str, value: u64, combination: Combination) -> Self {
+        self.fields.push(Field { name, value, text: None, combination });
         self
     }
 

@@ -11,20 +11,23 @@
 //! | different fields | [`Error::RankMismatch`] with the first such field and the lowest rank that differs from rank 0 |
 //! | malformed bytes | [`Error::Comm`] |
 //!
-//! After a call [`close`] gathers the status of every rank. The transport detects a rank that dies
+//! After a call [`close`] gathers the status of every rank, and after planning also checks that
+//! ranks agree on their messages ([`MessageBalance`]). The transport detects a rank that dies
 //! or stays silent meanwhile: see [`threads`](crate::threads).
 
 mod descriptor;
 
 use std::time::Duration;
 
-use annulus_core::{Error, Result, Space, Transport};
+use annulus_core::{
+    AgreedLengths, Error, MessageBalance, Result, Space, Transport, unmatched_pair,
+};
 
 pub use self::descriptor::Descriptor;
-use self::descriptor::{Contribution, EncodedFields, cut, decode, encode, take};
+use self::descriptor::{Combination, Contribution, EncodedFields, cut, decode, encode, take};
 
 /// Version of everything that ranks send to each other: descriptors, records, tags, rounds.
-pub const WIRE_VERSION: u64 = 3;
+pub const WIRE_VERSION: u64 = 4;
 
 /// Longest wait in one poll of the transport. Results do not depend on it: deadlines are checked
 /// between polls.
@@ -69,7 +72,8 @@ pub fn barrier<S: Space>(transport: &mut dyn Transport<S>, round: u64) -> Result
 }
 
 /// Checks that the arguments of all ranks are equal and that none refuses them. Returns the largest
-/// value of each [`Descriptor::largest`] field, in order.
+/// value of each [`Descriptor::largest`] field and the sum of each [`Descriptor::sum`] field, in
+/// order.
 ///
 /// # Ordering
 /// As [`all_gather`].
@@ -144,22 +148,69 @@ pub fn close<S: Space>(
 ) -> Result<()> {
     let status = match &local {
         Ok(()) => Vec::new(),
-        Err(error) => [&[u8::from(error.is_fatal())], cut(&error.to_string()).as_bytes()].concat(),
+        Err(error) => failure(error),
     };
     let gathered = all_gather(transport, round, &status);
     local?;
     let gathered = gathered.map_err(mid_call)?;
-    match gathered.into_iter().enumerate().find(|(_, status)| !status.is_empty()) {
-        None => Ok(()),
-        Some((rank, status)) => {
-            let what = String::from_utf8_lossy(&status[1..]).into_owned();
-            Err(if status[0] == 0 {
-                Error::Refused { rank, what }
-            } else {
-                Error::Aborted { rank, what }
-            })
+    gathered.iter().enumerate().try_for_each(|(rank, status)| check_status(rank, status))
+}
+
+/// First byte of the status of a rank that has planned its messages; those of failures are smaller.
+const PLANNED: u8 = 2;
+
+/// Ends planning, as [`close`], and checks that each message that a rank sends in a pass has a
+/// receive of the same length. `local` is the balance of this rank. `next_round` returns the number
+/// of the all-gather that names the ranks whose messages differ.
+///
+/// # Errors
+/// As [`close`]; the same [`Error::Comm`] on all ranks if they derive different messages.
+pub(crate) fn close_plan<S: Space>(
+    transport: &mut dyn Transport<S>,
+    round: u64,
+    next_round: impl FnOnce() -> u64,
+    local: Result<&MessageBalance>,
+) -> Result<AgreedLengths> {
+    let status = match &local {
+        Ok(balance) => [&[PLANNED][..], &balance.sum().to_le_bytes()].concat(),
+        Err(error) => failure(error),
+    };
+    let gathered = all_gather(transport, round, &status);
+    let balance = local?;
+    let gathered = gathered.map_err(mid_call)?;
+    let mut total = 0u64;
+    for (rank, status) in gathered.iter().enumerate() {
+        match &status[..] {
+            [PLANNED, sum @ ..] => {
+                let sum = sum.try_into().map_err(|_| malformed(rank))?;
+                total = total.wrapping_add(u64::from_le_bytes(sum));
+            }
+            // a status of `close`
+            [] => return Err(malformed(rank)),
+            failure => check_status(rank, failure)?,
         }
     }
+    if let Some(agreed) = AgreedLengths::of_total(total) {
+        return Ok(agreed);
+    }
+    let balances = all_gather(transport, next_round(), &balance.encode()).map_err(mid_call)?;
+    let [from, to] = unmatched_pair(&balances)
+        .ok_or_else(|| Error::internal("messages that differ between no two ranks"))?;
+    let what =
+        format!("rank {to} expects other messages of rank {from} than rank {from} is to send");
+    Err(Error::Comm { peer: from, step: 0, what })
+}
+
+/// Encodes the status of a rank that failed.
+fn failure(error: &Error) -> Vec<u8> {
+    [&[u8::from(error.is_fatal())], cut(&error.to_string()).as_bytes()].concat()
+}
+
+/// Returns the error of a rank with this status; none if it is empty.
+fn check_status(rank: usize, status: &[u8]) -> Result<()> {
+    let Some((&is_fatal, text)) = status.split_first() else { return Ok(()) };
+    let what = String::from_utf8_lossy(text).into_owned();
+    Err(if is_fatal == 0 { Error::Refused { rank, what } } else { Error::Aborted { rank, what } })
 }
 
 /// Makes an error fatal that occurs within a collective call.
@@ -250,8 +301,8 @@ fn compare_versions(bodies: &mut [&[u8]]) -> Result<()> {
     Ok(())
 }
 
-/// Compares the fields of all ranks, whose names are equal. Returns the largest value of each
-/// [`Descriptor::largest`] field.
+/// Compares the fields of all ranks, whose names are equal. Returns the combined value of each
+/// field that may differ.
 fn compare_fields(mine: &Descriptor, arguments: &[EncodedFields<'_>]) -> Result<Vec<u64>> {
     let fields = mine.fields.len();
     // rank 0, and ranks that differ from it: as a rule few, so that a call of many ranks costs one
@@ -261,16 +312,21 @@ fn compare_fields(mine: &Descriptor, arguments: &[EncodedFields<'_>]) -> Result<
     if let Some(&rank) = compared.iter().find(|&&rank| !arguments[rank].are_well_formed(fields)) {
         return Err(malformed(rank));
     }
-    let mut largest = Vec::new();
+    let mut combined = Vec::new();
     for (index, field) in mine.fields.iter().enumerate() {
         let value = |rank: usize| arguments[rank].value(index).ok_or_else(|| malformed(rank));
         let text = |rank: usize| arguments[rank].text(fields, index).ok_or_else(|| malformed(rank));
+        if field.combination == Combination::Sum {
+            let add = |sum: u64, rank| value(rank).map(|value| sum.wrapping_add(value));
+            combined.push((0..arguments.len()).try_fold(0, add)?);
+            continue;
+        }
         let value0 = value(0)?;
         let mut maximum = value0;
         for &rank in &compared {
             let got = value(rank)?;
             maximum = maximum.max(got);
-            if got != value0 && !field.largest {
+            if got != value0 && field.combination == Combination::Equal {
                 return Err(Error::RankMismatch {
                     field: field.name.to_owned(),
                     rank,
@@ -279,15 +335,17 @@ fn compare_fields(mine: &Descriptor, arguments: &[EncodedFields<'_>]) -> Result<
                 });
             }
         }
-        if field.largest {
-            largest.push(maximum);
+        if field.combination == Combination::Largest {
+            combined.push(maximum);
         }
     }
-    Ok(largest)
+    Ok(combined)
 }
 
 #[cfg(test)]
 mod tests {
+    use annulus_core::{Channel, Control, MessageHeader};
+
     use super::*;
 
     fn descriptor() -> Descriptor {
@@ -332,11 +390,16 @@ mod tests {
     }
 
     #[test]
-    fn of_fields_that_may_differ_the_largest_is_returned() {
-        let of = |tile: u64| Ok(descriptor().largest("kv_tile", tile).largest("other", 9 - tile));
-        let parts: Vec<_> = [3, 8, 5].map(|tile| contribution(&of(tile))).into();
-        for rank in 0..3 {
-            assert_eq!(verdict(rank, &of([3, 8, 5][rank]), &parts), Ok(vec![8, 6]));
+    fn of_fields_that_may_differ_the_largest_or_the_sum_is_returned() {
+        let of = |tile: u64| {
+            let d = descriptor().largest("kv_tile", tile).sum("balance", tile.wrapping_sub(7));
+            Ok(d.largest("other", 9 - tile))
+        };
+        // equal values are added, too
+        let parts: Vec<_> = [3, 8, 5, 3].map(|tile| contribution(&of(tile))).into();
+        for rank in 0..4 {
+            let sum = 0u64.wrapping_sub(4 * 7 - 19);
+            assert_eq!(verdict(rank, &of([3, 8, 5, 3][rank]), &parts), Ok(vec![8, sum, 6]));
         }
         assert_eq!(verdict(0, &Ok(descriptor()), &[contribution(&Ok(descriptor()))]), Ok(vec![]));
     }
@@ -359,5 +422,56 @@ mod tests {
             verdict(0, &Ok(descriptor()), &[odd, whole]),
             Err(Error::Comm { peer: 0, .. })
         ));
+    }
+
+    /// Runs `plan` on each rank of a ring of threads: the balance that it returns closes a plan.
+    fn close_plans(
+        ranks: usize,
+        balance: impl Fn(usize) -> Result<MessageBalance> + Sync,
+    ) -> Vec<Result<AgreedLengths>> {
+        let close = |mut endpoint: crate::threads::Threads| {
+            let balance = balance(endpoint.rank());
+            close_plan(&mut endpoint, 0, || 1, balance.as_ref().map_err(Error::clone))
+        };
+        std::thread::scope(|scope| {
+            let ring = crate::threads::ring(ranks);
+            let ranks: Vec<_> =
+                ring.into_iter().map(|endpoint| scope.spawn(|| close(endpoint))).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        })
+    }
+
+    fn block(peer: usize, bytes: u64) -> MessageHeader {
+        let ranges = std::iter::once(0..bytes).collect();
+        MessageHeader { peer, channel: Channel::Kv, tag: 3, step: 3, ranges, agreed: None }
+    }
+
+    /// Balance of a rank of a ring of three, in which rank 1 sends `bytes` instead of 100 bytes.
+    fn balance(rank: usize, bytes: u64) -> MessageBalance {
+        let mut balance = MessageBalance::of_rank(rank);
+        balance.send(0, &block((rank + 1) % 3, if rank == 1 { bytes } else { 100 }));
+        balance.receive(0, &block((rank + 2) % 3, 100));
+        balance
+    }
+
+    #[test]
+    fn plans_with_equal_messages_have_agreed_lengths() {
+        let closed = close_plans(3, |rank| Ok(balance(rank, 100)));
+        assert!(closed.iter().all(Result::is_ok), "{closed:?}");
+    }
+
+    #[test]
+    fn the_ranks_whose_messages_differ_are_named_on_all_ranks() {
+        let what = "rank 2 expects other messages of rank 1 than rank 1 is to send".to_owned();
+        let want = Err(Error::Comm { peer: 1, step: 0, what });
+        assert_eq!(close_plans(3, |rank| Ok(balance(rank, 101))), vec![want; 3]);
+    }
+
+    #[test]
+    fn a_rank_that_cannot_plan_is_named_before_messages_are_compared() {
+        let own = Error::out_of_memory("the plan", 7);
+        let plan = |rank| if rank == 2 { Err(own.clone()) } else { Ok(balance(rank, 101)) };
+        let refused = Err(Error::Refused { rank: 2, what: own.to_string() });
+        assert_eq!(close_plans(3, plan), [refused.clone(), refused, Err(own.clone())]);
     }
 }

@@ -281,6 +281,10 @@ impl<T: Transport<S>, S: Space> Transport<S> for Deadline<T, S> {
     fn bytes_sent(&self) -> u64 {
         self.inner.bytes_sent()
     }
+
+    fn posts_ahead(&self) -> bool {
+        self.inner.posts_ahead()
+    }
 }
 
 impl<T: Transport<S>, S: Space> Control for Deadline<T, S> {

@@ -14,8 +14,8 @@
 use std::ops::Range;
 
 use annulus_core::{
-    Backend, Channel, Error, ExchangeFields, GroupLayout, HeadField, HeadGrid, MessageHeader,
-    Result, RowSegment, Side, Space, Spec,
+    Backend, Channel, Error, ExchangeFields, GroupLayout, HeadField, HeadGrid, MessageBalance,
+    MessageHeader, Result, RowSegment, Side, Space, Spec,
 };
 
 use crate::ring::{in_flight::InFlight, program::Transfers};
@@ -215,6 +215,16 @@ impl Messages<'_> {
         Ok(())
     }
 
+    /// Adds these messages, which are those of pass `pass`, to the balance of this rank.
+    pub(super) fn add_to(&self, balance: &mut MessageBalance, pass: u64) {
+        let others = (0..self.ranks.len()).filter(|&other| other != self.member);
+        for other in others {
+            let Transfers { sends, receives } = self.transfers(other, other);
+            sends.iter().for_each(|message| balance.send(pass, message));
+            receives.iter().for_each(|message| balance.receive(pass, message));
+        }
+    }
+
     fn transfers(&self, to: usize, from: usize) -> Transfers {
         let header = |member: usize, bytes: u64| MessageHeader {
             peer: self.ranks[member],
@@ -222,6 +232,7 @@ impl Messages<'_> {
             tag: self.tag,
             step: self.step,
             ranges: std::iter::once(0..bytes).collect(),
+            agreed: None,
         };
         let message = |member, bytes| (bytes > 0).then(|| header(member, bytes));
         Transfers {

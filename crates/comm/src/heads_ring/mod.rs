@@ -65,8 +65,9 @@ use std::{
 };
 
 use annulus_core::{
-    Backend, BackwardInputs, Batch, Error, ExchangeFields, Gradients, GroupLayout, HeadGrid,
-    HostTensors, Inputs, Layout, Outputs, Result, Route, Runs, Side, Spec, Strategy, Transport,
+    AgreedLengths, Backend, BackwardInputs, Batch, Error, ExchangeFields, Gradients, GroupLayout,
+    HeadGrid, HostTensors, Inputs, Layout, Outputs, Result, Route, Runs, Side, Spec, Strategy,
+    Transport,
 };
 
 use self::{
@@ -80,7 +81,7 @@ use crate::{
     ring::{
         PassKind, Report, Ring, RingOptions, StepEvent, StepHook, caught,
         check::{Shapes, forward_only},
-        describe,
+        describe::{self, Combined, TransportFields},
         entry::Entries,
         planning::PlanningTicks,
     },
@@ -109,6 +110,8 @@ pub struct HeadsRing<B: Backend> {
     tensors: ShardTensors,
     forward: ExchangeFields,
     backward: ExchangeFields,
+    /// Proof that all ranks derive the same messages, if transports make use of it.
+    lengths: Option<AgreedLengths>,
     entries: Entries,
     next_tag: u64,
     /// The batch in force, with the rows of the group.
@@ -162,19 +165,27 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let ranks = transport.control().ranks();
         let checked = spec.and_then(|spec| check(&backend, spec, &options, ranks, strategy));
         let placement = transport.control().placement().cloned();
+        let posts_ahead = transport.posts_ahead();
         let described = checked.as_ref().map_err(Error::clone).map(|(spec, grid, capabilities)| {
-            describe::plan(spec, &options, grid.strategy(), capabilities, placement.as_ref())
+            let fields = TransportFields { placement: placement.as_ref(), posts_ahead };
+            describe::plan(spec, &options, grid.strategy(), capabilities, fields)
         });
-        agreement::enter(transport, 0, &described)?;
+        let combined = agreement::enter(transport, 0, &described)?;
         let (spec, grid, _) = checked?;
+        let posts_ahead = Combined::new(&combined)?.posts_ahead;
 
         let mut ticks = PlanningTicks::new(&mut *transport);
         let placed = placement.as_ref();
         let prepared =
             Prepared::new(&backend, &spec, grid, &options, rank, placed, &mut || ticks.tick());
-        let prepared = ticks.finish(prepared);
-        agreement::close(transport, 1, prepared.as_ref().map_err(Error::clone).map(|_| ()))?;
-        let Prepared { layout, ring_index, forward, backward, exchange, tensors } = prepared?;
+        let prepared = ticks.finish(prepared).map(|prepared| {
+            let balance = prepared.message_balance(rank, options.backward);
+            (prepared, balance)
+        });
+        let balance = prepared.as_ref().map(|(_, balance)| balance).map_err(Error::clone);
+        let lengths = agreement::close_plan(transport, 1, || 2, balance)?;
+        let (prepared, _) = prepared?;
+        let Prepared { layout, ring_index, forward, backward, exchange, tensors } = prepared;
 
         let member = grid.member(ring_index);
         let rank_of = |group| layout.order.rank(grid.ring_index(group, member));
@@ -208,6 +219,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             tensors,
             forward,
             backward,
+            lengths: posts_ahead.then_some(lengths),
             entries: Entries::new(PLAN_ROUNDS),
             next_tag: 1,
             batch: Batch::default(),

@@ -162,7 +162,8 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             return Err(Error::internal("other tensors than those that are exchanged"));
         }
         let observer = Observer::of_messages(self.hook.as_ref(), self.rank, pass.kind, pass.start);
-        let mut in_flight = InFlight::new(&mut self.transport, pass.first_tag, observer);
+        let mut in_flight =
+            InFlight::new(&mut self.transport, pass.first_tag, self.lengths, observer);
         let bytes = self.exchange.input_bytes(fields);
         let Exchange { grid, member, ranks, rows, segments, buffers } = &mut self.exchange;
         let messages = Messages { ranks, member: *member, bytes, tag: 0, step: 0 };
@@ -238,7 +239,8 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             return Err(Error::internal("other results than those that are exchanged"));
         }
         let observer = Observer::of_messages(self.hook.as_ref(), self.rank, pass.kind, pass.start);
-        let mut in_flight = InFlight::new(&mut self.transport, pass.first_tag, observer);
+        let mut in_flight =
+            InFlight::new(&mut self.transport, pass.first_tag, self.lengths, observer);
         let bytes = self.exchange.output_bytes(fields);
         let Exchange { grid, member, ranks, segments, buffers, .. } = &mut self.exchange;
         // the step after the last one of the ring

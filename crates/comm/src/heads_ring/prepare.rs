@@ -1,11 +1,14 @@
 //! Planning of one rank: its arguments, its layout, and the memory of its exchange.
 
 use annulus_core::{
-    Backend, Capabilities, Error, ExchangeFields, GroupLayout, HeadGrid, Placement, Result, Space,
-    Spec, Strategy,
+    Backend, Capabilities, Error, ExchangeFields, GroupLayout, HeadGrid, MessageBalance, Placement,
+    Result, Space, Spec, Strategy,
 };
 
-use super::{exchange::Exchange, shard_tensors::ShardTensors};
+use super::{
+    exchange::{Exchange, Messages},
+    shard_tensors::ShardTensors,
+};
 use crate::ring::{RingOptions, planning::check_plan};
 
 /// Part of a plan that a rank derives and allocates alone, before ranks agree that all succeeded.
@@ -38,6 +41,26 @@ impl<S: Space> Prepared<S> {
         let exchange = Exchange::new(backend, spec, grid, &layout, ring_index, passes)?;
         let tensors = ShardTensors::new(spec, &exchange, options.backward)?;
         Ok(Self { layout, ring_index, forward, backward, exchange, tensors })
+    }
+
+    /// Returns the balance of the messages that `rank` exchanges in the passes of a plan.
+    pub(super) fn message_balance(&self, rank: usize, backward: bool) -> MessageBalance {
+        let mut balance = MessageBalance::of_rank(rank);
+        let passes = [Some(&self.forward), backward.then_some(&self.backward)];
+        for (pass, fields) in passes.into_iter().flatten().enumerate() {
+            for (tag, bytes) in [
+                self.exchange.input_bytes(&fields.inputs),
+                self.exchange.output_bytes(&fields.outputs),
+            ]
+            .into_iter()
+            .enumerate()
+            {
+                let Exchange { ranks, member, .. } = &self.exchange;
+                let (member, tag) = (*member, tag as u64);
+                Messages { ranks, member, bytes, tag, step: 0 }.add_to(&mut balance, pass as u64);
+            }
+        }
+        balance
     }
 }
 

@@ -138,6 +138,10 @@ impl<S: Space> Transport<S> for Subset<S> {
     fn bytes_sent(&self) -> u64 {
         self.shared().transport.bytes_sent()
     }
+
+    fn posts_ahead(&self) -> bool {
+        self.shared().transport.posts_ahead()
+    }
 }
 
 impl<S: Space> Control for Subset<S> {

@@ -97,7 +97,8 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let start = Instant::now();
         // no events: an update is no pass
         let observer = Observer::of_messages(None, self.rank, PassKind::Forward, start);
-        let mut in_flight = InFlight::new(&mut self.transport, tag, observer);
+        // the lengths depend on the batch, on which no rank has agreed yet
+        let mut in_flight = InFlight::new(&mut self.transport, tag, None, observer);
         let exchange = &self.exchange;
         let member = exchange.member;
         let messages = Messages { ranks: &exchange.ranks, member, bytes, tag: 0, step: 0 };

@@ -24,9 +24,9 @@ use std::{
 };
 
 use annulus_core::{
-    Backend, Capabilities, Channel, Dims, Error, ForwardPass, HostTensors, HostView, HostViewMut,
-    Inputs, MessageHeader, Outputs, Passes, RankShard, Result, Rows, Runs, Space, Spec, Strategy,
-    Transport, Workspace,
+    AgreedLengths, Backend, Capabilities, Channel, Dims, Error, ForwardPass, HostTensors, HostView,
+    HostViewMut, Inputs, MessageBalance, MessageHeader, Outputs, Passes, RankShard, Result, Rows,
+    Runs, Space, Spec, Strategy, Transport, Workspace,
 };
 
 use self::{
@@ -37,8 +37,13 @@ use self::{
 use crate::{
     agreement::{self, mid_call},
     ring::{
-        PassKind, Report, RingOptions, caught, check::Shapes, describe, entry::Entries,
-        in_flight::InFlight, program::Transfers, step_events::Observer,
+        PassKind, Report, RingOptions, caught,
+        check::Shapes,
+        describe::{self, Combined, TransportFields},
+        entry::Entries,
+        in_flight::InFlight,
+        program::Transfers,
+        step_events::Observer,
     },
     span::span,
 };
@@ -67,6 +72,10 @@ pub struct KvCache<B: Backend> {
     segments: Segments<B::Space>,
     workspace: Option<B::Workspace>,
     buffers: Buffers<B::Space>,
+    /// True if the transports of all ranks post receives ahead.
+    posts_ahead: bool,
+    /// Proof of the messages of the call under way, if transports make use of it.
+    lengths: Option<AgreedLengths>,
     entries: Entries,
     next_tag: u64,
     /// Error that ended the cache.
@@ -120,7 +129,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         let ranks = transport.control().ranks();
         let agreed =
             caught(|| agree(&backend, transport.as_mut(), spec, page_rows, deadline_variable));
-        let spec = agreed.inspect_err(|error| {
+        let (spec, posts_ahead) = agreed.inspect_err(|error| {
             if error.is_fatal() {
                 transport.control().abort(error);
             }
@@ -139,6 +148,8 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
             segments,
             workspace: None,
             buffers: Buffers { bytes: 0, own: None, receives: Vec::new() },
+            posts_ahead,
+            lengths: None,
             entries: Entries::new(1),
             next_tag: 1,
             poisoned: None,
@@ -244,7 +255,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         let start = Instant::now();
         let checked = self.check(&tensors).and_then(|()| self.prepare(queries));
         let agreed = self.agree_on_call(checked, queries);
-        self.remember(agreed)?;
+        self.lengths = self.remember(agreed)?;
         let mut waiting = start.elapsed();
         let first_tag = self.next_tag;
         let rounds = self.rounds(queries);
@@ -464,11 +475,11 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         let none = || Error::internal("a KV cache without memory for a call");
         let shape = self.partial_shape(q.shape()[1]);
         let transfers = self.transfers(shape.bytes());
-        let Self { transport, segments, workspace, buffers, spec, rank, .. } = self;
+        let Self { transport, segments, workspace, buffers, spec, rank, lengths, .. } = self;
         let workspace = workspace.as_mut().ok_or_else(none)?;
         let event = B::Space::host_event().ok_or_else(none)?;
         let observer = Observer::of_messages(None, *rank, PassKind::Forward, Instant::now());
-        let mut in_flight = InFlight::new(transport.as_mut(), tag, observer);
+        let mut in_flight = InFlight::new(transport.as_mut(), tag, *lengths, observer);
 
         let mut own = buffers.own.take().ok_or_else(none)?;
         let message = B::Space::host_bytes_mut(&mut own).ok_or_else(none)?;
@@ -510,6 +521,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
             tag: 0,
             step: 0,
             ranges: std::iter::once(0..bytes).collect(),
+            agreed: None,
         };
         let distances = 1..self.ranks;
         let to = distances.clone().map(|distance| (self.rank + distance) % self.ranks);
@@ -517,15 +529,39 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         Transfers { sends: to.map(header).collect(), receives: from.map(header).collect() }
     }
 
-    /// Agrees with all ranks on a call with so many queries.
-    fn agree_on_call(&mut self, checked: Result<()>, queries: usize) -> Result<()> {
+    /// Agrees with all ranks on a call with so many queries. Returns the proof of its messages, if
+    /// transports make use of it.
+    fn agree_on_call(
+        &mut self,
+        checked: Result<()>,
+        queries: usize,
+    ) -> Result<Option<AgreedLengths>> {
         if self.ranks == 1 {
-            return checked.and_then(|()| self.transport.progress(Duration::ZERO));
+            checked.and_then(|()| self.transport.progress(Duration::ZERO))?;
+            return Ok(None);
         }
         let described = checked.map(|()| {
-            describe::call("attend").field("cached rows", self.len).field("queries", queries as u64)
+            describe::call("attend")
+                .field("cached rows", self.len)
+                .field("queries", queries as u64)
+                .sum("balance of messages", self.message_balance(queries).sum())
         });
-        self.entries.enter(self.transport.as_mut(), &described).map(drop)
+        let totals = self.entries.enter(self.transport.as_mut(), &described)?;
+        let lengths = totals.first().copied().and_then(AgreedLengths::of_total);
+        Ok(lengths.filter(|_| self.posts_ahead))
+    }
+
+    /// Returns the balance of the messages of a call with so many queries.
+    fn message_balance(&self, queries: usize) -> MessageBalance {
+        let mut balance = MessageBalance::of_rank(self.rank);
+        for round in 0..self.rounds(queries) {
+            let rows = self.round_rows(queries, round);
+            let bytes = self.partial_shape(index_len(&rows)).bytes();
+            let Transfers { sends, receives } = self.transfers(bytes);
+            sends.iter().for_each(|message| balance.send(round, message));
+            receives.iter().for_each(|message| balance.receive(round, message));
+        }
+        balance
     }
 
     /// Agrees with all ranks that the call has succeeded.
@@ -557,23 +593,26 @@ fn index_len(rows: &Range<u64>) -> usize {
     annulus_core::index(rows.end - rows.start)
 }
 
-/// Agrees with all ranks on a cache. Returns the spec.
+/// Agrees with all ranks on a cache. Returns the spec, and true if all transports post ahead.
 fn agree<B: Backend>(
     backend: &B,
     transport: &mut dyn Transport<B::Space>,
     spec: Result<Spec>,
     page_rows: u64,
     deadline_variable: Option<Duration>,
-) -> Result<Spec> {
+) -> Result<(Spec, bool)> {
     let checked = spec.and_then(|spec| check(backend, spec, page_rows));
     let placement = transport.control().placement().cloned();
     let options = RingOptions { deadline_variable, ..RingOptions::default() };
+    let posts_ahead = transport.posts_ahead();
     let described = checked.as_ref().map_err(Error::clone).map(|(spec, capabilities)| {
-        describe::plan(spec, &options, Strategy::Ring, capabilities, placement.as_ref())
+        let fields = TransportFields { placement: placement.as_ref(), posts_ahead };
+        describe::plan(spec, &options, Strategy::Ring, capabilities, fields)
             .field("page_rows", page_rows)
     });
-    agreement::enter(transport, 0, &described)?;
-    checked.map(|(spec, _)| spec)
+    let combined = agreement::enter(transport, 0, &described)?;
+    let (spec, _) = checked?;
+    Ok((spec, Combined::new(&combined)?.posts_ahead))
 }
 
 /// Checks the definition of a cache.

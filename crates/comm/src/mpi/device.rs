@@ -284,6 +284,10 @@ impl<S: Space<Buffer = CudaBuffer, Event = Event>> Transport<S> for DeviceMpi {
     fn bytes_sent(&self) -> u64 {
         self.bytes_sent
     }
+
+    fn posts_ahead(&self) -> bool {
+        Transport::<Host>::posts_ahead(&self.inner)
+    }
 }
 
 impl Control for DeviceMpi {

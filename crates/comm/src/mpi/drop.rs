@@ -13,8 +13,8 @@ use super::{
     lifetime::check_alive, messages::MessageKind, parked,
 };
 
-/// Time for which a rank that failed stays to send its last frames: enough for short messages, and
-/// short beside the least deadline of 1 s.
+/// Time for which a rank that failed stays to send its last frames and to cancel its receives:
+/// enough for short messages, and short beside the least deadline of 1 s.
 const LAST_FRAMES: Duration = Duration::from_millis(100);
 
 impl Drop for Mpi {
@@ -49,7 +49,7 @@ impl Drop for Mpi {
             drop(self.send_to_each([peer], &frame));
         }
         if !is_healthy {
-            self.flush();
+            self.cancel();
         } else if self.wait_for_all_to_leave() {
             let communicators = [self.data.take(), self.control.take()];
             communicators.into_iter().flatten().for_each(Communicator::free);
@@ -77,6 +77,7 @@ impl Mpi {
             let is_done = self.barrier.is_complete()
                 && self.peers.staying().is_empty()
                 && self.requests.is_empty()
+                && self.queued.is_empty()
                 && self.early.is_empty();
             if is_done {
                 return true;
@@ -100,12 +101,18 @@ impl Mpi {
         Ok(())
     }
 
-    /// Advances MPI until this rank's frames have left.
-    fn flush(&mut self) {
+    /// Cancels the receives of blocks, and advances MPI until they have ended and this rank's
+    /// frames have left. Receives that can no longer be cancelled are leaked with their buffers.
+    fn cancel(&mut self) {
         let started = Instant::now();
-        let is_frame = |kind: &MessageKind| matches!(kind, MessageKind::FrameSend { .. });
+        let is_receive = |kind: &MessageKind| matches!(kind, MessageKind::DataReceive { .. });
+        let is_awaited =
+            |kind: &MessageKind| is_receive(kind) || matches!(kind, MessageKind::FrameSend { .. });
+        if self.requests.cancel_receives(is_receive).is_err() {
+            return;
+        }
         let at = PeerStep { peer: self.rank, step: self.step };
-        while self.requests.kinds().any(is_frame) && started.elapsed() < LAST_FRAMES {
+        while self.requests.kinds().any(is_awaited) && started.elapsed() < LAST_FRAMES {
             if self.requests.test(at).is_err() {
                 return;
             }

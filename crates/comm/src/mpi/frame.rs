@@ -2,6 +2,8 @@
 
 use annulus_core::{Channel, Error, HostBuffer, Result};
 
+use super::wire_tags::number;
+
 /// A control message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Frame {
@@ -138,18 +140,6 @@ const fn flag(number: u64) -> Option<bool> {
 fn numbers(bytes: &[u8]) -> Option<Vec<u64>> {
     let (numbers, rest) = bytes.as_chunks::<8>();
     rest.is_empty().then(|| numbers.iter().map(|number| u64::from_le_bytes(*number)).collect())
-}
-
-/// Number of channels.
-pub(super) const CHANNELS: u64 = 3;
-
-/// Returns the number of a channel on the wire.
-pub(super) const fn number(channel: Channel) -> u64 {
-    match channel {
-        Channel::Kv => 0,
-        Channel::PartialGrad => 1,
-        Channel::FinalGrad => 2,
-    }
 }
 
 const fn channel(number: u64) -> Option<Channel> {

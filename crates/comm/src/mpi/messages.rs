@@ -1,4 +1,7 @@
-//! Messages of an endpoint: kinds of messages in flight, posted receives, and announcements.
+//! Messages of an endpoint: kinds of messages in flight, sends in order, posted receives, and
+//! announcements.
+
+use std::ops::Range;
 
 use annulus_core::{Channel, MessageHeader};
 
@@ -7,8 +10,8 @@ use super::message_buffer::MessageBuffer;
 /// Kind of a message in flight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum MessageKind {
-    /// Bytes of a block to `peer`.
-    DataSend { peer: usize, step: usize },
+    /// Bytes of a block.
+    DataSend { key: SendKey, step: usize },
     /// Bytes of a block from `peer`.
     DataReceive { peer: usize, channel: Channel, tag: u64 },
     /// Frame number `number` from `peer`.
@@ -23,8 +26,8 @@ impl MessageKind {
     /// Returns the other end.
     pub(super) const fn peer(&self) -> usize {
         match self {
-            Self::DataSend { peer, .. }
-            | Self::DataReceive { peer, .. }
+            Self::DataSend { key, .. } => key.peer,
+            Self::DataReceive { peer, .. }
             | Self::FrameReceive { peer, .. }
             | Self::FrameSend { peer }
             | Self::GatherParts { peer, .. } => *peer,
@@ -37,6 +40,32 @@ impl MessageKind {
     }
 }
 
+/// Receiver, channel and tag of a send.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct SendKey {
+    pub(super) peer: usize,
+    pub(super) channel: Channel,
+    pub(super) tag: u64,
+}
+
+impl SendKey {
+    pub(super) const fn of(header: &MessageHeader) -> Self {
+        Self { peer: header.peer, channel: header.channel, tag: header.tag }
+    }
+
+    /// Returns true if this message is to arrive before `other`.
+    pub(super) fn is_before(&self, other: &Self) -> bool {
+        (self.peer, self.channel) == (other.peer, other.channel) && self.tag < other.tag
+    }
+}
+
+/// A send that starts once those before it have completed.
+pub(super) struct QueuedSend {
+    pub(super) header: MessageHeader,
+    pub(super) from: MessageBuffer,
+    pub(super) range: Range<u64>,
+}
+
 /// A receive that was posted and not yet taken.
 pub(super) struct PostedReceive {
     pub(super) header: MessageHeader,
@@ -45,10 +74,10 @@ pub(super) struct PostedReceive {
     pub(super) stage: ReceiveStage,
 }
 
-/// Progress of a receive.
+/// Progress of a receive. One with agreed lengths is `Direct` or `Staged` from the start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ReceiveStage {
-    /// Its announcement has not arrived.
+    /// MPI does not receive it: its announcement has not arrived.
     Posted,
     /// MPI receives into the posted buffer.
     Direct,
@@ -64,7 +93,7 @@ impl PostedReceive {
     }
 }
 
-/// The announcement of a message whose receive is not posted yet, or follows an earlier one.
+/// The announcement of a message whose receive is not posted yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Announcement {
     pub(super) peer: usize,

@@ -3,19 +3,27 @@
 //! ```text
 //! caller's communicator ──idup, or adopted──▶ data ──idup──▶ control
 //!
-//! data      bytes of blocks; MPI tag = (tag mod window)·3 + channel; pieces of at most 1 GiB
+//! data      bytes of blocks; MPI tag: `wire_tags.rs`; pieces of at most 1 GiB
 //! control   frames of any length, in order per peer, matched by MPI_Improbe
 //! ```
 //! * A message whose bytes are contiguous is sent from, and received into, the caller's buffer. Any
 //!   other is packed into, or unpacked from, a staging buffer: sender and receiver may divide it
 //!   differently, so messages per range could not be matched, and an MPI datatype would leave the
 //!   packing to MPI, at a time that MPI chooses. On a warm plan staging allocates nothing.
-//! * Every message is announced on `control` (channel, tag, length, length of its pieces). Its
-//!   receive starts once the announcement has arrived and fits. So a wrong length or a repeated tag
-//!   is a typed error, and MPI never gets a message longer than its receive, which Open MPI 4.1
-//!   writes past the end of the buffer where it copies between processes. The announcement is sent
-//!   before the message, so it adds no latency: a long message waits for the next poll of its
-//!   receiver in any case.
+//! * MPI must never get a message longer than its receive: Open MPI 4.1 writes past the end of the
+//!   buffer where it copies between processes. There are two ways to be sure of that:
+//!   * **Agreed lengths.** The ranks of a plan prove once, in its closing status, that every send
+//!     has a receive of the same length ([`MessageBalance`](annulus_core::MessageBalance)). Such a
+//!     receive starts when it is posted, and no control message belongs to it. So a network that
+//!     matches messages by itself moves them while the rank computes, and a message that is not
+//!     late is not copied twice. The tag contains a digest of the length, so that a message of
+//!     another length would not match.
+//!   * **Announcements.** Any other message, and every one if a rank sets [`Settings::announce`],
+//!     is announced on `control` (channel, tag, length, length of its pieces). Its receive starts
+//!     once the announcement has arrived and fits. So a wrong length or a repeated tag is a typed
+//!     error.
+//! * Messages with the same receiver and channel are sent one after another. At the same time they
+//!   would share the bandwidth, and all parts of a block would arrive at the end.
 //! * An all-gather consists of messages, O(log ranks) per rank (`all_gather.rs`), never of an MPI
 //!   collective: a collective that a dead rank has not joined cannot be cancelled.
 //! * Only [`Transport::progress`](annulus_core::Transport::progress) waits. It polls, first without
@@ -36,8 +44,9 @@
 //! MPI is never initialised or finalised here; a program without a host does that with [`Launch`].
 //! Dropping an endpoint sends a last frame to its neighbours (below). If nothing is in flight it
 //! waits in a barrier for all ranks to drop theirs, for at most [`Settings::drop_patience`], and
-//! frees its two communicators. Otherwise, and after any failure, it leaks them and every buffer
-//! that MPI might still read or write. Dropping one after `MPI_Finalize` only leaks.
+//! frees its two communicators. Otherwise, and after any failure, it cancels its receives, and
+//! leaks the communicators and every buffer that MPI might still read or write: those of sends, and
+//! of receives whose messages have begun to arrive. Dropping one after `MPI_Finalize` only leaks.
 //!
 //! Below `MPI_THREAD_MULTIPLE`, an endpoint that is dropped on another thread than its own waits,
 //! and is dropped when its thread makes the next endpoint or finalises MPI (`parked.rs`). Until
@@ -70,8 +79,9 @@
 //! # Errors
 //! | cause | error |
 //! |---|---|
-//! | a message has another length than its posted receive | [`Error::Comm`] "… truncated: got x bytes, want y" |
-//! | a message repeats a tag | [`Error::Comm`] "duplicate message …" |
+//! | the announcement of a message has another length than its receive | [`Error::Comm`] "… truncated: got x bytes, want y" |
+//! | a message without agreed lengths repeats a tag | [`Error::Comm`] "duplicate message …" |
+//! | a message with agreed lengths has another length than its receive | it does not arrive: [`Error::Timeout`] of a [`Deadline`](crate::Deadline); where the tags are equal nevertheless and it is shorter, [`Error::Comm`] |
 //! | the tag of a receive is not above the last one's, or its buffer is co-owned | [`Error::Comm`] |
 //! | a rank starts an all-gather twice before it is collected here | [`Error::Comm`] |
 //! | MPI fails | [`Error::PeerLost`] if MPI reports a failed process, else [`Error::Comm`] with its error string |
@@ -110,9 +120,10 @@ mod requests;
 mod thread_level;
 mod topology;
 mod transfers;
+mod wire_tags;
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, HashMap, VecDeque},
     ffi::CStr,
     time::{Duration, Instant},
 };
@@ -125,12 +136,12 @@ use self::{
     all_gather::AllGather,
     circulant::Barrier,
     communicator::{Communicator, ParentCommunicator},
-    frame::CHANNELS,
     known_work::KnownWork,
     lifetime::check_alive,
-    messages::{Announcement, MessageKind, PostedReceive},
+    messages::{Announcement, MessageKind, PostedReceive, QueuedSend, SendKey},
     peers::Peers,
     requests::{LONGEST_PIECE, Requests},
+    wire_tags::WireTags,
 };
 pub use self::{
     first_ranks::FirstRanks,
@@ -141,7 +152,7 @@ pub use self::{
     progress::Progress,
     thread_level::ThreadLevel,
 };
-use crate::{ring::block_parts, staging::Staging};
+use crate::staging::Staging;
 
 /// Communicator handle of C.
 pub type Communication = ::mpi::ffi::MPI_Comm;
@@ -164,6 +175,9 @@ pub struct Settings {
     pub synchronous: bool,
     /// Longest piece in which a message is sent, in bytes; at most, and by default, 1 GiB.
     pub piece_bytes: u64,
+    /// True to announce every message and to start its receive after that, also if its length is
+    /// agreed. If any rank does, all do. For tests and comparisons. Default: false.
+    pub announce: bool,
 }
 
 impl Default for Settings {
@@ -173,6 +187,7 @@ impl Default for Settings {
             drop_patience: Duration::from_secs(1),
             synchronous: false,
             piece_bytes: LONGEST_PIECE,
+            announce: false,
         }
     }
 }
@@ -185,6 +200,11 @@ impl Settings {
         let want = format!("1 to {LONGEST_PIECE}");
         Err(Error::invalid("piece_bytes", self.piece_bytes, want))
     }
+
+    /// Returns the settings that both ends of a message must share to receive it ahead.
+    fn message_format(&self) -> String {
+        format!("{} {}", self.piece_bytes, self.announce)
+    }
 }
 
 /// Endpoint of one rank of a ring of processes. See the [module](self).
@@ -195,16 +215,24 @@ pub struct Mpi {
     rank: usize,
     ranks: usize,
     settings: Settings,
+    tags: WireTags,
+    /// True if receives with agreed lengths start when they are posted, on all ranks. False until
+    /// the records of all ranks are gathered, right after creation.
+    posts_ahead: bool,
     requests: Requests<MessageKind>,
     staging: Staging,
+    /// Sends that have not completed.
+    sends: Vec<SendKey>,
+    /// Those of them that follow another one and have not started.
+    queued: VecDeque<QueuedSend>,
     /// Posted and not yet taken.
     receives: Vec<PostedReceive>,
-    /// Announced before their receives were posted, or before earlier messages have arrived.
+    /// Announced before their receives were posted.
     early: Vec<Announcement>,
     /// Tag of the last posted receive, by peer and channel.
     last_tags: HashMap<(usize, Channel), u64>,
     peers: Peers,
-    /// Empty until `over` fills it, right after creation.
+    /// Empty until the records of all ranks are gathered, right after creation.
     nodes: NodeMap,
     all_gathers: BTreeMap<u64, AllGather>,
     /// Number of all-gathers that this rank has started.
@@ -306,38 +334,38 @@ impl Mpi {
         settings.check()?;
         let data = Communicator::adopt(communicator, DATA)?;
         let mut endpoint = Self::with_data(data, settings)?;
-        endpoint.nodes = endpoint.map_nodes()?;
+        endpoint.gather_records()?;
         Ok(endpoint)
     }
 
     fn over(parent: ParentCommunicator, settings: Settings) -> Result<Self> {
         let mut endpoint = Self::over_unmapped(parent, settings)?;
-        endpoint.nodes = endpoint.map_nodes()?;
+        endpoint.gather_records()?;
         Ok(endpoint)
     }
 
-    /// As [`Mpi::over`], without the map of nodes.
+    /// As [`Mpi::over`], without the records of the other ranks.
     fn over_unmapped(parent: ParentCommunicator, settings: Settings) -> Result<Self> {
         settings.check()?;
         let data = Communicator::duplicate(parent, DATA, &settings.patience)?;
         Self::with_data(data, settings)
     }
 
-    /// Creates the endpoint of a communicator that is its own, without the map of nodes.
+    /// Creates the endpoint of a communicator that is its own, without the records of other ranks.
     fn with_data(data: Communicator, settings: Settings) -> Result<Self> {
         // a duplicate of `data`, so that at most one operation is ever pending on the caller's
         let control = Communicator::duplicate(data.as_parent(), CONTROL, &settings.patience)?;
         let rank = data.rank();
         let ranks = data.ranks();
-        // tags in flight span two passes, each of up to two circulations; twice that to be safe
-        if window(&data) < 8 * block_parts::tags(ranks) {
-            return Err(Error::unsupported(
+        let tags = WireTags::new(data.last_tag(), ranks).ok_or_else(|| {
+            Error::unsupported(
                 format!("a ring of {ranks} ranks"),
                 format!("an MPI whose tags end at {}", data.last_tag()),
-            ));
-        }
+            )
+        })?;
         let mut endpoint = Self::detached(rank, ranks);
         endpoint.settings = settings;
+        endpoint.tags = tags;
         endpoint.data = Some(data);
         endpoint.control = Some(control);
         Ok(endpoint)
@@ -352,8 +380,12 @@ impl Mpi {
             rank,
             ranks,
             settings: Settings::default(),
+            tags: WireTags::default(),
+            posts_ahead: false,
             requests: Requests::new(),
             staging: Staging::default(),
+            sends: Vec::new(),
+            queued: VecDeque::new(),
             receives: Vec::new(),
             early: Vec::new(),
             last_tags: HashMap::new(),
@@ -399,11 +431,6 @@ impl Mpi {
     fn check_alive(&self) -> Result<()> {
         self.failed.clone().map_or(Ok(()), Err)
     }
-}
-
-/// Returns the number of tags of one channel that are distinct on the wire.
-const fn window(data: &Communicator) -> u64 {
-    (data.last_tag() + 1) / CHANNELS
 }
 
 impl std::fmt::Debug for Mpi {

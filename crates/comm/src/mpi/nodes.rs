@@ -1,4 +1,5 @@
-//! Nodes, hosts and cores of all ranks, gathered once when an endpoint is created.
+//! Nodes, hosts, cores and message settings of all ranks, gathered once when an endpoint is
+//! created.
 
 use std::{collections::HashMap, ops::RangeInclusive};
 
@@ -64,7 +65,7 @@ impl NodeMap {
         let mut numbers: HashMap<String, usize> = HashMap::new();
         let mut ranks_of_nodes: Vec<usize> = Vec::new();
         let mut locations: Vec<RankLocation> = Vec::with_capacity(records.len());
-        for Record { node, host, cores } in records {
+        for Record { node, host, cores, .. } in records {
             let next_node = ranks_of_nodes.len();
             let node = *numbers.entry(node).or_insert(next_node);
             if node == next_node {
@@ -80,15 +81,17 @@ impl NodeMap {
 }
 
 impl Mpi {
-    /// Gathers the map.
+    /// Gathers the map, and finds out if messages may be received ahead: if no rank announces them
+    /// and all divide them into the same pieces.
     ///
     /// `MPI_Comm_split_type` would find nodes as well, but it blocks: a rank that does not come is
     /// waited for without a limit, and MPICH keeps a core busy meanwhile.
-    pub(super) fn map_nodes(&self) -> Result<NodeMap> {
+    pub(super) fn gather_records(&mut self) -> Result<()> {
         let (_, communicator) = self.enter()?;
         let host = topology::processor_name()?;
         let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-        let mine = encode(&node_id(&host), allowed_cores(&status), &host);
+        let messages = self.settings.message_format();
+        let mine = encode(&node_id(&host), allowed_cores(&status), &messages, &host);
         let all = topology::all_gather(communicator, mine, &self.settings.patience)?;
         let decode = |(peer, record): (usize, &[u8; RECORD])| {
             let malformed = || Error::Comm {
@@ -98,7 +101,11 @@ impl Mpi {
             };
             decode(&String::from_utf8_lossy(record)).ok_or_else(malformed)
         };
-        all.iter().enumerate().map(decode).collect::<Result<_>>().map(NodeMap::new)
+        let records: Vec<Record> = all.iter().enumerate().map(decode).collect::<Result<_>>()?;
+        let is_same = records.iter().all(|record| record.messages == messages);
+        self.posts_ahead = is_same && !self.settings.announce;
+        self.nodes = NodeMap::new(records);
+        Ok(())
     }
 }
 
@@ -109,6 +116,8 @@ pub(super) struct Record {
     node: String,
     host: String,
     cores: Vec<RangeInclusive<usize>>,
+    /// Settings of its messages.
+    messages: String,
 }
 
 /// Returns an identifier of the node of this process, whose processor MPI calls `processor`.
@@ -123,8 +132,8 @@ fn node_id(processor: &str) -> String {
     }
 }
 
-/// Encodes a record as three lines, padded with zeros: node, cores, host.
-fn encode(node: &str, cores: &str, host: &str) -> [u8; RECORD] {
+/// Encodes a record as four lines, padded with zeros: node, cores, message settings, host.
+fn encode(node: &str, cores: &str, messages: &str, host: &str) -> [u8; RECORD] {
     // a list is cut between two runs
     let end = if cores.len() <= LONGEST_LIST {
         cores.len()
@@ -132,7 +141,7 @@ fn encode(node: &str, cores: &str, host: &str) -> [u8; RECORD] {
         cores[..LONGEST_LIST].rfind(',').unwrap_or(0)
     };
     let mut record = [0; RECORD];
-    let text = format!("{node}\n{}\n{host}", &cores[..end]);
+    let text = format!("{node}\n{}\n{messages}\n{host}", &cores[..end]);
     record.iter_mut().zip(text.bytes()).for_each(|(into, byte)| *into = byte);
     record
 }
@@ -145,10 +154,11 @@ fn allowed_cores(status: &str) -> &str {
 
 /// Decodes a record; `None` if it is malformed.
 fn decode(record: &str) -> Option<Record> {
-    let mut lines = record.trim_end_matches('\0').splitn(3, '\n');
+    let mut lines = record.trim_end_matches('\0').splitn(4, '\n');
     let node = lines.next()?.to_owned();
     let cores = runs(lines.next()?);
-    Some(Record { node, host: lines.next()?.to_owned(), cores })
+    let messages = lines.next()?.to_owned();
+    Some(Record { node, host: lines.next()?.to_owned(), cores, messages })
 }
 
 /// Parses a list of cores. Returns no run if it is malformed: cores are only displayed, so this is
@@ -169,7 +179,7 @@ mod tests {
 
     #[test]
     fn nodes_count_in_the_order_of_their_first_ranks() {
-        let record = |node: i32| decode(&format!("{node}\n0-3,8\nhost {node}")).unwrap();
+        let record = |node: i32| decode(&format!("{node}\n0-3,8\n\nhost {node}")).unwrap();
         let map = NodeMap::new([0, 1, 0, 4, 1, 0].map(record).into());
         assert_eq!(map.placement().nodes(), [0, 1, 0, 2, 1, 0]);
         assert_eq!(map.nodes(), 3);
@@ -189,6 +199,7 @@ mod tests {
             node: (rank % 30_000).to_string(),
             host: String::new(),
             cores: Vec::new(),
+            messages: String::new(),
         };
         let map = NodeMap::new((0..60_000).map(record).collect());
         assert_eq!((map.nodes(), map.locations()[59_999].rank_on_node), (30_000, 1));
@@ -202,10 +213,15 @@ mod tests {
             assert_eq!(runs(malformed), []);
         }
         assert_eq!(allowed_cores("Name:\tx\nCpus_allowed_list:\t0-1\nMems:\t0"), "0-1");
-        assert_eq!(decode("1\n0"), None);
+        assert_eq!(decode("1\n0\n"), None);
         let round_trip =
-            |cores: &str| decode(&String::from_utf8_lossy(&encode("id", cores, "host")));
-        let record = Record { node: "id".to_owned(), host: "host".to_owned(), cores: vec![0..=3] };
+            |cores: &str| decode(&String::from_utf8_lossy(&encode("id", cores, "7", "host")));
+        let record = Record {
+            node: "id".to_owned(),
+            host: "host".to_owned(),
+            cores: vec![0..=3],
+            messages: "7".to_owned(),
+        };
         assert_eq!(round_trip("0-3"), Some(record));
         // of a list that is too long, the first cores are kept
         let even: Vec<String> = (0..400).map(|core| (2 * core).to_string()).collect();

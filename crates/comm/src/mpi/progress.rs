@@ -152,6 +152,10 @@ impl Transport<Host> for Progress {
     fn bytes_sent(&self) -> u64 {
         self.cell.lock().bytes_sent()
     }
+
+    fn posts_ahead(&self) -> bool {
+        self.cell.lock().posts_ahead()
+    }
 }
 
 impl Control for Progress {

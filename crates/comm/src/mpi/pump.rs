@@ -130,11 +130,13 @@ impl Mpi {
         match outcome {
             Ok(()) => {}
             Err(MessageError::Length) => {
-                return Err(Error::Comm {
-                    peer,
-                    step: self.step,
-                    what: "a message differs in length from its announcement".to_owned(),
-                });
+                let what = match kind {
+                    MessageKind::DataReceive { channel, tag, .. } => {
+                        format!("message {channel:?} {tag} has another length than its receive")
+                    }
+                    _ => "a control message has another length than MPI has reported".to_owned(),
+                };
+                return Err(Error::Comm { peer, step: self.step, what });
             }
             // a rank that has left needs no more frames
             Err(MessageError::Mpi(_)) if self.peers.has_left(peer) && !kind.is_data() => {}
@@ -143,7 +145,7 @@ impl Mpi {
             }
         }
         match kind {
-            MessageKind::DataSend { step, .. } => self.peers.end_send(peer, step),
+            MessageKind::DataSend { key, step } => return self.finish_send(key, step),
             MessageKind::DataReceive { channel, tag, .. } => {
                 return self.finish_receive(peer, channel, tag, buffer);
             }
@@ -196,7 +198,7 @@ impl Mpi {
         receive.stage = ReceiveStage::Arrived;
         self.peers[peer].hear();
         self.work.work(Instant::now());
-        self.match_early()
+        Ok(())
     }
 
     /// Processes the frames of `peer` that have arrived, in the order in which it sent them.
@@ -315,10 +317,6 @@ impl Mpi {
             announcement.is_for(receive) && receive.stage == ReceiveStage::Posted
         };
         if let Some(index) = self.receives.iter().position(is_expected) {
-            if self.follows_another(&announcement) {
-                self.early.push(announcement);
-                return Ok(());
-            }
             let MessageHeader { step, .. } = self.receives[index].header;
             let want = self.receives[index].header.bytes();
             if bytes != want {
@@ -340,22 +338,7 @@ impl Mpi {
         Ok(())
     }
 
-    /// Returns true if an earlier message of the same peer and channel has not arrived.
-    ///
-    /// Messages of a pair and channel are received one after another. Otherwise they would share
-    /// the bandwidth, and all parts of a block would arrive at the end.
-    fn follows_another(&self, announcement: &Announcement) -> bool {
-        let Announcement { peer, channel, tag, .. } = *announcement;
-        let is_before = |header: &MessageHeader| {
-            (header.peer, header.channel) == (peer, channel) && header.tag < tag
-        };
-        self.receives
-            .iter()
-            .any(|receive| is_before(&receive.header) && receive.stage != ReceiveStage::Arrived)
-    }
-
-    /// Matches early announcements with receives that were posted since, or that no longer follow
-    /// another one.
+    /// Matches early announcements with receives that were posted since.
     pub(super) fn match_early(&mut self) -> Result<()> {
         let mut early = std::mem::take(&mut self.early);
         early.sort_by_key(|early| early.tag);
@@ -410,7 +393,10 @@ impl Mpi {
 mod tests {
     use annulus_core::HostBuffer;
 
-    use super::{super::ffi::MpiError, *};
+    use super::{
+        super::{ffi::MpiError, messages::SendKey},
+        *,
+    };
 
     fn lost(kind: MessageKind) -> Completed<MessageKind> {
         Completed {
@@ -457,7 +443,8 @@ mod tests {
         assert_eq!((rank.peers[1].out_of_order.len(), rank.peers[1].processed), (0, 0));
         // a lost block is an error
         rank.peers.begin_send(1, 5);
-        let error = rank.deliver(lost(MessageKind::DataSend { peer: 1, step: 5 }));
+        let key = SendKey { peer: 1, channel: Channel::Kv, tag: 3 };
+        let error = rank.deliver(lost(MessageKind::DataSend { key, step: 5 }));
         assert_eq!(error, Err(Error::PeerLost { peer: 1, step: 0 }));
     }
 }

@@ -17,8 +17,8 @@
 //!   transfer has completed.
 //! * **D.** No message is longer than the receive that it matches, piece by piece. Either MPI has
 //!   reported its length ([`Requests::receive_any`]), or the sender, which runs this code too, has
-//!   announced the length of message and pieces ([`Requests::receive`]). Otherwise some MPIs write
-//!   past the end of the buffer.
+//!   announced the length of message and pieces, or all ranks have agreed on both
+//!   ([`Requests::receive`]). Otherwise some MPIs write past the end of the buffer.
 #![expect(unsafe_code, reason = "calls of the C interface of MPI")]
 
 use std::{collections::HashMap, ffi::c_int, mem, ops::Range};
@@ -173,8 +173,9 @@ impl<K> Requests<K> {
         Ok(())
     }
 
-    /// Starts receiving a message that was announced with the length of `range` into these bytes
-    /// of `buffer`, which has no other owner. The caller has entered `communicator`.
+    /// Starts receiving a message that was announced with the length of `range`, or whose length is
+    /// agreed, into these bytes of `buffer`, which has no other owner. The caller has entered
+    /// `communicator`.
     pub(super) fn receive(
         &mut self,
         communicator: &Communicator,
@@ -302,6 +303,23 @@ impl<K> Requests<K> {
             complete.push(request);
         }
         Ok(self.remove(complete))
+    }
+
+    /// Cancels the receives of the messages that `is_unwanted` selects. Those whose messages have
+    /// not begun to arrive complete within the next tests, and so give back their buffers. The
+    /// caller has entered the communicators of all messages.
+    pub(super) fn cancel_receives(&mut self, is_unwanted: impl Fn(&K) -> bool) -> Result<()> {
+        for (request, owner) in self.requests.iter_mut().zip(&self.owners) {
+            let is_receive = owner.want.is_some();
+            let message = self.messages.get(&owner.message);
+            if is_receive && message.is_some_and(|message| is_unwanted(&message.kind)) {
+                // SAFETY: rules 1 and 2 (the caller has entered); the request was started here and
+                // is active; it stays in `requests` until it is complete (A)
+                let code = unsafe { ffi::MPI_Cancel(request) };
+                check(code, PeerStep::of(0))?;
+            }
+        }
+        Ok(())
     }
 
     /// Removes requests that are complete. Returns the messages without any other request.

@@ -12,12 +12,10 @@ use annulus_core::{
 
 use super::{
     Mpi,
-    communicator::Communicator,
-    frame::{self, CHANNELS, Frame},
+    frame::Frame,
     message_buffer::MessageBuffer,
-    messages::{MessageKind, PostedReceive, ReceiveStage},
+    messages::{MessageKind, PostedReceive, QueuedSend, ReceiveStage, SendKey},
     requests::{Address, Mode},
-    window,
 };
 use crate::ranges;
 
@@ -27,9 +25,15 @@ impl Mpi {
         if self.settings.synchronous { Mode::Synchronous } else { Mode::Standard }
     }
 
-    const fn address(data: &Communicator, header: &MessageHeader, piece: u64) -> Address {
-        let tag = header.tag % window(data) * CHANNELS + frame::number(header.channel);
+    fn address(&self, header: &MessageHeader, piece: u64) -> Address {
+        let tag = self.tags.of(header, header.bytes());
         Address { peer: header.peer, tag, step: header.step, piece }
+    }
+
+    /// Returns true if the message is received as soon as its receive is posted, and so is not
+    /// announced.
+    const fn is_ahead(&self, header: &MessageHeader) -> bool {
+        self.posts_ahead && header.agreed.is_some()
     }
 
     /// Checks the receives of a group, sorted by peer, channel and tag.
@@ -51,11 +55,12 @@ impl Mpi {
         Ok(())
     }
 
-    /// Starts the receive at `index`, whose message was announced with the right length and is sent
-    /// in pieces of `piece` bytes.
+    /// Starts the receive at `index`. Its message was announced with the right length, or all ranks
+    /// agree on it; it is sent in pieces of `piece` bytes.
     pub(super) fn begin_receive(&mut self, index: usize, piece: u64) -> Result<()> {
         let header = self.receives[index].header.clone();
-        let address = Self::address(self.enter()?.0, &header, piece);
+        self.enter()?;
+        let address = self.address(&header, piece);
         let bytes = header.bytes();
         let (into, stage, range) = match contiguous(&header.ranges) {
             Some(range) => (self.receives[index].buffer.take(), ReceiveStage::Direct, range),
@@ -84,34 +89,73 @@ impl Mpi {
         self.start_contiguous_send(header, MessageBuffer::Host(from), range)
     }
 
-    /// Announces and sends the message `header`, whose bytes are `range` of `from`.
+    /// Sends the message `header`, whose bytes are `range` of `from`, after the messages of the
+    /// same peer and channel with lower tags.
+    ///
+    /// Sent at the same time they would share the bandwidth, and all parts of a block would arrive
+    /// at the end.
     pub(super) fn start_contiguous_send(
         &mut self,
         header: &MessageHeader,
         from: MessageBuffer,
         range: Range<u64>,
     ) -> Result<()> {
-        let piece = self.settings.piece_bytes;
-        let announcement = Frame::Announce {
-            channel: header.channel,
-            tag: header.tag,
-            step: header.step as u64,
-            bytes: header.bytes(),
-            piece,
-        };
-        let kind = MessageKind::FrameSend { peer: header.peer };
-        self.send_frame(header.peer, &announcement.encode()?, kind)?;
-        let mode = self.mode();
-        let (data, _) = self.enter()?;
-        let address = Self::address(data, header, piece);
         self.step = header.step;
         self.bytes_sent += header.bytes();
         self.peers.begin_send(header.peer, header.step);
-        let kind = MessageKind::DataSend { peer: header.peer, step: header.step };
+        self.sends.push(SendKey::of(header));
+        self.queued.push_back(QueuedSend { header: header.clone(), from, range });
+        self.start_queued()
+    }
+
+    /// Starts the queued sends that follow no other one.
+    fn start_queued(&mut self) -> Result<()> {
+        let is_first = |queued: &QueuedSend| {
+            let key = SendKey::of(&queued.header);
+            !self.sends.iter().any(|send| send.is_before(&key))
+        };
+        let first: Vec<usize> =
+            (0..self.queued.len()).filter(|&index| is_first(&self.queued[index])).collect();
+        // descending, because a removal moves those behind it; of a peer and channel there is one
+        for index in first.into_iter().rev() {
+            if let Some(send) = self.queued.remove(index) {
+                self.start_first(send)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Starts a send, and announces it before, unless it is received ahead.
+    fn start_first(&mut self, QueuedSend { header, from, range }: QueuedSend) -> Result<()> {
+        let piece = self.settings.piece_bytes;
+        if !self.is_ahead(&header) {
+            let announcement = Frame::Announce {
+                channel: header.channel,
+                tag: header.tag,
+                step: header.step as u64,
+                bytes: header.bytes(),
+                piece,
+            };
+            let kind = MessageKind::FrameSend { peer: header.peer };
+            self.send_frame(header.peer, &announcement.encode()?, kind)?;
+        }
+        self.enter()?;
+        let mode = self.mode();
+        let address = self.address(&header, piece);
+        let kind = MessageKind::DataSend { key: SendKey::of(&header), step: header.step };
         if let Some(data) = &self.data {
             self.requests.send(data, mode, address, from, range, kind)?;
         }
         Ok(())
+    }
+
+    /// Accounts for a send that has completed, and starts the one that follows it.
+    pub(super) fn finish_send(&mut self, key: SendKey, step: usize) -> Result<()> {
+        self.peers.end_send(key.peer, step);
+        if let Some(index) = self.sends.iter().position(|send| *send == key) {
+            self.sends.swap_remove(index);
+        }
+        if self.queued.is_empty() { Ok(()) } else { self.start_queued() }
     }
 
     /// Copies the bytes `from` of `buffer` to the front of a staging buffer.
@@ -154,8 +198,12 @@ impl Mpi {
         for (header, buffer) in receives {
             self.step = header.step;
             self.last_tags.insert((header.peer, header.channel), header.tag);
+            let is_ahead = self.is_ahead(&header);
             let buffer = Some(buffer);
             self.receives.push(PostedReceive { header, buffer, stage: ReceiveStage::Posted });
+            if is_ahead {
+                self.begin_receive(self.receives.len() - 1, self.settings.piece_bytes)?;
+            }
         }
         self.match_early()?;
         sends.iter().try_for_each(|send| self.start_send(send))
@@ -252,6 +300,10 @@ impl Transport<Host> for Mpi {
 
     fn bytes_sent(&self) -> u64 {
         self.bytes_sent
+    }
+
+    fn posts_ahead(&self) -> bool {
+        self.posts_ahead
     }
 }
 

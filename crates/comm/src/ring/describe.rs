@@ -4,7 +4,8 @@
 use std::fmt::{Debug, Display, Write};
 
 use annulus_core::{
-    BackwardMode, Batch, Capabilities, DenseMask, Fingerprint, Machine, Placement, Spec, Strategy,
+    BackwardMode, Batch, Capabilities, DenseMask, Error, Fingerprint, Machine, Placement, Result,
+    Spec, Strategy,
 };
 
 use super::RingOptions;
@@ -13,13 +14,40 @@ use crate::agreement::Descriptor;
 /// Characters of a field's text that are sent for the error message. The digest covers all of it.
 const SHOWN: usize = 60;
 
-/// Describes a plan. The capabilities are the backend's, the placement is the transport's.
+/// Properties of a transport.
+#[derive(Clone, Copy)]
+pub(crate) struct TransportFields<'a> {
+    pub(crate) placement: Option<&'a Placement>,
+    pub(crate) posts_ahead: bool,
+}
+
+/// Values of the fields of [`plan`] that may differ between ranks.
+pub(crate) struct Combined {
+    pub(crate) kv_tile: u64,
+    pub(crate) kv_block_size: u64,
+    /// True if every transport posts ahead.
+    pub(crate) posts_ahead: bool,
+}
+
+impl Combined {
+    /// Decodes the result of the agreement on [`plan`].
+    pub(crate) fn new(values: &[u64]) -> Result<Self> {
+        match values {
+            &[kv_tile, kv_block_size, announces] => {
+                Ok(Self { kv_tile, kv_block_size, posts_ahead: announces == 0 })
+            }
+            _ => Err(Error::internal("an agreement on other fields than those of a plan")),
+        }
+    }
+}
+
+/// Describes a plan. The capabilities are the backend's.
 pub(crate) fn plan(
     spec: &Spec,
     options: &RingOptions,
     strategy: Strategy,
     capabilities: &Capabilities,
-    placement: Option<&Placement>,
+    transport: TransportFields<'_>,
 ) -> Descriptor {
     let dims = &spec.dims;
     let (probability, seed) =
@@ -73,12 +101,13 @@ pub(crate) fn plan(
     let d = debug(d, "probabilities rounded to", &capabilities.probs_dtype);
     let variable = options.deadline_variable.map(|deadline| deadline.as_secs_f64());
     let d = debug(d, "ANNULUS_DEADLINE", &variable);
-    let d = debug(d, "placement", &placement.map(Placement::nodes));
+    let d = debug(d, "placement", &transport.placement.map(Placement::nodes));
     d.field("partial", u64::from(spec.partial))
         .field("backward", u64::from(options.backward))
         .field("local_gradients", u64::from(options.local_gradients))
         .largest("kv_tile", capabilities.kv_tile)
         .largest("kv_block_size", options.kv_block_size.unwrap_or_default())
+        .largest("announces messages", u64::from(!transport.posts_ahead))
 }
 
 /// Describes a batch, but for the rows, which differ by rank.

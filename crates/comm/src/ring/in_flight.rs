@@ -5,7 +5,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_core::{Arrived, Error, Incoming, MessageHeader, Outgoing, Result, Space, Transport};
+use annulus_core::{
+    AgreedLengths, Arrived, Error, Incoming, MessageHeader, Outgoing, Result, Space, Transport,
+};
 
 use crate::span::span;
 
@@ -21,6 +23,8 @@ const PATIENCE: Duration = Duration::from_millis(20);
 pub(crate) struct InFlight<'a, S: Space> {
     transport: &'a mut dyn Transport<S>,
     first_tag: u64,
+    /// Proof for all messages of the pass.
+    lengths: Option<AgreedLengths>,
     expected: Vec<MessageHeader>,
     incoming: Vec<Incoming<S>>,
     last_tick: Instant,
@@ -35,15 +39,18 @@ pub(crate) struct InFlight<'a, S: Space> {
 }
 
 impl<'a, S: Space> InFlight<'a, S> {
-    /// Starts with nothing in flight. Tags of the pass start at `first_tag`.
+    /// Starts with nothing in flight. Tags of the pass start at `first_tag`; `lengths` proves that
+    /// all of its messages match.
     pub(crate) fn new(
         transport: &'a mut dyn Transport<S>,
         first_tag: u64,
+        lengths: Option<AgreedLengths>,
         observer: Observer<'a>,
     ) -> Self {
         Self {
             transport,
             first_tag,
+            lengths,
             expected: Vec::new(),
             incoming: Vec::new(),
             last_tick: Instant::now(),
@@ -86,6 +93,7 @@ impl<'a, S: Space> InFlight<'a, S> {
         }
         let tagged = |header: &MessageHeader| MessageHeader {
             tag: header.tag + self.first_tag,
+            agreed: self.lengths,
             ..header.clone()
         };
         for header in &transfers.receives {

@@ -4,16 +4,16 @@
 use std::sync::Arc;
 
 use annulus_core::{
-    Backend, BackwardMode, DenseMask, Error, Layout, LeafMerges, NeedsIndex, Order, RankLeaves,
-    RankSchedule, RankShard, Result, RingShards, Route, RowLayout, RowSet, Rows, Schedule, Shard,
-    Space, Spec, leaves_of,
+    AgreedLengths, Backend, BackwardMode, DenseMask, Error, Layout, LeafMerges, MessageBalance,
+    NeedsIndex, Order, RankLeaves, RankSchedule, RankShard, Result, RingShards, Route, RowLayout,
+    RowSet, Rows, Schedule, Shard, Space, Spec, leaves_of,
 };
 
 use super::{
     Ring,
     block_parts::SplitSize,
     leaf_reduce::LeafOwners,
-    program::{RankProgram, RankStep, RecordSizes},
+    program::{RankProgram, RankStep, RecordSizes, Transfers},
     tail_overlap,
 };
 
@@ -32,6 +32,8 @@ pub(super) struct Agreed {
     pub(super) split: SplitSize,
     /// True if the plan serves backward passes.
     pub(super) backward: bool,
+    /// True if the transports of all ranks post receives ahead.
+    pub(super) posts_ahead: bool,
     /// Fingerprint of this rank's arithmetic. Equal on all ranks only if the order is reproducible.
     pub(super) numerics: String,
 }
@@ -54,6 +56,9 @@ pub(super) struct RingPlan {
     pub(super) most_received: u64,
     /// Maximum rows of a query block that this rank receives.
     pub(super) most_queries_received: u64,
+    /// Proof that all ranks derive the same messages, once they have agreed on them, if transports
+    /// make use of it.
+    pub(super) lengths: Option<AgreedLengths>,
     /// Leaves in the order of their arrival, if the order is reproducible.
     leaves: Option<Arc<RankLeaves>>,
     /// Owners of the leaves of queries, if dsinks is summed over them.
@@ -135,6 +140,7 @@ impl RingPlan {
             q_leaves: owners(spec.sinks.is_some(), &shards.q)?,
             kv_leaves: owners(matches!(spec.bias, Some([_, _, 1, 1])), &shards.kv)?,
             leaves: leaves.transpose()?.map(Arc::new),
+            lengths: None,
             most_received: most(&program.steps),
             most_queries_received: most(&query_steps),
             shards,
@@ -145,6 +151,27 @@ impl RingPlan {
             keys,
             spec: Arc::clone(spec),
         })
+    }
+
+    /// Returns the balance of the messages of all passes of `rank`.
+    pub(super) fn message_balance(&self, rank: usize) -> MessageBalance {
+        let mut balance = MessageBalance::of_rank(rank);
+        let of_keys = self
+            .program
+            .steps
+            .iter()
+            .flat_map(|step| [(0, &step.kv), (1, &step.kv_in_parts), (2, &step.gradients)]);
+        let of_queries = self.query_steps.iter().map(|step| (3, &step.kv_in_parts));
+        for (list, Transfers { sends, receives }) in of_keys.chain(of_queries) {
+            sends.iter().for_each(|message| balance.send(list, message));
+            receives.iter().for_each(|message| balance.receive(list, message));
+        }
+        balance
+    }
+
+    /// Keeps the proof of all ranks that this plan's messages match, if transports make use of it.
+    pub(super) fn agree_on_lengths(&mut self, agreed: &Agreed, lengths: AgreedLengths) {
+        self.lengths = agreed.posts_ahead.then_some(lengths);
     }
 
     /// Returns the bytes of the partial results of leaves that wait to be merged.

@@ -14,7 +14,8 @@ use super::{
     RingOptions,
     block_parts::SplitSize,
     buffers::Buffers,
-    check, describe,
+    check,
+    describe::{self, Combined, TransportFields},
     plan::{Agreed, RingPlan},
 };
 use crate::agreement;
@@ -103,12 +104,15 @@ impl<B: Backend> Planned<B> {
         let ranks = transport.control().ranks();
         let checked = spec.and_then(|spec| check_plan(backend, spec, options, ranks));
         let placement = transport.control().placement().cloned();
+        let posts_ahead = transport.posts_ahead();
         let describe = |(spec, capabilities): &(Spec, _)| {
-            describe::plan(spec, options, Strategy::Ring, capabilities, placement.as_ref())
+            let fields = TransportFields { placement: placement.as_ref(), posts_ahead };
+            describe::plan(spec, options, Strategy::Ring, capabilities, fields)
         };
         let described = checked.as_ref().map(describe).map_err(Error::clone);
-        let largest = agreement::enter(transport, 0, &described)?;
+        let combined = agreement::enter(transport, 0, &described)?;
         let (spec, capabilities) = checked?;
+        let combined = Combined::new(&combined)?;
 
         let mut ticks = PlanningTicks::new(&mut *transport);
         let mut tick = || ticks.tick();
@@ -122,19 +126,25 @@ impl<B: Backend> Planned<B> {
             layout,
             route: options.route.unwrap_or(route),
             order,
-            // in the order of `describe::plan`
             split: SplitSize {
-                kv_tile: largest.first().copied().unwrap_or(capabilities.kv_tile).max(1),
-                kv_block: largest.get(1).copied().unwrap_or_default(),
+                kv_tile: combined.kv_tile.max(1),
+                kv_block: combined.kv_block_size,
                 whole_tiles,
             },
+            posts_ahead: combined.posts_ahead,
             backward: options.backward,
             numerics: capabilities.numerics_id,
         };
         let planned = Self::locally(backend, agreed, rank, ranks, &mut tick);
-        let planned = ticks.finish(planned);
-        agreement::close(transport, 1, planned.as_ref().map_err(Error::clone).map(|_| ()))?;
-        planned
+        let planned = ticks.finish(planned).map(|planned| {
+            let balance = planned.plan.message_balance(rank);
+            (planned, balance)
+        });
+        let balance = planned.as_ref().map(|(_, balance)| balance).map_err(Error::clone);
+        let lengths = agreement::close_plan(transport, 1, || 2, balance)?;
+        let (mut planned, _) = planned?;
+        planned.plan.agree_on_lengths(&planned.agreed, lengths);
+        Ok(planned)
     }
 
     /// Does the part of planning that needs no other rank.

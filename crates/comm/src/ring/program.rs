@@ -171,6 +171,7 @@ impl Addressing<'_> {
             tag: (self.step + part) as u64,
             step: self.step,
             ranges: records.iter().map(bytes).collect::<Arc<[_]>>(),
+            agreed: None,
         }
     }
 

@@ -57,7 +57,7 @@ impl<B: Backend> Ring<B> {
         let Self { agreed, workspace, transport, plan, buffers, watch, ring_index, .. } = self;
         let start = Instant::now();
         let observer = watch.observer(Circulation::Forward, start, agreed, plan, *ring_index);
-        let mut in_flight = InFlight::new(transport.as_mut(), first_tag, observer);
+        let mut in_flight = InFlight::new(transport.as_mut(), first_tag, plan.lengths, observer);
         let mut pass = workspace.forward(inputs.reborrow())?;
 
         let mut kv = take_buffer::<B::Space>(&mut buffers.blocks, buffers.local_kv_bytes)?;
@@ -113,7 +113,7 @@ impl<B: Backend> Ring<B> {
         let mut one_pass = OnePass {
             pass,
             plan,
-            in_flight: InFlight::new(transport.as_mut(), first_tag, observer),
+            in_flight: InFlight::new(transport.as_mut(), first_tag, plan.lengths, observer),
             sums: GradientBuffers::new(&mut buffers.gradients, &mut buffers.final_gradients),
             local_dkv,
             rows: &mut buffers.rows,
@@ -162,7 +162,7 @@ impl<B: Backend> Ring<B> {
         let reproducible = agreed.spec.leaf_rows.is_some();
         let mut pass = workspace.backward(inputs.reborrow(), BackwardMode::TwoPass)?;
 
-        let mut in_flight = InFlight::new(transport.as_mut(), first_tag, observer);
+        let mut in_flight = InFlight::new(transport.as_mut(), first_tag, plan.lengths, observer);
         let mut kv = take_buffer::<B::Space>(&mut buffers.blocks, buffers.local_kv_bytes)?;
         let ready = pass.local_kv(&mut kv, Readers::Ring)?;
         let blocks = Blocks::new(kv, ready, agreed.route, &mut buffers.blocks);
@@ -179,7 +179,7 @@ impl<B: Backend> Ring<B> {
         let second_tag = first_tag + block_parts::tags(*ranks);
         let circulation = Circulation::TwoPassQueries;
         let observer = watch.observer(circulation, start, agreed, plan, *ring_index);
-        let mut in_flight = InFlight::new(transport.as_mut(), second_tag, observer);
+        let mut in_flight = InFlight::new(transport.as_mut(), second_tag, plan.lengths, observer);
         let mut q = take_buffer::<B::Space>(&mut buffers.queries, plan.local_query_bytes())?;
         let ready = pass.local_queries(&mut q)?;
         let blocks = Blocks::new(q, ready, agreed.route, &mut buffers.queries);

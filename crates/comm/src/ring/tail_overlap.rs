@@ -103,6 +103,7 @@ mod tests {
                 order: Order::ascending(2),
                 split: SplitSize { kv_tile: 64, kv_block: 0, whole_tiles: false },
                 backward: true,
+                posts_ahead: false,
                 numerics: String::new(),
             };
             let plan = RingPlan::derive::<Host>(&agreed, rank, coordinates, None, &mut || ());

@@ -76,10 +76,14 @@ impl<B: Backend> Ring<B> {
             self.workspace.update(&staged.shard)?;
             Ok(staged)
         });
-        let status = staged.as_ref().map_err(Error::clone).map(|_| ());
+        let balance = staged.as_ref().map(|staged| staged.plan.message_balance(self.rank));
+        let status = balance.as_ref().map_err(|&error| Error::clone(error));
         let round = self.entries.round();
-        match (agreement::close(self.transport.as_mut(), round, status), staged) {
-            (Ok(()), Ok(staged)) => {
+        let transport = self.transport.as_mut();
+        let closed = agreement::close_plan(transport, round, || self.entries.round(), status);
+        match (closed, staged) {
+            (Ok(lengths), Ok(mut staged)) => {
+                staged.plan.agree_on_lengths(&self.agreed, lengths);
                 self.commit(staged);
                 Ok(())
             }

@@ -6,12 +6,13 @@
  * In MPI_Finalize every rank prints one line to standard error:
  *
  *   counts rank R seconds S peers N heartbeat N/M announce N/M gather N/M abort N/M leave N/M
- *     barrier N/M inquiries N
+ *     barrier N/M inquiries N receives N waiting N
  *
  * S is the time since MPI was initialised; peers counts the ranks to which it has sent anything;
  * N/M are messages of a kind of control frame and the ranks to which they went. Control frames have
  * MPI tag 0, which no block has, and begin with their kind (crates/comm/src/mpi/frame.rs).
- * Inquiries are calls of MPI_Initialized and MPI_Finalized.
+ * Inquiries are calls of MPI_Initialized and MPI_Finalized. Receives are those of blocks; waiting
+ * counts those of them whose message was there before.
  *
  * After MPI_Finalize follows another line, of the communicators that were given a name which begins
  * with "annulus":
@@ -31,7 +32,7 @@ static double began;
 static char sent[RANKS];
 static char sent_kind[KINDS][RANKS];
 static long messages[KINDS];
-static long inquiries, named, freed;
+static long inquiries, named, freed, receives, waiting;
 
 /* Peers are ranks of the communicator of a send. All communicators of the tests have the ranks of
  * the world, in its order. */
@@ -65,6 +66,21 @@ int MPI_Issend(const void *bytes, int length, MPI_Datatype type, int peer, int t
                MPI_Request *request) {
   count(bytes, length, peer, tag);
   return PMPI_Issend(bytes, length, type, peer, tag, comm, request);
+}
+
+int MPI_Irecv(void *bytes, int length, MPI_Datatype type, int peer, int tag, MPI_Comm comm,
+              MPI_Request *request) {
+  char name[MPI_MAX_OBJECT_NAME] = "";
+  int name_length, found = 0;
+  PMPI_Comm_get_name(comm, name, &name_length);
+  if (strcmp(name, "annulus data") == 0) {
+    /* the first call may only advance what a later one finds */
+    for (int tries = 0; tries < 3 && !found; tries++)
+      PMPI_Iprobe(peer, tag, comm, &found, MPI_STATUS_IGNORE);
+    receives++;
+    waiting += found;
+  }
+  return PMPI_Irecv(bytes, length, type, peer, tag, comm, request);
 }
 
 int MPI_Initialized(int *flag) {
@@ -116,7 +132,8 @@ int MPI_Finalize(void) {
   for (int kind = 0; kind < KINDS; kind++)
     end += snprintf(line + end, sizeof line - end, " %s %ld/%d", names[kind], messages[kind],
                     distinct(sent_kind[kind]));
-  fprintf(stderr, "%s inquiries %ld\n", line, inquiries);
+  fprintf(stderr, "%s inquiries %ld receives %ld waiting %ld\n", line, inquiries, receives,
+          waiting);
   /* endpoints that were dropped on another thread are freed within it */
   int code = PMPI_Finalize();
   fprintf(stderr, "communicators rank %d named %ld freed %ld\n", rank, named, freed);

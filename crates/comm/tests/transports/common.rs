@@ -75,7 +75,14 @@ pub(crate) fn header(
     tag: u64,
     ranges: &[Range<u64>],
 ) -> MessageHeader {
-    MessageHeader { peer, channel, tag, step: usize::try_from(tag).unwrap(), ranges: ranges.into() }
+    MessageHeader {
+        peer,
+        channel,
+        tag,
+        step: usize::try_from(tag).unwrap(),
+        ranges: ranges.into(),
+        agreed: None,
+    }
 }
 
 pub(crate) fn buffer(bytes: &[u8]) -> HostBuffer {

@@ -100,6 +100,7 @@ pub(crate) fn play(transport: &mut dyn Transport<Host>, groups: &[Vec<Message>],
         tag: message.tag,
         step: 0,
         ranges: ranges(&message.cuts[side]),
+        agreed: None,
     };
     for (number, group) in groups.iter().enumerate() {
         let shuffle =

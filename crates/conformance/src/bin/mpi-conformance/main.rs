@@ -12,14 +12,17 @@
 //! | `host-split` | a communicator from a split has the world's highest tag, and a ring over it works |
 //! | `host-late` | the last rank comes late: the others wait and the host's communicator works; with a limit, an error on all ranks; a limit on an adopted communicator leaves the host's intact |
 //! | `lost PASS MOMENT` | rank 1 is killed, or stopped for ever: every other rank names it by deadline + 1 s (the launcher must keep them running) |
+//! | `ahead` | receives with agreed lengths start when they are posted, unless a rank announces its messages |
 //! | `control` | a rank is late, aborts or leaves: all others get the same error |
 //! | `away` | a rank is busy between two calls for two deadlines: nothing fails, and at an arrival deadline the call is made again |
 //! | `suspended` | all ranks are stopped within a pass for longer than the deadline: the same bits |
 //! | `slow` | half of the deadline is silence of one rank: its watchers warn once, nothing fails |
 //! | `panic` | the last rank panics: the job ends with a status other than 0 |
 //!
-//! `--synchronous` makes every send an `MPI_Issend`; `--piece-bytes N` splits messages into pieces.
+//! `--synchronous` makes every send an `MPI_Issend`; `--piece-bytes N` splits messages into pieces;
+//! `--announce` announces every message.
 
+mod ahead;
 mod away;
 mod bytes;
 mod cases;
@@ -41,7 +44,7 @@ use annulus_comm::mpi::{Launch, Settings};
 use self::harness::{Harness, Verdict};
 
 const USAGE: &str = "want messages, cases SEEDS, pairs, bytes, mismatch, host, host-split, \
-    host-late, control, away, suspended, lost PASS MOMENT, slow or panic";
+    host-late, ahead, control, away, suspended, lost PASS MOMENT, slow or panic";
 
 fn main() -> ExitCode {
     let mut words: Vec<String> = std::env::args().skip(1).collect();
@@ -59,6 +62,10 @@ fn settings(words: &mut Vec<String>) -> Result<Settings, String> {
     if let Some(found) = words.iter().position(|word| word == "--synchronous") {
         words.remove(found);
         settings.synchronous = true;
+    }
+    if let Some(found) = words.iter().position(|word| word == "--announce") {
+        words.remove(found);
+        settings.announce = true;
     }
     if let Some(found) = words.iter().position(|word| word == "--piece-bytes") {
         let number = words.get(found + 1).ok_or("--piece-bytes wants a number")?;
@@ -91,6 +98,7 @@ fn run(words: &[String], settings: &Settings) -> Verdict {
         ["bytes"] => {
             bytes::all(&mut harness, settings).and_then(|()| decode::tokens(&mut harness, settings))
         }
+        ["ahead"] => ahead::all(&mut harness, settings),
         ["control"] => control::all(&mut harness, settings),
         ["away"] => away::away(&mut harness, settings),
         ["suspended"] => away::suspended(&mut harness, settings),

@@ -7,13 +7,13 @@ use std::{
 };
 
 use annulus_comm::{
-    all_gather, barrier,
+    Deadline, all_gather, barrier,
     mpi::{Mpi, Settings},
 };
 use annulus_conformance::Draw;
 use annulus_core::{
-    Channel, Control, Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result,
-    Transport, index,
+    AgreedLengths, Channel, Control, Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing,
+    Result, Transport, index,
 };
 
 use crate::harness::{Harness, Verdict, ensure};
@@ -27,15 +27,20 @@ const LIMIT: Duration = Duration::from_secs(30);
 type Check = fn(Mpi, usize) -> Result<Verdict>;
 
 pub(crate) fn all(harness: &mut Harness, settings: &Settings) -> Verdict {
-    let checks: [(&str, usize, Check); 10] = [
-        ("patterns", 1, |mut mpi, _| patterns(&mut mpi, 0..30).map(Ok)),
+    let checks: [(&str, usize, Check); 13] = [
+        ("patterns", 1, |mut mpi, _| patterns(&mut mpi, 0..30, None).map(Ok)),
+        ("patterns that are received ahead", 1, |mut mpi, _| {
+            patterns(&mut mpi, 30..60, agreed()).map(Ok)
+        }),
         ("gathers", 1, gathers),
         ("a message shorter than its receive", 2, |mpi, rank| wrong_length(mpi, rank, 8, 16)),
         ("a message longer than its receive", 2, |mpi, rank| wrong_length(mpi, rank, 70_000, 16)),
+        ("another length than that of a receive ahead", 2, other_length_ahead),
         ("a duplicate", 2, duplicate),
         ("an early duplicate", 2, early_duplicate),
         ("an abort", 2, abort),
-        ("a dropped endpoint", 2, dropped),
+        ("a dropped endpoint", 2, |mpi, rank| dropped(mpi, rank, None)),
+        ("a dropped endpoint of a receive ahead", 2, |mpi, rank| dropped(mpi, rank, agreed())),
         ("an all-gather that a rank never joins", 2, left_out),
         ("bad arguments", 1, bad_arguments),
     ];
@@ -117,19 +122,25 @@ fn bytes(message: &Message, side: usize) -> Result<HostBuffer> {
     Ok(buffer)
 }
 
-fn header(message: &Message, peer: usize, side: usize) -> MessageHeader {
+fn header(
+    message: &Message,
+    peer: usize,
+    side: usize,
+    agreed: Option<AgreedLengths>,
+) -> MessageHeader {
     MessageHeader {
         peer,
         channel: message.channel,
         tag: message.tag,
         step: 0,
         ranges: ranges(&message.cuts[side]),
+        agreed,
     }
 }
 
 /// Sends and receives this rank's messages of random groups, in any order, receives before or after
 /// sends.
-fn patterns(transport: &mut Mpi, seeds: Range<u64>) -> Result<()> {
+fn patterns(transport: &mut Mpi, seeds: Range<u64>, agreed: Option<AgreedLengths>) -> Result<()> {
     let rank = transport.rank();
     let ranks = transport.ranks();
     let mut tag = 0;
@@ -147,13 +158,13 @@ fn patterns(transport: &mut Mpi, seeds: Range<u64>) -> Result<()> {
             .iter()
             .zip(&buffers)
             .map(|(message, buffer)| Outgoing {
-                header: header(message, message.to, 0),
+                header: header(message, message.to, 0, agreed),
                 buffer,
                 ready: &(),
             })
             .collect();
         let receive = |message: &&Message| {
-            let header = header(message, message.from, 1);
+            let header = header(message, message.from, 1, agreed);
             let buffer = HostBuffer::zeroed(header.ranges.last().map_or(0, |range| range.end))?;
             Ok(Incoming { header, buffer })
         };
@@ -172,7 +183,7 @@ fn patterns(transport: &mut Mpi, seeds: Range<u64>) -> Result<()> {
         }
         payload += sends.iter().map(|send| send.header.bytes()).sum::<u64>();
         for message in incoming {
-            let buffer = wait_for(transport, &header(message, message.from, 1))?;
+            let buffer = wait_for(transport, &header(message, message.from, 1, agreed))?;
             if buffer.bytes() != bytes(message, 1)?.bytes() {
                 return Err(failure(format!(
                     "seed {seed}: a message from {} to {rank} arrived with wrong bytes",
@@ -193,12 +204,17 @@ fn patterns(transport: &mut Mpi, seeds: Range<u64>) -> Result<()> {
     Ok(())
 }
 
+/// Returns the proof of messages that all ranks derive alike, as those of a test.
+pub(crate) fn agreed() -> Option<AgreedLengths> {
+    AgreedLengths::of_total(0)
+}
+
 /// Returns a failure of a check as an error.
-fn failure(what: String) -> Error {
+pub(crate) fn failure(what: String) -> Error {
     Error::Device { what }
 }
 
-fn wait_for(transport: &mut Mpi, header: &MessageHeader) -> Result<HostBuffer> {
+pub(crate) fn wait_for(transport: &mut Mpi, header: &MessageHeader) -> Result<HostBuffer> {
     let started = Instant::now();
     loop {
         if let Some(arrived) = transport.take(header)? {
@@ -211,7 +227,7 @@ fn wait_for(transport: &mut Mpi, header: &MessageHeader) -> Result<HostBuffer> {
     }
 }
 
-fn drain(transport: &mut Mpi) -> Result<()> {
+pub(crate) fn drain(transport: &mut Mpi) -> Result<()> {
     let started = Instant::now();
     while transport.pending() {
         if started.elapsed() > LIMIT {
@@ -275,6 +291,7 @@ fn block(peer: usize, tag: u64, bytes: u64) -> MessageHeader {
         tag,
         step: 5,
         ranges: std::iter::once(0..bytes).collect(),
+        agreed: None,
     }
 }
 
@@ -329,6 +346,51 @@ fn wrong_length(mut transport: Mpi, rank: usize, sent: u64, wanted: u64) -> Resu
     )
 }
 
+/// A message that is received ahead, although its length differs, does not match the receive: a
+/// rank that waits for it fails at its deadline, and no byte is written.
+fn other_length_ahead(transport: Mpi, rank: usize) -> Result<Verdict> {
+    const DEADLINE: Duration = Duration::from_secs(1);
+    let mut transport = Deadline::<_, Host>::new(transport, DEADLINE)?;
+    barrier(&mut transport, 1)?;
+    let (peer, step) = (1 - rank.min(1), 5);
+    let of = |bytes| MessageHeader { agreed: agreed(), ..block(peer, 3, bytes) };
+    let started = Instant::now();
+    match rank {
+        0 => {
+            let buffer = HostBuffer::zeroed(70_000)?;
+            let send = Outgoing { header: of(70_000), buffer: &buffer, ready: &() };
+            transport.post(&[send], &mut Vec::new())?;
+        }
+        1 => {
+            let incoming = Incoming { header: of(16), buffer: HostBuffer::zeroed(16)? };
+            transport.post(&[], &mut vec![incoming])?;
+        }
+        _ => {}
+    }
+    loop {
+        match transport.progress(GLANCE) {
+            Ok(()) if rank == 1 && transport.take(&of(16))?.is_some() => {
+                return Ok(Err("a message of another length arrived".to_owned()));
+            }
+            Ok(()) if started.elapsed() < LIMIT => transport.heartbeat(false),
+            Ok(()) => return Ok(Err("nothing went wrong".to_owned())),
+            Err(error) => {
+                transport.abort(&error);
+                let is_named = match &error {
+                    Error::Timeout { peer: of, step: at, .. } => (*of, *at) == (peer, step),
+                    // of a synchronous send: the sender may be the first to fail
+                    Error::Aborted { what, .. } if rank == 1 => what.contains("in step 5"),
+                    Error::Aborted { .. } | Error::PeerLost { .. } => rank != 1,
+                    _ => false,
+                };
+                return Ok(ensure(is_named && started.elapsed() < DEADLINE * 3, || {
+                    format!("got {error:?} after {:?}", started.elapsed())
+                }));
+            }
+        }
+    }
+}
+
 fn duplicate(mut transport: Mpi, rank: usize) -> Result<Verdict> {
     match rank {
         0 => {
@@ -369,7 +431,7 @@ fn abort(mut transport: Mpi, rank: usize) -> Result<Verdict> {
     Ok(ensure(error == want, || format!("got {error:?}, want {want:?}")))
 }
 
-fn dropped(mut transport: Mpi, rank: usize) -> Result<Verdict> {
+fn dropped(mut transport: Mpi, rank: usize, agreed: Option<AgreedLengths>) -> Result<Verdict> {
     barrier::<Host>(&mut transport, 1)?;
     let last = transport.ranks() - 1;
     if rank == last {
@@ -378,7 +440,7 @@ fn dropped(mut transport: Mpi, rank: usize) -> Result<Verdict> {
         return Ok(Ok(()));
     }
     let started = Instant::now();
-    receive(&mut transport, &block(last, 1, 100))?;
+    receive(&mut transport, &MessageHeader { agreed, ..block(last, 1, 100) })?;
     let error = wait_for_error(&mut transport)?;
     let named = error == Error::PeerLost { peer: last, step: 5 };
     Ok(ensure(named && started.elapsed() < Duration::from_secs(5), || {
