@@ -291,9 +291,7 @@ impl<T: Element, B: Backend<Space: HostTensors>> Rank<T, B> {
                         let into = gradients.view_mut();
                         self.plan.backward_into(&tensors, &forward.view(), dout, None, into)?;
                     }
-                    none => {
-                        none.insert(self.plan.backward(&tensors, forward, dout, None)?);
-                    }
+                    none => *none = Some(self.plan.backward(&tensors, forward, dout, None)?),
                 }
             }
             Ok(())
