@@ -134,6 +134,33 @@ impl KeyIntervals {
         Self { ranges: [first, second, third, fourth], count: count as u8 }
     }
 
+    /// Replaces the set by [`KeyIntervals::cover`] of both. Neighbouring rows of most masks have one
+    /// interval each, which is updated in place.
+    pub(crate) fn extend_cover(&mut self, other: &Self) {
+        if let (1, [b]) = (self.count, other.ranges())
+            && let [a, ..] = &mut self.ranges
+            && a.start <= b.end
+            && b.start <= a.end
+        {
+            *a = a.start.min(b.start)..a.end.max(b.end);
+        } else {
+            *self = self.cover(other);
+        }
+    }
+
+    /// Replaces the set by the intersection of both, or by the empty set if that needs more than
+    /// [`KeyIntervals::MAX`] intervals. One interval each is intersected in place.
+    pub(crate) fn intersect(&mut self, other: &Self) {
+        if let (1, [b]) = (self.count, other.ranges())
+            && let [a, ..] = &mut self.ranges
+            && a.start.max(b.start) < a.end.min(b.end)
+        {
+            *a = a.start.max(b.start)..a.end.min(b.end);
+        } else {
+            *self = self.and(other).unwrap_or(Self::nothing());
+        }
+    }
+
     /// Returns true if `holds(a, b, next_a, next_b)` for all counterparts a, b and their
     /// successors.
     fn pairwise(
@@ -234,6 +261,9 @@ mod tests {
                     None => prop_assert!(count(want) > KeyIntervals::MAX),
                 }
             }
+            let mut intersection = a.clone();
+            intersection.intersect(&b);
+            prop_assert_eq!(intersection, a.and(&b).unwrap_or(KeyIntervals::nothing()));
             prop_assert_eq!(a.and(&b), b.and(&a));
             prop_assert_eq!(a.or(&b), b.or(&a));
         }
@@ -244,6 +274,9 @@ mod tests {
             b in any_intervals(),
         ) {
             let cover = a.cover(&b);
+            let mut extended = a.clone();
+            extended.extend_cover(&b);
+            prop_assert_eq!(&extended, &cover);
             prop_assert!(is_canonical(&cover));
             probes().for_each(|p| assert!(cover.contains(p) || !(a.contains(p) || b.contains(p))));
             if let Some(exact) = a.or(&b) {

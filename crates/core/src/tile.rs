@@ -109,9 +109,16 @@ impl Default for TileBounds {
 impl TileBounds {
     /// Extends the bounds by one query.
     pub(crate) fn add(&mut self, intervals: &KeyIntervals, segment: Option<i64>) {
-        self.intervals = self.intervals.cover(intervals);
+        self.intervals.extend_cover(intervals);
         let (least, greatest) = segment.map_or((i64::MIN, i64::MAX), |segment| (segment, segment));
         self.segments = (self.segments.0.min(least), self.segments.1.max(greatest));
+    }
+
+    /// Extends the bounds by those of other queries.
+    pub(crate) fn extend(&mut self, other: &Self) {
+        self.intervals.extend_cover(&other.intervals);
+        self.segments =
+            (self.segments.0.min(other.segments.0), self.segments.1.max(other.segments.1));
     }
 
     /// Returns false if none of the queries attends to a key within `keys`.

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::{Result, Rows, Visibility, memory, tile::TileBounds};
+use crate::{KeyIntervals, QueryTile, Result, Rows, Run, Visibility, memory, tile::TileBounds};
 
 /// Bounds of the keys that each tile of `height` queries attends to. They are computed once for the
 /// queries of a rank and hold for every KV block of the same batch.
@@ -54,18 +54,36 @@ impl TileBoundsTable {
         for batch in 0..self.batches {
             for head in 0..self.heads {
                 for first in (0..self.queries).step_by(self.height) {
-                    let mut bounds = TileBounds::default();
-                    for q in first..self.queries.min(first + self.height) {
-                        let segment = visibility.segment(batch, q);
-                        if segment.is_none_or(|segment| segment >= 0) {
-                            bounds.add(&visibility.intervals(batch, head, q).0, segment);
-                        }
-                    }
-                    self.bounds.push(bounds);
+                    let rows = first..self.queries.min(first + self.height);
+                    self.bounds.push(bounds_of(visibility, batch, head, rows));
                 }
             }
         }
         Ok(())
+    }
+
+    /// Sets the bounds of `into` to those of all tiles that contain one of the queries `rows`. Then
+    /// `into` serves [`Visibility::key_tiles`] and [`Visibility::may_attend`] only: it lacks the
+    /// intervals of the rows.
+    pub fn cover(&self, batch: usize, head: usize, rows: Range<usize>, into: &mut QueryTile) {
+        let first = self.first(batch, head);
+        let height = self.height.max(1);
+        let tiles = first + rows.start / height..first + rows.end.div_ceil(height);
+        into.batch = batch;
+        into.head = head;
+        into.rows = rows;
+        into.queries.clear();
+        into.common = KeyIntervals::nothing();
+        into.bounds = TileBounds::default();
+        self.bounds[tiles].iter().for_each(|tile| into.bounds.extend(tile));
+    }
+
+    /// Returns the index of the first tile of a batch row and head.
+    const fn first(&self, batch: usize, head: usize) -> usize {
+        let batch_offset = if self.batches == 1 { 0 } else { batch * self.heads };
+        let head_offset = if self.heads == 1 { 0 } else { head };
+        let height = if self.height == 0 { 1 } else { self.height };
+        (batch_offset + head_offset) * self.queries.div_ceil(height)
     }
 
     /// Returns, in ascending order, the query tiles that are not certainly empty for the keys
@@ -78,9 +96,7 @@ impl TileBoundsTable {
         tile: Range<usize>,
     ) -> impl DoubleEndedIterator<Item = Range<usize>> + 's {
         let tiles = self.queries.div_ceil(self.height.max(1));
-        let batch_offset = if self.batches == 1 { 0 } else { batch * self.heads };
-        let head_offset = if self.heads == 1 { 0 } else { head };
-        let first = (batch_offset + head_offset) * tiles;
+        let first = self.first(batch, head);
         let key_bounds = (!tile.is_empty()).then(|| keys.row_bounds(batch).of(&tile));
         let may_attend = move |bounds: &TileBounds| {
             key_bounds.as_ref().is_some_and(|keys| bounds.may_attend_to(keys))
@@ -94,4 +110,36 @@ impl TileBoundsTable {
                 start..self.queries.min(start + self.height)
             })
     }
+}
+
+/// Returns the bounds of the queries `rows`: with a [`Band`](crate::mask::Band) those of a whole run
+/// of positions at once, else query by query.
+fn bounds_of(
+    visibility: &Visibility<'_>,
+    batch: usize,
+    head: usize,
+    rows: Range<usize>,
+) -> TileBounds {
+    let mut bounds = TileBounds::default();
+    let Some(band) = visibility.mask.band(batch, head) else {
+        for q in rows {
+            let segment = visibility.segment(batch, q);
+            if segment.is_none_or(|segment| segment >= 0) {
+                bounds.add(&visibility.intervals(batch, head, q).0, segment);
+            }
+        }
+        return bounds;
+    };
+    let are_segmented = visibility.segment(batch, rows.start).is_some();
+    for (part, run) in visibility.queries.row_bounds(batch).strided_runs(rows) {
+        if are_segmented && run.segment < 0 {
+            continue;
+        }
+        let segment = are_segmented.then_some(run.segment);
+        let run = Run { start: run.position, step: run.step, count: part.len() as u64 };
+        band.cover(&run, |range| {
+            bounds.add(&KeyIntervals::one(range.start, range.end), segment);
+        });
+    }
+    bounds
 }

@@ -77,11 +77,11 @@ impl Visibility<'_> {
                 Some(..0) => into.common = KeyIntervals::nothing(),
                 _ => into.bounds.add(&intervals, segment),
             }
-            into.common = if is_bound {
-                KeyIntervals::nothing()
+            if is_bound {
+                into.common = KeyIntervals::nothing();
             } else {
-                into.common.and(&intervals).unwrap_or(KeyIntervals::nothing())
-            };
+                into.common.intersect(&intervals);
+            }
             // also if the keys of this block have no ids: those of another block may have ids, if
             // this block is that of a rank without keys
             let segment = self.queries.segments(batch).map_or(0, |segments| segments[q]);
@@ -95,6 +95,7 @@ impl Visibility<'_> {
         if keys.is_empty() || tile.rows.is_empty() {
             return TileClass::Empty;
         }
+        debug_assert_eq!(tile.queries.len(), tile.rows.len(), "a tile without its intervals");
         let key_bounds = self.keys.row_bounds(tile.batch).of(&keys);
         if !tile.bounds.may_attend_to(&key_bounds) {
             return TileClass::Empty;

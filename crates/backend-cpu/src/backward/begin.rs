@@ -31,6 +31,7 @@ pub(crate) fn begin<E: Input<Accumulator: Summed>>(
     };
     state.in_place = false;
     state.arrivals.begin();
+    state.query_tiles.begin();
     state.key_leaves.next = 0;
     let State { shard, geometry, blocks, scratch, statistics, bias_gradient, .. } = state;
     team.run(scratch, blocks.iter_mut(), None, |_, block, _| {

@@ -94,7 +94,7 @@ fn attend_block<E: Input<Accumulator: Summed>>(
     let bias = inputs.forward.bias.map(|bias| array("bias", bias)).transpose()?;
     let gradient_row_layout = spec.gradient_row_layout();
     let sums = elements_mut::<Acc<E>>(bytes_mut(partial_grad)?, keys.len(), &gradient_row_layout)?;
-    query_tiles.refill(team, scratch, &visibility, spec)?;
+    query_tiles.update(team, scratch, &visibility, spec)?;
     let in_records = |gradient: &&BiasGradient<_>| plan.is_some() && gradient.in_records();
     let pass = DkvPass {
         geometry,

@@ -108,7 +108,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
         // tasks write disjoint elements of the same records, under a lock held once per task
         let sums = Mutex::new(sums);
         team.run(scratch, self.tasks(), Some(tick), |scratch, task, ticker| {
-            Self::begin(scratch);
+            self.begin(scratch, &task);
             self.accumulate(scratch, &task, &(0..self.visibility.queries.len()), None, ticker);
             self.write(scratch, &task, self.scale(), &mut lock(&sums));
         });
@@ -173,7 +173,8 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
         ticker: &mut Ticker<'_>,
     ) -> bool {
         let ArrivingQueries { merges, steps } = arriving;
-        Self::begin(scratch);
+        scratch.filled.fill(false);
+        Self::clear(scratch);
         let mut is_clear = true;
         for (step, queries) in steps {
             if !std::mem::replace(&mut is_clear, true) {
@@ -197,13 +198,16 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
         true
     }
 
-    /// Starts a task.
-    pub(super) fn begin(scratch: &mut Scratch<Acc<E>>) {
+    /// Starts a task: zeroes the sums of its keys.
+    pub(super) fn begin(&self, scratch: &mut Scratch<Acc<E>>, task: &KeyTask) {
         scratch.filled.fill(false);
-        Self::clear(scratch);
+        let lanes = self.geometry.lanes(task.keys.len());
+        scratch.sums_head[..lanes * self.geometry.head_rows()].fill(Acc::<E>::ZERO);
+        scratch.sums_value[..lanes * self.geometry.value_rows()].fill(Acc::<E>::ZERO);
+        scratch.sums_bias.fill(Acc::<E>::ZERO);
     }
 
-    /// Zeroes the sums of a task.
+    /// Zeroes the sums of all keys of the longest task, which are merged as a whole.
     fn clear(scratch: &mut Scratch<Acc<E>>) {
         scratch.sums_head.fill(Acc::<E>::ZERO);
         scratch.sums_value.fill(Acc::<E>::ZERO);
@@ -225,7 +229,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
         for (round, heads) in self.heads_with_one_mask(task.kv_head).enumerate() {
             for queries in self
                 .query_tiles
-                .hulls
+                .bounds
                 .query_tiles(task.batch, heads.start, self.visibility.keys, task.keys.clone())
                 .rev()
                 .filter(|queries| rows.contains(&queries.start))
@@ -280,18 +284,26 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
         let mut filled = false;
         // first key of the 64-key tile whose dS is being assembled
         let mut open_tile = None;
+        // false if the tile of 64 keys is empty
+        let mut non_empty = false;
         for (index, strip) in self.geometry.strips(task.keys.len()).enumerate() {
             let tile_start = strip.rows.start / TILE * TILE;
             if let (Some(dq), Some(before)) =
                 (&mut dq, open_tile.take_if(|before| *before != tile_start))
             {
+                scratch.ds_tile.complete();
                 dq.accumulate_dq(scratch, head, task, before, queries);
             }
-            let keys = task.keys.start + strip.rows.start..task.keys.start + strip.rows.end;
-            let Scratch { tile_mask, bits, .. } = scratch;
-            if !tile_mask.classify(LaneAxis::Keys, &self.visibility, tile, keys.clone(), bits) {
+            let Scratch { tile_mask, whole_mask, bits, .. } = scratch;
+            if strip.rows.start == tile_start {
+                let keys = task.keys.start + tile_start
+                    ..task.keys.end.min(task.keys.start + tile_start + TILE);
+                non_empty = whole_mask.classify(LaneAxis::Keys, &self.visibility, tile, keys, bits);
+            }
+            if !non_empty || !whole_mask.strip(&strip.rows, tile_mask) {
                 continue;
             }
+            let keys = task.keys.start + strip.rows.start..task.keys.start + strip.rows.end;
             if !std::mem::replace(&mut filled, true) {
                 scratch.rows_head.fill(token, &self.q, task.batch, head, queries.clone());
                 scratch.rows_value.fill(token, &self.dout, task.batch, head, queries.clone());
@@ -319,6 +331,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
             self.accumulate_tile(scratch, task, (&coord, prefetch_head), dq, first_key);
         }
         if let (Some(dq), Some(before)) = (dq, open_tile) {
+            scratch.ds_tile.complete();
             dq.accumulate_dq(scratch, head, task, before, queries);
         }
         filled

@@ -28,7 +28,7 @@ use crate::{
         input::{Acc, Input, Source, array},
         pack::pack_lanes,
         prefetch::PrefetchRows,
-        tile_mask::{LaneAxis, TILE},
+        tile_mask::TILE,
     },
     workspace::{
         bias_gradient::BiasPartial,
@@ -50,8 +50,17 @@ pub(crate) fn backward_dq<E: Input<Accumulator: Summed>>(
 ) -> Result<()> {
     let task_rows = state.arrange_backward();
     let State { shard, geometry, blocks, scratch, statistics, bias_gradient, .. } = state;
-    let State { in_place, arrivals, .. } = state;
-    let pass = QueryPass::<E>::new(geometry, task_rows, shard, &inputs.forward, block, *in_place)?;
+    let State { in_place, arrivals, query_tiles, .. } = state;
+    let inputs_forward = &inputs.forward;
+    let pass = QueryPass::<E>::new(
+        geometry,
+        task_rows,
+        shard,
+        query_tiles,
+        inputs_forward,
+        block,
+        *in_place,
+    )?;
     let dout = Source::tensor(array("dout", inputs.dout)?);
     let bias_in_blocks = bias_gradient.as_ref().is_some_and(|gradient| gradient.in_blocks());
     let pass = DqPass { pass, dout, statistics, bias_in_blocks };
@@ -159,15 +168,13 @@ impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
         keys: &Range<usize>,
     ) {
         let mut filled = false;
+        let mut non_empty = false;
         for (index, strip) in self.pass.geometry.strips(task.rows.len()).enumerate() {
-            let Scratch { tile_mask, bits, strip_tiles, .. } = scratch;
-            if !tile_mask.classify(
-                LaneAxis::Queries,
-                &self.pass.visibility,
-                &strip_tiles[index],
-                keys.clone(),
-                bits,
-            ) {
+            if strip.rows.start.is_multiple_of(TILE) {
+                non_empty = self.pass.classify(scratch, strip.rows.start, keys);
+            }
+            let Scratch { tile_mask, whole_mask, .. } = scratch;
+            if !non_empty || !whole_mask.strip(&strip.rows, tile_mask) {
                 continue;
             }
             if !std::mem::replace(&mut filled, true) {

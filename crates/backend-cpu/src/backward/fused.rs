@@ -84,7 +84,7 @@ pub(super) fn run_fused<E: Input<Accumulator: Summed>>(
         for first in keys.clone().step_by(pass.k_rows) {
             let task = KeyTask { batch, kv_head, keys: first..keys.end.min(first + pass.k_rows) };
             scratch.rows_key.fill(pass.geometry.token, &pass.k, batch, kv_head, task.keys.clone());
-            DkvPass::<E>::begin(scratch);
+            pass.begin(scratch, &task);
             let queries = 0..pass.visibility.queries.len();
             pass.accumulate(scratch, &task, &queries, Some(&mut reduction), ticker);
             if ticker.should_stop()

@@ -20,7 +20,9 @@ pub(crate) fn attend<E: Input<Accumulator: Summed>>(
 ) -> Result<()> {
     let task_rows = state.arrange_forward();
     let State { shard, geometry, blocks, scratch, decode, in_place, arrivals, .. } = state;
-    let pass = QueryPass::<E>::new(geometry, task_rows, shard, inputs, block, *in_place)?;
+    let State { query_tiles, .. } = state;
+    let pass =
+        QueryPass::<E>::new(geometry, task_rows, shard, query_tiles, inputs, block, *in_place)?;
     QueryPass::<E>::invalidate_query_tiles(scratch);
     if let Some(leaves) = &shard.leaves {
         arrivals.refill(&leaves.keys, leaves.rows, block.rows)?;

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use annulus_core::{Block, Error, Host, Inputs, Result, Visibility};
+use annulus_core::{Block, Error, Host, Inputs, Result, TileBoundsTable, Visibility};
 
 use crate::{
     tile::{
@@ -12,7 +12,7 @@ use crate::{
         scores::Scores,
         tile_mask::{LaneAxis, TILE},
     },
-    workspace::{scratch::Scratch, state::Summed},
+    workspace::{query_tiles::QueryTileCache, scratch::Scratch, state::Summed},
 };
 
 /// Returns K and V of a block: from its records or, if `in_place`, from the caller's tensors.
@@ -43,6 +43,8 @@ pub(crate) struct QueryPass<'a, E: Input> {
     pub(crate) q: Source<'a, E>,
     pub(crate) k: Source<'a, E>,
     pub(crate) v: Source<'a, E>,
+    /// Bounds of the keys of this rank's queries.
+    bounds: &'a TileBoundsTable,
     /// Strips of one head of a full task.
     strips: usize,
 }
@@ -52,6 +54,7 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         geometry: &'a Geometry,
         task_rows: usize,
         shard: &'a annulus_core::RankShard,
+        query_tiles: &'a mut QueryTileCache,
         inputs: &Inputs<'i, Host>,
         block: &Block<'b, Host>,
         in_place: bool,
@@ -62,13 +65,16 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         let keys = block.rows;
         let bias = inputs.bias.map(|bias| array::<Acc<E>>("bias", bias)).transpose()?;
         let (k, v) = keys_and_values(shard, inputs, block, in_place)?;
+        let visibility = Visibility { mask: &*spec.mask, attention_mask, queries, keys };
+        query_tiles.update_bounds(&visibility, spec)?;
         Ok(Self {
             geometry,
-            visibility: Visibility { mask: &*spec.mask, attention_mask, queries, keys },
+            visibility,
             scores: Scores { spec, token: geometry.token, queries, keys, bias },
             q: Source::tensor(array("q", inputs.q)?),
             k,
             v,
+            bounds: &query_tiles.bounds,
             strips: task_rows / geometry.strip_lanes(),
         })
     }
@@ -84,8 +90,9 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         heads.clone().step_by(step).map(move |first| first..first + step)
     }
 
-    /// Computes the visibility of a task's rows, of all and of each strip, unless the scratch holds
-    /// it from a task with the same rows and mask.
+    /// Loads the bounds of the keys of a task's rows, unless the scratch holds the visibility of a
+    /// task with the same rows and mask. That of each tile of queries is computed when it is needed
+    /// ([`QueryPass::classify`]).
     pub(crate) fn update_query_tiles(
         &self,
         scratch: &mut Scratch<Acc<E>>,
@@ -99,17 +106,30 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         if scratch.query_tiles_of.as_ref() == Some(&wanted) {
             return;
         }
-        self.visibility.query_tile(of_batch, of_head, rows.clone(), &mut scratch.task_tile);
-        for (strip, tile) in self.geometry.strips(rows.len()).zip(&mut scratch.strip_tiles) {
-            self.visibility.query_tile(
-                of_batch,
-                of_head,
-                rows.start + strip.rows.start..rows.start + strip.rows.end,
-                tile,
-            );
-        }
+        self.bounds.cover(of_batch, of_head, rows.clone(), &mut scratch.task_tile);
+        scratch.query_tiles_known.fill(false);
         scratch.query_tiles_of = Some(wanted);
         scratch.mask_cache.clear();
+    }
+
+    /// Classifies the tile of `keys` × 64 queries of the task, from its row `first` on, and writes
+    /// its mask to `scratch.whole_mask`. Returns false if it is empty.
+    ///
+    /// Strips narrower than 64 lanes share the tile: its bits are computed once.
+    pub(crate) fn classify(
+        &self,
+        scratch: &mut Scratch<Acc<E>>,
+        first: usize,
+        keys: &Range<usize>,
+    ) -> bool {
+        let Some((batch, head, rows)) = &scratch.query_tiles_of else { return false };
+        let Scratch { query_tiles_known, query_tiles, whole_mask, bits, .. } = scratch;
+        let tile = &mut query_tiles[first / TILE];
+        if !std::mem::replace(&mut query_tiles_known[first / TILE], true) {
+            let queries = rows.start + first..rows.end.min(rows.start + first + TILE);
+            self.visibility.query_tile(*batch, *head, queries, tile);
+        }
+        whole_mask.classify(LaneAxis::Queries, &self.visibility, tile, keys.clone(), bits)
     }
 
     /// Invalidates the visibility in every scratch: masks and positions may have changed since the

@@ -31,7 +31,7 @@ use crate::{
         pack::pack_lanes,
         prefetch::{PrefetchRows, Prefetcher},
         softmax::{MultiplyTile, OnlineSoftmax},
-        tile_mask::{LaneAxis, TILE, TileMask},
+        tile_mask::TILE,
     },
     workspace::{
         query_block::{QueryBlock, QueryTask},
@@ -47,6 +47,7 @@ use crate::{
 pub(crate) fn begin<A: Real>(team: &Team, state: &mut State<A>) {
     state.in_place = false;
     state.arrivals.begin();
+    state.query_tiles.begin();
     team.run(&mut state.scratch, state.blocks.iter_mut(), None, |_, block, _| {
         block.max.fill(-A::INFINITY);
         block.sum.fill(A::ZERO);
@@ -102,18 +103,20 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         keys: &Range<usize>,
     ) {
         let mut tiles = 0;
+        let mut non_empty = false;
         for (index, strip) in self.geometry.strips(task.rows.len()).enumerate() {
-            let Scratch { tile_mask, mask_cache, bits, strip_tiles, .. } = scratch;
-            let classify = |tile_mask: &mut TileMask| {
-                tile_mask.classify(
-                    LaneAxis::Queries,
-                    &self.visibility,
-                    &strip_tiles[index],
-                    keys.clone(),
-                    bits,
-                )
-            };
-            if !mask_cache.next_or_classify(tile_mask, classify) {
+            if strip.rows.start.is_multiple_of(TILE) {
+                non_empty = match scratch.mask_cache.load_next(&mut scratch.whole_mask) {
+                    Some(non_empty) => non_empty,
+                    None => {
+                        let non_empty = self.classify(scratch, strip.rows.start, keys);
+                        scratch.mask_cache.store(non_empty, &scratch.whole_mask);
+                        non_empty
+                    }
+                };
+            }
+            let Scratch { tile_mask, whole_mask, .. } = scratch;
+            if !non_empty || !whole_mask.strip(&strip.rows, tile_mask) {
                 continue;
             }
             if tiles == 0 {

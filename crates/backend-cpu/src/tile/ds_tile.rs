@@ -37,6 +37,8 @@ pub(crate) struct DsTile<A> {
     stride: usize,
     /// Visible keys of each query.
     lane_words: [u64; TILE],
+    /// Lanes of the strips that were inserted.
+    inserted: u64,
 }
 
 impl<A: Real> DsTile<A> {
@@ -46,6 +48,7 @@ impl<A: Real> DsTile<A> {
             elements: Aligned::zeroed(if backward { TILE * stride } else { 0 })?,
             stride,
             lane_words: [0; TILE],
+            inserted: 0,
         })
     }
 
@@ -54,13 +57,40 @@ impl<A: Real> DsTile<A> {
         self.elements.bytes()
     }
 
-    /// Resets the tile to no visible pair.
+    /// Resets the tile to no visible pair. Its elements are unspecified until
+    /// [`DsTile::complete`]: zeroing the 16 KiB of a full tile in advance would displace operands from
+    /// the first-level cache.
     pub(crate) fn clear(&mut self) {
-        self.elements.fill(A::ZERO);
         self.lane_words.fill(0);
+        self.inserted = 0;
+        if self.stride != TILE {
+            self.elements.fill(A::ZERO);
+        }
     }
 
-    /// Inserts the visible rows of a strip whose first key is the tile's key `lane`.
+    /// Zeroes the columns of strips that were not inserted.
+    pub(crate) fn complete(&mut self) {
+        if self.stride != TILE {
+            return;
+        }
+        let mut missing = !self.inserted;
+        while missing != 0 {
+            let first = missing.trailing_zeros() as usize;
+            let count = (missing >> first).trailing_ones() as usize;
+            self.zero(0..TILE, first..first + count);
+            missing &= !(!0u64 >> (TILE - count) << first);
+        }
+    }
+
+    /// Zeroes elements of some rows, which are not pairs.
+    fn zero(&mut self, rows: Range<usize>, lanes: Range<usize>) {
+        for row in self.elements[rows.start * TILE..rows.end * TILE].chunks_exact_mut(TILE) {
+            row[lanes.clone()].fill(A::ZERO);
+        }
+    }
+
+    /// Inserts the visible rows of a strip whose first key is the tile's key `lane`, and zeros as the
+    /// other rows.
     pub(crate) fn insert_strip(
         &mut self,
         token: IsaToken,
@@ -74,6 +104,11 @@ impl<A: Real> DsTile<A> {
         for (index, into) in self.lane_words[rows.clone()].iter_mut().enumerate() {
             // bits of lanes that the strip lacks are unspecified
             *into |= tile_mask.words().map_or(strip, |words| words[index] & strip) << lane;
+        }
+        if self.stride == TILE {
+            self.inserted |= strip << lane;
+            self.zero(0..rows.start, lane..lane + coord.width);
+            self.zero(rows.end..TILE, lane..lane + coord.width);
         }
         let from = &tile[coord.span(&rows)];
         let into = &mut self.elements[rows.start * self.stride..rows.end * self.stride];

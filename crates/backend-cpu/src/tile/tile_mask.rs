@@ -80,6 +80,32 @@ impl TileMask {
         true
     }
 
+    /// Writes the mask of one strip of this tile to `into`: that of the tile's lanes `lanes`, counted
+    /// from any multiple of [`TILE`]. Returns false if the strip is empty.
+    ///
+    /// Rows of which every pair is visible need no words, also if other rows have none: at the edge
+    /// of a document only the tiles on the diagonal are masked pair by pair.
+    pub(crate) fn strip(&self, lanes: &Range<usize>, into: &mut Self) -> bool {
+        debug_assert!(lanes.start % TILE + lanes.len() <= TILE);
+        into.full = self.full;
+        into.rows = self.rows.clone();
+        if self.full {
+            return true;
+        }
+        let first = lanes.start % TILE;
+        let all = !0u64 >> (TILE - lanes.len());
+        into.words.fill(0);
+        for row in self.rows.clone() {
+            into.words[row] = self.words[row] >> first & all;
+        }
+        let visible = |&row: &usize| into.words[row] != 0;
+        let Some(begin) = self.rows.clone().find(visible) else { return false };
+        let end = (begin..self.rows.end).rfind(visible).map_or(begin, |last| last + 1);
+        into.rows = begin..end;
+        into.full = into.words[into.rows.clone()].iter().all(|&word| word == all);
+        true
+    }
+
     /// Returns the range of the rows with a visible pair.
     pub(crate) const fn rows(&self) -> &Range<usize> {
         &self.rows
@@ -172,27 +198,25 @@ impl TileMaskCache {
         self.next = 0;
     }
 
-    /// Loads the mask of the next tile from the cache or, beyond it, from `classify`. Returns false
-    /// if the tile is empty.
-    pub(crate) fn next_or_classify(
-        &mut self,
-        tile_mask: &mut TileMask,
-        classify: impl FnOnce(&mut TileMask) -> bool,
-    ) -> bool {
+    /// Advances to the next tile and loads its mask. Returns false if the tile is empty, `None` if it
+    /// is not cached.
+    pub(crate) fn load_next(&mut self, tile_mask: &mut TileMask) -> Option<bool> {
         let index = self.next;
         self.next += 1;
-        if let Some((non_empty, cached)) = self.entries.get(index) {
-            if *non_empty {
-                tile_mask.clone_from(cached);
-            }
-            return *non_empty;
+        let (non_empty, cached) = self.entries.get(index)?;
+        if *non_empty {
+            tile_mask.clone_from(cached);
         }
-        let non_empty = classify(tile_mask);
-        if index == self.entries.len() && index < Self::CAPACITY {
-            self.entries
-                .push((non_empty, if non_empty { tile_mask.clone() } else { TileMask::default() }));
+        Some(*non_empty)
+    }
+
+    /// Stores the mask of the tile to which [`TileMaskCache::load_next`] advanced last, if it is the
+    /// next to be cached and there is room.
+    pub(crate) fn store(&mut self, non_empty: bool, tile_mask: &TileMask) {
+        if self.next == self.entries.len() + 1 && self.next <= Self::CAPACITY {
+            let cached = if non_empty { tile_mask.clone() } else { TileMask::default() };
+            self.entries.push((non_empty, cached));
         }
-        non_empty
     }
 }
 
@@ -264,6 +288,33 @@ mod tests {
     }
 
     #[test]
+    fn a_strip_has_the_bits_of_its_lanes() {
+        // rows 2..60: lanes 8.. see all rows, lanes 0..8 the rows from 20 on, lane 40 none
+        let words = std::array::from_fn(|row| match row {
+            2..20 => !0xff & !(1 << 40),
+            20..60 => !(1 << 40),
+            _ => 0,
+        });
+        let whole = TileMask { words, rows: 2..60, full: false };
+        let mut strip = TileMask::default();
+        for first in (0..TILE).step_by(8) {
+            let lanes = 128 + first..128 + first + 8;
+            assert!(whole.strip(&lanes, &mut strip));
+            assert_eq!(*strip.rows(), if first == 0 { 20..60 } else { 2..60 });
+            assert_eq!(strip.words().is_some(), first == 40, "lanes from {first} on");
+            for row in strip.rows().clone() {
+                for lane in 0..8 {
+                    assert_eq!(strip.visible(row, lane), whole.visible(row, first + lane));
+                }
+            }
+        }
+        // lanes without a visible pair
+        assert!(!whole.strip(&(40..41), &mut strip));
+        assert!(TileMask { rows: 3..9, ..TileMask::default() }.strip(&(5..6), &mut strip));
+        assert!(strip.words().is_none() && *strip.rows() == (3..9));
+    }
+
+    #[test]
     fn masks_are_cached_until_the_cache_is_cleared() {
         let mut mask_cache = TileMaskCache::new();
         let mut classified = 0;
@@ -271,9 +322,10 @@ mod tests {
             mask_cache.rewind();
             for tile in 0..TileMaskCache::CAPACITY + 2 {
                 let mut tile_mask = TileMask::default();
-                let non_empty = mask_cache.next_or_classify(&mut tile_mask, |tile_mask| {
+                let non_empty = mask_cache.load_next(&mut tile_mask).unwrap_or_else(|| {
                     classified += 1;
                     tile_mask.rows = 0..tile;
+                    mask_cache.store(tile % 3 != 0, &tile_mask);
                     tile % 3 != 0
                 });
                 assert!(
@@ -285,7 +337,7 @@ mod tests {
         assert_eq!(classified, TileMaskCache::CAPACITY + 4);
         mask_cache.clear();
         mask_cache.rewind();
-        assert!(mask_cache.next_or_classify(&mut TileMask::default(), |_| true));
+        assert!(mask_cache.load_next(&mut TileMask::default()).is_none());
     }
 
     #[test]

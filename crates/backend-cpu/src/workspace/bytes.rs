@@ -79,12 +79,13 @@ impl<A: Real> Scratch<A> {
         let arrays = [s, dp, soft_cap_slope, extra, lse, max, delta, share].into_iter();
         let arrays = arrays.chain([q, tile, products, rescale]).chain(lanes).chain(sums);
         let panels = [&self.rows_head, &self.rows_value, &self.rows_key];
-        let tiles = self.strip_tiles.iter().chain([&self.task_tile]);
+        let tiles = self.query_tiles.iter().chain([&self.task_tile]);
         arrays.map(|array| array.bytes()).sum::<usize>()
             + panels.map(|panel| panel.bytes()).iter().sum::<usize>()
             + self.ds_tile.bytes()
             + list_bytes(&self.filled)
-            + list_bytes(&self.strip_tiles)
+            + list_bytes(&self.query_tiles)
+            + list_bytes(&self.query_tiles_known)
             + tiles.map(|tile| tile.bytes()).sum::<usize>()
             + self.mask_cache.bytes()
     }

@@ -9,10 +9,35 @@ use crate::{
     workspace::scratch::Scratch,
 };
 
-/// Visibility of every tile of queries, computed once per block for all tasks.
+/// Properties of a block on which the visibility of this rank's queries depends. They are usually
+/// the same for all blocks of a pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct BlockKind {
+    segmented: bool,
+    per_batch: bool,
+    per_head: bool,
+}
+
+impl BlockKind {
+    fn of(visibility: &Visibility<'_>) -> Self {
+        Self {
+            segmented: visibility.keys.segments(0).is_some(),
+            per_batch: visibility.per_batch(),
+            per_head: visibility.per_head(),
+        }
+    }
+}
+
+/// Visibility of every tile of queries: of this rank's queries computed once per pass, of queries
+/// that were received once per block.
 #[derive(Debug, Default)]
 pub(crate) struct QueryTileCache {
-    pub(crate) hulls: TileBoundsTable,
+    /// Bounds of the keys of each tile.
+    pub(crate) bounds: TileBoundsTable,
+    /// Blocks for which `bounds` are those of this rank's queries.
+    bounds_of: Option<BlockKind>,
+    /// Blocks for which `tiles` are those of this rank's queries.
+    tiles_of: Option<BlockKind>,
     /// `[batches][heads][per_head]`
     pub(crate) tiles: Vec<QueryTile>,
     /// Number of batch rows, or 1 if the mask is the same for all.
@@ -24,6 +49,41 @@ pub(crate) struct QueryTileCache {
 }
 
 impl QueryTileCache {
+    /// Invalidates the visibility at the start of a pass: masks and positions may have changed since
+    /// the last one.
+    pub(crate) const fn begin(&mut self) {
+        self.bounds_of = None;
+        self.tiles_of = None;
+    }
+
+    /// Computes the bounds of this rank's queries, unless those of an earlier block hold.
+    pub(crate) fn update_bounds(&mut self, visibility: &Visibility<'_>, spec: &Spec) -> Result<()> {
+        let kind = BlockKind::of(visibility);
+        if self.bounds_of != Some(kind) {
+            self.begin();
+            self.bounds.refill(visibility, spec.dims.batch, spec.dims.q_heads, TILE)?;
+            self.bounds_of = Some(kind);
+        }
+        Ok(())
+    }
+
+    /// Computes the visibility of this rank's queries, unless that of an earlier block holds.
+    pub(crate) fn update<A: Real>(
+        &mut self,
+        team: &Team,
+        scratch: &mut [Scratch<A>],
+        visibility: &Visibility<'_>,
+        spec: &Spec,
+    ) -> Result<()> {
+        let kind = BlockKind::of(visibility);
+        if self.tiles_of != Some(kind) {
+            self.refill(team, scratch, visibility, spec)?;
+            self.bounds_of = Some(kind);
+            self.tiles_of = Some(kind);
+        }
+        Ok(())
+    }
+
     /// Computes the visibility of each tile of queries, once for all tasks.
     pub(crate) fn refill<A: Real>(
         &mut self,
@@ -32,7 +92,8 @@ impl QueryTileCache {
         visibility: &Visibility<'_>,
         spec: &Spec,
     ) -> Result<()> {
-        self.hulls.refill(visibility, spec.dims.batch, spec.dims.q_heads, TILE)?;
+        self.begin();
+        self.bounds.refill(visibility, spec.dims.batch, spec.dims.q_heads, TILE)?;
         self.batches = if visibility.per_batch() { spec.dims.batch } else { 1 };
         self.heads = if visibility.per_head() { spec.dims.q_heads } else { 1 };
         let len = visibility.queries.len();
@@ -58,7 +119,7 @@ impl QueryTileCache {
     /// Returns the heap bytes.
     pub(crate) fn bytes(&self) -> usize {
         let tiles = self.tiles.iter().map(QueryTile::bytes).sum::<usize>();
-        self.hulls.bytes() + list_bytes(&self.tiles) + tiles
+        self.bounds.bytes() + list_bytes(&self.tiles) + tiles
     }
 
     /// Returns the visibility of the tile of queries that starts at `first`.

@@ -6,13 +6,13 @@ use annulus_core::{
     BackwardInputs, DenseMask, Element, Error, Host, HostBuffer, Inputs, RangePairs, RankShard,
     Reduction, Result, RowField, RowLayout, Spec,
 };
-use ndarray::{ArrayView4, ShapeBuilder, s};
+use ndarray::{ArrayView1, ArrayView4, ShapeBuilder};
 
 use crate::{
     simd::dispatch::Real,
     threads::team::Team,
     tile::{
-        input::{Acc, Input, array, elements, elements_mut},
+        input::{Acc, Input, Source, array, elements, elements_mut},
         tile_mask::TILE,
     },
     workspace::state::{State, Summed},
@@ -32,8 +32,8 @@ pub(crate) fn pack<E: Input<Accumulator: Summed>>(
     into: &mut HostBuffer,
 ) -> Result<()> {
     let record = state.shard.spec.kv_row_layout();
-    let k = array::<E>("k", inputs.k)?;
-    let v = array::<E>("v", inputs.v)?;
+    let k = TensorRows::of(array::<E>("k", inputs.k)?);
+    let v = TensorRows::of(array::<E>("v", inputs.v)?);
     let (len, v_at) =
         (annulus_core::index(record.bytes()), annulus_core::index(record.offset(1, 0, 0)));
     let chunks =
@@ -41,8 +41,8 @@ pub(crate) fn pack<E: Input<Accumulator: Summed>>(
     team.run(&mut state.scratch, chunks, None, |_, (index, chunk), _| {
         for (row, record) in chunk.chunks_exact_mut(len).enumerate() {
             let (k_bytes, v_bytes) = record.split_at_mut(v_at);
-            write_row(k, index * TILE + row, k_bytes);
-            write_row(v, index * TILE + row, v_bytes);
+            k.write(index * TILE + row, k_bytes);
+            v.write(index * TILE + row, v_bytes);
         }
     });
     Ok(())
@@ -57,19 +57,44 @@ fn records_mut(buffer: &mut HostBuffer, len: usize) -> Result<&mut [u8]> {
     })
 }
 
-/// Writes row `row` of every batch row and head.
-fn write_row<E: Element>(tensor: ArrayView4<'_, E>, row: usize, into: &mut [u8]) {
-    let (batch, _, heads, dim) = tensor.dim();
-    let vectors = (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h)));
-    for ((b, h), into) in vectors.zip(into.chunks_exact_mut(dim * size_of::<E>())) {
-        let vector = tensor.slice_move(s![b, row, h, ..]);
-        match vector.to_slice() {
-            Some(vector) => into.copy_from_slice(bytemuck::cast_slice(vector)),
-            None => into
-                .chunks_exact_mut(size_of::<E>())
-                .zip(vector)
-                .for_each(|(into, element)| into.copy_from_slice(bytemuck::bytes_of(element))),
+/// Rows of a tensor that are copied into records.
+#[derive(Clone, Copy)]
+struct TensorRows<'a, E> {
+    tensor: ArrayView4<'a, E>,
+    source: Source<'a, E>,
+}
+
+impl<'a, E: Element> TensorRows<'a, E> {
+    fn of(tensor: ArrayView4<'a, E>) -> Self {
+        Self { tensor, source: Source::tensor(tensor) }
+    }
+
+    /// Writes row `row` of every batch row and head: all heads in one copy if they are contiguous.
+    fn write(&self, row: usize, into: &mut [u8]) {
+        let (batches, _, heads, dim) = self.tensor.dim();
+        let len = dim * size_of::<E>();
+        if len == 0 {
+            return;
         }
+        for (batch, into) in (0..batches).zip(into.chunks_exact_mut(heads * len)) {
+            match self.source.row(batch, row) {
+                Some(vectors) => into.copy_from_slice(bytemuck::cast_slice(vectors)),
+                None => (0..heads).zip(into.chunks_exact_mut(len)).for_each(|(head, into)| {
+                    write_vector(self.source.vector(batch, row, head), into);
+                }),
+            }
+        }
+    }
+}
+
+/// Writes one vector.
+fn write_vector<E: Element>(vector: ArrayView1<'_, E>, into: &mut [u8]) {
+    match vector.to_slice() {
+        Some(vector) => into.copy_from_slice(bytemuck::cast_slice(vector)),
+        None => into
+            .chunks_exact_mut(size_of::<E>())
+            .zip(vector)
+            .for_each(|(into, element)| into.copy_from_slice(bytemuck::bytes_of(element))),
     }
 }
 
@@ -82,13 +107,14 @@ pub(crate) fn pack_queries<E: Input<Accumulator: Summed>>(
     into: &mut HostBuffer,
 ) -> Result<()> {
     let State { shard, statistics, scratch, .. } = state;
-    let q = array::<E>("q", inputs.forward.q)?;
-    let dout = array::<E>("dout", inputs.dout)?;
+    let q = TensorRows::of(array::<E>("q", inputs.forward.q)?);
+    let dout = TensorRows::of(array::<E>("dout", inputs.dout)?);
     let QueryRecord { len, dout_at, statistics_at, layout } = &QueryRecord::of(shard);
     let (&len, &dout_at, &statistics_at) = (len, dout_at, statistics_at);
     let extra = QueryExtra::of(layout);
     let bias = inputs.forward.bias.filter(|_| extra.bias.is_some());
     let bias = bias.map(|bias| array::<Acc<E>>("bias", bias)).transpose()?;
+    let bias = bias.map(|bias| TensorRows::of(bias.permuted_axes([0, 2, 1, 3])));
     let mask = shard.attention_mask.as_deref().filter(|_| extra.mask.is_some());
     let lines = shard.spec.dims.batch * shard.spec.dims.q_heads;
     let chunks = records_mut(into, len * shard.queries.len())?.chunks_mut(TILE * len).enumerate();
@@ -97,16 +123,15 @@ pub(crate) fn pack_queries<E: Input<Accumulator: Summed>>(
         for (row, record) in chunk.chunks_exact_mut(len).enumerate() {
             let row = index * TILE + row;
             if let (Some(bias), Some(at)) = (bias, &extra.bias) {
-                let bias = bias.permuted_axes([0, 2, 1, 3]);
-                write_row(bias, row, &mut record[at.clone()]);
+                bias.write(row, &mut record[at.clone()]);
             }
             if let (Some(mask), Some(at)) = (mask, &extra.mask) {
                 write_mask_row(mask, row, &mut record[at.clone()]);
             }
             let (vectors, numbers) = record.split_at_mut(statistics_at);
             let (q_bytes, dout_bytes) = vectors.split_at_mut(dout_at);
-            write_row(q, row, q_bytes);
-            write_row(dout, row, dout_bytes);
+            q.write(row, q_bytes);
+            dout.write(row, dout_bytes);
             for (line, into) in
                 (0..lines).zip(numbers.chunks_exact_mut(Spec::ROW_STATISTICS * size_of::<Acc<E>>()))
             {

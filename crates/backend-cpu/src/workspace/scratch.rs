@@ -61,15 +61,18 @@ pub(crate) struct Scratch<A> {
     /// Scratch of split-KV decode.
     pub(crate) decode: DecodeScratch<A>,
     pub(crate) prefetcher: Prefetcher,
-    /// Batch row, head and rows that `task_tile` and `strip_tiles` describe.
+    /// Batch row, head and rows that `task_tile` and `query_tiles` describe.
     pub(crate) query_tiles_of: Option<(usize, usize, Range<usize>)>,
     /// True for strips that are packed already.
     pub(crate) filled: Vec<bool>,
-    /// Visibility of all queries of the task.
+    /// Bounds of the keys of all queries of the task.
     pub(crate) task_tile: QueryTile,
-    /// Visibility of the queries of each strip.
-    pub(crate) strip_tiles: Vec<QueryTile>,
+    /// Visibility of each 64 queries of the task, where `query_tiles_known`.
+    pub(crate) query_tiles: Vec<QueryTile>,
+    pub(crate) query_tiles_known: Vec<bool>,
     pub(crate) bits: TileBits,
+    /// Mask of a tile of 64 queries × 64 keys, of which `tile_mask` is that of a strip.
+    pub(crate) whole_mask: TileMask,
     pub(crate) tile_mask: TileMask,
     /// Tile masks of the rows in `query_tiles_of`, reused by all heads with the same mask.
     pub(crate) mask_cache: TileMaskCache,
@@ -129,8 +132,10 @@ impl<A: Real> Scratch<A> {
             query_tiles_of: None,
             filled: vec![false; (lanes / strip).max(geometry.key_block() / A::WIDTH)],
             task_tile: QueryTile::default(),
-            strip_tiles: (0..q_rows / strip).map(|_| QueryTile::default()).collect(),
+            query_tiles: (0..q_rows.div_ceil(TILE)).map(|_| QueryTile::default()).collect(),
+            query_tiles_known: vec![false; q_rows.div_ceil(TILE)],
             bits: TileBits::default(),
+            whole_mask: TileMask::default(),
             tile_mask: TileMask::default(),
             mask_cache: TileMaskCache::new(),
             head_mask: TileMask::default(),

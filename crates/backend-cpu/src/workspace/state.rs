@@ -5,6 +5,7 @@
 //!
 //! * for each local query and query head, value_dim + 2 numbers. With a backward pass the vector is
 //!   max(value_dim, head_dim) long, because dq accumulates in the same memory;
+//! * about 100 bytes per 64 queries for the bounds of their keys;
 //! * for a backward pass, 2 more numbers per query and head (4 if the output is not normalised),
 //!   about 100 bytes per query for its visibility and, with a bias, one number per element of
 //!   dbias;

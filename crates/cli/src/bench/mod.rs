@@ -34,6 +34,7 @@ kv_heads q_len kv_len ranks layout window documents align precision pairs backen
 
   ms          the least time of 2 to 8 rounds, by the clock that `clock` names: `device` for
               timestamps in the queue of a GPU that has them, `host` for the wall clock
+              after one that is not measured; all rounds write the same outputs
   gflops      FLOPs / ms. FLOPs are 4·pairs·head_dim for fwd and 3.5 times that for fwd+bwd
   pairs       visible pairs, all heads and batch rows; for plain causal n²/2, as is usual
   gflops_cpu  FLOPs / (least CPU time / threads of all ranks), which holds on a busy machine too

@@ -66,8 +66,16 @@ impl<'a, S: Space> Blocks<'a, S> {
     }
 
     /// Ends the pass: returns every buffer to the stock.
-    pub(super) fn put_back(self) {
-        self.stock.extend(self.local.into_iter().chain(self.current).map(|(buffer, _)| buffer));
+    pub(super) fn put_back(mut self) {
+        let local = self.local.take();
+        self.stock.extend(local.into_iter().chain(self.current).map(|(buffer, _)| buffer));
+    }
+
+    /// Returns the buffers to the stock, except that of the local block if the route kept it.
+    pub(super) fn put_back_all_but_local(mut self) -> Option<(S::Buffer, S::Event)> {
+        let local = self.local.take();
+        self.put_back();
+        local
     }
 }
 

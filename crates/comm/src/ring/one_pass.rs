@@ -114,18 +114,27 @@ impl<S: Space, P: BackwardPass<S>> OnePass<'_, S, P> {
         Ok(())
     }
 
-    /// Computes on the tail rows of the local block, if it has any. Returns their dK and dV.
+    /// Computes on the tail rows of the local block, if it has any. Returns their dK and dV. Packs
+    /// the block again unless the route kept it as `local_kv`; its buffer returns to `stock`.
     pub(super) fn attend_tail(
         &mut self,
         ring_index: usize,
+        local_kv: Option<Ready<S>>,
         stock: &mut Vec<S::Buffer>,
     ) -> Result<Option<Arrived<S>>> {
         let plan = self.plan;
         if plan.tail_rows() == 0 {
+            stock.extend(local_kv.map(|(kv, _)| kv));
             return Ok(None);
         }
-        let mut kv = take_buffer::<S>(stock, plan.local_kv_bytes())?;
-        let ready = self.pass.local_kv(&mut kv, Readers::Ring)?;
+        let (kv, ready) = match local_kv {
+            Some(packed) => packed,
+            None => {
+                let mut kv = take_buffer::<S>(stock, plan.local_kv_bytes())?;
+                let ready = self.pass.local_kv(&mut kv, Readers::Ring)?;
+                (kv, ready)
+            }
+        };
         let part = plan.tail_of::<S>(&kv)?;
         plan.shards.kv[ring_index].expand(&plan.tail_set(), self.rows)?;
         let block = Block { buffer: &part, ready: &ready, rows: self.rows };

@@ -134,9 +134,9 @@ impl<B: Backend> Ring<B> {
             posted_reduces = &step.home_reduces;
             blocks.advance();
         }
-        blocks.put_back();
+        let local_kv = blocks.put_back_all_but_local();
         // the tail of the local block overlaps the last final gradients; see `tail_overlap.rs`
-        let tail = one_pass.attend_tail(*ring_index, &mut buffers.blocks)?;
+        let tail = one_pass.attend_tail(*ring_index, local_kv, &mut buffers.blocks)?;
         one_pass.receive_last(posted_reduces, tail)?;
 
         let OnePass { mut pass, in_flight, local_dkv, .. } = one_pass;

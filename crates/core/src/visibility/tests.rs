@@ -145,6 +145,8 @@ fn checked(
         for head in 0..HEADS {
             for q0 in (0..visibility.queries.len()).step_by(height) {
                 let rows = q0..visibility.queries.len().min(q0 + height);
+                bounds.cover(batch, head, rows.clone(), &mut tile);
+                let covered: Vec<_> = visibility.key_tiles(&tile, width).collect();
                 visibility.query_tile(batch, head, rows.clone(), &mut tile);
                 let listed: Vec<_> = visibility.key_tiles(&tile, width).collect();
                 for k0 in (0..visibility.keys.len()).step_by(width) {
@@ -155,7 +157,7 @@ fn checked(
                     prop_assert_eq!(class, want);
                     counts[want as usize] += 1;
                     if class != TileClass::Empty {
-                        prop_assert!(listed.contains(&keys));
+                        prop_assert!(listed.contains(&keys) && covered.contains(&keys));
                         prop_assert!(
                             bounds
                                 .query_tiles(batch, head, visibility.keys, keys)
