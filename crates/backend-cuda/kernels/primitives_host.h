@@ -213,7 +213,10 @@ inline void mma_all(const LaneWords* all) {
         nothing = nothing && !(all[of].words[0] | all[of].words[1] | all[of].words[2]);
     // padding of a tile: adds nothing
     if (nothing) return;
-    float left[16][16], right[16][8], acc[16][8];
+    // a row as a vector: kernels are compiled without automatic vectorization
+    typedef float Row __attribute__((vector_size(32)));
+    float left[16][16];
+    Row right[16], acc[16];
     for (u32 of = 0; of < WARP; ++of) {
         const u64* words = all[of].words;
         const float* mine = reinterpret_cast<const float*>(words[3]);
@@ -229,9 +232,7 @@ inline void mma_all(const LaneWords* all) {
         }
     }
     for (u32 k = 0; k < 16; ++k)
-        for (u32 row = 0; row < 16; ++row)
-            for (u32 column = 0; column < 8; ++column)
-                acc[row][column] += left[row][k] * right[k][column];
+        for (u32 row = 0; row < 16; ++row) acc[row] += left[row][k] * right[k];
     for (u32 of = 0; of < WARP; ++of)
         for (u32 index = 0; index < 4; ++index)
             reinterpret_cast<float*>(all[of].words[3])[index] =
