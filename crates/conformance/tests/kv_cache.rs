@@ -353,16 +353,16 @@ fn on_two_ranks<T: Send>(
 fn what_a_cache_does_not_have_is_refused_when_it_is_made() {
     let new = || Attention::new().causal(true);
     let unsupported = [
-        ("a bias tensor", new().bias([1, 1, 1, 1])),
-        ("unnormalised output", new().unnormalized(true)),
-        ("the reproducible order", new().reproducible(true)),
-        ("a layout", new().layout(Layout::Zigzag)),
-        ("a route", new().route(Route::Direct)),
-        ("a strategy", new().strategy(Strategy::Auto)),
+        ("bias", new().bias([1, 1, 1, 1])),
+        ("unnormalized", new().unnormalized(true)),
+        ("reproducible", new().reproducible(true)),
+        ("layout", new().layout(Layout::Zigzag)),
+        ("route", new().route(Route::Direct)),
+        ("strategy", new().strategy(Strategy::Auto)),
         ("kv_block_size", new().kv_block_size(64)),
-        ("a hook of ring steps", new().on_step(|_| ())),
-        ("a backward pass", new().local_gradients(true)),
-        ("a backward pass", new().backward_mode(BackwardMode::TwoPass)),
+        ("on_step", new().on_step(|_| ())),
+        ("local_gradients", new().local_gradients(true)),
+        ("backward_mode", new().backward_mode(BackwardMode::TwoPass)),
     ];
     for (what, attention) in unsupported {
         let errors = on_two_ranks(&attention, SHAPE, |_, cache| cache.map(drop).unwrap_err());
