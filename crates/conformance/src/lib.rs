@@ -1,17 +1,15 @@
 //! The suite that every backend and transport must pass.
 //!
 //! A [`Subject`] is anything that computes [cases](Case) over a ring: the facade, or a backend over
-//! a transport. Cases and the [judge](Judge) of their answers are in `annulus-test-cases`, whose
-//! names this crate exports again. The files in `tests/` combine them; the first lines of each state
-//! its sample.
+//! a transport. Cases and the [judge](Judge) of their answers are in `annulus-test-cases`, a mock
+//! device with memory that the host cannot access is in `annulus-mock-device`; this crate exports
+//! the names of both. The files in `tests/` combine them; the first lines of each state its sample.
 //!
 //! | noun | file |
 //! |---|---|
 //! | [`Subject`], [`Setting`], [`Facade`]; any backend × transport: [`RingSubject`] | `subject.rs`, `ring_subject.rs`, `memory.rs` |
 //! | invented placements of ranks on nodes: [`Placed`] | `placed.rs` |
-//! | a mock device with memory that the host cannot access | `device/` |
 
-pub mod device;
 mod memory;
 mod placed;
 mod ring_subject;
@@ -21,6 +19,7 @@ pub mod suite;
 #[cfg(feature = "wgpu")]
 pub mod wgpu;
 
+pub use annulus_mock_device as device;
 pub use annulus_test_cases::{Answer, Case, Draw, Judge, Masks, Truth, epsilon, golden, plain};
 pub use memory::{HostMemory, HostTensor, TensorMemory};
 pub use placed::{Crossings, Placed};

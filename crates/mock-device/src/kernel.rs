@@ -21,37 +21,37 @@ use super::{
 };
 
 /// The data of a pass that stay on the device over all ring steps.
-pub(super) struct State {
-    pub(super) shard: RankShard,
-    pub(super) q: Array4<f64>,
-    pub(super) bias: Option<Array4<f64>>,
-    pub(super) sinks: Option<Array2<f64>>,
+pub(crate) struct State {
+    pub(crate) shard: RankShard,
+    pub(crate) q: Array4<f64>,
+    pub(crate) bias: Option<Array4<f64>>,
+    pub(crate) sinks: Option<Array2<f64>>,
     /// Accumulator, `[b, shard q_len, q_heads, dv]`.
-    pub(super) acc: Array4<f64>,
+    pub(crate) acc: Array4<f64>,
     /// Row maximum, `[b, q_heads, shard q_len]`; sum and ties have the same shape.
-    pub(super) max: Array3<f64>,
-    pub(super) sum: Array3<f64>,
-    pub(super) ties: Array3<f64>,
-    pub(super) dout: Array4<f64>,
+    pub(crate) max: Array3<f64>,
+    pub(crate) sum: Array3<f64>,
+    pub(crate) ties: Array3<f64>,
+    pub(crate) dout: Array4<f64>,
     /// `[b, shard q_len, q_heads, 4]`: lse, max, delta, and the gradient of max divided by ties.
-    pub(super) statistics: Array4<f64>,
-    pub(super) dq: Array4<f64>,
-    pub(super) dbias: Option<Array4<f64>>,
+    pub(crate) statistics: Array4<f64>,
+    pub(crate) dq: Array4<f64>,
+    pub(crate) dbias: Option<Array4<f64>>,
 }
 
 /// A block of keys `[b, rows, kv_heads, d]` and values `[b, rows, kv_heads, dv]`, unpacked.
-pub(super) struct Keys<'a> {
-    pub(super) rows: &'a Rows,
-    pub(super) k: Array4<f64>,
-    pub(super) v: Array4<f64>,
+pub(crate) struct Keys<'a> {
+    pub(crate) rows: &'a Rows,
+    pub(crate) k: Array4<f64>,
+    pub(crate) v: Array4<f64>,
 }
 
 /// Queries of a backward pass: those of this rank, or a block of another's.
-pub(super) struct Queries<'a> {
-    pub(super) rows: &'a Rows,
-    pub(super) q: &'a Array4<f64>,
-    pub(super) dout: &'a Array4<f64>,
-    pub(super) statistics: &'a Array4<f64>,
+pub(crate) struct Queries<'a> {
+    pub(crate) rows: &'a Rows,
+    pub(crate) q: &'a Array4<f64>,
+    pub(crate) dout: &'a Array4<f64>,
+    pub(crate) statistics: &'a Array4<f64>,
 }
 
 /// A visible pair: key index, logit, ∂s/∂x and dropout factor.
@@ -73,7 +73,7 @@ struct PairGradient {
 }
 
 impl State {
-    pub(super) fn new(shard: RankShard) -> Self {
+    pub(crate) fn new(shard: RankShard) -> Self {
         let empty = || Array4::zeros((0, 0, 0, 0));
         let none = || Array3::zeros((0, 0, 0));
         Self {
@@ -93,7 +93,7 @@ impl State {
     }
 
     /// Resets the accumulator and the softmax statistics.
-    pub(super) fn begin(&mut self) {
+    pub(crate) fn begin(&mut self) {
         let Dims { batch, q_heads, value_dim, .. } = self.shard.spec.dims;
         let rows = self.shard.queries.len();
         self.acc = Array4::zeros((batch, rows, q_heads, value_dim));
@@ -103,7 +103,7 @@ impl State {
     }
 
     /// Adds one KV block to the online softmax.
-    pub(super) fn attend(&mut self, keys: &Keys<'_>) {
+    pub(crate) fn attend(&mut self, keys: &Keys<'_>) {
         let dims = self.shard.spec.dims;
         for [b, h, i] in self.every_row() {
             let pairs = self.pairs(&self.shard.queries, &self.q, keys, [b, h, i]);
@@ -121,7 +121,7 @@ impl State {
     }
 
     /// Adds the sinks, divides by the sum if the output is normalised, and returns lse.
-    pub(super) fn finish(&mut self) -> Array3<f64> {
+    pub(crate) fn finish(&mut self) -> Array3<f64> {
         for [b, h, i] in self.every_row() {
             let sinks = self.sinks_of(h);
             self.rescale([b, h, i], &sinks);
@@ -162,7 +162,7 @@ impl State {
     }
 
     /// Computes the row statistics from the results of forward; sets dq and dbias to 0.
-    pub(super) fn begin_backward(
+    pub(crate) fn begin_backward(
         &mut self,
         out: &Array4<f64>,
         lse: &Array4<f64>,
@@ -188,7 +188,7 @@ impl State {
     }
 
     /// Adds one block's terms to dq and dbias of this rank's queries.
-    pub(super) fn backward_dq(&mut self, keys: &Keys<'_>) {
+    pub(crate) fn backward_dq(&mut self, keys: &Keys<'_>) {
         let spec = &self.shard.spec;
         let mut dq = std::mem::take(&mut self.dq);
         let mut dbias = self.dbias.take();
@@ -209,7 +209,7 @@ impl State {
     }
 
     /// Returns dk and dv of a block from these queries.
-    pub(super) fn backward_dkv(&self, queries: &Queries<'_>, keys: &Keys<'_>) -> [Array4<f64>; 2] {
+    pub(crate) fn backward_dkv(&self, queries: &Queries<'_>, keys: &Keys<'_>) -> [Array4<f64>; 2] {
         let spec = &self.shard.spec;
         let mut dk = Array4::zeros(keys.k.raw_dim());
         let mut dv = Array4::zeros(keys.v.raw_dim());
@@ -225,7 +225,7 @@ impl State {
     }
 
     /// Returns the sum of dsinks over this rank's queries.
-    pub(super) fn dsinks(&self) -> Option<Array2<f64>> {
+    pub(crate) fn dsinks(&self) -> Option<Array2<f64>> {
         let sinks = self.sinks.as_ref()?;
         let mut dsinks = Array2::zeros(sinks.raw_dim());
         for [b, h, i] in self.every_row() {
@@ -243,7 +243,7 @@ impl State {
     }
 
     /// Returns this rank's queries.
-    pub(super) fn local_queries(&self) -> Queries<'_> {
+    pub(crate) fn local_queries(&self) -> Queries<'_> {
         Queries {
             rows: &self.shard.queries,
             q: &self.q,
@@ -373,7 +373,7 @@ fn broadcast(shape: [usize; 4], index: [usize; 4]) -> [usize; 4] {
 }
 
 /// Unpacks the fields of `rows` rows of a block, each `[b, rows, heads, dim]`.
-pub(super) fn unpack(
+pub(crate) fn unpack(
     record: &RowLayout,
     batch: usize,
     rows: usize,
@@ -400,7 +400,7 @@ pub(super) fn unpack(
 }
 
 /// Packs these fields as the rows of a block, in shard order.
-pub(super) fn pack(record: &RowLayout, rows: usize, fields: &[&Array4<f64>]) -> Vec<u8> {
+pub(crate) fn pack(record: &RowLayout, rows: usize, fields: &[&Array4<f64>]) -> Vec<u8> {
     let mut bytes = Vec::new();
     for row in 0..rows {
         for (field, array) in record.fields().iter().zip(fields) {

@@ -38,7 +38,7 @@ type Work = Box<dyn FnOnce(&mut SlotTable) -> Result<()> + Send>;
 
 /// The bytes of all allocations of a device, accessible to its work.
 #[derive(Default)]
-pub(super) struct SlotTable {
+pub(crate) struct SlotTable {
     slots: HashMap<u64, Slot>,
 }
 
@@ -92,7 +92,7 @@ impl Device {
     }
 
     /// Queues work that reads and writes these slots.
-    pub(super) fn enqueue(
+    pub(crate) fn enqueue(
         &self,
         reads: &[u64],
         writes: &[u64],
@@ -204,12 +204,12 @@ impl std::fmt::Debug for DeviceState {
 
 impl SlotTable {
     /// Returns the bytes of a slot.
-    pub(super) fn bytes(&mut self, slot: u64) -> Result<&mut [u8]> {
+    pub(crate) fn bytes(&mut self, slot: u64) -> Result<&mut [u8]> {
         Ok(&mut self.slot(slot)?.bytes)
     }
 
     /// Writes bytes from this offset on.
-    pub(super) fn write(&mut self, slot: u64, offset: u64, bytes: &[u8]) -> Result<()> {
+    pub(crate) fn write(&mut self, slot: u64, offset: u64, bytes: &[u8]) -> Result<()> {
         let target = self
             .bytes(slot)?
             .get_mut(index(offset)..)
@@ -219,7 +219,7 @@ impl SlotTable {
     }
 
     /// Copies consecutive parts of `from` to these ranges.
-    pub(super) fn scatter(
+    pub(crate) fn scatter(
         &mut self,
         slot: u64,
         ranges: &[Range<u64>],
@@ -244,12 +244,12 @@ impl SlotTable {
 
 impl DeviceBuffer {
     /// Returns the number that identifies the buffer in the device's work.
-    pub(super) fn slot(&self) -> u64 {
+    pub(crate) fn slot(&self) -> u64 {
         self.0.slot
     }
 
     /// Returns the size in bytes.
-    pub(super) fn len(&self) -> u64 {
+    pub(crate) fn len(&self) -> u64 {
         self.0.len
     }
 
@@ -272,7 +272,7 @@ impl Drop for Allocation {
 
 impl DeviceEvent {
     /// True if the event belongs to this device.
-    pub(super) fn is_of(&self, device: &Device) -> bool {
+    pub(crate) fn is_of(&self, device: &Device) -> bool {
         Arc::ptr_eq(&self.device.0, &device.0)
     }
 
@@ -290,12 +290,12 @@ impl DeviceEvent {
 }
 
 /// Creates the error of a misuse of the device.
-pub(super) fn fault(what: impl Into<String>) -> Error {
+pub(crate) fn fault(what: impl Into<String>) -> Error {
     Error::Device { what: what.into() }
 }
 
 /// Locks, also after a panic of another thread, which has failed its test already.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -89,23 +89,23 @@ pub struct DeviceTensor {
 
 /// A tensor as the device's work addresses it.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Tag {
-    pub(super) slot: u64,
-    pub(super) dtype: DType,
-    pub(super) shape: [usize; 4],
+pub(crate) struct Tag {
+    pub(crate) slot: u64,
+    pub(crate) dtype: DType,
+    pub(crate) shape: [usize; 4],
 }
 
 /// A tensor borrowed for reading: a tag, without access for the host.
 #[derive(Debug, Clone, Copy)]
 pub struct DeviceView<'a> {
-    pub(super) tag: Tag,
+    pub(crate) tag: Tag,
     borrow: PhantomData<&'a DeviceTensor>,
 }
 
 /// A tensor borrowed for writing.
 #[derive(Debug)]
 pub struct DeviceViewMut<'a> {
-    pub(super) tag: Tag,
+    pub(crate) tag: Tag,
     borrow: PhantomData<&'a mut DeviceTensor>,
 }
 
@@ -152,12 +152,12 @@ impl DeviceTensor {
 
 impl Tag {
     /// Reads the tensor; called by the device's work.
-    pub(super) fn read(self, memory: &mut SlotTable) -> Result<Array4<f64>> {
+    pub(crate) fn read(self, memory: &mut SlotTable) -> Result<Array4<f64>> {
         numbers(self, memory.bytes(self.slot)?)
     }
 
     /// Rounds and writes the tensor; called by the device's work.
-    pub(super) fn write(self, memory: &mut SlotTable, numbers: ArrayView4<'_, f64>) -> Result<()> {
+    pub(crate) fn write(self, memory: &mut SlotTable, numbers: ArrayView4<'_, f64>) -> Result<()> {
         if numbers.dim() != self.shape.into() {
             return Err(fault(format!(
                 "{:?} numbers for a tensor of {:?}",
@@ -180,7 +180,7 @@ fn numbers(tag: Tag, bytes: &[u8]) -> Result<Array4<f64>> {
 }
 
 /// Rounds a number and appends its bytes.
-pub(super) fn encode(number: f64, dtype: DType, into: &mut Vec<u8>) {
+pub(crate) fn encode(number: f64, dtype: DType, into: &mut Vec<u8>) {
     match dtype {
         DType::F64 => into.extend(number.to_le_bytes()),
         DType::F32 => into.extend(<f32 as Element>::from_f64(number).to_le_bytes()),
@@ -190,7 +190,7 @@ pub(super) fn encode(number: f64, dtype: DType, into: &mut Vec<u8>) {
 }
 
 /// Widens the number in these bytes; NaN if there are too few.
-pub(super) fn decode(dtype: DType, bytes: &[u8]) -> f64 {
+pub(crate) fn decode(dtype: DType, bytes: &[u8]) -> f64 {
     match dtype {
         DType::F64 => bytes.try_into().map_or(f64::NAN, f64::from_le_bytes),
         DType::F32 => {
