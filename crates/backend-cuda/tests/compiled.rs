@@ -86,19 +86,18 @@ fn line(compiler: &Compiler, architecture: Architecture, variant: Variant) -> Re
 
 /// Digests what the compiler is given for the variants: kernel sources, without those of the
 /// emulator, and options.
-fn sources(every: &[((i32, i32), Variant)]) -> String {
+fn sources(every: &[((i32, i32), Variant)]) -> std::io::Result<String> {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("kernels");
-    let mut texts: Vec<_> = std::fs::read_dir(folder)
-        .unwrap()
-        .map(|entry| entry.unwrap().path())
-        .filter(|path| path.extension().is_some_and(|end| end == "cu" || end == "cuh"))
-        .map(|path| (path.file_name().unwrap().to_owned(), std::fs::read_to_string(path).unwrap()))
-        .collect();
-    texts.sort();
-    assert!(texts.len() > 10, "kernel sources: {texts:?}");
-    let options = every.iter().flat_map(|(_, variant)| variant.options());
-    let texts: Vec<_> = texts.into_iter().map(|(_, text)| text).chain(options).collect();
-    Cache::key(texts.iter().map(String::as_str))
+    let mut files = std::fs::read_dir(folder)?
+        .map(|entry| Ok(entry?.path()))
+        .collect::<std::io::Result<Vec<_>>>()?;
+    files.retain(|file| file.extension().is_some_and(|end| end == "cu" || end == "cuh"));
+    files.sort();
+    assert!(files.len() > 10, "kernel sources: {files:?}");
+    let mut texts =
+        files.iter().map(std::fs::read_to_string).collect::<std::io::Result<Vec<_>>>()?;
+    texts.extend(every.iter().flat_map(|(_, variant)| variant.options()));
+    Ok(Cache::key(texts.iter().map(String::as_str)))
 }
 
 #[test]
@@ -114,7 +113,7 @@ fn variants_compile_for_every_architecture_as_recorded() {
          memory, bytes spilled",
         compiler.version().0,
         compiler.version().1,
-        sources(&every)
+        sources(&every).unwrap()
     );
     let file = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("kernels/registers.txt");
     let recorded = std::fs::read_to_string(&file).unwrap();
