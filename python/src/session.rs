@@ -1,4 +1,4 @@
-//! What calls of a plan and of a KV cache share: a lock, signals and callbacks.
+//! The state that the calls of a plan and those of a KV cache share: a lock, signals, callbacks.
 
 use std::sync::{
     Arc, Mutex, MutexGuard, TryLockError,

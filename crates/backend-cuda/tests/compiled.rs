@@ -1,5 +1,5 @@
-//! Compiles variants for every architecture, without a GPU: nothing spills, and registers and shared
-//! memory equal the committed table. Needs NVRTC; `scripts/cuda-test` installs it. With
+//! Compiles variants for every architecture, without a GPU: nothing spills, and registers and
+//! shared memory equal the committed table. Needs NVRTC; `scripts/cuda-test` installs it. With
 //! `ANNULUS_UPDATE=1` every variant is compiled and the table is written instead.
 //!
 //! All variants take minutes. The table has a digest of the sources and options from which it was

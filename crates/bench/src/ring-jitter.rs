@@ -177,7 +177,8 @@ fn main() -> Result<(), String> {
                 _ => "–".to_owned(),
             };
             println!(
-                "| {transfer} | {jitter} | {alone:.3} | {two:.3} | {three:.3} | {} | {ahead:.3} | {} |",
+                "| {transfer} | {jitter} | {alone:.3} | {two:.3} | {three:.3} | {} \
+                 | {ahead:.3} | {} |",
                 removed(three),
                 removed(ahead)
             );

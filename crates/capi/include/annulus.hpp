@@ -205,7 +205,7 @@ struct backward_tensors {
   std::optional<view<A>> dbias = {}, dsoftmax_aux = {};
 };
 
-/* The tensors of a call of a KV cache: {q, out, lse}, then the sinks if the options ask for them. */
+/* The tensors of a call of a KV cache: {q, out, lse}, then the sinks if the options have them. */
 template <class T>
 struct attend_tensors {
   using A = typename element<T>::accumulator;

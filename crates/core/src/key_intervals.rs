@@ -134,8 +134,8 @@ impl KeyIntervals {
         Self { ranges: [first, second, third, fourth], count: count as u8 }
     }
 
-    /// Replaces the set by [`KeyIntervals::cover`] of both. Neighbouring rows of most masks have one
-    /// interval each, which is updated in place.
+    /// Replaces the set by [`KeyIntervals::cover`] of both. Neighbouring rows of most masks have
+    /// one interval each, which is updated in place.
     pub(crate) fn extend_cover(&mut self, other: &Self) {
         if let (1, [b]) = (self.count, other.ranges())
             && let [a, ..] = &mut self.ranges

@@ -112,8 +112,8 @@ impl TileBoundsTable {
     }
 }
 
-/// Returns the bounds of the queries `rows`: with a [`Band`](crate::mask::Band) those of a whole run
-/// of positions at once, else query by query.
+/// Returns the bounds of the queries `rows`: with a [`Band`](crate::mask::Band) those of a whole
+/// run of positions at once, else query by query.
 fn bounds_of(
     visibility: &Visibility<'_>,
     batch: usize,

@@ -57,9 +57,9 @@ impl<A: Real> DsTile<A> {
         self.elements.bytes()
     }
 
-    /// Resets the tile to no visible pair. Its elements are unspecified until
-    /// [`DsTile::complete`]: zeroing the 16 KiB of a full tile in advance would displace operands from
-    /// the first-level cache.
+    /// Resets the tile to no visible pair. Its elements are unspecified until [`DsTile::complete`]:
+    /// zeroing the 16 KiB of a full tile in advance would displace operands from the first-level
+    /// cache.
     pub(crate) fn clear(&mut self) {
         self.lane_words.fill(0);
         self.inserted = 0;
@@ -89,8 +89,8 @@ impl<A: Real> DsTile<A> {
         }
     }
 
-    /// Inserts the visible rows of a strip whose first key is the tile's key `lane`, and zeros as the
-    /// other rows.
+    /// Inserts the visible rows of a strip whose first key is the tile's key `lane`, and zeros as
+    /// the other rows.
     pub(crate) fn insert_strip(
         &mut self,
         token: IsaToken,

@@ -80,8 +80,8 @@ impl TileMask {
         true
     }
 
-    /// Writes the mask of one strip of this tile to `into`: that of the tile's lanes `lanes`, counted
-    /// from any multiple of [`TILE`]. Returns false if the strip is empty.
+    /// Writes the mask of one strip of this tile to `into`: that of the tile's lanes `lanes`,
+    /// counted from any multiple of [`TILE`]. Returns false if the strip is empty.
     ///
     /// Rows of which every pair is visible need no words, also if other rows have none: at the edge
     /// of a document only the tiles on the diagonal are masked pair by pair.
@@ -198,8 +198,8 @@ impl TileMaskCache {
         self.next = 0;
     }
 
-    /// Advances to the next tile and loads its mask. Returns false if the tile is empty, `None` if it
-    /// is not cached.
+    /// Advances to the next tile and loads its mask. Returns false if the tile is empty, `None` if
+    /// it is not cached.
     pub(crate) fn load_next(&mut self, tile_mask: &mut TileMask) -> Option<bool> {
         let index = self.next;
         self.next += 1;
@@ -210,8 +210,8 @@ impl TileMaskCache {
         Some(*non_empty)
     }
 
-    /// Stores the mask of the tile to which [`TileMaskCache::load_next`] advanced last, if it is the
-    /// next to be cached and there is room.
+    /// Stores the mask of the tile to which [`TileMaskCache::load_next`] advanced last, if it is
+    /// the next to be cached and there is room.
     pub(crate) fn store(&mut self, non_empty: bool, tile_mask: &TileMask) {
         if self.next == self.entries.len() + 1 && self.next <= Self::CAPACITY {
             let cached = if non_empty { tile_mask.clone() } else { TileMask::default() };

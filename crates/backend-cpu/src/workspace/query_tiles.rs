@@ -49,8 +49,8 @@ pub(crate) struct QueryTileCache {
 }
 
 impl QueryTileCache {
-    /// Invalidates the visibility at the start of a pass: masks and positions may have changed since
-    /// the last one.
+    /// Invalidates the visibility at the start of a pass: masks and positions may have changed
+    /// since the last one.
     pub(crate) const fn begin(&mut self) {
         self.bounds_of = None;
         self.tiles_of = None;

@@ -19,7 +19,8 @@ void check(bool holds, const char *what) {
   }
 }
 
-float value(std::int64_t salt, std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t c) {
+float value(std::int64_t salt, std::int64_t b, std::int64_t row, std::int64_t head,
+            std::int64_t c) {
   return static_cast<float>((row * 31 + head * 7 + c * 3 + b * 5 + salt * 11) % 17 - 8) / 8.0f;
 }
 

@@ -1,5 +1,5 @@
-! cache_mpi FILE: decoding over a communicator of half the ranks of the job. Rank 0 of the first half
-! writes the results to FILE.
+! cache_mpi FILE: decoding over a communicator of half the ranks of the job. Rank 0 of the first
+! half writes the results to FILE.
 program cache_mpi
   use mpi
   use case_of_tests

@@ -47,8 +47,8 @@ struct Rank<T: Element, B: Backend<Space: HostTensors>> {
     k: Array4<T>,
     v: Array4<T>,
     dout: Array4<T>,
-    /// Results of the warm-up round, which later rounds overwrite: the kernel's clearing of new pages
-    /// is no work of a pass.
+    /// Results of the warm-up round, which later rounds overwrite. The operating system clears new
+    /// pages, and that is not the work of a pass.
     forward: Option<Forward<T>>,
     gradients: Option<Backward<T>>,
 }
