@@ -4,19 +4,18 @@ use std::sync::Arc;
 
 use annulus::{
     CacheShape, Cpu, DType, Element, LocalCache,
-    half::{bf16, f16},
     ndarray::{Ix3, Ix4},
 };
 use pyo3::{prelude::*, types::PyDict};
 
 #[cfg(feature = "mpi")]
-use crate::plan::node_ranks;
+use crate::plan::mpi_rank;
 use crate::{
     array::{Outputs, Plain},
     config::{Config, Lengths},
     errors::raise,
     plan::{PyReport, PyRuns, array, machine_threads, needed, spelled, spelled_runs, view},
-    session::Session,
+    session::{Session, by_dtype},
     signals::Interruptible,
 };
 
@@ -36,22 +35,6 @@ macro_rules! either {
             Engine::Rank($of) => $body,
         }
     };
-}
-
-/// Evaluates `$call` with `$element` bound to an element type.
-macro_rules! by_dtype {
-    ($dtype:expr, $element:ident => $call:expr) => {
-        match $dtype {
-            DType::F64 => by_dtype!(@ $element, f64, $call),
-            DType::F32 => by_dtype!(@ $element, f32, $call),
-            DType::Bf16 => by_dtype!(@ $element, bf16, $call),
-            DType::F16 => by_dtype!(@ $element, f16, $call),
-        }
-    };
-    (@ $element:ident, $type:ty, $call:expr) => {{
-        type $element = $type;
-        $call
-    }};
 }
 
 /// A KV cache.
@@ -101,19 +84,13 @@ impl Cache {
         communicator: i32,
         threads: Option<usize>,
     ) -> PyResult<Self> {
-        use annulus::comm::mpi::{Mpi, Settings};
-
         let (attention, callbacks) = config.attention(py)?;
         let (dtype, shape) = (config.element(py)?, CacheShape::from(lengths).page_rows(page_rows));
         let session = Session::new("cache", callbacks, false);
         let signals = session.signals();
         let cache = session.run(py, || {
-            // SAFETY: the package passes `comm.py2f()` of a communicator object that it holds, of
-            // the MPI that this module is linked with, which it has compared
-            let endpoint = unsafe { Mpi::over_fortran(communicator, Settings::default()) }?;
-            let threads = threads.unwrap_or_else(|| machine_threads(node_ranks(&endpoint)));
-            let endpoint = Interruptible::new(endpoint, Arc::clone(signals));
-            annulus::Cache::new(&attention, shape, Cpu::new(threads)?, endpoint)
+            let (cpu, endpoint) = mpi_rank(communicator, threads, signals)?;
+            annulus::Cache::new(&attention, shape, cpu, endpoint)
         })?;
         Ok(Self { session: session.filled(Engine::Rank(Box::new(cache))), dtype })
     }
@@ -157,21 +134,12 @@ impl Cache {
     /// Ends a call whose arguments were refused: over MPI, takes part in it so that the other ranks
     /// do not wait. Does nothing if the call has reached the ring.
     fn refuse(&self, py: Python<'_>, argument: String, got: String, want: String) -> PyResult<()> {
-        if self.session.has_entered() {
-            return Ok(());
-        }
-        let mut guard = self.session.lock(py)?;
-        let engine = self.session.opened(guard.as_mut())?;
-        let why = annulus::Error::InvalidArgument { argument, got, want };
-        self.session.run(py, || {
-            match engine {
-                // the ranks of this process have not been called
-                Engine::Local(_) => drop(why),
-                // the caller raises what it has refused
-                #[cfg(feature = "mpi")]
-                Engine::Rank(cache) => drop(cache.refuse(why)),
-            }
-            Ok(())
+        self.session.refuse(py, [argument, got, want], |engine, why| match engine {
+            // the ranks of this process have not been called
+            Engine::Local(_) => drop(why),
+            // the caller raises what it has refused
+            #[cfg(feature = "mpi")]
+            Engine::Rank(cache) => drop(cache.refuse(why)),
         })
     }
 

@@ -5,17 +5,18 @@ use std::{num::NonZero, sync::Arc, thread};
 use annulus::{
     BackwardViewMut, Batch, Cpu, DType, Dims, Element, ForwardView, ForwardViewMut, LocalRing,
     Report, Runs, Tensors,
-    half::{bf16, f16},
     ndarray::{ArrayView4, Dimension, Ix2, Ix3, Ix4},
 };
 use annulus_core::{Choice, Shard, Side};
 use pyo3::{prelude::*, types::PyDict};
 
+#[cfg(feature = "mpi")]
+use crate::signals::Signals;
 use crate::{
     array::{Array, Outputs, Plain},
     config::{Config, Lengths, batch},
     errors::{invalid, raise},
-    session::Session,
+    session::{Session, by_dtype},
     signals::Interruptible,
 };
 
@@ -76,19 +77,13 @@ impl Plan {
         communicator: i32,
         threads: Option<usize>,
     ) -> PyResult<Self> {
-        use annulus::comm::mpi::{Mpi, Settings};
-
         let (attention, callbacks) = config.attention(py)?;
         let (dtype, dims) = (config.element(py)?, Dims::from(lengths));
         let session = Session::new("plan", callbacks, false);
         let signals = session.signals();
         let plan = session.run(py, || {
-            // SAFETY: the package passes `comm.py2f()` of a communicator object that it holds, of
-            // the MPI that this module is linked with, which it has compared
-            let endpoint = unsafe { Mpi::over_fortran(communicator, Settings::default()) }?;
-            let threads = threads.unwrap_or_else(|| machine_threads(node_ranks(&endpoint)));
-            let endpoint = Interruptible::new(endpoint, Arc::clone(signals));
-            annulus::Plan::new(&attention, dims, Cpu::new(threads)?, endpoint)
+            let (cpu, endpoint) = mpi_rank(communicator, threads, signals)?;
+            annulus::Plan::new(&attention, dims, cpu, endpoint)
         })?;
         Ok(Self { session: session.filled(Engine::Rank(Box::new(plan))), dtype })
     }
@@ -107,22 +102,12 @@ impl Plan {
 
     /// Computes out and lse. `arrays` names inputs and outputs.
     fn forward(&self, py: Python<'_>, arrays: &Bound<'_, PyDict>) -> PyResult<Vec<PyReport>> {
-        match self.dtype {
-            DType::F64 => self.forward_of::<f64>(py, arrays),
-            DType::F32 => self.forward_of::<f32>(py, arrays),
-            DType::Bf16 => self.forward_of::<bf16>(py, arrays),
-            DType::F16 => self.forward_of::<f16>(py, arrays),
-        }
+        by_dtype!(self.dtype, T => self.forward_of::<T>(py, arrays))
     }
 
     /// Computes gradients. `arrays` names inputs and outputs.
     fn backward(&self, py: Python<'_>, arrays: &Bound<'_, PyDict>) -> PyResult<Vec<PyReport>> {
-        match self.dtype {
-            DType::F64 => self.backward_of::<f64>(py, arrays),
-            DType::F32 => self.backward_of::<f32>(py, arrays),
-            DType::Bf16 => self.backward_of::<bf16>(py, arrays),
-            DType::F16 => self.backward_of::<f16>(py, arrays),
-        }
+        by_dtype!(self.dtype, T => self.backward_of::<T>(py, arrays))
     }
 
     /// Begins a call, of which the arguments are yet to be checked.
@@ -133,21 +118,12 @@ impl Plan {
     /// Ends a call whose arguments were refused: over MPI, takes part in it so that the other ranks
     /// do not wait. Does nothing if the call has reached the ring.
     fn refuse(&self, py: Python<'_>, argument: String, got: String, want: String) -> PyResult<()> {
-        if self.session.has_entered() {
-            return Ok(());
-        }
-        let mut guard = self.session.lock(py)?;
-        let engine = self.session.opened(guard.as_mut())?;
-        let why = annulus::Error::InvalidArgument { argument, got, want };
-        self.session.run(py, || {
-            match engine {
-                // the ranks of this process have not been called
-                Engine::Local(_) => drop(why),
-                // the caller raises what it has refused
-                #[cfg(feature = "mpi")]
-                Engine::Rank(plan) => drop(plan.refuse(why)),
-            }
-            Ok(())
+        self.session.refuse(py, [argument, got, want], |engine, why| match engine {
+            // the ranks of this process have not been called
+            Engine::Local(_) => drop(why),
+            // the caller raises what it has refused
+            #[cfg(feature = "mpi")]
+            Engine::Rank(plan) => drop(plan.refuse(why)),
         })
     }
 
@@ -467,9 +443,25 @@ pub(crate) fn machine_threads(ranks: usize) -> usize {
     cores.checked_div(ranks).unwrap_or(1).max(1)
 }
 
+/// Backend and transport of this process's rank over a communicator, named as Fortran names it.
+#[cfg(feature = "mpi")]
+pub(crate) fn mpi_rank(
+    communicator: i32,
+    threads: Option<usize>,
+    signals: &Arc<Signals>,
+) -> annulus::Result<(Cpu, Interruptible<annulus::comm::mpi::Mpi>)> {
+    use annulus::comm::mpi::{Mpi, Settings};
+
+    // SAFETY: the package passes `comm.py2f()` of a communicator object that it holds, of the MPI
+    // that this module is linked with, which it has compared
+    let endpoint = unsafe { Mpi::over_fortran(communicator, Settings::default()) }?;
+    let threads = threads.unwrap_or_else(|| machine_threads(node_ranks(&endpoint)));
+    Ok((Cpu::new(threads)?, Interruptible::new(endpoint, Arc::clone(signals))))
+}
+
 /// Ranks of the ring on the node of this one.
 #[cfg(feature = "mpi")]
-pub(crate) fn node_ranks(endpoint: &annulus::comm::mpi::Mpi) -> usize {
+fn node_ranks(endpoint: &annulus::comm::mpi::Mpi) -> usize {
     use annulus_core::Control;
 
     let locations = endpoint.nodes().locations();

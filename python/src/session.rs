@@ -5,10 +5,27 @@ use std::sync::{
     atomic::{AtomicBool, Ordering},
 };
 
-use annulus::Result;
+use annulus::{Error, Result};
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
 use crate::{errors::raise, masks::Callback, signals::Signals};
+
+/// Evaluates `$call` with `$element` bound to an element type.
+macro_rules! by_dtype {
+    ($dtype:expr, $element:ident => $call:expr) => {
+        match $dtype {
+            ::annulus::DType::F64 => by_dtype!(@ $element, f64, $call),
+            ::annulus::DType::F32 => by_dtype!(@ $element, f32, $call),
+            ::annulus::DType::Bf16 => by_dtype!(@ $element, ::annulus::half::bf16, $call),
+            ::annulus::DType::F16 => by_dtype!(@ $element, ::annulus::half::f16, $call),
+        }
+    };
+    (@ $element:ident, $type:ty, $call:expr) => {{
+        type $element = $type;
+        $call
+    }};
+}
+pub(crate) use by_dtype;
 
 /// The engine behind an object of Python's, and the state of its calls.
 pub(crate) struct Session<E> {
@@ -51,11 +68,6 @@ impl<E> Session<E> {
         self.entered.store(false, Ordering::Relaxed);
     }
 
-    /// True if the call has reached the ring.
-    pub(crate) fn has_entered(&self) -> bool {
-        self.entered.load(Ordering::Relaxed)
-    }
-
     /// Runs `work` without the GIL. An exception of a mask or bias function is the cause of the
     /// error that it leads to.
     pub(crate) fn run<T: Send>(
@@ -82,7 +94,7 @@ impl<E> Session<E> {
             }
             Err(TryLockError::Poisoned(_)) => {
                 let what = format!("a call of this {} panicked", self.name);
-                Err(raise(py, &annulus::Error::internal(what)))
+                Err(raise(py, &Error::internal(what)))
             }
         }
     }
@@ -90,6 +102,28 @@ impl<E> Session<E> {
     /// Returns the engine, unless it is closed.
     pub(crate) fn opened<T>(&self, engine: Option<T>) -> PyResult<T> {
         engine.ok_or_else(|| PyRuntimeError::new_err(format!("the {} is closed", self.name)))
+    }
+
+    /// Ends a call whose arguments were refused: `take_part` tells the other ranks, which wait for
+    /// it. Does nothing if the call has reached the ring, which has told them.
+    pub(crate) fn refuse(
+        &self,
+        py: Python<'_>,
+        [argument, got, want]: [String; 3],
+        take_part: impl FnOnce(&mut E, Error) + Send,
+    ) -> PyResult<()>
+    where
+        E: Send,
+    {
+        if self.entered.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let mut guard = self.lock(py)?;
+        let engine = self.opened(guard.as_mut())?;
+        self.run(py, || {
+            take_part(engine, Error::InvalidArgument { argument, got, want });
+            Ok(())
+        })
     }
 
     /// Drops the engine.

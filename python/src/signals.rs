@@ -178,4 +178,8 @@ impl<T: Transport<Host>> Transport<Host> for Interruptible<T> {
     fn bytes_sent(&self) -> u64 {
         self.inner.bytes_sent()
     }
+
+    fn posts_ahead(&self) -> bool {
+        self.inner.posts_ahead()
+    }
 }

@@ -1268,6 +1268,22 @@ contains
     status = annulus_backward_c(plan, args)
   end function backward_of
 
+  ! The call of a KV cache over the tensors q, out, lse and softmax_aux, of which the last one need
+  ! not be given.
+  function attend_of(cache, tensors, given) result(status)
+    type(c_ptr), intent(in) :: cache
+    type(annulus_tensor), intent(in), target :: tensors(4)
+    logical, intent(in) :: given
+    integer(c_int) :: status
+    type(annulus_attend_args) :: args
+    args%struct_size = int(c_sizeof(args), c_int64_t)
+    args%q = c_loc(tensors(1))
+    args%out = c_loc(tensors(2))
+    args%lse = c_loc(tensors(3))
+    if (given) args%softmax_aux = c_loc(tensors(4))
+    status = annulus_cache_attend_c(cache, args)
+  end function attend_of
+
   function forward_r32(plan, q, k, v, out, lse, bias, softmax_aux, max, sum, ties) result(status)
     type(c_ptr), intent(in) :: plan
     real(c_float), intent(in), target :: q(:, :, :, :), k(:, :, :, :), v(:, :, :, :)
@@ -1397,20 +1413,12 @@ contains
     real(c_float), intent(inout), target :: out(:, :, :, :), lse(:, :, :)
     real(c_float), intent(in), target, optional :: softmax_aux(:, :)
     integer(c_int) :: status
-    type(annulus_tensor), target :: tensors(4)
-    type(annulus_attend_args) :: args
+    type(annulus_tensor) :: tensors(4)
     tensors(1) = annulus_tensor_of(q)
     tensors(2) = annulus_tensor_of(out)
     tensors(3) = annulus_tensor_of(lse)
-    args%struct_size = int(c_sizeof(args), c_int64_t)
-    args%q = c_loc(tensors(1))
-    args%out = c_loc(tensors(2))
-    args%lse = c_loc(tensors(3))
-    if (present(softmax_aux)) then
-      tensors(4) = annulus_tensor_of(softmax_aux)
-      args%softmax_aux = c_loc(tensors(4))
-    end if
-    status = annulus_cache_attend_c(cache, args)
+    if (present(softmax_aux)) tensors(4) = annulus_tensor_of(softmax_aux)
+    status = attend_of(cache, tensors, present(softmax_aux))
   end function attend_r32
 
   function append_r64(cache, k, v) result(status)
@@ -1434,20 +1442,12 @@ contains
     real(c_double), intent(inout), target :: out(:, :, :, :), lse(:, :, :)
     real(c_double), intent(in), target, optional :: softmax_aux(:, :)
     integer(c_int) :: status
-    type(annulus_tensor), target :: tensors(4)
-    type(annulus_attend_args) :: args
+    type(annulus_tensor) :: tensors(4)
     tensors(1) = annulus_tensor_of(q)
     tensors(2) = annulus_tensor_of(out)
     tensors(3) = annulus_tensor_of(lse)
-    args%struct_size = int(c_sizeof(args), c_int64_t)
-    args%q = c_loc(tensors(1))
-    args%out = c_loc(tensors(2))
-    args%lse = c_loc(tensors(3))
-    if (present(softmax_aux)) then
-      tensors(4) = annulus_tensor_of(softmax_aux)
-      args%softmax_aux = c_loc(tensors(4))
-    end if
-    status = annulus_cache_attend_c(cache, args)
+    if (present(softmax_aux)) tensors(4) = annulus_tensor_of(softmax_aux)
+    status = attend_of(cache, tensors, present(softmax_aux))
   end function attend_r64
 
 end module annulus

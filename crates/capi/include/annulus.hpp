@@ -171,6 +171,13 @@ annulus_batch get(const batch<M> &of) noexcept {
   all.cum_seqlens_k = get(of.cum_seqlens_k);
   return all;
 }
+/* The number that read(handle, value) writes. */
+template <class N, class Handle, class Read>
+N number(Handle *handle, Read read) {
+  N value{};
+  check(read(handle, &value));
+  return value;
+}
 /* The row numbers that read(rows, capacity, count) writes. */
 template <class Read>
 std::vector<std::int64_t> rows(Read read) {
@@ -455,9 +462,7 @@ class plan {
   }
   template <class N, class Read>
   N number(Read read) const {
-    N value{};
-    detail::check(read(get(), &value));
-    return value;
+    return detail::number<N>(get(), read);
   }
   template <class Read>
   std::vector<std::int64_t> rows(Read read) const {
@@ -558,9 +563,7 @@ class cache {
   }
   template <class N, class Read>
   N number(Read read) const {
-    N value{};
-    detail::check(read(get(), &value));
-    return value;
+    return detail::number<N>(get(), read);
   }
   struct destroy {
     void operator()(annulus_cache *handle) const noexcept { annulus_cache_destroy(handle); }
