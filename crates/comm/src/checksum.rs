@@ -192,6 +192,11 @@ impl<T: Transport<Host>> Transport<Host> for Checksum<T> {
     fn bytes_sent(&self) -> u64 {
         self.bytes_sent
     }
+
+    fn posts_ahead(&self) -> bool {
+        // messages have a checksum behind the payload
+        false
+    }
 }
 
 impl<T: Transport<Host>> Control for Checksum<T> {

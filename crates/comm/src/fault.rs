@@ -283,6 +283,11 @@ impl<T: Transport<Host>> Transport<Host> for Fault<T> {
     fn bytes_sent(&self) -> u64 {
         self.bytes_sent
     }
+
+    fn posts_ahead(&self) -> bool {
+        // a fault may change a length
+        false
+    }
 }
 
 impl<T: Transport<Host>> Control for Fault<T> {

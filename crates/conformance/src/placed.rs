@@ -71,6 +71,10 @@ impl<S: Space, T: Transport<S>> Transport<S> for Placed<T> {
     fn bytes_sent(&self) -> u64 {
         self.inner.bytes_sent()
     }
+
+    fn posts_ahead(&self) -> bool {
+        self.inner.posts_ahead()
+    }
 }
 
 impl<T: Control> Control for Placed<T> {

@@ -109,12 +109,10 @@ pub trait Transport<S: Space>: Control {
     fn bytes_sent(&self) -> u64;
 
     /// Returns true if a receive with [agreed lengths](MessageHeader::agreed) starts when it is
-    /// posted, without a control message of the sender. A wrapper that changes messages leaves the
-    /// default, false; any other one returns the value of its inner transport. If it is false on
-    /// any rank, no message of the ring has agreed lengths.
-    fn posts_ahead(&self) -> bool {
-        false
-    }
+    /// posted, without a control message of the sender. A wrapper that changes messages returns
+    /// false, any other one the value of its inner transport. If it is false on any rank, no
+    /// message of the ring has agreed lengths.
+    fn posts_ahead(&self) -> bool;
 }
 
 /// Small host messages: agreement on arguments, shards of a new batch, closing status, abort,

@@ -179,6 +179,10 @@ impl Transport<MockSpace> for DeviceTransport {
     fn bytes_sent(&self) -> u64 {
         self.bytes_sent
     }
+
+    fn posts_ahead(&self) -> bool {
+        false
+    }
 }
 
 impl Control for DeviceTransport {

@@ -234,6 +234,10 @@ impl<T: Transport<Host>> Transport<Host> for NoMessages<T> {
     fn bytes_sent(&self) -> u64 {
         0
     }
+
+    fn posts_ahead(&self) -> bool {
+        false
+    }
 }
 
 impl<T: Control> Control for NoMessages<T> {

@@ -353,4 +353,8 @@ impl Transport<Host> for HostTransport {
     fn bytes_sent(&self) -> u64 {
         self.bytes_sent
     }
+
+    fn posts_ahead(&self) -> bool {
+        false
+    }
 }

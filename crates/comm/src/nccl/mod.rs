@@ -360,6 +360,10 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
     fn bytes_sent(&self) -> u64 {
         self.bytes_sent
     }
+
+    fn posts_ahead(&self) -> bool {
+        false
+    }
 }
 
 impl<T: Transport<Host>> Control for Nccl<T> {

@@ -246,6 +246,10 @@ impl Transport<Host> for Threads {
     fn bytes_sent(&self) -> u64 {
         self.bytes_sent
     }
+
+    fn posts_ahead(&self) -> bool {
+        false
+    }
 }
 
 impl Control for Threads {

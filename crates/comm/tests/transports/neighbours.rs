@@ -49,6 +49,10 @@ impl Transport<Host> for Neighbouring {
     fn bytes_sent(&self) -> u64 {
         self.inner.bytes_sent()
     }
+
+    fn posts_ahead(&self) -> bool {
+        self.inner.posts_ahead()
+    }
 }
 
 impl Control for Neighbouring {

@@ -142,6 +142,10 @@ impl<T: Transport<Host>> Transport<Host> for Choking<T> {
     fn bytes_sent(&self) -> u64 {
         self.inner.bytes_sent()
     }
+
+    fn posts_ahead(&self) -> bool {
+        self.inner.posts_ahead()
+    }
 }
 
 impl<T: Control> Control for Choking<T> {
