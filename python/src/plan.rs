@@ -22,9 +22,9 @@ use crate::{
 
 /// The ranks that a plan has in this process.
 enum Engine {
-    Local(LocalRing<Cpu>),
+    Local(LocalRing),
     #[cfg(feature = "mpi")]
-    Rank(Box<annulus::Plan<Cpu>>),
+    Rank(Box<annulus::Plan>),
 }
 
 /// Start, step and count of every run of rows.
@@ -151,12 +151,12 @@ impl Plan {
     /// Fingerprint of the arithmetic.
     fn numerics(&self, py: Python<'_>) -> PyResult<String> {
         let guard = self.session.lock(py)?;
-        let ring = match self.session.opened(guard.as_ref())? {
-            Engine::Local(ring) => ring.ring(),
+        let plan = match self.session.opened(guard.as_ref())? {
+            Engine::Local(ring) => ring.plan(),
             #[cfg(feature = "mpi")]
-            Engine::Rank(plan) => plan.ring(),
+            Engine::Rank(plan) => plan,
         };
-        Ok(ring.numerics().to_owned())
+        Ok(plan.numerics().to_owned())
     }
 
     /// Mask, ranks, layout, route, hops and bytes.

@@ -27,8 +27,8 @@ fn main() -> Result<()> {
     let gradients = plan.backward(&tensors, &forward, x.view(), None)?;
     println!(
         "rank {} of {}: {} rows, lse of the first {}, dk {:?}",
-        plan.ring().rank(),
-        plan.ring().ranks(),
+        plan.rank(),
+        plan.ranks(),
         rows.len(),
         forward.lse[[0, 0, 0]],
         gradients.dk.dim()

@@ -29,8 +29,8 @@ fn rank(transport: Threads) -> Result<()> {
     let gradients = plan.backward(&tensors, &forward, x.view(), None)?;
     println!(
         "rank {} of {}: rows {}..={}, lse of the first {}, dk {:?}",
-        plan.ring().rank(),
-        plan.ring().ranks(),
+        plan.rank(),
+        plan.ranks(),
         rows[0],
         rows[rows.len() - 1],
         forward.lse[[0, 0, 0]],

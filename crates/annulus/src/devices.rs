@@ -7,6 +7,12 @@
 //! | [`cuda_rank_over_nccl`] | from GPU to GPU; the host transport carries the control messages |
 //! | [`cuda_rank_over_mpi`] | by MPI from device memory if the library takes it, else staged |
 
+#[cfg(feature = "cuda")]
+use std::{
+    collections::BTreeMap,
+    sync::{Mutex, PoisonError},
+};
+
 use annulus_comm::Staged;
 #[cfg(feature = "cuda")]
 use annulus_core::Result;
@@ -23,6 +29,68 @@ pub fn wgpu_rank<T: Transport<Host> + 'static>(
 ) -> Rank<OnHost<annulus_wgpu::Wgpu>> {
     let copier = annulus_wgpu::Copier::new(gpu.clone());
     (annulus_wgpu::Wgpu::on_host(gpu.clone()), Box::new(Staged::new(transport, copier)))
+}
+
+/// NVIDIA GPUs of this process, each opened when its first rank needs it. Ranks on one GPU share
+/// its stream and its kernels.
+#[cfg(feature = "cuda")]
+#[derive(Debug)]
+pub struct CudaDevices {
+    device: Option<usize>,
+    count: usize,
+    opened: Mutex<BTreeMap<usize, annulus_cuda::Cuda>>,
+}
+
+#[cfg(feature = "cuda")]
+impl CudaDevices {
+    /// Opens GPU number `device`, which all ranks use; without a number, counts the visible GPUs,
+    /// which the ranks of a node use round robin.
+    ///
+    /// # Errors
+    /// [`crate::Error::Unsupported`] without a driver or a GPU; as [`CudaDevices::get`].
+    pub fn open(device: Option<usize>) -> Result<Self> {
+        let count = annulus_cuda::device::Device::count()?;
+        let devices = Self { device, count, opened: Mutex::default() };
+        if let Some(number) = device {
+            devices.get(number)?;
+        }
+        Ok(devices)
+    }
+
+    /// Returns the number of visible GPUs.
+    pub const fn count(&self) -> usize {
+        self.count
+    }
+
+    /// Returns GPU `number`, which is opened once.
+    ///
+    /// # Errors
+    /// As [`annulus_cuda::Cuda::open`].
+    pub fn get(&self, number: usize) -> Result<annulus_cuda::Cuda> {
+        let mut opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(cuda) = opened.get(&number) {
+            return Ok(cuda.clone());
+        }
+        let cuda = annulus_cuda::Cuda::open(number)?;
+        opened.insert(number, cuda.clone());
+        Ok(cuda)
+    }
+
+    /// Returns the GPU of the rank at this end of `transport`.
+    ///
+    /// # Errors
+    /// As [`CudaDevices::get`].
+    pub(crate) fn of_rank<T: Transport<Host>>(&self, transport: &T) -> Result<annulus_cuda::Cuda> {
+        let rank = transport.rank();
+        let index = match transport.placement().map(annulus_core::Placement::nodes) {
+            Some(nodes) => {
+                nodes.iter().take(rank).filter(|&node| Some(node) == nodes.get(rank)).count()
+            }
+            // one process, or unknown
+            None => rank,
+        };
+        self.get(self.device.unwrap_or(index % self.count.max(1)))
+    }
 }
 
 /// Creates a rank on an NVIDIA GPU whose blocks are staged through pinned host memory.

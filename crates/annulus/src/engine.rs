@@ -1,17 +1,54 @@
-//! The engine of one rank: a ring, or a grid of heads × queries × keys.
+//! The engine of one rank: a ring, or a grid of heads × queries × keys. [`RankEngine`] hides the
+//! backend, so that a plan has the same type on each.
+
+use std::fmt;
 
 use annulus_comm::{
     heads_ring::HeadsRing,
     ring::{PassKind, Report, Ring, RingOptions, StepHook},
 };
 use annulus_core::{
-    Backend, BackwardInputs, Batch, Error, Gradients, HeadGrid, HostTensors, Inputs, Layout,
-    Outputs, Result, Route, Runs, Space, Spec, Strategy, StrategyTraffic, TrafficOptions,
-    Transport, Work,
+    Backend, BackwardInputs, Batch, Error, Gradients, HeadGrid, Host, HostTensors, HostViewMut,
+    Inputs, Layout, Outputs, Result, Route, Runs, Schedule, Space, Spec, Strategy, StrategyTraffic,
+    TrafficOptions, Transport, Work, Workspace,
 };
 
+/// One rank of a plan, on any backend whose tensors are in host memory. Methods are as those of
+/// [`crate::Plan`].
+pub(crate) trait RankEngine: fmt::Debug + fmt::Display + Send {
+    fn on_step(&mut self, hook: StepHook);
+    fn update(&mut self, batch: &Batch) -> Result<()>;
+    fn forward(
+        &mut self,
+        inputs: Inputs<'_, Host>,
+        outputs: &mut Outputs<'_, Host>,
+    ) -> Result<Report>;
+    fn backward(
+        &mut self,
+        inputs: BackwardInputs<'_, Host>,
+        gradients: &mut Gradients<'_, Host>,
+    ) -> Result<Report>;
+    fn refuse(&mut self, why: Error) -> Error;
+    fn rank(&self) -> usize;
+    fn ranks(&self) -> usize;
+    fn spec(&self) -> &Spec;
+    fn layout(&self) -> &Layout;
+    fn route(&self) -> Route;
+    fn strategy(&self) -> Strategy;
+    fn ring_index(&self) -> usize;
+    fn q_rows(&self) -> &Runs;
+    fn kv_rows(&self) -> &Runs;
+    fn numerics(&self) -> &str;
+    fn schedule(&self) -> Schedule;
+    fn work(&self) -> (Work, usize);
+    fn blocks_received(&self) -> [usize; 2];
+    fn bytes_predicted(&self, pass: PassKind) -> u64;
+    fn buffer_bytes(&self) -> u64;
+    fn workspace_bytes(&self) -> u64;
+    fn leaf_bytes(&self) -> u64;
+}
+
 /// One rank of a plan under its strategy.
-#[derive(Debug)]
 pub(crate) enum Engine<B: Backend<Space: HostTensors>> {
     Ring(Box<Ring<B>>),
     HeadsRing(Box<HeadsRing<B>>),
@@ -66,95 +103,8 @@ impl<B: Backend<Space: HostTensors>> Engine<B> {
         })
     }
 
-    pub(crate) fn on_step(&mut self, hook: StepHook) {
-        either!(self, of => of.on_step(hook));
-    }
-
-    pub(crate) fn update(&mut self, batch: &Batch) -> Result<()> {
-        either!(self, of => of.update(batch))
-    }
-
-    pub(crate) fn forward(
-        &mut self,
-        inputs: &Inputs<'_, B::Space>,
-        outputs: &mut Outputs<'_, B::Space>,
-    ) -> Result<Report> {
-        either!(self, of => of.forward(inputs, outputs))
-    }
-
-    pub(crate) fn backward(
-        &mut self,
-        inputs: &BackwardInputs<'_, B::Space>,
-        gradients: &mut Gradients<'_, B::Space>,
-    ) -> Result<Report> {
-        either!(self, of => of.backward(inputs, gradients))
-    }
-
-    pub(crate) fn refuse(&mut self, why: Error) -> Error {
-        either!(self, of => of.refuse(why))
-    }
-
-    pub(crate) const fn rank(&self) -> usize {
-        either!(self, of => of.rank())
-    }
-
-    pub(crate) const fn ranks(&self) -> usize {
-        either!(self, of => of.ranks())
-    }
-
-    pub(crate) fn spec(&self) -> &Spec {
-        either!(self, of => of.spec())
-    }
-
-    pub(crate) const fn layout(&self) -> &Layout {
-        either!(self, of => of.layout())
-    }
-
-    pub(crate) const fn route(&self) -> Route {
-        either!(self, of => of.route())
-    }
-
-    pub(crate) fn q_rows(&self) -> &Runs {
-        either!(self, of => of.q_rows())
-    }
-
-    pub(crate) fn kv_rows(&self) -> &Runs {
-        either!(self, of => of.kv_rows())
-    }
-
-    pub(crate) fn buffer_bytes(&self) -> u64 {
-        either!(self, of => of.buffer_bytes())
-    }
-
-    pub(crate) fn bytes_predicted(&self, pass: PassKind) -> u64 {
-        either!(self, of => of.bytes_predicted(pass))
-    }
-
-    pub(crate) const fn strategy(&self) -> Strategy {
-        match self {
-            Self::Ring(_) => Strategy::Ring,
-            Self::HeadsRing(of) => of.strategy(),
-        }
-    }
-
-    pub(crate) fn ring_index(&self) -> usize {
-        match self {
-            Self::Ring(ring) => ring.order().ring_index(ring.rank()),
-            Self::HeadsRing(of) => of.ring_index(),
-        }
-    }
-
-    /// Returns the visible pairs of the (query, key) pairs of each rank of this rank's ring, and
-    /// its index there.
-    pub(crate) fn work(&self) -> (Work, usize) {
-        let index = match self {
-            Self::Ring(_) => self.ring_index(),
-            Self::HeadsRing(of) => of.grid().group(of.ring_index()),
-        };
-        (self.ring().work(), index)
-    }
-
-    pub(crate) const fn ring(&self) -> &Ring<B> {
+    /// The ring of this rank's heads and key column.
+    const fn ring(&self) -> &Ring<B> {
         match self {
             Self::Ring(ring) => ring,
             Self::HeadsRing(of) => of.ring(),
@@ -162,9 +112,146 @@ impl<B: Backend<Space: HostTensors>> Engine<B> {
     }
 }
 
-impl<B: Backend<Space: HostTensors>> std::fmt::Display for Engine<B> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        either!(self, of => std::fmt::Display::fmt(of, f))
+impl<B: Backend<Space: HostTensors>> RankEngine for Engine<B> {
+    fn on_step(&mut self, hook: StepHook) {
+        either!(self, of => of.on_step(hook));
+    }
+
+    fn update(&mut self, batch: &Batch) -> Result<()> {
+        either!(self, of => of.update(batch))
+    }
+
+    fn forward(
+        &mut self,
+        inputs: Inputs<'_, Host>,
+        outputs: &mut Outputs<'_, Host>,
+    ) -> Result<Report> {
+        // the views of all these spaces are the same types
+        let Inputs { q, k, v, bias, sinks } = inputs;
+        let inputs = Inputs::<B::Space> { q, k, v, bias, sinks };
+        let Outputs { out, lse, max, sum, ties } = outputs;
+        let mut outputs = Outputs::<B::Space> {
+            out: out.reborrow(),
+            lse: lse.reborrow(),
+            max: max.as_mut().map(HostViewMut::reborrow),
+            sum: sum.as_mut().map(HostViewMut::reborrow),
+            ties: ties.as_mut().map(HostViewMut::reborrow),
+        };
+        either!(self, of => of.forward(&inputs, &mut outputs))
+    }
+
+    fn backward(
+        &mut self,
+        inputs: BackwardInputs<'_, Host>,
+        gradients: &mut Gradients<'_, Host>,
+    ) -> Result<Report> {
+        let BackwardInputs { forward, out, lse, max, ties, dout, dlse } = inputs;
+        let Inputs { q, k, v, bias, sinks } = forward;
+        let forward = Inputs::<B::Space> { q, k, v, bias, sinks };
+        let inputs = BackwardInputs { forward, out, lse, max, ties, dout, dlse };
+        let Gradients { dq, dk, dv, dbias, dsinks } = gradients;
+        let mut gradients = Gradients::<B::Space> {
+            dq: dq.reborrow(),
+            dk: dk.reborrow(),
+            dv: dv.reborrow(),
+            dbias: dbias.as_mut().map(HostViewMut::reborrow),
+            dsinks: dsinks.as_mut().map(HostViewMut::reborrow),
+        };
+        either!(self, of => of.backward(&inputs, &mut gradients))
+    }
+
+    fn refuse(&mut self, why: Error) -> Error {
+        either!(self, of => of.refuse(why))
+    }
+
+    fn rank(&self) -> usize {
+        either!(self, of => of.rank())
+    }
+
+    fn ranks(&self) -> usize {
+        either!(self, of => of.ranks())
+    }
+
+    fn spec(&self) -> &Spec {
+        either!(self, of => of.spec())
+    }
+
+    fn layout(&self) -> &Layout {
+        either!(self, of => of.layout())
+    }
+
+    fn route(&self) -> Route {
+        either!(self, of => of.route())
+    }
+
+    fn strategy(&self) -> Strategy {
+        match self {
+            Self::Ring(_) => Strategy::Ring,
+            Self::HeadsRing(of) => of.strategy(),
+        }
+    }
+
+    fn ring_index(&self) -> usize {
+        match self {
+            Self::Ring(ring) => ring.order().ring_index(ring.rank()),
+            Self::HeadsRing(of) => of.ring_index(),
+        }
+    }
+
+    fn q_rows(&self) -> &Runs {
+        either!(self, of => of.q_rows())
+    }
+
+    fn kv_rows(&self) -> &Runs {
+        either!(self, of => of.kv_rows())
+    }
+
+    fn numerics(&self) -> &str {
+        self.ring().numerics()
+    }
+
+    fn schedule(&self) -> Schedule {
+        self.ring().schedule()
+    }
+
+    fn work(&self) -> (Work, usize) {
+        let index = match self {
+            Self::Ring(_) => self.ring_index(),
+            Self::HeadsRing(of) => of.grid().group(of.ring_index()),
+        };
+        (self.ring().work(), index)
+    }
+
+    fn blocks_received(&self) -> [usize; 2] {
+        self.ring().blocks_received()
+    }
+
+    fn bytes_predicted(&self, pass: PassKind) -> u64 {
+        either!(self, of => of.bytes_predicted(pass))
+    }
+
+    fn buffer_bytes(&self) -> u64 {
+        either!(self, of => of.buffer_bytes())
+    }
+
+    fn workspace_bytes(&self) -> u64 {
+        self.ring().workspace().bytes()
+    }
+
+    fn leaf_bytes(&self) -> u64 {
+        self.ring().leaf_bytes()
+    }
+}
+
+impl<B: Backend<Space: HostTensors>> fmt::Debug for Engine<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        either!(self, of => fmt::Debug::fmt(of, f))
+    }
+}
+
+impl<B: Backend<Space: HostTensors>> fmt::Display for Engine<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        either!(self, of => fmt::Display::fmt(of, f))
     }
 }
 

@@ -14,6 +14,7 @@
 //! * [`Attention`] is the builder: masks, scale, bias, sinks, dropout.
 //! * [`Attention::local_ring`] plans a [`LocalRing`], a whole ring in this process.
 //! * [`Plan`] is one rank of a ring over any transport, which is what an MPI process holds.
+//! * [`AnyBackend`] makes both on a backend that is chosen at run time.
 //! * [`Cache`] is one rank of a KV cache for decoding, [`LocalCache`] a whole one in this process.
 //! * [`flash_attention`] and [`ring_attention`] plan and compute in one call.
 //!
@@ -30,6 +31,7 @@
 #![forbid(unsafe_code)]
 
 mod attention;
+mod backend;
 mod cache;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub mod devices;
@@ -58,6 +60,7 @@ pub use annulus_cuda as cuda;
 #[cfg(feature = "wgpu")]
 pub use annulus_wgpu as wgpu;
 pub use attention::Attention;
+pub use backend::{AnyBackend, BackendName};
 pub use cache::{Cache, CacheShape};
 pub use local_cache::LocalCache;
 pub use local_ring::LocalRing;

@@ -1,11 +1,12 @@
 //! A whole ring in one process: one thread per rank, whole tensors in, whole tensors out.
 
 use annulus_comm::{
-    ring::{Report, Ring},
+    ring::Report,
     threads::{self, Threads, each_rank},
 };
 use annulus_core::{
-    Backend, Batch, Dims, Element, Error, Host, HostTensors, Result, Runs, Transport, index, memory,
+    Backend, Batch, Control, Dims, Element, Error, Host, HostTensors, Result, Runs, Transport,
+    index, memory,
 };
 use annulus_cpu::Cpu;
 use ndarray::{ArrayView3, ArrayView4, Axis};
@@ -29,9 +30,9 @@ use crate::{
 /// ([`crate::Layout::Contiguous`], [`crate::Layout::Striped`]), and writes them in place where they
 /// are contiguous. Otherwise its rows are copied.
 #[derive(Debug)]
-pub struct LocalRing<B: Backend<Space: HostTensors> = Cpu> {
+pub struct LocalRing {
     dims: Dims,
-    ranks: Vec<Plan<B>>,
+    ranks: Vec<Plan>,
     /// Reports of the last pass, one per rank.
     reports: Vec<Report>,
 }
@@ -42,9 +43,7 @@ impl LocalRing {
         let attention = attention.clone().threads(None);
         Self::with_backends(&attention, dims, ranks, |_| Cpu::new(threads))
     }
-}
 
-impl<B: Backend<Space: HostTensors>> LocalRing<B> {
     /// Plans an in-process ring of `ranks` ranks; `make` returns the backend of each rank.
     ///
     /// # Ordering
@@ -52,15 +51,12 @@ impl<B: Backend<Space: HostTensors>> LocalRing<B> {
     ///
     /// # Errors
     /// As [`Attention::local_ring`], and the errors of `make`.
-    pub fn with_backends(
+    pub fn with_backends<B: Backend<Space = Host>>(
         attention: &Attention,
         dims: Dims,
         ranks: usize,
         make: impl Fn(usize) -> Result<B> + Sync,
-    ) -> Result<Self>
-    where
-        B: Backend<Space = Host>,
-    {
+    ) -> Result<Self> {
         Self::with_transports(attention, dims, ranks, |rank, endpoint| Ok((make(rank)?, endpoint)))
     }
 
@@ -75,11 +71,29 @@ impl<B: Backend<Space: HostTensors>> LocalRing<B> {
     ///
     /// # Errors
     /// As [`LocalRing::with_backends`].
-    pub fn with_transports<T: Transport<B::Space> + 'static>(
+    pub fn with_transports<B, T>(
         attention: &Attention,
         dims: Dims,
         ranks: usize,
         make: impl Fn(usize, Threads) -> Result<(B, T)> + Sync,
+    ) -> Result<Self>
+    where
+        B: Backend<Space: HostTensors>,
+        T: Transport<B::Space> + 'static,
+    {
+        Self::of_plans(attention, dims, ranks, |attention, endpoint| {
+            let (backend, transport) = make(Control::rank(&endpoint), endpoint)?;
+            Plan::new(attention, dims, backend, transport)
+        })
+    }
+
+    /// Plans an in-process ring; `plan` plans one rank on its endpoint. It runs on the thread of
+    /// the rank.
+    pub(crate) fn of_plans(
+        attention: &Attention,
+        dims: Dims,
+        ranks: usize,
+        plan: impl Fn(&Attention, Threads) -> Result<Plan> + Sync,
     ) -> Result<Self> {
         if ranks == 0 {
             return Err(Error::invalid("ranks", 0, "at least 1"));
@@ -95,11 +109,8 @@ impl<B: Backend<Space: HostTensors>> LocalRing<B> {
         // the threads of a call begin together, so a rank that does not enter has failed
         let deadline = attention.arrival_deadline_or(attention.effective_deadline());
         let attention = attention.clone().arrival_deadline(deadline);
-        let plan = |rank, endpoint| {
-            let (backend, transport) = make(rank, endpoint)?;
-            Plan::new(&attention, dims, backend, transport)
-        };
-        Ok(Self { dims, ranks: each_rank(threads::ring(ranks), plan)?, reports: Vec::new() })
+        let ranks = each_rank(threads::ring(ranks), |_, endpoint| plan(&attention, endpoint))?;
+        Ok(Self { dims, ranks, reports: Vec::new() })
     }
 
     /// Adapts the plan to a new batch: segment ids, positions, dense mask, packed lengths.
@@ -202,7 +213,7 @@ impl<B: Backend<Space: HostTensors>> LocalRing<B> {
             let reports = self.forward_parts(tensors, outputs.split(&blocks))?;
             return Ok(self.keep_reports(reports));
         }
-        let zeros = |plan: &Plan<B>| zero_outputs(plan.spec(), index(plan.q_rows().len()));
+        let zeros = |plan: &Plan| zero_outputs(plan.spec(), index(plan.q_rows().len()));
         let mut parts = self.ranks.iter().map(zeros).collect::<Result<Vec<Forward<T>>>>()?;
         let views = parts.iter_mut().map(Forward::view_mut).collect();
         let reports = self.forward_parts(tensors, views)?;
@@ -330,7 +341,7 @@ impl<B: Backend<Space: HostTensors>> LocalRing<B> {
             let reports = self.backward_parts(&whole, parts)?;
             return Ok(self.keep_reports(reports));
         }
-        let zeros = |plan: &Plan<B>| {
+        let zeros = |plan: &Plan| {
             let rank = RankTensors::of(tensors, plan.q_rows(), plan.kv_rows())?;
             zero_gradients(&rank.tensors())
         };
@@ -425,23 +436,13 @@ impl<B: Backend<Space: HostTensors>> LocalRing<B> {
     }
 
     /// Returns the plan of rank 0, which has the spec, strategy, layout and route.
-    pub fn plan(&self) -> &Plan<B> {
+    pub fn plan(&self) -> &Plan {
         &self.ranks[0]
     }
 
     /// Returns the plans of all ranks, in their order.
-    pub fn plans(&self) -> impl Iterator<Item = &Plan<B>> {
+    pub fn plans(&self) -> impl Iterator<Item = &Plan> {
         self.ranks.iter()
-    }
-
-    /// Returns the ring engine of rank 0, which has the schedule ([`Plan::ring`]).
-    pub fn ring(&self) -> &Ring<B> {
-        self.ranks[0].ring()
-    }
-
-    /// Returns the ring engines of all ranks, in their order.
-    pub fn rings(&self) -> impl Iterator<Item = &Ring<B>> {
-        self.ranks.iter().map(Plan::ring)
     }
 
     fn check<T: Element>(&self, tensors: &Tensors<'_, T>) -> Result<()> {
@@ -498,7 +499,7 @@ impl<B: Backend<Space: HostTensors>> LocalRing<B> {
     }
 }
 
-impl<B: Backend<Space: HostTensors>> std::fmt::Display for LocalRing<B> {
+impl std::fmt::Display for LocalRing {
     /// Writes mask, ranks, strategy, layout, route and bytes of rank 0.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         std::fmt::Display::fmt(self.plan(), f)

@@ -1,16 +1,17 @@
 //! One rank of a ring, with typed tensors in host memory.
 
-use annulus_comm::ring::{PassKind, Report, Ring, RingOptions};
+use annulus_comm::ring::{PassKind, Report, RingOptions};
 use annulus_core::{
-    Backend, BackwardInputs, Batch, Dims, Element, Error, Gradients, HostTensors, HostView,
-    HostViewMut, Inputs, Layout, Outputs, Result, Route, Runs, Spec, Strategy, Transport, Work,
-    index, memory,
+    Backend, BackwardInputs, Batch, Dims, Element, Error, Gradients, Host, HostTensors, HostView,
+    HostViewMut, Inputs, Layout, Outputs, Result, Route, Runs, Schedule, Spec, Strategy, Transport,
+    Work, index, memory,
 };
 use ndarray::{ArrayView2, ArrayView3, ArrayView4, ArrayViewMut3, Axis};
 
 use crate::{
     Attention, Backward, BackwardViewMut, Forward, ForwardView, ForwardViewMut, Tensors,
-    engine::Engine, environment,
+    engine::{Engine, RankEngine},
+    environment,
 };
 
 /// Plan of one rank of a ring, made once and used for many passes.
@@ -54,11 +55,11 @@ use crate::{
 /// # Ok::<(), annulus::Error>(())
 /// ```
 #[derive(Debug)]
-pub struct Plan<B: Backend<Space: HostTensors>> {
-    engine: Engine<B>,
+pub struct Plan {
+    engine: Box<dyn RankEngine>,
 }
 
-impl<B: Backend<Space: HostTensors>> Plan<B> {
+impl Plan {
     /// Plans `attention` on this rank of `transport`. With the default layout and route, the ranks
     /// of a node are adjacent on the ring. [`Attention::threads`] is refused: the backend has its
     /// own.
@@ -80,12 +81,11 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
     /// [`Error::RankMismatch`]: crate::Error::RankMismatch
     /// [`Error::Refused`]: crate::Error::Refused
     /// [`Error::Unsupported`]: crate::Error::Unsupported
-    pub fn new<T: Transport<B::Space> + 'static>(
-        attention: &Attention,
-        dims: Dims,
-        backend: B,
-        transport: T,
-    ) -> Result<Self> {
+    pub fn new<B, T>(attention: &Attention, dims: Dims, backend: B, transport: T) -> Result<Self>
+    where
+        B: Backend<Space: HostTensors>,
+        T: Transport<B::Space> + 'static,
+    {
         // a value that cannot be read enters the agreement, so that no rank waits for this one
         let variable = environment::deadline();
         let deadline_variable = variable.clone().unwrap_or_default();
@@ -98,7 +98,7 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
         if let Some(hook) = attention.step_hook() {
             engine.on_step(hook);
         }
-        Ok(Self { engine })
+        Ok(Self { engine: Box::new(engine) })
     }
 
     /// Adapts the plan to a new batch: segment ids, positions, dense mask, packed lengths.
@@ -186,7 +186,7 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
             sum: sum.map(rows_mut::<T>),
             ties: ties.map(rows_mut::<T>),
         };
-        self.engine.forward(&inputs(tensors), &mut outputs)
+        self.engine.forward(inputs(tensors), &mut outputs)
     }
 
     /// Computes this rank's gradients from the result of [`Plan::forward`], ∂L/∂out and ∂L/∂lse.
@@ -240,7 +240,7 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
         dlse: Option<ArrayView3<'_, T::Accumulator>>,
         gradients: BackwardViewMut<'_, T>,
     ) -> Result<Report> {
-        let inputs = BackwardInputs::<B::Space> {
+        let inputs = BackwardInputs::<Host> {
             forward: inputs(tensors),
             out: T::view(forward.out.view()),
             lse: rows::<T>(forward.lse.view()),
@@ -250,7 +250,7 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
             dlse: dlse.map(rows::<T>),
         };
         let BackwardViewMut { dq, dk, dv, dbias, dsoftmax_aux } = gradients;
-        let mut gradients = Gradients::<B::Space> {
+        let mut gradients = Gradients::<Host> {
             dq: T::view_mut(dq),
             dk: T::view_mut(dk),
             dv: T::view_mut(dv),
@@ -259,7 +259,7 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
                 T::Accumulator::view_mut(dsinks.insert_axis(Axis(2)).insert_axis(Axis(3)))
             }),
         };
-        self.engine.backward(&inputs, &mut gradients)
+        self.engine.backward(inputs, &mut gradients)
     }
 
     /// Computes the gradients as [`Plan::backward`] does, after computing out and lse again.
@@ -296,11 +296,11 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
 
     /// Returns the fingerprint of this rank's arithmetic ([`Attention::reproducible`]).
     pub fn numerics(&self) -> &str {
-        self.engine.ring().numerics()
+        self.engine.numerics()
     }
 
     /// Refuses the call that the other ranks make, on a rank that cannot make it, as
-    /// [`Ring::refuse`].
+    /// [`crate::Ring::refuse`].
     ///
     /// # Ordering
     /// Collective, in place of the call.
@@ -309,12 +309,12 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
     }
 
     /// Returns this rank.
-    pub const fn rank(&self) -> usize {
+    pub fn rank(&self) -> usize {
         self.engine.rank()
     }
 
     /// Returns the number of ranks.
-    pub const fn ranks(&self) -> usize {
+    pub fn ranks(&self) -> usize {
         self.engine.ranks()
     }
 
@@ -324,12 +324,12 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
     }
 
     /// Returns the strategy in force, never [`Strategy::Auto`].
-    pub const fn strategy(&self) -> Strategy {
+    pub fn strategy(&self) -> Strategy {
         self.engine.strategy()
     }
 
     /// Returns the layout of the rows, by ring index ([`Plan::ring_index`]).
-    pub const fn layout(&self) -> &Layout {
+    pub fn layout(&self) -> &Layout {
         self.engine.layout()
     }
 
@@ -339,7 +339,7 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
     }
 
     /// Returns the route of the blocks.
-    pub const fn route(&self) -> Route {
+    pub fn route(&self) -> Route {
         self.engine.route()
     }
 
@@ -360,11 +360,30 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
         self.engine.work()
     }
 
-    /// Returns the ring engine, which has the schedule. With a strategy other than the ring it is
-    /// the ring of this rank's heads and key column: its spec has these heads, and its ranks are
-    /// the groups.
-    pub const fn ring(&self) -> &Ring<B> {
-        self.engine.ring()
+    /// Returns the bytes of memory that this rank's backend keeps between passes, on its device or
+    /// the host: accumulators, row statistics, scratch. The first pass of each kind may add to it,
+    /// later passes do not.
+    pub fn workspace_bytes(&self) -> u64 {
+        self.engine.workspace_bytes()
+    }
+
+    /// Returns the bytes of the partial results of leaves that wait to be merged, as
+    /// [`crate::Ring::leaf_bytes`]; 0 unless the order is reproducible.
+    pub fn leaf_bytes(&self) -> u64 {
+        self.engine.leaf_bytes()
+    }
+
+    /// Returns the messages that this rank receives in a forward and a backward pass, as
+    /// [`crate::Ring::blocks_received`].
+    pub fn blocks_received(&self) -> [usize; 2] {
+        self.engine.blocks_received()
+    }
+
+    /// Derives the schedule of keys and values, as [`crate::Ring::schedule`]. With a strategy other than
+    /// the ring it is that of the ring of this rank's heads and key column, whose ranks are the
+    /// groups.
+    pub fn schedule(&self) -> Schedule {
+        self.engine.schedule()
     }
 
     /// Returns zeros for this rank's rows of every output of a forward pass.
@@ -373,7 +392,7 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
     }
 }
 
-impl<B: Backend<Space: HostTensors>> std::fmt::Display for Plan<B> {
+impl std::fmt::Display for Plan {
     /// Writes mask, ranks, strategy, layout, route and bytes.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         std::fmt::Display::fmt(&self.engine, f)
@@ -410,7 +429,7 @@ pub(crate) fn zero_gradients<T: Element>(tensors: &Tensors<'_, T>) -> Result<Bac
     })
 }
 
-fn inputs<'a, T: Element, S: HostTensors>(tensors: &'a Tensors<'_, T>) -> Inputs<'a, S> {
+fn inputs<'a, T: Element>(tensors: &'a Tensors<'_, T>) -> Inputs<'a, Host> {
     let sinks = |sinks: &'a ArrayView2<'_, T::Accumulator>| {
         T::Accumulator::view(sinks.view().insert_axis(Axis(2)).insert_axis(Axis(3)))
     };

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use annulus_core::{Backend, Element, HostTensors, Result, Runs, index, memory};
+use annulus_core::{Element, Result, Runs, index, memory};
 use ndarray::{
     Array2, Array4, ArrayView, ArrayView2, ArrayView3, ArrayView4, ArrayViewMut, Axis, CowArray,
     Dimension, Ix3, Ix4, RemoveAxis, Slice,
@@ -160,9 +160,9 @@ impl<'a, T: Element> BackwardViewMut<'a, T> {
 }
 
 /// Returns the rows of each rank if every rank's are contiguous and in the order of ranks.
-pub(crate) fn contiguous<B: Backend<Space: HostTensors>>(
-    ranks: &[Plan<B>],
-    rows: impl Fn(&Plan<B>) -> &Runs,
+pub(crate) fn contiguous(
+    ranks: &[Plan],
+    rows: impl Fn(&Plan) -> &Runs,
 ) -> Option<Vec<Range<usize>>> {
     let mut next = 0;
     let mut blocks = Vec::with_capacity(ranks.len());
@@ -179,9 +179,7 @@ pub(crate) fn contiguous<B: Backend<Space: HostTensors>>(
 }
 
 /// Returns the rank of a ring of one rank, if its tensors are the whole tensors.
-pub(crate) fn only_rank<B: Backend<Space: HostTensors>>(
-    ranks: &mut [Plan<B>],
-) -> Option<&mut Plan<B>> {
+pub(crate) fn only_rank(ranks: &mut [Plan]) -> Option<&mut Plan> {
     match ranks {
         [plan] if counts_from(0, plan.q_rows()) && counts_from(0, plan.kv_rows()) => Some(plan),
         _ => None,

@@ -80,6 +80,10 @@ impl annulus_core::Workspace for Workspace {
         Ok(())
     }
 
+    fn bytes(&self) -> u64 {
+        Self::bytes(self)
+    }
+
     fn forward<'p>(&'p mut self, inputs: Inputs<'p, Host>) -> Result<Forward<'p>> {
         by_sums!(self, |team, state| forward::tiles::begin(team, state));
         Ok(Forward { workspace: self, inputs })

@@ -30,6 +30,11 @@ pub(crate) struct BackwardState {
 }
 
 impl ForwardState {
+    pub(crate) fn bytes(&self) -> u64 {
+        let Self { acc, max, sum, ties } = self;
+        [acc, max, sum, ties].map(CudaBuffer::len).iter().sum()
+    }
+
     pub(crate) fn new(sizes: &Sizes, device: &Device) -> Result<Self> {
         Ok(Self {
             acc: sizes.buffer(device, sizes.acc)?,
@@ -50,6 +55,11 @@ impl ForwardState {
 }
 
 impl BackwardState {
+    pub(crate) fn bytes(&self) -> u64 {
+        let Self { statistics, dq, dbias, ranges } = self;
+        [statistics, dq, ranges].into_iter().chain(dbias).map(CudaBuffer::len).sum()
+    }
+
     pub(crate) fn new(sizes: &Sizes, device: &Device) -> Result<Self> {
         Ok(Self {
             statistics: sizes.buffer(device, sizes.statistics)?,

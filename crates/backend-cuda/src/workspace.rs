@@ -57,6 +57,11 @@ impl Workspace for CudaWorkspace {
         Ok(())
     }
 
+    /// Not counted: masks and slopes of the current block.
+    fn bytes(&self) -> u64 {
+        self.forward.bytes() + self.backward.as_ref().map_or(0, BackwardState::bytes)
+    }
+
     fn forward<'p>(&'p mut self, inputs: Inputs<'p, CudaSpace>) -> Result<CudaForward<'p>> {
         CudaForward::begin(&mut self.context, &self.forward, inputs)
     }

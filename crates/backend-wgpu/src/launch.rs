@@ -23,6 +23,13 @@ pub(crate) struct Arena {
     lists: Option<wgpu::Buffer>,
 }
 
+impl Arena {
+    /// Returns the bytes of its buffers on the device.
+    pub(crate) fn bytes(&self) -> u64 {
+        [&self.buffer, &self.lists].into_iter().flatten().map(wgpu::Buffer::size).sum()
+    }
+}
+
 /// Returns the buffer in `slot` if it holds `bytes`, else a new one.
 fn of_size(
     gpu: &Gpu,

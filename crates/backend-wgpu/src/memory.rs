@@ -20,7 +20,7 @@ impl Space for WgpuSpace {
     type Event = Queued;
 
     fn size(buffer: &GpuBuffer) -> u64 {
-        buffer.bytes
+        buffer.size()
     }
 
     fn reborrow<'short>(view: &'short &Tensor) -> &'short Tensor {
@@ -94,6 +94,10 @@ pub(crate) const USAGE: BufferUsages =
 impl GpuBuffer {
     pub(crate) fn new(gpu: &Gpu, label: &str, bytes: u64) -> Result<Self> {
         Ok(Self { gpu: gpu.clone(), buffer: gpu.create_buffer(label, bytes, USAGE)?, bytes })
+    }
+
+    pub(crate) const fn size(&self) -> u64 {
+        self.bytes
     }
 
     /// Checks that the buffer belongs to this device.

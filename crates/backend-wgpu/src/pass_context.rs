@@ -31,6 +31,12 @@ pub(crate) struct ForwardState {
     pub(crate) softmax_statistics: GpuBuffer,
 }
 
+impl ForwardState {
+    pub(crate) fn bytes(&self) -> u64 {
+        self.acc.bytes() + self.softmax_statistics.size()
+    }
+}
+
 /// State of a backward pass.
 #[derive(Debug)]
 pub(crate) struct BackwardState {
@@ -40,6 +46,13 @@ pub(crate) struct BackwardState {
     pub(crate) statistics: GpuBuffer,
     /// dbias: shaped as the bias, or one number per query row if the bias has no key axis.
     pub(crate) bias: Option<GpuBuffer>,
+}
+
+impl BackwardState {
+    pub(crate) fn bytes(&self) -> u64 {
+        let bias = self.bias.as_ref().map_or(0, GpuBuffer::size);
+        self.dq.bytes() + self.statistics.size() + bias
+    }
 }
 
 /// A forward pass in progress: state and inputs.

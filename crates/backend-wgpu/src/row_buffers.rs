@@ -36,6 +36,10 @@ pub(crate) struct RowTarget<'a> {
 }
 
 impl RowBuffers {
+    pub(crate) fn bytes(&self) -> u64 {
+        self.buffers.iter().map(GpuBuffer::size).sum()
+    }
+
     /// Allocates vectors of the shape `[batch, rows, heads, dim]`.
     ///
     /// # Errors

@@ -99,6 +99,12 @@ impl Workspace for WgpuWorkspace {
         Ok(())
     }
 
+    fn bytes(&self) -> u64 {
+        let Self { kernels, forward, backward } = self;
+        let backward = backward.as_ref().map_or(0, BackwardState::bytes);
+        forward.bytes() + backward + kernels.arena.bytes()
+    }
+
     fn forward<'p>(&'p mut self, inputs: Inputs<'p, WgpuSpace>) -> Result<WgpuForward<'p>> {
         WgpuForward::start(&mut self.kernels, &self.forward, inputs)
     }

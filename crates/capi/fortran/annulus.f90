@@ -88,6 +88,9 @@ module annulus
   integer(c_int32_t), parameter, public :: ANNULUS_STRATEGY_HEADS_RING = 1
   integer(c_int32_t), parameter, public :: ANNULUS_STRATEGY_AUTO = 2
   integer(c_int32_t), parameter, public :: ANNULUS_STRATEGY_GRID = 3
+  integer(c_int32_t), parameter, public :: ANNULUS_BACKEND_CPU = 0
+  integer(c_int32_t), parameter, public :: ANNULUS_BACKEND_WGPU = 1
+  integer(c_int32_t), parameter, public :: ANNULUS_BACKEND_CUDA = 2
   integer(c_int32_t), parameter, public :: ANNULUS_MASK_PER_HEAD = 1
   integer(c_int32_t), parameter, public :: ANNULUS_MASK_PER_BATCH = 2
   integer(c_int32_t), parameter, public :: ANNULUS_PASS_FORWARD = 0
@@ -143,6 +146,9 @@ module annulus
     integer(c_int32_t) :: strategy_queries = 0
     integer(c_int32_t) :: strategy_keys = 0
     integer(c_int64_t) :: page_rows = 0
+    integer(c_int32_t) :: backend = 0
+    integer(c_int32_t) :: has_device = 0
+    integer(c_int64_t) :: device = 0
   end type annulus_options
 
   ! A tensor of C; annulus_tensor_of makes one of an array.

@@ -287,6 +287,21 @@
 #define ANNULUS_STRATEGY_GRID 3
 
 /**
+ * The cores of the CPU, by SIMD.
+ */
+#define ANNULUS_BACKEND_CPU 0
+
+/**
+ * A GPU through Vulkan, Metal or DX12. Not with ANNULUS_F64.
+ */
+#define ANNULUS_BACKEND_WGPU 1
+
+/**
+ * NVIDIA GPUs.
+ */
+#define ANNULUS_BACKEND_CUDA 2
+
+/**
  * The forward pass.
  */
 #define ANNULUS_PASS_FORWARD 0
@@ -492,7 +507,8 @@ typedef struct annulus_options {
    */
   double deadline_seconds;
   /**
-   * Threads that each rank computes with. Default: 0, which is 1.
+   * Threads that each rank computes with on the CPU. Default: 0, which is 1. With another backend
+   * it must be 0.
    */
   int64_t threads;
   /**
@@ -544,6 +560,21 @@ typedef struct annulus_options {
    * 0, which is 64.
    */
   int64_t page_rows;
+  /**
+   * ANNULUS_BACKEND_CPU (default), WGPU or CUDA: what computes the plans of this attention.
+   * Tensors are in host memory on each. annulus_attention_create opens the GPU; its plans share
+   * it. A library without the backend refuses it (annulus_features).
+   */
+  int32_t backend;
+  /**
+   * Flag: device is the number of the GPU. Default: 0, which is the adapter that the driver
+   * prefers with WGPU, and with CUDA the GPUs of a node, round robin over its ranks.
+   */
+  int32_t has_device;
+  /**
+   * Number of the GPU, as `annulus doctor` lists them. Must be 0 unless has_device is set.
+   */
+  int64_t device;
 } annulus_options;
 
 /**
@@ -968,8 +999,8 @@ int annulus_abi_version(void);
 const char *annulus_version(void);
 
 /**
- * Returns the features that the library was built with, separated by spaces: "" or "mpi". The text
- * never has to be freed.
+ * Returns the features that the library was built with, separated by spaces: "mpi" for rings over
+ * MPI, "cuda" and "wgpu" for the backends. The text never has to be freed.
  */
 const char *annulus_features(void);
 
@@ -1372,10 +1403,10 @@ int annulus_plan_numerics(const struct annulus_plan *plan,
  * Writes the bytes of memory that the plan keeps to `*bytes`, of all ranks in this process. Local.
  *
  * Counted are the message buffers of the ring (blocks of keys, values and queries, and their
- * gradients in flight) and the memory of the CPU kernels: accumulators, row statistics, and the
- * scratch memory of each thread; where ranks divide the heads, also the tensors of a rank's heads.
- * The first pass of each kind adds lists of visible keys; later
- * passes add nothing. Not counted: row numbers and positions, the schedule, stacks of threads, and
+ * gradients in flight) and the memory of the kernels: accumulators, row statistics, and the scratch
+ * memory of each thread; where ranks divide the heads, also the tensors of a rank's heads. On a GPU
+ * they are in its memory, with a copy of the tensors. The first pass of each kind adds lists of
+ * visible keys, or these copies; later passes add nothing. Not counted: row numbers and positions, the schedule, stacks of threads, and
  * rows that an in-process ring copies during a pass.
  *
  * Errors
@@ -1384,7 +1415,8 @@ int annulus_plan_numerics(const struct annulus_plan *plan,
  * Safety
  * `bytes` points to a writable number.
  */
-int annulus_plan_workspace_bytes(const struct annulus_plan *plan, uint64_t *bytes);
+int annulus_plan_workspace_bytes(const struct annulus_plan *plan,
+                                 uint64_t *bytes);
 
 /**
  * Writes the payload bytes that a pass sends by the schedule to `*bytes`: those of this rank, or

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use annulus::{
-    Alignment, Attention, BackwardMode, BiasOrder, CacheShape, Dims, Error, Layout, Precision,
-    Result, Route, SinkShape, Strategy,
+    Alignment, AnyBackend, Attention, BackendName, BackwardMode, BiasOrder, CacheShape, Dims,
+    Error, Layout, Precision, Result, Route, SinkShape, Strategy,
 };
 
 #[cfg(feature = "mpi")]
@@ -74,6 +74,13 @@ pub const ANNULUS_STRATEGY_AUTO: i32 = 2;
 /// options.strategy_heads x strategy_queries x strategy_keys ranks: each computes partial results of
 /// a part of the queries over a part of the keys, which are merged.
 pub const ANNULUS_STRATEGY_GRID: i32 = 3;
+
+/// The cores of the CPU, by SIMD.
+pub const ANNULUS_BACKEND_CPU: i32 = 0;
+/// A GPU through Vulkan, Metal or DX12. Not with ANNULUS_F64.
+pub const ANNULUS_BACKEND_WGPU: i32 = 1;
+/// NVIDIA GPUs.
+pub const ANNULUS_BACKEND_CUDA: i32 = 2;
 
 /// The definition of one attention. [`annulus_options_init`] sets the defaults; the caller then
 /// sets the seven lengths and what differs.
@@ -157,7 +164,8 @@ pub struct annulus_options {
     /// Longest silence of a rank within a call before the call fails, in seconds, at least 1.
     /// Default: 0, which is 120 s. ANNULUS_DEADLINE in the environment replaces it.
     pub deadline_seconds: f64,
-    /// Threads that each rank computes with. Default: 0, which is 1.
+    /// Threads that each rank computes with on the CPU. Default: 0, which is 1. With another backend
+    /// it must be 0.
     pub threads: i64,
     /// Hint: rows at multiples of which a block of keys and values is split into messages. Ranks
     /// may differ: all use the largest. Default: 0, the KV tile of the backend.
@@ -190,6 +198,15 @@ pub struct annulus_options {
     /// Rows of a page of a KV cache (annulus_cache), at least 1. With plans it must be 0. Default:
     /// 0, which is 64.
     pub page_rows: i64,
+    /// ANNULUS_BACKEND_CPU (default), WGPU or CUDA: what computes the plans of this attention.
+    /// Tensors are in host memory on each. annulus_attention_create opens the GPU; its plans share
+    /// it. A library without the backend refuses it (annulus_features).
+    pub backend: i32,
+    /// Flag: device is the number of the GPU. Default: 0, which is the adapter that the driver
+    /// prefers with WGPU, and with CUDA the GPUs of a node, round robin over its ranks.
+    pub has_device: i32,
+    /// Number of the GPU, as `annulus doctor` lists them. Must be 0 unless has_device is set.
+    pub device: i64,
 }
 
 // SAFETY: repr(C), begins with its size, and all fields are numbers, which may be 0
@@ -285,6 +302,8 @@ pub(crate) struct Description {
     pub(crate) mpi: MpiOptions,
     pub(crate) attention: Attention,
     pub(crate) dims: Dims,
+    pub(crate) backend: AnyBackend,
+    /// Threads of each rank of a cache.
     pub(crate) threads: usize,
     /// Layout whose rows are listed, if one is chosen.
     pub(crate) listed_layout: Option<ListedLayout>,
@@ -352,7 +371,6 @@ impl Description {
             _ => None,
         };
         let listed_layout = kind.map(|kind| ListedLayout { kind, given: false });
-        let threads = length("threads", options.threads)?.max(1);
         let adopts = adopts(options)?;
         #[cfg(not(feature = "mpi"))]
         let _: bool = adopts;
@@ -361,7 +379,8 @@ impl Description {
             mpi: MpiOptions { adopts, arrival_deadline: arrival_deadline(options)?, silence: None },
             attention,
             dims,
-            threads,
+            backend: backend(options)?,
+            threads: length("threads", options.threads)?.max(1),
             listed_layout,
             strategy: strategy(options)?,
             page_rows: length("page_rows", options.page_rows)?,
@@ -412,6 +431,10 @@ impl Description {
         }
         if self.listed_layout.is_some() {
             return Err(Error::unsupported("layout", "the KV cache"));
+        }
+        if self.backend.name() != BackendName::Cpu {
+            let what = format!("backend {}", self.backend.name());
+            return Err(Error::unsupported(what, "the KV cache"));
         }
         let shape = CacheShape::new(batch, q_heads, head_dim);
         let shape = shape.kv_heads(kv_heads).value_dim(value_dim);
@@ -520,6 +543,18 @@ fn ring(attention: Attention, options: &annulus_options) -> Result<Attention> {
         .route(one_of("route", options.route, &routes)?)
         .deadline(seconds("deadline_seconds", options.deadline_seconds)?)
         .arrival_deadline(arrival_deadline(options)?))
+}
+
+/// Opens the backend.
+fn backend(options: &annulus_options) -> Result<AnyBackend> {
+    let annulus_options { backend, has_device, device, threads, .. } = *options;
+    let name = one_of("backend", backend, &BackendName::ALL)?;
+    let has_device = flag("has_device", has_device)?;
+    if !has_device && device != 0 {
+        return Err(Error::invalid("device", device, "0, or has_device = 1"));
+    }
+    let device = has_device.then(|| length("device", device)).transpose()?;
+    AnyBackend::open(name, device, length("threads", threads)?)
 }
 
 fn strategy(options: &annulus_options) -> Result<Strategy> {

@@ -10,9 +10,8 @@ use std::{
 #[cfg(feature = "mpi")]
 use annulus::comm::mpi::{self, Mpi, Patience};
 use annulus::{
-    Batch, Cpu, Error, Layout, LocalRing, PassKind, Plan, Result, Route, Runs, Spec, Strategy,
+    Batch, Error, Layout, LocalRing, PassKind, Plan, Result, Route, Runs, Spec, Strategy,
 };
-use annulus_core::{Host, Transport};
 
 #[cfg(feature = "mpi")]
 use crate::options::MpiOptions;
@@ -44,7 +43,7 @@ pub(crate) enum Planned {
     /// All ranks, as threads of this process, over whole tensors.
     Ring(LocalRing),
     /// One rank, over its own rows.
-    Rank(Box<Plan<Cpu>>),
+    Rank(Box<Plan>),
 }
 
 /// The plan after a pass, and the result of the pass.
@@ -150,7 +149,7 @@ impl Planned {
         self.plan().spec()
     }
 
-    fn plan(&self) -> &Plan<Cpu> {
+    fn plan(&self) -> &Plan {
         match self {
             Self::Ring(ring) => ring.plan(),
             Self::Rank(plan) => plan,
@@ -158,7 +157,7 @@ impl Planned {
     }
 
     /// Returns the sum of a number over the ranks of this process.
-    fn sum_over_ranks(&self, of: impl Fn(&Plan<Cpu>) -> u64) -> u64 {
+    fn sum_over_ranks(&self, of: impl Fn(&Plan) -> u64) -> u64 {
         match self {
             Self::Ring(ring) => ring.plans().map(of).sum(),
             Self::Rank(plan) => of(plan),
@@ -190,14 +189,12 @@ fn description(attention: *const annulus_attention) -> Result<Description> {
     Ok(description)
 }
 
-/// Plans one rank over a transport, which serves any thread or only this one.
-fn over<T: Transport<Host> + 'static>(
-    description: &Description,
-    transport: T,
-    any_thread: bool,
-) -> Result<*mut annulus_plan> {
-    let Description { attention, dims, threads, .. } = description;
-    let plan = Plan::new(attention, *dims, Cpu::new(*threads)?, transport)?;
+/// Plans one rank over MPI.
+#[cfg(feature = "mpi")]
+fn over_mpi(description: &Description, ring: Mpi) -> Result<*mut annulus_plan> {
+    let Description { attention, dims, backend, .. } = description;
+    let any_thread = ring.any_thread();
+    let plan = backend.plan_over_mpi(attention, *dims, ring)?;
     Ok(PLANS.insert(PlanState::new(Planned::Rank(Box::new(plan)), any_thread)))
 }
 
@@ -221,8 +218,8 @@ pub unsafe extern "C" fn annulus_plan_create_threads(
 ) -> c_int {
     guard(|| {
         let make = || {
-            let Description { attention, dims, threads, .. } = description(attention)?;
-            let ring = attention.threads(threads).local_ring(dims, length("ranks", ranks)?)?;
+            let Description { attention, dims, backend, .. } = description(attention)?;
+            let ring = backend.local_ring(&attention, dims, length("ranks", ranks)?)?;
             Ok(PLANS.insert(PlanState::new(Planned::Ring(ring), true)))
         };
         // SAFETY: as the caller promises
@@ -261,8 +258,7 @@ pub unsafe extern "C" fn annulus_plan_create_mpi_f(
             let description = description(attention)?;
             // SAFETY: as the caller promises
             let ring = unsafe { fortran_endpoint(&description, communicator) }?;
-            let any_thread = ring.any_thread();
-            over(&description, ring, any_thread)
+            over_mpi(&description, ring)
         };
         #[cfg(not(feature = "mpi"))]
         let make = || {
@@ -296,8 +292,7 @@ pub unsafe extern "C" fn annulus_plan_create_mpi(
             let description = description(attention)?;
             // SAFETY: as the caller promises
             let ring = unsafe { endpoint(&description, communicator) }?;
-            let any_thread = ring.any_thread();
-            over(&description, ring, any_thread)
+            over_mpi(&description, ring)
         };
         // SAFETY: as the caller promises
         unsafe { create("plan", plan, make) }
@@ -386,7 +381,9 @@ pub unsafe extern "C" fn annulus_plan_create_callbacks(
             let description = description(attention)?;
             // SAFETY: as the caller promises
             let transport = unsafe { HostTransport::new(versioned::read(transport)?) }?;
-            over(&description, transport, true)
+            let Description { attention, dims, backend, .. } = &description;
+            let plan = backend.plan(attention, *dims, transport)?;
+            Ok(PLANS.insert(PlanState::new(Planned::Rank(Box::new(plan)), true)))
         };
         // SAFETY: as the caller promises
         unsafe { create("plan", plan, make) }
@@ -600,10 +597,10 @@ pub unsafe extern "C" fn annulus_plan_numerics(
 /// Writes the bytes of memory that the plan keeps to `*bytes`, of all ranks in this process. Local.
 ///
 /// Counted are the message buffers of the ring (blocks of keys, values and queries, and their
-/// gradients in flight) and the memory of the CPU kernels: accumulators, row statistics, and the
-/// scratch memory of each thread; where ranks divide the heads, also the tensors of a rank's heads.
-/// The first pass of each kind adds lists of visible keys; later
-/// passes add nothing. Not counted: row numbers and positions, the schedule, stacks of threads, and
+/// gradients in flight) and the memory of the kernels: accumulators, row statistics, and the scratch
+/// memory of each thread; where ranks divide the heads, also the tensors of a rank's heads. On a GPU
+/// they are in its memory, with a copy of the tensors. The first pass of each kind adds lists of
+/// visible keys, or these copies; later passes add nothing. Not counted: row numbers and positions, the schedule, stacks of threads, and
 /// rows that an in-process ring copies during a pass.
 ///
 /// # Errors
@@ -616,7 +613,7 @@ pub unsafe extern "C" fn annulus_plan_workspace_bytes(
     plan: *const annulus_plan,
     bytes: *mut u64,
 ) -> c_int {
-    let of = |plan: &Plan<Cpu>| plan.buffer_bytes() + plan.ring().workspace().bytes();
+    let of = |plan: &Plan| plan.buffer_bytes() + plan.workspace_bytes();
     // SAFETY: as the caller promises
     unsafe { answer(plan, "bytes", bytes, |planned| Ok(planned.sum_over_ranks(of))) }
 }

@@ -127,11 +127,21 @@ pub extern "C" fn annulus_version() -> *const c_char {
     VERSION.as_ptr().cast()
 }
 
-/// Returns the features that the library was built with, separated by spaces: "" or "mpi". The text
-/// never has to be freed.
+/// Returns the features that the library was built with, separated by spaces: "mpi" for rings over
+/// MPI, "cuda" and "wgpu" for the backends. The text never has to be freed.
 #[unsafe(no_mangle)]
 pub extern "C" fn annulus_features() -> *const c_char {
-    if cfg!(feature = "mpi") { c"mpi".as_ptr() } else { c"".as_ptr() }
+    let features = match (cfg!(feature = "mpi"), cfg!(feature = "cuda"), cfg!(feature = "wgpu")) {
+        (false, false, false) => c"",
+        (false, false, true) => c"wgpu",
+        (false, true, false) => c"cuda",
+        (false, true, true) => c"cuda wgpu",
+        (true, false, false) => c"mpi",
+        (true, false, true) => c"mpi wgpu",
+        (true, true, false) => c"mpi cuda",
+        (true, true, true) => c"mpi cuda wgpu",
+    };
+    features.as_ptr()
 }
 
 #[cfg(test)]

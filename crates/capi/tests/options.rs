@@ -9,8 +9,9 @@ use std::{
 };
 
 use annulus::{
-    Alibi, Alignment, Attention, BackwardMode, Batch, BiasOrder, CustomLayout, DType, DenseMask,
-    Dims, Element, Layout, Precision, Route, Runs, SinkShape, Strategy, Tensors,
+    Alibi, Alignment, AnyBackend, Attention, BackendName, BackwardMode, Batch, BiasOrder,
+    CustomLayout, DType, DenseMask, Dims, Element, Layout, Precision, Route, Runs, SinkShape,
+    Strategy, Tensors,
     half::{bf16, f16},
     mask::Predicate,
 };
@@ -106,8 +107,11 @@ fn by_facade<T: Element>(
     dims: Dims,
     data: &Data<T>,
     batch: &Batch,
+    backend: BackendName,
 ) -> Answer {
-    let mut ring = attention.clone().dtype(T::DTYPE).threads(1).local_ring(dims, RANKS).unwrap();
+    let attention = attention.clone().dtype(T::DTYPE);
+    let backend = AnyBackend::open(backend, None, 0).unwrap();
+    let mut ring = backend.local_ring(&attention, dims, RANKS).unwrap();
     ring.update(batch).unwrap();
     let mut tensors = Tensors::new(data.q.view(), data.k.view(), data.v.view());
     tensors.bias = data.bias.as_ref().map(|bias| bias.view());
@@ -152,6 +156,7 @@ fn by_c<T: Element>(case: &Case, data: &Data<T>) -> Answer {
     let mut options = options(case.dims);
     options.dtype = tensor(&data.q).dtype;
     (case.options)(&mut options);
+    options.backend = case.backend as i32;
     let (mut attention, mut plan) = (ptr::null_mut(), ptr::null_mut());
     // SAFETY: all pointers are to locals
     unsafe {
@@ -280,6 +285,7 @@ struct Case {
     batch: Batch,
     /// True if the option must change no more than the order of rounding.
     same: bool,
+    backend: BackendName,
 }
 
 impl Case {
@@ -294,6 +300,7 @@ impl Case {
             sinks: None,
             batch: Batch::default(),
             same: false,
+            backend: BackendName::Cpu,
         }
     }
 
@@ -678,7 +685,7 @@ fn batches() -> Vec<Case> {
 fn check<T: Element>(cases: &[Case]) {
     for case in cases {
         let data = Data::<T>::of(case.dims, case.bias, case.sinks);
-        let want = by_facade(&case.attention, case.dims, &data, &case.batch);
+        let want = by_facade(&case.attention, case.dims, &data, &case.batch, case.backend);
         let got = by_c(case, &data);
         let names = |answer: &Answer| answer.0.iter().map(|(name, _)| *name).collect::<Vec<_>>();
         assert_eq!(names(&got), names(&want), "{}", case.name);
@@ -690,7 +697,8 @@ fn check<T: Element>(cases: &[Case]) {
         }
         // the inputs alone give another answer
         let plain = Data { bias: None, sinks: None, ..Data::<T>::of(case.dims, None, None) };
-        let without = by_facade(&Attention::new(), case.dims, &plain, &Batch::default());
+        let without =
+            by_facade(&Attention::new(), case.dims, &plain, &Batch::default(), case.backend);
         let has_effect = got.0[..5] != without.0[..5];
         assert!(has_effect, "{} has no effect in {}", case.name, T::DTYPE);
     }
@@ -726,6 +734,76 @@ fn all_element_types_give_the_bits_of_the_facade() {
     check::<f16>(&some());
     check::<bf16>(&some());
     check::<f64>(&some());
+}
+
+/// A sample of the options on the GPU; wgpu tests of the backend itself are elsewhere.
+#[cfg(feature = "wgpu")]
+#[test]
+fn wgpu_gives_the_bits_of_the_facade() {
+    if annulus::wgpu::Gpu::list().is_empty() {
+        let required = std::env::var("ANNULUS_REQUIRE")
+            .is_ok_and(|words| words.split(',').any(|word| word == "wgpu"));
+        assert!(!required, "ANNULUS_REQUIRE has wgpu, and there is no adapter");
+        eprintln!("NOT RUN: no Vulkan, Metal or DX12 adapter");
+        return;
+    }
+    let on_gpu = |cases: Vec<Case>, step| -> Vec<Case> {
+        let sample = cases.into_iter().step_by(step);
+        sample.map(|case| Case { backend: BackendName::Wgpu, ..case }).collect()
+    };
+    check::<f32>(&on_gpu(masks(), 5));
+    check::<f32>(&on_gpu(batches(), 3));
+    check::<bf16>(&on_gpu(masks(), 7));
+}
+
+#[test]
+fn a_backend_that_is_not_there_is_refused_by_name() {
+    let refusal = |change: &dyn Fn(&mut annulus_options)| {
+        let mut options = options(DIMS);
+        change(&mut options);
+        let mut attention = ptr::null_mut();
+        // SAFETY: all pointers are to locals
+        let status = unsafe { annulus_attention_create(&raw const options, &raw mut attention) };
+        assert!(attention.is_null());
+        (status, last_error())
+    };
+    let (status, why) = refusal(&|o| o.backend = 3);
+    assert_eq!(status, ANNULUS_INVALID_ARGUMENT);
+    assert!(why.starts_with("backend: got 3, want"), "{why}");
+    let (status, why) = refusal(&|o| o.device = 1);
+    assert_eq!(status, ANNULUS_INVALID_ARGUMENT);
+    assert!(why.starts_with("device: got 1, want 0, or has_device"), "{why}");
+    let (status, why) = refusal(&|o| o.has_device = 1);
+    assert_eq!(status, ANNULUS_INVALID_ARGUMENT);
+    assert!(why.starts_with("device: got 0, want none: the CPU"), "{why}");
+    for (name, backend) in [("wgpu", ANNULUS_BACKEND_WGPU), ("cuda", ANNULUS_BACKEND_CUDA)] {
+        let is_built = annulus_feature_names().any(|feature| feature == name);
+        let (status, why) = refusal(&|o| {
+            o.backend = backend;
+            o.threads = 2;
+        });
+        if is_built {
+            assert_eq!(status, ANNULUS_INVALID_ARGUMENT, "{why}");
+            assert!(why.starts_with("threads: got 2, want 0"), "{why}");
+        } else {
+            assert_eq!(status, ANNULUS_UNSUPPORTED, "{why}");
+            assert!(why.contains(&format!("backend {name}")), "{why}");
+        }
+        if is_built {
+            // of a machine without this GPU, or of one that has fewer
+            let (status, why) = refusal(&|o| {
+                (o.backend, o.has_device, o.device) = (backend, 1, 99);
+            });
+            let refusals = [ANNULUS_UNSUPPORTED, ANNULUS_INVALID_ARGUMENT];
+            assert!(refusals.contains(&status), "{status}: {why}");
+        }
+    }
+}
+
+/// The features of the library.
+fn annulus_feature_names() -> impl Iterator<Item = &'static str> {
+    // SAFETY: a text that is never freed
+    unsafe { CStr::from_ptr(annulus_features()) }.to_str().unwrap().split(' ')
 }
 
 #[test]
@@ -801,10 +879,10 @@ fn a_plan_tells_what_it_chose() {
         ok(annulus_plan_kv_rows(plan, rows.as_mut_ptr(), 23, &raw mut count));
     }
     assert_eq!((rank, ranks, layout), (0, 3, ANNULUS_LAYOUT_ZIGZAG));
-    assert_eq!(*facade.ring().layout(), Layout::Zigzag);
+    assert_eq!(*facade.plan().layout(), Layout::Zigzag);
     assert_eq!(
         route,
-        1 + Route::ALL.iter().position(|&r| r == facade.ring().route()).unwrap() as i32
+        1 + Route::ALL.iter().position(|&r| r == facade.plan().route()).unwrap() as i32
     );
     assert!(rows.iter().copied().eq(0..23));
     // more than the keys and values of all ranks, and than their gradients in f32

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use annulus_core::Error;
+use annulus::{Attention, Dims, Plan};
+use annulus_core::{Error, Result};
 use annulus_cpu::Isa;
 
 #[cfg(feature = "cuda")]
@@ -10,7 +11,38 @@ use crate::gpus::Gpus;
 use crate::{
     arguments::ring::{BackendName, TransportName},
     failure::{Failure, Outcome},
+    job::Endpoint,
 };
+
+/// Evaluates `$body` with a function `$make`, which creates a rank's backend and the transport of
+/// its blocks from the rank's endpoint. On the CPU the backend has `$threads` threads. A macro,
+/// because the type of the backend differs between the branches.
+macro_rules! with_backend {
+    ($backend:expr, $threads:expr, $make:ident => $body:expr) => {
+        match $backend {
+            $crate::backend::BackendChoice::Cpu => {
+                let $make = |endpoint: $crate::job::Endpoint| {
+                    Ok::<_, annulus_core::Error>((annulus::Cpu::new($threads)?, endpoint.of_host()))
+                };
+                $body
+            }
+            #[cfg(feature = "wgpu")]
+            $crate::backend::BackendChoice::Wgpu(gpu) => {
+                let $make = |endpoint: $crate::job::Endpoint| {
+                    let rank = annulus::devices::wgpu_rank(gpu, endpoint.of_host());
+                    Ok::<_, annulus_core::Error>(rank)
+                };
+                $body
+            }
+            #[cfg(feature = "cuda")]
+            $crate::backend::BackendChoice::Cuda(gpus) => {
+                let $make = |endpoint: $crate::job::Endpoint| gpus.rank(endpoint);
+                $body
+            }
+        }
+    };
+}
+pub(crate) use with_backend;
 
 /// Opened backend, from which the ranks of this process are created.
 #[derive(Debug)]
@@ -100,6 +132,27 @@ impl BackendChoice {
     }
 }
 
+impl BackendChoice {
+    /// Plans one rank. On the CPU it has `threads` threads.
+    ///
+    /// # Ordering
+    /// Collective over the ranks.
+    /// # Errors
+    /// Those of the backend and of [`Plan::new`].
+    pub(crate) fn plan(
+        &self,
+        threads: usize,
+        endpoint: Endpoint,
+        attention: &Attention,
+        dims: Dims,
+    ) -> Result<Plan> {
+        with_backend!(self, threads, make => {
+            let (backend, transport) = make(endpoint)?;
+            Plan::new(attention, dims, backend, transport)
+        })
+    }
+}
+
 /// Error for a backend that this build does not have, with the command that builds it.
 #[cfg(not(all(feature = "wgpu", feature = "cuda")))]
 fn not_in_this_build(backend: &str) -> Error {
@@ -142,33 +195,3 @@ pub(crate) const fn backends() -> &'static str {
         (true, true) => "cpu, wgpu, cuda",
     }
 }
-
-/// Evaluates `$body` with a function `$make`, which creates a rank's backend and the transport of
-/// its blocks from the rank's endpoint. On the CPU the backend has `$threads` threads. A macro,
-/// because the type of the backend differs between the branches.
-macro_rules! with_backend {
-    ($backend:expr, $threads:expr, $make:ident => $body:expr) => {
-        match $backend {
-            $crate::backend::BackendChoice::Cpu => {
-                let $make = |endpoint: $crate::job::Endpoint| {
-                    Ok::<_, annulus_core::Error>((annulus::Cpu::new($threads)?, endpoint.of_host()))
-                };
-                $body
-            }
-            #[cfg(feature = "wgpu")]
-            $crate::backend::BackendChoice::Wgpu(gpu) => {
-                let $make = |endpoint: $crate::job::Endpoint| {
-                    let rank = annulus::devices::wgpu_rank(gpu, endpoint.of_host());
-                    Ok::<_, annulus_core::Error>(rank)
-                };
-                $body
-            }
-            #[cfg(feature = "cuda")]
-            $crate::backend::BackendChoice::Cuda(gpus) => {
-                let $make = |endpoint: $crate::job::Endpoint| gpus.rank(endpoint);
-                $body
-            }
-        }
-    };
-}
-pub(crate) use with_backend;

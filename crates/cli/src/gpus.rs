@@ -1,10 +1,6 @@
 //! NVIDIA GPUs: assigns one to each rank, and chooses the transport of blocks between them.
 
-use std::{
-    collections::BTreeMap,
-    sync::{Mutex, OnceLock, PoisonError},
-    time::Duration,
-};
+use std::{sync::OnceLock, time::Duration};
 
 #[cfg(feature = "nccl")]
 use annulus::comm::nccl::STARTUP_DEADLINE;
@@ -15,8 +11,8 @@ use annulus::devices::cuda_rank_over_mpi;
 #[cfg(feature = "nccl")]
 use annulus::devices::cuda_rank_over_nccl;
 use annulus::{
-    cuda::{Cuda, device::Device},
-    devices::cuda_rank,
+    cuda::Cuda,
+    devices::{CudaDevices, cuda_rank},
 };
 #[cfg(feature = "nccl")]
 use annulus_core::Error;
@@ -33,10 +29,7 @@ use crate::{
 pub(crate) struct Gpus {
     /// Number given by `--device`.
     first: Option<usize>,
-    /// Number of visible GPUs.
-    count: usize,
-    /// Opened GPUs by number. Ranks on one GPU share its stream and its kernels.
-    opened: Mutex<BTreeMap<usize, Cuda>>,
+    devices: CudaDevices,
     /// Transport that the flags request.
     link: Link,
     /// Description of the transport in use, set when the first rank is created.
@@ -80,8 +73,9 @@ impl Gpus {
     ) -> Outcome<Self> {
         #[cfg(not(feature = "nccl"))]
         let _: Duration = deadline;
-        let number = first.unwrap_or(0);
-        let cuda = Cuda::open(number)?;
+        let devices = CudaDevices::open(first)?;
+        // what is missing on this machine is an error before any file is read
+        devices.get(first.unwrap_or(0))?;
         let link = match transport {
             #[cfg(feature = "nccl")]
             TransportName::Nccl => NcclSymbols::system().map(|_| Link::Nccl)?,
@@ -89,8 +83,7 @@ impl Gpus {
         };
         Ok(Self {
             first,
-            count: Device::count()?,
-            opened: Mutex::new(BTreeMap::from([(number, cuda)])),
+            devices,
             link,
             link_in_use: OnceLock::new(),
             #[cfg(feature = "nccl")]
@@ -106,9 +99,10 @@ impl Gpus {
     /// As [`Gpus::open`] and `Nccl::open`; [`annulus_core::Error::Unsupported`] if NCCL has no GPU
     /// for each rank of this process.
     pub(crate) fn rank(&self, endpoint: Endpoint) -> Result<RankBackend<OnHost<Cuda>>> {
-        let number = number(self.link, self.first, node_rank(&endpoint), self.count);
+        let count = self.devices.count();
+        let number = number(self.link, self.first, node_rank(&endpoint), count);
         // the abort sends the reason to the ranks that wait for this one
-        let cuda = match number.and_then(|number| self.device(number)) {
+        let cuda = match number.and_then(|number| self.devices.get(number)) {
             Ok(cuda) => cuda,
             Err(error) => {
                 endpoint.of_host().abort(&error);
@@ -138,17 +132,6 @@ impl Gpus {
     /// Describes the transport of blocks. It is known once a rank has been created.
     pub(crate) fn link(&self) -> &'static str {
         self.link_in_use.get().copied().unwrap_or("not linked yet")
-    }
-
-    /// Returns the GPU of this number, which is opened once.
-    fn device(&self, number: usize) -> Result<Cuda> {
-        let mut opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(cuda) = opened.get(&number) {
-            return Ok(cuda.clone());
-        }
-        let cuda = Cuda::open(number)?;
-        opened.insert(number, cuda.clone());
-        Ok(cuda)
     }
 }
 

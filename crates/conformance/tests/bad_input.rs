@@ -349,11 +349,7 @@ fn gradients_that_do_not_fit() {
 }
 
 /// Plans on every rank of a ring at once.
-fn ring(
-    attentions: &[Attention],
-    dims: &[Dims],
-    layout: &[Option<Layout>],
-) -> Vec<Result<Plan<annulus::Cpu>>> {
+fn ring(attentions: &[Attention], dims: &[Dims], layout: &[Option<Layout>]) -> Vec<Result<Plan>> {
     thread::scope(|scope| {
         let ranks: Vec<_> = threads::ring(attentions.len())
             .into_iter()

@@ -63,7 +63,7 @@ fn run_with(strategy: Strategy, injection: Injection) -> Vec<Fate> {
     })
 }
 
-fn passes(plan: &mut Plan<Cpu>) -> Result<()> {
+fn passes(plan: &mut Plan) -> Result<()> {
     let rows = annulus_core::index(plan.q_rows().len());
     let tensor = |heads| Array4::<f32>::from_elem((1, rows, heads, 4), 0.5);
     let q = tensor(2);
@@ -217,7 +217,7 @@ fn messages_that_arrive_late_cause_no_failure() {
 /// Plans on each of two ranks and runs `body`.
 fn on_two<T: Send>(
     attention: &Attention,
-    body: impl Fn(usize, Plan<Cpu>) -> Result<T> + Sync,
+    body: impl Fn(usize, Plan) -> Result<T> + Sync,
 ) -> Vec<Result<T>> {
     let attention = attention.clone().deadline(DEADLINE).layout(Layout::Contiguous);
     let rank = |(rank, endpoint)| body(rank, Plan::new(&attention, DIMS, Cpu::new(1)?, endpoint)?);
@@ -232,7 +232,7 @@ fn on_two<T: Send>(
 }
 
 /// Runs a forward pass of this rank's rows.
-fn forward(plan: &mut Plan<Cpu>) -> Result<Array4<f32>> {
+fn forward(plan: &mut Plan) -> Result<Array4<f32>> {
     let rows = plan.q_rows().iter().collect::<Vec<_>>();
     let tensor = |heads| {
         Array4::from_shape_fn((1, rows.len(), heads, 4), |(_, row, head, dim)| {

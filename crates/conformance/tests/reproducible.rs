@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use annulus::{Attention, Cpu, Dims, Error, Layout, Plan, comm::threads};
+use annulus::{Attention, Cpu, Dims, Error, Layout, Plan, Ring, comm::threads};
 use annulus_conformance::{
     Case, Draw, Facade, HostMemory, Masks, RankSetup, RingSubject, Setting, Subject,
     subjects::{cpu, cpu_delayed, mock},
@@ -243,7 +243,7 @@ fn a_backend_without_leaves_refuses() {
 fn layouts_are_cut_at_leaves() {
     for layout in [None, Some(Layout::Contiguous), Some(Layout::Zigzag), Some(Layout::Striped)] {
         let ring = attention().causal(true).layout(layout.clone()).local_ring(DIMS, 2).unwrap();
-        let name = ring.ring().layout().name();
+        let name = ring.plan().layout().name();
         assert!(layout.is_none_or(|layout| layout.name() == name), "{name}");
     }
 }
@@ -255,9 +255,13 @@ fn partial_results_take_the_memory_that_was_predicted() {
         let attention = Attention::new().causal(true).reproducible(true).layout(layout);
         for forward_only in [false, true] {
             let attention = attention.clone().forward_only(forward_only);
-            for ring in attention.local_ring(dims, ranks).unwrap().rings() {
-                let predicted = ring.leaf_bytes();
-                let allocated = ring.workspace().leaf_bytes();
+            let bytes = threads::each_rank(threads::ring(ranks), |_, transport| {
+                let spec = attention.spec(dims);
+                let options = attention.ring_options();
+                let ring = Ring::new(Cpu::new(1)?, Box::new(transport), spec, options)?;
+                Ok([ring.leaf_bytes(), ring.workspace().leaf_bytes()])
+            });
+            for [predicted, allocated] in bytes.unwrap() {
                 // the lists of partial results themselves are not in the prediction
                 assert!(predicted > 0, "{ranks} ranks");
                 let most = predicted + predicted / 50;

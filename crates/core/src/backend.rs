@@ -127,6 +127,10 @@ pub trait Workspace: Send + 'static {
     /// is used.
     fn update(&mut self, shard: &RankShard) -> Result<()>;
 
+    /// Returns the bytes of memory that it keeps between passes, on the device or the host. Later
+    /// passes of the same kind add nothing.
+    fn bytes(&self) -> u64;
+
     /// Starts a forward pass: acc ← 0, m ← −∞, ℓ ← 0.
     ///
     /// # Errors

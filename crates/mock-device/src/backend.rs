@@ -136,6 +136,10 @@ impl Workspace for MockWorkspace {
         Ok(())
     }
 
+    fn bytes(&self) -> u64 {
+        lock(&self.state).bytes()
+    }
+
     fn forward<'p>(&'p mut self, inputs: Inputs<'p, MockSpace>) -> Result<MockForward<'p>> {
         let read = read_inputs(&inputs);
         self.enqueue(&slots(&inputs), &[], move |state, memory| {

@@ -39,6 +39,19 @@ pub(crate) struct State {
     pub(crate) dbias: Option<Array4<f64>>,
 }
 
+impl State {
+    /// Returns the bytes of its arrays.
+    pub(crate) fn bytes(&self) -> u64 {
+        let Self { q, bias, sinks, acc, max, sum, ties, dout, statistics, dq, dbias, .. } = self;
+        let lens = [q, acc, dout, statistics, dq].map(Array4::len);
+        let of_rows = [max, sum, ties].map(Array3::len);
+        let optional = [bias, dbias].map(|array| array.as_ref().map_or(0, Array4::len));
+        let sinks = sinks.as_ref().map_or(0, Array2::len);
+        let all = lens.iter().chain(&of_rows).chain(&optional).sum::<usize>() + sinks;
+        all as u64 * size_of::<f64>() as u64
+    }
+}
+
 /// A block of keys `[b, rows, kv_heads, d]` and values `[b, rows, kv_heads, dv]`, unpacked.
 pub(crate) struct Keys<'a> {
     pub(crate) rows: &'a Rows,

@@ -47,8 +47,9 @@ impl Options {
         if options.prefix.as_os_str().is_empty() {
             return Err("--prefix: got nothing, want a folder".to_owned());
         }
-        if let Some(unknown) = options.features.iter().find(|name| *name != "mpi") {
-            return Err(format!("--features: got {unknown}, want mpi"));
+        let is_known = |name: &String| ["mpi", "cuda", "wgpu"].contains(&name.as_str());
+        if let Some(unknown) = options.features.iter().find(|name| !is_known(name)) {
+            return Err(format!("--features: got {unknown}, want mpi, cuda or wgpu"));
         }
         Ok(options)
     }

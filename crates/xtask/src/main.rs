@@ -23,7 +23,8 @@ Builds libannulus and installs it below DIR:
   share/annulus/examples/               programs in C, C++ and Fortran
   share/doc/annulus/                    documentation and licences
 
-  --features LIST  features of annulus-capi, separated by commas: mpi (built with $MPICC)
+  --features LIST  features of annulus-capi, separated by commas: mpi (built with $MPICC), cuda,
+                   wgpu
   --profile NAME   profile of cargo (default: release)
   --offline        passed to cargo
 

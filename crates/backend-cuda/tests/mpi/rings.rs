@@ -10,7 +10,7 @@ use annulus::{
         nccl::Nccl,
     },
 };
-use annulus_core::{Control, HostViews, OnHost, Transport};
+use annulus_core::{Control, HostViews, Transport};
 use annulus_cuda::{
     Cuda,
     device::{
@@ -49,7 +49,7 @@ unsafe extern "C" fn none(_: *mut *mut std::ffi::c_void, _: usize) -> CUresult {
 }
 
 /// Plan of this rank.
-fn plan(layout: Layout, link: Link) -> Result<Plan<OnHost<Cuda>>> {
+fn plan(layout: Layout, link: Link) -> Result<Plan> {
     let mpi = Mpi::world(Settings::default())?;
     let staged = link == Link::Staged || link == Link::Mixed && !mpi.rank().is_multiple_of(2);
     let symbols = if staged {
@@ -69,10 +69,7 @@ fn plan(layout: Layout, link: Link) -> Result<Plan<OnHost<Cuda>>> {
 }
 
 /// Plan of this rank over these NCCL functions.
-pub(crate) fn plan_over_nccl(
-    symbols: NcclSymbols,
-    deadline: Duration,
-) -> Result<Plan<OnHost<Cuda>>> {
+pub(crate) fn plan_over_nccl(symbols: NcclSymbols, deadline: Duration) -> Result<Plan> {
     let device = Device::with_symbols(emulator::symbols(), 0)?;
     let nccl =
         Nccl::with_symbols(Mpi::world(Settings::default())?, &device, Ok(symbols), deadline)?;
@@ -84,7 +81,7 @@ fn plan_over(
     device: &Device,
     transport: Box<dyn Transport<HostViews<CudaSpace>>>,
     deadline: Duration,
-) -> Result<Plan<OnHost<Cuda>>> {
+) -> Result<Plan> {
     let cache = Cache::new(PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("emulated-kernels"));
     let compiler = Compiler::with_symbols(emulator::compiler_symbols(), Some(cache))?;
     let cuda = Cuda::on(Stream::new(device)?, compiler, Vec::new());
@@ -99,10 +96,7 @@ fn plan_over(
 
 /// Returns out, dQ, dK, dV of this rank's rows, and the same rows of one rank alone. Calls
 /// `between` between the passes.
-pub(crate) fn attend(
-    mut plan: Plan<OnHost<Cuda>>,
-    between: impl FnOnce(),
-) -> Result<[[Array4<f32>; 4]; 2]> {
+pub(crate) fn attend(mut plan: Plan, between: impl FnOnce()) -> Result<[[Array4<f32>; 4]; 2]> {
     let [q_rows, kv_rows] = [plan.q_rows(), plan.kv_rows()]
         .map(|rows| rows.iter().map(|row| row as usize).collect::<Vec<_>>());
     let q = numbers(2, 0);

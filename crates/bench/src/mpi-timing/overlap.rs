@@ -56,7 +56,7 @@ pub(crate) fn measure(problem: &Problem) -> Result<()> {
     Ok(())
 }
 
-fn rings(problem: &Problem) -> Result<Vec<Timed<Backend>>> {
+fn rings(problem: &Problem) -> Result<Vec<Timed>> {
     // with a full mask every rank attends to every key
     let pace = |milliseconds: usize| Tiles::Paced(milliseconds as f64 / 1e3 / problem.q_len as f64);
     let tiles = problem.paced_ms.map_or(Tiles::Real, pace);

@@ -122,6 +122,10 @@ impl Workspace for TimedWorkspace {
         self.inner.update(shard)
     }
 
+    fn bytes(&self) -> u64 {
+        self.inner.bytes()
+    }
+
     fn forward<'p>(&'p mut self, inputs: Inputs<'p, Host>) -> Result<Self::Forward<'p>> {
         Ok(TimedPass { inner: self.inner.forward(inputs)?, pace: self.pace })
     }

@@ -36,14 +36,14 @@ impl Problem {
 }
 
 /// One rank's plan and its tensors.
-pub(crate) struct Timed<B: Backend<Space = Host>> {
-    plan: Plan<B>,
+pub(crate) struct Timed {
+    plan: Plan,
     /// q, k, v, dout.
     tensors: [Array4<f32>; 4],
 }
 
-impl<B: Backend<Space = Host>> Timed<B> {
-    pub(crate) fn new<T: Transport<Host> + 'static>(
+impl Timed {
+    pub(crate) fn new<B: Backend<Space = Host>, T: Transport<Host> + 'static>(
         problem: &Problem,
         backend: B,
         transport: T,

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use annulus::{Backward, Forward, Plan, Report, comm::trace::TraceLog};
-use annulus_core::{Backend, Batch, Element, HostTensors, Result, Strategy};
+use annulus_core::{Batch, Element, Result, Strategy};
 
 use super::{output::Given, summary::RankFigures};
 use crate::{
@@ -14,14 +14,14 @@ use crate::{
 };
 
 /// Rank after the phase plan.
-pub(super) struct PlannedRank<B: Backend<Space: HostTensors>> {
-    pub(super) plan: Plan<B>,
+pub(super) struct PlannedRank {
+    pub(super) plan: Plan,
     pub(super) log: TraceLog,
 }
 
 /// Rank after the phase read.
-pub(super) struct Rank<T: Element, B: Backend<Space: HostTensors>> {
-    pub(super) plan: Plan<B>,
+pub(super) struct Rank<T: Element> {
+    pub(super) plan: Plan,
     pub(super) log: TraceLog,
     pub(super) batch: Batch,
     pub(super) share: Share<T>,
@@ -31,7 +31,7 @@ pub(super) struct Rank<T: Element, B: Backend<Space: HostTensors>> {
     pub(super) reports: Vec<Report>,
 }
 
-impl<T: Element, B: Backend<Space: HostTensors>> Rank<T, B> {
+impl<T: Element> Rank<T> {
     /// Updates the plan with the masks, ids and positions of the batch.
     pub(super) fn update(&mut self) -> Result<()> {
         let batch = std::mem::take(&mut self.batch);
@@ -68,7 +68,7 @@ impl<T: Element, B: Backend<Space: HostTensors>> Rank<T, B> {
 }
 
 /// Counts the visible pairs of each rank, for inputs without a dense mask.
-pub(super) fn count_pairs<T: Element, B: Backend<Space: HostTensors>>(ranks: &mut [Rank<T, B>]) {
+pub(super) fn count_pairs<T: Element>(ranks: &mut [Rank<T>]) {
     // in a ring one computation serves all ranks: each plan has the positions and ids of all rows
     let is_ring = ranks.first().is_some_and(|rank| rank.plan.strategy() == Strategy::Ring);
     let work = ranks.first().filter(|_| is_ring).map(|rank| rank.plan.work().0);
@@ -84,9 +84,9 @@ pub(super) fn count_pairs<T: Element, B: Backend<Space: HostTensors>>(ranks: &mu
 }
 
 /// All-gathers the figures of every rank, by rank.
-pub(super) fn gather_figures<T: Element, B: Backend<Space: HostTensors>>(
+pub(super) fn gather_figures<T: Element>(
     job: &mut Job,
-    ranks: &[Rank<T, B>],
+    ranks: &[Rank<T>],
 ) -> Outcome<Vec<RankFigures>> {
     // the peak is that of the process, so of all its ranks together
     let peak = peak_bytes();
@@ -101,14 +101,14 @@ pub(super) fn gather_figures<T: Element, B: Backend<Space: HostTensors>>(
 
 /// Writes the arrays `given` of this process's ranks. Each rank calls `write(all, own, rank)` with
 /// the arrays of all ranks of the process, its index among them and its rank.
-pub(super) fn write<T: Element, B: Backend<Space: HostTensors>, G: Sync>(
+pub(super) fn write<T: Element, G: Sync>(
     job: &mut Job,
-    ranks: &[Rank<T, B>],
+    ranks: &[Rank<T>],
     given: &[G],
     write: impl Fn(&[Given<'_, G>], usize, usize) -> Result<()> + Sync,
 ) -> Outcome {
     let of_rank = |(rank, arrays): (_, _)| {
-        let rank: &Rank<T, B> = rank;
+        let rank: &Rank<T> = rank;
         Given { q_rows: rank.plan.q_rows(), kv_rows: rank.plan.kv_rows(), arrays }
     };
     let all: Vec<Given<'_, G>> = ranks.iter().zip(given).map(of_rank).collect();
@@ -124,10 +124,8 @@ pub(super) fn write<T: Element, B: Backend<Space: HostTensors>, G: Sync>(
 }
 
 /// Number of blocks that these ranks receive in a forward and in a backward pass.
-pub(crate) fn blocks<'a, B: Backend<Space: HostTensors> + 'a>(
-    plans: impl Iterator<Item = &'a Plan<B>>,
-) -> [usize; 2] {
+pub(crate) fn blocks<'a>(plans: impl Iterator<Item = &'a Plan>) -> [usize; 2] {
     plans
-        .map(|plan| plan.ring().blocks_received())
+        .map(Plan::blocks_received)
         .fold([0, 0], |sum, blocks| [sum[0] + blocks[0], sum[1] + blocks[1]])
 }

@@ -25,7 +25,7 @@ use crate::{
     failure::{Failure, Outcome},
     file::{self, Output},
     input::Input,
-    job::{Endpoint, Job, RankBackend},
+    job::{Job, RankBackend},
     memory, message, pairs,
     report::{self, complain},
     trace::{RunId, Traces},
@@ -67,19 +67,12 @@ impl AttendRun<'_> {
         } else {
             Progress::hidden()
         };
-        let summary = with_backend!(&self.backend, self.threads, make => {
-            self.phases::<T, _>(job, &progress, make)
-        });
+        let summary = self.phases::<T>(job, &progress);
         progress.finish();
         summary
     }
 
-    fn phases<T: Element, B: Backend<Space: HostTensors>>(
-        &self,
-        job: &mut Job,
-        progress: &Progress,
-        make: impl Fn(Endpoint) -> Result<RankBackend<B>> + Sync,
-    ) -> Outcome<Summary> {
+    fn phases<T: Element>(&self, job: &mut Job, progress: &Progress) -> Outcome<Summary> {
         let fields = Descriptor::new()
             .field("backward", self.backward.into())
             .field("trace", self.trace.is_some().into());
@@ -96,9 +89,10 @@ impl AttendRun<'_> {
 
         progress.phase("plan", 0);
         let endpoints = job.endpoints()?;
-        let planned =
-            job.run_phase(endpoints, |_, endpoint| self.plan(make(endpoint)?, start, progress))?;
-        let mut ranks = self.read_ranks::<T, B>(job, progress, &spec, planned)?;
+        let planned = with_backend!(&self.backend, self.threads, make => {
+            job.run_phase(endpoints, |_, endpoint| self.plan(make(endpoint)?, start, progress))
+        })?;
+        let mut ranks = self.read_ranks::<T>(job, progress, &spec, planned)?;
         // printed only now: a refused input prints nothing but its error
         if job.is_leader() && !self.quiet {
             self.note_unknown_tensors();
@@ -120,17 +114,16 @@ impl AttendRun<'_> {
     }
 
     /// Reads the rows of this process's ranks, updates their plans and counts their pairs.
-    fn read_ranks<T: Element, B: Backend<Space: HostTensors>>(
+    fn read_ranks<T: Element>(
         &self,
         job: &mut Job,
         progress: &Progress,
         spec: &Spec,
-        planned: Vec<PlannedRank<B>>,
-    ) -> Outcome<Vec<Rank<T, B>>> {
+        planned: Vec<PlannedRank>,
+    ) -> Outcome<Vec<Rank<T>>> {
         progress.phase("read", 0);
         let all = job.ranks();
-        let mut ranks =
-            job.run_local_phase(planned, |_, rank| self.read::<T, B>(spec, all, rank))?;
+        let mut ranks = job.run_local_phase(planned, |_, rank| self.read::<T>(spec, all, rank))?;
         job.run_phase(&mut ranks, |_, rank| {
             rank.update().map_err(|error| self.input.named(error))
         })?;
@@ -142,11 +135,11 @@ impl AttendRun<'_> {
     }
 
     /// Runs the forward pass and, if requested, the backward pass, and writes their results.
-    fn run_passes<T: Element, B: Backend<Space: HostTensors>>(
+    fn run_passes<T: Element>(
         &self,
         job: &mut Job,
         progress: &Progress,
-        ranks: &mut [Rank<T, B>],
+        ranks: &mut [Rank<T>],
         output: &Output,
         spec: &Spec,
     ) -> Outcome {
@@ -211,7 +204,7 @@ impl AttendRun<'_> {
         (backend, transport): RankBackend<B>,
         start: Instant,
         progress: &Progress,
-    ) -> Result<PlannedRank<B>> {
+    ) -> Result<PlannedRank> {
         let transport = Trace::new(transport, start);
         let log = transport.log();
         let attention = self
@@ -225,12 +218,7 @@ impl AttendRun<'_> {
 
     /// Reads the rows of one rank. With a dense mask, also counts the visible pairs of its queries:
     /// later phases have no dense mask.
-    fn read<T: Element, B: Backend<Space: HostTensors>>(
-        &self,
-        spec: &Spec,
-        ranks: usize,
-        rank: PlannedRank<B>,
-    ) -> Result<Rank<T, B>> {
+    fn read<T: Element>(&self, spec: &Spec, ranks: usize, rank: PlannedRank) -> Result<Rank<T>> {
         let PlannedRank { plan, log } = rank;
         let begin = Instant::now();
         let named = |error| self.input.named(error);
@@ -258,10 +246,10 @@ impl AttendRun<'_> {
         Ok(Rank { plan, log, batch, share, pairs, reports: Vec::new() })
     }
 
-    fn summary<B: Backend<Space: HostTensors>>(
+    fn summary(
         &self,
         count: usize,
-        plan: Option<&Plan<B>>,
+        plan: Option<&Plan>,
         dtype: &'static str,
         figures: &[RankFigures],
         start: Instant,

@@ -3,9 +3,7 @@
 use std::time::Duration;
 
 use annulus::{Attention, Backward, Forward, Plan, Tensors};
-use annulus_core::{
-    Backend, Batch, DType, Dims, Element, HostTensors, Machine, Result, Runs, index,
-};
+use annulus_core::{Batch, DType, Dims, Element, Machine, Result, Runs, index};
 use ndarray::Array4;
 use serde_json::{Map, Value, json};
 
@@ -19,9 +17,9 @@ use crate::{
         mask::{AlignmentName, MaskFlags},
         names,
     },
-    backend::{BackendChoice, with_backend},
+    backend::BackendChoice,
     failure::Outcome,
-    job::{DEFAULT_DEADLINE, Endpoint, Job, RankBackend},
+    job::{DEFAULT_DEADLINE, Job},
     memory, pairs,
     random::Stream,
     stdout::say,
@@ -41,8 +39,8 @@ pub(super) struct Case<'a> {
 }
 
 /// Plan of one rank with its tensors.
-struct Rank<T: Element, B: Backend<Space: HostTensors>> {
-    plan: Plan<B>,
+struct Rank<T: Element> {
+    plan: Plan,
     q: Array4<T>,
     k: Array4<T>,
     v: Array4<T>,
@@ -106,20 +104,7 @@ impl<'a> Case<'a> {
         passes: &[Passes],
         backend: &BackendChoice,
     ) -> Outcome {
-        let clock = Clock::of(backend, job)?;
-        with_backend!(backend, self.flags.threads, make => {
-            self.run_on::<T, _>(job, passes, backend.name(), &clock, make)
-        })
-    }
-
-    fn run_on<T: Element, B: Backend<Space: HostTensors>>(
-        &self,
-        job: &mut Job,
-        passes: &[Passes],
-        backend: &str,
-        clock: &Clock,
-        make: impl Fn(Endpoint) -> Result<RankBackend<B>> + Sync,
-    ) -> Outcome {
+        let clock = &Clock::of(backend, job)?;
         let named = |error| {
             names::of_size(
                 names::of_flags(error, &self.dims, self.flags.names()),
@@ -141,22 +126,21 @@ impl<'a> Case<'a> {
             let attention = placed.clone().forward_only(passes == Passes::Forward);
             let endpoints = job.endpoints()?;
             let mut ranks = job.run_phase(endpoints, |_, endpoint| {
-                let (backend, transport) = make(endpoint)?;
-                let mut plan = Plan::new(&attention, self.dims, backend, transport)?;
+                let mut plan = backend.plan(self.flags.threads, endpoint, &attention, self.dims)?;
                 if self.batch != Batch::default() {
                     plan.update(&self.batch)?;
                 }
-                Rank::<T, B>::new(plan, &self.dims)
+                Rank::<T>::new(plan, &self.dims)
             })?;
             let least = least(job, |job| match &mut ranks[..] {
                 // a single rank needs no thread of its own
                 [only] if job.ranks() == 1 => Ok(vec![only.round(passes, clock)?]),
                 ranks => job.run_phase(ranks, |_, rank| rank.round(passes, clock)),
             })?;
-            let layout = ranks.first().map_or("", |rank| rank.plan.ring().layout().name());
+            let layout = ranks.first().map_or("", |rank| rank.plan.layout().name());
             if let Some(rank) = ranks.first().filter(|_| job.is_leader()) {
                 let strategy = rank.plan.strategy().to_string();
-                let ranks = job.ranks();
+                let (backend, ranks) = (backend.name(), job.ranks());
                 let measured = Measured { least, backend, clock, ranks, layout, strategy, pairs };
                 say!("{}", self.line(passes, &measured));
             }
@@ -241,12 +225,12 @@ impl<'a> Case<'a> {
     }
 }
 
-impl<T: Element, B: Backend<Space: HostTensors>> Rank<T, B> {
+impl<T: Element> Rank<T> {
     /// Creates a rank with random tensors. Their values do not depend on the number of ranks.
     ///
     /// # Errors
     /// [`annulus_core::Error::OutOfMemory`].
-    fn new(plan: Plan<B>, dims: &Dims) -> Result<Self> {
+    fn new(plan: Plan, dims: &Dims) -> Result<Self> {
         let normal = |name: &str, rows: &Runs, heads, dim| {
             let stream = Stream::new(0, name);
             let rows: Vec<i64> =

@@ -3,9 +3,7 @@
 use std::{collections::BTreeMap, path::Path, time::Duration};
 
 use annulus::{Attention, Backward, Forward, LocalRing};
-use annulus_core::{
-    Backend, Batch, Dims, Element, Error, HeadGrid, HostTensors, Result, Runs, SinkShape, Strategy,
-};
+use annulus_core::{Batch, Dims, Element, Error, HeadGrid, Result, Runs, SinkShape, Strategy};
 use ndarray::{Array, Dimension};
 
 use super::{
@@ -205,24 +203,24 @@ impl<T: Element> Loaded<T> {
         backend: &BackendChoice,
         first: &mut Option<Results<T>>,
     ) -> Result<Verdict> {
-        with_backend!(backend, ring.threads, make => {
+        let attention = self.attention.clone().reproducible(ring.reproducible);
+        let attention = attention.strategy(ring.strategy);
+        ring.check_heads(&case.dims())?;
+        let batch = || Ok(self.batch.clone());
+        let attention = ring.layout.apply(attention, case.dims(), ring.ranks, batch);
+        let attention = attention.map_err(|error| self.input.named(error))?;
+        let plan = with_backend!(backend, ring.threads, make => {
             let make = |_, endpoint| make(Endpoint::Thread(Box::new(endpoint)));
-            let attention = self.attention.clone().reproducible(ring.reproducible);
-            let attention = attention.strategy(ring.strategy);
-            ring.check_heads(&case.dims())?;
-            let batch = || Ok(self.batch.clone());
-            let attention = ring.layout.apply(attention, case.dims(), ring.ranks, batch);
-            let attention = attention.map_err(|error| self.input.named(error))?;
-            let plan = LocalRing::with_transports(&attention, case.dims(), ring.ranks, make)?;
-            self.judge_ring(plan, ring.reproducible.then_some(first))
-        })
+            LocalRing::with_transports(&attention, case.dims(), ring.ranks, make)
+        })?;
+        self.judge_ring(plan, ring.reproducible.then_some(first))
     }
 
     /// Compares the results with the expected ones and, with `first`, their bits with those of the
     /// first ring.
-    fn judge_ring<B: Backend<Space: HostTensors>>(
+    fn judge_ring(
         &self,
-        mut ring: LocalRing<B>,
+        mut ring: LocalRing,
         first: Option<&mut Option<Results<T>>>,
     ) -> Result<Verdict> {
         if self.batch != Batch::default() {

@@ -10,11 +10,8 @@ use std::{
     path::Path,
 };
 
-use annulus::{
-    Plan,
-    comm::mpi::{FirstRanks, Settings},
-};
-use annulus_core::{Backend, Batch, Element, Error, HostTensors, Result};
+use annulus::comm::mpi::{FirstRanks, Settings};
+use annulus_core::{Batch, Element, Error, Result};
 use serde::{Deserialize, Serialize};
 
 use super::{
@@ -24,9 +21,9 @@ use super::{
     index::Case,
 };
 use crate::{
-    backend::{BackendChoice, with_backend},
+    backend::BackendChoice,
     failure::{Failure, Outcome},
-    job::{Endpoint, Job, RankBackend},
+    job::{Endpoint, Job},
 };
 
 /// Verdict of one rank as a message. Numbers are encoded as bits, because JSON has no NaN.
@@ -96,19 +93,17 @@ fn judge<T: Element>(
     settings: &Settings,
     backend: &BackendChoice,
 ) -> RankVerdict {
-    let verdict = with_backend!(backend, 1, make => {
-        try_judge::<T, _>(folder, case, ring, group, settings, make)
-    });
+    let verdict = try_judge::<T>(folder, case, ring, group, settings, backend);
     RankVerdict::of(&verdict.unwrap_or_else(Verdict::Failed))
 }
 
-fn try_judge<T: Element, B: Backend<Space: HostTensors>>(
+fn try_judge<T: Element>(
     folder: &Path,
     case: &Case,
     ring: &Ring,
     group: &FirstRanks,
     settings: &Settings,
-    make: impl Fn(Endpoint) -> Result<RankBackend<B>>,
+    backend: &BackendChoice,
 ) -> Result<Verdict> {
     let opened = Opened::new::<T>(folder, case);
     // created even if the file could not be opened: dropping it tells the other ranks to stop
@@ -116,11 +111,10 @@ fn try_judge<T: Element, B: Backend<Space: HostTensors>>(
     let endpoint = Endpoint::Process(Box::new(group.ring(settings.clone())?));
     let Opened { input, sinks, attention } = opened?;
     ring.check_heads(&input.dims)?;
-    let (backend, transport) = make(endpoint)?;
     let attention = attention.strategy(ring.strategy);
     let attention = ring.layout.apply(attention, input.dims, ring.ranks, || input.coordinates());
     let attention = attention.map_err(|error| input.named(error))?;
-    let mut plan = Plan::new(&attention, input.dims, backend, transport)?;
+    let mut plan = backend.plan(1, endpoint, &attention, input.dims)?;
     let q_rows = plan.q_rows().clone();
     let kv_rows = plan.kv_rows().clone();
     let named = |error| input.named(error);

@@ -4,14 +4,14 @@ use std::time::{Duration, Instant};
 
 use annulus::{Attention, Plan, Tensors};
 use annulus_comm::threads::ring;
-use annulus_core::{Backend, ComputeRate, Dims, Element, Error, HostTensors, Result};
+use annulus_core::{ComputeRate, Dims, Element, Error, Result};
 use ndarray::Array4;
 
 use super::median;
 use crate::{
-    backend::{BackendChoice, with_backend},
+    backend::BackendChoice,
     failure::Outcome,
-    job::{Endpoint, Job, RankBackend},
+    job::{Endpoint, Job},
     random::Stream,
 };
 
@@ -39,21 +39,12 @@ pub(super) fn measure<T: Element>(
     threads: usize,
     head_dim: usize,
 ) -> Outcome<ComputeRate> {
-    with_backend!(backend, threads, make => measure_on::<T, _>(job, head_dim, make))
-}
-
-fn measure_on<T: Element, B: Backend<Space: HostTensors>>(
-    job: &mut Job,
-    head_dim: usize,
-    make: impl Fn(Endpoint) -> Result<RankBackend<B>> + Sync,
-) -> Outcome<ComputeRate> {
     let own_ranks = if job.is_mpi() { 1 } else { job.ranks() };
     let own = job.run_local_phase(0..own_ranks, |_, _| {
-        let alone = || {
-            let endpoint = ring(1).pop().ok_or_else(|| Error::internal("a ring has no rank"))?;
-            make(Endpoint::Thread(Box::new(endpoint)))
-        };
-        rates_of_rank::<T, B>(head_dim, alone)
+        rates_of_rank::<T>(head_dim, |attention, dims| {
+            let alone = ring(1).pop().ok_or_else(|| Error::internal("a ring has no rank"))?;
+            backend.plan(threads, Endpoint::Thread(Box::new(alone)), attention, dims)
+        })
     })?;
     let own = [0, 1].map(|pass| median(own.iter().map(|rates| rates[pass]).collect()));
     let all = job.all_gather_numbers(&own)?;
@@ -63,15 +54,14 @@ fn measure_on<T: Element, B: Backend<Space: HostTensors>>(
 }
 
 /// Returns the FLOP/s of a forward and of a backward pass.
-fn rates_of_rank<T: Element, B: Backend<Space: HostTensors>>(
+fn rates_of_rank<T: Element>(
     head_dim: usize,
-    make: impl Fn() -> Result<RankBackend<B>>,
+    plan: impl Fn(&Attention, Dims) -> Result<Plan>,
 ) -> Result<[f64; 2]> {
     let mut len = LEAST_LEN;
     loop {
-        let (backend, transport) = make()?;
         let dims = Dims::new(1, len, HEADS, head_dim);
-        let mut plan = Plan::new(&Attention::new().dtype(T::DTYPE), dims, backend, transport)?;
+        let mut plan = plan(&Attention::new().dtype(T::DTYPE), dims)?;
         let stream = Stream::new(0, "measure");
         let x = Array4::from_shape_fn((1, len, HEADS, head_dim), |(_, row, head, column)| {
             T::from_f64(stream.normal(((row * HEADS + head) * head_dim + column) as u64))
@@ -98,10 +88,7 @@ fn rates_of_rank<T: Element, B: Backend<Space: HostTensors>>(
 }
 
 /// Returns the times of a forward and a backward pass.
-fn round<T: Element, B: Backend<Space: HostTensors>>(
-    plan: &mut Plan<B>,
-    x: &Array4<T>,
-) -> Result<[Duration; 2]> {
+fn round<T: Element>(plan: &mut Plan, x: &Array4<T>) -> Result<[Duration; 2]> {
     let tensors = Tensors::new(x.view(), x.view(), x.view());
     let begin = Instant::now();
     let forward = plan.forward::<T>(&tensors)?;

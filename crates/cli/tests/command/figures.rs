@@ -1,6 +1,6 @@
 //! Figures of `plan`, `bench` and `make`.
 
-use annulus::{Attention, Dims, Layout, PassKind};
+use annulus::{Attention, Dims, Layout, PassKind, Plan};
 use serde_json::Value;
 
 use crate::{files::Tensors, support::Folder};
@@ -313,17 +313,17 @@ fn a_reproducible_plan_has_the_memory_of_partial_results() {
     // what the ring itself predicts, and allocates
     let attention = Attention::new().causal(true).reproducible(true).layout(Layout::Contiguous);
     let ring = attention.local_ring(Dims::new(1, 8192, 2, 16), 8).unwrap();
-    let most = ring.rings().map(|ring| ring.leaf_bytes()).max();
+    let most = ring.plans().map(Plan::leaf_bytes).max();
     assert_eq!(leaves["most_bytes_with_backward"].as_u64(), most);
     for (pass, name) in [(PassKind::Forward, "forward"), (PassKind::Backward, "backward")] {
-        let sent: u64 = ring.rings().map(|ring| ring.bytes_predicted(pass)).sum();
+        let sent: u64 = ring.plans().map(|plan| plan.bytes_predicted(pass)).sum();
         assert_eq!(planned[name]["sent"].as_u64(), Some(sent), "{name}");
     }
     let steps = planned["program"]["query_steps"].as_array().unwrap();
     let sends = steps.iter().flat_map(|step| step["sends"].as_array().unwrap());
     let sent: u64 = sends.map(|send| send["bytes"].as_u64().unwrap()).sum();
     let [forward, backward] = [PassKind::Forward, PassKind::Backward]
-        .map(|pass| ring.rings().nth(3).unwrap().bytes_predicted(pass));
+        .map(|pass| ring.plans().nth(3).unwrap().bytes_predicted(pass));
     assert_eq!(sent, backward - forward);
 }
 

@@ -70,14 +70,14 @@ fn scripts(ranks: usize) -> Vec<Script> {
     (0..ranks).map(|_| Script::default()).collect()
 }
 
-fn plan_of(attention: &Attention, scripts: &[Script]) -> LocalRing<Refusing> {
+fn plan_of(attention: &Attention, scripts: &[Script]) -> LocalRing {
     let make = |rank: usize| Ok(Refusing { cpu: Cpu::new(1)?, script: scripts[rank].clone() });
     let attention = attention.clone().layout(Layout::Contiguous);
     LocalRing::with_backends(&attention, DIMS, scripts.len(), make).expect("a plan")
 }
 
 /// Runs forward and backward of a case.
-fn compute(plan: &mut LocalRing<Refusing>, case: &Case) -> Result<Answer> {
+fn compute(plan: &mut LocalRing, case: &Case) -> Result<Answer> {
     let [q, k, v, dout] = [&case.q, &case.k, &case.v, &case.dout].map(narrow::<f64, _>);
     let tensors = Tensors::new(q.view(), k.view(), v.view());
     let forward = plan.forward(&tensors)?;
@@ -104,7 +104,7 @@ fn refuse_on(
     let mut plan = plan_of(attention, &scripts);
     for old in 0..cases.len() {
         for new in (0..cases.len()).filter(|&new| new != old) {
-            let check = |plan: &mut LocalRing<Refusing>, batch: usize, when: &str| {
+            let check = |plan: &mut LocalRing, batch: usize, when: &str| {
                 let got = compute(plan, &cases[batch]).map_err(|error| error.to_string());
                 let verdict = got.and_then(|got| judges[batch].check(&got));
                 verdict.unwrap_or_else(|wrong| {
@@ -185,15 +185,14 @@ fn it_does_so_with_keys_divided_in_columns() {
 }
 
 /// Returns the state of one rank's plan as text: rows, layout, schedule, work.
-fn state<B: Backend<Space = Host>>(plan: &Plan<B>) -> String {
-    let ring = plan.ring();
+fn state(plan: &Plan) -> String {
     format!(
         "{:?} {:?} {:?} {:?} {:?}",
         plan.q_rows(),
         plan.kv_rows(),
-        ring.layout(),
-        ring.schedule(),
-        ring.work()
+        plan.layout(),
+        plan.schedule(),
+        plan.work()
     )
 }
 

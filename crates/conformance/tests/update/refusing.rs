@@ -94,6 +94,10 @@ impl Workspace for RefusingWorkspace {
         follow(self.script.next(), || self.inner.update(shard))
     }
 
+    fn bytes(&self) -> u64 {
+        self.inner.bytes()
+    }
+
     fn forward<'p>(&'p mut self, inputs: Inputs<'p, Host>) -> Result<Self::Forward<'p>> {
         self.inner.forward(inputs)
     }

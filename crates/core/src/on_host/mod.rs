@@ -74,6 +74,10 @@ impl<W: Workspace<Space = D>, D: DeviceSpace> Workspace for OnHostWorkspace<W, D
         self.inner.update(shard)
     }
 
+    fn bytes(&self) -> u64 {
+        self.inner.bytes() + self.tensors.bytes()
+    }
+
     fn forward<'p>(&'p mut self, inputs: Inputs<'p, HostViews<D>>) -> Result<Self::Forward<'p>> {
         let Tensors { context, inputs: slots, out, lse, max, sum, ties, .. } = &mut self.tensors;
         let inputs = slots.upload(context, &inputs)?;

@@ -39,6 +39,13 @@ impl<D: DeviceSpace> Slot<D> {
     ) -> Result<Option<D::View<'a>>> {
         from.map(|from| self.upload(context, from)).transpose()
     }
+
+    fn bytes(&self) -> u64 {
+        self.0.as_ref().map_or(0, |tensor| {
+            let (dtype, shape) = D::describe(&D::view(tensor));
+            shape.iter().product::<usize>() as u64 * dtype.bytes() as u64
+        })
+    }
 }
 
 /// The tensors of a pass. Outputs of the forward pass are inputs of the backward pass and share
@@ -93,6 +100,18 @@ impl<D: DeviceSpace> Tensors<D> {
                 dsinks: slot(),
             },
         }
+    }
+}
+
+impl<D: DeviceSpace> Tensors<D> {
+    /// Returns the bytes of all tensors that there are.
+    pub(super) fn bytes(&self) -> u64 {
+        let Self { context: _, inputs, out, lse, max, sum, ties, dout, dlse, gradients } = self;
+        let InputSlots { q, k, v, bias, sinks } = inputs;
+        let GradientSlots { dq, dk, dv, dbias, dsinks } = gradients;
+        let of_inputs = [q, k, v, bias, sinks, dout, dlse];
+        let of_outputs = [out, lse, max, sum, ties, dq, dk, dv, dbias, dsinks];
+        of_inputs.into_iter().chain(of_outputs).map(Slot::bytes).sum()
     }
 }
 

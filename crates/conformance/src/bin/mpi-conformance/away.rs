@@ -20,7 +20,7 @@ const DEADLINE: Duration = Duration::from_secs(1);
 type Bits = Vec<u32>;
 
 /// Runs forward and backward.
-fn passes(plan: &mut Plan<Cpu>) -> Result<Bits> {
+fn passes(plan: &mut Plan) -> Result<Bits> {
     let rows: Vec<i64> = plan.q_rows().iter().collect();
     let tensor = |heads| {
         Array4::from_shape_fn((1, rows.len(), heads, 4), |(_, row, head, dim)| {
@@ -37,11 +37,7 @@ fn passes(plan: &mut Plan<Cpu>) -> Result<Bits> {
     Ok(all.map(|number| number.to_bits()).collect())
 }
 
-fn plan(
-    settings: &Settings,
-    end: Option<(Moment, End)>,
-    attention: &Attention,
-) -> Result<Plan<Cpu>> {
+fn plan(settings: &Settings, end: Option<(Moment, End)>, attention: &Attention) -> Result<Plan> {
     let transport = Mortal::new(Mpi::world(settings.clone())?, end);
     let attention = attention.clone().deadline(DEADLINE).layout(Layout::Contiguous);
     Plan::new(&attention, DIMS, Cpu::new(1)?, transport)
@@ -53,7 +49,7 @@ pub(crate) fn away(harness: &mut Harness, settings: &Settings) -> Verdict {
     let last = harness.ranks() - 1;
     for arrival_deadline in [None, Some(DEADLINE)] {
         let attention = Attention::new().arrival_deadline(arrival_deadline);
-        let late = |plan: &mut Plan<Cpu>, late: usize| {
+        let late = |plan: &mut Plan, late: usize| {
             if harness.rank() == late {
                 thread::sleep(DEADLINE * 2);
             }

@@ -157,7 +157,7 @@ fn measure(
     let reports = [forward.reports[0], backward.reports[0]];
     let bytes =
         [reports.map(|report| report.bytes_sent), reports.map(|report| report.bytes_predicted)];
-    Ok((plan.ring().route(), plan.ring().schedule().hops(), bytes))
+    Ok((plan.route(), plan.schedule().hops(), bytes))
 }
 
 /// Counts the bytes that must be sent, row by row.

@@ -24,36 +24,49 @@ const DEADLINE: std::time::Duration = std::time::Duration::from_secs(60);
 /// `nodes`, rank r reports that it is on node r mod `nodes`.
 fn subject(settings: &Settings, nodes: Option<usize>) -> impl Subject + use<> {
     let settings = settings.clone();
-    RingSubject::new("cpu over mpi", move |ranks| -> Result<Vec<RankSetup<HostMemory, Cpu>>> {
-        let mpi = Mpi::world(settings.clone())?;
-        let transport: Box<dyn Transport<Host>> = match nodes {
-            None => Box::new(Deadline::new(mpi, DEADLINE)?),
-            Some(nodes) => {
-                let placement = Placement::new((0..ranks).map(|rank| rank % nodes).collect());
-                Box::new(Deadline::new(
-                    Placed::new(mpi, placement, Crossings::default()),
-                    DEADLINE,
-                )?)
-            }
-        };
-        Ok(vec![RankSetup { memory: HostMemory, backend: Cpu::new(1)?, transport }])
-    })
+    let sends = match (settings.synchronous, settings.announce) {
+        (true, _) => ", synchronous sends",
+        (false, true) => ", announced messages",
+        (false, false) => "",
+    };
+    RingSubject::new(
+        format!("cpu over mpi{sends}"),
+        move |ranks| -> Result<Vec<RankSetup<HostMemory, Cpu>>> {
+            let mpi = Mpi::world(settings.clone())?;
+            let transport: Box<dyn Transport<Host>> = match nodes {
+                None => Box::new(Deadline::new(mpi, DEADLINE)?),
+                Some(nodes) => {
+                    let placement = Placement::new((0..ranks).map(|rank| rank % nodes).collect());
+                    Box::new(Deadline::new(
+                        Placed::new(mpi, placement, Crossings::default()),
+                        DEADLINE,
+                    )?)
+                }
+            };
+            Ok(vec![RankSetup { memory: HostMemory, backend: Cpu::new(1)?, transport }])
+        },
+    )
 }
 
-/// Runs every configuration of the covering array.
+/// Runs every configuration of the covering array with `settings`, with synchronous sends and with
+/// every message announced. One run is compared with the oracle and with the ring of threads, so
+/// that both are computed once, and the others with the ring of threads.
 pub(crate) fn pairs(harness: &mut Harness, settings: &Settings) -> Verdict {
-    let unplaced = subject(settings, None);
-    let on_two_nodes = subject(settings, Some(2));
+    let ways = [
+        settings.clone(),
+        Settings { synchronous: true, ..settings.clone() },
+        Settings { announce: true, ..settings.clone() },
+    ];
+    let unplaced = ways.each_ref().map(|way| subject(way, None));
+    let on_two_nodes = ways.each_ref().map(|way| subject(way, Some(2)));
     for (number, configuration) in suite::pairwise().into_iter().enumerate() {
         let case = configuration.case();
         let setting = configuration.setting(harness.ranks());
-        let subject: &dyn Subject = if number % 2 == 0 { &unplaced } else { &on_two_nodes };
-        // one judgement a configuration: with synchronous sends the bits are compared with those of
-        // the ring of threads, which the run without them compares with the oracle
-        let judged =
-            |answer: &Answer| Judge::new(&case).map_err(|error| error.to_string())?.check(answer);
-        let check = |answer: &Answer| if settings.synchronous { Ok(()) } else { judged(answer) };
-        let verdict = examine(harness, subject, &case, &setting, check);
+        let verdict = if number % 2 == 0 {
+            examine(harness, &unplaced, &case, &setting)
+        } else {
+            examine(harness, &on_two_nodes, &case, &setting)
+        };
         harness.share(verdict.map_err(|wrong| format!("{configuration} on {setting}: {wrong}")))?;
     }
     Ok(())
@@ -81,9 +94,7 @@ pub(crate) fn random(harness: &mut Harness, settings: &Settings, seeds: u64) -> 
         let route =
             draw.pick(&[None, Some(Route::RelayUp), Some(Route::RelayDown), Some(Route::Direct)]);
         let setting = Setting { ranks, layout, route, ..Setting::ALONE };
-        let verdict = examine(harness, &subject, &case, &setting, |answer| {
-            Judge::new(&case).map_err(|error| error.to_string())?.check(answer)
-        });
+        let verdict = examine(harness, std::slice::from_ref(&subject), &case, &setting);
         harness.share(
             verdict.map_err(|wrong| format!("seed {seed}: {} on {setting}: {wrong}", case.name)),
         )?;
@@ -91,14 +102,39 @@ pub(crate) fn random(harness: &mut Harness, settings: &Settings, seeds: u64) -> 
     Ok(())
 }
 
-/// Runs a case on all ranks; rank 0 checks the merged answer.
+/// Runs a case through every subject on all ranks. Rank 0 compares the first merged answer with the
+/// oracle, and the bits of all of them with those of a ring of threads.
 fn examine(
     harness: &mut Harness,
-    subject: &dyn Subject,
+    subjects: &[impl Subject],
     case: &Case,
     setting: &Setting,
-    check: impl FnOnce(&Answer) -> Verdict,
 ) -> Verdict {
+    // all ranks run all subjects before rank 0 judges: a wrong answer keeps none of them waiting
+    let mut answers = Vec::new();
+    for subject in subjects {
+        answers.extend(merged(harness, subject, case, setting)?);
+    }
+    let Some(first) = answers.first() else { return Ok(()) };
+    Judge::new(case).map_err(|error| error.to_string())?.check(first)?;
+    let threads =
+        subjects::cpu().run(case, setting, 1).map_err(|error| format!("over threads: {error}"))?;
+    let threads = threads.first().ok_or("no answer over threads")?;
+    for (answer, subject) in answers.iter().zip(subjects) {
+        answer
+            .same_bits(threads)
+            .map_err(|wrong| format!("{}, other than over threads: {wrong}", subject.name()))?;
+    }
+    Ok(())
+}
+
+/// Runs a case on all ranks, and returns the answer with every rank's rows on rank 0. Collective.
+fn merged(
+    harness: &mut Harness,
+    subject: &impl Subject,
+    case: &Case,
+    setting: &Setting,
+) -> std::result::Result<Option<Answer>, String> {
     let mine = subject.run(case, setting, 1).map_err(|error| error.to_string());
     harness.share(mine.as_ref().map(drop).map_err(Clone::clone))?;
     let mut answer = mine?.pop().ok_or("no answer")?;
@@ -109,7 +145,7 @@ fn examine(
         .collect();
     let all = harness.gather(&bits)?;
     if harness.rank() != 0 {
-        return Ok(());
+        return Ok(None);
     }
     // rows of other ranks are zero bits, and values common to all ranks are equal, so `|` merges
     // them
@@ -120,12 +156,7 @@ fn examine(
     for (n, number) in arrays_mut(&mut answer).into_iter().flatten().enumerate() {
         *number = f64::from_bits(merged(n));
     }
-    check(&answer)?;
-    let threads =
-        subjects::cpu().run(case, setting, 1).map_err(|error| format!("over threads: {error}"))?;
-    answer
-        .same_bits(threads.first().ok_or("no answer over threads")?)
-        .map_err(|wrong| format!("other than over threads: {wrong}"))
+    Ok(Some(answer))
 }
 
 fn arrays_mut(answer: &mut Answer) -> Vec<ArrayViewMutD<'_, f64>> {

@@ -132,7 +132,7 @@ pub(crate) fn lost(
     std::process::exit(i32::from(!right))
 }
 
-fn plan(settings: &Settings, end: Option<(Moment, End)>, deadline: Duration) -> Result<Plan<Cpu>> {
+fn plan(settings: &Settings, end: Option<(Moment, End)>, deadline: Duration) -> Result<Plan> {
     let transport = Mortal::new(Mpi::world(settings.clone())?, end);
     Plan::new(
         &Attention::new().deadline(deadline).layout(Layout::Contiguous),
@@ -143,7 +143,7 @@ fn plan(settings: &Settings, end: Option<(Moment, End)>, deadline: Duration) -> 
 }
 
 /// Runs forward and backward of full attention; returns the number of groups posted after each.
-fn passes(plan: &mut Plan<Cpu>) -> Result<[u64; 2]> {
+fn passes(plan: &mut Plan) -> Result<[u64; 2]> {
     let rows = index(plan.q_rows().len());
     let q = tensor(rows, 2);
     let kv = tensor(rows, 1);

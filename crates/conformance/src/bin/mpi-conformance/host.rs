@@ -114,13 +114,13 @@ fn rings(settings: &Settings, world: &impl Communicator, level: Threading) -> Ve
     })
 }
 
-fn plan(transport: Mpi) -> Result<Plan<Cpu>> {
+fn plan(transport: Mpi) -> Result<Plan> {
     let attention = Attention::new().causal(true).deadline(Duration::from_secs(20));
     Plan::new(&attention.clone().layout(Layout::Zigzag), DIMS, Cpu::new(1)?, transport)
 }
 
 /// Runs forward and backward with all values 0.5: whatever the weights, every output is 0.5.
-fn pass(plan: &mut Plan<Cpu>) -> Result<()> {
+fn pass(plan: &mut Plan) -> Result<()> {
     let tensor = |heads| Array4::<f32>::from_elem((1, index(plan.q_rows().len()), heads, 4), 0.5);
     let q = tensor(2);
     let kv = tensor(1);

@@ -5,7 +5,7 @@
 //! |---|---|
 //! | `messages` | the transport's contract: any pattern arrives intact; every misuse is its typed error; all-gathers, aborts, dropped endpoints |
 //! | `cases SEEDS` | random cases over the ring: the oracle's numbers, the bits of the ring of threads, the predicted bytes (golden cases: `annulus check`) |
-//! | `pairs` | a covering array of all choices: as `cases`, every other time with an invented placement on two nodes |
+//! | `pairs` | a covering array of all choices: as `cases`, every other time with an invented placement on two nodes; with standard sends, synchronous sends and announced messages |
 //! | `bytes` | the transport's count = the schedule's prediction = a count of every visible pair, and the published fractions; a KV cache: the oracle's numbers, and constant bytes per token |
 //! | `mismatch` | a field that differs on one rank is the same error on all, in under a second, before any data moves |
 //! | `host` | a host program's own `MPI_Init_thread(FUNNELED)` and sub-communicators, two rings at once, one dropped after `MPI_Finalize` |

@@ -182,7 +182,7 @@ pub(crate) fn all(harness: &mut Harness, settings: &Settings) -> Verdict {
     many_fields(harness, settings, last)
 }
 
-fn plan(arguments: &Arguments, settings: &Settings, ranks: usize) -> Result<Plan<Cpu>> {
+fn plan(arguments: &Arguments, settings: &Settings, ranks: usize) -> Result<Plan> {
     let nodes = (0..ranks).map(|rank| if arguments.together { 0 } else { rank }).collect();
     let placed =
         Placed::new(Mpi::world(settings.clone())?, Placement::new(nodes), Crossings::default());

@@ -17,6 +17,9 @@ class Annulus(Package):
     version("0.1.0")
 
     variant("mpi", default=True, description="Rings over MPI communicators")
+    # both load their drivers at run time: nothing to build
+    variant("cuda", default=False, description="Computes on NVIDIA GPUs")
+    variant("wgpu", default=False, description="Computes on GPUs through Vulkan")
 
     # cargo links with the compiler of C
     depends_on("c", type="build")
@@ -38,6 +41,7 @@ class Annulus(Package):
 
     def install(self, spec, prefix):
         arguments = ["xtask", "install", "--offline", "--prefix", prefix]
-        if spec.satisfies("+mpi"):
-            arguments += ["--features", "mpi"]
+        features = [name for name in ("mpi", "cuda", "wgpu") if spec.satisfies(f"+{name}")]
+        if features:
+            arguments += ["--features", ",".join(features)]
         which("cargo", required=True)(*arguments)
