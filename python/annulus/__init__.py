@@ -12,7 +12,7 @@ serves decoding; ``annulus.torch`` and ``annulus.jax`` have gradients.
 """
 
 from . import biases, masks
-from ._annulus import HAS_MPI
+from ._annulus import HAS_MPI, backends
 from ._attention import Attention, Shard
 from ._cache import Cache
 from ._calls import flash_attention, ring_attention
@@ -22,7 +22,11 @@ from ._results import Forward, Gradients, Report
 
 __version__ = "0.1.0"
 
+BACKENDS = tuple(backends())
+"""Names of the backends that the package was built with: ``cpu``, ``wgpu``, ``cuda``."""
+
 __all__ = [
+    "BACKENDS",
     "HAS_MPI",
     "ArrivalTimeout",
     "Attention",

@@ -3,6 +3,8 @@ from typing import Any
 
 HAS_MPI: bool
 
+def backends() -> list[str]: ...
+
 def mpi_library() -> str: ...
 def xla_handler() -> int: ...
 def shard(
@@ -53,11 +55,19 @@ class BiasFunction:
 class Plan:
     @staticmethod
     def local(
-        config: dict[str, Any], lengths: dict[str, int], ranks: int, threads: int | None
+        config: dict[str, Any],
+        lengths: dict[str, int],
+        ranks: int,
+        backend: tuple[str, int | None],
+        threads: int | None,
     ) -> Plan: ...
     @staticmethod
     def over_mpi(
-        config: dict[str, Any], lengths: dict[str, int], communicator: int, threads: int | None
+        config: dict[str, Any],
+        lengths: dict[str, int],
+        communicator: int,
+        backend: tuple[str, int | None],
+        threads: int | None,
     ) -> Plan: ...
     def update(self, given: dict[str, Any]) -> None: ...
     def forward(self, arrays: dict[str, Any]) -> list[tuple[float, float, int, int]]: ...

@@ -109,6 +109,8 @@ class Call:
     machine: Machine | None = None
     kv_block_size: int | None = None
     threads: int | None = None
+    backend: str = "cpu"
+    device: int | None = None
     deadline: float | None = None
     fused_backward: bool | None = None
 
@@ -159,6 +161,8 @@ class Call:
             machine=self.machine,
             kv_block_size=self.kv_block_size,
             threads=self.threads,
+            backend=self.backend,
+            device=self.device,
             deadline=self.deadline,
             backward_mode="two_pass" if self.fused_backward is False else "one_pass",
             forward_only=forward_only,
@@ -208,6 +212,8 @@ def flash_attention(
     alignment: str = "top_left",
     reproducible: bool = False,
     threads: int | None = None,
+    backend: str = "cpu",
+    device: int | None = None,
     fwd_params: None = None,
     bwd_params: None = None,
     return_lse: bool = False,
@@ -237,7 +243,9 @@ def flash_attention(
         q_positions, kv_positions: ``[batch, len]``, explicit positions.
         cum_seqlens_q, cum_seqlens_k: ``[sequences + 1]``, ascending from 0: packed sequences, in
             which positions restart at 0. One given serves for both.
-        threads: Threads that compute. Default: the cores of the machine.
+        threads: CPU threads that compute. Default: the cores of the machine.
+        backend, device: What computes, ``cpu``, ``wgpu`` or ``cuda``, and the number of the GPU, see
+            ``Plan``.
         fwd_params, bwd_params: Tile sizes of other libraries; refused, since kernels choose theirs.
         return_lse: Returns (out, lse), with lse ``[batch, q_heads, q_len]``.
         return_max_sum: Appends max and sum, shape of lse. Only with ``normalize_output=False``.
@@ -298,6 +306,8 @@ def ring_attention(
     machine: Machine | None = None,
     kv_block_size: int | None = None,
     threads: int | None = None,
+    backend: str = "cpu",
+    device: int | None = None,
     deadline: float | None = None,
     axis_name: None = None,
     query_chunk_size: None = None,
@@ -337,7 +347,9 @@ def ring_attention(
             strategy of the least predicted time, see ``Plan``.
         kv_block_size: Hint: a KV block is split into messages at multiples of this many rows, see
             ``Plan``.
-        threads: Threads of each rank. Default: the cores, divided by the ranks on the machine.
+        threads: CPU threads of each rank. Default: the cores, divided by the ranks on the machine.
+        backend, device: What computes, ``cpu``, ``wgpu`` or ``cuda``, and the number of the GPU, see
+            ``Plan``.
         deadline: Seconds of silence of the ring after which a call fails. Default: 120.
         axis_name, query_chunk_size, key_chunk_size, causal_block_size, fwd_params, bwd_params,
             policy, prevent_cse: Parameters of other libraries that mean nothing here; refused.

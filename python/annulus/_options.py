@@ -21,6 +21,7 @@ from ._attention import (
 )
 from ._calls import Call
 from ._errors import invalid
+from ._plan import BACKEND_NAMES
 
 _objects: dict[str, list[weakref.ref[Any]]] = {}
 """Living objects of each key. Any of them serves for all."""
@@ -50,6 +51,8 @@ def spelled(call: Call) -> str:
         "machine": checked_machine(call.machine, strategy),
         "kv_block_size": _check.integer_or_none("kv_block_size", call.kv_block_size, least=1),
         "threads": _check.integer_or_none("threads", call.threads, least=1),
+        "backend": _check.choice("backend", call.backend, BACKEND_NAMES),
+        "device": _check.integer_or_none("device", call.device),
         "deadline": _check.number_or_none("deadline", call.deadline),
         "fused_backward": None if one_pass is None else _check.boolean("fused_backward", one_pass),
     }

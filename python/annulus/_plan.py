@@ -18,6 +18,8 @@ from ._results import Forward, Gradients, Report
 
 T = TypeVar("T")
 
+BACKEND_NAMES = ("cpu", "wgpu", "cuda")
+
 
 class Plan:
     """A plan of an attention, made once and used for many passes.
@@ -59,7 +61,13 @@ class Plan:
             that computing on one part overlaps receiving the next. Larger parts are fewer and
             longer messages; results change by rounding at most, and not with one rank. Ranks may
             differ: all use the largest. Default: 64, to multiples of which it is rounded up.
-        threads: Threads of each rank. Default: the cores, divided by the ranks on the machine.
+        threads: CPU threads of each rank. Default: the cores, divided by the ranks on the machine.
+        backend: What computes: ``cpu``, ``wgpu`` (a GPU through Vulkan, Metal or DX12; no float64)
+            or ``cuda`` (NVIDIA GPUs), if the package was built with it. Tensors are in host memory
+            on each. A GPU stays open until the process ends, and all plans share it.
+        device: Number of the GPU, as the command ``annulus doctor`` lists them. Default: the
+            adapter that the driver prefers; with ``cuda`` the GPUs of a node, round robin over its
+            ranks.
         deadline: Seconds of silence of a rank within a call after which the call fails. Default:
             120; at least 1. ``ANNULUS_DEADLINE`` in the environment replaces it.
         arrival_deadline: Seconds that a call waits for ranks which have not made it; at least 1.
@@ -93,13 +101,15 @@ class Plan:
         machine: Machine | None = None,
         kv_block_size: int | None = None,
         threads: int | None = None,
+        backend: str = "cpu",
+        device: int | None = None,
         deadline: float | None = None,
         arrival_deadline: float | None = None,
         backward_mode: str = "one_pass",
         forward_only: bool = False,
         local_gradients: bool = False,
     ) -> None:
-        def prepare() -> tuple[dict[str, Any], int | None]:
+        def prepare() -> tuple[dict[str, Any], tuple[str, int | None], int | None]:
             if not isinstance(attention, Attention):
                 raise invalid("attention", repr(attention), "an annulus.Attention")
             if ranks is not None and comm is not None:
@@ -132,15 +142,20 @@ class Plan:
                 forward_only=forward_only,
                 local_gradients=local_gradients,
             )
-            return checked, _check.integer_or_none("threads", threads, least=1)
+            name = _check.choice("backend", backend, BACKEND_NAMES)
+            number = _check.integer_or_none("device", device)
+            own_threads = _check.integer_or_none("threads", threads, least=1)
+            return checked, (name, number), own_threads
 
         handle = None if comm is None else fortran_handle(comm)
-        checked, own_threads = agreed(comm, prepare)
+        checked, computes, own_threads = agreed(comm, prepare)
         if handle is None:
             count = 1 if ranks is None else _check.integer("ranks", ranks, least=1)
-            self._plan = _annulus.Plan.local(checked, self._lengths, count, own_threads)
+            self._plan = _annulus.Plan.local(checked, self._lengths, count, computes, own_threads)
         else:
-            self._plan = _annulus.Plan.over_mpi(checked, self._lengths, handle, own_threads)
+            self._plan = _annulus.Plan.over_mpi(
+                checked, self._lengths, handle, computes, own_threads
+            )
         self._q_rows = spelled_runs(self._plan.q_rows())
         self._kv_rows = spelled_runs(self._plan.kv_rows())
 

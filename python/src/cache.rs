@@ -9,7 +9,7 @@ use annulus::{
 use pyo3::{prelude::*, types::PyDict};
 
 #[cfg(feature = "mpi")]
-use crate::plan::mpi_rank;
+use crate::plan::{mpi_endpoint, node_ranks};
 use crate::{
     array::{Outputs, Plain},
     config::{Config, Lengths},
@@ -89,8 +89,10 @@ impl Cache {
         let session = Session::new("cache", callbacks, false);
         let signals = session.signals();
         let cache = session.run(py, || {
-            let (cpu, endpoint) = mpi_rank(communicator, threads, signals)?;
-            annulus::Cache::new(&attention, shape, cpu, endpoint)
+            let endpoint = mpi_endpoint(communicator)?;
+            let threads = threads.unwrap_or_else(|| machine_threads(node_ranks(&endpoint)));
+            let endpoint = Interruptible::new(endpoint, Arc::clone(signals));
+            annulus::Cache::new(&attention, shape, Cpu::new(threads)?, endpoint)
         })?;
         Ok(Self { session: session.filled(Engine::Rank(Box::new(cache))), dtype })
     }

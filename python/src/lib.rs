@@ -3,6 +3,7 @@
 //! | file | content |
 //! |---|---|
 //! | `array.rs` | views of arrays, and the checks that make them sound |
+//! | `backend.rs` | the backend of a plan, by name |
 //! | `cache.rs` | the class `Cache` |
 //! | `config.rs` | the parameters of an attention and of a plan, from `annulus/_attention.py` |
 //! | `errors.rs` | annulus errors as Python exceptions |
@@ -16,6 +17,7 @@
 //! and converts arrays; this module checks again whatever memory safety depends on.
 
 mod array;
+mod backend;
 mod cache;
 mod config;
 mod errors;
@@ -28,7 +30,7 @@ mod xla;
 /// Plans over arrays that Python owns.
 #[pyo3::pymodule]
 mod _annulus {
-    #[cfg(feature = "mpi")]
+    use annulus::BackendName;
     use pyo3::prelude::*;
 
     #[pymodule_export]
@@ -43,6 +45,13 @@ mod _annulus {
     /// True if the module was built with the feature `mpi`.
     #[pymodule_export]
     const HAS_MPI: bool = cfg!(feature = "mpi");
+
+    /// Returns the names of the backends that the module was built with.
+    #[pyfunction]
+    fn backends() -> Vec<&'static str> {
+        let built = BackendName::ALL.into_iter().filter(|name| name.is_built());
+        built.map(BackendName::name).collect()
+    }
 
     /// Returns the text with which the MPI that this module is linked with names itself.
     #[cfg(feature = "mpi")]

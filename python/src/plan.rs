@@ -3,17 +3,18 @@
 use std::{num::NonZero, sync::Arc, thread};
 
 use annulus::{
-    BackwardViewMut, Batch, Cpu, DType, Dims, Element, ForwardView, ForwardViewMut, LocalRing,
-    Report, Runs, Tensors,
+    BackwardViewMut, Batch, DType, Dims, Element, ForwardView, ForwardViewMut, LocalRing, Report,
+    Runs, Tensors,
     ndarray::{ArrayView4, Dimension, Ix2, Ix3, Ix4},
 };
+#[cfg(feature = "mpi")]
+use annulus_core::Control;
 use annulus_core::{Choice, Shard, Side};
 use pyo3::{prelude::*, types::PyDict};
 
-#[cfg(feature = "mpi")]
-use crate::signals::Signals;
 use crate::{
     array::{Array, Outputs, Plain},
+    backend::{self, PyBackend},
     config::{Config, Lengths, batch},
     errors::{invalid, raise},
     session::{Session, by_dtype},
@@ -24,7 +25,7 @@ use crate::{
 enum Engine {
     Local(LocalRing),
     #[cfg(feature = "mpi")]
-    Rank(Box<annulus::Plan>),
+    Rank(annulus::Plan),
 }
 
 /// Start, step and count of every run of rows.
@@ -49,18 +50,17 @@ impl Plan {
         config: Config<'_>,
         lengths: Lengths,
         ranks: usize,
+        backend: PyBackend,
         threads: Option<usize>,
     ) -> PyResult<Self> {
         let (attention, callbacks) = config.attention(py)?;
-        let threads = threads.unwrap_or_else(|| machine_threads(ranks));
         let (dtype, dims) = (config.element(py)?, Dims::from(lengths));
         let session = Session::new("plan", callbacks, ranks > 1);
         let signals = session.signals();
         let ring = session.run(py, || {
-            LocalRing::with_transports(&attention, dims, ranks, |_, endpoint| {
-                let endpoint = Interruptible::new(endpoint, Arc::clone(signals));
-                Ok((Cpu::new(threads)?, endpoint))
-            })
+            let backend = backend::open(&backend, threads, || machine_threads(ranks))?;
+            let wrap = |endpoint| Interruptible::new(endpoint, Arc::clone(signals));
+            backend.local_ring_over(&attention, dims, ranks, wrap)
         })?;
         Ok(Self { session: session.filled(Engine::Local(ring)), dtype })
     }
@@ -75,6 +75,7 @@ impl Plan {
         config: Config<'_>,
         lengths: Lengths,
         communicator: i32,
+        backend: PyBackend,
         threads: Option<usize>,
     ) -> PyResult<Self> {
         let (attention, callbacks) = config.attention(py)?;
@@ -82,10 +83,14 @@ impl Plan {
         let session = Session::new("plan", callbacks, false);
         let signals = session.signals();
         let plan = session.run(py, || {
-            let (cpu, endpoint) = mpi_rank(communicator, threads, signals)?;
-            annulus::Plan::new(&attention, dims, cpu, endpoint)
+            let mut endpoint = mpi_endpoint(communicator)?;
+            let backend =
+                backend::open(&backend, threads, || machine_threads(node_ranks(&endpoint)));
+            let backend = backend.inspect_err(|error| endpoint.abort(error))?;
+            let endpoint = Interruptible::new(endpoint, Arc::clone(signals));
+            backend.plan(&attention, dims, endpoint)
         })?;
-        Ok(Self { session: session.filled(Engine::Rank(Box::new(plan))), dtype })
+        Ok(Self { session: session.filled(Engine::Rank(plan)), dtype })
     }
 
     /// Adapts the plan to a batch.
@@ -443,27 +448,19 @@ pub(crate) fn machine_threads(ranks: usize) -> usize {
     cores.checked_div(ranks).unwrap_or(1).max(1)
 }
 
-/// Backend and transport of this process's rank over a communicator, named as Fortran names it.
+/// Transport of this process's rank over a communicator, named as Fortran names it.
 #[cfg(feature = "mpi")]
-pub(crate) fn mpi_rank(
-    communicator: i32,
-    threads: Option<usize>,
-    signals: &Arc<Signals>,
-) -> annulus::Result<(Cpu, Interruptible<annulus::comm::mpi::Mpi>)> {
+pub(crate) fn mpi_endpoint(communicator: i32) -> annulus::Result<annulus::comm::mpi::Mpi> {
     use annulus::comm::mpi::{Mpi, Settings};
 
     // SAFETY: the package passes `comm.py2f()` of a communicator object that it holds, of the MPI
     // that this module is linked with, which it has compared
-    let endpoint = unsafe { Mpi::over_fortran(communicator, Settings::default()) }?;
-    let threads = threads.unwrap_or_else(|| machine_threads(node_ranks(&endpoint)));
-    Ok((Cpu::new(threads)?, Interruptible::new(endpoint, Arc::clone(signals))))
+    unsafe { Mpi::over_fortran(communicator, Settings::default()) }
 }
 
 /// Ranks of the ring on the node of this one.
 #[cfg(feature = "mpi")]
-fn node_ranks(endpoint: &annulus::comm::mpi::Mpi) -> usize {
-    use annulus_core::Control;
-
+pub(crate) fn node_ranks(endpoint: &annulus::comm::mpi::Mpi) -> usize {
     let locations = endpoint.nodes().locations();
     let own = locations.get(endpoint.rank()).map(|location| location.node);
     locations.iter().filter(|location| Some(location.node) == own).count()

@@ -194,6 +194,13 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("flash", {"bias_order": "first"}, "bias_order"),
     ("flash", {"alignment": "right"}, "alignment"),
     ("flash", {"threads": 0}, "threads"),
+    ("flash", {"backend": "tpu"}, "backend"),
+    ("flash", {"backend": 1}, "backend"),
+    ("flash", {"device": -1}, "device"),
+    # the CPU has no devices, and a GPU no threads
+    ("flash", {"device": 0}, "device"),
+    ("flash", {"backend": "wgpu", "threads": 2}, "threads"),
+    ("ring", {"backend": "cuda", "threads": 2}, "threads"),
     ("flash", {"return_lse": 1}, "return_lse"),
     ("flash", {"return_max_sum": True}, "return_max_sum"),
     ("ring", {"ranks": 0}, "ranks"),

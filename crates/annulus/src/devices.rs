@@ -81,16 +81,18 @@ impl CudaDevices {
     /// # Errors
     /// As [`CudaDevices::get`].
     pub(crate) fn of_rank<T: Transport<Host>>(&self, transport: &T) -> Result<annulus_cuda::Cuda> {
-        let rank = transport.rank();
-        let index = match transport.placement().map(annulus_core::Placement::nodes) {
-            Some(nodes) => {
-                nodes.iter().take(rank).filter(|&node| Some(node) == nodes.get(rank)).count()
-            }
-            // one process, or unknown
-            None => rank,
-        };
+        let nodes = transport.placement().map(annulus_core::Placement::nodes);
+        let index = index_on_node(transport.rank(), nodes);
         self.get(self.device.unwrap_or(index % self.count.max(1)))
     }
+}
+
+/// Returns the index of a rank among those of its node; without `nodes` all ranks are on one.
+#[cfg(feature = "cuda")]
+fn index_on_node(rank: usize, nodes: Option<&[usize]>) -> usize {
+    nodes.map_or(rank, |nodes| {
+        nodes.iter().take(rank).filter(|&node| Some(node) == nodes.get(rank)).count()
+    })
 }
 
 /// Creates a rank on an NVIDIA GPU whose blocks are staged through pinned host memory.
@@ -141,4 +143,17 @@ pub fn cuda_rank_over_mpi(
     }
     let device = DeviceMpi::new(transport, cuda.stream().device())?;
     Ok(((cuda.on_host(), Box::new(device)), true))
+}
+
+#[cfg(all(test, feature = "cuda"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_are_counted_within_their_node() {
+        let indices = |nodes: Option<&[usize]>| [0, 1, 2, 3].map(|rank| index_on_node(rank, nodes));
+        assert_eq!(indices(None), [0, 1, 2, 3]);
+        assert_eq!(indices(Some(&[0, 0, 1, 1])), [0, 1, 0, 1]);
+        assert_eq!(indices(Some(&[0, 1, 0, 1])), [0, 0, 1, 1]);
+    }
 }

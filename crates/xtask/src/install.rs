@@ -221,7 +221,7 @@ mod tests {
         for (line, says) in [
             ("", "--prefix: got nothing"),
             ("--prefix", "--prefix: got nothing"),
-            ("--prefix a --features cuda", "--features: got cuda"),
+            ("--prefix a --features nccl", "--features: got nccl"),
             ("--prefix a b", "got b"),
         ] {
             let told = parsed(line).unwrap_err();
