@@ -1,5 +1,10 @@
 //! The engine of one rank: a ring, or a grid of heads × queries × keys. [`RankEngine`] hides the
 //! backend, so that a plan has the same type on each.
+//!
+//! | engine | strategies | tensors |
+//! |---|---|---|
+//! | [`Engine`] | all | in host memory |
+//! | [`DeviceRing`] | the ring | in the memory of the backend |
 
 use std::fmt;
 
@@ -13,22 +18,23 @@ use annulus_core::{
     TrafficOptions, Transport, Work, Workspace,
 };
 
-/// One rank of a plan, on any backend whose tensors are in host memory. Methods are as those of
+/// One rank of a plan whose tensors are in the space `S`, on any backend. Methods are as those of
 /// [`crate::Plan`].
-pub(crate) trait RankEngine: fmt::Debug + fmt::Display + Send {
+pub(crate) trait RankEngine<S: Space>: fmt::Debug + fmt::Display + Send {
+    fn facts(&self) -> &dyn RankFacts;
     fn on_step(&mut self, hook: StepHook);
     fn update(&mut self, batch: &Batch) -> Result<()>;
-    fn forward(
-        &mut self,
-        inputs: Inputs<'_, Host>,
-        outputs: &mut Outputs<'_, Host>,
-    ) -> Result<Report>;
+    fn forward(&mut self, inputs: Inputs<'_, S>, outputs: &mut Outputs<'_, S>) -> Result<Report>;
     fn backward(
         &mut self,
-        inputs: BackwardInputs<'_, Host>,
-        gradients: &mut Gradients<'_, Host>,
+        inputs: BackwardInputs<'_, S>,
+        gradients: &mut Gradients<'_, S>,
     ) -> Result<Report>;
     fn refuse(&mut self, why: Error) -> Error;
+}
+
+/// What a plan tells of itself, as the methods of [`crate::Plan`].
+pub(crate) trait RankFacts {
     fn rank(&self) -> usize;
     fn ranks(&self) -> usize;
     fn spec(&self) -> &Spec;
@@ -48,7 +54,163 @@ pub(crate) trait RankEngine: fmt::Debug + fmt::Display + Send {
     fn leaf_bytes(&self) -> u64;
 }
 
-/// One rank of a plan under its strategy.
+/// Methods of [`RankFacts`] that both engines have under the same name, and those of the ring
+/// `$ring` of this rank's heads and key column.
+macro_rules! common_facts {
+    ($ring:expr) => {
+        fn rank(&self) -> usize {
+            Self::rank(self)
+        }
+        fn ranks(&self) -> usize {
+            Self::ranks(self)
+        }
+        fn spec(&self) -> &Spec {
+            Self::spec(self)
+        }
+        fn layout(&self) -> &Layout {
+            Self::layout(self)
+        }
+        fn route(&self) -> Route {
+            Self::route(self)
+        }
+        fn q_rows(&self) -> &Runs {
+            Self::q_rows(self)
+        }
+        fn kv_rows(&self) -> &Runs {
+            Self::kv_rows(self)
+        }
+        fn bytes_predicted(&self, pass: PassKind) -> u64 {
+            Self::bytes_predicted(self, pass)
+        }
+        fn buffer_bytes(&self) -> u64 {
+            Self::buffer_bytes(self)
+        }
+        fn numerics(&self) -> &str {
+            $ring(self).numerics()
+        }
+        fn schedule(&self) -> Schedule {
+            $ring(self).schedule()
+        }
+        fn blocks_received(&self) -> [usize; 2] {
+            $ring(self).blocks_received()
+        }
+        fn workspace_bytes(&self) -> u64 {
+            $ring(self).workspace().bytes()
+        }
+        fn leaf_bytes(&self) -> u64 {
+            $ring(self).leaf_bytes()
+        }
+    };
+}
+
+impl<B: Backend> RankFacts for Ring<B> {
+    common_facts!(std::convert::identity);
+
+    fn strategy(&self) -> Strategy {
+        Strategy::Ring
+    }
+
+    fn ring_index(&self) -> usize {
+        self.order().ring_index(Self::rank(self))
+    }
+
+    fn work(&self) -> (Work, usize) {
+        (Self::work(self), self.ring_index())
+    }
+}
+
+impl<B: Backend<Space: HostTensors>> RankFacts for HeadsRing<B> {
+    common_facts!(Self::ring);
+
+    fn strategy(&self) -> Strategy {
+        Self::strategy(self)
+    }
+
+    fn ring_index(&self) -> usize {
+        Self::ring_index(self)
+    }
+
+    fn work(&self) -> (Work, usize) {
+        (self.ring().work(), self.grid().group(Self::ring_index(self)))
+    }
+}
+
+/// A ring whose tensors are in the memory of its backend.
+pub(crate) struct DeviceRing<B: Backend>(Ring<B>);
+
+impl<B: Backend> DeviceRing<B> {
+    /// Plans on this rank of `transport`. The only strategy is the ring.
+    ///
+    /// # Ordering
+    /// Collective.
+    ///
+    /// # Errors
+    /// As [`Ring::new`]; [`Error::Unsupported`] for another strategy.
+    pub(crate) fn new(
+        backend: B,
+        transport: Box<dyn Transport<B::Space>>,
+        spec: Result<Spec>,
+        options: RingOptions,
+        strategy: Strategy,
+    ) -> Result<Self> {
+        let spec = match strategy {
+            Strategy::Ring | Strategy::Auto => spec,
+            // it enters the agreement of the ring
+            other => {
+                Err(Error::unsupported(format!("strategy {other}"), "tensors in device memory"))
+            }
+        };
+        Ok(Self(Ring::new(backend, transport, spec, options)?))
+    }
+}
+
+impl<B: Backend> fmt::Debug for DeviceRing<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.0, f)
+    }
+}
+
+impl<B: Backend> fmt::Display for DeviceRing<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(&self.0, f)
+    }
+}
+
+impl<B: Backend> RankEngine<B::Space> for DeviceRing<B> {
+    fn facts(&self) -> &dyn RankFacts {
+        &self.0
+    }
+
+    fn on_step(&mut self, hook: StepHook) {
+        self.0.on_step(hook);
+    }
+
+    fn update(&mut self, batch: &Batch) -> Result<()> {
+        self.0.update(batch)
+    }
+
+    fn forward(
+        &mut self,
+        inputs: Inputs<'_, B::Space>,
+        outputs: &mut Outputs<'_, B::Space>,
+    ) -> Result<Report> {
+        self.0.forward(&inputs, outputs)
+    }
+
+    fn backward(
+        &mut self,
+        inputs: BackwardInputs<'_, B::Space>,
+        gradients: &mut Gradients<'_, B::Space>,
+    ) -> Result<Report> {
+        self.0.backward(&inputs, gradients)
+    }
+
+    fn refuse(&mut self, why: Error) -> Error {
+        self.0.refuse(why)
+    }
+}
+
+/// One rank of a plan under its strategy, of tensors in host memory.
 pub(crate) enum Engine<B: Backend<Space: HostTensors>> {
     Ring(Box<Ring<B>>),
     HeadsRing(Box<HeadsRing<B>>),
@@ -102,17 +264,16 @@ impl<B: Backend<Space: HostTensors>> Engine<B> {
             Self::HeadsRing(Box::new(engine))
         })
     }
-
-    /// The ring of this rank's heads and key column.
-    const fn ring(&self) -> &Ring<B> {
-        match self {
-            Self::Ring(ring) => ring,
-            Self::HeadsRing(of) => of.ring(),
-        }
-    }
 }
 
-impl<B: Backend<Space: HostTensors>> RankEngine for Engine<B> {
+impl<B: Backend<Space: HostTensors>> RankEngine<Host> for Engine<B> {
+    fn facts(&self) -> &dyn RankFacts {
+        match self {
+            Self::Ring(of) => of.as_ref(),
+            Self::HeadsRing(of) => of.as_ref(),
+        }
+    }
+
     fn on_step(&mut self, hook: StepHook) {
         either!(self, of => of.on_step(hook));
     }
@@ -162,84 +323,6 @@ impl<B: Backend<Space: HostTensors>> RankEngine for Engine<B> {
 
     fn refuse(&mut self, why: Error) -> Error {
         either!(self, of => of.refuse(why))
-    }
-
-    fn rank(&self) -> usize {
-        either!(self, of => of.rank())
-    }
-
-    fn ranks(&self) -> usize {
-        either!(self, of => of.ranks())
-    }
-
-    fn spec(&self) -> &Spec {
-        either!(self, of => of.spec())
-    }
-
-    fn layout(&self) -> &Layout {
-        either!(self, of => of.layout())
-    }
-
-    fn route(&self) -> Route {
-        either!(self, of => of.route())
-    }
-
-    fn strategy(&self) -> Strategy {
-        match self {
-            Self::Ring(_) => Strategy::Ring,
-            Self::HeadsRing(of) => of.strategy(),
-        }
-    }
-
-    fn ring_index(&self) -> usize {
-        match self {
-            Self::Ring(ring) => ring.order().ring_index(ring.rank()),
-            Self::HeadsRing(of) => of.ring_index(),
-        }
-    }
-
-    fn q_rows(&self) -> &Runs {
-        either!(self, of => of.q_rows())
-    }
-
-    fn kv_rows(&self) -> &Runs {
-        either!(self, of => of.kv_rows())
-    }
-
-    fn numerics(&self) -> &str {
-        self.ring().numerics()
-    }
-
-    fn schedule(&self) -> Schedule {
-        self.ring().schedule()
-    }
-
-    fn work(&self) -> (Work, usize) {
-        let index = match self {
-            Self::Ring(_) => self.ring_index(),
-            Self::HeadsRing(of) => of.grid().group(of.ring_index()),
-        };
-        (self.ring().work(), index)
-    }
-
-    fn blocks_received(&self) -> [usize; 2] {
-        self.ring().blocks_received()
-    }
-
-    fn bytes_predicted(&self, pass: PassKind) -> u64 {
-        either!(self, of => of.bytes_predicted(pass))
-    }
-
-    fn buffer_bytes(&self) -> u64 {
-        either!(self, of => of.buffer_bytes())
-    }
-
-    fn workspace_bytes(&self) -> u64 {
-        self.ring().workspace().bytes()
-    }
-
-    fn leaf_bytes(&self) -> u64 {
-        self.ring().leaf_bytes()
     }
 }
 

@@ -1,16 +1,19 @@
 //! One rank of a ring, with typed tensors in host memory.
 
-use annulus_comm::ring::{PassKind, Report, RingOptions};
+use annulus_comm::{
+    Deadline,
+    ring::{PassKind, Report, RingOptions},
+};
 use annulus_core::{
     Backend, BackwardInputs, Batch, Dims, Element, Error, Gradients, Host, HostTensors, HostView,
-    HostViewMut, Inputs, Layout, Outputs, Result, Route, Runs, Schedule, Spec, Strategy, Transport,
-    Work, index, memory,
+    HostViewMut, Inputs, Layout, Outputs, Result, Route, Runs, Schedule, Space, Spec, Strategy,
+    Transport, Work, index, memory,
 };
 use ndarray::{ArrayView2, ArrayView3, ArrayView4, ArrayViewMut3, Axis};
 
 use crate::{
     Attention, Backward, BackwardViewMut, Forward, ForwardView, ForwardViewMut, Tensors,
-    engine::{Engine, RankEngine},
+    engine::{DeviceRing, Engine, RankEngine},
     environment,
 };
 
@@ -54,9 +57,11 @@ use crate::{
 /// assert!(sums.iter().all(|sum| sum.is_finite()));
 /// # Ok::<(), annulus::Error>(())
 /// ```
+///
+/// `S` is the space of the tensors: host memory, or with [`Plan::on_device`] that of the backend.
 #[derive(Debug)]
-pub struct Plan {
-    engine: Box<dyn RankEngine>,
+pub struct Plan<S: Space = Host> {
+    engine: Box<dyn RankEngine<S>>,
 }
 
 impl Plan {
@@ -86,43 +91,9 @@ impl Plan {
         B: Backend<Space: HostTensors>,
         T: Transport<B::Space> + 'static,
     {
-        // a value that cannot be read enters the agreement, so that no rank waits for this one
-        let variable = environment::deadline();
-        let deadline_variable = variable.clone().unwrap_or_default();
-        let transport = attention.bounded(transport, deadline_variable)?;
-        let spec = variable.and_then(|_| attention.check_threads());
-        let spec = spec.and_then(|()| attention.spec(dims));
-        let options = RingOptions { deadline_variable, ..attention.ring_options() };
-        let strategy = attention.chosen_strategy();
-        let mut engine = Engine::new(backend, Box::new(transport), spec, options, strategy)?;
-        if let Some(hook) = attention.step_hook() {
-            engine.on_step(hook);
-        }
-        Ok(Self { engine: Box::new(engine) })
-    }
-
-    /// Adapts the plan to a new batch: segment ids, positions, dense mask, packed lengths.
-    ///
-    /// The layout and the route stay; the schedule is derived anew, O(ranks²).
-    ///
-    /// # Shapes
-    /// As [`Batch`], with this rank's rows; `cum_seqlens` whole, and all keys in `attention_mask`.
-    ///
-    /// # Ordering
-    /// Collective. Ranks exchange the ids and positions of their rows as runs.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`], which names the tensor, [`Error::Unsupported`] and
-    /// [`Error::OutOfMemory`] here, [`Error::Refused`] elsewhere; [`Error::RankMismatch`]: the old
-    /// batch stays in force on all ranks. As [`Plan::forward`] if communication fails.
-    ///
-    /// [`Error::InvalidArgument`]: crate::Error::InvalidArgument
-    /// [`Error::OutOfMemory`]: crate::Error::OutOfMemory
-    /// [`Error::RankMismatch`]: crate::Error::RankMismatch
-    /// [`Error::Refused`]: crate::Error::Refused
-    /// [`Error::Unsupported`]: crate::Error::Unsupported
-    pub fn update(&mut self, batch: &Batch) -> Result<()> {
-        self.engine.update(batch)
+        Self::of(attention, dims, transport, |transport, spec, options, strategy| {
+            Ok(Box::new(Engine::new(backend, Box::new(transport), spec, options, strategy)?))
+        })
     }
 
     /// Computes out and lse of this rank's queries over the keys of all ranks.
@@ -284,19 +255,142 @@ impl Plan {
         self.backward(tensors, &forward, dout, dlse)
     }
 
+    /// Returns zeros for this rank's rows of every output of a forward pass.
+    fn zero_outputs<T: Element>(&self) -> Result<Forward<T>> {
+        zero_outputs(self.spec(), index(self.q_rows().len()))
+    }
+}
+
+impl<S: Space> Plan<S> {
+    /// Plans `attention` on this rank of `transport`, as [`Plan::new`], of tensors in the memory of
+    /// the backend. The only strategy is the ring.
+    ///
+    /// # Shapes
+    /// As [`Plan::new`].
+    ///
+    /// # Ordering
+    /// Collective.
+    ///
+    /// # Errors
+    /// As [`Plan::new`]; [`Error::Unsupported`] for another strategy.
+    ///
+    /// [`Error::Unsupported`]: crate::Error::Unsupported
+    pub fn on_device<B, T>(
+        attention: &Attention,
+        dims: Dims,
+        backend: B,
+        transport: T,
+    ) -> Result<Self>
+    where
+        B: Backend<Space = S>,
+        T: Transport<S> + 'static,
+    {
+        Self::of(attention, dims, transport, |transport, spec, options, strategy| {
+            Ok(Box::new(DeviceRing::new(backend, Box::new(transport), spec, options, strategy)?))
+        })
+    }
+
+    /// Plans with the engine that `make` returns.
+    fn of<T: Transport<N> + 'static, N: Space>(
+        attention: &Attention,
+        dims: Dims,
+        transport: T,
+        make: impl FnOnce(
+            Deadline<T, N>,
+            Result<Spec>,
+            RingOptions,
+            Strategy,
+        ) -> Result<Box<dyn RankEngine<S>>>,
+    ) -> Result<Self> {
+        // a value that cannot be read enters the agreement, so that no rank waits for this one
+        let variable = environment::deadline();
+        let deadline_variable = variable.clone().unwrap_or_default();
+        let transport = attention.bounded(transport, deadline_variable)?;
+        let spec = variable.and_then(|_| attention.check_threads());
+        let spec = spec.and_then(|()| attention.spec(dims));
+        let options = RingOptions { deadline_variable, ..attention.ring_options() };
+        let mut engine = make(transport, spec, options, attention.chosen_strategy())?;
+        if let Some(hook) = attention.step_hook() {
+            engine.on_step(hook);
+        }
+        Ok(Self { engine })
+    }
+
+    /// Adapts the plan to a new batch: segment ids, positions, dense mask, packed lengths.
+    ///
+    /// The layout and the route stay; the schedule is derived anew, O(ranks²).
+    ///
+    /// # Shapes
+    /// As [`Batch`], with this rank's rows; `cum_seqlens` whole, and all keys in `attention_mask`.
+    ///
+    /// # Ordering
+    /// Collective. Ranks exchange the ids and positions of their rows as runs.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`], which names the tensor, [`Error::Unsupported`] and
+    /// [`Error::OutOfMemory`] here, [`Error::Refused`] elsewhere; [`Error::RankMismatch`]: the old
+    /// batch stays in force on all ranks. As [`Plan::forward`] if communication fails.
+    ///
+    /// [`Error::InvalidArgument`]: crate::Error::InvalidArgument
+    /// [`Error::OutOfMemory`]: crate::Error::OutOfMemory
+    /// [`Error::RankMismatch`]: crate::Error::RankMismatch
+    /// [`Error::Refused`]: crate::Error::Refused
+    /// [`Error::Unsupported`]: crate::Error::Unsupported
+    pub fn update(&mut self, batch: &Batch) -> Result<()> {
+        self.engine.update(batch)
+    }
+
+    /// Computes out and lse as [`Plan::forward`] does, of tensors in the plan's space. With tensors
+    /// in device memory, the results are complete in the order of the backend's stream or queue.
+    ///
+    /// # Shapes
+    /// [`Inputs`] and [`Outputs`], with this rank's rows.
+    ///
+    /// # Ordering
+    /// Collective.
+    ///
+    /// # Errors
+    /// As [`Plan::forward`].
+    pub fn forward_in_place(
+        &mut self,
+        inputs: Inputs<'_, S>,
+        outputs: &mut Outputs<'_, S>,
+    ) -> Result<Report> {
+        self.engine.forward(inputs, outputs)
+    }
+
+    /// Computes the gradients as [`Plan::backward`] does, of tensors in the plan's space, as
+    /// [`Plan::forward_in_place`].
+    ///
+    /// # Shapes
+    /// [`BackwardInputs`] and [`Gradients`], with this rank's rows.
+    ///
+    /// # Ordering
+    /// Collective.
+    ///
+    /// # Errors
+    /// As [`Plan::backward`].
+    pub fn backward_in_place(
+        &mut self,
+        inputs: BackwardInputs<'_, S>,
+        gradients: &mut Gradients<'_, S>,
+    ) -> Result<Report> {
+        self.engine.backward(inputs, gradients)
+    }
+
     /// Returns the global query rows of this rank, in the order of its tensors.
     pub fn q_rows(&self) -> &Runs {
-        self.engine.q_rows()
+        self.engine.facts().q_rows()
     }
 
     /// Returns the global key rows of this rank, in the order of its tensors.
     pub fn kv_rows(&self) -> &Runs {
-        self.engine.kv_rows()
+        self.engine.facts().kv_rows()
     }
 
     /// Returns the fingerprint of this rank's arithmetic ([`Attention::reproducible`]).
     pub fn numerics(&self) -> &str {
-        self.engine.numerics()
+        self.engine.facts().numerics()
     }
 
     /// Refuses the call that the other ranks make, on a rank that cannot make it, as
@@ -310,89 +404,84 @@ impl Plan {
 
     /// Returns this rank.
     pub fn rank(&self) -> usize {
-        self.engine.rank()
+        self.engine.facts().rank()
     }
 
     /// Returns the number of ranks.
     pub fn ranks(&self) -> usize {
-        self.engine.ranks()
+        self.engine.facts().ranks()
     }
 
     /// Returns the definition of the attention.
     pub fn spec(&self) -> &Spec {
-        self.engine.spec()
+        self.engine.facts().spec()
     }
 
     /// Returns the strategy in force, never [`Strategy::Auto`].
     pub fn strategy(&self) -> Strategy {
-        self.engine.strategy()
+        self.engine.facts().strategy()
     }
 
     /// Returns the layout of the rows, by ring index ([`Plan::ring_index`]).
     pub fn layout(&self) -> &Layout {
-        self.engine.layout()
+        self.engine.facts().layout()
     }
 
     /// Returns the index of this rank in the layout.
     pub fn ring_index(&self) -> usize {
-        self.engine.ring_index()
+        self.engine.facts().ring_index()
     }
 
     /// Returns the route of the blocks.
     pub fn route(&self) -> Route {
-        self.engine.route()
+        self.engine.facts().route()
     }
 
     /// Returns the payload bytes that this rank sends in a pass.
     pub fn bytes_predicted(&self, pass: PassKind) -> u64 {
-        self.engine.bytes_predicted(pass)
+        self.engine.facts().bytes_predicted(pass)
     }
 
     /// Returns the bytes of this rank's message buffers; with a strategy other than the ring also
     /// those of the tensors of its group and heads.
     pub fn buffer_bytes(&self) -> u64 {
-        self.engine.buffer_bytes()
+        self.engine.facts().buffer_bytes()
     }
 
     /// Returns the visible (query, key) pairs that the ranks of this rank's ring compute, of the
     /// heads that they have, and the index of this rank among them.
     pub fn work(&self) -> (Work, usize) {
-        self.engine.work()
+        self.engine.facts().work()
     }
 
     /// Returns the bytes of memory that this rank's backend keeps between passes, on its device or
     /// the host: accumulators, row statistics, scratch. The first pass of each kind may add to it,
     /// later passes do not.
     pub fn workspace_bytes(&self) -> u64 {
-        self.engine.workspace_bytes()
+        self.engine.facts().workspace_bytes()
     }
 
     /// Returns the bytes of the partial results of leaves that wait to be merged, as
     /// [`crate::Ring::leaf_bytes`]; 0 unless the order is reproducible.
     pub fn leaf_bytes(&self) -> u64 {
-        self.engine.leaf_bytes()
+        self.engine.facts().leaf_bytes()
     }
 
     /// Returns the messages that this rank receives in a forward and a backward pass, as
     /// [`crate::Ring::blocks_received`].
     pub fn blocks_received(&self) -> [usize; 2] {
-        self.engine.blocks_received()
+        self.engine.facts().blocks_received()
     }
 
     /// Derives the schedule of keys and values, as [`crate::Ring::schedule`]. With a strategy other than
     /// the ring it is that of the ring of this rank's heads and key column, whose ranks are the
     /// groups.
     pub fn schedule(&self) -> Schedule {
-        self.engine.schedule()
-    }
-
-    /// Returns zeros for this rank's rows of every output of a forward pass.
-    fn zero_outputs<T: Element>(&self) -> Result<Forward<T>> {
-        zero_outputs(self.spec(), index(self.q_rows().len()))
+        self.engine.facts().schedule()
     }
 }
 
-impl std::fmt::Display for Plan {
+impl<S: Space> std::fmt::Display for Plan<S> {
     /// Writes mask, ranks, strategy, layout, route and bytes.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         std::fmt::Display::fmt(&self.engine, f)

@@ -66,6 +66,18 @@ impl Cuda {
         Level::forced()?.map_or(Ok(made.clone()), |level| made.at_level(level))
     }
 
+    /// Uses this stream, a caller's perhaps ([`Stream::borrowed`]), with the compiler and at the
+    /// level of [`Cuda::open`].
+    ///
+    /// # Errors
+    /// As [`Cuda::open`].
+    pub fn on_stream(stream: Stream) -> Result<Self> {
+        let compiler = compiler(CompilerSymbols::system, Cache::of_user())?;
+        compiler.target(stream.device().architecture())?;
+        let made = Self::on(stream, compiler, Vec::new());
+        Level::forced()?.map_or(Ok(made.clone()), |level| made.at_level(level))
+    }
+
     /// As [`Cuda::open`] at [`Level::DEFAULT`], with these functions and this cache. `compiler` is
     /// called only if there is a GPU to compile for. Without a compiler, the images that one has
     /// left in the cache are used; a plan that needs another one is an error.
@@ -79,10 +91,7 @@ impl Cuda {
         ordinal: usize,
     ) -> Result<Self> {
         let device = Device::with_symbols(driver?, ordinal)?;
-        let compiler = match compiler() {
-            Ok(symbols) => Compiler::with_symbols(symbols, cache)?,
-            Err(missing) => cache.and_then(Compiler::of_cache).ok_or(missing)?,
-        };
+        let compiler = self::compiler(compiler, cache)?;
         compiler.target(device.architecture())?;
         Ok(Self::on(Stream::new(&device)?, compiler, Vec::new()))
     }
@@ -212,6 +221,17 @@ impl std::fmt::Display for Cuda {
         } else {
             write!(f, ", level {}", self.level.name())
         }
+    }
+}
+
+/// Returns the compiler, or one that finds images in the cache only.
+fn compiler(
+    symbols: impl FnOnce() -> Result<CompilerSymbols>,
+    cache: Option<Cache>,
+) -> Result<Compiler> {
+    match symbols() {
+        Ok(symbols) => Compiler::with_symbols(symbols, cache),
+        Err(missing) => cache.and_then(Compiler::of_cache).ok_or(missing),
     }
 }
 

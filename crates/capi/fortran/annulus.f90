@@ -23,6 +23,7 @@ module annulus
   public :: annulus_attention_set_custom_layout, annulus_attention_set_balanced_layout
   public :: annulus_attention_q_rows, annulus_attention_kv_rows, annulus_attention_on_silence
   public :: annulus_attention_on_step, annulus_attention_set_machine
+  public :: annulus_attention_set_cuda_stream, annulus_attention_set_nccl_communicator
   public :: annulus_plan_create_threads, annulus_plan_create_mpi, annulus_plan_create_callbacks
   public :: annulus_plan_destroy, annulus_plan_rank, annulus_plan_ranks, annulus_plan_layout
   public :: annulus_plan_route, annulus_plan_strategy, annulus_plan_grid
@@ -335,6 +336,22 @@ module annulus
       integer(c_int64_t), intent(in) :: q_counts(*), q_rows(*), kv_counts(*), kv_rows(*)
       integer(c_int) :: status
     end function annulus_attention_set_custom_layout
+
+    ! Lets plans compute in a CUstream of a CUcontext, on tensors in device memory, which
+    ! annulus_forward_c and annulus_backward_c take.
+    function annulus_attention_set_cuda_stream(attention, context, stream) bind(c) result(status)
+      import :: c_int, c_ptr
+      type(c_ptr), value :: attention, context, stream
+      integer(c_int) :: status
+    end function annulus_attention_set_cuda_stream
+
+    ! Lets blocks travel over an ncclComm_t, after annulus_attention_set_cuda_stream.
+    function annulus_attention_set_nccl_communicator(attention, communicator) &
+        bind(c) result(status)
+      import :: c_int, c_ptr
+      type(c_ptr), value :: attention, communicator
+      integer(c_int) :: status
+    end function annulus_attention_set_nccl_communicator
 
     function annulus_attention_on_silence(attention, silence, context) bind(c) result(status)
       import :: c_funptr, c_int, c_ptr

@@ -1000,7 +1000,8 @@ const char *annulus_version(void);
 
 /**
  * Returns the features that the library was built with, separated by spaces: "mpi" for rings over
- * MPI, "cuda" and "wgpu" for the backends. The text never has to be freed.
+ * MPI, "cuda" and "wgpu" for the backends, "nccl" for communicators of NCCL. The text never has to
+ * be freed.
  */
 const char *annulus_features(void);
 
@@ -1230,6 +1231,52 @@ int annulus_attention_on_step(struct annulus_attention *attention,
  * ANNULUS_INVALID_ARGUMENT for NULL, a foreign handle, or one that was destroyed.
  */
 int annulus_attention_destroy(struct annulus_attention *attention);
+
+/**
+ * Lets the plans of this attention compute in a CUDA stream of the host's, on tensors in device
+ * memory.
+ *
+ * `context` is a CUcontext of GPU options.device, `stream` a CUstream of it, NULL for the default
+ * stream; pointers of the CUDA runtime (cudaStream_t, the primary context) are the same.
+ * options.backend is ANNULUS_BACKEND_CUDA, and options.has_device is set. Then the tensors of a
+ * pass are in memory of this context. A pass reads them after the work that the stream has been
+ * given before, and may return before its own work is done: results are complete in the order of
+ * the stream, and tensors live until then. The batch of annulus_plan_update stays in host memory.
+ *
+ * Such a plan has the strategy ring. It is a rank over MPI or callbacks, or an in-process ring of
+ * one rank. Its calls leave `context` the current one of the thread. A context and a stream are
+ * neither created nor destroyed, and live until all plans of this attention are destroyed.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT for another backend, without a device, or for NULL as `context`.
+ * ANNULUS_UNSUPPORTED in a library without the feature cuda (annulus_features).
+ *
+ * Safety
+ * `context` and `stream` are as said.
+ */
+int annulus_attention_set_cuda_stream(struct annulus_attention *attention,
+                                      void *context,
+                                      void *stream);
+
+/**
+ * Lets keys, values and gradients travel over an NCCL communicator of the host's, after
+ * annulus_attention_set_cuda_stream. Its ranks are those of the plan, which still needs MPI or
+ * callbacks for control messages.
+ *
+ * The communicator is neither aborted nor destroyed: after a pass has failed, that is up to the
+ * host. It lives until all plans of this attention are destroyed, and is used by one of them at a
+ * time.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT without a stream, or for NULL. ANNULUS_UNSUPPORTED in a library without
+ * the feature nccl.
+ *
+ * Safety
+ * `communicator` is an ncclComm_t of the stream's GPU, and no other code uses it while a plan is
+ * made or a pass runs.
+ */
+int annulus_attention_set_nccl_communicator(struct annulus_attention *attention,
+                                            void *communicator);
 
 /**
  * Plans a ring of `ranks` ranks in this process, over whole tensors.

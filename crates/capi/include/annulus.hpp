@@ -262,6 +262,15 @@ class attention {
   void set_machine(const std::string &path) {
     detail::check(annulus_attention_set_machine(get(), path.c_str()));
   }
+  /* Lets plans compute in a CUstream of a CUcontext, on tensors in device memory: views are made of
+     device pointers. */
+  void set_cuda_stream(void *context, void *stream) {
+    detail::check(annulus_attention_set_cuda_stream(get(), context, stream));
+  }
+  /* Lets blocks travel over an ncclComm_t, after set_cuda_stream. */
+  void set_nccl_communicator(void *communicator) {
+    detail::check(annulus_attention_set_nccl_communicator(get(), communicator));
+  }
   /* Sets the rows of every rank, for ANNULUS_LAYOUT_CUSTOM. */
   void set_custom_layout(const std::vector<std::vector<std::int64_t>> &q,
                          const std::vector<std::vector<std::int64_t>> &kv) {

@@ -19,6 +19,9 @@ mod attention;
 mod batch;
 mod cache;
 mod callbacks;
+mod cuda;
+#[cfg(feature = "cuda")]
+mod driver;
 mod handle;
 mod options;
 mod overlap;
@@ -33,6 +36,10 @@ pub use attention::*;
 pub use batch::*;
 pub use cache::*;
 pub use callbacks::*;
+pub use cuda::*;
+#[cfg(feature = "emulator")]
+#[doc(hidden)]
+pub use driver::{emulate_cuda, is_emulated};
 pub use options::*;
 pub use passes::*;
 pub use plan::*;

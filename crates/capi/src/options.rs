@@ -10,6 +10,7 @@ use annulus::{
 #[cfg(feature = "mpi")]
 use crate::callbacks::SilenceHook;
 use crate::{
+    cuda::Lent,
     status::guard,
     tensor::{ANNULUS_F32, dtype},
     versioned::{self, Versioned},
@@ -302,7 +303,12 @@ pub(crate) struct Description {
     pub(crate) mpi: MpiOptions,
     pub(crate) attention: Attention,
     pub(crate) dims: Dims,
+    pub(crate) backend_name: BackendName,
+    /// Number of the GPU.
+    pub(crate) device: Option<usize>,
     pub(crate) backend: AnyBackend,
+    /// CUDA stream of the host's, for tensors in device memory.
+    pub(crate) lent: Option<Lent>,
     /// Threads of each rank of a cache.
     pub(crate) threads: usize,
     /// Layout whose rows are listed, if one is chosen.
@@ -370,6 +376,7 @@ impl Description {
             ANNULUS_LAYOUT_BALANCED => Some(ListedKind::Balanced),
             _ => None,
         };
+        let (backend_name, device) = backend(options)?;
         let listed_layout = kind.map(|kind| ListedLayout { kind, given: false });
         let adopts = adopts(options)?;
         #[cfg(not(feature = "mpi"))]
@@ -379,7 +386,10 @@ impl Description {
             mpi: MpiOptions { adopts, arrival_deadline: arrival_deadline(options)?, silence: None },
             attention,
             dims,
-            backend: backend(options)?,
+            backend_name,
+            device,
+            backend: open(backend_name, device, options.threads)?,
+            lent: None,
             threads: length("threads", options.threads)?.max(1),
             listed_layout,
             strategy: strategy(options)?,
@@ -432,8 +442,8 @@ impl Description {
         if self.listed_layout.is_some() {
             return Err(Error::unsupported("layout", "the KV cache"));
         }
-        if self.backend.name() != BackendName::Cpu {
-            let what = format!("backend {}", self.backend.name());
+        if self.backend_name != BackendName::Cpu {
+            let what = format!("backend {}", self.backend_name);
             return Err(Error::unsupported(what, "the KV cache"));
         }
         let shape = CacheShape::new(batch, q_heads, head_dim);
@@ -546,15 +556,24 @@ fn ring(attention: Attention, options: &annulus_options) -> Result<Attention> {
 }
 
 /// Opens the backend.
-fn backend(options: &annulus_options) -> Result<AnyBackend> {
-    let annulus_options { backend, has_device, device, threads, .. } = *options;
+fn open(name: BackendName, device: Option<usize>, threads: i64) -> Result<AnyBackend> {
+    #[cfg(feature = "emulator")]
+    if name == BackendName::Cuda && crate::driver::is_emulated() {
+        // only streams of the host's are emulated
+        return AnyBackend::open(BackendName::Cpu, None, 0);
+    }
+    AnyBackend::open(name, device, length("threads", threads)?)
+}
+
+/// Reads the backend and the number of the GPU.
+fn backend(options: &annulus_options) -> Result<(BackendName, Option<usize>)> {
+    let annulus_options { backend, has_device, device, .. } = *options;
     let name = one_of("backend", backend, &BackendName::ALL)?;
     let has_device = flag("has_device", has_device)?;
     if !has_device && device != 0 {
         return Err(Error::invalid("device", device, "0, or has_device = 1"));
     }
-    let device = has_device.then(|| length("device", device)).transpose()?;
-    AnyBackend::open(name, device, length("threads", threads)?)
+    Ok((name, has_device.then(|| length("device", device)).transpose()?))
 }
 
 fn strategy(options: &annulus_options) -> Result<Strategy> {

@@ -2,6 +2,8 @@
 
 use std::ffi::c_int;
 
+#[cfg(feature = "cuda")]
+use annulus::Error;
 use annulus::{BackwardViewMut, Element, ForwardView, ForwardViewMut, Result, Tensors};
 use ndarray::{ArrayView3, ArrayView4};
 
@@ -145,6 +147,12 @@ pub unsafe extern "C" fn annulus_forward(
         // SAFETY: as the caller promises, for all four
         PLANS.with(plan, |state| unsafe {
             let planned = state.planned()?;
+            #[cfg(feature = "cuda")]
+            if planned.is_on_device() {
+                let viewed =
+                    ForwardArgs::read(args).and_then(|args| args.on_device(planned.spec()));
+                return planned.forward_on_device(viewed);
+            }
             by_dtype!(planned, T => planned.forward(forward_tensors::<T>(args)))
         })
     })
@@ -170,6 +178,12 @@ pub unsafe extern "C" fn annulus_backward(
         // SAFETY: as the caller promises, for all four
         PLANS.with(plan, |state| unsafe {
             let planned = state.planned()?;
+            #[cfg(feature = "cuda")]
+            if planned.is_on_device() {
+                let viewed =
+                    BackwardArgs::read(args).and_then(|args| args.on_device(planned.spec()));
+                return planned.backward_on_device(viewed);
+            }
             by_dtype!(planned, T => planned.backward(backward_tensors::<T>(args)))
         })
     })
@@ -236,6 +250,90 @@ struct BackwardTensors<'a, T: Element> {
     gradients: BackwardViewMut<'a, T>,
 }
 
+/// Tensors of a forward pass. No output shares an element with another tensor.
+struct ForwardArgs {
+    inputs: Inputs,
+    out: Checked,
+    lse: Checked,
+    max: Option<Checked>,
+    sum: Option<Checked>,
+    ties: Option<Checked>,
+}
+
+impl ForwardArgs {
+    /// Reads and checks the arguments.
+    ///
+    /// # Safety
+    /// As [`annulus_forward`].
+    unsafe fn read(args: *const annulus_forward_args) -> Result<Self> {
+        // SAFETY: as the caller promises
+        unsafe {
+            let args = versioned::read(args)?;
+            let read = Self {
+                inputs: Inputs::read([args.q, args.k, args.v, args.bias, args.softmax_aux])?,
+                out: Checked::read("out", args.out)?,
+                lse: Checked::read("lse", args.lse)?,
+                max: Checked::read_optional("max", args.max)?,
+                sum: Checked::read_optional("sum", args.sum)?,
+                ties: Checked::read_optional("ties", args.ties)?,
+            };
+            let Self { inputs, out, lse, max, sum, ties } = &read;
+            overlap::check(&inputs.all(), &[Some(*out), Some(*lse), *max, *sum, *ties])?;
+            Ok(read)
+        }
+    }
+}
+
+/// Tensors of a backward pass. No gradient shares an element with another tensor.
+struct BackwardArgs {
+    inputs: Inputs,
+    out: Checked,
+    lse: Checked,
+    max: Option<Checked>,
+    ties: Option<Checked>,
+    dout: Checked,
+    dlse: Option<Checked>,
+    dq: Checked,
+    dk: Checked,
+    dv: Checked,
+    dbias: Option<Checked>,
+    dsoftmax_aux: Option<Checked>,
+}
+
+impl BackwardArgs {
+    /// Reads and checks the arguments.
+    ///
+    /// # Safety
+    /// As [`annulus_backward`].
+    unsafe fn read(args: *const annulus_backward_args) -> Result<Self> {
+        // SAFETY: as the caller promises
+        unsafe {
+            let args = versioned::read(args)?;
+            let read = Self {
+                inputs: Inputs::read([args.q, args.k, args.v, args.bias, args.softmax_aux])?,
+                out: Checked::read("out", args.out)?,
+                lse: Checked::read("lse", args.lse)?,
+                max: Checked::read_optional("max", args.max)?,
+                ties: Checked::read_optional("ties", args.ties)?,
+                dout: Checked::read("dout", args.dout)?,
+                dlse: Checked::read_optional("dlse", args.dlse)?,
+                dq: Checked::read("dq", args.dq)?,
+                dk: Checked::read("dk", args.dk)?,
+                dv: Checked::read("dv", args.dv)?,
+                dbias: Checked::read_optional("dbias", args.dbias)?,
+                dsoftmax_aux: Checked::read_optional("dsoftmax_aux", args.dsoftmax_aux)?,
+            };
+            let Self { inputs, out, lse, max, ties, dout, dlse, .. } = &read;
+            let gradients =
+                [Some(read.dq), Some(read.dk), Some(read.dv), read.dbias, read.dsoftmax_aux];
+            overlap::check(&inputs.all(), &gradients)?;
+            let forward = [Some(*out), Some(*lse), *max, *ties, Some(*dout), *dlse];
+            overlap::check(&forward, &gradients)?;
+            Ok(read)
+        }
+    }
+}
+
 /// Checks and views the tensors of a forward pass.
 ///
 /// # Safety
@@ -243,17 +341,9 @@ struct BackwardTensors<'a, T: Element> {
 unsafe fn forward_tensors<'a, T: Element>(
     args: *const annulus_forward_args,
 ) -> Result<ForwardTensors<'a, T>> {
-    // SAFETY: as the caller promises; the views of outputs share no element with another view,
-    // which `overlap::check` has proved before any is made
+    // SAFETY: as the caller promises; the views of outputs share no element with another view
     unsafe {
-        let args = versioned::read(args)?;
-        let inputs = Inputs::read([args.q, args.k, args.v, args.bias, args.softmax_aux])?;
-        let out = Checked::read("out", args.out)?;
-        let lse = Checked::read("lse", args.lse)?;
-        let max = Checked::read_optional("max", args.max)?;
-        let sum = Checked::read_optional("sum", args.sum)?;
-        let ties = Checked::read_optional("ties", args.ties)?;
-        overlap::check(&inputs.all(), &[Some(out), Some(lse), max, sum, ties])?;
+        let ForwardArgs { inputs, out, lse, max, sum, ties } = ForwardArgs::read(args)?;
         let outputs = ForwardViewMut {
             out: out.view4_mut()?,
             lse: lse.view3_mut()?,
@@ -274,38 +364,23 @@ unsafe fn backward_tensors<'a, T: Element>(
 ) -> Result<BackwardTensors<'a, T>> {
     // SAFETY: as of `forward_tensors`
     unsafe {
-        let args = versioned::read(args)?;
-        let inputs = Inputs::read([args.q, args.k, args.v, args.bias, args.softmax_aux])?;
-        let out = Checked::read("out", args.out)?;
-        let lse = Checked::read("lse", args.lse)?;
-        let max = Checked::read_optional("max", args.max)?;
-        let ties = Checked::read_optional("ties", args.ties)?;
-        let dout = Checked::read("dout", args.dout)?;
-        let dlse = Checked::read_optional("dlse", args.dlse)?;
-        let dq = Checked::read("dq", args.dq)?;
-        let dk = Checked::read("dk", args.dk)?;
-        let dv = Checked::read("dv", args.dv)?;
-        let dbias = Checked::read_optional("dbias", args.dbias)?;
-        let dsoftmax_aux = Checked::read_optional("dsoftmax_aux", args.dsoftmax_aux)?;
-        let gradients = [Some(dq), Some(dk), Some(dv), dbias, dsoftmax_aux];
-        overlap::check(&inputs.all(), &gradients)?;
-        overlap::check(&[Some(out), Some(lse), max, ties, Some(dout), dlse], &gradients)?;
+        let args = BackwardArgs::read(args)?;
         Ok(BackwardTensors {
-            tensors: inputs.view()?,
+            tensors: args.inputs.view()?,
             forward: ForwardView {
-                out: out.view4()?,
-                lse: lse.view3()?,
-                max: max.map(|max| max.view3()).transpose()?,
-                ties: ties.map(|ties| ties.view3()).transpose()?,
+                out: args.out.view4()?,
+                lse: args.lse.view3()?,
+                max: args.max.map(|max| max.view3()).transpose()?,
+                ties: args.ties.map(|ties| ties.view3()).transpose()?,
             },
-            dout: dout.view4()?,
-            dlse: dlse.map(|dlse| dlse.view3()).transpose()?,
+            dout: args.dout.view4()?,
+            dlse: args.dlse.map(|dlse| dlse.view3()).transpose()?,
             gradients: BackwardViewMut {
-                dq: dq.view4_mut()?,
-                dk: dk.view4_mut()?,
-                dv: dv.view4_mut()?,
-                dbias: dbias.map(|dbias| dbias.view4_mut()).transpose()?,
-                dsoftmax_aux: dsoftmax_aux.map(|dsinks| dsinks.view2_mut()).transpose()?,
+                dq: args.dq.view4_mut()?,
+                dk: args.dk.view4_mut()?,
+                dv: args.dv.view4_mut()?,
+                dbias: args.dbias.map(|dbias| dbias.view4_mut()).transpose()?,
+                dsoftmax_aux: args.dsoftmax_aux.map(|dsinks| dsinks.view2_mut()).transpose()?,
             },
         })
     }
@@ -317,6 +392,8 @@ impl Planned {
         match self {
             Self::Ring(ring) => ring.forward_into(&tensors, outputs).map(drop),
             Self::Rank(plan) => plan.forward_into(&tensors, outputs).map(drop),
+            #[cfg(feature = "cuda")]
+            Self::Device(_) => Err(Error::internal("tensors in host memory")),
         }
     }
 
@@ -328,6 +405,122 @@ impl Planned {
             }
             Self::Rank(plan) => {
                 plan.backward_into(&tensors, &forward, dout, dlse, gradients).map(drop)
+            }
+            #[cfg(feature = "cuda")]
+            Self::Device(_) => Err(Error::internal("tensors in host memory")),
+        }
+    }
+}
+
+/// Passes on tensors in device memory.
+#[cfg(feature = "cuda")]
+mod on_device {
+    use annulus::{Spec, cuda::device::CudaSpace};
+    use annulus_core::{BackwardInputs, Gradients, Inputs, Outputs};
+
+    use super::{BackwardArgs, Checked, Error, ForwardArgs, Planned, Result};
+
+    type Forward = (Inputs<'static, CudaSpace>, Outputs<'static, CudaSpace>);
+    type Backward = (BackwardInputs<'static, CudaSpace>, Gradients<'static, CudaSpace>);
+
+    impl super::Inputs {
+        /// Views them.
+        ///
+        /// # Safety
+        /// As [`Checked::device_view`], for each.
+        unsafe fn on_device(&self, spec: &Spec) -> Result<Inputs<'static, CudaSpace>> {
+            let (element, sums) = (spec.dtype, spec.dtype.accumulator());
+            // SAFETY: as the caller promises
+            let of_sums = |tensor: Checked| unsafe { tensor.device_view(sums) };
+            // SAFETY: as the caller promises
+            unsafe {
+                Ok(Inputs {
+                    q: self.q.device_view(element)?,
+                    k: self.k.device_view(element)?,
+                    v: self.v.device_view(element)?,
+                    bias: self.bias.map(of_sums).transpose()?,
+                    sinks: self.softmax_aux.map(of_sums).transpose()?,
+                })
+            }
+        }
+    }
+
+    impl ForwardArgs {
+        /// Views the tensors.
+        ///
+        /// # Safety
+        /// As [`Checked::device_view`] and [`Checked::device_view_mut`].
+        pub(super) unsafe fn on_device(&self, spec: &Spec) -> Result<Forward> {
+            let sums = spec.dtype.accumulator();
+            // SAFETY: as the caller promises
+            let of_sums = |tensor: Checked| unsafe { tensor.device_view_mut(sums) };
+            // SAFETY: as the caller promises
+            unsafe {
+                let outputs = Outputs {
+                    out: self.out.device_view_mut(spec.dtype)?,
+                    lse: of_sums(self.lse)?,
+                    max: self.max.map(of_sums).transpose()?,
+                    sum: self.sum.map(of_sums).transpose()?,
+                    ties: self.ties.map(of_sums).transpose()?,
+                };
+                Ok((self.inputs.on_device(spec)?, outputs))
+            }
+        }
+    }
+
+    impl BackwardArgs {
+        /// Views the tensors.
+        ///
+        /// # Safety
+        /// As [`Checked::device_view`] and [`Checked::device_view_mut`].
+        pub(super) unsafe fn on_device(&self, spec: &Spec) -> Result<Backward> {
+            let (element, sums) = (spec.dtype, spec.dtype.accumulator());
+            // SAFETY: as the caller promises
+            let read = |tensor: Checked| unsafe { tensor.device_view(sums) };
+            // SAFETY: as the caller promises
+            let written = |tensor: Checked| unsafe { tensor.device_view_mut(sums) };
+            // SAFETY: as the caller promises
+            unsafe {
+                let inputs = BackwardInputs {
+                    forward: self.inputs.on_device(spec)?,
+                    out: self.out.device_view(element)?,
+                    lse: read(self.lse)?,
+                    max: self.max.map(read).transpose()?,
+                    ties: self.ties.map(read).transpose()?,
+                    dout: self.dout.device_view(element)?,
+                    dlse: self.dlse.map(read).transpose()?,
+                };
+                let gradients = Gradients {
+                    dq: self.dq.device_view_mut(element)?,
+                    dk: self.dk.device_view_mut(element)?,
+                    dv: self.dv.device_view_mut(element)?,
+                    dbias: self.dbias.map(written).transpose()?,
+                    dsinks: self.dsoftmax_aux.map(written).transpose()?,
+                };
+                Ok((inputs, gradients))
+            }
+        }
+    }
+
+    impl Planned {
+        /// True if the tensors are in device memory.
+        pub(super) const fn is_on_device(&self) -> bool {
+            matches!(self, Self::Device(_))
+        }
+
+        pub(super) fn forward_on_device(&mut self, viewed: Result<Forward>) -> Result<()> {
+            let (inputs, mut outputs) = self.admit(viewed)?;
+            match self {
+                Self::Device(plan) => plan.forward_in_place(inputs, &mut outputs).map(drop),
+                _ => Err(Error::internal("tensors in device memory")),
+            }
+        }
+
+        pub(super) fn backward_on_device(&mut self, viewed: Result<Backward>) -> Result<()> {
+            let (inputs, mut gradients) = self.admit(viewed)?;
+            match self {
+                Self::Device(plan) => plan.backward_in_place(inputs, &mut gradients).map(drop),
+                _ => Err(Error::internal("tensors in device memory")),
             }
         }
     }
@@ -358,7 +551,14 @@ pub unsafe extern "C" fn annulus_forward_start(
     guard(|| {
         // SAFETY: as the caller promises, for all four
         PLANS.with(plan, |state| unsafe {
-            let pass: Pass = by_dtype!(state.planned()?, T => {
+            let planned = state.planned()?;
+            #[cfg(feature = "cuda")]
+            if planned.is_on_device() {
+                let viewed =
+                    ForwardArgs::read(args).and_then(|args| args.on_device(planned.spec()));
+                return state.start(Box::new(move |planned| planned.forward_on_device(viewed)));
+            }
+            let pass: Pass = by_dtype!(planned, T => {
                 // checked now; the elements live until the pass has ended
                 let viewed = forward_tensors::<'static, T>(args);
                 Box::new(move |planned: &mut Planned| planned.forward(viewed))
@@ -383,7 +583,14 @@ pub unsafe extern "C" fn annulus_backward_start(
     guard(|| {
         // SAFETY: as the caller promises, for all four
         PLANS.with(plan, |state| unsafe {
-            let pass: Pass = by_dtype!(state.planned()?, T => {
+            let planned = state.planned()?;
+            #[cfg(feature = "cuda")]
+            if planned.is_on_device() {
+                let viewed =
+                    BackwardArgs::read(args).and_then(|args| args.on_device(planned.spec()));
+                return state.start(Box::new(move |planned| planned.backward_on_device(viewed)));
+            }
+            let pass: Pass = by_dtype!(planned, T => {
                 // checked now; the elements live until the pass has ended
                 let viewed = backward_tensors::<'static, T>(args);
                 Box::new(move |planned: &mut Planned| planned.backward(viewed))

@@ -9,10 +9,14 @@ use std::{
 
 #[cfg(feature = "mpi")]
 use annulus::comm::mpi::{self, Mpi, Patience};
+#[cfg(feature = "cuda")]
+use annulus::comm::threads;
 use annulus::{
     Batch, Error, Layout, LocalRing, PassKind, Plan, Result, Route, Runs, Spec, Strategy,
 };
 
+#[cfg(feature = "cuda")]
+use crate::cuda::{self, DevicePlan};
 #[cfg(feature = "mpi")]
 use crate::options::MpiOptions;
 use crate::{
@@ -44,6 +48,24 @@ pub(crate) enum Planned {
     Ring(LocalRing),
     /// One rank, over its own rows.
     Rank(Box<Plan>),
+    /// One rank, over its own rows in device memory.
+    #[cfg(feature = "cuda")]
+    Device(Box<DevicePlan>),
+}
+
+/// Evaluates an expression for the plan of this process's first rank.
+macro_rules! of_plan {
+    ($planned:expr, $plan:ident => $body:expr) => {
+        match $planned {
+            $crate::plan::Planned::Ring(ring) => {
+                let $plan = ring.plan();
+                $body
+            }
+            $crate::plan::Planned::Rank($plan) => $body,
+            #[cfg(feature = "cuda")]
+            $crate::plan::Planned::Device($plan) => $body,
+        }
+    };
 }
 
 /// The plan after a pass, and the result of the pass.
@@ -146,22 +168,7 @@ impl Drop for PlanState {
 impl Planned {
     /// The definition that the ranks agreed on.
     pub(crate) fn spec(&self) -> &Spec {
-        self.plan().spec()
-    }
-
-    fn plan(&self) -> &Plan {
-        match self {
-            Self::Ring(ring) => ring.plan(),
-            Self::Rank(plan) => plan,
-        }
-    }
-
-    /// Returns the sum of a number over the ranks of this process.
-    fn sum_over_ranks(&self, of: impl Fn(&Plan) -> u64) -> u64 {
-        match self {
-            Self::Ring(ring) => ring.plans().map(of).sum(),
-            Self::Rank(plan) => of(plan),
-        }
+        of_plan!(self, plan => plan.spec())
     }
 
     /// Returns the arguments of a collective call. If they were refused, so is the call on the
@@ -170,6 +177,8 @@ impl Planned {
         arguments.map_err(|error| match self {
             Self::Ring(_) => error,
             Self::Rank(plan) => plan.refuse(error),
+            #[cfg(feature = "cuda")]
+            Self::Device(plan) => plan.refuse(error),
         })
     }
 
@@ -178,6 +187,8 @@ impl Planned {
         match self {
             Self::Ring(ring) => ring.update(&batch),
             Self::Rank(plan) => plan.update(&batch),
+            #[cfg(feature = "cuda")]
+            Self::Device(plan) => plan.update(&batch),
         }
     }
 }
@@ -194,8 +205,13 @@ fn description(attention: *const annulus_attention) -> Result<Description> {
 fn over_mpi(description: &Description, ring: Mpi) -> Result<*mut annulus_plan> {
     let Description { attention, dims, backend, .. } = description;
     let any_thread = ring.any_thread();
-    let plan = backend.plan_over_mpi(attention, *dims, ring)?;
-    Ok(PLANS.insert(PlanState::new(Planned::Rank(Box::new(plan)), any_thread)))
+    #[cfg(feature = "cuda")]
+    if let Some(lent) = description.lent {
+        let planned = Planned::Device(Box::new(cuda::over_mpi(description, lent, ring)?));
+        return Ok(PLANS.insert(PlanState::new(planned, any_thread)));
+    }
+    let planned = Planned::Rank(Box::new(backend.plan_over_mpi(attention, *dims, ring)?));
+    Ok(PLANS.insert(PlanState::new(planned, any_thread)))
 }
 
 /// Plans a ring of `ranks` ranks in this process, over whole tensors.
@@ -218,8 +234,17 @@ pub unsafe extern "C" fn annulus_plan_create_threads(
 ) -> c_int {
     guard(|| {
         let make = || {
-            let Description { attention, dims, backend, .. } = description(attention)?;
-            let ring = backend.local_ring(&attention, dims, length("ranks", ranks)?)?;
+            let description = description(attention)?;
+            let ranks = length("ranks", ranks)?;
+            #[cfg(feature = "cuda")]
+            if let (Some(lent), 1) = (description.lent, ranks) {
+                let alone = threads::ring(1).pop().ok_or_else(|| Error::internal("no rank"))?;
+                let planned = Planned::Device(Box::new(cuda::over(&description, lent, alone)?));
+                return Ok(PLANS.insert(PlanState::new(planned, true)));
+            }
+            description.check_host_tensors("an in-process ring of other than one rank")?;
+            let Description { attention, dims, backend, .. } = description;
+            let ring = backend.local_ring(&attention, dims, ranks)?;
             Ok(PLANS.insert(PlanState::new(Planned::Ring(ring), true)))
         };
         // SAFETY: as the caller promises
@@ -381,9 +406,14 @@ pub unsafe extern "C" fn annulus_plan_create_callbacks(
             let description = description(attention)?;
             // SAFETY: as the caller promises
             let transport = unsafe { HostTransport::new(versioned::read(transport)?) }?;
+            #[cfg(feature = "cuda")]
+            if let Some(lent) = description.lent {
+                let plan = Box::new(cuda::over(&description, lent, transport)?);
+                return Ok(PLANS.insert(PlanState::new(Planned::Device(plan), true)));
+            }
             let Description { attention, dims, backend, .. } = &description;
-            let plan = backend.plan(attention, *dims, transport)?;
-            Ok(PLANS.insert(PlanState::new(Planned::Rank(Box::new(plan)), true)))
+            let plan = Box::new(backend.plan(attention, *dims, transport)?);
+            Ok(PLANS.insert(PlanState::new(Planned::Rank(plan), true)))
         };
         // SAFETY: as the caller promises
         unsafe { create("plan", plan, make) }
@@ -419,7 +449,9 @@ unsafe fn answer<T>(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn annulus_plan_rank(plan: *const annulus_plan, rank: *mut i64) -> c_int {
     // SAFETY: as the caller promises
-    unsafe { answer(plan, "rank", rank, |planned| Ok(planned.plan().rank() as i64)) }
+    unsafe {
+        answer(plan, "rank", rank, |planned| Ok(of_plan!(planned, plan => plan.rank() as i64)))
+    }
 }
 
 /// Writes the number of ranks to `*ranks`. Local.
@@ -432,7 +464,9 @@ pub unsafe extern "C" fn annulus_plan_rank(plan: *const annulus_plan, rank: *mut
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn annulus_plan_ranks(plan: *const annulus_plan, ranks: *mut i64) -> c_int {
     // SAFETY: as the caller promises
-    unsafe { answer(plan, "ranks", ranks, |planned| Ok(planned.plan().ranks() as i64)) }
+    unsafe {
+        answer(plan, "ranks", ranks, |planned| Ok(of_plan!(planned, plan => plan.ranks() as i64)))
+    }
 }
 
 /// Writes the layout in force to `*layout`, a constant ANNULUS_LAYOUT_* other than AUTO. Local.
@@ -444,7 +478,7 @@ pub unsafe extern "C" fn annulus_plan_ranks(plan: *const annulus_plan, ranks: *m
 /// `layout` points to a writable number.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn annulus_plan_layout(plan: *const annulus_plan, layout: *mut i32) -> c_int {
-    let of = |planned: &Planned| match planned.plan().layout().without_leaves() {
+    let of = |planned: &Planned| match of_plan!(planned, plan => plan.layout()).without_leaves() {
         Layout::Contiguous => Ok(ANNULUS_LAYOUT_CONTIGUOUS),
         Layout::Zigzag => Ok(ANNULUS_LAYOUT_ZIGZAG),
         Layout::Striped => Ok(ANNULUS_LAYOUT_STRIPED),
@@ -466,7 +500,7 @@ pub unsafe extern "C" fn annulus_plan_layout(plan: *const annulus_plan, layout: 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn annulus_plan_route(plan: *const annulus_plan, route: *mut i32) -> c_int {
     let of = |planned: &Planned| {
-        Ok(match planned.plan().route() {
+        Ok(match of_plan!(planned, plan => plan.route()) {
             Route::RelayUp => ANNULUS_ROUTE_RELAY_UP,
             Route::RelayDown => ANNULUS_ROUTE_RELAY_DOWN,
             Route::Direct => ANNULUS_ROUTE_DIRECT,
@@ -496,7 +530,7 @@ pub unsafe extern "C" fn annulus_plan_strategy(
             .map(|(name, out)| check_pointer(name, out.cast_const()));
         let (strategy, heads) = (strategy?, heads?);
         let in_force =
-            PLANS.with(plan, |state| state.planned().map(|planned| planned.plan().strategy()))?;
+            PLANS.with(plan, |state| Ok(of_plan!(state.planned()?, plan => plan.strategy())))?;
         let members = in_force.heads().and_then(|members| i32::try_from(members).ok());
         let (constant, members) = match (in_force, members) {
             (Strategy::Ring, _) => (ANNULUS_STRATEGY_RING, 1),
@@ -534,7 +568,7 @@ pub unsafe extern "C" fn annulus_plan_grid(
             .map(|(name, out)| check_pointer(name, out.cast_const()));
         let (queries, keys) = (queries?, keys?);
         let (in_force, ranks) = PLANS.with(plan, |state| {
-            state.planned().map(|planned| (planned.plan().strategy(), planned.plan().ranks()))
+            Ok(of_plan!(state.planned()?, plan => (plan.strategy(), plan.ranks())))
         })?;
         let (of_queries, of_keys) = match in_force {
             Strategy::Grid { queries, keys, .. } => (queries, keys),
@@ -574,7 +608,9 @@ pub unsafe extern "C" fn annulus_plan_numerics(
     guard(|| {
         let length = check_pointer("length", length.cast_const())?;
         let room = options::length("capacity", capacity)?;
-        let numerics = |state: &mut PlanState| Ok(state.planned()?.plan().numerics().to_owned());
+        let numerics = |state: &mut PlanState| {
+            Ok(of_plan!(state.planned()?, plan => plan.numerics().to_owned()))
+        };
         let numerics = PLANS.with(plan, numerics)?;
         // SAFETY: not NULL, aligned, writable as the caller promises
         unsafe { length.write(numerics.len() as i64) };
@@ -614,8 +650,16 @@ pub unsafe extern "C" fn annulus_plan_workspace_bytes(
     bytes: *mut u64,
 ) -> c_int {
     let of = |plan: &Plan| plan.buffer_bytes() + plan.workspace_bytes();
+    let of = |planned: &Planned| {
+        Ok(match planned {
+            Planned::Ring(ring) => ring.plans().map(of).sum(),
+            Planned::Rank(plan) => of(plan),
+            #[cfg(feature = "cuda")]
+            Planned::Device(plan) => plan.buffer_bytes() + plan.workspace_bytes(),
+        })
+    };
     // SAFETY: as the caller promises
-    unsafe { answer(plan, "bytes", bytes, |planned| Ok(planned.sum_over_ranks(of))) }
+    unsafe { answer(plan, "bytes", bytes, of) }
 }
 
 /// Writes the payload bytes that a pass sends by the schedule to `*bytes`: those of this rank, or
@@ -641,7 +685,12 @@ pub unsafe extern "C" fn annulus_plan_predicted_bytes(
             ANNULUS_PASS_BACKWARD => PassKind::Backward,
             other => return Err(Error::invalid("pass", other, "an ANNULUS_PASS constant")),
         };
-        Ok(planned.sum_over_ranks(|plan| plan.bytes_predicted(pass)))
+        Ok(match planned {
+            Planned::Ring(ring) => ring.plans().map(|plan| plan.bytes_predicted(pass)).sum(),
+            Planned::Rank(plan) => plan.bytes_predicted(pass),
+            #[cfg(feature = "cuda")]
+            Planned::Device(plan) => plan.bytes_predicted(pass),
+        })
     };
     // SAFETY: as the caller promises
     unsafe { answer(plan, "bytes", bytes, of) }
@@ -669,6 +718,8 @@ pub unsafe extern "C" fn annulus_plan_q_rows(
     let of = |planned: &Planned| match planned {
         Planned::Ring(ring) => Runs::counting(0, ring.plan().spec().dims.q_len as u64),
         Planned::Rank(plan) => plan.q_rows().clone(),
+        #[cfg(feature = "cuda")]
+        Planned::Device(plan) => plan.q_rows().clone(),
     };
     let of = || PLANS.with(plan, |state| Ok(of(state.planned()?)));
     // SAFETY: as the caller promises
@@ -692,6 +743,8 @@ pub unsafe extern "C" fn annulus_plan_kv_rows(
     let of = |planned: &Planned| match planned {
         Planned::Ring(ring) => Runs::counting(0, ring.plan().spec().dims.kv_len as u64),
         Planned::Rank(plan) => plan.kv_rows().clone(),
+        #[cfg(feature = "cuda")]
+        Planned::Device(plan) => plan.kv_rows().clone(),
     };
     let of = || PLANS.with(plan, |state| Ok(of(state.planned()?)));
     // SAFETY: as the caller promises

@@ -5,6 +5,7 @@ use std::{
     cell::RefCell,
     ffi::{CStr, CString, c_char, c_int},
     panic::{self, AssertUnwindSafe},
+    sync::OnceLock,
 };
 
 use annulus::{Error, Result};
@@ -128,19 +129,21 @@ pub extern "C" fn annulus_version() -> *const c_char {
 }
 
 /// Returns the features that the library was built with, separated by spaces: "mpi" for rings over
-/// MPI, "cuda" and "wgpu" for the backends. The text never has to be freed.
+/// MPI, "cuda" and "wgpu" for the backends, "nccl" for communicators of NCCL. The text never has to
+/// be freed.
 #[unsafe(no_mangle)]
 pub extern "C" fn annulus_features() -> *const c_char {
-    let features = match (cfg!(feature = "mpi"), cfg!(feature = "cuda"), cfg!(feature = "wgpu")) {
-        (false, false, false) => c"",
-        (false, false, true) => c"wgpu",
-        (false, true, false) => c"cuda",
-        (false, true, true) => c"cuda wgpu",
-        (true, false, false) => c"mpi",
-        (true, false, true) => c"mpi wgpu",
-        (true, true, false) => c"mpi cuda",
-        (true, true, true) => c"mpi cuda wgpu",
-    };
+    static FEATURES: OnceLock<CString> = OnceLock::new();
+    let features = FEATURES.get_or_init(|| {
+        let all = [
+            ("mpi", cfg!(feature = "mpi")),
+            ("cuda", cfg!(feature = "cuda")),
+            ("nccl", cfg!(feature = "nccl")),
+            ("wgpu", cfg!(feature = "wgpu")),
+        ];
+        let built = all.iter().filter(|(_, is_built)| *is_built).map(|(name, _)| *name);
+        CString::new(built.collect::<Vec<_>>().join(" ")).unwrap_or_default()
+    });
     features.as_ptr()
 }
 

@@ -10,12 +10,13 @@ use std::{fs, path::Path};
 use cbindgen::{Builder, Config, DocumentationStyle, EnumConfig, Language, Style};
 
 /// Sources in the order of the header.
-const SOURCES: [&str; 8] = [
+const SOURCES: [&str; 9] = [
     "status.rs",
     "tensor.rs",
     "options.rs",
     "callbacks.rs",
     "attention.rs",
+    "cuda.rs",
     "transport/mod.rs",
     "batch.rs",
     "plan.rs",

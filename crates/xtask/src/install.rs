@@ -47,9 +47,9 @@ impl Options {
         if options.prefix.as_os_str().is_empty() {
             return Err("--prefix: got nothing, want a folder".to_owned());
         }
-        let is_known = |name: &String| ["mpi", "cuda", "wgpu"].contains(&name.as_str());
+        let is_known = |name: &String| ["mpi", "cuda", "nccl", "wgpu"].contains(&name.as_str());
         if let Some(unknown) = options.features.iter().find(|name| !is_known(name)) {
-            return Err(format!("--features: got {unknown}, want mpi, cuda or wgpu"));
+            return Err(format!("--features: got {unknown}, want mpi, cuda, nccl or wgpu"));
         }
         Ok(options)
     }
@@ -221,7 +221,7 @@ mod tests {
         for (line, says) in [
             ("", "--prefix: got nothing"),
             ("--prefix", "--prefix: got nothing"),
-            ("--prefix a --features nccl", "--features: got nccl"),
+            ("--prefix a --features hip", "--features: got hip"),
             ("--prefix a b", "got b"),
         ] {
             let told = parsed(line).unwrap_err();

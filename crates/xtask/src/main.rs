@@ -24,7 +24,7 @@ Builds libannulus and installs it below DIR:
   share/doc/annulus/                    documentation and licences
 
   --features LIST  features of annulus-capi, separated by commas: mpi (built with $MPICC), cuda,
-                   wgpu
+                   nccl, wgpu
   --profile NAME   profile of cargo (default: release)
   --offline        passed to cargo
 

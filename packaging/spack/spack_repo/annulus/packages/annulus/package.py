@@ -17,8 +17,9 @@ class Annulus(Package):
     version("0.1.0")
 
     variant("mpi", default=True, description="Rings over MPI communicators")
-    # both load their drivers at run time: nothing to build
+    # they load their drivers at run time: nothing to build
     variant("cuda", default=False, description="Computes on NVIDIA GPUs")
+    variant("nccl", default=False, description="Blocks over NCCL communicators of the program")
     variant("wgpu", default=False, description="Computes on GPUs through Vulkan")
 
     # cargo links with the compiler of C
@@ -41,7 +42,7 @@ class Annulus(Package):
 
     def install(self, spec, prefix):
         arguments = ["xtask", "install", "--offline", "--prefix", prefix]
-        features = [name for name in ("mpi", "cuda", "wgpu") if spec.satisfies(f"+{name}")]
+        features = [name for name in ("mpi", "cuda", "nccl", "wgpu") if spec.satisfies(f"+{name}")]
         if features:
             arguments += ["--features", ",".join(features)]
         which("cargo", required=True)(*arguments)

@@ -1,0 +1,266 @@
+//! Plans in a CUDA stream of the host's, on tensors in device memory.
+
+use std::ffi::{c_int, c_void};
+
+use annulus::{BackendName, Error, Result};
+
+use crate::{
+    attention::{ATTENTIONS, annulus_attention},
+    options::Description,
+    status::guard,
+};
+
+/// CUDA context and stream that the host lends, and perhaps an NCCL communicator, as addresses.
+#[derive(Debug, Clone, Copy)]
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "refused without the feature"))]
+pub(crate) struct Lent {
+    context: usize,
+    stream: usize,
+    communicator: Option<usize>,
+}
+
+/// Lets the plans of this attention compute in a CUDA stream of the host's, on tensors in device
+/// memory.
+///
+/// `context` is a CUcontext of GPU options.device, `stream` a CUstream of it, NULL for the default
+/// stream; pointers of the CUDA runtime (cudaStream_t, the primary context) are the same.
+/// options.backend is ANNULUS_BACKEND_CUDA, and options.has_device is set. Then the tensors of a
+/// pass are in memory of this context. A pass reads them after the work that the stream has been
+/// given before, and may return before its own work is done: results are complete in the order of
+/// the stream, and tensors live until then. The batch of annulus_plan_update stays in host memory.
+///
+/// Such a plan has the strategy ring. It is a rank over MPI or callbacks, or an in-process ring of
+/// one rank. Its calls leave `context` the current one of the thread. A context and a stream are
+/// neither created nor destroyed, and live until all plans of this attention are destroyed.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT for another backend, without a device, or for NULL as `context`.
+/// ANNULUS_UNSUPPORTED in a library without the feature cuda (annulus_features).
+///
+/// # Safety
+/// `context` and `stream` are as said.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_attention_set_cuda_stream(
+    attention: *mut annulus_attention,
+    context: *mut c_void,
+    stream: *mut c_void,
+) -> c_int {
+    guard(|| {
+        ATTENTIONS.with(attention, |description| {
+            if !cfg!(feature = "cuda") {
+                let what = "a CUDA stream of the host's";
+                return Err(Error::unsupported(what, "a library without the feature cuda"));
+            }
+            if description.backend_name != BackendName::Cuda {
+                let want = "ANNULUS_BACKEND_CUDA for a CUDA stream";
+                return Err(Error::invalid("backend", description.backend_name, want));
+            }
+            if description.device.is_none() {
+                let want = "options.has_device = 1 and the GPU of the context";
+                return Err(Error::invalid("device", "none", want));
+            }
+            if context.is_null() {
+                return Err(Error::invalid("context", "NULL", "a CUcontext"));
+            }
+            let communicator = description.lent.and_then(|lent| lent.communicator);
+            description.lent =
+                Some(Lent { context: context.addr(), stream: stream.addr(), communicator });
+            Ok(())
+        })
+    })
+}
+
+/// Lets keys, values and gradients travel over an NCCL communicator of the host's, after
+/// [`annulus_attention_set_cuda_stream`]. Its ranks are those of the plan, which still needs MPI or
+/// callbacks for control messages.
+///
+/// The communicator is neither aborted nor destroyed: after a pass has failed, that is up to the
+/// host. It lives until all plans of this attention are destroyed, and is used by one of them at a
+/// time.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT without a stream, or for NULL. ANNULUS_UNSUPPORTED in a library without
+/// the feature nccl.
+///
+/// # Safety
+/// `communicator` is an ncclComm_t of the stream's GPU, and no other code uses it while a plan is
+/// made or a pass runs.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_attention_set_nccl_communicator(
+    attention: *mut annulus_attention,
+    communicator: *mut c_void,
+) -> c_int {
+    guard(|| {
+        ATTENTIONS.with(attention, |description| {
+            if !cfg!(feature = "nccl") {
+                let what = "an NCCL communicator of the host's";
+                return Err(Error::unsupported(what, "a library without the feature nccl"));
+            }
+            let Some(lent) = &mut description.lent else {
+                let want = "annulus_attention_set_cuda_stream before";
+                return Err(Error::invalid("stream", "none", want));
+            };
+            if communicator.is_null() {
+                return Err(Error::invalid("communicator", "NULL", "an ncclComm_t"));
+            }
+            lent.communicator = Some(communicator.addr());
+            Ok(())
+        })
+    })
+}
+
+impl Description {
+    /// Checks that nothing is in device memory.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    pub(crate) fn check_host_tensors(&self, by: &str) -> Result<()> {
+        match self.lent {
+            Some(_) => Err(Error::unsupported("tensors in device memory", by)),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(all(feature = "cuda", feature = "mpi"))]
+pub(crate) use on_device::over_mpi;
+#[cfg(feature = "cuda")]
+pub(crate) use on_device::{DevicePlan, over};
+
+#[cfg(feature = "cuda")]
+mod on_device {
+    use std::ptr;
+
+    use annulus::{
+        Plan,
+        comm::Staged,
+        cuda::{
+            Cuda,
+            device::{CudaCopier, CudaSpace, CudaView, CudaViewMut, Device, Stream},
+        },
+    };
+    use annulus_core::{DType, Host, Transport};
+
+    use super::{Error, Lent, Result};
+    use crate::{driver, options::Description, tensor::Checked};
+
+    /// One rank, on tensors in device memory.
+    pub(crate) type DevicePlan = Plan<CudaSpace>;
+
+    /// Transport of blocks in device memory.
+    type Link = Box<dyn Transport<CudaSpace>>;
+
+    /// Plans one rank over a transport of host memory. Blocks travel over the lent communicator, or
+    /// are staged.
+    pub(crate) fn over<T: Transport<Host> + 'static>(
+        description: &Description,
+        lent: Lent,
+        transport: T,
+    ) -> Result<DevicePlan> {
+        plan(description, lent, transport, staged)
+    }
+
+    /// Plans one rank over MPI, which sends from device memory if it takes it.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn over_mpi(
+        description: &Description,
+        lent: Lent,
+        transport: annulus::comm::mpi::Mpi,
+    ) -> Result<DevicePlan> {
+        use annulus::comm::mpi::{DeviceMpi, GpuAwareness};
+
+        plan(description, lent, transport, |transport, device| {
+            if GpuAwareness::of_library().decides()? {
+                Ok(Box::new(DeviceMpi::new(transport, device)?))
+            } else {
+                staged(transport, device)
+            }
+        })
+    }
+
+    fn plan<T: Transport<Host> + 'static>(
+        description: &Description,
+        lent: Lent,
+        mut transport: T,
+        link: impl FnOnce(T, &Device) -> Result<Link>,
+    ) -> Result<DevicePlan> {
+        // the other ranks wait for this one
+        let cuda = cuda(description, lent).inspect_err(|error| transport.abort(error))?;
+        let device = cuda.stream().device().clone();
+        let link = match lent.communicator {
+            Some(communicator) => over_nccl(transport, &device, communicator)?,
+            None => link(transport, &device)?,
+        };
+        Plan::on_device(&description.attention, description.dims, cuda, link)
+    }
+
+    fn staged<T: Transport<Host> + 'static>(transport: T, device: &Device) -> Result<Link> {
+        Ok(Box::new(Staged::new(transport, CudaCopier::new(device)?)))
+    }
+
+    /// Opens the backend in the lent context and stream.
+    fn cuda(description: &Description, lent: Lent) -> Result<Cuda> {
+        let ordinal = description.device.ok_or_else(|| Error::internal("a stream of no device"))?;
+        let context = ptr::with_exposed_provenance_mut(lent.context);
+        let stream = ptr::with_exposed_provenance_mut(lent.stream);
+        // SAFETY: the host has promised both: a context of this GPU and its stream, which outlive
+        // the plans
+        let stream = unsafe {
+            let device = Device::borrowed(driver::symbols()?, ordinal, context)?;
+            Stream::borrowed(&device, stream)
+        };
+        driver::cuda_on(stream)
+    }
+
+    #[cfg(feature = "nccl")]
+    fn over_nccl<T: Transport<Host> + 'static>(
+        mut transport: T,
+        device: &Device,
+        communicator: usize,
+    ) -> Result<Link> {
+        use annulus::comm::nccl::{Nccl, STARTUP_DEADLINE};
+
+        let symbols = driver::nccl_symbols().inspect_err(|error| transport.abort(error))?;
+        let communicator = ptr::with_exposed_provenance_mut(communicator);
+        // SAFETY: the host has promised a communicator on this GPU that outlives the plan
+        let nccl =
+            unsafe { Nccl::borrowed(transport, device, symbols, communicator, STARTUP_DEADLINE)? };
+        Ok(Box::new(nccl))
+    }
+
+    #[cfg(not(feature = "nccl"))]
+    fn over_nccl<T>(_: T, _: &Device, _: usize) -> Result<Link> {
+        Err(Error::internal("a communicator of NCCL without the feature nccl"))
+    }
+
+    impl Checked {
+        /// Views device memory.
+        ///
+        /// # Safety
+        /// As [`CudaView::from_raw`].
+        pub(crate) unsafe fn device_view<'a>(&self, dtype: DType) -> Result<CudaView<'a>> {
+            self.expect(dtype)?;
+            // SAFETY: as the caller promises
+            Ok(unsafe {
+                CudaView::from_raw(self.data.addr() as u64, dtype, self.dims, self.signed())
+            })
+        }
+
+        /// Views device memory, for writing.
+        ///
+        /// # Safety
+        /// As [`CudaViewMut::from_raw`], but that elements may overlap is found.
+        pub(crate) unsafe fn device_view_mut<'a>(&self, dtype: DType) -> Result<CudaViewMut<'a>> {
+            self.expect(dtype)?;
+            self.expect_no_overlap()?;
+            // SAFETY: as the caller promises
+            Ok(unsafe {
+                CudaViewMut::from_raw(self.data.addr() as u64, dtype, self.dims, self.signed())
+            })
+        }
+
+        fn signed(&self) -> [i64; 4] {
+            self.strides.map(|stride| stride as i64)
+        }
+    }
+}

@@ -1,0 +1,329 @@
+//! Plans in a CUDA stream of the host's, on tensors in device memory, on the emulated device: the
+//! numbers of the CPU, over functions of the host and over a communicator of NCCL; and refusals.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod host;
+
+use std::{
+    ffi::{CStr, c_int},
+    path::PathBuf,
+    ptr,
+    sync::atomic::{AtomicUsize, Ordering},
+};
+
+use annulus::{
+    Attention, DType, Dims, Tensors,
+    cuda::device::{
+        CudaTensor, Device, Stream,
+        cudarc::driver::sys::{CUcontext, CUresult, CUstream},
+        nccl::{RawCommunicator, UniqueId},
+    },
+    half::f16,
+    ndarray::{Array, Array3, Array4, Dimension, ShapeBuilder},
+};
+use annulus_capi::*;
+use annulus_core::Element;
+use annulus_cuda_emulator as emulator;
+use host::{Host, on_all, transport};
+
+const DIMS: Dims =
+    Dims { batch: 1, q_len: 70, kv_len: 70, q_heads: 4, kv_heads: 2, head_dim: 16, value_dim: 16 };
+
+fn message() -> String {
+    // SAFETY: never NULL, ends with a zero byte, and nothing fails on this thread meanwhile
+    unsafe { CStr::from_ptr(annulus_last_error()) }.to_str().unwrap().to_owned()
+}
+
+fn ok(status: i32) {
+    assert_eq!(status, ANNULUS_SUCCESS, "{}", message());
+}
+
+/// A context and a stream that a host has made.
+struct Gpu {
+    ordinal: usize,
+    context: CUcontext,
+    handle: CUstream,
+    stream: Stream,
+}
+
+impl Gpu {
+    /// Takes a device of its own, so that a failure affects one test only.
+    fn new() -> Self {
+        static NEXT: AtomicUsize = AtomicUsize::new(0);
+        emulate_cuda(PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("emulated-kernels"));
+        let ordinal = NEXT.fetch_add(1, Ordering::Relaxed) % emulator::DEVICES;
+        let symbols = emulator::symbols();
+        let (mut context, mut handle) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: pointers to locals; context and stream outlive everything made of them
+        unsafe {
+            let retained = (symbols.context_retain)(&raw mut context, ordinal as c_int);
+            assert_eq!(retained, CUresult::CUDA_SUCCESS);
+            assert_eq!((symbols.context_set)(context), CUresult::CUDA_SUCCESS);
+            assert_eq!((symbols.stream_create)(&raw mut handle, 1), CUresult::CUDA_SUCCESS);
+            let device = Device::borrowed(symbols, ordinal, context).unwrap();
+            Self { ordinal, context, handle, stream: Stream::borrowed(&device, handle) }
+        }
+    }
+
+    fn upload<T: Element, D: Dimension>(&self, array: &Array<T, D>) -> CudaTensor {
+        let mut shape = [1; 4];
+        shape[..array.ndim()].copy_from_slice(array.shape());
+        let bytes: Vec<u8> = array.iter().flat_map(|x| bytes_of(*x)).collect();
+        CudaTensor::upload(&self.stream, &bytes, T::DTYPE, shape).unwrap()
+    }
+}
+
+fn bytes_of<T: Element>(x: T) -> Vec<u8> {
+    match T::DTYPE {
+        DType::F32 => (x.to_f64() as f32).to_le_bytes().to_vec(),
+        DType::F16 => f16::from_f64(x.to_f64()).to_le_bytes().to_vec(),
+        other => panic!("{other}"),
+    }
+}
+
+/// Numbers of a tensor in device memory.
+fn downloaded<T: Element, D: Dimension>(
+    tensor: &CudaTensor,
+    shape: impl ShapeBuilder<Dim = D>,
+) -> Array<f64, D> {
+    let bytes = tensor.download().unwrap();
+    let numbers = bytes.chunks_exact(T::DTYPE.bytes()).map(|bytes| match T::DTYPE {
+        DType::F32 => f64::from(f32::from_le_bytes(bytes.try_into().unwrap())),
+        DType::F16 => f16::from_le_bytes(bytes.try_into().unwrap()).to_f64(),
+        other => panic!("{other}"),
+    });
+    Array::from_shape_vec(shape, numbers.collect()).unwrap()
+}
+
+/// The tensor of C for a tensor in device memory.
+fn described(tensor: &CudaTensor) -> annulus_tensor {
+    let view = tensor.view();
+    annulus_tensor {
+        data: ptr::with_exposed_provenance_mut(view.address() as usize),
+        dtype: if view.dtype() == DType::F16 { ANNULUS_F16 } else { ANNULUS_F32 },
+        dims: view.shape().map(|len| len as i64),
+        strides: view.strides(),
+    }
+}
+
+fn input<T: Element>(salt: usize, rows: &[i64], heads: usize) -> Array4<T> {
+    Array4::from_shape_fn((1, rows.len(), heads, 16), |(_, i, head, c)| {
+        let number = rows[i] as usize * 31 + head * 7 + c * 3 + salt * 11;
+        T::from_f64((number % 17) as f64 / 8.0 - 1.0)
+    })
+}
+
+fn options(dtype: i32, ordinal: usize) -> annulus_options {
+    // SAFETY: numbers may be 0
+    let mut options: annulus_options = unsafe { std::mem::zeroed() };
+    // SAFETY: as many writable bytes as said
+    ok(unsafe { annulus_options_init(&raw mut options, size_of::<annulus_options>() as u64) });
+    let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = DIMS;
+    [options.batch, options.q_len, options.kv_len] = [batch, q_len, kv_len].map(|n| n as i64);
+    [options.q_heads, options.kv_heads] = [q_heads, kv_heads].map(|n| n as i64);
+    [options.head_dim, options.value_dim] = [head_dim, value_dim].map(|n| n as i64);
+    options.dtype = dtype;
+    options.causal = 1;
+    options.backend = ANNULUS_BACKEND_CUDA;
+    options.has_device = 1;
+    options.device = ordinal as i64;
+    options
+}
+
+/// Where the blocks of a rank travel.
+enum Link<'a> {
+    Alone,
+    Callbacks(&'a Host, i64),
+    Nccl(&'a Host, i64, RawCommunicator),
+}
+
+/// Rows of a rank, and its out, dq, dk and dv.
+type Share = (Vec<i64>, [Array4<f64>; 4]);
+
+/// Plans and runs both passes of one rank on `gpu`.
+fn passes<T: Element>(gpu: &Gpu, link: &Link<'_>, starts: bool) -> Share {
+    let dtype = if T::DTYPE == DType::F16 { ANNULUS_F16 } else { ANNULUS_F32 };
+    let options = options(dtype, gpu.ordinal);
+    let (mut attention, mut plan) = (ptr::null_mut(), ptr::null_mut());
+    // SAFETY: pointers to locals; the context and the stream live to the end of the test
+    unsafe {
+        ok(annulus_attention_create(&raw const options, &raw mut attention));
+        ok(annulus_attention_set_cuda_stream(attention, gpu.context.cast(), gpu.handle.cast()));
+        match link {
+            Link::Alone => ok(annulus_plan_create_threads(attention, 1, &raw mut plan)),
+            Link::Callbacks(host, ranks) => {
+                let transport = transport(host, *ranks);
+                ok(annulus_plan_create_callbacks(attention, &raw const transport, &raw mut plan));
+            }
+            Link::Nccl(host, ranks, communicator) => {
+                let communicator = communicator.cast();
+                ok(annulus_attention_set_nccl_communicator(attention, communicator));
+                let transport = transport(host, *ranks);
+                ok(annulus_plan_create_callbacks(attention, &raw const transport, &raw mut plan));
+            }
+        }
+    }
+    ok(annulus_attention_destroy(attention));
+    let (mut rows, mut count, mut bytes) = (vec![0; DIMS.q_len], 0, 0);
+    // SAFETY: as many numbers as said
+    unsafe {
+        ok(annulus_plan_q_rows(plan, rows.as_mut_ptr(), rows.len() as i64, &raw mut count));
+        ok(annulus_plan_workspace_bytes(plan, &raw mut bytes));
+    }
+    rows.truncate(count as usize);
+    // the accumulators alone
+    assert!(bytes >= (rows.len() * DIMS.q_heads * DIMS.value_dim * 4) as u64, "{bytes}");
+
+    let inputs = [(1, DIMS.q_heads), (2, DIMS.kv_heads), (3, DIMS.kv_heads), (4, DIMS.q_heads)];
+    let [q, k, v, dout] = inputs.map(|(salt, heads)| gpu.upload(&input::<T>(salt, &rows, heads)));
+    let zeros =
+        |heads| gpu.upload(&Array4::from_elem((1, rows.len(), heads, 16), T::from_f64(0.0)));
+    let [out, dq] = [(); 2].map(|()| zeros(DIMS.q_heads));
+    let [dk, dv] = [(); 2].map(|()| zeros(DIMS.kv_heads));
+    let lse = gpu.upload(&Array3::<f32>::zeros((1, DIMS.q_heads, rows.len())));
+    let tensors = [&q, &k, &v, &out, &dout, &lse, &dq, &dk, &dv].map(described);
+    let at = |index: usize| &raw const tensors[index];
+    // SAFETY: pointers may be null
+    let mut forward: annulus_forward_args = unsafe { std::mem::zeroed() };
+    forward.struct_size = size_of::<annulus_forward_args>() as u64;
+    [forward.q, forward.k, forward.v] = [at(0), at(1), at(2)];
+    [forward.out, forward.lse] = [at(3), at(5)];
+    // SAFETY: pointers may be null
+    let mut backward: annulus_backward_args = unsafe { std::mem::zeroed() };
+    backward.struct_size = size_of::<annulus_backward_args>() as u64;
+    [backward.q, backward.k, backward.v] = [at(0), at(1), at(2)];
+    [backward.out, backward.lse, backward.dout] = [at(3), at(5), at(4)];
+    [backward.dq, backward.dk, backward.dv] = [at(6), at(7), at(8)];
+    // SAFETY: the tensors are in memory of the device and outlive the calls
+    unsafe {
+        if starts {
+            ok(annulus_forward_start(plan, &raw const forward));
+            ok(annulus_plan_wait(plan));
+            ok(annulus_backward_start(plan, &raw const backward));
+            ok(annulus_plan_wait(plan));
+        } else {
+            ok(annulus_forward(plan, &raw const forward));
+            ok(annulus_backward(plan, &raw const backward));
+        }
+        // a tensor of another type is refused by name, before anything is done
+        let wrong = annulus_tensor { dtype: ANNULUS_F64, ..tensors[2] };
+        let refused = annulus_forward_args { v: &raw const wrong, ..forward };
+        assert_eq!(annulus_forward(plan, &raw const refused), ANNULUS_INVALID_ARGUMENT);
+        assert!(message().starts_with("v.dtype: got f64"), "{}", message());
+    }
+    let shape = |heads| (1, rows.len(), heads, 16);
+    let results = [
+        downloaded::<T, _>(&out, shape(DIMS.q_heads)),
+        downloaded::<T, _>(&dq, shape(DIMS.q_heads)),
+        downloaded::<T, _>(&dk, shape(DIMS.kv_heads)),
+        downloaded::<T, _>(&dv, shape(DIMS.kv_heads)),
+    ];
+    ok(annulus_plan_destroy(plan));
+    (rows, results)
+}
+
+/// Compares the shares of all ranks with the CPU's answer.
+fn compare<T: Element>(shares: &[Share], tolerance: f64) {
+    let all: Vec<i64> = (0..DIMS.q_len as i64).collect();
+    let [q, k, v, dout] =
+        [(1, DIMS.q_heads), (2, DIMS.kv_heads), (3, DIMS.kv_heads), (4, DIMS.q_heads)]
+            .map(|(salt, heads)| input::<T>(salt, &all, heads));
+    let attention = Attention::new().causal(true).dtype(T::DTYPE).threads(1);
+    let mut ring = attention.local_ring(DIMS, 1).unwrap();
+    let tensors = Tensors::new(q.view(), k.view(), v.view());
+    let forward = ring.forward(&tensors).unwrap();
+    let gradients = ring.backward(&tensors, &forward, dout.view(), None).unwrap();
+    let want = [&forward.out, &gradients.dq, &gradients.dk, &gradients.dv];
+    assert_eq!(shares.iter().map(|(rows, _)| rows.len()).sum::<usize>(), DIMS.q_len);
+    for (rows, results) in shares {
+        for ((name, got), want) in ["out", "dq", "dk", "dv"].iter().zip(results).zip(want) {
+            for ((b, i, h, c), &got) in got.indexed_iter() {
+                let want = want[[b, rows[i] as usize, h, c]].to_f64();
+                assert!((got - want).abs() <= tolerance, "{name}: {got}, want {want}");
+            }
+        }
+    }
+}
+
+#[test]
+fn one_rank_computes_in_the_stream_of_the_host() {
+    let gpu = Gpu::new();
+    compare::<f32>(&[passes::<f32>(&gpu, &Link::Alone, false)], 1e-5);
+    compare::<f16>(&[passes::<f16>(&gpu, &Link::Alone, true)], 4e-3);
+}
+
+#[test]
+fn a_ring_over_callbacks_stages_its_blocks() {
+    let (shares, _) = on_all(
+        3,
+        |_| usize::MAX,
+        |host| passes::<f32>(&Gpu::new(), &Link::Callbacks(host, 3), false),
+    );
+    compare::<f32>(&shares, 1e-5);
+}
+
+#[test]
+fn blocks_travel_over_the_communicator_of_the_host() {
+    let symbols = emulator::nccl_symbols();
+    let mut id = UniqueId([0; UniqueId::BYTES]);
+    // SAFETY: a pointer to a local
+    assert_eq!(unsafe { (symbols.unique_id)(&raw mut id) }, 0);
+    let (results, wire) = on_all(
+        2,
+        |_| usize::MAX,
+        |host| {
+            let gpu = Gpu::new();
+            let mut communicator = ptr::null_mut();
+            // SAFETY: a pointer to a local; the emulator does not read the last one
+            unsafe {
+                let rank = host.rank as c_int;
+                let made = (symbols.init_rank)(&raw mut communicator, 2, id, rank, ptr::null_mut());
+                assert!([0, 7].contains(&made), "{made}");
+            }
+            let share = passes::<f32>(&gpu, &Link::Nccl(host, 2, communicator), false);
+            // SAFETY: the host's own, and its plans are destroyed
+            assert_eq!(unsafe { (symbols.destroy)(communicator) }, 0);
+            share
+        },
+    );
+    compare::<f32>(&results, 1e-5);
+    // no block among the messages of the host: half of the keys and values are 35·2·32·4 bytes
+    assert!(wire.longest() < 8960, "{}", wire.longest());
+}
+
+#[test]
+fn handles_without_meaning_are_refused() {
+    let gpu = Gpu::new();
+    let (mut attention, mut plan) = (ptr::null_mut(), ptr::null_mut());
+    let one = gpu.context.cast::<std::ffi::c_void>();
+    let refuses = |status: i32, text: &str| {
+        assert_eq!(status, ANNULUS_INVALID_ARGUMENT);
+        assert!(message().starts_with(text), "{}", message());
+    };
+    // SAFETY: pointers to locals; nothing reads the handles that are refused
+    unsafe {
+        for (change, text) in [
+            ((|o| o.backend = ANNULUS_BACKEND_CPU) as fn(&mut annulus_options), "backend: got cpu"),
+            (|_| {}, "device: got none"),
+        ] {
+            let mut options = options(ANNULUS_F32, 0);
+            options.has_device = 0;
+            change(&mut options);
+            ok(annulus_attention_create(&raw const options, &raw mut attention));
+            refuses(annulus_attention_set_cuda_stream(attention, one, ptr::null_mut()), text);
+            ok(annulus_attention_destroy(attention));
+        }
+        let options = options(ANNULUS_F32, gpu.ordinal);
+        ok(annulus_attention_create(&raw const options, &raw mut attention));
+        let null = ptr::null_mut();
+        refuses(annulus_attention_set_nccl_communicator(attention, one), "stream: got none");
+        refuses(annulus_attention_set_cuda_stream(attention, null, null), "context: got NULL");
+        ok(annulus_attention_set_cuda_stream(attention, one, gpu.handle.cast()));
+        refuses(annulus_attention_set_nccl_communicator(attention, null), "communicator: got NULL");
+        // rows of whole tensors would have to be copied on the device
+        let status = annulus_plan_create_threads(attention, 2, &raw mut plan);
+        assert_eq!((status, plan), (ANNULUS_UNSUPPORTED, ptr::null_mut()));
+        assert!(message().contains("tensors in device memory"), "{}", message());
+        ok(annulus_attention_destroy(attention));
+    }
+}
