@@ -244,8 +244,8 @@ def flash_attention(
         cum_seqlens_q, cum_seqlens_k: ``[sequences + 1]``, ascending from 0: packed sequences, in
             which positions restart at 0. One given serves for both.
         threads: CPU threads that compute. Default: the cores of the machine.
-        backend, device: What computes, ``cpu``, ``wgpu`` or ``cuda``, and the number of the GPU, see
-            ``Plan``.
+        backend, device: What computes (``cpu``, ``wgpu`` or ``cuda``), and the number of the GPU,
+            see ``Plan``.
         fwd_params, bwd_params: Tile sizes of other libraries; refused, since kernels choose theirs.
         return_lse: Returns (out, lse), with lse ``[batch, q_heads, q_len]``.
         return_max_sum: Appends max and sum, shape of lse. Only with ``normalize_output=False``.
@@ -348,8 +348,8 @@ def ring_attention(
         kv_block_size: Hint: a KV block is split into messages at multiples of this many rows, see
             ``Plan``.
         threads: CPU threads of each rank. Default: the cores, divided by the ranks on the machine.
-        backend, device: What computes, ``cpu``, ``wgpu`` or ``cuda``, and the number of the GPU, see
-            ``Plan``.
+        backend, device: What computes (``cpu``, ``wgpu`` or ``cuda``), and the number of the GPU,
+            see ``Plan``.
         deadline: Seconds of silence of the ring after which a call fails. Default: 120.
         axis_name, query_chunk_size, key_chunk_size, causal_block_size, fwd_params, bwd_params,
             policy, prevent_cse: Parameters of other libraries that mean nothing here; refused.
