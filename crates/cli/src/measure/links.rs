@@ -22,9 +22,12 @@ use super::median;
 
 /// Bytes of a short message.
 const SHORT: u64 = 8;
-/// Bytes of a long message, of the size of KV blocks: 1 MiB, or 16 MiB where 1 MiB takes less than
-/// [`SHORT_TIME`].
-const LONG: [u64; 2] = [1 << 20, 16 << 20];
+/// Bytes of a long message, of the size of KV blocks: 4 MiB, or 16 MiB where 1 MiB takes less than
+/// [`SHORT_TIME`]. With 1 MiB a link may look half duplex: over TCP the reply that a message waits
+/// for before it is sent queues behind buffers of data, for as long as some 100 KiB take.
+const LONG: [u64; 2] = [4 << 20, 16 << 20];
+/// Bytes by which the length of the long message is chosen.
+const PROBE: u64 = 1 << 20;
 const SHORT_TIME: f64 = 2e-3;
 /// Rounds that are not measured: connections are made in the first.
 const WARM_UP: usize = 3;
@@ -141,12 +144,9 @@ impl Rank {
         }
         let latency = self.median(pairs, Exchange::PingPong(SHORT))?;
         let [shorter, longer] = LONG;
-        let seconds = self.median(pairs, Exchange::PingPong(shorter))?;
-        let (bytes, seconds) = if seconds < SHORT_TIME {
-            (longer, self.median(pairs, Exchange::PingPong(longer))?)
-        } else {
-            (shorter, seconds)
-        };
+        let probe = self.median(pairs, Exchange::PingPong(PROBE))?;
+        let bytes = if probe < SHORT_TIME { longer } else { shorter };
+        let seconds = self.median(pairs, Exchange::PingPong(bytes))?;
         let both = self.median(pairs, Exchange::Both(bytes))?;
         Ok(Some(Link {
             latency,
@@ -157,13 +157,12 @@ impl Rank {
 
     /// Measures the bytes per second between two nodes if all pairs send at once.
     fn node_bandwidth(&mut self, nodes: &[Vec<usize>], pairs: &Pairs, latency: f64) -> Result<f64> {
-        let [bytes, _] = LONG;
-        let slowest = self.seconds(pairs, Exchange::PingPong(bytes))?;
+        let slowest = self.seconds(pairs, Exchange::PingPong(PROBE))?;
         let slowest = slowest.into_iter().fold(0.0, f64::max);
         let senders =
             |node: &Vec<usize>| node.iter().filter(|&&rank| pairs[rank].is_some()).count();
         let most = nodes.iter().map(senders).max().unwrap_or(1);
-        Ok(most as f64 * bandwidth(bytes, slowest, latency))
+        Ok(most as f64 * bandwidth(PROBE, slowest, latency))
     }
 
     fn median(&mut self, pairs: &Pairs, exchange: Exchange) -> Result<f64> {
