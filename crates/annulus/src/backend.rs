@@ -110,9 +110,10 @@ enum Opened {
 }
 
 impl AnyBackend {
-    /// Opens a backend. `device` is the number of a GPU; by default wgpu takes the adapter that the
-    /// driver prefers, and CUDA takes the GPUs of a node round robin over its ranks. `threads` are
-    /// the CPU threads of each rank, 0 for one; with a GPU it must be 0.
+    /// Opens a backend. `device` is the number of a GPU, as `annulus doctor` lists them; by default
+    /// wgpu takes the first, and CUDA the GPUs of a node round robin over its ranks, each opened
+    /// when a rank needs it. `threads` are the CPU threads of each rank, 0 for one; with a GPU it
+    /// must be 0.
     ///
     /// # Errors
     /// [`Error::Unsupported`] naming what this build or this machine lacks: feature, driver, GPU,
@@ -139,7 +140,7 @@ impl AnyBackend {
             }
             #[cfg(feature = "cuda")]
             (BackendName::Cuda, device, 0) => {
-                Ok(Self(Opened::Cuda(std::sync::Arc::new(CudaDevices::open(device)?))))
+                Ok(Self(Opened::Cuda(std::sync::Arc::new(CudaDevices::find(device)?))))
             }
             #[cfg(not(all(feature = "wgpu", feature = "cuda")))]
             (name, ..) => Err(name.missing()),

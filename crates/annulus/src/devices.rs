@@ -43,18 +43,16 @@ pub struct CudaDevices {
 
 #[cfg(feature = "cuda")]
 impl CudaDevices {
-    /// Opens GPU number `device`, which all ranks use; without a number, counts the visible GPUs,
-    /// which the ranks of a node use round robin.
+    /// Finds the visible GPUs. All ranks use GPU number `device`; without a number, the ranks of a
+    /// node use its GPUs round robin.
     ///
     /// # Errors
-    /// [`crate::Error::Unsupported`] without a driver or a GPU; as [`CudaDevices::get`].
-    pub fn open(device: Option<usize>) -> Result<Self> {
+    /// [`crate::Error::Unsupported`] without a driver or a GPU that is new enough;
+    /// [`crate::Error::InvalidArgument`] for a number that no GPU has.
+    pub fn find(device: Option<usize>) -> Result<Self> {
         let count = annulus_cuda::device::Device::count()?;
-        let devices = Self { device, count, opened: Mutex::default() };
-        if let Some(number) = device {
-            devices.get(number)?;
-        }
-        Ok(devices)
+        device.map_or(Ok(()), annulus_cuda::device::Device::check)?;
+        Ok(Self { device, count, opened: Mutex::default() })
     }
 
     /// Returns the number of visible GPUs.

@@ -562,13 +562,14 @@ typedef struct annulus_options {
   int64_t page_rows;
   /**
    * ANNULUS_BACKEND_CPU (default), WGPU or CUDA: what computes the plans of this attention.
-   * Tensors are in host memory on each. annulus_attention_create opens the GPU; its plans share
-   * it. A library without the backend refuses it (annulus_features).
+   * Tensors are in host memory on each, unless annulus_attention_set_cuda_stream is called. The
+   * plans share the GPU. annulus_attention_create refuses a backend that the library
+   * (annulus_features) or the machine does not have.
    */
   int32_t backend;
   /**
-   * Flag: device is the number of the GPU. Default: 0, which is the adapter that the driver
-   * prefers with WGPU, and with CUDA the GPUs of a node, round robin over its ranks.
+   * Flag: device is the number of the GPU. Default: 0, which is the first adapter with WGPU, and
+   * with CUDA the GPUs of a node, round robin over its ranks.
    */
   int32_t has_device;
   /**
@@ -1453,8 +1454,8 @@ int annulus_plan_numerics(const struct annulus_plan *plan,
  * gradients in flight) and the memory of the kernels: accumulators, row statistics, and the scratch
  * memory of each thread; where ranks divide the heads, also the tensors of a rank's heads. On a GPU
  * they are in its memory, with a copy of the tensors. The first pass of each kind adds lists of
- * visible keys, or these copies; later passes add nothing. Not counted: row numbers and positions, the schedule, stacks of threads, and
- * rows that an in-process ring copies during a pass.
+ * visible keys, or these copies; later passes add nothing. Not counted: row numbers and positions,
+ * the schedule, stacks of threads, and rows that an in-process ring copies during a pass.
  *
  * Errors
  * ANNULUS_INVALID_ARGUMENT.
@@ -1462,8 +1463,7 @@ int annulus_plan_numerics(const struct annulus_plan *plan,
  * Safety
  * `bytes` points to a writable number.
  */
-int annulus_plan_workspace_bytes(const struct annulus_plan *plan,
-                                 uint64_t *bytes);
+int annulus_plan_workspace_bytes(const struct annulus_plan *plan, uint64_t *bytes);
 
 /**
  * Writes the payload bytes that a pass sends by the schedule to `*bytes`: those of this rank, or

@@ -200,11 +200,12 @@ pub struct annulus_options {
     /// 0, which is 64.
     pub page_rows: i64,
     /// ANNULUS_BACKEND_CPU (default), WGPU or CUDA: what computes the plans of this attention.
-    /// Tensors are in host memory on each. annulus_attention_create opens the GPU; its plans share
-    /// it. A library without the backend refuses it (annulus_features).
+    /// Tensors are in host memory on each, unless annulus_attention_set_cuda_stream is called. The
+    /// plans share the GPU. annulus_attention_create refuses a backend that the library
+    /// (annulus_features) or the machine does not have.
     pub backend: i32,
-    /// Flag: device is the number of the GPU. Default: 0, which is the adapter that the driver
-    /// prefers with WGPU, and with CUDA the GPUs of a node, round robin over its ranks.
+    /// Flag: device is the number of the GPU. Default: 0, which is the first adapter with WGPU, and
+    /// with CUDA the GPUs of a node, round robin over its ranks.
     pub has_device: i32,
     /// Number of the GPU, as `annulus doctor` lists them. Must be 0 unless has_device is set.
     pub device: i64,

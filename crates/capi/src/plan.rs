@@ -68,6 +68,18 @@ macro_rules! of_plan {
     };
 }
 
+/// Evaluates the sum of a number over the plans of the ranks of this process.
+macro_rules! sum_over_ranks {
+    ($planned:expr, $plan:ident => $number:expr) => {
+        match $planned {
+            Planned::Ring(ring) => ring.plans().map(|$plan| $number).sum::<u64>(),
+            Planned::Rank($plan) => $number,
+            #[cfg(feature = "cuda")]
+            Planned::Device($plan) => $number,
+        }
+    };
+}
+
 /// The plan after a pass, and the result of the pass.
 type PassEnd = (Planned, Result<()>);
 
@@ -636,8 +648,8 @@ pub unsafe extern "C" fn annulus_plan_numerics(
 /// gradients in flight) and the memory of the kernels: accumulators, row statistics, and the scratch
 /// memory of each thread; where ranks divide the heads, also the tensors of a rank's heads. On a GPU
 /// they are in its memory, with a copy of the tensors. The first pass of each kind adds lists of
-/// visible keys, or these copies; later passes add nothing. Not counted: row numbers and positions, the schedule, stacks of threads, and
-/// rows that an in-process ring copies during a pass.
+/// visible keys, or these copies; later passes add nothing. Not counted: row numbers and positions,
+/// the schedule, stacks of threads, and rows that an in-process ring copies during a pass.
 ///
 /// # Errors
 /// ANNULUS_INVALID_ARGUMENT.
@@ -649,14 +661,8 @@ pub unsafe extern "C" fn annulus_plan_workspace_bytes(
     plan: *const annulus_plan,
     bytes: *mut u64,
 ) -> c_int {
-    let of = |plan: &Plan| plan.buffer_bytes() + plan.workspace_bytes();
     let of = |planned: &Planned| {
-        Ok(match planned {
-            Planned::Ring(ring) => ring.plans().map(of).sum(),
-            Planned::Rank(plan) => of(plan),
-            #[cfg(feature = "cuda")]
-            Planned::Device(plan) => plan.buffer_bytes() + plan.workspace_bytes(),
-        })
+        Ok(sum_over_ranks!(planned, plan => plan.buffer_bytes() + plan.workspace_bytes()))
     };
     // SAFETY: as the caller promises
     unsafe { answer(plan, "bytes", bytes, of) }
@@ -685,12 +691,7 @@ pub unsafe extern "C" fn annulus_plan_predicted_bytes(
             ANNULUS_PASS_BACKWARD => PassKind::Backward,
             other => return Err(Error::invalid("pass", other, "an ANNULUS_PASS constant")),
         };
-        Ok(match planned {
-            Planned::Ring(ring) => ring.plans().map(|plan| plan.bytes_predicted(pass)).sum(),
-            Planned::Rank(plan) => plan.bytes_predicted(pass),
-            #[cfg(feature = "cuda")]
-            Planned::Device(plan) => plan.bytes_predicted(pass),
-        })
+        Ok(sum_over_ranks!(planned, plan => plan.bytes_predicted(pass)))
     };
     // SAFETY: as the caller promises
     unsafe { answer(plan, "bytes", bytes, of) }
@@ -717,9 +718,7 @@ pub unsafe extern "C" fn annulus_plan_q_rows(
 ) -> c_int {
     let of = |planned: &Planned| match planned {
         Planned::Ring(ring) => Runs::counting(0, ring.plan().spec().dims.q_len as u64),
-        Planned::Rank(plan) => plan.q_rows().clone(),
-        #[cfg(feature = "cuda")]
-        Planned::Device(plan) => plan.q_rows().clone(),
+        rank => of_plan!(rank, plan => plan.q_rows().clone()),
     };
     let of = || PLANS.with(plan, |state| Ok(of(state.planned()?)));
     // SAFETY: as the caller promises
@@ -742,9 +741,7 @@ pub unsafe extern "C" fn annulus_plan_kv_rows(
 ) -> c_int {
     let of = |planned: &Planned| match planned {
         Planned::Ring(ring) => Runs::counting(0, ring.plan().spec().dims.kv_len as u64),
-        Planned::Rank(plan) => plan.kv_rows().clone(),
-        #[cfg(feature = "cuda")]
-        Planned::Device(plan) => plan.kv_rows().clone(),
+        rank => of_plan!(rank, plan => plan.kv_rows().clone()),
     };
     let of = || PLANS.with(plan, |state| Ok(of(state.planned()?)));
     // SAFETY: as the caller promises

@@ -206,10 +206,10 @@ fn passes<T: Element>(gpu: &Gpu, link: &Link<'_>, starts: bool) -> Share {
             ok(annulus_backward(plan, &raw const backward));
         }
         // a tensor of another type is refused by name, before anything is done
-        let wrong = annulus_tensor { dtype: ANNULUS_F64, ..tensors[2] };
+        let wrong = annulus_tensor { dtype: ANNULUS_BF16, ..tensors[2] };
         let refused = annulus_forward_args { v: &raw const wrong, ..forward };
         assert_eq!(annulus_forward(plan, &raw const refused), ANNULUS_INVALID_ARGUMENT);
-        assert!(message().starts_with("v.dtype: got f64"), "{}", message());
+        assert!(message().starts_with("v.dtype: got bf16"), "{}", message());
     }
     let shape = |heads| (1, rows.len(), heads, 16);
     let results = [

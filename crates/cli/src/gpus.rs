@@ -73,7 +73,7 @@ impl Gpus {
     ) -> Outcome<Self> {
         #[cfg(not(feature = "nccl"))]
         let _: Duration = deadline;
-        let devices = CudaDevices::open(first)?;
+        let devices = CudaDevices::find(first)?;
         // what is missing on this machine is an error before any file is read
         devices.get(first.unwrap_or(0))?;
         let link = match transport {

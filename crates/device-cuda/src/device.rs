@@ -78,6 +78,14 @@ impl Device {
         start(&Symbols::system()?)
     }
 
+    /// Checks that there is GPU `ordinal` and that it is new enough, without a context.
+    ///
+    /// # Errors
+    /// As [`Device::open`].
+    pub fn check(ordinal: usize) -> Result<()> {
+        describe(&Symbols::system()?, ordinal).map(drop)
+    }
+
     /// As [`Device::open`], with these functions.
     ///
     /// # Errors
