@@ -370,8 +370,10 @@ fn choose<B: Backend>(
         route: options.route,
         placement: transport.placement(),
         kv_tile: capabilities.kv_tile.max(1),
+        // a batch comes with an update
+        batch: None,
     };
-    let all = StrategyTraffic::of_all(spec, ranks, &traffic, &mut || ());
+    let all = StrategyTraffic::of_all(spec, ranks, &traffic, &mut || ())?;
     let chosen = match &options.machine {
         Some(machine) => all.get(machine.choose(&all, spec, &traffic, &mut || ())?.0),
         None => StrategyTraffic::cheapest(&all).ok(),

@@ -146,8 +146,9 @@ fn the_predicted_bytes_are_those_of_the_plans() {
                 route: None,
                 placement: None,
                 kv_tile: 1,
+                batch: None,
             };
-            let traffic = StrategyTraffic::of(&spec, of, &options, &mut || ());
+            let traffic = StrategyTraffic::of(&spec, of, &options, &mut || ()).unwrap();
             let ring = attention.clone().strategy(strategy).local_ring(DIMS, ranks).unwrap();
             for plan in ring.plans() {
                 assert_eq!(plan.strategy(), strategy);

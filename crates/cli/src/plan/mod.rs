@@ -20,7 +20,7 @@ use crate::{
         values::{DTypeName, LayoutName, count as from_one, dim, planned_ranks, strategy, whole},
     },
     failure::{Failure, Outcome},
-    file, machine, message,
+    file, machine,
     report::{bytes, count, grouped},
     stdout::say,
 };
@@ -189,7 +189,7 @@ impl PlanFlags {
     }
 
     /// Compares the strategies. The balanced layout and packed documents are planned for a ring
-    /// only.
+    /// only, and predicted with a machine.
     fn strategies(
         &self,
         spec: &Spec,
@@ -200,15 +200,16 @@ impl PlanFlags {
             let layout = layout.as_ref();
             return Ok(Strategies::new(spec, self.ranks, layout, self.strategy, machine));
         }
-        if let Some(machine) = &self.machine {
-            let want = "no machine with --documents or --layout balanced";
-            return Err(Failure::usage("--machine", message::path(machine), want));
-        }
         if self.strategy != Strategy::Ring {
             let want = "ring with --documents or --layout balanced";
             return Err(Failure::usage("--strategy", self.strategy, want));
         }
-        Ok(Ok(Strategies::default()))
+        let Some(machine) = machine else { return Ok(Ok(Strategies::default())) };
+        let batch = documents::batch(&self.mask.documents);
+        let choice = self.layout.choice(spec, self.ranks, &batch);
+        Ok(choice.and_then(|choice| {
+            Strategies::of_documents(spec, self.ranks, &choice, &batch, machine)
+        }))
     }
 
     /// Returns the ring whose steps are shown: of a grid that of the first member of each group.

@@ -1,8 +1,8 @@
 //! Figures of every strategy that ranks and heads admit.
 
 use annulus_core::{
-    Backend, HeadGrid, Layout, Machine, Prediction, Result, Spec, Strategy, StrategyTraffic,
-    TrafficOptions,
+    Backend, Batch, Choice, Error, HeadGrid, Layout, Machine, Prediction, Result, Spec, Strategy,
+    StrategyTraffic, TrafficOptions,
 };
 use serde::Serialize;
 
@@ -72,10 +72,8 @@ impl Strategies {
         if strategy == Strategy::Ring && ranks > MOST_STEPPED_RANKS && machine.is_none() {
             return Ok(Self::default());
         }
-        let kv_tile = annulus_cpu::Cpu::new(1)?.capabilities(spec)?.kv_tile;
-        let options =
-            TrafficOptions { backward: true, layout, route: None, placement: None, kv_tile };
-        let all = StrategyTraffic::of_all(spec, ranks, &options, &mut || ());
+        let options = options(spec, layout)?;
+        let all = StrategyTraffic::of_all(spec, ranks, &options, &mut || ())?;
         let (fastest, predictions) = match machine {
             Some(machine) => {
                 let (fastest, all) = machine.choose(&all, spec, &options, &mut || ())?;
@@ -92,6 +90,30 @@ impl Strategies {
         Ok(Self { all, predictions, chosen })
     }
 
+    /// Plans the ring of packed documents, for which there is no other strategy here; with a machine
+    /// it is predicted.
+    ///
+    /// # Errors
+    /// As [`Strategies::new`].
+    pub(super) fn of_documents(
+        spec: &Spec,
+        ranks: usize,
+        Choice { layout, route, .. }: &Choice,
+        batch: &Batch,
+        machine: &Machine,
+    ) -> Result<Self> {
+        let options = TrafficOptions {
+            route: Some(*route),
+            batch: Some(batch),
+            ..options(spec, Some(layout))?
+        };
+        let none = || Error::internal("no grid of a ring");
+        let grid = HeadGrid::of(&spec.dims, ranks, Strategy::Ring)?.ok_or_else(none)?;
+        let traffic = StrategyTraffic::of(spec, grid, &options, &mut || ())?;
+        let prediction = Prediction::of(&traffic, spec, &options, machine, &mut || ())?;
+        Ok(Self { all: vec![traffic], predictions: vec![prediction], chosen: 0 })
+    }
+
     /// Returns the traffic of the strategy that is planned; `None` if it is the ring.
     pub(super) fn grid(&self) -> Option<&StrategyTraffic> {
         self.all.get(self.chosen).filter(|of| of.grid.members() > 1)
@@ -102,6 +124,19 @@ impl Strategies {
         let of = |(index, traffic)| StrategyFigures::of(traffic, self.predictions.get(index));
         self.all.iter().enumerate().map(of).collect()
     }
+}
+
+/// Options of a forward and a backward pass on the CPU.
+fn options<'a>(spec: &Spec, layout: Option<&'a Layout>) -> Result<TrafficOptions<'a>> {
+    let kv_tile = annulus_cpu::Cpu::new(1)?.capabilities(spec)?.kv_tile;
+    Ok(TrafficOptions {
+        backward: true,
+        layout,
+        route: None,
+        placement: None,
+        kv_tile,
+        batch: None,
+    })
 }
 
 impl StrategyFigures {

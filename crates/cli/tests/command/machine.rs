@@ -104,6 +104,28 @@ fn wrong_fields_name_the_file_and_the_field() {
 }
 
 #[test]
+fn plan_predicts_the_ring_of_documents() {
+    let folder = Folder::new("plan_documents_machine");
+    write(&folder, &machine(1e9, 1e11));
+    let documents = "--causal --documents 512,2048,1000,4632 --ranks 4 --heads 8";
+    let mut times = Vec::new();
+    for layout in ["contiguous", "balanced"] {
+        let flags = format!("{documents} --layout {layout} --machine machine.json");
+        let planned = plan(&folder, &flags);
+        let [ring] = &planned["strategies"].as_array().unwrap()[..] else { panic!("{planned}") };
+        assert_eq!((&ring["name"], &planned["strategy"]), (&json!("ring"), &json!("ring")));
+        // the bytes are those of the plan without a machine
+        let bytes = plan(&folder, &format!("{documents} --layout {layout}"));
+        assert_eq!(ring["bytes_sent_total"], bytes["bytes_sent_total"]);
+        times.push(ring["time_predicted"].as_f64().unwrap());
+    }
+    // the rank with the longest document has the most work, unless the layout balances it
+    assert!(times[1] < 0.9 * times[0], "{times:?}");
+    let refused = format!("plan {documents} --machine machine.json --strategy heads:2");
+    folder.run(&refused).failed(2, &["--strategy: got heads:2, want ring"]);
+}
+
+#[test]
 fn plan_predicts_the_time_of_every_strategy() {
     let folder = Folder::new("plan_machine");
     // 64:8 heads on 8 ranks: the ring sends the fewest bytes
@@ -168,13 +190,11 @@ fn seconds_are_those_of_the_model() {
     let planned = plan(&folder, "--q-len 4096 --ranks 512 --heads 1 --machine machine.json");
     let seconds = planned["strategies"][0]["time_predicted"].as_f64().unwrap();
     assert!(seconds > 511.0 * 0.1, "{seconds}");
-    for wrong in [
-        "--q-len 64 --ranks 2 --dtype bf16",
-        "--documents 32,32 --ranks 2",
-        "--q-len 64 --ranks 2 --layout balanced",
-    ] {
-        folder.run(&format!("plan {wrong} --machine machine.json")).failed(2, &["--machine"]);
-    }
+    // documents of one rank each send nothing: the tiles alone
+    let planned = plan(&folder, "--documents 32,32 --ranks 2 --machine machine.json");
+    assert_eq!(planned["strategies"][0]["exposed_predicted"], 0.0);
+    let wrong = "plan --q-len 64 --ranks 2 --dtype bf16 --machine machine.json";
+    folder.run(wrong).failed(2, &["--machine"]);
 }
 
 #[test]

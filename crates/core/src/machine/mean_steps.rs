@@ -5,7 +5,7 @@ use super::{
     ring_steps::distinct_members,
     steps::{PairSeconds, TimedStep},
 };
-use crate::{BackwardMode, RingShards, Spec, StrategyTraffic, Work};
+use crate::{BackwardMode, Result, Spec, StrategyTraffic, TrafficOptions, Work};
 
 /// Returns the steps of a forward and a backward pass over more groups than are executed one by
 /// one: the first step, then a mean step as often as there are others.
@@ -15,19 +15,19 @@ use crate::{BackwardMode, RingShards, Spec, StrategyTraffic, Work};
 pub(super) fn of_grid(
     traffic: &StrategyTraffic,
     spec: &Spec,
-    backward: bool,
+    options: &TrafficOptions<'_>,
     seconds: PairSeconds,
-) -> [Vec<TimedStep>; 2] {
+) -> Result<[Vec<TimedStep>; 2]> {
     let StrategyTraffic { grid, layout, .. } = traffic;
     let groups = grid.groups();
     let per_head = spec.mask.per_head();
     let work = |member| {
         let layout = layout.of_member(grid, member);
-        let shards = RingShards::plain(&spec.dims, spec.alignment, layout, groups);
+        let shards = options.shards(spec, layout, groups)?;
         let spec = spec.of_member(grid, member);
-        Work::of(spec.mask.as_ref(), spec.dims.q_heads, spec.dims.batch, &shards)
+        Ok(Work::of(spec.mask.as_ref(), spec.dims.q_heads, spec.dims.batch, &shards))
     };
-    let work: Vec<Work> = distinct_members(grid, per_head).map(work).collect();
+    let work: Vec<Work> = distinct_members(grid, per_head).map(work).collect::<Result<_>>()?;
     let ranks = groups * grid.members();
     let steps = |pair_seconds: f64, bytes: &[u128]| {
         let compute = |ring_index: usize| {
@@ -55,7 +55,10 @@ pub(super) fn of_grid(
     };
     let two_passes = spec.leaf_rows.is_some() || spec.backward == BackwardMode::TwoPass;
     let mode = if two_passes { BackwardMode::TwoPass } else { BackwardMode::OnePass };
-    let of_backward =
-        if backward { steps(seconds.backward_pass(mode), &traffic.backward) } else { Vec::new() };
-    [steps(seconds.forward_pass(), &traffic.forward), of_backward]
+    let of_backward = if options.backward {
+        steps(seconds.backward_pass(mode), &traffic.backward)
+    } else {
+        Vec::new()
+    };
+    Ok([steps(seconds.forward_pass(), &traffic.forward), of_backward])
 }

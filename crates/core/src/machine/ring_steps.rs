@@ -5,8 +5,8 @@ use super::{
     steps::{BACKWARD_PRODUCTS, KV_PASS_PRODUCTS, PairSeconds, QUERY_PASS_PRODUCTS, TimedStep},
 };
 use crate::{
-    BackwardMode, Choice, Group, HeadGrid, Message, NeedsIndex, RingShards, RowLayout, Schedule,
-    Spec, StrategyTraffic, TrafficOptions, WorkMatrix,
+    BackwardMode, Choice, Group, HeadGrid, Message, NeedsIndex, Result, RowLayout, Schedule, Spec,
+    StrategyTraffic, TrafficOptions, WorkMatrix,
 };
 
 /// The rings over groups, one for each member.
@@ -49,7 +49,7 @@ impl<'a> RingSteps<'a> {
         options: &TrafficOptions<'_>,
         seconds: PairSeconds,
         tick: &mut dyn FnMut(),
-    ) -> Self {
+    ) -> Result<Self> {
         let grid = &traffic.grid;
         let reproducible = spec.leaf_rows.is_some();
         let mode = if reproducible { BackwardMode::TwoPass } else { spec.backward };
@@ -65,18 +65,18 @@ impl<'a> RingSteps<'a> {
         } else {
             of_member.query_row_layout()
         };
-        Self {
+        Ok(Self {
             traffic,
             seconds,
             backward: options.backward,
             reproducible,
             mode,
-            rings: distinct_members(grid, per_head).map(ring).collect(),
+            rings: distinct_members(grid, per_head).map(ring).collect::<Result<_>>()?,
             per_head,
             kv_row: of_member.kv_row_layout(),
             gradient_row: of_member.gradient_row_layout(),
             query_row,
-        }
+        })
     }
 
     fn ranks(&self) -> usize {
@@ -248,13 +248,13 @@ impl MemberRing {
         options: &TrafficOptions<'_>,
         two_passes: bool,
         tick: &mut dyn FnMut(),
-    ) -> Self {
+    ) -> Result<Self> {
         let groups = traffic.grid.groups();
         let layout = traffic.layout.of_member(&traffic.grid, member);
         let auto =
             |tick: &mut dyn FnMut()| Choice::auto(spec, groups, Some(layout), None, tick).route;
         let route = options.route.unwrap_or_else(|| auto(tick));
-        let shards = RingShards::plain(&spec.dims, spec.alignment, layout, groups);
+        let shards = options.shards(spec, layout, groups)?;
         let work = WorkMatrix::estimate(spec, &shards, tick);
         let (heads, batch) = (spec.dims.q_heads, spec.dims.batch);
         let mask = spec.mask.as_ref();
@@ -267,7 +267,7 @@ impl MemberRing {
             let schedule = Schedule::build(&needs.to_needs(), route.opposite(), false);
             (schedule, work.transposed())
         });
-        Self { schedule, work, queries }
+        Ok(Self { schedule, work, queries })
     }
 
     fn query_schedule(&self) -> Option<&Schedule> {

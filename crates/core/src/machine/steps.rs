@@ -89,7 +89,7 @@ pub(super) fn of_passes(
         Strategy::Auto => {
             Err(Error::invalid("strategy", Strategy::Auto, "one that was chosen, not auto"))
         }
-        _ => Ok(of_grid(traffic, spec, options, seconds, tick)),
+        _ => of_grid(traffic, spec, options, seconds, tick),
     }
 }
 
@@ -101,11 +101,11 @@ fn of_grid(
     options: &TrafficOptions<'_>,
     seconds: PairSeconds,
     tick: &mut dyn FnMut(),
-) -> [Vec<TimedStep>; 2] {
+) -> Result<[Vec<TimedStep>; 2]> {
     if traffic.grid.groups() > MOST_STEPPED_RANKS {
-        return mean_steps::of_grid(traffic, spec, options.backward, seconds);
+        return mean_steps::of_grid(traffic, spec, options, seconds);
     }
-    let ring = RingSteps::new(traffic, spec, options, seconds, tick);
+    let ring = RingSteps::new(traffic, spec, options, seconds, tick)?;
     let grid = &traffic.grid;
     let fields = [ExchangeFields::of_forward(spec, grid), ExchangeFields::of_backward(spec, grid)];
     let [forward, backward] = [ring.forward(), ring.backward()];
@@ -114,7 +114,7 @@ fn of_grid(
         before.into_iter().chain(ring).chain(after).collect()
     };
     let forward = around(of_forward, forward);
-    [forward, if options.backward { around(of_backward, backward) } else { Vec::new() }]
+    Ok([forward, if options.backward { around(of_backward, backward) } else { Vec::new() }])
 }
 
 /// Returns the rounds of the exchange before a pass, and those after it.

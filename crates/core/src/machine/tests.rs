@@ -13,13 +13,19 @@ use super::{
     *,
 };
 use crate::{
-    BackwardMode, Dims, HeadGrid, Layout, Route, Spec, Strategy, StrategyTraffic, TrafficOptions,
-    mask,
+    BackwardMode, Batch, Dims, HeadGrid, Layout, Route, Spec, Strategy, StrategyTraffic,
+    TrafficOptions, mask,
 };
 
 /// Both passes with the layout and the route that are chosen.
-const BOTH: TrafficOptions<'static> =
-    TrafficOptions { backward: true, layout: None, route: None, placement: None, kv_tile: 64 };
+const BOTH: TrafficOptions<'static> = TrafficOptions {
+    backward: true,
+    layout: None,
+    route: None,
+    placement: None,
+    kv_tile: 64,
+    batch: None,
+};
 const FORWARD: TrafficOptions<'static> = TrafficOptions { backward: false, ..BOTH };
 
 /// Rows of the plans below: a block of a rank has 262,144 bytes, and the pairs of two ranks
@@ -56,7 +62,7 @@ fn traffic_of(
     options: &TrafficOptions<'_>,
 ) -> StrategyTraffic {
     let grid = HeadGrid::new(&spec.dims, ranks, heads).unwrap();
-    StrategyTraffic::of(spec, grid, options, &mut || ())
+    StrategyTraffic::of(spec, grid, options, &mut || ()).unwrap()
 }
 
 fn predict(
@@ -119,6 +125,28 @@ fn blocks_that_are_forwarded_hide_under_whole_steps() {
 }
 
 #[test]
+fn documents_on_one_rank_each_send_nothing() {
+    let spec = Spec::new(Dims::new(1, LEN, 1, 64), DType::F32);
+    let machine = machine(link(0.1, BLOCK_BYTES / 4.0), BLOCK_FLOPS);
+    let batch = |lens: &[i64]| Batch { cum_seqlens_q: Some(lens.to_vec()), ..Batch::default() };
+    let time = |batch: &Batch| {
+        let options =
+            TrafficOptions { layout: Some(&Layout::Contiguous), batch: Some(batch), ..FORWARD };
+        predict(&machine, &spec, 2, &options)
+    };
+    // a document of 512 rows on each rank: its own tiles of 1 s
+    let half = time(&batch(&[0, 512, 1024]));
+    is_near(half.forward.seconds, 1.0);
+    assert_eq!(half.bytes, LinkBytes::default());
+    // the middle one of 256, 512 and 256 rows is on both ranks: 256 rows of its keys, half a block,
+    // arrive by 2.1 s. Its 256² pairs with the other rank take 0.25 s, those of the last part of 1/8
+    // come after it
+    let middle = time(&batch(&[0, 256, 768, 1024]));
+    is_near(middle.forward.seconds, 2.1 + 0.25 / 8.0);
+    is_near(middle.bytes.between_nodes, BLOCK_BYTES);
+}
+
+#[test]
 fn latency_alone_and_compute_alone() {
     for ranks in [2, 4, 8] {
         let spec = Spec::new(Dims::new(1, 64 * ranks, 1, 64), DType::F32);
@@ -159,7 +187,7 @@ fn an_exchange_has_a_message_for_each_member() {
 fn a_grid_of_queries_and_keys_has_exchanges_around_its_ring() {
     let spec = Spec::new(Dims::new(1, 256, 1, 64), DType::F32);
     let grid = HeadGrid::with_columns(&spec.dims, 4, 1, 2).unwrap();
-    let traffic = StrategyTraffic::of(&spec, grid, &FORWARD, &mut || ());
+    let traffic = StrategyTraffic::of(&spec, grid, &FORWARD, &mut || ()).unwrap();
     let of = |machine: &Machine| {
         Prediction::of(&traffic, &spec, &FORWARD, machine, &mut || ()).unwrap().forward
     };
@@ -268,7 +296,7 @@ fn two_nodes(inside: Link, between: Link, flops: f64) -> Machine {
 #[test]
 fn the_least_time_is_chosen() {
     let spec = grouped();
-    let all = StrategyTraffic::of_all(&spec, 8, &BOTH, &mut || ());
+    let all = StrategyTraffic::of_all(&spec, 8, &BOTH, &mut || ()).unwrap();
     let chosen = |machine: &Machine| {
         let (index, predictions) = machine.choose(&all, &spec, &BOTH, &mut || ()).unwrap();
         let least = predictions.iter().map(Prediction::seconds).fold(f64::INFINITY, f64::min);
@@ -289,7 +317,7 @@ fn the_least_time_is_chosen() {
 #[test]
 fn buffers_must_fit_the_memory() {
     let spec = grouped();
-    let all = StrategyTraffic::of_all(&spec, 8, &BOTH, &mut || ());
+    let all = StrategyTraffic::of_all(&spec, 8, &BOTH, &mut || ()).unwrap();
     let machine = two_nodes(link(1e-6, 1e11), link(1e-3, 1e6), 1e13);
     let memory = |index: usize| u64::try_from(all[index].memory_max_rank).unwrap();
     let fastest = machine.choose(&all, &spec, &BOTH, &mut || ()).unwrap().0;
@@ -358,7 +386,7 @@ proptest! {
     ) {
         let options = TrafficOptions { backward, ..BOTH };
         let machine = Machine { ranks_per_node, ..two_nodes(link(1.0, 1e3), link(2.0, 1e2), 1e6) };
-        for traffic in StrategyTraffic::of_all(&spec, ranks, &options, &mut || ()) {
+        for traffic in StrategyTraffic::of_all(&spec, ranks, &options, &mut || ()).unwrap() {
             let predicted = Prediction::of(&traffic, &spec, &options, &machine, &mut || ()).unwrap();
             let bytes = predicted.bytes.inside_node + predicted.bytes.between_nodes;
             prop_assert_eq!(bytes, traffic.total() as f64, "{}", traffic.strategy);
@@ -385,7 +413,7 @@ proptest! {
             (4, ..) => faster.node_bandwidth = faster.node_bandwidth.map(|of| of * better),
             _ => faster.rates[0].forward *= better,
         }
-        for traffic in StrategyTraffic::of_all(&spec, ranks, &options, &mut || ()) {
+        for traffic in StrategyTraffic::of_all(&spec, ranks, &options, &mut || ()).unwrap() {
             let of = |machine| Prediction::of(&traffic, &spec, &options, machine, &mut || ()).unwrap();
             let [slow, fast] = [of(&machine), of(&faster)];
             prop_assert!(fast.seconds() <= slow.seconds() * (1.0 + 1e-12), "{:?} {:?}", slow, fast);

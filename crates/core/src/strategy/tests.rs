@@ -6,8 +6,14 @@ use super::*;
 use crate::{Choice, CustomLayout, DType, Dims, Layout, Runs, Side, Spec, mask};
 
 /// A forward pass with the layout and the route that are chosen.
-const FORWARD: TrafficOptions<'static> =
-    TrafficOptions { backward: false, layout: None, route: None, placement: None, kv_tile: 1 };
+const FORWARD: TrafficOptions<'static> = TrafficOptions {
+    backward: false,
+    layout: None,
+    route: None,
+    placement: None,
+    kv_tile: 1,
+    batch: None,
+};
 
 fn dims(q_heads: usize, kv_heads: usize, len: usize) -> Dims {
     Dims { q_heads, ..Dims::new(1, len, q_heads, 64).kv_heads(kv_heads) }
@@ -199,7 +205,7 @@ fn bytes_are_those_of_the_published_formula() {
         let len = 64 * ranks;
         let spec = Spec::new(dims(q_heads, kv_heads, len), DType::Bf16);
         let lse_bytes = 4;
-        for traffic in StrategyTraffic::of_all(&spec, ranks, &FORWARD, &mut || ()) {
+        for traffic in StrategyTraffic::of_all(&spec, ranks, &FORWARD, &mut || ()).unwrap() {
             let grid = traffic.grid;
             let p = ranks as f64;
             let [h, a, b] =
@@ -224,7 +230,7 @@ fn bytes_are_those_of_the_published_formula() {
 fn the_fewest_bytes_are_chosen() {
     let cheapest = |q_heads, kv_heads, ranks| {
         let spec = Spec::new(dims(q_heads, kv_heads, 64 * ranks), DType::Bf16);
-        let all = StrategyTraffic::of_all(&spec, ranks, &FORWARD, &mut || ());
+        let all = StrategyTraffic::of_all(&spec, ranks, &FORWARD, &mut || ()).unwrap();
         let ring = all[0].total() as f64;
         let best = StrategyTraffic::cheapest(&all).unwrap();
         (best.strategy, 1.0 - best.total() as f64 / ring)

@@ -2,8 +2,8 @@
 
 use super::{ExchangeFields, GroupLayout, HeadGrid, Strategy, exchange::backward_mode, memory};
 use crate::{
-    BackwardMode, Choice, Layout, NeedsIndex, Placement, Result, RingShards, RingTraffic, Route,
-    Side, Spec,
+    BackwardMode, Batch, Choice, Layout, NeedsIndex, Placement, Result, RingShards, RingTraffic,
+    Route, Side, Spec,
 };
 
 /// Bytes that every rank sends under a strategy.
@@ -38,16 +38,38 @@ pub struct TrafficOptions<'a> {
     /// The KV tile of the backends, to multiples of which the query rows of a reproducible backward
     /// pass are sent.
     pub kv_tile: u64,
+    /// Segment ids, positions and packed lengths of all rows, if there are any. A dense mask does
+    /// not count.
+    pub batch: Option<&'a Batch>,
+}
+
+impl TrafficOptions<'_> {
+    /// Returns the shards of a ring over `groups` ranks with this layout.
+    ///
+    /// # Errors
+    /// As [`RingShards::of_batch`].
+    pub(crate) fn shards(&self, spec: &Spec, layout: &Layout, groups: usize) -> Result<RingShards> {
+        match self.batch {
+            None => Ok(RingShards::plain(&spec.dims, spec.alignment, layout, groups)),
+            Some(batch) => RingShards::of_batch(&spec.dims, spec.alignment, layout, groups, batch),
+        }
+    }
 }
 
 impl StrategyTraffic {
     /// Computes the traffic of `grid`. Calls `tick` between steps of a long computation.
+    ///
+    /// Dims, layout and batch must have been validated.
+    ///
+    /// # Errors
+    /// [`crate::Error::InvalidArgument`] for a batch that does not fit the layout;
+    /// [`crate::Error::OutOfMemory`].
     pub fn of(
         spec: &Spec,
         grid: HeadGrid,
         options: &TrafficOptions<'_>,
         tick: &mut dyn FnMut(),
-    ) -> Self {
+    ) -> Result<Self> {
         let TrafficOptions { backward, layout, placement, .. } = *options;
         let first = spec.of_member(&grid, 0);
         let layout = GroupLayout::choose(&first, &grid, layout, placement, tick);
@@ -70,7 +92,7 @@ impl StrategyTraffic {
             let of_member = spec.of_member(&grid, member);
             rings.push(match rings.get(distinct(member)) {
                 Some(same) => same.clone(),
-                None => traffic.ring_bytes(&of_member, member, options, tick),
+                None => traffic.ring_bytes(&of_member, member, options, tick)?,
             });
         }
         for ring_index in 0..traffic.forward.len() {
@@ -78,16 +100,19 @@ impl StrategyTraffic {
             traffic.forward[ring_index] += forward[grid.group(ring_index)];
             traffic.backward[ring_index] += backward[grid.group(ring_index)];
         }
-        traffic
+        Ok(traffic)
     }
 
     /// Returns the traffic of every grid over which `spec` can be divided, the ring first.
+    ///
+    /// # Errors
+    /// As [`StrategyTraffic::of`].
     pub fn of_all(
         spec: &Spec,
         ranks: usize,
         options: &TrafficOptions<'_>,
         tick: &mut dyn FnMut(),
-    ) -> Vec<Self> {
+    ) -> Result<Vec<Self>> {
         HeadGrid::candidates(spec, ranks, options.backward)
             .into_iter()
             .map(|grid| Self::of(spec, grid, options, tick))
@@ -145,13 +170,13 @@ impl StrategyTraffic {
         member: usize,
         options: &TrafficOptions<'_>,
         tick: &mut dyn FnMut(),
-    ) -> [Vec<u128>; 2] {
+    ) -> Result<[Vec<u128>; 2]> {
         let TrafficOptions { backward, route, kv_tile, .. } = *options;
         let groups = self.grid.groups();
         let layout = self.layout.of_member(&self.grid, member);
         let route =
             route.unwrap_or_else(|| Choice::auto(spec, groups, Some(layout), None, tick).route);
-        let shards = RingShards::plain(&spec.dims, spec.alignment, layout, groups);
+        let shards = options.shards(spec, layout, groups)?;
         let mask = spec.mask.as_ref();
         let heads = spec.dims.q_heads;
         let batch = spec.dims.batch;
@@ -177,6 +202,6 @@ impl StrategyTraffic {
             sent.map(|(keys, queries)| kv(keys.block_rows) + of_queries(queries.block_rows))
                 .collect()
         };
-        [forward, backward]
+        Ok([forward, backward])
     }
 }
