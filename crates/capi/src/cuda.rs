@@ -63,8 +63,8 @@ pub unsafe extern "C" fn annulus_attention_set_cuda_stream(
                 return Err(Error::invalid("context", "NULL", "a CUcontext"));
             }
             let communicator = description.lent.and_then(|lent| lent.communicator);
-            description.lent =
-                Some(Lent { context: context.addr(), stream: stream.addr(), communicator });
+            let (context, stream) = (context.expose_provenance(), stream.expose_provenance());
+            description.lent = Some(Lent { context, stream, communicator });
             Ok(())
         })
     })
@@ -103,7 +103,7 @@ pub unsafe extern "C" fn annulus_attention_set_nccl_communicator(
             if communicator.is_null() {
                 return Err(Error::invalid("communicator", "NULL", "an ncclComm_t"));
             }
-            lent.communicator = Some(communicator.addr());
+            lent.communicator = Some(communicator.expose_provenance());
             Ok(())
         })
     })

@@ -196,6 +196,7 @@ fn passes<T: Element>(gpu: &Gpu, link: &Link<'_>, starts: bool) -> Share {
     [backward.dq, backward.dk, backward.dv] = [at(6), at(7), at(8)];
     // SAFETY: the tensors are in memory of the device and outlive the calls
     unsafe {
+        ok(annulus_plan_update(plan, ptr::null()));
         if starts {
             ok(annulus_forward_start(plan, &raw const forward));
             ok(annulus_plan_wait(plan));
@@ -324,6 +325,16 @@ fn handles_without_meaning_are_refused() {
         let status = annulus_plan_create_threads(attention, 2, &raw mut plan);
         assert_eq!((status, plan), (ANNULUS_UNSUPPORTED, ptr::null_mut()));
         assert!(message().contains("tensors in device memory"), "{}", message());
+        ok(annulus_attention_destroy(attention));
+
+        // the exchanges of other strategies are for tensors in host memory
+        let strategy = ANNULUS_STRATEGY_HEADS_RING;
+        let divided = annulus_options { strategy, strategy_heads: 1, ..options };
+        ok(annulus_attention_create(&raw const divided, &raw mut attention));
+        ok(annulus_attention_set_cuda_stream(attention, one, gpu.handle.cast()));
+        let status = annulus_plan_create_threads(attention, 1, &raw mut plan);
+        assert_eq!((status, plan), (ANNULUS_UNSUPPORTED, ptr::null_mut()));
+        assert!(message().starts_with("strategy heads:1"), "{}", message());
         ok(annulus_attention_destroy(attention));
     }
 }
