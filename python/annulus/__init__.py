@@ -6,24 +6,21 @@
     out = annulus.ring_attention(query, key, value, causal=True, ranks=4)
     out = annulus.ring_attention(query, key, value, causal=True, comm=MPI.COMM_WORLD)
 
-Arrays are ``[batch, seq, heads, dim]``, of NumPy, torch (CPU), JAX (CPU) or anything with DLPack
-or the buffer protocol. ``Attention`` and ``Plan`` serve repeated and backward passes; ``Cache``
-serves decoding; ``annulus.torch`` and ``annulus.jax`` have gradients.
+Arrays are ``[batch, seq, heads, dim]``, of NumPy, torch, JAX or anything with DLPack or the buffer
+protocol, in host memory or in that of an NVIDIA GPU. ``Attention`` and ``Plan`` serve repeated and
+backward passes; ``Cache`` serves decoding; ``annulus.torch`` and ``annulus.jax`` have gradients.
 """
 
 from . import biases, masks
-from ._annulus import HAS_MPI, backends
+from ._annulus import HAS_MPI
 from ._attention import Attention, Shard
 from ._cache import Cache
 from ._calls import flash_attention, ring_attention
 from ._errors import ArrivalTimeout, Error, InvalidArgument, OutOfMemory, Unsupported
-from ._plan import Plan
+from ._plan import BACKENDS, Plan
 from ._results import Forward, Gradients, Report
 
 __version__ = "0.1.0"
-
-BACKENDS = tuple(backends())
-"""Names of the backends that the package was built with: ``cpu``, ``wgpu``, ``cuda``."""
 
 __all__ = [
     "BACKENDS",
@@ -45,3 +42,8 @@ __all__ = [
     "masks",
     "ring_attention",
 ]
+
+if "cuda" in BACKENDS:
+    from ._annulus import DeviceArray as DeviceArray
+
+    __all__ += ["DeviceArray"]

@@ -19,13 +19,18 @@ FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 DLPACK_CPU = 1
 """``kDLCPU`` of dlpack.h."""
+DLPACK_CUDA = (2, 13)
+"""``kDLCUDA`` and ``kDLCUDAManaged`` of dlpack.h."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """An array, the name of its element type, and the library that it came from."""
+    """An array, the name of its element type, and the library that it came from.
 
-    array: np.ndarray[Any, Any]
+    In host memory it is one of NumPy's, else a ``DeviceArray``.
+    """
+
+    array: Any
     dtype: str
     library: str
 
@@ -66,9 +71,9 @@ def described(name: str, value: Any) -> tuple[tuple[int, ...], str]:
     so that the array may be one that JAX or torch traces.
     """
     found_library = library(value)
-    if found_library != "numpy":
+    if found_library != "numpy" or device_of(value) is not None:
         if found_library == "torch":
-            check_memory(name, value)
+            check_memory(name, value, on_gpu=True)
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype not in FLOATS:
             raise invalid(name, f"elements {dtype}", f"one of {', '.join(FLOATS)}")
@@ -113,9 +118,9 @@ def accumulator(dtype: str) -> str:
 
 def converted(given: Tensor, dtype: str) -> np.ndarray[Any, Any]:
     """Returns a tensor in another element type; the tensor's own array if it has that type."""
+    array: np.ndarray[Any, Any] = given.array
     if given.dtype == dtype:
-        return given.array
-    array = given.array
+        return array
     if given.dtype == "bfloat16":
         array = (array.astype(np.uint32) << 16).view(np.float32)
     if dtype != "bfloat16":
@@ -143,6 +148,44 @@ def given_back(array: np.ndarray[Any, Any], dtype: str, like: str) -> Any:
 
         return jax.numpy.asarray(array)
     return array
+
+
+class HostMemory:
+    """The memory of the arrays that a plan reads and writes: that of the host."""
+
+    def tensor(self, name: str, value: Any) -> Tensor:
+        """Views an array of floats."""
+        return tensor(name, value)
+
+    def output(
+        self, name: str, given: Any, shape: tuple[int, ...], dtype: str, like: str
+    ) -> np.ndarray[Any, Any]:
+        """Views an array that is to be written, or makes a new one."""
+        if given is None:
+            return empty(shape, dtype)
+        if library(given) == "jax":
+            raise unsupported(name, "a JAX array is never written")
+        found = tensor(name, given, writable=True)
+        if found.dtype != dtype or found.array.shape != shape:
+            raise invalid(name, f"{found.dtype} {found.array.shape}", f"{dtype} {shape}")
+        array: np.ndarray[Any, Any] = found.array
+        return array
+
+    def empty(self, shape: tuple[int, ...], dtype: str, like: str) -> np.ndarray[Any, Any]:
+        """Returns an array of undefined elements."""
+        return empty(shape, dtype)
+
+    def converted(self, name: str, given: Tensor, dtype: str) -> np.ndarray[Any, Any]:
+        """Returns a tensor in another element type."""
+        return converted(given, dtype)
+
+    def sinks(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Returns sinks with an axis of heads."""
+        return array[None, :] if array.ndim == 1 else array
+
+    def given_back(self, array: Any, dtype: str, like: str) -> Any:
+        """Returns a result as an array of a library."""
+        return given_back(array, dtype, like)
 
 
 def dtype_name(argument: str, value: Any) -> str:
@@ -186,9 +229,25 @@ def _as_numpy(name: str, value: Any) -> tuple[np.ndarray[Any, Any], str]:
     return array, array.dtype.name
 
 
-def check_memory(name: str, value: Any) -> None:
-    """Checks that a torch tensor is dense and in host memory."""
-    if value.device.type != "cpu" or str(value.layout) != "torch.strided":
+def device_of(value: Any) -> int | None:
+    """Returns the number of the NVIDIA GPU whose memory an array is in, or None."""
+    found = library(value)
+    if found == "torch":
+        return int(value.device.index or 0) if value.device.type == "cuda" else None
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(value, jax.core.Tracer):
+        return None
+    if hasattr(value, "__dlpack_device__"):
+        kind, number = (int(part) for part in value.__dlpack_device__())
+        return number if kind in DLPACK_CUDA else None
+    # an object with this interface only does not tell the number
+    return 0 if hasattr(value, "__cuda_array_interface__") else None
+
+
+def check_memory(name: str, value: Any, *, on_gpu: bool = False) -> None:
+    """Checks that a torch tensor is dense and in host memory, or that of an NVIDIA GPU."""
+    kinds = ("cpu", "cuda") if on_gpu else ("cpu",)
+    if value.device.type not in kinds or str(value.layout) != "torch.strided":
         place = f"{value.device} ({value.layout})"
         raise unsupported(name, f"a torch tensor on {place}; want a dense one on cpu")
 

@@ -8,10 +8,10 @@ from types import TracebackType
 from typing import Any
 
 from . import _annulus, _arrays, _check
-from ._arrays import Tensor, accumulator, given_back, tensor
+from ._arrays import HostMemory, Tensor, accumulator, given_back, tensor
 from ._attention import Attention, Numbers, config, lengths, spelled_runs
 from ._errors import argument_got_want, invalid, unsupported
-from ._plan import agreed, fortran_handle, output, reports_of
+from ._plan import agreed, fortran_handle, reports_of
 from ._results import Forward
 
 PAGE_ROWS = 64
@@ -215,10 +215,12 @@ class Cache:
                 raise invalid("query", f"{queries} queries", want)
             acc = accumulator(self._dtype)
             whole = (batch, queries, q_heads, self._lengths["value_dim"])
+            statistics = (batch, q_heads, queries)
+            memory, like = HostMemory(), given.library
             arrays = {
                 "query": given.array,
-                "out": output("out", out, whole, self._dtype),
-                "lse": output("lse", lse, (batch, q_heads, queries), acc),
+                "out": memory.output("out", out, whole, self._dtype, like),
+                "lse": memory.output("lse", lse, statistics, acc, like),
             }
             if softmax_aux is not None:
                 sinks = _arrays.converted(tensor("softmax_aux", softmax_aux), acc)

@@ -10,6 +10,7 @@ from typing import Any
 from . import _arrays, _check
 from ._annulus import BiasFunction, Mask
 from ._attention import Attention, Machine, Rows
+from ._device import Place, current_stream
 from ._errors import invalid, unsupported
 from ._plan import Plan, agreed, check_communicator, gathered
 from ._results import Forward
@@ -109,8 +110,9 @@ class Call:
     machine: Machine | None = None
     kv_block_size: int | None = None
     threads: int | None = None
-    backend: str = "cpu"
+    backend: str | None = None
     device: int | None = None
+    stream: int | None = None
     deadline: float | None = None
     fused_backward: bool | None = None
 
@@ -131,7 +133,24 @@ class Call:
         options = {field.name for field in fields(Call)} - {"attention"}
         return Call(attention, **{name: given[name] for name in options & given.keys()})
 
-    def plan(self, shapes: Shapes, told: list[RankRows], *, forward_only: bool) -> Plan:
+    def place(self, query: Any) -> Place | None:
+        """Returns the GPU whose memory the tensors are in, with the stream; None for the host's."""
+        number = _arrays.device_of(query)
+        if number is None:
+            if self.stream is not None:
+                raise invalid("stream", self.stream, "None, since query is in host memory")
+            return None
+        if self.backend not in (None, "cuda"):
+            why = f"query is in the memory of GPU {number}, which cuda computes on"
+            raise unsupported("backend", why)
+        if self.device not in (None, number):
+            raise invalid("device", self.device, f"{number}, in whose memory query is")
+        stream = current_stream(query, number) if self.stream is None else self.stream
+        return Place(number, stream)
+
+    def plan(
+        self, shapes: Shapes, place: Place | None, told: list[RankRows], *, forward_only: bool
+    ) -> Plan:
         """Plans for the tensors of all ranks; with a communicator, collectively."""
         batch, _, q_heads, head_dim = shapes.query
         _, _, kv_heads, value_dim = shapes.value
@@ -161,8 +180,9 @@ class Call:
             machine=self.machine,
             kv_block_size=self.kv_block_size,
             threads=self.threads,
-            backend=self.backend,
-            device=self.device,
+            backend=self.backend or ("cpu" if place is None else "cuda"),
+            device=self.device if place is None else place.device,
+            stream=None if place is None else place.stream,
             deadline=self.deadline,
             backward_mode="two_pass" if self.fused_backward is False else "one_pass",
             forward_only=forward_only,
@@ -212,19 +232,21 @@ def flash_attention(
     alignment: str = "top_left",
     reproducible: bool = False,
     threads: int | None = None,
-    backend: str = "cpu",
+    backend: str | None = None,
     device: int | None = None,
+    stream: int | None = None,
     fwd_params: None = None,
     bwd_params: None = None,
     return_lse: bool = False,
     return_max_sum: bool = False,
 ) -> Any:
-    """Computes attention over whole arrays on the CPU.
+    """Computes attention over whole arrays.
 
-    Arrays of NumPy, torch (CPU), JAX (CPU) and anything with DLPack or the buffer protocol, in
-    float64, float32, bfloat16 or float16, with any strides, are read in place; outputs are arrays
-    of query's library. Torch tensors and traced JAX arrays go through ``annulus.torch`` and
-    ``annulus.jax``, so that the call has a gradient.
+    Arrays of NumPy, torch, JAX and anything with DLPack or the buffer protocol, in float64,
+    float32, bfloat16 or float16, with any strides, are read in place; outputs are arrays of query's
+    library. Arrays in the memory of an NVIDIA GPU are computed there, and outputs are there too; of
+    a library without DLPack, a ``DeviceArray``. Torch tensors and traced JAX arrays go through
+    ``annulus.torch`` and ``annulus.jax``, so that the call has a gradient.
 
     Parameters that are not listed are those of ``Attention``, which defines them; mask_builder is
     its mask. Calls of torch reuse plans. Others plan anew: programs with many passes keep a
@@ -245,7 +267,10 @@ def flash_attention(
             which positions restart at 0. One given serves for both.
         threads: CPU threads that compute. Default: the cores of the machine.
         backend, device: What computes (``cpu``, ``wgpu`` or ``cuda``), and the number of the GPU,
-            see ``Plan``.
+            see ``Plan``. Default: ``cpu``; for arrays in the memory of an NVIDIA GPU, ``cuda`` on
+            this GPU.
+        stream: Stream of the pass, for arrays in the memory of a GPU, see ``Plan``. Default:
+            torch's current stream, or the default stream.
         fwd_params, bwd_params: Tile sizes of other libraries; refused, since kernels choose theirs.
         return_lse: Returns (out, lse), with lse ``[batch, q_heads, q_len]``.
         return_max_sum: Appends max and sum, shape of lse. Only with ``normalize_output=False``.
@@ -306,8 +331,9 @@ def ring_attention(
     machine: Machine | None = None,
     kv_block_size: int | None = None,
     threads: int | None = None,
-    backend: str = "cpu",
+    backend: str | None = None,
     device: int | None = None,
+    stream: int | None = None,
     deadline: float | None = None,
     axis_name: None = None,
     query_chunk_size: None = None,
@@ -349,7 +375,10 @@ def ring_attention(
             ``Plan``.
         threads: CPU threads of each rank. Default: the cores, divided by the ranks on the machine.
         backend, device: What computes (``cpu``, ``wgpu`` or ``cuda``), and the number of the GPU,
-            see ``Plan``.
+            see ``Plan``. Default: ``cpu``; for arrays in the memory of an NVIDIA GPU, ``cuda`` on
+            this GPU.
+        stream: Stream of the pass, for arrays in the memory of a GPU, see ``Plan``. Default:
+            torch's current stream, or the default stream.
         deadline: Seconds of silence of the ring after which a call fails. Default: 120.
         axis_name, query_chunk_size, key_chunk_size, causal_block_size, fwd_params, bwd_params,
             policy, prevent_cse: Parameters of other libraries that mean nothing here; refused.
@@ -416,14 +445,14 @@ def chosen(given: Arguments, results: tuple[Any, ...]) -> Any:
 
 def plan_of(call: Call, tensors: Tensors, batch: dict[str, Any], *, forward_only: bool) -> Plan:
     """Plans a call and adapts the plan to its batch."""
-    shapes: list[Shapes] = []
+    found: list[tuple[Shapes, Place | None]] = []
 
     def rows() -> RankRows:
-        shapes.append(Shapes.of(*tensors))
-        return shapes[0].rows
+        found.append((Shapes.of(*tensors), call.place(tensors[0])))
+        return found[0][0].rows
 
     told = gathered(call.comm, rows)
-    plan = call.plan(shapes[0], told, forward_only=forward_only)
+    plan = call.plan(*found[0], told, forward_only=forward_only)
     if any(value is not None for value in batch.values()):
         plan.update(**batch)
     return plan

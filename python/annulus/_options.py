@@ -40,7 +40,7 @@ def spelled(call: Call) -> str:
         given = attention[name]
         if given is not None:
             attention[name] = _key(f"{name} {given.key}", given)
-    route, one_pass = call.route, call.fused_backward
+    route, one_pass, backend = call.route, call.fused_backward, call.backend
     strategy = checked_strategy(call.strategy)
     options = {
         "ranks": _check.integer_or_none("ranks", call.ranks, least=1),
@@ -51,8 +51,9 @@ def spelled(call: Call) -> str:
         "machine": checked_machine(call.machine, strategy),
         "kv_block_size": _check.integer_or_none("kv_block_size", call.kv_block_size, least=1),
         "threads": _check.integer_or_none("threads", call.threads, least=1),
-        "backend": _check.choice("backend", call.backend, BACKEND_NAMES),
+        "backend": None if backend is None else _check.choice("backend", backend, BACKEND_NAMES),
         "device": _check.integer_or_none("device", call.device),
+        "stream": _check.integer_or_none("stream", call.stream),
         "deadline": _check.number_or_none("deadline", call.deadline),
         "fused_backward": None if one_pass is None else _check.boolean("fused_backward", one_pass),
     }

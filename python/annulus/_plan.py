@@ -11,14 +11,17 @@ from typing import Any, TypeVar
 import numpy as np
 
 from . import _annulus, _arrays, _check
-from ._arrays import Tensor, accumulator, empty, given_back, tensor
+from ._arrays import HostMemory, Tensor, accumulator
 from ._attention import Attention, Machine, Numbers, Rows, config, lengths, spelled_runs
+from ._device import DeviceMemory, Place
 from ._errors import argument_got_want, invalid, refused, unsupported
 from ._results import Forward, Gradients, Report
 
 T = TypeVar("T")
 
 BACKEND_NAMES = ("cpu", "wgpu", "cuda")
+BACKENDS = tuple(_annulus.backends())
+"""Names of the backends that the package was built with: ``cpu``, ``wgpu``, ``cuda``."""
 
 
 class Plan:
@@ -64,9 +67,18 @@ class Plan:
         threads: CPU threads of each rank. Default: the cores, divided by the ranks on the machine.
         backend: What computes: ``cpu``, ``wgpu`` (a GPU through Vulkan, Metal or DX12; no float64)
             or ``cuda`` (NVIDIA GPUs), if the package was built with it. Tensors are in host memory
-            on each. A GPU stays open until the process ends, and all plans share it.
+            on each, unless ``stream`` is given. A GPU stays open until the process ends, and all
+            plans share it.
         device: Number of the GPU, as the command ``annulus doctor`` lists them. Default: the first;
             with ``cuda`` the GPUs of a node, round robin over its ranks.
+        stream: With ``backend="cuda"`` and ``device``: the tensors are in the memory of this GPU,
+            and a pass runs in this stream, a ``cudaStream_t`` as an integer (torch's
+            ``torch.cuda.current_stream().cuda_stream``, CuPy's ``stream.ptr``; 0 is the default
+            stream). A pass may return before its work is done: results are complete in the order
+            of the stream, and memory of tensors is not reused before that. The plan is a rank over
+            ``comm``, or alone, with the strategy ``ring``; blocks travel through host memory. bias,
+            softmax_aux, lse and dlse have the element type of ``lse``: no array is converted. The
+            batch of ``update`` stays in host memory.
         deadline: Seconds of silence of a rank within a call after which the call fails. Default:
             120; at least 1. ``ANNULUS_DEADLINE`` in the environment replaces it.
         arrival_deadline: Seconds that a call waits for ranks which have not made it; at least 1.
@@ -102,13 +114,14 @@ class Plan:
         threads: int | None = None,
         backend: str = "cpu",
         device: int | None = None,
+        stream: int | None = None,
         deadline: float | None = None,
         arrival_deadline: float | None = None,
         backward_mode: str = "one_pass",
         forward_only: bool = False,
         local_gradients: bool = False,
     ) -> None:
-        def prepare() -> tuple[dict[str, Any], tuple[str, int | None], int | None]:
+        def prepare() -> tuple[dict[str, Any], tuple[str, int | None], int | None, Place | None]:
             if not isinstance(attention, Attention):
                 raise invalid("attention", repr(attention), "an annulus.Attention")
             if ranks is not None and comm is not None:
@@ -144,11 +157,19 @@ class Plan:
             name = _check.choice("backend", backend, BACKEND_NAMES)
             number = _check.integer_or_none("device", device)
             own_threads = _check.integer_or_none("threads", threads, least=1)
-            return checked, (name, number), own_threads
+            place = _place(name, number, stream, ranks, own_threads)
+            return checked, (name, number), own_threads, place
 
         handle = None if comm is None else fortran_handle(comm)
-        checked, computes, own_threads = agreed(comm, prepare)
-        if handle is None:
+        checked, computes, own_threads, place = agreed(comm, prepare)
+        self._memory = HostMemory() if place is None else DeviceMemory(place)
+        if place is not None:
+            on = (place.device, place.stream)
+            if handle is None:
+                self._plan = _annulus.Plan.local_on_device(checked, self._lengths, on)
+            else:
+                self._plan = _annulus.Plan.over_mpi_on_device(checked, self._lengths, handle, on)
+        elif handle is None:
             count = 1 if ranks is None else _check.integer("ranks", ranks, least=1)
             self._plan = _annulus.Plan.local(checked, self._lengths, count, computes, own_threads)
         else:
@@ -282,16 +303,22 @@ class Plan:
             lengths, rows = self._lengths, len(self._q_rows)
             statistics = (lengths["batch"], lengths["q_heads"], rows)
             whole = (lengths["batch"], rows, lengths["q_heads"], lengths["value_dim"])
+            memory, like = self._memory, inputs.query.library
             arrays = {
-                "out": output("out", out, whole, self._dtype),
-                "lse": output("lse", lse, statistics, acc),
+                "out": memory.output("out", out, whole, self._dtype, like),
+                "lse": memory.output("lse", lse, statistics, acc, like),
             }
             if not self._normalized:
-                arrays |= {name: empty(statistics, acc) for name in ("max", "sum", "ties")}
+                for name in ("max", "sum", "ties"):
+                    arrays[name] = memory.empty(statistics, acc, like)
             reports = self._plan.forward({**inputs.arrays, **arrays})
-        like = inputs.query.library
-        results = {name: given_back(array, acc, like) for name, array in arrays.items()}
-        results["out"] = given_back(arrays["out"], self._dtype, like) if out is None else out
+        results = {
+            name: memory.given_back(array, self._dtype if name == "out" else acc, like)
+            for name, array in arrays.items()
+            if {"out": out, "lse": lse}.get(name) is None
+        }
+        if out is not None:
+            results["out"] = out
         if lse is not None:
             results["lse"] = lse
         return Forward(**results, reports=reports_of(reports))
@@ -323,6 +350,7 @@ class Plan:
             inputs = self._inputs(query, key, value, bias, softmax_aux)
             acc = accumulator(self._dtype)
             arrays = dict(inputs.arrays)
+            memory, like = self._memory, inputs.query.library
             arrays["out"] = self._of_dtype("out", forward.out).array
             arrays["dout"] = self._of_dtype("dout", dout).array
             given = {
@@ -333,22 +361,25 @@ class Plan:
             }
             for name, array in {**given, "dlse": dlse}.items():
                 if array is not None:
-                    arrays[name] = _arrays.converted(tensor(name, array), acc)
+                    arrays[name] = memory.converted(name, memory.tensor(name, array), acc)
             gradients = {
-                f"d{short}": empty(arrays[name].shape, self._dtype)
+                f"d{short}": memory.empty(arrays[name].shape, self._dtype, like)
                 for short, name in (("q", "query"), ("k", "key"), ("v", "value"))
             }
             for name in ("bias", "softmax_aux"):
                 if name in arrays:
-                    gradients[f"d{name}"] = empty(arrays[name].shape, acc)
+                    gradients[f"d{name}"] = memory.empty(arrays[name].shape, acc, like)
             reports = self._plan.backward({**arrays, **gradients})
-        like = inputs.query.library
-        results = {name: given_back(array, self._dtype, like) for name, array in gradients.items()}
-        for name, source in (("bias", inputs.bias), ("softmax_aux", inputs.softmax_aux)):
+        sources = {"dbias": inputs.bias, "dsoftmax_aux": inputs.softmax_aux}
+        results = {}
+        for name, array in gradients.items():
+            source, dtype = sources.get(name), self._dtype
             if source is not None:
-                array = gradients[f"d{name}"].reshape(source.array.shape)
-                own = _arrays.converted(Tensor(array, acc, like), source.dtype)
-                results[f"d{name}"] = given_back(own, source.dtype, like)
+                # in the shape and the element type in which it was given
+                dtype = source.dtype
+                array = memory.converted(name, Tensor(array, acc, like), dtype)
+                array = array if array.shape == source.array.shape else array[0]
+            results[name] = memory.given_back(array, dtype, like)
         return Gradients(**results, reports=reports_of(reports))
 
     @contextmanager
@@ -362,7 +393,7 @@ class Plan:
             raise
 
     def _of_dtype(self, name: str, value: Any) -> Tensor:
-        given = tensor(name, value)
+        given = self._memory.tensor(name, value)
         if given.dtype != self._dtype:
             raise invalid(name, f"elements {given.dtype}", f"{self._dtype}, as the plan")
         return given
@@ -374,13 +405,13 @@ class Plan:
         }
         arrays = {name: given.array for name, given in tensors.items()}
         acc = accumulator(self._dtype)
-        bias = None if bias is None else tensor("bias", bias)
-        sinks = None if softmax_aux is None else tensor("softmax_aux", softmax_aux)
+        memory = self._memory
+        bias = None if bias is None else memory.tensor("bias", bias)
+        sinks = None if softmax_aux is None else memory.tensor("softmax_aux", softmax_aux)
         if bias is not None:
-            arrays["bias"] = _arrays.converted(bias, acc)
+            arrays["bias"] = memory.converted("bias", bias, acc)
         if sinks is not None:
-            array = _arrays.converted(sinks, acc)
-            arrays["softmax_aux"] = array[None, :] if array.ndim == 1 else array
+            arrays["softmax_aux"] = memory.sinks(memory.converted("softmax_aux", sinks, acc))
         return _Inputs(arrays, tensors["query"], bias, sinks)
 
 
@@ -388,10 +419,30 @@ class Plan:
 class _Inputs:
     """Inputs of a pass as the extension module reads them, and as they were given."""
 
-    arrays: dict[str, np.ndarray[Any, Any]]
+    arrays: dict[str, Any]
     query: Tensor
     bias: Tensor | None
     softmax_aux: Tensor | None
+
+
+def _place(
+    backend: str, device: int | None, stream: Any, ranks: Any, threads: int | None
+) -> Place | None:
+    """Checks what goes with a stream; None without one."""
+    if stream is None:
+        return None
+    handle = _check.integer("stream", stream)
+    if backend != "cuda":
+        raise invalid("backend", repr(backend), '"cuda", since a stream is given')
+    if "cuda" not in BACKENDS:
+        raise unsupported("stream", "this build has no backend cuda")
+    if device is None:
+        raise invalid("device", None, "the number of the stream's GPU")
+    if ranks not in (None, 1):
+        raise unsupported("stream", f"a ring of {ranks} ranks in one process; use comm")
+    if threads is not None:
+        raise invalid("threads", threads, "None: the backend cuda computes on a GPU")
+    return Place(device, handle)
 
 
 def batch_arrays(given: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
@@ -438,17 +489,6 @@ def agreed(comm: Any, work: Callable[[], T]) -> T:
     results: list[T] = []
     gathered(comm, lambda: results.append(work()))
     return results[0]
-
-
-def output(name: str, given: Any, shape: tuple[int, ...], dtype: str) -> np.ndarray[Any, Any]:
-    if given is None:
-        return empty(shape, dtype)
-    if _arrays.library(given) == "jax":
-        raise unsupported(name, "a JAX array is never written")
-    found = tensor(name, given, writable=True)
-    if found.dtype != dtype or found.array.shape != shape:
-        raise invalid(name, f"{found.dtype} {found.array.shape}", f"{dtype} {shape}")
-    return found.array
 
 
 def check_communicator(comm: Any) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ._calls import Call, RankRows, Shapes, Tensors
+from ._device import Place
 from ._errors import Error
 from ._plan import Plan, batch_arrays, gathered
 
@@ -163,15 +164,15 @@ def _take(
     forward_only: bool,
 ) -> tuple[Hashable, Cached, Arrays | None]:
     """Returns key and plan of a call, and the batch that the plan is yet to be adapted to."""
-    prepared: list[tuple[Shapes, Arrays]] = []
+    prepared: list[tuple[Shapes, Place | None, Arrays]] = []
     found: list[Cached] = []
 
     def key() -> Hashable:
-        return options, prepared[0][0], forward_only
+        return options, *prepared[0][:2], forward_only
 
     def prepare() -> _RankState:
-        prepared.append((Shapes.of(*tensors), batch_arrays(batch)))
-        shapes, arrays = prepared[0]
+        prepared.append((Shapes.of(*tensors), call.place(tensors[0]), batch_arrays(batch)))
+        shapes, _, arrays = prepared[0]
         cached = cache.take(key())
         if cached is None:
             return _RankState(shapes.rows, None, False, bool(arrays))
@@ -184,13 +185,13 @@ def _take(
         for cached in found:
             cache.give(key(), cached)
         raise
-    shapes, arrays = prepared[0]
+    shapes, place, arrays = prepared[0]
     if found and all(state.serial == found[0].serial for state in told):
         adapted = all(state.is_adapted for state in told)
         return key(), found[0], None if adapted else arrays
     for cached in found:
         cache.give(key(), cached)
-    plan = call.plan(shapes, [state.rows for state in told], forward_only=forward_only)
+    plan = call.plan(shapes, place, [state.rows for state in told], forward_only=forward_only)
     objects = (call.attention.mask, call.attention.bias_function)
     made = Cached(plan, cache.next_serial(), objects)
     return key(), made, arrays if any(state.has_batch for state in told) else None

@@ -1,6 +1,8 @@
-//! Views of arrays that Python owns, made from `__array_interface__`, and the checks that make them
+//! Views of arrays that Python owns, made from `__array_interface__` or `DeviceArray`, and the checks that make them
 //! sound: element type, alignment, strides, writability, and that no output overlaps anything.
 
+#[cfg(feature = "cuda")]
+use annulus::cuda::device::{CudaView, CudaViewMut};
 use annulus::ndarray::{ArrayView, ArrayViewMut, Axis, Dimension, IxDyn, ShapeBuilder};
 use pyo3::{
     prelude::*,
@@ -44,11 +46,27 @@ pub(crate) struct Array<'py> {
     strides: Vec<isize>,
     typestr: String,
     writable: bool,
+    /// Number of the GPU whose memory it is in, or `None` for host memory.
+    device: Option<usize>,
 }
 
 impl<'py> Array<'py> {
     /// Reads the array interface of `object`.
     pub(crate) fn new(name: &'static str, object: Bound<'py, PyAny>) -> PyResult<Self> {
+        #[cfg(feature = "cuda")]
+        if let Ok(array) = object.cast::<crate::device::DeviceArray>() {
+            let array = array.get();
+            return Ok(Self {
+                name,
+                address: annulus_core::index(array.address()),
+                shape: array.lengths().to_vec(),
+                strides: array.byte_strides(),
+                typestr: array.typestr().to_owned(),
+                writable: !array.is_read_only(),
+                device: Some(array.number()),
+                object,
+            });
+        }
         let interface = object.getattr("__array_interface__")?.cast_into::<PyDict>()?;
         let field = |key: &str| {
             interface.get_item(key)?.ok_or_else(|| {
@@ -62,14 +80,20 @@ impl<'py> Array<'py> {
             Some(strides) => strides.cast_into::<PyTuple>()?.extract()?,
             None => dense_strides(&shape, item_bytes(&typestr)),
         };
-        Ok(Self { name, object, address, shape, strides, typestr, writable: !read_only })
+        let writable = !read_only;
+        Ok(Self { name, object, address, shape, strides, typestr, writable, device: None })
     }
 
     fn py(&self) -> Python<'py> {
         self.object.py()
     }
 
-    fn check<T: Plain>(&self) -> PyResult<()> {
+    /// Checks that the array is one of `T` in the memory of GPU `device`, or of the host.
+    fn check<T: Plain>(&self, device: Option<usize>) -> PyResult<()> {
+        if self.device != device {
+            let (got, want) = (memory(self.device), memory(device));
+            return Err(invalid(self.py(), self.name, got, want));
+        }
         let native = if cfg!(target_endian = "little") { '<' } else { '>' };
         let want = [format!("{native}{}", T::TYPESTR), format!("|{}", T::TYPESTR)];
         let refuse = |got: String, want: String| Err(invalid(self.py(), self.name, got, want));
@@ -117,7 +141,7 @@ impl<'py> Array<'py> {
     /// # Errors
     /// `ValueError` naming the array if its elements, strides or number of axes do not fit.
     pub(crate) fn view<T: Plain, D: Dimension>(&self) -> PyResult<ArrayView<'_, T, D>> {
-        self.check::<T>()?;
+        self.check::<T>(None)?;
         if self.shape.contains(&0) {
             let empty = ArrayView::from_shape(IxDyn(&self.shape), &[]);
             return self.dimensions(empty.map_err(|error| {
@@ -152,7 +176,7 @@ impl<'py> Array<'py> {
     pub(crate) unsafe fn view_mut<T: Plain, D: Dimension>(
         &self,
     ) -> PyResult<ArrayViewMut<'_, T, D>> {
-        self.check::<T>()?;
+        self.check::<T>(None)?;
         if !self.writable {
             return Err(invalid(self.py(), self.name, "a read-only array", "a writable one"));
         }
@@ -172,6 +196,64 @@ impl<'py> Array<'py> {
             view.invert_axis(Axis(axis));
         }
         view.into_dimensionality().map_err(|_| self.wrong_axes::<D>())
+    }
+
+    /// Views an array in the memory of GPU `device`.
+    ///
+    /// # Errors
+    /// `ValueError` naming the array if its memory, elements, strides or number of axes do not fit.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn device_view<T: Plain + annulus::Element>(
+        &self,
+        device: usize,
+    ) -> PyResult<CudaView<'_>> {
+        self.check::<T>(Some(device))?;
+        let (shape, strides) = self.four_axes(size_of::<T>())?;
+        // SAFETY:
+        // - the owner has lent memory of `shape` and `strides` at this address, which lives as long
+        //   as `object`; that it lives until the stream has done the pass, and that its writes come
+        //   earlier in the stream, is what the documentation of `Plan` asks for;
+        // - `check` has compared element size, alignment and divisibility of the strides.
+        Ok(unsafe { CudaView::from_raw(self.address as u64, T::DTYPE, shape, strides) })
+    }
+
+    /// Views an array in the memory of GPU `device`, for writing.
+    ///
+    /// # Safety
+    /// As [`Array::view_mut`].
+    ///
+    /// # Errors
+    /// As [`Array::device_view`], and `ValueError` if the array is read-only.
+    #[cfg(feature = "cuda")]
+    pub(crate) unsafe fn device_view_mut<T: Plain + annulus::Element>(
+        &self,
+        device: usize,
+    ) -> PyResult<CudaViewMut<'_>> {
+        self.check::<T>(Some(device))?;
+        if !self.writable {
+            return Err(invalid(self.py(), self.name, "a read-only array", "a writable one"));
+        }
+        let (shape, strides) = self.four_axes(size_of::<T>())?;
+        // SAFETY: as in `device_view`; nothing else views the memory, and its elements do not
+        // overlap, which the caller vouches for
+        Ok(unsafe { CudaViewMut::from_raw(self.address as u64, T::DTYPE, shape, strides) })
+    }
+
+    /// Lengths, and strides in elements, with axes of length 1 appended. Sinks that all heads share
+    /// have one axis, and an axis of heads is put before it.
+    #[cfg(feature = "cuda")]
+    fn four_axes(&self, size: usize) -> PyResult<([usize; 4], [i64; 4])> {
+        let (mut shape, mut strides) = ([1; 4], [1; 4]);
+        let first = usize::from(self.shape.len() == 1);
+        if self.shape.len() + first > 4 {
+            let got = format!("{} axes", self.shape.len());
+            return Err(invalid(self.py(), self.name, got, "at most 4"));
+        }
+        for (axis, (&len, &stride)) in self.shape.iter().zip(&self.strides).enumerate() {
+            shape[first + axis] = len;
+            strides[first + axis] = (stride / size.cast_signed()) as i64;
+        }
+        Ok((shape, strides))
     }
 
     fn dimensions<'a, T, D: Dimension>(
@@ -231,6 +313,11 @@ impl Outputs<'_, '_> {
         }
         Ok(())
     }
+}
+
+/// Names a memory in errors.
+fn memory(device: Option<usize>) -> String {
+    device.map_or_else(|| "an array in host memory".to_owned(), |n| format!("one of GPU {n}"))
 }
 
 /// Bytes of an element.

@@ -6,6 +6,7 @@
 //! | `backend.rs` | the backend of a plan, by name |
 //! | `cache.rs` | the class `Cache` |
 //! | `config.rs` | the parameters of an attention and of a plan, from `annulus/_attention.py` |
+//! | `device.rs` | arrays in the memory of an NVIDIA GPU, and plans of them |
 //! | `errors.rs` | annulus errors as Python exceptions |
 //! | `masks.rs` | masks and bias functions |
 //! | `plan.rs` | the class `Plan` |
@@ -20,6 +21,8 @@ mod array;
 mod backend;
 mod cache;
 mod config;
+#[cfg(feature = "cuda")]
+mod device;
 mod errors;
 mod masks;
 mod plan;
@@ -35,6 +38,9 @@ mod _annulus {
 
     #[pymodule_export]
     use super::cache::Cache;
+    #[cfg(feature = "cuda")]
+    #[pymodule_export]
+    use super::device::DeviceArray;
     #[pymodule_export]
     use super::masks::{BiasFunction, Mask};
     #[pymodule_export]

@@ -2,6 +2,8 @@
 
 use std::{num::NonZero, sync::Arc, thread};
 
+#[cfg(feature = "cuda")]
+use annulus::cuda::device::{CudaSpace, CudaView, CudaViewMut};
 use annulus::{
     BackwardViewMut, Batch, DType, Dims, Element, ForwardView, ForwardViewMut, LocalRing, Report,
     Runs, Tensors,
@@ -12,6 +14,8 @@ use annulus_core::Control;
 use annulus_core::{Choice, Shard, Side};
 use pyo3::{prelude::*, types::PyDict};
 
+#[cfg(feature = "cuda")]
+use crate::device::DevicePlan;
 use crate::{
     array::{Array, Outputs, Plain},
     backend::{self, PyBackend},
@@ -26,6 +30,27 @@ enum Engine {
     Local(LocalRing),
     #[cfg(feature = "mpi")]
     Rank(annulus::Plan),
+    #[cfg(feature = "cuda")]
+    Device(Box<DevicePlan>),
+}
+
+/// Evaluates an expression for the plan of the first rank of this process.
+macro_rules! of_plan {
+    ($engine:expr, $plan:ident => $body:expr) => {
+        match $engine {
+            Engine::Local(ring) => {
+                let $plan = ring.plan();
+                $body
+            }
+            #[cfg(feature = "mpi")]
+            Engine::Rank($plan) => $body,
+            #[cfg(feature = "cuda")]
+            Engine::Device(rank) => {
+                let $plan = rank.plan();
+                $body
+            }
+        }
+    };
 }
 
 /// Start, step and count of every run of rows.
@@ -93,6 +118,47 @@ impl Plan {
         Ok(Self { session: session.filled(Engine::Rank(plan)), dtype })
     }
 
+    /// Plans a ring of one rank on arrays in the memory of GPU `on.0`, in stream `on.1` of it.
+    #[cfg(feature = "cuda")]
+    #[staticmethod]
+    fn local_on_device(
+        py: Python<'_>,
+        config: Config<'_>,
+        lengths: Lengths,
+        on: (usize, usize),
+    ) -> PyResult<Self> {
+        let (attention, callbacks) = config.attention(py)?;
+        let (dtype, dims) = (config.element(py)?, Dims::from(lengths));
+        let session = Session::new("plan", callbacks, false);
+        let signals = session.signals();
+        let plan = session.run(py, || {
+            let alone = annulus::comm::threads::ring(1).pop();
+            let alone = alone.ok_or_else(|| annulus::Error::internal("a ring of no rank"))?;
+            DevicePlan::new(&attention, dims, on, alone, signals)
+        })?;
+        Ok(Self { session: session.filled(Engine::Device(Box::new(plan))), dtype })
+    }
+
+    /// Plans this process as one rank over a communicator, on arrays in the memory of a GPU.
+    #[cfg(all(feature = "cuda", feature = "mpi"))]
+    #[staticmethod]
+    fn over_mpi_on_device(
+        py: Python<'_>,
+        config: Config<'_>,
+        lengths: Lengths,
+        communicator: i32,
+        on: (usize, usize),
+    ) -> PyResult<Self> {
+        let (attention, callbacks) = config.attention(py)?;
+        let (dtype, dims) = (config.element(py)?, Dims::from(lengths));
+        let session = Session::new("plan", callbacks, false);
+        let signals = session.signals();
+        let plan = session.run(py, || {
+            DevicePlan::new(&attention, dims, on, mpi_endpoint(communicator)?, signals)
+        })?;
+        Ok(Self { session: session.filled(Engine::Device(Box::new(plan))), dtype })
+    }
+
     /// Adapts the plan to a batch.
     fn update(&self, py: Python<'_>, given: &Bound<'_, PyDict>) -> PyResult<()> {
         let batch: Batch = batch(py, given)?;
@@ -102,6 +168,8 @@ impl Plan {
             Engine::Local(ring) => ring.update(&batch),
             #[cfg(feature = "mpi")]
             Engine::Rank(plan) => plan.update(&batch),
+            #[cfg(feature = "cuda")]
+            Engine::Device(rank) => rank.run(|plan| plan.update(&batch)),
         })
     }
 
@@ -129,6 +197,8 @@ impl Plan {
             // the caller raises what it has refused
             #[cfg(feature = "mpi")]
             Engine::Rank(plan) => drop(plan.refuse(why)),
+            #[cfg(feature = "cuda")]
+            Engine::Device(rank) => drop(rank.run(|plan| Ok(plan.refuse(why)))),
         })
     }
 
@@ -145,23 +215,16 @@ impl Plan {
     /// Rank, number of ranks, layout, strategy.
     fn ring(&self, py: Python<'_>) -> PyResult<(usize, usize, &'static str, String)> {
         let guard = self.session.lock(py)?;
-        let plan = match self.session.opened(guard.as_ref())? {
-            Engine::Local(ring) => ring.plan(),
-            #[cfg(feature = "mpi")]
-            Engine::Rank(plan) => plan,
-        };
-        Ok((plan.rank(), plan.ranks(), plan.layout().name(), plan.strategy().to_string()))
+        Ok(of_plan!(self.session.opened(guard.as_ref())?, plan => {
+            (plan.rank(), plan.ranks(), plan.layout().name(), plan.strategy().to_string())
+        }))
     }
 
     /// Fingerprint of the arithmetic.
     fn numerics(&self, py: Python<'_>) -> PyResult<String> {
         let guard = self.session.lock(py)?;
-        let plan = match self.session.opened(guard.as_ref())? {
-            Engine::Local(ring) => ring.plan(),
-            #[cfg(feature = "mpi")]
-            Engine::Rank(plan) => plan,
-        };
-        Ok(plan.numerics().to_owned())
+        let engine = self.session.opened(guard.as_ref())?;
+        Ok(of_plan!(engine, plan => plan.numerics().to_owned()))
     }
 
     /// Mask, ranks, layout, route, hops and bytes.
@@ -171,6 +234,8 @@ impl Plan {
             Engine::Local(ring) => ring.to_string(),
             #[cfg(feature = "mpi")]
             Engine::Rank(plan) => plan.to_string(),
+            #[cfg(feature = "cuda")]
+            Engine::Device(rank) => rank.plan().to_string(),
         })
     }
 
@@ -193,6 +258,10 @@ impl Plan {
             Engine::Rank(plan) if side == Side::Q => plan.q_rows().clone(),
             #[cfg(feature = "mpi")]
             Engine::Rank(plan) => plan.kv_rows().clone(),
+            #[cfg(feature = "cuda")]
+            Engine::Device(rank) if side == Side::Q => rank.plan().q_rows().clone(),
+            #[cfg(feature = "cuda")]
+            Engine::Device(rank) => rank.plan().kv_rows().clone(),
         };
         Ok(spelled_runs(&rows))
     }
@@ -205,6 +274,17 @@ impl Plan {
         let inputs = Inputs::read(arrays)?;
         let outputs = Statistics::read(arrays)?;
         Outputs(outputs.all()).check(&inputs.all())?;
+        let mut guard = self.session.lock(py)?;
+        let engine = self.session.opened(guard.as_mut())?;
+        #[cfg(feature = "cuda")]
+        if let Engine::Device(rank) = engine {
+            let number = rank.number();
+            let given = inputs.on_device::<T>(number)?;
+            // SAFETY: `check` has accepted the arrays, and each is viewed once
+            let mut views = unsafe { outputs.on_device::<T>(number)? };
+            let run = || rank.run(|plan| plan.forward_in_place(given, &mut views));
+            return Ok(vec![spelled(&self.session.run(py, run)?)]);
+        }
         let tensors = inputs.tensors::<T>()?;
         // SAFETY: `check` has accepted the arrays, and each is viewed once
         let views = unsafe {
@@ -216,12 +296,12 @@ impl Plan {
                 ties: view_mut(&outputs.ties)?,
             }
         };
-        let mut guard = self.session.lock(py)?;
-        let engine = self.session.opened(guard.as_mut())?;
         let reports = self.session.run(py, || match engine {
             Engine::Local(ring) => ring.forward_into(&tensors, views).map(<[_]>::to_vec),
             #[cfg(feature = "mpi")]
             Engine::Rank(plan) => plan.forward_into(&tensors, views).map(|report| vec![report]),
+            #[cfg(feature = "cuda")]
+            Engine::Device(_) => Err(annulus::Error::internal("tensors in host memory")),
         })?;
         Ok(reports.iter().map(spelled).collect())
     }
@@ -246,6 +326,33 @@ impl Plan {
         written.extend(&dbias);
         written.extend(&dsinks);
         Outputs(written).check(&read)?;
+        let mut guard = self.session.lock(py)?;
+        let engine = self.session.opened(guard.as_mut())?;
+        #[cfg(feature = "cuda")]
+        if let Engine::Device(rank) = engine {
+            let on = rank.number();
+            let given = annulus_core::BackwardInputs {
+                forward: inputs.on_device::<T>(on)?,
+                out: forward.out.device_view::<T>(on)?,
+                lse: forward.lse.device_view::<T::Accumulator>(on)?,
+                max: device_view::<T::Accumulator>(&forward.max, on)?,
+                ties: device_view::<T::Accumulator>(&forward.ties, on)?,
+                dout: dout.device_view::<T>(on)?,
+                dlse: device_view::<T::Accumulator>(&dlse, on)?,
+            };
+            // SAFETY: `check` has accepted the arrays, and each is viewed once
+            let mut gradients = unsafe {
+                annulus_core::Gradients {
+                    dq: dq.device_view_mut::<T>(on)?,
+                    dk: dk.device_view_mut::<T>(on)?,
+                    dv: dv.device_view_mut::<T>(on)?,
+                    dbias: device_view_mut::<T::Accumulator>(&dbias, on)?,
+                    dsinks: device_view_mut::<T::Accumulator>(&dsinks, on)?,
+                }
+            };
+            let run = || rank.run(|plan| plan.backward_in_place(given, &mut gradients));
+            return Ok(vec![spelled(&self.session.run(py, run)?)]);
+        }
         let tensors = inputs.tensors::<T>()?;
         let forward = ForwardView {
             out: forward.out.view::<T, Ix4>()?,
@@ -265,8 +372,6 @@ impl Plan {
                 dsoftmax_aux: view_mut::<T::Accumulator, Ix2>(&dsinks)?,
             }
         };
-        let mut guard = self.session.lock(py)?;
-        let engine = self.session.opened(guard.as_mut())?;
         let reports = self.session.run(py, || match engine {
             Engine::Local(ring) => {
                 ring.backward_into(&tensors, &forward, dout, dlse, views).map(<[_]>::to_vec)
@@ -275,6 +380,8 @@ impl Plan {
             Engine::Rank(plan) => {
                 plan.backward_into(&tensors, &forward, dout, dlse, views).map(|report| vec![report])
             }
+            #[cfg(feature = "cuda")]
+            Engine::Device(_) => Err(annulus::Error::internal("tensors in host memory")),
         })?;
         Ok(reports.iter().map(spelled).collect())
     }
@@ -322,6 +429,24 @@ impl<'py> Inputs<'py> {
     }
 }
 
+#[cfg(feature = "cuda")]
+impl Inputs<'_> {
+    /// Views the arrays in the memory of GPU `on`.
+    fn on_device<T>(&self, on: usize) -> PyResult<annulus_core::Inputs<'_, CudaSpace>>
+    where
+        T: Element + Plain,
+        T::Accumulator: Element + Plain,
+    {
+        Ok(annulus_core::Inputs {
+            q: self.q.device_view::<T>(on)?,
+            k: self.k.device_view::<T>(on)?,
+            v: self.v.device_view::<T>(on)?,
+            bias: device_view::<T::Accumulator>(&self.bias, on)?,
+            sinks: device_view::<T::Accumulator>(&self.softmax_aux, on)?,
+        })
+    }
+}
+
 /// Outputs of a forward pass, which a backward pass reads.
 struct Statistics<'py> {
     out: Array<'py>,
@@ -349,6 +474,51 @@ impl<'py> Statistics<'py> {
         all.extend(&self.ties);
         all
     }
+}
+
+#[cfg(feature = "cuda")]
+impl Statistics<'_> {
+    /// Views the arrays in the memory of GPU `on`, for writing.
+    ///
+    /// # Safety
+    /// As [`Array::view_mut`].
+    unsafe fn on_device<T>(&self, on: usize) -> PyResult<annulus_core::Outputs<'_, CudaSpace>>
+    where
+        T: Element + Plain,
+        T::Accumulator: Element + Plain,
+    {
+        // SAFETY: as the caller vouches
+        unsafe {
+            Ok(annulus_core::Outputs {
+                out: self.out.device_view_mut::<T>(on)?,
+                lse: self.lse.device_view_mut::<T::Accumulator>(on)?,
+                max: device_view_mut::<T::Accumulator>(&self.max, on)?,
+                sum: device_view_mut::<T::Accumulator>(&self.sum, on)?,
+                ties: device_view_mut::<T::Accumulator>(&self.ties, on)?,
+            })
+        }
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn device_view<'a, T: Element + Plain>(
+    array: &'a Option<Array<'_>>,
+    on: usize,
+) -> PyResult<Option<CudaView<'a>>> {
+    array.as_ref().map(|array| array.device_view::<T>(on)).transpose()
+}
+
+/// Views an output that there may be, in the memory of a GPU.
+///
+/// # Safety
+/// As [`Array::view_mut`].
+#[cfg(feature = "cuda")]
+unsafe fn device_view_mut<'a, T: Element + Plain>(
+    array: &'a Option<Array<'_>>,
+    on: usize,
+) -> PyResult<Option<CudaViewMut<'a>>> {
+    // SAFETY: as the caller vouches
+    array.as_ref().map(|array| unsafe { array.device_view_mut::<T>(on) }).transpose()
 }
 
 pub(crate) fn array<'py>(

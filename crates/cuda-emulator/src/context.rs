@@ -28,6 +28,7 @@ pub(super) struct Context {
     pub(super) mistake: AtomicU32,
     /// Thread blocks launched so far, by kernel.
     pub(super) blocks: Mutex<HashMap<String, u64>>,
+    default_stream: OnceLock<&'static EmulatedStream>,
 }
 
 impl Context {
@@ -48,6 +49,30 @@ impl Context {
 pub(super) struct EmulatedStream {
     pub(super) context: &'static Context,
     pub(super) queue: Arc<Queue>,
+}
+
+impl EmulatedStream {
+    pub(super) fn new(context: &'static Context) -> Self {
+        let queue = Arc::new(Queue::default());
+        let mut queues = lock(&context.queues);
+        queues.retain(|queue| queue.strong_count() > 0);
+        queues.push(Arc::downgrade(&queue));
+        Self { context, queue }
+    }
+
+    /// Returns the stream of a handle. Handles 0 to 2 are the default stream of `context`, which
+    /// here is ordered with the others by events only.
+    ///
+    /// # Safety
+    /// The handle is one of these, or of a stream that is not destroyed during `'a`.
+    pub(super) unsafe fn of<'a>(context: &'static Context, handle: CUstream) -> &'a Self {
+        if handle.addr() <= 2 {
+            // leaked, as its context
+            return context.default_stream.get_or_init(|| Box::leak(Box::new(Self::new(context))));
+        }
+        // SAFETY: as the caller guarantees
+        unsafe { &*handle.cast::<Self>() }
+    }
 }
 
 thread_local! {
@@ -109,17 +134,21 @@ pub(super) fn with_context(call: impl FnOnce(&'static Context) -> CUresult) -> C
 }
 
 /// Queues work on a stream; `work` returns true on success.
-pub(super) fn push(stream: CUstream, work: impl FnOnce() -> bool + Send + 'static) -> CUresult {
+pub(super) fn push(
+    context: &'static Context,
+    stream: CUstream,
+    work: impl FnOnce() -> bool + Send + 'static,
+) -> CUresult {
     // SAFETY: a valid handle.
-    let stream = unsafe { &*stream.cast::<EmulatedStream>() };
+    let stream = unsafe { EmulatedStream::of(context, stream) };
     stream.queue.push(Work::Run(Box::new(work)));
     CUresult::CUDA_SUCCESS
 }
 
 /// Runs all work of a stream.
-pub(super) fn drain(context: &Context, stream: CUstream) -> CUresult {
+pub(super) fn drain(context: &'static Context, stream: CUstream) -> CUresult {
     // SAFETY: a valid handle.
-    let stream = unsafe { &*stream.cast::<EmulatedStream>() };
+    let stream = unsafe { EmulatedStream::of(context, stream) };
     if stream.queue.drain() == Step::Failed {
         context.fail();
         return CUresult::CUDA_ERROR_LAUNCH_FAILED;
@@ -130,7 +159,7 @@ pub(super) fn drain(context: &Context, stream: CUstream) -> CUresult {
 /// Queues an operation that is attempted until it completes.
 ///
 /// # Safety
-/// `stream` is a valid handle.
+/// `stream` is a handle that `cuStreamCreate` returned and that is not destroyed.
 #[cfg(target_os = "linux")]
 pub(super) unsafe fn push_until(
     stream: CUstream,

@@ -2,6 +2,7 @@
 
 use std::{
     ffi::{c_char, c_int, c_uchar, c_uint, c_void},
+    ptr,
     sync::{Arc, Mutex},
 };
 
@@ -15,7 +16,7 @@ use super::{
     },
     maps::tensor_map,
     modules::{function_attribute, launch, module_function, module_load, module_unload},
-    work::{Mark, Queue, Step, Work},
+    work::{Mark, Step, Work},
 };
 use annulus_device_cuda::Symbols;
 
@@ -36,6 +37,7 @@ pub fn symbols() -> Symbols {
         context_retain,
         context_release,
         context_set,
+        context_current,
         memory_info,
         allocate,
         free,
@@ -90,7 +92,7 @@ unsafe extern "C" fn device_name(name: *mut c_char, len: c_int, _: CUdevice) -> 
         return CUresult::CUDA_ERROR_INVALID_VALUE;
     }
     // SAFETY: the caller passes room for `len` characters.
-    unsafe { std::ptr::copy_nonoverlapping(text.as_ptr(), name, bytes.len()) };
+    unsafe { ptr::copy_nonoverlapping(text.as_ptr(), name, bytes.len()) };
     CUresult::CUDA_SUCCESS
 }
 
@@ -133,7 +135,7 @@ unsafe extern "C" fn context_retain(context: *mut CUcontext, device: CUdevice) -
         return CUresult::CUDA_ERROR_INVALID_DEVICE;
     };
     // SAFETY: the caller passes a valid pointer.
-    unsafe { *context = std::ptr::from_ref(found).cast_mut().cast() };
+    unsafe { *context = ptr::from_ref(found).cast_mut().cast() };
     CUresult::CUDA_SUCCESS
 }
 
@@ -142,8 +144,15 @@ unsafe extern "C" fn context_release(_: CUdevice) -> CUresult {
 }
 
 unsafe extern "C" fn context_set(context: CUcontext) -> CUresult {
-    // SAFETY: contexts come from `context_retain` and are never freed.
-    CURRENT.set(Some(unsafe { &*context.cast::<Context>() }));
+    // SAFETY: null, or from `context_retain` and never freed.
+    CURRENT.set(unsafe { context.cast::<Context>().as_ref() });
+    CUresult::CUDA_SUCCESS
+}
+
+unsafe extern "C" fn context_current(context: *mut CUcontext) -> CUresult {
+    let current = CURRENT.get().map_or(ptr::null(), ptr::from_ref);
+    // SAFETY: the caller passes a valid pointer.
+    unsafe { *context = current.cast_mut().cast() };
     CUresult::CUDA_SUCCESS
 }
 
@@ -217,11 +226,11 @@ unsafe extern "C" fn copy_to_device(
             unsafe { std::slice::from_raw_parts(from.cast::<u8>(), bytes) }.to_vec()
         };
         let from = from as u64;
-        push(stream, move || {
+        push(context, stream, move || {
             let source = if pinned { from as *const u8 } else { now.as_ptr() };
             // SAFETY: `to` was checked and is freed only after queued work; the caller keeps a
             // pinned source until the copy is done.
-            unsafe { std::ptr::copy_nonoverlapping(source, to as *mut u8, bytes) };
+            unsafe { ptr::copy_nonoverlapping(source, to as *mut u8, bytes) };
             true
         })
     })
@@ -239,10 +248,10 @@ unsafe extern "C" fn copy_to_host(
         }
         let pinned = lock(&context.memory).holds(to as u64, bytes);
         let to = to as u64;
-        let queued = push(stream, move || {
+        let queued = push(context, stream, move || {
             // SAFETY: `from` was checked and is freed only after queued work; the caller keeps `to`
             // until the copy is done.
-            unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, bytes) };
+            unsafe { ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, bytes) };
             true
         });
         // a copy to pageable memory is complete when the call returns
@@ -260,9 +269,9 @@ unsafe extern "C" fn copy_on_device(
         if !lock(&context.memory).holds(from, bytes) || !lock(&context.memory).holds(to, bytes) {
             return CUresult::CUDA_ERROR_INVALID_VALUE;
         }
-        push(stream, move || {
+        push(context, stream, move || {
             // SAFETY: both were checked and are freed only after queued work.
-            unsafe { std::ptr::copy(from as *const u8, to as *mut u8, bytes) };
+            unsafe { ptr::copy(from as *const u8, to as *mut u8, bytes) };
             true
         })
     })
@@ -278,9 +287,9 @@ unsafe extern "C" fn fill(
         if !lock(&context.memory).holds(to, bytes) {
             return CUresult::CUDA_ERROR_INVALID_VALUE;
         }
-        push(stream, move || {
+        push(context, stream, move || {
             // SAFETY: checked; freed only after queued work.
-            unsafe { std::ptr::write_bytes(to as *mut u8, byte, bytes) };
+            unsafe { ptr::write_bytes(to as *mut u8, byte, bytes) };
             true
         })
     })
@@ -288,12 +297,8 @@ unsafe extern "C" fn fill(
 
 unsafe extern "C" fn stream_create(stream: *mut CUstream, _: c_uint) -> CUresult {
     with_context(|context| {
-        let queue = Arc::new(Queue::default());
-        let mut queues = lock(&context.queues);
-        queues.retain(|queue| queue.strong_count() > 0);
-        queues.push(Arc::downgrade(&queue));
         // SAFETY: the caller passes a valid pointer.
-        unsafe { *stream = Box::into_raw(Box::new(EmulatedStream { context, queue })).cast() };
+        unsafe { *stream = Box::into_raw(Box::new(EmulatedStream::new(context))).cast() };
         CUresult::CUDA_SUCCESS
     })
 }
@@ -308,10 +313,10 @@ unsafe extern "C" fn stream_destroy(stream: CUstream) -> CUresult {
 }
 
 unsafe extern "C" fn stream_wait(stream: CUstream, event: CUevent, _: c_uint) -> CUresult {
-    with_context(|_| {
+    with_context(|context| {
         // SAFETY: both are valid handles.
         let (stream, event) =
-            unsafe { (&*stream.cast::<EmulatedStream>(), &*event.cast::<EmulatedEvent>()) };
+            unsafe { (EmulatedStream::of(context, stream), &*event.cast::<EmulatedEvent>()) };
         if let Some(mark) = &*lock(&event.mark) {
             stream.queue.push(Work::Wait(Arc::clone(mark)));
         }
@@ -334,10 +339,10 @@ unsafe extern "C" fn event_destroy(event: CUevent) -> CUresult {
 }
 
 unsafe extern "C" fn event_record(event: CUevent, stream: CUstream) -> CUresult {
-    with_context(|_| {
+    with_context(|context| {
         // SAFETY: both are valid handles.
         let (stream, event) =
-            unsafe { (&*stream.cast::<EmulatedStream>(), &*event.cast::<EmulatedEvent>()) };
+            unsafe { (EmulatedStream::of(context, stream), &*event.cast::<EmulatedEvent>()) };
         let mark = Mark::of(&stream.queue);
         stream.queue.push(Work::Record(Arc::clone(&mark)));
         *lock(&event.mark) = Some(mark);
@@ -387,8 +392,8 @@ mod tests {
     fn work_queued_behind_a_failure_never_runs() {
         let symbols = symbols();
         let done = Arc::new(AtomicUsize::new(0));
-        let mut context = std::ptr::null_mut();
-        let mut stream = std::ptr::null_mut();
+        let mut context = ptr::null_mut();
+        let mut stream = ptr::null_mut();
         // SAFETY: every pointer is to a local of the right type, every handle is valid.
         unsafe {
             assert_eq!(

@@ -182,7 +182,7 @@ pub(super) unsafe extern "C" fn launch(
             u64::from(x) * u64::from(y) * u64::from(z);
         let (seed, mistake) =
             (SEED.load(Ordering::Relaxed), context.mistake.load(Ordering::Relaxed));
-        push(stream, move || {
+        push(context, stream, move || {
             // SAFETY: the kernel gets its own argument structure; memory is freed only after queued
             // work.
             let ended = unsafe {

@@ -130,6 +130,11 @@ impl Device {
         })))
     }
 
+    /// Context that calls make current.
+    pub fn context(&self) -> CUcontext {
+        self.0.context
+    }
+
     /// Name of the GPU.
     pub fn name(&self) -> &str {
         &self.0.name
@@ -174,6 +179,23 @@ impl Device {
     /// [`Error::Device`].
     pub fn make_current(&self) -> Result<()> {
         self.call("cuCtxSetCurrent", |_| CUresult::CUDA_SUCCESS)
+    }
+
+    /// Runs `work`, whose calls make the device's context the current one of this thread, and then
+    /// makes current again the context that was: it decides on which GPU the program's own calls of
+    /// the CUDA runtime work.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a context cannot be read or set; the errors of `work`.
+    pub fn with_context_restored<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        let symbols = &self.0.symbols;
+        let mut before: CUcontext = std::ptr::null_mut();
+        // SAFETY: the pointer is to a local of the right type.
+        check("cuCtxGetCurrent", unsafe { (symbols.context_current)(&raw mut before) })?;
+        let done = work();
+        // SAFETY: no context, or one that the caller had made current and that it keeps.
+        check("cuCtxSetCurrent", unsafe { (symbols.context_set)(before) })?;
+        done
     }
 
     /// Calls the driver with the context current. The first failure is kept and returned from then

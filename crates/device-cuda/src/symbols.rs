@@ -27,6 +27,7 @@ table! {
         context_retain = cuDevicePrimaryCtxRetain(*mut CUcontext, CUdevice) -> CUresult;
         context_release = cuDevicePrimaryCtxRelease_v2(CUdevice) -> CUresult;
         context_set = cuCtxSetCurrent(CUcontext) -> CUresult;
+        context_current = cuCtxGetCurrent(*mut CUcontext) -> CUresult;
         memory_info = cuMemGetInfo_v2(*mut usize, *mut usize) -> CUresult;
         allocate = cuMemAlloc_v2(*mut CUdeviceptr, usize) -> CUresult;
         free = cuMemFree_v2(CUdeviceptr) -> CUresult;

@@ -1,5 +1,5 @@
-"""Attention for torch tensors on the CPU: gradients in autograd, no graph break under
-``torch.compile``, and models whose attention is sharded by the sequence.
+"""Attention for torch tensors, on the CPU and on NVIDIA GPUs: gradients in autograd, no graph break
+under ``torch.compile``, and models whose attention is sharded by the sequence.
 
 ``annulus.flash_attention`` and ``annulus.ring_attention`` route torch tensors here.
 """

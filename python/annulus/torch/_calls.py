@@ -89,7 +89,7 @@ def _attend_over_ranks(given: Arguments) -> Any:
 def _prepare(given: Arguments) -> tuple[Any, ...]:
     """Returns the inputs of the operator, all but ``forward_only``."""
     tensors = [_tensor(name, given[name]) for name in TENSORS]
-    batch = [None if given[name] is None else torch.as_tensor(given[name]) for name in BATCH]
+    batch = [None if given[name] is None else torch.as_tensor(given[name]).cpu() for name in BATCH]
     seed = _seed(given["dropout_seed"])
     names = [name for name in given if name not in TENSORS + BATCH and name != "dropout_seed"]
     text = _spelled(given["query"].dtype, **{name: given[name] for name in names})
@@ -125,7 +125,7 @@ def _bound(function: str, args: tuple[Any, ...], options: Arguments) -> Argument
 
 def _tensor(name: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        check_memory(name, value)
+        check_memory(name, value, on_gpu=True)
         return value
     if name in ("query", "key", "value"):
         raise invalid(name, f"a {type(value).__name__}", "a torch tensor")

@@ -49,7 +49,7 @@ def _read(given: tuple[Any, ...]) -> tuple[Call, Any, Any, dict[str, Any], bool]
 @torch.library.custom_op(
     "annulus::attend",
     mutates_args=(),
-    device_types="cpu",
+    device_types=("cpu", "cuda"),
     schema=f"({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def attend(*given: Any) -> Any:
@@ -80,7 +80,7 @@ def _(*given: Any) -> Any:
 @torch.library.custom_op(
     "annulus::attend_backward",
     mutates_args=(),
-    device_types="cpu",
+    device_types=("cpu", "cuda"),
     schema=f"({_INPUTS}, Tensor out, {_STATISTICS}, Tensor dout, Tensor dlse) -> Tensor[]",
 )
 def attend_backward(*given: Any) -> Any:

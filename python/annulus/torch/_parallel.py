@@ -65,8 +65,9 @@ def context_parallel(
     machine: Machine | None = None,
     kv_block_size: int | None = None,
     threads: int | None = None,
-    backend: str = "cpu",
+    backend: str | None = None,
     device: int | None = None,
+    stream: int | None = None,
     deadline: float | None = None,
     fused_backward: bool | None = None,
 ) -> Iterator[None]:
@@ -87,8 +88,9 @@ def context_parallel(
         comm: An mpi4py communicator of ``shard.ranks`` ranks.
         segment_ids: ``[batch, rows]`` of this rank's rows, integers: packed documents. A token
             attends to tokens of equal ids only, and to none if its id is negative.
-        route, strategy, machine, kv_block_size, threads, backend, device, deadline,
-            fused_backward: As for ``ring_attention``. Default of route: that of the shard.
+        route, strategy, machine, kv_block_size, threads, backend, device, stream,
+            deadline, fused_backward: As for ``ring_attention``. Default of route: that of the
+            shard.
     """
     check_communicator(comm)
     if (shard.rank, shard.ranks) != (comm.rank, comm.size):
@@ -106,6 +108,7 @@ def context_parallel(
         "threads": threads,
         "backend": backend,
         "device": device,
+        "stream": stream,
         "deadline": deadline,
         "fused_backward": fused_backward,
     }

@@ -1,0 +1,224 @@
+"""Arrays in the memory of an NVIDIA GPU, over the driver of the machine or an emulated one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda_driver as cuda
+import numpy as np
+import pytest
+from test_mpi import launch, needs_mpi
+
+import annulus
+
+DIMS: dict[str, int] = dict(batch=1, q_len=70, q_heads=4, kv_heads=2, head_dim=16)
+ATTENTION = annulus.Attention(causal=True, sliding_window=(40, 0))
+TOLERANCE = {"float32": 2e-5, "float16": 4e-3}
+
+
+@pytest.fixture
+def gpu() -> Any:
+    return cuda.Gpu()
+
+
+def arrays(dtype: str = "float32", seed: int = 3) -> list[np.ndarray[Any, Any]]:
+    """query, key, value and dout, of which key has heads before rows in memory."""
+    random = np.random.default_rng(seed)
+    shapes = [(1, 70, heads, 16) for heads in (4, 2, 2, 4)]
+    made = [random.standard_normal(shape).astype(dtype) for shape in shapes]
+    made[1] = np.ascontiguousarray(made[1].transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+    return made
+
+
+def on_gpu(gpu: Any, **options: Any) -> annulus.Plan:
+    given = {"backend": "cuda", "device": gpu.number, "stream": gpu.stream, **options}
+    return annulus.Plan(ATTENTION, **DIMS, **given)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_plan_of_device_arrays_gives_the_numbers_of_the_cpu(gpu: Any, dtype: str) -> None:
+    query, key, value, dout = arrays(dtype)
+    sinks = np.array([0.5, -1.0], "float32")
+    shape = (1, 4, 1, 70)
+    bias = np.random.default_rng(4).standard_normal(shape).astype("float32")
+    options = dict(dtype=dtype, softmax_aux_shape=(2,), bias_shape=shape)
+    given = dict(bias=bias, softmax_aux=sinks)
+    with annulus.Plan(ATTENTION, **DIMS, **options, threads=1) as cpu:
+        want = cpu.forward(query, key, value, **given)
+        wanted = cpu.backward(query, key, value, want, dout, **given)
+    lent = [gpu.upload(array) for array in (query, key, value, dout)]
+    lent_given = {name: gpu.upload(array) for name, array in given.items()}
+    with on_gpu(gpu, **options) as plan:
+        forward = plan.forward(*lent[:3], **lent_given)
+        got = plan.backward(*lent[:3], forward, lent[3], **lent_given)
+        assert (plan.ranks, plan.strategy) == (1, "ring")
+    near = dict(rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    for name in ("out", "lse"):
+        array = getattr(forward, name)
+        assert isinstance(array, annulus.DeviceArray)
+        np.testing.assert_allclose(gpu.download(array), getattr(want, name), **near)
+    for name in ("dq", "dk", "dv", "dbias", "dsoftmax_aux"):
+        expected = getattr(wanted, name)
+        array = getattr(got, name)
+        assert array.shape == expected.shape
+        np.testing.assert_allclose(gpu.download(array), expected, rtol=1e-2, atol=10 * near["atol"])
+    # each array was lent to the plan's stream, and is given back
+    for array in (*lent, *lent_given.values()):
+        assert set(array.lent_to) == {gpu.stream}
+        assert array.given_back == len(array.lent_to)
+
+
+def test_an_unnormalised_output_has_its_statistics_on_the_gpu(gpu: Any) -> None:
+    query, key, value, dout = arrays()
+    attention = annulus.Attention(causal=True, normalize_output=False)
+    with annulus.Plan(attention, **DIMS, threads=1) as cpu:
+        want = cpu.forward(query, key, value)
+        wanted = cpu.backward(query, key, value, want, dout)
+    lent = [gpu.upload(array) for array in (query, key, value, dout)]
+    with annulus.Plan(attention, **DIMS, backend="cuda", device=0, stream=gpu.stream) as plan:
+        forward = plan.forward(*lent[:3])
+        got = plan.backward(*lent[:3], forward, lent[3])
+    for name in ("out", "lse", "max", "sum", "ties"):
+        array = gpu.download(getattr(forward, name))
+        np.testing.assert_allclose(array, getattr(want, name), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(gpu.download(got.dq), wanted.dq, rtol=1e-3, atol=1e-3)
+
+
+def test_outputs_are_written_in_place_and_batches_come_from_the_host(gpu: Any) -> None:
+    query, key, value, _ = arrays()
+    ids = np.repeat([[0, 1]], 35, axis=1).astype("int32")
+    with annulus.Plan(ATTENTION, **DIMS, threads=1) as cpu:
+        cpu.update(q_segment_ids=ids)
+        want = cpu.forward(query, key, value)
+    lent = [gpu.upload(array) for array in (query, key, value)]
+    out = gpu.upload(np.zeros((1, 70, 4, 16), "float32"))
+    with on_gpu(gpu) as plan:
+        plan.update(q_segment_ids=ids)
+        result = plan.forward(*lent, out=out)
+        assert result.out is out
+    view = annulus.DeviceArray.of_dlpack("out", out, out.__dlpack__(stream=gpu.stream))
+    np.testing.assert_allclose(gpu.download(view), want.out, rtol=1e-4, atol=1e-5)
+
+
+def test_one_call_computes_where_the_arrays_are(gpu: Any) -> None:
+    query, key, value, _ = arrays()
+    want = annulus.flash_attention(query, key, value, causal=True, return_lse=True)
+    lent = [gpu.upload(array) for array in (query, key, value)]
+    got = annulus.flash_attention(*lent, causal=True, return_lse=True, stream=gpu.stream)
+    for array, expected in zip(got, want, strict=True):
+        np.testing.assert_allclose(gpu.download(array), expected, rtol=1e-4, atol=1e-5)
+    # without a stream, the default one: DLPack's number 1
+    lent[0].lent_to.clear()
+    out = annulus.ring_attention(*lent, causal=True)
+    assert set(lent[0].lent_to) == {1}
+    np.testing.assert_allclose(gpu.download(out, stream=0), want[0], rtol=1e-4, atol=1e-5)
+
+
+def test_bfloat16_comes_and_goes_by_dlpack(gpu: Any) -> None:
+    query, key, value, _ = (array.view("uint32") >> 16 for array in arrays())
+    lent = [gpu.upload(array.astype("uint16")) for array in (query, key, value)]
+    out = annulus.flash_attention(*lent, stream=gpu.stream)
+    assert (out.dtype, out.shape) == ("bfloat16", (1, 70, 4, 16))
+    with pytest.raises(AttributeError, match="bfloat16"):
+        _ = out.__cuda_array_interface__
+    again = annulus.DeviceArray.of_dlpack("out", out, out.__dlpack__(stream=gpu.stream))
+    assert again.dtype == "bfloat16"
+
+
+def test_an_array_with_the_interface_only_is_read_after_its_stream(gpu: Any) -> None:
+    query, key, value, _ = arrays()
+    other = cuda.new_stream(gpu)
+    want = annulus.flash_attention(query, key, value, causal=True)
+    lent = [cuda.InterfaceOnly(gpu.upload(array), gpu.stream) for array in (query, key, value)]
+    # the copies are queued in gpu.stream, and the pass runs in another one
+    with on_gpu(gpu, stream=other) as plan:
+        out = plan.forward(*lent).out
+    windowed = annulus.flash_attention(query, key, value, causal=True, sliding_window=(40, 0))
+    np.testing.assert_allclose(gpu.download(out, stream=other), windowed, rtol=1e-4, atol=1e-5)
+    assert want.shape == windowed.shape
+
+
+def test_a_result_is_lent_after_the_work_that_writes_it(gpu: Any) -> None:
+    query, key, value, _ = arrays()
+    want = annulus.flash_attention(query, key, value)
+    lent = [gpu.upload(array) for array in (query, key, value)]
+    out = annulus.flash_attention(*lent, stream=gpu.stream)
+    other = cuda.new_stream(gpu)
+    taken = annulus.DeviceArray.of_dlpack("out", out, out.__dlpack__(stream=other))
+    assert taken.base is out
+    np.testing.assert_allclose(gpu.download(taken, stream=other), want, rtol=1e-4, atol=1e-5)
+    with pytest.raises(BufferError, match="copied"):
+        out.__dlpack__(copy=True)
+    with pytest.raises(BufferError, match="stays"):
+        out.__dlpack__(dl_device=(1, 0))
+    # one capsule is taken twice, and nobody takes the other
+    capsule, _ = out.__dlpack__(), out.__dlpack__()
+    annulus.DeviceArray.of_dlpack("out", out, capsule)
+    with pytest.raises(ValueError, match="new one"):
+        annulus.DeviceArray.of_dlpack("out", out, capsule)
+
+
+def test_the_current_context_stays_the_callers(gpu: Any) -> None:
+    query, key, value, _ = arrays()
+    lent = [gpu.upload(array) for array in (query, key, value)]
+    other = cuda.Gpu(1)
+    before = cuda.current_context()
+    with on_gpu(gpu) as plan:
+        assert cuda.current_context() == before
+        result = plan.forward(*lent)
+        assert cuda.current_context() == before
+    del result
+    assert cuda.current_context() == before == other.context.value
+
+
+def test_arrays_that_do_not_fit_are_refused_by_name(gpu: Any) -> None:
+    query, key, value, _ = arrays()
+    lent = [gpu.upload(array) for array in (query, key, value)]
+    with on_gpu(gpu) as plan:
+        with pytest.raises(ValueError, match="query: got an array in host memory"):
+            plan.forward(query, *lent[1:])
+        with pytest.raises(ValueError, match="key: got elements float16"):
+            plan.forward(lent[0], gpu.upload(key.astype("float16")), lent[2])
+        with pytest.raises(ValueError, match=r"v: .*69"):
+            plan.forward(*lent[:2], gpu.upload(value[:, :69]))
+        with pytest.raises(ValueError, match="out: got memory that overlaps query"):
+            plan.forward(*lent, out=lent[0])
+        elsewhere = cuda.Gpu(1).upload(query)
+        with pytest.raises(ValueError, match="query: got memory of GPU 1, want memory of GPU 0"):
+            plan.forward(elsewhere, *lent[1:])
+        # none of these has ended the plan
+        plan.forward(*lent)
+    with annulus.Plan(ATTENTION, **DIMS, threads=1) as cpu:
+        with pytest.raises(NotImplementedError, match="query .*memory of a device"):
+            cpu.forward(*lent)
+    with pytest.raises(NotImplementedError, match="backend .*memory of GPU 0"):
+        annulus.flash_attention(*lent, backend="wgpu")
+    with pytest.raises(ValueError, match="device: got 3, want 0"):
+        annulus.flash_attention(*lent, device=3)
+    with pytest.raises(ValueError, match="stream: got 0, want None"):
+        annulus.flash_attention(query, key, value, stream=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (dict(backend="cpu"), "backend: got 'cpu', want \"cuda\""),
+        (dict(device=None), "device: got None, want the number"),
+        (dict(ranks=2), "ring of 2 ranks in one process"),
+        (dict(threads=2), "threads: got 2, want None"),
+        (dict(strategy="grid:1x1"), "strategy"),
+        (dict(head_dim=300), "head .*dim of 300 is not supported by cuda"),
+        (dict(device=99999), "device: got 99999"),
+    ],
+)
+def test_a_plan_that_cannot_be_made_says_why(gpu: Any, options: Any, what: str) -> None:
+    with pytest.raises(annulus.Error, match=what):
+        annulus.Plan(
+            ATTENTION, **{**DIMS, "backend": "cuda", "device": 0, "stream": gpu.stream, **options}
+        )
+
+
+@needs_mpi
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_ring_of_processes_has_its_rows_on_gpus(ranks: int) -> None:
+    assert f"passed on {ranks} ranks" in launch(ranks, "device_program.py")
