@@ -287,6 +287,9 @@ impl DeviceArray {
         if strides.len() != shape.len() {
             return Err(invalid(py, name, format!("{} strides", strides.len()), "one per axis"));
         }
+        if interface.get_item("mask")?.is_some_and(|mask| !mask.is_none()) {
+            return Err(invalid(py, name, "a masked array", "one without a mask"));
+        }
         let theirs = interface.get_item("stream")?.filter(|stream| !stream.is_none());
         if let Some(theirs) = theirs {
             let theirs: usize = theirs.extract()?;

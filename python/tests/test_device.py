@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import cuda_driver as cuda
@@ -128,14 +132,15 @@ def test_bfloat16_comes_and_goes_by_dlpack(gpu: Any) -> None:
 def test_an_array_with_the_interface_only_is_read_after_its_stream(gpu: Any) -> None:
     query, key, value, _ = arrays()
     other = cuda.new_stream(gpu)
-    want = annulus.flash_attention(query, key, value, causal=True)
     lent = [cuda.InterfaceOnly(gpu.upload(array), gpu.stream) for array in (query, key, value)]
     # the copies are queued in gpu.stream, and the pass runs in another one
     with on_gpu(gpu, stream=other) as plan:
         out = plan.forward(*lent).out
     windowed = annulus.flash_attention(query, key, value, causal=True, sliding_window=(40, 0))
     np.testing.assert_allclose(gpu.download(out, stream=other), windowed, rtol=1e-4, atol=1e-5)
-    assert want.shape == windowed.shape
+    lent[0].__cuda_array_interface__["mask"] = lent[1]
+    with pytest.raises(ValueError, match="query: got a masked array"):
+        annulus.flash_attention(*lent)
 
 
 def test_a_result_is_lent_after_the_work_that_writes_it(gpu: Any) -> None:
@@ -156,6 +161,61 @@ def test_a_result_is_lent_after_the_work_that_writes_it(gpu: Any) -> None:
     annulus.DeviceArray.of_dlpack("out", out, capsule)
     with pytest.raises(ValueError, match="new one"):
         annulus.DeviceArray.of_dlpack("out", out, capsule)
+
+
+class TorchLike(cuda.Array):
+    """What the package asks of a tensor of torch in the memory of GPU 0."""
+
+    device = SimpleNamespace(type="cuda", index=0)
+    layout = "torch.strided"
+
+    def detach(self) -> TorchLike:
+        return self
+
+
+def test_results_for_torch_are_allocated_by_torch_for_the_stream(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered: list[Any] = []
+
+    @contextmanager
+    def stream(given: Any) -> Iterator[None]:
+        entered.append(given)
+        yield
+
+    def tensor(array: np.ndarray[Any, Any]) -> Any:
+        made = gpu.upload(array)
+        made.__class__ = TorchLike
+        return made
+
+    def empty(shape: tuple[int, ...], dtype: str, device: str) -> Any:
+        assert (dtype, device, len(entered)) == ("a type", "cuda:0", len(allocated) + 1)
+        allocated.append(tensor(np.zeros(shape, "float32")))
+        return allocated[-1]
+
+    allocated: list[Any] = []
+    of_cuda = SimpleNamespace(
+        stream=stream,
+        ExternalStream=lambda handle, device: (handle, device),
+        default_stream=lambda device: ("default", device),
+    )
+    torch = SimpleNamespace(Tensor=TorchLike, cuda=of_cuda, empty=empty, float32="a type")
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    query, key, value, dout = arrays()
+    lent = [tensor(array) for array in (query, key, value, dout)]
+    with on_gpu(gpu) as plan:
+        forward = plan.forward(*lent[:3])
+        assert [forward.out, forward.lse] == allocated
+        gradients = plan.backward(*lent[:3], forward, lent[3])
+        assert [gradients.dq, gradients.dk, gradients.dv] == allocated[2:]
+    assert entered == [(gpu.stream, 0)] * 5
+    with on_gpu(gpu, stream=0) as plan:
+        plan.forward(*lent[:3])
+    assert entered[5:] == [("default", 0)] * 2
+    monkeypatch.undo()
+    want = annulus.flash_attention(query, key, value, causal=True, sliding_window=(40, 0))
+    view = annulus.DeviceArray.of_dlpack("out", forward.out, forward.out.__dlpack__(stream=1))
+    np.testing.assert_allclose(gpu.download(view), want, rtol=1e-4, atol=1e-5)
 
 
 def test_the_current_context_stays_the_callers(gpu: Any) -> None:

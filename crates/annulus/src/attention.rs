@@ -381,7 +381,7 @@ impl Attention {
     /// buffers fit the memory of a rank. Default: none, and the strategy that sends the fewest
     /// bytes. `annulus measure` writes the figures of a machine to a file.
     ///
-    /// All ranks have the same machine. Other strategies do not depend on it.
+    /// All ranks have the same machine. With another strategy it is refused.
     ///
     /// # Examples
     /// Four ranks on two nodes with a slow network. A block of keys and values crosses the network
@@ -532,6 +532,10 @@ impl Attention {
         }
         if let Some(machine) = &self.machine {
             machine.check().map_err(of_machine)?;
+            if self.strategy != Strategy::Auto {
+                let want = "none: the strategy auto alone depends on it";
+                return Err(Error::invalid("machine", format!("one, for {}", self.strategy), want));
+            }
         }
         let deadlines = [("deadline", self.deadline), ("arrival_deadline", self.arrival_deadline)];
         for (name, deadline) in deadlines {

@@ -68,9 +68,13 @@ fn the_least_predicted_time_is_taken() {
     for strategy in plan(|_| Some(slow_network())) {
         assert_eq!(strategy, Ok(Strategy::HeadsRing { heads: 4 }));
     }
-    // a strategy that is not auto does not depend on the machine
+    // a strategy that is not auto would ignore the machine
     let ring = auto().strategy(Strategy::Ring).machine(slow_network());
-    assert_eq!(ring.local_ring(DIMS, RANKS).unwrap().plan().strategy(), Strategy::Ring);
+    let refused = ring.local_ring(DIMS, RANKS).unwrap_err().to_string();
+    assert_eq!(
+        refused,
+        "machine: got one, for ring, want none: the strategy auto alone depends on it"
+    );
 }
 
 #[test]
