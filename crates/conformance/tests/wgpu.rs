@@ -17,6 +17,10 @@ mod handed_in;
 mod limits;
 #[path = "wgpu/losses.rs"]
 mod losses;
+#[path = "wgpu/memory.rs"]
+mod memory;
+#[path = "wgpu/overlap.rs"]
+mod overlap;
 #[path = "wgpu/transfers.rs"]
 mod transfers;
 #[path = "wgpu/validation.rs"]
