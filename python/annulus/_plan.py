@@ -65,8 +65,8 @@ class Plan:
         backend: What computes: ``cpu``, ``wgpu`` (a GPU through Vulkan, Metal or DX12; no float64)
             or ``cuda`` (NVIDIA GPUs), if the package was built with it. Tensors are in host memory
             on each. A GPU stays open until the process ends, and all plans share it.
-        device: Number of the GPU, as the command ``annulus doctor`` lists them. Default: the first;
-            with ``cuda`` the GPUs of a node, round robin over its ranks.
+        device: Number of the GPU, as the command ``annulus doctor`` lists them. Default: the GPUs
+            of a node, round robin over its ranks; with ``wgpu`` the first and those that equal it.
         deadline: Seconds of silence of a rank within a call after which the call fails. Default:
             120; at least 1. ``ANNULUS_DEADLINE`` in the environment replaces it.
         arrival_deadline: Seconds that a call waits for ranks which have not made it; at least 1.

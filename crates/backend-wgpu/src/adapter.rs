@@ -38,6 +38,14 @@ pub struct Adapter {
     pub record: Option<&'static str>,
 }
 
+impl Adapter {
+    /// True if both are of the same model, with the same driver and API.
+    pub fn equals(&self, other: &Self) -> bool {
+        let kind = |of: &Self| (of.name.clone(), of.driver.clone(), of.api.clone());
+        kind(self) == kind(other)
+    }
+}
+
 fn instance() -> wgpu::Instance {
     let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();
     // in every build: shaders without their source, which older validation layers reject, and no

@@ -21,6 +21,8 @@ mod losses;
 mod memory;
 #[path = "wgpu/overlap.rs"]
 mod overlap;
+#[path = "wgpu/several.rs"]
+mod several;
 #[path = "wgpu/transfers.rs"]
 mod transfers;
 #[path = "wgpu/validation.rs"]
