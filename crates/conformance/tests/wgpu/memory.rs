@@ -1,5 +1,5 @@
-//! A driver that runs out of memory: an adapter that computes on the CPU, in a process whose address
-//! space is limited.
+//! A driver that runs out of memory: an adapter that computes on the CPU, in a process whose
+//! address space is limited.
 #![cfg(target_os = "linux")]
 
 use std::process::Command;

@@ -48,9 +48,9 @@ mod adapters {
     fn ring_of_adapters() {
         let equal = Gpu::list();
         assert!(equal.len() >= 2 && equal[0].equals(&equal[1]), "{equal:?}");
-        let devices = WgpuDevices::find(None).unwrap();
+        let devices = WgpuDevices::find(None).expect("the adapters");
         assert_eq!(devices.count(), equal.iter().filter(|other| equal[0].equals(other)).count());
-        assert_eq!(WgpuDevices::find(Some(1)).unwrap().count(), 1);
+        assert_eq!(WgpuDevices::find(Some(1)).expect("the second").count(), 1);
         let attention = Attention::new().causal(true);
         let [q, k, v, dout] = [0.0, 1.0, 2.0, 3.0].map(numbers);
         let tensors = Tensors::new(q.view(), k.view(), v.view());
@@ -62,20 +62,20 @@ mod adapters {
             let zeros = Array4::<f32>::zeros((1, rows, DIMS.q_heads, DIMS.head_dim));
             plan.forward(&Tensors::new(zeros.view(), zeros.view(), zeros.view())).map(drop)
         })
-        .unwrap();
-        let uploaded = |index| devices.get(index).unwrap().transfers().to_device;
+        .expect("a pass");
+        let uploaded = |index| devices.get(index).expect("a device").transfers().to_device;
         // each device is opened once, and the first has one rank more than the others
         assert_eq!(uploaded(ranks - 1), uploaded(0));
         assert!(uploaded(0) > uploaded(1) && uploaded(1) > 0);
 
         let compute = |backend: AnyBackend| {
-            let mut ring = backend.local_ring(&attention, DIMS, ranks).unwrap();
-            let forward = ring.forward(&tensors).unwrap();
-            let backward = ring.backward(&tensors, &forward, dout.view(), None).unwrap();
+            let mut ring = backend.local_ring(&attention, DIMS, ranks).expect("a plan");
+            let forward = ring.forward(&tensors).expect("a pass");
+            let backward = ring.backward(&tensors, &forward, dout.view(), None).expect("a pass");
             [forward.out, backward.dq, backward.dk, backward.dv]
         };
-        let got = compute(AnyBackend::open(BackendName::Wgpu, None, 0).unwrap());
-        let want = compute(AnyBackend::open(BackendName::Cpu, None, 1).unwrap());
+        let got = compute(AnyBackend::open(BackendName::Wgpu, None, 0).expect("it opens"));
+        let want = compute(AnyBackend::open(BackendName::Cpu, None, 1).expect("it opens"));
         for (got, want) in got.iter().zip(&want) {
             let close = |(got, want): (&f32, &f32)| (got - want).abs() <= 2e-5 * (1.0 + want.abs());
             assert!(got.iter().zip(want).all(close), "{got} instead of {want}");
