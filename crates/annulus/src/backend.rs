@@ -8,7 +8,7 @@ use annulus_core::{Dims, Error, Host, Result, Transport};
 use annulus_cpu::Cpu;
 
 #[cfg(feature = "wgpu")]
-use crate::devices::wgpu_rank;
+use crate::devices::WgpuDevices;
 #[cfg(feature = "cuda")]
 use crate::devices::{CudaDevices, cuda_rank};
 use crate::{Attention, LocalRing, Plan};
@@ -104,15 +104,15 @@ enum Opened {
     /// Threads of each rank.
     Cpu(usize),
     #[cfg(feature = "wgpu")]
-    Wgpu(annulus_wgpu::Gpu),
+    Wgpu(std::sync::Arc<WgpuDevices>),
     #[cfg(feature = "cuda")]
     Cuda(std::sync::Arc<CudaDevices>),
 }
 
 impl AnyBackend {
     /// Opens a backend. `device` is the number of a GPU, as `annulus doctor` lists them; by default
-    /// wgpu takes the first, and CUDA the GPUs of a node round robin over its ranks, each opened
-    /// when a rank needs it. `threads` are the CPU threads of each rank, 0 for one; with a GPU it
+    /// the ranks of a node use its GPUs round robin, wgpu only the first and those that equal it,
+    /// each opened when a rank needs it. `threads` are the CPU threads of each rank, 0 for one; with a GPU it
     /// must be 0.
     ///
     /// # Errors
@@ -132,11 +132,7 @@ impl AnyBackend {
             }
             #[cfg(feature = "wgpu")]
             (BackendName::Wgpu, device, 0) => {
-                let options = annulus_wgpu::Options {
-                    number: device.unwrap_or(0),
-                    ..annulus_wgpu::Options::default()
-                };
-                Ok(Self(Opened::Wgpu(annulus_wgpu::Gpu::open(&options)?)))
+                Ok(Self(Opened::Wgpu(std::sync::Arc::new(WgpuDevices::find(device)?))))
             }
             #[cfg(feature = "cuda")]
             (BackendName::Cuda, device, 0) => {
@@ -178,8 +174,8 @@ impl AnyBackend {
                 Plan::new(attention, dims, cpu, transport)
             }
             #[cfg(feature = "wgpu")]
-            Opened::Wgpu(gpu) => {
-                let (backend, transport) = wgpu_rank(gpu, transport);
+            Opened::Wgpu(devices) => {
+                let (backend, transport) = devices.rank(transport)?;
                 Plan::new(attention, dims, backend, transport)
             }
             #[cfg(feature = "cuda")]
@@ -219,8 +215,8 @@ impl AnyBackend {
         }
     }
 
-    /// Plans an in-process ring of `ranks` ranks over whole tensors. Ranks share a GPU, except on
-    /// CUDA without a device number.
+    /// Plans an in-process ring of `ranks` ranks over whole tensors. Ranks share a GPU if its number
+    /// is given, or if they are more than the GPUs.
     ///
     /// # Ordering
     /// Local: all ranks are threads of this process.

@@ -7,16 +7,13 @@
 //! | [`cuda_rank_over_nccl`] | from GPU to GPU; the host transport carries the control messages |
 //! | [`cuda_rank_over_mpi`] | by MPI from device memory if the library takes it, else staged |
 
-#[cfg(feature = "cuda")]
 use std::{
     collections::BTreeMap,
     sync::{Mutex, PoisonError},
 };
 
 use annulus_comm::Staged;
-#[cfg(feature = "cuda")]
-use annulus_core::Result;
-use annulus_core::{Backend, Host, OnHost, Transport};
+use annulus_core::{Backend, Host, OnHost, Result, Transport};
 
 /// A backend and the transport of its blocks, as [`crate::Plan::new`] takes them.
 pub type Rank<B> = (B, Box<dyn Transport<<B as Backend>::Space>>);
@@ -29,6 +26,73 @@ pub fn wgpu_rank<T: Transport<Host> + 'static>(
 ) -> Rank<OnHost<annulus_wgpu::Wgpu>> {
     let copier = annulus_wgpu::Copier::new(gpu.clone());
     (annulus_wgpu::Wgpu::on_host(gpu.clone()), Box::new(Staged::new(transport, copier)))
+}
+
+/// wgpu adapters of this process, each opened when its first rank needs it. Ranks on one adapter
+/// share its device and its kernels.
+#[cfg(feature = "wgpu")]
+#[derive(Debug)]
+pub struct WgpuDevices {
+    /// Numbers of the adapters.
+    numbers: Vec<usize>,
+    opened: Mutex<BTreeMap<usize, annulus_wgpu::Gpu>>,
+}
+
+#[cfg(feature = "wgpu")]
+impl WgpuDevices {
+    /// Finds the adapters and opens the first of them. All ranks use adapter number `device`;
+    /// without a number, the ranks of a node use its first adapter and all that equal it (model,
+    /// driver, API) round robin. Others, such as an integrated GPU, would delay the ring.
+    ///
+    /// # Errors
+    /// As [`annulus_wgpu::Gpu::open`].
+    pub fn find(device: Option<usize>) -> Result<Self> {
+        let all = annulus_wgpu::Gpu::list();
+        let numbers = match (device, all.first()) {
+            (None, Some(first)) => {
+                all.iter().filter(|other| first.equals(other)).map(|other| other.number).collect()
+            }
+            (device, _) => vec![device.unwrap_or(0)],
+        };
+        let devices = Self { numbers, opened: Mutex::default() };
+        devices.get(0)?;
+        Ok(devices)
+    }
+
+    /// Returns the number of adapters that ranks use.
+    pub fn count(&self) -> usize {
+        self.numbers.len()
+    }
+
+    /// Returns the adapter of the rank with this index on its node; it is opened once.
+    ///
+    /// # Errors
+    /// As [`annulus_wgpu::Gpu::open`].
+    pub fn get(&self, index: usize) -> Result<annulus_wgpu::Gpu> {
+        let number = self.numbers.get(index % self.count().max(1)).copied().unwrap_or(0);
+        let mut opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(gpu) = opened.get(&number) {
+            return Ok(gpu.clone());
+        }
+        let options = annulus_wgpu::Options { number, ..annulus_wgpu::Options::default() };
+        let gpu = annulus_wgpu::Gpu::open(&options)?;
+        opened.insert(number, gpu.clone());
+        Ok(gpu)
+    }
+
+    /// Creates the rank at this end of `transport` on its adapter.
+    ///
+    /// # Errors
+    /// As [`WgpuDevices::get`]; then the other ranks get [`crate::Error::Aborted`].
+    pub fn rank<T: Transport<Host> + 'static>(
+        &self,
+        mut transport: T,
+    ) -> Result<Rank<OnHost<annulus_wgpu::Wgpu>>> {
+        let nodes = transport.placement().map(annulus_core::Placement::nodes);
+        let index = index_on_node(transport.rank(), nodes);
+        let gpu = self.get(index).inspect_err(|error| transport.abort(error))?;
+        Ok(wgpu_rank(&gpu, transport))
+    }
 }
 
 /// NVIDIA GPUs of this process, each opened when its first rank needs it. Ranks on one GPU share
@@ -86,7 +150,6 @@ impl CudaDevices {
 }
 
 /// Returns the index of a rank among those of its node; without `nodes` all ranks are on one.
-#[cfg(feature = "cuda")]
 fn index_on_node(rank: usize, nodes: Option<&[usize]>) -> usize {
     nodes.map_or(rank, |nodes| {
         nodes.iter().take(rank).filter(|&node| Some(node) == nodes.get(rank)).count()

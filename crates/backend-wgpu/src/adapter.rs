@@ -38,8 +38,19 @@ pub struct Adapter {
     pub record: Option<&'static str>,
 }
 
+impl Adapter {
+    /// True if both are of the same model, with the same driver and API.
+    pub fn equals(&self, other: &Self) -> bool {
+        let kind = |of: &Self| (of.name.clone(), of.driver.clone(), of.api.clone());
+        kind(self) == kind(other)
+    }
+}
+
 fn instance() -> wgpu::Instance {
     let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();
+    // in every build: shaders without their source, which older validation layers reject, and no
+    // layer but those that the environment requests
+    descriptor.flags = wgpu::InstanceFlags::empty();
     descriptor.backends = wgpu::Backends::VULKAN | wgpu::Backends::METAL | wgpu::Backends::DX12;
     // without dxcompiler.dll there is no DX12: the older compiler, FXC, knows no subgroups, takes
     // minutes for unrolled loops, and rejects barriers in loops whose bounds come from a buffer

@@ -212,6 +212,16 @@ mod tests {
     }
 
     #[test]
+    fn a_part_of_less_work_than_estimated_does_not_make_the_next_one_too_long() {
+        let now = Instant::now();
+        let mut pacer = Pacer::new(None, now);
+        // its estimate is 50 times too large
+        pacer.add(1, KERNEL, FIRST_WORK, now);
+        pacer.poll(1, now + TARGET / 50);
+        assert_eq!(pacer.budget(KERNEL), 2 * FIRST_WORK);
+    }
+
+    #[test]
     fn small_problems_do_not_reduce_the_budget() {
         let now = Instant::now();
         let mut pacer = Pacer::new(None, now);

@@ -568,8 +568,8 @@ typedef struct annulus_options {
    */
   int32_t backend;
   /**
-   * Flag: device is the number of the GPU. Default: 0, which is the first adapter with WGPU, and
-   * with CUDA the GPUs of a node, round robin over its ranks.
+   * Flag: device is the number of the GPU. Default: 0, which is the GPUs of a node, round robin
+   * over its ranks; with WGPU the first and those that equal it.
    */
   int32_t has_device;
   /**

@@ -27,11 +27,8 @@ macro_rules! with_backend {
                 $body
             }
             #[cfg(feature = "wgpu")]
-            $crate::backend::BackendChoice::Wgpu(gpu) => {
-                let $make = |endpoint: $crate::job::Endpoint| {
-                    let rank = annulus::devices::wgpu_rank(gpu, endpoint.of_host());
-                    Ok::<_, annulus_core::Error>(rank)
-                };
+            $crate::backend::BackendChoice::Wgpu(devices) => {
+                let $make = |endpoint: $crate::job::Endpoint| devices.rank(endpoint.of_host());
                 $body
             }
             #[cfg(feature = "cuda")]
@@ -49,9 +46,9 @@ pub(crate) use with_backend;
 pub(crate) enum BackendChoice {
     /// Host memory and SIMD.
     Cpu,
-    /// One GPU, shared by all ranks of this process.
+    /// One GPU or several equal ones, shared by the ranks of this process.
     #[cfg(feature = "wgpu")]
-    Wgpu(annulus_wgpu::Gpu),
+    Wgpu(annulus::devices::WgpuDevices),
     /// NVIDIA GPUs, shared by the ranks of this process.
     #[cfg(feature = "cuda")]
     Cuda(Gpus),
@@ -114,9 +111,7 @@ impl BackendChoice {
             (BackendName::Cpu, None) => Isa::chosen().map(|_| Self::Cpu).map_err(Failure::of_flags),
             #[cfg(feature = "wgpu")]
             (BackendName::Wgpu, device) => {
-                let number = device.unwrap_or(0);
-                let options = annulus_wgpu::Options { number, ..annulus_wgpu::Options::default() };
-                let opened = annulus_wgpu::Gpu::open(&options);
+                let opened = annulus::devices::WgpuDevices::find(device);
                 Ok(Self::Wgpu(opened.map_err(|error| Failure::of_flags(of_device(device, error)))?))
             }
             #[cfg(not(feature = "wgpu"))]

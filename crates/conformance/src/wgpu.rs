@@ -79,10 +79,11 @@ enum Ranks {
     Mixed,
 }
 
-/// A ring of ranks that share a wgpu device.
+/// A ring of ranks that share one or several wgpu devices.
 #[derive(Debug, Clone)]
 pub struct WgpuRing {
-    gpu: Gpu,
+    /// Used by the ranks round robin.
+    gpus: Vec<Gpu>,
     ranks: Ranks,
     dtypes: Vec<DType>,
 }
@@ -90,7 +91,14 @@ pub struct WgpuRing {
 impl WgpuRing {
     /// Creates a ring with all ranks on this device and tensors in its memory.
     pub fn new(gpu: Gpu) -> Self {
-        Self { gpu, ranks: Ranks::OnDevice, dtypes: DTYPES.to_vec() }
+        Self { gpus: vec![gpu], ranks: Ranks::OnDevice, dtypes: DTYPES.to_vec() }
+    }
+
+    /// Adds a device: the ranks use all of them round robin.
+    #[must_use]
+    pub fn and(mut self, gpu: Gpu) -> Self {
+        self.gpus.push(gpu);
+        self
     }
 
     /// Restricts the element types: each has its own kernels, which a driver compiles for seconds.
@@ -121,6 +129,7 @@ impl WgpuRing {
         times: usize,
     ) -> Result<RankJob<'a>> {
         let checked = Checksum::new(transport);
+        let gpu = &self.gpus[rank % self.gpus.len()];
         if self.ranks == Ranks::Mixed && rank.is_multiple_of(2) {
             let setup = RankSetup {
                 memory: HostMemory,
@@ -132,27 +141,27 @@ impl WgpuRing {
         if self.ranks == Ranks::OnHost {
             let setup = RankSetup {
                 memory: HostViewMemory,
-                backend: Wgpu::on_host(self.gpu.clone()),
-                transport: self.staged(checked)?,
+                backend: Wgpu::on_host(gpu.clone()),
+                transport: staged(gpu, checked)?,
             };
             return Ok(Box::new(move || run_rank(case, setting, setup, times)));
         }
         let setup = RankSetup {
-            memory: self.gpu.clone(),
-            backend: Wgpu::new(self.gpu.clone()),
-            transport: self.staged(checked)?,
+            memory: gpu.clone(),
+            backend: Wgpu::new(gpu.clone()),
+            transport: staged(gpu, checked)?,
         };
         Ok(Box::new(move || run_rank(case, setting, setup, times)))
     }
+}
 
-    /// Stages blocks of the space `S` through host memory for `inner`.
-    fn staged<S: StagedSpace<Copier = Copier>>(
-        &self,
-        inner: Checksum<Threads>,
-    ) -> Result<Box<dyn Transport<S>>> {
-        let staged = Staged::<_, S>::new(inner, Copier::new(self.gpu.clone()));
-        Ok(Box::new(Deadline::new(staged, DEADLINE)?))
-    }
+/// Stages blocks of the space `S` through host memory for `inner`.
+fn staged<S: StagedSpace<Copier = Copier>>(
+    gpu: &Gpu,
+    inner: Checksum<Threads>,
+) -> Result<Box<dyn Transport<S>>> {
+    let staged = Staged::<_, S>::new(inner, Copier::new(gpu.clone()));
+    Ok(Box::new(Deadline::new(staged, DEADLINE)?))
 }
 
 impl Subject for WgpuRing {
@@ -162,7 +171,8 @@ impl Subject for WgpuRing {
             Ranks::OnHost => "wgpu for host tensors over staged threads",
             Ranks::Mixed => "cpu and wgpu in one ring",
         };
-        format!("{kind}, {}", self.gpu.level().name())
+        let levels: Vec<&str> = self.gpus.iter().map(|gpu| gpu.level().name()).collect();
+        format!("{kind}, {}", levels.join(" and "))
     }
 
     fn dtypes(&self) -> &[DType] {

@@ -4,7 +4,7 @@
 //!
 //! Without a Vulkan, Metal or DX12 driver these tests print NOT RUN; with `ANNULUS_REQUIRE=wgpu`
 //! they fail instead. `ANNULUS_REQUIRE=matrix` does the same for an adapter without cooperative
-//! matrices.
+//! matrices. `ANNULUS_DEVICE` is the number of the adapter (default: 0).
 #![cfg(feature = "wgpu")]
 
 #[path = "wgpu/absence.rs"]
@@ -17,8 +17,16 @@ mod handed_in;
 mod limits;
 #[path = "wgpu/losses.rs"]
 mod losses;
+#[path = "wgpu/memory.rs"]
+mod memory;
+#[path = "wgpu/overlap.rs"]
+mod overlap;
+#[path = "wgpu/several.rs"]
+mod several;
 #[path = "wgpu/transfers.rs"]
 mod transfers;
+#[path = "wgpu/validation.rs"]
+mod validation;
 
 use std::{sync::OnceLock, time::Duration};
 
@@ -36,7 +44,7 @@ use annulus_conformance::{
 };
 use annulus_core::{DType, Inputs, Layout, Outputs, Result};
 use annulus_wgpu::{
-    Copier, Gpu, Level, Options, Stopwatch, Tensor, Wgpu, WgpuSpace, wgpu::Features,
+    Adapter, Copier, Gpu, Level, Options, Stopwatch, Tensor, Wgpu, WgpuSpace, wgpu::Features,
 };
 
 /// True if the absence of `what` is a failure.
@@ -44,14 +52,26 @@ fn is_required(what: &str) -> bool {
     std::env::var("ANNULUS_REQUIRE").unwrap_or_default().split(',').any(|name| name == what)
 }
 
-/// Opens a device; `None` if there is none.
-fn open(options: &Options) -> Option<Gpu> {
-    if Gpu::list().is_empty() {
+/// Number of the adapter.
+fn number() -> usize {
+    std::env::var("ANNULUS_DEVICE").map_or(0, |number| number.parse().expect("a number"))
+}
+
+/// Returns the adapter; `None` if there is none at all.
+fn adapter() -> Option<Adapter> {
+    let all = Gpu::list();
+    if all.is_empty() {
         assert!(!is_required("wgpu"), "ANNULUS_REQUIRE has wgpu, and there is no adapter");
         eprintln!("NOT RUN: no Vulkan, Metal or DX12 adapter");
         return None;
     }
-    Some(Gpu::open(options).expect("the adapter opens"))
+    Some(all.into_iter().nth(number()).expect("an adapter with this number"))
+}
+
+/// Opens the adapter; `None` if there is none.
+fn open(options: &Options) -> Option<Gpu> {
+    let options = Options { number: adapter()?.number, ..options.clone() };
+    Some(Gpu::open(&options).expect("the adapter opens"))
 }
 
 /// Returns the device that most tests share.
@@ -142,7 +162,7 @@ fn the_cpu_and_wgpu_share_a_ring() {
 
 #[test]
 fn every_level_holds() {
-    let Some(adapter) = gpu().and_then(|_| Gpu::list().into_iter().next()) else { return };
+    let Some(adapter) = adapter() else { return };
     // all other tests cover the chosen one
     for &level in
         adapter.levels.iter().filter(|&&level| level != Level::Matrix && level != adapter.chosen)
@@ -162,7 +182,7 @@ fn every_level_holds() {
 
 #[test]
 fn the_level_is_the_chosen_one_unless_another_is_forced() {
-    let Some(adapter) = gpu().and_then(|_| Gpu::list().into_iter().next()) else { return };
+    let Some(adapter) = adapter() else { return };
     assert!(adapter.levels.contains(&adapter.chosen) && adapter.levels[0] == Level::Plain);
     let default_level = Level::forced().unwrap().unwrap_or(adapter.chosen);
     assert_eq!(open(&Options::default()).map(|gpu| gpu.level()), Some(default_level));
@@ -176,8 +196,9 @@ fn the_level_is_the_chosen_one_unless_another_is_forced() {
 
 #[test]
 fn the_matrix_level_holds_if_the_adapter_has_it() {
-    let Some(adapter) = Gpu::list().into_iter().next() else { return };
-    let options = Options { level: Some(Level::Matrix), ..Options::default() };
+    let Some(adapter) = adapter() else { return };
+    let number = adapter.number;
+    let options = Options { number, level: Some(Level::Matrix), ..Options::default() };
     if !adapter.levels.contains(&Level::Matrix) {
         assert!(
             !is_required("matrix"),

@@ -25,6 +25,8 @@
 //! `scripts/gpu-lease` runs it beside peers. `device=emulated` checks on any machine that it runs;
 //! its times mean nothing. There, `mistake=N` plants mistake N of `kernels/warpgroup.cuh`.
 
+#[path = "../comparison.rs"]
+mod comparison;
 mod kernel_clock;
 mod pass;
 mod verify;
@@ -219,8 +221,8 @@ fn run() -> Result<bool> {
     }
     let levels = settings.open()?;
     if settings.number("verify", 0)? != 0 {
-        let named = |word: &str| verify::SHAPES.into_iter().find(|&name| name == word);
-        let masks = settings.list("masks", &verify::SHAPES.join(","), named)?;
+        let named = |word: &str| comparison::SHAPES.into_iter().find(|&name| name == word);
+        let masks = settings.list("masks", &comparison::SHAPES.join(","), named)?;
         let mut all_right = true;
         for dtype in settings.dtypes("bf16,f16")? {
             for dim in settings.numbers("dims", "64,128,256")? {

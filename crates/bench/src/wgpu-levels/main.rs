@@ -1,20 +1,35 @@
-//! Times forward and backward passes at every level of a wgpu adapter, beside a plain matrix
-//! product in the same run. Prints JSON lines. `benches/wgpu-levels.sh` runs it.
+//! Speed and correctness of every level of a wgpu adapter, forward and backward. Prints JSON lines.
+//! `benches/wgpu-levels.sh` and `scripts/wgpu-lease` run it.
 //!
 //! ```text
-//! wgpu-levels [device=0] [dims=64,128] [lens=4096,8192,16384,32768] [heads=16] [seconds=2]
-//!             [rounds=7] [roof=4096]
+//! wgpu-levels [device=0] [levels=plain,subgroup,matrix] [dtypes=f32,f16] [dims=64,128]
+//!             [lens=4096,8192,16384,32768] [heads=16] [seconds=2] [rounds=7] [roof=4096]
+//! wgpu-levels verify=1 [device=0] [levels=plain,subgroup,matrix] [dtypes=f32,bf16,f16]
+//!             [dims=64,128,256] [lens=4099] [heads=8] [masks=full,causal,window,gqa,cross]
+//!             [mistake=0]
 //! ```
+//! Levels are those of the adapter, unless some of them are named.
+//!
+//! **Times.** Levels are timed beside a plain matrix product in the same run.
 //! Tensors stay on the device. Time is measured by the device's timestamps, or by the host's clock
 //! if it has none (field `clock`). The levels alternate, round by round. `seconds` is the median of
 //! the rounds; `speedup` is the median of the rounds' ratios to the level below, so a level is
 //! faster than the one below if it is above 1. For a software adapter, `cpu_seconds` and
 //! `cpu_speedup` are the same for the CPU time of the process. Useful FLOPs: forward
 //! 4·heads·len²·dim, half of that with a causal mask; backward 2.5 times as many.
+//!
+//! **verify** compares each level with the CPU backend in f32, from the same inputs, for tensors in
+//! host memory: the relative error of out, dq, dk and dv stays below 2·10⁻⁵ (f32), 5·10⁻³ (bf16) or
+//! 10⁻³ (f16), that of lse below 10⁻⁴, that of the worst row below 8 times as much, and a second pass
+//! has the same bits. The exit status is 1 if one is not. With `mistake=1` the window of the
+//! reference is one key too long, which must be found.
 
 mod clock;
+#[path = "../comparison.rs"]
+mod comparison;
 mod pass;
 mod roof;
+mod verify;
 
 use std::process::ExitCode;
 
@@ -29,6 +44,9 @@ use pass::{Passes, Problem, What};
 /// Problems and durations of the measurement.
 struct Settings {
     device: usize,
+    /// Names of levels; empty for all levels of the adapter.
+    levels: Vec<Level>,
+    dtypes: Vec<DType>,
     dims: Vec<usize>,
     lens: Vec<usize>,
     heads: usize,
@@ -36,26 +54,41 @@ struct Settings {
     seconds: f64,
     rounds: usize,
     roof: usize,
+    verify: bool,
+    masks: Vec<&'static str>,
+    mistake: u64,
 }
 
 impl Settings {
     fn parse(words: impl Iterator<Item = String>) -> Result<Self> {
-        let lens = vec![4096, 8192, 16384, 32768];
+        let words: Vec<String> = words.collect();
+        let verify = words.iter().any(|word| word == "verify=1");
+        let (dtypes, dims, lens) = if verify {
+            (vec![DType::F32, DType::Bf16, DType::F16], vec![64, 128, 256], vec![4099])
+        } else {
+            (vec![DType::F32, DType::F16], vec![64, 128], vec![4096, 8192, 16384, 32768])
+        };
         let mut all = Self {
             device: 0,
-            dims: vec![64, 128],
+            levels: Vec::new(),
+            dtypes,
+            dims,
             lens,
-            heads: 16,
+            heads: if verify { 8 } else { 16 },
             seconds: 2.0,
             rounds: 7,
             roof: 4096,
+            verify,
+            masks: comparison::SHAPES.to_vec(),
+            mistake: 0,
         };
         for word in words {
             let wrong = || {
                 Error::invalid(
                     "argument",
                     &word,
-                    "device=, dims=, lens=, heads=, seconds=, rounds= or roof=, and numbers",
+                    "device=, levels=, dtypes=, dims=, lens=, heads=, seconds=, rounds=, roof=, \
+                     verify=1, masks= or mistake=, and numbers or names",
                 )
             };
             let (name, value) = word.split_once('=').ok_or_else(wrong)?;
@@ -68,6 +101,17 @@ impl Settings {
             let number = || value.parse::<usize>().map_err(|_| wrong());
             match name {
                 "device" => all.device = number()?,
+                "levels" => all.levels = named(value, Level::ALL, Level::name).ok_or_else(wrong)?,
+                "dtypes" => {
+                    let dtypes = [DType::F32, DType::Bf16, DType::F16];
+                    all.dtypes = named(value, dtypes, DType::name).ok_or_else(wrong)?;
+                }
+                "masks" => {
+                    let masks = named(value, comparison::SHAPES, |mask| mask);
+                    all.masks = masks.ok_or_else(wrong)?;
+                }
+                "verify" => all.verify = number()? == 1,
+                "mistake" => all.mistake = number()? as u64,
                 "dims" => all.dims = numbers()?,
                 "lens" => all.lens = numbers()?,
                 "heads" => all.heads = number()?,
@@ -79,6 +123,15 @@ impl Settings {
         }
         Ok(all)
     }
+}
+
+/// Parses a list of names of some of `all`.
+fn named<T: Copy, const N: usize>(
+    list: &str,
+    all: [T; N],
+    name: impl Fn(T) -> &'static str,
+) -> Option<Vec<T>> {
+    list.split(',').map(|word| all.into_iter().find(|&item| name(item) == word)).collect()
 }
 
 /// Returns the largest size up to `most` whose matrices fit a binding of the device.
@@ -177,9 +230,11 @@ fn compare(
     Ok(())
 }
 
-fn measure(settings: &Settings) -> Result<()> {
+/// Measures or verifies; false if a result is wrong.
+fn run(settings: &Settings) -> Result<bool> {
     let Some(adapter) = Gpu::list().into_iter().nth(settings.device) else {
-        return Gpu::open(&Options { number: settings.device, ..Options::default() }).map(drop);
+        return Gpu::open(&Options { number: settings.device, ..Options::default() })
+            .map(|_| false);
     };
     println!(
         "{}",
@@ -191,21 +246,55 @@ fn measure(settings: &Settings) -> Result<()> {
             "rounds": settings.rounds,
         })
     );
+    let wanted = |level: &&Level| settings.levels.is_empty() || settings.levels.contains(level);
+    let levels: Vec<Level> = adapter.levels.iter().filter(wanted).copied().collect();
+    if let Some(missing) = settings.levels.iter().find(|level| !levels.contains(level)) {
+        return Err(Error::unsupported(format!("level {}", missing.name()), &adapter.name));
+    }
     // one device for all levels, opened for the highest
-    let highest = adapter.levels.last().copied();
+    let highest = levels.last().copied();
     let device =
         Gpu::open(&Options { number: settings.device, level: highest, ..Options::default() })?;
-    let gpus = adapter
-        .levels
-        .iter()
-        .map(|&level| Ok((level, device.at(level)?)))
-        .collect::<Result<Vec<_>>>()?;
-    print_roof(&device, settings)?;
+    let gpus =
+        levels.iter().map(|&level| Ok((level, device.at(level)?))).collect::<Result<Vec<_>>>()?;
+    if settings.verify {
+        verify_all(&gpus, settings)
+    } else {
+        measure(&gpus, &device, settings, adapter.software).map(|()| true)
+    }
+}
+
+/// Verifies all levels; false if a result is wrong.
+fn verify_all(gpus: &[(Level, Gpu)], settings: &Settings) -> Result<bool> {
+    let Settings { heads, masks, mistake, .. } = settings;
+    let mut all_right = true;
+    for &dtype in &settings.dtypes {
+        for (&dim, &len) in
+            settings.dims.iter().flat_map(|dim| settings.lens.iter().map(move |len| (dim, len)))
+        {
+            for (level, gpu) in gpus {
+                if *level == Level::Matrix && dtype != DType::F16 {
+                    continue;
+                }
+                let (heads, mistake) = (*heads, *mistake);
+                let problem = verify::Verification { dtype, len, heads, dim, masks, mistake };
+                all_right &= verify::verify(gpu, &problem)?;
+            }
+        }
+    }
+    Ok(all_right)
+}
+
+/// Times all levels.
+fn measure(gpus: &[(Level, Gpu)], device: &Gpu, settings: &Settings, software: bool) -> Result<()> {
+    print_roof(device, settings)?;
     for (&dim, &len) in
         settings.dims.iter().flat_map(|dim| settings.lens.iter().map(move |len| (dim, len)))
     {
-        for (dtype, causal) in [DType::F32, DType::F16]
-            .into_iter()
+        for (dtype, causal) in settings
+            .dtypes
+            .iter()
+            .copied()
             .flat_map(|dtype| [false, true].map(|causal| (dtype, causal)))
         {
             let problem = Problem { heads: settings.heads, len, dim, dtype, causal };
@@ -215,17 +304,21 @@ fn measure(settings: &Settings) -> Result<()> {
             let of_levels: Vec<&Gpu> = levels.iter().map(|(_, gpu)| *gpu).collect();
             let mut passes = Passes::new(&of_levels, &problem)?;
             for what in [What::Forward, What::Backward] {
-                compare(&levels, &mut passes, &problem, what, settings, adapter.software)?;
+                compare(&levels, &mut passes, &problem, what, settings, software)?;
             }
         }
     }
     // shows a drift of the machine during the run
-    print_roof(&device, settings)
+    print_roof(device, settings)
 }
 
 fn main() -> ExitCode {
-    match Settings::parse(std::env::args().skip(1)).and_then(|settings| measure(&settings)) {
-        Ok(()) => ExitCode::SUCCESS,
+    match Settings::parse(std::env::args().skip(1)).and_then(|settings| run(&settings)) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => {
+            eprintln!("wgpu-levels: a result is wrong");
+            ExitCode::FAILURE
+        }
         Err(error) => {
             eprintln!("wgpu-levels: {error}");
             ExitCode::FAILURE

@@ -39,13 +39,20 @@ impl Clock {
     pub(super) fn of(backend: &BackendChoice, job: &mut Job) -> Outcome<Self> {
         let own = match backend {
             #[cfg(feature = "wgpu")]
-            BackendChoice::Wgpu(gpu) if annulus_wgpu::Stopwatch::runs(gpu).unwrap_or(false) => {
-                Self::Device(gpu.clone())
-            }
+            BackendChoice::Wgpu(devices) => Self::of_device(devices),
             _ => Self::Host,
         };
         let all = job.all_gather_numbers(&[f64::from(u8::from(!matches!(own, Self::Host)))])?;
         Ok(if all.iter().flatten().all(|&has| has != 0.0) { own } else { Self::Host })
+    }
+
+    /// Chooses the device's clock if the ranks share one device and its clock runs.
+    #[cfg(feature = "wgpu")]
+    fn of_device(devices: &annulus::devices::WgpuDevices) -> Self {
+        let alone = devices.get(0).ok().filter(|_| devices.count() == 1);
+        alone
+            .filter(|gpu| annulus_wgpu::Stopwatch::runs(gpu).unwrap_or(false))
+            .map_or(Self::Host, Self::Device)
     }
 
     /// Name in a line.

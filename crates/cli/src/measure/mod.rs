@@ -56,8 +56,8 @@ pub(crate) struct MeasureFlags {
     /// Compute backend
     #[arg(long, value_enum, default_value = "cpu")]
     backend: BackendName,
-    /// Device number, counted from 0 as `annulus doctor` lists them. Default: the first; with cuda
-    /// the ranks of a node use its GPUs in turn
+    /// Device number, counted from 0 as `annulus doctor` lists them. Default: the ranks of a node use
+    /// its GPUs in turn; with wgpu the first and those that equal it
     #[arg(long, value_name = "N", value_parser = whole)]
     device: Option<usize>,
     /// Transport between ranks: of host memory, so that nccl is measured as threads or mpi

@@ -5,12 +5,12 @@ use annulus::{
     Attention, Dims, Layout, Report, Ring, RingOptions,
     comm::{
         Deadline, Staged,
-        threads::{self, Threads, each_rank},
+        threads::{self, each_rank},
     },
 };
 use annulus_core::{
-    BackwardInputs, BackwardMode, Gradients, HostView, HostViewMut, HostViews, Inputs, OnHost,
-    Outputs, Result,
+    BackwardInputs, BackwardMode, Gradients, Host, HostView, HostViewMut, HostViews, Inputs,
+    OnHost, Outputs, Result, Transport,
 };
 use annulus_wgpu::{Copier, Gpu, Options, Transfers, Wgpu, WgpuSpace};
 use ndarray::Array4;
@@ -20,9 +20,13 @@ use super::{DEADLINE, open};
 type HostRing = Ring<OnHost<Wgpu>>;
 
 const DIMS: Dims =
-    Dims { batch: 1, q_len: 96, kv_len: 96, q_heads: 2, kv_heads: 1, head_dim: 8, value_dim: 12 };
+    Dims { batch: 1, q_len: 320, kv_len: 320, q_heads: 2, kv_heads: 1, head_dim: 8, value_dim: 12 };
 
-fn ring(gpu: &Gpu, transport: Threads, mode: BackwardMode) -> Result<HostRing> {
+fn ring<T: Transport<Host> + 'static>(
+    gpu: &Gpu,
+    transport: T,
+    mode: BackwardMode,
+) -> Result<HostRing> {
     let staged = Staged::<_, HostViews<WgpuSpace>>::new(transport, Copier::new(gpu.clone()));
     let options =
         RingOptions { layout: Some(Layout::Contiguous), backward: true, ..RingOptions::default() };
@@ -78,20 +82,25 @@ impl Tensors {
 }
 
 /// One rank: its ring, and the tensors of a call and of its gradients.
-struct Rank {
+pub(super) struct Rank {
     ring: HostRing,
     tensors: Tensors,
     gradients: Tensors,
 }
 
 impl Rank {
-    fn new(gpu: &Gpu, transport: Threads, mode: BackwardMode) -> Result<Self> {
+    /// Plans a rank; each has the same tensors.
+    pub(super) fn new<T: Transport<Host> + 'static>(
+        gpu: &Gpu,
+        transport: T,
+        mode: BackwardMode,
+    ) -> Result<Self> {
         let ring = ring(gpu, transport, mode)?;
         let rows = annulus_core::index(ring.q_rows().len());
         Ok(Self { ring, tensors: Tensors::new(rows, 0.5), gradients: Tensors::new(rows, 0.25) })
     }
 
-    fn forward(&mut self) -> Result<Report> {
+    pub(super) fn forward(&mut self) -> Result<Report> {
         let mut out = self.tensors.out.clone();
         let mut lse = self.tensors.lse.clone();
         let mut outputs = Outputs {
@@ -109,7 +118,7 @@ impl Rank {
         Ok(report)
     }
 
-    fn backward(&mut self) -> Result<Report> {
+    pub(super) fn backward(&mut self) -> Result<Report> {
         let Self { ring, tensors, gradients } = self;
         let dout = gradients.out.clone();
         let inputs = BackwardInputs {
@@ -131,7 +140,7 @@ impl Rank {
                 dsinks: None,
             },
         )?;
-        // every key has the weight 1 / 96 in each of 96 queries of two heads
+        // every key has the weight 1 / 320 in each of 320 queries of two heads
         assert!(gradients.v.iter().all(|&dv| (dv - 0.5).abs() < 1e-5));
         Ok(report)
     }
