@@ -463,7 +463,7 @@ impl Gpu {
             return Ok(Arc::clone(pipeline));
         }
         let source = variant.source();
-        let checked = self.0.checks_bounds || variant.is_general();
+        let checked = self.0.checks_bounds;
         let compiled =
             Arc::new(self.guard(|device, _| compile(device, variant.name(), source, checked))?);
         *slot = Some(Arc::clone(&compiled));

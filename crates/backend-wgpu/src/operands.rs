@@ -103,8 +103,14 @@ pub(crate) fn dims_of_products(kind: TileKernel, dims: &Dims) -> Vec<usize> {
         TileKernel::Forward => vec![head_dim, value_dim],
         // S, dP, dQ
         TileKernel::Queries => vec![head_dim, value_dim, head_dim],
-        // S, dP, dV, dK
-        TileKernel::Keys { .. } => vec![head_dim, value_dim, value_dim, head_dim],
+        // S, dP, dV, dK; S twice if dV and dK are computed one after the other
+        TileKernel::Keys { .. } => {
+            let mut all = vec![head_dim, value_dim, value_dim, head_dim];
+            if TileVariant::splits_gradients(head_dim, value_dim) {
+                all.push(head_dim);
+            }
+            all
+        }
         // S, dP
         TileKernel::Bias(_) => vec![head_dim, value_dim],
     }
@@ -127,7 +133,24 @@ pub(crate) struct Bases {
 /// Operands that share one binding, and the offsets to set for each.
 pub(crate) type BindingGroup<'a> = (Vec<Operand<'a>>, Vec<fn(&mut Bases) -> &mut u32>);
 
+impl Operand<'_> {
+    /// True if all vectors begin at multiples of 4 elements and consist of whole fours.
+    const fn is_aligned(&self) -> bool {
+        let Layout { base, batch, row, head } = self.layout;
+        // first_row changes the base by whole rows
+        (base | batch | row | head | self.dim as u64).is_multiple_of(4)
+    }
+}
+
 impl<'a> Operands<'a> {
+    /// True if a kernel can load and store four elements of these operands at once: of Q, K, V, dO
+    /// and the accumulators, where `alignment` is that of binding offsets in bytes.
+    pub(crate) fn are_aligned(&self, alignment: u64) -> bool {
+        let vectors = [&self.q, &self.k, &self.v, &self.dout, &self.acc, &self.dv];
+        alignment.is_multiple_of(16)
+            && vectors.into_iter().flatten().all(|operand| operand.is_aligned())
+    }
+
     /// Returns the bindings after the block mask, in order; an empty one is unused.
     pub(crate) fn groups(&self, kind: TileKernel) -> Vec<BindingGroup<'a>> {
         fn one<'a>(

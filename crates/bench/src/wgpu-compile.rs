@@ -83,7 +83,7 @@ fn write_module(folder: &Path, kernel: &KernelText) -> Result<()> {
     let (module, info) = parse(kernel)?;
     let options = spv::Options {
         lang_version: (1, 6),
-        emit_int_div_checks: kernel.checked,
+        emit_int_div_checks: false,
         force_loop_bounding: false,
         ..spv::Options::default()
     };
@@ -114,8 +114,8 @@ fn compile(device: &Device, kernel: &KernelText) -> Result<()> {
         entries: &entries,
     };
     let runtime_checks = wgpu::ShaderRuntimeChecks {
-        bounds_checks: kernel.checked,
-        int_div_checks: kernel.checked,
+        bounds_checks: false,
+        int_div_checks: false,
         force_loop_bounding: false,
         ..wgpu::ShaderRuntimeChecks::checked()
     };

@@ -133,10 +133,18 @@ pub(super) fn product(
     let rows = |side: &str, of: &Vectors, first: &str| {
         format!(
             "        {{
-            let four = {name}_rows(batch, {head}, {first} + 4u * rows, c + at);
-            for (var r = 0u; r < 4u; r++) {{ {side}[32u * (4u * rows + r) + at] = f16(four[r]); }}
+            let four = {name}_four(
+                min({name}_row(batch, {head}, {first} + vector), {name}_last(batch, {head})),
+                c + element,
+            );
+            let inside =
+                vec4<u32>(c + element) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(params.{dim});
+            for (var e = 0u; e < 4u; e++) {{
+                {side}[32u * vector + element + e] = f16(select(0.0, four[e], inside[e]));
+            }}
         }}
 ",
+            dim = of.dim,
             name = of.name,
             head = of.head(),
         )
@@ -145,8 +153,8 @@ pub(super) fn product(
         "for (var c = 0u; c < params.{dim}; c = c + 32u) {{
     workgroupBarrier();
     for (var n = 0u; n < 4u; n++) {{
-        let at = lane & 31u;
-        let rows = (lane >> 5u) + 2u * n;
+        let element = 4u * (lane & 7u);
+        let vector = (lane >> 3u) + 8u * n;
 {}{}    }}
     if (c == 0u) {{
         for (var n = lane; n < 1024u; n = n + 64u) {{ products[n] = 0.0; }}
@@ -160,7 +168,7 @@ pub(super) fn product(
     text += &multiply(matrices, "most", "&left_half[32u * matrix_row + k]", BY_COLUMNS);
     text.push_str("}\nworkgroupBarrier();\n");
     for r in 0..4 {
-        let _infallible = writeln!(text, "var {prefix}{r} = products_of(4u * ty + {r}u, 4u * tx);");
+        let _infallible = writeln!(text, "{prefix}{r} = products_of(4u * ty + {r}u, 4u * tx);");
     }
     text
 }
@@ -195,7 +203,13 @@ pub(super) fn accumulate(
     let dim = of.dim;
     let mut text = "let product_factor = params.keep_scale / PROB_SCALE;\n".to_owned();
     for group in 0..groups {
-        let four = format!("{name}_columns(batch, {head}, column + j, {}u + 4u * tx)", 32 * group);
+        let four = format!(
+            "{name}_four(
+        min({name}_row(batch, {head}, column + j), {name}_last(batch, {head})),
+        {}u + 4u * tx,
+    )",
+            32 * group
+        );
         let _infallible = write!(
             text,
             "if ({first}u < params.{dim}) {{

@@ -17,8 +17,6 @@ pub struct KernelText {
     /// True for each storage buffer, from binding 1 on, that the kernel only reads. Binding 0 has
     /// the uniform parameters.
     pub read_only: Vec<bool>,
-    /// True if the shader checks indices.
-    pub checked: bool,
 }
 
 impl KernelText {
@@ -36,6 +34,7 @@ impl KernelText {
                 let tile = TileVariant {
                     storage,
                     unpacks: storage == Storage::F16,
+                    aligned: true,
                     head_groups: TileVariant::groups(dim),
                     value_groups: TileVariant::groups(dim),
                     general,
@@ -53,22 +52,18 @@ impl KernelText {
                     }
                     Level::Matrix => Vec::new(),
                 };
-                all.extend(variants.into_iter().map(|of| Self::new(of, level, dtype, dim)));
+                let masks = if general { "general" } else { "simple" };
+                let name =
+                    |of: Variant| format!("{} {} {dtype} {dim} {masks}", of.name(), level.name());
+                all.extend(variants.into_iter().map(|of| Self::new(of, name(of), level)));
             }
         }
         all
     }
 
-    fn new(variant: Variant, level: Level, dtype: DType, dim: usize) -> Self {
+    fn new(variant: Variant, name: String, level: Level) -> Self {
         let Source { wgsl, bindings, .. } = variant.source();
-        let checked = variant.is_general();
-        let masks = if checked { "general" } else { "simple" };
-        Self {
-            name: format!("{} {} {dtype} {dim} {masks}", variant.name(), level.name()),
-            level,
-            wgsl,
-            read_only: bindings.into_iter().map(|access| access == Access::Read).collect(),
-            checked,
-        }
+        let read_only = bindings.into_iter().map(|access| access == Access::Read).collect();
+        Self { name, level, wgsl, read_only }
     }
 }

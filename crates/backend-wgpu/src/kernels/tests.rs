@@ -39,6 +39,7 @@ fn all_variants() -> Vec<Variant> {
                         storage,
                         // each conversion in half of the kernels
                         unpacks: storage == Storage::F16 && general == (head_groups > 2),
+                        aligned: head_groups >= value_groups,
                         head_groups,
                         value_groups,
                         general,
