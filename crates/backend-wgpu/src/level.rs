@@ -94,11 +94,24 @@ impl Matrices {
                 (offer.ab_type, offer.cr_type)
                     == (CooperativeScalarType::F16, CooperativeScalarType::F32)
             };
+            // matrices per subgroup, of the largest size: a workgroup has 64 invocations
+            let owned = (32 / size).pow(2) * largest / 64;
             smallest >= size
                 && largest <= 64
+                && owned <= matrices.most_per_subgroup()
                 && offered.iter().any(|offer| shape(offer) && types(offer))
         };
         [Self::Sixteen, Self::Eight].into_iter().find(fits)
+    }
+
+    /// Upper bound of the matrices of a tile that a subgroup owns: kernels name an accumulator each.
+    pub(crate) const fn most_per_subgroup(self) -> u32 {
+        match self {
+            // subgroups of up to 32
+            Self::Eight => 8,
+            // subgroups of up to 64
+            Self::Sixteen => 4,
+        }
     }
 
     /// Rows, equal to columns.
@@ -134,6 +147,7 @@ mod tests {
         assert_eq!(Matrices::of_device(&both, 32, 32), Some(Matrices::Sixteen));
         assert_eq!(Matrices::of_device(&both, 8, 32), Some(Matrices::Eight));
         assert_eq!(Matrices::of_device(&both, 4, 32), None);
+        assert_eq!(Matrices::of_device(&both[..1], 8, 64), None);
         assert_eq!(Matrices::of_device(&both, 64, 128), None);
         assert_eq!(Matrices::of_device(&[offer(16, f16)], 32, 32), None);
         assert_eq!(

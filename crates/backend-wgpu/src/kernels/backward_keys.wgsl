@@ -5,6 +5,10 @@
 // If both accumulators together would take more registers than a GPU has, there are two passes over
 // the queries: dV, then dK. They compute S twice: 5 products instead of 4.
 
+#if SPLIT
+var<workgroup> gradient_pass: u32;
+#end
+
 @compute @workgroup_size(64)
 fn main(
     @builtin(workgroup_id) workgroup: vec3<u32>,
@@ -31,7 +35,11 @@ fn main(
     let dv_base_of_head = params.dv_base + batch * params.dv_batch + kv_head * params.dv_head;
 #if SPLIT
     for (var pass_index = 0u; pass_index < 2u; pass_index++) {
-    let is_dv = pass_index == 0u;
+    if (lane == 0u) {
+        gradient_pass = pass_index;
+    }
+    // uniform, as operations on matrices require
+    let is_dv = workgroupUniformLoad(&gradient_pass) == 0u;
     let acc_dim = select(params.head_dim, params.value_dim, is_dv);
 #end
 {{ZERO_ACC}}

@@ -173,6 +173,12 @@ impl TileVariant {
         16 * (Self::groups(head_dim) + Self::groups(value_dim)) > MAX_ACCUMULATORS
     }
 
+    /// True if vectors are bound as f16: at level matrix, which has f16 arithmetic. A device whose
+    /// conversions flush subnormal numbers reads words.
+    fn binds_halves(self) -> bool {
+        self.aligned && self.unpacks && matrices::of(self).is_some()
+    }
+
     /// Number of groups for `dim` elements.
     pub(crate) const fn groups(dim: usize) -> usize {
         dim.div_ceil(GROUP).next_power_of_two()

@@ -52,7 +52,7 @@ pub(super) fn add_product(
     right_first: &str,
 ) -> String {
     if let Some(on) = matrices::of(variant) {
-        return matrices::product(on, prefix, left, left_first, right, right_first);
+        return matrices::add_product(on, prefix, left, left_first, right, right_first);
     }
     let (mut rows, mut loads, mut zeros, mut stores) =
         (String::new(), String::new(), String::new(), String::new());
@@ -174,12 +174,13 @@ impl Factor<'_> {
         self.variables(["own_row", "last_row", "row_step"], "u32", |of| of.offsets("column"))
     }
 
-    /// Generates the loads of four elements of four rows.
-    fn loads(self, first: usize) -> String {
-        self.variables(["four_0", "four_1", "four_2", "four_3"], "vec4<f32>", |of| {
+    /// Generates the loads of four elements of four rows, in f16 with `halves`.
+    fn loads(self, first: usize, halves: bool) -> String {
+        let (kind, function) = if halves { ("vec4<f16>", "halves") } else { ("vec4<f32>", "four") };
+        self.variables(["four_0", "four_1", "four_2", "four_3"], kind, |of| {
             [0, 1, 2, 3].map(|n| {
                 let row = format!("min(own_row + {n}u * row_step, last_row)");
-                format!("{}_four({row}, {first}u + element)", of.name)
+                format!("{}_{function}({row}, {first}u + element)", of.name)
             })
         })
     }
@@ -205,23 +206,22 @@ pub(super) fn accumulate(
     for group in 0..groups {
         let first = 32 * group;
         let _infallible = writeln!(text, "if ({first}u < {dim}) {{");
-        text += &of.loads(first);
+        text += &of.loads(first, on.is_some());
         text.push_str("    workgroupBarrier();\n");
         for n in 0..4 {
             let row = 8 * n;
-            let _infallible = if on.is_some() {
-                writeln!(
-                    text,
-                    "    for (var c = 0u; c < 4u; c++) {{
-        right_half[32u * (vector + {row}u) + element + c] = f16(four_{n}[c]);
-    }}"
-                )
+            if on.is_some() {
+                text += &matrices::store_halves(
+                    "right_half",
+                    &format!("four_{n}"),
+                    &format!("vector + {row}u"),
+                );
             } else {
-                writeln!(
+                let _infallible = writeln!(
                     text,
                     "    right[{ROW_STEP}u * (vector + {row}u) + (lane & 7u)] = four_{n};"
-                )
-            };
+                );
+            }
         }
         let right = |j: &str| {
             if on.is_some() {
@@ -229,6 +229,9 @@ pub(super) fn accumulate(
             } else {
                 format!("right[{ROW_STEP}u * ({j}) + tx]")
             }
+        };
+        let tile = |at: &str| {
+            if on.is_some() { format!("tile_four({at})") } else { format!("tile[{at}]") }
         };
         let line = |r: usize, b: &str| {
             let sum = format!("{prefix}{group}_{r}");
@@ -239,9 +242,10 @@ pub(super) fn accumulate(
             "    workgroupBarrier();
     if (is_partial) {{
         for (var j = 0u; j < 32u; j++) {{
-            let a = tile[{ROW_STEP}u * ((j >> 2u) + 8u * (j & 3u)) + ty];
+            let a = {};
             let b = {};
 ",
+            tile(&format!("{ROW_STEP}u * ((j >> 2u) + 8u * (j & 3u)) + ty")),
             right("j")
         );
         if words == Words::OfColumns {
@@ -258,9 +262,9 @@ pub(super) fn accumulate(
             let _infallible = writeln!(
                 text,
                 "            {{
-                let a = tile[{ROW_STEP}u * four + ty + {}u];
+                let a = {};
                 let b = {};",
-                n * NEXT_ROW,
+                tile(&format!("{ROW_STEP}u * four + ty + {}u", n * NEXT_ROW)),
                 right(&format!("4u * four + {n}u"))
             );
             for r in 0..4 {
@@ -334,11 +338,16 @@ fn store_acc(at: u32, c: u32, dim: u32, four: vec4<f32>) {{
 }
 
 /// Generates `tile` ← four columns of four rows, once all invocations have read what was in it.
-pub(super) fn store_tile(prefix: &str) -> String {
+pub(super) fn store_tile(on: Option<Matrices>, prefix: &str) -> String {
     let columns: String = (0..4)
         .map(|c| {
             let column = [0, 1, 2, 3].map(|r| format!("{prefix}{r}[{c}]")).join(", ");
-            format!("tile[{ROW_STEP}u * tx + ty + {}u] = vec4<f32>({column});\n", c * NEXT_ROW)
+            let at = format!("{ROW_STEP}u * tx + ty + {}u", c * NEXT_ROW);
+            if on.is_some() {
+                format!("set_tile({at}, vec4<f32>({column}));\n")
+            } else {
+                format!("tile[{at}] = vec4<f32>({column});\n")
+            }
         })
         .collect();
     "workgroupBarrier();\n".to_owned() + &columns
@@ -346,7 +355,7 @@ pub(super) fn store_tile(prefix: &str) -> String {
 
 /// Generates the store of P for the second product.
 pub(super) fn store_weights(on: Option<Matrices>, prefix: &str) -> String {
-    if on.is_some() { matrices::store_tile(prefix) } else { store_tile(prefix) }
+    if on.is_some() { matrices::store_tile(prefix) } else { store_tile(None, prefix) }
 }
 
 /// Generates the loads of the statistics of four queries, `stats0` … `stats3`. Queries beyond the

@@ -11,8 +11,8 @@
 
 #if !MATRIX
 var<workgroup> right: array<vec4<f32>, {{PADDED_VECTORS}}>;
-#end
 var<workgroup> tile: array<vec4<f32>, {{PADDED_VECTORS}}>;
+#end
 var<workgroup> visible_bits: array<atomic<u32>, 32>;
 
 const FULL_TILE: u32 = 0xffffffffu;

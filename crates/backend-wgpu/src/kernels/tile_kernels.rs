@@ -27,8 +27,14 @@ const fn read(name: &'static str) -> Binding {
 }
 
 /// Binding of vectors.
-const fn vectors(name: &'static str, variant: TileVariant) -> Binding {
-    let kind = if variant.aligned { variant.storage.four() } else { "u32" };
+fn vectors(name: &'static str, variant: TileVariant) -> Binding {
+    let kind = if variant.binds_halves() {
+        "vec4<f16>"
+    } else if variant.aligned {
+        variant.storage.four()
+    } else {
+        "u32"
+    };
     Binding { name, kind, access: Access::Read }
 }
 
@@ -241,6 +247,7 @@ if (any_visible[{r}]) {
 /// Generates the kernel of dQ.
 pub(super) fn backward_queries(variant: TileVariant) -> Source {
     let groups = variant.head_groups;
+    let on = matrices::of(variant);
     let mut text = Template::default();
     text.name("ROW_STATISTICS", statistics("row"));
     text.name(
@@ -271,7 +278,7 @@ if (row + {r}u < params.queries) {
     };
     text.name(
         "DX",
-        score_gradients(variant.general, Orientation::RowsAreQueries, step) + &store_tile("s"),
+        score_gradients(variant.general, Orientation::RowsAreQueries, step) + &store_tile(on, "s"),
     );
     text.name("ACCUMULATE", accumulate(variant, "o", groups, Factor::Of(&K), Words::OfRows));
     let functions =
@@ -292,7 +299,7 @@ if (row + {r}u < params.queries) {
 pub(super) fn backward_keys(variant: TileVariant, from_records: bool) -> Source {
     let TileVariant { head_groups, value_groups, general, .. } = variant;
     let on = matrices::of(variant);
-    let splits = on.is_none() && TileVariant::splits_gradients(32 * head_groups, 32 * value_groups);
+    let splits = TileVariant::splits_gradients(32 * head_groups, 32 * value_groups);
     let mut text = Template::default();
     text.flag("HALF_STATISTICS", from_records && variant.storage != Storage::F32);
     text.flag("SPLIT", splits);
@@ -338,9 +345,20 @@ let acc_factor = select(params.scale, 1.0, is_dv);
             full: &format!("s{{r}} = {of_pass};"),
             general: &format!("next_s = select(vec4<f32>(0.0), {general_of_pass}, visible);"),
         };
-        text.name("DX", gradients(step) + &store_tile("s"));
-        let of = Factor::OfPass { dv: &DOUT, dk: &Q };
-        text.name("ACCUMULATE", accumulate(variant, "acc", groups, of, Words::OfColumns));
+        let words = Words::OfColumns;
+        if on.is_some() {
+            // dV on matrices, dK by multiply-adds
+            let [dv, dk] = [store_weights(on, "s"), store_tile(on, "s")];
+            let store = format!("if (is_dv) {{\n{dv}}} else {{\n{dk}}}\n");
+            text.name("DX", gradients(step) + &store);
+            let dv = accumulate_weights(variant, "acc", value_groups, &DOUT, words);
+            let dk = accumulate(variant, "acc", head_groups, Factor::Of(&Q), words);
+            text.name("ACCUMULATE", format!("if (is_dv) {{\n{dv}}} else {{\n{dk}}}\n"));
+        } else {
+            text.name("DX", gradients(step) + &store_tile(on, "s"));
+            let of = Factor::OfPass { dv: &DOUT, dk: &Q };
+            text.name("ACCUMULATE", accumulate(variant, "acc", groups, of, words));
+        }
     } else {
         text.name("ZERO_ACC", zero("dk", head_groups) + &zero("dv", value_groups));
         text.name(
@@ -360,7 +378,7 @@ next_d = select(vec4<f32>(0.0), grad.p_dropped, visible);",
         text.name("DX", gradients(step) + &store_weights(on, "d"));
         let words = Words::OfColumns;
         text.name("ACCUMULATE_DV", accumulate_weights(variant, "dv", value_groups, &DOUT, words));
-        text.name("STORE_TILE", store_tile("s"));
+        text.name("STORE_TILE", store_tile(on, "s"));
         text.name("ACCUMULATE_DK", accumulate(variant, "dk", head_groups, Factor::Of(&Q), words));
     }
     let functions = functions(
@@ -381,6 +399,8 @@ next_d = select(vec4<f32>(0.0), grad.p_dropped, visible);",
 
 /// Generates the kernel of dbias.
 pub(super) fn backward_bias(variant: TileVariant, axes: BiasAxes) -> Source {
+    // without the products that matrices compute
+    let variant = TileVariant { matrices: None, ..variant };
     let rows_are_keys = axes == BiasAxes::Keys;
     let mut text = Template::default();
     text.flag("SUM_ROWS", axes != BiasAxes::Pairs);

@@ -2,12 +2,12 @@
 
 use std::fmt::Write;
 
-use super::TileVariant;
+use super::{TileVariant, matrices};
 
 /// A tensor of vectors: name in the text, number of rows, length of vectors.
 pub(super) struct Vectors {
     pub(super) name: &'static str,
-    rows: &'static str,
+    pub(super) rows: &'static str,
     pub(super) dim: &'static str,
 }
 
@@ -23,16 +23,30 @@ impl Vectors {
     }
 
     /// Generates `NAME_row`, the offset of a row, `NAME_last`, that of the last row, and `NAME_four`,
-    /// four elements of a row from element `c` on.
+    /// four elements of a row from element `c` on; kernels with matrices have `NAME_halves`, the
+    /// same in f16.
     ///
     /// Without branches: rows and elements beyond the chunk and the vector are clamped. A branch
     /// around each load would make the invocation wait for it before the next one. Pairs of rows
     /// beyond the chunk are masked, so what is loaded for them has no effect; elements beyond the
     /// vector are replaced where they matter.
     pub(super) fn functions(&self, words: &str, variant: TileVariant) -> String {
-        let Self { name, rows, dim } = self;
-        let head = self.head();
+        let Self { name, dim, .. } = self;
         let TileVariant { storage, unpacks, aligned, .. } = variant;
+        let on_matrices = matrices::of(variant).is_some();
+        if variant.binds_halves() {
+            // the bits of f16 elements reach workgroup memory without a conversion
+            return self.offset_functions()
+                + &format!(
+                    "fn {name}_halves(row: u32, c: u32) -> vec4<f16> {{
+    return {words}[(row + min(c, params.{dim} - 4u)) >> 2u];
+}}
+fn {name}_four(row: u32, c: u32) -> vec4<f32> {{
+    return vec4<f32>({name}_halves(row, c));
+}}
+"
+                );
+        }
         let four = if aligned {
             let four = storage.load_four("four", unpacks);
             // offsets are multiples of 4
@@ -50,6 +64,21 @@ impl Vectors {
             }
             text + "    return vec4<f32>(e0, e1, e2, e3);\n"
         };
+        let mut text = format!("fn {name}_four(row: u32, c: u32) -> vec4<f32> {{\n{four}}}\n");
+        if on_matrices {
+            let _infallible = write!(
+                text,
+                "fn {name}_halves(row: u32, c: u32) -> vec4<f16> {{
+    return vec4<f16>({name}_four(row, c));
+}}
+"
+            );
+        }
+        self.offset_functions() + &text
+    }
+
+    fn offset_functions(&self) -> String {
+        let (name, rows, head) = (self.name, self.rows, self.head());
         format!(
             "fn {name}_row(batch: u32, {head}: u32, row: u32) -> u32 {{
     return params.{name}_base + batch * params.{name}_batch + {head} * params.{name}_head
@@ -58,8 +87,6 @@ impl Vectors {
 fn {name}_last(batch: u32, {head}: u32) -> u32 {{
     return {name}_row(batch, {head}, params.{rows} - 1u);
 }}
-fn {name}_four(row: u32, c: u32) -> vec4<f32> {{
-{four}}}
 "
         )
     }
