@@ -263,3 +263,26 @@ pub(crate) fn dbias_operand(
     acc.layout.row = 1;
     acc
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fours_are_loaded_at_once_only_where_all_vectors_consist_of_them() {
+        let of = |base: u64, dim: usize| {
+            let layout = Layout { base, ..Layout::dense(7, 3, dim) };
+            let rows = RowsOf::Queries;
+            Some(Operand { buffer: None, layout, dim, bytes: 4, rows, first_row: 0 })
+        };
+        let all = Operands { q: of(0, 64), k: of(12, 8), acc: of(0, 4), ..Operands::default() };
+        assert!(all.are_aligned(16) && all.are_aligned(256));
+        assert!(!all.are_aligned(4), "bindings that begin between fours");
+        for wrong in [of(2, 64), of(0, 66), of(0, 33), of(0, 2)] {
+            assert!(!Operands { v: wrong, ..all.clone() }.are_aligned(256), "{wrong:?}");
+            assert!(!Operands { dv: wrong, ..all.clone() }.are_aligned(256), "{wrong:?}");
+        }
+        // a bias and statistics are loaded one by one
+        assert!(Operands { bias: of(1, 3), statistics: of(2, 4), ..all }.are_aligned(256));
+    }
+}

@@ -110,7 +110,7 @@ pub(super) fn store_halves(array: &str, four: &str, row: &str) -> String {
 /// Generates accumulators `c_0` …, one per matrix that a subgroup may own.
 fn zero_sums(matrices: Matrices) -> String {
     let size = matrices.size();
-    (0..matrices.most_per_subgroup())
+    (0..matrices.per_subgroup())
         .map(|n| format!("var c_{n} = coop_mat{size}x{size}<f32, C>();\n"))
         .collect()
 }
@@ -120,7 +120,7 @@ fn zero_sums(matrices: Matrices) -> String {
 fn each_matrix(matrices: Matrices, statement: &str) -> String {
     let size = matrices.size();
     let line = 32 / size;
-    (0..matrices.most_per_subgroup())
+    (0..matrices.per_subgroup())
         .map(|n| {
             format!(
                 "if ({n}u < matrix_rounds) {{

@@ -29,7 +29,7 @@ impl KernelText {
             for (level, matrices) in [
                 (Level::Plain, None),
                 (Level::Subgroup, None),
-                (Level::Matrix, Some(Matrices::Sixteen)),
+                (Level::Matrix, Some(Matrices::new(16, 64))),
             ] {
                 let tile = TileVariant {
                     storage,

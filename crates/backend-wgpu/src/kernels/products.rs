@@ -547,3 +547,47 @@ for (var r = 0u; r < 4u; r++) {
     }
     text
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Vector of 4 in workgroup memory at which a row of a tile begins.
+    fn row_start(row: usize) -> usize {
+        ROW_STEP * (row / 4) + NEXT_ROW * (row % 4)
+    }
+
+    /// Asserts that eight vectors of 4 lie in all 32 banks.
+    fn assert_no_conflict(starts: [usize; 8], what: &str) {
+        let mut banks: Vec<usize> =
+            starts.iter().flat_map(|start| (0..4).map(move |n| (4 * start + n) % 32)).collect();
+        banks.sort_unstable();
+        banks.dedup();
+        assert_eq!(banks.len(), 32, "{what}: {starts:?}");
+    }
+
+    #[test]
+    fn accesses_of_eight_invocations_use_all_banks() {
+        let eight = |of: &dyn Fn(usize) -> usize| [0, 1, 2, 3, 4, 5, 6, 7].map(of);
+        for other in 0..8 {
+            for n in 0..4 {
+                let name = format!("rows 4t + {n}, vector {other}");
+                assert_no_conflict(eight(&|t| row_start(4 * t + n) + other), &name);
+            }
+        }
+        for row in 0..32 {
+            assert_no_conflict(eight(&|t| row_start(row) + t), &format!("stores of row {row}"));
+        }
+        // `slot` of the staged row 8n + vector
+        for vector in 0..8 {
+            for n in 0..4 {
+                let slot = ROW_STEP * ((vector >> 2) + 8 * (vector & 3)) + 2 * n * ROW_STEP;
+                assert_eq!(slot, row_start(8 * n + vector));
+            }
+        }
+        let mut starts: Vec<usize> = (0..32).map(row_start).collect();
+        starts.sort_unstable();
+        assert!(starts.windows(2).all(|pair| pair[0] + 8 <= pair[1]), "rows overlap");
+        assert_eq!(starts[31] + ROW_STEP, 32 * ROW_STEP);
+    }
+}
