@@ -1,9 +1,10 @@
 //! Products on cooperative matrices: the counterpart of the multiply-adds in `products.rs`.
 //!
-//! Both operands lie in workgroup memory as f16, 32 × 32 at a time, their bits as in the tensors. The
-//! result stays in matrices until it is complete, and returns through workgroup memory as f32 to the
-//! register tiles of the rest of the kernel. Each subgroup owns some matrices of it. Probabilities are multiplied by [`PROB_SCALE`] before they are rounded
-//! to f16, so that those down to 6e-8 are normal f16 numbers and keep all bits.
+//! Both operands lie in workgroup memory as f16, 32 × 32 at a time, their bits as in the tensors.
+//! The result stays in matrices until it is complete, and returns through workgroup memory as f32 to
+//! the register tiles of the rest of the kernel. Each subgroup owns some matrices of it.
+//! Probabilities are multiplied by [`PROB_SCALE`] before they are rounded to f16, so that those down
+//! to 6e-8 are normal f16 numbers and keep all bits.
 
 use std::fmt::Write;
 
@@ -157,7 +158,8 @@ fn multiply(matrices: Matrices, b: &str) -> String {
 /// Generates `products` ← the accumulators.
 fn store_sums(matrices: Matrices) -> String {
     let statement = format!(
-        "coopStoreT(c_{{n}}, &products[{PRODUCT_STEP}u * matrix_row + matrix_column], {PRODUCT_STEP}u);"
+        "let start = {PRODUCT_STEP}u * matrix_row + matrix_column;
+    coopStoreT(c_{{n}}, &products[start], {PRODUCT_STEP}u);"
     );
     each_matrix(matrices, &statement)
 }

@@ -73,7 +73,8 @@ pub(super) fn add_product(
             // all loads before the first store, so that they are in flight together
             let _infallible = writeln!(
                 loads,
-                "        var {side}_{n} = {name}_four(min({side}_row + {n}u * {side}_step, {side}_last), c + element);",
+                "        var {side}_{n} = {name}_four(
+            min({side}_row + {n}u * {side}_step, {side}_last), c + element);",
                 name = of.name
             );
             let _infallible = writeln!(
@@ -112,7 +113,11 @@ pub(super) fn add_product(
         for r in 0..4 {
             let _infallible = writeln!(
                 text,
-                "            {prefix}{r} = fma(vec4<f32>(a{r}.{e}), vec4<f32>(b0.{e}, b1.{e}, b2.{e}, b3.{e}), {prefix}{r});"
+                "            {prefix}{r} = fma(
+                vec4<f32>(a{r}.{e}),
+                vec4<f32>(b0.{e}, b1.{e}, b2.{e}, b3.{e}),
+                {prefix}{r},
+            );"
             );
         }
     }
