@@ -52,8 +52,7 @@ pub struct Options {
     /// Upper bound of workgroups per grid dimension. Default: the adapter's limit.
     pub most_groups_a_line: Option<u32>,
     /// Checks indices in shaders, at the cost of a fifth of their instructions. Always done on
-    /// Metal, where the device does not bound accesses to buffers, and in kernels with a score
-    /// epilogue.
+    /// Metal, where the device does not bound accesses to buffers.
     pub check_bounds: bool,
     /// Upper bound of the work of a submission of a tile kernel in FLOPs, if it has more than one
     /// pair of tiles. Default: 0.1 s by measured throughput.
@@ -463,7 +462,7 @@ impl Gpu {
             return Ok(Arc::clone(pipeline));
         }
         let source = variant.source();
-        let checked = self.0.checks_bounds || variant.is_general();
+        let checked = self.0.checks_bounds;
         let compiled =
             Arc::new(self.guard(|device, _| compile(device, variant.name(), source, checked))?);
         *slot = Some(Arc::clone(&compiled));

@@ -63,11 +63,14 @@ impl Level {
     }
 }
 
-/// Size of the cooperative matrices: f16 × f16 accumulated in f32, square.
+/// Cooperative matrices of a device: f16 × f16 accumulated in f32, square.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Matrices {
-    Eight,
-    Sixteen,
+pub(crate) struct Matrices {
+    /// Rows, equal to columns.
+    size: u32,
+    /// Upper bound of the matrices of a tile that one subgroup owns: kernels name an accumulator
+    /// for each.
+    per_subgroup: u32,
 }
 
 impl Matrices {
@@ -85,8 +88,7 @@ impl Matrices {
         smallest: u32,
         largest: u32,
     ) -> Option<Self> {
-        let fits = |matrices: &Self| {
-            let size = matrices.size();
+        let fits = |&size: &u32| {
             let shape = |offer: &CooperativeMatrixProperties| {
                 [offer.m_size, offer.n_size, offer.k_size] == [size; 3]
             };
@@ -98,15 +100,23 @@ impl Matrices {
                 && largest <= 64
                 && offered.iter().any(|offer| shape(offer) && types(offer))
         };
-        [Self::Sixteen, Self::Eight].into_iter().find(fits)
+        [16, 8].into_iter().find(fits).map(|size| Self::new(size, largest))
+    }
+
+    /// Matrices of `size` rows, in subgroups of up to `largest` of a workgroup of 64.
+    pub(crate) const fn new(size: u32, largest: u32) -> Self {
+        let of_tile = (32 / size).pow(2);
+        Self { size, per_subgroup: (of_tile * largest).div_ceil(64) }
+    }
+
+    /// Upper bound of the matrices of a tile that one subgroup owns.
+    pub(crate) const fn per_subgroup(self) -> u32 {
+        self.per_subgroup
     }
 
     /// Rows, equal to columns.
     pub(crate) const fn size(self) -> u32 {
-        match self {
-            Self::Eight => 8,
-            Self::Sixteen => 16,
-        }
+        self.size
     }
 }
 
@@ -131,9 +141,12 @@ mod tests {
         let f16 = CooperativeScalarType::F16;
         let f32 = CooperativeScalarType::F32;
         let both = [offer(8, f32), offer(16, f32)];
-        assert_eq!(Matrices::of_device(&both, 32, 32), Some(Matrices::Sixteen));
-        assert_eq!(Matrices::of_device(&both, 8, 32), Some(Matrices::Eight));
+        assert_eq!(Matrices::of_device(&both, 32, 32), Some(Matrices::new(16, 32)));
+        assert_eq!(Matrices::of_device(&both, 8, 32), Some(Matrices::new(8, 32)));
         assert_eq!(Matrices::of_device(&both, 4, 32), None);
+        assert_eq!(Matrices::new(8, 32).per_subgroup(), 8);
+        assert_eq!(Matrices::new(16, 64).per_subgroup(), 4);
+        assert_eq!(Matrices::new(16, 16).per_subgroup(), 1);
         assert_eq!(Matrices::of_device(&both, 64, 128), None);
         assert_eq!(Matrices::of_device(&[offer(16, f16)], 32, 32), None);
         assert_eq!(
@@ -148,11 +161,11 @@ mod tests {
 
     #[test]
     fn a_device_runs_the_levels_that_its_features_allow() {
-        assert_eq!(Level::of_device(Matrices::FEATURES, 8, Some(Matrices::Eight)), Level::ALL);
+        assert_eq!(Level::of_device(Matrices::FEATURES, 8, Some(Matrices::new(8, 8))), Level::ALL);
         assert_eq!(Level::of_device(Features::empty(), 32, None), [Level::Plain]);
         assert_eq!(Level::of_device(Matrices::FEATURES, 4, None), [Level::Plain]);
         assert_eq!(
-            Level::of_device(Features::SUBGROUP, 8, Some(Matrices::Eight)),
+            Level::of_device(Features::SUBGROUP, 8, Some(Matrices::new(8, 8))),
             [Level::Plain, Level::Subgroup]
         );
     }

@@ -103,8 +103,14 @@ pub(crate) fn dims_of_products(kind: TileKernel, dims: &Dims) -> Vec<usize> {
         TileKernel::Forward => vec![head_dim, value_dim],
         // S, dP, dQ
         TileKernel::Queries => vec![head_dim, value_dim, head_dim],
-        // S, dP, dV, dK
-        TileKernel::Keys { .. } => vec![head_dim, value_dim, value_dim, head_dim],
+        // S, dP, dV, dK; S twice if dV and dK are computed one after the other
+        TileKernel::Keys { .. } => {
+            let mut all = vec![head_dim, value_dim, value_dim, head_dim];
+            if TileVariant::splits_gradients(head_dim, value_dim) {
+                all.push(head_dim);
+            }
+            all
+        }
         // S, dP
         TileKernel::Bias(_) => vec![head_dim, value_dim],
     }
@@ -127,7 +133,24 @@ pub(crate) struct Bases {
 /// Operands that share one binding, and the offsets to set for each.
 pub(crate) type BindingGroup<'a> = (Vec<Operand<'a>>, Vec<fn(&mut Bases) -> &mut u32>);
 
+impl Operand<'_> {
+    /// True if all vectors begin at multiples of 4 elements and consist of whole fours.
+    const fn is_aligned(&self) -> bool {
+        let Layout { base, batch, row, head } = self.layout;
+        // first_row changes the base by whole rows
+        (base | batch | row | head | self.dim as u64).is_multiple_of(4)
+    }
+}
+
 impl<'a> Operands<'a> {
+    /// True if a kernel can load and store four elements of these operands at once: of Q, K, V, dO
+    /// and the accumulators, where `alignment` is that of binding offsets in bytes.
+    pub(crate) fn are_aligned(&self, alignment: u64) -> bool {
+        let vectors = [&self.q, &self.k, &self.v, &self.dout, &self.acc, &self.dv];
+        alignment.is_multiple_of(16)
+            && vectors.into_iter().flatten().all(|operand| operand.is_aligned())
+    }
+
     /// Returns the bindings after the block mask, in order; an empty one is unused.
     pub(crate) fn groups(&self, kind: TileKernel) -> Vec<BindingGroup<'a>> {
         fn one<'a>(
@@ -239,4 +262,27 @@ pub(crate) fn dbias_operand(
     let mut acc = bias(buffer, [batches, heads, queries.max(2), 1], rows);
     acc.layout.row = 1;
     acc
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fours_are_loaded_at_once_only_where_all_vectors_consist_of_them() {
+        let of = |base: u64, dim: usize| {
+            let layout = Layout { base, ..Layout::dense(7, 3, dim) };
+            let rows = RowsOf::Queries;
+            Some(Operand { buffer: None, layout, dim, bytes: 4, rows, first_row: 0 })
+        };
+        let all = Operands { q: of(0, 64), k: of(12, 8), acc: of(0, 4), ..Operands::default() };
+        assert!(all.are_aligned(16) && all.are_aligned(256));
+        assert!(!all.are_aligned(4), "bindings that begin between fours");
+        for wrong in [of(2, 64), of(0, 66), of(0, 33), of(0, 2)] {
+            assert!(!Operands { v: wrong, ..all.clone() }.are_aligned(256), "{wrong:?}");
+            assert!(!Operands { dv: wrong, ..all.clone() }.are_aligned(256), "{wrong:?}");
+        }
+        // a bias and statistics are loaded one by one
+        assert!(Operands { bias: of(1, 3), statistics: of(2, 4), ..all }.are_aligned(256));
+    }
 }

@@ -106,7 +106,8 @@ impl TilePass<'_> {
         tick: Tick<'_>,
     ) -> Result<ControlFlow<()>> {
         let workgroups = self.workgroups(chunk);
-        let variant = self.kind.variant(self.tile);
+        let aligned = self.operands_at(0).are_aligned(self.gpu.alignment());
+        let variant = self.kind.variant(TileVariant { aligned, ..self.tile });
         let mut bound = None;
         let mut first = 0;
         while first < workgroups.count() {

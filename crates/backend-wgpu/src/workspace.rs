@@ -133,6 +133,8 @@ fn tile_variant(gpu: &Gpu, spec: &Spec, storage: Storage) -> Result<TileVariant>
     Ok(TileVariant {
         storage,
         unpacks: storage == Storage::F16 && gpu.unpacks()?,
+        // each launch decides, by the layouts of its operands
+        aligned: false,
         head_groups: TileVariant::groups(spec.dims.head_dim),
         value_groups: TileVariant::groups(spec.dims.value_dim),
         general,

@@ -3,16 +3,17 @@
 //! for a GPU that is not there, and tabulates the statistics that RADV prints.
 //!
 //! ```text
-//! wgpu-compile [f32|f16|bf16]...     default: all
+//! wgpu-compile [--spirv FOLDER] [f32|f16|bf16]...     default: all types
 //! ```
-//! wgpu itself submits work when it opens a device, so this uses wgpu-hal.
+//! With `--spirv` it writes each kernel as a SPIR-V module, and needs no driver. wgpu itself submits
+//! work when it opens a device, so this uses wgpu-hal.
 
-use std::{borrow::Cow, mem::ManuallyDrop, process::ExitCode};
+use std::{borrow::Cow, mem::ManuallyDrop, path::Path, process::ExitCode};
 
 use annulus::DType;
 use annulus_core::{Error, Result};
 use annulus_wgpu::{
-    KernelText,
+    KernelText, Level,
     wgpu::{
         self, Features,
         hal::{
@@ -20,21 +21,34 @@ use annulus_wgpu::{
             vulkan::{Api, Device},
         },
         naga::{
+            Module,
+            back::spv,
             front::wgsl,
-            valid::{Capabilities, ValidationFlags, Validator},
+            valid::{Capabilities, ModuleInfo, ValidationFlags, Validator},
         },
     },
 };
 
 /// Dims of heads and values.
-const DIMS: [usize; 2] = [64, 128];
+const DIMS: [usize; 3] = [64, 128, 256];
+
+/// Device features that kernels above [`Level::Plain`] use.
+const OPTIONAL: Features =
+    Features::SUBGROUP.union(Features::SHADER_F16).union(Features::EXPERIMENTAL_COOPERATIVE_MATRIX);
 
 fn failed(what: impl std::fmt::Display) -> Error {
     Error::Device { what: what.to_string() }
 }
 
-/// Opens the first adapter; returns its name, too.
-fn open() -> Result<(String, hal::OpenDevice<Api>)> {
+/// The device of the first adapter.
+struct Opened {
+    /// Name of the adapter and version of its driver.
+    name: String,
+    features: Features,
+    device: hal::OpenDevice<Api>,
+}
+
+fn open() -> Result<Opened> {
     let descriptor = hal::InstanceDescriptor {
         name: "annulus",
         flags: wgpu::InstanceFlags::empty(),
@@ -48,19 +62,40 @@ fn open() -> Result<(String, hal::OpenDevice<Api>)> {
     // SAFETY: the instance was made by this API.
     let adapters = unsafe { instance.enumerate_adapters(None) };
     let adapter = adapters.first().ok_or_else(|| failed("no Vulkan driver"))?;
-    let features = adapter.features & (Features::SUBGROUP | Features::SHADER_F16);
+    let features = adapter.features & OPTIONAL;
     let hints = wgpu::MemoryHints::default();
     // SAFETY: features and limits are those of the adapter.
     let opened = unsafe { adapter.adapter.open(features, &adapter.capabilities.limits, &hints) };
-    Ok((adapter.info.name.clone(), opened.map_err(failed)?))
+    let name = format!("{}: {}", adapter.info.name, adapter.info.driver_info);
+    Ok(Opened { name, features, device: opened.map_err(failed)? })
 }
 
-/// Makes the pipeline of a kernel.
-fn compile(device: &Device, kernel: &KernelText) -> Result<()> {
+fn parse(kernel: &KernelText) -> Result<(Module, ModuleInfo)> {
     let module = wgsl::parse_str(&kernel.wgsl).map_err(failed)?;
     let info = Validator::new(ValidationFlags::all(), Capabilities::all())
         .validate(&module)
         .map_err(failed)?;
+    Ok((module, info))
+}
+
+/// Writes a kernel as a SPIR-V module, as wgpu does for a driver of Vulkan 1.3.
+fn write_module(folder: &Path, kernel: &KernelText) -> Result<()> {
+    let (module, info) = parse(kernel)?;
+    let options = spv::Options {
+        lang_version: (1, 6),
+        emit_int_div_checks: false,
+        force_loop_bounding: false,
+        ..spv::Options::default()
+    };
+    let words = spv::write_vec(&module, &info, &options, None).map_err(failed)?;
+    let bytes: Vec<u8> = words.into_iter().flat_map(u32::to_le_bytes).collect();
+    let path = folder.join(kernel.name.replace(' ', "-") + ".spv");
+    std::fs::write(&path, bytes).map_err(|error| failed(format!("{}: {error}", path.display())))
+}
+
+/// Makes the pipeline of a kernel.
+fn compile(device: &Device, kernel: &KernelText) -> Result<()> {
+    let (module, info) = parse(kernel)?;
     let uniform = std::iter::once(wgpu::BufferBindingType::Uniform);
     let storage =
         kernel.read_only.iter().map(|&read_only| wgpu::BufferBindingType::Storage { read_only });
@@ -79,8 +114,8 @@ fn compile(device: &Device, kernel: &KernelText) -> Result<()> {
         entries: &entries,
     };
     let runtime_checks = wgpu::ShaderRuntimeChecks {
-        bounds_checks: kernel.checked,
-        int_div_checks: kernel.checked,
+        bounds_checks: false,
+        int_div_checks: false,
         force_loop_bounding: false,
         ..wgpu::ShaderRuntimeChecks::checked()
     };
@@ -112,19 +147,33 @@ fn compile(device: &Device, kernel: &KernelText) -> Result<()> {
 }
 
 fn run() -> Result<()> {
-    let words: Vec<String> = std::env::args().skip(1).collect();
+    let mut words: Vec<String> = std::env::args().skip(1).collect();
+    let folder = if words.first().is_some_and(|word| word == "--spirv") {
+        words.remove(0);
+        (!words.is_empty()).then(|| words.remove(0))
+    } else {
+        None
+    };
     let wanted =
         |dtype: &DType| words.is_empty() || words.iter().any(|word| *word == dtype.to_string());
-    let (name, opened) = open()?;
+    let dtypes = [DType::F32, DType::F16, DType::Bf16].into_iter().filter(wanted);
+    let kernels = dtypes
+        .flat_map(|dtype| DIMS.iter().flat_map(move |&dim| KernelText::of_passes(dtype, dim)));
+    if let Some(folder) = folder {
+        return kernels.into_iter().try_for_each(|of| write_module(Path::new(&folder), &of));
+    }
     // never dropped: wgpu-hal panics if a layout is left, and the process ends
-    let opened = ManuallyDrop::new(opened);
+    let opened = ManuallyDrop::new(open()?);
+    let runs = |level: Level| match level {
+        Level::Plain => true,
+        Level::Subgroup => opened.features.contains(Features::SUBGROUP),
+        Level::Matrix => opened.features.contains(OPTIONAL),
+    };
     // to the same stream as the driver's statistics, so that they are in order
-    eprintln!("ADAPTER {name}");
-    for dtype in [DType::F32, DType::F16, DType::Bf16].into_iter().filter(wanted) {
-        for kernel in DIMS.iter().flat_map(|&dim| KernelText::of_passes(dtype, dim)) {
-            eprintln!("KERNEL {}", kernel.name);
-            compile(&opened.device, &kernel)?;
-        }
+    eprintln!("ADAPTER {}", opened.name);
+    for kernel in kernels.filter(|kernel| runs(kernel.level)) {
+        eprintln!("KERNEL {}", kernel.name);
+        compile(&opened.device.device, &kernel)?;
     }
     Ok(())
 }

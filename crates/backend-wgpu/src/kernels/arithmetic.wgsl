@@ -15,19 +15,24 @@ fn is_nan(x: f32) -> bool {
 // e^x = 2^n · e^r with |r| ≤ ln 2 / 2 (Cody-Waite reduction in two parts), e^r by a polynomial.
 // Returns 0 below the least normal number; NaN stays NaN. Arguments are at most about 0 where the
 // result is used.
-fn exponential(x: f32) -> f32 {
+fn exponentials(x: vec4<f32>) -> vec4<f32> {
     let n = round(x * 1.4426950408889634);
-    var r = fma(n, -0.693145751953125, x);
-    r = fma(n, -1.428606765330187e-6, r);
-    var p = 0.001394111037259098;
-    p = fma(p, r, 0.008375127947359048);
-    p = fma(p, r, 0.041666352873458885);
-    p = fma(p, r, 0.16666415496046252);
-    p = fma(p, r, 0.5000000047123031);
-    p = fma(p, r, 1.0000000377204041);
-    p = fma(p, r, 1.0);
-    let power = bitcast<f32>(u32(i32(clamp(n, -126.0, 127.0)) + 127) << 23u);
-    return select(p * power, 0.0, x < -87.3);
+    var r = fma(n, vec4<f32>(-0.693145751953125), x);
+    r = fma(n, vec4<f32>(-1.428606765330187e-6), r);
+    var p = vec4<f32>(0.001394111037259098);
+    p = fma(p, r, vec4<f32>(0.008375127947359048));
+    p = fma(p, r, vec4<f32>(0.041666352873458885));
+    p = fma(p, r, vec4<f32>(0.16666415496046252));
+    p = fma(p, r, vec4<f32>(0.5000000047123031));
+    p = fma(p, r, vec4<f32>(1.0000000377204041));
+    p = fma(p, r, vec4<f32>(1.0));
+    let exponent = vec4<i32>(clamp(n, vec4<f32>(-126.0), vec4<f32>(127.0))) + vec4<i32>(127);
+    let power = bitcast<vec4<f32>>(vec4<u32>(exponent) << vec4<u32>(23u));
+    return select(p * power, vec4<f32>(0.0), x < vec4<f32>(-87.3));
+}
+
+fn exponential(x: f32) -> f32 {
+    return exponentials(vec4<f32>(x)).x;
 }
 
 // ln x for normal x > 0: x = 2^n · f with f around 1, ln f = 2·artanh((f − 1)/(f + 1)).
@@ -65,13 +70,12 @@ fn hyperbolic_tangent(x: f32) -> f32 {
     return select(select(signed, small, a < 0.6), x, is_nan(x));
 }
 
-// Rounds to bf16 bits, nearest, ties to even.
+// Rounds to bf16 bits, nearest, ties to even. Conversions have no branches: a kernel converts many
+// elements.
 fn to_bf16(x: f32) -> u32 {
     let bits = bitcast<u32>(x);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) {
-        return (bits >> 16u) | 0x40u;
-    }
-    return (bits + 0x7fffu + ((bits >> 16u) & 1u)) >> 16u;
+    let rounded = (bits + 0x7fffu + ((bits >> 16u) & 1u)) >> 16u;
+    return select(rounded, (bits >> 16u) | 0x40u, (bits & 0x7fffffffu) > 0x7f800000u);
 }
 
 fn from_bf16(bits: u32) -> f32 {
@@ -83,28 +87,22 @@ fn to_f16(x: f32) -> u32 {
     let bits = bitcast<u32>(x);
     let sign = (bits >> 16u) & 0x8000u;
     let size = bits & 0x7fffffffu;
-    if (size > 0x7f800000u) {
-        return sign | 0x7e00u;
-    }
-    if (size >= 0x477ff000u) {
-        return sign | 0x7c00u;
-    }
-    if (size < 0x38800000u) {
-        // subnormal: a multiple of 2^-24
-        return sign | u32(round(bitcast<f32>(size) * 16777216.0));
-    }
-    return sign | ((size - 0x38000000u + 0xfffu + ((size >> 13u) & 1u)) >> 13u);
+    let normal = (size - 0x38000000u + 0xfffu + ((size >> 13u) & 1u)) >> 13u;
+    // a multiple of 2^-24
+    let subnormal = u32(round(bitcast<f32>(min(size, 0x38800000u)) * 16777216.0));
+    let finite = select(normal, subnormal, size < 0x38800000u);
+    let infinite = select(0x7c00u, 0x7e00u, size > 0x7f800000u);
+    return sign | select(finite, infinite, size >= 0x477ff000u);
 }
 
 fn from_f16(bits: u32) -> f32 {
     let sign = (bits & 0x8000u) << 16u;
     let exponent = (bits >> 10u) & 31u;
     let fraction = bits & 0x3ffu;
-    if (exponent == 0u) {
-        return bitcast<f32>(bitcast<u32>(f32(fraction) * 5.9604644775390625e-8) | sign);
-    }
     let wide = select(exponent + 112u, 255u, exponent == 31u);
-    return bitcast<f32>(sign | (wide << 23u) | (fraction << 13u));
+    let normal = (wide << 23u) | (fraction << 13u);
+    let subnormal = bitcast<u32>(f32(fraction) * 5.9604644775390625e-8);
+    return bitcast<f32>(sign | select(normal, subnormal, exponent == 0u));
 }
 
 fn high_product(a: u32, b: u32) -> u32 {

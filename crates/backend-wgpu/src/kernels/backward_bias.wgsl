@@ -50,14 +50,7 @@ fn main(
                 let mask_index = block_mask[params.runs + 3u * run + 2u];
                 for (var other_tile = first_tile; other_tile < end_tile; other_tile++) {
                     let column = 32u * other_tile;
-                    workgroupBarrier();
-                    if (lane < 32u) {
-                        var word = 0xffffffffu;
-                        if (mask_index != FULL_TILE) {
-                            word = block_mask[params.bits + 32u * mask_index + lane];
-                        }
-                        atomicStore(&visible_bits[lane], word);
-                    }
+{{TILE_MASK}}
 {{SCORES}}
 {{DPROBS}}
 {{STATISTICS}}

@@ -1,6 +1,13 @@
 // dK and dV of one tile of keys of one KV head: dv_j = Σ_i p_ij·dout_i, dk_j = scale·Σ_i dx_ij·q_i.
 //
 // Rows of a tile are keys, columns are queries. The query heads of the group are summed in order.
+//
+// If both accumulators together would take more registers than a GPU has, there are two passes over
+// the queries: dV, then dK. They compute S twice: 5 products instead of 4.
+
+#if SPLIT
+var<workgroup> gradient_pass: u32;
+#end
 
 @compute @workgroup_size(64)
 fn main(
@@ -26,6 +33,15 @@ fn main(
 
     let dk_base = params.acc_base + batch * params.acc_batch + kv_head * params.acc_head;
     let dv_base_of_head = params.dv_base + batch * params.dv_batch + kv_head * params.dv_head;
+#if SPLIT
+    for (var pass_index = 0u; pass_index < 2u; pass_index++) {
+    if (lane == 0u) {
+        gradient_pass = pass_index;
+    }
+    // uniform, as operations on matrices require
+    let is_dv = workgroupUniformLoad(&gradient_pass) == 0u;
+    let acc_dim = select(params.head_dim, params.value_dim, is_dv);
+#end
 {{ZERO_ACC}}
 
     let head_begin = max(kv_head * params.group_heads, params.head_first);
@@ -42,27 +58,25 @@ fn main(
             let mask_index = block_mask[params.runs + 3u * run + 2u];
             for (var other_tile = first_tile; other_tile < end_tile; other_tile++) {
                 let column = 32u * other_tile;
-                workgroupBarrier();
-                if (lane < 32u) {
-                    var word = 0xffffffffu;
-                    if (mask_index != FULL_TILE) {
-                        word = block_mask[params.bits + 32u * mask_index + lane];
-                    }
-                    atomicStore(&visible_bits[lane], word);
-                }
+{{TILE_MASK}}
 {{SCORES}}
 {{DPROBS}}
                 let query = column + 4u * tx;
 {{COLUMN_STATISTICS}}
 {{DX}}
                 workgroupBarrier();
-                let is_partial = mask_index != FULL_TILE;
+#if SPLIT
+{{ACCUMULATE}}
+#else
 {{ACCUMULATE_DV}}
-                workgroupBarrier();
 {{STORE_TILE}}
 {{ACCUMULATE_DK}}
+#end
             }
         }
     }
 {{STORE_ACC}}
+#if SPLIT
+    }
+#end
 }

@@ -41,14 +41,7 @@ fn main(
         let mask_index = block_mask[params.runs + 3u * run + 2u];
         for (var other_tile = first_tile; other_tile < end_tile; other_tile++) {
             let column = 32u * other_tile;
-            workgroupBarrier();
-            if (lane < 32u) {
-                var word = 0xffffffffu;
-                if (mask_index != FULL_TILE) {
-                    word = block_mask[params.bits + 32u * mask_index + lane];
-                }
-                atomicStore(&visible_bits[lane], word);
-            }
+{{TILE_MASK}}
 {{SCORES}}
 {{DPROBS}}
             let key = column + 4u * tx;
@@ -58,7 +51,6 @@ fn main(
             for (var r = 0u; r < 4u; r++) {
                 words[r] = atomicLoad(&visible_bits[4u * ty + r]);
             }
-            let is_partial = mask_index != FULL_TILE;
 {{ACCUMULATE}}
         }
     }

@@ -5,7 +5,15 @@
 //       ℓ = ℓ·e^{m−m'} + rowsum(P);  acc = acc·e^{m−m'} + (keep∘P)·V;  m = m'
 //
 // A row of statistics is (m, ℓ, ties, any key attended to); m and acc are undefined before the
-// first.
+// first. Only general kernels count ties.
+
+fn greatest(x: vec4<f32>) -> f32 {
+    return max(max(x.x, x.y), max(x.z, x.w));
+}
+
+fn sum_of(x: vec4<f32>) -> f32 {
+    return (x.x + x.y) + (x.z + x.w);
+}
 
 // Row maxima over the eight invocations `ty`, which hold four rows each. Without subgroups they go
 // through `tile`, which is idle between the products.
@@ -82,7 +90,9 @@ fn main(
     let acc = params.acc_base + batch * params.acc_batch + head * params.acc_head;
     var row_max = vec4<f32>(0.0);
     var sum = vec4<f32>(0.0);
+#if GENERAL
     var ties = vec4<f32>(0.0);
+#end
     var any_visible = vec4<bool>(false);
     for (var r = 0u; r < 4u; r++) {
         if (row + r < params.queries) {
@@ -93,7 +103,9 @@ fn main(
                 // the first of eight invocations starts from the stored partial sum
                 if (tx == 0u) {
                     sum[r] = statistics[at + 1u];
+#if GENERAL
                     ties[r] = statistics[at + 2u];
+#end
                 }
             }
         }
@@ -106,56 +118,44 @@ fn main(
         let mask_index = block_mask[params.runs + 3u * run + 2u];
         for (var other_tile = first_tile; other_tile < end_tile; other_tile++) {
             let column = 32u * other_tile;
-            workgroupBarrier();
-            if (lane < 32u) {
-                var word = 0xffffffffu;
-                if (mask_index != FULL_TILE) {
-                    word = block_mask[params.bits + 32u * mask_index + lane];
-                }
-                atomicStore(&visible_bits[lane], word);
-            }
+{{TILE_MASK}}
 {{SCORES}}
             // invocation (ty, tx) holds keys column + 4·tx … + 3 of its rows
             let key = column + 4u * tx;
             var tile_max = vec4<f32>(-3.4028234e38);
-            var words = vec4<u32>(0u);
-            for (var r = 0u; r < 4u; r++) {
-                words[r] = atomicLoad(&visible_bits[4u * ty + r]) >> (4u * tx);
-            }
+            var words = vec4<u32>(0xffffffffu);
 {{EPILOGUE}}
-#if GENERAL
-            workgroupBarrier();
-#end
-            for (var r = 0u; r < 4u; r++) {
-                words[r] = atomicLoad(&visible_bits[4u * ty + r]);
-            }
             tile_max = largest(ty, tx, tile_max);
             let tile_visible = words != vec4<u32>(0u);
             let new_max = select(tile_max, select(row_max, max(row_max, tile_max), tile_visible), any_visible);
-            let factor = select(vec4<f32>(0.0), vec4<f32>(
-                exponential(row_max.x - new_max.x), exponential(row_max.y - new_max.y),
-                exponential(row_max.z - new_max.z), exponential(row_max.w - new_max.w)), any_visible);
-            let rescale = select(factor, vec4<f32>(1.0), (row_max == new_max) & any_visible);
-            ties = select(vec4<f32>(0.0), ties, (row_max == new_max) & any_visible);
+            let is_same = (row_max == new_max) & any_visible;
+            let factor = select(vec4<f32>(0.0), exponentials(row_max - new_max), any_visible);
+            let rescale = select(factor, vec4<f32>(1.0), is_same);
+#if GENERAL
+            ties = select(vec4<f32>(0.0), ties, is_same);
+#end
             row_max = new_max;
             any_visible = any_visible | tile_visible;
             sum = sum * rescale;
 {{PROBS}}
 {{RESCALE_ACC}}
-            let is_partial = mask_index != FULL_TILE;
 {{ACCUMULATE}}
         }
     }
 
     sum = total(ty, tx, sum);
+#if GENERAL
     ties = total(ty, tx, ties);
+#end
     for (var r = 0u; r < 4u; r++) {
         if (row + r < params.queries && any_visible[r]) {
             if (tx == 0u) {
                 let at = state + (row + r) * params.statistics_row;
                 statistics[at] = row_max[r];
                 statistics[at + 1u] = sum[r];
+#if GENERAL
                 statistics[at + 2u] = ties[r];
+#end
                 statistics[at + 3u] = 1.0;
             }
         }

@@ -1,4 +1,4 @@
-// Backward step of one score: from s and dp to ds and the factor of dout in dV.
+// Backward step of four scores: from s and dp to ds and the factor of dout in dV.
 //
 //   normalized:     p = e^{s − lse};  ds = p·(keep·dp − Δ);  p_dropped = keep·p
 //   unnormalized:   p = e^{s − lse};  e = e^{s − max};  ds = e·keep·dp − p·Δ − [s = max]·share;
@@ -22,19 +22,24 @@ fn statistics_of(at: u32) -> vec4<f32> {
 #end
 }
 
-struct ScoreGradient {
-    ds: f32,
-    p_dropped: f32,
+struct ScoreGradients {
+    ds: vec4<f32>,
+    p_dropped: vec4<f32>,
 }
 
-fn score_gradient(s: f32, dp: f32, keep: f32, row: vec4<f32>) -> ScoreGradient {
-    let p = exponential(s - row.x);
 #if GENERAL
+fn score_gradients(s: vec4<f32>, dp: vec4<f32>, keep: vec4<f32>, lse: vec4<f32>, row_max: vec4<f32>, delta: vec4<f32>, share: vec4<f32>) -> ScoreGradients {
+    let p = exponentials(s - lse);
     if (params.normalize == 0u) {
-        let e = exponential(s - row.y);
-        let lost = select(0.0, row.w, s == row.y);
-        return ScoreGradient(fma(e, keep * dp, -(p * row.z)) - lost, keep * e);
+        let e = exponentials(s - row_max);
+        let lost = select(vec4<f32>(0.0), share, s == row_max);
+        return ScoreGradients(fma(e, keep * dp, -(p * delta)) - lost, keep * e);
     }
-#end
-    return ScoreGradient(p * fma(keep, dp, -row.z), keep * p);
+    return ScoreGradients(p * fma(keep, dp, -delta), keep * p);
 }
+#else
+fn score_gradients(s: vec4<f32>, dp: vec4<f32>, lse: vec4<f32>, delta: vec4<f32>) -> ScoreGradients {
+    let p = exponentials(s - lse);
+    return ScoreGradients(p * (dp - delta), p);
+}
+#end

@@ -1,15 +1,17 @@
 //! Products on cooperative matrices: the counterpart of the multiply-adds in `products.rs`.
 //!
-//! Both operands lie in workgroup memory as f16, 32 × 32 at a time. The result returns through
-//! workgroup memory as f32 to the register tiles of the rest of the kernel. Each subgroup owns some
-//! matrices of the result. Probabilities are multiplied by [`PROB_SCALE`] before they are rounded
-//! to f16, so that those down to 6e-8 are normal f16 numbers and keep all bits.
+//! Both operands lie in workgroup memory as f16, 32 × 32 at a time, their bits as in the tensors.
+//! The result stays in matrices until it is complete, and returns through workgroup memory as f32 to
+//! the register tiles of the rest of the kernel. Each subgroup owns some matrices of it.
+//! Probabilities are multiplied by [`PROB_SCALE`] before they are rounded to f16, so that those down
+//! to 6e-8 are normal f16 numbers and keep all bits.
 
 use std::fmt::Write;
 
 use super::{
     Access, Source, TileVariant,
     params::ProbeParams,
+    products::ROW_STEP,
     template::Template,
     vectors::{Vectors, Words},
 };
@@ -22,88 +24,144 @@ pub(super) const ENABLED: &str = "enable f16;\nenable wgpu_cooperative_matrix;\n
 /// 65,504, so there is no overflow.
 const PROB_SCALE: f32 = 1024.0;
 
-/// Left operand in `tile_half`.
-const OF_TILE: &str = "&tile_half[32u * matrix_row + k]";
-/// Right operand in `right_half`, with vectors as rows.
-const BY_ROWS: &str = "coopLoadT<{B}>(&right_half[32u * k + matrix_column], 32u)";
-/// Right operand in `right_half`, with vectors as columns.
-const BY_COLUMNS: &str = "coopLoad<{B}>(&right_half[32u * matrix_column + k], 32u)";
+/// Distance of rows of f16 elements in workgroup memory: 8 more than their 32, so that eight rows
+/// lie in different banks and begin at multiples of 16 bytes.
+const HALF_STEP: usize = 40;
 
-/// Workgroup memory and functions that read it. `left_half`, `tile_half`: `[row][element]`;
-/// `right_half`: `[column or key][element]`.
+/// Distance of rows of `products`: as [`ROW_STEP`] vectors of 4.
+const PRODUCT_STEP: usize = 4 * ROW_STEP;
+
+/// Left operand.
+const LEFT: &str = "&left_half[HALF_STEPu * matrix_row + k]";
+/// Right operand, with vectors as rows.
+const BY_ROWS: &str = "coopLoadT<{B}>(&right_half[HALF_STEPu * k + matrix_column], HALF_STEPu)";
+/// Right operand, with vectors as columns.
+const BY_COLUMNS: &str = "coopLoad<{B}>(&right_half[HALF_STEPu * matrix_column + k], HALF_STEPu)";
+
+/// Workgroup memory and functions that read it. `left_half`: `[row][element]`, then P;
+/// `right_half`: `[column or key][element]`. `products` also serves as the tile of the other
+/// products.
 pub(super) fn declarations() -> String {
     format!(
         "const PROB_SCALE: f32 = {PROB_SCALE:?};
 
-var<workgroup> left_half: array<f16, 1024>;
-var<workgroup> right_half: array<f16, 1024>;
-var<workgroup> tile_half: array<f16, 1024>;
-var<workgroup> products: array<f32, 1024>;
+var<workgroup> left_half: array<f16, {halves}>;
+var<workgroup> right_half: array<f16, {halves}>;
+var<workgroup> products: array<f32, {products}>;
 var<workgroup> rounds: u32;
 var<workgroup> non_finite: atomic<u32>;
 
 // Four products of a row, from a column on.
 fn products_of(row: u32, column: u32) -> vec4<f32> {{
-    let at = 32u * row + column;
+    let at = {PRODUCT_STEP}u * row + column;
     return vec4<f32>(products[at], products[at + 1u], products[at + 2u], products[at + 3u]);
+}}
+
+// Element `at` of the tile of the products by multiply-adds.
+fn tile_four(at: u32) -> vec4<f32> {{
+    return vec4<f32>(
+        products[4u * at], products[4u * at + 1u], products[4u * at + 2u], products[4u * at + 3u]);
+}}
+
+fn set_tile(at: u32, four: vec4<f32>) {{
+    products[4u * at] = four.x;
+    products[4u * at + 1u] = four.y;
+    products[4u * at + 2u] = four.z;
+    products[4u * at + 3u] = four.w;
 }}
 
 // Four elements of a vector.
 fn right_of(j: u32, column: u32) -> vec4<f32> {{
-    let at = 32u * j + column;
-    return vec4<f32>(
-        f32(right_half[at]),
-        f32(right_half[at + 1u]),
-        f32(right_half[at + 2u]),
-        f32(right_half[at + 3u]),
-    );
+    let at = {HALF_STEP}u * j + column;
+    return vec4<f32>(vec4<f16>(
+        right_half[at], right_half[at + 1u], right_half[at + 2u], right_half[at + 3u]));
 }}
 
 // Factors of vector `j` in four rows.
 fn factors_of(row: u32, j: u32) -> vec4<f32> {{
-    let at = 32u * row + j;
-    return vec4<f32>(
-        f32(tile_half[at]),
-        f32(tile_half[at + 32u]),
-        f32(tile_half[at + 64u]),
-        f32(tile_half[at + 96u]),
-    );
+    let at = {HALF_STEP}u * row + j;
+    return vec4<f32>(vec4<f16>(
+        left_half[at],
+        left_half[at + {HALF_STEP}u],
+        left_half[at + {two}u],
+        left_half[at + {three}u]));
 }}
 
 // Marks elements that are not finite.
 fn non_finite_lanes(four: vec4<f32>) -> vec4<bool> {{
     return (bitcast<vec4<u32>>(four) & vec4<u32>(0x7f800000u)) == vec4<u32>(0x7f800000u);
 }}
-"
+",
+        halves = 32 * HALF_STEP,
+        products = 32 * PRODUCT_STEP,
+        two = 2 * HALF_STEP,
+        three = 3 * HALF_STEP,
     )
 }
 
-/// Generates `products` += A·B over a subgroup's matrices; `a` and `b` are expressions for the
-/// operands at element `k`.
-fn multiply(matrices: Matrices, most: &str, a: &str, b: &str) -> String {
+/// Generates the store of four elements of `row` to workgroup memory.
+pub(super) fn store_halves(array: &str, four: &str, row: &str) -> String {
+    let mut text = format!("    {{\n        let at = {HALF_STEP}u * ({row}) + element;\n");
+    for (c, part) in ["x", "y", "z", "w"].iter().enumerate() {
+        let _infallible = writeln!(text, "        {array}[at + {c}u] = {four}.{part};");
+    }
+    text + "    }\n"
+}
+
+/// Generates accumulators `c_0` …, one per matrix that a subgroup may own.
+fn zero_sums(matrices: Matrices) -> String {
+    let size = matrices.size();
+    (0..matrices.per_subgroup())
+        .map(|n| format!("var c_{n} = coop_mat{size}x{size}<f32, C>();\n"))
+        .collect()
+}
+
+/// Generates a statement for each matrix of a subgroup, with its number `{n}`, `matrix_row` and
+/// `matrix_column`.
+fn each_matrix(matrices: Matrices, statement: &str) -> String {
     let size = matrices.size();
     let line = 32 / size;
-    let named = |role: &str, element: &str| format!("coop_mat{size}x{size}<{element}, {role}>");
-    let of_a = named("A", "f16");
-    let of_b = named("B", "f16");
-    let of_c = named("C", "f32");
-    format!(
-        "    for (var n = 0u; n < matrix_rounds; n++) {{
-        let matrix = n * subgroups + subgroup;
-        let matrix_row = {size}u * (matrix / {line}u);
-        let matrix_column = {size}u * (matrix % {line}u);
-        let offset = 32u * matrix_row + matrix_column;
-        var c_matrix = coopLoadT<{of_c}>(&products[offset], 32u);
-        for (var k = 0u; k < {most}; k = k + {size}u) {{
-            let a_matrix = coopLoadT<{of_a}>({a}, 32u);
-            let b_matrix = {b};
-            c_matrix = coopMultiplyAdd(a_matrix, b_matrix, c_matrix);
-        }}
-        coopStoreT(c_matrix, &products[offset], 32u);
-    }}
+    (0..matrices.per_subgroup())
+        .map(|n| {
+            format!(
+                "if ({n}u < matrix_rounds) {{
+    let matrix = {n}u * subgroups + subgroup;
+    let matrix_row = {size}u * (matrix / {line}u);
+    let matrix_column = {size}u * (matrix % {line}u);
+    {}
+}}
 ",
-        b = b.replace("{B}", &of_b)
-    )
+                statement.replace("{n}", &n.to_string())
+            )
+        })
+        .collect()
+}
+
+/// Generates the accumulators += A·B over 32 elements, with B as `b` loads it.
+fn multiply(matrices: Matrices, b: &str) -> String {
+    let size = matrices.size();
+    let named = |role: &str| format!("coop_mat{size}x{size}<f16, {role}>");
+    let step = |text: &str| text.replace("HALF_STEP", &HALF_STEP.to_string());
+    let statement = format!(
+        "for (var k = 0u; k < 32u; k = k + {size}u) {{
+        let a_matrix = coopLoadT<{of_a}>({a}, {HALF_STEP}u);
+        let b_matrix = {b};
+        c_{{n}} = coopMultiplyAdd(a_matrix, b_matrix, c_{{n}});
+    }}",
+        of_a = named("A"),
+        a = step(LEFT),
+        b = step(b).replace("{B}", &named("B")),
+    );
+    each_matrix(matrices, &statement)
+}
+
+/// Generates `products` ← the accumulators.
+fn store_sums(matrices: Matrices) -> String {
+    let statement = format!(
+        "let start = {PRODUCT_STEP}u * matrix_row + matrix_column;
+    coopStoreT(c_{{n}}, &products[start], {PRODUCT_STEP}u);"
+    );
+    each_matrix(matrices, &statement)
 }
 
 /// Generates the number of matrices per subgroup, uniform over the workgroup. The number of
@@ -120,8 +178,8 @@ let matrix_rounds = workgroupUniformLoad(&rounds);
     )
 }
 
-/// Counterpart of `products::product`.
-pub(super) fn product(
+/// Counterpart of `products::add_product`: S stays in matrices for all elements.
+pub(super) fn add_product(
     matrices: Matrices,
     prefix: &str,
     left: &Vectors,
@@ -129,50 +187,66 @@ pub(super) fn product(
     right: &Vectors,
     right_first: &str,
 ) -> String {
-    let dim = left.dim;
-    let rows = |side: &str, of: &Vectors, first: &str| {
-        format!(
-            "        {{
-            let four = {name}_rows(batch, {head}, {first} + 4u * rows, c + at);
-            for (var r = 0u; r < 4u; r++) {{ {side}[32u * (4u * rows + r) + at] = f16(four[r]); }}
-        }}
-",
-            name = of.name,
-            head = of.head(),
-        )
-    };
-    let mut text = format!(
-        "for (var c = 0u; c < params.{dim}; c = c + 32u) {{
-    workgroupBarrier();
-    for (var n = 0u; n < 4u; n++) {{
-        let at = lane & 31u;
-        let rows = (lane >> 5u) + 2u * n;
-{}{}    }}
-    if (c == 0u) {{
-        for (var n = lane; n < 1024u; n = n + 64u) {{ products[n] = 0.0; }}
-    }}
-    workgroupBarrier();
-    let most = min(32u, params.{dim} - c);
-",
-        rows("left_half", left, left_first),
-        rows("right_half", right, right_first)
-    );
-    text += &multiply(matrices, "most", "&left_half[32u * matrix_row + k]", BY_COLUMNS);
-    text.push_str("}\nworkgroupBarrier();\n");
-    for r in 0..4 {
-        let _infallible = writeln!(text, "var {prefix}{r} = products_of(4u * ty + {r}u, 4u * tx);");
+    let (mut rows, mut loads, mut zeros, mut stores) =
+        (String::new(), String::new(), String::new(), String::new());
+    for (side, of, first) in [("left", left, left_first), ("right", right, right_first)] {
+        let [row, last, step] = of.offsets(first);
+        let _infallible = write!(
+            rows,
+            "    let {side}_row = {row};
+    let {side}_last = {last};
+    let {side}_step = {step};
+"
+        );
+        for n in 0..4 {
+            let _infallible = writeln!(
+                loads,
+                "        var {side}_{n} = {name}_halves(
+            min({side}_row + {n}u * {side}_step, {side}_last), c + element);",
+                name = of.name
+            );
+            let _infallible = writeln!(
+                zeros,
+                "            {side}_{n} = select(vec4<f16>(0.0h), {side}_{n}, inside);"
+            );
+            let array = format!("{side}_half");
+            stores +=
+                &store_halves(&array, &format!("{side}_{n}"), &format!("vector + {}u", 8 * n));
+        }
     }
-    text
+    let dim = left.dim;
+    let mut text = format!(
+        "{{
+    let element = 4u * (lane & 7u);
+    let vector = lane >> 3u;
+{rows}{sums}    for (var c = 0u; c < params.{dim}; c = c + 32u) {{
+{loads}        if (c + 32u > params.{dim}) {{
+            let inside =
+                vec4<u32>(c + element) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(params.{dim});
+{zeros}        }}
+        workgroupBarrier();
+{stores}        workgroupBarrier();
+{multiply}    }}
+{store}    workgroupBarrier();
+",
+        sums = zero_sums(matrices),
+        multiply = multiply(matrices, BY_COLUMNS),
+        store = store_sums(matrices),
+    );
+    for r in 0..4 {
+        let _infallible = writeln!(text, "    {prefix}{r} = products_of(4u * ty + {r}u, 4u * tx);");
+    }
+    text + "}\n"
 }
 
-/// Generates `tile_half` ← a register tile of probabilities.
+/// Generates `left_half` ← a register tile of probabilities.
 pub(super) fn store_tile(prefix: &str) -> String {
     let mut text = "let prob_factor = PROB_SCALE / params.keep_scale;\n".to_owned();
     for r in 0..4 {
         for c in 0..4 {
             let _infallible = writeln!(
                 text,
-                "tile_half[32u * (4u * ty + {r}u) + 4u * tx + {c}u] =
+                "left_half[{HALF_STEP}u * (4u * ty + {r}u) + 4u * tx + {c}u] =
     f16({prefix}{r}[{c}] * prob_factor);"
             );
         }
@@ -180,7 +254,7 @@ pub(super) fn store_tile(prefix: &str) -> String {
     text
 }
 
-/// Counterpart of `products::accumulate`, with the factors in `tile_half`. Non-finite elements are
+/// Counterpart of `products::accumulate`, with the factors in `left_half`. Non-finite elements are
 /// replaced by 0 in the matrices, where 0 · NaN would reach rows that do not attend to them; a
 /// scalar fix-up then adds them for the queries that do. So masked elements change no bit.
 pub(super) fn accumulate(
@@ -190,35 +264,51 @@ pub(super) fn accumulate(
     of: &Vectors,
     words: Words,
 ) -> String {
-    let name = of.name;
-    let head = of.head();
-    let dim = of.dim;
-    let mut text = "let product_factor = params.keep_scale / PROB_SCALE;\n".to_owned();
+    let Vectors { name, dim, .. } = *of;
+    let [row, last, step] = of.offsets("column");
+    let mut text = format!(
+        "{{
+let product_factor = params.keep_scale / PROB_SCALE;
+let element = 4u * (lane & 7u);
+let vector = lane >> 3u;
+let own_row = {row};
+let last_row = {last};
+let row_step = {step};
+"
+    );
     for group in 0..groups {
-        let four = format!("{name}_columns(batch, {head}, column + j, {}u + 4u * tx)", 32 * group);
+        let first = 32 * group;
+        let _infallible = writeln!(text, "if ({first}u < params.{dim}) {{");
+        for n in 0..4 {
+            let _infallible = writeln!(
+                text,
+                "    let loaded_{n} =
+        {name}_halves(min(own_row + {n}u * row_step, last_row), {first}u + element);
+    let lanes_{n} = non_finite_lanes(vec4<f32>(loaded_{n}));
+    let four_{n} = select(loaded_{n}, vec4<f16>(0.0h), lanes_{n});"
+            );
+        }
+        text.push_str(
+            "    workgroupBarrier();
+    if (any((lanes_0 | lanes_1) | (lanes_2 | lanes_3))) { atomicStore(&non_finite, 1u); }
+",
+        );
+        for n in 0..4 {
+            let row = format!("vector + {}u", 8 * n);
+            text += &store_halves("right_half", &format!("four_{n}"), &row);
+        }
         let _infallible = write!(
             text,
-            "if ({first}u < params.{dim}) {{
+            "    workgroupBarrier();
+    let has_non_finite = atomicLoad(&non_finite) != 0u;
+    {{
+{}{}{}    }}
     workgroupBarrier();
-    for (var n = 0u; n < 4u; n++) {{
-        let j = (lane >> 3u) + 8u * n;
-        let four = {four};
-        let lanes = non_finite_lanes(four);
-        if (any(lanes)) {{ atomicStore(&non_finite, 1u); }}
-        for (var c = 0u; c < 4u; c++) {{
-            right_half[32u * j + 4u * tx + c] = select(f16(four[c]), 0.0h, lanes[c]);
-        }}
-    }}
-    for (var n = lane; n < 1024u; n = n + 64u) {{ products[n] = 0.0; }}
-    workgroupBarrier();
+    if (lane == 0u) {{ atomicStore(&non_finite, 0u); }}
 ",
-            first = 32 * group,
-        );
-        text.push_str("    let has_non_finite = atomicLoad(&non_finite) != 0u;\n");
-        text += &multiply(matrices, "32u", OF_TILE, BY_ROWS);
-        // all invocations have read the flag
-        text.push_str(
-            "    workgroupBarrier();\n    if (lane == 0u) { atomicStore(&non_finite, 0u); }\n",
+            zero_sums(matrices),
+            multiply(matrices, BY_ROWS),
+            store_sums(matrices),
         );
         for r in 0..4 {
             let sum = format!("{prefix}{group}_{r}");
@@ -228,14 +318,18 @@ pub(super) fn accumulate(
         fma(vec4<f32>(product_factor), products_of(4u * ty + {r}u, 4u * tx), {sum});"
             );
         }
+        // the bound is not a constant, so that compilers do not unroll this rare loop
         let _infallible = write!(
             text,
             "    if (has_non_finite) {{
-        for (var j = 0u; j < 32u; j++) {{
-            let four = {four};
+        let end = min(32u, params.{rows} - column);
+        for (var j = 0u; j < end; j++) {{
+            let four = {name}_four({name}_row(batch, {head}, column + j), {first}u + 4u * tx);
             let lanes = non_finite_lanes(four);
             let a = product_factor * factors_of(4u * ty, j);
-"
+",
+            rows = of.rows,
+            head = of.head(),
         );
         if words == Words::OfColumns {
             text.push_str("            let word = atomicLoad(&visible_bits[j]) >> (4u * ty);\n");
@@ -254,6 +348,7 @@ pub(super) fn accumulate(
         }
         text.push_str("        }\n    }\n}\n");
     }
+    text.push_str("}\n");
     text
 }
 
@@ -261,8 +356,11 @@ pub(super) fn accumulate(
 pub(super) fn probe(matrices: Matrices) -> Source {
     let mut text = Template::default();
     text.name("DECLARATIONS", declarations()).name("COUNT_MATRICES", count(matrices));
-    text.name("BY_ROWS", multiply(matrices, "32u", OF_TILE, BY_ROWS))
-        .name("BY_COLUMNS", multiply(matrices, "32u", OF_TILE, BY_COLUMNS));
+    for (name, b) in [("BY_ROWS", BY_ROWS), ("BY_COLUMNS", BY_COLUMNS)] {
+        let product = [zero_sums(matrices), multiply(matrices, b), store_sums(matrices)].concat();
+        text.name(name, product);
+    }
+    text.name("HALF_STEP", HALF_STEP.to_string()).name("PRODUCT_STEP", PRODUCT_STEP.to_string());
     let wgsl =
         [ENABLED, ProbeParams::WGSL, &text.expand(include_str!("matrix_probe.wgsl"))].concat();
     Source { wgsl, bindings: vec![Access::Write], params: size_of::<ProbeParams>() }
@@ -278,7 +376,7 @@ pub(crate) fn probe_result(params: &ProbeParams) -> Vec<f32> {
     let right = |row: u32, k: u32| ((32 * row + k) * params.right_step % 13) as f32;
     let by_rows = |at: u32| (0..32).map(|k| left(at / 32, k) * right(k, at % 32)).sum::<f32>();
     let by_columns = |at: u32| (0..32).map(|k| left(at / 32, k) * right(at % 32, k)).sum::<f32>();
-    (0..1024).map(by_rows).chain((0..1024).map(by_columns)).map(|sum| 1.0 + sum).collect()
+    (0..1024).map(by_rows).chain((0..1024).map(by_columns)).collect()
 }
 
 /// Cooperative matrices that a kernel of this variant uses.

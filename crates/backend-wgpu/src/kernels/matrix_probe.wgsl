@@ -1,5 +1,5 @@
-// Products of two 32 × 32 matrices, computed as in the tile kernels: 1 + tile_half·right_half, then
-// 1 + tile_half·right_halfᵀ.
+// Products of two 32 × 32 matrices, computed as in the tile kernels: left_half·right_half, then
+// left_half·right_halfᵀ.
 
 @group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read_write> result: array<f32>;
@@ -14,21 +14,24 @@ fn main(
 ) {
 {{COUNT_MATRICES}}
     for (var n = lane; n < 1024u; n = n + 64u) {
-        tile_half[n] = f16((n * params.left_step) % 17u);
-        right_half[n] = f16((n * params.right_step) % 13u);
-        products[n] = 1.0;
+        let at = {{HALF_STEP}}u * (n / 32u) + n % 32u;
+        left_half[at] = f16((n * params.left_step) % 17u);
+        right_half[at] = f16((n * params.right_step) % 13u);
     }
     workgroupBarrier();
+    {
 {{BY_ROWS}}
-    workgroupBarrier();
-    for (var n = lane; n < 1024u; n = n + 64u) {
-        result[n] = products[n];
-        products[n] = 1.0;
     }
     workgroupBarrier();
+    for (var n = lane; n < 1024u; n = n + 64u) {
+        result[n] = products[{{PRODUCT_STEP}}u * (n / 32u) + n % 32u];
+    }
+    workgroupBarrier();
+    {
 {{BY_COLUMNS}}
+    }
     workgroupBarrier();
     for (var n = lane; n < 1024u; n = n + 64u) {
-        result[1024u + n] = products[n];
+        result[1024u + n] = products[{{PRODUCT_STEP}}u * (n / 32u) + n % 32u];
     }
 }

@@ -38,6 +38,10 @@ pub(crate) const TILE: usize = 32;
 /// Columns of one accumulator group: 64 invocations × 4 rows × 4 columns cover 32 × 32.
 const GROUP: usize = 32;
 
+/// Upper bound of the registers of an invocation that hold sums. An invocation has up to 256
+/// registers, and the rest of a tile kernel takes 75 to 120.
+const MAX_ACCUMULATORS: usize = 128;
+
 /// Element type of the inputs in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Storage {
@@ -66,14 +70,41 @@ impl Storage {
     }
 
     /// Expression for element `at` of `words`. `unpacks`: f16 by the device's own conversion.
-    fn load(self, words: &str, unpacks: bool) -> String {
-        let half = format!("({words}[at >> 1u] >> (16u * (at & 1u)))");
+    fn load(self, words: &str, at: &str, unpacks: bool) -> String {
+        let half = format!("({words}[({at}) >> 1u] >> (16u * (({at}) & 1u)))");
         match self {
-            Self::F32 => format!("bitcast<f32>({words}[at])"),
+            Self::F32 => format!("bitcast<f32>({words}[{at}])"),
             Self::F16 if unpacks => format!("unpack2x16float({half}).x"),
             Self::F16 => format!("from_f16({half} & 0xffffu)"),
             // the shift discards the upper half
             Self::Bf16 => format!("from_bf16({half})"),
+        }
+    }
+
+    /// Kind of the elements of a binding that an aligned kernel reads: four elements each.
+    const fn four(self) -> &'static str {
+        match self {
+            Self::F32 => "vec4<u32>",
+            Self::F16 | Self::Bf16 => "vec2<u32>",
+        }
+    }
+
+    /// Expression for the four elements in `words`, of the kind [`Self::four`].
+    fn load_four(self, words: &str, unpacks: bool) -> String {
+        match self {
+            Self::F32 => format!("bitcast<vec4<f32>>({words})"),
+            Self::F16 if unpacks => {
+                format!("vec4<f32>(unpack2x16float({words}.x), unpack2x16float({words}.y))")
+            }
+            Self::F16 => {
+                let parts = ["x & 0xffffu", "x >> 16u", "y & 0xffffu", "y >> 16u"];
+                let parts = parts.map(|part| format!("from_f16({words}.{part})"));
+                format!("vec4<f32>({})", parts.join(", "))
+            }
+            Self::Bf16 => format!(
+                "bitcast<vec4<f32>>(vec4<u32>({words}.xxyy << vec4<u32>(16u, 0u, 16u, 0u))
+        & vec4<u32>(0xffff0000u))"
+            ),
         }
     }
 
@@ -120,6 +151,9 @@ pub(crate) struct TileVariant {
     pub(crate) storage: Storage,
     /// True if f16 elements are widened by the device's own conversion.
     pub(crate) unpacks: bool,
+    /// True if vectors begin at multiples of 4 elements in their bindings and consist of whole
+    /// fours: the kernel loads and stores four elements at once.
+    pub(crate) aligned: bool,
     /// Groups of 32 elements of head and value dim, rounded up to powers of 2.
     pub(crate) head_groups: usize,
     pub(crate) value_groups: usize,
@@ -133,6 +167,18 @@ pub(crate) struct TileVariant {
 }
 
 impl TileVariant {
+    /// True if dV and dK of these dims are computed in two passes, because their accumulators
+    /// together take more than [`MAX_ACCUMULATORS`] registers: 4 rows of 4 columns for each group.
+    pub(crate) const fn splits_gradients(head_dim: usize, value_dim: usize) -> bool {
+        16 * (Self::groups(head_dim) + Self::groups(value_dim)) > MAX_ACCUMULATORS
+    }
+
+    /// True if vectors are bound as f16: at level matrix, which has f16 arithmetic. A device whose
+    /// conversions flush subnormal numbers reads words.
+    fn binds_halves(self) -> bool {
+        self.aligned && self.unpacks && matrices::of(self).is_some()
+    }
+
     /// Number of groups for `dim` elements.
     pub(crate) const fn groups(dim: usize) -> usize {
         dim.div_ceil(GROUP).next_power_of_two()
@@ -200,19 +246,6 @@ impl Variant {
         }
     }
 
-    /// True for a tile kernel with a score epilogue. Its indices are checked, because otherwise
-    /// drivers unroll its loops over a register tile, which doubles the time of compilation and
-    /// spills registers (RADV, gfx1100).
-    pub(crate) const fn is_general(self) -> bool {
-        match self {
-            Self::Forward(variant)
-            | Self::BackwardQueries(variant)
-            | Self::BackwardKeys(variant, _)
-            | Self::BackwardBias(variant, _) => variant.general,
-            _ => false,
-        }
-    }
-
     /// Generates the text.
     pub(crate) fn source(self) -> Source {
         use Access::{Read, Write};
@@ -246,8 +279,8 @@ impl Variant {
             }
             Self::RowStatistics(storage) => {
                 let mut text = Template::default();
-                text.name("LOAD_OUT", storage.load("out_words", false))
-                    .name("LOAD_DOUT", storage.load("dout_words", false));
+                text.name("LOAD_OUT", storage.load("out_words", "at", false))
+                    .name("LOAD_DOUT", storage.load("dout_words", "at", false));
                 of_rows(
                     &text,
                     include_str!("row_statistics.wgsl"),

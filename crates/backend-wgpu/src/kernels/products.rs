@@ -8,103 +8,121 @@ use super::{
 };
 use crate::level::Matrices;
 
-/// Distance of rows of `left` and `right` in workgroup memory, in vectors of 4: one more than the 8
-/// of a row, because a multiple of 8 would put the elements that 32 invocations store at once into
-/// one of 32 banks.
+/// Distance of rows in workgroup memory, in vectors of 4: one more than the 8 of a row. Eight
+/// invocations access eight rows at once, which then lie in different banks (32 banks of 4 bytes).
 pub(super) const ROW_STEP: usize = 9;
+
+/// Distance of rows `4 · t + n` and `4 · t + n + 1` in workgroup memory. Row 4 · t + n is stored as
+/// row t + 8 · n, because invocations t = 0 … 7 access the rows 4 · t + n of one n at once.
+const NEXT_ROW: usize = 8 * ROW_STEP;
+
+const ELEMENTS: [&str; 4] = ["x", "y", "z", "w"];
 
 /// Generates `s0` … `s3` (for prefix s): products of four rows of `left` with four rows of `right`.
 /// Each is one chain of multiply-adds in element order, or a product of cooperative matrices.
+///
+/// ```text
+/// for each 32 elements:
+///     load both sides (64 invocations × 4 rows × 4 elements), zeros beyond the vectors
+///     store them to `tile` and `right`
+///     for each 4 elements: read them of 4 + 4 rows; 4 × 4 × 4 multiply-adds
+/// ```
 pub(super) fn product(
-    on: Option<Matrices>,
+    variant: TileVariant,
     prefix: &str,
     left: &Vectors,
     left_first: &str,
     right: &Vectors,
     right_first: &str,
 ) -> String {
-    if let Some(on) = on {
-        return matrices::product(on, prefix, left, left_first, right, right_first);
-    }
-    // all loads before the first store, so that they are in flight together
-    let (mut loads, mut stores) = (String::new(), String::new());
-    for (side, of, first) in [("left", left, left_first), ("right", right, right_first)] {
-        for n in 0..4 {
-            let _infallible = writeln!(
-                loads,
-                "let {side}_{n} = {}_rows(batch, {}, {first} + 4u * rows + {}u, c + at);",
-                of.name,
-                of.head(),
-                8 * n
-            );
-            let _infallible =
-                writeln!(stores, "{side}[{ROW_STEP}u * at + rows + {}u] = {side}_{n};", 2 * n);
-        }
-    }
-    let dim = left.dim;
     let mut text = String::new();
     for r in 0..4 {
         let _infallible = writeln!(text, "var {prefix}{r} = vec4<f32>(0.0);");
     }
-    let _infallible = write!(
-        text,
-        "for (var c = 0u; c < params.{dim}; c = c + 32u) {{
-    workgroupBarrier();
-    {{
-        let at = lane & 31u;
-        let rows = lane >> 5u;
-{loads}{stores}    }}
-    workgroupBarrier();
-    let most = min(32u, params.{dim} - c);
-    for (var eighth = 0u; eighth < most; eighth = eighth + 8u) {{
-    for (var n = 0u; n < 8u; n++) {{
-        let at = eighth + n;
-        let a = left[{ROW_STEP}u * at + ty];
-        let b = right[{ROW_STEP}u * at + tx];
+    text + &add_product(variant, prefix, left, left_first, right, right_first)
+}
+
+/// As [`product`], with `s0` … `s3` declared.
+pub(super) fn add_product(
+    variant: TileVariant,
+    prefix: &str,
+    left: &Vectors,
+    left_first: &str,
+    right: &Vectors,
+    right_first: &str,
+) -> String {
+    if let Some(on) = matrices::of(variant) {
+        return matrices::add_product(on, prefix, left, left_first, right, right_first);
+    }
+    let (mut rows, mut loads, mut zeros, mut stores) =
+        (String::new(), String::new(), String::new(), String::new());
+    for (side, array, of, first) in
+        [("left", "tile", left, left_first), ("right", "right", right, right_first)]
+    {
+        // one register per side, rather than one per row
+        let [row, last, step] = of.offsets(first);
+        let _infallible = write!(
+            rows,
+            "    let {side}_row = {row};
+    let {side}_last = {last};
+    let {side}_step = {step};
+"
+        );
+        for n in 0..4 {
+            let slot = 2 * n * ROW_STEP;
+            // all loads before the first store, so that they are in flight together
+            let _infallible = writeln!(
+                loads,
+                "        var {side}_{n} = {name}_four(
+            min({side}_row + {n}u * {side}_step, {side}_last), c + element);",
+                name = of.name
+            );
+            let _infallible = writeln!(
+                zeros,
+                "            {side}_{n} = select(vec4<f32>(0.0), {side}_{n}, inside);"
+            );
+            let _infallible = writeln!(stores, "        {array}[slot + {slot}u] = {side}_{n};");
+        }
+    }
+    let dim = left.dim;
+    let mut text = format!(
+        "{{
+    let element = 4u * (lane & 7u);
+    let vector = lane >> 3u;
+    let slot = {ROW_STEP}u * ((vector >> 2u) + 8u * (vector & 3u)) + (lane & 7u);
+{rows}    for (var c = 0u; c < params.{dim}; c = c + 32u) {{
+{loads}        if (c + 32u > params.{dim}) {{
+            let inside =
+                vec4<u32>(c + element) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(params.{dim});
+{zeros}        }}
+        workgroupBarrier();
+{stores}        workgroupBarrier();
+        for (var four = 0u; four < 8u; four++) {{
 "
     );
-    for (r, element) in ["x", "y", "z", "w"].iter().enumerate() {
-        let _infallible =
-            writeln!(text, "        {prefix}{r} = fma(vec4<f32>(a.{element}), b, {prefix}{r});");
+    for (name, array, index) in [("a", "tile", "ty"), ("b", "right", "tx")] {
+        for n in 0..4 {
+            let _infallible = writeln!(
+                text,
+                "            let {name}{n} = {array}[{ROW_STEP}u * {index} + four + {}u];",
+                n * NEXT_ROW
+            );
+        }
     }
-    text.push_str("    }\n    }\n}\n");
+    for e in ELEMENTS {
+        for r in 0..4 {
+            let _infallible = writeln!(
+                text,
+                "            {prefix}{r} = fma(
+                vec4<f32>(a{r}.{e}),
+                vec4<f32>(b0.{e}, b1.{e}, b2.{e}, b3.{e}),
+                {prefix}{r},
+            );"
+            );
+        }
+    }
+    text.push_str("        }\n    }\n}\n");
     text
-}
-
-/// Expression for four elements of vector `j` in workgroup memory.
-fn right(variant: TileVariant) -> String {
-    if matrices::of(variant).is_some() {
-        "right_of(j, 4u * tx)".to_owned()
-    } else {
-        format!("right[{ROW_STEP}u * j + tx]")
-    }
-}
-
-/// Generates the loads of 32 elements of 32 vectors from element `first` on, and their stores to
-/// workgroup memory.
-fn stage(variant: TileVariant, of: &Vectors, first: usize) -> String {
-    let (mut loads, mut stores) = (String::new(), String::new());
-    for n in 0..4 {
-        let vector = 8 * n;
-        let _infallible = writeln!(
-            loads,
-            "let four_{n} =
-    {}_columns(batch, {}, column + j + {vector}u, {first}u + 4u * tx);",
-            of.name,
-            of.head()
-        );
-        let _infallible = if matrices::of(variant).is_some() {
-            writeln!(
-                stores,
-                "for (var c = 0u; c < 4u; c++) {{
-    right_half[32u * (j + {vector}u) + 4u * tx + c] = f16(four_{n}[c]);
-}}"
-            )
-        } else {
-            writeln!(stores, "right[{ROW_STEP}u * (j + {vector}u) + tx] = four_{n};")
-        };
-    }
-    loads + &stores
 }
 
 /// Generates accumulators `PREFIX{group}_{row}` += P·`of`, on cooperative matrices if the variant
@@ -118,7 +136,58 @@ pub(super) fn accumulate_weights(
 ) -> String {
     match matrices::of(variant) {
         Some(on) => matrices::accumulate(on, prefix, groups, of, words),
-        None => accumulate(variant, prefix, groups, of, words),
+        None => accumulate(variant, prefix, groups, Factor::Of(of), words),
+    }
+}
+
+/// Vectors that P or dX is multiplied by.
+#[derive(Clone, Copy)]
+pub(super) enum Factor<'a> {
+    Of(&'a Vectors),
+    /// Vectors of the pass of dV, or of that of dK.
+    OfPass {
+        dv: &'a Vectors,
+        dk: &'a Vectors,
+    },
+}
+
+impl Factor<'_> {
+    /// Generates variables from expressions for the vectors.
+    fn variables<const N: usize>(
+        self,
+        names: [&str; N],
+        kind: &str,
+        expressions: impl Fn(&Vectors) -> [String; N],
+    ) -> String {
+        let lines = |start: &str, of: &Vectors| -> String {
+            let each = names.iter().zip(expressions(of));
+            each.map(|(name, expression)| format!("{start}{name} = {expression};\n")).collect()
+        };
+        match self {
+            Self::Of(of) => lines("let ", of),
+            Self::OfPass { dv, dk } => {
+                let declared: String =
+                    names.iter().map(|name| format!("var {name}: {kind};\n")).collect();
+                let [dv, dk] = [dv, dk].map(|of| lines("", of));
+                format!("{declared}if (is_dv) {{\n{dv}}} else {{\n{dk}}}\n")
+            }
+        }
+    }
+
+    /// Generates the offsets of an invocation's rows of the tile at `column`.
+    fn rows(self) -> String {
+        self.variables(["own_row", "last_row", "row_step"], "u32", |of| of.offsets("column"))
+    }
+
+    /// Generates the loads of four elements of four rows, in f16 with `halves`.
+    fn loads(self, first: usize, halves: bool) -> String {
+        let (kind, function) = if halves { ("vec4<f16>", "halves") } else { ("vec4<f32>", "four") };
+        self.variables(["four_0", "four_1", "four_2", "four_3"], kind, |of| {
+            [0, 1, 2, 3].map(|n| {
+                let row = format!("min(own_row + {n}u * row_step, last_row)");
+                format!("{}_{function}({row}, {first}u + element)", of.name)
+            })
+        })
     }
 }
 
@@ -128,66 +197,89 @@ pub(super) fn accumulate(
     variant: TileVariant,
     prefix: &str,
     groups: usize,
-    of: &Vectors,
+    of: Factor<'_>,
     words: Words,
 ) -> String {
-    let dim = of.dim;
-    let general = variant.general;
-    let mut text = String::new();
+    let on = matrices::of(variant);
+    let mut text =
+        "{\n    let element = 4u * (lane & 7u);\n    let vector = lane >> 3u;\n".to_owned();
+    text += &of.rows();
+    let dim = match of {
+        Factor::Of(of) => format!("params.{}", of.dim),
+        Factor::OfPass { .. } => "acc_dim".to_owned(),
+    };
     for group in 0..groups {
+        let first = 32 * group;
+        let _infallible = writeln!(text, "if ({first}u < {dim}) {{");
+        text += &of.loads(first, on.is_some());
+        text.push_str("    workgroupBarrier();\n");
+        for n in 0..4 {
+            let row = 8 * n;
+            if on.is_some() {
+                text += &matrices::store_halves(
+                    "right_half",
+                    &format!("four_{n}"),
+                    &format!("vector + {row}u"),
+                );
+            } else {
+                let _infallible = writeln!(
+                    text,
+                    "    right[{ROW_STEP}u * (vector + {row}u) + (lane & 7u)] = four_{n};"
+                );
+            }
+        }
+        let right = |j: &str| {
+            if on.is_some() {
+                format!("right_of({j}, 4u * tx)")
+            } else {
+                format!("right[{ROW_STEP}u * ({j}) + tx]")
+            }
+        };
+        let tile = |at: &str| {
+            if on.is_some() { format!("tile_four({at})") } else { format!("tile[{at}]") }
+        };
+        let line = |r: usize, b: &str| {
+            let sum = format!("{prefix}{group}_{r}");
+            format!("{sum} = fma(vec4<f32>(a.{}), {b}, {sum});\n", ELEMENTS[r])
+        };
         let _infallible = write!(
             text,
-            "if ({first}u < params.{dim}) {{
-    workgroupBarrier();
-    {{
-        let j = lane >> 3u;
-{stage}    }}
-    workgroupBarrier();
-    {mask_index}
+            "    workgroupBarrier();
+    if (is_partial) {{
         for (var j = 0u; j < 32u; j++) {{
-            let a = tile[8u * j + ty];
-            let b = {right};
+            let a = {};
+            let b = {};
 ",
-            first = 32 * group,
-            stage = stage(variant, of, 32 * group),
-            right = right(variant),
-            // general variants use one loop for full and partial tiles: less to compile
-            mask_index = if general { "{" } else { "if (is_partial) {" }
+            tile(&format!("{ROW_STEP}u * ((j >> 2u) + 8u * (j & 3u)) + ty")),
+            right("j")
         );
         if words == Words::OfColumns {
             text.push_str("            let word = atomicLoad(&visible_bits[j]) >> (4u * ty);\n");
         }
-        let line = |r: usize, b: &str| {
-            let element = ["x", "y", "z", "w"][r];
-            format!(
-                "{prefix}{group}_{r} = fma(vec4<f32>(a.{element}), {b}, {prefix}{group}_{r});\n"
-            )
-        };
         for r in 0..4 {
-            let bit = words.bit(r);
-            let _infallible = write!(
-                text,
-                "            {}",
-                line(r, &format!("select(vec4<f32>(0.0), b, ({bit}) != 0u)"))
-            );
-        }
-        if general {
-            text.push_str("        }\n    }\n}\n");
-            continue;
+            let masked = format!("select(vec4<f32>(0.0), b, ({}) != 0u)", words.bit(r));
+            let _infallible = write!(text, "            {}", line(r, &masked));
         }
         text.push_str(
-            "        }
-    } else {
-        for (var j = 0u; j < 32u; j++) {
-",
+            "        }\n    } else {\n        for (var four = 0u; four < 8u; four++) {\n",
         );
-        let _infallible = writeln!(text, "            let a = tile[8u * j + ty];");
-        let _infallible = writeln!(text, "            let b = {};", right(variant));
-        for r in 0..4 {
-            let _infallible = write!(text, "            {}", line(r, "b"));
+        for n in 0..4 {
+            let _infallible = writeln!(
+                text,
+                "            {{
+                let a = {};
+                let b = {};",
+                tile(&format!("{ROW_STEP}u * four + ty + {}u", n * NEXT_ROW)),
+                right(&format!("4u * four + {n}u"))
+            );
+            for r in 0..4 {
+                let _infallible = write!(text, "                {}", line(r, "b"));
+            }
+            text.push_str("            }\n");
         }
         text.push_str("        }\n    }\n}\n");
     }
+    text.push_str("}\n");
     text
 }
 
@@ -205,54 +297,6 @@ pub(super) fn each(groups: usize, line: &str) -> String {
     text
 }
 
-/// Generates a statement for each of the 16 pairs of an invocation, written for row `{r}` and
-/// column `{c}` (`{r}u`, `{c}u` as WGSL numbers). `lists` are the prefixes of four vectors that it
-/// reads or writes; none may end in an earlier one.
-///
-/// Unrolled if the epilogue is empty. Otherwise the statement is long, and drivers take seconds to
-/// compile 16 copies of it, so it is a loop.
-pub(super) fn each_pair(general: bool, lists: &[&str], line: &str) -> String {
-    let mut text = String::new();
-    if !general {
-        for r in 0..4 {
-            for c in 0..4 {
-                let _infallible = writeln!(
-                    text,
-                    "{}",
-                    line.replace("{r}", &r.to_string()).replace("{c}", &c.to_string())
-                );
-            }
-        }
-        return text;
-    }
-    let mut body = line.to_owned();
-    text.push_str("{\n");
-    for list in lists {
-        let _infallible = writeln!(
-            text,
-            "var all_{list} = array<vec4<f32>, 4>({list}0, {list}1, {list}2, {list}3);"
-        );
-        body = body
-            .replace(&format!("{list}{{r}}"), &format!("all_{list}[r]"))
-            .replace(&format!("{list}{{c}}"), &format!("all_{list}[c]"));
-    }
-    for index in ["r", "c"] {
-        body =
-            body.replace(&format!("{{{index}}}u"), index).replace(&format!("{{{index}}}"), index);
-    }
-    let _infallible = write!(
-        text,
-        "for (var r = 0u; r < 4u; r++) {{\nfor (var c = 0u; c < 4u; c++) {{\n{body}\n}}\n}}\n"
-    );
-    for list in lists.iter().filter(|list| ["s", "d"].contains(list)) {
-        for r in 0..4 {
-            let _infallible = writeln!(text, "{list}{r} = all_{list}[{r}];");
-        }
-    }
-    text.push_str("}\n");
-    text
-}
-
 /// Generates a line per row `{r}`.
 pub(super) fn each_row(line: &str) -> String {
     let mut text = String::new();
@@ -263,16 +307,29 @@ pub(super) fn each_row(line: &str) -> String {
 }
 
 /// Generates loads and stores of four accumulators, bounded by the vector length.
-pub(super) fn acc_functions(buffer: &str) -> String {
+pub(super) fn acc_functions(buffer: &str, aligned: bool) -> String {
+    if aligned {
+        return format!(
+            "fn load_acc(at: u32, c: u32, dim: u32) -> vec4<f32> {{
+    return {buffer}[(at + min(c, dim - 4u)) >> 2u];
+}}
+fn store_acc(at: u32, c: u32, dim: u32, four: vec4<f32>) {{
+    if (c < dim) {{
+        {buffer}[(at + c) >> 2u] = four;
+    }}
+}}
+"
+        );
+    }
     format!(
         "fn load_acc(at: u32, c: u32, dim: u32) -> vec4<f32> {{
-    var four = vec4<f32>(0.0);
-    for (var n = 0u; n < 4u; n++) {{
-        if (c + n < dim) {{
-            four[n] = {buffer}[at + c + n];
-        }}
-    }}
-    return four;
+    let last = dim - 1u;
+    return vec4<f32>(
+        {buffer}[at + min(c, last)],
+        {buffer}[at + min(c + 1u, last)],
+        {buffer}[at + min(c + 2u, last)],
+        {buffer}[at + min(c + 3u, last)],
+    );
 }}
 fn store_acc(at: u32, c: u32, dim: u32, four: vec4<f32>) {{
     for (var n = 0u; n < 4u; n++) {{
@@ -285,81 +342,257 @@ fn store_acc(at: u32, c: u32, dim: u32, four: vec4<f32>) {{
     )
 }
 
-/// Generates `tile` ← four columns of four rows.
-pub(super) fn store_tile(prefix: &str) -> String {
-    (0..4)
+/// Generates `tile` ← four columns of four rows, once all invocations have read what was in it.
+pub(super) fn store_tile(on: Option<Matrices>, prefix: &str) -> String {
+    let columns: String = (0..4)
         .map(|c| {
             let column = [0, 1, 2, 3].map(|r| format!("{prefix}{r}[{c}]")).join(", ");
-            format!("tile[8u * (4u * tx + {c}u) + ty] = vec4<f32>({column});\n")
+            let at = format!("{ROW_STEP}u * tx + ty + {}u", c * NEXT_ROW);
+            if on.is_some() {
+                format!("set_tile({at}, vec4<f32>({column}));\n")
+            } else {
+                format!("tile[{at}] = vec4<f32>({column});\n")
+            }
         })
-        .collect()
+        .collect();
+    "workgroupBarrier();\n".to_owned() + &columns
 }
 
 /// Generates the store of P for the second product.
 pub(super) fn store_weights(on: Option<Matrices>, prefix: &str) -> String {
-    if on.is_some() { matrices::store_tile(prefix) } else { store_tile(prefix) }
+    if on.is_some() { matrices::store_tile(prefix) } else { store_tile(None, prefix) }
 }
 
-/// Generates the loads of the statistics of the invocation's four queries, `stats0` … `stats3`.
+/// Generates the loads of the statistics of four queries, `stats0` … `stats3`. Queries beyond the
+/// chunk have those of the last one: their pairs are masked.
 pub(super) fn statistics(first: &str) -> String {
     each_row(&format!(
-        "var stats{{r}} = vec4<f32>(0.0);
-if ({first} + {{r}}u < params.queries) {{
-    stats{{r}} = statistics_of(state + ({first} + {{r}}u) * params.statistics_row);
-}}"
+        "var stats{{r}} =
+    statistics_of(state + min({first} + {{r}}u, params.queries - 1u) * params.statistics_row);"
     ))
 }
 
+/// Orientation of a tile of the backward pass.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum Orientation {
+    RowsAreQueries,
+    RowsAreKeys,
+}
+
+/// Statements of the backward step for a row of four pairs.
+#[derive(Clone, Copy)]
+pub(super) struct RowStep<'a> {
+    /// With `s{r}`, `d{r}`, `grad` and `visible` in scope, in simple kernels.
+    pub(super) masked: &'a str,
+    /// As `masked`, where all pairs are visible.
+    pub(super) full: &'a str,
+    /// With `r`, `e`, `grad` and `visible` in scope, in general kernels; sets `next_s` and `next_d`.
+    pub(super) general: &'a str,
+}
+
 /// Generates the backward step: scores `s` and products `d` become dX and P, 0 for masked pairs.
-/// Clears the bits of pairs that only a bias or an empty row masks. `rows_are_keys` is the
-/// orientation of the tile; `then` runs for each pair, with `grad` in scope.
-pub(super) fn score_gradients(general: bool, rows_are_keys: bool, then: &str) -> String {
-    let (query, key, word, bit, stats, keep) = if rows_are_keys {
-        (
-            "query + {c}u",
-            "row + {r}u",
-            "4u * tx + {c}u",
-            "4u * ty + {r}u",
-            "stats{c}",
-            "keep{c}[{r}]",
-        )
-    } else {
-        ("row + {r}u", "key + {c}u", "4u * ty + {r}u", "4u * tx + {c}u", "stats{r}", "keep{r}[{c}]")
+/// Clears the bits of pairs that only a bias or an empty row masks.
+pub(super) fn score_gradients(
+    general: bool,
+    orientation: Orientation,
+    then: RowStep<'_>,
+) -> String {
+    let rows_are_keys = orientation == Orientation::RowsAreKeys;
+    let of_stats = |r: usize, element: &str| {
+        if rows_are_keys {
+            let columns = [0, 1, 2, 3].map(|c| format!("stats{c}.{element}"));
+            format!("vec4<f32>({})", columns.join(", "))
+        } else {
+            format!("vec4<f32>(stats{r}.{element})")
+        }
     };
-    let (keep_query, keep_key) =
-        if rows_are_keys { ("query + r", "row") } else { ("row + r", "key") };
-    let keeps = if general {
-        // a loop, as in each_pair
-        let loops = format!(
-            "var keeps = array<vec4<f32>, 4>();
-for (var r = 0u; r < 4u; r++) {{
-    keeps[r] = keep_factors(batch, head, {keep_query}, {keep_key});
+    let gradient = |r: usize| {
+        let [lse, _, delta, _] = ELEMENTS.map(|element| of_stats(r, element));
+        format!("score_gradients(params.scale * s{r}, d{r}, {lse}, {delta})")
+    };
+    // four pairs in vectors: bits of row r
+    let mut words = String::new();
+    for n in 0..4 {
+        let (at, shift) = if rows_are_keys { ("tx", "ty") } else { ("ty", "tx") };
+        let _infallible = writeln!(
+            words,
+            "let word{n} = atomicLoad(&visible_bits[4u * {at} + {n}u]) >> (4u * {shift});"
+        );
+    }
+    let bits = |r: usize| {
+        if rows_are_keys {
+            format!(
+                "((vec4<u32>(word0, word1, word2, word3) >> vec4<u32>({r}u)) & vec4<u32>(1u)) \
+                 != vec4<u32>(0u)"
+            )
+        } else {
+            format!("four_bits(word{r})")
+        }
+    };
+    let for_row = |r: usize, text: &str| text.replace("{r}", &r.to_string());
+    let mut text = String::new();
+    if !general {
+        text.push_str("if (is_partial) {\n");
+        text.push_str(&words);
+        for r in 0..4 {
+            let _infallible = write!(
+                text,
+                "{{
+    let visible = {};
+    let grad = {};
+    {}
+}}
+",
+                bits(r),
+                gradient(r),
+                for_row(r, then.masked)
+            );
+        }
+        text.push_str("} else {\n");
+        for r in 0..4 {
+            let _infallible = write!(
+                text,
+                "{{
+    let grad = {};
+    {}
+}}
+",
+                gradient(r),
+                for_row(r, then.full)
+            );
+        }
+        text.push_str("}\n");
+        return text;
+    }
+    // A loop, because drivers take seconds to compile four copies. Registers rotate, so that none is
+    // selected by the number of the row.
+    let rotate =
+        |names: &str| format!("{names}0 = {names}1;\n{names}1 = {names}2;\n{names}2 = {names}3;\n");
+    let rows = if rows_are_keys {
+        "var keep0 = vec4<f32>(1.0);
+var keep1 = vec4<f32>(1.0);
+var keep2 = vec4<f32>(1.0);
+var keep3 = vec4<f32>(1.0);
+if (params.threshold != 0u) {
+    for (var c = 0u; c < 4u; c++) {
+        let keep = keep_factors(batch, head, query + c, row);
+        keep0 = keep1;
+        keep1 = keep2;
+        keep2 = keep3;
+        keep3 = keep;
+    }
+}
+let queries = vec4<u32>(query) + vec4<u32>(0u, 1u, 2u, 3u);
+var cleared = vec4<u32>(0u);
+var column_words = vec4<u32>(word0, word1, word2, word3);
+for (var r = 0u; r < 4u; r++) {
+    let bits = (column_words & vec4<u32>(1u)) != vec4<u32>(0u);
+    let e = scores(batch, head, queries, vec4<u32>(row + r), mask_index, bits, s0);
+    let keep = vec4<f32>(keep0.x, keep1.x, keep2.x, keep3.x);
+"
+    } else {
+        "let keys = vec4<u32>(key) + vec4<u32>(0u, 1u, 2u, 3u);
+var cleared = vec4<u32>(0u);
+var row_words = vec4<u32>(word0, word1, word2, word3);
+for (var r = 0u; r < 4u; r++) {
+    let bits = four_bits(row_words.x);
+    let e = scores(batch, head, vec4<u32>(row + r), keys, mask_index, bits, s0);
+    var keep = vec4<f32>(1.0);
+    if (params.threshold != 0u) {
+        keep = keep_factors(batch, head, row + r, key);
+    }
+"
+    };
+    let next = if rows_are_keys {
+        "    cleared = cleared | select(vec4<u32>(0u), vec4<u32>(1u << r), hidden);
+    column_words = column_words >> vec4<u32>(1u);
+    keep0 = keep0.yzwx;
+    keep1 = keep1.yzwx;
+    keep2 = keep2.yzwx;
+    keep3 = keep3.yzwx;
+"
+        .to_owned()
+    } else {
+        format!(
+            "    cleared = vec4<u32>(cleared.yzw, bits_of_four(hidden));
+    row_words = row_words.yzwx;
+    let first_stats = stats0;
+{}stats3 = first_stats;
+",
+            rotate("stats")
+        )
+    };
+    let [lse, max, delta, share] = ELEMENTS.map(|element| of_stats(0, element));
+    let _infallible = write!(
+        text,
+        "{words}{rows}    let visible = e.visible & is_not_negative_infinity({lse});
+    let hidden = bits & !visible;
+    let ds_dx = e.ds_dx;
+    let grad = score_gradients(e.s, d0, keep, {lse}, {max}, {delta}, {share});
+    var next_s = s0;
+    var next_d = d0;
+    {}
+    {}{}    s3 = next_s;
+    d3 = next_d;
+{next}}}
+",
+        then.general,
+        rotate("s"),
+        rotate("d"),
+    );
+    let (at, shift) = if rows_are_keys { ("tx", "ty") } else { ("ty", "tx") };
+    for n in 0..4 {
+        let _infallible = write!(
+            text,
+            "if (cleared[{n}] != 0u) {{
+    atomicAnd(&visible_bits[4u * {at} + {n}u], ~(cleared[{n}] << (4u * {shift})));
 }}
 "
         );
-        loops + &each_row("let keep{r} = keeps[{r}];")
-    } else {
-        each_row("let keep{r} = vec4<f32>(1.0);")
-    };
-    keeps
-        + &each_pair(
-            general,
-            &["stats", "keep", "s", "d"],
-            &format!(
-                "{{
-    let bit = ((atomicLoad(&visible_bits[{word}]) >> ({bit})) & 1u) != 0u;
-    let e = score(batch, head, {query}, {key}, mask_index, bit, s{{r}}[{{c}}]);
-    let grad = score_gradient(e.s, d{{r}}[{{c}}], {keep}, {stats});
-#if GENERAL
-    let visible = e.visible && !is_negative_infinity({stats}.x);
-    if (bit && !visible) {{
-        atomicAnd(&visible_bits[{word}], ~(1u << ({bit})));
-    }}
-#else
-    let visible = e.visible;
-#end
-{then}
-}}"
-            ),
-        )
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Vector of 4 in workgroup memory at which a row of a tile begins.
+    fn row_start(row: usize) -> usize {
+        ROW_STEP * (row / 4) + NEXT_ROW * (row % 4)
+    }
+
+    /// Asserts that eight vectors of 4 lie in all 32 banks.
+    fn assert_no_conflict(starts: [usize; 8], what: &str) {
+        let mut banks: Vec<usize> =
+            starts.iter().flat_map(|start| (0..4).map(move |n| (4 * start + n) % 32)).collect();
+        banks.sort_unstable();
+        banks.dedup();
+        assert_eq!(banks.len(), 32, "{what}: {starts:?}");
+    }
+
+    #[test]
+    fn accesses_of_eight_invocations_use_all_banks() {
+        let eight = |of: &dyn Fn(usize) -> usize| [0, 1, 2, 3, 4, 5, 6, 7].map(of);
+        for other in 0..8 {
+            for n in 0..4 {
+                let name = format!("rows 4t + {n}, vector {other}");
+                assert_no_conflict(eight(&|t| row_start(4 * t + n) + other), &name);
+            }
+        }
+        for row in 0..32 {
+            assert_no_conflict(eight(&|t| row_start(row) + t), &format!("stores of row {row}"));
+        }
+        // `slot` of the staged row 8n + vector
+        for vector in 0..8 {
+            for n in 0..4 {
+                let slot = ROW_STEP * ((vector >> 2) + 8 * (vector & 3)) + 2 * n * ROW_STEP;
+                assert_eq!(slot, row_start(8 * n + vector));
+            }
+        }
+        let mut starts: Vec<usize> = (0..32).map(row_start).collect();
+        starts.sort_unstable();
+        assert!(starts.windows(2).all(|pair| pair[0] + 8 <= pair[1]), "rows overlap");
+        assert_eq!(starts[31] + ROW_STEP, 32 * ROW_STEP);
+    }
 }

@@ -15,7 +15,7 @@ fn all_variants() -> Vec<Variant> {
         Variant::SubgroupProbe,
         Variant::UnpackProbe,
     ];
-    all.extend([Matrices::Eight, Matrices::Sixteen].map(Variant::MatrixProbe));
+    all.extend([Matrices::new(8, 8), Matrices::new(16, 64)].map(Variant::MatrixProbe));
     all.extend([true, false].map(|normalize| Variant::FinishRows { normalize }));
     all.extend(
         [CopyMode::Raw { half: false }, CopyMode::Raw { half: true }, CopyMode::Added]
@@ -28,7 +28,7 @@ fn all_variants() -> Vec<Variant> {
             [1, 2, 4, 8].into_iter().flat_map(|head| [1, 2, 4, 8].map(|value| (head, value)))
         {
             for general in [false, true] {
-                let of_matrices = [Matrices::Eight, Matrices::Sixteen]
+                let of_matrices = [Matrices::new(8, 8), Matrices::new(16, 64)]
                     .map(|matrices| (Level::Subgroup, Some(matrices)));
                 let with =
                     [(Level::Plain, None), (Level::Subgroup, None)].into_iter().chain(of_matrices);
@@ -39,6 +39,7 @@ fn all_variants() -> Vec<Variant> {
                         storage,
                         // each conversion in half of the kernels
                         unpacks: storage == Storage::F16 && general == (head_groups > 2),
+                        aligned: head_groups >= value_groups,
                         head_groups,
                         value_groups,
                         general,

@@ -1,8 +1,8 @@
 // Common part of the tile kernels: tiles of 32 × 32 pairs, 64 invocations with a register tile of 4
 // × 4 scores each.
 //
-// `left` and `right` stage 32 elements of 32 vectors each; `tile` holds P or dX, `[column][row]`,
-// for the second product. `block_mask` has a list of runs per tile: (first tile of the other side,
+// `tile` and `right` stage 32 elements of 32 vectors each; then `tile` holds P or dX for the second
+// product, `[column][row]` (`products.rs` has the order of their rows). `block_mask` has a list of runs per tile: (first tile of the other side,
 // number of tiles, tile mask or FULL_TILE). `visible_bits` has one word per query of the tile, one
 // bit per key.
 
@@ -10,71 +10,102 @@
 @group(0) @binding(1) var<storage, read> block_mask: array<u32>;
 
 #if !MATRIX
-var<workgroup> left: array<vec4<f32>, {{PADDED_VECTORS}}>;
 var<workgroup> right: array<vec4<f32>, {{PADDED_VECTORS}}>;
+var<workgroup> tile: array<vec4<f32>, {{PADDED_VECTORS}}>;
 #end
-var<workgroup> tile: array<vec4<f32>, 256>;
 var<workgroup> visible_bits: array<atomic<u32>, 32>;
 
 const FULL_TILE: u32 = 0xffffffffu;
 
-struct Score {
-    s: f32,
-    ds_dx: f32,
-    visible: bool,
+// Bits of four pairs, from the lowest bits of a word.
+fn four_bits(word: u32) -> vec4<bool> {
+    return (vec4<u32>(word) & vec4<u32>(1u, 2u, 4u, 8u)) != vec4<u32>(0u);
 }
 
 #if GENERAL
-fn rounded(x: f32) -> f32 {
+fn bits_of_four(pairs: vec4<bool>) -> u32 {
+    let bits = select(vec4<u32>(0u), vec4<u32>(1u, 2u, 4u, 8u), pairs);
+    return (bits.x | bits.y) | (bits.z | bits.w);
+}
+
+struct Scores {
+    s: vec4<f32>,
+    ds_dx: vec4<f32>,
+    visible: vec4<bool>,
+}
+
+fn rounded(x: vec4<f32>) -> vec4<f32> {
     if (params.logits_dtype == 1u) {
-        return from_bf16(to_bf16(x));
+        return vec4<f32>(
+            from_bf16(to_bf16(x.x)), from_bf16(to_bf16(x.y)),
+            from_bf16(to_bf16(x.z)), from_bf16(to_bf16(x.w)));
     }
     if (params.logits_dtype == 2u) {
-        return from_f16(to_f16(x));
+        return vec4<f32>(
+            from_f16(to_f16(x.x)), from_f16(to_f16(x.y)),
+            from_f16(to_f16(x.z)), from_f16(to_f16(x.w)));
     }
     return x;
 }
-#end
 
-// Score epilogue of the pair of query `q` and key `k`, from their product: bias, soft cap,
-// rounding. Returns s, ∂s/∂x and the visibility. `mask_index` locates position biases.
-fn score(batch: u32, head: u32, q: u32, k: u32, mask_index: u32, bit: bool, product: f32) -> Score {
-#if GENERAL
-    var bias = 0.0;
-    var visible = bit;
-    if (params.has_bias != 0u && bit) {
-        let column = select(block_mask[params.key_rows + 2u * k], 0u, params.bias_keys == 1u);
-        bias = bitcast<f32>(bias_words[params.bias_base + batch * params.bias_batch + head * params.bias_head + q * params.bias_row + column]);
-    }
-    if (params.function_at != 0u && bit) {
-        let position_bias = bitcast<f32>(block_mask[params.function_at + 1024u * mask_index + 32u * (q & 31u) + (k & 31u)]);
-        if (is_negative_infinity(position_bias)) {
-            visible = false;
-        }
-        bias = bias + position_bias;
-    }
-    if (is_negative_infinity(bias)) {
-        visible = false;
-    }
-    let before = select(0.0, bias, params.bias_first != 0u);
-    let after = select(bias, 0.0, params.bias_first != 0u);
-    let x = fma(params.scale, rounded(product), before);
-    if (params.cap > 0.0) {
-        let t = hyperbolic_tangent(x / params.cap);
-        return Score(fma(params.cap, t, after), fma(-t, t, 1.0), visible);
-    }
-    return Score(x + after, 1.0, visible);
-#else
-    return Score(params.scale * product, 1.0, bit);
-#end
+fn bias_column(k: u32) -> u32 {
+    return select(block_mask[params.key_rows + 2u * k], 0u, params.bias_keys == 1u);
 }
 
+fn bias_of(at: u32, q: u32, k: u32) -> f32 {
+    return bitcast<f32>(bias_words[at + min(q, params.queries - 1u) * params.bias_row
+        + bias_column(min(k, params.keys - 1u))]);
+}
+
+fn position_bias_of(at: u32, q: u32, k: u32) -> f32 {
+    return bitcast<f32>(block_mask[at + 32u * (q & 31u) + (k & 31u)]);
+}
+
+fn is_not_negative_infinity(x: vec4<f32>) -> vec4<bool> {
+    return bitcast<vec4<u32>>(x) != vec4<u32>(NEGATIVE_INFINITY);
+}
+
+// Score epilogue of four pairs of queries `q` and keys `k`, from their products: bias, soft cap,
+// rounding. Returns s, ∂s/∂x and the visibility. `mask_index` locates position biases. All loads
+// are unconditional, so that they are in flight together.
+fn scores(batch: u32, head: u32, q: vec4<u32>, k: vec4<u32>, mask_index: u32, bits: vec4<bool>, product: vec4<f32>) -> Scores {
+    var bias = vec4<f32>(0.0);
+    var visible = bits;
+    if (params.has_bias != 0u) {
+        let at = params.bias_base + batch * params.bias_batch + head * params.bias_head;
+        let loaded = vec4<f32>(
+            bias_of(at, q.x, k.x), bias_of(at, q.y, k.y),
+            bias_of(at, q.z, k.z), bias_of(at, q.w, k.w));
+        bias = select(vec4<f32>(0.0), loaded, bits);
+        visible = visible & is_not_negative_infinity(bias);
+    }
+    if (params.function_at != 0u) {
+        let at = params.function_at + 1024u * mask_index;
+        let loaded = vec4<f32>(
+            position_bias_of(at, q.x, k.x), position_bias_of(at, q.y, k.y),
+            position_bias_of(at, q.z, k.z), position_bias_of(at, q.w, k.w));
+        let here = select(vec4<f32>(0.0), loaded, bits);
+        bias = bias + here;
+        visible = visible & is_not_negative_infinity(here) & is_not_negative_infinity(bias);
+    }
+    let is_first = vec4<bool>(params.bias_first != 0u);
+    let before = select(vec4<f32>(0.0), bias, is_first);
+    let after = select(bias, vec4<f32>(0.0), is_first);
+    let x = fma(vec4<f32>(params.scale), rounded(product), before);
+    if (params.cap > 0.0) {
+        let y = x / params.cap;
+        let t = vec4<f32>(
+            hyperbolic_tangent(y.x), hyperbolic_tangent(y.y),
+            hyperbolic_tangent(y.z), hyperbolic_tangent(y.w));
+        return Scores(fma(vec4<f32>(params.cap), t, after), fma(-t, t, vec4<f32>(1.0)), visible);
+    }
+    return Scores(x + after, vec4<f32>(1.0), visible);
+}
+#end
+
+#if GENERAL
 // Returns the dropout factors of the probabilities of query `q` and keys `k` … `k + 3`.
 fn keep_factors(batch: u32, head: u32, q: u32, k: u32) -> vec4<f32> {
-#if GENERAL
-    if (params.threshold == 0u) {
-        return vec4<f32>(1.0);
-    }
     let query = min(q, params.queries - 1u);
     let i_low = block_mask[params.query_rows + 2u * query];
     let i_high = block_mask[params.query_rows + 2u * query + 1u];
@@ -96,7 +127,5 @@ fn keep_factors(batch: u32, head: u32, q: u32, k: u32) -> vec4<f32> {
         }
     }
     return all;
-#else
-    return vec4<f32>(1.0);
-#end
 }
+#end

@@ -6,8 +6,9 @@ use super::{
     ARITHMETIC, Access, BiasAxes, GRADIENT, Source, Storage, TILE_TEXT, TileVariant, matrices,
     params::TileParams,
     products::{
-        ROW_STEP, acc_functions, accumulate, accumulate_weights, each, each_pair, each_row,
-        product, score_gradients, statistics, store_tile, store_weights,
+        Factor, Orientation, ROW_STEP, RowStep, acc_functions, accumulate, accumulate_weights,
+        add_product, each, each_row, product, score_gradients, statistics, store_tile,
+        store_weights,
     },
     template::Template,
     vectors::{DOUT, K, Q, V, Vectors, Words},
@@ -25,8 +26,57 @@ const fn read(name: &'static str) -> Binding {
     Binding { name, kind: "u32", access: Access::Read }
 }
 
+/// Binding of vectors.
+fn vectors(name: &'static str, variant: TileVariant) -> Binding {
+    let kind = if variant.binds_halves() {
+        "vec4<f16>"
+    } else if variant.aligned {
+        variant.storage.four()
+    } else {
+        "u32"
+    };
+    Binding { name, kind, access: Access::Read }
+}
+
 const fn write(name: &'static str) -> Binding {
     Binding { name, kind: "f32", access: Access::Write }
+}
+
+/// Binding of accumulators.
+const fn accumulators(variant: TileVariant) -> Binding {
+    let kind = if variant.aligned { "vec4<f32>" } else { "f32" };
+    Binding { name: "acc_words", kind, access: Access::Write }
+}
+
+/// Generates the loads of the tile mask to workgroup memory. `is_partial` is false if all pairs are
+/// visible; then simple kernels read no mask.
+fn tile_mask(variant: TileVariant) -> String {
+    if variant.general || matrices::of(variant).is_some() {
+        let biased = if variant.general {
+            "\n    || params.has_bias != 0u || params.function_at != 0u"
+        } else {
+            ""
+        };
+        return format!(
+            "let is_partial = mask_index != FULL_TILE{biased};
+workgroupBarrier();
+if (lane < 32u) {{
+    var word = 0xffffffffu;
+    if (mask_index != FULL_TILE) {{
+        word = block_mask[params.bits + 32u * mask_index + lane];
+    }}
+    atomicStore(&visible_bits[lane], word);
+}}
+"
+        );
+    }
+    "let is_partial = mask_index != FULL_TILE;
+workgroupBarrier();
+if (is_partial && lane < 32u) {
+    atomicStore(&visible_bits[lane], block_mask[params.bits + 32u * mask_index + lane]);
+}
+"
+    .to_owned()
 }
 
 /// Assembles a kernel. Binding 1 is the block mask; `bindings` follow.
@@ -43,6 +93,7 @@ fn assemble(
         .flag("GENERAL", variant.general)
         .flag("SUBGROUP", variant.level != Level::Plain)
         .flag("MATRIX", on.is_some());
+    template.name("TILE_MASK", tile_mask(variant));
     template.name("PADDED_VECTORS", format!("{}", 32 * ROW_STEP));
     template.name("COUNT_MATRICES", on.map_or_else(String::new, matrices::count));
     let mut declared = on.map_or_else(String::new, |_| matrices::declarations());
@@ -74,11 +125,81 @@ fn assemble(
 }
 
 fn functions(variant: TileVariant, vectors: &[(&Vectors, &str)]) -> String {
-    let TileVariant { storage, unpacks, .. } = variant;
-    vectors
-        .iter()
-        .map(|(vectors, words)| vectors.functions(&storage.load(words, unpacks)))
-        .collect()
+    vectors.iter().map(|(vectors, words)| vectors.functions(words, variant)).collect()
+}
+
+/// Generates the scores of a tile and their row maxima.
+fn epilogue(general: bool) -> String {
+    let words = "for (var r = 0u; r < 4u; r++) {
+    words[r] = atomicLoad(&visible_bits[4u * ty + r]);
+}
+";
+    if general {
+        // A loop, because drivers take seconds to compile four copies. Registers rotate, so that
+        // none is selected by the number of the row.
+        return format!(
+            "{words}let columns = vec4<u32>(key) + vec4<u32>(0u, 1u, 2u, 3u);
+for (var r = 0u; r < 4u; r++) {{
+    let bits = four_bits(words.x >> (4u * tx));
+    let e = scores(batch, head, vec4<u32>(row + r), columns, mask_index, bits, s0);
+    let hidden = bits & !e.visible;
+    if (any(hidden)) {{
+        atomicAnd(&visible_bits[4u * ty + r], ~(bits_of_four(hidden) << (4u * tx)));
+    }}
+    let highest = max(tile_max.x, greatest(select(vec4<f32>(-3.4028234e38), e.s, e.visible)));
+    tile_max = vec4<f32>(tile_max.yzw, highest);
+    words = words.yzwx;
+    s0 = s1;
+    s1 = s2;
+    s2 = s3;
+    s3 = e.s;
+}}
+workgroupBarrier();
+{words}"
+        );
+    }
+    let partial = "{
+    s{r} = params.scale * s{r};
+    let visible = four_bits(words[{r}] >> (4u * tx));
+    let shown = select(vec4<f32>(-3.4028234e38), s{r}, visible);
+    tile_max[{r}] = max(tile_max[{r}], greatest(shown));
+}";
+    let full = "s{r} = params.scale * s{r};
+tile_max[{r}] = max(tile_max[{r}], greatest(s{r}));";
+    format!(
+        "if (is_partial) {{
+{words}{}}} else {{
+{}}}
+",
+        each_row(partial),
+        each_row(full)
+    )
+}
+
+/// Generates the probabilities of a tile and their row sums.
+fn probs(general: bool) -> String {
+    let partial = "{
+    let visible = four_bits(words[{r}] >> (4u * tx));
+    let all = exponentials(s{r} - vec4<f32>(row_max[{r}]));
+    let prob = select(vec4<f32>(0.0), all, visible);
+    sum[{r}] = sum[{r}] + sum_of(prob);
+#if GENERAL
+    let is_tie = visible & (s{r} == vec4<f32>(row_max[{r}]));
+    ties[{r}] = ties[{r}] + sum_of(select(vec4<f32>(0.0), vec4<f32>(1.0), is_tie));
+#end
+    s{r} = prob;
+}";
+    if general {
+        let keep = "if (params.threshold != 0u) {
+for (var r = 0u; r < 4u; r++) {
+    let keep = keep_factors(batch, head, row + r, key);
+";
+        let of_row = each_row("    s{r} = s{r} * select(vec4<f32>(1.0), keep, r == {r}u);");
+        return each_row(partial) + keep + &of_row + "}\n}\n";
+    }
+    let full = "s{r} = exponentials(s{r} - vec4<f32>(row_max[{r}]));
+sum[{r}] = sum[{r}] + sum_of(s{r});";
+    format!("if (is_partial) {{\n{}}} else {{\n{}}}\n", each_row(partial), each_row(full))
 }
 
 /// Generates the forward kernel.
@@ -107,57 +228,17 @@ if (any_visible[{r}]) {
         ),
     );
     text.name("RESCALE_ACC", each(groups, "o{g}_{r} = o{g}_{r} * rescale[{r}];"));
-    text.name("SCORES", product(on, "s", &Q, "first", &K, "column"));
-    text.name(
-        "EPILOGUE",
-        each_pair(
-            general,
-            &["s"],
-            "{
-    let bit = ((words[{r}] >> {c}u) & 1u) != 0u;
-    let e = score(batch, head, row + {r}u, key + {c}u, mask_index, bit, s{r}[{c}]);
-    s{r}[{c}] = e.s;
-    if (e.visible) {
-        tile_max[{r}] = max(tile_max[{r}], e.s);
-    }
-#if GENERAL
-    if (bit && !e.visible) {
-        atomicAnd(&visible_bits[4u * ty + {r}u], ~(1u << (4u * tx + {c}u)));
-    }
-#end
-}",
-        ),
-    );
-    let weight = each_pair(
-        general,
-        &["s"],
-        "{
-    let visible = ((words[{r}] >> (4u * tx + {c}u)) & 1u) != 0u;
-    let prob = select(0.0, exponential(s{r}[{c}] - row_max[{r}]), visible);
-    sum[{r}] = sum[{r}] + prob;
-#if GENERAL
-    ties[{r}] = ties[{r}] + select(0.0, 1.0, visible && s{r}[{c}] == row_max[{r}]);
-#end
-    s{r}[{c}] = prob;
-}",
-    );
-    let keep = if general {
-        "for (var r = 0u; r < 4u; r++) {\n    let keep = keep_factors(batch, head, row + r, key);\n"
-            .to_owned()
-            + &each_row("    s{r} = s{r} * select(vec4<f32>(1.0), keep, r == {r}u);")
-            + "}\n"
-    } else {
-        String::new()
-    };
-    text.name("PROBS", weight + &keep + &store_weights(on, "s"));
+    text.name("SCORES", product(variant, "s", &Q, "first", &K, "column"));
+    text.name("EPILOGUE", epilogue(general));
+    text.name("PROBS", probs(general) + &store_weights(on, "s"));
     text.name("ACCUMULATE", accumulate_weights(variant, "o", groups, &V, Words::OfRows));
     let functions = functions(variant, &[(&Q, "q_words"), (&K, "block"), (&V, "block")])
-        + &acc_functions("acc_words");
+        + &acc_functions("acc_words", variant.aligned);
     let bindings = [
-        read("q_words"),
-        read("block"),
+        vectors("q_words", variant),
+        vectors("block", variant),
         read("bias_words"),
-        write("acc_words"),
+        accumulators(variant),
         write("statistics"),
     ];
     assemble(variant, &mut text, include_str!("forward.wgsl"), &functions, false, &bindings)
@@ -188,41 +269,43 @@ if (row + {r}u < params.queries) {
 }",
         ),
     );
-    text.name("SCORES", product(on, "s", &Q, "first", &K, "column"));
-    text.name("DPROBS", product(on, "d", &DOUT, "first", &V, "column"));
+    text.name("SCORES", product(variant, "s", &Q, "first", &K, "column"));
+    text.name("DPROBS", product(variant, "d", &DOUT, "first", &V, "column"));
+    let step = RowStep {
+        masked: "s{r} = select(vec4<f32>(0.0), grad.ds, visible);",
+        full: "s{r} = grad.ds;",
+        general: "next_s = select(vec4<f32>(0.0), grad.ds * ds_dx, visible);",
+    };
     text.name(
         "DX",
-        score_gradients(
-            variant.general,
-            false,
-            "s{r}[{c}] = select(0.0, grad.ds * e.ds_dx, visible);",
-        ) + &store_tile("s"),
+        score_gradients(variant.general, Orientation::RowsAreQueries, step) + &store_tile(on, "s"),
     );
-    text.name("ACCUMULATE", accumulate(variant, "o", groups, &K, Words::OfRows));
+    text.name("ACCUMULATE", accumulate(variant, "o", groups, Factor::Of(&K), Words::OfRows));
     let functions =
         functions(variant, &[(&Q, "q_words"), (&K, "block"), (&V, "block"), (&DOUT, "dout_words")])
-            + &acc_functions("acc_words");
+            + &acc_functions("acc_words", variant.aligned);
     let bindings = [
-        read("q_words"),
-        read("block"),
+        vectors("q_words", variant),
+        vectors("block", variant),
         read("bias_words"),
-        write("acc_words"),
+        accumulators(variant),
         read("statistics"),
-        read("dout_words"),
+        vectors("dout_words", variant),
     ];
     assemble(variant, &mut text, include_str!("backward_queries.wgsl"), &functions, true, &bindings)
 }
 
 /// Generates the kernel of dK and dV.
 pub(super) fn backward_keys(variant: TileVariant, from_records: bool) -> Source {
+    let TileVariant { head_groups, value_groups, general, .. } = variant;
     let on = matrices::of(variant);
+    let splits = TileVariant::splits_gradients(32 * head_groups, 32 * value_groups);
     let mut text = Template::default();
     text.flag("HALF_STATISTICS", from_records && variant.storage != Storage::F32);
-    text.name(
-        "ZERO_ACC",
-        each(variant.head_groups, "var dk{g}_{r} = vec4<f32>(0.0);")
-            + &each(variant.value_groups, "var dv{g}_{r} = vec4<f32>(0.0);"),
-    );
+    text.flag("SPLIT", splits);
+    let zero = |prefix: &str, groups: usize| {
+        each(groups, &format!("var {prefix}{{g}}_{{r}} = vec4<f32>(0.0);"))
+    };
     let store = |prefix: &str, groups: usize, base: &str, dim: &str, factor: &str| {
         each(
             groups,
@@ -230,52 +313,95 @@ pub(super) fn backward_keys(variant: TileVariant, from_records: bool) -> Source 
                 "if (row + {{r}}u < params.keys) {{
     let at = {base} + (row + {{r}}u) * params.acc_row;
     var part = {factor}{prefix}{{g}}_{{r}};
-    if (params.add != 0u) {{ part = load_acc(at, {{c}}, params.{dim}) + part; }}
-    store_acc(at, {{c}}, params.{dim}, part);
+    if (params.add != 0u) {{ part = load_acc(at, {{c}}, {dim}) + part; }}
+    store_acc(at, {{c}}, {dim}, part);
 }}"
             ),
         )
     };
-    text.name(
-        "STORE_ACC",
-        store("dk", variant.head_groups, "dk_base", "head_dim", "params.scale * ")
-            + &store("dv", variant.value_groups, "dv_base_of_head", "value_dim", ""),
-    );
-    text.name("SCORES", product(on, "s", &K, "first", &Q, "column"));
-    text.name("DPROBS", product(on, "d", &V, "first", &DOUT, "column"));
+    text.name("SCORES", product(variant, "s", &K, "first", &Q, "column"));
     text.name("COLUMN_STATISTICS", statistics("query"));
-    let then = "s{r}[{c}] = select(0.0, grad.ds * e.ds_dx, visible);
-d{r}[{c}] = select(0.0, grad.p_dropped, visible);";
-    text.name("DX", score_gradients(variant.general, true, then) + &store_weights(on, "d"));
-    text.name(
-        "ACCUMULATE_DV",
-        accumulate_weights(variant, "dv", variant.value_groups, &DOUT, Words::OfColumns),
-    );
-    text.name("STORE_TILE", store_tile("s"));
-    text.name(
-        "ACCUMULATE_DK",
-        accumulate(variant, "dk", variant.head_groups, &Q, Words::OfColumns),
-    );
+    let gradients = |step| score_gradients(general, Orientation::RowsAreKeys, step);
+    if splits {
+        let groups = head_groups.max(value_groups);
+        text.name("ZERO_ACC", zero("acc", groups));
+        text.name(
+            "STORE_ACC",
+            "let acc_base = select(dk_base, dv_base_of_head, is_dv);
+let acc_factor = select(params.scale, 1.0, is_dv);
+"
+            .to_owned()
+                + &store("acc", groups, "acc_base", "acc_dim", "acc_factor * "),
+        );
+        let dprobs = add_product(variant, "d", &V, "first", &DOUT, "column");
+        text.name(
+            "DPROBS",
+            each_row("var d{r} = vec4<f32>(0.0);") + &format!("if (!is_dv) {{\n{dprobs}}}\n"),
+        );
+        let of_pass = "select(grad.ds, grad.p_dropped, vec4<bool>(is_dv))";
+        let general_of_pass = of_pass.replace("grad.ds", "grad.ds * ds_dx");
+        let step = RowStep {
+            masked: &format!("s{{r}} = select(vec4<f32>(0.0), {of_pass}, visible);"),
+            full: &format!("s{{r}} = {of_pass};"),
+            general: &format!("next_s = select(vec4<f32>(0.0), {general_of_pass}, visible);"),
+        };
+        let words = Words::OfColumns;
+        if on.is_some() {
+            // dV on matrices, dK by multiply-adds
+            let [dv, dk] = [store_weights(on, "s"), store_tile(on, "s")];
+            let store = format!("if (is_dv) {{\n{dv}}} else {{\n{dk}}}\n");
+            text.name("DX", gradients(step) + &store);
+            let dv = accumulate_weights(variant, "acc", value_groups, &DOUT, words);
+            let dk = accumulate(variant, "acc", head_groups, Factor::Of(&Q), words);
+            text.name("ACCUMULATE", format!("if (is_dv) {{\n{dv}}} else {{\n{dk}}}\n"));
+        } else {
+            text.name("DX", gradients(step) + &store_tile(on, "s"));
+            let of = Factor::OfPass { dv: &DOUT, dk: &Q };
+            text.name("ACCUMULATE", accumulate(variant, "acc", groups, of, words));
+        }
+    } else {
+        text.name("ZERO_ACC", zero("dk", head_groups) + &zero("dv", value_groups));
+        text.name(
+            "STORE_ACC",
+            store("dk", head_groups, "dk_base", "params.head_dim", "params.scale * ")
+                + &store("dv", value_groups, "dv_base_of_head", "params.value_dim", ""),
+        );
+        text.name("DPROBS", product(variant, "d", &V, "first", &DOUT, "column"));
+        let step = RowStep {
+            masked: "s{r} = select(vec4<f32>(0.0), grad.ds, visible);
+d{r} = select(vec4<f32>(0.0), grad.p_dropped, visible);",
+            full: "s{r} = grad.ds;
+d{r} = grad.p_dropped;",
+            general: "next_s = select(vec4<f32>(0.0), grad.ds * ds_dx, visible);
+next_d = select(vec4<f32>(0.0), grad.p_dropped, visible);",
+        };
+        text.name("DX", gradients(step) + &store_weights(on, "d"));
+        let words = Words::OfColumns;
+        text.name("ACCUMULATE_DV", accumulate_weights(variant, "dv", value_groups, &DOUT, words));
+        text.name("STORE_TILE", store_tile(on, "s"));
+        text.name("ACCUMULATE_DK", accumulate(variant, "dk", head_groups, Factor::Of(&Q), words));
+    }
     let functions = functions(
         variant,
         &[(&Q, "q_words"), (&K, "k_words"), (&V, "v_words"), (&DOUT, "dout_words")],
-    ) + &acc_functions("acc_words");
+    ) + &acc_functions("acc_words", variant.aligned);
     let bindings = [
-        read("q_words"),
-        read("k_words"),
-        read("v_words"),
+        vectors("q_words", variant),
+        vectors("k_words", variant),
+        vectors("v_words", variant),
         read("bias_words"),
-        write("acc_words"),
+        accumulators(variant),
         read("statistics"),
-        read("dout_words"),
+        vectors("dout_words", variant),
     ];
     assemble(variant, &mut text, include_str!("backward_keys.wgsl"), &functions, true, &bindings)
 }
 
 /// Generates the kernel of dbias.
 pub(super) fn backward_bias(variant: TileVariant, axes: BiasAxes) -> Source {
+    // without the products that matrices compute
+    let variant = TileVariant { matrices: None, ..variant };
     let rows_are_keys = axes == BiasAxes::Keys;
-    let on = matrices::of(variant);
     let mut text = Template::default();
     text.flag("SUM_ROWS", axes != BiasAxes::Pairs);
     text.name("ROWS", if rows_are_keys { "params.keys" } else { "params.queries" });
@@ -288,39 +414,53 @@ pub(super) fn backward_bias(variant: TileVariant, axes: BiasAxes) -> Source {
         },
     );
     if rows_are_keys {
-        text.name("SCORES", product(on, "s", &K, "first", &Q, "column"))
-            .name("DPROBS", product(on, "d", &V, "first", &DOUT, "column"));
+        text.name("SCORES", product(variant, "s", &K, "first", &Q, "column"))
+            .name("DPROBS", product(variant, "d", &V, "first", &DOUT, "column"));
         text.name(
             "STATISTICS",
             "let query = column + 4u * tx;\n".to_owned() + &statistics("query"),
         );
     } else {
-        text.name("SCORES", product(on, "s", &Q, "first", &K, "column"))
-            .name("DPROBS", product(on, "d", &DOUT, "first", &V, "column"));
+        text.name("SCORES", product(variant, "s", &Q, "first", &K, "column"))
+            .name("DPROBS", product(variant, "d", &DOUT, "first", &V, "column"));
         text.name("STATISTICS", "let key = column + 4u * tx;\n".to_owned() + &statistics("row"));
     }
     // the bias is added before or after the soft cap
-    let ds = "let part = select(grad.ds, grad.ds * e.ds_dx, params.bias_first != 0u);\n";
-    let then = match axes {
-        BiasAxes::Pairs => {
-            "if (visible) {
+    let mut then =
+        "let part = select(grad.ds, grad.ds * ds_dx, vec4<bool>(params.bias_first != 0u));\n"
+            .to_owned();
+    if axes == BiasAxes::Pairs {
+        for c in 0..4 {
+            let _infallible = write!(
+                then,
+                "if (visible[{c}]) {{
     let column = block_mask[params.key_rows + 2u * (key + {c}u)];
-    let at = target_row + (row + {r}u) * params.dbias_row + column;
-    dbias[at] = dbias[at] + part;
-}"
+    let at = target_row + (row + r) * params.dbias_row + column;
+    dbias[at] = dbias[at] + part[{c}];
+}}
+"
+            );
         }
-        BiasAxes::Queries | BiasAxes::Keys => "all[{r}] = all[{r}] + select(0.0, part, visible);",
-    };
-    text.name("DX", score_gradients(variant.general, rows_are_keys, &format!("{ds}{then}")));
+    } else {
+        then.push_str(
+            "let kept = select(vec4<f32>(0.0), part, visible);
+all = vec4<f32>(all.yzw, all.x + ((kept.x + kept.y) + (kept.z + kept.w)));",
+        );
+    }
+    let orientation =
+        if rows_are_keys { Orientation::RowsAreKeys } else { Orientation::RowsAreQueries };
+    // the kernel of dbias is general
+    let step = RowStep { masked: "", full: "", general: &then };
+    text.name("DX", score_gradients(variant.general, orientation, step));
     let functions =
         functions(variant, &[(&Q, "q_words"), (&K, "block"), (&V, "block"), (&DOUT, "dout_words")]);
     let bindings = [
-        read("q_words"),
-        read("block"),
+        vectors("q_words", variant),
+        vectors("block", variant),
         read("bias_words"),
         write("dbias"),
         read("statistics"),
-        read("dout_words"),
+        vectors("dout_words", variant),
     ];
     assemble(variant, &mut text, include_str!("backward_bias.wgsl"), &functions, true, &bindings)
 }

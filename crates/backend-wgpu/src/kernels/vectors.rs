@@ -2,10 +2,12 @@
 
 use std::fmt::Write;
 
+use super::{TileVariant, matrices};
+
 /// A tensor of vectors: name in the text, number of rows, length of vectors.
 pub(super) struct Vectors {
     pub(super) name: &'static str,
-    rows: &'static str,
+    pub(super) rows: &'static str,
     pub(super) dim: &'static str,
 }
 
@@ -20,49 +22,84 @@ impl Vectors {
         if self.rows == "keys" { "kv_head" } else { "head" }
     }
 
-    /// Generates `NAME_rows` (one element of four rows) and `NAME_columns` (four elements of one
-    /// row); 0 beyond the chunk and the vector.
+    /// Generates `NAME_row`, the offset of a row, `NAME_last`, that of the last row, and `NAME_four`,
+    /// four elements of a row from element `c` on; kernels with matrices have `NAME_halves`, the
+    /// same in f16.
     ///
-    /// Without branches: the indices are clamped, and what lies beyond is replaced after the loads.
-    /// A branch around each load would make the invocation wait for it before the next one.
-    pub(super) fn functions(&self, load: &str) -> String {
-        let Self { name, rows, dim } = self;
-        let head = self.head();
-        let mut text = format!(
-            "fn {name}_at(at: u32) -> f32 {{
-    return {load};
+    /// Without branches: rows and elements beyond the chunk and the vector are clamped. A branch
+    /// around each load would make the invocation wait for it before the next one. Pairs of rows
+    /// beyond the chunk are masked, so what is loaded for them has no effect; elements beyond the
+    /// vector are replaced where they matter.
+    pub(super) fn functions(&self, words: &str, variant: TileVariant) -> String {
+        let Self { name, dim, .. } = self;
+        let TileVariant { storage, unpacks, aligned, .. } = variant;
+        let on_matrices = matrices::of(variant).is_some();
+        if variant.binds_halves() {
+            // the bits of f16 elements reach workgroup memory without a conversion
+            return self.offset_functions()
+                + &format!(
+                    "fn {name}_halves(row: u32, c: u32) -> vec4<f16> {{
+    return {words}[(row + min(c, params.{dim} - 4u)) >> 2u];
 }}
-fn {name}_start(batch: u32, {head}: u32) -> u32 {{
-    return params.{name}_base + batch * params.{name}_batch + {head} * params.{name}_head;
+fn {name}_four(row: u32, c: u32) -> vec4<f32> {{
+    return vec4<f32>({name}_halves(row, c));
 }}
 "
-        );
-        for (kind, counted, fixed) in [("rows", "row", "c"), ("columns", "c", "row")] {
-            let [most, fixed_most] = if kind == "rows" { [rows, dim] } else { [dim, rows] };
-            let (step, fixed_step) = if kind == "rows" {
-                (format!(" * params.{name}_row"), String::new())
-            } else {
-                (String::new(), format!(" * params.{name}_row"))
-            };
-            let loads: Vec<String> = (0..4)
-                .map(|n| format!("{name}_at(start + min({counted} + {n}u, last){step})"))
-                .collect();
+                );
+        }
+        let four = if aligned {
+            let four = storage.load_four("four", unpacks);
+            // offsets are multiples of 4
+            format!(
+                "    let four = {words}[(row + min(c, params.{dim} - 4u)) >> 2u];
+    return {four};
+"
+            )
+        } else {
+            let mut text = format!("    let last = params.{dim} - 1u;\n");
+            for n in 0..4 {
+                let at = format!("row + min(c + {n}u, last)");
+                let _infallible =
+                    writeln!(text, "    let e{n} = {};", storage.load(words, &at, unpacks));
+            }
+            text + "    return vec4<f32>(e0, e1, e2, e3);\n"
+        };
+        let mut text = format!("fn {name}_four(row: u32, c: u32) -> vec4<f32> {{\n{four}}}\n");
+        if on_matrices {
             let _infallible = write!(
                 text,
-                "fn {name}_{kind}(batch: u32, {head}: u32, row: u32, c: u32) -> vec4<f32> {{
-    let start = {name}_start(batch, {head}) + min({fixed}, params.{fixed_most} - 1u){fixed_step};
-    let last = params.{most} - 1u;
-    let four = vec4<f32>(
-        {loads}
-    );
-    let inside = vec4<u32>({counted}) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(params.{most});
-    return select(vec4<f32>(0.0), four, inside & vec4<bool>({fixed} < params.{fixed_most}));
+                "fn {name}_halves(row: u32, c: u32) -> vec4<f16> {{
+    return vec4<f16>({name}_four(row, c));
 }}
-",
-                loads = loads.join(",\n        ")
+"
             );
         }
-        text
+        self.offset_functions() + &text
+    }
+
+    fn offset_functions(&self) -> String {
+        let (name, rows, head) = (self.name, self.rows, self.head());
+        format!(
+            "fn {name}_row(batch: u32, {head}: u32, row: u32) -> u32 {{
+    return params.{name}_base + batch * params.{name}_batch + {head} * params.{name}_head
+        + row * params.{name}_row;
+}}
+fn {name}_last(batch: u32, {head}: u32) -> u32 {{
+    return {name}_row(batch, {head}, params.{rows} - 1u);
+}}
+"
+        )
+    }
+
+    /// Expressions for the offset of an invocation's first row, for that of the last row of all, and
+    /// for the distance of its rows, in a tile that begins at row `first`.
+    pub(super) fn offsets(&self, first: &str) -> [String; 3] {
+        let (name, head) = (self.name, self.head());
+        [
+            format!("{name}_row(batch, {head}, {first} + vector)"),
+            format!("{name}_last(batch, {head})"),
+            format!("8u * params.{name}_row"),
+        ]
     }
 }
 
