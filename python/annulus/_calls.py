@@ -108,6 +108,7 @@ class Call:
     strategy: str = "ring"
     machine: Machine | None = None
     kv_block_size: int | None = None
+    receive_ahead: int | None = None
     threads: int | None = None
     backend: str = "cpu"
     device: int | None = None
@@ -160,6 +161,7 @@ class Call:
             strategy=self.strategy,
             machine=self.machine,
             kv_block_size=self.kv_block_size,
+            receive_ahead=self.receive_ahead,
             threads=self.threads,
             backend=self.backend,
             device=self.device,
@@ -305,6 +307,7 @@ def ring_attention(
     strategy: str = "ring",
     machine: Machine | None = None,
     kv_block_size: int | None = None,
+    receive_ahead: int | None = None,
     threads: int | None = None,
     backend: str = "cpu",
     device: int | None = None,
@@ -347,6 +350,7 @@ def ring_attention(
             strategy of the least predicted time, see ``Plan``.
         kv_block_size: Hint: a KV block is split into messages at multiples of this many rows, see
             ``Plan``.
+        receive_ahead: Ring steps by which receives of blocks are posted ahead, see ``Plan``.
         threads: CPU threads of each rank. Default: the cores, divided by the ranks on the machine.
         backend, device: What computes (``cpu``, ``wgpu`` or ``cuda``), and the number of the GPU,
             see ``Plan``.

@@ -54,6 +54,7 @@ pub(crate) struct Config<'py> {
     /// Text of a machine file.
     machine_text: Option<String>,
     kv_block_size: Option<u64>,
+    receive_ahead: Option<usize>,
     deadline: Option<f64>,
     arrival_deadline: Option<f64>,
 }
@@ -95,6 +96,7 @@ impl Config<'_> {
             .strategy(self.strategy(py)?)
             .machine(self.machine(py)?)
             .kv_block_size(self.kv_block_size)
+            .receive_ahead(self.receive_ahead)
             .deadline(seconds(py, "deadline", self.deadline)?)
             .arrival_deadline(seconds(py, "arrival_deadline", self.arrival_deadline)?);
         if let Some(name) = &self.logits_dtype {

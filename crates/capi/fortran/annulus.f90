@@ -150,6 +150,7 @@ module annulus
     integer(c_int32_t) :: backend = 0
     integer(c_int32_t) :: has_device = 0
     integer(c_int64_t) :: device = 0
+    integer(c_int64_t) :: receive_ahead = 0
   end type annulus_options
 
   ! A tensor of C; annulus_tensor_of makes one of an array.

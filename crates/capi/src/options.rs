@@ -209,6 +209,11 @@ pub struct annulus_options {
     pub has_device: i32,
     /// Number of the GPU, as `annulus doctor` lists them. Must be 0 unless has_device is set.
     pub device: i64,
+    /// Ring steps by which a rank posts the receive of a block ahead of the step that computes on
+    /// it, equal on all ranks. Each step but the first takes the memory of one more block; with 2, a
+    /// rank does not wait for a neighbour that is late by less than a step. Results are the same,
+    /// bit for bit. Default: 0, which is 1.
+    pub receive_ahead: i64,
 }
 
 // SAFETY: repr(C), begins with its size, and all fields are numbers, which may be 0
@@ -534,6 +539,7 @@ fn scores(attention: Attention, options: &annulus_options) -> Result<Attention> 
 
 fn ring(attention: Attention, options: &annulus_options) -> Result<Attention> {
     let kv_block_size = length("kv_block_size", options.kv_block_size)? as u64;
+    let receive_ahead = length("receive_ahead", options.receive_ahead)?;
     let modes = [BackwardMode::OnePass, BackwardMode::TwoPass];
     let layout = match options.layout {
         ANNULUS_LAYOUT_AUTO | ANNULUS_LAYOUT_CUSTOM | ANNULUS_LAYOUT_BALANCED => None,
@@ -551,6 +557,7 @@ fn ring(attention: Attention, options: &annulus_options) -> Result<Attention> {
         .layout(layout)
         .strategy(strategy(options)?)
         .kv_block_size((kv_block_size > 0).then_some(kv_block_size))
+        .receive_ahead((receive_ahead > 0).then_some(receive_ahead))
         .route(one_of("route", options.route, &routes)?)
         .deadline(seconds("deadline_seconds", options.deadline_seconds)?)
         .arrival_deadline(arrival_deadline(options)?))

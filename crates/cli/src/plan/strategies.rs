@@ -135,6 +135,7 @@ fn options<'a>(spec: &Spec, layout: Option<&'a Layout>) -> Result<TrafficOptions
         route: None,
         placement: None,
         kv_tile,
+        receive_ahead: 1,
         batch: None,
     })
 }

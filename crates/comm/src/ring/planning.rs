@@ -105,8 +105,10 @@ impl<B: Backend> Planned<B> {
         let checked = spec.and_then(|spec| check_plan(backend, spec, options, ranks));
         let placement = transport.control().placement().cloned();
         let posts_ahead = transport.posts_ahead();
+        let groups_in_order = transport.runs_groups_in_order();
         let describe = |(spec, capabilities): &(Spec, _)| {
-            let fields = TransportFields { placement: placement.as_ref(), posts_ahead };
+            let fields =
+                TransportFields { placement: placement.as_ref(), posts_ahead, groups_in_order };
             describe::plan(spec, options, Strategy::Ring, capabilities, fields)
         };
         let described = checked.as_ref().map(describe).map_err(Error::clone);
@@ -132,6 +134,8 @@ impl<B: Backend> Planned<B> {
                 whole_tiles,
             },
             posts_ahead: combined.posts_ahead,
+            groups_in_order: combined.groups_in_order,
+            receive_ahead: options.receive_ahead_steps().min(ranks.saturating_sub(1).max(1)),
             backward: options.backward,
             numerics: capabilities.numerics_id,
         };

@@ -38,6 +38,8 @@ pub struct TrafficOptions<'a> {
     /// The KV tile of the backends, to multiples of which the query rows of a reproducible backward
     /// pass are sent.
     pub kv_tile: u64,
+    /// Ring steps by which receives of blocks are posted ahead, at least 1.
+    pub receive_ahead: usize,
     /// Segment ids, positions and packed lengths of all rows, if there are any. A dense mask does
     /// not count.
     pub batch: Option<&'a Batch>,
@@ -70,7 +72,7 @@ impl StrategyTraffic {
         options: &TrafficOptions<'_>,
         tick: &mut dyn FnMut(),
     ) -> Result<Self> {
-        let TrafficOptions { backward, layout, placement, .. } = *options;
+        let TrafficOptions { backward, layout, placement, receive_ahead, .. } = *options;
         let first = spec.of_member(&grid, 0);
         let layout = GroupLayout::choose(&first, &grid, layout, placement, tick);
         let mut traffic = Self {
@@ -78,7 +80,7 @@ impl StrategyTraffic {
             grid,
             forward: Vec::new(),
             backward: Vec::new(),
-            memory_max_rank: memory::most_bytes(spec, &grid, &layout, backward),
+            memory_max_rank: memory::most_bytes(spec, &grid, &layout, receive_ahead, backward),
             layout,
         };
         traffic.add_exchange(spec, backward);
