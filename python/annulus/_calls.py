@@ -343,7 +343,8 @@ def ring_attention(
         fused_backward: Form of the backward pass, of torch and JAX calls: True for one pass (keys,
             values and their gradients travel), False for two. Default: one pass. Refused for other
             arrays, whose call has no backward pass.
-        route: ``relay_up``, ``relay_down`` or ``direct``. Default: chosen by the mask.
+        route: ``relay_up``, ``relay_down``, ``direct``, or, over nodes with as many ranks each,
+            ``rails_up`` or ``rails_down``. Default: chosen by the mask and the nodes.
         strategy: ``ring``, ``heads:H``, ``grid:QxK``, ``grid:HxQxK`` or ``auto``: the division of
             the attention among ranks, see ``Plan``.
         machine: Path of a machine file, or a dict of its fields, with which ``auto`` takes the

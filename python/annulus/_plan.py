@@ -47,7 +47,8 @@ class Plan:
         comm: An mpi4py communicator. It is duplicated, and can be freed afterwards.
         layout: ``contiguous``, ``zigzag``, ``striped``, or the rows of every rank as (query rows,
             key rows), two lists of lists. Default: chosen by the mask.
-        route: ``relay_up``, ``relay_down`` or ``direct``. Default: chosen by the mask.
+        route: ``relay_up``, ``relay_down``, ``direct``, or, over nodes with as many ranks each,
+            ``rails_up`` or ``rails_down``. Default: chosen by the mask and the nodes.
         strategy: Division of the attention among ranks. ``ring``: KV shards circulate.
             ``heads:H``: groups of H ranks divide the heads, over the groups there is a ring; H
             divides ranks and q_heads, and is a divisor or a multiple of kv_heads. ``grid:QxK``: Q

@@ -213,7 +213,13 @@ impl Config<'_> {
             Some("relay_up") => Ok(Some(Route::RelayUp)),
             Some("relay_down") => Ok(Some(Route::RelayDown)),
             Some("direct") => Ok(Some(Route::Direct)),
-            Some(other) => Err(invalid(py, "route", other, "relay_up, relay_down or direct")),
+            // with the ranks of the nodes of the transport
+            Some("rails_up") => Ok(Some(Route::RailsUp { node_ranks: 0 })),
+            Some("rails_down") => Ok(Some(Route::RailsDown { node_ranks: 0 })),
+            Some(other) => {
+                let want = "relay_up, relay_down, direct, rails_up or rails_down";
+                Err(invalid(py, "route", other, want))
+            }
         }
     }
 }

@@ -7,7 +7,7 @@ use annulus_core::{Dims, Error};
 use crate::{failure::Failure, message};
 
 /// Arguments of the library and the flags that set them.
-const FLAGS: [(&str, &str); 13] = [
+const FLAGS: [(&str, &str); 12] = [
     ("batch", "--batch"),
     ("q_len", "--q-len"),
     ("kv_len", "--kv-len"),
@@ -19,7 +19,6 @@ const FLAGS: [(&str, &str); 13] = [
     ("logits_soft_cap", "--soft-cap"),
     ("dropout_prob", "--dropout"),
     ("deadline", "--deadline"),
-    ("receive_ahead", "--receive-ahead"),
     ("chunk_size", "--chunk"),
 ];
 

@@ -68,12 +68,14 @@ pub(super) struct Blocks<'a, S: Space> {
     transfers: fn(&RankStep) -> &Transfers,
     pace: Pace,
     stock: &'a mut Vec<S::Buffer>,
-    /// The local block, kept by a direct route, which sends from it in every step.
+    /// The local block: during step 0, and until the end on a direct route, which sends from it in
+    /// every step.
     local: Option<Ready<S>>,
     step: usize,
     /// Receives that are posted and have not arrived, with their steps, in the order of the steps.
     expected: VecDeque<(usize, MessageHeader)>,
-    /// Blocks that have arrived, or parts of them, from that of the current step on.
+    /// Blocks that have arrived, or parts of them, from that of the current step on, but for the
+    /// local one.
     held: VecDeque<(usize, Ready<S>)>,
     /// Buffers of earlier blocks, of which some may still be sent.
     used: Vec<S::Buffer>,
@@ -93,16 +95,15 @@ impl<'a, S: Space> Blocks<'a, S> {
         pace: Pace,
         stock: &'a mut Vec<S::Buffer>,
     ) -> Self {
-        let kept = (pace.route == Route::Direct).then(|| (local.clone(), ready.clone()));
         Self {
             steps,
             transfers,
             pace,
             stock,
-            local: kept,
+            local: Some((local, ready)),
             step: 0,
             expected: VecDeque::new(),
-            held: VecDeque::from([(0, (local, ready))]),
+            held: VecDeque::new(),
             used: Vec::new(),
             received: 0,
             sent: 0,
@@ -153,17 +154,25 @@ impl<'a, S: Space> Blocks<'a, S> {
     /// Returns the block of the current step, or the next part of it; `None` if the step has none.
     /// The caller drops it before [`Blocks::release`].
     pub(super) fn current(&self) -> Option<Ready<S>> {
+        if self.step == 0 {
+            return self.local.clone();
+        }
         self.held.front().filter(|&&(step, _)| step == self.step).map(|(_, ready)| ready.clone())
     }
 
     /// Ends the use of the current block or part, of which all sends have been posted.
     pub(super) fn release(&mut self) {
-        let is_kept = self.step == 0 && self.local.is_some();
-        if self.held.front().is_some_and(|&(step, _)| step == self.step)
-            && let Some((_, (buffer, _))) = self.held.pop_front()
-            && !is_kept
-        {
-            self.used.push(buffer);
+        let used = if self.step == 0 {
+            let local = &mut self.local;
+            if self.pace.route == Route::Direct { None } else { local.take() }
+        } else if self.held.front().is_some_and(|&(step, _)| step == self.step) {
+            self.held.pop_front().map(|(_, used)| used)
+        } else {
+            None
+        };
+        match used {
+            Some((buffer, _)) if S::is_shared(&buffer) => self.used.push(buffer),
+            used => self.stock.extend(used.map(|(buffer, _)| buffer)),
         }
     }
 
@@ -235,8 +244,11 @@ impl<'a, S: Space> Blocks<'a, S> {
         let mut source = None;
         if sends {
             headers = &(self.transfers)(&self.steps[self.sent]).sends;
-            let held = self.held.iter().find(|&&(step, _)| step == self.sent);
-            source = self.local.as_ref().or(held.map(|(_, ready)| ready));
+            source = if self.sent == 0 || self.pace.route == Route::Direct {
+                self.local.as_ref()
+            } else {
+                self.held.iter().find(|&&(step, _)| step == self.sent).map(|(_, ready)| ready)
+            };
             self.sent += 1;
         }
         in_flight.start(headers, source, receives)

@@ -330,7 +330,7 @@ mod tests {
         };
         for (factor, (name, count)) in FACTORS.into_iter().enumerate() {
             let of = |value| {
-                let mut values = [1, 0, 1, 0, 0, 0, 0];
+                let mut values = [1, 0, 1, 0, 0, 0, 0, 0];
                 values[factor] = value;
                 described(values)
             };

@@ -20,6 +20,16 @@ impl Choice {
     /// for fewer bytes, a pass may take up to a quarter more compute time.
     pub const IMBALANCE: f64 = 1.25;
 
+    /// Largest number of block rows on rails, relative to those of the relay, with which rails are
+    /// chosen. Between nodes they send about as many rows as the relay (a node's blocks pass through
+    /// the same nodes in either order), from each rank of a node instead of from one; the rows that
+    /// they send in addition move inside nodes.
+    const RAILS_EXCESS: f64 = 1.25;
+
+    /// Most owners whose blocks are followed to compare rails with the relay: in O(ranks) time each,
+    /// of which a plan of thousands of ranks has few milliseconds.
+    const SAMPLES_OF_OWNERS: usize = 8;
+
     /// Most queries (× heads and batch rows with masks of their own) for which a mask without a
     /// [`Band`](crate::mask::Band) is evaluated for the needs. Longer sequences are sampled at
     /// equal distances.
@@ -39,6 +49,10 @@ impl Choice {
     ///
     /// The choice depends on the spec alone and so is equal on all ranks. It does not depend on a
     /// batch: segment ids never change the layout.
+    ///
+    /// Rails ([`Route::RailsUp`]) take the place of a relay if `placement` has several nodes of as
+    /// many ranks each, more than one and neighbours on the ring, unless blocks then move much
+    /// further than on the relay, as with a window that its users share with few neighbours.
     ///
     /// With a `placement`, and without a fixed layout, the ranks of one node become neighbours
     /// ([`Placement::order`]). A fixed layout keeps ascending ranks, because its caller has
@@ -79,8 +93,38 @@ impl Choice {
             }
         }
         let (_, route, layout) = best.unwrap_or((0, Route::RelayUp, Layout::Contiguous));
+        let node_ranks = placement
+            .filter(|placement| placement.nodes().len() == ranks)
+            .and_then(|placement| placement.node_ranks(&order));
+        let rails = route.on_rails(node_ranks.unwrap_or(1));
+        if rails.period(ranks) > 1 {
+            let (_, shards) = with_shards(spec, ranks, layout.clone());
+            let stride = stride(spec, Self::SAMPLES_OF_NEEDS);
+            let (heads, batch) = (spec.dims.q_heads, spec.dims.batch);
+            let mask = &*spec.mask;
+            let needs = NeedsIndex::of_sampled_queries(mask, heads, batch, &shards, stride, tick);
+            let [relayed, on_rails] = [route, rails].map(|route| sampled_rows(&needs, route, tick));
+            if on_rails as f64 <= relayed as f64 * Self::RAILS_EXCESS {
+                return Self { layout, route: rails, order };
+            }
+        }
         Self { layout, route, order }
     }
+}
+
+/// Returns the block rows that the relay `route` sends for some of the owners.
+fn sampled_rows(needs: &NeedsIndex<'_>, route: Route, tick: &mut dyn FnMut()) -> u128 {
+    let ranks = needs.ranks();
+    let mut rows = 0;
+    for owner in (0..ranks).step_by(ranks.div_ceil(Choice::SAMPLES_OF_OWNERS).max(1)) {
+        let mut users = needs.no_users();
+        for step in (1..ranks).rev() {
+            needs.add_user(&mut users, route.user(owner, step, ranks));
+            rows += u128::from(needs.rows_of_union(&users, owner).count());
+        }
+        tick();
+    }
+    rows
 }
 
 /// Returns the layouts of which no rank has much more work than the mean, and their shards.

@@ -11,11 +11,15 @@
 //! added to all ranks that they concern with a difference array, so the time is linear in the runs
 //! of all shards, but for a logarithm.
 
-use super::{Route, Schedule, Traffic, painted::for_each_last_user};
+use super::{RankSchedule, Route, Schedule, Traffic, painted::for_each_last_user};
 use crate::{
     NeedsIndex, Run,
     needs::{BatchNeeds, KeyIndex, ascending, count_below},
 };
+
+/// Maximum number of ranks of which the schedule of all ranks is built, which takes memory in
+/// O(ranks²).
+const MOST_OF_SCHEDULE: usize = 128;
 
 /// Rows that every rank sends in a forward and in a one-pass backward.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -30,14 +34,29 @@ impl RingTraffic {
     /// Computes the traffic of [`Schedule::build`] with gradients. Calls `tick` after each owner.
     pub fn of(needs: &NeedsIndex<'_>, route: Route, tick: &mut dyn FnMut()) -> Self {
         match needs.only_part() {
-            Some(part) if route.is_relay() => Self::relay(part, route, tick),
-            Some(part) => Self::direct(part, tick),
-            None => {
+            Some(part) if route.is_simple_relay() => Self::relay(part, route, tick),
+            Some(part) if !route.is_relay() => Self::direct(part, tick),
+            _ if needs.ranks() > MOST_OF_SCHEDULE => Self::of_ranks(needs, route, tick),
+            _ => {
                 let schedule = Schedule::build(&needs.to_needs(), route, true);
                 let of_rank = (0..needs.ranks()).map(|rank| schedule.sent_by(rank)).collect();
                 Self { of_rank, hops: schedule.hops() }
             }
         }
+    }
+
+    /// Computes the traffic from the steps of each rank in turn, in O(ranks²) time.
+    fn of_ranks(needs: &NeedsIndex<'_>, route: Route, tick: &mut dyn FnMut()) -> Self {
+        let mut is_hop = vec![false; needs.ranks()];
+        let mut of_rank = Vec::with_capacity(needs.ranks());
+        for rank in 0..needs.ranks() {
+            let RankSchedule { steps, .. } = RankSchedule::derive(needs, route, true, rank, tick);
+            for (is_hop, step) in is_hop.iter_mut().zip(&steps) {
+                *is_hop |= !step.before.sends.is_empty();
+            }
+            of_rank.push(Schedule { route, steps: vec![steps] }.sent_by(0));
+        }
+        Self { of_rank, hops: is_hop.into_iter().filter(|&hop| hop).count() }
     }
 
     /// Returns the rows that all ranks send.
@@ -197,12 +216,14 @@ impl Differences {
 }
 
 impl Route {
-    /// Returns the relay in the other direction, or the direct route.
+    /// Returns the relay or the rails in the other direction, or the direct route.
     pub const fn opposite(self) -> Self {
         match self {
             Self::RelayUp => Self::RelayDown,
             Self::RelayDown => Self::RelayUp,
             Self::Direct => Self::Direct,
+            Self::RailsUp { node_ranks } => Self::RailsDown { node_ranks },
+            Self::RailsDown { node_ranks } => Self::RailsUp { node_ranks },
         }
     }
 
@@ -230,11 +251,11 @@ impl Route {
 fn block_rows(needs: &NeedsIndex<'_>, route: Route, limit: u128, tick: &mut dyn FnMut()) -> u128 {
     let mut rows = 0;
     match needs.only_part() {
-        Some(part) if route.is_relay() => for_each_last_user(part, route, tick, |users| {
+        Some(part) if route.is_simple_relay() => for_each_last_user(part, route, tick, |users| {
             rows += users.step as u128 * u128::from(users.rows);
             rows <= limit
         }),
-        Some(part) => {
+        Some(part) if !route.is_relay() => {
             let keys = KeyIndex::of_owners(&part.owners, part.segments);
             for (user, intervals) in part.users.iter().enumerate() {
                 if rows > limit {
@@ -247,7 +268,7 @@ fn block_rows(needs: &NeedsIndex<'_>, route: Route, limit: u128, tick: &mut dyn 
                 tick();
             }
         }
-        None => rows = RingTraffic::of(needs, route, tick).total().block_rows,
+        _ => rows = RingTraffic::of(needs, route, tick).total().block_rows,
     }
     rows
 }
