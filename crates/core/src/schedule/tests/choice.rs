@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 
-use super::{LAYOUTS, masks, samples};
+use super::{LAYOUTS, masks, needs, samples};
 use crate::{
     Alignment, Choice, CustomLayout, DType, Dims, Layout, Mask, Needs, Order, Placement,
     RingShards, Route, Schedule, Side, Spec, Work, WorkMatrix, mask,
