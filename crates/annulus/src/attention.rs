@@ -344,7 +344,12 @@ impl Attention {
         Self { layout: Some(layout), balanced_route: Some(route), ..self }
     }
 
-    /// Route of the blocks. Default: chosen by the mask.
+    /// Route of the blocks. Default: chosen by the mask and by the nodes of the transport: a relay,
+    /// or over several nodes with as many ranks each rails ([`Route::RailsUp`]), whose results
+    /// differ from a relay's by rounding.
+    ///
+    /// Rails with 0 `node_ranks` are over the nodes of the transport, and a typed error if these do
+    /// not have as many ranks each.
     #[must_use]
     pub fn route(mut self, route: impl Into<Option<Route>>) -> Self {
         self.route = route.into();

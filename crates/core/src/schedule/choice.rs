@@ -1,7 +1,7 @@
 //! The automatic choice of layout, route and ring order: first balanced work, then the fewest
 //! bytes, then the fewest hops between nodes.
 
-use super::{Order, Placement, Route, Work};
+use super::{Order, Placement, Route, Work, ring_traffic::block_rows};
 use crate::{Layout, NeedsIndex, RingShards, Spec};
 
 /// Layout, route and ring order of a plan.
@@ -20,15 +20,11 @@ impl Choice {
     /// for fewer bytes, a pass may take up to a quarter more compute time.
     pub const IMBALANCE: f64 = 1.25;
 
-    /// Largest number of block rows on rails, relative to those of the relay, with which rails are
-    /// chosen. Between nodes they send about as many rows as the relay (a node's blocks pass through
-    /// the same nodes in either order), from each rank of a node instead of from one; the rows that
-    /// they send in addition move inside nodes.
-    const RAILS_EXCESS: f64 = 1.25;
-
-    /// Most owners whose blocks are followed to compare rails with the relay: in O(ranks) time each,
-    /// of which a plan of thousands of ranks has few milliseconds.
-    const SAMPLES_OF_OWNERS: usize = 8;
+    /// Share of the relay's block rows, as a divisor, that rails may send in addition to be chosen.
+    /// Between nodes they send about as many rows as the relay (a block passes the same nodes in
+    /// either order), from each rank of a node instead of from one; the further rows move inside
+    /// nodes.
+    const RAILS_EXCESS: u128 = 4;
 
     /// Most queries (× heads and batch rows with masks of their own) for which a mask without a
     /// [`Band`](crate::mask::Band) is evaluated for the needs. Longer sequences are sampled at
@@ -92,7 +88,7 @@ impl Choice {
                 best = Some((rows, route, layout));
             }
         }
-        let (_, route, layout) = best.unwrap_or((0, Route::RelayUp, Layout::Contiguous));
+        let (rows, route, layout) = best.unwrap_or((0, Route::RelayUp, Layout::Contiguous));
         let node_ranks = placement
             .filter(|placement| placement.nodes().len() == ranks)
             .and_then(|placement| placement.node_ranks(&order));
@@ -103,28 +99,13 @@ impl Choice {
             let (heads, batch) = (spec.dims.q_heads, spec.dims.batch);
             let mask = &*spec.mask;
             let needs = NeedsIndex::of_sampled_queries(mask, heads, batch, &shards, stride, tick);
-            let [relayed, on_rails] = [route, rails].map(|route| sampled_rows(&needs, route, tick));
-            if on_rails as f64 <= relayed as f64 * Self::RAILS_EXCESS {
+            let most = rows.saturating_add(rows / Self::RAILS_EXCESS);
+            if block_rows(&needs, rails, most, tick) <= most {
                 return Self { layout, route: rails, order };
             }
         }
         Self { layout, route, order }
     }
-}
-
-/// Returns the block rows that the relay `route` sends for some of the owners.
-fn sampled_rows(needs: &NeedsIndex<'_>, route: Route, tick: &mut dyn FnMut()) -> u128 {
-    let ranks = needs.ranks();
-    let mut rows = 0;
-    for owner in (0..ranks).step_by(ranks.div_ceil(Choice::SAMPLES_OF_OWNERS).max(1)) {
-        let mut users = needs.no_users();
-        for step in (1..ranks).rev() {
-            needs.add_user(&mut users, route.user(owner, step, ranks));
-            rows += u128::from(needs.rows_of_union(&users, owner).count());
-        }
-        tick();
-    }
-    rows
 }
 
 /// Returns the layouts of which no rank has much more work than the mean, and their shards.

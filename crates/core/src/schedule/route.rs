@@ -78,7 +78,7 @@ impl Route {
     }
 
     /// Returns true if blocks move towards lower ring indices.
-    const fn is_down(self) -> bool {
+    pub(super) const fn is_down(self) -> bool {
         matches!(self, Self::RelayDown | Self::RailsDown { .. })
     }
 
