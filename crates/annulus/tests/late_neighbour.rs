@@ -17,7 +17,7 @@ use std::{
 };
 
 use annulus::{
-    Attention, BiasFunction, Dims, Fingerprint, Layout, Route, Tensors,
+    Attention, BiasFunction, Dims, Fingerprint, Layout, Result, Route, Tensors,
     mask::{Key, Query},
 };
 use ndarray::Array4;
@@ -74,7 +74,7 @@ fn wait(most: Duration, until: impl Fn() -> bool) {
 
 /// Returns the step that the early rank reaches while the late one stays, until `goal` or for
 /// `most`.
-fn reached(receive_ahead: usize, goal: usize, most: Duration) -> usize {
+fn reached(receive_ahead: usize, goal: usize, most: Duration) -> Result<usize> {
     let watch = Arc::new(Watch {
         goal,
         most,
@@ -89,19 +89,18 @@ fn reached(receive_ahead: usize, goal: usize, most: Duration) -> usize {
         .route(Route::RelayUp)
         .receive_ahead(receive_ahead)
         .threads(1)
-        .local_ring(Dims::new(1, rows, 1, 8), RANKS)
-        .unwrap();
+        .local_ring(Dims::new(1, rows, 1, 8), RANKS)?;
     let x = Array4::<f32>::ones((1, rows, 1, 8));
-    ring.forward(&Tensors::new(x.view(), x.view(), x.view())).unwrap();
-    watch.seen.load(Ordering::SeqCst)
+    ring.forward(&Tensors::new(x.view(), x.view(), x.view()))?;
+    Ok(watch.seen.load(Ordering::SeqCst))
 }
 
 #[test]
 fn each_buffer_lets_a_rank_compute_one_step_beyond_a_late_neighbour() {
     for ahead in 1..=3 {
         let goal = STEP + ahead;
-        assert!(reached(ahead, goal, Duration::from_secs(30)) >= goal, "{ahead} ahead");
+        assert!(reached(ahead, goal, Duration::from_secs(30)).unwrap() >= goal, "{ahead} ahead");
     }
     // one buffer less: not even in 300 ms, many times a step
-    assert_eq!(reached(1, STEP + 2, Duration::from_millis(300)), STEP + 1);
+    assert_eq!(reached(1, STEP + 2, Duration::from_millis(300)).unwrap(), STEP + 1);
 }

@@ -6,14 +6,15 @@
 //! for each ring step:              for each ring step:                for each ring step:
 //!   post: kv →, next kv ←            post: kv →, next kv ←              post: kv →, next kv ←
 //!   (m, l, acc) += attend(q, kv)     dq += …, dkv = attend(q, kv)       dq += attend(q, kv)
-//!   wait; kv = next kv               wait; kv = next kv                 wait; kv = next kv
+//!   wait for next kv                 wait for next kv                   wait for next kv
 //! out, lse = finish                  dkv += partial sum that arrived  q = pack(q, dout, statistics)
 //!                                    post: dkv → next user or owner   for each ring step:
 //!                                  dk, dv = local dkv + final           post: q →, next q ←
 //!                                           gradients                   dkv += attend(q, k, v)
-//!                                                                       wait; q = next q
+//!                                                                       wait for next q
 //! ```
-//! A post returns at once, so transfers overlap the tiles of the same step. The accumulators of the
+//! A post returns at once, so transfers overlap the tiles of the same step. No step waits for its
+//! sends: `blocks.rs` says when buffers are free and groups are posted. The accumulators of the
 //! queries never leave the device between the start and the finish of a pass. In one pass, the
 //! dK/dV accumulator of a KV shard is created on the first remote rank that needs it, follows the
 //! shard one ring step behind, and is sent from the last such rank directly back to the owner.

@@ -136,7 +136,7 @@ impl Route {
     pub const fn fits(self, ranks: usize) -> bool {
         match self {
             Self::RailsUp { node_ranks } | Self::RailsDown { node_ranks } => {
-                node_ranks > 0 && ranks % node_ranks == 0
+                node_ranks > 0 && ranks.is_multiple_of(node_ranks)
             }
             _ => true,
         }
