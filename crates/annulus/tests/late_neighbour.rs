@@ -104,3 +104,29 @@ fn each_buffer_lets_a_rank_compute_one_step_beyond_a_late_neighbour() {
     // one buffer less: not even in 300 ms, many times a step
     assert_eq!(reached(1, STEP + 2, Duration::from_millis(300)).unwrap(), STEP + 1);
 }
+
+#[test]
+fn each_step_ahead_takes_one_more_block() {
+    let rows = RANKS * ROWS as usize;
+    let dims = Dims::new(1, rows, 1, 8);
+    // keys and values of f32
+    let block = ROWS * 2 * 8 * 4;
+    for route in Route::ALL {
+        let bytes = |receive_ahead: usize| {
+            let attention = Attention::new()
+                .layout(Layout::Contiguous)
+                .route(route)
+                .forward_only(true)
+                .receive_ahead(receive_ahead);
+            let ring = attention.local_ring(dims, RANKS).unwrap();
+            ring.plans().map(|plan| plan.buffer_bytes()).collect::<Vec<_>>()
+        };
+        let one = bytes(1);
+        for steps in 2..=4 {
+            let more = (steps as u64 - 1) * block;
+            assert_eq!(bytes(steps), one.iter().map(|one| one + more).collect::<Vec<_>>());
+        }
+        // there are no more blocks to receive than those of the other ranks
+        assert_eq!(bytes(RANKS - 1), bytes(1000));
+    }
+}
