@@ -29,7 +29,7 @@ BIAS_ORDERS = ("after_soft_cap", "before_soft_cap")
 PRECISIONS = ("highest", "high", "default")
 LAYOUTS = ("contiguous", "zigzag", "striped")
 PLACES = ("q_rows", "kv_rows", "q_positions", "kv_positions")
-ROUTES = ("relay_up", "relay_down", "direct")
+ROUTES = ("relay_up", "relay_down", "direct", "rails_up", "rails_down")
 _COUNT = "[1-9][0-9]{0,8}"
 STRATEGIES = re.compile(f"ring|auto|heads:{_COUNT}|grid:{_COUNT}(x{_COUNT}){{1,2}}")
 BACKWARD_MODES = ("one_pass", "two_pass")
@@ -266,6 +266,7 @@ def config(
     strategy: str = "ring",
     machine: Machine | None = None,
     kv_block_size: int | None = None,
+    receive_ahead: int | None = None,
     deadline: float | None = None,
     arrival_deadline: float | None = None,
     backward_mode: str = "one_pass",
@@ -287,6 +288,7 @@ def config(
         "machine_path": figures if is_path else None,
         "machine_text": None if figures is None or is_path else json.dumps(figures),
         "kv_block_size": _check.integer_or_none("kv_block_size", kv_block_size, least=1),
+        "receive_ahead": _check.integer_or_none("receive_ahead", receive_ahead, least=1),
         "deadline": _check.number_or_none("deadline", deadline),
         "arrival_deadline": _check.number_or_none("arrival_deadline", arrival_deadline),
         "backward_mode": _check.choice("backward_mode", backward_mode, BACKWARD_MODES),

@@ -109,6 +109,7 @@ class Call:
     strategy: str = "ring"
     machine: Machine | None = None
     kv_block_size: int | None = None
+    receive_ahead: int | None = None
     threads: int | None = None
     backend: str | None = None
     device: int | None = None
@@ -179,6 +180,7 @@ class Call:
             strategy=self.strategy,
             machine=self.machine,
             kv_block_size=self.kv_block_size,
+            receive_ahead=self.receive_ahead,
             threads=self.threads,
             backend=self.backend or ("cpu" if place is None else "cuda"),
             device=self.device if place is None else place.device,
@@ -330,6 +332,7 @@ def ring_attention(
     strategy: str = "ring",
     machine: Machine | None = None,
     kv_block_size: int | None = None,
+    receive_ahead: int | None = None,
     threads: int | None = None,
     backend: str | None = None,
     device: int | None = None,
@@ -366,13 +369,15 @@ def ring_attention(
         fused_backward: Form of the backward pass, of torch and JAX calls: True for one pass (keys,
             values and their gradients travel), False for two. Default: one pass. Refused for other
             arrays, whose call has no backward pass.
-        route: ``relay_up``, ``relay_down`` or ``direct``. Default: chosen by the mask.
+        route: ``relay_up``, ``relay_down``, ``direct``, or, over nodes with as many ranks each,
+            ``rails_up`` or ``rails_down``. Default: chosen by the mask and the nodes.
         strategy: ``ring``, ``heads:H``, ``grid:QxK``, ``grid:HxQxK`` or ``auto``: the division of
             the attention among ranks, see ``Plan``.
         machine: Path of a machine file, or a dict of its fields, with which ``auto`` takes the
             strategy of the least predicted time, see ``Plan``.
         kv_block_size: Hint: a KV block is split into messages at multiples of this many rows, see
             ``Plan``.
+        receive_ahead: Ring steps by which receives of blocks are posted ahead, see ``Plan``.
         threads: CPU threads of each rank. Default: the cores, divided by the ranks on the machine.
         backend, device: What computes (``cpu``, ``wgpu`` or ``cuda``), and the number of the GPU,
             see ``Plan``. Default: ``cpu``; for arrays in the memory of an NVIDIA GPU, ``cuda`` on

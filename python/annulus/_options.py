@@ -50,6 +50,7 @@ def spelled(call: Call) -> str:
         "strategy": strategy,
         "machine": checked_machine(call.machine, strategy),
         "kv_block_size": _check.integer_or_none("kv_block_size", call.kv_block_size, least=1),
+        "receive_ahead": _check.integer_or_none("receive_ahead", call.receive_ahead, least=1),
         "threads": _check.integer_or_none("threads", call.threads, least=1),
         "backend": None if backend is None else _check.choice("backend", backend, BACKEND_NAMES),
         "device": _check.integer_or_none("device", call.device),

@@ -50,7 +50,8 @@ class Plan:
         comm: An mpi4py communicator. It is duplicated, and can be freed afterwards.
         layout: ``contiguous``, ``zigzag``, ``striped``, or the rows of every rank as (query rows,
             key rows), two lists of lists. Default: chosen by the mask.
-        route: ``relay_up``, ``relay_down`` or ``direct``. Default: chosen by the mask.
+        route: ``relay_up``, ``relay_down``, ``direct``, or, over nodes with as many ranks each,
+            ``rails_up`` or ``rails_down``. Default: chosen by the mask and the nodes.
         strategy: Division of the attention among ranks. ``ring``: KV shards circulate.
             ``heads:H``: groups of H ranks divide the heads, over the groups there is a ring; H
             divides ranks and q_heads, and is a divisor or a multiple of kv_heads. ``grid:QxK``: Q
@@ -64,6 +65,10 @@ class Plan:
             that computing on one part overlaps receiving the next. Larger parts are fewer and
             longer messages; results change by rounding at most, and not with one rank. Ranks may
             differ: all use the largest. Default: 64, to multiples of which it is rounded up.
+        receive_ahead: Ring steps by which a rank posts the receive of a block ahead of the step
+            that computes on it, equal on all ranks. Each step but the first takes the memory of one
+            more block; with 2, a rank does not wait for a neighbour that is late by less than a
+            step. Results are the same, bit for bit. Default: 1.
         threads: CPU threads of each rank. Default: the cores, divided by the ranks on the machine.
         backend: What computes: ``cpu``, ``wgpu`` (a GPU through Vulkan, Metal or DX12; no float64)
             or ``cuda`` (NVIDIA GPUs), if the package was built with it. Tensors are in host memory
@@ -111,6 +116,7 @@ class Plan:
         strategy: str = "ring",
         machine: Machine | None = None,
         kv_block_size: int | None = None,
+        receive_ahead: int | None = None,
         threads: int | None = None,
         backend: str = "cpu",
         device: int | None = None,
@@ -148,6 +154,7 @@ class Plan:
                 strategy=strategy,
                 machine=machine,
                 kv_block_size=kv_block_size,
+                receive_ahead=receive_ahead,
                 deadline=deadline,
                 arrival_deadline=arrival_deadline,
                 backward_mode=backward_mode,

@@ -54,6 +54,7 @@ pub(crate) struct Config<'py> {
     /// Text of a machine file.
     machine_text: Option<String>,
     kv_block_size: Option<u64>,
+    receive_ahead: Option<usize>,
     deadline: Option<f64>,
     arrival_deadline: Option<f64>,
 }
@@ -95,6 +96,7 @@ impl Config<'_> {
             .strategy(self.strategy(py)?)
             .machine(self.machine(py)?)
             .kv_block_size(self.kv_block_size)
+            .receive_ahead(self.receive_ahead)
             .deadline(seconds(py, "deadline", self.deadline)?)
             .arrival_deadline(seconds(py, "arrival_deadline", self.arrival_deadline)?);
         if let Some(name) = &self.logits_dtype {
@@ -211,7 +213,13 @@ impl Config<'_> {
             Some("relay_up") => Ok(Some(Route::RelayUp)),
             Some("relay_down") => Ok(Some(Route::RelayDown)),
             Some("direct") => Ok(Some(Route::Direct)),
-            Some(other) => Err(invalid(py, "route", other, "relay_up, relay_down or direct")),
+            // with the ranks of the nodes of the transport
+            Some("rails_up") => Ok(Some(Route::RailsUp { node_ranks: 0 })),
+            Some("rails_down") => Ok(Some(Route::RailsDown { node_ranks: 0 })),
+            Some(other) => {
+                let want = "relay_up, relay_down, direct, rails_up or rails_down";
+                Err(invalid(py, "route", other, want))
+            }
         }
     }
 }

@@ -182,4 +182,8 @@ impl<T: Transport<Host>> Transport<Host> for Interruptible<T> {
     fn posts_ahead(&self) -> bool {
         self.inner.posts_ahead()
     }
+
+    fn runs_groups_in_order(&self) -> bool {
+        self.inner.runs_groups_in_order()
+    }
 }

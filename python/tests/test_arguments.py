@@ -153,6 +153,14 @@ def test_custom_layout_route_and_threads() -> None:
             Q, K, V, causal=True, ranks=2, layout=(rows, rows[::-1]), route=route, threads=2
         )
         assert abs(got - want).max() < 1e-6
+    with pytest.raises(annulus.InvalidArgument, match="route: got rails-up, want several nodes"):
+        annulus.ring_attention(Q, K, V, ranks=2, route="rails_up")
+
+
+def test_receives_further_ahead_change_no_bit() -> None:
+    want = annulus.ring_attention(Q, K, V, causal=True, ranks=3)
+    got = annulus.ring_attention(Q, K, V, causal=True, ranks=3, receive_ahead=2)
+    assert (got == want).all()
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
@@ -219,6 +227,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("ring", {"machine": {"memory": float("nan")}, "strategy": "auto"}, "machine"),
     ("ring", {"machine": {"version": 1}, "strategy": "auto"}, "machine"),
     ("ring", {"kv_block_size": 0}, "kv_block_size"),
+    ("ring", {"receive_ahead": 0}, "receive_ahead"),
     ("ring", {"deadline": 0.1}, "deadline"),
     ("ring", {"comm": "world"}, "comm"),
     ("ring", {"fused_backward": True}, "fused_backward"),

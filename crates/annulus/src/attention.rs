@@ -1,6 +1,11 @@
 //! The builder: the parameters of an attention, under the names that errors and files use.
 
-use std::{num::NonZero, sync::Arc, thread, time::Duration};
+use std::{
+    num::{NonZero, NonZeroUsize},
+    sync::Arc,
+    thread,
+    time::Duration,
+};
 
 use annulus_comm::{
     Deadline, Silence, deadline,
@@ -71,6 +76,7 @@ pub struct Attention {
     /// Route that [`Attention::balanced`] has chosen.
     balanced_route: Option<Route>,
     kv_block_size: Option<u64>,
+    receive_ahead: Option<usize>,
     deadline: Option<Duration>,
     arrival_deadline: Option<Duration>,
     silence_hook: Option<Hook<Silence>>,
@@ -338,7 +344,12 @@ impl Attention {
         Self { layout: Some(layout), balanced_route: Some(route), ..self }
     }
 
-    /// Route of the blocks. Default: chosen by the mask.
+    /// Route of the blocks. Default: chosen by the mask and by the nodes of the transport: a relay,
+    /// or over several nodes with as many ranks each rails ([`Route::RailsUp`]), whose results
+    /// differ from a relay's by rounding.
+    ///
+    /// Rails with 0 `node_ranks` are over the nodes of the transport, and a typed error if these do
+    /// not have as many ranks each.
     #[must_use]
     pub fn route(mut self, route: impl Into<Option<Route>>) -> Self {
         self.route = route.into();
@@ -419,6 +430,19 @@ impl Attention {
     #[must_use]
     pub fn kv_block_size(mut self, rows: impl Into<Option<u64>>) -> Self {
         self.kv_block_size = rows.into();
+        self
+    }
+
+    /// Ring steps by which a rank posts the receive of a block ahead of the step that computes on
+    /// it, and may forward the block ahead, equal on all ranks. Default: 1, so that a rank receives
+    /// one block while it computes on another.
+    ///
+    /// With 2 a rank whose neighbour is late by less than a step does not wait for it. Each step but
+    /// the first takes the memory of one more block ([`Plan::buffer_bytes`](crate::Plan)). Messages
+    /// and results are the same, bit for bit. Over NCCL a one-pass backward receives one step ahead.
+    #[must_use]
+    pub fn receive_ahead(mut self, steps: impl Into<Option<usize>>) -> Self {
+        self.receive_ahead = steps.into();
         self
     }
 
@@ -530,6 +554,9 @@ impl Attention {
         if self.kv_block_size == Some(0) {
             return Err(Error::invalid("kv_block_size", 0, "at least 1"));
         }
+        if self.receive_ahead == Some(0) {
+            return Err(Error::invalid("receive_ahead", 0, "at least 1"));
+        }
         if let Some(machine) = &self.machine {
             machine.check().map_err(of_machine)?;
             if self.strategy != Strategy::Auto {
@@ -579,6 +606,7 @@ impl Attention {
             backward: !self.forward_only,
             local_gradients: self.local_gradients,
             kv_block_size: self.kv_block_size,
+            receive_ahead: self.receive_ahead.and_then(NonZeroUsize::new),
             deadline_variable: None,
             machine: self.machine.clone(),
         }
@@ -626,6 +654,7 @@ impl Attention {
             (self.strategy != Strategy::Ring, "strategy"),
             (self.machine.is_some(), "machine"),
             (self.kv_block_size.is_some(), "kv_block_size"),
+            (self.receive_ahead.is_some(), "receive_ahead"),
             (self.step_hook.is_some(), "on_step"),
             (self.backward != BackwardMode::OnePass, "backward_mode"),
             (self.local_gradients, "local_gradients"),

@@ -6,7 +6,7 @@
 //! | [`Engine`] | all | in host memory |
 //! | [`DeviceRing`] | the ring | in the memory of the backend |
 
-use std::fmt;
+use std::{fmt, num::NonZeroUsize};
 
 use annulus_comm::{
     heads_ring::HeadsRing,
@@ -370,6 +370,7 @@ fn choose<B: Backend>(
         route: options.route,
         placement: transport.placement(),
         kv_tile: capabilities.kv_tile.max(1),
+        receive_ahead: options.receive_ahead.map_or(1, NonZeroUsize::get),
         // a batch comes with an update
         batch: None,
     };

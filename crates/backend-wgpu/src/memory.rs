@@ -23,6 +23,11 @@ impl Space for WgpuSpace {
         buffer.size()
     }
 
+    /// False: transfers are copies in the one queue of the device, which runs in order.
+    fn is_shared(_: &GpuBuffer) -> bool {
+        false
+    }
+
     fn reborrow<'short>(view: &'short &Tensor) -> &'short Tensor {
         view
     }

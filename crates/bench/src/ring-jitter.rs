@@ -1,37 +1,39 @@
-//! Simulates the forward pass of a relay ring whose ranks have jitter, with two and with three
-//! block buffers per rank.
+//! Simulates the forward pass of a relay ring whose ranks have jitter, by the number of steps that
+//! blocks are received ahead, and of rails over nodes.
 //!
 //! ```text
 //! cargo run --release -p annulus-bench --features plan --bin ring-jitter
 //! ```
 //!
-//! Every event of a rank is a maximum of earlier ones:
+//! Every event of a rank is a maximum of earlier ones. With k steps ahead (`Attention::receive_ahead`)
+//! a rank has k + 1 buffers, and of block t + 1 of rank r, with p and n the ranks before and after
+//! it on the path of that block and of block t + 1 − k:
 //!
 //! ```text
-//! arrive[r][t+1] = transfer + max(start[r−1][t]      the previous rank holds the block
-//!                                 start[r][t]        its receive is posted, into a free buffer
-//!                                 arrive[r][t])      messages of a link are sent in order
-//! start[r][t+1]  = max(start[r][t] + tiles · (1 + jitter)
-//!                      arrive[r][t+1]
-//!                      arrive[r+1][t+1]  of two buffers: the block of step t is sent
-//!                      arrive[r+1][t])   of three: that of step t − 1 is
-//! ```
-//! With three buffers a rank could also receive two steps ahead and forward a block as soon as it
-//! has arrived, the last columns:
-//!
-//! ```text
-//! arrive[r][t+1] = transfer + max(arrive[r−1][t], start[r][t−1], arrive[r+1][t−1], arrive[r][t])
+//! send           = max(arrive[p][t]             rank p holds the block, and it
+//!                      start[p][t + 1 − k])     is no further ahead
+//! post           = max(start[r][t + 1 − k]      the buffer is used
+//!                      arrive[n][t + 1 − k])    and sent
+//! arrive[r][t+1] = transfer + max(send, post, the last arrival on the same link)
 //! start[r][t+1]  = max(start[r][t] + tiles · (1 + jitter), arrive[r][t+1])
+//! ```
+//! A rank that waits for its sends at the end of each step, the first column, has in addition:
+//!
+//! ```text
+//! start[r][t+1] ≥ arrive[n][t+1]                the block of step t is sent
 //! ```
 //! The tiles of a step take 1 on a quiet rank. Jitter of a rank and step is exponential, or rare
 //! and long; transfers take the same time always.
 //!
-//! Prints one line of a Markdown table for each case: mean makespan of the seeds, divided by the
-//! number of steps, and the share of the loss over one rank alone that the third buffer removes.
+//! Prints lines of Markdown tables: mean makespan of the seeds, divided by the number of steps. The
+//! first table has the share of the loss over one rank alone that is removed; the second compares
+//! relay and rails over nodes, whose links within a node and between nodes differ.
 //! It uses no crate, so `rustc --edition 2024 -O` compiles it alone, too.
 
 const RANKS: usize = 1024;
 const SEEDS: u64 = 8;
+/// Ranks of a node in the second table.
+const NODE_RANKS: usize = 8;
 
 /// Distribution of the time by which the tiles of a step take longer.
 #[derive(Clone, Copy)]
@@ -92,68 +94,154 @@ impl Random {
     }
 }
 
-/// Buffers for blocks of a rank, and the time at which it receives and sends one.
+/// Time at which a rank receives and sends blocks.
 #[derive(Clone, Copy)]
-enum Buffering {
-    Two,
-    Three,
-    /// Three, with receives that are posted two steps ahead and sends at the arrival of a block.
-    Ahead,
+struct Buffering {
+    /// Steps that blocks are received ahead.
+    ahead: usize,
+    /// True if each step ends when the block of the step is sent.
+    waits_for_sends: bool,
+}
+
+/// Path of the blocks.
+#[derive(Clone, Copy, PartialEq)]
+enum Path {
+    /// From rank r to r + 1.
+    Relay,
+    /// Around the ranks of a node, then from all of them to the same ranks of the next node.
+    Rails,
+}
+
+/// Path of the blocks, and the time of a transfer within a node and between nodes.
+#[derive(Clone, Copy)]
+struct Network {
+    path: Path,
+    node_ranks: usize,
+    inner: f64,
+    outer: f64,
+}
+
+impl Network {
+    /// Returns a ring with links of one kind.
+    const fn uniform(transfer: f64) -> Self {
+        Self { path: Path::Relay, node_ranks: 1, inner: transfer, outer: transfer }
+    }
+
+    /// Returns the rank from which `rank` receives the block of step `step`, at least 1, and the
+    /// time of the transfer.
+    fn before(&self, rank: usize, step: usize, ranks: usize) -> (usize, f64) {
+        let Self { path, node_ranks, inner, outer } = *self;
+        let is_outer = match path {
+            Path::Relay => rank.is_multiple_of(node_ranks),
+            Path::Rails => step.is_multiple_of(node_ranks),
+        };
+        let before = match (path, is_outer) {
+            (Path::Relay, _) => (rank + ranks - 1) % ranks,
+            (Path::Rails, true) => (rank + ranks - node_ranks) % ranks,
+            (Path::Rails, false) => {
+                let first = rank / node_ranks * node_ranks;
+                first + (rank - first + node_ranks - 1) % node_ranks
+            }
+        };
+        (before, if is_outer { outer } else { inner })
+    }
+
+    /// Returns the rank that receives the block of step `step` − 1 of `rank` for step `step`.
+    fn after(&self, rank: usize, step: usize, ranks: usize) -> usize {
+        let node_ranks = self.node_ranks;
+        match self.path {
+            Path::Relay => (rank + 1) % ranks,
+            Path::Rails if step.is_multiple_of(node_ranks) => (rank + node_ranks) % ranks,
+            Path::Rails => {
+                let first = rank / node_ranks * node_ranks;
+                first + (rank - first + 1) % node_ranks
+            }
+        }
+    }
 }
 
 /// Returns the time at which the last rank has computed its last step.
-fn makespan(ranks: usize, buffering: Buffering, transfer: f64, jitter: Jitter, seed: u64) -> f64 {
+fn makespan(
+    ranks: usize,
+    buffering: Buffering,
+    network: Network,
+    jitter: Jitter,
+    seed: u64,
+) -> f64 {
+    let Buffering { ahead, waits_for_sends } = buffering;
     let mut random = Random(seed);
-    let mut start = vec![0.0; ranks];
-    let mut arrive = vec![0.0; ranks];
-    // of the step before
-    let mut last_start = start.clone();
-    let mut last_arrive = arrive.clone();
-    for step in 0..ranks {
+    // by step
+    let mut start: Vec<Vec<f64>> = vec![vec![0.0; ranks]];
+    let mut arrive: Vec<Vec<f64>> = vec![vec![0.0; ranks]];
+    for next in 1..=ranks {
         // drawn in the same order for every number of buffers, so that those are compared alike
         let tiles: Vec<f64> =
             (0..ranks).map(|rank| 1.0 + jitter.sample(rank, &mut random)).collect();
-        if step + 1 == ranks {
-            return start.iter().zip(tiles).map(|(start, tiles)| start + tiles).fold(0.0, f64::max);
+        let ends: Vec<f64> =
+            start[next - 1].iter().zip(tiles).map(|(start, of)| start + of).collect();
+        if next == ranks {
+            return ends.into_iter().fold(0.0, f64::max);
         }
+        let of_buffer = next.checked_sub(ahead);
         let arrives = |rank: usize| {
-            let (previous, next) = ((rank + ranks - 1) % ranks, (rank + 1) % ranks);
-            let [held, posted]: [f64; 2] = match buffering {
-                Buffering::Two | Buffering::Three => [start[previous], start[rank]],
-                Buffering::Ahead => [arrive[previous], last_start[rank].max(last_arrive[next])],
-            };
-            transfer + held.max(posted).max(arrive[rank])
+            let (before, transfer) = network.before(rank, next, ranks);
+            let window = of_buffer.map_or(0.0, |step| start[step][before]);
+            let send: f64 = arrive[next - 1][before].max(window);
+            let post = of_buffer.filter(|&step| step > 0).map_or(0.0, |step| {
+                start[step][rank].max(arrive[step][network.after(rank, step, ranks)])
+            });
+            // blocks of one sender share its link
+            let same = |&step: &usize| network.before(rank, step, ranks).0 == before;
+            let last = (1..next).rev().take(network.node_ranks).find(same);
+            transfer + send.max(post).max(last.map_or(0.0, |step| arrive[step][rank]))
         };
-        let next_arrive: Vec<f64> = (0..ranks).map(arrives).collect();
+        let arrivals: Vec<f64> = (0..ranks).map(arrives).collect();
         let starts = |rank: usize| {
-            let next = (rank + 1) % ranks;
-            let free = match buffering {
-                Buffering::Two => next_arrive[next],
-                Buffering::Three => arrive[next],
-                Buffering::Ahead => 0.0,
-            };
-            (start[rank] + tiles[rank]).max(next_arrive[rank]).max(free)
+            let sent = arrivals[network.after(rank, next, ranks)];
+            let sent = if waits_for_sends { sent } else { 0.0 };
+            ends[rank].max(arrivals[rank]).max(sent)
         };
-        let next_start = (0..ranks).map(starts).collect();
-        last_start = std::mem::replace(&mut start, next_start);
-        last_arrive = std::mem::replace(&mut arrive, next_arrive);
+        start.push((0..ranks).map(starts).collect());
+        arrive.push(arrivals);
     }
     0.0
 }
 
-fn main() -> Result<(), String> {
-    // without jitter, a step takes the longer one of tiles and transfer, and the last one its tiles
-    for transfer in [0.5, 2.0] {
-        for buffers in [Buffering::Two, Buffering::Three, Buffering::Ahead] {
-            let got = makespan(16, buffers, transfer, Jitter::None, 0);
+/// Returns the mean makespan of the seeds, divided by the number of steps.
+fn mean(buffering: Buffering, network: Network, jitter: Jitter) -> f64 {
+    let all = (0..SEEDS).map(|seed| makespan(RANKS, buffering, network, jitter, seed));
+    all.sum::<f64>() / (SEEDS as f64 * RANKS as f64)
+}
+
+/// Checks cases without jitter: a step takes the longer one of tiles and transfer, and the last one
+/// its tiles.
+fn check() -> Result<(), String> {
+    for (transfer, ahead) in [(0.5, 1), (0.5, 3), (2.0, 1), (2.0, 2)] {
+        for waits_for_sends in [false, true] {
+            let buffering = Buffering { ahead, waits_for_sends };
+            let got = makespan(16, buffering, Network::uniform(transfer), Jitter::None, 0);
             let want = 15.0 * transfer.max(1.0) + 1.0;
             if (got - want).abs() > 1e-9 {
                 return Err(format!("makespan {got} instead of {want}"));
             }
         }
     }
-    println!("| transfer | jitter | alone | two buffers | three | less loss | ahead | less loss |");
-    println!("|---|---|---|---|---|---|---|---|");
+    // 16 ranks on 4 nodes: 3 transfers between nodes, each in a step of its own
+    let rails = Network { path: Path::Rails, node_ranks: 4, inner: 0.5, outer: 3.0 };
+    let buffering = Buffering { ahead: 1, waits_for_sends: false };
+    let got = makespan(16, buffering, rails, Jitter::None, 0);
+    if (got - (3.0 * 3.0 + 13.0)).abs() > 1e-9 {
+        return Err(format!("makespan {got} of rails"));
+    }
+    Ok(())
+}
+
+fn main() -> Result<(), String> {
+    check()?;
+    let before = Buffering { ahead: 1, waits_for_sends: true };
+    let ahead = |ahead| Buffering { ahead, waits_for_sends: false };
+    println!("| transfer | jitter | alone | waits | 1 ahead | less loss | 2 | less | 3 | less |");
+    println!("|---|---|---|---|---|---|---|---|---|---|");
     let jitters = [
         Jitter::None,
         Jitter::Exponential(0.02),
@@ -165,23 +253,32 @@ fn main() -> Result<(), String> {
     ];
     for transfer in [0.2, 0.5, 0.8, 1.0] {
         for jitter in jitters {
-            let mean = |buffers| {
-                let all = (0..SEEDS).map(|seed| makespan(RANKS, buffers, transfer, jitter, seed));
-                all.sum::<f64>() / (SEEDS as f64 * RANKS as f64)
-            };
+            let network = Network::uniform(transfer);
             let alone = 1.0 + jitter.mean();
-            let [two, three, ahead] =
-                [Buffering::Two, Buffering::Three, Buffering::Ahead].map(mean);
-            let removed = |time: f64| match two - alone {
-                loss if loss > 1e-3 => format!("{:.0} %", (two - time) / loss * 100.0),
+            let waits = mean(before, network, jitter);
+            let removed = |time: f64| match waits - alone {
+                loss if loss > 1e-3 => format!("{:.0} %", (waits - time) / loss * 100.0),
                 _ => "–".to_owned(),
             };
-            println!(
-                "| {transfer} | {jitter} | {alone:.3} | {two:.3} | {three:.3} | {} \
-                 | {ahead:.3} | {} |",
-                removed(three),
-                removed(ahead)
-            );
+            let columns = [1, 2, 3].map(|steps| {
+                let time = mean(ahead(steps), network, jitter);
+                format!("{time:.3} | {}", removed(time))
+            });
+            let columns = columns.join(" | ");
+            println!("| {transfer} | {jitter} | {alone:.3} | {waits:.3} | {columns} |");
+        }
+    }
+    println!();
+    println!("| inner | outer | jitter | relay, 1 ahead | 2 | rails, 1 ahead | 2 | 4 |");
+    println!("|---|---|---|---|---|---|---|---|");
+    for outer in [0.5, 1.0, 2.0, 4.0, 8.0] {
+        for jitter in [Jitter::None, Jitter::Exponential(0.1)] {
+            let inner = 0.2;
+            let network = |path| Network { path, node_ranks: NODE_RANKS, inner, outer };
+            let time = |path, steps| format!("{:.3}", mean(ahead(steps), network(path), jitter));
+            let relay = [1, 2].map(|steps| time(Path::Relay, steps)).join(" | ");
+            let rails = [1, 2, 4].map(|steps| time(Path::Rails, steps)).join(" | ");
+            println!("| {inner} | {outer} | {jitter} | {relay} | {rails} |");
         }
     }
     Ok(())

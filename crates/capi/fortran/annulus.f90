@@ -85,6 +85,8 @@ module annulus
   integer(c_int32_t), parameter, public :: ANNULUS_ROUTE_RELAY_UP = 1
   integer(c_int32_t), parameter, public :: ANNULUS_ROUTE_RELAY_DOWN = 2
   integer(c_int32_t), parameter, public :: ANNULUS_ROUTE_DIRECT = 3
+  integer(c_int32_t), parameter, public :: ANNULUS_ROUTE_RAILS_UP = 4
+  integer(c_int32_t), parameter, public :: ANNULUS_ROUTE_RAILS_DOWN = 5
   integer(c_int32_t), parameter, public :: ANNULUS_STRATEGY_RING = 0
   integer(c_int32_t), parameter, public :: ANNULUS_STRATEGY_HEADS_RING = 1
   integer(c_int32_t), parameter, public :: ANNULUS_STRATEGY_AUTO = 2
@@ -150,6 +152,7 @@ module annulus
     integer(c_int32_t) :: backend = 0
     integer(c_int32_t) :: has_device = 0
     integer(c_int64_t) :: device = 0
+    integer(c_int64_t) :: receive_ahead = 0
   end type annulus_options
 
   ! A tensor of C; annulus_tensor_of makes one of an array.

@@ -265,6 +265,17 @@
 #define ANNULUS_ROUTE_DIRECT 3
 
 /**
+ * As RELAY_UP, around the ranks of each node, then from all of them to the same ranks of the next
+ * node. The nodes have as many ranks each.
+ */
+#define ANNULUS_ROUTE_RAILS_UP 4
+
+/**
+ * As RAILS_UP, in the other direction.
+ */
+#define ANNULUS_ROUTE_RAILS_DOWN 5
+
+/**
  * Every rank has all heads of its queries; keys and values circulate over all ranks.
  */
 #define ANNULUS_STRATEGY_RING 0
@@ -498,7 +509,7 @@ typedef struct annulus_options {
    */
   int32_t layout;
   /**
-   * ANNULUS_ROUTE_AUTO (default), RELAY_UP, RELAY_DOWN or DIRECT.
+   * ANNULUS_ROUTE_AUTO (default), RELAY_UP, RELAY_DOWN, DIRECT, RAILS_UP or RAILS_DOWN.
    */
   int32_t route;
   /**
@@ -576,6 +587,13 @@ typedef struct annulus_options {
    * Number of the GPU, as `annulus doctor` lists them. Must be 0 unless has_device is set.
    */
   int64_t device;
+  /**
+   * Ring steps by which a rank posts the receive of a block ahead of the step that computes on
+   * it, equal on all ranks. Each step but the first takes the memory of one more block; with 2, a
+   * rank does not wait for a neighbour that is late by less than a step. Results are the same,
+   * bit for bit. Default: 0, which is 1.
+   */
+  int64_t receive_ahead;
 } annulus_options;
 
 /**
@@ -1642,8 +1660,8 @@ int annulus_plan_wait(struct annulus_plan *plan);
  *
  * Errors
  * ANNULUS_INVALID_ARGUMENT; ANNULUS_OUT_OF_MEMORY; ANNULUS_UNSUPPORTED, with its name, for what a
- * cache does not have: layout, route, strategy, kv_block_size, backward_mode, local_gradients,
- * bias_dims, unnormalized, reproducible, a machine, and a function of
+ * cache does not have: layout, route, strategy, kv_block_size, receive_ahead, backward_mode,
+ * local_gradients, bias_dims, unnormalized, reproducible, a machine, and a function of
  * annulus_attention_on_step.
  *
  * Safety

@@ -64,6 +64,11 @@ pub const ANNULUS_ROUTE_RELAY_UP: i32 = 1;
 pub const ANNULUS_ROUTE_RELAY_DOWN: i32 = 2;
 /// Blocks travel from their owner to each rank that needs them.
 pub const ANNULUS_ROUTE_DIRECT: i32 = 3;
+/// As RELAY_UP, around the ranks of each node, then from all of them to the same ranks of the next
+/// node. The nodes have as many ranks each.
+pub const ANNULUS_ROUTE_RAILS_UP: i32 = 4;
+/// As RAILS_UP, in the other direction.
+pub const ANNULUS_ROUTE_RAILS_DOWN: i32 = 5;
 
 /// Every rank has all heads of its queries; keys and values circulate over all ranks.
 pub const ANNULUS_STRATEGY_RING: i32 = 0;
@@ -160,7 +165,7 @@ pub struct annulus_options {
     pub local_gradients: i32,
     /// ANNULUS_LAYOUT_AUTO (default), CONTIGUOUS, ZIGZAG, STRIPED, CUSTOM or BALANCED.
     pub layout: i32,
-    /// ANNULUS_ROUTE_AUTO (default), RELAY_UP, RELAY_DOWN or DIRECT.
+    /// ANNULUS_ROUTE_AUTO (default), RELAY_UP, RELAY_DOWN, DIRECT, RAILS_UP or RAILS_DOWN.
     pub route: i32,
     /// Longest silence of a rank within a call before the call fails, in seconds, at least 1.
     /// Default: 0, which is 120 s. ANNULUS_DEADLINE in the environment replaces it.
@@ -209,6 +214,11 @@ pub struct annulus_options {
     pub has_device: i32,
     /// Number of the GPU, as `annulus doctor` lists them. Must be 0 unless has_device is set.
     pub device: i64,
+    /// Ring steps by which a rank posts the receive of a block ahead of the step that computes on
+    /// it, equal on all ranks. Each step but the first takes the memory of one more block; with 2, a
+    /// rank does not wait for a neighbour that is late by less than a step. Results are the same,
+    /// bit for bit. Default: 0, which is 1.
+    pub receive_ahead: i64,
 }
 
 // SAFETY: repr(C), begins with its size, and all fields are numbers, which may be 0
@@ -534,6 +544,7 @@ fn scores(attention: Attention, options: &annulus_options) -> Result<Attention> 
 
 fn ring(attention: Attention, options: &annulus_options) -> Result<Attention> {
     let kv_block_size = length("kv_block_size", options.kv_block_size)? as u64;
+    let receive_ahead = length("receive_ahead", options.receive_ahead)?;
     let modes = [BackwardMode::OnePass, BackwardMode::TwoPass];
     let layout = match options.layout {
         ANNULUS_LAYOUT_AUTO | ANNULUS_LAYOUT_CUSTOM | ANNULUS_LAYOUT_BALANCED => None,
@@ -542,7 +553,16 @@ fn ring(attention: Attention, options: &annulus_options) -> Result<Attention> {
         ANNULUS_LAYOUT_STRIPED => Some(Layout::Striped),
         other => return Err(Error::invalid("layout", other, "a constant ANNULUS_LAYOUT_*")),
     };
-    let routes = [None, Some(Route::RelayUp), Some(Route::RelayDown), Some(Route::Direct)];
+    // with the ranks of the nodes of the transport
+    let rails = [Route::RailsUp { node_ranks: 0 }, Route::RailsDown { node_ranks: 0 }];
+    let routes = [
+        None,
+        Some(Route::RelayUp),
+        Some(Route::RelayDown),
+        Some(Route::Direct),
+        Some(rails[0]),
+        Some(rails[1]),
+    ];
     Ok(attention
         .backward_mode(one_of("backward_mode", options.backward_mode, &modes)?)
         .forward_only(flag("forward_only", options.forward_only)?)
@@ -551,6 +571,7 @@ fn ring(attention: Attention, options: &annulus_options) -> Result<Attention> {
         .layout(layout)
         .strategy(strategy(options)?)
         .kv_block_size((kv_block_size > 0).then_some(kv_block_size))
+        .receive_ahead((receive_ahead > 0).then_some(receive_ahead))
         .route(one_of("route", options.route, &routes)?)
         .deadline(seconds("deadline_seconds", options.deadline_seconds)?)
         .arrival_deadline(arrival_deadline(options)?))

@@ -27,8 +27,9 @@ use crate::{
     options::{
         self, ANNULUS_LAYOUT_BALANCED, ANNULUS_LAYOUT_CONTIGUOUS, ANNULUS_LAYOUT_CUSTOM,
         ANNULUS_LAYOUT_STRIPED, ANNULUS_LAYOUT_ZIGZAG, ANNULUS_ROUTE_DIRECT,
-        ANNULUS_ROUTE_RELAY_DOWN, ANNULUS_ROUTE_RELAY_UP, ANNULUS_STRATEGY_GRID,
-        ANNULUS_STRATEGY_HEADS_RING, ANNULUS_STRATEGY_RING, Description, length,
+        ANNULUS_ROUTE_RAILS_DOWN, ANNULUS_ROUTE_RAILS_UP, ANNULUS_ROUTE_RELAY_DOWN,
+        ANNULUS_ROUTE_RELAY_UP, ANNULUS_STRATEGY_GRID, ANNULUS_STRATEGY_HEADS_RING,
+        ANNULUS_STRATEGY_RING, Description, length,
     },
     status::guard,
     transport::{HostTransport, annulus_transport},
@@ -516,6 +517,8 @@ pub unsafe extern "C" fn annulus_plan_route(plan: *const annulus_plan, route: *m
             Route::RelayUp => ANNULUS_ROUTE_RELAY_UP,
             Route::RelayDown => ANNULUS_ROUTE_RELAY_DOWN,
             Route::Direct => ANNULUS_ROUTE_DIRECT,
+            Route::RailsUp { .. } => ANNULUS_ROUTE_RAILS_UP,
+            Route::RailsDown { .. } => ANNULUS_ROUTE_RAILS_DOWN,
         })
     };
     // SAFETY: as the caller promises

@@ -630,6 +630,8 @@ fn rings() -> Vec<Case> {
                 Attention::new().kv_block_size(64),
             )
         },
+        Case::new("receive_ahead", |o| o.receive_ahead = 2, Attention::new().receive_ahead(2))
+            .same(),
         Case::new(
             "precision",
             |o| {

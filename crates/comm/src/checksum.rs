@@ -197,6 +197,10 @@ impl<T: Transport<Host>> Transport<Host> for Checksum<T> {
         // messages have a checksum behind the payload
         false
     }
+
+    fn runs_groups_in_order(&self) -> bool {
+        self.inner.runs_groups_in_order()
+    }
 }
 
 impl<T: Transport<Host>> Control for Checksum<T> {

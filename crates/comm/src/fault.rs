@@ -288,6 +288,10 @@ impl<T: Transport<Host>> Transport<Host> for Fault<T> {
         // a fault may change a length
         false
     }
+
+    fn runs_groups_in_order(&self) -> bool {
+        false
+    }
 }
 
 impl<T: Transport<Host>> Control for Fault<T> {

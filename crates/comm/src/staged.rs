@@ -225,6 +225,10 @@ impl<T: Transport<Host>, D: StagedSpace> Transport<D> for Staged<T, D> {
     fn posts_ahead(&self) -> bool {
         self.inner.posts_ahead()
     }
+
+    fn runs_groups_in_order(&self) -> bool {
+        self.inner.runs_groups_in_order()
+    }
 }
 
 impl<T: Transport<Host>, D: StagedSpace> Control for Staged<T, D> {

@@ -75,6 +75,10 @@ impl<S: Space, T: Transport<S>> Transport<S> for Placed<T> {
     fn posts_ahead(&self) -> bool {
         self.inner.posts_ahead()
     }
+
+    fn runs_groups_in_order(&self) -> bool {
+        self.inner.runs_groups_in_order()
+    }
 }
 
 impl<T: Control> Control for Placed<T> {

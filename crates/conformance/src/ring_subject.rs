@@ -1,7 +1,7 @@
 //! Any backend over any transport, driven through [`Ring`] with raw views: one thread a rank, each
 //! with its own rows only.
 
-use std::marker::PhantomData;
+use std::{marker::PhantomData, num::NonZeroUsize};
 
 use annulus::{Ring, RingOptions, comm::threads::each_rank};
 use annulus_core::{
@@ -96,6 +96,7 @@ pub(crate) fn run_rank<M: TensorMemory, B: Backend<Space = M::Space>>(
         // in the reproducible order, which has an order of its own for them
         local_gradients: case.spec.leaf_rows.is_none(),
         kv_block_size: None,
+        receive_ahead: setting.receive_ahead.and_then(NonZeroUsize::new),
         deadline_variable: None,
         machine: None,
     };

@@ -20,11 +20,14 @@ pub struct Setting {
     pub route: Option<Route>,
     /// Division of the attention among the ranks.
     pub strategy: Strategy,
+    /// `None`: the default of the library.
+    pub receive_ahead: Option<usize>,
 }
 
 impl Setting {
     /// One rank.
-    pub const ALONE: Self = Self { ranks: 1, layout: None, route: None, strategy: Strategy::Ring };
+    pub const ALONE: Self =
+        Self { ranks: 1, layout: None, route: None, strategy: Strategy::Ring, receive_ahead: None };
 
     /// `ranks` ranks with this layout.
     pub const fn new(ranks: usize, layout: Layout) -> Self {
@@ -35,7 +38,8 @@ impl Setting {
 impl std::fmt::Display for Setting {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let layout = self.layout.as_ref().map_or("auto", Layout::name);
-        write!(f, "{} ranks, {layout}, {:?}, {}", self.ranks, self.route, self.strategy)
+        let Self { ranks, route, strategy, receive_ahead, .. } = self;
+        write!(f, "{ranks} ranks, {layout}, {route:?}, {strategy}, ahead {receive_ahead:?}")
     }
 }
 
@@ -118,6 +122,7 @@ fn masked(attention: Attention, masks: &Masks) -> Attention {
 /// The options of a case and setting, as a user sets them.
 pub(crate) fn options(case: &Case, setting: &Setting) -> Attention {
     let attention = attention(case).threads(1).strategy(setting.strategy);
+    let attention = attention.receive_ahead(setting.receive_ahead);
     let attention = attention.reproducible(case.spec.leaf_rows.is_some());
     setting.route.map_or(attention.clone(), |route| attention.route(route))
 }

@@ -63,6 +63,11 @@ fn bits_repeat_on_the_cpu() {
 }
 
 #[test]
+fn receives_further_ahead_change_no_bit() {
+    suite::same_bits_received_ahead(&cpu()).unwrap();
+}
+
+#[test]
 fn messages_that_overtake_each_other_change_no_bit_on_the_cpu() {
     suite::same_bits_under_delay(&cpu(), &cpu_delayed(Duration::from_micros(500)), 100).unwrap();
 }

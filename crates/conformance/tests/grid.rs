@@ -146,6 +146,7 @@ fn the_predicted_bytes_are_those_of_the_plans() {
                 route: None,
                 placement: None,
                 kv_tile: 1,
+                receive_ahead: 1,
                 batch: None,
             };
             let traffic = StrategyTraffic::of(&spec, of, &options, &mut || ()).unwrap();

@@ -44,6 +44,11 @@ fn bits_repeat_on_the_mock_device() {
 }
 
 #[test]
+fn receives_further_ahead_change_no_bit() {
+    suite::same_bits_received_ahead(&mock()).unwrap();
+}
+
+#[test]
 fn a_sample_holds_on_the_mock_device_through_host_memory() {
     let staged = mock_staged(Duration::from_micros(300));
     suite::random_cases(&staged, 1000..1060).unwrap();

@@ -63,3 +63,8 @@ fn random_cases_hold_for_host_tensors() {
 fn bits_repeat_for_host_tensors() {
     suite::same_bits_over_repeats(&subject(), 10).unwrap();
 }
+
+#[test]
+fn receives_further_ahead_change_no_bit() {
+    suite::same_bits_received_ahead(&subject()).unwrap();
+}

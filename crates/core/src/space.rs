@@ -28,6 +28,10 @@ pub trait Space: Sized + 'static {
     /// Returns the size of a buffer in bytes.
     fn size(buffer: &Self::Buffer) -> u64;
 
+    /// Returns true while the buffer has another owner, as a transport that sends from it. False if
+    /// work that is enqueued later may overwrite it, because the queue runs in order.
+    fn is_shared(buffer: &Self::Buffer) -> bool;
+
     /// Returns a buffer that consists of `bytes` of another one, for reading, and shares ownership
     /// of the whole. `None` if the range is out of bounds or misaligned.
     fn part(_buffer: &Self::Buffer, _bytes: Range<u64>) -> Option<Self::Buffer> {
@@ -100,6 +104,10 @@ impl Space for Host {
 
     fn size(buffer: &HostBuffer) -> u64 {
         buffer.bytes().len() as u64
+    }
+
+    fn is_shared(buffer: &HostBuffer) -> bool {
+        buffer.is_shared()
     }
 
     fn part(buffer: &HostBuffer, bytes: Range<u64>) -> Option<HostBuffer> {

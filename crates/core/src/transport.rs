@@ -113,6 +113,12 @@ pub trait Transport<S: Space>: Control {
     /// false, any other one the value of its inner transport. If it is false on any rank, no
     /// message of the ring has agreed lengths.
     fn posts_ahead(&self) -> bool;
+
+    /// Returns true if groups are executed one after another, so that a send and its receive must
+    /// be posted in the same group, and the groups in the order of the schedule. A wrapper returns
+    /// the value of its inner transport. If it is false, receives may be posted in groups of their
+    /// own, and groups of different channels in any order.
+    fn runs_groups_in_order(&self) -> bool;
 }
 
 /// Small host messages: agreement on arguments, shards of a new batch, closing status, abort,
@@ -242,5 +248,8 @@ impl<S: Space, T: Transport<S> + ?Sized> Transport<S> for Box<T> {
     }
     fn posts_ahead(&self) -> bool {
         (**self).posts_ahead()
+    }
+    fn runs_groups_in_order(&self) -> bool {
+        (**self).runs_groups_in_order()
     }
 }

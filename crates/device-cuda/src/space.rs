@@ -21,6 +21,10 @@ impl Space for CudaSpace {
         buffer.len()
     }
 
+    fn is_shared(buffer: &CudaBuffer) -> bool {
+        buffer.is_shared()
+    }
+
     fn reborrow<'short>(view: &'short CudaView<'_>) -> CudaView<'short> {
         *view
     }

@@ -22,6 +22,10 @@ impl Space for MockSpace {
         buffer.len()
     }
 
+    fn is_shared(buffer: &DeviceBuffer) -> bool {
+        buffer.is_shared()
+    }
+
     fn reborrow<'short>(view: &'short DeviceView<'_>) -> DeviceView<'short> {
         *view
     }

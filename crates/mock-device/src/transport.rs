@@ -183,6 +183,10 @@ impl Transport<MockSpace> for DeviceTransport {
     fn posts_ahead(&self) -> bool {
         false
     }
+
+    fn runs_groups_in_order(&self) -> bool {
+        false
+    }
 }
 
 impl Control for DeviceTransport {

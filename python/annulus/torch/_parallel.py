@@ -64,6 +64,7 @@ def context_parallel(
     strategy: str = "ring",
     machine: Machine | None = None,
     kv_block_size: int | None = None,
+    receive_ahead: int | None = None,
     threads: int | None = None,
     backend: str | None = None,
     device: int | None = None,
@@ -88,7 +89,7 @@ def context_parallel(
         comm: An mpi4py communicator of ``shard.ranks`` ranks.
         segment_ids: ``[batch, rows]`` of this rank's rows, integers: packed documents. A token
             attends to tokens of equal ids only, and to none if its id is negative.
-        route, strategy, machine, kv_block_size, threads, backend, device, stream,
+        route, strategy, machine, kv_block_size, receive_ahead, threads, backend, device, stream,
             deadline, fused_backward: As for ``ring_attention``. Default of route: that of the
             shard.
     """
@@ -105,6 +106,7 @@ def context_parallel(
         "strategy": strategy,
         "machine": machine,
         "kv_block_size": kv_block_size,
+        "receive_ahead": receive_ahead,
         "threads": threads,
         "backend": backend,
         "device": device,

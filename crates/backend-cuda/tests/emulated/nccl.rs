@@ -68,6 +68,12 @@ fn rings_of_one_two_and_three_ranks_hold_over_nccl() {
     }
 }
 
+/// NCCL runs groups in order, so they are posted whole.
+#[test]
+fn receives_further_ahead_change_no_bit_over_nccl() {
+    suite::same_bits_received_ahead(&subject()).unwrap();
+}
+
 #[test]
 fn random_cases_hold_over_nccl() {
     suite::random_cases(&subject(), 200..212).unwrap();

@@ -242,6 +242,10 @@ impl<T: Transport<Host>> Transport<Host> for NoMessages<T> {
     fn posts_ahead(&self) -> bool {
         false
     }
+
+    fn runs_groups_in_order(&self) -> bool {
+        false
+    }
 }
 
 impl<T: Control> Control for NoMessages<T> {

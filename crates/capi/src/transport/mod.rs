@@ -357,4 +357,8 @@ impl Transport<Host> for HostTransport {
     fn posts_ahead(&self) -> bool {
         false
     }
+
+    fn runs_groups_in_order(&self) -> bool {
+        false
+    }
 }

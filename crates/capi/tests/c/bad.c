@@ -83,6 +83,7 @@ static void options_are_checked(void) {
   BAD_OPTION(deadline_seconds, INFINITY, "deadline_seconds");
   BAD_OPTION(threads, -1, "threads");
   BAD_OPTION(kv_block_size, -1, "kv_block_size");
+  BAD_OPTION(receive_ahead, -1, "receive_ahead");
   BAD_OPTION(arrival_deadline_seconds, 0.5, "arrival_deadline");
   BAD_OPTION(arrival_deadline_seconds, -1, "arrival_deadline_seconds");
   BAD_OPTION(adopt_communicator, 2, "adopt_communicator");
@@ -229,6 +230,7 @@ static void caches_are_checked(void) {
   CACHE_LACKS(route, ANNULUS_ROUTE_DIRECT, "route");
   CACHE_LACKS(strategy, ANNULUS_STRATEGY_AUTO, "strategy");
   CACHE_LACKS(kv_block_size, 64, "kv_block_size");
+  CACHE_LACKS(receive_ahead, 2, "receive_ahead");
   CACHE_LACKS(backward_mode, ANNULUS_BACKWARD_TWO_PASS, "backward_mode");
   CACHE_LACKS(local_gradients, 1, "local_gradients");
   CACHE_LACKS(unnormalized, 1, "unnormalized");

@@ -4,7 +4,8 @@ use std::{str::FromStr, time::Duration};
 
 use annulus::{Attention, comm::deadline};
 use annulus_core::{
-    Batch, Choice, DType, Dims, Layout, Precision, Result as LibraryResult, Spec, Strategy,
+    Batch, Choice, DType, Dims, Layout, Placement, Precision, Result as LibraryResult, Spec,
+    Strategy,
 };
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
@@ -142,13 +143,19 @@ impl LayoutName {
     ///
     /// # Errors
     /// As [`Choice::balanced`].
-    pub(crate) fn choice(self, spec: &Spec, ranks: usize, batch: &Batch) -> LibraryResult<Choice> {
+    pub(crate) fn choice(
+        self,
+        spec: &Spec,
+        ranks: usize,
+        batch: &Batch,
+        placement: Option<&Placement>,
+    ) -> LibraryResult<Choice> {
         if self == Self::Balanced {
             return Choice::balanced(spec, batch, ranks);
         }
         let fixed = self.layout();
         let fixed = spec.leaf_rows.map_or(fixed.clone(), |rows| fixed.map(|of| of.at_leaves(rows)));
-        Ok(Choice::auto(spec, ranks, fixed.as_ref(), None, &mut || ()))
+        Ok(Choice::auto(spec, ranks, fixed.as_ref(), placement, &mut || ()))
     }
 }
 

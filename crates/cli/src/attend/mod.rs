@@ -22,8 +22,8 @@ use crate::{
         mask::MaskFlags,
         ring::{BackendName, TransportName},
         values::{
-            DTypeName, LayoutName, PrecisionName, finite, positive, probability, ranks, silence,
-            strategy, threads, whole, whole_u64,
+            DTypeName, LayoutName, PrecisionName, count as from_one, finite, positive, probability,
+            ranks, silence, strategy, threads, whole, whole_u64,
         },
     },
     backend::BackendChoice,
@@ -161,6 +161,11 @@ struct RingFlags {
     /// Machine file, which `annulus measure` writes, by which --strategy auto chooses
     #[arg(long, value_name = "FILE")]
     machine: Option<PathBuf>,
+    /// Ring steps by which receives of blocks are posted ahead. Each step but the first takes the
+    /// memory of one more block; with 2, a rank does not wait for a neighbour that is late by less
+    /// than a step. Default: 1
+    #[arg(long, value_name = "STEPS", value_parser = from_one)]
+    receive_ahead: Option<usize>,
     /// The same bits for any number of ranks, layout, transport and threads, on machines whose
     /// `annulus doctor` shows the same numerics. Only --backend cpu
     #[arg(long)]
@@ -314,6 +319,7 @@ impl AttendFlags {
         let deadline = self.ring.deadline;
         let attention = self.mask.apply(Attention::new()).dtype(dtype).bias_order(bias_order);
         let attention = attention.deadline(deadline).arrival_deadline(deadline);
+        let attention = attention.receive_ahead(self.ring.receive_ahead);
         let dropout = scores.dropout.zip(scores.seed).unwrap_or_default();
         attention
             .precision(scores.precision.into())

@@ -41,9 +41,13 @@ pub(super) struct Figures {
     pub(super) ring_ranks: usize,
     /// Name of the layout.
     pub(super) layout: &'static str,
-    /// Name of the route: `relay-up` (r to r + 1), `relay-down` (r to r − 1) or `direct` (owner to
-    /// user).
+    /// Name of the route: `relay-up` (r to r + 1), `relay-down` (r to r − 1), `direct` (owner to
+    /// user), or `rails-up` and `rails-down` (over the ranks of nodes).
     pub(super) direction: &'static str,
+    /// Blocks of a forward pass that are sent to other nodes, for several nodes and at most
+    /// [`MOST_STEPPED_RANKS`] ranks.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) between_nodes: Option<BetweenNodes>,
     /// Number of steps in which any rank sends a block.
     pub(super) hops: usize,
     /// Payload bytes of a forward pass.
@@ -99,6 +103,49 @@ pub(super) struct Figures {
     /// First row of each packed document, and the end of the last.
     #[serde(skip)]
     pub(super) starts: Option<Vec<i64>>,
+}
+
+/// Blocks that are sent from one node to another.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub(super) struct BetweenNodes {
+    /// Ranks of a node.
+    node_ranks: usize,
+    /// Payload bytes of all ranks.
+    bytes_sent_total: u128,
+    /// Payload bytes of the rank that sends most.
+    bytes_max_rank: u128,
+    /// Most steps in which any one rank sends to another node.
+    steps_max_rank: usize,
+}
+
+impl BetweenNodes {
+    fn new(node_ranks: usize, steps: &[StepFigures]) -> Self {
+        let ranks = steps.first().map_or(0, |step| step.ranks.len());
+        let mut of_rank = vec![(0, 0); ranks];
+        for of in steps.iter().flat_map(|step| &step.ranks) {
+            let is_other = |send: &&Send| send.to / node_ranks != of.rank / node_ranks;
+            let bytes: u128 = of.sends.iter().filter(is_other).map(|send| send.bytes).sum();
+            of_rank[of.rank].0 += bytes;
+            of_rank[of.rank].1 += usize::from(bytes > 0);
+        }
+        Self {
+            node_ranks,
+            bytes_sent_total: of_rank.iter().map(|(bytes, _)| bytes).sum(),
+            bytes_max_rank: of_rank.iter().map(|&(bytes, _)| bytes).max().unwrap_or_default(),
+            steps_max_rank: of_rank.iter().map(|&(_, steps)| steps).max().unwrap_or_default(),
+        }
+    }
+
+    /// Describes the bytes in one line.
+    pub(super) fn in_words(self) -> String {
+        format!(
+            "{} to other nodes of {} ranks; at most {} from one rank, in {} steps",
+            bytes(self.bytes_sent_total),
+            self.node_ranks,
+            bytes(self.bytes_max_rank),
+            self.steps_max_rank
+        )
+    }
 }
 
 /// Bytes of one pass.
@@ -240,7 +287,7 @@ impl Figures {
     /// [`Error::InvalidArgument`] for more queries than [`MOST_QUERIES`], or for a rank outside the
     /// ring.
     pub(super) fn new(spec: &Spec, planned: Planned) -> Result<Self> {
-        let Planned { ranks, layout, route, batch: documents, mask, rank } = planned;
+        let Planned { ranks, layout, route, node_ranks, batch: documents, mask, rank } = planned;
         check_queries(spec)?;
         check_rank(rank, ranks)?;
         let tick = &mut || ();
@@ -284,7 +331,10 @@ impl Figures {
             None => pass(&backward),
         };
         let few = ranks <= MOST_STEPPED_RANKS;
+        let steps = if few { steps(spec, &needs, route, &shards)? } else { Vec::new() };
+        let of_nodes = node_ranks.filter(|_| few);
         Ok(Self {
+            between_nodes: of_nodes.map(|node_ranks| BetweenNodes::new(node_ranks, &steps)),
             ranks,
             strategy: Strategy::Ring.to_string(),
             strategies: Vec::new(),
@@ -309,7 +359,7 @@ impl Figures {
             drawn_ranks: all.iter().step_by(ranks.div_ceil(MOST_STEPPED_RANKS)).cloned().collect(),
             per_rank: if few { all } else { extremes(&all, rank) },
             program,
-            steps: if few { steps(spec, &needs, route, &shards)? } else { Vec::new() },
+            steps,
             route,
             shards,
             starts: documents.cum_seqlens_q,
@@ -395,6 +445,12 @@ impl Figures {
             Route::RelayUp => "each rank relays blocks to the next rank (relay-up)",
             Route::RelayDown => "each rank relays blocks to the previous rank (relay-down)",
             Route::Direct => "owners send blocks directly to the ranks that use them (direct)",
+            Route::RailsUp { .. } => {
+                "blocks pass the ranks of a node, then all move to the next node (rails-up)"
+            }
+            Route::RailsDown { .. } => {
+                "blocks pass the ranks of a node, then all move to the previous node (rails-down)"
+            }
         };
         match self.hops {
             0 => "no hop: every rank owns all rows that it needs".to_owned(),

@@ -9,7 +9,9 @@ mod strategies;
 use std::path::{Path, PathBuf};
 
 use annulus::Attention;
-use annulus_core::{Batch, Choice, Dims, Layout, Machine, Route, Spec, Strategy, StrategyTraffic};
+use annulus_core::{
+    Batch, Choice, Dims, Layout, Machine, Placement, Route, Spec, Strategy, StrategyTraffic,
+};
 use clap::Args;
 
 use crate::{
@@ -67,6 +69,10 @@ pub(crate) struct PlanFlags {
     /// writes: links, compute rates and memory
     #[arg(long, value_name = "FILE")]
     machine: Option<PathBuf>,
+    /// Ranks of each node, neighbours on the ring: on several nodes blocks may take rails. Default:
+    /// those of --machine; without one, all ranks are on one node
+    #[arg(long, value_name = "N", value_parser = from_one)]
+    node_ranks: Option<usize>,
     /// Plan the reproducible order: layouts divide the rows at leaves, queries are sent in a
     /// backward pass, and the memory of partial results that wait to be merged is shown
     #[arg(long)]
@@ -113,7 +119,7 @@ pub(crate) fn run(flags: &PlanFlags) -> Outcome {
     figures::check_queries(&spec).map_err(named)?;
     let machine = flags.machine.as_deref().map(machine::read).transpose()?;
     let strategies = flags.strategies(&spec, machine.as_ref())?.map_err(named)?;
-    let (of_ring, planned) = flags.ring(&spec, &strategies).map_err(named)?;
+    let (of_ring, planned) = flags.ring(&spec, &strategies, machine.as_ref()).map_err(named)?;
     let ring = Figures::new(&of_ring, planned).map_err(named)?;
     let picture = flags.svg.as_ref().map(|path| (path, picture::draw(&of_ring, &ring)));
     let figures = ring.of_all_heads(&spec, flags.rank, &strategies);
@@ -143,6 +149,8 @@ struct Planned {
     ranks: usize,
     layout: Layout,
     route: Route,
+    /// Ranks of a node, if there are several nodes.
+    node_ranks: Option<usize>,
     /// Packed documents, or the default batch.
     batch: Batch,
     /// The mask in words.
@@ -198,7 +206,16 @@ impl PlanFlags {
         if self.layout != LayoutName::Balanced && self.mask.documents.is_empty() {
             let layout = self.layout.layout();
             let layout = layout.as_ref();
-            return Ok(Strategies::new(spec, self.ranks, layout, self.strategy, machine));
+            let placement = self.placement(machine);
+            let placement = placement.as_ref();
+            return Ok(Strategies::new(
+                spec,
+                self.ranks,
+                layout,
+                self.strategy,
+                machine,
+                placement,
+            ));
         }
         if self.strategy != Strategy::Ring {
             let want = "ring with --documents or --layout balanced";
@@ -206,20 +223,43 @@ impl PlanFlags {
         }
         let Some(machine) = machine else { return Ok(Ok(Strategies::default())) };
         let batch = documents::batch(&self.mask.documents);
-        let choice = self.layout.choice(spec, self.ranks, &batch);
+        let placement = self.placement(Some(machine));
+        let choice = self.layout.choice(spec, self.ranks, &batch, placement.as_ref());
         Ok(choice.and_then(|choice| {
             Strategies::of_documents(spec, self.ranks, &choice, &batch, machine)
         }))
     }
 
+    /// Returns the ranks of a node.
+    fn ranks_of_node(&self, machine: Option<&Machine>) -> usize {
+        let of_machine = machine.map(|machine| machine.ranks_per_node);
+        self.node_ranks.or(of_machine).unwrap_or(self.ranks).max(1)
+    }
+
+    /// Returns the nodes of the ranks, if there are several.
+    fn placement(&self, machine: Option<&Machine>) -> Option<Placement> {
+        let of_node = self.ranks_of_node(machine);
+        let nodes = (0..self.ranks).map(|rank| rank / of_node).collect();
+        (of_node < self.ranks).then(|| Placement::new(nodes))
+    }
+
     /// Returns the ring whose steps are shown: of a grid that of the first member of each group.
-    fn ring(&self, spec: &Spec, strategies: &Strategies) -> annulus_core::Result<(Spec, Planned)> {
+    fn ring(
+        &self,
+        spec: &Spec,
+        strategies: &Strategies,
+        machine: Option<&Machine>,
+    ) -> annulus_core::Result<(Spec, Planned)> {
         let batch = documents::batch(&self.mask.documents);
         let mask = self.mask.describe();
         let Some(StrategyTraffic { grid, layout, .. }) = strategies.grid() else {
-            let Choice { layout, route, .. } = self.layout.choice(spec, self.ranks, &batch)?;
-            let (ranks, rank) = (self.ranks, self.rank);
-            return Ok((spec.clone(), Planned { ranks, layout, route, batch, mask, rank }));
+            let placement = self.placement(machine);
+            let choice = self.layout.choice(spec, self.ranks, &batch, placement.as_ref())?;
+            let Choice { layout, route, .. } = choice;
+            let Self { ranks, rank, .. } = *self;
+            let node_ranks = placement.map(|_| self.ranks_of_node(machine));
+            let planned = Planned { ranks, layout, route, node_ranks, batch, mask, rank };
+            return Ok((spec.clone(), planned));
         };
         figures::check_rank(self.rank, self.ranks)?;
         let of_member = spec.of_member(grid, 0);
@@ -227,7 +267,8 @@ impl PlanFlags {
         let fixed = Some(layout.of_member(grid, 0));
         let Choice { layout, route, .. } = Choice::auto(&of_member, ranks, fixed, None, &mut || ());
         let rank = self.rank.map(|rank| grid.group(rank));
-        Ok((of_member, Planned { ranks, layout, route, batch, mask, rank }))
+        let node_ranks = None;
+        Ok((of_member, Planned { ranks, layout, route, node_ranks, batch, mask, rank }))
     }
 
     /// Paths that flags name.
@@ -243,6 +284,9 @@ fn print(figures: &Figures) {
     say!("strategy  {}", figures.strategy_in_words());
     say!("forward   {}", figures.forward.in_words());
     say!("backward  {}", figures.backward.in_words());
+    if let Some(between) = figures.between_nodes {
+        say!("nodes     {}", between.in_words());
+    }
     if let Some(leaves) = &figures.leaves {
         let [forward, backward] = leaves.in_words();
         say!("leaves    {forward}");

@@ -1,8 +1,8 @@
 //! Figures of every strategy that ranks and heads admit.
 
 use annulus_core::{
-    Backend, Batch, Choice, Error, HeadGrid, Layout, Machine, Prediction, Result, Spec, Strategy,
-    StrategyTraffic, TrafficOptions,
+    Backend, Batch, Choice, Error, HeadGrid, Layout, Machine, Placement, Prediction, Result, Spec,
+    Strategy, StrategyTraffic, TrafficOptions,
 };
 use serde::Serialize;
 
@@ -64,6 +64,7 @@ impl Strategies {
         layout: Option<&Layout>,
         strategy: Strategy,
         machine: Option<&Machine>,
+        placement: Option<&Placement>,
     ) -> Result<Self> {
         let grid = HeadGrid::of(&spec.dims, ranks, strategy)?;
         if let Some(grid) = &grid {
@@ -72,7 +73,7 @@ impl Strategies {
         if strategy == Strategy::Ring && ranks > MOST_STEPPED_RANKS && machine.is_none() {
             return Ok(Self::default());
         }
-        let options = options(spec, layout)?;
+        let options = TrafficOptions { placement, ..options(spec, layout)? };
         let all = StrategyTraffic::of_all(spec, ranks, &options, &mut || ())?;
         let (fastest, predictions) = match machine {
             Some(machine) => {
@@ -135,6 +136,7 @@ fn options<'a>(spec: &Spec, layout: Option<&'a Layout>) -> Result<TrafficOptions
         route: None,
         placement: None,
         kv_tile,
+        receive_ahead: 1,
         batch: None,
     })
 }

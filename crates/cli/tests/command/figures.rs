@@ -35,6 +35,37 @@ fn predicted_bytes_match_the_theory() {
 }
 
 #[test]
+fn rails_send_the_same_bytes_from_each_rank_of_a_node() {
+    let folder = Folder::new("plan_rails");
+    let flags = "--q-len 4096 --ranks 16 --heads 1";
+    let rails = plan(&folder, &format!("{flags} --node-ranks 4"));
+    assert_eq!((&rails["direction"], rails["hops"].as_u64()), (&Value::from("rails-up"), Some(15)));
+    assert_eq!(rails["schedule_checked"], true);
+    let relay = plan(&folder, flags);
+    assert_eq!(relay["direction"], "relay-up");
+    assert_eq!(relay.get("between_nodes"), None);
+    assert_eq!(rails["bytes_sent_total"], relay["bytes_sent_total"]);
+    // a block of 256 rows of 2 · 64 elements of 4 bytes moves three times between four nodes
+    let between = &rails["between_nodes"];
+    let number = |field: &str| between[field].as_u64().unwrap();
+    let block = 256 * 512;
+    assert_eq!(number("bytes_max_rank"), 3 * block);
+    assert_eq!(number("bytes_sent_total"), 16 * 3 * block);
+    assert_eq!((number("node_ranks"), number("steps_max_rank")), (4, 3));
+    let text = folder.succeed(&format!("plan {flags} --node-ranks 4")).out;
+    assert!(
+        text.contains("nodes     6.00 MiB to other nodes of 4 ranks; at most 384 KiB from"),
+        "{text}"
+    );
+    // nodes of different sizes
+    let uneven = plan(&folder, &format!("{flags} --node-ranks 5"));
+    assert_eq!(uneven["direction"], "relay-up");
+    // thousands of nodes take no longer than a relay, but for the ranks of a node
+    let many = "--causal --q-len 67108864 --ranks 65536 --rank 17 --node-ranks 8";
+    assert_eq!(plan(&folder, many)["direction"], "rails-down");
+}
+
+#[test]
 fn sums_past_64_bits_do_not_saturate() {
     let folder = Folder::new("plan_large_sums");
     let flags = "--q-len 1000000 --ranks 8 --batch 100000000 --heads 1";

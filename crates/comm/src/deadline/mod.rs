@@ -285,6 +285,10 @@ impl<T: Transport<S>, S: Space> Transport<S> for Deadline<T, S> {
     fn posts_ahead(&self) -> bool {
         self.inner.posts_ahead()
     }
+
+    fn runs_groups_in_order(&self) -> bool {
+        self.inner.runs_groups_in_order()
+    }
 }
 
 impl<T: Transport<S>, S: Space> Control for Deadline<T, S> {

@@ -166,8 +166,10 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let checked = spec.and_then(|spec| check(&backend, spec, &options, ranks, strategy));
         let placement = transport.control().placement().cloned();
         let posts_ahead = transport.posts_ahead();
+        let groups_in_order = transport.runs_groups_in_order();
         let described = checked.as_ref().map_err(Error::clone).map(|(spec, grid, capabilities)| {
-            let fields = TransportFields { placement: placement.as_ref(), posts_ahead };
+            let fields =
+                TransportFields { placement: placement.as_ref(), posts_ahead, groups_in_order };
             describe::plan(spec, &options, grid.strategy(), capabilities, fields)
         });
         let combined = agreement::enter(transport, 0, &described)?;

@@ -142,6 +142,10 @@ impl<S: Space> Transport<S> for Subset<S> {
     fn posts_ahead(&self) -> bool {
         self.shared().transport.posts_ahead()
     }
+
+    fn runs_groups_in_order(&self) -> bool {
+        self.shared().transport.runs_groups_in_order()
+    }
 }
 
 impl<S: Space> Control for Subset<S> {

@@ -288,6 +288,10 @@ impl<S: Space<Buffer = CudaBuffer, Event = Event>> Transport<S> for DeviceMpi {
     fn posts_ahead(&self) -> bool {
         Transport::<Host>::posts_ahead(&self.inner)
     }
+
+    fn runs_groups_in_order(&self) -> bool {
+        false
+    }
 }
 
 impl Control for DeviceMpi {

@@ -156,6 +156,10 @@ impl Transport<Host> for Progress {
     fn posts_ahead(&self) -> bool {
         self.cell.lock().posts_ahead()
     }
+
+    fn runs_groups_in_order(&self) -> bool {
+        self.cell.lock().runs_groups_in_order()
+    }
 }
 
 impl Control for Progress {

@@ -305,6 +305,10 @@ impl Transport<Host> for Mpi {
     fn posts_ahead(&self) -> bool {
         self.posts_ahead
     }
+
+    fn runs_groups_in_order(&self) -> bool {
+        false
+    }
 }
 
 #[cfg(test)]

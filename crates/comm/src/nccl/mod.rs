@@ -364,6 +364,10 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
     fn posts_ahead(&self) -> bool {
         false
     }
+
+    fn runs_groups_in_order(&self) -> bool {
+        true
+    }
 }
 
 impl<T: Transport<Host>> Control for Nccl<T> {

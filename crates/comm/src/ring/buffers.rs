@@ -41,19 +41,20 @@ struct Sizes {
 
 impl Sizes {
     fn of(agreed: &Agreed, plan: &RingPlan) -> Self {
-        let Agreed { spec, route, backward, .. } = agreed;
+        let Agreed { spec, route, backward, receive_ahead, .. } = agreed;
         let communicates = plan.shards.kv.len() > 1;
         let two_pass = *backward && spec.backward == BackwardMode::TwoPass;
         // a relay reuses the local block's buffer once it is sent; the direct route sends from it
-        // in every step, and so needs a third buffer
+        // in every step, and so needs a further buffer
         let stock = |local: usize, received: u64, later: [u64; MAX_PARTS - 1], bytes: u64| {
             let local = local as u64;
             let whole = match (communicates, route) {
                 (false, _) => return vec![local * bytes],
-                (true, Route::Direct) => vec![local, received, received],
-                (true, _) => vec![received.max(local), received],
+                (true, Route::Direct) => [local, received],
+                (true, _) => [received.max(local), 0],
             };
-            whole.into_iter().chain(later).map(|rows| rows * bytes).collect()
+            let ahead = vec![received; *receive_ahead];
+            whole.into_iter().chain(ahead).chain(later).map(|rows| rows * bytes).collect()
         };
         let sends_gradients = *backward && communicates && !two_pass;
         let local_dkv = plan.gradient_bytes(plan.keys.len() as u64);
@@ -147,14 +148,19 @@ impl<S: Space> Buffers<S> {
     }
 }
 
-/// Takes the smallest buffer of the stock that holds `bytes`. [`Sizes::of`] provides one.
-pub(super) fn take_buffer<S: Space>(stock: &mut Vec<S::Buffer>, bytes: u64) -> Result<S::Buffer> {
-    let fitting = stock
+/// Returns the index of the smallest buffer of the stock that holds `bytes`.
+pub(super) fn find_buffer<S: Space>(stock: &[S::Buffer], bytes: u64) -> Option<usize> {
+    stock
         .iter()
         .enumerate()
         .filter(|(_, buffer)| S::size(buffer) >= bytes)
-        .min_by_key(|(_, buffer)| S::size(buffer));
-    match fitting.map(|(index, _)| index) {
+        .min_by_key(|(_, buffer)| S::size(buffer))
+        .map(|(index, _)| index)
+}
+
+/// Takes the smallest buffer of the stock that holds `bytes`. [`Sizes::of`] provides one.
+pub(super) fn take_buffer<S: Space>(stock: &mut Vec<S::Buffer>, bytes: u64) -> Result<S::Buffer> {
+    match find_buffer::<S>(stock, bytes) {
         Some(index) => Ok(stock.swap_remove(index)),
         None => Err(Error::internal("all buffers of the plan are in flight")),
     }
@@ -164,8 +170,8 @@ pub(super) fn take_buffer<S: Space>(stock: &mut Vec<S::Buffer>, bytes: u64) -> R
 pub(super) struct GradientBuffers<'a, S: Space> {
     stock: &'a mut Vec<S::Buffer>,
     final_stock: &'a mut Vec<S::Buffer>,
-    /// Sent after the step before; free once all transfers have completed.
-    sent: Option<S::Buffer>,
+    /// Partial sums that were sent; free once no transport owns them.
+    sent: Vec<S::Buffer>,
 }
 
 impl<'a, S: Space> GradientBuffers<'a, S> {
@@ -173,22 +179,23 @@ impl<'a, S: Space> GradientBuffers<'a, S> {
         stock: &'a mut Vec<S::Buffer>,
         final_stock: &'a mut Vec<S::Buffer>,
     ) -> Self {
-        Self { stock, final_stock, sent: None }
+        Self { stock, final_stock, sent: Vec::new() }
     }
 
-    /// Takes a buffer for a partial sum.
-    pub(super) fn take(&mut self, bytes: u64) -> Result<S::Buffer> {
-        take_buffer::<S>(self.stock, bytes)
+    /// Takes a buffer for a partial sum; `None` while all are being sent.
+    pub(super) fn take(&mut self, bytes: u64) -> Option<S::Buffer> {
+        self.stock.extend(self.sent.extract_if(.., |buffer| !S::is_shared(buffer)));
+        let index = find_buffer::<S>(self.stock, bytes)?;
+        Some(self.stock.swap_remove(index))
     }
 
-    /// Takes a buffer for a gradient that arrives.
-    pub(super) fn take_for(&mut self, message: &MessageHeader) -> Result<S::Buffer> {
-        let stock = if message.channel == Channel::FinalGrad {
-            &mut *self.final_stock
+    /// Takes a buffer for a gradient that arrives; `None` while all are being sent.
+    pub(super) fn take_for(&mut self, message: &MessageHeader) -> Option<S::Buffer> {
+        if message.channel == Channel::FinalGrad {
+            take_buffer::<S>(self.final_stock, message.bytes()).ok()
         } else {
-            &mut *self.stock
-        };
-        take_buffer::<S>(stock, message.bytes())
+            self.take(message.bytes())
+        }
     }
 
     /// Returns the buffer of a partial sum.
@@ -203,11 +210,11 @@ impl<'a, S: Space> GradientBuffers<'a, S> {
 
     /// Keeps a buffer until its bytes are sent.
     pub(super) fn sent(&mut self, dkv: Option<(S::Buffer, S::Event)>) {
-        self.sent = dkv.map(|(buffer, _)| buffer);
+        self.sent.extend(dkv.map(|(buffer, _)| buffer));
     }
 
-    /// Returns the buffer that was sent.
-    pub(super) fn recycle_sent(&mut self) {
-        self.stock.extend(self.sent.take());
+    /// Ends the pass, of which all sends have completed.
+    pub(super) fn finish(&mut self) {
+        self.stock.append(&mut self.sent);
     }
 }

@@ -19,6 +19,7 @@ const SHOWN: usize = 60;
 pub(crate) struct TransportFields<'a> {
     pub(crate) placement: Option<&'a Placement>,
     pub(crate) posts_ahead: bool,
+    pub(crate) groups_in_order: bool,
 }
 
 /// Values of the fields of [`plan`] that may differ between ranks.
@@ -27,15 +28,20 @@ pub(crate) struct Combined {
     pub(crate) kv_block_size: u64,
     /// True if every transport posts ahead.
     pub(crate) posts_ahead: bool,
+    /// True if any transport runs groups in order.
+    pub(crate) groups_in_order: bool,
 }
 
 impl Combined {
     /// Decodes the result of the agreement on [`plan`].
     pub(crate) fn new(values: &[u64]) -> Result<Self> {
         match values {
-            &[kv_tile, kv_block_size, announces] => {
-                Ok(Self { kv_tile, kv_block_size, posts_ahead: announces == 0 })
-            }
+            &[kv_tile, kv_block_size, announces, in_order] => Ok(Self {
+                kv_tile,
+                kv_block_size,
+                posts_ahead: announces == 0,
+                groups_in_order: in_order != 0,
+            }),
             _ => Err(Error::internal("an agreement on other fields than those of a plan")),
         }
     }
@@ -105,9 +111,11 @@ pub(crate) fn plan(
     d.field("partial", u64::from(spec.partial))
         .field("backward", u64::from(options.backward))
         .field("local_gradients", u64::from(options.local_gradients))
+        .field("receive_ahead", options.receive_ahead_steps() as u64)
         .largest("kv_tile", capabilities.kv_tile)
         .largest("kv_block_size", options.kv_block_size.unwrap_or_default())
         .largest("announces messages", u64::from(!transport.posts_ahead))
+        .largest("runs groups in order", u64::from(transport.groups_in_order))
 }
 
 /// Describes a batch, but for the rows, which differ by rank.

@@ -88,38 +88,69 @@ impl<'a, S: Space> InFlight<'a, S> {
         source: Option<&(S::Buffer, S::Event)>,
         mut take_buffer: impl FnMut(&MessageHeader) -> Result<S::Buffer>,
     ) -> Result<()> {
-        if transfers.sends.is_empty() && transfers.receives.is_empty() {
+        let mut receives = Vec::with_capacity(transfers.receives.len());
+        for header in &transfers.receives {
+            receives.push(Incoming { buffer: take_buffer(header)?, header: self.tagged(header) });
+        }
+        self.expected.extend(receives.iter().map(|incoming| incoming.header.clone()));
+        self.start(&transfers.sends, source, receives)
+    }
+
+    /// Returns a message of the program with its tag in the transport.
+    pub(super) fn tagged(&self, header: &MessageHeader) -> MessageHeader {
+        let tag = header.tag + self.first_tag;
+        MessageHeader { tag, agreed: self.lengths, ..header.clone() }
+    }
+
+    /// Posts one group: `sends` from `source`, and receives with the headers of
+    /// [`InFlight::tagged`], which the caller takes with [`InFlight::take`].
+    pub(super) fn start(
+        &mut self,
+        headers: &[MessageHeader],
+        source: Option<&(S::Buffer, S::Event)>,
+        receives: Vec<Incoming<S>>,
+    ) -> Result<()> {
+        if headers.is_empty() && receives.is_empty() {
             return Ok(());
         }
-        let tagged = |header: &MessageHeader| MessageHeader {
-            tag: header.tag + self.first_tag,
-            agreed: self.lengths,
-            ..header.clone()
-        };
-        for header in &transfers.receives {
-            let buffer = take_buffer(header)?;
-            let header = tagged(header);
-            self.expected.push(header.clone());
-            self.incoming.push(Incoming { header, buffer });
-        }
-        let mut sends = Vec::with_capacity(transfers.sends.len());
-        for header in &transfers.sends {
+        self.incoming.extend(receives);
+        let mut sends = Vec::with_capacity(headers.len());
+        for header in headers {
             let Some((buffer, ready)) = source else {
                 return Err(Error::internal(format!(
                     "nothing to send to rank {} in step {}",
                     header.peer, header.step
                 )));
             };
-            sends.push(Outgoing { header: tagged(header), buffer, ready });
+            sends.push(Outgoing { header: self.tagged(header), buffer, ready });
         }
         if let Some(now) = self.observer.now().filter(|_| !sends.is_empty()) {
-            self.posts.push((self.step, transfers.bytes_sent(), now));
+            let bytes = headers.iter().map(MessageHeader::bytes).sum();
+            self.posts.push((self.step, bytes, now));
         }
         self.transport.post(&sends, &mut self.incoming)
     }
 
+    /// Returns a receive of [`InFlight::start`] once it has arrived. Does not block.
+    pub(super) fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<S>>> {
+        self.transport.take(header)
+    }
+
+    /// Returns true if a send is in flight.
+    pub(super) fn sends(&self) -> bool {
+        self.transport.pending()
+    }
+
     /// Tick of a kernel: polls the transport, and breaks once a transfer has failed.
     pub(crate) fn tick(&mut self) -> ControlFlow<()> {
+        self.tick_with(|_| Ok(()))
+    }
+
+    /// As [`InFlight::tick`]; calls `after_poll` after each poll.
+    pub(super) fn tick_with(
+        &mut self,
+        after_poll: impl FnOnce(&mut Self) -> Result<()>,
+    ) -> ControlFlow<()> {
         if self.failure.is_some() {
             return ControlFlow::Break(());
         }
@@ -128,7 +159,7 @@ impl<'a, S: Space> InFlight<'a, S> {
         }
         self.last_tick = Instant::now();
         self.transport.control().heartbeat(true);
-        match self.transport.progress(Duration::ZERO) {
+        match self.poll(Duration::ZERO).and_then(|()| after_poll(self)) {
             Ok(()) => ControlFlow::Continue(()),
             Err(error) => {
                 self.failure = Some(error);
@@ -142,59 +173,77 @@ impl<'a, S: Space> InFlight<'a, S> {
         self.failure.take().map_or(Ok(()), Err)
     }
 
-    /// Waits for the receive that was posted first.
-    pub(crate) fn wait_next(&mut self) -> Result<Arrived<S>> {
+    /// Moves messages, and makes the events of those that have been sent.
+    fn poll(&mut self, patience: Duration) -> Result<()> {
+        self.transport.progress(patience)?;
+        if !self.posts.is_empty() && !self.transport.pending() {
+            for (step, bytes, posted) in self.posts.drain(..) {
+                self.observer.sent(step, bytes, posted);
+            }
+        }
+        Ok(())
+    }
+
+    /// Polls until `result` returns a value, and at least once.
+    pub(super) fn wait_until<T>(
+        &mut self,
+        mut result: impl FnMut(&mut Self) -> Result<Option<T>>,
+    ) -> Result<T> {
         span!("wait");
         self.check()?;
         self.transport.control().heartbeat(true);
-        let Some(header) = self.expected.first() else {
-            return Err(Error::internal("the schedule waits for a message that was not posted"));
-        };
         let start = Instant::now();
         let mut patience = Duration::ZERO;
-        let arrived = loop {
-            self.transport.progress(patience)?;
-            if let Some(arrived) = self.transport.take(header)? {
-                break arrived;
+        let value = loop {
+            self.poll(patience)?;
+            if let Some(value) = result(self)? {
+                break value;
             }
             patience = PATIENCE;
         };
         self.waited += start.elapsed();
         self.observer.waited(self.step, start);
-        self.expected.remove(0);
-        Ok(arrived)
+        Ok(value)
     }
 
-    /// Waits for all receives and sends. Returns the receives in the order in which they were
-    /// posted.
-    pub(crate) fn wait_all(&mut self) -> Result<Vec<(MessageHeader, Arrived<S>)>> {
-        span!("wait");
-        self.check()?;
-        self.transport.control().heartbeat(true);
-        let start = Instant::now();
-        let awaits_any = !self.expected.is_empty() || self.transport.pending();
-        let mut arrived: Vec<Option<Arrived<S>>> = self.expected.iter().map(|_| None).collect();
-        let mut patience = Duration::ZERO;
-        loop {
-            self.transport.progress(patience)?;
+    /// Waits for all receives of [`InFlight::post`]; calls `after_poll` after each poll. Returns
+    /// them in the order in which they were posted.
+    pub(super) fn wait_receives(
+        &mut self,
+        mut after_poll: impl FnMut(&mut Self) -> Result<()>,
+    ) -> Result<Vec<(MessageHeader, Arrived<S>)>> {
+        if self.expected.is_empty() {
+            return self.check().map(|()| Vec::new());
+        }
+        let expected = std::mem::take(&mut self.expected);
+        let mut arrived: Vec<Option<Arrived<S>>> = expected.iter().map(|_| None).collect();
+        self.wait_until(|in_flight| {
+            after_poll(in_flight)?;
             for (header, slot) in
-                self.expected.iter().zip(&mut arrived).filter(|(_, slot)| slot.is_none())
+                expected.iter().zip(&mut arrived).filter(|(_, slot)| slot.is_none())
             {
-                *slot = self.transport.take(header)?;
+                *slot = in_flight.transport.take(header)?;
             }
-            if arrived.iter().all(Option::is_some) && !self.transport.pending() {
-                break;
-            }
-            patience = PATIENCE;
+            Ok(arrived.iter().all(Option::is_some).then_some(()))
+        })?;
+        Ok(expected.into_iter().zip(arrived.into_iter().flatten()).collect())
+    }
+
+    /// Waits for all sends.
+    pub(super) fn wait_sends(&mut self) -> Result<()> {
+        self.check()?;
+        if self.transport.pending() || !self.posts.is_empty() {
+            self.wait_until(|in_flight| Ok((!in_flight.sends()).then_some(())))?;
         }
-        self.waited += start.elapsed();
-        if awaits_any {
-            self.observer.waited(self.step, start);
-        }
-        for (step, bytes, posted) in self.posts.drain(..) {
-            self.observer.sent(step, bytes, posted);
-        }
-        Ok(self.expected.drain(..).zip(arrived.into_iter().flatten()).collect())
+        Ok(())
+    }
+
+    /// Waits for all receives of [`InFlight::post`], and for all sends. Returns the receives in the
+    /// order in which they were posted.
+    pub(crate) fn wait_all(&mut self) -> Result<Vec<(MessageHeader, Arrived<S>)>> {
+        let arrived = self.wait_receives(|_| Ok(()))?;
+        self.wait_sends()?;
+        Ok(arrived)
     }
 
     /// Returns the exposed communication so far.

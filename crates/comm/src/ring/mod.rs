@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `ring_loop.rs` | the loops: forward, backward in one pass, backward in two |
 //! | `one_pass.rs` | a step of the one-pass backward |
-//! | `blocks.rs`, `buffers.rs` | double buffering of blocks; the plan's memory |
+//! | `blocks.rs`, `buffers.rs` | receives ahead and forwarding of blocks; the plan's memory |
 //! | `in_flight.rs` | transfers in flight; the only place that waits |
 //! | `plan.rs`, `program.rs`, `planning.rs`, `update.rs` | from rows to the messages of one rank |
 //! | `block_parts.rs`, `tail_overlap.rs` | overlap of the last block, and of the last gradients |
@@ -39,6 +39,7 @@ mod tail_overlap;
 mod update;
 
 use std::{
+    num::NonZeroUsize,
     panic::{self, AssertUnwindSafe},
     sync::Arc,
     time::{Duration, Instant},
@@ -112,10 +113,21 @@ pub struct RingOptions {
     /// receiving the next. It is rounded up to the KV tile of the backends, which is the default.
     /// All ranks use the largest of theirs. Results change by rounding at most.
     pub kv_block_size: Option<u64>,
+    /// Ring steps by which the receive of a block is posted ahead of the step that computes on it,
+    /// and by which the block may be forwarded ahead. Each step but the first takes one more buffer
+    /// for a block. Default: 1.
+    pub receive_ahead: Option<NonZeroUsize>,
     /// Deadline that the environment sets, 0 for none; equal on all ranks.
     pub deadline_variable: Option<Duration>,
     /// Machine by which the strategy was chosen, of which ranks compare the fingerprints.
     pub machine: Option<Arc<Machine>>,
+}
+
+impl RingOptions {
+    /// Returns [`RingOptions::receive_ahead`], or its default.
+    pub(crate) fn receive_ahead_steps(&self) -> usize {
+        self.receive_ahead.map_or(1, NonZeroUsize::get)
+    }
 }
 
 impl<B: Backend> Ring<B> {

@@ -1,21 +1,20 @@
 //! Parts of a step of the one-pass backward: tiles, reductions, and transfers of gradients.
 
+use std::collections::VecDeque;
+
 use annulus_core::{
     Arrived, BackwardPass, Block, Channel, Error, MessageHeader, Readers, Reduction, Result,
     RowSet, Rows, Space,
 };
 
 use super::{
-    blocks::Blocks,
+    blocks::{Blocks, Ready},
     buffers::{GradientBuffers, take_buffer},
     home_reduce::HomeReduce,
     in_flight::InFlight,
     plan::RingPlan,
     program::RankStep,
 };
-
-/// A block or a gradient, and the event after which it may be read.
-type Ready<S> = (<S as Space>::Buffer, <S as Space>::Event);
 
 /// A backward pass in which gradients follow their keys and values one ring step behind.
 pub(super) struct OnePass<'a, S: Space, P> {
@@ -33,8 +32,9 @@ impl<S: Space, P: BackwardPass<S>> OnePass<'_, S, P> {
     pub(super) fn attend_head(
         &mut self,
         step: &RankStep,
-        (buffer, ready): (&S::Buffer, &S::Event),
+        blocks: &mut Blocks<'_, S>,
     ) -> Result<Option<Ready<S>>> {
+        let Some((buffer, ready)) = blocks.current() else { return Ok(None) };
         let head_rows = self.plan.program.head_rows;
         let set;
         let head = match step.rows.ranges() {
@@ -46,10 +46,12 @@ impl<S: Space, P: BackwardPass<S>> OnePass<'_, S, P> {
             }
         };
         self.plan.shards.kv[step.owner].expand(head, self.rows)?;
-        let block = Block { buffer, ready, rows: self.rows };
+        let block = Block { buffer: &buffer, ready: &ready, rows: self.rows };
         let Self { pass, local_dkv, in_flight, .. } = self;
         in_flight.compute(step.owner, [head.count(), step.rows.count()], |in_flight| {
-            pass.attend_kv(&block, Some(&mut **local_dkv), &mut || in_flight.tick())
+            pass.attend_kv(&block, Some(&mut **local_dkv), &mut || {
+                in_flight.tick_with(|in_flight| blocks.advance(in_flight))
+            })
         })?;
         Ok(None)
     }
@@ -58,20 +60,45 @@ impl<S: Space, P: BackwardPass<S>> OnePass<'_, S, P> {
     pub(super) fn attend(
         &mut self,
         step: &RankStep,
-        (buffer, ready): (&S::Buffer, &S::Event),
+        blocks: &mut Blocks<'_, S>,
     ) -> Result<Option<Ready<S>>> {
+        let Some((buffer, ready)) = blocks.current() else { return Ok(None) };
+        let bytes = self.plan.gradient_bytes(step.rows.count());
+        let mut sum = self.take_sum(blocks, |sums| sums.take(bytes))?;
         self.plan.shards.kv[step.owner].expand(&step.rows, self.rows)?;
-        let block = Block { buffer, ready, rows: self.rows };
-        let mut sum = self.sums.take(self.plan.gradient_bytes(step.rows.count()))?;
+        let block = Block { buffer: &buffer, ready: &ready, rows: self.rows };
         let Self { pass, in_flight, .. } = self;
         let ready = in_flight.compute(step.owner, [step.rows.count(); 2], |in_flight| {
-            pass.attend_kv(&block, Some(&mut sum), &mut || in_flight.tick())
+            pass.attend_kv(&block, Some(&mut sum), &mut || {
+                in_flight.tick_with(|in_flight| blocks.advance(in_flight))
+            })
         })?;
         Ok(Some((sum, ready)))
     }
 
-    /// Waits for the messages of a step: stores the next block, adds the partial sum that arrived
-    /// to `dkv`, and reduces final gradients into the local dK/dV.
+    /// Takes a gradient buffer with `take`, after those in flight have been sent if there is none.
+    fn take_sum(
+        &mut self,
+        blocks: &mut Blocks<'_, S>,
+        take: impl Fn(&mut GradientBuffers<'_, S>) -> Option<S::Buffer>,
+    ) -> Result<S::Buffer> {
+        let Self { in_flight, sums, .. } = self;
+        if let Some(sum) = take(sums) {
+            return Ok(sum);
+        }
+        in_flight.wait_until(|in_flight| {
+            // before `take`, which then finds the buffers of all sends free
+            let sends = in_flight.sends();
+            blocks.advance(in_flight)?;
+            match take(sums) {
+                None if !sends => Err(Error::internal("all gradient buffers are in flight")),
+                sum => Ok(sum),
+            }
+        })
+    }
+
+    /// Waits for the gradients that were posted after the step before: adds the partial sum that
+    /// arrived to `dkv`, and reduces final gradients into the local dK/dV.
     pub(super) fn receive(
         &mut self,
         step: &RankStep,
@@ -80,9 +107,10 @@ impl<S: Space, P: BackwardPass<S>> OnePass<'_, S, P> {
         mut dkv: Option<&mut Ready<S>>,
     ) -> Result<()> {
         let mut reduces = reduces.iter();
-        for (message, arrived) in self.in_flight.wait_all()? {
+        let gradients = self.in_flight.wait_receives(|in_flight| blocks.advance(in_flight))?;
+        for (message, arrived) in gradients {
             match message.channel {
-                Channel::Kv => blocks.arrive(arrived),
+                Channel::Kv => return Err(unexpected(&message)),
                 Channel::PartialGrad => {
                     let (sum, ready) = dkv.as_mut().ok_or_else(|| unexpected(&message))?;
                     *ready = self.pass.reduce(
@@ -105,11 +133,20 @@ impl<S: Space, P: BackwardPass<S>> OnePass<'_, S, P> {
     }
 
     /// Sends `dkv` to the next rank that adds to it, or to the owner, and posts the receives of
-    /// gradients. The sends of the step before must have completed.
-    pub(super) fn post_gradients(&mut self, step: &RankStep, dkv: Option<Ready<S>>) -> Result<()> {
-        self.sums.recycle_sent();
-        let Self { in_flight, sums, .. } = self;
-        in_flight.post(&step.gradients, dkv.as_ref(), |message| sums.take_for(message))?;
+    /// gradients.
+    pub(super) fn post_gradients(
+        &mut self,
+        step: &RankStep,
+        blocks: &mut Blocks<'_, S>,
+        dkv: Option<Ready<S>>,
+    ) -> Result<()> {
+        let mut buffers = VecDeque::with_capacity(step.gradients.receives.len());
+        for message in &step.gradients.receives {
+            buffers.push_back(self.take_sum(blocks, |sums| sums.take_for(message))?);
+        }
+        let missing = || Error::internal("a gradient has no buffer");
+        self.in_flight
+            .post(&step.gradients, dkv.as_ref(), |_| buffers.pop_front().ok_or_else(missing))?;
         self.sums.sent(dkv);
         Ok(())
     }
@@ -138,7 +175,17 @@ impl<S: Space, P: BackwardPass<S>> OnePass<'_, S, P> {
         let part = plan.tail_of::<S>(&kv)?;
         plan.shards.kv[ring_index].expand(&plan.tail_set(), self.rows)?;
         let block = Block { buffer: &part, ready: &ready, rows: self.rows };
-        let mut sum = self.sums.take(plan.gradient_bytes(plan.tail_rows()))?;
+        let bytes = plan.gradient_bytes(plan.tail_rows());
+        let mut sum = match self.sums.take(bytes) {
+            Some(sum) => sum,
+            None => self.in_flight.wait_until(|in_flight| {
+                let sends = in_flight.sends();
+                match self.sums.take(bytes) {
+                    None if !sends => Err(Error::internal("all gradient buffers are in flight")),
+                    sum => Ok(sum),
+                }
+            })?,
+        };
         let Self { pass, in_flight, .. } = self;
         let rows = [plan.tail_rows(), plan.keys.len() as u64];
         let ready = in_flight.compute(ring_index, rows, |in_flight| {
@@ -163,7 +210,7 @@ impl<S: Space, P: BackwardPass<S>> OnePass<'_, S, P> {
             self.plan.program.tail_reduce.run(&mut self.pass, self.local_dkv, &tail)?;
             self.sums.put_back(tail.buffer);
         }
-        self.sums.recycle_sent();
+        self.sums.finish();
         Ok(())
     }
 }

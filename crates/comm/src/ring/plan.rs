@@ -34,6 +34,11 @@ pub(super) struct Agreed {
     pub(super) backward: bool,
     /// True if the transports of all ranks post receives ahead.
     pub(super) posts_ahead: bool,
+    /// True if the transport of a rank runs groups in order.
+    pub(super) groups_in_order: bool,
+    /// Ring steps by which the receive of a block is posted ahead: at least 1, and no more than
+    /// there are blocks to receive.
+    pub(super) receive_ahead: usize,
     /// Fingerprint of this rank's arithmetic. Equal on all ranks only if the order is reproducible.
     pub(super) numerics: String,
 }

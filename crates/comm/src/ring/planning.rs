@@ -6,8 +6,8 @@ use std::{
 };
 
 use annulus_core::{
-    Backend, BackwardMode, Capabilities, Choice, Error, Passes, RankShard, Result, RingShards,
-    Space, Spec, Strategy, Transport,
+    Backend, BackwardMode, Capabilities, Choice, Error, Order, Passes, Placement, RankShard,
+    Result, RingShards, Route, Space, Spec, Strategy, Transport,
 };
 
 use super::{
@@ -83,6 +83,27 @@ pub(crate) fn check_plan<B: Backend>(
     Ok((spec, capabilities))
 }
 
+/// Returns the route that is given, with the ranks of a node.
+fn route_of(
+    given: Route,
+    ranks: usize,
+    placement: Option<&Placement>,
+    order: &Order,
+) -> Result<Route> {
+    let of_nodes = placement.and_then(|placement| placement.node_ranks(order));
+    let route = given.with_node_ranks(of_nodes.unwrap_or(0));
+    if route.fits(ranks) {
+        return Ok(route);
+    }
+    let want = match given {
+        Route::RailsUp { node_ranks: 0 } | Route::RailsDown { node_ranks: 0 } => {
+            "several nodes with as many ranks each, which are neighbours on the ring".to_owned()
+        }
+        _ => format!("nodes of a divisor of {ranks} ranks"),
+    };
+    Err(Error::invalid("route", given.name(), want))
+}
+
 /// The parts of a [`super::Ring`] that all ranks have agreed upon.
 pub(super) struct Planned<B: Backend> {
     pub(super) agreed: Agreed,
@@ -105,8 +126,10 @@ impl<B: Backend> Planned<B> {
         let checked = spec.and_then(|spec| check_plan(backend, spec, options, ranks));
         let placement = transport.control().placement().cloned();
         let posts_ahead = transport.posts_ahead();
+        let groups_in_order = transport.runs_groups_in_order();
         let describe = |(spec, capabilities): &(Spec, _)| {
-            let fields = TransportFields { placement: placement.as_ref(), posts_ahead };
+            let fields =
+                TransportFields { placement: placement.as_ref(), posts_ahead, groups_in_order };
             describe::plan(spec, options, Strategy::Ring, capabilities, fields)
         };
         let described = checked.as_ref().map(describe).map_err(Error::clone);
@@ -121,10 +144,15 @@ impl<B: Backend> Planned<B> {
         let Choice { layout, route, order } =
             Choice::auto(&spec, ranks, fixed.as_ref(), placement.as_ref(), &mut tick);
         let whole_tiles = spec.leaf_rows.is_some();
+        let route = options
+            .route
+            .map_or(Ok(route), |given| route_of(given, ranks, placement.as_ref(), &order));
+        // an error on all ranks, which the closing status reports
+        let route_error = route.as_ref().err().cloned();
         let agreed = Agreed {
             spec: Arc::new(spec),
             layout,
-            route: options.route.unwrap_or(route),
+            route: route.unwrap_or(Route::RelayUp),
             order,
             split: SplitSize {
                 kv_tile: combined.kv_tile.max(1),
@@ -132,10 +160,15 @@ impl<B: Backend> Planned<B> {
                 whole_tiles,
             },
             posts_ahead: combined.posts_ahead,
+            groups_in_order: combined.groups_in_order,
+            receive_ahead: options.receive_ahead_steps().min(ranks.saturating_sub(1).max(1)),
             backward: options.backward,
             numerics: capabilities.numerics_id,
         };
-        let planned = Self::locally(backend, agreed, rank, ranks, &mut tick);
+        let planned = match route_error {
+            Some(error) => Err(error),
+            None => Self::locally(backend, agreed, rank, ranks, &mut tick),
+        };
         let planned = ticks.finish(planned).map(|planned| {
             let balance = planned.plan.message_balance(rank);
             (planned, balance)

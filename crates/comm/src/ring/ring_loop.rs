@@ -6,14 +6,15 @@
 //! for each ring step:              for each ring step:                for each ring step:
 //!   post: kv →, next kv ←            post: kv →, next kv ←              post: kv →, next kv ←
 //!   (m, l, acc) += attend(q, kv)     dq += …, dkv = attend(q, kv)       dq += attend(q, kv)
-//!   wait; kv = next kv               wait; kv = next kv                 wait; kv = next kv
+//!   wait for next kv                 wait for next kv                   wait for next kv
 //! out, lse = finish                  dkv += partial sum that arrived  q = pack(q, dout, statistics)
 //!                                    post: dkv → next user or owner   for each ring step:
 //!                                  dk, dv = local dkv + final           post: q →, next q ←
 //!                                           gradients                   dkv += attend(q, k, v)
-//!                                                                       wait; q = next q
+//!                                                                       wait for next q
 //! ```
-//! A post returns at once, so transfers overlap the tiles of the same step. The accumulators of the
+//! A post returns at once, so transfers overlap the tiles of the same step. No step waits for its
+//! sends: `blocks.rs` says when buffers are free and groups are posted. The accumulators of the
 //! queries never leave the device between the start and the finish of a pass. In one pass, the
 //! dK/dV accumulator of a KV shard is created on the first remote rank that needs it, follows the
 //! shard one ring step behind, and is sent from the last such rank directly back to the owner.
@@ -35,7 +36,7 @@ use crate::span::span;
 
 use super::{
     Ring, block_parts,
-    blocks::{Blocks, circulate},
+    blocks::{Blocks, Pace, circulate},
     buffers::{GradientBuffers, take_buffer},
     home_reduce::HomeReduce,
     in_flight::InFlight,
@@ -62,9 +63,12 @@ impl<B: Backend> Ring<B> {
 
         let mut kv = take_buffer::<B::Space>(&mut buffers.blocks, buffers.local_kv_bytes)?;
         let ready = pass.local_kv(&mut kv, readers)?;
-        let blocks = Blocks::new(kv, ready, agreed.route, &mut buffers.blocks);
-        let (steps, shards) = (&plan.program.steps, &plan.shards.kv);
-        circulate(steps, shards, blocks, &mut in_flight, &mut buffers.rows, |_, kv, tick| {
+        let steps = &plan.program.steps;
+        let pace = Pace::new(agreed);
+        let blocks =
+            Blocks::new(kv, ready, steps, |step| &step.kv_in_parts, pace, &mut buffers.blocks);
+        let shards = &plan.shards.kv;
+        circulate(shards, blocks, &mut in_flight, &mut buffers.rows, |_, kv, tick| {
             pass.attend(kv, tick)
         })?;
 
@@ -109,7 +113,9 @@ impl<B: Backend> Ring<B> {
 
         let mut kv = take_buffer::<B::Space>(&mut buffers.blocks, buffers.local_kv_bytes)?;
         let ready = pass.local_kv(&mut kv, readers)?;
-        let mut blocks = Blocks::new(kv, ready, agreed.route, &mut buffers.blocks);
+        let steps = &plan.program.steps;
+        let pace = Pace::new(agreed).with_gradients();
+        let mut blocks = Blocks::new(kv, ready, steps, |step| &step.kv, pace, &mut buffers.blocks);
         let mut one_pass = OnePass {
             pass,
             plan,
@@ -120,21 +126,22 @@ impl<B: Backend> Ring<B> {
         };
         // reductions of the final gradients that were posted in the step before
         let mut posted_reduces: &[HomeReduce] = &[];
-        for (number, step) in plan.program.steps.iter().enumerate() {
+        for (number, step) in steps.iter().enumerate() {
             span!("step", step = number, owner = step.owner);
             one_pass.in_flight.start_step(number);
-            blocks.post_next(&step.kv, &mut one_pass.in_flight)?;
-            let mut dkv = match blocks.current() {
-                Some(block) if number == 0 => one_pass.attend_head(step, block)?,
-                Some(block) => one_pass.attend(step, block)?,
-                None => None,
+            blocks.start_step(number, &mut one_pass.in_flight)?;
+            let mut dkv = if number == 0 {
+                one_pass.attend_head(step, &mut blocks)?
+            } else {
+                one_pass.attend(step, &mut blocks)?
             };
+            blocks.post_sends(&mut one_pass.in_flight)?;
+            blocks.release();
             one_pass.receive(step, posted_reduces, &mut blocks, dkv.as_mut())?;
-            one_pass.post_gradients(step, dkv)?;
+            one_pass.post_gradients(step, &mut blocks, dkv)?;
             posted_reduces = &step.home_reduces;
-            blocks.advance();
         }
-        let local_kv = blocks.put_back_all_but_local();
+        let local_kv = blocks.finish_all_but_local(&mut one_pass.in_flight)?;
         // the tail of the local block overlaps the last final gradients; see `tail_overlap.rs`
         let tail = one_pass.attend_tail(*ring_index, local_kv, &mut buffers.blocks)?;
         one_pass.receive_last(posted_reduces, tail)?;
@@ -165,10 +172,12 @@ impl<B: Backend> Ring<B> {
         let mut in_flight = InFlight::new(transport.as_mut(), first_tag, plan.lengths, observer);
         let mut kv = take_buffer::<B::Space>(&mut buffers.blocks, buffers.local_kv_bytes)?;
         let ready = pass.local_kv(&mut kv, Readers::Ring)?;
-        let blocks = Blocks::new(kv, ready, agreed.route, &mut buffers.blocks);
         let steps = &plan.program.steps;
+        let pace = Pace::new(agreed);
+        let blocks =
+            Blocks::new(kv, ready, steps, |step| &step.kv_in_parts, pace, &mut buffers.blocks);
         let shards = &plan.shards.kv;
-        circulate(steps, shards, blocks, &mut in_flight, rows, |step, kv, tick| {
+        circulate(shards, blocks, &mut in_flight, rows, |step, kv, tick| {
             // the local queries add to the local dK and dV here, so the second pass skips them; in
             // the reproducible order they are leaves like those of other ranks
             let dkv = (step == 0 && !reproducible).then_some(&mut *local_dkv);
@@ -182,10 +191,11 @@ impl<B: Backend> Ring<B> {
         let mut in_flight = InFlight::new(transport.as_mut(), second_tag, plan.lengths, observer);
         let mut q = take_buffer::<B::Space>(&mut buffers.queries, plan.local_query_bytes())?;
         let ready = pass.local_queries(&mut q)?;
-        let blocks = Blocks::new(q, ready, agreed.route, &mut buffers.queries);
         let steps = &plan.query_steps;
+        let blocks =
+            Blocks::new(q, ready, steps, |step| &step.kv_in_parts, pace, &mut buffers.queries);
         let shards = &plan.shards.q;
-        circulate(steps, shards, blocks, &mut in_flight, rows, |step, q, tick| match step {
+        circulate(shards, blocks, &mut in_flight, rows, |step, q, tick| match step {
             0 if !reproducible => Ok(()),
             _ => pass.attend_queries(q, local_dkv, tick),
         })?;

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! for each ring step:   Compute   tiles of the step's block, or of each part of it
-//!                       Wait      time until the messages of the step had arrived
+//!                       Wait      time until the block or the gradients of the step had arrived
 //!                       Send      messages that were posted together
 //! ```
 //! Without a function no clock is read and nothing is counted.

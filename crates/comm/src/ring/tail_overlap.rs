@@ -104,6 +104,8 @@ mod tests {
                 split: SplitSize { kv_tile: 64, kv_block: 0, whole_tiles: false },
                 backward: true,
                 posts_ahead: false,
+                groups_in_order: false,
+                receive_ahead: 1,
                 numerics: String::new(),
             };
             let plan = RingPlan::derive::<Host>(&agreed, rank, coordinates, None, &mut || ());

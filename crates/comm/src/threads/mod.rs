@@ -250,6 +250,10 @@ impl Transport<Host> for Threads {
     fn posts_ahead(&self) -> bool {
         false
     }
+
+    fn runs_groups_in_order(&self) -> bool {
+        false
+    }
 }
 
 impl Control for Threads {

@@ -53,6 +53,10 @@ impl Transport<Host> for Neighbouring {
     fn posts_ahead(&self) -> bool {
         self.inner.posts_ahead()
     }
+
+    fn runs_groups_in_order(&self) -> bool {
+        self.inner.runs_groups_in_order()
+    }
 }
 
 impl Control for Neighbouring {

@@ -1,6 +1,6 @@
 //! Same inputs, ranks and layout: the same bits at every repetition and in any order of arrivals.
 
-use annulus_core::{DType, Dims, Layout, SinkShape, Spec};
+use annulus_core::{BackwardMode, DType, Dims, Layout, Route, SinkShape, Spec};
 
 use super::{Verdict, ensure};
 use crate::{Answer, Case, Draw, Masks, Setting, Subject};
@@ -61,6 +61,34 @@ pub fn same_bits_over_repeats(subject: &dyn Subject, times: usize) -> Verdict {
         let Some(first) = answers.first() else { continue };
         same_bits(subject, &setting, &answers, first)?;
         same_bits(subject, &setting, &subject.run(&case, &setting, 1).map_err(text)?, first)?;
+    }
+    Ok(())
+}
+
+/// Receives further ahead, on every route, in one pass and in two: the bits stay the same.
+///
+/// # Errors
+/// The array that differed.
+pub fn same_bits_received_ahead(subject: &dyn Subject) -> Verdict {
+    for (backward, route) in [BackwardMode::OnePass, BackwardMode::TwoPass]
+        .into_iter()
+        .flat_map(|backward| Route::ALL.map(|route| (backward, route)))
+    {
+        let mut case = summed_everywhere(subject);
+        case.spec.backward = backward;
+        for setting in [Setting::new(5, Layout::Zigzag), Setting::new(4, Layout::Contiguous)] {
+            let ahead =
+                |receive_ahead| Setting { route: Some(route), receive_ahead, ..setting.clone() };
+            let run = |setting: &Setting| {
+                let answers = subject.run(&case, setting, 2);
+                answers.map_err(|error| format!("{} on {setting}: {error}", subject.name()))
+            };
+            let by_default = run(&ahead(None))?;
+            for steps in [1, 2, 3, 9] {
+                let setting = ahead(Some(steps));
+                same_bits(subject, &setting, &run(&setting)?, &by_default[0])?;
+            }
+        }
     }
     Ok(())
 }

@@ -107,8 +107,7 @@ pub fn random_cases(subject: &dyn Subject, seeds: impl Iterator<Item = u64>) -> 
         // ids of one side serve for both only if every rank owns the same rows of both
         let lone_ids = case.batch.q_segment_ids.is_some() != case.batch.kv_segment_ids.is_some();
         let layout = layout.filter(|layout| !(lone_ids && matches!(layout, Layout::Custom(_))));
-        let route =
-            draw.pick(&[None, Some(Route::RelayUp), Some(Route::RelayDown), Some(Route::Direct)]);
+        let route = draw.pick(&routes(ranks));
         examine(
             subject,
             &judge(&case)?,
@@ -117,6 +116,15 @@ pub fn random_cases(subject: &dyn Subject, seeds: impl Iterator<Item = u64>) -> 
         )?;
     }
     Ok(())
+}
+
+/// The routes of a ring of this many ranks, and `None`. Rails are over the largest nodes of which
+/// there are several, if there are such.
+pub fn routes(ranks: usize) -> Vec<Option<Route>> {
+    let divides = |size: &usize| ranks.is_multiple_of(*size);
+    let node_ranks = (1..ranks).rev().find(divides).unwrap_or(1);
+    let rails = [Route::RailsUp { node_ranks }, Route::RailsDown { node_ranks }];
+    std::iter::once(None).chain(Route::ALL.into_iter().chain(rails).map(Some)).collect()
 }
 
 fn dims(draw: &mut Draw) -> Dims {

@@ -9,8 +9,8 @@ mod pairwise;
 mod reproducible;
 mod strategies;
 
-pub use determinism::{same_bits_over_repeats, same_bits_under_delay};
-pub use matrix::{Scale, matrix, random_cases, sizes};
+pub use determinism::{same_bits_over_repeats, same_bits_received_ahead, same_bits_under_delay};
+pub use matrix::{Scale, matrix, random_cases, routes, sizes};
 pub use metamorphic::metamorphic;
 pub use nonfinite::{Poison, infinite_scores, infinite_scores_on, nonfinite, nonfinite_on};
 pub use numeric::{numeric_rules, numeric_rules_on};

@@ -10,6 +10,7 @@
 //! | feature | one option that changes the result, or none |
 //! | backward | one pass or two, with or without a gradient of lse |
 //! | route | chosen from the mask, relay up, relay down, direct |
+//! | receive ahead | by default, by 2 steps, by 3 |
 //!
 //! Every configuration runs forward and backward. A two-pass backward is never combined with a
 //! dense mask or with a bias that has a query axis, because several ranks refuse it.
@@ -29,7 +30,7 @@ use super::{LAYOUTS, Verdict, examine, judge, matrix};
 use crate::{Case, Draw, Setting, Subject};
 
 /// The factors, with their number of values.
-const FACTORS: [(&str, usize); 7] = [
+const FACTORS: [(&str, usize); 8] = [
     ("mask", matrix::FAMILIES),
     ("layout", 6),
     ("dims", DIMS.len()),
@@ -37,6 +38,7 @@ const FACTORS: [(&str, usize); 7] = [
     ("feature", FEATURES.len()),
     ("backward", 4),
     ("route", 4),
+    ("receive ahead", 3),
 ];
 const MASK: usize = 0;
 const FEATURE: usize = 4;
@@ -99,7 +101,7 @@ pub struct Configuration {
 impl Configuration {
     /// Returns the case; the same configuration gives the same case.
     pub fn case(&self) -> Case {
-        let [mask, _, dims, dtype, feature, backward, _] = self.values;
+        let [mask, _, dims, dtype, feature, backward, ..] = self.values;
         let draw =
             &mut Draw::new(self.values.iter().fold(1, |seed, &value| seed * 64 + value as u64));
         let dims = DIMS[dims];
@@ -146,7 +148,7 @@ impl Configuration {
 
     /// Returns its setting over `ranks` ranks; the same configuration gives the same setting.
     pub fn setting(&self, ranks: usize) -> Setting {
-        let [_, layout, dims, .., route] = self.values;
+        let [_, layout, dims, .., route, receive_ahead] = self.values;
         let dims = DIMS[dims];
         let layout = match layout {
             3 => Some(matrix::random_layout(&dims, ranks, &mut Draw::new(ranks as u64))),
@@ -158,6 +160,7 @@ impl Configuration {
             ranks,
             layout,
             route: [None, Some(Route::RelayUp), Some(Route::RelayDown), Some(Route::Direct)][route],
+            receive_ahead: [None, Some(2), Some(3)][receive_ahead],
             ..Setting::ALONE
         }
     }
@@ -327,7 +330,7 @@ mod tests {
         };
         for (factor, (name, count)) in FACTORS.into_iter().enumerate() {
             let of = |value| {
-                let mut values = [1, 0, 1, 0, 0, 0, 0];
+                let mut values = [1, 0, 1, 0, 0, 0, 0, 0];
                 values[factor] = value;
                 described(values)
             };

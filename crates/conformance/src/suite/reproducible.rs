@@ -4,11 +4,11 @@
 use std::{ops::Range, sync::Arc};
 
 use annulus_core::{
-    Batch, CustomLayout, DType, DenseMask, Dims, Layout, Route, Run, Runs, SinkShape, Spec, index,
+    Batch, CustomLayout, DType, DenseMask, Dims, Layout, Run, Runs, SinkShape, Spec, index,
 };
 use ndarray::{Array, Dimension};
 
-use super::{LAYOUTS, Verdict, ensure, judge, run};
+use super::{LAYOUTS, Verdict, ensure, judge, matrix::routes, run};
 use crate::{Answer, Case, Draw, Masks, Setting, Subject};
 
 /// Rows of a leaf: those of the CPU's KV tile, so that short sequences have several leaves.
@@ -127,11 +127,11 @@ pub fn reproducible_gradients(subjects: &[&dyn Subject]) -> Verdict {
 
 /// Returns settings of all ring sizes with each layout, and one whose ranks own random leaves.
 fn settings(case: &Case, seed: u64) -> Vec<Setting> {
-    let routes = [None, Some(Route::RelayUp), Some(Route::RelayDown), Some(Route::Direct)];
     let mut settings = Vec::new();
     for ranks in RANKS {
         let random = random_leaves(case, ranks, &mut Draw::new(seed + ranks as u64));
         for layout in LAYOUTS.into_iter().chain([random]) {
+            let routes = routes(ranks);
             let route = routes[(settings.len() + ranks) % routes.len()];
             settings.push(Setting { route, ..Setting::new(ranks, layout) });
         }

@@ -150,6 +150,10 @@ impl<T: Transport<Host>> Transport<Host> for Choking<T> {
     fn posts_ahead(&self) -> bool {
         self.inner.posts_ahead()
     }
+
+    fn runs_groups_in_order(&self) -> bool {
+        self.inner.runs_groups_in_order()
+    }
 }
 
 impl<T: Control> Control for Choking<T> {

@@ -5,7 +5,7 @@ use super::{
     steps::{BACKWARD_PRODUCTS, KV_PASS_PRODUCTS, PairSeconds, QUERY_PASS_PRODUCTS, TimedStep},
 };
 use crate::{
-    BackwardMode, Choice, Group, HeadGrid, Message, NeedsIndex, Result, RowLayout, Schedule, Spec,
+    BackwardMode, Group, HeadGrid, Message, NeedsIndex, Result, RowLayout, Schedule, Spec,
     StrategyTraffic, TrafficOptions, WorkMatrix,
 };
 
@@ -251,9 +251,7 @@ impl MemberRing {
     ) -> Result<Self> {
         let groups = traffic.grid.groups();
         let layout = traffic.layout.of_member(&traffic.grid, member);
-        let auto =
-            |tick: &mut dyn FnMut()| Choice::auto(spec, groups, Some(layout), None, tick).route;
-        let route = options.route.unwrap_or_else(|| auto(tick));
+        let route = traffic.route(spec, member, options, tick);
         let shards = options.shards(spec, layout, groups)?;
         let work = WorkMatrix::estimate(spec, &shards, tick);
         let (heads, batch) = (spec.dims.q_heads, spec.dims.batch);

@@ -24,6 +24,7 @@ const BOTH: TrafficOptions<'static> = TrafficOptions {
     route: None,
     placement: None,
     kv_tile: 64,
+    receive_ahead: 1,
     batch: None,
 };
 const FORWARD: TrafficOptions<'static> = TrafficOptions { backward: false, ..BOTH };

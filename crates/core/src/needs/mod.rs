@@ -27,8 +27,8 @@ mod tests;
 
 pub(crate) use attended::ascending;
 pub(crate) use index::KeyIndex;
-pub(crate) use needs_index::BatchNeeds;
 pub use needs_index::NeedsIndex;
+pub(crate) use needs_index::{BatchNeeds, UserUnion};
 pub(crate) use strided_rows::{DistinctMasks, SegmentNumbers, StridedRows, count_below};
 
 use crate::{Mask, RingShards, RowSet};

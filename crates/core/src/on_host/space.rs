@@ -22,6 +22,10 @@ impl<D: Space> Space for HostViews<D> {
         D::size(buffer)
     }
 
+    fn is_shared(buffer: &D::Buffer) -> bool {
+        D::is_shared(buffer)
+    }
+
     fn part(buffer: &D::Buffer, bytes: Range<u64>) -> Option<D::Buffer> {
         D::part(buffer, bytes)
     }

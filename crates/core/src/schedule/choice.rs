@@ -1,7 +1,7 @@
 //! The automatic choice of layout, route and ring order: first balanced work, then the fewest
 //! bytes, then the fewest hops between nodes.
 
-use super::{Order, Placement, Route, Work};
+use super::{Order, Placement, Route, Work, ring_traffic::block_rows};
 use crate::{Layout, NeedsIndex, RingShards, Spec};
 
 /// Layout, route and ring order of a plan.
@@ -19,6 +19,12 @@ impl Choice {
     /// Largest [`Work::max_over_mean`] of a candidate layout, relative to the least of all layouts:
     /// for fewer bytes, a pass may take up to a quarter more compute time.
     pub const IMBALANCE: f64 = 1.25;
+
+    /// Share of the relay's block rows, as a divisor, that rails may send in addition to be chosen.
+    /// Between nodes they send about as many rows as the relay (a block passes the same nodes in
+    /// either order), from each rank of a node instead of from one; the further rows move inside
+    /// nodes.
+    const RAILS_EXCESS: u128 = 4;
 
     /// Most queries (× heads and batch rows with masks of their own) for which a mask without a
     /// [`Band`](crate::mask::Band) is evaluated for the needs. Longer sequences are sampled at
@@ -39,6 +45,10 @@ impl Choice {
     ///
     /// The choice depends on the spec alone and so is equal on all ranks. It does not depend on a
     /// batch: segment ids never change the layout.
+    ///
+    /// Rails ([`Route::RailsUp`]) take the place of a relay if `placement` has several nodes of as
+    /// many ranks each, more than one and neighbours on the ring, unless blocks then move much
+    /// further than on the relay, as with a window that its users share with few neighbours.
     ///
     /// With a `placement`, and without a fixed layout, the ranks of one node become neighbours
     /// ([`Placement::order`]). A fixed layout keeps ascending ranks, because its caller has
@@ -78,7 +88,22 @@ impl Choice {
                 best = Some((rows, route, layout));
             }
         }
-        let (_, route, layout) = best.unwrap_or((0, Route::RelayUp, Layout::Contiguous));
+        let (rows, route, layout) = best.unwrap_or((0, Route::RelayUp, Layout::Contiguous));
+        let node_ranks = placement
+            .filter(|placement| placement.nodes().len() == ranks)
+            .and_then(|placement| placement.node_ranks(&order));
+        let rails = route.on_rails(node_ranks.unwrap_or(1));
+        if rails.period(ranks) > 1 {
+            let (_, shards) = with_shards(spec, ranks, layout.clone());
+            let stride = stride(spec, Self::SAMPLES_OF_NEEDS);
+            let (heads, batch) = (spec.dims.q_heads, spec.dims.batch);
+            let mask = &*spec.mask;
+            let needs = NeedsIndex::of_sampled_queries(mask, heads, batch, &shards, stride, tick);
+            let most = rows.saturating_add(rows / Self::RAILS_EXCESS);
+            if block_rows(&needs, rails, most, tick) <= most {
+                return Self { layout, route: rails, order };
+            }
+        }
         Self { layout, route, order }
     }
 }

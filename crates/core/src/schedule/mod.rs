@@ -58,6 +58,7 @@ mod check;
 mod choice;
 mod painted;
 mod placement;
+mod rails_users;
 mod rank_schedule;
 mod ring_traffic;
 mod route;

@@ -84,22 +84,22 @@ fn for_each_colour(
 }
 
 /// Map from positions of segments to colours.
-#[derive(Default)]
-struct Painting {
+#[derive(Default, Clone)]
+pub(super) struct Painting {
     /// End and colour of the interval that starts at a segment and position.
     intervals: BTreeMap<(usize, i64), (i64, usize)>,
 }
 
 /// The colour from a position on.
-struct Colour {
+pub(super) struct Colour {
     /// The position up to which it is the same.
-    end: i64,
+    pub(super) end: i64,
     /// `None`: no colour.
-    user: Option<usize>,
+    pub(super) user: Option<usize>,
 }
 
 impl Painting {
-    fn paint(&mut self, user: usize, intervals: &[(usize, Range<i64>)]) {
+    pub(super) fn paint(&mut self, user: usize, intervals: &[(usize, Range<i64>)]) {
         for (segment, range) in intervals {
             self.paint_interval(user, *segment, range);
         }
@@ -130,7 +130,7 @@ impl Painting {
     }
 
     /// Returns the colour at a position, and where it ends at the earliest.
-    fn at(&self, segment: usize, position: i64) -> Colour {
+    pub(super) fn at(&self, segment: usize, position: i64) -> Colour {
         let here = (segment, position);
         if let Some((&(other, _), &(end, user))) = self.intervals.range(..=here).next_back()
             && other == segment

@@ -52,6 +52,24 @@ impl Placement {
             .count()
     }
 
+    /// Returns the ranks of each node, if every node has as many and they are neighbours in this
+    /// order; `None` otherwise, and if there is only one node.
+    pub fn node_ranks(&self, order: &Order) -> Option<usize> {
+        let nodes: Vec<usize> =
+            order.ranks.iter().map(|&rank| self.nodes.get(rank).copied()).collect::<Option<_>>()?;
+        let first = nodes.first()?;
+        let size = nodes.iter().take_while(|node| *node == first).count();
+        let chunks = nodes.chunks(size);
+        let mut distinct: Vec<usize> =
+            chunks.clone().filter_map(|node| node.first().copied()).collect();
+        distinct.sort_unstable();
+        distinct.dedup();
+        let is_uniform = chunks
+            .clone()
+            .all(|node| node.len() == size && node.iter().all(|other| Some(other) == node.first()));
+        (is_uniform && chunks.len() > 1 && distinct.len() == chunks.len()).then_some(size)
+    }
+
     /// Returns an order with the fewest crossings: ascending ranks if they attain it. Otherwise
     /// ranks are grouped by node, ascending within a node, and nodes are ordered by their lowest
     /// rank.
@@ -154,5 +172,19 @@ mod tests {
             assert_eq!(Placement::new(of_ranks).order(), Order::ascending(ranks));
         }
         assert_eq!(Placement::new(vec![3, 1, 3, 1]).order().ranks(), [0, 2, 1, 3]);
+    }
+    #[test]
+    fn nodes_of_equal_size_are_found_in_ring_order() {
+        let of = |nodes: &[usize]| {
+            let placement = Placement::new(nodes.to_vec());
+            [Order::ascending(nodes.len()), placement.order()]
+                .map(|order| placement.node_ranks(&order))
+        };
+        assert_eq!(of(&[0, 0, 1, 1]), [Some(2); 2]);
+        assert_eq!(of(&[3, 1, 3, 1]), [None, Some(2)]);
+        assert_eq!(of(&[0, 1, 2]), [Some(1); 2]);
+        for uneven in [&[][..], &[0], &[0, 0, 0], &[0, 0, 1], &[0, 1, 1], &[0, 0, 1, 1, 0, 0]] {
+            assert_eq!(of(uneven), [None; 2], "{uneven:?}");
+        }
     }
 }

@@ -15,9 +15,13 @@
 //! next, o moves by one rank, so both unions gain one user: they are kept as positions
 //! (`UserUnion` in `needs/needs_index.rs`) and intersected with the rows of o. All steps take
 //! O(ranks + runs of all shards) time, but for a logarithm.
+//!
+//! On rails ([`Route::RailsUp`]) the moves repeat with a period, the ranks of a node. Unions of
+//! steps that are a period apart differ by as many users, so there is one for each step of a period,
+//! and a user is added as often as a node has ranks.
 
 use super::{Group, Message, Route, Schedule, Step};
-use crate::{Channel, NeedsIndex, RowSet};
+use crate::{Channel, NeedsIndex, RowSet, needs::UserUnion};
 
 /// The steps of one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -124,33 +128,42 @@ impl Builder<'_> {
         self.route.user(self.rank, step, self.ranks)
     }
 
-    /// Returns the next rank on a relay.
-    fn next(&self, rank: usize) -> usize {
-        self.route.user(rank, 1, self.ranks)
+    /// Returns the rank that has the block of `owner` in step `step` of a relay.
+    fn holder(&self, owner: usize, step: usize) -> usize {
+        self.route.user(owner, step % self.ranks, self.ranks)
     }
 
-    /// Returns the previous rank on a relay.
-    fn previous(&self, rank: usize) -> usize {
-        self.route.owner(rank, 1, self.ranks)
+    /// Returns one empty union for each step of a period.
+    fn no_users(&self) -> Vec<UserUnion> {
+        (0..self.route.period(self.ranks)).map(|_| self.needs.no_users()).collect()
+    }
+
+    /// Adds the users after step `step` of the block of `owner`, the one of that step on some rank,
+    /// to the union of those after step `step` + period.
+    fn add_later_users(&self, unions: &mut [UserUnion], owner: usize, step: usize) {
+        let period = self.route.period(self.ranks);
+        for later in (step + 1).max(self.ranks.saturating_sub(period))..self.ranks {
+            let user = self.route.user(owner, later, self.ranks);
+            self.needs.add_user(&mut unions[step % period], user);
+        }
     }
 
     /// Derives the blocks of a relay, from the last step to the first.
     fn relay_blocks(&mut self) {
-        let next = self.next(self.rank);
-        let previous = self.previous(self.rank);
-        let mut later_users = self.needs.no_users();
+        let period = self.route.period(self.ranks);
+        let mut later_users = self.no_users();
         for step in (0..self.ranks).rev() {
             let owner = self.owner(step);
-            if step + 1 < self.ranks {
-                self.needs.add_user(&mut later_users, self.previous(owner));
-            }
-            let sent = self.needs.rows_of_union(&later_users, owner);
+            self.add_later_users(&mut later_users, owner, step);
+            let sent = self.needs.rows_of_union(&later_users[step % period], owner);
             if step > 0 {
                 let rows = self.needs.rows(self.rank, owner).union(&sent);
+                let previous = self.holder(owner, step - 1);
                 let receives = &mut self.steps[step - 1].before.receives;
                 push(receives, previous, Channel::Kv, owner, rows.clone());
                 self.steps[step].rows = rows;
             }
+            let next = self.holder(owner, step + 1);
             push(&mut self.steps[step].before.sends, next, Channel::Kv, owner, sent);
             (self.tick)();
         }
@@ -183,18 +196,21 @@ impl Builder<'_> {
 
     /// Derives the partial gradients, and the final gradients that this rank sends.
     fn sent_gradients(&mut self) {
-        let next = self.next(self.rank);
-        let previous = self.previous(self.rank);
-        let mut earlier_users = self.needs.no_users();
+        let period = self.route.period(self.ranks);
+        let mut earlier_users = self.no_users();
         for step in 1..self.ranks {
             let owner = self.owner(step);
             let needed = self.needs.rows(self.rank, owner);
             let mut later = RowSet::new();
             if self.route.is_relay() {
-                if step > 1 {
-                    self.needs.add_user(&mut earlier_users, self.next(owner));
+                let earlier_users = &mut earlier_users[step % period];
+                for earlier in 1..step.min(period + 1) {
+                    let user = self.route.user(owner, earlier, self.ranks);
+                    self.needs.add_user(earlier_users, user);
                 }
-                let started = self.needs.rows_of_union(&earlier_users, owner);
+                let started = self.needs.rows_of_union(earlier_users, owner);
+                let previous = self.holder(owner, step - 1);
+                let next = self.holder(owner, step + 1);
                 let received = started.intersection(&self.steps[step].rows);
                 let receives = &mut self.steps[step - 1].after.receives;
                 push(receives, previous, Channel::PartialGrad, owner, received);
@@ -238,6 +254,8 @@ impl Builder<'_> {
                 is_last[step] = self.is_last_of_user(step + 1);
                 (self.tick)();
             }
+        } else if self.route.period(self.ranks) > 1 {
+            self.mark_last_blocks(&mut is_last);
         } else if let Some(step) = self.steps.iter().rposition(sends) {
             // all blocks of the next rank come from this one
             let owner = self.owner(step);
@@ -248,6 +266,38 @@ impl Builder<'_> {
             is_last[step] = self.needs.rows_of_union(&users, owner).is_empty();
         }
         is_last
+    }
+
+    /// Marks the steps in which this rank sends the last block of a receiver on rails: of the next
+    /// rank in the node, and of the one on the next node.
+    fn mark_last_blocks(&mut self, is_last: &mut [bool]) {
+        let mut receivers: Vec<usize> = [0, self.route.period(self.ranks) - 1]
+            .into_iter()
+            .filter(|&step| step + 1 < self.ranks)
+            .map(|step| self.holder(self.owner(step), step + 1))
+            .collect();
+        receivers.dedup();
+        for receiver in receivers {
+            let Some(step) = self.last_block_of(receiver) else { continue };
+            let owner = self.route.owner(receiver, step, self.ranks);
+            is_last[step - 1] |= self.holder(owner, step - 1) == self.rank;
+        }
+    }
+
+    /// Returns the step in which `rank` has its last block on a relay, if it does not forward it.
+    fn last_block_of(&mut self, rank: usize) -> Option<usize> {
+        let period = self.route.period(self.ranks);
+        let mut later_users = self.no_users();
+        for step in (1..self.ranks).rev() {
+            let owner = self.route.owner(rank, step, self.ranks);
+            self.add_later_users(&mut later_users, owner, step);
+            let sends = !self.needs.rows_of_union(&later_users[step % period], owner).is_empty();
+            if sends || !self.needs.rows(rank, owner).is_empty() {
+                return (!sends).then_some(step);
+            }
+            (self.tick)();
+        }
+        None
     }
 
     /// Returns true if the user of this rank's rows in step `step` needs no rows of the owners of

@@ -7,11 +7,17 @@
 //!          in step  l             as a part of a final gradient, by the last user
 //! direct   a row is sent by its owner to each user, and its gradient back
 //! ```
+//! Rails are as a relay, with first and last users by `rails_users.rs`.
+//!
 //! f is ranks − l' with the last user's step l' on the relay in the opposite direction. Steps are
 //! added to all ranks that they concern with a difference array, so the time is linear in the runs
 //! of all shards, but for a logarithm.
 
-use super::{Route, Schedule, Traffic, painted::for_each_last_user};
+use super::{
+    Route, Schedule, Traffic,
+    painted::for_each_last_user,
+    rails_users::{End, for_each_user_of_rails},
+};
 use crate::{
     NeedsIndex, Run,
     needs::{BatchNeeds, KeyIndex, ascending, count_below},
@@ -30,14 +36,42 @@ impl RingTraffic {
     /// Computes the traffic of [`Schedule::build`] with gradients. Calls `tick` after each owner.
     pub fn of(needs: &NeedsIndex<'_>, route: Route, tick: &mut dyn FnMut()) -> Self {
         match needs.only_part() {
-            Some(part) if route.is_relay() => Self::relay(part, route, tick),
-            Some(part) => Self::direct(part, tick),
+            Some(part) if route.is_simple_relay() => Self::relay(part, route, tick),
+            Some(part) if !route.is_relay() => Self::direct(part, tick),
+            Some(part) => Self::rails(part, route, tick),
             None => {
                 let schedule = Schedule::build(&needs.to_needs(), route, true);
                 let of_rank = (0..needs.ranks()).map(|rank| schedule.sent_by(rank)).collect();
                 Self { of_rank, hops: schedule.hops() }
             }
         }
+    }
+
+    fn rails(part: &BatchNeeds, route: Route, tick: &mut dyn FnMut()) -> Self {
+        let ranks = part.users.len();
+        let mut blocks = RailsDifferences::new(route, ranks);
+        let mut partial = RailsDifferences::new(route, ranks);
+        let mut last = RailsDifferences::new(route, ranks);
+        let mut hops = 0;
+        for_each_user_of_rails(part, route, End::Last, tick, |users| {
+            let rows = users.rows.into();
+            blocks.add(users.owner, users.step, rows);
+            partial.add(users.owner, users.step, rows);
+            last.add_one(users.owner, users.step, rows);
+            hops = hops.max(users.step);
+            true
+        });
+        for_each_user_of_rails(part, route, End::First, tick, |users| {
+            partial.add(users.owner, users.step, -i128::from(users.rows));
+            true
+        });
+        let [blocks, partial, last] = [blocks, partial, last].map(RailsDifferences::sums);
+        let of_rank = (0..ranks).map(|rank| Traffic {
+            block_rows: blocks[rank],
+            partial_gradient_rows: partial[rank],
+            final_gradient_rows: last[rank],
+        });
+        Self { of_rank: of_rank.collect(), hops }
     }
 
     /// Returns the rows that all ranks send.
@@ -181,12 +215,17 @@ impl Differences {
 
     /// Returns the numbers by ring index.
     fn sums(self) -> Vec<u128> {
+        self.signed_sums().into_iter().map(|sum| u128::try_from(sum).unwrap_or(0)).collect()
+    }
+
+    /// Returns the numbers by ring index, which are negative where more was subtracted.
+    fn signed_sums(self) -> Vec<i128> {
         let mut sum = 0;
-        let mut sums: Vec<u128> = self.changes[..self.changes.len() - 1]
+        let mut sums: Vec<i128> = self.changes[..self.changes.len() - 1]
             .iter()
             .map(|change| {
                 sum += change;
-                u128::try_from(sum).unwrap_or(0)
+                sum
             })
             .collect();
         if self.route == Route::RelayDown {
@@ -196,13 +235,55 @@ impl Differences {
     }
 }
 
+/// As [`Differences`], of rails: numbers of whole nodes, and of ranks.
+struct RailsDifferences {
+    route: Route,
+    size: usize,
+    /// By node in the direction of the rails.
+    of_nodes: Differences,
+    of_ranks: Vec<i128>,
+}
+
+impl RailsDifferences {
+    fn new(route: Route, ranks: usize) -> Self {
+        let size = route.period(ranks);
+        let along = if route.is_down() { Route::RelayDown } else { Route::RelayUp };
+        let of_nodes = Differences::new(along, ranks / size);
+        Self { route, size, of_nodes, of_ranks: vec![0; ranks] }
+    }
+
+    /// Adds `rows` for the ranks that compute on a block of `owner` in the steps below `end`.
+    fn add(&mut self, owner: usize, end: usize, rows: i128) {
+        self.of_nodes.add(owner / self.size, 0, end / self.size, rows);
+        for step in end / self.size * self.size..end {
+            self.add_one(owner, step, rows);
+        }
+    }
+
+    /// Adds `rows` for the rank that computes on a block of `owner` in step `step`.
+    fn add_one(&mut self, owner: usize, step: usize, rows: i128) {
+        let user = self.route.user(owner, step, self.of_ranks.len());
+        self.of_ranks[user] += rows;
+    }
+
+    /// Returns the numbers by ring index.
+    fn sums(self) -> Vec<u128> {
+        let of_nodes = self.of_nodes.signed_sums();
+        let of_ranks = self.of_ranks.iter().enumerate();
+        let sum = |(rank, &rows): (usize, &i128)| rows + of_nodes[rank / self.size];
+        of_ranks.map(|of| u128::try_from(sum(of)).unwrap_or(0)).collect()
+    }
+}
+
 impl Route {
-    /// Returns the relay in the other direction, or the direct route.
+    /// Returns the relay or the rails in the other direction, or the direct route.
     pub const fn opposite(self) -> Self {
         match self {
             Self::RelayUp => Self::RelayDown,
             Self::RelayDown => Self::RelayUp,
             Self::Direct => Self::Direct,
+            Self::RailsUp { node_ranks } => Self::RailsDown { node_ranks },
+            Self::RailsDown { node_ranks } => Self::RailsUp { node_ranks },
         }
     }
 
@@ -227,14 +308,19 @@ impl Route {
 }
 
 /// Returns the block rows that all ranks send; some number above `limit` if they are more.
-fn block_rows(needs: &NeedsIndex<'_>, route: Route, limit: u128, tick: &mut dyn FnMut()) -> u128 {
+pub(super) fn block_rows(
+    needs: &NeedsIndex<'_>,
+    route: Route,
+    limit: u128,
+    tick: &mut dyn FnMut(),
+) -> u128 {
     let mut rows = 0;
     match needs.only_part() {
-        Some(part) if route.is_relay() => for_each_last_user(part, route, tick, |users| {
+        Some(part) if route.is_simple_relay() => for_each_last_user(part, route, tick, |users| {
             rows += users.step as u128 * u128::from(users.rows);
             rows <= limit
         }),
-        Some(part) => {
+        Some(part) if !route.is_relay() => {
             let keys = KeyIndex::of_owners(&part.owners, part.segments);
             for (user, intervals) in part.users.iter().enumerate() {
                 if rows > limit {
@@ -247,6 +333,10 @@ fn block_rows(needs: &NeedsIndex<'_>, route: Route, limit: u128, tick: &mut dyn 
                 tick();
             }
         }
+        Some(part) => for_each_user_of_rails(part, route, End::Last, tick, |users| {
+            rows += users.step as u128 * u128::from(users.rows);
+            rows <= limit
+        }),
         None => rows = RingTraffic::of(needs, route, tick).total().block_rows,
     }
     rows

@@ -3,9 +3,9 @@
 use super::{ExchangeFields, GroupLayout, HeadGrid, exchange::backward_mode};
 use crate::{BackwardMode, Dims, Layout, RowLayout, Side, Spec};
 
-/// Buffers of blocks in a ring: the own block, two in flight on a direct route, and the parts of the
-/// last one.
-const RING_BLOCKS: u128 = 4;
+/// Buffers of blocks in a ring, besides those of the receives that are posted: the own block, the
+/// current one on a direct route, and the parts of the last one.
+const RING_BLOCKS: u128 = 3;
 /// Buffers of gradients in a one-pass backward: three partial sums, the tail of the own block, the
 /// final gradients and the sum.
 const RING_GRADIENTS: u128 = 6;
@@ -18,6 +18,7 @@ pub(super) fn most_bytes(
     spec: &Spec,
     grid: &HeadGrid,
     layout: &GroupLayout,
+    receive_ahead: usize,
     backward: bool,
 ) -> u128 {
     let Dims { q_len, kv_len, .. } = spec.dims;
@@ -28,7 +29,7 @@ pub(super) fn most_bytes(
         layout.of_columns.iter().filter_map(of_column).max().unwrap_or(0)
     };
     let rows = [most(Side::Q, q_len), most(Side::Kv, kv_len)];
-    let ring = ring_bytes(&spec.of_member(grid, 0), groups, rows, backward);
+    let ring = ring_bytes(&spec.of_member(grid, 0), groups, rows, receive_ahead, backward);
     if grid.members() == 1 {
         return ring;
     }
@@ -74,7 +75,13 @@ fn merge_bytes(spec: &Spec, rows: u64, backward: bool) -> u128 {
 }
 
 /// Returns an upper bound of the bytes of the message buffers of a ring.
-fn ring_bytes(spec: &Spec, groups: usize, [q, kv]: [u64; 2], backward: bool) -> u128 {
+fn ring_bytes(
+    spec: &Spec,
+    groups: usize,
+    [q, kv]: [u64; 2],
+    receive_ahead: usize,
+    backward: bool,
+) -> u128 {
     let bytes = |rows: u64, row: RowLayout| u128::from(rows) * u128::from(row.bytes());
     let block = bytes(kv, spec.kv_row_layout());
     let gradient = bytes(kv, spec.gradient_row_layout());
@@ -83,7 +90,8 @@ fn ring_bytes(spec: &Spec, groups: usize, [q, kv]: [u64; 2], backward: bool) -> 
         Some(_) => spec.whole_query_row_layout(None),
         None => spec.query_row_layout(),
     };
-    let blocks = if groups > 1 { RING_BLOCKS } else { 1 };
+    let ahead = receive_ahead.min(groups - 1) as u128;
+    let blocks = if groups > 1 { RING_BLOCKS + ahead } else { 1 };
     let of_backward = match (backward, is_two_pass) {
         (false, _) => 0,
         (true, true) if groups > 1 => gradient + blocks * bytes(q, query_row),

@@ -12,6 +12,7 @@ const FORWARD: TrafficOptions<'static> = TrafficOptions {
     route: None,
     placement: None,
     kv_tile: 1,
+    receive_ahead: 1,
     batch: None,
 };
 

@@ -38,6 +38,8 @@ pub struct TrafficOptions<'a> {
     /// The KV tile of the backends, to multiples of which the query rows of a reproducible backward
     /// pass are sent.
     pub kv_tile: u64,
+    /// Ring steps by which receives of blocks are posted ahead, at least 1.
+    pub receive_ahead: usize,
     /// Segment ids, positions and packed lengths of all rows, if there are any. A dense mask does
     /// not count.
     pub batch: Option<&'a Batch>,
@@ -70,7 +72,7 @@ impl StrategyTraffic {
         options: &TrafficOptions<'_>,
         tick: &mut dyn FnMut(),
     ) -> Result<Self> {
-        let TrafficOptions { backward, layout, placement, .. } = *options;
+        let TrafficOptions { backward, layout, placement, receive_ahead, .. } = *options;
         let first = spec.of_member(&grid, 0);
         let layout = GroupLayout::choose(&first, &grid, layout, placement, tick);
         let mut traffic = Self {
@@ -78,7 +80,7 @@ impl StrategyTraffic {
             grid,
             forward: Vec::new(),
             backward: Vec::new(),
-            memory_max_rank: memory::most_bytes(spec, &grid, &layout, backward),
+            memory_max_rank: memory::most_bytes(spec, &grid, &layout, receive_ahead, backward),
             layout,
         };
         traffic.add_exchange(spec, backward);
@@ -163,6 +165,32 @@ impl StrategyTraffic {
         }
     }
 
+    /// Returns the route of the ring of one member, given or chosen. Without given rails that fit,
+    /// these are chosen without members only: the ranks of a ring over groups may be on any nodes.
+    pub(crate) fn route(
+        &self,
+        spec: &Spec,
+        member: usize,
+        options: &TrafficOptions<'_>,
+        tick: &mut dyn FnMut(),
+    ) -> Route {
+        let of_nodes = options
+            .placement
+            .filter(|_| self.grid.members() == 1)
+            .and_then(|placement| placement.node_ranks(&self.layout.order));
+        let chosen = |tick: &mut dyn FnMut()| {
+            let layout = self.layout.of_member(&self.grid, member);
+            // by ring index, in which the ranks of a node are neighbours
+            let placed = of_nodes.map(|size| {
+                Placement::new((0..self.grid.groups()).map(|index| index / size).collect())
+            });
+            let groups = self.grid.groups();
+            Choice::auto(spec, groups, Some(layout), placed.as_ref(), tick).route
+        };
+        let given = options.route.map(|route| route.with_node_ranks(of_nodes.unwrap_or(0)));
+        given.filter(|route| route.fits(self.grid.groups())).unwrap_or_else(|| chosen(tick))
+    }
+
     /// Returns the bytes that each group sends in the ring of one member, forward and backward.
     fn ring_bytes(
         &self,
@@ -171,11 +199,10 @@ impl StrategyTraffic {
         options: &TrafficOptions<'_>,
         tick: &mut dyn FnMut(),
     ) -> Result<[Vec<u128>; 2]> {
-        let TrafficOptions { backward, route, kv_tile, .. } = *options;
+        let TrafficOptions { backward, kv_tile, .. } = *options;
         let groups = self.grid.groups();
         let layout = self.layout.of_member(&self.grid, member);
-        let route =
-            route.unwrap_or_else(|| Choice::auto(spec, groups, Some(layout), None, tick).route);
+        let route = self.route(spec, member, options, tick);
         let shards = options.shards(spec, layout, groups)?;
         let mask = spec.mask.as_ref();
         let heads = spec.dims.q_heads;

@@ -63,13 +63,32 @@ pub(crate) fn pairs(harness: &mut Harness, settings: &Settings) -> Verdict {
         let case = configuration.case();
         let setting = configuration.setting(harness.ranks());
         let verdict = if number % 2 == 0 {
-            examine(harness, &unplaced, &case, &setting)
+            examine(harness, &unplaced, &case, &setting, &setting)
         } else {
-            examine(harness, &on_two_nodes, &case, &setting)
+            let (by_name, given) = on_nodes(&setting, number % 4 == 1);
+            examine(harness, &on_two_nodes, &case, &by_name, &given)
         };
         harness.share(verdict.map_err(|wrong| format!("{configuration} on {setting}: {wrong}")))?;
     }
     Ok(())
+}
+
+/// Returns a setting of ranks on two nodes, and the same with a route that does not depend on nodes.
+/// A route that is left to the mask is rails by name, if the nodes have as many ranks each.
+fn on_nodes(setting: &Setting, up: bool) -> (Setting, Setting) {
+    let Setting { ranks, route, .. } = *setting;
+    // a fixed layout fixes the order of the ranks, so that nodes alternate
+    let fits = ranks.is_multiple_of(2) && ranks > 2 && setting.layout.is_none();
+    let rails = |node_ranks| {
+        if up { Route::RailsUp { node_ranks } } else { Route::RailsDown { node_ranks } }
+    };
+    let [by_name, given] = match route {
+        None if fits => [0, ranks / 2].map(rails),
+        None => [Route::RelayUp; 2],
+        Some(route) => [route; 2],
+    };
+    let with = |route| Setting { route: Some(route), ..setting.clone() };
+    (with(by_name), with(given))
 }
 
 /// Runs random cases.
@@ -91,10 +110,9 @@ pub(crate) fn random(harness: &mut Harness, settings: &Settings, seeds: u64) -> 
             1 if !lone_ids => Some(random_layout(&case, ranks, draw)),
             number => Some(suite::LAYOUTS[number % 3].clone()),
         };
-        let route =
-            draw.pick(&[None, Some(Route::RelayUp), Some(Route::RelayDown), Some(Route::Direct)]);
+        let route = draw.pick(&suite::routes(ranks));
         let setting = Setting { ranks, layout, route, ..Setting::ALONE };
-        let verdict = examine(harness, std::slice::from_ref(&subject), &case, &setting);
+        let verdict = examine(harness, std::slice::from_ref(&subject), &case, &setting, &setting);
         harness.share(
             verdict.map_err(|wrong| format!("seed {seed}: {} on {setting}: {wrong}", case.name)),
         )?;
@@ -103,12 +121,14 @@ pub(crate) fn random(harness: &mut Harness, settings: &Settings, seeds: u64) -> 
 }
 
 /// Runs a case through every subject on all ranks. Rank 0 compares the first merged answer with the
-/// oracle, and the bits of all of them with those of a ring of threads.
+/// oracle, and the bits of all of them with those of a ring of threads with the setting
+/// `of_threads`.
 fn examine(
     harness: &mut Harness,
     subjects: &[impl Subject],
     case: &Case,
     setting: &Setting,
+    of_threads: &Setting,
 ) -> Verdict {
     // all ranks run all subjects before rank 0 judges: a wrong answer keeps none of them waiting
     let mut answers = Vec::new();
@@ -117,8 +137,9 @@ fn examine(
     }
     let Some(first) = answers.first() else { return Ok(()) };
     Judge::new(case).map_err(|error| error.to_string())?.check(first)?;
-    let threads =
-        subjects::cpu().run(case, setting, 1).map_err(|error| format!("over threads: {error}"))?;
+    let threads = subjects::cpu()
+        .run(case, of_threads, 1)
+        .map_err(|error| format!("over threads: {error}"))?;
     let threads = threads.first().ok_or("no answer over threads")?;
     for (answer, subject) in answers.iter().zip(subjects) {
         answer

@@ -13,6 +13,7 @@
 //! | `host-late` | the last rank comes late: the others wait and the host's communicator works; with a limit, an error on all ranks; a limit on an adopted communicator leaves the host's intact |
 //! | `lost PASS MOMENT` | rank 1 is killed, or stopped for ever: every other rank names it by deadline + 1 s (the launcher must keep them running) |
 //! | `ahead` | receives with agreed lengths start when they are posted, unless a rank announces its messages |
+//! | `links` | on hosts with a link for each rank (`tests/hosts/rails`): rails send the same bytes over every link, a relay uses one link of each host |
 //! | `control` | a rank is late, aborts or leaves: all others get the same error |
 //! | `away` | a rank is busy between two calls for two deadlines: nothing fails, and at an arrival deadline the call is made again |
 //! | `suspended` | all ranks are stopped within a pass for longer than the deadline: the same bits |
@@ -32,6 +33,7 @@ mod failures;
 mod harness;
 mod host;
 mod late;
+mod links;
 mod messages;
 mod mismatch;
 mod mortal;
@@ -44,7 +46,7 @@ use annulus_comm::mpi::{Launch, Settings};
 use self::harness::{Harness, Verdict};
 
 const USAGE: &str = "want messages, cases SEEDS, pairs, bytes, mismatch, host, host-split, \
-    host-late, ahead, control, away, suspended, lost PASS MOMENT, slow or panic";
+    host-late, ahead, links, control, away, suspended, lost PASS MOMENT, slow or panic";
 
 fn main() -> ExitCode {
     let mut words: Vec<String> = std::env::args().skip(1).collect();
@@ -99,6 +101,7 @@ fn run(words: &[String], settings: &Settings) -> Verdict {
             bytes::all(&mut harness, settings).and_then(|()| decode::tokens(&mut harness, settings))
         }
         ["ahead"] => ahead::all(&mut harness, settings),
+        ["links"] => links::all(&mut harness, settings),
         ["control"] => control::all(&mut harness, settings),
         ["away"] => away::away(&mut harness, settings),
         ["suspended"] => away::suspended(&mut harness, settings),

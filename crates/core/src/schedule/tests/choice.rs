@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 
-use super::{LAYOUTS, masks, samples};
+use super::{LAYOUTS, masks, needs, samples};
 use crate::{
     Alignment, Choice, CustomLayout, DType, Dims, Layout, Mask, Needs, Order, Placement,
     RingShards, Route, Schedule, Side, Spec, Work, WorkMatrix, mask,
@@ -178,12 +178,14 @@ fn sampling_a_long_sequence_gives_the_same_choice() {
 }
 
 #[test]
-fn a_placement_changes_only_the_ring_order() {
+fn a_placement_changes_the_ring_order_and_a_relay_to_rails() {
     let spec = spec(Arc::new(mask::Causal::default()), 256);
     let round_robin = Placement::new(vec![0, 1, 2, 0, 1, 2]);
     let plain = Choice::auto(&spec, 6, None, None, &mut || ());
     let placed = Choice::auto(&spec, 6, None, Some(&round_robin), &mut || ());
-    assert_eq!(placed, Choice { order: round_robin.order(), ..plain.clone() });
+    assert_eq!(plain.route, Route::RelayDown);
+    let route = Route::RailsDown { node_ranks: 2 };
+    assert_eq!(placed, Choice { order: round_robin.order(), route, ..plain.clone() });
     assert_eq!((round_robin.crossings(&plain.order), round_robin.crossings(&placed.order)), (6, 3));
     // a fixed layout, or a placement of another number of ranks, keeps ascending ranks
     assert_eq!(
@@ -194,6 +196,61 @@ fn a_placement_changes_only_the_ring_order() {
         Choice::auto(&spec, 4, None, Some(&round_robin), &mut || ()).order,
         Order::ascending(4)
     );
+}
+
+#[test]
+fn rails_are_chosen_over_equal_nodes_of_several_ranks_unless_blocks_move_much_further() {
+    let chosen = |mask: Arc<dyn Mask>, layout: Option<&Layout>, nodes: &[usize]| {
+        let placement = Placement::new(nodes.to_vec());
+        let spec = spec(mask, 256);
+        Choice::auto(&spec, nodes.len(), layout, Some(&placement), &mut || ()).route
+    };
+    let full: Arc<dyn Mask> = Arc::new(mask::Everything);
+    let rails = Route::RailsUp { node_ranks: 4 };
+    assert_eq!(chosen(full.clone(), None, &[0, 0, 0, 0, 1, 1, 1, 1]), rails);
+    assert_eq!(chosen(full.clone(), None, &[7, 2, 7, 2, 7, 2, 7, 2]), rails);
+    let contiguous = Some(&Layout::Contiguous);
+    assert_eq!(chosen(full.clone(), contiguous, &[0, 0, 0, 0, 1, 1, 1, 1]), rails);
+    // ring indices are ranks, of which neighbours are on different nodes
+    assert_eq!(chosen(full.clone(), contiguous, &[7, 2, 7, 2, 7, 2, 7, 2]), Route::RelayUp);
+    for nodes in [&[0; 8][..], &[0, 1, 2, 3], &[0, 0, 0, 1, 1, 1, 1, 1], &[0, 0, 0, 1]] {
+        assert_eq!(chosen(full.clone(), None, nodes), Route::RelayUp, "{nodes:?}");
+    }
+    // one hop on the relay, from the last rank of a node to the first of the next
+    let window = Arc::new(mask::Window::new(Some(31), Some(0)));
+    assert_eq!(chosen(window, contiguous, &[0, 0, 0, 0, 1, 1, 1, 1]), Route::RelayUp);
+}
+
+/// Of dense masks rails send about as many rows between nodes as a relay, from all ranks of a node.
+#[test]
+fn every_rank_of_a_node_sends_as_many_rows_to_the_next_node() {
+    let [nodes, size] = [4, 4];
+    let ranks = nodes * size;
+    let between = |needs: &Needs, route: Route| -> Vec<u64> {
+        let schedule = Schedule::build(needs, route, false);
+        let of_rank = |(rank, steps): (usize, &Vec<crate::Step>)| {
+            let sends = steps.iter().flat_map(|step| &step.before.sends);
+            let others = sends.filter(|message| message.peer / size != rank / size);
+            others.map(|message| message.rows.count()).sum()
+        };
+        schedule.steps.iter().enumerate().map(of_rank).collect()
+    };
+    let full = Needs::everything(vec![8; ranks]);
+    let rails = Route::RailsUp { node_ranks: size };
+    assert_eq!(between(&full, rails), vec![8 * (nodes as u64 - 1); ranks]);
+    let relay = between(&full, Route::RelayUp);
+    assert_eq!(relay.iter().filter(|&&rows| rows > 0).count(), nodes);
+    assert_eq!(relay.iter().max(), Some(&(8 * (ranks as u64 - 1))));
+    // causal: no more rows between nodes than on the relay, and few more in all
+    let shards = samples::plain(16 * ranks, &Layout::Zigzag, ranks);
+    let causal = needs(&mask::Causal::default(), &shards);
+    let [relay, rails] = [Route::RelayDown, Route::RailsDown { node_ranks: size }];
+    let all = |route| Schedule::build(&causal, route, false).block_rows_sent();
+    let sum = |route| between(&causal, route).iter().sum::<u64>();
+    let most = |route| between(&causal, route).into_iter().max().unwrap();
+    assert!(sum(rails) <= sum(relay), "{} {}", sum(rails), sum(relay));
+    assert!(3 * most(rails) <= most(relay), "{} {}", most(rails), most(relay));
+    assert!(10 * all(rails) <= 11 * all(relay), "{} {}", all(rails), all(relay));
 }
 
 #[test]

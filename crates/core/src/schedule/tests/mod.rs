@@ -10,7 +10,7 @@ mod streaming;
 
 use std::sync::Arc;
 
-use crate::{Layout, Mask, Needs, RingShards, RowSet, mask, needs::samples};
+use crate::{Layout, Mask, Needs, RingShards, Route, RowSet, mask, needs::samples};
 
 const LAYOUTS: [Layout; 3] = [Layout::Contiguous, Layout::Zigzag, Layout::Striped];
 
@@ -29,6 +29,24 @@ fn masks(shard: u64) -> [(&'static str, Arc<dyn Mask>); 5] {
         ("symmetric window", Arc::new(mask::Window::new(Some(shard), Some(shard)))),
         ("chunked causal", Arc::new(mask::ChunkedCausal { size: shard * 3 / 2 + 1 })),
     ]
+}
+
+/// All routes of this many ranks, with rails over nodes of every size.
+fn routes(ranks: usize) -> impl Iterator<Item = Route> {
+    let sizes = (1..=ranks).filter(move |&size| ranks.is_multiple_of(size));
+    let rails = sizes
+        .flat_map(|node_ranks| [Route::RailsUp { node_ranks }, Route::RailsDown { node_ranks }]);
+    Route::ALL.into_iter().chain(rails)
+}
+
+/// As [`routes`], with rails over two nodes and over nodes of two ranks, if there are such.
+fn some_routes(ranks: usize) -> impl Iterator<Item = Route> {
+    routes(ranks).filter(move |route| match *route {
+        Route::RailsUp { node_ranks } | Route::RailsDown { node_ranks } => {
+            ranks > 2 && (node_ranks == 2 || 2 * node_ranks == ranks)
+        }
+        _ => true,
+    })
 }
 
 fn needs(mask: &dyn Mask, shards: &RingShards) -> Needs {

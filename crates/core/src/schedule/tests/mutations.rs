@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use super::{needs, random_needs, samples};
+use super::{needs, random_needs, samples, some_routes};
 use crate::{Channel, Group, Layout, Message, Needs, Route, RowSet, Schedule, mask};
 
 /// Index of a message in a schedule.
@@ -274,7 +274,7 @@ fn every_mutation_is_detected() {
     let mut mutants = 0;
     let mut caught = BTreeSet::new();
     for needs in &bases {
-        for route in Route::ALL {
+        for route in some_routes(needs.held.len()) {
             let schedule = Schedule::build(needs, route, true);
             assert_eq!(schedule.check(needs, true), Ok(()));
             let mut mutations = Mutations {

@@ -1,0 +1,132 @@
+//! A neighbour that is late in a step: how far the rank before it computes meanwhile.
+//!
+//! ```text
+//! late rank    … step 2 │ step 3, in whose first tile it stays, without a poll
+//! early rank   … step 2, in whose first tile it waits for that │ step 3, step 4, …
+//! ```
+//! The late rank receives nothing while it stays, so each further block stays in a buffer of the
+//! early rank, which ends its last step when all of its buffers hold blocks that it must send.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use annulus::{
+    Attention, BiasFunction, Dims, Fingerprint, Layout, Result, Route, Tensors,
+    mask::{Key, Query},
+};
+use ndarray::Array4;
+
+const RANKS: usize = 8;
+/// Rows of a rank.
+const ROWS: u64 = 4;
+const EARLY: usize = 3;
+const LATE: usize = EARLY + 1;
+/// Step in which the late rank stays.
+const STEP: usize = 3;
+
+/// A bias of 0 that makes the late rank late, and records the step of the early one.
+#[derive(Debug)]
+struct Watch {
+    /// Step of the early rank at which the late one goes on.
+    goal: usize,
+    /// Longest stay.
+    most: Duration,
+    is_late: AtomicBool,
+    /// Highest step of the early rank so far, and that when the late rank went on.
+    reached: AtomicUsize,
+    seen: AtomicUsize,
+}
+
+impl BiasFunction for Watch {
+    fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
+        into.text("watch")
+    }
+
+    fn bias(&self, query: &Query, key: &Key) -> f64 {
+        let rank = (query.row / ROWS) as usize;
+        let owner = (key.row / ROWS) as usize;
+        let step = Route::RelayUp.step(rank, owner, RANKS);
+        if rank == EARLY {
+            self.reached.fetch_max(step, Ordering::SeqCst);
+            if step == STEP - 1 {
+                wait(Duration::from_secs(30), || self.is_late.load(Ordering::SeqCst));
+            }
+        } else if rank == LATE && step == STEP && !self.is_late.swap(true, Ordering::SeqCst) {
+            wait(self.most, || self.reached.load(Ordering::SeqCst) >= self.goal);
+            self.seen.store(self.reached.load(Ordering::SeqCst), Ordering::SeqCst);
+        }
+        0.0
+    }
+}
+
+fn wait(most: Duration, until: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !until() && start.elapsed() < most {
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Returns the step that the early rank reaches while the late one stays, until `goal` or for
+/// `most`.
+fn reached(receive_ahead: usize, goal: usize, most: Duration) -> Result<usize> {
+    let watch = Arc::new(Watch {
+        goal,
+        most,
+        is_late: AtomicBool::new(false),
+        reached: AtomicUsize::new(0),
+        seen: AtomicUsize::new(0),
+    });
+    let rows = RANKS * ROWS as usize;
+    let mut ring = Attention::new()
+        .bias_function(Arc::clone(&watch) as Arc<dyn BiasFunction>)
+        .layout(Layout::Contiguous)
+        .route(Route::RelayUp)
+        .receive_ahead(receive_ahead)
+        .threads(1)
+        .local_ring(Dims::new(1, rows, 1, 8), RANKS)?;
+    let x = Array4::<f32>::ones((1, rows, 1, 8));
+    ring.forward(&Tensors::new(x.view(), x.view(), x.view()))?;
+    Ok(watch.seen.load(Ordering::SeqCst))
+}
+
+#[test]
+fn each_buffer_lets_a_rank_compute_one_step_beyond_a_late_neighbour() {
+    for ahead in 1..=3 {
+        let goal = STEP + ahead;
+        assert!(reached(ahead, goal, Duration::from_secs(30)).unwrap() >= goal, "{ahead} ahead");
+    }
+    // one buffer less: not even in 300 ms, many times a step
+    assert_eq!(reached(1, STEP + 2, Duration::from_millis(300)).unwrap(), STEP + 1);
+}
+
+#[test]
+fn each_step_ahead_takes_one_more_block() {
+    let rows = RANKS * ROWS as usize;
+    let dims = Dims::new(1, rows, 1, 8);
+    // keys and values of f32
+    let block = ROWS * 2 * 8 * 4;
+    for route in Route::ALL {
+        let bytes = |receive_ahead: usize| {
+            let attention = Attention::new()
+                .layout(Layout::Contiguous)
+                .route(route)
+                .forward_only(true)
+                .receive_ahead(receive_ahead);
+            let ring = attention.local_ring(dims, RANKS).unwrap();
+            ring.plans().map(|plan| plan.buffer_bytes()).collect::<Vec<_>>()
+        };
+        let one = bytes(1);
+        for steps in 2..=4 {
+            let more = (steps as u64 - 1) * block;
+            assert_eq!(bytes(steps), one.iter().map(|one| one + more).collect::<Vec<_>>());
+        }
+        // there are no more blocks to receive than those of the other ranks
+        assert_eq!(bytes(RANKS - 1), bytes(1000));
+    }
+}

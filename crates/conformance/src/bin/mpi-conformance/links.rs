@@ -1,0 +1,89 @@
+//! Bytes on the links of hosts that have one for each of their ranks, on a relay and on rails.
+//! `tests/hosts/rails` makes such hosts.
+
+use annulus::{Attention, Cpu, Dims, Layout, Plan, Route, Tensors};
+use annulus_comm::mpi::{Mpi, Settings};
+use annulus_core::Result;
+use ndarray::Array4;
+
+use crate::harness::{Harness, Verdict, ensure};
+
+/// Rows of a rank: 1 MiB of keys and values, far more than control messages.
+const ROWS: usize = 512;
+const HEADS: usize = 2;
+const HEAD_DIM: usize = 128;
+const PASSES: u64 = 4;
+
+/// Environment variable with the network interface of this rank.
+const LINK: &str = "ANNULUS_TEST_LINK";
+
+pub(crate) fn all(harness: &mut Harness, settings: &Settings) -> Verdict {
+    let link = std::env::var(LINK).map_err(|_| format!("{LINK} is not set"));
+    harness.share(link.as_ref().map(drop).map_err(Clone::clone))?;
+    let link = link?;
+    for asked in [Some(Route::RelayUp), None] {
+        let plan = plan(harness, settings, asked).map_err(|error| error.to_string());
+        harness.share(plan.as_ref().map(drop).map_err(Clone::clone))?;
+        let mut plan = plan?;
+        let route = plan.route();
+        let x = Array4::<f32>::from_elem((1, ROWS, HEADS, HEAD_DIM), 0.5);
+        let tensors = Tensors::new(x.view(), x.view(), x.view());
+        let before = sent_bytes(&link);
+        let mut passed = Ok(());
+        for _ in 0..PASSES {
+            passed = passed.and_then(|()| plan.forward(&tensors).map(drop));
+        }
+        harness.share(passed.map_err(|error| error.to_string()))?;
+        let sent = sent_bytes(&link).and_then(|after| Ok(after - before?));
+        harness.share(sent.as_ref().map(drop).map_err(Clone::clone))?;
+        let all = harness.gather(&sent?.to_le_bytes())?;
+        let number = |bytes: &Vec<u8>| bytes.first_chunk().map_or(0, |of| u64::from_le_bytes(*of));
+        let all: Vec<u64> = all.iter().map(number).collect();
+        if harness.rank() == 0 {
+            println!("links {} {all:?} bytes in {PASSES} passes", route.name());
+        }
+        let block = (2 * ROWS * HEADS * HEAD_DIM * 4) as u64;
+        harness.share(ensure(is_expected(route, &all, block), || format!("{route:?}: {all:?}")))?;
+    }
+    Ok(())
+}
+
+/// Plans full attention: every block passes all ranks.
+fn plan(harness: &Harness, settings: &Settings, route: Option<Route>) -> Result<Plan> {
+    let dims = Dims::new(1, ROWS * harness.ranks(), HEADS, HEAD_DIM);
+    let attention = Attention::new().layout(Layout::Contiguous).forward_only(true);
+    let attention = match route {
+        Some(route) => attention.route(route),
+        None => attention,
+    };
+    Plan::new(&attention, dims, Cpu::new(1)?, Mpi::world(settings.clone())?)
+}
+
+/// Returns true if the links carry what the route says, within 10 % for headers and control
+/// messages: on rails every rank's its node's share of the blocks, on a relay the last rank's of
+/// each node all blocks but one.
+fn is_expected(route: Route, all: &[u64], block: u64) -> bool {
+    let near = |bytes: u64, blocks: usize| {
+        let want = PASSES * block * blocks as u64;
+        bytes >= want && bytes <= want + (PASSES * block) / 10 * (1 + blocks as u64)
+    };
+    match route {
+        Route::RailsUp { node_ranks } => {
+            all.iter().all(|&bytes| near(bytes, all.len() / node_ranks - 1))
+        }
+        Route::RelayUp => {
+            all.iter().filter(|&&bytes| near(bytes, all.len() - 1)).count() >= 2
+                && all.iter().any(|&bytes| near(bytes, 0))
+        }
+        _ => false,
+    }
+}
+
+/// Returns the bytes that this host has sent over `link`.
+fn sent_bytes(link: &str) -> std::result::Result<u64, String> {
+    let table = std::fs::read_to_string("/proc/net/dev").map_err(|error| error.to_string())?;
+    let line = table.lines().find_map(|line| line.trim().strip_prefix(&format!("{link}:")));
+    // received bytes and seven more numbers come first
+    let sent = line.and_then(|line| line.split_whitespace().nth(8)?.parse().ok());
+    sent.ok_or_else(|| format!("no interface {link} in /proc/net/dev"))
+}
