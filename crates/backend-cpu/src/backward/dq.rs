@@ -24,7 +24,7 @@ use crate::{
     tile::{
         bf16_pairs::interleave_rows,
         coord::TileCoord,
-        gemm::gemm_tn,
+        gemm::{Previous, gemm_tn},
         input::{Acc, Input, Source, array},
         pack::pack_lanes,
         prefetch::PrefetchRows,
@@ -287,7 +287,7 @@ impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
             rows_head,
             &tiles.s[span],
             sums,
-            None,
+            Previous::Add,
             &mut cursor,
         );
     }

@@ -25,7 +25,7 @@ use crate::{
     tile::{
         bf16_pairs::interleave_rows,
         coord::TileCoord,
-        gemm::{gemm_nn, gemm_tn},
+        gemm::{Previous, gemm_nn, gemm_tn},
         geometry::Geometry,
         input::{Acc, Input},
         pack::pack_lanes,
@@ -42,8 +42,7 @@ use crate::{
 
 /// Resets the softmax statistics of every row.
 ///
-/// The accumulator keeps its old contents. It is zeroed when a strip's first tile is about to be
-/// added, while the strip is in the cache.
+/// The accumulator keeps its old contents, which the first tile of a strip overwrites.
 pub(crate) fn begin<A: Real>(team: &Team, state: &mut State<A>) {
     state.in_place = false;
     state.arrivals.begin();
@@ -158,11 +157,11 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         coord: &TileCoord,
     ) {
         let next = coord.queries.end..rows.end.min(coord.queries.end + self.geometry.strip_lanes());
-        (prefetcher.head, prefetcher.queries) = if coord.head + 1 < heads.end {
-            (coord.head + 1, coord.queries.clone())
+        if coord.head + 1 < heads.end {
+            prefetcher.schedule_lanes(coord.head + 1, coord.queries.clone());
         } else {
-            (heads.start, next)
-        };
+            prefetcher.schedule_lanes(heads.start, next);
+        }
     }
 
     /// Returns the rows of a packed strip of queries.
@@ -196,12 +195,12 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         let tile_mask = head_mask;
         let queries = &lanes_head[self.geometry.strip_range(coord, self.packed_q_rows())];
         let tile_max = &mut tile_max[..coord.width];
-        let tile_max_wanted = self.scores.is_identity(tile_mask).then_some(&mut *tile_max);
+        let tile_max_wanted = (!self.scores.needs_epilogue()).then_some(&mut *tile_max);
         let [k, v] = [&self.k, &self.v]
             .map(|source| PrefetchRows::of(source.plane(block.batch, block.kv_head)));
         let q = PrefetchRows::of(self.q.plane(block.batch, prefetcher.head));
         let mut cursor = prefetcher.cursor([k, v], q);
-        let tile_max_known = gemm_nn(
+        let products = gemm_nn(
             (token, vectors),
             tile_mask,
             rows_head,
@@ -210,7 +209,9 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
             tile_max_wanted,
             &mut cursor,
         );
-        self.scores.finish(coord, tile_mask, &mut tiles.s, None, &mut tiles.extra);
+        if !products.masked {
+            self.scores.finish(coord, tile_mask, &mut tiles.s, None, &mut tiles.extra);
+        }
 
         let first = block.lane(coord.head % self.geometry.dims.group(), first);
         let lanes = first..first + coord.width;
@@ -222,15 +223,15 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         let sum = &mut block.sum[lanes.clone()];
         let value_rows = self.geometry.value_rows();
         let sums = &mut block.sums[lanes.start * value_rows..lanes.end * value_rows];
-        if max.iter().all(|&max| max == -Acc::<E>::INFINITY) {
-            sums.fill(Acc::<E>::ZERO);
-        }
-        let (scale, tile_max) =
-            (self.scores.deferred_scale(), tile_max_known.then_some(&*tile_max));
+        // no visible key yet; bitwise, so that the comparisons are vectors
+        let is_first = max.iter().fold(true, |first, &max| first & (max == -Acc::<E>::INFINITY));
+        let scale = self.scores.deferred_scale();
+        let tile_max = products.max_known.then_some(&*tile_max);
+        let row_ranges = products.row_ranges.filter(|_| products.masked);
         let max_changed = Acc::<E>::run_kernel(
             token,
             vectors,
-            OnlineSoftmax { tile: probs, scale, tile_max, max, sum, ties, rescale },
+            OnlineSoftmax { tile: probs, scale, tile_max, max, sum, ties, row_ranges, rescale },
         );
         if self.scores.fill_keep(coord, tile_mask.rows(), &mut tiles.extra) {
             Acc::<E>::run(
@@ -243,15 +244,12 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
             interleave_rows(token, vectors, tile_mask.rows(), &mut tiles.s);
         }
         let probs = &tiles.s[span];
-        // if no maximum changed, all factors are 1
-        gemm_tn(
-            (token, vectors),
-            tile_mask,
-            rows_value,
-            probs,
-            sums,
-            max_changed.then_some(&*rescale),
-            &mut cursor,
-        );
+        let previous = match (is_first, max_changed) {
+            (true, _) => Previous::Overwrite,
+            (false, true) => Previous::Rescale(rescale),
+            // all factors are 1
+            (false, false) => Previous::Add,
+        };
+        gemm_tn((token, vectors), tile_mask, rows_value, probs, sums, previous, &mut cursor);
     }
 }

@@ -2,9 +2,12 @@
 //!
 //! ```text
 //! after each register tile of a product:
-//!     if countdown = 0:  prefetch one row of K and V, or else of Q;  countdown ← interval
+//!     if countdown = 0:  prefetch one row of the next tile's panels, two of the next strip
+//!                        countdown ← interval, or 0 while rows of the strip are left
 //!     else:              countdown ← countdown − 1
 //! ```
+//! The panels are K and V with queries in lanes, Q and dO with keys in lanes. The strip is needed
+//! sooner: the first tile of a task packs one for each of its products.
 //! Rows of one head lie far apart in memory, so that demand loads stall. Too many prefetches at
 //! once exhaust the line-fill buffers and stall as well. The rows that are packed next are
 //! therefore prefetched a few at a time, spread over the products of the current tile.
@@ -14,18 +17,26 @@ use std::ops::Range;
 use annulus_core::Element;
 
 use crate::{
-    simd::{dispatch::MAX_REGISTER_ROWS, hints::prefetch_l1},
+    simd::{dispatch::MAX_REGISTER_ROWS, hints::prefetch_l1, vector::MAX_LANES},
     tile::{gemm::Epilogue, input::Plane, tile_mask::TILE},
 };
+
+/// Rows of a strip that are prefetched after a register tile: the 64 of a strip within its 32
+/// register tiles at D = 64.
+const LANES_PER_CALL: usize = 2;
+
+/// Distance of prefetches in loops that write strided rows and have no product to hide their
+/// latency: the rows of one transposed block.
+pub(crate) const ROWS_AHEAD: usize = MAX_LANES;
 
 /// Rows that are packed next and not prefetched yet.
 #[derive(Debug, Default)]
 pub(crate) struct Prefetcher {
     /// Rows of the next tile.
     pub(crate) rows: Range<usize>,
-    /// Queries of the next strip, prefetched after `rows`.
-    pub(crate) queries: Range<usize>,
-    /// Head of `queries`.
+    /// Rows of the next strip: they will lie in lanes.
+    lanes: Range<usize>,
+    /// Head of `lanes`.
     pub(crate) head: usize,
     /// Register tiles between two prefetches.
     interval: usize,
@@ -40,14 +51,21 @@ impl Prefetcher {
         self.interval = (tiles * lines / MAX_REGISTER_ROWS / TILE).saturating_sub(1);
     }
 
+    /// Schedules the rows of the next strip, of head `head`.
+    pub(crate) fn schedule_lanes(&mut self, head: usize, rows: Range<usize>) {
+        self.head = head;
+        self.lanes = rows;
+        self.countdown = 0;
+    }
+
     /// Returns the epilogue that prefetches during a product: `rows` from the first two planes,
-    /// then `queries` from the last.
+    /// `lanes` from the last.
     pub(crate) const fn cursor<'a>(
         &'a mut self,
         rows: [PrefetchRows<'a>; 2],
-        queries: PrefetchRows<'a>,
+        lanes: PrefetchRows<'a>,
     ) -> PrefetchCursor<'a> {
-        PrefetchCursor { prefetcher: self, rows, queries }
+        PrefetchCursor { prefetcher: self, rows, lanes }
     }
 }
 
@@ -73,7 +91,7 @@ impl<'a> PrefetchRows<'a> {
     }
 
     /// Prefetches one row, if it exists.
-    fn prefetch(&self, row: usize) {
+    pub(crate) fn prefetch(&self, row: usize) {
         prefetch_l1(
             self.bytes.get(row * self.stride..row * self.stride + self.len).unwrap_or_default(),
         );
@@ -85,7 +103,7 @@ impl<'a> PrefetchRows<'a> {
 pub(crate) struct PrefetchCursor<'a> {
     prefetcher: &'a mut Prefetcher,
     rows: [PrefetchRows<'a>; 2],
-    queries: PrefetchRows<'a>,
+    lanes: PrefetchRows<'a>,
 }
 
 impl PrefetchCursor<'_> {
@@ -93,12 +111,16 @@ impl PrefetchCursor<'_> {
     /// from the register tile.
     #[inline(never)]
     fn issue(&mut self) {
-        self.prefetcher.countdown = self.prefetcher.interval;
         if let Some(row) = self.prefetcher.rows.next() {
             self.rows.iter().for_each(|rows| rows.prefetch(row));
-        } else if let Some(row) = self.prefetcher.queries.next() {
-            self.queries.prefetch(row);
         }
+        for _ in 0..LANES_PER_CALL {
+            if let Some(row) = self.prefetcher.lanes.next() {
+                self.lanes.prefetch(row);
+            }
+        }
+        self.prefetcher.countdown =
+            if self.prefetcher.lanes.is_empty() { self.prefetcher.interval } else { 0 };
     }
 }
 
@@ -119,7 +141,7 @@ mod tests {
 
     #[test]
     fn prefetches_are_spread_and_end() {
-        let mut prefetcher = Prefetcher { rows: 3..5, queries: 0..2, ..Prefetcher::default() };
+        let mut prefetcher = Prefetcher { rows: 3..9, lanes: 0..3, ..Prefetcher::default() };
         prefetcher.spread(4, MAX_REGISTER_ROWS * TILE / 2);
         assert_eq!(prefetcher.interval, 1);
         let elements = [0f32; 64];
@@ -129,11 +151,12 @@ mod tests {
         for _ in 0..10 {
             // missing rows are not prefetched
             prefetcher.cursor([lines, PrefetchRows::default()], lines).after_register_tile();
-            remaining.push((prefetcher.rows.len(), prefetcher.queries.len()));
+            remaining.push((prefetcher.rows.len(), prefetcher.lanes.len()));
         }
+        // two rows of the strip with each row of the panels, then only these, every other time
         assert_eq!(
             remaining,
-            [(1, 2), (1, 2), (0, 2), (0, 2), (0, 1), (0, 1), (0, 0), (0, 0), (0, 0), (0, 0)]
+            [(5, 1), (4, 0), (4, 0), (3, 0), (3, 0), (2, 0), (2, 0), (1, 0), (1, 0), (0, 0)]
         );
     }
 }

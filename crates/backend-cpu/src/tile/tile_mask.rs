@@ -22,6 +22,9 @@ pub(crate) const TILE: usize = 64;
 /// Maximum vectors of a strip for [`TileMask::row_ranges`].
 pub(crate) const MAX_STRIP_VECTORS: usize = 4;
 
+/// For each vector of a strip, a range of rows.
+pub(crate) type RowRanges = [Range<usize>; MAX_STRIP_VECTORS];
+
 /// Selects what lies in the lanes, queries or keys. The other side are the rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LaneAxis {
@@ -116,6 +119,17 @@ impl TileMask {
         (!self.full).then(|| &self.words[self.rows.clone()])
     }
 
+    /// Returns the lane bits of every row of the tile: 0 outside [`TileMask::rows`].
+    pub(crate) fn lane_words(&self) -> [u64; TILE] {
+        let mut words = [0; TILE];
+        let rows = self.rows.clone();
+        match self.full {
+            true => words[rows].fill(!0),
+            false => words[rows.clone()].copy_from_slice(&self.words[rows]),
+        }
+        words
+    }
+
     /// True if a pair of one of the rows is visible.
     pub(crate) const fn visible(&self, row: usize, lane: usize) -> bool {
         self.full || self.words[row] >> lane & 1 != 0
@@ -133,11 +147,7 @@ impl TileMask {
 
     /// Returns for each vector of `width` lanes the range of rows that holds its visible pairs;
     /// `None` if no vector's range can be trimmed.
-    pub(crate) fn row_ranges(
-        &self,
-        vectors: usize,
-        width: usize,
-    ) -> Option<[Range<usize>; MAX_STRIP_VECTORS]> {
+    pub(crate) fn row_ranges(&self, vectors: usize, width: usize) -> Option<RowRanges> {
         let words = self
             .words()
             .filter(|_| (2..=MAX_STRIP_VECTORS).contains(&vectors) && vectors * width <= TILE)?;
