@@ -245,9 +245,12 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
                 for head in heads.clone() {
                     // a guess: usually the adjacent tile is next
                     let next = queries.start.saturating_sub(TILE)..queries.start;
-                    scratch.prefetcher.rows =
-                        if head + 1 < heads.end { queries.clone() } else { next };
-                    let prefetch_head = if head + 1 < heads.end { head + 1 } else { heads.start };
+                    let (prefetch_head, next) = if head + 1 < heads.end {
+                        (head + 1, queries.clone())
+                    } else {
+                        (heads.start, next)
+                    };
+                    scratch.prefetcher.schedule_rows(prefetch_head, next);
                     filled |= self.accumulate_queries(
                         scratch,
                         task,

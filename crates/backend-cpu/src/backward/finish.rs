@@ -61,9 +61,15 @@ pub(crate) fn finish<E: Input<Accumulator: Summed + Input<Accumulator = Acc<E>>>
         team.run(&mut scratch, chunks, None, |_, (index, mut chunk), _| {
             for (batch, mut chunk) in chunk.outer_iter_mut().enumerate() {
                 for (row, mut chunk) in chunk.outer_iter_mut().enumerate() {
+                    let factor = <Acc<E> as Float>::ONE;
+                    let sums = source.row(batch, index * TILE + row);
+                    if let (Some(into), Some(sums)) = (chunk.as_slice_mut(), sums) {
+                        Acc::<E>::run(token, 1, ScaleAndRound { into, sums, factor });
+                        continue;
+                    }
                     for (head, into) in chunk.outer_iter_mut().enumerate() {
                         let sums = source.vector(batch, index * TILE + row, head);
-                        write_row(token, into, sums, <Acc<E> as Float>::ONE);
+                        write_row(token, into, sums, factor);
                     }
                 }
             }

@@ -19,7 +19,7 @@ use std::ops::Range;
 use annulus_core::Tick;
 
 use crate::{
-    forward::query_pass::QueryPass,
+    forward::query_pass::{NextTile, QueryPass},
     simd::{dispatch::Real, float::Float},
     threads::team::{Team, Ticker},
     tile::{
@@ -83,14 +83,35 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
             self.update_query_tiles(scratch, task.batch, heads.start, &task.rows);
             let whole = std::mem::take(&mut scratch.task_tile);
             scratch.mask_cache.rewind();
-            for keys in self.visibility.key_tiles(&whole, TILE) {
+            let mut tiles = self.visibility.key_tiles(&whole, TILE).peekable();
+            let first = tiles.peek().cloned().unwrap_or_default();
+            while let Some(keys) = tiles.next() {
                 if ticker.should_stop() {
                     break;
                 }
-                self.attend_kv_tile(scratch, task, &heads, &keys);
+                let next = match tiles.peek() {
+                    Some(keys) => NextTile { kv_head: task.kv_head, keys: keys.clone() },
+                    None => self.first_tile_of_next_head(task.kv_head, &heads, &first),
+                };
+                self.attend_kv_tile(scratch, task, &heads, (&keys, next));
             }
+            drop(tiles);
             scratch.task_tile = whole;
         }
+    }
+
+    /// Returns the tile that usually follows the last tile of `heads`: the first one, of the next
+    /// query heads or of the next KV head, whose task is the next one of the same rows.
+    fn first_tile_of_next_head(
+        &self,
+        kv_head: usize,
+        heads: &Range<usize>,
+        first: &Range<usize>,
+    ) -> NextTile {
+        let last_of_group = heads.end == self.geometry.heads(kv_head).end;
+        let kv_head = kv_head + usize::from(last_of_group);
+        let exists = kv_head < self.geometry.dims.kv_heads;
+        NextTile { kv_head, keys: if exists { first.clone() } else { 0..0 } }
     }
 
     /// Attends to one tile of keys with all strips and the given heads of a task.
@@ -99,8 +120,9 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         scratch: &mut Scratch<Acc<E>>,
         task: &mut QueryTask<'_, Acc<E>>,
         heads: &Range<usize>,
-        keys: &Range<usize>,
+        (keys, next): (&Range<usize>, NextTile),
     ) {
+        let mut next = Some(next);
         let mut tiles = 0;
         let mut non_empty = false;
         for (index, strip) in self.geometry.strips(task.rows.len()).enumerate() {
@@ -118,8 +140,8 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
             if !non_empty || !whole_mask.strip(&strip.rows, tile_mask) {
                 continue;
             }
-            if tiles == 0 {
-                self.fill_keys(scratch, task.batch, task.kv_head, keys);
+            if let Some(next) = next.take() {
+                self.fill_keys(scratch, task.batch, task.kv_head, keys, next);
             }
             tiles += heads.len();
             for head in heads.clone() {
@@ -159,8 +181,12 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         let next = coord.queries.end..rows.end.min(coord.queries.end + self.geometry.strip_lanes());
         if coord.head + 1 < heads.end {
             prefetcher.schedule_lanes(coord.head + 1, coord.queries.clone());
-        } else {
+        } else if !next.is_empty() {
             prefetcher.schedule_lanes(heads.start, next);
+        } else if heads.end < self.geometry.dims.q_heads {
+            // of the next task
+            let first = rows.start..rows.end.min(rows.start + self.geometry.strip_lanes());
+            prefetcher.schedule_lanes(heads.end, first);
         }
     }
 
@@ -191,13 +217,18 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
             prefetcher,
             ..
         } = scratch;
-        head_mask.clone_from(tile_mask);
-        let tile_mask = head_mask;
+        // a bias of −∞ removes pairs of one head
+        let tile_mask = if self.scores.has_bias() {
+            head_mask.clone_from(tile_mask);
+            head_mask
+        } else {
+            tile_mask
+        };
         let queries = &lanes_head[self.geometry.strip_range(coord, self.packed_q_rows())];
         let tile_max = &mut tile_max[..coord.width];
         let tile_max_wanted = (!self.scores.needs_epilogue()).then_some(&mut *tile_max);
         let [k, v] = [&self.k, &self.v]
-            .map(|source| PrefetchRows::of(source.plane(block.batch, block.kv_head)));
+            .map(|source| PrefetchRows::of(source.plane(block.batch, prefetcher.rows_head)));
         let q = PrefetchRows::of(self.q.plane(block.batch, prefetcher.head));
         let mut cursor = prefetcher.cursor([k, v], q);
         let products = gemm_nn(

@@ -628,3 +628,135 @@ impl<A: Real, B> ArrayKernel for MaskedGemmTn<'_, A, B> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use ndarray::Array4;
+
+    use super::*;
+    use crate::{
+        simd::{float::Float, isa::Isa},
+        tile::{input::Source, pack::PanelFormat},
+    };
+
+    /// Elements of a vector: more than a register tile's rows, and no power of two.
+    const DIM: usize = 40;
+
+    /// Numbers of both signs without a pattern.
+    fn number(i: usize) -> f32 {
+        let hash = (i as u32).wrapping_mul(0x9e37_79b9) >> 8;
+        hash as f32 / (1 << 23) as f32 - 1.0
+    }
+
+    /// Computes a step of a chain as the instruction set does.
+    fn step(isa: Isa, a: f32, b: f32, sum: f32) -> f32 {
+        if isa == Isa::Portable { a * b + sum } else { a.mul_add(b, sum) }
+    }
+
+    /// Masks by the visibility of (row, lane).
+    fn masks() -> Vec<(&'static str, [u64; TILE])> {
+        let of = |visible: fn(usize, usize) -> bool| {
+            std::array::from_fn(|row| {
+                (0..TILE).fold(0, |word, lane| word | u64::from(visible(row, lane)) << lane)
+            })
+        };
+        vec![
+            ("full", of(|_, _| true)),
+            ("causal", of(|row, lane| row <= lane)),
+            ("window", of(|row, lane| row > lane)),
+            ("rows of a document", of(|row, _| (13..50).contains(&row))),
+            ("two documents", of(|row, lane| (row < 19) == (lane < 30))),
+            ("disjoint vectors", of(|row, lane| row / 16 == 3 - lane / 16)),
+            ("gaps", of(|row, lane| row % 3 == 0 && lane / 16 != 1)),
+            ("one pair", of(|row, lane| row == 41 && lane == 17)),
+        ]
+    }
+
+    #[test]
+    fn partial_tiles_have_the_bits_of_chains_over_visible_pairs() {
+        let rows = Array4::from_shape_fn((1, TILE, 1, DIM), |(_, row, _, i)| number(row * DIM + i));
+        for isa in Isa::ALL.into_iter().filter(|&isa| isa.is_available()) {
+            let Ok(token) = IsaToken::new(isa) else { continue };
+            for vectors in 1..=token.max_vectors() {
+                for (name, words) in masks() {
+                    check(isa, token, vectors, &rows, (name, words));
+                }
+            }
+        }
+    }
+
+    fn check(
+        isa: Isa,
+        token: IsaToken,
+        vectors: usize,
+        rows: &Array4<f32>,
+        (name, words): (&str, [u64; TILE]),
+    ) {
+        let width = vectors * f32::WIDTH;
+        let of_strip = !0u64 >> (TILE - width);
+        let Some(tile_mask) = TileMask::of_words(words.map(|word| word & of_strip), width) else {
+            return;
+        };
+        let mut panel = Panel::<f32>::new(DIM, PanelFormat::Widened).unwrap();
+        panel.fill(token, &Source::tensor(rows.view()), 0, 0, 0..TILE);
+        let lanes: Vec<f32> = (0..DIM * width).map(|i| number(7000 + i)).collect();
+        let mut tile = vec![f32::NAN; TILE * width];
+        let mut tile_max = vec![f32::NAN; width];
+        let products = gemm_nn(
+            (token, vectors),
+            &tile_mask,
+            &panel,
+            &lanes,
+            &mut tile,
+            Some(&mut tile_max),
+            &mut (),
+        );
+        assert!(products.max_known, "{name}");
+        for lane in 0..width {
+            let mut max = f32::NEG_INFINITY;
+            for row in tile_mask.rows().clone() {
+                let visible = tile_mask.visible(row, lane);
+                let product = (0..DIM).fold(0.0, |sum, i| {
+                    step(isa, rows[[0, row, 0, i]], lanes[i * width + lane], sum)
+                });
+                let got = tile[row * width + lane];
+                let computed = products.row_ranges.as_ref().is_none_or(|ranges| {
+                    ranges[lane / f32::WIDTH].contains(&(row - tile_mask.rows().start))
+                });
+                assert!(computed || !visible);
+                if visible {
+                    max = max.max(product);
+                    assert_eq!(got.to_bits(), product.to_bits(), "{isa} {name} {row} {lane}");
+                } else if computed {
+                    assert_eq!(got, f32::NEG_INFINITY, "{isa} {name} {row} {lane}");
+                }
+            }
+            assert_eq!(tile_max[lane], max, "{isa} {name} {lane}");
+        }
+        let probs: Vec<f32> = (0..TILE * width)
+            .map(|i| if tile_mask.visible(i / width, i % width) { number(90_000 + i) } else { 0.0 })
+            .collect();
+        let before: Vec<f32> = (0..DIM * width).map(|i| number(300 + i)).collect();
+        let rescale: Vec<f32> = (0..width).map(|i| number(50 + i)).collect();
+        for previous in [Previous::Overwrite, Previous::Add, Previous::Rescale(&rescale)] {
+            let mut sums = before.clone();
+            if matches!(previous, Previous::Overwrite) {
+                sums.fill(f32::NAN);
+            }
+            let visible = &probs[tile_mask.rows().start * width..tile_mask.rows().end * width];
+            gemm_tn((token, vectors), &tile_mask, &panel, visible, &mut sums, previous, &mut ());
+            for (i, &got) in sums.iter().enumerate() {
+                let (dim, lane) = (i / width, i % width);
+                let sum = tile_mask.rows().clone().fold(0.0, |sum, row| {
+                    step(isa, rows[[0, row, 0, dim]], probs[row * width + lane], sum)
+                });
+                let wanted = match previous {
+                    Previous::Overwrite => sum,
+                    Previous::Add => before[i] + sum,
+                    Previous::Rescale(rescale) => step(isa, rescale[lane], before[i], sum),
+                };
+                assert_eq!(got.to_bits(), wanted.to_bits(), "{isa} {name} {previous:?} {i}");
+            }
+        }
+    }
+}

@@ -109,6 +109,14 @@ impl TileMask {
         true
     }
 
+    /// Returns the mask of a strip of `width` lanes with these bits; `None` if it is empty.
+    #[cfg(test)]
+    pub(crate) fn of_words(words: [u64; TILE], width: usize) -> Option<Self> {
+        let mut strip = Self::default();
+        let whole = Self { words, rows: 0..TILE, full: false };
+        whole.strip(&(0..width), &mut strip).then_some(strip)
+    }
+
     /// Returns the range of the rows with a visible pair.
     pub(crate) const fn rows(&self) -> &Range<usize> {
         &self.rows
