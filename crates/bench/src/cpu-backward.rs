@@ -56,15 +56,12 @@ fn main() -> Result<()> {
     }
     let threads = number("threads", 1)?;
     let rounds = number("rounds", 5)?;
-    let backward = find("backward") != Some("no");
     match dtype {
-        "f32" => time::<f32>(&spec, threads, (rounds, backward)),
-        "bf16" => time::<bf16>(&spec, threads, (rounds, backward)),
-        "bf16-rounded" => time::<bf16>(
-            &Spec { precision: Precision::Default, ..spec },
-            threads,
-            (rounds, backward),
-        ),
+        "f32" => time::<f32>(&spec, threads, rounds),
+        "bf16" => time::<bf16>(&spec, threads, rounds),
+        "bf16-rounded" => {
+            time::<bf16>(&Spec { precision: Precision::Default, ..spec }, threads, rounds)
+        }
         other => Err(Error::invalid("dtype", other, "f32, bf16 or bf16-rounded")),
     }
 }
@@ -75,11 +72,7 @@ fn now(start: Instant) -> [f64; 2] {
     [cpu.tv_sec as f64 * 1e3 + cpu.tv_nsec as f64 * 1e-6, start.elapsed().as_secs_f64() * 1e3]
 }
 
-fn time<E: Element<Accumulator = f32>>(
-    spec: &Spec,
-    threads: usize,
-    (rounds, backward): (usize, bool),
-) -> Result<()> {
+fn time<E: Element<Accumulator = f32>>(spec: &Spec, threads: usize, rounds: usize) -> Result<()> {
     let Dims { batch, q_len, q_heads, kv_heads, head_dim, .. } = spec.dims;
     let tensor = |heads: usize| {
         let element =
@@ -137,10 +130,6 @@ fn time<E: Element<Accumulator = f32>>(
             ties: None,
         })?;
         let between = now(start);
-        least[0] = [0, 1].map(|clock| f64::min(least[0][clock], between[clock] - begun[clock]));
-        if !backward {
-            continue;
-        }
         let inputs = BackwardInputs {
             forward: inputs.reborrow(),
             out: E::view(out.view()),
@@ -164,6 +153,7 @@ fn time<E: Element<Accumulator = f32>>(
         pass.finish(&sums, &mut gradients)?;
         let ended = now(start);
         for clock in 0..2 {
+            least[0][clock] = least[0][clock].min(between[clock] - begun[clock]);
             least[1][clock] = least[1][clock].min(ended[clock] - between[clock]);
         }
     }
