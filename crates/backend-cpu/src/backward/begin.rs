@@ -11,7 +11,10 @@ use crate::{
         float::Float,
     },
     threads::team::Team,
-    tile::input::{Acc, Input, Source, array},
+    tile::{
+        input::{Acc, Input, Source, array},
+        prefetch::{PrefetchRows, ROWS_AHEAD},
+    },
     workspace::{
         state::{DqLayout, State, Summed},
         statistics::RowStatistics,
@@ -92,7 +95,13 @@ impl<E: Input> StatisticsInputs<'_, E> {
     fn fill(&self, batch: usize, head: usize, into: &mut StatisticsRow<'_, Acc<E>>) {
         let out = self.out.map(Source::tensor);
         let dout = Source::tensor(self.dout);
+        let ahead = [out.as_ref(), Some(&dout)].map(|source| {
+            source.map_or(PrefetchRows::default(), |source| {
+                PrefetchRows::of(source.plane(batch, head))
+            })
+        });
         for row in 0..into.lse.len() {
+            ahead.iter().for_each(|rows| rows.prefetch(row + ROWS_AHEAD));
             let at = [batch, head, row, 0];
             let of =
                 |view: Option<ArrayView4<'_, Acc<E>>>| view.map_or(0.0, |view| view[at].to_f64());

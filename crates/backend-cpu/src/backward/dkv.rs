@@ -22,7 +22,7 @@ use crate::{
         ds::{Operands, apply_soft_cap_slope, score_gradients},
         reduction::{DqSums, KeyTask},
     },
-    simd::{dispatch::Real, float::Float},
+    simd::{dispatch::Real, float::Float, hints::prefetch_l1},
     threads::{
         lock::lock,
         team::{Team, Ticker},
@@ -30,11 +30,11 @@ use crate::{
     tile::{
         bf16_pairs::interleave_rows,
         coord::TileCoord,
-        gemm::gemm_tn,
+        gemm::{Previous, gemm_tn},
         geometry::{Geometry, Strip},
         input::{Acc, Input, Source},
-        pack::{each_lane, pack_lanes},
-        prefetch::PrefetchRows,
+        pack::{TakeLane, each_lane, pack_lanes},
+        prefetch::{PrefetchRows, ROWS_AHEAD},
         scores::Scores,
         tile_mask::{LaneAxis, TILE},
     },
@@ -245,9 +245,12 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
                 for head in heads.clone() {
                     // a guess: usually the adjacent tile is next
                     let next = queries.start.saturating_sub(TILE)..queries.start;
-                    scratch.prefetcher.rows =
-                        if head + 1 < heads.end { queries.clone() } else { next };
-                    let prefetch_head = if head + 1 < heads.end { head + 1 } else { heads.start };
+                    let (prefetch_head, next) = if head + 1 < heads.end {
+                        (head + 1, queries.clone())
+                    } else {
+                        (heads.start, next)
+                    };
+                    scratch.prefetcher.schedule_rows(prefetch_head, next);
                     filled |= self.accumulate_queries(
                         scratch,
                         task,
@@ -382,11 +385,21 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
                 v_strip,
                 geometry.bf16_pairs,
             );
+            // values only: keys were read when the panel of the key block was packed. Under a causal
+            // mask strips ascend within the first tile; under a window a tile has one strip more,
+            // before those of the last
+            let next = if coord.keys.end < task.keys.end && !filled[coord.strip + 1] {
+                coord.keys.end..task.keys.end.min(coord.keys.end + coord.width)
+            } else {
+                task.keys.start.max(coord.keys.start.saturating_sub(coord.width))..coord.keys.start
+            };
+            prefetcher.schedule_lanes(task.kv_head, next);
         }
         let operands = Operands { s: (rows_head, k_strip), dp: (rows_value, v_strip) };
         let [q, dout] = [&self.q, &self.dout]
             .map(|source| PrefetchRows::of(source.plane(task.batch, prefetch_head)));
-        let mut cursor = prefetcher.cursor([q, dout], PrefetchRows::default());
+        let v = PrefetchRows::of(self.v.plane(task.batch, task.kv_head));
+        let mut cursor = prefetcher.cursor([q, dout], v);
         score_gradients(&self.scores, coord, tile_mask, operands, statistics, tiles, &mut cursor);
         let span = coord.span(tile_mask.rows());
         // a bias before the soft cap has the gradient of the cap's argument
@@ -416,7 +429,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
             rows_value,
             &tiles.dp[span.clone()],
             dv_strip,
-            None,
+            Previous::Add,
             &mut cursor,
         );
         let dk_strip = &mut sums_head[geometry.strip_range(coord, geometry.head_rows())];
@@ -426,7 +439,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
             rows_head,
             &tiles.s[span],
             dk_strip,
-            None,
+            Previous::Add,
             &mut cursor,
         );
     }
@@ -481,16 +494,47 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
                     strip.width,
                     strip.rows.len(),
                     dim,
-                    |lane, first_dim, sums| {
-                        let key = task.keys.start + strip.rows.start + lane;
-                        let into = &mut records[key * len + first + first_dim..][..sums.len()];
-                        for (into, &sum) in into.iter_mut().zip(sums) {
-                            let sum = scale * sum;
-                            *into = if self.add { *into + sum } else { sum };
-                        }
+                    WriteRecords {
+                        records: &mut records[(task.keys.start + strip.rows.start) * len..],
+                        len,
+                        field: first..first + dim,
+                        rows: strip.rows.len(),
+                        scale,
+                        add: self.add,
                     },
                 );
             }
+        }
+    }
+}
+
+/// Writes one field of the gradient records of a strip of keys.
+struct WriteRecords<'a, A> {
+    /// Records from the strip's first key on.
+    records: &'a mut [A],
+    /// Elements of a record.
+    len: usize,
+    /// Elements of the field in a record.
+    field: Range<usize>,
+    /// Keys of the strip.
+    rows: usize,
+    scale: A,
+    /// True if sums are added to the records, false if they overwrite them.
+    add: bool,
+}
+
+impl<A: Real> TakeLane<A> for WriteRecords<'_, A> {
+    #[inline(always)]
+    fn take(&mut self, lane: usize, first: usize, sums: &[A]) {
+        if first == 0 && lane + ROWS_AHEAD < self.rows {
+            prefetch_l1(&self.records[(lane + ROWS_AHEAD) * self.len..][self.field.clone()]);
+        }
+        let into = &mut self.records[lane * self.len..][self.field.clone()][first..];
+        let scale = self.scale;
+        if self.add {
+            into.iter_mut().zip(sums).for_each(|(into, &sum)| *into += scale * sum);
+        } else {
+            into.iter_mut().zip(sums).for_each(|(into, &sum)| *into = scale * sum);
         }
     }
 }

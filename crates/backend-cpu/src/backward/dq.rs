@@ -24,7 +24,7 @@ use crate::{
     tile::{
         bf16_pairs::interleave_rows,
         coord::TileCoord,
-        gemm::gemm_tn,
+        gemm::{Previous, gemm_tn},
         input::{Acc, Input, Source, array},
         pack::pack_lanes,
         prefetch::PrefetchRows,
@@ -178,7 +178,8 @@ impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
                 continue;
             }
             if !std::mem::replace(&mut filled, true) {
-                self.pass.fill_keys(scratch, task.batch, task.kv_head, keys);
+                let next = self.pass.adjacent_tile(task.kv_head, keys);
+                self.pass.fill_keys(scratch, task.batch, task.kv_head, keys, next);
             }
             for head in heads.clone() {
                 let coord = self.pass.coord(task.batch, head, &task.rows, index, &strip, keys);
@@ -248,8 +249,13 @@ impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
             prefetcher,
             ..
         } = scratch;
-        head_mask.clone_from(tile_mask);
-        let tile_mask = head_mask;
+        // a bias of −∞ removes pairs of one head
+        let tile_mask = if scores.has_bias() {
+            head_mask.clone_from(tile_mask);
+            head_mask
+        } else {
+            tile_mask
+        };
         let q_strip =
             &lanes_head[geometry.strip_range(coord, geometry.packed_rows(geometry.dims.head_dim))];
         let dout_strip = &lanes_value
@@ -287,7 +293,7 @@ impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
             rows_head,
             &tiles.s[span],
             sums,
-            None,
+            Previous::Add,
             &mut cursor,
         );
     }

@@ -16,10 +16,12 @@ use crate::{
     simd::{
         dispatch::{ArrayKernel, IsaToken, Real},
         float::Float,
+        hints::prefetch_l1,
     },
     threads::team::Team,
     tile::{
         input::{Acc, Input, Source, array, array_mut},
+        prefetch::ROWS_AHEAD,
         tile_mask::TILE,
     },
     workspace::{
@@ -59,9 +61,15 @@ pub(crate) fn finish<E: Input<Accumulator: Summed + Input<Accumulator = Acc<E>>>
         team.run(&mut scratch, chunks, None, |_, (index, mut chunk), _| {
             for (batch, mut chunk) in chunk.outer_iter_mut().enumerate() {
                 for (row, mut chunk) in chunk.outer_iter_mut().enumerate() {
+                    let factor = <Acc<E> as Float>::ONE;
+                    let sums = source.row(batch, index * TILE + row);
+                    if let (Some(into), Some(sums)) = (chunk.as_slice_mut(), sums) {
+                        Acc::<E>::run(token, 1, ScaleAndRound { into, sums, factor });
+                        continue;
+                    }
                     for (head, into) in chunk.outer_iter_mut().enumerate() {
                         let sums = source.vector(batch, index * TILE + row, head);
-                        write_row(token, into, sums, <Acc<E> as Float>::ONE);
+                        write_row(token, into, sums, factor);
                     }
                 }
             }
@@ -154,7 +162,12 @@ fn write_dq<E: Input<Accumulator: Summed>>(
                     let width = geometry.padded_head_dim();
                     let lines =
                         block.sums[block.lane(index_in_group, 0) * width..].chunks_exact(width);
-                    for (into, line) in dq.outer_iter_mut().zip(lines) {
+                    for (row, line) in (0..dq.dim().0).zip(lines) {
+                        if row + ROWS_AHEAD < dq.dim().0 {
+                            let ahead = dq.index_axis(Axis(0), row + ROWS_AHEAD);
+                            prefetch_l1(ahead.to_slice().unwrap_or_default());
+                        }
+                        let into = dq.index_axis_mut(Axis(0), row);
                         let dim = into.len();
                         write_row(geometry.token, into, ArrayView1::from(&line[..dim]), scale);
                     }

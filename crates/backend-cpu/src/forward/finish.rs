@@ -6,17 +6,24 @@
 //! ```
 //! A sink is a score without a value: it adds to the sum but not to the accumulator.
 
+use std::slice::Chunks;
+
 use annulus_core::{Element, Host, Inputs, Outputs, Result, Spec};
-use ndarray::{ArrayView4, ArrayViewMut4, Axis, s};
+use ndarray::{ArrayView4, ArrayViewMut3, ArrayViewMut4, Axis, s};
 
 use crate::{
     forward::leaves::finish_leaves,
-    simd::{dispatch::Real, float::Float},
+    simd::{
+        dispatch::Real,
+        float::Float,
+        hints::{prefetch_l1, prefetch_l2},
+    },
     threads::team::Team,
     tile::{
         geometry::{Geometry, Strip},
         input::{Acc, Input, array, array_mut},
-        pack::each_lane,
+        pack::{TakeLane, each_lane},
+        prefetch::ROWS_AHEAD,
         tile_mask::TILE,
     },
     workspace::{
@@ -65,8 +72,11 @@ pub(crate) fn finish<E: Input<Accumulator: Summed>>(
         let geometry = &state_read.geometry;
         // all heads of a range of rows before the next rows: they are adjacent in the outputs
         for strip in geometry.strips(rows.out.dim().1) {
-            for block in state_read.blocks_of_rows(rows.index) {
-                rows.write(geometry, &state_read.shard.spec, block, &strip, sinks);
+            let mut blocks = state_read.blocks_of_rows(rows.index).peekable();
+            while let Some(block) = blocks.next() {
+                let next =
+                    blocks.peek().map_or(&[][..], |next| strip_sums(geometry, next, 0, &strip));
+                rows.write(geometry, &state_read.shard.spec, (block, next), &strip, sinks);
             }
         }
     });
@@ -85,22 +95,26 @@ struct Rows<'a, E: Input> {
 }
 
 impl<E: Input<Accumulator: Summed>> Rows<'_, E> {
-    /// Writes the rows of one strip of a block.
+    /// Writes the rows of one strip of a block. `next` are the sums that are read after its own.
     fn write(
         &mut self,
         geometry: &Geometry,
         spec: &Spec,
-        block: &QueryBlock<Acc<E>>,
+        (block, next): (&QueryBlock<Acc<E>>, &[Acc<E>]),
         strip: &Strip,
         sinks: Option<ArrayView4<'_, Acc<E>>>,
     ) {
         let batch = block.batch;
-        let depth = geometry.value_rows();
         for (group_head, head) in geometry.heads(block.kv_head).enumerate() {
             let mut out = self.out.index_axis_mut(Axis(0), batch);
-            let mut out = out.index_axis_mut(Axis(1), head);
             let first = block.lane(group_head, strip.rows.start);
-            let sums = &block.sums[first * depth..(first + strip.width) * depth];
+            let sums = strip_sums(geometry, block, group_head, strip);
+            let next = if group_head + 1 < geometry.dims.group() {
+                strip_sums(geometry, block, group_head + 1, strip)
+            } else {
+                next
+            }
+            .chunks(sums.len() / strip.rows.len());
             let mut factors = [None; TILE];
             let mut ends = [End::default(); TILE];
             let ends = &mut ends[..strip.rows.len()];
@@ -140,37 +154,94 @@ impl<E: Input<Accumulator: Summed>> Rows<'_, E> {
                 strip.width,
                 strip.rows.len(),
                 dim,
-                |lane, first, sums| {
-                    let mut out = out.index_axis_mut(Axis(0), strip.rows.start + lane);
-                    let factor = factors[lane];
-                    match out.as_slice_mut() {
-                        Some(out) => scale(&mut out[first..], sums, factor),
-                        None => out
-                            .iter_mut()
-                            .skip(first)
-                            .zip(sums)
-                            .for_each(|(out, &sum)| *out = scaled(sum, factor)),
-                    }
-                },
+                WriteOut { out: OutRows::of(&mut out), strip, head, factors: &factors, next },
             );
         }
     }
 }
 
-/// Computes an element of out; 0 without a factor, whatever the accumulator holds.
-#[inline(always)]
-fn scaled<E: Input>(sum: Acc<E>, factor: Option<Acc<E>>) -> E {
-    E::narrow(factor.map_or(Acc::<E>::ZERO, |factor| factor * sum))
+/// Returns the accumulator of a strip of a block's head number `group_head`.
+fn strip_sums<'a, A: Real>(
+    geometry: &Geometry,
+    block: &'a QueryBlock<A>,
+    group_head: usize,
+    strip: &Strip,
+) -> &'a [A] {
+    let depth = geometry.value_rows();
+    let first = block.lane(group_head, strip.rows.start);
+    &block.sums[first * depth..(first + strip.width) * depth]
 }
 
-/// Writes contiguous elements of out.
-#[inline(always)]
-fn scale<E: Input>(out: &mut [E], sums: &[Acc<E>], factor: Option<Acc<E>>) {
-    match factor {
-        Some(factor) => {
-            out.iter_mut().zip(sums).for_each(|(out, &sum)| *out = E::narrow(factor * sum))
+/// Rows of one batch row of out.
+enum OutRows<'v, 'a, E> {
+    /// `[rows][heads][value_dim]`
+    Contiguous {
+        elements: &'v mut [E],
+        heads: usize,
+        dim: usize,
+    },
+    View(&'v mut ArrayViewMut3<'a, E>),
+}
+
+impl<'v, 'a, E> OutRows<'v, 'a, E> {
+    fn of(out: &'v mut ArrayViewMut3<'a, E>) -> Self {
+        let (_, heads, dim) = out.dim();
+        if out.is_standard_layout() && dim > 0 {
+            let elements = out.as_slice_mut().unwrap_or_default();
+            Self::Contiguous { elements, heads, dim }
+        } else {
+            Self::View(out)
         }
-        None => out.iter_mut().zip(sums).for_each(|(out, _)| *out = E::narrow(Acc::<E>::ZERO)),
+    }
+}
+
+/// Writes the rows of one strip and head, divided by the sums of their softmax.
+struct WriteOut<'v, 'a, E: Input> {
+    out: OutRows<'v, 'a, E>,
+    strip: &'v Strip,
+    head: usize,
+    /// Factor of each lane; without one out is 0, whatever the accumulator holds.
+    factors: &'v [Option<Acc<E>>],
+    /// Sums of the strip that is written next, in as many parts as this one has rows.
+    next: Chunks<'v, Acc<E>>,
+}
+
+impl<E: Input> TakeLane<Acc<E>> for WriteOut<'_, '_, E> {
+    #[inline(always)]
+    fn take(&mut self, lane: usize, first: usize, sums: &[Acc<E>]) {
+        let row = self.strip.rows.start + lane;
+        let factor = self.factors[lane];
+        match &mut self.out {
+            OutRows::Contiguous { elements, heads, dim } => {
+                if first == 0 {
+                    // of the next head after the last rows: its strip is written next
+                    let ahead = lane + ROWS_AHEAD;
+                    let len = self.strip.rows.len();
+                    let index = if ahead < len {
+                        (self.strip.rows.start + ahead) * *heads + self.head
+                    } else {
+                        (self.strip.rows.start + ahead - len) * *heads + self.head + 1
+                    };
+                    let row = index * *dim..(index + 1) * *dim;
+                    prefetch_l1(elements.get(row).unwrap_or_default());
+                    prefetch_l2(self.next.next().unwrap_or_default());
+                }
+                let out = &mut elements[(row * *heads + self.head) * *dim..][..*dim][first..];
+                match factor {
+                    Some(factor) => out
+                        .iter_mut()
+                        .zip(sums)
+                        .for_each(|(out, &sum)| *out = E::narrow(factor * sum)),
+                    None => out[..sums.len()].fill(E::narrow(Acc::<E>::ZERO)),
+                }
+            }
+            OutRows::View(out) => {
+                let out = out.slice_mut(s![row, self.head, first..]);
+                out.into_iter().zip(sums).for_each(|(out, &sum)| {
+                    *out = E::narrow(factor.map_or(Acc::<E>::ZERO, |factor| factor * sum));
+                });
+            }
+        }
     }
 }
 

@@ -71,7 +71,8 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
                         }
                         if self.visibility.may_attend(&whole, keys) {
                             task.blocks().iter_mut().for_each(QueryBlock::fill_leaf);
-                            self.attend_kv_tile(scratch, task, &heads, keys);
+                            let next = self.adjacent_tile(task.kv_head, keys);
+                            self.attend_kv_tile(scratch, task, &heads, (keys, next));
                         }
                     }
                 }

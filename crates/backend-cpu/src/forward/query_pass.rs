@@ -160,18 +160,29 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         }
     }
 
-    /// Packs a tile of keys and values.
+    /// Packs a tile of keys and values, and schedules the prefetch of the tile `next`.
     pub(crate) fn fill_keys(
         &self,
         scratch: &mut Scratch<Acc<E>>,
         batch: usize,
         kv_head: usize,
         keys: &Range<usize>,
+        next: NextTile,
     ) {
         let token = self.geometry.token;
         scratch.rows_head.fill(token, &self.k, batch, kv_head, keys.clone());
         scratch.rows_value.fill(token, &self.v, batch, kv_head, keys.clone());
-        // a guess: usually the adjacent tile is next
-        scratch.prefetcher.rows = keys.end..(keys.end + TILE).min(self.visibility.keys.len());
+        scratch.prefetcher.schedule_rows(next.kv_head, next.keys);
     }
+
+    /// Returns the tile of the same head that is adjacent to `keys`: usually the next one.
+    pub(crate) fn adjacent_tile(&self, kv_head: usize, keys: &Range<usize>) -> NextTile {
+        NextTile { kv_head, keys: keys.end..(keys.end + TILE).min(self.visibility.keys.len()) }
+    }
+}
+
+/// Tile of keys and values that is packed after the current one.
+pub(crate) struct NextTile {
+    pub(crate) kv_head: usize,
+    pub(crate) keys: Range<usize>,
 }

@@ -19,13 +19,13 @@ use std::ops::Range;
 use annulus_core::Tick;
 
 use crate::{
-    forward::query_pass::QueryPass,
+    forward::query_pass::{NextTile, QueryPass},
     simd::{dispatch::Real, float::Float},
     threads::team::{Team, Ticker},
     tile::{
         bf16_pairs::interleave_rows,
         coord::TileCoord,
-        gemm::{gemm_nn, gemm_tn},
+        gemm::{Previous, gemm_nn, gemm_tn},
         geometry::Geometry,
         input::{Acc, Input},
         pack::pack_lanes,
@@ -42,8 +42,7 @@ use crate::{
 
 /// Resets the softmax statistics of every row.
 ///
-/// The accumulator keeps its old contents. It is zeroed when a strip's first tile is about to be
-/// added, while the strip is in the cache.
+/// The accumulator keeps its old contents, which the first tile of a strip overwrites.
 pub(crate) fn begin<A: Real>(team: &Team, state: &mut State<A>) {
     state.in_place = false;
     state.arrivals.begin();
@@ -84,14 +83,35 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
             self.update_query_tiles(scratch, task.batch, heads.start, &task.rows);
             let whole = std::mem::take(&mut scratch.task_tile);
             scratch.mask_cache.rewind();
-            for keys in self.visibility.key_tiles(&whole, TILE) {
+            let mut tiles = self.visibility.key_tiles(&whole, TILE).peekable();
+            let first = tiles.peek().cloned().unwrap_or_default();
+            while let Some(keys) = tiles.next() {
                 if ticker.should_stop() {
                     break;
                 }
-                self.attend_kv_tile(scratch, task, &heads, &keys);
+                let next = match tiles.peek() {
+                    Some(keys) => NextTile { kv_head: task.kv_head, keys: keys.clone() },
+                    None => self.first_tile_of_next_head(task.kv_head, &heads, &first),
+                };
+                self.attend_kv_tile(scratch, task, &heads, (&keys, next));
             }
+            drop(tiles);
             scratch.task_tile = whole;
         }
+    }
+
+    /// Returns the tile that usually follows the last tile of `heads`: the first one, of the next
+    /// query heads or of the next KV head, whose task is the next one of the same rows.
+    fn first_tile_of_next_head(
+        &self,
+        kv_head: usize,
+        heads: &Range<usize>,
+        first: &Range<usize>,
+    ) -> NextTile {
+        let last_of_group = heads.end == self.geometry.heads(kv_head).end;
+        let kv_head = kv_head + usize::from(last_of_group);
+        let exists = kv_head < self.geometry.dims.kv_heads;
+        NextTile { kv_head, keys: if exists { first.clone() } else { 0..0 } }
     }
 
     /// Attends to one tile of keys with all strips and the given heads of a task.
@@ -100,8 +120,9 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         scratch: &mut Scratch<Acc<E>>,
         task: &mut QueryTask<'_, Acc<E>>,
         heads: &Range<usize>,
-        keys: &Range<usize>,
+        (keys, next): (&Range<usize>, NextTile),
     ) {
+        let mut next = Some(next);
         let mut tiles = 0;
         let mut non_empty = false;
         for (index, strip) in self.geometry.strips(task.rows.len()).enumerate() {
@@ -119,8 +140,8 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
             if !non_empty || !whole_mask.strip(&strip.rows, tile_mask) {
                 continue;
             }
-            if tiles == 0 {
-                self.fill_keys(scratch, task.batch, task.kv_head, keys);
+            if let Some(next) = next.take() {
+                self.fill_keys(scratch, task.batch, task.kv_head, keys, next);
             }
             tiles += heads.len();
             for head in heads.clone() {
@@ -158,11 +179,15 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         coord: &TileCoord,
     ) {
         let next = coord.queries.end..rows.end.min(coord.queries.end + self.geometry.strip_lanes());
-        (prefetcher.head, prefetcher.queries) = if coord.head + 1 < heads.end {
-            (coord.head + 1, coord.queries.clone())
-        } else {
-            (heads.start, next)
-        };
+        if coord.head + 1 < heads.end {
+            prefetcher.schedule_lanes(coord.head + 1, coord.queries.clone());
+        } else if !next.is_empty() {
+            prefetcher.schedule_lanes(heads.start, next);
+        } else if heads.end < self.geometry.dims.q_heads {
+            // of the next task
+            let first = rows.start..rows.end.min(rows.start + self.geometry.strip_lanes());
+            prefetcher.schedule_lanes(heads.end, first);
+        }
     }
 
     /// Returns the rows of a packed strip of queries.
@@ -192,16 +217,21 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
             prefetcher,
             ..
         } = scratch;
-        head_mask.clone_from(tile_mask);
-        let tile_mask = head_mask;
+        // a bias of −∞ removes pairs of one head
+        let tile_mask = if self.scores.has_bias() {
+            head_mask.clone_from(tile_mask);
+            head_mask
+        } else {
+            tile_mask
+        };
         let queries = &lanes_head[self.geometry.strip_range(coord, self.packed_q_rows())];
         let tile_max = &mut tile_max[..coord.width];
-        let tile_max_wanted = self.scores.is_identity(tile_mask).then_some(&mut *tile_max);
+        let tile_max_wanted = (!self.scores.needs_epilogue()).then_some(&mut *tile_max);
         let [k, v] = [&self.k, &self.v]
-            .map(|source| PrefetchRows::of(source.plane(block.batch, block.kv_head)));
+            .map(|source| PrefetchRows::of(source.plane(block.batch, prefetcher.rows_head)));
         let q = PrefetchRows::of(self.q.plane(block.batch, prefetcher.head));
         let mut cursor = prefetcher.cursor([k, v], q);
-        let tile_max_known = gemm_nn(
+        let products = gemm_nn(
             (token, vectors),
             tile_mask,
             rows_head,
@@ -210,7 +240,9 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
             tile_max_wanted,
             &mut cursor,
         );
-        self.scores.finish(coord, tile_mask, &mut tiles.s, None, &mut tiles.extra);
+        if !products.masked {
+            self.scores.finish(coord, tile_mask, &mut tiles.s, None, &mut tiles.extra);
+        }
 
         let first = block.lane(coord.head % self.geometry.dims.group(), first);
         let lanes = first..first + coord.width;
@@ -222,15 +254,15 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         let sum = &mut block.sum[lanes.clone()];
         let value_rows = self.geometry.value_rows();
         let sums = &mut block.sums[lanes.start * value_rows..lanes.end * value_rows];
-        if max.iter().all(|&max| max == -Acc::<E>::INFINITY) {
-            sums.fill(Acc::<E>::ZERO);
-        }
-        let (scale, tile_max) =
-            (self.scores.deferred_scale(), tile_max_known.then_some(&*tile_max));
+        // no visible key yet; bitwise, so that the comparisons are vectors
+        let is_first = max.iter().fold(true, |first, &max| first & (max == -Acc::<E>::INFINITY));
+        let scale = self.scores.deferred_scale();
+        let tile_max = products.max_known.then_some(&*tile_max);
+        let row_ranges = products.row_ranges.filter(|_| products.masked);
         let max_changed = Acc::<E>::run_kernel(
             token,
             vectors,
-            OnlineSoftmax { tile: probs, scale, tile_max, max, sum, ties, rescale },
+            OnlineSoftmax { tile: probs, scale, tile_max, max, sum, ties, row_ranges, rescale },
         );
         if self.scores.fill_keep(coord, tile_mask.rows(), &mut tiles.extra) {
             Acc::<E>::run(
@@ -243,15 +275,12 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
             interleave_rows(token, vectors, tile_mask.rows(), &mut tiles.s);
         }
         let probs = &tiles.s[span];
-        // if no maximum changed, all factors are 1
-        gemm_tn(
-            (token, vectors),
-            tile_mask,
-            rows_value,
-            probs,
-            sums,
-            max_changed.then_some(&*rescale),
-            &mut cursor,
-        );
+        let previous = match (is_first, max_changed) {
+            (true, _) => Previous::Overwrite,
+            (false, true) => Previous::Rescale(rescale),
+            // all factors are 1
+            (false, false) => Previous::Add,
+        };
+        gemm_tn((token, vectors), tile_mask, rows_value, probs, sums, previous, &mut cursor);
     }
 }

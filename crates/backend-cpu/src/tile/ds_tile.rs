@@ -82,6 +82,17 @@ impl<A: Real> DsTile<A> {
         }
     }
 
+    /// Returns the range of elements of a row that holds the visible keys of the rows `rows`. Around
+    /// it dS is 0, so that leaving it out changes no bit of a sum.
+    fn keys(&self, rows: Range<usize>) -> Range<usize> {
+        if self.stride != TILE {
+            return 0..self.stride;
+        }
+        let visible = self.lane_words[rows].iter().fold(0, |visible, word| visible | word);
+        let end = TILE - visible.leading_zeros() as usize;
+        (visible.trailing_zeros() as usize).min(end)..end
+    }
+
     /// Zeroes elements of some rows, which are not pairs.
     fn zero(&mut self, rows: Range<usize>, lanes: Range<usize>) {
         for row in self.elements[rows.start * TILE..rows.end * TILE].chunks_exact_mut(TILE) {
@@ -219,12 +230,14 @@ impl<A: Real> DqProducts<'_, A> {
         first: usize,
     ) {
         let Self { tile, panel, width, column, .. } = *self;
+        let keys = tile.keys(self.first_row + first..self.first_row + first + ROWS);
         let b = panel.reduction_rows(&self.keys);
+        let b = b.get(keys.start * panel.reduction_stride()..).unwrap_or_default();
         let c = &mut self.into[first * width..];
         let a = &tile.elements[(self.first_row + first) * tile.stride..];
-        let a: [&[A]; ROWS] = std::array::from_fn(|r| &a[r * tile.stride..][..tile.stride]);
+        let a: [&[A]; ROWS] = std::array::from_fn(|r| &a[r * tile.stride..][keys.clone()]);
         let mut sums = [[V::splat(A::ZERO); VECTORS]; ROWS];
-        for (k, b) in b.chunks_exact(panel.reduction_stride()).enumerate().take(tile.stride) {
+        for (k, b) in b.chunks_exact(panel.reduction_stride()).enumerate().take(keys.len()) {
             let Some(b) = V::row::<VECTORS>(&b[column..]) else { break };
             unrolled!(
                 r < ROWS,

@@ -3,7 +3,7 @@
 //! ```text
 //! nn:  C[i][l] = Σ_k A[i][k]·B[k][l]
 //!      S = K·Qᵀ, dP = V·dOᵀ, and with queries and keys exchanged
-//! tn:  C[i][l] = C[i][l]·rescale[l] + Σ_k A[k][i]·B[k][l]
+//! tn:  C[i][l] = C[i][l]·rescale[l] + Σ_k A[k][i]·B[k][l]      (or C = Σ, or C += Σ)
 //!      Oᵀ += Vᵀ·P, dQᵀ += Kᵀ·dS, dVᵀ += dOᵀ·P, dKᵀ += Qᵀ·dS
 //!
 //! for each register tile of ROWS × VECTORS vectors of C:
@@ -32,7 +32,7 @@ use crate::{
     tile::{
         bf16_pairs::{self, MaskedPairProducts},
         pack::Panel,
-        tile_mask::{MAX_STRIP_VECTORS, TileMask},
+        tile_mask::{RowRanges, TILE, TileMask},
     },
 };
 
@@ -73,13 +73,26 @@ impl Epilogue for () {
     fn after_register_tile(&mut self) {}
 }
 
+/// Contents of a tile after [`gemm_nn`].
+#[derive(Debug, Default)]
+pub(crate) struct TileProducts {
+    /// True if `tile_max` holds the maximum of each lane's visible products.
+    pub(crate) max_known: bool,
+    /// True if masked pairs in the computed rows are −∞.
+    pub(crate) masked: bool,
+    /// For each vector of lanes the range of rows that was computed, counted from the first visible
+    /// row; `None` if every visible row was computed for all lanes.
+    pub(crate) row_ranges: Option<RowRanges>,
+}
+
 /// Computes the visible rows of a tile: tile\[r\] ← panel\[r\]·lanes.
 ///
 /// Rows around them, up to whole register tiles, are unspecified. Elements that
 /// [`TileMask::row_ranges`] trims are left unchanged.
 ///
-/// Writes the maximum product of each lane to `tile_max` and returns true, if it is given, every
-/// computed row is visible and nothing is trimmed. NaN is never the maximum.
+/// `tile_max` is given if the products are scores up to a positive factor. Then masked pairs become
+/// −∞ and the maximum of each lane is written to it, both while the products are in registers (not
+/// for masked tiles of bf16 pairs). NaN is never the maximum.
 pub(crate) fn gemm_nn<A: Real>(
     (token, vectors): (IsaToken, usize),
     tile_mask: &TileMask,
@@ -88,46 +101,54 @@ pub(crate) fn gemm_nn<A: Real>(
     tile: &mut [A],
     tile_max: Option<&mut [A]>,
     epilogue: &mut impl Epilogue,
-) -> bool {
+) -> TileProducts {
     let width = vectors * A::WIDTH;
     let rows = tile_mask.rows();
     let padded_rows = rows.start / MAX_REGISTER_ROWS * MAX_REGISTER_ROWS
         ..rows.end.next_multiple_of(MAX_REGISTER_ROWS);
-    let tile_max = tile_max.filter(|_| padded_rows == *rows);
-    let wanted = tile_max.is_some();
+    let is_full = tile_mask.words().is_none() && padded_rows == *rows;
+    let tile_max = tile_max.filter(|_| is_full || !panel.holds_pairs());
+    let max_known = tile_max.is_some();
+    let masked = max_known && !is_full;
+    let lane_words = if masked { tile_mask.lane_words() } else { [0; TILE] };
+    let lane_words = masked.then(|| &lane_words[padded_rows.clone()]);
+    let row_ranges = tile_mask.row_ranges(vectors, A::WIDTH);
     let c = &mut tile[padded_rows.start * width..padded_rows.end * width];
     let a = panel.rows(padded_rows.clone());
-    let stride = panel.stride();
-    match tile_mask.row_ranges(vectors, A::WIDTH) {
+    let gemm = GemmNn { a, stride: panel.stride(), b: lanes, c, lane_words, tile_max, epilogue };
+    match &row_ranges {
         Some(row_ranges) => {
-            let row_ranges = row_ranges.map(|rows| {
+            let row_ranges = row_ranges.clone().map(|rows| {
                 rows.start.saturating_sub(padded_rows.start) / MAX_REGISTER_ROWS
                     ..rows.end.saturating_sub(padded_rows.start).div_ceil(MAX_REGISTER_ROWS)
             });
-            A::run_products(
-                token,
-                panel.holds_pairs(),
-                vectors,
-                PartialGemmNn { a, stride, b: lanes, c, row_ranges, epilogue },
-            );
-            false
+            let kernel = PartialGemmNn { gemm, row_ranges };
+            A::run_products(token, panel.holds_pairs(), vectors, kernel);
         }
-        None => {
-            A::run_products(
-                token,
-                panel.holds_pairs(),
-                vectors,
-                GemmNn { a, stride, b: lanes, c, tile_max, epilogue },
-            );
-            wanted
-        }
+        None => A::run_products(token, panel.holds_pairs(), vectors, gemm),
     }
+    let first = rows.start;
+    let row_ranges = row_ranges.map(|row_ranges| {
+        row_ranges.map(|rows| rows.start.saturating_sub(first)..rows.end.saturating_sub(first))
+    });
+    TileProducts { max_known, masked, row_ranges }
+}
+
+/// Use that a product makes of the previous contents of C.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Previous<'a, A> {
+    /// C ← sums. C may be uninitialised memory of an earlier pass.
+    Overwrite,
+    /// C ← C + sums.
+    Add,
+    /// C ← C·rescale + sums, with one factor per lane.
+    Rescale(&'a [A]),
 }
 
 /// Accumulates the visible rows of a panel, weighted by `probs`.
 ///
 /// ```text
-/// sums ← sums·rescale + Σ_r panel[r]ᵀ·probs[r]
+/// sums ← sums·rescale + Σ_r panel[r]ᵀ·probs[r]      (see [`Previous`])
 /// ```
 /// Masked pairs contribute nothing, also if the panel holds NaN. `probs` starts at the first
 /// visible row or, for bf16 pairs, at the line that holds it.
@@ -137,7 +158,7 @@ pub(crate) fn gemm_tn<A: Real>(
     panel: &Panel<A>,
     probs: &[A],
     sums: &mut [A],
-    rescale: Option<&[A]>,
+    previous: Previous<'_, A>,
     epilogue: &mut impl Epilogue,
 ) {
     let rows = tile_mask.rows();
@@ -150,10 +171,18 @@ pub(crate) fn gemm_tn<A: Real>(
         (rows.start / step).saturating_sub(first)..rows.end.div_ceil(step).saturating_sub(first)
     };
     let b = &probs[..lines(rows).len() * vectors * A::WIDTH];
-    let gemm = GemmTn { a, stride, b, c: sums, rescale, epilogue };
-    match tile_mask.words().filter(|_| !panel.finite()) {
+    let masked_words = tile_mask.words().filter(|_| !panel.finite());
+    let mut previous = previous;
+    if masked_words.is_some() && matches!(previous, Previous::Overwrite) {
+        // a rare case: the kernels that skip masked pairs need no third form
+        sums.fill(A::ZERO);
+        previous = Previous::Add;
+    }
+    let gemm = GemmTn { a, stride, b, c: sums, previous, epilogue };
+    match masked_words {
         Some(words) if panel.holds_pairs() => {
-            let GemmTn { a, stride, b, c, rescale, .. } = gemm;
+            let GemmTn { a, stride, b, c, previous, .. } = gemm;
+            let rescale = previous.rescale();
             let a = bf16_pairs::as_pairs(a);
             let b = bf16_pairs::as_pairs(b);
             let c = bf16_pairs::as_pairs_mut(c);
@@ -187,6 +216,16 @@ pub(crate) fn gemm_tn<A: Real>(
     }
 }
 
+impl<'a, A> Previous<'a, A> {
+    /// Returns the factors of C, if they are not 1.
+    const fn rescale(self) -> Option<&'a [A]> {
+        match self {
+            Self::Rescale(rescale) => Some(rescale),
+            Self::Add | Self::Overwrite => None,
+        }
+    }
+}
+
 /// C = A·B.
 struct GemmNn<'a, A, B> {
     /// As many rows as C, `stride` apart.
@@ -195,6 +234,8 @@ struct GemmNn<'a, A, B> {
     b: &'a [A],
     /// A multiple of [`MAX_REGISTER_ROWS`] rows.
     c: &'a mut [A],
+    /// Visible lanes of each row of C, if masked elements become −∞.
+    lane_words: Option<&'a [u64]>,
     /// One row: receives the maximum of each column of C.
     tile_max: Option<&'a mut [A]>,
     epilogue: &'a mut B,
@@ -238,6 +279,15 @@ impl<A: Real, B: Epilogue> GemmNn<'_, A, B> {
                 sums[r][v] = V::splat(a[r][k]).product(V::load(&b[v]), sums[r][v])
             );
         }
+        if let Some(words) = self.lane_words.and_then(|words| words[first..].first_chunk::<ROWS>())
+        {
+            let masked = V::splat(-A::INFINITY);
+            unrolled!(
+                r < ROWS,
+                v < VECTORS,
+                sums[r][v] = sums[r][v].select(words[r] >> (v * V::WIDTH), masked)
+            );
+        }
         // the maximum is taken from registers, so that the softmax need not read the tile twice
         unrolled!(r < ROWS, v < VECTORS, {
             top[v] = sums[r][v].if_larger(top[v]);
@@ -247,16 +297,12 @@ impl<A: Real, B: Epilogue> GemmNn<'_, A, B> {
     }
 }
 
-/// C = A·B restricted to a range of rows for each vector, one vector at a time: for partial tiles,
-/// where whole strips would compute masked pairs.
+/// C = A·B restricted to a range of rows for each vector: for partial tiles, where whole strips
+/// would compute masked pairs.
 struct PartialGemmNn<'a, A, B> {
-    a: &'a [A],
-    stride: usize,
-    b: &'a [A],
-    c: &'a mut [A],
+    gemm: GemmNn<'a, A, B>,
     /// For each vector, a range of register tiles of [`MAX_REGISTER_ROWS`] rows.
-    row_ranges: [Range<usize>; MAX_STRIP_VECTORS],
-    epilogue: &'a mut B,
+    row_ranges: RowRanges,
 }
 
 impl<A: Real, B: Epilogue> Kernel<A> for PartialGemmNn<'_, A, B> {
@@ -264,24 +310,74 @@ impl<A: Real, B: Epilogue> Kernel<A> for PartialGemmNn<'_, A, B> {
 
     #[inline(always)]
     fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
-        let b = V::strip::<VECTORS>(self.b);
-        let (c, _) = V::strip_mut::<VECTORS>(self.c).as_chunks_mut::<MAX_REGISTER_ROWS>();
-        for (v, blocks) in self.row_ranges.into_iter().enumerate().take(VECTORS) {
-            for block in blocks {
-                let a = &self.a[block * MAX_REGISTER_ROWS * self.stride..];
-                let a: [&[A]; MAX_REGISTER_ROWS] =
-                    std::array::from_fn(|r| &a[r * self.stride..][..b.len()]);
-                let mut sums = [V::splat(A::ZERO); MAX_REGISTER_ROWS];
-                for (k, b) in b.iter().enumerate() {
-                    unrolled!(
-                        r < MAX_REGISTER_ROWS,
-                        sums[r] = V::splat(a[r][k]).product(V::load(&b[v]), sums[r])
-                    );
-                }
-                unrolled!(r < MAX_REGISTER_ROWS, sums[r].store(&mut c[block][r][v]));
-                self.epilogue.after_register_tile();
+        let Self { mut gemm, row_ranges } = self;
+        let mut top = [V::splat(-A::INFINITY); VECTORS];
+        let blocks = gemm.c.len() / (MAX_REGISTER_ROWS * VECTORS * V::WIDTH);
+        for block in 0..blocks {
+            // adjacent vectors share the loads of A: one vector alone would wait for them
+            let needs = |&v: &usize| row_ranges[v].contains(&block);
+            let Some(first) = (0..VECTORS).find(needs) else { continue };
+            let count = (first..VECTORS).rfind(needs).map_or(1, |last| last + 1 - first);
+            let row = block * MAX_REGISTER_ROWS;
+            // as many rows as registers allow
+            match count {
+                1 => gemm.vectors::<V, VECTORS, 8, 1>(row, first, &mut top),
+                2 => gemm.vectors::<V, VECTORS, 8, 2>(row, first, &mut top),
+                3 => (0..2).for_each(|half| {
+                    gemm.vectors::<V, VECTORS, 4, 3>(row + 4 * half, first, &mut top);
+                }),
+                _ => (0..2).for_each(|half| {
+                    gemm.vectors::<V, VECTORS, 4, 4>(row + 4 * half, first, &mut top);
+                }),
             }
         }
+        if let Some(tile_max) = gemm.tile_max.and_then(V::row_mut::<VECTORS>) {
+            unrolled!(v < VECTORS, top[v].store(&mut tile_max[v]));
+        }
+    }
+}
+
+impl<A: Real, B: Epilogue> GemmNn<'_, A, B> {
+    /// Computes `ROWS` rows of C from `row` on, of the `COUNT` vectors from `first` on, and updates
+    /// the maximum of each column.
+    #[inline(always)]
+    fn vectors<V: Vector<A>, const VECTORS: usize, const ROWS: usize, const COUNT: usize>(
+        &mut self,
+        row: usize,
+        first: usize,
+        top: &mut [V; VECTORS],
+    ) {
+        let b = V::strip::<VECTORS>(self.b);
+        let Some(c) = V::strip_mut::<VECTORS>(self.c)[row..].first_chunk_mut::<ROWS>() else {
+            return;
+        };
+        let a = &self.a[row * self.stride..];
+        let a: [&[A]; ROWS] = std::array::from_fn(|r| &a[r * self.stride..][..b.len()]);
+        let mut sums = [[V::splat(A::ZERO); COUNT]; ROWS];
+        for (k, b) in b.iter().enumerate() {
+            let Some(b) = b[first..].first_chunk::<COUNT>() else { break };
+            unrolled!(
+                r < ROWS,
+                v < COUNT,
+                sums[r][v] = V::splat(a[r][k]).product(V::load(&b[v]), sums[r][v])
+            );
+        }
+        if let Some(words) = self.lane_words.and_then(|words| words[row..].first_chunk::<ROWS>()) {
+            let masked = V::splat(-A::INFINITY);
+            unrolled!(r < ROWS, v < COUNT, {
+                sums[r][v] = sums[r][v].select(words[r] >> ((first + v) * V::WIDTH), masked);
+            });
+        }
+        let Some(top) = top[first..].first_chunk_mut::<COUNT>() else { return };
+        unrolled!(r < ROWS, {
+            if let Some(c) = c[r][first..].first_chunk_mut::<COUNT>() {
+                unrolled!(v < COUNT, {
+                    top[v] = sums[r][v].if_larger(top[v]);
+                    sums[r][v].store(&mut c[v]);
+                });
+            }
+        });
+        self.epilogue.after_register_tile();
     }
 }
 
@@ -293,8 +389,7 @@ struct GemmTn<'a, A, B> {
     b: &'a [A],
     /// A multiple of [`MAX_REGISTER_ROWS`] rows.
     c: &'a mut [A],
-    /// One row; `None` means 1.
-    rescale: Option<&'a [A]>,
+    previous: Previous<'a, A>,
     epilogue: &'a mut B,
 }
 
@@ -317,7 +412,7 @@ impl<A: Real, B: Epilogue> GemmTn<'_, A, B> {
         first: usize,
     ) {
         let b = V::strip::<VECTORS>(self.b);
-        let rescale = self.rescale.and_then(V::row::<VECTORS>);
+        let rescale = self.previous.rescale().and_then(V::row::<VECTORS>);
         let Some(c) = V::strip_mut::<VECTORS>(self.c)[first..].first_chunk_mut::<ROWS>() else {
             return;
         };
@@ -340,6 +435,10 @@ impl<A: Real, B: Epilogue> GemmTn<'_, A, B> {
                     .multiply_add(V::load(&c[r][v]), sums[r][v])
                     .store(&mut c[r][v])
             );
+        } else if matches!(self.previous, Previous::Overwrite) {
+            // 0 + sums: a sum of −0 becomes 0, as where C holds 0
+            let zero = V::splat(A::ZERO);
+            unrolled!(r < ROWS, v < VECTORS, zero.plus(sums[r][v]).store(&mut c[r][v]));
         } else {
             unrolled!(
                 r < ROWS,
@@ -353,9 +452,12 @@ impl<A: Real, B: Epilogue> GemmTn<'_, A, B> {
 
 /// C = C·rescale + Aᵀ·B restricted to a range of rows of B for each vector. B is 0 in the other
 /// rows, so that the bits equal those of [`GemmTn`].
+///
+/// Two vectors at a time where their ranges overlap, so that they share the loads of A: one vector
+/// alone would wait for them.
 struct PartialGemmTn<'a, A, B> {
     gemm: GemmTn<'a, A, B>,
-    row_ranges: [Range<usize>; MAX_STRIP_VECTORS],
+    row_ranges: RowRanges,
 }
 
 impl<A: Real, B: Epilogue> Kernel<A> for PartialGemmTn<'_, A, B> {
@@ -363,39 +465,135 @@ impl<A: Real, B: Epilogue> Kernel<A> for PartialGemmTn<'_, A, B> {
 
     #[inline(always)]
     fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
-        let GemmTn { a, stride, b, c, rescale, epilogue } = self.gemm;
-        let b = V::strip::<VECTORS>(b);
-        let rescale = rescale.and_then(V::row::<VECTORS>);
-        let (c, _) = V::strip_mut::<VECTORS>(c).as_chunks_mut::<MAX_REGISTER_ROWS>();
-        for (v, rows) in self.row_ranges.into_iter().enumerate().take(VECTORS) {
-            let factor = rescale.map(|rescale| V::load(&rescale[v]));
-            for (block, c) in c.iter_mut().enumerate() {
-                let mut sums = [V::splat(A::ZERO); MAX_REGISTER_ROWS];
-                for (k, b) in rows.clone().zip(&b[rows.clone()]) {
-                    let Some(a) = a[k * stride + block * MAX_REGISTER_ROWS..]
-                        .first_chunk::<MAX_REGISTER_ROWS>()
-                    else {
-                        break;
-                    };
-                    unrolled!(
-                        r < MAX_REGISTER_ROWS,
-                        sums[r] = V::splat(a[r]).product(V::load(&b[v]), sums[r])
-                    );
-                }
-                if let Some(factor) = factor {
-                    unrolled!(
-                        r < MAX_REGISTER_ROWS,
-                        factor.multiply_add(V::load(&c[r][v]), sums[r]).store(&mut c[r][v])
-                    );
-                } else {
-                    unrolled!(
-                        r < MAX_REGISTER_ROWS,
-                        V::load(&c[r][v]).plus(sums[r]).store(&mut c[r][v])
-                    );
-                }
-                epilogue.after_register_tile();
-            }
+        let Self { mut gemm, row_ranges: [rows0, rows1, rows2, rows3] } = self;
+        gemm.two_vectors::<V, VECTORS, 0>(&rows0, &rows1);
+        if VECTORS == 3 {
+            gemm.one_vector::<V, VECTORS, 2>(&rows2);
+        } else if VECTORS > 3 {
+            gemm.two_vectors::<V, VECTORS, 2>(&rows2, &rows3);
         }
+    }
+}
+
+impl<A: Real, B: Epilogue> GemmTn<'_, A, B> {
+    /// Computes vector `FIRST` of all rows of C, from the rows `rows` of B.
+    #[inline(always)]
+    fn one_vector<V: Vector<A>, const VECTORS: usize, const FIRST: usize>(
+        &mut self,
+        rows: &Range<usize>,
+    ) {
+        for row in (0..self.c.len() / (VECTORS * V::WIDTH)).step_by(MAX_REGISTER_ROWS) {
+            let mut sums = [[V::splat(A::ZERO)]; MAX_REGISTER_ROWS];
+            self.sum::<V, VECTORS, FIRST, 0, 1, 1>(row, rows.clone(), &mut sums);
+            self.update::<V, VECTORS, FIRST, 1>(row, &sums);
+        }
+    }
+
+    /// Computes vectors `FIRST` and `FIRST + 1` of all rows of C, each from its own range of rows
+    /// of B.
+    #[inline(always)]
+    fn two_vectors<V: Vector<A>, const VECTORS: usize, const FIRST: usize>(
+        &mut self,
+        low: &Range<usize>,
+        high: &Range<usize>,
+    ) {
+        // the rows of both; rows of one alone come before or after them, because a chain ascends
+        let both = low.start.max(high.start)..low.end.min(high.end);
+        let both =
+            if both.is_empty() { low.end.max(high.start)..low.end.max(high.start) } else { both };
+        for row in (0..self.c.len() / (VECTORS * V::WIDTH)).step_by(MAX_REGISTER_ROWS) {
+            let mut sums = [[V::splat(A::ZERO); 2]; MAX_REGISTER_ROWS];
+            self.sum::<V, VECTORS, FIRST, 0, 1, 2>(
+                row,
+                low.start..low.end.min(both.start),
+                &mut sums,
+            );
+            self.sum::<V, VECTORS, FIRST, 1, 1, 2>(
+                row,
+                high.start..high.end.min(both.start),
+                &mut sums,
+            );
+            self.sum::<V, VECTORS, FIRST, 0, 2, 2>(row, both.clone(), &mut sums);
+            self.sum::<V, VECTORS, FIRST, 0, 1, 2>(
+                row,
+                low.start.max(both.end)..low.end,
+                &mut sums,
+            );
+            self.sum::<V, VECTORS, FIRST, 1, 1, 2>(
+                row,
+                high.start.max(both.end)..high.end,
+                &mut sums,
+            );
+            self.update::<V, VECTORS, FIRST, 2>(row, &sums);
+        }
+    }
+
+    /// Continues the chains of `COUNT` vectors of C, from vector `FIRST + AT` on, over rows of B.
+    #[inline(always)]
+    fn sum<
+        V: Vector<A>,
+        const VECTORS: usize,
+        const FIRST: usize,
+        const AT: usize,
+        const COUNT: usize,
+        const WIDTH: usize,
+    >(
+        &self,
+        row: usize,
+        rows: Range<usize>,
+        sums: &mut [[V; WIDTH]; MAX_REGISTER_ROWS],
+    ) {
+        if rows.is_empty() {
+            return;
+        }
+        let a = &self.a[rows.start * self.stride + row..];
+        let b = &V::strip::<VECTORS>(self.b)[rows];
+        for (k, b) in b.iter().enumerate() {
+            let Some(a) = a[k * self.stride..].first_chunk::<MAX_REGISTER_ROWS>() else { break };
+            unrolled!(
+                r < MAX_REGISTER_ROWS,
+                v < COUNT,
+                sums[r][AT + v] =
+                    V::splat(a[r]).product(V::load(&b[FIRST + AT + v]), sums[r][AT + v])
+            );
+        }
+    }
+
+    /// Adds sums to `WIDTH` vectors of C from vector `FIRST` on.
+    #[inline(always)]
+    fn update<V: Vector<A>, const VECTORS: usize, const FIRST: usize, const WIDTH: usize>(
+        &mut self,
+        row: usize,
+        sums: &[[V; WIDTH]; MAX_REGISTER_ROWS],
+    ) {
+        let rescale = self.previous.rescale().and_then(V::row::<VECTORS>);
+        let Some(c) = V::strip_mut::<VECTORS>(self.c)[row..].first_chunk_mut::<MAX_REGISTER_ROWS>()
+        else {
+            return;
+        };
+        if let Some(rescale) = rescale {
+            unrolled!(
+                r < MAX_REGISTER_ROWS,
+                v < WIDTH,
+                V::load(&rescale[FIRST + v])
+                    .multiply_add(V::load(&c[r][FIRST + v]), sums[r][v])
+                    .store(&mut c[r][FIRST + v])
+            );
+        } else if matches!(self.previous, Previous::Overwrite) {
+            let zero = V::splat(A::ZERO);
+            unrolled!(
+                r < MAX_REGISTER_ROWS,
+                v < WIDTH,
+                zero.plus(sums[r][v]).store(&mut c[r][FIRST + v])
+            );
+        } else {
+            unrolled!(
+                r < MAX_REGISTER_ROWS,
+                v < WIDTH,
+                V::load(&c[r][FIRST + v]).plus(sums[r][v]).store(&mut c[r][FIRST + v])
+            );
+        }
+        self.epilogue.after_register_tile();
     }
 }
 
@@ -412,9 +610,9 @@ impl<A: Real, B> ArrayKernel for MaskedGemmTn<'_, A, B> {
 
     #[inline(always)]
     fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) {
-        let GemmTn { a, stride, b, c, rescale, .. } = self.gemm;
+        let GemmTn { a, stride, b, c, previous, .. } = self.gemm;
         let b = strip::<A, VECTORS, WIDTH>(b);
-        let rescale = rescale.and_then(|row| strip::<A, VECTORS, WIDTH>(row).first());
+        let rescale = previous.rescale().and_then(|row| strip::<A, VECTORS, WIDTH>(row).first());
         for (i, c) in strip_mut::<A, VECTORS, WIDTH>(c).iter_mut().enumerate() {
             unrolled!(v < VECTORS, {
                 let mut sums = [A::ZERO; WIDTH];
@@ -427,6 +625,138 @@ impl<A: Real, B> ArrayKernel for MaskedGemmTn<'_, A, B> {
                     None => zip(c[v], sums, |c, sum| c + sum),
                 };
             });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ndarray::Array4;
+
+    use super::*;
+    use crate::{
+        simd::{float::Float, isa::Isa},
+        tile::{input::Source, pack::PanelFormat},
+    };
+
+    /// Elements of a vector: more than a register tile's rows, and no power of two.
+    const DIM: usize = 40;
+
+    /// Numbers of both signs without a pattern.
+    fn number(i: usize) -> f32 {
+        let hash = (i as u32).wrapping_mul(0x9e37_79b9) >> 8;
+        hash as f32 / (1 << 23) as f32 - 1.0
+    }
+
+    /// Computes a step of a chain as the instruction set does.
+    fn step(isa: Isa, a: f32, b: f32, sum: f32) -> f32 {
+        if isa == Isa::Portable { a * b + sum } else { a.mul_add(b, sum) }
+    }
+
+    /// Masks by the visibility of (row, lane).
+    fn masks() -> Vec<(&'static str, [u64; TILE])> {
+        let of = |visible: fn(usize, usize) -> bool| {
+            std::array::from_fn(|row| {
+                (0..TILE).fold(0, |word, lane| word | u64::from(visible(row, lane)) << lane)
+            })
+        };
+        vec![
+            ("full", of(|_, _| true)),
+            ("causal", of(|row, lane| row <= lane)),
+            ("window", of(|row, lane| row > lane)),
+            ("rows of a document", of(|row, _| (13..50).contains(&row))),
+            ("two documents", of(|row, lane| (row < 19) == (lane < 30))),
+            ("disjoint vectors", of(|row, lane| row / 16 == 3 - lane / 16)),
+            ("gaps", of(|row, lane| row % 3 == 0 && lane / 16 != 1)),
+            ("one pair", of(|row, lane| row == 41 && lane == 17)),
+        ]
+    }
+
+    #[test]
+    fn partial_tiles_have_the_bits_of_chains_over_visible_pairs() {
+        let rows = Array4::from_shape_fn((1, TILE, 1, DIM), |(_, row, _, i)| number(row * DIM + i));
+        for isa in Isa::ALL.into_iter().filter(|&isa| isa.is_available()) {
+            let Ok(token) = IsaToken::new(isa) else { continue };
+            for vectors in 1..=token.max_vectors() {
+                for (name, words) in masks() {
+                    check(isa, token, vectors, &rows, (name, words));
+                }
+            }
+        }
+    }
+
+    fn check(
+        isa: Isa,
+        token: IsaToken,
+        vectors: usize,
+        rows: &Array4<f32>,
+        (name, words): (&str, [u64; TILE]),
+    ) {
+        let width = vectors * f32::WIDTH;
+        let of_strip = !0u64 >> (TILE - width);
+        let Some(tile_mask) = TileMask::of_words(words.map(|word| word & of_strip), width) else {
+            return;
+        };
+        let mut panel = Panel::<f32>::new(DIM, PanelFormat::Widened).unwrap();
+        panel.fill(token, &Source::tensor(rows.view()), 0, 0, 0..TILE);
+        let lanes: Vec<f32> = (0..DIM * width).map(|i| number(7000 + i)).collect();
+        let mut tile = vec![f32::NAN; TILE * width];
+        let mut tile_max = vec![f32::NAN; width];
+        let products = gemm_nn(
+            (token, vectors),
+            &tile_mask,
+            &panel,
+            &lanes,
+            &mut tile,
+            Some(&mut tile_max),
+            &mut (),
+        );
+        assert!(products.max_known, "{name}");
+        for lane in 0..width {
+            let mut max = f32::NEG_INFINITY;
+            for row in tile_mask.rows().clone() {
+                let visible = tile_mask.visible(row, lane);
+                let product = (0..DIM).fold(0.0, |sum, i| {
+                    step(isa, rows[[0, row, 0, i]], lanes[i * width + lane], sum)
+                });
+                let got = tile[row * width + lane];
+                let computed = products.row_ranges.as_ref().is_none_or(|ranges| {
+                    ranges[lane / f32::WIDTH].contains(&(row - tile_mask.rows().start))
+                });
+                assert!(computed || !visible);
+                if visible {
+                    max = max.max(product);
+                    assert_eq!(got.to_bits(), product.to_bits(), "{isa} {name} {row} {lane}");
+                } else if computed {
+                    assert_eq!(got, f32::NEG_INFINITY, "{isa} {name} {row} {lane}");
+                }
+            }
+            assert_eq!(tile_max[lane], max, "{isa} {name} {lane}");
+        }
+        let probs: Vec<f32> = (0..TILE * width)
+            .map(|i| if tile_mask.visible(i / width, i % width) { number(90_000 + i) } else { 0.0 })
+            .collect();
+        let before: Vec<f32> = (0..DIM * width).map(|i| number(300 + i)).collect();
+        let rescale: Vec<f32> = (0..width).map(|i| number(50 + i)).collect();
+        for previous in [Previous::Overwrite, Previous::Add, Previous::Rescale(&rescale)] {
+            let mut sums = before.clone();
+            if matches!(previous, Previous::Overwrite) {
+                sums.fill(f32::NAN);
+            }
+            let visible = &probs[tile_mask.rows().start * width..tile_mask.rows().end * width];
+            gemm_tn((token, vectors), &tile_mask, &panel, visible, &mut sums, previous, &mut ());
+            for (i, &got) in sums.iter().enumerate() {
+                let (dim, lane) = (i / width, i % width);
+                let sum = tile_mask.rows().clone().fold(0.0, |sum, row| {
+                    step(isa, rows[[0, row, 0, dim]], probs[row * width + lane], sum)
+                });
+                let wanted = match previous {
+                    Previous::Overwrite => sum,
+                    Previous::Add => before[i] + sum,
+                    Previous::Rescale(rescale) => step(isa, rescale[lane], before[i], sum),
+                };
+                assert_eq!(got.to_bits(), wanted.to_bits(), "{isa} {name} {previous:?} {i}");
+            }
         }
     }
 }

@@ -281,15 +281,23 @@ impl<E: Input> Kernel<E::Accumulator> for PackLanes<'_, '_, E> {
     }
 }
 
-/// Transposes a strip back: calls `take(lane, first, elements)` with consecutive elements
-/// `first ..` of each lane's vector, for the first `lanes` lanes and `dim` elements.
+/// Consumer of the vectors of [`each_lane`]. A trait and not a closure, so that `take` is compiled
+/// for the kernel's instruction set.
+pub(crate) trait TakeLane<A> {
+    /// Takes consecutive elements of a lane's vector, from its element `first` on. Implementations
+    /// are `#[inline(always)]`.
+    fn take(&mut self, lane: usize, first: usize, elements: &[A]);
+}
+
+/// Transposes a strip back: passes the first `dim` elements of each of the first `lanes` lanes to
+/// `take`, in pieces that ascend.
 pub(crate) fn each_lane<A: Real>(
     token: IsaToken,
     strip: &[A],
     width: usize,
     lanes: usize,
     dim: usize,
-    take: impl FnMut(usize, usize, &[A]),
+    take: impl TakeLane<A>,
 ) {
     A::run_kernel(token, 1, EachLane { strip: &strip[..dim * width], width, lanes, take });
 }
@@ -305,7 +313,7 @@ struct EachLane<'a, A, F> {
 /// at the price of a larger buffer.
 const VECTORS_PER_CALL: usize = 4;
 
-impl<A: Real, F: FnMut(usize, usize, &[A])> Kernel<A> for EachLane<'_, A, F> {
+impl<A: Real, F: TakeLane<A>> Kernel<A> for EachLane<'_, A, F> {
     type Output = ();
 
     #[inline(always)]
@@ -331,7 +339,7 @@ impl<A: Real, F: FnMut(usize, usize, &[A])> Kernel<A> for EachLane<'_, A, F> {
                 }
                 let dims = lines.len() / self.width;
                 for (lane, row) in rows.iter().enumerate().take(V::WIDTH.min(self.lanes - first)) {
-                    (self.take)(first + lane, group * VECTORS_PER_CALL * V::WIDTH, &row[..dims]);
+                    self.take.take(first + lane, group * VECTORS_PER_CALL * V::WIDTH, &row[..dims]);
                 }
             }
         }

@@ -2,9 +2,11 @@
 //!
 //! ```text
 //! after each register tile of a product:
-//!     if countdown = 0:  prefetch one row of K and V, or else of Q;  countdown ← interval
-//!     else:              countdown ← countdown − 1
+//!     while rows of the next strip are left:  prefetch two of them
+//!     every interval-th time:                 prefetch one row of the next tile's panels
 //! ```
+//! The panels are K and V with queries in lanes, Q and dO with keys in lanes. The strip is needed
+//! sooner: the first tile of a task packs one for each of its products.
 //! Rows of one head lie far apart in memory, so that demand loads stall. Too many prefetches at
 //! once exhaust the line-fill buffers and stall as well. The rows that are packed next are
 //! therefore prefetched a few at a time, spread over the products of the current tile.
@@ -14,40 +16,71 @@ use std::ops::Range;
 use annulus_core::Element;
 
 use crate::{
-    simd::{dispatch::MAX_REGISTER_ROWS, hints::prefetch_l1},
+    simd::{hints::prefetch_l1, vector::MAX_LANES},
     tile::{gemm::Epilogue, input::Plane, tile_mask::TILE},
 };
+
+/// Rows of a register tile of full strips on AVX-512, from which the number of register tiles is
+/// estimated.
+const REGISTER_ROWS: usize = 4;
+
+/// Rows of a strip that are prefetched after a register tile: the 64 of a strip within its 32
+/// register tiles at D = 64.
+const LANES_PER_CALL: usize = 2;
+
+/// Distance of prefetches in loops that write strided rows and have no product to hide their
+/// latency: the rows of one transposed block.
+pub(crate) const ROWS_AHEAD: usize = MAX_LANES;
 
 /// Rows that are packed next and not prefetched yet.
 #[derive(Debug, Default)]
 pub(crate) struct Prefetcher {
     /// Rows of the next tile.
-    pub(crate) rows: Range<usize>,
-    /// Queries of the next strip, prefetched after `rows`.
-    pub(crate) queries: Range<usize>,
-    /// Head of `queries`.
+    rows: Range<usize>,
+    /// Head of `rows`, where it may differ from that of the current tile.
+    pub(crate) rows_head: usize,
+    /// Rows of the next strip: they will lie in lanes.
+    lanes: Range<usize>,
+    /// Head of `lanes`.
     pub(crate) head: usize,
-    /// Register tiles between two prefetches.
+    /// Register tiles between two prefetches of `rows`.
     interval: usize,
-    /// Register tiles until the next prefetch.
+    /// Calls of [`PrefetchCursor::issue`] until the next prefetch of `rows`.
+    wait: usize,
+    /// Register tiles until the next call of [`PrefetchCursor::issue`].
     countdown: usize,
 }
 
 impl Prefetcher {
-    /// Spreads the prefetches of a tile and a strip over the products of `tiles` tiles, each of
-    /// about `lines` rows of results.
+    /// Spreads the prefetches of a tile over the products of `tiles` tiles, each of about `lines`
+    /// rows of results.
     pub(crate) fn spread(&mut self, tiles: usize, lines: usize) {
-        self.interval = (tiles * lines / MAX_REGISTER_ROWS / TILE).saturating_sub(1);
+        self.interval = (tiles * lines / REGISTER_ROWS / TILE).saturating_sub(1);
+    }
+
+    /// Schedules the rows of the next tile, of head `head`.
+    pub(crate) const fn schedule_rows(&mut self, head: usize, rows: Range<usize>) {
+        self.rows_head = head;
+        self.rows = rows;
+        self.wait = 0;
+        self.countdown = 0;
+    }
+
+    /// Schedules the rows of the next strip, of head `head`.
+    pub(crate) fn schedule_lanes(&mut self, head: usize, rows: Range<usize>) {
+        self.head = head;
+        self.lanes = rows;
+        self.countdown = 0;
     }
 
     /// Returns the epilogue that prefetches during a product: `rows` from the first two planes,
-    /// then `queries` from the last.
+    /// `lanes` from the last.
     pub(crate) const fn cursor<'a>(
         &'a mut self,
         rows: [PrefetchRows<'a>; 2],
-        queries: PrefetchRows<'a>,
+        lanes: PrefetchRows<'a>,
     ) -> PrefetchCursor<'a> {
-        PrefetchCursor { prefetcher: self, rows, queries }
+        PrefetchCursor { prefetcher: self, rows, lanes }
     }
 }
 
@@ -73,7 +106,7 @@ impl<'a> PrefetchRows<'a> {
     }
 
     /// Prefetches one row, if it exists.
-    fn prefetch(&self, row: usize) {
+    pub(crate) fn prefetch(&self, row: usize) {
         prefetch_l1(
             self.bytes.get(row * self.stride..row * self.stride + self.len).unwrap_or_default(),
         );
@@ -85,7 +118,7 @@ impl<'a> PrefetchRows<'a> {
 pub(crate) struct PrefetchCursor<'a> {
     prefetcher: &'a mut Prefetcher,
     rows: [PrefetchRows<'a>; 2],
-    queries: PrefetchRows<'a>,
+    lanes: PrefetchRows<'a>,
 }
 
 impl PrefetchCursor<'_> {
@@ -93,12 +126,24 @@ impl PrefetchCursor<'_> {
     /// from the register tile.
     #[inline(never)]
     fn issue(&mut self) {
-        self.prefetcher.countdown = self.prefetcher.interval;
-        if let Some(row) = self.prefetcher.rows.next() {
-            self.rows.iter().for_each(|rows| rows.prefetch(row));
-        } else if let Some(row) = self.prefetcher.queries.next() {
-            self.queries.prefetch(row);
+        for _ in 0..LANES_PER_CALL {
+            if let Some(row) = self.prefetcher.lanes.next() {
+                self.lanes.prefetch(row);
+            }
         }
+        let Prefetcher { rows, lanes, interval, wait, countdown, .. } = &mut *self.prefetcher;
+        if *wait > 0 {
+            *wait -= 1;
+        } else if let Some(row) = rows.next() {
+            *wait = *interval;
+            self.rows.iter().for_each(|rows| rows.prefetch(row));
+        }
+        *countdown = match (lanes.len(), rows.len()) {
+            (1.., _) => 0,
+            (0, 1..) => std::mem::take(wait),
+            // nothing is left until more is scheduled
+            (0, 0) => usize::MAX,
+        };
     }
 }
 
@@ -119,21 +164,29 @@ mod tests {
 
     #[test]
     fn prefetches_are_spread_and_end() {
-        let mut prefetcher = Prefetcher { rows: 3..5, queries: 0..2, ..Prefetcher::default() };
-        prefetcher.spread(4, MAX_REGISTER_ROWS * TILE / 2);
+        let mut prefetcher = Prefetcher::default();
+        prefetcher.spread(4, REGISTER_ROWS * TILE / 2);
         assert_eq!(prefetcher.interval, 1);
         let elements = [0f32; 64];
         let lines =
             PrefetchRows::of(Plane::Vectors { elements: &elements[..], stride: 16, dim: 8 });
-        let mut remaining = Vec::new();
-        for _ in 0..10 {
-            // missing rows are not prefetched
-            prefetcher.cursor([lines, PrefetchRows::default()], lines).after_register_tile();
-            remaining.push((prefetcher.rows.len(), prefetcher.queries.len()));
-        }
+        let next = |prefetcher: &mut Prefetcher, calls: usize| {
+            let mut remaining = Vec::new();
+            for _ in 0..calls {
+                // missing rows are not prefetched
+                prefetcher.cursor([lines, PrefetchRows::default()], lines).after_register_tile();
+                remaining.push((prefetcher.rows.len(), prefetcher.lanes.len()));
+            }
+            remaining
+        };
+        prefetcher.schedule_rows(0, 3..7);
+        prefetcher.schedule_lanes(0, 0..3);
+        // two rows of the strip each time, a row of the panels every other time
         assert_eq!(
-            remaining,
-            [(1, 2), (1, 2), (0, 2), (0, 2), (0, 1), (0, 1), (0, 0), (0, 0), (0, 0), (0, 0)]
+            next(&mut prefetcher, 8),
+            [(3, 1), (3, 0), (2, 0), (2, 0), (1, 0), (1, 0), (0, 0), (0, 0)]
         );
+        prefetcher.schedule_rows(0, 0..1);
+        assert_eq!(next(&mut prefetcher, 2), [(0, 0), (0, 0)]);
     }
 }

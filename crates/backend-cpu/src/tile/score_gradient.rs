@@ -74,9 +74,18 @@ impl<A: Real> ScoreGradient<'_, A> {
         let keep = self.keep.map(V::strip::<VECTORS>);
         let scale = V::splat(self.scale);
         let zero = V::splat(A::ZERO);
+        let lanes = !0u64 >> (u64::BITS as usize - V::WIDTH);
         let QueryStatistics { lse, max, delta, share, .. } = self.queries;
         for (row, (s, dp)) in each_row_mut::<A, V, _>(s).zip(dp).enumerate() {
-            unrolled!(v < VECTORS, {
+            unrolled!(v < VECTORS, 'vector: {
+                // a vector without a visible pair: the usual case beside the diagonal
+                if let Some(words) = self.words
+                    && words[row] >> (v * V::WIDTH) & lanes == 0
+                {
+                    zero.store(&mut s[v]);
+                    zero.store(&mut dp[v]);
+                    break 'vector;
+                }
                 let score = V::load(&s[v]).times(scale);
                 let p = score
                     .minus(query_statistic::<A, V, BY_ROW, VECTORS>(lse, row, v))

@@ -41,7 +41,7 @@ pub(crate) struct Scores<'a, A> {
 impl<A: Real> Scores<'_, A> {
     /// True if the QKᵀ tile needs an epilogue (bias, soft cap, rounding, non-positive
     /// scale, unnormalised output). Otherwise the scale is deferred to the softmax.
-    fn needs_epilogue(&self) -> bool {
+    pub(crate) fn needs_epilogue(&self) -> bool {
         // a non-positive scale would not keep the order of the products, whose maximum the softmax
         // uses; an unnormalised output compares scores with the maximum, bit for bit
         self.has_bias()
@@ -61,11 +61,6 @@ impl<A: Real> Scores<'_, A> {
         self.bias.is_some() || self.spec.bias_function.is_some()
     }
 
-    /// True if [`Scores::finish`] leaves the products of a tile with this mask unchanged.
-    pub(crate) fn is_identity(&self, tile_mask: &TileMask) -> bool {
-        !self.needs_epilogue() && tile_mask.words().is_none()
-    }
-
     /// True if ∂s/∂x differs from 1.
     pub(crate) const fn has_soft_cap_slope(&self) -> bool {
         self.spec.soft_cap.is_some()
@@ -73,8 +68,9 @@ impl<A: Real> Scores<'_, A> {
 
     /// Replaces the products in the visible rows of `tile` by scores / [`Scores::deferred_scale`].
     ///
-    /// Writes ∂s/∂x to `soft_cap_slope`, if given and [`Scores::has_soft_cap_slope`] (0 for masked
-    /// pairs). `extra` is scratch.
+    /// Forward: masked pairs become −∞. Backward, where `soft_cap_slope` is given: writes ∂s/∂x to it
+    /// if [`Scores::has_soft_cap_slope`] (0 for masked pairs); scores of masked pairs are
+    /// unspecified, because the kernel of score gradients replaces theirs by 0. `extra` is scratch.
     pub(crate) fn finish(
         &self,
         coord: &TileCoord,
@@ -103,17 +99,13 @@ impl<A: Real> Scores<'_, A> {
             A::run(self.token, coord.vectors, epilogue);
         }
         if let Some(words) = tile_mask.words() {
-            A::run(
-                self.token,
-                coord.vectors,
-                MaskFill { tile: &mut tile[span.clone()], words, value: -A::INFINITY },
-            );
-            if let Some(soft_cap_slope) = soft_cap_slope.filter(|_| self.has_soft_cap_slope()) {
-                A::run(
-                    self.token,
-                    coord.vectors,
-                    MaskFill { tile: &mut soft_cap_slope[span], words, value: A::ZERO },
-                );
+            let fill = match soft_cap_slope {
+                None => Some((tile, -A::INFINITY)),
+                Some(slope) => self.has_soft_cap_slope().then_some((slope, A::ZERO)),
+            };
+            if let Some((into, value)) = fill {
+                let kernel = MaskFill { tile: &mut into[span], words, value };
+                A::run(self.token, coord.vectors, kernel);
             }
         }
     }

@@ -9,10 +9,13 @@
 //! # Source
 //! Milakov and Gimelshein 2018, algorithm 3.
 
-use crate::simd::{
-    dispatch::{ArrayKernel, Kernel, Real},
-    lanes::{each_row_mut, strip, strip_mut, unrolled, zip},
-    vector::{self, MAX_LANES, Vector},
+use crate::{
+    simd::{
+        dispatch::{ArrayKernel, Kernel, Real},
+        lanes::{each_row_mut, strip, strip_mut, unrolled, zip},
+        vector::{self, MAX_LANES, Vector},
+    },
+    tile::tile_mask::RowRanges,
 };
 
 /// Updates the softmax statistics of each lane with the scores of some rows of a tile, and replaces
@@ -29,6 +32,8 @@ pub(crate) struct OnlineSoftmax<'a, A> {
     /// Number of scores equal to the maximum, if wanted. Requires a scale of 1, because elements
     /// are compared with the maximum unscaled.
     pub(crate) ties: Option<&'a mut [A]>,
+    /// For each vector the rows to process, if not all: the others are masked. Requires `tile_max`.
+    pub(crate) row_ranges: Option<RowRanges>,
     /// Out: e^{m − m'}, the factor that rescales the accumulator.
     pub(crate) rescale: &'a mut [A],
 }
@@ -74,12 +79,25 @@ impl<A: Real> Kernel<A> for OnlineSoftmax<'_, A> {
         }
         // 3. probabilities and their sum
         let mut added = [V::splat(A::ZERO); VECTORS];
-        for row in vector::each_row_mut::<A, V, _>(tile) {
+        if let Some(row_ranges) = self.row_ranges {
+            // masked rows would add 0
             unrolled!(v < VECTORS, {
-                let prob = V::load(&row[v]).times(scale).minus(base[v]).softmax_exp();
-                added[v] = added[v].plus(prob);
-                prob.store(&mut row[v]);
+                let rows = row_ranges.get(v).cloned().unwrap_or_default();
+                let rows = tile.get_mut(rows).unwrap_or_default();
+                for row in vector::each_row_mut::<A, V, _>(rows) {
+                    let prob = V::load(&row[v]).times(scale).minus(base[v]).softmax_exp();
+                    added[v] = added[v].plus(prob);
+                    prob.store(&mut row[v]);
+                }
             });
+        } else {
+            for row in vector::each_row_mut::<A, V, _>(tile) {
+                unrolled!(v < VECTORS, {
+                    let prob = V::load(&row[v]).times(scale).minus(base[v]).softmax_exp();
+                    added[v] = added[v].plus(prob);
+                    prob.store(&mut row[v]);
+                });
+            }
         }
         // 4. ℓ' = ℓ·e^{m − m'} + sum
         unrolled!(v < VECTORS, {

@@ -22,6 +22,9 @@ pub(crate) const TILE: usize = 64;
 /// Maximum vectors of a strip for [`TileMask::row_ranges`].
 pub(crate) const MAX_STRIP_VECTORS: usize = 4;
 
+/// For each vector of a strip, a range of rows.
+pub(crate) type RowRanges = [Range<usize>; MAX_STRIP_VECTORS];
+
 /// Selects what lies in the lanes, queries or keys. The other side are the rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LaneAxis {
@@ -106,6 +109,14 @@ impl TileMask {
         true
     }
 
+    /// Returns the mask of a strip of `width` lanes with these bits; `None` if it is empty.
+    #[cfg(test)]
+    pub(crate) fn of_words(words: [u64; TILE], width: usize) -> Option<Self> {
+        let mut strip = Self::default();
+        let whole = Self { words, rows: 0..TILE, full: false };
+        whole.strip(&(0..width), &mut strip).then_some(strip)
+    }
+
     /// Returns the range of the rows with a visible pair.
     pub(crate) const fn rows(&self) -> &Range<usize> {
         &self.rows
@@ -114,6 +125,17 @@ impl TileMask {
     /// Returns the lane bits of the rows if a pair within them is masked.
     pub(crate) fn words(&self) -> Option<&[u64]> {
         (!self.full).then(|| &self.words[self.rows.clone()])
+    }
+
+    /// Returns the lane bits of every row of the tile: 0 outside [`TileMask::rows`].
+    pub(crate) fn lane_words(&self) -> [u64; TILE] {
+        let mut words = [0; TILE];
+        let rows = self.rows.clone();
+        match self.full {
+            true => words[rows].fill(!0),
+            false => words[rows.clone()].copy_from_slice(&self.words[rows]),
+        }
+        words
     }
 
     /// True if a pair of one of the rows is visible.
@@ -133,11 +155,7 @@ impl TileMask {
 
     /// Returns for each vector of `width` lanes the range of rows that holds its visible pairs;
     /// `None` if no vector's range can be trimmed.
-    pub(crate) fn row_ranges(
-        &self,
-        vectors: usize,
-        width: usize,
-    ) -> Option<[Range<usize>; MAX_STRIP_VECTORS]> {
+    pub(crate) fn row_ranges(&self, vectors: usize, width: usize) -> Option<RowRanges> {
         let words = self
             .words()
             .filter(|_| (2..=MAX_STRIP_VECTORS).contains(&vectors) && vectors * width <= TILE)?;

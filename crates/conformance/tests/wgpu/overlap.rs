@@ -80,6 +80,10 @@ impl Transport<Host> for Recorded {
     fn posts_ahead(&self) -> bool {
         Transport::<Host>::posts_ahead(&self.inner)
     }
+
+    fn runs_groups_in_order(&self) -> bool {
+        Transport::<Host>::runs_groups_in_order(&self.inner)
+    }
 }
 
 /// Ticks after each send of a channel, until the next wait.
