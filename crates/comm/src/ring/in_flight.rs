@@ -177,11 +177,16 @@ impl<'a, S: Space> InFlight<'a, S> {
     fn poll(&mut self, patience: Duration) -> Result<()> {
         self.transport.progress(patience)?;
         if !self.posts.is_empty() && !self.transport.pending() {
-            for (step, bytes, posted) in self.posts.drain(..) {
-                self.observer.sent(step, bytes, posted);
-            }
+            self.record_sent();
         }
         Ok(())
+    }
+
+    /// Makes the events of all sends, of which none is in flight.
+    fn record_sent(&mut self) {
+        for (step, bytes, posted) in self.posts.drain(..) {
+            self.observer.sent(step, bytes, posted);
+        }
     }
 
     /// Polls until `result` returns a value, and at least once.
@@ -234,6 +239,8 @@ impl<'a, S: Space> InFlight<'a, S> {
         self.check()?;
         if self.transport.pending() || !self.posts.is_empty() {
             self.wait_until(|in_flight| Ok((!in_flight.sends()).then_some(())))?;
+            // a receiver may have taken the last message after the last poll
+            self.record_sent();
         }
         Ok(())
     }
