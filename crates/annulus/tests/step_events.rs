@@ -1,0 +1,92 @@
+//! Step events of a ring whose last message is taken between two polls of the sender.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use annulus::{Activity, Attention, Dims, LocalRing, Result, Tensors};
+use annulus_comm::{forward_control, threads::Threads};
+use annulus_core::{Arrived, Control, Host, Incoming, MessageHeader, Outgoing, Transport};
+use annulus_cpu::Cpu;
+use ndarray::Array4;
+
+/// A transport that says in every second call that sends are pending, as one does whose receiver
+/// takes a message between the two calls.
+struct Alternating {
+    inner: Threads,
+    calls: AtomicUsize,
+}
+
+impl Control for Alternating {
+    forward_control! {
+        rank ranks placement start_all_gather try_all_gather stragglers abort heartbeat last_heard
+        last_work
+    }
+}
+
+impl Transport<Host> for Alternating {
+    fn control(&mut self) -> &mut dyn Control {
+        self
+    }
+
+    fn post(
+        &mut self,
+        sends: &[Outgoing<'_, Host>],
+        receives: &mut Vec<Incoming<Host>>,
+    ) -> Result<()> {
+        self.inner.post(sends, receives)
+    }
+
+    fn progress(&mut self, patience: Duration) -> Result<()> {
+        Transport::<Host>::progress(&mut self.inner, patience)
+    }
+
+    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
+        self.inner.take(header)
+    }
+
+    fn pending(&self) -> bool {
+        let call = self.calls.fetch_add(1, Ordering::Relaxed);
+        call.is_multiple_of(2) || Transport::<Host>::pending(&self.inner)
+    }
+
+    fn bytes_sent(&self) -> u64 {
+        Transport::<Host>::bytes_sent(&self.inner)
+    }
+
+    fn posts_ahead(&self) -> bool {
+        Transport::<Host>::posts_ahead(&self.inner)
+    }
+
+    fn runs_groups_in_order(&self) -> bool {
+        Transport::<Host>::runs_groups_in_order(&self.inner)
+    }
+}
+
+#[test]
+fn the_last_message_of_a_pass_has_an_event() {
+    // with both parities of the first call
+    for first in [0, 1] {
+        let sent = Arc::new(AtomicU64::new(0));
+        let sum = Arc::clone(&sent);
+        let attention = Attention::new().on_step(move |event| {
+            if event.activity == Activity::Send {
+                sum.fetch_add(event.bytes, Ordering::Relaxed);
+            }
+        });
+        let dims = Dims::new(1, 64, 2, 8);
+        let mut ring = LocalRing::with_transports(&attention, dims, 2, |_, inner| {
+            Ok((Cpu::new(1)?, Alternating { inner, calls: AtomicUsize::new(first) }))
+        })
+        .unwrap();
+        let x = Array4::<f32>::ones((1, 64, 2, 8));
+        let forward = ring.forward(&Tensors::new(x.view(), x.view(), x.view())).unwrap();
+        let predicted: u64 = forward.reports.iter().map(|report| report.bytes_predicted).sum();
+        assert!(predicted > 0);
+        assert_eq!(sent.load(Ordering::Relaxed), predicted, "first call {first}");
+    }
+}
