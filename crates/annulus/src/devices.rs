@@ -41,7 +41,7 @@ pub struct WgpuDevices {
 #[cfg(feature = "wgpu")]
 impl WgpuDevices {
     /// Finds the adapters and opens the first of them. All ranks use adapter number `device`;
-    /// without a number, the ranks of a node use its first adapter and all that equal it (model,
+    /// without a number, the ranks of a node use its first adapter and all of the same kind (model,
     /// driver, API) round robin. Others, such as an integrated GPU, would delay the ring.
     ///
     /// # Errors
@@ -50,7 +50,7 @@ impl WgpuDevices {
         let all = annulus_wgpu::Gpu::list();
         let numbers = match (device, all.first()) {
             (None, Some(first)) => {
-                all.iter().filter(|other| first.equals(other)).map(|other| other.number).collect()
+                all.iter().filter(|other| first.is_same_kind(other)).map(|other| other.number).collect()
             }
             (device, _) => vec![device.unwrap_or(0)],
         };

@@ -39,8 +39,8 @@ pub struct Adapter {
 }
 
 impl Adapter {
-    /// True if both are of the same model, with the same driver and API.
-    pub fn equals(&self, other: &Self) -> bool {
+    /// Returns true if both are of the same model, with the same driver and API.
+    pub fn is_same_kind(&self, other: &Self) -> bool {
         let kind = |of: &Self| (of.name.clone(), of.driver.clone(), of.api.clone());
         kind(self) == kind(other)
     }

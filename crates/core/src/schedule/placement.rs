@@ -173,6 +173,7 @@ mod tests {
         }
         assert_eq!(Placement::new(vec![3, 1, 3, 1]).order().ranks(), [0, 2, 1, 3]);
     }
+
     #[test]
     fn nodes_of_equal_size_are_found_in_ring_order() {
         let of = |nodes: &[usize]| {

@@ -197,6 +197,7 @@ mod tests {
         assert_eq!(Route::RelayUp.owner(2, 1, 4), 1);
         assert_eq!(Route::RelayDown.owner(2, 1, 4), 3);
     }
+
     #[test]
     fn rails_leave_a_node_in_one_step_of_each_period() {
         let [nodes, size] = [3, 4];
