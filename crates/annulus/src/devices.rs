@@ -49,9 +49,11 @@ impl WgpuDevices {
     pub fn find(device: Option<usize>) -> Result<Self> {
         let all = annulus_wgpu::Gpu::list();
         let numbers = match (device, all.first()) {
-            (None, Some(first)) => {
-                all.iter().filter(|other| first.is_same_kind(other)).map(|other| other.number).collect()
-            }
+            (None, Some(first)) => all
+                .iter()
+                .filter(|other| first.is_same_kind(other))
+                .map(|other| other.number)
+                .collect(),
             (device, _) => vec![device.unwrap_or(0)],
         };
         let devices = Self { numbers, opened: Mutex::default() };
