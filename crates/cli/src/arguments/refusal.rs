@@ -110,7 +110,9 @@ fn text(error: &Error) -> String {
         .next()
         .and_then(|text| text.split("\n\nFor more information").next())
         .unwrap_or(&text);
-    message::line_of(what.strip_prefix("error: ").unwrap_or(what), MOST_TEXT_BYTES)
+    // paragraphs, such as the tip that names a similar flag
+    let line = what.strip_prefix("error: ").unwrap_or(what).replace("\n\n", "; ");
+    message::line_of(&line, MOST_TEXT_BYTES)
 }
 
 /// Joins values as `a, b or c`.
@@ -223,6 +225,10 @@ mod tests {
             assert_eq!(refused(arguments), format!("{want}; try `outer middle inner --help`"));
         }
         assert!(refused(&[b"--count"]).starts_with("--count: got nothing, want a value;"));
+        let unknown = refused(&[b"--cuont", b"1"]);
+        let want =
+            "unexpected argument '--cuont' found; tip: a similar argument exists: '--count';";
+        assert!(unknown.starts_with(want), "{unknown}");
     }
 
     #[test]

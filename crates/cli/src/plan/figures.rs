@@ -138,8 +138,9 @@ impl BetweenNodes {
 
     /// Describes the bytes in one line.
     pub(super) fn in_words(self) -> String {
+        let step = if self.steps_max_rank == 1 { "step" } else { "steps" };
         format!(
-            "{} to other nodes of {} ranks; at most {} from one rank, in {} steps",
+            "{} to other nodes of {} ranks; at most {} from one rank, in {} {step}",
             bytes(self.bytes_sent_total),
             self.node_ranks,
             bytes(self.bytes_max_rank),
