@@ -4,7 +4,7 @@
 use annulus::{
     Attention, BackwardViewMut, Dims, Error, ForwardView, ForwardViewMut, Layout, SinkShape,
     Tensors,
-    ndarray::{Array2, Array3, Array4, ArrayView4},
+    ndarray::{Array2, Array3, Array4, ArrayView4, ArrayViewMut4},
 };
 
 const LEN: usize = 60;
@@ -15,13 +15,32 @@ fn tensor(heads: usize, step: f64) -> Array4<f64> {
     })
 }
 
-/// The same tensor, `[batch, heads, len, dim]` in memory.
-fn by_head(tensor: &Array4<f64>) -> Array4<f64> {
-    tensor.view().permuted_axes([0, 2, 1, 3]).as_standard_layout().into_owned()
+/// An order of the axes in memory, and the axes of that memory in the order of a tensor.
+#[derive(Debug, Clone, Copy)]
+struct MemoryOrder {
+    axes: [usize; 4],
+    inverse: [usize; 4],
 }
 
-fn view(by_head: &Array4<f64>) -> ArrayView4<'_, f64> {
-    by_head.view().permuted_axes([0, 2, 1, 3])
+/// `[batch, heads, len, dim]`, and one in which no vector is contiguous.
+const ORDERS: [MemoryOrder; 2] = [
+    MemoryOrder { axes: [0, 2, 1, 3], inverse: [0, 2, 1, 3] },
+    MemoryOrder { axes: [0, 2, 3, 1], inverse: [0, 3, 1, 2] },
+];
+
+impl MemoryOrder {
+    /// The same tensor in this order.
+    fn of(self, tensor: &Array4<f64>) -> Array4<f64> {
+        tensor.view().permuted_axes(self.axes).as_standard_layout().into_owned()
+    }
+
+    fn view(self, memory: &Array4<f64>) -> ArrayView4<'_, f64> {
+        memory.view().permuted_axes(self.inverse)
+    }
+
+    fn view_mut(self, memory: &mut Array4<f64>) -> ArrayViewMut4<'_, f64> {
+        memory.view_mut().permuted_axes(self.inverse)
+    }
 }
 
 #[test]
@@ -57,56 +76,62 @@ fn the_callers_tensors_get_the_bits_of_new_ones() {
             let new_gradients = ring.backward(&tensors, &new, dout.view(), None).unwrap();
 
             // every tensor in another memory order, filled with numbers that must be overwritten
-            let [q, k, v] = [&q, &k, &v].map(by_head);
-            let strided = Tensors::new(view(&q), view(&k), view(&v))
-                .with_bias(bias.view())
-                .with_softmax_aux(sinks.view());
-            let junk = |of: &Array4<f64>| Array4::from_elem(of.raw_dim(), f64::NAN);
-            let mut out = junk(&q);
-            let statistics = || Array3::from_elem((2, 4, LEN), f64::NAN);
-            let (mut lse, mut max, mut sum, mut ties) =
-                (statistics(), statistics(), statistics(), statistics());
-            let reports = ring
-                .forward_into(
-                    &strided,
-                    ForwardViewMut {
-                        out: out.view_mut().permuted_axes([0, 2, 1, 3]),
-                        lse: lse.view_mut(),
-                        max: unnormalized.then(|| max.view_mut()),
-                        sum: unnormalized.then(|| sum.view_mut()),
-                        ties: unnormalized.then(|| ties.view_mut()),
-                    },
-                )
-                .unwrap();
-            assert_eq!(reports.len(), ranks);
-            assert_eq!((view(&out), &lse), (new.out.view(), &new.lse), "{layout:?}");
-            if unnormalized {
-                assert_eq!((Some(&max), Some(&sum)), (new.max.as_ref(), new.sum.as_ref()));
+            for order in ORDERS {
+                let [q, k, v] = [&q, &k, &v].map(|tensor| order.of(tensor));
+                let strided = Tensors::new(order.view(&q), order.view(&k), order.view(&v))
+                    .with_bias(bias.view())
+                    .with_softmax_aux(sinks.view());
+                let junk = |of: &Array4<f64>| Array4::from_elem(of.raw_dim(), f64::NAN);
+                let mut out = junk(&q);
+                let statistics = || Array3::from_elem((2, 4, LEN), f64::NAN);
+                let (mut lse, mut max, mut sum, mut ties) =
+                    (statistics(), statistics(), statistics(), statistics());
+                let reports = ring
+                    .forward_into(
+                        &strided,
+                        ForwardViewMut {
+                            out: order.view_mut(&mut out),
+                            lse: lse.view_mut(),
+                            max: unnormalized.then(|| max.view_mut()),
+                            sum: unnormalized.then(|| sum.view_mut()),
+                            ties: unnormalized.then(|| ties.view_mut()),
+                        },
+                    )
+                    .unwrap();
+                assert_eq!(reports.len(), ranks);
+                assert_eq!(
+                    (order.view(&out), &lse),
+                    (new.out.view(), &new.lse),
+                    "{layout:?} {order:?}"
+                );
+                if unnormalized {
+                    assert_eq!((Some(&max), Some(&sum)), (new.max.as_ref(), new.sum.as_ref()));
+                }
+                let mut dq = junk(&q);
+                let mut dk = junk(&k);
+                let mut dv = junk(&v);
+                let mut dbias = Array4::from_elem(bias.raw_dim(), f64::NAN);
+                let mut dsinks = Array2::from_elem((4, 1), f64::NAN);
+                let forward = ForwardView {
+                    out: order.view(&out),
+                    lse: lse.view(),
+                    max: unnormalized.then(|| max.view()),
+                    ties: unnormalized.then(|| ties.view()),
+                };
+                let gradients = BackwardViewMut {
+                    dq: order.view_mut(&mut dq),
+                    dk: order.view_mut(&mut dk),
+                    dv: order.view_mut(&mut dv),
+                    dbias: Some(dbias.view_mut()),
+                    dsoftmax_aux: Some(dsinks.view_mut()),
+                };
+                ring.backward_into(&strided, &forward, dout.view(), None, gradients).unwrap();
+                assert_eq!(order.view(&dq), new_gradients.dq, "{layout:?} on {ranks}, {order:?}");
+                assert_eq!(order.view(&dk), new_gradients.dk);
+                assert_eq!(order.view(&dv), new_gradients.dv);
+                assert_eq!(Some(dbias), new_gradients.dbias);
+                assert_eq!(Some(dsinks), new_gradients.dsoftmax_aux);
             }
-            let mut dq = junk(&q);
-            let mut dk = junk(&k);
-            let mut dv = junk(&v);
-            let mut dbias = Array4::from_elem(bias.raw_dim(), f64::NAN);
-            let mut dsinks = Array2::from_elem((4, 1), f64::NAN);
-            let forward = ForwardView {
-                out: view(&out),
-                lse: lse.view(),
-                max: unnormalized.then(|| max.view()),
-                ties: unnormalized.then(|| ties.view()),
-            };
-            let gradients = BackwardViewMut {
-                dq: dq.view_mut().permuted_axes([0, 2, 1, 3]),
-                dk: dk.view_mut().permuted_axes([0, 2, 1, 3]),
-                dv: dv.view_mut().permuted_axes([0, 2, 1, 3]),
-                dbias: Some(dbias.view_mut()),
-                dsoftmax_aux: Some(dsinks.view_mut()),
-            };
-            ring.backward_into(&strided, &forward, dout.view(), None, gradients).unwrap();
-            assert_eq!(view(&dq), new_gradients.dq, "{layout:?} on {ranks}");
-            assert_eq!(view(&dk), new_gradients.dk);
-            assert_eq!(view(&dv), new_gradients.dv);
-            assert_eq!(Some(dbias), new_gradients.dbias);
-            assert_eq!(Some(dsinks), new_gradients.dsoftmax_aux);
         }
     }
 }

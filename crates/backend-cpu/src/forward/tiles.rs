@@ -109,9 +109,12 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         first: &Range<usize>,
     ) -> NextTile {
         let last_of_group = heads.end == self.geometry.heads(kv_head).end;
-        let kv_head = kv_head + usize::from(last_of_group);
-        let exists = kv_head < self.geometry.dims.kv_heads;
-        NextTile { kv_head, keys: if exists { first.clone() } else { 0..0 } }
+        let next = kv_head + usize::from(last_of_group);
+        if next < self.geometry.dims.kv_heads {
+            NextTile { kv_head: next, keys: first.clone() }
+        } else {
+            NextTile { kv_head, keys: 0..0 }
+        }
     }
 
     /// Attends to one tile of keys with all strips and the given heads of a task.

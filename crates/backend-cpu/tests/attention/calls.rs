@@ -19,10 +19,19 @@ fn forward(
     rank: &Rank<f32>,
     inputs: &Inputs<'_, Host>,
 ) -> annulus_core::Result<(Array4<f32>, Array4<f32>)> {
+    forward_of(cpu, rank, inputs, Readers::Ring)
+}
+
+fn forward_of(
+    cpu: &Cpu,
+    rank: &Rank<f32>,
+    inputs: &Inputs<'_, Host>,
+    readers: Readers,
+) -> annulus_core::Result<(Array4<f32>, Array4<f32>)> {
     let mut workspace = cpu.workspace(&rank.shard, Passes::Forward)?;
     let mut buffer = kv_buffer(rank);
     let mut pass = workspace.forward(inputs.reborrow())?;
-    pass.local_kv(&mut buffer, Readers::Ring)?;
+    pass.local_kv(&mut buffer, readers)?;
     let block = Block { buffer: &buffer, ready: &(), rows: &rank.shard.keys };
     pass.attend(&block, &mut keep_going)?;
     finish(rank, pass)
@@ -84,6 +93,8 @@ fn strides_change_no_bit() {
         sinks: None,
     };
     assert_eq!(forward(&cpu, &rank, &inputs).unwrap(), want);
+    // with one rank the kernels read k and v in the tensors
+    assert_eq!(forward_of(&cpu, &rank, &inputs, Readers::Local).unwrap(), want);
 }
 
 #[test]
