@@ -74,6 +74,8 @@ def described(name: str, value: Any) -> tuple[tuple[int, ...], str]:
     if found_library != "numpy" or device_of(value) is not None:
         if found_library == "torch":
             check_memory(name, value, on_gpu=True)
+        if not (hasattr(value, "shape") and hasattr(value, "dtype")):
+            raise unsupported(name, "an array of a device without attributes shape and dtype")
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype not in FLOATS:
             raise invalid(name, f"elements {dtype}", f"one of {', '.join(FLOATS)}")

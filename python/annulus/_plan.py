@@ -75,7 +75,7 @@ class Plan:
             on each, unless ``stream`` is given. A GPU stays open until the process ends, and all
             plans share it.
         device: Number of the GPU, as the command ``annulus doctor`` lists them. Default: the GPUs
-            of a node, round robin over its ranks; with ``wgpu`` the first and those that equal it.
+            of a node, round robin over its ranks; with ``wgpu`` the first and those of its kind.
         stream: With ``backend="cuda"`` and ``device``: the tensors are in the memory of this GPU,
             and a pass runs in this stream, a ``cudaStream_t`` as an integer (torch's
             ``torch.cuda.current_stream().cuda_stream``, CuPy's ``stream.ptr``; 0 is the default

@@ -228,6 +228,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("ring", {"machine": {"version": 1}, "strategy": "auto"}, "machine"),
     ("ring", {"kv_block_size": 0}, "kv_block_size"),
     ("ring", {"receive_ahead": 0}, "receive_ahead"),
+    ("ring", {"stream": -1}, "stream"),
+    ("ring", {"stream": 1}, "stream"),
     ("ring", {"deadline": 0.1}, "deadline"),
     ("ring", {"comm": "world"}, "comm"),
     ("ring", {"fused_backward": True}, "fused_backward"),

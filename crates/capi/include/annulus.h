@@ -580,7 +580,7 @@ typedef struct annulus_options {
   int32_t backend;
   /**
    * Flag: device is the number of the GPU. Default: 0, which is the GPUs of a node, round robin
-   * over its ranks; with WGPU the first and those that equal it.
+   * over its ranks; with WGPU the first and those of its kind.
    */
   int32_t has_device;
   /**

@@ -210,7 +210,7 @@ pub struct annulus_options {
     /// (annulus_features) or the machine does not have.
     pub backend: i32,
     /// Flag: device is the number of the GPU. Default: 0, which is the GPUs of a node, round robin
-    /// over its ranks; with WGPU the first and those that equal it.
+    /// over its ranks; with WGPU the first and those of its kind.
     pub has_device: i32,
     /// Number of the GPU, as `annulus doctor` lists them. Must be 0 unless has_device is set.
     pub device: i64,

@@ -57,7 +57,7 @@ pub(crate) struct MeasureFlags {
     #[arg(long, value_enum, default_value = "cpu")]
     backend: BackendName,
     /// Device number, counted from 0 as `annulus doctor` lists them. Default: the ranks of a node use
-    /// its GPUs in turn; with wgpu the first and those that equal it
+    /// its GPUs in turn; with wgpu the first and those of its kind
     #[arg(long, value_name = "N", value_parser = whole)]
     device: Option<usize>,
     /// Transport between ranks: of host memory, so that nccl is measured as threads or mpi
