@@ -1,18 +1,15 @@
 //! Epilogue of the backward pass: writes the gradients, each rounded once.
 //!
 //! ```text
-//! dq = scale·Σ dS·K      dk, dv from their records      dbias from its sums (`leaf_sums.rs`)
-//! da_t = −Σ_i e^{a_t − lse_i}·delta_i − [a_t = max_i]·share_i        for each sink a_t
+//! dq = scale·Σ dS·K      dk, dv from their records
+//! dbias from its sums (`leaf_sums.rs`)      dsinks from the statistics of the rows (`sinks.rs`)
 //! ```
 
-use std::ops::Range;
-
 use annulus_core::{Element, Gradients, Host, HostBuffer, Inputs, Result};
-use ndarray::{ArrayView1, ArrayView4, ArrayViewMut1, ArrayViewMut4, Axis};
+use ndarray::{ArrayView1, ArrayViewMut1, ArrayViewMut4, Axis};
 
 use crate::{
-    backward::leaf_sums::write_dbias,
-    forward::finish::sink_line,
+    backward::{leaf_sums::write_dbias, sinks::sink_gradients},
     simd::{
         dispatch::{ArrayKernel, IsaToken, Real},
         float::Float,
@@ -28,7 +25,6 @@ use crate::{
         bias_gradient::BiasPartial,
         scratch::Scratch,
         state::{DqLayout, State, Summed},
-        statistics::RowStatistics,
     },
 };
 
@@ -195,36 +191,4 @@ fn write_dq<E: Input<Accumulator: Summed>>(
             }
         }
     });
-}
-
-/// Computes the contribution of the local rows `rows` to the gradients of the sinks
-/// `[q_heads|1, sinks, 1, 1]`, in f64: batch rows and heads ascend, then rows.
-pub(super) fn sink_gradients<A: Real>(
-    statistics: &RowStatistics<A>,
-    heads: usize,
-    sinks: ArrayView4<'_, A>,
-    rows: Range<usize>,
-) -> impl Iterator<Item = f64> {
-    let (lines, count, ..) = sinks.dim();
-    let planes = statistics.lse.len().checked_div(statistics.rows).unwrap_or(0);
-    (0..lines).flat_map(move |line| (0..count).map(move |sink| (line, sink))).map(
-        move |(line, sink)| {
-            let mut sum = 0.0;
-            for plane in (0..planes).filter(|plane| lines == 1 || plane % heads == line) {
-                let score =
-                    sink_line(Some(sinks), plane % heads).nth(sink).unwrap_or(f64::NEG_INFINITY);
-                // a sink of −∞ has no weight
-                if score == f64::NEG_INFINITY {
-                    continue;
-                }
-                for row in rows.clone() {
-                    let [lse, max, delta, share] = statistics.of(plane, row).map(Element::to_f64);
-                    let max_term =
-                        if !statistics.max.is_empty() && score == max { share } else { 0.0 };
-                    sum -= (score - lse).exp() * delta + max_term;
-                }
-            }
-            sum
-        },
-    )
 }

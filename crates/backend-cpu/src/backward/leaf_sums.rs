@@ -14,7 +14,7 @@ use annulus_core::{Element, Host, HostBuffer, Inputs, LeafSums, Result, Rows, Sp
 use ndarray::ArrayViewMut4;
 
 use crate::{
-    backward::finish::sink_gradients,
+    backward::sinks::sink_gradients,
     simd::dispatch::Real,
     tile::input::{Acc, Input, Source, array},
     workspace::{

@@ -11,3 +11,4 @@ pub(crate) mod fused_leaves;
 pub(crate) mod kv_split;
 pub(crate) mod leaf_sums;
 pub(crate) mod reduction;
+pub(crate) mod sinks;
