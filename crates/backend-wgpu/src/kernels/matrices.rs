@@ -9,11 +9,10 @@
 use std::fmt::Write;
 
 use super::{
-    Access, Source, TileVariant,
+    Access, Source,
     params::ProbeParams,
-    products::ROW_STEP,
     template::Template,
-    vectors::{Vectors, Words},
+    vectors::{ROW_STEP, Vectors, Words},
 };
 use crate::level::Matrices;
 
@@ -377,9 +376,4 @@ pub(crate) fn probe_result(params: &ProbeParams) -> Vec<f32> {
     let by_rows = |at: u32| (0..32).map(|k| left(at / 32, k) * right(k, at % 32)).sum::<f32>();
     let by_columns = |at: u32| (0..32).map(|k| left(at / 32, k) * right(at % 32, k)).sum::<f32>();
     (0..1024).map(by_rows).chain((0..1024).map(by_columns)).collect()
-}
-
-/// Cooperative matrices that a kernel of this variant uses.
-pub(super) fn of(variant: TileVariant) -> Option<Matrices> {
-    variant.matrices.filter(|_| variant.storage == super::Storage::F16)
 }

@@ -173,10 +173,15 @@ impl TileVariant {
         16 * (Self::groups(head_dim) + Self::groups(value_dim)) > MAX_ACCUMULATORS
     }
 
+    /// Returns the cooperative matrices that a kernel of this variant uses.
+    fn used_matrices(self) -> Option<Matrices> {
+        self.matrices.filter(|_| self.storage == Storage::F16)
+    }
+
     /// True if vectors are bound as f16: at level matrix, which has f16 arithmetic. A device whose
     /// conversions flush subnormal numbers reads words.
     fn binds_halves(self) -> bool {
-        self.aligned && self.unpacks && matrices::of(self).is_some()
+        self.aligned && self.unpacks && self.used_matrices().is_some()
     }
 
     /// Number of groups for `dim` elements.

@@ -4,13 +4,9 @@ use std::fmt::Write;
 
 use super::{
     TileVariant, matrices,
-    vectors::{Vectors, Words},
+    vectors::{ROW_STEP, Vectors, Words},
 };
 use crate::level::Matrices;
-
-/// Distance of rows in workgroup memory, in vectors of 4: one more than the 8 of a row. Eight
-/// invocations access eight rows at once, which then lie in different banks (32 banks of 4 bytes).
-pub(super) const ROW_STEP: usize = 9;
 
 /// Distance of rows `4 · t + n` and `4 · t + n + 1` in workgroup memory. Row 4 · t + n is stored as
 /// row t + 8 · n, because invocations t = 0 … 7 access the rows 4 · t + n of one n at once.
@@ -51,7 +47,7 @@ pub(super) fn add_product(
     right: &Vectors,
     right_first: &str,
 ) -> String {
-    if let Some(on) = matrices::of(variant) {
+    if let Some(on) = variant.used_matrices() {
         return matrices::add_product(on, prefix, left, left_first, right, right_first);
     }
     let (mut rows, mut loads, mut zeros, mut stores) =
@@ -134,7 +130,7 @@ pub(super) fn accumulate_weights(
     of: &Vectors,
     words: Words,
 ) -> String {
-    match matrices::of(variant) {
+    match variant.used_matrices() {
         Some(on) => matrices::accumulate(on, prefix, groups, of, words),
         None => accumulate(variant, prefix, groups, Factor::Of(of), words),
     }
@@ -200,7 +196,7 @@ pub(super) fn accumulate(
     of: Factor<'_>,
     words: Words,
 ) -> String {
-    let on = matrices::of(variant);
+    let on = variant.used_matrices();
     let mut text =
         "{\n    let element = 4u * (lane & 7u);\n    let vector = lane >> 3u;\n".to_owned();
     text += &of.rows();

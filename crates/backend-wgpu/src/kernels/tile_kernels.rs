@@ -6,12 +6,11 @@ use super::{
     ARITHMETIC, Access, BiasAxes, GRADIENT, Source, Storage, TILE_TEXT, TileVariant, matrices,
     params::TileParams,
     products::{
-        Factor, Orientation, ROW_STEP, RowStep, acc_functions, accumulate, accumulate_weights,
-        add_product, each, each_row, product, score_gradients, statistics, store_tile,
-        store_weights,
+        Factor, Orientation, RowStep, acc_functions, accumulate, accumulate_weights, add_product,
+        each, each_row, product, score_gradients, statistics, store_tile, store_weights,
     },
     template::Template,
-    vectors::{DOUT, K, Q, V, Vectors, Words},
+    vectors::{DOUT, K, Q, ROW_STEP, V, Vectors, Words},
 };
 use crate::Level;
 
@@ -51,7 +50,7 @@ const fn accumulators(variant: TileVariant) -> Binding {
 /// Generates the loads of the tile mask to workgroup memory. `is_partial` is false if all pairs are
 /// visible; then simple kernels read no mask.
 fn tile_mask(variant: TileVariant) -> String {
-    if variant.general || matrices::of(variant).is_some() {
+    if variant.general || variant.used_matrices().is_some() {
         let biased = if variant.general {
             "\n    || params.has_bias != 0u || params.function_at != 0u"
         } else {
@@ -88,7 +87,7 @@ fn assemble(
     gradient: bool,
     bindings: &[Binding],
 ) -> Source {
-    let on = matrices::of(variant);
+    let on = variant.used_matrices();
     template
         .flag("GENERAL", variant.general)
         .flag("SUBGROUP", variant.level != Level::Plain)
@@ -206,7 +205,7 @@ sum[{r}] = sum[{r}] + sum_of(s{r});";
 pub(super) fn forward(variant: TileVariant) -> Source {
     let groups = variant.value_groups;
     let general = variant.general;
-    let on = matrices::of(variant);
+    let on = variant.used_matrices();
     let mut text = Template::default();
     text.name(
         "LOAD_ACC",
@@ -247,7 +246,7 @@ if (any_visible[{r}]) {
 /// Generates the kernel of dQ.
 pub(super) fn backward_queries(variant: TileVariant) -> Source {
     let groups = variant.head_groups;
-    let on = matrices::of(variant);
+    let on = variant.used_matrices();
     let mut text = Template::default();
     text.name("ROW_STATISTICS", statistics("row"));
     text.name(
@@ -298,7 +297,7 @@ if (row + {r}u < params.queries) {
 /// Generates the kernel of dK and dV.
 pub(super) fn backward_keys(variant: TileVariant, from_records: bool) -> Source {
     let TileVariant { head_groups, value_groups, general, .. } = variant;
-    let on = matrices::of(variant);
+    let on = variant.used_matrices();
     let splits = TileVariant::splits_gradients(32 * head_groups, 32 * value_groups);
     let mut text = Template::default();
     text.flag("HALF_STATISTICS", from_records && variant.storage != Storage::F32);

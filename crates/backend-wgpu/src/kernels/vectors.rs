@@ -2,7 +2,11 @@
 
 use std::fmt::Write;
 
-use super::{TileVariant, matrices};
+use super::TileVariant;
+
+/// Distance of rows in workgroup memory, in vectors of 4: one more than the 8 of a row. Eight
+/// invocations access eight rows at once, which then lie in different banks (32 banks of 4 bytes).
+pub(super) const ROW_STEP: usize = 9;
 
 /// A tensor of vectors: name in the text, number of rows, length of vectors.
 pub(super) struct Vectors {
@@ -33,7 +37,7 @@ impl Vectors {
     pub(super) fn functions(&self, words: &str, variant: TileVariant) -> String {
         let Self { name, dim, .. } = self;
         let TileVariant { storage, unpacks, aligned, .. } = variant;
-        let on_matrices = matrices::of(variant).is_some();
+        let on_matrices = variant.used_matrices().is_some();
         if variant.binds_halves() {
             // the bits of f16 elements reach workgroup memory without a conversion
             return self.offset_functions()
