@@ -88,7 +88,7 @@ pub(crate) fn suspended(harness: &mut Harness, settings: &Settings) -> Verdict {
     let work = || -> Result<Verdict> {
         let attention = Attention::new();
         let first = passes(&mut plan(settings, None, &attention)?)?;
-        let end = (Moment::Post(1), End::Suspended(DEADLINE * 5 / 2));
+        let end = (Moment::Transfer(2), End::Suspended(DEADLINE * 5 / 2));
         let bits = passes(&mut plan(settings, Some(end), &attention)?)?;
         Ok(ensure(bits == first, || "other bits after a suspension".to_owned()))
     };

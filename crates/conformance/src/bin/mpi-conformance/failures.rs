@@ -84,21 +84,21 @@ pub(crate) fn lost(
     pass: &str,
     moment: &str,
 ) -> Verdict {
-    // with full attention every rank posts the same number of groups
+    // with full attention every rank posts the same number of sends and receives
     let counts = plan(settings, None, Duration::from_secs(30))
         .and_then(|mut plan| passes(&mut plan))
         .map_err(|error| error.to_string());
     harness.share(counts.as_ref().map(drop).map_err(Clone::clone))?;
     let [forward, both] = counts?;
-    let at_post = |post, end| (Moment::Post(post), end);
+    let at = |transfer, end| (Moment::Transfer(transfer), end);
     let end = match (pass, moment) {
-        ("forward", "first") => at_post(0, End::Killed),
-        ("forward", "middle") => at_post(forward / 2, End::Killed),
-        ("forward", "last") => at_post(forward - 1, End::Killed),
-        ("forward", "stopped") => at_post(forward / 2, End::Stopped),
-        ("backward", "first") => at_post(forward, End::Killed),
-        ("backward", "middle") => at_post(forward.midpoint(both), End::Killed),
-        ("backward", "last") => at_post(both - 1, End::Killed),
+        ("forward", "first") => at(0, End::Killed),
+        ("forward", "middle") => at(forward / 2, End::Killed),
+        ("forward", "last") => at(forward - 1, End::Killed),
+        ("forward", "stopped") => at(forward / 2, End::Stopped),
+        ("backward", "first") => at(forward, End::Killed),
+        ("backward", "middle") => at(forward.midpoint(both), End::Killed),
+        ("backward", "last") => at(both - 1, End::Killed),
         ("entry", "stopped") => (Moment::Entry(FIRST_ENTRY), End::Stopped),
         _ => {
             let want = "forward|backward first|middle|last, forward stopped or entry stopped";
@@ -142,14 +142,15 @@ fn plan(settings: &Settings, end: Option<(Moment, End)>, deadline: Duration) -> 
     )
 }
 
-/// Runs forward and backward of full attention; returns the number of groups posted after each.
+/// Runs forward and backward of full attention; returns the number of sends and receives posted
+/// after each.
 fn passes(plan: &mut Plan) -> Result<[u64; 2]> {
     let rows = index(plan.q_rows().len());
     let q = tensor(rows, 2);
     let kv = tensor(rows, 1);
     let tensors = Tensors::new(q.view(), kv.view(), kv.view());
     let forward = plan.forward(&tensors)?;
-    let after_forward = mortal::posts();
+    let after_forward = mortal::transfers();
     plan.backward(&tensors, &forward, q.view(), None)?;
-    Ok([after_forward, mortal::posts()])
+    Ok([after_forward, mortal::transfers()])
 }

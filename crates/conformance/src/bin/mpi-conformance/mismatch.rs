@@ -208,9 +208,9 @@ fn judge<T: std::fmt::Debug>(
         result,
         Err(Error::RankMismatch { field, rank, .. }) if field == name && *rank == last
     );
-    let right = named && took < AT_ONCE && mortal::posts() == 0;
+    let right = named && took < AT_ONCE && mortal::transfers() == 0;
     same_everywhere(harness, result, right, || {
-        format!("{name}: {result:?} after {took:?} and {} groups of transfers", mortal::posts())
+        format!("{name}: {result:?} after {took:?} and {} transfers", mortal::transfers())
     })
 }
 
@@ -256,7 +256,7 @@ fn one_plan(
     let forward = plan.forward(&tensors).map_err(|error| error.to_string());
     harness.share(forward.as_ref().map(drop).map_err(Clone::clone))?;
     let forward = forward?;
-    mortal::forget_posts();
+    mortal::forget_transfers();
     let started = Instant::now();
     let called = if harness.rank() == last {
         plan.backward(&tensors, &forward, q.view(), None).map(drop)
@@ -289,7 +289,7 @@ fn versions(
                 }
                 Ok(())
             };
-            mortal::forget_posts();
+            mortal::forget_transfers();
             other_version().map_err(text)
         } else {
             let started = Instant::now();
@@ -299,7 +299,7 @@ fn versions(
                 &made,
                 Err(Error::RankMismatch { field, rank, .. }) if field == name && *rank == last
             );
-            ensure(right && took < AT_ONCE && mortal::posts() == 0, || {
+            ensure(right && took < AT_ONCE && mortal::transfers() == 0, || {
                 format!("{name}: {made:?} after {took:?}")
             })
         };

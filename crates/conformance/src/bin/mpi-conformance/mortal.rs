@@ -1,5 +1,5 @@
-//! An endpoint that counts the groups of transfers that it posts, and can kill or stop its process
-//! at one of them.
+//! An endpoint that counts the transfers that it posts, and can kill or stop its process at one of
+//! them.
 
 use std::{
     process::Command,
@@ -12,17 +12,20 @@ use annulus_core::{
 };
 use rustix::process::{Signal, getpid, kill_process};
 
-/// Groups posted since the last endpoint was created or [`forget_posts`] was called.
-static POSTS: AtomicU64 = AtomicU64::new(0);
+/// Sends and receives posted since the last endpoint was created or [`forget_transfers`] was called.
+///
+/// Their number in a pass is that of its schedule. The number of groups is not: a receive is posted
+/// when a buffer is free and a send when its block has arrived, together or one after the other.
+static TRANSFERS: AtomicU64 = AtomicU64::new(0);
 
-/// Returns the number of groups posted since then.
-pub(crate) fn posts() -> u64 {
-    POSTS.load(Ordering::Relaxed)
+/// Returns the number of sends and receives posted since then.
+pub(crate) fn transfers() -> u64 {
+    TRANSFERS.load(Ordering::Relaxed)
 }
 
 /// Resets the count to 0.
-pub(crate) fn forget_posts() {
-    POSTS.store(0, Ordering::Relaxed);
+pub(crate) fn forget_transfers() {
+    TRANSFERS.store(0, Ordering::Relaxed);
 }
 
 /// Time after which a process that stops for ever is killed, so that its job ends: several
@@ -32,8 +35,8 @@ const FOR_EVER: Duration = Duration::from_secs(5);
 /// Moment at which a process ends or stops.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Moment {
-    /// Before it posts this group, counted from 0.
-    Post(u64),
+    /// Before it posts the group with this send or receive, counted from 0.
+    Transfer(u64),
     /// After it has entered the call whose agreement is this round.
     Entry(u64),
 }
@@ -78,13 +81,14 @@ pub(crate) struct Mortal<T> {
 
 impl<T> Mortal<T> {
     pub(crate) fn new(inner: T, end: Option<(Moment, End)>) -> Self {
-        forget_posts();
+        forget_transfers();
         Self { inner, end }
     }
 
-    fn reach(&self, moment: Moment) -> Result<()> {
+    /// Ends or stops this process if `is_now` is true of the moment of its end.
+    fn reach(&self, is_now: impl FnOnce(Moment) -> bool) -> Result<()> {
         match self.end {
-            Some((at, end)) if at == moment => end.bring(),
+            Some((moment, end)) if is_now(moment) => end.bring(),
             _ => Ok(()),
         }
     }
@@ -100,7 +104,11 @@ impl<T: Transport<Host>> Transport<Host> for Mortal<T> {
         sends: &[Outgoing<'_, Host>],
         receives: &mut Vec<Incoming<Host>>,
     ) -> Result<()> {
-        self.reach(Moment::Post(POSTS.fetch_add(1, Ordering::Relaxed)))?;
+        let count = (sends.len() + receives.len()) as u64;
+        let first = TRANSFERS.fetch_add(count, Ordering::Relaxed);
+        self.reach(
+            |moment| matches!(moment, Moment::Transfer(at) if (first..first + count).contains(&at)),
+        )?;
         self.inner.post(sends, receives)
     }
 
@@ -140,6 +148,6 @@ impl<T: Control> Control for Mortal<T> {
 
     fn start_entry(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
         self.inner.start_entry(round, bytes)?;
-        self.reach(Moment::Entry(round))
+        self.reach(|moment| moment == Moment::Entry(round))
     }
 }
