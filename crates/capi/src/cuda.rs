@@ -6,18 +6,10 @@ use annulus::{BackendName, Error, Result};
 
 use crate::{
     attention::{ATTENTIONS, annulus_attention},
+    lent::Lent,
     options::Description,
     status::guard,
 };
-
-/// CUDA context and stream that the host lends, and perhaps an NCCL communicator, as addresses.
-#[derive(Debug, Clone, Copy)]
-#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "refused without the feature"))]
-pub(crate) struct Lent {
-    context: usize,
-    stream: usize,
-    communicator: Option<usize>,
-}
 
 /// Lets the plans of this attention compute in a CUDA stream of the host's, on tensors in device
 /// memory.

@@ -23,6 +23,7 @@ mod cuda;
 #[cfg(feature = "cuda")]
 mod driver;
 mod handle;
+mod lent;
 mod options;
 mod overlap;
 mod passes;

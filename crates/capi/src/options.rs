@@ -10,7 +10,7 @@ use annulus::{
 #[cfg(feature = "mpi")]
 use crate::callbacks::SilenceHook;
 use crate::{
-    cuda::Lent,
+    lent::Lent,
     status::guard,
     tensor::{ANNULUS_F32, dtype},
     versioned::{self, Versioned},

@@ -3,7 +3,7 @@
 use super::{
     network::Transfer,
     ring_steps::distinct_members,
-    steps::{PairSeconds, TimedStep},
+    timed_step::{PairSeconds, TimedStep},
 };
 use crate::{BackwardMode, Result, Spec, StrategyTraffic, TrafficOptions, Work};
 

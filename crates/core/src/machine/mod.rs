@@ -25,6 +25,7 @@ mod ring_steps;
 mod steps;
 #[cfg(test)]
 mod tests;
+mod timed_step;
 
 pub use prediction::{LinkBytes, PassTime, Prediction};
 

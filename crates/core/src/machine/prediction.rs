@@ -1,10 +1,6 @@
 //! The predicted time of a strategy, and the choice of the least.
 
-use super::{
-    Machine,
-    network::Network,
-    steps::{self, TimedStep},
-};
+use super::{Machine, network::Network, steps, timed_step::TimedStep};
 use crate::{Error, Result, Spec, StrategyTraffic, TrafficOptions};
 
 /// Predicted figures of one strategy on a machine.

@@ -2,7 +2,9 @@
 
 use super::{
     network::Transfer,
-    steps::{BACKWARD_PRODUCTS, KV_PASS_PRODUCTS, PairSeconds, QUERY_PASS_PRODUCTS, TimedStep},
+    timed_step::{
+        BACKWARD_PRODUCTS, KV_PASS_PRODUCTS, PairSeconds, QUERY_PASS_PRODUCTS, TimedStep,
+    },
 };
 use crate::{
     BackwardMode, Group, HeadGrid, Message, NeedsIndex, Result, RowLayout, Schedule, Spec,

@@ -1,75 +1,18 @@
 //! The steps of a pass with the seconds of their tiles and the bytes of their messages.
 
-use super::{Machine, mean_steps, network::Transfer, ring_steps::RingSteps};
+use super::{
+    Machine, mean_steps,
+    network::Transfer,
+    ring_steps::RingSteps,
+    timed_step::{PairSeconds, TimedStep},
+};
 use crate::{
-    BackwardMode, ComputeRate, Error, ExchangeFields, HeadField, Result, Side, Spec, Strategy,
-    StrategyTraffic, TrafficOptions,
+    Error, ExchangeFields, HeadField, Result, Side, Spec, Strategy, StrategyTraffic, TrafficOptions,
 };
 
 /// The most ranks of a ring whose steps are executed one by one, which takes O(ranks²) time and
 /// memory: 65,536 steps. Larger rings have one mean step.
 const MOST_STEPPED_RANKS: usize = 256;
-
-/// One step of all ranks, by ring index.
-#[derive(Debug, Clone, Default)]
-pub(super) struct TimedStep {
-    /// Seconds of the tiles of each rank.
-    pub(super) compute: Vec<f64>,
-    /// Messages that move while the tiles are computed.
-    pub(super) transfers: Vec<Transfer>,
-    /// True for a rank whose message of this step arrives in parts, under the tiles of the next.
-    pub(super) in_parts: Vec<bool>,
-    /// Number of times that the step is executed: 1, but for a mean step.
-    pub(super) repeats: usize,
-}
-
-/// Matrix products of a pass over the tiles of a pair of ranks.
-const FORWARD_PRODUCTS: f64 = 2.0;
-/// S, dP, dQ, dK, dV.
-pub(super) const BACKWARD_PRODUCTS: f64 = 5.0;
-/// S, dP, dQ, of a backward pass over blocks of keys and values.
-pub(super) const KV_PASS_PRODUCTS: f64 = 3.0;
-/// S, dP, dK, dV, of a backward pass over blocks of queries.
-pub(super) const QUERY_PASS_PRODUCTS: f64 = 4.0;
-
-impl TimedStep {
-    /// Creates a step without tiles and messages.
-    pub(super) fn idle(ranks: usize) -> Self {
-        Self {
-            compute: vec![0.0; ranks],
-            transfers: Vec::new(),
-            in_parts: vec![false; ranks],
-            repeats: 1,
-        }
-    }
-}
-
-/// Seconds of one visible pair, for each product of its tiles.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct PairSeconds {
-    forward: f64,
-    pub(super) backward: f64,
-}
-
-impl PairSeconds {
-    /// A product has 2 · dim FLOPs for each pair; dims of keys and values count half each.
-    fn new(spec: &Spec, rate: &ComputeRate) -> Self {
-        let flops = (spec.dims.head_dim + spec.dims.value_dim) as f64;
-        Self { forward: flops / rate.forward, backward: flops / rate.backward }
-    }
-
-    pub(super) const fn forward_pass(&self) -> f64 {
-        FORWARD_PRODUCTS * self.forward
-    }
-
-    pub(super) fn backward_pass(&self, mode: BackwardMode) -> f64 {
-        self.backward
-            * match mode {
-                BackwardMode::OnePass => BACKWARD_PRODUCTS,
-                BackwardMode::TwoPass => KV_PASS_PRODUCTS + QUERY_PASS_PRODUCTS,
-            }
-    }
-}
 
 /// Returns the steps of the forward and of the backward pass; the latter has none without one.
 ///

@@ -1,7 +1,7 @@
 //! Steps that are made by hand: which of two ranks a message waits for, and which waits for it.
 
 use super::*;
-use crate::machine::{prediction::execute, steps::TimedStep};
+use crate::machine::{prediction::execute, timed_step::TimedStep};
 
 /// Two ranks: tiles of these seconds, messages of these bytes, and a rank whose message arrives in
 /// parts.
