@@ -2,6 +2,7 @@
 
 mod links;
 mod rates;
+mod summary;
 
 use std::{
     path::{Path, PathBuf},
@@ -22,7 +23,8 @@ use crate::{
     failure::Outcome,
     file::Document,
     job::Job,
-    memory,
+    memory, message,
+    stdout::say,
 };
 use links::Links;
 
@@ -134,7 +136,12 @@ fn measure(flags: &MeasureFlags, job: &mut Job, backend: &BackendChoice) -> Outc
     let written = document.map_or(Ok(()), |document| {
         document.finish(annulus_machine_file::format(&machine).as_bytes())
     });
-    job.agree(written.map_err(Into::into))
+    job.agree(written.map_err(Into::into))?;
+    if let Some(path) = flags.out.as_ref().filter(|_| job.is_leader()) {
+        say!("{}", summary::Summary(&machine));
+        say!("wrote {}", message::path(path));
+    }
+    Ok(())
 }
 
 /// Returns the least memory of a node, divided by its ranks.

@@ -224,7 +224,11 @@ fn attend_and_bench_choose_by_the_machine() {
 fn measure_writes_a_machine_that_plan_reads() {
     let folder = Folder::new("measure");
     let flags = "measure --ranks 2 --threads 1 --dtype f32,bf16 --ds 4,8";
-    folder.succeed(&format!("{flags} --out machine.json"));
+    let printed = folder.succeed(&format!("{flags} --out machine.json")).out;
+    for line in ["inside nodes", "f32 dim 4", "bf16 dim 8", "memory", "wrote machine.json"] {
+        let count = printed.lines().filter(|printed| printed.starts_with(line)).count();
+        assert_eq!(count, 1, "{line}: {printed}");
+    }
     let text = std::fs::read_to_string(folder.path("machine.json")).unwrap();
     let machine: Value = serde_json::from_str(&text).unwrap();
     assert_eq!((&machine["version"], &machine["ranks_per_node"]), (&json!(1), &json!(2)));
