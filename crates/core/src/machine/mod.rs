@@ -27,6 +27,7 @@ mod steps;
 mod tests;
 
 pub use prediction::{LinkBytes, PassTime, Prediction};
+pub(crate) use steps::MOST_STEPPED_RANKS;
 
 use crate::{DType, Error, Fingerprint, Placement, Result};
 

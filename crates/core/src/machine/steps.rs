@@ -8,7 +8,7 @@ use crate::{
 
 /// The most ranks of a ring whose steps are executed one by one, which takes O(ranks²) time and
 /// memory: 65,536 steps. Larger rings have one mean step.
-const MOST_STEPPED_RANKS: usize = 256;
+pub(crate) const MOST_STEPPED_RANKS: usize = 256;
 
 /// One step of all ranks, by ring index.
 #[derive(Debug, Clone, Default)]
