@@ -4,7 +4,7 @@ mod output;
 mod progress;
 mod ranks;
 mod run;
-mod shared_output;
+pub(crate) mod shared_output;
 mod summary;
 
 use std::{
