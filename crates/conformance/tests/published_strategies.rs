@@ -69,11 +69,10 @@ fn run(attention: &Attention, dims: Dims, ranks: usize) -> Result<Results> {
     let gradients = ring.backward(&tensors, &forward, dout.view(), None)?;
     let reports = forward.reports.iter().zip(&gradients.reports);
     let sent = reports.map(|reports| {
-        let of_pass = <[_; 2]>::from(reports).map(|report| {
+        <[_; 2]>::from(reports).map(|report| {
             assert_eq!(report.bytes_sent, report.bytes_predicted);
             report.bytes_sent
-        });
-        of_pass
+        })
     });
     let sent = sent.collect();
     Ok(([forward.out, gradients.dq, gradients.dk], sent))

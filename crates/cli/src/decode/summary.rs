@@ -222,7 +222,7 @@ mod tests {
     fn figures_are_encoded_and_decoded_without_loss() {
         let mut first = RankFigures { rows: 7, buffer_bytes: 1 << 40, ..RankFigures::default() };
         first.prefill.add(0.5, [3, 3]);
-        [[9, 9], [7, 8]].map(|bytes| first.tokens.add(0.25, bytes));
+        [[9, 9], [7, 8]].into_iter().for_each(|bytes| first.tokens.add(0.25, bytes));
         let second = RankFigures { tokens: first.prefill, ..first };
         let numbers = [first.numbers(), second.numbers()].concat();
         assert_eq!(RankFigures::of_numbers(&numbers), [first, second]);
