@@ -29,9 +29,12 @@ BIAS_ORDERS = ("after_soft_cap", "before_soft_cap")
 PRECISIONS = ("highest", "high", "default")
 LAYOUTS = ("contiguous", "zigzag", "striped")
 PLACES = ("q_rows", "kv_rows", "q_positions", "kv_positions")
-ROUTES = ("relay_up", "relay_down", "direct", "rails_up", "rails_down")
+ROUTES = ("relay_up", "relay_down", "direct", "rails_up", "rails_down", "once_per_node")
 _COUNT = "[1-9][0-9]{0,8}"
-STRATEGIES = re.compile(f"ring|auto|heads:{_COUNT}|grid:{_COUNT}(x{_COUNT}){{1,2}}")
+STRATEGIES = re.compile(
+    f"ring|auto|heads:{_COUNT}|grid:{_COUNT}(x{_COUNT}){{1,2}}|once-per-node(:{_COUNT})?"
+    "|all-gather|all-to-all|pass-q"
+)
 BACKWARD_MODES = ("one_pass", "two_pass")
 
 
@@ -324,7 +327,10 @@ def _sinks(shape: Sequence[int] | None, q_heads: int) -> tuple[bool, int] | None
 
 def checked_strategy(strategy: Any) -> str:
     if not isinstance(strategy, str) or not STRATEGIES.fullmatch(strategy):
-        want = "ring, heads:H, grid:QxK, grid:HxQxK with numbers from 1, or auto"
+        want = (
+            "ring, heads:H, grid:QxK, grid:HxQxK, once-per-node:N with numbers from 1, "
+            "once-per-node, all-gather, all-to-all, pass-q, or auto"
+        )
         raise invalid("strategy", repr(strategy), want)
     return strategy
 

@@ -370,9 +370,10 @@ def ring_attention(
             values and their gradients travel), False for two. Default: one pass. Refused for other
             arrays, whose call has no backward pass.
         route: ``relay_up``, ``relay_down``, ``direct``, or, over nodes with as many ranks each,
-            ``rails_up`` or ``rails_down``. Default: chosen by the mask and the nodes.
-        strategy: ``ring``, ``heads:H``, ``grid:QxK``, ``grid:HxQxK`` or ``auto``: the division of
-            the attention among ranks, see ``Plan``.
+            ``rails_up``, ``rails_down`` or ``once_per_node``. Default: chosen by the mask and the
+            nodes.
+        strategy: ``ring``, ``heads:H``, ``grid:QxK``, ``grid:HxQxK``, ``auto`` or a published
+            name: the division of the attention among ranks, see ``Plan``.
         machine: Path of a machine file, or a dict of its fields, with which ``auto`` takes the
             strategy of the least predicted time, see ``Plan``.
         kv_block_size: Hint: a KV block is split into messages at multiples of this many rows, see

@@ -51,13 +51,16 @@ class Plan:
         layout: ``contiguous``, ``zigzag``, ``striped``, or the rows of every rank as (query rows,
             key rows), two lists of lists. Default: chosen by the mask.
         route: ``relay_up``, ``relay_down``, ``direct``, or, over nodes with as many ranks each,
-            ``rails_up`` or ``rails_down``. Default: chosen by the mask and the nodes.
+            ``rails_up``, ``rails_down`` or ``once_per_node``. Default: chosen by the mask and the
+            nodes.
         strategy: Division of the attention among ranks. ``ring``: KV shards circulate.
             ``heads:H``: groups of H ranks divide the heads, over the groups there is a ring; H
             divides ranks and q_heads, and is a divisor or a multiple of kv_heads. ``grid:QxK``: Q
             query parts × K key columns, whose partial results are merged; ``grid:HxQxK`` divides
-            the heads too. ``auto``: the one that sends the fewest bytes. Results differ by
-            rounding at most. Default: ``ring``.
+            the heads too. ``auto``: the one of these that sends the fewest bytes. Published names
+            of their forms: ``all-gather`` and ``once-per-node``, a ring on another route;
+            ``all-to-all``, which is ``heads:P``; ``pass-q``, which is ``grid:1xP``, of P ranks.
+            Results differ by rounding at most. Default: ``ring``.
         machine: Path of a machine file, as ``annulus measure`` writes it, or a dict of its fields:
             ``auto`` takes the strategy of the least predicted time whose buffers fit the memory of
             a rank. All ranks have the same machine. Only with ``auto``.

@@ -216,8 +216,9 @@ impl Config<'_> {
             // with the ranks of the nodes of the transport
             Some("rails_up") => Ok(Some(Route::RailsUp { node_ranks: 0 })),
             Some("rails_down") => Ok(Some(Route::RailsDown { node_ranks: 0 })),
+            Some("once_per_node") => Ok(Some(Route::OncePerNode { node_ranks: 0 })),
             Some(other) => {
-                let want = "relay_up, relay_down, direct, rails_up or rails_down";
+                let want = "relay_up, relay_down, direct, rails_up, rails_down or once_per_node";
                 Err(invalid(py, "route", other, want))
             }
         }

@@ -155,6 +155,8 @@ def test_custom_layout_route_and_threads() -> None:
         assert abs(got - want).max() < 1e-6
     with pytest.raises(annulus.InvalidArgument, match="route: got rails-up, want several nodes"):
         annulus.ring_attention(Q, K, V, ranks=2, route="rails_up")
+    with pytest.raises(annulus.InvalidArgument, match="route: got once-per-node, want several"):
+        annulus.ring_attention(Q, K, V, ranks=2, route="once_per_node")
 
 
 def test_receives_further_ahead_change_no_bit() -> None:
@@ -219,6 +221,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("ring", {"strategy": "heads:0"}, "strategy"),
     ("ring", {"strategy": "grid:2"}, "strategy"),
     ("ring", {"strategy": "grid:1x2x3x4"}, "strategy"),
+    ("ring", {"strategy": "once-per-node:0"}, "strategy"),
+    ("ring", {"strategy": "pass_q"}, "strategy"),
     ("ring", {"strategy": 2}, "strategy"),
     # one rank has no groups of two
     ("ring", {"strategy": "heads:2"}, "strategy"),

@@ -365,6 +365,10 @@ impl Attention {
     /// at most. Both need memory for the tensors of a rank once more, and blocks in host memory.
     /// `docs/semantics.md` in the repository lists what they do not support.
     ///
+    /// [`Strategy::AllGather`], [`Strategy::AllToAll`], [`Strategy::OncePerNode`] and
+    /// [`Strategy::PassQ`] are published names of forms of these: a plan has the form as its
+    /// strategy, and the route.
+    ///
     /// # Examples
     /// Groups of two ranks, each of which has half of the heads, and a ring over two groups.
     /// ```
@@ -557,6 +561,12 @@ impl Attention {
         if self.receive_ahead == Some(0) {
             return Err(Error::invalid("receive_ahead", 0, "at least 1"));
         }
+        if let (Some(given), Some(route)) = (self.route, self.strategy.route())
+            && given != route
+        {
+            let want = format!("none, or {}: that of strategy {}", route.name(), self.strategy);
+            return Err(Error::invalid("route", given.name(), want));
+        }
         if let Some(machine) = &self.machine {
             machine.check().map_err(of_machine)?;
             if self.strategy != Strategy::Auto {
@@ -602,11 +612,14 @@ impl Attention {
     pub fn ring_options(&self) -> RingOptions {
         RingOptions {
             layout: self.layout.clone(),
-            route: self.route.or(self.balanced_route),
+            route: self.route.or(self.strategy.route()).or(self.balanced_route),
             backward: !self.forward_only,
             local_gradients: self.local_gradients,
             kv_block_size: self.kv_block_size,
-            receive_ahead: self.receive_ahead.and_then(NonZeroUsize::new),
+            receive_ahead: self
+                .receive_ahead
+                .and_then(NonZeroUsize::new)
+                .or(self.strategy.receive_ahead()),
             deadline_variable: None,
             machine: self.machine.clone(),
         }

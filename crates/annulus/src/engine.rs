@@ -153,11 +153,17 @@ impl<B: Backend> DeviceRing<B> {
         options: RingOptions,
         strategy: Strategy,
     ) -> Result<Self> {
-        let spec = match strategy {
-            Strategy::Ring | Strategy::Auto => spec,
+        let ranks = transport.ranks();
+        let form = spec.and_then(|spec| {
+            HeadGrid::of(&spec.dims, ranks, strategy)?;
+            Ok((strategy.on_ranks(ranks), spec))
+        });
+        let spec = match form {
+            Ok((Strategy::Ring | Strategy::Auto, spec)) => Ok(spec),
+            Err(error) => Err(error),
             // it enters the agreement of the ring
-            other => {
-                Err(Error::unsupported(format!("strategy {other}"), "tensors in device memory"))
+            Ok(_) => {
+                Err(Error::unsupported(format!("strategy {strategy}"), "tensors in device memory"))
             }
         };
         Ok(Self(Ring::new(backend, transport, spec, options)?))
@@ -243,19 +249,30 @@ impl<B: Backend<Space: HostTensors>> Engine<B> {
     ) -> Result<Self> {
         let chosen = match strategy {
             Strategy::Auto => choose(&backend, transport.as_ref(), &spec, &options),
-            fixed => Ok(fixed),
+            fixed => Ok(Chosen { strategy: fixed, route: None }),
         };
         // an error enters the agreement of the ring
-        let (strategy, spec) = match (chosen, spec) {
-            (Err(error), Ok(_)) => (Strategy::Ring, Err(error)),
-            (chosen, spec) => (chosen.unwrap_or(Strategy::Ring), spec),
+        let (chosen, spec) = match (chosen, spec) {
+            (Err(error), Ok(_)) => (Chosen::RING, Err(error)),
+            (chosen, spec) => (chosen.unwrap_or(Chosen::RING), spec),
+        };
+        let strategy = chosen.strategy;
+        // the route of a strategy that is named is among the options
+        let options = match chosen.route {
+            Some(route) => RingOptions {
+                route: Some(route),
+                receive_ahead: options.receive_ahead.or(strategy.receive_ahead()),
+                ..options
+            },
+            None => options,
         };
         let ranks = transport.ranks();
         let grid = spec.as_ref().map(|spec| HeadGrid::of(&spec.dims, ranks, strategy));
         // a grid of one member is a ring; a wrong one is refused by the other engine
         let is_ring = match grid {
             Ok(Ok(Some(grid))) => grid.members() == 1,
-            _ => strategy == Strategy::Ring,
+            Ok(Err(_)) => false,
+            _ => strategy.on_ranks(ranks) == Strategy::Ring,
         };
         Ok(if is_ring {
             Self::Ring(Box::new(Ring::new(backend, transport, spec, options)?))
@@ -338,6 +355,16 @@ impl<B: Backend<Space: HostTensors>> fmt::Display for Engine<B> {
     }
 }
 
+/// A strategy, and its route if it was chosen for that.
+struct Chosen {
+    strategy: Strategy,
+    route: Option<Route>,
+}
+
+impl Chosen {
+    const RING: Self = Self { strategy: Strategy::Ring, route: None };
+}
+
 /// Returns the strategy with the least predicted time on a machine, or that sends the fewest bytes:
 /// the ring if an argument is wrong, which the ring then reports. It depends on nothing that ranks
 /// do not agree upon: the strategy itself is a field of the agreement.
@@ -349,11 +376,11 @@ fn choose<B: Backend>(
     transport: &dyn Transport<B::Space>,
     spec: &Result<Spec>,
     options: &RingOptions,
-) -> Result<Strategy> {
+) -> Result<Chosen> {
     let ranks = transport.ranks();
-    let Ok(spec) = spec else { return Ok(Strategy::Ring) };
+    let Ok(spec) = spec else { return Ok(Chosen::RING) };
     if !B::Space::HOST_BUFFERS || ranks == 1 {
-        return Ok(Strategy::Ring);
+        return Ok(Chosen::RING);
     }
     let (q_len, kv_len) = (spec.dims.q_len, spec.dims.kv_len);
     let layout = options.layout.as_ref();
@@ -362,7 +389,7 @@ fn choose<B: Backend>(
         layout.validate(q_len, kv_len, ranks).is_ok() && leaves.is_none_or(|fits| fits.is_ok())
     });
     let (true, Ok(capabilities)) = (layout_fits, backend.capabilities(spec)) else {
-        return Ok(Strategy::Ring);
+        return Ok(Chosen::RING);
     };
     let traffic = TrafficOptions {
         backward: options.backward,
@@ -374,10 +401,16 @@ fn choose<B: Backend>(
         // a batch comes with an update
         batch: None,
     };
-    let all = StrategyTraffic::of_all(spec, ranks, &traffic, &mut || ())?;
+    let mut all = StrategyTraffic::of_all(spec, ranks, &traffic, &mut || ())?;
     let chosen = match &options.machine {
-        Some(machine) => all.get(machine.choose(&all, spec, &traffic, &mut || ())?.0),
+        Some(machine) => {
+            all.extend(StrategyTraffic::of_routes(spec, ranks, &traffic, &mut || ())?);
+            all.get(machine.choose(&all, spec, &traffic, &mut || ())?.0)
+        }
         None => StrategyTraffic::cheapest(&all).ok(),
     };
-    Ok(chosen.map_or(Strategy::Ring, |best| best.strategy))
+    Ok(chosen.map_or(Chosen::RING, |best| Chosen {
+        strategy: best.strategy,
+        route: best.strategy.route(),
+    }))
 }

@@ -87,10 +87,15 @@ module annulus
   integer(c_int32_t), parameter, public :: ANNULUS_ROUTE_DIRECT = 3
   integer(c_int32_t), parameter, public :: ANNULUS_ROUTE_RAILS_UP = 4
   integer(c_int32_t), parameter, public :: ANNULUS_ROUTE_RAILS_DOWN = 5
+  integer(c_int32_t), parameter, public :: ANNULUS_ROUTE_ONCE_PER_NODE = 6
   integer(c_int32_t), parameter, public :: ANNULUS_STRATEGY_RING = 0
   integer(c_int32_t), parameter, public :: ANNULUS_STRATEGY_HEADS_RING = 1
   integer(c_int32_t), parameter, public :: ANNULUS_STRATEGY_AUTO = 2
   integer(c_int32_t), parameter, public :: ANNULUS_STRATEGY_GRID = 3
+  integer(c_int32_t), parameter, public :: ANNULUS_STRATEGY_ALL_GATHER = 4
+  integer(c_int32_t), parameter, public :: ANNULUS_STRATEGY_ALL_TO_ALL = 5
+  integer(c_int32_t), parameter, public :: ANNULUS_STRATEGY_ONCE_PER_NODE = 6
+  integer(c_int32_t), parameter, public :: ANNULUS_STRATEGY_PASS_Q = 7
   integer(c_int32_t), parameter, public :: ANNULUS_BACKEND_CPU = 0
   integer(c_int32_t), parameter, public :: ANNULUS_BACKEND_WGPU = 1
   integer(c_int32_t), parameter, public :: ANNULUS_BACKEND_CUDA = 2

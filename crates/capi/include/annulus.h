@@ -276,6 +276,12 @@
 #define ANNULUS_ROUTE_RAILS_DOWN 5
 
 /**
+ * Blocks travel from their owner to one rank of each node, and on to the others of the node that
+ * need them. The nodes have as many ranks each.
+ */
+#define ANNULUS_ROUTE_ONCE_PER_NODE 6
+
+/**
  * Every rank has all heads of its queries; keys and values circulate over all ranks.
  */
 #define ANNULUS_STRATEGY_RING 0
@@ -296,6 +302,28 @@
  * a part of the queries over a part of the keys, which are merged.
  */
 #define ANNULUS_STRATEGY_GRID 3
+
+/**
+ * All-gather of keys and values: the ring with ANNULUS_ROUTE_DIRECT, whose blocks are all received
+ * from the start of a pass on, unless options.receive_ahead says otherwise.
+ */
+#define ANNULUS_STRATEGY_ALL_GATHER 4
+
+/**
+ * All-to-all over heads among all ranks: HEADS_RING with one group.
+ */
+#define ANNULUS_STRATEGY_ALL_TO_ALL 5
+
+/**
+ * The ring with ANNULUS_ROUTE_ONCE_PER_NODE.
+ */
+#define ANNULUS_STRATEGY_ONCE_PER_NODE 6
+
+/**
+ * Queries travel and partial results return: GRID with one part of heads and queries, and as many
+ * of the keys as there are ranks.
+ */
+#define ANNULUS_STRATEGY_PASS_Q 7
 
 /**
  * The cores of the CPU, by SIMD.
@@ -509,7 +537,8 @@ typedef struct annulus_options {
    */
   int32_t layout;
   /**
-   * ANNULUS_ROUTE_AUTO (default), RELAY_UP, RELAY_DOWN, DIRECT, RAILS_UP or RAILS_DOWN.
+   * ANNULUS_ROUTE_AUTO (default), RELAY_UP, RELAY_DOWN, DIRECT, RAILS_UP, RAILS_DOWN or
+   * ONCE_PER_NODE.
    */
   int32_t route;
   /**
@@ -546,8 +575,9 @@ typedef struct annulus_options {
    */
   int32_t reproducible;
   /**
-   * ANNULUS_STRATEGY_RING (default), HEADS_RING, AUTO or GRID: the division of the attention
-   * among ranks. Results differ by rounding at most.
+   * ANNULUS_STRATEGY_RING (default), HEADS_RING, AUTO, GRID, ALL_GATHER, ALL_TO_ALL,
+   * ONCE_PER_NODE or PASS_Q: the division of the attention among ranks. Results differ by
+   * rounding at most.
    */
   int32_t strategy;
   /**
@@ -1421,9 +1451,9 @@ int annulus_plan_layout(const struct annulus_plan *plan, int32_t *layout);
 int annulus_plan_route(const struct annulus_plan *plan, int32_t *route);
 
 /**
- * Writes the strategy in force to `*strategy`, a constant ANNULUS_STRATEGY_* other than AUTO, and
- * the ranks of a group, 1 for the ring, or the parts of the heads of ANNULUS_STRATEGY_GRID, to
- * `*heads`. Local.
+ * Writes the strategy in force to `*strategy`: ANNULUS_STRATEGY_RING, HEADS_RING or GRID, which are
+ * the forms of all others. `*heads` is the ranks of a group, 1 for the ring, or the parts of the
+ * heads of ANNULUS_STRATEGY_GRID. Local.
  *
  * Errors
  * ANNULUS_INVALID_ARGUMENT.

@@ -69,6 +69,9 @@ pub const ANNULUS_ROUTE_DIRECT: i32 = 3;
 pub const ANNULUS_ROUTE_RAILS_UP: i32 = 4;
 /// As RAILS_UP, in the other direction.
 pub const ANNULUS_ROUTE_RAILS_DOWN: i32 = 5;
+/// Blocks travel from their owner to one rank of each node, and on to the others of the node that
+/// need them. The nodes have as many ranks each.
+pub const ANNULUS_ROUTE_ONCE_PER_NODE: i32 = 6;
 
 /// Every rank has all heads of its queries; keys and values circulate over all ranks.
 pub const ANNULUS_STRATEGY_RING: i32 = 0;
@@ -80,6 +83,16 @@ pub const ANNULUS_STRATEGY_AUTO: i32 = 2;
 /// options.strategy_heads x strategy_queries x strategy_keys ranks: each computes partial results of
 /// a part of the queries over a part of the keys, which are merged.
 pub const ANNULUS_STRATEGY_GRID: i32 = 3;
+/// All-gather of keys and values: the ring with ANNULUS_ROUTE_DIRECT, whose blocks are all received
+/// from the start of a pass on, unless options.receive_ahead says otherwise.
+pub const ANNULUS_STRATEGY_ALL_GATHER: i32 = 4;
+/// All-to-all over heads among all ranks: HEADS_RING with one group.
+pub const ANNULUS_STRATEGY_ALL_TO_ALL: i32 = 5;
+/// The ring with ANNULUS_ROUTE_ONCE_PER_NODE.
+pub const ANNULUS_STRATEGY_ONCE_PER_NODE: i32 = 6;
+/// Queries travel and partial results return: GRID with one part of heads and queries, and as many
+/// of the keys as there are ranks.
+pub const ANNULUS_STRATEGY_PASS_Q: i32 = 7;
 
 /// The cores of the CPU, by SIMD.
 pub const ANNULUS_BACKEND_CPU: i32 = 0;
@@ -165,7 +178,8 @@ pub struct annulus_options {
     pub local_gradients: i32,
     /// ANNULUS_LAYOUT_AUTO (default), CONTIGUOUS, ZIGZAG, STRIPED, CUSTOM or BALANCED.
     pub layout: i32,
-    /// ANNULUS_ROUTE_AUTO (default), RELAY_UP, RELAY_DOWN, DIRECT, RAILS_UP or RAILS_DOWN.
+    /// ANNULUS_ROUTE_AUTO (default), RELAY_UP, RELAY_DOWN, DIRECT, RAILS_UP, RAILS_DOWN or
+    /// ONCE_PER_NODE.
     pub route: i32,
     /// Longest silence of a rank within a call before the call fails, in seconds, at least 1.
     /// Default: 0, which is 120 s. ANNULUS_DEADLINE in the environment replaces it.
@@ -188,8 +202,9 @@ pub struct annulus_options {
     /// machines of the same arithmetic ("numerics" of the command `annulus doctor`). A backward
     /// pass takes two passes around the ring. Default: 0.
     pub reproducible: i32,
-    /// ANNULUS_STRATEGY_RING (default), HEADS_RING, AUTO or GRID: the division of the attention
-    /// among ranks. Results differ by rounding at most.
+    /// ANNULUS_STRATEGY_RING (default), HEADS_RING, AUTO, GRID, ALL_GATHER, ALL_TO_ALL,
+    /// ONCE_PER_NODE or PASS_Q: the division of the attention among ranks. Results differ by
+    /// rounding at most.
     pub strategy: i32,
     /// Ranks of a group of ANNULUS_STRATEGY_HEADS_RING, or parts of the heads of
     /// ANNULUS_STRATEGY_GRID, at least 1: a divisor of the number of ranks and of q_heads, and a
@@ -562,6 +577,7 @@ fn ring(attention: Attention, options: &annulus_options) -> Result<Attention> {
         Some(Route::Direct),
         Some(rails[0]),
         Some(rails[1]),
+        Some(Route::OncePerNode { node_ranks: 0 }),
     ];
     Ok(attention
         .backward_mode(one_of("backward_mode", options.backward_mode, &modes)?)
@@ -605,7 +621,17 @@ fn strategy(options: &annulus_options) -> Result<Strategy> {
     let keys = length("strategy_keys", strategy_keys.into())?;
     let ring = Strategy::HeadsRing { heads };
     let grid = Strategy::Grid { heads, queries, keys };
-    let strategies = [Strategy::Ring, ring, Strategy::Auto, grid];
+    let once_per_node = Strategy::OncePerNode { node_ranks: 0 };
+    let strategies = [
+        Strategy::Ring,
+        ring,
+        Strategy::Auto,
+        grid,
+        Strategy::AllGather,
+        Strategy::AllToAll,
+        once_per_node,
+        Strategy::PassQ,
+    ];
     let strategy = one_of("strategy", options.strategy, &strategies)?;
     let is_grid = options.strategy == ANNULUS_STRATEGY_GRID;
     let divides_heads = is_grid || options.strategy == ANNULUS_STRATEGY_HEADS_RING;

@@ -27,9 +27,9 @@ use crate::{
     options::{
         self, ANNULUS_LAYOUT_BALANCED, ANNULUS_LAYOUT_CONTIGUOUS, ANNULUS_LAYOUT_CUSTOM,
         ANNULUS_LAYOUT_STRIPED, ANNULUS_LAYOUT_ZIGZAG, ANNULUS_ROUTE_DIRECT,
-        ANNULUS_ROUTE_RAILS_DOWN, ANNULUS_ROUTE_RAILS_UP, ANNULUS_ROUTE_RELAY_DOWN,
-        ANNULUS_ROUTE_RELAY_UP, ANNULUS_STRATEGY_GRID, ANNULUS_STRATEGY_HEADS_RING,
-        ANNULUS_STRATEGY_RING, Description, length,
+        ANNULUS_ROUTE_ONCE_PER_NODE, ANNULUS_ROUTE_RAILS_DOWN, ANNULUS_ROUTE_RAILS_UP,
+        ANNULUS_ROUTE_RELAY_DOWN, ANNULUS_ROUTE_RELAY_UP, ANNULUS_STRATEGY_GRID,
+        ANNULUS_STRATEGY_HEADS_RING, ANNULUS_STRATEGY_RING, Description, length,
     },
     status::guard,
     transport::{HostTransport, annulus_transport},
@@ -519,15 +519,16 @@ pub unsafe extern "C" fn annulus_plan_route(plan: *const annulus_plan, route: *m
             Route::Direct => ANNULUS_ROUTE_DIRECT,
             Route::RailsUp { .. } => ANNULUS_ROUTE_RAILS_UP,
             Route::RailsDown { .. } => ANNULUS_ROUTE_RAILS_DOWN,
+            Route::OncePerNode { .. } => ANNULUS_ROUTE_ONCE_PER_NODE,
         })
     };
     // SAFETY: as the caller promises
     unsafe { answer(plan, "route", route, of) }
 }
 
-/// Writes the strategy in force to `*strategy`, a constant ANNULUS_STRATEGY_* other than AUTO, and
-/// the ranks of a group, 1 for the ring, or the parts of the heads of ANNULUS_STRATEGY_GRID, to
-/// `*heads`. Local.
+/// Writes the strategy in force to `*strategy`: ANNULUS_STRATEGY_RING, HEADS_RING or GRID, which are
+/// the forms of all others. `*heads` is the ranks of a group, 1 for the ring, or the parts of the
+/// heads of ANNULUS_STRATEGY_GRID. Local.
 ///
 /// # Errors
 /// ANNULUS_INVALID_ARGUMENT.

@@ -616,6 +616,24 @@ fn rings() -> Vec<Case> {
             },
             Attention::new().strategy(Strategy::Grid { heads: 1, queries: 1, keys: 3 }),
         ),
+        Case::new(
+            "strategy: all-gather",
+            |o| o.strategy = ANNULUS_STRATEGY_ALL_GATHER,
+            Attention::new().strategy(Strategy::AllGather),
+        ),
+        Case {
+            dims: HEADS_DIMS,
+            ..Case::new(
+                "strategy: all-to-all",
+                |o| o.strategy = ANNULUS_STRATEGY_ALL_TO_ALL,
+                Attention::new().strategy(Strategy::HeadsRing { heads: 3 }),
+            )
+        },
+        Case::new(
+            "strategy: pass-q",
+            |o| o.strategy = ANNULUS_STRATEGY_PASS_Q,
+            Attention::new().strategy(Strategy::Grid { heads: 1, queries: 1, keys: 3 }),
+        ),
         Case {
             // three leaves
             dims: Dims { q_len: 600, kv_len: 600, ..DIMS },
@@ -935,6 +953,10 @@ fn a_plan_tells_its_strategy() {
     let grid = annulus_options { strategy_queries: 1, strategy_keys: 3, ..options };
     let grid = annulus_options { strategy, strategy_heads: 1, ..grid };
     assert_eq!(chosen(grid), (ANNULUS_STRATEGY_GRID, 1));
+    let named = |strategy| chosen(annulus_options { strategy, ..options });
+    assert_eq!(named(ANNULUS_STRATEGY_ALL_GATHER), (ANNULUS_STRATEGY_RING, 1));
+    assert_eq!(named(ANNULUS_STRATEGY_ALL_TO_ALL), (ANNULUS_STRATEGY_HEADS_RING, 3));
+    assert_eq!(named(ANNULUS_STRATEGY_PASS_Q), (ANNULUS_STRATEGY_GRID, 1));
 
     // a group that does not fit ranks or heads is refused when the plan is made
     let options = annulus_options { strategy_heads: 2, ..by_heads };

@@ -16,6 +16,7 @@ mod backend;
 mod bench;
 mod check;
 mod completions;
+mod decode;
 mod demo;
 mod doctor;
 mod failure;
@@ -71,6 +72,7 @@ struct CommandLine {
 #[derive(Debug, Subcommand)]
 enum Command {
     Attend(attend::AttendFlags),
+    Decode(decode::DecodeFlags),
     Check(check::CheckFlags),
     Plan(plan::PlanFlags),
     Bench(bench::BenchFlags),
@@ -106,6 +108,7 @@ impl Command {
     fn paths(&self) -> Vec<(&'static str, &Path)> {
         match self {
             Self::Attend(flags) => flags.paths(),
+            Self::Decode(flags) => flags.paths(),
             Self::Check(flags) => flags.paths(),
             Self::Plan(flags) => flags.paths(),
             Self::Bench(flags) => flags.paths(),
@@ -121,6 +124,7 @@ impl Command {
 fn run(command: &Command) -> Outcome {
     match command {
         Command::Attend(flags) => attend::run(flags),
+        Command::Decode(flags) => decode::run(flags),
         Command::Check(flags) => check::run(flags),
         Command::Bench(flags) => bench::run(flags),
         Command::Measure(flags) => measure::run(flags),

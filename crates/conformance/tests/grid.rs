@@ -7,6 +7,7 @@ use annulus_core::{
     BackwardMode, BiasOrder, DType, Dims, Dropout, Error, HeadGrid, Layout, SinkShape, Spec,
     Strategy, StrategyTraffic, TrafficOptions,
 };
+use ndarray::Axis;
 
 const DIMS: Dims =
     Dims { batch: 2, q_len: 53, kv_len: 53, q_heads: 4, kv_heads: 2, head_dim: 8, value_dim: 6 };
@@ -102,6 +103,33 @@ fn sinks_bias_and_dropout_are_the_oracle() {
     }
 }
 
+/// Rows have equal maxima in several columns: keys are repeated.
+#[test]
+fn outputs_that_are_not_normalised_are_the_oracle() {
+    for backward in [BackwardMode::OnePass, BackwardMode::TwoPass] {
+        let causal = Masks { causal: true, ..Masks::default() };
+        let plain = Spec { normalize: false, backward, ..Spec::new(DIMS, DType::F64) };
+        let options = Spec { normalize: false, ..with_options(backward) };
+        let window = Masks { window: Some([Some(4), Some(4)]), ..Masks::default() };
+        for (name, spec, masks) in [
+            ("not normalised", plain.clone(), causal.clone()),
+            // some rows have no key in some columns
+            ("not normalised, window", plain, window),
+            ("not normalised, options", options, causal),
+        ] {
+            let mut case = case(name, spec, masks);
+            for (key, from) in [(20, 3), (41, 3), (52, 17)] {
+                let row = case.k.index_axis(Axis(1), from).to_owned();
+                case.k.index_axis_mut(Axis(1), key).assign(&row);
+            }
+            for shape in [[1, 3], [2, 2], [3, 2], [1, 8]] {
+                check(&case.in_dtype(DType::F32), shape, None);
+                check(&case.in_dtype(DType::Bf16), shape, Some(Layout::Zigzag));
+            }
+        }
+    }
+}
+
 #[test]
 fn different_lengths_and_few_rows_are_the_oracle() {
     for (q_len, kv_len) in [(1, 53), (5, 2), (53, 1), (3, 3), (0, 7), (7, 0)] {
@@ -172,15 +200,10 @@ fn what_a_grid_does_not_compute_is_refused_with_the_plan() {
         plan.map(drop).unwrap_err()
     };
     let grid = |shape| Attention::new().strategy(grid(shape));
-    let unsupported = [
-        (grid([2, 2]).reproducible(true), "reproducible is not supported by keys in 2 columns"),
-        (grid([2, 2]).unnormalized(true), "an output that is not normalised"),
-    ];
-    for (attention, want) in unsupported {
-        let error = refused(attention, 4);
-        assert!(matches!(error, Error::Unsupported { .. }), "{error}");
-        assert!(error.to_string().contains(want), "{error}");
-    }
+    let error = refused(grid([2, 2]).reproducible(true), 4);
+    assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+    let want = "reproducible is not supported by keys in 2 columns";
+    assert!(error.to_string().contains(want), "{error}");
     for (attention, ranks) in [(grid([2, 2]), 3), (grid([0, 4]), 4), (grid([3, 1]), 4)] {
         let error = refused(attention, ranks);
         assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");

@@ -185,6 +185,18 @@ impl<'a> HostViewMut<'a> {
         })));
     }
 
+    /// Divides the elements by those of `by`, a tensor of the same shape. An element that is divided
+    /// by 0 becomes 0.
+    pub fn divide(&mut self, by: &HostView<'_>) {
+        with_array!(Self, self, into => with_array!(HostView, by, by => {
+            for (into, by) in into.iter_mut().zip(by.iter()) {
+                let by = by.to_f64();
+                let quotient = if by == 0.0 { 0.0 } else { into.to_f64() / by };
+                *into = Element::from_f64(quotient);
+            }
+        }));
+    }
+
     /// Rounds the elements of `from`, a tensor of the same shape, to this type.
     pub fn round_from(&mut self, from: &HostView<'_>) {
         with_array!(Self, self, into => with_array!(HostView, from, from => {

@@ -80,7 +80,8 @@ struct StatisticsRow<'a, A> {
 /// Inputs of the row statistics.
 struct StatisticsInputs<'a, E: Input> {
     token: IsaToken,
-    /// None of partial results, of which dlse is −delta.
+    /// None of partial results, of which dlse is −delta; of an output that is not normalised ties is
+    /// then −⟨out, dout⟩ / ties.
     out: Option<ArrayView4<'a, E>>,
     dout: ArrayView4<'a, E>,
     lse: ArrayView4<'a, Acc<E>>,
@@ -119,8 +120,8 @@ impl<E: Input> StatisticsInputs<'_, E> {
             } else {
                 into.max[row] = Acc::<E>::from_f64(of(self.max));
                 into.delta[row] = Acc::<E>::from_f64(-dlse);
-                into.share[row] =
-                    Acc::<E>::from_f64(if empty { 0.0 } else { product / of(self.ties) });
+                let share = if out.is_some() { product / of(self.ties) } else { -of(self.ties) };
+                into.share[row] = Acc::<E>::from_f64(if empty { 0.0 } else { share });
             }
         }
     }

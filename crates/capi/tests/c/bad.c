@@ -88,7 +88,7 @@ static void options_are_checked(void) {
   BAD_OPTION(arrival_deadline_seconds, -1, "arrival_deadline_seconds");
   BAD_OPTION(adopt_communicator, 2, "adopt_communicator");
   BAD_OPTION(reproducible, 2, "reproducible");
-  BAD_OPTION(strategy, 4, "strategy");
+  BAD_OPTION(strategy, 8, "strategy");
   BAD_OPTION(strategy, ANNULUS_STRATEGY_GRID, "strategy_heads");
   BAD_OPTION(strategy_queries, 2, "strategy_queries");
   BAD_OPTION(strategy_keys, 2, "strategy_keys");

@@ -4,7 +4,7 @@ mod output;
 mod progress;
 mod ranks;
 mod run;
-mod shared_output;
+pub(crate) mod shared_output;
 mod summary;
 
 use std::{
@@ -154,8 +154,9 @@ struct RingFlags {
     layout: LayoutName,
     /// Division of the attention among ranks: ring; heads:H, an all-to-all over heads in groups of H
     /// ranks and a ring over the groups; grid:QxK, Q query parts and K key columns, whose partial
-    /// results are merged; grid:HxQxK, heads too; or auto, the one with the least predicted time on
-    /// --machine or, without one, that sends the fewest bytes
+    /// results are merged; grid:HxQxK, heads too; all-gather or once-per-node, a ring on another
+    /// route; all-to-all, which is heads:P; pass-q, which is grid:1xP; or auto, the one with the
+    /// least predicted time on --machine or, without one, that sends the fewest bytes
     #[arg(long, value_name = "NAME", default_value = "ring", value_parser = strategy)]
     strategy: Strategy,
     /// Machine file, which `annulus measure` writes, by which --strategy auto chooses

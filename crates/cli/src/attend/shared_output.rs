@@ -14,7 +14,7 @@ use crate::{
 ///
 /// # Ordering
 /// Collective over the processes of the job.
-pub(super) fn open(job: &mut Job, target: &Path, tensors: &[Planned]) -> Outcome<Output> {
+pub(crate) fn open(job: &mut Job, target: &Path, tensors: &[Planned]) -> Outcome<Output> {
     if job.is_on_one_node() {
         // on one node all ranks must name the same file; paths on other nodes may differ
         let identity = file::identity(target).unwrap_or_default();
@@ -47,7 +47,7 @@ fn open_as(job: &mut Job, target: &Path, tensors: &[Planned], staging: Staging) 
 ///
 /// # Ordering
 /// Collective over the processes of the job.
-pub(super) fn finish(job: &mut Job, output: Output) -> Outcome {
+pub(crate) fn finish(job: &mut Job, output: Output) -> Outcome {
     job.run_local_phase([&output], |_, output| output.sync())?;
     if job.is_leader() {
         let finished = output.finish();

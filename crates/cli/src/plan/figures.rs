@@ -4,12 +4,13 @@ use std::{cmp::Reverse, collections::BTreeSet, sync::Arc};
 
 use annulus_core::{
     Error, NeedsIndex, RankSchedule, Result, RingShards, RingTraffic, Route, RowLayout, Schedule,
-    Shard, Side, Spec, Strategy, StrategyTraffic, Traffic, Work, WorkMatrix,
+    Shard, Side, Spec, StrategyTraffic, Traffic, Work, WorkMatrix,
 };
 use serde::Serialize;
 
 use super::{
     Planned,
+    between_nodes::BetweenNodes,
     leaves::{LeafFigures, QueryPass},
     program::{Program, Send},
     strategies::{Strategies, StrategyFigures},
@@ -103,50 +104,6 @@ pub(super) struct Figures {
     /// First row of each packed document, and the end of the last.
     #[serde(skip)]
     pub(super) starts: Option<Vec<i64>>,
-}
-
-/// Blocks that are sent from one node to another.
-#[derive(Debug, Clone, Copy, Serialize)]
-pub(super) struct BetweenNodes {
-    /// Ranks of a node.
-    node_ranks: usize,
-    /// Payload bytes of all ranks.
-    bytes_sent_total: u128,
-    /// Payload bytes of the rank that sends most.
-    bytes_max_rank: u128,
-    /// Most steps in which any one rank sends to another node.
-    steps_max_rank: usize,
-}
-
-impl BetweenNodes {
-    fn new(node_ranks: usize, steps: &[StepFigures]) -> Self {
-        let ranks = steps.first().map_or(0, |step| step.ranks.len());
-        let mut of_rank = vec![(0, 0); ranks];
-        for of in steps.iter().flat_map(|step| &step.ranks) {
-            let is_other = |send: &&Send| send.to / node_ranks != of.rank / node_ranks;
-            let bytes: u128 = of.sends.iter().filter(is_other).map(|send| send.bytes).sum();
-            of_rank[of.rank].0 += bytes;
-            of_rank[of.rank].1 += usize::from(bytes > 0);
-        }
-        Self {
-            node_ranks,
-            bytes_sent_total: of_rank.iter().map(|(bytes, _)| bytes).sum(),
-            bytes_max_rank: of_rank.iter().map(|&(bytes, _)| bytes).max().unwrap_or_default(),
-            steps_max_rank: of_rank.iter().map(|&(_, steps)| steps).max().unwrap_or_default(),
-        }
-    }
-
-    /// Describes the bytes in one line.
-    pub(super) fn in_words(self) -> String {
-        let step = if self.steps_max_rank == 1 { "step" } else { "steps" };
-        format!(
-            "{} to other nodes of {} ranks; at most {} from one rank, in {} {step}",
-            bytes(self.bytes_sent_total),
-            self.node_ranks,
-            bytes(self.bytes_max_rank),
-            self.steps_max_rank
-        )
-    }
 }
 
 /// Bytes of one pass.
@@ -288,7 +245,8 @@ impl Figures {
     /// [`Error::InvalidArgument`] for more queries than [`MOST_QUERIES`], or for a rank outside the
     /// ring.
     pub(super) fn new(spec: &Spec, planned: Planned) -> Result<Self> {
-        let Planned { ranks, layout, route, node_ranks, batch: documents, mask, rank } = planned;
+        let Planned { strategy, ranks, layout, route, node_ranks, batch: documents, mask, rank } =
+            planned;
         check_queries(spec)?;
         check_rank(rank, ranks)?;
         let tick = &mut || ();
@@ -332,12 +290,15 @@ impl Figures {
             None => pass(&backward),
         };
         let few = ranks <= MOST_STEPPED_RANKS;
-        let steps = if few { steps(spec, &needs, route, &shards)? } else { Vec::new() };
-        let of_nodes = node_ranks.filter(|_| few);
+        let schedule = few.then(|| checked_schedule(&needs, route)).transpose()?;
+        let between_nodes = schedule.as_ref().zip(node_ranks).map(|(schedule, node_ranks)| {
+            BetweenNodes::new(node_ranks, schedule, query_pass, [&block, &gradient])
+        });
+        let steps = schedule.map_or_else(Vec::new, |schedule| steps(spec, &schedule, &shards));
         Ok(Self {
-            between_nodes: of_nodes.map(|node_ranks| BetweenNodes::new(node_ranks, &steps)),
+            between_nodes,
             ranks,
-            strategy: Strategy::Ring.to_string(),
+            strategy: strategy.to_string(),
             strategies: Vec::new(),
             ring_ranks: ranks,
             layout: layout.name(),
@@ -452,6 +413,9 @@ impl Figures {
             Route::RailsDown { .. } => {
                 "blocks pass the ranks of a node, then all move to the previous node (rails-down)"
             }
+            Route::OncePerNode { .. } => {
+                "owners send blocks once to each node, whose ranks relay them (once-per-node)"
+            }
         };
         match self.hops {
             0 => "no hop: every rank owns all rows that it needs".to_owned(),
@@ -544,22 +508,22 @@ fn extremes(all: &[RankFigures], rank: Option<usize>) -> Vec<RankFigures> {
     shown.into_iter().filter_map(|rank| all.get(rank).cloned()).collect()
 }
 
-/// Returns the steps of all ranks, and checks the schedule of at most [`MOST_DETAILED_RANKS`].
-fn steps(
-    spec: &Spec,
-    needs: &NeedsIndex<'_>,
-    route: Route,
-    shards: &RingShards,
-) -> Result<Vec<StepFigures>> {
+/// Returns the messages of all ranks, checked for at most [`MOST_DETAILED_RANKS`].
+fn checked_schedule(needs: &NeedsIndex<'_>, route: Route) -> Result<Schedule> {
     let needs = needs.to_needs();
     let schedule = Schedule::build(&needs, route, true);
     if needs.held.len() <= MOST_DETAILED_RANKS {
         schedule.check(&needs, true).map_err(Error::internal)?;
     }
+    Ok(schedule)
+}
+
+/// Returns the steps of all ranks.
+fn steps(spec: &Spec, schedule: &Schedule, shards: &RingShards) -> Vec<StepFigures> {
     let work = WorkMatrix::of(spec.mask.as_ref(), spec.dims.q_heads, spec.dims.batch, shards);
     let bytes = spec.kv_row_layout().bytes();
-    let steps = 0..needs.held.len();
-    Ok(steps.map(|step| StepFigures::new(step, &schedule, &work, bytes)).collect())
+    let steps = 0..schedule.steps.len();
+    steps.map(|step| StepFigures::new(step, schedule, &work, bytes)).collect()
 }
 
 /// Checks that there is a rank of this number.

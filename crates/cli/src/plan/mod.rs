@@ -1,5 +1,6 @@
 //! `annulus plan`: the schedule of a ring as figures and as a picture, without running it.
 
+mod between_nodes;
 mod figures;
 mod leaves;
 mod picture;
@@ -10,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use annulus::Attention;
 use annulus_core::{
-    Batch, Choice, Dims, Layout, Machine, Placement, Route, Spec, Strategy, StrategyTraffic,
+    Batch, Choice, Dims, Error, Layout, Machine, Placement, Route, Spec, Strategy, StrategyTraffic,
 };
 use clap::Args;
 
@@ -59,8 +60,9 @@ pub(crate) struct PlanFlags {
     layout: LayoutName,
     /// Division of the attention among ranks: ring; heads:H, an all-to-all over heads in groups of
     /// H ranks and a ring over the groups; grid:QxK, Q query parts and K key columns, whose partial
-    /// results are merged; grid:HxQxK, heads too; or auto, the one with the least predicted time on
-    /// --machine or, without one, that sends the fewest bytes. Steps and picture are those of the
+    /// results are merged; grid:HxQxK, heads too; all-gather or once-per-node, a ring on another
+    /// route; all-to-all, which is heads:P; pass-q, which is grid:1xP; or auto, the one with the
+    /// least predicted time on --machine or, without one, that sends the fewest bytes. Steps and picture are those of the
     /// ring over groups that has the first heads and the first key column. All strategies are
     /// compared; for more than 256 ranks not with ring, unless there is a --machine
     #[arg(long, value_name = "NAME", default_value = "ring", value_parser = strategy)]
@@ -146,6 +148,8 @@ pub(crate) fn run(flags: &PlanFlags) -> Outcome {
 
 /// Ring whose figures are computed.
 struct Planned {
+    /// The strategy, not [`Strategy::Auto`].
+    strategy: Strategy,
     ranks: usize,
     layout: Layout,
     route: Route,
@@ -217,8 +221,9 @@ impl PlanFlags {
                 placement,
             ));
         }
-        if self.strategy != Strategy::Ring {
-            let want = "ring with --documents or --layout balanced";
+        let is_ring = self.strategy.on_ranks(self.ranks) == Strategy::Ring;
+        if !is_ring {
+            let want = "ring, all-gather or once-per-node with --documents or --layout balanced";
             return Err(Failure::usage("--strategy", self.strategy, want));
         }
         let Some(machine) = machine else { return Ok(Ok(Strategies::default())) };
@@ -226,7 +231,8 @@ impl PlanFlags {
         let placement = self.placement(Some(machine));
         let choice = self.layout.choice(spec, self.ranks, &batch, placement.as_ref());
         Ok(choice.and_then(|choice| {
-            Strategies::of_documents(spec, self.ranks, &choice, &batch, machine)
+            let placement = placement.as_ref();
+            Strategies::of_documents(spec, &choice, &batch, self.strategy, machine, placement)
         }))
     }
 
@@ -255,10 +261,28 @@ impl PlanFlags {
         let Some(StrategyTraffic { grid, layout, .. }) = strategies.grid() else {
             let placement = self.placement(machine);
             let choice = self.layout.choice(spec, self.ranks, &batch, placement.as_ref())?;
-            let Choice { layout, route, .. } = choice;
+            let Choice { layout, route, order } = choice;
             let Self { ranks, rank, .. } = *self;
-            let node_ranks = placement.map(|_| self.ranks_of_node(machine));
-            let planned = Planned { ranks, layout, route, node_ranks, batch, mask, rank };
+            let given = strategies.route().or(self.strategy.route()).map(|route| {
+                let of_nodes = placement.as_ref().and_then(|of| of.node_ranks(&order));
+                route.with_node_ranks(of_nodes.unwrap_or(0))
+            });
+            let route = given.unwrap_or(route);
+            if !route.fits(ranks) {
+                let want = "several nodes with as many ranks each: --node-ranks or --machine";
+                return Err(Error::invalid("strategy", self.strategy, want));
+            }
+            let node_ranks = placement.map(|_| self.ranks_of_node(machine)).or(route.node_ranks());
+            let chosen = strategies.chosen().unwrap_or(Strategy::Ring);
+            let strategy = match (self.strategy, route) {
+                (Strategy::OncePerNode { .. }, Route::OncePerNode { node_ranks }) => {
+                    Strategy::OncePerNode { node_ranks }
+                }
+                (Strategy::AllGather, _) => Strategy::AllGather,
+                (Strategy::Auto, _) => chosen,
+                (given, _) => given.on_ranks(ranks),
+            };
+            let planned = Planned { strategy, ranks, layout, route, node_ranks, batch, mask, rank };
             return Ok((spec.clone(), planned));
         };
         figures::check_rank(self.rank, self.ranks)?;
@@ -267,8 +291,10 @@ impl PlanFlags {
         let fixed = Some(layout.of_member(grid, 0));
         let Choice { layout, route, .. } = Choice::auto(&of_member, ranks, fixed, None, &mut || ());
         let rank = self.rank.map(|rank| grid.group(rank));
+        let strategy = Strategy::Ring;
         let node_ranks = None;
-        Ok((of_member, Planned { ranks, layout, route, node_ranks, batch, mask, rank }))
+        let planned = Planned { strategy, ranks, layout, route, node_ranks, batch, mask, rank };
+        Ok((of_member, planned))
     }
 
     /// Paths that flags name.

@@ -1,7 +1,7 @@
 //! Figures of every strategy that ranks and heads admit.
 
 use annulus_core::{
-    Backend, Batch, Choice, Error, HeadGrid, Layout, Machine, Placement, Prediction, Result, Spec,
+    Backend, Batch, Choice, HeadGrid, Layout, Machine, Placement, Prediction, Result, Route, Spec,
     Strategy, StrategyTraffic, TrafficOptions,
 };
 use serde::Serialize;
@@ -14,6 +14,9 @@ use crate::report::bytes;
 pub(super) struct StrategyFigures {
     /// Name of the strategy, as `--strategy` takes it.
     pub(super) name: String,
+    /// Name under which the strategy was published, if it is another one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    published_name: Option<&'static str>,
     /// Parts into which heads, queries and keys are divided at the same time; a part of the
     /// queries receives the keys one after another.
     pub(super) grid: [usize; 3],
@@ -70,11 +73,15 @@ impl Strategies {
         if let Some(grid) = &grid {
             grid.check(spec, true)?;
         }
-        if strategy == Strategy::Ring && ranks > MOST_STEPPED_RANKS && machine.is_none() {
+        if strategy.on_ranks(ranks) == Strategy::Ring
+            && ranks > MOST_STEPPED_RANKS
+            && machine.is_none()
+        {
             return Ok(Self::default());
         }
         let options = TrafficOptions { placement, ..options(spec, layout)? };
-        let all = StrategyTraffic::of_all(spec, ranks, &options, &mut || ())?;
+        let mut all = StrategyTraffic::of_all(spec, ranks, &options, &mut || ())?;
+        all.extend(StrategyTraffic::of_routes(spec, ranks, &options, &mut || ())?);
         let (fastest, predictions) = match machine {
             Some(machine) => {
                 let (fastest, all) = machine.choose(&all, spec, &options, &mut || ())?;
@@ -82,37 +89,55 @@ impl Strategies {
             }
             None => (None, Vec::new()),
         };
-        let position = |wanted| all.iter().position(|of| of.grid == wanted).unwrap_or(0);
         let chosen = match (grid, fastest) {
-            (Some(grid), _) => position(grid),
+            (Some(grid), _) => position(&all, strategy, grid),
             (None, Some(fastest)) => fastest,
-            (None, None) => position(StrategyTraffic::cheapest(&all)?.grid),
+            (None, None) => {
+                let cheapest = StrategyTraffic::cheapest(&all)?;
+                position(&all, cheapest.strategy, cheapest.grid)
+            }
         };
         Ok(Self { all, predictions, chosen })
     }
 
-    /// Plans the ring of packed documents, for which there is no other strategy here; with a machine
-    /// it is predicted.
+    /// Plans the ring of packed documents on the route of `choice` and on those of other strategies,
+    /// and predicts them.
     ///
     /// # Errors
     /// As [`Strategies::new`].
     pub(super) fn of_documents(
         spec: &Spec,
-        ranks: usize,
-        Choice { layout, route, .. }: &Choice,
+        choice: &Choice,
         batch: &Batch,
+        strategy: Strategy,
         machine: &Machine,
+        placement: Option<&Placement>,
     ) -> Result<Self> {
-        let options = TrafficOptions {
-            route: Some(*route),
-            batch: Some(batch),
-            ..options(spec, Some(layout))?
+        let ranks = choice.order.ranks().len();
+        let layout = Some(&choice.layout);
+        let of_routes = TrafficOptions { batch: Some(batch), placement, ..options(spec, layout)? };
+        let of_ring = TrafficOptions { route: Some(choice.route), ..of_routes };
+        let grid = HeadGrid::new(&spec.dims, ranks, 1)?;
+        let mut all = vec![StrategyTraffic::of(spec, grid, &of_ring, &mut || ())?];
+        all.extend(StrategyTraffic::of_routes(spec, ranks, &of_routes, &mut || ())?);
+        let predict = |traffic: &StrategyTraffic| {
+            let is_ring = traffic.strategy == Strategy::Ring;
+            let options = if is_ring { &of_ring } else { &of_routes };
+            Prediction::of(traffic, spec, options, machine, &mut || ())
         };
-        let none = || Error::internal("no grid of a ring");
-        let grid = HeadGrid::of(&spec.dims, ranks, Strategy::Ring)?.ok_or_else(none)?;
-        let traffic = StrategyTraffic::of(spec, grid, &options, &mut || ())?;
-        let prediction = Prediction::of(&traffic, spec, &options, machine, &mut || ())?;
-        Ok(Self { all: vec![traffic], predictions: vec![prediction], chosen: 0 })
+        let predictions = all.iter().map(predict).collect::<Result<_>>()?;
+        let chosen = position(&all, strategy, grid);
+        Ok(Self { all, predictions, chosen })
+    }
+
+    /// Returns the route of the strategy that is planned, if that is a part of it.
+    pub(super) fn route(&self) -> Option<Route> {
+        self.all.get(self.chosen)?.strategy.route()
+    }
+
+    /// Returns the strategy that is planned, if strategies were compared.
+    pub(super) fn chosen(&self) -> Option<Strategy> {
+        Some(self.all.get(self.chosen)?.strategy)
     }
 
     /// Returns the traffic of the strategy that is planned; `None` if it is the ring.
@@ -125,6 +150,16 @@ impl Strategies {
         let of = |(index, traffic)| StrategyFigures::of(traffic, self.predictions.get(index));
         self.all.iter().enumerate().map(of).collect()
     }
+}
+
+/// Returns the index of a strategy: of one with a route of its own, or else of a grid.
+fn position(all: &[StrategyTraffic], strategy: Strategy, grid: HeadGrid) -> usize {
+    let is_wanted = |of: &StrategyTraffic| match (of.strategy.route(), strategy.route()) {
+        (Some(route), Some(wanted)) => route.name() == wanted.name(),
+        (None, None) => of.grid == grid,
+        _ => false,
+    };
+    all.iter().position(is_wanted).unwrap_or(0)
 }
 
 /// Options of a forward and a backward pass on the CPU.
@@ -147,6 +182,7 @@ impl StrategyFigures {
         let most = |bytes: &[u128]| bytes.iter().copied().max().unwrap_or(0);
         Self {
             name: traffic.strategy.to_string(),
+            published_name: traffic.strategy.published_name(traffic.forward.len()),
             grid: [grid.head_parts(), grid.groups(), grid.columns()],
             bytes_sent_total: traffic.forward.iter().sum(),
             bytes_max_rank: most(&traffic.forward),
@@ -164,9 +200,12 @@ impl StrategyFigures {
     /// Describes the strategy in one line; that of `chosen` is marked.
     pub(super) fn in_words(&self, chosen: &str) -> String {
         let mark = if self.name == chosen { "*" } else { " " };
+        let name = match self.published_name {
+            Some(published) => format!("{} ({published})", self.name),
+            None => self.name.clone(),
+        };
         let sent = format!(
-            "{mark} {:<12} {} sent forward, {} backward, at most {} of buffers on a rank",
-            self.name,
+            "{mark} {name:<12} {} sent forward, {} backward, at most {} of buffers on a rank",
             bytes(self.bytes_sent_total),
             bytes(self.backward_bytes_sent_total),
             bytes(self.memory_max_rank)

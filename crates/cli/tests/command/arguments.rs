@@ -355,7 +355,9 @@ fn completions_have_flags_of_all_subcommands() {
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
         let script = folder.succeed(&format!("completions {shell}")).out;
         assert!(
-            ["attend", "deadline", "sinks-count", "merge"].iter().all(|word| script.contains(word)),
+            ["attend", "deadline", "sinks-count", "merge", "prefill-chunk"]
+                .iter()
+                .all(|word| script.contains(word)),
             "{shell}"
         );
     }

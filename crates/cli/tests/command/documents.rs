@@ -109,7 +109,8 @@ fn documents_that_do_not_fit_are_refused() {
     fails("plan --kv-len 9 --documents 4,4 --ranks 2", &["--documents", "8 rows", "9", "keys"]);
     fails("plan --documents 4,0 --ranks 2", &["--documents: got 0"]);
     fails("demo --documents 4,0", &["--documents: got 0"]);
-    let ring_only = &["--strategy: got heads:2", "ring with --documents or --layout balanced"];
+    let ring_only =
+        &["--strategy: got heads:2", "or once-per-node with --documents or --layout balanced"];
     fails("plan --documents 4,4 --ranks 2 --heads 2 --strategy heads:2", ring_only);
     let balanced = "plan --q-len 8 --layout balanced --ranks 2 --heads 2 --strategy heads:2";
     fails(balanced, ring_only);

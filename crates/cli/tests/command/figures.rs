@@ -66,6 +66,72 @@ fn rails_send_the_same_bytes_from_each_rank_of_a_node() {
 }
 
 #[test]
+fn once_per_node_sends_each_row_once_to_a_node() {
+    let folder = Folder::new("plan_once_per_node");
+    // 16 ranks on 4 nodes, a full mask: a row crosses three times on rails too
+    let flags = "--q-len 4096 --ranks 16 --heads 1 --node-ranks 4";
+    let full = plan(&folder, &format!("{flags} --strategy once-per-node"));
+    assert_eq!(
+        (&full["direction"], &full["strategy"]),
+        (&"once-per-node".into(), &"once-per-node:4".into())
+    );
+    assert_eq!(full["schedule_checked"], true);
+    let rails = plan(&folder, flags);
+    let between = |plan: &Value, field: &str| plan["between_nodes"][field].as_u64().unwrap();
+    let row = 2 * 64 * 4;
+    for figures in [&full, &rails] {
+        assert_eq!(between(figures, "bytes_sent_total"), 3 * 4096 * row);
+    }
+    // gradients are summed in each node, and cross once: on rails they move from node to node
+    assert_eq!(between(&full, "backward_bytes_sent_total"), 2 * 3 * 4096 * row);
+    assert_eq!(full["bytes_sent_total"], rails["bytes_sent_total"]);
+    // a window of two nodes' rows on both sides: owners skip the nodes that need nothing
+    let window =
+        "--q-len 4096 --ranks 16 --heads 1 --node-ranks 4 --window 1100,1100 --layout contiguous";
+    let once = plan(&folder, &format!("{window} --strategy once-per-node"));
+    let direct = plan(&folder, &format!("{window} --strategy all-gather"));
+    let [of_once, of_direct] = [&once, &direct].map(|figures| between(figures, "bytes_sent_total"));
+    assert!(2 * of_once < of_direct, "{of_once} {of_direct}");
+    assert_eq!((&direct["direction"], &direct["redundancy"]), (&"direct".into(), &1.0.into()));
+    let names: Vec<&str> = once["strategies"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|of| of["name"].as_str().unwrap())
+        .collect();
+    assert!(names.ends_with(&["all-gather", "once-per-node:4"]), "{names:?}");
+    // a machine file is not needed to name the forms of other published strategies
+    let published = |name: &str| {
+        let all = once["strategies"].as_array().unwrap();
+        all.iter().find(|of| of["name"] == name).unwrap()["published_name"].clone()
+    };
+    assert_eq!(published("grid:1x16"), "pass-q");
+    let pass_q = plan(&folder, "--q-len 4096 --ranks 16 --strategy pass-q");
+    assert_eq!(pass_q["strategy"], "grid:1x16");
+    let all_to_all = plan(&folder, "--q-len 4096 --ranks 8 --kv-heads 2 --strategy all-to-all");
+    assert_eq!(all_to_all["strategy"], "heads:8");
+    folder
+        .run("plan --q-len 64 --ranks 4 --strategy once-per-node")
+        .failed(2, &["--strategy: got once-per-node, want several nodes"]);
+    folder
+        .run("plan --q-len 64 --ranks 4 --node-ranks 3 --strategy once-per-node")
+        .failed(2, &["--strategy: got once-per-node, want several nodes"]);
+}
+
+#[test]
+fn once_per_node_of_documents_keeps_their_balance() {
+    let folder = Folder::new("plan_once_per_node_documents");
+    let flags = "--causal --documents 5000,1200,300,2600,900,2000,400,388 --ranks 16 --node-ranks 4 \
+                 --layout balanced";
+    let direct = plan(&folder, flags);
+    let once = plan(&folder, &format!("{flags} --strategy once-per-node"));
+    assert_eq!(direct["work_max_over_mean"], once["work_max_over_mean"]);
+    let between = |plan: &Value| plan["between_nodes"]["bytes_sent_total"].as_u64().unwrap();
+    assert!(between(&once) < between(&direct), "{} {}", between(&once), between(&direct));
+    folder.run(&format!("plan {flags} --strategy pass-q")).failed(2, &["--strategy: got pass-q"]);
+}
+
+#[test]
 fn sums_past_64_bits_do_not_saturate() {
     let folder = Folder::new("plan_large_sums");
     let flags = "--q-len 1000000 --ranks 8 --batch 100000000 --heads 1";
@@ -368,7 +434,7 @@ fn strategies_are_compared_by_bytes() {
     let names: Vec<&str> = strategies.iter().map(|of| of["name"].as_str().unwrap()).collect();
     let heads = ["ring", "heads:2", "heads:4", "heads:8"];
     let grids = ["grid:4x2", "grid:2x2x2", "grid:4x1x2", "grid:2x4", "grid:2x1x4", "grid:1x8"];
-    assert_eq!(names, [&heads[..], &grids].concat());
+    assert_eq!(names, [&heads[..], &grids, &["all-gather"]].concat());
     assert_eq!(strategies[2]["grid"], serde_json::json!([4, 2, 1]));
     assert_eq!(strategies[5]["grid"], serde_json::json!([2, 2, 2]));
     // to each of 7 ranks 512 rows of 4 heads of q, k, v and out, and lse

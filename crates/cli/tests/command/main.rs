@@ -8,6 +8,7 @@ mod attend;
 mod check;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod decode;
 mod documents;
 mod figures;
 mod files;

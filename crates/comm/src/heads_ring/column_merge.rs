@@ -2,6 +2,9 @@
 //!
 //! ```text
 //! forward    (out, lse) of each column: an online softmax over columns, in f64
+//!            (out, max, sum, ties) of each column, if the output is not normalised:
+//!            m = max over columns    out = Σ e^(max − m)·out    sum = Σ e^(max − m)·sum
+//!            ties = Σ ties of the columns whose maximum is m    lse = m + ln sum
 //! backward   dq = Σ over columns of the partial dq, in the accumulator's type
 //! ```
 //! Each part is merged when it arrives: the own column first, then those before it, descending. The
@@ -23,7 +26,29 @@ pub(super) struct ColumnMerge {
     shape: [usize; 4],
     acc: Vec<f64>,
     /// Statistics of each row and head.
-    softmax: Vec<MergedSoftmax>,
+    lines: Lines,
+}
+
+/// Statistics of the rows and heads.
+enum Lines {
+    Normalized(Vec<MergedSoftmax>),
+    Unnormalized(Vec<Statistics>),
+}
+
+/// Softmax statistics of one row of an output that is not normalised.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Statistics {
+    max: f64,
+    sum: f64,
+    /// Scores that are equal to the maximum.
+    ties: f64,
+}
+
+/// Views of the statistics of an output that is not normalised, as `[batch, rows, heads, 1]`.
+pub(super) struct StatisticViews<'a> {
+    pub(super) max: HostViewMut<'a>,
+    pub(super) sum: HostViewMut<'a>,
+    pub(super) ties: HostViewMut<'a>,
 }
 
 /// Tensors of the own queries and all heads in a plan with several key columns.
@@ -35,8 +60,10 @@ pub(super) struct ColumnTensors {
 
 /// Tensors of the own queries in a backward pass.
 pub(super) struct ColumnGradients {
-    /// dlse − ⟨out, dout⟩.
+    /// dlse − ⟨out, dout⟩; of an output that is not normalised dlse.
     pub(super) minus_delta: ShardTensor,
+    /// −⟨out, dout⟩ / ties, of an output that is not normalised.
+    pub(super) minus_share: Option<ShardTensor>,
     /// Sum of the partial dq.
     pub(super) dq: ShardTensor,
 }
@@ -47,51 +74,82 @@ impl ColumnTensors {
         let Dims { batch, q_heads, head_dim, value_dim, .. } = spec.dims;
         let sums = spec.dtype.accumulator();
         let tensor = |dim| ShardTensor::with_shape([batch, index(rows), q_heads, dim], sums);
-        let gradients = || Ok(ColumnGradients { minus_delta: tensor(1)?, dq: tensor(head_dim)? });
+        let gradients = || {
+            let minus_share = (!spec.normalize).then(|| tensor(1)).transpose()?;
+            Ok(ColumnGradients { minus_delta: tensor(1)?, minus_share, dq: tensor(head_dim)? })
+        };
         let backward = backward.then(gradients).transpose()?;
-        let merge = ColumnMerge::new([batch, index(rows), q_heads, value_dim])?;
+        let shape = [batch, index(rows), q_heads, value_dim];
+        let merge = ColumnMerge::new(shape, spec.normalize)?;
         Ok(Self { merge, backward })
     }
 
     pub(super) fn bytes(&self) -> u64 {
-        let gradients = self.backward.iter().flat_map(|of| [&of.minus_delta, &of.dq]);
+        let gradients = self
+            .backward
+            .iter()
+            .flat_map(|of| [&of.minus_delta, &of.dq].into_iter().chain(&of.minus_share));
         self.merge.bytes() + gradients.map(ShardTensor::bytes).sum::<u64>()
     }
 }
 
 impl ColumnGradients {
-    /// Computes −delta of the own queries.
+    /// Computes −delta of the own queries, or dlse and the shares of their maxima.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] without ties of an output that is not normalised.
     pub(super) fn compute<S: HostTensors>(&mut self, inputs: &BackwardInputs<'_, S>) -> Result<()> {
         let mut into = self.minus_delta.view_mut()?;
         match inputs.dlse {
             Some(dlse) => into.round_from(&dlse.swap_rows_and_heads()),
             None => into.fill_zero(),
         }
+        let Some(share) = &mut self.minus_share else {
+            into.subtract_row_products(&inputs.out, &inputs.dout);
+            return Ok(());
+        };
+        let ties = inputs.ties.ok_or_else(|| Error::internal("no ties"))?;
+        let mut into = share.view_mut()?;
+        into.fill_zero();
         into.subtract_row_products(&inputs.out, &inputs.dout);
+        into.divide(&ties.swap_rows_and_heads());
         Ok(())
     }
 }
 
 impl ColumnMerge {
-    fn new(shape: [usize; 4]) -> Result<Self> {
+    fn new(shape: [usize; 4], normalize: bool) -> Result<Self> {
+        const NAME: &str = "the merged statistics";
         let [batch, rows, heads, dim] = shape;
-        let lines = batch * rows * heads;
-        let acc = memory::filled("the merged output", lines * dim, 0.0)?;
-        let softmax = memory::filled("the merged statistics", lines, MergedSoftmax::EMPTY)?;
-        Ok(Self { shape, acc, softmax })
+        let count = batch * rows * heads;
+        let acc = memory::filled("the merged output", count * dim, 0.0)?;
+        let lines = if normalize {
+            Lines::Normalized(memory::filled(NAME, count, MergedSoftmax::EMPTY)?)
+        } else {
+            Lines::Unnormalized(memory::filled(NAME, count, Statistics::EMPTY)?)
+        };
+        Ok(Self { shape, acc, lines })
     }
 
     fn bytes(&self) -> u64 {
-        (size_of_val(&self.acc[..]) + size_of_val(&self.softmax[..])) as u64
+        let lines = match &self.lines {
+            Lines::Normalized(lines) => size_of_val(&lines[..]),
+            Lines::Unnormalized(lines) => size_of_val(&lines[..]),
+        };
+        (size_of_val(&self.acc[..]) + lines) as u64
     }
 
     /// Forgets the parts of the last pass.
     pub(super) fn begin(&mut self) {
         self.acc.fill(0.0);
-        self.softmax.fill(MergedSoftmax::EMPTY);
+        match &mut self.lines {
+            Lines::Normalized(lines) => lines.fill(MergedSoftmax::EMPTY),
+            Lines::Unnormalized(lines) => lines.fill(Statistics::EMPTY),
+        }
     }
 
-    /// Merges a part: out, then lse, of some heads of all rows, packed, in the accumulator's type.
+    /// Merges a part: out and lse of some heads of all rows, and max, sum and ties of an output that
+    /// is not normalised, one after another, packed, in the accumulator's type.
     pub(super) fn add(&mut self, dtype: DType, heads: Range<usize>, part: &[u8]) -> Result<()> {
         match dtype {
             DType::F64 => self.add_elements::<f64>(heads, part),
@@ -104,37 +162,88 @@ impl ColumnMerge {
         let size = size_of::<T>();
         let lines = batch * rows * heads.len();
         let short = || Error::internal("a message that is shorter than its partial results");
-        let (out, lse) = part.split_at_checked(lines * dim * size).ok_or_else(short)?;
-        if lse.len() < lines * size {
+        let (out, statistics) = part.split_at_checked(lines * dim * size).ok_or_else(short)?;
+        let fields = match self.lines {
+            Lines::Normalized(_) => 1,
+            Lines::Unnormalized(_) => 4,
+        };
+        if statistics.len() < fields * lines * size {
             return Err(short());
         }
         let element = |bytes: &[u8]| bytemuck::pod_read_unaligned::<T>(bytes).to_f64();
-        // rows of no elements have no chunks: their lse is merged all the same
+        // lse, max, sum, ties
+        let number = |field: usize, index: usize| {
+            let first = (field * lines + index) * size;
+            element(&statistics[first..first + size])
+        };
+        // rows of no elements have no chunks: their statistics are merged all the same
         let mut outs = out.chunks_exact((dim * size).max(1));
-        let mut scores = lse.chunks_exact(size).map(element);
-        for row in 0..batch * rows {
-            for head in heads.clone() {
-                let line = row * q_heads + head;
-                let out = outs.next().unwrap_or_default().chunks_exact(size).map(element);
-                let score = scores.next().unwrap_or(f64::NEG_INFINITY);
-                let Some([rescale, weight]) = self.softmax[line].add(score) else { continue };
-                let acc = &mut self.acc[line * dim..(line + 1) * dim];
-                acc.iter_mut().zip(out).for_each(|(acc, x)| *acc = *acc * rescale + weight * x);
-            }
+        let all = (0..batch * rows).flat_map(|row| heads.clone().map(move |head| (row, head)));
+        for (index, (row, head)) in all.enumerate() {
+            let line = row * q_heads + head;
+            let out = outs.next().unwrap_or_default().chunks_exact(size).map(element);
+            let factors = match &mut self.lines {
+                Lines::Normalized(lines) => lines[line].add(number(0, index)),
+                Lines::Unnormalized(lines) => {
+                    let [max, sum, ties] = [1, 2, 3].map(|field| number(field, index));
+                    lines[line].add(Statistics { max, sum, ties })
+                }
+            };
+            let Some([rescale, weight]) = factors else { continue };
+            let acc = &mut self.acc[line * dim..(line + 1) * dim];
+            acc.iter_mut().zip(out).for_each(|(acc, x)| *acc = *acc * rescale + weight * x);
         }
         Ok(())
     }
 
-    /// Divides, and writes out `[batch, rows, heads, value_dim]` and lse `[batch, rows, heads, 1]`,
-    /// rounded once.
-    pub(super) fn finish(&mut self, out: &mut HostViewMut<'_>, lse: &mut HostViewMut<'_>) {
+    /// Divides if the output is normalised, and writes out `[batch, rows, heads, value_dim]`, lse
+    /// `[batch, rows, heads, 1]` and the statistics of an output that is not, rounded once.
+    pub(super) fn finish(
+        &mut self,
+        out: &mut HostViewMut<'_>,
+        lse: &mut HostViewMut<'_>,
+        statistics: Option<StatisticViews<'_>>,
+    ) {
         let dim = self.shape[3];
-        for (line, softmax) in self.softmax.iter().enumerate() {
-            let acc = &mut self.acc[line * dim..(line + 1) * dim];
-            acc.iter_mut().for_each(|acc| *acc /= softmax.normalizer());
+        match &self.lines {
+            Lines::Normalized(lines) => {
+                for (line, softmax) in lines.iter().enumerate() {
+                    let acc = &mut self.acc[line * dim..(line + 1) * dim];
+                    acc.iter_mut().for_each(|acc| *acc /= softmax.normalizer());
+                }
+                lse.write_each(lines.iter().map(MergedSoftmax::lse));
+            }
+            Lines::Unnormalized(lines) => {
+                lse.write_each(lines.iter().map(|of| of.max + of.sum.ln()));
+                if let Some(StatisticViews { mut max, mut sum, mut ties }) = statistics {
+                    max.write_each(lines.iter().map(|of| of.max));
+                    sum.write_each(lines.iter().map(|of| of.sum));
+                    ties.write_each(lines.iter().map(|of| of.ties));
+                }
+            }
         }
         out.write(&self.acc);
-        lse.write_each(self.softmax.iter().map(MergedSoftmax::lse));
+    }
+}
+
+impl Statistics {
+    /// No part.
+    const EMPTY: Self = Self { max: f64::NEG_INFINITY, sum: 0.0, ties: 0.0 };
+
+    /// Adds a part to those before it. Returns the factors of the accumulator and of the part's
+    /// output; `None` if the part has no visible key and no sink, and the accumulator is unchanged.
+    fn add(&mut self, part: Self) -> Option<[f64; 2]> {
+        if part.sum == 0.0 {
+            return None;
+        }
+        let is_nan = self.max.is_nan() || part.max.is_nan();
+        let max = if is_nan { f64::NAN } else { self.max.max(part.max) };
+        let factor = |of: f64| if of == max { 1.0 } else { (of - max).exp() };
+        let ties = |of: &Self| if of.max == max { of.ties } else { 0.0 };
+        let [rescale, weight] = [self.max, part.max].map(factor);
+        let sum = self.sum * rescale + part.sum * weight;
+        *self = Self { max, sum, ties: ties(self) + ties(&part) };
+        Some([rescale, weight])
     }
 }
 
@@ -172,7 +281,7 @@ mod tests {
 
     fn merged(parts: &[usize]) -> [Array4<f64>; 2] {
         let [batch, rows, heads, _] = SHAPE;
-        let mut merge = ColumnMerge::new(SHAPE).unwrap();
+        let mut merge = ColumnMerge::new(SHAPE, true).unwrap();
         merge.add(DType::F64, 0..heads, &part(2, 0..heads)).unwrap();
         merge.begin();
         for &number in parts {
@@ -182,7 +291,9 @@ mod tests {
         }
         let mut out = Array4::zeros(SHAPE);
         let mut lse = Array4::zeros([batch, rows, heads, 1]);
-        merge.finish(&mut HostViewMut::F64(out.view_mut()), &mut HostViewMut::F64(lse.view_mut()));
+        let views = [&mut out, &mut lse].map(|of| HostViewMut::F64(of.view_mut()));
+        let [mut of_out, mut of_lse] = views;
+        merge.finish(&mut of_out, &mut of_lse, None);
         [out, lse]
     }
 
@@ -217,9 +328,34 @@ mod tests {
 
     #[test]
     fn a_short_message_is_an_error() {
-        let mut merge = ColumnMerge::new(SHAPE).unwrap();
+        let mut merge = ColumnMerge::new(SHAPE, true).unwrap();
         let message = part(0, 0..4);
         let mut short = |len| merge.add(DType::F64, 0..4, &message[..len]).is_err();
         assert!(short(0) && short(message.len() / 2) && short(message.len() - 1));
+        // of an output that is not normalised, three statistics are missing
+        let mut unnormalized = ColumnMerge::new(SHAPE, false).unwrap();
+        assert!(unnormalized.add(DType::F64, 0..4, &message).is_err());
+    }
+
+    #[test]
+    fn statistics_of_parts_are_those_of_all_scores() {
+        let of = |scores: &[f64]| {
+            let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let sum = scores.iter().map(|score| (score - max).exp()).sum();
+            let ties = scores.iter().filter(|&&score| score == max).count() as f64;
+            if scores.is_empty() { Statistics::EMPTY } else { Statistics { max, sum, ties } }
+        };
+        let parts: [&[f64]; 5] = [&[], &[1.0, 3.0], &[3.0, 3.0, 0.5], &[], &[-700.0, 2.5]];
+        let mut merged = Statistics::EMPTY;
+        let factors = parts.map(|part| merged.add(of(part)));
+        assert_eq!(factors.map(|of| of.is_some()), [false, true, true, false, true]);
+        let all = of(&parts.concat());
+        assert_eq!((merged.max, merged.ties), (all.max, 3.0));
+        assert!((merged.sum - all.sum).abs() < 1e-14);
+        // a larger maximum takes the place of those before it
+        assert_eq!(merged.add(of(&[4.0])), Some([(-1f64).exp(), 1.0]));
+        assert_eq!((merged.max, merged.ties), (4.0, 1.0));
+        merged.add(Statistics { max: f64::NAN, sum: f64::NAN, ties: 1.0 });
+        assert!(merged.max.is_nan() && merged.sum.is_nan());
     }
 }

@@ -12,7 +12,7 @@ use annulus_core::{
 
 use super::{
     HeadsRing,
-    column_merge::ColumnGradients,
+    column_merge::{ColumnGradients, StatisticViews},
     exchange::{Exchange, Messages, count_bytes, side_index},
 };
 use crate::ring::{PassKind, in_flight::InFlight, step_events::Observer};
@@ -54,7 +54,16 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             let grid = self.grid;
             let merge = |from, bytes: &[u8]| columns.merge.add(dtype, grid.q_heads(from), bytes);
             waited += self.send_outputs(pass, merge)?;
-            columns.merge.finish(out, &mut lse.reborrow().swap_rows_and_heads());
+            let statistics = match (max, sum, ties) {
+                (Some(max), Some(sum), Some(ties)) => Some(StatisticViews {
+                    max: max.reborrow().swap_rows_and_heads(),
+                    sum: sum.reborrow().swap_rows_and_heads(),
+                    ties: ties.reborrow().swap_rows_and_heads(),
+                }),
+                _ => None,
+            };
+            let mut lse = lse.reborrow().swap_rows_and_heads();
+            columns.merge.finish(out, &mut lse, statistics);
             self.tensors.columns = Some(columns);
             return Ok(waited);
         }
@@ -146,8 +155,13 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             }
         };
         given.extend([Some(rows(inputs.lse)), Some(inputs.dout), dlse]);
-        let statistics = [inputs.max, inputs.ties].into_iter().flatten();
-        given.extend(statistics.map(|of| Some(rows(of))));
+        given.extend(inputs.max.map(|max| Some(rows(max))));
+        // the share of a maximum in place of their number
+        let share = columns.and_then(|columns| columns.minus_share.as_ref());
+        given.extend(match share {
+            Some(share) => Some(Some(share.view()?)),
+            None => inputs.ties.map(|ties| Some(rows(ties))),
+        });
         Ok(given)
     }
 

@@ -21,7 +21,7 @@
 use std::{collections::VecDeque, sync::Arc};
 
 use annulus_core::{
-    Arrived, Block, Error, Incoming, MessageHeader, Result, Route, Rows, Shard, Space, Tick,
+    Arrived, Block, Error, Incoming, MessageHeader, Result, Rows, Shard, Space, Tick,
 };
 
 use crate::span::span;
@@ -43,15 +43,16 @@ pub(super) struct Pace {
     pub(super) ahead: usize,
     /// True if a group is posted whole, and after those before it.
     pub(super) whole_groups: bool,
-    /// Route of the blocks.
-    route: Route,
+    /// True if the route sends from the local block in later steps than step 0.
+    keeps_local: bool,
 }
 
 impl Pace {
     /// Returns the pace of a pass whose only messages are blocks.
-    pub(super) const fn new(agreed: &Agreed) -> Self {
-        let &Agreed { receive_ahead: ahead, groups_in_order: whole_groups, route, .. } = agreed;
-        Self { ahead, whole_groups, route }
+    pub(super) fn new(agreed: &Agreed) -> Self {
+        let &Agreed { receive_ahead: ahead, groups_in_order: whole_groups, .. } = agreed;
+        let keeps_local = agreed.route.keeps_local(agreed.order.ranks().len());
+        Self { ahead, whole_groups, keeps_local }
     }
 
     /// Returns the pace of a pass that also sends gradients: their groups follow those of blocks,
@@ -68,8 +69,8 @@ pub(super) struct Blocks<'a, S: Space> {
     transfers: fn(&RankStep) -> &Transfers,
     pace: Pace,
     stock: &'a mut Vec<S::Buffer>,
-    /// The local block: during step 0, and until the end on a direct route, which sends from it in
-    /// every step.
+    /// The local block: during step 0, and until the end on a route that sends from it in later
+    /// steps.
     local: Option<Ready<S>>,
     step: usize,
     /// Receives that are posted and have not arrived, with their steps, in the order of the steps.
@@ -164,7 +165,7 @@ impl<'a, S: Space> Blocks<'a, S> {
     pub(super) fn release(&mut self) {
         let used = if self.step == 0 {
             let local = &mut self.local;
-            if self.pace.route == Route::Direct { None } else { local.take() }
+            if self.pace.keeps_local { None } else { local.take() }
         } else if self.held.front().is_some_and(|&(step, _)| step == self.step) {
             self.held.pop_front().map(|(_, used)| used)
         } else {
@@ -187,7 +188,8 @@ impl<'a, S: Space> Blocks<'a, S> {
         self.stock.extend(self.used.extract_if(.., |buffer| !S::is_shared(buffer)));
         let end = (self.step + self.pace.ahead).min(self.steps.len());
         loop {
-            let may_send = self.sent < end && self.has_arrived(self.sent);
+            let may_send = self.sent < end
+                && (self.steps[self.sent].sends_local || self.has_arrived(self.sent));
             let in_order = !self.pace.whole_groups || (may_send && self.sent == self.received);
             let buffers = if self.received < end && in_order {
                 self.take_buffers(self.received)
@@ -244,7 +246,7 @@ impl<'a, S: Space> Blocks<'a, S> {
         let mut source = None;
         if sends {
             headers = &(self.transfers)(&self.steps[self.sent]).sends;
-            source = if self.sent == 0 || self.pace.route == Route::Direct {
+            source = if self.sent == 0 || self.steps[self.sent].sends_local {
                 self.local.as_ref()
             } else {
                 self.held.iter().find(|&&(step, _)| step == self.sent).map(|(_, ready)| ready)

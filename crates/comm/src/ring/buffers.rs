@@ -1,7 +1,7 @@
 //! The plan's memory for blocks and gradients in flight.
 
 use annulus_core::{
-    Backend, BackwardMode, Channel, Error, LeafSums, MessageHeader, Result, Route, Rows, Space,
+    Backend, BackwardMode, Channel, Error, LeafSums, MessageHeader, Result, Rows, Space,
 };
 
 use super::{
@@ -44,14 +44,14 @@ impl Sizes {
         let Agreed { spec, route, backward, receive_ahead, .. } = agreed;
         let communicates = plan.shards.kv.len() > 1;
         let two_pass = *backward && spec.backward == BackwardMode::TwoPass;
-        // a relay reuses the local block's buffer once it is sent; the direct route sends from it
-        // in every step, and so needs a further buffer
+        // a relay reuses the local block's buffer once it is sent; a route that sends from it in
+        // later steps needs a further buffer
         let stock = |local: usize, received: u64, later: [u64; MAX_PARTS - 1], bytes: u64| {
             let local = local as u64;
-            let whole = match (communicates, route) {
+            let whole = match (communicates, route.keeps_local(plan.shards.kv.len())) {
                 (false, _) => return vec![local * bytes],
-                (true, Route::Direct) => [local, received],
-                (true, _) => [received.max(local), 0],
+                (true, true) => [local, received],
+                (true, false) => [received.max(local), 0],
             };
             let ahead = vec![received; *receive_ahead];
             whole.into_iter().chain(ahead).chain(later).map(|rows| rows * bytes).collect()

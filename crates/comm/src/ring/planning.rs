@@ -96,7 +96,7 @@ fn route_of(
         return Ok(route);
     }
     let want = match given {
-        Route::RailsUp { node_ranks: 0 } | Route::RailsDown { node_ranks: 0 } => {
+        _ if given.node_ranks() == Some(0) => {
             "several nodes with as many ranks each, which are neighbours on the ring".to_owned()
         }
         _ => format!("nodes of a divisor of {ranks} ranks"),

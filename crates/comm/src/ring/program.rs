@@ -3,7 +3,7 @@
 
 use std::{ops::Range, sync::Arc};
 
-use annulus_core::{Channel, Group, Message, MessageHeader, Order, RankSchedule, Route, RowSet};
+use annulus_core::{Channel, Group, Message, MessageHeader, Order, RankSchedule, RowSet};
 
 use super::{
     block_parts::{self, SplitSize},
@@ -17,9 +17,11 @@ pub(crate) struct RankStep {
     pub(crate) owner: usize,
     /// The owner's local rows that are in the block.
     pub(crate) rows: RowSet,
-    /// Blocks of the next step: sent from this step's block, or from the local block on a direct
-    /// route.
+    /// Blocks of the next step: sent from this step's block, or with `sends_local` from the local
+    /// block.
     pub(crate) kv: Transfers,
+    /// True if the blocks of the next step are sent by their owners.
+    pub(crate) sends_local: bool,
     /// As `kv`, with the last block of each rank in parts.
     pub(crate) kv_in_parts: Transfers,
     /// Rows of the parts in which `kv_in_parts` delivers this step's block. Empty if it arrives
@@ -92,13 +94,17 @@ impl RankProgram {
         let mut unwritten: RowSet = std::iter::once(head_rows..local.count()).collect();
         let mut program = Vec::with_capacity(steps.len());
         for (number, step) in steps.iter().enumerate() {
-            let source = if schedule.route == Route::Direct { local } else { &step.rows };
+            let ranks = schedule.steps.len();
+            let sends_local =
+                schedule.route.keeps_local(ranks) && !schedule.route.forwards(number + 1, ranks);
+            let source = if sends_local { local } else { &step.rows };
             let addressing = Addressing { order, step: number, record_bytes: sizes.block };
             let gradients = Addressing { record_bytes: sizes.gradient, ..addressing };
             program.push(RankStep {
                 owner: step.owner,
                 rows: step.rows.clone(),
                 kv: addressing.transfers(&step.before, source),
+                sends_local,
                 kv_in_parts: addressing.transfers_in_parts(
                     &step.before,
                     source,

@@ -118,13 +118,17 @@ pub fn random_cases(subject: &dyn Subject, seeds: impl Iterator<Item = u64>) -> 
     Ok(())
 }
 
-/// The routes of a ring of this many ranks, and `None`. Rails are over the largest nodes of which
-/// there are several, if there are such.
+/// The routes of a ring of this many ranks, and `None`. Routes over nodes are over the largest nodes
+/// of which there are several, if there are such.
 pub fn routes(ranks: usize) -> Vec<Option<Route>> {
     let divides = |size: &usize| ranks.is_multiple_of(*size);
     let node_ranks = (1..ranks).rev().find(divides).unwrap_or(1);
-    let rails = [Route::RailsUp { node_ranks }, Route::RailsDown { node_ranks }];
-    std::iter::once(None).chain(Route::ALL.into_iter().chain(rails).map(Some)).collect()
+    let of_nodes = [
+        Route::RailsUp { node_ranks },
+        Route::RailsDown { node_ranks },
+        Route::OncePerNode { node_ranks },
+    ];
+    std::iter::once(None).chain(Route::ALL.into_iter().chain(of_nodes).map(Some)).collect()
 }
 
 fn dims(draw: &mut Draw) -> Dims {

@@ -28,6 +28,7 @@ mod tests;
 mod timed_step;
 
 pub use prediction::{LinkBytes, PassTime, Prediction};
+pub(crate) use steps::MOST_STEPPED_RANKS;
 
 use crate::{DType, Error, Fingerprint, Placement, Result};
 

@@ -12,7 +12,7 @@ use crate::{
 
 /// The most ranks of a ring whose steps are executed one by one, which takes O(ranks²) time and
 /// memory: 65,536 steps. Larger rings have one mean step.
-const MOST_STEPPED_RANKS: usize = 256;
+pub(crate) const MOST_STEPPED_RANKS: usize = 256;
 
 /// Returns the steps of the forward and of the backward pass; the latter has none without one.
 ///

@@ -7,7 +7,8 @@ use crate::{Channel, Needs, RowSet};
 impl Schedule {
     /// Computes every transfer of one pass; with `gradients` also those of the dK/dV accumulators.
     ///
-    /// present(t) = need(t) ∪ present(t + 1), partial(t) = (partial(t − 1) ∪ need(t)) ∩ later(t),
+    /// later(t) = present(t + 1) if the block of step t + 1 is forwarded, else empty;
+    /// present(t) = need(t) ∪ later(t), partial(t) = (partial(t − 1) ∪ need(t)) ∩ later(t),
     /// final(t) = need(t) \ later(t)
     pub fn build(needs: &Needs, route: Route, gradients: bool) -> Self {
         let ranks = needs.held.len();
@@ -31,7 +32,8 @@ impl Schedule {
 
     fn send_blocks(&mut self, path: &BlockPath<'_>) {
         for t in 1..path.ranks() {
-            let from = if self.route.is_relay() { path.users[t - 1] } else { path.owner };
+            let forwarded = self.route.forwards(t, path.ranks());
+            let from = if forwarded { path.users[t - 1] } else { path.owner };
             self.post(t - 1, from, path.users[t], Channel::Kv, path.owner, &path.present[t]);
             self.steps[path.users[t]][t].rows.clone_from(&path.present[t]);
         }
@@ -41,8 +43,8 @@ impl Schedule {
         let no_rows = RowSet::new();
         let mut partial = RowSet::new();
         for t in 1..path.ranks() {
-            let later =
-                path.present.get(t + 1).filter(|_| self.route.is_relay()).unwrap_or(&no_rows);
+            let forwarded = self.route.forwards(t + 1, path.ranks());
+            let later = path.present.get(t + 1).filter(|_| forwarded).unwrap_or(&no_rows);
             partial = partial.union(path.needed[t]).intersection(later);
             if let Some(&next) = path.users.get(t + 1) {
                 self.post(t, path.users[t], next, Channel::PartialGrad, path.owner, &partial);
@@ -101,8 +103,8 @@ impl<'a> BlockPath<'a> {
         let users: Vec<usize> = (0..ranks).map(|t| route.user(owner, t, ranks)).collect();
         let needed: Vec<&RowSet> = users.iter().map(|&user| needs.of(user, owner)).collect();
         let mut present: Vec<RowSet> = needed.iter().map(|&rows| rows.clone()).collect();
-        if route.is_relay() {
-            for t in (1..ranks.saturating_sub(1)).rev() {
+        for t in (1..ranks.saturating_sub(1)).rev() {
+            if route.forwards(t + 1, ranks) {
                 present[t] = present[t].union(&present[t + 1]);
             }
         }

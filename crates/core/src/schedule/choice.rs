@@ -20,11 +20,11 @@ impl Choice {
     /// for fewer bytes, a pass may take up to a quarter more compute time.
     pub const IMBALANCE: f64 = 1.25;
 
-    /// Share of the relay's block rows, as a divisor, that rails may send in addition to be chosen.
-    /// Between nodes they send about as many rows as the relay (a block passes the same nodes in
-    /// either order), from each rank of a node instead of from one; the further rows move inside
-    /// nodes.
-    const RAILS_EXCESS: u128 = 4;
+    /// Share of a route's block rows, as a divisor, that its form over nodes may send in addition to
+    /// be chosen. Between nodes rails send about as many rows as the relay (a block passes the same
+    /// nodes in either order), from each rank of a node instead of from one; once per node sends at
+    /// most as many as the direct route. The further rows move inside nodes.
+    const EXCESS_OVER_NODES: u128 = 4;
 
     /// Most queries (× heads and batch rows with masks of their own) for which a mask without a
     /// [`Band`](crate::mask::Band) is evaluated for the needs. Longer sequences are sampled at
@@ -47,8 +47,9 @@ impl Choice {
     /// batch: segment ids never change the layout.
     ///
     /// Rails ([`Route::RailsUp`]) take the place of a relay if `placement` has several nodes of as
-    /// many ranks each, more than one and neighbours on the ring, unless blocks then move much
-    /// further than on the relay, as with a window that its users share with few neighbours.
+    /// many ranks each, more than one and neighbours on the ring, and [`Route::OncePerNode`] that of
+    /// the direct route, unless blocks then move much further, as with a window that its users share
+    /// with few neighbours.
     ///
     /// With a `placement`, and without a fixed layout, the ranks of one node become neighbours
     /// ([`Placement::order`]). A fixed layout keeps ascending ranks, because its caller has
@@ -92,16 +93,16 @@ impl Choice {
         let node_ranks = placement
             .filter(|placement| placement.nodes().len() == ranks)
             .and_then(|placement| placement.node_ranks(&order));
-        let rails = route.on_rails(node_ranks.unwrap_or(1));
-        if rails.period(ranks) > 1 {
+        let over_nodes = route.over_nodes(node_ranks.unwrap_or(1));
+        if over_nodes.period(ranks) > 1 {
             let (_, shards) = with_shards(spec, ranks, layout.clone());
             let stride = stride(spec, Self::SAMPLES_OF_NEEDS);
             let (heads, batch) = (spec.dims.q_heads, spec.dims.batch);
             let mask = &*spec.mask;
             let needs = NeedsIndex::of_sampled_queries(mask, heads, batch, &shards, stride, tick);
-            let most = rows.saturating_add(rows / Self::RAILS_EXCESS);
-            if block_rows(&needs, rails, most, tick) <= most {
-                return Self { layout, route: rails, order };
+            let most = rows.saturating_add(rows / Self::EXCESS_OVER_NODES);
+            if block_rows(&needs, over_nodes, most, tick) <= most {
+                return Self { layout, route: over_nodes, order };
             }
         }
         Self { layout, route, order }

@@ -32,8 +32,9 @@
 //! ```text
 //! relay    present(t) = need(t) ∪ present(t + 1)       this rank or a later one needs them
 //! direct   present(t) = need(t)
+//! once per node   as on a relay while the block stays in a node, else direct
 //!
-//! later(t)   = present(t + 1) on a relay, empty if direct
+//! later(t)   = present(t + 1) if that block is forwarded, empty if its owner sends it
 //! partial(t) = (partial(t − 1) ∪ need(t)) ∩ later(t)   has a contribution and is needed again
 //! final(t)   = need(t) \ later(t)                      the last user sends the sum to the owner
 //! ```
@@ -56,6 +57,9 @@ mod balanced;
 mod build;
 mod check;
 mod choice;
+mod circle;
+mod node_users;
+mod owner_runs;
 mod painted;
 mod placement;
 mod rails_users;

@@ -5,13 +5,14 @@
 //! node a passes the nodes a, a + 1 … in a circle, after k of them the ranks i − k, i − k + 1 … of a
 //! node in a circle. Of a circle from c the last user of a position is the largest one below c or,
 //! if there is none, the largest one of all: both are colours of a painting (`painted.rs`), once for
-//! the nodes, whose intervals are those of their ranks, and once for each node and c.
+//! the nodes, whose intervals are those of their ranks, and once for each node and c (`circle.rs`).
 //!
 //! The first user is found by numbering in the other direction: the first of a circle from c is the
 //! last of a circle from beyond c. The owner's node comes first among the nodes then.
 
 use super::{
     Route,
+    circle::Circle,
     painted::{Colour, Painting},
 };
 use crate::needs::{BatchNeeds, StridedRows, ascending, count_below};
@@ -73,40 +74,6 @@ pub(super) fn for_each_user_of_rails(
             }
         }
         of_node(node).for_each(|number| before.paint(node, &needs.users[index(number)]));
-    }
-}
-
-/// Paintings of the users of one node.
-struct Circle {
-    /// By c: users below c, and at last all of them.
-    below: Vec<Painting>,
-}
-
-impl Circle {
-    fn new<'a>(users: impl Iterator<Item = &'a [(usize, std::ops::Range<i64>)]>) -> Self {
-        let mut below = vec![Painting::default()];
-        let mut painting = Painting::default();
-        for (user, intervals) in users.enumerate() {
-            painting.paint(user, intervals);
-            below.push(painting.clone());
-        }
-        Self { below }
-    }
-
-    /// Returns the last user of a position in a circle from `start`, and up to where it is the same.
-    fn last(&self, start: usize, segment: usize, position: i64) -> Colour {
-        let first = self.below[start].at(segment, position);
-        if first.user.is_some() {
-            return first;
-        }
-        let all = self.below[self.below.len() - 1].at(segment, position);
-        Colour { end: first.end.min(all.end), user: all.user }
-    }
-
-    /// As [`Circle::last`] in a circle that ends with `owner`, which does not count.
-    fn last_but(&self, owner: usize, segment: usize, position: i64) -> Colour {
-        let Colour { end, user } = self.last(owner, segment, position);
-        Colour { end, user: user.filter(|&user| user != owner) }
     }
 }
 

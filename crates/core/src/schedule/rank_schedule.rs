@@ -18,7 +18,10 @@
 //!
 //! On rails ([`Route::RailsUp`]) the moves repeat with a period, the ranks of a node. Unions of
 //! steps that are a period apart differ by as many users, so there is one for each step of a period,
-//! and a user is added as often as a node has ranks.
+//! and a user is added as often as a node has ranks. [`Route::OncePerNode`] has its own derivation
+//! (`rank_schedule/once_per_node.rs`).
+
+mod once_per_node;
 
 use super::{Group, Message, Route, Schedule, Step};
 use crate::{Channel, NeedsIndex, RowSet, needs::UserUnion};
@@ -59,10 +62,10 @@ impl RankSchedule {
         };
         let steps = (0..ranks).map(step).collect();
         let mut builder = Builder { needs, route, rank, ranks, steps, tick };
-        if route.is_relay() {
-            builder.relay_blocks();
-        } else {
-            builder.direct_blocks();
+        match route {
+            Route::Direct => builder.direct_blocks(),
+            Route::OncePerNode { .. } => builder.node_blocks(),
+            _ => builder.relay_blocks(),
         }
         if gradients {
             builder.gradients();
@@ -74,7 +77,7 @@ impl RankSchedule {
     /// Returns the step in which the rank attends to the last block that it receives, if it does
     /// not forward that block.
     pub fn last_block(&self) -> Option<usize> {
-        last_block(self.route, &self.steps)
+        last_block(&self.steps)
     }
 
     /// Returns the last step in which the rank computes, sends or receives.
@@ -92,7 +95,7 @@ impl Schedule {
         let steps = |rank: usize| self.steps.get(rank).map(Vec::as_slice).unwrap_or_default();
         let is_last = |(number, step): (usize, &Step)| {
             let mut receivers = step.before.sends.iter().map(|message| message.peer);
-            receivers.any(|peer| last_block(self.route, steps(peer)) == Some(number + 1))
+            receivers.any(|peer| last_block(steps(peer)) == Some(number + 1))
         };
         RankSchedule {
             route: self.route,
@@ -103,9 +106,13 @@ impl Schedule {
 }
 
 /// As [`RankSchedule::last_block`].
-fn last_block(route: Route, steps: &[Step]) -> Option<usize> {
+fn last_block(steps: &[Step]) -> Option<usize> {
     let last = steps.iter().rposition(|step| !step.rows.is_empty()).filter(|&step| step > 0);
-    last.filter(|&step| !route.is_relay() || steps[step].before.sends.is_empty())
+    // sends of own rows do not count
+    last.filter(|&step| {
+        let Step { owner, before, .. } = &steps[step];
+        before.sends.iter().all(|sent| sent.owner != *owner)
+    })
 }
 
 /// Steps of one rank while they are derived.
@@ -186,7 +193,10 @@ impl Builder<'_> {
 
     /// Derives the gradients from the blocks.
     fn gradients(&mut self) {
-        self.sent_gradients();
+        match self.route {
+            Route::OncePerNode { .. } => self.node_gradients(),
+            _ => self.sent_gradients(),
+        }
         self.received_final_gradients();
         // as the builder of all ranks: messages of lower owners come first
         for step in &mut self.steps {
@@ -233,7 +243,10 @@ impl Builder<'_> {
         for step in (1..self.ranks).rev() {
             let user = self.user(step);
             let mut rows = self.needs.rows(user, self.rank);
-            if self.route.is_relay() {
+            if !self.route.forwards(step + 1, self.ranks) {
+                later_users = self.needs.no_users();
+            }
+            if self.route != Route::Direct {
                 if !rows.is_empty() {
                     rows = rows.difference(&self.needs.rows_of_union(&later_users, self.rank));
                 }
@@ -249,7 +262,9 @@ impl Builder<'_> {
     fn sends_last_block(&mut self) -> Vec<bool> {
         let mut is_last = vec![false; self.ranks];
         let sends = |step: &Step| !step.before.sends.is_empty();
-        if !self.route.is_relay() {
+        if let Route::OncePerNode { .. } = self.route {
+            self.mark_last_blocks_of_nodes(&mut is_last);
+        } else if !self.route.is_relay() {
             for step in (0..self.ranks).filter(|&step| sends(&self.steps[step])) {
                 is_last[step] = self.is_last_of_user(step + 1);
                 (self.tick)();

@@ -7,7 +7,8 @@
 //!          in step  l             as a part of a final gradient, by the last user
 //! direct   a row is sent by its owner to each user, and its gradient back
 //! ```
-//! Rails are as a relay, with first and last users by `rails_users.rs`.
+//! Rails are as a relay, with first and last users by `rails_users.rs`. Once per node is a relay in
+//! each node, with first and last users by `node_users.rs`, to which the owner sends the rows.
 //!
 //! f is ranks − l' with the last user's step l' on the relay in the opposite direction. Steps are
 //! added to all ranks that they concern with a difference array, so the time is linear in the runs
@@ -15,12 +16,14 @@
 
 use super::{
     Route, Schedule, Traffic,
+    node_users::{NodeUsers, for_each_users_of_nodes},
+    owner_runs::OwnerRuns,
     painted::for_each_last_user,
     rails_users::{End, for_each_user_of_rails},
 };
 use crate::{
-    NeedsIndex, Run,
-    needs::{BatchNeeds, KeyIndex, ascending, count_below},
+    NeedsIndex,
+    needs::{BatchNeeds, KeyIndex},
 };
 
 /// Rows that every rank sends in a forward and in a one-pass backward.
@@ -37,8 +40,11 @@ impl RingTraffic {
     pub fn of(needs: &NeedsIndex<'_>, route: Route, tick: &mut dyn FnMut()) -> Self {
         match needs.only_part() {
             Some(part) if route.is_simple_relay() => Self::relay(part, route, tick),
-            Some(part) if !route.is_relay() => Self::direct(part, tick),
-            Some(part) => Self::rails(part, route, tick),
+            Some(part) => match route {
+                Route::Direct => Self::direct(part, tick),
+                Route::OncePerNode { .. } => Self::once_per_node(part, route, tick),
+                _ => Self::rails(part, route, tick),
+            },
             None => {
                 let schedule = Schedule::build(&needs.to_needs(), route, true);
                 let of_rank = (0..needs.ranks()).map(|rank| schedule.sent_by(rank)).collect();
@@ -118,7 +124,11 @@ impl RingTraffic {
         let mut of_rank = vec![Traffic::default(); ranks];
         let mut is_hop = vec![false; ranks];
         for user in 0..ranks {
-            owners.for_each_of_user(part, user, |owner, rows| {
+            owners.for_each_within(&part.users[user], |run, rows| {
+                let owner = owners.runs[run].owner;
+                if owner == user {
+                    return;
+                }
                 of_rank[owner].block_rows += u128::from(rows);
                 of_rank[user].final_gradient_rows += u128::from(rows);
                 is_hop[Route::Direct.step(user, owner, ranks)] = true;
@@ -127,61 +137,32 @@ impl RingTraffic {
         }
         Self { of_rank, hops: is_hop.into_iter().filter(|&hop| hop).count() }
     }
-}
 
-/// Runs of keys of all owners, sorted by segment and start.
-struct OwnerRuns {
-    runs: Vec<OwnerRun>,
-    /// True if the runs are sorted by segment and end too, as in every layout but custom ones.
-    sorted_by_end: bool,
-}
-
-struct OwnerRun {
-    segment: usize,
-    positions: Run,
-    owner: usize,
-}
-
-impl OwnerRun {
-    const fn end(&self) -> (usize, i64) {
-        (self.segment, self.positions.at(self.positions.count - 1))
-    }
-}
-
-impl OwnerRuns {
-    fn new(part: &BatchNeeds) -> Self {
-        let mut runs = Vec::new();
-        for (owner, rows) in part.owners.iter().enumerate() {
-            runs.extend(rows.iter().map(|rows| OwnerRun {
-                segment: rows.segment,
-                positions: ascending(&rows.positions),
-                owner,
-            }));
-        }
-        runs.sort_unstable_by_key(|run| (run.segment, run.positions.start, run.owner));
-        Self { sorted_by_end: runs.is_sorted_by_key(OwnerRun::end), runs }
-    }
-
-    /// Calls `found` with owners of rows that `user` needs, except itself, and numbers of rows. An
-    /// owner may be found several times.
-    fn for_each_of_user(&self, part: &BatchNeeds, user: usize, mut found: impl FnMut(usize, u64)) {
-        for (segment, range) in &part.users[user] {
-            let first = if self.sorted_by_end {
-                self.runs.partition_point(|run| run.end() < (*segment, range.start))
-            } else {
-                self.runs.partition_point(|run| run.segment < *segment)
-            };
-            let near = self.runs[first..].iter();
-            for run in
-                near.take_while(|run| run.segment == *segment && run.positions.start < range.end)
-            {
-                let rows = count_below(&run.positions, range.end)
-                    - count_below(&run.positions, range.start);
-                if rows > 0 && run.owner != user {
-                    found(run.owner, rows);
-                }
+    fn once_per_node(part: &BatchNeeds, route: Route, tick: &mut dyn FnMut()) -> Self {
+        let ranks = part.users.len();
+        let size = route.period(ranks);
+        let mut of_rank = vec![Traffic::default(); ranks];
+        let mut is_hop = vec![false; ranks];
+        for_each_users_of_nodes(part, route, tick, |users| {
+            let NodeUsers { owner, moves, first, last, rows } = users;
+            let rows = u128::from(rows);
+            let entry = moves * size;
+            let holder = |place| route.user(owner, entry + place, ranks);
+            if moves > 0 {
+                of_rank[owner].block_rows += rows;
+                is_hop[entry - 1] = true;
             }
-        }
+            for place in 0..last {
+                of_rank[holder(place)].block_rows += rows;
+                is_hop[entry + place] = true;
+            }
+            for place in first..last {
+                of_rank[holder(place)].partial_gradient_rows += rows;
+            }
+            of_rank[holder(last)].final_gradient_rows += rows;
+            true
+        });
+        Self { of_rank, hops: is_hop.into_iter().filter(|&hop| hop).count() }
     }
 }
 
@@ -276,12 +257,13 @@ impl RailsDifferences {
 }
 
 impl Route {
-    /// Returns the relay or the rails in the other direction, or the direct route.
+    /// Returns the relay or the rails in the other direction; the direct route, and once per node,
+    /// are their own.
     pub const fn opposite(self) -> Self {
         match self {
             Self::RelayUp => Self::RelayDown,
             Self::RelayDown => Self::RelayUp,
-            Self::Direct => Self::Direct,
+            Self::Direct | Self::OncePerNode { .. } => self,
             Self::RailsUp { node_ranks } => Self::RailsDown { node_ranks },
             Self::RailsDown { node_ranks } => Self::RailsUp { node_ranks },
         }
@@ -320,7 +302,7 @@ pub(super) fn block_rows(
             rows += users.step as u128 * u128::from(users.rows);
             rows <= limit
         }),
-        Some(part) if !route.is_relay() => {
+        Some(part) if route == Route::Direct => {
             let keys = KeyIndex::of_owners(&part.owners, part.segments);
             for (user, intervals) in part.users.iter().enumerate() {
                 if rows > limit {
@@ -333,8 +315,15 @@ pub(super) fn block_rows(
                 tick();
             }
         }
-        Some(part) => for_each_user_of_rails(part, route, End::Last, tick, |users| {
-            rows += users.step as u128 * u128::from(users.rows);
+        Some(part) if route.is_relay() => {
+            for_each_user_of_rails(part, route, End::Last, tick, |users| {
+                rows += users.step as u128 * u128::from(users.rows);
+                rows <= limit
+            });
+        }
+        Some(part) => for_each_users_of_nodes(part, route, tick, |users| {
+            let sends = users.last + usize::from(users.moves > 0);
+            rows += sends as u128 * u128::from(users.rows);
             rows <= limit
         }),
         None => rows = RingTraffic::of(needs, route, tick).total().block_rows,

@@ -17,6 +17,21 @@
 //! computes on every block once, always gets it from the rank that computed on it in the step
 //! before, and all else is as on a relay, of which rails are a permutation of the owners. N nodes
 //! have N − 1 moves between them, instead of N·L − 1 steps that each wait for the network.
+//!
+//! # Once per node
+//! A relay passes rows through all nodes before the last one that needs them, and the direct route
+//! sends them to each rank of a node. Once per node is direct between nodes and a relay inside:
+//!
+//! ```text
+//! step       0 …… L − 1       L …… 2L − 1            2L ……
+//! block of   own node         node before            the one before that
+//! moves      in the node      from its owner, then   from its owner, then
+//!                             in the node            in the node
+//! ```
+//! In step k·L + j the block of rank i of node a is on rank i + j, modulo L, of node a + k. The
+//! owner sends the rows that any rank of a node needs to rank i of this node; they pass its ranks in
+//! a circle. Their gradients are summed on the same circle, and the last rank that needs a row sends
+//! the sum of its node to the owner. So a row, and its gradient, cross once between two nodes.
 
 /// Path of blocks from their owner to the ranks that need them. Ranks are ring indices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -38,6 +53,13 @@ pub enum Route {
         /// As of [`Route::RailsUp`].
         node_ranks: usize,
     },
+    /// From the owner to one rank of each node, and on to the others of the node that need some of
+    /// the rows.
+    OncePerNode {
+        /// As of [`Route::RailsUp`]. With 1 it is [`Route::Direct`], with all ranks
+        /// [`Route::RelayUp`].
+        node_ranks: usize,
+    },
 }
 
 impl Route {
@@ -53,12 +75,32 @@ impl Route {
             Self::Direct => "direct",
             Self::RailsUp { .. } => "rails-up",
             Self::RailsDown { .. } => "rails-down",
+            Self::OncePerNode { .. } => "once-per-node",
         }
     }
 
-    /// Returns true if each rank forwards blocks to the next.
+    /// Returns true if each rank forwards blocks to the next: a relay, or rails.
     pub const fn is_relay(self) -> bool {
-        !matches!(self, Self::Direct)
+        !matches!(self, Self::Direct | Self::OncePerNode { .. })
+    }
+
+    /// Returns true if the block of step `step` ≥ 1 comes from the rank that had it in the step
+    /// before, false if it comes from its owner.
+    pub const fn forwards(self, step: usize, ranks: usize) -> bool {
+        match self {
+            Self::Direct => false,
+            Self::OncePerNode { .. } => !step.is_multiple_of(self.period(ranks)),
+            _ => true,
+        }
+    }
+
+    /// Returns true if a rank sends its own rows after step 0: if not every block is forwarded.
+    pub const fn keeps_local(self, ranks: usize) -> bool {
+        match self {
+            Self::Direct => true,
+            Self::OncePerNode { .. } => self.period(ranks) < ranks,
+            _ => false,
+        }
     }
 
     /// Returns true if each rank forwards all blocks to the same rank.
@@ -66,14 +108,23 @@ impl Route {
         matches!(self, Self::RelayUp | Self::RelayDown)
     }
 
-    /// Returns the number of steps after which blocks make the same move again: 1, or on rails the
-    /// ranks of a node. Rails that do not [fit](Self::fits) are a relay.
+    /// Returns the number of steps after which blocks make the same move again: 1, or on rails and
+    /// once per node the ranks of a node. Without nodes that [fit](Self::fits), rails are a relay,
+    /// and once per node is direct.
     pub(super) const fn period(self, ranks: usize) -> usize {
-        match self {
-            Self::RailsUp { node_ranks } | Self::RailsDown { node_ranks } if self.fits(ranks) => {
-                node_ranks
-            }
+        match self.node_ranks() {
+            Some(node_ranks) if self.fits(ranks) => node_ranks,
             _ => 1,
+        }
+    }
+
+    /// Returns the ranks of a node of a route that depends on nodes.
+    pub const fn node_ranks(self) -> Option<usize> {
+        match self {
+            Self::RailsUp { node_ranks }
+            | Self::RailsDown { node_ranks }
+            | Self::OncePerNode { node_ranks } => Some(node_ranks),
+            _ => None,
         }
     }
 
@@ -106,7 +157,7 @@ impl Route {
         }
         let moves = step / size;
         let first = (rank / size + moves) * size;
-        (first + (rank + step % size + moves * (size - 1)) % size) % ranks
+        (first + (rank + step % size + self.turn(moves, size)) % size) % ranks
     }
 
     /// Returns the rank that is `step` moves before `rank`, upwards.
@@ -117,7 +168,17 @@ impl Route {
         }
         let moves = step / size;
         let first = (rank / size + ranks / size - moves) * size;
-        (first + (rank + size - step % size + moves) % size) % ranks
+        let turned = size - self.turn(moves, size);
+        (first + (rank + size - step % size + turned) % size) % ranks
+    }
+
+    /// Returns the places in a node by which blocks have moved after whole turns of `moves` nodes:
+    /// on rails `size` − 1 for each, modulo `size` ranks of a node.
+    const fn turn(self, moves: usize, size: usize) -> usize {
+        match self {
+            Self::OncePerNode { .. } => 0,
+            _ => (size - moves % size) % size,
+        }
     }
 
     /// Returns the step in which `rank` computes on the block of `owner`, for
@@ -129,16 +190,14 @@ impl Route {
             return (to + ranks - from) % ranks;
         }
         let moves = (to / size + ranks / size - from / size) % (ranks / size);
-        moves * size + (to % size + size - from % size + moves) % size
+        moves * size + (to % size + 2 * size - from % size - self.turn(moves, size)) % size
     }
 
     /// Returns true if the number of ranks has a path of this kind: if `node_ranks` divides it.
     pub const fn fits(self, ranks: usize) -> bool {
-        match self {
-            Self::RailsUp { node_ranks } | Self::RailsDown { node_ranks } => {
-                node_ranks > 0 && ranks.is_multiple_of(node_ranks)
-            }
-            _ => true,
+        match self.node_ranks() {
+            Some(node_ranks) => node_ranks > 0 && ranks.is_multiple_of(node_ranks),
+            None => true,
         }
     }
 
@@ -147,16 +206,18 @@ impl Route {
         match self {
             Self::RailsUp { node_ranks: 0 } => Self::RailsUp { node_ranks: of_nodes },
             Self::RailsDown { node_ranks: 0 } => Self::RailsDown { node_ranks: of_nodes },
+            Self::OncePerNode { node_ranks: 0 } => Self::OncePerNode { node_ranks: of_nodes },
             route => route,
         }
     }
 
-    /// Returns rails in the direction of a relay over nodes of `node_ranks` ranks; the route itself
-    /// if it is no relay.
-    pub(super) const fn on_rails(self, node_ranks: usize) -> Self {
+    /// Returns the form of a route over nodes of `node_ranks` ranks: rails in the direction of a
+    /// relay, once per node in place of the direct route.
+    pub(super) const fn over_nodes(self, node_ranks: usize) -> Self {
         match self {
             Self::RelayUp => Self::RailsUp { node_ranks },
             Self::RelayDown => Self::RailsDown { node_ranks },
+            Self::Direct => Self::OncePerNode { node_ranks },
             route => route,
         }
     }
@@ -171,7 +232,11 @@ mod tests {
         for ranks in 1..25 {
             let rails =
                 (1..=ranks).filter(|&node_ranks| ranks % node_ranks == 0).flat_map(|node_ranks| {
-                    [Route::RailsUp { node_ranks }, Route::RailsDown { node_ranks }]
+                    [
+                        Route::RailsUp { node_ranks },
+                        Route::RailsDown { node_ranks },
+                        Route::OncePerNode { node_ranks },
+                    ]
                 });
             for route in Route::ALL.into_iter().chain(rails) {
                 assert!(route.fits(ranks));
@@ -234,7 +299,35 @@ mod tests {
             Route::RailsUp { node_ranks: 4 }
         );
         assert_eq!(Route::RelayUp.with_node_ranks(4), Route::RelayUp);
+        assert_eq!(
+            Route::OncePerNode { node_ranks: 0 }.with_node_ranks(4),
+            Route::OncePerNode { node_ranks: 4 }
+        );
         assert!(!Route::RailsDown { node_ranks: 5 }.fits(12));
         assert!(!Route::RailsDown { node_ranks: 0 }.fits(12));
+    }
+
+    #[test]
+    fn once_per_node_passes_each_node_in_a_circle_from_the_place_of_the_owner() {
+        let [nodes, size] = [3, 4];
+        let ranks = nodes * size;
+        let route = Route::OncePerNode { node_ranks: size };
+        for owner in 0..ranks {
+            for step in 0..ranks {
+                let node = (owner / size + step / size) % nodes;
+                let user = node * size + (owner + step) % size;
+                assert_eq!(route.user(owner, step, ranks), user);
+                assert_eq!(route.forwards(step, ranks), step % size != 0);
+            }
+        }
+        // its limits are the direct route and a relay
+        for (node_ranks, limit) in [(1, Route::Direct), (ranks, Route::RelayUp)] {
+            let route = Route::OncePerNode { node_ranks };
+            assert_eq!(route.keeps_local(ranks), limit.keeps_local(ranks));
+            for step in 1..ranks {
+                assert_eq!(route.user(5, step, ranks), limit.user(5, step, ranks));
+                assert_eq!(route.forwards(step, ranks), limit.forwards(step, ranks));
+            }
+        }
     }
 }

@@ -31,10 +31,16 @@ impl HeadGrid {
     /// # Errors
     /// As [`HeadGrid::new`] and [`HeadGrid::with_columns`];
     /// [`Error::InvalidArgument`] naming `strategy` also if the parts of a [`Strategy::Grid`] are
-    /// not as many as the ranks.
+    /// not as many as the ranks, or the ranks of a node of [`Strategy::OncePerNode`] do not divide
+    /// them.
     pub fn of(dims: &Dims, ranks: usize, strategy: Strategy) -> Result<Option<Self>> {
-        match strategy {
-            Strategy::Ring => Self::new(dims, ranks, 1).map(Some),
+        if let Some(route) = strategy.route().filter(|route| route.node_ranks() != Some(0))
+            && !route.fits(ranks)
+        {
+            let want = format!("nodes of a divisor of {ranks} ranks");
+            return Err(Error::invalid("strategy", strategy, want));
+        }
+        match strategy.on_ranks(ranks) {
             Strategy::HeadsRing { heads } => Self::new(dims, ranks, heads).map(Some),
             Strategy::Grid { heads, queries, keys } => {
                 let parts = heads.checked_mul(queries).and_then(|parts| parts.checked_mul(keys));
@@ -45,6 +51,7 @@ impl HeadGrid {
                 Self::with_columns(dims, ranks, heads, keys).map(Some)
             }
             Strategy::Auto => Ok(None),
+            _ => Self::new(dims, ranks, 1).map(Some),
         }
     }
 
@@ -86,8 +93,8 @@ impl HeadGrid {
 
     /// Checks that passes of `spec` can be divided over this grid.
     ///
-    /// Several key columns merge partial results, in an order that depends on the grid, and which
-    /// have no row maximum in common. In the reproducible order, sums over heads are terms of one
+    /// Several key columns merge partial results, in an order that depends on the grid. In the
+    /// reproducible order, sums over heads are terms of one
     /// chain, which members would have to share: of dK and dV of replicated KV heads, and of
     /// gradients that all heads share.
     ///
@@ -101,9 +108,6 @@ impl HeadGrid {
             };
             if spec.leaf_rows.is_some() {
                 return refuse("reproducible");
-            }
-            if !spec.normalize {
-                return refuse("an output that is not normalised");
             }
         }
         if spec.leaf_rows.is_none() || !backward || self.parts == 1 {

@@ -66,11 +66,14 @@ pub(super) fn most_bytes(
 }
 
 /// Returns the bytes of the merge of the partial results of `rows` own queries: out in f64, row
-/// maximum and row sum; of a backward pass −delta and dq in the accumulator's type.
+/// maximum and row sum; of a backward pass −delta and dq in the accumulator's type. An output that is
+/// not normalised adds the number of maxima, and of a backward pass the share of each.
 fn merge_bytes(spec: &Spec, rows: u64, backward: bool) -> u128 {
     let Dims { batch, q_heads, head_dim, value_dim, .. } = spec.dims;
-    let of_backward = if backward { (1 + head_dim) * spec.dtype.accumulator().bytes() } else { 0 };
-    let row = (value_dim + 2) * size_of::<f64>() + of_backward;
+    let ties = usize::from(!spec.normalize);
+    let numbers = if backward { 1 + ties + head_dim } else { 0 };
+    let of_backward = numbers * spec.dtype.accumulator().bytes();
+    let row = (value_dim + 2 + ties) * size_of::<f64>() + of_backward;
     u128::from(rows) * [batch, q_heads, row].map(|len| len as u128).iter().product::<u128>()
 }
 

@@ -27,6 +27,7 @@ mod group_layout;
 mod head_grid;
 mod head_shard;
 mod memory;
+mod published;
 mod traffic;
 
 use std::{fmt, str::FromStr};
@@ -73,10 +74,23 @@ pub enum Strategy {
         /// Key columns, whose partial results are merged.
         keys: usize,
     },
-    /// The strategy of those above with the least predicted time on a machine ([`Machine::choose`])
+    /// All-gather of keys and values: the ring on the direct route, with all blocks in memory
+    /// (`published.rs`).
+    AllGather,
+    /// All-to-all over heads among all ranks: [`Strategy::HeadsRing`] with one group.
+    AllToAll,
+    /// The ring on [`Route::OncePerNode`](crate::Route::OncePerNode): a block crosses once between
+    /// two nodes.
+    OncePerNode {
+        /// Ranks of a node; 0: as many as each node of the transport has.
+        node_ranks: usize,
+    },
+    /// Queries travel, and partial results return: [`Strategy::Grid`] with one query part.
+    PassQ,
+    /// The ring, [`Strategy::HeadsRing`] or [`Strategy::Grid`] with the least predicted time on a machine ([`Machine::choose`])
     /// or, without one, that sends the fewest bytes; in a forward and, if the plan has one, a
-    /// backward pass. Ties are broken in favour of fewer key columns, then of fewer parts of the
-    /// heads.
+    /// backward pass. On a machine also [`Strategy::AllGather`] and [`Strategy::OncePerNode`]. Ties
+    /// are broken in favour of fewer key columns, then of fewer parts of the heads.
     ///
     /// [`Machine::choose`]: crate::Machine::choose
     Auto,
@@ -84,14 +98,16 @@ pub enum Strategy {
 
 impl Strategy {
     /// Names that [`Strategy::from_str`] reads, for messages.
-    pub const EXPECTED: &str = "ring, heads:H, grid:QxK, grid:HxQxK with numbers from 1, or auto";
+    pub const EXPECTED: &str = "ring, heads:H, grid:QxK, grid:HxQxK, once-per-node:N with numbers \
+        from 1, once-per-node, all-gather, all-to-all, pass-q, or auto";
 
-    /// Returns the parts of the heads, 1 for the ring; `None` for [`Strategy::Auto`].
+    /// Returns the parts of the heads, 1 for the ring; `None` if they depend on the ranks or on a
+    /// choice.
     pub const fn heads(self) -> Option<usize> {
         match self {
-            Self::Ring => Some(1),
+            Self::Ring | Self::AllGather | Self::OncePerNode { .. } | Self::PassQ => Some(1),
             Self::HeadsRing { heads } | Self::Grid { heads, .. } => Some(heads),
-            Self::Auto => None,
+            Self::AllToAll | Self::Auto => None,
         }
     }
 
@@ -103,13 +119,19 @@ impl Strategy {
 
 impl fmt::Display for Strategy {
     /// Writes the name on the command line: `ring`, `heads:4`, `grid:2x4` (queries × keys),
-    /// `grid:2x4x8` (heads × queries × keys), `auto`.
+    /// `grid:2x4x8` (heads × queries × keys), `all-gather`, `all-to-all`, `once-per-node`,
+    /// `once-per-node:8` (ranks of a node), `pass-q`, `auto`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Ring => f.write_str("ring"),
             Self::HeadsRing { heads } => write!(f, "heads:{heads}"),
             Self::Grid { heads: 1, queries, keys } => write!(f, "grid:{queries}x{keys}"),
             Self::Grid { heads, queries, keys } => write!(f, "grid:{heads}x{queries}x{keys}"),
+            Self::AllGather => f.write_str("all-gather"),
+            Self::AllToAll => f.write_str("all-to-all"),
+            Self::OncePerNode { node_ranks: 0 } => f.write_str("once-per-node"),
+            Self::OncePerNode { node_ranks } => write!(f, "once-per-node:{node_ranks}"),
+            Self::PassQ => f.write_str("pass-q"),
             Self::Auto => f.write_str("auto"),
         }
     }
@@ -130,11 +152,20 @@ impl FromStr for Strategy {
                 _ => None,
             }
         };
+        let nodes = || {
+            let node_ranks = count(text.strip_prefix("once-per-node:")?)?;
+            Some(Self::OncePerNode { node_ranks })
+        };
         match text {
             "ring" => Ok(Self::Ring),
+            "all-gather" => Ok(Self::AllGather),
+            "all-to-all" => Ok(Self::AllToAll),
+            "once-per-node" => Ok(Self::OncePerNode { node_ranks: 0 }),
+            "pass-q" => Ok(Self::PassQ),
             "auto" => Ok(Self::Auto),
             _ => heads()
                 .or_else(grid)
+                .or_else(nodes)
                 .ok_or_else(|| Error::invalid("strategy", text, Self::EXPECTED)),
         }
     }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::*;
-use crate::{Choice, CustomLayout, DType, Dims, Layout, Runs, Side, Spec, mask};
+use crate::{Choice, CustomLayout, DType, Dims, Layout, Placement, Route, Runs, Side, Spec, mask};
 
 /// A forward pass with the layout and the route that are chosen.
 const FORWARD: TrafficOptions<'static> = TrafficOptions {
@@ -25,16 +25,71 @@ fn names_are_read_back() {
     let grid = Strategy::Grid { heads: 1, queries: 2, keys: 4 };
     let of_heads = Strategy::Grid { heads: 3, queries: 2, keys: 4 };
     let heads = Strategy::HeadsRing { heads: 12 };
-    for strategy in [Strategy::Ring, heads, grid, of_heads, Strategy::Auto] {
+    let [of_transport, of_nodes] = [0, 8].map(|node_ranks| Strategy::OncePerNode { node_ranks });
+    let published = [Strategy::AllGather, Strategy::AllToAll, Strategy::PassQ];
+    let all = [Strategy::Ring, heads, grid, of_heads, Strategy::Auto, of_transport, of_nodes];
+    for strategy in all.into_iter().chain(published) {
         assert_eq!(strategy.to_string().parse(), Ok(strategy));
     }
     assert_eq!((grid.to_string(), of_heads.to_string()), ("grid:2x4".into(), "grid:3x2x4".into()));
     let heads = ["", "rings", "heads", "heads:", "heads:0", "heads:-1", "heads:x"];
     let grids = ["grid", "grid:", "grid:4", "grid:0x4", "grid:2x", "grid:2x3x4x5", "grid:2×4"];
-    for wrong in heads.into_iter().chain(grids) {
+    let nodes = ["once-per-node:", "once-per-node:0", "once per node", "allgather", "pass-q:2"];
+    for wrong in heads.into_iter().chain(grids).chain(nodes) {
         let error = wrong.parse::<Strategy>().unwrap_err().to_string();
         assert!(error.starts_with(&format!("strategy: got {wrong}, want ring")), "{error}");
     }
+}
+
+#[test]
+fn published_strategies_are_forms_of_the_ring_and_the_grid() {
+    let dims = dims(8, 2, 64);
+    let grid = |strategy, ranks| HeadGrid::of(&dims, ranks, strategy).unwrap().unwrap().strategy();
+    let of_nodes = Strategy::OncePerNode { node_ranks: 2 };
+    for ring in [Strategy::AllGather, of_nodes, Strategy::OncePerNode { node_ranks: 0 }] {
+        assert_eq!(grid(ring, 4), Strategy::Ring);
+        assert_eq!((ring.heads(), ring.published_name(4)), (Some(1), None));
+    }
+    assert_eq!(Strategy::AllGather.route(), Some(Route::Direct));
+    assert_eq!(of_nodes.route(), Some(Route::OncePerNode { node_ranks: 2 }));
+    assert_eq!(grid(Strategy::AllToAll, 4), Strategy::HeadsRing { heads: 4 });
+    assert_eq!(grid(Strategy::PassQ, 4), Strategy::Grid { heads: 1, queries: 1, keys: 4 });
+    for name in [Strategy::AllToAll, Strategy::PassQ] {
+        let form = grid(name, 4);
+        assert_eq!(form.published_name(4), Some(name.to_string().as_str()));
+        assert_eq!((form.published_name(8), name.route()), (None, None));
+        assert_eq!(grid(name, 1), Strategy::Ring);
+    }
+    // KV heads are replicated: 8 ranks, 2 KV heads; but not 3 ranks, or more than query heads
+    assert_eq!(HeadGrid::of(&dims, 8, Strategy::AllToAll).unwrap().unwrap().replicas(), 4);
+    for ranks in [3, 16] {
+        let error = HeadGrid::of(&dims, ranks, Strategy::AllToAll).unwrap_err().to_string();
+        assert!(error.starts_with("strategy: got heads in groups of"), "{error}");
+    }
+    let error = HeadGrid::of(&dims, 3, of_nodes).unwrap_err().to_string();
+    assert_eq!(error, "strategy: got once-per-node:2, want nodes of a divisor of 3 ranks");
+}
+
+#[test]
+fn a_route_of_a_strategy_is_planned_for_the_ring_alone() {
+    let spec =
+        Spec { mask: Arc::new(mask::Causal::default()), ..Spec::new(dims(4, 4, 64), DType::F32) };
+    let placement = Placement::new(vec![0, 0, 1, 1]);
+    let options = TrafficOptions { backward: true, placement: Some(&placement), ..FORWARD };
+    let of = |options: &TrafficOptions<'_>| {
+        let all = StrategyTraffic::of_routes(&spec, 4, options, &mut || ()).unwrap();
+        all.into_iter().map(|of| of.strategy).collect::<Vec<_>>()
+    };
+    let once_per_node = Strategy::OncePerNode { node_ranks: 2 };
+    assert_eq!(of(&options), [Strategy::AllGather, once_per_node]);
+    assert_eq!(of(&TrafficOptions { placement: None, ..options }), [Strategy::AllGather]);
+    let given = TrafficOptions { route: Some(Route::RelayUp), ..options };
+    assert_eq!(of(&given), []);
+    // all-gather has the fewest rows of any route, in the memory of all blocks
+    let all = StrategyTraffic::of_routes(&spec, 4, &options, &mut || ()).unwrap();
+    let ring = StrategyTraffic::of(&spec, all[0].grid, &options, &mut || ()).unwrap();
+    assert!(all[0].total() <= ring.total());
+    assert!(all[0].memory_max_rank > ring.memory_max_rank);
 }
 
 #[test]

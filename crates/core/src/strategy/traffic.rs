@@ -1,15 +1,17 @@
 //! Bytes that every rank sends under a strategy, and the choice of the fewest.
 
+use std::num::NonZeroUsize;
+
 use super::{ExchangeFields, GroupLayout, HeadGrid, Strategy, exchange::backward_mode, memory};
 use crate::{
-    BackwardMode, Batch, Choice, Layout, NeedsIndex, Placement, Result, RingShards, RingTraffic,
-    Route, Side, Spec,
+    BackwardMode, Batch, Choice, Layout, NeedsIndex, Order, Placement, Result, RingShards,
+    RingTraffic, Route, Side, Spec, machine::MOST_STEPPED_RANKS,
 };
 
 /// Bytes that every rank sends under a strategy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StrategyTraffic {
-    /// The strategy, not [`Strategy::Auto`].
+    /// The strategy: the ring, one on a route of its own, heads × ring or a grid.
     pub strategy: Strategy,
     /// The grid of the strategy.
     pub grid: HeadGrid,
@@ -72,11 +74,60 @@ impl StrategyTraffic {
         options: &TrafficOptions<'_>,
         tick: &mut dyn FnMut(),
     ) -> Result<Self> {
+        let strategy = grid.strategy();
+        Self::of_form(spec, strategy, grid, options, tick)
+    }
+
+    /// Returns the traffic of the ring on the routes of [`Strategy::AllGather`] and, if there are
+    /// several nodes with as many ranks each, [`Strategy::OncePerNode`]. None if another route is
+    /// given, or if there are more ranks than are predicted step by step.
+    ///
+    /// # Errors
+    /// As [`StrategyTraffic::of`].
+    pub fn of_routes(
+        spec: &Spec,
+        ranks: usize,
+        options: &TrafficOptions<'_>,
+        tick: &mut dyn FnMut(),
+    ) -> Result<Vec<Self>> {
+        let order = |placement: &Placement| match options.layout {
+            Some(_) => Order::ascending(ranks),
+            None => placement.order(),
+        };
+        let of_nodes = options
+            .placement
+            .filter(|placement| placement.nodes().len() == ranks)
+            .and_then(|placement| placement.node_ranks(&order(placement)));
+        let once_per_node = of_nodes.filter(|&node_ranks| node_ranks > 1);
+        let once_per_node = once_per_node.map(|node_ranks| Strategy::OncePerNode { node_ranks });
+        let is_open = |strategy: &Strategy| {
+            let is_given = options.route.is_none() || options.route == strategy.route();
+            is_given && (2..=MOST_STEPPED_RANKS).contains(&ranks)
+        };
+        std::iter::once(Strategy::AllGather)
+            .chain(once_per_node)
+            .filter(is_open)
+            .map(|strategy| {
+                let grid = HeadGrid::new(&spec.dims, ranks, 1)?;
+                Self::of_form(spec, strategy, grid, options, tick)
+            })
+            .collect()
+    }
+
+    /// As [`StrategyTraffic::of`], of the form `grid` of a strategy.
+    fn of_form(
+        spec: &Spec,
+        strategy: Strategy,
+        grid: HeadGrid,
+        options: &TrafficOptions<'_>,
+        tick: &mut dyn FnMut(),
+    ) -> Result<Self> {
         let TrafficOptions { backward, layout, placement, receive_ahead, .. } = *options;
+        let receive_ahead = strategy.receive_ahead().map_or(receive_ahead, NonZeroUsize::get);
         let first = spec.of_member(&grid, 0);
         let layout = GroupLayout::choose(&first, &grid, layout, placement, tick);
         let mut traffic = Self {
-            strategy: grid.strategy(),
+            strategy,
             grid,
             forward: Vec::new(),
             backward: Vec::new(),
@@ -121,12 +172,14 @@ impl StrategyTraffic {
             .collect()
     }
 
-    /// Returns the strategy that sends the fewest bytes in all passes, of ties the first.
+    /// Returns the ring or grid that sends the fewest bytes in all passes, of ties the first. Rings
+    /// on a route of their own differ in time, not in the bytes that are needed.
     ///
     /// # Errors
     /// [`crate::Error::InvalidArgument`] if there is none: the number of ranks is 0.
     pub fn cheapest(all: &[Self]) -> Result<&Self> {
         all.iter()
+            .filter(|traffic| traffic.strategy.route().is_none())
             .min_by_key(|traffic| traffic.total())
             .ok_or_else(|| crate::Error::invalid("ranks", 0, "at least 1"))
     }
@@ -187,7 +240,8 @@ impl StrategyTraffic {
             let groups = self.grid.groups();
             Choice::auto(spec, groups, Some(layout), placed.as_ref(), tick).route
         };
-        let given = options.route.map(|route| route.with_node_ranks(of_nodes.unwrap_or(0)));
+        let given = self.strategy.route().or(options.route);
+        let given = given.map(|route| route.with_node_ranks(of_nodes.unwrap_or(0)));
         given.filter(|route| route.fits(self.grid.groups())).unwrap_or_else(|| chosen(tick))
     }
 

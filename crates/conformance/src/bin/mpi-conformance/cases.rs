@@ -65,7 +65,7 @@ pub(crate) fn pairs(harness: &mut Harness, settings: &Settings) -> Verdict {
         let verdict = if number % 2 == 0 {
             examine(harness, &unplaced, &case, &setting, &setting)
         } else {
-            let (by_name, given) = on_nodes(&setting, number % 4 == 1);
+            let (by_name, given) = on_nodes(&setting, number / 2);
             examine(harness, &on_two_nodes, &case, &by_name, &given)
         };
         harness.share(verdict.map_err(|wrong| format!("{configuration} on {setting}: {wrong}")))?;
@@ -74,16 +74,18 @@ pub(crate) fn pairs(harness: &mut Harness, settings: &Settings) -> Verdict {
 }
 
 /// Returns a setting of ranks on two nodes, and the same with a route that does not depend on nodes.
-/// A route that is left to the mask is rails by name, if the nodes have as many ranks each.
-fn on_nodes(setting: &Setting, up: bool) -> (Setting, Setting) {
+/// A route that is left to the mask is one over nodes by name, if these have as many ranks each.
+fn on_nodes(setting: &Setting, number: usize) -> (Setting, Setting) {
     let Setting { ranks, route, .. } = *setting;
     // a fixed layout fixes the order of the ranks, so that nodes alternate
     let fits = ranks.is_multiple_of(2) && ranks > 2 && setting.layout.is_none();
-    let rails = |node_ranks| {
-        if up { Route::RailsUp { node_ranks } } else { Route::RailsDown { node_ranks } }
+    let of_nodes = |node_ranks| match number % 3 {
+        0 => Route::RailsUp { node_ranks },
+        1 => Route::RailsDown { node_ranks },
+        _ => Route::OncePerNode { node_ranks },
     };
     let [by_name, given] = match route {
-        None if fits => [0, ranks / 2].map(rails),
+        None if fits => [0, ranks / 2].map(of_nodes),
         None => [Route::RelayUp; 2],
         Some(route) => [route; 2],
     };

@@ -1,4 +1,5 @@
-//! Bytes on the links of hosts that have one for each of their ranks, on a relay and on rails.
+//! Bytes on the links of hosts that have one for each of their ranks, on a relay, on rails and once
+//! per node.
 //! `tests/hosts/rails` makes such hosts.
 
 use annulus::{Attention, Cpu, Dims, Layout, Plan, Route, Tensors};
@@ -21,7 +22,8 @@ pub(crate) fn all(harness: &mut Harness, settings: &Settings) -> Verdict {
     let link = std::env::var(LINK).map_err(|_| format!("{LINK} is not set"));
     harness.share(link.as_ref().map(drop).map_err(Clone::clone))?;
     let link = link?;
-    for asked in [Some(Route::RelayUp), None] {
+    let once_per_node = Route::OncePerNode { node_ranks: 0 };
+    for asked in [Some(Route::RelayUp), None, Some(once_per_node)] {
         let plan = plan(harness, settings, asked).map_err(|error| error.to_string());
         harness.share(plan.as_ref().map(drop).map_err(Clone::clone))?;
         let mut plan = plan?;
@@ -60,15 +62,15 @@ fn plan(harness: &Harness, settings: &Settings, route: Option<Route>) -> Result<
 }
 
 /// Returns true if the links carry what the route says, within 10 % for headers and control
-/// messages: on rails every rank's its node's share of the blocks, on a relay the last rank's of
-/// each node all blocks but one.
+/// messages: on rails every rank's its node's share of the blocks, once per node its own block for
+/// each other node, which are as many, on a relay the last rank's of each node all blocks but one.
 fn is_expected(route: Route, all: &[u64], block: u64) -> bool {
     let near = |bytes: u64, blocks: usize| {
         let want = PASSES * block * blocks as u64;
         bytes >= want && bytes <= want + (PASSES * block) / 10 * (1 + blocks as u64)
     };
     match route {
-        Route::RailsUp { node_ranks } => {
+        Route::RailsUp { node_ranks } | Route::OncePerNode { node_ranks } => {
             all.iter().all(|&bytes| near(bytes, all.len() / node_ranks - 1))
         }
         Route::RelayUp => {

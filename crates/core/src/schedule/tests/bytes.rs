@@ -88,18 +88,28 @@ fn everything_is_the_full_ring_on_every_route() {
         );
         assert_eq!(schedule.sent().block_rows, 30);
         assert_eq!(schedule.gradient_rows_sent(), 30);
-        // the owner receives each row's gradient once on a relay, from every other rank if direct
-        assert_eq!(
-            schedule.sent().final_gradient_rows,
-            if route == Route::Direct { 30 } else { 10 }
-        );
+        // the owner receives each row's gradient once on a relay, from every other rank if direct,
+        // and from each node with another rank once per node
+        let of_nodes = |node_ranks: usize| match node_ranks {
+            // the owner of a row is the only rank of its node
+            1 => 3,
+            4 => 1,
+            _ => 2,
+        };
+        let final_rows = match route {
+            Route::Direct => 30,
+            Route::OncePerNode { node_ranks } => 10 * of_nodes(node_ranks),
+            _ => 10,
+        };
+        assert_eq!(schedule.sent().final_gradient_rows, final_rows);
         assert_eq!(Traffic::full_ring(&needs.held, false).gradient_rows(), 0);
     }
     assert_eq!(Traffic::full_ring(&[], true), Traffic::default());
 }
 
 /// Counts row by row. On a relay, a row is sent up to the last rank that needs it, and its gradient
-/// from the first such rank to the last and to the owner.
+/// from the first such rank to the last and to the owner. Once per node this is so in every node, to
+/// which the owner sends the row first.
 fn enumerated(needs: &Needs, route: Route) -> Traffic {
     let ranks = needs.held.len();
     let mut traffic = Traffic::default();
@@ -116,6 +126,23 @@ fn enumerated(needs: &Needs, route: Route) -> Traffic {
                     partial_gradient_rows: 0,
                     final_gradient_rows: users,
                 },
+                Route::OncePerNode { node_ranks } => {
+                    let in_node = |node: usize| {
+                        let of_node = steps.range(node * node_ranks..(node + 1) * node_ranks);
+                        let [first, last] = [of_node.clone().next(), of_node.last()];
+                        let (Some(&first), Some(&last)) = (first, last) else {
+                            return Traffic::default();
+                        };
+                        // from the rank before the first one that has the row, the owner
+                        let sent = last - node * node_ranks + usize::from(node > 0);
+                        Traffic {
+                            block_rows: sent as u128,
+                            partial_gradient_rows: (last - first) as u128,
+                            final_gradient_rows: 1,
+                        }
+                    };
+                    (0..ranks / node_ranks).map(in_node).sum()
+                }
                 _ => Traffic {
                     block_rows: last as u128,
                     partial_gradient_rows: (last - first) as u128,

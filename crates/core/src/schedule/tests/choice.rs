@@ -6,8 +6,8 @@ use proptest::prelude::*;
 
 use super::{LAYOUTS, masks, needs, samples};
 use crate::{
-    Alignment, Choice, CustomLayout, DType, Dims, Layout, Mask, Needs, Order, Placement,
-    RingShards, Route, Schedule, Side, Spec, Work, WorkMatrix, mask,
+    Alignment, Choice, CustomLayout, DType, Dims, Fingerprint, KeyIntervals, Layout, Mask, Needs,
+    Order, Placement, RingShards, Route, Schedule, Side, Spec, Work, WorkMatrix, mask,
 };
 
 proptest! {
@@ -265,4 +265,41 @@ fn counts_of_pairs_beyond_64_bits_are_exact() {
     assert!((0..ranks).all(|rank| work.of_rank(rank) == of_rank));
     assert_eq!(work.total(), 8 * of_rank);
     assert_eq!(work.max_over_mean(), 1.0);
+}
+
+/// Queries attend to the own node of 128 positions and to the one two after it, of four.
+#[derive(Debug)]
+struct EverySecondNode;
+
+impl Mask for EverySecondNode {
+    fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
+        into.text("every second node")
+    }
+
+    fn visible(&self, query: &mask::Query, key: &mask::Key) -> bool {
+        self.bound(query).contains(key.position)
+    }
+
+    fn intervals(&self, query: &mask::Query) -> Option<KeyIntervals> {
+        let node = query.position / 128;
+        let of = |node: i64| KeyIntervals::one(node * 128, (node + 1) * 128);
+        of(node).or(&of((node + 2) % 4))
+    }
+}
+
+#[test]
+fn once_per_node_is_chosen_in_place_of_the_direct_route_unless_blocks_move_much_further() {
+    let chosen = |mask: Arc<dyn Mask>, nodes: &[usize]| {
+        let placement = Placement::new(nodes.to_vec());
+        let spec = spec(mask, 512);
+        let layout = Some(&Layout::Contiguous);
+        Choice::auto(&spec, nodes.len(), layout, Some(&placement), &mut || ()).route
+    };
+    let nodes = [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3];
+    let far: Arc<dyn Mask> = Arc::new(EverySecondNode);
+    assert_eq!(chosen(far.clone(), &nodes), Route::OncePerNode { node_ranks: 4 });
+    assert_eq!(chosen(far, &[0; 16]), Route::Direct);
+    // to both neighbours: one of them is three ranks further in a node
+    let window: Arc<dyn Mask> = Arc::new(mask::Window::new(Some(31), Some(31)));
+    assert_eq!(chosen(window, &nodes), Route::Direct);
 }

@@ -31,21 +31,24 @@ fn masks(shard: u64) -> [(&'static str, Arc<dyn Mask>); 5] {
     ]
 }
 
-/// All routes of this many ranks, with rails over nodes of every size.
+/// All routes of this many ranks, with nodes of every size.
 fn routes(ranks: usize) -> impl Iterator<Item = Route> {
     let sizes = (1..=ranks).filter(move |&size| ranks.is_multiple_of(size));
-    let rails = sizes
-        .flat_map(|node_ranks| [Route::RailsUp { node_ranks }, Route::RailsDown { node_ranks }]);
-    Route::ALL.into_iter().chain(rails)
+    let of_nodes = sizes.flat_map(|node_ranks| {
+        [
+            Route::RailsUp { node_ranks },
+            Route::RailsDown { node_ranks },
+            Route::OncePerNode { node_ranks },
+        ]
+    });
+    Route::ALL.into_iter().chain(of_nodes)
 }
 
-/// As [`routes`], with rails over two nodes and over nodes of two ranks, if there are such.
+/// As [`routes`], with two nodes and with nodes of two ranks, if there are such.
 fn some_routes(ranks: usize) -> impl Iterator<Item = Route> {
-    routes(ranks).filter(move |route| match *route {
-        Route::RailsUp { node_ranks } | Route::RailsDown { node_ranks } => {
-            ranks > 2 && (node_ranks == 2 || 2 * node_ranks == ranks)
-        }
-        _ => true,
+    routes(ranks).filter(move |route| match route.node_ranks() {
+        Some(node_ranks) => ranks > 2 && (node_ranks == 2 || 2 * node_ranks == ranks),
+        None => true,
     })
 }
 

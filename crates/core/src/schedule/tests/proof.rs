@@ -96,6 +96,39 @@ fn more_than_64_ranks_are_checked() {
     prove("causal", &needs(&mask::Causal::default(), &shards));
 }
 
+/// Counts each row, and its gradient, for each pair of nodes.
+#[test]
+fn once_per_node_no_row_and_no_gradient_crosses_twice_between_two_nodes() {
+    for (ranks, seed) in [(4, 1), (6, 2), (8, 3), (12, 4), (16, 5)] {
+        let all = [random_needs(ranks, seed), Needs::everything(vec![2; ranks])];
+        for (needs, node_ranks) in all.iter().flat_map(|needs| [(needs, 2), (needs, ranks / 2)]) {
+            let schedule = Schedule::build(needs, Route::OncePerNode { node_ranks }, true);
+            let mut crossed = std::collections::BTreeMap::new();
+            for (rank, steps) in schedule.steps.iter().enumerate() {
+                let groups = steps.iter().flat_map(|step| [&step.before, &step.after]);
+                for sent in groups.flat_map(|group| &group.sends) {
+                    let [from, to] = [rank, sent.peer].map(|rank| rank / node_ranks);
+                    if from == to {
+                        continue;
+                    }
+                    let is_block = sent.channel == crate::Channel::Kv;
+                    for row in sent.rows.ranges().iter().cloned().flatten() {
+                        *crossed.entry((is_block, sent.owner, row, from, to)).or_insert(0) += 1;
+                    }
+                }
+            }
+            // as many gradients return as rows were sent, each once
+            assert!(
+                crossed.values().all(|&times| times == 1),
+                "{ranks} ranks, nodes of {node_ranks}"
+            );
+            let blocks = crossed.keys().filter(|key| key.0).count();
+            assert_eq!(2 * blocks, crossed.len());
+            assert!(blocks > 0);
+        }
+    }
+}
+
 #[test]
 fn one_rank_sends_nothing() {
     let schedule = Schedule::build(&Needs::everything(vec![5]), Route::RelayUp, true);

@@ -1,0 +1,321 @@
+//! `annulus decode`: a prefill, then token by token, over a KV cache that is sharded over ranks.
+
+mod rank;
+mod summary;
+
+use std::{
+    ops::Range,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use annulus::{Attention, CacheShape, comm::Descriptor};
+use annulus_core::{DType, Element, Error, Run, Runs, SinkShape};
+use clap::Args;
+use half::{bf16, f16};
+
+use crate::{
+    arguments::{
+        mask::MaskFlags,
+        ring::TransportName,
+        values::{
+            DTypeName, PrecisionName, count as from_one, finite, positive, probability, ranks,
+            silence, threads, whole, whole_u64,
+        },
+    },
+    attend::shared_output,
+    failure::{Failure, Outcome, of_file},
+    file::{Kind, Part, Planned},
+    input::{Input, SinksForm},
+    job::Job,
+    memory, message,
+    stdout::say,
+};
+use rank::{Decoded, Rank, Steps};
+use summary::Summary;
+
+const EXAMPLES: &str = "Input tensors, by name:
+  query [b, q, h, d]  key [b, k, hk, d]  value [b, k, hk, dv]     f64, f32, bf16 or f16; h = n·hk
+  softmax_aux [sinks] or [h, sinks]                               floats
+Queries are those of the last q rows: the first k - q rows are cached without queries.
+Output tensors: out, lse, of all queries.
+
+Examples:
+  annulus make --output tokens.safetensors --q-len 4096 --heads 8 --kv-heads 2
+  annulus decode --input tokens.safetensors --output out.safetensors --causal --ranks 4 \\
+    --prefill 4000 --prefill-chunk 512
+  annulus decode --input tokens.safetensors --output out.safetensors --prefill 4090 --json
+  mpirun -n 4 annulus decode --input tokens.safetensors --output out.safetensors --causal \\
+    --prefill 4000
+
+Rank r of P has the pages r, r + P, r + 2·P … of the keys and values. A token is one all-gather of
+(out, lse), whose bytes do not depend on the number of cached rows.";
+
+/// Tensors of an attention over files that a cache has no place for.
+const NOT_CACHED: [&str; 7] = [
+    "attention_mask",
+    "q_segment_ids",
+    "kv_segment_ids",
+    "cum_seqlens_q",
+    "cum_seqlens_k",
+    "q_positions",
+    "kv_positions",
+];
+
+/// Appends the rows of a safetensors file to a KV cache that is sharded over ranks, first a prefill
+/// in chunks, then token by token, and attends with their queries
+#[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct DecodeFlags {
+    /// File with query, key and value (see below)
+    #[arg(long, alias = "in", value_name = "FILE")]
+    input: PathBuf,
+    /// File to write. It appears only when it is complete, and it may be the input
+    #[arg(long, alias = "out", value_name = "FILE")]
+    output: PathBuf,
+    /// First rows, which are appended in chunks; the others are appended one by one. Default: the
+    /// rows without queries
+    #[arg(long, value_name = "ROWS", value_parser = whole)]
+    prefill: Option<usize>,
+    /// Rows of a chunk of the prefill. Default: all
+    #[arg(long, value_name = "ROWS", value_parser = from_one)]
+    prefill_chunk: Option<usize>,
+    /// Rows of a page, 1 to 2^32. Default: 64
+    #[arg(long, value_name = "ROWS", value_parser = from_one)]
+    page_rows: Option<usize>,
+    /// Print the summary as one JSON object
+    #[arg(long)]
+    json: bool,
+    /// Print errors only
+    #[arg(long, short, conflicts_with = "json")]
+    quiet: bool,
+    /// Element type to compute in. Default: that of query
+    #[arg(long, value_enum)]
+    dtype: Option<DTypeName>,
+    /// Transport between ranks
+    #[arg(long, value_enum, default_value = "auto")]
+    transport: TransportName,
+    /// Ranks of the cache, 1 to 128. Default: 1. Under MPI always the number of processes
+    #[arg(long, value_name = "N", value_parser = ranks)]
+    ranks: Option<usize>,
+    /// Threads per rank, 1 to 1024; all ranks together at most 128 per core. Default: the cores
+    /// divided by the ranks
+    #[arg(long, value_name = "N", value_parser = threads)]
+    threads: Option<usize>,
+    /// Deadline: fail after S seconds without a message or heartbeat of a peer, or if a rank begins
+    /// a call S seconds after another. ANNULUS_DEADLINE in the environment replaces it
+    #[arg(long, value_name = "S", default_value = "120", value_parser = silence,
+        allow_hyphen_values = true)]
+    deadline: Duration,
+    #[command(flatten)]
+    mask: MaskFlags,
+    #[command(flatten)]
+    scores: ScoreFlags,
+}
+
+/// Flags of the scores and probabilities.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Scores and probabilities")]
+struct ScoreFlags {
+    /// Softmax scale, the factor of q·k. Default: 1/sqrt(head dim)
+    #[arg(long, value_name = "X", value_parser = finite, allow_hyphen_values = true)]
+    scale: Option<f64>,
+    /// Soft cap of the scores: X·tanh(score/X)
+    #[arg(long, value_name = "X", value_parser = positive, allow_hyphen_values = true)]
+    soft_cap: Option<f64>,
+    /// Form of softmax_aux: sink logits shared by all heads, or one set per head
+    #[arg(long, value_enum)]
+    sinks: Option<SinksForm>,
+    /// Dropout: set each softmax probability to 0 with probability P
+    #[arg(long, value_name = "P", value_parser = probability, requires = "seed",
+        allow_hyphen_values = true)]
+    dropout: Option<f64>,
+    /// Seed of the dropout
+    #[arg(long, value_name = "N", requires = "dropout", value_parser = whole_u64)]
+    seed: Option<u64>,
+    /// Precision of matrix products; `default` may round probabilities to bf16 for bf16 inputs
+    #[arg(long, value_enum, default_value = "highest")]
+    precision: PrecisionName,
+}
+
+/// Runs `annulus decode`.
+pub(crate) fn run(flags: &DecodeFlags) -> Outcome {
+    flags.mask.check()?;
+    if !flags.mask.documents.is_empty() {
+        let want = "none: a KV cache has one sequence for each batch row";
+        return Err(Failure::usage("--documents", "packed documents", want));
+    }
+    let mut job = Job::start("decode", flags.transport, flags.deadline)?;
+    let done = flags.decode(&mut job);
+    job.end(done)
+}
+
+impl DecodeFlags {
+    fn decode(&self, job: &mut Job) -> Outcome {
+        job.set_ranks(self.ranks, 1)?;
+        let threads = job.threads(self.threads)?;
+        let input = Input::open(&self.input).map_err(Failure::from);
+        let input = job.agree(input)?;
+        job.agree(check_tensors(&input))?;
+        let steps = job.agree(self.steps(&input))?;
+        let prefill_rows = steps.rows[..steps.prefills].last().map_or(0, |rows| rows.end);
+        let fields = Descriptor::new()
+            .field("q_len", input.dims.q_len as u64)
+            .field("kv_len", input.dims.kv_len as u64)
+            .field("prefill", prefill_rows as u64)
+            .field("prefill_chunk", self.prefill_chunk.unwrap_or(0) as u64);
+        job.require_same(fields)?;
+        let sinks = input.sinks(self.scores.sinks);
+        let sinks = job.agree(sinks.map_err(|error| input.named(error).into()))?;
+        let dtype = self.dtype.map_or(input.dtype, DType::from);
+        let decoding = Decoding { flags: self, input: &input, steps, sinks, threads };
+        let summary = match dtype {
+            DType::F64 => decoding.run::<f64>(job),
+            DType::F32 => decoding.run::<f32>(job),
+            DType::Bf16 => decoding.run::<bf16>(job),
+            DType::F16 => decoding.run::<f16>(job),
+        }?;
+        if job.is_leader() {
+            match (self.quiet, self.json) {
+                (true, _) => {}
+                (false, true) => say!("{}", summary.json()),
+                (false, false) => summary.print(),
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the rows of each call.
+    fn steps(&self, input: &Input) -> Outcome<Steps> {
+        let (q_len, kv_len) = (input.dims.q_len, input.dims.kv_len);
+        let Some(without_queries) = kv_len.checked_sub(q_len) else {
+            let want = format!("at most the {kv_len} rows of key");
+            return Err(of_file(&self.input, "query: q_len", q_len, want).into());
+        };
+        let prefill = self.prefill.unwrap_or(without_queries);
+        if !(without_queries..=kv_len).contains(&prefill) {
+            let want = format!("{without_queries} (the rows without queries) to {kv_len}");
+            return Err(Failure::usage("--prefill", prefill, want));
+        }
+        let chunk = self.prefill_chunk.unwrap_or(prefill).max(1);
+        let chunks = (0..prefill).step_by(chunk).map(|first| first..prefill.min(first + chunk));
+        let chunks: Vec<Range<usize>> = chunks.collect();
+        let prefills = chunks.len();
+        let tokens = (prefill..kv_len).map(|row| row..row + 1);
+        Ok(Steps { rows: chunks.into_iter().chain(tokens).collect(), prefills, without_queries })
+    }
+
+    fn attention(&self, dtype: DType, sinks: Option<SinkShape>) -> Attention {
+        let scores = &self.scores;
+        let dropout = scores.dropout.zip(scores.seed).unwrap_or_default();
+        // all ranks read their rows of one file before a call, so a late one is lost
+        self.mask
+            .apply(Attention::new())
+            .dtype(dtype)
+            .deadline(self.deadline)
+            .arrival_deadline(self.deadline)
+            .precision(scores.precision.into())
+            .softmax_scale(scores.scale)
+            .logits_soft_cap(scores.soft_cap)
+            .softmax_aux(sinks)
+            .dropout(dropout.0, dropout.1)
+    }
+
+    /// Paths that flags name.
+    pub(crate) fn paths(&self) -> Vec<(&'static str, &Path)> {
+        vec![("--input", self.input.as_path()), ("--output", self.output.as_path())]
+    }
+}
+
+/// Refuses tensors that would have no effect.
+fn check_tensors(input: &Input) -> Outcome {
+    let not_cached = NOT_CACHED.into_iter().chain(["bias"]).find(|name| input.has(name));
+    not_cached.map_or(Ok(()), |name| {
+        let what = format!("{}: {name}", message::path(input.path()));
+        Err(Error::unsupported(what, "the KV cache").into())
+    })
+}
+
+/// Arguments of one decoding.
+struct Decoding<'a> {
+    flags: &'a DecodeFlags,
+    input: &'a Input,
+    steps: Steps,
+    sinks: Option<SinkShape>,
+    /// Threads of each rank.
+    threads: usize,
+}
+
+impl Decoding<'_> {
+    fn run<T: Element>(&self, job: &mut Job) -> Outcome<Summary> {
+        let Self { flags, input, steps, .. } = self;
+        let dims = input.dims;
+        let start = job.synchronized_now()?;
+        let attention = flags.attention(T::DTYPE, self.sinks);
+        let prepared = attention.spec(dims).map_err(|error| input.named(error));
+        let processes = if job.is_mpi() { job.ranks() } else { 1 };
+        let prepared = prepared.and_then(|_| {
+            memory::Tensors::of(&dims, T::DTYPE, false).shared_by(processes).must_fit()
+        });
+        job.agree(prepared.map_err(Failure::from))?;
+        let planned = |name, kind, shape: &[usize]| Planned { name, kind, shape: shape.to_vec() };
+        let sums = Kind::Float(T::DTYPE.accumulator());
+        let tensors = [
+            planned(
+                "out",
+                Kind::Float(T::DTYPE),
+                &[dims.batch, dims.q_len, dims.q_heads, dims.value_dim],
+            ),
+            planned("lse", sums, &[dims.batch, dims.q_heads, dims.q_len]),
+        ];
+        let output = shared_output::open(job, &flags.output, &tensors)?;
+
+        let shape = CacheShape::new(dims.batch, dims.q_heads, dims.head_dim)
+            .kv_heads(dims.kv_heads)
+            .value_dim(dims.value_dim);
+        let shape = flags.page_rows.map_or(shape, |rows| shape.page_rows(rows as u64));
+        let endpoints = job.endpoints()?;
+        let ranks = job.run_phase(endpoints, |rank, endpoint| {
+            let transport = endpoint.of_host();
+            Rank::create(&attention, shape, self.threads, transport, rank == 0, &dims)
+        })?;
+        let ranks: Vec<Decoded<T>> = job.run_phase(ranks, |_, rank: Rank<T>| {
+            rank.decode(input, steps, self.sinks).map_err(|error| input.named(error))
+        })?;
+
+        let all = Runs::counting(0, dims.q_len as u64);
+        job.run_local_phase(&ranks, |_, rank| {
+            let Some((out, lse)) = rank.results() else { return Ok(()) };
+            output.write_rows("out", 1, &[Part { rows: &all, values: out }], 0)?;
+            output.write_rows("lse", 2, &[Part { rows: &all, values: lse }], 0)
+        })?;
+        let numbers: Vec<f64> = ranks.iter().flat_map(|rank| rank.figures.numbers()).collect();
+        let gathered = job.all_gather_numbers(&numbers)?.concat();
+        shared_output::finish(job, output)?;
+        Ok(Summary {
+            threads: self.threads,
+            dtype: T::DTYPE.name(),
+            rows: dims.kv_len,
+            page_rows: ranks.first().map_or(0, |rank| rank.page_rows),
+            prefill_rows: steps.rows[..steps.prefills].iter().map(ExactSizeIterator::len).sum(),
+            ranks: summary::RankFigures::of_numbers(&gathered),
+            seconds: start.elapsed().as_secs_f64(),
+            output: message::path(&flags.output),
+            output_bytes: tensors.iter().map(Planned::bytes).sum(),
+        })
+    }
+}
+
+/// Returns the rows of `range`, counted from `first`.
+fn rows_from(first: usize, range: Range<usize>) -> Runs {
+    Runs::counting((range.start - first) as i64, (range.end - range.start) as u64)
+}
+
+/// Returns the rows of a tensor's row axis that `own` names relative to `first`.
+fn shifted(own: &Runs, first: usize) -> Runs {
+    let mut rows = Runs::new();
+    for run in own.runs() {
+        rows.push_run(Run { start: run.start + first as i64, ..*run });
+    }
+    rows
+}

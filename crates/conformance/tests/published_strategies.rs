@@ -1,0 +1,182 @@
+//! Strategies by their published names on 2, 3, 4 and 8 ranks: against the f64 oracle, with the bytes
+//! and bits of their forms, and what they refuse.
+
+use annulus::{Attention, LocalRing, PassKind, Tensors};
+use annulus_conformance::{Case, Draw, Facade, Judge, Masks, Setting, Subject};
+use annulus_core::{BackwardMode, DType, Dims, Error, Layout, Result, Route, Spec, Strategy};
+use ndarray::Array4;
+
+const DIMS: Dims =
+    Dims { batch: 2, q_len: 61, kv_len: 61, q_heads: 8, kv_heads: 2, head_dim: 8, value_dim: 6 };
+
+/// The published strategies on this many ranks, with nodes of every size that divides them.
+fn strategies(ranks: usize) -> Vec<Strategy> {
+    let nodes = (1..=ranks).filter(|&node_ranks| ranks.is_multiple_of(node_ranks));
+    let mut all: Vec<Strategy> =
+        nodes.map(|node_ranks| Strategy::OncePerNode { node_ranks }).collect();
+    all.extend([Strategy::AllGather, Strategy::PassQ]);
+    // KV heads are replicated among 4 and 8 ranks; 3 ranks do not divide 8 heads
+    all.extend((ranks != 3).then_some(Strategy::AllToAll));
+    all
+}
+
+fn masks() -> [(&'static str, Masks); 3] {
+    let window = Masks { window: Some([Some(9), Some(9)]), ..Masks::default() };
+    let causal = Masks { causal: true, ..Masks::default() };
+    [("full", Masks::default()), ("causal", causal), ("window", window)]
+}
+
+#[test]
+fn every_published_strategy_is_the_oracle() {
+    for (number, (name, masks)) in masks().into_iter().enumerate() {
+        let backward = [BackwardMode::OnePass, BackwardMode::TwoPass][number % 2];
+        let draw = &mut Draw::new(31);
+        let spec = Spec { backward, ..Spec::new(DIMS, DType::F64) };
+        let mut case = Case::new(name, spec, masks, draw);
+        case.draw_tensors(draw);
+        for ranks in [2, 3, 4, 8] {
+            for (offset, strategy) in strategies(ranks).into_iter().enumerate() {
+                let dtypes = [DType::F32, DType::F64, DType::Bf16];
+                let case = case.in_dtype(dtypes[(number + offset) % 3]);
+                let layout = [None, Some(Layout::Striped)][offset % 2].clone();
+                let setting = Setting { ranks, layout, strategy, ..Setting::ALONE };
+                let judge = Judge::new(&case).expect("a valid case");
+                let answers = Facade.run(&case, &setting, 2);
+                let answers =
+                    answers.unwrap_or_else(|error| panic!("{name} on {setting}: {error}"));
+                for answer in &answers {
+                    let verdict = judge.check(answer);
+                    verdict.unwrap_or_else(|wrong| panic!("{name} on {setting}: {wrong}"));
+                }
+            }
+        }
+    }
+}
+
+/// out, dq and dk of all ranks, and the bytes that each rank sends in both passes.
+type Results = ([Array4<f32>; 3], Vec<[u64; 2]>);
+
+fn run(attention: &Attention, dims: Dims, ranks: usize) -> Result<Results> {
+    let tensor = |heads: usize, dim: usize| {
+        let of = |(b, i, h, c)| ((b * 3 + i * 7 + h * 5 + c) % 13) as f32 * 0.125 - 0.75;
+        Array4::from_shape_fn((dims.batch, dims.q_len, heads, dim), of)
+    };
+    let [q, k, v] = [tensor(8, 8), tensor(2, 8), tensor(2, 6)];
+    let dout = tensor(8, 6);
+    let tensors = Tensors::new(q.view(), k.view(), v.view());
+    let mut ring = attention.local_ring(dims, ranks)?;
+    let forward = ring.forward(&tensors)?;
+    let gradients = ring.backward(&tensors, &forward, dout.view(), None)?;
+    let reports = forward.reports.iter().zip(&gradients.reports);
+    let sent = reports.map(|reports| {
+        <[_; 2]>::from(reports).map(|report| {
+            assert_eq!(report.bytes_sent, report.bytes_predicted);
+            report.bytes_sent
+        })
+    });
+    let sent = sent.collect();
+    Ok(([forward.out, gradients.dq, gradients.dk], sent))
+}
+
+#[test]
+fn a_name_has_the_bits_and_the_bytes_of_its_form() {
+    let causal = Attention::new().causal(true);
+    for ranks in [2, 4, 8] {
+        let node_ranks = ranks / 2;
+        let once_per_node = Route::OncePerNode { node_ranks };
+        let forms = [
+            (Strategy::AllToAll, causal.clone().strategy(Strategy::HeadsRing { heads: ranks })),
+            (
+                Strategy::PassQ,
+                causal.clone().strategy(Strategy::Grid { heads: 1, queries: 1, keys: ranks }),
+            ),
+            (Strategy::AllGather, causal.clone().route(Route::Direct)),
+            (Strategy::OncePerNode { node_ranks }, causal.clone().route(once_per_node)),
+        ];
+        for (name, form) in forms {
+            let by_name = causal.clone().strategy(name);
+            assert_eq!(
+                run(&by_name, DIMS, ranks),
+                run(&form, DIMS, ranks),
+                "{name}, {ranks} ranks"
+            );
+            let [plan, of_form] =
+                [&by_name, &form].map(|of| of.local_ring(DIMS, ranks).expect("a plan"));
+            let [plan, of_form] = [&plan, &of_form].map(LocalRing::plan);
+            assert_eq!((plan.strategy(), plan.route()), (of_form.strategy(), of_form.route()));
+            assert_eq!(plan.strategy(), name.on_ranks(ranks));
+            let more = plan.buffer_bytes() > of_form.buffer_bytes();
+            // with two ranks there is one block to receive
+            assert_eq!(more, name == Strategy::AllGather && ranks > 2, "{name}, {ranks} ranks");
+        }
+    }
+}
+
+/// A full mask, so that each of 2 nodes of 2 ranks needs all rows of the other.
+#[test]
+fn a_row_and_its_gradient_cross_once_between_two_nodes() {
+    let route = Route::OncePerNode { node_ranks: 2 };
+    let ring = Attention::new().route(route).layout(Layout::Contiguous);
+    let ring = ring.local_ring(DIMS, 4).expect("a plan");
+    let schedule = ring.plan().schedule();
+    let mut crossed = [0, 0];
+    for (rank, steps) in schedule.steps.iter().enumerate() {
+        for step in steps {
+            for (group, crossed) in [&step.before, &step.after].into_iter().zip(&mut crossed) {
+                let others = group.sends.iter().filter(|send| send.peer / 2 != rank / 2);
+                *crossed += others.map(|send| send.rows.count()).sum::<u64>();
+            }
+        }
+    }
+    assert_eq!(crossed, [DIMS.kv_len as u64; 2]);
+    assert!(ring.plan().bytes_predicted(PassKind::Backward) > 0);
+}
+
+#[test]
+fn what_a_name_does_not_fit_is_refused_with_the_plan() {
+    let refused = |strategy, ranks: usize, want: &str| {
+        let plan = Attention::new().strategy(strategy).local_ring(DIMS, ranks);
+        let error = plan.map(drop).unwrap_err();
+        assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
+        assert_eq!(error.to_string(), want);
+    };
+    refused(
+        Strategy::AllToAll,
+        3,
+        "strategy: got heads in groups of 3 ranks, want groups whose size divides the 8 query heads",
+    );
+    refused(
+        Strategy::OncePerNode { node_ranks: 2 },
+        3,
+        "strategy: got once-per-node:2, want nodes of a divisor of 3 ranks",
+    );
+    // threads are on one node
+    refused(
+        Strategy::OncePerNode { node_ranks: 0 },
+        4,
+        "route: got once-per-node, want several nodes with as many ranks each, which are \
+         neighbours on the ring",
+    );
+    let other = Attention::new().strategy(Strategy::AllGather).route(Route::RelayUp);
+    let error = other.local_ring(DIMS, 4).map(drop).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "route: got relay-up, want none, or direct: that of strategy all-gather"
+    );
+    let reproducible = Attention::new().strategy(Strategy::PassQ).reproducible(true);
+    let error = reproducible.local_ring(DIMS, 4).map(drop).unwrap_err();
+    assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+}
+
+/// The other names are the ring's order, or that of its heads.
+#[test]
+fn the_reproducible_order_has_the_bits_of_the_ring() {
+    let attention = Attention::new().causal(true).reproducible(true);
+    // five leaves of 256 rows
+    let dims = Dims { batch: 1, q_len: 1100, kv_len: 1100, ..DIMS };
+    let (of_ring, _) = run(&attention, dims, 1).expect("results");
+    for strategy in [Strategy::AllGather, Strategy::OncePerNode { node_ranks: 2 }] {
+        let (results, _) = run(&attention.clone().strategy(strategy), dims, 4).expect("results");
+        assert_eq!(results, of_ring, "{strategy}");
+    }
+}
