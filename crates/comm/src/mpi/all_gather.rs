@@ -15,7 +15,7 @@
 
 use annulus_core::Result;
 
-use super::{Mpi, frame::Frame, messages::MessageKind};
+use super::{endpoint::Endpoint, frame::Frame, messages::MessageKind};
 
 /// Size in bytes at which a frame of parts is complete: large enough to amortise its latency, small
 /// enough that the copies of parts in flight take little memory.
@@ -100,13 +100,15 @@ impl AllGather {
     }
 }
 
-impl Mpi {
-    /// Sends all messages of all-gather `round` whose parts are present.
-    pub(super) fn forward_parts(&mut self, round: u64) -> Result<()> {
+impl Endpoint {
+    /// Sends all messages of all-gather `round` of a context whose parts are present.
+    pub(super) fn forward_parts(&mut self, context: u64, round: u64) -> Result<()> {
         let rank = self.rank;
-        while let Some(GatherMessage { receiver, ranks }) = self.all_gather(round).next(rank) {
+        while let Some(GatherMessage { receiver, ranks }) =
+            self.all_gather(context, round).next(rank)
+        {
             // a rank that has left needs no parts any more
-            if self.peers.has_left(receiver) {
+            if self.context(context).departures.get(receiver).is_some() {
                 continue;
             }
             let mut ranks = ranks.into_iter().peekable();
@@ -114,23 +116,25 @@ impl Mpi {
                 let mut parts = Vec::new();
                 let mut bytes = 0;
                 while let Some(rank) = ranks.next_if(|_| bytes < FRAME_BYTES) {
-                    let part = self.all_gather(round).parts[rank].clone().unwrap_or_default();
+                    let part = self.all_gather(context, round).parts[rank].clone();
+                    let part = part.unwrap_or_default();
                     bytes += part.len();
                     parts.push((rank as u64, part));
                 }
-                self.all_gather(round).unsent += 1;
-                let frame = Frame::GatherParts { round, parts }.encode()?;
-                let kind = MessageKind::GatherParts { peer: receiver, round };
+                self.all_gather(context, round).unsent += 1;
+                let frame = Frame::GatherParts { context, round, parts }.encode()?;
+                let kind = MessageKind::GatherParts { context, peer: receiver, round };
                 self.send_frame(receiver, &frame, kind)?;
             }
         }
         Ok(())
     }
 
-    /// Returns the state of all-gather `round`, created by its first use.
-    pub(super) fn all_gather(&mut self, round: u64) -> &mut AllGather {
+    /// Returns the state of all-gather `round` of a context, created by its first use.
+    pub(super) fn all_gather(&mut self, context: u64, round: u64) -> &mut AllGather {
         let ranks = self.ranks;
-        self.all_gathers.entry(round).or_insert_with(|| AllGather::new(ranks))
+        let all_gathers = &mut self.context(context).all_gathers;
+        all_gathers.entry(round).or_insert_with(|| AllGather::new(ranks))
     }
 }
 
