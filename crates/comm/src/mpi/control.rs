@@ -119,7 +119,7 @@ impl Endpoint {
         let started = context.started;
         context.started += 1;
         let all_gather = self.all_gather(number, round);
-        all_gather.put(rank, bytes.to_vec());
+        all_gather.put(rank, bytes);
         all_gather.number = Some(started);
         self.forward_parts(number, round)
     }

@@ -1,5 +1,7 @@
 //! Frames: control messages, encoded as a kind byte, little-endian numbers, and a payload.
 
+use std::sync::Arc;
+
 use annulus_core::{Channel, Error, HostBuffer, Result};
 
 use super::wire_tags::number as channel_number;
@@ -21,8 +23,8 @@ pub(super) enum Frame {
         piece: u64,
         number: u64,
     },
-    /// Parts of all-gather `round` of a context, each with its rank.
-    GatherParts { context: u64, round: u64, parts: Vec<(u64, Vec<u8>)> },
+    /// Parts of all-gather `round` of a context.
+    GatherParts { context: u64, round: u64, parts: Vec<PartRun> },
     /// `rank` failed first, with the error text `what`.
     Abort { rank: u64, what: String },
     /// `rank`, which is the sender unless the frame was forwarded, has left a context, or with it
@@ -31,6 +33,15 @@ pub(super) enum Frame {
     Leave { context: u64, rank: u64, started: u64, leaving: Leaving, unfinished: Vec<u64> },
     /// Message of `round` of that barrier.
     Barrier { round: u64 },
+}
+
+/// Equal parts of consecutive ranks in an all-gather.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct PartRun {
+    pub(super) first: u64,
+    /// Number of ranks.
+    pub(super) ranks: u64,
+    pub(super) bytes: Arc<[u8]>,
 }
 
 /// What a rank leaves.
@@ -78,14 +89,11 @@ impl Frame {
                 (1, &[*context, channel, *tag, *step, *bytes, *piece, *number], &[])
             }
             Self::GatherParts { context, round, parts } => {
-                let numbers = |(rank, part): &(u64, Vec<u8>)| {
-                    [rank.to_le_bytes(), (part.len() as u64).to_le_bytes()].concat()
+                let encoded = |PartRun { first, ranks, bytes }: &PartRun| {
+                    let numbers = [*first, *ranks, bytes.len() as u64].map(u64::to_le_bytes);
+                    [numbers.as_flattened(), bytes].concat()
                 };
-                listed = parts
-                    .iter()
-                    .flat_map(|part| [numbers(part), part.1.clone()])
-                    .flatten()
-                    .collect();
+                listed = parts.iter().flat_map(encoded).collect();
                 (2, &[*context, *round], &listed)
             }
             Self::Abort { rank, what } => {
@@ -163,17 +171,17 @@ fn read(bytes: &[u8]) -> Option<Frame> {
     rest.is_empty().then_some(frame)
 }
 
-/// Decodes parts of an all-gather: rank, length and bytes of each.
-fn parts(mut bytes: &[u8]) -> Option<Vec<(u64, Vec<u8>)>> {
+/// Decodes parts of an all-gather: first rank, number of ranks, length and bytes of each run.
+fn parts(mut bytes: &[u8]) -> Option<Vec<PartRun>> {
     let mut parts = Vec::new();
-    while let Some((numbers, rest)) = bytes.split_first_chunk::<16>() {
-        let rank = u64::from_le_bytes(*numbers[..8].first_chunk()?);
-        let length = u64::from_le_bytes(*numbers[8..].first_chunk()?);
+    while !bytes.is_empty() {
+        let (head, rest) = bytes.split_first_chunk::<24>()?;
+        let [first, ranks, length] = numbers(head)?.try_into().ok()?;
         let (part, rest) = rest.split_at_checked(usize::try_from(length).ok()?)?;
-        parts.push((rank, part.to_vec()));
+        parts.push(PartRun { first, ranks, bytes: part.into() });
         bytes = rest;
     }
-    bytes.is_empty().then_some(parts)
+    Some(parts)
 }
 
 fn numbers(bytes: &[u8]) -> Option<Vec<u64>> {
@@ -196,6 +204,7 @@ mod tests {
 
     #[test]
     fn frames_round_trip_and_truncated_ones_are_errors() {
+        let run = |first, ranks, bytes: &[u8]| PartRun { first, ranks, bytes: bytes.into() };
         let announce = |channel| Frame::Announce {
             context: 2,
             channel,
@@ -220,7 +229,7 @@ mod tests {
             Frame::GatherParts {
                 context: 1,
                 round: 9,
-                parts: vec![(4, vec![1, 2, 3]), (5, vec![]), (0, vec![7; 20])],
+                parts: vec![run(4, 1, &[1, 2, 3]), run(5, 7, &[]), run(0, 2, &[7; 20])],
             },
             Frame::Abort { rank: 2, what: "é".into() },
             leave(Leaving::Context),
@@ -241,7 +250,7 @@ mod tests {
         assert!(Frame::decode(&[[0].as_slice(), &[0; 25]].concat(), 1).is_err());
         assert!(Frame::decode(&[6], 1).is_err());
         // a part that is shorter than its length, a list that ends within a number
-        let parts = Frame::GatherParts { context: 0, round: 9, parts: vec![(4, vec![1, 2, 3])] };
+        let parts = Frame::GatherParts { context: 0, round: 9, parts: vec![run(4, 1, &[1, 2, 3])] };
         let whole = parts.encode().unwrap();
         assert!(Frame::decode(&whole.bytes()[..whole.bytes().len() - 1], 1).is_err());
         assert!(Frame::decode(&[[4].as_slice(), &[0; 36]].concat(), 1).is_err());

@@ -170,7 +170,7 @@ use self::{
 };
 pub use self::{
     first_ranks::FirstRanks,
-    gpu_awareness::GpuAwareness,
+    gpu_awareness::{GpuAwareness, GpuRuntime},
     launch::Launch,
     nodes::{NodeMap, RankLocation},
     patience::Patience,

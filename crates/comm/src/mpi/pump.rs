@@ -282,13 +282,12 @@ impl Endpoint {
                 return self.match_announcement(context, announcement);
             }
             Frame::GatherParts { context, round, parts } => {
-                for (rank, part) in parts {
-                    let is_new = usize::try_from(rank)
-                        .is_ok_and(|rank| self.all_gather(context, round).put(rank, part));
-                    if !is_new {
+                for run in parts {
+                    if !self.all_gather(context, round).put_run(&run) {
                         let what = format!(
-                            "a part of all-gather {round} of rank {rank}, which has sent one or is \
-                             no rank: rounds only grow"
+                            "parts of all-gather {round} of {} ranks from rank {} on, which have \
+                             sent them or are no ranks: rounds only grow",
+                            run.ranks, run.first
                         );
                         let step = self.context(context).step;
                         return Err(Error::Comm { peer, step, what });
@@ -415,7 +414,7 @@ mod tests {
     use annulus_core::HostBuffer;
 
     use super::{
-        super::{ffi::MpiError, messages::SendKey},
+        super::{ffi::MpiError, frame::PartRun, messages::SendKey},
         *,
     };
 
@@ -467,7 +466,8 @@ mod tests {
     #[test]
     fn frames_of_other_contexts_wait_or_are_ignored() {
         let mut rank = gathering();
-        let parts = |context| Frame::GatherParts { context, round: 2, parts: vec![(1, vec![5])] };
+        let run = PartRun { first: 1, ranks: 1, bytes: [5].into() };
+        let parts = |context| Frame::GatherParts { context, round: 2, parts: vec![run.clone()] };
         let announce = |context| Frame::Announce {
             context,
             channel: Channel::Kv,
