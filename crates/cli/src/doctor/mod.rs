@@ -1,7 +1,10 @@
-//! `annulus doctor`: lists the features of this build, and the devices and cores of this machine.
+//! `annulus doctor`: lists the features of this build, the devices and cores of this machine, and the
+//! limits of each process.
 
+mod distinct;
 #[cfg(feature = "mpi")]
 mod mpi;
+mod process;
 
 use annulus_cpu::Isa;
 use clap::Args;
@@ -22,7 +25,7 @@ const EXAMPLES: &str = "Examples:
   mpirun -n 4 annulus doctor";
 
 /// Lists backends, devices, transports, CPU features, threads and versions; under a launcher
-/// (mpirun, srun) also the node and the cores of each rank
+/// (mpirun, srun) also nodes, cores and limits of the ranks, with one line for each distinct finding
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct DoctorFlags {
@@ -83,8 +86,10 @@ pub(crate) fn run(flags: &DoctorFlags) -> Outcome {
         return chosen.map(|_| ());
     }
     let mut job = Job::start("doctor", flags.transport, DEFAULT_DEADLINE)?;
+    let findings = process::findings(job.ranks());
+    let all = job.all_gather(&serde_json::to_vec(&findings).unwrap_or_default())?;
     let printed = if job.is_leader() {
-        print(&job, chosen.as_ref().ok().copied(), flags.json)
+        print(&job, chosen.as_ref().ok().copied(), &all, flags.json)
     } else {
         Ok(())
     };
@@ -92,8 +97,8 @@ pub(crate) fn run(flags: &DoctorFlags) -> Outcome {
     job.end(printed.and(chosen.map(|_| ())))
 }
 
-fn print(job: &Job, isa: Option<Isa>, json: bool) -> Outcome {
-    #[cfg_attr(not(feature = "mpi"), expect(unused_mut, reason = "MPI adds lines"))]
+/// Prints the report. `of_ranks` contains the encoded findings of every process.
+fn print(job: &Job, isa: Option<Isa>, of_ranks: &[Vec<u8>], json: bool) -> Outcome {
     let mut findings = of_build(isa);
     #[cfg(feature = "mpi")]
     if let Some(world) = job.world() {
@@ -101,6 +106,9 @@ fn print(job: &Job, isa: Option<Isa>, json: bool) -> Outcome {
     }
     #[cfg(not(feature = "mpi"))]
     let _: &Job = job;
+    let decode = |bytes: &Vec<u8>| serde_json::from_slice(bytes).unwrap_or_default();
+    let of_ranks: Vec<Vec<process::Finding>> = of_ranks.iter().map(decode).collect();
+    distinct::distinct(&of_ranks).iter().for_each(|(name, what)| findings.line(name, what));
     findings.print(json);
     Ok(())
 }

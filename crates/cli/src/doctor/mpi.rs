@@ -1,8 +1,8 @@
 //! Findings about an MPI job: the library, node and cores of each rank, and slow settings.
 
-use std::{collections::BTreeSet, ops::RangeInclusive};
+use std::collections::{BTreeMap, BTreeSet};
 
-use annulus_comm::mpi::{GpuAwareness, RankLocation};
+use annulus_comm::mpi::{GpuAwareness, GpuRuntime, RankLocation};
 
 use super::Findings;
 use crate::{failure::Outcome, job::World};
@@ -22,7 +22,7 @@ pub(super) fn add_findings(world: &World, findings: &mut Findings) -> Outcome {
     let library = library.lines().next().unwrap_or_default().trim().to_owned();
     line("mpi", &library);
     line("mpi threads", &launch.thread_level()?.to_string());
-    let aware = launch.gpu_awareness();
+    let aware = launch.gpu_awareness(GpuRuntime::Cuda);
     let blocks = aware.decides().map_or_else(
         |error| error.to_string(),
         |takes| {
@@ -33,6 +33,9 @@ pub(super) fn add_findings(world: &World, findings: &mut Findings) -> Outcome {
         },
     );
     line("gpu-aware", &format!("{aware}: {blocks} ({} decides, 1 or 0)", GpuAwareness::VARIABLE));
+    let reported =
+        GpuRuntime::ALL.map(|runtime| format!("{runtime} {}", launch.gpu_awareness(runtime)));
+    line("gpu memory", &format!("accepted by mpi: {}", reported.join(", ")));
     line(
         "ranks",
         &format!(
@@ -42,28 +45,39 @@ pub(super) fn add_findings(world: &World, findings: &mut Findings) -> Outcome {
             if nodes.nodes() == 1 { "" } else { "s" }
         ),
     );
-    for (rank, location) in nodes.locations().iter().enumerate() {
-        let cores = if location.cores.is_empty() {
-            "cores unknown".to_owned()
-        } else {
-            format!("cores {}", listed(&location.cores))
-        };
-        let node = format!("{} (node {}), {cores}", location.host, location.node);
-        line(&format!("rank {rank}"), &node);
-    }
+    of_nodes(nodes.locations()).iter().for_each(|nodes| line("nodes", nodes));
+    line("mpi tags", &format!("0 to {}", world.last_tag()));
     let yields = std::env::var(OPENMPI_YIELDS).is_ok_and(|value| value.trim() == "1");
     let advice = if library.contains("Open MPI") { Some(yields) } else { None };
     warnings(nodes.locations(), advice).iter().for_each(|warning| line("warning", warning));
     Ok(())
 }
 
-/// Formats cores as Linux does: `0-3,8`.
-fn listed(cores: &[RangeInclusive<usize>]) -> String {
-    let run = |run: &RangeInclusive<usize>| match (run.start(), run.end()) {
-        (first, last) if first == last => first.to_string(),
-        (first, last) => format!("{first}-{last}"),
+/// Describes the nodes by their number of ranks: `1000 of 8 ranks: n0001 to n1000`.
+fn of_nodes(locations: &[RankLocation]) -> Vec<String> {
+    let mut hosts: Vec<(&str, usize)> = Vec::new();
+    for RankLocation { node, host, .. } in locations {
+        // nodes count from 0 in the order of their first ranks
+        if *node == hosts.len() {
+            hosts.push((host, 0));
+        }
+        if let Some((_, ranks)) = hosts.get_mut(*node) {
+            *ranks += 1;
+        }
+    }
+    let mut by_ranks: BTreeMap<usize, Vec<&str>> = BTreeMap::new();
+    for (host, ranks) in hosts {
+        by_ranks.entry(ranks).or_default().push(host);
+    }
+    let described = |(ranks, hosts): (&usize, &Vec<&str>)| {
+        let plural = if *ranks == 1 { "" } else { "s" };
+        let named = match hosts[..] {
+            [first, _, .., last] => format!("{first} to {last}"),
+            _ => hosts.join(", "),
+        };
+        format!("{} of {ranks} rank{plural}: {named}", hosts.len())
     };
-    cores.iter().map(run).collect::<Vec<_>>().join(",")
+    by_ranks.iter().map(described).collect()
 }
 
 /// Lists settings that make the job slow, by node. `openmpi_yields` is true if waiting ranks yield
@@ -110,6 +124,8 @@ fn warnings(locations: &[RankLocation], openmpi_yields: Option<bool>) -> Vec<Str
 
 #[cfg(test)]
 mod tests {
+    use std::ops::RangeInclusive;
+
     use super::*;
 
     fn locations(of: &[(usize, &[RangeInclusive<usize>])]) -> Vec<RankLocation> {
@@ -145,7 +161,14 @@ mod tests {
     }
 
     #[test]
-    fn cores_are_formatted_as_by_linux() {
-        assert_eq!(listed(&[0..=3, 8..=8]), "0-3,8");
+    fn nodes_are_described_by_their_number_of_ranks() {
+        let of = |nodes: &[usize]| {
+            let all: Vec<_> = nodes.iter().map(|&node| (node, &[][..])).collect();
+            of_nodes(&locations(&all))
+        };
+        assert_eq!(of(&[0]), ["1 of 1 rank: host0"]);
+        assert_eq!(of(&[0, 1, 0, 1]), ["2 of 2 ranks: host0, host1"]);
+        let many: Vec<usize> = (0..8000).map(|rank| rank / 8).chain([1000]).collect();
+        assert_eq!(of(&many), ["1 of 1 rank: host1000", "1000 of 8 ranks: host0 to host999"]);
     }
 }

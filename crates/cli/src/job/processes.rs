@@ -46,6 +46,8 @@ const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(2);
 pub(crate) struct World {
     endpoint: Deadline<Mpi, Host>,
     nodes: NodeMap,
+    /// The highest tag of a message.
+    last_tag: u64,
     settings: Settings,
     /// Number of the last collective on `endpoint`.
     round: u64,
@@ -71,6 +73,7 @@ impl World {
         let settings = Settings { patience, ..Settings::default() };
         let endpoint = Mpi::world(settings.clone())?;
         let nodes = endpoint.nodes().clone();
+        let last_tag = endpoint.last_tag();
         let rank = endpoint.rank();
         let ranks = endpoint.ranks();
         let endpoint = match variable {
@@ -90,7 +93,7 @@ impl World {
                 format!("the launcher of the MPI that this command was built with: {library}"),
             ));
         }
-        Ok(Self { endpoint, nodes, settings, round: 0, launch })
+        Ok(Self { endpoint, nodes, last_tag, settings, round: 0, launch })
     }
 
     /// Rank of this process.
@@ -106,6 +109,11 @@ impl World {
     /// Node, host and cores of every process.
     pub(crate) const fn nodes(&self) -> &NodeMap {
         &self.nodes
+    }
+
+    /// Returns the highest tag that MPI can send.
+    pub(crate) const fn last_tag(&self) -> u64 {
+        self.last_tag
     }
 
     /// The MPI library, initialised.

@@ -27,7 +27,7 @@ pub use self::descriptor::Descriptor;
 use self::descriptor::{Combination, Contribution, EncodedFields, cut, decode, encode, take};
 
 /// Version of everything that ranks send to each other: descriptors, records, tags, rounds.
-pub const WIRE_VERSION: u64 = 4;
+pub const WIRE_VERSION: u64 = 5;
 
 /// Longest wait in one poll of the transport. Results do not depend on it: deadlines are checked
 /// between polls.

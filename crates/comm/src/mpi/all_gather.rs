@@ -9,13 +9,23 @@
 //! as they arrive. A late rank therefore delays only those that need its part, and the wait for a
 //! lost rank ends at the deadline, like that for any other message.
 //!
+//! Ranks that agree contribute equal parts. A message contains a run of equal parts once, so an
+//! agreement of thousands of ranks sends ⌈log₂ ranks⌉ messages of the length of one or two parts per
+//! rank, as an all-reduce would, and a rank that differs adds its part alone.
+//!
 //! # Source
 //! Bruck et al. 1997, Efficient algorithms for all-to-all communications in multiport
 //! message-passing systems: the concatenation.
 
+use std::sync::Arc;
+
 use annulus_core::Result;
 
-use super::{Mpi, frame::Frame, messages::MessageKind};
+use super::{
+    endpoint::Endpoint,
+    frame::{Frame, PartRun},
+    messages::MessageKind,
+};
 
 /// Size in bytes at which a frame of parts is complete: large enough to amortise its latency, small
 /// enough that the copies of parts in flight take little memory.
@@ -24,8 +34,8 @@ const FRAME_BYTES: usize = 1 << 20;
 /// State of one all-gather on this rank.
 #[derive(Debug)]
 pub(super) struct AllGather {
-    /// Parts that have arrived, by rank.
-    parts: Vec<Option<Vec<u8>>>,
+    /// Parts that have arrived, by rank. Equal neighbours share their bytes.
+    parts: Vec<Option<Arc<[u8]>>>,
     /// Number of ranks whose part has not arrived.
     missing: usize,
     /// Number of frames from this rank that are still being sent.
@@ -50,13 +60,47 @@ impl AllGather {
     }
 
     /// Stores the part of `rank`. Returns false if there is no such rank or its part is present.
-    pub(super) fn put(&mut self, rank: usize, part: Vec<u8>) -> bool {
-        let Some(empty) = self.parts.get_mut(rank).filter(|part| part.is_none()) else {
+    pub(super) fn put(&mut self, rank: usize, bytes: &[u8]) -> bool {
+        self.put_run(&PartRun { first: rank as u64, ranks: 1, bytes: bytes.into() })
+    }
+
+    /// Stores the equal parts of a run of ranks. Returns false, and stores none, if there are no
+    /// such ranks or a part is present.
+    pub(super) fn put_run(&mut self, PartRun { first, ranks, bytes }: &PartRun) -> bool {
+        let end = first.checked_add(*ranks).and_then(|end| usize::try_from(end).ok());
+        let (Ok(first), Some(end)) = (usize::try_from(*first), end) else { return false };
+        let Some(run) = self.parts.get(first..end).filter(|run| !run.is_empty()) else {
             return false;
         };
-        *empty = Some(part);
-        self.missing -= 1;
+        if run.iter().any(Option::is_some) {
+            return false;
+        }
+        // shared with the parts beside it, so that later runs are found by their addresses
+        let beside = [first.checked_sub(1), Some(end)].into_iter().flatten();
+        let mut beside = beside.filter_map(|rank| self.parts.get(rank)?.as_ref());
+        let shared = beside.find(|part| ***part == **bytes).unwrap_or(bytes).clone();
+        self.missing -= end - first;
+        self.parts[first..end].fill(Some(shared));
         true
+    }
+
+    /// Returns the parts of `ranks`, which are present, as runs of equal parts.
+    fn runs(&self, ranks: impl IntoIterator<Item = usize>) -> Vec<PartRun> {
+        let mut runs: Vec<PartRun> = Vec::new();
+        for rank in ranks {
+            let Some(Some(part)) = self.parts.get(rank) else { continue };
+            let continues = |run: &PartRun| {
+                run.first + run.ranks == rank as u64
+                    && (Arc::ptr_eq(&run.bytes, part) || run.bytes == *part)
+            };
+            match runs.last_mut().filter(|run| continues(run)) {
+                Some(run) => run.ranks += 1,
+                None => {
+                    runs.push(PartRun { first: rank as u64, ranks: 1, bytes: Arc::clone(part) });
+                }
+            }
+        }
+        runs
     }
 
     /// Returns true if the part of `rank` is present.
@@ -66,7 +110,7 @@ impl AllGather {
 
     /// Returns all parts that are present, in the order of ranks.
     pub(super) fn into_parts(self) -> Vec<Vec<u8>> {
-        self.parts.into_iter().flatten().collect()
+        self.parts.into_iter().flatten().map(|part| part.to_vec()).collect()
     }
 
     /// Returns true if this rank has started it and all parts are present.
@@ -100,37 +144,39 @@ impl AllGather {
     }
 }
 
-impl Mpi {
-    /// Sends all messages of all-gather `round` whose parts are present.
-    pub(super) fn forward_parts(&mut self, round: u64) -> Result<()> {
+impl Endpoint {
+    /// Sends all messages of all-gather `round` of a context whose parts are present.
+    pub(super) fn forward_parts(&mut self, context: u64, round: u64) -> Result<()> {
         let rank = self.rank;
-        while let Some(GatherMessage { receiver, ranks }) = self.all_gather(round).next(rank) {
+        while let Some(GatherMessage { receiver, ranks }) =
+            self.all_gather(context, round).next(rank)
+        {
             // a rank that has left needs no parts any more
-            if self.peers.has_left(receiver) {
+            if self.context(context).departures.get(receiver).is_some() {
                 continue;
             }
-            let mut ranks = ranks.into_iter().peekable();
-            while ranks.peek().is_some() {
+            let mut runs = self.all_gather(context, round).runs(ranks).into_iter().peekable();
+            while runs.peek().is_some() {
                 let mut parts = Vec::new();
                 let mut bytes = 0;
-                while let Some(rank) = ranks.next_if(|_| bytes < FRAME_BYTES) {
-                    let part = self.all_gather(round).parts[rank].clone().unwrap_or_default();
-                    bytes += part.len();
-                    parts.push((rank as u64, part));
+                while let Some(run) = runs.next_if(|_| bytes < FRAME_BYTES) {
+                    bytes += run.bytes.len();
+                    parts.push(run);
                 }
-                self.all_gather(round).unsent += 1;
-                let frame = Frame::GatherParts { round, parts }.encode()?;
-                let kind = MessageKind::GatherParts { peer: receiver, round };
+                self.all_gather(context, round).unsent += 1;
+                let frame = Frame::GatherParts { context, round, parts }.encode()?;
+                let kind = MessageKind::GatherParts { context, peer: receiver, round };
                 self.send_frame(receiver, &frame, kind)?;
             }
         }
         Ok(())
     }
 
-    /// Returns the state of all-gather `round`, created by its first use.
-    pub(super) fn all_gather(&mut self, round: u64) -> &mut AllGather {
+    /// Returns the state of all-gather `round` of a context, created by its first use.
+    pub(super) fn all_gather(&mut self, context: u64, round: u64) -> &mut AllGather {
         let ranks = self.ranks;
-        self.all_gathers.entry(round).or_insert_with(|| AllGather::new(ranks))
+        let all_gathers = &mut self.context(context).all_gathers;
+        all_gathers.entry(round).or_insert_with(|| AllGather::new(ranks))
     }
 }
 
@@ -149,7 +195,7 @@ mod tests {
             let mut gathers: Vec<AllGather> = (0..ranks).map(|_| AllGather::new(ranks)).collect();
             let mut in_flight = Vec::new();
             for (rank, gather) in gathers.iter_mut().enumerate() {
-                prop_assert!(gather.put(rank, vec![rank as u8]));
+                prop_assert!(gather.put(rank, &[rank as u8]));
                 gather.number = Some(0);
                 while let Some(message) = gather.next(rank) {
                     in_flight.push(message);
@@ -163,8 +209,8 @@ mod tests {
                 arrived += 1;
                 let gather = &mut gathers[receiver];
                 for from in parts {
-                    prop_assert!(gather.put(from, vec![from as u8]));
-                    prop_assert!(!gather.put(from, Vec::new()));
+                    prop_assert!(gather.put(from, &[from as u8]));
+                    prop_assert!(!gather.put(from, &[]));
                 }
                 let missing = gather.parts.iter().filter(|part| part.is_none()).count();
                 prop_assert_eq!(gather.missing, missing);
@@ -173,7 +219,7 @@ mod tests {
                 }
             }
             prop_assert!(gathers.iter().all(|gather| gather.is_complete() && !gather.has_messages_left()));
-            prop_assert!(!gathers[0].put(ranks, Vec::new()));
+            prop_assert!(!gathers[0].put(ranks, &[]));
             prop_assert_eq!(arrived, ranks * ranks.next_power_of_two().ilog2() as usize);
         }
     }
@@ -183,14 +229,79 @@ mod tests {
         let message =
             |receiver, ranks: &[usize]| Some(GatherMessage { receiver, ranks: ranks.to_vec() });
         let mut gather = AllGather::new(4);
-        assert!(gather.put(2, Vec::new()));
+        assert!(gather.put(2, &[]));
         assert_eq!(gather.next(1), None);
         assert!(!gather.has_messages_left() && !gather.is_complete() && !gather.is_incomplete());
-        assert!(gather.put(1, Vec::new()));
+        assert!(gather.put(1, &[]));
         gather.number = Some(3);
         assert!(gather.has_messages_left());
         let next = [gather.next(1), gather.next(1), gather.next(1)];
         assert_eq!(next, [message(0, &[1]), message(3, &[1, 2]), None]);
         assert!(!gather.has_messages_left() && !gather.is_complete() && gather.is_incomplete());
+    }
+
+    /// Runs an all-gather of `parts` and returns the parts that all ranks have, and the most bytes
+    /// that a rank has sent, with 24 bytes for each run.
+    fn gather(parts: &[Vec<u8>]) -> (Vec<Vec<u8>>, usize) {
+        let ranks = parts.len();
+        let mut gathers: Vec<AllGather> = (0..ranks).map(|_| AllGather::new(ranks)).collect();
+        let mut sent = vec![0; ranks];
+        let mut in_flight = Vec::new();
+        let mut send = |rank: usize, gather: &mut AllGather, in_flight: &mut Vec<_>| {
+            while let Some(GatherMessage { receiver, ranks }) = gather.next(rank) {
+                let runs = gather.runs(ranks);
+                sent[rank] += runs.iter().map(|run| 24 + run.bytes.len()).sum::<usize>();
+                in_flight.push((receiver, runs));
+            }
+        };
+        for (rank, gather) in gathers.iter_mut().enumerate() {
+            assert!(gather.put(rank, &parts[rank]));
+            gather.number = Some(0);
+            send(rank, gather, &mut in_flight);
+        }
+        while let Some((receiver, runs)) = in_flight.pop() {
+            let gather = &mut gathers[receiver];
+            for run in runs {
+                assert!(gather.put_run(&run) && !gather.put_run(&run));
+            }
+            send(receiver, gather, &mut in_flight);
+        }
+        let mut all = gathers.into_iter().map(AllGather::into_parts);
+        let first = all.next().unwrap();
+        assert!(all.all(|parts| parts == first));
+        (first, sent.into_iter().max().unwrap())
+    }
+
+    #[test]
+    fn an_agreement_sends_equal_parts_once_a_message() {
+        for ranks in [1usize, 2, 3, 7, 64, 500] {
+            let rounds = ranks.next_power_of_two().ilog2() as usize;
+            let mut parts = vec![vec![7; 45]; ranks];
+            let (gathered, most) = gather(&parts);
+            assert_eq!(gathered, parts);
+            // two runs where the ranks wrap around
+            assert!(most <= rounds * 2 * (45 + 24), "{ranks} ranks: {most} bytes");
+            // one that differs splits a run
+            parts[ranks / 3] = vec![8; 45];
+            let (gathered, most) = gather(&parts);
+            assert_eq!(gathered, parts);
+            assert!(most <= rounds * 4 * (45 + 24), "{ranks} ranks: {most} bytes");
+            // all of them
+            let parts: Vec<Vec<u8>> = (0..ranks).map(|rank| vec![rank as u8; rank % 5]).collect();
+            assert_eq!(gather(&parts).0, parts);
+        }
+    }
+
+    #[test]
+    fn runs_outside_of_the_ranks_are_refused() {
+        let run = |first, ranks| PartRun { first, ranks, bytes: [1].into() };
+        let mut gather = AllGather::new(4);
+        for (first, ranks) in [(0, 0), (0, 5), (4, 1), (3, 2), (u64::MAX, 2), (2, u64::MAX)] {
+            assert!(!gather.put_run(&run(first, ranks)), "{first} {ranks}");
+        }
+        assert!(gather.put_run(&run(1, 2)) && !gather.put_run(&run(2, 2)));
+        assert!(gather.has(2) && !gather.has(3));
+        assert!(gather.put_run(&run(3, 1)) && gather.put_run(&run(0, 1)));
+        assert_eq!(gather.missing, 0);
     }
 }

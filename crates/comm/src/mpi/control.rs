@@ -3,11 +3,11 @@
 
 use std::time::{Duration, Instant};
 
-use annulus_core::{Control, Error, HostBuffer, Placement, Result};
+use annulus_core::{Error, HostBuffer, Result};
 
 use super::{
-    Mpi,
     all_gather::AllGather,
+    endpoint::Endpoint,
     frame::Frame,
     known_work::RankWork,
     message_buffer::MessageBuffer,
@@ -19,7 +19,7 @@ use super::{
 /// of the interval at the shortest deadline (1 s / 8).
 const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(25);
 
-impl Mpi {
+impl Endpoint {
     /// Sends a frame to `peer`.
     pub(super) fn send_frame(
         &mut self,
@@ -81,14 +81,32 @@ impl Mpi {
         kind: MessageKind,
     ) -> Result<()> {
         self.enter()?;
-        let to = Address { peer, tag: 0, step: self.step, piece: LONGEST_PIECE };
+        let to = Address { peer, tag: 0, step: 0, piece: LONGEST_PIECE };
         let Some(control) = &self.control else { return Ok(()) };
         let range = 0..frame.bytes().len() as u64;
         let frame = MessageBuffer::Host(frame.clone());
         self.requests.send(control, mode, to, frame, range, kind)
     }
 
-    fn try_start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+    /// Starts an all-gather of a context.
+    pub(super) fn start_all_gather(
+        &mut self,
+        context: u64,
+        round: u64,
+        bytes: &[u8],
+    ) -> Result<()> {
+        self.check_alive()?;
+        self.enter()?;
+        let rank = self.rank;
+        if self.all_gather(context, round).has(rank) {
+            let want = "an all-gather that this rank has not started";
+            return Err(Error::invalid("round", round, want));
+        }
+        self.idle_since = Instant::now();
+        self.try_start_all_gather(context, round, bytes).inspect_err(|error| self.fail(error))
+    }
+
+    fn try_start_all_gather(&mut self, number: u64, round: u64, bytes: &[u8]) -> Result<()> {
         // a frame of parts ends with the part that exceeds its size, so one may have half a piece
         if bytes.len() as u64 > LONGEST_PIECE / 2 {
             return Err(Error::unsupported(
@@ -97,71 +115,54 @@ impl Mpi {
             ));
         }
         let rank = self.rank;
-        let number = self.started;
-        let all_gather = self.all_gather(round);
-        all_gather.put(rank, bytes.to_vec());
-        all_gather.number = Some(number);
-        self.started += 1;
-        self.forward_parts(round)
-    }
-}
-
-impl Control for Mpi {
-    fn rank(&self) -> usize {
-        self.rank
+        let context = self.context(number);
+        let started = context.started;
+        context.started += 1;
+        let all_gather = self.all_gather(number, round);
+        all_gather.put(rank, bytes);
+        all_gather.number = Some(started);
+        self.forward_parts(number, round)
     }
 
-    fn ranks(&self) -> usize {
-        self.ranks
-    }
-
-    fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
-        self.check_alive()?;
-        self.enter()?;
-        let rank = self.rank;
-        if self.all_gather(round).has(rank) {
-            return Err(Error::invalid(
-                "round",
-                round,
-                "an all-gather that this rank has not started",
-            ));
-        }
-        self.idle_since = Instant::now();
-        self.try_start_all_gather(round, bytes).inspect_err(|error| self.fail(error))
-    }
-
-    fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
+    /// Returns the parts of an all-gather of a context once it is complete.
+    pub(super) fn try_all_gather(
+        &mut self,
+        number: u64,
+        round: u64,
+    ) -> Result<Option<Vec<Vec<u8>>>> {
         self.pump()?;
-        let started = self.all_gathers.get(&round).filter(|started| started.number.is_some());
+        let context = self.context(number);
+        let started = context.all_gathers.get(&round).filter(|started| started.number.is_some());
         let Some(all_gather) = started else {
-            return Err(Error::invalid(
-                "round",
-                round,
-                "an all-gather that this rank has started and not collected",
-            ));
+            let want = "an all-gather that this rank has started and not collected";
+            return Err(Error::invalid("round", round, want));
         };
         // a rank that has collected may leave, so its frames to other ranks must be sent before
         if all_gather.unsent > 0 || !all_gather.is_complete() {
             return Ok(None);
         }
-        self.is_working = false;
-        Ok(self.all_gathers.remove(&round).map(AllGather::into_parts))
+        context.is_working = false;
+        Ok(context.all_gathers.remove(&round).map(AllGather::into_parts))
     }
 
-    fn stragglers(&self, round: u64) -> Vec<usize> {
-        let missing =
-            |rank: &usize| self.all_gathers.get(&round).is_none_or(|started| !started.has(*rank));
+    /// Returns the ranks whose part of an all-gather has not arrived.
+    pub(super) fn stragglers(&self, context: u64, round: u64) -> Vec<usize> {
+        let context = self.contexts.get(&context);
+        let gather = context.and_then(|context| context.all_gathers.get(&round));
+        let missing = |rank: &usize| gather.is_none_or(|gather| !gather.has(*rank));
         (0..self.ranks).filter(missing).collect()
     }
 
-    fn abort(&mut self, error: &Error) {
+    /// Ends this endpoint, and sends `error` to all ranks.
+    pub(super) fn abort(&mut self, error: &Error) {
         self.failed.get_or_insert_with(|| error.clone());
         self.flood_abort(error);
     }
 
-    fn heartbeat(&mut self, working: bool) {
+    /// Sends heartbeats, unless it has just sent some. `working` concerns a context.
+    pub(super) fn heartbeat(&mut self, context: u64, working: bool) {
         if working {
-            self.is_working = true;
+            self.context(context).is_working = true;
             self.work.work(Instant::now());
         }
         let now = Instant::now();
@@ -175,21 +176,5 @@ impl Control for Mpi {
         if let Err(error) = self.send_heartbeats(now) {
             self.fail(&error);
         }
-    }
-
-    fn placement(&self) -> Option<&Placement> {
-        Some(self.nodes.placement())
-    }
-
-    fn last_heard(&self, peer: usize) -> Instant {
-        if peer == self.rank { Instant::now() } else { self.peers.last_heard(peer) }
-    }
-
-    fn watched(&self) -> Option<&[usize]> {
-        Some(self.peers.staying())
-    }
-
-    fn last_work(&self) -> Instant {
-        self.work.youngest().at
     }
 }

@@ -211,26 +211,31 @@ fn with_range(header: &MessageHeader, range: Range<u64>) -> MessageHeader {
 impl Mpi {
     /// Sends a message of one range from device memory that the device has written.
     fn send_device(&mut self, header: &MessageHeader, buffer: CudaBuffer) -> Result<()> {
-        self.check_alive()?;
-        self.enter()?;
+        let mut endpoint = self.shared.lock();
+        endpoint.check_alive()?;
+        endpoint.enter()?;
         let range = contiguous(&header.ranges).unwrap_or(0..0);
-        self.start_contiguous_send(header, MessageBuffer::Device(buffer), range)
-            .inspect_err(|error| self.fail(error))
+        let buffer = MessageBuffer::Device(buffer);
+        endpoint
+            .start_contiguous_send(self.context, header, buffer, range)
+            .inspect_err(|error| endpoint.fail(error))
     }
 
     /// Receives a message of one range into device memory that the device does not use.
     fn receive_device(&mut self, header: MessageHeader, buffer: CudaBuffer) -> Result<()> {
-        self.check_alive()?;
-        self.enter()?;
+        let mut endpoint = self.shared.lock();
+        endpoint.check_alive()?;
+        endpoint.enter()?;
         let request =
             ReceiveRequest { header: &header, size: buffer.len(), is_shared: buffer.is_shared() };
-        self.check_receives(std::iter::once(request))?;
-        self.start(&[], vec![(header, MessageBuffer::Device(buffer))])
-            .inspect_err(|error| self.fail(error))
+        endpoint.check_receives(self.context, std::iter::once(request))?;
+        endpoint
+            .start(self.context, &[], vec![(header, MessageBuffer::Device(buffer))])
+            .inspect_err(|error| endpoint.fail(error))
     }
 
     fn take_device(&mut self, header: &MessageHeader) -> Result<Option<CudaBuffer>> {
-        Ok(match self.take_buffer(header)? {
+        Ok(match self.shared.lock().take_buffer(self.context, header)? {
             Some(MessageBuffer::Device(buffer)) => Some(buffer),
             _ => None,
         })

@@ -1,16 +1,25 @@
-//! Dropping an endpoint: see "Lifetime" in the documentation of [`super`].
+//! Dropping a handle: see "Lifetime" in the documentation of [`super`].
 
 use std::{
     collections::BTreeSet,
+    sync::Arc,
     thread,
     time::{Duration, Instant},
 };
 
-use annulus_core::Result;
+use annulus_core::{Error, Result};
 
 use super::{
-    Mpi, circulant::BarrierMessage, communicator::Communicator, ffi::PeerStep, frame::Frame,
-    lifetime::check_alive, messages::MessageKind, parked,
+    Mpi,
+    all_gather::AllGather,
+    circulant::BarrierMessage,
+    communicator::Communicator,
+    endpoint::{Endpoint, SharedEndpoint},
+    ffi::PeerStep,
+    frame::{Frame, Leaving},
+    lifetime::check_alive,
+    messages::MessageKind,
+    parked,
 };
 
 /// Time for which a rank that failed stays to send its last frames and to cancel its receives:
@@ -19,78 +28,143 @@ const LAST_FRAMES: Duration = Duration::from_millis(100);
 
 impl Drop for Mpi {
     fn drop(&mut self) {
-        if self.is_on_another_thread() {
-            let detached = Self::detached(self.rank, self.ranks);
-            parked::park(std::mem::replace(self, detached));
-            return;
-        }
-        if self.enter().is_err() {
-            return;
-        }
-        let is_healthy = self.failed.is_none() && self.receives.is_empty() && !thread::panicking();
-        let unfinished = self.all_gathers.iter().filter(|(_, gather)| gather.has_messages_left());
-        let unfinished = unfinished.map(|(&round, _)| round).collect();
-        let frame = Frame::Leave {
-            rank: self.rank as u64,
-            started: self.started,
-            has_failed: !is_healthy,
-            unfinished,
-        };
-        // also to neighbours that have left: they may be waiting for it in their drop
-        let mut peers: BTreeSet<usize> = self.peers.neighbours().iter().copied().collect();
-        if !is_healthy {
-            // these wait for this rank
-            peers.extend(self.receives.iter().map(|receive| receive.header.peer));
-            peers.extend(self.peers.receivers());
-            peers.remove(&self.rank);
-        }
-        for peer in peers {
-            // a rank that does not get it fails at its deadline
-            drop(self.send_to_each([peer], &frame));
-        }
-        if !is_healthy {
-            self.cancel();
-        } else if self.wait_for_all_to_leave() {
-            let communicators = [self.data.take(), self.control.take()];
-            communicators.into_iter().flatten().for_each(Communicator::free);
+        drop_context(&self.shared, self.context);
+    }
+}
+
+/// Drops a context, and with the last one the endpoint. On a thread that may not use the endpoint,
+/// leaves that to its own thread.
+pub(super) fn drop_context(shared: &Arc<SharedEndpoint>, context: u64) {
+    let mut endpoint = shared.lock();
+    if endpoint.is_on_another_thread() {
+        parked::park(Arc::clone(shared), context);
+        return;
+    }
+    if endpoint.enter().is_err() {
+        return;
+    }
+    match endpoint.leave(context) {
+        Left::Context => {}
+        Left::FailedEndpoint => endpoint.cancel(),
+        Left::Endpoint => {
+            drop(endpoint);
+            if wait_for_all_to_leave(shared) {
+                let mut endpoint = shared.lock();
+                let communicators = [endpoint.data.take(), endpoint.control.take()];
+                communicators.into_iter().flatten().for_each(Communicator::free);
+            }
         }
     }
 }
 
-impl Mpi {
+/// What is left of an endpoint of which a context was dropped.
+enum Left {
+    /// Other contexts.
+    Context,
+    /// The endpoint, which takes part in the barrier.
+    Endpoint,
+    /// The endpoint, which has failed.
+    FailedEndpoint,
+}
+
+/// Waits until every rank has left and nothing is in flight. Only if it returns true may the
+/// communicators be freed.
+fn wait_for_all_to_leave(shared: &SharedEndpoint) -> bool {
+    let started = Instant::now();
+    let mut seen = {
+        let mut endpoint = shared.lock();
+        let messages = endpoint.barrier.enter();
+        if endpoint.send_barrier(messages).is_err() {
+            return false;
+        }
+        endpoint.moves
+    };
+    loop {
+        {
+            let endpoint = shared.lock();
+            // the last frames of neighbours are the only ones that may arrive after the barrier
+            let is_done = endpoint.barrier.is_complete()
+                && endpoint.peers.staying().is_empty()
+                && endpoint.requests.is_empty()
+                && endpoint.contexts.is_empty();
+            if is_done {
+                return !endpoint.has_unmatched;
+            }
+            // a rank that has failed does not enter the barrier
+            if endpoint.peers.has_failed_neighbour()
+                || started.elapsed() >= endpoint.settings.drop_patience
+            {
+                return false;
+            }
+        }
+        if shared.wait(Duration::from_millis(10), &mut seen).is_err() {
+            return false;
+        }
+    }
+}
+
+impl Endpoint {
     /// Returns true on a thread that may not use this endpoint, while MPI is alive.
     pub(super) fn is_on_another_thread(&self) -> bool {
         let data = self.data.as_ref();
         data.is_some_and(Communicator::is_on_another_thread) && check_alive().is_ok()
     }
 
-    /// Waits until every rank has left and nothing is in flight. Only if it returns true may the
-    /// communicators be freed.
-    fn wait_for_all_to_leave(&mut self) -> bool {
-        let started = Instant::now();
-        let messages = self.barrier.enter();
-        if self.send_barrier(messages).is_err() {
-            return false;
+    /// Removes a context and sends its last frame. The last one takes the endpoint with it, and one
+    /// that is dropped within a call ends the others.
+    fn leave(&mut self, number: u64) -> Left {
+        let Some(context) = self.contexts.get_mut(&number) else { return Left::Context };
+        context.is_open = false;
+        let is_within_a_call = !context.receives.is_empty() || thread::panicking();
+        self.has_unmatched |= !context.early.is_empty();
+        let waiting_for_this: BTreeSet<usize> = context
+            .receives
+            .iter()
+            .map(|receive| receive.header.peer)
+            .chain(context.send_steps.keys().copied())
+            .collect();
+        let has_messages_left = |(_, gather): &(&u64, &AllGather)| gather.has_messages_left();
+        let unfinished = context.all_gathers.iter().filter(has_messages_left);
+        let unfinished = unfinished.map(|(&round, _)| round).collect();
+        let (started, step) = (context.started, context.step);
+        if context.has_unsent() {
+            // what a send needs to complete
+            context.receives.clear();
+            context.early.clear();
+        } else {
+            self.contexts.remove(&number);
         }
-        loop {
-            // the last frames of neighbours are the only ones that may arrive after the barrier
-            let is_done = self.barrier.is_complete()
-                && self.peers.staying().is_empty()
-                && self.requests.is_empty()
-                && self.queued.is_empty()
-                && self.early.is_empty();
-            if is_done {
-                return true;
-            }
-            // a rank that has failed does not enter the barrier
-            if self.peers.has_failed_neighbour() || started.elapsed() >= self.settings.drop_patience
-            {
-                return false;
-            }
-            if self.wait(Duration::from_millis(10)).is_err() {
-                return false;
-            }
+        let is_last = !self.contexts.values().any(|context| context.is_open);
+        let is_healthy = self.failed.is_none() && !is_within_a_call;
+        let (left, leaving) = match (is_last, is_healthy) {
+            (false, _) => (Left::Context, Leaving::Context),
+            (true, true) => (Left::Endpoint, Leaving::Endpoint),
+            (true, false) => (Left::FailedEndpoint, Leaving::FailedEndpoint),
+        };
+        // the last frame also to neighbours that have left: they may be waiting for it in their
+        // drop
+        let neighbours = if is_last { self.peers.neighbours() } else { self.peers.staying() };
+        let mut peers: BTreeSet<usize> = neighbours.iter().copied().collect();
+        if !is_healthy {
+            peers.extend(waiting_for_this);
+            peers.remove(&self.rank);
         }
+        let rank = self.rank as u64;
+        let frame = Frame::Leave { context: number, rank, started, leaving, unfinished };
+        for peer in peers {
+            // a rank that does not get it fails at its deadline
+            drop(self.send_to_each([peer], &frame));
+        }
+        if is_last {
+            // frames of contexts that this rank has not created concern the others only
+            self.has_unmatched |= self.contexts.values().any(|context| !context.early.is_empty());
+            self.contexts.retain(|_, context| context.has_unsent());
+            self.next_context = u64::MAX;
+        } else if is_within_a_call && self.failed.is_none() {
+            let what = "a plan that shares this endpoint was dropped within a call".to_owned();
+            self.abort(&Error::Comm { peer: self.rank, step, what });
+        }
+        left
     }
 
     /// Sends messages of the barrier.
@@ -111,7 +185,7 @@ impl Mpi {
         if self.requests.cancel_receives(is_receive).is_err() {
             return;
         }
-        let at = PeerStep { peer: self.rank, step: self.step };
+        let at = PeerStep::of(self.rank);
         while self.requests.kinds().any(is_awaited) && started.elapsed() < LAST_FRAMES {
             if self.requests.test(at).is_err() {
                 return;

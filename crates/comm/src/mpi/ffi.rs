@@ -15,7 +15,7 @@
 #![expect(unsafe_code, reason = "calls of the C interface of MPI")]
 
 use std::{
-    ffi::{c_char, c_int, c_void},
+    ffi::{CStr, c_char, c_int, c_void},
     ptr,
 };
 
@@ -195,19 +195,37 @@ pub(super) fn thread_level() -> Result<ThreadLevel> {
     })
 }
 
-/// Returns true if the loaded MPI reports that it accepts CUDA memory, or `None` if it lacks the
-/// function that reports it, an extension that Open MPI and some others have.
-pub(super) fn reports_cuda_support() -> Option<bool> {
+/// Returns the address of a function of the loaded MPI; null if it has none of this name.
+fn symbol(name: &CStr) -> *mut c_void {
     unsafe extern "C" {
         fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
     }
     // SAFETY: a null library means everything that is loaded; the name ends with a zero
-    let found = unsafe { dlsym(ptr::null_mut(), c"MPIX_Query_cuda_support".as_ptr()) };
-    // SAFETY: every MPI that has a function of this name declares it without arguments and with an
-    // int as its result
+    unsafe { dlsym(ptr::null_mut(), name.as_ptr()) }
+}
+
+/// Returns the report of `query`, an `MPIX_Query_*_support`; `None` if the loaded MPI lacks it.
+pub(super) fn reports_gpu_support(query: &CStr) -> Option<bool> {
+    // SAFETY: every MPI that has a function of such a name declares it without arguments and with
+    // an int as its result
     let call = unsafe {
-        std::mem::transmute::<*mut c_void, Option<unsafe extern "C" fn() -> c_int>>(found)
+        std::mem::transmute::<*mut c_void, Option<unsafe extern "C" fn() -> c_int>>(symbol(query))
     };
     // SAFETY: it returns a fact about the library, and may be called at any time
     call.map(|call| unsafe { call() } != 0)
+}
+
+/// Returns the report of `MPIX_GPU_query_support` on a kind of GPU; `None` if the loaded MPI lacks
+/// the function or does not know the kind.
+pub(super) fn reports_gpu_kind_support(kind: c_int) -> Option<bool> {
+    check_alive().ok()?;
+    type Query = unsafe extern "C" fn(c_int, *mut c_int) -> c_int;
+    // SAFETY: MPICH and its derivatives, which have the function, declare it so
+    let call = unsafe {
+        std::mem::transmute::<*mut c_void, Option<Query>>(symbol(c"MPIX_GPU_query_support"))
+    };
+    let mut supported = 0;
+    // SAFETY: MPI is alive; the number lives through the call
+    let code = call.map(|call| unsafe { call(kind, &raw mut supported) })?;
+    (code == SUCCESS).then_some(supported != 0)
 }

@@ -1,5 +1,7 @@
 //! Rings of the first ranks of a job.
 
+use std::sync::Arc;
+
 use annulus_core::{Error, Result};
 
 use super::{
@@ -13,7 +15,7 @@ use super::{
 pub struct FirstRanks {
     communicator: Communicator,
     /// Gathered once, for all rings.
-    nodes: NodeMap,
+    nodes: Arc<NodeMap>,
 }
 
 impl FirstRanks {
@@ -42,7 +44,7 @@ impl FirstRanks {
         let Some(communicator) = first else { return Ok(None) };
         let ring =
             Mpi::over(communicator.as_parent(), Settings { patience, ..Settings::default() })?;
-        let nodes = ring.nodes().clone();
+        let nodes = Arc::clone(&ring.nodes);
         Ok(Some(Self { communicator, nodes }))
     }
 
@@ -58,9 +60,9 @@ impl FirstRanks {
     /// # Errors
     /// As [`Mpi::world`].
     pub fn ring(&self, settings: Settings) -> Result<Mpi> {
-        let mut ring = Mpi::over_unmapped(self.communicator.as_parent(), settings)?;
-        ring.nodes = self.nodes.clone();
-        Ok(ring)
+        let mut endpoint = Mpi::unmapped(self.communicator.as_parent(), settings)?;
+        endpoint.nodes = Arc::clone(&self.nodes);
+        Mpi::of(endpoint)
     }
 }
 

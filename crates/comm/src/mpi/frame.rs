@@ -1,8 +1,10 @@
 //! Frames: control messages, encoded as a kind byte, little-endian numbers, and a payload.
 
+use std::sync::Arc;
+
 use annulus_core::{Channel, Error, HostBuffer, Result};
 
-use super::wire_tags::number;
+use super::wire_tags::number as channel_number;
 
 /// A control message.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -10,18 +12,66 @@ pub(super) enum Frame {
     /// The sender lives. The youngest work that it knows of is number `count` of `rank`, and
     /// `age` nanoseconds old.
     Heartbeat { rank: u64, count: u64, age: u64 },
-    /// The sender starts sending a message of `bytes` bytes in pieces of `piece` bytes.
-    Announce { channel: Channel, tag: u64, step: u64, bytes: u64, piece: u64 },
-    /// Parts of all-gather `round`, each with its rank.
-    GatherParts { round: u64, parts: Vec<(u64, Vec<u8>)> },
+    /// The sender starts sending a message of `bytes` bytes in pieces of `piece` bytes, its
+    /// announced message number `number`.
+    Announce {
+        context: u64,
+        channel: Channel,
+        tag: u64,
+        step: u64,
+        bytes: u64,
+        piece: u64,
+        number: u64,
+    },
+    /// Parts of all-gather `round` of a context.
+    GatherParts { context: u64, round: u64, parts: Vec<PartRun> },
     /// `rank` failed first, with the error text `what`.
     Abort { rank: u64, what: String },
-    /// `rank`, which is the sender unless the frame was forwarded, has left. It has started
-    /// `started` all-gathers, and of the rounds `unfinished` has not sent all that other ranks
-    /// need. It takes part in the barrier that frees the communicators unless it `has_failed`.
-    Leave { rank: u64, started: u64, has_failed: bool, unfinished: Vec<u64> },
+    /// `rank`, which is the sender unless the frame was forwarded, has left a context, or with it
+    /// the endpoint. It has started `started` all-gathers, and of the rounds `unfinished` has not
+    /// sent all that other ranks need.
+    Leave { context: u64, rank: u64, started: u64, leaving: Leaving, unfinished: Vec<u64> },
     /// Message of `round` of that barrier.
     Barrier { round: u64 },
+}
+
+/// Equal parts of consecutive ranks in an all-gather.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct PartRun {
+    pub(super) first: u64,
+    /// Number of ranks.
+    pub(super) ranks: u64,
+    pub(super) bytes: Arc<[u8]>,
+}
+
+/// What a rank leaves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Leaving {
+    /// A context.
+    Context,
+    /// The endpoint, through the barrier that frees the communicators.
+    Endpoint,
+    /// The endpoint after a failure, without the barrier.
+    FailedEndpoint,
+}
+
+impl Leaving {
+    const fn number(self) -> u64 {
+        match self {
+            Self::Context => 0,
+            Self::Endpoint => 1,
+            Self::FailedEndpoint => 2,
+        }
+    }
+
+    const fn of_number(number: u64) -> Option<Self> {
+        match number {
+            0 => Some(Self::Context),
+            1 => Some(Self::Endpoint),
+            2 => Some(Self::FailedEndpoint),
+            _ => None,
+        }
+    }
 }
 
 /// Longest error text in a frame, in bytes: long enough for the messages of this library, and below
@@ -34,19 +84,17 @@ impl Frame {
         let listed: Vec<u8>;
         let (kind, numbers, rest): (u8, &[u64], &[u8]) = match self {
             Self::Heartbeat { rank, count, age } => (0, &[*rank, *count, *age], &[]),
-            Self::Announce { channel, tag, step, bytes, piece } => {
-                (1, &[number(*channel), *tag, *step, *bytes, *piece], &[])
+            Self::Announce { context, channel, tag, step, bytes, piece, number } => {
+                let channel = channel_number(*channel);
+                (1, &[*context, channel, *tag, *step, *bytes, *piece, *number], &[])
             }
-            Self::GatherParts { round, parts } => {
-                let numbers = |(rank, part): &(u64, Vec<u8>)| {
-                    [rank.to_le_bytes(), (part.len() as u64).to_le_bytes()].concat()
+            Self::GatherParts { context, round, parts } => {
+                let encoded = |PartRun { first, ranks, bytes }: &PartRun| {
+                    let numbers = [*first, *ranks, bytes.len() as u64].map(u64::to_le_bytes);
+                    [numbers.as_flattened(), bytes].concat()
                 };
-                listed = parts
-                    .iter()
-                    .flat_map(|part| [numbers(part), part.1.clone()])
-                    .flatten()
-                    .collect();
-                (2, &[*round], &listed)
+                listed = parts.iter().flat_map(encoded).collect();
+                (2, &[*context, *round], &listed)
             }
             Self::Abort { rank, what } => {
                 let end = (0..=what.len().min(LONGEST_TEXT))
@@ -55,9 +103,9 @@ impl Frame {
                     .unwrap_or(0);
                 (3, &[*rank], &what.as_bytes()[..end])
             }
-            Self::Leave { rank, started, has_failed, unfinished } => {
+            Self::Leave { context, rank, started, leaving, unfinished } => {
                 listed = unfinished.iter().flat_map(|round| round.to_le_bytes()).collect();
-                (4, &[*rank, *started, u64::from(*has_failed)], &listed)
+                (4, &[*context, *rank, *started, leaving.number()], &listed)
             }
             Self::Barrier { round } => (5, &[*round], &[]),
         };
@@ -93,21 +141,28 @@ fn read(bytes: &[u8]) -> Option<Frame> {
     let frame = match kind {
         0 => Frame::Heartbeat { rank: next()?, count: next()?, age: next()? },
         1 => Frame::Announce {
+            context: next()?,
             channel: channel(next()?)?,
             tag: next()?,
             step: next()?,
             bytes: next()?,
             piece: next()?,
+            number: next()?,
         },
-        2 => Frame::GatherParts { round: next()?, parts: parts(std::mem::take(&mut rest))? },
+        2 => Frame::GatherParts {
+            context: next()?,
+            round: next()?,
+            parts: parts(std::mem::take(&mut rest))?,
+        },
         3 => Frame::Abort {
             rank: next()?,
             what: String::from_utf8_lossy(std::mem::take(&mut rest)).into_owned(),
         },
         4 => Frame::Leave {
+            context: next()?,
             rank: next()?,
             started: next()?,
-            has_failed: flag(next()?)?,
+            leaving: Leaving::of_number(next()?)?,
             unfinished: numbers(std::mem::take(&mut rest))?,
         },
         5 => Frame::Barrier { round: next()? },
@@ -116,25 +171,17 @@ fn read(bytes: &[u8]) -> Option<Frame> {
     rest.is_empty().then_some(frame)
 }
 
-/// Decodes parts of an all-gather: rank, length and bytes of each.
-fn parts(mut bytes: &[u8]) -> Option<Vec<(u64, Vec<u8>)>> {
+/// Decodes parts of an all-gather: first rank, number of ranks, length and bytes of each run.
+fn parts(mut bytes: &[u8]) -> Option<Vec<PartRun>> {
     let mut parts = Vec::new();
-    while let Some((numbers, rest)) = bytes.split_first_chunk::<16>() {
-        let rank = u64::from_le_bytes(*numbers[..8].first_chunk()?);
-        let length = u64::from_le_bytes(*numbers[8..].first_chunk()?);
+    while !bytes.is_empty() {
+        let (head, rest) = bytes.split_first_chunk::<24>()?;
+        let [first, ranks, length] = numbers(head)?.try_into().ok()?;
         let (part, rest) = rest.split_at_checked(usize::try_from(length).ok()?)?;
-        parts.push((rank, part.to_vec()));
+        parts.push(PartRun { first, ranks, bytes: part.into() });
         bytes = rest;
     }
-    bytes.is_empty().then_some(parts)
-}
-
-const fn flag(number: u64) -> Option<bool> {
-    match number {
-        0 => Some(false),
-        1 => Some(true),
-        _ => None,
-    }
+    Some(parts)
 }
 
 fn numbers(bytes: &[u8]) -> Option<Vec<u64>> {
@@ -157,19 +204,37 @@ mod tests {
 
     #[test]
     fn frames_round_trip_and_truncated_ones_are_errors() {
-        let announce =
-            |channel| Frame::Announce { channel, tag: u64::MAX, step: 3, bytes: 1 << 40, piece: 7 };
+        let run = |first, ranks, bytes: &[u8]| PartRun { first, ranks, bytes: bytes.into() };
+        let announce = |channel| Frame::Announce {
+            context: 2,
+            channel,
+            tag: u64::MAX,
+            step: 3,
+            bytes: 1 << 40,
+            piece: 7,
+            number: 8,
+        };
+        let leave = |leaving| Frame::Leave {
+            context: 5,
+            rank: 2,
+            started: 3,
+            leaving,
+            unfinished: vec![1, u64::MAX],
+        };
         let frames = [
             Frame::Heartbeat { rank: 3, count: 7, age: u64::MAX },
             announce(Channel::Kv),
             announce(Channel::PartialGrad),
             announce(Channel::FinalGrad),
             Frame::GatherParts {
+                context: 1,
                 round: 9,
-                parts: vec![(4, vec![1, 2, 3]), (5, vec![]), (0, vec![7; 20])],
+                parts: vec![run(4, 1, &[1, 2, 3]), run(5, 7, &[]), run(0, 2, &[7; 20])],
             },
             Frame::Abort { rank: 2, what: "é".into() },
-            Frame::Leave { rank: 2, started: 3, has_failed: true, unfinished: vec![1, u64::MAX] },
+            leave(Leaving::Context),
+            leave(Leaving::Endpoint),
+            leave(Leaving::FailedEndpoint),
             Frame::Barrier { round: 12 },
         ];
         for frame in frames {
@@ -185,12 +250,12 @@ mod tests {
         assert!(Frame::decode(&[[0].as_slice(), &[0; 25]].concat(), 1).is_err());
         assert!(Frame::decode(&[6], 1).is_err());
         // a part that is shorter than its length, a list that ends within a number
-        let parts = Frame::GatherParts { round: 9, parts: vec![(4, vec![1, 2, 3])] };
+        let parts = Frame::GatherParts { context: 0, round: 9, parts: vec![run(4, 1, &[1, 2, 3])] };
         let whole = parts.encode().unwrap();
         assert!(Frame::decode(&whole.bytes()[..whole.bytes().len() - 1], 1).is_err());
-        assert!(Frame::decode(&[[4].as_slice(), &[0; 28]].concat(), 1).is_err());
-        // neither true nor false
-        assert!(Frame::decode(&[[4].as_slice(), &[2; 24]].concat(), 1).is_err());
+        assert!(Frame::decode(&[[4].as_slice(), &[0; 36]].concat(), 1).is_err());
+        // no way to leave
+        assert!(Frame::decode(&[[4].as_slice(), &[3; 32]].concat(), 1).is_err());
     }
 
     #[test]

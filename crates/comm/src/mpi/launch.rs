@@ -4,7 +4,7 @@ use annulus_core::Result;
 
 use super::{
     ffi,
-    gpu_awareness::GpuAwareness,
+    gpu_awareness::{GpuAwareness, GpuRuntime},
     lifetime::{Lifetime, lifetime},
     thread_level::ThreadLevel,
 };
@@ -56,9 +56,10 @@ impl Launch {
         ffi::thread_level()
     }
 
-    /// Returns the library's report on pointers to CUDA memory. Without them, blocks are staged.
-    pub fn gpu_awareness(&self) -> GpuAwareness {
-        GpuAwareness::of_library()
+    /// Returns the library's report on pointers to memory of a GPU runtime. Without those of CUDA,
+    /// blocks are staged.
+    pub fn gpu_awareness(&self, runtime: GpuRuntime) -> GpuAwareness {
+        GpuAwareness::of_runtime(runtime)
     }
 
     /// Ends the job on all ranks with this status.

@@ -11,15 +11,15 @@ use super::message_buffer::MessageBuffer;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum MessageKind {
     /// Bytes of a block.
-    DataSend { key: SendKey, step: usize },
+    DataSend { context: u64, key: SendKey, step: usize },
     /// Bytes of a block from `peer`.
-    DataReceive { peer: usize, channel: Channel, tag: u64 },
+    DataReceive { context: u64, peer: usize, channel: Channel, tag: u64 },
     /// Frame number `number` from `peer`.
     FrameReceive { peer: usize, number: u64 },
     /// A frame to `peer` whose completion nothing depends on.
     FrameSend { peer: usize },
     /// Parts of all-gather `round` to `peer`.
-    GatherParts { peer: usize, round: u64 },
+    GatherParts { context: u64, peer: usize, round: u64 },
 }
 
 impl MessageKind {
@@ -34,9 +34,14 @@ impl MessageKind {
         }
     }
 
-    /// Returns true for bytes of a block, false for a control message.
-    pub(super) const fn is_data(&self) -> bool {
-        matches!(self, Self::DataSend { .. } | Self::DataReceive { .. })
+    /// Returns the context that it belongs to; `None` for a frame of the endpoint.
+    pub(super) const fn context(&self) -> Option<u64> {
+        match self {
+            Self::DataSend { context, .. }
+            | Self::DataReceive { context, .. }
+            | Self::GatherParts { context, .. } => Some(*context),
+            Self::FrameReceive { .. } | Self::FrameSend { .. } => None,
+        }
     }
 }
 
@@ -104,6 +109,8 @@ pub(super) struct Announcement {
     pub(super) bytes: u64,
     /// Bytes of each of its pieces but the last.
     pub(super) piece: u64,
+    /// Number among the announced messages of its sender.
+    pub(super) number: u64,
 }
 
 impl Announcement {

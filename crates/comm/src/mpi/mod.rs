@@ -53,6 +53,36 @@
 //! then the other ranks do not learn of it. MPI's communicators have names: "annulus data" and
 //! "annulus control".
 //!
+//! # Sharing
+//! A host with many plans makes one endpoint and a handle for each plan ([`Mpi::share`]). A handle
+//! has a context (`context.rs`): its number is part of every tag, all-gather and last frame, so the
+//! messages of two plans are never matched. Communicators, locations, heartbeats and staging buffers
+//! exist once.
+//!
+//! ```no_run
+//! use annulus_comm::mpi::{Launch, Mpi, Settings};
+//!
+//! let _launch = Launch::begin()?;
+//! let endpoint = Mpi::world(Settings::default())?;
+//! let (first, second) = (endpoint.share()?, endpoint.share()?);
+//! // pass each to a plan; drop the plans in any order
+//! # drop((first, second));
+//! # Ok::<(), annulus_core::Error>(())
+//! ```
+//! * Calls of different plans may interleave in another order on each rank, as far as each rank can
+//!   reach its calls: a pass needs all ranks in it at some time.
+//! * Plans may be dropped in any order, another one on each rank. A rank that is called by the
+//!   others for a plan that it has dropped is lost to them.
+//! * An error that is not fatal concerns its plan alone. A fatal one ([`Error::is_fatal`]), as of a
+//!   lost rank, ends the endpoint: all plans over it return it. The host makes another endpoint.
+//! * A plan that is dropped within a call, or by a panic, ends the others likewise.
+//! * Where MPI grants `MPI_THREAD_MULTIPLE`, plans may be used by different threads at a time. One
+//!   that waits does not hold up the others.
+//! * The messages of a plan are received ahead unless MPI's tags for it are in use: a plan and the
+//!   64th one after it (with fewer tags, an earlier one) have the same. The later one then
+//!   announces its messages.
+//! * The endpoint ends with its last handle.
+//!
 //! # Neighbours
 //! Control messages that concern all ranks move between rank r and the ranks r ± 2^k, at most
 //! 2·⌈log₂ ranks⌉ neighbours (`circulant.rs`): heartbeats, aborts, last frames, the barrier of the
@@ -97,14 +127,18 @@
 mod all_gather;
 mod circulant;
 mod communicator;
+mod context;
 mod control;
+mod departures;
 #[cfg(feature = "cuda")]
 mod device;
 mod drop;
+mod endpoint;
 mod ffi;
 mod first_ranks;
 mod frame;
 mod gpu_awareness;
+mod handle;
 mod known_work;
 mod launch;
 mod lifetime;
@@ -122,38 +156,27 @@ mod topology;
 mod transfers;
 mod wire_tags;
 
-use std::{
-    collections::{BTreeMap, HashMap, VecDeque},
-    ffi::CStr,
-    time::{Duration, Instant},
-};
+use std::{ffi::CStr, sync::Arc, time::Duration};
 
-use annulus_core::{Channel, Error, Result};
+use annulus_core::{Error, Result};
 
 #[cfg(feature = "cuda")]
 pub use self::device::DeviceMpi;
 use self::{
-    all_gather::AllGather,
-    circulant::Barrier,
     communicator::{Communicator, ParentCommunicator},
-    known_work::KnownWork,
+    endpoint::{Endpoint, SharedEndpoint},
     lifetime::check_alive,
-    messages::{Announcement, MessageKind, PostedReceive, QueuedSend, SendKey},
-    peers::Peers,
-    requests::{LONGEST_PIECE, Requests},
-    wire_tags::WireTags,
+    requests::LONGEST_PIECE,
 };
 pub use self::{
     first_ranks::FirstRanks,
-    gpu_awareness::GpuAwareness,
+    gpu_awareness::{GpuAwareness, GpuRuntime},
     launch::Launch,
     nodes::{NodeMap, RankLocation},
     patience::Patience,
     progress::Progress,
     thread_level::ThreadLevel,
 };
-use crate::staging::Staging;
-
 /// Communicator handle of C.
 pub type Communication = ::mpi::ffi::MPI_Comm;
 
@@ -207,49 +230,20 @@ impl Settings {
     }
 }
 
-/// Endpoint of one rank of a ring of processes. See the [module](self).
+/// Endpoint of one rank of a ring of processes, or one of the handles that share it. See the
+/// [module](self).
 pub struct Mpi {
-    /// `None` once it is being dropped.
-    data: Option<Communicator>,
-    control: Option<Communicator>,
+    shared: Arc<SharedEndpoint>,
+    /// Number of this handle's context.
+    context: u64,
     rank: usize,
     ranks: usize,
-    settings: Settings,
-    tags: WireTags,
-    /// True if receives with agreed lengths start when they are posted, on all ranks. False until
-    /// the records of all ranks are gathered, right after creation.
+    nodes: Arc<NodeMap>,
     posts_ahead: bool,
-    requests: Requests<MessageKind>,
-    staging: Staging,
-    /// Sends that have not completed.
-    sends: Vec<SendKey>,
-    /// Those of them that follow another one and have not started.
-    queued: VecDeque<QueuedSend>,
-    /// Posted and not yet taken.
-    receives: Vec<PostedReceive>,
-    /// Announced before their receives were posted.
-    early: Vec<Announcement>,
-    /// Tag of the last posted receive, by peer and channel.
-    last_tags: HashMap<(usize, Channel), u64>,
-    peers: Peers,
-    /// Empty until the records of all ranks are gathered, right after creation.
-    nodes: NodeMap,
-    all_gathers: BTreeMap<u64, AllGather>,
-    /// Number of all-gathers that this rank has started.
-    started: u64,
-    /// Step of the last post.
-    step: usize,
-    bytes_sent: u64,
-    work: KnownWork,
-    /// True from a heartbeat of a working rank to the end of the next all-gather.
-    is_working: bool,
-    /// Barrier of the drop.
-    barrier: Barrier,
-    last_heartbeat: Option<Instant>,
-    /// Time since which no message has moved.
-    idle_since: Instant,
-    abort_sent: bool,
-    failed: Option<Error>,
+    /// Neighbours that had not left at the last poll, ascending.
+    watched: Vec<usize>,
+    /// Moves of the endpoint that this handle has seen.
+    seen: u64,
 }
 
 impl Mpi {
@@ -333,103 +327,75 @@ impl Mpi {
     fn adopted(communicator: ParentCommunicator, settings: Settings) -> Result<Self> {
         settings.check()?;
         let data = Communicator::adopt(communicator, DATA)?;
-        let mut endpoint = Self::with_data(data, settings)?;
+        let mut endpoint = Endpoint::new(data, settings)?;
         endpoint.gather_records()?;
-        Ok(endpoint)
+        Self::of(endpoint)
     }
 
     fn over(parent: ParentCommunicator, settings: Settings) -> Result<Self> {
-        let mut endpoint = Self::over_unmapped(parent, settings)?;
+        let mut endpoint = Self::unmapped(parent, settings)?;
         endpoint.gather_records()?;
-        Ok(endpoint)
+        Self::of(endpoint)
     }
 
-    /// As [`Mpi::over`], without the records of the other ranks.
-    fn over_unmapped(parent: ParentCommunicator, settings: Settings) -> Result<Self> {
+    /// Creates the endpoint of a duplicate of `parent`, without the records of the other ranks.
+    fn unmapped(parent: ParentCommunicator, settings: Settings) -> Result<Endpoint> {
         settings.check()?;
         let data = Communicator::duplicate(parent, DATA, &settings.patience)?;
-        Self::with_data(data, settings)
+        Endpoint::new(data, settings)
     }
 
-    /// Creates the endpoint of a communicator that is its own, without the records of other ranks.
-    fn with_data(data: Communicator, settings: Settings) -> Result<Self> {
-        // a duplicate of `data`, so that at most one operation is ever pending on the caller's
-        let control = Communicator::duplicate(data.as_parent(), CONTROL, &settings.patience)?;
-        let rank = data.rank();
-        let ranks = data.ranks();
-        let tags = WireTags::new(data.last_tag(), ranks).ok_or_else(|| {
-            Error::unsupported(
-                format!("a ring of {ranks} ranks"),
-                format!("an MPI whose tags end at {}", data.last_tag()),
-            )
-        })?;
-        let mut endpoint = Self::detached(rank, ranks);
-        endpoint.settings = settings;
-        endpoint.tags = tags;
-        endpoint.data = Some(data);
-        endpoint.control = Some(control);
-        Ok(endpoint)
+    /// Creates the first handle to an endpoint.
+    fn of(endpoint: Endpoint) -> Result<Self> {
+        Self::sharing(&Arc::new(SharedEndpoint::new(endpoint)))
     }
 
-    /// Creates an endpoint without communicators, which can neither send nor receive.
-    fn detached(rank: usize, ranks: usize) -> Self {
-        let now = Instant::now();
-        Self {
-            data: None,
-            control: None,
-            rank,
-            ranks,
-            settings: Settings::default(),
-            tags: WireTags::default(),
-            posts_ahead: false,
-            requests: Requests::new(),
-            staging: Staging::default(),
-            sends: Vec::new(),
-            queued: VecDeque::new(),
-            receives: Vec::new(),
-            early: Vec::new(),
-            last_tags: HashMap::new(),
-            peers: Peers::new(rank, ranks, now),
-            nodes: NodeMap::new(Vec::new()),
-            all_gathers: BTreeMap::new(),
-            started: 0,
-            step: 0,
-            bytes_sent: 0,
-            work: KnownWork::new(rank, now),
-            is_working: false,
-            barrier: Barrier::new(rank, ranks),
-            last_heartbeat: None,
-            idle_since: now,
-            abort_sent: false,
-            failed: None,
-        }
+    /// Creates a handle to an endpoint.
+    fn sharing(shared: &Arc<SharedEndpoint>) -> Result<Self> {
+        let mut endpoint = shared.lock();
+        let context = endpoint.open_context()?;
+        Ok(Self {
+            context,
+            rank: endpoint.rank,
+            ranks: endpoint.ranks,
+            nodes: Arc::clone(&endpoint.nodes),
+            posts_ahead: endpoint.context(context).posts_ahead,
+            watched: endpoint.peers.staying().to_vec(),
+            seen: endpoint.moves,
+            shared: Arc::clone(shared),
+        })
+    }
+
+    /// Creates a further handle to this endpoint, for a plan of its own. It costs no message, no
+    /// communicator and no other resource of MPI.
+    ///
+    /// Messages of different handles are never matched, so plans over them are used and dropped
+    /// independently; see "Sharing" in the [module](self).
+    ///
+    /// # Ordering
+    /// Local. All ranks share an endpoint in the same order: their n-th handles belong together.
+    /// # Errors
+    /// That of an endpoint that is dead; [`Error::Unsupported`] on a thread that may not use it.
+    pub fn share(&self) -> Result<Self> {
+        // handles that were dropped elsewhere may make room for tags
+        parked::drop_all();
+        self.shared.lock().enter()?;
+        Self::sharing(&self.shared)
     }
 
     /// Returns the highest tag that MPI can send (`MPI_TAG_UB`), which bounds the ranks of a ring.
     pub fn last_tag(&self) -> u64 {
-        self.data.as_ref().map_or(0, Communicator::last_tag)
+        self.shared.lock().data.as_ref().map_or(0, Communicator::last_tag)
     }
 
     /// Returns true if any thread may use this endpoint: if MPI grants `MPI_THREAD_MULTIPLE`.
     pub fn any_thread(&self) -> bool {
-        self.data.as_ref().is_some_and(Communicator::any_thread)
+        self.shared.lock().data.as_ref().is_some_and(Communicator::any_thread)
     }
 
     /// Returns the node, host and cores of every rank of this ring.
-    pub const fn nodes(&self) -> &NodeMap {
+    pub fn nodes(&self) -> &NodeMap {
         &self.nodes
-    }
-
-    /// Returns the two communicators, `data` and `control`, if this thread may call MPI now.
-    fn enter(&self) -> Result<(&Communicator, &Communicator)> {
-        match (&self.data, &self.control) {
-            (Some(data), Some(control)) => data.enter().map(|()| (data, control)),
-            _ => Err(Error::invalid("MPI", "an endpoint that is being dropped", "one that is not")),
-        }
-    }
-
-    fn check_alive(&self) -> Result<()> {
-        self.failed.clone().map_or(Ok(()), Err)
     }
 }
 

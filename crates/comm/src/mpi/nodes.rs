@@ -1,11 +1,11 @@
 //! Nodes, hosts, cores and message settings of all ranks, gathered once when an endpoint is
 //! created.
 
-use std::{collections::HashMap, ops::RangeInclusive};
+use std::{collections::HashMap, ops::RangeInclusive, sync::Arc};
 
 use annulus_core::{Error, Placement, Result};
 
-use super::{Mpi, topology};
+use super::{endpoint::Endpoint, topology};
 
 /// Bytes of a rank's record. A longer host name is cut.
 const RECORD: usize = 1024;
@@ -80,7 +80,7 @@ impl NodeMap {
     }
 }
 
-impl Mpi {
+impl Endpoint {
     /// Gathers the map, and finds out if messages may be received ahead: if no rank announces them
     /// and all divide them into the same pieces.
     ///
@@ -104,7 +104,7 @@ impl Mpi {
         let records: Vec<Record> = all.iter().enumerate().map(decode).collect::<Result<_>>()?;
         let is_same = records.iter().all(|record| record.messages == messages);
         self.posts_ahead = is_same && !self.settings.announce;
-        self.nodes = NodeMap::new(records);
+        self.nodes = Arc::new(NodeMap::new(records));
         Ok(())
     }
 }

@@ -1,26 +1,30 @@
-//! Endpoints that were dropped on a thread which may not call MPI. They wait for their own thread.
+//! Handles that were dropped on a thread which may not call MPI. They wait for their own thread.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
-use super::Mpi;
+use super::{drop::drop_context, endpoint::SharedEndpoint};
 
-static PARKED: Mutex<Vec<Mpi>> = Mutex::new(Vec::new());
-
-/// Keeps an endpoint until [`drop_all`] is called on its thread.
-pub(super) fn park(endpoint: Mpi) {
-    PARKED.lock().unwrap_or_else(PoisonError::into_inner).push(endpoint);
+/// A context that waits to be dropped.
+struct Parked {
+    endpoint: Arc<SharedEndpoint>,
+    context: u64,
 }
 
-/// Drops the endpoints that belong to this thread: when it makes the next endpoint, and when MPI is
-/// finalised.
+static PARKED: Mutex<Vec<Parked>> = Mutex::new(Vec::new());
+
+/// Keeps a context until [`drop_all`] is called on the thread of its endpoint.
+pub(super) fn park(endpoint: Arc<SharedEndpoint>, context: u64) {
+    let parked = Parked { endpoint, context };
+    PARKED.lock().unwrap_or_else(PoisonError::into_inner).push(parked);
+}
+
+/// Drops the contexts that belong to this thread: when it makes the next endpoint or shares one, and
+/// when MPI is finalised.
 pub(super) fn drop_all() {
-    let ours = {
-        let mut parked = PARKED.lock().unwrap_or_else(PoisonError::into_inner);
-        let (ours, others) =
-            parked.drain(..).partition(|endpoint| !endpoint.is_on_another_thread());
-        *parked = others;
-        ours
-    };
-    // the lock is free: an endpoint may be dropped elsewhere meanwhile
-    drop::<Vec<Mpi>>(ours);
+    // the list is free while endpoints are locked: a handle may be dropped elsewhere meanwhile
+    let all = std::mem::take(&mut *PARKED.lock().unwrap_or_else(PoisonError::into_inner));
+    for Parked { endpoint, context } in all {
+        // parks it again on another thread
+        drop_context(&endpoint, context);
+    }
 }

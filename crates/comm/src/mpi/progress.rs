@@ -12,18 +12,19 @@
 
 use std::{
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicBool, Ordering},
     },
     thread::{self, JoinHandle},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use annulus_core::{
-    Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Placement, Result, Transport,
+    Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Result, Transport,
 };
 
-use super::Mpi;
+use super::{Mpi, endpoint::SharedEndpoint};
+use crate::delegate::forward_control;
 
 /// An endpoint that a thread of its own also polls.
 ///
@@ -42,36 +43,18 @@ use super::Mpi;
 /// # Ok::<(), annulus_core::Error>(())
 /// ```
 pub struct Progress {
-    cell: Arc<EndpointCell>,
-    /// The endpoint's placement, which never changes: a copy that can be borrowed without the lock.
-    placement: Option<Placement>,
-    /// The endpoint's neighbours, likewise.
-    neighbours: Vec<usize>,
+    inner: Mpi,
+    stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// An endpoint that the rank and its progress thread use in turn.
-struct EndpointCell {
-    endpoint: Mutex<Mpi>,
-    stop: AtomicBool,
-}
-
-impl EndpointCell {
-    /// Locks the endpoint. A poisoned lock is no error: the endpoint records its own failures.
-    fn lock(&self) -> MutexGuard<'_, Mpi> {
-        self.endpoint.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Polls the endpoint until `stop` is set or the endpoint fails; its next user gets the error.
-    fn poll(&self, interval: Duration) {
-        while !self.stop.load(Ordering::Acquire) {
-            thread::park_timeout(interval);
-            // skipped while the rank uses the endpoint, because every call advances messages
-            if let Ok(mut endpoint) = self.endpoint.try_lock()
-                && endpoint.progress(Duration::ZERO).is_err()
-            {
-                return;
-            }
+/// Polls the endpoint until `stop` is set or the endpoint fails; its next user gets the error.
+fn poll(endpoint: &SharedEndpoint, stop: &AtomicBool, interval: Duration) {
+    while !stop.load(Ordering::Acquire) {
+        thread::park_timeout(interval);
+        // skipped while a rank uses the endpoint, because every call advances messages
+        if endpoint.try_lock().is_some_and(|mut endpoint| endpoint.pump().is_err()) {
+            return;
         }
     }
 }
@@ -97,25 +80,23 @@ impl Progress {
         if interval.is_zero() {
             return Err(Error::invalid("interval", format!("{interval:?}"), "more than zero"));
         }
-        let placement = endpoint.placement().cloned();
-        let neighbours = endpoint.watched().unwrap_or_default().to_vec();
-        let cell =
-            Arc::new(EndpointCell { endpoint: Mutex::new(endpoint), stop: AtomicBool::new(false) });
-        let polled = Arc::clone(&cell);
+        let stop = Arc::new(AtomicBool::new(false));
+        let polled = Arc::clone(&endpoint.shared);
+        let until = Arc::clone(&stop);
         let thread = thread::Builder::new()
             .name("annulus-mpi-progress".to_owned())
-            .spawn(move || polled.poll(interval));
+            .spawn(move || poll(&polled, &until, interval));
         let thread = thread.map_err(|error| Error::Device {
             what: format!("the progress thread could not be started: {error}"),
         })?;
-        Ok(Self { cell, placement, neighbours, thread: Some(thread) })
+        Ok(Self { inner: endpoint, stop, thread: Some(thread) })
     }
 }
 
 impl Drop for Progress {
     /// Ends the thread, so that the endpoint is dropped here and not after `MPI_Finalize`.
     fn drop(&mut self) {
-        self.cell.stop.store(true, Ordering::Release);
+        self.stop.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take() {
             thread.thread().unpark();
             // a panic of the thread leaves nothing to handle: a poisoned lock is accepted
@@ -134,85 +115,43 @@ impl Transport<Host> for Progress {
         sends: &[Outgoing<'_, Host>],
         receives: &mut Vec<Incoming<Host>>,
     ) -> Result<()> {
-        self.cell.lock().post(sends, receives)
+        self.inner.post(sends, receives)
     }
 
     fn progress(&mut self, patience: Duration) -> Result<()> {
-        self.cell.lock().progress(patience)
+        self.inner.progress(patience)
     }
 
     fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
-        self.cell.lock().take(header)
+        self.inner.take(header)
     }
 
     fn pending(&self) -> bool {
-        self.cell.lock().pending()
+        self.inner.pending()
     }
 
     fn bytes_sent(&self) -> u64 {
-        self.cell.lock().bytes_sent()
+        self.inner.bytes_sent()
     }
 
     fn posts_ahead(&self) -> bool {
-        self.cell.lock().posts_ahead()
+        self.inner.posts_ahead()
     }
 
     fn runs_groups_in_order(&self) -> bool {
-        self.cell.lock().runs_groups_in_order()
+        self.inner.runs_groups_in_order()
     }
 }
 
 impl Control for Progress {
-    fn rank(&self) -> usize {
-        self.cell.lock().rank()
-    }
-
-    fn ranks(&self) -> usize {
-        self.cell.lock().ranks()
-    }
-
-    fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
-        self.cell.lock().start_all_gather(round, bytes)
-    }
-
-    fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
-        self.cell.lock().try_all_gather(round)
-    }
-
-    fn stragglers(&self, round: u64) -> Vec<usize> {
-        self.cell.lock().stragglers(round)
-    }
-
-    fn abort(&mut self, error: &Error) {
-        self.cell.lock().abort(error);
-    }
-
-    fn heartbeat(&mut self, working: bool) {
-        self.cell.lock().heartbeat(working);
-    }
-
-    fn placement(&self) -> Option<&Placement> {
-        self.placement.as_ref()
-    }
-
-    fn last_heard(&self, peer: usize) -> Instant {
-        self.cell.lock().last_heard(peer)
-    }
-
-    fn watched(&self) -> Option<&[usize]> {
-        Some(&self.neighbours)
-    }
-
-    fn last_work(&self) -> Instant {
-        self.cell.lock().last_work()
+    forward_control! {
+        rank ranks start_all_gather try_all_gather stragglers abort heartbeat placement last_heard
+        last_work
     }
 }
 
 impl std::fmt::Debug for Progress {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter
-            .debug_struct("Progress")
-            .field("endpoint", &*self.cell.lock())
-            .finish_non_exhaustive()
+        formatter.debug_struct("Progress").field("endpoint", &self.inner).finish_non_exhaustive()
     }
 }

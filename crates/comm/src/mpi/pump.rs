@@ -9,14 +9,14 @@ use std::{
 use annulus_core::{Channel, Error, MessageHeader, Result};
 
 use super::{
-    Mpi,
-    all_gather::AllGather,
+    departures::Departure,
+    endpoint::{Endpoint, SharedEndpoint},
     ffi::PeerStep,
-    frame::Frame,
+    frame::{Frame, Leaving},
     message_buffer::MessageBuffer,
     messages::{Announcement, MessageKind, PostedReceive, ReceiveStage},
-    peers::Departure,
     requests::{Completed, MessageError},
+    transfers::WireForm,
 };
 use crate::ranges;
 
@@ -31,37 +31,46 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(1);
 /// memory of frames that have not completed.
 const MOST_FRAMES: usize = 256;
 
-impl Mpi {
-    /// Does everything that can be done; waits at most `patience` for something to do.
-    pub(super) fn wait(&mut self, patience: Duration) -> Result<()> {
+impl SharedEndpoint {
+    /// Does everything that can be done; waits at most `patience` for something to do. The endpoint
+    /// is not locked during pauses.
+    ///
+    /// `seen` is the number of moves that the caller has seen; it may be another thread that makes
+    /// the next one.
+    pub(super) fn wait(&self, patience: Duration, seen: &mut u64) -> Result<()> {
         let started = Instant::now();
-        while !self.pump()? {
+        loop {
+            let (moves, idle) = {
+                let mut endpoint = self.lock();
+                endpoint.pump()?;
+                (endpoint.moves, endpoint.idle_since.elapsed())
+            };
             let left = patience.saturating_sub(started.elapsed());
-            if left.is_zero() {
-                break;
+            if std::mem::replace(seen, moves) != moves || left.is_zero() {
+                return Ok(());
             }
-            let idle = self.idle_since.elapsed();
             if idle < BUSY_TIME {
                 thread::yield_now();
             } else {
                 thread::sleep((idle / 8).clamp(SHORTEST_PAUSE, LONGEST_PAUSE).min(left));
             }
         }
-        Ok(())
     }
+}
 
-    /// Does everything that can be done without waiting. Returns true if there was anything to do.
+impl Endpoint {
+    /// Does everything that can be done without waiting.
     ///
     /// # Errors
     /// A fatal one ([`Error::is_fatal`]) ends the endpoint.
-    pub(super) fn pump(&mut self) -> Result<bool> {
+    pub(super) fn pump(&mut self) -> Result<()> {
         self.check_alive()?;
         self.enter()?;
-        let moved = self.try_pump().inspect_err(|error| self.fail(error))?;
-        if moved {
+        if self.try_pump().inspect_err(|error| self.fail(error))? {
             self.idle_since = Instant::now();
+            self.moves += 1;
         }
-        Ok(moved)
+        Ok(())
     }
 
     /// Records the error that ends this endpoint, if it is fatal, and forwards an abort.
@@ -92,14 +101,36 @@ impl Mpi {
             }
         }
         self.forward_departures()?;
-        let left = self.peers.poll_left();
-        let missing = left.iter().find_map(|&peer| self.missing_from(peer));
-        // after those: a rank that left within an all-gather may have done so because it lost
-        // another one, which is then the one to name
-        match missing.or_else(|| left.iter().find_map(|&peer| self.unfinished_by(peer))) {
+        match self.lost_peer() {
             Some(PeerStep { peer, step }) => Err(Error::PeerLost { peer, step }),
             None => Ok(moved),
         }
+    }
+
+    /// Returns a rank that has left a context in which this one waits for it.
+    fn lost_peer(&mut self) -> Option<PeerStep> {
+        if self.contexts.values().all(|context| context.departures.is_empty()) {
+            return None;
+        }
+        let now = Instant::now();
+        self.peers.poll_grace(now);
+        let open = || self.contexts.values().filter(|context| context.is_open);
+        let missing = open().find_map(|context| {
+            context.departures.iter().find_map(|(peer, departure)| {
+                let overdue = self.peers.is_overdue(departure.at, now);
+                let step = context.missing_from(peer, departure, overdue)?;
+                Some(PeerStep { peer, step })
+            })
+        });
+        // after those: a rank that left within an all-gather may have done so because it lost
+        // another one, which is then the one to name
+        missing.or_else(|| {
+            open().find_map(|context| {
+                let mut left = context.departures.iter();
+                let (peer, _) = left.find(|(_, departure)| context.is_unfinished_by(departure))?;
+                Some(PeerStep { peer, step: context.step })
+            })
+        })
     }
 
     /// Starts receiving the next frame. Returns false if there is none.
@@ -114,7 +145,7 @@ impl Mpi {
 
     /// Delivers all messages that have completed. Returns true if there were any.
     fn deliver_completed(&mut self) -> Result<bool> {
-        let completed = self.requests.test(PeerStep { peer: self.rank, step: self.step })?;
+        let completed = self.requests.test(PeerStep::of(self.rank))?;
         let moved = !completed.is_empty();
         for message in completed {
             self.deliver(message)?;
@@ -126,6 +157,8 @@ impl Mpi {
     pub(super) fn deliver(&mut self, completed: Completed<MessageKind>) -> Result<()> {
         let Completed { kind, buffer, outcome } = completed;
         let peer = kind.peer();
+        let context = kind.context().and_then(|context| self.contexts.get(&context));
+        let step = context.map_or(0, |context| context.step);
         let delivered = outcome.is_ok();
         match outcome {
             Ok(()) => {}
@@ -136,18 +169,20 @@ impl Mpi {
                     }
                     _ => "a control message has another length than MPI has reported".to_owned(),
                 };
-                return Err(Error::Comm { peer, step: self.step, what });
+                return Err(Error::Comm { peer, step, what });
             }
             // a rank that has left needs no more frames
-            Err(MessageError::Mpi(_)) if self.peers.has_left(peer) && !kind.is_data() => {}
+            Err(MessageError::Mpi(_)) if self.needs_no_frames(&kind) => {}
             Err(MessageError::Mpi(error)) => {
-                return Err(error.into_error(PeerStep { peer, step: self.step }));
+                return Err(error.into_error(PeerStep { peer, step }));
             }
         }
         match kind {
-            MessageKind::DataSend { key, step } => return self.finish_send(key, step),
-            MessageKind::DataReceive { channel, tag, .. } => {
-                return self.finish_receive(peer, channel, tag, buffer);
+            MessageKind::DataSend { context, key, step } => {
+                return self.finish_send(context, key, step);
+            }
+            MessageKind::DataReceive { context, channel, tag, .. } => {
+                return self.finish_receive(context, (peer, channel, tag), buffer);
             }
             MessageKind::FrameReceive { number, .. } if delivered => {
                 let frame = buffer.into_host().map(|frame| (number, frame));
@@ -155,31 +190,47 @@ impl Mpi {
                 return self.process_frames(peer);
             }
             MessageKind::FrameReceive { .. } | MessageKind::FrameSend { .. } => {}
-            MessageKind::GatherParts { round, .. } => {
-                if let Some(all_gather) = self.all_gathers.get_mut(&round) {
-                    all_gather.unsent -= 1;
+            MessageKind::GatherParts { context, round, .. } => {
+                let context = self.contexts.get_mut(&context);
+                if let Some(gather) = context.and_then(|own| own.all_gathers.get_mut(&round)) {
+                    gather.unsent -= 1;
                 }
             }
         }
         Ok(())
     }
 
+    /// Returns true for a frame from or to a rank that has left.
+    fn needs_no_frames(&self, kind: &MessageKind) -> bool {
+        let peer = kind.peer();
+        let has_left = || {
+            let mut contexts = self.contexts.values();
+            contexts.any(|context| context.departures.get(peer).is_some())
+        };
+        let is_data =
+            matches!(kind, MessageKind::DataSend { .. } | MessageKind::DataReceive { .. });
+        !is_data && (self.peers.left().contains_key(&peer) || has_left())
+    }
+
     /// Ends a posted receive, whose bytes have arrived in `arrived`.
     fn finish_receive(
         &mut self,
-        peer: usize,
-        channel: Channel,
-        tag: u64,
+        context: u64,
+        (peer, channel, tag): (usize, Channel, u64),
         arrived: MessageBuffer,
     ) -> Result<()> {
-        let Some(receive) =
-            self.receives.iter_mut().find(|receive| receive.is_for(peer, channel, tag))
+        // not by `self.context`, which would borrow the stock of staging buffers too
+        let Some(context) = self.contexts.get_mut(&context).filter(|context| context.is_open)
         else {
-            return Err(Error::Comm {
-                peer,
-                step: self.step,
-                what: format!("message {channel:?} {tag} without a receive"),
-            });
+            // it was cancelled, or arrived while its plan was dropped
+            return Ok(());
+        };
+        let step = context.step;
+        let receives = &mut context.receives;
+        let Some(receive) = receives.iter_mut().find(|receive| receive.is_for(peer, channel, tag))
+        else {
+            let what = format!("message {channel:?} {tag} without a receive");
+            return Err(Error::Comm { peer, step, what });
         };
         if receive.stage == ReceiveStage::Staged {
             if let (Some(MessageBuffer::Host(into)), MessageBuffer::Host(staged)) =
@@ -220,43 +271,50 @@ impl Mpi {
                 let rank = self.check_rank(peer, rank)?;
                 self.work.learn(rank, count, Duration::from_nanos(age), Instant::now());
             }
-            Frame::Announce { channel, tag, step, bytes, piece } => {
-                let step = usize::try_from(step).unwrap_or(usize::MAX);
-                let announcement = Announcement { peer, channel, tag, step, bytes, piece };
-                return self.match_announcement(announcement);
+            // frames of a context that this rank has dropped concern the others only
+            Frame::Announce { context, .. } if self.has_dropped(context) => {
+                self.has_unmatched = true;
             }
-            Frame::GatherParts { round, parts } => {
-                for (rank, part) in parts {
-                    let is_new = usize::try_from(rank)
-                        .is_ok_and(|rank| self.all_gather(round).put(rank, part));
-                    if !is_new {
+            Frame::GatherParts { context, .. } if self.has_dropped(context) => {}
+            Frame::Announce { context, channel, tag, step, bytes, piece, number } => {
+                let step = usize::try_from(step).unwrap_or(usize::MAX);
+                let announcement = Announcement { peer, channel, tag, step, bytes, piece, number };
+                return self.match_announcement(context, announcement);
+            }
+            Frame::GatherParts { context, round, parts } => {
+                for run in parts {
+                    if !self.all_gather(context, round).put_run(&run) {
                         let what = format!(
-                            "a part of all-gather {round} of rank {rank}, which has sent one or is \
-                             no rank: rounds only grow"
+                            "parts of all-gather {round} of {} ranks from rank {} on, which have \
+                             sent them or are no ranks: rounds only grow",
+                            run.ranks, run.first
                         );
-                        return Err(Error::Comm { peer, step: self.step, what });
+                        let step = self.context(context).step;
+                        return Err(Error::Comm { peer, step, what });
                     }
                 }
-                self.forward_parts(round)?;
+                self.forward_parts(context, round)?;
             }
             Frame::Abort { rank, what } => {
                 let rank = usize::try_from(rank).unwrap_or(usize::MAX);
                 return Err(Error::Aborted { rank, what });
             }
-            Frame::Leave { rank, started, has_failed, unfinished } => {
+            Frame::Leave { context, rank, started, leaving, unfinished } => {
                 let rank = self.check_rank(peer, rank)?;
                 let at = Instant::now();
-                let is_forwarded = rank != peer;
-                let departure = Departure { at, is_forwarded, has_failed, started, unfinished };
-                // a rank that drops its endpoint knows that itself
-                if rank != self.rank {
-                    self.peers.leave(rank, departure);
+                let departure = Departure { at, is_forwarded: rank != peer, started, unfinished };
+                // a rank that drops its plan knows that itself
+                if rank != self.rank && !self.has_dropped(context) {
+                    self.context(context).departures.add(rank, departure);
+                }
+                if leaving != Leaving::Context {
+                    self.leave_endpoint(peer, at, leaving == Leaving::FailedEndpoint);
                 }
             }
             Frame::Barrier { round } => {
                 let Some(messages) = self.barrier.receive(round) else {
                     let what = format!("a second message of round {round} of a barrier");
-                    return Err(Error::Comm { peer, step: self.step, what });
+                    return Err(Error::Comm { peer, step: 0, what });
                 };
                 self.send_barrier(messages)?;
             }
@@ -269,7 +327,7 @@ impl Mpi {
         let known = usize::try_from(rank).ok().filter(|&rank| rank < self.ranks);
         known.ok_or_else(|| Error::Comm {
             peer,
-            step: self.step,
+            step: 0,
             what: format!("a control message about rank {rank} of {}", self.ranks),
         })
     }
@@ -280,28 +338,29 @@ impl Mpi {
     fn forward_departures(&mut self) -> Result<()> {
         // a frame that is sent after the last one could arrive after its receiver has freed the
         // communicator
-        if !self.peers.has_unforwarded() || self.barrier.has_entered() {
+        if self.barrier.has_entered() {
             return Ok(());
         }
-        let is_busy = self.is_working
-            || self.peers.has_unsent()
-            || self.receives.iter().any(|receive| receive.stage != ReceiveStage::Arrived);
-        let all_gathers = &self.all_gathers;
-        let needs = |departure: &Departure| {
-            let is_missing = |(round, gather): (&u64, &AllGather)| {
-                gather.is_incomplete()
-                    && (gather.number >= Some(departure.started)
-                        || departure.unfinished.contains(round))
-            };
-            is_busy || all_gathers.iter().any(is_missing)
-        };
-        for rank in self.peers.take_unforwarded(needs) {
-            let Some(Departure { started, has_failed, unfinished, .. }) =
-                self.peers[rank].departure().cloned()
-            else {
+        let mut frames = Vec::new();
+        for (&number, context) in self.contexts.iter_mut().filter(|(_, context)| context.is_open) {
+            if context.departures.is_empty() {
                 continue;
-            };
-            let frame = Frame::Leave { rank: rank as u64, started, has_failed, unfinished };
+            }
+            let mut departures = std::mem::take(&mut context.departures);
+            let is_busy = context.is_busy();
+            let concerned = departures.take_unforwarded(|left| is_busy || context.misses(left));
+            for rank in concerned {
+                let Some(Departure { started, unfinished, .. }) = departures.get(rank).cloned()
+                else {
+                    continue;
+                };
+                let leaving = Leaving::Context;
+                let rank = rank as u64;
+                frames.push(Frame::Leave { context: number, rank, started, leaving, unfinished });
+            }
+            context.departures = departures;
+        }
+        for frame in frames {
             self.send_to_each(self.peers.staying().to_vec(), &frame)?;
         }
         Ok(())
@@ -311,81 +370,42 @@ impl Mpi {
     ///
     /// # Errors
     /// [`Error::Comm`] if the message is a duplicate or has another length than its receive.
-    fn match_announcement(&mut self, announcement: Announcement) -> Result<()> {
-        let Announcement { peer, channel, tag, step, bytes, piece } = announcement;
+    fn match_announcement(&mut self, context: u64, announcement: Announcement) -> Result<()> {
+        let Announcement { peer, channel, tag, step, bytes, piece, number } = announcement;
         let is_expected = |receive: &PostedReceive| {
             announcement.is_for(receive) && receive.stage == ReceiveStage::Posted
         };
-        if let Some(index) = self.receives.iter().position(is_expected) {
-            let MessageHeader { step, .. } = self.receives[index].header;
-            let want = self.receives[index].header.bytes();
+        let own = self.context(context);
+        if let Some(index) = own.receives.iter().position(is_expected) {
+            let MessageHeader { step, .. } = own.receives[index].header;
+            let want = own.receives[index].header.bytes();
             if bytes != want {
                 let what =
                     format!("message {channel:?} {tag} truncated: got {bytes} bytes, want {want}");
                 return Err(Error::Comm { peer, step, what });
             }
-            return self.begin_receive(index, piece);
+            let tag = self.tags.announced(number, channel);
+            return self.begin_receive(context, index, WireForm { tag, piece });
         }
-        let is_late = self.last_tags.get(&(peer, channel)).is_some_and(|&last| tag <= last);
-        if is_late || self.early.iter().any(|early| early.is_same(&announcement)) {
-            return Err(Error::Comm {
-                peer,
-                step,
-                what: format!("duplicate message {channel:?} {tag}"),
-            });
+        let is_late = own.last_tags.get(&(peer, channel)).is_some_and(|&last| tag <= last);
+        if is_late || own.early.iter().any(|early| early.is_same(&announcement)) {
+            let what = format!("duplicate message {channel:?} {tag}");
+            return Err(Error::Comm { peer, step, what });
         }
-        self.early.push(announcement);
+        own.early.push(announcement);
         Ok(())
     }
 
     /// Matches early announcements with receives that were posted since.
-    pub(super) fn match_early(&mut self) -> Result<()> {
-        let mut early = std::mem::take(&mut self.early);
+    pub(super) fn match_early(&mut self, number: u64) -> Result<()> {
+        let context = self.context(number);
+        let mut early = std::mem::take(&mut context.early);
         early.sort_by_key(|early| early.tag);
         let is_posted =
-            |early: &Announcement| self.receives.iter().any(|receive| early.is_for(receive));
+            |early: &Announcement| context.receives.iter().any(|receive| early.is_for(receive));
         let (matched, rest): (Vec<_>, Vec<_>) = early.into_iter().partition(is_posted);
-        self.early = rest;
-        matched.into_iter().try_for_each(|early| self.match_announcement(early))
-    }
-
-    /// Returns the step in which a message from or to `peer`, which has left, can no longer
-    /// complete.
-    fn missing_from(&self, peer: usize) -> Option<PeerStep> {
-        let departure = self.peers[peer].departure()?;
-        // its own last frame comes after all its other frames, but its blocks may take a little
-        // longer
-        let overdue = self.peers.is_overdue(departure);
-        let is_final = overdue || !departure.is_forwarded;
-        let is_missing = |receive: &&PostedReceive| match receive.stage {
-            ReceiveStage::Posted => {
-                receive.header.peer == peer
-                    && is_final
-                    && (overdue || !self.early.iter().any(|early| early.is_for(receive)))
-            }
-            ReceiveStage::Direct | ReceiveStage::Staged => receive.header.peer == peer && overdue,
-            ReceiveStage::Arrived => false,
-        };
-        let receive = self.receives.iter().find(is_missing).map(|receive| receive.header.step);
-        let send = || self.peers[peer].oldest_send().filter(|_| overdue);
-        // a rank that started an all-gather may leave while other ranks still forward its part
-        let started = Some(departure.started);
-        let gather = || {
-            let misses = |gather: &AllGather| gather.is_incomplete() && gather.number >= started;
-            self.all_gathers.values().any(misses)
-        };
-        let step = receive.or_else(send).or_else(|| gather().then_some(self.step))?;
-        Some(PeerStep { peer, step })
-    }
-
-    /// Returns the current step if `peer` has left without forwarding all parts of an all-gather
-    /// that is incomplete here.
-    fn unfinished_by(&self, peer: usize) -> Option<PeerStep> {
-        let departure = self.peers[peer].departure()?;
-        let is_incomplete =
-            |round: &u64| self.all_gathers.get(round).is_some_and(AllGather::is_incomplete);
-        let is_unfinished = departure.unfinished.iter().any(is_incomplete);
-        is_unfinished.then_some(PeerStep { peer, step: self.step })
+        context.early = rest;
+        matched.into_iter().try_for_each(|early| self.match_announcement(number, early))
     }
 }
 
@@ -394,7 +414,7 @@ mod tests {
     use annulus_core::HostBuffer;
 
     use super::{
-        super::{ffi::MpiError, messages::SendKey},
+        super::{ffi::MpiError, frame::PartRun, messages::SendKey},
         *,
     };
 
@@ -407,29 +427,24 @@ mod tests {
     }
 
     fn departure() -> Departure {
-        Departure {
-            at: Instant::now(),
-            is_forwarded: false,
-            has_failed: false,
-            started: 9,
-            unfinished: Vec::new(),
-        }
+        Departure { at: Instant::now(), is_forwarded: false, started: 9, unfinished: Vec::new() }
     }
 
     /// Rank 0 of three, with one frame of all-gather 7 in flight to rank 1.
-    fn gathering() -> Mpi {
-        let mut rank = Mpi::detached(0, 3);
-        rank.all_gather(7).unsent = 1;
+    fn gathering() -> Endpoint {
+        let mut rank = Endpoint::detached(0, 3);
+        assert_eq!(rank.open_context(), Ok(0));
+        rank.all_gather(0, 7).unsent = 1;
         rank
     }
 
     #[test]
     fn a_part_of_an_all_gather_that_was_lost_with_its_receiver_counts_as_sent() {
-        let parts = MessageKind::GatherParts { peer: 1, round: 7 };
+        let parts = MessageKind::GatherParts { context: 0, peer: 1, round: 7 };
         let mut rank = gathering();
-        rank.peers.leave(1, departure());
+        rank.context(0).departures.add(1, departure());
         assert_eq!(rank.deliver(lost(parts)), Ok(()));
-        assert_eq!(rank.all_gather(7).unsent, 0);
+        assert_eq!(rank.all_gather(0, 7).unsent, 0);
         // the same loss to a rank that has not left is an error
         let mut rank = gathering();
         assert_eq!(rank.deliver(lost(parts)), Err(Error::PeerLost { peer: 1, step: 0 }));
@@ -438,13 +453,42 @@ mod tests {
     #[test]
     fn a_frame_that_was_lost_with_its_sender_is_not_processed() {
         let mut rank = gathering();
-        rank.peers.leave(1, departure());
+        rank.leave_endpoint(1, Instant::now(), false);
         assert_eq!(rank.deliver(lost(MessageKind::FrameReceive { peer: 1, number: 0 })), Ok(()));
         assert_eq!((rank.peers[1].out_of_order.len(), rank.peers[1].processed), (0, 0));
         // a lost block is an error
-        rank.peers.begin_send(1, 5);
         let key = SendKey { peer: 1, channel: Channel::Kv, tag: 3 };
-        let error = rank.deliver(lost(MessageKind::DataSend { key, step: 5 }));
+        rank.context(0).begin_send(key, 5);
+        let error = rank.deliver(lost(MessageKind::DataSend { context: 0, key, step: 5 }));
         assert_eq!(error, Err(Error::PeerLost { peer: 1, step: 0 }));
+    }
+
+    #[test]
+    fn frames_of_other_contexts_wait_or_are_ignored() {
+        let mut rank = gathering();
+        let run = PartRun { first: 1, ranks: 1, bytes: [5].into() };
+        let parts = |context| Frame::GatherParts { context, round: 2, parts: vec![run.clone()] };
+        let announce = |context| Frame::Announce {
+            context,
+            channel: Channel::Kv,
+            tag: 1,
+            step: 0,
+            bytes: 8,
+            piece: 8,
+            number: 0,
+        };
+        // rank 1 has created context 1, this rank has not
+        assert_eq!(rank.process_frame(1, parts(1)), Ok(()));
+        assert_eq!(rank.process_frame(1, announce(1)), Ok(()));
+        assert!(rank.all_gather(1, 2).has(1) && !rank.all_gather(0, 2).has(1));
+        assert_eq!(rank.context(1).early.len(), 1);
+        assert_eq!(rank.open_context(), Ok(1));
+        assert!(rank.all_gather(1, 2).has(1));
+        // this rank has dropped context 0
+        rank.contexts.remove(&0);
+        assert!(!rank.has_unmatched);
+        assert_eq!(rank.process_frame(1, parts(0)), Ok(()));
+        assert_eq!(rank.process_frame(1, announce(0)), Ok(()));
+        assert!(rank.has_unmatched && !rank.contexts.contains_key(&0));
     }
 }

@@ -1,17 +1,11 @@
 //! Transfers of blocks: posting sends and receives, and taking what has arrived.
 
-use std::{
-    ops::Range,
-    time::{Duration, Instant},
-};
+use std::{ops::Range, time::Instant};
 
-use annulus_core::{
-    Arrived, Control, Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result, Space,
-    Transport,
-};
+use annulus_core::{Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result, Space};
 
 use super::{
-    Mpi,
+    endpoint::Endpoint,
     frame::Frame,
     message_buffer::MessageBuffer,
     messages::{MessageKind, PostedReceive, QueuedSend, ReceiveStage, SendKey},
@@ -19,26 +13,28 @@ use super::{
 };
 use crate::ranges;
 
-impl Mpi {
+impl Endpoint {
     /// Completion mode of this endpoint's sends.
     pub(super) const fn mode(&self) -> Mode {
         if self.settings.synchronous { Mode::Synchronous } else { Mode::Standard }
     }
 
-    fn address(&self, header: &MessageHeader, piece: u64) -> Address {
-        let tag = self.tags.of(header, header.bytes());
-        Address { peer: header.peer, tag, step: header.step, piece }
+    /// Returns tag and pieces of a message that is received ahead.
+    fn form_ahead(&self, context: u64, header: &MessageHeader) -> WireForm {
+        let tag = self.tags.ahead(context, header, header.bytes());
+        WireForm { tag, piece: self.settings.piece_bytes }
     }
 
     /// Returns true if the message is received as soon as its receive is posted, and so is not
     /// announced.
-    const fn is_ahead(&self, header: &MessageHeader) -> bool {
-        self.posts_ahead && header.agreed.is_some()
+    fn is_ahead(&mut self, context: u64, header: &MessageHeader) -> bool {
+        header.agreed.is_some() && self.context(context).posts_ahead
     }
 
     /// Checks the receives of a group, sorted by peer, channel and tag.
     pub(super) fn check_receives<'a>(
         &mut self,
+        context: u64,
         receives: impl Iterator<Item = ReceiveRequest<'a>>,
     ) -> Result<()> {
         let mut previous = None;
@@ -47,7 +43,7 @@ impl Mpi {
             let last = previous
                 .filter(|&(of, _)| of == key)
                 .map(|(_, tag)| tag)
-                .or_else(|| self.last_tags.get(&key).copied());
+                .or_else(|| self.context(context).last_tags.get(&key).copied());
             let checked = receive.check(self.ranks, last);
             checked.inspect_err(|error| self.fail(error))?;
             previous = Some((key, receive.header.tag));
@@ -56,106 +52,135 @@ impl Mpi {
     }
 
     /// Starts the receive at `index`. Its message was announced with the right length, or all ranks
-    /// agree on it; it is sent in pieces of `piece` bytes.
-    pub(super) fn begin_receive(&mut self, index: usize, piece: u64) -> Result<()> {
-        let header = self.receives[index].header.clone();
+    /// agree on it.
+    pub(super) fn begin_receive(
+        &mut self,
+        context: u64,
+        index: usize,
+        form: WireForm,
+    ) -> Result<()> {
         self.enter()?;
-        let address = self.address(&header, piece);
+        let header = self.context(context).receives[index].header.clone();
+        let address = form.address(&header);
         let bytes = header.bytes();
         let (into, stage, range) = match contiguous(&header.ranges) {
-            Some(range) => (self.receives[index].buffer.take(), ReceiveStage::Direct, range),
+            Some(range) => {
+                let buffer = self.context(context).receives[index].buffer.take();
+                (buffer, ReceiveStage::Direct, range)
+            }
             None => {
                 let staged = MessageBuffer::Host(self.staging.take(bytes)?);
                 (Some(staged), ReceiveStage::Staged, 0..bytes)
             }
         };
-        self.receives[index].stage = stage;
-        let kind = MessageKind::DataReceive {
-            peer: header.peer,
-            channel: header.channel,
-            tag: header.tag,
-        };
+        self.context(context).receives[index].stage = stage;
+        let MessageHeader { peer, channel, tag, .. } = header;
+        let kind = MessageKind::DataReceive { context, peer, channel, tag };
         if let (Some(data), Some(into)) = (&self.data, into) {
             self.requests.receive(data, address, into, range, kind)?;
         }
         Ok(())
     }
 
-    fn start_send(&mut self, Outgoing { header, buffer, .. }: &Outgoing<'_, Host>) -> Result<()> {
+    fn start_send(
+        &mut self,
+        context: u64,
+        Outgoing { header, buffer, .. }: &Outgoing<'_, Host>,
+    ) -> Result<()> {
         let (from, range) = match contiguous(&header.ranges) {
             Some(range) => ((*buffer).clone(), range),
             None => (self.pack(buffer, &header.ranges, header.bytes())?, 0..header.bytes()),
         };
-        self.start_contiguous_send(header, MessageBuffer::Host(from), range)
+        self.start_contiguous_send(context, header, MessageBuffer::Host(from), range)
     }
 
     /// Sends the message `header`, whose bytes are `range` of `from`, after the messages of the
-    /// same peer and channel with lower tags.
+    /// same context, peer and channel with lower tags.
     ///
     /// Sent at the same time they would share the bandwidth, and all parts of a block would arrive
     /// at the end.
     pub(super) fn start_contiguous_send(
         &mut self,
+        number: u64,
         header: &MessageHeader,
         from: MessageBuffer,
         range: Range<u64>,
     ) -> Result<()> {
-        self.step = header.step;
-        self.bytes_sent += header.bytes();
-        self.peers.begin_send(header.peer, header.step);
-        self.sends.push(SendKey::of(header));
-        self.queued.push_back(QueuedSend { header: header.clone(), from, range });
-        self.start_queued()
+        let context = self.context(number);
+        context.step = header.step;
+        context.bytes_sent += header.bytes();
+        context.begin_send(SendKey::of(header), header.step);
+        context.queued.push_back(QueuedSend { header: header.clone(), from, range });
+        self.start_queued(number)
     }
 
-    /// Starts the queued sends that follow no other one.
-    fn start_queued(&mut self) -> Result<()> {
+    /// Starts the queued sends of a context that follow no other one.
+    fn start_queued(&mut self, number: u64) -> Result<()> {
+        let context = self.context(number);
         let is_first = |queued: &QueuedSend| {
             let key = SendKey::of(&queued.header);
-            !self.sends.iter().any(|send| send.is_before(&key))
+            !context.sends.iter().any(|send| send.is_before(&key))
         };
+        let queued = &context.queued;
         let first: Vec<usize> =
-            (0..self.queued.len()).filter(|&index| is_first(&self.queued[index])).collect();
+            (0..queued.len()).filter(|&index| is_first(&queued[index])).collect();
         // descending, because a removal moves those behind it; of a peer and channel there is one
         for index in first.into_iter().rev() {
-            if let Some(send) = self.queued.remove(index) {
-                self.start_first(send)?;
+            if let Some(send) = self.context(number).queued.remove(index) {
+                self.start_first(number, send)?;
             }
         }
         Ok(())
     }
 
     /// Starts a send, and announces it before, unless it is received ahead.
-    fn start_first(&mut self, QueuedSend { header, from, range }: QueuedSend) -> Result<()> {
-        let piece = self.settings.piece_bytes;
-        if !self.is_ahead(&header) {
+    fn start_first(
+        &mut self,
+        context: u64,
+        QueuedSend { header, from, range }: QueuedSend,
+    ) -> Result<()> {
+        let form = if self.is_ahead(context, &header) {
+            self.form_ahead(context, &header)
+        } else {
+            let number = self.announced;
+            self.announced += 1;
+            let piece = self.settings.piece_bytes;
             let announcement = Frame::Announce {
+                context,
                 channel: header.channel,
                 tag: header.tag,
                 step: header.step as u64,
                 bytes: header.bytes(),
                 piece,
+                number,
             };
             let kind = MessageKind::FrameSend { peer: header.peer };
             self.send_frame(header.peer, &announcement.encode()?, kind)?;
-        }
+            WireForm { tag: self.tags.announced(number, header.channel), piece }
+        };
         self.enter()?;
         let mode = self.mode();
-        let address = self.address(&header, piece);
-        let kind = MessageKind::DataSend { key: SendKey::of(&header), step: header.step };
+        let address = form.address(&header);
+        let key = SendKey::of(&header);
+        let kind = MessageKind::DataSend { context, key, step: header.step };
         if let Some(data) = &self.data {
             self.requests.send(data, mode, address, from, range, kind)?;
         }
         Ok(())
     }
 
-    /// Accounts for a send that has completed, and starts the one that follows it.
-    pub(super) fn finish_send(&mut self, key: SendKey, step: usize) -> Result<()> {
-        self.peers.end_send(key.peer, step);
-        if let Some(index) = self.sends.iter().position(|send| *send == key) {
-            self.sends.swap_remove(index);
+    /// Accounts for a send that has completed, and starts the one that follows it. With its last
+    /// send a context ends that was dropped.
+    pub(super) fn finish_send(&mut self, number: u64, key: SendKey, step: usize) -> Result<()> {
+        let context = self.context(number);
+        context.end_send(key, step);
+        if !context.queued.is_empty() {
+            return self.start_queued(number);
         }
-        if self.queued.is_empty() { Ok(()) } else { self.start_queued() }
+        if !context.is_open && !context.has_unsent() {
+            self.contexts.remove(&number);
+        }
+        Ok(())
     }
 
     /// Copies the bytes `from` of `buffer` to the front of a staging buffer.
@@ -169,44 +194,94 @@ impl Mpi {
     }
 
     /// Takes the buffer of a posted receive, if it has arrived.
-    pub(super) fn take_buffer(&mut self, header: &MessageHeader) -> Result<Option<MessageBuffer>> {
+    pub(super) fn take_buffer(
+        &mut self,
+        context: u64,
+        header: &MessageHeader,
+    ) -> Result<Option<MessageBuffer>> {
         self.check_alive()?;
-        let Some(index) = self
-            .receives
+        let receives = &mut self.context(context).receives;
+        let Some(index) = receives
             .iter()
             .position(|receive| receive.is_for(header.peer, header.channel, header.tag))
         else {
             let got = format!("{:?} {} from rank {}", header.channel, header.tag, header.peer);
-            return Err(Error::invalid(
-                "header",
-                got,
-                "a receive that was posted and not yet taken",
-            ));
+            let want = "a receive that was posted and not yet taken";
+            return Err(Error::invalid("header", got, want));
         };
-        if self.receives[index].stage != ReceiveStage::Arrived {
+        if receives[index].stage != ReceiveStage::Arrived {
             return Ok(None);
         }
-        Ok(self.receives.swap_remove(index).buffer)
+        Ok(receives.swap_remove(index).buffer)
+    }
+
+    /// Checks and starts a group of transfers of blocks in host memory.
+    pub(super) fn post(
+        &mut self,
+        context: u64,
+        sends: &[Outgoing<'_, Host>],
+        receives: &mut Vec<Incoming<Host>>,
+    ) -> Result<()> {
+        self.check_alive()?;
+        self.enter()?;
+        for send in sends {
+            ranges::check(&send.header, self.ranks, Host::size(send.buffer))?;
+        }
+        // the caller may list the receives of a group in any order
+        receives.sort_by_key(|incoming| {
+            (incoming.header.peer, incoming.header.channel, incoming.header.tag)
+        });
+        let requests = receives.iter().map(|Incoming { header, buffer }| ReceiveRequest {
+            header,
+            size: Host::size(buffer),
+            is_shared: buffer.is_shared(),
+        });
+        self.check_receives(context, requests)?;
+        let receives = receives
+            .drain(..)
+            .map(|Incoming { header, buffer }| (header, MessageBuffer::Host(buffer)))
+            .collect();
+        self.idle_since = Instant::now();
+        self.start(context, sends, receives).inspect_err(|error| self.fail(error))
     }
 
     /// Starts the transfers of a group that was checked.
     pub(super) fn start(
         &mut self,
+        number: u64,
         sends: &[Outgoing<'_, Host>],
         receives: Vec<(MessageHeader, MessageBuffer)>,
     ) -> Result<()> {
         for (header, buffer) in receives {
-            self.step = header.step;
-            self.last_tags.insert((header.peer, header.channel), header.tag);
-            let is_ahead = self.is_ahead(&header);
+            let ahead = self.is_ahead(number, &header).then(|| self.form_ahead(number, &header));
+            let context = self.context(number);
+            context.step = header.step;
+            context.last_tags.insert((header.peer, header.channel), header.tag);
             let buffer = Some(buffer);
-            self.receives.push(PostedReceive { header, buffer, stage: ReceiveStage::Posted });
-            if is_ahead {
-                self.begin_receive(self.receives.len() - 1, self.settings.piece_bytes)?;
+            context.receives.push(PostedReceive { header, buffer, stage: ReceiveStage::Posted });
+            let last = context.receives.len() - 1;
+            if let Some(form) = ahead {
+                self.begin_receive(number, last, form)?;
             }
         }
-        self.match_early()?;
-        sends.iter().try_for_each(|send| self.start_send(send))
+        self.match_early(number)?;
+        sends.iter().try_for_each(|send| self.start_send(number, send))
+    }
+}
+
+/// Form of a block on the wire.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct WireForm {
+    /// MPI's tag.
+    pub(super) tag: u64,
+    /// Bytes of a piece.
+    pub(super) piece: u64,
+}
+
+impl WireForm {
+    const fn address(self, header: &MessageHeader) -> Address {
+        let Self { tag, piece } = self;
+        Address { peer: header.peer, tag, step: header.step, piece }
     }
 }
 
@@ -251,64 +326,6 @@ pub(super) fn contiguous(ranges: &[Range<u64>]) -> Option<Range<u64>> {
     filled.try_fold(first, |whole, range| {
         (whole.end == range.start).then_some(whole.start..range.end)
     })
-}
-
-impl Transport<Host> for Mpi {
-    fn control(&mut self) -> &mut dyn Control {
-        self
-    }
-
-    fn post(
-        &mut self,
-        sends: &[Outgoing<'_, Host>],
-        receives: &mut Vec<Incoming<Host>>,
-    ) -> Result<()> {
-        self.check_alive()?;
-        self.enter()?;
-        for send in sends {
-            ranges::check(&send.header, self.ranks, Host::size(send.buffer))?;
-        }
-        // the caller may list the receives of a group in any order
-        receives.sort_by_key(|incoming| {
-            (incoming.header.peer, incoming.header.channel, incoming.header.tag)
-        });
-        self.check_receives(receives.iter().map(|Incoming { header, buffer }| ReceiveRequest {
-            header,
-            size: Host::size(buffer),
-            is_shared: buffer.is_shared(),
-        }))?;
-        let receives = receives
-            .drain(..)
-            .map(|Incoming { header, buffer }| (header, MessageBuffer::Host(buffer)))
-            .collect();
-        self.idle_since = Instant::now();
-        self.start(sends, receives).inspect_err(|error| self.fail(error))
-    }
-
-    fn progress(&mut self, patience: Duration) -> Result<()> {
-        self.wait(patience)
-    }
-
-    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
-        let taken = self.take_buffer(header)?;
-        Ok(taken.and_then(MessageBuffer::into_host).map(|buffer| Arrived { buffer, ready: () }))
-    }
-
-    fn pending(&self) -> bool {
-        self.peers.has_unsent()
-    }
-
-    fn bytes_sent(&self) -> u64 {
-        self.bytes_sent
-    }
-
-    fn posts_ahead(&self) -> bool {
-        self.posts_ahead
-    }
-
-    fn runs_groups_in_order(&self) -> bool {
-        false
-    }
 }
 
 #[cfg(test)]

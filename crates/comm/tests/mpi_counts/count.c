@@ -6,13 +6,13 @@
  * In MPI_Finalize every rank prints one line to standard error:
  *
  *   counts rank R seconds S peers N heartbeat N/M announce N/M gather N/M abort N/M leave N/M
- *     barrier N/M inquiries N receives N waiting N
+ *     barrier N/M gathered B inquiries N receives N waiting N
  *
  * S is the time since MPI was initialised; peers counts the ranks to which it has sent anything;
- * N/M are messages of a kind of control frame and the ranks to which they went. Control frames have
- * MPI tag 0, which no block has, and begin with their kind (crates/comm/src/mpi/frame.rs).
- * Inquiries are calls of MPI_Initialized and MPI_Finalized. Receives are those of blocks; waiting
- * counts those of them whose message was there before.
+ * N/M are messages of a kind of control frame and the ranks to which they went; B is the bytes of
+ * those of all-gathers. Control frames have MPI tag 0, which no block has, and begin with their kind
+ * (crates/comm/src/mpi/frame.rs). Inquiries are calls of MPI_Initialized and MPI_Finalized. Receives
+ * are those of blocks; waiting counts those of them whose message was there before.
  *
  * After MPI_Finalize follows another line, of the communicators that were given a name which begins
  * with "annulus":
@@ -27,12 +27,13 @@
 
 static const char *const names[KINDS] = {"heartbeat", "announce", "gather",
                                          "abort",     "leave",    "barrier"};
+#define GATHER 2
 static int rank = -1;
 static double began;
 static char sent[RANKS];
 static char sent_kind[KINDS][RANKS];
 static long messages[KINDS];
-static long inquiries, named, freed, receives, waiting;
+static long gathered, inquiries, named, freed, receives, waiting;
 
 /* Peers are ranks of the communicator of a send. All communicators of the tests have the ranks of
  * the world, in its order. */
@@ -46,6 +47,8 @@ static void count(const void *bytes, int length, int peer, int tag) {
   if (kind >= KINDS)
     return;
   messages[kind]++;
+  if (kind == GATHER)
+    gathered += length;
   sent_kind[kind][peer] = 1;
 }
 
@@ -132,8 +135,8 @@ int MPI_Finalize(void) {
   for (int kind = 0; kind < KINDS; kind++)
     end += snprintf(line + end, sizeof line - end, " %s %ld/%d", names[kind], messages[kind],
                     distinct(sent_kind[kind]));
-  fprintf(stderr, "%s inquiries %ld receives %ld waiting %ld\n", line, inquiries, receives,
-          waiting);
+  fprintf(stderr, "%s gathered %ld inquiries %ld receives %ld waiting %ld\n", line, gathered,
+          inquiries, receives, waiting);
   /* endpoints that were dropped on another thread are freed within it */
   int code = PMPI_Finalize();
   fprintf(stderr, "communicators rank %d named %ld freed %ld\n", rank, named, freed);

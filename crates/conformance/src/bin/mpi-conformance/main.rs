@@ -14,6 +14,7 @@
 //! | `lost PASS MOMENT` | rank 1 is killed, or stopped for ever: every other rank names it by deadline + 1 s (the launcher must keep them running) |
 //! | `ahead` | receives with agreed lengths start when they are posted, unless a rank announces its messages |
 //! | `links` | on hosts with a link for each rank (`tests/hosts/rails`): rails send the same bytes over every link, a relay uses one link of each host |
+//! | `shared` | plans over one endpoint: calls interleaved and in threads, drops in any order, refusals, lost ranks, aborts |
 //! | `control` | a rank is late, aborts or leaves: all others get the same error |
 //! | `away` | a rank is busy between two calls for two deadlines: nothing fails, and at an arrival deadline the call is made again |
 //! | `suspended` | all ranks are stopped within a pass for longer than the deadline: the same bits |
@@ -37,6 +38,7 @@ mod links;
 mod messages;
 mod mismatch;
 mod mortal;
+mod shared;
 mod split;
 
 use std::process::ExitCode;
@@ -46,7 +48,7 @@ use annulus_comm::mpi::{Launch, Settings};
 use self::harness::{Harness, Verdict};
 
 const USAGE: &str = "want messages, cases SEEDS, pairs, bytes, mismatch, host, host-split, \
-    host-late, ahead, links, control, away, suspended, lost PASS MOMENT, slow or panic";
+    host-late, ahead, links, shared, control, away, suspended, lost PASS MOMENT, slow or panic";
 
 fn main() -> ExitCode {
     let mut words: Vec<String> = std::env::args().skip(1).collect();
@@ -102,6 +104,7 @@ fn run(words: &[String], settings: &Settings) -> Verdict {
         }
         ["ahead"] => ahead::all(&mut harness, settings),
         ["links"] => links::all(&mut harness, settings),
+        ["shared"] => shared::all(&mut harness, settings),
         ["control"] => control::all(&mut harness, settings),
         ["away"] => away::away(&mut harness, settings),
         ["suspended"] => away::suspended(&mut harness, settings),

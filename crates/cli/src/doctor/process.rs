@@ -1,0 +1,249 @@
+//! Findings about one process: limits, memory and devices on which a job of many ranks depends.
+
+use std::{collections::BTreeMap, fs, path::Path};
+
+use rustix::process::{Resource, getrlimit};
+
+/// Descriptors of a process besides those of its connections: `scripts/scale-check` runs 24 ranks of
+/// 40 descriptors each over TCP, and each of these has 10 neighbours.
+const OTHER_DESCRIPTORS: u64 = 30;
+/// Least free shared memory of a node: an MPI maps a few MiB for each rank.
+const LEAST_SHARED_MEMORY: u64 = 64 << 20;
+/// Name of a finding that needs attention.
+const WARNING: &str = "warning";
+
+/// A name and a text.
+pub(super) type Finding = (String, String);
+
+/// Collects the findings about this process, one of `ranks`.
+pub(super) fn findings(ranks: usize) -> Vec<Finding> {
+    let sys = Path::new("/sys");
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let fabric = fabric(sys);
+    let mut all = Vec::new();
+    let mut line = |name: &str, what: String| all.push((name.to_owned(), what));
+    if let Some(cores) = field(&status, "Cpus_allowed_list") {
+        line("cores", cores.to_owned());
+    }
+    if let Some(numa) = numa(sys, &status) {
+        line("numa", numa);
+    }
+    if let Some(gpus) = gpus(sys) {
+        line("gpu binding", gpus);
+    }
+    let rails = if fabric.is_empty() { interfaces(sys) } else { fabric.clone() };
+    line("rails", if rails.is_empty() { "none found".to_owned() } else { rails.join(", ") });
+    let more = [
+        descriptors(getrlimit(Resource::Nofile).current, ranks),
+        memlock(getrlimit(Resource::Memlock).current, !fabric.is_empty()),
+        shared_memory(free_bytes("/dev/shm")),
+    ];
+    more.into_iter().flatten().for_each(|(name, what)| line(name, what));
+    all
+}
+
+/// Returns the value of a line `name: value`.
+fn field<'a>(status: &'a str, name: &str) -> Option<&'a str> {
+    let value = |line: &'a str| line.strip_prefix(name)?.strip_prefix(':').map(str::trim);
+    status.lines().find_map(value)
+}
+
+type NamedTexts = Vec<(&'static str, String)>;
+
+/// Compares the limit of file descriptors with the connections of a rank.
+fn descriptors(limit: Option<u64>, ranks: usize) -> NamedTexts {
+    let neighbours = 2 * u64::from(ranks.next_power_of_two().trailing_zeros());
+    let needed = neighbours + OTHER_DESCRIPTORS;
+    let connections = format!("connections to at most {neighbours} neighbours");
+    let Some(limit) = limit else {
+        return vec![("descriptors", format!("unlimited; {connections}"))];
+    };
+    let found = ("descriptors", format!("{limit}; {connections}"));
+    let warning = (
+        WARNING,
+        format!("{limit} descriptors are few for {neighbours} connections: ulimit -n {needed}"),
+    );
+    if limit < needed { vec![found, warning] } else { vec![found] }
+}
+
+/// Returns the limit of locked memory, which a fabric's driver registers.
+fn memlock(limit: Option<u64>, has_fabric: bool) -> NamedTexts {
+    let Some(limit) = limit else { return vec![("memlock", "unlimited".to_owned())] };
+    let found = ("memlock", format!("{} KiB", limit >> 10));
+    let advice = "the fabric registers memory, of which little may be locked: ulimit -l unlimited";
+    if has_fabric { vec![found, (WARNING, advice.to_owned())] } else { vec![found] }
+}
+
+/// Judges the free bytes of `/dev/shm`, through which the ranks of a node send. The amount itself
+/// differs between nodes and moments.
+fn shared_memory(free: Option<u64>) -> NamedTexts {
+    match free {
+        None => vec![("/dev/shm", "not found".to_owned())],
+        Some(free) if free < LEAST_SHARED_MEMORY => {
+            let what = format!("/dev/shm has less than {} MiB free", LEAST_SHARED_MEMORY >> 20);
+            vec![(WARNING, what)]
+        }
+        Some(_) => {
+            vec![("/dev/shm", format!("at least {} MiB free", LEAST_SHARED_MEMORY >> 20))]
+        }
+    }
+}
+
+fn free_bytes(folder: &str) -> Option<u64> {
+    let system = rustix::fs::statvfs(folder).ok()?;
+    Some(system.f_bavail.saturating_mul(system.f_frsize))
+}
+
+/// Returns the NUMA nodes on whose cores and in whose memory this process may be.
+fn numa(sys: &Path, status: &str) -> Option<String> {
+    let own = numbers(field(status, "Cpus_allowed_list")?)?;
+    let mut nodes = Vec::new();
+    for node in names(&sys.join("devices/system/node"), "node") {
+        let list = sys.join("devices/system/node").join(&node).join("cpulist");
+        let of_node = numbers(fs::read_to_string(list).ok()?.trim())?;
+        if of_node.iter().any(|core| own.contains(core)) {
+            nodes.push(node.trim_start_matches("node").parse::<usize>().ok()?);
+        }
+    }
+    nodes.sort_unstable();
+    let nodes: Vec<String> = nodes.iter().map(usize::to_string).collect();
+    let memory = field(status, "Mems_allowed_list").unwrap_or("unknown");
+    (!nodes.is_empty()).then(|| format!("cores of {}, memory of {memory}", nodes.join(",")))
+}
+
+/// Returns the numbers of a list as `0-3,8`; `None` if it is malformed.
+fn numbers(list: &str) -> Option<Vec<usize>> {
+    let run = |text: &str| {
+        let (first, last) = text.split_once('-').unwrap_or((text, text));
+        Some(first.parse::<usize>().ok()?..=last.parse::<usize>().ok()?)
+    };
+    let runs = list.split(',').filter(|run| !run.is_empty()).map(run);
+    Some(runs.collect::<Option<Vec<_>>>()?.into_iter().flatten().collect())
+}
+
+/// Returns the GPUs of this node by NUMA node, and the variables that select some; `None` without a
+/// GPU.
+fn gpus(sys: &Path) -> Option<String> {
+    let devices = sys.join("bus/pci/devices");
+    let mut by_node: BTreeMap<String, usize> = BTreeMap::new();
+    for device in names(&devices, "") {
+        let read = |name: &str| {
+            let text = fs::read_to_string(devices.join(&device).join(name)).unwrap_or_default();
+            text.trim().to_owned()
+        };
+        // display and 3D controllers of AMD, NVIDIA and Intel
+        let is_gpu = ["0x0300", "0x0302", "0x0380"].iter().any(|of| read("class").starts_with(of));
+        if is_gpu && ["0x1002", "0x10de", "0x8086"].contains(&read("vendor").as_str()) {
+            *by_node.entry(read("numa_node")).or_default() += 1;
+        }
+    }
+    let counts: Vec<String> =
+        by_node.iter().map(|(node, count)| format!("{count} at numa node {node}")).collect();
+    let variables = ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"];
+    let set = |name: &str| std::env::var(name).ok().map(|value| format!("{name}={value}"));
+    let selected: Vec<String> = variables.into_iter().filter_map(set).collect();
+    let selected = if selected.is_empty() { "all visible".to_owned() } else { selected.join(" ") };
+    (!counts.is_empty()).then(|| format!("{}; {selected}", counts.join(", ")))
+}
+
+/// Returns the ports of fabrics (InfiniBand, RoCE, Omni-Path, Slingshot) with their rates.
+fn fabric(sys: &Path) -> Vec<String> {
+    let folder = sys.join("class/infiniband");
+    let port = |name: String| {
+        let rate = fs::read_to_string(folder.join(&name).join("ports/1/rate"));
+        rate.map_or_else(|_| name.clone(), |rate| format!("{name} ({})", rate.trim()))
+    };
+    let ports = names(&folder, "").into_iter().map(port);
+    ports.chain(names(&sys.join("class/cxi"), "")).collect()
+}
+
+/// Returns the network interfaces that are up, with their rates.
+fn interfaces(sys: &Path) -> Vec<String> {
+    let folder = sys.join("class/net");
+    let interface = |name: String| {
+        let read = |file: &str| fs::read_to_string(folder.join(&name).join(file)).ok();
+        let is_up = read("operstate").is_some_and(|state| state.trim() == "up");
+        // interfaces without a rate report an error or -1
+        let rate = read("speed").and_then(|rate| rate.trim().parse::<u32>().ok());
+        let rate = rate.map_or_else(String::new, |rate| format!(" ({rate} Mb/s)"));
+        (is_up && name != "lo").then(|| format!("{name}{rate}"))
+    };
+    names(&folder, "").into_iter().filter_map(interface).collect()
+}
+
+/// Returns the names in a folder that begin with `prefix` and, if it has one, end with a number;
+/// ascending.
+fn names(folder: &Path, prefix: &str) -> Vec<String> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+    let is_numbered = |name: &String| {
+        name.strip_prefix(prefix)
+            .is_some_and(|rest| prefix.is_empty() || rest.parse::<usize>().is_ok())
+    };
+    let mut names: Vec<String> = names.filter(is_numbered).collect();
+    names.sort_unstable();
+    names
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn descriptors_are_compared_with_the_neighbours_of_a_rank() {
+        let lines = |limit, ranks| -> Vec<&str> {
+            descriptors(limit, ranks).into_iter().map(|(name, _)| name).collect()
+        };
+        assert_eq!(lines(Some(1024), 8192), ["descriptors"]);
+        assert_eq!(lines(Some(40), 24), ["descriptors"]);
+        assert_eq!(lines(Some(40), 64), ["descriptors", WARNING]);
+        assert_eq!(lines(None, 1 << 20), ["descriptors"]);
+        assert!(descriptors(Some(40), 64)[1].1.ends_with("12 connections: ulimit -n 42"));
+        assert_eq!(descriptors(Some(40), 1).len(), 1);
+    }
+
+    #[test]
+    fn locked_and_shared_memory_are_judged() {
+        assert_eq!(memlock(None, true), [("memlock", "unlimited".to_owned())]);
+        assert_eq!(memlock(Some(65_536), false), [("memlock", "64 KiB".to_owned())]);
+        assert_eq!(memlock(Some(65_536), true)[1].0, WARNING);
+        assert_eq!(shared_memory(Some(1 << 30))[0].0, "/dev/shm");
+        assert_eq!(shared_memory(Some(1 << 20))[0].0, WARNING);
+        assert_eq!(shared_memory(None)[0].1, "not found");
+    }
+
+    #[test]
+    fn devices_are_read_from_the_tree_of_the_system() {
+        let root = std::env::temp_dir().join(format!("annulus-sys-{}", std::process::id()));
+        let write = |path: &str, text: &str| {
+            let path = root.join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        write("devices/system/node/node0/cpulist", "0-3\n");
+        write("devices/system/node/node1/cpulist", "4-7\n");
+        write("devices/system/node/online", "0-1\n");
+        write("class/net/lo/operstate", "unknown\n");
+        write("class/net/eth0/operstate", "up\n");
+        write("class/net/eth0/speed", "25000\n");
+        write("class/net/eth1/operstate", "down\n");
+        write("class/net/veth/operstate", "up\n");
+        for (device, class, node) in
+            [("a", "0x030200", "0"), ("b", "0x030000", "1"), ("c", "0x020000", "0")]
+        {
+            write(&format!("bus/pci/devices/{device}/class"), class);
+            write(&format!("bus/pci/devices/{device}/vendor"), "0x10de\n");
+            write(&format!("bus/pci/devices/{device}/numa_node"), &format!("{node}\n"));
+        }
+        let status = "Name:\tx\nCpus_allowed_list:\t2-5\nMems_allowed_list:\t0\n";
+        assert_eq!(numa(&root, status).unwrap(), "cores of 0,1, memory of 0");
+        assert_eq!(numa(&root, "Cpus_allowed_list:\t9\n"), None);
+        assert_eq!(interfaces(&root), ["eth0 (25000 Mb/s)", "veth"]);
+        assert_eq!(fabric(&root), [""; 0]);
+        write("class/infiniband/mlx5_0/ports/1/rate", "200 Gb/sec (4X HDR)\n");
+        assert_eq!(fabric(&root), ["mlx5_0 (200 Gb/sec (4X HDR))"]);
+        let found = gpus(&root).unwrap();
+        assert!(found.starts_with("1 at numa node 0, 1 at numa node 1; "), "{found}");
+        fs::remove_dir_all(&root).unwrap();
+    }
+}

@@ -1,0 +1,168 @@
+//! Context: the messages of one plan over an endpoint that several plans may share.
+//!
+//! Blocks, all-gathers and last frames carry the number of their context, so messages of different
+//! plans are never matched. Everything else belongs to the endpoint: communicators, locations,
+//! heartbeats, aborts.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+
+use annulus_core::Channel;
+
+use super::{
+    all_gather::AllGather,
+    departures::{Departure, Departures},
+    messages::{Announcement, PostedReceive, QueuedSend, ReceiveStage, SendKey},
+};
+
+/// State of one plan's messages on this rank.
+#[derive(Default)]
+pub(super) struct Context {
+    /// False before this rank has created the context: frames of others may arrive earlier.
+    pub(super) is_open: bool,
+    /// True if receives with agreed lengths start when they are posted. Then the context has its
+    /// slot of tags (`wire_tags.rs`) for itself.
+    pub(super) posts_ahead: bool,
+    /// Sends that have not completed.
+    pub(super) sends: Vec<SendKey>,
+    /// Those of them that follow another one and have not started.
+    pub(super) queued: VecDeque<QueuedSend>,
+    /// Steps of the sends that have not completed, by receiver and in order.
+    pub(super) send_steps: BTreeMap<usize, VecDeque<usize>>,
+    /// Posted and not yet taken.
+    pub(super) receives: Vec<PostedReceive>,
+    /// Announced before their receives were posted.
+    pub(super) early: Vec<Announcement>,
+    /// Tag of the last posted receive, by peer and channel.
+    pub(super) last_tags: HashMap<(usize, Channel), u64>,
+    pub(super) all_gathers: BTreeMap<u64, AllGather>,
+    /// Number of all-gathers that this rank has started.
+    pub(super) started: u64,
+    /// Step of the last post.
+    pub(super) step: usize,
+    pub(super) bytes_sent: u64,
+    /// True from a heartbeat of a working rank to the end of the next all-gather.
+    pub(super) is_working: bool,
+    pub(super) departures: Departures,
+}
+
+impl Context {
+    /// Counts a send as in flight.
+    pub(super) fn begin_send(&mut self, key: SendKey, step: usize) {
+        self.sends.push(key);
+        self.send_steps.entry(key.peer).or_default().push_back(step);
+    }
+
+    /// Counts a send as done.
+    pub(super) fn end_send(&mut self, key: SendKey, step: usize) {
+        if let Some(index) = self.sends.iter().position(|send| *send == key) {
+            self.sends.swap_remove(index);
+        }
+        if let Some(steps) = self.send_steps.get_mut(&key.peer) {
+            if let Some(index) = steps.iter().position(|&of| of == step) {
+                steps.remove(index);
+            }
+            if steps.is_empty() {
+                self.send_steps.remove(&key.peer);
+            }
+        }
+    }
+
+    /// Returns true while any send is in flight.
+    pub(super) fn has_unsent(&self) -> bool {
+        !self.send_steps.is_empty()
+    }
+
+    /// Returns true if this rank is within a call that needs other ranks.
+    pub(super) fn is_busy(&self) -> bool {
+        self.is_working
+            || self.has_unsent()
+            || self.receives.iter().any(|receive| receive.stage != ReceiveStage::Arrived)
+    }
+
+    /// Returns true if a rank with this last frame is missing in an all-gather of this rank.
+    pub(super) fn misses(&self, departure: &Departure) -> bool {
+        self.all_gathers.iter().any(|(round, gather)| {
+            gather.is_incomplete()
+                && (gather.number >= Some(departure.started)
+                    || departure.unfinished.contains(round))
+        })
+    }
+
+    /// Returns the step in which a message from or to `peer`, which has left, can no longer
+    /// complete. `overdue` is true if messages in flight have had their time to.
+    pub(super) fn missing_from(
+        &self,
+        peer: usize,
+        departure: &Departure,
+        overdue: bool,
+    ) -> Option<usize> {
+        // its own last frame comes after all its other frames, but its blocks may take a little
+        // longer
+        let is_final = overdue || !departure.is_forwarded;
+        let is_missing = |receive: &&PostedReceive| match receive.stage {
+            ReceiveStage::Posted => {
+                receive.header.peer == peer
+                    && is_final
+                    && (overdue || !self.early.iter().any(|early| early.is_for(receive)))
+            }
+            ReceiveStage::Direct | ReceiveStage::Staged => receive.header.peer == peer && overdue,
+            ReceiveStage::Arrived => false,
+        };
+        let receive = self.receives.iter().find(is_missing).map(|receive| receive.header.step);
+        let oldest = || self.send_steps.get(&peer).and_then(|steps| steps.front().copied());
+        let send = || oldest().filter(|_| overdue);
+        // a rank that started an all-gather may leave while other ranks still forward its part
+        let started = Some(departure.started);
+        let gather = || {
+            let misses = |gather: &AllGather| gather.is_incomplete() && gather.number >= started;
+            self.all_gathers.values().any(misses)
+        };
+        receive.or_else(send).or_else(|| gather().then_some(self.step))
+    }
+
+    /// Returns true if the rank of `departure` has left without forwarding all parts of an
+    /// all-gather that is incomplete here.
+    pub(super) fn is_unfinished_by(&self, departure: &Departure) -> bool {
+        let is_incomplete =
+            |round: &u64| self.all_gathers.get(round).is_some_and(AllGather::is_incomplete);
+        departure.unfinished.iter().any(is_incomplete)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn counters_equal_the_results_of_sweeps_over_all_sends(
+            events in prop::collection::vec((any::<bool>(), 0usize..5, 0usize..4), 0..200),
+        ) {
+            let mut context = Context::default();
+            let mut sends: Vec<(SendKey, usize)> = Vec::new();
+            for (number, (begins, peer, step)) in events.into_iter().enumerate() {
+                if begins {
+                    let key = SendKey { peer, channel: Channel::Kv, tag: number as u64 };
+                    sends.push((key, step));
+                    context.begin_send(key, step);
+                } else if let Some(index) = sends.iter().position(|(key, _)| key.peer == peer) {
+                    let (key, step) = sends.remove(index);
+                    context.end_send(key, step);
+                } else {
+                    // a send that was never started
+                    let key = SendKey { peer, channel: Channel::Kv, tag: u64::MAX };
+                    context.end_send(key, step);
+                }
+                prop_assert_eq!(context.has_unsent(), !sends.is_empty());
+                prop_assert_eq!(context.sends.len(), sends.len());
+                for peer in 0..5 {
+                    let steps = context.send_steps.get(&peer).map_or(0, VecDeque::len);
+                    let want = sends.iter().filter(|(key, _)| key.peer == peer).count();
+                    prop_assert_eq!(steps, want);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,245 @@
+//! Endpoint: communicators, requests and peers of one rank, with the contexts of its plans.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Instant,
+};
+
+use annulus_core::{Error, Result};
+
+use super::{
+    CONTROL, NodeMap, Settings, circulant::Barrier, communicator::Communicator, context::Context,
+    departures::Departure, known_work::KnownWork, messages::MessageKind, peers::Peers,
+    requests::Requests, wire_tags::WireTags,
+};
+use crate::staging::Staging;
+
+/// State of one rank that its contexts share.
+pub(super) struct Endpoint {
+    /// `None` once it is being dropped.
+    pub(super) data: Option<Communicator>,
+    pub(super) control: Option<Communicator>,
+    pub(super) rank: usize,
+    pub(super) ranks: usize,
+    pub(super) settings: Settings,
+    pub(super) tags: WireTags,
+    /// True if the settings of all ranks let receives with agreed lengths start when they are
+    /// posted. False until the records of all ranks are gathered, right after creation.
+    pub(super) posts_ahead: bool,
+    pub(super) requests: Requests<MessageKind>,
+    pub(super) staging: Staging,
+    pub(super) peers: Peers,
+    /// Empty until the records of all ranks are gathered, right after creation.
+    pub(super) nodes: Arc<NodeMap>,
+    /// By number. A context is removed when it is dropped and its last send has completed.
+    pub(super) contexts: BTreeMap<u64, Context>,
+    /// Number of the next context that this rank creates.
+    pub(super) next_context: u64,
+    /// Number of messages that this rank has announced.
+    pub(super) announced: u64,
+    /// True if a message was sent that no receive will match: the communicators cannot be freed.
+    pub(super) has_unmatched: bool,
+    pub(super) work: KnownWork,
+    /// Barrier of the drop.
+    pub(super) barrier: Barrier,
+    pub(super) last_heartbeat: Option<Instant>,
+    /// Time since which no message has moved.
+    pub(super) idle_since: Instant,
+    /// Number of polls in which a message has moved: another thread may have made them.
+    pub(super) moves: u64,
+    pub(super) abort_sent: bool,
+    pub(super) failed: Option<Error>,
+}
+
+impl Endpoint {
+    /// Creates the endpoint of a communicator that is its own, without the records of other ranks
+    /// and without contexts.
+    pub(super) fn new(data: Communicator, settings: Settings) -> Result<Self> {
+        // a duplicate of `data`, so that at most one operation is ever pending on the caller's
+        let control = Communicator::duplicate(data.as_parent(), CONTROL, &settings.patience)?;
+        let rank = data.rank();
+        let ranks = data.ranks();
+        let tags = WireTags::new(data.last_tag(), ranks).ok_or_else(|| {
+            Error::unsupported(
+                format!("a ring of {ranks} ranks"),
+                format!("an MPI whose tags end at {}", data.last_tag()),
+            )
+        })?;
+        let mut endpoint = Self::detached(rank, ranks);
+        endpoint.settings = settings;
+        endpoint.tags = tags;
+        endpoint.data = Some(data);
+        endpoint.control = Some(control);
+        Ok(endpoint)
+    }
+
+    /// Creates an endpoint without communicators, which can neither send nor receive.
+    pub(super) fn detached(rank: usize, ranks: usize) -> Self {
+        let now = Instant::now();
+        Self {
+            data: None,
+            control: None,
+            rank,
+            ranks,
+            settings: Settings::default(),
+            tags: WireTags::default(),
+            posts_ahead: false,
+            requests: Requests::new(),
+            staging: Staging::default(),
+            peers: Peers::new(rank, ranks, now),
+            nodes: Arc::new(NodeMap::new(Vec::new())),
+            contexts: BTreeMap::new(),
+            next_context: 0,
+            announced: 0,
+            has_unmatched: false,
+            work: KnownWork::new(rank, now),
+            barrier: Barrier::new(rank, ranks),
+            last_heartbeat: None,
+            idle_since: now,
+            moves: 0,
+            abort_sent: false,
+            failed: None,
+        }
+    }
+
+    /// Returns the two communicators, `data` and `control`, if this thread may call MPI now.
+    pub(super) fn enter(&self) -> Result<(&Communicator, &Communicator)> {
+        match (&self.data, &self.control) {
+            (Some(data), Some(control)) => data.enter().map(|()| (data, control)),
+            _ => Err(Error::invalid("MPI", "an endpoint that is being dropped", "one that is not")),
+        }
+    }
+
+    pub(super) fn check_alive(&self) -> Result<()> {
+        self.failed.clone().map_or(Ok(()), Err)
+    }
+
+    /// Creates the next context of this rank. Returns its number.
+    ///
+    /// If a context with the same slot of tags still exists, this one announces its messages: ranks
+    /// drop contexts at different times, so they cannot choose another slot without a message.
+    ///
+    /// # Errors
+    /// That of a dead endpoint.
+    pub(super) fn open_context(&mut self) -> Result<u64> {
+        self.check_alive()?;
+        let number = self.next_context;
+        let slot = self.tags.slot(number);
+        let has_same_slot = |(&other, context): (&u64, &Context)| {
+            context.is_open && context.posts_ahead && self.tags.slot(other) == slot
+        };
+        let posts_ahead =
+            self.posts_ahead && slot.is_some() && !self.contexts.iter().any(has_same_slot);
+        self.next_context += 1;
+        // neighbours that have left the endpoint will not create it
+        let left: Vec<(usize, Instant)> =
+            self.peers.left().iter().map(|(&peer, &at)| (peer, at)).collect();
+        let context = self.context(number);
+        context.is_open = true;
+        context.posts_ahead = posts_ahead;
+        for (peer, at) in left {
+            context.depart_before_creation(peer, at);
+        }
+        Ok(number)
+    }
+
+    /// Returns the state of a context, created by its first use: frames of ranks that have created
+    /// it may arrive before this rank does.
+    pub(super) fn context(&mut self, number: u64) -> &mut Context {
+        self.contexts.entry(number).or_default()
+    }
+
+    /// Returns true if this rank has dropped a context.
+    pub(super) fn has_dropped(&self, context: u64) -> bool {
+        context < self.next_context
+            && self.contexts.get(&context).is_none_or(|context| !context.is_open)
+    }
+
+    /// Records that `peer` has left the endpoint, and so all contexts.
+    pub(super) fn leave_endpoint(&mut self, peer: usize, at: Instant, has_failed: bool) {
+        self.peers.leave(peer, at, has_failed);
+        for context in self.contexts.values_mut() {
+            context.depart_before_creation(peer, at);
+        }
+    }
+}
+
+impl Context {
+    /// Records that `peer` has left the endpoint without having created this context, unless it is
+    /// known to have left this one.
+    fn depart_before_creation(&mut self, peer: usize, at: Instant) {
+        if self.departures.get(peer).is_none() {
+            let departure =
+                Departure { at, is_forwarded: false, started: 0, unfinished: Vec::new() };
+            self.departures.add(peer, departure);
+        }
+    }
+}
+
+/// An endpoint that handles, progress threads and the list of parked handles share.
+pub(super) struct SharedEndpoint(Mutex<Endpoint>);
+
+impl SharedEndpoint {
+    pub(super) const fn new(endpoint: Endpoint) -> Self {
+        Self(Mutex::new(endpoint))
+    }
+
+    /// Locks the endpoint. A poisoned lock is no error: the endpoint records its own failures.
+    pub(super) fn lock(&self) -> MutexGuard<'_, Endpoint> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Locks the endpoint, unless it is in use.
+    pub(super) fn try_lock(&self) -> Option<MutexGuard<'_, Endpoint>> {
+        self.0.try_lock().ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rank() -> Endpoint {
+        let mut rank = Endpoint::detached(0, 3);
+        rank.tags = WireTags::new(i32::MAX as u64, 3).unwrap();
+        rank.posts_ahead = true;
+        rank
+    }
+
+    #[test]
+    fn a_context_whose_slot_is_taken_announces_its_messages() {
+        let mut rank = rank();
+        let slots = (1..).find(|&number| rank.tags.slot(number) == Some(0)).unwrap();
+        for number in 0..slots {
+            assert_eq!(rank.open_context(), Ok(number));
+            assert!(rank.context(number).posts_ahead);
+        }
+        // the slot of context 0
+        assert_eq!(rank.open_context(), Ok(slots));
+        assert!(!rank.context(slots).posts_ahead);
+        // a context that announces takes no slot
+        rank.contexts.remove(&0);
+        rank.next_context = 2 * slots;
+        assert_eq!(rank.open_context(), Ok(2 * slots));
+        assert!(rank.context(2 * slots).posts_ahead);
+        assert!(rank.has_dropped(0) && !rank.has_dropped(1) && !rank.has_dropped(2 * slots + 1));
+        rank.failed = Some(Error::PeerLost { peer: 1, step: 0 });
+        assert_eq!(rank.open_context(), Err(Error::PeerLost { peer: 1, step: 0 }));
+    }
+
+    #[test]
+    fn a_neighbour_that_leaves_the_endpoint_leaves_every_context() {
+        let now = Instant::now();
+        let mut rank = rank();
+        rank.open_context().unwrap();
+        let own = Departure { at: now, is_forwarded: false, started: 7, unfinished: Vec::new() };
+        rank.context(0).departures.add(1, own.clone());
+        rank.leave_endpoint(1, now, false);
+        assert_eq!(rank.context(0).departures.get(1), Some(&own));
+        // it never creates the next one, of which this rank waits for it in vain
+        rank.open_context().unwrap();
+        let started = rank.context(1).departures.get(1).map(|departure| departure.started);
+        assert_eq!(started, Some(0));
+    }
+}
