@@ -4,8 +4,6 @@ use std::fmt;
 
 use annulus_core::{Error, Result};
 
-use super::ffi;
-
 /// Report of an MPI library on pointers to CUDA memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GpuAwareness {
@@ -23,7 +21,7 @@ impl GpuAwareness {
 
     /// Returns the report of the MPI library of this process.
     pub fn of_library() -> Self {
-        match ffi::reports_cuda_support() {
+        match annulus_mpi::query_cuda_support() {
             Some(true) => Self::Yes,
             Some(false) => Self::No,
             None => Self::Unknown,
