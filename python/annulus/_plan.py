@@ -514,10 +514,21 @@ def fortran_handle(comm: Any) -> int:
     check_communicator(comm)
     from mpi4py import MPI
 
-    own, other = _annulus.mpi_library(), MPI.Get_library_version()
-    if own.strip("\0\n ") != other.strip("\0\n "):
-        raise unsupported("comm", f"mpi4py uses {other!r}, and annulus was built with {own!r}")
+    own, is_initialised = _annulus.mpi_library()
+    own, other = (text.strip("\0\n ") for text in (own, MPI.Get_library_version()))
+    made = "was built with" if _annulus.LINKS_MPI else "has loaded"
+    advice = "" if _annulus.LINKS_MPI else "; see ANNULUS_MPI_LIBRARY and annulus.mpi_shim"
+    if own != other:
+        names = f"{first_line(other)!r}, and annulus {made} {first_line(own)!r}"
+        raise unsupported("comm", f"mpi4py uses {names}{advice}")
+    if not is_initialised:
+        why = f"mpi4py has not initialised the copy of {first_line(own)!r} that annulus {made}"
+        raise unsupported("comm", f"{why}{advice}")
     return int(comm.py2f())
+
+
+def first_line(text: str) -> str:
+    return text.partition("\n")[0]
 
 
 def reports_of(reports: list[tuple[float, float, int, int]]) -> tuple[Report, ...]:

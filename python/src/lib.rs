@@ -59,16 +59,23 @@ mod _annulus {
         built.map(BackendName::name).collect()
     }
 
-    /// Returns the text with which the MPI that this module is linked with names itself.
+    /// True if the module is linked with an MPI, false if it loads one.
+    #[cfg(feature = "mpi")]
+    #[pymodule_export]
+    const LINKS_MPI: bool = annulus::comm::mpi::IS_LINKED;
+
+    /// Source of the shim that an MPI without the standard ABI needs.
+    #[cfg(feature = "mpi")]
+    #[pymodule_export]
+    const MPI_SHIM: &str = annulus::comm::mpi::SHIM_SOURCE;
+
+    /// Returns the text with which the MPI of this module names itself, and true if it is
+    /// initialised. mpi4py initialises and finalises it, never this module.
     #[cfg(feature = "mpi")]
     #[pyfunction]
-    fn mpi_library(py: Python<'_>) -> PyResult<String> {
-        let library = annulus::comm::mpi::Launch::begin().and_then(|launch| {
-            let library = launch.library();
-            // MPI belongs to mpi4py, which finalises it
-            launch.abandon();
-            library
-        });
-        library.map_err(|error| super::errors::raise(py, &error))
+    fn mpi_library(py: Python<'_>) -> PyResult<(String, bool)> {
+        let library = annulus::comm::mpi::library();
+        let library = library.map_err(|error| super::errors::raise(py, &error))?;
+        Ok((library, annulus::comm::mpi::is_alive()))
     }
 }

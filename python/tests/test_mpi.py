@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import annulus
+from annulus import mpi_shim
 
 needs_mpi = pytest.mark.skipif(not annulus.HAS_MPI, reason="a build without the feature mpi")
 
@@ -84,3 +85,12 @@ def test_a_build_without_mpi_names_the_communicator() -> None:
     x = np.zeros((1, 4, 1, 2), np.float32)
     with pytest.raises(annulus.Unsupported, match="^comm is not supported: .*--features mpi"):
         annulus.ring_attention(x, x, x, comm=Communicator())
+
+
+@pytest.mark.skipif(annulus.HAS_MPI, reason="a build with the feature mpi")
+def test_a_build_that_loads_no_mpi_compiles_no_shim(capsys: pytest.CaptureFixture[str]) -> None:
+    assert mpi_shim.main([]) == 2
+    assert capsys.readouterr().err.startswith("usage: python -m annulus.mpi_shim")
+    assert mpi_shim.main(["nothing.so"]) == 1
+    assert "this build of annulus loads no MPI" in capsys.readouterr().err
+    assert not Path("nothing.so").exists()

@@ -12,7 +12,7 @@
  * annulus_options_init. Units: strides in elements, times in seconds, sizes in bytes.
  *
  * Define ANNULUS_WITH_MPI before including this header to declare annulus_plan_create_mpi and
- * annulus_cache_create_mpi.
+ * annulus_cache_create_mpi. Define ANNULUS_MPI_ABI too if the library has the feature mpi-abi.
  *
  * Made by cbindgen from crates/capi/src.
  */
@@ -1049,8 +1049,8 @@ const char *annulus_version(void);
 
 /**
  * Returns the features that the library was built with, separated by spaces: "mpi" for rings over
- * MPI, "cuda" and "wgpu" for the backends, "nccl" for communicators of NCCL. The text never has to
- * be freed.
+ * MPI, and "mpi-abi" if that is loaded at run time; "cuda" and "wgpu" for the backends, "nccl" for
+ * communicators of NCCL. The text never has to be freed.
  */
 const char *annulus_features(void);
 
@@ -1944,3 +1944,19 @@ int annulus_cache_destroy(struct annulus_cache *cache);
 #endif  // __cplusplus
 
 #endif  /* ANNULUS_H */
+
+/* A library that loads MPI takes communicators of the standard ABI; others are converted. */
+#if defined(ANNULUS_WITH_MPI) && defined(ANNULUS_MPI_ABI) && \
+    !defined(annulus_plan_create_mpi) && !(defined(MPI_ABI_VERSION) && MPI_ABI_VERSION >= 1)
+/* Some MPIs convert no handle before MPI_Init; the call is refused then, whatever the handle. */
+static inline int32_t annulus_mpi_handle(MPI_Comm communicator) {
+  int initialized = 0, finalized = 0;
+  MPI_Initialized(&initialized);
+  MPI_Finalized(&finalized);
+  return initialized && !finalized ? (int32_t)MPI_Comm_c2f(communicator) : 0;
+}
+#define annulus_plan_create_mpi(attention, communicator, plan) \
+  annulus_plan_create_mpi_f(attention, annulus_mpi_handle(communicator), plan)
+#define annulus_cache_create_mpi(attention, communicator, cache) \
+  annulus_cache_create_mpi_f(attention, annulus_mpi_handle(communicator), cache)
+#endif

@@ -129,14 +129,15 @@ pub extern "C" fn annulus_version() -> *const c_char {
 }
 
 /// Returns the features that the library was built with, separated by spaces: "mpi" for rings over
-/// MPI, "cuda" and "wgpu" for the backends, "nccl" for communicators of NCCL. The text never has to
-/// be freed.
+/// MPI, and "mpi-abi" if that is loaded at run time; "cuda" and "wgpu" for the backends, "nccl" for
+/// communicators of NCCL. The text never has to be freed.
 #[unsafe(no_mangle)]
 pub extern "C" fn annulus_features() -> *const c_char {
     static FEATURES: OnceLock<CString> = OnceLock::new();
     let features = FEATURES.get_or_init(|| {
         let all = [
             ("mpi", cfg!(feature = "mpi")),
+            ("mpi-abi", cfg!(all(feature = "mpi", not(feature = "link-mpi")))),
             ("cuda", cfg!(feature = "cuda")),
             ("nccl", cfg!(feature = "nccl")),
             ("wgpu", cfg!(feature = "wgpu")),

@@ -37,11 +37,29 @@ const TITLE: &str = "\
  * annulus_options_init. Units: strides in elements, times in seconds, sizes in bytes.
  *
  * Define ANNULUS_WITH_MPI before including this header to declare annulus_plan_create_mpi and
- * annulus_cache_create_mpi.
+ * annulus_cache_create_mpi. Define ANNULUS_MPI_ABI too if the library has the feature mpi-abi.
  *
  * Made by cbindgen from crates/capi/src.
  */
 ";
+
+/// End of the header, for libraries that load MPI.
+const OTHER_ABI: &str = "\
+/* A library that loads MPI takes communicators of the standard ABI; others are converted. */
+#if defined(ANNULUS_WITH_MPI) && defined(ANNULUS_MPI_ABI) && \\
+    !defined(annulus_plan_create_mpi) && !(defined(MPI_ABI_VERSION) && MPI_ABI_VERSION >= 1)
+/* Some MPIs convert no handle before MPI_Init; the call is refused then, whatever the handle. */
+static inline int32_t annulus_mpi_handle(MPI_Comm communicator) {
+  int initialized = 0, finalized = 0;
+  MPI_Initialized(&initialized);
+  MPI_Finalized(&finalized);
+  return initialized && !finalized ? (int32_t)MPI_Comm_c2f(communicator) : 0;
+}
+#define annulus_plan_create_mpi(attention, communicator, plan) \\
+  annulus_plan_create_mpi_f(attention, annulus_mpi_handle(communicator), plan)
+#define annulus_cache_create_mpi(attention, communicator, cache) \\
+  annulus_cache_create_mpi_f(attention, annulus_mpi_handle(communicator), cache)
+#endif";
 
 fn config() -> Config {
     Config {
@@ -51,6 +69,7 @@ fn config() -> Config {
         no_includes: true,
         sys_includes: vec!["stdint.h".to_owned()],
         after_includes: Some("#ifdef ANNULUS_WITH_MPI\n#include <mpi.h>\n#endif".to_owned()),
+        trailer: Some(OTHER_ABI.to_owned()),
         cpp_compat: true,
         documentation_style: DocumentationStyle::Doxy,
         style: Style::Both,

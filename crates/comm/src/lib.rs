@@ -30,6 +30,10 @@ pub mod heads_ring;
 pub mod kv_cache;
 mod merged_softmax;
 #[cfg(feature = "mpi")]
+#[cfg_attr(
+    not(feature = "link-mpi"),
+    allow(unused_unsafe, reason = "constants of a linked MPI are variables; the ABI's are not")
+)]
 pub mod mpi;
 #[cfg(feature = "nccl")]
 #[allow(unsafe_code, reason = "calls of the C interface of NCCL")]

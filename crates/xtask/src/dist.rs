@@ -33,8 +33,8 @@ impl Options {
         Ok(options)
     }
 
-    /// Writes `annulus-VERSION.tar.gz`: the files of HEAD, all crates that Cargo.lock names, and a
-    /// configuration by which cargo takes them.
+    /// Writes `annulus-VERSION.tar.gz`: the files of HEAD, all crates that the two files Cargo.lock
+    /// name, and a configuration by which cargo takes them.
     pub(crate) fn run(&self) -> Result<()> {
         let root = root();
         fs::create_dir_all(&self.out).map_err(|error| told(&self.out, error))?;
@@ -65,6 +65,8 @@ impl Options {
 
         let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
         cargo.current_dir(&tree).args(["vendor", "--locked", "--versioned-dirs"]);
+        // the Python package is a workspace of its own
+        cargo.args(["--sync", "python/Cargo.toml"]);
         let config = run(cargo.arg("vendor"))?;
         let file = tree.join(".cargo/config.toml");
         let mut text = fs::read_to_string(&file).map_err(|error| told(&file, error))?;

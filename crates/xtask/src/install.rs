@@ -47,15 +47,44 @@ impl Options {
         if options.prefix.as_os_str().is_empty() {
             return Err("--prefix: got nothing, want a folder".to_owned());
         }
-        let is_known = |name: &String| ["mpi", "cuda", "nccl", "wgpu"].contains(&name.as_str());
+        let known = ["mpi", "mpi-abi", "cuda", "nccl", "wgpu"];
+        let is_known = |name: &String| known.contains(&name.as_str());
         if let Some(unknown) = options.features.iter().find(|name| !is_known(name)) {
-            return Err(format!("--features: got {unknown}, want mpi, cuda, nccl or wgpu"));
+            return Err(format!(
+                "--features: got {unknown}, want mpi, mpi-abi, cuda, nccl or wgpu"
+            ));
+        }
+        if options.has("mpi") && options.has("mpi-abi") {
+            return Err("--features: got mpi and mpi-abi, want one of them".to_owned());
         }
         Ok(options)
     }
 
+    fn has(&self, feature: &str) -> bool {
+        self.features.iter().any(|name| name == feature)
+    }
+
     fn has_mpi(&self) -> bool {
-        self.features.iter().any(|name| name == "mpi")
+        self.has("mpi") || self.has("mpi-abi")
+    }
+
+    /// Features as options of cargo. An MPI that is loaded is one that is not linked, as it is by
+    /// default.
+    fn cargo_features(&self) -> Vec<String> {
+        let names = self.features.iter().map(String::as_str);
+        let names = names.map(|name| if name == "mpi-abi" { "mpi" } else { name });
+        let names = names.collect::<Vec<_>>().join(",");
+        let defaults = self.has("mpi-abi").then(|| "--no-default-features".to_owned());
+        defaults.into_iter().chain(["--features".to_owned(), names]).collect()
+    }
+
+    /// Features as `annulus_features` names them.
+    fn library_features(&self) -> String {
+        let mut names: Vec<&str> = self.features.iter().map(String::as_str).collect();
+        if self.has("mpi-abi") {
+            names.insert(0, "mpi");
+        }
+        names.join(" ")
     }
 
     /// Builds and installs.
@@ -74,13 +103,19 @@ impl Options {
         link(&soname, &prefix.join("lib/libannulus.so"))?;
         copy(&built.fixed, &prefix.join("lib/libannulus.a"))?;
 
+        let definitions = if self.has("mpi-abi") {
+            "-DANNULUS_WITH_MPI -DANNULUS_MPI_ABI"
+        } else {
+            "-DANNULUS_WITH_MPI"
+        };
         let fill = |template: &str| {
             template
                 .replace("@PREFIX@", &prefix.display().to_string())
                 .replace("@VERSION@", VERSION)
                 .replace("@ABI_VERSION@", ABI_VERSION)
-                .replace("@FEATURES@", &self.features.join(" "))
+                .replace("@FEATURES@", &self.library_features())
                 .replace("@HAS_MPI@", if self.has_mpi() { "TRUE" } else { "FALSE" })
+                .replace("@MPI_DEFINITIONS@", definitions)
                 .replace("@STATIC_LIBS@", &built.static_libs)
         };
         let mut filled = vec![
@@ -108,6 +143,12 @@ impl Options {
         ] {
             copy_into(&from, &prefix.join(into))?;
         }
+        if self.has("mpi-abi") {
+            copy_into(
+                &root.join("crates/mpi/shim/annulus_mpi_shim.c"),
+                &prefix.join("share/annulus"),
+            )?;
+        }
         let examples = capi.join("examples");
         let entries = fs::read_dir(&examples).map_err(|error| told(&examples, error))?;
         for entry in entries {
@@ -122,7 +163,7 @@ impl Options {
     fn build(&self, root: &Path) -> Result<Built> {
         let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
         cargo.current_dir(root).args(["rustc", "--package", "annulus-capi", "--lib"]);
-        cargo.args(["--profile", &self.profile, "--features", &self.features.join(",")]);
+        cargo.args(["--profile", &self.profile]).args(self.cargo_features());
         // stdout: which files cargo has built; stderr: what a program links with the static library
         cargo.args(["--message-format", "json-render-diagnostics"]);
         if self.is_offline {
@@ -217,11 +258,17 @@ mod tests {
             }
         );
         assert!(options.has_mpi());
+        assert_eq!(options.cargo_features(), ["--features", "mpi"]);
+        let loads = parsed("--prefix a --features mpi-abi,cuda").unwrap();
+        assert!(loads.has_mpi());
+        assert_eq!(loads.cargo_features(), ["--no-default-features", "--features", "mpi,cuda"]);
+        assert_eq!(loads.library_features(), "mpi mpi-abi cuda");
         assert!(!parsed("--prefix a").unwrap().has_mpi());
         for (line, says) in [
             ("", "--prefix: got nothing"),
             ("--prefix", "--prefix: got nothing"),
             ("--prefix a --features hip", "--features: got hip"),
+            ("--prefix a --features mpi,mpi-abi", "--features: got mpi and mpi-abi"),
             ("--prefix a b", "got b"),
         ] {
             let told = parsed(line).unwrap_err();

@@ -17,14 +17,15 @@ Builds libannulus and installs it below DIR:
   lib/libannulus.so, .so.0, .so.0.1.0   the shared library, with its SONAME
   lib/libannulus.a                      the static library
   include/annulus.h, annulus.hpp        for C and C++17
-  lib/pkgconfig/annulus.pc              and annulus-mpi.pc with the feature mpi
+  lib/pkgconfig/annulus.pc              and annulus-mpi.pc with the feature mpi or mpi-abi
   lib/cmake/annulus/                    find_package(annulus): target annulus::annulus
   share/annulus/annulus.f90             source of the Fortran module
+  share/annulus/annulus_mpi_shim.c      with the feature mpi-abi, for an MPI with another ABI
   share/annulus/examples/               programs in C, C++ and Fortran
   share/doc/annulus/                    documentation and licences
 
-  --features LIST  features of annulus-capi, separated by commas: mpi (built with $MPICC), cuda,
-                   nccl, wgpu
+  --features LIST  features of the library, separated by commas: mpi (built with $MPICC) or
+                   mpi-abi (MPI is loaded at run time), cuda, nccl, wgpu
   --profile NAME   profile of cargo (default: release)
   --offline        passed to cargo
 

@@ -9,7 +9,7 @@ use std::{
 };
 
 use annulus_core::{Error, Result};
-use mpi::ffi;
+use annulus_mpi::ffi;
 
 use super::{
     Patience,

@@ -15,12 +15,12 @@
 #![expect(unsafe_code, reason = "calls of the C interface of MPI")]
 
 use std::{
-    ffi::{CStr, c_char, c_int, c_void},
+    ffi::{c_char, c_int},
     ptr,
 };
 
 use annulus_core::{Error, Result};
-use mpi::ffi;
+use annulus_mpi::ffi;
 
 use super::{
     lifetime::{Lifetime, check_alive, lifetime},
@@ -113,11 +113,21 @@ pub(super) fn check(code: c_int, at: PeerStep) -> Result<()> {
     MpiError::check(code).map_err(|error| error.into_error(at))
 }
 
+/// Checks that there is an MPI. Only one that is loaded at run time can be missing.
+///
+/// # Errors
+/// [`Error::Unsupported`] with the loader's reason.
+pub(super) fn check_loaded() -> Result<()> {
+    annulus_mpi::loaded().map_err(|why| Error::unsupported("MPI", format!("this machine: {why}")))
+}
+
 /// Initialises MPI with the highest thread level that it grants.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] if it was finalised, [`Error::Comm`] if it fails.
+/// [`Error::Unsupported`] without an MPI, [`Error::InvalidArgument`] if it was finalised,
+/// [`Error::Comm`] if it fails.
 pub(super) fn initialize() -> Result<()> {
+    check_loaded()?;
     if lifetime() == Lifetime::Finalized {
         return Err(Error::invalid(
             "MPI",
@@ -163,7 +173,7 @@ pub(super) fn count(number: c_int) -> usize {
 
 /// Returns name and version of the MPI library.
 pub(super) fn library() -> Result<String> {
-    check_alive()?;
+    check_loaded()?;
     // SAFETY: a constant of the linked MPI
     let capacity = count(unsafe { ffi::RSMPI_MAX_LIBRARY_VERSION_STRING });
     let mut text = vec![0u8; capacity + 1];
@@ -193,39 +203,4 @@ pub(super) fn thread_level() -> Result<ThreadLevel> {
         level if level >= funneled => ThreadLevel::Funneled,
         _ => ThreadLevel::Single,
     })
-}
-
-/// Returns the address of a function of the loaded MPI; null if it has none of this name.
-fn symbol(name: &CStr) -> *mut c_void {
-    unsafe extern "C" {
-        fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
-    }
-    // SAFETY: a null library means everything that is loaded; the name ends with a zero
-    unsafe { dlsym(ptr::null_mut(), name.as_ptr()) }
-}
-
-/// Returns the report of `query`, an `MPIX_Query_*_support`; `None` if the loaded MPI lacks it.
-pub(super) fn reports_gpu_support(query: &CStr) -> Option<bool> {
-    // SAFETY: every MPI that has a function of such a name declares it without arguments and with
-    // an int as its result
-    let call = unsafe {
-        std::mem::transmute::<*mut c_void, Option<unsafe extern "C" fn() -> c_int>>(symbol(query))
-    };
-    // SAFETY: it returns a fact about the library, and may be called at any time
-    call.map(|call| unsafe { call() } != 0)
-}
-
-/// Returns the report of `MPIX_GPU_query_support` on a kind of GPU; `None` if the loaded MPI lacks
-/// the function or does not know the kind.
-pub(super) fn reports_gpu_kind_support(kind: c_int) -> Option<bool> {
-    check_alive().ok()?;
-    type Query = unsafe extern "C" fn(c_int, *mut c_int) -> c_int;
-    // SAFETY: MPICH and its derivatives, which have the function, declare it so
-    let call = unsafe {
-        std::mem::transmute::<*mut c_void, Option<Query>>(symbol(c"MPIX_GPU_query_support"))
-    };
-    let mut supported = 0;
-    // SAFETY: MPI is alive; the number lives through the call
-    let code = call.map(|call| unsafe { call(kind, &raw mut supported) })?;
-    (code == SUCCESS).then_some(supported != 0)
 }

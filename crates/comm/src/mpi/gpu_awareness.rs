@@ -13,7 +13,7 @@ use std::{
 
 use annulus_core::{Error, Result};
 
-use super::ffi;
+use super::{ffi, lifetime::check_alive};
 
 /// Runtime whose device memory an MPI library may accept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -96,8 +96,9 @@ impl GpuAwareness {
             let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
             is_cray_enabled(runtime, enabled.as_deref(), &maps)
         });
-        let own = runtime.queries().iter().map(|query| ffi::reports_gpu_support(query));
-        let general = ffi::reports_gpu_kind_support(runtime.kind());
+        let own = runtime.queries().iter().map(|query| annulus_mpi::query_gpu_support(query));
+        // unlike the others, it may be called between MPI_Init and MPI_Finalize only
+        let general = check_alive().ok().and_then(|()| annulus_mpi::query_gpu_kind(runtime.kind()));
         Self::of_reports(cray, own.chain([general]))
     }
 

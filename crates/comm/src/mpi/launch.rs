@@ -43,7 +43,7 @@ impl Launch {
     /// Returns name and version of the MPI library.
     ///
     /// # Errors
-    /// [`annulus_core::Error::InvalidArgument`] if MPI was finalised.
+    /// [`annulus_core::Error::Comm`] if MPI fails.
     pub fn library(&self) -> Result<String> {
         ffi::library()
     }

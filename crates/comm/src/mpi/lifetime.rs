@@ -16,10 +16,10 @@ use std::{
 };
 
 use annulus_core::{Error, Result};
-use mpi::ffi;
+use annulus_mpi::ffi;
 
 use super::{
-    ffi::{PeerStep, check},
+    ffi::{PeerStep, check, check_loaded},
     parked,
 };
 
@@ -65,12 +65,16 @@ pub(super) fn lifetime() -> Lifetime {
 }
 
 /// Checks rule 1.
+///
+/// # Errors
+/// [`Error::Unsupported`] without an MPI, [`Error::InvalidArgument`] if it is not alive.
 pub(super) fn check_alive() -> Result<()> {
     let got = match lifetime() {
         Lifetime::Alive => return Ok(()),
         Lifetime::Finalized => "MPI after MPI_Finalize",
         Lifetime::NotInitialized => "MPI before MPI_Init",
     };
+    check_loaded()?;
     Err(Error::invalid("MPI", got, "MPI between MPI_Init and MPI_Finalize"))
 }
 

@@ -178,10 +178,29 @@ pub use self::{
     thread_level::ThreadLevel,
 };
 /// Communicator handle of C.
-pub type Communication = ::mpi::ffi::MPI_Comm;
+pub type Communication = annulus_mpi::ffi::MPI_Comm;
 
 /// Communicator handle of Fortran, and of every binding that converts to it.
-pub type FortranHandle = ::mpi::ffi::RSMPI_Fint;
+pub type FortranHandle = annulus_mpi::ffi::RSMPI_Fint;
+
+/// Source of the shim for an MPI without the standard ABI, which is loaded at run time.
+pub use annulus_mpi::SHIM_SOURCE;
+
+/// True if the MPI is linked; false if it is loaded at run time (without the feature `link-mpi`).
+pub const IS_LINKED: bool = cfg!(feature = "link-mpi");
+
+/// Returns name and version of the MPI library, also of one that is not initialised.
+///
+/// # Errors
+/// [`Error::Unsupported`] if MPI is to be loaded and there is none.
+pub fn library() -> Result<String> {
+    ffi::library()
+}
+
+/// Returns true between `MPI_Init` and `MPI_Finalize`, by whomever MPI was initialised.
+pub fn is_alive() -> bool {
+    check_alive().is_ok()
+}
 
 /// Names of the communicators of an endpoint.
 const DATA: &CStr = c"annulus data";

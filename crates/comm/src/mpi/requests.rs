@@ -24,7 +24,7 @@
 use std::{collections::HashMap, ffi::c_int, mem, ops::Range};
 
 use annulus_core::{Error, HostBuffer, Result, index};
-use mpi::ffi;
+use annulus_mpi::ffi;
 
 use super::{
     communicator::Communicator,

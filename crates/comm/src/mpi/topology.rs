@@ -8,7 +8,7 @@ use std::{
 };
 
 use annulus_core::Result;
-use mpi::ffi;
+use annulus_mpi::ffi;
 
 use super::{
     Patience,

@@ -9,8 +9,8 @@ use annulus_comm::{
     mpi::{Launch, Mpi, Settings},
 };
 use annulus_core::{Control, Error, Host, Result, Transport, index};
-use mpi::{
-    Threading,
+use annulus_mpi::rsmpi::{
+    self as mpi, Threading,
     topology::{Color, Communicator},
     traits::AsRaw,
 };

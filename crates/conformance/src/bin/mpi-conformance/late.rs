@@ -25,7 +25,7 @@ use annulus_comm::{
     mpi::{Mpi, Patience, Settings},
 };
 use annulus_core::{Error, Host, Result};
-use mpi::{ffi, topology::Communicator};
+use annulus_mpi::rsmpi::{self as mpi, ffi, topology::Communicator};
 
 use crate::harness::{Verdict, ensure};
 

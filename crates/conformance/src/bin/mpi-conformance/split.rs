@@ -6,7 +6,8 @@ use std::time::Duration;
 use annulus::{Attention, Cpu, Dims, Layout, Plan, Tensors};
 use annulus_comm::mpi::{Mpi, Settings};
 use annulus_core::{Error, Result, index};
-use mpi::{
+use annulus_mpi::rsmpi::{
+    self as mpi,
     topology::{Color, Communicator},
     traits::AsRaw,
 };
