@@ -6,6 +6,7 @@ use crate::{
     block_mask::{Owner, WorkChunk, max_words_per_tile},
     kernels::{TILE, TileVariant},
     launch::ElementRange,
+    limits::ChunkLimits,
     operands::{Operand, Operands, RowsOf, TileKernel},
     parts::flops_per_tile_pair,
 };
@@ -18,21 +19,6 @@ const MAX_LIST_WORDS: u64 = 4 << 20;
 /// GFLOP/s, a workgroup's share of a slow integrated GPU. A constant, because it determines the
 /// order of sums.
 pub(crate) const MAX_WORKGROUP_WORK: u64 = 1 << 30;
-
-/// Limits of a device that chunks obey.
-#[derive(Debug, Clone)]
-pub(crate) struct ChunkLimits {
-    /// Name of the device.
-    pub(crate) device: String,
-    /// Upper bound of a binding in bytes.
-    pub(crate) binding_bytes: u64,
-    /// Alignment of binding offsets in bytes.
-    pub(crate) alignment: u64,
-    /// Upper bound of loop iterations per kernel, if any.
-    pub(crate) loop_steps: Option<u64>,
-    /// Upper bound of the work of a part in FLOPs, if it is less than the default.
-    pub(crate) part_work: Option<u64>,
-}
 
 /// Problem size, and whether masks differ between batch rows and heads.
 #[derive(Debug, Clone, Copy)]

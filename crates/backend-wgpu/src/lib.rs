@@ -17,9 +17,10 @@
 //! | idle staging buffers | `pools.rs` |
 //! | adapters, device, pipelines | `adapter.rs`, `device.rs`, `pipelines.rs` |
 //! | command batches | `launch.rs` |
-//! | their order, waits for them, proof that they ran | `submissions.rs` |
+//! | their order, proof that they ran; waits for them | `submissions.rs`; `queue.rs` |
 //! | work per submission | `parts.rs`, `pacing.rs` |
 //! | errors, timing | `errors.rs`, `stopwatch.rs` |
+//! | limits of a device; locks | `limits.rs`; `lock.rs` |
 //! | levels, default level | `level.rs`, `choice.rs` |
 //! | checks of subgroups, matrices and conversions | `probe.rs` |
 //! | kernels in WGSL | `kernels/` |
@@ -55,6 +56,8 @@ mod forward;
 mod kernels;
 mod launch;
 mod level;
+mod limits;
+mod lock;
 mod memory;
 mod operands;
 mod pacing;
@@ -63,6 +66,7 @@ mod pass_context;
 mod pipelines;
 mod pools;
 mod probe;
+mod queue;
 mod records;
 mod row_buffers;
 mod staged;

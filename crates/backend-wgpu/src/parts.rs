@@ -84,8 +84,9 @@ mod tests {
     use super::*;
     use crate::{
         block_mask::{Owner, WorkChunk},
-        chunks::{ChunkLimits, MAX_WORKGROUP_WORK, ProblemSize},
+        chunks::{MAX_WORKGROUP_WORK, ProblemSize},
         kernels::BiasAxes,
+        limits::ChunkLimits,
         operands::Operands,
     };
 

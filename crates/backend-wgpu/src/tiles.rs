@@ -120,14 +120,14 @@ impl TilePass<'_> {
                 Some(bound) => bound,
                 None => bound.insert(self.bind(&mut commands, block_mask, chunk)?),
             };
-            let budget = self.gpu.part_budget(variant);
+            let budget = self.gpu.submissions().part_budget(variant);
             let (end, work) = workgroups.part(block_mask, first, budget);
             let shape = GridShape { workgroups, first: first as u32, end: end as u32, add };
             commands.launch(variant, (end - first) as u64, bindings.clone(), |grid_width| {
                 self.params(block_mask, chunk, bases, &shape, grid_width)
             })?;
             if let Some(receipt) = commands.submit()? {
-                self.gpu.add_part(receipt, variant, work);
+                self.gpu.submissions().add_part(receipt, variant, work);
             }
             first = end;
         }
