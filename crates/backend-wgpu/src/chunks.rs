@@ -20,6 +20,11 @@ const MAX_LIST_WORDS: u64 = 4 << 20;
 /// order of sums.
 pub(crate) const MAX_WORKGROUP_WORK: u64 = 1 << 30;
 
+/// Upper bound of the words of lists per chunk on a device.
+pub(crate) fn most_list_words(limits: &ChunkLimits) -> u64 {
+    MAX_LIST_WORDS.min((limits.binding_bytes.saturating_sub(1024)) / 4)
+}
+
 /// Problem size, and whether masks differ between batch rows and heads.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ProblemSize {
@@ -95,7 +100,7 @@ impl Operands<'_> {
             let steps = pairs * loop_steps_per_tile(spec);
             pairs <= most_pairs && limits.loop_steps.is_none_or(|most| steps <= most)
         };
-        let most_words = MAX_LIST_WORDS.min((limits.binding_bytes.saturating_sub(1024)) / 4);
+        let most_words = most_list_words(limits);
         let lists_fit = |counts: [usize; 4]| words(counts) <= most_words;
         let mut step = [batch, heads, queries.min(queries_each), keys].map(|count| count.max(1));
         while !(bindings_fit(step) && lists_fit(step) && walk_fits(step)) {

@@ -10,6 +10,7 @@
 //! | backward pass: dK and dV | `backward_keys.rs` |
 //! | epilogues of both | `finish.rs` |
 //! | tile kernels: launch, chunks, block-sparse mask | `tiles.rs`, `chunks.rs`, `block_mask.rs` |
+//! | few queries: packed heads, ranges of keys | `gqa_packing.rs`, `split_kv.rs` |
 //! | operands, wire records, strided copies | `operands.rs`, `records.rs`, `copy.rs` |
 //! | device memory: [`annulus_core::DeviceSpace`] | `memory.rs` |
 //! | accumulators in several buffers | `row_buffers.rs` |
@@ -53,6 +54,7 @@ mod device;
 mod errors;
 mod finish;
 mod forward;
+mod gqa_packing;
 mod kernels;
 mod launch;
 mod level;
@@ -69,6 +71,7 @@ mod probe;
 mod queue;
 mod records;
 mod row_buffers;
+mod split_kv;
 mod staged;
 mod staging;
 mod stopwatch;
