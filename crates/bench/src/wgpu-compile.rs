@@ -75,7 +75,7 @@ fn parse(kernel: &KernelText) -> Result<(Module, ModuleInfo)> {
     let module = wgsl::parse_str(&kernel.wgsl).map_err(failed)?;
     let info = Validator::new(ValidationFlags::all(), Capabilities::all())
         .validate(&module)
-        .map_err(failed)?;
+        .map_err(|error| failed(error.emit_to_string(&kernel.wgsl)))?;
     Ok((module, info))
 }
 

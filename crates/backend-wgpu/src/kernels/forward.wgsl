@@ -79,7 +79,7 @@ fn main(
     if (group >= params.end_group) {
         return;
     }
-    let list_index = list_of(group);
+    let list_index = {{LIST_INDEX}};
 #if DECODE
     // lists of a tile are ranges of its keys
     let tile_index = list_index / params.ranges;

@@ -75,10 +75,10 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
             sum = fma(range_statistics[of_range + 1u], factor, sum);
             let is_tie = range_statistics[of_range] == row_max;
             ties = ties + select(0.0, range_statistics[of_range + 2u], is_tie);
-            let from = range_acc_at + range * params.acc_range;
+            let start = range_acc_at + range * params.acc_range;
             for (var n = 0u; n < 4u; n++) {
                 if (columns[n] < params.dim) {
-                    own[n] = fma(range_acc[from + columns[n]], factor, own[n]);
+                    own[n] = fma(range_acc[start + columns[n]], factor, own[n]);
                 }
             }
         }

@@ -17,13 +17,6 @@ var<workgroup> visible_bits: array<atomic<u32>, 32>;
 
 const FULL_TILE: u32 = 0xffffffffu;
 
-// Index of a workgroup's list in its plane. Long lists come first, so that no workgroup starts when
-// most of the device is idle.
-fn list_of(group: u32) -> u32 {
-    let list = group % params.tiles;
-    return select(list, params.tiles - 1u - list, params.is_reversed != 0u);
-}
-
 #if DECODE
 // Rows of a tile are pairs of a query and one of `packed_heads` heads (`gqa_packing.rs`).
 fn query_of(first: u32, row: u32) -> u32 {

@@ -47,6 +47,14 @@ const fn accumulators(variant: TileVariant) -> Binding {
     Binding { name: "acc_words", kind, access: Access::Write }
 }
 
+/// Index of a workgroup's list in its plane. Long lists come first, so that no workgroup starts when
+/// most of the device is idle. No function of WGSL, whose result would not count as uniform.
+const LIST_INDEX: &str = "select(
+        group % params.tiles,
+        params.tiles - 1u - group % params.tiles,
+        params.is_reversed != 0u,
+    )";
+
 /// Generates the loads of the tile mask to workgroup memory. `is_partial` is false if all pairs are
 /// visible; then simple kernels read no mask.
 fn tile_mask(variant: TileVariant) -> String {
@@ -93,6 +101,7 @@ fn assemble(
         .flag("SUBGROUP", variant.level != Level::Plain)
         .flag("MATRIX", on.is_some())
         .flag("DECODE", variant.decodes);
+    template.name("LIST_INDEX", LIST_INDEX);
     template.name("TILE_MASK", tile_mask(variant));
     template.name("PADDED_VECTORS", format!("{}", 32 * ROW_STEP));
     template.name("COUNT_MATRICES", on.map_or_else(String::new, matrices::count));
