@@ -3,6 +3,7 @@
 //! | kernel | output of a workgroup | file |
 //! |---|---|---|
 //! | forward | 32 queries of a head | `forward.wgsl` |
+//! | decode | queries × heads of a group, a range of their keys | `forward.wgsl` |
 //! | dQ | 32 queries of a head | `backward_queries.wgsl` |
 //! | dK, dV | 32 keys of a KV head | `backward_keys.wgsl` |
 //! | dbias | 32 queries or keys of one batch row and head of the bias | `backward_bias.wgsl` |
@@ -243,6 +244,7 @@ impl Variant {
     /// Name for labels and errors.
     pub(crate) const fn name(self) -> &'static str {
         match self {
+            Self::Forward(TileVariant { decodes: true, .. }) => "decode",
             Self::Forward(_) => "forward",
             Self::BackwardQueries(_) => "backward_queries",
             Self::BackwardKeys(..) => "backward_keys",

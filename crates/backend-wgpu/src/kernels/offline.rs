@@ -44,14 +44,14 @@ impl KernelText {
                 };
                 let forward = Variant::Forward(tile);
                 let backward = [Variant::BackwardQueries(tile), Variant::BackwardKeys(tile, false)];
+                let decode = Variant::Forward(TileVariant { decodes: true, ..tile });
                 let variants = match level {
-                    Level::Plain => [forward].into_iter().chain(backward).collect(),
                     // only forward has reductions
-                    Level::Subgroup => vec![forward],
-                    Level::Matrix if storage == Storage::F16 => {
-                        [forward].into_iter().chain(backward).collect()
+                    Level::Subgroup => vec![forward, decode],
+                    Level::Matrix if storage != Storage::F16 => Vec::new(),
+                    Level::Plain | Level::Matrix => {
+                        [forward, decode].into_iter().chain(backward).collect()
                     }
-                    Level::Matrix => Vec::new(),
                 };
                 let masks = if general { "general" } else { "simple" };
                 let name =
