@@ -4,14 +4,15 @@
 //! ```text
 //! words = [starts: first run of each list, and the end]
 //!         [runs: (first tile, number of tiles, tile mask or FULL_TILE)…]
-//!         [tile masks: 32 words each, one per query]
+//!         [tile masks: one word per query of a tile]
 //!         [query rows][key rows: two words per row number]
 //!         [position biases: 1024 per listed tile]
 //! ```
-//! Empty tiles are not listed. Every mask takes this form, so a new mask needs no new kernel.
+//! Empty tiles are not listed. The list of a query tile may be divided into lists of ranges of its
+//! keys (`split_kv.rs`). Every mask takes this form, so a new mask needs no new kernel.
 
 use annulus_core::{
-    BitmaskPolicy, BlockSparseMask, CsrTiles, Result, Spec, Tiling, Visibility, mask::Key,
+    BitmaskPolicy, BlockSparseMask, CsrTiles, Result, Spec, TileRun, Tiling, Visibility, mask::Key,
     mask::Query,
 };
 
@@ -33,6 +34,24 @@ pub(crate) enum Owner {
     Keys,
 }
 
+/// Least tiles of keys per range: 256 keys, which take 128 KiB at dim 128 and two bytes. The
+/// partial result of a whole tile of queries, 17 KiB, is written and read.
+const MIN_RANGE_TILES: usize = 8;
+
+/// Form of the lists: those of [`ListForm::DEFAULT`], unless the kernel decodes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ListForm {
+    /// Queries per tile.
+    pub(crate) queries: usize,
+    /// Upper bound of the ranges of keys that a list is divided into.
+    pub(crate) most_ranges: usize,
+}
+
+impl ListForm {
+    /// Tiles of 32 queries, undivided lists.
+    pub(crate) const DEFAULT: Self = Self { queries: TILE, most_ranges: 1 };
+}
+
 /// Block-sparse mask of one chunk, and the offsets of its parts in `words`.
 #[derive(Debug, Default)]
 pub(crate) struct BlockMask {
@@ -47,6 +66,10 @@ pub(crate) struct BlockMask {
     pub(crate) plane_batch: u32,
     pub(crate) plane_head: u32,
     pub(crate) is_empty: bool,
+    /// Lists per tile of the owning side.
+    pub(crate) ranges: usize,
+    /// True if the lists of the last tiles are longer than those of the first.
+    pub(crate) is_ascending: bool,
     /// Visible tiles of each list.
     pairs: Vec<u32>,
     block_sparse: BlockSparseMask,
@@ -82,6 +105,7 @@ impl BlockMask {
         visibility: &Visibility<'_>,
         chunk: &WorkChunk,
         owner: Owner,
+        form: ListForm,
     ) -> Result<()> {
         let (batches, heads) = planes(spec, visibility, chunk);
         let rows = |(first, count): (usize, usize)| first..first + count;
@@ -90,7 +114,7 @@ impl BlockMask {
             heads: rows((chunk.heads.0, heads)),
             queries: rows(chunk.queries),
             keys: rows(chunk.keys),
-            tile: [TILE, TILE],
+            tile: [form.queries, TILE],
             // kernels do not check the ends of the sequence; position biases are stored per tile
             // mask
             bitmasks: if spec.bias_function.is_some() {
@@ -108,16 +132,28 @@ impl BlockMask {
             }
         };
         let owned = tiling.tiles()[usize::from(owner == Owner::Keys)];
-        self.plane_head = if heads == 1 { 0 } else { owned as u32 };
-        self.plane_batch = if batches == 1 { 0 } else { (heads * owned) as u32 };
         self.is_empty = lists.runs().is_empty();
-        count_pairs(&mut self.pairs, lists);
+        count_pairs(&mut self.pairs, lists.starts(), lists.runs());
+        self.is_ascending = is_ascending(&self.pairs, owned);
+        let longest = self.pairs.iter().max().map_or(0, |&pairs| pairs as usize);
+        self.ranges = (longest / MIN_RANGE_TILES).min(form.most_ranges).max(1);
+        let divided;
+        let (starts, runs) = if self.ranges > 1 {
+            divided = divide(lists, &self.pairs, self.ranges as u32);
+            count_pairs(&mut self.pairs, &divided.0, &divided.1);
+            (&*divided.0, &*divided.1)
+        } else {
+            (lists.starts(), lists.runs())
+        };
+        let of_plane = owned * self.ranges;
+        self.plane_head = if heads == 1 { 0 } else { of_plane as u32 };
+        self.plane_batch = if batches == 1 { 0 } else { (heads * of_plane) as u32 };
 
         let words = &mut self.words;
         words.clear();
-        words.extend_from_slice(lists.starts());
+        words.extend_from_slice(starts);
         self.runs = words.len() as u32;
-        words.extend(lists.runs().iter().flat_map(|run| [run.first, run.count, run.bitmask]));
+        words.extend(runs.iter().flat_map(|run| [run.first, run.count, run.bitmask]));
         self.bits = words.len() as u32;
         // 32 keys take the lower half of a u64
         words.extend(self.block_sparse.bits().iter().map(|&line| line as u32));
@@ -138,13 +174,54 @@ impl BlockMask {
 }
 
 /// Counts the visible tiles of each list.
-fn count_pairs(pairs: &mut Vec<u32>, lists: &CsrTiles) {
+fn count_pairs(pairs: &mut Vec<u32>, starts: &[u32], runs: &[TileRun]) {
     let count = |ends: &[u32]| {
-        let runs = &lists.runs()[ends[0] as usize..ends[1] as usize];
+        let runs = &runs[ends[0] as usize..ends[1] as usize];
         runs.iter().map(|run| run.count).sum::<u32>()
     };
     pairs.clear();
-    pairs.extend(lists.starts().windows(2).map(count));
+    pairs.extend(starts.windows(2).map(count));
+}
+
+/// True if the second half of the lists of each plane has more tiles than the first.
+fn is_ascending(pairs: &[u32], lists_per_plane: usize) -> bool {
+    let total = |lists: &[u32]| lists.iter().map(|&pairs| u64::from(pairs)).sum::<u64>();
+    let halves = pairs.chunks(lists_per_plane.max(1)).map(|plane| {
+        let half = plane.len() / 2;
+        [total(&plane[..half]), total(&plane[plane.len() - half..])]
+    });
+    let [first, last] = halves.fold([0, 0], |[a, b], [first, last]| [a + first, b + last]);
+    last > first
+}
+
+/// Divides each list of `pairs` tiles into lists of `ranges` consecutive ranges, of as many tiles
+/// but for one. Returns their starts and runs.
+fn divide(lists: &CsrTiles, pairs: &[u32], ranges: u32) -> (Vec<u32>, Vec<TileRun>) {
+    let mut starts = Vec::with_capacity(pairs.len() * ranges as usize + 1);
+    let mut runs = Vec::with_capacity(lists.runs().len() + pairs.len() * ranges as usize);
+    starts.push(0);
+    for (list, &count) in pairs.iter().enumerate() {
+        let end_of = |range: u32| (u64::from(count) * u64::from(range) / u64::from(ranges)) as u32;
+        let mut range = 1;
+        let mut done = 0;
+        for run in lists.list(list) {
+            let mut rest = *run;
+            while rest.count > 0 {
+                while done == end_of(range) {
+                    starts.push(runs.len() as u32);
+                    range += 1;
+                }
+                let count = rest.count.min(end_of(range) - done);
+                runs.push(TileRun { count, ..rest });
+                rest = TileRun { first: rest.first + count, count: rest.count - count, ..rest };
+                done += count;
+            }
+        }
+        for _ in range..=ranges {
+            starts.push(runs.len() as u32);
+        }
+    }
+    (starts, runs)
 }
 
 /// Appends the bias function's values for every listed tile, in the order of the tile masks.
@@ -205,7 +282,7 @@ mod tests {
         let chunk = WorkChunk { batches: (0, 1), heads: (0, 1), queries: (0, 70), keys: (0, 100) };
         for owner in [Owner::Queries, Owner::Keys] {
             let mut block_mask = BlockMask::default();
-            block_mask.rebuild(&spec, &visibility, &chunk, owner).unwrap();
+            block_mask.rebuild(&spec, &visibility, &chunk, owner, ListForm::DEFAULT).unwrap();
             let owned = if owner == Owner::Queries { 3 } else { 4 };
             let mut block_sparse = vec![vec![false; 100]; 70];
             for own in 0..owned {
@@ -240,6 +317,71 @@ mod tests {
     }
 
     #[test]
+    fn ranges_divide_the_tiles_of_a_list() {
+        let queries = Rows::counting(40, 960).unwrap();
+        let keys = Rows::counting(1000, 0).unwrap();
+        let mask = Causal { offset: 0 };
+        let visibility =
+            Visibility { mask: &mask, attention_mask: None, queries: &queries, keys: &keys };
+        let spec = Spec::new(Dims::new(1, 1000, 1, 8), DType::F32);
+        let chunk = WorkChunk { batches: (0, 1), heads: (0, 1), queries: (0, 40), keys: (0, 1000) };
+        let tiles = |form: ListForm| {
+            let mut mask = BlockMask::default();
+            mask.rebuild(&spec, &visibility, &chunk, Owner::Queries, form).unwrap();
+            let lists = mask.runs as usize - 1;
+            let of_list = |list: usize| -> Vec<(u32, bool)> {
+                let runs = mask.words[list]..mask.words[list + 1];
+                runs.flat_map(|run| {
+                    let at = (mask.runs + 3 * run) as usize;
+                    let [first, count, bits] = [0, 1, 2].map(|n| mask.words[at + n]);
+                    (first..first + count).map(move |tile| (tile, bits == TileRun::FULL))
+                })
+                .collect()
+            };
+            for list in 0..lists {
+                assert_eq!(mask.pairs(0, 0, list), of_list(list).len() as u64);
+            }
+            (mask.ranges, (0..lists).map(of_list).collect::<Vec<_>>())
+        };
+        // four tiles of ten queries
+        let whole = ListForm { queries: 10, ..ListForm::DEFAULT };
+        let (ranges, want) = tiles(whole);
+        assert_eq!((ranges, want.len()), (1, 4));
+        let (ranges, got) = tiles(ListForm { most_ranges: 3, ..whole });
+        assert_eq!((ranges, got.len()), (3, 12));
+        for (want, got) in want.iter().zip(got.chunks(3)) {
+            assert_eq!(*want, got.concat());
+            assert!(got.iter().all(|range| range.len().abs_diff(want.len() / 3) <= 1));
+        }
+    }
+
+    #[test]
+    fn a_list_may_have_fewer_tiles_than_ranges() {
+        // one query, which attends to the first of three tiles of keys
+        let queries = Rows::counting(1, 0).unwrap();
+        let keys = Rows::counting(96, 0).unwrap();
+        let mask = Causal { offset: 0 };
+        let visibility =
+            Visibility { mask: &mask, attention_mask: None, queries: &queries, keys: &keys };
+        let mut sparse = BlockSparseMask::default();
+        let tiling = Tiling {
+            batches: 0..1,
+            heads: 0..1,
+            queries: 0..1,
+            keys: 0..96,
+            tile: [TILE, TILE],
+            bitmasks: BitmaskPolicy::Partial,
+        };
+        sparse.refill(&visibility, &tiling).unwrap();
+        let mut of_keys = CsrTiles::default();
+        sparse.by_keys(&mut of_keys).unwrap();
+        assert_eq!(of_keys.starts(), [0, 1, 1, 1]);
+        let (starts, runs) = divide(&of_keys, &[1, 0, 0], 4);
+        assert_eq!(starts, [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1]);
+        assert_eq!(runs, of_keys.runs());
+    }
+
+    #[test]
     fn lists_grow_with_rows() {
         let words = |rows: usize, owner: Owner| {
             let all = Rows::counting(rows as u64, 0).unwrap();
@@ -250,7 +392,7 @@ mod tests {
             let chunk =
                 WorkChunk { batches: (0, 1), heads: (0, 1), queries: (0, rows), keys: (0, rows) };
             let mut block_mask = BlockMask::default();
-            block_mask.rebuild(&spec, &visibility, &chunk, owner).unwrap();
+            block_mask.rebuild(&spec, &visibility, &chunk, owner, ListForm::DEFAULT).unwrap();
             block_mask.words.len()
         };
         for owner in [Owner::Queries, Owner::Keys] {

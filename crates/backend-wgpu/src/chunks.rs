@@ -6,6 +6,7 @@ use crate::{
     block_mask::{Owner, WorkChunk, max_words_per_tile},
     kernels::{TILE, TileVariant},
     launch::ElementRange,
+    limits::ChunkLimits,
     operands::{Operand, Operands, RowsOf, TileKernel},
     parts::flops_per_tile_pair,
 };
@@ -19,19 +20,9 @@ const MAX_LIST_WORDS: u64 = 4 << 20;
 /// order of sums.
 pub(crate) const MAX_WORKGROUP_WORK: u64 = 1 << 30;
 
-/// Limits of a device that chunks obey.
-#[derive(Debug, Clone)]
-pub(crate) struct ChunkLimits {
-    /// Name of the device.
-    pub(crate) device: String,
-    /// Upper bound of a binding in bytes.
-    pub(crate) binding_bytes: u64,
-    /// Alignment of binding offsets in bytes.
-    pub(crate) alignment: u64,
-    /// Upper bound of loop iterations per kernel, if any.
-    pub(crate) loop_steps: Option<u64>,
-    /// Upper bound of the work of a part in FLOPs, if it is less than the default.
-    pub(crate) part_work: Option<u64>,
+/// Upper bound of the words of lists per chunk on a device.
+pub(crate) fn most_list_words(limits: &ChunkLimits) -> u64 {
+    MAX_LIST_WORDS.min((limits.binding_bytes.saturating_sub(1024)) / 4)
 }
 
 /// Problem size, and whether masks differ between batch rows and heads.
@@ -109,7 +100,7 @@ impl Operands<'_> {
             let steps = pairs * loop_steps_per_tile(spec);
             pairs <= most_pairs && limits.loop_steps.is_none_or(|most| steps <= most)
         };
-        let most_words = MAX_LIST_WORDS.min((limits.binding_bytes.saturating_sub(1024)) / 4);
+        let most_words = most_list_words(limits);
         let lists_fit = |counts: [usize; 4]| words(counts) <= most_words;
         let mut step = [batch, heads, queries.min(queries_each), keys].map(|count| count.max(1));
         while !(bindings_fit(step) && lists_fit(step) && walk_fits(step)) {

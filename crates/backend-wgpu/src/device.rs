@@ -7,7 +7,7 @@
 use std::{
     collections::HashMap,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+    sync::{Arc, Mutex, OnceLock},
     time::Duration,
 };
 
@@ -18,10 +18,11 @@ use crate::{
     Level,
     adapter::{NO_ADAPTER, adapters, matrices, subgroup_sizes},
     choice::{AdapterKind, PROOFS, choose},
-    chunks::ChunkLimits,
     errors::{device_error, with_error_scopes},
     kernels::Variant,
     level::Matrices,
+    limits::ChunkLimits,
+    lock::lock,
     pipelines::{Pipeline, compile},
     pools::StagingPools,
     submissions::Submissions,
@@ -494,9 +495,4 @@ impl std::fmt::Debug for Parts {
             .field("level", &self.level)
             .finish_non_exhaustive()
     }
-}
-
-/// Locks, ignoring poison: entries are complete or absent even if a holder panicked.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

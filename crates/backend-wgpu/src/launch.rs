@@ -21,12 +21,28 @@ pub(crate) struct Arena {
     bytes: Vec<u8>,
     buffer: Option<wgpu::Buffer>,
     lists: Option<wgpu::Buffer>,
+    /// Accumulators and statistics of ranges of keys.
+    partial_results: [Option<wgpu::Buffer>; 2],
 }
 
 impl Arena {
     /// Returns the bytes of its buffers on the device.
     pub(crate) fn bytes(&self) -> u64 {
-        [&self.buffer, &self.lists].into_iter().flatten().map(wgpu::Buffer::size).sum()
+        let Self { buffer, lists, partial_results: [acc, statistics], .. } = self;
+        [buffer, lists, acc, statistics].into_iter().flatten().map(wgpu::Buffer::size).sum()
+    }
+
+    /// Returns buffers of at least these bytes for accumulators and statistics of ranges of keys.
+    pub(crate) fn partial_results(
+        &mut self,
+        gpu: &Gpu,
+        [acc_bytes, statistics_bytes]: [u64; 2],
+    ) -> Result<[wgpu::Buffer; 2]> {
+        let [acc, statistics] = &mut self.partial_results;
+        Ok([
+            of_size(gpu, acc, "partial accumulators", acc_bytes)?,
+            of_size(gpu, statistics, "partial statistics", statistics_bytes)?,
+        ])
     }
 }
 

@@ -10,6 +10,7 @@
 //! | backward pass: dK and dV | `backward_keys.rs` |
 //! | epilogues of both | `finish.rs` |
 //! | tile kernels: launch, chunks, block-sparse mask | `tiles.rs`, `chunks.rs`, `block_mask.rs` |
+//! | few queries: packed heads, ranges of keys | `gqa_packing.rs`, `split_kv.rs` |
 //! | operands, wire records, strided copies | `operands.rs`, `records.rs`, `copy.rs` |
 //! | device memory: [`annulus_core::DeviceSpace`] | `memory.rs` |
 //! | accumulators in several buffers | `row_buffers.rs` |
@@ -17,9 +18,10 @@
 //! | idle staging buffers | `pools.rs` |
 //! | adapters, device, pipelines | `adapter.rs`, `device.rs`, `pipelines.rs` |
 //! | command batches | `launch.rs` |
-//! | their order, waits for them, proof that they ran | `submissions.rs` |
+//! | their order, proof that they ran; waits for them | `submissions.rs`; `queue.rs` |
 //! | work per submission | `parts.rs`, `pacing.rs` |
 //! | errors, timing | `errors.rs`, `stopwatch.rs` |
+//! | limits of a device; locks | `limits.rs`; `lock.rs` |
 //! | levels, default level | `level.rs`, `choice.rs` |
 //! | checks of subgroups, matrices and conversions | `probe.rs` |
 //! | kernels in WGSL | `kernels/` |
@@ -52,9 +54,12 @@ mod device;
 mod errors;
 mod finish;
 mod forward;
+mod gqa_packing;
 mod kernels;
 mod launch;
 mod level;
+mod limits;
+mod lock;
 mod memory;
 mod operands;
 mod pacing;
@@ -63,8 +68,10 @@ mod pass_context;
 mod pipelines;
 mod pools;
 mod probe;
+mod queue;
 mod records;
 mod row_buffers;
+mod split_kv;
 mod staged;
 mod staging;
 mod stopwatch;

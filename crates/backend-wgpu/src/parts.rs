@@ -25,7 +25,10 @@ pub(crate) fn flops_per_tile_pair(kind: TileKernel, spec: &Spec) -> u64 {
 /// Workgroups of a chunk: for each batch row, for each head, one per tile of the owning side.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Workgroups {
+    /// Lists of a plane: tiles, times ranges of keys if the kernel decodes.
     pub(crate) tiles: usize,
+    /// True if workgroups begin with the last list of each plane.
+    pub(crate) is_reversed: bool,
     /// Heads that a batch row has workgroups for, and batch rows.
     pub(crate) heads: usize,
     pub(crate) batches: usize,
@@ -45,7 +48,8 @@ impl Workgroups {
     /// Returns the FLOPs of workgroup `number`. It iterates over `heads_each` heads from its own
     /// on, fewer at the end, whose tile pairs are as many if all heads share their lists.
     fn work(&self, block_mask: &BlockMask, number: usize) -> u64 {
-        let tile = number % self.tiles;
+        let list = number % self.tiles;
+        let tile = if self.is_reversed { self.tiles - 1 - list } else { list };
         let head = number / self.tiles % self.heads * self.heads_each;
         let batch = number / self.tiles / self.heads * self.batches_each;
         let planes = |first: usize, each: usize, shared: bool| {
@@ -83,9 +87,10 @@ mod tests {
 
     use super::*;
     use crate::{
-        block_mask::{Owner, WorkChunk},
-        chunks::{ChunkLimits, MAX_WORKGROUP_WORK, ProblemSize},
+        block_mask::{ListForm, Owner, WorkChunk},
+        chunks::{MAX_WORKGROUP_WORK, ProblemSize},
         kernels::BiasAxes,
+        limits::ChunkLimits,
         operands::Operands,
     };
 
@@ -108,10 +113,13 @@ mod tests {
             WorkChunk { batches: (0, 2), heads: (0, 6), queries: (0, 1000), keys: (0, 1000) };
         for owner in [Owner::Queries, Owner::Keys] {
             let mut mask = BlockMask::default();
-            mask.rebuild(&spec, &visibility, &chunk, owner).unwrap();
+            mask.rebuild(&spec, &visibility, &chunk, owner, ListForm::DEFAULT).unwrap();
+            // the last queries and the first keys of a causal mask have most pairs
+            assert_eq!(mask.is_ascending, owner == Owner::Queries);
             for (heads_each, batches_each) in [(1, 1), (3, 1), (6, 2)] {
                 let all = Workgroups {
                     tiles: 32,
+                    is_reversed: mask.is_ascending,
                     heads: 6 / heads_each,
                     batches: 2 / batches_each,
                     heads_each,
@@ -119,6 +127,7 @@ mod tests {
                     flops: 1000,
                 };
                 let works: Vec<u64> = (0..all.count()).map(|n| all.work(&mask, n)).collect();
+                assert!(works[0] > works[31], "long lists come first");
                 // a triangle of tile pairs in each of 12 planes
                 let pairs = 12 * 32 * 33 / 2;
                 let fixed = works.len() as u64 * FLOPS_PER_COLUMN * OVERHEAD_COLUMNS;

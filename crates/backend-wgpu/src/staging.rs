@@ -14,7 +14,8 @@ use annulus_core::{Error, Result, index};
 use wgpu::{BufferUsages, MapMode};
 
 use crate::{
-    device::{Gpu, lock},
+    device::Gpu,
+    lock::lock,
     pools::{StagingPools, keep, take_fitting},
     submissions::Receipt,
 };
@@ -314,7 +315,7 @@ mod tests {
     use ndarray::Array4;
 
     use super::*;
-    use crate::{Options, Tensor, submissions::tests::gpu};
+    use crate::{Options, Tensor, queue::tests::gpu};
 
     #[test]
     fn a_tensor_near_the_limit_of_a_buffer_is_copied() {

@@ -1,5 +1,4 @@
-//! Submissions to the queue of a device: their order, the waits for them, and the proof that their
-//! kernels ran.
+//! Submissions of a device: their order, the parts in the queue, and the proof that kernels ran.
 //!
 //! wgpu ignores the status of a Metal command buffer, so one that the system ends early looks
 //! complete. The last kernel of each batch therefore adds 1 to a counter on the device (kernel:
@@ -7,28 +6,17 @@
 //! and is an error unless it equals the number of batches submitted before.
 
 use std::{
-    ops::ControlFlow,
     sync::{
         Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
-    thread,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
-use annulus_core::{Result, Tick};
-use wgpu::{BufferUsages, CommandEncoder, Device};
+use annulus_core::Result;
+use wgpu::{BufferUsages, Device};
 
-use crate::{
-    device::{Gpu, PATIENCE, lock},
-    errors::{device_error, with_error_scopes},
-    kernels::Variant,
-    pacing::{Pacer, Silence},
-};
-
-/// Interval between polls of a wait: doubled from the first to the second, a trade-off between
-/// latency and load on the host. A poll never blocks, whatever the driver does with a timeout.
-const POLLS: (Duration, Duration) = (Duration::from_micros(20), Duration::from_micros(320));
+use crate::{errors::with_error_scopes, kernels::Variant, lock::lock, pacing::Pacer};
 
 /// Submissions of a device, shared by all its handles.
 #[derive(Debug)]
@@ -80,214 +68,69 @@ impl Submissions {
         })
     }
 
-    /// Counts a batch that never runs, as one that the system ends early.
-    #[cfg(test)]
-    pub(crate) fn lose_a_batch(&self) {
-        lock(&self.order).batches += 1;
-    }
-}
-
-impl Gpu {
-    /// Submits what `encode` records. `counts`: the commands end with the counting kernel.
+    /// Numbers a submission that `send` passes to the queue, with a function to call when it is
+    /// complete. `counts`: its last kernel counts it.
+    ///
+    /// # Errors
+    /// Those of `send`; the submission then has no number.
     pub(crate) fn submit(
         &self,
         counts: bool,
-        encode: impl FnOnce(&Device) -> CommandEncoder,
+        send: impl FnOnce(Box<dyn FnOnce() + Send>) -> Result<()>,
     ) -> Result<Receipt> {
-        let mut order = lock(&self.submissions().order);
+        let mut order = lock(&self.order);
         let submission = order.submissions + 1;
-        let completed = Arc::clone(&self.submissions().completed);
-        self.guard(|device, queue| {
-            queue.submit([encode(device).finish()]);
-            queue.on_submitted_work_done(move || {
-                completed.fetch_max(submission, Ordering::Release);
-            });
-        })?;
+        let completed = Arc::clone(&self.completed);
+        send(Box::new(move || {
+            completed.fetch_max(submission, Ordering::Release);
+        }))?;
         order.submissions = submission;
         order.batches = order.batches.wrapping_add(u32::from(counts));
         Ok(Receipt { submission, batches: order.batches })
     }
 
+    /// Returns the number of the latest submission known to be complete.
+    pub(crate) fn completed(&self) -> u64 {
+        self.completed.load(Ordering::Acquire)
+    }
+
     /// Records a submission as a part of a tile kernel of `work` FLOPs.
     pub(crate) fn add_part(&self, receipt: Receipt, variant: Variant, work: u64) {
-        lock(&self.submissions().pacer).add(receipt.submission, variant, work, Instant::now());
+        lock(&self.pacer).add(receipt.submission, variant, work, Instant::now());
     }
 
     /// Returns the bound of the next part of a kernel in FLOPs.
     pub(crate) fn part_budget(&self, variant: Variant) -> u64 {
-        lock(&self.submissions().pacer).budget(variant)
+        lock(&self.pacer).budget(variant)
     }
 
-    /// Waits until another part of a tile kernel may be submitted. Returns `Break` if the tick did.
-    pub(crate) fn wait_for_room(&self, tick: Tick<'_>) -> Result<ControlFlow<()>> {
-        self.wait_until(|| lock(&self.submissions().pacer).has_room(), tick)
+    /// True if another part of a tile kernel may be submitted.
+    pub(crate) fn has_room(&self) -> bool {
+        lock(&self.pacer).has_room()
     }
 
-    /// Waits until `is_done` after a poll. Returns `Break` if the tick did.
-    ///
-    /// # Errors
-    /// [`annulus_core::Error::Device`] if the device fails, or completes no submission for
-    /// [`PATIENCE`].
-    pub(crate) fn wait_until(
-        &self,
-        mut is_done: impl FnMut() -> bool,
-        tick: Tick<'_>,
-    ) -> Result<ControlFlow<()>> {
-        let completed = || self.submissions().completed.load(Ordering::Acquire);
-        let mut silence = Silence::new(completed(), Instant::now());
-        let mut pause = POLLS.0;
-        loop {
-            self.poll_once()?;
-            if is_done() {
-                return Ok(ControlFlow::Continue(()));
-            }
-            if tick().is_break() {
-                return Ok(ControlFlow::Break(()));
-            }
-            if silence.exceeds(PATIENCE, completed(), Instant::now()) {
-                let seconds = PATIENCE.as_secs();
-                return Err(device_error(format!(
-                    "{} completed nothing for {seconds} s",
-                    self.name()
-                )));
-            }
-            thread::sleep(pause);
-            pause = (2 * pause).min(POLLS.1);
-        }
-    }
-
-    /// Processes completed work without waiting.
-    pub(crate) fn poll_once(&self) -> Result<()> {
-        self.poll(wgpu::PollType::Poll)?;
-        let Submissions { completed, pacer, .. } = self.submissions();
+    /// Records a poll of the device.
+    pub(crate) fn note_poll(&self) {
         // read before the lock, so that the latest poll recorded is not later than this one
-        let completed = completed.load(Ordering::Acquire);
-        lock(pacer).poll(completed, Instant::now());
-        Ok(())
+        let completed = self.completed();
+        lock(&self.pacer).poll(completed, Instant::now());
     }
 
-    /// Checks the counter of a download against the batches submitted before it.
-    ///
-    /// # Errors
-    /// [`annulus_core::Error::Device`]: a batch did not run. The device then counts as lost,
-    /// because nothing it holds is known to be right.
-    pub(crate) fn check_counter(&self, counter: u32, receipt: Receipt) -> Result<()> {
-        if counter == receipt.batches {
-            return Ok(());
-        }
-        self.mark_lost(format!(
-            "{} completed {counter} of {} batches of kernels and reported no error; the system \
-             ends work that takes too long",
-            self.name(),
-            receipt.batches
-        ))
-    }
-}
-
-#[cfg(test)]
-pub(crate) mod tests {
-    use annulus_core::{
-        Backend, Block, DType, Dims, Error, ForwardPass, Inputs, Outputs, Passes, RankShard,
-        Readers, Rows, Spec, Workspace,
-    };
-
-    use super::*;
-    use crate::{Options, Tensor, Wgpu, pacing::MAX_QUEUED, pools::MAX_IDLE, staging::pooled};
-
-    /// A device of its own, or `None` if there is none.
-    pub(crate) fn gpu(options: &Options) -> Option<Gpu> {
-        if Gpu::list().is_empty() {
-            let required = std::env::var("ANNULUS_REQUIRE")
-                .is_ok_and(|words| words.split(',').any(|word| word == "wgpu"));
-            assert!(!required, "ANNULUS_REQUIRE has wgpu, and there is no adapter");
-            eprintln!("NOT RUN: no Vulkan, Metal or DX12 adapter");
-            return None;
-        }
-        Some(Gpu::open(options).unwrap())
+    /// Number of parts in the queue.
+    #[cfg(test)]
+    pub(crate) fn queued_parts(&self) -> usize {
+        lock(&self.pacer).queued()
     }
 
-    /// Runs a forward pass over `len` equal rows; returns lse. Each row attends to all keys.
-    fn forward(gpu: &Gpu, len: usize, tick: Tick<'_>) -> Result<Vec<f32>> {
-        let dims = Dims::new(1, len, 2, 8);
-        let rows = Arc::new(Rows::counting(len as u64, 0)?);
-        let shard = RankShard {
-            spec: Arc::new(Spec::new(dims, DType::F32)),
-            queries: Arc::clone(&rows),
-            keys: Arc::clone(&rows),
-            attention_mask: None,
-            leaves: None,
-            most_block_rows: len as u64,
-            most_query_rows: len as u64,
-        };
-        let backend = Wgpu::new(gpu.clone());
-        let mut workspace = backend.workspace(&shard, Passes::Forward)?;
-        let tensor = || Tensor::zeros(gpu, [1, len, 2, 8], DType::F32);
-        let [q, k, v, mut out] = [tensor()?, tensor()?, tensor()?, tensor()?];
-        let mut lse = Tensor::zeros(gpu, [1, 2, len, 1], DType::F32)?;
-        let mut block = backend.allocate(len as u64 * shard.spec.kv_row_layout().bytes())?;
-        let inputs = Inputs { q: &q, k: &k, v: &v, bias: None, sinks: None };
-        let mut pass = workspace.forward(inputs)?;
-        let ready = pass.local_kv(&mut block, Readers::Local)?;
-        pass.attend(&Block { rows: &rows, buffer: &block, ready: &ready }, tick)?;
-        let outputs =
-            &mut Outputs { out: &mut out, lse: &mut lse, max: None, sum: None, ties: None };
-        pass.finish(outputs)?;
-        Ok(lse.download::<f32>()?.into_raw_vec_and_offset().0)
+    /// Number of batches submitted.
+    #[cfg(test)]
+    pub(crate) fn batches(&self) -> u32 {
+        lock(&self.order).batches
     }
 
-    #[test]
-    fn a_pass_of_many_parts_queues_few_and_ticks_between_them() {
-        let Some(gpu) = gpu(&Options { most_part_flops: Some(1), ..Options::default() }) else {
-            return;
-        };
-        // 10 × 10 pairs of tiles in two heads, one a part
-        let parts = 200;
-        let (mut ticks, mut most_queued) = (0, 0);
-        let lse = forward(&gpu, 320, &mut || {
-            ticks += 1;
-            most_queued = most_queued.max(lock(&gpu.submissions().pacer).queued());
-            ControlFlow::Continue(())
-        })
-        .unwrap();
-        assert!(lse.iter().all(|lse| (lse - 320_f32.ln()).abs() < 1e-5));
-        assert!(ticks >= parts, "{ticks} ticks");
-        assert!((1..=MAX_QUEUED).contains(&most_queued), "{most_queued} parts in the queue");
-        assert!(lock(&gpu.submissions().order).batches >= parts);
-        // staging memory does not grow with the number of parts
-        gpu.synchronize().unwrap();
-        assert!(pooled(&gpu).0 <= MAX_IDLE, "{:?}", pooled(&gpu));
-    }
-
-    #[test]
-    fn a_tick_that_breaks_ends_the_pass_between_parts() {
-        let Some(gpu) = gpu(&Options { most_part_flops: Some(1), ..Options::default() }) else {
-            return;
-        };
-        let mut ticks = 0;
-        forward(&gpu, 320, &mut || {
-            ticks += 1;
-            if ticks < 9 { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
-        })
-        .unwrap();
-        assert_eq!(ticks, 9);
-    }
-
-    #[test]
-    fn a_batch_that_did_not_run_is_an_error_of_every_later_read() {
-        let Some(gpu) = gpu(&Options::default()) else { return };
-        let tensor = Tensor::zeros(&gpu, [1, 2, 3, 4], DType::F32).unwrap();
-        forward(&gpu, 40, &mut || ControlFlow::Continue(())).unwrap();
-        gpu.synchronize().unwrap();
-        tensor.download::<f32>().unwrap();
-        gpu.submissions().lose_a_batch();
-        let errors = [
-            gpu.synchronize().unwrap_err(),
-            tensor.download::<f32>().unwrap_err(),
-            forward(&gpu, 40, &mut || ControlFlow::Continue(())).unwrap_err(),
-        ];
-        for error in errors {
-            let named = |what: &str| what.contains("completed") && what.contains("no error");
-            assert!(matches!(&error, Error::Device { what } if named(what)), "{error:?}");
-        }
+    /// Counts a batch that never runs, as one that the system ends early.
+    #[cfg(test)]
+    pub(crate) fn lose_a_batch(&self) {
+        lock(&self.order).batches += 1;
     }
 }

@@ -6,15 +6,17 @@ use std::ops::ControlFlow;
 use annulus_core::{BiasOrder, DType, DropoutMask, Result, Spec, Tick, Visibility};
 
 use crate::{
-    block_mask::{BlockMask, Owner, WorkChunk},
-    chunks::{ProblemSize, element_span, first_element},
+    block_mask::{BlockMask, ListForm, Owner, WorkChunk, max_words_per_tile},
+    chunks::{ProblemSize, element_span, first_element, most_list_words},
     copy::Layout,
     device::Gpu,
+    gqa_packing::GqaPacking,
     kernels::{TILE, TileVariant, params::TileParams},
     launch::{Arena, BoundResource, Commands, ElementRange},
     operands::{Bases, Operand, Operands, TileKernel},
     parts::{Workgroups, flops_per_tile_pair},
     row_buffers::RowBuffers,
+    split_kv::{ChunkPlanes, MergeTarget, PartialResults, PartialShape},
 };
 
 /// One pass of a tile kernel over all visible pairs.
@@ -58,7 +60,8 @@ impl TilePass<'_> {
             if tick().is_break() {
                 return Ok(ControlFlow::Break(()));
             }
-            block_mask.rebuild(self.spec, &self.visibility, &chunk, self.kind.owner())?;
+            let (packing, form) = self.list_form(&chunk, size);
+            block_mask.rebuild(self.spec, &self.visibility, &chunk, self.kind.owner(), form)?;
             // a later chunk adds to what an earlier one wrote
             if block_mask.is_empty && !(writes_anyway && self.begins_key_heads(&chunk)) {
                 continue;
@@ -67,11 +70,45 @@ impl TilePass<'_> {
                 TileKernel::Keys { add, .. } => add || !self.begins_key_heads(&chunk),
                 _ => false,
             };
-            if self.launch(arena, block_mask, &chunk, add, &mut *tick)?.is_break() {
+            let work = ChunkWork { block_mask, chunk: &chunk, packing };
+            if self.launch(arena, &work, add, &mut *tick)?.is_break() {
                 return Ok(ControlFlow::Break(()));
             }
         }
         Ok(ControlFlow::Continue(()))
+    }
+
+    /// Chooses the packing of heads and the form of the lists of a chunk: with few queries, forward
+    /// packs heads and divides the keys.
+    fn list_form(&self, chunk: &WorkChunk, size: ProblemSize) -> (GqaPacking, ListForm) {
+        let default = (GqaPacking::NONE, ListForm::DEFAULT);
+        if self.kind != TileKernel::Forward {
+            return default;
+        }
+        let (first_head, heads) = chunk.heads;
+        let group = self.spec.dims.group();
+        let has_whole_groups = first_head.is_multiple_of(group) && heads.is_multiple_of(group);
+        // the heads of a tile share its list
+        let packing = if has_whole_groups && !size.per_head {
+            GqaPacking::of(chunk.queries.1, group)
+        } else {
+            GqaPacking::NONE
+        };
+        let tiles = chunk.queries.1.div_ceil(packing.queries());
+        let workgroups = tiles * (heads / packing.heads()) * chunk.batches.1;
+        let shape = PartialShape::of(&self.spec.dims, chunk.queries.1);
+        let most_ranges = shape.most_ranges(self.gpu.max_binding_bytes(), workgroups);
+        let planes = if size.per_batch { chunk.batches.1 } else { 1 }
+            * if size.per_head { heads } else { 1 };
+        let pairs = planes * tiles * chunk.keys.1.div_ceil(TILE);
+        // a range begins with a list and cuts a run
+        let words = pairs * max_words_per_tile(self.spec)
+            + 4 * workgroups * most_ranges
+            + 2 * (chunk.queries.1 + chunk.keys.1);
+        if words as u64 > most_list_words(self.gpu.chunk_limits()) {
+            return default;
+        }
+        (packing, ListForm { queries: packing.queries(), most_ranges })
     }
 
     /// Returns the operands of a chunk whose queries begin at row `query`.
@@ -100,14 +137,21 @@ impl TilePass<'_> {
     fn launch(
         &self,
         arena: &mut Arena,
-        block_mask: &BlockMask,
-        chunk: &WorkChunk,
+        work: &ChunkWork<'_>,
         add: bool,
         tick: Tick<'_>,
     ) -> Result<ControlFlow<()>> {
-        let workgroups = self.workgroups(chunk);
+        let &ChunkWork { block_mask, chunk, packing } = work;
+        let partial = (block_mask.ranges > 1)
+            .then(|| {
+                let shape = PartialShape::of(&self.spec.dims, chunk.queries.1);
+                PartialResults::new(self.gpu, arena, shape, block_mask.ranges)
+            })
+            .transpose()?;
+        let workgroups = self.workgroups(work);
         let aligned = self.operands_at(0).are_aligned(self.gpu.alignment());
-        let variant = self.kind.variant(TileVariant { aligned, ..self.tile });
+        let decodes = packing != GqaPacking::NONE || partial.is_some();
+        let variant = self.kind.variant(TileVariant { aligned, decodes, ..self.tile });
         let mut bound = None;
         let mut first = 0;
         while first < workgroups.count() {
@@ -116,69 +160,104 @@ impl TilePass<'_> {
             }
             let mut commands = Commands::new(self.gpu, arena);
             // all parts read the lists that the first one uploads
-            let (bindings, bases) = match &bound {
+            let bindings = match &bound {
                 Some(bound) => bound,
-                None => bound.insert(self.bind(&mut commands, block_mask, chunk)?),
+                None => {
+                    partial.iter().for_each(|partial| partial.clear(&mut commands));
+                    bound.insert(self.bind(&mut commands, work, partial.as_ref())?)
+                }
             };
-            let budget = self.gpu.part_budget(variant);
-            let (end, work) = workgroups.part(block_mask, first, budget);
-            let shape = GridShape { workgroups, first: first as u32, end: end as u32, add };
-            commands.launch(variant, (end - first) as u64, bindings.clone(), |grid_width| {
-                self.params(block_mask, chunk, bases, &shape, grid_width)
+            let budget = self.gpu.submissions().part_budget(variant);
+            let (end, flops) = workgroups.part(block_mask, first, budget);
+            let shape = GridShape {
+                workgroups,
+                first: first as u32,
+                end: end as u32,
+                add,
+                partial: partial.as_ref(),
+            };
+            let resources = bindings.resources.clone();
+            commands.launch(variant, (end - first) as u64, resources, |grid_width| {
+                self.params(work, &bindings.bases, &shape, grid_width)
             })?;
-            if let Some(receipt) = commands.submit()? {
-                self.gpu.add_part(receipt, variant, work);
-            }
             first = end;
+            if let Some((partial, bound)) = partial.as_ref().zip(bound.as_ref())
+                && first == workgroups.count()
+            {
+                partial.merge(&mut commands, ChunkPlanes::of(chunk), &bound.state)?;
+            }
+            if let Some(receipt) = commands.submit()? {
+                self.gpu.submissions().add_part(receipt, variant, flops);
+            }
         }
         Ok(ControlFlow::Continue(()))
     }
 
-    /// Returns the bindings of a chunk, and the offsets of its operands in them.
+    /// Binds the operands of a chunk. With partial results these take the place of statistics and
+    /// accumulators, the last two operands of forward, which become the target of the merge.
     fn bind(
         &self,
         commands: &mut Commands<'_>,
-        block_mask: &BlockMask,
-        chunk: &WorkChunk,
-    ) -> Result<(Vec<BoundResource>, Bases)> {
+        work: &ChunkWork<'_>,
+        partial: Option<&PartialResults>,
+    ) -> Result<Bound> {
+        let ChunkWork { block_mask, chunk, .. } = work;
         let mut bases = Bases::default();
-        let mut bindings = vec![commands.lists(&block_mask.words)?];
-        for (operands, offsets) in self.operands_at(chunk.queries.0).groups(self.kind) {
+        let mut resources = vec![commands.lists(&block_mask.words)?];
+        let operands = self.operands_at(chunk.queries.0);
+        for (operands, offsets) in operands.groups(self.kind) {
             let Some((first, buffer)) =
                 operands.first().and_then(|first| first.buffer.map(|buffer| (first, buffer)))
             else {
-                bindings.push(BoundResource::Unused);
+                resources.push(BoundResource::Unused);
                 continue;
             };
             let (start, end) = element_span(&operands, chunk, self.spec);
             let (bound, base) =
                 ElementRange { first: start, count: end - start, bytes: first.bytes }
                     .bind(self.gpu, buffer)?;
-            bindings.push(bound);
+            resources.push(bound);
             for (operand, offset) in operands.iter().zip(offsets) {
                 *offset(&mut bases) = base + (first_element(operand, chunk) - start) as u32;
             }
         }
-        Ok((bindings, bases))
+        let mut state = Vec::new();
+        if let Some(partial) = partial {
+            let planes = ChunkPlanes::of(chunk);
+            let at = resources.len() - 2;
+            let real = resources.splice(at.., partial.resources());
+            let layouts = [&operands.acc, &operands.statistics].map(layout_of);
+            let own = [bases.acc, bases.statistics];
+            state = real
+                .zip(layouts)
+                .zip(own)
+                .map(|((bound, layout), base)| MergeTarget { bound, base, layout })
+                .collect();
+            [bases.acc, bases.statistics] =
+                partial.layouts().map(|layout| planes.first_element(layout));
+        }
+        Ok(Bound { resources, bases, state })
     }
 
     /// Returns the workgroups of a chunk.
-    fn workgroups(&self, chunk: &WorkChunk) -> Workgroups {
-        let owned = match self.kind.owner() {
-            Owner::Queries => chunk.queries.1,
-            Owner::Keys => chunk.keys.1,
+    fn workgroups(&self, work: &ChunkWork<'_>) -> Workgroups {
+        let &ChunkWork { block_mask, chunk, packing } = work;
+        let tiles = match self.kind.owner() {
+            Owner::Queries => chunk.queries.1.div_ceil(packing.queries()),
+            Owner::Keys => chunk.keys.1.div_ceil(TILE),
         };
         let (batches, heads) = (chunk.batches.1, chunk.heads.1);
         let shared = |axis: usize| self.spec.bias.is_some_and(|shape| shape[axis] == 1);
         let (heads_each, batches_each) = match self.kind {
-            TileKernel::Forward | TileKernel::Queries => (1, 1),
+            TileKernel::Forward | TileKernel::Queries => (packing.heads(), 1),
             TileKernel::Keys { .. } => (heads.min(self.spec.dims.group()), 1),
             TileKernel::Bias(_) => {
                 (if shared(1) { heads } else { 1 }, if shared(0) { batches } else { 1 })
             }
         };
         Workgroups {
-            tiles: owned.div_ceil(TILE),
+            tiles: tiles * block_mask.ranges,
+            is_reversed: block_mask.is_ascending,
             heads: heads / heads_each,
             batches: batches / batches_each,
             heads_each,
@@ -189,19 +268,16 @@ impl TilePass<'_> {
 
     fn params(
         &self,
-        block_mask: &BlockMask,
-        chunk: &WorkChunk,
+        work: &ChunkWork<'_>,
         bases: &Bases,
-        shape: &GridShape,
+        shape: &GridShape<'_>,
         grid_width: u32,
     ) -> TileParams {
+        let &ChunkWork { block_mask, chunk, packing } = work;
         let spec = self.spec;
         let dims = &self.spec.dims;
-        let layout = |operand: &Option<Operand<'_>>| {
-            operand.map_or_else(Layout::default, |operand| operand.layout)
-        };
         let operands = self.operands_at(chunk.queries.0);
-        let [q, k, v, dout, statistics, acc, dv, bias, dbias] = [
+        let [q, k, v, dout, mut statistics, mut acc, dv, bias, dbias] = [
             &operands.q,
             &operands.k,
             &operands.v,
@@ -212,13 +288,19 @@ impl TilePass<'_> {
             &operands.bias,
             &operands.dbias,
         ]
-        .map(layout);
+        .map(layout_of);
+        let mut range_strides = [0; 2];
+        if let Some(partial) = shape.partial {
+            [acc, statistics] = partial.layouts();
+            range_strides = partial.strides();
+        }
+        let [acc_range, statistics_range] = range_strides;
         let dropout = spec.dropout.map(DropoutMask::new);
         TileParams {
             batch_first: chunk.batches.0 as u32,
             batches: chunk.batches.1 as u32,
             head_first: chunk.heads.0 as u32,
-            heads: chunk.heads.1 as u32,
+            heads: (chunk.heads.1 / packing.heads()) as u32,
             kv_head_first: (chunk.heads.0 / dims.group()) as u32,
             kv_heads: chunk.heads.1.div_ceil(dims.group()) as u32,
             group_heads: dims.group() as u32,
@@ -231,6 +313,10 @@ impl TilePass<'_> {
             first_group: shape.first,
             end_group: shape.end,
             grid_width,
+            is_reversed: u32::from(shape.workgroups.is_reversed),
+            packed_heads: packing.heads() as u32,
+            packed_queries: packing.queries() as u32,
+            ranges: block_mask.ranges as u32,
             lists: 0,
             runs: block_mask.runs,
             bits: block_mask.bits,
@@ -259,10 +345,12 @@ impl TilePass<'_> {
             statistics_row: statistics.row as u32,
             statistics_batch: statistics.batch as u32,
             statistics_head: statistics.head as u32,
+            statistics_range,
             acc_base: bases.acc,
             acc_row: acc.row as u32,
             acc_batch: acc.batch as u32,
             acc_head: acc.head as u32,
+            acc_range,
             dv_base: bases.dv,
             dv_batch: dv.batch as u32,
             dv_head: dv.head as u32,
@@ -295,10 +383,30 @@ impl TilePass<'_> {
     }
 }
 
+/// A chunk, its lists, and the heads of its query tiles.
+struct ChunkWork<'a> {
+    block_mask: &'a BlockMask,
+    chunk: &'a WorkChunk,
+    packing: GqaPacking,
+}
+
+/// Resources of a chunk's kernel, and the offsets of its operands in them.
+struct Bound {
+    resources: Vec<BoundResource>,
+    bases: Bases,
+    /// Accumulators and statistics that partial results are merged into, if there are any.
+    state: Vec<MergeTarget>,
+}
+
 /// Workgroups of one launch, and its mode.
-struct GridShape {
+struct GridShape<'a> {
     workgroups: Workgroups,
     first: u32,
     end: u32,
     add: bool,
+    partial: Option<&'a PartialResults>,
+}
+
+fn layout_of(operand: &Option<Operand<'_>>) -> Layout {
+    operand.map_or_else(Layout::default, |operand| operand.layout)
 }

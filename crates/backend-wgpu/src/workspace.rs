@@ -138,6 +138,7 @@ fn tile_variant(gpu: &Gpu, spec: &Spec, storage: Storage) -> Result<TileVariant>
         head_groups: TileVariant::groups(spec.dims.head_dim),
         value_groups: TileVariant::groups(spec.dims.value_dim),
         general,
+        decodes: false,
         level: gpu.level().min(Level::Subgroup),
         matrices: matrices(gpu, spec),
     })

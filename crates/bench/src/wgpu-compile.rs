@@ -3,8 +3,9 @@
 //! for a GPU that is not there, and tabulates the statistics that RADV prints.
 //!
 //! ```text
-//! wgpu-compile [--spirv FOLDER] [f32|f16|bf16]...     default: all types
+//! wgpu-compile [--spirv FOLDER | --full-tiles] [f32|f16|bf16]...     default: all types
 //! ```
+//! With `--full-tiles` it compiles what the kernels execute on full tiles.
 //! With `--spirv` it writes each kernel as a SPIR-V module, and needs no driver. wgpu itself submits
 //! work when it opens a device, so this uses wgpu-hal.
 
@@ -74,7 +75,7 @@ fn parse(kernel: &KernelText) -> Result<(Module, ModuleInfo)> {
     let module = wgsl::parse_str(&kernel.wgsl).map_err(failed)?;
     let info = Validator::new(ValidationFlags::all(), Capabilities::all())
         .validate(&module)
-        .map_err(failed)?;
+        .map_err(|error| failed(error.emit_to_string(&kernel.wgsl)))?;
     Ok((module, info))
 }
 
@@ -154,11 +155,17 @@ fn run() -> Result<()> {
     } else {
         None
     };
+    let full_tiles = words.first().is_some_and(|word| word == "--full-tiles");
+    if full_tiles {
+        words.remove(0);
+    }
     let wanted =
         |dtype: &DType| words.is_empty() || words.iter().any(|word| *word == dtype.to_string());
     let dtypes = [DType::F32, DType::F16, DType::Bf16].into_iter().filter(wanted);
-    let kernels = dtypes
-        .flat_map(|dtype| DIMS.iter().flat_map(move |&dim| KernelText::of_passes(dtype, dim)));
+    let kernels = dtypes.flat_map(|dtype| DIMS.map(|dim| (dtype, dim))).flat_map(|(dtype, dim)| {
+        let all = KernelText::of_passes(dtype, dim).into_iter();
+        all.map(move |kernel| if full_tiles { kernel.of_full_tiles(dim) } else { kernel })
+    });
     if let Some(folder) = folder {
         return kernels.into_iter().try_for_each(|of| write_module(Path::new(&folder), &of));
     }

@@ -9,6 +9,8 @@
 
 #[path = "wgpu/absence.rs"]
 mod absence;
+#[path = "wgpu/decode.rs"]
+mod decode;
 #[path = "wgpu/features.rs"]
 mod features;
 #[path = "wgpu/handed_in.rs"]

@@ -15,6 +15,9 @@ fn is_nan(x: f32) -> bool {
 // e^x = 2^n · e^r with |r| ≤ ln 2 / 2 (Cody-Waite reduction in two parts), e^r by a polynomial.
 // Returns 0 below the least normal number; NaN stays NaN. Arguments are at most about 0 where the
 // result is used.
+//
+// The sum of the integer n and 1.5·2^23 + 127 has n + 127 in its lowest bits, which are the exponent
+// of 2^n. A conversion of n to an integer would take four instructions, because WGSL clamps it.
 fn exponentials(x: vec4<f32>) -> vec4<f32> {
     let n = round(x * 1.4426950408889634);
     var r = fma(n, vec4<f32>(-0.693145751953125), x);
@@ -26,8 +29,7 @@ fn exponentials(x: vec4<f32>) -> vec4<f32> {
     p = fma(p, r, vec4<f32>(0.5000000047123031));
     p = fma(p, r, vec4<f32>(1.0000000377204041));
     p = fma(p, r, vec4<f32>(1.0));
-    let exponent = vec4<i32>(clamp(n, vec4<f32>(-126.0), vec4<f32>(127.0))) + vec4<i32>(127);
-    let power = bitcast<vec4<f32>>(vec4<u32>(exponent) << vec4<u32>(23u));
+    let power = bitcast<vec4<f32>>(bitcast<vec4<u32>>(n + vec4<f32>(12583039.0)) << vec4<u32>(23u));
     return select(p * power, vec4<f32>(0.0), x < vec4<f32>(-87.3));
 }
 

@@ -21,7 +21,7 @@ fn main(
     if (group >= params.end_group) {
         return;
     }
-    let tile_index = group % params.tiles;
+    let tile_index = {{LIST_INDEX}};
     let bias_head = (group / params.tiles) % params.bias_heads;
     let bias_batch = group / params.tiles / params.bias_heads;
     let ty = lane >> 3u;

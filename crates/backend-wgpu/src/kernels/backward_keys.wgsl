@@ -22,7 +22,7 @@ fn main(
     if (group >= params.end_group) {
         return;
     }
-    let tile_index = group % params.tiles;
+    let tile_index = {{LIST_INDEX}};
     let kv_head = params.kv_head_first + (group / params.tiles) % params.kv_heads;
     let batch = group / params.tiles / params.kv_heads;
     let ty = lane >> 3u;

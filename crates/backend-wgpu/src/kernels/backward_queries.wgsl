@@ -13,7 +13,7 @@ fn main(
     if (group >= params.end_group) {
         return;
     }
-    let tile_index = group % params.tiles;
+    let tile_index = {{LIST_INDEX}};
     let head = (group / params.tiles) % params.heads;
     let batch = group / params.tiles / params.heads;
     let kv_head = (params.head_first + head) / params.group_heads;

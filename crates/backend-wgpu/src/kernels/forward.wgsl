@@ -56,6 +56,16 @@ fn total(ty: u32, tx: u32, own: vec4<f32>) -> vec4<f32> {
 #end
 }
 
+// Offset of a row's statistics from those of the batch row, and of its accumulator.
+fn statistics_at(first: u32, head: u32, row: u32) -> u32 {
+    return query_of(first, row) * params.statistics_row
+        + head_of(head, row) * params.statistics_head;
+}
+
+fn acc_at(first: u32, head: u32, row: u32) -> u32 {
+    return query_of(first, row) * params.acc_row + head_of(head, row) * params.acc_head;
+}
+
 @compute @workgroup_size(64)
 fn main(
     @builtin(workgroup_id) workgroup: vec3<u32>,
@@ -69,25 +79,44 @@ fn main(
     if (group >= params.end_group) {
         return;
     }
-    let tile_index = group % params.tiles;
+    let list_index = {{LIST_INDEX}};
+#if DECODE
+    // lists of a tile are ranges of its keys
+    let tile_index = list_index / params.ranges;
+    let range = list_index % params.ranges;
+    let head = params.packed_heads * ((group / params.tiles) % params.heads);
+#else
+    let tile_index = list_index;
     let head = (group / params.tiles) % params.heads;
+#end
     let batch = group / params.tiles / params.heads;
     let kv_head = (params.head_first + head) / params.group_heads;
     let ty = lane >> 3u;
     let tx = lane & 7u;
+#if DECODE
+    let first = params.packed_queries * tile_index;
+#else
     let first = 32u * tile_index;
-    let row = first + 4u * ty;
+#end
+    // row of the tile
+    let row = 4u * ty;
 {{COUNT_MATRICES}}
 
-    let list = batch * params.plane_batch + head * params.plane_head + tile_index;
+    let list = batch * params.plane_batch + head * params.plane_head + list_index;
     let begin = block_mask[params.lists + list];
     let end = block_mask[params.lists + list + 1u];
     if (begin == end) {
         return;
     }
 
-    let state = params.statistics_base + batch * params.statistics_batch + head * params.statistics_head;
-    let acc = params.acc_base + batch * params.acc_batch + head * params.acc_head;
+#if DECODE
+    let state = params.statistics_base + batch * params.statistics_batch
+        + range * params.statistics_range;
+    let acc = params.acc_base + batch * params.acc_batch + range * params.acc_range;
+#else
+    let state = params.statistics_base + batch * params.statistics_batch;
+    let acc = params.acc_base + batch * params.acc_batch;
+#end
     var row_max = vec4<f32>(0.0);
     var sum = vec4<f32>(0.0);
 #if GENERAL
@@ -95,8 +124,8 @@ fn main(
 #end
     var any_visible = vec4<bool>(false);
     for (var r = 0u; r < 4u; r++) {
-        if (row + r < params.queries) {
-            let at = state + (row + r) * params.statistics_row;
+        if (is_row(first, row + r)) {
+            let at = state + statistics_at(first, head, row + r);
             any_visible[r] = statistics[at + 3u] != 0.0;
             if (any_visible[r]) {
                 row_max[r] = statistics[at];
@@ -148,9 +177,9 @@ fn main(
     ties = total(ty, tx, ties);
 #end
     for (var r = 0u; r < 4u; r++) {
-        if (row + r < params.queries && any_visible[r]) {
+        if (is_row(first, row + r) && any_visible[r]) {
             if (tx == 0u) {
-                let at = state + (row + r) * params.statistics_row;
+                let at = state + statistics_at(first, head, row + r);
                 statistics[at] = row_max[r];
                 statistics[at + 1u] = sum[r];
 #if GENERAL

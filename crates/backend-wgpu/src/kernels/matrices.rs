@@ -9,7 +9,7 @@
 use std::fmt::Write;
 
 use super::{
-    Access, Source,
+    Access, Source, TileVariant,
     params::ProbeParams,
     template::Template,
     vectors::{ROW_STEP, Vectors, Words},
@@ -179,6 +179,7 @@ let matrix_rounds = workgroupUniformLoad(&rounds);
 
 /// Counterpart of `products::add_product`: S stays in matrices for all elements.
 pub(super) fn add_product(
+    variant: TileVariant,
     matrices: Matrices,
     prefix: &str,
     left: &Vectors,
@@ -189,19 +190,12 @@ pub(super) fn add_product(
     let (mut rows, mut loads, mut zeros, mut stores) =
         (String::new(), String::new(), String::new(), String::new());
     for (side, of, first) in [("left", left, left_first), ("right", right, right_first)] {
-        let [row, last, step] = of.offsets(first);
-        let _infallible = write!(
-            rows,
-            "    let {side}_row = {row};
-    let {side}_last = {last};
-    let {side}_step = {step};
-"
-        );
-        for n in 0..4 {
+        let (declared, offsets) = of.loaded_rows(variant, side, first);
+        rows += &declared;
+        for (n, offset) in offsets.iter().enumerate() {
             let _infallible = writeln!(
                 loads,
-                "        var {side}_{n} = {name}_halves(
-            min({side}_row + {n}u * {side}_step, {side}_last), c + element);",
+                "        var {side}_{n} = {name}_halves({offset}, c + element);",
                 name = of.name
             );
             let _infallible = writeln!(

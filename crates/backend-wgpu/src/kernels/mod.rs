@@ -3,10 +3,12 @@
 //! | kernel | output of a workgroup | file |
 //! |---|---|---|
 //! | forward | 32 queries of a head | `forward.wgsl` |
+//! | decode | queries × heads of a group, a range of their keys | `forward.wgsl` |
 //! | dQ | 32 queries of a head | `backward_queries.wgsl` |
 //! | dK, dV | 32 keys of a KV head | `backward_keys.wgsl` |
 //! | dbias | 32 queries or keys of one batch row and head of the bias | `backward_bias.wgsl` |
 //! | row prologue, epilogue | 64 rows | `row_statistics.wgsl`, `finish_rows.wgsl` |
+//! | merge of ranges of keys | a row of a head | `merge_ranges.wgsl` |
 //! | sums over rows | one sum | `sinks.wgsl`, `bias_rows.wgsl` |
 //! | copies | 64 elements | `copy.wgsl` |
 //! | counter | number of batches that ran | `count.wgsl` |
@@ -27,7 +29,7 @@ mod vectors;
 
 use annulus_core::DType;
 
-use params::{CopyParams, RowParams, StepParams};
+use params::{CopyParams, MergeParams, RowParams, StepParams};
 use template::Template;
 
 use crate::{Level, level::Matrices};
@@ -37,6 +39,9 @@ pub(crate) const TILE: usize = 32;
 
 /// Columns of one accumulator group: 64 invocations × 4 rows × 4 columns cover 32 × 32.
 const GROUP: usize = 32;
+
+/// Upper bound of the ranges of keys of a tile.
+pub(crate) const MAX_RANGES: usize = 512;
 
 /// Upper bound of the registers of an invocation that hold sums. An invocation has up to 256
 /// registers, and the rest of a tile kernel takes 75 to 120.
@@ -160,6 +165,9 @@ pub(crate) struct TileVariant {
     /// True if the scores need an epilogue (bias, soft cap, rounding), or for dropout or an
     /// unnormalized output.
     pub(crate) general: bool,
+    /// Forward of few queries: rows of a tile are packed heads, and a tile has several ranges of
+    /// keys (`gqa_packing.rs`, `split_kv.rs`).
+    pub(crate) decodes: bool,
     /// Plain or subgroup.
     pub(crate) level: Level,
     /// Cooperative matrices for f16 products, if any.
@@ -203,6 +211,7 @@ pub(crate) enum Variant {
         normalize: bool,
     },
     RowStatistics(Storage),
+    MergeRanges,
     Sinks,
     BiasRows,
     Count,
@@ -235,6 +244,7 @@ impl Variant {
     /// Name for labels and errors.
     pub(crate) const fn name(self) -> &'static str {
         match self {
+            Self::Forward(TileVariant { decodes: true, .. }) => "decode",
             Self::Forward(_) => "forward",
             Self::BackwardQueries(_) => "backward_queries",
             Self::BackwardKeys(..) => "backward_keys",
@@ -242,6 +252,7 @@ impl Variant {
             Self::Copy(_) => "copy",
             Self::FinishRows { .. } => "finish_rows",
             Self::RowStatistics(_) => "row_statistics",
+            Self::MergeRanges => "merge_ranges",
             Self::Sinks => "sinks",
             Self::BiasRows => "bias_rows",
             Self::Count => "count",
@@ -294,6 +305,16 @@ impl Variant {
             }
             Self::Sinks => {
                 of_rows(&Template::default(), include_str!("sinks.wgsl"), &[Read, Read, Write])
+            }
+            Self::MergeRanges => {
+                let mut text = Template::default();
+                text.name("MAX_RANGES", MAX_RANGES.to_string());
+                let wgsl = text.expand(include_str!("merge_ranges.wgsl"));
+                Source {
+                    wgsl: [MergeParams::WGSL, ARITHMETIC, &wgsl].concat(),
+                    bindings: vec![Read, Read, Write, Write],
+                    params: size_of::<MergeParams>(),
+                }
             }
             Self::Count => of_step(include_str!("count.wgsl")),
             Self::SubgroupProbe => of_step(include_str!("subgroup_probe.wgsl")),

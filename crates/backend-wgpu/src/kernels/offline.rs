@@ -38,19 +38,20 @@ impl KernelText {
                     head_groups: TileVariant::groups(dim),
                     value_groups: TileVariant::groups(dim),
                     general,
+                    decodes: false,
                     level: if level == Level::Plain { level } else { Level::Subgroup },
                     matrices,
                 };
                 let forward = Variant::Forward(tile);
                 let backward = [Variant::BackwardQueries(tile), Variant::BackwardKeys(tile, false)];
+                let decode = Variant::Forward(TileVariant { decodes: true, ..tile });
                 let variants = match level {
-                    Level::Plain => [forward].into_iter().chain(backward).collect(),
                     // only forward has reductions
-                    Level::Subgroup => vec![forward],
-                    Level::Matrix if storage == Storage::F16 => {
-                        [forward].into_iter().chain(backward).collect()
+                    Level::Subgroup => vec![forward, decode],
+                    Level::Matrix if storage != Storage::F16 => Vec::new(),
+                    Level::Plain | Level::Matrix => {
+                        [forward, decode].into_iter().chain(backward).collect()
                     }
-                    Level::Matrix => Vec::new(),
                 };
                 let masks = if general { "general" } else { "simple" };
                 let name =
@@ -61,9 +62,50 @@ impl KernelText {
         all
     }
 
+    /// Returns the kernel as it runs on full tiles of vectors of `dim` elements: without the code for
+    /// partial tiles, and with the loops of its products unrolled, so that a compiler's estimate
+    /// counts each instruction as often as it is executed.
+    #[must_use]
+    pub fn of_full_tiles(self, dim: usize) -> Self {
+        let mut wgsl =
+            self.wgsl.replace("let is_partial = mask_index != FULL_TILE", "let is_partial = false");
+        for name in ["params.head_dim", "params.value_dim"] {
+            wgsl = wgsl.replace(name, &format!("{dim}u"));
+        }
+        let of_vector = format!("for (var c = 0u; c < {dim}u; c = c + 32u) {{");
+        wgsl = unrolled(&wgsl, &of_vector, "c", (0..dim).step_by(32));
+        wgsl = unrolled(&wgsl, "for (var four = 0u; four < 8u; four++) {", "four", 0..8);
+        Self { wgsl, ..self }
+    }
+
     fn new(variant: Variant, name: String, level: Level) -> Self {
         let Source { wgsl, bindings, .. } = variant.source();
         let read_only = bindings.into_iter().map(|access| access == Access::Read).collect();
         Self { name, level, wgsl, read_only }
     }
+}
+
+/// Replaces each loop that begins with `head` by a block per value of its variable.
+fn unrolled(
+    text: &str,
+    head: &str,
+    variable: &str,
+    values: impl Iterator<Item = usize> + Clone,
+) -> String {
+    let Some((before, rest)) = text.split_once(head) else { return text.to_owned() };
+    let mut depth = 1;
+    let end = rest.find(|c| {
+        depth += match c {
+            '{' => 1,
+            '}' => -1,
+            _ => 0,
+        };
+        depth == 0
+    });
+    let Some((body, after)) = end.map(|end| (&rest[..end], &rest[end + 1..])) else {
+        return text.to_owned();
+    };
+    let copies: String =
+        values.clone().map(|value| format!("{{\nlet {variable} = {value}u;\n{body}}}\n")).collect();
+    format!("{before}{copies}{}", unrolled(after, head, variable, values))
 }

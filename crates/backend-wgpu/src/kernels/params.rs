@@ -45,6 +45,12 @@ params! {
         first_group: u32,
         end_group: u32,
         grid_width: u32,
+        /// 1: workgroups begin with the last list of each plane.
+        is_reversed: u32,
+        /// Decoding: heads and queries per tile; ranges of keys per tile.
+        packed_heads: u32,
+        packed_queries: u32,
+        ranges: u32,
         /// Offsets in the block mask.
         lists: u32,
         runs: u32,
@@ -74,11 +80,13 @@ params! {
         statistics_row: u32,
         statistics_batch: u32,
         statistics_head: u32,
+        statistics_range: u32,
         /// Accumulators: of O, dQ or dK, and of dV.
         acc_base: u32,
         acc_row: u32,
         acc_batch: u32,
         acc_head: u32,
+        acc_range: u32,
         dv_base: u32,
         dv_batch: u32,
         dv_head: u32,
@@ -135,6 +143,38 @@ params! {
         factors_batch: u32,
         factors_head: u32,
         factor: f32,
+    }
+}
+
+params! {
+    /// Parameters of the merge of ranges of keys.
+    MergeParams {
+        /// Rows and workgroups per grid row.
+        count: u32,
+        grid_width: u32,
+        /// Rows of a head; heads; ranges; elements per vector.
+        rows: u32,
+        heads: u32,
+        ranges: u32,
+        dim: u32,
+        statistics_base: u32,
+        statistics_row: u32,
+        statistics_batch: u32,
+        statistics_head: u32,
+        acc_base: u32,
+        acc_row: u32,
+        acc_batch: u32,
+        acc_head: u32,
+        range_statistics_base: u32,
+        range_statistics_row: u32,
+        range_statistics_batch: u32,
+        range_statistics_head: u32,
+        statistics_range: u32,
+        range_acc_base: u32,
+        range_acc_row: u32,
+        range_acc_batch: u32,
+        range_acc_head: u32,
+        acc_range: u32,
     }
 }
 

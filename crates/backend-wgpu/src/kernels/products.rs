@@ -48,29 +48,21 @@ pub(super) fn add_product(
     right_first: &str,
 ) -> String {
     if let Some(on) = variant.used_matrices() {
-        return matrices::add_product(on, prefix, left, left_first, right, right_first);
+        return matrices::add_product(variant, on, prefix, left, left_first, right, right_first);
     }
     let (mut rows, mut loads, mut zeros, mut stores) =
         (String::new(), String::new(), String::new(), String::new());
     for (side, array, of, first) in
         [("left", "tile", left, left_first), ("right", "right", right, right_first)]
     {
-        // one register per side, rather than one per row
-        let [row, last, step] = of.offsets(first);
-        let _infallible = write!(
-            rows,
-            "    let {side}_row = {row};
-    let {side}_last = {last};
-    let {side}_step = {step};
-"
-        );
-        for n in 0..4 {
+        let (declared, offsets) = of.loaded_rows(variant, side, first);
+        rows += &declared;
+        for (n, offset) in offsets.iter().enumerate() {
             let slot = 2 * n * ROW_STEP;
             // all loads before the first store, so that they are in flight together
             let _infallible = writeln!(
                 loads,
-                "        var {side}_{n} = {name}_four(
-            min({side}_row + {n}u * {side}_step, {side}_last), c + element);",
+                "        var {side}_{n} = {name}_four({offset}, c + element);",
                 name = of.name
             );
             let _infallible = writeln!(

@@ -11,6 +11,7 @@ fn all_variants() -> Vec<Variant> {
     let mut all = vec![
         Variant::Sinks,
         Variant::BiasRows,
+        Variant::MergeRanges,
         Variant::Count,
         Variant::SubgroupProbe,
         Variant::UnpackProbe,
@@ -43,10 +44,12 @@ fn all_variants() -> Vec<Variant> {
                         head_groups,
                         value_groups,
                         general,
+                        decodes: false,
                         level,
                         matrices,
                     };
                     all.extend([Variant::Forward(variant), Variant::BackwardQueries(variant)]);
+                    all.push(Variant::Forward(TileVariant { decodes: true, ..variant }));
                     all.extend(
                         [false, true]
                             .map(|from_records| Variant::BackwardKeys(variant, from_records)),

@@ -2,9 +2,9 @@
 // × 4 scores each.
 //
 // `tile` and `right` stage 32 elements of 32 vectors each; then `tile` holds P or dX for the second
-// product, `[column][row]` (`products.rs` has the order of their rows). `block_mask` has a list of runs per tile: (first tile of the other side,
-// number of tiles, tile mask or FULL_TILE). `visible_bits` has one word per query of the tile, one
-// bit per key.
+// product, `[column][row]` (`products.rs` has the order of their rows). `block_mask` has a list of
+// runs per tile: (first tile of the other side, number of tiles, tile mask or FULL_TILE).
+// `visible_bits` has one word per query of the tile, one bit per key.
 
 @group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read> block_mask: array<u32>;
@@ -16,6 +16,48 @@ var<workgroup> tile: array<vec4<f32>, {{PADDED_VECTORS}}>;
 var<workgroup> visible_bits: array<atomic<u32>, 32>;
 
 const FULL_TILE: u32 = 0xffffffffu;
+
+#if DECODE
+// Rows of a tile are pairs of a query and one of `packed_heads` heads (`gqa_packing.rs`).
+fn query_of(first: u32, row: u32) -> u32 {
+    return first + row / params.packed_heads;
+}
+
+fn head_of(head: u32, row: u32) -> u32 {
+    return head + row % params.packed_heads;
+}
+
+fn is_row(first: u32, row: u32) -> bool {
+    return row < params.packed_heads * params.packed_queries
+        && query_of(first, row) < params.queries;
+}
+
+// Visible keys of a row of a tile.
+fn mask_word(mask_index: u32, row: u32) -> u32 {
+    if (row >= params.packed_heads * params.packed_queries) {
+        return 0u;
+    }
+    let query = row / params.packed_heads;
+    return block_mask[params.bits + params.packed_queries * mask_index + query];
+}
+#else
+fn query_of(first: u32, row: u32) -> u32 {
+    return first + row;
+}
+
+fn head_of(head: u32, row: u32) -> u32 {
+    return head;
+}
+
+fn is_row(first: u32, row: u32) -> bool {
+    return first + row < params.queries;
+}
+
+// Visible keys of a row of a tile.
+fn mask_word(mask_index: u32, row: u32) -> u32 {
+    return block_mask[params.bits + 32u * mask_index + row];
+}
+#end
 
 // Bits of four pairs, from the lowest bits of a word.
 fn four_bits(word: u32) -> vec4<bool> {

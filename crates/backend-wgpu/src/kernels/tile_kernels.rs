@@ -47,6 +47,14 @@ const fn accumulators(variant: TileVariant) -> Binding {
     Binding { name: "acc_words", kind, access: Access::Write }
 }
 
+/// Index of a workgroup's list in its plane. Long lists come first, so that no workgroup starts when
+/// most of the device is idle. No function of WGSL, whose result would not count as uniform.
+const LIST_INDEX: &str = "select(
+        group % params.tiles,
+        params.tiles - 1u - group % params.tiles,
+        params.is_reversed != 0u,
+    )";
+
 /// Generates the loads of the tile mask to workgroup memory. `is_partial` is false if all pairs are
 /// visible; then simple kernels read no mask.
 fn tile_mask(variant: TileVariant) -> String {
@@ -62,7 +70,7 @@ workgroupBarrier();
 if (lane < 32u) {{
     var word = 0xffffffffu;
     if (mask_index != FULL_TILE) {{
-        word = block_mask[params.bits + 32u * mask_index + lane];
+        word = mask_word(mask_index, lane);
     }}
     atomicStore(&visible_bits[lane], word);
 }}
@@ -72,7 +80,7 @@ if (lane < 32u) {{
     "let is_partial = mask_index != FULL_TILE;
 workgroupBarrier();
 if (is_partial && lane < 32u) {
-    atomicStore(&visible_bits[lane], block_mask[params.bits + 32u * mask_index + lane]);
+    atomicStore(&visible_bits[lane], mask_word(mask_index, lane));
 }
 "
     .to_owned()
@@ -91,7 +99,9 @@ fn assemble(
     template
         .flag("GENERAL", variant.general)
         .flag("SUBGROUP", variant.level != Level::Plain)
-        .flag("MATRIX", on.is_some());
+        .flag("MATRIX", on.is_some())
+        .flag("DECODE", variant.decodes);
+    template.name("LIST_INDEX", LIST_INDEX);
     template.name("TILE_MASK", tile_mask(variant));
     template.name("PADDED_VECTORS", format!("{}", 32 * ROW_STEP));
     template.name("COUNT_MATRICES", on.map_or_else(String::new, matrices::count));
@@ -140,7 +150,15 @@ fn epilogue(general: bool) -> String {
             "{words}let columns = vec4<u32>(key) + vec4<u32>(0u, 1u, 2u, 3u);
 for (var r = 0u; r < 4u; r++) {{
     let bits = four_bits(words.x >> (4u * tx));
-    let e = scores(batch, head, vec4<u32>(row + r), columns, mask_index, bits, s0);
+    let e = scores(
+        batch,
+        head_of(head, row + r),
+        vec4<u32>(query_of(first, row + r)),
+        columns,
+        mask_index,
+        bits,
+        s0,
+    );
     let hidden = bits & !e.visible;
     if (any(hidden)) {{
         atomicAnd(&visible_bits[4u * ty + r], ~(bits_of_four(hidden) << (4u * tx)));
@@ -191,7 +209,7 @@ fn probs(general: bool) -> String {
     if general {
         let keep = "if (params.threshold != 0u) {
 for (var r = 0u; r < 4u; r++) {
-    let keep = keep_factors(batch, head, row + r, key);
+    let keep = keep_factors(batch, head_of(head, row + r), query_of(first, row + r), key);
 ";
         let of_row = each_row("    s{r} = s{r} * select(vec4<f32>(1.0), keep, r == {r}u);");
         return each_row(partial) + keep + &of_row + "}\n}\n";
@@ -213,7 +231,7 @@ pub(super) fn forward(variant: TileVariant) -> Source {
             groups,
             "var o{g}_{r} = vec4<f32>(0.0);
 if (any_visible[{r}]) {
-    o{g}_{r} = load_acc(acc + (row + {r}u) * params.acc_row, {c}, params.value_dim);
+    o{g}_{r} = load_acc(acc + acc_at(first, head, row + {r}u), {c}, params.value_dim);
 }",
         ),
     );
@@ -221,8 +239,8 @@ if (any_visible[{r}]) {
         "STORE_ACC",
         each(
             groups,
-            "if (row + {r}u < params.queries) {
-    store_acc(acc + (row + {r}u) * params.acc_row, {c}, params.value_dim, o{g}_{r});
+            "if (is_row(first, row + {r}u)) {
+    store_acc(acc + acc_at(first, head, row + {r}u), {c}, params.value_dim, o{g}_{r});
 }",
         ),
     );

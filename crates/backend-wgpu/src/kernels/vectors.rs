@@ -40,7 +40,7 @@ impl Vectors {
         let on_matrices = variant.used_matrices().is_some();
         if variant.binds_halves() {
             // the bits of f16 elements reach workgroup memory without a conversion
-            return self.offset_functions()
+            return self.offset_functions(variant)
                 + &format!(
                     "fn {name}_halves(row: u32, c: u32) -> vec4<f16> {{
     return {words}[(row + min(c, params.{dim} - 4u)) >> 2u];
@@ -78,11 +78,21 @@ fn {name}_four(row: u32, c: u32) -> vec4<f32> {{
 "
             );
         }
-        self.offset_functions() + &text
+        self.offset_functions(variant) + &text
     }
 
-    fn offset_functions(&self) -> String {
+    fn offset_functions(&self, variant: TileVariant) -> String {
         let (name, rows, head) = (self.name, self.rows, self.head());
+        if variant.decodes && rows == "queries" {
+            return format!(
+                "fn {name}_packed(batch: u32, head: u32, first: u32, row: u32) -> u32 {{
+    return params.{name}_base + batch * params.{name}_batch
+        + head_of(head, row) * params.{name}_head
+        + min(query_of(first, row), params.queries - 1u) * params.{name}_row;
+}}
+"
+            );
+        }
         format!(
             "fn {name}_row(batch: u32, {head}: u32, row: u32) -> u32 {{
     return params.{name}_base + batch * params.{name}_batch + {head} * params.{name}_head
@@ -93,6 +103,39 @@ fn {name}_last(batch: u32, {head}: u32) -> u32 {{
 }}
 "
         )
+    }
+
+    /// Generates the offsets of the four rows that an invocation loads of a tile that begins at row
+    /// `first`: declarations of the names that begin with `side`, and an expression per row.
+    pub(super) fn loaded_rows(
+        &self,
+        variant: TileVariant,
+        side: &str,
+        first: &str,
+    ) -> (String, [String; 4]) {
+        let mut declared = String::new();
+        if variant.decodes && self.rows == "queries" {
+            for n in 0..4 {
+                let _infallible = writeln!(
+                    declared,
+                    "    let {side}_row_{n} = {}_packed(batch, head, {first}, vector + {}u);",
+                    self.name,
+                    8 * n
+                );
+            }
+            return (declared, [0, 1, 2, 3].map(|n| format!("{side}_row_{n}")));
+        }
+        // one register, rather than one per row
+        let [row, last, step] = self.offsets(first);
+        let _infallible = write!(
+            declared,
+            "    let {side}_row = {row};
+    let {side}_last = {last};
+    let {side}_step = {step};
+"
+        );
+        let row = |n| format!("min({side}_row + {n}u * {side}_step, {side}_last)");
+        (declared, [0, 1, 2, 3].map(row))
     }
 
     /// Expressions for the offset of an invocation's first row, for that of the last row of all, and
