@@ -23,55 +23,99 @@ struct QueryStatistics {
     float lse, delta;
 };
 
+// Reads the statistics of query i. Beyond the end it reads the last row, so that the loads need no
+// branch, and returns those of a row without gradient.
 DEVICE QueryStatistics query_statistics(const Attention& a, u32 b, u32 h, u32 i) {
-    if (i >= a.queries) return {-infinity(), 0.0f};
-    Statistics row = load_statistics(a, b, h, i);
-    return {row.lse, row.delta};
+    const u16* from = statistics_of(a, b, h, i < a.queries ? i : a.queries - 1);
+    const Tensor& rows = a.statistics;
+    QueryStatistics row;
+    // records of dims that are not even put the statistics at odd multiples of two bytes
+    if (rows.at % sizeof(float) == 0 && (rows.batch | rows.row | rows.head) % 2 == 0) {
+        row.lse = reinterpret_cast<const float*>(from)[0];
+        row.delta = reinterpret_cast<const float*>(from)[2];
+    } else {
+        row.lse = load_sum(from);
+        row.delta = load_sum(from + 4);
+    }
+    if (i >= a.queries) row = {-infinity(), 0.0f};
+    return row;
 }
 
-// Computes P and dX from S and dP, and stores them to shared memory as left operands of gemm_nn.
-template <u32 pass>
-DEVICE void store_p_and_dx(u16* shared_p, u16* shared_dx, ScoreFragments& scores,
+// Computes P and dX of one pair: `score` is the product of q and k, `dprob` that of dO and v. Returns
+// true if the pair is visible and its row has a gradient.
+DEVICE bool backward_pair(float& p_dropped, float& dx, float score, float dprob, u64 line,
+                          u32 query, u32 key, const QueryStatistics& row, const TileCoord& coord,
+                          const Attention& a) {
+    float derivative;
+    p_dropped = dx = 0;
+    // a row without a visible key (lse = −∞) has no gradient
+    if (!pair_epilogue(score, derivative, line, query, key, coord, a) || row.lse == -infinity())
+        return false;
+    float keep = 1;
+    if (a.flags & HAS_DROPOUT)
+        keep = keep_factor(a, coord.b, coord.h, coord.first_query + query, coord.first_key + key);
+    float p = fast_exp(score - row.lse);
+    p_dropped = keep * p;
+    dx = p * (keep * dprob - row.delta) * derivative;
+    return true;
+}
+
+// Computes P and dX from S and dP, and stores them to shared memory as left operands of gemm_nn. In
+// a plain tile (is_plain) no pair is tested.
+template <u32 pass, bool plain>
+DEVICE void store_p_and_dx(u16* shared_p, u16* shared_dx, const ScoreFragments& scores,
                            const ScoreFragments& dprobs,
                            const QueryStatistics (&statistics)[2 * N_TILES], const TileCoord& coord,
                            const Lane& lane, const Attention& a) {
     UNROLL for (u32 r = 0; r < 2; ++r)
         UNROLL for (u32 n_tile = 0; n_tile < N_TILES; ++n_tile) {
             u32 left_row = lane.row + 8 * r, right_row = lane.half * 32 + n_tile * 8 + lane.column;
-            bool visible[2];
+            bool visible[2] = {true, true};
             float p_dropped[2], dx[2];
             UNROLL for (u32 c = 0; c < 2; ++c) {
                 u32 query = pass == KEYS ? right_row + c : left_row,
                     key = pass == KEYS ? left_row : right_row + c;
-                QueryStatistics row_statistics = statistics[pass == KEYS ? 2 * n_tile + c : r];
+                const QueryStatistics& row = statistics[pass == KEYS ? 2 * n_tile + c : r];
+                float score = scores[n_tile][2 * r + c], dprob = dprobs[n_tile][2 * r + c];
+                if (plain) {
+                    p_dropped[c] = fast_exp(float(a.scale) * score - row.lse);
+                    dx[c] = p_dropped[c] * (dprob - row.delta);
+                    continue;
+                }
                 u64 line = mask_row(a, coord, query);
 #ifdef PLANTED_BACKWARD_MASK_OFF_BY_ONE
                 if (pass == PLANTED_BACKWARD_MASK_OFF_BY_ONE) line = line << 1 | 1;
 #endif
-                float s = scores[n_tile][2 * r + c], derivative;
-                // a row without a visible key (lse = −∞) has no gradient
-                visible[c] = pair_epilogue(s, derivative, line, query, key, coord, a) &&
-                             row_statistics.lse != -infinity();
-                p_dropped[c] = dx[c] = 0;
-                if (!visible[c]) continue;
-                float keep = 1;
-                if (a.flags & HAS_DROPOUT)
-                    keep = keep_factor(a, coord.b, coord.h, coord.first_query + query,
-                                       coord.first_key + key);
-                float p = fast_exp(s - row_statistics.lse);
-                p_dropped[c] = keep * p;
-                dx[c] = p * (keep * dprobs[n_tile][2 * r + c] - row_statistics.delta) * derivative;
+                visible[c] = backward_pair(p_dropped[c], dx[c], score, dprob, line, query, key, row,
+                                           coord, a);
             }
             u32 index = swizzled(left_row, right_row);
             if (pass == KEYS) {
                 u32 pair = narrow_pair(p_dropped[0], p_dropped[1]);
                 *reinterpret_cast<u32*>(shared_p + index) =
-                    coord.is_full ? pair : mark_masked(pair, visible[0], visible[1]);
+                    plain || coord.is_full ? pair : mark_masked(pair, visible[0], visible[1]);
             }
             u32 pair = narrow_pair(dx[0], dx[1]);
             *reinterpret_cast<u32*>(shared_dx + index) =
-                coord.is_full ? pair : mark_masked(pair, visible[0], visible[1]);
+                plain || coord.is_full ? pair : mark_masked(pair, visible[0], visible[1]);
         }
+}
+
+// As store_p_and_dx; chooses the code of a plain tile if all `count` rows of the thread have a
+// gradient.
+template <u32 pass>
+DEVICE void store_tile(u16* shared_p, u16* shared_dx, const ScoreFragments& scores,
+                       const ScoreFragments& dprobs,
+                       const QueryStatistics (&statistics)[2 * N_TILES], const TileCoord& coord,
+                       const Lane& lane, const Attention& a) {
+    bool plain = is_plain(coord, a);
+    UNROLL for (u32 index = 0; index < (pass == KEYS ? 2 * N_TILES : 2); ++index)
+        plain &= statistics[index].lse != -infinity();
+    if (plain)
+        store_p_and_dx<pass, true>(shared_p, shared_dx, scores, dprobs, statistics, coord, lane, a);
+    else
+        store_p_and_dx<pass, false>(shared_p, shared_dx, scores, dprobs, statistics, coord, lane,
+                                    a);
 }
 
 DEVICE void clear(Accumulators& acc) {
@@ -110,7 +154,7 @@ KERNEL(backward_queries_matrix, Attention) {
         gemm_nt(dprobs, douts, stream, a.value_dim, lane, a);
         // Barriers in the stream order the writes to shared memory before gemm_nn's reads, and
         // those reads before the next tile's writes.
-        store_p_and_dx<QUERIES>(nullptr, shared_dx, scores, dprobs, statistics, coord, lane, a);
+        store_tile<QUERIES>(nullptr, shared_dx, scores, dprobs, statistics, coord, lane, a);
         gemm_nn(acc, shared_dx, stream, a.head_dim, coord.is_full, lane, a);
     }
 
@@ -176,7 +220,7 @@ KERNEL(backward_keys_matrix, Attention) {
             statistics[index] = query_statistics(
                 a, b, tiles.h,
                 coord.first_query + lane.half * 32 + index / 2 * 8 + lane.column + index % 2);
-        store_p_and_dx<KEYS>(shared_p, shared_dx, scores, dprobs, statistics, coord, lane, a);
+        store_tile<KEYS>(shared_p, shared_dx, scores, dprobs, statistics, coord, lane, a);
         gemm_nn(dv, shared_p, stream, a.value_dim, coord.is_full, lane, a);
         gemm_nn(dk, shared_dx, stream, a.head_dim, coord.is_full, lane, a);
     }

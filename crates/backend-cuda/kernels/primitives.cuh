@@ -131,6 +131,13 @@ DEVICE float exp2_approx(float x) {
     return power;
 }
 
+// Maximum of two numbers; NaN if either is NaN. One instruction since compute capability 8.0.
+DEVICE float max_or_nan(float x, float y) {
+    float max;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(max) : "f"(x), "f"(y));
+    return max;
+}
+
 DEVICE float multiply_add(float x, float y, float z) { return fmaf(x, y, z); }
 DEVICE double multiply_add(double x, double y, double z) { return fma(x, y, z); }
 DEVICE float exponential(float x) { return expf(x); }

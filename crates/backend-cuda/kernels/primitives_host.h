@@ -492,6 +492,8 @@ DEVICE float exp2_approx(float x) {
     return power < 1.17549435e-38f ? 0.0f : power;
 }
 
+DEVICE float max_or_nan(float x, float y) { return x > y || x != x ? x : y; }
+
 DEVICE float multiply_add(float x, float y, float z) { return std::fma(x, y, z); }
 DEVICE double multiply_add(double x, double y, double z) { return std::fma(x, y, z); }
 DEVICE float exponential(float x) { return std::exp(x); }
