@@ -23,22 +23,43 @@ struct QueryStatistics {
     float lse, delta;
 };
 
-// Reads the statistics of query i. Beyond the end it reads the last row, so that the loads need no
-// branch, and returns those of a row without gradient.
-DEVICE QueryStatistics query_statistics(const Attention& a, u32 b, u32 h, u32 i) {
-    const u16* from = statistics_of(a, b, h, i < a.queries ? i : a.queries - 1);
-    const Tensor& rows = a.statistics;
-    QueryStatistics row;
-    // records of dims that are not even put the statistics at odd multiples of two bytes
-    if (rows.at % sizeof(float) == 0 && (rows.batch | rows.row | rows.head) % 2 == 0) {
-        row.lse = reinterpret_cast<const float*>(from)[0];
-        row.delta = reinterpret_cast<const float*>(from)[2];
-    } else {
-        row.lse = load_sum(from);
-        row.delta = load_sum(from + 4);
+// Queries of a thread: two rows of a tile if queries are the left operand, else its columns.
+template <u32 pass>
+DEVICE constexpr u32 query_count() {
+    return pass == KEYS ? 2 * N_TILES : 2;
+}
+template <u32 pass>
+DEVICE u32 query_offset(u32 index, const Lane& lane) {
+    return pass == KEYS ? lane.half * 32 + index / 2 * 8 + lane.column + index % 2
+                        : lane.row + 8 * index;
+}
+
+template <u32 pass, bool aligned>
+DEVICE void load_query_statistics(QueryStatistics (&to)[2 * N_TILES], u32 b, u32 h, u32 first,
+                                  const Lane& lane, const Attention& a) {
+    const u16* head = statistics_of(a, b, h, 0);
+    UNROLL for (u32 index = 0; index < query_count<pass>(); ++index) {
+        u32 i = first + query_offset<pass>(index, lane);
+        // beyond the end the last row is read, so that the loads need no branch
+        const u16* from = head + i64(i < a.queries ? i : a.queries - 1) * a.statistics.row;
+        const float* sums = reinterpret_cast<const float*>(from);
+        to[index].lse = aligned ? sums[0] : load_sum(from);
+        to[index].delta = aligned ? sums[2] : load_sum(from + 4);
+        if (i >= a.queries) to[index] = {-infinity(), 0.0f};
     }
-    if (i >= a.queries) row = {-infinity(), 0.0f};
-    return row;
+}
+
+// Reads the statistics of a thread's queries of the tile that begins at `first`. Queries beyond the
+// end get those of a row without gradient.
+template <u32 pass>
+DEVICE void read_query_statistics(QueryStatistics (&to)[2 * N_TILES], u32 b, u32 h, u32 first,
+                                  const Lane& lane, const Attention& a) {
+    const Tensor& rows = a.statistics;
+    // records of dims that are not even put the statistics at odd multiples of two bytes
+    if (rows.at % sizeof(float) == 0 && (rows.batch | rows.row | rows.head) % 2 == 0)
+        load_query_statistics<pass, true>(to, b, h, first, lane, a);
+    else
+        load_query_statistics<pass, false>(to, b, h, first, lane, a);
 }
 
 // Computes P and dX of one pair: `score` is the product of q and k, `dprob` that of dO and v. Returns
@@ -109,7 +130,7 @@ DEVICE void store_tile(u16* shared_p, u16* shared_dx, const ScoreFragments& scor
                        const QueryStatistics (&statistics)[2 * N_TILES], const TileCoord& coord,
                        const Lane& lane, const Attention& a) {
     bool plain = is_plain(coord, a);
-    UNROLL for (u32 index = 0; index < (pass == KEYS ? 2 * N_TILES : 2); ++index)
+    UNROLL for (u32 index = 0; index < query_count<pass>(); ++index)
         plain &= statistics[index].lse != -infinity();
     if (plain)
         store_p_and_dx<pass, true>(shared_p, shared_dx, scores, dprobs, statistics, coord, lane, a);
@@ -141,8 +162,7 @@ KERNEL(backward_queries_matrix, Attention) {
     queries.begin(operand_of(a.q, b, h, a.queries, a.head_dim), tile * TILE, lane, a);
     douts.begin(operand_of(a.dout, b, h, a.queries, a.value_dim), tile * TILE, lane, a);
     QueryStatistics statistics[2 * N_TILES];
-    UNROLL for (u32 r = 0; r < 2; ++r)
-        statistics[r] = query_statistics(a, b, h, tile * TILE + lane.row + 8 * r);
+    read_query_statistics<QUERIES>(statistics, b, h, tile * TILE, lane, a);
     Accumulators acc;
     clear(acc);
 
@@ -216,10 +236,7 @@ KERNEL(backward_keys_matrix, Attention) {
         gemm_nt(scores, keys, stream, a.head_dim, lane, a);
         gemm_nt(dprobs, values, stream, a.value_dim, lane, a);
         QueryStatistics statistics[2 * N_TILES];
-        UNROLL for (u32 index = 0; index < 2 * N_TILES; ++index)
-            statistics[index] = query_statistics(
-                a, b, tiles.h,
-                coord.first_query + lane.half * 32 + index / 2 * 8 + lane.column + index % 2);
+        read_query_statistics<KEYS>(statistics, b, tiles.h, coord.first_query, lane, a);
         store_tile<KEYS>(shared_p, shared_dx, scores, dprobs, statistics, coord, lane, a);
         gemm_nn(dv, shared_p, stream, a.value_dim, coord.is_full, lane, a);
         gemm_nn(dk, shared_dx, stream, a.head_dim, coord.is_full, lane, a);
