@@ -23,55 +23,120 @@ struct QueryStatistics {
     float lse, delta;
 };
 
-DEVICE QueryStatistics query_statistics(const Attention& a, u32 b, u32 h, u32 i) {
-    if (i >= a.queries) return {-infinity(), 0.0f};
-    Statistics row = load_statistics(a, b, h, i);
-    return {row.lse, row.delta};
+// Queries of a thread: two rows of a tile if queries are the left operand, else its columns.
+template <u32 pass>
+DEVICE constexpr u32 query_count() {
+    return pass == KEYS ? 2 * N_TILES : 2;
+}
+template <u32 pass>
+DEVICE u32 query_offset(u32 index, const Lane& lane) {
+    return pass == KEYS ? lane.half * 32 + index / 2 * 8 + lane.column + index % 2
+                        : lane.row + 8 * index;
 }
 
-// Computes P and dX from S and dP, and stores them to shared memory as left operands of gemm_nn.
+template <u32 pass, bool aligned>
+DEVICE void load_query_statistics(QueryStatistics (&to)[2 * N_TILES], u32 b, u32 h, u32 first,
+                                  const Lane& lane, const Attention& a) {
+    const u16* head = statistics_of(a, b, h, 0);
+    UNROLL for (u32 index = 0; index < query_count<pass>(); ++index) {
+        u32 i = first + query_offset<pass>(index, lane);
+        // beyond the end the last row is read, so that the loads need no branch
+        const u16* from = head + i64(i < a.queries ? i : a.queries - 1) * a.statistics.row;
+        const float* sums = reinterpret_cast<const float*>(from);
+        to[index].lse = aligned ? sums[0] : load_sum(from);
+        to[index].delta = aligned ? sums[2] : load_sum(from + 4);
+        if (i >= a.queries) to[index] = {-infinity(), 0.0f};
+    }
+}
+
+// Reads the statistics of a thread's queries of the tile that begins at `first`. Queries beyond the
+// end get those of a row without gradient.
 template <u32 pass>
-DEVICE void store_p_and_dx(u16* shared_p, u16* shared_dx, ScoreFragments& scores,
+DEVICE void read_query_statistics(QueryStatistics (&to)[2 * N_TILES], u32 b, u32 h, u32 first,
+                                  const Lane& lane, const Attention& a) {
+    const Tensor& rows = a.statistics;
+    // records of dims that are not even put the statistics at odd multiples of two bytes
+    if (rows.at % sizeof(float) == 0 && (rows.batch | rows.row | rows.head) % 2 == 0)
+        load_query_statistics<pass, true>(to, b, h, first, lane, a);
+    else
+        load_query_statistics<pass, false>(to, b, h, first, lane, a);
+}
+
+// Computes P and dX of one pair: `score` is the product of q and k, `dprob` that of dO and v. Returns
+// true if the pair is visible and its row has a gradient.
+DEVICE bool backward_pair(float& p_dropped, float& dx, float score, float dprob, u64 line,
+                          u32 query, u32 key, const QueryStatistics& row, const TileCoord& coord,
+                          const Attention& a) {
+    float derivative;
+    p_dropped = dx = 0;
+    // a row without a visible key (lse = −∞) has no gradient
+    if (!pair_epilogue(score, derivative, line, query, key, coord, a) || row.lse == -infinity())
+        return false;
+    float keep = 1;
+    if (a.flags & HAS_DROPOUT)
+        keep = keep_factor(a, coord.b, coord.h, coord.first_query + query, coord.first_key + key);
+    float p = fast_exp(score - row.lse);
+    p_dropped = keep * p;
+    dx = p * (keep * dprob - row.delta) * derivative;
+    return true;
+}
+
+// Computes P and dX from S and dP, and stores them to shared memory as left operands of gemm_nn. In
+// a plain tile (is_plain) no pair is tested.
+template <u32 pass, bool plain>
+DEVICE void store_p_and_dx(u16* shared_p, u16* shared_dx, const ScoreFragments& scores,
                            const ScoreFragments& dprobs,
                            const QueryStatistics (&statistics)[2 * N_TILES], const TileCoord& coord,
                            const Lane& lane, const Attention& a) {
     UNROLL for (u32 r = 0; r < 2; ++r)
         UNROLL for (u32 n_tile = 0; n_tile < N_TILES; ++n_tile) {
             u32 left_row = lane.row + 8 * r, right_row = lane.half * 32 + n_tile * 8 + lane.column;
-            bool visible[2];
+            bool visible[2] = {true, true};
             float p_dropped[2], dx[2];
             UNROLL for (u32 c = 0; c < 2; ++c) {
                 u32 query = pass == KEYS ? right_row + c : left_row,
                     key = pass == KEYS ? left_row : right_row + c;
-                QueryStatistics row_statistics = statistics[pass == KEYS ? 2 * n_tile + c : r];
+                const QueryStatistics& row = statistics[pass == KEYS ? 2 * n_tile + c : r];
+                float score = scores[n_tile][2 * r + c], dprob = dprobs[n_tile][2 * r + c];
+                if (plain) {
+                    p_dropped[c] = fast_exp(float(a.scale) * score - row.lse);
+                    dx[c] = p_dropped[c] * (dprob - row.delta);
+                    continue;
+                }
                 u64 line = mask_row(a, coord, query);
 #ifdef PLANTED_BACKWARD_MASK_OFF_BY_ONE
                 if (pass == PLANTED_BACKWARD_MASK_OFF_BY_ONE) line = line << 1 | 1;
 #endif
-                float s = scores[n_tile][2 * r + c], derivative;
-                // a row without a visible key (lse = −∞) has no gradient
-                visible[c] = pair_epilogue(s, derivative, line, query, key, coord, a) &&
-                             row_statistics.lse != -infinity();
-                p_dropped[c] = dx[c] = 0;
-                if (!visible[c]) continue;
-                float keep = 1;
-                if (a.flags & HAS_DROPOUT)
-                    keep = keep_factor(a, coord.b, coord.h, coord.first_query + query,
-                                       coord.first_key + key);
-                float p = fast_exp(s - row_statistics.lse);
-                p_dropped[c] = keep * p;
-                dx[c] = p * (keep * dprobs[n_tile][2 * r + c] - row_statistics.delta) * derivative;
+                visible[c] = backward_pair(p_dropped[c], dx[c], score, dprob, line, query, key, row,
+                                           coord, a);
             }
             u32 index = swizzled(left_row, right_row);
             if (pass == KEYS) {
                 u32 pair = narrow_pair(p_dropped[0], p_dropped[1]);
                 *reinterpret_cast<u32*>(shared_p + index) =
-                    coord.is_full ? pair : mark_masked(pair, visible[0], visible[1]);
+                    plain || coord.is_full ? pair : mark_masked(pair, visible[0], visible[1]);
             }
             u32 pair = narrow_pair(dx[0], dx[1]);
             *reinterpret_cast<u32*>(shared_dx + index) =
-                coord.is_full ? pair : mark_masked(pair, visible[0], visible[1]);
+                plain || coord.is_full ? pair : mark_masked(pair, visible[0], visible[1]);
         }
+}
+
+// As store_p_and_dx; chooses the code of a plain tile if all `count` rows of the thread have a
+// gradient.
+template <u32 pass>
+DEVICE void store_tile(u16* shared_p, u16* shared_dx, const ScoreFragments& scores,
+                       const ScoreFragments& dprobs,
+                       const QueryStatistics (&statistics)[2 * N_TILES], const TileCoord& coord,
+                       const Lane& lane, const Attention& a) {
+    bool plain = is_plain(coord, a);
+    UNROLL for (u32 index = 0; index < query_count<pass>(); ++index)
+        plain &= statistics[index].lse != -infinity();
+    if (plain)
+        store_p_and_dx<pass, true>(shared_p, shared_dx, scores, dprobs, statistics, coord, lane, a);
+    else
+        store_p_and_dx<pass, false>(shared_p, shared_dx, scores, dprobs, statistics, coord, lane,
+                                    a);
 }
 
 DEVICE void clear(Accumulators& acc) {
@@ -97,8 +162,7 @@ KERNEL(backward_queries_matrix, Attention) {
     queries.begin(operand_of(a.q, b, h, a.queries, a.head_dim), tile * TILE, lane, a);
     douts.begin(operand_of(a.dout, b, h, a.queries, a.value_dim), tile * TILE, lane, a);
     QueryStatistics statistics[2 * N_TILES];
-    UNROLL for (u32 r = 0; r < 2; ++r)
-        statistics[r] = query_statistics(a, b, h, tile * TILE + lane.row + 8 * r);
+    read_query_statistics<QUERIES>(statistics, b, h, tile * TILE, lane, a);
     Accumulators acc;
     clear(acc);
 
@@ -110,7 +174,7 @@ KERNEL(backward_queries_matrix, Attention) {
         gemm_nt(dprobs, douts, stream, a.value_dim, lane, a);
         // Barriers in the stream order the writes to shared memory before gemm_nn's reads, and
         // those reads before the next tile's writes.
-        store_p_and_dx<QUERIES>(nullptr, shared_dx, scores, dprobs, statistics, coord, lane, a);
+        store_tile<QUERIES>(nullptr, shared_dx, scores, dprobs, statistics, coord, lane, a);
         gemm_nn(acc, shared_dx, stream, a.head_dim, coord.is_full, lane, a);
     }
 
@@ -172,11 +236,8 @@ KERNEL(backward_keys_matrix, Attention) {
         gemm_nt(scores, keys, stream, a.head_dim, lane, a);
         gemm_nt(dprobs, values, stream, a.value_dim, lane, a);
         QueryStatistics statistics[2 * N_TILES];
-        UNROLL for (u32 index = 0; index < 2 * N_TILES; ++index)
-            statistics[index] = query_statistics(
-                a, b, tiles.h,
-                coord.first_query + lane.half * 32 + index / 2 * 8 + lane.column + index % 2);
-        store_p_and_dx<KEYS>(shared_p, shared_dx, scores, dprobs, statistics, coord, lane, a);
+        read_query_statistics<KEYS>(statistics, b, tiles.h, coord.first_query, lane, a);
+        store_tile<KEYS>(shared_p, shared_dx, scores, dprobs, statistics, coord, lane, a);
         gemm_nn(dv, shared_p, stream, a.value_dim, coord.is_full, lane, a);
         gemm_nn(dk, shared_dx, stream, a.head_dim, coord.is_full, lane, a);
     }

@@ -12,6 +12,61 @@
 
 #if ANNULUS_DTYPE >= 2 && TILE == 64
 
+// Score epilogue of a thread's products, and the maximum of each of its two rows over its columns.
+// Returns the bits of the visible pairs. A plain tile (is_plain) needs no test of a pair.
+template <bool plain>
+DEVICE u32 forward_scores(ScoreFragments& scores, float (&tile_max)[2], const TileCoord& coord,
+                          const Lane& lane, const Attention& a) {
+    u32 visible_bits = plain ? ~0u : 0;
+    UNROLL for (u32 r = 0; r < 2; ++r) {
+        TileCoord row_coord = coord;
+        u32 query = lane.row + 8 * r;
+        u64 line = plain ? ~0ull : packed_mask_row(row_coord, query, a);
+        tile_max[r] = -infinity();
+        UNROLL for (u32 n_tile = 0; n_tile < N_TILES; ++n_tile)
+            UNROLL for (u32 c = 0; c < 2; ++c) {
+                float& score = scores[n_tile][2 * r + c];
+                if (plain) {
+                    score *= float(a.scale);
+                    tile_max[r] = larger(tile_max[r], score);
+                    continue;
+                }
+                float derivative;
+                u32 key = lane.half * 32 + n_tile * 8 + lane.column + c;
+                bool visible = pair_epilogue(score, derivative, line, query, key, row_coord, a);
+                if (visible) tile_max[r] = larger(tile_max[r], score);
+                visible_bits |= u32(visible) << (n_tile * 4 + 2 * r + c);
+            }
+    }
+    return visible_bits;
+}
+
+// Probabilities of one row of a thread, as 16-bit elements to shared memory. Returns their sum.
+template <bool plain>
+DEVICE float forward_probs(u16* probs, const ScoreFragments& scores, u32 visible_bits, float max,
+                           u32 r, const TileCoord& coord, const PackedRow& packed,
+                           const Lane& lane, const Attention& a) {
+    // every score so far is −∞: a base of 0 gives probabilities 0 instead of NaN
+    float base = max == -infinity() ? 0.0f : max, sum = 0;
+    UNROLL for (u32 n_tile = 0; n_tile < N_TILES; ++n_tile) {
+        u32 key = lane.half * 32 + n_tile * 8 + lane.column;
+        bool visible[2];
+        float prob[2];
+        UNROLL for (u32 c = 0; c < 2; ++c) {
+            visible[c] = plain || (visible_bits >> (n_tile * 4 + 2 * r + c) & 1);
+            prob[c] = visible[c] ? fast_exp(scores[n_tile][2 * r + c] - base) : 0.0f;
+            sum += prob[c];
+            if (!plain && visible[c] && (a.flags & HAS_DROPOUT))
+                prob[c] *= keep_factor(a, coord.b, packed.h, coord.first_query + packed.query,
+                                       coord.first_key + key + c);
+        }
+        u32 pair = narrow_pair(prob[0], prob[1]);
+        if (!plain && !coord.is_full) pair = mark_masked(pair, visible[0], visible[1]);
+        *reinterpret_cast<u32*>(probs + swizzled(lane.row + 8 * r, key)) = pair;
+    }
+    return sum;
+}
+
 // Grid: query tiles × groups of packed_heads query heads × batch rows. Tiles run in reverse order:
 // under a causal mask the last ones have the most visible keys.
 KERNEL(forward_matrix, Attention) {
@@ -59,58 +114,36 @@ KERNEL(forward_matrix, Attention) {
         gemm_nt(scores, queries, stream, a.head_dim, lane, a);
 
         // score epilogue, and row maximum over both halves
-        u32 visible_bits = 0;
+        bool plain = is_plain(coord, a);
+        float tile_max[2];
+        u32 visible_bits = plain ? forward_scores<true>(scores, tile_max, coord, lane, a)
+                                 : forward_scores<false>(scores, tile_max, coord, lane, a);
         UNROLL for (u32 r = 0; r < 2; ++r) {
-            TileCoord row_coord = coord;
-            u32 query = lane.row + 8 * r;
-            u64 line = packed_mask_row(row_coord, query, a);
-            float tile_max = -infinity();
-            UNROLL for (u32 n_tile = 0; n_tile < N_TILES; ++n_tile)
-                UNROLL for (u32 c = 0; c < 2; ++c) {
-                    float derivative;
-                    u32 key = lane.half * 32 + n_tile * 8 + lane.column + c;
-                    bool visible = pair_epilogue(scores[n_tile][2 * r + c], derivative, line, query,
-                                                 key, row_coord, a);
-                    if (visible) tile_max = larger(tile_max, scores[n_tile][2 * r + c]);
-                    visible_bits |= u32(visible) << (n_tile * 4 + 2 * r + c);
-                }
-            tile_max = larger(tile_max, shuffle_xor(tile_max, 1));
-            tile_max = larger(tile_max, shuffle_xor(tile_max, 2));
-            if (lane.lane % 4 == 0) half_max[lane.half * TILE + lane.row + 8 * r] = tile_max;
+            tile_max[r] = larger(tile_max[r], shuffle_xor(tile_max[r], 1));
+            tile_max[r] = larger(tile_max[r], shuffle_xor(tile_max[r], 2));
+            if (lane.lane % 4 == 0) half_max[lane.half * TILE + lane.row + 8 * r] = tile_max[r];
         }
         barrier();
 
         // probabilities, and row sum over both halves
-        float rescale[2];
+        float rescale[2], partial_sum[2];
         UNROLL for (u32 r = 0; r < 2; ++r) {
             u32 row = lane.row + 8 * r;
-            PackedRow packed = packed_row(a, first_head, row);
             float new_max = larger(max[r], larger(half_max[row], half_max[TILE + row]));
-            bool all_masked = new_max == -infinity();
             rescale[r] = new_max == max[r] ? 1.0f : fast_exp(max[r] - new_max);
-            float partial_sum = 0;
-            UNROLL for (u32 n_tile = 0; n_tile < N_TILES; ++n_tile) {
-                u32 key = lane.half * 32 + n_tile * 8 + lane.column;
-                bool visible[2];
-                float prob[2];
-                UNROLL for (u32 c = 0; c < 2; ++c) {
-                    visible[c] = visible_bits >> (n_tile * 4 + 2 * r + c) & 1;
-                    prob[c] = visible[c] && !all_masked
-                                  ? fast_exp(scores[n_tile][2 * r + c] - new_max)
-                                  : 0.0f;
-                    partial_sum += prob[c];
-                    if (visible[c] && (a.flags & HAS_DROPOUT))
-                        prob[c] *= keep_factor(a, b, packed.h, first_query + packed.query,
-                                               coord.first_key + key + c);
-                }
-                u32 pair = narrow_pair(prob[0], prob[1]);
-                if (!coord.is_full) pair = mark_masked(pair, visible[0], visible[1]);
-                *reinterpret_cast<u32*>(probs + swizzled(row, key)) = pair;
-            }
-            partial_sum += shuffle_xor(partial_sum, 1);
-            partial_sum += shuffle_xor(partial_sum, 2);
-            if (lane.lane % 4 == 0) half_sum[lane.half * TILE + row] = partial_sum;
             max[r] = new_max;
+        }
+        UNROLL for (u32 r = 0; r < 2; ++r) {
+            PackedRow packed = packed_row(a, first_head, lane.row + 8 * r);
+            partial_sum[r] =
+                plain ? forward_probs<true>(probs, scores, visible_bits, max[r], r, coord, packed,
+                                            lane, a)
+                      : forward_probs<false>(probs, scores, visible_bits, max[r], r, coord, packed,
+                                             lane, a);
+            partial_sum[r] += shuffle_xor(partial_sum[r], 1);
+            partial_sum[r] += shuffle_xor(partial_sum[r], 2);
+            if (lane.lane % 4 == 0)
+                half_sum[lane.half * TILE + lane.row + 8 * r] = partial_sum[r];
         }
         UNROLL for (u32 chunk = 0; chunk < CHUNKS; ++chunk)
             UNROLL for (u32 n_tile = 0; n_tile < N_TILES; ++n_tile)

@@ -94,21 +94,23 @@ DEVICE_CALL void copy_unaligned(u16* to, const u16* from, i64 step, u32 count) {
     for (u32 c = 0; c < 8; ++c) to[c] = c < count ? from[i64(c) * step] : u16(0);
 }
 
-// Issues the loads of dims `from … from + 63` of rows `first …`, 0 beyond the ends. A thread loads
-// the same offsets of every chunk, so it may test them without a barrier.
-DEVICE void load_chunk(u16* to, const Operand& operand, u32 first, u32 from) {
-    for (u32 index = thread_index(); index < CHUNK_ELEMENTS / 8; index += THREADS) {
-        u32 row = index / 8, x = index % 8 * 8;
-        u16* destination = to + swizzled(row, x);
-        bool inside = first + row < operand.rows && from + x < operand.dim;
-        i64 offset = inside ? i64(first + row) * operand.row + i64(from + x) * operand.step : 0;
-        const u16* source = operand.at + offset;
-        if (operand.aligned) {
-            cp_async_16(destination, source, inside);
-        } else {
-            copy_unaligned(destination, source, operand.step,
-                           inside ? operand.dim - (from + x) : 0);
-        }
+// Row and dims of a chunk that a thread copies, eight elements at once: rows `copy_row` and
+// `copy_row` + COPY_ROWS. Every thread copies the same offsets of every chunk, so it may test them
+// without a barrier.
+#define COPY_ROWS (THREADS * 8 / CHUNK)
+static_assert(2 * COPY_ROWS == TILE, "two copies a thread and chunk");
+DEVICE u32 copy_row() { return thread_index() / (CHUNK / 8); }
+DEVICE u32 copy_dim() { return thread_index() % (CHUNK / 8) * 8; }
+
+// Copies dims `from … from + 63` of rows `first …`, 0 beyond the ends, for strides that do not
+// allow copies of 16 bytes.
+DEVICE void load_chunk_unaligned(u16* to, const Operand& operand, u32 first, u32 from) {
+    u32 x = from + copy_dim();
+    for (u32 row = copy_row(); row < TILE; row += COPY_ROWS) {
+        bool inside = first + row < operand.rows && x < operand.dim;
+        i64 offset = inside ? i64(first + row) * operand.row + i64(x) * operand.step : 0;
+        copy_unaligned(to + swizzled(row, copy_dim()), operand.at + offset, operand.step,
+                       inside ? operand.dim - x : 0);
     }
 }
 
@@ -116,8 +118,8 @@ DEVICE void load_chunk(u16* to, const Operand& operand, u32 first, u32 from) {
 DEVICE_CALL bool thread_part_non_finite(const u16* chunk) {
     const u32 exponent = ANNULUS_DTYPE == 2 ? 0x7f80u : 0x7c00u;
     bool non_finite = false;
-    for (u32 index = thread_index(); index < CHUNK_ELEMENTS / 8; index += THREADS) {
-        const u32* words = reinterpret_cast<const u32*>(chunk + swizzled(index / 8, index % 8 * 8));
+    for (u32 row = copy_row(); row < TILE; row += COPY_ROWS) {
+        const u32* words = reinterpret_cast<const u32*>(chunk + swizzled(row, copy_dim()));
         for (u32 c = 0; c < 4; ++c)
             non_finite |=
                 (words[c] & exponent) == exponent || (words[c] >> 16 & exponent) == exponent;
@@ -154,58 +156,108 @@ struct HeadTileIterator {
     }
 };
 
-// Returns the number of chunks that a pass reads per tile.
+// A pass reads both operands of a tile in turn, then again those that are needed twice: the phases
+// of a tile (see Pass).
 template <u32 pass>
-DEVICE u32 chunks_per_tile(const Attention& a) {
-    u32 qk_chunks = (a.head_dim + CHUNK - 1) / CHUNK, v_chunks = (a.value_dim + CHUNK - 1) / CHUNK;
-    return qk_chunks + v_chunks +
-           (pass == KEYS      ? v_chunks + qk_chunks
-            : pass == QUERIES ? qk_chunks
-                              : 0);
+DEVICE constexpr u32 phases() {
+    return pass == KEYS ? 4 : pass == QUERIES ? 3 : 2;
+}
+// True if a phase reads the second operand (v, dout), false for the first one (k, q).
+template <u32 pass>
+DEVICE bool is_second(u32 phase) {
+    return phase == 1 || (pass == KEYS && phase == 2);
 }
 
-// Issues the loads of chunk `number` of one tile: both operands in turn, then again those that are
-// needed twice. Called rather than inlined: gemm_nt and gemm_nn would contain a dozen copies.
+// Operand that is read in `phase`, for query head h.
 template <u32 pass>
-DEVICE_CALL void load_tile_chunk(u16* to, const Attention& a, u32 b, u32 h, u32 tile, u32 number) {
-    u32 qk_chunks = (a.head_dim + CHUNK - 1) / CHUNK, v_chunks = (a.value_dim + CHUNK - 1) / CHUNK;
-    bool is_value = number >= qk_chunks && number < qk_chunks + (pass == KEYS ? 2 : 1) * v_chunks;
-    u32 chunk = is_value            ? (number - qk_chunks) % v_chunks
-                : number >= qk_chunks ? number - chunks_per_tile<pass>(a) + qk_chunks
-                                      : number;
+DEVICE Operand streamed_operand(const Attention& a, u32 b, u32 h, bool second) {
     u32 kv_head = h / (a.q_heads / a.kv_heads);
-    Operand operand = pass == KEYS ? is_value ? operand_of(a.dout, b, h, a.queries, a.value_dim)
-                                              : operand_of(a.q, b, h, a.queries, a.head_dim)
-                      : is_value ? operand_of(a.v, b, kv_head, a.keys, a.value_dim)
-                                   : operand_of(a.k, b, kv_head, a.keys, a.head_dim);
-    load_chunk(to, operand, tile * TILE, chunk * CHUNK);
+    return pass == KEYS ? second ? operand_of(a.dout, b, h, a.queries, a.value_dim)
+                                 : operand_of(a.q, b, h, a.queries, a.head_dim)
+           : second ? operand_of(a.v, b, kv_head, a.keys, a.value_dim)
+                    : operand_of(a.k, b, kv_head, a.keys, a.head_dim);
+}
+
+// Called rather than inlined: gemm_nt and gemm_nn would contain a dozen copies.
+template <u32 pass>
+DEVICE_CALL void load_streamed_unaligned(u16* to, const Attention& a, u32 b, u32 h, u32 first,
+                                         bool second, u32 chunk) {
+    load_chunk_unaligned(to, streamed_operand<pass>(a, b, h, second), first, chunk * CHUNK);
 }
 
 // Streams the right operand's chunks of all visible tiles through the pipeline stages.
+//
+// What a copy needs is kept: a thread's addresses in both operands, and the first row of the tile.
+// A copy then costs about a dozen instructions. With a division and the addresses of both operands
+// for every chunk it cost two hundred, more than the products.
 template <u32 pass>
 struct Stream {
     u16* stages;
     HeadTileIterator prefetch_tiles;
-    u32 chunk, prefetched, consumed;
+    const u16* operands[2];  // rows copy_row(), dims copy_dim() of both, of the head below
+    u32 head, first_row;     // head and first row of the tile that is loaded
+    bool aligned;            // both operands allow copies of 16 bytes
+    u32 phase, chunk, prefetched, consumed;
 
     METHOD void begin(const Attention& a, u16* of_stages, const HeadTileIterator& tiles) {
         stages = of_stages;
         prefetch_tiles = tiles;
-        chunk = prefetched = consumed = 0;
+        phase = chunk = prefetched = consumed = 0;
+        operands[0] = operands[1] = nullptr;
+        head = first_row = 0;
+        aligned = false;
+        if (tiles.more()) {
+            begin_head(a);
+            first_row = prefetch_tiles.entry(a).tile * TILE;
+        }
         for (u32 stage = 0; stage + 1 < STAGES; ++stage) prefetch(a);
+    }
+
+    METHOD void begin_head(const Attention& a) {
+        head = prefetch_tiles.h;
+        aligned = true;
+        UNROLL for (u32 index = 0; index < 2; ++index) {
+            Operand operand = streamed_operand<pass>(a, prefetch_tiles.b, head, index == 1);
+            operands[index] = operand.at + (i64(copy_row()) * operand.row + i64(copy_dim()));
+            aligned &= operand.aligned;
+        }
+    }
+
+    METHOD void load(u16* to, const Attention& a) const {
+        bool second = is_second<pass>(phase);
+        if (!aligned) {
+            load_streamed_unaligned<pass>(to, a, prefetch_tiles.b, head, first_row, second, chunk);
+            return;
+        }
+        i64 stride = pass == KEYS ? second ? a.dout.row : a.q.row : second ? a.v.row : a.k.row;
+        u32 rows = pass == KEYS ? a.queries : a.keys, row = first_row + copy_row();
+        bool inside = chunk * CHUNK + copy_dim() < (second ? a.value_dim : a.head_dim);
+        const u16* from =
+            (second ? operands[1] : operands[0]) + (i64(first_row) * stride + i64(chunk * CHUNK));
+        to += swizzled(copy_row(), copy_dim());
+        cp_async_16(to, from, inside && row < rows);
+        cp_async_16(to + COPY_ROWS * CHUNK, from + i64(COPY_ROWS) * stride,
+                    inside && row + COPY_ROWS < rows);
+    }
+
+    METHOD void advance(const Attention& a) {
+        u32 dim = is_second<pass>(phase) ? a.value_dim : a.head_dim;
+        if (++chunk * CHUNK < dim) return;
+        chunk = 0;
+        if (++phase < phases<pass>()) return;
+        phase = 0;
+        prefetch_tiles.next(a);
+        if (!prefetch_tiles.more()) return;
+        if (pass == KEYS && prefetch_tiles.h != head) begin_head(a);
+        first_row = prefetch_tiles.entry(a).tile * TILE;
     }
 
     // Issues the loads of the next chunk, if there is one. Every call commits one cp.async group,
     // so that the number of groups in flight is constant.
     METHOD void prefetch(const Attention& a) {
         if (prefetch_tiles.more()) {
-            load_tile_chunk<pass>(stages + prefetched % STAGES * CHUNK_ELEMENTS, a,
-                                  prefetch_tiles.b, prefetch_tiles.h, prefetch_tiles.entry(a).tile,
-                                  chunk);
-            if (++chunk == chunks_per_tile<pass>(a)) {
-                chunk = 0;
-                prefetch_tiles.next(a);
-            }
+            load(stages + prefetched % STAGES * CHUNK_ELEMENTS, a);
+            advance(a);
         }
         cp_async_commit();
         ++prefetched;

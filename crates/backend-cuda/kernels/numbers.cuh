@@ -37,6 +37,7 @@ template <typename T>
 DEVICE T larger(T x, T y) {
     return x > y || is_nan(x) ? x : y;
 }
+DEVICE float larger(float x, float y) { return max_or_nan(x, y); }
 
 // ---- 16-bit conversions by integer operations, so that device and emulator agree bit for bit
 

@@ -50,6 +50,19 @@ DEVICE u32 block_x() { return blockIdx.x; }
 DEVICE u32 block_y() { return blockIdx.y; }
 DEVICE u32 block_z() { return blockIdx.z; }
 DEVICE u32 blocks_x() { return gridDim.x; }
+DEVICE u32 blocks_y() { return gridDim.y; }
+
+// Loads or stores 16 bytes of global memory, at a multiple of 16.
+DEVICE void load_16(u32* to, u64 from) {
+    uint4 words = *reinterpret_cast<const uint4*>(from);
+    to[0] = words.x;
+    to[1] = words.y;
+    to[2] = words.z;
+    to[3] = words.w;
+}
+DEVICE void store_16(u64 to, const u32* from) {
+    *reinterpret_cast<uint4*>(to) = make_uint4(from[0], from[1], from[2], from[3]);
+}
 
 // __syncthreads: waits for all threads of the block; their earlier writes are visible afterwards.
 DEVICE void barrier() { __syncthreads(); }
@@ -129,6 +142,13 @@ DEVICE float exp2_approx(float x) {
     float power;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
     return power;
+}
+
+// Maximum of two numbers; NaN if either is NaN. One instruction since compute capability 8.0.
+DEVICE float max_or_nan(float x, float y) {
+    float max;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(max) : "f"(x), "f"(y));
+    return max;
 }
 
 DEVICE float multiply_add(float x, float y, float z) { return fmaf(x, y, z); }

@@ -438,6 +438,17 @@ DEVICE u32 block_x() { return emulated::current()->index[0]; }
 DEVICE u32 block_y() { return emulated::current()->index[1]; }
 DEVICE u32 block_z() { return emulated::current()->index[2]; }
 DEVICE u32 blocks_x() { return emulated::current()->grid[0]; }
+DEVICE u32 blocks_y() { return emulated::current()->grid[1]; }
+
+// As on the device, a misaligned address fails the launch.
+DEVICE void load_16(u32* to, u64 from) {
+    if (from % 16 != 0) emulated::fault("load of 16 bytes at a misaligned address");
+    std::memcpy(to, reinterpret_cast<const void*>(from), 16);
+}
+DEVICE void store_16(u64 to, const u32* from) {
+    if (to % 16 != 0) emulated::fault("store of 16 bytes at a misaligned address");
+    std::memcpy(reinterpret_cast<void*>(to), from, 16);
+}
 
 DEVICE void barrier() { emulated::barrier(); }
 DEVICE bool barrier_any(bool mine) {
@@ -491,6 +502,8 @@ DEVICE float exp2_approx(float x) {
     float power = std::exp2(x);
     return power < 1.17549435e-38f ? 0.0f : power;
 }
+
+DEVICE float max_or_nan(float x, float y) { return x > y || x != x ? x : y; }
 
 DEVICE float multiply_add(float x, float y, float z) { return std::fma(x, y, z); }
 DEVICE double multiply_add(double x, double y, double z) { return std::fma(x, y, z); }

@@ -4,22 +4,74 @@
 #include "arguments.cuh"
 #include "numbers.cuh"
 
+// Consecutive elements, loaded and stored by instructions of 16 bytes if there are more than one.
+template <typename T, u32 width>
+union Vector {
+    T elements[width];
+    u32 words[sizeof(T) * width < 16 ? 4 : sizeof(T) * width / 4];
+
+    METHOD void load(u64 from) {
+        if constexpr (width == 1) {
+            elements[0] = *reinterpret_cast<const T*>(from);
+        } else {
+            UNROLL for (u32 at = 0; at < sizeof(T) * width; at += 16)
+                load_16(words + at / 4, from + at);
+        }
+    }
+    METHOD void store(u64 to) const {
+        if constexpr (width == 1) {
+            *reinterpret_cast<T*>(to) = elements[0];
+        } else {
+            UNROLL for (u32 at = 0; at < sizeof(T) * width; at += 16)
+                store_16(to + at, words + at / 4);
+        }
+    }
+};
+
+// Copies `width` consecutive elements per step. `Index` counts the steps: divisions of 64 bits are
+// calls of some seventy instructions.
+template <typename From, typename To, To convert(From), typename Index, u32 width>
+DEVICE void copy_vectors(const Copy& a) {
+    Index vectors = a.dim / width, count = vectors * a.heads * a.batches * a.rows;
+    for (Index index = Index(block_x()) * THREADS + thread_index(); index < count;
+         index += Index(blocks_x()) * THREADS) {
+        Index rest = index / vectors, lines = rest / a.heads, row = lines / a.batches;
+        i64 x = i64(index - rest * vectors) * width, head = i64(rest - lines * a.heads),
+            b = i64(lines - row * a.batches);
+        u64 from = a.from.at + u64(b * a.from.batch + i64(row) * a.from.row + head * a.from.head +
+                                   x * a.from.dim) *
+                                   sizeof(From);
+        u64 to = a.to.at + u64(b * a.to.batch + i64(row) * a.to.row + head * a.to.head +
+                               x * a.to.dim) *
+                               sizeof(To);
+        Vector<From, width> loaded;
+        Vector<To, width> stored;
+        loaded.load(from);
+        UNROLL for (u32 c = 0; c < width; ++c) stored.elements[c] = convert(loaded.elements[c]);
+        stored.store(to);
+    }
+}
+
+// True if every `width` consecutive elements from a multiple of `width` on begin at a multiple of
+// 16 bytes.
+template <typename T>
+DEVICE bool has_vectors(const Tensor& tensor, u32 dim, u32 width) {
+    const u64 unit = 16 / sizeof(T);
+    return tensor.dim == 1 && dim % width == 0 && tensor.at % 16 == 0 &&
+           u64(tensor.batch | tensor.row | tensor.head) % unit == 0;
+}
+
 template <typename From, typename To, To convert(From)>
 DEVICE void copy_all(const Copy& a) {
-    u64 count = u64(a.batches) * a.rows * a.heads * a.dim;
-    for (u64 index = u64(block_x()) * THREADS + thread_index(); index < count;
-         index += u64(blocks_x()) * THREADS) {
-        u64 x = index % a.dim, rest = index / a.dim;
-        i64 head = i64(rest % a.heads), b = i64(rest / a.heads % a.batches),
-            row = i64(rest / a.heads / a.batches);
-        u64 from = a.from.at + u64(b * a.from.batch + row * a.from.row + head * a.from.head +
-                                   i64(x) * a.from.dim) *
-                                   sizeof(From);
-        u64 to =
-            a.to.at + u64(b * a.to.batch + row * a.to.row + head * a.to.head + i64(x) * a.to.dim) *
-                          sizeof(To);
-        *reinterpret_cast<To*>(to) = convert(*reinterpret_cast<const From*>(from));
-    }
+    const u32 width = 16 / (sizeof(From) < sizeof(To) ? sizeof(From) : sizeof(To));
+    // the stride of the grid is added to an index below this count
+    bool is_short = u64(a.batches) * a.rows * a.heads * a.dim < 1ull << 31;
+    if (is_short && has_vectors<From>(a.from, a.dim, width) && has_vectors<To>(a.to, a.dim, width))
+        copy_vectors<From, To, convert, u32, width>(a);
+    else if (is_short)
+        copy_vectors<From, To, convert, u32, 1>(a);
+    else
+        copy_vectors<From, To, convert, u64, 1>(a);
 }
 
 DEVICE Element as_it_is(Element x) { return x; }
@@ -52,11 +104,29 @@ KERNEL(fill_sums, Fill) {
         reinterpret_cast<Sum*>(a.at)[index] = Sum(a.value);
 }
 
-// Adds or copies ranges of gradient records. Grid: ranges, one block each.
+// Adds or copies ranges of gradient records. Grid: ranges × parts of a range.
 KERNEL(combine_records, Combine) {
     const u64* range = reinterpret_cast<const u64*>(a.ranges) + 3 * u64(block_x());
-    Sum* to = reinterpret_cast<Sum*>(a.to) + range[0] * a.record_sums;
-    const Sum* from = reinterpret_cast<const Sum*>(a.from) + range[1] * a.record_sums;
-    for (u64 x = thread_index(); x < range[2] * a.record_sums; x += THREADS)
-        to[x] = (a.add ? to[x] : Sum(0)) + from[x];
+    u64 to = a.to + range[0] * a.record_sums * sizeof(Sum),
+        from = a.from + range[1] * a.record_sums * sizeof(Sum), count = range[2] * a.record_sums;
+    u64 first = u64(block_y()) * THREADS + thread_index(), stride = u64(blocks_y()) * THREADS;
+    const u32 width = 16 / sizeof(Sum);
+    if ((to | from) % 16 == 0 && count % width == 0) {
+        for (u64 index = first; index < count / width; index += stride) {
+            Vector<Sum, width> sums, terms;
+            terms.load(from + 16 * index);
+            if (a.add) {
+                sums.load(to + 16 * index);
+                UNROLL for (u32 c = 0; c < width; ++c)
+                    terms.elements[c] = sums.elements[c] + terms.elements[c];
+            }
+            terms.store(to + 16 * index);
+        }
+        return;
+    }
+    for (u64 index = first; index < count; index += stride) {
+        Sum& sum = reinterpret_cast<Sum*>(to)[index];
+        Sum term = reinterpret_cast<const Sum*>(from)[index];
+        sum = a.add ? sum + term : term;
+    }
 }

@@ -49,7 +49,7 @@ pub(crate) const THREADS: u32 = 256;
 
 /// Upper bound of the grid of grid-stride kernels: 31 blocks for each of the 132
 /// multiprocessors of an H100.
-const MAX_BLOCKS: u64 = 4096;
+pub(crate) const MAX_BLOCKS: u64 = 4096;
 
 /// Grid for `elements` elements.
 pub(crate) fn grid_of(elements: u64) -> [u64; 3] {

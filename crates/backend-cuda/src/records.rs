@@ -8,7 +8,7 @@ use annulus_device_cuda::{CudaBuffer, CudaSpace, Event, Kernel};
 use crate::{
     arguments::{Combine, Copy, Tensor, field, tensor},
     block_mask::to_u32,
-    kernels::{THREADS, grid_of},
+    kernels::{MAX_BLOCKS, THREADS, grid_of},
     pass_context::PassContext,
 };
 
@@ -78,6 +78,16 @@ pub(crate) fn pack_queries(
     context.record_use(&[into])
 }
 
+/// Grid for `ranges` ranges, the longest of which has `sums` sums: blocks along x are ranges, along
+/// y parts of a range.
+///
+/// One block for each range would leave most multiprocessors idle, because a block of a ring has
+/// few ranges. A part has at least 16 sums a thread.
+fn grid_of_ranges(ranges: u64, sums: u64) -> [u64; 3] {
+    let parts = sums.div_ceil(16 * u64::from(THREADS));
+    [ranges, parts.min(MAX_BLOCKS / ranges.max(1)).max(1), 1]
+}
+
 /// Copies or adds ranges of gradient records. The ranges are uploaded to `ranges`, which grows to
 /// hold them.
 pub(crate) fn reduce(
@@ -120,8 +130,24 @@ pub(crate) fn reduce(
         reserved: 0,
     };
     let kernel = &context.kernels.combine_records;
-    let grid = [pairs.len() as u64, 1, 1];
+    let longest = pairs.iter().map(|(to, _)| to.end - to.start).max().unwrap_or(0);
+    let grid = grid_of_ranges(pairs.len() as u64, longest * arguments.record_sums);
     // SAFETY: the ranges were checked against the buffers, which are freed only after queued work.
     unsafe { kernel.launch(&context.stream, grid, THREADS, &arguments)? };
     context.record_use(&[into, from])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_are_divided_over_the_device() {
+        // one long range fills the grid; a short one is one part; many ranges have one part each
+        assert_eq!(grid_of_ranges(1, 1 << 30), [1, MAX_BLOCKS, 1]);
+        assert_eq!(grid_of_ranges(1, 100), [1, 1, 1]);
+        assert_eq!(grid_of_ranges(3, 9000), [3, 3, 1]);
+        assert_eq!(grid_of_ranges(5000, 1 << 30), [5000, 1, 1]);
+        assert_eq!(grid_of_ranges(2, 0), [2, 1, 1]);
+    }
 }
