@@ -39,6 +39,7 @@ pub mod mpi;
 #[allow(unsafe_code, reason = "calls of the C interface of NCCL")]
 pub mod nccl;
 mod observed;
+pub mod profiler;
 mod ranges;
 pub mod ring;
 mod span;

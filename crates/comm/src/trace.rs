@@ -5,6 +5,7 @@
 
 use std::{
     borrow::Cow,
+    collections::VecDeque,
     io::{self, Write},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
@@ -36,7 +37,10 @@ pub enum EventKind {
     /// Exposed communication: this rank waited for the transport.
     Wait,
     /// An all-gather, from its start until the parts of all ranks had arrived.
-    AllGather,
+    AllGather {
+        /// Its number, equal on all ranks.
+        round: u64,
+    },
     /// An activity of the caller, by its name.
     Span(Cow<'static, str>),
 }
@@ -60,12 +64,28 @@ pub struct Event {
 /// one wait, less than a tile takes.
 const MERGED_GAP: Duration = Duration::from_micros(50);
 
-/// Handle to the log of a rank. Clones share the log.
+/// Default number of events that a log keeps: of a ring of 1,000 ranks those of some hundred passes,
+/// in about 100 MB.
+pub const CAPACITY: usize = 1 << 20;
+
+/// Handle to the log of a rank. Clones share the log. Once the log is full, each event replaces the
+/// oldest one.
 #[derive(Debug, Clone)]
 pub struct TraceLog {
     rank: usize,
     zero: Instant,
-    events: Arc<Mutex<Vec<Event>>>,
+    log: Arc<Mutex<Log>>,
+}
+
+/// The events of a log.
+#[derive(Debug, Default)]
+struct Log {
+    events: VecDeque<Event>,
+    capacity: usize,
+    /// Number of events that were replaced.
+    dropped: u64,
+    /// Total time of waits, those of replaced events included.
+    waited: Duration,
 }
 
 impl TraceLog {
@@ -76,23 +96,25 @@ impl TraceLog {
 
     /// Returns the events so far, in the order of their starts.
     pub fn events(&self) -> Vec<Event> {
-        let mut events = self.lock().clone();
+        let mut events: Vec<Event> = self.lock().events.iter().cloned().collect();
         events.sort_by_key(|event| event.begin);
         events
     }
 
-    /// Returns the total time of exposed communication.
+    /// Returns the number of events that were replaced because the log was full.
+    pub fn dropped(&self) -> u64 {
+        self.lock().dropped
+    }
+
+    /// Returns the total time of exposed communication, that of replaced events included.
     pub fn waited(&self) -> Duration {
-        self.lock()
-            .iter()
-            .filter(|event| event.kind == EventKind::Wait)
-            .map(|event| event.end - event.begin)
-            .sum()
+        self.lock().waited
     }
 
     /// Removes all events.
     pub fn clear(&self) {
-        self.lock().clear();
+        let mut log = self.lock();
+        *log = Log { capacity: log.capacity, ..Log::default() };
     }
 
     /// Records an activity of the caller from `begin` until now, such as the tiles of a step.
@@ -107,21 +129,31 @@ impl TraceLog {
     fn push(&self, kind: EventKind, step: usize, bytes: u64, begin: Instant) {
         let begin = self.since_zero(begin);
         let end = self.since_zero(Instant::now());
-        let mut events = self.lock();
+        let mut log = self.lock();
+        let is_wait = kind == EventKind::Wait;
         // a wait consists of many short polls of the transport, which are merged into one event
-        if let (EventKind::Wait, Some(last)) = (&kind, events.last_mut())
+        if let (true, Some(last)) = (is_wait, log.events.back_mut())
             && last.kind == EventKind::Wait
             && last.step == step
             && begin.saturating_sub(last.end) < MERGED_GAP
         {
+            let more = end.saturating_sub(last.end);
             last.end = end;
+            log.waited += more;
             return;
         }
-        events.push(Event { kind, step, bytes, begin, end });
+        if is_wait {
+            log.waited += end.saturating_sub(begin);
+        }
+        if log.events.len() >= log.capacity {
+            log.events.pop_front();
+            log.dropped += 1;
+        }
+        log.events.push_back(Event { kind, step, bytes, begin, end });
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<Event>> {
-        lock(&self.events)
+    fn lock(&self) -> MutexGuard<'_, Log> {
+        lock(&self.log)
     }
 }
 
@@ -142,6 +174,11 @@ pub fn write_chrome(mut writer: impl Write, logs: &[TraceLog]) -> io::Result<()>
         write!(writer, "{separator}{{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":{rank},")?;
         write!(writer, "\"args\":{{\"name\":\"rank {rank}\"}}}}")?;
         separator = ",\n";
+        let dropped = log.dropped();
+        if dropped > 0 {
+            write!(writer, ",\n{{\"ph\":\"M\",\"name\":\"process_labels\",\"pid\":{rank},")?;
+            write!(writer, "\"args\":{{\"labels\":\"{dropped} earlier events dropped\"}}}}")?;
+        }
         for (number, event) in log.events().into_iter().enumerate() {
             write_event(&mut writer, rank, number, &event)?;
         }
@@ -163,11 +200,15 @@ fn write_event(
         EventKind::Send { peer, channel } => Cow::from(format!("{channel:?} to {peer}")),
         EventKind::Receive { peer, channel } => Cow::from(format!("{channel:?} from {peer}")),
         EventKind::Wait => Cow::from("wait"),
-        EventKind::AllGather => Cow::from("gather"),
+        EventKind::AllGather { .. } => Cow::from("gather"),
         EventKind::Span(name) => name.clone(),
     };
     let name = Quoted(&name);
-    let arguments = format!("\"args\":{{\"step\":{step},\"bytes\":{bytes}}}");
+    let round = match kind {
+        EventKind::AllGather { round } => format!(",\"round\":{round}"),
+        _ => String::new(),
+    };
+    let arguments = format!("\"args\":{{\"step\":{step},\"bytes\":{bytes}{round}}}");
     if let EventKind::Wait | EventKind::Span(_) = kind {
         write!(writer, ",\n{{\"ph\":\"X\",\"name\":{name},\"pid\":{rank},\"tid\":0,")?;
         return write!(writer, "\"ts\":{begin},\"dur\":{duration},{arguments}}}");
@@ -233,7 +274,13 @@ impl<T: Control> Trace<T> {
     /// Records the messages and waits of `inner`. Ranks of one machine with the same `zero` share a
     /// time axis.
     pub fn new(inner: T, zero: Instant) -> Self {
-        let log = TraceLog { rank: inner.rank(), zero, events: Arc::default() };
+        Self::with_capacity(inner, zero, CAPACITY)
+    }
+
+    /// As [`Trace::new`]; the log keeps the last `capacity` events, at least one.
+    pub fn with_capacity(inner: T, zero: Instant, capacity: usize) -> Self {
+        let log = Log { capacity: capacity.max(1), ..Log::default() };
+        let log = TraceLog { rank: inner.rank(), zero, log: Arc::new(Mutex::new(log)) };
         Self {
             inner,
             log,
@@ -338,7 +385,7 @@ impl<T: Control> Control for Trace<T> {
         if let (Some(parts), Some(started)) = (&collected, started) {
             let (_, begin) = self.all_gathers.swap_remove(started);
             let bytes = parts.iter().map(|part| part.len() as u64).sum();
-            self.log.push(EventKind::AllGather, self.step, bytes, begin);
+            self.log.push(EventKind::AllGather { round }, self.step, bytes, begin);
         }
         Ok(collected)
     }

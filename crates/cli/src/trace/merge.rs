@@ -1,4 +1,4 @@
-//! Joins the traces of all ranks: concatenates their events.
+//! Joins the traces of all ranks: concatenates their events, on the clock of rank 0.
 
 use std::path::Path;
 
@@ -6,7 +6,10 @@ use annulus_core::Result;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use super::rank_file;
+use super::{
+    align::{self, Completions, Offsets},
+    rank_file,
+};
 use crate::{
     failure::io,
     file::{Document, Object, read_text},
@@ -27,6 +30,9 @@ struct Trace<'a> {
 struct RunMark {
     run: String,
     ranks: usize,
+    /// True if each rank has a clock of its own.
+    #[serde(default)]
+    own_clocks: bool,
 }
 
 /// Joins the files of `folder` into `out`. Returns the numbers of ranks and of events.
@@ -40,6 +46,7 @@ pub(super) fn merge(folder: &Path, out: &Path) -> Result<(usize, usize)> {
     let mut count = 0;
     let mut first = None::<RunMark>;
     let mut rank = 0;
+    let mut rank0 = Completions::new();
     while first.as_ref().is_none_or(|first| rank < first.ranks) {
         let path = folder.join(rank_file(rank));
         let content = read_text(&path)?;
@@ -57,9 +64,20 @@ pub(super) fn merge(folder: &Path, out: &Path) -> Result<(usize, usize)> {
             );
             return Err(io(&path, what));
         }
+        let offsets = match rank {
+            _ if !run.own_clocks => None,
+            0 => {
+                rank0 = align::completions(&trace.events);
+                None
+            }
+            _ => Some(Offsets::new(&rank0, &align::completions(&trace.events))),
+        };
         for event in &trace.events {
             text.push_str(if count == 0 { "\n" } else { ",\n" });
-            text.push_str(event.get());
+            match &offsets {
+                Some(offsets) => text.push_str(&offsets.align(event)),
+                None => text.push_str(event.get()),
+            }
             count += 1;
         }
         rank += 1;

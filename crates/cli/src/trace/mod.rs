@@ -1,5 +1,6 @@
 //! `annulus trace`, and the trace files of `annulus attend --trace`, one for each rank.
 
+mod align;
 mod merge;
 
 use std::{
@@ -24,9 +25,9 @@ const EXAMPLES: &str = "Examples:
   annulus attend --input in.safetensors --output out.safetensors --ranks 4 --trace traces/
   annulus trace merge traces/ --output trace.json
 
-Time zero is a synchronization of all ranks before the plan is created. Under MPI the lines of two
-ranks may be shifted against each other by the latency of a message, and by the drift of their
-clocks during the job.";
+Time zero is a synchronization of all ranks before the plan is created. Under MPI the merge aligns
+the clocks of all ranks with that of rank 0 at each pass; the lines of two ranks may be shifted
+against each other by the latency of a message.";
 
 /// Processes traces of `annulus attend --trace`
 #[derive(Debug, Subcommand)]
@@ -75,6 +76,8 @@ pub(crate) fn run(command: &TraceCommand) -> Outcome {
 pub(crate) struct RunId {
     id: u64,
     ranks: usize,
+    /// True if each rank has a clock of its own: under MPI.
+    own_clocks: bool,
 }
 
 impl RunId {
@@ -93,14 +96,14 @@ impl RunId {
             .first()
             .and_then(|bytes| bytes.first_chunk::<8>())
             .map_or(mine, |bytes| u64::from_le_bytes(*bytes));
-        Ok::<_, Failure>(Self { id, ranks: job.ranks() })
+        Ok::<_, Failure>(Self { id, ranks: job.ranks(), own_clocks: job.is_mpi() })
     }
 
     /// Adds the id to a rank's trace as `otherData`, a field that the Chrome trace format allows.
     pub(crate) fn mark(&self, events: Vec<u8>) -> Vec<u8> {
-        let head =
-            format!("{{\"otherData\":{{\"run\":\"{:016x}\",\"ranks\":{}}},", self.id, self.ranks)
-                .into_bytes();
+        let Self { id, ranks, own_clocks } = self;
+        let run = format!("\"run\":\"{id:016x}\",\"ranks\":{ranks},\"own_clocks\":{own_clocks}");
+        let head = format!("{{\"otherData\":{{{run}}},").into_bytes();
         [&head, events.strip_prefix(b"{").unwrap_or(&events)].concat()
     }
 }

@@ -100,6 +100,53 @@ fn a_trace_file_is_valid_json_with_every_message_in_it() {
 }
 
 #[test]
+fn a_full_log_keeps_the_last_events_and_the_whole_waiting_time() {
+    let logs = on_ring(
+        2,
+        |endpoint| Trace::with_capacity(endpoint, Instant::now(), 5),
+        |mut endpoint| {
+            let log = endpoint.log();
+            for round in 1..=8 {
+                if endpoint.rank() == 1 {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                barrier(&mut endpoint, round).unwrap();
+                log.span("tiles", 0, Instant::now());
+            }
+            log
+        },
+    );
+    let mut file = Vec::new();
+    trace::write_chrome(&mut file, &logs).unwrap();
+    let json: serde_json::Value = serde_json::from_slice(&file).unwrap();
+    let is_label = |event: &&serde_json::Value| event["name"] == "process_labels";
+    let labels: Vec<_> = json["traceEvents"].as_array().unwrap().iter().filter(is_label).collect();
+    let dropped = format!("{} earlier events dropped", logs[0].dropped());
+    assert_eq!(labels[0]["args"]["labels"], dropped);
+    assert_eq!(labels.len(), 2);
+    // that of the waits that were replaced, too: each of 5 ms
+    assert!(logs[0].waited() >= Duration::from_millis(20), "{:?}", logs[0].waited());
+    for log in &logs {
+        let events = log.events();
+        assert_eq!(events.len(), 5);
+        // of each round at least an all-gather and a span
+        assert!(log.dropped() >= 2 * 8 - 5);
+        let rounds: Vec<u64> = events
+            .iter()
+            .filter_map(|event| match event.kind {
+                trace::EventKind::AllGather { round } => Some(round),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(rounds.last(), Some(&8));
+        log.clear();
+        assert_eq!((log.events().len(), log.dropped()), (0, 0));
+        log.span("after", 0, Instant::now());
+        assert_eq!(log.events().len(), 1);
+    }
+}
+
+#[test]
 fn a_trace_reports_the_waiting_time_of_a_rank() {
     let waited = on_ring(
         2,

@@ -1,6 +1,10 @@
-//! Ranks that are away and have not failed: busy between two calls, or suspended within one.
+//! Ranks that are away and have not failed: busy between two calls, suspended within one, or stopped
+//! by a debugger.
 
-use std::{thread, time::Duration};
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
 
 use annulus::{Attention, Cpu, Dims, Layout, Plan, Tensors};
 use annulus_comm::mpi::{Mpi, Settings};
@@ -91,6 +95,29 @@ pub(crate) fn suspended(harness: &mut Harness, settings: &Settings) -> Verdict {
         let end = (Moment::Transfer(2), End::Suspended(DEADLINE * 5 / 2));
         let bits = passes(&mut plan(settings, Some(end), &attention)?)?;
         Ok(ensure(bits == first, || "other bits after a suspension".to_owned()))
+    };
+    harness.share(work().unwrap_or_else(|error| Err(error.to_string())))
+}
+
+/// One rank is stopped within a pass for longer than the deadline, as by a debugger, and
+/// `ANNULUS_DEADLINE` is 0: the others wait, and get the same bits.
+pub(crate) fn debugged(harness: &mut Harness, settings: &Settings) -> Verdict {
+    let variable = std::env::var(annulus::environment::DEADLINE);
+    ensure(variable.as_deref() == Ok("0"), || {
+        format!("{}: got {variable:?}, want 0", annulus::environment::DEADLINE)
+    })?;
+    let stopped = harness.rank() == harness.ranks() - 1;
+    let work = || -> Result<Verdict> {
+        let attention = Attention::new();
+        let first = passes(&mut plan(settings, None, &attention)?)?;
+        let end = (Moment::Transfer(2), End::Suspended(DEADLINE * 5 / 2));
+        let started = Instant::now();
+        let bits = passes(&mut plan(settings, stopped.then_some(end), &attention)?)?;
+        let waited = started.elapsed();
+        let is_same = bits == first;
+        Ok(ensure(is_same && waited > DEADLINE * 2, || {
+            format!("the same bits: {is_same}, after {waited:?}")
+        }))
     };
     harness.share(work().unwrap_or_else(|error| Err(error.to_string())))
 }

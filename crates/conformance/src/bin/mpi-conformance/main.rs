@@ -18,6 +18,7 @@
 //! | `control` | a rank is late, aborts or leaves: all others get the same error |
 //! | `away` | a rank is busy between two calls for two deadlines: nothing fails, and at an arrival deadline the call is made again |
 //! | `suspended` | all ranks are stopped within a pass for longer than the deadline: the same bits |
+//! | `debugged` | the last rank is stopped within a pass for longer than the deadline, and `ANNULUS_DEADLINE` is 0: the same bits |
 //! | `slow` | half of the deadline is silence of one rank: its watchers warn once, nothing fails |
 //! | `panic` | the last rank panics: the job ends with a status other than 0 |
 //!
@@ -51,7 +52,8 @@ use annulus_comm::mpi::{Launch, Settings};
 use self::harness::{Harness, Verdict};
 
 const USAGE: &str = "want messages, cases SEEDS, pairs, bytes, mismatch, host, host-split, \
-    host-late, ahead, links, shared, control, away, suspended, lost PASS MOMENT, slow or panic";
+    host-late, ahead, links, shared, control, away, suspended, debugged, lost PASS \
+    MOMENT, slow or panic";
 
 fn main() -> ExitCode {
     let mut words: Vec<String> = std::env::args().skip(1).collect();
@@ -113,6 +115,7 @@ fn run(words: &[String], settings: &Settings) -> Verdict {
         ["control"] => control::all(&mut harness, settings),
         ["away"] => away::away(&mut harness, settings),
         ["suspended"] => away::suspended(&mut harness, settings),
+        ["debugged"] => away::debugged(&mut harness, settings),
         ["slow"] => failures::slow(&mut harness, settings),
         ["mismatch"] => mismatch::all(&mut harness, settings),
         ["lost", pass, moment] => return failures::lost(launch, harness, settings, pass, moment),
