@@ -1,5 +1,4 @@
-"""Training on packed documents over the ranks of mpi4py: each process has as many rows and as much
-work as the others, whatever the lengths of the documents.
+"""Training on packed documents: equal rows and work on each rank, whatever the lengths.
 
 mpirun -n 2 python python/examples/packed_documents.py
 """
@@ -12,30 +11,25 @@ from torch import nn
 import annulus.torch
 
 comm, lengths = MPI.COMM_WORLD, [150, 6, 40, 60]
-starts = np.cumsum([0, *lengths])
-length = int(starts[-1])
-# the rows of this rank, before there are tensors
-shard = annulus.Attention(causal=True).shard(
-    length, comm=comm, layout="balanced", cum_seqlens_q=starts
-)
+length, starts = sum(lengths), np.cumsum([0, *lengths])
+attention = annulus.Attention(causal=True)  # it assigns rows before there are tensors
+shard = attention.shard(length, comm=comm, layout="balanced", cum_seqlens_q=starts)
 rows, positions = torch.from_numpy(shard.q_rows), torch.from_numpy(shard.q_positions)
 documents = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))[rows]
 
 torch.manual_seed(0)  # equal parameters on all ranks
 tokens = torch.randint(50, (1, length + 1))
-inputs, targets = tokens[:, rows], tokens[:, rows + 1]
 words, places = nn.Embedding(50, 64), nn.Embedding(max(lengths), 64)
 to_qkv, to_logits = nn.Linear(64, 3 * 64), nn.Linear(64, 50)
 model = nn.ModuleList([words, places, to_qkv, to_logits])
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-
 for step in range(5):
-    x = words(inputs) + places(positions)  # positions start at 0 in each document
+    x = words(tokens[:, rows]) + places(positions)  # positions start at 0 in each document
     q, k, v = to_qkv(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
     with annulus.torch.context_parallel(shard, comm, segment_ids=documents[None]):
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     logits = to_logits(x + y.transpose(1, 2).flatten(2))
-    loss = nn.functional.cross_entropy(logits[0], targets[0], reduction="sum") / length
+    loss = nn.functional.cross_entropy(logits[0], tokens[0, rows + 1], reduction="sum") / length
     optimizer.zero_grad()
     loss.backward()
     for parameter in model.parameters():

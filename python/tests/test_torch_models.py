@@ -237,8 +237,9 @@ def test_models_over_ranks(ranks: int) -> None:
 
 
 @needs_mpi
-def test_the_example_gives_the_same_on_every_number_of_ranks() -> None:
-    said = [launch(ranks, "../examples/torch_training_step.py") for ranks in (1, 2)]
+@pytest.mark.parametrize("example", ["packed_documents.py", "torch_training_step.py"])
+def test_an_example_gives_the_same_on_every_number_of_ranks(example: str) -> None:
+    said = [launch(ranks, f"../examples/{example}") for ranks in (1, 2)]
     losses = [[float(line.split()[-1]) for line in text.splitlines()] for text in said]
     assert len(losses[0]) == len(losses[1]) == 5 and losses[0][-1] < losses[0][0]
     assert all(abs(a - b) < 1e-4 for a, b in zip(*losses, strict=True)), said
