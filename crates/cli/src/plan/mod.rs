@@ -62,9 +62,11 @@ pub(crate) struct PlanFlags {
     /// H ranks and a ring over the groups; grid:QxK, Q query parts and K key columns, whose partial
     /// results are merged; grid:HxQxK, heads too; all-gather or once-per-node, a ring on another
     /// route; all-to-all, which is heads:P; pass-q, which is grid:1xP; or auto, the one with the
-    /// least predicted time on --machine or, without one, that sends the fewest bytes. Steps and picture are those of the
-    /// ring over groups that has the first heads and the first key column. All strategies are
-    /// compared; for more than 256 ranks not with ring, unless there is a --machine
+    /// least predicted time on --machine or, without one, that sends the fewest bytes. Steps and
+    /// picture are those of the ring over groups that has the first heads and the first key column.
+    /// All strategies are compared; for more than 256 ranks not with ring, unless there is a
+    /// --machine. With thousands of ranks all-gather and once-per-node take minutes for masks that
+    /// reach most ranks
     #[arg(long, value_name = "NAME", default_value = "ring", value_parser = strategy)]
     strategy: Strategy,
     /// Predict the time of every strategy on the machine of this file, which `annulus measure`
@@ -263,7 +265,7 @@ impl PlanFlags {
             let choice = self.layout.choice(spec, self.ranks, &batch, placement.as_ref())?;
             let Choice { layout, route, order } = choice;
             let Self { ranks, rank, .. } = *self;
-            let given = strategies.route().or(self.strategy.route()).map(|route| {
+            let given = self.strategy.route().or(strategies.route()).map(|route| {
                 let of_nodes = placement.as_ref().and_then(|of| of.node_ranks(&order));
                 route.with_node_ranks(of_nodes.unwrap_or(0))
             });

@@ -110,6 +110,10 @@ fn once_per_node_sends_each_row_once_to_a_node() {
     assert_eq!(pass_q["strategy"], "grid:1x16");
     let all_to_all = plan(&folder, "--q-len 4096 --ranks 8 --kv-heads 2 --strategy all-to-all");
     assert_eq!(all_to_all["strategy"], "heads:8");
+    // of thousands of nodes only those are visited that need rows of an owner
+    let many = "--q-len 67108864 --window 1500,1500 --ranks 65536 --rank 17 --node-ranks 8";
+    let many = plan(&folder, &format!("{many} --strategy once-per-node"));
+    assert_eq!(many["direction"], "once-per-node");
     folder
         .run("plan --q-len 64 --ranks 4 --strategy once-per-node")
         .failed(2, &["--strategy: got once-per-node, want several nodes"]);

@@ -17,7 +17,8 @@
 //!
 //! # Source
 //! All-gather: Dubey et al. 2024, The Llama 3 Herd of Models, section 3.3.2. Pass-Q: Yang et al.
-//! 2024, Context Parallelism for Scalable Million-Token Inference, section 3.5.
+//! 2024, Context Parallelism for Scalable Million-Token Inference, arXiv 2411.01783, where queries
+//! circulate instead.
 
 use std::num::NonZeroUsize;
 
