@@ -5,7 +5,8 @@
 //! d_k       = completion of all-gather k on rank 0 - that on rank r
 //! offset(t) = median of d_k over the WINDOW all-gathers around t
 //! ```
-//! The median removes what a single completion is late by: a poll, or the latency of a message.
+//! The median removes what a single completion is late by: a poll, or the latency of a message. With
+//! fewer all-gathers than that, clocks stay as they are: in so short a job they drift by less.
 
 use std::collections::HashMap;
 
@@ -53,9 +54,12 @@ impl Offsets {
             .iter()
             .filter_map(|(round, &at)| rank0.get(round).map(|reference| (at, reference - at)))
             .collect();
+        if pairs.len() < WINDOW {
+            return Self::default();
+        }
         pairs.sort_by(|a, b| a.0.total_cmp(&b.0));
         let smoothed = |index: usize| {
-            let first = index.saturating_sub(WINDOW / 2).min(pairs.len().saturating_sub(WINDOW));
+            let first = index.saturating_sub(WINDOW / 2).min(pairs.len() - WINDOW);
             let window = pairs.iter().skip(first).take(WINDOW);
             let mut offsets: Vec<f64> = window.map(|&(_, offset)| offset).collect();
             offsets.sort_by(f64::total_cmp);
@@ -124,7 +128,14 @@ mod tests {
         let value = |text: String| serde_json::from_str::<Value>(&text).unwrap();
         let of = |time: f64| serde_json::json!({"ph": "X", "ts": time, "dur": 3.0});
         assert_eq!(value(Offsets::default().align(&span)), of(12.5));
-        let offsets = Offsets::new(&Completions::from([(4, 12.25), (5, 1.0)]), &own);
+        assert_eq!(Offsets::new(&own, &own).at(7.0), 0.0);
+        // a clock that is late by 2.25 µs, and too few all-gathers to tell
+        let rounds = |count: u64, at: f64| -> Completions {
+            (0..count).map(|round| (round, at + round as f64)).collect()
+        };
+        let few = WINDOW as u64 - 1;
+        assert_eq!(Offsets::new(&rounds(few, 12.25), &rounds(few, 10.0)).at(12.5), 0.0);
+        let offsets = Offsets::new(&rounds(few + 1, 12.25), &rounds(few + 1, 10.0));
         assert_eq!(offsets.align(&named), named.get());
         assert_eq!(value(offsets.align(&span)), of(14.75));
     }

@@ -26,8 +26,8 @@ const EXAMPLES: &str = "Examples:
   annulus trace merge traces/ --output trace.json
 
 Time zero is a synchronization of all ranks before the plan is created. Under MPI the merge aligns
-the clocks of all ranks with that of rank 0 at each pass; the lines of two ranks may be shifted
-against each other by the latency of a message.";
+the clocks of all ranks with that of rank 0 at each pass, if there are several; the lines of two
+ranks may be shifted against each other by the latency of a message.";
 
 /// Processes traces of `annulus attend --trace`
 #[derive(Debug, Subcommand)]

@@ -177,6 +177,7 @@ pub use self::{
     progress::Progress,
     thread_level::ThreadLevel,
 };
+
 /// Communicator handle of C.
 pub type Communication = annulus_mpi::ffi::MPI_Comm;
 
