@@ -6,7 +6,8 @@
 //! for each range s of the list of a query tile, in parallel:  (m_s, ℓ_s, acc_s) of its keys
 //! for each row, in parallel:                     (m, ℓ, acc) ← merge of (m, ℓ, acc) and all s
 //! ```
-//! The ranges depend on the problem alone, not on the device, so that they change no bit.
+//! The number of ranges depends on shapes and masks, not on the processors of the device, so that
+//! the order of sums is the same everywhere.
 //!
 //! Source: Flash-Decoding (Dao et al. 2023).
 

@@ -249,7 +249,7 @@ impl TilePass<'_> {
         let (batches, heads) = (chunk.batches.1, chunk.heads.1);
         let shared = |axis: usize| self.spec.bias.is_some_and(|shape| shape[axis] == 1);
         let (heads_each, batches_each) = match self.kind {
-            TileKernel::Forward | TileKernel::Queries => (packing.heads(), 1),
+            TileKernel::Forward | TileKernel::Queries => (1, 1),
             TileKernel::Keys { .. } => (heads.min(self.spec.dims.group()), 1),
             TileKernel::Bias(_) => {
                 (if shared(1) { heads } else { 1 }, if shared(0) { batches } else { 1 })
@@ -258,7 +258,7 @@ impl TilePass<'_> {
         Workgroups {
             tiles: tiles * block_mask.ranges,
             is_reversed: block_mask.is_ascending,
-            heads: heads / heads_each,
+            heads: heads / packing.heads() / heads_each,
             batches: batches / batches_each,
             heads_each,
             batches_each,

@@ -105,26 +105,33 @@ fn {name}_last(batch: u32, {head}: u32) -> u32 {{
         )
     }
 
+    /// Generates the offsets of the rows that an invocation loads of a tile of packed queries. Each
+    /// takes a division, so they are declared before the loop over the keys.
+    pub(super) fn packed_rows(&self) -> String {
+        (0..4)
+            .map(|n| {
+                let row = 8 * n;
+                format!(
+                    "let packed_row_{n} = {}_packed(batch, head, first, (lane >> 3u) + {row}u);\n",
+                    self.name
+                )
+            })
+            .collect()
+    }
+
     /// Generates the offsets of the four rows that an invocation loads of a tile that begins at row
-    /// `first`: declarations of the names that begin with `side`, and an expression per row.
+    /// `first`: declarations of the names that begin with `side`, and an expression per row. Packed
+    /// queries have the rows of [`Self::packed_rows`].
     pub(super) fn loaded_rows(
         &self,
         variant: TileVariant,
         side: &str,
         first: &str,
     ) -> (String, [String; 4]) {
-        let mut declared = String::new();
         if variant.decodes && self.rows == "queries" {
-            for n in 0..4 {
-                let _infallible = writeln!(
-                    declared,
-                    "    let {side}_row_{n} = {}_packed(batch, head, {first}, vector + {}u);",
-                    self.name,
-                    8 * n
-                );
-            }
-            return (declared, [0, 1, 2, 3].map(|n| format!("{side}_row_{n}")));
+            return (String::new(), [0, 1, 2, 3].map(|n| format!("packed_row_{n}")));
         }
+        let mut declared = String::new();
         // one register, rather than one per row
         let [row, last, step] = self.offsets(first);
         let _infallible = write!(

@@ -3,9 +3,9 @@
 use annulus::{Dims, Layout, SinkShape, Spec};
 use annulus_conformance::{Case, Draw, Judge, Masks, Setting, Subject, wgpu::WgpuRing};
 use annulus_core::{DType, Dropout};
-use annulus_wgpu::Options;
+use annulus_wgpu::{Level, Options};
 
-use super::{gpu, open};
+use super::{adapter, gpu, open};
 
 /// The last queries of a causal sequence.
 fn at_the_end(dims: &Dims) -> Masks {
@@ -93,4 +93,26 @@ fn ranges_of_several_chunks_and_submissions_hold() {
     for case in &cases()[..2] {
         holds(&ring, &case.in_dtype(DType::F32), &Setting::ALONE);
     }
+}
+
+/// Runs two cases at a level above the lowest, if the adapter has it.
+fn hold_at(level: Level) {
+    if !adapter().is_some_and(|adapter| adapter.levels.contains(&level)) {
+        return;
+    }
+    let Some(gpu) = open(&Options { level: Some(level), ..Options::default() }) else { return };
+    let ring = WgpuRing::new(gpu);
+    for case in [&cases()[0], &cases()[2]] {
+        holds(&ring, &case.in_dtype(DType::F16), &Setting::ALONE);
+    }
+}
+
+#[test]
+fn few_queries_hold_with_subgroups() {
+    hold_at(Level::Subgroup);
+}
+
+#[test]
+fn the_matrix_level_holds_for_few_queries() {
+    hold_at(Level::Matrix);
 }
