@@ -146,7 +146,7 @@ DEVICE void clear(Accumulators& acc) {
 }
 
 // Grid: query tiles × query heads × batch rows, tiles in reverse order (forward_matrix.cuh).
-KERNEL(backward_queries_matrix, Attention) {
+KERNEL_OF(MATRIX_BLOCKS, backward_queries_matrix, Attention) {
     u32 tile = a.block_mask.tiles - 1 - block_x(), h = block_y(), b = block_z();
     HeadTileIterator tiles;
     tiles.begin(a, b, tile, h, h + 1);

@@ -69,7 +69,7 @@ DEVICE float forward_probs(u16* probs, const ScoreFragments& scores, u32 visible
 
 // Grid: query tiles × groups of packed_heads query heads × batch rows. Tiles run in reverse order:
 // under a causal mask the last ones have the most visible keys.
-KERNEL(forward_matrix, Attention) {
+KERNEL_OF(MATRIX_BLOCKS, forward_matrix, Attention) {
     u32 tile = a.block_mask.tiles - 1 - block_x(), first_head = block_y() * a.packed_heads,
         b = block_z();
     u32 first_query = tile * packed_queries(a);

@@ -34,6 +34,10 @@
 // are loaded from global memory for every tile.
 #define RESIDENT (ANNULUS_DIM <= 128)
 
+// Blocks per multiprocessor. The barriers of a block separate its products from its softmax, so
+// that only another block can overlap them. At 64 dims 128 registers a thread suffice for two.
+#define MATRIX_BLOCKS (ANNULUS_DIM <= 64 ? 2 : 1)
+
 // Kernel that streams a tile, and with it the order of its operands: k v; k v k; q dout dout q.
 enum Pass { FORWARD = 1, QUERIES = 2, KEYS = 3 };
 
