@@ -164,7 +164,8 @@ DEVICE void clear_zeros(SharedStorage& memory) {
 DEVICE void tma_load(u16* to, const TensorMap& map, Mbarrier* full, Mbarrier* empty,
                      const PipelineState& state, u32 row, u32 head, u32 batch) {
     mbarrier_wait(empty + state.stage(), planted(WRONG_PHASE) ? state.parity() : state.parity() ^ 1);
-    mbarrier_arrive_expect_tx(full + state.stage(), planted(TOO_FEW_BYTES) ? KV_TILE : KV_TILE * 2);
+    mbarrier_arrive_expect_tx(full + state.stage(),
+                              planted(TOO_FEW_BYTES) ? KV_TILE : KV_TILE * 2);
     for (u32 panel = 0; panel < PANELS; ++panel)
         tma_load_box(to + state.stage() * KV_TILE + panel * KV_PANEL, map, full + state.stage(),
                      panel * 64, row, head, batch);
