@@ -62,8 +62,8 @@ DEVICE void read_query_statistics(QueryStatistics (&to)[2 * N_TILES], u32 b, u32
         load_query_statistics<pass, false>(to, b, h, first, lane, a);
 }
 
-// Computes P and dX of one pair: `score` is the product of q and k, `dprob` that of dO and v. Returns
-// true if the pair is visible and its row has a gradient.
+// Computes P and dX of one pair: `score` is the product of q and k, `dprob` that of dO and v.
+// Returns true if the pair is visible and its row has a gradient.
 DEVICE bool backward_pair(float& p_dropped, float& dx, float score, float dprob, u64 line,
                           u32 query, u32 key, const QueryStatistics& row, const TileCoord& coord,
                           const Attention& a) {
@@ -122,8 +122,8 @@ DEVICE void store_p_and_dx(u16* shared_p, u16* shared_dx, const ScoreFragments& 
         }
 }
 
-// As store_p_and_dx; chooses the code of a plain tile if all `count` rows of the thread have a
-// gradient.
+// As store_p_and_dx. Chooses the code of a plain tile if all queries of the thread have a gradient:
+// a query without one (lse = −∞) needs the test of its pairs.
 template <u32 pass>
 DEVICE void store_tile(u16* shared_p, u16* shared_dx, const ScoreFragments& scores,
                        const ScoreFragments& dprobs,

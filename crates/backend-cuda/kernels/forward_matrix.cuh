@@ -12,6 +12,10 @@
 
 #if ANNULUS_DTYPE >= 2 && TILE == 64
 
+// Blocks per multiprocessor. The barriers of a block separate its products from its softmax, so
+// that only another block can overlap them. At 64 dims 128 registers a thread suffice for two.
+#define FORWARD_BLOCKS (ANNULUS_DIM <= 64 ? 2 : 1)
+
 // Score epilogue of a thread's products, and the maximum of each of its two rows over its columns.
 // Returns the bits of the visible pairs. A plain tile (is_plain) needs no test of a pair.
 template <bool plain>
@@ -69,7 +73,7 @@ DEVICE float forward_probs(u16* probs, const ScoreFragments& scores, u32 visible
 
 // Grid: query tiles × groups of packed_heads query heads × batch rows. Tiles run in reverse order:
 // under a causal mask the last ones have the most visible keys.
-KERNEL(forward_matrix, Attention) {
+KERNEL_OF(FORWARD_BLOCKS, forward_matrix, Attention) {
     u32 tile = a.block_mask.tiles - 1 - block_x(), first_head = block_y() * a.packed_heads,
         b = block_z();
     u32 first_query = tile * packed_queries(a);
@@ -126,24 +130,21 @@ KERNEL(forward_matrix, Attention) {
         barrier();
 
         // probabilities, and row sum over both halves
-        float rescale[2], partial_sum[2];
+        float rescale[2];
         UNROLL for (u32 r = 0; r < 2; ++r) {
             u32 row = lane.row + 8 * r;
+            PackedRow packed = packed_row(a, first_head, row);
             float new_max = larger(max[r], larger(half_max[row], half_max[TILE + row]));
             rescale[r] = new_max == max[r] ? 1.0f : fast_exp(max[r] - new_max);
-            max[r] = new_max;
-        }
-        UNROLL for (u32 r = 0; r < 2; ++r) {
-            PackedRow packed = packed_row(a, first_head, lane.row + 8 * r);
-            partial_sum[r] =
-                plain ? forward_probs<true>(probs, scores, visible_bits, max[r], r, coord, packed,
+            float partial_sum =
+                plain ? forward_probs<true>(probs, scores, visible_bits, new_max, r, coord, packed,
                                             lane, a)
-                      : forward_probs<false>(probs, scores, visible_bits, max[r], r, coord, packed,
-                                             lane, a);
-            partial_sum[r] += shuffle_xor(partial_sum[r], 1);
-            partial_sum[r] += shuffle_xor(partial_sum[r], 2);
-            if (lane.lane % 4 == 0)
-                half_sum[lane.half * TILE + lane.row + 8 * r] = partial_sum[r];
+                      : forward_probs<false>(probs, scores, visible_bits, new_max, r, coord,
+                                             packed, lane, a);
+            partial_sum += shuffle_xor(partial_sum, 1);
+            partial_sum += shuffle_xor(partial_sum, 2);
+            if (lane.lane % 4 == 0) half_sum[lane.half * TILE + row] = partial_sum;
+            max[r] = new_max;
         }
         UNROLL for (u32 chunk = 0; chunk < CHUNKS; ++chunk)
             UNROLL for (u32 n_tile = 0; n_tile < N_TILES; ++n_tile)

@@ -47,7 +47,8 @@ struct ConsumerLane {
 
 DEVICE ConsumerLane consumer_lane() {
     ConsumerLane at;
-    at.group = thread_index() / WARPGROUP - 1;
+    // uniform: descriptors and barrier names then need no per-thread arithmetic
+    at.group = uniform(thread_index() / WARPGROUP) - 1;
     at.thread = thread_index() % WARPGROUP;
     at.lane = thread_index() % 32;
     at.row = at.thread / 32 * 16 + at.lane / 4;
@@ -214,8 +215,12 @@ DEVICE void online_softmax(float (&scores)[S_REGISTERS], VisiblePairs& visible_p
     if (a.flags & HAS_DROPOUT) apply_dropout(scores, scratch, coord, at, a);
 }
 
-// O ← O·e^{m − m'}
+// O ← O·e^{m − m'}, unless no maximum of the warp's rows has changed: then all factors are 1. In
+// long sequences that is the usual case, and the multiplications are a tenth of a tile's
+// instructions.
 DEVICE void rescale_o(float (&o)[O_PARTS][O_COLUMNS / 2], const SoftmaxState& softmax) {
+    bool changed = softmax.rescale[0] != 1.0f || softmax.rescale[1] != 1.0f;
+    if (planted(RESCALED_IF_ALL) ? warp_any(!changed) : !warp_any(changed)) return;
     UNROLL for (u32 part = 0; part < O_PARTS; ++part)
         UNROLL for (u32 e = 0; e < O_COLUMNS / 2; ++e) o[part][e] *= softmax.rescale[e / 2 % 2];
 }
@@ -275,7 +280,7 @@ DEVICE void pv_nonfinite_fixup(float (&o)[O_PARTS][O_COLUMNS / 2], u32 (&probs)[
 // Returns the V tile of a stage as right operand.
 DEVICE ValueOperand v_operand_of(const SharedStorage& memory, const PipelineState& state) {
     u32 panel = planted(WRONG_PANEL) ? KV_PANEL / 2 : KV_PANEL;
-    return {mn_major_descriptor(memory.v[state.stage], panel), KV_PANEL, 16 * PANEL_DIMS};
+    return {mn_major_descriptor(memory.v[state.stage()], panel), KV_PANEL, 16 * PANEL_DIMS};
 }
 
 // Consumer warpgroup: attends its 64 query rows to all visible KV tiles.
@@ -312,37 +317,42 @@ DEVICE void attend_rows(SharedStorage& memory, const Attention& a, u32 b, u32 h,
     float scores[S_REGISTERS];
     u32 probs[KV_ROWS / 16][4];
     VisiblePairs visible_pairs = {};
-    PipelineState k_state = {0, 0}, v_state = {0, 0};
+    PipelineState k_state = {0};
     u64 q_descriptor = k_major_descriptor(q_shared);
     WarpgroupTile coord = warpgroup_tile(a, b, h, tile, at.group, tiles.entry(a));
 
-    mbarrier_wait(memory.k_full + k_state.stage, k_state.parity);
+    mbarrier_wait(memory.k_full + k_state.stage(), k_state.parity());
     wgmma_fence();
-    issue_qk(scores, q_descriptor, k_major_descriptor(memory.k[k_state.stage]));
+    issue_qk(scores, q_descriptor, k_major_descriptor(memory.k[k_state.stage()]));
     wgmma_wait<0>();
     fence_operand(scores);
-    if (at.lane == 0) mbarrier_arrive(memory.k_empty + k_state.stage);
+    if (at.lane == 0) mbarrier_arrive(memory.k_empty + k_state.stage());
     k_state.advance();
     online_softmax(scores, visible_pairs, softmax, scratch, coord, at, a);
     rescale_o(o, softmax);
     narrow_p(probs, scores);
 
     for (tiles.next(a); tiles.more(); tiles.next(a)) {
+        // V is consumed one tile behind K
+        const PipelineState v_state = k_state.before();
         ValueOperand v_operand = v_operand_of(memory, v_state);
         if (!coord.is_full) {
-            mbarrier_wait(memory.v_full + v_state.stage, v_state.parity);
-            if (tile_non_finite(memory.v[v_state.stage], at)) {
-                pv_nonfinite_fixup(o, probs, visible_pairs, scratch, memory.v[v_state.stage], at);
+            mbarrier_wait(memory.v_full + v_state.stage(), v_state.parity());
+            if (tile_non_finite(memory.v[v_state.stage()], at)) {
+                pv_nonfinite_fixup(o, probs, visible_pairs, scratch, memory.v[v_state.stage()],
+                                   at);
                 v_operand = zero_values(memory);
             }
         }
         coord = warpgroup_tile(a, b, h, tile, at.group, tiles.entry(a));
-        mbarrier_wait(memory.k_full + k_state.stage, k_state.parity);
+        mbarrier_wait(memory.k_full + k_state.stage(), k_state.parity());
         named_barrier(SCHEDULER_BARRIER(at.group), CONSUMERS * WARPGROUP);
-        if (planted(EARLY_RELEASE) && at.lane == 0) mbarrier_arrive(memory.v_empty + v_state.stage);
+        if (planted(EARLY_RELEASE) && at.lane == 0)
+            mbarrier_arrive(memory.v_empty + v_state.stage());
         if (!planted(NO_WGMMA_FENCE)) wgmma_fence();
-        issue_qk(scores, q_descriptor, k_major_descriptor(memory.k[k_state.stage]));
-        if (!planted(NO_FULL_WAIT)) mbarrier_wait(memory.v_full + v_state.stage, v_state.parity);
+        issue_qk(scores, q_descriptor, k_major_descriptor(memory.k[k_state.stage()]));
+        if (!planted(NO_FULL_WAIT))
+            mbarrier_wait(memory.v_full + v_state.stage(), v_state.parity());
         if (!planted(NO_WGMMA_FENCE)) wgmma_fence();
         issue_pv(o, probs, v_operand);
         // after the last tile there is no turn to pass on: an arrival would be left at the barrier
@@ -352,8 +362,7 @@ DEVICE void attend_rows(SharedStorage& memory, const Attention& a, u32 b, u32 h,
         if (!planted(NO_WGMMA_WAIT)) wgmma_wait<1>();
         fence_operand(scores);
         if (!planted(STAGE_NOT_RELEASED) && at.lane == 0)
-            mbarrier_arrive(memory.k_empty + k_state.stage);
-        k_state.advance();
+            mbarrier_arrive(memory.k_empty + k_state.stage());
         online_softmax(scores, visible_pairs, softmax, scratch, coord, at, a);
         if (planted(RESCALED_IN_FLIGHT)) rescale_o(o, softmax);
         if (planted(P_IN_FLIGHT)) narrow_p(probs, scores);
@@ -363,16 +372,17 @@ DEVICE void attend_rows(SharedStorage& memory, const Attention& a, u32 b, u32 h,
         if (!planted(NO_OPERAND_FENCE)) fence_operand(probs);
         fence_operand(scores);
         if (!planted(EARLY_RELEASE) && at.lane == 0)
-            mbarrier_arrive(memory.v_empty + v_state.stage);
-        v_state.advance();
+            mbarrier_arrive(memory.v_empty + v_state.stage());
+        k_state.advance();
         if (!planted(RESCALED_IN_FLIGHT)) rescale_o(o, softmax);
         narrow_p(probs, scores);
     }
 
-    mbarrier_wait(memory.v_full + v_state.stage, v_state.parity);
+    const PipelineState v_state = k_state.before();
+    mbarrier_wait(memory.v_full + v_state.stage(), v_state.parity());
     ValueOperand v_operand = v_operand_of(memory, v_state);
-    if (!coord.is_full && tile_non_finite(memory.v[v_state.stage], at)) {
-        pv_nonfinite_fixup(o, probs, visible_pairs, scratch, memory.v[v_state.stage], at);
+    if (!coord.is_full && tile_non_finite(memory.v[v_state.stage()], at)) {
+        pv_nonfinite_fixup(o, probs, visible_pairs, scratch, memory.v[v_state.stage()], at);
         v_operand = zero_values(memory);
     }
     wgmma_fence();
@@ -419,7 +429,7 @@ KERNEL(forward_warpgroup, WarpgroupAttention) {
         setmaxnreg_dec<24>();
         if (thread_index() == 0) {
             u32 kv_head = h / (all.q_heads / all.kv_heads);
-            PipelineState state = {0, 0};
+            PipelineState state = {0};
             for (; tiles.more(); tiles.next(all), state.advance()) {
                 u32 row = tiles.entry(all).tile * KV_ROWS;
                 tma_load(memory.k[0], a.k_map, memory.k_full, memory.k_empty, state, row, kv_head,

@@ -194,30 +194,30 @@ template <u32 pass>
 struct Stream {
     u16* stages;
     HeadTileIterator prefetch_tiles;
-    const u16* operands[2];  // rows copy_row(), dims copy_dim() of both, of the head below
-    u32 head, first_row;     // head and first row of the tile that is loaded
+    const u16* operands[2];  // rows copy_row(), dims copy_dim() of both, of one head
+    u32 first_row;           // of the tile that is loaded
     bool aligned;            // both operands allow copies of 16 bytes
-    u32 phase, chunk, prefetched, consumed;
+    u32 phase, chunk;        // of the tile that is loaded
+    u32 consumed;            // stage that is consumed next
 
     METHOD void begin(const Attention& a, u16* of_stages, const HeadTileIterator& tiles) {
         stages = of_stages;
         prefetch_tiles = tiles;
-        phase = chunk = prefetched = consumed = 0;
+        phase = chunk = consumed = first_row = 0;
         operands[0] = operands[1] = nullptr;
-        head = first_row = 0;
         aligned = false;
         if (tiles.more()) {
             begin_head(a);
             first_row = prefetch_tiles.entry(a).tile * TILE;
         }
-        for (u32 stage = 0; stage + 1 < STAGES; ++stage) prefetch(a);
+        for (u32 stage = 0; stage + 1 < STAGES; ++stage) prefetch(stage, a);
     }
 
     METHOD void begin_head(const Attention& a) {
-        head = prefetch_tiles.h;
         aligned = true;
         UNROLL for (u32 index = 0; index < 2; ++index) {
-            Operand operand = streamed_operand<pass>(a, prefetch_tiles.b, head, index == 1);
+            Operand operand =
+                streamed_operand<pass>(a, prefetch_tiles.b, prefetch_tiles.h, index == 1);
             operands[index] = operand.at + (i64(copy_row()) * operand.row + i64(copy_dim()));
             aligned &= operand.aligned;
         }
@@ -226,7 +226,8 @@ struct Stream {
     METHOD void load(u16* to, const Attention& a) const {
         bool second = is_second<pass>(phase);
         if (!aligned) {
-            load_streamed_unaligned<pass>(to, a, prefetch_tiles.b, head, first_row, second, chunk);
+            load_streamed_unaligned<pass>(to, a, prefetch_tiles.b, prefetch_tiles.h, first_row,
+                                          second, chunk);
             return;
         }
         i64 stride = pass == KEYS ? second ? a.dout.row : a.q.row : second ? a.v.row : a.k.row;
@@ -246,28 +247,28 @@ struct Stream {
         chunk = 0;
         if (++phase < phases<pass>()) return;
         phase = 0;
+        const u32 head = prefetch_tiles.h;
         prefetch_tiles.next(a);
         if (!prefetch_tiles.more()) return;
         if (pass == KEYS && prefetch_tiles.h != head) begin_head(a);
         first_row = prefetch_tiles.entry(a).tile * TILE;
     }
 
-    // Issues the loads of the next chunk, if there is one. Every call commits one cp.async group,
-    // so that the number of groups in flight is constant.
-    METHOD void prefetch(const Attention& a) {
+    // Issues the loads of the next chunk, if there is one, into a stage. Every call commits one
+    // cp.async group, so that the number of groups in flight is constant.
+    METHOD void prefetch(u32 stage, const Attention& a) {
         if (prefetch_tiles.more()) {
-            load(stages + prefetched % STAGES * CHUNK_ELEMENTS, a);
+            load(stages + stage * CHUNK_ELEMENTS, a);
             advance(a);
         }
         cp_async_commit();
-        ++prefetched;
     }
 
     // Returns the next chunk, once it is complete for all threads; the barrier also publishes
     // earlier writes to shared memory. `non_finite`: in, true to test the chunk; out, true if any
     // of its elements is not finite.
     METHOD const u16* next(const Attention& a, bool& non_finite) {
-        const u16* chunk = stages + consumed++ % STAGES * CHUNK_ELEMENTS;
+        const u16* chunk = stages + consumed * CHUNK_ELEMENTS;
 #ifdef PLANTED_LATE_WAIT
         cp_async_wait<STAGES - 2 + (pass == PLANTED_LATE_WAIT)>();
 #else
@@ -280,7 +281,8 @@ struct Stream {
         non_finite = barrier_any(mine);
 #endif
         // the barrier above: all threads have consumed the previous stage, which may be overwritten
-        prefetch(a);
+        prefetch((consumed + STAGES - 1) % STAGES, a);
+        consumed = (consumed + 1) % STAGES;
         return chunk;
     }
 };

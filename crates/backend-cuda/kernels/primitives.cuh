@@ -33,11 +33,12 @@ typedef long long i64;
 // unrolled.
 #define UNROLL _Pragma("unroll")
 
-// A kernel takes one argument structure, by value. The bound of one block per multiprocessor lets
-// ptxas use up to 255 registers a thread.
-#define KERNEL(name, Arguments)                               \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) \
+// A kernel takes one argument structure, by value. ptxas limits the registers so that `blocks`
+// blocks fit a multiprocessor; for one block of 256 threads that is 255 a thread.
+#define KERNEL_OF(blocks, name, Arguments)                         \
+    extern "C" __global__ void __launch_bounds__(THREADS, blocks) \
         name(const __grid_constant__ Arguments a)
+#define KERNEL(name, Arguments) KERNEL_OF(1, name, Arguments)
 
 // Static shared memory of this block, uninitialized.
 #define SHARED(type, name, count) __shared__ __align__(16) type name[count]

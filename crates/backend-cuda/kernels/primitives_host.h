@@ -428,6 +428,8 @@ extern "C" int annulus_emulate(void (*kernel)(const void*), const void* argument
     extern "C" u32 name##_argument_bytes() { return sizeof(Arguments); }   \
     static void name##_of_thread(const Arguments& a)
 
+#define KERNEL_OF(blocks, name, Arguments) KERNEL(name, Arguments)
+
 #define SHARED(type, name, count) \
     type* name = static_cast<type*>(emulated::shared(sizeof(type) * (count)))
 

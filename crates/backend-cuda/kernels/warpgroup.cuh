@@ -73,6 +73,7 @@ enum Mistake {
     NO_SCHEDULER_ARRIVE,  // a consumer does not pass the turn to the other
     P_IN_FLIGHT,          // P is overwritten while P·V reads it
     NO_OPERAND_FENCE,     // P is written without pinning its registers after the wait
+    RESCALED_IF_ALL,      // O is rescaled only if the maxima of all rows of a warp have changed
 };
 
 // Argument of the warpgroup kernels: mirrored in src/arguments.rs.
@@ -103,17 +104,19 @@ static_assert(Q_TILE * 2 % SWIZZLE_ATOM_BYTES == 0 && KV_TILE * 2 % SWIZZLE_ATOM
                   Q_ROWS * KV_ROWS * 4 % SWIZZLE_ATOM_BYTES == 0,
               "operands of wgmma are aligned to the period of the swizzle");
 
-// Position in the pipeline (CUTLASS: PipelineState): the stage, and the parity of the full
-// mbarrier's phase that a consumer waits for. A producer waits for the opposite parity of the empty
-// mbarrier.
+// Position in the pipeline (CUTLASS: PipelineState) as the number of a tile: its stage, and the
+// parity of the full mbarrier's phase that a consumer waits for. A producer waits for the opposite
+// parity of the empty mbarrier. One register, where a stage and a parity take two.
 struct PipelineState {
-    u32 stage, parity;
+    u32 tile;
 
-    METHOD void advance() {
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
-        parity ^= stage == 0;
-    }
+    METHOD u32 stage() const { return tile % STAGES; }
+    METHOD u32 parity() const { return tile / STAGES % 2; }
+    METHOD void advance() { ++tile; }
+    // Of the tile before.
+    METHOD PipelineState before() const { return {tile - 1}; }
 };
+static_assert((STAGES & (STAGES - 1)) == 0, "stage and parity are bits of the tile's number");
 
 // wgmma matrix descriptor: start address, leading byte offset (distance of the next 64 columns of
 // an MN-major operand), stride byte offset (distance of the next eight rows), 128-byte swizzle. The
@@ -160,10 +163,11 @@ DEVICE void clear_zeros(SharedStorage& memory) {
 // Producer: waits until the stage is empty, then issues the TMA loads of one tile, a box per panel.
 DEVICE void tma_load(u16* to, const TensorMap& map, Mbarrier* full, Mbarrier* empty,
                      const PipelineState& state, u32 row, u32 head, u32 batch) {
-    mbarrier_wait(empty + state.stage, planted(WRONG_PHASE) ? state.parity : state.parity ^ 1);
-    mbarrier_arrive_expect_tx(full + state.stage, planted(TOO_FEW_BYTES) ? KV_TILE : KV_TILE * 2);
+    mbarrier_wait(empty + state.stage(), planted(WRONG_PHASE) ? state.parity() : state.parity() ^ 1);
+    mbarrier_arrive_expect_tx(full + state.stage(),
+                              planted(TOO_FEW_BYTES) ? KV_TILE : KV_TILE * 2);
     for (u32 panel = 0; panel < PANELS; ++panel)
-        tma_load_box(to + state.stage * KV_TILE + panel * KV_PANEL, map, full + state.stage,
+        tma_load_box(to + state.stage() * KV_TILE + panel * KV_PANEL, map, full + state.stage(),
                      panel * 64, row, head, batch);
 }
 

@@ -295,6 +295,13 @@ DEVICE u8* dynamic_shared() { return reinterpret_cast<u8*>(emulated::async_units
 DEVICE u32 shared_address(const void* at) { return emulated::offset_in_block(at, 1); }
 
 DEVICE void warp_barrier() { emulated::exchange({}); }
+DEVICE bool warp_any(bool mine) {
+    const emulated::LaneWords* all = emulated::exchange({{mine, 0, 0, 0}});
+    bool any = false;
+    for (u32 lane = 0; lane < emulated::WARP; ++lane) any |= all[lane].words[0] != 0;
+    return any;
+}
+DEVICE u32 uniform(u32 value) { return u32(emulated::exchange({{value, 0, 0, 0}})[0].words[0]); }
 DEVICE void named_barrier(u32 name, u32 threads) {
     emulated::arrive_and_wait(name, threads, false);
 }

@@ -36,6 +36,11 @@ DEVICE u32 shared_address(const void* at) { return static_cast<u32>(__cvta_gener
 
 // __syncwarp: waits for all lanes of the warp; their earlier writes are visible afterwards.
 DEVICE void warp_barrier() { __syncwarp(); }
+// True if any lane of the warp passes true. All lanes must call it.
+DEVICE bool warp_any(bool mine) { return __any_sync(0xffffffffu, mine) != 0; }
+// Returns the value of lane 0, as the compiler knows to be the same in all lanes. All lanes must
+// call it.
+DEVICE u32 uniform(u32 value) { return __shfl_sync(0xffffffffu, value, 0); }
 // bar.sync: as barrier, for the `threads` threads that use the same name, 1 … 15 (0: barrier()).
 DEVICE void named_barrier(u32 name, u32 threads) {
     asm volatile("bar.sync %0, %1;" : : "r"(name), "r"(threads) : "memory");

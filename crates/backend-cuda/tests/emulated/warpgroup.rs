@@ -235,7 +235,7 @@ fn masked_non_finite_values_change_nothing_in_a_later_tile() {
 
 /// Mistakes of `kernels/warpgroup.cuh`, numbered from 1: name, and true if the launch fails rather
 /// than the numbers.
-const MISTAKES: [(&str, bool); 17] = [
+const MISTAKES: [(&str, bool); 18] = [
     ("the producer takes a full stage for an empty one", true),
     ("a stage is released before it is read", false),
     ("a stage is never released", true),
@@ -253,6 +253,7 @@ const MISTAKES: [(&str, bool); 17] = [
     ("a turn that is never passed on", true),
     ("P overwritten while P·V reads it", true),
     ("P written without pinning its registers", true),
+    ("O rescaled only if all maxima have changed", false),
 ];
 
 /// A case with two panels of dims; with many keys, so that stages are reused, or with `few`, so

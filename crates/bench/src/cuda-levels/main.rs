@@ -5,7 +5,7 @@
 //!             [heads=16] [batch=4] [rounds=10] [causal=0,1]
 //! cuda-levels verify=1 [device=0] [levels=matrix] [dtypes=bf16,f16] [dims=64,128,256] [lens=4099]
 //!             [heads=8] [masks=full,causal,window,gqa,cross]
-//! cuda-levels compile=9.0 [cubins=FOLDER]
+//! cuda-levels compile=9.0 [cubins=FOLDER] [dtypes=bf16] [dims=64,128]
 //! ```
 //! Inputs are normally distributed, and tensors stay on the device.
 //!
@@ -19,8 +19,8 @@
 //!   below 10⁻⁴, that of the worst row below 8 times as much, and a second pass has the same bits.
 //!   The exit status is 1 if one is not.
 //! * **compile** compiles every kernel for a compute capability into the kernel cache
-//!   (`ANNULUS_KERNEL_CACHE`), without a GPU; the cubins of bf16 and 128 dims also into a folder,
-//!   for a disassembler.
+//!   (`ANNULUS_KERNEL_CACHE`), without a GPU, or only those of some element types and dims; the
+//!   cubins of bf16 also into a folder, for a disassembler (`scripts/cuda-model`).
 //!
 //! `scripts/gpu-lease` runs it beside peers. `device=emulated` checks on any machine that it runs;
 //! its times mean nothing. There, `mistake=N` plants mistake N of `kernels/warpgroup.cuh`.
@@ -186,8 +186,12 @@ fn measure(levels: &[Cuda], problem: Problem) -> Result<()> {
     Ok(())
 }
 
-/// Compiles all kernels for a compute capability such as 9.0 into the user's cache.
-fn compile(capability: &str, cubins: Option<&str>) -> Result<()> {
+/// Compiles all kernels, or those of the given types and dims, for a compute capability such as 9.0
+/// into the user's cache.
+fn compile(capability: &str, settings: &Settings) -> Result<()> {
+    let cubins = settings.get("cubins");
+    let dtypes = settings.dtypes("f64,f32,bf16,f16")?;
+    let dims = settings.numbers("dims", "32,64,128,256")?;
     let wrong = || Error::invalid("compile", capability, "a compute capability such as 9.0");
     let (major, minor) = capability.split_once('.').ok_or_else(wrong)?;
     let number = |text: &str| text.parse::<i32>().map_err(|_| wrong());
@@ -196,7 +200,9 @@ fn compile(capability: &str, cubins: Option<&str>) -> Result<()> {
     let cache = Cache::of_user().ok_or_else(folder)?;
     let compiler = Compiler::new(Some(cache))?;
     let (kind, target) = compiler.target(architecture)?;
-    for variant in Variant::all_on(architecture) {
+    let is_wanted =
+        |variant: &Variant| dtypes.contains(&variant.dtype) && dims.contains(&variant.dim);
+    for variant in Variant::all_on(architecture).filter(is_wanted) {
         let image = annulus_cuda::compile(&compiler, variant, &[], kind, &target)?;
         let name = variant.to_string();
         let bytes = image.bytes.len();
@@ -204,7 +210,7 @@ fn compile(capability: &str, cubins: Option<&str>) -> Result<()> {
             "{}",
             json!({"what": "compile", "target": target, "variant": name, "bytes": bytes})
         );
-        if let Some(folder) = cubins.filter(|_| name.starts_with("bf16 128")) {
+        if let Some(folder) = cubins.filter(|_| variant.dtype == DType::Bf16) {
             let path = format!("{folder}/{}.cubin", name.replace(' ', "-"));
             std::fs::write(&path, &image.bytes)
                 .map_err(|error| Error::Io { path, what: error.to_string() })?;
@@ -217,7 +223,7 @@ fn compile(capability: &str, cubins: Option<&str>) -> Result<()> {
 fn run() -> Result<bool> {
     let settings = Settings::parse(std::env::args().skip(1))?;
     if let Some(capability) = settings.get("compile") {
-        return compile(capability, settings.get("cubins")).map(|()| true);
+        return compile(capability, &settings).map(|()| true);
     }
     let levels = settings.open()?;
     if settings.number("verify", 0)? != 0 {
