@@ -86,7 +86,7 @@ impl annulus_core::Workspace for Workspace {
 
     fn forward<'p>(&'p mut self, inputs: Inputs<'p, Host>) -> Result<Forward<'p>> {
         by_sums!(self, |team, state| forward::tiles::begin(team, state));
-        Ok(Forward { workspace: self, inputs })
+        Ok(Forward { workspace: self, inputs, written: false })
     }
 
     fn backward<'p>(
@@ -108,6 +108,8 @@ impl annulus_core::Workspace for Workspace {
 pub struct Forward<'p> {
     workspace: &'p mut Workspace,
     inputs: Inputs<'p, Host>,
+    /// True if the outputs are written.
+    written: bool,
 }
 
 impl ForwardPass<Host> for Forward<'_> {
@@ -119,11 +121,35 @@ impl ForwardPass<Host> for Forward<'_> {
     fn attend(&mut self, kv: &Block<'_, Host>, tick: Tick<'_>) -> Result<()> {
         let inputs = &self.inputs;
         by_dtype!(self.workspace, |team, state: State<E>| decode::attend::attend::<E>(
-            team, state, inputs, kv, tick
-        ))
+            team, state, inputs, kv, None, tick
+        ))?;
+        self.written = false;
+        Ok(())
+    }
+
+    fn attend_last(
+        &mut self,
+        kv: &Block<'_, Host>,
+        outputs: &mut Outputs<'_, Host>,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        let inputs = &self.inputs;
+        self.written =
+            by_dtype!(self.workspace, |team, state: State<E>| decode::attend::attend::<E>(
+                team,
+                state,
+                inputs,
+                kv,
+                Some(outputs),
+                tick
+            ))?;
+        Ok(())
     }
 
     fn finish(self, outputs: &mut Outputs<'_, Host>) -> Result<()> {
+        if self.written {
+            return Ok(());
+        }
         let inputs = &self.inputs;
         let results = self.workspace.results_dtype();
         by_dtype!(results, self.workspace, |team, state: State<E>| forward::finish::finish::<E>(

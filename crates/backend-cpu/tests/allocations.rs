@@ -130,16 +130,15 @@ fn pass(workspace: &mut Workspace, t: &mut Tensors) -> usize {
     let mut forward = workspace.forward(inputs.reborrow()).unwrap();
     forward.local_kv(&mut t.block, Readers::Ring).unwrap();
     let block = Block { buffer: &t.block, ready: &(), rows: &t.shard.keys };
-    forward.attend(&block, &mut tick).unwrap();
-    forward
-        .finish(&mut Outputs {
-            out: HostViewMut::F32(out.view_mut()),
-            lse: HostViewMut::F32(lse.view_mut()),
-            max: None,
-            sum: None,
-            ties: None,
-        })
-        .unwrap();
+    let outputs = &mut Outputs {
+        out: HostViewMut::F32(out.view_mut()),
+        lse: HostViewMut::F32(lse.view_mut()),
+        max: None,
+        sum: None,
+        ties: None,
+    };
+    forward.attend_last(&block, outputs, &mut tick).unwrap();
+    forward.finish(outputs).unwrap();
     let inputs = BackwardInputs {
         forward: inputs,
         out: HostView::F32(out.view()),

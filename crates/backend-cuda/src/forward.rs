@@ -91,6 +91,16 @@ impl ForwardPass<CudaSpace> for CudaForward<'_> {
         context.record_use(&[kv.buffer]).map(|_| ())
     }
 
+    /// Writes no outputs: `finish` is a kernel of its own.
+    fn attend_last(
+        &mut self,
+        kv: &Block<'_, CudaSpace>,
+        _: &mut Outputs<'_, CudaSpace>,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        self.attend(kv, tick)
+    }
+
     fn finish(self, outputs: &mut Outputs<'_, CudaSpace>) -> Result<()> {
         finish::finish(self.context, self.state, &self.inputs, outputs)
     }

@@ -75,6 +75,16 @@ impl ForwardPass<WgpuSpace> for WgpuForward<'_> {
         pass.run(arena, block_mask, tick).map(drop)
     }
 
+    /// Writes no outputs: `finish` is a kernel of its own.
+    fn attend_last(
+        &mut self,
+        kv: &Block<'_, WgpuSpace>,
+        _: &mut Outputs<'_, WgpuSpace>,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        self.attend(kv, tick)
+    }
+
     fn finish(self, outputs: &mut Outputs<'_, WgpuSpace>) -> Result<()> {
         write_outputs(self.0, outputs)
     }

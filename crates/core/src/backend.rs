@@ -5,7 +5,7 @@
 //! ```text
 //! Backend ──workspace──▶ Workspace
 //!
-//! Workspace ──forward──▶ ForwardPass     local_kv, attend…, finish
+//! Workspace ──forward──▶ ForwardPass     local_kv, attend…, attend_last, finish
 //! Workspace ─backward──▶ BackwardPass    local_kv, attend_kv…,
 //!                                        local_queries, attend_queries…   (two-pass only)
 //!                                        reduce…, finish
@@ -169,6 +169,21 @@ pub trait ForwardPass<S: Space> {
     /// # Errors
     /// [`crate::Error::Device`].
     fn attend(&mut self, kv: &Block<'_, S>, tick: Tick<'_>) -> Result<()>;
+
+    /// As [`ForwardPass::attend`], for the last block of the pass.
+    ///
+    /// The pass may write the outputs of rows whose softmax is complete while their accumulators
+    /// are in a near cache. [`ForwardPass::finish`] is called with the same outputs and writes
+    /// those that are missing.
+    ///
+    /// # Errors
+    /// [`crate::Error::Device`].
+    fn attend_last(
+        &mut self,
+        kv: &Block<'_, S>,
+        outputs: &mut Outputs<'_, S>,
+        tick: Tick<'_>,
+    ) -> Result<()>;
 
     /// Merges the sinks, once, and writes the outputs.
     ///

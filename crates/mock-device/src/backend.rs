@@ -205,6 +205,16 @@ impl ForwardPass<MockSpace> for MockForward<'_> {
             .map(drop)
     }
 
+    /// Writes no outputs: `finish` is a kernel of its own.
+    fn attend_last(
+        &mut self,
+        kv: &Block<'_, MockSpace>,
+        _: &mut Outputs<'_, MockSpace>,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        self.attend(kv, tick)
+    }
+
     fn finish(self, outputs: &mut Outputs<'_, MockSpace>) -> Result<()> {
         let out = outputs.out.tag;
         let lse = outputs.lse.tag;

@@ -399,7 +399,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
         let [q, dout] = [&self.q, &self.dout]
             .map(|source| PrefetchRows::of(source.plane(task.batch, prefetch_head)));
         let v = PrefetchRows::of(self.v.plane(task.batch, task.kv_head));
-        let mut cursor = prefetcher.cursor([q, dout], v);
+        let mut cursor = prefetcher.cursor([q, dout], v, PrefetchRows::default());
         score_gradients(&self.scores, coord, tile_mask, operands, statistics, tiles, &mut cursor);
         let span = coord.span(tile_mask.rows());
         // a bias before the soft cap has the gradient of the cap's argument

@@ -262,7 +262,8 @@ impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
             [geometry.strip_range(coord, geometry.packed_rows(geometry.dims.value_dim))];
         let [k, v] = [&self.pass.k, &self.pass.v]
             .map(|source| PrefetchRows::of(source.plane(block.batch, block.kv_head)));
-        let mut cursor = prefetcher.cursor([k, v], PrefetchRows::default());
+        let mut cursor =
+            prefetcher.cursor([k, v], PrefetchRows::default(), PrefetchRows::default());
         let operands = Operands { s: (rows_head, q_strip), dp: (rows_value, dout_strip) };
         score_gradients(scores, coord, tile_mask, operands, statistics, tiles, &mut cursor);
 

@@ -1,24 +1,28 @@
 //! Forward call of the backend: leaf by leaf in the reproducible order; otherwise split-KV decode
 //! where the workspace has memory for it, else tiles.
 
-use annulus_core::{Block, Host, Inputs, Result, Tick};
+use annulus_core::{Block, Host, Inputs, Outputs, Result, Tick};
 
 use crate::{
-    forward::query_pass::QueryPass,
+    forward::{outputs::OutputRows, query_pass::QueryPass},
     threads::team::Team,
     tile::input::{Acc, Input},
-    workspace::state::{State, Summed},
+    workspace::state::{BlockOrder, State, Summed},
 };
 
 /// Attends to one block: updates softmax statistics and accumulators of all queries.
+///
+/// With `outputs`, those of the pass whose last block it is, returns true if it has written them,
+/// unless it was stopped.
 pub(crate) fn attend<E: Input<Accumulator: Summed>>(
     team: &Team,
     state: &mut State<Acc<E>>,
     inputs: &Inputs<'_, Host>,
     block: &Block<'_, Host>,
+    outputs: Option<&mut Outputs<'_, Host>>,
     tick: Tick<'_>,
-) -> Result<()> {
-    let task_rows = state.arrange_forward();
+) -> Result<bool> {
+    let (task_rows, task_order) = state.arrange_forward();
     let State { shard, geometry, blocks, scratch, decode, in_place, arrivals, .. } = state;
     let State { query_tiles, .. } = state;
     let pass =
@@ -27,13 +31,18 @@ pub(crate) fn attend<E: Input<Accumulator: Summed>>(
     if let Some(leaves) = &shard.leaves {
         arrivals.refill(&leaves.keys, leaves.rows, block.rows)?;
         pass.attend_leaves(team, scratch, blocks, (task_rows, leaves, arrivals), tick);
-        return Ok(());
+        return Ok(false);
     }
     if let Some(decode) = decode
         && decode.attend(&pass, team, scratch, blocks, &mut *tick)
     {
-        return Ok(());
+        return Ok(false);
     }
-    pass.attend_tiles(team, scratch, blocks, task_rows, tick);
-    Ok(())
+    // if tasks were long, rows of one head would be written apart from those of the next head,
+    // with which they share pages and cache lines; partial results are not in the inputs' type
+    let has_outputs = task_order == BlockOrder::Rows && !shard.spec.partial;
+    let outputs = outputs.filter(|_| has_outputs).map(OutputRows::of).transpose()?;
+    let has_outputs = outputs.is_some();
+    pass.attend_tiles(team, scratch, blocks, task_rows, outputs, tick);
+    Ok(has_outputs)
 }

@@ -72,7 +72,7 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
                         if self.visibility.may_attend(&whole, keys) {
                             task.blocks().iter_mut().for_each(QueryBlock::fill_leaf);
                             let next = self.adjacent_tile(task.kv_head, keys);
-                            self.attend_kv_tile(scratch, task, &heads, (keys, next));
+                            self.attend_kv_tile(scratch, task, &heads, (keys, next), None);
                         }
                     }
                 }

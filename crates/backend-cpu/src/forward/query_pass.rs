@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use annulus_core::{Block, Error, Host, Inputs, Result, TileBoundsTable, Visibility};
+use ndarray::ArrayView4;
 
 use crate::{
     tile::{
@@ -46,7 +47,9 @@ pub(crate) struct QueryPass<'a, E: Input> {
     /// Bounds of the keys of this rank's queries.
     bounds: &'a TileBoundsTable,
     /// Strips of one head of a full task.
-    strips: usize,
+    pub(super) strips: usize,
+    /// `[heads|1, sinks, 1, 1]`
+    pub(super) sinks: Option<ArrayView4<'a, Acc<E>>>,
 }
 
 impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
@@ -64,6 +67,7 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         let queries = &*shard.queries;
         let keys = block.rows;
         let bias = inputs.bias.map(|bias| array::<Acc<E>>("bias", bias)).transpose()?;
+        let sinks = inputs.sinks.map(|sinks| array("softmax_aux", sinks)).transpose()?;
         let (k, v) = keys_and_values(shard, inputs, block, in_place)?;
         let visibility = Visibility { mask: &*spec.mask, attention_mask, queries, keys };
         query_tiles.update_bounds(&visibility, spec)?;
@@ -76,6 +80,7 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
             v,
             bounds: &query_tiles.bounds,
             strips: task_rows / geometry.strip_lanes(),
+            sinks,
         })
     }
 
@@ -123,11 +128,13 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         keys: &Range<usize>,
     ) -> bool {
         let Some((batch, head, rows)) = &scratch.query_tiles_of else { return false };
-        let Scratch { query_tiles_known, query_tiles, whole_mask, bits, .. } = scratch;
+        let Scratch { query_tiles_known, query_tiles, last_keys, whole_mask, bits, .. } = scratch;
         let tile = &mut query_tiles[first / TILE];
         if !std::mem::replace(&mut query_tiles_known[first / TILE], true) {
             let queries = rows.start + first..rows.end.min(rows.start + first + TILE);
             self.visibility.query_tile(*batch, *head, queries, tile);
+            let last = self.visibility.key_tiles(tile, TILE).last();
+            last_keys[first / TILE] = last.map_or(0, |keys| keys.start);
         }
         whole_mask.classify(LaneAxis::Queries, &self.visibility, tile, keys.clone(), bits)
     }

@@ -6,10 +6,12 @@
 //!         pack K and V of the tile
 //!         for each strip of queries and each query head of the KV head:
 //!             S = K·Qᵀ, epilogue     (m, ℓ, P) ← online softmax of S     Oᵀ ← Oᵀ·e^{m − m'} + Vᵀ·P
+//!             in the last block, after the strip's last tile:  write its rows of the outputs
 //! ```
 //! Queries lie in lanes: maximum, sum and rescaling are vector operations, and nothing reduces
 //! across lanes. A packed tile of keys serves all query heads of its group (GQA) and all rows of
-//! the task.
+//! the task. The outputs of a strip are written while its accumulator is in the first-level cache,
+//! and were prefetched under its last products; in a pass of their own they would wait for memory.
 //!
 //! # Source
 //! Dao et al. 2022, algorithm 1; Milakov and Gimelshein 2018 for the online softmax.
@@ -19,14 +21,17 @@ use std::ops::Range;
 use annulus_core::Tick;
 
 use crate::{
-    forward::query_pass::{NextTile, QueryPass},
+    forward::{
+        outputs::{NextStrip, OutputAxis, OutputRows, StripOutput},
+        query_pass::{NextTile, QueryPass},
+    },
     simd::{dispatch::Real, float::Float},
     threads::team::{Team, Ticker},
     tile::{
         bf16_pairs::interleave_rows,
         coord::TileCoord,
         gemm::{Previous, gemm_nn, gemm_tn},
-        geometry::Geometry,
+        geometry::{Geometry, Strip},
         input::{Acc, Input},
         pack::pack_lanes,
         prefetch::{PrefetchRows, Prefetcher},
@@ -56,29 +61,46 @@ pub(crate) fn begin<A: Real>(team: &Team, state: &mut State<A>) {
 }
 
 impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
-    /// Attends to the block tile by tile, with all queries.
+    /// Attends to the block tile by tile, with all queries. With `outputs`, writes those of all
+    /// rows, unless it is stopped; tasks are then in the order
+    /// [`crate::workspace::state::BlockOrder::Rows`].
     pub(crate) fn attend_tiles(
         &self,
         team: &Team,
         scratch: &mut [Scratch<Acc<E>>],
         blocks: &mut [QueryBlock<Acc<E>>],
         task_rows: usize,
+        outputs: Option<OutputRows<'_, E>>,
         tick: Tick<'_>,
     ) {
         let tasks = blocks.chunk_by_mut(QueryTask::same_task(task_rows)).filter_map(QueryTask::new);
-        team.run(scratch, tasks, Some(tick), |scratch, mut task, ticker| {
-            self.attend_task(scratch, &mut task, ticker)
+        let Some(outputs) = outputs else {
+            team.run(scratch, tasks, Some(tick), |scratch, mut task, ticker| {
+                self.attend_task(scratch, &mut task, None, ticker);
+            });
+            return;
+        };
+        // one part per task, in the same order
+        let group = self.geometry.dims.group();
+        let parts = outputs
+            .parts(OutputAxis::Batch, 1)
+            .flat_map(move |outputs| outputs.parts(OutputAxis::Rows, task_rows))
+            .flat_map(move |outputs| outputs.parts(OutputAxis::Heads, group));
+        team.run(scratch, tasks.zip(parts), Some(tick), |scratch, (mut task, mut part), ticker| {
+            self.attend_task(scratch, &mut task, Some(&mut part), ticker);
         });
     }
 
-    /// Attends to all tiles of the block for one task.
+    /// Attends to all tiles of the block for one task, whose `outputs` are written.
     fn attend_task(
         &self,
         scratch: &mut Scratch<Acc<E>>,
         task: &mut QueryTask<'_, Acc<E>>,
+        mut outputs: Option<&mut OutputRows<'_, E>>,
         ticker: &mut Ticker<'_>,
     ) {
         scratch.filled.fill(false);
+        scratch.written.fill(false);
         for heads in self.heads_with_one_mask(task.kv_head) {
             self.update_query_tiles(scratch, task.batch, heads.start, &task.rows);
             let whole = std::mem::take(&mut scratch.task_tile);
@@ -93,11 +115,49 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
                     Some(keys) => NextTile { kv_head: task.kv_head, keys: keys.clone() },
                     None => self.first_tile_of_next_head(task.kv_head, &heads, &first),
                 };
-                self.attend_kv_tile(scratch, task, &heads, (&keys, next));
+                let outputs = outputs.as_deref_mut();
+                self.attend_kv_tile(scratch, task, &heads, (&keys, next), outputs);
             }
             drop(tiles);
             scratch.task_tile = whole;
         }
+        // strips whose last tile is empty, or of which no tile is in this block
+        let Some(outputs) = outputs.filter(|_| !ticker.should_stop()) else { return };
+        for (index, strip) in self.geometry.strips(task.rows.len()).enumerate() {
+            for group_head in 0..self.geometry.dims.group() {
+                if !scratch.written[group_head * self.strips + index] {
+                    self.write_strip(outputs, task, group_head, &strip, true);
+                }
+            }
+        }
+    }
+
+    /// Writes the outputs of one strip of a task. `cold`: its rows have not been prefetched.
+    fn write_strip(
+        &self,
+        outputs: &mut OutputRows<'_, E>,
+        task: &mut QueryTask<'_, Acc<E>>,
+        group_head: usize,
+        strip: &Strip,
+        cold: bool,
+    ) {
+        let (block, first) = task.block(strip.rows.start);
+        let block = &*block;
+        let rows = first..first + strip.rows.len();
+        let of_block = &Strip { rows, ..*strip };
+        let next = cold.then_some(NextStrip { sums: &[], head: None });
+        outputs.write_strip(&StripOutput {
+            geometry: self.geometry,
+            normalize: self.scores.spec.normalize,
+            sinks: self.sinks,
+            block,
+            group_head,
+            strip: of_block,
+            batch: 0,
+            head: group_head,
+            first_row: strip.rows.start,
+            next,
+        });
     }
 
     /// Returns the tile that usually follows the last tile of `heads`: the first one, of the next
@@ -117,13 +177,15 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         }
     }
 
-    /// Attends to one tile of keys with all strips and the given heads of a task.
+    /// Attends to one tile of keys with all strips and the given heads of a task. With `outputs`,
+    /// writes those of strips whose last tile it is.
     pub(super) fn attend_kv_tile(
         &self,
         scratch: &mut Scratch<Acc<E>>,
         task: &mut QueryTask<'_, Acc<E>>,
         heads: &Range<usize>,
         (keys, next): (&Range<usize>, NextTile),
+        mut outputs: Option<&mut OutputRows<'_, E>>,
     ) {
         let mut next = Some(next);
         let mut tiles = 0;
@@ -164,8 +226,24 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
                     );
                     self.schedule_queries(&mut scratch.prefetcher, &task.rows, heads, &coord);
                 }
+                let group_head = head % self.geometry.dims.group();
+                let last_of = outputs
+                    .as_deref_mut()
+                    .filter(|_| scratch.last_keys[strip.rows.start / TILE] == keys.start);
+                let out = match &last_of {
+                    Some(outputs) => {
+                        scratch.prefetcher.schedule_outputs(strip.rows.clone());
+                        PrefetchRows::of_view(outputs.out_rows(0, group_head))
+                    }
+                    None => PrefetchRows::default(),
+                };
                 let (block, first) = task.block(strip.rows.start);
-                self.attend_tile(scratch, block, first, &coord);
+                self.attend_tile(scratch, block, first, (&coord, out));
+                if let Some(outputs) = last_of {
+                    scratch.prefetcher.schedule_outputs(0..0);
+                    scratch.written[coord.strip] = true;
+                    self.write_strip(outputs, task, group_head, &strip, false);
+                }
             }
         }
         // a guess: the next tile of keys is packed after as many tiles as this one had
@@ -198,13 +276,14 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         self.geometry.packed_rows(self.geometry.dims.head_dim)
     }
 
-    /// Attends to one tile of one head. `first` is the strip's first row in the block.
+    /// Attends to one tile of one head. `first` is the strip's first row in the block, `out` are
+    /// rows that are prefetched if they are scheduled.
     fn attend_tile(
         &self,
         scratch: &mut Scratch<Acc<E>>,
         block: &mut QueryBlock<Acc<E>>,
         first: usize,
-        coord: &TileCoord,
+        (coord, out): (&TileCoord, PrefetchRows),
     ) {
         let token = self.geometry.token;
         let vectors = coord.vectors;
@@ -233,7 +312,7 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         let [k, v] = [&self.k, &self.v]
             .map(|source| PrefetchRows::of(source.plane(block.batch, prefetcher.rows_head)));
         let q = PrefetchRows::of(self.q.plane(block.batch, prefetcher.head));
-        let mut cursor = prefetcher.cursor([k, v], q);
+        let mut cursor = prefetcher.cursor([k, v], q, out);
         let products = gemm_nn(
             (token, vectors),
             tile_mask,

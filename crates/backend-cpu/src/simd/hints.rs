@@ -5,8 +5,15 @@
 /// A no-op on other architectures: stable Rust has no prefetch intrinsic for them.
 #[inline(always)]
 pub(crate) fn prefetch_l1<T>(memory: &[T]) {
+    prefetch_l1_at(memory.as_ptr().cast(), size_of_val(memory));
+}
+
+/// As [`prefetch_l1`], of `bytes` bytes from `first` on: of memory that no slice describes, because
+/// other parts of it are written meanwhile.
+#[inline(always)]
+pub(crate) fn prefetch_l1_at(first: *const u8, bytes: usize) {
     #[cfg(target_arch = "x86_64")]
-    each_line(memory, |line| {
+    each_line(first, bytes, |line| {
         // SAFETY: a prefetch is a hint. It is allowed for any address and changes nothing but cache
         // contents. SSE is part of every x86-64.
         unsafe {
@@ -14,7 +21,7 @@ pub(crate) fn prefetch_l1<T>(memory: &[T]) {
         };
     });
     #[cfg(not(target_arch = "x86_64"))]
-    std::hint::black_box(memory);
+    std::hint::black_box((first, bytes));
 }
 
 /// Prefetches memory into the second-level cache, for data that is read later.
@@ -35,20 +42,20 @@ pub(crate) fn prefetch_l2<T>(memory: &[T]) {
     std::hint::black_box(memory);
 }
 
-/// Calls `prefetch` with an address in each cache line of 64 bytes that holds a part of `memory`.
+/// Calls `prefetch` with an address in each cache line of 64 bytes that holds one of `bytes` bytes
+/// from `first` on.
 ///
 /// Rows of a caller's tensor seldom begin at a line: the allocator aligns to 16 bytes. A row of 64
 /// f32 then lies in five lines.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
-fn each_line<T>(memory: &[T], prefetch: impl Fn(*const u8)) {
+fn each_line(first: *const u8, bytes: usize, prefetch: impl Fn(*const u8)) {
     const LINE: usize = 64;
-    if memory.is_empty() {
+    if bytes == 0 {
         return;
     }
-    let first = memory.as_ptr().cast::<u8>();
     let offset = first.addr() % LINE;
-    for line in 0..(offset + size_of_val(memory)).div_ceil(LINE) {
+    for line in 0..(offset + bytes).div_ceil(LINE) {
         prefetch(first.wrapping_sub(offset).wrapping_add(line * LINE));
     }
 }

@@ -2,11 +2,13 @@
 //!
 //! ```text
 //! after each register tile of a product:
-//!     while rows of the next strip are left:  prefetch two of them
-//!     every interval-th time:                 prefetch one row of the next tile's panels
+//!     while rows of the next strip, or of the outputs, are left:  prefetch two of them
+//!     every interval-th time:                                     prefetch one row of the next
+//!                                                                 tile's panels
 //! ```
 //! The panels are K and V with queries in lanes, Q and dO with keys in lanes. The strip is needed
-//! sooner: the first tile of a task packs one for each of its products.
+//! sooner: the first tile of a task packs one for each of its products. The outputs are those of
+//! the current strip, which are written after the products.
 //! Rows of one head lie far apart in memory, so that demand loads stall. Too many prefetches at
 //! once exhaust the line-fill buffers and stall as well. The rows that are packed next are
 //! therefore prefetched a few at a time, spread over the products of the current tile.
@@ -14,9 +16,10 @@
 use std::ops::Range;
 
 use annulus_core::Element;
+use ndarray::ArrayView2;
 
 use crate::{
-    simd::{hints::prefetch_l1, vector::MAX_LANES},
+    simd::{hints::prefetch_l1_at, vector::MAX_LANES},
     tile::{gemm::Epilogue, input::Plane, tile_mask::TILE},
 };
 
@@ -24,8 +27,8 @@ use crate::{
 /// estimated.
 const REGISTER_ROWS: usize = 4;
 
-/// Rows of a strip that are prefetched after a register tile: the 64 of a strip within its 32
-/// register tiles at D = 64.
+/// Rows of a strip, or of its outputs, that are prefetched after a register tile: the 64 of a strip
+/// within its 32 register tiles at D = 64.
 const LANES_PER_CALL: usize = 2;
 
 /// Distance of prefetches in loops that write strided rows and have no product to hide their
@@ -43,6 +46,8 @@ pub(crate) struct Prefetcher {
     lanes: Range<usize>,
     /// Head of `lanes`.
     pub(crate) head: usize,
+    /// Rows of the outputs of the current strip.
+    outputs: Range<usize>,
     /// Register tiles between two prefetches of `rows`.
     interval: usize,
     /// Calls of [`PrefetchCursor::issue`] until the next prefetch of `rows`.
@@ -73,43 +78,76 @@ impl Prefetcher {
         self.countdown = 0;
     }
 
+    /// Schedules the rows of the outputs of the current strip.
+    pub(crate) const fn schedule_outputs(&mut self, rows: Range<usize>) {
+        self.outputs = rows;
+        self.countdown = 0;
+    }
+
     /// Returns the epilogue that prefetches during a product: `rows` from the first two planes,
-    /// `lanes` from the last.
+    /// `lanes` from the third, and outputs.
     pub(crate) const fn cursor<'a>(
         &'a mut self,
-        rows: [PrefetchRows<'a>; 2],
-        lanes: PrefetchRows<'a>,
+        rows: [PrefetchRows; 2],
+        lanes: PrefetchRows,
+        outputs: PrefetchRows,
     ) -> PrefetchCursor<'a> {
-        PrefetchCursor { prefetcher: self, rows, lanes }
+        PrefetchCursor { prefetcher: self, rows, lanes, outputs }
     }
 }
 
-/// Vectors of one batch row and head, as bytes. Empty if the vectors are not contiguous.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct PrefetchRows<'a> {
-    bytes: &'a [u8],
-    stride: usize,
+/// Addresses of the vectors of one batch row and head, which are never dereferenced. None if the
+/// vectors are not contiguous.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PrefetchRows {
+    first: *const u8,
+    rows: usize,
+    /// Bytes between the first bytes of two rows.
+    stride: isize,
+    /// Bytes of a vector.
     len: usize,
 }
 
-impl<'a> PrefetchRows<'a> {
+impl Default for PrefetchRows {
+    fn default() -> Self {
+        Self { first: std::ptr::null(), rows: 0, stride: 0, len: 0 }
+    }
+}
+
+impl PrefetchRows {
     /// Describes the vectors of a plane.
-    pub(crate) fn of<E: Element>(plane: Plane<'a, E>) -> Self {
+    pub(crate) fn of<E: Element>(plane: Plane<'_, E>) -> Self {
         match plane {
-            Plane::Tensor(_) => Self::default(),
+            Plane::Tensor(vectors) => Self::of_view(vectors),
             Plane::Vectors { elements, stride, dim } => Self {
-                bytes: bytemuck::cast_slice(elements),
-                stride: stride * size_of::<E>(),
+                first: elements.as_ptr().cast(),
+                rows: elements.len().checked_sub(dim).map_or(0, |last| last / stride.max(1) + 1),
+                stride: (stride * size_of::<E>()).cast_signed(),
                 len: dim * size_of::<E>(),
             },
         }
     }
 
+    /// Describes the vectors `[rows, dim]` of a view.
+    pub(crate) fn of_view<E: Element>(vectors: ArrayView2<'_, E>) -> Self {
+        let (rows, dim) = vectors.dim();
+        if dim > 1 && vectors.strides()[1] != 1 {
+            return Self::default();
+        }
+        Self {
+            first: vectors.as_ptr().cast(),
+            rows,
+            stride: vectors.strides()[0] * size_of::<E>().cast_signed(),
+            len: dim * size_of::<E>(),
+        }
+    }
+
     /// Prefetches one row, if it exists.
     pub(crate) fn prefetch(&self, row: usize) {
-        prefetch_l1(
-            self.bytes.get(row * self.stride..row * self.stride + self.len).unwrap_or_default(),
-        );
+        if row < self.rows {
+            let offset = self.stride.wrapping_mul(row.cast_signed());
+            prefetch_l1_at(self.first.wrapping_offset(offset), self.len);
+        }
     }
 }
 
@@ -117,8 +155,9 @@ impl<'a> PrefetchRows<'a> {
 #[derive(Debug)]
 pub(crate) struct PrefetchCursor<'a> {
     prefetcher: &'a mut Prefetcher,
-    rows: [PrefetchRows<'a>; 2],
-    lanes: PrefetchRows<'a>,
+    rows: [PrefetchRows; 2],
+    lanes: PrefetchRows,
+    outputs: PrefetchRows,
 }
 
 impl PrefetchCursor<'_> {
@@ -127,18 +166,21 @@ impl PrefetchCursor<'_> {
     #[inline(never)]
     fn issue(&mut self) {
         for _ in 0..LANES_PER_CALL {
-            if let Some(row) = self.prefetcher.lanes.next() {
+            if let Some(row) = self.prefetcher.outputs.next() {
+                self.outputs.prefetch(row);
+            } else if let Some(row) = self.prefetcher.lanes.next() {
                 self.lanes.prefetch(row);
             }
         }
-        let Prefetcher { rows, lanes, interval, wait, countdown, .. } = &mut *self.prefetcher;
+        let Prefetcher { rows, lanes, outputs, interval, wait, countdown, .. } =
+            &mut *self.prefetcher;
         if *wait > 0 {
             *wait -= 1;
         } else if let Some(row) = rows.next() {
             *wait = *interval;
             self.rows.iter().for_each(|rows| rows.prefetch(row));
         }
-        *countdown = match (lanes.len(), rows.len()) {
+        *countdown = match (lanes.len() + outputs.len(), rows.len()) {
             (1.., _) => 0,
             (0, 1..) => std::mem::take(wait),
             // nothing is left until more is scheduled
@@ -174,7 +216,8 @@ mod tests {
             let mut remaining = Vec::new();
             for _ in 0..calls {
                 // missing rows are not prefetched
-                prefetcher.cursor([lines, PrefetchRows::default()], lines).after_register_tile();
+                let none = PrefetchRows::default();
+                prefetcher.cursor([lines, none], lines, none).after_register_tile();
                 remaining.push((prefetcher.rows.len(), prefetcher.lanes.len()));
             }
             remaining

@@ -84,8 +84,10 @@ impl<A: Real> Scratch<A> {
             + panels.map(|panel| panel.bytes()).iter().sum::<usize>()
             + self.ds_tile.bytes()
             + list_bytes(&self.filled)
+            + list_bytes(&self.written)
             + list_bytes(&self.query_tiles)
             + list_bytes(&self.query_tiles_known)
+            + list_bytes(&self.last_keys)
             + tiles.map(|tile| tile.bytes()).sum::<usize>()
             + self.mask_cache.bytes()
     }

@@ -65,11 +65,15 @@ pub(crate) struct Scratch<A> {
     pub(crate) query_tiles_of: Option<(usize, usize, Range<usize>)>,
     /// True for strips that are packed already.
     pub(crate) filled: Vec<bool>,
+    /// True for strips of queries whose outputs are written.
+    pub(crate) written: Vec<bool>,
     /// Bounds of the keys of all queries of the task.
     pub(crate) task_tile: QueryTile,
     /// Visibility of each 64 queries of the task, where `query_tiles_known`.
     pub(crate) query_tiles: Vec<QueryTile>,
     pub(crate) query_tiles_known: Vec<bool>,
+    /// First key of the last tile that is not certainly empty, of each 64 queries of the task.
+    pub(crate) last_keys: Vec<usize>,
     pub(crate) bits: TileBits,
     /// Mask of a tile of 64 queries × 64 keys, of which `tile_mask` is that of a strip.
     pub(crate) whole_mask: TileMask,
@@ -131,9 +135,11 @@ impl<A: Real> Scratch<A> {
             prefetcher: Prefetcher::default(),
             query_tiles_of: None,
             filled: vec![false; (lanes / strip).max(geometry.key_block() / A::WIDTH)],
+            written: vec![false; q_lanes.div_ceil(strip)],
             task_tile: QueryTile::default(),
             query_tiles: (0..q_rows.div_ceil(TILE)).map(|_| QueryTile::default()).collect(),
             query_tiles_known: vec![false; q_rows.div_ceil(TILE)],
+            last_keys: vec![0; q_rows.div_ceil(TILE)],
             bits: TileBits::default(),
             whole_mask: TileMask::default(),
             tile_mask: TileMask::default(),

@@ -390,10 +390,15 @@ impl<A: Real> State<A> {
         }
     }
 
-    /// Sorts the blocks for a forward pass; returns the rows of its tasks.
-    pub(crate) fn arrange_forward(&mut self) -> usize {
-        self.arrange(if self.narrow { BlockOrder::Rows } else { BlockOrder::Heads });
-        if self.narrow { self.q_rows } else { self.wide_rows }
+    /// Sorts the blocks for a forward pass; returns the rows of its tasks, and their order.
+    pub(crate) fn arrange_forward(&mut self) -> (usize, BlockOrder) {
+        let (rows, order) = if self.narrow {
+            (self.q_rows, BlockOrder::Rows)
+        } else {
+            (self.wide_rows, BlockOrder::Heads)
+        };
+        self.arrange(order);
+        (rows, order)
     }
 
     /// Sorts the blocks for the dq pass; returns the rows of its tasks. With a bias, the blocks of

@@ -8,6 +8,7 @@ mod calls;
 mod features;
 mod forced;
 mod forward_only;
+mod last_block;
 mod numbers;
 mod ranks;
 mod support;

@@ -71,6 +71,36 @@ impl Case {
     }
 }
 
+/// Call that attends to the last block of a forward pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum LastCall {
+    Attend,
+    AttendLast,
+}
+
+/// out, lse, max, sum and ties of one rank.
+pub(crate) type RankOutputs<E> = (
+    Array4<E>,
+    Array4<<E as Element>::Accumulator>,
+    [Option<Array4<<E as Element>::Accumulator>>; 3],
+);
+
+impl Case {
+    /// Returns the outputs of each rank.
+    pub(crate) fn forward_outputs<E: Element>(
+        &self,
+        cpu: &Cpu,
+        layout: &Layout,
+        ranks: usize,
+        last_call: LastCall,
+    ) -> Result<Vec<RankOutputs<E>>> {
+        let mut ring = Ring::<E>::new(self, cpu, layout, ranks, Passes::Forward)?;
+        ring.forward(if ranks == 1 { Readers::Local } else { Readers::Ring }, last_call)?;
+        let outputs = |rank: Rank<E>| (rank.out, rank.lse, [rank.max, rank.sum, rank.ties]);
+        Ok(ring.ranks.into_iter().map(outputs).collect())
+    }
+}
+
 /// A tick that never stops a call.
 pub(crate) fn keep_going() -> ControlFlow<()> {
     ControlFlow::Continue(())
@@ -228,12 +258,12 @@ impl<'a, E: Element> Ring<'a, E> {
     }
 
     fn run(mut self, fused: bool) -> Result<Outcome> {
-        self.forward(Readers::Ring)?;
+        self.forward(Readers::Ring, LastCall::AttendLast)?;
         self.backward(fused)
     }
 
     fn run_forward(mut self, readers: Readers) -> Result<(Array4<f64>, Array3<f64>)> {
-        self.forward(readers)?;
+        self.forward(readers, LastCall::AttendLast)?;
         let Dims { batch, q_len, q_heads, .. } = self.case.spec.dims;
         let (mut out, mut lse) =
             (Array4::zeros(self.case.dout.raw_dim()), Array4::zeros((batch, q_heads, q_len, 1)));
@@ -244,7 +274,7 @@ impl<'a, E: Element> Ring<'a, E> {
         Ok((out, lse.index_axis_move(Axis(3), 0)))
     }
 
-    fn forward(&mut self, readers: Readers) -> Result<()> {
+    fn forward(&mut self, readers: Readers, last_call: LastCall) -> Result<()> {
         let count = self.ranks.len();
         let mut passes = Vec::new();
         let ranks = self.ranks.iter().zip(&mut self.workspaces).zip(&mut self.blocks);
@@ -255,24 +285,30 @@ impl<'a, E: Element> Ring<'a, E> {
         }
         let mut outputs = Vec::new();
         for (r, mut pass) in passes.into_iter().enumerate() {
-            for t in 0..count {
-                let owner = (r + t) % count;
-                let buffer = &self.blocks[owner];
-                let rows = &*self.ranks[owner].shard.keys;
-                pass.attend(&Block { buffer, ready: &(), rows }, &mut keep_going)?;
-            }
             let rank = &self.ranks[r];
             let mut out = rank.out.clone();
             let mut lse = rank.lse.clone();
             let (mut max, mut sum, mut ties) =
                 (rank.max.clone(), rank.sum.clone(), rank.ties.clone());
-            pass.finish(&mut Outputs::<Host> {
+            let outputs_of_rank = &mut Outputs::<Host> {
                 out: E::view_mut(out.view_mut()),
                 lse: Element::view_mut(lse.view_mut()),
                 max: max.as_mut().map(|max| Element::view_mut(max.view_mut())),
                 sum: sum.as_mut().map(|sum| Element::view_mut(sum.view_mut())),
                 ties: ties.as_mut().map(|ties| Element::view_mut(ties.view_mut())),
-            })?;
+            };
+            for t in 0..count {
+                let owner = (r + t) % count;
+                let buffer = &self.blocks[owner];
+                let rows = &*self.ranks[owner].shard.keys;
+                let block = Block { buffer, ready: &(), rows };
+                if t + 1 == count && last_call == LastCall::AttendLast {
+                    pass.attend_last(&block, outputs_of_rank, &mut keep_going)?;
+                } else {
+                    pass.attend(&block, &mut keep_going)?;
+                }
+            }
+            pass.finish(outputs_of_rank)?;
             outputs.push((out, lse, max, sum, ties));
         }
         for (rank, outputs) in self.ranks.iter_mut().zip(outputs) {

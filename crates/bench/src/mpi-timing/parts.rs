@@ -148,6 +148,15 @@ impl<P: ForwardPass<Host>> ForwardPass<Host> for TimedPass<P> {
         self.pace.run(kv, FORWARD, tick, |tick| self.inner.attend(kv, tick))
     }
 
+    fn attend_last(
+        &mut self,
+        kv: &Block<'_, Host>,
+        outputs: &mut Outputs<'_, Host>,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        self.pace.run(kv, FORWARD, tick, |tick| self.inner.attend_last(kv, outputs, tick))
+    }
+
     fn finish(self, outputs: &mut Outputs<'_, Host>) -> Result<()> {
         self.inner.finish(outputs)
     }

@@ -283,14 +283,23 @@ impl<'a, S: Space> Blocks<'a, S> {
     }
 }
 
-/// Brings one block after another to this rank and calls `attend` with the step and the block.
-/// `shards` are those whose rows circulate.
+/// Block of a pass, or part of one, that reaches this rank.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct BlockIndex {
+    /// Number of its ring step.
+    pub(super) step: usize,
+    /// True if the rank attends to no further block.
+    pub(super) is_last: bool,
+}
+
+/// Brings one block after another to this rank and calls `attend` with each. `shards` are those
+/// whose rows circulate.
 pub(super) fn circulate<S: Space>(
     shards: &[Arc<Shard>],
     mut blocks: Blocks<'_, S>,
     in_flight: &mut InFlight<'_, S>,
     rows: &mut Rows,
-    mut attend: impl FnMut(usize, &Block<'_, S>, Tick<'_>) -> Result<()>,
+    mut attend: impl FnMut(BlockIndex, &Block<'_, S>, Tick<'_>) -> Result<()>,
 ) -> Result<()> {
     let steps = blocks.steps;
     for (number, step) in steps.iter().enumerate() {
@@ -306,9 +315,11 @@ pub(super) fn circulate<S: Space>(
             let Some((buffer, ready)) = blocks.current() else { break };
             shards[step.owner].expand(part_rows, rows)?;
             let block = Block { buffer: &buffer, ready: &ready, rows };
+            let is_last = number + 1 == steps.len() && part + 1 == parts.len();
+            let index = BlockIndex { step: number, is_last };
             let of_block = [part_rows.count(), step.rows.count()];
             in_flight.compute(step.owner, of_block, |in_flight| {
-                attend(number, &block, &mut || {
+                attend(index, &block, &mut || {
                     in_flight.tick_with(|in_flight| blocks.advance(in_flight))
                 })
             })?;

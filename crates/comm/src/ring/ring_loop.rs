@@ -68,8 +68,8 @@ impl<B: Backend> Ring<B> {
         let blocks =
             Blocks::new(kv, ready, steps, |step| &step.kv_in_parts, pace, &mut buffers.blocks);
         let shards = &plan.shards.kv;
-        circulate(shards, blocks, &mut in_flight, &mut buffers.rows, |_, kv, tick| {
-            pass.attend(kv, tick)
+        circulate(shards, blocks, &mut in_flight, &mut buffers.rows, |block, kv, tick| {
+            if block.is_last { pass.attend_last(kv, outputs, tick) } else { pass.attend(kv, tick) }
         })?;
 
         pass.finish(outputs)?;
@@ -177,10 +177,10 @@ impl<B: Backend> Ring<B> {
         let blocks =
             Blocks::new(kv, ready, steps, |step| &step.kv_in_parts, pace, &mut buffers.blocks);
         let shards = &plan.shards.kv;
-        circulate(shards, blocks, &mut in_flight, rows, |step, kv, tick| {
+        circulate(shards, blocks, &mut in_flight, rows, |block, kv, tick| {
             // the local queries add to the local dK and dV here, so the second pass skips them; in
             // the reproducible order they are leaves like those of other ranks
-            let dkv = (step == 0 && !reproducible).then_some(&mut *local_dkv);
+            let dkv = (block.step == 0 && !reproducible).then_some(&mut *local_dkv);
             pass.attend_kv(kv, dkv, tick).map(drop)
         })?;
         let waited = in_flight.waited();
@@ -195,7 +195,7 @@ impl<B: Backend> Ring<B> {
         let blocks =
             Blocks::new(q, ready, steps, |step| &step.kv_in_parts, pace, &mut buffers.queries);
         let shards = &plan.shards.q;
-        circulate(shards, blocks, &mut in_flight, rows, |step, q, tick| match step {
+        circulate(shards, blocks, &mut in_flight, rows, |block, q, tick| match block.step {
             0 if !reproducible => Ok(()),
             _ => pass.attend_queries(q, local_dkv, tick),
         })?;

@@ -75,6 +75,16 @@ impl<P: ForwardPass<D>, D: DeviceSpace> ForwardPass<HostViews<D>> for OnHostForw
         self.pass.attend(&on_device(kv), tick)
     }
 
+    /// Writes no outputs: they are downloaded once, in `finish`.
+    fn attend_last(
+        &mut self,
+        kv: &Block<'_, HostViews<D>>,
+        _: &mut Outputs<'_, HostViews<D>>,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        self.attend(kv, tick)
+    }
+
     fn finish(self, outputs: &mut Outputs<'_, HostViews<D>>) -> Result<()> {
         let Self { pass, context, outputs: slots } = self;
         let mut out = Output::new(context, slots.out, &mut outputs.out)?;
