@@ -148,7 +148,10 @@ fn the_fortran_module_has_the_constants_and_fields_of_the_header() {
     let module = fs::read_to_string(folder.join("fortran/annulus.f90")).unwrap();
     let defines = header.lines().filter_map(|line| line.strip_prefix("#define "));
     let mut constants = 0;
-    for (name, value) in defines.filter_map(|rest| rest.split_once(' ')) {
+    // macros with parameters are calls of functions that the module has by themselves
+    let constants_of_header =
+        defines.filter_map(|rest| rest.split_once(' ')).filter(|(name, _)| !name.contains('('));
+    for (name, value) in constants_of_header {
         assert!(module.contains(&format!(":: {name} = {value}\n")), "{name} = {value}");
         constants += 1;
     }
