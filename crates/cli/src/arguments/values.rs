@@ -238,6 +238,11 @@ pub(crate) fn planned_ranks(text: &str) -> Result<usize, String> {
     count_to(MOST_PLANNED_RANKS, text)
 }
 
+/// Parses a number of rows of a page of a KV cache.
+pub(crate) fn page_rows(text: &str) -> Result<usize, String> {
+    count_to(1 << 32, text)
+}
+
 /// Parses a number of sink logits per head.
 pub(crate) fn sinks_count(text: &str) -> Result<usize, String> {
     count_to(1 << 16, text)

@@ -19,8 +19,8 @@ use crate::{
         mask::MaskFlags,
         ring::TransportName,
         values::{
-            DTypeName, PrecisionName, count as from_one, finite, positive, probability, ranks,
-            silence, threads, whole, whole_u64,
+            DTypeName, PrecisionName, count as from_one, finite, page_rows, positive, probability,
+            ranks, silence, threads, whole, whole_u64,
         },
     },
     attend::shared_output,
@@ -80,8 +80,8 @@ pub(crate) struct DecodeFlags {
     /// Rows of a chunk of the prefill. Default: all
     #[arg(long, value_name = "ROWS", value_parser = from_one)]
     prefill_chunk: Option<usize>,
-    /// Rows of a page, 1 to 2^32. Default: 64
-    #[arg(long, value_name = "ROWS", value_parser = from_one)]
+    /// Rows of a page, 1 to 2^32; at most all rows are in one. Default: 64
+    #[arg(long, value_name = "ROWS", value_parser = page_rows)]
     page_rows: Option<usize>,
     /// Print the summary as one JSON object
     #[arg(long)]
@@ -273,7 +273,9 @@ impl Decoding<'_> {
         let shape = CacheShape::new(dims.batch, dims.q_heads, dims.head_dim)
             .kv_heads(dims.kv_heads)
             .value_dim(dims.value_dim);
-        let shape = flags.page_rows.map_or(shape, |rows| shape.page_rows(rows as u64));
+        // a longer page takes memory that no row fills
+        let page_rows = flags.page_rows.map(|rows| rows.min(dims.kv_len.max(1)) as u64);
+        let shape = page_rows.map_or(shape, |rows| shape.page_rows(rows));
         let endpoints = job.endpoints()?;
         let ranks = job.run_phase(endpoints, |rank, endpoint| {
             let transport = endpoint.of_host();

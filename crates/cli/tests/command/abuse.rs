@@ -69,7 +69,9 @@ struct Case {
 /// Returns a valid command line of a subcommand. Positional arguments have the flag `<NAME>`.
 fn base(subcommand: &str) -> Vec<(&'static str, &'static str)> {
     match subcommand {
-        "attend" => vec![("--input", "in.safetensors"), ("--output", "out.safetensors")],
+        "attend" | "decode" => {
+            vec![("--input", "in.safetensors"), ("--output", "out.safetensors")]
+        }
         "check" => vec![
             ("<DIR>", "cases"),
             ("--ranks", "1"),
@@ -227,7 +229,7 @@ fn paths() -> Vec<Vec<u8>> {
 }
 
 /// Contradicting and incomplete command lines, with a text that the failure must contain.
-const CONTRADICTIONS: [(&str, &str); 47] = [
+const CONTRADICTIONS: [(&str, &str); 50] = [
     ("attend", "--input"),
     ("attend --input in.safetensors", "--output"),
     ("attend --output out.safetensors", "--input"),
@@ -250,6 +252,9 @@ const CONTRADICTIONS: [(&str, &str); 47] = [
     ),
     ("attend --input in.safetensors --output out.safetensors extra", "extra"),
     ("attend --input in.safetensors --output out.safetensors --transport nccl", "nccl"),
+    ("decode --input in.safetensors", "--output"),
+    ("decode --input in.safetensors --output out.safetensors --prefill 1000000", "--prefill"),
+    ("decode --input in.safetensors --output out.safetensors --seed 1", "--dropout"),
     ("check", "DIR"),
     ("check cases --case nosuch", "--case"),
     ("check cases --case", "--case"),
@@ -326,10 +331,10 @@ impl Subcommand {
         }
         // flags that the replaced flag requires or excludes
         match (self.name.as_str(), without) {
-            ("attend", "--dropout") => arguments.extend(["--seed".into(), "1".into()]),
-            ("attend", "--seed") => arguments.extend(["--dropout".into(), "0.5".into()]),
+            ("attend" | "decode", "--dropout") => arguments.extend(["--seed".into(), "1".into()]),
+            ("attend" | "decode", "--seed") => arguments.extend(["--dropout".into(), "0.5".into()]),
             ("attend", "--bias-order") => arguments.extend(["--soft-cap".into(), "1".into()]),
-            ("attend" | "plan", "--first-visible") => {
+            ("attend" | "decode" | "plan", "--first-visible") => {
                 arguments.extend(["--window".into(), "1".into()])
             }
             ("demo", "--documents") => {
@@ -433,6 +438,7 @@ fn cases(folder: &Folder) -> Vec<Case> {
         names,
         [
             "attend",
+            "decode",
             "check",
             "plan",
             "bench",
