@@ -1451,9 +1451,9 @@ int annulus_plan_layout(const struct annulus_plan *plan, int32_t *layout);
 int annulus_plan_route(const struct annulus_plan *plan, int32_t *route);
 
 /**
- * Writes the strategy in force to `*strategy`: ANNULUS_STRATEGY_RING, HEADS_RING or GRID, which are
- * the forms of all others. `*heads` is the ranks of a group, 1 for the ring, or the parts of the
- * heads of ANNULUS_STRATEGY_GRID. Local.
+ * Writes the strategy in force to `*strategy`: ANNULUS_STRATEGY_RING, HEADS_RING or GRID, which
+ * are the forms of all others. `*heads` is the ranks of a group, 1 for the ring, or the parts of
+ * the heads of ANNULUS_STRATEGY_GRID. Local.
  *
  * Errors
  * ANNULUS_INVALID_ARGUMENT.

@@ -1,4 +1,4 @@
-//! What a host lends of CUDA and NCCL.
+//! Resources that a host lends to plans: a CUDA context, a stream, an NCCL communicator.
 
 /// CUDA context and stream that the host lends, and perhaps an NCCL communicator, as addresses.
 #[derive(Debug, Clone, Copy)]

@@ -526,9 +526,9 @@ pub unsafe extern "C" fn annulus_plan_route(plan: *const annulus_plan, route: *m
     unsafe { answer(plan, "route", route, of) }
 }
 
-/// Writes the strategy in force to `*strategy`: ANNULUS_STRATEGY_RING, HEADS_RING or GRID, which are
-/// the forms of all others. `*heads` is the ranks of a group, 1 for the ring, or the parts of the
-/// heads of ANNULUS_STRATEGY_GRID. Local.
+/// Writes the strategy in force to `*strategy`: ANNULUS_STRATEGY_RING, HEADS_RING or GRID, which
+/// are the forms of all others. `*heads` is the ranks of a group, 1 for the ring, or the parts of
+/// the heads of ANNULUS_STRATEGY_GRID. Local.
 ///
 /// # Errors
 /// ANNULUS_INVALID_ARGUMENT.

@@ -28,8 +28,9 @@ struct RangeHooks {
 
 static HOOKS: OnceLock<RangeHooks> = OnceLock::new();
 
-/// Calls `begin` and `end` with the name of every range of this process from now on. They are called
-/// on the threads of the ranks, between tiles, so they are short. A panic in them is ignored.
+/// Calls `begin` and `end` with the name of every range of this process from now on. They are
+/// called on the threads of the ranks, between tiles, so they are short. A panic in them is
+/// ignored.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] if functions were set before: profilers belong to a process, and a

@@ -64,8 +64,8 @@ pub struct Event {
 /// one wait, less than a tile takes.
 const MERGED_GAP: Duration = Duration::from_micros(50);
 
-/// Default number of events that a log keeps: of a ring of 1,000 ranks those of some hundred passes,
-/// in about 100 MB.
+/// Default number of events that a log keeps: of a ring of 1,000 ranks those of some hundred
+/// passes, in about 100 MB.
 pub const CAPACITY: usize = 1 << 20;
 
 /// Handle to the log of a rank. Clones share the log. Once the log is full, each event replaces the

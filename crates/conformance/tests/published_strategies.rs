@@ -1,5 +1,5 @@
-//! Strategies by their published names on 2, 3, 4 and 8 ranks: against the f64 oracle, with the bytes
-//! and bits of their forms, and what they refuse.
+//! Strategies by their published names on 2, 3, 4 and 8 ranks: against the f64 oracle, with the
+//! bytes and bits of their forms, and what they refuse.
 
 use annulus::{Attention, LocalRing, PassKind, Tensors};
 use annulus_conformance::{Case, Draw, Facade, Judge, Masks, Setting, Subject};

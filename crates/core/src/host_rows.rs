@@ -185,8 +185,8 @@ impl<'a> HostViewMut<'a> {
         })));
     }
 
-    /// Divides the elements by those of `by`, a tensor of the same shape. An element that is divided
-    /// by 0 becomes 0.
+    /// Divides the elements by those of `by`, a tensor of the same shape. An element that is
+    /// divided by 0 becomes 0.
     pub fn divide(&mut self, by: &HostView<'_>) {
         with_array!(Self, self, into => with_array!(HostView, by, by => {
             for (into, by) in into.iter_mut().zip(by.iter()) {

@@ -80,8 +80,8 @@ struct StatisticsRow<'a, A> {
 /// Inputs of the row statistics.
 struct StatisticsInputs<'a, E: Input> {
     token: IsaToken,
-    /// None of partial results, of which dlse is −delta; of an output that is not normalised ties is
-    /// then −⟨out, dout⟩ / ties.
+    /// None of partial results, of which dlse is −delta; of an output that is not normalised ties
+    /// is then −⟨out, dout⟩ / ties.
     out: Option<ArrayView4<'a, E>>,
     dout: ArrayView4<'a, E>,
     lse: ArrayView4<'a, Acc<E>>,

@@ -16,8 +16,9 @@ fn is_nan(x: f32) -> bool {
 // Returns 0 below the least normal number; NaN stays NaN. Arguments are at most about 0 where the
 // result is used.
 //
-// The sum of the integer n and 1.5·2^23 + 127 has n + 127 in its lowest bits, which are the exponent
-// of 2^n. A conversion of n to an integer would take four instructions, because WGSL clamps it.
+// The sum of the integer n and 1.5·2^23 + 127 has n + 127 in its lowest bits, which are the
+// exponent of 2^n. A conversion of n to an integer would take four instructions, because WGSL
+// clamps it.
 fn exponentials(x: vec4<f32>) -> vec4<f32> {
     let n = round(x * 1.4426950408889634);
     var r = fma(n, vec4<f32>(-0.693145751953125), x);

@@ -62,9 +62,9 @@ impl KernelText {
         all
     }
 
-    /// Returns the kernel as it runs on full tiles of vectors of `dim` elements: without the code for
-    /// partial tiles, and with the loops of its products unrolled, so that a compiler's estimate
-    /// counts each instruction as often as it is executed.
+    /// Returns the kernel as it runs on full tiles of vectors of `dim` elements: without the code
+    /// for partial tiles, and with the loops of its products unrolled, so that a compiler's
+    /// estimate counts each instruction as often as it is executed.
     #[must_use]
     pub fn of_full_tiles(self, dim: usize) -> Self {
         let mut wgsl =

@@ -47,8 +47,8 @@ const fn accumulators(variant: TileVariant) -> Binding {
     Binding { name: "acc_words", kind, access: Access::Write }
 }
 
-/// Index of a workgroup's list in its plane. Long lists come first, so that no workgroup starts when
-/// most of the device is idle. No function of WGSL, whose result would not count as uniform.
+/// Index of a workgroup's list in its plane. Long lists come first, so that no workgroup starts
+/// when most of the device is idle. No function of WGSL, whose result would not count as uniform.
 const LIST_INDEX: &str = "select(
         group % params.tiles,
         params.tiles - 1u - group % params.tiles,

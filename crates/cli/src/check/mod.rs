@@ -69,8 +69,8 @@ pub(crate) struct CheckFlags {
     #[arg(long, value_enum, default_value = "contiguous,zigzag,striped", value_delimiter = ',')]
     layout: Vec<LayoutName>,
     /// Strategies: ring; heads:H, groups of H ranks among which heads are divided; grid:QxK, Q query
-    /// parts and K key columns, or grid:HxQxK; all-gather; all-to-all; once-per-node:N, with nodes of
-    /// N ranks; pass-q; auto, the one that sends the fewest bytes. A case whose ranks or heads a
+    /// parts and K key columns, or grid:HxQxK; all-gather; all-to-all; once-per-node:N, with nodes
+    /// of N ranks; pass-q; auto, the one that sends the fewest bytes. A case whose ranks or heads a
     /// strategy does not divide is unsupported
     #[arg(long, value_name = "NAME,...", default_value = "ring", value_delimiter = ',',
         value_parser = strategy)]

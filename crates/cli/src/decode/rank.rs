@@ -25,7 +25,7 @@ pub(super) struct Rank<T: Element> {
     decoded: Decoded<T>,
 }
 
-/// What a rank keeps of a decoding.
+/// Results and figures of a decoding on one rank.
 pub(super) struct Decoded<T: Element> {
     /// Results of all queries, on rank 0.
     results: Option<Results<T>>,

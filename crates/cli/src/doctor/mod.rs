@@ -1,5 +1,5 @@
-//! `annulus doctor`: lists the features of this build, the devices and cores of this machine, and the
-//! limits of each process.
+//! `annulus doctor`: lists the features of this build, the devices and cores of this machine, and
+//! the limits of each process.
 
 mod distinct;
 #[cfg(feature = "mpi")]
@@ -25,7 +25,8 @@ const EXAMPLES: &str = "Examples:
   mpirun -n 4 annulus doctor";
 
 /// Lists backends, devices, transports, CPU features, threads and versions; under a launcher
-/// (mpirun, srun) also nodes, cores and limits of the ranks, with one line for each distinct finding
+/// (mpirun, srun) also nodes, cores and limits of the ranks, with one line for each distinct
+/// finding
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct DoctorFlags {

@@ -4,8 +4,8 @@ use std::{collections::BTreeMap, fs, path::Path};
 
 use rustix::process::{Resource, getrlimit};
 
-/// Descriptors of a process besides those of its connections: `scripts/scale-check` runs 24 ranks of
-/// 40 descriptors each over TCP, and each of these has 10 neighbours.
+/// Descriptors of a process besides those of its connections: `scripts/scale-check` runs 24 ranks
+/// of 40 descriptors each over TCP, and each of these has 10 neighbours.
 const OTHER_DESCRIPTORS: u64 = 30;
 /// Least free shared memory of a node: an MPI maps a few MiB for each rank.
 const LEAST_SHARED_MEMORY: u64 = 64 << 20;

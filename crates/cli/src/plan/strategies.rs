@@ -100,8 +100,8 @@ impl Strategies {
         Ok(Self { all, predictions, chosen })
     }
 
-    /// Plans the ring of packed documents on the route of `choice` and on those of other strategies,
-    /// and predicts them.
+    /// Plans the ring of packed documents on the route of `choice` and on those of other
+    /// strategies, and predicts them.
     ///
     /// # Errors
     /// As [`Strategies::new`].

@@ -1,12 +1,12 @@
-//! Alignment of the clocks of ranks: all ranks complete an all-gather at about the same time, so the
-//! all-gathers of each pass show how far the clock of a rank has drifted from that of rank 0.
+//! Alignment of the clocks of ranks: all ranks complete an all-gather at about the same time, so
+//! the all-gathers of each pass show how far the clock of a rank has drifted from that of rank 0.
 //!
 //! ```text
 //! d_k       = completion of all-gather k on rank 0 - that on rank r
 //! offset(t) = median of d_k over the WINDOW all-gathers around t
 //! ```
-//! The median removes what a single completion is late by: a poll, or the latency of a message. With
-//! fewer all-gathers than that, clocks stay as they are: in so short a job they drift by less.
+//! The median removes what a single completion is late by: a poll, or the latency of a message.
+//! With fewer all-gathers than that, clocks stay as they are: in so short a job they drift by less.
 
 use std::collections::HashMap;
 

@@ -148,8 +148,8 @@ impl ColumnMerge {
         }
     }
 
-    /// Merges a part: out and lse of some heads of all rows, and max, sum and ties of an output that
-    /// is not normalised, one after another, packed, in the accumulator's type.
+    /// Merges a part: out and lse of some heads of all rows, and max, sum and ties of an output
+    /// that is not normalised, one after another, packed, in the accumulator's type.
     pub(super) fn add(&mut self, dtype: DType, heads: Range<usize>, part: &[u8]) -> Result<()> {
         match dtype {
             DType::F64 => self.add_elements::<f64>(heads, part),

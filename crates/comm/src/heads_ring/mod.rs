@@ -27,8 +27,8 @@
 //! Partial results are in the accumulator's type; they are rounded once, after the merge in f64. A
 //! backward pass sends q, dout, lse and −delta, from which every rank of the group computes the
 //! same probabilities, and sums the partial dq; dk and dv are complete after the ring. Of an output
-//! that is not normalised it sends dlse, max and the share of each maximum in place of −delta. Keys and
-//! values are exchanged only if heads are divided too, with the members of the own column.
+//! that is not normalised it sends dlse, max and the share of each maximum in place of −delta. Keys
+//! and values are exchanged only if heads are divided too, with the members of the own column.
 //!
 //! | file | content |
 //! |---|---|

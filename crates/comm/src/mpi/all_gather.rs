@@ -10,8 +10,8 @@
 //! lost rank ends at the deadline, like that for any other message.
 //!
 //! Ranks that agree contribute equal parts. A message contains a run of equal parts once, so an
-//! agreement of thousands of ranks sends ⌈log₂ ranks⌉ messages of the length of one or two parts per
-//! rank, as an all-reduce would, and a rank that differs adds its part alone.
+//! agreement of thousands of ranks sends ⌈log₂ ranks⌉ messages of the length of one or two parts
+//! per rank, as an all-reduce would, and a rank that differs adds its part alone.
 //!
 //! # Source
 //! Bruck et al. 1997, Efficient algorithms for all-to-all communications in multiport

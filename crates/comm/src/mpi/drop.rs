@@ -57,7 +57,7 @@ pub(super) fn drop_context(shared: &Arc<SharedEndpoint>, context: u64) {
     }
 }
 
-/// What is left of an endpoint of which a context was dropped.
+/// Rest of an endpoint of which a context was dropped.
 enum Left {
     /// Other contexts.
     Context,

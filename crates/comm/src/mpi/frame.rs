@@ -44,7 +44,7 @@ pub(super) struct PartRun {
     pub(super) bytes: Arc<[u8]>,
 }
 
-/// What a rank leaves.
+/// Participant that a rank withdraws from the job with a last frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Leaving {
     /// A context.

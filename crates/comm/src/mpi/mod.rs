@@ -56,8 +56,8 @@
 //! # Sharing
 //! A host with many plans makes one endpoint and a handle for each plan ([`Mpi::share`]). A handle
 //! has a context (`context.rs`): its number is part of every tag, all-gather and last frame, so the
-//! messages of two plans are never matched. Communicators, locations, heartbeats and staging buffers
-//! exist once.
+//! messages of two plans are never matched. Communicators, locations, heartbeats and staging
+//! buffers exist once.
 //!
 //! ```no_run
 //! use annulus_comm::mpi::{Launch, Mpi, Settings};

@@ -18,8 +18,8 @@ pub(super) fn park(endpoint: Arc<SharedEndpoint>, context: u64) {
     PARKED.lock().unwrap_or_else(PoisonError::into_inner).push(parked);
 }
 
-/// Drops the contexts that belong to this thread: when it makes the next endpoint or shares one, and
-/// when MPI is finalised.
+/// Drops the contexts that belong to this thread: when it makes the next endpoint or shares one,
+/// and when MPI is finalised.
 pub(super) fn drop_all() {
     // the list is free while endpoints are locked: a handle may be dropped elsewhere meanwhile
     let all = std::mem::take(&mut *PARKED.lock().unwrap_or_else(PoisonError::into_inner));

@@ -10,9 +10,9 @@
  *
  * S is the time since MPI was initialised; peers counts the ranks to which it has sent anything;
  * N/M are messages of a kind of control frame and the ranks to which they went; B is the bytes of
- * those of all-gathers. Control frames have MPI tag 0, which no block has, and begin with their kind
- * (crates/comm/src/mpi/frame.rs). Inquiries are calls of MPI_Initialized and MPI_Finalized. Receives
- * are those of blocks; waiting counts those of them whose message was there before.
+ * those of all-gathers. Control frames have MPI tag 0, which no block has, and begin with their
+ * kind (crates/comm/src/mpi/frame.rs). Inquiries are calls of MPI_Initialized and MPI_Finalized.
+ * Receives are those of blocks; waiting counts those of them whose message was there before.
  *
  * After MPI_Finalize follows another line, of the communicators that were given a name which begins
  * with "annulus":

@@ -20,10 +20,10 @@ impl Choice {
     /// for fewer bytes, a pass may take up to a quarter more compute time.
     pub const IMBALANCE: f64 = 1.25;
 
-    /// Share of a route's block rows, as a divisor, that its form over nodes may send in addition to
-    /// be chosen. Between nodes rails send about as many rows as the relay (a block passes the same
-    /// nodes in either order), from each rank of a node instead of from one; once per node sends at
-    /// most as many as the direct route. The further rows move inside nodes.
+    /// Share of a route's block rows, as a divisor, that its form over nodes may send in addition
+    /// to be chosen. Between nodes rails send about as many rows as the relay (a block passes the
+    /// same nodes in either order), from each rank of a node instead of from one; once per node
+    /// sends at most as many as the direct route. The further rows move inside nodes.
     const EXCESS_OVER_NODES: u128 = 4;
 
     /// Most queries (× heads and batch rows with masks of their own) for which a mask without a
@@ -47,9 +47,9 @@ impl Choice {
     /// batch: segment ids never change the layout.
     ///
     /// Rails ([`Route::RailsUp`]) take the place of a relay if `placement` has several nodes of as
-    /// many ranks each, more than one and neighbours on the ring, and [`Route::OncePerNode`] that of
-    /// the direct route, unless blocks then move much further, as with a window that its users share
-    /// with few neighbours.
+    /// many ranks each, more than one and neighbours on the ring, and [`Route::OncePerNode`] that
+    /// of the direct route, unless blocks then move much further, as with a window that its users
+    /// share with few neighbours.
     ///
     /// With a `placement`, and without a fixed layout, the ranks of one node become neighbours
     /// ([`Placement::order`]). A fixed layout keeps ascending ranks, because its caller has

@@ -21,7 +21,8 @@ impl Circle {
         Self { below }
     }
 
-    /// Returns the last user of a position in a circle from `start`, and up to where it is the same.
+    /// Returns the last user of a position in a circle from `start`, and up to where it is the
+    /// same.
     pub(super) fn last(&self, start: usize, segment: usize, position: i64) -> Colour {
         let first = self.below[start].at(segment, position);
         if first.user.is_some() {

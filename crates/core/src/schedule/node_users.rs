@@ -90,8 +90,8 @@ impl Node {
         }
     }
 
-    /// Calls `found` with the places of the first and of the last user after `place`, and the number
-    /// of rows of which they are. In the own node the rank at `place` does not count.
+    /// Calls `found` with the places of the first and of the last user after `place`, and the
+    /// number of rows of which they are. In the own node the rank at `place` does not count.
     fn for_each(
         &self,
         place: usize,

@@ -29,9 +29,10 @@
 //!                             in the node            in the node
 //! ```
 //! In step k·L + j the block of rank i of node a is on rank i + j, modulo L, of node a + k. The
-//! owner sends the rows that any rank of a node needs to rank i of this node; they pass its ranks in
-//! a circle. Their gradients are summed on the same circle, and the last rank that needs a row sends
-//! the sum of its node to the owner. So a row, and its gradient, cross once between two nodes.
+//! owner sends the rows that any rank of a node needs to rank i of this node; they pass its ranks
+//! in a circle. Their gradients are summed on the same circle, and the last rank that needs a row
+//! sends the sum of its node to the owner. So a row, and its gradient, cross once between two
+//! nodes.
 
 /// Path of blocks from their owner to the ranks that need them. Ranks are ring indices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -36,8 +36,8 @@ pub struct HeadField {
 pub struct ExchangeFields {
     /// Sent as own rows of each member's heads: `[q, k, v]`, bias; of a backward pass also
     /// `[out, lse, dout, dlse]`, and of an output that is not normalised max and ties. With several
-    /// key columns `[lse, dout, −delta]` in place of `[out, lse, dout, dlse]`, and of an output that
-    /// is not normalised `[lse, dout, dlse, max, −⟨out, dout⟩ / ties]`.
+    /// key columns `[lse, dout, −delta]` in place of `[out, lse, dout, dlse]`, and of an output
+    /// that is not normalised `[lse, dout, dlse, max, −⟨out, dout⟩ / ties]`.
     pub inputs: Vec<HeadField>,
     /// Sent as each member's rows of the own heads: `[out, lse]`, and of an output that is not
     /// normalised max, sum and ties; of a backward pass `[dq, dk, dv]`, dbias. With several key

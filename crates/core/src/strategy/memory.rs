@@ -66,8 +66,8 @@ pub(super) fn most_bytes(
 }
 
 /// Returns the bytes of the merge of the partial results of `rows` own queries: out in f64, row
-/// maximum and row sum; of a backward pass −delta and dq in the accumulator's type. An output that is
-/// not normalised adds the number of maxima, and of a backward pass the share of each.
+/// maximum and row sum; of a backward pass −delta and dq in the accumulator's type. An output that
+/// is not normalised adds the number of maxima, and of a backward pass the share of each.
 fn merge_bytes(spec: &Spec, rows: u64, backward: bool) -> u128 {
     let Dims { batch, q_heads, head_dim, value_dim, .. } = spec.dims;
     let ties = usize::from(!spec.normalize);

@@ -87,10 +87,11 @@ pub enum Strategy {
     },
     /// Queries travel, and partial results return: [`Strategy::Grid`] with one query part.
     PassQ,
-    /// The ring, [`Strategy::HeadsRing`] or [`Strategy::Grid`] with the least predicted time on a machine ([`Machine::choose`])
-    /// or, without one, that sends the fewest bytes; in a forward and, if the plan has one, a
-    /// backward pass. On a machine also [`Strategy::AllGather`] and [`Strategy::OncePerNode`]. Ties
-    /// are broken in favour of fewer key columns, then of fewer parts of the heads.
+    /// The ring, [`Strategy::HeadsRing`] or [`Strategy::Grid`] with the least predicted time on a
+    /// machine ([`Machine::choose`]) or, without one, that sends the fewest bytes; in a forward
+    /// and, if the plan has one, a backward pass. On a machine also [`Strategy::AllGather`] and
+    /// [`Strategy::OncePerNode`]. Ties are broken in favour of fewer key columns, then of fewer
+    /// parts of the heads.
     ///
     /// [`Machine::choose`]: crate::Machine::choose
     Auto,

@@ -12,8 +12,8 @@
 //! Its backward pass sends the gradients of each shard to the owner, a reduce-scatter. It moves the
 //! bytes of the ring, in the memory of all shards.
 //!
-//! Pass-Q: queries are all-gathered, and the partial results of all ranks are merged on the owner of
-//! each query. Its bytes depend on the queries alone.
+//! Pass-Q: queries are all-gathered, and the partial results of all ranks are merged on the owner
+//! of each query. Its bytes depend on the queries alone.
 //!
 //! # Source
 //! All-gather: Dubey et al. 2024, The Llama 3 Herd of Models, section 3.3.2. Pass-Q: Yang et al.

@@ -153,7 +153,8 @@ pub(super) fn table() -> Result<&'static Table, &'static str> {
     table.as_ref().map_err(String::as_str)
 }
 
-/// Converts a communicator handle of Fortran, which is the integer of the C handle (MPI 5.0, 21.2.2).
+/// Converts a communicator handle of Fortran, which is the integer of the C handle (MPI 5.0,
+/// 21.2.2).
 ///
 /// # Safety
 /// The handle is valid.
@@ -165,7 +166,8 @@ pub unsafe fn RSMPI_Comm_f2c(handle: RSMPI_Fint) -> MPI_Comm {
     }
 }
 
-/// Checks the version of the ABI. A library may have the function without the ABI, and says -1 then.
+/// Checks the version of the ABI. A library may have the function without the ABI, and says -1
+/// then.
 fn check_version(
     get_version: unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int,
 ) -> Result<(), String> {

@@ -9,13 +9,13 @@ use std::{
 
 use libloading::Library;
 
-/// The variable that names the library, as the loader of the system takes it: a path, or a name that
-/// is searched.
+/// The variable that names the library, as the loader of the system takes it: a path, or a name
+/// that is searched.
 const VARIABLE: &str = "ANNULUS_MPI_LIBRARY";
 
-/// Names of the library of the standard ABI. Its version is that of the ABI, which is 1; MPICH 5.0.0
-/// and 5.0.1 have 0 by mistake (MPICH pull request 7867). A library that the program has loaded
-/// already is found by this name, wherever it is.
+/// Names of the library of the standard ABI. Its version is that of the ABI, which is 1; MPICH
+/// 5.0.0 and 5.0.1 have 0 by mistake (MPICH pull request 7867). A library that the program has
+/// loaded already is found by this name, wherever it is.
 const NAMES: &[&str] = if cfg!(target_os = "macos") {
     &["libmpi_abi.1.dylib", "libmpi_abi.0.dylib"]
 } else {

@@ -1,5 +1,5 @@
-//! Ranks that are away and have not failed: busy between two calls, suspended within one, or stopped
-//! by a debugger.
+//! Ranks that are away and have not failed: busy between two calls, suspended within one, or
+//! stopped by a debugger.
 
 use std::{
     thread,

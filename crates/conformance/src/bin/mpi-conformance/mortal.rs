@@ -12,7 +12,8 @@ use annulus_core::{
 };
 use rustix::process::{Signal, getpid, kill_process};
 
-/// Sends and receives posted since the last endpoint was created or [`forget_transfers`] was called.
+/// Sends and receives posted since the last endpoint was created or [`forget_transfers`] was
+/// called.
 ///
 /// Their number in a pass is that of its schedule. The number of groups is not: a receive is posted
 /// when a buffer is free and a send when its block has arrived, together or one after the other.

@@ -108,8 +108,8 @@ fn everything_is_the_full_ring_on_every_route() {
 }
 
 /// Counts row by row. On a relay, a row is sent up to the last rank that needs it, and its gradient
-/// from the first such rank to the last and to the owner. Once per node this is so in every node, to
-/// which the owner sends the row first.
+/// from the first such rank to the last and to the owner. Once per node this is so in every node,
+/// to which the owner sends the row first.
 fn enumerated(needs: &Needs, route: Route) -> Traffic {
     let ranks = needs.held.len();
     let mut traffic = Traffic::default();
