@@ -168,6 +168,8 @@ import os, signal, sys, threading, time
 import numpy as np
 import annulus
 
+# a shell's background process inherits a SIGINT that is ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 ranks = int(sys.argv[1])
 x = np.random.default_rng(0).standard_normal((1, 65536, 4, 64)).astype("f4")
 plan = annulus.Attention().plan(
