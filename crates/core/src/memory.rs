@@ -9,6 +9,7 @@
 //! allocates them, frees them at once, and fails if there were none.
 
 use bytemuck::Zeroable;
+use memmap2::MmapOptions;
 use ndarray::{Array, Dimension, IntoDimension};
 
 use crate::{Error, Result};
@@ -29,6 +30,18 @@ pub fn list<T>(what: &str, len: usize) -> Result<Vec<T>> {
     list.try_reserve_exact(len).map_err(|_| out_of_memory::<T>(what, len))?;
     check_headroom::<T>(what, len)?;
     Ok(list)
+}
+
+/// Checks that a mapping of `bytes` bytes succeeds, by making and removing one.
+///
+/// A thread maps its stack and its signal stack, and ends the process if the second mapping fails. A
+/// list does not show whether they would succeed: the allocator may take it from memory that was
+/// freed but is still mapped.
+///
+/// # Errors
+/// [`Error::OutOfMemory`] naming `what`.
+pub fn check_mapping(what: &str, bytes: usize) -> Result<()> {
+    MmapOptions::new().len(bytes).map_anon().map(drop).map_err(|_| out_of_memory::<u8>(what, bytes))
 }
 
 /// Reserves room for `more` elements at the end of a list. Growth is geometric, so appending many

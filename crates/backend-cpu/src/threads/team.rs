@@ -84,12 +84,8 @@ impl Team {
             return Err(Error::invalid("threads", threads, "at least 1"));
         }
         let pool = || {
-            // probes for the threads' stacks: a thread that started with the last memory would
-            // abort the process at its first allocation
-            std::hint::black_box(memory::list::<u8>(
-                "the threads of a rank",
-                (threads - 1) * STACK,
-            )?);
+            // a thread that started with the last free memory would end the process
+            memory::check_mapping("the threads of a rank", (threads - 1).saturating_mul(STACK))?;
             let builder = ThreadPoolBuilder::new()
                 .num_threads(threads - 1)
                 .thread_name(|index| format!("annulus-cpu-{}", index + 1));

@@ -60,16 +60,19 @@ fn each_thread(ranks: usize, work: &(dyn Fn(usize) -> Result<()> + Sync)) -> Res
     let gate = Gate::default();
     let results: Vec<Result<()>> = thread::scope(|scope| {
         let start = |rank| {
-            // a thread that starts with the last free memory would end the process with its first
-            // small allocation, so the size of a stack is tried first
-            std::hint::black_box(memory::list::<u8>("the thread of a rank", STACK)?);
+            // A thread that starts with the last free memory would end the process, so the size of
+            // its mappings is tried first. Threads start one after another, because the trial, or
+            // the heap of a thread, would take the memory of another one.
+            memory::check_mapping("the thread of a rank", STACK + START)?;
             let gate = &gate;
             let thread = thread::Builder::new()
                 .name(format!("rank {rank}"))
                 .spawn_scoped(scope, move || gate.is_opened().then(|| work(rank)));
-            thread.map_err(|error| Error::Device {
+            let thread = thread.map_err(|error| Error::Device {
                 what: format!("the thread of rank {rank} did not start: {error}"),
-            })
+            })?;
+            gate.wait_for_next();
+            Ok(thread)
         };
         // collected, so that all threads start before the first is joined
         let threads: Vec<_> = (0..ranks).map(start).collect();
@@ -90,27 +93,46 @@ fn each_thread(ranks: usize, work: &(dyn Fn(usize) -> Result<()> + Sync)) -> Res
 /// Holds threads back until it is decided whether they run.
 #[derive(Default)]
 struct Gate {
-    decision: Mutex<Option<bool>>,
-    decided: Condvar,
+    state: Mutex<GateState>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct GateState {
+    /// True if a thread has arrived since the last [`Gate::wait_for_next`].
+    has_arrived: bool,
+    decision: Option<bool>,
 }
 
 impl Gate {
-    fn decide(&self, open: bool) {
-        *self.decision.lock().unwrap_or_else(PoisonError::into_inner) = Some(open);
-        self.decided.notify_all();
+    /// Waits until the next thread has arrived. Each thread that was started does.
+    fn wait_for_next(&self) {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = self.changed.wait_while(state, |state| !state.has_arrived);
+        state.unwrap_or_else(PoisonError::into_inner).has_arrived = false;
     }
 
-    /// Waits for the decision, which always comes: the thread that makes it only starts threads
-    /// before it.
+    fn decide(&self, open: bool) {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).decision = Some(open);
+        self.changed.notify_all();
+    }
+
+    /// Arrives, and waits for the decision, which always comes: the thread that makes it only
+    /// starts threads before it.
     fn is_opened(&self) -> bool {
-        let decision = self.decision.lock().unwrap_or_else(PoisonError::into_inner);
-        let decision = self.decided.wait_while(decision, |decision| decision.is_none());
-        decision.unwrap_or_else(PoisonError::into_inner).unwrap_or(false)
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.has_arrived = true;
+        self.changed.notify_all();
+        let state = self.changed.wait_while(state, |state| state.decision.is_none());
+        state.unwrap_or_else(PoisonError::into_inner).decision.unwrap_or(false)
     }
 }
 
 /// Default stack of a Rust thread, in bytes.
 const STACK: usize = 2 << 20;
+
+/// Bytes for the signal stack of a thread and its first allocations, which take some tens of KiB.
+const START: usize = 1 << 18;
 
 /// Returns true if an error only repeats what another rank detected.
 const fn is_echo(error: &Error) -> bool {
@@ -137,7 +159,12 @@ mod tests {
         for open in [false, true] {
             let gate = Gate::default();
             let ran = thread::scope(|scope| {
-                let threads: Vec<_> = (0..3).map(|_| scope.spawn(|| gate.is_opened())).collect();
+                let start = |_| {
+                    let thread = scope.spawn(|| gate.is_opened());
+                    gate.wait_for_next();
+                    thread
+                };
+                let threads: Vec<_> = (0..3).map(start).collect();
                 gate.decide(open);
                 threads.into_iter().map(|thread| thread.join()).collect::<Vec<_>>()
             });
