@@ -152,6 +152,8 @@ mod tests {
         assert_eq!(message(collect("dbias", VAST, std::iter::repeat(1.0f32))), want);
         assert_eq!(message(zeroed::<f32>("dbias", VAST)), want);
         assert_eq!(message(zeros::<f32, _>("dbias", (4, 1 << 29, 1 << 29, 1))), want);
+        assert_eq!(message(check_mapping("dbias", VAST * 4)), want);
+        assert_eq!(check_mapping("dbias", 1 << 20), Ok(()));
         assert_eq!(message(reserve("dbias", &mut Vec::<f32>::new(), VAST)), want);
         // a shape whose number of elements overflows
         let overflow = message(zeros::<f32, _>("dbias", (1 << 40, 1 << 40, 1, 1)));

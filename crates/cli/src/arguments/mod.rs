@@ -5,4 +5,5 @@ pub(crate) mod mask;
 pub(crate) mod names;
 pub(crate) mod refusal;
 pub(crate) mod ring;
+pub(crate) mod scores;
 pub(crate) mod values;

@@ -21,14 +21,14 @@ use crate::{
     arguments::{
         mask::MaskFlags,
         ring::{BackendName, TransportName},
+        scores::ScoreFlags,
         values::{
-            DTypeName, LayoutName, PrecisionName, count as from_one, finite, positive, probability,
-            ranks, silence, strategy, threads, whole, whole_u64,
+            DTypeName, LayoutName, count as from_one, ranks, silence, strategy, threads, whole,
         },
     },
     backend::BackendChoice,
     failure::{Failure, Outcome, of_file},
-    input::{Input, SinksForm},
+    input::Input,
     job::Job,
     machine,
     stdout::say,
@@ -91,40 +91,15 @@ pub(crate) struct AttendFlags {
     mask: MaskFlags,
     #[command(flatten)]
     scores: ScoreFlags,
-    #[command(flatten)]
-    ring: RingFlags,
-}
-
-/// Flags of the scores and probabilities.
-#[derive(Debug, Clone, Args)]
-#[command(next_help_heading = "Scores and probabilities")]
-struct ScoreFlags {
-    /// Softmax scale, the factor of q·k. Default: 1/sqrt(head dim)
-    #[arg(long, value_name = "X", value_parser = finite, allow_hyphen_values = true)]
-    scale: Option<f64>,
-    /// Soft cap of the scores: X·tanh(score/X)
-    #[arg(long, value_name = "X", value_parser = positive, allow_hyphen_values = true)]
-    soft_cap: Option<f64>,
     /// Add the bias before or after the soft cap; needs --soft-cap and an input with a bias.
     /// Default: after
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, help_heading = "Scores and probabilities")]
     bias_order: Option<BiasOrderName>,
-    /// Form of softmax_aux: sink logits shared by all heads, or one set per head
-    #[arg(long, value_enum)]
-    sinks: Option<SinksForm>,
-    /// Dropout: set each softmax probability to 0 with probability P
-    #[arg(long, value_name = "P", value_parser = probability, requires = "seed",
-        allow_hyphen_values = true)]
-    dropout: Option<f64>,
-    /// Seed of the dropout
-    #[arg(long, value_name = "N", requires = "dropout", value_parser = whole_u64)]
-    seed: Option<u64>,
-    /// Precision of matrix products; `default` may round probabilities to bf16 for bf16 inputs
-    #[arg(long, value_enum, default_value = "highest")]
-    precision: PrecisionName,
     /// Write the unnormalized output, and the softmax statistics max and sum
-    #[arg(long)]
+    #[arg(long, help_heading = "Scores and probabilities")]
     unnormalized: bool,
+    #[command(flatten)]
+    ring: RingFlags,
 }
 
 /// Flags of the ring.
@@ -213,7 +188,7 @@ impl AttendFlags {
     /// Refuses flags that have no effect without another flag.
     fn check(&self) -> Outcome {
         self.mask.check()?;
-        if self.scores.bias_order.is_some() && self.scores.soft_cap.is_none() {
+        if self.bias_order.is_some() && self.scores.soft_cap.is_none() {
             return Err(Failure::usage(
                 "--bias-order",
                 "no --soft-cap",
@@ -275,7 +250,7 @@ impl AttendFlags {
         if self.backward && !input.has("dout") {
             return needed("dout", "--backward", "--backward");
         }
-        if self.scores.bias_order.is_some() && !input.has("bias") {
+        if self.bias_order.is_some() && !input.has("bias") {
             return needed("bias", "--bias-order", "--bias");
         }
         Ok(())
@@ -311,8 +286,7 @@ impl AttendRun<'_> {
 impl AttendFlags {
     /// Returns the definition of the attention that the flags and the input's tensors describe.
     fn attention(&self, input: &Input, dtype: DType, sinks: Option<SinkShape>) -> Attention {
-        let scores = &self.scores;
-        let bias_order = match scores.bias_order {
+        let bias_order = match self.bias_order {
             Some(BiasOrderName::Before) => BiasOrder::BeforeSoftCap,
             Some(BiasOrderName::After) | None => BiasOrder::AfterSoftCap,
         };
@@ -321,15 +295,10 @@ impl AttendFlags {
         let attention = self.mask.apply(Attention::new()).dtype(dtype).bias_order(bias_order);
         let attention = attention.deadline(deadline).arrival_deadline(deadline);
         let attention = attention.receive_ahead(self.ring.receive_ahead);
-        let dropout = scores.dropout.zip(scores.seed).unwrap_or_default();
-        attention
-            .precision(scores.precision.into())
-            .softmax_scale(scores.scale)
-            .logits_soft_cap(scores.soft_cap)
+        self.scores
+            .apply(attention, sinks)
             .bias(input.bias)
-            .softmax_aux(sinks)
-            .dropout(dropout.0, dropout.1)
-            .unnormalized(scores.unnormalized)
+            .unnormalized(self.unnormalized)
             .forward_only(!self.backward)
             .reproducible(self.ring.reproducible)
     }

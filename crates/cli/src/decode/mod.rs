@@ -18,15 +18,13 @@ use crate::{
     arguments::{
         mask::MaskFlags,
         ring::TransportName,
-        values::{
-            DTypeName, PrecisionName, count as from_one, finite, page_rows, positive, probability,
-            ranks, silence, threads, whole, whole_u64,
-        },
+        scores::ScoreFlags,
+        values::{DTypeName, count as from_one, page_rows, ranks, silence, threads, whole},
     },
     attend::shared_output,
     failure::{Failure, Outcome, of_file},
     file::{Kind, Part, Planned},
-    input::{Input, SinksForm},
+    input::Input,
     job::Job,
     memory, message,
     stdout::say,
@@ -113,31 +111,6 @@ pub(crate) struct DecodeFlags {
     scores: ScoreFlags,
 }
 
-/// Flags of the scores and probabilities.
-#[derive(Debug, Clone, Args)]
-#[command(next_help_heading = "Scores and probabilities")]
-struct ScoreFlags {
-    /// Softmax scale, the factor of q·k. Default: 1/sqrt(head dim)
-    #[arg(long, value_name = "X", value_parser = finite, allow_hyphen_values = true)]
-    scale: Option<f64>,
-    /// Soft cap of the scores: X·tanh(score/X)
-    #[arg(long, value_name = "X", value_parser = positive, allow_hyphen_values = true)]
-    soft_cap: Option<f64>,
-    /// Form of softmax_aux: sink logits shared by all heads, or one set per head
-    #[arg(long, value_enum)]
-    sinks: Option<SinksForm>,
-    /// Dropout: set each softmax probability to 0 with probability P
-    #[arg(long, value_name = "P", value_parser = probability, requires = "seed",
-        allow_hyphen_values = true)]
-    dropout: Option<f64>,
-    /// Seed of the dropout
-    #[arg(long, value_name = "N", requires = "dropout", value_parser = whole_u64)]
-    seed: Option<u64>,
-    /// Precision of matrix products; `default` may round probabilities to bf16 for bf16 inputs
-    #[arg(long, value_enum, default_value = "highest")]
-    precision: PrecisionName,
-}
-
 /// Runs `annulus decode`.
 pub(crate) fn run(flags: &DecodeFlags) -> Outcome {
     flags.mask.check()?;
@@ -206,19 +179,12 @@ impl DecodeFlags {
     }
 
     fn attention(&self, dtype: DType, sinks: Option<SinkShape>) -> Attention {
-        let scores = &self.scores;
-        let dropout = scores.dropout.zip(scores.seed).unwrap_or_default();
         // all ranks read their rows of one file before a call, so a late one is lost
-        self.mask
-            .apply(Attention::new())
+        self.scores
+            .apply(self.mask.apply(Attention::new()), sinks)
             .dtype(dtype)
             .deadline(self.deadline)
             .arrival_deadline(self.deadline)
-            .precision(scores.precision.into())
-            .softmax_scale(scores.scale)
-            .logits_soft_cap(scores.soft_cap)
-            .softmax_aux(sinks)
-            .dropout(dropout.0, dropout.1)
     }
 
     /// Paths that flags name.

@@ -10,8 +10,8 @@ use annulus_core::{Backend, Error, Gradients, HostTensors, HostViewMut, Result, 
 
 use super::HeadsRing;
 use crate::{
-    agreement::all_gather,
-    ring::reduce::{CHUNK, bias_is_shared},
+    agreement::{SUMMANDS_PER_GATHER, all_gather},
+    ring::reduce::bias_is_shared,
 };
 
 impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
@@ -58,7 +58,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             }
             _ => 0..self.ranks,
         };
-        for (number, chunk) in terms.chunks(CHUNK).enumerate() {
+        for (number, chunk) in terms.chunks(SUMMANDS_PER_GATHER).enumerate() {
             let bytes: Vec<u8> = chunk.iter().flat_map(|number| number.to_le_bytes()).collect();
             let round = self.entries.round();
             let gathered = all_gather(&mut self.transport, round, &bytes)?;
@@ -69,7 +69,8 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
                     let what = format!("{} numbers to collect", of_peer.len() / 8);
                     return Err(Error::Comm { peer, step: 0, what });
                 }
-                let sum = &mut sums[part_of(grid.member(ring_index))][number * CHUNK..];
+                let sum =
+                    &mut sums[part_of(grid.member(ring_index))][number * SUMMANDS_PER_GATHER..];
                 let of_peer = of_peer.as_chunks::<8>().0.iter();
                 let of_peer = of_peer.map(|bytes| f64::from_le_bytes(*bytes));
                 sum.iter_mut().zip(of_peer).for_each(|(sum, term)| *sum += term);

@@ -15,8 +15,8 @@ use annulus_core::{
     leaves_of, memory, merge_nodes,
 };
 
-use super::{Ring, reduce::CHUNK};
-use crate::agreement::all_gather;
+use super::Ring;
+use crate::agreement::{SUMMANDS_PER_GATHER, all_gather};
 
 const WHAT: &str = "the sums of leaves";
 
@@ -106,7 +106,7 @@ impl LeafOwners {
     /// Returns the number of elements per all-gather, the same on every rank.
     fn chunk(&self) -> usize {
         let most = self.nodes.iter().map(Vec::len).max().unwrap_or(0);
-        (CHUNK / most.max(1)).max(1)
+        (SUMMANDS_PER_GATHER / most.max(1)).max(1)
     }
 }
 

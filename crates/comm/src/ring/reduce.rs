@@ -7,11 +7,7 @@ use std::sync::Arc;
 use annulus_core::{Backend, Error, Gradients, Result, Space, Spec};
 
 use super::{Ring, RingOptions, leaf_reduce::LeafOwners};
-use crate::agreement::all_gather;
-
-/// Numbers per all-gather: an all-reduce of a gradient of any size then takes 64 KiB per rank, 8
-/// MiB on 128 ranks.
-pub(crate) const CHUNK: usize = 1 << 13;
+use crate::agreement::{SUMMANDS_PER_GATHER, all_gather};
 
 /// Returns true if every rank computes a summand of dbias, like of dsinks.
 pub(crate) fn bias_is_shared(spec: &Spec) -> bool {
@@ -62,7 +58,7 @@ impl<B: Backend> Ring<B> {
         // a view in device memory was refused when the plan was made
         let mut view = B::Space::host_view_mut(view)
             .ok_or_else(|| Error::internal("a gradient in device memory cannot be summed"))?;
-        view.map_widened(CHUNK, |part| self.all_reduce(part))
+        view.map_widened(SUMMANDS_PER_GATHER, |part| self.all_reduce(part))
     }
 
     /// Sums `part` over all ranks in ring order, so that every rank has the same bits.
