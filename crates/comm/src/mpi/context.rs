@@ -72,11 +72,15 @@ impl Context {
         !self.send_steps.is_empty()
     }
 
+    /// Returns true while any send or receive is in flight.
+    pub(super) fn has_transfers(&self) -> bool {
+        self.has_unsent()
+            || self.receives.iter().any(|receive| receive.stage != ReceiveStage::Arrived)
+    }
+
     /// Returns true if this rank is within a call that needs other ranks.
     pub(super) fn is_busy(&self) -> bool {
-        self.is_working
-            || self.has_unsent()
-            || self.receives.iter().any(|receive| receive.stage != ReceiveStage::Arrived)
+        self.is_working || self.has_transfers()
     }
 
     /// Returns true if a rank with this last frame is missing in an all-gather of this rank.

@@ -74,6 +74,11 @@ impl Endpoint {
         Ok(endpoint)
     }
 
+    /// Returns true while a send or receive of a block is in flight.
+    pub(super) fn has_transfers(&self) -> bool {
+        self.contexts.values().any(Context::has_transfers)
+    }
+
     /// Creates an endpoint without communicators, which can neither send nor receive.
     pub(super) fn detached(rank: usize, ranks: usize) -> Self {
         let now = Instant::now();

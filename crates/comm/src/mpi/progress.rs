@@ -48,12 +48,15 @@ pub struct Progress {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Polls the endpoint until `stop` is set or the endpoint fails; its next user gets the error.
+/// Polls the endpoint while blocks are in flight, until `stop` is set or the endpoint fails; its
+/// next user gets the error.
 fn poll(endpoint: &SharedEndpoint, stop: &AtomicBool, interval: Duration) {
     while !stop.load(Ordering::Acquire) {
         thread::park_timeout(interval);
         // skipped while a rank uses the endpoint, because every call advances messages
-        if endpoint.try_lock().is_some_and(|mut endpoint| endpoint.pump().is_err()) {
+        let Some(mut endpoint) = endpoint.try_lock() else { continue };
+        // a call into MPI advances the messages of all endpoints, and takes MPI's lock from them
+        if endpoint.has_transfers() && endpoint.pump().is_err() {
             return;
         }
     }
@@ -64,7 +67,7 @@ impl Progress {
     /// network last.
     pub const EVERY: Duration = Duration::from_micros(500);
 
-    /// Starts a thread that polls `endpoint` once per `interval`.
+    /// Starts a thread that polls `endpoint` once per `interval` while blocks are in flight.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if MPI does not grant `MPI_THREAD_MULTIPLE`,
