@@ -66,9 +66,9 @@ use std::{
 };
 
 use annulus_core::{
-    AgreedLengths, Backend, BackwardInputs, Batch, Error, ExchangeFields, Gradients, GroupLayout,
-    HeadGrid, HostTensors, Inputs, Layout, Outputs, Result, Route, Runs, Side, Spec, Strategy,
-    Transport,
+    AgreedLengths, Backend, BackwardInputs, Batch, Control, Error, ExchangeFields, Gradients,
+    GroupLayout, HeadGrid, HostTensors, Inputs, Layout, Outputs, Result, Route, Runs, Side, Spec,
+    Strategy, Transport,
 };
 
 use self::{
@@ -291,7 +291,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             return poisoned;
         }
         let agreed = self.entries.enter(&mut self.transport, &Err(why.clone()));
-        self.remember(agreed).err().unwrap_or(why)
+        self.remember_entry(agreed).err().unwrap_or(why)
     }
 
     /// Calls `hook` with every activity of this rank in the passes to come, as [`Ring::on_step`].
@@ -323,6 +323,11 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     /// Returns the spec of all heads.
     pub const fn spec(&self) -> &Spec {
         &self.spec
+    }
+
+    /// Returns true if passes may run on another thread, as [`Ring::any_thread`].
+    pub fn any_thread(&self) -> bool {
+        self.transport.any_thread()
     }
 
     /// Returns the strategy.
@@ -399,7 +404,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let start = Instant::now();
         let described = checked.map(|()| describe::call(name));
         let agreed = self.entries.enter(&mut self.transport, &described);
-        self.remember(agreed)?;
+        self.remember_entry(agreed)?;
         let mut gathering = start.elapsed();
         let sent_before = self.transport.bytes_sent();
         let result = caught(|| pass(self, start));
@@ -425,6 +430,16 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
 
     fn alive(&self) -> Result<()> {
         self.poisoned.as_ref().map_or(Ok(()), |first| Err(Error::Poisoned { first: first.clone() }))
+    }
+
+    /// As `Ring::remember_entry`.
+    fn remember_entry<T>(&mut self, result: Result<T>) -> Result<T> {
+        if let Err(error) = &result
+            && error.is_fatal()
+        {
+            self.transport.control().abort(error);
+        }
+        self.remember(result)
     }
 
     fn remember<T>(&mut self, result: Result<T>) -> Result<T> {

@@ -274,7 +274,7 @@ impl<B: Backend> Ring<B> {
             return poisoned;
         }
         let agreed = self.entries.enter(self.transport.as_mut(), &Err(why.clone()));
-        self.remember(agreed).err().unwrap_or(why)
+        self.remember_entry(agreed).err().unwrap_or(why)
     }
 
     /// Returns this rank.
@@ -330,6 +330,11 @@ impl<B: Backend> Ring<B> {
         self.plan.leaf_bytes(self.agreed.backward)
     }
 
+    /// Returns true if passes may run on another thread than the one that made the plan.
+    pub fn any_thread(&self) -> bool {
+        self.transport.any_thread()
+    }
+
     /// Returns the fingerprint of this rank's arithmetic. Reproducible results have the same bits
     /// on all machines with the same one; ranks with different ones are refused then.
     pub fn numerics(&self) -> &str {
@@ -372,7 +377,7 @@ impl<B: Backend> Ring<B> {
         span!("pass", name, rank = self.rank);
         let start = Instant::now();
         let agreed = self.agree_on_call(name, checked);
-        self.remember(agreed)?;
+        self.remember_entry(agreed)?;
         // the wait for an all-gather is exposed communication
         let mut gathering = start.elapsed();
         let first_tag = self.next_tag;
@@ -421,6 +426,17 @@ impl<B: Backend> Ring<B> {
         self.poisoned.as_ref().map_or(Ok(()), |first| Err(Error::Poisoned { first: first.clone() }))
     }
 
+    /// Records a fatal error of an entry. The other ranks may not have made the call yet, and would
+    /// wait for this one in it.
+    fn remember_entry<T>(&mut self, result: Result<T>) -> Result<T> {
+        if let Err(error) = &result
+            && error.is_fatal()
+        {
+            self.transport.control().abort(error);
+        }
+        self.remember(result)
+    }
+
     /// Records a fatal error, which ends the plan.
     fn remember<T>(&mut self, result: Result<T>) -> Result<T> {
         if let Err(error) = &result
@@ -434,7 +450,10 @@ impl<B: Backend> Ring<B> {
 
 /// Runs `work` and turns a panic in it (a caller's mask or bias function may panic) into an error,
 /// so that the other ranks do not wait for this one.
-pub(crate) fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+///
+/// # Errors
+/// Those of `work`; [`Error::Internal`] with the message of a panic.
+pub fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
         let message = panic
             .downcast_ref::<&str>()
