@@ -19,6 +19,7 @@ from ._calls import flash_attention, ring_attention
 from ._errors import ArrivalTimeout, Error, InvalidArgument, OutOfMemory, Unsupported
 from ._plan import BACKENDS, Plan
 from ._results import Forward, Gradients, Report
+from ._started import StartedPass
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,7 @@ __all__ = [
     "Plan",
     "Report",
     "Shard",
+    "StartedPass",
     "Unsupported",
     "biases",
     "flash_attention",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from ._attention import Attention, Machine, Numbers, Rows, config, lengths, spel
 from ._device import DeviceMemory, Place
 from ._errors import argument_got_want, invalid, refused, unsupported
 from ._results import Forward, Gradients, Report
+from ._started import Pass, StartedPass
 
 T = TypeVar("T")
 
@@ -33,7 +35,8 @@ class Plan:
 
     A pass releases the GIL. An exception of a signal handler, such as KeyboardInterrupt, ends the
     pass within about 0.1 s, and the plan with it; over MPI, on all ranks. Two threads cannot use
-    one plan at the same time.
+    one plan at the same time. ``forward_start`` and ``backward_start`` run a pass on a thread of
+    its own, while the program goes on.
 
     Args:
         attention: What is computed.
@@ -186,6 +189,7 @@ class Plan:
             self._plan = _annulus.Plan.over_mpi(
                 checked, self._lengths, handle, computes, own_threads
             )
+        self._started: Pass[Any] | None = None
         self._q_rows = spelled_runs(self._plan.q_rows())
         self._kv_rows = spelled_runs(self._plan.kv_rows())
 
@@ -204,22 +208,22 @@ class Plan:
     @property
     def rank(self) -> int:
         """This rank; 0 of a ring in this process."""
-        return self._plan.ring()[0]
+        return self._idle().ring()[0]
 
     @property
     def ranks(self) -> int:
         """Number of ranks."""
-        return self._plan.ring()[1]
+        return self._idle().ring()[1]
 
     @property
     def layout(self) -> str:
         """Layout in force: ``contiguous``, ``zigzag``, ``striped``, ``balanced`` or ``custom``."""
-        return self._plan.ring()[2]
+        return self._idle().ring()[2]
 
     @property
     def strategy(self) -> str:
         """Strategy in force: ``ring``, ``heads:H``, ``grid:QxK`` or ``grid:HxQxK``."""
-        return self._plan.ring()[3]
+        return self._idle().ring()[3]
 
     @property
     def numerics(self) -> str:
@@ -227,7 +231,7 @@ class Plan:
 
         With ``reproducible``, machines with the same fingerprint give the same bits.
         """
-        return self._plan.numerics()
+        return self._idle().numerics()
 
     @property
     def dtype(self) -> str:
@@ -235,10 +239,16 @@ class Plan:
         return self._dtype
 
     def __str__(self) -> str:
-        return self._plan.describe()
+        return self._idle().describe()
 
     def close(self) -> None:
-        """Frees the plan. With ``comm`` it waits at most a second for the other ranks."""
+        """Frees the plan. With ``comm`` it waits at most a second for the other ranks.
+
+        A pass that was started is cancelled.
+        """
+        if self._started is not None:
+            self._started.cancel()
+            self._started = None
         self._plan.close()
 
     def __enter__(self) -> Plan:
@@ -392,10 +402,83 @@ class Plan:
             results[name] = memory.given_back(array, dtype, like)
         return Gradients(**results, reports=reports_of(reports))
 
+    def forward_start(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        *,
+        bias: Any = None,
+        softmax_aux: Any = None,
+        out: Any = None,
+        lse: Any = None,
+    ) -> StartedPass[Forward]:
+        """Starts ``forward`` on a thread of its own, so that the program can do something else.
+
+        ``StartedPass.wait`` returns what ``forward`` returns and raises what it raises, also of
+        arguments. Until then arrays stay as they are. With ``comm``, ranks may start or call the
+        pass, and MPI has been initialised with ``MPI_THREAD_MULTIPLE``, as mpi4py does. Not with
+        ``stream``: such a pass returns before its work is done.
+
+        Args:
+            query, key, value, bias, softmax_aux, out, lse: As in ``forward``.
+        """
+        return self._start(
+            lambda: self.forward(
+                query, key, value, bias=bias, softmax_aux=softmax_aux, out=out, lse=lse
+            )
+        )
+
+    def backward_start(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        forward: Forward,
+        dout: Any,
+        dlse: Any = None,
+        *,
+        bias: Any = None,
+        softmax_aux: Any = None,
+    ) -> StartedPass[Gradients]:
+        """Starts ``backward`` on a thread of its own, as ``forward_start``.
+
+        Args:
+            query, key, value, forward, dout, dlse, bias, softmax_aux: As in ``backward``.
+        """
+        return self._start(
+            lambda: self.backward(
+                query, key, value, forward, dout, dlse, bias=bias, softmax_aux=softmax_aux
+            )
+        )
+
+    def _start(self, work: Callable[[], T]) -> StartedPass[T]:
+        plan = self._idle()
+        if isinstance(self._memory, DeviceMemory):
+            why = "a pass in a stream returns before its work is done"
+            raise unsupported("a pass on a thread of its own", why)
+        if not plan.any_thread():
+            why = "MPI was initialised below MPI_THREAD_MULTIPLE"
+            raise unsupported("a pass on a thread of its own", why)
+
+        def ended() -> None:
+            self._started = None
+
+        self._started = Pass(work, plan.interrupt)
+        return StartedPass(self._started, ended)
+
+    def _idle(self) -> _annulus.Plan:
+        """Returns the plan, unless a pass is under way that another thread runs."""
+        started = self._started
+        if started is not None and threading.current_thread() is not started.thread:
+            want = "StartedPass.wait before another call"
+            raise invalid("plan", "one with a pass under way", want)
+        return self._plan
+
     @contextmanager
     def _collective(self) -> Iterator[None]:
         """Lets the other ranks of a call know if its arguments are refused here."""
-        self._plan.begin()
+        self._idle().begin()
         try:
             yield
         except Exception as error:

@@ -227,6 +227,18 @@ impl Plan {
         Ok(of_plan!(engine, plan => plan.numerics().to_owned()))
     }
 
+    /// True if passes may run on another thread than this one.
+    fn any_thread(&self, py: Python<'_>) -> PyResult<bool> {
+        let guard = self.session.lock(py)?;
+        let engine = self.session.opened(guard.as_ref())?;
+        Ok(of_plan!(engine, plan => plan.any_thread()))
+    }
+
+    /// Ends the pass that another thread runs, if it has reached the ring.
+    fn interrupt(&self) {
+        self.session.signals().interrupt();
+    }
+
     /// Mask, ranks, layout, route, hops and bytes.
     fn describe(&self, py: Python<'_>) -> PyResult<String> {
         let guard = self.session.lock(py)?;
