@@ -67,8 +67,8 @@ use std::{
 
 use annulus_core::{
     AgreedLengths, Backend, BackwardInputs, Batch, Control, Error, ExchangeFields, Gradients,
-    GroupLayout, HeadGrid, HostTensors, Inputs, Layout, Outputs, Result, Route, Runs, Side, Spec,
-    Strategy, Transport,
+    GroupLayout, HeadGrid, HostTensors, Inputs, Layout, Outputs, Result, Route, Runs, Side, Space,
+    Spec, Strategy, Transport,
 };
 
 use self::{
@@ -169,8 +169,12 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let posts_ahead = transport.posts_ahead();
         let groups_in_order = transport.runs_groups_in_order();
         let described = checked.as_ref().map_err(Error::clone).map(|(spec, grid, capabilities)| {
-            let fields =
-                TransportFields { placement: placement.as_ref(), posts_ahead, groups_in_order };
+            let fields = TransportFields {
+                placement: placement.as_ref(),
+                posts_ahead,
+                groups_in_order,
+                host_buffers: B::Space::HOST_BUFFERS,
+            };
             describe::plan(spec, &options, grid.strategy(), capabilities, fields)
         });
         let combined = agreement::enter(transport, 0, &described)?;

@@ -11,6 +11,7 @@
 //! | `home_reduce.rs` | reduction of final gradients into the local dK/dV |
 //! | `entry.rs` | entry of a call, with the wait for late ranks |
 //! | `reduce.rs`, `leaf_reduce.rs` | sums of dsinks and dbias over ranks, or over leaves |
+//! | `slices.rs` | the reduce-scatter of long sums |
 //! | `step_events.rs` | events for a caller that shows progress |
 //! | `check.rs`, `describe.rs` | arguments, before anything is sent |
 //! | `display.rs` | the plan as text |
@@ -34,6 +35,7 @@ pub(crate) mod planning;
 pub(crate) mod program;
 pub(crate) mod reduce;
 mod ring_loop;
+mod slices;
 pub(crate) mod step_events;
 mod tail_overlap;
 mod update;
@@ -252,8 +254,7 @@ impl<B: Backend> Ring<B> {
         };
         self.call(PassKind::Backward, checked, |ring, first_tag| {
             let waited = ring.backward_loop(inputs, gradients, first_tag)?;
-            ring.reduce_gradients(gradients)?;
-            Ok(waited)
+            Ok(waited + ring.reduce_gradients(gradients)?)
         })
     }
 

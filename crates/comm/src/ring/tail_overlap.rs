@@ -105,6 +105,7 @@ mod tests {
                 backward: true,
                 posts_ahead: false,
                 groups_in_order: false,
+                host_buffers: true,
                 receive_ahead: 1,
                 numerics: String::new(),
             };
