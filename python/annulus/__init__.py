@@ -16,6 +16,7 @@ from ._annulus import HAS_MPI
 from ._attention import Attention, Shard
 from ._cache import Cache
 from ._calls import flash_attention, ring_attention
+from ._endpoint import Endpoint
 from ._errors import ArrivalTimeout, Error, InvalidArgument, OutOfMemory, Unsupported
 from ._plan import BACKENDS, Plan
 from ._results import Forward, Gradients, Report
@@ -29,6 +30,7 @@ __all__ = [
     "ArrivalTimeout",
     "Attention",
     "Cache",
+    "Endpoint",
     "Error",
     "Forward",
     "Gradients",

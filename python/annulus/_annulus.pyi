@@ -80,6 +80,11 @@ class DeviceArray:
         copy: bool | None = None,
     ) -> Any: ...
 
+class Endpoint:
+    @staticmethod
+    def over_mpi(communicator: int) -> Endpoint: ...
+    def close(self) -> None: ...
+
 class Plan:
     @staticmethod
     def local(
@@ -93,7 +98,7 @@ class Plan:
     def over_mpi(
         config: dict[str, Any],
         lengths: dict[str, int],
-        communicator: int,
+        communicator: int | Endpoint,
         backend: tuple[str, int | None],
         threads: int | None,
     ) -> Plan: ...
@@ -103,7 +108,10 @@ class Plan:
     ) -> Plan: ...
     @staticmethod
     def over_mpi_on_device(
-        config: dict[str, Any], lengths: dict[str, int], communicator: int, on: tuple[int, int]
+        config: dict[str, Any],
+        lengths: dict[str, int],
+        communicator: int | Endpoint,
+        on: tuple[int, int],
     ) -> Plan: ...
     def update(self, given: dict[str, Any]) -> None: ...
     def forward(self, arrays: dict[str, Any]) -> list[tuple[float, float, int, int]]: ...
@@ -133,7 +141,7 @@ class Cache:
         config: dict[str, Any],
         lengths: dict[str, int],
         page_rows: int,
-        communicator: int,
+        communicator: int | Endpoint,
         threads: int | None,
     ) -> Cache: ...
     def append(self, arrays: dict[str, Any], own: int | None) -> None: ...

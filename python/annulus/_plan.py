@@ -15,6 +15,7 @@ from . import _annulus, _arrays, _check
 from ._arrays import HostMemory, Tensor, accumulator
 from ._attention import Attention, Machine, Numbers, Rows, config, lengths, spelled_runs
 from ._device import DeviceMemory, Place
+from ._endpoint import carrier
 from ._errors import argument_got_want, invalid, refused, unsupported
 from ._results import Forward, Gradients, Report
 from ._started import Pass, StartedPass
@@ -50,7 +51,8 @@ class Plan:
         softmax_aux_shape: Shape of the sinks, if passes are given some: ``[sinks]`` shared by all
             heads, or ``[q_heads, sinks]``.
         ranks: Ranks in this process. Default: 1.
-        comm: An mpi4py communicator. It is duplicated, and can be freed afterwards.
+        comm: An mpi4py communicator, which is duplicated and can be freed afterwards; or an
+            ``Endpoint``, which several plans share.
         layout: ``contiguous``, ``zigzag``, ``striped``, or the rows of every rank as (query rows,
             key rows), two lists of lists. Default: chosen by the mask.
         route: ``relay_up``, ``relay_down``, ``direct``, or, over nodes with as many ranks each,
@@ -173,8 +175,8 @@ class Plan:
             place = _place(name, number, stream, ranks, own_threads)
             return checked, (name, number), own_threads, place
 
-        handle = None if comm is None else fortran_handle(comm)
-        checked, computes, own_threads, place = agreed(comm, prepare)
+        handle, ranks_of_comm = carrier(comm)
+        checked, computes, own_threads, place = agreed(ranks_of_comm, prepare)
         self._memory = HostMemory() if place is None else DeviceMemory(place)
         if place is not None:
             on = (place.device, place.stream)
@@ -582,36 +584,6 @@ def agreed(comm: Any, work: Callable[[], T]) -> T:
     results: list[T] = []
     gathered(comm, lambda: results.append(work()))
     return results[0]
-
-
-def check_communicator(comm: Any) -> None:
-    """Checks that a communicator is one of mpi4py's."""
-    if not hasattr(comm, "py2f") or not hasattr(comm, "allgather"):
-        raise invalid("comm", repr(comm), "an mpi4py communicator")
-
-
-def fortran_handle(comm: Any) -> int:
-    if not _annulus.HAS_MPI:
-        why = 'this build has no MPI; pip install ./python -C build-args="--features mpi"'
-        raise unsupported("comm", why)
-    check_communicator(comm)
-    from mpi4py import MPI
-
-    own, is_initialised = _annulus.mpi_library()
-    own, other = (text.strip("\0\n ") for text in (own, MPI.Get_library_version()))
-    made = "was built with" if _annulus.LINKS_MPI else "has loaded"
-    advice = "" if _annulus.LINKS_MPI else "; see ANNULUS_MPI_LIBRARY and annulus.mpi_shim"
-    if own != other:
-        names = f"{first_line(other)!r}, and annulus {made} {first_line(own)!r}"
-        raise unsupported("comm", f"mpi4py uses {names}{advice}")
-    if not is_initialised:
-        why = f"mpi4py has not initialised the copy of {first_line(own)!r} that annulus {made}"
-        raise unsupported("comm", f"{why}{advice}")
-    return int(comm.py2f())
-
-
-def first_line(text: str) -> str:
-    return text.partition("\n")[0]
 
 
 def reports_of(reports: list[tuple[float, float, int, int]]) -> tuple[Report, ...]:

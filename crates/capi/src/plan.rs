@@ -604,8 +604,9 @@ pub unsafe extern "C" fn annulus_plan_workspace_bytes(
 /// Writes the payload bytes that a pass sends by the schedule to `*bytes`: those of this rank, or
 /// of all ranks of an in-process ring. `pass` is an ANNULUS_PASS constant. Local.
 ///
-/// 0 for the backward pass with options.forward_only. The agreement before a pass and sums of
-/// gradients over ranks are not counted.
+/// 0 for the backward pass with options.forward_only. The agreement before a pass is not counted;
+/// sums of gradients over ranks only if ranks send each other slices of them, from 8,193 numbers on
+/// three ranks.
 ///
 /// # Errors
 /// ANNULUS_INVALID_ARGUMENT.

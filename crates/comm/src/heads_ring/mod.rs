@@ -80,7 +80,7 @@ use self::{
 use crate::{
     agreement,
     ring::{
-        PassKind, Report, Ring, RingOptions, StepEvent, StepHook, caught,
+        PassKind, Report, Ring, RingOptions, StepEvent, StepHook, abort_entry, caught,
         check::{Shapes, forward_only},
         describe::{self, Combined, TransportFields},
         entry::Entries,
@@ -438,11 +438,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
 
     /// As `Ring::remember_entry`.
     fn remember_entry<T>(&mut self, result: Result<T>) -> Result<T> {
-        if let Err(error) = &result
-            && error.is_fatal()
-        {
-            self.transport.control().abort(error);
-        }
+        abort_entry(&mut self.transport, &result);
         self.remember(result)
     }
 

@@ -48,8 +48,8 @@ use std::{
 };
 
 use annulus_core::{
-    Backend, BackwardInputs, Batch, Error, Gradients, Inputs, Layout, Machine, Order, Outputs,
-    RankShard, Result, Route, Runs, Schedule, Space, Spec, Transport, Work,
+    Backend, BackwardInputs, Batch, Control, Error, Gradients, Inputs, Layout, Machine, Order,
+    Outputs, RankShard, Result, Route, Runs, Schedule, Space, Spec, Transport, Work,
 };
 
 use crate::{agreement, span::span};
@@ -427,14 +427,9 @@ impl<B: Backend> Ring<B> {
         self.poisoned.as_ref().map_or(Ok(()), |first| Err(Error::Poisoned { first: first.clone() }))
     }
 
-    /// Records a fatal error of an entry. The other ranks may not have made the call yet, and would
-    /// wait for this one in it.
+    /// Records a fatal error of an entry.
     fn remember_entry<T>(&mut self, result: Result<T>) -> Result<T> {
-        if let Err(error) = &result
-            && error.is_fatal()
-        {
-            self.transport.control().abort(error);
-        }
+        abort_entry(self.transport.control(), &result);
         self.remember(result)
     }
 
@@ -446,6 +441,16 @@ impl<B: Backend> Ring<B> {
             self.poisoned = Some(error.to_string());
         }
         result
+    }
+}
+
+/// Sends the failure of an entry to all ranks if it is this rank's own, as of a pass that the program
+/// cancels: the others may not have made the call yet, and would wait for this rank in it. A lost
+/// rank is missed by each rank that waits for it; an abort would end calls before this one on ranks
+/// that are about to return from them.
+pub(crate) fn abort_entry<T>(control: &mut dyn Control, result: &Result<T>) {
+    if let Err(error @ Error::Device { .. }) = result {
+        control.abort(error);
     }
 }
 
