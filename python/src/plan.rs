@@ -92,8 +92,8 @@ impl Plan {
         Ok(Self { session: session.filled(Engine::Local(ring)), dtype })
     }
 
-    /// Plans this process as one rank of the ring over a communicator, named as Fortran names it, or
-    /// over an `Endpoint`.
+    /// Plans this process as one rank of the ring over a communicator, named as Fortran names it,
+    /// or over an `Endpoint`.
     ///
     /// The caller has compared `mpi_library` with the MPI of the communicator.
     #[cfg(feature = "mpi")]

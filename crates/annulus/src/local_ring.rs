@@ -438,7 +438,8 @@ impl LocalRing {
         self.backward(tensors, &forward, dout, dlse)
     }
 
-    /// Starts [`LocalRing::forward`] on a thread of its own. For other forms of a pass: [`LocalRing::start`].
+    /// Starts [`LocalRing::forward`] on a thread of its own. For other forms of a pass:
+    /// [`LocalRing::start`].
     ///
     /// # Shapes
     /// As [`LocalRing::forward`].

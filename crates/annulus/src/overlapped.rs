@@ -72,6 +72,17 @@ impl OverlapPlan for LocalRing {
 /// assert_eq!(forward.out.dim(), x.dim());
 /// # Ok::<(), annulus::Error>(())
 /// ```
+/// A second pass of the plan is refused by the compiler until the scope has ended.
+/// ```compile_fail,E0499
+/// # use annulus::{Attention, Dims, Tensors};
+/// # let x = ndarray::Array4::<f32>::ones((1, 64, 2, 16));
+/// # let mut ring = Attention::new().local_ring(Dims::new(1, 64, 2, 16), 2).unwrap();
+/// # let tensors = Tensors::new(x.view(), x.view(), x.view());
+/// std::thread::scope(|scope| {
+///     let first = ring.forward_start(scope, tensors.clone()).unwrap();
+///     let second = ring.forward_start(scope, tensors).unwrap();
+/// });
+/// ```
 #[must_use = "dropping a pass cancels it"]
 pub struct StartedPass<'scope, R> {
     /// `None` once the pass was waited for.
@@ -142,7 +153,7 @@ impl<R> fmt::Debug for StartedPass<'_, R> {
 /// let mut ring = Overlapped::<LocalRing, Forward<f32>>::new(ring);
 /// let x = Array4::ones((1, 64, 2, 16));
 /// ring.start(move |ring| ring.forward(&Tensors::new(x.view(), x.view(), x.view())))?;
-/// assert!(ring.plan_mut().is_err()); // until the pass has ended
+/// assert!(ring.plan_mut().is_err()); // until `wait`
 /// while !ring.test() {
 ///     // work of the program
 /// }

@@ -1335,8 +1335,9 @@ int annulus_attention_set_nccl_communicator(struct annulus_attention *attention,
                                             void *communicator);
 
 /**
- * Makes an endpoint over the ranks of a communicator of MPI, given as Fortran and MPI_Comm_c2f have
- * it, for several plans and caches: annulus_plan_create_endpoint, annulus_cache_create_endpoint.
+ * Makes an endpoint over the ranks of a communicator of MPI, given as Fortran and MPI_Comm_c2f
+ * have it, for several plans and caches: annulus_plan_create_endpoint,
+ * annulus_cache_create_endpoint.
  *
  * They share its communicators, heartbeats and buffers. A plan over an endpoint takes no further
  * communicator, of which an MPI has some thousands, and no collective operation of MPI. Of
@@ -1376,8 +1377,8 @@ int annulus_endpoint_create_mpi(const struct annulus_attention *attention,
 #endif
 
 /**
- * Destroys the handle of an endpoint. Plans and caches over it live on; the communicators are freed
- * with the last of them.
+ * Destroys the handle of an endpoint. Plans and caches over it live on; the communicators are
+ * freed with the last of them.
  *
  * Local. If it is the last, it waits up to one second for the other ranks to do the same. After
  * MPI_Finalize it is harmless.
@@ -1818,8 +1819,8 @@ int annulus_cache_create_mpi(const struct annulus_attention *attention,
 #endif
 
 /**
- * Creates this rank of an empty KV cache over an endpoint, which several plans and caches share, by
- * the rules of annulus_plan_create_endpoint.
+ * Creates this rank of an empty KV cache over an endpoint, which several plans and caches share,
+ * by the rules of annulus_plan_create_endpoint.
  *
  * Collective over the ranks of the endpoint. `*cache` is NULL if the call fails.
  *

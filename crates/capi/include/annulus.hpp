@@ -369,8 +369,8 @@ class plan {
 #endif
   /* This rank of a ring over an endpoint. Collective, in the same order on all ranks. */
   static plan over_endpoint(const attention &of, const endpoint &shared) {
-    return made(of,
-                [&](auto out) { return annulus_plan_create_endpoint(of.get(), shared.get(), out); });
+    return made(
+        of, [&](auto out) { return annulus_plan_create_endpoint(of.get(), shared.get(), out); });
   }
   /* This rank of a ring over functions of the host, whose context outlives the plan. Collective. */
   static plan over_callbacks(const attention &of, const annulus_transport &host) {

@@ -226,8 +226,8 @@ pub unsafe extern "C" fn annulus_cache_create_mpi(
     })
 }
 
-/// Creates this rank of an empty KV cache over an endpoint, which several plans and caches share, by
-/// the rules of [`annulus_plan_create_endpoint`](crate::annulus_plan_create_endpoint).
+/// Creates this rank of an empty KV cache over an endpoint, which several plans and caches share,
+/// by the rules of [`annulus_plan_create_endpoint`](crate::annulus_plan_create_endpoint).
 ///
 /// Collective over the ranks of the endpoint. `*cache` is NULL if the call fails.
 ///

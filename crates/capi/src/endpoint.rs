@@ -30,8 +30,9 @@ pub(crate) type Endpoint = std::convert::Infallible;
 
 static ENDPOINTS: Handles<Endpoint> = Handles::new("endpoint");
 
-/// Makes an endpoint over the ranks of a communicator of MPI, given as Fortran and MPI_Comm_c2f have
-/// it, for several plans and caches: annulus_plan_create_endpoint, annulus_cache_create_endpoint.
+/// Makes an endpoint over the ranks of a communicator of MPI, given as Fortran and MPI_Comm_c2f
+/// have it, for several plans and caches: annulus_plan_create_endpoint,
+/// annulus_cache_create_endpoint.
 ///
 /// They share its communicators, heartbeats and buffers. A plan over an endpoint takes no further
 /// communicator, of which an MPI has some thousands, and no collective operation of MPI. Of
@@ -99,8 +100,8 @@ pub unsafe extern "C" fn annulus_endpoint_create_mpi(
     })
 }
 
-/// Destroys the handle of an endpoint. Plans and caches over it live on; the communicators are freed
-/// with the last of them.
+/// Destroys the handle of an endpoint. Plans and caches over it live on; the communicators are
+/// freed with the last of them.
 ///
 /// Local. If it is the last, it waits up to one second for the other ranks to do the same. After
 /// MPI_Finalize it is harmless.

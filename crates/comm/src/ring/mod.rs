@@ -444,10 +444,10 @@ impl<B: Backend> Ring<B> {
     }
 }
 
-/// Sends the failure of an entry to all ranks if it is this rank's own, as of a pass that the program
-/// cancels: the others may not have made the call yet, and would wait for this rank in it. A lost
-/// rank is missed by each rank that waits for it; an abort would end calls before this one on ranks
-/// that are about to return from them.
+/// Sends the failure of an entry to all ranks if it is this rank's own, as of a pass that the
+/// program cancels: the others may not have made the call yet, and would wait for this rank in it.
+/// A lost rank is missed by each rank that waits for it; an abort would end calls before this one
+/// on ranks that are about to return from them.
 pub(crate) fn abort_entry<T>(control: &mut dyn Control, result: &Result<T>) {
     if let Err(error @ Error::Device { .. }) = result {
         control.abort(error);
