@@ -2,7 +2,7 @@
 //! sums in ring order, and their bytes are predicted.
 
 use annulus::{
-    Attention, Cpu, Dims, Layout, Plan, Report, Result, SinkShape, Tensors,
+    Attention, Cpu, Dims, Layout, Plan, Report, Result, SinkShape, Strategy, Tensors,
     comm::threads::{each_rank, ring},
 };
 use ndarray::{Array2, Array4, Axis};
@@ -23,6 +23,16 @@ struct Gradients {
 
 /// Gradients of every rank: summed over ranks, or its own parts.
 fn gradients(ranks: usize, kv_len: usize, layout: &Layout, local: bool) -> Vec<Gradients> {
+    gradients_by(Strategy::Ring, ranks, kv_len, layout, local)
+}
+
+fn gradients_by(
+    strategy: Strategy,
+    ranks: usize,
+    kv_len: usize,
+    layout: &Layout,
+    local: bool,
+) -> Vec<Gradients> {
     // few queries, so that the pass is short, and a key bias that is longer than a chunk
     let q_len = 2 * ranks;
     let dims = Dims::new(1, q_len, HEADS, 8).kv_len(kv_len);
@@ -30,6 +40,7 @@ fn gradients(ranks: usize, kv_len: usize, layout: &Layout, local: bool) -> Vec<G
         .bias([1, HEADS, 1, kv_len])
         .softmax_aux(SinkShape::per_head(1))
         .layout(layout.clone())
+        .strategy(strategy)
         .local_gradients(local);
     each_rank(ring(ranks), |_, transport| -> Result<Gradients> {
         let mut plan = Plan::new(&attention, dims, Cpu::new(1)?, transport)?;
@@ -109,5 +120,18 @@ fn two_ranks_and_short_sums_send_no_slices() {
             assert_eq!(sum.report.bytes_sent, part.report.bytes_sent);
         }
         assert_eq!(sums[0].dbias.sum_axis(Axis(3)).dim(), (1, HEADS, 1));
+    }
+}
+
+/// The rings over groups sum the gradients of their heads, whose bytes are predicted too.
+#[test]
+fn groups_that_divide_heads_sum_by_slices_too() {
+    let ring = gradients(6, 9000, &Layout::Contiguous, false);
+    let heads = Strategy::HeadsRing { heads: 2 };
+    let grouped = gradients_by(heads, 6, 9000, &Layout::Contiguous, false);
+    for (ring, grouped) in ring.iter().zip(&grouped) {
+        let difference = &ring.dbias - &grouped.dbias;
+        assert!(difference.iter().all(|difference| difference.abs() < 1e-5));
+        assert!(grouped.report.bytes_sent > 0);
     }
 }
