@@ -94,8 +94,6 @@ pub struct Ring<B: Backend> {
     /// Error that ended the plan.
     poisoned: Option<String>,
     entries: Entries,
-    /// True if a backward pass sums dsinks and a shared dbias over ranks.
-    reduces: bool,
     watch: StepWatch,
 }
 
@@ -150,7 +148,6 @@ impl<B: Backend> Ring<B> {
     ) -> Result<Self> {
         let rank = transport.control().rank();
         let ranks = transport.control().ranks();
-        let reduces = spec.as_ref().is_ok_and(|spec| reduce::is_needed(spec, &options, ranks));
         let planned = caught(|| Planned::new(&backend, transport.as_mut(), spec, &options));
         let Planned { agreed, plan, shard, workspace, buffers } = planned.inspect_err(|error| {
             if error.is_fatal() {
@@ -171,7 +168,6 @@ impl<B: Backend> Ring<B> {
             next_tag: 1,
             poisoned: None,
             entries: Entries::new(2),
-            reduces,
             watch: StepWatch::default(),
         })
     }

@@ -11,11 +11,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_core::{Backend, Error, Gradients, Result, Space, Spec, memory};
+use annulus_core::{AgreedLengths, Backend, Error, Gradients, Result, Space, Spec, memory};
 
 use super::{
     PassKind, Ring, RingOptions,
+    in_flight::InFlight,
     leaf_reduce::LeafOwners,
+    plan::{Agreed, RingPlan},
     slices::{self, Slices},
     step_events::Observer,
 };
@@ -62,7 +64,7 @@ impl<B: Backend> Ring<B> {
     ) -> Result<Duration> {
         match owners {
             Some(owners) => self.reduce_leaves(&owners, terms, view).map(|()| Duration::ZERO),
-            None if self.reduces => self.reduce_view(view),
+            None if self.agreed.reduces => self.reduce_view(view),
             None => Ok(Duration::ZERO),
         }
     }
@@ -72,8 +74,9 @@ impl<B: Backend> Ring<B> {
         let mut view = B::Space::host_view_mut(view)
             .ok_or_else(|| Error::internal("a gradient in device memory cannot be summed"))?;
         let mut waited = Duration::ZERO;
-        view.map_widened(self.summands_at_once(), |part| {
-            waited += self.all_reduce(part)?;
+        let lengths = self.plan.lengths;
+        view.map_widened(summands_at_once(&self.agreed, self.ranks), |part| {
+            waited += self.all_reduce(part, lengths)?;
             Ok(())
         })?;
         Ok(waited)
@@ -81,39 +84,9 @@ impl<B: Backend> Ring<B> {
 
     /// Returns the bytes of slices that this rank sends in a backward pass.
     pub(super) fn reduce_bytes(&self) -> u64 {
-        if !self.reduces {
-            return 0;
-        }
-        let spec = &self.agreed.spec;
-        let heads = |per_head| if per_head { spec.dims.q_heads } else { 1 };
-        let sinks = spec.sinks.filter(|_| self.plan.q_leaves.is_none());
-        let sinks = sinks.map_or(0, |sinks| heads(sinks.per_head) * sinks.count);
-        let has_dbias = bias_is_shared(spec) && self.plan.kv_leaves.is_none();
-        let bias = spec.bias.filter(|_| has_dbias);
-        let bias = bias.map_or(0, |shape| shape.iter().product());
-        let chunk = self.summands_at_once();
-        let of_chunk = |len: usize| match self.slices(len) {
-            Some(slices) => slices.bytes_sent(self.ring_index),
-            None => 0,
-        };
-        let of = |len: usize| (len / chunk) as u64 * of_chunk(chunk) + of_chunk(len % chunk);
-        of(sinks) + of(bias)
-    }
-
-    /// Returns the numbers that are summed at once.
-    fn summands_at_once(&self) -> usize {
-        if self.sums_slices() { slices::summands(self.ranks) } else { SUMMANDS_PER_GATHER }
-    }
-
-    /// Returns true if long sums are made by slices. Two ranks would send as much as whole sums.
-    fn sums_slices(&self) -> bool {
-        self.agreed.host_buffers && self.ranks > 2
-    }
-
-    /// Returns the slices of `len` numbers, or `None` if every rank sums all of them.
-    fn slices(&self, len: usize) -> Option<Slices> {
-        let is_long = self.sums_slices() && len > SUMMANDS_PER_GATHER;
-        is_long.then(|| Slices::new(len, self.ranks))
+        slices_of_pass(&self.agreed, &self.plan)
+            .map(|slices| slices.bytes_sent(self.ring_index))
+            .sum()
     }
 
     /// Sums `part` over all ranks in ring order, so that every rank has the same bits.
@@ -125,18 +98,21 @@ impl<B: Backend> Ring<B> {
     /// As [`Ring::forward`].
     pub fn sum_over_ranks(&mut self, part: &mut [f64]) -> Result<()> {
         self.alive()?;
-        let chunk = self.summands_at_once();
-        let result = part.chunks_mut(chunk).try_for_each(|part| self.all_reduce(part).map(drop));
+        let chunk = summands_at_once(&self.agreed, self.ranks);
+        // the plan does not know the length of this sum
+        let mut chunks = part.chunks_mut(chunk);
+        let result = chunks.try_for_each(|part| self.all_reduce(part, None).map(drop));
         self.remember(result)
     }
 
-    /// Sums numbers over all ranks. Returns the exposed communication of slices.
-    fn all_reduce(&mut self, part: &mut [f64]) -> Result<Duration> {
+    /// Sums numbers over all ranks. `lengths` proves that all slices match. Returns the exposed
+    /// communication of slices.
+    fn all_reduce(&mut self, part: &mut [f64], lengths: Option<AgreedLengths>) -> Result<Duration> {
         if self.ranks == 1 {
             return Ok(Duration::ZERO);
         }
-        match self.slices(part.len()) {
-            Some(slices) => self.sum_slices(&slices, part),
+        match slices_of(&self.agreed, self.ranks, part.len()) {
+            Some(slices) => self.sum_slices(&slices, part, lengths),
             None => self.sum_whole(part).map(|()| Duration::ZERO),
         }
     }
@@ -155,28 +131,26 @@ impl<B: Backend> Ring<B> {
     }
 
     /// Sums the own slice of the numbers, and gathers the sums of all slices.
-    fn sum_slices(&mut self, slices: &Slices, part: &mut [f64]) -> Result<Duration> {
-        let tag = self.next_tag;
+    fn sum_slices(
+        &mut self,
+        slices: &Slices,
+        part: &mut [f64],
+        lengths: Option<AgreedLengths>,
+    ) -> Result<Duration> {
+        let first_tag = self.next_tag;
         self.next_tag += 1;
         let own = slices.range(self.ring_index);
         let mut sum = memory::filled("a slice of a sum", own.len(), 0.0)?;
         let hook = self.watch.hook();
         let observer = Observer::of_messages(hook, self.rank, PassKind::Backward, Instant::now());
-        let exchange = slices::Exchange {
-            slices,
-            order: &self.agreed.order,
-            ring_index: self.ring_index,
-            step: self.plan.program.steps.len(),
-            tag,
-        };
+        let step = self.plan.program.steps.len();
+        let exchange = slices::Exchange::new(slices, &self.agreed.order, self.rank, step);
+        let transport = self.transport.as_mut();
+        let mut in_flight = InFlight::new(transport, first_tag, lengths, observer);
         let backend = &self.backend;
-        let waited = exchange.sum::<B::Space>(
-            self.transport.as_mut(),
-            observer,
-            |bytes| backend.allocate(bytes),
-            part,
-            &mut sum,
-        )?;
+        let allocate = |bytes| backend.allocate(bytes);
+        exchange.sum(&mut in_flight, allocate, part, &mut sum)?;
+        let waited = in_flight.waited();
         let round = self.entries.round();
         let sums = all_gather(self.transport.as_mut(), round, &bytes_of(&sum))?;
         let order = &self.agreed.order;
@@ -189,6 +163,46 @@ impl<B: Backend> Ring<B> {
         }
         Ok(waited)
     }
+}
+
+/// Returns the numbers that are summed at once.
+fn summands_at_once(agreed: &Agreed, ranks: usize) -> usize {
+    if sums_slices(agreed, ranks) { slices::summands(ranks) } else { SUMMANDS_PER_GATHER }
+}
+
+/// Returns true if long sums are made by slices. Two ranks would send as much as whole sums.
+fn sums_slices(agreed: &Agreed, ranks: usize) -> bool {
+    agreed.host_buffers && ranks > 2
+}
+
+/// Returns the slices of `len` numbers, or `None` if every rank sums all of them.
+fn slices_of(agreed: &Agreed, ranks: usize, len: usize) -> Option<Slices> {
+    let is_long = sums_slices(agreed, ranks) && len > SUMMANDS_PER_GATHER;
+    is_long.then(|| Slices::new(len, ranks))
+}
+
+/// Returns the slices of the sums of a backward pass.
+pub(super) fn slices_of_pass<'a>(
+    agreed: &'a Agreed,
+    plan: &RingPlan,
+) -> impl Iterator<Item = Slices> + use<'a> {
+    let ranks = plan.shards.kv.len();
+    let spec = &agreed.spec;
+    let sinks = spec.sinks.filter(|_| plan.q_leaves.is_none());
+    let sinks =
+        sinks.map_or(
+            0,
+            |sinks| {
+                if sinks.per_head { spec.dims.q_heads * sinks.count } else { sinks.count }
+            },
+        );
+    let bias = spec.bias.filter(|_| bias_is_shared(spec) && plan.kv_leaves.is_none());
+    let bias = bias.map_or(0, |shape| shape.iter().product());
+    let sums = [sinks, bias].into_iter().filter(|_| agreed.reduces);
+    let chunk = summands_at_once(agreed, ranks);
+    let chunks =
+        sums.flat_map(move |len| (0..len).step_by(chunk).map(move |at| chunk.min(len - at)));
+    chunks.filter_map(move |len| slices_of(agreed, ranks, len))
 }
 
 fn bytes_of(numbers: &[f64]) -> Vec<u8> {

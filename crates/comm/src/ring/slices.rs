@@ -13,13 +13,11 @@
 //! Reduce-scatter and all-gather as the halves of an all-reduce: Rabenseifner 2004, Optimization of
 //! Collective Reduction Operations.
 
-use std::{ops::Range, time::Duration};
+use std::ops::Range;
 
-use annulus_core::{
-    Arrived, Channel, Error, MessageHeader, Order, Result, Space, Transport, memory,
-};
+use annulus_core::{Arrived, Channel, Error, MessageHeader, Order, Result, Space, memory};
 
-use super::{in_flight::InFlight, program::Transfers, reduce::add, step_events::Observer};
+use super::{in_flight::InFlight, program::Transfers, reduce::add};
 use crate::agreement::SUMMANDS_PER_GATHER;
 
 /// Most numbers that are summed at once: 8 MiB, of which a rank keeps some copies.
@@ -61,17 +59,19 @@ impl Slices {
 
 /// The messages of one rank.
 pub(super) struct Exchange<'a> {
-    pub(super) slices: &'a Slices,
-    pub(super) order: &'a Order,
-    pub(super) ring_index: usize,
+    slices: &'a Slices,
+    order: &'a Order,
+    ring_index: usize,
     /// Ring step, for errors and events.
-    pub(super) step: usize,
-    pub(super) tag: u64,
+    step: usize,
 }
 
-impl Exchange<'_> {
+impl<'a> Exchange<'a> {
+    pub(super) fn new(slices: &'a Slices, order: &'a Order, rank: usize, step: usize) -> Self {
+        Self { slices, order, ring_index: order.ring_index(rank), step }
+    }
+
     /// Adds the terms of all ranks to `sum`, of which `terms` are this rank's for all slices.
-    /// Returns the exposed communication.
     ///
     /// # Ordering
     /// Collective.
@@ -80,12 +80,11 @@ impl Exchange<'_> {
     /// Those of the transport and of `allocate`.
     pub(super) fn sum<S: Space>(
         &self,
-        transport: &mut dyn Transport<S>,
-        observer: Observer<'_>,
+        in_flight: &mut InFlight<'_, S>,
         allocate: impl Fn(u64) -> Result<S::Buffer>,
         terms: &[f64],
         sum: &mut [f64],
-    ) -> Result<Duration> {
+    ) -> Result<()> {
         let ranks = self.slices.ranks;
         let no_host = || Error::internal("blocks that the host cannot write");
         let mut packed = allocate(8 * terms.len() as u64)?;
@@ -94,7 +93,6 @@ impl Exchange<'_> {
             *into = term.to_le_bytes();
         }
         let source = (packed, S::host_event().ok_or_else(no_host)?);
-        let mut in_flight = InFlight::new(transport, self.tag, None, observer);
         in_flight.start_step(self.step);
         let mut arrived: Vec<Option<Arrived<S>>> = memory::list("slices of a sum", ranks)?;
         arrived.resize_with(ranks, || None);
@@ -119,7 +117,12 @@ impl Exchange<'_> {
             };
             add(sum, bytes);
         }
-        Ok(in_flight.waited())
+        Ok(())
+    }
+
+    /// Returns all messages.
+    pub(super) fn all_transfers(&self) -> Transfers {
+        self.transfers(1..self.slices.ranks)
     }
 
     /// Returns the messages of some distances. Slices without numbers have none.

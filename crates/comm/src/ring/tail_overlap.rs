@@ -106,6 +106,7 @@ mod tests {
                 posts_ahead: false,
                 groups_in_order: false,
                 host_buffers: true,
+                reduces: false,
                 receive_ahead: 1,
                 numerics: String::new(),
             };
