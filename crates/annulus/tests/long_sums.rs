@@ -1,5 +1,6 @@
 //! Sums of gradients over ranks that are long enough to be made by slices: their bits are those of
 //! sums in ring order, and their bytes are predicted.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use annulus::{
     Attention, Cpu, Dims, Layout, Plan, Report, Result, SinkShape, Strategy, Tensors,

@@ -1,4 +1,5 @@
 //! Passes on threads of their own: the bits of a call, and what ends them.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::{
     sync::{
