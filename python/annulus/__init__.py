@@ -16,9 +16,11 @@ from ._annulus import HAS_MPI
 from ._attention import Attention, Shard
 from ._cache import Cache
 from ._calls import flash_attention, ring_attention
+from ._endpoint import Endpoint
 from ._errors import ArrivalTimeout, Error, InvalidArgument, OutOfMemory, Unsupported
 from ._plan import BACKENDS, Plan
 from ._results import Forward, Gradients, Report
+from ._started import StartedPass
 
 __version__ = "0.1.0"
 
@@ -28,6 +30,7 @@ __all__ = [
     "ArrivalTimeout",
     "Attention",
     "Cache",
+    "Endpoint",
     "Error",
     "Forward",
     "Gradients",
@@ -36,6 +39,7 @@ __all__ = [
     "Plan",
     "Report",
     "Shard",
+    "StartedPass",
     "Unsupported",
     "biases",
     "flash_attention",

@@ -10,8 +10,9 @@ from typing import Any
 from . import _annulus, _arrays, _check
 from ._arrays import HostMemory, Tensor, accumulator, given_back, tensor
 from ._attention import Attention, Numbers, config, lengths, spelled_runs
+from ._endpoint import carrier
 from ._errors import argument_got_want, invalid, unsupported
-from ._plan import agreed, fortran_handle, reports_of
+from ._plan import agreed, reports_of
 from ._results import Forward
 
 PAGE_ROWS = 64
@@ -100,8 +101,8 @@ class Cache:
             )
             return checked, _check.integer_or_none("threads", threads, least=1)
 
-        handle = None if comm is None else fortran_handle(comm)
-        checked, own_threads = agreed(comm, prepare)
+        handle, ranks_of_comm = carrier(comm)
+        checked, own_threads = agreed(ranks_of_comm, prepare)
         pages = self._page_rows
         if handle is None:
             count = 1 if ranks is None else _check.integer("ranks", ranks, least=1)

@@ -11,8 +11,9 @@ from . import _arrays, _check
 from ._annulus import BiasFunction, Mask
 from ._attention import Attention, Machine, Rows
 from ._device import Place, current_stream
+from ._endpoint import check_communicator
 from ._errors import invalid, unsupported
-from ._plan import Plan, agreed, check_communicator, gathered
+from ._plan import Plan, agreed, gathered
 from ._results import Forward
 
 Arguments = dict[str, Any]

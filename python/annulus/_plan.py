@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,8 +15,10 @@ from . import _annulus, _arrays, _check
 from ._arrays import HostMemory, Tensor, accumulator
 from ._attention import Attention, Machine, Numbers, Rows, config, lengths, spelled_runs
 from ._device import DeviceMemory, Place
+from ._endpoint import carrier
 from ._errors import argument_got_want, invalid, refused, unsupported
 from ._results import Forward, Gradients, Report
+from ._started import Pass, StartedPass
 
 T = TypeVar("T")
 
@@ -33,7 +36,8 @@ class Plan:
 
     A pass releases the GIL. An exception of a signal handler, such as KeyboardInterrupt, ends the
     pass within about 0.1 s, and the plan with it; over MPI, on all ranks. Two threads cannot use
-    one plan at the same time.
+    one plan at the same time. ``forward_start`` and ``backward_start`` run a pass on a thread of
+    its own, while the program goes on.
 
     Args:
         attention: What is computed.
@@ -47,7 +51,8 @@ class Plan:
         softmax_aux_shape: Shape of the sinks, if passes are given some: ``[sinks]`` shared by all
             heads, or ``[q_heads, sinks]``.
         ranks: Ranks in this process. Default: 1.
-        comm: An mpi4py communicator. It is duplicated, and can be freed afterwards.
+        comm: An mpi4py communicator, which is duplicated and can be freed afterwards; or an
+            ``Endpoint``, which several plans share.
         layout: ``contiguous``, ``zigzag``, ``striped``, or the rows of every rank as (query rows,
             key rows), two lists of lists. Default: chosen by the mask.
         route: ``relay_up``, ``relay_down``, ``direct``, or, over nodes with as many ranks each,
@@ -170,8 +175,8 @@ class Plan:
             place = _place(name, number, stream, ranks, own_threads)
             return checked, (name, number), own_threads, place
 
-        handle = None if comm is None else fortran_handle(comm)
-        checked, computes, own_threads, place = agreed(comm, prepare)
+        handle, ranks_of_comm = carrier(comm)
+        checked, computes, own_threads, place = agreed(ranks_of_comm, prepare)
         self._memory = HostMemory() if place is None else DeviceMemory(place)
         if place is not None:
             on = (place.device, place.stream)
@@ -186,6 +191,7 @@ class Plan:
             self._plan = _annulus.Plan.over_mpi(
                 checked, self._lengths, handle, computes, own_threads
             )
+        self._started: Pass[Any] | None = None
         self._q_rows = spelled_runs(self._plan.q_rows())
         self._kv_rows = spelled_runs(self._plan.kv_rows())
 
@@ -204,22 +210,22 @@ class Plan:
     @property
     def rank(self) -> int:
         """This rank; 0 of a ring in this process."""
-        return self._plan.ring()[0]
+        return self._idle().ring()[0]
 
     @property
     def ranks(self) -> int:
         """Number of ranks."""
-        return self._plan.ring()[1]
+        return self._idle().ring()[1]
 
     @property
     def layout(self) -> str:
         """Layout in force: ``contiguous``, ``zigzag``, ``striped``, ``balanced`` or ``custom``."""
-        return self._plan.ring()[2]
+        return self._idle().ring()[2]
 
     @property
     def strategy(self) -> str:
         """Strategy in force: ``ring``, ``heads:H``, ``grid:QxK`` or ``grid:HxQxK``."""
-        return self._plan.ring()[3]
+        return self._idle().ring()[3]
 
     @property
     def numerics(self) -> str:
@@ -227,7 +233,7 @@ class Plan:
 
         With ``reproducible``, machines with the same fingerprint give the same bits.
         """
-        return self._plan.numerics()
+        return self._idle().numerics()
 
     @property
     def dtype(self) -> str:
@@ -235,10 +241,16 @@ class Plan:
         return self._dtype
 
     def __str__(self) -> str:
-        return self._plan.describe()
+        return self._idle().describe()
 
     def close(self) -> None:
-        """Frees the plan. With ``comm`` it waits at most a second for the other ranks."""
+        """Frees the plan. With ``comm`` it waits at most a second for the other ranks.
+
+        A pass that was started is cancelled.
+        """
+        if self._started is not None:
+            self._started.cancel()
+            self._started = None
         self._plan.close()
 
     def __enter__(self) -> Plan:
@@ -392,10 +404,83 @@ class Plan:
             results[name] = memory.given_back(array, dtype, like)
         return Gradients(**results, reports=reports_of(reports))
 
+    def forward_start(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        *,
+        bias: Any = None,
+        softmax_aux: Any = None,
+        out: Any = None,
+        lse: Any = None,
+    ) -> StartedPass[Forward]:
+        """Starts ``forward`` on a thread of its own, so that the program can do something else.
+
+        ``StartedPass.wait`` returns what ``forward`` returns and raises what it raises, also of
+        arguments. Until then arrays stay as they are. With ``comm``, ranks may start or call the
+        pass, and MPI has been initialised with ``MPI_THREAD_MULTIPLE``, as mpi4py does. Not with
+        ``stream``: such a pass returns before its work is done.
+
+        Args:
+            query, key, value, bias, softmax_aux, out, lse: As in ``forward``.
+        """
+        return self._start(
+            lambda: self.forward(
+                query, key, value, bias=bias, softmax_aux=softmax_aux, out=out, lse=lse
+            )
+        )
+
+    def backward_start(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        forward: Forward,
+        dout: Any,
+        dlse: Any = None,
+        *,
+        bias: Any = None,
+        softmax_aux: Any = None,
+    ) -> StartedPass[Gradients]:
+        """Starts ``backward`` on a thread of its own, as ``forward_start``.
+
+        Args:
+            query, key, value, forward, dout, dlse, bias, softmax_aux: As in ``backward``.
+        """
+        return self._start(
+            lambda: self.backward(
+                query, key, value, forward, dout, dlse, bias=bias, softmax_aux=softmax_aux
+            )
+        )
+
+    def _start(self, work: Callable[[], T]) -> StartedPass[T]:
+        plan = self._idle()
+        if isinstance(self._memory, DeviceMemory):
+            why = "a pass in a stream returns before its work is done"
+            raise unsupported("a pass on a thread of its own", why)
+        if not plan.any_thread():
+            why = "MPI was initialised below MPI_THREAD_MULTIPLE"
+            raise unsupported("a pass on a thread of its own", why)
+
+        def ended() -> None:
+            self._started = None
+
+        self._started = Pass(work, plan.interrupt)
+        return StartedPass(self._started, ended)
+
+    def _idle(self) -> _annulus.Plan:
+        """Returns the plan, unless a pass is under way that another thread runs."""
+        started = self._started
+        if started is not None and threading.current_thread() is not started.thread:
+            want = "StartedPass.wait before another call"
+            raise invalid("plan", "one with a pass under way", want)
+        return self._plan
+
     @contextmanager
     def _collective(self) -> Iterator[None]:
         """Lets the other ranks of a call know if its arguments are refused here."""
-        self._plan.begin()
+        self._idle().begin()
         try:
             yield
         except Exception as error:
@@ -499,36 +584,6 @@ def agreed(comm: Any, work: Callable[[], T]) -> T:
     results: list[T] = []
     gathered(comm, lambda: results.append(work()))
     return results[0]
-
-
-def check_communicator(comm: Any) -> None:
-    """Checks that a communicator is one of mpi4py's."""
-    if not hasattr(comm, "py2f") or not hasattr(comm, "allgather"):
-        raise invalid("comm", repr(comm), "an mpi4py communicator")
-
-
-def fortran_handle(comm: Any) -> int:
-    if not _annulus.HAS_MPI:
-        why = 'this build has no MPI; pip install ./python -C build-args="--features mpi"'
-        raise unsupported("comm", why)
-    check_communicator(comm)
-    from mpi4py import MPI
-
-    own, is_initialised = _annulus.mpi_library()
-    own, other = (text.strip("\0\n ") for text in (own, MPI.Get_library_version()))
-    made = "was built with" if _annulus.LINKS_MPI else "has loaded"
-    advice = "" if _annulus.LINKS_MPI else "; see ANNULUS_MPI_LIBRARY and annulus.mpi_shim"
-    if own != other:
-        names = f"{first_line(other)!r}, and annulus {made} {first_line(own)!r}"
-        raise unsupported("comm", f"mpi4py uses {names}{advice}")
-    if not is_initialised:
-        why = f"mpi4py has not initialised the copy of {first_line(own)!r} that annulus {made}"
-        raise unsupported("comm", f"{why}{advice}")
-    return int(comm.py2f())
-
-
-def first_line(text: str) -> str:
-    return text.partition("\n")[0]
 
 
 def reports_of(reports: list[tuple[float, float, int, int]]) -> tuple[Report, ...]:

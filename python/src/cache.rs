@@ -8,8 +8,6 @@ use annulus::{
 };
 use pyo3::{prelude::*, types::PyDict};
 
-#[cfg(feature = "mpi")]
-use crate::plan::{mpi_endpoint, node_ranks};
 use crate::{
     array::{Outputs, Plain},
     config::{Config, Lengths},
@@ -18,6 +16,8 @@ use crate::{
     session::{Session, by_dtype},
     signals::Interruptible,
 };
+#[cfg(feature = "mpi")]
+use crate::{endpoint::Carrier, plan::node_ranks};
 
 /// The ranks that a cache has in this process.
 enum Engine {
@@ -71,7 +71,7 @@ impl Cache {
     }
 
     /// Creates this process's rank of an empty cache over a communicator, named as Fortran names
-    /// it.
+    /// it, or over an `Endpoint`.
     ///
     /// The caller has compared `mpi_library` with the MPI of the communicator.
     #[cfg(feature = "mpi")]
@@ -81,15 +81,17 @@ impl Cache {
         config: Config<'_>,
         lengths: Lengths,
         page_rows: u64,
-        communicator: i32,
+        communicator: &Bound<'_, PyAny>,
         threads: Option<usize>,
     ) -> PyResult<Self> {
+        // first: all ranks share an endpoint in the same order
+        let carrier = Carrier::read(communicator)?;
         let (attention, callbacks) = config.attention(py)?;
         let (dtype, shape) = (config.element(py)?, CacheShape::from(lengths).page_rows(page_rows));
         let session = Session::new("cache", callbacks, false);
         let signals = session.signals();
         let cache = session.run(py, || {
-            let endpoint = mpi_endpoint(communicator)?;
+            let endpoint = carrier.open()?;
             let threads = threads.unwrap_or_else(|| machine_threads(node_ranks(&endpoint)));
             let endpoint = Interruptible::new(endpoint, Arc::clone(signals));
             annulus::Cache::new(&attention, shape, Cpu::new(threads)?, endpoint)

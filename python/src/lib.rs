@@ -7,6 +7,7 @@
 //! | `cache.rs` | the class `Cache` |
 //! | `config.rs` | the parameters of an attention and of a plan, from `annulus/_attention.py` |
 //! | `device.rs` | arrays in the memory of an NVIDIA GPU, and plans of them |
+//! | `endpoint.rs` | the class `Endpoint` |
 //! | `errors.rs` | annulus errors as Python exceptions |
 //! | `masks.rs` | masks and bias functions |
 //! | `plan.rs` | the class `Plan` |
@@ -23,6 +24,8 @@ mod cache;
 mod config;
 #[cfg(feature = "cuda")]
 mod device;
+#[cfg(feature = "mpi")]
+mod endpoint;
 mod errors;
 mod masks;
 mod plan;
@@ -41,6 +44,9 @@ mod _annulus {
     #[cfg(feature = "cuda")]
     #[pymodule_export]
     use super::device::DeviceArray;
+    #[cfg(feature = "mpi")]
+    #[pymodule_export]
+    use super::endpoint::Endpoint;
     #[pymodule_export]
     use super::masks::{BiasFunction, Mask};
     #[pymodule_export]

@@ -16,6 +16,8 @@ use pyo3::{prelude::*, types::PyDict};
 
 #[cfg(feature = "cuda")]
 use crate::device::DevicePlan;
+#[cfg(feature = "mpi")]
+use crate::endpoint::Carrier;
 use crate::{
     array::{Array, Outputs, Plain},
     backend::{self, PyBackend},
@@ -90,7 +92,8 @@ impl Plan {
         Ok(Self { session: session.filled(Engine::Local(ring)), dtype })
     }
 
-    /// Plans this process as one rank of the ring over a communicator, named as Fortran names it.
+    /// Plans this process as one rank of the ring over a communicator, named as Fortran names it,
+    /// or over an `Endpoint`.
     ///
     /// The caller has compared `mpi_library` with the MPI of the communicator.
     #[cfg(feature = "mpi")]
@@ -99,16 +102,18 @@ impl Plan {
         py: Python<'_>,
         config: Config<'_>,
         lengths: Lengths,
-        communicator: i32,
+        communicator: &Bound<'_, PyAny>,
         backend: PyBackend,
         threads: Option<usize>,
     ) -> PyResult<Self> {
+        // first: all ranks share an endpoint in the same order
+        let carrier = Carrier::read(communicator)?;
         let (attention, callbacks) = config.attention(py)?;
         let (dtype, dims) = (config.element(py)?, Dims::from(lengths));
         let session = Session::new("plan", callbacks, false);
         let signals = session.signals();
         let plan = session.run(py, || {
-            let mut endpoint = mpi_endpoint(communicator)?;
+            let mut endpoint = carrier.open()?;
             let backend =
                 backend::open(&backend, threads, || machine_threads(node_ranks(&endpoint)));
             let backend = backend.inspect_err(|error| endpoint.abort(error))?;
@@ -146,16 +151,17 @@ impl Plan {
         py: Python<'_>,
         config: Config<'_>,
         lengths: Lengths,
-        communicator: i32,
+        communicator: &Bound<'_, PyAny>,
         on: (usize, usize),
     ) -> PyResult<Self> {
+        // first: all ranks share an endpoint in the same order
+        let carrier = Carrier::read(communicator)?;
         let (attention, callbacks) = config.attention(py)?;
         let (dtype, dims) = (config.element(py)?, Dims::from(lengths));
         let session = Session::new("plan", callbacks, false);
         let signals = session.signals();
-        let plan = session.run(py, || {
-            DevicePlan::new(&attention, dims, on, mpi_endpoint(communicator)?, signals)
-        })?;
+        let plan =
+            session.run(py, || DevicePlan::new(&attention, dims, on, carrier.open()?, signals))?;
         Ok(Self { session: session.filled(Engine::Device(Box::new(plan))), dtype })
     }
 
@@ -225,6 +231,18 @@ impl Plan {
         let guard = self.session.lock(py)?;
         let engine = self.session.opened(guard.as_ref())?;
         Ok(of_plan!(engine, plan => plan.numerics().to_owned()))
+    }
+
+    /// True if passes may run on another thread than this one.
+    fn any_thread(&self, py: Python<'_>) -> PyResult<bool> {
+        let guard = self.session.lock(py)?;
+        let engine = self.session.opened(guard.as_ref())?;
+        Ok(of_plan!(engine, plan => plan.any_thread()))
+    }
+
+    /// Ends the pass that another thread runs, if it has reached the ring.
+    fn interrupt(&self) {
+        self.session.signals().interrupt();
     }
 
     /// Mask, ranks, layout, route, hops and bytes.
@@ -616,16 +634,6 @@ pub(crate) fn spelled(report: &Report) -> PyReport {
 pub(crate) fn machine_threads(ranks: usize) -> usize {
     let cores = thread::available_parallelism().map_or(1, NonZero::get);
     cores.checked_div(ranks).unwrap_or(1).max(1)
-}
-
-/// Transport of this process's rank over a communicator, named as Fortran names it.
-#[cfg(feature = "mpi")]
-pub(crate) fn mpi_endpoint(communicator: i32) -> annulus::Result<annulus::comm::mpi::Mpi> {
-    use annulus::comm::mpi::{Mpi, Settings};
-
-    // SAFETY: the package passes `comm.py2f()` of a communicator object that it holds, of the MPI
-    // that this module is linked with, which it has compared
-    unsafe { Mpi::over_fortran(communicator, Settings::default()) }
 }
 
 /// Ranks of the ring on the node of this one.

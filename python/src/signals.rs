@@ -53,6 +53,11 @@ impl Signals {
         self.interrupted.store(true, Ordering::Release);
     }
 
+    /// Ends the pass under way, without an exception of its own.
+    pub(crate) fn interrupt(&self) {
+        self.interrupted.store(true, Ordering::Release);
+    }
+
     /// Fails if the pass is to end. On the calling thread, checks for signals first.
     fn poll(&self) -> Result<()> {
         if !self.interrupted.load(Ordering::Acquire) {

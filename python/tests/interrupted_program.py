@@ -1,12 +1,14 @@
 """Rank 1 is interrupted in a pass of a minute: it raises KeyboardInterrupt, the others an error.
 
 mpirun -n 3 python tests/interrupted_program.py
+mpirun -n 3 python tests/interrupted_program.py started
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -37,7 +39,10 @@ def main() -> None:
     if WORLD.rank == 1:
         threading.Timer(0.5, press).start()
     try:
-        ring.forward(x, x, x)
+        if "started" in sys.argv:
+            ring.forward_start(x, x, x).wait()
+        else:
+            ring.forward(x, x, x)
     except KeyboardInterrupt:
         assert WORLD.rank == 1 and time.monotonic() - sent[0] < 2
     except annulus.Error as error:

@@ -224,6 +224,77 @@ def late() -> None:
         assert (again == first).all() and timeouts == int(RANK < RANKS - 1), timeouts
 
 
+def started() -> None:
+    """Ranks that start a pass meet ranks that call it; a pass that is dropped ends on all."""
+    x = random(1, 40, 2, 8)
+    attention = annulus.Attention(causal=True)
+    lengths: dict[str, Any] = {"batch": 1, "q_len": 40, "q_heads": 2, "head_dim": 8, "threads": 1}
+    with attention.plan(**lengths, comm=WORLD) as ring:
+        q = x[:, ring.q_rows]
+        forward = ring.forward(q, q, q)
+        gradients = ring.backward(q, q, q, forward, q)
+        again = ring.forward_start(q, q, q).wait() if RANK != 1 else ring.forward(q, q, q)
+        assert (again.out == forward.out).all()
+        of_started = ring.backward_start(q, q, q, forward, q)
+        while not of_started.test():
+            time.sleep(0.001)
+        assert (of_started.wait().dk == gradients.dk).all()
+        if RANKS == 1:
+            return
+        # rank 1 drops the pass before the others make the call
+        if RANK == 1:
+            of_dropped = ring.forward_start(q, q, q)
+            time.sleep(0.2)
+            assert not of_dropped.test()
+            del of_dropped
+        WORLD.Barrier()
+        began = MPI.Wtime()
+        try:
+            ring.forward(q, q, q)
+        except annulus.Error as error:
+            assert error.code == (45 if RANK == 1 else 44), (RANK, error)
+        else:
+            raise AssertionError("a pass that one rank dropped")
+        assert MPI.Wtime() - began < 10
+
+
+def shared() -> None:
+    """Plans and a cache over one endpoint, closed in another order on each rank."""
+    x = random(1, 40, 2, 8)
+    attention = annulus.Attention(causal=True)
+    of_cache: dict[str, Any] = {"batch": 1, "q_heads": 2, "head_dim": 8, "threads": 1}
+    lengths = {**of_cache, "q_len": 40}
+    part = WORLD.Dup()
+    with annulus.Endpoint(part) as endpoint:
+        plans = [attention.plan(**lengths, comm=endpoint) for _ in range(2)]
+        cache = annulus.Cache(attention, **of_cache, comm=endpoint)
+        brief = [attention.plan(**lengths, comm=endpoint) for _ in range(3)]
+    part.Free()
+    for each in brief:
+        each.close()
+    want, _ = naive(x, x, x, np.tri(40, dtype=bool))
+    cache.append(x, x)
+    assert abs(cache.attend(x).out - want).max() < 2e-6 and cache.ranks == RANKS
+    rows = [x[:, plan.q_rows] for plan in plans]
+    # at a time, and in another order on each rank
+    order = [RANK % 2, 1 - RANK % 2]
+    passes = {at: plans[at].forward_start(*[rows[at]] * 3) for at in order}
+    outs = [passes[at].wait().out for at in (0, 1)]
+    assert (outs[0] == outs[1]).all()
+    assert abs(outs[0] - want[:, plans[0].q_rows]).max() < 2e-6
+    for at in order:
+        plans[at].close()
+    cache.close()
+    endpoint = annulus.Endpoint(WORLD)
+    endpoint.close()
+    try:
+        attention.plan(**lengths, comm=endpoint)
+    except RuntimeError as error:
+        assert "the endpoint is closed" in str(error), error
+    else:
+        raise AssertionError("an endpoint that is closed")
+
+
 def one_call(length: int) -> None:
     """Rows that are dealt contiguously, with a bias of own queries × all keys."""
     x, bias = random(2, length, 4, 8), random(1, 1, length, length, seed=1)
@@ -256,6 +327,8 @@ def main() -> None:
     one_call(30)
     # some ranks have one row
     one_call(RANKS + 1)
+    started()
+    shared()
     if RANKS > 1:
         refusals()
         late()

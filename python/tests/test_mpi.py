@@ -69,8 +69,10 @@ def test_decoding_gives_the_same_on_every_number_of_ranks() -> None:
 
 @needs_mpi
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ctrl_c_on_one_rank_ends_the_pass_on_all(ranks: int) -> None:
-    assert launch(ranks, "interrupted_program.py").count("ended") == ranks
+@pytest.mark.parametrize("form", [[], ["started"]])
+def test_ctrl_c_on_one_rank_ends_the_pass_on_all(ranks: int, form: list[str]) -> None:
+    said = launch(ranks, "interrupted_program.py", program_arguments=form)
+    assert said.count("ended") == ranks
 
 
 @pytest.mark.skipif(annulus.HAS_MPI, reason="a build with the feature mpi")

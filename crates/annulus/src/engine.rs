@@ -41,6 +41,7 @@ pub(crate) trait RankFacts {
     fn layout(&self) -> &Layout;
     fn route(&self) -> Route;
     fn strategy(&self) -> Strategy;
+    fn any_thread(&self) -> bool;
     fn ring_index(&self) -> usize;
     fn q_rows(&self) -> &Runs;
     fn kv_rows(&self) -> &Runs;
@@ -72,6 +73,9 @@ macro_rules! common_facts {
         }
         fn route(&self) -> Route {
             Self::route(self)
+        }
+        fn any_thread(&self) -> bool {
+            Self::any_thread(self)
         }
         fn q_rows(&self) -> &Runs {
             Self::q_rows(self)

@@ -14,6 +14,7 @@
 //! * [`Attention`] is the builder: masks, scale, bias, sinks, dropout.
 //! * [`Attention::local_ring`] plans a [`LocalRing`], a whole ring in this process.
 //! * [`Plan`] is one rank of a ring over any transport, which is what an MPI process holds.
+//! * [`StartedPass`] and [`Overlapped`] run passes while the program computes.
 //! * [`AnyBackend`] makes both on a backend that is chosen at run time.
 //! * [`Cache`] is one rank of a KV cache for decoding, [`LocalCache`] a whole one in this process.
 //! * [`flash_attention`] and [`ring_attention`] plan and compute in one call.
@@ -41,13 +42,14 @@ mod hook;
 mod local_cache;
 mod local_ring;
 mod one_call;
+mod overlapped;
 mod plan;
 mod rank_rows;
 mod rank_tensors;
 mod tensors;
 
 pub use annulus_comm::ring::{Activity, PassKind, Report, Ring, RingOptions, StepEvent};
-pub use annulus_comm::{self as comm};
+pub use annulus_comm::{self as comm, Cancellation};
 pub use annulus_core::{
     Alibi, Alignment, BackwardMode, Batch, BiasFunction, BiasOrder, ComputeRate, CustomLayout,
     DType, DenseMask, Dims, Dropout, Element, Error, Fingerprint, KeyIntervals, Layout, Link,
@@ -65,6 +67,7 @@ pub use cache::{Cache, CacheShape};
 pub use local_cache::LocalCache;
 pub use local_ring::LocalRing;
 pub use one_call::{Options, flash_attention, ring_attention};
+pub use overlapped::{OverlapPlan, Overlapped, StartedPass};
 pub use plan::Plan;
 pub use rank_rows::RankRows;
 pub use tensors::{Backward, BackwardViewMut, Forward, ForwardView, ForwardViewMut, Tensors};

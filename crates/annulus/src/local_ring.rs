@@ -1,5 +1,7 @@
 //! A whole ring in one process: one thread per rank, whole tensors in, whole tensors out.
 
+use std::thread::Scope;
+
 use annulus_comm::{
     ring::Report,
     threads::{self, Threads, each_rank},
@@ -12,7 +14,8 @@ use annulus_cpu::Cpu;
 use ndarray::{ArrayView3, ArrayView4, Axis};
 
 use crate::{
-    Attention, Backward, BackwardViewMut, Forward, ForwardView, ForwardViewMut, Plan, Tensors,
+    Attention, Backward, BackwardViewMut, Forward, ForwardView, ForwardViewMut, Plan, StartedPass,
+    Tensors,
     plan::{zero_gradients, zero_outputs},
     rank_tensors::{
         BackwardRankTensors, BackwardTensors, RankTensors, SharedGradients, contiguous, only_rank,
@@ -433,6 +436,62 @@ impl LocalRing {
     ) -> Result<Backward<T>> {
         let forward = self.forward(tensors)?;
         self.backward(tensors, &forward, dout, dlse)
+    }
+
+    /// Starts [`LocalRing::forward`] on a thread of its own. For other forms of a pass:
+    /// [`LocalRing::start`].
+    ///
+    /// # Shapes
+    /// As [`LocalRing::forward`].
+    ///
+    /// # Ordering
+    /// As [`LocalRing::start`].
+    ///
+    /// # Errors
+    /// As [`LocalRing::start`]; [`StartedPass::wait`] returns those of the pass.
+    pub fn forward_start<'scope, T: Element>(
+        &'scope mut self,
+        scope: &'scope Scope<'scope, '_>,
+        tensors: Tensors<'scope, T>,
+    ) -> Result<StartedPass<'scope, Forward<T>>> {
+        self.start(scope, move |plan| plan.forward(&tensors))
+    }
+
+    /// Starts [`LocalRing::backward`] on a thread of its own.
+    ///
+    /// # Shapes
+    /// As [`LocalRing::backward`].
+    ///
+    /// # Ordering
+    /// As [`LocalRing::start`].
+    ///
+    /// # Errors
+    /// As [`LocalRing::forward_start`].
+    pub fn backward_start<'scope, T: Element>(
+        &'scope mut self,
+        scope: &'scope Scope<'scope, '_>,
+        tensors: Tensors<'scope, T>,
+        forward: &'scope Forward<T>,
+        dout: ArrayView4<'scope, T>,
+        dlse: Option<ArrayView3<'scope, T::Accumulator>>,
+    ) -> Result<StartedPass<'scope, Backward<T>>> {
+        self.start(scope, move |plan| plan.backward(&tensors, forward, dout, dlse))
+    }
+
+    /// Starts `pass` on a thread of its own, so that it overlaps with the program: a forward or a
+    /// backward pass of any form.
+    ///
+    /// # Ordering
+    /// Local: all ranks are threads of this process.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if no thread starts: the pass is not started.
+    pub fn start<'scope, R: Send + 'scope>(
+        &'scope mut self,
+        scope: &'scope Scope<'scope, '_>,
+        pass: impl FnOnce(&mut Self) -> Result<R> + Send + 'scope,
+    ) -> Result<StartedPass<'scope, R>> {
+        StartedPass::of(self, scope, pass)
     }
 
     /// Returns the plan of rank 0, which has the spec, strategy, layout and route.

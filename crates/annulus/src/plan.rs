@@ -1,7 +1,9 @@
 //! One rank of a ring, with typed tensors in host memory.
 
+use std::thread::Scope;
+
 use annulus_comm::{
-    Deadline,
+    Cancellation, Deadline,
     ring::{PassKind, Report, RingOptions},
 };
 use annulus_core::{
@@ -12,7 +14,8 @@ use annulus_core::{
 use ndarray::{ArrayView2, ArrayView3, ArrayView4, ArrayViewMut3, Axis};
 
 use crate::{
-    Attention, Backward, BackwardViewMut, Forward, ForwardView, ForwardViewMut, Tensors,
+    Attention, Backward, BackwardViewMut, Forward, ForwardView, ForwardViewMut, StartedPass,
+    Tensors,
     engine::{DeviceRing, Engine, RankEngine},
     environment,
 };
@@ -62,6 +65,7 @@ use crate::{
 #[derive(Debug)]
 pub struct Plan<S: Space = Host> {
     engine: Box<dyn RankEngine<S>>,
+    cancellation: Cancellation,
 }
 
 impl Plan {
@@ -255,6 +259,45 @@ impl Plan {
         self.backward(tensors, &forward, dout, dlse)
     }
 
+    /// Starts [`Plan::forward`] on a thread of its own. For other forms of a pass: [`Plan::start`].
+    ///
+    /// # Shapes
+    /// As [`Plan::forward`].
+    ///
+    /// # Ordering
+    /// As [`Plan::start`].
+    ///
+    /// # Errors
+    /// As [`Plan::start`]; [`StartedPass::wait`] returns those of the pass.
+    pub fn forward_start<'scope, T: Element>(
+        &'scope mut self,
+        scope: &'scope Scope<'scope, '_>,
+        tensors: Tensors<'scope, T>,
+    ) -> Result<StartedPass<'scope, Forward<T>>> {
+        self.start(scope, move |plan| plan.forward(&tensors))
+    }
+
+    /// Starts [`Plan::backward`] on a thread of its own.
+    ///
+    /// # Shapes
+    /// As [`Plan::backward`].
+    ///
+    /// # Ordering
+    /// As [`Plan::start`].
+    ///
+    /// # Errors
+    /// As [`Plan::forward_start`].
+    pub fn backward_start<'scope, T: Element>(
+        &'scope mut self,
+        scope: &'scope Scope<'scope, '_>,
+        tensors: Tensors<'scope, T>,
+        forward: &'scope Forward<T>,
+        dout: ArrayView4<'scope, T>,
+        dlse: Option<ArrayView3<'scope, T::Accumulator>>,
+    ) -> Result<StartedPass<'scope, Backward<T>>> {
+        self.start(scope, move |plan| plan.backward(&tensors, forward, dout, dlse))
+    }
+
     /// Returns zeros for this rank's rows of every output of a forward pass.
     fn zero_outputs<T: Element>(&self) -> Result<Forward<T>> {
         zero_outputs(self.spec(), index(self.q_rows().len()))
@@ -305,7 +348,9 @@ impl<S: Space> Plan<S> {
         // a value that cannot be read enters the agreement, so that no rank waits for this one
         let variable = environment::deadline();
         let deadline_variable = variable.clone().unwrap_or_default();
+        let cancellation = Cancellation::default();
         let transport = attention.bounded(transport, deadline_variable)?;
+        let transport = transport.with_cancellation(cancellation.clone());
         let spec = variable.and_then(|_| attention.check_threads());
         let spec = spec.and_then(|()| attention.spec(dims));
         let options = RingOptions { deadline_variable, ..attention.ring_options() };
@@ -313,7 +358,28 @@ impl<S: Space> Plan<S> {
         if let Some(hook) = attention.step_hook() {
             engine.on_step(hook);
         }
-        Ok(Self { engine })
+        Ok(Self { engine, cancellation })
+    }
+
+    /// Starts `pass` on a thread of its own, so that it overlaps with the program: a forward or a
+    /// backward pass of any form.
+    ///
+    /// # Ordering
+    /// Collective over the ranks, which may start the pass or call it.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if MPI forbids another thread (below `MPI_THREAD_MULTIPLE`), and
+    /// [`Error::Device`] if no thread starts. The pass is not started, and the other ranks get no
+    /// message: they wait for this one's call.
+    ///
+    /// [`Error::Device`]: crate::Error::Device
+    /// [`Error::Unsupported`]: crate::Error::Unsupported
+    pub fn start<'scope, R: Send + 'scope>(
+        &'scope mut self,
+        scope: &'scope Scope<'scope, '_>,
+        pass: impl FnOnce(&mut Self) -> Result<R> + Send + 'scope,
+    ) -> Result<StartedPass<'scope, R>> {
+        StartedPass::of(self, scope, pass)
     }
 
     /// Adapts the plan to a new batch: segment ids, positions, dense mask, packed lengths.
@@ -400,6 +466,17 @@ impl<S: Space> Plan<S> {
     /// Collective, in place of the call.
     pub fn refuse(&mut self, why: Error) -> Error {
         self.engine.refuse(why)
+    }
+
+    /// Returns true if passes may run on another thread than the one that made the plan: false over
+    /// an MPI below `MPI_THREAD_MULTIPLE`.
+    pub fn any_thread(&self) -> bool {
+        self.engine.facts().any_thread()
+    }
+
+    /// Returns the flag by which another thread ends a pass.
+    pub(crate) fn cancellation(&self) -> Cancellation {
+        self.cancellation.clone()
     }
 
     /// Returns this rank.

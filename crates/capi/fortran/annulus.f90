@@ -24,6 +24,8 @@ module annulus
   public :: annulus_attention_q_rows, annulus_attention_kv_rows, annulus_attention_on_silence
   public :: annulus_attention_on_step, annulus_attention_set_machine
   public :: annulus_attention_set_cuda_stream, annulus_attention_set_nccl_communicator
+  public :: annulus_endpoint_create_mpi, annulus_endpoint_destroy
+  public :: annulus_plan_create_endpoint, annulus_cache_create_endpoint
   public :: annulus_plan_create_threads, annulus_plan_create_mpi, annulus_plan_create_callbacks
   public :: annulus_plan_destroy, annulus_plan_rank, annulus_plan_ranks, annulus_plan_layout
   public :: annulus_plan_route, annulus_plan_strategy, annulus_plan_grid
@@ -398,6 +400,33 @@ module annulus
       integer(c_int) :: status
     end function annulus_plan_create_mpi
 
+    ! Makes an endpoint over a communicator, comm or comm%MPI_VAL of mpi_f08, for several plans and
+    ! caches. Of the attention only what concerns the communicator is used. Collective.
+    function annulus_endpoint_create_mpi(attention, comm, endpoint) &
+        bind(c, name="annulus_endpoint_create_mpi_f") result(status)
+      import :: c_int, c_int32_t, c_ptr
+      type(c_ptr), value :: attention
+      integer(c_int32_t), value :: comm
+      type(c_ptr), intent(out) :: endpoint
+      integer(c_int) :: status
+    end function annulus_endpoint_create_mpi
+
+    ! Destroys the handle. Plans and caches over the endpoint live on.
+    function annulus_endpoint_destroy(endpoint) bind(c) result(status)
+      import :: c_int, c_ptr
+      type(c_ptr), value :: endpoint
+      integer(c_int) :: status
+    end function annulus_endpoint_destroy
+
+    ! Plans this rank of a ring over an endpoint. Collective, in the same order on all ranks.
+    function annulus_plan_create_endpoint(attention, endpoint, plan) bind(c) result(status)
+      import :: c_int, c_ptr
+      type(c_ptr), value :: attention
+      type(c_ptr), value :: endpoint
+      type(c_ptr), intent(out) :: plan
+      integer(c_int) :: status
+    end function annulus_plan_create_endpoint
+
     function annulus_plan_create_callbacks(attention, transport, plan) bind(c) result(status)
       import :: annulus_transport, c_int, c_ptr
       type(c_ptr), value :: attention
@@ -609,6 +638,16 @@ module annulus
       type(c_ptr), intent(out) :: cache
       integer(c_int) :: status
     end function annulus_cache_create_mpi
+
+    ! Creates this rank of an empty KV cache over an endpoint. Collective, in the same order on all
+    ! ranks.
+    function annulus_cache_create_endpoint(attention, endpoint, cache) bind(c) result(status)
+      import :: c_int, c_ptr
+      type(c_ptr), value :: attention
+      type(c_ptr), value :: endpoint
+      type(c_ptr), intent(out) :: cache
+      integer(c_int) :: status
+    end function annulus_cache_create_endpoint
 
     function annulus_cache_create_callbacks(attention, transport, cache) bind(c) result(status)
       import :: annulus_transport, c_int, c_ptr

@@ -3,6 +3,7 @@
  *
  * annulus_options -> annulus_attention -> annulus_plan -> annulus_forward, annulus_backward
  *                                      -> annulus_cache -> annulus_cache_append, _attend
+ *                    annulus_endpoint, for several plans and caches over MPI
  *
  * Every function that can fail returns a status: 0, or a number whose text is that of
  * annulus_error_string and whose details are those of annulus_last_error. Statuses from 1 to 19 are
@@ -11,8 +12,9 @@
  * Structs begin with their size, so that fields can be appended; set everything else to 0, or by
  * annulus_options_init. Units: strides in elements, times in seconds, sizes in bytes.
  *
- * Define ANNULUS_WITH_MPI before including this header to declare annulus_plan_create_mpi and
- * annulus_cache_create_mpi. Define ANNULUS_MPI_ABI too if the library has the feature mpi-abi.
+ * Define ANNULUS_WITH_MPI before including this header to declare annulus_plan_create_mpi,
+ * annulus_cache_create_mpi and annulus_endpoint_create_mpi. Define ANNULUS_MPI_ABI too if the
+ * library has the feature mpi-abi.
  *
  * Made by cbindgen from crates/capi/src.
  */
@@ -389,6 +391,11 @@ typedef struct annulus_attention annulus_attention;
  * A KV cache for decoding and chunked prefill, whose rows are sharded over ranks. Opaque.
  */
 typedef struct annulus_cache annulus_cache;
+
+/**
+ * A duplicate of a communicator, which several plans and caches share. Opaque.
+ */
+typedef struct annulus_endpoint annulus_endpoint;
 
 /**
  * A plan: made once, used for many passes. Opaque.
@@ -1328,6 +1335,60 @@ int annulus_attention_set_nccl_communicator(struct annulus_attention *attention,
                                             void *communicator);
 
 /**
+ * Makes an endpoint over the ranks of a communicator of MPI, given as Fortran and MPI_Comm_c2f
+ * have it, for several plans and caches: annulus_plan_create_endpoint,
+ * annulus_cache_create_endpoint.
+ *
+ * They share its communicators, heartbeats and buffers. A plan over an endpoint takes no further
+ * communicator, of which an MPI has some thousands, and no collective operation of MPI. Of
+ * `attention`, only options.adopt_communicator, options.arrival_deadline_seconds and the function
+ * of annulus_attention_on_silence are used.
+ *
+ * Collective over the communicator, by the rules of
+ * annulus_plan_create_mpi_f. `*endpoint` is NULL if the call
+ * fails.
+ *
+ * Errors
+ * As annulus_plan_create_mpi_f.
+ *
+ * Safety
+ * As annulus_plan_create_mpi_f.
+ */
+int annulus_endpoint_create_mpi_f(const struct annulus_attention *attention,
+                                  int32_t communicator,
+                                  struct annulus_endpoint **endpoint);
+
+#if defined(ANNULUS_WITH_MPI)
+/**
+ * As annulus_endpoint_create_mpi_f, of a communicator as C has it.
+ *
+ * Only in a library with the feature mpi. The header declares it where ANNULUS_WITH_MPI is
+ * defined, and then includes mpi.h.
+ *
+ * Errors
+ * As annulus_endpoint_create_mpi_f.
+ *
+ * Safety
+ * As annulus_endpoint_create_mpi_f.
+ */
+int annulus_endpoint_create_mpi(const struct annulus_attention *attention,
+                                MPI_Comm communicator,
+                                struct annulus_endpoint **endpoint);
+#endif
+
+/**
+ * Destroys the handle of an endpoint. Plans and caches over it live on; the communicators are
+ * freed with the last of them.
+ *
+ * Local. If it is the last, it waits up to one second for the other ranks to do the same. After
+ * MPI_Finalize it is harmless.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT for NULL, a foreign handle, or one that was destroyed.
+ */
+int annulus_endpoint_destroy(struct annulus_endpoint *endpoint);
+
+/**
  * Plans a ring of `ranks` ranks in this process, over whole tensors.
  *
  * Every pass starts one thread per rank (none for one rank), each of which computes with
@@ -1387,6 +1448,24 @@ int annulus_plan_create_mpi(const struct annulus_attention *attention,
                             MPI_Comm communicator,
                             struct annulus_plan **plan);
 #endif
+
+/**
+ * Plans this rank of a ring over an endpoint, which several plans and caches share.
+ *
+ * Collective over the ranks of the endpoint: all of them make its plans and caches in the same
+ * order. Plans over one endpoint are used and destroyed independently of each other, but an error
+ * that ends a plan (from 40 on) ends all of them. options.adopt_communicator has no effect here.
+ * `*plan` is NULL if the call fails.
+ *
+ * Errors
+ * As annulus_plan_create_mpi_f; the error that ended the endpoint.
+ *
+ * Safety
+ * `plan` points to a writable pointer.
+ */
+int annulus_plan_create_endpoint(const struct annulus_attention *attention,
+                                 const struct annulus_endpoint *endpoint,
+                                 struct annulus_plan **plan);
 
 /**
  * Plans this rank of a ring whose messages the host carries.
@@ -1517,8 +1596,9 @@ int annulus_plan_workspace_bytes(const struct annulus_plan *plan, uint64_t *byte
  * Writes the payload bytes that a pass sends by the schedule to `*bytes`: those of this rank, or
  * of all ranks of an in-process ring. `pass` is an ANNULUS_PASS constant. Local.
  *
- * 0 for the backward pass with options.forward_only. The agreement before a pass and sums of
- * gradients over ranks are not counted.
+ * 0 for the backward pass with options.forward_only. The agreement before a pass is not counted;
+ * sums of gradients over ranks only if ranks send each other slices of them, from 8,193 numbers on
+ * three ranks.
  *
  * Errors
  * ANNULUS_INVALID_ARGUMENT.
@@ -1579,8 +1659,9 @@ int annulus_plan_kv_rows(const struct annulus_plan *plan,
 int annulus_plan_update(struct annulus_plan *plan, const struct annulus_batch *batch);
 
 /**
- * Destroys a plan. If a call is using it, it is destroyed when that call ends; a pass under way is
- * waited for.
+ * Destroys a plan. If a call is using it, it is destroyed when that call ends. A pass that was
+ * started is cancelled, which ends it on all ranks, unless it has ended; afterwards nothing uses
+ * its tensors.
  *
  * Local: a rank that failed can do it alone. Over MPI and callbacks it waits up to one second for
  * the other ranks to do the same, so that nothing is in flight. After MPI_Finalize it is harmless.
@@ -1736,6 +1817,23 @@ int annulus_cache_create_mpi(const struct annulus_attention *attention,
                              MPI_Comm communicator,
                              struct annulus_cache **cache);
 #endif
+
+/**
+ * Creates this rank of an empty KV cache over an endpoint, which several plans and caches share,
+ * by the rules of annulus_plan_create_endpoint.
+ *
+ * Collective over the ranks of the endpoint. `*cache` is NULL if the call fails.
+ *
+ * Errors
+ * As annulus_cache_create_threads and
+ * annulus_plan_create_endpoint.
+ *
+ * Safety
+ * `cache` points to a writable pointer.
+ */
+int annulus_cache_create_endpoint(const struct annulus_attention *attention,
+                                  const struct annulus_endpoint *endpoint,
+                                  struct annulus_cache **cache);
 
 /**
  * Creates this rank of an empty KV cache whose messages the host carries.
@@ -1959,4 +2057,6 @@ static inline int32_t annulus_mpi_handle(MPI_Comm communicator) {
   annulus_plan_create_mpi_f(attention, annulus_mpi_handle(communicator), plan)
 #define annulus_cache_create_mpi(attention, communicator, cache) \
   annulus_cache_create_mpi_f(attention, annulus_mpi_handle(communicator), cache)
+#define annulus_endpoint_create_mpi(attention, communicator, endpoint) \
+  annulus_endpoint_create_mpi_f(attention, annulus_mpi_handle(communicator), endpoint)
 #endif

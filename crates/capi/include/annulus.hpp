@@ -333,6 +333,27 @@ class attention {
   std::vector<std::shared_ptr<void>> functions_;
 };
 
+/* A duplicate of a communicator, which several plans and caches share. They may outlive it. */
+class endpoint {
+ public:
+#ifdef ANNULUS_WITH_MPI
+  /* Of the attention, only what concerns the communicator is used. Collective. */
+  static endpoint over_mpi(const attention &of, MPI_Comm communicator) {
+    annulus_endpoint *handle = nullptr;
+    detail::check(annulus_endpoint_create_mpi(of.get(), communicator, &handle));
+    return endpoint(handle);
+  }
+#endif
+  annulus_endpoint *get() const noexcept { return handle_.get(); }
+
+ private:
+  explicit endpoint(annulus_endpoint *handle) : handle_(handle) {}
+  struct destroy {
+    void operator()(annulus_endpoint *handle) const noexcept { annulus_endpoint_destroy(handle); }
+  };
+  std::unique_ptr<annulus_endpoint, destroy> handle_;
+};
+
 /* A plan, made once and used for many passes. */
 class plan {
  public:
@@ -346,6 +367,11 @@ class plan {
     return made(of, [&](auto out) { return annulus_plan_create_mpi(of.get(), communicator, out); });
   }
 #endif
+  /* This rank of a ring over an endpoint. Collective, in the same order on all ranks. */
+  static plan over_endpoint(const attention &of, const endpoint &shared) {
+    return made(
+        of, [&](auto out) { return annulus_plan_create_endpoint(of.get(), shared.get(), out); });
+  }
   /* This rank of a ring over functions of the host, whose context outlives the plan. Collective. */
   static plan over_callbacks(const attention &of, const annulus_transport &host) {
     return made(of, [&](auto out) { return annulus_plan_create_callbacks(of.get(), &host, out); });
@@ -501,6 +527,11 @@ class cache {
                 [&](auto out) { return annulus_cache_create_mpi(of.get(), communicator, out); });
   }
 #endif
+  /* This rank of a cache over an endpoint. Collective, in the same order on all ranks. */
+  static cache over_endpoint(const attention &of, const endpoint &shared) {
+    return made(
+        of, [&](auto out) { return annulus_cache_create_endpoint(of.get(), shared.get(), out); });
+  }
   /* This rank of a cache over functions of the host, whose context outlives it. Collective. */
   static cache over_callbacks(const attention &of, const annulus_transport &host) {
     return made(of, [&](auto out) { return annulus_cache_create_callbacks(of.get(), &host, out); });

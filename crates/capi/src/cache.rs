@@ -6,12 +6,11 @@ use annulus::{Cache, Cpu, Element, Error, LocalCache, Result, Runs, Spec};
 use annulus_core::{Host, Transport};
 use ndarray::{ArrayView2, ArrayView4, ArrayViewMut3, ArrayViewMut4};
 
-#[cfg(not(feature = "mpi"))]
-use crate::plan::no_mpi;
 #[cfg(feature = "mpi")]
-use crate::plan::{MPI_Comm, endpoint, fortran_endpoint};
+use crate::endpoint::MPI_Comm;
 use crate::{
     attention::{ATTENTIONS, annulus_attention, create, write_rows},
+    endpoint::{self, Endpoint, annulus_endpoint},
     handle::Handles,
     options::{Description, length},
     overlap,
@@ -185,13 +184,13 @@ pub unsafe extern "C" fn annulus_cache_create_mpi_f(
         let make = || {
             let description = description(attention)?;
             // SAFETY: as the caller promises
-            let endpoint = unsafe { fortran_endpoint(&description, communicator) }?;
+            let endpoint = unsafe { endpoint::over_fortran(&description, communicator) }?;
             over(&description, endpoint)
         };
         #[cfg(not(feature = "mpi"))]
         let make = || {
             description(attention)?;
-            Err(no_mpi(communicator))
+            Err(endpoint::no_mpi(communicator))
         };
         // SAFETY: as the caller promises
         unsafe { create("cache", cache, make) }
@@ -219,12 +218,51 @@ pub unsafe extern "C" fn annulus_cache_create_mpi(
         let make = || {
             let description = description(attention)?;
             // SAFETY: as the caller promises
-            let endpoint = unsafe { endpoint(&description, communicator) }?;
+            let endpoint = unsafe { endpoint::over_communicator(&description, communicator) }?;
             over(&description, endpoint)
         };
         // SAFETY: as the caller promises
         unsafe { create("cache", cache, make) }
     })
+}
+
+/// Creates this rank of an empty KV cache over an endpoint, which several plans and caches share,
+/// by the rules of [`annulus_plan_create_endpoint`](crate::annulus_plan_create_endpoint).
+///
+/// Collective over the ranks of the endpoint. `*cache` is NULL if the call fails.
+///
+/// # Errors
+/// As [`annulus_cache_create_threads`] and
+/// [`annulus_plan_create_endpoint`](crate::annulus_plan_create_endpoint).
+///
+/// # Safety
+/// `cache` points to a writable pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_cache_create_endpoint(
+    attention: *const annulus_attention,
+    endpoint: *const annulus_endpoint,
+    cache: *mut *mut annulus_cache,
+) -> c_int {
+    guard(|| {
+        let make = || {
+            let endpoint = endpoint::share(endpoint)?;
+            over_endpoint(&description(attention)?, endpoint)
+        };
+        // SAFETY: as the caller promises
+        unsafe { create("cache", cache, make) }
+    })
+}
+
+/// Makes one rank of a cache over a handle to an endpoint.
+#[cfg(feature = "mpi")]
+fn over_endpoint(description: &Description, endpoint: Endpoint) -> Result<*mut annulus_cache> {
+    over(description, endpoint)
+}
+
+/// Without MPI there is no endpoint.
+#[cfg(not(feature = "mpi"))]
+fn over_endpoint(_: &Description, endpoint: Endpoint) -> Result<*mut annulus_cache> {
+    match endpoint {}
 }
 
 /// Creates this rank of an empty KV cache whose messages the host carries.

@@ -3,6 +3,7 @@
 //! ```text
 //! annulus_options ─create─▶ annulus_attention ─plan_create_*─▶ annulus_plan ─▶ forward, backward
 //!                                             ─cache_create_*─▶ annulus_cache ─▶ append, attend
+//!                 ─endpoint_create_*─▶ annulus_endpoint, for several plans and caches
 //! ```
 //!
 //! The doc comments of all items named `annulus_*` are the documentation of the header, which
@@ -22,6 +23,7 @@ mod callbacks;
 mod cuda;
 #[cfg(feature = "cuda")]
 mod driver;
+mod endpoint;
 mod handle;
 mod lent;
 mod options;
@@ -41,6 +43,7 @@ pub use cuda::*;
 #[cfg(feature = "emulator")]
 #[doc(hidden)]
 pub use driver::{emulate_cuda, is_emulated};
+pub use endpoint::*;
 pub use options::*;
 pub use passes::*;
 pub use plan::*;

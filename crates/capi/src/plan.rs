@@ -3,26 +3,24 @@
 use std::{
     ffi::{c_char, c_int},
     slice,
-    sync::mpsc,
-    thread::{self, JoinHandle},
 };
 
-#[cfg(feature = "mpi")]
-use annulus::comm::mpi::{self, Mpi, Patience};
 #[cfg(feature = "cuda")]
 use annulus::comm::threads;
 use annulus::{
-    Batch, Error, Layout, LocalRing, PassKind, Plan, Result, Route, Runs, Spec, Strategy,
+    Batch, Cancellation, Error, Layout, LocalRing, OverlapPlan, Overlapped, PassKind, Plan, Result,
+    Route, Runs, Spec, Strategy,
 };
 
 #[cfg(feature = "cuda")]
 use crate::cuda::{self, DevicePlan};
 #[cfg(feature = "mpi")]
-use crate::options::MpiOptions;
+use crate::endpoint::MPI_Comm;
 use crate::{
     attention::{ATTENTIONS, annulus_attention, create, write_rows},
     batch::annulus_batch,
     callbacks::{ANNULUS_PASS_BACKWARD, ANNULUS_PASS_FORWARD},
+    endpoint::{self, Endpoint, annulus_endpoint},
     handle::Handles,
     options::{
         self, ANNULUS_LAYOUT_BALANCED, ANNULUS_LAYOUT_CONTIGUOUS, ANNULUS_LAYOUT_CUSTOM,
@@ -81,99 +79,56 @@ macro_rules! sum_over_ranks {
     };
 }
 
-/// The plan after a pass, and the result of the pass.
-type PassEnd = (Planned, Result<()>);
-
-/// State behind the handle of a plan: the plan, or the thread that runs a pass of it.
-pub(crate) struct PlanState {
-    /// The plan, unless a pass is under way.
-    planned: Option<Planned>,
-    /// The pass under way. The thread returns the plan.
-    pass: Option<JoinHandle<Result<PassEnd>>>,
-    /// True if passes may run on another thread than this one.
-    any_thread: bool,
-}
+/// State behind the handle of a plan.
+pub(crate) struct PlanState(Overlapped<Planned, ()>);
 
 /// A pass that runs later, on a thread of its own.
 pub(crate) type Pass = Box<dyn FnOnce(&mut Planned) -> Result<()> + Send>;
 
 impl PlanState {
-    fn new(planned: Planned, any_thread: bool) -> Self {
-        Self { planned: Some(planned), pass: None, any_thread }
+    fn new(planned: Planned) -> Self {
+        Self(Overlapped::new(planned))
     }
 
     /// The plan.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] while a pass is under way; [`Error::Poisoned`] after a panic.
+    /// As [`Overlapped::plan_mut`].
     pub(crate) fn planned(&mut self) -> Result<&mut Planned> {
-        let is_running = self.pass.is_some();
-        self.planned.as_mut().ok_or_else(|| {
-            if is_running {
-                let got = "one with a pass under way";
-                Error::invalid("plan", got, "annulus_plan_wait before another call")
-            } else {
-                Error::Poisoned { first: "a pass panicked".to_owned() }
-            }
-        })
+        self.0.plan_mut()
     }
 
     /// Starts a pass on a thread of its own.
     ///
     /// # Errors
-    /// As [`PlanState::planned`]; [`Error::Unsupported`] if MPI forbids another thread;
-    /// [`Error::Device`] if no thread starts.
+    /// As [`Overlapped::start`].
     pub(crate) fn start(&mut self, pass: Pass) -> Result<()> {
-        self.planned()?;
-        if !self.any_thread {
-            let what = "a pass on a thread of its own";
-            return Err(Error::unsupported(what, "an MPI below MPI_THREAD_MULTIPLE"));
-        }
-        // the plan is handed over only once the thread exists
-        let (sender, receiver) = mpsc::sync_channel::<(Planned, Pass)>(1);
-        let run = move || {
-            let Ok((mut planned, pass)) = receiver.recv() else {
-                return Err(Error::internal("a pass without a plan"));
-            };
-            let result = pass(&mut planned);
-            Ok((planned, result))
-        };
-        let failed = |error| Error::Device { what: format!("no thread for a pass: {error}") };
-        let thread = thread::Builder::new().name("annulus pass".to_owned()).spawn(run);
-        let thread = thread.map_err(failed)?;
-        if let Some(planned) = self.planned.take() {
-            sender.send((planned, pass)).map_err(Error::internal)?;
-        }
-        self.pass = Some(thread);
-        Ok(())
+        self.0.start(pass)
     }
 
     /// Ends the pass under way; `None` if it is not done and `waits` is false.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if there is none; those of the pass.
+    /// As [`Overlapped::wait`].
     pub(crate) fn finish(&mut self, waits: bool) -> Result<Option<()>> {
-        let Some(pass) = self.pass.take_if(|pass| waits || pass.is_finished()) else {
-            return match self.pass {
-                Some(_) => Ok(None),
-                None => {
-                    let want = "annulus_forward_start or annulus_backward_start before";
-                    Err(Error::invalid("plan", "one without a pass under way", want))
-                }
-            };
-        };
-        let joined = pass.join().map_err(|_| Error::internal("a pass panicked"))?;
-        let (planned, result) = joined?;
-        self.planned = Some(planned);
-        result.map(Some)
+        if !waits && !self.0.test() {
+            return Ok(None);
+        }
+        self.0.wait().map(Some)
     }
 }
 
-impl Drop for PlanState {
-    fn drop(&mut self) {
-        // the pass uses tensors of the caller's, which it frees next
-        if let Some(pass) = self.pass.take() {
-            drop(pass.join());
+impl OverlapPlan for Planned {
+    fn any_thread(&self) -> bool {
+        of_plan!(self, plan => plan.any_thread())
+    }
+
+    fn cancellations(&self) -> Vec<Cancellation> {
+        match self {
+            Self::Ring(ring) => ring.cancellations(),
+            Self::Rank(plan) => plan.cancellations(),
+            #[cfg(feature = "cuda")]
+            Self::Device(plan) => plan.cancellations(),
         }
     }
 }
@@ -215,16 +170,21 @@ fn description(attention: *const annulus_attention) -> Result<Description> {
 
 /// Plans one rank over MPI.
 #[cfg(feature = "mpi")]
-fn over_mpi(description: &Description, ring: Mpi) -> Result<*mut annulus_plan> {
+fn over_mpi(description: &Description, ring: Endpoint) -> Result<*mut annulus_plan> {
     let Description { attention, dims, backend, .. } = description;
-    let any_thread = ring.any_thread();
     #[cfg(feature = "cuda")]
     if let Some(lent) = description.lent {
         let planned = Planned::Device(Box::new(cuda::over_mpi(description, lent, ring)?));
-        return Ok(PLANS.insert(PlanState::new(planned, any_thread)));
+        return Ok(PLANS.insert(PlanState::new(planned)));
     }
     let planned = Planned::Rank(Box::new(backend.plan_over_mpi(attention, *dims, ring)?));
-    Ok(PLANS.insert(PlanState::new(planned, any_thread)))
+    Ok(PLANS.insert(PlanState::new(planned)))
+}
+
+/// Without MPI there is no endpoint.
+#[cfg(not(feature = "mpi"))]
+fn over_mpi(_: &Description, ring: Endpoint) -> Result<*mut annulus_plan> {
+    match ring {}
 }
 
 /// Plans a ring of `ranks` ranks in this process, over whole tensors.
@@ -253,12 +213,12 @@ pub unsafe extern "C" fn annulus_plan_create_threads(
             if let (Some(lent), 1) = (description.lent, ranks) {
                 let alone = threads::ring(1).pop().ok_or_else(|| Error::internal("no rank"))?;
                 let planned = Planned::Device(Box::new(cuda::over(&description, lent, alone)?));
-                return Ok(PLANS.insert(PlanState::new(planned, true)));
+                return Ok(PLANS.insert(PlanState::new(planned)));
             }
             description.check_host_tensors("an in-process ring of other than one rank")?;
             let Description { attention, dims, backend, .. } = description;
             let ring = backend.local_ring(&attention, dims, ranks)?;
-            Ok(PLANS.insert(PlanState::new(Planned::Ring(ring), true)))
+            Ok(PLANS.insert(PlanState::new(Planned::Ring(ring))))
         };
         // SAFETY: as the caller promises
         unsafe { create("plan", plan, make) }
@@ -295,13 +255,13 @@ pub unsafe extern "C" fn annulus_plan_create_mpi_f(
         let make = || {
             let description = description(attention)?;
             // SAFETY: as the caller promises
-            let ring = unsafe { fortran_endpoint(&description, communicator) }?;
+            let ring = unsafe { endpoint::over_fortran(&description, communicator) }?;
             over_mpi(&description, ring)
         };
         #[cfg(not(feature = "mpi"))]
         let make = || {
             description(attention)?;
-            Err(no_mpi(communicator))
+            Err(endpoint::no_mpi(communicator))
         };
         // SAFETY: as the caller promises
         unsafe { create("plan", plan, make) }
@@ -329,7 +289,7 @@ pub unsafe extern "C" fn annulus_plan_create_mpi(
         let make = || {
             let description = description(attention)?;
             // SAFETY: as the caller promises
-            let ring = unsafe { endpoint(&description, communicator) }?;
+            let ring = unsafe { endpoint::over_communicator(&description, communicator) }?;
             over_mpi(&description, ring)
         };
         // SAFETY: as the caller promises
@@ -337,63 +297,32 @@ pub unsafe extern "C" fn annulus_plan_create_mpi(
     })
 }
 
-/// A communicator, as mpi.h defines it.
-#[cfg(feature = "mpi")]
-pub type MPI_Comm = mpi::Communication;
-
-/// Makes an endpoint over a communicator as Fortran has it.
+/// Plans this rank of a ring over an endpoint, which several plans and caches share.
+///
+/// Collective over the ranks of the endpoint: all of them make its plans and caches in the same
+/// order. Plans over one endpoint are used and destroyed independently of each other, but an error
+/// that ends a plan (from 40 on) ends all of them. options.adopt_communicator has no effect here.
+/// `*plan` is NULL if the call fails.
+///
+/// # Errors
+/// As [`annulus_plan_create_mpi_f`]; the error that ended the endpoint.
 ///
 /// # Safety
-/// As [`annulus_plan_create_mpi_f`].
-#[cfg(feature = "mpi")]
-pub(crate) unsafe fn fortran_endpoint(description: &Description, communicator: i32) -> Result<Mpi> {
-    let settings = settings(description);
-    // SAFETY: as the caller promises
-    unsafe {
-        if description.mpi.adopts {
-            Mpi::adopt_fortran(communicator, settings)
-        } else {
-            Mpi::over_fortran(communicator, settings)
-        }
-    }
-}
-
-/// Makes an endpoint over a communicator as C has it.
-///
-/// # Safety
-/// As [`annulus_plan_create_mpi`].
-#[cfg(feature = "mpi")]
-pub(crate) unsafe fn endpoint(description: &Description, communicator: MPI_Comm) -> Result<Mpi> {
-    let settings = settings(description);
-    // SAFETY: as the caller promises
-    unsafe {
-        if description.mpi.adopts {
-            Mpi::adopt(communicator, settings)
-        } else {
-            Mpi::over_communicator(communicator, settings)
-        }
-    }
-}
-
-/// The error of a library without the feature mpi.
-#[cfg(not(feature = "mpi"))]
-pub(crate) fn no_mpi(communicator: i32) -> Error {
-    let what = format!("a ring over the MPI communicator {communicator}");
-    Error::unsupported(what, "a library without the feature mpi")
-}
-
-/// Settings of an endpoint. Only on a communicator that is the plan's own the wait may end: on the
-/// host's, a collective operation that was abandoned would be matched with the host's next one.
-#[cfg(feature = "mpi")]
-fn settings(description: &Description) -> mpi::Settings {
-    let MpiOptions { adopts, arrival_deadline, silence } = &description.mpi;
-    let limit = arrival_deadline.filter(|_| *adopts);
-    let patience = limit.map_or_else(Patience::unlimited, Patience::at_most);
-    let patience = match *silence {
-        Some(hook) => patience.with_warning(move |waited| hook.call(None, 0, waited)),
-        None => patience,
-    };
-    mpi::Settings { patience, ..Default::default() }
+/// `plan` points to a writable pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_plan_create_endpoint(
+    attention: *const annulus_attention,
+    endpoint: *const annulus_endpoint,
+    plan: *mut *mut annulus_plan,
+) -> c_int {
+    guard(|| {
+        let make = || {
+            let ring = endpoint::share(endpoint)?;
+            over_mpi(&description(attention)?, ring)
+        };
+        // SAFETY: as the caller promises
+        unsafe { create("plan", plan, make) }
+    })
 }
 
 /// Plans this rank of a ring whose messages the host carries.
@@ -422,11 +351,11 @@ pub unsafe extern "C" fn annulus_plan_create_callbacks(
             #[cfg(feature = "cuda")]
             if let Some(lent) = description.lent {
                 let plan = Box::new(cuda::over(&description, lent, transport)?);
-                return Ok(PLANS.insert(PlanState::new(Planned::Device(plan), true)));
+                return Ok(PLANS.insert(PlanState::new(Planned::Device(plan))));
             }
             let Description { attention, dims, backend, .. } = &description;
             let plan = Box::new(backend.plan(attention, *dims, transport)?);
-            Ok(PLANS.insert(PlanState::new(Planned::Rank(plan), true)))
+            Ok(PLANS.insert(PlanState::new(Planned::Rank(plan))))
         };
         // SAFETY: as the caller promises
         unsafe { create("plan", plan, make) }
@@ -675,8 +604,9 @@ pub unsafe extern "C" fn annulus_plan_workspace_bytes(
 /// Writes the payload bytes that a pass sends by the schedule to `*bytes`: those of this rank, or
 /// of all ranks of an in-process ring. `pass` is an ANNULUS_PASS constant. Local.
 ///
-/// 0 for the backward pass with options.forward_only. The agreement before a pass and sums of
-/// gradients over ranks are not counted.
+/// 0 for the backward pass with options.forward_only. The agreement before a pass is not counted;
+/// sums of gradients over ranks only if ranks send each other slices of them, from 8,193 numbers on
+/// three ranks.
 ///
 /// # Errors
 /// ANNULUS_INVALID_ARGUMENT.
@@ -783,8 +713,9 @@ pub unsafe extern "C" fn annulus_plan_update(
     })
 }
 
-/// Destroys a plan. If a call is using it, it is destroyed when that call ends; a pass under way is
-/// waited for.
+/// Destroys a plan. If a call is using it, it is destroyed when that call ends. A pass that was
+/// started is cancelled, which ends it on all ranks, unless it has ended; afterwards nothing uses
+/// its tensors.
 ///
 /// Local: a rank that failed can do it alone. Over MPI and callbacks it waits up to one second for
 /// the other ranks to do the same, so that nothing is in flight. After MPI_Finalize it is harmless.

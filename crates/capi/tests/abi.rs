@@ -14,7 +14,8 @@ use std::{collections::BTreeSet, fmt::Write, fs, path::Path, process::Command};
 use common::{Workspace, library, run};
 
 /// Functions that exist with the feature `mpi` only.
-const OF_MPI: [&str; 2] = ["annulus_plan_create_mpi", "annulus_cache_create_mpi"];
+const OF_MPI: [&str; 3] =
+    ["annulus_endpoint_create_mpi", "annulus_plan_create_mpi", "annulus_cache_create_mpi"];
 
 fn folder() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))

@@ -9,6 +9,7 @@ use std::{
     ptr,
     sync::atomic::{AtomicUsize, Ordering},
     thread,
+    time::Duration,
 };
 
 use annulus::{
@@ -394,6 +395,45 @@ fn a_rank_that_leaves_is_missed() {
     );
     // long before the deadline
     assert!(began.elapsed().as_secs() < 10);
+}
+
+#[test]
+fn destroying_a_plan_ends_a_started_pass_although_no_other_rank_makes_the_call() {
+    let began = std::time::Instant::now();
+    on_all(
+        3,
+        |_| usize::MAX,
+        |host| {
+            // without an arrival deadline
+            let (status, plan) = plan_with(&transport(host, 3), |options| options.causal = 1);
+            ok(status);
+            if host.rank == 0 {
+                let rows = rows(plan);
+                let [q, k] = [input(1, &rows, 2), input(2, &rows, 1)];
+                let out = Array4::<f32>::zeros(q.raw_dim());
+                let lse = Array3::<f32>::zeros((1, 2, rows.len()));
+                let [q, k, out] = [&q, &k, &out].map(tensor);
+                let lse = tensor(&lse);
+                // SAFETY: pointers may be null
+                let mut args: annulus_forward_args = unsafe { std::mem::zeroed() };
+                args.struct_size = size_of::<annulus_forward_args>() as u64;
+                (args.q, args.k, args.v) = (&raw const q, &raw const k, &raw const k);
+                (args.out, args.lse) = (&raw const out, &raw const lse);
+                let mut done = 7;
+                // SAFETY: the tensors live until the plan is destroyed
+                unsafe {
+                    ok(annulus_forward_start(plan, &raw const args));
+                    thread::sleep(Duration::from_millis(200));
+                    ok(annulus_plan_test(plan, &raw mut done));
+                }
+                assert_eq!(done, 0, "the other ranks have not made the call");
+            } else {
+                thread::sleep(Duration::from_millis(400));
+            }
+            ok(annulus_plan_destroy(plan));
+        },
+    );
+    assert!(began.elapsed().as_secs() < 30, "{:?}", began.elapsed());
 }
 
 #[test]

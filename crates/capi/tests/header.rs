@@ -10,7 +10,7 @@ use std::{fs, path::Path};
 use cbindgen::{Builder, Config, DocumentationStyle, EnumConfig, Language, Style};
 
 /// Sources in the order of the header.
-const SOURCES: [&str; 9] = [
+const SOURCES: [&str; 10] = [
     "status.rs",
     "tensor.rs",
     "options.rs",
@@ -18,6 +18,7 @@ const SOURCES: [&str; 9] = [
     "attention.rs",
     "cuda.rs",
     "transport/mod.rs",
+    "endpoint.rs",
     "batch.rs",
     "plan.rs",
 ];
@@ -28,6 +29,7 @@ const TITLE: &str = "\
  *
  * annulus_options -> annulus_attention -> annulus_plan -> annulus_forward, annulus_backward
  *                                      -> annulus_cache -> annulus_cache_append, _attend
+ *                    annulus_endpoint, for several plans and caches over MPI
  *
  * Every function that can fail returns a status: 0, or a number whose text is that of
  * annulus_error_string and whose details are those of annulus_last_error. Statuses from 1 to 19 are
@@ -36,8 +38,9 @@ const TITLE: &str = "\
  * Structs begin with their size, so that fields can be appended; set everything else to 0, or by
  * annulus_options_init. Units: strides in elements, times in seconds, sizes in bytes.
  *
- * Define ANNULUS_WITH_MPI before including this header to declare annulus_plan_create_mpi and
- * annulus_cache_create_mpi. Define ANNULUS_MPI_ABI too if the library has the feature mpi-abi.
+ * Define ANNULUS_WITH_MPI before including this header to declare annulus_plan_create_mpi,
+ * annulus_cache_create_mpi and annulus_endpoint_create_mpi. Define ANNULUS_MPI_ABI too if the
+ * library has the feature mpi-abi.
  *
  * Made by cbindgen from crates/capi/src.
  */
@@ -59,6 +62,8 @@ static inline int32_t annulus_mpi_handle(MPI_Comm communicator) {
   annulus_plan_create_mpi_f(attention, annulus_mpi_handle(communicator), plan)
 #define annulus_cache_create_mpi(attention, communicator, cache) \\
   annulus_cache_create_mpi_f(attention, annulus_mpi_handle(communicator), cache)
+#define annulus_endpoint_create_mpi(attention, communicator, endpoint) \\
+  annulus_endpoint_create_mpi_f(attention, annulus_mpi_handle(communicator), endpoint)
 #endif";
 
 fn config() -> Config {

@@ -2,8 +2,8 @@
 
 /// Expands, inside `impl Control for Wrapper<T>`, to the named methods of
 /// [`Control`](annulus_core::Control), each of which calls that of `self.inner`. `last_heard`
-/// stands for `watched`, too, because the two belong together, and `start_all_gather` for
-/// `start_entry`.
+/// stands for `watched`, too, because the two belong together, `start_all_gather` for
+/// `start_entry`, and `placement` for `any_thread`.
 ///
 /// # Examples
 /// ```
@@ -66,6 +66,10 @@ macro_rules! forward_control {
     (@ placement) => {
         fn placement(&self) -> Option<&$crate::core::Placement> {
             self.inner.placement()
+        }
+
+        fn any_thread(&self) -> bool {
+            self.inner.any_thread()
         }
     };
     (@ last_heard) => {

@@ -20,6 +20,7 @@
 #![cfg_attr(any(feature = "mpi", feature = "cuda"), deny(unsafe_code))]
 
 pub mod agreement;
+mod cancellation;
 pub mod checksum;
 #[cfg(any(feature = "nccl", all(feature = "mpi", feature = "cuda")))]
 mod cuda_gather;
@@ -49,6 +50,7 @@ pub mod threads;
 pub mod trace;
 
 pub use agreement::{Descriptor, WIRE_VERSION, agree, all_gather, barrier, close};
+pub use cancellation::Cancellation;
 pub use checksum::Checksum;
 pub use deadline::{Deadline, Silence};
 pub use fault::{Fault, Injection};

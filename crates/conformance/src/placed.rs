@@ -114,6 +114,10 @@ impl<T: Control> Control for Placed<T> {
         Some(&self.placement)
     }
 
+    fn any_thread(&self) -> bool {
+        self.inner.any_thread()
+    }
+
     fn last_heard(&self, peer: usize) -> Instant {
         self.inner.last_heard(peer)
     }

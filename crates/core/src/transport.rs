@@ -172,6 +172,12 @@ pub trait Control: Send {
         None
     }
 
+    /// Returns true if another thread than the one that made the transport may use it. Default:
+    /// true.
+    fn any_thread(&self) -> bool {
+        true
+    }
+
     /// Returns the time at which the last heartbeat or data of `peer` arrived.
     fn last_heard(&self, peer: usize) -> Instant;
 
@@ -214,6 +220,9 @@ impl<T: Control + ?Sized> Control for Box<T> {
     }
     fn placement(&self) -> Option<&Placement> {
         (**self).placement()
+    }
+    fn any_thread(&self) -> bool {
+        (**self).any_thread()
     }
     fn last_heard(&self, peer: usize) -> Instant {
         (**self).last_heard(peer)

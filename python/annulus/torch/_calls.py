@@ -12,8 +12,9 @@ import torch
 from .. import _calls, _check, _options, _plan_cache
 from .._arrays import check_memory
 from .._calls import BATCH, TENSORS, Arguments, Call
+from .._endpoint import check_communicator
 from .._errors import invalid, unsupported
-from .._plan import agreed, check_communicator
+from .._plan import agreed
 from . import _ops
 
 _FLASH = inspect.signature(_calls.flash_attention).parameters

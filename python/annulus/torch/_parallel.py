@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from .._attention import Machine, Shard
+from .._endpoint import check_communicator
 from .._errors import invalid, unsupported
-from .._plan import check_communicator
 from ._calls import flash_attention, ring_attention
 
 OWN = __name__.partition(".")[0] + "."

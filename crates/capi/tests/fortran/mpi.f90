@@ -1,5 +1,6 @@
-! mpi FILE: the case of tests/c/case.h over a communicator of half the ranks of the job. Rank 0 of the
-! first half writes the results to FILE. With -DUSE_F08 by the module mpi_f08, else by mpi.
+! mpi FILE: the case of tests/c/case.h over a communicator of half the ranks of the job, twice over
+! one endpoint. Rank 0 of the first half writes the results of the second plan to FILE. With
+! -DUSE_F08 by the module mpi_f08, else by mpi.
 program over_mpi
 #ifdef USE_F08
   use mpi_f08
@@ -16,7 +17,7 @@ program over_mpi
   integer :: world_rank, rank, provided, error
   character(len=1000) :: path
   type(annulus_options) :: options
-  type(c_ptr) :: attention, plan
+  type(c_ptr) :: attention, endpoint, none, plan, second
   real(c_float), dimension(value_dim, q_heads, length, batch) :: out, all_out
   real(c_float), dimension(length, q_heads, batch) :: lse, all_lse
   real(c_float), dimension(head_dim, q_heads, length, batch) :: dq, all_dq
@@ -32,20 +33,32 @@ program over_mpi
   call ok(annulus_attention_create(options, attention))
 #ifdef USE_F08
   call ok(annulus_plan_create_mpi(attention, half%MPI_VAL, plan))
+  call ok(annulus_plan_destroy(plan))
+  call ok(annulus_endpoint_create_mpi(attention, half%MPI_VAL, endpoint))
 #else
   call ok(annulus_plan_create_mpi(attention, half, plan))
+  call ok(annulus_plan_destroy(plan))
+  call ok(annulus_endpoint_create_mpi(attention, half, endpoint))
 #endif
+  call ok(annulus_plan_create_endpoint(attention, endpoint, plan))
+  call ok(annulus_plan_create_endpoint(attention, endpoint, second))
+  call ok(annulus_endpoint_destroy(endpoint))
+  call check(annulus_plan_create_endpoint(attention, endpoint, none) == &
+      ANNULUS_INVALID_ARGUMENT, 'an endpoint that was destroyed')
   call ok(annulus_attention_destroy(attention))
   ! rows of other ranks are 0: the bits of all, or-ed, are the whole
   out = 0; lse = 0; dq = 0; dk = 0; dv = 0
   call run(plan, out, lse, dq, dk, dv)
+  call ok(annulus_plan_destroy(plan))
+  out = 0; lse = 0; dq = 0; dk = 0; dv = 0
+  call run(second, out, lse, dq, dk, dv)
   call collect(out, all_out, size(out))
   call collect(lse, all_lse, size(lse))
   call collect(dq, all_dq, size(dq))
   call collect(dk, all_dk, size(dk))
   call collect(dv, all_dv, size(dv))
   if (world_rank == 0) call write_results(trim(path), all_out, all_lse, all_dq, all_dk, all_dv)
-  call ok(annulus_plan_destroy(plan))
+  call ok(annulus_plan_destroy(second))
   call MPI_Finalize(error)
 
 contains

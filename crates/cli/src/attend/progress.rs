@@ -175,6 +175,10 @@ impl<T: Control> Control for Watched<T> {
         self.inner.placement()
     }
 
+    fn any_thread(&self) -> bool {
+        self.inner.any_thread()
+    }
+
     fn last_heard(&self, peer: usize) -> Instant {
         self.inner.last_heard(peer)
     }

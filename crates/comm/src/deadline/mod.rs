@@ -52,7 +52,9 @@ use annulus_core::{
 };
 
 use self::arrivals::Arrivals;
-use crate::{delegate::forward_control, observed::ObservedClock, staging::is_same_message};
+use crate::{
+    Cancellation, delegate::forward_control, observed::ObservedClock, staging::is_same_message,
+};
 
 /// A peer that this rank waits for and that is silent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -105,6 +107,7 @@ pub struct Deadline<T, S: Space = Host> {
     /// True if no wait ends.
     is_endless: bool,
     failed: Option<Error>,
+    cancellation: Cancellation,
 }
 
 /// Default deadline: far longer than any pause of a working rank, and short beside a training run.
@@ -156,6 +159,7 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
             warned,
             is_endless: false,
             failed: None,
+            cancellation: Cancellation::default(),
         })
     }
 
@@ -172,6 +176,13 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
     pub fn with_arrival_deadline(mut self, deadline: Option<Duration>) -> Self {
         self.arrivals.set_deadline(deadline);
         self.observed.extend_horizon(deadline.unwrap_or_default());
+        self
+    }
+
+    /// Ends a pass that another thread cancels.
+    #[must_use]
+    pub fn with_cancellation(mut self, cancellation: Cancellation) -> Self {
+        self.cancellation = cancellation;
         self
     }
 
@@ -252,6 +263,7 @@ impl<T: Transport<S>, S: Space> Transport<S> for Deadline<T, S> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
+        self.cancellation.check()?;
         self.heartbeat(false);
         self.inner.progress(patience.min(self.heartbeat_interval()).min(LONGEST_POLL))?;
         self.collect_arrived()?;

@@ -66,9 +66,9 @@ use std::{
 };
 
 use annulus_core::{
-    AgreedLengths, Backend, BackwardInputs, Batch, Error, ExchangeFields, Gradients, GroupLayout,
-    HeadGrid, HostTensors, Inputs, Layout, Outputs, Result, Route, Runs, Side, Spec, Strategy,
-    Transport,
+    AgreedLengths, Backend, BackwardInputs, Batch, Control, Error, ExchangeFields, Gradients,
+    GroupLayout, HeadGrid, HostTensors, Inputs, Layout, Outputs, Result, Route, Runs, Side, Space,
+    Spec, Strategy, Transport,
 };
 
 use self::{
@@ -80,7 +80,7 @@ use self::{
 use crate::{
     agreement,
     ring::{
-        PassKind, Report, Ring, RingOptions, StepEvent, StepHook, caught,
+        PassKind, Report, Ring, RingOptions, StepEvent, StepHook, abort_entry, caught,
         check::{Shapes, forward_only},
         describe::{self, Combined, TransportFields},
         entry::Entries,
@@ -169,8 +169,12 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let posts_ahead = transport.posts_ahead();
         let groups_in_order = transport.runs_groups_in_order();
         let described = checked.as_ref().map_err(Error::clone).map(|(spec, grid, capabilities)| {
-            let fields =
-                TransportFields { placement: placement.as_ref(), posts_ahead, groups_in_order };
+            let fields = TransportFields {
+                placement: placement.as_ref(),
+                posts_ahead,
+                groups_in_order,
+                host_buffers: B::Space::HOST_BUFFERS,
+            };
             describe::plan(spec, &options, grid.strategy(), capabilities, fields)
         });
         let combined = agreement::enter(transport, 0, &described)?;
@@ -291,7 +295,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             return poisoned;
         }
         let agreed = self.entries.enter(&mut self.transport, &Err(why.clone()));
-        self.remember(agreed).err().unwrap_or(why)
+        self.remember_entry(agreed).err().unwrap_or(why)
     }
 
     /// Calls `hook` with every activity of this rank in the passes to come, as [`Ring::on_step`].
@@ -323,6 +327,11 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     /// Returns the spec of all heads.
     pub const fn spec(&self) -> &Spec {
         &self.spec
+    }
+
+    /// Returns true if passes may run on another thread, as [`Ring::any_thread`].
+    pub fn any_thread(&self) -> bool {
+        self.transport.any_thread()
     }
 
     /// Returns the strategy.
@@ -399,7 +408,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let start = Instant::now();
         let described = checked.map(|()| describe::call(name));
         let agreed = self.entries.enter(&mut self.transport, &described);
-        self.remember(agreed)?;
+        self.remember_entry(agreed)?;
         let mut gathering = start.elapsed();
         let sent_before = self.transport.bytes_sent();
         let result = caught(|| pass(self, start));
@@ -425,6 +434,12 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
 
     fn alive(&self) -> Result<()> {
         self.poisoned.as_ref().map_or(Ok(()), |first| Err(Error::Poisoned { first: first.clone() }))
+    }
+
+    /// As `Ring::remember_entry`.
+    fn remember_entry<T>(&mut self, result: Result<T>) -> Result<T> {
+        abort_entry(&mut self.transport, &result);
+        self.remember(result)
     }
 
     fn remember<T>(&mut self, result: Result<T>) -> Result<T> {

@@ -197,6 +197,10 @@ impl<S: Space> Control for Subset<S> {
         self.placement.as_ref()
     }
 
+    fn any_thread(&self) -> bool {
+        self.shared().transport.any_thread()
+    }
+
     fn last_heard(&self, peer: usize) -> Instant {
         let peer = self.members.get(peer).copied().unwrap_or_default();
         self.shared().transport.last_heard(peer)

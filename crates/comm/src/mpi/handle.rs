@@ -97,6 +97,10 @@ impl Control for Mpi {
         Some(self.nodes.placement())
     }
 
+    fn any_thread(&self) -> bool {
+        Self::any_thread(self)
+    }
+
     fn last_heard(&self, peer: usize) -> Instant {
         if peer == self.rank { Instant::now() } else { self.shared.lock().peers.last_heard(peer) }
     }

@@ -126,13 +126,13 @@ impl<B: Backend> Ring<B> {
         let width = shape.iter().product();
         let mut view = B::Space::host_view_mut(view)
             .ok_or_else(|| Error::internal("a gradient in device memory cannot be summed"))?;
-        let absent = if self.reduces { AbsentLeaves::Unknown } else { AbsentLeaves::Empty };
+        let absent = if self.agreed.reduces { AbsentLeaves::Unknown } else { AbsentLeaves::Empty };
         let own = owners.merge_own(terms, width, absent)?;
         let mut first = 0;
         view.map_widened(owners.chunk(), |part| {
             let elements = first..first + part.len();
             first = elements.end;
-            if !self.reduces {
+            if !self.agreed.reduces {
                 part.fill(0.0);
                 part.iter_mut()
                     .zip(own.get(elements).unwrap_or_default())

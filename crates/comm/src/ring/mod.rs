@@ -11,6 +11,7 @@
 //! | `home_reduce.rs` | reduction of final gradients into the local dK/dV |
 //! | `entry.rs` | entry of a call, with the wait for late ranks |
 //! | `reduce.rs`, `leaf_reduce.rs` | sums of dsinks and dbias over ranks, or over leaves |
+//! | `slices.rs` | the reduce-scatter of long sums |
 //! | `step_events.rs` | events for a caller that shows progress |
 //! | `check.rs`, `describe.rs` | arguments, before anything is sent |
 //! | `display.rs` | the plan as text |
@@ -34,6 +35,7 @@ pub(crate) mod planning;
 pub(crate) mod program;
 pub(crate) mod reduce;
 mod ring_loop;
+mod slices;
 pub(crate) mod step_events;
 mod tail_overlap;
 mod update;
@@ -46,8 +48,8 @@ use std::{
 };
 
 use annulus_core::{
-    Backend, BackwardInputs, Batch, Error, Gradients, Inputs, Layout, Machine, Order, Outputs,
-    RankShard, Result, Route, Runs, Schedule, Space, Spec, Transport, Work,
+    Backend, BackwardInputs, Batch, Control, Error, Gradients, Inputs, Layout, Machine, Order,
+    Outputs, RankShard, Result, Route, Runs, Schedule, Space, Spec, Transport, Work,
 };
 
 use crate::{agreement, span::span};
@@ -92,8 +94,6 @@ pub struct Ring<B: Backend> {
     /// Error that ended the plan.
     poisoned: Option<String>,
     entries: Entries,
-    /// True if a backward pass sums dsinks and a shared dbias over ranks.
-    reduces: bool,
     watch: StepWatch,
 }
 
@@ -148,7 +148,6 @@ impl<B: Backend> Ring<B> {
     ) -> Result<Self> {
         let rank = transport.control().rank();
         let ranks = transport.control().ranks();
-        let reduces = spec.as_ref().is_ok_and(|spec| reduce::is_needed(spec, &options, ranks));
         let planned = caught(|| Planned::new(&backend, transport.as_mut(), spec, &options));
         let Planned { agreed, plan, shard, workspace, buffers } = planned.inspect_err(|error| {
             if error.is_fatal() {
@@ -169,7 +168,6 @@ impl<B: Backend> Ring<B> {
             next_tag: 1,
             poisoned: None,
             entries: Entries::new(2),
-            reduces,
             watch: StepWatch::default(),
         })
     }
@@ -252,8 +250,7 @@ impl<B: Backend> Ring<B> {
         };
         self.call(PassKind::Backward, checked, |ring, first_tag| {
             let waited = ring.backward_loop(inputs, gradients, first_tag)?;
-            ring.reduce_gradients(gradients)?;
-            Ok(waited)
+            Ok(waited + ring.reduce_gradients(gradients)?)
         })
     }
 
@@ -274,7 +271,7 @@ impl<B: Backend> Ring<B> {
             return poisoned;
         }
         let agreed = self.entries.enter(self.transport.as_mut(), &Err(why.clone()));
-        self.remember(agreed).err().unwrap_or(why)
+        self.remember_entry(agreed).err().unwrap_or(why)
     }
 
     /// Returns this rank.
@@ -330,6 +327,11 @@ impl<B: Backend> Ring<B> {
         self.plan.leaf_bytes(self.agreed.backward)
     }
 
+    /// Returns true if passes may run on another thread than the one that made the plan.
+    pub fn any_thread(&self) -> bool {
+        self.transport.any_thread()
+    }
+
     /// Returns the fingerprint of this rank's arithmetic. Reproducible results have the same bits
     /// on all machines with the same one; ranks with different ones are refused then.
     pub fn numerics(&self) -> &str {
@@ -372,7 +374,7 @@ impl<B: Backend> Ring<B> {
         span!("pass", name, rank = self.rank);
         let start = Instant::now();
         let agreed = self.agree_on_call(name, checked);
-        self.remember(agreed)?;
+        self.remember_entry(agreed)?;
         // the wait for an all-gather is exposed communication
         let mut gathering = start.elapsed();
         let first_tag = self.next_tag;
@@ -421,6 +423,12 @@ impl<B: Backend> Ring<B> {
         self.poisoned.as_ref().map_or(Ok(()), |first| Err(Error::Poisoned { first: first.clone() }))
     }
 
+    /// Records a fatal error of an entry.
+    fn remember_entry<T>(&mut self, result: Result<T>) -> Result<T> {
+        abort_entry(self.transport.control(), &result);
+        self.remember(result)
+    }
+
     /// Records a fatal error, which ends the plan.
     fn remember<T>(&mut self, result: Result<T>) -> Result<T> {
         if let Err(error) = &result
@@ -432,9 +440,22 @@ impl<B: Backend> Ring<B> {
     }
 }
 
+/// Sends the failure of an entry to all ranks if it is this rank's own, as of a pass that the
+/// program cancels: the others may not have made the call yet, and would wait for this rank in it.
+/// A lost rank is missed by each rank that waits for it; an abort would end calls before this one
+/// on ranks that are about to return from them.
+pub(crate) fn abort_entry<T>(control: &mut dyn Control, result: &Result<T>) {
+    if let Err(error @ Error::Device { .. }) = result {
+        control.abort(error);
+    }
+}
+
 /// Runs `work` and turns a panic in it (a caller's mask or bias function may panic) into an error,
 /// so that the other ranks do not wait for this one.
-pub(crate) fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+///
+/// # Errors
+/// Those of `work`; [`Error::Internal`] with the message of a panic.
+pub fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
         let message = panic
             .downcast_ref::<&str>()

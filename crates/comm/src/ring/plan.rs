@@ -13,8 +13,8 @@ use super::{
     Ring,
     block_parts::SplitSize,
     leaf_reduce::LeafOwners,
-    program::{RankProgram, RankStep, RecordSizes, Transfers},
-    tail_overlap,
+    program::{RankProgram, RankStep, RecordSizes},
+    reduce, slices, tail_overlap,
 };
 
 /// Maximum number of ranks of which debug builds check the schedule of all ranks, in O(ranks³)
@@ -36,6 +36,10 @@ pub(super) struct Agreed {
     pub(super) posts_ahead: bool,
     /// True if the transport of a rank runs groups in order.
     pub(super) groups_in_order: bool,
+    /// True if the hosts of all ranks can write blocks.
+    pub(super) host_buffers: bool,
+    /// True if a backward pass sums dsinks and a shared dbias over ranks.
+    pub(super) reduces: bool,
     /// Ring steps by which the receive of a block is posted ahead: at least 1, and no more than
     /// there are blocks to receive.
     pub(super) receive_ahead: usize,
@@ -159,17 +163,20 @@ impl RingPlan {
     }
 
     /// Returns the balance of the messages of all passes of `rank`.
-    pub(super) fn message_balance(&self, rank: usize) -> MessageBalance {
+    pub(super) fn message_balance(&self, agreed: &Agreed, rank: usize) -> MessageBalance {
         let mut balance = MessageBalance::of_rank(rank);
+        for (list, slices) in (4..).zip(reduce::slices_of_pass(agreed, self)) {
+            let exchange = slices::Exchange::new(&slices, &agreed.order, rank, 0);
+            exchange.all_transfers().add_to(&mut balance, list);
+        }
         let of_keys = self
             .program
             .steps
             .iter()
             .flat_map(|step| [(0, &step.kv), (1, &step.kv_in_parts), (2, &step.gradients)]);
         let of_queries = self.query_steps.iter().map(|step| (3, &step.kv_in_parts));
-        for (list, Transfers { sends, receives }) in of_keys.chain(of_queries) {
-            sends.iter().for_each(|message| balance.send(list, message));
-            receives.iter().for_each(|message| balance.receive(list, message));
+        for (list, transfers) in of_keys.chain(of_queries) {
+            transfers.add_to(&mut balance, list);
         }
         balance
     }

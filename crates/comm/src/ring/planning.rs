@@ -17,6 +17,7 @@ use super::{
     check,
     describe::{self, Combined, TransportFields},
     plan::{Agreed, RingPlan},
+    reduce,
 };
 use crate::agreement;
 
@@ -128,8 +129,12 @@ impl<B: Backend> Planned<B> {
         let posts_ahead = transport.posts_ahead();
         let groups_in_order = transport.runs_groups_in_order();
         let describe = |(spec, capabilities): &(Spec, _)| {
-            let fields =
-                TransportFields { placement: placement.as_ref(), posts_ahead, groups_in_order };
+            let fields = TransportFields {
+                placement: placement.as_ref(),
+                posts_ahead,
+                groups_in_order,
+                host_buffers: B::Space::HOST_BUFFERS,
+            };
             describe::plan(spec, options, Strategy::Ring, capabilities, fields)
         };
         let described = checked.as_ref().map(describe).map_err(Error::clone);
@@ -149,6 +154,7 @@ impl<B: Backend> Planned<B> {
             .map_or(Ok(route), |given| route_of(given, ranks, placement.as_ref(), &order));
         // an error on all ranks, which the closing status reports
         let route_error = route.as_ref().err().cloned();
+        let reduces = reduce::is_needed(&spec, options, ranks);
         let agreed = Agreed {
             spec: Arc::new(spec),
             layout,
@@ -161,7 +167,9 @@ impl<B: Backend> Planned<B> {
             },
             posts_ahead: combined.posts_ahead,
             groups_in_order: combined.groups_in_order,
+            host_buffers: combined.host_buffers,
             receive_ahead: options.receive_ahead_steps().min(ranks.saturating_sub(1).max(1)),
+            reduces,
             backward: options.backward,
             numerics: capabilities.numerics_id,
         };
@@ -170,7 +178,7 @@ impl<B: Backend> Planned<B> {
             None => Self::locally(backend, agreed, rank, ranks, &mut tick),
         };
         let planned = ticks.finish(planned).map(|planned| {
-            let balance = planned.plan.message_balance(rank);
+            let balance = planned.plan.message_balance(&planned.agreed, rank);
             (planned, balance)
         });
         let balance = planned.as_ref().map(|(_, balance)| balance).map_err(Error::clone);

@@ -3,7 +3,9 @@
 
 use std::{ops::Range, sync::Arc};
 
-use annulus_core::{Channel, Group, Message, MessageHeader, Order, RankSchedule, RowSet};
+use annulus_core::{
+    Channel, Group, Message, MessageBalance, MessageHeader, Order, RankSchedule, RowSet,
+};
 
 use super::{
     block_parts::{self, SplitSize},
@@ -56,6 +58,12 @@ pub(crate) struct Transfers {
 }
 
 impl Transfers {
+    /// Adds these messages of list number `list` to the balance of this rank.
+    pub(crate) fn add_to(&self, balance: &mut MessageBalance, list: u64) {
+        self.sends.iter().for_each(|message| balance.send(list, message));
+        self.receives.iter().for_each(|message| balance.receive(list, message));
+    }
+
     /// Returns the payload bytes that this rank sends.
     pub(crate) fn bytes_sent(&self) -> u64 {
         self.sends.iter().map(MessageHeader::bytes).sum()

@@ -215,8 +215,10 @@ impl<B: Backend> Ring<B> {
         match pass {
             PassKind::Forward => kv,
             PassKind::Backward if !self.agreed.backward => 0,
-            PassKind::Backward if self.has_two_passes() => kv + program::kv_bytes_sent(query_steps),
-            PassKind::Backward => kv + program.gradient_bytes_sent(),
+            PassKind::Backward if self.has_two_passes() => {
+                kv + program::kv_bytes_sent(query_steps) + self.reduce_bytes()
+            }
+            PassKind::Backward => kv + program.gradient_bytes_sent() + self.reduce_bytes(),
         }
     }
 

@@ -125,6 +125,11 @@ impl StepWatch {
         self.hook = Some(hook);
     }
 
+    /// Returns the function.
+    pub(super) fn hook(&self) -> Option<&StepHook> {
+        self.hook.as_ref()
+    }
+
     /// Discards the counts of an earlier batch.
     pub(super) fn batch_changed(&mut self) {
         self.pairs = None;

@@ -76,7 +76,8 @@ impl<B: Backend> Ring<B> {
             self.workspace.update(&staged.shard)?;
             Ok(staged)
         });
-        let balance = staged.as_ref().map(|staged| staged.plan.message_balance(self.rank));
+        let balance =
+            staged.as_ref().map(|staged| staged.plan.message_balance(&self.agreed, self.rank));
         let status = balance.as_ref().map_err(|&error| Error::clone(error));
         let round = self.entries.round();
         let transport = self.transport.as_mut();

@@ -201,9 +201,16 @@ impl Problem {
 /// Returns any mask, layout and lengths on up to 9 ranks, with or without ids and explicit
 /// positions, each with one list or one per batch row.
 pub(crate) fn problems() -> impl Strategy<Value = Problem> {
+    problems_of(9, 23)
+}
+
+/// As [`problems`], on up to `most_ranks` ranks with up to `most_rows` rows on each side.
+pub(crate) fn problems_of(most_ranks: usize, most_rows: usize) -> impl Strategy<Value = Problem> {
     let numbers = |numbers: std::ops::Range<i64>, len| prop::collection::vec(numbers, len);
-    (0..Sample::ALL.len(), 1usize..10, 0usize..24, 0usize..24, 1usize..4, 0usize..4).prop_flat_map(
-        move |(mask, ranks, q_len, kv_len, batch, layout)| {
+    let rows = 0..=most_rows;
+    let sizes = (1..=most_ranks, rows.clone(), rows, 1usize..4, 0usize..4);
+    (0..Sample::ALL.len(), sizes).prop_flat_map(
+        move |(mask, (ranks, q_len, kv_len, batch, layout))| {
             let lists = move |range: std::ops::Range<i64>, len: usize| {
                 prop_oneof![Just(0usize), Just(1), Just(batch)].prop_flat_map(move |lists| {
                     prop::collection::vec(numbers(range.clone(), len), lists)

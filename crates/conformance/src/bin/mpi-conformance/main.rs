@@ -7,6 +7,7 @@
 //! | `cases SEEDS` | random cases over the ring: the oracle's numbers, the bits of the ring of threads, the predicted bytes (golden cases: `annulus check`) |
 //! | `pairs` | a covering array of all choices: as `cases`, every other time with an invented placement on two nodes; with standard sends, synchronous sends and announced messages |
 //! | `bytes` | the transport's count = the schedule's prediction = a count of every visible pair, and the published fractions; a KV cache: the oracle's numbers, and constant bytes per token |
+//! | `sums` | gradients that are summed over ranks by slices: the bits of a ring of threads, and the predicted bytes |
 //! | `mismatch` | a field that differs on one rank is the same error on all, in under a second, before any data moves |
 //! | `host` | a host program's own `MPI_Init_thread(FUNNELED)` and sub-communicators, two rings at once, one dropped after `MPI_Finalize` |
 //! | `host-split` | a communicator from a split has the world's highest tag, and a ring over it works |
@@ -44,6 +45,7 @@ mod mortal;
 mod shared;
 #[cfg(feature = "link-mpi")]
 mod split;
+mod sums;
 
 use std::process::ExitCode;
 
@@ -51,8 +53,8 @@ use annulus_comm::mpi::{Launch, Settings};
 
 use self::harness::{Harness, Verdict};
 
-const USAGE: &str = "want messages, cases SEEDS, pairs, bytes, mismatch, host, host-split, \
-    host-late, ahead, links, shared, control, away, suspended, debugged, lost PASS \
+const USAGE: &str = "want messages, cases SEEDS, pairs, bytes, sums, mismatch, host, \
+    host-split, host-late, ahead, links, shared, control, away, suspended, debugged, lost PASS \
     MOMENT, slow or panic";
 
 fn main() -> ExitCode {
@@ -109,6 +111,7 @@ fn run(words: &[String], settings: &Settings) -> Verdict {
         ["bytes"] => {
             bytes::all(&mut harness, settings).and_then(|()| decode::tokens(&mut harness, settings))
         }
+        ["sums"] => sums::all(&mut harness, settings),
         ["ahead"] => ahead::all(&mut harness, settings),
         ["links"] => links::all(&mut harness, settings),
         ["shared"] => shared::all(&mut harness, settings),

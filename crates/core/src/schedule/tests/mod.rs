@@ -5,6 +5,7 @@ mod balanced;
 mod bytes;
 mod choice;
 mod mutations;
+mod naive;
 mod proof;
 mod streaming;
 

@@ -1,0 +1,180 @@
+//! Reduce-scatter of numbers of which every rank has a summand. Each rank sums one slice of them.
+//!
+//! ```text
+//! for distances d = 1 to ranks − 1, a few at a time:
+//!     send the slice of ring index own + d to its rank
+//!     receive the own slice of the rank at ring index own − d
+//! sum of the own slice = terms of all ranks in ring order
+//! ```
+//! Sums do not depend on the order of arrival, because all terms are kept until then: as many
+//! numbers as are summed at once.
+//!
+//! # Source
+//! Reduce-scatter and all-gather as the halves of an all-reduce: Rabenseifner 2004, Optimization of
+//! Collective Reduction Operations.
+
+use std::ops::Range;
+
+use annulus_core::{Arrived, Channel, Error, MessageHeader, Order, Result, Space, memory};
+
+use super::{in_flight::InFlight, program::Transfers, reduce::add};
+use crate::agreement::SUMMANDS_PER_GATHER;
+
+/// Most numbers that are summed at once: 8 MiB, of which a rank keeps some copies.
+const MOST_SUMMANDS: usize = 1 << 20;
+
+/// Distances whose messages are in flight at a time: several, to hide their latency, and few, so
+/// that no rank receives from all others at once.
+const DISTANCES_AT_ONCE: usize = 8;
+
+/// Returns the numbers that are summed at once over `ranks` ranks. A slice has then as many as are
+/// gathered whole otherwise, or fewer on many ranks.
+pub(super) fn summands(ranks: usize) -> usize {
+    ranks.saturating_mul(SUMMANDS_PER_GATHER).min(MOST_SUMMANDS)
+}
+
+/// Slices of `len` numbers, one for each ring index, as equal as possible.
+pub(super) struct Slices {
+    len: usize,
+    ranks: usize,
+}
+
+impl Slices {
+    pub(super) const fn new(len: usize, ranks: usize) -> Self {
+        Self { len, ranks }
+    }
+
+    /// Returns the numbers of the slice of a ring index.
+    pub(super) fn range(&self, ring_index: usize) -> Range<usize> {
+        // the product fits: a sum has at most `MOST_SUMMANDS` numbers
+        let start = |index: usize| self.len * index / self.ranks;
+        start(ring_index)..start(ring_index + 1)
+    }
+
+    /// Returns the bytes that the rank at a ring index sends.
+    pub(super) fn bytes_sent(&self, ring_index: usize) -> u64 {
+        8 * (self.len - self.range(ring_index).len()) as u64
+    }
+}
+
+/// The messages of one rank.
+pub(super) struct Exchange<'a> {
+    slices: &'a Slices,
+    order: &'a Order,
+    ring_index: usize,
+    /// Ring step, for errors and events.
+    step: usize,
+}
+
+impl<'a> Exchange<'a> {
+    pub(super) fn new(slices: &'a Slices, order: &'a Order, rank: usize, step: usize) -> Self {
+        Self { slices, order, ring_index: order.ring_index(rank), step }
+    }
+
+    /// Adds the terms of all ranks to `sum`, of which `terms` are this rank's for all slices.
+    ///
+    /// # Ordering
+    /// Collective.
+    ///
+    /// # Errors
+    /// Those of the transport and of `allocate`.
+    pub(super) fn sum<S: Space>(
+        &self,
+        in_flight: &mut InFlight<'_, S>,
+        allocate: impl Fn(u64) -> Result<S::Buffer>,
+        terms: &[f64],
+        sum: &mut [f64],
+    ) -> Result<()> {
+        let ranks = self.slices.ranks;
+        let no_host = || Error::internal("blocks that the host cannot write");
+        let mut packed = allocate(8 * terms.len() as u64)?;
+        let bytes = S::host_bytes_mut(&mut packed).ok_or_else(no_host)?;
+        for (into, term) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(terms) {
+            *into = term.to_le_bytes();
+        }
+        let source = (packed, S::host_event().ok_or_else(no_host)?);
+        in_flight.start_step(self.step);
+        let mut arrived: Vec<Option<Arrived<S>>> = memory::list("slices of a sum", ranks)?;
+        arrived.resize_with(ranks, || None);
+        let mut next = 1;
+        while next < ranks {
+            let distances = next..ranks.min(next + DISTANCES_AT_ONCE);
+            next = distances.end;
+            let transfers = self.transfers(distances);
+            in_flight.post(&transfers, Some(&source), |header| allocate(header.bytes()))?;
+            for (header, message) in in_flight.wait_all()? {
+                arrived[self.order.ring_index(header.peer)] = Some(message);
+            }
+        }
+        let own = self.slices.range(self.ring_index);
+        let own_bytes = S::host_bytes(&source.0).ok_or_else(no_host)?;
+        for (ring_index, arrived) in arrived.iter().enumerate() {
+            let bytes = match arrived {
+                Some(message) => S::host_bytes(&message.buffer).ok_or_else(no_host)?,
+                None if ring_index == self.ring_index => &own_bytes[8 * own.start..8 * own.end],
+                // an empty slice has no message
+                None => &[],
+            };
+            add(sum, bytes);
+        }
+        Ok(())
+    }
+
+    /// Returns all messages.
+    pub(super) fn all_transfers(&self) -> Transfers {
+        self.transfers(1..self.slices.ranks)
+    }
+
+    /// Returns the messages of some distances. Slices without numbers have none.
+    fn transfers(&self, distances: Range<usize>) -> Transfers {
+        let ranks = self.slices.ranks;
+        let header = |ring_index: usize, bytes: Range<usize>| MessageHeader {
+            peer: self.order.rank(ring_index),
+            channel: Channel::FinalGrad,
+            tag: 0,
+            step: self.step,
+            ranges: std::iter::once(bytes.start as u64..bytes.end as u64).collect(),
+            agreed: None,
+        };
+        let own = self.slices.range(self.ring_index).len();
+        let mut transfers = Transfers::default();
+        for distance in distances {
+            let to = (self.ring_index + distance) % ranks;
+            let from = (self.ring_index + ranks - distance) % ranks;
+            let slice = self.slices.range(to);
+            if !slice.is_empty() {
+                transfers.sends.push(header(to, 8 * slice.start..8 * slice.end));
+            }
+            if own > 0 {
+                transfers.receives.push(header(from, 0..8 * own));
+            }
+        }
+        transfers
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slices_are_all_numbers_once_and_differ_by_one_at_most() {
+        for ranks in [1, 3, 7, 64, 1000] {
+            for len in [0, 1, 6, 63, 8193, MOST_SUMMANDS] {
+                let slices = Slices::new(len, ranks);
+                let mut next = 0;
+                for index in 0..ranks {
+                    let range = slices.range(index);
+                    assert_eq!(range.start, next);
+                    assert!(range.len() == len / ranks || range.len() == len.div_ceil(ranks));
+                    next = range.end;
+                }
+                assert_eq!(next, len);
+                let sent: u64 = (0..ranks).map(|index| slices.bytes_sent(index)).sum();
+                assert_eq!(sent, 8 * (ranks as u64 - 1) * len as u64);
+            }
+        }
+        assert_eq!(summands(3), 3 * SUMMANDS_PER_GATHER);
+        assert_eq!(summands(5000), MOST_SUMMANDS);
+    }
+}

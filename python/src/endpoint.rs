@@ -1,0 +1,65 @@
+//! The class `Endpoint`: a duplicate of a communicator that several plans and caches share.
+
+use std::sync::{Mutex, PoisonError};
+
+use annulus::comm::mpi::{Mpi, Settings};
+use pyo3::{exceptions::PyRuntimeError, prelude::*};
+
+use crate::errors::raise;
+
+/// A duplicate of a communicator.
+#[pyclass(frozen, module = "annulus._annulus")]
+pub(crate) struct Endpoint(Mutex<Option<Mpi>>);
+
+#[pymethods]
+impl Endpoint {
+    /// Duplicates a communicator, named as Fortran names it.
+    ///
+    /// The caller has compared `mpi_library` with the MPI of the communicator.
+    #[staticmethod]
+    fn over_mpi(py: Python<'_>, communicator: i32) -> PyResult<Self> {
+        let made = py.detach(|| over_communicator(communicator));
+        made.map(|made| Self(Mutex::new(Some(made)))).map_err(|error| raise(py, &error))
+    }
+
+    /// Drops this handle. Plans and caches over the endpoint live on.
+    fn close(&self, py: Python<'_>) {
+        let handle = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        py.detach(|| drop(handle));
+    }
+}
+
+/// What a plan or a cache over MPI is given: a communicator, or a handle to an endpoint.
+pub(crate) enum Carrier {
+    Communicator(i32),
+    Shared(Box<Mpi>),
+}
+
+impl Carrier {
+    /// Reads an `Endpoint`, of which it makes a further handle, or the number of a communicator.
+    pub(crate) fn read(given: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let Ok(endpoint) = given.cast::<Endpoint>() else {
+            return Ok(Self::Communicator(given.extract()?));
+        };
+        let endpoint = endpoint.get().0.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(endpoint) = endpoint.as_ref() else {
+            return Err(PyRuntimeError::new_err("the endpoint is closed"));
+        };
+        let shared = endpoint.share().map_err(|error| raise(given.py(), &error))?;
+        Ok(Self::Shared(Box::new(shared)))
+    }
+
+    /// Returns the transport of this process's rank.
+    pub(crate) fn open(self) -> annulus::Result<Mpi> {
+        match self {
+            Self::Communicator(communicator) => over_communicator(communicator),
+            Self::Shared(endpoint) => Ok(*endpoint),
+        }
+    }
+}
+
+fn over_communicator(communicator: i32) -> annulus::Result<Mpi> {
+    // SAFETY: the package passes `comm.py2f()` of a communicator object that it holds, of the MPI
+    // that this module is linked with, which it has compared
+    unsafe { Mpi::over_fortran(communicator, Settings::default()) }
+}
