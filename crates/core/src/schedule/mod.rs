@@ -58,6 +58,7 @@ mod build;
 mod check;
 mod choice;
 mod circle;
+mod direct_traffic;
 mod node_users;
 mod owner_runs;
 mod painted;

@@ -12,6 +12,8 @@ pub(super) struct OwnerRuns {
     pub(super) runs: Vec<OwnerRun>,
     /// True if the runs are sorted by segment and end too, as in every layout but custom ones.
     sorted_by_end: bool,
+    /// True if every run begins after the end of the one before it.
+    pub(super) disjoint: bool,
 }
 
 pub(super) struct OwnerRun {
@@ -38,7 +40,27 @@ impl OwnerRuns {
             }));
         }
         runs.sort_unstable_by_key(|run| (run.segment, run.positions.start, run.owner));
-        Self { sorted_by_end: runs.is_sorted_by_key(OwnerRun::end), runs }
+        let disjoint =
+            runs.windows(2).all(|two| two[0].end() < (two[1].segment, two[1].positions.start));
+        Self { sorted_by_end: runs.is_sorted_by_key(OwnerRun::end), disjoint, runs }
+    }
+
+    /// Returns the indices of runs among which are all that have rows in an interval.
+    pub(super) fn overlapping(&self, (segment, range): &(usize, Range<i64>)) -> Range<usize> {
+        let first = if self.sorted_by_end {
+            self.runs.partition_point(|run| run.end() < (*segment, range.start))
+        } else {
+            self.runs.partition_point(|run| run.segment < *segment)
+        };
+        let end = (*segment, range.end);
+        let end = self.runs.partition_point(|run| (run.segment, run.positions.start) < end);
+        first..end.max(first)
+    }
+
+    /// Returns the number of rows of a run of the same segment whose positions are in an interval.
+    pub(super) fn rows_within(&self, index: usize, (_, range): &(usize, Range<i64>)) -> u64 {
+        let positions = &self.runs[index].positions;
+        count_below(positions, range.end) - count_below(positions, range.start)
     }
 
     /// Calls `found` with the index of a run and the number of its rows whose positions are in
@@ -48,18 +70,9 @@ impl OwnerRuns {
         intervals: &[(usize, Range<i64>)],
         mut found: impl FnMut(usize, u64),
     ) {
-        for (segment, range) in intervals {
-            let first = if self.sorted_by_end {
-                self.runs.partition_point(|run| run.end() < (*segment, range.start))
-            } else {
-                self.runs.partition_point(|run| run.segment < *segment)
-            };
-            for (index, run) in self.runs.iter().enumerate().skip(first) {
-                if run.segment != *segment || run.positions.start >= range.end {
-                    break;
-                }
-                let rows = count_below(&run.positions, range.end)
-                    - count_below(&run.positions, range.start);
+        for interval in intervals {
+            for index in self.overlapping(interval) {
+                let rows = self.rows_within(index, interval);
                 if rows > 0 {
                     found(index, rows);
                 }

@@ -16,8 +16,8 @@
 
 use super::{
     Route, Schedule, Traffic,
+    direct_traffic::direct_traffic,
     node_users::{NodeUsers, for_each_users_of_nodes},
-    owner_runs::OwnerRuns,
     painted::for_each_last_user,
     rails_users::{End, for_each_user_of_rails},
 };
@@ -41,7 +41,7 @@ impl RingTraffic {
         match needs.only_part() {
             Some(part) if route.is_simple_relay() => Self::relay(part, route, tick),
             Some(part) => match route {
-                Route::Direct => Self::direct(part, tick),
+                Route::Direct => direct_traffic(part, tick),
                 Route::OncePerNode { .. } => Self::once_per_node(part, route, tick),
                 _ => Self::rails(part, route, tick),
             },
@@ -116,26 +116,6 @@ impl RingTraffic {
             final_gradient_rows: last[rank],
         });
         Self { of_rank: of_rank.collect(), hops }
-    }
-
-    fn direct(part: &BatchNeeds, tick: &mut dyn FnMut()) -> Self {
-        let ranks = part.users.len();
-        let owners = OwnerRuns::new(part);
-        let mut of_rank = vec![Traffic::default(); ranks];
-        let mut is_hop = vec![false; ranks];
-        for user in 0..ranks {
-            owners.for_each_within(&part.users[user], |run, rows| {
-                let owner = owners.runs[run].owner;
-                if owner == user {
-                    return;
-                }
-                of_rank[owner].block_rows += u128::from(rows);
-                of_rank[user].final_gradient_rows += u128::from(rows);
-                is_hop[Route::Direct.step(user, owner, ranks)] = true;
-            });
-            tick();
-        }
-        Self { of_rank, hops: is_hop.into_iter().filter(|&hop| hop).count() }
     }
 
     fn once_per_node(part: &BatchNeeds, route: Route, tick: &mut dyn FnMut()) -> Self {
