@@ -14,7 +14,7 @@
 //
 //   q         2 consumers × 64 rows × dims × 2            16 K /  32 K /  64 K
 //   k, v      2 × 2 stages × KV_ROWS × dims × 2           64 K / 128 K / 128 K
-//   scratch   2 consumers × 64 rows × KV_ROWS × 4         64 K /  64 K /  32 K
+//   p_slices  2 consumers × 64 rows × 16 keys × 2         4 K
 //   zeros     16 rows × 64 dims × 2                       2 K
 //   mbarriers 8 × 8                                       64
 //
@@ -35,8 +35,7 @@
 // Consumer warpgroups.
 #define CONSUMERS 2
 #define PANELS (ANNULUS_DIM / 64)
-// Double buffering: with q and scratch, two stages of K and V are the most that fit 227 KB at 128
-// and 256 dims.
+// Double buffering: two stages of K and V are the most that fit 227 KB at 128 and 256 dims.
 #define STAGES 2
 #define PANEL_DIMS 64
 // Elements of one panel of a tile, and of a tile.
@@ -74,6 +73,8 @@ enum Mistake {
     P_IN_FLIGHT,          // P is overwritten while P·V reads it
     NO_OPERAND_FENCE,     // P is written without pinning its registers after the wait
     RESCALED_IF_ALL,      // O is rescaled only if the maxima of all rows of a warp have changed
+    NO_SLICE_BARRIER,     // a slice of P is read before all lanes have written it
+    EARLY_SLICE,          // a slice of P is overwritten while other lanes read it
 };
 
 // Argument of the warpgroup kernels: mirrored in src/arguments.rs.
@@ -82,17 +83,17 @@ struct WarpgroupAttention {
     Attention attention;
 };
 static_assert(alignof(TensorMap) == 128 && sizeof(TensorMap) == 128, "CUtensorMap");
-static_assert(sizeof(Attention) == 544 && sizeof(WarpgroupAttention) == 896,
+static_assert(sizeof(Attention) == 624 && sizeof(WarpgroupAttention) == 896,
               "as in src/arguments.rs");
 
 // Dynamic shared memory of a block. `Variant::dynamic_shared_bytes` (src/kernels.rs) has its size.
 struct SharedStorage {
     u16 q[CONSUMERS][Q_TILE];
     u16 k[STAGES][KV_TILE], v[STAGES][KV_TILE];
-    // For rare paths of each consumer: one float per score, or P.
-    float scratch[CONSUMERS][Q_ROWS * KV_ROWS];
-    // V operand of zeros (zero_values), written once: a consumer's scratch is written again while
-    // wgmma still reads its operands.
+    // For V tiles with non-finite elements: P of sixteen keys, of each consumer.
+    u16 p_slices[CONSUMERS][Q_ROWS * 16];
+    // V operand of zeros (zero_values), written once, because wgmma reads its operands until it is
+    // waited for.
     u16 zeros[16 * PANEL_DIMS];
     Mbarrier k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
 };
@@ -101,7 +102,7 @@ struct SharedStorage {
 // of the swizzle's period, for which the sizes of the arrays before them suffice.
 static_assert(sizeof(SharedStorage) <= 227 * 1024, "shared memory of a block");
 static_assert(Q_TILE * 2 % SWIZZLE_ATOM_BYTES == 0 && KV_TILE * 2 % SWIZZLE_ATOM_BYTES == 0 &&
-                  Q_ROWS * KV_ROWS * 4 % SWIZZLE_ATOM_BYTES == 0,
+                  CONSUMERS * Q_ROWS * 16 * 2 % SWIZZLE_ATOM_BYTES == 0,
               "operands of wgmma are aligned to the period of the swizzle");
 
 // Position in the pipeline (CUTLASS: PipelineState) as the number of a tile: its stage, and the
