@@ -132,9 +132,16 @@ DEVICE u64 k_major_descriptor(const u16* at) { return smem_descriptor(at, 16, SW
 DEVICE u64 mn_major_descriptor(const u16* at, u32 panel) {
     return smem_descriptor(at, panel * 2, SWIZZLE_ATOM_BYTES);
 }
-// Descriptor of the operand `elements` elements further.
+// Descriptor of the operand `elements` elements further. Of the low word only, because addresses in
+// shared memory do not leave it: an addition of 64 bits takes a carry.
 DEVICE u64 descriptor_advance(u64 descriptor, u32 elements) {
-    return descriptor + (elements * 2 >> 4);
+    return (descriptor & ~0xffffffffull) | (u32(descriptor) + (elements * 2 >> 4));
+}
+
+// The descriptor, which is the same in all lanes, as the compiler knows: it is then computed in
+// uniform registers, from which wgmma takes it.
+DEVICE u64 uniform_descriptor(u64 descriptor) {
+    return (descriptor & ~0xffffffffull) | uniform(u32(descriptor));
 }
 
 // Offset of element x of a row in a tile whose panels have `rows` rows.
@@ -218,6 +225,8 @@ DEVICE void wgmma_rs(float (&o)[O_COLUMNS / 2], const u32 (&left)[4], u64 right)
 
 // Issues S ← Q·Kᵀ as one wgmma group.
 DEVICE void issue_qk(float (&scores)[KV_ROWS / 2], u64 q, u64 kv) {
+    q = uniform_descriptor(q);
+    kv = uniform_descriptor(kv);
     UNROLL for (u32 x = 0; x < ANNULUS_DIM; x += 16)
         wgmma_ss(
             scores, descriptor_advance(q, x / 64 * Q_PANEL + x % 64),
@@ -241,10 +250,11 @@ DEVICE ValueOperand zero_values(const SharedStorage& memory) {
 // Issues O += P·V as one wgmma group.
 DEVICE void issue_pv(float (&o)[O_PARTS][O_COLUMNS / 2], const u32 (&probs)[KV_ROWS / 16][4],
                      const ValueOperand& right) {
+    const u64 descriptor = uniform_descriptor(right.descriptor);
+    const u32 panel = uniform(right.panel), step = uniform(right.step);
     UNROLL for (u32 y = 0; y < KV_ROWS / 16; ++y)
         UNROLL for (u32 part = 0; part < O_PARTS; ++part)
             wgmma_rs(o[part], probs[y],
-                     descriptor_advance(right.descriptor,
-                                        y * right.step + part * (O_COLUMNS / 64) * right.panel));
+                     descriptor_advance(descriptor, y * step + part * (O_COLUMNS / 64) * panel));
     wgmma_commit();
 }
