@@ -16,7 +16,10 @@ struct BlockMask {
     u64 starts;  // u32 [planes][tiles] and the end of the last list: first run of every list
     u64 runs;    // TileRun []
     u64 bits;    // tile masks: one u64 a query row of a tile; bit j is key j of the tile
-    u32 tiles, per_batch, per_head, reserved;
+    u32 tiles, per_batch, per_head;
+    // Ranges of keys per tile, each with a list of its own: list tile · splits + range. More than
+    // one only in a forward pass of few queries (split-KV decoding).
+    u32 splits;
 };
 
 // Consecutive tiles of the other side.
@@ -36,6 +39,8 @@ enum Flag {
     ADD = 64,  // accumulate into dk and dv instead of overwriting them
     QUERY_POSITIONS_PER_BATCH = 128,
     KEY_POSITIONS_PER_BATCH = 256,
+    EMPTY_STATE = 512,     // no block has been attended to: acc, max, sum and ties have no contents
+    WRITE_OUTPUTS = 1024,  // the last block: write out and lse instead of acc, max, sum and ties
 };
 
 // Arguments of every tile kernel: this rank's queries and one block of keys.
@@ -60,6 +65,8 @@ struct Attention {
     u32 bias_batch, bias_heads, bias_rows, bias_keys;
     // GQA packing (forward only): query heads per tile, and ⌈2¹⁶ / packed_heads⌉.
     u32 packed_heads, packed_reciprocal;
+    // Outputs, with WRITE_OUTPUTS: Element; Sum [batch, row, head], as in RowArguments.
+    Tensor out, lse;
 };
 
 // Arguments of the kernels that process one query row without its keys (rows.cuh).
@@ -94,3 +101,26 @@ struct Combine {
     u64 record_sums;  // sums per record
     u32 add, reserved;
 };
+
+// Merges the partial results of all ranges of keys into the state of the pass. Partial results are
+// arrays like those of the state, one range after the other.
+struct Merge {
+    u64 acc, max, sum, ties;
+    u64 split_acc, split_max, split_sum, split_ties;
+    Tensor out, lse;  // as in Attention
+    u32 batches, queries, q_heads, value_dim;
+    u32 splits, flags;
+};
+
+// Copies several byte ranges of a buffer to the front of another one, or back. Mirrored in
+// `range_copy.rs` of annulus-device-cuda.
+struct ByteRange {
+    u64 start, at, bytes;  // offset in the buffer, offset in the packed one, length
+};
+struct RangeCopy {
+    u64 buffer, packed;
+    u64 table;  // ByteRange [ranges]; 0: they are in `few`
+    u32 gathers, reserved;  // 1: from the buffer to the packed one; 0: back
+    ByteRange few[32];
+};
+static_assert(sizeof(RangeCopy) == 800, "as in range_copy.rs");

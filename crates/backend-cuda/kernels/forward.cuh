@@ -1,25 +1,26 @@
 // Forward over one block of keys, level 0.
 //
-//   for each tile of queries (one thread block each, in reverse order):
+//   for each tile of queries (one thread block each):
 //       for each visible tile of keys:
 //           S  = scale·Q·Kᵀ, score epilogue
 //           m' = max(m, rowmax(S));  P = e^{S − m'}
 //           ℓ  = ℓ·e^{m − m'} + rowsum(P);  O = O·e^{m − m'} + P·V;  m = m'
 //
-// O, m and ℓ are loaded from memory and stored back, so that the next ring step continues. Reverse
-// order starts the tiles with the most visible keys of a causal mask first.
+// O, m and ℓ are loaded from memory and stored back, so that the next ring step continues
+// (forward_state.cuh).
 //
 // Source: Dao et al. 2022, algorithm 1; Milakov and Gimelshein 2018 (online softmax).
 #pragma once
 
-#include "tile.cuh"
+#include "forward_state.cuh"
 
-// Grid: query tiles × query heads × batch rows.
+// Grid: query tiles, each with its ranges of keys × query heads × batch rows.
 KERNEL(forward, Attention) {
-    u32 tile = a.block_mask.tiles - 1 - block_x(), h = block_y(), b = block_z();
+    const ForwardTile place = forward_tile(a);
+    u32 tile = place.tile, h = block_y(), b = block_z();
     TileIterator tiles;
-    tiles.begin(a, b, h, tile);
-    if (!tiles.more()) return;
+    tiles.begin(a, b, h, place.list);
+    if (!tiles.more() && keeps_state(a)) return;
     u32 kv_head = h / (a.q_heads / a.kv_heads);
 
     SHARED(Sum, left_slice, TILE * SLICE_LINE);
@@ -29,15 +30,14 @@ KERNEL(forward, Attention) {
 
     AccTile o;
     Sum max[M], sum[M], ties[M];
-    Sum* acc = reinterpret_cast<Sum*>(a.acc);
     UNROLL for (u32 r = 0; r < M; ++r) {
         u64 i = u64(tile) * TILE + query_of(r);
-        bool exists = i < a.queries;
-        u64 row = (u64(b) * a.q_heads + h) * a.queries + i;
+        bool exists = i < a.queries && !starts_empty(a);
+        u64 row = statistics_row(a, 0, b, h, i);
         max[r] = exists ? reinterpret_cast<const Sum*>(a.max)[row] : -Sum(infinity());
         sum[r] = exists ? reinterpret_cast<const Sum*>(a.sum)[row] : Sum(0);
         ties[r] = exists ? reinterpret_cast<const Sum*>(a.ties)[row] : Sum(0);
-        const Sum* line = acc + ((u64(b) * a.queries + i) * a.q_heads + h) * a.value_dim;
+        const Sum* line = acc_row(a, 0, b, h, i);
         UNROLL for (u32 slice = 0; slice < SLICES; ++slice)
             UNROLL for (u32 c = 0; c < 2; ++c) {
                 u32 x = slice * SLICE + thread_x() + 16 * c;
@@ -87,17 +87,24 @@ KERNEL(forward, Attention) {
     UNROLL for (u32 r = 0; r < M; ++r) {
         u64 i = u64(tile) * TILE + query_of(r);
         if (i >= a.queries) continue;
-        if (thread_x() == 0) {
-            u64 row = (u64(b) * a.q_heads + h) * a.queries + i;
+        bool write_outputs = a.flags & WRITE_OUTPUTS;
+        RowOutput output = row_output(max[r], sum[r]);
+        if (thread_x() == 0 && write_outputs) store_lse(a, b, h, i, output.lse);
+        if (thread_x() == 0 && !write_outputs) {
+            u64 row = statistics_row(a, place.split, b, h, i);
             reinterpret_cast<Sum*>(a.max)[row] = max[r];
             reinterpret_cast<Sum*>(a.sum)[row] = sum[r];
             reinterpret_cast<Sum*>(a.ties)[row] = ties[r];
         }
-        Sum* line = acc + ((u64(b) * a.queries + i) * a.q_heads + h) * a.value_dim;
+        Sum* line = acc_row(a, place.split, b, h, i);
         UNROLL for (u32 slice = 0; slice < SLICES; ++slice)
             UNROLL for (u32 c = 0; c < 2; ++c) {
                 u32 x = slice * SLICE + thread_x() + 16 * c;
-                if (x < a.value_dim) line[x] = o[slice][r][c];
+                if (x >= a.value_dim) continue;
+                if (write_outputs)
+                    store_output(a, b, h, i, x, output.of(o[slice][r][c]));
+                else
+                    line[x] = o[slice][r][c];
             }
     }
 }

@@ -4,6 +4,7 @@
 #include "backward_queries.cuh"
 #include "backward_keys.cuh"
 #include "forward_matrix.cuh"
+#include "merge_splits.cuh"
 #include "backward_matrix.cuh"
 #include "bias_gradient.cuh"
 #include "rows.cuh"

@@ -45,6 +45,7 @@ typedef u32 Fragment[4];
 // half·32 + 8·n + column + e mod 2.
 struct Lane {
     u32 lane, half, first_row, row, column;
+    bool has_rows;  // of the warp: false if all of its left rows lie beyond the ends
 };
 
 DEVICE Lane lane_of_thread() {
@@ -55,6 +56,7 @@ DEVICE Lane lane_of_thread() {
     at.first_row = warp % 4 * 16;
     at.row = at.first_row + at.lane / 4;
     at.column = 2 * (at.lane % 4);
+    at.has_rows = true;
     return at;
 }
 
@@ -357,6 +359,7 @@ DEVICE void gemm_nt(ScoreFragments& scores, const LeftRows<packed>& left_rows, S
         if (chunk * CHUNK >= dim) break;
         bool non_finite = false;
         const u16* right_chunk = stream.next(a, non_finite);
+        if (!lane.has_rows) continue;
         UNROLL for (u32 x = 0; x < CHUNK; x += 16) {
 #if RESIDENT
             const Fragment& left = left_rows.fragments[(chunk * CHUNK + x) / 16];
@@ -384,6 +387,7 @@ DEVICE void gemm_nn(Accumulators& acc, const u16* left_tile, Stream<pass>& strea
         if (chunk * CHUNK >= dim) break;
         bool fixup = !is_full;
         const u16* right_chunk = stream.next(a, fixup);
+        if (!lane.has_rows) continue;
         if (fixup) {
             for (u32 y = 0; y < TILE; ++y)
                 UNROLL for (u32 r = 0; r < 2; ++r) {

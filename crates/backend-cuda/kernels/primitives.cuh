@@ -145,6 +145,13 @@ DEVICE float exp2_approx(float x) {
     return power;
 }
 
+// 1 / x to within 1 ulp, by the special-function unit; subnormal numbers flush to 0.
+DEVICE float reciprocal_approx(float x) {
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+    return inverse;
+}
+
 // Maximum of two numbers; NaN if either is NaN. One instruction since compute capability 8.0.
 DEVICE float max_or_nan(float x, float y) {
     float max;

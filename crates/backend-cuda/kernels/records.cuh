@@ -1,4 +1,5 @@
-// Copies between tensors and wire records, and sums of gradient records. Grid-stride loops.
+// Copies between tensors and wire records, and of byte ranges; sums of gradient records. Grid-stride
+// loops.
 #pragma once
 
 #include "arguments.cuh"
@@ -128,5 +129,35 @@ KERNEL(combine_records, Combine) {
         Sum& sum = reinterpret_cast<Sum*>(to)[index];
         Sum term = reinterpret_cast<const Sum*>(from)[index];
         sum = a.add ? sum + term : term;
+    }
+}
+
+template <typename T>
+DEVICE void copy_units(u64 to, u64 from, u64 bytes) {
+    u64 stride = u64(blocks_y()) * THREADS;
+    for (u64 index = u64(block_y()) * THREADS + thread_index(); index < bytes / sizeof(T);
+         index += stride)
+        reinterpret_cast<T*>(to)[index] = reinterpret_cast<const T*>(from)[index];
+}
+
+// Gathers byte ranges for a message, or scatters them. Grid: ranges × parts of a range.
+KERNEL(copy_ranges, RangeCopy) {
+    const ByteRange* ranges = a.table ? reinterpret_cast<const ByteRange*>(a.table) : a.few;
+    const ByteRange range = ranges[block_x()];
+    u64 in_buffer = a.buffer + range.start, in_packed = a.packed + range.at;
+    u64 to = a.gathers ? in_packed : in_buffer, from = a.gathers ? in_buffer : in_packed;
+    u64 aligned = to | from | range.bytes;
+    if (aligned % 16 == 0) {
+        u64 stride = u64(blocks_y()) * THREADS * 16;
+        for (u64 at = (u64(block_y()) * THREADS + thread_index()) * 16; at < range.bytes;
+             at += stride) {
+            u32 words[4];
+            load_16(words, from + at);
+            store_16(to + at, words);
+        }
+    } else if (aligned % 4 == 0) {
+        copy_units<u32>(to, from, range.bytes);
+    } else {
+        copy_units<u8>(to, from, range.bytes);
     }
 }

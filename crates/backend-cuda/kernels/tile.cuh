@@ -71,7 +71,8 @@ DEVICE u32 key_of(u32 c) { return thread_x() + 16 * c; }
 DEVICE const u32* list_starts(const Attention& a, u32 b, u32 h) {
     u64 plane = (a.block_mask.per_batch ? b : 0) * u64(a.block_mask.per_head ? a.q_heads : 1) +
                 (a.block_mask.per_head ? h : 0);
-    return reinterpret_cast<const u32*>(a.block_mask.starts) + plane * a.block_mask.tiles;
+    return reinterpret_cast<const u32*>(a.block_mask.starts) +
+           plane * a.block_mask.tiles * a.block_mask.splits;
 }
 
 DEVICE const TileRun& tile_run(const Attention& a, u32 index) {
@@ -84,10 +85,11 @@ struct TileIterator {
     u32 run, end_run;  // current run, end of the list
     u32 in_run;        // tiles of the run that are done
 
-    METHOD void begin(const Attention& a, u32 b, u32 h, u32 tile) {
+    // `list`: a tile, or with split-KV decoding a range of its keys.
+    METHOD void begin(const Attention& a, u32 b, u32 h, u32 list) {
         const u32* starts = list_starts(a, b, h);
-        run = starts[tile];
-        end_run = starts[tile + 1];
+        run = starts[list];
+        end_run = starts[list + 1];
         in_run = 0;
     }
     METHOD bool more() const { return run < end_run; }

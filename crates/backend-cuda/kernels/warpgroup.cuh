@@ -14,7 +14,7 @@
 //
 //   q         2 consumers × 64 rows × dims × 2            16 K /  32 K /  64 K
 //   k, v      2 × 2 stages × KV_ROWS × dims × 2           64 K / 128 K / 128 K
-//   scratch   2 consumers × 64 rows × KV_ROWS × 4         64 K /  64 K /  32 K
+//   p_slices  2 consumers × 64 rows × 16 keys × 2         4 K
 //   zeros     16 rows × 64 dims × 2                       2 K
 //   mbarriers 8 × 8                                       64
 //
@@ -35,8 +35,7 @@
 // Consumer warpgroups.
 #define CONSUMERS 2
 #define PANELS (ANNULUS_DIM / 64)
-// Double buffering: with q and scratch, two stages of K and V are the most that fit 227 KB at 128
-// and 256 dims.
+// Double buffering: two stages of K and V are the most that fit 227 KB at 128 and 256 dims.
 #define STAGES 2
 #define PANEL_DIMS 64
 // Elements of one panel of a tile, and of a tile.
@@ -74,6 +73,8 @@ enum Mistake {
     P_IN_FLIGHT,          // P is overwritten while P·V reads it
     NO_OPERAND_FENCE,     // P is written without pinning its registers after the wait
     RESCALED_IF_ALL,      // O is rescaled only if the maxima of all rows of a warp have changed
+    NO_SLICE_BARRIER,     // a slice of P is read before all lanes have written it
+    EARLY_SLICE,          // a slice of P is overwritten while other lanes read it
 };
 
 // Argument of the warpgroup kernels: mirrored in src/arguments.rs.
@@ -82,17 +83,17 @@ struct WarpgroupAttention {
     Attention attention;
 };
 static_assert(alignof(TensorMap) == 128 && sizeof(TensorMap) == 128, "CUtensorMap");
-static_assert(sizeof(Attention) == 544 && sizeof(WarpgroupAttention) == 896,
+static_assert(sizeof(Attention) == 624 && sizeof(WarpgroupAttention) == 896,
               "as in src/arguments.rs");
 
 // Dynamic shared memory of a block. `Variant::dynamic_shared_bytes` (src/kernels.rs) has its size.
 struct SharedStorage {
     u16 q[CONSUMERS][Q_TILE];
     u16 k[STAGES][KV_TILE], v[STAGES][KV_TILE];
-    // For rare paths of each consumer: one float per score, or P.
-    float scratch[CONSUMERS][Q_ROWS * KV_ROWS];
-    // V operand of zeros (zero_values), written once: a consumer's scratch is written again while
-    // wgmma still reads its operands.
+    // For V tiles with non-finite elements: P of sixteen keys, of each consumer.
+    u16 p_slices[CONSUMERS][Q_ROWS * 16];
+    // V operand of zeros (zero_values), written once, because wgmma reads its operands until it is
+    // waited for.
     u16 zeros[16 * PANEL_DIMS];
     Mbarrier k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
 };
@@ -101,7 +102,7 @@ struct SharedStorage {
 // of the swizzle's period, for which the sizes of the arrays before them suffice.
 static_assert(sizeof(SharedStorage) <= 227 * 1024, "shared memory of a block");
 static_assert(Q_TILE * 2 % SWIZZLE_ATOM_BYTES == 0 && KV_TILE * 2 % SWIZZLE_ATOM_BYTES == 0 &&
-                  Q_ROWS * KV_ROWS * 4 % SWIZZLE_ATOM_BYTES == 0,
+                  CONSUMERS * Q_ROWS * 16 * 2 % SWIZZLE_ATOM_BYTES == 0,
               "operands of wgmma are aligned to the period of the swizzle");
 
 // Position in the pipeline (CUTLASS: PipelineState) as the number of a tile: its stage, and the
@@ -131,9 +132,16 @@ DEVICE u64 k_major_descriptor(const u16* at) { return smem_descriptor(at, 16, SW
 DEVICE u64 mn_major_descriptor(const u16* at, u32 panel) {
     return smem_descriptor(at, panel * 2, SWIZZLE_ATOM_BYTES);
 }
-// Descriptor of the operand `elements` elements further.
+// Descriptor of the operand `elements` elements further. Of the low word only, because addresses in
+// shared memory do not leave it: an addition of 64 bits takes a carry.
 DEVICE u64 descriptor_advance(u64 descriptor, u32 elements) {
-    return descriptor + (elements * 2 >> 4);
+    return (descriptor & ~0xffffffffull) | (u32(descriptor) + (elements * 2 >> 4));
+}
+
+// The descriptor, which is the same in all lanes, as the compiler knows: it is then computed in
+// uniform registers, from which wgmma takes it.
+DEVICE u64 uniform_descriptor(u64 descriptor) {
+    return (descriptor & ~0xffffffffull) | uniform(u32(descriptor));
 }
 
 // Offset of element x of a row in a tile whose panels have `rows` rows.
@@ -217,6 +225,8 @@ DEVICE void wgmma_rs(float (&o)[O_COLUMNS / 2], const u32 (&left)[4], u64 right)
 
 // Issues S ← Q·Kᵀ as one wgmma group.
 DEVICE void issue_qk(float (&scores)[KV_ROWS / 2], u64 q, u64 kv) {
+    q = uniform_descriptor(q);
+    kv = uniform_descriptor(kv);
     UNROLL for (u32 x = 0; x < ANNULUS_DIM; x += 16)
         wgmma_ss(
             scores, descriptor_advance(q, x / 64 * Q_PANEL + x % 64),
@@ -240,10 +250,11 @@ DEVICE ValueOperand zero_values(const SharedStorage& memory) {
 // Issues O += P·V as one wgmma group.
 DEVICE void issue_pv(float (&o)[O_PARTS][O_COLUMNS / 2], const u32 (&probs)[KV_ROWS / 16][4],
                      const ValueOperand& right) {
+    const u64 descriptor = uniform_descriptor(right.descriptor);
+    const u32 panel = uniform(right.panel), step = uniform(right.step);
     UNROLL for (u32 y = 0; y < KV_ROWS / 16; ++y)
         UNROLL for (u32 part = 0; part < O_PARTS; ++part)
             wgmma_rs(o[part], probs[y],
-                     descriptor_advance(right.descriptor,
-                                        y * right.step + part * (O_COLUMNS / 64) * right.panel));
+                     descriptor_advance(descriptor, y * step + part * (O_COLUMNS / 64) * panel));
     wgmma_commit();
 }

@@ -348,6 +348,7 @@ DEVICE void tma_load_box(u16* to, const TensorMap& map, Mbarrier* mbarrier, u32 
     emulated::async_units().copies.push_back(copy);
 }
 
+DEVICE void prefetch_tensor_map(const TensorMap&) {}
 DEVICE void store_for_async_proxy(u16* to, const u32 (&words)[4]) {
     if (emulated::offset_in_block(to, 16) % 16 != 0)
         emulated::fault("16-byte store at a misaligned address");
@@ -412,4 +413,5 @@ DEVICE void wgmma_rs_f16(float (&acc)[count], const u32 (&left)[4], u64 right) {
     emulated::issue_product(acc, count, left, 0, right, true, true);
 }
 
+DEVICE float tanh_approx(float x) { return std::tanh(x); }
 DEVICE float max_number(float x, float y) { return std::fmax(x, y); }

@@ -111,6 +111,11 @@ DEVICE void tma_load_box(u16* to, const TensorMap& map, Mbarrier* mbarrier, u32 
         : "memory");
 }
 
+// Loads a tensor map into the cache of descriptors.
+DEVICE void prefetch_tensor_map(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" : : "l"(&map) : "memory");
+}
+
 // Stores 16 bytes, 16-byte aligned, that wgmma will read. On the device an ordinary store; the
 // emulator delays it until fence_proxy_async.
 DEVICE void store_for_async_proxy(u16* to, const u32 (&words)[4]) {
@@ -204,6 +209,11 @@ WGMMA_RS(wgmma_rs_bf16, "bf16", "128", OPERANDS_64, 64, "%64, %65, %66, %67", "%
 WGMMA_RS(wgmma_rs_f16, "f16", "64", OPERANDS_32, 32, "%32, %33, %34, %35", "%36", ACC_32(acc, 0))
 WGMMA_RS(wgmma_rs_f16, "f16", "128", OPERANDS_64, 64, "%64, %65, %66, %67", "%68", ACC_32(acc, 0),
          ACC_32(acc, 32))
+
+// tanh x = 1 − 2 / (1 + e²ˣ) to within 2·10⁻⁷, by the special-function unit.
+DEVICE float tanh_approx(float x) {
+    return 1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(x * 2.88539008177792681f));
+}
 
 // Maximum of two numbers; if one of them is NaN, the other (IEEE maxNum).
 DEVICE float max_number(float x, float y) { return fmaxf(x, y); }

@@ -22,7 +22,8 @@ pub(crate) struct BlockMaskAddresses {
     pub(crate) tiles: u32,
     pub(crate) per_batch: u32,
     pub(crate) per_head: u32,
-    pub(crate) reserved: u32,
+    /// Ranges of keys per tile: see [`crate::split_kv`].
+    pub(crate) splits: u32,
 }
 
 pub(crate) const HAS_BIAS: u32 = 1;
@@ -34,6 +35,8 @@ pub(crate) const HAS_SLOPES: u32 = 32;
 pub(crate) const ADD: u32 = 64;
 pub(crate) const QUERY_POSITIONS_PER_BATCH: u32 = 128;
 pub(crate) const KEY_POSITIONS_PER_BATCH: u32 = 256;
+pub(crate) const EMPTY_STATE: u32 = 512;
+pub(crate) const WRITE_OUTPUTS: u32 = 1024;
 
 /// Arguments of the tile kernels: this rank's queries and one block of keys.
 #[repr(C)]
@@ -78,6 +81,9 @@ pub(crate) struct Attention {
     /// GQA packing: see [`crate::gqa_packing`].
     pub(crate) packed_heads: u32,
     pub(crate) packed_reciprocal: u32,
+    /// With [`WRITE_OUTPUTS`].
+    pub(crate) out: Tensor,
+    pub(crate) lse: Tensor,
 }
 
 /// Arguments of the warpgroup kernels: `kernels/warpgroup.cuh`.
@@ -90,7 +96,7 @@ pub(crate) struct WarpgroupAttention {
 }
 
 // as asserted in `kernels/warpgroup.cuh`
-const _: () = assert!(size_of::<Attention>() == 544 && size_of::<WarpgroupAttention>() == 896);
+const _: () = assert!(size_of::<Attention>() == 624 && size_of::<WarpgroupAttention>() == 896);
 
 /// Arguments of the kernels that process one query row without its keys.
 #[repr(C)]
@@ -149,6 +155,40 @@ pub(crate) struct Combine {
     pub(crate) record_sums: u64,
     pub(crate) add: u32,
     pub(crate) reserved: u32,
+}
+
+/// Merges the partial results of ranges of keys.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Merge {
+    pub(crate) state: StateAddresses,
+    pub(crate) partial: StateAddresses,
+    pub(crate) out: Tensor,
+    pub(crate) lse: Tensor,
+    pub(crate) batches: u32,
+    pub(crate) queries: u32,
+    pub(crate) q_heads: u32,
+    pub(crate) value_dim: u32,
+    pub(crate) splits: u32,
+    pub(crate) flags: u32,
+}
+
+/// Addresses of accumulators and softmax statistics.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct StateAddresses {
+    pub(crate) acc: u64,
+    pub(crate) max: u64,
+    pub(crate) sum: u64,
+    pub(crate) ties: u64,
+}
+
+impl Attention {
+    /// Sets the accumulators and softmax statistics that a forward kernel reads and writes.
+    pub(crate) const fn set_state(&mut self, state: StateAddresses) {
+        let StateAddresses { acc, max, sum, ties } = state;
+        (self.acc, self.max, self.sum, self.ties) = (acc, max, sum, ties);
+    }
 }
 
 /// Describes a caller's tensor `[batch, row, head, dim]`; an axis of length 1 gets stride 0.

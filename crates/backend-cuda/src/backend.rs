@@ -12,7 +12,7 @@ use annulus_device_cuda::{
 
 use crate::{
     Level,
-    kernels::{Kernels, Variant, WarpgroupKernels},
+    kernels::{Kernels, THREADS, Variant, WarpgroupKernels},
     pass_context::slopes,
     workspace::CudaWorkspace,
 };
@@ -267,6 +267,8 @@ impl Backend for Cuda {
     }
 
     fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<CudaWorkspace> {
-        CudaWorkspace::new(shard, passes, &self.stream, self.kernels(&shard.spec)?)
+        let kernels = self.kernels(&shard.spec)?;
+        self.stream.device().set_range_copy(&kernels.copy_ranges, THREADS);
+        CudaWorkspace::new(shard, passes, &self.stream, kernels)
     }
 }

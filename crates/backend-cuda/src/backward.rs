@@ -16,6 +16,7 @@ use crate::{
     kernels::THREADS,
     pass_context::{PassContext, local_bias},
     records,
+    split_kv::RangeLimits,
     state::BackwardState,
 };
 
@@ -113,7 +114,7 @@ impl BackwardPass<CudaSpace> for CudaBackward<'_> {
             return self.context.stream.record();
         }
         let tile = self.context.kernels.variant.tile();
-        let block_mask = self.context.mask_of_keys(kv.rows, tile)?;
+        let block_mask = self.context.mask_of_keys(kv.rows, tile, RangeLimits::NONE)?;
         self.context.wait_for(kv)?;
         let mut arguments = self.kv_arguments(kv)?;
         if !block_mask.is_empty() {

@@ -8,12 +8,16 @@
 use std::sync::Arc;
 
 use annulus_core::{
-    BitmaskPolicy, BlockSparseMask, CsrTiles, Error, RankShard, Result, Rows, Tiling, Visibility,
+    BitmaskPolicy, BlockSparseMask, CsrTiles, Error, RankShard, Result, Rows, TileRun, Tiling,
+    Visibility,
 };
 use annulus_device_cuda::{CudaBuffer, Stream};
 
-use crate::arguments::{
-    Attention, BlockMaskAddresses, KEY_POSITIONS_PER_BATCH, QUERY_POSITIONS_PER_BATCH,
+use crate::{
+    arguments::{
+        Attention, BlockMaskAddresses, KEY_POSITIONS_PER_BATCH, QUERY_POSITIONS_PER_BATCH,
+    },
+    split_kv::{self, RangeLimits, RangeLists},
 };
 
 /// Visible tiles by query tile and by key tile, and per-row numbers that kernels need, in one
@@ -24,6 +28,9 @@ pub(crate) struct BlockMask {
     /// Byte offsets in the buffer: starts and runs of the lists.
     by_queries: [u64; 2],
     by_keys: [u64; 2],
+    /// As `by_queries`, with a list for each range of keys of a tile: see [`crate::split_kv`].
+    by_ranges: [u64; 2],
+    ranges: usize,
     bits: u64,
     query_rows: u64,
     key_rows: u64,
@@ -41,7 +48,16 @@ pub(crate) struct BlockMask {
 /// Block masks of the blocks that this rank has attended to.
 #[derive(Debug, Default)]
 pub(crate) struct BlockMaskCache {
-    entries: Vec<(Rows, Rows, [usize; 2], Arc<BlockMask>)>,
+    entries: Vec<Entry>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    queries: Rows,
+    keys: Rows,
+    tile: [usize; 2],
+    limits: RangeLimits,
+    block_mask: Arc<BlockMask>,
 }
 
 /// Entries kept: enough for a ring of 128 ranks whose forward and backward tiles differ. Beyond it
@@ -54,25 +70,38 @@ impl BlockMaskCache {
         self.entries.clear();
     }
 
-    /// Returns the block mask for `tile` queries × keys per tile, building it on first use.
+    /// Returns the block mask for `tile` queries × keys per tile, with lists of ranges of
+    /// keys within `limits`, building it on first use.
     pub(crate) fn of(
         &mut self,
         shard: &RankShard,
         queries: &Rows,
         keys: &Rows,
         tile: [usize; 2],
+        limits: RangeLimits,
         stream: &Stream,
     ) -> Result<Arc<BlockMask>> {
-        if let Some((.., block_mask)) =
-            self.entries.iter().find(|(q, k, size, _)| q == queries && k == keys && *size == tile)
-        {
-            return Ok(Arc::clone(block_mask));
+        let is_wanted = |entry: &&Entry| {
+            entry.queries == *queries
+                && entry.keys == *keys
+                && entry.tile == tile
+                && entry.limits == limits
+        };
+        if let Some(entry) = self.entries.iter().find(is_wanted) {
+            return Ok(Arc::clone(&entry.block_mask));
         }
-        let block_mask = Arc::new(BlockMask::new(shard, queries, keys, tile, stream)?);
+        let block_mask = BlockMask::new(shard, queries, keys, tile, limits, stream)?;
+        let block_mask = Arc::new(block_mask);
         if self.entries.len() >= CAPACITY {
             self.entries.remove(0);
         }
-        self.entries.push((queries.clone(), keys.clone(), tile, Arc::clone(&block_mask)));
+        self.entries.push(Entry {
+            queries: queries.clone(),
+            keys: keys.clone(),
+            tile,
+            limits,
+            block_mask: Arc::clone(&block_mask),
+        });
         Ok(block_mask)
     }
 }
@@ -83,6 +112,7 @@ impl BlockMask {
         queries: &Rows,
         keys: &Rows,
         tile: [usize; 2],
+        limits: RangeLimits,
         stream: &Stream,
     ) -> Result<Self> {
         let dims = &shard.spec.dims;
@@ -114,6 +144,14 @@ impl BlockMask {
         let mut upload = Upload::default();
         let by_queries = upload.lists(block_sparse.by_queries());
         let by_keys = upload.lists(&lists);
+        let [query_tiles, key_tiles] = tiling.tiles();
+        let by_query_tile: Vec<&[TileRun]> = (0..tiling.planes() * query_tiles)
+            .map(|list| block_sparse.by_queries().list(list))
+            .collect();
+        let (by_ranges, ranges) = match split_kv::divide(&by_query_tile, limits) {
+            Some(RangeLists { ranges, starts, runs }) => (upload.csr(&starts, &runs), ranges),
+            None => (by_queries, 1),
+        };
         let bits = upload.u64s(block_sparse.bits().iter().copied());
         let [query_rows, key_rows] =
             [queries, keys].map(|rows| upload.u64s(rows.rows().iter().copied()));
@@ -130,13 +168,14 @@ impl BlockMask {
         let buffer = CudaBuffer::new(stream.device(), upload.0.len() as u64)?;
         // SAFETY: the buffer is new and as long as the bytes.
         unsafe { stream.copy_to_device(buffer.address(), &upload.0)? };
-        let [query_tiles, key_tiles] = tiling.tiles();
         let [query_tiles, key_tiles, queries, keys] =
             [to_u32(query_tiles)?, to_u32(key_tiles)?, to_u32(queries.len())?, to_u32(keys.len())?];
         Ok(Self {
             buffer,
             by_queries,
             by_keys,
+            by_ranges,
+            ranges,
             bits,
             query_rows,
             key_rows,
@@ -164,12 +203,29 @@ impl BlockMask {
 
     /// Sets the mask fields of the arguments, with the lists by query tile or by key tile.
     pub(crate) fn write_to(&self, arguments: &mut Attention, by_keys: bool) {
-        let at = |offset: u64| self.buffer.address() + offset;
-        let ([starts, runs], tiles) = if by_keys {
-            (self.by_keys, self.key_tiles)
+        if by_keys {
+            self.write_lists_to(arguments, self.by_keys, self.key_tiles, 1);
         } else {
-            (self.by_queries, self.query_tiles)
-        };
+            self.write_lists_to(arguments, self.by_queries, self.query_tiles, 1);
+        }
+    }
+
+    /// Sets the mask fields of the arguments, with the lists by query tile and range of keys.
+    /// Returns the number of ranges per tile, 1 if keys are not divided.
+    pub(crate) fn write_ranges_to(&self, arguments: &mut Attention) -> usize {
+        // at most `split_kv::MAX_RANGES`
+        self.write_lists_to(arguments, self.by_ranges, self.query_tiles, self.ranges as u32);
+        self.ranges
+    }
+
+    fn write_lists_to(
+        &self,
+        arguments: &mut Attention,
+        [starts, runs]: [u64; 2],
+        tiles: u32,
+        splits: u32,
+    ) {
+        let at = |offset: u64| self.buffer.address() + offset;
         arguments.block_mask = BlockMaskAddresses {
             starts: at(starts),
             runs: at(runs),
@@ -177,7 +233,7 @@ impl BlockMask {
             tiles,
             per_batch: self.per_batch.into(),
             per_head: self.per_head.into(),
-            reserved: 0,
+            splits,
         };
         arguments.query_rows = at(self.query_rows);
         arguments.key_rows = at(self.key_rows);
@@ -203,8 +259,12 @@ impl Upload {
 
     /// Appends the lists; returns the offsets of their starts and runs.
     fn lists(&mut self, lists: &CsrTiles) -> [u64; 2] {
-        let starts = self.u32s(lists.starts().iter().copied());
-        [starts, self.u32s(lists.runs().iter().flat_map(|run| [run.first, run.count, run.bitmask]))]
+        self.csr(lists.starts(), lists.runs())
+    }
+
+    fn csr(&mut self, starts: &[u32], runs: &[TileRun]) -> [u64; 2] {
+        let starts = self.u32s(starts.iter().copied());
+        [starts, self.u32s(runs.iter().flat_map(|run| [run.first, run.count, run.bitmask]))]
     }
 
     fn u32s(&mut self, values: impl Iterator<Item = u32>) -> u64 {

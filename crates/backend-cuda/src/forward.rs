@@ -1,15 +1,14 @@
 //! Forward pass: `kernels/forward.cuh`, on tensor cores `kernels/forward_matrix.cuh`, on warpgroups
 //! `kernels/forward_warpgroup.cuh`.
 
-use annulus_core::{
-    Block, ForwardPass, Inputs, Outputs, Readers, Result, Rows, Spec, Tick, Visibility,
-};
+use annulus_core::{Block, Dims, ForwardPass, Inputs, Outputs, Readers, Result, Tick};
 use annulus_device_cuda::{CudaBuffer, CudaSpace, Event};
 
 use crate::{
-    arguments::{field, tensor},
+    arguments::{
+        Attention, EMPTY_STATE, Tensor, WRITE_OUTPUTS, by_head, field, tensor, tensor_mut,
+    },
     finish, forward_warpgroup,
-    gqa_packing::GqaPacking,
     kernels::THREADS,
     pass_context::PassContext,
     records,
@@ -21,105 +20,145 @@ pub struct CudaForward<'p> {
     context: &'p mut PassContext,
     state: &'p ForwardState,
     inputs: Inputs<'p, CudaSpace>,
+    /// True if K and V are read from the inputs, because no other rank reads them.
+    in_place: bool,
+    /// True if no block has been attended to: the state has no contents.
+    is_empty: bool,
+    /// True if the outputs are written.
+    written: bool,
 }
 
 impl<'p> CudaForward<'p> {
-    /// Initializes the accumulator and the softmax statistics: O = 0, ℓ = 0, ties = 0, m = −∞.
-    pub(crate) fn begin(
+    /// Begins with O = 0, ℓ = 0, ties = 0, m = −∞, which is not written to memory: the first kernel
+    /// starts from it.
+    pub(crate) const fn begin(
         context: &'p mut PassContext,
         state: &'p ForwardState,
         inputs: Inputs<'p, CudaSpace>,
-    ) -> Result<Self> {
-        for zeroed in [&state.acc, &state.sum, &state.ties] {
-            context.fill(zeroed, 0.0)?;
-        }
-        context.fill(&state.max, f64::NEG_INFINITY)?;
-        Ok(Self { context, state, inputs })
-    }
-}
-
-impl ForwardPass<CudaSpace> for CudaForward<'_> {
-    fn local_kv(&mut self, into: &mut CudaBuffer, _: Readers) -> Result<Event> {
-        records::pack_kv(self.context, &self.inputs, into)
+    ) -> Self {
+        Self { context, state, inputs, in_place: false, is_empty: true, written: false }
     }
 
-    /// Updates the accumulator and the softmax statistics in one launch.
-    fn attend(&mut self, kv: &Block<'_, CudaSpace>, tick: Tick<'_>) -> Result<()> {
+    /// Updates the accumulator and the softmax statistics in one launch, or with split-KV decoding
+    /// in two. With `outputs` writes them instead.
+    fn attend_block(
+        &mut self,
+        kv: &Block<'_, CudaSpace>,
+        outputs: Option<&Outputs<'_, CudaSpace>>,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        self.written = false;
         if tick().is_break() {
             return Ok(());
         }
-        let Self { context, state, inputs } = self;
-        let warpgroup = context.kernels.warpgroup_for(context.spec(), context.queries());
-        let on_warpgroups = warpgroup.is_some();
-        let [rows, keys] =
-            warpgroup.map_or(context.kernels.variant, |warpgroup| warpgroup.variant).tile();
-        let packing =
-            if on_warpgroups { GqaPacking::none(rows) } else { packing(context, kv.rows, rows) };
-        let block_mask = context.mask_of_keys(kv.rows, [packing.queries(), keys])?;
+        let tiles = self.context.forward_tiles;
+        let block_mask = self.context.mask_of_keys(kv.rows, tiles.tile, tiles.ranges)?;
         if block_mask.is_empty() {
             return Ok(());
         }
-        context.wait_for(kv)?;
+        self.context.wait_for(kv)?;
+        let [k, v] = self.kv_operands(kv);
+        let Self { context, state, inputs, .. } = self;
         let spec = context.spec();
-        let record = spec.kv_row_layout();
-        let bytes = spec.dtype.bytes();
-        let mut arguments = context.common_arguments(inputs)?;
-        block_mask.write_to(&mut arguments, false);
-        arguments.q = tensor(&inputs.q);
-        arguments.k = field(kv.buffer.address(), &record, 0, bytes);
-        arguments.v = field(kv.buffer.address(), &record, 1, bytes);
-        arguments.acc = state.acc.address();
-        arguments.max = state.max.address();
-        arguments.sum = state.sum.address();
-        arguments.ties = state.ties.address();
-        (arguments.packed_heads, arguments.packed_reciprocal) = packing.kernel_arguments();
-        let grid = [
-            u64::from(block_mask.tiles()[0]),
-            (spec.dims.q_heads / packing.heads()) as u64,
-            spec.dims.batch as u64,
-        ];
-        let kernels = &context.kernels;
-        if let Some(warpgroup) = kernels.warpgroup.as_ref().filter(|_| on_warpgroups) {
-            forward_warpgroup::launch(&context.stream, warpgroup, &arguments, spec, grid)?;
-        } else {
-            let matrix = kernels.matrix_for(spec);
-            let kernel = matrix.map_or(&kernels.forward, |matrix| &matrix.forward);
-            // SAFETY: the engine has validated every tensor's shape; memory is freed only after
-            // queued work.
-            unsafe { kernel.launch(&context.stream, grid, THREADS, &arguments)? };
+        let mut arguments =
+            Attention { q: tensor(&inputs.q), k, v, ..context.common_arguments(inputs)? };
+        if self.is_empty {
+            arguments.flags |= EMPTY_STATE;
         }
-        context.record_use(&[kv.buffer]).map(|_| ())
+        if let Some(outputs) = outputs {
+            arguments.flags |= WRITE_OUTPUTS;
+            arguments.out = tensor_mut(&outputs.out);
+            arguments.lse = by_head(tensor_mut(&outputs.lse));
+        }
+        let ranges = block_mask.write_ranges_to(&mut arguments);
+        (arguments.packed_heads, arguments.packed_reciprocal) = tiles.packing.kernel_arguments();
+        let Dims { batch, q_heads, .. } = spec.dims;
+        let grid = [
+            u64::from(block_mask.tiles()[0]) * ranges as u64,
+            (q_heads / tiles.packing.heads()) as u64,
+            batch as u64,
+        ];
+        if ranges > 1 {
+            // the merge writes the outputs
+            let mut of_range = arguments;
+            of_range.flags &= !WRITE_OUTPUTS;
+            state.partial.write_to(context, ranges, &mut of_range);
+            launch(context, &of_range, grid)?;
+            state.partial.merge(context, ranges, &arguments, state.addresses())?;
+        } else {
+            arguments.set_state(state.addresses());
+            launch(context, &arguments, grid)?;
+        }
+        self.is_empty = false;
+        self.written = outputs.is_some();
+        self.context.record_use(&[kv.buffer]).map(|_| ())
     }
 
-    /// Writes no outputs: `finish` is a kernel of its own.
-    fn attend_last(
-        &mut self,
-        kv: &Block<'_, CudaSpace>,
-        _: &mut Outputs<'_, CudaSpace>,
-        tick: Tick<'_>,
-    ) -> Result<()> {
-        self.attend(kv, tick)
-    }
-
-    fn finish(self, outputs: &mut Outputs<'_, CudaSpace>) -> Result<()> {
-        finish::finish(self.context, self.state, &self.inputs, outputs)
+    /// Describes K and V of a block: records, or the inputs.
+    fn kv_operands(&self, kv: &Block<'_, CudaSpace>) -> [Tensor; 2] {
+        if self.in_place {
+            return [&self.inputs.k, &self.inputs.v].map(tensor);
+        }
+        let spec = self.context.spec();
+        let record = spec.kv_row_layout();
+        [0, 1].map(|index| field(kv.buffer.address(), &record, index, spec.dtype.bytes()))
     }
 }
 
-/// Chooses the number of heads per tile. One, except for `mma.sync` kernels without a per-head
-/// mask: a packed tile has one list of key tiles for all of its heads.
-fn packing(context: &PassContext, keys: &Rows, rows: usize) -> GqaPacking {
-    let PassContext { kernels, shard, .. } = context;
-    let Spec { dims, mask, .. } = &*shard.spec;
-    let visibility = Visibility {
-        mask: mask.as_ref(),
-        attention_mask: shard.attention_mask.as_deref(),
-        queries: &shard.queries,
-        keys,
-    };
-    if kernels.matrix_for(&shard.spec).is_some() && !visibility.per_head() {
-        GqaPacking::of(shard.queries.len(), dims.q_heads / dims.kv_heads, rows)
-    } else {
-        GqaPacking::none(rows)
+/// Launches the forward kernel of the pass.
+fn launch(context: &PassContext, arguments: &Attention, grid: [u64; 3]) -> Result<()> {
+    let PassContext { kernels, stream, forward_tiles, .. } = context;
+    if let Some(warpgroup) = kernels.warpgroup.as_ref().filter(|_| forward_tiles.on_warpgroups) {
+        return forward_warpgroup::launch(stream, warpgroup, arguments, context.spec(), grid);
+    }
+    let matrix = kernels.matrix_for(context.spec());
+    let kernel = matrix.map_or(&kernels.forward, |matrix| &matrix.forward);
+    // SAFETY: the engine has validated every tensor's shape; memory is freed only after queued
+    // work.
+    unsafe { kernel.launch(stream, grid, THREADS, arguments) }
+}
+
+impl ForwardPass<CudaSpace> for CudaForward<'_> {
+    /// With [`Readers::Local`], copies nothing if the kernel can read K and V from the caller's
+    /// tensors.
+    fn local_kv(&mut self, into: &mut CudaBuffer, readers: Readers) -> Result<Event> {
+        let on_warpgroups = self.context.forward_tiles.on_warpgroups;
+        let Inputs { k, v, .. } = &self.inputs;
+        self.in_place = readers == Readers::Local
+            && (!on_warpgroups || [k, v].into_iter().all(forward_warpgroup::is_readable_by_tma));
+        if self.in_place {
+            return self.context.stream.record();
+        }
+        records::pack_kv(self.context, &self.inputs, into)
+    }
+
+    fn attend(&mut self, kv: &Block<'_, CudaSpace>, tick: Tick<'_>) -> Result<()> {
+        self.attend_block(kv, None, tick)
+    }
+
+    /// Writes the outputs, unless they are unnormalized or there are sinks.
+    fn attend_last(
+        &mut self,
+        kv: &Block<'_, CudaSpace>,
+        outputs: &mut Outputs<'_, CudaSpace>,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        let spec = self.context.spec();
+        let is_plain = spec.normalize && spec.sinks.is_none();
+        self.attend_block(kv, is_plain.then_some(&*outputs), tick)
+    }
+
+    fn finish(self, outputs: &mut Outputs<'_, CudaSpace>) -> Result<()> {
+        let Self { context, state, inputs, is_empty, written, .. } = self;
+        if written {
+            return Ok(());
+        }
+        if is_empty {
+            for zeroed in [&state.acc, &state.sum, &state.ties] {
+                context.fill(zeroed, 0.0)?;
+            }
+            context.fill(&state.max, f64::NEG_INFINITY)?;
+        }
+        finish::finish(context, state, &inputs, outputs)
     }
 }

@@ -5,13 +5,13 @@ use annulus_device_cuda::{
     Architecture, Compiler, Device, Image, ImageKind, Kernel, Module, Program,
 };
 
-use crate::{Level, gqa_packing::GqaPacking};
+use crate::{Level, forward_warpgroup::needs_epilogue, gqa_packing::GqaPacking};
 
 /// File name and text.
 type Header = (&'static str, &'static str);
 
 /// Headers of both programs.
-const HEADERS: [Header; 7] = [
+const HEADERS: [Header; 8] = [
     ("primitives.cuh", include_str!("../kernels/primitives.cuh")),
     ("primitives_host.h", include_str!("../kernels/primitives_host.h")),
     ("numbers.cuh", include_str!("../kernels/numbers.cuh")),
@@ -19,14 +19,16 @@ const HEADERS: [Header; 7] = [
     ("dropout.cuh", include_str!("../kernels/dropout.cuh")),
     ("tile.cuh", include_str!("../kernels/tile.cuh")),
     ("probs.cuh", include_str!("../kernels/probs.cuh")),
+    ("forward_state.cuh", include_str!("../kernels/forward_state.cuh")),
 ];
 
 /// Further headers of [`Family::General`].
-const GENERAL_HEADERS: [Header; 10] = [
+const GENERAL_HEADERS: [Header; 11] = [
     ("gradient.cuh", include_str!("../kernels/gradient.cuh")),
     ("forward.cuh", include_str!("../kernels/forward.cuh")),
     ("matrix.cuh", include_str!("../kernels/matrix.cuh")),
     ("forward_matrix.cuh", include_str!("../kernels/forward_matrix.cuh")),
+    ("merge_splits.cuh", include_str!("../kernels/merge_splits.cuh")),
     ("backward_matrix.cuh", include_str!("../kernels/backward_matrix.cuh")),
     ("backward_queries.cuh", include_str!("../kernels/backward_queries.cuh")),
     ("backward_keys.cuh", include_str!("../kernels/backward_keys.cuh")),
@@ -36,11 +38,13 @@ const GENERAL_HEADERS: [Header; 10] = [
 ];
 
 /// Further headers of [`Family::Warpgroup`].
-const WARPGROUP_HEADERS: [Header; 5] = [
+const WARPGROUP_HEADERS: [Header; 7] = [
     ("warpgroup_primitives.cuh", include_str!("../kernels/warpgroup_primitives.cuh")),
     ("warpgroup_host.h", include_str!("../kernels/warpgroup_host.h")),
     ("wgmma_host.h", include_str!("../kernels/wgmma_host.h")),
     ("warpgroup.cuh", include_str!("../kernels/warpgroup.cuh")),
+    ("warpgroup_tile.cuh", include_str!("../kernels/warpgroup_tile.cuh")),
+    ("warpgroup_scores.cuh", include_str!("../kernels/warpgroup_scores.cuh")),
     ("forward_warpgroup.cuh", include_str!("../kernels/forward_warpgroup.cuh")),
 ];
 
@@ -61,12 +65,13 @@ const MATRIX_KERNELS: [&str; 3] =
     ["forward_matrix", "backward_queries_matrix", "backward_keys_matrix"];
 
 /// Kernels on warpgroups.
-const WARPGROUP_KERNELS: [&str; 1] = ["forward_warpgroup"];
+const WARPGROUP_KERNELS: [&str; 2] = ["forward_warpgroup", "forward_warpgroup_epilogue"];
 
 /// Kernels that every general variant has.
-const GENERAL_KERNELS: [&str; 13] = [
+const GENERAL_KERNELS: [&str; 15] = [
     "forward",
     "finish_forward",
+    "merge_splits",
     "begin_backward",
     "backward_queries",
     "backward_keys",
@@ -78,6 +83,7 @@ const GENERAL_KERNELS: [&str; 13] = [
     "copy_statistics",
     "fill_sums",
     "combine_records",
+    "copy_ranges",
 ];
 
 /// Programs: each is compiled on its own.
@@ -144,9 +150,14 @@ impl Variant {
         })
     }
 
+    /// The largest dim for which warpgroups serve scores with an epilogue (bias, soft cap, rounding,
+    /// a scale that is not positive) and dropout: at 256, registers would spill.
+    pub const MOST_EPILOGUE_DIMS: usize = 128;
+
     /// Selects the warpgroup variant for a spec's forward pass, if it can serve it: 16-bit
     /// elements, a normalized output, head and value dims that are multiples of 8 (TMA needs
-    /// strides that are multiples of 16 bytes).
+    /// strides that are multiples of 16 bytes), no score epilogue beyond
+    /// [`Variant::MOST_EPILOGUE_DIMS`].
     ///
     /// # Errors
     /// As [`Variant::of`].
@@ -155,7 +166,8 @@ impl Variant {
         let fits = any.has_matrix()
             && spec.normalize
             && spec.dims.head_dim.is_multiple_of(8)
-            && spec.dims.value_dim.is_multiple_of(8);
+            && spec.dims.value_dim.is_multiple_of(8)
+            && (any.dim <= Self::MOST_EPILOGUE_DIMS || !needs_epilogue(spec));
         Ok(fits.then_some(Self { family: Family::Warpgroup, ..any }))
     }
 
@@ -178,14 +190,14 @@ impl Variant {
     }
 
     /// Bytes of dynamic shared memory per launch. Warpgroups: `SharedStorage` of
-    /// `kernels/warpgroup.cuh` (q; K and V, two stages each; a float of scratch per score; a zero
-    /// operand of 16 × 64; 8 mbarriers).
+    /// `kernels/warpgroup.cuh` (q; K and V, two stages each; 16 keys of P per query; a zero operand
+    /// of 16 × 64; 8 mbarriers).
     pub const fn dynamic_shared_bytes(self) -> u32 {
         let ([queries, keys], dim) = (self.tile(), self.dim);
         match self.family {
             Family::General => 0,
             Family::Warpgroup => {
-                let tiles = queries * dim * 2 + 4 * keys * dim * 2 + queries * keys * 4;
+                let tiles = queries * dim * 2 + 4 * keys * dim * 2 + queries * 16 * 2;
                 (tiles + 16 * 64 * 2 + 8 * 8) as u32
             }
         }
@@ -205,6 +217,7 @@ impl Variant {
     /// Names of its kernels.
     pub fn kernels(self) -> Vec<&'static str> {
         match self.family {
+            Family::Warpgroup if self.dim > Self::MOST_EPILOGUE_DIMS => vec!["forward_warpgroup"],
             Family::Warpgroup => WARPGROUP_KERNELS.to_vec(),
             Family::General => GENERAL_KERNELS
                 .into_iter()
@@ -279,6 +292,7 @@ pub(crate) struct Kernels {
     /// Present at [`Level::Warpgroup`], if [`Variant::on_warpgroups`] serves the spec.
     pub(crate) warpgroup: Option<WarpgroupKernels>,
     pub(crate) finish_forward: Kernel,
+    pub(crate) merge_splits: Kernel,
     pub(crate) begin_backward: Kernel,
     pub(crate) backward_queries: Kernel,
     pub(crate) backward_keys: Kernel,
@@ -290,6 +304,8 @@ pub(crate) struct Kernels {
     pub(crate) copy_statistics: Kernel,
     pub(crate) fill_sums: Kernel,
     pub(crate) combine_records: Kernel,
+    /// Used by transports: see [`Device::set_range_copy`].
+    pub(crate) copy_ranges: Kernel,
 }
 
 /// Kernels on tensor cores, for normalized outputs. The gradient of an unnormalized output flows
@@ -307,6 +323,9 @@ pub(crate) struct MatrixKernels {
 pub(crate) struct WarpgroupKernels {
     pub(crate) variant: Variant,
     pub(crate) forward: Kernel,
+    /// Forward of scores with an epilogue, or with dropout; up to
+    /// [`Variant::MOST_EPILOGUE_DIMS`].
+    pub(crate) with_epilogue: Option<Kernel>,
     /// Fewest rows for which they are used: see [`crate::Cuda::MIN_WARPGROUP_ROWS`].
     pub(crate) min_rows: usize,
 }
@@ -324,9 +343,15 @@ impl WarpgroupKernels {
         more: &[String],
     ) -> Result<Self> {
         let module = load(device, compiler, variant, more)?;
-        let [forward] = WARPGROUP_KERNELS.map(|name| module.kernel(name));
-        let forward = forward?.with_shared(variant.dynamic_shared_bytes())?;
-        Ok(Self { variant, forward, min_rows })
+        let kernel = |name| module.kernel(name)?.with_shared(variant.dynamic_shared_bytes());
+        let [forward, with_epilogue] = WARPGROUP_KERNELS;
+        let has_epilogue = variant.dim <= Variant::MOST_EPILOGUE_DIMS;
+        Ok(Self {
+            variant,
+            forward: kernel(forward)?,
+            with_epilogue: has_epilogue.then(|| kernel(with_epilogue)).transpose()?,
+            min_rows,
+        })
     }
 
     /// True if they serve `queries` queries of groups of `group` query heads faster than level
@@ -385,6 +410,7 @@ impl Kernels {
             forward: module.kernel("forward")?,
             matrix: has_matrix.then(|| MatrixKernels::new(&module)).transpose()?,
             finish_forward: module.kernel("finish_forward")?,
+            merge_splits: module.kernel("merge_splits")?,
             begin_backward: module.kernel("begin_backward")?,
             backward_queries: module.kernel("backward_queries")?,
             backward_keys: module.kernel("backward_keys")?,
@@ -396,6 +422,7 @@ impl Kernels {
             copy_statistics: module.kernel("copy_statistics")?,
             fill_sums: module.kernel("fill_sums")?,
             combine_records: module.kernel("combine_records")?,
+            copy_ranges: module.kernel("copy_ranges")?,
         })
     }
 }

@@ -9,6 +9,7 @@
 //! |---|---|
 //! | [`annulus_core::Backend`], [`annulus_core::Workspace`] | `backend.rs`, `workspace.rs` |
 //! | [`annulus_core::ForwardPass`]: tiles | `forward.rs`, `forward_warpgroup.rs` |
+//! | forward: choice of tiles; split-KV decoding | `forward_tiles.rs`, `split_kv.rs` |
 //! | forward: row epilogue | `finish.rs` |
 //! | [`annulus_core::BackwardPass`]: prologue, blocks, end | `backward.rs` |
 //! | backward: dQ; dbias | `backward_queries.rs`; `bias_gradient.rs` |
@@ -44,12 +45,14 @@ mod bias_gradient;
 mod block_mask;
 mod finish;
 mod forward;
+mod forward_tiles;
 mod forward_warpgroup;
 mod gqa_packing;
 mod kernels;
 mod level;
 mod pass_context;
 mod records;
+mod split_kv;
 mod state;
 mod workspace;
 

@@ -13,7 +13,9 @@ use crate::{
         by_head, tensor,
     },
     block_mask::{BlockMask, BlockMaskCache, to_u32},
+    forward_tiles::ForwardTiles,
     kernels::{Kernels, THREADS, grid_of},
+    split_kv::RangeLimits,
 };
 
 /// Part of a workspace that forward and backward passes share.
@@ -22,6 +24,7 @@ pub(crate) struct PassContext {
     pub(crate) stream: Stream,
     pub(crate) kernels: Kernels,
     pub(crate) shard: RankShard,
+    pub(crate) forward_tiles: ForwardTiles,
     block_masks: BlockMaskCache,
     /// Present if the spec has a bias function.
     slopes: Option<CudaBuffer>,
@@ -41,6 +44,7 @@ impl PassContext {
         };
         Ok(Self {
             stream: stream.clone(),
+            forward_tiles: ForwardTiles::of(&kernels, shard),
             kernels,
             shard: shard.clone(),
             block_masks: BlockMaskCache::default(),
@@ -51,6 +55,7 @@ impl PassContext {
     /// Changes the batch. All masks are dropped, because rows, ids or masks differ.
     pub(crate) fn update(&mut self, shard: &RankShard) {
         self.shard = shard.clone();
+        self.forward_tiles = ForwardTiles::of(&self.kernels, shard);
         self.block_masks.clear();
     }
 
@@ -68,10 +73,16 @@ impl PassContext {
         self.shard.queries.len()
     }
 
-    /// Returns the block mask of this rank's queries and a block of keys.
-    pub(crate) fn mask_of_keys(&mut self, keys: &Rows, tile: [usize; 2]) -> Result<Arc<BlockMask>> {
+    /// Returns the block mask of this rank's queries and a block of keys, with lists of ranges of
+    /// keys within `limits`.
+    pub(crate) fn mask_of_keys(
+        &mut self,
+        keys: &Rows,
+        tile: [usize; 2],
+        limits: RangeLimits,
+    ) -> Result<Arc<BlockMask>> {
         let Self { stream, shard, block_masks, .. } = self;
-        block_masks.of(shard, &shard.queries, keys, tile, stream)
+        block_masks.of(shard, &shard.queries, keys, tile, limits, stream)
     }
 
     /// Returns the block mask of a block of queries and this rank's keys.
@@ -81,7 +92,7 @@ impl PassContext {
         tile: [usize; 2],
     ) -> Result<Arc<BlockMask>> {
         let Self { stream, shard, block_masks, .. } = self;
-        block_masks.of(shard, queries, &shard.keys, tile, stream)
+        block_masks.of(shard, queries, &shard.keys, tile, RangeLimits::NONE, stream)
     }
 
     /// Makes later work wait for a block: until it has arrived, or another stream has finished

@@ -3,7 +3,7 @@
 use annulus_core::{Dims, RankShard, Result, Spec};
 use annulus_device_cuda::{CudaBuffer, Device};
 
-use crate::pass_context::local_bias;
+use crate::{arguments::StateAddresses, pass_context::local_bias, split_kv::PartialResults};
 
 /// Online softmax of every local query.
 #[derive(Debug)]
@@ -14,6 +14,8 @@ pub(crate) struct ForwardState {
     pub(crate) max: CudaBuffer,
     pub(crate) sum: CudaBuffer,
     pub(crate) ties: CudaBuffer,
+    /// Of split-KV decoding; empty if keys are not divided.
+    pub(crate) partial: PartialResults,
 }
 
 /// State of the backward pass.
@@ -31,8 +33,14 @@ pub(crate) struct BackwardState {
 
 impl ForwardState {
     pub(crate) fn bytes(&self) -> u64 {
-        let Self { acc, max, sum, ties } = self;
-        [acc, max, sum, ties].map(CudaBuffer::len).iter().sum()
+        let Self { acc, max, sum, ties, partial } = self;
+        partial.bytes() + [acc, max, sum, ties].map(CudaBuffer::len).iter().sum::<u64>()
+    }
+
+    pub(crate) fn addresses(&self) -> StateAddresses {
+        let Self { acc, max, sum, ties, .. } = self;
+        let [acc, max, sum, ties] = [acc.address(), max.address(), sum.address(), ties.address()];
+        StateAddresses { acc, max, sum, ties }
     }
 
     pub(crate) fn new(sizes: &Sizes, device: &Device) -> Result<Self> {
@@ -41,6 +49,7 @@ impl ForwardState {
             max: sizes.buffer(device, sizes.rows)?,
             sum: sizes.buffer(device, sizes.rows)?,
             ties: sizes.buffer(device, sizes.rows)?,
+            partial: PartialResults::new(device, sizes.partial_bytes())?,
         })
     }
 
@@ -49,6 +58,9 @@ impl ForwardState {
         sizes.grow(device, &mut self.acc, sizes.acc)?;
         for rows in [&mut self.max, &mut self.sum, &mut self.ties] {
             sizes.grow(device, rows, sizes.rows)?;
+        }
+        if self.partial.bytes() < sizes.partial_bytes() {
+            self.partial = PartialResults::new(device, sizes.partial_bytes())?;
         }
         Ok(())
     }
@@ -85,23 +97,34 @@ pub(crate) struct Sizes {
     sum_bytes: u64,
     rows: usize,
     acc: usize,
+    /// Of all ranges of split-KV decoding.
+    partial: usize,
     statistics: usize,
     dq: usize,
     dbias: Option<usize>,
 }
 
 impl Sizes {
-    pub(crate) fn of(shard: &RankShard) -> Self {
+    /// Sizes for a shard and up to `most_ranges` ranges of keys per tile.
+    pub(crate) fn of(shard: &RankShard, most_ranges: usize) -> Self {
         let Dims { batch, q_heads, head_dim, value_dim, .. } = shard.spec.dims;
         let rows = batch * q_heads * shard.queries.len();
         Self {
             sum_bytes: shard.spec.dtype.accumulator().bytes() as u64,
             rows,
             acc: rows * value_dim,
+            partial: match most_ranges {
+                1 => 0,
+                ranges => ranges * rows * PartialResults::sums(value_dim),
+            },
             statistics: rows * Spec::ROW_STATISTICS,
             dq: rows * head_dim,
             dbias: local_bias(shard).map(|shape| shape.iter().product()),
         }
+    }
+
+    pub(crate) const fn partial_bytes(&self) -> u64 {
+        self.partial as u64 * self.sum_bytes
     }
 
     fn buffer(&self, device: &Device, sums: usize) -> Result<CudaBuffer> {

@@ -8,6 +8,7 @@ use annulus_device_cuda::{CudaSpace, Stream};
 use crate::{
     backward::CudaBackward,
     forward::CudaForward,
+    forward_tiles::ForwardTiles,
     kernels::Kernels,
     pass_context::PassContext,
     state::{BackwardState, ForwardState, Sizes},
@@ -30,7 +31,7 @@ impl CudaWorkspace {
         kernels: Kernels,
     ) -> Result<Self> {
         let context = PassContext::new(stream, kernels, shard)?;
-        let sizes = Sizes::of(shard);
+        let sizes = Sizes::of(shard, context.forward_tiles.ranges.most);
         let device = stream.device();
         let backward = match passes {
             Passes::Forward => None,
@@ -47,7 +48,8 @@ impl Workspace for CudaWorkspace {
 
     /// Buffers that are large enough are kept.
     fn update(&mut self, shard: &RankShard) -> Result<()> {
-        let sizes = Sizes::of(shard);
+        let tiles = ForwardTiles::of(&self.context.kernels, shard);
+        let sizes = Sizes::of(shard, tiles.ranges.most);
         let device = self.context.stream.device();
         self.forward.grow(&sizes, device)?;
         if let Some(state) = &mut self.backward {
@@ -63,7 +65,7 @@ impl Workspace for CudaWorkspace {
     }
 
     fn forward<'p>(&'p mut self, inputs: Inputs<'p, CudaSpace>) -> Result<CudaForward<'p>> {
-        CudaForward::begin(&mut self.context, &self.forward, inputs)
+        Ok(CudaForward::begin(&mut self.context, &self.forward, inputs))
     }
 
     fn backward<'p>(

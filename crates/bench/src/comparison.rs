@@ -7,7 +7,7 @@ use annulus_core::Alignment;
 pub(crate) const NAMES: [&str; 5] = ["out", "lse", "dq", "dk", "dv"];
 
 /// Names of all shapes.
-pub(crate) const SHAPES: [&str; 5] = ["full", "causal", "window", "gqa", "cross"];
+pub(crate) const SHAPES: [&str; 7] = ["full", "causal", "window", "gqa", "cross", "cap", "decode"];
 
 /// One attention.
 pub(crate) struct Shape {
@@ -16,22 +16,26 @@ pub(crate) struct Shape {
     pub(crate) dims: Dims,
 }
 
-/// Full, causal, window, grouped heads, and causal with other numbers of queries than of keys. The
-/// window is `mistake` keys too long.
-pub(crate) fn shapes(len: usize, heads: usize, dim: usize, mistake: u64) -> [Shape; 5] {
+/// Full, causal, window, grouped heads, causal with other numbers of queries than of keys, soft cap,
+/// and one query of grouped heads. The window is `mistake` keys too long.
+pub(crate) fn shapes(len: usize, heads: usize, dim: usize, mistake: u64) -> [Shape; 7] {
     let kv_heads = (heads / 4).max(1);
     let square = Dims::new(1, len, kv_heads, dim);
     let full = Attention::new();
     let causal = Attention::new().causal(true);
     let window = Attention::new().sliding_window(len as u64 / 4 + mistake, Some(len as u64 / 16));
     let cross = Attention::new().causal(true).align(Alignment::BottomRight);
-    let [full_name, causal_name, window_name, grouped, crossed] = SHAPES;
+    let grouped_dims = Dims { q_heads: heads, ..square };
+    let capped = causal.clone().logits_soft_cap(20.0);
+    let [full_name, causal_name, window_name, grouped, crossed, cap_name, decode] = SHAPES;
     [
-        Shape { name: full_name, attention: full, dims: square },
+        Shape { name: full_name, attention: full.clone(), dims: square },
         Shape { name: causal_name, attention: causal.clone(), dims: square },
         Shape { name: window_name, attention: window, dims: square },
-        Shape { name: grouped, attention: causal, dims: Dims { q_heads: heads, ..square } },
+        Shape { name: grouped, attention: causal, dims: grouped_dims },
         Shape { name: crossed, attention: cross, dims: Dims { q_len: len / 3 + 7, ..square } },
+        Shape { name: cap_name, attention: capped, dims: square },
+        Shape { name: decode, attention: full, dims: Dims { q_len: 1, ..grouped_dims } },
     ]
 }
 

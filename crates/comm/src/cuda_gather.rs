@@ -6,8 +6,8 @@
     reason = "copies of device memory, whose addresses the compiler cannot check"
 )]
 
-use annulus_core::{MessageHeader, Result, index};
-use annulus_device_cuda::{CudaBuffer, Stream};
+use annulus_core::{MessageHeader, Result};
+use annulus_device_cuda::{CudaBuffer, RangeDirection, RangeTransfer, Stream};
 
 /// Buffers on the device for such messages. All work on them is in one stream, but for the
 /// transfers themselves, during which they are co-owned; so they can be reused at once.
@@ -34,48 +34,51 @@ impl DeviceStaging {
     }
 }
 
-/// Copies the ranges of `header` in `buffer` to the front of `staged`.
+/// Returns the bytes of a staging buffer for a message: its own, then room for the list of ranges.
+pub(crate) fn staged_bytes(header: &MessageHeader) -> u64 {
+    table_start(header) + RangeTransfer::table_bytes(header.ranges.len())
+}
+
+fn table_start(header: &MessageHeader) -> u64 {
+    header.bytes().next_multiple_of(8)
+}
+
+/// Copies the ranges of `header` in `buffer` to the front of `staged`, in one launch.
 pub(crate) fn gather(
     stream: &Stream,
     header: &MessageHeader,
     buffer: &CudaBuffer,
     staged: &CudaBuffer,
 ) -> Result<()> {
-    for_each_range(header, buffer, staged, |range, at, bytes| {
-        // SAFETY: see `for_each_range`; both buffers are kept until the work is done.
-        unsafe { stream.copy_on_device(at, range, bytes) }
-    })
+    copy(stream, header, buffer, staged, RangeDirection::Gather)
 }
 
-/// Copies the front of `staged` to the ranges of `header` in `buffer`.
+/// Copies the front of `staged` to the ranges of `header` in `buffer`, in one launch.
 pub(crate) fn scatter(
     stream: &Stream,
     header: &MessageHeader,
     buffer: &CudaBuffer,
     staged: &CudaBuffer,
 ) -> Result<()> {
-    for_each_range(header, buffer, staged, |range, at, bytes| {
-        // SAFETY: see `for_each_range`; both buffers are kept until the work is done.
-        unsafe { stream.copy_on_device(range, at, bytes) }
-    })
+    copy(stream, header, buffer, staged, RangeDirection::Scatter)
 }
 
-/// Calls `copy` for each range with its address in `buffer`, the address of its bytes in `staged`,
-/// and its length.
-///
-/// The ranges lie within `buffer`, as was checked when they were posted, and their sum within
-/// `staged`.
-fn for_each_range(
+fn copy(
+    stream: &Stream,
     header: &MessageHeader,
     buffer: &CudaBuffer,
     staged: &CudaBuffer,
-    mut copy: impl FnMut(u64, u64, usize) -> Result<()>,
+    direction: RangeDirection,
 ) -> Result<()> {
-    let mut at = staged.address();
-    for range in header.ranges.iter() {
-        let bytes = range.end - range.start;
-        copy(buffer.address() + range.start, at, index(bytes))?;
-        at += bytes;
-    }
-    Ok(())
+    let transfer = RangeTransfer {
+        buffer: buffer.address(),
+        ranges: &header.ranges,
+        packed: staged.address(),
+        table: staged.address() + table_start(header),
+        direction,
+    };
+    // SAFETY: the ranges lie within `buffer`, as was checked when they were posted; their bytes and
+    // their list lie within `staged`, which has `staged_bytes`. Both are kept until the work is
+    // done, and work on `staged` is in this stream.
+    unsafe { stream.copy_ranges(&transfer) }
 }

@@ -9,8 +9,8 @@
 use std::time::Duration;
 
 use annulus_core::{
-    Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Result, StagedSpace,
-    Transport,
+    Arrived, Control, Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result,
+    StagedSpace, Transport,
 };
 
 use crate::{
@@ -66,6 +66,12 @@ impl<T: Transport<Host>, D: StagedSpace> Staged<T, D> {
 
     fn check_alive(&self) -> Result<()> {
         self.failed.clone().map_or(Ok(()), Err)
+    }
+
+    /// Takes a staging buffer that the device copies from and to.
+    fn staging_buffer(&mut self, bytes: u64) -> Result<HostBuffer> {
+        let copier = &mut self.copier;
+        self.staging.take_or(bytes, |bytes| D::staging_buffer(copier, bytes))
     }
 
     /// Sends the messages whose copies to the host have completed. Returns true if there were any.
@@ -146,7 +152,7 @@ impl<T: Transport<Host>, D: StagedSpace> Staged<T, D> {
             ranges::check(&incoming.header, self.inner.ranks(), D::size(&incoming.buffer))?;
             staged.push(Incoming {
                 header: in_front(&incoming.header),
-                buffer: self.staging.take(incoming.header.bytes())?,
+                buffer: self.staging_buffer(incoming.header.bytes())?,
             });
         }
         let headers: Vec<MessageHeader> =
@@ -160,7 +166,7 @@ impl<T: Transport<Host>, D: StagedSpace> Staged<T, D> {
         }));
         for Outgoing { header, buffer, ready } in sends {
             self.bytes_sent += header.bytes();
-            let into = self.staging.take(header.bytes())?;
+            let into = self.staging_buffer(header.bytes())?;
             let download = D::download(&mut self.copier, buffer, ready, &header.ranges, into)?;
             self.downloads.push((in_front(header), download));
         }

@@ -28,12 +28,21 @@ pub(crate) struct Staging {
 impl Staging {
     /// Takes the smallest buffer of at least `bytes` bytes without another owner, or a new one.
     pub(crate) fn take(&mut self, bytes: u64) -> Result<HostBuffer> {
+        self.take_or(bytes, HostBuffer::zeroed)
+    }
+
+    /// As [`Staging::take`]; `allocate` makes a new buffer.
+    pub(crate) fn take_or(
+        &mut self,
+        bytes: u64,
+        allocate: impl FnOnce(u64) -> Result<HostBuffer>,
+    ) -> Result<HostBuffer> {
         self.free.extend(self.lent.extract_if(.., |buffer| !buffer.is_shared()));
         let fitting =
             self.free.iter().enumerate().filter(|(_, buffer)| Host::size(buffer) >= bytes);
         match fitting.min_by_key(|(_, buffer)| Host::size(buffer)) {
             Some((index, _)) => Ok(self.free.swap_remove(index)),
-            None => HostBuffer::zeroed(bytes),
+            None => allocate(bytes),
         }
     }
 

@@ -53,8 +53,16 @@ pub trait StagedSpace: Space {
     /// A copy from the host under way. It owns both sides.
     type Upload: Send;
 
+    /// Allocates host memory of `bytes` bytes from and to which the device copies at full speed.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`], [`crate::Error::Device`].
+    fn staging_buffer(_: &mut Self::Copier, bytes: u64) -> Result<HostBuffer> {
+        HostBuffer::zeroed(bytes)
+    }
+
     /// Starts copying byte ranges of a device buffer, after `ready`, one after another to the front
-    /// of `into`.
+    /// of `into`, which is a [staging buffer](StagedSpace::staging_buffer).
     ///
     /// # Errors
     /// [`crate::Error::Device`].
@@ -77,6 +85,7 @@ pub trait StagedSpace: Space {
     ) -> Result<Option<HostBuffer>>;
 
     /// Starts copying the front of `from` into byte ranges of a device buffer, one after another.
+    /// Fast if `from` is a [staging buffer](StagedSpace::staging_buffer).
     ///
     /// # Errors
     /// [`crate::Error::Device`].

@@ -99,7 +99,7 @@ pub use schedule::{
     Traffic, Transfer, Violation, Work, WorkMatrix,
 };
 pub use shard::Shard;
-pub use space::{Host, HostBuffer, HostTensors, HostView, HostViewMut, Space};
+pub use space::{Host, HostBuffer, HostMemory, HostTensors, HostView, HostViewMut, Space};
 pub use spec::{Alignment, BackwardMode, BiasOrder, Dropout, Precision, SinkShape, Spec};
 pub use strategy::{
     ExchangeFields, GroupLayout, HeadAxis, HeadField, HeadGrid, HeadShard, RowSegment, Strategy,

@@ -1,6 +1,6 @@
 //! Memory spaces: the type of memory that the backend and the transport of one rank have in common.
 
-use std::{ops::Range, sync::Arc};
+use std::{any::Any, ops::Range, sync::Arc};
 
 use ndarray::{ArrayView4, ArrayViewMut4};
 
@@ -139,11 +139,26 @@ pub trait HostTensors:
 
 impl<S: for<'a> Space<View<'a> = HostView<'a>, ViewMut<'a> = HostViewMut<'a>>> HostTensors for S {}
 
+/// Host memory that another crate allocates, such as page-locked memory from which a device copies.
+pub trait HostMemory: Any + Send + Sync + std::fmt::Debug {
+    /// Returns the bytes. They do not move, and start at a multiple of 8.
+    fn bytes(&self) -> &[u8];
+
+    /// Returns the same bytes for writing.
+    fn bytes_mut(&mut self) -> &mut [u8];
+}
+
+#[derive(Debug)]
+enum Memory {
+    Words(Vec<u64>),
+    Foreign(Box<dyn HostMemory>),
+}
+
 /// Bytes in host memory, aligned to 8, with shared ownership. They can be written only while they
 /// have one owner.
 #[derive(Debug, Clone)]
 pub struct HostBuffer {
-    words: Arc<Vec<u64>>,
+    memory: Arc<Memory>,
     /// Offset of the first byte, a multiple of 8.
     start: usize,
     len: usize,
@@ -157,18 +172,51 @@ impl HostBuffer {
     pub fn zeroed(len: u64) -> Result<Self> {
         let bytes = crate::index(len);
         let words = memory::filled("a buffer of the ring", bytes.div_ceil(8), 0)?;
-        Ok(Self { words: Arc::new(words), start: 0, len: bytes })
+        Ok(Self { memory: Arc::new(Memory::Words(words)), start: 0, len: bytes })
+    }
+
+    /// Takes ownership of memory of another crate.
+    ///
+    /// # Errors
+    /// [`crate::Error::InvalidArgument`] if it does not start at a multiple of 8.
+    pub fn foreign(memory: impl HostMemory) -> Result<Self> {
+        let bytes = memory.bytes();
+        let address = bytes.as_ptr() as usize;
+        if !address.is_multiple_of(8) {
+            return Err(crate::Error::invalid("host memory", address, "a multiple of 8"));
+        }
+        let len = bytes.len();
+        Ok(Self { memory: Arc::new(Memory::Foreign(Box::new(memory))), start: 0, len })
+    }
+
+    /// Returns the memory of a [foreign](HostBuffer::foreign) buffer of this type, unless the buffer
+    /// is a part of it.
+    pub fn foreign_memory<T: HostMemory>(&self) -> Option<&T> {
+        match &*self.memory {
+            Memory::Foreign(memory) if self.start == 0 => {
+                let memory: &dyn Any = &**memory;
+                memory.downcast_ref::<T>().filter(|memory| memory.bytes().len() == self.len)
+            }
+            _ => None,
+        }
     }
 
     /// Returns the bytes.
     pub fn bytes(&self) -> &[u8] {
-        &bytemuck::cast_slice(&self.words)[self.start..self.start + self.len]
+        let bytes = match &*self.memory {
+            Memory::Words(words) => bytemuck::cast_slice(words),
+            Memory::Foreign(memory) => memory.bytes(),
+        };
+        &bytes[self.start..self.start + self.len]
     }
 
     /// Returns the bytes for writing; `None` while they have another owner.
     pub fn bytes_mut(&mut self) -> Option<&mut [u8]> {
-        let words = Arc::get_mut(&mut self.words)?;
-        Some(&mut bytemuck::cast_slice_mut(words)[self.start..self.start + self.len])
+        let bytes = match Arc::get_mut(&mut self.memory)? {
+            Memory::Words(words) => bytemuck::cast_slice_mut(words),
+            Memory::Foreign(memory) => memory.bytes_mut(),
+        };
+        Some(&mut bytes[self.start..self.start + self.len])
     }
 
     /// Returns a buffer of the bytes `bytes` that shares their ownership; `None` if the range is
@@ -178,7 +226,7 @@ impl HostBuffer {
         let end = usize::try_from(bytes.end).ok()?;
         let fits = start <= end && end <= self.len && start.is_multiple_of(8);
         fits.then(|| Self {
-            words: Arc::clone(&self.words),
+            memory: Arc::clone(&self.memory),
             start: self.start + start,
             len: end - start,
         })
@@ -186,7 +234,7 @@ impl HostBuffer {
 
     /// Returns true if the bytes have another owner: a transfer in flight or a part.
     pub fn is_shared(&self) -> bool {
-        Arc::strong_count(&self.words) > 1
+        Arc::strong_count(&self.memory) > 1
     }
 }
 

@@ -28,6 +28,8 @@ pub(super) struct Context {
     pub(super) mistake: AtomicU32,
     /// Thread blocks launched so far, by kernel.
     pub(super) blocks: Mutex<HashMap<String, u64>>,
+    /// Calls that copy from device to device memory.
+    pub(super) device_copies: AtomicU64,
     default_stream: OnceLock<&'static EmulatedStream>,
 }
 
@@ -110,6 +112,11 @@ pub fn plant(ordinal: usize, mistake: u32) {
 /// Returns the number of thread blocks of a kernel that were launched on device `ordinal`.
 pub fn blocks(ordinal: usize, kernel: &str) -> u64 {
     context_of(ordinal).map_or(0, |context| lock(&context.blocks).get(kernel).copied().unwrap_or(0))
+}
+
+/// Returns the number of calls that copied from device to device memory on device `ordinal`.
+pub fn device_copies(ordinal: usize) -> u64 {
+    context_of(ordinal).map_or(0, |context| context.device_copies.load(Ordering::Relaxed))
 }
 
 /// Returns the number of live allocations of device `ordinal`.

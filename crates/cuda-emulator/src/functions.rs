@@ -3,7 +3,7 @@
 use std::{
     ffi::{c_char, c_int, c_uchar, c_uint, c_void},
     ptr,
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, atomic::Ordering},
 };
 
 use annulus_device_cuda::cudarc::driver::sys::{
@@ -269,6 +269,7 @@ unsafe extern "C" fn copy_on_device(
         if !lock(&context.memory).holds(from, bytes) || !lock(&context.memory).holds(to, bytes) {
             return CUresult::CUDA_ERROR_INVALID_VALUE;
         }
+        context.device_copies.fetch_add(1, Ordering::Relaxed);
         push(context, stream, move || {
             // SAFETY: both were checked and are freed only after queued work.
             unsafe { ptr::copy(from as *const u8, to as *mut u8, bytes) };
@@ -384,7 +385,7 @@ unsafe extern "C" fn event_query(event: CUevent) -> CUresult {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::atomic::AtomicUsize;
 
     use super::*;
 

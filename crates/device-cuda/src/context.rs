@@ -14,9 +14,10 @@ use annulus_core::Result;
 use cudarc::driver::sys::{CUcontext, CUdeviceptr, CUevent, CUmodule, CUresult, CUstream};
 
 use crate::{
-    Device, Module,
+    Device, Kernel, Module,
     device::Parts,
     module::ModuleParts,
+    range_copy::RangeCopyKernel,
     stream::{NO_TIMING, POLL, StreamParts},
 };
 
@@ -35,6 +36,7 @@ pub(crate) struct ContextState {
     /// True if work did not end within a deadline.
     hangs: AtomicBool,
     modules: Mutex<BTreeMap<ImageKey, Weak<ModuleParts>>>,
+    range_copy: Mutex<Option<RangeCopyKernel>>,
 }
 
 /// Resource that its last owner has dropped. It is freed once the work of the context has ended,
@@ -61,6 +63,15 @@ impl ContextState {
         let state = Arc::<Self>::default();
         contexts.insert(context as usize, Arc::downgrade(&state));
         state
+    }
+
+    pub(crate) fn set_range_copy(&self, kernel: RangeCopyKernel) {
+        *lock(&self.range_copy) = Some(kernel);
+    }
+
+    /// Returns the kernel that copies ranges, and its threads per block.
+    pub(crate) fn range_copy(&self) -> Option<(Kernel, u32)> {
+        lock(&self.range_copy).as_ref().and_then(RangeCopyKernel::upgrade)
     }
 
     pub(crate) fn add_stream(&self, stream: &Arc<StreamParts>) {

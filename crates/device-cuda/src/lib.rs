@@ -13,6 +13,7 @@
 //! | what the devices of a context share; deferred frees | `context.rs` |
 //! | [`Stream`], [`Event`] | `stream.rs` |
 //! | [`CudaBuffer`], pinned host memory | `buffer.rs`, `pinned.rs` |
+//! | copies of byte ranges in one launch | `range_copy.rs` |
 //! | [`CudaSpace`], [`CudaTensor`] and its views | `space.rs`, `tensor.rs` |
 //! | [`CudaCopier`]: blocks staged through host memory | `staged.rs` |
 //! | [`Compiler`], disk cache, [`Module`], [`Kernel`] | `compiler.rs`, `cache.rs`, `module.rs` |
@@ -28,6 +29,7 @@ mod module;
 #[cfg(feature = "nccl")]
 pub mod nccl;
 mod pinned;
+mod range_copy;
 mod space;
 mod staged;
 mod stream;
@@ -42,6 +44,7 @@ pub use cudarc;
 pub use device::{Architecture, Device};
 pub use module::{Kernel, Module};
 pub use pinned::PinnedBuffer;
+pub use range_copy::{RangeDirection, RangeTransfer};
 pub use space::CudaSpace;
 pub use staged::{CudaCopier, CudaDownload, CudaUpload};
 pub use stream::{Event, Stream};

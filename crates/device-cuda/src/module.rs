@@ -3,7 +3,7 @@
 use std::{
     ffi::{CString, c_int, c_void},
     fmt,
-    sync::Arc,
+    sync::{Arc, Weak},
 };
 
 use annulus_core::{Error, Fingerprint, Result};
@@ -33,6 +33,29 @@ pub struct Kernel {
     name: &'static str,
     /// Dynamic shared memory per launch, in bytes.
     shared_bytes: u32,
+}
+
+/// One kernel, without keeping its module loaded.
+#[derive(Debug, Clone)]
+pub(crate) struct WeakKernel {
+    module: Weak<ModuleParts>,
+    handle: CUfunction,
+    name: &'static str,
+    shared_bytes: u32,
+}
+
+// SAFETY: a handle that is used only while the module is loaded.
+unsafe impl Send for WeakKernel {}
+// SAFETY: as above.
+unsafe impl Sync for WeakKernel {}
+
+impl WeakKernel {
+    /// Returns the kernel if its module is loaded.
+    pub(crate) fn upgrade(&self) -> Option<Kernel> {
+        let Self { module, handle, name, shared_bytes } = self;
+        let module = Module(module.upgrade()?);
+        Some(Kernel { module, handle: *handle, name, shared_bytes: *shared_bytes })
+    }
 }
 
 // SAFETY: a function is a handle that any thread may use while its module is loaded.
@@ -92,6 +115,12 @@ impl Module {
 }
 
 impl Kernel {
+    pub(crate) fn downgrade(&self) -> WeakKernel {
+        let Self { module, handle, name, shared_bytes } = self;
+        let module = Arc::downgrade(&module.0);
+        WeakKernel { module, handle: *handle, name, shared_bytes: *shared_bytes }
+    }
+
     /// Sets the dynamic shared memory of every launch.
     ///
     /// # Errors
@@ -170,6 +199,12 @@ impl Drop for ModuleParts {
     fn drop(&mut self) {
         // loaded by `load_again`, unloaded once
         self.device.0.retire(Retired::Module(self.handle));
+    }
+}
+
+impl fmt::Debug for ModuleParts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ModuleParts({:p})", self.handle)
     }
 }
 

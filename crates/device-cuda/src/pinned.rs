@@ -1,6 +1,6 @@
 //! Page-locked host memory, for asynchronous copies.
 
-use annulus_core::{Error, Result};
+use annulus_core::{Error, HostMemory, Result};
 use cudarc::driver::sys::CUresult;
 
 use crate::{Device, context::Retired, device::driver_error};
@@ -15,6 +15,18 @@ pub struct PinnedBuffer {
 
 // SAFETY: it owns its bytes, which any thread may access.
 unsafe impl Send for PinnedBuffer {}
+// SAFETY: as above; a shared reference only reads them.
+unsafe impl Sync for PinnedBuffer {}
+
+impl HostMemory for PinnedBuffer {
+    fn bytes(&self) -> &[u8] {
+        Self::bytes(self)
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        Self::bytes_mut(self)
+    }
+}
 
 impl PinnedBuffer {
     /// Allocates `len` zero bytes.

@@ -1,13 +1,13 @@
-//! Copies between CUDA memory and host memory for host transports: in a stream of their own,
-//! through pinned memory, polled.
+//! Copies between CUDA memory and host memory for host transports: in a stream of their own, polled.
 //!
 //! ```text
-//! download    device buffer ──ready──▶ copy stream ──▶ pinned ──memcpy──▶ host buffer
-//! upload      host buffer ──memcpy──▶ pinned ──last use of the target──▶ copy stream
-//!             ──▶ device buffer
+//! download    device buffer ──ready──▶ copy stream ──▶ staging buffer
+//! upload      staging buffer ──last use of the target──▶ copy stream ──▶ device buffer
 //! ```
-//! The copies overlap kernels because they have a stream of their own. They are asynchronous
-//! because the memory is pinned: a copy from or to pageable memory blocks the calling thread.
+//! Staging buffers are pinned, and the transport sends from them and receives into them, so the host
+//! copies nothing. The copies overlap kernels because they have a stream of their own. They are
+//! asynchronous because the memory is pinned: a copy from or to pageable memory blocks the calling
+//! thread.
 
 use std::ops::Range;
 
@@ -15,11 +15,10 @@ use annulus_core::{Arrived, Error, HostBuffer, Result, StagedSpace, index};
 
 use crate::{CudaBuffer, CudaSpace, Device, Event, PinnedBuffer, Stream};
 
-/// Stream of the copies, and pinned buffers that are reused.
+/// Stream of the copies.
 #[derive(Debug)]
 pub struct CudaCopier {
     stream: Stream,
-    free: Vec<PinnedBuffer>,
 }
 
 impl CudaCopier {
@@ -28,18 +27,7 @@ impl CudaCopier {
     /// # Errors
     /// [`Error::Device`].
     pub fn new(device: &Device) -> Result<Self> {
-        Ok(Self { stream: Stream::new(device)?, free: Vec::new() })
-    }
-
-    /// Returns the smallest free pinned buffer of at least `bytes`, or allocates one.
-    fn pinned(&mut self, bytes: u64) -> Result<PinnedBuffer> {
-        let bytes = index(bytes);
-        let fitting =
-            self.free.iter().enumerate().filter(|(_, pinned)| pinned.bytes().len() >= bytes);
-        match fitting.min_by_key(|(_, pinned)| pinned.bytes().len()) {
-            Some((index, _)) => Ok(self.free.swap_remove(index)),
-            None => PinnedBuffer::zeroed(self.stream.device(), bytes),
-        }
+        Ok(Self { stream: Stream::new(device)? })
     }
 }
 
@@ -47,8 +35,7 @@ impl CudaCopier {
 #[derive(Debug)]
 pub struct CudaDownload {
     done: Event,
-    bytes: u64,
-    buffers: Option<(PinnedBuffer, HostBuffer)>,
+    into: Option<HostBuffer>,
     /// Co-owned until the copy is done.
     _from: CudaBuffer,
 }
@@ -57,13 +44,17 @@ pub struct CudaDownload {
 #[derive(Debug)]
 pub struct CudaUpload {
     done: Event,
-    buffers: Option<(PinnedBuffer, HostBuffer, CudaBuffer)>,
+    buffers: Option<(HostBuffer, CudaBuffer)>,
 }
 
 impl StagedSpace for CudaSpace {
     type Copier = CudaCopier;
     type Download = CudaDownload;
     type Upload = CudaUpload;
+
+    fn staging_buffer(copier: &mut CudaCopier, bytes: u64) -> Result<HostBuffer> {
+        HostBuffer::foreign(PinnedBuffer::zeroed(copier.stream.device(), index(bytes))?)
+    }
 
     fn download(
         copier: &mut CudaCopier,
@@ -73,35 +64,31 @@ impl StagedSpace for CudaSpace {
         into: HostBuffer,
     ) -> Result<CudaDownload> {
         let bytes = total(ranges, from)?;
-        let pinned = copier.pinned(bytes)?;
+        let not_pinned = || Error::internal("a staging buffer is shared, too small or not pinned");
+        let pinned = into
+            .foreign_memory::<PinnedBuffer>()
+            .filter(|pinned| pinned.bytes().len() as u64 >= bytes && !into.is_shared());
+        let pinned = pinned.ok_or_else(not_pinned)?.address();
         copier.stream.wait_for(ready)?;
         let mut offset = 0;
         for range in ranges {
             let len = index(range.end - range.start);
             let source = from.address() + range.start;
-            // SAFETY: the range lies within `from`, and all of them together within `pinned`; both
-            // are kept until the copy is done.
-            unsafe { copier.stream.copy_to_pinned(pinned.address().add(offset), source, len)? };
+            // SAFETY: the range lies within `from`, and all of them together within `into`, which
+            // has no other owner; both are kept until the copy is done.
+            unsafe { copier.stream.copy_to_pinned(pinned.add(offset), source, len)? };
             offset += len;
         }
         let done = copier.stream.record()?;
-        Ok(CudaDownload { done, bytes, buffers: Some((pinned, into)), _from: from.clone() })
+        Ok(CudaDownload { done, into: Some(into), _from: from.clone() })
     }
 
-    fn downloaded(copier: &mut CudaCopier, copy: &mut CudaDownload) -> Result<Option<HostBuffer>> {
+    fn downloaded(_: &mut CudaCopier, copy: &mut CudaDownload) -> Result<Option<HostBuffer>> {
         if !copy.done.passed()? {
             return Ok(None);
         }
-        let buffers = copy.buffers.take();
-        let (pinned, mut into) =
-            buffers.ok_or_else(|| Error::internal("a download was returned twice"))?;
-        let bytes = index(copy.bytes);
-        let front = into.bytes_mut().and_then(|into| into.get_mut(..bytes));
-        front
-            .ok_or_else(|| Error::internal("a staging buffer is shared or too small"))?
-            .copy_from_slice(&pinned.bytes()[..bytes]);
-        copier.free.push(pinned);
-        Ok(Some(into))
+        let into = copy.into.take();
+        into.map(Some).ok_or_else(|| Error::internal("a download was returned twice"))
     }
 
     fn upload(
@@ -110,39 +97,44 @@ impl StagedSpace for CudaSpace {
         into: CudaBuffer,
         ranges: &[Range<u64>],
     ) -> Result<CudaUpload> {
-        let bytes = total(ranges, &into)?;
-        let mut pinned = copier.pinned(bytes)?;
-        let bytes = index(bytes);
+        let bytes = index(total(ranges, &into)?);
         let front = from.bytes().get(..bytes);
         let front = front.ok_or_else(|| Error::internal("a staging buffer is too small"))?;
-        pinned.bytes_mut()[..bytes].copy_from_slice(front);
+        let is_pinned = from.foreign_memory::<PinnedBuffer>().is_some();
         // kernels that were queued earlier may still read an earlier message in this buffer
         into.wait_on(&copier.stream)?;
         let mut offset = 0;
         for range in ranges {
             let len = index(range.end - range.start);
             let target = into.address() + range.start;
-            // SAFETY: the range lies within `into`, and all of them together within `pinned`; both
-            // are kept until the copy is done.
-            unsafe { copier.stream.copy_from_pinned(target, pinned.address().add(offset), len)? };
+            let source = &front[offset..offset + len];
+            // SAFETY: the range lies within `into`; pinned memory, which is read until the copy is
+            // done, and `into` are kept until then, and nobody else owns `from`.
+            unsafe {
+                if is_pinned {
+                    copier.stream.copy_from_pinned(target, source.as_ptr(), len)?;
+                } else {
+                    // the inner transport has received into memory of its own
+                    copier.stream.copy_to_device(target, source)?;
+                }
+            };
             offset += len;
         }
         let done = copier.stream.record()?;
         into.touched_before(&done);
-        Ok(CudaUpload { done, buffers: Some((pinned, from, into)) })
+        Ok(CudaUpload { done, buffers: Some((from, into)) })
     }
 
     fn uploaded(
-        copier: &mut CudaCopier,
+        _: &mut CudaCopier,
         copy: &mut CudaUpload,
     ) -> Result<Option<(HostBuffer, Arrived<Self>)>> {
         if !copy.done.passed()? {
             return Ok(None);
         }
         let buffers = copy.buffers.take();
-        let (pinned, from, buffer) =
+        let (from, buffer) =
             buffers.ok_or_else(|| Error::internal("an upload was returned twice"))?;
-        copier.free.push(pinned);
         Ok(Some((from, Arrived { buffer, ready: copy.done.clone() })))
     }
 }

@@ -34,6 +34,11 @@ fn unsupported_levels_are_refused_and_variants_name_the_kernels() {
     assert_eq!(name(&cuda, &spec(DType::Bf16, 71)), "bf16 128");
     assert_eq!(name(&cuda, &spec(DType::F32, 72)), "f32 128");
     assert_eq!(name(&cuda, &Spec { normalize: false, ..spec(DType::F16, 72) }), "f16 128");
+    // a score epilogue at 256 dims
+    let capped = |dim| Spec { soft_cap: Some(2.0), ..spec(DType::Bf16, dim) };
+    assert_eq!(name(&cuda, &spec(DType::Bf16, 136)), "bf16 256 warpgroup");
+    assert_eq!(name(&cuda, &capped(136)), "bf16 256");
+    assert_eq!(name(&cuda, &capped(128)), "bf16 128 warpgroup");
     // of the forward and backward kernels' KV tiles, the larger
     let tile = |cuda: &Cuda, spec: &Spec| cuda.capabilities(spec).unwrap().kv_tile;
     let dims = [(DType::Bf16, 72, 128), (DType::F16, 256, 64), (DType::F32, 72, 64)];
@@ -184,11 +189,13 @@ fn few_queries_run_on_mma_sync() {
     assert_eq!(blocks(64, 2), Ok([2, 0]));
 }
 
-/// Non-finite values in late partial tiles, in reused stages, affect only the queries that attend
-/// to them: also if the next tile's scores need an epilogue or its probabilities dropout, which
-/// write to a consumer's scratch memory while the product of the tile before is in flight.
-#[test]
-fn masked_non_finite_values_change_nothing_in_a_later_tile() {
+/// Compares a case whose non-finite values in late partial tiles, in reused stages, are visible to
+/// some queries only, with a planted mistake.
+fn non_finite_verdict(
+    mistake: u32,
+    name: &str,
+    change: impl FnOnce(&mut Spec),
+) -> Result<(), String> {
     let dims = Dims {
         batch: 1,
         q_len: 90,
@@ -199,6 +206,36 @@ fn masked_non_finite_values_change_nothing_in_a_later_tile() {
         value_dim: 16,
     };
     let masks = Masks { window: Some([None, Some(300)]), ..Masks::default() };
+    let mut spec = Spec::new(dims, DType::F64);
+    change(&mut spec);
+    let mut case = Case::new(name, spec, masks, &mut Draw::new(9)).in_dtype(DType::Bf16);
+    // rows from 60 on attend to key 360, in the third tile; rows from 85 on to key 385, in the
+    // fourth
+    case.v[[0, 360, 0, 3]] = f64::NAN;
+    case.v[[0, 385, 0, 7]] = f64::INFINITY;
+    let text = |error: Error| error.to_string();
+    let answers = on_warpgroups(mistake).run(&case, &Setting::ALONE, 1).map_err(text)?;
+    let out = &answers[0].out;
+    let want = case.truth().map_err(text)?.forward.out;
+    for (index, (got, want)) in out.iter().zip(&want).enumerate() {
+        if !(got == want || (got - want).abs() < 0.05 || (got.is_nan() && want.is_nan())) {
+            return Err(format!("{name}: out[{index}]: got {got}, want {want}"));
+        }
+    }
+    assert!(
+        out[[0, 59, 0, 3]].is_finite()
+            && out[[0, 60, 0, 3]].is_nan()
+            && out[[0, 84, 0, 7]].is_finite()
+    );
+    assert!(!out[[0, 85, 0, 7]].is_finite());
+    Ok(())
+}
+
+/// Non-finite values affect only the queries that attend to them: also if the next tile's scores
+/// need an epilogue or its probabilities dropout, while the product of the tile before is in
+/// flight.
+#[test]
+fn masked_non_finite_values_change_nothing_in_a_later_tile() {
     type Change = fn(&mut Spec);
     let changes: [(&str, Change); 4] = [
         ("plain", |_| ()),
@@ -207,30 +244,43 @@ fn masked_non_finite_values_change_nothing_in_a_later_tile() {
         ("rounded scores", |spec| spec.logits_dtype = DType::Bf16),
     ];
     for (name, change) in changes {
-        let mut spec = Spec::new(dims, DType::F64);
-        change(&mut spec);
-        let mut case =
-            Case::new(name, spec, masks.clone(), &mut Draw::new(9)).in_dtype(DType::Bf16);
-        // rows from 60 on attend to key 360, in the third tile; rows from 85 on to key 385, in the
-        // fourth
-        case.v[[0, 360, 0, 3]] = f64::NAN;
-        case.v[[0, 385, 0, 7]] = f64::INFINITY;
-        let answers = on_warpgroups(0).run(&case, &Setting::ALONE, 1).unwrap();
-        let out = &answers[0].out;
-        let want = case.truth().unwrap().forward.out;
-        for (index, (got, want)) in out.iter().zip(&want).enumerate() {
-            assert!(
-                got == want || (got - want).abs() < 0.05 || (got.is_nan() && want.is_nan()),
-                "{name}: out[{index}]: got {got}, want {want}"
-            );
-        }
-        assert!(
-            out[[0, 59, 0, 3]].is_finite()
-                && out[[0, 60, 0, 3]].is_nan()
-                && out[[0, 84, 0, 7]].is_finite()
-        );
-        assert!(!out[[0, 85, 0, 7]].is_finite());
+        non_finite_verdict(0, name, change).unwrap();
     }
+}
+
+#[test]
+fn a_slice_of_p_that_is_read_or_overwritten_too_early_is_caught() {
+    // the two mistakes after those of `MISTAKES`
+    for mistake in [19, 20] {
+        let wrong = non_finite_verdict(mistake, "slices", |_| ());
+        assert!(wrong.as_ref().is_err_and(|wrong| wrong.contains("out[")), "{mistake}: {wrong:?}");
+    }
+}
+
+/// Blocks of the kernels without and with an epilogue.
+fn kernels_of(change: impl FnOnce(&mut Spec)) -> Result<[u64; 2], String> {
+    let ordinal = next_device();
+    let subject = staged("one emulated gpu", Duration::ZERO, move || hopper_on(ordinal, 0, 0));
+    let mut spec = Spec::new(Dims::new(1, 20, 1, 8), DType::F64);
+    change(&mut spec);
+    let case = Case::new("epilogue", spec, Masks::default(), &mut Draw::new(6));
+    let case = case.in_dtype(DType::Bf16);
+    let text = |error: Error| error.to_string();
+    let answers = subject.run(&case, &Setting::ALONE, 1).map_err(text)?;
+    Judge::new(&case).map_err(text)?.check(&answers[0])?;
+    Ok(["forward_warpgroup", "forward_warpgroup_epilogue"]
+        .map(|kernel| emulator::blocks(ordinal, kernel)))
+}
+
+#[test]
+fn only_scores_with_an_epilogue_run_in_its_kernel() {
+    assert_eq!(kernels_of(|_| ()), Ok([1, 0]));
+    assert_eq!(kernels_of(|spec| spec.scale = 0.3), Ok([1, 0]));
+    assert_eq!(kernels_of(|spec| spec.scale = -0.3), Ok([0, 1]));
+    assert_eq!(kernels_of(|spec| spec.soft_cap = Some(2.0)), Ok([0, 1]));
+    assert_eq!(kernels_of(|spec| spec.logits_dtype = DType::Bf16), Ok([0, 1]));
+    let dropout = Some(Dropout { probability: 0.3, seed: 5 });
+    assert_eq!(kernels_of(|spec| spec.dropout = dropout), Ok([0, 1]));
 }
 
 /// Mistakes of `kernels/warpgroup.cuh`, numbered from 1: name, and true if the launch fails rather

@@ -3,8 +3,9 @@
 //! ```text
 //! cuda-levels [device=0] [levels=matrix] [dtypes=bf16,f16,f32] [dims=64,128] [lens=8192,16384]
 //!             [heads=16] [batch=4] [rounds=10] [causal=0,1]
+//! cuda-levels queries=1 [kv_heads=8] [lens=131072] …        decoding: forward only
 //! cuda-levels verify=1 [device=0] [levels=matrix] [dtypes=bf16,f16] [dims=64,128,256] [lens=4099]
-//!             [heads=8] [masks=full,causal,window,gqa,cross]
+//!             [heads=8] [masks=full,causal,window,gqa,cross,cap,decode]
 //! cuda-levels compile=9.0 [cubins=FOLDER] [dtypes=bf16] [dims=64,128]
 //! ```
 //! Inputs are normally distributed, and tensors stay on the device.
@@ -13,7 +14,8 @@
 //!   before and after: `pass_ms`. `kernel_ms` is the time of each kernel by the device's clock, in
 //!   further passes. Both are medians of `rounds` (at least 10); the levels alternate. FLOPs are
 //!   useful ones: forward 4·batch·heads·len²·dim, half of it for a causal mask; backward 2.5 times
-//!   as many.
+//!   as many. With `queries` there are fewer queries than keys, no mask and no backward pass, and
+//!   `gbps` is the rate at which keys and values are read, in GB/s.
 //! * **verify** compares each level with level 0 in f32 from the same inputs rounded to 16 bits:
 //!   the relative error of out, dq, dk and dv stays below 5·10⁻³ (bf16) or 10⁻³ (f16), that of lse
 //!   below 10⁻⁴, that of the worst row below 8 times as much, and a second pass has the same bits.
@@ -47,9 +49,9 @@ use pass::{Numbers, Passes};
 struct Settings(BTreeMap<String, String>);
 
 impl Settings {
-    const NAMES: [&str; 14] = [
+    const NAMES: [&str; 16] = [
         "device", "levels", "dtypes", "dims", "lens", "heads", "batch", "rounds", "causal",
-        "masks", "verify", "compile", "cubins", "mistake",
+        "masks", "verify", "compile", "cubins", "mistake", "queries", "kv_heads",
     ];
 
     fn parse(words: impl Iterator<Item = String>) -> Result<Self> {
@@ -146,9 +148,13 @@ fn measure(levels: &[Cuda], problem: Problem) -> Result<()> {
     let open = |cuda: &Cuda| Passes::new(cuda, &attention, dtype, dims, &numbers);
     let mut all = levels.iter().map(open).collect::<Result<Vec<_>>>()?;
     let pairs = (dims.batch * dims.q_heads) as f64
-        * (dims.q_len as f64).powi(2)
+        * (dims.q_len as f64 * dims.kv_len as f64)
         * if is_causal { 0.5 } else { 1.0 };
-    for (what, is_forward, products) in [("fwd", true, 2.0), ("bwd", false, 5.0)] {
+    let kv_bytes = (2 * dims.batch * dims.kv_len * dims.kv_heads * dims.head_dim) as f64
+        * dtype.bytes() as f64;
+    let is_decoding = dims.q_len < dims.kv_len;
+    let passes: &[_] = &[("fwd", true, 2.0), ("bwd", false, 5.0)];
+    for &(what, is_forward, products) in if is_decoding { &passes[..1] } else { passes } {
         let mut times = vec![Vec::new(); all.len()];
         let mut kernels: Vec<BTreeMap<String, Vec<f64>>> = vec![BTreeMap::new(); all.len()];
         for passes in &mut all {
@@ -176,7 +182,9 @@ fn measure(levels: &[Cuda], problem: Problem) -> Result<()> {
                 json!({
                     "peer": "annulus-cuda", "gpu": cuda.to_string(), "level": cuda.level().name(),
                     "what": what, "dtype": dtype.name(), "batch": dims.batch,
-                    "heads": dims.q_heads, "head_dim": dims.head_dim, "n": dims.q_len,
+                    "heads": dims.q_heads, "kv_heads": dims.kv_heads, "head_dim": dims.head_dim,
+                    "n": dims.kv_len, "queries": dims.q_len,
+                    "gbps": is_decoding.then_some(kv_bytes / seconds / 1e9),
                     "causal": is_causal, "rounds": rounds, "pass_ms": seconds * 1e3,
                     "kernel_ms": kernel_ms, "tflops": flops / seconds / 1e12,
                 })
@@ -248,8 +256,11 @@ fn run() -> Result<bool> {
     for dtype in settings.dtypes("bf16,f16,f32")? {
         for len in settings.numbers("lens", "8192,16384")? {
             for dim in settings.numbers("dims", "64,128")? {
-                for causal in settings.numbers("causal", "0,1")? {
-                    let dims = Dims::new(batch, len, heads, dim);
+                let queries = settings.number("queries", len)?;
+                let kv_heads = settings.number("kv_heads", heads)?;
+                let dims = Dims { q_len: queries, kv_heads, ..Dims::new(batch, len, heads, dim) };
+                let masks = if queries < len { "0" } else { "0,1" };
+                for causal in settings.numbers("causal", masks)? {
                     measure(&levels, Problem { dtype, dims, is_causal: causal != 0, rounds })?;
                 }
             }

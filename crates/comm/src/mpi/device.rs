@@ -130,7 +130,7 @@ impl DeviceMpi {
             let (into, scatter_into) = if is_contiguous {
                 (buffer, None)
             } else {
-                (self.staging.take(header.bytes(), &self.stream)?, Some(buffer))
+                (self.staging.take(cuda_gather::staged_bytes(&header), &self.stream)?, Some(buffer))
             };
             let free = self.stream.record()?;
             let receive = DeviceReceive { header, contiguous, scatter_into, free };
@@ -144,7 +144,7 @@ impl DeviceMpi {
                 self.sends.push(WaitingSend { header, buffer, ready: (*ready).clone() });
                 continue;
             }
-            let staged = self.staging.take(header.bytes(), &self.stream)?;
+            let staged = self.staging.take(cuda_gather::staged_bytes(header), &self.stream)?;
             self.stream.wait_for(ready)?;
             cuda_gather::gather(&self.stream, header, buffer, &staged)?;
             self.staging.give(staged.clone());

@@ -112,7 +112,7 @@ impl Group {
             let address = match contiguous_start(header) {
                 Some(start) => buffer.address() + start,
                 None => {
-                    let staged = staging.take(header.bytes(), stream)?;
+                    let staged = staging.take(cuda_gather::staged_bytes(header), stream)?;
                     cuda_gather::gather(stream, header, buffer, &staged)?;
                     let address = staged.address();
                     used.push(staged);
@@ -129,7 +129,7 @@ impl Group {
             let (address, staged) = match contiguous_start(header) {
                 Some(start) => (buffer.address() + start, None),
                 None => {
-                    let staged = staging.take(header.bytes(), stream)?;
+                    let staged = staging.take(cuda_gather::staged_bytes(header), stream)?;
                     (staged.address(), Some(staged))
                 }
             };

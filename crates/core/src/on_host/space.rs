@@ -52,6 +52,10 @@ impl<D: StagedSpace> StagedSpace for HostViews<D> {
     type Download = D::Download;
     type Upload = D::Upload;
 
+    fn staging_buffer(copier: &mut D::Copier, bytes: u64) -> Result<HostBuffer> {
+        D::staging_buffer(copier, bytes)
+    }
+
     fn download(
         copier: &mut D::Copier,
         from: &D::Buffer,

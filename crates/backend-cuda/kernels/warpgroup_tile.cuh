@@ -1,0 +1,107 @@
+// One consumer's score tile, 64 queries × KV_ROWS keys: position of a thread, visible pairs, and the
+// iteration over the tiles of a list.
+#pragma once
+
+#include "warpgroup.cuh"
+
+#if ANNULUS_DTYPE < 2 || ANNULUS_DIM < 64
+#error "warpgroups multiply 16-bit elements of at least 64 dims"
+#endif
+
+// Elements of S of one thread: 64 × KV_ROWS over 128 threads.
+#define S_REGISTERS (KV_ROWS / 2)
+
+// Position of a thread in its warpgroup's accumulators: element e of S is
+// row + 8·(e / 2 mod 2), 8·(e / 4) + column + e mod 2.
+struct ConsumerLane {
+    u32 group, thread, lane, row, column;
+
+    METHOD u32 row_of(u32 e) const { return row + 8 * (e / 2 % 2); }
+    METHOD u32 column_of(u32 e) const { return 8 * (e / 4) + column + e % 2; }
+};
+
+DEVICE ConsumerLane consumer_lane() {
+    ConsumerLane at;
+    // uniform: descriptors and barrier names then need no per-thread arithmetic
+    at.group = uniform(thread_index() / WARPGROUP) - 1;
+    at.thread = thread_index() % WARPGROUP;
+    at.lane = thread_index() % 32;
+    at.row = at.thread / 32 * 16 + at.lane / 4;
+    at.column = 2 * (at.lane % 4);
+    return at;
+}
+
+// Iterates over the visible tiles of one list as TileIterator, with the current run in registers: a
+// consumer has enough of them, and each tile then saves up to four loads.
+struct RunIterator {
+    u32 next_run, end_run;      // the run after the current one, end of the list
+    u32 tile, end, mask_index;  // of the current run: current tile, end, mask as in TileRun
+
+    METHOD void begin(const Attention& a, u32 b, u32 h, u32 list) {
+        const u32* starts = list_starts(a, b, h);
+        next_run = starts[list];
+        end_run = starts[list + 1];
+        tile = end = mask_index = 0;
+        load(a);
+    }
+    METHOD void load(const Attention& a) {
+        if (next_run == end_run) return;
+        const TileRun& run = tile_run(a, next_run++);
+        tile = run.first;
+        end = run.first + run.count;
+        mask_index = run.mask_index;
+    }
+    METHOD bool more() const { return tile < end; }
+    METHOD TileEntry entry() const { return {tile, mask_index}; }
+    // True for the last tile of the list.
+    METHOD bool is_last() const { return tile + 1 == end && next_run == end_run; }
+    METHOD void next(const Attention& a) {
+        if (++tile == end) load(a);
+    }
+};
+
+// Visibility of a thread's pairs, one bit each.
+struct VisiblePairs {
+    u32 words[(S_REGISTERS + 31) / 32];
+
+    METHOD void set(u32 e, bool visible) {
+        words[e / 32] = (words[e / 32] & ~(1u << e % 32)) | u32(visible) << e % 32;
+    }
+    METHOD bool get(u32 e) const { return words[e / 32] >> e % 32 & 1; }
+};
+
+// Coordinates of one consumer's score tile: 64 queries × KV_ROWS keys.
+struct WarpgroupTile {
+    u32 b, h;
+    u32 first_query, first_key;
+    u32 mask_index;  // as in TileRun
+    bool is_full;    // no pair is masked, except keys beyond the end
+};
+
+DEVICE WarpgroupTile warpgroup_tile(const Attention& a, u32 b, u32 h, u32 tile, u32 group,
+                                    TileEntry entry) {
+    WarpgroupTile coord;
+    coord.b = b;
+    coord.h = h;
+    coord.first_query = (tile * CONSUMERS + group) * Q_ROWS;
+    coord.first_key = entry.tile * KV_ROWS;
+    coord.mask_index = entry.mask_index;
+    coord.is_full = entry.mask_index == FULL_TILE && !(a.flags & (HAS_BIAS | HAS_SLOPES));
+    return coord;
+}
+
+// Returns 64 bits of the tile mask: keys 64·`word` … of one query row. Keys beyond the end are
+// masked.
+DEVICE u64 warpgroup_mask_row(const Attention& a, const WarpgroupTile& coord, u32 group, u32 row,
+                              u32 word) {
+    u64 line = ~0ull;
+    const u32 row_words = KV_ROWS / 64;
+    if (coord.mask_index != FULL_TILE)
+        line = reinterpret_cast<const u64*>(a.block_mask.bits)
+            [(u64(coord.mask_index) * (CONSUMERS * Q_ROWS) + group * Q_ROWS + row) * row_words +
+             word];
+    if (planted(MASK_OFF_BY_ONE)) line = line << 1 | 1;
+    u32 first = coord.first_key + 64 * word;
+    u32 left = a.keys > first ? a.keys - first : 0;
+    return left < 64 ? line & ((1ull << left) - 1) : line;
+}

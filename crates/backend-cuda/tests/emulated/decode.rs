@@ -1,0 +1,194 @@
+//! Split-KV decoding: every feature is correct against the oracle, ranges are divided as planned,
+//! bits repeat, and planted mistakes of the merge are caught.
+
+use std::{sync::Arc, time::Duration};
+
+use annulus_conformance::{Answer, Case, Draw, Judge, Masks, Setting, Subject};
+use annulus_core::{
+    Alibi, Alignment, Batch, DType, DenseMask, Dims, Dropout, Layout, SinkShape, Spec,
+};
+use annulus_cuda_emulator as emulator;
+use ndarray::s;
+
+use crate::{
+    common::staged,
+    support::{emulated_on, hopper_on, next_device, on_warpgroups, plain, subject},
+};
+
+/// Dims of few queries and many tiles of keys.
+fn dims(q_len: usize, q_heads: usize, kv_heads: usize) -> Dims {
+    Dims { batch: 2, q_len, kv_len: 523, q_heads, kv_heads, head_dim: 24, value_dim: 40 }
+}
+
+fn new(name: &str, dims: Dims, dtype: DType, change: impl Fn(&mut Case, &mut Draw)) -> Case {
+    let draw = &mut Draw::new(dims.q_len as u64 + 1);
+    let mut case = Case::new(name, Spec::new(dims, DType::F64), Masks::default(), draw);
+    change(&mut case, draw);
+    case.draw_tensors(draw);
+    case.in_dtype(dtype)
+}
+
+/// A case with every feature of scores, and masked pairs in many tiles.
+fn full(dims: Dims, dtype: DType) -> Case {
+    new("everything", dims, dtype, |case, draw| {
+        let Dims { batch, q_len, kv_len, q_heads, .. } = dims;
+        case.spec.alignment = Alignment::BottomRight;
+        case.spec.bias = Some([1, q_heads, q_len, kv_len]);
+        case.spec.bias_function = Some(Arc::new(Alibi::published(q_heads)));
+        case.spec.sinks = Some(SinkShape { per_head: true, count: 2 });
+        case.spec.dropout = Some(Dropout { probability: 0.3, seed: 77 });
+        case.spec.soft_cap = Some(5.0);
+        case.dlse = Some(draw.tensor((batch, q_heads, q_len)));
+    })
+}
+
+fn answer(subject: &dyn Subject, case: &Case, setting: &Setting) -> Answer {
+    subject.run(case, setting, 1).unwrap_or_else(|error| panic!("{}: {error}", case.name)).remove(0)
+}
+
+fn verdict(subject: &dyn Subject, case: &Case, setting: &Setting) -> Result<(), String> {
+    Judge::new(case)
+        .map_err(|error| error.to_string())?
+        .check(&answer(subject, case, setting))
+        .map_err(|wrong| format!("{}: {wrong}", case.name))
+}
+
+const ALL: [DType; 4] = [DType::F64, DType::F32, DType::Bf16, DType::F16];
+
+#[test]
+fn every_feature_holds_for_few_queries() {
+    for (dtype, dims) in ALL.into_iter().zip([
+        dims(1, 4, 2),
+        Dims { batch: 1, ..dims(5, 3, 3) },
+        dims(1, 8, 2),
+        Dims { batch: 1, ..dims(33, 2, 1) },
+    ]) {
+        verdict(&plain(), &full(dims, dtype), &Setting::ALONE).unwrap();
+    }
+}
+
+#[test]
+fn few_queries_hold_over_rings_of_ranks() {
+    // the state of one block is merged with the partial results of the next
+    for (dtype, ranks) in [(DType::F32, 2), (DType::Bf16, 3)] {
+        let dims = Dims { batch: 1, kv_len: 1100, ..dims(3, 4, 2) };
+        for layout in [Layout::Contiguous, Layout::Striped] {
+            let setting = Setting::new(ranks, layout);
+            verdict(&plain(), &full(dims, dtype), &setting).unwrap();
+            let bare = new("no sinks", dims, dtype, |_, _| ());
+            verdict(&plain(), &bare, &setting).unwrap();
+        }
+    }
+}
+
+#[test]
+fn few_queries_hold_on_warpgroups() {
+    let dims = Dims { batch: 1, kv_len: 1040, head_dim: 16, value_dim: 24, ..dims(5, 1, 1) };
+    let two = Setting::new(2, Layout::Contiguous);
+    verdict(&on_warpgroups(0), &full(dims, DType::Bf16), &Setting::ALONE).unwrap();
+    verdict(&on_warpgroups(0), &new("no sinks", dims, DType::F16, |_, _| ()), &two).unwrap();
+}
+
+#[test]
+fn the_row_maximum_of_an_unnormalized_output_is_that_of_all_ranges() {
+    for dtype in [DType::F64, DType::Bf16] {
+        let mut case = new("ties", dims(2, 2, 1), dtype, |case, _| case.spec.normalize = false);
+        // the largest score occurs in two ranges, and twice in one of them
+        let largest = case.k.slice(s![.., 3, .., ..]).mapv(|x| 1.5 * x);
+        for key in [40, 300, 301] {
+            case.k.slice_mut(s![.., key, .., ..]).assign(&largest);
+        }
+        let case = case.in_dtype(dtype);
+        verdict(&plain(), &case, &Setting::ALONE).unwrap();
+        verdict(&plain(), &case, &Setting::new(2, Layout::Contiguous)).unwrap();
+    }
+}
+
+#[test]
+fn ranges_without_a_visible_key_add_nothing() {
+    for dtype in ALL {
+        // a query sees keys of one range, another none at all
+        let mut case = new("window", dims(3, 2, 2), dtype, |_, _| ());
+        let mask = DenseMask::from_fn([1, 1, 3, 523], |[_, _, i, j]| match i {
+            0 => (400..410).contains(&j),
+            1 => j % 3 == 0,
+            _ => false,
+        });
+        case.batch = Batch { attention_mask: Some(mask), ..Batch::default() };
+        verdict(&plain(), &case, &Setting::ALONE).unwrap();
+        // keys that nobody sees change nothing
+        case.v.slice_mut(s![.., 1, .., ..]).fill(f64::NAN);
+        case.k.slice_mut(s![.., 1, .., ..]).fill(f64::INFINITY);
+        let out = answer(&plain(), &case, &Setting::ALONE).out;
+        assert!(out.iter().all(|x| x.is_finite()), "{dtype}");
+    }
+}
+
+#[test]
+fn a_visible_nan_reaches_its_rows_from_any_range() {
+    for dtype in [DType::F32, DType::F16] {
+        let mut case = new("nan", dims(2, 2, 1), dtype, |_, _| ());
+        case.v[[0, 500, 0, 3]] = f64::NAN;
+        case.k[[1, 200, 0, 0]] = f64::NAN;
+        let got = answer(&plain(), &case, &Setting::ALONE);
+        for ((b, i, h, x), value) in got.out.indexed_iter() {
+            assert_eq!(value.is_nan(), b == 1 || x == 3, "{dtype}: out[{b}, {i}, {h}, {x}]");
+        }
+        assert!(got.lse.indexed_iter().all(|((b, ..), lse)| lse.is_nan() == (b == 1)), "{dtype}");
+    }
+}
+
+/// Numbers of blocks of the forward kernel and of the merge, for a case.
+fn blocks(case: &Case, kernel: &str, hopper: bool) -> Result<[u64; 2], String> {
+    let ordinal = next_device();
+    let subject = staged("one emulated gpu", Duration::ZERO, move || {
+        if hopper { hopper_on(ordinal, 0, 0) } else { emulated_on(ordinal, &[]) }
+    });
+    verdict(&subject, case, &Setting::ALONE)?;
+    Ok([kernel, "merge_splits"].map(|kernel| emulator::blocks(ordinal, kernel)))
+}
+
+#[test]
+fn ranges_are_blocks_and_rows_are_merged_once() {
+    let plain = |dims, dtype| new("blocks", dims, dtype, |_, _| ());
+    // 9 tiles of 64 keys are 4 ranges; 2 batch rows × 2 groups of packed heads; 2 × 8 rows
+    let case = plain(dims(1, 8, 2), DType::Bf16);
+    assert_eq!(blocks(&case, "forward_matrix", false), Ok([2 * 2 * 4, 2 * 8]));
+    // 17 tiles of 32 keys are 8 ranges
+    let case = plain(dims(1, 2, 1), DType::F64);
+    assert_eq!(blocks(&case, "forward", false), Ok([2 * 2 * 8, 2 * 2]));
+    // 5 tiles of 128 keys are 2 ranges
+    let case = plain(Dims { value_dim: 24, ..dims(1, 2, 1) }, DType::F16);
+    assert_eq!(blocks(&case, "forward_warpgroup", true), Ok([2 * 2 * 2, 2 * 2]));
+    // many blocks are not divided
+    let case = plain(Dims { batch: 67, head_dim: 8, value_dim: 8, ..dims(1, 2, 2) }, DType::Bf16);
+    assert_eq!(blocks(&case, "forward_matrix", false), Ok([67 * 2, 0]));
+}
+
+#[test]
+fn the_order_of_threads_changes_no_bit() {
+    let case = full(Dims { batch: 1, ..dims(2, 4, 1) }, DType::Bf16);
+    let run = |seed| {
+        emulator::set_seed(seed);
+        answer(&plain(), &case, &Setting::ALONE)
+    };
+    let want = run(21);
+    for seed in 22..25 {
+        run(seed).same_bits(&want).unwrap();
+    }
+}
+
+#[test]
+fn every_barrier_of_the_merge_is_needed() {
+    let mistakes: [&'static [&'static str]; 3] = [
+        &["-DPLANTED_NO_MERGE_BARRIER=1"],
+        &["-DPLANTED_NO_MERGE_BARRIER=2"],
+        &["-DPLANTED_NO_MERGE_BARRIER=3"],
+    ];
+    for mistake in mistakes {
+        let case = new("planted", dims(1, 2, 1), DType::Bf16, |_, _| ());
+        let wrong = verdict(&subject(mistake, Duration::ZERO), &case, &Setting::ALONE);
+        let is_caught = |wrong: &String| wrong.contains("out[") || wrong.contains("lse[");
+        assert!(wrong.as_ref().is_err_and(is_caught), "{mistake:?}: {wrong:?}");
+    }
+}
