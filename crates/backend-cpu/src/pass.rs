@@ -112,6 +112,16 @@ pub struct Forward<'p> {
     written: bool,
 }
 
+impl Forward<'_> {
+    /// Returns an error after the last block, whose tasks need not keep the accumulators.
+    fn check_not_written(&self) -> Result<()> {
+        if self.written {
+            return Err(Error::internal("a block of keys after the last one"));
+        }
+        Ok(())
+    }
+}
+
 impl ForwardPass<Host> for Forward<'_> {
     /// With [`Readers::Local`], copies nothing: the pass reads K and V from the caller's tensors.
     fn local_kv(&mut self, into: &mut HostBuffer, readers: Readers) -> Result<()> {
@@ -119,11 +129,11 @@ impl ForwardPass<Host> for Forward<'_> {
     }
 
     fn attend(&mut self, kv: &Block<'_, Host>, tick: Tick<'_>) -> Result<()> {
+        self.check_not_written()?;
         let inputs = &self.inputs;
         by_dtype!(self.workspace, |team, state: State<E>| decode::attend::attend::<E>(
             team, state, inputs, kv, None, tick
         ))?;
-        self.written = false;
         Ok(())
     }
 
@@ -133,6 +143,7 @@ impl ForwardPass<Host> for Forward<'_> {
         outputs: &mut Outputs<'_, Host>,
         tick: Tick<'_>,
     ) -> Result<()> {
+        self.check_not_written()?;
         let inputs = &self.inputs;
         self.written =
             by_dtype!(self.workspace, |team, state: State<E>| decode::attend::attend::<E>(

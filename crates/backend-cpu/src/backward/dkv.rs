@@ -303,7 +303,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
                     ..task.keys.end.min(task.keys.start + tile_start + TILE);
                 non_empty = whole_mask.classify(LaneAxis::Keys, &self.visibility, tile, keys, bits);
             }
-            if !non_empty || !whole_mask.strip(&strip.rows, tile_mask) {
+            if !non_empty || !whole_mask.strip(&strip.rows, Acc::<E>::WIDTH, tile_mask) {
                 continue;
             }
             let keys = task.keys.start + strip.rows.start..task.keys.start + strip.rows.end;

@@ -174,7 +174,7 @@ impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
                 non_empty = self.pass.classify(scratch, strip.rows.start, keys);
             }
             let Scratch { tile_mask, whole_mask, .. } = scratch;
-            if !non_empty || !whole_mask.strip(&strip.rows, tile_mask) {
+            if !non_empty || !whole_mask.strip(&strip.rows, Acc::<E>::WIDTH, tile_mask) {
                 continue;
             }
             if !std::mem::replace(&mut filled, true) {

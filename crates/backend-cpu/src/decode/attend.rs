@@ -24,9 +24,10 @@ pub(crate) fn attend<E: Input<Accumulator: Summed>>(
 ) -> Result<bool> {
     let (task_rows, task_order) = state.arrange_forward();
     let State { shard, geometry, blocks, scratch, decode, in_place, arrivals, .. } = state;
-    let State { query_tiles, .. } = state;
-    let pass =
+    let State { query_tiles, attended, .. } = state;
+    let mut pass =
         QueryPass::<E>::new(geometry, task_rows, shard, query_tiles, inputs, block, *in_place)?;
+    pass.is_only_block = !std::mem::replace(attended, true);
     QueryPass::<E>::invalidate_query_tiles(scratch);
     if let Some(leaves) = &shard.leaves {
         arrivals.refill(&leaves.keys, leaves.rows, block.rows)?;

@@ -50,6 +50,8 @@ pub(crate) struct QueryPass<'a, E: Input> {
     pub(super) strips: usize,
     /// `[heads|1, sinks, 1, 1]`
     pub(super) sinks: Option<ArrayView4<'a, Acc<E>>>,
+    /// True if this block is the first of the pass. Where outputs are written it is also the last.
+    pub(crate) is_only_block: bool,
 }
 
 impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
@@ -81,6 +83,7 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
             bounds: &query_tiles.bounds,
             strips: task_rows / geometry.strip_lanes(),
             sinks,
+            is_only_block: false,
         })
     }
 

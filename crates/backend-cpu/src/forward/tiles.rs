@@ -12,6 +12,8 @@
 //! across lanes. A packed tile of keys serves all query heads of its group (GQA) and all rows of
 //! the task. The outputs of a strip are written while its accumulator is in the first-level cache,
 //! and were prefetched under its last products; in a pass of their own they would wait for memory.
+//! If the last block is also the first, all tasks of a thread use one accumulator: those of the
+//! query blocks would be read from memory, and written to it, although no later call needs them.
 //!
 //! # Source
 //! Dao et al. 2022, algorithm 1; Milakov and Gimelshein 2018 for the online softmax.
@@ -50,6 +52,7 @@ use crate::{
 /// The accumulator keeps its old contents, which the first tile of a strip overwrites.
 pub(crate) fn begin<A: Real>(team: &Team, state: &mut State<A>) {
     state.in_place = false;
+    state.attended = false;
     state.arrivals.begin();
     state.query_tiles.begin();
     team.run(&mut state.scratch, state.blocks.iter_mut(), None, |_, block, _| {
@@ -62,7 +65,7 @@ pub(crate) fn begin<A: Real>(team: &Team, state: &mut State<A>) {
 
 impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
     /// Attends to the block tile by tile, with all queries. With `outputs`, writes those of all
-    /// rows, unless it is stopped; tasks are then in the order
+    /// rows, unless it is stopped; tasks are then one query block each, in the order
     /// [`crate::workspace::state::BlockOrder::Rows`].
     pub(crate) fn attend_tiles(
         &self,
@@ -86,8 +89,18 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
             .parts(OutputAxis::Batch, 1)
             .flat_map(move |outputs| outputs.parts(OutputAxis::Rows, task_rows))
             .flat_map(move |outputs| outputs.parts(OutputAxis::Heads, group));
+        let is_only_block = self.is_only_block;
         team.run(scratch, tasks.zip(parts), Some(tick), |scratch, (mut task, mut part), ticker| {
+            // no later call reads the accumulator: it need not leave the second-level cache
+            let mut near_sums = std::mem::take(&mut scratch.near_sums);
+            if is_only_block {
+                task.swap_sums(&mut near_sums);
+            }
             self.attend_task(scratch, &mut task, Some(&mut part), ticker);
+            if is_only_block {
+                task.swap_sums(&mut near_sums);
+            }
+            scratch.near_sums = near_sums;
         });
     }
 
@@ -191,18 +204,7 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         let mut tiles = 0;
         let mut non_empty = false;
         for (index, strip) in self.geometry.strips(task.rows.len()).enumerate() {
-            if strip.rows.start.is_multiple_of(TILE) {
-                non_empty = match scratch.mask_cache.load_next(&mut scratch.whole_mask) {
-                    Some(non_empty) => non_empty,
-                    None => {
-                        let non_empty = self.classify(scratch, strip.rows.start, keys);
-                        scratch.mask_cache.store(non_empty, &scratch.whole_mask);
-                        non_empty
-                    }
-                };
-            }
-            let Scratch { tile_mask, whole_mask, .. } = scratch;
-            if !non_empty || !whole_mask.strip(&strip.rows, tile_mask) {
+            if !self.load_mask(scratch, &strip, keys, &mut non_empty) {
                 continue;
             }
             if let Some(next) = next.take() {
@@ -248,6 +250,40 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         }
         // a guess: the next tile of keys is packed after as many tiles as this one had
         scratch.prefetcher.spread(tiles, TILE + self.geometry.value_rows());
+    }
+
+    /// Loads the mask of a strip and `keys` from the cache, or computes it. Returns false if it is
+    /// empty. Strips of one tile of 64 queries pass on in `non_empty` that the tile is not.
+    fn load_mask(
+        &self,
+        scratch: &mut Scratch<Acc<E>>,
+        strip: &Strip,
+        keys: &Range<usize>,
+        non_empty: &mut bool,
+    ) -> bool {
+        let first = strip.rows.start;
+        let width = Acc::<E>::WIDTH;
+        if self.geometry.strip_lanes() == TILE {
+            // the strip is the tile: its own mask is cached
+            if let Some(non_empty) = scratch.mask_cache.load_next(&mut scratch.tile_mask) {
+                return non_empty;
+            }
+            let non_empty = self.classify(scratch, first, keys)
+                && scratch.whole_mask.strip(&strip.rows, width, &mut scratch.tile_mask);
+            scratch.mask_cache.store(non_empty, &scratch.tile_mask);
+            return non_empty;
+        }
+        if first.is_multiple_of(TILE) {
+            *non_empty = match scratch.mask_cache.load_next(&mut scratch.whole_mask) {
+                Some(non_empty) => non_empty,
+                None => {
+                    let non_empty = self.classify(scratch, first, keys);
+                    scratch.mask_cache.store(non_empty, &scratch.whole_mask);
+                    non_empty
+                }
+            };
+        }
+        *non_empty && scratch.whole_mask.strip(&strip.rows, width, &mut scratch.tile_mask)
     }
 
     /// Schedules the prefetch of the queries that are usually packed next: the next head's, then

@@ -112,7 +112,7 @@ pub(crate) fn gemm_nn<A: Real>(
     let masked = max_known && !is_full;
     let lane_words = if masked { tile_mask.lane_words() } else { [0; TILE] };
     let lane_words = masked.then(|| &lane_words[padded_rows.clone()]);
-    let row_ranges = tile_mask.row_ranges(vectors, A::WIDTH);
+    let row_ranges = tile_mask.row_ranges();
     let c = &mut tile[padded_rows.start * width..padded_rows.end * width];
     let a = panel.rows(padded_rows.clone());
     let gemm = GemmNn { a, stride: panel.stride(), b: lanes, c, lane_words, tile_max, epilogue };
@@ -201,7 +201,7 @@ pub(crate) fn gemm_tn<A: Real>(
             );
         }
         Some(words) => A::run(token, vectors, MaskedGemmTn { gemm, words }),
-        None => match tile_mask.row_ranges(vectors, A::WIDTH) {
+        None => match tile_mask.row_ranges() {
             Some(row_ranges) => {
                 let row_ranges = row_ranges.map(|rows| lines(&rows));
                 A::run_products(
@@ -694,7 +694,9 @@ mod tests {
     ) {
         let width = vectors * f32::WIDTH;
         let of_strip = !0u64 >> (TILE - width);
-        let Some(tile_mask) = TileMask::of_words(words.map(|word| word & of_strip), width) else {
+        let Some(tile_mask) =
+            TileMask::of_words(words.map(|word| word & of_strip), width, f32::WIDTH)
+        else {
             return;
         };
         let mut panel = Panel::<f32>::new(DIM, PanelFormat::Widened).unwrap();

@@ -4,7 +4,8 @@
 //! ```text
 //! classify:    Empty → skip the tile     Full → all rows, no words
 //!              Partial → words[row], and the range of rows with a visible pair
-//! row_ranges:  words → for each vector of lanes, the rows that hold its visible pairs
+//! strip:       words → those of a strip, and for each of its vectors of lanes the rows that hold
+//!              its visible pairs
 //! ```
 //!
 //! # Source
@@ -40,11 +41,13 @@ pub(crate) struct TileMask {
     rows: Range<usize>,
     /// True if every pair within `rows` is visible; `words` are then unspecified.
     full: bool,
+    /// See [`TileMask::row_ranges`].
+    row_ranges: Option<RowRanges>,
 }
 
 impl Default for TileMask {
     fn default() -> Self {
-        Self { words: [0; TILE], rows: 0..0, full: true }
+        Self { words: [0; TILE], rows: 0..0, full: true, row_ranges: None }
     }
 }
 
@@ -84,14 +87,16 @@ impl TileMask {
     }
 
     /// Writes the mask of one strip of this tile to `into`: that of the tile's lanes `lanes`,
-    /// counted from any multiple of [`TILE`]. Returns false if the strip is empty.
+    /// counted from any multiple of [`TILE`], in vectors of `width` lanes. Returns false if the
+    /// strip is empty.
     ///
     /// Rows of which every pair is visible need no words, also if other rows have none: at the edge
     /// of a document only the tiles on the diagonal are masked pair by pair.
-    pub(crate) fn strip(&self, lanes: &Range<usize>, into: &mut Self) -> bool {
+    pub(crate) fn strip(&self, lanes: &Range<usize>, width: usize, into: &mut Self) -> bool {
         debug_assert!(lanes.start % TILE + lanes.len() <= TILE);
         into.full = self.full;
         into.rows = self.rows.clone();
+        into.row_ranges = None;
         if self.full {
             return true;
         }
@@ -106,15 +111,17 @@ impl TileMask {
         let end = (begin..self.rows.end).rfind(visible).map_or(begin, |last| last + 1);
         into.rows = begin..end;
         into.full = into.words[into.rows.clone()].iter().all(|&word| word == all);
+        into.row_ranges = into.trimmed_ranges(lanes.len().div_ceil(width), width);
         true
     }
 
-    /// Returns the mask of a strip of `width` lanes with these bits; `None` if it is empty.
+    /// Returns the mask of a strip of `lanes` lanes, in vectors of `width`, with these bits; `None`
+    /// if it is empty.
     #[cfg(test)]
-    pub(crate) fn of_words(words: [u64; TILE], width: usize) -> Option<Self> {
+    pub(crate) fn of_words(words: [u64; TILE], lanes: usize, width: usize) -> Option<Self> {
         let mut strip = Self::default();
-        let whole = Self { words, rows: 0..TILE, full: false };
-        whole.strip(&(0..width), &mut strip).then_some(strip)
+        let whole = Self { words, rows: 0..TILE, full: false, row_ranges: None };
+        whole.strip(&(0..lanes), width, &mut strip).then_some(strip)
     }
 
     /// Returns the range of the rows with a visible pair.
@@ -153,9 +160,15 @@ impl TileMask {
         self.words[..rows].iter().fold((0, all), |(some, all), word| (some | word, all & word))
     }
 
-    /// Returns for each vector of `width` lanes the range of rows that holds its visible pairs;
-    /// `None` if no vector's range can be trimmed.
-    pub(crate) fn row_ranges(&self, vectors: usize, width: usize) -> Option<RowRanges> {
+    /// Returns for each vector of lanes of a strip a range of rows that holds its visible pairs;
+    /// `None` if no vector's range is trimmed. Computed with the strip, because several products
+    /// use it.
+    pub(crate) fn row_ranges(&self) -> Option<RowRanges> {
+        self.row_ranges.clone()
+    }
+
+    /// Computes [`TileMask::row_ranges`] for vectors of `width` lanes.
+    fn trimmed_ranges(&self, vectors: usize, width: usize) -> Option<RowRanges> {
         let words = self
             .words()
             .filter(|_| (2..=MAX_STRIP_VECTORS).contains(&vectors) && vectors * width <= TILE)?;
@@ -184,6 +197,7 @@ impl TileMask {
 }
 
 /// Cache of a task's tile masks in the order of its tiles. All heads with the same mask reuse them.
+/// If a strip is as wide as a tile, they are those of strips.
 #[derive(Debug)]
 pub(crate) struct TileMaskCache {
     /// One entry per tile: false if the tile is empty, and its mask.
@@ -280,25 +294,26 @@ mod tests {
     #[test]
     fn row_ranges_hold_the_visible_rows_of_each_vector() {
         let causal = std::array::from_fn(|key| !0u64 << key);
-        let mut tile_mask = TileMask { words: causal, rows: 0..TILE, full: false };
-        let row_ranges = tile_mask.row_ranges(4, 16).unwrap();
-        assert_eq!(row_ranges, [0..16, 0..32, 0..48, 0..64]);
-        assert_eq!(tile_mask.row_ranges(2, 8).unwrap()[..2], [0..8, 0..16]);
-        assert!(tile_mask.row_ranges(1, 16).is_none());
-        tile_mask = TileMask {
-            words: std::array::from_fn(|key| causal[key] & 0xff << 16),
-            rows: 3..24,
-            full: false,
+        let of = |words, rows, lanes: usize, width| {
+            let whole = TileMask { words, rows, full: false, row_ranges: None };
+            let mut strip = TileMask::default();
+            assert!(whole.strip(&(64..64 + lanes), width, &mut strip));
+            strip.row_ranges()
         };
-        assert_eq!(tile_mask.row_ranges(4, 16).unwrap(), [0..0, 3..24, 0..0, 0..0]);
-        tile_mask = TileMask { words: [0x8000_8000_8000_8000; TILE], rows: 5..9, full: false };
-        assert!(tile_mask.row_ranges(4, 16).is_none());
+        let row_ranges = of(causal, 0..TILE, 64, 16).unwrap();
+        assert_eq!(row_ranges, [0..16, 0..32, 0..48, 0..64]);
+        assert_eq!(of(causal, 0..TILE, 16, 8).unwrap()[..2], [0..8, 0..16]);
+        assert_eq!(of(causal, 0..TILE, 13, 8).unwrap()[..2], [0..8, 0..13]);
+        assert!(of(causal, 0..TILE, 16, 16).is_none());
+        let one_vector = std::array::from_fn(|key| causal[key] & 0xff << 16);
+        assert_eq!(of(one_vector, 3..24, 64, 16).unwrap(), [0..0, 3..24, 0..0, 0..0]);
+        assert!(of([0x8000_8000_8000_8000; TILE], 5..9, 64, 16).is_none());
     }
 
     #[test]
     fn lanes_are_visible_in_some_or_all_rows() {
         let words = std::array::from_fn(|row| [0b1100, 0b0110, !0][row.min(2)]);
-        let tile_mask = TileMask { words, rows: 0..2, full: false };
+        let tile_mask = TileMask { words, rows: 0..2, full: false, row_ranges: None };
         assert_eq!(tile_mask.visible_lanes(2, 4), (0b1110, 0b0100));
         // a row without a visible pair
         assert_eq!(TileMask { words: [0; TILE], ..tile_mask }.visible_lanes(2, 64), (0, 0));
@@ -313,11 +328,11 @@ mod tests {
             20..60 => !(1 << 40),
             _ => 0,
         });
-        let whole = TileMask { words, rows: 2..60, full: false };
+        let whole = TileMask { words, rows: 2..60, full: false, row_ranges: None };
         let mut strip = TileMask::default();
         for first in (0..TILE).step_by(8) {
             let lanes = 128 + first..128 + first + 8;
-            assert!(whole.strip(&lanes, &mut strip));
+            assert!(whole.strip(&lanes, 8, &mut strip));
             assert_eq!(*strip.rows(), if first == 0 { 20..60 } else { 2..60 });
             assert_eq!(strip.words().is_some(), first == 40, "lanes from {first} on");
             for row in strip.rows().clone() {
@@ -327,8 +342,8 @@ mod tests {
             }
         }
         // lanes without a visible pair
-        assert!(!whole.strip(&(40..41), &mut strip));
-        assert!(TileMask { rows: 3..9, ..TileMask::default() }.strip(&(5..6), &mut strip));
+        assert!(!whole.strip(&(40..41), 8, &mut strip));
+        assert!(TileMask { rows: 3..9, ..TileMask::default() }.strip(&(5..6), 8, &mut strip));
         assert!(strip.words().is_none() && *strip.rows() == (3..9));
     }
 

@@ -90,5 +90,6 @@ impl<A: Real> Scratch<A> {
             + list_bytes(&self.last_keys)
             + tiles.map(|tile| tile.bytes()).sum::<usize>()
             + self.mask_cache.bytes()
+            + self.near_sums.bytes()
     }
 }

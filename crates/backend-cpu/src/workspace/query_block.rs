@@ -218,6 +218,14 @@ impl<'a, A> QueryTask<'a, A> {
         self.blocks
     }
 
+    /// Exchanges the accumulator of the task, if it is one block, for `sums`, which is at least as
+    /// long.
+    pub(crate) fn swap_sums(&mut self, sums: &mut Aligned<A>) {
+        if let [block] = &mut *self.blocks {
+            std::mem::swap(&mut block.sums, sums);
+        }
+    }
+
     /// Returns the block that holds row `row` of the task, and the row's index in that block.
     pub(crate) fn block(&mut self, row: usize) -> (&mut QueryBlock<A>, usize) {
         let rows = self.blocks[0].rows.len();

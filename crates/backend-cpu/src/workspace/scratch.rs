@@ -80,6 +80,9 @@ pub(crate) struct Scratch<A> {
     pub(crate) tile_mask: TileMask,
     /// Tile masks of the rows in `query_tiles_of`, reused by all heads with the same mask.
     pub(crate) mask_cache: TileMaskCache,
+    /// Accumulator of the current task in passes of one block of keys, under a narrow mask; see
+    /// `forward/tiles.rs`.
+    pub(crate) near_sums: Aligned<A>,
     /// Copy of `tile_mask` for one head, from which a bias of −∞ removes pairs.
     pub(crate) head_mask: TileMask,
 }
@@ -144,6 +147,7 @@ impl<A: Real> Scratch<A> {
             whole_mask: TileMask::default(),
             tile_mask: TileMask::default(),
             mask_cache: TileMaskCache::new(),
+            near_sums: Aligned::default(),
             head_mask: TileMask::default(),
         })
     }

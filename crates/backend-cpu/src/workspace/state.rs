@@ -187,6 +187,8 @@ pub(crate) struct State<A> {
     pub(crate) decode: Option<Decode<A>>,
     /// True if the pass reads K and V of its local block from the caller's tensors.
     pub(crate) in_place: bool,
+    /// True if the forward pass has attended to a block.
+    pub(crate) attended: bool,
     /// Leaves of the block that is attended to, in the reproducible order.
     pub(crate) arrivals: Arrivals,
     /// Partial dK and dV, in the reproducible order.
@@ -203,7 +205,7 @@ pub(crate) struct State<A> {
 fn is_narrow(shard: &RankShard, tile: &mut QueryTile) -> bool {
     let queries = shard.queries.len();
     let keys = shard.keys.len();
-    if queries < 2 * NARROW_TASK_ROWS || keys < 2 * NARROW_TASK_ROWS {
+    if !may_be_narrow(shard) {
         return false;
     }
     let visibility = Visibility {
@@ -216,6 +218,11 @@ fn is_narrow(shard: &RankShard, tile: &mut QueryTile) -> bool {
     visibility.query_tile(0, 0, first..queries.min(first + NARROW_TASK_ROWS), tile);
     let visible_keys: usize = visibility.key_tiles(tile, TILE).map(|keys| keys.len()).sum();
     visible_keys <= 2 * NARROW_TASK_ROWS && 2 * visible_keys <= keys
+}
+
+/// True if there are enough rows for a narrow mask.
+fn may_be_narrow(shard: &RankShard) -> bool {
+    shard.queries.len().min(shard.keys.len()) >= 2 * NARROW_TASK_ROWS
 }
 
 /// Returns the slots of partial results that the shard's leaves need, of queries and of keys.
@@ -335,9 +342,15 @@ impl<A: Real> State<A> {
         } else {
             None
         };
-        let scratch: Vec<Scratch<A>> = (0..threads)
+        let mut scratch: Vec<Scratch<A>> = (0..threads)
             .map(|_| Scratch::new(spec, &geometry, wide_rows, k_rows, backward, decode_queries))
             .collect::<Result<_>>()?;
+        if may_be_narrow(shard) {
+            let most = blocks.iter().map(|block| block.sums.len()).max().unwrap_or(0);
+            for scratch in &mut scratch {
+                scratch.near_sums = Aligned::zeroed(most)?;
+            }
+        }
         let mut shared_dq = memory::list("the workspace", if backward { blocks.len() } else { 0 })?;
         for _ in blocks.iter().filter(|_| backward) {
             shared_dq.push(Mutex::new(Aligned::zeroed(0)?));
@@ -374,6 +387,7 @@ impl<A: Real> State<A> {
             query_tiles,
             decode,
             in_place,
+            attended: false,
             arrivals: Arrivals::default(),
             key_leaves,
             received_mask: DenseMask::default(),

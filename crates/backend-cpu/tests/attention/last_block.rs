@@ -89,6 +89,9 @@ fn narrow_tasks_write_outputs_before_the_epilogue() {
     };
     let block = Block { buffer: &buffer, ready: &(), rows: &rank.shard.keys };
     pass.attend_last(&block, outputs, &mut keep_going).unwrap();
+    // the accumulators are gone
+    assert!(pass.attend(&block, &mut keep_going).is_err());
+    assert!(pass.attend_last(&block, outputs, &mut keep_going).is_err());
     assert!(out == want.0 && lse == want.1);
     assert!(memory.slice(s![.., ..;2, .., ..]).iter().all(|&gap| gap == 7.0));
 }
