@@ -22,6 +22,7 @@
 #pragma once
 
 #include "warpgroup.cuh"
+#include "warpgroup_lane.cuh"
 
 #if ANNULUS_DTYPE < 2 || ANNULUS_DIM < 64
 #error "warpgroups multiply 16-bit elements of at least 64 dims"
@@ -29,32 +30,6 @@
 
 // Elements of S of one thread: 64 × KV_ROWS over 128 threads.
 #define S_REGISTERS (KV_ROWS / 2)
-#define LOG2_E 1.44269504088896341f
-// Largest |m|·log₂e for which e^{s − m} is computed as 2^{unit·x − m·log₂e}, one multiply-add and
-// one ex2. `unit` and m·log₂e are rounded separately, which changes the exponent by up to
-// 3·2⁻²⁴·|m|·log₂e: for this bound a probability by 2⁻¹³, less than its rounding to f16. For
-// |m| = 10⁹ it would be a factor of 2¹⁷².
-#define FUSED_LIMIT 1024.0f
-
-// Position of a thread in its warpgroup's accumulators: element e of S is
-// row + 8·(e / 2 mod 2), 8·(e / 4) + column + e mod 2.
-struct ConsumerLane {
-    u32 group, thread, lane, row, column;
-
-    METHOD u32 row_of(u32 e) const { return row + 8 * (e / 2 % 2); }
-    METHOD u32 column_of(u32 e) const { return 8 * (e / 4) + column + e % 2; }
-};
-
-DEVICE ConsumerLane consumer_lane() {
-    ConsumerLane at;
-    // uniform: descriptors and barrier names then need no per-thread arithmetic
-    at.group = uniform(thread_index() / WARPGROUP) - 1;
-    at.thread = thread_index() % WARPGROUP;
-    at.lane = thread_index() % 32;
-    at.row = at.thread / 32 * 16 + at.lane / 4;
-    at.column = 2 * (at.lane % 4);
-    return at;
-}
 
 // Visibility of a thread's pairs, one bit each.
 struct VisiblePairs {
@@ -105,14 +80,6 @@ DEVICE u64 warpgroup_mask_row(const Attention& a, const WarpgroupTile& coord, u3
     u32 first = coord.first_key + 64 * word;
     u32 left = a.keys > first ? a.keys - first : 0;
     return left < 64 ? line & ((1ull << left) - 1) : line;
-}
-
-// Returns true if the QKᵀ products need an epilogue: bias, soft cap or rounding; or a scale that is
-// not positive (the maximum of scale·s is scale·max s only for scale > 0) or so small that products
-// with it may leave the normal range of f32. Otherwise the scale is deferred to the softmax.
-DEVICE bool needs_epilogue(const Attention& a) {
-    return (a.flags & (HAS_BIAS | HAS_SLOPES | HAS_CAP)) || a.rounding != ROUND_NOT ||
-           !(float(a.scale) > 1e-30f);
 }
 
 // Applies the score epilogue pair by pair. The scores go through scratch, because the loop is not

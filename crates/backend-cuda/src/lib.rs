@@ -40,6 +40,7 @@ mod backend;
 mod backward;
 mod backward_keys;
 mod backward_queries;
+mod backward_warpgroup;
 mod bias_gradient;
 mod block_mask;
 mod finish;
