@@ -64,8 +64,8 @@ DEVICE void score_gradients(float (&dprobs)[KEYS_PAIRS], const float (&probs)[KE
     UNROLL for (u32 n_tile = 0; n_tile < KEYS_PAIRS / 4; ++n_tile) {
         ColumnPair delta = column_pair(statistics.delta, n_tile, at);
         UNROLL for (u32 e = 4 * n_tile; e < 4 * n_tile + 4; ++e) {
-            dprobs[e] = probs[e] * (dprobs[e] - delta.of[e % 2]);
-            if (!plain && !(visible >> e & 1)) dprobs[e] = 0;
+            float ds = probs[e] * (dprobs[e] - delta.of[e % 2]);
+            dprobs[e] = plain || (visible >> e & 1) ? ds : 0.0f;
         }
     }
 }

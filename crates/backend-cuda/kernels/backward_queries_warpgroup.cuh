@@ -101,11 +101,13 @@ DEVICE void backward_query_rows(Storage& memory, const BackwardAttention& argume
         fence_operand(dprobs);
         if (epilogue) {
             visible = queries_pair_epilogue<Storage>(scores, dprobs, lse, delta, coord, at, a);
-        } else {
-            UNROLL for (u32 e = 0; e < pairs; ++e) {
+        } else if (plain) {
+            UNROLL for (u32 e = 0; e < pairs; ++e)
                 dprobs[e] = scores[e] * (dprobs[e] - delta[e / 2 % 2]);
-                if (!plain && !(visible >> e & 1)) dprobs[e] = 0;
-            }
+        } else {
+            UNROLL for (u32 e = 0; e < pairs; ++e)
+                dprobs[e] =
+                    visible >> e & 1 ? scores[e] * (dprobs[e] - delta[e / 2 % 2]) : 0.0f;
         }
         // the same for all threads of the warpgroup
         const bool by_wgmma =

@@ -34,8 +34,8 @@
 //   own         2 × 128 rows × dims × 2                    32 K /  64 K
 //   streamed    2 × 2 stages × 128 rows × dims × 2, or
 //               2 × 4 stages × 64 rows × dims × 2          64 K / 128 K
-//   zeros       16 rows × 64 dims × 2                       2 K
-//   statistics  stages × rows × 8                           2 K
+//   zeros       rows × 64 dims × 2                         16 K or 8 K
+//   statistics  2 stages × 128 rows × 8                     2 K
 //   mbarriers   2 × stages × 8                             32 or 64
 //
 // Registers of a consumer thread, of 240, at 128 dims: accumulators dQ 64, S 64, dP 64, dX 32; or
@@ -123,7 +123,7 @@ struct BackwardStorage {
     u16 own[2][BACKWARD_CONSUMERS][OWN_ELEMENTS];
     u16 streamed[2][stages][elements];
     // right operand of zeros, for products that scalar units have computed
-    u16 zeros[16 * PANEL_DIMS];
+    u16 zeros[panel];
     // of streamed queries
     StatisticsTile statistics[stages][rows / 64];
     Mbarrier full[stages], empty[stages];
@@ -218,12 +218,10 @@ DEVICE void begin_backward_storage(Storage& memory) {
         }
         fence_mbarrier_init();
     }
-    if (thread_index() < WARPGROUP) {
-        static_assert(sizeof memory.zeros == WARPGROUP * 16, "16 bytes per thread");
-        u32 words[4] = {0, 0, 0, 0};
-        store_for_async_proxy(memory.zeros + 8 * thread_index(), words);
-        fence_proxy_async();
-    }
+    u32 words[4] = {0, 0, 0, 0};
+    for (u32 at = 8 * thread_index(); at < Storage::panel; at += 8 * THREADS)
+        store_for_async_proxy(memory.zeros + at, words);
+    fence_proxy_async();
     barrier();
 }
 
@@ -289,6 +287,12 @@ DEVICE void backward_wgmma_rs(float (&acc)[ACC_REGISTERS], const u32 (&left)[4],
 #endif
 }
 
+// As descriptor_advance in 32 bits: the upper half of a descriptor, its stride, does not change, and
+// the address does not overflow its 14 bits.
+DEVICE u64 operand_advance(u64 descriptor, u32 elements) {
+    return (descriptor & ~0xffffffffull) | u64(u32(descriptor) + (elements * 2 >> 4));
+}
+
 // Issues scores (64 × rows) ← own·streamedᵀ as one wgmma group.
 template <typename Storage>
 DEVICE void issue_nt(float (&scores)[Storage::pairs], u64 own, const u16* streamed) {
@@ -296,8 +300,8 @@ DEVICE void issue_nt(float (&scores)[Storage::pairs], u64 own, const u16* stream
     if (!planted(BACKWARD_NO_WGMMA_FENCE)) wgmma_fence();
     UNROLL for (u32 x = 0; x < ANNULUS_DIM; x += 16) {
         u32 in_panel = planted(BACKWARD_WRONG_STEP) ? x % 64 / 2 : x % 64;
-        backward_wgmma_ss(scores, descriptor_advance(own, x / 64 * OWN_PANEL + x % 64),
-                          descriptor_advance(right, x / 64 * Storage::panel + in_panel), x > 0);
+        backward_wgmma_ss(scores, operand_advance(own, x / 64 * OWN_PANEL + x % 64),
+                          operand_advance(right, x / 64 * Storage::panel + in_panel), x > 0);
     }
     if (!planted(S_NOT_COMMITTED)) wgmma_commit();
 }
@@ -307,12 +311,12 @@ template <typename Storage>
 DEVICE void issue_nn(float (&acc)[ACC_REGISTERS], const u32 (&left)[Storage::rows / 16][4],
                      const Storage& memory, const u16* streamed, bool by_wgmma) {
     u32 panel = planted(BACKWARD_WRONG_PANEL) ? Storage::panel / 2 : Storage::panel;
+    // all panels of the zero operand are the same one
     u64 right =
         by_wgmma ? mn_major_descriptor(streamed, panel) : mn_major_descriptor(memory.zeros, 0);
-    u32 step = by_wgmma ? 16 * PANEL_DIMS : 0;
     wgmma_fence();
     UNROLL for (u32 y = 0; y < Storage::rows / 16; ++y)
-        backward_wgmma_rs(acc, left[y], descriptor_advance(right, y * step));
+        backward_wgmma_rs(acc, left[y], operand_advance(right, y * 16 * PANEL_DIMS));
     wgmma_commit();
 }
 

@@ -228,26 +228,25 @@ impl Variant {
     /// `SharedStorage` of `kernels/warpgroup.cuh` (q; K and V, two stages each; a float of scratch
     /// per score; a zero operand of 16 × 64; 8 mbarriers). Backward: `BackwardStorage` of
     /// `kernels/backward_warpgroup.cuh` (own rows of two operands; their streamed rows, two stages
-    /// of 128 or four of 64; the zero operand; statistics of two floats per streamed row; two
-    /// mbarriers per stage).
+    /// of 128 or four of 64; a zero operand of as many rows × 64; statistics of two floats per
+    /// streamed row; two mbarriers per stage).
     pub fn dynamic_shared_bytes(self, kernel: &str) -> u32 {
         let ([queries, keys], dim) = (self.tile(), self.dim);
-        let zeros = 16 * 64 * 2;
         let bytes = match self.family {
             Family::General => 0,
             Family::Warpgroup => {
                 let tiles = queries * dim * 2 + 4 * keys * dim * 2 + queries * keys * 4;
-                tiles + zeros + 8 * 8
+                tiles + 16 * 64 * 2 + 8 * 8
             }
             Family::WarpgroupBackward => {
-                let stages = match kernel {
+                let (rows, stages) = match kernel {
                     "backward_statistics" => return 0,
-                    "backward_queries_warpgroup" => 2,
-                    _ => 4,
+                    "backward_queries_warpgroup" => (128, 2),
+                    _ => (64, 4),
                 };
                 let own = 2 * 128 * dim * 2;
-                let streamed = 2 * 256 * dim * 2;
-                own + streamed + zeros + 256 * 8 + 2 * stages * 8
+                let streamed = 2 * stages * rows * dim * 2;
+                own + streamed + rows * 64 * 2 + stages * rows * 8 + 2 * stages * 8
             }
         };
         bytes as u32
