@@ -1,8 +1,8 @@
 // Host twin of warpgroup_primitives.cuh. Every asynchronous operation completes as late as the
 // rules allow, and its destination holds NaN until then:
 //
-//   TMA loads      complete when no fiber can run: first those whose mbarrier a thread waits for,
-//                  in an order drawn from the seed
+//   TMA loads      and bulk copies complete when no fiber can run: first those whose mbarrier a
+//                  thread waits for, in an order drawn from the seed; with EARLY_COPIES at once
 //   wgmma          computed when its group is waited for; until then writes to the accumulators
 //                  are lost, and its operands, in A registers or shared memory, may not change
 //   async stores   (store_for_async_proxy) take effect at the thread's fence_proxy_async
@@ -239,6 +239,17 @@ inline void complete_copy(Block& block, const TmaCopy& copy) {
         }
 }
 
+inline void add_copy(const TmaCopy& copy, u32 bytes) {
+    Block& block = *current();
+    if (block.mistake & EARLY_COPIES) {
+        complete_copy(block, copy);
+        changed();
+        return;
+    }
+    std::memset(copy.to, 0xff, bytes);
+    block.async_units->copies.push_back(copy);
+}
+
 bool step_async_units(Block& block) {
     AsyncUnits& all = *block.async_units;
     if (all.copies.empty()) return false;
@@ -346,8 +357,7 @@ DEVICE void tma_load_box(u16* to, const TensorMap& map, Mbarrier* mbarrier, u32 
     for (u32 length : copy.map.box) bytes *= length;
     if (emulated::offset_in_block(to, bytes) % 128 != 0)
         emulated::fault("TMA: misaligned destination");
-    std::memset(to, 0xff, bytes);
-    emulated::async_units().copies.push_back(copy);
+    emulated::add_copy(copy, bytes);
 }
 
 DEVICE void bulk_load(void* to, const void* from, u32 bytes, Mbarrier* mbarrier) {
@@ -355,10 +365,8 @@ DEVICE void bulk_load(void* to, const void* from, u32 bytes, Mbarrier* mbarrier)
     emulated::mbarrier_state(mbarrier);
     if (emulated::offset_in_block(to, bytes) % 16 != 0 || address % 16 != 0 || bytes % 16 != 0)
         emulated::fault("bulk copy: misaligned");
-    std::memset(to, 0xff, bytes);
     emulated::Map map = {0, address, {count, 1, 1, 1}, {2, 0, 0, 0}, {u32(count), 1, 1, 1}};
-    emulated::async_units().copies.push_back(
-        {static_cast<u8*>(to), map, {0, 0, 0, 0}, mbarrier, false});
+    emulated::add_copy({static_cast<u8*>(to), map, {0, 0, 0, 0}, mbarrier, false}, bytes);
 }
 
 DEVICE void store_for_async_proxy(u16* to, const u32 (&words)[4]) {
