@@ -101,8 +101,9 @@ DEVICE void backward_key_rows(NarrowStorage& memory, const BackwardAttention& ar
     u32 p[KEYS_PAIRS / 8][4] = {}, dx[KEYS_PAIRS / 8][4] = {};
     clear_acc(dk);
     clear_acc(dv);
-    u64 k = k_major_descriptor(memory.own[0][at.group]),
-        v = k_major_descriptor(memory.own[1][at.group]);
+    const OperandLow k = OperandLow(k_major_descriptor(memory.own[0][at.group])),
+                     v = OperandLow(k_major_descriptor(memory.own[1][at.group]));
+    const float unit = float(a.scale) * LOG2_E;
     StageCursor<Storage::stages> state = {0};
     await_tile(memory, state);
     issue_nt<Storage>(scores, k, memory.streamed[0][0]);
@@ -110,7 +111,8 @@ DEVICE void backward_key_rows(NarrowStorage& memory, const BackwardAttention& ar
     fence_operand(scores);
 
     for (;;) {
-        const u32 stage = state.stage();
+        // uniform: descriptors then need no per-thread arithmetic
+        const u32 stage = uniform(state.stage());
         const u16 *queries = memory.streamed[0][stage], *douts = memory.streamed[1][stage];
         const StatisticsTile& statistics =
             memory.statistics[planted(STATISTICS_OF_FIRST_STAGE) ? 0 : stage][0];
@@ -137,7 +139,6 @@ DEVICE void backward_key_rows(NarrowStorage& memory, const BackwardAttention& ar
             fence_operand(dprobs);
             visible = keys_pair_epilogue(scores, dprobs, statistics, coord, at, a);
         } else if (plain) {
-            float unit = float(a.scale) * LOG2_E;
             UNROLL for (u32 n_tile = 0; n_tile < KEYS_PAIRS / 4; ++n_tile) {
                 ColumnPair lse = column_pair(statistics.lse, n_tile, at);
                 UNROLL for (u32 e = 0; e < 4; ++e)
@@ -178,9 +179,10 @@ DEVICE void backward_key_rows(NarrowStorage& memory, const BackwardAttention& ar
         if (!tiles.more()) break;
         ++state.tile;
         await_tile(memory, state);
+        const u32 next_stage = uniform(state.stage());
         // an array of its own: P does not flow into the accumulators of S
         float next_scores[KEYS_PAIRS];
-        issue_nt<Storage>(next_scores, k, memory.streamed[0][state.stage()]);
+        issue_nt<Storage>(next_scores, k, memory.streamed[0][next_stage]);
         if (!planted(S_NOT_AWAITED)) wgmma_wait<0>();
         fence_operand(next_scores);
         UNROLL for (u32 e = 0; e < KEYS_PAIRS; ++e) scores[e] = next_scores[e];

@@ -66,8 +66,9 @@ DEVICE void backward_query_rows(Storage& memory, const BackwardAttention& argume
     float dq[ACC_REGISTERS], scores[pairs];
     u32 dx[pairs / 8][4] = {};
     clear_acc(dq);
-    u64 q = k_major_descriptor(memory.own[0][at.group]),
-        dout = k_major_descriptor(memory.own[1][at.group]);
+    const OperandLow q = OperandLow(k_major_descriptor(memory.own[0][at.group])),
+                     dout = OperandLow(k_major_descriptor(memory.own[1][at.group]));
+    const float unit = float(a.scale) * LOG2_E;
     StageCursor<Storage::stages> state = {0};
     await_tile(memory, state);
     issue_nt<Storage>(scores, q, memory.streamed[0][0]);
@@ -75,7 +76,8 @@ DEVICE void backward_query_rows(Storage& memory, const BackwardAttention& argume
     fence_operand(scores);
 
     for (;;) {
-        const u32 stage = state.stage();
+        // uniform: descriptors then need no per-thread arithmetic
+        const u32 stage = uniform(state.stage());
         const u16* keys = memory.streamed[0][stage];
         float dprobs[pairs];
         issue_nt<Storage>(dprobs, dout, memory.streamed[1][stage]);
@@ -89,7 +91,6 @@ DEVICE void backward_query_rows(Storage& memory, const BackwardAttention& argume
                            coord.first_key + Storage::rows <= a.keys;
         u64 visible = ~0ull;
         if (!epilogue && plain) {
-            float unit = float(a.scale) * LOG2_E;
             UNROLL for (u32 e = 0; e < pairs; ++e)
                 scores[e] = fused_prob(scores[e], unit, lse[e / 2 % 2]);
         } else if (!epilogue) {
@@ -122,9 +123,10 @@ DEVICE void backward_query_rows(Storage& memory, const BackwardAttention& argume
         if (!tiles.more()) break;
         ++state.tile;
         await_tile(memory, state);
+        const u32 next_stage = uniform(state.stage());
         // an array of its own: P does not flow into the accumulators of S
         float next_scores[pairs];
-        issue_nt<Storage>(next_scores, q, memory.streamed[0][state.stage()]);
+        issue_nt<Storage>(next_scores, q, memory.streamed[0][next_stage]);
         if (!planted(S_NOT_AWAITED)) wgmma_wait<0>();
         fence_operand(next_scores);
         UNROLL for (u32 e = 0; e < pairs; ++e) scores[e] = next_scores[e];

@@ -287,21 +287,24 @@ DEVICE void backward_wgmma_rs(float (&acc)[ACC_REGISTERS], const u32 (&left)[4],
 #endif
 }
 
-// As descriptor_advance in 32 bits: the upper half of a descriptor, its stride, does not change, and
-// the address does not overflow its 14 bits.
-DEVICE u64 operand_advance(u64 descriptor, u32 elements) {
-    return (descriptor & ~0xffffffffull) | u64(u32(descriptor) + (elements * 2 >> 4));
+// Lower half of a matrix descriptor: address and leading byte offset. The upper half is the same for
+// all operands here, and no step overflows the address, so that 32 bits suffice for its arithmetic.
+typedef u32 OperandLow;
+
+DEVICE u64 operand_descriptor(OperandLow operand, u32 elements) {
+    const u64 upper = u64(SWIZZLE_ATOM_BYTES >> 4) << 32 | 1ull << 62;
+    return upper | u64(operand + (elements * 2 >> 4));
 }
 
 // Issues scores (64 × rows) ← own·streamedᵀ as one wgmma group.
 template <typename Storage>
-DEVICE void issue_nt(float (&scores)[Storage::pairs], u64 own, const u16* streamed) {
-    u64 right = k_major_descriptor(streamed);
+DEVICE void issue_nt(float (&scores)[Storage::pairs], OperandLow own, const u16* streamed) {
+    OperandLow right = OperandLow(k_major_descriptor(streamed));
     if (!planted(BACKWARD_NO_WGMMA_FENCE)) wgmma_fence();
     UNROLL for (u32 x = 0; x < ANNULUS_DIM; x += 16) {
         u32 in_panel = planted(BACKWARD_WRONG_STEP) ? x % 64 / 2 : x % 64;
-        backward_wgmma_ss(scores, operand_advance(own, x / 64 * OWN_PANEL + x % 64),
-                          operand_advance(right, x / 64 * Storage::panel + in_panel), x > 0);
+        backward_wgmma_ss(scores, operand_descriptor(own, x / 64 * OWN_PANEL + x % 64),
+                          operand_descriptor(right, x / 64 * Storage::panel + in_panel), x > 0);
     }
     if (!planted(S_NOT_COMMITTED)) wgmma_commit();
 }
@@ -312,11 +315,11 @@ DEVICE void issue_nn(float (&acc)[ACC_REGISTERS], const u32 (&left)[Storage::row
                      const Storage& memory, const u16* streamed, bool by_wgmma) {
     u32 panel = planted(BACKWARD_WRONG_PANEL) ? Storage::panel / 2 : Storage::panel;
     // all panels of the zero operand are the same one
-    u64 right =
-        by_wgmma ? mn_major_descriptor(streamed, panel) : mn_major_descriptor(memory.zeros, 0);
+    OperandLow right = uniform(OperandLow(by_wgmma ? mn_major_descriptor(streamed, panel)
+                                                   : mn_major_descriptor(memory.zeros, 0)));
     wgmma_fence();
     UNROLL for (u32 y = 0; y < Storage::rows / 16; ++y)
-        backward_wgmma_rs(acc, left[y], operand_advance(right, y * 16 * PANEL_DIMS));
+        backward_wgmma_rs(acc, left[y], operand_descriptor(right, y * 16 * PANEL_DIMS));
     wgmma_commit();
 }
 
