@@ -14,14 +14,10 @@
 #pragma once
 
 #include "gradient.cuh"
+#include "backward_pair.cuh"
 #include "matrix.cuh"
 
 #if ANNULUS_DTYPE >= 2 && TILE == 64
-
-// Row statistics of one query that both passes need.
-struct QueryStatistics {
-    float lse, delta;
-};
 
 // Queries of a thread: two rows of a tile if queries are the left operand, else its columns.
 template <u32 pass>
@@ -60,25 +56,6 @@ DEVICE void read_query_statistics(QueryStatistics (&to)[2 * N_TILES], u32 b, u32
         load_query_statistics<pass, true>(to, b, h, first, lane, a);
     else
         load_query_statistics<pass, false>(to, b, h, first, lane, a);
-}
-
-// Computes P and dX of one pair: `score` is the product of q and k, `dprob` that of dO and v.
-// Returns true if the pair is visible and its row has a gradient.
-DEVICE bool backward_pair(float& p_dropped, float& dx, float score, float dprob, u64 line,
-                          u32 query, u32 key, const QueryStatistics& row, const TileCoord& coord,
-                          const Attention& a) {
-    float derivative;
-    p_dropped = dx = 0;
-    // a row without a visible key (lse = −∞) has no gradient
-    if (!pair_epilogue(score, derivative, line, query, key, coord, a) || row.lse == -infinity())
-        return false;
-    float keep = 1;
-    if (a.flags & HAS_DROPOUT)
-        keep = keep_factor(a, coord.b, coord.h, coord.first_query + query, coord.first_key + key);
-    float p = fast_exp(score - row.lse);
-    p_dropped = keep * p;
-    dx = p * (keep * dprob - row.delta) * derivative;
-    return true;
 }
 
 // Computes P and dX from S and dP, and stores them to shared memory as left operands of gemm_nn. In

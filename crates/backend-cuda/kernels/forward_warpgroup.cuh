@@ -26,12 +26,6 @@
 #include "forward_state.cuh"
 #include "warpgroup_scores.cuh"
 
-#define LOG2_E 1.44269504088896341f
-// Largest |m|·log₂e for which e^{s − m} is computed as 2^{unit·x − m·log₂e}, one multiply-add and
-// one ex2. `unit` and m·log₂e are rounded separately, which changes the exponent by up to
-// 3·2⁻²⁴·|m|·log₂e: for this bound a probability by 2⁻¹³, less than its rounding to f16. For
-// |m| = 10⁹ it would be a factor of 2¹⁷².
-#define FUSED_LIMIT 1024.0f
 
 // Softmax statistics (m, ℓ) and the factor e^{m − m'} of the last update, for a thread's two rows.
 struct SoftmaxState {

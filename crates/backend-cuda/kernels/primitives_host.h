@@ -74,6 +74,10 @@ struct Warp {
 // State of wgmma, TMA and mbarriers; defined in warpgroup_host.h.
 struct AsyncUnits;
 
+// Added to a planted mistake: asynchronous copies complete when they are issued. Mirrored in
+// emulator/context.rs.
+const u32 EARLY_COPIES = 1 << 16;
+
 struct Block {
     std::vector<Fiber> fibers = std::vector<Fiber>(THREADS);
     std::vector<Warp> warps = std::vector<Warp>(THREADS / WARP);
@@ -92,7 +96,7 @@ struct Block {
     const void* arguments;
     // dynamic shared memory of the launch
     u32 dynamic_shared_bytes;
-    u32 mistake;
+    u32 mistake;  // perhaps with EARLY_COPIES
     u64* seed;
     u64 changes;
     std::shared_ptr<AsyncUnits> async_units;
@@ -433,7 +437,9 @@ extern "C" int annulus_emulate(void (*kernel)(const void*), const void* argument
 #define SHARED(type, name, count) \
     type* name = static_cast<type*>(emulated::shared(sizeof(type) * (count)))
 
-DEVICE bool planted(u32 mistake) { return emulated::current()->mistake == mistake; }
+DEVICE bool planted(u32 mistake) {
+    return (emulated::current()->mistake & ~emulated::EARLY_COPIES) == mistake;
+}
 
 DEVICE u32 thread_index() { return emulated::current()->thread; }
 DEVICE u32 block_x() { return emulated::current()->index[0]; }

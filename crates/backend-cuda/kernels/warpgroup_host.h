@@ -1,8 +1,8 @@
 // Host twin of warpgroup_primitives.cuh. Every asynchronous operation completes as late as the
 // rules allow, and its destination holds NaN until then:
 //
-//   TMA loads      complete when no fiber can run: first those whose mbarrier a thread waits for,
-//                  in an order drawn from the seed
+//   TMA loads      and bulk copies complete when no fiber can run: first those whose mbarrier a
+//                  thread waits for, in an order drawn from the seed; with EARLY_COPIES at once
 //   wgmma          computed when its group is waited for; until then writes to the accumulators
 //                  are lost, and its operands, in A registers or shared memory, may not change
 //   async stores   (store_for_async_proxy) take effect at the thread's fence_proxy_async
@@ -48,6 +48,7 @@ struct TmaCopy {
     Map map;
     u32 first[4];
     Mbarrier* mbarrier;
+    bool swizzled;  // false: a bulk copy, whose map has one row
 };
 
 struct Store {
@@ -228,13 +229,25 @@ inline void complete_copy(Block& block, const TmaCopy& copy) {
                         from += at[axis] * map.strides[axis];
                     }
                     u16 element = inside ? *reinterpret_cast<const u16*>(from) : u16(0);
-                    std::memcpy(block.async_units->base + swizzled_128(start + index), &element, 2);
+                    u32 to = copy.swizzled ? swizzled_128(start + index) : start + index;
+                    std::memcpy(block.async_units->base + to, &element, 2);
                 }
     for (MbarrierState& state : block.async_units->mbarriers)
         if (state.at == copy.mbarrier) {
             state.bytes -= index;
             complete_phase(state);
         }
+}
+
+inline void add_copy(const TmaCopy& copy, u32 bytes) {
+    Block& block = *current();
+    if (block.mistake & EARLY_COPIES) {
+        complete_copy(block, copy);
+        changed();
+        return;
+    }
+    std::memset(copy.to, 0xff, bytes);
+    block.async_units->copies.push_back(copy);
 }
 
 bool step_async_units(Block& block) {
@@ -334,7 +347,7 @@ DEVICE void mbarrier_wait(Mbarrier* mbarrier, u32 parity) {
 
 DEVICE void tma_load_box(u16* to, const TensorMap& map, Mbarrier* mbarrier, u32 x, u32 row,
                          u32 head, u32 batch) {
-    emulated::TmaCopy copy = {reinterpret_cast<u8*>(to), {}, {x, row, head, batch}, mbarrier};
+    emulated::TmaCopy copy = {reinterpret_cast<u8*>(to), {}, {x, row, head, batch}, mbarrier, true};
     std::memcpy(&copy.map, &map, sizeof copy.map);
     emulated::mbarrier_state(mbarrier);
     // the argument structure of the kernel is aligned to 128 bytes, as that of a map
@@ -344,8 +357,16 @@ DEVICE void tma_load_box(u16* to, const TensorMap& map, Mbarrier* mbarrier, u32 
     for (u32 length : copy.map.box) bytes *= length;
     if (emulated::offset_in_block(to, bytes) % 128 != 0)
         emulated::fault("TMA: misaligned destination");
-    std::memset(to, 0xff, bytes);
-    emulated::async_units().copies.push_back(copy);
+    emulated::add_copy(copy, bytes);
+}
+
+DEVICE void bulk_load(void* to, const void* from, u32 bytes, Mbarrier* mbarrier) {
+    u64 address = reinterpret_cast<u64>(from), count = bytes / 2;
+    emulated::mbarrier_state(mbarrier);
+    if (emulated::offset_in_block(to, bytes) % 16 != 0 || address % 16 != 0 || bytes % 16 != 0)
+        emulated::fault("bulk copy: misaligned");
+    emulated::Map map = {0, address, {count, 1, 1, 1}, {2, 0, 0, 0}, {u32(count), 1, 1, 1}};
+    emulated::add_copy({static_cast<u8*>(to), map, {0, 0, 0, 0}, mbarrier, false}, bytes);
 }
 
 DEVICE void prefetch_tensor_map(const TensorMap&) {}

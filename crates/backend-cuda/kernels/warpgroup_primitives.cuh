@@ -116,6 +116,16 @@ DEVICE void prefetch_tensor_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" : : "l"(&map) : "memory");
 }
 
+// Copies `bytes` from global to shared memory asynchronously, as TMA loads do; both addresses and the
+// length are multiples of 16. The bytes complete on `mbarrier`.
+DEVICE void bulk_load(void* to, const void* from, u32 bytes, Mbarrier* mbarrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+        :
+        : "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(mbarrier))
+        : "memory");
+}
+
 // Stores 16 bytes, 16-byte aligned, that wgmma will read. On the device an ordinary store; the
 // emulator delays it until fence_proxy_async.
 DEVICE void store_for_async_proxy(u16* to, const u32 (&words)[4]) {

@@ -1,8 +1,9 @@
-// One consumer's score tile, 64 queries × KV_ROWS keys: position of a thread, visible pairs, and the
+// One consumer's score tile of the forward pass, 64 queries × KV_ROWS keys: visible pairs, and the
 // iteration over the tiles of a list.
 #pragma once
 
 #include "warpgroup.cuh"
+#include "warpgroup_lane.cuh"
 
 #if ANNULUS_DTYPE < 2 || ANNULUS_DIM < 64
 #error "warpgroups multiply 16-bit elements of at least 64 dims"
@@ -10,26 +11,6 @@
 
 // Elements of S of one thread: 64 × KV_ROWS over 128 threads.
 #define S_REGISTERS (KV_ROWS / 2)
-
-// Position of a thread in its warpgroup's accumulators: element e of S is
-// row + 8·(e / 2 mod 2), 8·(e / 4) + column + e mod 2.
-struct ConsumerLane {
-    u32 group, thread, lane, row, column;
-
-    METHOD u32 row_of(u32 e) const { return row + 8 * (e / 2 % 2); }
-    METHOD u32 column_of(u32 e) const { return 8 * (e / 4) + column + e % 2; }
-};
-
-DEVICE ConsumerLane consumer_lane() {
-    ConsumerLane at;
-    // uniform: descriptors and barrier names then need no per-thread arithmetic
-    at.group = uniform(thread_index() / WARPGROUP) - 1;
-    at.thread = thread_index() % WARPGROUP;
-    at.lane = thread_index() % 32;
-    at.row = at.thread / 32 * 16 + at.lane / 4;
-    at.column = 2 * (at.lane % 4);
-    return at;
-}
 
 // Iterates over the visible tiles of one list as TileIterator, with the current run in registers: a
 // consumer has enough of them, and each tile then saves up to four loads.

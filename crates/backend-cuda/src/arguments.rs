@@ -98,6 +98,22 @@ pub(crate) struct WarpgroupAttention {
 // as asserted in `kernels/warpgroup.cuh`
 const _: () = assert!(size_of::<Attention>() == 624 && size_of::<WarpgroupAttention>() == 896);
 
+/// Arguments of the backward kernels on warpgroups: `kernels/backward_warpgroup.cuh`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct BackwardAttention {
+    /// Of the streamed operands: K and V, or Q and dO.
+    pub(crate) maps: [TensorMap; 2],
+    pub(crate) attention: Attention,
+    /// lse and delta of every query, in tiles of 64.
+    pub(crate) statistics: u64,
+    pub(crate) statistics_tiles: u32,
+    pub(crate) reserved: u32,
+}
+
+// as asserted in `kernels/backward_warpgroup.cuh`
+const _: () = assert!(size_of::<BackwardAttention>() == 896);
+
 /// Arguments of the kernels that process one query row without its keys.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]

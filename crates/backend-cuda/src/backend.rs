@@ -12,7 +12,7 @@ use annulus_device_cuda::{
 
 use crate::{
     Level,
-    kernels::{Kernels, THREADS, Variant, WarpgroupKernels},
+    kernels::{BackwardWarpgroupKernels, Kernels, THREADS, Variant, WarpgroupKernels},
     pass_context::slopes,
     workspace::CudaWorkspace,
 };
@@ -43,11 +43,12 @@ pub struct Cuda {
 struct KernelCache {
     kernels: HashMap<Variant, Kernels>,
     on_warpgroups: HashMap<Variant, WarpgroupKernels>,
+    backward_on_warpgroups: HashMap<Variant, Arc<BackwardWarpgroupKernels>>,
 }
 
 impl Cuda {
     /// Fewest rows (queries × query heads of a KV head) of a rank for which the forward pass at
-    /// [`Level::Warpgroup`] runs on warpgroups: one tile.
+    /// [`Level::Warpgroup`] runs on warpgroups: one tile. A backward pass needs as many queries.
     pub const MIN_WARPGROUP_ROWS: usize = 128;
 
     /// Opens GPU `ordinal` with a stream of its own, at the level in [`Level::VARIABLE`].
@@ -153,6 +154,19 @@ impl Cuda {
         on_warpgroups.map_or_else(|| Variant::of(spec), Ok)
     }
 
+    /// As [`Cuda::forward_variant`], for the kernels of dQ, dK and dV.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if none does.
+    pub fn backward_variant(&self, spec: &Spec) -> Result<Variant> {
+        let on_warpgroups = if self.level == Level::Warpgroup {
+            Variant::backward_on_warpgroups(spec)?
+        } else {
+            None
+        };
+        on_warpgroups.map_or_else(|| Variant::of(spec), Ok)
+    }
+
     /// Stream of all work. Work of the caller on the same tensors must be issued to it, or be
     /// ordered with it by events.
     pub const fn stream(&self) -> &Stream {
@@ -170,6 +184,7 @@ impl Cuda {
     fn kernels(&self, spec: &Spec) -> Result<Kernels> {
         let variant = Variant::of(spec)?;
         let forward = self.forward_variant(spec)?;
+        let backward = self.backward_variant(spec)?;
         let device = self.stream.device();
         let compiler = &self.compiler;
         let options = &self.options;
@@ -185,7 +200,20 @@ impl Cuda {
                 })
             })
             .transpose()?;
-        Ok(Kernels { warpgroup: on_warpgroups, ..kernels })
+        let backward_on_warpgroups = (backward != variant)
+            .then(|| {
+                get_or_make(&mut cache.backward_on_warpgroups, backward, || {
+                    let rows = self.min_warpgroup_rows;
+                    BackwardWarpgroupKernels::new(device, compiler, backward, rows, options)
+                        .map(Arc::new)
+                })
+            })
+            .transpose()?;
+        Ok(Kernels {
+            warpgroup: on_warpgroups,
+            backward_warpgroup: backward_on_warpgroups,
+            ..kernels
+        })
     }
 }
 

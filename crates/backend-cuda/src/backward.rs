@@ -1,6 +1,8 @@
 //! Backward pass: prologue and end (`begin_backward` and `sink_gradient` of `kernels/rows.cuh`,
 //! copies of the results), and the operands of each block.
 
+use std::sync::Arc;
+
 use annulus_core::{
     BackwardInputs, BackwardPass, Block, Dims, Gradients, RangePairs, Readers, Reduction, Result,
     Tick,
@@ -11,7 +13,9 @@ use crate::{
     arguments::{
         self, ADD, Attention, RowArguments, Tensor, by_head, dense, field, tensor, tensor_mut,
     },
-    backward_keys, backward_queries, bias_gradient,
+    backward_keys, backward_queries,
+    backward_warpgroup::OnWarpgroups,
+    bias_gradient,
     finish::{by_line, grid_of_rows, row_arguments, sinks_of},
     kernels::THREADS,
     pass_context::{PassContext, local_bias},
@@ -114,19 +118,44 @@ impl BackwardPass<CudaSpace> for CudaBackward<'_> {
             return self.context.stream.record();
         }
         let tile = self.context.kernels.variant.tile();
-        let block_mask = self.context.mask_of_keys(kv.rows, tile, RangeLimits::NONE)?;
-        self.context.wait_for(kv)?;
         let mut arguments = self.kv_arguments(kv)?;
+        let warpgroups = self.context.kernels.backward_warpgroup_for(self.context.queries());
+        // masks are uploaded before the stream waits for the block
+        let block_mask = match &warpgroups {
+            Some(kernels) => {
+                self.context.mask_of_keys(kv.rows, kernels.variant.tile(), RangeLimits::NONE)?
+            }
+            None => self.context.mask_of_keys(kv.rows, tile, RangeLimits::NONE)?,
+        };
+        block_mask.write_to(&mut arguments, false);
+        let keys_on_warpgroups =
+            warpgroups.is_some() && OnWarpgroups::can_stream_queries(&arguments);
+        let general_mask =
+            if warpgroups.is_some() && !keys_on_warpgroups || self.state.dbias.is_some() {
+                self.context.mask_of_keys(kv.rows, tile, RangeLimits::NONE)?
+            } else {
+                Arc::clone(&block_mask)
+            };
+        self.context.wait_for(kv)?;
+        let warpgroups = warpgroups
+            .map(|kernels| {
+                let statistics = &mut self.state.statistics_tiles;
+                OnWarpgroups::new(self.context, kernels, &arguments, statistics)
+            })
+            .transpose()?;
         if !block_mask.is_empty() {
-            backward_queries::launch(self.context, &mut arguments, &block_mask)?;
-            bias_gradient::launch(self.context, &mut arguments, &block_mask)?;
+            let on = warpgroups.as_ref();
+            backward_queries::launch(self.context, &mut arguments, &block_mask, on)?;
+            bias_gradient::launch(self.context, &mut arguments, &general_mask)?;
         }
         let Some(dkv) = dkv.filter(|_| tick().is_continue()) else {
             return self.context.record_use(&[kv.buffer]);
         };
         dkv.wait_on(&self.context.stream)?;
         // without local queries the kernel still writes zeros
-        backward_keys::launch(self.context, &mut arguments, &block_mask, dkv)?;
+        let on = warpgroups.as_ref().filter(|_| keys_on_warpgroups);
+        let block_mask = if on.is_some() { &block_mask } else { &general_mask };
+        backward_keys::launch(self.context, &mut arguments, block_mask, dkv, on)?;
         self.context.record_use(&[kv.buffer, dkv])
     }
 
@@ -139,15 +168,25 @@ impl BackwardPass<CudaSpace> for CudaBackward<'_> {
         if tick().is_break() {
             return Ok(());
         }
-        let tile = self.context.kernels.variant.tile();
-        let block_mask = self.context.mask_of_queries(queries.rows, tile)?;
+        let warpgroups = self.context.kernels.backward_warpgroup_for(queries.rows.len());
+        let variant =
+            warpgroups.as_ref().map_or(self.context.kernels.variant, |kernels| kernels.variant);
+        let block_mask = self.context.mask_of_queries(queries.rows, variant.tile())?;
         if block_mask.is_empty() {
             return Ok(());
         }
         self.context.wait_for(queries)?;
         let mut arguments = self.query_arguments(queries)?;
         arguments.flags |= ADD;
-        backward_keys::launch(self.context, &mut arguments, &block_mask, dkv)?;
+        block_mask.write_to(&mut arguments, true);
+        let warpgroups = warpgroups
+            .map(|kernels| {
+                let statistics = &mut self.state.statistics_tiles;
+                OnWarpgroups::new(self.context, kernels, &arguments, statistics)
+            })
+            .transpose()?;
+        let on = warpgroups.as_ref();
+        backward_keys::launch(self.context, &mut arguments, &block_mask, dkv, on)?;
         self.context.record_use(&[queries.buffer, dkv]).map(|_| ())
     }
 

@@ -1,22 +1,26 @@
-//! dK and dV: `kernels/backward_keys.cuh`, or on tensor cores `kernels/backward_matrix.cuh`.
+//! dK and dV: `kernels/backward_keys.cuh`, on tensor cores `kernels/backward_matrix.cuh`, on
+//! warpgroups `kernels/backward_keys_warpgroup.cuh`.
 
 use annulus_core::{Dims, Result};
 use annulus_device_cuda::CudaBuffer;
 
 use crate::{
     arguments::{Attention, field},
+    backward_warpgroup::OnWarpgroups,
     block_mask::BlockMask,
     kernels::THREADS,
     pass_context::PassContext,
 };
 
 /// Computes dK and dV of the block's keys from its queries, and writes them to gradient records, or
-/// adds them with [`crate::arguments::ADD`].
+/// adds them with [`crate::arguments::ADD`]. The tiles of the block mask are those of the warpgroup
+/// kernels, if given, else of the general ones.
 pub(crate) fn launch(
     context: &PassContext,
     arguments: &mut Attention,
     block_mask: &BlockMask,
     records: &CudaBuffer,
+    warpgroups: Option<&OnWarpgroups>,
 ) -> Result<()> {
     let spec = context.spec();
     let kernels = &context.kernels;
@@ -27,6 +31,9 @@ pub(crate) fn launch(
         [0, 1].map(|index| field(records.address(), &record, index, bytes));
     let Dims { batch, kv_heads, .. } = spec.dims;
     let grid = [u64::from(block_mask.tiles()[1]), kv_heads as u64, batch as u64];
+    if let Some(warpgroups) = warpgroups {
+        return warpgroups.launch_keys(context, arguments, grid);
+    }
     let matrix = kernels.matrix_for(spec);
     let kernel = matrix.map_or(&kernels.backward_keys, |matrix| &matrix.backward_keys);
     // SAFETY: the engine has validated every tensor's shape; memory is freed only after queued

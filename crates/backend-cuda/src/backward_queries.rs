@@ -1,23 +1,29 @@
-//! dQ from one block of keys: `kernels/backward_queries.cuh`, or on tensor cores
-//! `kernels/backward_matrix.cuh`.
+//! dQ from one block of keys: `kernels/backward_queries.cuh`, on tensor cores
+//! `kernels/backward_matrix.cuh`, on warpgroups `kernels/backward_queries_warpgroup.cuh`.
 
 use annulus_core::{Dims, Result};
 
 use crate::{
-    arguments::Attention, block_mask::BlockMask, kernels::THREADS, pass_context::PassContext,
+    arguments::Attention, backward_warpgroup::OnWarpgroups, block_mask::BlockMask,
+    kernels::THREADS, pass_context::PassContext,
 };
 
-/// Adds the block's contribution to dQ of this rank's queries.
+/// Adds the block's contribution to dQ of this rank's queries. The tiles of the block mask are those
+/// of the warpgroup kernels, if given, else of the general ones.
 pub(crate) fn launch(
     context: &PassContext,
     arguments: &mut Attention,
     block_mask: &BlockMask,
+    warpgroups: Option<&OnWarpgroups>,
 ) -> Result<()> {
     let spec = context.spec();
     let kernels = &context.kernels;
     block_mask.write_to(arguments, false);
     let Dims { batch, q_heads, .. } = spec.dims;
     let grid = [u64::from(block_mask.tiles()[0]), q_heads as u64, batch as u64];
+    if let Some(warpgroups) = warpgroups {
+        return warpgroups.launch_queries(context, arguments, grid);
+    }
     let matrix = kernels.matrix_for(spec);
     let kernel = matrix.map_or(&kernels.backward_queries, |matrix| &matrix.backward_queries);
     // SAFETY: the engine has validated every tensor's shape; memory is freed only after queued

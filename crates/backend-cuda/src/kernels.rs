@@ -1,5 +1,7 @@
 //! Kernel variants and their compilation.
 
+use std::sync::Arc;
+
 use annulus_core::{DType, Error, Result, Spec};
 use annulus_device_cuda::{
     Architecture, Compiler, Device, Image, ImageKind, Kernel, Module, Program,
@@ -10,7 +12,7 @@ use crate::{Level, forward_warpgroup::needs_epilogue, gqa_packing::GqaPacking};
 /// File name and text.
 type Header = (&'static str, &'static str);
 
-/// Headers of both programs.
+/// Headers of all programs.
 const HEADERS: [Header; 8] = [
     ("primitives.cuh", include_str!("../kernels/primitives.cuh")),
     ("primitives_host.h", include_str!("../kernels/primitives_host.h")),
@@ -23,8 +25,10 @@ const HEADERS: [Header; 8] = [
 ];
 
 /// Further headers of [`Family::General`].
-const GENERAL_HEADERS: [Header; 11] = [
+const GENERAL_HEADERS: [Header; 13] = [
+    ("head_tiles.cuh", include_str!("../kernels/head_tiles.cuh")),
     ("gradient.cuh", include_str!("../kernels/gradient.cuh")),
+    ("backward_pair.cuh", include_str!("../kernels/backward_pair.cuh")),
     ("forward.cuh", include_str!("../kernels/forward.cuh")),
     ("matrix.cuh", include_str!("../kernels/matrix.cuh")),
     ("forward_matrix.cuh", include_str!("../kernels/forward_matrix.cuh")),
@@ -37,15 +41,30 @@ const GENERAL_HEADERS: [Header; 11] = [
     ("records.cuh", include_str!("../kernels/records.cuh")),
 ];
 
-/// Further headers of [`Family::Warpgroup`].
-const WARPGROUP_HEADERS: [Header; 7] = [
+/// Further headers of [`Family::Warpgroup`] and [`Family::WarpgroupBackward`].
+const WARPGROUP_HEADERS: [Header; 5] = [
     ("warpgroup_primitives.cuh", include_str!("../kernels/warpgroup_primitives.cuh")),
     ("warpgroup_host.h", include_str!("../kernels/warpgroup_host.h")),
     ("wgmma_host.h", include_str!("../kernels/wgmma_host.h")),
     ("warpgroup.cuh", include_str!("../kernels/warpgroup.cuh")),
+    ("warpgroup_lane.cuh", include_str!("../kernels/warpgroup_lane.cuh")),
+];
+
+/// Further headers of [`Family::Warpgroup`].
+const WARPGROUP_FORWARD_HEADERS: [Header; 3] = [
     ("warpgroup_tile.cuh", include_str!("../kernels/warpgroup_tile.cuh")),
     ("warpgroup_scores.cuh", include_str!("../kernels/warpgroup_scores.cuh")),
     ("forward_warpgroup.cuh", include_str!("../kernels/forward_warpgroup.cuh")),
+];
+
+/// Further headers of [`Family::WarpgroupBackward`].
+const WARPGROUP_BACKWARD_HEADERS: [Header; 6] = [
+    ("head_tiles.cuh", include_str!("../kernels/head_tiles.cuh")),
+    ("backward_pair.cuh", include_str!("../kernels/backward_pair.cuh")),
+    ("backward_warpgroup.cuh", include_str!("../kernels/backward_warpgroup.cuh")),
+    ("backward_statistics.cuh", include_str!("../kernels/backward_statistics.cuh")),
+    ("backward_queries_warpgroup.cuh", include_str!("../kernels/backward_queries_warpgroup.cuh")),
+    ("backward_keys_warpgroup.cuh", include_str!("../kernels/backward_keys_warpgroup.cuh")),
 ];
 
 /// Threads per block of the general kernels; `THREADS` of `kernels/primitives.cuh`.
@@ -66,6 +85,15 @@ const MATRIX_KERNELS: [&str; 3] =
 
 /// Kernels on warpgroups.
 const WARPGROUP_KERNELS: [&str; 2] = ["forward_warpgroup", "forward_warpgroup_epilogue"];
+
+/// Backward kernels on warpgroups.
+const WARPGROUP_BACKWARD_KERNELS: [&str; 5] = [
+    "backward_statistics",
+    "backward_queries_warpgroup",
+    "backward_queries_warpgroup_epilogue",
+    "backward_keys_warpgroup",
+    "backward_keys_warpgroup_epilogue",
+];
 
 /// Kernels that every general variant has.
 const GENERAL_KERNELS: [&str; 15] = [
@@ -91,9 +119,11 @@ const GENERAL_KERNELS: [&str; 15] = [
 pub enum Family {
     /// All kernels for any architecture.
     General,
-    /// Kernels on warpgroups, for [`Architecture::HOPPER`] only; [`Family::General`] has the
-    /// others.
+    /// Forward kernels on warpgroups, for [`Architecture::HOPPER`] only; [`Family::General`] has
+    /// the others.
     Warpgroup,
+    /// Backward kernels on warpgroups, for [`Architecture::HOPPER`] only.
+    WarpgroupBackward,
 }
 
 /// Template parameters of a program, besides the architecture. Its name (`bf16 128`,
@@ -113,6 +143,10 @@ impl Variant {
     /// The largest supported head or value dim: backward keeps dK and dV of a tile in registers.
     pub const MAX_DIM: usize = 256;
 
+    /// The largest head or value dim of backward kernels on warpgroups: with 256 dims dK and dV of
+    /// 64 keys would take 256 registers of a thread.
+    pub const MAX_BACKWARD_DIM: usize = 128;
+
     /// Lists every general variant.
     pub fn all() -> impl Iterator<Item = Self> {
         let dims =
@@ -126,9 +160,12 @@ impl Variant {
     /// Lists every variant that this architecture can run.
     pub fn all_on(architecture: Architecture) -> impl Iterator<Item = Self> {
         let hopper = architecture == Architecture::HOPPER;
-        let on_warpgroups = Self::all().filter(move |variant| hopper && variant.has_matrix());
+        let on_warpgroups =
+            move || Self::all().filter(move |variant| hopper && variant.has_matrix());
+        let backward = on_warpgroups().filter(|variant| variant.dim <= Self::MAX_BACKWARD_DIM);
         Self::all()
-            .chain(on_warpgroups.map(|variant| Self { family: Family::Warpgroup, ..variant }))
+            .chain(on_warpgroups().map(|variant| Self { family: Family::Warpgroup, ..variant }))
+            .chain(backward.map(|variant| Self { family: Family::WarpgroupBackward, ..variant }))
     }
 
     /// Selects the general variant for a spec.
@@ -171,12 +208,23 @@ impl Variant {
         Ok(fits.then_some(Self { family: Family::Warpgroup, ..any }))
     }
 
+    /// Selects the warpgroup variant for a spec's backward pass, if it can serve it: as
+    /// [`Variant::on_warpgroups`], and dims up to [`Variant::MAX_BACKWARD_DIM`].
+    ///
+    /// # Errors
+    /// As [`Variant::of`].
+    pub fn backward_on_warpgroups(spec: &Spec) -> Result<Option<Self>> {
+        let forward = Self::on_warpgroups(spec)?;
+        let served = forward.filter(|variant| variant.dim <= Self::MAX_BACKWARD_DIM);
+        Ok(served.map(|variant| Self { family: Family::WarpgroupBackward, ..variant }))
+    }
+
     /// Queries and keys per tile. 32 × 32 where the operands are wide (f64: 48 KB of static shared
     /// memory) or the dims are few (accumulators are small, and more tiles fill the GPU).
     pub(crate) const fn tile(self) -> [usize; 2] {
         match self.family {
             Family::Warpgroup if self.dim == 256 => [128, 64],
-            Family::Warpgroup => [128, 128],
+            Family::Warpgroup | Family::WarpgroupBackward => [128, 128],
             Family::General if matches!(self.dtype, DType::F64) || self.dim == 32 => [32, 32],
             Family::General => [64, 64],
         }
@@ -189,18 +237,32 @@ impl Variant {
         one.max(other)
     }
 
-    /// Bytes of dynamic shared memory per launch. Warpgroups: `SharedStorage` of
-    /// `kernels/warpgroup.cuh` (q; K and V, two stages each; 16 keys of P per query; a zero operand
-    /// of 16 × 64; 8 mbarriers).
-    pub const fn dynamic_shared_bytes(self) -> u32 {
+    /// Bytes of dynamic shared memory per launch of one of its kernels. Forward on warpgroups:
+    /// `SharedStorage` of `kernels/warpgroup.cuh` (q; K and V, two stages each; 16 keys of P
+    /// per query; a zero operand of 16 × 64; 8 mbarriers). Backward: `BackwardStorage` of
+    /// `kernels/backward_warpgroup.cuh` (own rows of two operands; their streamed rows, two stages
+    /// of 128 or four of 64; a zero operand of as many rows × 64; statistics of two floats per
+    /// streamed row; two mbarriers per stage).
+    pub fn dynamic_shared_bytes(self, kernel: &str) -> u32 {
         let ([queries, keys], dim) = (self.tile(), self.dim);
-        match self.family {
+        let bytes = match self.family {
             Family::General => 0,
             Family::Warpgroup => {
                 let tiles = queries * dim * 2 + 4 * keys * dim * 2 + queries * 16 * 2;
-                (tiles + 16 * 64 * 2 + 8 * 8) as u32
+                tiles + 16 * 64 * 2 + 8 * 8
             }
-        }
+            Family::WarpgroupBackward => {
+                let (rows, stages) = match kernel {
+                    "backward_statistics" => return 0,
+                    "backward_queries_warpgroup" => (128, 2),
+                    _ => (64, 4),
+                };
+                let own = 2 * 128 * dim * 2;
+                let streamed = 2 * stages * rows * dim * 2;
+                own + streamed + rows * 64 * 2 + stages * rows * 8 + 2 * stages * 8
+            }
+        };
+        bytes as u32
     }
 
     /// 64 for 16-bit elements: the tensor-core kernels have tiles of 64 and chunks of 64 dims.
@@ -219,6 +281,7 @@ impl Variant {
         match self.family {
             Family::Warpgroup if self.dim > Self::MOST_EPILOGUE_DIMS => vec!["forward_warpgroup"],
             Family::Warpgroup => WARPGROUP_KERNELS.to_vec(),
+            Family::WarpgroupBackward => WARPGROUP_BACKWARD_KERNELS.to_vec(),
             Family::General => GENERAL_KERNELS
                 .into_iter()
                 .chain(MATRIX_KERNELS.into_iter().filter(|_| self.has_matrix()))
@@ -252,6 +315,7 @@ impl std::fmt::Display for Variant {
         let family = match self.family {
             Family::General => "",
             Family::Warpgroup => " warpgroup",
+            Family::WarpgroupBackward => " warpgroup backward",
         };
         write!(f, "{} {}{family}", self.dtype, self.dim)
     }
@@ -268,16 +332,22 @@ pub fn compile(
     kind: ImageKind,
     target: &str,
 ) -> Result<Image> {
-    let ((name, source), headers): (Header, &[Header]) = match variant.family {
-        Family::General => {
-            (("kernels.cu", include_str!("../kernels/kernels.cu")), &GENERAL_HEADERS)
-        }
-        Family::Warpgroup => {
-            (("warpgroup.cu", include_str!("../kernels/warpgroup.cu")), &WARPGROUP_HEADERS)
-        }
+    let ((name, source), headers): (Header, Vec<Header>) = match variant.family {
+        Family::General => (
+            ("kernels.cu", include_str!("../kernels/kernels.cu")),
+            [&HEADERS[..], &GENERAL_HEADERS].concat(),
+        ),
+        Family::Warpgroup => (
+            ("warpgroup.cu", include_str!("../kernels/warpgroup.cu")),
+            [&HEADERS[..], &WARPGROUP_HEADERS, &WARPGROUP_FORWARD_HEADERS].concat(),
+        ),
+        Family::WarpgroupBackward => (
+            ("backward_warpgroup.cu", include_str!("../kernels/backward_warpgroup.cu")),
+            [&HEADERS[..], &WARPGROUP_HEADERS, &WARPGROUP_BACKWARD_HEADERS].concat(),
+        ),
     };
     // the cache key covers all headers passed: only those that the program includes are
-    let program = Program { name, source, headers: &[&HEADERS, headers].concat() };
+    let program = Program { name, source, headers: &headers };
     let options = [variant.options(), more.to_vec()].concat();
     compiler.compile(&program, &options, kind, target)
 }
@@ -291,6 +361,8 @@ pub(crate) struct Kernels {
     pub(crate) matrix: Option<MatrixKernels>,
     /// Present at [`Level::Warpgroup`], if [`Variant::on_warpgroups`] serves the spec.
     pub(crate) warpgroup: Option<WarpgroupKernels>,
+    /// Likewise, for [`Variant::backward_on_warpgroups`].
+    pub(crate) backward_warpgroup: Option<Arc<BackwardWarpgroupKernels>>,
     pub(crate) finish_forward: Kernel,
     pub(crate) merge_splits: Kernel,
     pub(crate) begin_backward: Kernel,
@@ -343,7 +415,7 @@ impl WarpgroupKernels {
         more: &[String],
     ) -> Result<Self> {
         let module = load(device, compiler, variant, more)?;
-        let kernel = |name| module.kernel(name)?.with_shared(variant.dynamic_shared_bytes());
+        let kernel = |name| module.kernel(name)?.with_shared(variant.dynamic_shared_bytes(name));
         let [forward, with_epilogue] = WARPGROUP_KERNELS;
         let has_epilogue = variant.dim <= Variant::MOST_EPILOGUE_DIMS;
         Ok(Self {
@@ -361,6 +433,41 @@ impl WarpgroupKernels {
         self.min_rows == 0
             || (queries * group >= self.min_rows
                 && GqaPacking::of(queries, group, matrix_rows).heads() == 1)
+    }
+}
+
+/// Backward kernels on warpgroups.
+#[derive(Debug)]
+pub(crate) struct BackwardWarpgroupKernels {
+    pub(crate) variant: Variant,
+    pub(crate) statistics: Kernel,
+    /// Without and with a score epilogue.
+    pub(crate) queries: [Kernel; 2],
+    pub(crate) keys: [Kernel; 2],
+    /// Fewest queries for which they are used: see [`crate::Cuda::MIN_WARPGROUP_ROWS`].
+    min_rows: usize,
+}
+
+impl BackwardWarpgroupKernels {
+    /// Compiles and loads the kernels.
+    pub(crate) fn new(
+        device: &Device,
+        compiler: &Compiler,
+        variant: Variant,
+        min_rows: usize,
+        more: &[String],
+    ) -> Result<Self> {
+        let module = load(device, compiler, variant, more)?;
+        let [statistics, queries, queries_epilogue, keys, keys_epilogue] =
+            WARPGROUP_BACKWARD_KERNELS
+                .map(|name| module.kernel(name)?.with_shared(variant.dynamic_shared_bytes(name)));
+        Ok(Self {
+            variant,
+            statistics: statistics?,
+            queries: [queries?, queries_epilogue?],
+            keys: [keys?, keys_epilogue?],
+            min_rows,
+        })
     }
 }
 
@@ -389,6 +496,15 @@ impl Kernels {
         self.warpgroup.as_ref().filter(|kernels| kernels.are_filled_by(queries, group, rows))
     }
 
+    /// Returns the backward kernels on warpgroups if they serve a pass over `queries` queries of
+    /// each head: fewer than a tile would leave most of its rows empty.
+    pub(crate) fn backward_warpgroup_for(
+        &self,
+        queries: usize,
+    ) -> Option<Arc<BackwardWarpgroupKernels>> {
+        self.backward_warpgroup.clone().filter(|kernels| queries >= kernels.min_rows.max(1))
+    }
+
     /// Returns the tensor-core kernels if they serve this spec.
     pub(crate) fn matrix_for(&self, spec: &Spec) -> Option<&MatrixKernels> {
         self.matrix.as_ref().filter(|_| spec.normalize)
@@ -407,6 +523,7 @@ impl Kernels {
         Ok(Self {
             variant,
             warpgroup: None,
+            backward_warpgroup: None,
             forward: module.kernel("forward")?,
             matrix: has_matrix.then(|| MatrixKernels::new(&module)).transpose()?,
             finish_forward: module.kernel("finish_forward")?,

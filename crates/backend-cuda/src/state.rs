@@ -23,6 +23,8 @@ pub(crate) struct ForwardState {
 pub(crate) struct BackwardState {
     /// `[b, local q_len, q_heads, 4]`.
     pub(crate) statistics: CudaBuffer,
+    /// lse and delta for kernels on warpgroups: see [`crate::backward_warpgroup`]. Grows on use.
+    pub(crate) statistics_tiles: CudaBuffer,
     /// `[b, local q_len, q_heads, head_dim]`.
     pub(crate) dq: CudaBuffer,
     /// Shape of this rank's bias.
@@ -68,13 +70,18 @@ impl ForwardState {
 
 impl BackwardState {
     pub(crate) fn bytes(&self) -> u64 {
-        let Self { statistics, dq, dbias, ranges } = self;
-        [statistics, dq, ranges].into_iter().chain(dbias).map(CudaBuffer::len).sum()
+        let Self { statistics, statistics_tiles, dq, dbias, ranges } = self;
+        [statistics, statistics_tiles, dq, ranges]
+            .into_iter()
+            .chain(dbias)
+            .map(CudaBuffer::len)
+            .sum()
     }
 
     pub(crate) fn new(sizes: &Sizes, device: &Device) -> Result<Self> {
         Ok(Self {
             statistics: sizes.buffer(device, sizes.statistics)?,
+            statistics_tiles: CudaBuffer::new(device, 0)?,
             dq: sizes.buffer(device, sizes.dq)?,
             dbias: sizes.dbias.map(|sums| sizes.buffer(device, sums)).transpose()?,
             ranges: CudaBuffer::new(device, 0)?,

@@ -101,6 +101,10 @@ pub fn set_seed(seed: u64) {
     SEED.store(seed, Ordering::Relaxed);
 }
 
+/// Added to a planted mistake: asynchronous copies complete when they are issued, rather than as
+/// late as possible. Reveals a missing wait for what else a kernel reads.
+pub const EARLY_COPIES: u32 = 1 << 16;
+
 /// Plants a mistake in the kernels of device `ordinal`, by its number in the kernel's `Mistake`; 0
 /// removes it.
 pub fn plant(ordinal: usize, mistake: u32) {

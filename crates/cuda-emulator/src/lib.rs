@@ -30,7 +30,9 @@ mod nccl;
 mod work;
 
 pub use compiler::{compiler_symbols, hopper_compiler_symbols};
-pub use context::{DEVICES, allocations, blocks, device_copies, most_bytes, plant, set_seed};
+pub use context::{
+    DEVICES, EARLY_COPIES, allocations, blocks, device_copies, most_bytes, plant, set_seed,
+};
 pub use functions::{hopper_symbols, symbols};
 #[cfg(target_os = "linux")]
 pub use nccl::nccl_symbols;

@@ -41,6 +41,9 @@ impl TensorMap {
     /// Dims per box: 128 bytes, the width of the swizzle.
     pub const DIMS: u32 = 64;
 
+    /// Stands for the map of an operand that a kernel does not load.
+    pub const UNUSED: Self = Self([0; 16]);
+
     /// Encodes a tensor map; the memory is not read.
     ///
     /// # Shapes

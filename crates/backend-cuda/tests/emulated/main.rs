@@ -16,3 +16,4 @@ mod planted;
 mod sizes;
 mod support;
 mod warpgroup;
+mod warpgroup_backward;

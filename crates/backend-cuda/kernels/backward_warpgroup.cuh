@@ -1,0 +1,431 @@
+// Backward on warpgroups, compute capability 9.0 only: storage, pipeline and GEMMs of both passes.
+//
+// A block owns 128 rows of one side, 64 for each of two consumer warpgroups, and streams tiles of
+// the other side. Both operands of its own rows stay in shared memory:
+//
+//                          own rows    streamed        products
+//   dQ pass                Q, dO       K, V            S = Q·Kᵀ     dP = dO·Vᵀ    dQ += dX·K
+//   dK/dV pass             K, V        Q, dO           Sᵀ = K·Qᵀ    dPᵀ = V·dOᵀ   dV += Pᵀ·dO
+//                                                                                 dK += dXᵀ·Q
+//
+//   producer (warpgroup 0):
+//       for each visible tile:  wait for an empty stage, issue the TMA loads of both operands
+//   consumers (warpgroups 1, 2):
+//       issue S of the first tile
+//       for each visible tile:
+//           issue dP;      P ← e^{scale·S − lse}      (overlaps dP)
+//           dK/dV pass: issue dV += Pᵀ·dO
+//           wait for dP;   dX ← P·(dP − delta)        (overlaps dV)
+//           issue dQ += dX·K, or dK += dXᵀ·Q;  issue S of the next tile
+//           wait for all of them; release the stage
+//
+// Each pass has two instantiations: with `epilogue` every pair has its own score epilogue (bias,
+// soft cap, dropout, rounding), without it a full tile has no code per pair but that of the lines
+// above. With the epilogue the dQ pass streams 64 keys at a time, because it needs more registers.
+//
+// The accumulator layout of S is that of wgmma's left operand in registers, so P and dX are never
+// written to shared memory. Every product reads its right operand there, but only those of S and dP
+// also the left one. The dK/dV pass computes Sᵀ, of which a thread has two keys (rows) and 16
+// queries (columns).
+//
+// One block owns an accumulator tile and adds in a fixed order: no atomics, bitwise reproducible.
+//
+// Shared memory of one block (BackwardStorage), bytes at 64 / 128 dims:
+//
+//   own         2 × 128 rows × dims × 2                    32 K /  64 K
+//   streamed    2 × 2 stages × 128 rows × dims × 2, or
+//               2 × 4 stages × 64 rows × dims × 2          64 K / 128 K
+//   zeros       rows × 64 dims × 2                         16 K or 8 K
+//   statistics  2 stages × 128 rows × 8                     2 K
+//   mbarriers   2 × stages × 8                             32 or 64
+//
+// Registers of a consumer thread, of 240, at 128 dims: dQ 64, S 64, dP 64, dX 32; or dK 64, dV 64,
+// S 32, dP 32, P 16, dX 16. At 256 dims dK and dV alone would take 256.
+//
+// Named barriers: 0 whole block, 3 and 4 WARPGROUP_BARRIER.
+//
+// Source: Shah et al. 2024 (FlashAttention-3), section 3; Dao 2023 (FlashAttention-2), algorithm 2.
+#pragma once
+
+#include "warpgroup.cuh"
+#include "warpgroup_lane.cuh"
+#include "backward_pair.cuh"
+#include "head_tiles.cuh"
+
+#if ANNULUS_DTYPE < 2 || ANNULUS_DIM < 64 || ANNULUS_DIM > 128
+#error "backward on warpgroups: 16-bit elements, 64 or 128 dims"
+#endif
+
+#define BACKWARD_CONSUMERS 2
+// Own rows of a consumer, and of a block: the M of a wgmma instruction, and the tile of the block
+// mask on either side.
+#define OWN_ROWS 64
+#define BACKWARD_TILE (BACKWARD_CONSUMERS * OWN_ROWS)
+#define OWN_PANEL (OWN_ROWS * PANEL_DIMS)
+#define OWN_ELEMENTS (OWN_ROWS * ANNULUS_DIM)
+// Accumulators of a thread: 64 rows × dims over 128 threads.
+#define ACC_REGISTERS (ANNULUS_DIM / 2)
+
+// Mistakes planted by tests, numbered as in tests/emulated/warpgroup_backward.rs.
+enum BackwardMistake {
+    BACKWARD_WRONG_PHASE = 101,  // the producer waits for the wrong parity of an empty mbarrier
+    BACKWARD_EARLY_RELEASE,      // a stage is released before its last product is waited for
+    BACKWARD_NO_RELEASE,         // a stage is never released
+    BACKWARD_NO_FULL_WAIT,       // a stage is used without waiting for its loads
+    BACKWARD_TOO_FEW_BYTES,      // expect_tx leaves out the second operand
+    STATISTICS_NOT_EXPECTED,     // expect_tx leaves out the row statistics
+    S_NOT_COMMITTED,             // S and dP are not committed as groups
+    S_NOT_AWAITED,               // S is read while wgmma writes it
+    DQ_DP_NOT_AWAITED,           // dQ pass: dP is read while wgmma writes it
+    DK_DP_NOT_AWAITED,           // dK/dV pass: likewise
+    BACKWARD_NO_WGMMA_FENCE,     // products start without ordering earlier register accesses
+    OWN_ROWS_NOT_AWAITED,        // own rows are read before all threads have stored them
+    DQ_DX_IN_FLIGHT,             // dQ pass: dX is used again without pinning its registers
+    DK_DX_IN_FLIGHT,             // dK/dV pass: likewise
+    DV_P_IN_FLIGHT,              // dK/dV pass: likewise P
+    BACKWARD_WRONG_STEP,         // descriptors advance too little from one K = 16 step to the next
+    BACKWARD_WRONG_PANEL,        // the descriptor has a wrong distance between panels
+    DQ_MASK_OFF_BY_ONE,
+    DK_MASK_OFF_BY_ONE,
+    STATISTICS_OF_FIRST_STAGE,   // row statistics are read from the wrong stage
+    NON_FINITE_BY_WGMMA,         // masked pairs multiply elements that are not finite
+};
+
+// lse and delta of 64 queries.
+struct StatisticsTile {
+    float lse[64], delta[64];
+};
+static_assert(sizeof(StatisticsTile) == 512, "as in src/backward_warpgroup.rs");
+
+// Argument of the backward kernels: mirrored in src/arguments.rs. The maps are those of K and V, or
+// of Q and dO.
+struct BackwardAttention {
+    TensorMap first_map, second_map;
+    Attention attention;
+    // StatisticsTile [batch, q_heads, statistics_tiles]; rows beyond the end are 0
+    u64 statistics;
+    u32 statistics_tiles, reserved;
+};
+static_assert(sizeof(BackwardAttention) == 896, "as in src/arguments.rs");
+
+DEVICE StatisticsTile* statistics_of_head(const BackwardAttention& a, u32 b, u32 h) {
+    return reinterpret_cast<StatisticsTile*>(a.statistics) +
+           (u64(b) * a.attention.q_heads + h) * a.statistics_tiles;
+}
+
+// Dynamic shared memory of a block; `Variant::dynamic_shared_bytes` (src/kernels.rs) has its size.
+template <u32 tile_rows, u32 stage_count>
+struct BackwardStorage {
+    static constexpr u32 rows = tile_rows, stages = stage_count;
+    static constexpr u32 elements = rows * ANNULUS_DIM, panel = rows * PANEL_DIMS;
+    // elements of a score tile of one thread: 64 × rows over 128 threads
+    static constexpr u32 pairs = rows / 2;
+
+    u16 own[2][BACKWARD_CONSUMERS][OWN_ELEMENTS];
+    u16 streamed[2][stages][elements];
+    // right operand of zeros, for products that scalar units have computed
+    u16 zeros[panel];
+    // of streamed queries
+    StatisticsTile statistics[stages][rows / 64];
+    Mbarrier full[stages], empty[stages];
+
+    static_assert(OWN_ELEMENTS * 2 % SWIZZLE_ATOM_BYTES == 0 &&
+                      elements * 2 % SWIZZLE_ATOM_BYTES == 0,
+                  "operands of wgmma are aligned to the period of the swizzle");
+    static_assert((stages & (stages - 1)) == 0, "stage and parity are bits of the tile's number");
+};
+typedef BackwardStorage<128, 2> WideStorage;
+typedef BackwardStorage<64, 4> NarrowStorage;
+static_assert(sizeof(WideStorage) <= 227 * 1024 && sizeof(NarrowStorage) <= 227 * 1024,
+              "shared memory of a block");
+
+// Registers per thread after setmaxnreg; the launch has 168 (65,536 / 384, in units of 8).
+#define PRODUCER_REGISTERS 24
+#define CONSUMER_REGISTERS 240
+static_assert(WARPGROUP * (PRODUCER_REGISTERS + BACKWARD_CONSUMERS * CONSUMER_REGISTERS) ==
+                  THREADS * 168,
+              "registers of a block");
+// dQ, S, dP, dX; dK, dV, S, dP, P, dX: the others of a thread have the remaining 16
+static_assert(ACC_REGISTERS + WideStorage::pairs * 5 / 2 <= CONSUMER_REGISTERS - 16 &&
+                  2 * ACC_REGISTERS + NarrowStorage::pairs * 3 <= CONSUMER_REGISTERS - 16,
+              "registers of a consumer");
+
+// As PipelineState, for any number of stages.
+template <u32 stages>
+struct StageCursor {
+    u32 tile;
+
+    METHOD u32 stage() const { return tile % stages; }
+    METHOD u32 parity() const { return tile / stages % 2; }
+};
+
+// Iterates over the visible tiles of the streamed side, `rows` rows at a time. Parts beyond the
+// last row are skipped.
+template <u32 rows>
+struct StreamedTiles {
+    HeadTileIterator tiles;
+    u32 part;
+
+    METHOD void begin(const Attention& a, u32 b, u32 tile, u32 first_head, u32 end_head) {
+        tiles.begin(a, b, tile, first_head, end_head);
+        part = 0;
+    }
+    METHOD bool more() const { return tiles.more(); }
+    METHOD u32 first_row(const Attention& a) const {
+        return tiles.entry(a).tile * BACKWARD_TILE + part * rows;
+    }
+    METHOD void next(const Attention& a, u32 end_row) {
+        if (rows < BACKWARD_TILE && part + 1 < BACKWARD_TILE / rows &&
+            first_row(a) + rows < end_row) {
+            ++part;
+            return;
+        }
+        part = 0;
+        tiles.next(a);
+    }
+};
+
+// One score tile of a consumer.
+struct BackwardTile {
+    u32 b, h, first_query, first_key;
+    u32 mask_index;          // as in TileRun
+    u32 mask_row, mask_word;  // of the first query and key: rows and words of 64 keys
+    bool is_full;            // no pair is masked, except rows beyond the ends
+};
+
+DEVICE bool is_full_tile(const Attention& a, u32 mask_index) {
+    return mask_index == FULL_TILE && !(a.flags & (HAS_BIAS | HAS_SLOPES));
+}
+
+// Returns the tile mask of one query: 64 bits of keys from the tile's key 64·`word` on. Keys beyond
+// the end are masked.
+DEVICE u64 backward_mask_row(const Attention& a, const BackwardTile& coord, u32 query, u32 word) {
+    u64 line = ~0ull;
+    if (coord.mask_index != FULL_TILE)
+        line = reinterpret_cast<const u64*>(
+            a.block_mask.bits)[(u64(coord.mask_index) * BACKWARD_TILE + coord.mask_row + query) *
+                                   (BACKWARD_TILE / 64) +
+                               coord.mask_word + word];
+    u32 first = coord.first_key + 64 * word, left = a.keys > first ? a.keys - first : 0;
+    return left < 64 ? line & ((1ull << left) - 1) : line;
+}
+
+DEVICE TileCoord pair_coord(const BackwardTile& coord, u32 word) {
+    TileCoord pairs;
+    pairs.b = coord.b;
+    pairs.h = coord.h;
+    pairs.first_query = coord.first_query;
+    pairs.first_key = coord.first_key + 64 * word;
+    return pairs;
+}
+
+// Initializes the mbarriers and the zero operand, and waits for all threads of the block.
+template <typename Storage>
+DEVICE void begin_backward_storage(Storage& memory) {
+    if (thread_index() == 0) {
+        for (u32 stage = 0; stage < Storage::stages; ++stage) {
+            mbarrier_init(memory.full + stage, 1);
+            // consumers release a stage once per warp
+            mbarrier_init(memory.empty + stage, BACKWARD_CONSUMERS * WARPGROUP / 32);
+        }
+        fence_mbarrier_init();
+    }
+    u32 words[4] = {0, 0, 0, 0};
+    for (u32 at = 8 * thread_index(); at < Storage::panel; at += 8 * THREADS)
+        store_for_async_proxy(memory.zeros + at, words);
+    fence_proxy_async();
+    barrier();
+}
+
+// Producer: waits until the stage is empty, then issues the loads of a tile of both operands, a box
+// per panel, and unless null those of its row statistics.
+template <typename Storage>
+DEVICE void load_tile(Storage& memory, const BackwardAttention& arguments,
+                      const StageCursor<Storage::stages>& at, u32 row, u32 head, u32 batch,
+                      const StatisticsTile* statistics) {
+    const u32 stage = at.stage(), operand_bytes = Storage::elements * 2;
+    mbarrier_wait(memory.empty + stage,
+                  planted(BACKWARD_WRONG_PHASE) ? at.parity() : at.parity() ^ 1);
+    u32 bytes = planted(BACKWARD_TOO_FEW_BYTES) ? operand_bytes : 2 * operand_bytes;
+    if (statistics && !planted(STATISTICS_NOT_EXPECTED)) bytes += sizeof memory.statistics[0];
+    mbarrier_arrive_expect_tx(memory.full + stage, bytes);
+    for (u32 operand = 0; operand < 2; ++operand)
+        for (u32 panel = 0; panel < PANELS; ++panel)
+            tma_load_box(memory.streamed[operand][stage] + panel * Storage::panel,
+                         operand == 0 ? arguments.first_map : arguments.second_map,
+                         memory.full + stage, panel * 64, row, head, batch);
+    if (statistics)
+        bulk_load(memory.statistics[stage], statistics, sizeof memory.statistics[0],
+                  memory.full + stage);
+}
+
+// Consumer: waits until the loads of a stage are complete.
+template <typename Storage>
+DEVICE void await_tile(Storage& memory, const StageCursor<Storage::stages>& at) {
+    if (!planted(BACKWARD_NO_FULL_WAIT)) mbarrier_wait(memory.full + at.stage(), at.parity());
+}
+
+// Consumer: this warp has read a stage.
+template <typename Storage>
+DEVICE void release_tile(Storage& memory, u32 stage, const ConsumerLane& at) {
+    if (at.lane == 0 && !planted(BACKWARD_NO_RELEASE)) mbarrier_arrive(memory.empty + stage);
+}
+
+// Loads a consumer's own rows of both operands and waits until wgmma may read them.
+template <typename Storage>
+DEVICE void load_own_rows(Storage& memory, const Tensor& first, u32 first_dim, const Tensor& second,
+                          u32 second_dim, u32 b, u32 head, u32 row, u32 rows,
+                          const ConsumerLane& at) {
+    static_assert(OWN_ROWS == Q_ROWS, "load_q stores as many rows");
+    load_q(memory.own[0][at.group], first, b, head, row, rows, first_dim);
+    load_q(memory.own[1][at.group], second, b, head, row, rows, second_dim);
+    if (!planted(OWN_ROWS_NOT_AWAITED)) named_barrier(WARPGROUP_BARRIER(at.group), WARPGROUP);
+}
+
+template <u32 count>
+DEVICE void backward_wgmma_ss(float (&acc)[count], u64 left, u64 right, bool add) {
+#if ANNULUS_DTYPE == 2
+    wgmma_ss_bf16(acc, left, right, add);
+#else
+    wgmma_ss_f16(acc, left, right, add);
+#endif
+}
+
+DEVICE void backward_wgmma_rs(float (&acc)[ACC_REGISTERS], const u32 (&left)[4], u64 right) {
+#if ANNULUS_DTYPE == 2
+    wgmma_rs_bf16(acc, left, right);
+#else
+    wgmma_rs_f16(acc, left, right);
+#endif
+}
+
+// Lower half of a matrix descriptor: address and leading byte offset. The upper half is the same
+// for all operands here, and no step overflows the address, so that 32 bits suffice.
+typedef u32 OperandLow;
+
+DEVICE u64 operand_descriptor(OperandLow operand, u32 elements) {
+    const u64 upper = u64(SWIZZLE_ATOM_BYTES >> 4) << 32 | 1ull << 62;
+    return upper | u64(operand + (elements * 2 >> 4));
+}
+
+// Issues scores (64 × rows) ← own·streamedᵀ as one wgmma group.
+template <typename Storage>
+DEVICE void issue_nt(float (&scores)[Storage::pairs], OperandLow own, const u16* streamed) {
+    OperandLow right = OperandLow(k_major_descriptor(streamed));
+    if (!planted(BACKWARD_NO_WGMMA_FENCE)) wgmma_fence();
+    UNROLL for (u32 x = 0; x < ANNULUS_DIM; x += 16) {
+        u32 in_panel = planted(BACKWARD_WRONG_STEP) ? x % 64 / 2 : x % 64;
+        backward_wgmma_ss(scores, operand_descriptor(own, x / 64 * OWN_PANEL + x % 64),
+                          operand_descriptor(right, x / 64 * Storage::panel + in_panel), x > 0);
+    }
+    if (!planted(S_NOT_COMMITTED)) wgmma_commit();
+}
+
+// Issues acc (64 × dims) += left·streamed as one wgmma group, or unless `by_wgmma` left·0.
+template <typename Storage>
+DEVICE void issue_nn(float (&acc)[ACC_REGISTERS], const u32 (&left)[Storage::rows / 16][4],
+                     const Storage& memory, const u16* streamed, bool by_wgmma) {
+    u32 panel = planted(BACKWARD_WRONG_PANEL) ? Storage::panel / 2 : Storage::panel;
+    // all panels of the zero operand are the same one
+    OperandLow right = uniform(OperandLow(by_wgmma ? mn_major_descriptor(streamed, panel)
+                                                   : mn_major_descriptor(memory.zeros, 0)));
+    wgmma_fence();
+    UNROLL for (u32 y = 0; y < Storage::rows / 16; ++y)
+        backward_wgmma_rs(acc, left[y], operand_descriptor(right, y * 16 * PANEL_DIMS));
+    wgmma_commit();
+}
+
+DEVICE void clear_acc(float (&acc)[ACC_REGISTERS]) {
+    UNROLL for (u32 e = 0; e < ACC_REGISTERS; ++e) acc[e] = 0;
+    // the zeros are written before the first product, not while one is in flight
+    fence_operand(acc);
+}
+
+// Rounds P or dX to the element type, in the layout of wgmma's A operand in registers.
+template <u32 count>
+DEVICE void narrow_left(u32 (&left)[count / 8][4], const float (&values)[count]) {
+    UNROLL for (u32 y = 0; y < count / 8; ++y)
+        UNROLL for (u32 index = 0; index < 4; ++index)
+            left[y][index] =
+                narrow_pair(values[8 * y + 2 * index], values[8 * y + 2 * index + 1]);
+}
+
+// Loops over register arrays of which the compiler would make a dozen copies of a long body.
+#define NOT_UNROLLED _Pragma("unroll 1")
+
+// Moves every element `places` to the front, and the first ones to the end. A loop that is not
+// unrolled uses the first elements and rotates: a register array cannot be indexed at run time.
+template <u32 places, u32 count>
+DEVICE void rotate(float (&values)[count]) {
+    float first[places];
+    UNROLL for (u32 e = 0; e < places; ++e) first[e] = values[e];
+    UNROLL for (u32 e = 0; e + places < count; ++e) values[e] = values[e + places];
+    UNROLL for (u32 e = 0; e < places; ++e) values[count - places + e] = first[e];
+}
+
+// P of one pair as one multiply-add and one ex2; for rows for which is_fused holds.
+DEVICE float fused_prob(float score, float unit, float lse) {
+    return exp2_approx(multiply_add(score, unit, -(lse * LOG2_E)));
+}
+// Returns false for rows whose lse is beyond FUSED_LIMIT, −∞ (a row without gradient) or NaN.
+DEVICE bool is_fused(float lse) {
+    return lse * LOG2_E <= FUSED_LIMIT && lse * LOG2_E >= -FUSED_LIMIT;
+}
+// P of one pair for any row.
+DEVICE float careful_prob(float score, bool visible, float lse, const Attention& a) {
+    return visible && lse != -infinity() ? fast_exp(float(a.scale) * score - lse) : 0.0f;
+}
+
+// Returns true if one of a thread's elements of a tile of `count` elements is not finite.
+DEVICE bool part_non_finite(const u16* values, u32 count, const ConsumerLane& at) {
+    const u32 exponent = ANNULUS_DTYPE == 2 ? 0x7f80u : 0x7c00u;
+    bool non_finite = false;
+    for (u32 index = at.thread; index < count / 2; index += WARPGROUP) {
+        u32 pair = reinterpret_cast<const u32*>(values)[index];
+        non_finite |= (pair & exponent) == exponent || (pair >> 16 & exponent) == exponent;
+    }
+    return non_finite;
+}
+
+// acc += left·streamed on scalar units, skipping masked pairs, for tiles with elements that are not
+// finite: with wgmma a masked pair would contribute 0 · NaN. Sets `left` to 0. The four lanes of a
+// quad have the columns of a row of `left` between them and exchange them by shuffles.
+template <typename Storage>
+DEVICE void scalar_nn(float (&acc)[ACC_REGISTERS], float (&left)[Storage::pairs], u64 visible,
+                      const u16* streamed, const ConsumerLane& at) {
+    NOT_UNROLLED for (u32 n_tile = 0; n_tile < Storage::rows / 8; ++n_tile) {
+        u32 own[2];
+        UNROLL for (u32 r = 0; r < 2; ++r) {
+            u32 bits = u32(visible >> (4 * n_tile + 2 * r));
+            u32 pair = narrow_pair(left[2 * r], left[2 * r + 1]);
+            own[r] = mark_masked(pair, bits & 1, bits >> 1 & 1);
+        }
+        NOT_UNROLLED for (u32 lanes = 0; lanes < 4; ++lanes) {
+            u32 pairs[2];
+            UNROLL for (u32 r = 0; r < 2; ++r)
+                pairs[r] = bits_of(shuffle_xor(float_of(own[r]), lanes));
+            NOT_UNROLLED for (u32 c = 0; c < 2; ++c) {
+                u32 row = 8 * n_tile + (at.column ^ 2 * lanes) + c;
+                float factors[2];
+                bool visible_pair[2];
+                UNROLL for (u32 r = 0; r < 2; ++r) {
+                    u16 factor = u16(pairs[r] >> 16 * c);
+                    factors[r] = widen(factor);
+                    visible_pair[r] = factor != MASKED;
+                }
+                UNROLL for (u32 e = 0; e < ACC_REGISTERS; e += 4) {
+                    u32 pair = *reinterpret_cast<const u32*>(
+                        streamed + swizzled_offset(Storage::rows, row, 2 * e + at.column));
+                    float values[2] = {widen(u16(pair)), widen(u16(pair >> 16))};
+                    UNROLL for (u32 r = 0; r < 2; ++r)
+                        UNROLL for (u32 x = 0; x < 2; ++x)
+                            if (visible_pair[r])
+                                acc[e + 2 * r + x] =
+                                    multiply_add(factors[r], values[x], acc[e + 2 * r + x]);
+                }
+            }
+        }
+        rotate<4>(left);
+    }
+    UNROLL for (u32 e = 0; e < Storage::pairs; ++e) left[e] = 0;
+}

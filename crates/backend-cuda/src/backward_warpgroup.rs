@@ -1,0 +1,154 @@
+//! Backward on warpgroups: `kernels/backward_warpgroup.cuh`, with tensor maps of the streamed
+//! operands for TMA, and lse and delta as aligned arrays of f32.
+
+use std::sync::Arc;
+
+use annulus_core::{Dims, Result};
+use annulus_device_cuda::{CudaBuffer, Device, TensorMap};
+
+use crate::{
+    arguments::{Attention, BackwardAttention, HAS_BIAS, HAS_CAP, HAS_DROPOUT, HAS_SLOPES, Tensor},
+    block_mask::to_u32,
+    kernels::{BackwardWarpgroupKernels, WarpgroupKernels},
+    pass_context::PassContext,
+};
+
+/// Rows of a `StatisticsTile` of `kernels/backward_warpgroup.cuh`, and its bytes.
+const STATISTICS_ROWS: u64 = 64;
+const STATISTICS_BYTES: u64 = 2 * 4 * STATISTICS_ROWS;
+
+/// The kernels for one set of queries, with the statistics of these.
+#[derive(Debug)]
+pub(crate) struct OnWarpgroups {
+    kernels: Arc<BackwardWarpgroupKernels>,
+    statistics: u64,
+    statistics_tiles: u32,
+}
+
+impl OnWarpgroups {
+    /// Writes lse and delta of the queries of `arguments` to `into`, which grows to hold them.
+    pub(crate) fn new(
+        context: &PassContext,
+        kernels: Arc<BackwardWarpgroupKernels>,
+        attention: &Attention,
+        into: &mut CudaBuffer,
+    ) -> Result<Self> {
+        let Dims { batch, q_heads, .. } = context.spec().dims;
+        // whole tiles of the kernels' own rows: the dQ pass reads 128 rows at a time
+        let [rows, _] = kernels.variant.tile();
+        let tiles = u64::from(attention.queries).next_multiple_of(rows as u64) / STATISTICS_ROWS;
+        let bytes = (batch * q_heads) as u64 * tiles * STATISTICS_BYTES;
+        if into.len() < bytes {
+            *into = CudaBuffer::new(context.stream.device(), bytes)?;
+        }
+        let made =
+            Self { kernels, statistics: into.address(), statistics_tiles: to_u32(tiles as usize)? };
+        let threads = u64::from(WarpgroupKernels::THREADS);
+        let grid = [(tiles * STATISTICS_ROWS).div_ceil(threads), q_heads as u64, batch as u64];
+        let arguments = made.arguments(attention, [TensorMap::UNUSED; 2]);
+        let kernel = &made.kernels.statistics;
+        // SAFETY: the buffer holds the statistics of all rows; the engine has validated those of
+        // the queries; memory is freed only after queued work.
+        unsafe {
+            kernel.launch(&context.stream, grid, WarpgroupKernels::THREADS, &arguments)?;
+        }
+        Ok(made)
+    }
+
+    fn arguments(&self, attention: &Attention, maps: [TensorMap; 2]) -> BackwardAttention {
+        BackwardAttention {
+            maps,
+            attention: *attention,
+            statistics: self.statistics,
+            statistics_tiles: self.statistics_tiles,
+            reserved: 0,
+        }
+    }
+
+    /// Launches the kernel for dQ: K and V are streamed, from records.
+    pub(crate) fn launch_queries(
+        &self,
+        context: &PassContext,
+        attention: &Attention,
+        grid: [u64; 3],
+    ) -> Result<()> {
+        let epilogue = needs_epilogue(attention);
+        let rows = if epilogue { 64 } else { 128 };
+        let shape = [attention.keys, attention.kv_heads, attention.batches];
+        let device = context.stream.device();
+        let maps = [
+            tma_boxes(device, &attention.k, attention.head_dim, shape, rows)?,
+            tma_boxes(device, &attention.v, attention.value_dim, shape, rows)?,
+        ];
+        let kernel = &self.kernels.queries[usize::from(epilogue)];
+        let arguments = self.arguments(attention, maps);
+        // SAFETY: the engine has validated every tensor's shape; memory is freed only after queued
+        // work.
+        unsafe { kernel.launch(&context.stream, grid, WarpgroupKernels::THREADS, &arguments) }
+    }
+
+    /// True if the kernel for dK and dV can stream these queries: always those of records.
+    pub(crate) fn can_stream_queries(attention: &Attention) -> bool {
+        let shape = [attention.queries, attention.q_heads, attention.batches];
+        [&attention.q, &attention.dout].into_iter().all(|tensor| is_tma_readable(tensor, shape))
+    }
+
+    /// Launches the kernel for dK and dV: Q and dO are streamed.
+    pub(crate) fn launch_keys(
+        &self,
+        context: &PassContext,
+        attention: &Attention,
+        grid: [u64; 3],
+    ) -> Result<()> {
+        let shape = [attention.queries, attention.q_heads, attention.batches];
+        let device = context.stream.device();
+        let maps = [
+            tma_boxes(device, &attention.q, attention.head_dim, shape, 64)?,
+            tma_boxes(device, &attention.dout, attention.value_dim, shape, 64)?,
+        ];
+        let kernel = &self.kernels.keys[usize::from(needs_epilogue(attention))];
+        let arguments = self.arguments(attention, maps);
+        // SAFETY: as for `launch_queries`.
+        unsafe { kernel.launch(&context.stream, grid, WarpgroupKernels::THREADS, &arguments) }
+    }
+}
+
+/// True if every pair needs an epilogue of its own: bias, soft cap, rounding or dropout; or a scale
+/// that is not positive, or so small that products with it may leave the normal range of f32.
+fn needs_epilogue(attention: &Attention) -> bool {
+    let per_pair = HAS_BIAS | HAS_SLOPES | HAS_CAP | HAS_DROPOUT;
+    let is_deferred = attention.scale as f32 > 1e-30;
+    attention.flags & per_pair != 0 || attention.rounding != 0 || !is_deferred
+}
+
+/// True if TMA can read a caller's tensor of 16-bit elements: contiguous dims, and rows, heads and
+/// batch rows at multiples of 16 bytes. An axis of length 1 has stride 0 ([`crate::arguments`]).
+fn is_tma_readable(tensor: &Tensor, shape: [u32; 3]) -> bool {
+    let [batch, row, head, dim] = tensor.strides;
+    let [rows, heads, batches] = shape;
+    let fits = |stride: i64, length: u32| {
+        length == 1 || (stride > 0 && stride % 8 == 0 && stride < 1 << 39)
+    };
+    (dim == 1 || dim == 0)
+        && tensor.at.is_multiple_of(16)
+        && fits(row, rows)
+        && fits(head, heads)
+        && fits(batch, batches)
+}
+
+/// Encodes the tensor map of an operand with `shape` rows, heads and batch rows, in boxes of `rows`
+/// rows.
+fn tma_boxes(
+    device: &Device,
+    tensor: &Tensor,
+    dim: u32,
+    shape: [u32; 3],
+    rows: u32,
+) -> Result<TensorMap> {
+    let [batch, row, head, _] = tensor.strides;
+    // the stride of an axis of length 1 is not used, but must be one that TMA supports
+    let bytes = |stride: i64| if stride == 0 { 16 } else { stride.cast_unsigned() * 2 };
+    let [rows_of, heads, batches] = shape.map(u64::from);
+    let lengths = [u64::from(dim), rows_of, heads, batches];
+    TensorMap::new(device, tensor.at, lengths, [row, head, batch].map(bytes), rows)
+}
