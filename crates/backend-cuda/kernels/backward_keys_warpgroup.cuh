@@ -1,5 +1,5 @@
-// dK and dV of one block of keys, on warpgroups (backward_warpgroup.cuh): a block owns 128 keys of
-// one KV head and streams 64 queries at a time, of all query heads of the group in turn.
+// dK and dV of one block of keys, on warpgroups (backward_warpgroup.cuh): a thread block owns 128
+// keys of one KV head and streams 64 queries at a time, of all query heads of the group in turn.
 #pragma once
 
 #include "backward_warpgroup.cuh"
@@ -225,7 +225,7 @@ DEVICE void backward_keys_block(const BackwardAttention& arguments) {
     NarrowStorage& memory = *reinterpret_cast<NarrowStorage*>(dynamic_shared());
     begin_backward_storage(memory);
     if (thread_index() < WARPGROUP) {
-        setmaxnreg_dec<24>();
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (thread_index() == 0) {
             StageCursor<NarrowStorage::stages> state = {0};
             for (; tiles.more(); tiles.next(a, a.queries), ++state.tile) {
@@ -235,7 +235,7 @@ DEVICE void backward_keys_block(const BackwardAttention& arguments) {
             }
         }
     } else {
-        setmaxnreg_inc<240>();
+        setmaxnreg_inc<CONSUMER_REGISTERS>();
         backward_key_rows<epilogue>(memory, arguments, b, kv_head, tile, tiles);
     }
 }

@@ -1,5 +1,5 @@
-// dQ from one block of keys, on warpgroups (backward_warpgroup.cuh): a block owns 128 queries of one
-// head and streams tiles of keys.
+// dQ from one block of keys, on warpgroups (backward_warpgroup.cuh): a thread block owns 128
+// queries of one head and streams tiles of keys.
 #pragma once
 
 #include "backward_warpgroup.cuh"
@@ -161,7 +161,7 @@ DEVICE void backward_queries_block(const BackwardAttention& arguments) {
     Storage& memory = *reinterpret_cast<Storage*>(dynamic_shared());
     begin_backward_storage(memory);
     if (thread_index() < WARPGROUP) {
-        setmaxnreg_dec<24>();
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (thread_index() == 0) {
             u32 kv_head = h / (a.q_heads / a.kv_heads);
             StageCursor<Storage::stages> state = {0};
@@ -169,7 +169,7 @@ DEVICE void backward_queries_block(const BackwardAttention& arguments) {
                 load_tile(memory, arguments, state, tiles.first_row(a), kv_head, b, nullptr);
         }
     } else {
-        setmaxnreg_inc<240>();
+        setmaxnreg_inc<CONSUMER_REGISTERS>();
         backward_query_rows<Storage, epilogue>(memory, arguments, b, h, tile, tiles);
     }
 }

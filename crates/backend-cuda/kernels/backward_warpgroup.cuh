@@ -21,11 +21,12 @@
 //
 // Each pass has two instantiations: with `epilogue` every pair has its own score epilogue (bias,
 // soft cap, dropout, rounding), without it a full tile has no code per pair but that of the lines
-// above. With the epilogue, the dQ pass streams 64 keys at a time to have the registers.
+// above. With the epilogue the dQ pass streams 64 keys at a time, because it needs more registers.
 //
 // The accumulator layout of S is that of wgmma's left operand in registers, so P and dX are never
-// written to shared memory: a product reads its right operand there, and only S and dP the left one
-// too. The dK/dV pass computes Sᵀ, of which a thread has two keys and, by column, 16 queries.
+// written to shared memory. Every product reads its right operand there, but only those of S and dP
+// also the left one. The dK/dV pass computes Sᵀ, of which a thread has two keys (rows) and 16
+// queries (columns).
 //
 // One block owns an accumulator tile and adds in a fixed order: no atomics, bitwise reproducible.
 //
@@ -38,8 +39,8 @@
 //   statistics  2 stages × 128 rows × 8                     2 K
 //   mbarriers   2 × stages × 8                             32 or 64
 //
-// Registers of a consumer thread, of 240, at 128 dims: accumulators dQ 64, S 64, dP 64, dX 32; or
-// dK 64, dV 64, S 32, dP 32, P 16, dX 16. At 256 dims dK and dV alone would take 256.
+// Registers of a consumer thread, of 240, at 128 dims: dQ 64, S 64, dP 64, dX 32; or dK 64, dV 64,
+// S 32, dP 32, P 16, dX 16. At 256 dims dK and dV alone would take 256.
 //
 // Named barriers: 0 whole block, 3 and 4 WARPGROUP_BARRIER.
 //
@@ -137,6 +138,17 @@ typedef BackwardStorage<128, 2> WideStorage;
 typedef BackwardStorage<64, 4> NarrowStorage;
 static_assert(sizeof(WideStorage) <= 227 * 1024 && sizeof(NarrowStorage) <= 227 * 1024,
               "shared memory of a block");
+
+// Registers per thread after setmaxnreg; the launch has 168 (65,536 / 384, in units of 8).
+#define PRODUCER_REGISTERS 24
+#define CONSUMER_REGISTERS 240
+static_assert(WARPGROUP * (PRODUCER_REGISTERS + BACKWARD_CONSUMERS * CONSUMER_REGISTERS) ==
+                  THREADS * 168,
+              "registers of a block");
+// dQ, S, dP, dX; dK, dV, S, dP, P, dX: the others of a thread have the remaining 16
+static_assert(ACC_REGISTERS + WideStorage::pairs * 5 / 2 <= CONSUMER_REGISTERS - 16 &&
+                  2 * ACC_REGISTERS + NarrowStorage::pairs * 3 <= CONSUMER_REGISTERS - 16,
+              "registers of a consumer");
 
 // As PipelineState, for any number of stages.
 template <u32 stages>
@@ -287,8 +299,8 @@ DEVICE void backward_wgmma_rs(float (&acc)[ACC_REGISTERS], const u32 (&left)[4],
 #endif
 }
 
-// Lower half of a matrix descriptor: address and leading byte offset. The upper half is the same for
-// all operands here, and no step overflows the address, so that 32 bits suffice for its arithmetic.
+// Lower half of a matrix descriptor: address and leading byte offset. The upper half is the same
+// for all operands here, and no step overflows the address, so that 32 bits suffice.
 typedef u32 OperandLow;
 
 DEVICE u64 operand_descriptor(OperandLow operand, u32 elements) {
@@ -385,7 +397,8 @@ DEVICE void scalar_nn(float (&acc)[ACC_REGISTERS], float (&left)[Storage::pairs]
         u32 own[2];
         UNROLL for (u32 r = 0; r < 2; ++r) {
             u32 bits = u32(visible >> (4 * n_tile + 2 * r));
-            own[r] = mark_masked(narrow_pair(left[2 * r], left[2 * r + 1]), bits & 1, bits >> 1 & 1);
+            u32 pair = narrow_pair(left[2 * r], left[2 * r + 1]);
+            own[r] = mark_masked(pair, bits & 1, bits >> 1 & 1);
         }
         NOT_UNROLLED for (u32 lanes = 0; lanes < 4; ++lanes) {
             u32 pairs[2];

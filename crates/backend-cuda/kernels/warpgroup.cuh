@@ -1,5 +1,5 @@
-// Shared-memory layout and K/V pipeline of warpgroup kernels (compute capability 9.0): used by the
-// forward pass, laid out so that a backward pass can use it too.
+// Shared-memory layout and K/V pipeline of the forward pass on warpgroups (compute capability 9.0).
+// The backward pass uses its descriptors and swizzle (backward_warpgroup.cuh).
 //
 // A block owns 128 query rows and iterates over the visible KV tiles. Warp specialization:
 // warpgroup 0 is the producer; one of its threads issues TMA loads of K and V tiles into a pipeline

@@ -48,7 +48,7 @@ struct KernelCache {
 
 impl Cuda {
     /// Fewest rows (queries × query heads of a KV head) of a rank for which the forward pass at
-    /// [`Level::Warpgroup`] runs on warpgroups: one tile.
+    /// [`Level::Warpgroup`] runs on warpgroups: one tile. A backward pass needs as many queries.
     pub const MIN_WARPGROUP_ROWS: usize = 128;
 
     /// Opens GPU `ordinal` with a stream of its own, at the level in [`Level::VARIABLE`].

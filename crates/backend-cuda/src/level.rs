@@ -12,9 +12,11 @@ pub enum Level {
     Plain,
     /// Tensor cores by `mma.sync`, forward and backward: any supported GPU.
     Matrix,
-    /// Also the forward pass on warpgroups (`wgmma`, TMA): compute capability 9.0 only. Specs that
-    /// [`crate::Variant::on_warpgroups`] cannot serve, and passes of few queries
-    /// ([`crate::Cuda::MIN_WARPGROUP_ROWS`]), are computed as at [`Level::Matrix`]. Used
+    /// Also forward and backward on warpgroups (`wgmma`, TMA): compute capability 9.0 only. What
+    /// these cannot serve is computed as at [`Level::Matrix`]: specs beyond
+    /// [`crate::Variant::on_warpgroups`] and [`crate::Variant::backward_on_warpgroups`], passes of
+    /// few queries ([`crate::Cuda::MIN_WARPGROUP_ROWS`]), and dK and dV of a rank whose own queries
+    /// TMA cannot read (address and strides of q and dout that are multiples of 16 bytes). Used
     /// only on request: it has not run on a GPU.
     Warpgroup,
 }

@@ -13,6 +13,7 @@
 //! | [`annulus_core::BackwardPass`]: prologue, blocks, end | `backward.rs` |
 //! | backward: dQ; dbias | `backward_queries.rs`; `bias_gradient.rs` |
 //! | backward: dK and dV | `backward_keys.rs` |
+//! | backward on warpgroups: statistics, tensor maps | `backward_warpgroup.rs` |
 //! | stream, kernels and masks of both passes; their memory | `pass_context.rs`, `state.rs` |
 //! | block-sparse mask; GQA packing | `block_mask.rs`, `gqa_packing.rs` |
 //! | wire records, kernel arguments | `records.rs`, `arguments.rs` |
@@ -24,9 +25,9 @@
 //! the backward pass is two kernels without atomics, and neither scores nor their gradients are
 //! written to memory. No speed is claimed: none was measured.
 //!
-//! [`Level::Warpgroup`] (compute capability 9.0 only) runs the forward pass of 16-bit elements on
-//! warpgroups: two consumers compute with `wgmma`, one producer loads K and V tiles by TMA into a
-//! multi-stage pipeline. Barriers, descriptors and swizzles are tested on the emulator, and every
+//! [`Level::Warpgroup`] (compute capability 9.0 only) runs forward and, up to 128 dims, backward of
+//! 16-bit elements on warpgroups: two consumers compute with `wgmma`, one producer loads tiles by
+//! TMA into a multi-stage pipeline. Barriers, descriptors and swizzles are tested on the emulator, and every
 //! variant compiles without spills; it has not run on a GPU and is used only on request
 //! ([`Level::VARIABLE`], [`Cuda::at_level`]).
 //!

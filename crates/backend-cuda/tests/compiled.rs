@@ -78,7 +78,7 @@ fn line(compiler: &Compiler, architecture: Architecture, variant: Variant) -> Re
         assert_eq!(spilled, 0, "{target} {variant}: {name} spills");
         line += &format!(
             " {name}: {registers}, {}, {spilled};",
-            shared + u64::from(variant.dynamic_shared_bytes())
+            shared + u64::from(variant.dynamic_shared_bytes(&name))
         );
     }
     Ok(line + "\n")
