@@ -1,12 +1,12 @@
 //! Products on cooperative matrices: the counterpart of the multiply-adds in `products.rs`.
 //!
 //! Both operands lie in workgroup memory as f16, 32 × 32 at a time, their bits as in the tensors.
-//! The result stays in matrices until it is complete, and returns through workgroup memory as f32 to
-//! the register tiles of the rest of the kernel. Each subgroup owns some matrices of it.
-//! Probabilities are multiplied by [`PROB_SCALE`] before they are rounded to f16, so that those down
-//! to 6e-8 are normal f16 numbers and keep all bits. Score gradients have no bound: each row of a
-//! tile is multiplied by the power of 2 that brings its largest one to 2^14 … 2^15. None overflows,
-//! and those down to 2^-29 of the largest are normal numbers.
+//! The result stays in matrices until it is complete, and returns through workgroup memory as f32
+//! to the register tiles of the rest of the kernel. Each subgroup owns some matrices of it.
+//! Probabilities are multiplied by [`PROB_SCALE`] before they are rounded to f16, so that those
+//! down to 6e-8 are normal f16 numbers and keep all bits. Score gradients have no bound: each row
+//! of a tile is multiplied by the power of 2 that brings its largest one to 2^14 … 2^15. None
+//! overflows, and those down to 2^-28 of the largest are normal numbers.
 
 use std::fmt::Write;
 

@@ -114,8 +114,8 @@ pub(super) fn add_product(
     text
 }
 
-/// Generates accumulators `PREFIX{group}_{row}` += P·`of` or dX·`of`, on cooperative matrices if the
-/// variant has them.
+/// Generates accumulators `PREFIX{group}_{row}` += P·`of` or dX·`of`, on cooperative matrices if
+/// the variant has them.
 pub(super) fn accumulate(
     variant: TileVariant,
     prefix: &str,
@@ -212,7 +212,7 @@ pub(super) fn multiply_add(prefix: &str, groups: usize, of: Factor<'_>, words: W
     if (is_partial) {{
         for (var j = 0u; j < 32u; j++) {{
             let a = tile[{ROW_STEP}u * ((j >> 2u) + 8u * (j & 3u)) + ty];
-            let b = right[{ROW_STEP}u * (j) + tx];
+            let b = right[{ROW_STEP}u * j + tx];
 "
         );
         if words == Words::OfColumns {
