@@ -11,9 +11,9 @@ pub enum Level {
     /// Row reductions by subgroup shuffles: devices with subgroups of at least 8. Used on request,
     /// or if a record shows that it is faster.
     Subgroup,
-    /// Also cooperative matrices (experimental in wgpu) for f16 inputs: QKᵀ, dO·Vᵀ, P·V and Pᵀ·dO,
-    /// with f32 accumulators. Everything else as at [`Level::Subgroup`]. Used on request, or if a
-    /// record shows that it is faster.
+    /// Also cooperative matrices (experimental in wgpu) for f16 inputs: all products of both passes
+    /// but those of dbias, with f32 accumulators. Everything else as at [`Level::Subgroup`]. Used on
+    /// request, or if a record shows that it is faster.
     Matrix,
 }
 

@@ -1,10 +1,12 @@
 //! Products on cooperative matrices: the counterpart of the multiply-adds in `products.rs`.
 //!
 //! Both operands lie in workgroup memory as f16, 32 × 32 at a time, their bits as in the tensors.
-//! The result stays in matrices until it is complete, and returns through workgroup memory as f32 to
-//! the register tiles of the rest of the kernel. Each subgroup owns some matrices of it.
-//! Probabilities are multiplied by [`PROB_SCALE`] before they are rounded to f16, so that those down
-//! to 6e-8 are normal f16 numbers and keep all bits.
+//! The result stays in matrices until it is complete, and returns through workgroup memory as f32
+//! to the register tiles of the rest of the kernel. Each subgroup owns some matrices of it.
+//! Probabilities are multiplied by [`PROB_SCALE`] before they are rounded to f16, so that those
+//! down to 6e-8 are normal f16 numbers and keep all bits. Score gradients have no bound: each row
+//! of a tile is multiplied by the power of 2 that brings its largest one to 2^14 … 2^15. None
+//! overflows, and those down to 2^-28 of the largest are normal numbers.
 
 use std::fmt::Write;
 
@@ -37,9 +39,8 @@ const BY_ROWS: &str = "coopLoadT<{B}>(&right_half[HALF_STEPu * k + matrix_column
 /// Right operand, with vectors as columns.
 const BY_COLUMNS: &str = "coopLoad<{B}>(&right_half[HALF_STEPu * matrix_column + k], HALF_STEPu)";
 
-/// Workgroup memory and functions that read it. `left_half`: `[row][element]`, then P;
-/// `right_half`: `[column or key][element]`. `products` also serves as the tile of the other
-/// products.
+/// Workgroup memory and functions that read it. `left_half`: `[row][element]`, then P or dX;
+/// `right_half`: `[column or key][element]`.
 pub(super) fn declarations() -> String {
     format!(
         "const PROB_SCALE: f32 = {PROB_SCALE:?};
@@ -54,26 +55,6 @@ var<workgroup> non_finite: atomic<u32>;
 fn products_of(row: u32, column: u32) -> vec4<f32> {{
     let at = {PRODUCT_STEP}u * row + column;
     return vec4<f32>(products[at], products[at + 1u], products[at + 2u], products[at + 3u]);
-}}
-
-// Element `at` of the tile of the products by multiply-adds.
-fn tile_four(at: u32) -> vec4<f32> {{
-    return vec4<f32>(
-        products[4u * at], products[4u * at + 1u], products[4u * at + 2u], products[4u * at + 3u]);
-}}
-
-fn set_tile(at: u32, four: vec4<f32>) {{
-    products[4u * at] = four.x;
-    products[4u * at + 1u] = four.y;
-    products[4u * at + 2u] = four.z;
-    products[4u * at + 3u] = four.w;
-}}
-
-// Four elements of a vector.
-fn right_of(j: u32, column: u32) -> vec4<f32> {{
-    let at = {HALF_STEP}u * j + column;
-    return vec4<f32>(vec4<f16>(
-        right_half[at], right_half[at + 1u], right_half[at + 2u], right_half[at + 3u]));
 }}
 
 // Factors of vector `j` in four rows.
@@ -170,7 +151,6 @@ pub(super) fn count(matrices: Matrices) -> String {
     format!(
         "if (lane == 0u) {{
     rounds = {all}u / subgroups;
-    atomicStore(&non_finite, 0u);
 }}
 let matrix_rounds = workgroupUniformLoad(&rounds);
 "
@@ -232,15 +212,63 @@ pub(super) fn add_product(
     text + "}\n"
 }
 
+/// Left factors of the second products.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum Factors {
+    Probs,
+    Gradients,
+}
+
+/// Declares the variable of [`store_gradients`].
+pub(super) const GRADIENT_FACTORS: &str = "var gradient_factors = vec4<f32>(1.0);\n";
+
 /// Generates `left_half` ← a register tile of probabilities.
-pub(super) fn store_tile(prefix: &str) -> String {
-    let mut text = "let prob_factor = PROB_SCALE / params.keep_scale;\n".to_owned();
+pub(super) fn store_probs(prefix: &str) -> String {
+    "let prob_factors = vec4<f32>(PROB_SCALE / params.keep_scale);\n".to_owned()
+        + &store_tile(prefix, "prob_factors")
+}
+
+/// Generates `left_half` ← a register tile of score gradients, once all invocations have read what
+/// was in it, and `gradient_factors`, by which the products of its four rows are to be multiplied.
+///
+/// ```text
+/// e = exponent of the row's largest |dX|, over the eight invocations that hold the row
+/// left_half = f16(dX · 2^(14−e));  gradient_factors = 2^(e−14)
+/// ```
+///
+/// e is limited to −112 … 127, so that both powers are normal numbers.
+pub(super) fn store_gradients(prefix: &str) -> String {
+    let largest = [0, 1, 2, 3].map(|r| {
+        let [x, y, z, w] = ["x", "y", "z", "w"].map(|c| format!("abs({prefix}{r}.{c})"));
+        format!("max(max({x}, {y}), max({z}, {w}))")
+    });
+    format!(
+        "var largest_gradients = vec4<f32>(
+    {},
+);
+largest_gradients = max(largest_gradients, subgroupShuffleXor(largest_gradients, 1u));
+largest_gradients = max(largest_gradients, subgroupShuffleXor(largest_gradients, 2u));
+largest_gradients = max(largest_gradients, subgroupShuffleXor(largest_gradients, 4u));
+let exponents = clamp(
+    bitcast<vec4<u32>>(largest_gradients) >> vec4<u32>(23u), vec4<u32>(15u), vec4<u32>(254u));
+let to_half = bitcast<vec4<f32>>((vec4<u32>(268u) - exponents) << vec4<u32>(23u));
+gradient_factors = bitcast<vec4<f32>>((exponents - vec4<u32>(14u)) << vec4<u32>(23u));
+workgroupBarrier();
+{}",
+        largest.join(",\n    "),
+        store_tile(prefix, "to_half")
+    )
+}
+
+/// Generates `left_half` ← a register tile, each row multiplied by its element of `factors`.
+fn store_tile(prefix: &str, factors: &str) -> String {
+    let mut text = String::new();
     for r in 0..4 {
         for c in 0..4 {
             let _infallible = writeln!(
                 text,
                 "left_half[{HALF_STEP}u * (4u * ty + {r}u) + 4u * tx + {c}u] =
-    f16({prefix}{r}[{c}] * prob_factor);"
+    f16({prefix}{r}[{c}] * {factors}[{r}]);"
             );
         }
     }
@@ -254,19 +282,26 @@ pub(super) fn accumulate(
     matrices: Matrices,
     prefix: &str,
     groups: usize,
+    factors: Factors,
     of: &Vectors,
     words: Words,
 ) -> String {
     let Vectors { name, dim, .. } = *of;
     let [row, last, step] = of.offsets("column");
+    let product_factors = match factors {
+        Factors::Probs => "vec4<f32>(params.keep_scale / PROB_SCALE)",
+        Factors::Gradients => "gradient_factors",
+    };
     let mut text = format!(
         "{{
-let product_factor = params.keep_scale / PROB_SCALE;
+let product_factors = {product_factors};
 let element = 4u * (lane & 7u);
 let vector = lane >> 3u;
 let own_row = {row};
 let last_row = {last};
 let row_step = {step};
+var any_non_finite = false;
+if (lane == 0u) {{ atomicStore(&non_finite, 0u); }}
 "
     );
     for group in 0..groups {
@@ -282,8 +317,9 @@ let row_step = {step};
             );
         }
         text.push_str(
-            "    workgroupBarrier();
-    if (any((lanes_0 | lanes_1) | (lanes_2 | lanes_3))) { atomicStore(&non_finite, 1u); }
+            "    any_non_finite =
+        any_non_finite | any((lanes_0 | lanes_1) | (lanes_2 | lanes_3));
+    workgroupBarrier();
 ",
         );
         for n in 0..4 {
@@ -293,11 +329,9 @@ let row_step = {step};
         let _infallible = write!(
             text,
             "    workgroupBarrier();
-    let has_non_finite = atomicLoad(&non_finite) != 0u;
     {{
 {}{}{}    }}
     workgroupBarrier();
-    if (lane == 0u) {{ atomicStore(&non_finite, 0u); }}
 ",
             zero_sums(matrices),
             multiply(matrices, BY_ROWS),
@@ -308,25 +342,37 @@ let row_step = {step};
             let _infallible = writeln!(
                 text,
                 "    {sum} =
-        fma(vec4<f32>(product_factor), products_of(4u * ty + {r}u, 4u * tx), {sum});"
+        fma(vec4<f32>(product_factors[{r}]), products_of(4u * ty + {r}u, 4u * tx), {sum});"
             );
         }
-        // the bound is not a constant, so that compilers do not unroll this rare loop
+        text.push_str("}\n");
+    }
+    // the bound is not a constant, so that compilers do not unroll this rare loop
+    let _infallible = write!(
+        text,
+        "if (any_non_finite) {{ atomicStore(&non_finite, 1u); }}
+workgroupBarrier();
+if (atomicLoad(&non_finite) != 0u) {{
+    let end = min(32u, params.{rows} - column);
+    for (var j = 0u; j < end; j++) {{
+        let vector_row = {name}_row(batch, {head}, column + j);
+        let a = product_factors * factors_of(4u * ty, j);
+",
+        rows = of.rows,
+        head = of.head(),
+    );
+    if words == Words::OfColumns {
+        text.push_str("        let word = atomicLoad(&visible_bits[j]) >> (4u * ty);\n");
+    }
+    for group in 0..groups {
+        let first = 32 * group;
         let _infallible = write!(
             text,
-            "    if (has_non_finite) {{
-        let end = min(32u, params.{rows} - column);
-        for (var j = 0u; j < end; j++) {{
-            let four = {name}_four({name}_row(batch, {head}, column + j), {first}u + 4u * tx);
+            "        if ({first}u < params.{dim}) {{
+            let four = {name}_four(vector_row, {first}u + 4u * tx);
             let lanes = non_finite_lanes(four);
-            let a = product_factor * factors_of(4u * ty, j);
-",
-            rows = of.rows,
-            head = of.head(),
+"
         );
-        if words == Words::OfColumns {
-            text.push_str("            let word = atomicLoad(&visible_bits[j]) >> (4u * ty);\n");
-        }
         for r in 0..4 {
             let sum = format!("{prefix}{group}_{r}");
             let bit = words.bit(r);
@@ -339,9 +385,9 @@ let row_step = {step};
             );"
             );
         }
-        text.push_str("        }\n    }\n}\n");
+        text.push_str("        }\n");
     }
-    text.push_str("}\n");
+    text.push_str("    }\n}\n}\n");
     text
 }
 

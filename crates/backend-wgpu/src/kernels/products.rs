@@ -3,7 +3,8 @@
 use std::fmt::Write;
 
 use super::{
-    TileVariant, matrices,
+    TileVariant,
+    matrices::{self, Factors},
     vectors::{ROW_STEP, Vectors, Words},
 };
 use crate::level::Matrices;
@@ -113,18 +114,19 @@ pub(super) fn add_product(
     text
 }
 
-/// Generates accumulators `PREFIX{group}_{row}` += P·`of`, on cooperative matrices if the variant
-/// has them.
-pub(super) fn accumulate_weights(
+/// Generates accumulators `PREFIX{group}_{row}` += P·`of` or dX·`of`, on cooperative matrices if
+/// the variant has them.
+pub(super) fn accumulate(
     variant: TileVariant,
     prefix: &str,
     groups: usize,
+    factors: Factors,
     of: &Vectors,
     words: Words,
 ) -> String {
     match variant.used_matrices() {
-        Some(on) => matrices::accumulate(on, prefix, groups, of, words),
-        None => accumulate(variant, prefix, groups, Factor::Of(of), words),
+        Some(on) => matrices::accumulate(on, prefix, groups, factors, of, words),
+        None => multiply_add(prefix, groups, Factor::Of(of), words),
     }
 }
 
@@ -167,13 +169,12 @@ impl Factor<'_> {
         self.variables(["own_row", "last_row", "row_step"], "u32", |of| of.offsets("column"))
     }
 
-    /// Generates the loads of four elements of four rows, in f16 with `halves`.
-    fn loads(self, first: usize, halves: bool) -> String {
-        let (kind, function) = if halves { ("vec4<f16>", "halves") } else { ("vec4<f32>", "four") };
-        self.variables(["four_0", "four_1", "four_2", "four_3"], kind, |of| {
+    /// Generates the loads of four elements of four rows.
+    fn loads(self, first: usize) -> String {
+        self.variables(["four_0", "four_1", "four_2", "four_3"], "vec4<f32>", |of| {
             [0, 1, 2, 3].map(|n| {
                 let row = format!("min(own_row + {n}u * row_step, last_row)");
-                format!("{}_{function}({row}, {first}u + element)", of.name)
+                format!("{}_four({row}, {first}u + element)", of.name)
             })
         })
     }
@@ -181,14 +182,7 @@ impl Factor<'_> {
 
 /// Generates accumulators `PREFIX{group}_{row}` += `tile`ᵀ·`of`. In partial tiles the vector of a
 /// masked pair counts as 0, because 0 · NaN would reach the row.
-pub(super) fn accumulate(
-    variant: TileVariant,
-    prefix: &str,
-    groups: usize,
-    of: Factor<'_>,
-    words: Words,
-) -> String {
-    let on = variant.used_matrices();
+pub(super) fn multiply_add(prefix: &str, groups: usize, of: Factor<'_>, words: Words) -> String {
     let mut text =
         "{\n    let element = 4u * (lane & 7u);\n    let vector = lane >> 3u;\n".to_owned();
     text += &of.rows();
@@ -199,33 +193,15 @@ pub(super) fn accumulate(
     for group in 0..groups {
         let first = 32 * group;
         let _infallible = writeln!(text, "if ({first}u < {dim}) {{");
-        text += &of.loads(first, on.is_some());
+        text += &of.loads(first);
         text.push_str("    workgroupBarrier();\n");
         for n in 0..4 {
             let row = 8 * n;
-            if on.is_some() {
-                text += &matrices::store_halves(
-                    "right_half",
-                    &format!("four_{n}"),
-                    &format!("vector + {row}u"),
-                );
-            } else {
-                let _infallible = writeln!(
-                    text,
-                    "    right[{ROW_STEP}u * (vector + {row}u) + (lane & 7u)] = four_{n};"
-                );
-            }
+            let _infallible = writeln!(
+                text,
+                "    right[{ROW_STEP}u * (vector + {row}u) + (lane & 7u)] = four_{n};"
+            );
         }
-        let right = |j: &str| {
-            if on.is_some() {
-                format!("right_of({j}, 4u * tx)")
-            } else {
-                format!("right[{ROW_STEP}u * ({j}) + tx]")
-            }
-        };
-        let tile = |at: &str| {
-            if on.is_some() { format!("tile_four({at})") } else { format!("tile[{at}]") }
-        };
         let line = |r: usize, b: &str| {
             let sum = format!("{prefix}{group}_{r}");
             format!("{sum} = fma(vec4<f32>(a.{}), {b}, {sum});\n", ELEMENTS[r])
@@ -235,11 +211,9 @@ pub(super) fn accumulate(
             "    workgroupBarrier();
     if (is_partial) {{
         for (var j = 0u; j < 32u; j++) {{
-            let a = {};
-            let b = {};
-",
-            tile(&format!("{ROW_STEP}u * ((j >> 2u) + 8u * (j & 3u)) + ty")),
-            right("j")
+            let a = tile[{ROW_STEP}u * ((j >> 2u) + 8u * (j & 3u)) + ty];
+            let b = right[{ROW_STEP}u * j + tx];
+"
         );
         if words == Words::OfColumns {
             text.push_str("            let word = atomicLoad(&visible_bits[j]) >> (4u * ty);\n");
@@ -252,13 +226,12 @@ pub(super) fn accumulate(
             "        }\n    } else {\n        for (var four = 0u; four < 8u; four++) {\n",
         );
         for n in 0..4 {
+            let at = n * NEXT_ROW;
             let _infallible = writeln!(
                 text,
                 "            {{
-                let a = {};
-                let b = {};",
-                tile(&format!("{ROW_STEP}u * four + ty + {}u", n * NEXT_ROW)),
-                right(&format!("4u * four + {n}u"))
+                let a = tile[{ROW_STEP}u * four + ty + {at}u];
+                let b = right[{ROW_STEP}u * (4u * four + {n}u) + tx];"
             );
             for r in 0..4 {
                 let _infallible = write!(text, "                {}", line(r, "b"));
@@ -331,24 +304,26 @@ fn store_acc(at: u32, c: u32, dim: u32, four: vec4<f32>) {{
 }
 
 /// Generates `tile` ← four columns of four rows, once all invocations have read what was in it.
-pub(super) fn store_tile(on: Option<Matrices>, prefix: &str) -> String {
+pub(super) fn store_tile(prefix: &str) -> String {
     let columns: String = (0..4)
         .map(|c| {
             let column = [0, 1, 2, 3].map(|r| format!("{prefix}{r}[{c}]")).join(", ");
             let at = format!("{ROW_STEP}u * tx + ty + {}u", c * NEXT_ROW);
-            if on.is_some() {
-                format!("set_tile({at}, vec4<f32>({column}));\n")
-            } else {
-                format!("tile[{at}] = vec4<f32>({column});\n")
-            }
+            format!("tile[{at}] = vec4<f32>({column});\n")
         })
         .collect();
     "workgroupBarrier();\n".to_owned() + &columns
 }
 
-/// Generates the store of P for the second product.
-pub(super) fn store_weights(on: Option<Matrices>, prefix: &str) -> String {
-    if on.is_some() { matrices::store_tile(prefix) } else { store_tile(None, prefix) }
+/// Generates the store of P or dX for the second product.
+pub(super) fn store_factors(on: Option<Matrices>, factors: Factors, prefix: &str) -> String {
+    match (on, factors) {
+        (None, _) => store_tile(prefix),
+        (Some(_), Factors::Probs) => matrices::store_probs(prefix),
+        (Some(_), Factors::Gradients) => {
+            matrices::GRADIENT_FACTORS.to_owned() + &matrices::store_gradients(prefix)
+        }
+    }
 }
 
 /// Generates the loads of the statistics of four queries, `stats0` … `stats3`. Queries beyond the

@@ -3,11 +3,12 @@
 use std::fmt::Write;
 
 use super::{
-    ARITHMETIC, Access, BiasAxes, GRADIENT, Source, Storage, TILE_TEXT, TileVariant, matrices,
+    ARITHMETIC, Access, BiasAxes, GRADIENT, Source, Storage, TILE_TEXT, TileVariant,
+    matrices::{self, Factors},
     params::TileParams,
     products::{
-        Factor, Orientation, RowStep, acc_functions, accumulate, accumulate_weights, add_product,
-        each, each_row, product, score_gradients, statistics, store_tile, store_weights,
+        Factor, Orientation, RowStep, acc_functions, accumulate, add_product, each, each_row,
+        multiply_add, product, score_gradients, statistics, store_factors, store_tile,
     },
     template::Template,
     vectors::{DOUT, K, Q, ROW_STEP, V, Vectors, Words},
@@ -248,8 +249,8 @@ if (any_visible[{r}]) {
     text.name("PACKED_ROWS", if variant.decodes { Q.packed_rows() } else { String::new() });
     text.name("SCORES", product(variant, "s", &Q, "first", &K, "column"));
     text.name("EPILOGUE", epilogue(general));
-    text.name("PROBS", probs(general) + &store_weights(on, "s"));
-    text.name("ACCUMULATE", accumulate_weights(variant, "o", groups, &V, Words::OfRows));
+    text.name("PROBS", probs(general) + &store_factors(on, Factors::Probs, "s"));
+    text.name("ACCUMULATE", accumulate(variant, "o", groups, Factors::Probs, &V, Words::OfRows));
     let functions = functions(variant, &[(&Q, "q_words"), (&K, "block"), (&V, "block")])
         + &acc_functions("acc_words", variant.aligned);
     let bindings = [
@@ -296,9 +297,13 @@ if (row + {r}u < params.queries) {
     };
     text.name(
         "DX",
-        score_gradients(variant.general, Orientation::RowsAreQueries, step) + &store_tile(on, "s"),
+        score_gradients(variant.general, Orientation::RowsAreQueries, step)
+            + &store_factors(on, Factors::Gradients, "s"),
     );
-    text.name("ACCUMULATE", accumulate(variant, "o", groups, Factor::Of(&K), Words::OfRows));
+    text.name(
+        "ACCUMULATE",
+        accumulate(variant, "o", groups, Factors::Gradients, &K, Words::OfRows),
+    );
     let functions =
         functions(variant, &[(&Q, "q_words"), (&K, "block"), (&V, "block"), (&DOUT, "dout_words")])
             + &acc_functions("acc_words", variant.aligned);
@@ -365,17 +370,16 @@ let acc_factor = select(params.scale, 1.0, is_dv);
         };
         let words = Words::OfColumns;
         if on.is_some() {
-            // dV on matrices, dK by multiply-adds
-            let [dv, dk] = [store_weights(on, "s"), store_tile(on, "s")];
+            let [dv, dk] = [matrices::store_probs("s"), matrices::store_gradients("s")];
             let store = format!("if (is_dv) {{\n{dv}}} else {{\n{dk}}}\n");
-            text.name("DX", gradients(step) + &store);
-            let dv = accumulate_weights(variant, "acc", value_groups, &DOUT, words);
-            let dk = accumulate(variant, "acc", head_groups, Factor::Of(&Q), words);
+            text.name("DX", gradients(step) + matrices::GRADIENT_FACTORS + &store);
+            let dv = accumulate(variant, "acc", value_groups, Factors::Probs, &DOUT, words);
+            let dk = accumulate(variant, "acc", head_groups, Factors::Gradients, &Q, words);
             text.name("ACCUMULATE", format!("if (is_dv) {{\n{dv}}} else {{\n{dk}}}\n"));
         } else {
-            text.name("DX", gradients(step) + &store_tile(on, "s"));
+            text.name("DX", gradients(step) + &store_tile("s"));
             let of = Factor::OfPass { dv: &DOUT, dk: &Q };
-            text.name("ACCUMULATE", accumulate(variant, "acc", groups, of, words));
+            text.name("ACCUMULATE", multiply_add("acc", groups, of, words));
         }
     } else {
         text.name("ZERO_ACC", zero("dk", head_groups) + &zero("dv", value_groups));
@@ -393,11 +397,13 @@ d{r} = grad.p_dropped;",
             general: "next_s = select(vec4<f32>(0.0), grad.ds * ds_dx, visible);
 next_d = select(vec4<f32>(0.0), grad.p_dropped, visible);",
         };
-        text.name("DX", gradients(step) + &store_weights(on, "d"));
         let words = Words::OfColumns;
-        text.name("ACCUMULATE_DV", accumulate_weights(variant, "dv", value_groups, &DOUT, words));
-        text.name("STORE_TILE", store_tile(on, "s"));
-        text.name("ACCUMULATE_DK", accumulate(variant, "dk", head_groups, Factor::Of(&Q), words));
+        let of_dv = accumulate(variant, "dv", value_groups, Factors::Probs, &DOUT, words);
+        let of_dk = accumulate(variant, "dk", head_groups, Factors::Gradients, &Q, words);
+        text.name("DX", gradients(step) + &store_factors(on, Factors::Probs, "d"))
+            .name("ACCUMULATE_DV", of_dv)
+            .name("STORE_TILE", store_factors(on, Factors::Gradients, "s"))
+            .name("ACCUMULATE_DK", of_dk);
     }
     let functions = functions(
         variant,

@@ -6,9 +6,10 @@ use annulus_conformance::{
     Case, Draw, Judge, Masks, Setting, Subject, subjects::cpu, suite, wgpu::WgpuRing,
 };
 use annulus_core::{BackwardMode, DType, Dropout};
-use ndarray::Array4;
+use annulus_wgpu::{Level, Options};
+use ndarray::{Array1, Array4, ArrayView1, ArrayView2, s};
 
-use super::gpu;
+use super::{adapter, gpu, open};
 
 /// Requires that the device's answer agrees with the oracle's.
 fn holds(ring: &WgpuRing, case: &Case, setting: &Setting) {
@@ -86,4 +87,40 @@ fn dropout_drops_the_pairs_that_the_cpu_drops() {
     let kept = got.out.iter().filter(|&&weight| weight != 0.0).count() as f64;
     let visible = f64::from(2 * 2 * 32 * 33 / 2);
     assert!((kept / visible - 0.63).abs() < 0.05, "{kept} of {visible} were kept");
+}
+
+#[test]
+fn the_matrix_level_holds_for_large_and_small_score_gradients() {
+    let Some(adapter) = adapter() else { return };
+    if !adapter.levels.contains(&Level::Matrix) {
+        return; // `the_matrix_level_holds_if_the_adapter_has_it` requires it
+    }
+    let options = Options { level: Some(Level::Matrix), ..Options::default() };
+    let Some(gpu) = open(&options) else { return };
+    let ring = WgpuRing::new(gpu);
+    let dims = Dims { q_len: 40, kv_len: 40, ..Dims::new(1, 40, 2, 32) };
+    // exponents of factors of q, k, v and dout; P is almost 1 / 40
+    for (name, [q, k, v, dout], is_large) in
+        [("large", [-9, -9, 8, 12], true), ("small", [-9, 9, -8, -12], false)]
+    {
+        let mut case =
+            Case::new(name, Spec::new(dims, DType::F64), Masks::default(), &mut Draw::new(5));
+        for (numbers, exponent) in
+            [(&mut case.q, q), (&mut case.k, k), (&mut case.v, v), (&mut case.dout, dout)]
+        {
+            *numbers *= 2.0_f64.powi(exponent);
+        }
+        let case = case.in_dtype(DType::F16);
+        // dS of one query and one head, in f16 without a factor infinite or subnormal
+        let dout: ArrayView1<'_, f64> = case.dout.slice(s![0, 0, 0, ..]);
+        let values: ArrayView2<'_, f64> = case.v.slice(s![0, .., 0, ..]);
+        let dprobs: Array1<f64> = values.dot(&dout);
+        let mean = dprobs.mean().unwrap();
+        let largest = dprobs.iter().map(|dp| (dp - mean).abs() / 40.0).fold(0.0, f64::max);
+        assert!(
+            if is_large { largest > 65504.0 } else { largest < 2.0_f64.powi(-19) },
+            "{largest}"
+        );
+        holds(&ring, &case, &Setting::new(2, Layout::Contiguous));
+    }
 }
