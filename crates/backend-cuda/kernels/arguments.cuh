@@ -13,12 +13,12 @@ struct Tensor {
 // Block-sparse mask: for every plane (batch row × head, or fewer if the mask is shared) and every
 // tile, a list of runs of visible tiles of the other side.
 struct BlockMask {
-    u64 starts;  // u32 [planes][tiles] and the end of the last list: first run of every list
+    u64 starts;  // u32 [planes][lists] and the end of the last list: first run of every list
     u64 runs;    // TileRun []
     u64 bits;    // tile masks: one u64 a query row of a tile; bit j is key j of the tile
-    u32 tiles, per_batch, per_head;
+    u32 lists, per_batch, per_head;
     // Ranges of keys per tile, each with a list of its own: list tile · splits + range. More than
-    // one only in a forward pass of few queries (split-KV decoding).
+    // one only in a forward pass of few queries (split-KV decoding); otherwise a list is a tile.
     u32 splits;
 };
 

@@ -124,7 +124,7 @@ DEVICE void clear(Accumulators& acc) {
 
 // Grid: query tiles × query heads × batch rows, tiles in reverse order (forward_matrix.cuh).
 KERNEL(backward_queries_matrix, Attention) {
-    u32 tile = a.block_mask.tiles - 1 - block_x(), h = block_y(), b = block_z();
+    u32 tile = a.block_mask.lists - 1 - block_x(), h = block_y(), b = block_z();
     HeadTileIterator tiles;
     tiles.begin(a, b, tile, h, h + 1);
     if (!tiles.more()) return;

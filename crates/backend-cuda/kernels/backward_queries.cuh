@@ -8,7 +8,7 @@
 
 // Grid: query tiles × query heads × batch rows.
 KERNEL(backward_queries, Attention) {
-    u32 tile = a.block_mask.tiles - 1 - block_x(), h = block_y(), b = block_z();
+    u32 tile = a.block_mask.lists - 1 - block_x(), h = block_y(), b = block_z();
     TileIterator tiles;
     tiles.begin(a, b, h, tile);
     if (!tiles.more()) return;

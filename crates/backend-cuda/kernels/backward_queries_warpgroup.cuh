@@ -154,7 +154,7 @@ DEVICE void backward_query_rows(Storage& memory, const BackwardAttention& argume
 template <typename Storage, bool epilogue>
 DEVICE void backward_queries_block(const BackwardAttention& arguments) {
     const Attention& a = arguments.attention;
-    u32 tile = a.block_mask.tiles - 1 - block_x(), h = block_y(), b = block_z();
+    u32 tile = a.block_mask.lists - 1 - block_x(), h = block_y(), b = block_z();
     StreamedTiles<Storage::rows> tiles;
     tiles.begin(a, b, tile, h, h + 1);
     if (!tiles.more()) return;

@@ -24,7 +24,7 @@ KERNEL(bias_gradient, Attention) {
         UNROLL for (u32 c = 0; c < M; ++c) partial_sums[r][c] = 0;
 
     u32 first_tile = of_rows ? block_x() : 0,
-        last_tile = of_rows ? block_x() + 1 : a.block_mask.tiles;
+        last_tile = of_rows ? block_x() + 1 : a.block_mask.lists;
     u32 first_b = a.bias_batch > 1 ? bias_batch : 0,
         last_b = a.bias_batch > 1 ? bias_batch + 1 : a.batches;
     u32 first_h = a.bias_heads > 1 ? bias_head : 0,

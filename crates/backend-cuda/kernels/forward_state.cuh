@@ -21,7 +21,7 @@ struct ForwardTile {
 // Tiles run in reverse order: under a causal mask the last ones have the most visible keys.
 DEVICE ForwardTile forward_tile(const Attention& a) {
     ForwardTile at;
-    at.list = a.block_mask.tiles * a.block_mask.splits - 1 - block_x();
+    at.list = a.block_mask.lists - 1 - block_x();
     at.tile = at.list / a.block_mask.splits;
     at.split = at.list - at.tile * a.block_mask.splits;
     return at;

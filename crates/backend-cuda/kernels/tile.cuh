@@ -71,8 +71,7 @@ DEVICE u32 key_of(u32 c) { return thread_x() + 16 * c; }
 DEVICE const u32* list_starts(const Attention& a, u32 b, u32 h) {
     u64 plane = (a.block_mask.per_batch ? b : 0) * u64(a.block_mask.per_head ? a.q_heads : 1) +
                 (a.block_mask.per_head ? h : 0);
-    return reinterpret_cast<const u32*>(a.block_mask.starts) +
-           plane * a.block_mask.tiles * a.block_mask.splits;
+    return reinterpret_cast<const u32*>(a.block_mask.starts) + plane * a.block_mask.lists;
 }
 
 DEVICE const TileRun& tile_run(const Attention& a, u32 index) {

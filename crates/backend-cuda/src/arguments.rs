@@ -19,7 +19,8 @@ pub(crate) struct BlockMaskAddresses {
     pub(crate) starts: u64,
     pub(crate) runs: u64,
     pub(crate) bits: u64,
-    pub(crate) tiles: u32,
+    /// Lists of a plane: tiles × splits.
+    pub(crate) lists: u32,
     pub(crate) per_batch: u32,
     pub(crate) per_head: u32,
     /// Ranges of keys per tile: see [`crate::split_kv`].

@@ -230,7 +230,7 @@ impl BlockMask {
             starts: at(starts),
             runs: at(runs),
             bits: at(self.bits),
-            tiles,
+            lists: tiles * splits,
             per_batch: self.per_batch.into(),
             per_head: self.per_head.into(),
             splits,

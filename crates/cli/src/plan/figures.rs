@@ -13,16 +13,12 @@ use super::{
     between_nodes::BetweenNodes,
     leaves::{LeafFigures, QueryPass},
     program::{Program, Send},
-    strategies::{Strategies, StrategyFigures},
+    strategies::{MOST_STEPPED_RANKS, Strategies, StrategyFigures},
 };
 use crate::report::{bytes, counted, grouped};
 
 /// The most ranks for which every step of every rank is written and drawn, up to 5 MB of each.
 pub(super) const MOST_DETAILED_RANKS: usize = 128;
-
-/// The most ranks for which steps are written and drawn. They take O(ranks²) time and memory, all
-/// other figures O(ranks).
-pub(super) const MOST_STEPPED_RANKS: usize = 256;
 
 /// The most queries of a plan. The visible pairs are counted query by query, which takes about a
 /// minute for 10⁹ queries in an optimised build, and some seconds for these.

@@ -6,8 +6,11 @@ use annulus_core::{
 };
 use serde::Serialize;
 
-use super::figures::MOST_STEPPED_RANKS;
 use crate::report::bytes;
+
+/// The most ranks for which steps are written and drawn. They take O(ranks²) time and memory, all
+/// other figures O(ranks).
+pub(super) const MOST_STEPPED_RANKS: usize = 256;
 
 /// Figures of one strategy.
 #[derive(Debug, Clone, Serialize)]

@@ -17,7 +17,7 @@ use annulus_core::{
     memory,
 };
 
-use super::shard_tensors::ShardTensor;
+use super::shard_tensor::ShardTensor;
 use crate::merged_softmax::MergedSoftmax;
 
 /// Results of the own queries while the parts of the columns arrive.

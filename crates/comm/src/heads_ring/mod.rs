@@ -34,7 +34,8 @@
 //! |---|---|
 //! | `subset.rs` | the transport of one inner ring: some ranks of a transport, renumbered |
 //! | `exchange.rs` | the messages within a group |
-//! | `shard_tensors.rs` | tensors of the own heads |
+//! | `shard_tensor.rs` | a tensor of the own heads |
+//! | `shard_tensors.rs` | all of them |
 //! | `passes.rs`, `inner_ring.rs` | forward and backward; their rings |
 //! | `prepare.rs` | planning of one rank |
 //! | `column_merge.rs` | merge of the partial results of key columns |
@@ -53,6 +54,7 @@ mod inner_ring;
 mod member_gradients;
 mod passes;
 mod prepare;
+mod shard_tensor;
 mod shard_tensors;
 mod subset;
 mod update;

@@ -12,6 +12,7 @@
 //! | `entry.rs` | entry of a call, with the wait for late ranks |
 //! | `reduce.rs`, `leaf_reduce.rs` | sums of dsinks and dbias over ranks, or over leaves |
 //! | `slices.rs` | the reduce-scatter of long sums |
+//! | `message_balance.rs` | the proof that the lengths of all messages match |
 //! | `step_events.rs` | events for a caller that shows progress |
 //! | `check.rs`, `describe.rs` | arguments, before anything is sent |
 //! | `display.rs` | the plan as text |
@@ -29,6 +30,7 @@ pub(crate) mod entry;
 mod home_reduce;
 pub(crate) mod in_flight;
 mod leaf_reduce;
+mod message_balance;
 mod one_pass;
 mod plan;
 pub(crate) mod planning;

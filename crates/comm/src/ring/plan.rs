@@ -4,9 +4,9 @@
 use std::sync::Arc;
 
 use annulus_core::{
-    AgreedLengths, Backend, BackwardMode, DenseMask, Error, Layout, LeafMerges, MessageBalance,
-    NeedsIndex, Order, RankLeaves, RankSchedule, RankShard, Result, RingShards, Route, RowLayout,
-    RowSet, Rows, Schedule, Shard, Space, Spec, leaves_of,
+    AgreedLengths, Backend, BackwardMode, DenseMask, Error, Layout, LeafMerges, NeedsIndex, Order,
+    RankLeaves, RankSchedule, RankShard, Result, RingShards, Route, RowLayout, RowSet, Rows,
+    Schedule, Shard, Space, Spec, leaves_of,
 };
 
 use super::{
@@ -14,7 +14,7 @@ use super::{
     block_parts::SplitSize,
     leaf_reduce::LeafOwners,
     program::{RankProgram, RankStep, RecordSizes},
-    reduce, slices, tail_overlap,
+    tail_overlap,
 };
 
 /// Maximum number of ranks of which debug builds check the schedule of all ranks, in O(ranks³)
@@ -160,25 +160,6 @@ impl RingPlan {
             keys,
             spec: Arc::clone(spec),
         })
-    }
-
-    /// Returns the balance of the messages of all passes of `rank`.
-    pub(super) fn message_balance(&self, agreed: &Agreed, rank: usize) -> MessageBalance {
-        let mut balance = MessageBalance::of_rank(rank);
-        for (list, slices) in (4..).zip(reduce::slices_of_pass(agreed, self)) {
-            let exchange = slices::Exchange::new(&slices, &agreed.order, rank, 0);
-            exchange.all_transfers().add_to(&mut balance, list);
-        }
-        let of_keys = self
-            .program
-            .steps
-            .iter()
-            .flat_map(|step| [(0, &step.kv), (1, &step.kv_in_parts), (2, &step.gradients)]);
-        let of_queries = self.query_steps.iter().map(|step| (3, &step.kv_in_parts));
-        for (list, transfers) in of_keys.chain(of_queries) {
-            transfers.add_to(&mut balance, list);
-        }
-        balance
     }
 
     /// Keeps the proof of all ranks that this plan's messages match, if transports make use of it.

@@ -18,7 +18,7 @@ use super::{
     in_flight::InFlight,
     leaf_reduce::LeafOwners,
     plan::{Agreed, RingPlan},
-    slices::{self, Slices},
+    slices::{self, Slices, add},
     step_events::Observer,
 };
 use crate::agreement::{SUMMANDS_PER_GATHER, all_gather};
@@ -207,12 +207,6 @@ pub(super) fn slices_of_pass<'a>(
 
 fn bytes_of(numbers: &[f64]) -> Vec<u8> {
     numbers.iter().flat_map(|number| number.to_le_bytes()).collect()
-}
-
-/// Adds the numbers that `bytes` encode.
-pub(super) fn add(sums: &mut [f64], bytes: &[u8]) {
-    let numbers = bytes.as_chunks::<8>().0.iter().map(|bytes| f64::from_le_bytes(*bytes));
-    sums.iter_mut().zip(numbers).for_each(|(sum, number)| *sum += number);
 }
 
 fn check_length(peer: usize, bytes: &[u8], want: usize) -> Result<()> {

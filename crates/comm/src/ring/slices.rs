@@ -17,7 +17,7 @@ use std::ops::Range;
 
 use annulus_core::{Arrived, Channel, Error, MessageHeader, Order, Result, Space, memory};
 
-use super::{in_flight::InFlight, program::Transfers, reduce::add};
+use super::{in_flight::InFlight, program::Transfers};
 use crate::agreement::SUMMANDS_PER_GATHER;
 
 /// Most numbers that are summed at once: 8 MiB, of which a rank keeps some copies.
@@ -151,6 +151,12 @@ impl<'a> Exchange<'a> {
         }
         transfers
     }
+}
+
+/// Adds the numbers that `bytes` encode.
+pub(super) fn add(sums: &mut [f64], bytes: &[u8]) {
+    let numbers = bytes.as_chunks::<8>().0.iter().map(|bytes| f64::from_le_bytes(*bytes));
+    sums.iter_mut().zip(numbers).for_each(|(sum, number)| *sum += number);
 }
 
 #[cfg(test)]

@@ -8,8 +8,9 @@ use super::{
 };
 use crate::{
     plan::{
-        figures::{Figures, MOST_DETAILED_RANKS, MOST_STEPPED_RANKS, StepFigures, StepOfRank},
+        figures::{Figures, MOST_DETAILED_RANKS, StepFigures, StepOfRank},
         program::Send,
+        strategies::MOST_STEPPED_RANKS,
     },
     report::{bytes, counted},
 };
