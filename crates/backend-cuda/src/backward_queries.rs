@@ -8,8 +8,8 @@ use crate::{
     kernels::THREADS, pass_context::PassContext,
 };
 
-/// Adds the block's contribution to dQ of this rank's queries. The tiles of the block mask are those
-/// of the warpgroup kernels, if given, else of the general ones.
+/// Adds the block's contribution to dQ of this rank's queries. The tiles of the block mask are
+/// those of the warpgroup kernels, if given, else of the general ones.
 pub(crate) fn launch(
     context: &PassContext,
     arguments: &mut Attention,

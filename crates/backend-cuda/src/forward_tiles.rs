@@ -1,5 +1,5 @@
-//! Tiles of a forward pass, chosen when the workspace is made or gets another batch: the kernel, GQA
-//! packing, and the ranges of keys of a tile.
+//! Tiles of a forward pass, chosen when the workspace is made or gets another batch: the kernel,
+//! GQA packing, and the ranges of keys of a tile.
 
 use annulus_core::{Dims, RankShard, Spec, Visibility};
 

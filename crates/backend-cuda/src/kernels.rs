@@ -187,8 +187,8 @@ impl Variant {
         })
     }
 
-    /// The largest dim for which warpgroups serve scores with an epilogue (bias, soft cap, rounding,
-    /// a scale that is not positive) and dropout: at 256, registers would spill.
+    /// The largest dim for which warpgroups serve scores with an epilogue (bias, soft cap,
+    /// rounding, a scale that is not positive) and dropout: at 256, registers would spill.
     pub const MOST_EPILOGUE_DIMS: usize = 128;
 
     /// Selects the warpgroup variant for a spec's forward pass, if it can serve it: 16-bit

@@ -28,8 +28,8 @@
 //!
 //! [`Level::Warpgroup`] (compute capability 9.0 only) runs forward and, up to 128 dims, backward of
 //! 16-bit elements on warpgroups: two consumers compute with `wgmma`, one producer loads tiles by
-//! TMA into a multi-stage pipeline. Barriers, descriptors and swizzles are tested on the emulator, and every
-//! variant compiles without spills; it has not run on a GPU and is used only on request
+//! TMA into a multi-stage pipeline. Barriers, descriptors and swizzles are tested on the emulator,
+//! and every variant compiles without spills; it has not run on a GPU and is used only on request
 //! ([`Level::VARIABLE`], [`Cuda::at_level`]).
 //!
 //! Blocks and accumulators stay on the device across the ring. A warm pass sends only kernel

@@ -1,5 +1,5 @@
-//! Split-KV decoding: with few queries, ranges of the keys of a query tile are thread blocks of their
-//! own, because a GPU would otherwise be mostly idle. Kernel: `kernels/merge_splits.cuh`.
+//! Split-KV decoding: with few queries, ranges of the keys of a query tile are thread blocks of
+//! their own, because a GPU would otherwise be mostly idle. Kernel: `kernels/merge_splits.cuh`.
 //!
 //! ```text
 //! for each range s of the list of a query tile, in parallel:  (m_s, ℓ_s, O_s) of its keys

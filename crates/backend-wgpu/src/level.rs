@@ -12,8 +12,8 @@ pub enum Level {
     /// or if a record shows that it is faster.
     Subgroup,
     /// Also cooperative matrices (experimental in wgpu) for f16 inputs: all products of both passes
-    /// but those of dbias, with f32 accumulators. Everything else as at [`Level::Subgroup`]. Used on
-    /// request, or if a record shows that it is faster.
+    /// but those of dbias, with f32 accumulators. Everything else as at [`Level::Subgroup`]. Used
+    /// on request, or if a record shows that it is faster.
     Matrix,
 }
 

@@ -16,8 +16,8 @@ pub(crate) struct Shape {
     pub(crate) dims: Dims,
 }
 
-/// Full, causal, window, grouped heads, causal with other numbers of queries than of keys, soft cap,
-/// and one query of grouped heads. The window is `mistake` keys too long.
+/// Full, causal, window, grouped heads, causal with other numbers of queries than of keys, soft
+/// cap, and one query of grouped heads. The window is `mistake` keys too long.
 pub(crate) fn shapes(len: usize, heads: usize, dim: usize, mistake: u64) -> [Shape; 7] {
     let kv_heads = (heads / 4).max(1);
     let square = Dims::new(1, len, kv_heads, dim);

@@ -189,8 +189,8 @@ impl HostBuffer {
         Ok(Self { memory: Arc::new(Memory::Foreign(Box::new(memory))), start: 0, len })
     }
 
-    /// Returns the memory of a [foreign](HostBuffer::foreign) buffer of this type, unless the buffer
-    /// is a part of it.
+    /// Returns the memory of a [foreign](HostBuffer::foreign) buffer of this type, unless the
+    /// buffer is a part of it.
     pub fn foreign_memory<T: HostMemory>(&self) -> Option<&T> {
         match &*self.memory {
             Memory::Foreign(memory) if self.start == 0 => {

@@ -1,4 +1,5 @@
-//! Copies between CUDA memory and host memory for host transports: in a stream of their own, polled.
+//! Copies between CUDA memory and host memory for host transports: in a stream of their own,
+//! polled.
 //!
 //! ```text
 //! download    device buffer ──ready──▶ copy stream ──▶ staging buffer
@@ -109,7 +110,7 @@ impl StagedSpace for CudaSpace {
             let target = into.address() + range.start;
             let source = &front[offset..offset + len];
             // SAFETY: the range lies within `into`; pinned memory, which is read until the copy is
-            // done, and `into` are kept until then, and nobody else owns `from`.
+            // done, and `into` are kept until then, and `from` has no other owner.
             unsafe {
                 if is_pinned {
                     copier.stream.copy_from_pinned(target, source.as_ptr(), len)?;

@@ -1,5 +1,5 @@
-//! Copies of messages: several byte ranges are gathered and scattered by one launch, and a block that
-//! is staged through host memory is sent from the memory into which the device has copied it.
+//! Copies of messages: several byte ranges are gathered and scattered by one launch, and a block
+//! that is staged through host memory is sent from the memory into which the device has copied it.
 
 use std::{ops::Range, sync::Arc, time::Duration};
 

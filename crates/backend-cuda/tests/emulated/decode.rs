@@ -116,7 +116,7 @@ fn ranges_without_a_visible_key_add_nothing() {
         });
         case.batch = Batch { attention_mask: Some(mask), ..Batch::default() };
         verdict(&plain(), &case, &Setting::ALONE).unwrap();
-        // keys that nobody sees change nothing
+        // keys that no query attends to change nothing
         case.v.slice_mut(s![.., 1, .., ..]).fill(f64::NAN);
         case.k.slice_mut(s![.., 1, .., ..]).fill(f64::INFINITY);
         let out = answer(&plain(), &case, &Setting::ALONE).out;

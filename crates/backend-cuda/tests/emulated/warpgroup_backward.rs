@@ -1,6 +1,6 @@
-//! Warpgroup backward on emulated GPUs of compute capability 9.0: which kernels serve a pass, masks,
-//! score options, numbers that are not finite, and planted mistakes. The suite of `warpgroup.rs`
-//! covers it too.
+//! Warpgroup backward on emulated GPUs of compute capability 9.0: which kernels serve a pass,
+//! masks, score options, numbers that are not finite, and planted mistakes. The suite of
+//! `warpgroup.rs` covers it too.
 
 use std::{sync::Arc, time::Duration};
 

@@ -29,8 +29,8 @@ use self::descriptor::{Combination, Contribution, EncodedFields, cut, decode, en
 /// Version of everything that ranks send to each other: descriptors, records, tags, rounds.
 pub const WIRE_VERSION: u64 = 5;
 
-/// Numbers of a rank in one all-gather of a sum over ranks: a gradient of any size then takes 64 KiB
-/// per rank, 8 MiB on 128 ranks.
+/// Numbers of a rank in one all-gather of a sum over ranks: a gradient of any size then takes 64
+/// KiB per rank, 8 MiB on 128 ranks.
 pub(crate) const SUMMANDS_PER_GATHER: usize = 1 << 13;
 
 /// Longest wait in one poll of the transport. Results do not depend on it: deadlines are checked

@@ -2,9 +2,9 @@
 //! is broadcast over queries. In the reproducible order, each column of the latter is a sum on the
 //! rank that owns the key, and 0 on the others, so that its sum over ranks is exact.
 //!
-//! Few numbers are gathered whole by every rank, in ⌈log₂ ranks⌉ messages. Of more, each rank sums a
-//! slice (`slices.rs`), so that it receives them twice and not once from every rank. Either adds in
-//! ring order, and so has the same bits.
+//! Few numbers are gathered whole by every rank, in ⌈log₂ ranks⌉ messages. Of more, each rank sums
+//! a slice (`slices.rs`), so that it receives them twice and not once from every rank. Either adds
+//! in ring order, and so has the same bits.
 
 use std::{
     sync::Arc,
