@@ -51,7 +51,8 @@ pub enum RangeDirection {
     Scatter,
 }
 
-/// Copy of byte ranges of device memory. See the [module](self).
+/// Copy of several byte ranges of a buffer in device memory to the front of another one, or back,
+/// by [`Stream::copy_ranges`].
 #[derive(Debug, Clone, Copy)]
 pub struct RangeTransfer<'a> {
     /// Address of the buffer that has the ranges.
