@@ -19,17 +19,7 @@
 
 use std::sync::Arc;
 
-use annulus_core::Result;
-
-use super::{
-    endpoint::Endpoint,
-    frame::{Frame, PartRun},
-    messages::MessageKind,
-};
-
-/// Size in bytes at which a frame of parts is complete: large enough to amortise its latency, small
-/// enough that the copies of parts in flight take little memory.
-const FRAME_BYTES: usize = 1 << 20;
+use super::frame::PartRun;
 
 /// State of one all-gather on this rank.
 #[derive(Debug)]
@@ -49,9 +39,9 @@ pub(super) struct AllGather {
 /// The next message of a rank in an all-gather.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct GatherMessage {
-    receiver: usize,
+    pub(super) receiver: usize,
     /// Ranks whose parts it contains.
-    ranks: Vec<usize>,
+    pub(super) ranks: Vec<usize>,
 }
 
 impl AllGather {
@@ -85,7 +75,7 @@ impl AllGather {
     }
 
     /// Returns the parts of `ranks`, which are present, as runs of equal parts.
-    fn runs(&self, ranks: impl IntoIterator<Item = usize>) -> Vec<PartRun> {
+    pub(super) fn runs(&self, ranks: impl IntoIterator<Item = usize>) -> Vec<PartRun> {
         let mut runs: Vec<PartRun> = Vec::new();
         for rank in ranks {
             let Some(Some(part)) = self.parts.get(rank) else { continue };
@@ -141,42 +131,6 @@ impl AllGather {
             receiver: (rank + ranks - reach) % ranks,
             ranks: first(reach.min(ranks - reach)).collect(),
         })
-    }
-}
-
-impl Endpoint {
-    /// Sends all messages of all-gather `round` of a context whose parts are present.
-    pub(super) fn forward_parts(&mut self, context: u64, round: u64) -> Result<()> {
-        let rank = self.rank;
-        while let Some(GatherMessage { receiver, ranks }) =
-            self.all_gather(context, round).next(rank)
-        {
-            // a rank that has left needs no parts any more
-            if self.context(context).departures.get(receiver).is_some() {
-                continue;
-            }
-            let mut runs = self.all_gather(context, round).runs(ranks).into_iter().peekable();
-            while runs.peek().is_some() {
-                let mut parts = Vec::new();
-                let mut bytes = 0;
-                while let Some(run) = runs.next_if(|_| bytes < FRAME_BYTES) {
-                    bytes += run.bytes.len();
-                    parts.push(run);
-                }
-                self.all_gather(context, round).unsent += 1;
-                let frame = Frame::GatherParts { context, round, parts }.encode()?;
-                let kind = MessageKind::GatherParts { context, peer: receiver, round };
-                self.send_frame(receiver, &frame, kind)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Returns the state of all-gather `round` of a context, created by its first use.
-    pub(super) fn all_gather(&mut self, context: u64, round: u64) -> &mut AllGather {
-        let ranks = self.ranks;
-        let all_gathers = &mut self.context(context).all_gathers;
-        all_gathers.entry(round).or_insert_with(|| AllGather::new(ranks))
     }
 }
 

@@ -13,8 +13,8 @@ use annulus_mpi::ffi;
 
 use super::{
     Patience,
-    ffi::{PeerStep, check, count, thread_level},
-    lifetime::{check_alive, watch},
+    ffi::{PeerStep, check, count},
+    lifetime::{check_alive, thread_level, watch},
     parked,
     thread_level::ThreadLevel,
 };

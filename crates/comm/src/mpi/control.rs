@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use annulus_core::{Error, HostBuffer, Result};
 
 use super::{
-    all_gather::AllGather,
+    all_gather::{AllGather, GatherMessage},
     endpoint::Endpoint,
     frame::Frame,
     known_work::RankWork,
@@ -19,7 +19,45 @@ use super::{
 /// of the interval at the shortest deadline (1 s / 8).
 const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(25);
 
+/// Size in bytes at which a frame of parts is complete: large enough to amortise its latency, small
+/// enough that the copies of parts in flight take little memory.
+const FRAME_BYTES: usize = 1 << 20;
+
 impl Endpoint {
+    /// Sends all messages of all-gather `round` of a context whose parts are present.
+    pub(super) fn forward_parts(&mut self, context: u64, round: u64) -> Result<()> {
+        let rank = self.rank;
+        while let Some(GatherMessage { receiver, ranks }) =
+            self.all_gather(context, round).next(rank)
+        {
+            // a rank that has left needs no parts any more
+            if self.context(context).departures.get(receiver).is_some() {
+                continue;
+            }
+            let mut runs = self.all_gather(context, round).runs(ranks).into_iter().peekable();
+            while runs.peek().is_some() {
+                let mut parts = Vec::new();
+                let mut bytes = 0;
+                while let Some(run) = runs.next_if(|_| bytes < FRAME_BYTES) {
+                    bytes += run.bytes.len();
+                    parts.push(run);
+                }
+                self.all_gather(context, round).unsent += 1;
+                let frame = Frame::GatherParts { context, round, parts }.encode()?;
+                let kind = MessageKind::GatherParts { context, peer: receiver, round };
+                self.send_frame(receiver, &frame, kind)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the state of all-gather `round` of a context, created by its first use.
+    pub(super) fn all_gather(&mut self, context: u64, round: u64) -> &mut AllGather {
+        let ranks = self.ranks;
+        let all_gathers = &mut self.context(context).all_gathers;
+        all_gathers.entry(round).or_insert_with(|| AllGather::new(ranks))
+    }
+
     /// Sends a frame to `peer`.
     pub(super) fn send_frame(
         &mut self,

@@ -34,10 +34,11 @@ impl Drop for Mpi {
 
 /// Drops a context, and with the last one the endpoint. On a thread that may not use the endpoint,
 /// leaves that to its own thread.
-pub(super) fn drop_context(shared: &Arc<SharedEndpoint>, context: u64) {
+fn drop_context(shared: &Arc<SharedEndpoint>, context: u64) {
     let mut endpoint = shared.lock();
     if endpoint.is_on_another_thread() {
-        parked::park(Arc::clone(shared), context);
+        let shared = Arc::clone(shared);
+        parked::park(move || drop_context(&shared, context));
         return;
     }
     if endpoint.enter().is_err() {

@@ -9,9 +9,17 @@ use std::{
 use annulus_core::{Error, Result};
 
 use super::{
-    CONTROL, NodeMap, Settings, circulant::Barrier, communicator::Communicator, context::Context,
-    departures::Departure, known_work::KnownWork, messages::MessageKind, peers::Peers,
-    requests::Requests, wire_tags::WireTags,
+    CONTROL, Settings,
+    circulant::Barrier,
+    communicator::Communicator,
+    context::Context,
+    departures::Departure,
+    known_work::KnownWork,
+    messages::MessageKind,
+    nodes::{NodeMap, gather_records},
+    peers::Peers,
+    requests::Requests,
+    wire_tags::WireTags,
 };
 use crate::staging::Staging;
 
@@ -114,6 +122,18 @@ impl Endpoint {
             (Some(data), Some(control)) => data.enter().map(|()| (data, control)),
             _ => Err(Error::invalid("MPI", "an endpoint that is being dropped", "one that is not")),
         }
+    }
+
+    /// Gathers the locations of all ranks, and finds out if messages may be received ahead: if no
+    /// rank announces them and all divide them into the same pieces.
+    pub(super) fn gather_records(&mut self) -> Result<()> {
+        let (_, communicator) = self.enter()?;
+        let messages = self.settings.message_format();
+        let records = gather_records(communicator, &messages, &self.settings.patience)?;
+        let is_same = records.iter().all(|record| record.messages == messages);
+        self.posts_ahead = is_same && !self.settings.announce;
+        self.nodes = Arc::new(NodeMap::new(records));
+        Ok(())
     }
 
     pub(super) fn check_alive(&self) -> Result<()> {

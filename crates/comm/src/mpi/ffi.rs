@@ -1,10 +1,10 @@
-//! Calls of MPI that concern the library: return codes, initialisation, thread level.
+//! Calls of MPI that concern the library: its presence and version, return codes.
 //!
 //! Rules, on which every `SAFETY` comment here, in [`super::lifetime`], [`super::communicator`],
 //! [`super::topology`] and [`super::requests`] relies:
 //!
-//! 1. **Alive.** MPI is called only between `MPI_Init` and `MPI_Finalize` ([`check_alive`]). The
-//!    exceptions are the inquiries that MPI allows at any time. A host program that finalises MPI
+//! 1. **Alive.** MPI is called only between `MPI_Init` and `MPI_Finalize`
+//!    ([`check_alive`](super::lifetime::check_alive)). The exceptions are the inquiries that MPI allows at any time. A host program that finalises MPI
 //!    on another thread during one of these calls violates its own contract with MPI.
 //! 2. **Thread.** Below `MPI_THREAD_MULTIPLE` a communicator is created on MPI's main thread only,
 //!    and used and freed on that thread only (`Communicator::enter`). So no two calls from here are
@@ -14,18 +14,10 @@
 //!    which consumes it. Dropping one frees nothing.
 #![expect(unsafe_code, reason = "calls of the C interface of MPI")]
 
-use std::{
-    ffi::{c_char, c_int},
-    ptr,
-};
+use std::ffi::{c_char, c_int};
 
 use annulus_core::{Error, Result};
 use annulus_mpi::ffi;
-
-use super::{
-    lifetime::{Lifetime, check_alive, lifetime},
-    thread_level::ThreadLevel,
-};
 
 /// Peer and ring step that an error is reported with.
 #[derive(Debug, Clone, Copy)]
@@ -121,51 +113,6 @@ pub(super) fn check_loaded() -> Result<()> {
     annulus_mpi::loaded().map_err(|why| Error::unsupported("MPI", format!("this machine: {why}")))
 }
 
-/// Initialises MPI with the highest thread level that it grants.
-///
-/// # Errors
-/// [`Error::Unsupported`] without an MPI, [`Error::InvalidArgument`] if it was finalised,
-/// [`Error::Comm`] if it fails.
-pub(super) fn initialize() -> Result<()> {
-    check_loaded()?;
-    if lifetime() == Lifetime::Finalized {
-        return Err(Error::invalid(
-            "MPI",
-            "MPI after MPI_Finalize",
-            "an MPI that can be initialised",
-        ));
-    }
-    let mut granted = 0;
-    // SAFETY: MPI was not finalised, and the caller has checked that it was not initialised; null
-    // argument pointers are allowed since MPI-2
-    let code = unsafe {
-        ffi::MPI_Init_thread(
-            ptr::null_mut(),
-            ptr::null_mut(),
-            ffi::RSMPI_THREAD_MULTIPLE,
-            &raw mut granted,
-        )
-    };
-    check(code, PeerStep::of(0))
-}
-
-/// Finalises MPI. Only the code that has initialised it may call this.
-pub(super) fn finalize() {
-    if check_alive().is_ok() {
-        // SAFETY: rule 1; every use of a communicator checks that MPI is alive
-        unsafe { ffi::MPI_Finalize() };
-    }
-}
-
-/// Ends the job on all ranks.
-pub(super) fn abort_job(code: i32) -> ! {
-    if check_alive().is_ok() {
-        // SAFETY: rule 1; the world lives as long as MPI
-        unsafe { ffi::MPI_Abort(ffi::RSMPI_COMM_WORLD, code) };
-    }
-    std::process::exit(code)
-}
-
 /// Converts a count of MPI's, which is never negative.
 pub(super) fn count(number: c_int) -> usize {
     usize::try_from(number).unwrap_or(0)
@@ -185,22 +132,4 @@ pub(super) fn library() -> Result<String> {
     check(code, PeerStep::of(0))?;
     text.truncate(count(length).min(capacity));
     Ok(String::from_utf8_lossy(&text).trim_end_matches(['\0', '\n']).to_owned())
-}
-
-/// Returns the thread level that MPI has granted.
-pub(super) fn thread_level() -> Result<ThreadLevel> {
-    check_alive()?;
-    let mut level = 0;
-    // SAFETY: MPI is alive; any thread may inquire; the number lives through the call
-    check(unsafe { ffi::MPI_Query_thread(&raw mut level) }, PeerStep::of(0))?;
-    // SAFETY: constants of the linked MPI, which ascend
-    let [funneled, serialized, multiple] = unsafe {
-        [ffi::RSMPI_THREAD_FUNNELED, ffi::RSMPI_THREAD_SERIALIZED, ffi::RSMPI_THREAD_MULTIPLE]
-    };
-    Ok(match level {
-        level if level >= multiple => ThreadLevel::Multiple,
-        level if level >= serialized => ThreadLevel::Serialized,
-        level if level >= funneled => ThreadLevel::Funneled,
-        _ => ThreadLevel::Single,
-    })
 }

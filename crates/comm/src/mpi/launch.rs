@@ -5,7 +5,7 @@ use annulus_core::Result;
 use super::{
     ffi,
     gpu_awareness::{GpuAwareness, GpuRuntime},
-    lifetime::{Lifetime, lifetime},
+    lifetime::{self, Lifetime, lifetime},
     thread_level::ThreadLevel,
 };
 
@@ -31,7 +31,7 @@ impl Launch {
         if lifetime() == Lifetime::Alive {
             return Ok(Self { began: false });
         }
-        ffi::initialize()?;
+        lifetime::initialize()?;
         Ok(Self { began: true })
     }
 
@@ -53,7 +53,7 @@ impl Launch {
     /// # Errors
     /// [`annulus_core::Error::InvalidArgument`] if MPI was finalised.
     pub fn thread_level(&self) -> Result<ThreadLevel> {
-        ffi::thread_level()
+        lifetime::thread_level()
     }
 
     /// Returns the library's report on pointers to memory of a GPU runtime. Without those of CUDA,
@@ -64,7 +64,7 @@ impl Launch {
 
     /// Ends the job on all ranks with this status.
     pub fn abort(&self, status: i32) -> ! {
-        ffi::abort_job(status)
+        lifetime::abort_job(status)
     }
 
     /// Drops this without finalising MPI. For a rank that has lost another one: `MPI_Finalize`
@@ -77,10 +77,10 @@ impl Launch {
 impl Drop for Launch {
     fn drop(&mut self) {
         if self.began && std::thread::panicking() {
-            ffi::abort_job(101);
+            lifetime::abort_job(101);
         }
         if self.began {
-            ffi::finalize();
+            lifetime::finalize();
         }
     }
 }

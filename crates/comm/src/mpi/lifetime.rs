@@ -1,4 +1,4 @@
-//! State of MPI in this process. Relies on the rules of [`super::ffi`].
+//! State of MPI in this process: initialised, alive, finalised. Relies on the rules of [`super::ffi`].
 //!
 //! `MPI_Initialized` and `MPI_Finalized` would be called before every other call, which shows up in
 //! every profile of MPI. Instead an attribute with a delete callback is attached to
@@ -21,6 +21,7 @@ use annulus_mpi::ffi;
 use super::{
     ffi::{PeerStep, check, check_loaded},
     parked,
+    thread_level::ThreadLevel,
 };
 
 /// State of MPI in this process.
@@ -76,6 +77,69 @@ pub(super) fn check_alive() -> Result<()> {
     };
     check_loaded()?;
     Err(Error::invalid("MPI", got, "MPI between MPI_Init and MPI_Finalize"))
+}
+
+/// Initialises MPI with the highest thread level that it grants.
+///
+/// # Errors
+/// [`Error::Unsupported`] without an MPI, [`Error::InvalidArgument`] if it was finalised,
+/// [`Error::Comm`] if it fails.
+pub(super) fn initialize() -> Result<()> {
+    check_loaded()?;
+    if lifetime() == Lifetime::Finalized {
+        return Err(Error::invalid(
+            "MPI",
+            "MPI after MPI_Finalize",
+            "an MPI that can be initialised",
+        ));
+    }
+    let mut granted = 0;
+    // SAFETY: MPI was not finalised, and the caller has checked that it was not initialised; null
+    // argument pointers are allowed since MPI-2
+    let code = unsafe {
+        ffi::MPI_Init_thread(
+            ptr::null_mut(),
+            ptr::null_mut(),
+            ffi::RSMPI_THREAD_MULTIPLE,
+            &raw mut granted,
+        )
+    };
+    check(code, PeerStep::of(0))
+}
+
+/// Finalises MPI. Only the code that has initialised it may call this.
+pub(super) fn finalize() {
+    if check_alive().is_ok() {
+        // SAFETY: rule 1; every use of a communicator checks that MPI is alive
+        unsafe { ffi::MPI_Finalize() };
+    }
+}
+
+/// Ends the job on all ranks.
+pub(super) fn abort_job(code: i32) -> ! {
+    if check_alive().is_ok() {
+        // SAFETY: rule 1; the world lives as long as MPI
+        unsafe { ffi::MPI_Abort(ffi::RSMPI_COMM_WORLD, code) };
+    }
+    std::process::exit(code)
+}
+
+/// Returns the thread level that MPI has granted.
+pub(super) fn thread_level() -> Result<ThreadLevel> {
+    check_alive()?;
+    let mut level = 0;
+    // SAFETY: MPI is alive; any thread may inquire; the number lives through the call
+    check(unsafe { ffi::MPI_Query_thread(&raw mut level) }, PeerStep::of(0))?;
+    // SAFETY: constants of the linked MPI, which ascend
+    let [funneled, serialized, multiple] = unsafe {
+        [ffi::RSMPI_THREAD_FUNNELED, ffi::RSMPI_THREAD_SERIALIZED, ffi::RSMPI_THREAD_MULTIPLE]
+    };
+    Ok(match level {
+        level if level >= multiple => ThreadLevel::Multiple,
+        level if level >= serialized => ThreadLevel::Serialized,
+        level if level >= funneled => ThreadLevel::Funneled,
+        _ => ThreadLevel::Single,
+    })
 }
 
 /// Attaches the attribute, once. The caller has checked rules 1 and 2.

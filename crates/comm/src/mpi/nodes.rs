@@ -1,11 +1,11 @@
 //! Nodes, hosts, cores and message settings of all ranks, gathered once when an endpoint is
 //! created.
 
-use std::{collections::HashMap, ops::RangeInclusive, sync::Arc};
+use std::{collections::HashMap, ops::RangeInclusive};
 
 use annulus_core::{Error, Placement, Result};
 
-use super::{endpoint::Endpoint, topology};
+use super::{Patience, communicator::Communicator, topology};
 
 /// Bytes of a rank's record. A longer host name is cut.
 const RECORD: usize = 1024;
@@ -80,33 +80,27 @@ impl NodeMap {
     }
 }
 
-impl Endpoint {
-    /// Gathers the map, and finds out if messages may be received ahead: if no rank announces them
-    /// and all divide them into the same pieces.
-    ///
-    /// `MPI_Comm_split_type` would find nodes as well, but it blocks: a rank that does not come is
-    /// waited for without a limit, and MPICH keeps a core busy meanwhile.
-    pub(super) fn gather_records(&mut self) -> Result<()> {
-        let (_, communicator) = self.enter()?;
-        let host = topology::processor_name()?;
-        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-        let messages = self.settings.message_format();
-        let mine = encode(&node_id(&host), allowed_cores(&status), &messages, &host);
-        let all = topology::all_gather(communicator, mine, &self.settings.patience)?;
-        let decode = |(peer, record): (usize, &[u8; RECORD])| {
-            let malformed = || Error::Comm {
-                peer,
-                step: 0,
-                what: "the record of its node is malformed".into(),
-            };
-            decode(&String::from_utf8_lossy(record)).ok_or_else(malformed)
-        };
-        let records: Vec<Record> = all.iter().enumerate().map(decode).collect::<Result<_>>()?;
-        let is_same = records.iter().all(|record| record.messages == messages);
-        self.posts_ahead = is_same && !self.settings.announce;
-        self.nodes = Arc::new(NodeMap::new(records));
-        Ok(())
-    }
+/// Gathers the records of all ranks, on all ranks; `messages` are the message settings of this one.
+///
+/// `MPI_Comm_split_type` would find nodes as well, but it blocks: a rank that does not come is
+/// waited for without a limit, and MPICH keeps a core busy meanwhile.
+///
+/// Collective over the ranks of `communicator`, which the caller has entered.
+pub(super) fn gather_records(
+    communicator: &Communicator,
+    messages: &str,
+    patience: &Patience,
+) -> Result<Vec<Record>> {
+    let host = topology::processor_name()?;
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mine = encode(&node_id(&host), allowed_cores(&status), messages, &host);
+    let all = topology::all_gather(communicator, mine, patience)?;
+    let decode = |(peer, record): (usize, &[u8; RECORD])| {
+        let malformed =
+            || Error::Comm { peer, step: 0, what: "the record of its node is malformed".into() };
+        decode(&String::from_utf8_lossy(record)).ok_or_else(malformed)
+    };
+    all.iter().enumerate().map(decode).collect()
 }
 
 /// Location of a rank as it reports it.
@@ -117,7 +111,7 @@ pub(super) struct Record {
     host: String,
     cores: Vec<RangeInclusive<usize>>,
     /// Settings of its messages.
-    messages: String,
+    pub(super) messages: String,
 }
 
 /// Returns an identifier of the node of this process, whose processor MPI calls `processor`.
