@@ -124,15 +124,40 @@ fn two_ranks_and_short_sums_send_no_slices() {
     }
 }
 
-/// The rings over groups sum the gradients of their heads, whose bytes are predicted too.
+/// Grids sum over all ranks, to the bits of a ring, and predict the bytes of their slices.
 #[test]
-fn groups_that_divide_heads_sum_by_slices_too() {
-    let ring = gradients(6, 9000, &Layout::Contiguous, false);
-    let heads = Strategy::HeadsRing { heads: 2 };
-    let grouped = gradients_by(heads, 6, 9000, &Layout::Contiguous, false);
-    for (ring, grouped) in ring.iter().zip(&grouped) {
-        let difference = &ring.dbias - &grouped.dbias;
-        assert!(difference.iter().all(|difference| difference.abs() < 1e-5));
-        assert!(grouped.report.bytes_sent > 0);
+fn grids_sum_by_slices_too() {
+    const RANKS: usize = 6;
+    for kv_len in [9000, 2048] {
+        let numbers = HEADS * kv_len;
+        let ring = gradients(RANKS, kv_len, &Layout::Contiguous, false);
+        for (heads, queries, keys) in [(2, 3, 1), (1, 3, 2), (2, 1, 3), (1, 1, 6)] {
+            let grid = match keys {
+                1 => Strategy::HeadsRing { heads },
+                _ => Strategy::Grid { heads, queries, keys },
+            };
+            let of_grid = |local| gradients_by(grid, RANKS, kv_len, &Layout::Contiguous, local);
+            let (sums, parts) = (of_grid(false), of_grid(true));
+            for (sum, of_ring) in sums.iter().zip(&ring) {
+                let is_close = |a: f32, b: f32| (a - b).abs() < 1e-5;
+                let mut pairs = sum.dbias.iter().zip(&of_ring.dbias);
+                assert!(pairs.all(|(&a, &b)| is_close(a, b)), "{grid}, {kv_len} keys");
+                let mut pairs = sum.dsinks.iter().zip(&of_ring.dsinks);
+                assert!(pairs.all(|(&a, &b)| is_close(a, b)), "{grid}, {kv_len} keys");
+                assert_eq!(sum.dbias, sums[0].dbias);
+                assert_eq!(sum.dsinks, sums[0].dsinks);
+            }
+            let sent = |of: &[Gradients]| of.iter().map(|of| of.report.bytes_sent).sum::<u64>();
+            // also those that the rings of one key column have summed over groups
+            let over_groups = if keys == 1 && numbers > 8192 * heads {
+                let groups = RANKS / heads;
+                if groups > 2 { (groups - 1) * numbers } else { 0 }
+            } else {
+                0
+            };
+            let over_ranks = if numbers > 8192 { (RANKS - 1) * numbers } else { 0 };
+            let want = 8 * (over_groups + over_ranks) as u64;
+            assert_eq!(sent(&sums) - sent(&parts), want, "{grid}, {kv_len} keys");
+        }
     }
 }

@@ -1,84 +1,111 @@
 //! Gradients of which every rank has all heads: dsinks, and dbias without a query axis.
 //!
-//! With one key column the ring has summed them over the groups. What remains is to collect the
-//! parts of the members: those of their heads, or the terms of a sum over all heads. With several
-//! columns all ranks have terms, which are summed in the order of the ring indices.
+//! Each is a sum over all ranks, to which a rank adds zeros for the heads that it does not have
+//! (`ring/reduce.rs`: few numbers are gathered whole, of more each rank sums a slice). With one key
+//! column the ring has summed over the groups, so only the first group contributes. With several,
+//! all ranks have terms.
 
-use std::ops::Range;
+use std::time::Duration;
 
-use annulus_core::{Backend, Error, Gradients, HostTensors, HostViewMut, Result, memory};
+use annulus_core::{
+    Backend, Gradients, HostTensors, HostViewMut, MessageBalance, Order, Result, Space, Spec,
+};
 
 use super::HeadsRing;
-use crate::{
-    agreement::{SUMMANDS_PER_GATHER, all_gather},
-    ring::reduce::bias_is_shared,
+use crate::ring::{
+    RingOptions,
+    reduce::{AllReduce, bias_is_shared, shared_bias_numbers, sink_numbers},
+    slices::{Exchange, Slices, Slicing},
 };
 
 impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     /// Writes dsinks, and a dbias without a query axis, of all heads, unless the caller sums them.
+    /// The ring has written the terms of the own heads, and zeros. Returns the exposed communication
+    /// of slices.
     ///
     /// # Ordering
     /// Collective.
-    pub(super) fn gather_gradients(
+    pub(super) fn sum_gradients(
         &mut self,
         gradients: &mut Gradients<'_, B::Space>,
-    ) -> Result<()> {
+    ) -> Result<Duration> {
+        let mut waited = Duration::ZERO;
         if self.options.local_gradients {
-            return Ok(());
+            return Ok(waited);
         }
         if let Some(dsinks) = &mut gradients.dsinks {
-            self.gather(dsinks, 0)?;
+            waited += self.sum(dsinks)?;
         }
         match &mut gradients.dbias {
-            Some(dbias) if bias_is_shared(&self.spec) => self.gather(dbias, 1),
-            _ => Ok(()),
+            Some(dbias) if bias_is_shared(&self.spec) => waited += self.sum(dbias)?,
+            _ => {}
         }
+        Ok(waited)
     }
 
-    /// Collects the parts of all members, whose heads are on `axis`.
-    fn gather(&mut self, view: &mut HostViewMut<'_>, axis: usize) -> Result<()> {
-        let is_shared = view.shape()[axis] == 1 && self.spec.dims.q_heads > 1;
-        let grid = self.grid;
-        let heads: Vec<Range<usize>> = match is_shared {
-            true => std::iter::once(0..1).collect(),
-            false => (0..grid.head_parts()).map(|part| grid.q_heads(part)).collect(),
-        };
-        let part_of = |member: usize| if is_shared { 0 } else { grid.part(member) };
-        let own = part_of(self.exchange.member);
-        let terms = view.as_view().slice(axis, heads[own].clone()).widened()?;
-        let mut sums: Vec<Vec<f64>> = Vec::with_capacity(heads.len());
-        for _ in &heads {
-            sums.push(memory::filled("a gradient", terms.len(), 0.0)?);
+    /// Sums a gradient over all ranks.
+    fn sum(&mut self, view: &mut HostViewMut<'_>) -> Result<Duration> {
+        if self.grid.columns() == 1 && self.grid.group(self.ring_index) > 0 {
+            view.fill_zero();
         }
-        // the ring of one column has summed over the groups
-        let ring_indices = match grid.columns() {
-            1 => {
-                let first = grid.ring_index(grid.group(self.ring_index), 0);
-                first..first + grid.members()
-            }
-            _ => 0..self.ranks,
-        };
-        for (number, chunk) in terms.chunks(SUMMANDS_PER_GATHER).enumerate() {
-            let bytes: Vec<u8> = chunk.iter().flat_map(|number| number.to_le_bytes()).collect();
-            let round = self.entries.round();
-            let gathered = all_gather(&mut self.transport, round, &bytes)?;
-            for ring_index in ring_indices.clone() {
-                let peer = self.layout.order.rank(ring_index);
-                let of_peer = gathered.get(peer).map(Vec::as_slice).unwrap_or_default();
-                if of_peer.len() != bytes.len() {
-                    let what = format!("{} numbers to collect", of_peer.len() / 8);
-                    return Err(Error::Comm { peer, step: 0, what });
-                }
-                let sum =
-                    &mut sums[part_of(grid.member(ring_index))][number * SUMMANDS_PER_GATHER..];
-                let of_peer = of_peer.as_chunks::<8>().0.iter();
-                let of_peer = of_peer.map(|bytes| f64::from_le_bytes(*bytes));
-                sum.iter_mut().zip(of_peer).for_each(|(sum, term)| *sum += term);
-            }
-        }
-        for (heads, sum) in heads.into_iter().zip(&sums) {
-            view.reborrow().slice(axis, heads).write(sum);
-        }
-        Ok(())
+        let slicing = slicing::<B::Space>(self.ranks);
+        // tags of the rings, whose sums over groups are between some of the same ranks
+        let (backend, next_tag) = self.ring.backend_and_next_tag();
+        let mut waited = Duration::ZERO;
+        view.map_widened(slicing.numbers_at_once(), |numbers| {
+            let sum = AllReduce {
+                slicing,
+                transport: &mut self.transport,
+                entries: &mut self.entries,
+                next_tag: &mut *next_tag,
+                order: &self.layout.order,
+                rank: self.rank,
+                // the step after the last one of the ring
+                step: self.grid.groups(),
+                lengths: self.lengths,
+                hook: self.hook.as_ref(),
+            };
+            waited += sum.run(numbers, |bytes| backend.allocate(bytes))?;
+            Ok(())
+        })?;
+        Ok(waited)
     }
+
+    /// Returns the bytes of slices that this rank sends in a backward pass.
+    pub(super) fn sum_bytes(&self) -> u64 {
+        slices_of_pass::<B::Space>(&self.spec, &self.options, self.ranks)
+            .map(|slices| slices.bytes_sent(self.ring_index))
+            .sum()
+    }
+}
+
+/// Adds the slices that `rank` exchanges in a backward pass to its balance.
+pub(super) fn add_sums_to<S: Space>(
+    balance: &mut MessageBalance,
+    spec: &Spec,
+    options: &RingOptions,
+    order: &Order,
+    rank: usize,
+) {
+    let ranks = order.ranks().len();
+    // passes 0 and 1 are those of the exchange
+    for (pass, slices) in (2..).zip(slices_of_pass::<S>(spec, options, ranks)) {
+        Exchange::new(&slices, order, rank, 0).all_transfers().add_to(balance, pass);
+    }
+}
+
+fn slicing<S: Space>(ranks: usize) -> Slicing {
+    Slicing::new(ranks, S::HOST_BUFFERS)
+}
+
+/// Returns the slices of the sums of a backward pass.
+fn slices_of_pass<S: Space>(
+    spec: &Spec,
+    options: &RingOptions,
+    ranks: usize,
+) -> impl Iterator<Item = Slices> {
+    let is_needed = options.backward && !options.local_gradients;
+    let sums = [sink_numbers(spec), shared_bias_numbers(spec)];
+    let sums = sums.into_iter().filter(move |_| is_needed);
+    sums.flat_map(move |numbers| slicing::<S>(ranks).of_sum(numbers))
 }

@@ -188,7 +188,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let prepared =
             Prepared::new(&backend, &spec, grid, &options, rank, placed, &mut || ticks.tick());
         let prepared = ticks.finish(prepared).map(|prepared| {
-            let balance = prepared.message_balance(rank, options.backward);
+            let balance = prepared.message_balance(&spec, &options, rank);
             (prepared, balance)
         });
         let balance = prepared.as_ref().map(|(_, balance)| balance).map_err(Error::clone);
@@ -283,8 +283,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         };
         self.call(PassKind::Backward, checked, |plan, start| {
             let waited = plan.backward_pass(inputs, gradients, start)?;
-            plan.gather_gradients(gradients)?;
-            Ok(waited)
+            Ok(waited + plan.sum_gradients(gradients)?)
         })
     }
 
@@ -383,12 +382,12 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
 
     /// Returns the payload bytes that this rank sends in a pass.
     pub fn bytes_predicted(&self, pass: PassKind) -> u64 {
-        let fields = match pass {
-            PassKind::Forward => &self.forward,
+        let (fields, sums) = match pass {
+            PassKind::Forward => (&self.forward, 0),
             PassKind::Backward if !self.options.backward => return 0,
-            PassKind::Backward => &self.backward,
+            PassKind::Backward => (&self.backward, self.sum_bytes()),
         };
-        self.exchange.bytes_sent(fields) + self.ring.bytes_predicted(pass)
+        self.exchange.bytes_sent(fields) + self.ring.bytes_predicted(pass) + sums
     }
 
     fn shapes(&self) -> Shapes {

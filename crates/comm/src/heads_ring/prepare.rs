@@ -7,6 +7,7 @@ use annulus_core::{
 
 use super::{
     exchange::{Exchange, Messages},
+    member_gradients,
     shard_tensors::ShardTensors,
 };
 use crate::ring::{RingOptions, planning::check_plan};
@@ -44,9 +45,14 @@ impl<S: Space> Prepared<S> {
     }
 
     /// Returns the balance of the messages that `rank` exchanges in the passes of a plan.
-    pub(super) fn message_balance(&self, rank: usize, backward: bool) -> MessageBalance {
+    pub(super) fn message_balance(
+        &self,
+        spec: &Spec,
+        options: &RingOptions,
+        rank: usize,
+    ) -> MessageBalance {
         let mut balance = MessageBalance::of_rank(rank);
-        let passes = [Some(&self.forward), backward.then_some(&self.backward)];
+        let passes = [Some(&self.forward), options.backward.then_some(&self.backward)];
         for (pass, fields) in passes.into_iter().flatten().enumerate() {
             for (tag, bytes) in [
                 self.exchange.input_bytes(&fields.inputs),
@@ -60,6 +66,7 @@ impl<S: Space> Prepared<S> {
                 Messages { ranks, member, bytes, tag, step: 0 }.add_to(&mut balance, pass as u64);
             }
         }
+        member_gradients::add_sums_to::<S>(&mut balance, spec, options, &self.layout.order, rank);
         balance
     }
 }

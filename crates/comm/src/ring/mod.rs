@@ -37,7 +37,7 @@ pub(crate) mod planning;
 pub(crate) mod program;
 pub(crate) mod reduce;
 mod ring_loop;
-mod slices;
+pub(crate) mod slices;
 pub(crate) mod step_events;
 mod tail_overlap;
 mod update;
@@ -274,6 +274,12 @@ impl<B: Backend> Ring<B> {
         }
         let agreed = self.entries.enter(self.transport.as_mut(), &Err(why.clone()));
         self.remember_entry(agreed).err().unwrap_or(why)
+    }
+
+    /// Returns the backend, and the next tag of this ring's messages. The tags of rings of the same
+    /// size that make the same calls are equal.
+    pub(crate) const fn backend_and_next_tag(&mut self) -> (&B, &mut u64) {
+        (&self.backend, &mut self.next_tag)
     }
 
     /// Returns this rank.

@@ -11,17 +11,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_core::{AgreedLengths, Backend, Error, Gradients, Result, Space, Spec, memory};
+use annulus_core::{
+    AgreedLengths, Backend, Error, Gradients, Order, Result, Space, Spec, Transport, memory,
+};
 
 use super::{
-    PassKind, Ring, RingOptions,
+    PassKind, Ring, RingOptions, StepHook,
+    entry::Entries,
     in_flight::InFlight,
     leaf_reduce::LeafOwners,
     plan::{Agreed, RingPlan},
-    slices::{self, Slices, add},
+    slices::{Exchange, Slices, Slicing, add},
     step_events::Observer,
 };
-use crate::agreement::{SUMMANDS_PER_GATHER, all_gather};
+use crate::agreement::all_gather;
 
 /// Returns true if every rank computes a summand of dbias, like of dsinks.
 pub(crate) fn bias_is_shared(spec: &Spec) -> bool {
@@ -75,7 +78,7 @@ impl<B: Backend> Ring<B> {
             .ok_or_else(|| Error::internal("a gradient in device memory cannot be summed"))?;
         let mut waited = Duration::ZERO;
         let lengths = self.plan.lengths;
-        view.map_widened(summands_at_once(&self.agreed, self.ranks), |part| {
+        view.map_widened(slicing(&self.agreed, self.ranks).numbers_at_once(), |part| {
             waited += self.all_reduce(part, lengths)?;
             Ok(())
         })?;
@@ -98,7 +101,7 @@ impl<B: Backend> Ring<B> {
     /// As [`Ring::forward`].
     pub fn sum_over_ranks(&mut self, part: &mut [f64]) -> Result<()> {
         self.alive()?;
-        let chunk = summands_at_once(&self.agreed, self.ranks);
+        let chunk = slicing(&self.agreed, self.ranks).numbers_at_once();
         // the plan does not know the length of this sum
         let mut chunks = part.chunks_mut(chunk);
         let result = chunks.try_for_each(|part| self.all_reduce(part, None).map(drop));
@@ -108,55 +111,94 @@ impl<B: Backend> Ring<B> {
     /// Sums numbers over all ranks. `lengths` proves that all slices match. Returns the exposed
     /// communication of slices.
     fn all_reduce(&mut self, part: &mut [f64], lengths: Option<AgreedLengths>) -> Result<Duration> {
-        if self.ranks == 1 {
+        let backend = &self.backend;
+        let sum = AllReduce {
+            slicing: slicing(&self.agreed, self.ranks),
+            transport: self.transport.as_mut(),
+            entries: &mut self.entries,
+            next_tag: &mut self.next_tag,
+            order: &self.agreed.order,
+            rank: self.rank,
+            step: self.plan.program.steps.len(),
+            lengths,
+            hook: self.watch.hook(),
+        };
+        sum.run(part, |bytes| backend.allocate(bytes))
+    }
+}
+
+/// An all-reduce of numbers over all ranks of a plan, added in ring order, so that every rank has
+/// the same bits.
+pub(crate) struct AllReduce<'a, S: Space> {
+    pub(crate) slicing: Slicing,
+    pub(crate) transport: &'a mut dyn Transport<S>,
+    pub(crate) entries: &'a mut Entries,
+    pub(crate) next_tag: &'a mut u64,
+    pub(crate) order: &'a Order,
+    pub(crate) rank: usize,
+    /// Ring step, for errors and events.
+    pub(crate) step: usize,
+    /// Proof that the slices match on all ranks.
+    pub(crate) lengths: Option<AgreedLengths>,
+    pub(crate) hook: Option<&'a StepHook>,
+}
+
+impl<S: Space> AllReduce<'_, S> {
+    /// Sums at most [`Slicing::numbers_at_once`] numbers. Returns the exposed communication of
+    /// slices, whose messages `allocate` makes room for.
+    ///
+    /// # Ordering
+    /// Collective.
+    ///
+    /// # Errors
+    /// Those of the transport and of `allocate`.
+    pub(crate) fn run(
+        self,
+        numbers: &mut [f64],
+        allocate: impl Fn(u64) -> Result<S::Buffer>,
+    ) -> Result<Duration> {
+        if self.order.ranks().len() == 1 {
             return Ok(Duration::ZERO);
         }
-        match slices_of(&self.agreed, self.ranks, part.len()) {
-            Some(slices) => self.sum_slices(&slices, part, lengths),
-            None => self.sum_whole(part).map(|()| Duration::ZERO),
+        match self.slicing.slices(numbers.len()) {
+            Some(slices) => self.sum_slices(&slices, numbers, allocate),
+            None => self.sum_whole(numbers).map(|()| Duration::ZERO),
         }
     }
 
     /// Gathers the numbers of all ranks and sums them.
-    fn sum_whole(&mut self, part: &mut [f64]) -> Result<()> {
+    fn sum_whole(self, numbers: &mut [f64]) -> Result<()> {
         let round = self.entries.round();
-        let all = all_gather(self.transport.as_mut(), round, &bytes_of(part))?;
-        part.fill(0.0);
-        let order = &self.agreed.order;
-        for (&peer, bytes) in order.ranks().iter().zip(order.by_ring_index(all)) {
-            check_length(peer, &bytes, part.len())?;
-            add(part, &bytes);
+        let all = all_gather(self.transport, round, &bytes_of(numbers))?;
+        numbers.fill(0.0);
+        for (&peer, bytes) in self.order.ranks().iter().zip(self.order.by_ring_index(all)) {
+            check_length(peer, &bytes, numbers.len())?;
+            add(numbers, &bytes);
         }
         Ok(())
     }
 
     /// Sums the own slice of the numbers, and gathers the sums of all slices.
     fn sum_slices(
-        &mut self,
+        self,
         slices: &Slices,
-        part: &mut [f64],
-        lengths: Option<AgreedLengths>,
+        numbers: &mut [f64],
+        allocate: impl Fn(u64) -> Result<S::Buffer>,
     ) -> Result<Duration> {
-        let first_tag = self.next_tag;
-        self.next_tag += 1;
-        let own = slices.range(self.ring_index);
+        let Self { transport, order, rank, .. } = self;
+        let first_tag = *self.next_tag;
+        *self.next_tag += 1;
+        let own = slices.range(order.ring_index(rank));
         let mut sum = memory::filled("a slice of a sum", own.len(), 0.0)?;
-        let hook = self.watch.hook();
-        let observer = Observer::of_messages(hook, self.rank, PassKind::Backward, Instant::now());
-        let step = self.plan.program.steps.len();
-        let exchange = slices::Exchange::new(slices, &self.agreed.order, self.rank, step);
-        let transport = self.transport.as_mut();
-        let mut in_flight = InFlight::new(transport, first_tag, lengths, observer);
-        let backend = &self.backend;
-        let allocate = |bytes| backend.allocate(bytes);
-        exchange.sum(&mut in_flight, allocate, part, &mut sum)?;
+        let observer = Observer::of_messages(self.hook, rank, PassKind::Backward, Instant::now());
+        let exchange = Exchange::new(slices, order, rank, self.step);
+        let mut in_flight = InFlight::new(&mut *transport, first_tag, self.lengths, observer);
+        exchange.sum(&mut in_flight, allocate, numbers, &mut sum)?;
         let waited = in_flight.waited();
-        let round = self.entries.round();
-        let sums = all_gather(self.transport.as_mut(), round, &bytes_of(&sum))?;
-        let order = &self.agreed.order;
+        let sums = all_gather(transport, self.entries.round(), &bytes_of(&sum))?;
         let sums = order.ranks().iter().zip(order.by_ring_index(sums)).enumerate();
         for (ring_index, (&peer, bytes)) in sums {
-            let slice = &mut part[slices.range(ring_index)];
+            let slice = &mut numbers[slices.range(ring_index)];
             check_length(peer, &bytes, slice.len())?;
             slice.fill(0.0);
             add(slice, &bytes);
@@ -165,20 +207,8 @@ impl<B: Backend> Ring<B> {
     }
 }
 
-/// Returns the numbers that are summed at once.
-fn summands_at_once(agreed: &Agreed, ranks: usize) -> usize {
-    if sums_slices(agreed, ranks) { slices::summands(ranks) } else { SUMMANDS_PER_GATHER }
-}
-
-/// Returns true if long sums are made by slices. Two ranks would send as much as whole sums.
-fn sums_slices(agreed: &Agreed, ranks: usize) -> bool {
-    agreed.host_buffers && ranks > 2
-}
-
-/// Returns the slices of `len` numbers, or `None` if every rank sums all of them.
-fn slices_of(agreed: &Agreed, ranks: usize, len: usize) -> Option<Slices> {
-    let is_long = sums_slices(agreed, ranks) && len > SUMMANDS_PER_GATHER;
-    is_long.then(|| Slices::new(len, ranks))
+fn slicing(agreed: &Agreed, ranks: usize) -> Slicing {
+    Slicing::new(ranks, agreed.host_buffers)
 }
 
 /// Returns the slices of the sums of a backward pass.
@@ -186,23 +216,23 @@ pub(super) fn slices_of_pass<'a>(
     agreed: &'a Agreed,
     plan: &RingPlan,
 ) -> impl Iterator<Item = Slices> + use<'a> {
-    let ranks = plan.shards.kv.len();
     let spec = &agreed.spec;
-    let sinks = spec.sinks.filter(|_| plan.q_leaves.is_none());
-    let sinks =
-        sinks.map_or(
-            0,
-            |sinks| {
-                if sinks.per_head { spec.dims.q_heads * sinks.count } else { sinks.count }
-            },
-        );
-    let bias = spec.bias.filter(|_| bias_is_shared(spec) && plan.kv_leaves.is_none());
-    let bias = bias.map_or(0, |shape| shape.iter().product());
+    let sinks = if plan.q_leaves.is_none() { sink_numbers(spec) } else { 0 };
+    let bias = if plan.kv_leaves.is_none() { shared_bias_numbers(spec) } else { 0 };
     let sums = [sinks, bias].into_iter().filter(|_| agreed.reduces);
-    let chunk = summands_at_once(agreed, ranks);
-    let chunks =
-        sums.flat_map(move |len| (0..len).step_by(chunk).map(move |at| chunk.min(len - at)));
-    chunks.filter_map(move |len| slices_of(agreed, ranks, len))
+    let slicing = slicing(agreed, plan.shards.kv.len());
+    sums.flat_map(move |numbers| slicing.of_sum(numbers))
+}
+
+/// Returns the numbers of dsinks.
+pub(crate) fn sink_numbers(spec: &Spec) -> usize {
+    let heads = |per_head| if per_head { spec.dims.q_heads } else { 1 };
+    spec.sinks.map_or(0, |sinks| heads(sinks.per_head) * sinks.count)
+}
+
+/// Returns the numbers of a dbias of which every rank computes a summand, else 0.
+pub(crate) fn shared_bias_numbers(spec: &Spec) -> usize {
+    spec.bias.filter(|_| bias_is_shared(spec)).map_or(0, |shape| shape.iter().product())
 }
 
 fn bytes_of(numbers: &[f64]) -> Vec<u8> {

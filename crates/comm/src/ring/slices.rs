@@ -27,14 +27,45 @@ const MOST_SUMMANDS: usize = 1 << 20;
 /// that no rank receives from all others at once.
 const DISTANCES_AT_ONCE: usize = 8;
 
-/// Returns the numbers that are summed at once over `ranks` ranks. A slice has then as many as are
-/// gathered whole otherwise, or fewer on many ranks.
-pub(super) fn summands(ranks: usize) -> usize {
-    ranks.saturating_mul(SUMMANDS_PER_GATHER).min(MOST_SUMMANDS)
+/// How sums over the ranks of a plan are divided into slices.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Slicing {
+    ranks: usize,
+    is_sliced: bool,
+}
+
+impl Slicing {
+    /// `host_buffers` is true if the messages of all ranks are in host memory: slices of others
+    /// could not be written.
+    pub(crate) const fn new(ranks: usize, host_buffers: bool) -> Self {
+        // two ranks would send as much as whole sums
+        Self { ranks, is_sliced: host_buffers && ranks > 2 }
+    }
+
+    /// Returns the numbers that are summed at once. A slice has then as many as are gathered whole
+    /// otherwise, or fewer on many ranks.
+    pub(crate) fn numbers_at_once(&self) -> usize {
+        match self.is_sliced {
+            true => self.ranks.saturating_mul(SUMMANDS_PER_GATHER).min(MOST_SUMMANDS),
+            false => SUMMANDS_PER_GATHER,
+        }
+    }
+
+    /// Returns the slices of `len` numbers, or `None` if every rank sums all of them.
+    pub(super) fn slices(&self, len: usize) -> Option<Slices> {
+        (self.is_sliced && len > SUMMANDS_PER_GATHER).then(|| Slices::new(len, self.ranks))
+    }
+
+    /// Returns the slices of a sum of any number of numbers.
+    pub(crate) fn of_sum(self, numbers: usize) -> impl Iterator<Item = Slices> {
+        let chunk = self.numbers_at_once();
+        let chunks = (0..numbers).step_by(chunk).map(move |at| chunk.min(numbers - at));
+        chunks.filter_map(move |len| self.slices(len))
+    }
 }
 
 /// Slices of `len` numbers, one for each ring index, as equal as possible.
-pub(super) struct Slices {
+pub(crate) struct Slices {
     len: usize,
     ranks: usize,
 }
@@ -52,13 +83,13 @@ impl Slices {
     }
 
     /// Returns the bytes that the rank at a ring index sends.
-    pub(super) fn bytes_sent(&self, ring_index: usize) -> u64 {
+    pub(crate) fn bytes_sent(&self, ring_index: usize) -> u64 {
         8 * (self.len - self.range(ring_index).len()) as u64
     }
 }
 
 /// The messages of one rank.
-pub(super) struct Exchange<'a> {
+pub(crate) struct Exchange<'a> {
     slices: &'a Slices,
     order: &'a Order,
     ring_index: usize,
@@ -67,7 +98,7 @@ pub(super) struct Exchange<'a> {
 }
 
 impl<'a> Exchange<'a> {
-    pub(super) fn new(slices: &'a Slices, order: &'a Order, rank: usize, step: usize) -> Self {
+    pub(crate) fn new(slices: &'a Slices, order: &'a Order, rank: usize, step: usize) -> Self {
         Self { slices, order, ring_index: order.ring_index(rank), step }
     }
 
@@ -121,7 +152,7 @@ impl<'a> Exchange<'a> {
     }
 
     /// Returns all messages.
-    pub(super) fn all_transfers(&self) -> Transfers {
+    pub(crate) fn all_transfers(&self) -> Transfers {
         self.transfers(1..self.slices.ranks)
     }
 
@@ -180,7 +211,9 @@ mod tests {
                 assert_eq!(sent, 8 * (ranks as u64 - 1) * len as u64);
             }
         }
-        assert_eq!(summands(3), 3 * SUMMANDS_PER_GATHER);
-        assert_eq!(summands(5000), MOST_SUMMANDS);
+        assert_eq!(Slicing::new(2, true).numbers_at_once(), SUMMANDS_PER_GATHER);
+        assert_eq!(Slicing::new(3, true).numbers_at_once(), 3 * SUMMANDS_PER_GATHER);
+        assert_eq!(Slicing::new(3, false).numbers_at_once(), SUMMANDS_PER_GATHER);
+        assert_eq!(Slicing::new(5000, true).numbers_at_once(), MOST_SUMMANDS);
     }
 }
