@@ -369,8 +369,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
         if !std::mem::replace(&mut filled[coord.strip], true) {
             pack_lanes(
                 geometry.token,
-                &self.k,
-                (coord.batch, task.kv_head),
+                self.k.plane(coord.batch, task.kv_head),
                 coord.keys.clone(),
                 coord.width,
                 k_strip,
@@ -378,8 +377,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
             );
             pack_lanes(
                 geometry.token,
-                &self.v,
-                (coord.batch, task.kv_head),
+                self.v.plane(coord.batch, task.kv_head),
                 coord.keys.clone(),
                 coord.width,
                 v_strip,

@@ -14,7 +14,7 @@
 
 use std::ops::Range;
 
-use annulus_core::{BackwardInputs, BiasOrder, Block, Host, RankLeaves, Result, Tick};
+use annulus_core::{BackwardInputs, BiasOrder, Block, Host, Result, Tick};
 
 use crate::{
     backward::ds::{Operands, apply_soft_cap_slope, score_gradients},
@@ -32,7 +32,7 @@ use crate::{
     },
     workspace::{
         bias_gradient::BiasPartial,
-        leaves::Arrivals,
+        leaves::ArrivingKeys,
         query_block::{QueryBlock, QueryTask},
         scratch::Scratch,
         state::{State, Summed},
@@ -84,8 +84,8 @@ pub(crate) fn backward_dq<E: Input<Accumulator: Summed>>(
             let bias_partial = bias_partial.as_deref_mut();
             match plan {
                 Some(plan) => {
-                    let leaves = (plan, &*arrivals);
-                    pass.accumulate_leaves(scratch, &mut task, leaves, bias_partial, ticker);
+                    let arriving = ArrivingKeys { merges: &plan.keys, arrivals };
+                    pass.accumulate_leaves(scratch, &mut task, arriving, bias_partial, ticker);
                 }
                 None => pass.accumulate(scratch, &mut task, bias_partial, ticker),
             }
@@ -131,14 +131,14 @@ impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
         &self,
         scratch: &mut Scratch<Acc<E>>,
         task: &mut QueryTask<'_, Acc<E>>,
-        (plan, arrivals): (&RankLeaves, &Arrivals),
+        ArrivingKeys { merges, arrivals }: ArrivingKeys<'_>,
         mut bias_partial: Option<&mut BiasPartial<Acc<E>>>,
         ticker: &mut Ticker<'_>,
     ) {
         scratch.filled.fill(false);
         for leaf in arrivals.leaves() {
             if let Some(step) = leaf.closes {
-                task.blocks().iter_mut().for_each(|block| block.close_dq_leaf(&plan.keys, step));
+                task.blocks().iter_mut().for_each(|block| block.close_dq_leaf(merges, step));
             }
             for heads in self.pass.heads_with_one_mask(task.kv_head) {
                 self.pass.update_query_tiles(scratch, task.batch, heads.start, &task.rows);
@@ -199,8 +199,7 @@ impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
                 [geometry.strip_range(coord, geometry.packed_rows(geometry.dims.head_dim))];
             pack_lanes(
                 geometry.token,
-                &self.pass.q,
-                (coord.batch, coord.head),
+                self.pass.q.plane(coord.batch, coord.head),
                 coord.queries.clone(),
                 coord.width,
                 q_strip,
@@ -210,8 +209,7 @@ impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
                 [geometry.strip_range(coord, geometry.packed_rows(geometry.dims.value_dim))];
             pack_lanes(
                 geometry.token,
-                &self.dout,
-                (coord.batch, coord.head),
+                self.dout.plane(coord.batch, coord.head),
                 coord.queries.clone(),
                 coord.width,
                 dout_strip,

@@ -7,7 +7,10 @@ use crate::{
     forward::{outputs::OutputRows, query_pass::QueryPass},
     threads::team::Team,
     tile::input::{Acc, Input},
-    workspace::state::{BlockOrder, State, Summed},
+    workspace::{
+        leaves::ArrivingKeys,
+        state::{BlockOrder, State, Summed},
+    },
 };
 
 /// Attends to one block: updates softmax statistics and accumulators of all queries.
@@ -31,7 +34,8 @@ pub(crate) fn attend<E: Input<Accumulator: Summed>>(
     QueryPass::<E>::invalidate_query_tiles(scratch);
     if let Some(leaves) = &shard.leaves {
         arrivals.refill(&leaves.keys, leaves.rows, block.rows)?;
-        pass.attend_leaves(team, scratch, blocks, (task_rows, leaves, arrivals), tick);
+        let arriving = ArrivingKeys { merges: &leaves.keys, arrivals };
+        pass.attend_leaves(team, scratch, blocks, (task_rows, arriving), tick);
         return Ok(false);
     }
     if let Some(decode) = decode

@@ -14,7 +14,7 @@
 //! # Source
 //! The merge of partial results: Milakov and Gimelshein 2018, section 3.1.
 
-use annulus_core::{RankLeaves, Tick};
+use annulus_core::Tick;
 
 use crate::{
     forward::query_pass::QueryPass,
@@ -22,7 +22,7 @@ use crate::{
     threads::team::{Team, Ticker},
     tile::input::{Acc, Input},
     workspace::{
-        leaves::Arrivals,
+        leaves::ArrivingKeys,
         query_block::{QueryBlock, QueryTask},
         scratch::Scratch,
         state::{State, Summed},
@@ -36,12 +36,12 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         team: &Team,
         scratch: &mut [Scratch<Acc<E>>],
         blocks: &mut [QueryBlock<Acc<E>>],
-        (task_rows, plan, arrivals): (usize, &RankLeaves, &Arrivals),
+        (task_rows, arriving): (usize, ArrivingKeys<'_>),
         tick: Tick<'_>,
     ) {
         let tasks = blocks.chunk_by_mut(QueryTask::same_task(task_rows)).filter_map(QueryTask::new);
         team.run(scratch, tasks, Some(tick), |scratch, mut task, ticker| {
-            self.attend_task_leaves(scratch, &mut task, (plan, arrivals), ticker);
+            self.attend_task_leaves(scratch, &mut task, arriving, ticker);
         });
     }
 
@@ -50,7 +50,7 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         &self,
         scratch: &mut Scratch<Acc<E>>,
         task: &mut QueryTask<'_, Acc<E>>,
-        (plan, arrivals): (&RankLeaves, &Arrivals),
+        ArrivingKeys { merges, arrivals }: ArrivingKeys<'_>,
         ticker: &mut Ticker<'_>,
     ) {
         scratch.filled.fill(false);
@@ -58,7 +58,7 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         for leaf in arrivals.leaves() {
             if let Some(step) = leaf.closes {
                 for block in task.blocks() {
-                    block.close_forward_leaf(self.geometry, &plan.keys, step);
+                    block.close_forward_leaf(self.geometry, merges, step);
                 }
             }
             for heads in self.heads_with_one_mask(task.kv_head) {

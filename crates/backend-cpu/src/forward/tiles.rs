@@ -219,8 +219,7 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
                     let Geometry { token, bf16_pairs, .. } = *self.geometry;
                     pack_lanes(
                         token,
-                        &self.q,
-                        (coord.batch, head),
+                        self.q.plane(coord.batch, head),
                         coord.queries.clone(),
                         coord.width,
                         lanes,

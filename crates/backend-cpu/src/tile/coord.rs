@@ -23,12 +23,19 @@ pub(crate) struct TileCoord {
     pub(crate) width: usize,
 }
 
+/// Pairs of each of some queries with each of some keys of a tile, both counted from its first.
+#[derive(Debug, Clone)]
+pub(crate) struct Pairs {
+    pub(crate) queries: Range<usize>,
+    pub(crate) keys: Range<usize>,
+}
+
 impl TileCoord {
-    /// Returns the queries and keys in the rows `rows` of the tile, counted from its first.
-    pub(crate) fn tile_ranges(&self, rows: &Range<usize>) -> (Range<usize>, Range<usize>) {
+    /// Returns the queries and keys in the rows `rows` of the tile.
+    pub(crate) fn pairs(&self, rows: &Range<usize>) -> Pairs {
         match self.lane_axis {
-            LaneAxis::Queries => (0..self.queries.len(), rows.clone()),
-            LaneAxis::Keys => (rows.clone(), 0..self.keys.len()),
+            LaneAxis::Queries => Pairs { queries: 0..self.queries.len(), keys: rows.clone() },
+            LaneAxis::Keys => Pairs { queries: rows.clone(), keys: 0..self.keys.len() },
         }
     }
 

@@ -221,14 +221,12 @@ const UNROLL: usize = 2;
 /// 0.
 pub(crate) fn pack_lanes<E: Input>(
     token: IsaToken,
-    source: &Source<'_, E>,
-    (batch, head): (usize, usize),
+    plane: Plane<'_, E>,
     rows: Range<usize>,
     width: usize,
     strip: &mut [E::Accumulator],
     pairs: bool,
 ) {
-    let plane = source.plane(batch, head);
     if pairs {
         <E::Accumulator as Real>::run(token, 1, PackPairLanes { plane, rows, width, strip });
     } else {

@@ -22,7 +22,7 @@ use crate::{
     },
     tile::{
         bias::load_bias,
-        coord::TileCoord,
+        coord::{Pairs, TileCoord},
         dropout::{ExpandKeepBits, keep_bits},
         tile_mask::{LaneAxis, TILE, TileMask, transpose},
     },
@@ -142,15 +142,13 @@ impl<A: Real> Scores<'_, A> {
     /// Writes the bias of the visible rows, and masks out pairs with a bias of −∞.
     fn fill_bias(&self, coord: &TileCoord, tile_mask: &mut TileMask, into: &mut [A]) {
         let rows = tile_mask.rows().clone();
-        let (queries, keys) = coord.tile_ranges(&rows);
+        let pairs = coord.pairs(&rows);
         match self.bias {
-            Some(bias) => {
-                self.fill_bias_tensor(bias, coord, tile_mask, (queries.clone(), keys.clone()), into)
-            }
+            Some(bias) => self.fill_bias_tensor(bias, coord, tile_mask, pairs.clone(), into),
             None => into[coord.span(&rows)].fill(A::ZERO),
         }
         if let Some(function) = &self.spec.bias_function {
-            self.add_bias_function(&**function, coord, tile_mask, (queries, keys), into);
+            self.add_bias_function(&**function, coord, tile_mask, pairs, into);
         }
     }
 
@@ -160,7 +158,7 @@ impl<A: Real> Scores<'_, A> {
         bias: ArrayView4<'_, A>,
         coord: &TileCoord,
         tile_mask: &mut TileMask,
-        (queries, keys): (Range<usize>, Range<usize>),
+        Pairs { queries, keys }: Pairs,
         into: &mut [A],
     ) {
         let key_rows = &self.keys.rows()[coord.keys.clone()][keys.clone()];
@@ -181,7 +179,7 @@ impl<A: Real> Scores<'_, A> {
         function: &dyn BiasFunction,
         coord: &TileCoord,
         tile_mask: &mut TileMask,
-        (queries, keys): (Range<usize>, Range<usize>),
+        Pairs { queries, keys }: Pairs,
         into: &mut [A],
     ) {
         let positions = (self.queries.positions(coord.batch), self.keys.positions(coord.batch));

@@ -21,7 +21,12 @@ use ndarray::{ArrayViewMut4, s};
 use crate::{
     simd::dispatch::Real,
     threads::lock::{get_mut, lock},
-    tile::{aligned::list_bytes, bias::bias_column, coord::TileCoord, tile_mask::TILE},
+    tile::{
+        aligned::list_bytes,
+        bias::bias_column,
+        coord::{Pairs, TileCoord},
+        tile_mask::TILE,
+    },
     workspace::{leaves::unify, query_block::QueryBlock},
 };
 
@@ -321,7 +326,7 @@ impl<A: Real> BiasPartial<A> {
         tile: &[A],
         key_rows: &[u64],
     ) {
-        let (queries, keys) = coord.tile_ranges(rows);
+        let Pairs { queries, keys } = coord.pairs(rows);
         for query in queries {
             let len = self.keys;
             let line = self.row_sums(coord.head, coord.queries.start + query);

@@ -84,6 +84,13 @@ pub(crate) struct Arrivals {
     tiles: Vec<Range<usize>>,
 }
 
+/// The leaves of keys of one block, and the merges of the pass that they arrive at.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ArrivingKeys<'a> {
+    pub(crate) merges: &'a LeafMerges,
+    pub(crate) arrivals: &'a Arrivals,
+}
+
 impl Arrivals {
     /// Starts a pass.
     pub(crate) const fn begin(&mut self) {
