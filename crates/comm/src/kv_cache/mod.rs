@@ -10,6 +10,7 @@
 //!
 //! | file | content |
 //! |---|---|
+//! | `create.rs` | checks and agreement of a new cache |
 //! | `pages.rs` | rows of each rank |
 //! | `segments.rs` | their memory, in wire order |
 //! | `partials.rs` | messages, and their merge |
@@ -17,6 +18,7 @@
 //! | `tree_messages.rs` | its messages |
 //! | `page_tree.rs` | its merge |
 
+mod create;
 mod page_tree;
 mod pages;
 mod partials;
@@ -31,9 +33,9 @@ use std::{
 };
 
 use annulus_core::{
-    AgreedLengths, Backend, Capabilities, Channel, Dims, Error, ForwardPass, HostTensors, HostView,
-    HostViewMut, Inputs, MessageBalance, MessageHeader, Outputs, Passes, RankShard, Result, Rows,
-    Runs, Space, Spec, Strategy, Transport, Workspace,
+    AgreedLengths, Backend, Channel, Dims, Error, ForwardPass, HostTensors, HostView, HostViewMut,
+    Inputs, MessageBalance, MessageHeader, Outputs, Passes, RankShard, Result, Rows, Runs, Space,
+    Spec, Transport, Workspace,
 };
 
 use self::{
@@ -45,19 +47,15 @@ use self::{
 use crate::{
     agreement::{self, mid_call},
     ring::{
-        PassKind, Report, RingOptions, caught,
-        check::{self, Shapes},
-        describe::{self, Combined, TransportFields},
-        entry::Entries,
-        in_flight::InFlight,
-        program::Transfers,
-        step_events::Observer,
+        PassKind, Report, caught, check::Shapes, describe, entry::Entries, in_flight::InFlight,
+        program::Transfers, step_events::Observer,
     },
     span::span,
 };
 
-/// Longest message in bytes, unless that of one query is longer. Queries of a longer prefill are computed
-/// in several rounds, so that the memory for messages is at most ranks × 1 MiB.
+/// Longest message in bytes, unless that of one query is longer. Queries of a longer prefill are
+/// computed in several rounds, so that the memory for messages is at most ranks × 1 MiB; four times
+/// as much in the reproducible order, whose messages differ and grow.
 const MESSAGE_BYTES: u64 = 1 << 20;
 
 /// Tags of one round: one in the default order, two in the reproducible order.
@@ -140,8 +138,9 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
     ) -> Result<Self> {
         let rank = transport.control().rank();
         let ranks = transport.control().ranks();
-        let agreed =
-            caught(|| agree(&backend, transport.as_mut(), spec, page_rows, deadline_variable));
+        let agreed = caught(|| {
+            create::agree(&backend, transport.as_mut(), spec, page_rows, deadline_variable)
+        });
         let (spec, posts_ahead) = agreed.inspect_err(|error| {
             if error.is_fatal() {
                 transport.control().abort(error);
@@ -662,62 +661,4 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
 
 fn index_len(rows: &Range<u64>) -> usize {
     annulus_core::index(rows.end - rows.start)
-}
-
-/// Agrees with all ranks on a cache. Returns the spec, and true if all transports post ahead.
-fn agree<B: Backend>(
-    backend: &B,
-    transport: &mut dyn Transport<B::Space>,
-    spec: Result<Spec>,
-    page_rows: u64,
-    deadline_variable: Option<Duration>,
-) -> Result<(Spec, bool)> {
-    let checked = spec.and_then(|spec| check(backend, spec, page_rows));
-    let placement = transport.control().placement().cloned();
-    let options = RingOptions { deadline_variable, ..RingOptions::default() };
-    let posts_ahead = transport.posts_ahead();
-    let groups_in_order = transport.runs_groups_in_order();
-    let described = checked.as_ref().map_err(Error::clone).map(|(spec, capabilities)| {
-        let fields = TransportFields {
-            placement: placement.as_ref(),
-            posts_ahead,
-            groups_in_order,
-            host_buffers: B::Space::HOST_BUFFERS,
-        };
-        describe::plan(spec, &options, Strategy::Ring, capabilities, fields)
-            .field("page_rows", page_rows)
-    });
-    let combined = agreement::enter(transport, 0, &described)?;
-    let (spec, _) = checked?;
-    Ok((spec, Combined::new(&combined)?.posts_ahead))
-}
-
-/// Checks the definition of a cache.
-fn check<B: Backend>(backend: &B, spec: Spec, page_rows: u64) -> Result<(Spec, Capabilities)> {
-    let spec = Spec { dims: Dims { q_len: 1, kv_len: 1, ..spec.dims }, ..spec };
-    let refusals = [
-        (spec.bias.is_some(), "a bias tensor"),
-        (!spec.normalize, "unnormalised output"),
-        (!B::Space::HOST_BUFFERS, "blocks in device memory"),
-    ];
-    if let Some((_, what)) = refusals.into_iter().find(|(refused, _)| *refused) {
-        return Err(Error::unsupported(what, "the KV cache"));
-    }
-    spec.validate()?;
-    // a segment, the unit of allocation, is at least a page
-    if !(1..=1 << 32).contains(&page_rows) {
-        return Err(Error::invalid("page_rows", page_rows, "1 to 2^32"));
-    }
-    let capabilities = backend.capabilities(&spec)?;
-    check::reproducible(&spec, &capabilities)?;
-    if let Some(rows) = spec.leaf_rows {
-        // a page is then a node of the tree over leaves
-        if page_rows % rows != 0 || !(page_rows / rows).is_power_of_two() {
-            let want = format!("{rows} times a power of two in the reproducible order");
-            return Err(Error::invalid("page_rows", page_rows, want));
-        }
-        backend.capabilities(&page_tree::page_spec(&spec))?;
-        backend.capabilities(&page_tree::tree_spec(&spec, 1)?)?;
-    }
-    Ok((spec, capabilities))
 }

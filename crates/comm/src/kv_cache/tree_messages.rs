@@ -184,19 +184,16 @@ impl TreeMessages {
             let (maxima, values) = record.split_at_mut(count * bytes_of_number);
             let maxima = maxima.chunks_exact_mut(bytes_of_number);
             let values = values.chunks_exact_mut(acc_bytes + bytes_of_number);
+            let copy = |into: &mut [u8], list: &[u8], number: usize| -> Result<()> {
+                let first = number * into.len();
+                into.copy_from_slice(list.get(first..first + into.len()).ok_or_else(too_short)?);
+                Ok(())
+            };
             for ((row, max), value) in rows.zip(maxima).zip(values) {
-                let number = |list: &[u8], into: &mut [u8]| -> Result<()> {
-                    let first = self.statistic(row) * bytes_of_number;
-                    let from = list.get(first..first + bytes_of_number).ok_or_else(too_short)?;
-                    into.copy_from_slice(from);
-                    Ok(())
-                };
-                number(result.max, max)?;
                 let (acc, sum) = value.split_at_mut(acc_bytes);
-                let first = index(row) * acc_bytes;
-                let from = result.acc.get(first..first + acc_bytes).ok_or_else(too_short)?;
-                acc.copy_from_slice(from);
-                number(result.sum, sum)?;
+                copy(max, result.max, self.statistic(row))?;
+                copy(acc, result.acc, index(row))?;
+                copy(sum, result.sum, self.statistic(row))?;
             }
         }
         Ok(())
