@@ -208,7 +208,7 @@ impl DecodeFlags {
 
     fn check_page_rows(&self) -> Outcome {
         let leaf = index(LEAF_ROWS);
-        let is_node = |rows: usize| rows % leaf == 0 && (rows / leaf).is_power_of_two();
+        let is_node = |rows: usize| rows.is_multiple_of(leaf) && (rows / leaf).is_power_of_two();
         match self.page_rows.filter(|&rows| self.reproducible && !is_node(rows)) {
             Some(rows) => {
                 let want = format!("{leaf} times a power of two with --reproducible");

@@ -61,7 +61,7 @@ fn check_spec<B: Backend>(backend: &B, spec: Spec, page_rows: u64) -> Result<(Sp
     check::reproducible(&spec, &capabilities)?;
     if let Some(rows) = spec.leaf_rows {
         // a page is then a node of the tree over leaves
-        if page_rows % rows != 0 || !(page_rows / rows).is_power_of_two() {
+        if !page_rows.is_multiple_of(rows) || !(page_rows / rows).is_power_of_two() {
             let want = format!("{rows} times a power of two in the reproducible order");
             return Err(Error::invalid("page_rows", page_rows, want));
         }

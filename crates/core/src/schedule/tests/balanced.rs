@@ -80,7 +80,8 @@ fn documents(
 
 const LEN: usize = 1 << 17;
 
-/// Draws lengths of documents of [`LEN`] rows from five distributions.
+/// Draws lengths of documents of [`LEN`] rows from five distributions, whose parameters follow from
+/// the seed: mean and deviation of the logarithm, and the exponent of the tail.
 fn distributions(seed: u64) -> [(&'static str, Vec<i64>); 5] {
     let normal = |uniform: &mut dyn FnMut() -> f64| {
         (-2.0 * (1.0 - uniform()).ln()).sqrt() * (std::f64::consts::TAU * uniform()).cos()
@@ -88,9 +89,12 @@ fn distributions(seed: u64) -> [(&'static str, Vec<i64>); 5] {
     let draw = |draw: &mut dyn FnMut(&mut dyn FnMut() -> f64) -> f64| documents(LEN, seed, draw);
     let mut one_long = vec![LEN as i64 / 3];
     one_long.extend(documents(LEN - LEN / 3, seed, |uniform| 50.0 + 400.0 * uniform()));
+    let mean = 5.0 + (seed % 31) as f64 * 0.1;
+    let deviation = 0.6 + (seed % 17) as f64 * 0.1;
+    let exponent = 0.8 + (seed % 13) as f64 * 0.1;
     [
-        ("log-normal", draw(&mut |uniform| (6.5 + 1.2 * normal(uniform)).exp())),
-        ("Zipf", draw(&mut |uniform| 64.0 / (1.0 - uniform()).powf(1.0 / 1.2))),
+        ("log-normal", draw(&mut |uniform| (mean + deviation * normal(uniform)).exp())),
+        ("Zipf", draw(&mut |uniform| 64.0 / (1.0 - uniform()).powf(1.0 / exponent))),
         ("bimodal", draw(&mut |u| if u() < 0.8 { 100.0 + 300.0 * u() } else { 8192.0 })),
         ("one long", one_long),
         ("one", vec![LEN as i64]),
