@@ -16,6 +16,8 @@ from ._plan import agreed, reports_of
 from ._results import Forward
 
 PAGE_ROWS = 64
+# a page of the reproducible order is a whole leaf, or 2^n of them
+LEAF_ROWS = 256
 
 
 class Cache:
@@ -24,7 +26,8 @@ class Cache:
     A program appends the keys and values of new tokens, in chunks or one by one, and attends with
     their queries. Row i of the cache has the row number and the position i. Every ranks-th page of
     rows is on the same rank. A call of ``attend`` is one all-gather of (out, lse), whose bytes do
-    not depend on the number of cached rows.
+    not depend on the number of cached rows. With ``reproducible`` results have the bits of one
+    attention over all cached rows, and the bytes of a call grow with the number of pages.
 
     Without ``comm`` all ranks are threads of this process. With ``comm``, an mpi4py communicator,
     this process is one rank: making a cache and ``attend`` are collective, all else is local. All
@@ -38,15 +41,15 @@ class Cache:
         out = cache.attend(query).out
 
     Args:
-        attention: What is computed, with ``normalize_output`` and without ``reproducible``. Its
-            alignment has no effect: queries are those of the last rows.
+        attention: What is computed, with ``normalize_output``. Its alignment has no effect: queries
+            are those of the last rows.
         batch, q_heads, kv_heads, head_dim, value_dim: Lengths of the tensors. Defaults: kv_heads
             is q_heads, value_dim is head_dim.
         dtype: Element type of the tensors: float64, float32, bfloat16 or float16.
         softmax_aux_shape: Shape of the sinks, if calls are given some: ``[sinks]`` shared by all
             heads, or ``[q_heads, sinks]``.
         page_rows: Rows of a page, 1 to 2**32. Numbers of rows of two ranks differ by at most one
-            page.
+            page. Default: 64. With ``reproducible`` 256 times a power of two; default: 256.
         ranks: Ranks in this process. Default: 1.
         comm: An mpi4py communicator. It is duplicated, and can be freed afterwards.
         threads: Threads of each rank. Default: the cores, divided by the ranks on the machine.
@@ -64,7 +67,7 @@ class Cache:
         value_dim: int | None = None,
         dtype: Any = "float32",
         softmax_aux_shape: Sequence[int] | None = None,
-        page_rows: int = PAGE_ROWS,
+        page_rows: int | None = None,
         ranks: int | None = None,
         comm: Any = None,
         threads: int | None = None,
@@ -76,8 +79,6 @@ class Cache:
                 raise invalid("attention", repr(attention), "an annulus.Attention")
             if not attention.normalize_output:
                 raise unsupported("normalize_output", "the KV cache merges normalised outputs")
-            if attention.reproducible:
-                raise unsupported("reproducible", "the sums of the KV cache depend on the ranks")
             if ranks is not None and comm is not None:
                 raise invalid("ranks", ranks, "None, since comm has its own ranks")
             self._lengths = lengths(
@@ -90,7 +91,9 @@ class Cache:
                 value_dim=value_dim,
             )
             self._dtype = _arrays.dtype_name("dtype", dtype)
-            self._page_rows = _check.integer("page_rows", page_rows, least=1)
+            default = LEAF_ROWS if attention.reproducible else PAGE_ROWS
+            given = _check.integer_or_none("page_rows", page_rows, least=1)
+            self._page_rows = default if given is None else given
             checked = config(
                 attention,
                 self._lengths,

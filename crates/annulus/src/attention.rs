@@ -9,6 +9,7 @@ use std::{
 
 use annulus_comm::{
     Deadline, Silence, deadline,
+    kv_cache::KvCache,
     ring::{RingOptions, StepEvent, StepHook},
 };
 use annulus_core::{
@@ -17,7 +18,7 @@ use annulus_core::{
     mask::{Causal, ChunkedCausal, Prefix, Window, and},
 };
 
-use crate::{CacheShape, LocalCache, LocalRing, hook::Hook};
+use crate::{CacheShape, Cpu, LocalCache, LocalRing, hook::Hook};
 
 /// Builds the definition of one attention: full attention, then one parameter per method.
 ///
@@ -658,6 +659,11 @@ impl Attention {
         })
     }
 
+    /// Returns the default number of rows of a page of a KV cache.
+    pub(crate) const fn default_page_rows(&self) -> u64 {
+        if self.reproducible { LEAF_ROWS } else { KvCache::<Cpu>::PAGE_ROWS }
+    }
+
     /// Refuses parameters that a KV cache does not have.
     pub(crate) fn check_cache(&self) -> Result<()> {
         self.check_threads()?;
@@ -673,7 +679,6 @@ impl Attention {
             (self.local_gradients, "local_gradients"),
             (self.bias.is_some(), "bias"),
             (self.unnormalized, "unnormalized"),
-            (self.reproducible, "reproducible"),
         ];
         match refusals.into_iter().find(|(given, _)| *given) {
             Some((_, what)) => Err(Error::unsupported(what, "the KV cache")),

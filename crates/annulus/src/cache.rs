@@ -7,7 +7,7 @@ use annulus_comm::{
 use annulus_core::{Backend, Dims, Element, Error, HostTensors, Result, Runs, Spec, Transport};
 use ndarray::{ArrayView2, ArrayView4, ArrayViewMut3, ArrayViewMut4, Axis};
 
-use crate::{Attention, Cpu, Forward, environment, plan::zero_outputs};
+use crate::{Attention, Forward, environment, plan::zero_outputs};
 
 /// Lengths of a [`Cache`], equal on all ranks: batch rows, heads, dims, and rows of a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,7 +17,7 @@ pub struct CacheShape {
     kv_heads: usize,
     head_dim: usize,
     value_dim: usize,
-    page_rows: u64,
+    page_rows: Option<u64>,
 }
 
 impl CacheShape {
@@ -30,7 +30,7 @@ impl CacheShape {
             kv_heads: heads,
             head_dim: dim,
             value_dim: dim,
-            page_rows: KvCache::<Cpu>::PAGE_ROWS,
+            page_rows: None,
         }
     }
 
@@ -48,9 +48,12 @@ impl CacheShape {
 
     /// Sets the rows of a page, at least 1. Default: 64, a KV tile of the kernels. Numbers of rows
     /// of two ranks differ by at most one page.
+    ///
+    /// In the reproducible order 256, a leaf, times a power of two. Default: 256. The bytes of a
+    /// call are then proportional to the number of pages.
     #[must_use]
     pub const fn page_rows(self, page_rows: u64) -> Self {
-        Self { page_rows, ..self }
+        Self { page_rows: Some(page_rows), ..self }
     }
 
     const fn dims(&self) -> Dims {
@@ -72,6 +75,10 @@ impl CacheShape {
 /// i. With more than one rank the output of each rank is rounded to the element type before the
 /// merge, and the merged one again. All ranks get the same bits. `docs/semantics.md` in the
 /// repository lists what is not supported.
+///
+/// With [`Attention::reproducible`] the bits are those of one attention over all cached rows, for
+/// any number of ranks, any appends and any page size. A call then has two exchanges, whose bytes
+/// are proportional to the number of pages ([`Cache::bytes_predicted`]).
 ///
 /// # Examples
 /// Four ranks, here as threads: a prefill of 100 rows, then tokens.
@@ -129,7 +136,8 @@ impl<B: Backend<Space: HostTensors>> Cache<B> {
         let spec = variable.and_then(|_| attention.check_cache());
         let spec = spec.and_then(|()| attention.spec(shape.dims()));
         let transport = Box::new(transport);
-        let cache = KvCache::new(backend, transport, spec, shape.page_rows, deadline_variable)?;
+        let page_rows = shape.page_rows.unwrap_or(attention.default_page_rows());
+        let cache = KvCache::new(backend, transport, spec, page_rows, deadline_variable)?;
         Ok(Self { cache })
     }
 
@@ -299,10 +307,23 @@ impl<B: Backend<Space: HostTensors>> Cache<B> {
         self.cache.spec()
     }
 
-    /// Returns the payload bytes that this rank sends in a call with `queries` queries, and
-    /// receives: (ranks − 1) · batch · queries · q_heads · (value_dim elements and lse).
+    /// Returns the payload bytes that this rank sends in a call with `queries` queries.
+    ///
+    /// By default they are (ranks − 1) · rows · (value_dim elements and lse), where rows is
+    /// batch · queries · q_heads, and it receives as many. In the reproducible order it sends, of
+    /// its pages and its rows / ranks rows:
+    ///
+    /// ```text
+    /// (rows − own rows) · own pages · (value_dim + 2) accumulators
+    ///     + (ranks − 1) · own rows · (value_dim elements and lse)
+    /// ```
     pub fn bytes_predicted(&self, queries: usize) -> u64 {
         self.cache.bytes_predicted(queries)
+    }
+
+    /// As [`Cache::bytes_predicted`], once `len` rows are cached.
+    pub fn bytes_predicted_at(&self, len: u64, queries: usize) -> u64 {
+        self.cache.bytes_predicted_at(len, queries)
     }
 
     /// Returns the bytes of this rank's keys, values and message buffers. Memory of the cache grows

@@ -205,7 +205,12 @@ impl<B: Backend<Space: HostTensors>> LocalCache<B> {
 
     /// Returns the payload bytes that all ranks send in a call with `queries` queries.
     pub fn bytes_predicted(&self, queries: usize) -> u64 {
-        let ranks = self.ranks.iter().map(|cache| cache.bytes_predicted(queries));
+        self.bytes_predicted_at(self.len(), queries)
+    }
+
+    /// As [`LocalCache::bytes_predicted`], once `len` rows are cached.
+    pub fn bytes_predicted_at(&self, len: u64, queries: usize) -> u64 {
+        let ranks = self.ranks.iter().map(|cache| cache.bytes_predicted_at(len, queries));
         ranks.fold(0, u64::saturating_add)
     }
 
@@ -278,7 +283,6 @@ mod tests {
         refused(new().local_gradients(true), "local_gradients");
         refused(new().bias([1, 1, 1, 1]), "bias");
         refused(new().unnormalized(true), "unnormalized");
-        refused(new().reproducible(true), "reproducible");
         assert!(new().precision(Precision::Default).local_cache(shape, 2).is_ok());
         assert_eq!(text(new().local_cache(shape, 0)), "ranks: got 0, want at least 1");
         let no_page = text(new().local_cache(shape.page_rows(0), 1));

@@ -2,12 +2,12 @@
 //! time of the solver relative to the pass that it serves.
 //!
 //! ```text
-//! cargo run --release -p annulus-bench --features plan --bin balanced -- gflops=45
+//! cargo run --release -p annulus-bench --features plan --bin balanced -- gflops=45 seed=7
 //! ```
 //!
 //! Prints one JSON line per distribution of lengths and number of ranks, for 2²⁰ rows of 32 heads
 //! of dim 128. `gflops` is the rate of a rank, from which the time of a forward and a backward pass
-//! is predicted. `benches/packed.py` measures the rate of packed passes.
+//! is predicted; `seed` draws the lengths (default: 7). `benches/packed.py` measures the rate of packed passes.
 
 use std::time::Instant;
 
@@ -23,11 +23,16 @@ const FLOPS: f64 = 2.0 * 7.0;
 
 fn main() -> Result<()> {
     let mut gflops: f64 = 45.0;
+    let mut seed = 7;
     for given in std::env::args().skip(1) {
-        let rate = given.strip_prefix("gflops=").and_then(|rate| rate.parse().ok());
-        gflops = rate.ok_or_else(|| Error::invalid("argument", given, "gflops=NUMBER"))?;
+        let parsed = match given.split_once('=') {
+            Some(("gflops", rate)) => rate.parse().map(|rate| gflops = rate).ok(),
+            Some(("seed", number)) => number.parse().map(|number| seed = number).ok(),
+            _ => None,
+        };
+        parsed.ok_or_else(|| Error::invalid("argument", given, "gflops=NUMBER or seed=NUMBER"))?;
     }
-    for (name, lens) in distributions(ROWS) {
+    for (name, lens) in distributions(ROWS, seed) {
         for ranks in [8, 16, 64] {
             solver(name, &lens, ranks, gflops * 1e9)?;
         }
@@ -36,23 +41,30 @@ fn main() -> Result<()> {
 }
 
 /// Returns the lengths of documents of `rows` rows, by distribution.
-fn distributions(rows: usize) -> [(&'static str, Vec<usize>); 4] {
+fn distributions(rows: usize, seed: u64) -> [(&'static str, Vec<usize>); 4] {
     let normal = |uniform: &mut dyn FnMut() -> f64| {
         (-2.0 * (1.0 - uniform()).ln()).sqrt() * (std::f64::consts::TAU * uniform()).cos()
     };
     let mut one_long = vec![rows / 3];
-    one_long.extend(documents(rows - rows / 3, |uniform| 50.0 + 400.0 * uniform()));
+    one_long.extend(documents(rows - rows / 3, seed, |uniform| 50.0 + 400.0 * uniform()));
     [
-        ("log-normal", documents(rows, |uniform| (6.5 + 1.2 * normal(uniform)).exp())),
-        ("Zipf", documents(rows, |uniform| 64.0 / (1.0 - uniform()).powf(1.0 / 1.2))),
-        ("bimodal", documents(rows, |u| if u() < 0.8 { 100.0 + 300.0 * u() } else { 4096.0 })),
+        ("log-normal", documents(rows, seed, |uniform| (6.5 + 1.2 * normal(uniform)).exp())),
+        ("Zipf", documents(rows, seed, |uniform| 64.0 / (1.0 - uniform()).powf(1.0 / 1.2))),
+        (
+            "bimodal",
+            documents(rows, seed, |u| if u() < 0.8 { 100.0 + 300.0 * u() } else { 4096.0 }),
+        ),
         ("one long", one_long),
     ]
 }
 
 /// Draws lengths until they fill `rows` rows, from uniform numbers in 0..1.
-fn documents(rows: usize, mut draw: impl FnMut(&mut dyn FnMut() -> f64) -> f64) -> Vec<usize> {
-    let mut state = 7u64;
+fn documents(
+    rows: usize,
+    seed: u64,
+    mut draw: impl FnMut(&mut dyn FnMut() -> f64) -> f64,
+) -> Vec<usize> {
+    let mut state = seed;
     let mut uniform = move || {
         state =
             state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);

@@ -604,8 +604,9 @@ typedef struct annulus_options {
    */
   int32_t strategy_keys;
   /**
-   * Rows of a page of a KV cache (annulus_cache), at least 1. With plans it must be 0. Default:
-   * 0, which is 64.
+   * Rows of a page of a KV cache (annulus_cache), at least 1; in the reproducible order 256 times
+   * a power of two. With plans it must be 0. Default: 0, which is 64, or 256 in the reproducible
+   * order.
    */
   int64_t page_rows;
   /**
@@ -1772,7 +1773,7 @@ int annulus_plan_wait(struct annulus_plan *plan);
  * Errors
  * ANNULUS_INVALID_ARGUMENT; ANNULUS_OUT_OF_MEMORY; ANNULUS_UNSUPPORTED, with its name, for what a
  * cache does not have: layout, route, strategy, kv_block_size, receive_ahead, backward_mode,
- * local_gradients, bias_dims, unnormalized, reproducible, a machine, and a function of
+ * local_gradients, bias_dims, unnormalized, a machine, and a function of
  * annulus_attention_on_step.
  *
  * Safety

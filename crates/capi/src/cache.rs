@@ -137,7 +137,7 @@ fn over<T: Transport<Host> + 'static>(
 /// # Errors
 /// ANNULUS_INVALID_ARGUMENT; ANNULUS_OUT_OF_MEMORY; ANNULUS_UNSUPPORTED, with its name, for what a
 /// cache does not have: layout, route, strategy, kv_block_size, receive_ahead, backward_mode,
-/// local_gradients, bias_dims, unnormalized, reproducible, a machine, and a function of
+/// local_gradients, bias_dims, unnormalized, a machine, and a function of
 /// [`annulus_attention_on_step`](crate::annulus_attention_on_step).
 ///
 /// # Safety

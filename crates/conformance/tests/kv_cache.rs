@@ -355,7 +355,6 @@ fn what_a_cache_does_not_have_is_refused_when_it_is_made() {
     let unsupported = [
         ("bias", new().bias([1, 1, 1, 1])),
         ("unnormalized", new().unnormalized(true)),
-        ("reproducible", new().reproducible(true)),
         ("layout", new().layout(Layout::Zigzag)),
         ("route", new().route(Route::Direct)),
         ("strategy", new().strategy(Strategy::Auto)),

@@ -10,7 +10,7 @@
 //! | what is computed | [`Spec`] | `spec.rs` |
 //! | visible pairs of query and key | [`Mask`], [`KeyIntervals`], [`Batch`], [`Visibility`], [`BlockSparseMask`] | `mask/`, `key_intervals.rs`, `batch.rs`, `visibility.rs`, `block_sparse_mask.rs` |
 //! | rows of a rank | [`Layout`], [`Rows`], [`Shard`] | `layout.rs`, `rows.rs`, `shard/` |
-//! | merge of partial results | [`Partial`] | `partial.rs` |
+//! | merge of partial results | [`Partial`], [`SoftmaxEnd`] | `partial.rs`, `softmax_end.rs` |
 //! | division among ranks | [`Strategy`], [`HeadGrid`], [`StrategyTraffic`] | `strategy/` |
 //! | predicted time on a machine | [`Machine`], [`Prediction`] | `machine/` |
 //! | messages of the ring | [`Needs`], [`Schedule`], [`RowLayout`] | `needs/`, `schedule/`, `row_layout.rs` |
@@ -55,6 +55,7 @@ mod rows;
 mod run;
 mod schedule;
 mod shard;
+mod softmax_end;
 mod space;
 mod spec;
 mod strategy;
@@ -99,6 +100,7 @@ pub use schedule::{
     Traffic, Transfer, Violation, Work, WorkMatrix,
 };
 pub use shard::Shard;
+pub use softmax_end::SoftmaxEnd;
 pub use space::{Host, HostBuffer, HostMemory, HostTensors, HostView, HostViewMut, Space};
 pub use spec::{Alignment, BackwardMode, BiasOrder, Dropout, Precision, SinkShape, Spec};
 pub use strategy::{

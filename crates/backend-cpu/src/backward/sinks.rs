@@ -10,7 +10,7 @@ use annulus_core::Element;
 use ndarray::ArrayView4;
 
 use crate::{
-    forward::softmax_end::sink_line, simd::dispatch::Real, workspace::statistics::RowStatistics,
+    forward::sink_line::sink_line, simd::dispatch::Real, workspace::statistics::RowStatistics,
 };
 
 /// Computes the contribution of the local rows `rows` to the gradients of the sinks

@@ -4,5 +4,5 @@ pub(crate) mod finish;
 pub(crate) mod leaves;
 pub(crate) mod outputs;
 pub(crate) mod query_pass;
-pub(crate) mod softmax_end;
+pub(crate) mod sink_line;
 pub(crate) mod tiles;

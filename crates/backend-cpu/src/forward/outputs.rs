@@ -7,11 +7,11 @@
 
 use std::{ops::Range, slice::Chunks};
 
-use annulus_core::{Element, Host, Outputs, Result};
+use annulus_core::{Element, Host, Outputs, Result, SoftmaxEnd};
 use ndarray::{ArrayView4, ArrayViewMut2, ArrayViewMut4, Axis, s};
 
 use crate::{
-    forward::softmax_end::{SoftmaxEnd, sink_line},
+    forward::sink_line::sink_line,
     simd::{
         dispatch::Real,
         float::Float,
@@ -158,9 +158,9 @@ impl<'a, E: Input> OutputRows<'a, E> {
         for (lane, (end, factor)) in ends.iter_mut().zip(factors).enumerate() {
             let ties = block.ties.get(first + lane).copied().unwrap_or_default();
             *end = SoftmaxEnd::of(
-                block.max[first + lane],
-                block.sum[first + lane],
-                ties,
+                block.max[first + lane].to_f64(),
+                block.sum[first + lane].to_f64(),
+                ties.to_f64(),
                 sink_line(*sinks, head),
             );
             *factor = end.summed.then(|| {

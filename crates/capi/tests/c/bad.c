@@ -234,7 +234,6 @@ static void caches_are_checked(void) {
   CACHE_LACKS(backward_mode, ANNULUS_BACKWARD_TWO_PASS, "backward_mode");
   CACHE_LACKS(local_gradients, 1, "local_gradients");
   CACHE_LACKS(unnormalized, 1, "unnormalized");
-  CACHE_LACKS(reproducible, 1, "reproducible");
   annulus_options options = case_options();
   annulus_plan *plan = NULL;
   options.page_rows = 1;

@@ -2,26 +2,60 @@
  * takes the strategy of the least time on MACHINE. */
 #include "decode.h"
 
-/* Attention over all rows at once, with which decoding agrees up to rounding. */
-static void compare_with_one_shot(const decoded *all) {
-  annulus_attention *attention = case_attention();
+/* Attention over all rows at once, as one plan of one rank. */
+static void one_shot(int32_t reproducible, results *once) {
+  annulus_options options = case_options();
+  annulus_attention *attention = NULL;
   annulus_plan *plan = NULL;
+  options.reproducible = reproducible;
+  OK(annulus_attention_create(&options, &attention));
   OK(annulus_plan_create_threads(attention, 1, &plan));
   OK(annulus_attention_destroy(attention));
   part whole = {.count = 0};
   OK(annulus_plan_q_rows(plan, whole.rows, LEN, &whole.count));
   make_part(&whole);
   run_part(plan, &whole);
-  static results once;
-  put_part(&once, &whole);
+  put_part(once, &whole);
   free_part(&whole);
   OK(annulus_plan_destroy(plan));
+}
+
+/* Decoding agrees with one attention up to rounding. */
+static void compare_with_one_shot(const decoded *all) {
+  static results once;
+  one_shot(0, &once);
   const float *got = &all->out[0][0][0][0], *want = &once.out[0][0][0][0];
   for (size_t i = 0; i < sizeof all->out / sizeof *got; i++)
     CHECK(got[i] - want[i] < 1e-5f && want[i] - got[i] < 1e-5f);
   got = &all->lse[0][0][0], want = &once.lse[0][0][0];
   for (size_t i = 0; i < sizeof all->lse / sizeof *got; i++)
     CHECK(got[i] - want[i] < 1e-5f && want[i] - got[i] < 1e-5f);
+}
+
+/* In the reproducible order decoding has the bits of one attention. */
+static void reproducible_decoding(int64_t ranks) {
+  static results once;
+  static decoded all;
+  int64_t page_rows = 0;
+  annulus_options options = cache_options();
+  annulus_attention *attention = NULL;
+  annulus_cache *cache = NULL;
+  options.reproducible = 1;
+  OK(annulus_attention_create(&options, &attention));
+  /* pages of 4 rows are no nodes of the tree over leaves */
+  CHECK(annulus_cache_create_threads(attention, ranks, &cache) == ANNULUS_INVALID_ARGUMENT);
+  OK(annulus_attention_destroy(attention));
+  options.page_rows = 0;
+  OK(annulus_attention_create(&options, &attention));
+  OK(annulus_cache_create_threads(attention, ranks, &cache));
+  OK(annulus_attention_destroy(attention));
+  OK(annulus_cache_page_rows(cache, &page_rows));
+  CHECK(page_rows == 256);
+  decode(cache, &all);
+  OK(annulus_cache_destroy(cache));
+  one_shot(1, &once);
+  CHECK(memcmp(all.out, once.out, sizeof all.out) == 0);
+  CHECK(memcmp(all.lse, once.lse, sizeof all.lse) == 0);
 }
 
 /* Two nodes of two ranks with a slow network: the ranks of a node divide the keys. */
@@ -53,6 +87,7 @@ int main(int count, char **arguments) {
   CHECK(count == 4);
   plan_by_machine(arguments[3]);
   int64_t ranks = atoi(arguments[1]), number = -1;
+  reproducible_decoding(ranks);
   annulus_options options = cache_options();
   annulus_attention *attention = NULL;
   annulus_cache *cache = NULL;

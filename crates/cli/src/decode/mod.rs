@@ -10,7 +10,7 @@ use std::{
 };
 
 use annulus::{Attention, CacheShape, comm::Descriptor};
-use annulus_core::{DType, Element, Error, Run, Runs, SinkShape};
+use annulus_core::{DType, Element, Error, LEAF_ROWS, Run, Runs, SinkShape, index};
 use clap::Args;
 use half::{bf16, f16};
 
@@ -78,9 +78,14 @@ pub(crate) struct DecodeFlags {
     /// Rows of a chunk of the prefill. Default: all
     #[arg(long, value_name = "ROWS", value_parser = from_one)]
     prefill_chunk: Option<usize>,
-    /// Rows of a page, 1 to 2^32; at most all rows are in one. Default: 64
+    /// Rows of a page, 1 to 2^32; at most all rows are in one. Default: 64. With --reproducible 256
+    /// times a power of two; default: 256
     #[arg(long, value_name = "ROWS", value_parser = page_rows)]
     page_rows: Option<usize>,
+    /// Give results the bits of `attend --reproducible` on any number of ranks. The bytes of a call
+    /// grow with the number of pages
+    #[arg(long)]
+    reproducible: bool,
     /// Print the summary as one JSON object
     #[arg(long)]
     json: bool,
@@ -114,6 +119,7 @@ pub(crate) struct DecodeFlags {
 /// Runs `annulus decode`.
 pub(crate) fn run(flags: &DecodeFlags) -> Outcome {
     flags.mask.check()?;
+    flags.check_page_rows()?;
     if !flags.mask.documents.is_empty() {
         let want = "none: a KV cache has one sequence for each batch row";
         return Err(Failure::usage("--documents", "packed documents", want));
@@ -183,8 +189,33 @@ impl DecodeFlags {
         self.scores
             .apply(self.mask.apply(Attention::new()), sinks)
             .dtype(dtype)
+            .reproducible(self.reproducible)
             .deadline(self.deadline)
             .arrival_deadline(self.deadline)
+    }
+
+    /// Returns the rows of a page, if they are given. A page that is longer than a cache of `rows`
+    /// rows would take memory that no row fills.
+    fn page_rows(&self, rows: usize) -> Option<u64> {
+        let leaf = index(LEAF_ROWS);
+        let all = if self.reproducible {
+            rows.div_ceil(leaf).next_power_of_two() * leaf
+        } else {
+            rows.max(1)
+        };
+        self.page_rows.map(|given| given.min(all) as u64)
+    }
+
+    fn check_page_rows(&self) -> Outcome {
+        let leaf = index(LEAF_ROWS);
+        let is_node = |rows: usize| rows.is_multiple_of(leaf) && (rows / leaf).is_power_of_two();
+        match self.page_rows.filter(|&rows| self.reproducible && !is_node(rows)) {
+            Some(rows) => {
+                let want = format!("{leaf} times a power of two with --reproducible");
+                Err(Failure::usage("--page-rows", rows, want))
+            }
+            None => Ok(()),
+        }
     }
 
     /// Paths that flags name.
@@ -239,8 +270,7 @@ impl Decoding<'_> {
         let shape = CacheShape::new(dims.batch, dims.q_heads, dims.head_dim)
             .kv_heads(dims.kv_heads)
             .value_dim(dims.value_dim);
-        // a longer page takes memory that no row fills
-        let page_rows = flags.page_rows.map(|rows| rows.min(dims.kv_len.max(1)) as u64);
+        let page_rows = flags.page_rows(dims.kv_len);
         let shape = page_rows.map_or(shape, |rows| shape.page_rows(rows));
         let endpoints = job.endpoints()?;
         let ranks = job.run_phase(endpoints, |rank, endpoint| {

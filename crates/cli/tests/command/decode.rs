@@ -55,6 +55,28 @@ fn a_prefill_and_tokens_are_one_attention() {
     }
 }
 
+#[test]
+fn the_reproducible_order_has_the_bits_of_attend() {
+    let folder = Folder::new("decode_reproducible");
+    folder.succeed(&MAKE.replace("300", "1100"));
+    folder.succeed("attend --input in.st --output whole.st --causal --reproducible --quiet");
+    let whole = Tensors::read(&folder.path("whole.st"));
+    let steps = "--causal --reproducible --prefill 1090 --prefill-chunk 400";
+    for (ranks, pages) in [(1, ""), (3, "--page-rows 512"), (4, "--page-rows 1048576")] {
+        let figures = decode(&folder, &format!("--ranks {ranks} {steps} {pages}"));
+        let file = Tensors::read(&folder.path("out.st"));
+        for name in ["out", "lse"] {
+            assert_eq!(file.numbers(name), whole.numbers(name), "{name} on {ranks} ranks");
+        }
+        let tokens = &figures["tokens"];
+        assert_eq!(tokens["bytes_sent"], tokens["bytes_predicted"]);
+        // a page that is longer than the file takes no more memory than all of its rows
+        assert_eq!(figures["page_rows"], [256, 512, 2048][ranks / 2], "{ranks} ranks");
+    }
+    let run = folder.run("decode --input in.st --output o.st --reproducible --page-rows 300");
+    run.failed(2, &["page-rows", "256 times a power of two"]);
+}
+
 /// (ranks − 1) · (value dim + lse) · 4 bytes of each rank, with one head.
 #[test]
 fn bytes_of_a_token_do_not_depend_on_the_cached_rows() {

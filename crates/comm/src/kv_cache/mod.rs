@@ -5,17 +5,26 @@
 //! attend    out, lse of the queries over the rows of this rank     the same queries on all ranks
 //!           all-gather of (out, lse), merge in the order of ranks  one message to each rank
 //! ```
-//! The messages of a call depend on the queries alone, not on the number of cached rows.
+//! The messages of a call depend on the queries alone, not on the number of cached rows. In the
+//! reproducible order they grow with the number of pages (`tree_call.rs`).
 //!
 //! | file | content |
 //! |---|---|
+//! | `create.rs` | checks and agreement of a new cache |
 //! | `pages.rs` | rows of each rank |
 //! | `segments.rs` | their memory, in wire order |
 //! | `partials.rs` | messages, and their merge |
+//! | `tree_call.rs` | a round of a call in the reproducible order |
+//! | `tree_messages.rs` | its messages |
+//! | `page_tree.rs` | its merge |
 
+mod create;
+mod page_tree;
 mod pages;
 mod partials;
 mod segments;
+mod tree_call;
+mod tree_messages;
 
 use std::{
     ops::Range,
@@ -24,12 +33,13 @@ use std::{
 };
 
 use annulus_core::{
-    AgreedLengths, Backend, Capabilities, Channel, Dims, Error, ForwardPass, HostTensors, HostView,
-    HostViewMut, Inputs, MessageBalance, MessageHeader, Outputs, Passes, RankShard, Result, Rows,
-    Runs, Space, Spec, Strategy, Transport, Workspace,
+    AgreedLengths, Backend, Channel, Dims, Error, ForwardPass, HostTensors, HostView, HostViewMut,
+    Inputs, MessageBalance, MessageHeader, Outputs, Passes, RankShard, Result, Rows, Runs, Space,
+    Spec, Transport, Workspace,
 };
 
 use self::{
+    page_tree::PageTree,
     pages::Pages,
     partials::{PartialShape, Results},
     segments::{KeysValues, Segments},
@@ -37,20 +47,19 @@ use self::{
 use crate::{
     agreement::{self, mid_call},
     ring::{
-        PassKind, Report, RingOptions, caught,
-        check::Shapes,
-        describe::{self, Combined, TransportFields},
-        entry::Entries,
-        in_flight::InFlight,
-        program::Transfers,
-        step_events::Observer,
+        PassKind, Report, caught, check::Shapes, describe, entry::Entries, in_flight::InFlight,
+        program::Transfers, step_events::Observer,
     },
     span::span,
 };
 
-/// Longest message in bytes, unless one query is longer. Queries of a longer prefill are computed
-/// in several rounds, so that the memory for messages is at most ranks × 1 MiB.
+/// Longest message in bytes, unless that of one query is longer. Queries of a longer prefill are
+/// computed in several rounds, so that the memory for messages is at most ranks × 1 MiB; four times
+/// as much in the reproducible order, whose messages differ and grow.
 const MESSAGE_BYTES: u64 = 1 << 20;
+
+/// Tags of one round: one in the default order, two in the reproducible order.
+const ROUND_TAGS: u64 = 2;
 
 /// Keys and values of one sequence (per batch row), appended row by row or in chunks, of which each
 /// rank has every ranks-th page.
@@ -62,8 +71,8 @@ pub struct KvCache<B: Backend> {
     transport: Box<dyn Transport<B::Space>>,
     /// The attention, with its sinks.
     spec: Spec,
-    /// The attention of a workspace: without sinks, which are merged once.
-    without_sinks: Arc<Spec>,
+    /// The attention of the workspace: without sinks, which are merged once.
+    local_spec: Arc<Spec>,
     rank: usize,
     ranks: usize,
     pages: Pages,
@@ -71,6 +80,8 @@ pub struct KvCache<B: Backend> {
     len: u64,
     segments: Segments<B::Space>,
     workspace: Option<B::Workspace>,
+    /// Merge of the pages, in the reproducible order.
+    tree: Option<PageTree<B>>,
     buffers: Buffers<B::Space>,
     /// True if the transports of all ranks post receives ahead.
     posts_ahead: bool,
@@ -117,7 +128,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
     /// # Errors
     /// [`Error::InvalidArgument`], [`Error::Unsupported`] here and [`Error::Refused`] on the other
     /// ranks; [`Error::RankMismatch`] on all ranks. Unsupported are a bias tensor, unnormalised
-    /// output, the reproducible order, and blocks in device memory.
+    /// output, the reproducible order on a backend that lacks it, and blocks in device memory.
     pub fn new(
         backend: B,
         mut transport: Box<dyn Transport<B::Space>>,
@@ -127,19 +138,26 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
     ) -> Result<Self> {
         let rank = transport.control().rank();
         let ranks = transport.control().ranks();
-        let agreed =
-            caught(|| agree(&backend, transport.as_mut(), spec, page_rows, deadline_variable));
+        let agreed = caught(|| {
+            create::agree(&backend, transport.as_mut(), spec, page_rows, deadline_variable)
+        });
         let (spec, posts_ahead) = agreed.inspect_err(|error| {
             if error.is_fatal() {
                 transport.control().abort(error);
             }
         })?;
         let pages = Pages { rows: page_rows, ranks: ranks as u64, rank: rank as u64 };
-        let segments = Segments::new(pages, spec.kv_row_layout());
+        let is_tree = spec.leaf_rows.is_some();
+        let segments = Segments::new(pages, spec.kv_row_layout(), is_tree);
+        let local_spec = if is_tree {
+            page_tree::page_spec(&spec)
+        } else {
+            Spec { sinks: None, ..spec.clone() }
+        };
         Ok(Self {
             backend,
             transport,
-            without_sinks: Arc::new(Spec { sinks: None, ..spec.clone() }),
+            local_spec: Arc::new(local_spec),
             spec,
             rank,
             ranks,
@@ -147,6 +165,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
             len: 0,
             segments,
             workspace: None,
+            tree: None,
             buffers: Buffers { bytes: 0, own: None, receives: Vec::new() },
             posts_ahead,
             lengths: None,
@@ -259,7 +278,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         let mut waiting = start.elapsed();
         let first_tag = self.next_tag;
         let rounds = self.rounds(queries);
-        self.next_tag += rounds;
+        self.next_tag += rounds * ROUND_TAGS;
         let sent_before = self.transport.bytes_sent();
         let result = caught(|| self.attend_rounds(tensors, rounds, first_tag)).map_err(mid_call);
         if let Err(error) = &result {
@@ -324,11 +343,24 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         &self.spec
     }
 
-    /// Returns the payload bytes that this rank sends, and receives, in a call with so many
-    /// queries. They do not depend on the number of cached rows.
+    /// Returns the payload bytes that this rank sends in a call with so many queries. They do not
+    /// depend on the number of cached rows, and it receives as many. In the reproducible order they
+    /// grow with the number of pages.
     pub fn bytes_predicted(&self, queries: usize) -> u64 {
-        let query = PartialShape::query_bytes(&self.spec.dims, self.spec.dtype);
-        (self.ranks as u64 - 1).saturating_mul(queries as u64).saturating_mul(query)
+        self.bytes_predicted_at(self.len, queries)
+    }
+
+    /// As [`KvCache::bytes_predicted`], after `len` rows have been cached.
+    pub fn bytes_predicted_at(&self, len: u64, queries: usize) -> u64 {
+        if self.spec.leaf_rows.is_none() {
+            let query = PartialShape::query_bytes(&self.spec.dims, self.spec.dtype);
+            return (self.ranks as u64 - 1).saturating_mul(queries as u64).saturating_mul(query);
+        }
+        let queries = queries as u64;
+        let sent = |queries| self.tree_messages(queries, len).bytes_sent();
+        let most = self.round_queries(queries, len);
+        // all rounds but the last one have `most` queries
+        (queries / most).saturating_mul(sent(most)).saturating_add(sent(queries % most))
     }
 
     /// Returns the bytes of this rank's segments and message buffers.
@@ -378,7 +410,11 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         }
         self.segments.list_rows(self.local_len())?;
         let rows = self.round_rows(queries, 0);
-        self.attend_to_rows(&rows, queries)?;
+        if self.spec.leaf_rows.is_some() {
+            return self.prepare_tree(&rows, queries);
+        }
+        let shard = self.shard(self.query_rows(&rows, queries)?);
+        self.attend_to_shard(&shard)?;
         let bytes = self.partial_shape(index_len(&rows)).bytes();
         if self.buffers.bytes < bytes {
             let mut receives = annulus_core::memory::list("messages", self.ranks - 1)?;
@@ -393,13 +429,27 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
 
     /// Returns the rounds of a call: the fewest whose messages are short enough.
     fn rounds(&self, queries: usize) -> u64 {
+        (queries as u64).div_ceil(self.longest_round(self.len))
+    }
+
+    /// Returns the most queries of a round over `len` cached rows, at least 1.
+    fn longest_round(&self, len: u64) -> u64 {
+        if self.spec.leaf_rows.is_some() {
+            return self.tree_messages(1, len).most_queries(MESSAGE_BYTES);
+        }
         let query = PartialShape::query_bytes(&self.spec.dims, self.spec.dtype);
-        (queries as u64).div_ceil((MESSAGE_BYTES / query.max(1)).max(1))
+        (MESSAGE_BYTES / query.max(1)).max(1)
+    }
+
+    /// Returns the queries of the first rounds of a call with `queries`, at least 1.
+    fn round_queries(&self, queries: u64, len: u64) -> u64 {
+        let rounds = queries.div_ceil(self.longest_round(len));
+        queries.div_ceil(rounds.max(1)).max(1)
     }
 
     /// Returns the queries of a round. The first round is the longest.
     fn round_rows(&self, queries: usize, round: u64) -> Range<u64> {
-        let most = (queries as u64).div_ceil(self.rounds(queries).max(1));
+        let most = self.round_queries(queries as u64, self.len);
         let first = (round * most).min(queries as u64);
         first..(first + most).min(queries as u64)
     }
@@ -408,8 +458,8 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         PartialShape { dims: self.spec.dims, dtype: self.spec.dtype, queries }
     }
 
-    /// Adapts the workspace to the queries `rows` of a call with `queries`.
-    fn attend_to_rows(&mut self, rows: &Range<u64>, queries: usize) -> Result<()> {
+    /// Lists the queries `rows` of a call with `queries`.
+    fn query_rows(&self, rows: &Range<u64>, queries: usize) -> Result<Arc<Rows>> {
         let first = self.len - queries as u64;
         let numbers = Runs::counting((first + rows.start).cast_signed(), rows.end - rows.start);
         let all = annulus_core::RowSet::all(numbers.len());
@@ -420,19 +470,28 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
             segments: Vec::new(),
         };
         shard.expand(&all, &mut of_queries)?;
-        let shard = RankShard {
-            spec: Arc::clone(&self.without_sinks),
-            queries: Arc::new(of_queries),
+        Ok(Arc::new(of_queries))
+    }
+
+    /// Returns the input of the workspace for these queries.
+    fn shard(&self, queries: Arc<Rows>) -> RankShard {
+        RankShard {
+            spec: Arc::clone(&self.local_spec),
+            most_query_rows: queries.len() as u64,
+            queries,
             keys: Arc::default(),
             attention_mask: None,
             most_block_rows: self.segments.segment_rows(),
-            most_query_rows: rows.end - rows.start,
             leaves: None,
-        };
+        }
+    }
+
+    /// Adapts the workspace.
+    fn attend_to_shard(&mut self, shard: &RankShard) -> Result<()> {
         match &mut self.workspace {
-            Some(workspace) => workspace.update(&shard),
+            Some(workspace) => workspace.update(shard),
             None => {
-                self.workspace = Some(self.backend.workspace(&shard, Passes::Forward)?);
+                self.workspace = Some(self.backend.workspace(shard, Passes::Forward)?);
                 Ok(())
             }
         }
@@ -450,16 +509,24 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         let mut waited = Duration::ZERO;
         for round in 0..rounds {
             let rows = self.round_rows(queries, round);
-            if round > 0 {
-                self.attend_to_rows(&rows, queries)?;
-            }
             let range = annulus_core::index(rows.start)..annulus_core::index(rows.end);
             let results = Results {
                 out: out.reborrow().slice(1, range.clone()),
                 lse: lse.reborrow().slice(2, range.clone()),
             };
             let q = q.reborrow().slice(1, range);
-            waited += self.round(q, sinks.as_ref(), results, first_tag + round)?;
+            let tag = first_tag + round * ROUND_TAGS;
+            let sinks = sinks.as_ref();
+            waited += if self.spec.leaf_rows.is_some() {
+                let of_queries = self.query_rows(&rows, queries)?;
+                self.tree_round(q, &of_queries, sinks, results, tag)?
+            } else {
+                if round > 0 {
+                    let shard = self.shard(self.query_rows(&rows, queries)?);
+                    self.attend_to_shard(&shard)?;
+                }
+                self.round(q, sinks, results, tag)?
+            };
         }
         Ok(waited)
     }
@@ -556,10 +623,13 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         let mut balance = MessageBalance::of_rank(self.rank);
         for round in 0..self.rounds(queries) {
             let rows = self.round_rows(queries, round);
-            let bytes = self.partial_shape(index_len(&rows)).bytes();
-            let Transfers { sends, receives } = self.transfers(bytes);
-            sends.iter().for_each(|message| balance.send(round, message));
-            receives.iter().for_each(|message| balance.receive(round, message));
+            let lists = if self.spec.leaf_rows.is_some() {
+                let messages = self.tree_messages(rows.end - rows.start, self.len);
+                vec![messages.page_transfers(), messages.result_transfers()]
+            } else {
+                vec![self.transfers(self.partial_shape(index_len(&rows)).bytes())]
+            };
+            lists.iter().for_each(|transfers| transfers.add_to(&mut balance, round));
         }
         balance
     }
@@ -591,53 +661,4 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
 
 fn index_len(rows: &Range<u64>) -> usize {
     annulus_core::index(rows.end - rows.start)
-}
-
-/// Agrees with all ranks on a cache. Returns the spec, and true if all transports post ahead.
-fn agree<B: Backend>(
-    backend: &B,
-    transport: &mut dyn Transport<B::Space>,
-    spec: Result<Spec>,
-    page_rows: u64,
-    deadline_variable: Option<Duration>,
-) -> Result<(Spec, bool)> {
-    let checked = spec.and_then(|spec| check(backend, spec, page_rows));
-    let placement = transport.control().placement().cloned();
-    let options = RingOptions { deadline_variable, ..RingOptions::default() };
-    let posts_ahead = transport.posts_ahead();
-    let groups_in_order = transport.runs_groups_in_order();
-    let described = checked.as_ref().map_err(Error::clone).map(|(spec, capabilities)| {
-        let fields = TransportFields {
-            placement: placement.as_ref(),
-            posts_ahead,
-            groups_in_order,
-            host_buffers: B::Space::HOST_BUFFERS,
-        };
-        describe::plan(spec, &options, Strategy::Ring, capabilities, fields)
-            .field("page_rows", page_rows)
-    });
-    let combined = agreement::enter(transport, 0, &described)?;
-    let (spec, _) = checked?;
-    Ok((spec, Combined::new(&combined)?.posts_ahead))
-}
-
-/// Checks the definition of a cache.
-fn check<B: Backend>(backend: &B, spec: Spec, page_rows: u64) -> Result<(Spec, Capabilities)> {
-    let spec = Spec { dims: Dims { q_len: 1, kv_len: 1, ..spec.dims }, ..spec };
-    let refusals = [
-        (spec.bias.is_some(), "a bias tensor"),
-        (!spec.normalize, "unnormalised output"),
-        (spec.leaf_rows.is_some(), "the reproducible order"),
-        (!B::Space::HOST_BUFFERS, "blocks in device memory"),
-    ];
-    if let Some((_, what)) = refusals.into_iter().find(|(refused, _)| *refused) {
-        return Err(Error::unsupported(what, "the KV cache"));
-    }
-    spec.validate()?;
-    // a segment, the unit of allocation, is at least a page
-    if !(1..=1 << 32).contains(&page_rows) {
-        return Err(Error::invalid("page_rows", page_rows, "1 to 2^32"));
-    }
-    let capabilities = backend.capabilities(&spec)?;
-    Ok((spec, capabilities))
 }

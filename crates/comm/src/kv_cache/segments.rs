@@ -42,9 +42,10 @@ pub(super) struct KeysValues<'a> {
 }
 
 impl<S: HostTensors> Segments<S> {
-    /// Starts without rows and without memory.
-    pub(super) fn new(pages: Pages, row_layout: RowLayout) -> Self {
-        let rows = SEGMENT_ROWS.next_multiple_of(pages.rows);
+    /// Starts without rows and without memory. With `of_pages` each page is a segment, because the
+    /// reproducible order attends to pages one by one.
+    pub(super) fn new(pages: Pages, row_layout: RowLayout, of_pages: bool) -> Self {
+        let rows = if of_pages { pages.rows } else { SEGMENT_ROWS.next_multiple_of(pages.rows) };
         Self { pages, row_layout, rows, list: Vec::new() }
     }
 

@@ -37,6 +37,14 @@ struct SortedRun {
     before: u64,
 }
 
+impl SortedRun {
+    /// Returns the positions if they are consecutive.
+    fn consecutive(&self) -> Option<Range<i64>> {
+        let run = &self.run;
+        (run.step == 1 || run.count == 1).then(|| run.start..run.at(run.count - 1) + 1)
+    }
+}
+
 impl KeyIndex {
     /// Sorts the keys of batch row `batch` by rank, and adds their segment ids to `segments`.
     pub(crate) fn by_rank(
@@ -122,13 +130,22 @@ impl KeyIndex {
         match &self.entries[self.first[segment]..self.first[segment + 1]] {
             [] => Some(0..0),
             [entry] => match &self.runs[entry.runs.clone()] {
-                [SortedRun { run, .. }] if run.step == 1 || run.count == 1 => {
-                    Some(run.start..run.at(run.count - 1) + 1)
-                }
+                [sorted] => sorted.consecutive(),
                 _ => None,
             },
             _ => None,
         }
+    }
+
+    /// Returns the ranks with keys of `segment`, each with the positions of one of its runs, if
+    /// those of every run are consecutive.
+    pub(crate) fn consecutive_by_rank(&self, segment: usize) -> Option<Vec<(usize, Range<i64>)>> {
+        let entries = &self.entries[self.first[segment]..self.first[segment + 1]];
+        let runs = entries.iter().flat_map(|entry| {
+            let runs = &self.runs[entry.runs.clone()];
+            runs.iter().map(|sorted| Some((entry.rank, sorted.consecutive()?)))
+        });
+        runs.collect()
     }
 
     /// Calls `found(rank, count)` for every rank with keys of `segment`, with the number of these

@@ -94,6 +94,21 @@ fn closed_form(
     mask.band(batch, head)?.count_pairs(&ascending(&rows.positions), &keys)
 }
 
+/// As [`closed_form`], of the keys of each rank, of which a rank may have several runs.
+fn pairs_by_rank(
+    mask: &dyn Mask,
+    batch: usize,
+    head: usize,
+    keys: &KeyIndex,
+    rows: &StridedRows,
+) -> Option<Vec<(usize, u128)>> {
+    let keys = keys.consecutive_by_rank(rows.segment)?;
+    let band = mask.band(batch, head)?;
+    let positions = ascending(&rows.positions);
+    let count = |(owner, keys): &(usize, _)| Some((*owner, band.count_pairs(&positions, keys)?));
+    keys.iter().map(count).collect()
+}
+
 /// Sums `pairs(queries, index)` over every `stride`-th of `count` queries, which represents
 /// `queries` of them.
 fn sum_of_queries(
@@ -120,7 +135,8 @@ pub struct WorkMatrix {
 }
 
 impl WorkMatrix {
-    /// Counts the pairs as [`Work::of`], in O(rows · ranks) time.
+    /// Counts the pairs as [`Work::of`]. The time is O(ranks² · runs of a rank) for masks with a
+    /// [`Band`](crate::mask::Band) over runs of consecutive keys, and O(rows · ranks) for others.
     pub fn of(mask: &dyn Mask, heads: usize, batch: usize, shards: &RingShards) -> Self {
         Self::of_sampled_queries(mask, heads, batch, shards, 1, &mut || ())
     }
@@ -150,6 +166,12 @@ impl WorkMatrix {
             for (shard, pairs) in shards.q.iter().zip(&mut pairs) {
                 for rows in segments.query_rows(shard, batch) {
                     for head in distinct.heads() {
+                        if let Some(counted) = pairs_by_rank(mask, batch, head, &keys, &rows) {
+                            for (owner, count) in counted {
+                                pairs[owner] += count * repeats;
+                            }
+                            continue;
+                        }
                         for index in (0..rows.count).step_by(stride) {
                             let queries = u128::from((rows.count - index).min(stride as u64));
                             let bound = mask.bound(&rows.query(batch, head, index));

@@ -310,6 +310,57 @@ fn the_fewest_bytes_are_chosen() {
     assert!((0.31..0.32).contains(&saved), "{saved}");
 }
 
+/// The least value of the formula of docs/semantics.md over all grids of `ranks` ranks that divide
+/// the heads: bytes that a rank receives in a forward pass, without lse.
+fn least_bytes(q_heads: usize, kv_heads: usize, len: usize, ranks: usize, dtype: DType) -> f64 {
+    let divisors = |n: usize| (1..=n).filter(move |part| n.is_multiple_of(*part));
+    let head_parts = divisors(ranks).filter(|h| {
+        q_heads.is_multiple_of(*h) && (kv_heads.is_multiple_of(*h) || h.is_multiple_of(kv_heads))
+    });
+    let bytes = |h: usize, b: usize| {
+        let part = |parts: usize| 1.0 / parts as f64 - 1.0 / ranks as f64;
+        // partial outputs are in the accumulator's type
+        let out = if b > 1 { dtype.accumulator() } else { dtype };
+        let queries = q_heads as f64 / h as f64 * part(ranks / h / b);
+        let keys = (kv_heads as f64 / h as f64).max(1.0) * part(b);
+        let widths = [dtype.bytes() + out.bytes(), 2 * dtype.bytes()].map(|width| width as f64);
+        (len * 64) as f64 * (queries * widths[0] + keys * widths[1])
+    };
+    let grids = head_parts.flat_map(|h| divisors(ranks / h).map(move |b| bytes(h, b)));
+    grids.fold(f64::INFINITY, f64::min)
+}
+
+#[test]
+fn the_choice_is_within_a_tenth_of_the_best_grid() {
+    for (q_heads, kv_heads) in [(32, 32), (64, 8), (8, 1)] {
+        for ranks in [8, 64, 256, 1024] {
+            for dtype in [DType::F32, DType::Bf16] {
+                let len = 64 * ranks;
+                let spec = Spec::new(dims(q_heads, kv_heads, len), dtype);
+                let all = StrategyTraffic::of_all(&spec, ranks, &FORWARD, &mut || ()).unwrap();
+                let chosen = StrategyTraffic::cheapest(&all).unwrap();
+                let sent = chosen.total() as f64 / ranks as f64;
+                let ratio = sent / least_bytes(q_heads, kv_heads, len, ranks, dtype);
+                let name = format!("{q_heads}:{kv_heads}, {ranks} ranks, {}", chosen.strategy);
+                assert!((1.0..=1.1).contains(&ratio), "{name}: {ratio}");
+            }
+        }
+    }
+    // elements of a row, in units of len · 64, as published
+    let elements = |q_heads, kv_heads, ranks| {
+        let len = 64 * ranks;
+        least_bytes(q_heads, kv_heads, len, ranks, DType::F32) / (len * 64 * 4) as f64
+    };
+    for (got, want) in [
+        (elements(32, 32, 8), 14.0),
+        (elements(32, 32, 64), 2.9375),
+        (elements(64, 8, 256), 1.9297),
+        (elements(64, 8, 1024), 0.9824),
+    ] {
+        assert!((got - want).abs() < 1e-3, "{got}, {want}");
+    }
+}
+
 #[test]
 fn sums_over_heads_are_refused_in_the_reproducible_order() {
     let spec = Spec { leaf_rows: Some(256), ..Spec::new(dims(8, 2, 512), DType::F32) };

@@ -1,6 +1,7 @@
-//! The sharded KV cache over MPI: a prefill and tokens against the oracle, and bytes of a token.
+//! The sharded KV cache over MPI: a prefill and tokens against the oracle, bytes of a token, and the
+//! bits of one attention in the reproducible order.
 
-use annulus::{Attention, Batch, Cache, CacheShape, Cpu, DType, Dims, Result};
+use annulus::{Attention, Batch, Cache, CacheShape, Cpu, DType, Dims, Result, Tensors};
 use annulus_comm::mpi::{Mpi, Settings};
 use annulus_core::oracle::{self, Problem};
 use ndarray::{Array4, s};
@@ -20,20 +21,55 @@ pub(crate) fn tokens(harness: &mut Harness, settings: &Settings) -> Verdict {
             format!("tokens cost {bytes:?} bytes, want {token}")
         })
     });
+    let verdict = verdict.and_then(|()| {
+        let same = reproducible(settings).map_err(|error| format!("reproducible: {error}"))?;
+        ensure(same, || "the reproducible KV cache has other bits than one attention".into())
+    });
     harness.share(verdict)
+}
+
+/// Returns `[1, rows, heads, dim]` numbers that are the same on all ranks.
+fn tensor(rows: usize, salt: usize, heads: usize, dim: usize) -> Array4<f64> {
+    Array4::from_shape_fn((1, rows, heads, dim), |(_, i, h, c)| {
+        (0.7 * (i * 31 + h * 7 + c * 3 + salt * 11) as f64).sin()
+    })
+}
+
+/// Returns true if decoding in the reproducible order has the bits of one attention, and sends the
+/// predicted bytes.
+fn reproducible(settings: &Settings) -> Result<bool> {
+    let dims = Dims { q_len: 1300, kv_len: 1300, ..DIMS };
+    let Dims { q_len, q_heads, kv_heads, head_dim, value_dim, .. } = dims;
+    let q = tensor(q_len, 1, q_heads, head_dim);
+    let k = tensor(q_len, 2, kv_heads, head_dim);
+    let v = tensor(q_len, 3, kv_heads, value_dim);
+    let attention = Attention::new().dtype(DType::F64).causal(true).reproducible(true).threads(1);
+    let whole =
+        attention.local_ring(dims, 1)?.forward(&Tensors::new(q.view(), k.view(), v.view()))?;
+    let shape = CacheShape::new(1, q_heads, head_dim).kv_heads(kv_heads).value_dim(value_dim);
+    let transport = Mpi::world(settings.clone())?;
+    let mut cache = Cache::new(&attention, shape, Cpu::new(1)?, transport)?;
+    let mut same = true;
+    let mut first = 0;
+    for end in [700, 1290].into_iter().chain(1291..=q_len) {
+        let rows = s![.., first..end, .., ..];
+        cache.append(k.slice(rows), v.slice(rows))?;
+        let predicted = cache.bytes_predicted(end - first);
+        let forward = cache.attend(q.slice(rows), None)?;
+        same &= forward.out == whole.out.slice(rows)
+            && forward.lse == whole.lse.slice(s![.., .., first..end])
+            && forward.reports[0].bytes_sent == predicted;
+        first = end;
+    }
+    Ok(same)
 }
 
 /// Returns the worst difference from the oracle, and the bytes of each token.
 fn run(settings: &Settings) -> Result<(f64, Vec<u64>)> {
     let Dims { q_len, q_heads, kv_heads, head_dim, value_dim, .. } = DIMS;
-    let tensor = |salt: usize, heads, dim| {
-        Array4::from_shape_fn((1, q_len, heads, dim), |(_, i, h, c)| {
-            (0.7 * (i * 31 + h * 7 + c * 3 + salt * 11) as f64).sin()
-        })
-    };
-    let q = tensor(1, q_heads, head_dim);
-    let k = tensor(2, kv_heads, head_dim);
-    let v = tensor(3, kv_heads, value_dim);
+    let q = tensor(q_len, 1, q_heads, head_dim);
+    let k = tensor(q_len, 2, kv_heads, head_dim);
+    let v = tensor(q_len, 3, kv_heads, value_dim);
     let attention = Attention::new().dtype(DType::F64).causal(true).sliding_window(200, 0);
     let spec = attention.spec(DIMS)?;
     let batch = Batch::default();

@@ -5,43 +5,31 @@
 //! ```
 //! A sink is a score without a value: it adds to the sum but not to the accumulator.
 
-use ndarray::ArrayView4;
-
-use crate::simd::dispatch::Real;
-
-/// Returns the sink scores of one head.
-pub(crate) fn sink_line<A: Real>(
-    sinks: Option<ArrayView4<'_, A>>,
-    head: usize,
-) -> impl Iterator<Item = f64> + Clone {
-    let count = sinks.map_or(0, |sinks| sinks.dim().1);
-    (0..count).filter_map(move |sink| {
-        sinks.map(|sinks| sinks[[if sinks.dim().0 == 1 { 0 } else { head }, sink, 0, 0]].to_f64())
-    })
-}
-
 /// Final softmax statistics of one row, sinks included.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct SoftmaxEnd {
+pub struct SoftmaxEnd {
     /// True if a key was visible. Otherwise the accumulator is unspecified.
-    pub(crate) summed: bool,
-    pub(crate) lse: f64,
-    pub(crate) max: f64,
-    pub(crate) sum: f64,
-    pub(crate) ties: f64,
+    pub summed: bool,
+    /// Logarithm of the sum of all e^s; −∞ without keys and sinks.
+    pub lse: f64,
+    /// Largest score.
+    pub max: f64,
+    /// Sum of all e^{s − max}.
+    pub sum: f64,
+    /// Number of keys and sinks whose score is `max`.
+    pub ties: f64,
     /// Factor of the accumulator before the division.
-    pub(crate) rescale: f64,
+    pub rescale: f64,
 }
 
 impl SoftmaxEnd {
-    pub(crate) fn of<A: Real>(
-        max: A,
-        sum: A,
-        ties: A,
+    /// Adds `sinks` to the maximum, sum and ties of the keys.
+    pub fn of(
+        seen_max: f64,
+        seen_sum: f64,
+        ties: f64,
         sinks: impl Iterator<Item = f64> + Clone,
     ) -> Self {
-        let seen_max = max.to_f64();
-        let seen_sum = sum.to_f64();
         let max = sinks.clone().fold(seen_max, |max, sink| if sink > max { sink } else { max });
         if max == f64::NEG_INFINITY
             && seen_sum == 0.0
@@ -52,7 +40,7 @@ impl SoftmaxEnd {
         // rescales from the keys' maximum to the final one; 0 if no key was visible
         let rescale = if seen_max == max { 1.0 } else { (seen_max - max).exp() };
         let reached = sinks.clone().filter(|&sink| sink == max).count() as f64;
-        let ties = if seen_max == max { ties.to_f64() + reached } else { reached };
+        let ties = if seen_max == max { ties + reached } else { reached };
         let sum = seen_sum * rescale + sinks.map(|sink| (sink - max).exp()).sum::<f64>();
         if sum.is_nan() {
             // a NaN score is never the maximum, and a later block may have reset the accumulator: a
@@ -77,31 +65,31 @@ mod tests {
 
     #[test]
     fn sinks_end_a_row() {
-        let nothing = SoftmaxEnd::of(f32::NEG_INFINITY, 0.0, 0.0, std::iter::empty());
+        let nothing = SoftmaxEnd::of(f64::NEG_INFINITY, 0.0, 0.0, std::iter::empty());
         assert!(!nothing.summed && nothing.lse == f64::NEG_INFINITY);
         let no_sink =
-            SoftmaxEnd::of(f32::NEG_INFINITY, 0.0, 0.0, std::iter::once(f64::NEG_INFINITY));
+            SoftmaxEnd::of(f64::NEG_INFINITY, 0.0, 0.0, std::iter::once(f64::NEG_INFINITY));
         assert!(!no_sink.summed && no_sink.lse == f64::NEG_INFINITY);
-        let only = SoftmaxEnd::of(f32::NEG_INFINITY, 0.0, 0.0, [1.0, 1.0].into_iter());
+        let only = SoftmaxEnd::of(f64::NEG_INFINITY, 0.0, 0.0, [1.0, 1.0].into_iter());
         assert!(
             !only.summed
                 && only.rescale == 0.0
                 && only.ties == 2.0
                 && (only.lse - (1.0 + 2f64.ln())).abs() < 1e-12
         );
-        let both = SoftmaxEnd::of(1.0f32, 2.0, 1.0, [1.0, 0.0].into_iter());
+        let both = SoftmaxEnd::of(1.0f64, 2.0, 1.0, [1.0, 0.0].into_iter());
         assert!(
             both.summed
                 && both.ties == 2.0
                 && both.max == 1.0
                 && (both.sum - (3.0 + (-1f64).exp())).abs() < 1e-12
         );
-        let nan = SoftmaxEnd::of(f32::NEG_INFINITY, f32::NAN, 0.0, std::iter::once(0.0));
+        let nan = SoftmaxEnd::of(f64::NEG_INFINITY, f64::NAN, 0.0, std::iter::once(0.0));
         assert!(nan.summed && nan.lse.is_nan() && nan.sum.is_nan());
         // a maximum of +∞, and a sink that is NaN or +∞, too
-        let infinite = SoftmaxEnd::of(f32::INFINITY, f32::NAN, 1.0, std::iter::empty());
+        let infinite = SoftmaxEnd::of(f64::INFINITY, f64::NAN, 1.0, std::iter::empty());
         let sinks = [f64::NAN, f64::INFINITY]
-            .map(|sink| SoftmaxEnd::of(1.0f32, 1.0, 1.0, std::iter::once(sink)));
+            .map(|sink| SoftmaxEnd::of(1.0f64, 1.0, 1.0, std::iter::once(sink)));
         for end in [nan, infinite].into_iter().chain(sinks) {
             assert!(end.summed && end.ties == 0.0);
             assert!([end.lse, end.max, end.sum, end.rescale].iter().all(|x| x.is_nan()), "{end:?}");

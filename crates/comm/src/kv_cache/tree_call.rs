@@ -1,0 +1,246 @@
+//! A round of a call in the reproducible order.
+//!
+//! ```text
+//! for each page of this rank:  (m, acc, ℓ) of the queries     -> a record for each rank
+//! reduce-scatter of the records: each rank receives those of its score rows, of all pages
+//! the tree over all pages, sinks, division, rounding            `page_tree.rs`
+//! all-gather of the results
+//! ```
+
+use std::{
+    ops::Range,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use annulus_core::{
+    Arrived, Backend, Dims, Error, ForwardPass, HostBuffer, HostTensors, HostView, HostViewMut,
+    Inputs, LeafMerges, MessageHeader, Outputs, RankLeaves, RankShard, Result, Rows, Space, Spec,
+    Workspace, index, memory,
+};
+
+use super::{
+    Buffers, KvCache,
+    page_tree::PageTree,
+    pages::Pages,
+    partials::Results,
+    tree_messages::{PageResult, TreeMessages, too_short},
+};
+use crate::ring::{PassKind, in_flight::InFlight, step_events::Observer};
+
+impl<B: Backend<Space: HostTensors>> KvCache<B> {
+    /// Returns the messages of a round with so many queries, to a cache of `len` rows.
+    pub(super) const fn tree_messages(&self, queries: u64, len: u64) -> TreeMessages {
+        let Spec { dims, dtype, .. } = self.spec;
+        TreeMessages { dims, dtype, pages: self.pages, len, queries }
+    }
+
+    /// Allocates what a call needs whose first and longest round has the queries `rows` of
+    /// `queries`.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], [`Error::Device`].
+    pub(super) fn prepare_tree(&mut self, rows: &Range<u64>, queries: usize) -> Result<()> {
+        let of_queries = self.query_rows(rows, queries)?;
+        let shard = page_shard(&self.local_spec, &of_queries, self.pages, 0, self.len)?;
+        self.attend_to_shard(&shard)?;
+        let messages = self.tree_messages(rows.end - rows.start, self.len);
+        let own = messages.rows_of(self.pages.rank);
+        let own_rows = own.end - own.start;
+        let pages = self.len.div_ceil(self.pages.rows);
+        PageTree::prepare(&mut self.tree, &self.backend, &self.spec, own_rows, pages)?;
+        let [sent, received] = [messages.send_bytes(), messages.receive_bytes()];
+        let Buffers { own, receives, .. } = &self.buffers;
+        let is_long = |buffer: &_, bytes| B::Space::size(buffer) >= bytes;
+        if !own.as_ref().is_some_and(|own| is_long(own, sent))
+            || !receives.iter().all(|buffer| is_long(buffer, received))
+        {
+            // messages grow with the pages: allocate for twice as many at most
+            let [sent, received] = [sent, received].map(u64::next_power_of_two);
+            let mut receives = memory::list("messages", self.ranks - 1)?;
+            let own = Some(self.backend.allocate(sent)?);
+            for _ in 1..self.ranks {
+                receives.push(self.backend.allocate(received)?);
+            }
+            self.buffers = Buffers { bytes: sent, own, receives };
+        }
+        Ok(())
+    }
+
+    /// Computes the queries `q` over this rank's pages, exchanges the results and merges them.
+    ///
+    /// # Errors
+    /// As [`KvCache::attend`].
+    pub(super) fn tree_round(
+        &mut self,
+        q: HostView<'_>,
+        of_queries: &Arc<Rows>,
+        sinks: Option<&HostView<'_>>,
+        results: Results<'_>,
+        tag: u64,
+    ) -> Result<Duration> {
+        let none = || Error::internal("a KV cache without memory for a call");
+        let messages = self.tree_messages(q.shape()[1] as u64, self.len);
+        let Self { transport, segments, workspace, tree, buffers, .. } = self;
+        let (local_spec, pages, len) = (&self.local_spec, self.pages, self.len);
+        let workspace = workspace.as_mut().ok_or_else(none)?;
+        let event = B::Space::host_event().ok_or_else(none)?;
+        let observer = Observer::of_messages(None, self.rank, PassKind::Forward, Instant::now());
+        let mut in_flight = InFlight::new(transport.as_mut(), tag, self.lengths, observer);
+
+        let mut own = buffers.own.take().ok_or_else(none)?;
+        let records = B::Space::host_bytes_mut(&mut own).ok_or_else(none)?;
+        let mut page_results = PageResults::new(&messages)?;
+        for (page, block) in (0..).zip(segments.blocks(&event)) {
+            let shard = page_shard(local_spec, of_queries, pages, page, len)?;
+            workspace.update(&shard)?;
+            // the rank's rows are blocks: none is in the tensors of the call
+            let Dims { batch, kv_heads, head_dim, value_dim, .. } = messages.dims;
+            let empty = |dim| HostView::of_bytes(&[], messages.dtype, [batch, 0, kv_heads, dim]);
+            let [k, v] = [empty(head_dim)?, empty(value_dim)?];
+            let inputs = Inputs { q: q.reborrow(), k, v, bias: None, sinks: None };
+            let mut pass = workspace.forward(inputs)?;
+            pass.attend(&block, &mut || in_flight.tick())?;
+            pass.finish(&mut page_results.outputs()?)?;
+            in_flight.check()?;
+            messages.write_page(page, &page_results.of_page()?, records)?;
+        }
+
+        let source = (own, event.clone());
+        let receives = &mut buffers.receives;
+        in_flight
+            .post(&messages.page_transfers(), Some(&source), |_| receives.pop().ok_or_else(none))?;
+        let arrived = in_flight.wait_all()?;
+        let mut own = source.0;
+        if let Some(tree) = tree {
+            let region = messages.pages_to(pages.rank, pages.rank);
+            let bytes = B::Space::host_bytes(&own).ok_or_else(none)?;
+            let bytes = bytes.get(index(region.start)..index(region.end)).ok_or_else(too_short)?;
+            tree.gather(&messages, pages.rank, bytes)?;
+            for (header, message) in &arrived {
+                let bytes = B::Space::host_bytes(&message.buffer).ok_or_else(none)?;
+                let bytes = bytes.get(..index(header.bytes())).ok_or_else(too_short)?;
+                tree.gather(&messages, header.peer as u64, bytes)?;
+            }
+            let bytes = B::Space::host_bytes_mut(&mut own).ok_or_else(none)?;
+            tree.merge(&messages, sinks, bytes, &mut || in_flight.tick())?;
+            in_flight.check()?;
+        }
+        receives.extend(arrived.into_iter().map(|(_, message)| message.buffer));
+
+        let source = (own, event);
+        in_flight.post(&messages.result_transfers(), Some(&source), |_| {
+            receives.pop().ok_or_else(none)
+        })?;
+        let arrived = in_flight.wait_all()?;
+        write_results::<B>(&messages, (pages.rank, &source.0), &arrived, results)?;
+        receives.extend(arrived.into_iter().map(|(_, message)| message.buffer));
+        buffers.own = Some(source.0);
+        Ok(in_flight.waited())
+    }
+}
+
+/// Reads the results of all ranks and writes them to the outputs.
+fn write_results<B: Backend<Space: HostTensors>>(
+    messages: &TreeMessages,
+    (rank, own): (u64, &<B::Space as Space>::Buffer),
+    arrived: &[(MessageHeader, Arrived<B::Space>)],
+    results: Results<'_>,
+) -> Result<()> {
+    let none = || Error::internal("a KV cache whose blocks are not in host memory");
+    let rows = index(messages.rows_of(messages.pages.ranks - 1).end);
+    let mut out = memory::filled("the results", rows * messages.dims.value_dim, 0.0)?;
+    let mut lse = memory::filled("lse", rows, 0.0)?;
+    let of_ranks = arrived.iter().map(|(header, message)| (header.peer as u64, &message.buffer));
+    for (rank, buffer) in of_ranks.chain([(rank, own)]) {
+        let bytes = B::Space::host_bytes(buffer).ok_or_else(none)?;
+        messages.read_results(rank, bytes, &mut out, &mut lse)?;
+    }
+    let Results { out: mut all, lse: mut statistics } = results;
+    all.write(&out);
+    statistics.write(&lse);
+    Ok(())
+}
+
+/// Memory of the results of one page, used for one page after another.
+struct PageResults {
+    messages: TreeMessages,
+    /// acc `[b, queries, q_heads, dv]`, then max, sum, lse and ties `[b, q_heads, queries]`.
+    numbers: HostBuffer,
+}
+
+impl PageResults {
+    fn new(messages: &TreeMessages) -> Result<Self> {
+        let numbers = HostBuffer::zeroed(Self::bytes(messages, messages.dims.value_dim + 4))?;
+        Ok(Self { messages: *messages, numbers })
+    }
+
+    /// Returns the bytes of `count` numbers of each score row.
+    fn bytes(messages: &TreeMessages, count: usize) -> u64 {
+        let rows = messages.rows_of(messages.pages.ranks - 1).end;
+        rows * (count * messages.dtype.accumulator().bytes()) as u64
+    }
+
+    /// Returns the outputs of a pass.
+    fn outputs<S: HostTensors>(&mut self) -> Result<Outputs<'_, S>> {
+        let Dims { batch, q_heads, value_dim, .. } = self.messages.dims;
+        let queries = index(self.messages.queries);
+        let sums = self.messages.dtype.accumulator();
+        let acc_bytes = index(Self::bytes(&self.messages, value_dim));
+        let statistic_bytes = index(Self::bytes(&self.messages, 1));
+        let numbers = self.numbers.bytes_mut().ok_or_else(too_short)?;
+        let (acc, statistics) = numbers.split_at_mut(acc_bytes);
+        let mut statistics = statistics.chunks_exact_mut(statistic_bytes);
+        let mut statistic = || {
+            let bytes = statistics.next().ok_or_else(too_short)?;
+            HostViewMut::of_bytes(bytes, sums, [batch, q_heads, queries, 1])
+        };
+        Ok(Outputs {
+            out: HostViewMut::of_bytes(acc, sums, [batch, queries, q_heads, value_dim])?,
+            max: Some(statistic()?),
+            sum: Some(statistic()?),
+            lse: statistic()?,
+            ties: Some(statistic()?),
+        })
+    }
+
+    /// Returns the page's part of the messages.
+    fn of_page(&self) -> Result<PageResult<'_>> {
+        let acc_bytes = index(Self::bytes(&self.messages, self.messages.dims.value_dim));
+        let statistic_bytes = index(Self::bytes(&self.messages, 1));
+        let (acc, statistics) = self.numbers.bytes().split_at(acc_bytes);
+        let mut statistics = statistics.chunks_exact(statistic_bytes);
+        let mut statistic = || statistics.next().ok_or_else(too_short);
+        Ok(PageResult { acc, max: statistic()?, sum: statistic()? })
+    }
+}
+
+/// Returns the input of the workspace for these queries and the local page `page` of a cache of
+/// `len` rows.
+fn page_shard(
+    spec: &Arc<Spec>,
+    queries: &Arc<Rows>,
+    pages: Pages,
+    page: u64,
+    len: u64,
+) -> Result<RankShard> {
+    let leaf_rows = spec.leaf_rows.unwrap_or(pages.rows);
+    let first = pages.number(page) * pages.rows;
+    // the last page has the leaves that it has rows of
+    let end = (first + pages.rows).min(len.max(first));
+    let leaves = RankLeaves {
+        rows: leaf_rows,
+        keys: LeafMerges::of_arrivals(first / leaf_rows..end.div_ceil(leaf_rows))?,
+        queries: LeafMerges::default(),
+        sends_queries: false,
+    };
+    Ok(RankShard {
+        spec: Arc::clone(spec),
+        queries: Arc::clone(queries),
+        keys: Arc::default(),
+        attention_mask: None,
+        most_block_rows: pages.rows,
+        most_query_rows: queries.len() as u64,
+        leaves: Some(Arc::new(leaves)),
+    })
+}

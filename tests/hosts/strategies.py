@@ -1,0 +1,90 @@
+"""Predicted and measured time of strategies, for tests/hosts/strategies.
+
+usage: python3 tests/hosts/strategies.py plan HOSTS N     a plan's JSON -> a line for each strategy
+       python3 tests/hosts/strategies.py names            a plan's JSON -> names of the strategies
+       python3 tests/hosts/strategies.py bench HOSTS NAME a line of `annulus bench` -> a line
+       python3 tests/hosts/strategies.py table            all lines -> a Markdown table
+
+Reads standard input, writes standard output.
+"""
+
+import json
+import statistics
+import sys
+
+# A prediction is good within this share of the measurement, and a choice if no other strategy is
+# faster by more than the second.
+NEAR = 0.15
+LATE = 0.05
+
+
+def plan(hosts: str, n: str) -> None:
+    figures = json.load(sys.stdin)
+    for strategy in figures["strategies"]:
+        line = {
+            "hosts": int(hosts),
+            "ranks": figures["ranks"],
+            "n": int(n),
+            "strategy": strategy["name"],
+            "chosen": strategy["name"] == figures["strategy"],
+            "predicted_ms": strategy["time_predicted"] * 1e3,
+        }
+        print(json.dumps(line))
+
+
+def names() -> None:
+    for strategy in json.load(sys.stdin)["strategies"]:
+        print(strategy["name"])
+
+
+def bench(hosts: str, name: str) -> None:
+    measured = json.load(sys.stdin)
+    line = {
+        "hosts": int(hosts),
+        "ranks": measured["ranks"],
+        "n": measured["n"],
+        "strategy": name,
+        "measured_ms": measured["ms"],
+    }
+    print(json.dumps(line))
+
+
+def table() -> None:
+    cases: dict[tuple[int, int, int], dict[str, tuple[float, bool, list[float]]]] = {}
+    for line in filter(None, map(str.strip, sys.stdin)):
+        of = json.loads(line)
+        case = cases.setdefault((of["hosts"], of["ranks"], of["n"]), {})
+        if "predicted_ms" in of:
+            case[of["strategy"]] = (of["predicted_ms"], of["chosen"], [])
+        else:
+            case[of["strategy"]][2].append(of["measured_ms"])
+    print("| hosts | ranks | N | strategy | predicted ms | measured ms | spread | ratio |")
+    print("|---|---|---|---|---|---|---|---|")
+    near = total = good = 0
+    late = []
+    for (hosts, ranks, n), strategies in cases.items():
+        medians = {name: statistics.median(ms) for name, (_, _, ms) in strategies.items()}
+        for name, (predicted, chosen, measured) in strategies.items():
+            median = medians[name]
+            spread = (max(measured) - min(measured)) / median
+            ratio = predicted / median
+            total += 1
+            near += abs(ratio - 1) <= NEAR
+            shown = f"**{name}**" if chosen else name
+            print(
+                f"| {hosts} | {ranks} | {n} | {shown} | {predicted:.1f} | {median:.1f} "
+                f"| {spread:.0%} | {ratio:.3f} |"
+            )
+        chosen = next(name for name, (_, chosen, _) in strategies.items() if chosen)
+        loss = medians[chosen] / min(medians.values()) - 1
+        good += loss <= LATE
+        late.append(loss)
+    print(
+        f"\n{near} of {total} predictions are within {NEAR:.0%} of the measurement. "
+        f"The choice (bold) is at most {LATE:.0%} slower than the fastest strategy in {good} of "
+        f"{len(late)} cases; its largest loss is {max(late):.1%}."
+    )
+
+
+COMMANDS = {"plan": plan, "names": names, "bench": bench, "table": table}
+COMMANDS[sys.argv[1]](*sys.argv[2:])
