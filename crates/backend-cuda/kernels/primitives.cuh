@@ -138,6 +138,13 @@ DEVICE u32 pack_f16x2(float first, float second) {
     return pair;
 }
 
+// Exact; a NaN stays one, with other bits.
+DEVICE float widen_f16(u16 x) {
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x));
+    return wide;
+}
+
 // 2ˣ to within 2 ulp (f32), by the special-function unit; results below 2⁻¹²⁶ flush to 0.
 DEVICE float exp2_approx(float x) {
     float power;

@@ -506,6 +506,7 @@ DEVICE u32 pack_bf16x2(float first, float second) {
 DEVICE u32 pack_f16x2(float first, float second) {
     return to_f16(first) | u32(to_f16(second)) << 16;
 }
+DEVICE float widen_f16(u16 x) { return from_f16(x); }
 DEVICE float exp2_approx(float x) {
     float power = std::exp2(x);
     return power < 1.17549435e-38f ? 0.0f : power;

@@ -194,22 +194,29 @@ DEVICE u64 packed_mask_row(TileCoord& coord, u32& row, const Attention& a) {
     return at.exists ? mask_row(a, coord, at.query, packed_queries(a)) : 0;
 }
 
+// True if a pair is visible by its row's tile mask `line`, and exists.
+DEVICE bool is_pair_visible(u64 line, u32 row, u32 key, const TileCoord& coord,
+                            const Attention& a) {
+#ifdef PLANTED_MASK_OFF_BY_ONE
+    line = line << 1 | 1;
+#endif
+    return coord.first_query + row < a.queries && coord.first_key + key < a.keys &&
+           (line >> key & 1);
+}
+
 // Score epilogue of one pair, query `row` and key `key` of a tile:
 //
 //   x = scale·round(⟨q, k⟩) + bias     (bias before the cap, if so ordered)
 //   s = cap·tanh(x / cap) + bias       (else after it)
 //
-// The product becomes s; `derivative` becomes ∂s/∂x. Returns true if the pair is visible.
-DEVICE bool pair_epilogue(Sum& product, Sum& derivative, u64 line, u32 row, u32 key,
+// The product becomes s; `derivative` becomes ∂s/∂x. Returns true if the pair is `visible` and its
+// bias is not −∞.
+DEVICE bool score_of_pair(Sum& product, Sum& derivative, bool visible, u32 row, u32 key,
                           const TileCoord& coord, const Attention& a) {
-    u32 i = coord.first_query + row, j = coord.first_key + key;
-#ifdef PLANTED_MASK_OFF_BY_ONE
-    line = line << 1 | 1;
-#endif
-    bool visible = i < a.queries && j < a.keys && (line >> key & 1);
     Sum before = 0, after = 0;
     if (visible && (a.flags & (HAS_BIAS | HAS_SLOPES))) {
-        Sum bias = bias_of(a, coord.b, coord.h, i, j);
+        Sum bias =
+            bias_of(a, coord.b, coord.h, coord.first_query + row, coord.first_key + key);
         // a bias of −∞ masks the pair
         visible = bias != -Sum(infinity());
         (a.flags & BIAS_BEFORE_CAP ? before : after) = bias;
@@ -226,21 +233,39 @@ DEVICE bool pair_epilogue(Sum& product, Sum& derivative, u64 line, u32 row, u32 
     return visible;
 }
 
+// As score_of_pair, for a pair of the row with tile mask `line`.
+DEVICE bool pair_epilogue(Sum& product, Sum& derivative, u64 line, u32 row, u32 key,
+                          const TileCoord& coord, const Attention& a) {
+    return score_of_pair(product, derivative, is_pair_visible(line, row, key, coord, a), row, key,
+                         coord, a);
+}
+
+// Tile mask of a thread's pairs: bit r·M + c is pair (r, c). Row after row, because the 64-bit lines
+// of all rows at once would take registers that a second block per multiprocessor needs.
+DEVICE u32 mask_bits(const TileCoord& coord, const Attention& a) {
+    u32 bits = 0;
+_Pragma("unroll 1") for (u32 r = 0; r < M; ++r) {
+        u64 line = mask_row(a, coord, query_of(r));
+        UNROLL for (u32 c = 0; c < M; ++c)
+            bits |= u32(is_pair_visible(line, query_of(r), key_of(c), coord, a)) << (r * M + c);
+    }
+    return bits;
+}
+
 // Score epilogue of a tile: products become scores s, and `dx`, unless null, receives ∂s/∂x. Bit
 // r·M + c of the result is set if pair (r, c) is visible.
 DEVICE u32 score_epilogue(ScoreTile& scores, ScoreTile* dx, const TileCoord& coord,
                           const Attention& a) {
-    u32 visible_bits = 0;
-    UNROLL for (u32 r = 0; r < M; ++r) {
-        u64 line = mask_row(a, coord, query_of(r));
+    u32 mask = mask_bits(coord, a), visible_bits = 0;
+    UNROLL for (u32 r = 0; r < M; ++r)
         UNROLL for (u32 c = 0; c < M; ++c) {
+            u32 bit = r * M + c;
             Sum derivative;
-            bool visible =
-                pair_epilogue(scores[r][c], derivative, line, query_of(r), key_of(c), coord, a);
+            bool visible = score_of_pair(scores[r][c], derivative, mask >> bit & 1, query_of(r),
+                                         key_of(c), coord, a);
             if (dx) (*dx)[r][c] = derivative;
-            visible_bits |= u32(visible) << (r * M + c);
+            visible_bits |= u32(visible) << bit;
         }
-    }
     return visible_bits;
 }
 
