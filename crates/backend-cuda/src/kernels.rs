@@ -7,7 +7,7 @@ use annulus_device_cuda::{
     Architecture, Compiler, Device, Image, ImageKind, Kernel, Module, Program,
 };
 
-use crate::{Level, forward_warpgroup::needs_epilogue, gqa_packing::GqaPacking};
+use crate::{Level, gqa_packing::GqaPacking};
 
 /// File name and text.
 type Header = (&'static str, &'static str);
@@ -469,6 +469,20 @@ impl BackwardWarpgroupKernels {
             min_rows,
         })
     }
+}
+
+/// True if the QKᵀ products need an epilogue: bias, soft cap or rounding; or a scale that is not
+/// positive (the maximum of scale·s is scale·max s only for scale > 0) or so small that products
+/// with it may leave the normal range of f32. Otherwise the scale is deferred to the softmax. Also
+/// true with dropout.
+pub(crate) fn needs_epilogue(spec: &Spec) -> bool {
+    let is_deferred = spec.scale as f32 > 1e-30;
+    spec.bias.is_some()
+        || spec.bias_function.is_some()
+        || spec.soft_cap.is_some()
+        || spec.dropout.is_some()
+        || spec.logits_dtype != spec.dtype.accumulator()
+        || !is_deferred
 }
 
 fn load(device: &Device, compiler: &Compiler, variant: Variant, more: &[String]) -> Result<Module> {
