@@ -26,7 +26,11 @@ impl ForwardTiles {
         let Dims { batch, q_heads, kv_heads, head_dim, value_dim, .. } = spec.dims;
         let queries = shard.queries.len();
         let warpgroup = kernels.warpgroup_for(spec, queries);
-        let [rows, keys] = warpgroup.map_or(kernels.variant, |warpgroup| warpgroup.variant).tile();
+        let [rows, keys] = match (warpgroup, kernels.matrix_for(spec)) {
+            (Some(warpgroup), _) => warpgroup.variant.tile(),
+            (None, Some(_)) => kernels.variant.forward_matrix_tile(),
+            (None, None) => kernels.variant.tile(),
+        };
         let packing = match warpgroup {
             Some(_) => GqaPacking::none(rows),
             None => packing(kernels, shard, rows),

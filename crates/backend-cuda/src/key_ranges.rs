@@ -4,8 +4,8 @@ use annulus_core::TileRun;
 
 use crate::kernels::THREADS;
 
-/// Thread blocks that fill a GPU: two for each of the 132 multiprocessors of an H100, which run one
-/// or two blocks each, so that the last wave is full.
+/// Thread blocks that fill a GPU: two for each of the 132 multiprocessors of an H100, which run as
+/// many at once on tensor cores, and one or two at level `plain`, so that the last wave is full.
 const FILLING_BLOCKS: usize = 264;
 
 /// Most ranges of a tile: a thread of the merge computes the factor of each.
@@ -191,7 +191,7 @@ mod tests {
     }
 
     /// A row of the table of docs/cuda.md: one query of bf16 on an H100, whose 132 multiprocessors
-    /// run two blocks each at 64 dims and one at 128.
+    /// run two blocks each.
     fn predicted([batch, q_heads, kv_heads, dim, keys]: [usize; 5]) -> String {
         let group = q_heads / kv_heads;
         let grid = ForwardGrid {
@@ -206,7 +206,7 @@ mod tests {
         let tiles = keys.div_ceil(64);
         let RangeLimits { most, min_tiles } = RangeLimits::of(grid);
         let ranges = most.min(tiles / min_tiles).max(1);
-        let slots = if dim <= 64 { 264 } else { 132 };
+        let slots = 264;
         // tiles that a slot computes, at most and on average
         let longest = (grid.blocks * ranges).div_ceil(slots) * tiles.div_ceil(ranges);
         let balance = (grid.blocks * tiles) as f64 / (slots * longest) as f64;
