@@ -125,19 +125,19 @@ DEVICE void clear(Accumulators& acc) {
 // Grid: query tiles × query heads × batch rows, tiles in reverse order (forward_matrix.cuh).
 KERNEL(backward_queries_matrix, Attention) {
     u32 tile = a.block_mask.lists - 1 - block_x(), h = block_y(), b = block_z();
-    HeadTileIterator tiles;
-    tiles.begin(a, b, tile, h, h + 1);
+    TileIterator tiles;
+    tiles.begin(a, b, h, tile);
     if (!tiles.more()) return;
     Lane lane = lane_of_thread();
 
     SHARED(u16, stages, STAGES * CHUNK_ELEMENTS);
     SHARED(u16, shared_dx, TILE * TILE);
 
-    Stream<QUERIES> stream;
+    QueriesStream stream;
     stream.begin(a, stages, tiles);
-    UnpackedLeft queries, douts;
-    queries.begin(operand_of(a.q, b, h, a.queries, a.head_dim), tile * TILE, lane, a);
-    douts.begin(operand_of(a.dout, b, h, a.queries, a.value_dim), tile * TILE, lane, a);
+    LeftRows queries, douts;
+    queries.begin(operand_of(a.q, b, h, a.queries, a.head_dim), tile * TILE, lane);
+    douts.begin(operand_of(a.dout, b, h, a.queries, a.value_dim), tile * TILE, lane);
     QueryStatistics statistics[2 * N_TILES];
     read_query_statistics<QUERIES>(statistics, b, h, tile * TILE, lane, a);
     Accumulators acc;
@@ -197,11 +197,11 @@ KERNEL(backward_keys_matrix, Attention) {
     SHARED(u16, shared_p, TILE * TILE);
     SHARED(u16, shared_dx, TILE * TILE);
 
-    Stream<KEYS> stream;
+    KeysStream stream;
     stream.begin(a, stages, tiles);
-    UnpackedLeft keys, values;
-    keys.begin(operand_of(a.k, b, kv_head, a.keys, a.head_dim), tile * TILE, lane, a);
-    values.begin(operand_of(a.v, b, kv_head, a.keys, a.value_dim), tile * TILE, lane, a);
+    LeftRows keys, values;
+    keys.begin(operand_of(a.k, b, kv_head, a.keys, a.head_dim), tile * TILE, lane);
+    values.begin(operand_of(a.v, b, kv_head, a.keys, a.value_dim), tile * TILE, lane);
     Accumulators dk, dv;
     clear(dk);
     clear(dv);

@@ -14,8 +14,12 @@
 
 #include "forward_state.cuh"
 
+// Blocks per multiprocessor: with 64 dims, 128 registers a thread suffice for two. The barriers of
+// a block separate loads from arithmetic, so that only another block can overlap them.
+#define PLAIN_FORWARD_BLOCKS (ANNULUS_DIM <= 64 ? 2 : 1)
+
 // Grid: query tiles, each with its ranges of keys × query heads × batch rows.
-KERNEL(forward, Attention) {
+KERNEL_OF(THREADS, PLAIN_FORWARD_BLOCKS, forward, Attention) {
     const ForwardTile place = forward_tile(a);
     u32 tile = place.tile, h = block_y(), b = block_z();
     TileIterator tiles;

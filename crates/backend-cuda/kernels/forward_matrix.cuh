@@ -1,7 +1,20 @@
 // Forward over one block of keys on tensor cores (mma.sync), 16-bit elements. Same algorithm as
-// forward.cuh; S and O accumulate in f32, P is rounded to the element type for the P·V product. A
-// row's columns are split over two warps, which exchange row maximum and row sum through shared
-// memory. With GQA packing a tile's rows are (query, head) pairs.
+// forward.cuh; S and O accumulate in f32, P is rounded to the element type for the P·V product.
+// With GQA packing a tile's rows are (query, head) pairs (gqa_packing.cuh).
+//
+// A block of four warps owns 128 rows of queries; with 256 dims 64, because O of 32 rows would take
+// 256 registers. A warp owns 32 rows (16) and all keys of a tile, with 128 dims half of them after
+// the other (row_tiles.cuh). Two blocks fit a multiprocessor, so that one computes while the other
+// waits at a barrier.
+//
+//                     64 dims    128 dims    256 dims
+//   rows of Q         16 KB      32 KB       32 KB       shared memory
+//   stages of K, V    4 × 8 KB   2 × 8 KB    2 × 8 KB
+//   O                 64         128         128         registers of a thread
+//   S, then P         64         32          32
+//
+// Scores scale·s with a positive scale are never formed: e^{scale·s − m} is one multiply-add and
+// one ex2.
 //
 // Unnormalized outputs use level 0: their backward pass must recompute the row maximum bit for bit.
 //
@@ -9,189 +22,333 @@
 #pragma once
 
 #include "forward_state.cuh"
-#include "matrix.cuh"
+#include "gqa_packing.cuh"
+#include "row_tiles.cuh"
 
 #if ANNULUS_DTYPE >= 2 && TILE == 64
 
-// Blocks per multiprocessor. The barriers of a block separate its products from its softmax, so
-// that only another block can overlap them. At 64 dims 128 registers a thread suffice for two.
-#define FORWARD_BLOCKS (ANNULUS_DIM <= 64 ? 2 : 1)
+#define FORWARD_WARPS 4
+#define FORWARD_THREADS (32 * FORWARD_WARPS)
+#define FORWARD_ROW_TILES (ANNULUS_DIM <= 128 ? 2 : 1)
+#define FORWARD_ROWS (16 * FORWARD_ROW_TILES * FORWARD_WARPS)
+#define FORWARD_STAGES (ANNULUS_DIM <= 64 ? 4 : 2)
+#define FORWARD_BLOCKS 2
+// Keys whose scores a warp holds at once, and their MMA tiles.
+#define FORWARD_KEYS (ANNULUS_DIM == 128 ? 32 : 64)
+#define FORWARD_COLUMNS (FORWARD_KEYS / 8)
 
-// Score epilogue of a thread's products, and the maximum of each of its two rows over its columns.
-// Returns the bits of the visible pairs. A plain tile (is_plain) needs no test of a pair.
-template <bool plain>
-DEVICE u32 forward_scores(ScoreFragments& scores, float (&tile_max)[2], const TileCoord& coord,
-                          const Lane& lane, const Attention& a) {
-    u32 visible_bits = plain ? ~0u : 0;
-    UNROLL for (u32 r = 0; r < 2; ++r) {
-        TileCoord row_coord = coord;
-        u32 query = lane.row + 8 * r;
-        u64 line = plain ? ~0ull : packed_mask_row(row_coord, query, a);
-        tile_max[r] = -infinity();
-        UNROLL for (u32 n_tile = 0; n_tile < N_TILES; ++n_tile)
-            UNROLL for (u32 c = 0; c < 2; ++c) {
-                float& score = scores[n_tile][2 * r + c];
-                if (plain) {
-                    score *= float(a.scale);
-                    tile_max[r] = larger(tile_max[r], score);
-                    continue;
-                }
-                float derivative;
-                u32 key = lane.half * 32 + n_tile * 8 + lane.column + c;
-                bool visible = pair_epilogue(score, derivative, line, query, key, row_coord, a);
-                if (visible) tile_max[r] = larger(tile_max[r], score);
-                visible_bits |= u32(visible) << (n_tile * 4 + 2 * r + c);
-            }
-    }
-    return visible_bits;
+// Static shared memory of a block; of a multiprocessor of compute capability 8.6 and 8.9, the
+// smallest, of which the system takes 1 KB for each block; and registers of a multiprocessor.
+static_assert(2 * (FORWARD_ROWS * ANNULUS_DIM + FORWARD_STAGES * CHUNK_ELEMENTS) <= 48 * 1024,
+              "shared memory of a block");
+static_assert(FORWARD_BLOCKS * (48 + 1) <= 100, "shared memory of a multiprocessor");
+static_assert(FORWARD_BLOCKS * FORWARD_THREADS * 256 <= 64 * 1024, "registers");
+
+typedef Stream<FORWARD, FORWARD_THREADS, FORWARD_STAGES, FORWARD_KEYS> ForwardStream;
+typedef RowScores<FORWARD_ROW_TILES, FORWARD_COLUMNS> ForwardScores;
+typedef RowPairs<FORWARD_ROW_TILES, FORWARD_COLUMNS> ForwardProbs;
+
+// Bits of the visible pairs of a thread: bit 4·n + 2·r + c for element 2·r + c of MMA tile (m, n).
+typedef u32 VisibleBits[FORWARD_ROW_TILES];
+
+// Largest |m|·log₂e for which e^{s − m} is computed as 2^{unit·x − m·log₂e}. `unit` and m·log₂e are
+// rounded separately, which changes the exponent by up to 3·2⁻²⁴·|m|·log₂e: for this bound a
+// probability by 2⁻¹³, less than its rounding to f16.
+#define FUSED_EXPONENT_LIMIT 1024.0f
+
+DEVICE PackedRow forward_row(const Attention& a, u32 first_head, u32 row) {
+    return packed_row<FORWARD_ROWS>(a, first_head, row);
 }
 
-// Probabilities of one row of a thread, as 16-bit elements to shared memory. Returns their sum.
-template <bool plain>
-DEVICE float forward_probs(u16* probs, const ScoreFragments& scores, u32 visible_bits, float max,
-                           u32 r, const TileCoord& coord, const PackedRow& packed,
-                           const Lane& lane, const Attention& a) {
-    // every score so far is −∞: a base of 0 gives probabilities 0 instead of NaN
-    float base = max == -infinity() ? 0.0f : max, sum = 0;
-    UNROLL for (u32 n_tile = 0; n_tile < N_TILES; ++n_tile) {
-        u32 key = lane.half * 32 + n_tile * 8 + lane.column;
-        bool visible[2];
-        float prob[2];
-        UNROLL for (u32 c = 0; c < 2; ++c) {
-            visible[c] = plain || (visible_bits >> (n_tile * 4 + 2 * r + c) & 1);
-            prob[c] = visible[c] ? fast_exp(scores[n_tile][2 * r + c] - base) : 0.0f;
-            sum += prob[c];
-            if (!plain && visible[c] && (a.flags & HAS_DROPOUT))
-                prob[c] *= keep_factor(a, coord.b, packed.h, coord.first_query + packed.query,
-                                       coord.first_key + key + c);
+// Copies the block's rows of Q to shared memory, in panels of 64 dims with the swizzle of a chunk;
+// 0 beyond the ends. The copies belong to the first group of the stream that begins next.
+DEVICE void load_query_rows(u16* to, const Operand& operand, u32 first_query, const Attention& a) {
+    // rows of several heads
+    bool aligned = operand.aligned && a.q.head % 8 == 0;
+    for (u32 index = thread_index(); index < FORWARD_ROWS * ANNULUS_DIM / 8;
+         index += FORWARD_THREADS) {
+        u32 row = index / (ANNULUS_DIM / 8), x = index % (ANNULUS_DIM / 8) * 8;
+#ifdef PLANTED_PACKED_HEAD
+        PackedRow packed = forward_row(a, 0, row ^ (a.packed_heads > 1));
+#else
+        PackedRow packed = forward_row(a, 0, row);
+#endif
+        bool inside =
+            packed.exists && first_query + packed.query < operand.rows && x < operand.dim;
+        i64 offset = inside ? i64(first_query + packed.query) * operand.row +
+                                  i64(packed.h) * a.q.head + i64(x) * operand.step
+                            : 0;
+        u16* piece = to + x / CHUNK * (FORWARD_ROWS * CHUNK) + swizzled(row, x % CHUNK);
+        if (aligned)
+            cp_async_16(piece, operand.at + offset, inside);
+        else
+            copy_unaligned(piece, operand.at + offset, operand.step, inside ? operand.dim - x : 0);
+    }
+}
+
+// True if every pair has an epilogue of its own: bias, soft cap or rounding; or a scale that is not
+// positive, or so small that products with it may leave the normal range of f32.
+DEVICE bool has_epilogue(const Attention& a) {
+    return (a.flags & (HAS_BIAS | HAS_SLOPES | HAS_CAP)) || a.rounding != ROUND_NOT ||
+           !(float(a.scale) > 1e-30f);
+}
+
+// Bits of the pairs that are visible by the tile mask, and exist.
+DEVICE void mask_scores(VisibleBits& visible, const TileCoord& coord, const RowLane& lane,
+                        const Attention& a) {
+    u32 first = coord.first_key / TILE * TILE, keys_left = a.keys - first;
+    u64 existing = keys_left < TILE ? (1ull << keys_left) - 1 : ~0ull;
+    UNROLL for (u32 m = 0; m < FORWARD_ROW_TILES; ++m) {
+        visible[m] = 0;
+        UNROLL for (u32 r = 0; r < 2; ++r) {
+            PackedRow packed = forward_row(a, coord.h, lane.row_of(m, r));
+            bool exists = packed.exists && coord.first_query + packed.query < a.queries;
+            u64 line = 0;
+            if (exists) line = mask_row(a, coord, packed.query, packed_queries<FORWARD_ROWS>(a));
+#ifdef PLANTED_MASK_OFF_BY_ONE
+            line = line << 1 | 1;
+#endif
+            line = (line & existing) >> (coord.first_key - first + lane.column);
+            UNROLL for (u32 n = 0; n < FORWARD_COLUMNS; ++n)
+                visible[m] |= u32(line >> 8 * n & 3) << (4 * n + 2 * r);
         }
-        u32 pair = narrow_pair(prob[0], prob[1]);
-        if (!plain && !coord.is_full) pair = mark_masked(pair, visible[0], visible[1]);
-        *reinterpret_cast<u32*>(probs + swizzled(lane.row + 8 * r, key)) = pair;
     }
-    return sum;
 }
 
-// Grid: query tiles, each with its ranges of keys × groups of packed_heads query heads × batch rows.
-KERNEL_OF(FORWARD_BLOCKS, forward_matrix, Attention) {
+DEVICE bool is_visible(const VisibleBits& visible, u32 m, u32 n, u32 e) {
+    return visible[m] >> (4 * n + e) & 1;
+}
+
+// Score epilogue of all visible pairs; a bias of −∞ masks its pair.
+DEVICE void apply_epilogue(ForwardScores& scores, VisibleBits& visible, const TileCoord& coord,
+                           const RowLane& lane, const Attention& a) {
+    NOT_UNROLLED for (u32 n = 0; n < FORWARD_COLUMNS; ++n) {
+        UNROLL for (u32 m = 0; m < FORWARD_ROW_TILES; ++m) {
+            UNROLL for (u32 e = 0; e < 4; ++e) {
+                PackedRow packed = forward_row(a, coord.h, lane.row_of(m, e / 2));
+                TileCoord row_coord = coord;
+                row_coord.h = packed.h;
+                float derivative;
+                bool seen =
+                    score_of_pair(scores[m][0][e], derivative, is_visible(visible, m, n, e),
+                                  packed.query, 8 * n + lane.column + e % 2, row_coord, a);
+                if (!seen) visible[m] &= ~(1u << (4 * n + e));
+            }
+            rotate(scores[m]);
+        }
+    }
+}
+
+DEVICE void apply_dropout(ForwardScores& probs, const TileCoord& coord, const RowLane& lane,
+                          const Attention& a) {
+    NOT_UNROLLED for (u32 n = 0; n < FORWARD_COLUMNS; ++n)
+        UNROLL for (u32 m = 0; m < FORWARD_ROW_TILES; ++m) {
+            UNROLL for (u32 e = 0; e < 4; ++e) {
+                PackedRow packed = forward_row(a, coord.h, lane.row_of(m, e / 2));
+                probs[m][0][e] *=
+                    keep_factor(a, coord.b, packed.h, coord.first_query + packed.query,
+                                coord.first_key + 8 * n + lane.column + e % 2);
+            }
+            rotate(probs[m]);
+        }
+}
+
+// Running maximum of a thread's rows, and sum of its own columns.
+struct RowState {
+    float max[FORWARD_ROW_TILES][2], sum[FORWARD_ROW_TILES][2];
+};
+
+// Online softmax of one tile: scores, to be multiplied by `natural`, become probabilities; state
+// and O get the new maximum. Masked pairs have the score −∞ and so the probability 0.
+DEVICE void online_softmax(ForwardScores& scores, RowAccumulators<FORWARD_ROW_TILES>& o,
+                           RowState& state, float natural) {
+    float base[FORWARD_ROW_TILES][2], rescale[FORWARD_ROW_TILES][2];
+    bool fused = true, changed = false;
+    UNROLL for (u32 m = 0; m < FORWARD_ROW_TILES; ++m)
+        UNROLL for (u32 r = 0; r < 2; ++r) {
+            float tile_max = -infinity();
+            UNROLL for (u32 n = 0; n < FORWARD_COLUMNS; ++n)
+                UNROLL for (u32 c = 0; c < 2; ++c)
+                    tile_max = larger(tile_max, scores[m][n][2 * r + c]);
+            tile_max = larger(tile_max, shuffle_xor(tile_max, 1));
+            tile_max = larger(tile_max, shuffle_xor(tile_max, 2));
+            float& max = state.max[m][r];
+            // with a positive scale the maximum of the products is that of the scores
+            float new_max = larger(max, natural * tile_max);
+            rescale[m][r] = new_max == max ? 1.0f : fast_exp(max - new_max);
+            changed |= rescale[m][r] != 1.0f;
+            // every score so far is −∞: a base of 0 gives probabilities 0 instead of NaN
+            base[m][r] = new_max == -infinity() ? 0.0f : new_max;
+            fused &= base[m][r] <= FUSED_EXPONENT_LIMIT / LOG2_E &&
+                     base[m][r] >= -FUSED_EXPONENT_LIMIT / LOG2_E;
+            max = new_max;
+        }
+    if (fused) {
+        float unit = natural * LOG2_E;
+        UNROLL for (u32 m = 0; m < FORWARD_ROW_TILES; ++m)
+            UNROLL for (u32 e = 0; e < 4; ++e) {
+                float offset = -base[m][e / 2] * LOG2_E;
+                UNROLL for (u32 n = 0; n < FORWARD_COLUMNS; ++n)
+                    scores[m][n][e] = exp2_approx(multiply_add(scores[m][n][e], unit, offset));
+            }
+    } else {
+        // one product for the maximum and the scores: the difference is 0 at the maximum
+        UNROLL for (u32 m = 0; m < FORWARD_ROW_TILES; ++m)
+            UNROLL for (u32 n = 0; n < FORWARD_COLUMNS; ++n)
+                UNROLL for (u32 e = 0; e < 4; ++e)
+                    scores[m][n][e] = fast_exp(natural * scores[m][n][e] - base[m][e / 2]);
+    }
+    UNROLL for (u32 m = 0; m < FORWARD_ROW_TILES; ++m)
+        UNROLL for (u32 r = 0; r < 2; ++r) {
+            float sum = 0;
+            UNROLL for (u32 n = 0; n < FORWARD_COLUMNS; ++n)
+                UNROLL for (u32 c = 0; c < 2; ++c) sum += scores[m][n][2 * r + c];
+            state.sum[m][r] = state.sum[m][r] * rescale[m][r] + sum;
+        }
+    // in long sequences a maximum rarely changes
+    if (!changed) return;
+    UNROLL for (u32 panel = 0; panel < CHUNKS; ++panel)
+        UNROLL for (u32 m = 0; m < FORWARD_ROW_TILES; ++m)
+            UNROLL for (u32 n = 0; n < CHUNK / 8; ++n)
+                UNROLL for (u32 e = 0; e < 4; ++e) o[panel][m][n][e] *= rescale[m][e / 2];
+}
+
+// Score epilogue, mask and online softmax of one tile. Returns P in the layout of a left operand.
+DEVICE void forward_probs(ForwardProbs& probs, ForwardScores& scores,
+                          RowAccumulators<FORWARD_ROW_TILES>& o, RowState& state,
+                          const TileCoord& coord, const RowLane& lane, const Attention& a) {
+    VisibleBits visible = {};
+    float natural = float(a.scale);
+    const bool epilogue = has_epilogue(a);
+    // the pairs of a full tile need no test
+    if (!coord.is_full || coord.first_key + FORWARD_KEYS > a.keys || epilogue) {
+        mask_scores(visible, coord, lane, a);
+        if (epilogue) {
+            apply_epilogue(scores, visible, coord, lane, a);
+            natural = 1;
+        }
+        UNROLL for (u32 m = 0; m < FORWARD_ROW_TILES; ++m)
+            UNROLL for (u32 n = 0; n < FORWARD_COLUMNS; ++n)
+                UNROLL for (u32 e = 0; e < 4; ++e)
+                    if (!is_visible(visible, m, n, e)) scores[m][n][e] = -infinity();
+    }
+    online_softmax(scores, o, state, natural);
+    if (a.flags & HAS_DROPOUT) apply_dropout(scores, coord, lane, a);
+    UNROLL for (u32 m = 0; m < FORWARD_ROW_TILES; ++m)
+        UNROLL for (u32 n = 0; n < FORWARD_COLUMNS; ++n)
+            UNROLL for (u32 r = 0; r < 2; ++r)
+                probs[m][n][r] = narrow_pair(scores[m][n][2 * r], scores[m][n][2 * r + 1]);
+    if (coord.is_full) return;
+    UNROLL for (u32 m = 0; m < FORWARD_ROW_TILES; ++m)
+        UNROLL for (u32 n = 0; n < FORWARD_COLUMNS; ++n)
+            UNROLL for (u32 r = 0; r < 2; ++r)
+                probs[m][n][r] =
+                    mark_masked(probs[m][n][r], is_visible(visible, m, n, 2 * r),
+                                is_visible(visible, m, n, 2 * r + 1));
+}
+
+// Loads state and O of the pass. A thread's sum is that of its columns: the row's is added once.
+DEVICE void load_state(RowState& state, RowAccumulators<FORWARD_ROW_TILES>& o, u32 b,
+                       u32 first_head, u32 first_query, const RowLane& lane, const Attention& a) {
+    UNROLL for (u32 m = 0; m < FORWARD_ROW_TILES; ++m)
+        UNROLL for (u32 r = 0; r < 2; ++r) {
+            PackedRow packed = forward_row(a, first_head, lane.row_of(m, r));
+            u64 i = first_query + packed.query;
+            bool exists = packed.exists && i < a.queries && !starts_empty(a);
+            u64 index = statistics_row(a, 0, b, packed.h, i);
+            state.max[m][r] = exists ? reinterpret_cast<const float*>(a.max)[index] : -infinity();
+            state.sum[m][r] = exists && lane.column == 0
+                                  ? reinterpret_cast<const float*>(a.sum)[index]
+                                  : 0.0f;
+            const float* line = acc_row(a, 0, b, packed.h, i);
+            UNROLL for (u32 panel = 0; panel < CHUNKS; ++panel)
+                UNROLL for (u32 n = 0; n < CHUNK / 8; ++n)
+                    UNROLL for (u32 c = 0; c < 2; ++c) {
+                        u32 x = panel * CHUNK + 8 * n + lane.column + c;
+                        o[panel][m][n][2 * r + c] = exists && x < a.value_dim ? line[x] : 0.0f;
+                    }
+        }
+}
+
+// Writes the state of the pass, partial results, or outputs: see forward_state.cuh.
+DEVICE void store_rows(const RowState& state, const RowAccumulators<FORWARD_ROW_TILES>& o, u32 b,
+                       u32 split, u32 first_head, u32 first_query, const RowLane& lane,
+                       const Attention& a) {
+    const bool write_outputs = a.flags & WRITE_OUTPUTS, in_pairs = stores_pairs(a);
+    UNROLL for (u32 m = 0; m < FORWARD_ROW_TILES; ++m)
+        UNROLL for (u32 r = 0; r < 2; ++r) {
+            float sum = state.sum[m][r];
+            sum += shuffle_xor(sum, 1);
+            sum += shuffle_xor(sum, 2);
+            PackedRow packed = forward_row(a, first_head, lane.row_of(m, r));
+            u64 i = first_query + packed.query;
+            if (!packed.exists || i >= a.queries) continue;
+            RowOutput output = row_output(state.max[m][r], sum);
+            if (lane.column == 0 && write_outputs) store_lse(a, b, packed.h, i, output.lse);
+            if (lane.column == 0 && !write_outputs) {
+                u64 index = statistics_row(a, split, b, packed.h, i);
+                reinterpret_cast<float*>(a.max)[index] = state.max[m][r];
+                reinterpret_cast<float*>(a.sum)[index] = sum;
+            }
+            float* line = acc_row(a, split, b, packed.h, i);
+            UNROLL for (u32 panel = 0; panel < CHUNKS; ++panel)
+                UNROLL for (u32 n = 0; n < CHUNK / 8; ++n) {
+                    u32 x = panel * CHUNK + 8 * n + lane.column;
+                    const float* pair = o[panel][m][n] + 2 * r;
+                    if (write_outputs)
+                        store_output_pair(a, output, b, packed.h, i, x, pair[0], pair[1],
+                                          in_pairs);
+                    else
+                        UNROLL for (u32 c = 0; c < 2; ++c)
+                            if (x + c < a.value_dim) line[x + c] = pair[c];
+                }
+        }
+}
+
+// Grid: query tiles, each with its ranges of keys × groups of packed_heads query heads × batch
+// rows.
+KERNEL_OF(FORWARD_THREADS, FORWARD_BLOCKS, forward_matrix, Attention) {
     const ForwardTile place = forward_tile(a);
     u32 tile = place.tile, first_head = block_y() * a.packed_heads, b = block_z();
-    u32 first_query = tile * packed_queries(a);
-    HeadTileIterator tiles;
-    tiles.begin(a, b, place.list, first_head, first_head + 1);
+    u32 queries = packed_queries<FORWARD_ROWS>(a), first_query = tile * queries;
+    TileIterator tiles;
+    tiles.begin(a, b, first_head, place.list);
     if (!tiles.more() && keeps_state(a)) return;
-    Lane lane = lane_of_thread();
+    RowLane lane = row_lane_of_thread<FORWARD_ROW_TILES>();
     // in decoding most warps have no rows: they copy, and neither read shared memory nor multiply
-    PackedRow first_row = packed_row(a, first_head, lane.first_row);
+    PackedRow first_row = forward_row(a, first_head, lane.first_row);
     lane.has_rows = first_row.exists && first_query + first_row.query < a.queries;
 
-    SHARED(u16, stages, STAGES * CHUNK_ELEMENTS);
-    SHARED(u16, probs, TILE * TILE);
-    SHARED(float, half_max, 2 * TILE);
-    SHARED(float, half_sum, 2 * TILE);
+    SHARED(u16, query_rows, FORWARD_ROWS * ANNULUS_DIM);
+    SHARED(u16, stages, FORWARD_STAGES * CHUNK_ELEMENTS);
 
-    Stream<FORWARD> stream;
+    ForwardStream stream;
+#ifdef PLANTED_LATE_QUERIES
     stream.begin(a, stages, tiles);
-    LeftRows<true> queries;
-    queries.begin(operand_of(a.q, b, first_head, a.queries, a.head_dim), first_query, lane, a);
-
-    Accumulators o;
-    float max[2], sum[2];
-    UNROLL for (u32 r = 0; r < 2; ++r) {
-        PackedRow packed = packed_row(a, first_head, lane.row + 8 * r);
-        u64 i = first_query + packed.query;
-        bool exists = packed.exists && i < a.queries && !starts_empty(a);
-        u64 index = statistics_row(a, 0, b, packed.h, i);
-        max[r] = exists ? reinterpret_cast<const float*>(a.max)[index] : -infinity();
-        sum[r] = exists ? reinterpret_cast<const float*>(a.sum)[index] : 0.0f;
-        const float* line = acc_row(a, 0, b, packed.h, i);
-        UNROLL for (u32 chunk = 0; chunk < CHUNKS; ++chunk)
-            UNROLL for (u32 n_tile = 0; n_tile < N_TILES; ++n_tile)
-                UNROLL for (u32 c = 0; c < 2; ++c) {
-                    u32 x = chunk * CHUNK + lane.half * 32 + n_tile * 8 + lane.column + c;
-                    o[chunk][n_tile][2 * r + c] = exists && x < a.value_dim ? line[x] : 0.0f;
-                }
-    }
+#endif
+    if (tiles.more())
+        load_query_rows(query_rows, operand_of(a.q, b, first_head, a.queries, a.head_dim),
+                        first_query, a);
+#ifndef PLANTED_LATE_QUERIES
+    stream.begin(a, stages, tiles);
+#endif
+    RowState state;
+    RowAccumulators<FORWARD_ROW_TILES> o;
+    load_state(state, o, b, first_head, first_query, recomputed(lane), a);
 
     for (; tiles.more(); tiles.next(a)) {
         TileEntry entry = tiles.entry(a);
-        TileCoord coord = tile_coord<true>(a, b, first_head, tile, entry.tile, entry);
-        ScoreFragments scores;
-        gemm_nt(scores, queries, stream, a.head_dim, lane, a);
-
-        // score epilogue, and row maximum over both halves
-        bool plain = is_plain(coord, a);
-        float tile_max[2];
-        u32 visible_bits = 0;
-        if (lane.has_rows)
-            visible_bits = plain ? forward_scores<true>(scores, tile_max, coord, lane, a)
-                                 : forward_scores<false>(scores, tile_max, coord, lane, a);
-        if (lane.has_rows)
-            UNROLL for (u32 r = 0; r < 2; ++r) {
-                tile_max[r] = larger(tile_max[r], shuffle_xor(tile_max[r], 1));
-                tile_max[r] = larger(tile_max[r], shuffle_xor(tile_max[r], 2));
-                if (lane.lane % 4 == 0)
-                    half_max[lane.half * TILE + lane.row + 8 * r] = tile_max[r];
-            }
-        barrier();
-
-        // probabilities, and row sum over both halves
-        float rescale[2] = {1.0f, 1.0f};
-        if (lane.has_rows) {
-            UNROLL for (u32 r = 0; r < 2; ++r) {
-                u32 row = lane.row + 8 * r;
-                PackedRow packed = packed_row(a, first_head, row);
-                float new_max = larger(max[r], larger(half_max[row], half_max[TILE + row]));
-                rescale[r] = new_max == max[r] ? 1.0f : fast_exp(max[r] - new_max);
-                float partial_sum =
-                    plain ? forward_probs<true>(probs, scores, visible_bits, new_max, r, coord,
-                                                packed, lane, a)
-                          : forward_probs<false>(probs, scores, visible_bits, new_max, r, coord,
-                                                 packed, lane, a);
-                partial_sum += shuffle_xor(partial_sum, 1);
-                partial_sum += shuffle_xor(partial_sum, 2);
-                if (lane.lane % 4 == 0) half_sum[lane.half * TILE + row] = partial_sum;
-                max[r] = new_max;
-            }
-            UNROLL for (u32 chunk = 0; chunk < CHUNKS; ++chunk)
-                UNROLL for (u32 n_tile = 0; n_tile < N_TILES; ++n_tile)
-                    UNROLL for (u32 e = 0; e < 4; ++e) o[chunk][n_tile][e] *= rescale[e / 2];
+        TileCoord coord = tile_coord(a, b, first_head, tile, entry.tile, entry, queries);
+        NOT_UNROLLED for (u32 part = 0; part < TILE / FORWARD_KEYS; ++part) {
+            ForwardScores scores;
+            ForwardProbs probs;
+            gemm_nt<FORWARD_ROWS>(scores, query_rows, stream, a.head_dim, lane, a);
+            if (lane.has_rows) forward_probs(probs, scores, o, state, coord, lane, a);
+            gemm_nn(o, probs, stream, a.value_dim, coord.is_full, lane, a);
+            coord.first_key += FORWARD_KEYS;
         }
-
-        // Barriers in the stream order the writes to shared memory before gemm_nn's reads, and
-        // those reads before the next tile's writes.
-        gemm_nn(o, probs, stream, a.value_dim, coord.is_full, lane, a);
-        if (lane.has_rows)
-            UNROLL for (u32 r = 0; r < 2; ++r)
-                sum[r] = sum[r] * rescale[r] +
-                         (half_sum[lane.row + 8 * r] + half_sum[TILE + lane.row + 8 * r]);
     }
-
-    const bool write_outputs = a.flags & WRITE_OUTPUTS, in_pairs = stores_pairs(a);
-    UNROLL for (u32 r = 0; r < 2; ++r) {
-        PackedRow packed = packed_row(a, first_head, lane.row + 8 * r);
-        u64 i = first_query + packed.query;
-        if (!packed.exists || i >= a.queries) continue;
-        RowOutput output = row_output(max[r], sum[r]);
-        bool is_first = lane.half == 0 && lane.lane % 4 == 0;
-        if (is_first && write_outputs) store_lse(a, b, packed.h, i, output.lse);
-        if (is_first && !write_outputs) {
-            u64 index = statistics_row(a, place.split, b, packed.h, i);
-            reinterpret_cast<float*>(a.max)[index] = max[r];
-            reinterpret_cast<float*>(a.sum)[index] = sum[r];
-        }
-        float* line = acc_row(a, place.split, b, packed.h, i);
-        UNROLL for (u32 chunk = 0; chunk < CHUNKS; ++chunk)
-            UNROLL for (u32 n_tile = 0; n_tile < N_TILES; ++n_tile) {
-                u32 x = chunk * CHUNK + lane.half * 32 + n_tile * 8 + lane.column;
-                const float* pair = o[chunk][n_tile] + 2 * r;
-                if (write_outputs)
-                    store_output_pair(a, output, b, packed.h, i, x, pair[0], pair[1], in_pairs);
-                else
-                    UNROLL for (u32 c = 0; c < 2; ++c)
-                        if (x + c < a.value_dim) line[x + c] = pair[c];
-            }
-    }
+    store_rows(state, o, b, place.split, first_head, first_query, recomputed(lane), a);
 }
 
 #endif

@@ -1,7 +1,7 @@
 // Rows of a forward kernel's block in memory: the state of the pass, partial results, or outputs.
 //
-//   state            O, m and ℓ after the KV blocks so far. With EMPTY_STATE it has no contents, and
-//                    the block starts from O = 0, m = −∞, ℓ = 0.
+//   state            O, m and ℓ after the KV blocks so far. With EMPTY_STATE it has no contents,
+//                    and the block starts from O = 0, m = −∞, ℓ = 0.
 //   partial results  O, m and ℓ of one range of keys, if a tile has more than one (split-KV
 //                    decoding). They start empty, too; merge_splits.cuh merges them.
 //   outputs          with WRITE_OUTPUTS out = O / ℓ and lse = m + ln ℓ, which saves O a way through

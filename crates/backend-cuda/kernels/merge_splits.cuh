@@ -4,8 +4,8 @@
 //   ℓ' = f·ℓ + Σ_s f_s·ℓ_s;  O' = f·O + Σ_s f_s·O_s
 //
 // With few queries a grid of query tiles leaves most multiprocessors idle, so that ranges of keys
-// are blocks of their own (src/split_kv.rs). One block merges one row: thread s computes f_s, warp w
-// adds the terms s = w, w + 8, …, and the sums of the warps are added in order. The order of all
+// are blocks of their own (src/split_kv.rs). One block merges one row: thread s computes f_s, warp
+// w adds the terms s = w, w + 8, …, and the sums of the warps are added in order. The order of all
 // sums is fixed, hence the bits repeat.
 //
 // Source: Flash-Decoding (Dao et al. 2023).

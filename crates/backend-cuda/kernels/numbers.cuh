@@ -39,7 +39,8 @@ DEVICE T larger(T x, T y) {
 }
 DEVICE float larger(float x, float y) { return max_or_nan(x, y); }
 
-// ---- 16-bit conversions by integer operations, so that device and emulator agree bit for bit
+// ---- 16-bit conversions by integer operations. Elements are converted by instructions on a device
+// (widen, narrow), with the same result but for the bits of a NaN.
 
 DEVICE float from_bf16(u16 x) { return float_of(u32(x) << 16); }
 
@@ -90,7 +91,7 @@ DEVICE Sum widen(Element x) {
 #if ANNULUS_DTYPE == 2
     return from_bf16(x);
 #elif ANNULUS_DTYPE == 3
-    return from_f16(x);
+    return widen_f16(x);
 #else
     return x;
 #endif
@@ -98,9 +99,9 @@ DEVICE Sum widen(Element x) {
 
 DEVICE Element narrow(Sum x) {
 #if ANNULUS_DTYPE == 2
-    return to_bf16(x);
+    return u16(pack_bf16x2(x, 0.0f));
 #elif ANNULUS_DTYPE == 3
-    return to_f16(x);
+    return u16(pack_f16x2(x, 0.0f));
 #else
     return x;
 #endif

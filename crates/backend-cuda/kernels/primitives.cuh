@@ -9,8 +9,8 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-// Threads per block: 256 = 8 warps, 16 × 16 threads per score tile at level 0, 4 × 2 warps with
-// mma.
+// Threads per block, unless a kernel has its own number: 256 = 8 warps, 16 × 16 threads per score
+// tile at level 0, 4 × 2 warps in the backward kernels with mma.
 #ifndef THREADS
 #define THREADS 256
 #endif
@@ -32,13 +32,14 @@ typedef long long i64;
 // Arrays stay in registers only if every index is a compile-time constant, so loops over them are
 // unrolled.
 #define UNROLL _Pragma("unroll")
+#define NOT_UNROLLED _Pragma("unroll 1")
 
 // A kernel takes one argument structure, by value. ptxas limits the registers so that `blocks`
-// blocks fit a multiprocessor; for one block of 256 threads that is 255 a thread.
-#define KERNEL_OF(blocks, name, Arguments)                         \
-    extern "C" __global__ void __launch_bounds__(THREADS, blocks) \
+// blocks of `threads` threads fit a multiprocessor, and to 255 a thread.
+#define KERNEL_OF(threads, blocks, name, Arguments)                \
+    extern "C" __global__ void __launch_bounds__(threads, blocks) \
         name(const __grid_constant__ Arguments a)
-#define KERNEL(name, Arguments) KERNEL_OF(1, name, Arguments)
+#define KERNEL(name, Arguments) KERNEL_OF(THREADS, 1, name, Arguments)
 
 // Static shared memory of this block, uninitialized.
 #define SHARED(type, name, count) __shared__ __align__(16) type name[count]
@@ -65,6 +66,13 @@ DEVICE void store_16(u64 to, const u32* from) {
     *reinterpret_cast<uint4*>(to) = make_uint4(from[0], from[1], from[2], from[3]);
 }
 
+// Returns `x`, which the compiler takes for another value: what is computed from it is computed
+// again where it is needed, instead of being kept in registers across a loop that needs them.
+DEVICE u32 recomputed(u32 x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // __syncthreads: waits for all threads of the block; their earlier writes are visible afterwards.
 DEVICE void barrier() { __syncthreads(); }
 // As barrier; returns true if any thread passed true.
@@ -77,6 +85,7 @@ DEVICE float shuffle_xor(float mine, u32 lanes) {
 DEVICE double shuffle_xor(double mine, u32 lanes) {
     return __shfl_xor_sync(0xffffffffu, mine, lanes);
 }
+DEVICE u32 shuffle_xor(u32 mine, u32 lanes) { return __shfl_xor_sync(0xffffffffu, mine, lanes); }
 
 // ldmatrix: loads four 8 × 8 matrices of 16-bit elements as MMA fragments. Lane 8·m + i passes the
 // address of row i of matrix m (8 elements, 16-byte aligned). Lane l receives elements 2·(l mod 4)
@@ -136,6 +145,13 @@ DEVICE u32 pack_f16x2(float first, float second) {
     u32 pair;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
     return pair;
+}
+
+// Exact; a NaN stays one, with other bits.
+DEVICE float widen_f16(u16 x) {
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x));
+    return wide;
 }
 
 // 2ˣ to within 2 ulp (f32), by the special-function unit; results below 2⁻¹²⁶ flush to 0.

@@ -27,6 +27,7 @@
 #define METHOD inline __attribute__((always_inline))
 #define DEVICE_CALL static
 #define UNROLL
+#define NOT_UNROLLED _Pragma("unroll 1")
 
 // Unnamed namespace: several kernel libraries are loaded side by side, and a shared symbol would
 // let one resume fibers with the code of another.
@@ -87,6 +88,7 @@ struct Block {
     jmp_buf scheduler;
     u32 index[3];
     u32 grid[3];
+    u32 threads;  // of the kernel: at most THREADS
     u32 thread;
     u32 arrived;
     bool any, any_latched;
@@ -144,7 +146,7 @@ inline void fault(const char* why) {
 
 inline void barrier() {
     Block& block = *current();
-    if (++block.arrived < THREADS) {
+    if (++block.arrived < block.threads) {
         pause(Wait::block);
         return;
     }
@@ -366,8 +368,8 @@ inline bool run_block(Block& block, u64& seed) {
     block.changes = 0;
     block.seed = &seed;
     init_async_units(block);
-    std::vector<u32> warps = shuffled(THREADS / WARP, seed), lanes = shuffled(WARP, seed);
-    u32 alive = THREADS;
+    std::vector<u32> warps = shuffled(block.threads / WARP, seed), lanes = shuffled(WARP, seed);
+    u32 alive = block.threads;
     while (alive > 0) {
         bool moved = false;
         for (Fiber& fiber : block.fibers)
@@ -398,17 +400,15 @@ inline bool run_block(Block& block, u64& seed) {
 }  // namespace
 }  // namespace emulated
 
-// Returns the threads per block of this library's kernels.
-extern "C" u32 annulus_threads() { return THREADS; }
-
-// Runs a grid. Returns 0, or 1 if a block failed.
-extern "C" int annulus_emulate(void (*kernel)(const void*), const void* arguments, const u32* grid,
-                               u32 dynamic_shared_bytes, u32 mistake, u64 seed) {
+// Runs a grid of blocks of `threads` threads. Returns 0, or 1 if a block failed.
+extern "C" int annulus_emulate(void (*kernel)(const void*), u32 threads, const void* arguments,
+                               const u32* grid, u32 dynamic_shared_bytes, u32 mistake, u64 seed) {
     std::unique_ptr<emulated::Block> block = emulated::pool().take();
     block->dynamic_shared_bytes = dynamic_shared_bytes;
     block->mistake = mistake;
     emulated::current() = block.get();
     block->kernel = kernel;
+    block->threads = threads;
     block->arguments = arguments;
     for (int axis = 0; axis < 3; ++axis) block->grid[axis] = grid[axis];
     for (u32 z = 0; z < grid[2]; ++z)
@@ -424,15 +424,18 @@ extern "C" int annulus_emulate(void (*kernel)(const void*), const void* argument
     return 0;
 }
 
-#define KERNEL(name, Arguments)                                            \
+#define KERNEL_OF(threads, blocks, name, Arguments)                        \
+    static_assert((threads) <= THREADS && (threads) % emulated::WARP == 0, \
+                  "whole warps of a block's fibers");                      \
     static void name##_of_thread(const Arguments& a);                      \
     extern "C" void name(const void* arguments) {                          \
         name##_of_thread(*static_cast<const Arguments*>(arguments));       \
     }                                                                      \
+    extern "C" u32 name##_threads() { return threads; }                    \
     extern "C" u32 name##_argument_bytes() { return sizeof(Arguments); }   \
     static void name##_of_thread(const Arguments& a)
 
-#define KERNEL_OF(blocks, name, Arguments) KERNEL(name, Arguments)
+#define KERNEL(name, Arguments) KERNEL_OF(THREADS, 1, name, Arguments)
 
 #define SHARED(type, name, count) \
     type* name = static_cast<type*>(emulated::shared(sizeof(type) * (count)))
@@ -458,6 +461,8 @@ DEVICE void store_16(u64 to, const u32* from) {
     std::memcpy(reinterpret_cast<void*>(to), from, 16);
 }
 
+DEVICE u32 recomputed(u32 x) { return x; }
+
 DEVICE void barrier() { emulated::barrier(); }
 DEVICE bool barrier_any(bool mine) {
     emulated::current()->any |= mine;
@@ -467,6 +472,7 @@ DEVICE bool barrier_any(bool mine) {
 
 DEVICE float shuffle_xor(float mine, u32 lanes) { return emulated::shuffle(mine, lanes); }
 DEVICE double shuffle_xor(double mine, u32 lanes) { return emulated::shuffle(mine, lanes); }
+DEVICE u32 shuffle_xor(u32 mine, u32 lanes) { return emulated::shuffle(mine, lanes); }
 
 DEVICE void ldmatrix_x4(u32 (&to)[4], const u16* row) { emulated::ldmatrix<4, false>(to, row); }
 DEVICE void ldmatrix_x4_trans(u32 (&to)[4], const u16* row) {
@@ -506,6 +512,7 @@ DEVICE u32 pack_bf16x2(float first, float second) {
 DEVICE u32 pack_f16x2(float first, float second) {
     return to_f16(first) | u32(to_f16(second)) << 16;
 }
+DEVICE float widen_f16(u16 x) { return from_f16(x); }
 DEVICE float exp2_approx(float x) {
     float power = std::exp2(x);
     return power < 1.17549435e-38f ? 0.0f : power;

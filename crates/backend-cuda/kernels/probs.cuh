@@ -25,7 +25,9 @@ DEVICE u32 mark_masked(u32 pair, bool first_visible, bool second_visible) {
     return first | second << 16;
 }
 
+#define LOG2_E 1.44269504088896341f
+
 // eˣ as 2^(x·log₂e), for results that are rounded to 16 bits.
-DEVICE float fast_exp(float x) { return exp2_approx(x * 1.44269504088896341f); }
+DEVICE float fast_exp(float x) { return exp2_approx(x * LOG2_E); }
 
 #endif

@@ -1,5 +1,5 @@
-// Copies between tensors and wire records, and of byte ranges; sums of gradient records. Grid-stride
-// loops.
+// Copies between tensors and wire records, and of byte ranges; sums of gradient records.
+// Grid-stride loops.
 #pragma once
 
 #include "arguments.cuh"

@@ -29,26 +29,6 @@ typedef Sum ScoreTile[M][M];
 // columns x and x + 16.
 typedef Sum AccTile[SLICES][M][2];
 
-// One row of a forward tile under GQA packing: the query, counted from the tile's first, and the
-// query head. With few queries, `packed_heads` heads of one KV head share a tile, so that each key
-// is read once for all of them:  row = query · packed_heads + head.  Left-over rows do not exist.
-struct PackedRow {
-    u32 query, h;
-    bool exists;
-};
-
-// Queries per tile: TILE / packed_heads.
-DEVICE u32 packed_queries(const Attention& a) { return TILE * a.packed_reciprocal >> 16; }
-
-DEVICE PackedRow packed_row(const Attention& a, u32 first_head, u32 row) {
-    PackedRow at;
-    // row / packed_heads; exact, because row ≤ 2¹⁵ (src/gqa_packing.rs)
-    at.query = row * a.packed_reciprocal >> 16;
-    at.h = first_head + (row - at.query * a.packed_heads);
-    at.exists = at.query < packed_queries(a);
-    return at;
-}
-
 // One visible tile of the other side.
 struct TileEntry {
     u32 tile;
@@ -186,12 +166,14 @@ DEVICE u64 mask_row(const Attention& a, const TileCoord& coord, u32 row, u32 que
         a.block_mask.bits)[u64(coord.entry.mask_index) * queries + row];
 }
 
-// As mask_row, for a packed tile: `row` becomes its query, the coordinate's head the row's head.
-DEVICE u64 packed_mask_row(TileCoord& coord, u32& row, const Attention& a) {
-    PackedRow at = packed_row(a, coord.h, row);
-    coord.h = at.h;
-    row = at.query;
-    return at.exists ? mask_row(a, coord, at.query, packed_queries(a)) : 0;
+// True if a pair is visible by its row's tile mask `line`, and exists.
+DEVICE bool is_pair_visible(u64 line, u32 row, u32 key, const TileCoord& coord,
+                            const Attention& a) {
+#ifdef PLANTED_MASK_OFF_BY_ONE
+    line = line << 1 | 1;
+#endif
+    return coord.first_query + row < a.queries && coord.first_key + key < a.keys &&
+           (line >> key & 1);
 }
 
 // Score epilogue of one pair, query `row` and key `key` of a tile:
@@ -199,17 +181,14 @@ DEVICE u64 packed_mask_row(TileCoord& coord, u32& row, const Attention& a) {
 //   x = scale·round(⟨q, k⟩) + bias     (bias before the cap, if so ordered)
 //   s = cap·tanh(x / cap) + bias       (else after it)
 //
-// The product becomes s; `derivative` becomes ∂s/∂x. Returns true if the pair is visible.
-DEVICE bool pair_epilogue(Sum& product, Sum& derivative, u64 line, u32 row, u32 key,
+// The product becomes s; `derivative` becomes ∂s/∂x. Returns true if the pair is `visible` and its
+// bias is not −∞.
+DEVICE bool score_of_pair(Sum& product, Sum& derivative, bool visible, u32 row, u32 key,
                           const TileCoord& coord, const Attention& a) {
-    u32 i = coord.first_query + row, j = coord.first_key + key;
-#ifdef PLANTED_MASK_OFF_BY_ONE
-    line = line << 1 | 1;
-#endif
-    bool visible = i < a.queries && j < a.keys && (line >> key & 1);
     Sum before = 0, after = 0;
     if (visible && (a.flags & (HAS_BIAS | HAS_SLOPES))) {
-        Sum bias = bias_of(a, coord.b, coord.h, i, j);
+        Sum bias =
+            bias_of(a, coord.b, coord.h, coord.first_query + row, coord.first_key + key);
         // a bias of −∞ masks the pair
         visible = bias != -Sum(infinity());
         (a.flags & BIAS_BEFORE_CAP ? before : after) = bias;
@@ -226,33 +205,51 @@ DEVICE bool pair_epilogue(Sum& product, Sum& derivative, u64 line, u32 row, u32 
     return visible;
 }
 
+// As score_of_pair, for a pair of the row with tile mask `line`.
+DEVICE bool pair_epilogue(Sum& product, Sum& derivative, u64 line, u32 row, u32 key,
+                          const TileCoord& coord, const Attention& a) {
+    return score_of_pair(product, derivative, is_pair_visible(line, row, key, coord, a), row, key,
+                         coord, a);
+}
+
+// Tile mask of a thread's pairs: bit r·M + c is pair (r, c). Row after row, because the 64-bit
+// lines of all rows at once would take registers that a second block per multiprocessor needs.
+DEVICE u32 mask_bits(const TileCoord& coord, const Attention& a) {
+    u32 bits = 0;
+    NOT_UNROLLED for (u32 r = 0; r < M; ++r) {
+        u64 line = mask_row(a, coord, query_of(r));
+        UNROLL for (u32 c = 0; c < M; ++c)
+            bits |= u32(is_pair_visible(line, query_of(r), key_of(c), coord, a)) << (r * M + c);
+    }
+    return bits;
+}
+
 // Score epilogue of a tile: products become scores s, and `dx`, unless null, receives ∂s/∂x. Bit
 // r·M + c of the result is set if pair (r, c) is visible.
 DEVICE u32 score_epilogue(ScoreTile& scores, ScoreTile* dx, const TileCoord& coord,
                           const Attention& a) {
-    u32 visible_bits = 0;
-    UNROLL for (u32 r = 0; r < M; ++r) {
-        u64 line = mask_row(a, coord, query_of(r));
+    u32 mask = mask_bits(coord, a), visible_bits = 0;
+    UNROLL for (u32 r = 0; r < M; ++r)
         UNROLL for (u32 c = 0; c < M; ++c) {
+            u32 bit = r * M + c;
             Sum derivative;
-            bool visible =
-                pair_epilogue(scores[r][c], derivative, line, query_of(r), key_of(c), coord, a);
+            bool visible = score_of_pair(scores[r][c], derivative, mask >> bit & 1, query_of(r),
+                                         key_of(c), coord, a);
             if (dx) (*dx)[r][c] = derivative;
-            visible_bits |= u32(visible) << (r * M + c);
+            visible_bits |= u32(visible) << bit;
         }
-    }
     return visible_bits;
 }
 
 DEVICE bool is_visible(u32 visible_bits, u32 r, u32 c) { return visible_bits >> (r * M + c) & 1; }
 
-template <bool packed = false>
+// Coordinates of a tile whose first query is `queries`·query_tile.
 DEVICE TileCoord tile_coord(const Attention& a, u32 b, u32 h, u32 query_tile, u32 key_tile,
-                            TileEntry entry) {
+                            TileEntry entry, u32 queries = TILE) {
     TileCoord coord;
     coord.b = b;
     coord.h = h;
-    coord.first_query = query_tile * (packed ? packed_queries(a) : TILE);
+    coord.first_query = query_tile * queries;
     coord.first_key = key_tile * TILE;
     coord.entry = entry;
     coord.is_full = entry.mask_index == FULL_TILE && !(a.flags & (HAS_BIAS | HAS_SLOPES));

@@ -23,7 +23,7 @@ pub(crate) struct BlockMaskAddresses {
     pub(crate) lists: u32,
     pub(crate) per_batch: u32,
     pub(crate) per_head: u32,
-    /// Ranges of keys per tile: see [`crate::split_kv`].
+    /// Ranges of keys per tile: see [`crate::key_ranges`].
     pub(crate) splits: u32,
 }
 

@@ -18,9 +18,9 @@ use crate::{
     bias_gradient,
     finish::{by_line, grid_of_rows, row_arguments, sinks_of},
     kernels::THREADS,
+    key_ranges::RangeLimits,
     pass_context::{PassContext, local_bias},
     records,
-    split_kv::RangeLimits,
     state::BackwardState,
 };
 

@@ -17,7 +17,7 @@ use crate::{
     arguments::{
         Attention, BlockMaskAddresses, KEY_POSITIONS_PER_BATCH, QUERY_POSITIONS_PER_BATCH,
     },
-    split_kv::{self, RangeLimits, RangeLists},
+    key_ranges::{self, RangeLimits, RangeLists},
 };
 
 /// Visible tiles by query tile and by key tile, and per-row numbers that kernels need, in one
@@ -28,7 +28,7 @@ pub(crate) struct BlockMask {
     /// Byte offsets in the buffer: starts and runs of the lists.
     by_queries: [u64; 2],
     by_keys: [u64; 2],
-    /// As `by_queries`, with a list for each range of keys of a tile: see [`crate::split_kv`].
+    /// As `by_queries`, with a list for each range of keys of a tile: see [`crate::key_ranges`].
     by_ranges: [u64; 2],
     ranges: usize,
     bits: u64,
@@ -148,7 +148,7 @@ impl BlockMask {
         let by_query_tile: Vec<&[TileRun]> = (0..tiling.planes() * query_tiles)
             .map(|list| block_sparse.by_queries().list(list))
             .collect();
-        let (by_ranges, ranges) = match split_kv::divide(&by_query_tile, limits) {
+        let (by_ranges, ranges) = match key_ranges::divide(&by_query_tile, limits) {
             Some(RangeLists { ranges, starts, runs }) => (upload.csr(&starts, &runs), ranges),
             None => (by_queries, 1),
         };
@@ -213,7 +213,7 @@ impl BlockMask {
     /// Sets the mask fields of the arguments, with the lists by query tile and range of keys.
     /// Returns the number of ranges per tile, 1 if keys are not divided.
     pub(crate) fn write_ranges_to(&self, arguments: &mut Attention) -> usize {
-        // at most `split_kv::MAX_RANGES`
+        // at most `key_ranges::MAX_RANGES`
         self.write_lists_to(arguments, self.by_ranges, self.query_tiles, self.ranges as u32);
         self.ranges
     }

@@ -9,7 +9,7 @@ use crate::{
         Attention, EMPTY_STATE, Tensor, WRITE_OUTPUTS, by_head, field, tensor, tensor_mut,
     },
     finish, forward_warpgroup,
-    kernels::THREADS,
+    kernels::{MatrixKernels, THREADS},
     pass_context::PassContext,
     records,
     state::ForwardState,
@@ -111,11 +111,13 @@ fn launch(context: &PassContext, arguments: &Attention, grid: [u64; 3]) -> Resul
     if let Some(warpgroup) = kernels.warpgroup.as_ref().filter(|_| forward_tiles.on_warpgroups) {
         return forward_warpgroup::launch(stream, warpgroup, arguments, context.spec(), grid);
     }
-    let matrix = kernels.matrix_for(context.spec());
-    let kernel = matrix.map_or(&kernels.forward, |matrix| &matrix.forward);
+    let (kernel, threads) = match kernels.matrix_for(context.spec()) {
+        Some(matrix) => (&matrix.forward, MatrixKernels::FORWARD_THREADS),
+        None => (&kernels.forward, THREADS),
+    };
     // SAFETY: the engine has validated every tensor's shape; memory is freed only after queued
     // work.
-    unsafe { kernel.launch(stream, grid, THREADS, arguments) }
+    unsafe { kernel.launch(stream, grid, threads, arguments) }
 }
 
 impl ForwardPass<CudaSpace> for CudaForward<'_> {

@@ -6,7 +6,7 @@ use annulus_core::{Dims, RankShard, Spec, Visibility};
 use crate::{
     gqa_packing::GqaPacking,
     kernels::Kernels,
-    split_kv::{ForwardGrid, PartialResults, RangeLimits},
+    key_ranges::{ForwardGrid, RangeLimits, partial_sums},
 };
 
 /// See the [module](self).
@@ -16,7 +16,7 @@ pub(crate) struct ForwardTiles {
     pub(crate) packing: GqaPacking,
     /// Queries and keys per tile.
     pub(crate) tile: [usize; 2],
-    /// Ranges of keys of a tile: see [`crate::split_kv`].
+    /// Ranges of keys of a tile: see [`crate::key_ranges`].
     pub(crate) ranges: RangeLimits,
 }
 
@@ -26,7 +26,11 @@ impl ForwardTiles {
         let Dims { batch, q_heads, kv_heads, head_dim, value_dim, .. } = spec.dims;
         let queries = shard.queries.len();
         let warpgroup = kernels.warpgroup_for(spec, queries);
-        let [rows, keys] = warpgroup.map_or(kernels.variant, |warpgroup| warpgroup.variant).tile();
+        let [rows, keys] = match (warpgroup, kernels.matrix_for(spec)) {
+            (Some(warpgroup), _) => warpgroup.variant.tile(),
+            (None, Some(_)) => kernels.variant.forward_matrix_tile(),
+            (None, None) => kernels.variant.tile(),
+        };
         let packing = match warpgroup {
             Some(_) => GqaPacking::none(rows),
             None => packing(kernels, shard, rows),
@@ -36,7 +40,7 @@ impl ForwardTiles {
             rows: queries.min(packing.queries()) * packing.heads(),
             keys,
             most_keys: usize::try_from(shard.most_block_rows).unwrap_or(usize::MAX),
-            partial_bytes: PartialResults::sums(value_dim) * spec.dtype.accumulator().bytes(),
+            partial_bytes: partial_sums(value_dim) * spec.dtype.accumulator().bytes(),
             kv_bytes: (head_dim + value_dim) * spec.dtype.bytes(),
             kv_planes: kv_heads * batch,
         };

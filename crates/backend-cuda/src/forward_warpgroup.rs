@@ -5,7 +5,7 @@ use annulus_device_cuda::{CudaView, Device, Stream, TensorMap};
 
 use crate::{
     arguments::{Attention, Tensor, WarpgroupAttention},
-    kernels::WarpgroupKernels,
+    kernels::{WarpgroupKernels, needs_epilogue},
 };
 
 /// Stride of an axis of length 1, in bytes: a stride of TMA is a positive multiple of 16.
@@ -52,20 +52,6 @@ pub(crate) fn launch(
     // SAFETY: the engine has validated every tensor's shape; memory is freed only after queued
     // work.
     unsafe { kernel.launch(stream, grid, WarpgroupKernels::THREADS, &arguments) }
-}
-
-/// True if the QKᵀ products need an epilogue: bias, soft cap or rounding; or a scale that is not
-/// positive (the maximum of scale·s is scale·max s only for scale > 0) or so small that products
-/// with it may leave the normal range of f32. Otherwise the scale is deferred to the softmax. Also
-/// true with dropout.
-pub(crate) fn needs_epilogue(spec: &Spec) -> bool {
-    let is_deferred = spec.scale as f32 > 1e-30;
-    spec.bias.is_some()
-        || spec.bias_function.is_some()
-        || spec.soft_cap.is_some()
-        || spec.dropout.is_some()
-        || spec.logits_dtype != spec.dtype.accumulator()
-        || !is_deferred
 }
 
 /// Encodes the tensor map of K or V, with boxes of `rows` rows.

@@ -7,7 +7,7 @@ use annulus_device_cuda::{
     Architecture, Compiler, Device, Image, ImageKind, Kernel, Module, Program,
 };
 
-use crate::{Level, forward_warpgroup::needs_epilogue, gqa_packing::GqaPacking};
+use crate::{Level, gqa_packing::GqaPacking};
 
 /// File name and text.
 type Header = (&'static str, &'static str);
@@ -25,11 +25,14 @@ const HEADERS: [Header; 8] = [
 ];
 
 /// Further headers of [`Family::General`].
-const GENERAL_HEADERS: [Header; 13] = [
+const GENERAL_HEADERS: [Header; 16] = [
     ("head_tiles.cuh", include_str!("../kernels/head_tiles.cuh")),
     ("gradient.cuh", include_str!("../kernels/gradient.cuh")),
     ("backward_pair.cuh", include_str!("../kernels/backward_pair.cuh")),
     ("forward.cuh", include_str!("../kernels/forward.cuh")),
+    ("gqa_packing.cuh", include_str!("../kernels/gqa_packing.cuh")),
+    ("chunk_stream.cuh", include_str!("../kernels/chunk_stream.cuh")),
+    ("row_tiles.cuh", include_str!("../kernels/row_tiles.cuh")),
     ("matrix.cuh", include_str!("../kernels/matrix.cuh")),
     ("forward_matrix.cuh", include_str!("../kernels/forward_matrix.cuh")),
     ("merge_splits.cuh", include_str!("../kernels/merge_splits.cuh")),
@@ -67,7 +70,8 @@ const WARPGROUP_BACKWARD_HEADERS: [Header; 6] = [
     ("backward_keys_warpgroup.cuh", include_str!("../kernels/backward_keys_warpgroup.cuh")),
 ];
 
-/// Threads per block of the general kernels; `THREADS` of `kernels/primitives.cuh`.
+/// Threads per block of the general kernels, except the forward kernel on tensor cores; `THREADS`
+/// of `kernels/primitives.cuh`.
 pub(crate) const THREADS: u32 = 256;
 
 /// Upper bound of the grid of grid-stride kernels: 31 blocks for each of the 132
@@ -228,6 +232,12 @@ impl Variant {
             Family::General if matches!(self.dtype, DType::F64) || self.dim == 32 => [32, 32],
             Family::General => [64, 64],
         }
+    }
+
+    /// Rows (queries, or pairs of query and head) and keys per tile of the forward kernel on tensor
+    /// cores; `FORWARD_ROWS` of `kernels/forward_matrix.cuh`.
+    pub(crate) const fn forward_matrix_tile(self) -> [usize; 2] {
+        [if self.dim <= 128 { 128 } else { 64 }, self.tile()[1]]
     }
 
     /// Rows of a KV tile that all of these kernels compute whole: their largest, a multiple of the
@@ -471,12 +481,29 @@ impl BackwardWarpgroupKernels {
     }
 }
 
+/// True if the QKᵀ products need an epilogue: bias, soft cap or rounding; or a scale that is not
+/// positive (the maximum of scale·s is scale·max s only for scale > 0) or so small that products
+/// with it may leave the normal range of f32. Otherwise the scale is deferred to the softmax. Also
+/// true with dropout.
+pub(crate) fn needs_epilogue(spec: &Spec) -> bool {
+    let is_deferred = spec.scale as f32 > 1e-30;
+    spec.bias.is_some()
+        || spec.bias_function.is_some()
+        || spec.soft_cap.is_some()
+        || spec.dropout.is_some()
+        || spec.logits_dtype != spec.dtype.accumulator()
+        || !is_deferred
+}
+
 fn load(device: &Device, compiler: &Compiler, variant: Variant, more: &[String]) -> Result<Module> {
     let (kind, target) = compiler.target(device.architecture())?;
     Module::load(device, &compile(compiler, variant, more, kind, &target)?)
 }
 
 impl MatrixKernels {
+    /// Threads per block of the forward kernel; `FORWARD_THREADS` of `kernels/forward_matrix.cuh`.
+    pub(crate) const FORWARD_THREADS: u32 = 128;
+
     fn new(module: &Module) -> Result<Self> {
         let [forward, backward_queries, backward_keys] =
             MATRIX_KERNELS.map(|name| module.kernel(name));
@@ -492,7 +519,7 @@ impl Kernels {
     /// Returns the warpgroup kernels if they serve a forward pass over `queries` queries.
     pub(crate) fn warpgroup_for(&self, spec: &Spec, queries: usize) -> Option<&WarpgroupKernels> {
         let group = spec.dims.q_heads / spec.dims.kv_heads;
-        let [rows, _] = self.variant.tile();
+        let [rows, _] = self.variant.forward_matrix_tile();
         self.warpgroup.as_ref().filter(|kernels| kernels.are_filled_by(queries, group, rows))
     }
 

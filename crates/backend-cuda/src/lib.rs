@@ -9,7 +9,8 @@
 //! |---|---|
 //! | [`annulus_core::Backend`], [`annulus_core::Workspace`] | `backend.rs`, `workspace.rs` |
 //! | [`annulus_core::ForwardPass`]: tiles | `forward.rs`, `forward_warpgroup.rs` |
-//! | forward: choice of tiles; split-KV decoding | `forward_tiles.rs`, `split_kv.rs` |
+//! | forward: choice of tiles and of ranges of keys | `forward_tiles.rs`, `key_ranges.rs` |
+//! | forward: partial results of ranges (split-KV decoding) | `split_kv.rs` |
 //! | forward: row epilogue | `finish.rs` |
 //! | [`annulus_core::BackwardPass`]: prologue, blocks, end | `backward.rs` |
 //! | backward: dQ; dbias | `backward_queries.rs`; `bias_gradient.rs` |
@@ -51,6 +52,7 @@ mod forward_tiles;
 mod forward_warpgroup;
 mod gqa_packing;
 mod kernels;
+mod key_ranges;
 mod level;
 mod pass_context;
 mod records;

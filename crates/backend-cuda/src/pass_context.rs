@@ -15,7 +15,7 @@ use crate::{
     block_mask::{BlockMask, BlockMaskCache, to_u32},
     forward_tiles::ForwardTiles,
     kernels::{Kernels, THREADS, grid_of},
-    split_kv::RangeLimits,
+    key_ranges::RangeLimits,
 };
 
 /// Part of a workspace that forward and backward passes share.

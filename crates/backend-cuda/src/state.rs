@@ -3,7 +3,10 @@
 use annulus_core::{Dims, RankShard, Result, Spec};
 use annulus_device_cuda::{CudaBuffer, Device};
 
-use crate::{arguments::StateAddresses, pass_context::local_bias, split_kv::PartialResults};
+use crate::{
+    arguments::StateAddresses, key_ranges::partial_sums, pass_context::local_bias,
+    split_kv::PartialResults,
+};
 
 /// Online softmax of every local query.
 #[derive(Debug)]
@@ -122,7 +125,7 @@ impl Sizes {
             acc: rows * value_dim,
             partial: match most_ranges {
                 1 => 0,
-                ranges => ranges * rows * PartialResults::sums(value_dim),
+                ranges => ranges * rows * partial_sums(value_dim),
             },
             statistics: rows * Spec::ROW_STATISTICS,
             dq: rows * head_dim,

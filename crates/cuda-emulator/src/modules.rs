@@ -26,7 +26,7 @@ struct EmulatedModule {
 
 type Entry = unsafe extern "C" fn(*const c_void);
 type Emulate =
-    unsafe extern "C" fn(Entry, *const c_void, *const c_uint, c_uint, c_uint, u64) -> c_int;
+    unsafe extern "C" fn(Entry, c_uint, *const c_void, *const c_uint, c_uint, c_uint, u64) -> c_int;
 
 /// Dynamic shared memory of a launch without the attribute, as on every GPU.
 const SHARED_DEFAULT: u32 = 48 * 1024;
@@ -82,13 +82,14 @@ pub(super) unsafe extern "C" fn module_function(
         let (module, name) =
             unsafe { (&*module.cast::<EmulatedModule>(), CStr::from_ptr(name).to_bytes()) };
         let size_of = [name, b"_argument_bytes"].concat();
+        let threads_of = [name, b"_threads"].concat();
         // SAFETY: the library was compiled with primitives_host.h, which declares these symbols so.
         let found = unsafe {
             let entry = module.library.get::<Entry>(name);
             let bytes = module.library.get::<unsafe extern "C" fn() -> c_uint>(size_of.as_slice());
             let emulate = module.library.get::<Emulate>(b"annulus_emulate");
             let threads =
-                module.library.get::<unsafe extern "C" fn() -> c_uint>(b"annulus_threads");
+                module.library.get::<unsafe extern "C" fn() -> c_uint>(threads_of.as_slice());
             match (entry, bytes, emulate, threads) {
                 (Ok(entry), Ok(bytes), Ok(emulate), Ok(threads)) => {
                     (*entry, bytes() as usize, *emulate, threads())
@@ -176,8 +177,8 @@ pub(super) unsafe extern "C" fn launch(
                 aligned
             })
             .collect();
-        let (library, entry, emulate) =
-            (Arc::clone(&function.library), function.entry, function.emulate);
+        let library = Arc::clone(&function.library);
+        let EmulatedFunction { entry, emulate, threads, .. } = *function;
         *lock(&context.blocks).entry(function.name.clone()).or_default() +=
             u64::from(x) * u64::from(y) * u64::from(z);
         let (seed, mistake) =
@@ -188,6 +189,7 @@ pub(super) unsafe extern "C" fn launch(
             let ended = unsafe {
                 emulate(
                     entry,
+                    threads,
                     chunks.as_ptr().cast(),
                     [x, y, z].as_ptr(),
                     shared_bytes,

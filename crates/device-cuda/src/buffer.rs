@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use annulus_core::{Error, Result};
 use cudarc::driver::sys::{CUdeviceptr, CUresult};
 
-use crate::{Device, Event, Stream, context::Retired, device::driver_error};
+use crate::{Device, Event, Stream, context::Retired, symbols::driver_error};
 
 /// Device memory, reference counted: a clone shares the same bytes.
 ///

@@ -1,6 +1,8 @@
-//! State that all [`Device`]s of one context share: streams that may have work, and loaded modules.
+//! State that all devices of one context share: streams that may have work, resources to free
+//! after it, and what other modules keep for a context ([`ContextState::shared`]).
 
 use std::{
+    any::{Any, TypeId},
     collections::BTreeMap,
     ffi::c_void,
     sync::{
@@ -10,33 +12,50 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_core::Result;
 use cudarc::driver::sys::{CUcontext, CUdeviceptr, CUevent, CUmodule, CUresult, CUstream};
 
-use crate::{
-    Device, Kernel, Module,
-    device::Parts,
-    module::ModuleParts,
-    range_copy::RangeCopyKernel,
-    stream::{NO_TIMING, POLL, StreamParts},
-};
+use crate::symbols::{NO_TIMING, Symbols};
+
+/// Interval between queries of an event: a trade-off between latency and load on the host.
+pub(crate) const POLL: Duration = Duration::from_micros(50);
 
 /// Longest wait for work that may use memory, before the memory is needed or the context released:
 /// as for a download, far longer than any pass.
 const DRAIN: Duration = Duration::from_secs(120);
 
-/// Digest of an image.
-pub(crate) type ImageKey = [u64; 2];
+/// Driver functions, and the context that they work in.
+#[derive(Clone, Copy)]
+pub(crate) struct Driver {
+    pub(crate) symbols: Symbols,
+    pub(crate) context: CUcontext,
+}
+
+impl Driver {
+    /// Calls the driver with the context current.
+    pub(crate) fn call_unchecked(&self, call: impl FnOnce(&Symbols) -> CUresult) -> CUresult {
+        // SAFETY: the context is alive as long as the devices that have this.
+        match unsafe { (self.symbols.context_set)(self.context) } {
+            CUresult::CUDA_SUCCESS => call(&self.symbols),
+            error => error,
+        }
+    }
+}
+
+/// A stream that is not destroyed as long as this exists.
+pub(crate) trait OpenStream: Send + Sync {
+    /// Handle for driver calls.
+    fn handle(&self) -> CUstream;
+}
 
 /// State of one context. Several ranks of a process may share it, each with a [`Device`].
 #[derive(Default)]
 pub(crate) struct ContextState {
-    streams: Mutex<Vec<Weak<StreamParts>>>,
+    streams: Mutex<Vec<Weak<dyn OpenStream>>>,
     retired: Mutex<Vec<Retired>>,
     /// True if work did not end within a deadline.
     hangs: AtomicBool,
-    modules: Mutex<BTreeMap<ImageKey, Weak<ModuleParts>>>,
-    range_copy: Mutex<Option<RangeCopyKernel>>,
+    /// One value of each type: see [`ContextState::shared`].
+    shared: Mutex<BTreeMap<TypeId, Arc<dyn Any + Send + Sync>>>,
 }
 
 /// Resource that its last owner has dropped. It is freed once the work of the context has ended,
@@ -65,79 +84,61 @@ impl ContextState {
         state
     }
 
-    pub(crate) fn set_range_copy(&self, kernel: RangeCopyKernel) {
-        *lock(&self.range_copy) = Some(kernel);
+    /// Returns the value of type `T` of this context, which is created on first use. It lives as
+    /// long as the context's state, so it must not own a device.
+    pub(crate) fn shared<T: Default + Send + Sync + 'static>(&self) -> Arc<T> {
+        let mut shared = lock(&self.shared);
+        let found = shared.get(&TypeId::of::<T>()).cloned().and_then(|value| value.downcast().ok());
+        found.unwrap_or_else(|| {
+            let value = Arc::<T>::default();
+            shared.insert(TypeId::of::<T>(), value.clone());
+            value
+        })
     }
 
-    /// Returns the kernel that copies ranges, and its threads per block.
-    pub(crate) fn range_copy(&self) -> Option<(Kernel, u32)> {
-        lock(&self.range_copy).as_ref().and_then(RangeCopyKernel::upgrade)
-    }
-
-    pub(crate) fn add_stream(&self, stream: &Arc<StreamParts>) {
+    pub(crate) fn add_stream(&self, stream: &Arc<impl OpenStream + 'static>) {
+        let stream = Arc::downgrade(stream);
         let mut streams = lock(&self.streams);
         streams.retain(|stream| stream.strong_count() > 0);
-        streams.push(Arc::downgrade(stream));
+        streams.push(stream);
     }
 
-    /// Returns the module of this image, loaded by `load` on first use.
-    pub(crate) fn module(
-        &self,
-        key: ImageKey,
-        load: impl FnOnce() -> Result<Module>,
-    ) -> Result<Module> {
-        let mut modules = lock(&self.modules);
-        if let Some(parts) = modules.get(&key).and_then(Weak::upgrade) {
-            return Ok(Module(parts));
-        }
-        let module = load()?;
-        modules.retain(|_, module| module.strong_count() > 0);
-        modules.insert(key, Arc::downgrade(&module.0));
-        Ok(module)
+    /// Records that work may never end. Then nothing waits for it, and what it may use is leaked.
+    pub(crate) fn suspect_hang(&self) {
+        self.hangs.store(true, Ordering::Relaxed);
     }
-}
 
-impl Device {
-    /// Records that work of the context may never end, such as that of a communicator that could
-    /// not be aborted. Then nothing waits for it, and what it may use is leaked.
-    pub fn suspect_hang(&self) {
-        self.0.state.hangs.store(true, Ordering::Relaxed);
-    }
-}
-
-impl Parts {
     /// Frees `what` now if the context is idle, else later.
-    pub(crate) fn retire(&self, what: Retired) {
-        lock(&self.state.retired).push(what);
-        self.collect(Instant::now());
+    pub(crate) fn retire(&self, driver: &Driver, what: Retired) {
+        lock(&self.retired).push(what);
+        self.collect(driver, Instant::now());
     }
 
-    /// As [`Parts::collect`], after a wait of at most [`DRAIN`]; without one after a failure, or if
-    /// work hangs.
-    pub(crate) fn drain(&self) -> bool {
-        let hopeless = self.lock_failure().is_some() || self.state.hangs.load(Ordering::Relaxed);
-        self.collect(Instant::now() + if hopeless { Duration::ZERO } else { DRAIN })
+    /// Frees what is retired, if the work of all streams ends within [`DRAIN`], or if it has ended
+    /// after a failure (`failed`) and if work hangs. False if it does not.
+    pub(crate) fn drain(&self, driver: &Driver, failed: bool) -> bool {
+        let hopeless = failed || self.hangs.load(Ordering::Relaxed);
+        self.collect(driver, Instant::now() + if hopeless { Duration::ZERO } else { DRAIN })
     }
 
     /// Frees what is retired, if the work of all streams ends by `until`. False if it does not.
-    fn collect(&self, until: Instant) -> bool {
-        let state = &self.state;
+    fn collect(&self, driver: &Driver, until: Instant) -> bool {
         // taken before the events are recorded, so that they follow all work that uses it
-        let retired = std::mem::take(&mut *lock(&state.retired));
-        let streams: Vec<_> = lock(&state.streams).iter().filter_map(Weak::upgrade).collect();
+        let retired = std::mem::take(&mut *lock(&self.retired));
+        let streams: Vec<_> = lock(&self.streams).iter().filter_map(Weak::upgrade).collect();
         let left = retired.iter().filter_map(|what| match what {
             Retired::Stream(stream) => Some(*stream),
             _ => None,
         });
-        let mut all = streams.iter().map(|stream| stream.handle).chain(left);
-        if !all.all(|stream| self.ends(stream, until)) {
-            lock(&state.retired).extend(retired);
+        let mut all = streams.iter().map(|stream| stream.handle()).chain(left);
+        if !all.all(|stream| driver.ends(stream, until)) {
+            lock(&self.retired).extend(retired);
             return false;
         }
-        state.hangs.store(false, Ordering::Relaxed);
+        self.hangs.store(false, Ordering::Relaxed);
         for what in retired {
             // SAFETY: created by this driver, freed once, after the work that uses it.
-            self.call_unchecked(|symbols| unsafe {
+            driver.call_unchecked(|symbols| unsafe {
                 match what {
                     Retired::Memory(address) => (symbols.free)(address),
                     Retired::Pinned(start) => (symbols.free_host)(start),
@@ -148,7 +149,9 @@ impl Parts {
         }
         true
     }
+}
 
+impl Driver {
     /// Polls until the work queued on a stream has ended. False if it has not by `until`.
     fn ends(&self, stream: CUstream, until: Instant) -> bool {
         let mut event: CUevent = std::ptr::null_mut();

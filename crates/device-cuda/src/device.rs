@@ -9,7 +9,12 @@ use std::{
 use annulus_core::{Error, Result};
 use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute, CUresult};
 
-use crate::{Symbols, context::ContextState, library::missing, tensor_map::EncodeTensorMap};
+use crate::{
+    Symbols,
+    context::{ContextState, Driver, Retired},
+    library::missing,
+    symbols::{EncodeTensorMap, driver_error},
+};
 
 /// Compute capability, such as 8.0 or 9.0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -46,8 +51,7 @@ impl fmt::Display for Architecture {
 pub struct Device(pub(crate) Arc<Parts>);
 
 pub(crate) struct Parts {
-    symbols: Symbols,
-    context: CUcontext,
+    driver: Driver,
     /// Device whose primary context was retained; `None` for a borrowed context.
     retained: Option<CUdevice>,
     name: String,
@@ -99,8 +103,7 @@ impl Device {
             (symbols.context_retain)(&raw mut context, device)
         })?;
         Ok(Self(Arc::new(Parts {
-            symbols,
-            context,
+            driver: Driver { symbols, context },
             retained: Some(device),
             name,
             architecture,
@@ -120,8 +123,7 @@ impl Device {
     pub unsafe fn borrowed(symbols: Symbols, ordinal: usize, context: CUcontext) -> Result<Self> {
         let (_, name, architecture) = describe(&symbols, ordinal)?;
         Ok(Self(Arc::new(Parts {
-            symbols,
-            context,
+            driver: Driver { symbols, context },
             retained: None,
             name,
             architecture,
@@ -132,7 +134,7 @@ impl Device {
 
     /// Context that calls make current.
     pub fn context(&self) -> CUcontext {
-        self.0.context
+        self.0.driver.context
     }
 
     /// Name of the GPU.
@@ -164,13 +166,19 @@ impl Device {
         self.0.lock_failure().clone()
     }
 
+    /// Records that work of the context may never end, such as that of a communicator that could
+    /// not be aborted. Then nothing waits for it, and what it may use is leaked.
+    pub fn suspect_hang(&self) {
+        self.0.state.suspect_hang();
+    }
+
     /// True if the driver has `cuTensorMapEncodeTiled`, which TMA needs: CUDA 12 and newer.
     pub fn has_tensor_maps(&self) -> bool {
         self.tensor_map_encoder().is_some()
     }
 
     pub(crate) fn tensor_map_encoder(&self) -> Option<EncodeTensorMap> {
-        self.0.symbols.tensor_map
+        self.0.driver.symbols.tensor_map
     }
 
     /// Makes the context current on this thread, for libraries that use the current context.
@@ -188,7 +196,7 @@ impl Device {
     /// # Errors
     /// [`Error::Device`] if a context cannot be read or set; the errors of `work`.
     pub fn with_context_restored<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
-        let symbols = &self.0.symbols;
+        let symbols = &self.0.driver.symbols;
         let mut before: CUcontext = std::ptr::null_mut();
         // SAFETY: the pointer is to a local of the right type.
         check("cuCtxGetCurrent", unsafe { (symbols.context_current)(&raw mut before) })?;
@@ -225,7 +233,7 @@ impl Device {
 
     /// Calls the driver with the context current, even after a failure; records nothing.
     pub(crate) fn call_unchecked(&self, call: impl FnOnce(&Symbols) -> CUresult) -> CUresult {
-        self.0.call_unchecked(call)
+        self.0.driver.call_unchecked(call)
     }
 
     /// Records a failure, unless there is an earlier one; returns the first.
@@ -237,7 +245,7 @@ impl Device {
 impl PartialEq for Device {
     /// Compares contexts.
     fn eq(&self, other: &Self) -> bool {
-        self.0.context == other.0.context
+        self.0.driver.context == other.0.driver.context
     }
 }
 
@@ -248,16 +256,18 @@ impl fmt::Debug for Device {
 }
 
 impl Parts {
-    /// Calls the driver with the context current.
-    pub(crate) fn call_unchecked(&self, call: impl FnOnce(&Symbols) -> CUresult) -> CUresult {
-        // SAFETY: the context is alive as long as this.
-        match unsafe { (self.symbols.context_set)(self.context) } {
-            CUresult::CUDA_SUCCESS => call(&self.symbols),
-            error => error,
-        }
+    /// Frees `what` now if the context is idle, else later.
+    pub(crate) fn retire(&self, what: Retired) {
+        self.state.retire(&self.driver, what);
     }
 
-    pub(crate) fn lock_failure(&self) -> MutexGuard<'_, Option<Error>> {
+    /// As [`ContextState::drain`].
+    pub(crate) fn drain(&self) -> bool {
+        let failed = self.lock_failure().is_some();
+        self.state.drain(&self.driver, failed)
+    }
+
+    fn lock_failure(&self) -> MutexGuard<'_, Option<Error>> {
         self.failure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -268,7 +278,7 @@ impl Drop for Parts {
         if let Some(device) = self.retained.filter(|_| self.drain()) {
             // SAFETY: retained once by `with_symbols`; everything created from it holds a reference
             // to this.
-            unsafe { (self.symbols.context_release)(device) };
+            unsafe { (self.driver.symbols.context_release)(device) };
         }
     }
 }
@@ -325,11 +335,6 @@ fn start(symbols: &Symbols) -> Result<usize> {
     // SAFETY: as above; the pointer is to a local of the right type.
     check("cuDeviceGetCount", unsafe { (symbols.device_count)(&raw mut count) })?;
     usize::try_from(count).ok().filter(|&count| count > 0).ok_or_else(|| missing("CUDA", "no GPU"))
-}
-
-/// Converts a failed call to an error.
-pub(crate) fn driver_error(name: &str, error: CUresult) -> Error {
-    Error::Device { what: format!("{name}: {error:?}") }
 }
 
 fn check(name: &str, result: CUresult) -> Result<()> {

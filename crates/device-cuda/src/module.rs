@@ -1,24 +1,29 @@
 //! Loaded kernels.
 
 use std::{
+    collections::BTreeMap,
     ffi::{CString, c_int, c_void},
     fmt,
-    sync::{Arc, Weak},
+    sync::{Arc, Mutex, PoisonError, Weak},
 };
 
 use annulus_core::{Error, Fingerprint, Result};
 use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule, CUresult};
 
-use crate::{Device, Image, ImageKind, Stream, context::Retired, device::driver_error};
+use crate::{Device, Image, ImageKind, Stream, context::Retired, symbols::driver_error};
 
 /// A loaded image. A clone refers to the same module.
 #[derive(Clone)]
-pub struct Module(pub(crate) Arc<ModuleParts>);
+pub struct Module(Arc<ModuleParts>);
 
-pub(crate) struct ModuleParts {
+struct ModuleParts {
     device: Device,
     handle: CUmodule,
 }
+
+/// Modules of one context, by the digest of their image.
+#[derive(Default)]
+struct LoadedModules(Mutex<BTreeMap<[u64; 2], Weak<ModuleParts>>>);
 
 // SAFETY: a module is a handle that any thread may use.
 unsafe impl Send for ModuleParts {}
@@ -73,7 +78,16 @@ impl Module {
             return Err(failure);
         }
         let digest = |seed| Fingerprint::new().number(seed).bytes(&image.bytes).finish();
-        device.0.state.module([digest(0), digest(1)], || Self::load_again(device, image))
+        let key = [digest(0), digest(1)];
+        let loaded = device.0.state.shared::<LoadedModules>();
+        let mut modules = loaded.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(parts) = modules.get(&key).and_then(Weak::upgrade) {
+            return Ok(Self(parts));
+        }
+        let module = Self::load_again(device, image)?;
+        modules.retain(|_, module| module.strong_count() > 0);
+        modules.insert(key, Arc::downgrade(&module.0));
+        Ok(module)
     }
 
     fn load_again(device: &Device, image: &Image) -> Result<Self> {

@@ -3,7 +3,7 @@
 use annulus_core::{Error, HostMemory, Result};
 use cudarc::driver::sys::CUresult;
 
-use crate::{Device, context::Retired, device::driver_error};
+use crate::{Device, context::Retired, symbols::driver_error};
 
 /// Page-locked host memory.
 #[derive(Debug)]

@@ -4,7 +4,10 @@
 //! The kernel is that of the backend which computes in the same context. Without one, each range is
 //! a copy of its own.
 
-use std::ops::Range;
+use std::{
+    ops::Range,
+    sync::{Mutex, PoisonError},
+};
 
 use annulus_core::{Result, index};
 use cudarc::driver::sys::CUdeviceptr;
@@ -87,20 +90,33 @@ impl RangeTransfer<'_> {
 
 /// A kernel that copies ranges, and its threads per block.
 #[derive(Debug)]
-pub(crate) struct RangeCopyKernel {
+struct RangeCopyKernel {
     kernel: WeakKernel,
     threads: u32,
 }
 
+/// The kernel of one context, if a backend has loaded one.
+#[derive(Debug, Default)]
+struct KernelOfContext(Mutex<Option<RangeCopyKernel>>);
+
 impl Device {
     /// Makes transfers in this context use `kernel`, as long as its module is loaded.
     pub fn set_range_copy(&self, kernel: &Kernel, threads: u32) {
-        self.0.state.set_range_copy(RangeCopyKernel { kernel: kernel.downgrade(), threads });
+        let kernel = RangeCopyKernel { kernel: kernel.downgrade(), threads };
+        let of_context = self.0.state.shared::<KernelOfContext>();
+        *of_context.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(kernel);
+    }
+
+    /// Returns the kernel that copies ranges, and its threads per block, if it is loaded.
+    fn range_copy(&self) -> Option<(Kernel, u32)> {
+        let of_context = self.0.state.shared::<KernelOfContext>();
+        let kernel = of_context.0.lock().unwrap_or_else(PoisonError::into_inner);
+        kernel.as_ref().and_then(RangeCopyKernel::upgrade)
     }
 }
 
 impl RangeCopyKernel {
-    pub(crate) fn upgrade(&self) -> Option<(Kernel, u32)> {
+    fn upgrade(&self) -> Option<(Kernel, u32)> {
         Some((self.kernel.upgrade()?, self.threads))
     }
 }
@@ -118,7 +134,7 @@ impl Stream {
     pub unsafe fn copy_ranges(&self, transfer: &RangeTransfer<'_>) -> Result<()> {
         let RangeTransfer { buffer, packed, table, direction, .. } = *transfer;
         let list = transfer.list();
-        let Some((kernel, threads)) = self.device().0.state.range_copy() else {
+        let Some((kernel, threads)) = self.device().range_copy() else {
             for ByteRange { start, at, bytes } in list {
                 let (in_buffer, in_packed) = (buffer + start, packed + at);
                 let (to, from) = match direction {

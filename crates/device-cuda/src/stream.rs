@@ -9,15 +9,19 @@ use std::{
 use annulus_core::{Error, Result};
 use cudarc::driver::sys::{CUdeviceptr, CUevent, CUstream};
 
-use crate::{Device, context::Retired};
+use crate::{
+    Device,
+    context::{OpenStream, POLL, Retired},
+    symbols::NO_TIMING,
+};
 
 /// A CUDA stream. A clone refers to the same stream.
 #[derive(Clone)]
 pub struct Stream(Arc<StreamParts>);
 
-pub(crate) struct StreamParts {
+struct StreamParts {
     device: Device,
-    pub(crate) handle: CUstream,
+    handle: CUstream,
     owned: bool,
 }
 
@@ -25,6 +29,12 @@ pub(crate) struct StreamParts {
 unsafe impl Send for StreamParts {}
 // SAFETY: as above; the driver orders calls on one stream from several threads.
 unsafe impl Sync for StreamParts {}
+
+impl OpenStream for StreamParts {
+    fn handle(&self) -> CUstream {
+        self.handle
+    }
+}
 
 /// A CUDA event, recorded once. A clone refers to the same event.
 #[derive(Clone)]
@@ -42,10 +52,6 @@ unsafe impl Sync for EventParts {}
 
 /// CU_STREAM_NON_BLOCKING: no implicit ordering with the default stream.
 const NON_BLOCKING: u32 = 1;
-/// CU_EVENT_DISABLE_TIMING: cheaper events.
-pub(crate) const NO_TIMING: u32 = 2;
-/// Interval between queries of an event: a trade-off between latency and load on the host.
-pub(crate) const POLL: Duration = Duration::from_micros(50);
 
 impl Stream {
     /// Creates a stream.

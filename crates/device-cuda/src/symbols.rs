@@ -2,7 +2,7 @@
 
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
 
-use annulus_core::Result;
+use annulus_core::{Error, Result};
 use cudarc::{
     driver::sys::{
         CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction,
@@ -89,11 +89,35 @@ table! {
     }
 }
 
+/// CU_EVENT_DISABLE_TIMING: cheaper events.
+pub(crate) const NO_TIMING: c_uint = 2;
+
+/// Type of `cuTensorMapEncodeTiled`.
+pub(crate) type EncodeTensorMap = unsafe extern "C" fn(
+    *mut CUtensorMap,
+    CUtensorMapDataType,
+    c_uint,
+    *mut c_void,
+    *const u64,
+    *const u64,
+    *const c_uint,
+    *const c_uint,
+    CUtensorMapInterleave,
+    CUtensorMapSwizzle,
+    CUtensorMapL2promotion,
+    CUtensorMapFloatOOBfill,
+) -> CUresult;
+
+/// Converts a failed call to an error.
+pub(crate) fn driver_error(name: &str, error: CUresult) -> Error {
+    Error::Device { what: format!("{name}: {error:?}") }
+}
+
 impl Symbols {
     /// Loads this machine's driver.
     ///
     /// # Errors
-    /// [`annulus_core::Error::Unsupported`] if there is none, or it lacks a function.
+    /// [`Error::Unsupported`] if there is none, or it lacks a function.
     pub fn system() -> Result<Self> {
         let library = open(&["libcuda.so.1", "libcuda.so"])
             .ok_or_else(|| missing("CUDA", "no driver (libcuda.so.1 was not found)"))?;
@@ -106,7 +130,7 @@ impl CompilerSymbols {
     /// Loads this machine's compiler.
     ///
     /// # Errors
-    /// [`annulus_core::Error::Unsupported`] if there is none, or it lacks a function.
+    /// [`Error::Unsupported`] if there is none, or it lacks a function.
     pub fn system() -> Result<Self> {
         let names = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
         let library = open(&names)

@@ -1,30 +1,12 @@
 //! CUtensorMap: layout of a tensor in global memory, for TMA (compute capability 9.0).
 
-use std::ffi::{c_uint, c_void};
-
 use annulus_core::{Error, Result};
 use cudarc::driver::sys::{
     CUdeviceptr, CUresult, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill,
     CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapSwizzle,
 };
 
-use crate::{Device, device::driver_error, library::missing};
-
-/// Type of `cuTensorMapEncodeTiled`.
-pub(crate) type EncodeTensorMap = unsafe extern "C" fn(
-    *mut CUtensorMap,
-    CUtensorMapDataType,
-    c_uint,
-    *mut c_void,
-    *const u64,
-    *const u64,
-    *const c_uint,
-    *const c_uint,
-    CUtensorMapInterleave,
-    CUtensorMapSwizzle,
-    CUtensorMapL2promotion,
-    CUtensorMapFloatOOBfill,
-) -> CUresult;
+use crate::{Device, library::missing, symbols::driver_error};
 
 /// Tensor map of 16-bit elements `[batch, head, row, dim]` with boxes of 64 dims × `rows` rows of
 /// one head: rows of 128 bytes in shared memory with the 128-byte swizzle. Part of a kernel's

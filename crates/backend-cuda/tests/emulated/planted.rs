@@ -11,26 +11,26 @@ use crate::support::subject;
 /// A causal case of several tiles, with more than one slice of dims and rows that can be copied 16
 /// bytes at a time.
 fn case(dtype: DType) -> Case {
-    let dims = Dims {
-        batch: 1,
-        q_len: 70,
-        kv_len: 70,
-        q_heads: 2,
-        kv_heads: 1,
-        head_dim: 40,
-        value_dim: 48,
-    };
+    case_of_dims(dtype, [40, 48])
+}
+
+fn case_of_dims(dtype: DType, [head_dim, value_dim]: [usize; 2]) -> Case {
+    let dims =
+        Dims { batch: 1, q_len: 70, kv_len: 70, q_heads: 2, kv_heads: 1, head_dim, value_dim };
     let masks = Masks { causal: true, ..Masks::default() };
     Case::new("planted", Spec::new(dims, DType::F64), masks, &mut Draw::new(5)).in_dtype(dtype)
 }
 
 /// Verdict on the case with kernels compiled with these options.
 fn verdict(dtype: DType, options: &'static [&'static str]) -> Result<(), String> {
-    let case = case(dtype);
+    verdict_on(&case(dtype), options)
+}
+
+fn verdict_on(case: &Case, options: &'static [&'static str]) -> Result<(), String> {
     let answers = subject(options, Duration::ZERO)
-        .run(&case, &Setting::ALONE, 1)
+        .run(case, &Setting::ALONE, 1)
         .map_err(|error| error.to_string())?;
-    Judge::new(&case).map_err(|error| error.to_string())?.check(&answers[0])
+    Judge::new(case).map_err(|error| error.to_string())?.check(&answers[0])
 }
 
 /// f64 runs at level 0, f16 on tensor cores.
@@ -65,6 +65,31 @@ fn a_wait_one_stage_late_is_caught() {
 }
 
 #[test]
+fn queries_that_belong_to_a_later_group_of_copies_are_caught() {
+    let wrong = verdict(DType::F16, &["-DPLANTED_LATE_QUERIES"]);
+    assert!(wrong.as_ref().is_err_and(|wrong| wrong.contains("out[")), "{wrong:?}");
+}
+
+/// Above 64 dims the forward kernel on tensor cores has two stages instead of four; at 128 dims it
+/// computes a tile in two parts, at 256 dims 16 rows a warp.
+#[test]
+fn mistakes_with_two_stages_are_caught() {
+    let mistakes: [&[&str]; 3] =
+        [&["-DPLANTED_NO_BARRIER=1"], &["-DPLANTED_LATE_WAIT=1"], &["-DPLANTED_LATE_QUERIES"]];
+    for dims in [[104, 120], [136, 200]] {
+        let case = case_of_dims(DType::F16, dims);
+        verdict_on(&case, &[]).unwrap();
+        for mistake in mistakes {
+            let wrong = verdict_on(&case, mistake);
+            assert!(
+                wrong.as_ref().is_err_and(|wrong| wrong.contains("out[")),
+                "{dims:?} {mistake:?}: {wrong:?}"
+            );
+        }
+    }
+}
+
+#[test]
 fn a_mask_that_is_off_by_one_is_caught() {
     for dtype in DTYPES {
         assert!(
@@ -75,7 +100,7 @@ fn a_mask_that_is_off_by_one_is_caught() {
     }
 }
 
-// Passes as numbered in `kernels/matrix.cuh`: 2 computes dQ, 3 computes dK and dV.
+// Passes as numbered in `kernels/chunk_stream.cuh`: 2 computes dQ, 3 computes dK and dV.
 
 /// True if the case fails in this gradient, which implies a correct output.
 fn caught_in_backward(options: &'static [&'static str], gradient: &str) -> bool {

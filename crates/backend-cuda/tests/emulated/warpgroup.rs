@@ -183,10 +183,11 @@ fn blocks(queries: usize, heads: usize) -> Result<[u64; 2], String> {
 #[test]
 fn few_queries_run_on_mma_sync() {
     // less than a tile; a tile; so few that level matrix packs heads; groups that fill their tiles
-    assert_eq!(blocks(127, 1), Ok([0, 2]));
+    assert_eq!(blocks(127, 1), Ok([0, 1]));
     assert_eq!(blocks(128, 1), Ok([1, 0]));
-    assert_eq!(blocks(16, 8), Ok([0, 2]));
-    assert_eq!(blocks(64, 2), Ok([2, 0]));
+    assert_eq!(blocks(16, 8), Ok([0, 1]));
+    assert_eq!(blocks(64, 2), Ok([0, 1]));
+    assert_eq!(blocks(128, 2), Ok([2, 0]));
 }
 
 /// Compares a case whose non-finite values in late partial tiles, in reused stages, are visible to

@@ -1,0 +1,184 @@
+// GEMM building blocks of warps that own whole rows, on tensor cores (mma.sync), 16-bit elements.
+//
+// A warp owns 16·row_tiles rows of the left operand and all columns of a product (8·columns: 64, or
+// 32), so that a row is reduced within four lanes, and P goes from the accumulators of S into the
+// left operand of P·V without shared memory:
+//
+//   gemm_nt   scores (rows × columns) = left·rightᵀ    left from shared memory, by ldmatrix
+//   gemm_nn   acc (rows × dims) += left·right          left in registers
+//
+// An element of the right operand is loaded once for 16·row_tiles rows.
+//
+// Source: Dao 2023 (FlashAttention-2); PTX ISA, "Matrix Fragments for mma.m16n8k16".
+#pragma once
+
+#include "chunk_stream.cuh"
+
+#if ANNULUS_DTYPE >= 2 && TILE == 64
+
+// Scores of a thread; then their probabilities. Element e of MMA tile (m, n) is row
+// lane.row_of(m, e / 2), column 8·n + lane.column + e mod 2.
+template <u32 row_tiles, u32 columns>
+using RowScores = float[row_tiles][columns][4];
+// Pairs of 16-bit elements of a left operand: pair r of MMA tile (m, n) is row lane.row_of(m, r),
+// columns as above.
+template <u32 row_tiles, u32 columns>
+using RowPairs = u32[row_tiles][columns][2];
+// Accumulators of a panel of 64 dims.
+template <u32 row_tiles>
+using PanelAccumulators = float[row_tiles][CHUNK / 8][4];
+template <u32 row_tiles>
+using RowAccumulators = PanelAccumulators<row_tiles>[CHUNKS];
+
+// Position of a thread.
+struct RowLane {
+    u32 lane, first_row, column;
+    bool has_rows;  // of the warp: false if all of its rows lie beyond the ends
+
+    METHOD u32 row_of(u32 m, u32 r) const { return first_row + 16 * m + lane / 4 + 8 * r; }
+};
+
+template <u32 row_tiles>
+DEVICE RowLane row_lane_of_thread() {
+    RowLane at;
+    at.lane = thread_index() % 32;
+    at.first_row = thread_index() / 32 * (16 * row_tiles);
+    at.column = 2 * (at.lane % 4);
+    at.has_rows = true;
+    return at;
+}
+
+// As recomputed, for what is computed from a thread's position.
+DEVICE RowLane recomputed(RowLane lane) {
+    lane.first_row = recomputed(lane.first_row);
+    lane.column = recomputed(lane.column);
+    return lane;
+}
+
+// Moves every element of a list one place forward, the first one to the end. A loop that handles
+// the first element and then rotates needs no index that is known only at run time, which registers
+// do not have, and is compiled once instead of unrolled: for long code on rare paths.
+template <typename T, u32 count>
+DEVICE void rotate(T (&list)[count]) {
+    T first = list[0];
+    UNROLL for (u32 index = 0; index + 1 < count; ++index) list[index] = list[index + 1];
+    list[count - 1] = first;
+}
+template <typename T, u32 count, u32 width>
+DEVICE void rotate(T (&list)[count][width]) {
+    UNROLL for (u32 e = 0; e < width; ++e) {
+        T first = list[0][e];
+        UNROLL for (u32 index = 0; index + 1 < count; ++index) list[index][e] = list[index + 1][e];
+        list[count - 1][e] = first;
+    }
+}
+
+// scores ← left·rightᵀ over the next chunks of the stream. `left` has panels of `rows` rows × 64
+// dims.
+template <u32 rows, u32 row_tiles, u32 columns, typename RightStream>
+DEVICE void gemm_nt(float (&scores)[row_tiles][columns][4], const u16* left, RightStream& stream,
+                    u32 dim, const RowLane& lane, const Attention& a) {
+    UNROLL for (u32 m = 0; m < row_tiles; ++m)
+        UNROLL for (u32 n = 0; n < columns; ++n)
+            UNROLL for (u32 e = 0; e < 4; ++e) scores[m][n][e] = 0;
+    // rows and pieces of ldmatrix: 16 × 16 of the left operand, 16 × 16 of the right one
+    u32 left_row = lane.first_row + lane.lane % 16, left_piece = lane.lane / 16 ^ left_row % 8;
+    u32 right_row = lane.lane / 16 * 8 + lane.lane % 8,
+        right_piece = lane.lane / 8 % 2 ^ right_row % 8;
+    left += left_row * CHUNK;
+    const u16* right_chunk = nullptr;
+    UNROLL for (u32 panel = 0; panel < CHUNKS; ++panel) {
+        if (panel * CHUNK >= dim) break;
+        if (panel % RightStream::panels == 0) {
+            bool non_finite = false;
+            right_chunk = stream.next(a, non_finite) + right_row * CHUNK;
+        }
+        if (!lane.has_rows) continue;
+        const u16* right_panel =
+            right_chunk + panel % RightStream::panels * (8 * columns * CHUNK);
+        UNROLL for (u32 x = 0; x < CHUNK / 8; x += 2) {
+            Fragment lefts[row_tiles];
+            UNROLL for (u32 m = 0; m < row_tiles; ++m)
+                ldmatrix_x4(lefts[m],
+                            left + (panel * rows + 16 * m) * CHUNK + (x ^ left_piece) * 8);
+            UNROLL for (u32 n = 0; n < columns; n += 2) {
+                Fragment right;
+                ldmatrix_x4(right, right_panel + 8 * n * CHUNK + (x ^ right_piece) * 8);
+                UNROLL for (u32 m = 0; m < row_tiles; ++m) {
+                    mma(scores[m][n], lefts[m], right[0], right[1]);
+                    mma(scores[m][n + 1], lefts[m], right[2], right[3]);
+                }
+            }
+        }
+    }
+}
+
+// acc += left·right on scalar units, for a panel with non-finite elements: masked pairs are
+// skipped, because 0 · NaN would reach every row.
+template <u32 row_tiles, u32 columns>
+DEVICE void add_visible_products(PanelAccumulators<row_tiles>& acc,
+                                 u32 (&left)[row_tiles][columns][2], const u16* right_panel,
+                                 const RowLane& lane) {
+    NOT_UNROLLED for (u32 group = 0; group < columns; ++group) {
+        // the four lanes of a row exchange their pairs
+        NOT_UNROLLED for (u32 other = 0; other < 4; ++other) {
+            u32 pairs[row_tiles][2];
+            UNROLL for (u32 m = 0; m < row_tiles; ++m)
+                UNROLL for (u32 r = 0; r < 2; ++r) pairs[m][r] = shuffle_xor(left[m][0][r], other);
+            NOT_UNROLLED for (u32 half = 0; half < 2; ++half) {
+                u32 y = 8 * group + 2 * (lane.lane % 4 ^ other) + half;
+                UNROLL for (u32 m = 0; m < row_tiles; ++m)
+                    UNROLL for (u32 r = 0; r < 2; ++r) {
+                        u16 element = u16(pairs[m][r] >> 16 * half);
+                        if (element == MASKED) continue;
+                        UNROLL for (u32 n = 0; n < CHUNK / 8; ++n)
+                            UNROLL for (u32 c = 0; c < 2; ++c) {
+                                float& sum = acc[m][n][2 * r + c];
+                                u16 right = right_panel[swizzled(y, 8 * n + lane.column + c)];
+                                sum = multiply_add(widen(element), widen(right), sum);
+                            }
+                    }
+            }
+        }
+        UNROLL for (u32 m = 0; m < row_tiles; ++m) rotate(left[m]);
+    }
+}
+
+// acc += left·right over the next chunks of the stream. `left` is unchanged; in a partial tile its
+// masked pairs are marked (probs.cuh).
+template <u32 row_tiles, u32 columns, typename RightStream>
+DEVICE void gemm_nn(RowAccumulators<row_tiles>& acc, u32 (&left)[row_tiles][columns][2],
+                    RightStream& stream, u32 dim, bool is_full, const RowLane& lane,
+                    const Attention& a) {
+    u32 right_row = lane.lane % 16, right_piece = lane.lane / 16 ^ right_row % 8;
+    const u16* right_chunk = nullptr;
+    bool fixup = false;
+    UNROLL for (u32 panel = 0; panel < CHUNKS; ++panel) {
+        if (panel * CHUNK >= dim) break;
+        if (panel % RightStream::panels == 0) {
+            fixup = !is_full;
+            right_chunk = stream.next(a, fixup);
+        }
+        if (!lane.has_rows) continue;
+        const u16* right_panel =
+            right_chunk + panel % RightStream::panels * (8 * columns * CHUNK);
+        if (fixup) {
+            add_visible_products(acc[panel], left, right_panel, lane);
+            continue;
+        }
+        right_panel += right_row * CHUNK;
+        UNROLL for (u32 y = 0; y < columns; y += 2)
+            UNROLL for (u32 n = 0; n < CHUNK / 8; n += 2) {
+                Fragment right;
+                ldmatrix_x4_trans(right, right_panel + 8 * y * CHUNK + (n ^ right_piece) * 8);
+                UNROLL for (u32 m = 0; m < row_tiles; ++m) {
+                    const Fragment lefts = {left[m][y][0], left[m][y][1], left[m][y + 1][0],
+                                            left[m][y + 1][1]};
+                    mma(acc[panel][m][n], lefts, right[0], right[1]);
+                    mma(acc[panel][m][n + 1], lefts, right[2], right[3]);
+                }
+            }
+    }
+}
+
+#endif

@@ -1,0 +1,246 @@
+//! Division of the keys of a query tile into ranges: split-KV decoding (`split_kv.rs`).
+
+use annulus_core::TileRun;
+
+use crate::kernels::THREADS;
+
+/// Thread blocks that fill a GPU: two for each of the 132 multiprocessors of an H100, which run as
+/// many at once on tensor cores, and one or two at level `plain`, so that the last wave is full.
+const FILLING_BLOCKS: usize = 264;
+
+/// Most ranges of a tile: a thread of the merge computes the factor of each.
+const MAX_RANGES: usize = THREADS as usize;
+
+/// Limits of the division of a list of key tiles into ranges.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct RangeLimits {
+    /// Most ranges of a list.
+    pub(crate) most: usize,
+    /// Fewest tiles of a range, at least 1.
+    pub(crate) min_tiles: usize,
+}
+
+/// Sizes from which the limits follow.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ForwardGrid {
+    /// Thread blocks without ranges.
+    pub(crate) blocks: usize,
+    /// Rows of a block that exist: queries × packed heads.
+    pub(crate) rows: usize,
+    /// Keys per tile.
+    pub(crate) keys: usize,
+    /// Keys of the longest KV block.
+    pub(crate) most_keys: usize,
+    /// Bytes of one row's partial result.
+    pub(crate) partial_bytes: usize,
+    /// Bytes of one key and value of a KV head.
+    pub(crate) kv_bytes: usize,
+    /// KV heads × batch rows.
+    pub(crate) kv_planes: usize,
+}
+
+impl RangeLimits {
+    /// No division.
+    pub(crate) const NONE: Self = Self { most: 1, min_tiles: 1 };
+
+    /// Chooses the limits:
+    ///
+    /// * a grid of at most [`FILLING_BLOCKS`] blocks, rounded down, because a few blocks in a
+    ///   further wave take as long as a full one;
+    /// * partial results, written and read, of at most a quarter of the bytes of the keys and
+    ///   values of their range, which has two tiles or more;
+    /// * memory for partial results of at most that of a KV block.
+    pub(crate) fn of(grid: ForwardGrid) -> Self {
+        let ForwardGrid { blocks, rows, keys, most_keys, partial_bytes, kv_bytes, kv_planes } =
+            grid;
+        let min_tiles = (8 * rows * partial_bytes).div_ceil((keys * kv_bytes).max(1)).max(2);
+        let filling = FILLING_BLOCKS / blocks.max(1);
+        let by_tiles = most_keys.div_ceil(keys.max(1)) / min_tiles;
+        let by_memory =
+            most_keys.saturating_mul(kv_bytes * kv_planes) / (blocks * rows * partial_bytes).max(1);
+        let most = filling.min(by_tiles).min(by_memory).clamp(1, MAX_RANGES);
+        Self { most, min_tiles }
+    }
+}
+
+/// Lists of key tiles, divided into ranges of equally many tiles.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct RangeLists {
+    /// Ranges of each list.
+    pub(crate) ranges: usize,
+    /// First run of each range, and the number of all runs.
+    pub(crate) starts: Vec<u32>,
+    pub(crate) runs: Vec<TileRun>,
+}
+
+/// Divides each list of key tiles into ranges; `None` if the limits allow one range only.
+pub(crate) fn divide(lists: &[&[TileRun]], limits: RangeLimits) -> Option<RangeLists> {
+    let tiles_of = |list: &[TileRun]| list.iter().map(|run| run.count as usize).sum();
+    let longest: usize = lists.iter().map(|list| tiles_of(list)).max().unwrap_or(0);
+    let ranges = limits.most.min(longest / limits.min_tiles);
+    if ranges < 2 {
+        return None;
+    }
+    let mut divided = RangeLists { ranges, starts: vec![0], runs: Vec::new() };
+    for list in lists {
+        let count: usize = tiles_of(list);
+        let mut rest = list.iter().copied();
+        let mut run = rest.next();
+        for range in 0..ranges {
+            // as equal as possible: they differ by at most one tile
+            let mut wanted = (range + 1) * count / ranges - range * count / ranges;
+            while let Some(current) = run.as_mut().filter(|_| wanted > 0) {
+                let taken = wanted.min(current.count as usize) as u32;
+                divided.runs.push(TileRun { count: taken, ..*current });
+                wanted -= taken as usize;
+                current.first += taken;
+                current.count -= taken;
+                if current.count == 0 {
+                    run = rest.next();
+                }
+            }
+            divided.starts.push(divided.runs.len() as u32);
+        }
+    }
+    Some(divided)
+}
+
+/// Numbers of one row of a partial result: accumulator, maximum, sum and ties.
+pub(crate) const fn partial_sums(value_dim: usize) -> usize {
+    value_dim + 3
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A token of 32 heads and 8 KV heads, 128 dims of bf16, 32 k keys.
+    const TOKEN: ForwardGrid = ForwardGrid {
+        blocks: 8,
+        rows: 4,
+        keys: 64,
+        most_keys: 32768,
+        partial_bytes: 4 * (128 + 3),
+        kv_bytes: 2 * 256,
+        kv_planes: 8,
+    };
+
+    fn limits(change: impl FnOnce(&mut ForwardGrid)) -> (usize, usize) {
+        let mut grid = TOKEN;
+        change(&mut grid);
+        let RangeLimits { most, min_tiles } = RangeLimits::of(grid);
+        (most, min_tiles)
+    }
+
+    #[test]
+    fn keys_are_divided_only_among_few_blocks() {
+        // two full waves of one block per multiprocessor
+        assert_eq!(limits(|_| ()), (33, 2));
+        assert_eq!(limits(|grid| (grid.blocks, grid.kv_planes) = (1, 1)), (MAX_RANGES, 2));
+        // half of a GPU is filled: a merge would cost more than it saves
+        let blocks = |blocks| limits(|grid| (grid.blocks, grid.kv_planes) = (blocks, blocks)).0;
+        assert_eq!([132, 133, 5000].map(blocks), [2, 1, 1]);
+    }
+
+    #[test]
+    fn partial_results_are_few_bytes_beside_keys_and_values() {
+        // 64 rows: 8 · 64 · 524 bytes of partial results are those of 8.2 tiles
+        assert_eq!(limits(|grid| grid.rows = 64), (33, 9));
+        // short blocks have no ranges of two tiles
+        assert_eq!(limits(|grid| grid.most_keys = 7 * 64).0, 3);
+        assert_eq!(limits(|grid| grid.most_keys = 64).0, 1);
+        // as many queries as keys: partial results would take more memory than keys and values
+        let square =
+            |grid: &mut ForwardGrid| (grid.blocks, grid.rows, grid.most_keys) = (32, 64, 2048);
+        assert_eq!(
+            limits(|grid| {
+                square(grid);
+                grid.kv_planes = 1
+            })
+            .0,
+            1
+        );
+        assert_eq!(limits(|grid| *grid = ForwardGrid { blocks: 0, rows: 0, ..*grid }).1, 2);
+    }
+
+    const LIMITS: RangeLimits = RangeLimits { most: 100, min_tiles: 2 };
+
+    const fn run(first: u32, count: u32, bitmask: u32) -> TileRun {
+        TileRun { first, count, bitmask }
+    }
+
+    #[test]
+    fn ranges_have_equally_many_tiles_in_order() {
+        const FULL: u32 = TileRun::FULL;
+        let long = [run(0, 5, FULL), run(5, 1, 7), run(6, 1, 8)];
+        let short = [run(3, 1, 9)];
+        let divided = divide(&[&long, &short, &[]], LIMITS).unwrap();
+        assert_eq!(divided.ranges, 3);
+        // 2, 2 and 3 tiles; of the short list all in the last range; of the empty one none
+        assert_eq!(divided.starts, [0, 1, 2, 5, 5, 5, 6, 6, 6, 6]);
+        let first = [run(0, 2, FULL), run(2, 2, FULL), run(4, 1, FULL), run(5, 1, 7), run(6, 1, 8)];
+        assert_eq!(divided.runs, [&first[..], &short].concat());
+    }
+
+    #[test]
+    fn few_tiles_are_not_divided() {
+        let three = [run(0, 3, TileRun::FULL)];
+        assert_eq!(divide(&[&three], LIMITS), None);
+        assert_eq!(divide(&[&[run(0, 99, TileRun::FULL)]], RangeLimits::NONE), None);
+        assert_eq!(divide(&[], LIMITS), None);
+    }
+
+    /// A row of the table of docs/cuda.md: one query of bf16 on an H100, whose 132 multiprocessors
+    /// run two blocks each.
+    fn predicted([batch, q_heads, kv_heads, dim, keys]: [usize; 5]) -> String {
+        let group = q_heads / kv_heads;
+        let grid = ForwardGrid {
+            blocks: batch * kv_heads,
+            rows: group,
+            keys: 64,
+            most_keys: keys,
+            partial_bytes: 4 * partial_sums(dim),
+            kv_bytes: 2 * 2 * dim,
+            kv_planes: batch * kv_heads,
+        };
+        let tiles = keys.div_ceil(64);
+        let RangeLimits { most, min_tiles } = RangeLimits::of(grid);
+        let ranges = most.min(tiles / min_tiles).max(1);
+        let slots = 264;
+        // tiles that a slot computes, at most and on average
+        let longest = (grid.blocks * ranges).div_ceil(slots) * tiles.div_ceil(ranges);
+        let balance = (grid.blocks * tiles) as f64 / (slots * longest) as f64;
+        let kv = (grid.kv_planes * keys * grid.kv_bytes) as f64;
+        let partial = match ranges {
+            1 => 0,
+            _ => 2 * grid.blocks * grid.rows * ranges * grid.partial_bytes,
+        };
+        let share = kv / (kv + partial as f64);
+        format!(
+            "| {batch} | {q_heads} / {kv_heads} | {dim} | {keys} | {} | {} | {:.1} % | {:.0} % | {:.0} % |",
+            grid.blocks,
+            grid.blocks * ranges,
+            100.0 * partial as f64 / kv,
+            100.0 * balance,
+            100.0 * balance * share
+        )
+    }
+
+    #[test]
+    fn the_prediction_for_decoding_in_docs_cuda_md_follows_from_the_limits() {
+        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/cuda.md");
+        let page = std::fs::read_to_string(page).unwrap();
+        for shape in [
+            [2, 64, 8, 128, 131_072],
+            [1, 64, 8, 128, 131_072],
+            [1, 32, 8, 128, 32_768],
+            [1, 32, 8, 128, 4_096],
+            [1, 16, 1, 128, 131_072],
+            [1, 32, 8, 64, 32_768],
+            [32, 32, 8, 128, 4_096],
+        ] {
+            let line = predicted(shape);
+            assert!(page.contains(&line), "docs/cuda.md lacks {line}");
+        }
+    }
+}
