@@ -12,7 +12,7 @@
 // stages of K and V have.
 //
 // Longest first: the blocks that finish last then have the shortest tiles. The K and V of all heads
-// of a section fit half of the L2 cache, so that a list is read from there by the heads that follow.
+// of a section fit half of the L2 cache, from which its later lists then read them.
 //
 // A block fetches until a number is beyond the end. As many tiles as there are blocks need no
 // fetch, and each block has one fetch in vain: there are as many fetches as tiles. The last one

@@ -49,9 +49,9 @@ struct KernelCache {
 }
 
 impl Cuda {
-    /// Fewest rows (queries × query heads of a KV head; with a mask per head, queries) of a rank for
-    /// which the forward pass at [`Level::Warpgroup`] runs on warpgroups: one tile. A backward pass
-    /// needs as many queries.
+    /// Fewest rows (queries × query heads of a KV head; with a mask per head, queries) of a rank
+    /// for which the forward pass at [`Level::Warpgroup`] runs on warpgroups: one tile. A backward
+    /// pass needs as many queries.
     pub const MIN_WARPGROUP_ROWS: usize = 128;
 
     /// Opens GPU `ordinal` with a stream of its own, at the level in [`Level::VARIABLE`].

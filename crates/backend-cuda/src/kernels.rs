@@ -240,11 +240,11 @@ impl Variant {
     }
 
     /// Bytes of dynamic shared memory per launch of one of its kernels. Forward on warpgroups:
-    /// `SharedStorage` of `kernels/warpgroup.cuh` (q; K and V, two stages each; 16 keys of P
-    /// per query; a zero operand of 16 × 64; two work tiles; 12 mbarriers). Backward: `BackwardStorage` of
-    /// `kernels/backward_warpgroup.cuh` (own rows of two operands; their streamed rows, two stages
-    /// of 128 or four of 64; a zero operand of as many rows × 64; statistics of two floats per
-    /// streamed row; two mbarriers per stage).
+    /// `SharedStorage` of `kernels/warpgroup.cuh` (q; K and V, two stages each; 16 keys of P per
+    /// query; a zero operand of 16 × 64; two work tiles; 12 mbarriers). Backward:
+    /// `BackwardStorage` of `kernels/backward_warpgroup.cuh` (own rows of two operands; their
+    /// streamed rows, two stages of 128 or four of 64; a zero operand of as many rows × 64;
+    /// statistics of two floats per streamed row; two mbarriers per stage).
     pub fn dynamic_shared_bytes(self, kernel: &str) -> u32 {
         let ([queries, keys], dim) = (self.tile(), self.dim);
         let bytes = match self.family {

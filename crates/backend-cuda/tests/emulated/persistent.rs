@@ -1,6 +1,6 @@
 //! Tile scheduler and outputs of the forward pass on warpgroups: tiles are computed once whatever
-//! the number of blocks, packed heads keep their bits, outputs leave by TMA where it can write them,
-//! and planted mistakes are caught.
+//! the number of blocks, packed heads keep their bits, outputs leave by TMA where it can write
+//! them, and planted mistakes are caught.
 
 use std::{sync::Arc, time::Duration};
 
@@ -145,8 +145,8 @@ fn packing_changes_no_bit_on_warpgroups() {
     assert!(got[0].out == want[0].out && got[0].lse == want[0].lse && got[0].dq == want[0].dq);
 }
 
-/// Bytes of out, whose heads begin `apart` elements from each other, after 1 row and 8 elements that
-/// belong to nobody.
+/// Bytes of a tensor whose rows, but the first and the last, are `out`, and whose heads begin
+/// `apart` elements from each other.
 fn out_with(apart: usize, value_dim: usize) -> Result<Vec<u8>> {
     const ROWS: usize = 200;
     const HEADS: usize = 2;
