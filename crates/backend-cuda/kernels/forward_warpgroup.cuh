@@ -1,21 +1,23 @@
 // Forward over one block of keys on warpgroups: the algorithm of forward.cuh with wgmma and TMA,
 // compute capability 9.0 only.
 //
-//   producer (warpgroup 0):
-//       for each visible KV tile:  wait for an empty stage, issue the TMA loads of K and V
-//   consumers (warpgroups 1, 2), 64 query rows each:
-//       S ← Q·K₀ᵀ;  (P, m, ℓ) ← online softmax of S;  O ← O·e^{m₋₁ − m}
-//       for each further KV tile j:
-//           issue S ← Q·K_jᵀ;  issue O ← O + P·V_{j−1}      (asynchronous, in this order)
-//           wait for S;  (P', m', ℓ') ← online softmax of S  (overlaps P·V)
-//           wait for O;  O ← O·e^{m − m'};  P ← P'
-//       O ← O + P·V of the last tile
+//   for each tile of queries of the block (forward_scheduler.cuh), in both:
+//       producer (warpgroup 0):
+//           for each visible KV tile:  wait for an empty stage, issue the TMA loads of K and V
+//       consumers (warpgroups 1, 2), 64 rows each:
+//           S ← Q·K₀ᵀ;  (P, m, ℓ) ← online softmax of S;  O ← O·e^{m₋₁ − m}
+//           for each further KV tile j:
+//               issue S ← Q·K_jᵀ;  issue O ← O + P·V_{j−1}      (asynchronous, in this order)
+//               wait for S;  (P', m', ℓ') ← online softmax of S  (overlaps P·V)
+//               wait for O;  O ← O·e^{m − m'};  P ← P'
+//           O ← O + P·V of the last KV tile;  write O (forward_outputs.cuh)
 //
 // S, P and O stay in registers. Scores with an epilogue have an instantiation of their own
-// (warpgroup_scores.cuh), so that its code and registers do not slow down the others. Without one the
-// scores are never formed: e^{scale·s − m} is one multiply-add and one ex2. The consumers take turns
-// to issue wgmma (ping-pong scheduling with named barriers), so that the GEMMs of one overlap the
-// softmax of the other.
+// (warpgroup_scores.cuh), so that its code and registers do not slow down the others. Without one
+// the scores are never formed: e^{scale·s − m} is one multiply-add and one ex2. The consumers take
+// turns to issue wgmma (ping-pong scheduling with named barriers), so that the GEMMs of one overlap
+// the softmax of the other. With GQA packing the rows of a tile are (query, head) pairs, as in
+// forward_matrix.cuh.
 //
 // Registers per thread: 168 at launch (65,536 / 384, in units of 8), then 24 for the producer and
 // 240 for a consumer: 128·24 + 256·240 = 384·168.
@@ -23,41 +25,8 @@
 // Source: Shah et al. 2024 (FlashAttention-3), algorithms 1 and 2.
 #pragma once
 
-#include "forward_state.cuh"
+#include "forward_outputs.cuh"
 #include "warpgroup_scores.cuh"
-
-
-// Softmax statistics (m, ℓ) and the factor e^{m − m'} of the last update, for a thread's two rows.
-struct SoftmaxState {
-    float max[2], sum[2], rescale[2];
-};
-
-// Writes the rows of a block without a visible tile. All threads call it.
-DEVICE void write_rows_without_tiles(const Attention& a, u32 b, u32 h, const ForwardTile& place) {
-    for (u32 row = thread_index() / 32; row < CONSUMERS * Q_ROWS; row += THREADS / 32) {
-        u64 i = u64(place.tile) * (CONSUMERS * Q_ROWS) + row;
-        if (i >= a.queries) return;
-        bool is_empty = starts_empty(a), write_outputs = a.flags & WRITE_OUTPUTS;
-        u64 from = statistics_row(a, 0, b, h, i), to = statistics_row(a, place.split, b, h, i);
-        float max = is_empty ? -infinity() : reinterpret_cast<const float*>(a.max)[from];
-        float sum = is_empty ? 0.0f : reinterpret_cast<const float*>(a.sum)[from];
-        RowOutput output = row_output(max, sum);
-        for (u32 x = thread_index() % 32; x < a.value_dim; x += 32) {
-            float value = is_empty ? 0.0f : acc_row(a, 0, b, h, i)[x];
-            if (write_outputs)
-                store_output(a, b, h, i, x, output.of(value));
-            else
-                acc_row(a, place.split, b, h, i)[x] = value;
-        }
-        if (thread_index() % 32 != 0) continue;
-        if (write_outputs) {
-            store_lse(a, b, h, i, output.lse);
-        } else {
-            reinterpret_cast<float*>(a.max)[to] = max;
-            reinterpret_cast<float*>(a.sum)[to] = sum;
-        }
-    }
-}
 
 // Online softmax of one tile: scores become probabilities, softmax statistics are updated. Masked
 // pairs get score −∞ and so probability 0. Row sums are partial: this thread's columns only. Maxima
@@ -196,44 +165,51 @@ DEVICE ValueOperand v_operand_of(const SharedStorage& memory, const PipelineStat
     return {mn_major_descriptor(memory.v[state.stage()], panel), KV_PANEL, 16 * PANEL_DIMS};
 }
 
-// Consumer warpgroup: attends its 64 query rows to all visible KV tiles.
+// Copies the rows of a consumer to shared memory as load_q, of a tile of (query, head) pairs.
+DEVICE void load_packed_q(u16* to, const Attention& a, const ConsumerTile& part,
+                          const ConsumerLane& at) {
+    const Tensor& q = a.q;
+    bool aligned = q.dim == 1 && offset<u16>(q, part.b, 0, part.first_head, 0) % 16 == 0 &&
+                   q.row % 8 == 0 && q.head % 8 == 0 && a.head_dim % 8 == 0;
+    for (u32 index = at.thread; index < Q_TILE / 8; index += WARPGROUP) {
+        u32 row = index / (ANNULUS_DIM / 8), x = index % (ANNULUS_DIM / 8) * 8;
+        const ConsumerRow own = part.row(a, at.group, row);
+        const u32 h = planted(WRONG_PACKED_HEAD) && a.packed_heads > 1 ? own.h ^ 1 : own.h;
+        const u64 line = offset<u16>(q, part.b, own.query, h, 0);
+        store_eight(to, own.exists ? reinterpret_cast<const u16*>(line) : nullptr, q.dim, row, x,
+                    a.head_dim, aligned);
+    }
+    if (!planted(NO_PROXY_FENCE)) fence_proxy_async();
+}
+
+// Consumer warpgroup: attends its 64 rows of a tile to all visible KV tiles. The KV pipeline goes
+// on from `k_state`, which becomes its position after the last tile.
 template <bool with_epilogue>
-DEVICE void attend_rows(SharedStorage& memory, const Attention& a, u32 b, u32 h,
-                        const ForwardTile& place, RunIterator tiles) {
-    const u32 tile = place.tile;
-    ConsumerLane at = consumer_lane();
+DEVICE void attend_rows(SharedStorage& memory, const WarpgroupAttention& all,
+                        const ConsumerTile& part, RunIterator tiles, PipelineState& k_state,
+                        const ConsumerLane& at) {
+    const Attention& a = all.attention;
     u16* q_shared = memory.q[at.group];
     u16* slice = memory.p_slices[at.group];
-    u32 first_query = (tile * CONSUMERS + at.group) * Q_ROWS;
-    load_q(q_shared, a.q, b, h, first_query, a.queries, a.head_dim);
+    // the first turn belongs to the first consumer
+    if (at.group == 1 && !tiles.is_last())
+        named_arrive(SCHEDULER_BARRIER(0), CONSUMERS * WARPGROUP);
+    // all warps have left the tile before, and the TMA store has read its outputs
+    if (at.thread == 0 && !planted(Q_OVER_OUTPUTS)) bulk_wait_read<0>();
+    named_barrier(WARPGROUP_BARRIER(at.group), WARPGROUP);
+    load_packed_q(q_shared, a, part, at);
 
     float o[O_PARTS][O_COLUMNS / 2];
     SoftmaxState softmax;
-    UNROLL for (u32 r = 0; r < 2; ++r) {
-        u64 i = first_query + at.row + 8 * r;
-        bool exists = i < a.queries && !starts_empty(a);
-        u64 row_index = statistics_row(a, 0, b, h, i);
-        softmax.max[r] = exists ? reinterpret_cast<const float*>(a.max)[row_index] : -infinity();
-        // row sums are partial sums of four lanes: the first lane starts from the stored value
-        softmax.sum[r] =
-            exists && at.lane % 4 == 0 ? reinterpret_cast<const float*>(a.sum)[row_index] : 0.0f;
-        const float* line = acc_row(a, 0, b, h, i);
-        UNROLL for (u32 part = 0; part < O_PARTS; ++part)
-            UNROLL for (u32 n_tile = 0; n_tile < O_COLUMNS / 8; ++n_tile)
-                UNROLL for (u32 c = 0; c < 2; ++c) {
-                    u32 x = part * O_COLUMNS + 8 * n_tile + at.column + c;
-                    o[part][4 * n_tile + 2 * r + c] = exists && x < a.value_dim ? line[x] : 0.0f;
-                }
-    }
+    read_state(o, softmax, a, part, at);
     // all of Q is stored and fenced: wgmma may read it
     named_barrier(WARPGROUP_BARRIER(at.group), WARPGROUP);
 
     float scores[S_REGISTERS];
     u32 probs[KV_ROWS / 16][4];
     VisiblePairs visible_pairs = {};
-    PipelineState k_state = {0};
     u64 q_descriptor = k_major_descriptor(q_shared);
-    WarpgroupTile coord = warpgroup_tile(a, b, h, tile, at.group, tiles.entry());
+    WarpgroupTile coord = warpgroup_tile(a, part.b, part.first_head, part.tile, tiles.entry());
 
     mbarrier_wait(memory.k_full + k_state.stage(), k_state.parity());
     wgmma_fence();
@@ -257,7 +233,7 @@ DEVICE void attend_rows(SharedStorage& memory, const Attention& a, u32 b, u32 h,
                 v_operand = zero_values(memory);
             }
         }
-        coord = warpgroup_tile(a, b, h, tile, at.group, tiles.entry());
+        coord = warpgroup_tile(a, part.b, part.first_head, part.tile, tiles.entry());
         mbarrier_wait(memory.k_full + k_state.stage(), k_state.parity());
         named_barrier(SCHEDULER_BARRIER(at.group), CONSUMERS * WARPGROUP);
         if (planted(EARLY_RELEASE) && at.lane == 0)
@@ -280,7 +256,7 @@ DEVICE void attend_rows(SharedStorage& memory, const Attention& a, u32 b, u32 h,
         if (planted(RESCALED_IN_FLIGHT)) rescale_o(o, softmax);
         if (planted(P_IN_FLIGHT)) narrow_p(probs, scores);
         wgmma_wait<0>();
-        UNROLL for (u32 part = 0; part < O_PARTS; ++part) fence_operand(o[part]);
+        UNROLL for (u32 columns = 0; columns < O_PARTS; ++columns) fence_operand(o[columns]);
         // P·V has read P until here. Pinning S as well ties narrow_p, which reads it, to the wait.
         if (!planted(NO_OPERAND_FENCE)) fence_operand(probs);
         fence_operand(scores);
@@ -301,75 +277,49 @@ DEVICE void attend_rows(SharedStorage& memory, const Attention& a, u32 b, u32 h,
     wgmma_fence();
     issue_pv(o, probs, v_operand);
     wgmma_wait<0>();
-    UNROLL for (u32 part = 0; part < O_PARTS; ++part) fence_operand(o[part]);
-
-    const bool write_outputs = a.flags & WRITE_OUTPUTS, in_pairs = stores_pairs(a);
-    UNROLL for (u32 r = 0; r < 2; ++r) {
-        float sum = softmax.sum[r];
-        sum += shuffle_xor(sum, 1);
-        sum += shuffle_xor(sum, 2);
-        u64 i = first_query + at.row + 8 * r;
-        if (i >= a.queries) continue;
-        RowOutput output = row_output(softmax.max[r], sum);
-        if (at.lane % 4 == 0 && write_outputs) store_lse(a, b, h, i, output.lse);
-        if (at.lane % 4 == 0 && !write_outputs) {
-            u64 row_index = statistics_row(a, place.split, b, h, i);
-            reinterpret_cast<float*>(a.max)[row_index] = softmax.max[r];
-            reinterpret_cast<float*>(a.sum)[row_index] = sum;
-        }
-        float* line = acc_row(a, place.split, b, h, i);
-        UNROLL for (u32 part = 0; part < O_PARTS; ++part)
-            UNROLL for (u32 n_tile = 0; n_tile < O_COLUMNS / 8; ++n_tile) {
-                u32 x = part * O_COLUMNS + 8 * n_tile + at.column;
-                const float* pair = o[part] + (4 * n_tile + 2 * r);
-                if (write_outputs)
-                    store_output_pair(a, output, b, h, i, x, pair[0], pair[1], in_pairs);
-                else
-                    UNROLL for (u32 c = 0; c < 2; ++c)
-                        if (x + c < a.value_dim) line[x + c] = pair[c];
-            }
-    }
+    UNROLL for (u32 columns = 0; columns < O_PARTS; ++columns) fence_operand(o[columns]);
+    fence_operand(probs);
+    if (!planted(LAST_V_NOT_RELEASED) && at.lane == 0)
+        mbarrier_arrive(memory.v_empty + v_state.stage());
+    write_rows(q_shared, o, softmax, all, part, at);
 }
 
-// Grid: tiles of 128 queries, each with its ranges of keys × query heads × batch rows.
+// Consumer warpgroup: computes its rows of all tiles of the block.
+template <bool with_epilogue>
+DEVICE void attend_tiles(SharedStorage& memory, const WarpgroupAttention& a) {
+    const Attention& all = a.attention;
+    const ConsumerLane at = consumer_lane();
+    PipelineState k_state = {0};
+    for (PipelineState slot = {0};; slot.advance()) {
+        const WorkTile work = receive_work(memory, slot, at.lane);
+        if (work.list == NO_TILE) break;
+        const ConsumerTile part = consumer_tile(all, work);
+        RunIterator tiles;
+        tiles.begin(all, work.b, work.first_head, work.list);
+        if (planted(PIPELINE_RESTARTED)) k_state = {0};
+        if (tiles.more())
+            attend_rows<with_epilogue>(memory, a, part, tiles, k_state, at);
+        else if (!keeps_state(all))
+            write_rows_without_tiles(all, part, at);
+    }
+    // shared memory ends with the block
+    if (at.thread == 0 && !planted(STORE_NOT_AWAITED)) bulk_wait_read<0>();
+}
+
+// Grid: blocks, of which each computes the tiles that the scheduler assigns to it.
 template <bool with_epilogue>
 DEVICE void forward_on_warpgroups(const WarpgroupAttention& a) {
-    const Attention& all = a.attention;
-    const ForwardTile place = forward_tile(all);
-    u32 h = block_y(), b = block_z();
-    RunIterator tiles;
-    tiles.begin(all, b, h, place.list);
-    if (!tiles.more()) {
-        if (!keeps_state(all)) write_rows_without_tiles(all, b, h, place);
-        return;
-    }
     SharedStorage& memory = *reinterpret_cast<SharedStorage*>(dynamic_shared());
-
     // consumers release a stage once per warp
     if (thread_index() == 0) init_pipeline(memory, CONSUMERS * WARPGROUP / 32);
     if (thread_index() < WARPGROUP) clear_zeros(memory);
     barrier();
     if (thread_index() < WARPGROUP) {
         setmaxnreg_dec<24>();
-        if (thread_index() == 0) {
-            prefetch_tensor_map(a.k_map);
-            prefetch_tensor_map(a.v_map);
-            u32 kv_head = h / (all.q_heads / all.kv_heads);
-            PipelineState state = {0};
-            for (; tiles.more(); tiles.next(all), state.advance()) {
-                u32 row = tiles.tile * KV_ROWS;
-                tma_load(memory.k[0], a.k_map, memory.k_full, memory.k_empty, state, row, kv_head,
-                         b);
-                tma_load(memory.v[0], a.v_map, memory.v_full, memory.v_empty, state, row, kv_head,
-                         b);
-            }
-        }
+        if (thread_index() == 0) load_tiles(memory, a);
     } else {
         setmaxnreg_inc<240>();
-        // the first turn belongs to the first consumer
-        if (thread_index() >= 2 * WARPGROUP && !tiles.is_last())
-            named_arrive(SCHEDULER_BARRIER(0), CONSUMERS * WARPGROUP);
-        attend_rows<with_epilogue>(memory, all, b, h, place, tiles);
+        attend_tiles<with_epilogue>(memory, a);
     }
 }
 

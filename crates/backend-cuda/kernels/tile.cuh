@@ -48,10 +48,15 @@ DEVICE u32 thread_x() { return thread_index() % 16; }
 DEVICE u32 query_of(u32 r) { return thread_y() * M + r; }
 DEVICE u32 key_of(u32 c) { return thread_x() + 16 * c; }
 
+// Plane of the block mask: one for each batch row and head, unless they share a mask.
+DEVICE u64 mask_plane(const Attention& a, u32 b, u32 h) {
+    return (a.block_mask.per_batch ? b : 0) * u64(a.block_mask.per_head ? a.q_heads : 1) +
+           (a.block_mask.per_head ? h : 0);
+}
+
 DEVICE const u32* list_starts(const Attention& a, u32 b, u32 h) {
-    u64 plane = (a.block_mask.per_batch ? b : 0) * u64(a.block_mask.per_head ? a.q_heads : 1) +
-                (a.block_mask.per_head ? h : 0);
-    return reinterpret_cast<const u32*>(a.block_mask.starts) + plane * a.block_mask.lists;
+    return reinterpret_cast<const u32*>(a.block_mask.starts) +
+           mask_plane(a, b, h) * a.block_mask.lists;
 }
 
 DEVICE const TileRun& tile_run(const Attention& a, u32 index) {

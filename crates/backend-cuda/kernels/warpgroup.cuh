@@ -1,10 +1,11 @@
 // Shared-memory layout and K/V pipeline of the forward pass on warpgroups (compute capability 9.0).
 // The backward pass uses its descriptors and swizzle (backward_warpgroup.cuh).
 //
-// A block owns 128 query rows and iterates over the visible KV tiles. Warp specialization:
-// warpgroup 0 is the producer; one of its threads issues TMA loads of K and V tiles into a pipeline
-// of STAGES stages each. Warpgroups 1 and 2 are consumers with 64 query rows each. Every stage has
-// two mbarriers: `full` counts the bytes of the tile, `empty` the consumer warps that released it.
+// A block computes one tile of 128 query rows after the other (forward_scheduler.cuh) and iterates
+// over the visible KV tiles of each. Warp specialization: warpgroup 0 is the producer; one of its
+// threads issues TMA loads of K and V tiles into a pipeline of STAGES stages each. Warpgroups 1 and
+// 2 are consumers with 64 query rows each. Every stage has two mbarriers: `full` counts the bytes
+// of the tile, `empty` the consumer warps that released it.
 //
 // A tile is stored in panels of 64 dims: rows of 128 bytes in the 128-byte swizzle of TMA and
 // wgmma, which exchanges 16-byte pieces according to the row number, so that any eight rows that
@@ -13,10 +14,12 @@
 // Shared memory of one block (SharedStorage), bytes at 64 / 128 / 256 dims:
 //
 //   q         2 consumers × 64 rows × dims × 2            16 K /  32 K /  64 K
+//             (after the last product with K: outputs, for TMA stores)
 //   k, v      2 × 2 stages × KV_ROWS × dims × 2           64 K / 128 K / 128 K
 //   p_slices  2 consumers × 64 rows × 16 keys × 2         4 K
 //   zeros     16 rows × 64 dims × 2                       2 K
-//   mbarriers 8 × 8                                       64
+//   work      2 slots × 16                                32
+//   mbarriers 12 × 8                                      96
 //
 // Named barriers: 0 whole block, 1 and 2 SCHEDULER_BARRIER, 3 and 4 WARPGROUP_BARRIER.
 //
@@ -34,6 +37,8 @@
 #define Q_ROWS 64
 // Consumer warpgroups.
 #define CONSUMERS 2
+// Query rows per block and tile.
+#define TILE_ROWS (CONSUMERS * Q_ROWS)
 #define PANELS (ANNULUS_DIM / 64)
 // Double buffering: two stages of K and V are the most that fit 227 KB at 128 and 256 dims.
 #define STAGES 2
@@ -75,16 +80,41 @@ enum Mistake {
     RESCALED_IF_ALL,      // O is rescaled only if the maxima of all rows of a warp have changed
     NO_SLICE_BARRIER,     // a slice of P is read before all lanes have written it
     EARLY_SLICE,          // a slice of P is overwritten while other lanes read it
+    WRONG_PACKED_HEAD,    // Q of a row of a packed tile is that of another head
+    WORK_WRONG_PHASE,     // a consumer waits for the wrong parity of a full work slot
+    WORK_OVERWRITTEN,     // a work slot is written before all consumers have read it
+    COUNTER_NOT_RESET,    // the next launch begins with the counter of this one
+    PIPELINE_RESTARTED,   // the K/V pipeline starts anew with each tile of queries
+    LAST_V_NOT_RELEASED,  // the last V stage of a tile of queries is never released
+    OUTPUTS_OVER_Q,       // outputs are written to Q's memory while Q·Kᵀ of other warps reads it
+    NO_OUTPUT_FENCE,      // outputs in shared memory are not made visible to the TMA store
+    NO_OUTPUT_BARRIER,    // the TMA store is issued before all warps have written their outputs
+    Q_OVER_OUTPUTS,       // the next Q is written while the TMA store reads the outputs
+    STORE_NOT_AWAITED,    // the block ends while a TMA store reads its shared memory
 };
 
 // Argument of the warpgroup kernels: mirrored in src/arguments.rs.
 struct WarpgroupAttention {
-    TensorMap k_map, v_map;
+    TensorMap k_map, v_map, out_map;
     Attention attention;
+    // Of the tile scheduler (forward_scheduler.cuh).
+    u64 order;    // u32 [planes][lists]: the lists of a plane, that of most tiles first
+    u64 counter;  // u32: tiles that blocks have fetched; 0 before and after a launch
+    u32 tiles;    // of the launch: lists × groups of packed heads × batch rows
+    u32 section;  // groups of packed heads in a section
+    u32 stores_by_tma, reserved;  // 1: outputs are written through `out_map`
 };
 static_assert(alignof(TensorMap) == 128 && sizeof(TensorMap) == 128, "CUtensorMap");
-static_assert(sizeof(Attention) == 624 && sizeof(WarpgroupAttention) == 896,
+static_assert(sizeof(Attention) == 624 && sizeof(WarpgroupAttention) == 1152,
               "as in src/arguments.rs");
+
+// A tile of queries that a block computes: batch row, first query head of its group, and its list
+// in the block mask.
+struct alignas(16) WorkTile {
+    u32 b, first_head, list, reserved;
+};
+// List of a WorkTile that stands for the end.
+#define NO_TILE 0xffffffffu
 
 // Dynamic shared memory of a block. `Variant::dynamic_shared_bytes` (src/kernels.rs) has its size.
 struct SharedStorage {
@@ -95,7 +125,11 @@ struct SharedStorage {
     // V operand of zeros (zero_values), written once, because wgmma reads its operands until it is
     // waited for.
     u16 zeros[16 * PANEL_DIMS];
+    // Tiles that the producer passes to the consumers. As many slots as stages, so that
+    // PipelineState serves both: one that is computed, and the next one.
+    WorkTile work[STAGES];
     Mbarrier k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+    Mbarrier work_full[STAGES], work_empty[STAGES];
 };
 
 // The most that a block of compute capability 9.0 can have. Operands of wgmma begin at a multiple
@@ -156,6 +190,8 @@ DEVICE void init_pipeline(SharedStorage& memory, u32 consumer_warps) {
         mbarrier_init(memory.v_full + stage, 1);
         mbarrier_init(memory.k_empty + stage, consumer_warps);
         mbarrier_init(memory.v_empty + stage, consumer_warps);
+        mbarrier_init(memory.work_full + stage, 1);
+        mbarrier_init(memory.work_empty + stage, consumer_warps);
     }
     fence_mbarrier_init();
 }
@@ -171,12 +207,33 @@ DEVICE void clear_zeros(SharedStorage& memory) {
 // Producer: waits until the stage is empty, then issues the TMA loads of one tile, a box per panel.
 DEVICE void tma_load(u16* to, const TensorMap& map, Mbarrier* full, Mbarrier* empty,
                      const PipelineState& state, u32 row, u32 head, u32 batch) {
-    mbarrier_wait(empty + state.stage(), planted(WRONG_PHASE) ? state.parity() : state.parity() ^ 1);
+    mbarrier_wait(empty + state.stage(),
+                  planted(WRONG_PHASE) ? state.parity() : state.parity() ^ 1);
     mbarrier_arrive_expect_tx(full + state.stage(),
                               planted(TOO_FEW_BYTES) ? KV_TILE : KV_TILE * 2);
     for (u32 panel = 0; panel < PANELS; ++panel)
         tma_load_box(to + state.stage() * KV_TILE + panel * KV_PANEL, map, full + state.stage(),
                      panel * 64, row, head, batch);
+}
+
+// Stores elements x … x + 7 of a row of `dim` elements to shared memory for wgmma, zeros beyond the
+// ends. `line` is the row's first element, null for a row that does not exist.
+DEVICE void store_eight(u16* to, const u16* line, i64 stride, u32 row, u32 x, u32 dim,
+                        bool aligned) {
+    u32 words[4] = {0, 0, 0, 0};
+    if (line && x < dim) {
+        const u16* from = line + i64(x) * stride;
+        UNROLL for (u32 c = 0; c < 4; ++c) {
+            if (aligned) {
+                words[c] = reinterpret_cast<const u32*>(from)[c];
+            } else {
+                if (x + 2 * c < dim) words[c] = from[i64(2 * c) * stride];
+                if (x + 2 * c + 1 < dim) words[c] |= u32(from[i64(2 * c + 1) * stride]) << 16;
+            }
+        }
+    }
+    store_for_async_proxy(
+        to + (swizzled_offset(Q_ROWS, row, x) ^ (planted(WRONG_SWIZZLE) ? row % 2 * 8 : 0)), words);
 }
 
 // Copies a consumer's 64 query rows to shared memory, zeros beyond the ends. By threads rather than
@@ -186,23 +243,8 @@ DEVICE void load_q(u16* to, const Tensor& tensor, u32 b, u32 head, u32 first, u3
     bool aligned = tensor.dim == 1 && at % 16 == 0 && tensor.row % 8 == 0 && dim % 8 == 0;
     for (u32 index = thread_index() % WARPGROUP; index < Q_TILE / 8; index += WARPGROUP) {
         u32 row = index / (ANNULUS_DIM / 8), x = index % (ANNULUS_DIM / 8) * 8;
-        u32 words[4] = {0, 0, 0, 0};
-        if (first + row < rows && x < dim) {
-            const u16* from = reinterpret_cast<const u16*>(at) +
-                              (i64(first + row) * tensor.row + i64(x) * tensor.dim);
-            UNROLL for (u32 c = 0; c < 4; ++c) {
-                if (aligned) {
-                    words[c] = reinterpret_cast<const u32*>(from)[c];
-                } else {
-                    if (x + 2 * c < dim) words[c] = from[i64(2 * c) * tensor.dim];
-                    if (x + 2 * c + 1 < dim)
-                        words[c] |= u32(from[i64(2 * c + 1) * tensor.dim]) << 16;
-                }
-            }
-        }
-        store_for_async_proxy(
-            to + (swizzled_offset(Q_ROWS, row, x) ^ (planted(WRONG_SWIZZLE) ? row % 2 * 8 : 0)),
-            words);
+        const u16* line = reinterpret_cast<const u16*>(at) + i64(first + row) * tensor.row;
+        store_eight(to, first + row < rows ? line : nullptr, tensor.dim, row, x, dim, aligned);
     }
     if (!planted(NO_PROXY_FENCE)) fence_proxy_async();
 }

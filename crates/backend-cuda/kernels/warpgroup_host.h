@@ -6,6 +6,8 @@
 //   wgmma          computed when its group is waited for; until then writes to the accumulators
 //                  are lost, and its operands, in A registers or shared memory, may not change
 //   async stores   (store_for_async_proxy) take effect at the thread's fence_proxy_async
+//   TMA stores     write global memory when their bulk group is waited for; until then their shared
+//                  memory may not change
 //
 // Descriptors are decoded bit by bit and shared memory is read through the swizzle, so a wrong
 // descriptor gives wrong numbers. A violation fails the launch: an mbarrier used before
@@ -54,11 +56,22 @@ struct TmaCopy {
 struct Store {
     u16* to;
     u32 words[4];
+    u32 bytes;
 };
 
-// Elements of the operands of a product, as read_operands orders them.
+// A TMA store of one box.
+struct TmaStore {
+    const u8* from;
+    Map map;
+    u32 first[4];
+    u32 group;
+    std::vector<u16> elements;  // as they were when it was issued
+};
+
+// Elements of the operands of a product, as read_operands orders them. In shared memory the left
+// operand is that of all four warps: a warp may not know when the others have read it.
 struct Operands {
-    u16 left[16 * 16];
+    u16 left[64 * 16];
     u16 right[16 * 128];
 };
 
@@ -70,6 +83,12 @@ struct Product {
     u32 columns, group, lanes;
     bool add, is_f16;
     std::unique_ptr<Operands> operands;  // as they were when it was issued
+};
+
+// Operands of a product of a warpgroup, as its first warp has issued it.
+struct WarpgroupProduct {
+    Operands operands;
+    u32 number, warps;  // warps that have issued it
 };
 
 // Accumulators with pending products: their values so far, and the number of products to come.
@@ -90,7 +109,8 @@ struct Lane {
     // registers that fence_operand has not pinned since the wait
     std::vector<RegisterOperand> unpinned;
     std::vector<Store> stores;
-    u32 issued, groups, registers;
+    std::vector<TmaStore> tma_stores;
+    u32 issued, groups, bulk_groups, registers;
     bool wgmma_fenced;
     const Mbarrier* awaited;
 };
@@ -110,6 +130,8 @@ struct AsyncUnits {
     // pending products of a warp; `done` products were completed before them
     std::array<std::vector<Product>, THREADS / WARP> products;
     std::array<u32, THREADS / WARP> done;
+    // products with both operands in shared memory that not all warps of a warpgroup have issued
+    std::array<std::vector<WarpgroupProduct>, THREADS / WARPGROUP> of_warpgroup;
     std::array<NamedBarrier, 16> named;
     i64 free_registers;
 };
@@ -141,13 +163,15 @@ void init_async_units(Block& block) {
         lane.pending.clear();
         lane.unpinned.clear();
         lane.stores.clear();
-        lane.issued = lane.groups = 0;
+        lane.tma_stores.clear();
+        lane.issued = lane.groups = lane.bulk_groups = 0;
         lane.registers = REGISTERS;
         lane.wgmma_fenced = false;
         lane.awaited = nullptr;
     }
     for (auto& products : all.products) products.clear();
     all.done.fill(0);
+    for (auto& products : all.of_warpgroup) products.clear();
     all.named.fill(NamedBarrier{});
     all.free_registers = 0;
 }
@@ -157,7 +181,7 @@ bool finish_async_units(Block& block) {
     // a load or a store that was not waited for, or a write past the end
     bool whole = all.copies.empty();
     for (const Lane& lane : all.lanes) {
-        whole = whole && lane.pending.empty() && lane.stores.empty();
+        whole = whole && lane.pending.empty() && lane.stores.empty() && lane.tma_stores.empty();
         for (const RegisterOperand& one : lane.unpinned) whole = whole && !one.is_acc;
     }
     for (const NamedBarrier& barrier : all.named) whole = whole && barrier.arrived == 0;
@@ -213,25 +237,36 @@ inline void mbarrier_arrive(Mbarrier* mbarrier, u32 bytes) {
 
 inline u32 swizzled_128(u32 address) { return address ^ ((address >> 7 & 7) << 4); }
 
-inline void complete_copy(Block& block, const TmaCopy& copy) {
-    const Map& map = copy.map;
-    u32 start = u32(reinterpret_cast<char*>(copy.to) - block.async_units->base), index = 0;
+// Calls `with` for each element of a box: its address in global memory, null beyond the tensor, and
+// its number in the box.
+template <typename With>
+inline void each_of_box(const Map& map, const u32 (&first)[4], With with) {
+    u32 index = 0;
     for (u32 w = 0; w < map.box[3]; ++w)
         for (u32 z = 0; z < map.box[2]; ++z)
             for (u32 y = 0; y < map.box[1]; ++y)
-                for (u32 x = 0; x < map.box[0]; ++x, index += 2) {
-                    u64 at[4] = {u64(copy.first[0]) + x, u64(copy.first[1]) + y,
-                                 u64(copy.first[2]) + z, u64(copy.first[3]) + w};
+                for (u32 x = 0; x < map.box[0]; ++x, ++index) {
+                    u64 at[4] = {u64(first[0]) + x, u64(first[1]) + y, u64(first[2]) + z,
+                                 u64(first[3]) + w};
                     bool inside = true;
-                    u64 from = map.address;
+                    u64 address = map.address;
                     for (u32 axis = 0; axis < 4; ++axis) {
                         inside = inside && at[axis] < map.lengths[axis];
-                        from += at[axis] * map.strides[axis];
+                        address += at[axis] * map.strides[axis];
                     }
-                    u16 element = inside ? *reinterpret_cast<const u16*>(from) : u16(0);
-                    u32 to = copy.swizzled ? swizzled_128(start + index) : start + index;
-                    std::memcpy(block.async_units->base + to, &element, 2);
+                    with(inside ? reinterpret_cast<u16*>(address) : nullptr, index);
                 }
+}
+
+inline void complete_copy(Block& block, const TmaCopy& copy) {
+    u32 start = u32(reinterpret_cast<char*>(copy.to) - block.async_units->base), index = 0;
+    each_of_box(copy.map, copy.first, [&](const u16* from, u32 number) {
+        index = 2 * number;
+        u16 element = from ? *from : u16(0);
+        u32 to = copy.swizzled ? swizzled_128(start + index) : start + index;
+        std::memcpy(block.async_units->base + to, &element, 2);
+    });
+    index += 2;
     for (MbarrierState& state : block.async_units->mbarriers)
         if (state.at == copy.mbarrier) {
             state.bytes -= index;
@@ -248,6 +283,33 @@ inline void add_copy(const TmaCopy& copy, u32 bytes) {
     }
     std::memset(copy.to, 0xff, bytes);
     block.async_units->copies.push_back(copy);
+}
+
+// Reads the elements of a TMA store as they are now.
+inline std::vector<u16> elements_of(Block& block, const TmaStore& store) {
+    const char* base = block.async_units->base;
+    u32 start = u32(reinterpret_cast<const char*>(store.from) - base);
+    std::vector<u16> elements;
+    each_of_box(store.map, store.first, [&](const u16*, u32 number) {
+        u16 element;
+        std::memcpy(&element, base + swizzled_128(start + 2 * number), 2);
+        elements.push_back(element);
+    });
+    return elements;
+}
+
+// Hardware may read the shared memory at any time until then: it is read at both ends.
+inline void complete_tma_stores(Lane& lane, u32 open) {
+    Block& block = *current();
+    while (!lane.tma_stores.empty() && lane.tma_stores.front().group + open < lane.bulk_groups) {
+        const TmaStore& store = lane.tma_stores.front();
+        if (elements_of(block, store) != store.elements)
+            fault("TMA store: shared memory was overwritten before it was waited for");
+        each_of_box(store.map, store.first, [&](u16* to, u32 number) {
+            if (to) *to = store.elements[number];
+        });
+        lane.tma_stores.erase(lane.tma_stores.begin());
+    }
 }
 
 bool step_async_units(Block& block) {
@@ -345,19 +407,51 @@ DEVICE void mbarrier_wait(Mbarrier* mbarrier, u32 parity) {
     emulated::own_lane().awaited = nullptr;
 }
 
+namespace emulated {
+namespace {
+
+// Decodes a tensor map, and checks the box at `shared`. Returns the bytes of the box.
+inline u32 decode_map(Map& to, const TensorMap& map, const u16* shared) {
+    std::memcpy(&to, &map, sizeof to);
+    // the argument structure of the kernel is aligned to 128 bytes, as that of a map
+    if (to.magic != MAP_MAGIC || reinterpret_cast<u64>(&map) % 128 != 0)
+        fault("TMA: invalid tensor map");
+    u32 bytes = 2;
+    for (u32 length : to.box) bytes *= length;
+    if (offset_in_block(shared, bytes) % 128 != 0) fault("TMA: misaligned shared memory");
+    return bytes;
+}
+
+}  // namespace
+}  // namespace emulated
+
 DEVICE void tma_load_box(u16* to, const TensorMap& map, Mbarrier* mbarrier, u32 x, u32 row,
                          u32 head, u32 batch) {
     emulated::TmaCopy copy = {reinterpret_cast<u8*>(to), {}, {x, row, head, batch}, mbarrier, true};
-    std::memcpy(&copy.map, &map, sizeof copy.map);
     emulated::mbarrier_state(mbarrier);
-    // the argument structure of the kernel is aligned to 128 bytes, as that of a map
-    if (copy.map.magic != emulated::MAP_MAGIC || reinterpret_cast<u64>(&map) % 128 != 0)
-        emulated::fault("TMA: invalid tensor map");
-    u32 bytes = 2;
-    for (u32 length : copy.map.box) bytes *= length;
-    if (emulated::offset_in_block(to, bytes) % 128 != 0)
-        emulated::fault("TMA: misaligned destination");
+    u32 bytes = emulated::decode_map(copy.map, map, to);
     emulated::add_copy(copy, bytes);
+}
+
+DEVICE void tma_store_box(const TensorMap& map, const u16* from, u32 x, u32 row, u32 head,
+                          u32 batch) {
+    emulated::Lane& lane = emulated::own_lane();
+    emulated::TmaStore store = {
+        reinterpret_cast<const u8*>(from), {}, {x, row, head, batch}, lane.bulk_groups, {}};
+    emulated::decode_map(store.map, map, from);
+    store.elements = emulated::elements_of(*emulated::current(), store);
+    lane.tma_stores.push_back(std::move(store));
+}
+DEVICE void bulk_commit() { ++emulated::own_lane().bulk_groups; }
+template <u32 open>
+DEVICE void bulk_wait_read() {
+    emulated::complete_tma_stores(emulated::own_lane(), open);
+}
+
+DEVICE u32 atomic_add(u32* at, u32 number) {
+    u32 before = *at;
+    *at += number;
+    return before;
 }
 
 DEVICE void bulk_load(void* to, const void* from, u32 bytes, Mbarrier* mbarrier) {
@@ -373,11 +467,16 @@ DEVICE void prefetch_tensor_map(const TensorMap&) {}
 DEVICE void store_for_async_proxy(u16* to, const u32 (&words)[4]) {
     if (emulated::offset_in_block(to, 16) % 16 != 0)
         emulated::fault("16-byte store at a misaligned address");
-    emulated::own_lane().stores.push_back({to, {words[0], words[1], words[2], words[3]}});
+    emulated::own_lane().stores.push_back({to, {words[0], words[1], words[2], words[3]}, 16});
+}
+DEVICE void store_pair_for_async_proxy(u16* to, u32 pair) {
+    if (emulated::offset_in_block(to, 4) % 4 != 0)
+        emulated::fault("4-byte store at a misaligned address");
+    emulated::own_lane().stores.push_back({to, {pair, 0, 0, 0}, 4});
 }
 DEVICE void fence_proxy_async() {
     for (const emulated::Store& store : emulated::own_lane().stores)
-        std::memcpy(store.to, store.words, 16);
+        std::memcpy(store.to, store.words, store.bytes);
     emulated::own_lane().stores.clear();
 }
 

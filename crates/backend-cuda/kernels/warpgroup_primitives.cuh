@@ -1,5 +1,5 @@
-// Primitives of compute capability 9.0 (included by primitives.cuh): warpgroups, wgmma, TMA loads,
-// mbarriers, named barriers, setmaxnreg.
+// Primitives of compute capability 9.0 (included by primitives.cuh): warpgroups, wgmma, TMA loads
+// and stores, mbarriers, named barriers, setmaxnreg.
 //
 // Three orderings, none of which implies another:
 //
@@ -9,8 +9,10 @@
 //   wgmma groups   accumulators, and A operands in registers, may not be read or written until
 //                  wgmma.wait_group has waited for their group
 //
+// A TMA store is part of a bulk group of its thread, which is waited for as a wgmma group is.
+//
 // Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions",
-// "mbarrier", "cp.async.bulk.tensor", "setmaxnreg".
+// "mbarrier", "cp.async.bulk.tensor", "cp.async.bulk.wait_group", "setmaxnreg".
 #pragma once
 
 #define WARPGROUP 128
@@ -68,18 +70,27 @@ DEVICE bool named_barrier_any(u32 name, u32 threads, bool mine) {
 // Initializes an mbarrier whose phases complete after `arrivals` arrivals. One thread calls it;
 // other threads may use the mbarrier after fence_mbarrier_init and a barrier.
 DEVICE void mbarrier_init(Mbarrier* mbarrier, u32 arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(shared_address(mbarrier)), "r"(arrivals) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
+                 :
+                 : "r"(shared_address(mbarrier)), "r"(arrivals)
+                 : "memory");
 }
 DEVICE void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
     asm volatile("fence.proxy.async.shared::cta;" : : : "memory");
 }
 DEVICE void mbarrier_arrive(Mbarrier* mbarrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(shared_address(mbarrier)) : "memory");
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];"
+                 :
+                 : "r"(shared_address(mbarrier))
+                 : "memory");
 }
 // Arrives, and adds `bytes` to the transaction count that the current phase waits for.
 DEVICE void mbarrier_arrive_expect_tx(Mbarrier* mbarrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" : : "r"(shared_address(mbarrier)), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 :
+                 : "r"(shared_address(mbarrier)), "r"(bytes)
+                 : "memory");
 }
 // Waits until the phase with this parity has completed. The first phase has parity 0; the phase
 // before it counts as completed, so a wait for parity 1 on a new mbarrier returns at once.
@@ -116,8 +127,8 @@ DEVICE void prefetch_tensor_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" : : "l"(&map) : "memory");
 }
 
-// Copies `bytes` from global to shared memory asynchronously, as TMA loads do; both addresses and the
-// length are multiples of 16. The bytes complete on `mbarrier`.
+// Copies `bytes` from global to shared memory asynchronously, as TMA loads do; both addresses and
+// the length are multiples of 16. The bytes complete on `mbarrier`.
 DEVICE void bulk_load(void* to, const void* from, u32 bytes, Mbarrier* mbarrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
@@ -125,6 +136,28 @@ DEVICE void bulk_load(void* to, const void* from, u32 bytes, Mbarrier* mbarrier)
         : "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(mbarrier))
         : "memory");
 }
+
+// Issues a TMA store of one box from shared memory, as part of the thread's next bulk group.
+// Elements beyond the tensor are not written. The shared memory may be overwritten after
+// bulk_wait_read.
+DEVICE void tma_store_box(const TensorMap& map, const u16* from, u32 x, u32 row, u32 head,
+                          u32 batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
+        :
+        : "l"(&map), "r"(shared_address(from)), "r"(x), "r"(row), "r"(head), "r"(batch)
+        : "memory");
+}
+// Commits this thread's TMA stores since the last commit as one group.
+DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" : : : "memory"); }
+// Waits until this thread's groups, except the last `open`, have read their shared memory.
+template <u32 open>
+DEVICE void bulk_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" : : "n"(open) : "memory");
+}
+
+// Adds to a number in global memory; returns what it was.
+DEVICE u32 atomic_add(u32* at, u32 number) { return atomicAdd(at, number); }
 
 // Stores 16 bytes, 16-byte aligned, that wgmma will read. On the device an ordinary store; the
 // emulator delays it until fence_proxy_async.
@@ -134,6 +167,10 @@ DEVICE void store_for_async_proxy(u16* to, const u32 (&words)[4]) {
                  : "r"(shared_address(to)), "r"(words[0]), "r"(words[1]), "r"(words[2]),
                    "r"(words[3])
                  : "memory");
+}
+// As store_for_async_proxy, of 4 bytes, 4-byte aligned, that wgmma or a TMA store will read.
+DEVICE void store_pair_for_async_proxy(u16* to, u32 pair) {
+    asm volatile("st.shared.b32 [%0], %1;" : : "r"(shared_address(to)), "r"(pair) : "memory");
 }
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" : : : "memory"); }
 

@@ -23,7 +23,9 @@ _Pragma("unroll 1") for (u32 pass = 0; pass < 2; ++pass) {
         if ((a.flags & (HAS_BIAS | HAS_SLOPES)) && pass == bias_pass)
             UNROLL for (u32 e = 0; e < S_REGISTERS; ++e) {
                 if (!visible_pairs.get(e)) continue;
-                float bias = bias_of(a, coord.b, coord.h, coord.first_query + at.row_of(e),
+                const PackedRow row =
+                    consumer_row(a, coord.first_head, at.group, at.row_of(e));
+                float bias = bias_of(a, coord.b, row.h, coord.first_query + row.query,
                                      coord.first_key + at.column_of(e));
                 // a bias of −∞ masks the pair
                 if (bias == -infinity()) visible_pairs.set(e, false);
@@ -43,8 +45,9 @@ DEVICE void score_epilogue_in_registers(float (&scores)[S_REGISTERS], VisiblePai
                                         const Attention& a) {
     UNROLL for (u32 r = 0; r < 2; ++r)
         UNROLL for (u32 word = 0; word < KV_ROWS / 64; ++word) {
-            u32 row = at.row + 8 * r;
-            u64 line = coord.first_query + row < a.queries
+            const u32 row = at.row + 8 * r;
+            const PackedRow packed = consumer_row(a, coord.first_head, at.group, row);
+            u64 line = packed.exists && coord.first_query + packed.query < a.queries
                            ? warpgroup_mask_row(a, coord, at.group, row, word) >> at.column
                            : 0;
             UNROLL for (u32 n_tile = 0; n_tile < 8; ++n_tile)
@@ -70,9 +73,10 @@ DEVICE void apply_dropout(float (&probs)[S_REGISTERS], const WarpgroupTile& coor
         u32 bits = 0;
 _Pragma("unroll 1") for (u32 bit = 0; bit < 32; ++bit) {
             u32 e = word * 32 + bit;
-            u32 i = coord.first_query + at.row_of(e), j = coord.first_key + at.column_of(e);
-            if (i < a.queries && j < a.keys)
-                bits |= u32(keep_factor(a, coord.b, coord.h, i, j) != 0.0f) << bit;
+            const PackedRow row = consumer_row(a, coord.first_head, at.group, at.row_of(e));
+            u32 i = coord.first_query + row.query, j = coord.first_key + at.column_of(e);
+            if (row.exists && i < a.queries && j < a.keys)
+                bits |= u32(keep_factor(a, coord.b, row.h, i, j) != 0.0f) << bit;
         }
         kept.words[word] = bits;
     }

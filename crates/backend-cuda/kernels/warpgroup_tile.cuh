@@ -1,7 +1,8 @@
-// One consumer's score tile of the forward pass, 64 queries × KV_ROWS keys: visible pairs, and the
+// One consumer's score tile of the forward pass, 64 rows × KV_ROWS keys: visible pairs, and the
 // iteration over the tiles of a list.
 #pragma once
 
+#include "gqa_packing.cuh"
 #include "warpgroup.cuh"
 #include "warpgroup_lane.cuh"
 
@@ -51,36 +52,47 @@ struct VisiblePairs {
     METHOD bool get(u32 e) const { return words[e / 32] >> e % 32 & 1; }
 };
 
-// Coordinates of one consumer's score tile: 64 queries × KV_ROWS keys.
+// Queries of a tile of TILE_ROWS rows, which are (query, head) pairs under GQA packing.
+DEVICE u32 queries_per_tile(const Attention& a) { return packed_queries<TILE_ROWS>(a); }
+
+// Query, counted from the tile's first, and head of a row of consumer `group`.
+DEVICE PackedRow consumer_row(const Attention& a, u32 first_head, u32 group, u32 row) {
+    return packed_row<TILE_ROWS>(a, first_head, group * Q_ROWS + row);
+}
+
+// Coordinates of one score tile of a block: TILE_ROWS rows × KV_ROWS keys.
 struct WarpgroupTile {
-    u32 b, h;
+    u32 b, first_head;
     u32 first_query, first_key;
     u32 mask_index;  // as in TileRun
     bool is_full;    // no pair is masked, except keys beyond the end
 };
 
-DEVICE WarpgroupTile warpgroup_tile(const Attention& a, u32 b, u32 h, u32 tile, u32 group,
+DEVICE WarpgroupTile warpgroup_tile(const Attention& a, u32 b, u32 first_head, u32 tile,
                                     TileEntry entry) {
     WarpgroupTile coord;
     coord.b = b;
-    coord.h = h;
-    coord.first_query = (tile * CONSUMERS + group) * Q_ROWS;
+    coord.first_head = first_head;
+    coord.first_query = tile * queries_per_tile(a);
     coord.first_key = entry.tile * KV_ROWS;
     coord.mask_index = entry.mask_index;
     coord.is_full = entry.mask_index == FULL_TILE && !(a.flags & (HAS_BIAS | HAS_SLOPES));
     return coord;
 }
 
-// Returns 64 bits of the tile mask: keys 64·`word` … of one query row. Keys beyond the end are
-// masked.
+// Returns 64 bits of the tile mask: keys 64·`word` … of one row of consumer `group`. Keys beyond
+// the end are masked.
 DEVICE u64 warpgroup_mask_row(const Attention& a, const WarpgroupTile& coord, u32 group, u32 row,
                               u32 word) {
     u64 line = ~0ull;
     const u32 row_words = KV_ROWS / 64;
-    if (coord.mask_index != FULL_TILE)
-        line = reinterpret_cast<const u64*>(a.block_mask.bits)
-            [(u64(coord.mask_index) * (CONSUMERS * Q_ROWS) + group * Q_ROWS + row) * row_words +
-             word];
+    if (coord.mask_index != FULL_TILE) {
+        const PackedRow at = consumer_row(a, coord.first_head, group, row);
+        const u64 first_row = u64(coord.mask_index) * queries_per_tile(a);
+        line = at.exists ? reinterpret_cast<const u64*>(
+                               a.block_mask.bits)[(first_row + at.query) * row_words + word]
+                         : 0;
+    }
     if (planted(MASK_OFF_BY_ONE)) line = line << 1 | 1;
     u32 first = coord.first_key + 64 * word;
     u32 left = a.keys > first ? a.keys - first : 0;

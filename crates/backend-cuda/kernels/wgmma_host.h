@@ -26,15 +26,14 @@ inline void read_eight(Block& block, u64 descriptor, u32 y, u32 x, u16* to) {
     std::memcpy(to, block.async_units->base + swizzled_128(at), 16);
 }
 
-// Reads the operands of a product as they are now. Left: 16 rows of 16 dims, or the A fragments of
+// Reads the operands of a product as they are now. Left: 64 rows of 16 dims, or the A fragments of
 // all lanes. Right: 16 summed rows of `columns` elements (left in registers), or `columns` rows of
 // 16 (both in shared memory, K-major).
-inline void read_operands(Block& block, u32 warp, const Product& product, Operands& to) {
+inline void read_operands(Block& block, const Product& product, Operands& to) {
     if (product.left[0] == nullptr) {
-        for (u32 row = 0; row < 16; ++row)
+        for (u32 row = 0; row < 64; ++row)
             for (u32 x = 0; x < 16; x += 8)
-                read_eight(block, product.left_descriptor, warp % 4 * 16 + row, x,
-                           to.left + 16 * row + x);
+                read_eight(block, product.left_descriptor, row, x, to.left + 16 * row + x);
         for (u32 column = 0; column < product.columns; ++column)
             for (u32 x = 0; x < 16; x += 8)
                 read_eight(block, product.right, column, x, to.right + 16 * column + x);
@@ -67,7 +66,7 @@ inline void complete_product(Block& block, u32 warp, const Product& product) {
     const bool from_registers = product.left[0] != nullptr;
     const Operands& issued = *product.operands;
     Operands now = {};
-    read_operands(block, warp, product, now);
+    read_operands(block, product, now);
     if (std::memcmp(&now, &issued, sizeof now) != 0) {
         trace("wgmma: an operand was overwritten before its group was waited for");
         block.fault = true;
@@ -83,7 +82,7 @@ inline void complete_product(Block& block, u32 warp, const Product& product) {
             left[row][k] = widened(
                 issued.left[from_registers ? 8 * (row % 8 * 4 + k % 8 / 2) +
                                                  2 * (row / 8 + 2 * (k / 8)) + k % 2
-                                           : 16 * row + k]);
+                                           : 16 * (warp % 4 * 16 + row) + k]);
     }
     auto each = [&](auto what) {
         for (u32 of = 0; of < WARP; ++of) {
@@ -145,6 +144,22 @@ inline void complete_products(const LaneWords* lane_words) {
     block.async_units->done[warp] += count;
 }
 
+// Fails the launch if the operands of a product differ between the warps of a warpgroup, of which
+// hardware computes it once: shared memory was overwritten while a warp had yet to issue it.
+inline void compare_warps(Block& block, u32 warp, u32 number, const Operands& operands) {
+    auto& all = block.async_units->of_warpgroup[warp / (WARPGROUP / WARP)];
+    auto first = std::find_if(all.begin(), all.end(), [&](const WarpgroupProduct& one) {
+        return one.number == number;
+    });
+    if (first == all.end()) {
+        all.push_back({operands, number, 1});
+        return;
+    }
+    if (std::memcmp(&first->operands, &operands, sizeof operands) != 0)
+        fault("wgmma: an operand was overwritten before all warps had issued the product");
+    if (++first->warps == WARPGROUP / WARP) all.erase(first);
+}
+
 inline void issue_product(float* acc, u32 count, const u32* left, u64 left_descriptor, u64 right,
                           bool add, bool is_f16) {
     Block& block = *current();
@@ -162,7 +177,8 @@ inline void issue_product(float* acc, u32 count, const u32* left, u64 left_descr
         ++pending_acc->products;
     }
     std::vector<Product>& products = block.async_units->products[warp];
-    u32 index = lane.issued++ - block.async_units->done[warp];
+    const u32 number = lane.issued++;
+    u32 index = number - block.async_units->done[warp];
     if (index == products.size()) {
         Product product = {};
         product.left_descriptor = left_descriptor;
@@ -182,7 +198,9 @@ inline void issue_product(float* acc, u32 count, const u32* left, u64 left_descr
     product.acc[block.thread % WARP] = acc;
     product.left[block.thread % WARP] = left;
     // wgmma is issued by the whole warp at once: when its last lane arrives
-    if (++product.lanes == WARP) read_operands(block, warp, product, *product.operands);
+    if (++product.lanes < WARP) return;
+    read_operands(block, product, *product.operands);
+    if (left == nullptr) compare_warps(block, warp, number, *product.operands);
 }
 
 }  // namespace

@@ -93,11 +93,20 @@ pub(crate) struct Attention {
 pub(crate) struct WarpgroupAttention {
     pub(crate) k_map: TensorMap,
     pub(crate) v_map: TensorMap,
+    pub(crate) out_map: TensorMap,
     pub(crate) attention: Attention,
+    /// Of the tile scheduler: `kernels/forward_scheduler.cuh`.
+    pub(crate) order: u64,
+    pub(crate) counter: u64,
+    pub(crate) tiles: u32,
+    pub(crate) section: u32,
+    /// 1 if outputs are written through `out_map`.
+    pub(crate) stores_by_tma: u32,
+    pub(crate) reserved: u32,
 }
 
 // as asserted in `kernels/warpgroup.cuh`
-const _: () = assert!(size_of::<Attention>() == 624 && size_of::<WarpgroupAttention>() == 896);
+const _: () = assert!(size_of::<Attention>() == 624 && size_of::<WarpgroupAttention>() == 1152);
 
 /// Arguments of the backward kernels on warpgroups: `kernels/backward_warpgroup.cuh`.
 #[repr(C)]

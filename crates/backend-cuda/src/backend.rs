@@ -35,6 +35,8 @@ pub struct Cuda {
     options: Vec<String>,
     level: Level,
     min_warpgroup_rows: usize,
+    /// `None`: the multiprocessors of the GPU.
+    forward_blocks: Option<usize>,
     cache: Arc<Mutex<KernelCache>>,
 }
 
@@ -47,8 +49,9 @@ struct KernelCache {
 }
 
 impl Cuda {
-    /// Fewest rows (queries × query heads of a KV head) of a rank for which the forward pass at
-    /// [`Level::Warpgroup`] runs on warpgroups: one tile. A backward pass needs as many queries.
+    /// Fewest rows (queries × query heads of a KV head; with a mask per head, queries) of a rank
+    /// for which the forward pass at [`Level::Warpgroup`] runs on warpgroups: one tile. A backward
+    /// pass needs as many queries.
     pub const MIN_WARPGROUP_ROWS: usize = 128;
 
     /// Opens GPU `ordinal` with a stream of its own, at the level in [`Level::VARIABLE`].
@@ -106,6 +109,7 @@ impl Cuda {
             options,
             level: Level::DEFAULT,
             min_warpgroup_rows: Self::MIN_WARPGROUP_ROWS,
+            forward_blocks: None,
             cache: Arc::default(),
         }
     }
@@ -131,11 +135,20 @@ impl Cuda {
         Ok(Self { level, cache: Arc::default(), ..self })
     }
 
-    /// Replaces [`Cuda::MIN_WARPGROUP_ROWS`]. With 0, warpgroups serve any number of queries, also
-    /// where level matrix would pack query heads: for tests, and to measure where they are faster.
+    /// Replaces [`Cuda::MIN_WARPGROUP_ROWS`]. With 0, warpgroups serve any number of queries: for
+    /// tests, and to measure where they are faster.
     #[must_use]
     pub fn with_min_warpgroup_rows(self, rows: usize) -> Self {
         Self { min_warpgroup_rows: rows, cache: Arc::default(), ..self }
+    }
+
+    /// Sets the most thread blocks of a forward launch on warpgroups. Each computes one tile of
+    /// queries after the other until there are none. Default: one for each multiprocessor, as many
+    /// as run at the same time. `usize::MAX`: one for each tile, whose end then overlaps with no
+    /// other tile of its multiprocessor; for comparison. Results do not depend on it. 0 is 1.
+    #[must_use]
+    pub fn with_forward_blocks(self, blocks: usize) -> Self {
+        Self { forward_blocks: Some(blocks.max(1)), cache: Arc::default(), ..self }
     }
 
     /// Level of the kernels.
@@ -196,7 +209,8 @@ impl Cuda {
             .then(|| {
                 get_or_make(&mut cache.on_warpgroups, forward, || {
                     let rows = self.min_warpgroup_rows;
-                    WarpgroupKernels::new(device, compiler, forward, rows, options)
+                    let blocks = self.forward_blocks.unwrap_or(device.multiprocessors());
+                    WarpgroupKernels::new(device, compiler, forward, blocks, rows, options)
                 })
             })
             .transpose()?;

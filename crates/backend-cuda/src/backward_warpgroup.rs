@@ -77,8 +77,8 @@ impl OnWarpgroups {
         let shape = [attention.keys, attention.kv_heads, attention.batches];
         let device = context.stream.device();
         let maps = [
-            tma_boxes(device, &attention.k, attention.head_dim, shape, rows)?,
-            tma_boxes(device, &attention.v, attention.value_dim, shape, rows)?,
+            tma_boxes_of(device, &attention.k, attention.head_dim, shape, rows)?,
+            tma_boxes_of(device, &attention.v, attention.value_dim, shape, rows)?,
         ];
         let kernel = &self.kernels.queries[usize::from(epilogue)];
         let arguments = self.arguments(attention, maps);
@@ -103,8 +103,8 @@ impl OnWarpgroups {
         let shape = [attention.queries, attention.q_heads, attention.batches];
         let device = context.stream.device();
         let maps = [
-            tma_boxes(device, &attention.q, attention.head_dim, shape, 64)?,
-            tma_boxes(device, &attention.dout, attention.value_dim, shape, 64)?,
+            tma_boxes_of(device, &attention.q, attention.head_dim, shape, 64)?,
+            tma_boxes_of(device, &attention.dout, attention.value_dim, shape, 64)?,
         ];
         let kernel = &self.kernels.keys[usize::from(needs_epilogue(attention))];
         let arguments = self.arguments(attention, maps);
@@ -121,9 +121,10 @@ fn needs_epilogue(attention: &Attention) -> bool {
     attention.flags & per_pair != 0 || attention.rounding != 0 || !is_deferred
 }
 
-/// True if TMA can read a caller's tensor of 16-bit elements: contiguous dims, and rows, heads and
-/// batch rows at multiples of 16 bytes. An axis of length 1 has stride 0 ([`crate::arguments`]).
-fn is_tma_readable(tensor: &Tensor, shape: [u32; 3]) -> bool {
+/// True if TMA can read or write a caller's tensor of 16-bit elements: contiguous dims, and rows,
+/// heads and batch rows at multiples of 16 bytes. An axis of length 1 has stride 0
+/// ([`crate::arguments`]).
+pub(crate) fn is_tma_readable(tensor: &Tensor, shape: [u32; 3]) -> bool {
     let [batch, row, head, dim] = tensor.strides;
     let [rows, heads, batches] = shape;
     let fits = |stride: i64, length: u32| {
@@ -136,9 +137,9 @@ fn is_tma_readable(tensor: &Tensor, shape: [u32; 3]) -> bool {
         && fits(batch, batches)
 }
 
-/// Encodes the tensor map of an operand with `shape` rows, heads and batch rows, in boxes of `rows`
+/// Encodes the tensor map of a tensor with `shape` rows, heads and batch rows, in boxes of `rows`
 /// rows.
-fn tma_boxes(
+pub(crate) fn tma_boxes_of(
     device: &Device,
     tensor: &Tensor,
     dim: u32,

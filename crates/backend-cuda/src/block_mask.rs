@@ -30,6 +30,8 @@ pub(crate) struct BlockMask {
     by_keys: [u64; 2],
     /// As `by_queries`, with a list for each range of keys of a tile: see [`crate::key_ranges`].
     by_ranges: [u64; 2],
+    /// Byte offset of the numbers of these lists in the order in which they are computed.
+    order: u64,
     ranges: usize,
     bits: u64,
     query_rows: u64,
@@ -148,10 +150,17 @@ impl BlockMask {
         let by_query_tile: Vec<&[TileRun]> = (0..tiling.planes() * query_tiles)
             .map(|list| block_sparse.by_queries().list(list))
             .collect();
-        let (by_ranges, ranges) = match key_ranges::divide(&by_query_tile, limits) {
-            Some(RangeLists { ranges, starts, runs }) => (upload.csr(&starts, &runs), ranges),
-            None => (by_queries, 1),
+        let (by_ranges, order, ranges) = match key_ranges::divide(&by_query_tile, limits) {
+            Some(RangeLists { ranges, starts, runs }) => {
+                let order = longest_first(&starts, &runs, query_tiles * ranges);
+                (upload.csr(&starts, &runs), order, ranges)
+            }
+            None => {
+                let lists = block_sparse.by_queries();
+                (by_queries, longest_first(lists.starts(), lists.runs(), query_tiles), 1)
+            }
         };
+        let order = upload.u32s(order.into_iter());
         let bits = upload.u64s(block_sparse.bits().iter().copied());
         let [query_rows, key_rows] =
             [queries, keys].map(|rows| upload.u64s(rows.rows().iter().copied()));
@@ -175,6 +184,7 @@ impl BlockMask {
             by_queries,
             by_keys,
             by_ranges,
+            order,
             ranges,
             bits,
             query_rows,
@@ -218,6 +228,12 @@ impl BlockMask {
         self.ranges
     }
 
+    /// Address of the order in which the lists by query tile and range of keys are computed: for
+    /// each plane the numbers of its lists, that of most key tiles first.
+    pub(crate) fn order(&self) -> u64 {
+        self.buffer.address() + self.order
+    }
+
     fn write_lists_to(
         &self,
         arguments: &mut Attention,
@@ -243,6 +259,22 @@ impl BlockMask {
         arguments.keys = self.keys;
         arguments.flags |= self.flags;
     }
+}
+
+/// Numbers the lists of each plane by their tiles, most first; lists of equally many in their
+/// order.
+fn longest_first(starts: &[u32], runs: &[TileRun], lists: usize) -> Vec<u32> {
+    let tiles = |bounds: &[u32]| -> u64 {
+        let of_list = bounds[0] as usize..bounds[1] as usize;
+        runs[of_list].iter().map(|run| u64::from(run.count)).sum()
+    };
+    let tiles: Vec<u64> = starts.windows(2).map(tiles).collect();
+    let order_of_plane = |tiles: &[u64]| {
+        let mut order: Vec<u32> = (0..).take(tiles.len()).collect();
+        order.sort_by_key(|&list| std::cmp::Reverse(tiles[list as usize]));
+        order
+    };
+    tiles.chunks(lists.max(1)).flat_map(order_of_plane).collect()
 }
 
 /// Bytes of the device buffer; every part starts at a multiple of 8.
@@ -282,4 +314,19 @@ pub(crate) fn to_u32(count: usize) -> Result<u32> {
     converted.ok_or_else(|| {
         Error::unsupported(format!("a list of {count} rows or tiles on one rank"), "cuda")
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_of_most_tiles_come_first_in_each_plane() {
+        let run = |count| TileRun { first: 0, count, bitmask: TileRun::FULL };
+        // two planes of three lists: 1, 5 and 3 tiles; 2, none and 2
+        let runs = [1, 4, 1, 3, 2, 2].map(run);
+        let starts = [0, 1, 3, 4, 5, 5, 6];
+        assert_eq!(longest_first(&starts, &runs, 3), [1, 2, 0, 0, 2, 1]);
+        assert_eq!(longest_first(&[0], &[], 0), [0; 0]);
+    }
 }

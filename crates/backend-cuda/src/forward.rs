@@ -83,11 +83,11 @@ impl<'p> CudaForward<'p> {
             let mut of_range = arguments;
             of_range.flags &= !WRITE_OUTPUTS;
             state.partial.write_to(context, ranges, &mut of_range);
-            launch(context, &of_range, grid)?;
+            launch(context, &of_range, grid, block_mask.order())?;
             state.partial.merge(context, ranges, &arguments, state.addresses())?;
         } else {
             arguments.set_state(state.addresses());
-            launch(context, &arguments, grid)?;
+            launch(context, &arguments, grid, block_mask.order())?;
         }
         self.is_empty = false;
         self.written = outputs.is_some();
@@ -105,11 +105,12 @@ impl<'p> CudaForward<'p> {
     }
 }
 
-/// Launches the forward kernel of the pass.
-fn launch(context: &PassContext, arguments: &Attention, grid: [u64; 3]) -> Result<()> {
+/// Launches the forward kernel of the pass. On warpgroups blocks fetch their tiles in an `order`
+/// ([`crate::block_mask::BlockMask::order`]); else `grid` is that of all tiles.
+fn launch(context: &PassContext, arguments: &Attention, grid: [u64; 3], order: u64) -> Result<()> {
     let PassContext { kernels, stream, forward_tiles, .. } = context;
     if let Some(warpgroup) = kernels.warpgroup.as_ref().filter(|_| forward_tiles.on_warpgroups) {
-        return forward_warpgroup::launch(stream, warpgroup, arguments, context.spec(), grid);
+        return forward_warpgroup::launch(context, warpgroup, arguments, order);
     }
     let (kernel, threads) = match kernels.matrix_for(context.spec()) {
         Some(matrix) => (&matrix.forward, MatrixKernels::FORWARD_THREADS),

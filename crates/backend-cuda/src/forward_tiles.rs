@@ -1,7 +1,7 @@
 //! Tiles of a forward pass, chosen when the workspace is made or gets another batch: the kernel,
 //! GQA packing, and the ranges of keys of a tile.
 
-use annulus_core::{Dims, RankShard, Spec, Visibility};
+use annulus_core::{Dims, RankShard, Visibility};
 
 use crate::{
     gqa_packing::GqaPacking,
@@ -25,15 +25,19 @@ impl ForwardTiles {
         let spec = &*shard.spec;
         let Dims { batch, q_heads, kv_heads, head_dim, value_dim, .. } = spec.dims;
         let queries = shard.queries.len();
-        let warpgroup = kernels.warpgroup_for(spec, queries);
-        let [rows, keys] = match (warpgroup, kernels.matrix_for(spec)) {
-            (Some(warpgroup), _) => warpgroup.variant.tile(),
-            (None, Some(_)) => kernels.variant.forward_matrix_tile(),
-            (None, None) => kernels.variant.tile(),
+        // query heads that may share a tile
+        let group = if shares_key_tiles(shard) { q_heads / kv_heads } else { 1 };
+        let warpgroup = kernels.warpgroup_for(queries, group);
+        let on_matrices = kernels.matrix_for(spec).is_some();
+        let [rows, keys] = match warpgroup {
+            Some(warpgroup) => warpgroup.variant.tile(),
+            None if on_matrices => kernels.variant.forward_matrix_tile(),
+            None => kernels.variant.tile(),
         };
-        let packing = match warpgroup {
-            Some(_) => GqaPacking::none(rows),
-            None => packing(kernels, shard, rows),
+        let packing = if warpgroup.is_some() || on_matrices {
+            GqaPacking::of(queries, group, rows)
+        } else {
+            GqaPacking::none(rows)
         };
         let grid = ForwardGrid {
             blocks: queries.div_ceil(packing.queries()) * (q_heads / packing.heads()) * batch,
@@ -53,19 +57,13 @@ impl ForwardTiles {
     }
 }
 
-/// Chooses the number of heads per tile. One, except for `mma.sync` kernels without a per-head
-/// mask: a packed tile has one list of key tiles for all of its heads.
-fn packing(kernels: &Kernels, shard: &RankShard, rows: usize) -> GqaPacking {
-    let Spec { dims, mask, .. } = &*shard.spec;
+/// True if the query heads of a KV head have the same list of key tiles: without a per-head mask.
+fn shares_key_tiles(shard: &RankShard) -> bool {
     let visibility = Visibility {
-        mask: mask.as_ref(),
+        mask: shard.spec.mask.as_ref(),
         attention_mask: shard.attention_mask.as_deref(),
         queries: &shard.queries,
         keys: &shard.keys,
     };
-    if kernels.matrix_for(&shard.spec).is_some() && !visibility.per_head() {
-        GqaPacking::of(shard.queries.len(), dims.q_heads / dims.kv_heads, rows)
-    } else {
-        GqaPacking::none(rows)
-    }
+    !visibility.per_head()
 }

@@ -1,15 +1,21 @@
 //! Forward on warpgroups: `kernels/forward_warpgroup.cuh`, with tensor maps of K and V for TMA.
 
 use annulus_core::{Result, Spec};
-use annulus_device_cuda::{CudaView, Device, Stream, TensorMap};
+use annulus_device_cuda::{CudaView, Device, TensorMap};
 
 use crate::{
-    arguments::{Attention, Tensor, WarpgroupAttention},
+    arguments::{Attention, Tensor, WRITE_OUTPUTS, WarpgroupAttention},
+    backward_warpgroup::{is_tma_readable, tma_boxes_of},
+    block_mask::to_u32,
     kernels::{WarpgroupKernels, needs_epilogue},
+    pass_context::PassContext,
 };
 
 /// Stride of an axis of length 1, in bytes: a stride of TMA is a positive multiple of 16.
 const UNUSED_STRIDE: u64 = 16;
+
+/// Rows of a box of outputs: those of a consumer, `Q_ROWS` of `kernels/warpgroup.cuh`.
+const OUTPUT_ROWS: u32 = 64;
 
 /// True if TMA can read a caller's K or V: its elements are contiguous along dims, and address and
 /// other strides are multiples of 16 bytes.
@@ -29,29 +35,61 @@ pub(crate) fn is_readable_by_tma(view: &CudaView<'_>) -> bool {
 
 /// Attends to one block of keys, stored as records or [readable](is_readable_by_tma) in the
 /// caller's tensors. Strides of records are multiples of 16 bytes: see
-/// [`crate::Variant::on_warpgroups`].
+/// [`crate::Variant::on_warpgroups`]. `order` is the address of
+/// [`crate::block_mask::BlockMask::order`].
 pub(crate) fn launch(
-    stream: &Stream,
+    context: &PassContext,
     kernels: &WarpgroupKernels,
     attention: &Attention,
-    spec: &Spec,
-    grid: [u64; 3],
+    order: u64,
 ) -> Result<()> {
-    let device = stream.device();
+    let device = context.stream.device();
+    let spec = context.spec();
     let [_, rows] = kernels.variant.tile();
     let map = |tensor: &Tensor, dim| {
         tma_boxes(device, tensor, attention, dim, rows, spec.dtype.bytes() as u64)
     };
+    let Attention { queries, q_heads, batches, value_dim, packed_heads, .. } = *attention;
+    let out_shape = [queries, q_heads, batches];
+    let stores_by_tma = attention.flags & WRITE_OUTPUTS != 0
+        && packed_heads == 1
+        && is_tma_readable(&attention.out, out_shape);
+    let out_map = if stores_by_tma {
+        tma_boxes_of(device, &attention.out, value_dim, out_shape, OUTPUT_ROWS)?
+    } else {
+        TensorMap::UNUSED
+    };
+    let groups = u64::from(q_heads / packed_heads) * u64::from(batches);
+    let tiles = u64::from(attention.block_mask.lists) * groups;
     let arguments = WarpgroupAttention {
         k_map: map(&attention.k, attention.head_dim)?,
-        v_map: map(&attention.v, attention.value_dim)?,
+        v_map: map(&attention.v, value_dim)?,
+        out_map,
         attention: *attention,
+        order,
+        counter: context.tile_counter()?,
+        tiles: to_u32(tiles as usize)?,
+        section: section(attention, spec, device.l2_bytes() / 2, groups),
+        stores_by_tma: stores_by_tma.into(),
+        reserved: 0,
     };
     let epilogue = kernels.with_epilogue.as_ref().filter(|_| needs_epilogue(spec));
     let kernel = epilogue.unwrap_or(&kernels.forward);
+    let grid = [tiles.min(kernels.blocks as u64), 1, 1];
     // SAFETY: the engine has validated every tensor's shape; memory is freed only after queued
     // work.
-    unsafe { kernel.launch(stream, grid, WarpgroupKernels::THREADS, &arguments) }
+    unsafe { kernel.launch(&context.stream, grid, WarpgroupKernels::THREADS, &arguments) }
+}
+
+/// Groups of packed heads in a section of the tile scheduler, of `groups` in all: those of as many
+/// KV heads as have their keys and values in `most_bytes` together.
+fn section(attention: &Attention, spec: &Spec, most_bytes: u64, groups: u64) -> u32 {
+    let Attention { keys, head_dim, value_dim, q_heads, kv_heads, packed_heads, .. } = *attention;
+    let dims = u64::from(head_dim) + u64::from(value_dim);
+    let bytes = (u64::from(keys) * dims * spec.dtype.bytes() as u64).max(1);
+    let of_kv_head = u64::from(q_heads / kv_heads / packed_heads);
+    // at most the number of tiles, which is a u32
+    ((most_bytes / bytes).max(1) * of_kv_head).min(groups) as u32
 }
 
 /// Encodes the tensor map of K or V, with boxes of `rows` rows.

@@ -99,4 +99,26 @@ mod tests {
             }
         }
     }
+
+    /// A row of the table of docs/cuda.md: `queries` queries of a group of eight heads at level
+    /// `warpgroup`.
+    fn row_of_the_page(queries: usize) -> String {
+        let tiles = |heads: usize| queries.div_ceil(128 / heads) * (8 / heads);
+        let fewest = [1, 2, 4, 8].map(tiles).into_iter().min().unwrap();
+        let chosen = tiles(GqaPacking::of(queries, 8, 128).heads());
+        let share = 100.0 * chosen as f64 / tiles(1) as f64;
+        let share = format!("{}", (10.0 * share).round() / 10.0);
+        let is_packed = if chosen == tiles(1) { " (not packed)" } else { "" };
+        format!("| {queries} | {} | {fewest} | {share} %{is_packed} |", tiles(1))
+    }
+
+    #[test]
+    fn the_tiles_in_docs_cuda_md_are_those_of_the_packing() {
+        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/cuda.md");
+        let page = std::fs::read_to_string(page).unwrap();
+        for queries in [16, 64, 120, 200, 260] {
+            let line = row_of_the_page(queries);
+            assert!(page.contains(&line), "docs/cuda.md lacks {line}");
+        }
+    }
 }

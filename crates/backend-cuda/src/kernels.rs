@@ -7,7 +7,7 @@ use annulus_device_cuda::{
     Architecture, Compiler, Device, Image, ImageKind, Kernel, Module, Program,
 };
 
-use crate::{Level, gqa_packing::GqaPacking};
+use crate::Level;
 
 /// File name and text.
 type Header = (&'static str, &'static str);
@@ -54,9 +54,12 @@ const WARPGROUP_HEADERS: [Header; 5] = [
 ];
 
 /// Further headers of [`Family::Warpgroup`].
-const WARPGROUP_FORWARD_HEADERS: [Header; 3] = [
+const WARPGROUP_FORWARD_HEADERS: [Header; 6] = [
+    ("gqa_packing.cuh", include_str!("../kernels/gqa_packing.cuh")),
     ("warpgroup_tile.cuh", include_str!("../kernels/warpgroup_tile.cuh")),
     ("warpgroup_scores.cuh", include_str!("../kernels/warpgroup_scores.cuh")),
+    ("forward_scheduler.cuh", include_str!("../kernels/forward_scheduler.cuh")),
+    ("forward_outputs.cuh", include_str!("../kernels/forward_outputs.cuh")),
     ("forward_warpgroup.cuh", include_str!("../kernels/forward_warpgroup.cuh")),
 ];
 
@@ -248,18 +251,18 @@ impl Variant {
     }
 
     /// Bytes of dynamic shared memory per launch of one of its kernels. Forward on warpgroups:
-    /// `SharedStorage` of `kernels/warpgroup.cuh` (q; K and V, two stages each; 16 keys of P
-    /// per query; a zero operand of 16 × 64; 8 mbarriers). Backward: `BackwardStorage` of
-    /// `kernels/backward_warpgroup.cuh` (own rows of two operands; their streamed rows, two stages
-    /// of 128 or four of 64; a zero operand of as many rows × 64; statistics of two floats per
-    /// streamed row; two mbarriers per stage).
+    /// `SharedStorage` of `kernels/warpgroup.cuh` (q; K and V, two stages each; 16 keys of P per
+    /// query; a zero operand of 16 × 64; two work tiles; 12 mbarriers). Backward:
+    /// `BackwardStorage` of `kernels/backward_warpgroup.cuh` (own rows of two operands; their
+    /// streamed rows, two stages of 128 or four of 64; a zero operand of as many rows × 64;
+    /// statistics of two floats per streamed row; two mbarriers per stage).
     pub fn dynamic_shared_bytes(self, kernel: &str) -> u32 {
         let ([queries, keys], dim) = (self.tile(), self.dim);
         let bytes = match self.family {
             Family::General => 0,
             Family::Warpgroup => {
                 let tiles = queries * dim * 2 + 4 * keys * dim * 2 + queries * 16 * 2;
-                tiles + 16 * 64 * 2 + 8 * 8
+                tiles + 16 * 64 * 2 + 2 * 16 + 12 * 8
             }
             Family::WarpgroupBackward => {
                 let (rows, stages) = match kernel {
@@ -408,8 +411,10 @@ pub(crate) struct WarpgroupKernels {
     /// Forward of scores with an epilogue, or with dropout; up to
     /// [`Variant::MOST_EPILOGUE_DIMS`].
     pub(crate) with_epilogue: Option<Kernel>,
+    /// Most blocks of a launch, which fetch tiles until all are computed.
+    pub(crate) blocks: usize,
     /// Fewest rows for which they are used: see [`crate::Cuda::MIN_WARPGROUP_ROWS`].
-    pub(crate) min_rows: usize,
+    min_rows: usize,
 }
 
 impl WarpgroupKernels {
@@ -421,6 +426,7 @@ impl WarpgroupKernels {
         device: &Device,
         compiler: &Compiler,
         variant: Variant,
+        blocks: usize,
         min_rows: usize,
         more: &[String],
     ) -> Result<Self> {
@@ -432,17 +438,16 @@ impl WarpgroupKernels {
             variant,
             forward: kernel(forward)?,
             with_epilogue: has_epilogue.then(|| kernel(with_epilogue)).transpose()?,
+            blocks,
             min_rows,
         })
     }
 
-    /// True if they serve `queries` queries of groups of `group` query heads faster than level
-    /// matrix: their tiles of 128 rows hold one head each, so few queries leave most rows empty,
-    /// where level matrix packs several heads into a tile (estimated; not measured on a GPU).
-    fn are_filled_by(&self, queries: usize, group: usize, matrix_rows: usize) -> bool {
-        self.min_rows == 0
-            || (queries * group >= self.min_rows
-                && GqaPacking::of(queries, group, matrix_rows).heads() == 1)
+    /// True if they serve `queries` queries of `heads` query heads that may share a tile faster
+    /// than level matrix: fewer rows leave most of a tile of 128 empty (estimated; not measured on
+    /// a GPU).
+    const fn are_filled_by(&self, queries: usize, heads: usize) -> bool {
+        queries * heads >= self.min_rows
     }
 }
 
@@ -516,11 +521,10 @@ impl MatrixKernels {
 }
 
 impl Kernels {
-    /// Returns the warpgroup kernels if they serve a forward pass over `queries` queries.
-    pub(crate) fn warpgroup_for(&self, spec: &Spec, queries: usize) -> Option<&WarpgroupKernels> {
-        let group = spec.dims.q_heads / spec.dims.kv_heads;
-        let [rows, _] = self.variant.forward_matrix_tile();
-        self.warpgroup.as_ref().filter(|kernels| kernels.are_filled_by(queries, group, rows))
+    /// Returns the warpgroup kernels if they serve a forward pass over `queries` queries of
+    /// `heads` query heads that may share a tile.
+    pub(crate) fn warpgroup_for(&self, queries: usize, heads: usize) -> Option<&WarpgroupKernels> {
+        self.warpgroup.as_ref().filter(|kernels| kernels.are_filled_by(queries, heads))
     }
 
     /// Returns the backward kernels on warpgroups if they serve a pass over `queries` queries of

@@ -28,28 +28,38 @@ pub(crate) struct PassContext {
     block_masks: BlockMaskCache,
     /// Present if the spec has a bias function.
     slopes: Option<CudaBuffer>,
+    /// Counter of the tile scheduler of the forward pass on warpgroups: 0 between launches.
+    tile_counter: Option<CudaBuffer>,
 }
 
 impl PassContext {
     pub(crate) fn new(stream: &Stream, kernels: Kernels, shard: &RankShard) -> Result<Self> {
-        let slopes = match slopes(&shard.spec)? {
-            Some(slopes) => {
-                let bytes: Vec<u8> = slopes.iter().flat_map(|slope| slope.to_ne_bytes()).collect();
-                let buffer = CudaBuffer::new(stream.device(), bytes.len() as u64)?;
-                // SAFETY: the buffer is new and as long as the slopes.
-                unsafe { stream.copy_to_device(buffer.address(), &bytes)? };
-                Some(buffer)
-            }
-            None => None,
+        let upload = |bytes: &[u8]| -> Result<CudaBuffer> {
+            let buffer = CudaBuffer::new(stream.device(), bytes.len() as u64)?;
+            // SAFETY: the buffer is new and as long as the bytes.
+            unsafe { stream.copy_to_device(buffer.address(), bytes)? };
+            Ok(buffer)
         };
+        let slopes = slopes(&shard.spec)?.map(|slopes| {
+            let bytes: Vec<u8> = slopes.iter().flat_map(|slope| slope.to_ne_bytes()).collect();
+            upload(&bytes)
+        });
+        let tile_counter = kernels.warpgroup.as_ref().map(|_| upload(&[0; size_of::<u32>()]));
         Ok(Self {
             stream: stream.clone(),
             forward_tiles: ForwardTiles::of(&kernels, shard),
             kernels,
             shard: shard.clone(),
             block_masks: BlockMaskCache::default(),
-            slopes,
+            slopes: slopes.transpose()?,
+            tile_counter: tile_counter.transpose()?,
         })
+    }
+
+    /// Address of the counter of the tile scheduler.
+    pub(crate) fn tile_counter(&self) -> Result<u64> {
+        let counter = self.tile_counter.as_ref().map(CudaBuffer::address);
+        counter.ok_or_else(|| Error::internal("a tile scheduler without kernels on warpgroups"))
     }
 
     /// Changes the batch. All masks are dropped, because rows, ids or masks differ.

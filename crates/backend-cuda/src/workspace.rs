@@ -59,7 +59,7 @@ impl Workspace for CudaWorkspace {
         Ok(())
     }
 
-    /// Not counted: masks and slopes of the current block.
+    /// Not counted: masks, slopes and the tile counter.
     fn bytes(&self) -> u64 {
         self.forward.bytes() + self.backward.as_ref().map_or(0, BackwardState::bytes)
     }

@@ -123,6 +123,10 @@ unsafe fn write_attribute(
     let number = match attribute {
         CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR => major,
         CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR => 0,
+        // few, so that a block of a persistent grid computes several tiles
+        CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT => 2,
+        // small, so that the tile scheduler has several sections of heads
+        CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE => 64 * 1024,
         _ => return CUresult::CUDA_ERROR_INVALID_VALUE,
     };
     // SAFETY: the caller passes a valid pointer.

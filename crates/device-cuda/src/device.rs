@@ -56,6 +56,8 @@ pub(crate) struct Parts {
     retained: Option<CUdevice>,
     name: String,
     architecture: Architecture,
+    multiprocessors: usize,
+    l2_bytes: u64,
     failure: Mutex<Option<Error>>,
     pub(crate) state: Arc<ContextState>,
 }
@@ -95,7 +97,8 @@ impl Device {
     /// # Errors
     /// As [`Device::open`].
     pub fn with_symbols(symbols: Symbols, ordinal: usize) -> Result<Self> {
-        let (device, name, architecture) = describe(&symbols, ordinal)?;
+        let Properties { device, name, architecture, multiprocessors, l2_bytes } =
+            describe(&symbols, ordinal)?;
         let mut context: CUcontext = std::ptr::null_mut();
         // SAFETY: the table's functions have the driver's signatures and semantics; the pointer is
         // to a local of the right type.
@@ -107,6 +110,8 @@ impl Device {
             retained: Some(device),
             name,
             architecture,
+            multiprocessors,
+            l2_bytes,
             failure: Mutex::new(None),
             state: ContextState::of(context),
         })))
@@ -121,12 +126,15 @@ impl Device {
     /// * `context` is a context of GPU `ordinal`, created by the same driver;
     /// * it outlives the device and everything created from it.
     pub unsafe fn borrowed(symbols: Symbols, ordinal: usize, context: CUcontext) -> Result<Self> {
-        let (_, name, architecture) = describe(&symbols, ordinal)?;
+        let Properties { name, architecture, multiprocessors, l2_bytes, .. } =
+            describe(&symbols, ordinal)?;
         Ok(Self(Arc::new(Parts {
             driver: Driver { symbols, context },
             retained: None,
             name,
             architecture,
+            multiprocessors,
+            l2_bytes,
             failure: Mutex::new(None),
             state: ContextState::of(context),
         })))
@@ -145,6 +153,16 @@ impl Device {
     /// Compute capability.
     pub fn architecture(&self) -> Architecture {
         self.0.architecture
+    }
+
+    /// Number of multiprocessors.
+    pub fn multiprocessors(&self) -> usize {
+        self.0.multiprocessors
+    }
+
+    /// Bytes of the L2 cache.
+    pub fn l2_bytes(&self) -> u64 {
+        self.0.l2_bytes
     }
 
     /// Returns the free device memory in bytes.
@@ -283,8 +301,17 @@ impl Drop for Parts {
     }
 }
 
-/// Returns handle, name and compute capability of GPU `ordinal`.
-fn describe(symbols: &Symbols, ordinal: usize) -> Result<(CUdevice, String, Architecture)> {
+/// Properties of a GPU.
+struct Properties {
+    device: CUdevice,
+    name: String,
+    architecture: Architecture,
+    multiprocessors: usize,
+    l2_bytes: u64,
+}
+
+/// Returns the properties of GPU `ordinal`.
+fn describe(symbols: &Symbols, ordinal: usize) -> Result<Properties> {
     let count = start(symbols)?;
     let number = c_int::try_from(ordinal).ok().filter(|_| ordinal < count);
     let number = number.ok_or_else(|| {
@@ -319,7 +346,11 @@ fn describe(symbols: &Symbols, ordinal: usize) -> Result<(CUdevice, String, Arch
                 ),
             ));
         }
-        Ok((device, name, architecture))
+        let count = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let multiprocessors = usize::try_from(count).unwrap_or(0).max(1);
+        let bytes = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?;
+        let l2_bytes = u64::try_from(bytes).unwrap_or(0);
+        Ok(Properties { device, name, architecture, multiprocessors, l2_bytes })
     }
 }
 

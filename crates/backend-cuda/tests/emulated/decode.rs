@@ -142,7 +142,9 @@ fn a_visible_nan_reaches_its_rows_from_any_range() {
 fn blocks(case: &Case, kernel: &str, hopper: bool) -> Result<[u64; 2], String> {
     let ordinal = next_device();
     let subject = staged("one emulated gpu", Duration::ZERO, move || {
-        if hopper { hopper_on(ordinal, 0, 0) } else { emulated_on(ordinal, &[]) }
+        // a block for each tile
+        let on_warpgroups = || Ok(hopper_on(ordinal, 0, 0)?.with_forward_blocks(usize::MAX));
+        if hopper { on_warpgroups() } else { emulated_on(ordinal, &[]) }
     });
     verdict(&subject, case, &Setting::ALONE)?;
     Ok([kernel, "merge_splits"].map(|kernel| emulator::blocks(ordinal, kernel)))
@@ -157,9 +159,9 @@ fn ranges_are_blocks_and_rows_are_merged_once() {
     // 17 tiles of 32 keys are 8 ranges
     let case = plain(dims(1, 2, 1), DType::F64);
     assert_eq!(blocks(&case, "forward", false), Ok([2 * 2 * 8, 2 * 2]));
-    // 5 tiles of 128 keys are 2 ranges
+    // 5 tiles of 128 keys are 2 ranges, of two packed heads
     let case = plain(Dims { value_dim: 24, ..dims(1, 2, 1) }, DType::F16);
-    assert_eq!(blocks(&case, "forward_warpgroup", true), Ok([2 * 2 * 2, 2 * 2]));
+    assert_eq!(blocks(&case, "forward_warpgroup", true), Ok([2 * 2, 2 * 2]));
     // many blocks are not divided
     let case = plain(Dims { batch: 67, head_dim: 8, value_dim: 8, ..dims(1, 2, 2) }, DType::Bf16);
     assert_eq!(blocks(&case, "forward_matrix", false), Ok([67 * 2, 0]));

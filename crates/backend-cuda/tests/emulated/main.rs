@@ -12,6 +12,7 @@ mod in_place;
 mod nccl;
 mod overflow;
 mod packing;
+mod persistent;
 mod planted;
 mod sizes;
 mod support;

@@ -6,7 +6,7 @@ use annulus_conformance::{
     Case, Draw, Judge, Masks, Setting, Subject,
     suite::{self, Poison, Scale},
 };
-use annulus_core::{Backend, DType, Dims, Dropout, Error, Layout, Spec};
+use annulus_core::{Backend, Batch, DType, DenseMask, Dims, Dropout, Error, Layout, Spec};
 use annulus_cuda::{
     Cuda, Level,
     device::{Stream, TensorMap},
@@ -165,15 +165,20 @@ fn huge_scores_have_the_weights_of_the_definition() {
 }
 
 /// Blocks that `forward_warpgroup` and `forward_matrix` launch for `queries` queries of `heads`
-/// heads.
-fn blocks(queries: usize, heads: usize) -> Result<[u64; 2], String> {
+/// heads, with a mask per head or without one.
+fn blocks(queries: usize, heads: usize, per_head: bool) -> Result<[u64; 2], String> {
     let ordinal = next_device();
     let subject = staged("one emulated gpu", Duration::ZERO, move || {
         hopper_on(ordinal, 0, Cuda::MIN_WARPGROUP_ROWS)
     });
     let dims = Dims { q_len: queries, kv_len: 20, kv_heads: 1, ..Dims::new(1, 20, heads, 8) };
     let spec = Spec::new(dims, DType::F64);
-    let case = Case::new("few", spec, Masks::default(), &mut Draw::new(6)).in_dtype(DType::Bf16);
+    let mut case = Case::new("few", spec, Masks::default(), &mut Draw::new(6));
+    if per_head {
+        let mask = DenseMask::from_fn([1, heads, queries, 20], |[_, h, i, j]| (i + j + h) % 3 > 0);
+        case.batch = Batch { attention_mask: Some(mask), ..Batch::default() };
+    }
+    let case = case.in_dtype(DType::Bf16);
     let text = |error: Error| error.to_string();
     let answers = subject.run(&case, &Setting::ALONE, 1).map_err(text)?;
     Judge::new(&case).map_err(text)?.check(&answers[0])?;
@@ -182,12 +187,14 @@ fn blocks(queries: usize, heads: usize) -> Result<[u64; 2], String> {
 
 #[test]
 fn few_queries_run_on_mma_sync() {
-    // less than a tile; a tile; so few that level matrix packs heads; groups that fill their tiles
-    assert_eq!(blocks(127, 1), Ok([0, 1]));
-    assert_eq!(blocks(128, 1), Ok([1, 0]));
-    assert_eq!(blocks(16, 8), Ok([0, 1]));
-    assert_eq!(blocks(64, 2), Ok([0, 1]));
-    assert_eq!(blocks(128, 2), Ok([2, 0]));
+    // less than a tile; a tile of one head, of eight packed heads, of two
+    assert_eq!(blocks(127, 1, false), Ok([0, 1]));
+    assert_eq!(blocks(128, 1, false), Ok([1, 0]));
+    assert_eq!(blocks(16, 8, false), Ok([1, 0]));
+    assert_eq!(blocks(64, 2, false), Ok([1, 0]));
+    assert_eq!(blocks(63, 2, false), Ok([0, 1]));
+    // heads with masks of their own are not packed
+    assert_eq!(blocks(64, 2, true), Ok([0, 2]));
 }
 
 /// Compares a case whose non-finite values in late partial tiles, in reused stages, are visible to

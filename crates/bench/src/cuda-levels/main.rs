@@ -16,6 +16,8 @@
 //!   useful ones: forward 4·batch·heads·len²·dim, half of it for a causal mask; backward 2.5 times
 //!   as many. With `queries` there are fewer queries than keys, no mask and no backward pass, and
 //!   `gbps` is the rate at which keys and values are read, in GB/s.
+//!   Level `warpgroup-tiles` is `warpgroup` with a thread block for each tile of a forward launch,
+//!   instead of one for each multiprocessor.
 //! * **verify** compares each level with level 0 in f32 from the same inputs rounded to 16 bits:
 //!   the relative error of out, dq, dk and dv stays below 5·10⁻³ (bf16) or 10⁻³ (f16), that of lse
 //!   below 10⁻⁴, that of the worst row below 8 times as much, and a second pass has the same bits.
@@ -98,11 +100,15 @@ impl Settings {
     }
 
     /// Opens the device at each level, with one stream for each.
-    fn open(&self) -> Result<Vec<Cuda>> {
-        let named = |word: &str| Level::ALL.into_iter().find(|level| level.name() == word);
+    fn open(&self) -> Result<Vec<Setup>> {
+        let named = |word: &str| {
+            let level = if word == TILES { Level::Warpgroup.name() } else { word };
+            let level = Level::ALL.into_iter().find(|found| found.name() == level)?;
+            Some((word.to_owned(), level))
+        };
         let levels = self.list("levels", Level::DEFAULT.name(), named)?;
         let device = self.get("device").unwrap_or("0");
-        let open = |&level: &Level| -> Result<Cuda> {
+        let open = |level: Level| -> Result<Cuda> {
             let mistake = self.number("mistake", 0)?;
             if device != "emulated" && mistake != 0 {
                 return Err(Error::invalid("mistake", mistake, "0 unless device=emulated"));
@@ -121,8 +127,22 @@ impl Settings {
                 Cuda::with_symbols(driver, CompilerSymbols::system, Cache::of_user(), number)?;
             cuda.at_level(level)
         };
-        levels.iter().map(open).collect()
+        let open = |(name, level)| {
+            let cuda = open(level)?;
+            let cuda = if name == TILES { cuda.with_forward_blocks(usize::MAX) } else { cuda };
+            Ok(Setup { name, cuda })
+        };
+        levels.into_iter().map(open).collect()
     }
+}
+
+/// Name of level `warpgroup` with a thread block for each tile.
+const TILES: &str = "warpgroup-tiles";
+
+/// A level that is timed or verified.
+struct Setup {
+    name: String,
+    cuda: Cuda,
 }
 
 fn median(mut numbers: Vec<f64>) -> f64 {
@@ -141,11 +161,11 @@ struct Problem {
 }
 
 /// Times forward and backward at all levels, and prints a line for each.
-fn measure(levels: &[Cuda], problem: Problem) -> Result<()> {
+fn measure(levels: &[Setup], problem: Problem) -> Result<()> {
     let Problem { dtype, dims, is_causal, rounds } = problem;
     let attention = Attention::new().causal(is_causal);
     let numbers = Numbers::draw(dims, dtype);
-    let open = |cuda: &Cuda| Passes::new(cuda, &attention, dtype, dims, &numbers);
+    let open = |setup: &Setup| Passes::new(&setup.cuda, &attention, dtype, dims, &numbers);
     let mut all = levels.iter().map(open).collect::<Result<Vec<_>>>()?;
     let pairs = (dims.batch * dims.q_heads) as f64
         * (dims.q_len as f64 * dims.kv_len as f64)
@@ -172,7 +192,7 @@ fn measure(levels: &[Cuda], problem: Problem) -> Result<()> {
                 spent.into_iter().for_each(|(name, ms)| kernels.entry(name).or_default().push(ms));
             }
         }
-        for ((cuda, times), kernels) in levels.iter().zip(times).zip(kernels) {
+        for ((Setup { name, cuda }, times), kernels) in levels.iter().zip(times).zip(kernels) {
             let seconds = median(times);
             let kernel_ms: BTreeMap<_, _> =
                 kernels.into_iter().map(|(name, ms)| (name, median(ms))).collect();
@@ -180,7 +200,7 @@ fn measure(levels: &[Cuda], problem: Problem) -> Result<()> {
             println!(
                 "{}",
                 json!({
-                    "peer": "annulus-cuda", "gpu": cuda.to_string(), "level": cuda.level().name(),
+                    "peer": "annulus-cuda", "gpu": cuda.to_string(), "level": name,
                     "what": what, "dtype": dtype.name(), "batch": dims.batch,
                     "heads": dims.q_heads, "kv_heads": dims.kv_heads, "head_dim": dims.head_dim,
                     "n": dims.kv_len, "queries": dims.q_len,
@@ -241,7 +261,7 @@ fn run() -> Result<bool> {
         for dtype in settings.dtypes("bf16,f16")? {
             for dim in settings.numbers("dims", "64,128,256")? {
                 for len in settings.numbers("lens", "4099")? {
-                    for cuda in &levels {
+                    for Setup { cuda, .. } in &levels {
                         let heads = settings.number("heads", 8)?;
                         all_right &= verify::verify(cuda, dtype, len, heads, dim, &masks)?;
                     }
