@@ -23,7 +23,7 @@ use crate::{
     level::Matrices,
     limits::ChunkLimits,
     lock::lock,
-    pipelines::{Pipeline, compile},
+    pipelines::{KernelEdit, Pipeline, compile},
     pools::StagingPools,
     submissions::Submissions,
 };
@@ -100,6 +100,7 @@ struct Parts {
     lost: LostReason,
     /// Bound to bindings that a plan does not use.
     nothing: wgpu::Buffer,
+    edit: Option<KernelEdit>,
 }
 
 /// Device, queue and state that handles at all levels share.
@@ -196,19 +197,44 @@ impl Gpu {
     /// # Errors
     /// As [`Gpu::open`].
     pub fn at(&self, level: Level) -> Result<Self> {
-        let Parts { device, queue, lost, submissions, matrices, .. } = &*self.0;
-        let Parts { chunk_limits, checks_bounds, .. } = &*self.0;
-        let shared = Shared {
+        let gpu = Self::assemble(self.shared(), Some(level), self.0.matrices)?;
+        gpu.probe()?;
+        Ok(gpu)
+    }
+
+    /// Returns the same device and level with a change of one kernel, so that tests can plant a
+    /// mistake; both share tensors, and the compiled kernels of other names.
+    ///
+    /// # Errors
+    /// [`Error::Device`]. A plan whose kernel lacks the text fails with
+    /// [`Error::InvalidArgument`].
+    #[doc(hidden)]
+    pub fn edited(&self, edit: KernelEdit) -> Result<Self> {
+        let mut gpu = Self::assemble(self.shared(), Some(self.0.level), self.0.matrices)?;
+        let unpacks = self.unpacks()?;
+        let Some(parts) = Arc::get_mut(&mut gpu.0) else {
+            return Err(Error::internal("a new device has several handles"));
+        };
+        let compiled = lock(&self.0.pipelines);
+        let others = compiled.iter().filter(|(variant, _)| variant.name() != edit.kernel);
+        parts.pipelines =
+            Mutex::new(others.map(|(&variant, slot)| (variant, Arc::clone(slot))).collect());
+        parts.unpacks = OnceLock::from(unpacks);
+        parts.edit = Some(edit);
+        Ok(gpu)
+    }
+
+    /// Returns what other handles to this device share with it.
+    fn shared(&self) -> Shared {
+        let Parts { device, queue, lost, submissions, .. } = &*self.0;
+        Shared {
             device: device.clone(),
             queue: queue.clone(),
             lost: lost.clone(),
             submissions: Arc::clone(submissions),
-            part_work: chunk_limits.part_work,
-            checks_bounds: *checks_bounds,
-        };
-        let gpu = Self::assemble(shared, Some(level), *matrices)?;
-        gpu.probe()?;
-        Ok(gpu)
+            part_work: self.0.chunk_limits.part_work,
+            checks_bounds: self.0.checks_bounds,
+        }
     }
 
     /// Uses a caller's device and queue. Replaces the device-lost callback; the error handler is
@@ -284,6 +310,7 @@ impl Gpu {
             unpacks: OnceLock::new(),
             lost,
             nothing,
+            edit: None,
             device,
             queue,
         })))
@@ -462,7 +489,10 @@ impl Gpu {
         if let Some(pipeline) = &*slot {
             return Ok(Arc::clone(pipeline));
         }
-        let source = variant.source();
+        let mut source = variant.source();
+        if let Some(edit) = self.0.edit.as_ref().filter(|edit| edit.kernel == variant.name()) {
+            source.wgsl = edit.apply(&source.wgsl)?;
+        }
         let checked = self.0.checks_bounds;
         let compiled =
             Arc::new(self.guard(|device, _| compile(device, variant.name(), source, checked))?);

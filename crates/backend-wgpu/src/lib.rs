@@ -87,6 +87,8 @@ pub use forward::WgpuForward;
 pub use kernels::offline::KernelText;
 pub use level::Level;
 pub use memory::{GpuBuffer, Queued, Tensor, WgpuSpace};
+#[doc(hidden)]
+pub use pipelines::KernelEdit;
 pub use staged::{Copier, Download, Upload};
 pub use staging::Transfers;
 pub use stopwatch::Stopwatch;

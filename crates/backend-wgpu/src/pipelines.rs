@@ -1,6 +1,35 @@
 //! Compilation of kernels to compute pipelines.
 
+use annulus_core::{Error, Result};
+
 use crate::kernels::{Access, Source};
+
+/// A change of the text of the kernels with one name, by which tests plant a mistake
+/// ([`crate::Gpu::edited`]).
+#[doc(hidden)]
+#[derive(Debug, Clone, Copy)]
+pub struct KernelEdit {
+    /// Name of the kernels.
+    pub kernel: &'static str,
+    /// Text to replace, wherever it occurs.
+    pub from: &'static str,
+    /// Text in its place.
+    pub to: &'static str,
+}
+
+impl KernelEdit {
+    /// Returns the changed text.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if the text to replace does not occur.
+    pub(crate) fn apply(&self, wgsl: &str) -> Result<String> {
+        if !wgsl.contains(self.from) {
+            let got = format!("{}: {}", self.kernel, self.from);
+            return Err(Error::invalid("edit", got, "a text that the kernel contains"));
+        }
+        Ok(wgsl.replace(self.from, self.to))
+    }
+}
 
 /// A compiled kernel.
 pub(crate) struct Pipeline {

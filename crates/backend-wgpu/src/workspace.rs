@@ -12,7 +12,7 @@ use crate::{
     copy::Layout,
     device::Gpu,
     forward::WgpuForward,
-    kernels::{Storage, TileVariant},
+    kernels::{Epilogue, Storage, TileVariant},
     launch::Arena,
     level::Matrices,
     memory::{GpuBuffer, WgpuSpace},
@@ -124,12 +124,6 @@ impl Workspace for WgpuWorkspace {
 
 /// Selects the kernels of a spec.
 fn tile_variant(gpu: &Gpu, spec: &Spec, storage: Storage) -> Result<TileVariant> {
-    let general = spec.bias.is_some()
-        || spec.bias_function.is_some()
-        || spec.soft_cap.is_some()
-        || spec.dropout.is_some()
-        || !spec.normalize
-        || spec.logits_dtype.bytes() < 4;
     Ok(TileVariant {
         storage,
         unpacks: storage == Storage::F16 && gpu.unpacks()?,
@@ -137,7 +131,7 @@ fn tile_variant(gpu: &Gpu, spec: &Spec, storage: Storage) -> Result<TileVariant>
         aligned: false,
         head_groups: TileVariant::groups(spec.dims.head_dim),
         value_groups: TileVariant::groups(spec.dims.value_dim),
-        general,
+        epilogue: Epilogue::of(spec),
         decodes: false,
         level: gpu.level().min(Level::Subgroup),
         matrices: matrices(gpu, spec),

@@ -13,6 +13,8 @@ mod absence;
 mod decode;
 #[path = "wgpu/features.rs"]
 mod features;
+#[path = "wgpu/golden.rs"]
+mod golden;
 #[path = "wgpu/handed_in.rs"]
 mod handed_in;
 #[path = "wgpu/limits.rs"]
@@ -23,6 +25,8 @@ mod losses;
 mod memory;
 #[path = "wgpu/overlap.rs"]
 mod overlap;
+#[path = "wgpu/planted.rs"]
+mod planted;
 #[path = "wgpu/several.rs"]
 mod several;
 #[path = "wgpu/transfers.rs"]

@@ -73,6 +73,12 @@ fn hyperbolic_tangent(x: f32) -> f32 {
     return select(select(signed, small, a < 0.6), x, is_nan(x));
 }
 
+fn hyperbolic_tangents(x: vec4<f32>) -> vec4<f32> {
+    return vec4<f32>(
+        hyperbolic_tangent(x.x), hyperbolic_tangent(x.y),
+        hyperbolic_tangent(x.z), hyperbolic_tangent(x.w));
+}
+
 // Rounds to bf16 bits, nearest, ties to even. Conversions have no branches: a kernel converts many
 // elements.
 fn to_bf16(x: f32) -> u32 {

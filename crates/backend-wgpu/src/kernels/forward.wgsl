@@ -5,7 +5,7 @@
 //       ℓ = ℓ·e^{m−m'} + rowsum(P);  acc = acc·e^{m−m'} + (keep∘P)·V;  m = m'
 //
 // A row of statistics is (m, ℓ, ties, any key attended to); m and acc are undefined before the
-// first. Only general kernels count ties.
+// first. Only kernels of an unnormalized output count ties.
 
 fn greatest(x: vec4<f32>) -> f32 {
     return max(max(x.x, x.y), max(x.z, x.w));
@@ -119,7 +119,7 @@ fn main(
 #end
     var row_max = vec4<f32>(0.0);
     var sum = vec4<f32>(0.0);
-#if GENERAL
+#if TIES
     var ties = vec4<f32>(0.0);
 #end
     var any_visible = vec4<bool>(false);
@@ -132,7 +132,7 @@ fn main(
                 // the first of eight invocations starts from the stored partial sum
                 if (tx == 0u) {
                     sum[r] = statistics[at + 1u];
-#if GENERAL
+#if TIES
                     ties[r] = statistics[at + 2u];
 #end
                 }
@@ -159,9 +159,9 @@ fn main(
             let tile_visible = words != vec4<u32>(0u);
             let new_max = select(tile_max, select(row_max, max(row_max, tile_max), tile_visible), any_visible);
             let is_same = (row_max == new_max) & any_visible;
-            let factor = select(vec4<f32>(0.0), exponentials(row_max - new_max), any_visible);
+            let factor = select(vec4<f32>(0.0), {{EXPONENTIALS}}(row_max - new_max), any_visible);
             let rescale = select(factor, vec4<f32>(1.0), is_same);
-#if GENERAL
+#if TIES
             ties = select(vec4<f32>(0.0), ties, is_same);
 #end
             row_max = new_max;
@@ -174,7 +174,7 @@ fn main(
     }
 
     sum = total(ty, tx, sum);
-#if GENERAL
+#if TIES
     ties = total(ty, tx, ties);
 #end
     for (var r = 0u; r < 4u; r++) {
@@ -183,7 +183,7 @@ fn main(
                 let at = state + statistics_at(first, head, row + r);
                 statistics[at] = row_max[r];
                 statistics[at + 1u] = sum[r];
-#if GENERAL
+#if TIES
                 statistics[at + 2u] = ties[r];
 #end
                 statistics[at + 3u] = 1.0;

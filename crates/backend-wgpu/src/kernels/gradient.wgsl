@@ -29,17 +29,24 @@ struct ScoreGradients {
 
 #if GENERAL
 fn score_gradients(s: vec4<f32>, dp: vec4<f32>, keep: vec4<f32>, lse: vec4<f32>, row_max: vec4<f32>, delta: vec4<f32>, share: vec4<f32>) -> ScoreGradients {
-    let p = exponentials(s - lse);
-    if (params.normalize == 0u) {
-        let e = exponentials(s - row_max);
+    let p = {{EXPONENTIALS}}(s - lse);
+    if ({{IS_UNNORMALIZED}}) {
+        let e = {{EXPONENTIALS}}(s - row_max);
         let lost = select(vec4<f32>(0.0), share, s == row_max);
         return ScoreGradients(fma(e, keep * dp, -(p * delta)) - lost, keep * e);
     }
     return ScoreGradients(p * fma(keep, dp, -delta), keep * p);
 }
 #else
+#if DROPOUT
+fn score_gradients(s: vec4<f32>, dp: vec4<f32>, keep: vec4<f32>, lse: vec4<f32>, delta: vec4<f32>) -> ScoreGradients {
+    let p = {{EXPONENTIALS}}(s - lse);
+    return ScoreGradients(p * fma(keep, dp, -delta), keep * p);
+}
+#else
 fn score_gradients(s: vec4<f32>, dp: vec4<f32>, lse: vec4<f32>, delta: vec4<f32>) -> ScoreGradients {
-    let p = exponentials(s - lse);
+    let p = {{EXPONENTIALS}}(s - lse);
     return ScoreGradients(p * (dp - delta), p);
 }
+#end
 #end

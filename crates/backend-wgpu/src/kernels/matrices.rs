@@ -34,16 +34,16 @@ const PRODUCT_STEP: usize = 4 * ROW_STEP;
 
 /// Left operand.
 const LEFT: &str = "&left_half[HALF_STEPu * matrix_row + k]";
-/// Right operand, with vectors as rows.
-const BY_ROWS: &str = "coopLoadT<{B}>(&right_half[HALF_STEPu * k + matrix_column], HALF_STEPu)";
-/// Right operand, with vectors as columns.
-const BY_COLUMNS: &str = "coopLoad<{B}>(&right_half[HALF_STEPu * matrix_column + k], HALF_STEPu)";
+/// Right operand, stored by columns: an invocation loads the consecutive elements of one column. By
+/// rows it would load them one by one.
+const RIGHT: &str = "&right_half[HALF_STEPu * matrix_column + k]";
 
 /// Workgroup memory and functions that read it. `left_half`: `[row][element]`, then P or dX;
-/// `right_half`: `[column or key][element]`.
+/// `right_half`: `[column][element]`, then `[element][vector]`.
 pub(super) fn declarations() -> String {
     format!(
         "const PROB_SCALE: f32 = {PROB_SCALE:?};
+const NON_FINITE: u32 = 0x7f800000u;
 
 var<workgroup> left_half: array<f16, {halves}>;
 var<workgroup> right_half: array<f16, {halves}>;
@@ -67,9 +67,26 @@ fn factors_of(row: u32, j: u32) -> vec4<f32> {{
         left_half[at + {three}u]));
 }}
 
-// Marks elements that are not finite.
-fn non_finite_lanes(four: vec4<f32>) -> vec4<bool> {{
-    return (bitcast<vec4<u32>>(four) & vec4<u32>(0x7f800000u)) == vec4<u32>(0x7f800000u);
+// Exponent bits, by which numbers that are not finite exceed all others.
+fn exponent_bits(four: vec4<f32>) -> vec4<u32> {{
+    return bitcast<vec4<u32>>(four) & vec4<u32>(NON_FINITE);
+}}
+
+fn largest_of(four: vec4<u32>) -> u32 {{
+    return max(max(four.x, four.y), max(four.z, four.w));
+}}
+
+// e^x, for probabilities that are rounded to f16: exp2 may have an error of (3 + 2·|x|) ulp.
+fn half_exponentials(x: vec4<f32>) -> vec4<f32> {{
+    return exp2(x * 1.4426950408889634);
+}}
+
+// tanh |x| = (1 − e^(−2|x|)) / (1 + e^(−2|x|)), with the sign of x: an absolute error of some 1e-7.
+fn half_tangents(x: vec4<f32>) -> vec4<f32> {{
+    let e = exp2(abs(x) * -2.8853900817779268);
+    let size = (vec4<f32>(1.0) - e) / (vec4<f32>(1.0) + e);
+    let sign = bitcast<vec4<u32>>(x) & vec4<u32>(0x80000000u);
+    return bitcast<vec4<f32>>(bitcast<vec4<u32>>(size) | sign);
 }}
 ",
         halves = 32 * HALF_STEP,
@@ -117,31 +134,39 @@ fn each_matrix(matrices: Matrices, statement: &str) -> String {
         .collect()
 }
 
-/// Generates the accumulators += A·B over 32 elements, with B as `b` loads it.
-fn multiply(matrices: Matrices, b: &str) -> String {
+/// Statement: accumulator `c_{n}` += A·B over 32 elements.
+fn multiply_step(matrices: Matrices) -> String {
     let size = matrices.size();
     let named = |role: &str| format!("coop_mat{size}x{size}<f16, {role}>");
     let step = |text: &str| text.replace("HALF_STEP", &HALF_STEP.to_string());
-    let statement = format!(
+    format!(
         "for (var k = 0u; k < 32u; k = k + {size}u) {{
         let a_matrix = coopLoadT<{of_a}>({a}, {HALF_STEP}u);
-        let b_matrix = {b};
+        let b_matrix = coopLoad<{of_b}>({b}, {HALF_STEP}u);
         c_{{n}} = coopMultiplyAdd(a_matrix, b_matrix, c_{{n}});
-    }}",
+    }}
+",
         of_a = named("A"),
+        of_b = named("B"),
         a = step(LEFT),
-        b = step(b).replace("{B}", &named("B")),
-    );
-    each_matrix(matrices, &statement)
+        b = step(RIGHT),
+    )
 }
 
-/// Generates `products` ← the accumulators.
-fn store_sums(matrices: Matrices) -> String {
-    let statement = format!(
-        "let start = {PRODUCT_STEP}u * matrix_row + matrix_column;
+/// Statement: `products` ← accumulator `c_{n}`.
+fn store_step() -> String {
+    format!(
+        "    let start = {PRODUCT_STEP}u * matrix_row + matrix_column;
     coopStoreT(c_{{n}}, &products[start], {PRODUCT_STEP}u);"
-    );
-    each_matrix(matrices, &statement)
+    )
+}
+
+/// Generates `products` ← A·B over 32 elements. Each accumulator is declared where it is used, or
+/// compilers copy all of them at every branch.
+fn multiply_and_store(matrices: Matrices) -> String {
+    let size = matrices.size();
+    let zero = format!("var c_{{n}} = coop_mat{size}x{size}<f32, C>();\n    ");
+    each_matrix(matrices, &(zero + &multiply_step(matrices) + &store_step()))
 }
 
 /// Generates the number of matrices per subgroup, uniform over the workgroup. The number of
@@ -203,8 +228,8 @@ pub(super) fn add_product(
 {store}    workgroupBarrier();
 ",
         sums = zero_sums(matrices),
-        multiply = multiply(matrices, BY_COLUMNS),
-        store = store_sums(matrices),
+        multiply = each_matrix(matrices, &multiply_step(matrices)),
+        store = each_matrix(matrices, &store_step()),
     );
     for r in 0..4 {
         let _infallible = writeln!(text, "    {prefix}{r} = products_of(4u * ty + {r}u, 4u * tx);");
@@ -275,9 +300,19 @@ fn store_tile(prefix: &str, factors: &str) -> String {
     text
 }
 
+/// Rows of a tile that an invocation loads for the second products, relative to twice its vector
+/// index: pairs of neighbours, which share a word of `right_half`.
+const PAIRED_ROWS: [usize; 4] = [0, 1, 16, 17];
+
 /// Counterpart of `products::accumulate`, with the factors in `left_half`. Non-finite elements are
 /// replaced by 0 in the matrices, where 0 · NaN would reach rows that do not attend to them; a
 /// scalar fix-up then adds them for the queries that do. So masked elements change no bit.
+///
+/// ```text
+/// for each group of 32 elements of the vectors:
+///     right_half[element][vector] ← 32 vectors; elements that are not finite ← 0
+///     products ← left_half · right_halfᵀ;  accumulators += factor of the row · products
+/// ```
 pub(super) fn accumulate(
     matrices: Matrices,
     prefix: &str,
@@ -286,8 +321,8 @@ pub(super) fn accumulate(
     of: &Vectors,
     words: Words,
 ) -> String {
-    let Vectors { name, dim, .. } = *of;
-    let [row, last, step] = of.offsets("column");
+    let Vectors { name, dim, rows, .. } = *of;
+    let head = of.head();
     let product_factors = match factors {
         Factors::Probs => "vec4<f32>(params.keep_scale / PROB_SCALE)",
         Factors::Gradients => "gradient_factors",
@@ -296,10 +331,12 @@ pub(super) fn accumulate(
         "{{
 let product_factors = {product_factors};
 let element = 4u * (lane & 7u);
-let vector = lane >> 3u;
-let own_row = {row};
-let last_row = {last};
-let row_step = {step};
+let vector = 2u * (lane >> 3u);
+let own_row = {name}_row(batch, {head}, column + vector);
+let last_row = {name}_last(batch, {head});
+let stored_at = {HALF_STEP}u * element + vector;
+// not a constant, so that compilers do not unroll this rare loop
+let rare_end = 16u * min(params.{rows}, 1u);
 var any_non_finite = false;
 if (lane == 0u) {{ atomicStore(&non_finite, 0u); }}
 "
@@ -307,35 +344,41 @@ if (lane == 0u) {{ atomicStore(&non_finite, 0u); }}
     for group in 0..groups {
         let first = 32 * group;
         let _infallible = writeln!(text, "if ({first}u < params.{dim}) {{");
-        for n in 0..4 {
+        for (n, row) in PAIRED_ROWS.iter().enumerate() {
             let _infallible = writeln!(
                 text,
-                "    let loaded_{n} =
-        {name}_halves(min(own_row + {n}u * row_step, last_row), {first}u + element);
-    let lanes_{n} = non_finite_lanes(vec4<f32>(loaded_{n}));
-    let four_{n} = select(loaded_{n}, vec4<f16>(0.0h), lanes_{n});"
+                "    let four_{n} = {name}_halves(
+        min(own_row + {row}u * params.{name}_row, last_row), {first}u + element);
+    let bits_{n} = exponent_bits(vec4<f32>(four_{n}));"
             );
         }
         text.push_str(
-            "    any_non_finite =
-        any_non_finite | any((lanes_0 | lanes_1) | (lanes_2 | lanes_3));
+            "    let largest_bits = max(max(bits_0, bits_1), max(bits_2, bits_3));
     workgroupBarrier();
 ",
         );
-        for n in 0..4 {
-            let row = format!("vector + {}u", 8 * n);
-            text += &store_halves("right_half", &format!("four_{n}"), &row);
+        for (n, row) in PAIRED_ROWS.iter().enumerate() {
+            for (c, part) in ["x", "y", "z", "w"].iter().enumerate() {
+                let at = HALF_STEP * c + row;
+                let _infallible =
+                    writeln!(text, "    right_half[stored_at + {at}u] = four_{n}.{part};");
+            }
         }
         let _infallible = write!(
             text,
-            "    workgroupBarrier();
-    {{
-{}{}{}    }}
+            "    if (largest_of(largest_bits) == NON_FINITE) {{
+        any_non_finite = true;
+        for (var n = 0u; n < rare_end; n++) {{
+            let at = stored_at + {HALF_STEP}u * (n & 3u) + ((n >> 2u) & 1u) + 16u * (n >> 3u);
+            if (exponent_bits(vec4<f32>(f32(right_half[at]))).x == NON_FINITE) {{
+                right_half[at] = 0.0h;
+            }}
+        }}
+    }}
     workgroupBarrier();
+{}    workgroupBarrier();
 ",
-            zero_sums(matrices),
-            multiply(matrices, BY_ROWS),
-            store_sums(matrices),
+            multiply_and_store(matrices),
         );
         for r in 0..4 {
             let sum = format!("{prefix}{group}_{r}");
@@ -357,9 +400,7 @@ if (atomicLoad(&non_finite) != 0u) {{
     for (var j = 0u; j < end; j++) {{
         let vector_row = {name}_row(batch, {head}, column + j);
         let a = product_factors * factors_of(4u * ty, j);
-",
-        rows = of.rows,
-        head = of.head(),
+"
     );
     if words == Words::OfColumns {
         text.push_str("        let word = atomicLoad(&visible_bits[j]) >> (4u * ty);\n");
@@ -370,7 +411,7 @@ if (atomicLoad(&non_finite) != 0u) {{
             text,
             "        if ({first}u < params.{dim}) {{
             let four = {name}_four(vector_row, {first}u + 4u * tx);
-            let lanes = non_finite_lanes(four);
+            let lanes = exponent_bits(four) == vec4<u32>(NON_FINITE);
 "
         );
         for r in 0..4 {
@@ -391,29 +432,26 @@ if (atomicLoad(&non_finite) != 0u) {{
     text
 }
 
-/// Kernel that multiplies two known matrices, with the right operand by rows and by columns.
+/// Kernel that multiplies two known matrices.
 pub(super) fn probe(matrices: Matrices) -> Source {
     let mut text = Template::default();
-    text.name("DECLARATIONS", declarations()).name("COUNT_MATRICES", count(matrices));
-    for (name, b) in [("BY_ROWS", BY_ROWS), ("BY_COLUMNS", BY_COLUMNS)] {
-        let product = [zero_sums(matrices), multiply(matrices, b), store_sums(matrices)].concat();
-        text.name(name, product);
-    }
-    text.name("HALF_STEP", HALF_STEP.to_string()).name("PRODUCT_STEP", PRODUCT_STEP.to_string());
+    text.name("DECLARATIONS", declarations())
+        .name("COUNT_MATRICES", count(matrices))
+        .name("PRODUCT", multiply_and_store(matrices))
+        .name("HALF_STEP", HALF_STEP.to_string())
+        .name("PRODUCT_STEP", PRODUCT_STEP.to_string());
     let wgsl =
         [ENABLED, ProbeParams::WGSL, &text.expand(include_str!("matrix_probe.wgsl"))].concat();
     Source { wgsl, bindings: vec![Access::Write], params: size_of::<ProbeParams>() }
 }
 
 /// Number of results of the probe.
-pub(crate) const PROBE_RESULTS: usize = 2048;
+pub(crate) const PROBE_RESULTS: usize = 1024;
 
 /// Expected results of the probe in row order: integers that f16 and f32 represent exactly, so
 /// every order of sums gives the same bits.
 pub(crate) fn probe_result(params: &ProbeParams) -> Vec<f32> {
     let left = |row: u32, k: u32| ((32 * row + k) * params.left_step % 17) as f32;
-    let right = |row: u32, k: u32| ((32 * row + k) * params.right_step % 13) as f32;
-    let by_rows = |at: u32| (0..32).map(|k| left(at / 32, k) * right(k, at % 32)).sum::<f32>();
-    let by_columns = |at: u32| (0..32).map(|k| left(at / 32, k) * right(at % 32, k)).sum::<f32>();
-    (0..1024).map(by_rows).chain((0..1024).map(by_columns)).collect()
+    let right = |column: u32, k: u32| ((32 * column + k) * params.right_step % 13) as f32;
+    (0..1024).map(|at| (0..32).map(|k| left(at / 32, k) * right(at % 32, k)).sum()).collect()
 }

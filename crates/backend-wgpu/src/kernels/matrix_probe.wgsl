@@ -1,5 +1,4 @@
-// Products of two 32 × 32 matrices, computed as in the tile kernels: left_half·right_half, then
-// left_half·right_halfᵀ.
+// Product of two 32 × 32 matrices, computed as in the tile kernels: left_half·right_halfᵀ.
 
 @group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read_write> result: array<f32>;
@@ -20,18 +19,10 @@ fn main(
     }
     workgroupBarrier();
     {
-{{BY_ROWS}}
+{{PRODUCT}}
     }
     workgroupBarrier();
     for (var n = lane; n < 1024u; n = n + 64u) {
         result[n] = products[{{PRODUCT_STEP}}u * (n / 32u) + n % 32u];
-    }
-    workgroupBarrier();
-    {
-{{BY_COLUMNS}}
-    }
-    workgroupBarrier();
-    for (var n = lane; n < 1024u; n = n + 64u) {
-        result[1024u + n] = products[{{PRODUCT_STEP}}u * (n / 32u) + n % 32u];
     }
 }

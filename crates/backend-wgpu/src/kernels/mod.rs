@@ -27,7 +27,7 @@ mod template;
 mod tile_kernels;
 mod vectors;
 
-use annulus_core::DType;
+use annulus_core::{DType, Spec};
 
 use params::{CopyParams, MergeParams, RowParams, StepParams};
 use template::Template;
@@ -150,6 +150,59 @@ pub(crate) enum CopyMode {
     Added,
 }
 
+/// Work on the scores of a tile after their products that a kernel's text contains. Each of the
+/// usual ones has kernels of its own, which take fewer registers than that of all; combinations
+/// have the kernel of all, so that few pipelines are compiled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Epilogue {
+    /// Scale only.
+    Simple,
+    /// Soft cap.
+    SoftCap,
+    /// Dropout.
+    Dropout,
+    /// A bias tensor.
+    Bias,
+    /// Any combination, also bias functions, rounded logits and unnormalized outputs: uniform
+    /// branches.
+    General,
+}
+
+impl Epilogue {
+    pub(crate) const ALL: [Self; 5] =
+        [Self::Simple, Self::SoftCap, Self::Dropout, Self::Bias, Self::General];
+
+    /// Returns the epilogue of a spec.
+    pub(crate) const fn of(spec: &Spec) -> Self {
+        if spec.bias_function.is_some() || !spec.normalize || spec.logits_dtype.bytes() < 4 {
+            return Self::General;
+        }
+        match (spec.bias.is_some(), spec.soft_cap.is_some(), spec.dropout.is_some()) {
+            (false, false, false) => Self::Simple,
+            (false, true, false) => Self::SoftCap,
+            (false, false, true) => Self::Dropout,
+            (true, false, false) => Self::Bias,
+            _ => Self::General,
+        }
+    }
+
+    /// Name in tables.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Simple => "simple",
+            Self::SoftCap => "soft-cap",
+            Self::Dropout => "dropout",
+            Self::Bias => "bias",
+            Self::General => "general",
+        }
+    }
+
+    /// True if scores may mask pairs, as a bias of −∞ does: full tiles have masks, too.
+    const fn masks(self) -> bool {
+        matches!(self, Self::Bias | Self::General)
+    }
+}
+
 /// Parameters of a tile kernel's text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct TileVariant {
@@ -162,9 +215,7 @@ pub(crate) struct TileVariant {
     /// Groups of 32 elements of head and value dim, rounded up to powers of 2.
     pub(crate) head_groups: usize,
     pub(crate) value_groups: usize,
-    /// True if the scores need an epilogue (bias, soft cap, rounding), or for dropout or an
-    /// unnormalized output.
-    pub(crate) general: bool,
+    pub(crate) epilogue: Epilogue,
     /// Forward of few queries: rows of a tile are packed heads, and a tile has several ranges of
     /// keys (`gqa_packing.rs`, `split_kv.rs`).
     pub(crate) decodes: bool,

@@ -2,13 +2,13 @@
 
 use annulus_core::DType;
 
-use super::{Access, Source, Storage, TileVariant, Variant};
+use super::{Access, Epilogue, Source, Storage, TileVariant, Variant};
 use crate::{Level, level::Matrices};
 
 /// A kernel as it is passed to a driver.
 #[derive(Debug, Clone)]
 pub struct KernelText {
-    /// Pass, level, element type, dim, and `simple` or `general` (with a score epilogue).
+    /// Pass, level, element type, dim and score epilogue.
     pub name: String,
     /// Lowest level that runs the kernel.
     pub level: Level,
@@ -21,11 +21,16 @@ pub struct KernelText {
 
 impl KernelText {
     /// Generates the kernels of both passes, at each level at which they differ, for one type and
-    /// one dim of heads and values; empty for f64.
+    /// one dim of heads and values; empty for f64. Dims above 128, and decoding, with the simplest
+    /// and the most general epilogue only.
     pub fn of_passes(dtype: DType, dim: usize) -> Vec<Self> {
         let Some(storage) = Storage::of(dtype) else { return Vec::new() };
         let mut all = Vec::new();
-        for general in [false, true] {
+        for epilogue in Epilogue::ALL {
+            let is_usual = matches!(epilogue, Epilogue::Simple | Epilogue::General);
+            if dim > 128 && !is_usual {
+                continue;
+            }
             for (level, matrices) in [
                 (Level::Plain, None),
                 (Level::Subgroup, None),
@@ -37,7 +42,7 @@ impl KernelText {
                     aligned: true,
                     head_groups: TileVariant::groups(dim),
                     value_groups: TileVariant::groups(dim),
-                    general,
+                    epilogue,
                     decodes: false,
                     level: if level == Level::Plain { level } else { Level::Subgroup },
                     matrices,
@@ -47,16 +52,20 @@ impl KernelText {
                 let decode = Variant::Forward(TileVariant { decodes: true, ..tile });
                 let variants = match level {
                     // only forward has reductions
-                    Level::Subgroup => vec![forward, decode],
-                    Level::Matrix if storage != Storage::F16 => Vec::new(),
+                    Level::Subgroup => vec![forward],
+                    Level::Matrix if storage != Storage::F16 => continue,
                     Level::Plain | Level::Matrix => {
-                        [forward, decode].into_iter().chain(backward).collect()
+                        std::iter::once(forward).chain(backward).collect()
                     }
                 };
-                let masks = if general { "general" } else { "simple" };
-                let name =
-                    |of: Variant| format!("{} {} {dtype} {dim} {masks}", of.name(), level.name());
-                all.extend(variants.into_iter().map(|of| Self::new(of, name(of), level)));
+                let decoding = is_usual.then_some(decode);
+                let name = |of: Variant| {
+                    let level = level.name();
+                    format!("{} {level} {dtype} {dim} {}", of.name(), epilogue.name())
+                };
+                all.extend(
+                    variants.into_iter().chain(decoding).map(|of| Self::new(of, name(of), level)),
+                );
             }
         }
         all

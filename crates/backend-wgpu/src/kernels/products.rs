@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use super::{
-    TileVariant,
+    Epilogue, TileVariant,
     matrices::{self, Factors},
     vectors::{ROW_STEP, Vectors, Words},
 };
@@ -356,7 +356,7 @@ pub(super) struct RowStep<'a> {
 /// Generates the backward step: scores `s` and products `d` become dX and P, 0 for masked pairs.
 /// Clears the bits of pairs that only a bias or an empty row masks.
 pub(super) fn score_gradients(
-    general: bool,
+    epilogue: Epilogue,
     orientation: Orientation,
     then: RowStep<'_>,
 ) -> String {
@@ -371,7 +371,17 @@ pub(super) fn score_gradients(
     };
     let gradient = |r: usize| {
         let [lse, _, delta, _] = ELEMENTS.map(|element| of_stats(r, element));
-        format!("score_gradients(params.scale * s{r}, d{r}, {lse}, {delta})")
+        match epilogue {
+            Epilogue::SoftCap => format!(
+                "let t = tangents(s{r});
+    var grad = score_gradients(params.cap * t, d{r}, {lse}, {delta});
+    grad.ds = grad.ds * fma(-t, t, vec4<f32>(1.0));"
+            ),
+            Epilogue::Dropout => format!(
+                "let grad = score_gradients(params.scale * s{r}, d{r}, kept{r}, {lse}, {delta});"
+            ),
+            _ => format!("let grad = score_gradients(params.scale * s{r}, d{r}, {lse}, {delta});"),
+        }
     };
     // four pairs in vectors: bits of row r
     let mut words = String::new();
@@ -394,7 +404,10 @@ pub(super) fn score_gradients(
     };
     let for_row = |r: usize, text: &str| text.replace("{r}", &r.to_string());
     let mut text = String::new();
-    if !general {
+    if !epilogue.masks() {
+        if epilogue == Epilogue::Dropout {
+            text += &kept_rows(orientation);
+        }
         text.push_str("if (is_partial) {\n");
         text.push_str(&words);
         for r in 0..4 {
@@ -402,7 +415,7 @@ pub(super) fn score_gradients(
                 text,
                 "{{
     let visible = {};
-    let grad = {};
+    {}
     {}
 }}
 ",
@@ -416,7 +429,7 @@ pub(super) fn score_gradients(
             let _infallible = write!(
                 text,
                 "{{
-    let grad = {};
+    {}
     {}
 }}
 ",
@@ -436,7 +449,7 @@ pub(super) fn score_gradients(
 var keep1 = vec4<f32>(1.0);
 var keep2 = vec4<f32>(1.0);
 var keep3 = vec4<f32>(1.0);
-if (params.threshold != 0u) {
+if ({{HAS_DROPOUT}}) {
     for (var c = 0u; c < 4u; c++) {
         let keep = keep_factors(batch, head, query + c, row);
         keep0 = keep1;
@@ -461,7 +474,7 @@ for (var r = 0u; r < 4u; r++) {
     let bits = four_bits(row_words.x);
     let e = scores(batch, head, vec4<u32>(row + r), keys, mask_index, bits, s0);
     var keep = vec4<f32>(1.0);
-    if (params.threshold != 0u) {
+    if ({{HAS_DROPOUT}}) {
         keep = keep_factors(batch, head, row + r, key);
     }
 "
@@ -512,6 +525,35 @@ for (var r = 0u; r < 4u; r++) {
 }}
 "
         );
+    }
+    text
+}
+
+/// Generates the dropout factors of a tile, `kept0` … `kept3`.
+fn kept_rows(orientation: Orientation) -> String {
+    // a loop, because drivers take seconds to compile four copies of Philox
+    let of_vector = match orientation {
+        Orientation::RowsAreQueries => "keep_factors(batch, head, row + n, key)",
+        Orientation::RowsAreKeys => "keep_factors(batch, head, query + n, row)",
+    };
+    let mut text: String = (0..4).map(|n| format!("var kept{n} = vec4<f32>(1.0);\n")).collect();
+    let _infallible = write!(
+        text,
+        "for (var n = 0u; n < 4u; n++) {{
+    let keep = {of_vector};
+    kept0 = kept1;
+    kept1 = kept2;
+    kept2 = kept3;
+    kept3 = keep;
+}}
+"
+    );
+    if orientation == Orientation::RowsAreKeys {
+        let rows = each_row(
+            "let row_kept{r} = vec4<f32>(kept0[{r}], kept1[{r}], kept2[{r}], kept3[{r}]);",
+        );
+        text += &rows;
+        text += &each_row("kept{r} = row_kept{r};");
     }
     text
 }

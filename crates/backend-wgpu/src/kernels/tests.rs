@@ -28,7 +28,11 @@ fn all_variants() -> Vec<Variant> {
         for (head_groups, value_groups) in
             [1, 2, 4, 8].into_iter().flat_map(|head| [1, 2, 4, 8].map(|value| (head, value)))
         {
-            for general in [false, true] {
+            for epilogue in Epilogue::ALL {
+                let is_usual = matches!(epilogue, Epilogue::Simple | Epilogue::General);
+                if !is_usual && head_groups != value_groups {
+                    continue;
+                }
                 let of_matrices = [Matrices::new(8, 8), Matrices::new(16, 64)]
                     .map(|matrices| (Level::Subgroup, Some(matrices)));
                 let with =
@@ -39,11 +43,11 @@ fn all_variants() -> Vec<Variant> {
                     let variant = TileVariant {
                         storage,
                         // each conversion in half of the kernels
-                        unpacks: storage == Storage::F16 && general == (head_groups > 2),
+                        unpacks: storage == Storage::F16 && epilogue.masks() == (head_groups > 2),
                         aligned: head_groups >= value_groups,
                         head_groups,
                         value_groups,
-                        general,
+                        epilogue,
                         decodes: false,
                         level,
                         matrices,
@@ -54,7 +58,7 @@ fn all_variants() -> Vec<Variant> {
                         [false, true]
                             .map(|from_records| Variant::BackwardKeys(variant, from_records)),
                     );
-                    if general {
+                    if epilogue.masks() {
                         all.extend(
                             [BiasAxes::Pairs, BiasAxes::Queries, BiasAxes::Keys]
                                 .map(|axes| Variant::BackwardBias(variant, axes)),

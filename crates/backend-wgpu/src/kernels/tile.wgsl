@@ -77,12 +77,12 @@ struct Scores {
 }
 
 fn rounded(x: vec4<f32>) -> vec4<f32> {
-    if (params.logits_dtype == 1u) {
+    if ({{ROUNDS_TO_BF16}}) {
         return vec4<f32>(
             from_bf16(to_bf16(x.x)), from_bf16(to_bf16(x.y)),
             from_bf16(to_bf16(x.z)), from_bf16(to_bf16(x.w)));
     }
-    if (params.logits_dtype == 2u) {
+    if ({{ROUNDS_TO_F16}}) {
         return vec4<f32>(
             from_f16(to_f16(x.x)), from_f16(to_f16(x.y)),
             from_f16(to_f16(x.z)), from_f16(to_f16(x.w)));
@@ -113,7 +113,7 @@ fn is_not_negative_infinity(x: vec4<f32>) -> vec4<bool> {
 fn scores(batch: u32, head: u32, q: vec4<u32>, k: vec4<u32>, mask_index: u32, bits: vec4<bool>, product: vec4<f32>) -> Scores {
     var bias = vec4<f32>(0.0);
     var visible = bits;
-    if (params.has_bias != 0u) {
+    if ({{HAS_BIAS}}) {
         let at = params.bias_base + batch * params.bias_batch + head * params.bias_head;
         let loaded = vec4<f32>(
             bias_of(at, q.x, k.x), bias_of(at, q.y, k.y),
@@ -121,7 +121,7 @@ fn scores(batch: u32, head: u32, q: vec4<u32>, k: vec4<u32>, mask_index: u32, bi
         bias = select(vec4<f32>(0.0), loaded, bits);
         visible = visible & is_not_negative_infinity(bias);
     }
-    if (params.function_at != 0u) {
+    if ({{HAS_BIAS_FUNCTION}}) {
         let at = params.function_at + 1024u * mask_index;
         let loaded = vec4<f32>(
             position_bias_of(at, q.x, k.x), position_bias_of(at, q.y, k.y),
@@ -130,22 +130,27 @@ fn scores(batch: u32, head: u32, q: vec4<u32>, k: vec4<u32>, mask_index: u32, bi
         bias = bias + here;
         visible = visible & is_not_negative_infinity(here) & is_not_negative_infinity(bias);
     }
-    let is_first = vec4<bool>(params.bias_first != 0u);
+    let is_first = vec4<bool>({{IS_BIAS_FIRST}});
     let before = select(vec4<f32>(0.0), bias, is_first);
     let after = select(bias, vec4<f32>(0.0), is_first);
     let x = fma(vec4<f32>(params.scale), rounded(product), before);
-    if (params.cap > 0.0) {
+    if ({{HAS_SOFT_CAP}}) {
         let y = x / params.cap;
-        let t = vec4<f32>(
-            hyperbolic_tangent(y.x), hyperbolic_tangent(y.y),
-            hyperbolic_tangent(y.z), hyperbolic_tangent(y.w));
+        let t = {{TANGENTS}}(y);
         return Scores(fma(vec4<f32>(params.cap), t, after), fma(-t, t, vec4<f32>(1.0)), visible);
     }
     return Scores(x + after, vec4<f32>(1.0), visible);
 }
 #end
 
-#if GENERAL
+#if SOFT_CAP
+// tanh(x / cap) of four scores, from their products.
+fn tangents(product: vec4<f32>) -> vec4<f32> {
+    return {{TANGENTS}}((params.scale / params.cap) * product);
+}
+#end
+
+#if KEEP_FACTORS
 // Returns the dropout factors of the probabilities of query `q` and keys `k` … `k + 3`.
 fn keep_factors(batch: u32, head: u32, q: u32, k: u32) -> vec4<f32> {
     let query = min(q, params.queries - 1u);

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use super::{
-    ARITHMETIC, Access, BiasAxes, GRADIENT, Source, Storage, TILE_TEXT, TileVariant,
+    ARITHMETIC, Access, BiasAxes, Epilogue, GRADIENT, Source, Storage, TILE_TEXT, TileVariant,
     matrices::{self, Factors},
     params::TileParams,
     products::{
@@ -59,12 +59,9 @@ const LIST_INDEX: &str = "select(
 /// Generates the loads of the tile mask to workgroup memory. `is_partial` is false if all pairs are
 /// visible; then simple kernels read no mask.
 fn tile_mask(variant: TileVariant) -> String {
-    if variant.general || variant.used_matrices().is_some() {
-        let biased = if variant.general {
-            "\n    || params.has_bias != 0u || params.function_at != 0u"
-        } else {
-            ""
-        };
+    let masks = variant.epilogue.masks();
+    if masks || variant.used_matrices().is_some() {
+        let biased = if masks { "\n    || {{HAS_BIAS}} || {{HAS_BIAS_FUNCTION}}" } else { "" };
         return format!(
             "let is_partial = mask_index != FULL_TILE{biased};
 workgroupBarrier();
@@ -87,6 +84,26 @@ if (is_partial && lane < 32u) {
     .to_owned()
 }
 
+/// Conditions of the parts of a score epilogue: constants, except in the kernel of all epilogues.
+fn conditions(epilogue: Epilogue) -> [(&'static str, &'static str); 8] {
+    let names = [
+        ("HAS_BIAS", "params.has_bias != 0u"),
+        ("HAS_BIAS_FUNCTION", "params.function_at != 0u"),
+        ("HAS_SOFT_CAP", "params.cap > 0.0"),
+        // without a soft cap both orders are the same
+        ("IS_BIAS_FIRST", "params.bias_first != 0u"),
+        ("HAS_DROPOUT", "params.threshold != 0u"),
+        ("IS_UNNORMALIZED", "params.normalize == 0u"),
+        ("ROUNDS_TO_BF16", "params.logits_dtype == 1u"),
+        ("ROUNDS_TO_F16", "params.logits_dtype == 2u"),
+    ];
+    names.map(|(name, condition)| match epilogue {
+        Epilogue::General => (name, condition),
+        Epilogue::Bias if name == "HAS_BIAS" || name == "IS_BIAS_FIRST" => (name, "true"),
+        _ => (name, "false"),
+    })
+}
+
 /// Assembles a kernel. Binding 1 is the block mask; `bindings` follow.
 fn assemble(
     variant: TileVariant,
@@ -98,13 +115,22 @@ fn assemble(
 ) -> Source {
     let on = variant.used_matrices();
     template
-        .flag("GENERAL", variant.general)
+        .flag("GENERAL", variant.epilogue.masks())
+        .flag("TIES", variant.epilogue == Epilogue::General)
+        .flag("SOFT_CAP", variant.epilogue == Epilogue::SoftCap)
+        .flag("DROPOUT", variant.epilogue == Epilogue::Dropout)
+        .flag("KEEP_FACTORS", !matches!(variant.epilogue, Epilogue::Simple | Epilogue::SoftCap))
         .flag("SUBGROUP", variant.level != Level::Plain)
         .flag("MATRIX", on.is_some())
         .flag("DECODE", variant.decodes);
     template.name("LIST_INDEX", LIST_INDEX);
     template.name("TILE_MASK", tile_mask(variant));
     template.name("PADDED_VECTORS", format!("{}", 32 * ROW_STEP));
+    for (name, condition) in conditions(variant.epilogue) {
+        template.name(name, condition);
+    }
+    template.name("TANGENTS", if on.is_some() { "half_tangents" } else { "hyperbolic_tangents" });
+    template.name("EXPONENTIALS", if on.is_some() { "half_exponentials" } else { "exponentials" });
     template.name("COUNT_MATRICES", on.map_or_else(String::new, matrices::count));
     let mut declared = on.map_or_else(String::new, |_| matrices::declarations());
     for (number, Binding { name, kind, access }) in bindings.iter().enumerate() {
@@ -139,12 +165,12 @@ fn functions(variant: TileVariant, vectors: &[(&Vectors, &str)]) -> String {
 }
 
 /// Generates the scores of a tile and their row maxima.
-fn epilogue(general: bool) -> String {
+fn epilogue(of: Epilogue) -> String {
     let words = "for (var r = 0u; r < 4u; r++) {
     words[r] = atomicLoad(&visible_bits[4u * ty + r]);
 }
 ";
-    if general {
+    if of.masks() {
         // A loop, because drivers take seconds to compile four copies. Registers rotate, so that
         // none is selected by the number of the row.
         return format!(
@@ -176,54 +202,71 @@ workgroupBarrier();
 {words}"
         );
     }
-    let partial = "{
-    s{r} = params.scale * s{r};
-    let visible = four_bits(words[{r}] >> (4u * tx));
-    let shown = select(vec4<f32>(-3.4028234e38), s{r}, visible);
-    tile_max[{r}] = max(tile_max[{r}], greatest(shown));
-}";
-    let full = "s{r} = params.scale * s{r};
-tile_max[{r}] = max(tile_max[{r}], greatest(s{r}));";
+    let score = if of == Epilogue::SoftCap {
+        "s{r} = params.cap * tangents(s{r});"
+    } else {
+        "s{r} = params.scale * s{r};"
+    };
+    let partial = format!(
+        "{{
+    {score}
+    let visible = four_bits(words[{{r}}] >> (4u * tx));
+    let shown = select(vec4<f32>(-3.4028234e38), s{{r}}, visible);
+    tile_max[{{r}}] = max(tile_max[{{r}}], greatest(shown));
+}}"
+    );
+    let full = format!("{score}\ntile_max[{{r}}] = max(tile_max[{{r}}], greatest(s{{r}}));");
     format!(
         "if (is_partial) {{
 {words}{}}} else {{
 {}}}
 ",
-        each_row(partial),
-        each_row(full)
+        each_row(&partial),
+        each_row(&full)
     )
 }
 
 /// Generates the probabilities of a tile and their row sums.
-fn probs(general: bool) -> String {
+fn probs(of: Epilogue) -> String {
     let partial = "{
     let visible = four_bits(words[{r}] >> (4u * tx));
-    let all = exponentials(s{r} - vec4<f32>(row_max[{r}]));
+    let all = {{EXPONENTIALS}}(s{r} - vec4<f32>(row_max[{r}]));
     let prob = select(vec4<f32>(0.0), all, visible);
     sum[{r}] = sum[{r}] + sum_of(prob);
-#if GENERAL
+#if TIES
     let is_tie = visible & (s{r} == vec4<f32>(row_max[{r}]));
     ties[{r}] = ties[{r}] + sum_of(select(vec4<f32>(0.0), vec4<f32>(1.0), is_tie));
 #end
     s{r} = prob;
 }";
-    if general {
-        let keep = "if (params.threshold != 0u) {
-for (var r = 0u; r < 4u; r++) {
+    let of_row = each_row("    s{r} = s{r} * select(vec4<f32>(1.0), keep, r == {r}u);");
+    let drop = format!(
+        "for (var r = 0u; r < 4u; r++) {{
     let keep = keep_factors(batch, head_of(head, row + r), query_of(first, row + r), key);
-";
-        let of_row = each_row("    s{r} = s{r} * select(vec4<f32>(1.0), keep, r == {r}u);");
-        return each_row(partial) + keep + &of_row + "}\n}\n";
+{of_row}}}
+"
+    );
+    if of.masks() {
+        let all = each_row(partial);
+        return if of == Epilogue::General {
+            format!("{all}if ({{{{HAS_DROPOUT}}}}) {{\n{drop}}}\n")
+        } else {
+            all
+        };
     }
-    let full = "s{r} = exponentials(s{r} - vec4<f32>(row_max[{r}]));
+    let full = "s{r} = {{EXPONENTIALS}}(s{r} - vec4<f32>(row_max[{r}]));
 sum[{r}] = sum[{r}] + sum_of(s{r});";
-    format!("if (is_partial) {{\n{}}} else {{\n{}}}\n", each_row(partial), each_row(full))
+    let mut text =
+        format!("if (is_partial) {{\n{}}} else {{\n{}}}\n", each_row(partial), each_row(full));
+    if of == Epilogue::Dropout {
+        text += &drop;
+    }
+    text
 }
 
 /// Generates the forward kernel.
 pub(super) fn forward(variant: TileVariant) -> Source {
     let groups = variant.value_groups;
-    let general = variant.general;
     let on = variant.used_matrices();
     let mut text = Template::default();
     text.name(
@@ -248,8 +291,8 @@ if (any_visible[{r}]) {
     text.name("RESCALE_ACC", each(groups, "o{g}_{r} = o{g}_{r} * rescale[{r}];"));
     text.name("PACKED_ROWS", if variant.decodes { Q.packed_rows() } else { String::new() });
     text.name("SCORES", product(variant, "s", &Q, "first", &K, "column"));
-    text.name("EPILOGUE", epilogue(general));
-    text.name("PROBS", probs(general) + &store_factors(on, Factors::Probs, "s"));
+    text.name("EPILOGUE", epilogue(variant.epilogue));
+    text.name("PROBS", probs(variant.epilogue) + &store_factors(on, Factors::Probs, "s"));
     text.name("ACCUMULATE", accumulate(variant, "o", groups, Factors::Probs, &V, Words::OfRows));
     let functions = functions(variant, &[(&Q, "q_words"), (&K, "block"), (&V, "block")])
         + &acc_functions("acc_words", variant.aligned);
@@ -297,7 +340,7 @@ if (row + {r}u < params.queries) {
     };
     text.name(
         "DX",
-        score_gradients(variant.general, Orientation::RowsAreQueries, step)
+        score_gradients(variant.epilogue, Orientation::RowsAreQueries, step)
             + &store_factors(on, Factors::Gradients, "s"),
     );
     text.name(
@@ -320,7 +363,7 @@ if (row + {r}u < params.queries) {
 
 /// Generates the kernel of dK and dV.
 pub(super) fn backward_keys(variant: TileVariant, from_records: bool) -> Source {
-    let TileVariant { head_groups, value_groups, general, .. } = variant;
+    let TileVariant { head_groups, value_groups, epilogue, .. } = variant;
     let on = variant.used_matrices();
     let splits = TileVariant::splits_gradients(32 * head_groups, 32 * value_groups);
     let mut text = Template::default();
@@ -344,7 +387,7 @@ pub(super) fn backward_keys(variant: TileVariant, from_records: bool) -> Source 
     };
     text.name("SCORES", product(variant, "s", &K, "first", &Q, "column"));
     text.name("COLUMN_STATISTICS", statistics("query"));
-    let gradients = |step| score_gradients(general, Orientation::RowsAreKeys, step);
+    let gradients = |step| score_gradients(epilogue, Orientation::RowsAreKeys, step);
     if splits {
         let groups = head_groups.max(value_groups);
         text.name("ZERO_ACC", zero("acc", groups));
@@ -451,8 +494,7 @@ pub(super) fn backward_bias(variant: TileVariant, axes: BiasAxes) -> Source {
     }
     // the bias is added before or after the soft cap
     let mut then =
-        "let part = select(grad.ds, grad.ds * ds_dx, vec4<bool>(params.bias_first != 0u));\n"
-            .to_owned();
+        "let part = select(grad.ds, grad.ds * ds_dx, vec4<bool>({{IS_BIAS_FIRST}}));\n".to_owned();
     if axes == BiasAxes::Pairs {
         for c in 0..4 {
             let _infallible = write!(
@@ -475,7 +517,7 @@ all = vec4<f32>(all.yzw, all.x + ((kept.x + kept.y) + (kept.z + kept.w)));",
         if rows_are_keys { Orientation::RowsAreKeys } else { Orientation::RowsAreQueries };
     // the kernel of dbias is general
     let step = RowStep { masked: "", full: "", general: &then };
-    text.name("DX", score_gradients(variant.general, orientation, step));
+    text.name("DX", score_gradients(variant.epilogue, orientation, step));
     let functions =
         functions(variant, &[(&Q, "q_words"), (&K, "block"), (&V, "block"), (&DOUT, "dout_words")]);
     let bindings = [

@@ -89,6 +89,70 @@ fn dropout_drops_the_pairs_that_the_cpu_drops() {
     assert!((kept / visible - 0.63).abs() < 0.05, "{kept} of {visible} were kept");
 }
 
+/// One case for each score epilogue that has kernels of its own, and one of all.
+fn of_epilogues() -> Vec<Case> {
+    let dims = Dims {
+        batch: 1,
+        q_len: 75,
+        kv_len: 75,
+        q_heads: 2,
+        kv_heads: 1,
+        head_dim: 20,
+        value_dim: 28,
+    };
+    let causal = || Masks { causal: true, ..Masks::default() };
+    let case = |name: &str, change: &dyn Fn(&mut Spec)| {
+        let mut spec = Spec::new(dims, DType::F64);
+        change(&mut spec);
+        Case::new(name, spec, causal(), &mut Draw::new(3))
+    };
+    let bias = Some([1, 2, 75, 75]);
+    let dropout = Some(Dropout { probability: 0.3, seed: 7 });
+    let mut cases = vec![
+        case("simple", &|_| {}),
+        case("soft cap", &|spec| spec.soft_cap = Some(2.0)),
+        case("dropout", &|spec| spec.dropout = dropout),
+        case("bias", &|spec| spec.bias = bias),
+        case("all", &|spec| {
+            spec.soft_cap = Some(2.0);
+            spec.dropout = dropout;
+            spec.bias = bias;
+        }),
+    ];
+    // queries and pairs that the bias alone masks
+    for bias in cases.iter_mut().filter_map(|case| case.bias.as_mut()) {
+        bias.slice_mut(s![.., .., 50, ..]).fill(f64::NEG_INFINITY);
+        bias.slice_mut(s![.., 0, 60.., 7]).fill(f64::NEG_INFINITY);
+    }
+    cases
+}
+
+fn epilogues_hold(ring: &WgpuRing, dtype: DType) {
+    for case in of_epilogues() {
+        // heads are packed on two ranks, and not on one
+        for setting in [Setting::ALONE, Setting::new(2, Layout::Zigzag)] {
+            holds(ring, &case.in_dtype(dtype), &setting);
+        }
+    }
+}
+
+#[test]
+fn every_score_epilogue_holds() {
+    let Some(gpu) = gpu() else { return };
+    let ring = WgpuRing::new(gpu);
+    epilogues_hold(&ring, DType::F32);
+}
+
+#[test]
+fn the_matrix_level_holds_for_every_score_epilogue() {
+    let Some(adapter) = adapter() else { return };
+    if adapter.levels.contains(&Level::Matrix) {
+        let options = Options { level: Some(Level::Matrix), ..Options::default() };
+        let Some(gpu) = open(&options) else { return };
+        epilogues_hold(&WgpuRing::new(gpu), DType::F16);
+    }
+}
+
 #[test]
 fn the_matrix_level_holds_for_large_and_small_score_gradients() {
     let Some(adapter) = adapter() else { return };
