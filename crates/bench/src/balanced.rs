@@ -7,7 +7,8 @@
 //!
 //! Prints one JSON line per distribution of lengths and number of ranks, for 2²⁰ rows of 32 heads
 //! of dim 128. `gflops` is the rate of a rank, from which the time of a forward and a backward pass
-//! is predicted; `seed` draws the lengths (default: 7). `benches/packed.py` measures the rate of packed passes.
+//! is predicted; `seed` draws the lengths (default: 7). `benches/packed.py` measures the
+//! rate of packed passes.
 
 use std::time::Instant;
 

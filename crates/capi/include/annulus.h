@@ -604,9 +604,9 @@ typedef struct annulus_options {
    */
   int32_t strategy_keys;
   /**
-   * Rows of a page of a KV cache (annulus_cache), at least 1; in the reproducible order 256 times
-   * a power of two. With plans it must be 0. Default: 0, which is 64, or 256 in the reproducible
-   * order.
+   * Rows of a page of a KV cache (annulus_cache), at least 1; in the reproducible order 256
+   * times a power of two. With plans it must be 0. Default: 0, which is 64, or 256 in the
+   * reproducible order.
    */
   int64_t page_rows;
   /**

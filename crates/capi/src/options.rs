@@ -216,9 +216,9 @@ pub struct annulus_options {
     /// Parts of the keys of ANNULUS_STRATEGY_GRID, at least 1. With other strategies it must be 0.
     /// Default: 0.
     pub strategy_keys: i32,
-    /// Rows of a page of a KV cache (annulus_cache), at least 1; in the reproducible order 256 times
-    /// a power of two. With plans it must be 0. Default: 0, which is 64, or 256 in the reproducible
-    /// order.
+    /// Rows of a page of a KV cache (annulus_cache), at least 1; in the reproducible order 256
+    /// times a power of two. With plans it must be 0. Default: 0, which is 64, or 256 in the
+    /// reproducible order.
     pub page_rows: i64,
     /// ANNULUS_BACKEND_CPU (default), WGPU or CUDA: what computes the plans of this attention.
     /// Tensors are in host memory on each, unless annulus_attention_set_cuda_stream is called. The

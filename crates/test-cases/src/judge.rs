@@ -3,7 +3,8 @@
 //! ```text
 //! |got − want| ≤ 2·(largest error of the plain computation in the same type)
 //!              + 4·(its mean square error)^½ · min(1, 64/n)
-//!              + (2·ε + (32 + 8·largest |lse|)·ε of the accumulator)·(magnitude of what is summed up)
+//!              + (2·ε + (32 + 8·largest |lse|)·ε of the accumulator)
+//!                · (magnitude of what is summed up)
 //! ```
 //! `want` is the oracle's number, n the count of numbers in the array.
 //!

@@ -20,8 +20,8 @@ use crate::ring::{
 
 impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     /// Writes dsinks, and a dbias without a query axis, of all heads, unless the caller sums them.
-    /// The ring has written the terms of the own heads, and zeros. Returns the exposed communication
-    /// of slices.
+    /// The ring has written the terms of the own heads, and zeros. Returns the exposed
+    /// communication of slices.
     ///
     /// # Ordering
     /// Collective.

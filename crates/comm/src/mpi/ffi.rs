@@ -4,8 +4,9 @@
 //! [`super::topology`] and [`super::requests`] relies:
 //!
 //! 1. **Alive.** MPI is called only between `MPI_Init` and `MPI_Finalize`
-//!    ([`check_alive`](super::lifetime::check_alive)). The exceptions are the inquiries that MPI allows at any time. A host program that finalises MPI
-//!    on another thread during one of these calls violates its own contract with MPI.
+//!    ([`check_alive`](super::lifetime::check_alive)). The exceptions are the inquiries that MPI
+//!    allows at any time. A host program that finalises MPI on another thread during one of these
+//!    calls violates its own contract with MPI.
 //! 2. **Thread.** Below `MPI_THREAD_MULTIPLE` a communicator is created on MPI's main thread only,
 //!    and used and freed on that thread only (`Communicator::enter`). So no two calls from here are
 //!    ever concurrent, and `MPI_THREAD_FUNNELED` suffices.

@@ -1,4 +1,5 @@
-//! State of MPI in this process: initialised, alive, finalised. Relies on the rules of [`super::ffi`].
+//! State of MPI in this process: not initialised, alive, finalised. Relies on the rules of
+//! [`super::ffi`].
 //!
 //! `MPI_Initialized` and `MPI_Finalized` would be called before every other call, which shows up in
 //! every profile of MPI. Instead an attribute with a delete callback is attached to

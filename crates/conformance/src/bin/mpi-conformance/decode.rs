@@ -1,5 +1,5 @@
-//! The sharded KV cache over MPI: a prefill and tokens against the oracle, bytes of a token, and the
-//! bits of one attention in the reproducible order.
+//! The sharded KV cache over MPI: a prefill and tokens against the oracle, bytes of a token, and
+//! the bits of one attention in the reproducible order.
 
 use annulus::{Attention, Batch, Cache, CacheShape, Cpu, DType, Dims, Result, Tensors};
 use annulus_comm::mpi::{Mpi, Settings};
