@@ -10,14 +10,16 @@ use super::{adapter, open};
 
 /// Requires that every `step`-th case is right at this level, on one rank or three.
 fn hold(level: Level, dtypes: &[DType], step: usize) {
-    let Some(folder) = golden::folder().unwrap() else { return };
+    let Some(folder) = golden::folder().expect("a readable setting") else { return };
     let Some(gpu) = open(&Options { level: Some(level), ..Options::default() }) else { return };
     assert_eq!(gpu.level(), level);
     let ring = WgpuRing::new(gpu);
     let settings = [Setting::ALONE, Setting::new(3, Layout::Zigzag)];
     let mut wrong = Vec::new();
     let mut count = 0;
-    for (number, golden) in golden::read(&folder).unwrap().iter().enumerate().step_by(step) {
+    for (number, golden) in
+        golden::read(&folder).expect("golden cases").iter().enumerate().step_by(step)
+    {
         let dtype = dtypes[count % dtypes.len()];
         let case = golden.case.in_dtype(dtype);
         let judge = Judge::new(&case).expect("a truth");

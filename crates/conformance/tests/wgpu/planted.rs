@@ -169,10 +169,10 @@ const SHARED: &[Mistake] = &[
     ),
     mistake(
         Of::Decode,
-        "all ranges of keys are the first",
+        "accumulators of all ranges of keys are the first",
         "decode",
-        "let range = list_index % params.ranges;",
-        "let range = 0u;",
+        "+ range * params.acc_range;",
+        ";",
     ),
     mistake(
         Of::Decode,

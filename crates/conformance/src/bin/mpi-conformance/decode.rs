@@ -43,7 +43,7 @@ fn reproducible(settings: &Settings) -> Result<bool> {
     let q = tensor(q_len, 1, q_heads, head_dim);
     let k = tensor(q_len, 2, kv_heads, head_dim);
     let v = tensor(q_len, 3, kv_heads, value_dim);
-    let attention = Attention::new().dtype(DType::F64).causal(true).reproducible(true).threads(1);
+    let attention = Attention::new().dtype(DType::F64).causal(true).reproducible(true);
     let whole =
         attention.local_ring(dims, 1)?.forward(&Tensors::new(q.view(), k.view(), v.view()))?;
     let shape = CacheShape::new(1, q_heads, head_dim).kv_heads(kv_heads).value_dim(value_dim);
