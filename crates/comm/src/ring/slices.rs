@@ -27,7 +27,7 @@ const MOST_SUMMANDS: usize = 1 << 20;
 /// that no rank receives from all others at once.
 const DISTANCES_AT_ONCE: usize = 8;
 
-/// How sums over the ranks of a plan are divided into slices.
+/// Division of sums over the ranks of a plan into slices.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Slicing {
     ranks: usize,
