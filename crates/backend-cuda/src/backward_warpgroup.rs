@@ -4,13 +4,14 @@
 use std::sync::Arc;
 
 use annulus_core::{Dims, Result};
-use annulus_device_cuda::{CudaBuffer, Device, TensorMap};
+use annulus_device_cuda::{CudaBuffer, TensorMap};
 
 use crate::{
-    arguments::{Attention, BackwardAttention, HAS_BIAS, HAS_CAP, HAS_DROPOUT, HAS_SLOPES, Tensor},
+    arguments::{Attention, BackwardAttention},
     block_mask::to_u32,
-    kernels::{BackwardWarpgroupKernels, WarpgroupKernels},
+    kernels::{BackwardWarpgroupKernels, WarpgroupKernels, needs_epilogue},
     pass_context::PassContext,
+    tma::{is_tma_readable, tma_boxes},
 };
 
 /// Rows of a `StatisticsTile` of `kernels/backward_warpgroup.cuh`, and its bytes.
@@ -72,13 +73,13 @@ impl OnWarpgroups {
         attention: &Attention,
         grid: [u64; 3],
     ) -> Result<()> {
-        let epilogue = needs_epilogue(attention);
+        let epilogue = needs_epilogue(context.spec());
         let rows = if epilogue { 64 } else { 128 };
         let shape = [attention.keys, attention.kv_heads, attention.batches];
         let device = context.stream.device();
         let maps = [
-            tma_boxes_of(device, &attention.k, attention.head_dim, shape, rows)?,
-            tma_boxes_of(device, &attention.v, attention.value_dim, shape, rows)?,
+            tma_boxes(device, &attention.k, attention.head_dim, shape, rows)?,
+            tma_boxes(device, &attention.v, attention.value_dim, shape, rows)?,
         ];
         let kernel = &self.kernels.queries[usize::from(epilogue)];
         let arguments = self.arguments(attention, maps);
@@ -103,53 +104,12 @@ impl OnWarpgroups {
         let shape = [attention.queries, attention.q_heads, attention.batches];
         let device = context.stream.device();
         let maps = [
-            tma_boxes_of(device, &attention.q, attention.head_dim, shape, 64)?,
-            tma_boxes_of(device, &attention.dout, attention.value_dim, shape, 64)?,
+            tma_boxes(device, &attention.q, attention.head_dim, shape, 64)?,
+            tma_boxes(device, &attention.dout, attention.value_dim, shape, 64)?,
         ];
-        let kernel = &self.kernels.keys[usize::from(needs_epilogue(attention))];
+        let kernel = &self.kernels.keys[usize::from(needs_epilogue(context.spec()))];
         let arguments = self.arguments(attention, maps);
         // SAFETY: as for `launch_queries`.
         unsafe { kernel.launch(&context.stream, grid, WarpgroupKernels::THREADS, &arguments) }
     }
-}
-
-/// True if every pair needs an epilogue of its own: bias, soft cap, rounding or dropout; or a scale
-/// that is not positive, or so small that products with it may leave the normal range of f32.
-fn needs_epilogue(attention: &Attention) -> bool {
-    let per_pair = HAS_BIAS | HAS_SLOPES | HAS_CAP | HAS_DROPOUT;
-    let is_deferred = attention.scale as f32 > 1e-30;
-    attention.flags & per_pair != 0 || attention.rounding != 0 || !is_deferred
-}
-
-/// True if TMA can read or write a caller's tensor of 16-bit elements: contiguous dims, and rows,
-/// heads and batch rows at multiples of 16 bytes. An axis of length 1 has stride 0
-/// ([`crate::arguments`]).
-pub(crate) fn is_tma_readable(tensor: &Tensor, shape: [u32; 3]) -> bool {
-    let [batch, row, head, dim] = tensor.strides;
-    let [rows, heads, batches] = shape;
-    let fits = |stride: i64, length: u32| {
-        length == 1 || (stride > 0 && stride % 8 == 0 && stride < 1 << 39)
-    };
-    (dim == 1 || dim == 0)
-        && tensor.at.is_multiple_of(16)
-        && fits(row, rows)
-        && fits(head, heads)
-        && fits(batch, batches)
-}
-
-/// Encodes the tensor map of a tensor with `shape` rows, heads and batch rows, in boxes of `rows`
-/// rows.
-pub(crate) fn tma_boxes_of(
-    device: &Device,
-    tensor: &Tensor,
-    dim: u32,
-    shape: [u32; 3],
-    rows: u32,
-) -> Result<TensorMap> {
-    let [batch, row, head, _] = tensor.strides;
-    // the stride of an axis of length 1 is not used, but must be one that TMA supports
-    let bytes = |stride: i64| if stride == 0 { 16 } else { stride.cast_unsigned() * 2 };
-    let [rows_of, heads, batches] = shape.map(u64::from);
-    let lengths = [u64::from(dim), rows_of, heads, batches];
-    TensorMap::new(device, tensor.at, lengths, [row, head, batch].map(bytes), rows)
 }

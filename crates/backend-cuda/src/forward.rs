@@ -8,11 +8,13 @@ use crate::{
     arguments::{
         Attention, EMPTY_STATE, Tensor, WRITE_OUTPUTS, by_head, field, tensor, tensor_mut,
     },
+    block_mask::to_u32,
     finish, forward_warpgroup,
     kernels::{MatrixKernels, THREADS},
     pass_context::PassContext,
     records,
     state::ForwardState,
+    tma::is_tma_readable,
 };
 
 /// A forward pass in progress.
@@ -126,9 +128,11 @@ impl ForwardPass<CudaSpace> for CudaForward<'_> {
     /// tensors.
     fn local_kv(&mut self, into: &mut CudaBuffer, readers: Readers) -> Result<Event> {
         let on_warpgroups = self.context.forward_tiles.on_warpgroups;
+        let Dims { batch, kv_heads, .. } = self.context.spec().dims;
+        let shape = [to_u32(self.context.shard.keys.len())?, to_u32(kv_heads)?, to_u32(batch)?];
         let Inputs { k, v, .. } = &self.inputs;
         self.in_place = readers == Readers::Local
-            && (!on_warpgroups || [k, v].into_iter().all(forward_warpgroup::is_readable_by_tma));
+            && (!on_warpgroups || [k, v].iter().all(|view| is_tma_readable(&tensor(view), shape)));
         if self.in_place {
             return self.context.stream.record();
         }

@@ -69,7 +69,6 @@ mod tests {
     #[test]
     fn few_queries_are_packed_with_as_many_heads_as_fit() {
         assert_eq!([1, 8, 16].map(|queries| heads(queries, 4)), [4; 3]);
-        // two heads of 32 fill a tile: more would not save one
         // two heads of 32 queries fill a tile: four heads would not save one
         assert_eq!(heads(33, 4), 4);
         // any divisor is possible; of a group larger than a tile, the largest divisor that fits
