@@ -383,7 +383,7 @@ fn choose<B: Backend>(
 ) -> Result<Chosen> {
     let ranks = transport.ranks();
     let Ok(spec) = spec else { return Ok(Chosen::RING) };
-    if !B::Space::HOST_BUFFERS || ranks == 1 {
+    if ranks == 1 {
         return Ok(Chosen::RING);
     }
     let (q_len, kv_len) = (spec.dims.q_len, spec.dims.kv_len);
@@ -406,6 +406,11 @@ fn choose<B: Backend>(
         batch: None,
     };
     let mut all = StrategyTraffic::of_all(spec, ranks, &traffic, &mut || ())?;
+    // not every backend computes partial results of key columns
+    all.retain(|of| match HeadGrid::of(&spec.dims, ranks, of.strategy) {
+        Ok(Some(grid)) => backend.capabilities(&spec.of_member(&grid, 0)).is_ok(),
+        _ => true,
+    });
     let chosen = match &options.machine {
         Some(machine) => {
             all.extend(StrategyTraffic::of_routes(spec, ranks, &traffic, &mut || ())?);

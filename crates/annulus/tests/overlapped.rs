@@ -288,6 +288,8 @@ impl Transport<Host> for Funneled {
         self.inner.take(header)
     }
 
+    annulus_core::messages_are_blocks! {}
+
     fn pending(&self) -> bool {
         self.inner.pending()
     }

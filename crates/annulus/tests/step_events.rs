@@ -50,6 +50,8 @@ impl Transport<Host> for Late {
         self.inner.take(header)
     }
 
+    annulus_core::messages_are_blocks! {}
+
     fn pending(&self) -> bool {
         self.asked.fetch_add(1, Ordering::Relaxed) < 2 || Transport::<Host>::pending(&self.inner)
     }

@@ -62,6 +62,7 @@ struct Attention {
     u32 batches, q_heads, kv_heads, head_dim, value_dim;
     u32 flags, rounding;
     u32 dropout_low, dropout_high, dropout_threshold;
+    u32 dropout_first_head, dropout_q_heads;  // in the attention of which these heads are a part
     u32 bias_batch, bias_heads, bias_rows, bias_keys;
     // GQA packing (forward only): query heads per tile, and ⌈2¹⁶ / packed_heads⌉.
     u32 packed_heads, packed_reciprocal;

@@ -106,7 +106,7 @@ struct BackwardAttention {
     u64 statistics;
     u32 statistics_tiles, reserved;
 };
-static_assert(sizeof(BackwardAttention) == 896, "as in src/arguments.rs");
+static_assert(sizeof(BackwardAttention) == 1024, "as in src/arguments.rs");
 
 DEVICE StatisticsTile* statistics_of_head(const BackwardAttention& a, u32 b, u32 h) {
     return reinterpret_cast<StatisticsTile*>(a.statistics) +

@@ -77,6 +77,9 @@ pub(crate) struct Attention {
     pub(crate) rounding: u32,
     pub(crate) dropout_key: [u32; 2],
     pub(crate) dropout_threshold: u32,
+    /// [`annulus_core::Spec::whole_head`].
+    pub(crate) dropout_first_head: u32,
+    pub(crate) dropout_q_heads: u32,
     /// Batch, heads, rows, keys.
     pub(crate) bias_shape: [u32; 4],
     /// GQA packing: see [`crate::gqa_packing`].
@@ -106,7 +109,7 @@ pub(crate) struct WarpgroupAttention {
 }
 
 // as asserted in `kernels/warpgroup.cuh`
-const _: () = assert!(size_of::<Attention>() == 624 && size_of::<WarpgroupAttention>() == 1152);
+const _: () = assert!(size_of::<Attention>() == 632 && size_of::<WarpgroupAttention>() == 1152);
 
 /// Arguments of the backward kernels on warpgroups: `kernels/backward_warpgroup.cuh`.
 #[repr(C)]
@@ -122,7 +125,7 @@ pub(crate) struct BackwardAttention {
 }
 
 // as asserted in `kernels/backward_warpgroup.cuh`
-const _: () = assert!(size_of::<BackwardAttention>() == 896);
+const _: () = assert!(size_of::<BackwardAttention>() == 1024);
 
 /// Arguments of the kernels that process one query row without its keys.
 #[repr(C)]

@@ -133,6 +133,7 @@ impl PassContext {
         let Dims { batch, q_heads, kv_heads, head_dim, value_dim, .. } = spec.dims;
         let bias = inputs.bias.as_ref().map(|bias| by_head(tensor(bias)));
         let dropout = spec.dropout.map(DropoutMask::new);
+        let (dropout_first_head, dropout_q_heads) = spec.whole_head(0);
         let flag = |holds: bool, flag: u32| if holds { flag } else { 0 };
         let flags = flag(bias.is_some(), HAS_BIAS)
             | flag(spec.soft_cap.is_some(), HAS_CAP)
@@ -156,6 +157,8 @@ impl PassContext {
             rounding: rounding(spec),
             dropout_key: dropout.as_ref().map_or([0; 2], DropoutMask::key),
             dropout_threshold: dropout.as_ref().map_or(0, DropoutMask::threshold),
+            dropout_first_head: to_u32(dropout_first_head)?,
+            dropout_q_heads: to_u32(dropout_q_heads)?,
             bias_shape: [
                 to_u32(shape[0])?,
                 to_u32(shape[1])?,

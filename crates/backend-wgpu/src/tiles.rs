@@ -296,6 +296,7 @@ impl TilePass<'_> {
         }
         let [acc_range, statistics_range] = range_strides;
         let dropout = spec.dropout.map(DropoutMask::new);
+        let (dropout_head_first, dropout_q_heads) = spec.whole_head(chunk.heads.0);
         TileParams {
             batch_first: chunk.batches.0 as u32,
             batches: chunk.batches.1 as u32,
@@ -304,7 +305,8 @@ impl TilePass<'_> {
             kv_head_first: (chunk.heads.0 / dims.group()) as u32,
             kv_heads: chunk.heads.1.div_ceil(dims.group()) as u32,
             group_heads: dims.group() as u32,
-            q_heads: dims.q_heads as u32,
+            dropout_head_first: dropout_head_first as u32,
+            dropout_q_heads: dropout_q_heads as u32,
             queries: chunk.queries.1 as u32,
             keys: chunk.keys.1 as u32,
             head_dim: dims.head_dim as u32,

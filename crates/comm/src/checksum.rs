@@ -185,6 +185,8 @@ impl<T: Transport<Host>> Transport<Host> for Checksum<T> {
         verified.map(|buffer| Some(Arrived { buffer, ready: () }))
     }
 
+    annulus_core::messages_are_blocks! {}
+
     fn pending(&self) -> bool {
         self.inner.pending()
     }

@@ -276,6 +276,8 @@ impl<T: Transport<Host>> Transport<Host> for Fault<T> {
         self.inner.take(header)
     }
 
+    annulus_core::messages_are_blocks! {}
+
     fn pending(&self) -> bool {
         self.dead.is_none() && (!self.delayed.is_empty() || self.inner.pending())
     }

@@ -28,6 +28,7 @@ pub mod deadline;
 mod delegate;
 pub mod fault;
 pub mod heads_ring;
+mod host_messages;
 pub mod kv_cache;
 mod merged_softmax;
 #[cfg(feature = "mpi")]

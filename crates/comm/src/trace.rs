@@ -12,7 +12,7 @@ use std::{
 };
 
 use annulus_core::{
-    Arrived, Channel, Control, Incoming, MessageHeader, Outgoing, Result, Space, Transport,
+    Arrived, Channel, Control, Host, Incoming, MessageHeader, Outgoing, Result, Space, Transport,
 };
 
 use crate::delegate::forward_control;
@@ -295,6 +295,37 @@ impl<T: Control> Trace<T> {
     pub fn log(&self) -> TraceLog {
         self.log.clone()
     }
+
+    /// Remembers the messages of a post that began at `begin`.
+    fn posted(&mut self, sends: Vec<MessageHeader>, receives: Vec<MessageHeader>, begin: Instant) {
+        let steps = receives.iter().chain(&sends).map(|header| header.step);
+        self.step = steps.max().unwrap_or(self.step);
+        self.receives.extend(receives.into_iter().map(|header| (header, begin)));
+        lock(&self.sends).extend(sends.into_iter().map(|header| (header, begin)));
+    }
+
+    /// Makes the event of a receive that has been taken.
+    fn taken(&mut self, header: &MessageHeader) {
+        let posted = self.receives.iter().position(|(posted, _)| posted == header);
+        if let Some(posted) = posted {
+            let (header, begin) = self.receives.swap_remove(posted);
+            self.log.push(
+                EventKind::Receive { peer: header.peer, channel: header.channel },
+                header.step,
+                header.bytes(),
+                begin,
+            );
+        }
+    }
+}
+
+/// Returns the headers of a post: those of its sends, and of its receives.
+fn headers<S: Space>(
+    sends: &[Outgoing<'_, S>],
+    receives: &[Incoming<S>],
+) -> [Vec<MessageHeader>; 2] {
+    let sends = sends.iter().map(|send| send.header.clone()).collect();
+    [sends, receives.iter().map(|incoming| incoming.header.clone()).collect()]
 }
 
 impl<S: Space, T: Transport<S>> Transport<S> for Trace<T> {
@@ -304,17 +335,9 @@ impl<S: Space, T: Transport<S>> Transport<S> for Trace<T> {
 
     fn post(&mut self, sends: &[Outgoing<'_, S>], receives: &mut Vec<Incoming<S>>) -> Result<()> {
         let begin = Instant::now();
-        let headers: Vec<MessageHeader> =
-            receives.iter().map(|incoming| incoming.header.clone()).collect();
+        let [sent, received] = headers(sends, receives);
         self.inner.post(sends, receives)?;
-        self.step = headers
-            .iter()
-            .chain(sends.iter().map(|send| &send.header))
-            .map(|header| header.step)
-            .max()
-            .unwrap_or(self.step);
-        self.receives.extend(headers.into_iter().map(|header| (header, begin)));
-        lock(&self.sends).extend(sends.iter().map(|send| (send.header.clone(), begin)));
+        self.posted(sent, received, begin);
         Ok(())
     }
 
@@ -330,15 +353,28 @@ impl<S: Space, T: Transport<S>> Transport<S> for Trace<T> {
 
     fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<S>>> {
         let taken = self.inner.take(header)?;
-        let posted = self.receives.iter().position(|(posted, _)| posted == header);
-        if let (Some(_), Some(posted)) = (&taken, posted) {
-            let (header, begin) = self.receives.swap_remove(posted);
-            self.log.push(
-                EventKind::Receive { peer: header.peer, channel: header.channel },
-                header.step,
-                header.bytes(),
-                begin,
-            );
+        if taken.is_some() {
+            self.taken(header);
+        }
+        Ok(taken)
+    }
+
+    fn post_host(
+        &mut self,
+        sends: &[Outgoing<'_, Host>],
+        receives: &mut Vec<Incoming<Host>>,
+    ) -> Result<()> {
+        let begin = Instant::now();
+        let [sent, received] = headers(sends, receives);
+        self.inner.post_host(sends, receives)?;
+        self.posted(sent, received, begin);
+        Ok(())
+    }
+
+    fn take_host(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
+        let taken = self.inner.take_host(header)?;
+        if taken.is_some() {
+            self.taken(header);
         }
         Ok(taken)
     }

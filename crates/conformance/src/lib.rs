@@ -24,4 +24,4 @@ pub use annulus_test_cases::{Answer, Case, Draw, Judge, Masks, Truth, epsilon, g
 pub use memory::{HostMemory, HostTensor, TensorMemory};
 pub use placed::{Crossings, Placed};
 pub use ring_subject::{RankSetup, RingSubject};
-pub use subject::{Facade, Setting, Subject, answer, narrow, widen};
+pub use subject::{Facade, FacadeOn, Setting, Subject, answer, narrow, widen};

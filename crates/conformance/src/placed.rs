@@ -8,8 +8,8 @@ use std::{
 };
 
 use annulus_core::{
-    Arrived, Channel, Control, Error, Incoming, MessageHeader, Outgoing, Placement, Result, Space,
-    Transport,
+    Arrived, Channel, Control, Error, Host, Incoming, MessageHeader, Outgoing, Placement, Result,
+    Space, Transport,
 };
 
 /// The (sender, receiver) pairs on different nodes between which KV blocks were sent. Clones share
@@ -39,20 +39,26 @@ impl<T> Placed<T> {
     }
 }
 
+impl<T: Control> Placed<T> {
+    /// Records the blocks of `headers` that are sent to another node.
+    fn record<'h>(&self, headers: impl Iterator<Item = &'h MessageHeader>) {
+        let rank = self.inner.rank();
+        let nodes = self.placement.nodes();
+        let crosses = |header: &&MessageHeader| {
+            header.channel == Channel::Kv && nodes.get(header.peer) != nodes.get(rank)
+        };
+        let pairs = headers.filter(crosses).map(|header| (rank, header.peer));
+        self.crossings.0.lock().unwrap_or_else(PoisonError::into_inner).extend(pairs);
+    }
+}
+
 impl<S: Space, T: Transport<S>> Transport<S> for Placed<T> {
     fn control(&mut self) -> &mut dyn Control {
         self
     }
 
     fn post(&mut self, sends: &[Outgoing<'_, S>], receives: &mut Vec<Incoming<S>>) -> Result<()> {
-        let rank = self.inner.rank();
-        let nodes = self.placement.nodes();
-        let crosses = |header: &&MessageHeader| {
-            header.channel == Channel::Kv && nodes.get(header.peer) != nodes.get(rank)
-        };
-        let pairs =
-            sends.iter().map(|send| &send.header).filter(crosses).map(|header| (rank, header.peer));
-        self.crossings.0.lock().unwrap_or_else(PoisonError::into_inner).extend(pairs);
+        self.record(sends.iter().map(|send| &send.header));
         self.inner.post(sends, receives)
     }
 
@@ -62,6 +68,19 @@ impl<S: Space, T: Transport<S>> Transport<S> for Placed<T> {
 
     fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<S>>> {
         self.inner.take(header)
+    }
+
+    fn post_host(
+        &mut self,
+        sends: &[Outgoing<'_, Host>],
+        receives: &mut Vec<Incoming<Host>>,
+    ) -> Result<()> {
+        self.record(sends.iter().map(|send| &send.header));
+        self.inner.post_host(sends, receives)
+    }
+
+    fn take_host(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
+        self.inner.take_host(header)
     }
 
     fn pending(&self) -> bool {

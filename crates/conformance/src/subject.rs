@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use annulus::{Attention, Backward, Forward, LocalRing, Tensors};
-use annulus_core::{Batch, DType, Element, Error, LEAF_ROWS, Layout, Result, Route, Strategy};
+use annulus_core::{
+    Batch, DType, Dims, Element, Error, LEAF_ROWS, Layout, Result, Route, Strategy,
+};
 use half::{bf16, f16};
 use ndarray::{Array, Dimension};
 
@@ -70,12 +72,55 @@ impl Subject for Facade {
     }
 
     fn run(&self, case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>> {
-        match case.spec.dtype {
-            DType::F64 => run_plan::<f64>(case, setting, times),
-            DType::F32 => run_plan::<f32>(case, setting, times),
-            DType::Bf16 => run_plan::<bf16>(case, setting, times),
-            DType::F16 => run_plan::<f16>(case, setting, times),
-        }
+        let plan = |attention: &Attention, dims, ranks| {
+            attention.clone().threads(1).local_ring(dims, ranks)
+        };
+        run_facade(case, setting, times, &plan)
+    }
+}
+
+/// As [`Facade`], on the backend and transport of `plan(attention, dims, ranks)`.
+pub struct FacadeOn<F> {
+    name: String,
+    dtypes: Vec<DType>,
+    plan: F,
+}
+
+impl<F: Fn(&Attention, Dims, usize) -> Result<LocalRing>> FacadeOn<F> {
+    /// Creates a subject of this name for these element types.
+    pub fn new(name: impl Into<String>, dtypes: &[DType], plan: F) -> Self {
+        Self { name: name.into(), dtypes: dtypes.to_vec(), plan }
+    }
+}
+
+impl<F: Fn(&Attention, Dims, usize) -> Result<LocalRing>> Subject for FacadeOn<F> {
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+
+    fn dtypes(&self) -> &[DType] {
+        &self.dtypes
+    }
+
+    fn run(&self, case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>> {
+        run_facade(case, setting, times, &self.plan)
+    }
+}
+
+/// Plans a ring of this process.
+type PlanRing<'a> = &'a dyn Fn(&Attention, Dims, usize) -> Result<LocalRing>;
+
+fn run_facade(
+    case: &Case,
+    setting: &Setting,
+    times: usize,
+    plan: PlanRing<'_>,
+) -> Result<Vec<Answer>> {
+    match case.spec.dtype {
+        DType::F64 => run_plan::<f64>(case, setting, times, plan),
+        DType::F32 => run_plan::<f32>(case, setting, times, plan),
+        DType::Bf16 => run_plan::<bf16>(case, setting, times, plan),
+        DType::F16 => run_plan::<f16>(case, setting, times, plan),
     }
 }
 
@@ -121,19 +166,23 @@ fn masked(attention: Attention, masks: &Masks) -> Attention {
 
 /// The options of a case and setting, as a user sets them.
 pub(crate) fn options(case: &Case, setting: &Setting) -> Attention {
-    let attention = attention(case).threads(1).strategy(setting.strategy);
+    let attention = attention(case).strategy(setting.strategy);
     let attention = attention.receive_ahead(setting.receive_ahead);
     let attention = attention.reproducible(case.spec.leaf_rows.is_some());
     setting.route.map_or(attention.clone(), |route| attention.route(route))
 }
 
-fn run_plan<T: Element>(case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>> {
+fn run_plan<T: Element>(
+    case: &Case,
+    setting: &Setting,
+    times: usize,
+    plan: PlanRing<'_>,
+) -> Result<Vec<Answer>> {
     if let Some(rows) = case.spec.leaf_rows.filter(|&rows| rows != LEAF_ROWS) {
         return Err(Error::unsupported(format!("leaves of {rows} rows"), "the facade"));
     }
-    let mut plan = options(case, setting)
-        .layout(setting.layout.clone())
-        .local_ring(case.spec.dims, setting.ranks)?;
+    let attention = options(case, setting).layout(setting.layout.clone());
+    let mut plan = plan(&attention, case.spec.dims, setting.ranks)?;
     if case.batch != Batch::default() {
         plan.update(&case.batch)?;
     }

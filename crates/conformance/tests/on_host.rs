@@ -3,9 +3,10 @@
 
 use std::time::Duration;
 
+use annulus::LocalRing;
 use annulus_comm::{Checksum, Deadline, Staged, threads};
 use annulus_conformance::{
-    HostMemory, HostTensor, RankSetup, RingSubject, TensorMemory,
+    FacadeOn, HostMemory, HostTensor, RankSetup, RingSubject, Subject, TensorMemory,
     device::{Device, MockBackend, MockSpace},
     suite,
 };
@@ -38,7 +39,7 @@ impl TensorMemory for OnMock {
 
 type Rank = RankSetup<OnMock, OnHost<MockBackend>>;
 
-fn subject() -> impl annulus_conformance::Subject {
+fn subject() -> impl Subject {
     RingSubject::new("mock for host tensors", |ranks| -> Result<Vec<Rank>> {
         let rank = |transport| {
             let device = Device::new();
@@ -52,6 +53,24 @@ fn subject() -> impl annulus_conformance::Subject {
         };
         threads::ring(ranks).into_iter().map(rank).collect()
     })
+}
+
+/// The facade for host tensors.
+fn facade() -> impl Subject {
+    let dtypes = [DType::F32, DType::F64, DType::Bf16, DType::F16];
+    FacadeOn::new("facade on the mock device", &dtypes, |attention, dims, ranks| {
+        LocalRing::with_transports(attention, dims, ranks, |_, endpoint| {
+            let device = Device::new();
+            let staged =
+                Staged::<_, HostViews<MockSpace>>::new(Checksum::new(endpoint), device.clone());
+            Ok((OnHost::new(MockBackend::new(device.clone()), device), staged))
+        })
+    })
+}
+
+#[test]
+fn strategies_hold_for_host_tensors() {
+    suite::head_strategies(&facade(), 0..24).unwrap();
 }
 
 #[test]

@@ -29,6 +29,8 @@ mod overlap;
 mod planted;
 #[path = "wgpu/several.rs"]
 mod several;
+#[path = "wgpu/strategies.rs"]
+mod strategies;
 #[path = "wgpu/transfers.rs"]
 mod transfers;
 #[path = "wgpu/validation.rs"]

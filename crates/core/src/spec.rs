@@ -282,6 +282,14 @@ impl Spec {
         if self.head_shard.is_some() {
             return Err(Error::unsupported("a part of the heads", backend));
         }
+        self.check_complete(backend)
+    }
+
+    /// Refuses partial results, of a part of the keys.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] by `backend`.
+    pub fn check_complete(&self, backend: &str) -> Result<()> {
         if self.partial {
             return Err(Error::unsupported("partial results", backend));
         }

@@ -6,7 +6,7 @@
 
 use std::{ops::Range, sync::Arc, time::Duration, time::Instant};
 
-use crate::{AgreedLengths, Error, Placement, Result, Space};
+use crate::{AgreedLengths, Error, Host, Placement, Result, Space};
 
 /// Content of a message. Sends are matched with receives by channel and tag, so messages of
 /// different channels may overtake each other.
@@ -102,6 +102,23 @@ pub trait Transport<S: Space>: Control {
     /// As [`Transport::progress`].
     fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<S>>>;
 
+    /// As [`Transport::post`], for messages in host memory, whatever the memory of blocks. A
+    /// transport of host memory moves both alike: see [`messages_are_blocks`](crate::messages_are_blocks).
+    ///
+    /// # Errors
+    /// As [`Transport::post`].
+    fn post_host(
+        &mut self,
+        sends: &[Outgoing<'_, Host>],
+        receives: &mut Vec<Incoming<Host>>,
+    ) -> Result<()>;
+
+    /// As [`Transport::take`], of a receive of [`Transport::post_host`].
+    ///
+    /// # Errors
+    /// As [`Transport::progress`].
+    fn take_host(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>>;
+
     /// Returns true if a send is in flight. The ring waits for all sends before a call returns.
     fn pending(&self) -> bool;
 
@@ -119,6 +136,28 @@ pub trait Transport<S: Space>: Control {
     /// the value of its inner transport. If it is false, receives may be posted in groups of their
     /// own, and groups of different channels in any order.
     fn runs_groups_in_order(&self) -> bool;
+}
+
+/// Expands, inside `impl Transport<Host> for …`, to [`Transport::post_host`] and
+/// [`Transport::take_host`], which call `post` and `take`.
+#[macro_export]
+macro_rules! messages_are_blocks {
+    () => {
+        fn post_host(
+            &mut self,
+            sends: &[$crate::Outgoing<'_, $crate::Host>],
+            receives: &mut Vec<$crate::Incoming<$crate::Host>>,
+        ) -> $crate::Result<()> {
+            $crate::Transport::<$crate::Host>::post(self, sends, receives)
+        }
+
+        fn take_host(
+            &mut self,
+            header: &$crate::MessageHeader,
+        ) -> $crate::Result<Option<$crate::Arrived<$crate::Host>>> {
+            $crate::Transport::<$crate::Host>::take(self, header)
+        }
+    };
 }
 
 /// Small host messages: agreement on arguments, shards of a new batch, closing status, abort,
@@ -248,6 +287,16 @@ impl<S: Space, T: Transport<S> + ?Sized> Transport<S> for Box<T> {
     }
     fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<S>>> {
         (**self).take(header)
+    }
+    fn post_host(
+        &mut self,
+        sends: &[Outgoing<'_, Host>],
+        receives: &mut Vec<Incoming<Host>>,
+    ) -> Result<()> {
+        (**self).post_host(sends, receives)
+    }
+    fn take_host(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
+        (**self).take_host(header)
     }
     fn pending(&self) -> bool {
         (**self).pending()

@@ -104,7 +104,8 @@ impl Backend for MockBackend {
     type Space = MockSpace;
     type Workspace = MockWorkspace;
 
-    fn capabilities(&self, _: &Spec) -> Result<Capabilities> {
+    fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
+        spec.check_complete("mock")?;
         Ok(Capabilities {
             name: "mock",
             numerics_id: "mock".into(),

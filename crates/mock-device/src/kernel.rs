@@ -329,8 +329,9 @@ impl State {
             let dot =
                 q.slice(s![b, i, h, ..]).dot(&keys.k.slice(s![b, j, spec.dims.kv_head(h), ..]));
             let (logit, slope) = logit(spec, dot, bias);
+            let (head, q_heads) = spec.whole_head(h);
             let keep = spec.dropout.map(DropoutMask::new).map_or(1.0, |mask| {
-                if mask.keep(b, h, spec.dims.q_heads, query.row, key.row) {
+                if mask.keep(b, head, q_heads, query.row, key.row) {
                     mask.keep_scale()
                 } else {
                     0.0

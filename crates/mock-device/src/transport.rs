@@ -172,6 +172,19 @@ impl Transport<MockSpace> for DeviceTransport {
         Ok(arrived.map(|ready| Arrived { buffer, ready }))
     }
 
+    fn post_host(
+        &mut self,
+        sends: &[Outgoing<'_, Host>],
+        receives: &mut Vec<Incoming<Host>>,
+    ) -> Result<()> {
+        self.bytes_sent += sends.iter().map(|send| send.header.bytes()).sum::<u64>();
+        self.control.post_host(sends, receives)
+    }
+
+    fn take_host(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
+        self.control.take_host(header)
+    }
+
     fn pending(&self) -> bool {
         self.sends.iter().any(|taken| !taken.load(Ordering::Acquire))
     }

@@ -3,11 +3,14 @@
 
 use std::time::Duration;
 
+use annulus::LocalRing;
+use annulus_comm::Staged;
 use annulus_conformance::{
-    Case, Judge, Setting, Subject,
+    Case, FacadeOn, Judge, Setting, Subject,
     suite::{self, Poison, Scale},
 };
-use annulus_core::{DType, Layout};
+use annulus_core::{DType, HostViews, Layout};
+use annulus_cuda::device::{CudaCopier, CudaSpace};
 
 use crate::{
     common::{hosted, wide},
@@ -54,6 +57,19 @@ fn a_visible_nan_does_not_depend_on_the_ranks_on_the_emulated_device() {
 #[test]
 fn random_cases_hold_for_tensors_in_host_memory() {
     suite::random_cases(&plain_hosted(), 100..120).unwrap();
+}
+
+#[test]
+fn strategies_that_divide_heads_hold_for_tensors_in_host_memory() {
+    let dtypes = [DType::F16, DType::F32, DType::Bf16, DType::F64];
+    let facade = FacadeOn::new("facade on emulated cuda", &dtypes, |attention, dims, ranks| {
+        LocalRing::with_transports(attention, dims, ranks, |_, endpoint| {
+            let cuda = emulated(&[])?;
+            let copier = CudaCopier::new(cuda.stream().device())?;
+            Ok((cuda.on_host(), Staged::<_, HostViews<CudaSpace>>::new(endpoint, copier)))
+        })
+    });
+    suite::head_strategies(&facade, 4..10).unwrap();
 }
 
 #[test]

@@ -13,7 +13,7 @@ use annulus_comm::{
     nccl::Nccl,
     threads::{self, each_rank},
 };
-use annulus_conformance::{Case, Judge, RankSetup, RingSubject, Setting, Subject, suite};
+use annulus_conformance::{Case, FacadeOn, Judge, RankSetup, RingSubject, Setting, Subject, suite};
 use annulus_core::{
     Channel, DType, Dims, Error, Incoming, Layout, MessageHeader, Outgoing, Result, Transport,
 };
@@ -113,6 +113,21 @@ fn typed_tensors_in_host_memory_hold_over_nccl() {
             && close(&gradients.dk, &wanted.dk)
             && close(&gradients.dv, &wanted.dv)
     );
+}
+
+/// The exchanges of heads are messages in host memory, which the host transport moves.
+#[test]
+fn strategies_that_divide_heads_hold_over_nccl() {
+    let dtypes = [DType::F32, DType::Bf16];
+    let facade = FacadeOn::new("facade over nccl", &dtypes, |attention, dims, ranks| {
+        LocalRing::with_transports(attention, dims, ranks, |_, inner| {
+            let cuda = emulated(&[])?;
+            let device = cuda.stream().device();
+            let nccl = Nccl::with_symbols(inner, device, Ok(nccl_symbols()), DEADLINE)?;
+            Ok((cuda.on_host(), nccl))
+        })
+    });
+    suite::head_strategies(&facade, 0..4).unwrap();
 }
 
 /// NCCL functions that accept two groups and lose the third.

@@ -32,9 +32,11 @@ params! {
         heads: u32,
         kv_head_first: u32,
         kv_heads: u32,
-        /// Query heads per KV head; all query heads.
+        /// Query heads per KV head.
         group_heads: u32,
-        q_heads: u32,
+        /// Dropout: number of the chunk's first head, and of heads, in the whole attention.
+        dropout_head_first: u32,
+        dropout_q_heads: u32,
         /// Rows of the chunk.
         queries: u32,
         keys: u32,

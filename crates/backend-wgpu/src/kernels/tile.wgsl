@@ -156,7 +156,8 @@ fn keep_factors(batch: u32, head: u32, q: u32, k: u32) -> vec4<f32> {
     let query = min(q, params.queries - 1u);
     let i_low = block_mask[params.query_rows + 2u * query];
     let i_high = block_mask[params.query_rows + 2u * query + 1u];
-    let plane = (params.batch_first + batch) * params.q_heads + params.head_first + head;
+    let whole_head = params.dropout_head_first + head;
+    let plane = (params.batch_first + batch) * params.dropout_q_heads + whole_head;
     var all = vec4<f32>(0.0);
     var block = vec2<u32>(0u);
     var words = vec4<u32>(0u);

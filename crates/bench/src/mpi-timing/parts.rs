@@ -240,6 +240,8 @@ impl<T: Transport<Host>> Transport<Host> for NoMessages<T> {
         Ok(found.map(|found| Arrived { buffer: self.arrived.swap_remove(found).buffer, ready: () }))
     }
 
+    annulus_core::messages_are_blocks! {}
+
     fn pending(&self) -> bool {
         false
     }

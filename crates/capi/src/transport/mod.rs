@@ -346,6 +346,8 @@ impl Transport<Host> for HostTransport {
         Ok(buffer.map(|buffer| Arrived { buffer, ready: () }))
     }
 
+    annulus_core::messages_are_blocks! {}
+
     fn pending(&self) -> bool {
         self.unsent > 0
     }

@@ -13,8 +13,8 @@ use std::{
 };
 
 use annulus_core::{
-    Arrived, Channel, Control, Error, Incoming, MessageHeader, Outgoing, Placement, Result, Space,
-    Transport,
+    Arrived, Channel, Control, Error, Host, Incoming, MessageHeader, Outgoing, Placement, Result,
+    Space, Transport,
 };
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
@@ -119,6 +119,22 @@ impl<S: Space, T: Transport<S>> Transport<S> for Watched<T> {
 
     fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<S>>> {
         let taken = self.inner.take(header)?;
+        if taken.is_some() {
+            self.count(header);
+        }
+        Ok(taken)
+    }
+
+    fn post_host(
+        &mut self,
+        sends: &[Outgoing<'_, Host>],
+        receives: &mut Vec<Incoming<Host>>,
+    ) -> Result<()> {
+        self.inner.post_host(sends, receives)
+    }
+
+    fn take_host(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
+        let taken = self.inner.take_host(header)?;
         if taken.is_some() {
             self.count(header);
         }

@@ -16,7 +16,8 @@ const WATCHERS_MARGIN: Duration = Duration::from_millis(250);
 impl<T: Transport<S>, S: Space> Deadline<T, S> {
     /// Returns all waits of this rank.
     fn waits(&self) -> Vec<Wait> {
-        let receives = self.receives.iter().map(|(header, since)| Wait {
+        let receives = self.blocks.waiting().iter().chain(self.host_messages.waiting());
+        let receives = receives.map(|(header, since)| Wait {
             peer: header.peer,
             step: header.step,
             since: *since,
@@ -119,7 +120,8 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
     /// Returns true if this rank judges no other one: it neither waits nor, if it watches certain
     /// ranks, computes.
     fn is_idle(&self) -> bool {
-        self.receives.is_empty()
+        self.blocks.waiting().is_empty()
+            && self.host_messages.waiting().is_empty()
             && self.sends.is_empty()
             && self.all_gathers.is_empty()
             && self.arrivals.is_empty()

@@ -41,6 +41,7 @@
 
 mod arrivals;
 mod checks;
+mod receives;
 
 use std::{
     collections::BTreeMap,
@@ -51,10 +52,8 @@ use annulus_core::{
     Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Result, Space, Transport,
 };
 
-use self::arrivals::Arrivals;
-use crate::{
-    Cancellation, delegate::forward_control, observed::ObservedClock, staging::is_same_message,
-};
+use self::{arrivals::Arrivals, receives::Receives};
+use crate::{Cancellation, delegate::forward_control, observed::ObservedClock};
 
 /// A peer that this rank waits for and that is silent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,10 +81,9 @@ type Warning = Box<dyn FnMut(Silence) + Send>;
 pub struct Deadline<T, S: Space = Host> {
     inner: T,
     deadline: Duration,
-    /// Receives that had not arrived at the last poll, with the times of their posts.
-    receives: Vec<(MessageHeader, Instant)>,
-    /// Receives that have arrived and were not yet taken by the caller.
-    arrived: Vec<(MessageHeader, Arrived<S>)>,
+    blocks: Receives<S>,
+    /// Receives of [`Transport::post_host`].
+    host_messages: Receives<Host>,
     /// Wait for the sends to each peer: that for the first one since none was in flight.
     sends: BTreeMap<usize, Wait>,
     /// Start of each all-gather that was not yet collected, by round; of an entry, the time at
@@ -143,8 +141,8 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
         Ok(Self {
             inner,
             deadline,
-            receives: Vec::new(),
-            arrived: Vec::new(),
+            blocks: Receives::default(),
+            host_messages: Receives::default(),
             sends: BTreeMap::new(),
             all_gathers: BTreeMap::new(),
             arrivals: Arrivals::new(deadline / 4),
@@ -220,21 +218,33 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
 
     /// Takes all receives that have arrived from the inner transport.
     fn collect_arrived(&mut self) -> Result<()> {
-        let mut position = 0;
-        while let Some((header, _)) = self.receives.get(position) {
-            match self.inner.take(header)? {
-                Some(arrived) => {
-                    let (header, _) = self.receives.swap_remove(position);
-                    self.arrived.push((header, arrived));
-                }
-                None => position += 1,
-            }
-        }
-        if !self.inner.pending() {
-            self.sends.clear();
+        let Self { inner, blocks, host_messages, sends, .. } = self;
+        blocks.collect(|header| inner.take(header))?;
+        host_messages.collect(|header| inner.take_host(header))?;
+        if !inner.pending() {
+            sends.clear();
         }
         Ok(())
     }
+
+    /// Starts the waits for sends that were posted at `now`, and remembers the step of a post.
+    fn posted<M: Space>(
+        &mut self,
+        sends: &[Outgoing<'_, M>],
+        receives: &[MessageHeader],
+        now: Instant,
+    ) {
+        for Outgoing { header, .. } in sends {
+            let wait = Wait { peer: header.peer, step: header.step, since: now };
+            self.sends.entry(header.peer).or_insert(wait);
+        }
+        let last = sends.iter().map(|send| &send.header).chain(receives).last();
+        self.step = last.map_or(self.step, |header| header.step);
+    }
+}
+
+fn headers<S: Space>(receives: &[Incoming<S>]) -> Vec<MessageHeader> {
+    receives.iter().map(|incoming| incoming.header.clone()).collect()
 }
 
 impl<T: Transport<S>, S: Space> Transport<S> for Deadline<T, S> {
@@ -243,19 +253,11 @@ impl<T: Transport<S>, S: Space> Transport<S> for Deadline<T, S> {
     }
 
     fn post(&mut self, sends: &[Outgoing<'_, S>], receives: &mut Vec<Incoming<S>>) -> Result<()> {
-        let headers: Vec<MessageHeader> =
-            receives.iter().map(|incoming| incoming.header.clone()).collect();
+        let headers = headers(receives);
         self.inner.post(sends, receives)?;
         let now = Instant::now();
-        for header in headers {
-            self.step = header.step;
-            self.receives.push((header, now));
-        }
-        for Outgoing { header, .. } in sends {
-            self.step = header.step;
-            let wait = Wait { peer: header.peer, step: header.step, since: now };
-            self.sends.entry(header.peer).or_insert(wait);
-        }
+        self.posted(sends, &headers, now);
+        self.blocks.post(headers, now);
         Ok(())
     }
 
@@ -275,15 +277,27 @@ impl<T: Transport<S>, S: Space> Transport<S> for Deadline<T, S> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
-        let same = |other: &MessageHeader| is_same_message(other, header);
-        if let Some(position) = self.arrived.iter().position(|(other, _)| same(other)) {
-            return Ok(Some(self.arrived.swap_remove(position).1));
+        self.blocks.take(header, |header| self.inner.take(header))
+    }
+
+    fn post_host(
+        &mut self,
+        sends: &[Outgoing<'_, Host>],
+        receives: &mut Vec<Incoming<Host>>,
+    ) -> Result<()> {
+        let headers = headers(receives);
+        self.inner.post_host(sends, receives)?;
+        let now = Instant::now();
+        self.posted(sends, &headers, now);
+        self.host_messages.post(headers, now);
+        Ok(())
+    }
+
+    fn take_host(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
         }
-        let taken = self.inner.take(header)?;
-        if taken.is_some() {
-            self.receives.retain(|(other, _)| !same(other));
-        }
-        Ok(taken)
+        self.host_messages.take(header, |header| self.inner.take_host(header))
     }
 
     fn pending(&self) -> bool {

@@ -9,13 +9,14 @@
 //!     wait for both messages
 //! unpack the last message
 //! ```
-//! All messages are of sizes that are known when the plan is made.
+//! All messages are of sizes that are known when the plan is made. They are in host memory, as are
+//! the tensors, whatever the memory of the ring's blocks.
 
 use std::ops::Range;
 
 use annulus_core::{
-    Backend, Channel, Error, ExchangeFields, GroupLayout, HeadField, HeadGrid, MessageBalance,
-    MessageHeader, Result, RowSegment, Side, Space, Spec,
+    Channel, Error, ExchangeFields, GroupLayout, HeadField, HeadGrid, Host, HostBuffer,
+    MessageBalance, MessageHeader, Result, RowSegment, Side, Spec,
 };
 
 use crate::ring::{in_flight::InFlight, program::Transfers};
@@ -24,7 +25,7 @@ use crate::ring::{in_flight::InFlight, program::Transfers};
 const BUFFERS: usize = 2;
 
 /// Members of a group, their rows, and buffers for their messages.
-pub(super) struct Exchange<S: Space> {
+pub(super) struct Exchange {
     pub(super) grid: HeadGrid,
     pub(super) member: usize,
     /// Rank of each member.
@@ -34,13 +35,13 @@ pub(super) struct Exchange<S: Space> {
     /// Rows of each member as segments of the group's rows, on both sides; of keys as segments of
     /// those of the own column.
     pub(super) segments: Vec<[Vec<RowSegment>; 2]>,
-    pub(super) buffers: MessageBuffers<S>,
+    pub(super) buffers: MessageBuffers,
 }
 
 /// Buffers of messages that are sent and received.
-pub(super) struct MessageBuffers<S: Space> {
-    sends: Vec<S::Buffer>,
-    receives: Vec<S::Buffer>,
+pub(super) struct MessageBuffers {
+    sends: Vec<HostBuffer>,
+    receives: Vec<HostBuffer>,
 }
 
 /// Messages between this member and the others.
@@ -65,19 +66,18 @@ pub(super) fn side_index(side: Side) -> usize {
     usize::from(side == Side::Kv)
 }
 
-impl<S: Space> MessageBuffers<S> {
+impl MessageBuffers {
     /// Allocates buffers of `bytes` bytes each.
-    pub(super) fn new(bytes: u64, allocate: impl Fn(u64) -> Result<S::Buffer>) -> Result<Self> {
-        let stock = || (0..BUFFERS).map(|_| allocate(bytes)).collect::<Result<Vec<_>>>();
+    pub(super) fn new(bytes: u64) -> Result<Self> {
+        let stock = || (0..BUFFERS).map(|_| HostBuffer::zeroed(bytes)).collect::<Result<Vec<_>>>();
         Ok(Self { sends: stock()?, receives: stock()? })
     }
 }
 
-impl<S: Space> Exchange<S> {
+impl Exchange {
     /// Derives the messages of the rank at `ring_index` and allocates buffers for those of
     /// `passes`.
-    pub(super) fn new<B: Backend<Space = S>>(
-        backend: &B,
+    pub(super) fn new(
         spec: &Spec,
         grid: HeadGrid,
         layout: &GroupLayout,
@@ -104,15 +104,14 @@ impl<S: Space> Exchange<S> {
             ranks: of_members().map(|index| layout.order.rank(index)).collect(),
             rows,
             segments,
-            buffers: MessageBuffers::new(count_bytes(most.unwrap_or(0)), |bytes| {
-                backend.allocate(bytes)
-            })?,
+            buffers: MessageBuffers::new(count_bytes(most.unwrap_or(0)))?,
         })
     }
 
     /// Returns the bytes of the message buffers, between passes.
     pub(super) fn buffer_bytes(&self) -> u64 {
-        self.buffers.sends.iter().chain(&self.buffers.receives).map(S::size).sum()
+        let buffers = self.buffers.sends.iter().chain(&self.buffers.receives);
+        buffers.map(|buffer| buffer.bytes().len() as u64).sum()
     }
 
     /// Returns the payload bytes that this member sends before and after a pass.
@@ -162,31 +161,31 @@ impl Messages<'_> {
     /// Exchanges all messages: `pack(member, bytes)` writes the message to a member,
     /// `unpack(member, bytes)` reads the message of a member, the own one first, then those of
     /// member − 1, member − 2, ….
-    pub(super) fn exchange<S: Space>(
+    pub(super) fn exchange(
         &self,
-        buffers: &mut MessageBuffers<S>,
-        in_flight: &mut InFlight<'_, S>,
+        buffers: &mut MessageBuffers,
+        in_flight: &mut InFlight<'_, Host>,
         mut pack: impl FnMut(usize, &mut [u8]) -> Result<()>,
         mut unpack: impl FnMut(usize, &[u8]) -> Result<()>,
     ) -> Result<()> {
         let members = self.ranks.len();
         let none = || Error::internal("all buffers of the exchange are in flight");
         let MessageBuffers { sends, receives } = buffers;
-        let mut packed = |sends: &mut Vec<S::Buffer>, to: usize| -> Result<S::Buffer> {
+        let mut packed = |sends: &mut Vec<HostBuffer>, to: usize| -> Result<HostBuffer> {
             let mut buffer = sends.pop().ok_or_else(none)?;
-            let bytes = S::host_bytes_mut(&mut buffer).and_then(|all| all.get_mut(self.sent(to)));
+            let bytes = buffer.bytes_mut().and_then(|all| all.get_mut(self.sent(to)));
             pack(to, bytes.ok_or_else(none)?)?;
             Ok(buffer)
         };
-        let mut unpacked = |buffer: &S::Buffer, from: usize, range: Range<usize>| -> Result<()> {
-            unpack(from, S::host_bytes(buffer).and_then(|all| all.get(range)).ok_or_else(none)?)
+        let mut unpacked = |buffer: &HostBuffer, from: usize, range: Range<usize>| -> Result<()> {
+            unpack(from, buffer.bytes().get(range).ok_or_else(none)?)
         };
         let own = packed(sends, self.member)?;
         unpacked(&own, self.member, self.sent(self.member))?;
         sends.push(own);
         in_flight.start_step(self.step);
         let mut next = None;
-        let mut arrived: Option<(usize, S::Buffer)> = None;
+        let mut arrived: Option<(usize, HostBuffer)> = None;
         for distance in 1..members {
             let to = (self.member + distance) % members;
             let from = (self.member + members - distance) % members;
@@ -194,7 +193,7 @@ impl Messages<'_> {
                 Some(buffer) => buffer,
                 None => packed(sends, to)?,
             };
-            let source = (buffer, S::host_event().ok_or_else(none)?);
+            let source = (buffer, ());
             let transfers = self.transfers(to, from);
             in_flight.post(&transfers, Some(&source), |_| receives.pop().ok_or_else(none))?;
             if let Some((from, buffer)) = arrived.take() {

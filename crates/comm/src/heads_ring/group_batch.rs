@@ -3,9 +3,7 @@
 //! A message has, of each array that is given, the own rows, of keys only for members of the own
 //! column; of a dense mask with heads, those of the receiver's heads.
 
-use annulus_core::{
-    Batch, DenseMask, HeadAxis, HeadGrid, Result, RowSegment, Side, Space, index, memory,
-};
+use annulus_core::{Batch, DenseMask, HeadAxis, HeadGrid, Result, RowSegment, Side, index, memory};
 use ndarray::Array2;
 
 use super::exchange::{Exchange, side_index};
@@ -33,7 +31,7 @@ impl GroupBatch {
     ///
     /// # Errors
     /// [`annulus_core::Error::OutOfMemory`].
-    pub(super) fn new<S: Space>(own: &Batch, exchange: &Exchange<S>) -> Result<Self> {
+    pub(super) fn new(own: &Batch, exchange: &Exchange) -> Result<Self> {
         let rows = |side| index(exchange.group_rows(side));
         let ids = |own: &Option<Array2<i32>>, side| zeros("segment ids", own, rows(side));
         let positions = |own: &Option<Array2<i64>>, side| zeros("positions", own, rows(side));
@@ -52,18 +50,13 @@ impl GroupBatch {
     }
 
     /// Returns the bytes sent to and received from a member.
-    pub(super) fn bytes<S: Space>(own: &Batch, exchange: &Exchange<S>, member: usize) -> [u64; 2] {
+    pub(super) fn bytes(own: &Batch, exchange: &Exchange, member: usize) -> [u64; 2] {
         let of_keys = exchange.shares(Side::Kv, member);
         [exchange.member, member].map(|from| Self::message_bytes(own, exchange, from, of_keys))
     }
 
     /// Returns the bytes of a member's rows, with or without those of its keys.
-    fn message_bytes<S: Space>(
-        own: &Batch,
-        exchange: &Exchange<S>,
-        member: usize,
-        of_keys: bool,
-    ) -> u64 {
+    fn message_bytes(own: &Batch, exchange: &Exchange, member: usize, of_keys: bool) -> u64 {
         let rows = |side| match side {
             Side::Kv if !of_keys => 0,
             _ => exchange.rows[member][side_index(side)],
@@ -135,7 +128,7 @@ impl GroupBatch {
     ///
     /// # Errors
     /// [`annulus_core::Error::OutOfMemory`].
-    pub(super) fn finish<S: Space>(mut self, exchange: &Exchange<S>) -> Result<Batch> {
+    pub(super) fn finish(mut self, exchange: &Exchange) -> Result<Batch> {
         let (Some(mask), Some([batch, heads, _, keys])) =
             (&mut self.batch.attention_mask, self.mask_shape)
         else {

@@ -8,7 +8,7 @@
 use std::time::Duration;
 
 use annulus_core::{
-    Backend, Gradients, HostTensors, HostViewMut, MessageBalance, Order, Result, Space, Spec,
+    Backend, Gradients, HostTensors, HostViewMut, MessageBalance, Order, Result, Spec,
 };
 
 use super::HeadsRing;
@@ -48,9 +48,9 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         if self.grid.columns() == 1 && self.grid.group(self.ring_index) > 0 {
             view.fill_zero();
         }
-        let slicing = slicing::<B::Space>(self.ranks);
+        let slicing = Slicing::new(self.ranks);
         // tags of the rings, whose sums over groups are between some of the same ranks
-        let (backend, next_tag) = self.ring.backend_and_next_tag();
+        let next_tag = self.ring.next_tag_mut();
         let mut waited = Duration::ZERO;
         view.map_widened(slicing.numbers_at_once(), |numbers| {
             let sum = AllReduce {
@@ -65,7 +65,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
                 lengths: self.lengths,
                 hook: self.hook.as_ref(),
             };
-            waited += sum.run(numbers, |bytes| backend.allocate(bytes))?;
+            waited += sum.run(numbers)?;
             Ok(())
         })?;
         Ok(waited)
@@ -73,14 +73,14 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
 
     /// Returns the bytes of slices that this rank sends in a backward pass.
     pub(super) fn sum_bytes(&self) -> u64 {
-        slices_of_pass::<B::Space>(&self.spec, &self.options, self.ranks)
+        slices_of_pass(&self.spec, &self.options, self.ranks)
             .map(|slices| slices.bytes_sent(self.ring_index))
             .sum()
     }
 }
 
 /// Adds the slices that `rank` exchanges in a backward pass to its balance.
-pub(super) fn add_sums_to<S: Space>(
+pub(super) fn add_sums_to(
     balance: &mut MessageBalance,
     spec: &Spec,
     options: &RingOptions,
@@ -89,17 +89,13 @@ pub(super) fn add_sums_to<S: Space>(
 ) {
     let ranks = order.ranks().len();
     // passes 0 and 1 are those of the exchange
-    for (pass, slices) in (2..).zip(slices_of_pass::<S>(spec, options, ranks)) {
+    for (pass, slices) in (2..).zip(slices_of_pass(spec, options, ranks)) {
         Exchange::new(&slices, order, rank, 0).all_transfers().add_to(balance, pass);
     }
 }
 
-fn slicing<S: Space>(ranks: usize) -> Slicing {
-    Slicing::new(ranks, S::HOST_BUFFERS)
-}
-
 /// Returns the slices of the sums of a backward pass.
-fn slices_of_pass<S: Space>(
+fn slices_of_pass(
     spec: &Spec,
     options: &RingOptions,
     ranks: usize,
@@ -107,5 +103,5 @@ fn slices_of_pass<S: Space>(
     let is_needed = options.backward && !options.local_gradients;
     let sums = [sink_numbers(spec), shared_bias_numbers(spec)];
     let sums = sums.into_iter().filter(move |_| is_needed);
-    sums.flat_map(move |numbers| slicing::<S>(ranks).of_sum(numbers))
+    sums.flat_map(move |numbers| Slicing::new(ranks).of_sum(numbers))
 }

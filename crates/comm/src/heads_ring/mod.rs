@@ -69,8 +69,8 @@ use std::{
 
 use annulus_core::{
     AgreedLengths, Backend, BackwardInputs, Batch, Control, Error, ExchangeFields, Gradients,
-    GroupLayout, HeadGrid, HostTensors, Inputs, Layout, Outputs, Result, Route, Runs, Side, Space,
-    Spec, Strategy, Transport,
+    GroupLayout, HeadGrid, HostTensors, Inputs, Layout, Outputs, Result, Route, Runs, Side, Spec,
+    Strategy, Transport,
 };
 
 use self::{
@@ -109,7 +109,7 @@ pub struct HeadsRing<B: Backend> {
     ring_index: usize,
     q_rows: Runs,
     kv_rows: Runs,
-    exchange: Exchange<B::Space>,
+    exchange: Exchange,
     tensors: ShardTensors,
     forward: ExchangeFields,
     backward: ExchangeFields,
@@ -139,8 +139,8 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     ///
     /// # Errors
     /// As [`Ring::new`]; [`Error::InvalidArgument`] also if `strategy` does not fit the ranks and
-    /// heads ([`HeadGrid::of`]) or is [`Strategy::Auto`], and [`Error::Unsupported`] of blocks in
-    /// device memory and in the cases of [`HeadGrid::check`].
+    /// heads ([`HeadGrid::of`]) or is [`Strategy::Auto`], and [`Error::Unsupported`] in the
+    /// cases of [`HeadGrid::check`].
     pub fn new(
         backend: B,
         transport: Box<dyn Transport<B::Space>>,
@@ -171,12 +171,8 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let posts_ahead = transport.posts_ahead();
         let groups_in_order = transport.runs_groups_in_order();
         let described = checked.as_ref().map_err(Error::clone).map(|(spec, grid, capabilities)| {
-            let fields = TransportFields {
-                placement: placement.as_ref(),
-                posts_ahead,
-                groups_in_order,
-                host_buffers: B::Space::HOST_BUFFERS,
-            };
+            let fields =
+                TransportFields { placement: placement.as_ref(), posts_ahead, groups_in_order };
             describe::plan(spec, &options, grid.strategy(), capabilities, fields)
         });
         let combined = agreement::enter(transport, 0, &described)?;
@@ -185,8 +181,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
 
         let mut ticks = PlanningTicks::new(&mut *transport);
         let placed = placement.as_ref();
-        let prepared =
-            Prepared::new(&backend, &spec, grid, &options, rank, placed, &mut || ticks.tick());
+        let prepared = Prepared::new(&spec, grid, &options, rank, placed, &mut || ticks.tick());
         let prepared = ticks.finish(prepared).map(|prepared| {
             let balance = prepared.message_balance(&spec, &options, rank);
             (prepared, balance)

@@ -15,7 +15,10 @@ use super::{
     column_merge::{ColumnGradients, StatisticViews},
     exchange::{Exchange, Messages, count_bytes, side_index},
 };
-use crate::ring::{PassKind, in_flight::InFlight, step_events::Observer};
+use crate::{
+    host_messages::HostMessages,
+    ring::{PassKind, in_flight::InFlight, step_events::Observer},
+};
 
 /// Messages of a pass between two members: one before the ring and one after it.
 const TAGS: u64 = 2;
@@ -176,8 +179,8 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             return Err(Error::internal("other tensors than those that are exchanged"));
         }
         let observer = Observer::of_messages(self.hook.as_ref(), self.rank, pass.kind, pass.start);
-        let mut in_flight =
-            InFlight::new(&mut self.transport, pass.first_tag, self.lengths, observer);
+        let mut transport = HostMessages::new(&mut self.transport);
+        let mut in_flight = InFlight::new(&mut transport, pass.first_tag, self.lengths, observer);
         let bytes = self.exchange.input_bytes(fields);
         let Exchange { grid, member, ranks, rows, segments, buffers } = &mut self.exchange;
         let messages = Messages { ranks, member: *member, bytes, tag: 0, step: 0 };
@@ -253,8 +256,8 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             return Err(Error::internal("other results than those that are exchanged"));
         }
         let observer = Observer::of_messages(self.hook.as_ref(), self.rank, pass.kind, pass.start);
-        let mut in_flight =
-            InFlight::new(&mut self.transport, pass.first_tag, self.lengths, observer);
+        let mut transport = HostMessages::new(&mut self.transport);
+        let mut in_flight = InFlight::new(&mut transport, pass.first_tag, self.lengths, observer);
         let bytes = self.exchange.output_bytes(fields);
         let Exchange { grid, member, ranks, segments, buffers, .. } = &mut self.exchange;
         // the step after the last one of the ring

@@ -2,7 +2,7 @@
 
 use annulus_core::{
     Backend, Capabilities, Error, ExchangeFields, GroupLayout, HeadGrid, MessageBalance, Placement,
-    Result, Space, Spec, Strategy,
+    Result, Spec, Strategy,
 };
 
 use super::{
@@ -13,19 +13,18 @@ use super::{
 use crate::ring::{RingOptions, planning::check_plan};
 
 /// Part of a plan that a rank derives and allocates alone, before ranks agree that all succeeded.
-pub(super) struct Prepared<S: Space> {
+pub(super) struct Prepared {
     pub(super) layout: GroupLayout,
     pub(super) ring_index: usize,
     pub(super) forward: ExchangeFields,
     pub(super) backward: ExchangeFields,
-    pub(super) exchange: Exchange<S>,
+    pub(super) exchange: Exchange,
     pub(super) tensors: ShardTensors,
 }
 
-impl<S: Space> Prepared<S> {
+impl Prepared {
     /// Chooses the layout and allocates the tensors and messages of this rank.
-    pub(super) fn new<B: Backend<Space = S>>(
-        backend: &B,
+    pub(super) fn new(
         spec: &Spec,
         grid: HeadGrid,
         options: &RingOptions,
@@ -39,7 +38,7 @@ impl<S: Space> Prepared<S> {
         let forward = ExchangeFields::of_forward(spec, &grid);
         let backward = ExchangeFields::of_backward(spec, &grid);
         let passes = [Some(&forward), options.backward.then_some(&backward)];
-        let exchange = Exchange::new(backend, spec, grid, &layout, ring_index, passes)?;
+        let exchange = Exchange::new(spec, grid, &layout, ring_index, passes)?;
         let tensors = ShardTensors::new(spec, &exchange, options.backward)?;
         Ok(Self { layout, ring_index, forward, backward, exchange, tensors })
     }
@@ -66,7 +65,7 @@ impl<S: Space> Prepared<S> {
                 Messages { ranks, member, bytes, tag, step: 0 }.add_to(&mut balance, pass as u64);
             }
         }
-        member_gradients::add_sums_to::<S>(&mut balance, spec, options, &self.layout.order, rank);
+        member_gradients::add_sums_to(&mut balance, spec, options, &self.layout.order, rank);
         balance
     }
 }
@@ -84,10 +83,6 @@ pub(super) fn check<B: Backend>(
     let grid = HeadGrid::of(&spec.dims, ranks, strategy)?;
     let grid = grid.ok_or_else(|| Error::invalid("strategy", strategy, "a strategy by name"))?;
     grid.check(&spec, options.backward)?;
-    if !B::Space::HOST_BUFFERS {
-        let what = format!("strategy {strategy} with blocks in device memory");
-        return Err(Error::unsupported(what, "the exchange of heads and queries"));
-    }
     if let Some(layout) = &options.layout {
         layout.validate(spec.dims.q_len, spec.dims.kv_len, ranks)?;
         if let Some(rows) = spec.leaf_rows {

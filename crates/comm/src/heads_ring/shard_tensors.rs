@@ -1,7 +1,7 @@
 //! Tensors of the heads of one member: all query rows of its group and all key rows of its group
 //! and column, allocated with the plan.
 
-use annulus_core::{Dims, HeadAxis, HeadField, Result, Side, Space, Spec};
+use annulus_core::{Dims, HeadAxis, HeadField, Result, Side, Spec};
 
 use super::{column_merge::ColumnTensors, exchange::Exchange, shard_tensor::ShardTensor};
 
@@ -48,11 +48,7 @@ pub(super) struct BackwardTensors {
 
 impl ShardTensors {
     /// Allocates the tensors of `spec`, that of all heads.
-    pub(super) fn new<S: Space>(
-        spec: &Spec,
-        exchange: &Exchange<S>,
-        backward: bool,
-    ) -> Result<Self> {
+    pub(super) fn new(spec: &Spec, exchange: &Exchange, backward: bool) -> Result<Self> {
         let Dims { batch, head_dim, value_dim, kv_heads, .. } = spec.dims;
         let sums_dtype = spec.dtype.accumulator();
         let tensor = |side, heads: HeadAxis, dim, dtype, batch| {

@@ -10,7 +10,8 @@ use std::{
 };
 
 use annulus_core::{
-    Arrived, Control, Error, Incoming, MessageHeader, Outgoing, Placement, Result, Space, Transport,
+    Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Placement, Result, Space,
+    Transport,
 };
 
 /// A transport with several handles.
@@ -82,6 +83,23 @@ impl<S: Space> Subset<S> {
         Ok(MessageHeader { peer, ..header.clone() })
     }
 
+    /// Returns a group of transfers with their peers' ranks of the shared transport.
+    fn of_shared_group<'a, M: Space>(
+        &self,
+        sends: &[Outgoing<'a, M>],
+        receives: &mut [Incoming<M>],
+    ) -> Result<Vec<Outgoing<'a, M>>> {
+        let of_shared = |send: &Outgoing<'a, M>| {
+            let header = self.of_shared(&send.header)?;
+            Ok(Outgoing { header, buffer: send.buffer, ready: send.ready })
+        };
+        let sends = sends.iter().map(of_shared).collect::<Result<Vec<_>>>()?;
+        for receive in receives {
+            receive.header = self.of_shared(&receive.header)?;
+        }
+        Ok(sends)
+    }
+
     fn start(&mut self, round: u64, bytes: &[u8], is_entry: bool) -> Result<()> {
         let mut shared = self.shared();
         let of_shared = shared.next_round;
@@ -109,17 +127,8 @@ impl<S: Space> Transport<S> for Subset<S> {
     }
 
     fn post(&mut self, sends: &[Outgoing<'_, S>], receives: &mut Vec<Incoming<S>>) -> Result<()> {
-        let of_shared = |send: &Outgoing<'_, S>| self.of_shared(&send.header);
-        let headers = sends.iter().map(of_shared).collect::<Result<Vec<_>>>()?;
-        let renumbered: Vec<Outgoing<'_, S>> = headers
-            .into_iter()
-            .zip(sends)
-            .map(|(header, send)| Outgoing { header, buffer: send.buffer, ready: send.ready })
-            .collect();
-        for receive in receives.iter_mut() {
-            receive.header = self.of_shared(&receive.header)?;
-        }
-        self.shared().transport.post(&renumbered, receives)
+        let sends = self.of_shared_group(sends, receives)?;
+        self.shared().transport.post(&sends, receives)
     }
 
     fn progress(&mut self, patience: Duration) -> Result<()> {
@@ -129,6 +138,20 @@ impl<S: Space> Transport<S> for Subset<S> {
     fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<S>>> {
         let header = self.of_shared(header)?;
         self.shared().transport.take(&header)
+    }
+
+    fn post_host(
+        &mut self,
+        sends: &[Outgoing<'_, Host>],
+        receives: &mut Vec<Incoming<Host>>,
+    ) -> Result<()> {
+        let sends = self.of_shared_group(sends, receives)?;
+        self.shared().transport.post_host(&sends, receives)
+    }
+
+    fn take_host(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
+        let header = self.of_shared(header)?;
+        self.shared().transport.take_host(&header)
     }
 
     fn pending(&self) -> bool {

@@ -19,6 +19,7 @@ use super::{
 };
 use crate::{
     agreement,
+    host_messages::HostMessages,
     ring::{PassKind, caught, check, describe, in_flight::InFlight, step_events::Observer},
 };
 
@@ -48,7 +49,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             let bytes = |member| GroupBatch::bytes(own, &self.exchange, member);
             let sizes: Vec<[u64; 2]> = sizes.map(bytes).collect();
             let most = sizes.iter().flatten().copied().max().unwrap_or(0);
-            let buffers = MessageBuffers::new(most, |bytes| self.ring.allocate(bytes))?;
+            let buffers = MessageBuffers::new(most)?;
             Ok((group, sizes, buffers))
         });
         let described = prepared.as_ref().map_err(Error::clone).map(|_| describe::batch(own));
@@ -90,7 +91,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         own: &Batch,
         mut group: GroupBatch,
         bytes: Vec<[u64; 2]>,
-        mut buffers: MessageBuffers<B::Space>,
+        mut buffers: MessageBuffers,
     ) -> Result<Batch> {
         let tag = self.next_tag;
         self.next_tag += 1;
@@ -98,7 +99,8 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         // no events: an update is no pass
         let observer = Observer::of_messages(None, self.rank, PassKind::Forward, start);
         // the lengths depend on the batch, on which no rank has agreed yet
-        let mut in_flight = InFlight::new(&mut self.transport, tag, None, observer);
+        let mut transport = HostMessages::new(&mut self.transport);
+        let mut in_flight = InFlight::new(&mut transport, tag, None, observer);
         let exchange = &self.exchange;
         let member = exchange.member;
         let messages = Messages { ranks: &exchange.ranks, member, bytes, tag: 0, step: 0 };

@@ -27,12 +27,8 @@ pub(super) fn agree<B: Backend>(
     let posts_ahead = transport.posts_ahead();
     let groups_in_order = transport.runs_groups_in_order();
     let described = checked.as_ref().map_err(Error::clone).map(|(spec, capabilities)| {
-        let fields = TransportFields {
-            placement: placement.as_ref(),
-            posts_ahead,
-            groups_in_order,
-            host_buffers: B::Space::HOST_BUFFERS,
-        };
+        let fields =
+            TransportFields { placement: placement.as_ref(), posts_ahead, groups_in_order };
         describe::plan(spec, &options, Strategy::Ring, capabilities, fields)
             .field("page_rows", page_rows)
     });

@@ -45,6 +45,8 @@ impl Transport<Host> for Mpi {
         Ok(taken.and_then(MessageBuffer::into_host).map(|buffer| Arrived { buffer, ready: () }))
     }
 
+    annulus_core::messages_are_blocks! {}
+
     fn pending(&self) -> bool {
         let endpoint = self.shared.lock();
         endpoint.contexts.get(&self.context).is_some_and(|context| context.has_unsent())

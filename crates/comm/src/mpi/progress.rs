@@ -129,6 +129,8 @@ impl Transport<Host> for Progress {
         self.inner.take(header)
     }
 
+    annulus_core::messages_are_blocks! {}
+
     fn pending(&self) -> bool {
         self.inner.pending()
     }

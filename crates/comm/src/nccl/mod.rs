@@ -5,8 +5,8 @@
 //! compute stream         ready ┐                                            ┌▶ event
 //! communication stream         └▶ [gather] ─▶ sends, receives ─▶ [scatter] ─┘
 //! ```
-//! A host transport carries the control messages (agreement, heartbeats, aborts), and rank 0's
-//! unique id when the communicator is created. No call waits for a peer: the communicator is
+//! A host transport carries the control messages (agreement, heartbeats, aborts), messages in host
+//! memory, and rank 0's unique id when the communicator is created. No call waits for a peer: the communicator is
 //! non-blocking, and [`Transport::progress`] polls its state, launches the next group once the one
 //! before was accepted, and polls finished groups. A message of several byte ranges is gathered
 //! into a buffer on the device, because sender and receiver may divide it differently.
@@ -352,8 +352,28 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
         Err(Error::invalid("header", got, "a receive that was posted and not yet taken"))
     }
 
+    /// Messages in host memory are moved by the host transport.
+    fn post_host(
+        &mut self,
+        sends: &[Outgoing<'_, Host>],
+        receives: &mut Vec<Incoming<Host>>,
+    ) -> Result<()> {
+        self.check_alive()?;
+        let bytes: u64 = sends.iter().map(|send| send.header.bytes()).sum();
+        let posted = self.inner.post_host(sends, receives);
+        self.remember(posted)?;
+        self.bytes_sent += bytes;
+        Ok(())
+    }
+
+    fn take_host(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
+        self.check_alive()?;
+        self.inner.take_host(header)
+    }
+
     fn pending(&self) -> bool {
-        self.posted.iter().any(Group::sends)
+        self.inner.pending()
+            || self.posted.iter().any(Group::sends)
             || self.in_flight.iter().chain(&self.entering).any(GroupInFlight::sends)
     }
 

@@ -20,8 +20,6 @@ pub(crate) struct TransportFields<'a> {
     pub(crate) placement: Option<&'a Placement>,
     pub(crate) posts_ahead: bool,
     pub(crate) groups_in_order: bool,
-    /// True if the host can write blocks.
-    pub(crate) host_buffers: bool,
 }
 
 /// Values of the fields of [`plan`] that may differ between ranks.
@@ -32,20 +30,17 @@ pub(crate) struct Combined {
     pub(crate) posts_ahead: bool,
     /// True if any transport runs groups in order.
     pub(crate) groups_in_order: bool,
-    /// True if the hosts of all ranks can write blocks.
-    pub(crate) host_buffers: bool,
 }
 
 impl Combined {
     /// Decodes the result of the agreement on [`plan`].
     pub(crate) fn new(values: &[u64]) -> Result<Self> {
         match values {
-            &[kv_tile, kv_block_size, announces, in_order, device_blocks] => Ok(Self {
+            &[kv_tile, kv_block_size, announces, in_order] => Ok(Self {
                 kv_tile,
                 kv_block_size,
                 posts_ahead: announces == 0,
                 groups_in_order: in_order != 0,
-                host_buffers: device_blocks == 0,
             }),
             _ => Err(Error::internal("an agreement on other fields than those of a plan")),
         }
@@ -121,7 +116,6 @@ pub(crate) fn plan(
         .largest("kv_block_size", options.kv_block_size.unwrap_or_default())
         .largest("announces messages", u64::from(!transport.posts_ahead))
         .largest("runs groups in order", u64::from(transport.groups_in_order))
-        .largest("blocks in device memory", u64::from(!transport.host_buffers))
 }
 
 /// Describes a batch, but for the rows, which differ by rank.

@@ -51,7 +51,7 @@ use std::{
 
 use annulus_core::{
     Backend, BackwardInputs, Batch, Control, Error, Gradients, Inputs, Layout, Machine, Order,
-    Outputs, RankShard, Result, Route, Runs, Schedule, Space, Spec, Transport, Work,
+    Outputs, RankShard, Result, Route, Runs, Schedule, Spec, Transport, Work,
 };
 
 use crate::{agreement, span::span};
@@ -276,10 +276,10 @@ impl<B: Backend> Ring<B> {
         self.remember_entry(agreed).err().unwrap_or(why)
     }
 
-    /// Returns the backend, and the next tag of this ring's messages. The tags of rings of the same
-    /// size that make the same calls are equal.
-    pub(crate) const fn backend_and_next_tag(&mut self) -> (&B, &mut u64) {
-        (&self.backend, &mut self.next_tag)
+    /// Returns the next tag of this ring's messages. The tags of rings of the same size that make
+    /// the same calls are equal.
+    pub(crate) const fn next_tag_mut(&mut self) -> &mut u64 {
+        &mut self.next_tag
     }
 
     /// Returns this rank.
@@ -344,11 +344,6 @@ impl<B: Backend> Ring<B> {
     /// on all machines with the same one; ranks with different ones are refused then.
     pub fn numerics(&self) -> &str {
         &self.agreed.numerics
-    }
-
-    /// Allocates a buffer in the memory of the backend.
-    pub(crate) fn allocate(&self, bytes: u64) -> Result<<B::Space as Space>::Buffer> {
-        self.backend.allocate(bytes)
     }
 
     /// Returns the memory that the backend keeps between passes.

@@ -36,8 +36,6 @@ pub(super) struct Agreed {
     pub(super) posts_ahead: bool,
     /// True if the transport of a rank runs groups in order.
     pub(super) groups_in_order: bool,
-    /// True if the hosts of all ranks can write blocks.
-    pub(super) host_buffers: bool,
     /// True if a backward pass sums dsinks and a shared dbias over ranks.
     pub(super) reduces: bool,
     /// Ring steps by which the receive of a block is posted ahead: at least 1, and no more than

@@ -129,12 +129,8 @@ impl<B: Backend> Planned<B> {
         let posts_ahead = transport.posts_ahead();
         let groups_in_order = transport.runs_groups_in_order();
         let describe = |(spec, capabilities): &(Spec, _)| {
-            let fields = TransportFields {
-                placement: placement.as_ref(),
-                posts_ahead,
-                groups_in_order,
-                host_buffers: B::Space::HOST_BUFFERS,
-            };
+            let fields =
+                TransportFields { placement: placement.as_ref(), posts_ahead, groups_in_order };
             describe::plan(spec, options, Strategy::Ring, capabilities, fields)
         };
         let described = checked.as_ref().map(describe).map_err(Error::clone);
@@ -167,7 +163,6 @@ impl<B: Backend> Planned<B> {
             },
             posts_ahead: combined.posts_ahead,
             groups_in_order: combined.groups_in_order,
-            host_buffers: combined.host_buffers,
             receive_ahead: options.receive_ahead_steps().min(ranks.saturating_sub(1).max(1)),
             reduces,
             backward: options.backward,

@@ -24,7 +24,7 @@ use super::{
     slices::{Exchange, Slices, Slicing, add},
     step_events::Observer,
 };
-use crate::agreement::all_gather;
+use crate::{agreement::all_gather, host_messages::HostMessages};
 
 /// Returns true if every rank computes a summand of dbias, like of dsinks.
 pub(crate) fn bias_is_shared(spec: &Spec) -> bool {
@@ -78,7 +78,7 @@ impl<B: Backend> Ring<B> {
             .ok_or_else(|| Error::internal("a gradient in device memory cannot be summed"))?;
         let mut waited = Duration::ZERO;
         let lengths = self.plan.lengths;
-        view.map_widened(slicing(&self.agreed, self.ranks).numbers_at_once(), |part| {
+        view.map_widened(Slicing::new(self.ranks).numbers_at_once(), |part| {
             waited += self.all_reduce(part, lengths)?;
             Ok(())
         })?;
@@ -101,7 +101,7 @@ impl<B: Backend> Ring<B> {
     /// As [`Ring::forward`].
     pub fn sum_over_ranks(&mut self, part: &mut [f64]) -> Result<()> {
         self.alive()?;
-        let chunk = slicing(&self.agreed, self.ranks).numbers_at_once();
+        let chunk = Slicing::new(self.ranks).numbers_at_once();
         // the plan does not know the length of this sum
         let mut chunks = part.chunks_mut(chunk);
         let result = chunks.try_for_each(|part| self.all_reduce(part, None).map(drop));
@@ -111,9 +111,8 @@ impl<B: Backend> Ring<B> {
     /// Sums numbers over all ranks. `lengths` proves that all slices match. Returns the exposed
     /// communication of slices.
     fn all_reduce(&mut self, part: &mut [f64], lengths: Option<AgreedLengths>) -> Result<Duration> {
-        let backend = &self.backend;
         let sum = AllReduce {
-            slicing: slicing(&self.agreed, self.ranks),
+            slicing: Slicing::new(self.ranks),
             transport: self.transport.as_mut(),
             entries: &mut self.entries,
             next_tag: &mut self.next_tag,
@@ -123,7 +122,7 @@ impl<B: Backend> Ring<B> {
             lengths,
             hook: self.watch.hook(),
         };
-        sum.run(part, |bytes| backend.allocate(bytes))
+        sum.run(part)
     }
 }
 
@@ -145,23 +144,19 @@ pub(crate) struct AllReduce<'a, S: Space> {
 
 impl<S: Space> AllReduce<'_, S> {
     /// Sums at most [`Slicing::numbers_at_once`] numbers. Returns the exposed communication of
-    /// slices, whose messages `allocate` makes room for.
+    /// slices, whose messages are in host memory.
     ///
     /// # Ordering
     /// Collective.
     ///
     /// # Errors
-    /// Those of the transport and of `allocate`.
-    pub(crate) fn run(
-        self,
-        numbers: &mut [f64],
-        allocate: impl Fn(u64) -> Result<S::Buffer>,
-    ) -> Result<Duration> {
+    /// Those of the transport; [`Error::OutOfMemory`].
+    pub(crate) fn run(self, numbers: &mut [f64]) -> Result<Duration> {
         if self.order.ranks().len() == 1 {
             return Ok(Duration::ZERO);
         }
         match self.slicing.slices(numbers.len()) {
-            Some(slices) => self.sum_slices(&slices, numbers, allocate),
+            Some(slices) => self.sum_slices(&slices, numbers),
             None => self.sum_whole(numbers).map(|()| Duration::ZERO),
         }
     }
@@ -179,12 +174,7 @@ impl<S: Space> AllReduce<'_, S> {
     }
 
     /// Sums the own slice of the numbers, and gathers the sums of all slices.
-    fn sum_slices(
-        self,
-        slices: &Slices,
-        numbers: &mut [f64],
-        allocate: impl Fn(u64) -> Result<S::Buffer>,
-    ) -> Result<Duration> {
+    fn sum_slices(self, slices: &Slices, numbers: &mut [f64]) -> Result<Duration> {
         let Self { transport, order, rank, .. } = self;
         let first_tag = *self.next_tag;
         *self.next_tag += 1;
@@ -192,8 +182,9 @@ impl<S: Space> AllReduce<'_, S> {
         let mut sum = memory::filled("a slice of a sum", own.len(), 0.0)?;
         let observer = Observer::of_messages(self.hook, rank, PassKind::Backward, Instant::now());
         let exchange = Exchange::new(slices, order, rank, self.step);
-        let mut in_flight = InFlight::new(&mut *transport, first_tag, self.lengths, observer);
-        exchange.sum(&mut in_flight, allocate, numbers, &mut sum)?;
+        let mut messages = HostMessages::new(&mut *transport);
+        let mut in_flight = InFlight::new(&mut messages, first_tag, self.lengths, observer);
+        exchange.sum(&mut in_flight, numbers, &mut sum)?;
         let waited = in_flight.waited();
         let sums = all_gather(transport, self.entries.round(), &bytes_of(&sum))?;
         let sums = order.ranks().iter().zip(order.by_ring_index(sums)).enumerate();
@@ -207,10 +198,6 @@ impl<S: Space> AllReduce<'_, S> {
     }
 }
 
-fn slicing(agreed: &Agreed, ranks: usize) -> Slicing {
-    Slicing::new(ranks, agreed.host_buffers)
-}
-
 /// Returns the slices of the sums of a backward pass.
 pub(super) fn slices_of_pass<'a>(
     agreed: &'a Agreed,
@@ -220,7 +207,7 @@ pub(super) fn slices_of_pass<'a>(
     let sinks = if plan.q_leaves.is_none() { sink_numbers(spec) } else { 0 };
     let bias = if plan.kv_leaves.is_none() { shared_bias_numbers(spec) } else { 0 };
     let sums = [sinks, bias].into_iter().filter(|_| agreed.reduces);
-    let slicing = slicing(agreed, plan.shards.kv.len());
+    let slicing = Slicing::new(plan.shards.kv.len());
     sums.flat_map(move |numbers| slicing.of_sum(numbers))
 }
 

@@ -15,7 +15,7 @@
 
 use std::ops::Range;
 
-use annulus_core::{Arrived, Channel, Error, MessageHeader, Order, Result, Space, memory};
+use annulus_core::{Arrived, Channel, Host, HostBuffer, MessageHeader, Order, Result, memory};
 
 use super::{in_flight::InFlight, program::Transfers};
 use crate::agreement::SUMMANDS_PER_GATHER;
@@ -35,11 +35,9 @@ pub(crate) struct Slicing {
 }
 
 impl Slicing {
-    /// `host_buffers` is true if the messages of all ranks are in host memory: slices of others
-    /// could not be written.
-    pub(crate) const fn new(ranks: usize, host_buffers: bool) -> Self {
+    pub(crate) const fn new(ranks: usize) -> Self {
         // two ranks would send as much as whole sums
-        Self { ranks, is_sliced: host_buffers && ranks > 2 }
+        Self { ranks, is_sliced: ranks > 2 }
     }
 
     /// Returns the numbers that are summed at once. A slice has then as many as are gathered whole
@@ -108,40 +106,39 @@ impl<'a> Exchange<'a> {
     /// Collective.
     ///
     /// # Errors
-    /// Those of the transport and of `allocate`.
-    pub(super) fn sum<S: Space>(
+    /// Those of the transport; [`Error::OutOfMemory`](annulus_core::Error::OutOfMemory).
+    pub(super) fn sum(
         &self,
-        in_flight: &mut InFlight<'_, S>,
-        allocate: impl Fn(u64) -> Result<S::Buffer>,
+        in_flight: &mut InFlight<'_, Host>,
         terms: &[f64],
         sum: &mut [f64],
     ) -> Result<()> {
         let ranks = self.slices.ranks;
-        let no_host = || Error::internal("blocks that the host cannot write");
-        let mut packed = allocate(8 * terms.len() as u64)?;
-        let bytes = S::host_bytes_mut(&mut packed).ok_or_else(no_host)?;
+        let mut packed = HostBuffer::zeroed(8 * terms.len() as u64)?;
+        let bytes = packed.bytes_mut().unwrap_or_default();
         for (into, term) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(terms) {
             *into = term.to_le_bytes();
         }
-        let source = (packed, S::host_event().ok_or_else(no_host)?);
+        let source = (packed, ());
         in_flight.start_step(self.step);
-        let mut arrived: Vec<Option<Arrived<S>>> = memory::list("slices of a sum", ranks)?;
+        let mut arrived: Vec<Option<Arrived<Host>>> = memory::list("slices of a sum", ranks)?;
         arrived.resize_with(ranks, || None);
         let mut next = 1;
         while next < ranks {
             let distances = next..ranks.min(next + DISTANCES_AT_ONCE);
             next = distances.end;
             let transfers = self.transfers(distances);
-            in_flight.post(&transfers, Some(&source), |header| allocate(header.bytes()))?;
+            let receive = |header: &MessageHeader| HostBuffer::zeroed(header.bytes());
+            in_flight.post(&transfers, Some(&source), receive)?;
             for (header, message) in in_flight.wait_all()? {
                 arrived[self.order.ring_index(header.peer)] = Some(message);
             }
         }
         let own = self.slices.range(self.ring_index);
-        let own_bytes = S::host_bytes(&source.0).ok_or_else(no_host)?;
+        let own_bytes = source.0.bytes();
         for (ring_index, arrived) in arrived.iter().enumerate() {
             let bytes = match arrived {
-                Some(message) => S::host_bytes(&message.buffer).ok_or_else(no_host)?,
+                Some(message) => message.buffer.bytes(),
                 None if ring_index == self.ring_index => &own_bytes[8 * own.start..8 * own.end],
                 // an empty slice has no message
                 None => &[],
@@ -211,9 +208,8 @@ mod tests {
                 assert_eq!(sent, 8 * (ranks as u64 - 1) * len as u64);
             }
         }
-        assert_eq!(Slicing::new(2, true).numbers_at_once(), SUMMANDS_PER_GATHER);
-        assert_eq!(Slicing::new(3, true).numbers_at_once(), 3 * SUMMANDS_PER_GATHER);
-        assert_eq!(Slicing::new(3, false).numbers_at_once(), SUMMANDS_PER_GATHER);
-        assert_eq!(Slicing::new(5000, true).numbers_at_once(), MOST_SUMMANDS);
+        assert_eq!(Slicing::new(2).numbers_at_once(), SUMMANDS_PER_GATHER);
+        assert_eq!(Slicing::new(3).numbers_at_once(), 3 * SUMMANDS_PER_GATHER);
+        assert_eq!(Slicing::new(5000).numbers_at_once(), MOST_SUMMANDS);
     }
 }

@@ -105,7 +105,6 @@ mod tests {
                 backward: true,
                 posts_ahead: false,
                 groups_in_order: false,
-                host_buffers: true,
                 reduces: false,
                 receive_ahead: 1,
                 numerics: String::new(),

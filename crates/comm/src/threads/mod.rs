@@ -236,6 +236,8 @@ impl Transport<Host> for Threads {
         Ok(Some(Arrived { buffer, ready: () }))
     }
 
+    annulus_core::messages_are_blocks! {}
+
     fn pending(&self) -> bool {
         self.sends
             .iter()

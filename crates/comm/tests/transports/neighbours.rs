@@ -42,6 +42,8 @@ impl Transport<Host> for Neighbouring {
         self.inner.take(header)
     }
 
+    annulus_core::messages_are_blocks! {}
+
     fn pending(&self) -> bool {
         self.inner.pending()
     }

@@ -18,7 +18,7 @@ pub use pairwise::{Configuration, pairwise, pairwise_cases};
 pub use reproducible::{
     reproducible_accuracy, reproducible_bits, reproducible_gradients, reproducible_ranks,
 };
-pub use strategies::{strategies, strategy_settings};
+pub use strategies::{head_strategies, strategies, strategy_settings};
 
 use annulus_core::Layout;
 

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use annulus_core::{DType, HeadGrid, Layout, Strategy, index};
+use annulus_core::{Error, HeadGrid, Layout, Strategy, index};
 
 use super::{LAYOUTS, Verdict, examine, judge};
 use crate::{Case, Setting, Subject};
@@ -22,18 +22,46 @@ pub fn strategy_settings(case: &Case, ranks: usize, first: usize) -> Vec<Setting
     strategies.filter(|&strategy| strategy != Strategy::Ring).enumerate().map(setting).collect()
 }
 
-/// Computes random cases in all element types, over rings of several sizes.
+/// Computes random cases in all element types of the subject, over rings of several sizes.
 ///
 /// # Errors
 /// The first wrong answer.
 pub fn strategies(subject: &dyn Subject, seeds: Range<u64>) -> Verdict {
+    compute(subject, seeds, |_| true)
+}
+
+/// As [`strategies`], only those that divide heads alone, for backends that compute no partial
+/// results of key columns. The others must be refused.
+///
+/// # Errors
+/// The first wrong answer, or an answer where a refusal is due.
+pub fn head_strategies(subject: &dyn Subject, seeds: Range<u64>) -> Verdict {
+    let is_of_heads = |strategy: Strategy| matches!(strategy, Strategy::HeadsRing { .. });
+    compute(subject, seeds.clone(), is_of_heads)?;
     for seed in seeds {
-        let dtypes = [DType::F32, DType::F64, DType::Bf16, DType::F16];
-        let case = Case::random_heads(seed).in_dtype(dtypes[index(seed % 4)]);
+        let case = Case::random_heads(seed).in_dtype(subject.dtypes()[0]);
+        let settings = strategy_settings(&case, 2, 0);
+        for setting in settings.iter().filter(|setting| !is_of_heads(setting.strategy)) {
+            match subject.run(&case, setting, 1) {
+                Err(Error::Unsupported { .. }) => {}
+                Err(error) => return Err(format!("{} on {setting}: {error}", case.name)),
+                Ok(_) => return Err(format!("{} on {setting}: not refused", case.name)),
+            }
+        }
+    }
+    Ok(())
+}
+
+fn compute(subject: &dyn Subject, seeds: Range<u64>, is_due: impl Fn(Strategy) -> bool) -> Verdict {
+    let dtypes = subject.dtypes();
+    for seed in seeds {
+        let case = Case::random_heads(seed).in_dtype(dtypes[index(seed) % dtypes.len()]);
         let judge = judge(&case)?;
         let ranks = RANKS[index(seed) % RANKS.len()];
         for setting in strategy_settings(&case, ranks, index(seed)) {
-            examine(subject, &judge, &case, &setting)?;
+            if is_due(setting.strategy) {
+                examine(subject, &judge, &case, &setting)?;
+            }
         }
     }
     Ok(())

@@ -139,6 +139,8 @@ impl<T: Transport<Host>> Transport<Host> for Choking<T> {
         self.inner.take(header)
     }
 
+    annulus_core::messages_are_blocks! {}
+
     fn pending(&self) -> bool {
         self.inner.pending()
     }

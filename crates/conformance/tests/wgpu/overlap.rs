@@ -69,6 +69,8 @@ impl Transport<Host> for Recorded {
         self.inner.take(header)
     }
 
+    annulus_core::messages_are_blocks! {}
+
     fn pending(&self) -> bool {
         Transport::<Host>::pending(&self.inner)
     }

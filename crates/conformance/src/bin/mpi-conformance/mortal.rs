@@ -121,6 +121,8 @@ impl<T: Transport<Host>> Transport<Host> for Mortal<T> {
         self.inner.take(header)
     }
 
+    annulus_core::messages_are_blocks! {}
+
     fn pending(&self) -> bool {
         self.inner.pending()
     }

@@ -1,0 +1,28 @@
+//! Strategies that divide heads, for tensors in host memory: their exchanges are messages in host
+//! memory, the blocks of their rings are on the device.
+
+use annulus::{
+    LocalRing,
+    comm::{Checksum, Staged},
+};
+use annulus_conformance::{FacadeOn, suite};
+use annulus_core::{DType, HostViews};
+use annulus_wgpu::{Copier, Options, Wgpu, WgpuSpace};
+
+use super::open;
+
+#[test]
+fn strategies_that_divide_heads_are_the_oracle() {
+    let Some(gpu) = open(&Options::default()) else { return };
+    // two element types: each has its own kernels, which a driver compiles for seconds
+    let facade =
+        FacadeOn::new("facade on wgpu", &[DType::F32, DType::Bf16], |attention, dims, ranks| {
+            LocalRing::with_transports(attention, dims, ranks, |_, endpoint| {
+                let copier = Copier::new(gpu.clone());
+                let staged =
+                    Staged::<_, HostViews<WgpuSpace>>::new(Checksum::new(endpoint), copier);
+                Ok((Wgpu::on_host(gpu.clone()), staged))
+            })
+        });
+    suite::head_strategies(&facade, 0..8).unwrap();
+}
