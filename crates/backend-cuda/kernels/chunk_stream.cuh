@@ -1,10 +1,11 @@
 // Streams tiles of 64 rows of 16-bit elements through shared memory: the right operands of the
 // kernels on tensor cores (mma.sync).
 //
-// A chunk is 64 rows × 64 dims, or 32 rows × two panels of 64 dims: 8 KB. cp.async fills all stages
-// but one while that one is consumed; with two stages that is double buffering. The 16-byte pieces
-// of a panel's row are swizzled with the row number, so that the eight rows that ldmatrix reads at
-// once lie in different banks.
+// A chunk is some rows of one operand × panels of 64 dims, mostly 8 KB: 64 rows × 64 dims, 32 rows
+// × 128 dims. A stage of the pipeline holds one chunk, in the dK/dV pass one of each operand.
+// cp.async fills all stages but one while that one is consumed; with two stages that is double
+// buffering. The 16-byte pieces of a panel's row are swizzled with the row number, so that the
+// eight rows that ldmatrix reads at once lie in different banks.
 //
 // Source: Dao 2023 (FlashAttention-2); PTX ISA, "cp.async".
 #pragma once
@@ -19,7 +20,7 @@
 #define CHUNKS (ANNULUS_DIM / CHUNK)
 #define CHUNK_ELEMENTS (TILE * CHUNK)
 
-// Kernel that streams a tile, and with it the order of its operands: k v; k v k; q dout dout q.
+// Kernel that streams a tile, and with it the order of its operands: k v; k v k; q with dout.
 enum Pass { FORWARD = 1, QUERIES = 2, KEYS = 3 };
 
 typedef u32 Fragment[4];
@@ -86,14 +87,14 @@ DEVICE void load_panel_unaligned(u16* to, const Operand& operand, u32 first, u32
     }
 }
 
-// Returns true if an element of the chunk that this thread loaded is not finite.
+// Returns true if an element of the stage that this thread loaded is not finite. `rows`: those of
+// all of its panels.
 template <u32 threads, u32 rows>
-DEVICE_CALL bool thread_part_non_finite(const u16* chunk) {
+DEVICE_CALL bool thread_part_non_finite(const u16* stage) {
     const u32 exponent = ANNULUS_DTYPE == 2 ? 0x7f80u : 0x7c00u;
     bool non_finite = false;
-    // panels are rows beyond the first one's
-    for (u32 row = copy_row(); row < TILE; row += copy_rows<threads, rows>()) {
-        const u32* words = reinterpret_cast<const u32*>(chunk + swizzled(row, copy_dim()));
+    for (u32 row = copy_row(); row < rows; row += copy_rows<threads, rows>()) {
+        const u32* words = reinterpret_cast<const u32*>(stage + swizzled(row, copy_dim()));
         for (u32 c = 0; c < 4; ++c)
             non_finite |=
                 (words[c] & exponent) == exponent || (words[c] >> 16 & exponent) == exponent;
@@ -101,16 +102,11 @@ DEVICE_CALL bool thread_part_non_finite(const u16* chunk) {
     return non_finite;
 }
 
-// A pass reads both operands of a tile in turn, then again those that are needed twice: the phases
-// of a tile (see Pass).
+// Phases of a tile: a pass reads chunks of both operands in turn, then again those of the first
+// one, if it is needed twice (see Pass). With KEYS both are in one stage.
 template <u32 pass>
 DEVICE constexpr u32 phases() {
-    return pass == KEYS ? 4 : pass == QUERIES ? 3 : 2;
-}
-// True if a phase reads the second operand (v, dout), false for the first one (k, q).
-template <u32 pass>
-DEVICE bool is_second(u32 phase) {
-    return phase == 1 || (pass == KEYS && phase == 2);
+    return pass == KEYS ? 1 : pass == QUERIES ? 3 : 2;
 }
 
 // Visible tiles of a block: those of one query head, or with KEYS of the heads of a group.
@@ -133,7 +129,7 @@ DEVICE u32 head_of(const HeadTileIterator& tiles, const Attention&) {
     return tiles.h;
 }
 
-// Operand that is read in `phase`, for query head h.
+// The second (v, dout) or first operand (k, q) of a pass, for query head h.
 template <u32 pass>
 DEVICE Operand streamed_operand(const Attention& a, u32 b, u32 h, bool second) {
     u32 kv_head = h / (a.q_heads / a.kv_heads);
@@ -144,25 +140,33 @@ DEVICE Operand streamed_operand(const Attention& a, u32 b, u32 h, bool second) {
 }
 
 // Called rather than inlined: gemm_nt and gemm_nn would contain a dozen copies.
-template <u32 pass, u32 threads, u32 rows>
+template <u32 pass, u32 threads, u32 rows, u32 panels>
 DEVICE_CALL void load_streamed_unaligned(u16* to, const Attention& a, u32 b, u32 h, u32 first,
                                          bool second, u32 from) {
     Operand operand = streamed_operand<pass>(a, b, h, second);
-    for (u32 panel = 0; panel < TILE / rows; ++panel)
+    for (u32 panel = 0; panel < panels; ++panel)
         load_panel_unaligned<threads, rows>(to + panel * rows * CHUNK, operand, first,
                                             from + panel * CHUNK);
 }
 
 // Streams the right operand's chunks of all visible tiles through `depth` stages, by `threads`
-// threads. A tile of 64 rows is streamed in parts of `rows`.
+// threads. A tile of 64 rows is streamed in parts of `part_rows`, a part in chunks of
+// `chunk_panels` panels of dims.
 //
 // What a copy needs is kept: a thread's addresses in both operands, and the first row of the tile.
 // A copy then costs about a dozen instructions. With a division and the addresses of both operands
 // for every chunk it cost two hundred, more than the products.
-template <u32 pass, u32 threads, u32 depth, u32 rows = TILE>
+template <u32 pass, u32 threads, u32 depth, u32 part_rows = TILE,
+          u32 chunk_panels = TILE / part_rows>
 struct Stream {
     // Of a chunk.
-    static const u32 panels = TILE / rows, dims = panels * CHUNK;
+    static const u32 rows = part_rows, panels = chunk_panels, dims = panels * CHUNK,
+                     elements = rows * dims;
+    static const u32 stage_elements = (pass == KEYS ? 2 : 1) * elements;
+    // A part of a tile has one chunk of each phase, whose number then takes no register. With two
+    // stages the phase that is loaded does not, either: it follows the one that is consumed.
+    static const bool one_chunk = dims >= ANNULUS_DIM, follows = one_chunk && depth == 2;
+    static_assert(pass != KEYS || one_chunk, "a stage has all dims of both operands");
 
     typedef typename StreamTiles<pass>::Iterator Iterator;
 
@@ -184,7 +188,14 @@ struct Stream {
             begin_head(a);
             first_row = prefetch_tiles.entry(a).tile * TILE;
         }
-        for (u32 stage = 0; stage + 1 < depth; ++stage) prefetch(stage, a);
+        for (u32 stage = 0; stage + 1 < depth; ++stage) prefetch<phases<pass>() - 1>(stage, a);
+    }
+
+    // Between tiles: true if there is another one. Its first stage is loaded and others follow, so
+    // that it is the tile of `prefetch_tiles`: an iterator of its own would take registers.
+    METHOD bool has_tile() const {
+        static_assert(depth == 2 && TILE / rows * phases<pass>() >= 2, "stages of a tile");
+        return prefetch_tiles.more();
     }
 
     METHOD void begin_head(const Attention& a) {
@@ -197,10 +208,10 @@ struct Stream {
         }
     }
 
-    METHOD void load(u16* to, const Attention& a) const {
-        bool second = is_second<pass>(phase);
+    // Loads the next chunk of the first or `second` operand.
+    METHOD void load(u16* to, bool second, const Attention& a) const {
         if (!aligned) {
-            load_streamed_unaligned<pass, threads, rows>(
+            load_streamed_unaligned<pass, threads, rows, panels>(
                 to, a, block_z(), head_of<pass>(prefetch_tiles, a), first_row, second,
                 chunk * dims);
             return;
@@ -219,12 +230,16 @@ struct Stream {
         }
     }
 
-    METHOD void advance(const Attention& a) {
-        u32 dim = is_second<pass>(phase) ? a.value_dim : a.head_dim;
-        if (++chunk * dims < dim) return;
-        chunk = 0;
-        if (++phase < phases<pass>()) return;
-        phase = 0;
+    // Moves on from a chunk of phase `loaded`.
+    METHOD void advance(u32 loaded, const Attention& a) {
+        if (!one_chunk) {
+            u32 dim = loaded == 1 ? a.value_dim : a.head_dim;
+            if (++chunk * dims < dim) return;
+            chunk = 0;
+        }
+        const bool last = loaded + 1 == phases<pass>();
+        if (!follows) phase = last ? 0 : loaded + 1;
+        if (!last) return;
         first_row += rows;
         if (first_row % TILE != 0) return;
         const u32 head = head_of<pass>(prefetch_tiles, a);
@@ -234,36 +249,43 @@ struct Stream {
         first_row = prefetch_tiles.entry(a).tile * TILE;
     }
 
-    // Issues the loads of the next chunk, if there is one, into a stage. Every call commits one
-    // cp.async group, so that the number of groups in flight is constant.
+    // Issues the loads of the next stage's chunks, if there are more, into a stage. Every call
+    // commits one cp.async group, so that the number of groups in flight is constant. `before`: the
+    // phase before, if it is known.
+    template <u32 before>
     METHOD void prefetch(u32 stage, const Attention& a) {
         if (prefetch_tiles.more()) {
-            load(stages + stage * CHUNK_ELEMENTS, a);
-            advance(a);
+            u16* to = stages + stage * stage_elements;
+            const u32 loaded = follows ? (before + 1) % phases<pass>() : phase;
+            load(to, loaded == 1, a);
+            if (pass == KEYS) load(to + elements, true, a);
+            advance(loaded, a);
         }
         cp_async_commit();
     }
 
-    // Returns the next chunk, once it is complete for all threads; the barrier also publishes
-    // earlier writes to shared memory. `non_finite`: in, true to test the chunk; out, true if any
-    // of its elements is not finite.
+    // Returns the next stage, which is of phase `consumed_phase`, once it is complete for all
+    // threads; the barrier also publishes earlier writes to shared memory. `non_finite`: in, true
+    // to test the stage; out, true if any of its elements is not finite.
+    template <u32 consumed_phase>
     METHOD const u16* next(const Attention& a, bool& non_finite) {
-        const u16* chunk = stages + consumed * CHUNK_ELEMENTS;
+        const u16* stage = stages + consumed * stage_elements;
 #ifdef PLANTED_LATE_WAIT
         cp_async_wait<depth - 2 + (pass == PLANTED_LATE_WAIT)>();
 #else
         cp_async_wait<depth - 2>();
 #endif
-        bool mine = non_finite && thread_part_non_finite<threads, rows>(chunk);
+        bool mine =
+            non_finite && thread_part_non_finite<threads, stage_elements / CHUNK>(stage);
 #ifdef PLANTED_NO_BARRIER
         non_finite = pass == PLANTED_NO_BARRIER ? mine : barrier_any(mine);
 #else
         non_finite = barrier_any(mine);
 #endif
         // the barrier above: all threads have consumed the previous stage, which may be overwritten
-        prefetch((consumed + depth - 1) % depth, a);
+        prefetch<consumed_phase>((consumed + depth - 1) % depth, a);
         consumed = (consumed + 1) % depth;
-        return chunk;
+        return stage;
     }
 };
 

@@ -20,10 +20,10 @@
 
 // Grid: query tiles, each with its ranges of keys × query heads × batch rows.
 KERNEL_OF(THREADS, PLAIN_FORWARD_BLOCKS, forward, Attention) {
-    const ForwardTile place = forward_tile(a);
-    u32 tile = place.tile, h = block_y(), b = block_z();
+    const ForwardTile work_tile = forward_tile(a);
+    u32 tile = work_tile.tile, h = block_y(), b = block_z();
     TileIterator tiles;
-    tiles.begin(a, b, h, place.list);
+    tiles.begin(a, b, h, work_tile.list);
     if (!tiles.more() && keeps_state(a)) return;
     u32 kv_head = h / (a.q_heads / a.kv_heads);
 
@@ -95,12 +95,12 @@ KERNEL_OF(THREADS, PLAIN_FORWARD_BLOCKS, forward, Attention) {
         RowOutput output = row_output(max[r], sum[r]);
         if (thread_x() == 0 && write_outputs) store_lse(a, b, h, i, output.lse);
         if (thread_x() == 0 && !write_outputs) {
-            u64 row = statistics_row(a, place.split, b, h, i);
+            u64 row = statistics_row(a, work_tile.split, b, h, i);
             reinterpret_cast<Sum*>(a.max)[row] = max[r];
             reinterpret_cast<Sum*>(a.sum)[row] = sum[r];
             reinterpret_cast<Sum*>(a.ties)[row] = ties[r];
         }
-        Sum* line = acc_row(a, place.split, b, h, i);
+        Sum* line = acc_row(a, work_tile.split, b, h, i);
         UNROLL for (u32 slice = 0; slice < SLICES; ++slice)
             UNROLL for (u32 c = 0; c < 2; ++c) {
                 u32 x = slice * SLICE + thread_x() + 16 * c;

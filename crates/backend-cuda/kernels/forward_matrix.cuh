@@ -48,13 +48,7 @@ typedef Stream<FORWARD, FORWARD_THREADS, FORWARD_STAGES, FORWARD_KEYS> ForwardSt
 typedef RowScores<FORWARD_ROW_TILES, FORWARD_COLUMNS> ForwardScores;
 typedef RowPairs<FORWARD_ROW_TILES, FORWARD_COLUMNS> ForwardProbs;
 
-// Bits of the visible pairs of a thread: bit 4·n + 2·r + c for element 2·r + c of MMA tile (m, n).
-typedef u32 VisibleBits[FORWARD_ROW_TILES];
-
-// Largest |m|·log₂e for which e^{s − m} is computed as 2^{unit·x − m·log₂e}. `unit` and m·log₂e are
-// rounded separately, which changes the exponent by up to 3·2⁻²⁴·|m|·log₂e: for this bound a
-// probability by 2⁻¹³, less than its rounding to f16.
-#define FUSED_EXPONENT_LIMIT 1024.0f
+typedef VisibleBits<FORWARD_ROW_TILES> ForwardVisible;
 
 DEVICE PackedRow forward_row(const Attention& a, u32 first_head, u32 row) {
     return packed_row<FORWARD_ROWS>(a, first_head, row);
@@ -94,7 +88,7 @@ DEVICE bool has_epilogue(const Attention& a) {
 }
 
 // Bits of the pairs that are visible by the tile mask, and exist.
-DEVICE void mask_scores(VisibleBits& visible, const TileCoord& coord, const RowLane& lane,
+DEVICE void mask_scores(ForwardVisible& visible, const TileCoord& coord, const RowLane& lane,
                         const Attention& a) {
     u32 first = coord.first_key / TILE * TILE, keys_left = a.keys - first;
     u64 existing = keys_left < TILE ? (1ull << keys_left) - 1 : ~0ull;
@@ -115,12 +109,8 @@ DEVICE void mask_scores(VisibleBits& visible, const TileCoord& coord, const RowL
     }
 }
 
-DEVICE bool is_visible(const VisibleBits& visible, u32 m, u32 n, u32 e) {
-    return visible[m] >> (4 * n + e) & 1;
-}
-
 // Score epilogue of all visible pairs; a bias of −∞ masks its pair.
-DEVICE void apply_epilogue(ForwardScores& scores, VisibleBits& visible, const TileCoord& coord,
+DEVICE void apply_epilogue(ForwardScores& scores, ForwardVisible& visible, const TileCoord& coord,
                            const RowLane& lane, const Attention& a) {
     NOT_UNROLLED for (u32 n = 0; n < FORWARD_COLUMNS; ++n) {
         UNROLL for (u32 m = 0; m < FORWARD_ROW_TILES; ++m) {
@@ -217,7 +207,7 @@ DEVICE void online_softmax(ForwardScores& scores, RowAccumulators<FORWARD_ROW_TI
 DEVICE void forward_probs(ForwardProbs& probs, ForwardScores& scores,
                           RowAccumulators<FORWARD_ROW_TILES>& o, RowState& state,
                           const TileCoord& coord, const RowLane& lane, const Attention& a) {
-    VisibleBits visible = {};
+    ForwardVisible visible = {};
     float natural = float(a.scale);
     const bool epilogue = has_epilogue(a);
     // the pairs of a full tile need no test
@@ -234,17 +224,8 @@ DEVICE void forward_probs(ForwardProbs& probs, ForwardScores& scores,
     }
     online_softmax(scores, o, state, natural);
     if (a.flags & HAS_DROPOUT) apply_dropout(scores, coord, lane, a);
-    UNROLL for (u32 m = 0; m < FORWARD_ROW_TILES; ++m)
-        UNROLL for (u32 n = 0; n < FORWARD_COLUMNS; ++n)
-            UNROLL for (u32 r = 0; r < 2; ++r)
-                probs[m][n][r] = narrow_pair(scores[m][n][2 * r], scores[m][n][2 * r + 1]);
-    if (coord.is_full) return;
-    UNROLL for (u32 m = 0; m < FORWARD_ROW_TILES; ++m)
-        UNROLL for (u32 n = 0; n < FORWARD_COLUMNS; ++n)
-            UNROLL for (u32 r = 0; r < 2; ++r)
-                probs[m][n][r] =
-                    mark_masked(probs[m][n][r], is_visible(visible, m, n, 2 * r),
-                                is_visible(visible, m, n, 2 * r + 1));
+    narrow_left(probs, scores);
+    if (!coord.is_full) mark_left(probs, visible);
 }
 
 // Loads state and O of the pass. A thread's sum is that of its columns: the row's is added once.
@@ -308,13 +289,13 @@ DEVICE void store_rows(const RowState& state, const RowAccumulators<FORWARD_ROW_
 // Grid: query tiles, each with its ranges of keys × groups of packed_heads query heads × batch
 // rows.
 KERNEL_OF(FORWARD_THREADS, FORWARD_BLOCKS, forward_matrix, Attention) {
-    const ForwardTile place = forward_tile(a);
-    u32 tile = place.tile, first_head = block_y() * a.packed_heads, b = block_z();
+    const ForwardTile work_tile = forward_tile(a);
+    u32 tile = work_tile.tile, first_head = block_y() * a.packed_heads, b = block_z();
     u32 queries = packed_queries<FORWARD_ROWS>(a), first_query = tile * queries;
     TileIterator tiles;
-    tiles.begin(a, b, first_head, place.list);
+    tiles.begin(a, b, first_head, work_tile.list);
     if (!tiles.more() && keeps_state(a)) return;
-    RowLane lane = row_lane_of_thread<FORWARD_ROW_TILES>();
+    RowLane lane = row_lane_of_thread<FORWARD_ROW_TILES>(thread_index() / 32);
     // in decoding most warps have no rows: they copy, and neither read shared memory nor multiply
     PackedRow first_row = forward_row(a, first_head, lane.first_row);
     lane.has_rows = first_row.exists && first_query + first_row.query < a.queries;
@@ -342,13 +323,13 @@ KERNEL_OF(FORWARD_THREADS, FORWARD_BLOCKS, forward_matrix, Attention) {
         NOT_UNROLLED for (u32 part = 0; part < TILE / FORWARD_KEYS; ++part) {
             ForwardScores scores;
             ForwardProbs probs;
-            gemm_nt<FORWARD_ROWS>(scores, query_rows, stream, a.head_dim, lane, a);
+            gemm_nt<FORWARD_ROWS, 0>(scores, query_rows, stream, a.head_dim, lane, a);
             if (lane.has_rows) forward_probs(probs, scores, o, state, coord, lane, a);
-            gemm_nn(o, probs, stream, a.value_dim, coord.is_full, lane, a);
+            gemm_nn<1>(o, probs, stream, a.value_dim, coord.is_full, lane, a);
             coord.first_key += FORWARD_KEYS;
         }
     }
-    store_rows(state, o, b, place.split, first_head, first_query, recomputed(lane), a);
+    store_rows(state, o, b, work_tile.split, first_head, first_query, recomputed(lane), a);
 }
 
 #endif

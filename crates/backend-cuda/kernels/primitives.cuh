@@ -10,7 +10,7 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 // Threads per block, unless a kernel has its own number: 256 = 8 warps, 16 × 16 threads per score
-// tile at level 0, 4 × 2 warps in the backward kernels with mma.
+// tile at level 0.
 #ifndef THREADS
 #define THREADS 256
 #endif
@@ -43,6 +43,9 @@ typedef long long i64;
 
 // Static shared memory of this block, uninitialized.
 #define SHARED(type, name, count) __shared__ __align__(16) type name[count]
+// Dynamic shared memory of the launch. Aligned to 1024 bytes, the period of the 128-byte swizzle.
+extern __shared__ __align__(1024) u8 dynamic_shared_memory[];
+DEVICE u8* dynamic_shared() { return dynamic_shared_memory; }
 
 // True if the test plants this mistake (mutation tests on the emulator). Always false on a device.
 DEVICE constexpr bool planted(u32) { return false; }
@@ -111,7 +114,10 @@ DEVICE void ldmatrix_x4_trans(u32 (&to)[4], const u16* row) {
 // cp_async_wait; other threads after a barrier that follows.
 DEVICE void cp_async_16(u16* to, const u16* from, bool in_range) {
     u32 at = static_cast<u32>(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : "r"(at), "l"(from), "r"(in_range ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :
+                 : "r"(at), "l"(from), "r"(in_range ? 16 : 0)
+                 : "memory");
 }
 // Commits this thread's copies since the last commit as one group; a group may be empty.
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" : : : "memory"); }
@@ -125,12 +131,14 @@ DEVICE void cp_async_wait() {
 // in rows l / 4 and l / 4 + 8, columns 2·(l mod 4) and the next; right in two registers, rows 0–7
 // and 8–15.
 DEVICE void mma_bf16(float (&acc)[4], const u32 (&left)[4], u32 first, u32 second) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
                  : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(first), "r"(second));
 }
 DEVICE void mma_f16(float (&acc)[4], const u32 (&left)[4], u32 first, u32 second) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
                  : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(first), "r"(second));
 }

@@ -39,6 +39,8 @@ const u32 WARP = 32;
 const size_t STACK_BYTES = 64 * 1024;
 // Static shared memory per block: CUDA's limit.
 const size_t SHARED_BYTES = 48 * 1024;
+// Bytes behind the dynamic shared memory of a block, in which no kernel may write.
+const size_t GUARD_BYTES = 1024;
 
 // State in which a fiber waits. `change`: resumed after every change of the block's state;
 // `others`: resumed after every other warp had its turn.
@@ -96,8 +98,10 @@ struct Block {
     bool fault;
     void (*kernel)(const void*);
     const void* arguments;
-    // dynamic shared memory of the launch
+    // dynamic shared memory of the launch, aligned as on the device, with guards behind it
     u32 dynamic_shared_bytes;
+    std::vector<char> dynamic_memory;
+    char* dynamic_shared;
     u32 mistake;  // perhaps with EARLY_COPIES
     u64* seed;
     u64 changes;
@@ -351,9 +355,28 @@ inline Pool& pool() {
     return all;
 }
 
+inline void init_dynamic_shared(Block& block) {
+    // one guard's worth of bytes for the alignment
+    block.dynamic_memory.assign(block.dynamic_shared_bytes + 2 * GUARD_BYTES, char(0xff));
+    u64 start = reinterpret_cast<u64>(block.dynamic_memory.data());
+    block.dynamic_shared = reinterpret_cast<char*>((start + 1023) / 1024 * 1024);
+}
+
+// Returns false if the block wrote past the end of its dynamic shared memory.
+inline bool guards_hold(const Block& block) {
+    const char* end = block.dynamic_memory.data() + block.dynamic_memory.size();
+    for (const char* at = block.dynamic_shared + block.dynamic_shared_bytes; at < end; ++at)
+        if (*at != char(0xff)) {
+            trace("a write past the end of shared memory");
+            return false;
+        }
+    return true;
+}
+
 // Runs one block. Returns true if it ran to its end.
 inline bool run_block(Block& block, u64& seed) {
     std::memset(block.shared, 0xff, SHARED_BYTES);
+    init_dynamic_shared(block);
     block.arrived = 0;
     block.any = block.fault = false;
     for (Warp& warp : block.warps) warp.arrived = 0;
@@ -394,7 +417,7 @@ inline bool run_block(Block& block, u64& seed) {
             return false;
         }
     }
-    return finish_async_units(block);
+    return guards_hold(block) && finish_async_units(block);
 }
 
 }  // namespace
@@ -439,6 +462,9 @@ extern "C" int annulus_emulate(void (*kernel)(const void*), u32 threads, const v
 
 #define SHARED(type, name, count) \
     type* name = static_cast<type*>(emulated::shared(sizeof(type) * (count)))
+DEVICE u8* dynamic_shared() {
+    return reinterpret_cast<u8*>(emulated::current()->dynamic_shared);
+}
 
 DEVICE bool planted(u32 mistake) {
     return (emulated::current()->mistake & ~emulated::EARLY_COPIES) == mistake;

@@ -27,6 +27,11 @@ DEVICE u32 mark_masked(u32 pair, bool first_visible, bool second_visible) {
 
 #define LOG2_E 1.44269504088896341f
 
+// Largest |m|·log₂e for which e^{s − m} is computed as 2^{unit·x − m·log₂e}, with s = scale·x and
+// unit = scale·log₂e. `unit` and m·log₂e are rounded separately, which changes the exponent by up
+// to 3·2⁻²⁴·|m|·log₂e: for this bound a probability by 2⁻¹³, less than its rounding to f16.
+#define FUSED_EXPONENT_LIMIT 1024.0f
+
 // eˣ as 2^(x·log₂e), for results that are rounded to 16 bits.
 DEVICE float fast_exp(float x) { return exp2_approx(x * LOG2_E); }
 

@@ -7,7 +7,8 @@
 //   gemm_nt   scores (rows × columns) = left·rightᵀ    left from shared memory, by ldmatrix
 //   gemm_nn   acc (rows × dims) += left·right          left in registers
 //
-// An element of the right operand is loaded once for 16·row_tiles rows.
+// An element of the right operand is loaded once for 16·row_tiles rows. panel_nt and panel_nn
+// compute the part of one panel of dims.
 //
 // Source: Dao 2023 (FlashAttention-2); PTX ISA, "Matrix Fragments for mma.m16n8k16".
 #pragma once
@@ -24,6 +25,9 @@ using RowScores = float[row_tiles][columns][4];
 // columns as above.
 template <u32 row_tiles, u32 columns>
 using RowPairs = u32[row_tiles][columns][2];
+// Bits of a thread's visible pairs: bit 4·n + e for element e of MMA tile (m, n).
+template <u32 row_tiles>
+using VisibleBits = u32[row_tiles];
 // Accumulators of a panel of 64 dims.
 template <u32 row_tiles>
 using PanelAccumulators = float[row_tiles][CHUNK / 8][4];
@@ -38,11 +42,12 @@ struct RowLane {
     METHOD u32 row_of(u32 m, u32 r) const { return first_row + 16 * m + lane / 4 + 8 * r; }
 };
 
+// `owner`: number of the warp among those that own different rows.
 template <u32 row_tiles>
-DEVICE RowLane row_lane_of_thread() {
+DEVICE RowLane row_lane_of_thread(u32 owner) {
     RowLane at;
     at.lane = thread_index() % 32;
-    at.first_row = thread_index() / 32 * (16 * row_tiles);
+    at.first_row = owner * (16 * row_tiles);
     at.column = 2 * (at.lane % 4);
     at.has_rows = true;
     return at;
@@ -73,43 +78,109 @@ DEVICE void rotate(T (&list)[count][width]) {
     }
 }
 
-// scores ← left·rightᵀ over the next chunks of the stream. `left` has panels of `rows` rows × 64
-// dims.
-template <u32 rows, u32 row_tiles, u32 columns, typename RightStream>
-DEVICE void gemm_nt(float (&scores)[row_tiles][columns][4], const u16* left, RightStream& stream,
-                    u32 dim, const RowLane& lane, const Attention& a) {
+template <u32 row_tiles, u32 columns>
+DEVICE void rotate_tiles(float (&scores)[row_tiles][columns][4]) {
+    UNROLL for (u32 n = 0; n < columns; ++n)
+        UNROLL for (u32 e = 0; e < 4; ++e) {
+            float first = scores[0][n][e];
+            UNROLL for (u32 m = 0; m + 1 < row_tiles; ++m) scores[m][n][e] = scores[m + 1][n][e];
+            scores[row_tiles - 1][n][e] = first;
+        }
+}
+
+// Copies `rows` rows of a left operand, from row `first` on, to shared memory, in panels of 64 dims
+// with the swizzle of a chunk; 0 beyond the ends. The copies belong to the first group of the
+// stream that begins next.
+template <u32 threads, u32 rows>
+DEVICE void load_left_rows(u16* to, const Operand& operand, u32 first) {
+    NOT_UNROLLED for (u32 panel = 0; panel < CHUNKS; ++panel) {
+        u16* panel_to = to + panel * rows * CHUNK;
+        if (!operand.aligned) {
+            load_panel_unaligned<threads, rows>(panel_to, operand, first, panel * CHUNK);
+            continue;
+        }
+        u32 x = panel * CHUNK + copy_dim();
+        for (u32 row = copy_row(); row < rows; row += copy_rows<threads, rows>()) {
+            bool inside = first + row < operand.rows && x < operand.dim;
+            i64 offset = inside ? i64(first + row) * operand.row + x : 0;
+            cp_async_16(panel_to + swizzled(row, copy_dim()), operand.at + offset, inside);
+        }
+    }
+}
+
+// Rounds scores to pairs of a left operand.
+template <u32 row_tiles, u32 columns>
+DEVICE void narrow_left(u32 (&left)[row_tiles][columns][2],
+                        const float (&scores)[row_tiles][columns][4]) {
+    UNROLL for (u32 m = 0; m < row_tiles; ++m)
+        UNROLL for (u32 n = 0; n < columns; ++n)
+            UNROLL for (u32 r = 0; r < 2; ++r)
+                left[m][n][r] = narrow_pair(scores[m][n][2 * r], scores[m][n][2 * r + 1]);
+}
+
+template <u32 row_tiles>
+DEVICE bool is_visible(const u32 (&visible)[row_tiles], u32 m, u32 n, u32 e) {
+    return visible[m] >> (4 * n + e) & 1;
+}
+
+// Marks the masked elements of a left operand (probs.cuh).
+template <u32 row_tiles, u32 columns>
+DEVICE void mark_left(u32 (&left)[row_tiles][columns][2], const u32 (&visible)[row_tiles]) {
+    UNROLL for (u32 m = 0; m < row_tiles; ++m)
+        UNROLL for (u32 n = 0; n < columns; ++n)
+            UNROLL for (u32 r = 0; r < 2; ++r)
+                left[m][n][r] = mark_masked(left[m][n][r], is_visible(visible, m, n, 2 * r),
+                                            is_visible(visible, m, n, 2 * r + 1));
+}
+
+template <u32 row_tiles, u32 columns>
+DEVICE void clear(float (&scores)[row_tiles][columns][4]) {
     UNROLL for (u32 m = 0; m < row_tiles; ++m)
         UNROLL for (u32 n = 0; n < columns; ++n)
             UNROLL for (u32 e = 0; e < 4; ++e) scores[m][n][e] = 0;
+}
+
+// scores += left·rightᵀ of one panel each.
+template <u32 row_tiles, u32 columns>
+DEVICE void panel_nt(float (&scores)[row_tiles][columns][4], const u16* left_panel,
+                     const u16* right_panel, const RowLane& lane) {
     // rows and pieces of ldmatrix: 16 × 16 of the left operand, 16 × 16 of the right one
     u32 left_row = lane.first_row + lane.lane % 16, left_piece = lane.lane / 16 ^ left_row % 8;
     u32 right_row = lane.lane / 16 * 8 + lane.lane % 8,
         right_piece = lane.lane / 8 % 2 ^ right_row % 8;
-    left += left_row * CHUNK;
+    left_panel += left_row * CHUNK;
+    right_panel += right_row * CHUNK;
+    UNROLL for (u32 x = 0; x < CHUNK / 8; x += 2) {
+        Fragment lefts[row_tiles];
+        UNROLL for (u32 m = 0; m < row_tiles; ++m)
+            ldmatrix_x4(lefts[m], left_panel + 16 * m * CHUNK + (x ^ left_piece) * 8);
+        UNROLL for (u32 n = 0; n < columns; n += 2) {
+            Fragment right;
+            ldmatrix_x4(right, right_panel + 8 * n * CHUNK + (x ^ right_piece) * 8);
+            UNROLL for (u32 m = 0; m < row_tiles; ++m) {
+                mma(scores[m][n], lefts[m], right[0], right[1]);
+                mma(scores[m][n + 1], lefts[m], right[2], right[3]);
+            }
+        }
+    }
+}
+
+// scores ← left·rightᵀ over the next chunks of the stream, of this phase. `left` has panels of
+// `rows` rows × 64 dims.
+template <u32 rows, u32 phase, u32 row_tiles, u32 columns, typename RightStream>
+DEVICE void gemm_nt(float (&scores)[row_tiles][columns][4], const u16* left, RightStream& stream,
+                    u32 dim, const RowLane& lane, const Attention& a) {
+    clear(scores);
     const u16* right_chunk = nullptr;
     UNROLL for (u32 panel = 0; panel < CHUNKS; ++panel) {
         if (panel * CHUNK >= dim) break;
         if (panel % RightStream::panels == 0) {
             bool non_finite = false;
-            right_chunk = stream.next(a, non_finite) + right_row * CHUNK;
+            right_chunk = stream.template next<phase>(a, non_finite);
         }
         if (!lane.has_rows) continue;
-        const u16* right_panel =
-            right_chunk + panel % RightStream::panels * (8 * columns * CHUNK);
-        UNROLL for (u32 x = 0; x < CHUNK / 8; x += 2) {
-            Fragment lefts[row_tiles];
-            UNROLL for (u32 m = 0; m < row_tiles; ++m)
-                ldmatrix_x4(lefts[m],
-                            left + (panel * rows + 16 * m) * CHUNK + (x ^ left_piece) * 8);
-            UNROLL for (u32 n = 0; n < columns; n += 2) {
-                Fragment right;
-                ldmatrix_x4(right, right_panel + 8 * n * CHUNK + (x ^ right_piece) * 8);
-                UNROLL for (u32 m = 0; m < row_tiles; ++m) {
-                    mma(scores[m][n], lefts[m], right[0], right[1]);
-                    mma(scores[m][n + 1], lefts[m], right[2], right[3]);
-                }
-            }
-        }
+        panel_nt(scores, left + panel * rows * CHUNK,
+                 right_chunk + panel % RightStream::panels * (8 * columns * CHUNK), lane);
     }
 }
 
@@ -144,40 +215,46 @@ DEVICE void add_visible_products(PanelAccumulators<row_tiles>& acc,
     }
 }
 
-// acc += left·right over the next chunks of the stream. `left` is unchanged; in a partial tile its
-// masked pairs are marked (probs.cuh).
-template <u32 row_tiles, u32 columns, typename RightStream>
+// acc += left·right of one panel. `left` is unchanged. `fixup`: on scalar units.
+template <u32 row_tiles, u32 columns>
+DEVICE void panel_nn(PanelAccumulators<row_tiles>& acc, u32 (&left)[row_tiles][columns][2],
+                     const u16* right_panel, bool fixup, const RowLane& lane) {
+    if (fixup) {
+        add_visible_products(acc, left, right_panel, lane);
+        return;
+    }
+    u32 right_row = lane.lane % 16, right_piece = lane.lane / 16 ^ right_row % 8;
+    right_panel += right_row * CHUNK;
+    UNROLL for (u32 y = 0; y < columns; y += 2)
+        UNROLL for (u32 n = 0; n < CHUNK / 8; n += 2) {
+            Fragment right;
+            ldmatrix_x4_trans(right, right_panel + 8 * y * CHUNK + (n ^ right_piece) * 8);
+            UNROLL for (u32 m = 0; m < row_tiles; ++m) {
+                const Fragment lefts = {left[m][y][0], left[m][y][1], left[m][y + 1][0],
+                                        left[m][y + 1][1]};
+                mma(acc[m][n], lefts, right[0], right[1]);
+                mma(acc[m][n + 1], lefts, right[2], right[3]);
+            }
+        }
+}
+
+// acc += left·right over the next chunks of the stream, of this phase. In a partial tile the masked
+// pairs of `left` are marked (probs.cuh).
+template <u32 phase, u32 row_tiles, u32 columns, typename RightStream>
 DEVICE void gemm_nn(RowAccumulators<row_tiles>& acc, u32 (&left)[row_tiles][columns][2],
                     RightStream& stream, u32 dim, bool is_full, const RowLane& lane,
                     const Attention& a) {
-    u32 right_row = lane.lane % 16, right_piece = lane.lane / 16 ^ right_row % 8;
     const u16* right_chunk = nullptr;
     bool fixup = false;
     UNROLL for (u32 panel = 0; panel < CHUNKS; ++panel) {
         if (panel * CHUNK >= dim) break;
         if (panel % RightStream::panels == 0) {
             fixup = !is_full;
-            right_chunk = stream.next(a, fixup);
+            right_chunk = stream.template next<phase>(a, fixup);
         }
         if (!lane.has_rows) continue;
-        const u16* right_panel =
-            right_chunk + panel % RightStream::panels * (8 * columns * CHUNK);
-        if (fixup) {
-            add_visible_products(acc[panel], left, right_panel, lane);
-            continue;
-        }
-        right_panel += right_row * CHUNK;
-        UNROLL for (u32 y = 0; y < columns; y += 2)
-            UNROLL for (u32 n = 0; n < CHUNK / 8; n += 2) {
-                Fragment right;
-                ldmatrix_x4_trans(right, right_panel + 8 * y * CHUNK + (n ^ right_piece) * 8);
-                UNROLL for (u32 m = 0; m < row_tiles; ++m) {
-                    const Fragment lefts = {left[m][y][0], left[m][y][1], left[m][y + 1][0],
-                                            left[m][y + 1][1]};
-                    mma(acc[panel][m][n], lefts, right[0], right[1]);
-                    mma(acc[panel][m][n + 1], lefts, right[2], right[3]);
-                }
-            }
+        panel_nn(acc[panel], left,
+                 right_chunk + panel % RightStream::panels * (8 * columns * CHUNK), fixup, lane);
     }
 }
 

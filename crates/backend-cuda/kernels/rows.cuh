@@ -3,8 +3,7 @@
 // value_dim elements, at most 8 per lane.
 #pragma once
 
-#include "arguments.cuh"
-#include "numbers.cuh"
+#include "vectors.cuh"
 
 #define LANES 32
 
@@ -90,15 +89,38 @@ KERNEL(finish_forward, RowArguments) {
     }
 }
 
+// A lane's terms of ⟨dO, O⟩. It has 16 bytes of consecutive elements at a time, whether it can load
+// them by one instruction or not, so that the sum does not depend on strides.
+DEVICE Sum lane_product(const RowArguments& a, const RowIndex& at) {
+    const u32 width = 16 / sizeof(Element);
+    const bool aligned = has_vectors<Element>(a.dout, a.value_dim, width) &&
+                         has_vectors<Element>(a.out, a.value_dim, width);
+    Sum product = 0;
+    for (u32 x = thread_index() % LANES * width; x < a.value_dim; x += LANES * width) {
+        Vector<Element, width> dout, out;
+        if (aligned) {
+            dout.load(u64(element_of<const Element>(a.dout, at.b, at.h, at.i, x)));
+            out.load(u64(element_of<const Element>(a.out, at.b, at.h, at.i, x)));
+        }
+        UNROLL for (u32 c = 0; c < width; ++c) {
+            if (!aligned) {
+                dout.elements[c] = out.elements[c] = Element(0);
+                if (x + c < a.value_dim) {
+                    dout.elements[c] = *element_of<const Element>(a.dout, at.b, at.h, at.i, x + c);
+                    out.elements[c] = *element_of<const Element>(a.out, at.b, at.h, at.i, x + c);
+                }
+            }
+            product = multiply_add(widen(dout.elements[c]), widen(out.elements[c]), product);
+        }
+    }
+    return product;
+}
+
 // Backward prologue: row statistics [lse, max, Δ, share]; see gradient.cuh. Grid: rows, 8 per
 // block.
 KERNEL(begin_backward, RowArguments) {
     RowIndex at = row_of_warp(a);
-    Sum product = 0;
-    if (at.exists)
-        for (u32 x = thread_index() % LANES; x < a.value_dim; x += LANES)
-            product = multiply_add(widen(*element_of<const Element>(a.dout, at.b, at.h, at.i, x)),
-                            widen(*element_of<const Element>(a.out, at.b, at.h, at.i, x)), product);
+    Sum product = at.exists ? lane_product(a, at) : Sum(0);
     for (u32 lanes = LANES / 2; lanes > 0; lanes /= 2) product += shuffle_xor(product, lanes);
     if (!at.exists || thread_index() % LANES != 0) return;
     Sum lse = *reinterpret_cast<const Sum*>(at_row(a.lse, at.b, at.h, at.i));

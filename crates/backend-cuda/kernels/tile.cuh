@@ -261,12 +261,10 @@ DEVICE TileCoord tile_coord(const Attention& a, u32 b, u32 h, u32 query_tile, u3
     return coord;
 }
 
-// True if no pair of the tile needs a test: all are visible and exist, and s = scale·⟨q, k⟩ without
-// bias, soft cap, rounding or dropout. Query rows beyond the end hold zeros; what is computed for
-// them is not stored.
+// True if no pair of the tile needs a test, but for rows beyond the ends: all are visible, and
+// s = scale·⟨q, k⟩ without bias, soft cap, rounding or dropout.
 DEVICE bool is_plain(const TileCoord& coord, const Attention& a) {
-    return coord.is_full && coord.first_key + TILE <= a.keys &&
-           !(a.flags & (HAS_CAP | HAS_DROPOUT)) && a.rounding == ROUND_NOT;
+    return coord.is_full && !(a.flags & (HAS_CAP | HAS_DROPOUT)) && a.rounding == ROUND_NOT;
 }
 
 // Stores a thread's P or dX elements to shared memory, 0 for masked pairs; `visibility` is written

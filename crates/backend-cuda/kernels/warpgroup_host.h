@@ -25,7 +25,6 @@ namespace {
 
 // Registers per thread at launch: 64 K per multiprocessor, in units of 8.
 const u32 REGISTERS = 64 * 1024 / THREADS / 8 * 8;
-const u32 GUARD_BYTES = 1024;  // around dynamic shared memory, to detect writes beyond its end
 const u32 SWIZZLE_128 = 1;
 
 // Layout of the emulated driver's tensor map: mirrored in emulator/maps.rs.
@@ -122,8 +121,6 @@ struct NamedBarrier {
 };
 
 struct AsyncUnits {
-    std::vector<char> memory;
-    char* base;
     std::vector<MbarrierState> mbarriers;
     std::vector<TmaCopy> copies;
     std::array<Lane, THREADS> lanes;
@@ -154,9 +151,6 @@ inline void wait_until(Over over) {
 void init_async_units(Block& block) {
     if (!block.async_units) block.async_units = std::make_shared<AsyncUnits>();
     AsyncUnits& all = *block.async_units;
-    all.memory.assign(block.dynamic_shared_bytes + 2 * GUARD_BYTES, char(0xff));
-    u64 start = reinterpret_cast<u64>(all.memory.data());
-    all.base = reinterpret_cast<char*>((start + 1023) / 1024 * 1024);
     all.mbarriers.clear();
     all.copies.clear();
     for (Lane& lane : all.lanes) {
@@ -178,26 +172,21 @@ void init_async_units(Block& block) {
 
 bool finish_async_units(Block& block) {
     AsyncUnits& all = *block.async_units;
-    // a load or a store that was not waited for, or a write past the end
+    // a load or a store that was not waited for
     bool whole = all.copies.empty();
     for (const Lane& lane : all.lanes) {
         whole = whole && lane.pending.empty() && lane.stores.empty() && lane.tma_stores.empty();
         for (const RegisterOperand& one : lane.unpinned) whole = whole && !one.is_acc;
     }
     for (const NamedBarrier& barrier : all.named) whole = whole && barrier.arrived == 0;
-    for (const char* at = all.base + block.dynamic_shared_bytes;
-         at < all.memory.data() + all.memory.size(); ++at)
-        whole = whole && *at == char(0xff);
     if (!whole)
-        trace(
-            "an asynchronous operation was not waited for, accumulators were not pinned, or a "
-            "write past the end of shared memory");
+        trace("an asynchronous operation was not waited for, or accumulators were not pinned");
     return whole;
 }
 
 // Returns the offset of a shared-memory address, which is the address as wgmma and TMA use it.
 inline u32 offset_in_block(const void* at, u32 bytes) {
-    u64 offset = reinterpret_cast<u64>(at) - reinterpret_cast<u64>(async_units().base);
+    u64 offset = reinterpret_cast<u64>(at) - reinterpret_cast<u64>(current()->dynamic_shared);
     if (offset + bytes > current()->dynamic_shared_bytes) fault("address outside of shared memory");
     return u32(offset);
 }
@@ -259,12 +248,12 @@ inline void each_of_box(const Map& map, const u32 (&first)[4], With with) {
 }
 
 inline void complete_copy(Block& block, const TmaCopy& copy) {
-    u32 start = u32(reinterpret_cast<char*>(copy.to) - block.async_units->base), index = 0;
+    u32 start = u32(reinterpret_cast<char*>(copy.to) - block.dynamic_shared), index = 0;
     each_of_box(copy.map, copy.first, [&](const u16* from, u32 number) {
         index = 2 * number;
         u16 element = from ? *from : u16(0);
         u32 to = copy.swizzled ? swizzled_128(start + index) : start + index;
-        std::memcpy(block.async_units->base + to, &element, 2);
+        std::memcpy(block.dynamic_shared + to, &element, 2);
     });
     index += 2;
     for (MbarrierState& state : block.async_units->mbarriers)
@@ -287,7 +276,7 @@ inline void add_copy(const TmaCopy& copy, u32 bytes) {
 
 // Reads the elements of a TMA store as they are now.
 inline std::vector<u16> elements_of(Block& block, const TmaStore& store) {
-    const char* base = block.async_units->base;
+    const char* base = block.dynamic_shared;
     u32 start = u32(reinterpret_cast<const char*>(store.from) - base);
     std::vector<u16> elements;
     each_of_box(store.map, store.first, [&](const u16*, u32 number) {
@@ -366,7 +355,6 @@ inline bool arrive_and_wait(u32 name, u32 threads, bool mine) {
 }  // namespace
 }  // namespace emulated
 
-DEVICE u8* dynamic_shared() { return reinterpret_cast<u8*>(emulated::async_units().base); }
 DEVICE u32 shared_address(const void* at) { return emulated::offset_in_block(at, 1); }
 
 DEVICE void warp_barrier() { emulated::exchange({}); }

@@ -31,9 +31,6 @@ struct Mbarrier {
 #include "warpgroup_host.h"
 #else
 
-// Dynamic shared memory of the launch. Aligned to 1024 bytes, the period of the 128-byte swizzle.
-extern __shared__ __align__(1024) u8 dynamic_shared_memory[];
-DEVICE u8* dynamic_shared() { return dynamic_shared_memory; }
 DEVICE u32 shared_address(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
 
 // __syncwarp: waits for all lanes of the warp; their earlier writes are visible afterwards.
@@ -217,31 +214,33 @@ DEVICE void fence_operand(u32 (&fragments)[count][4]) {
 //   wgmma_rs   left in registers (fragments as for mma_bf16), right in shared memory, MN-major
 //
 // An operand in shared memory is passed as a matrix descriptor (warpgroup.cuh).
-#define ACC_8(acc, at)                                                                                                               \
-    "+f"(acc[at]), "+f"(acc[at + 1]), "+f"(acc[at + 2]), "+f"(acc[at + 3]), "+f"(acc[at + 4]), "+f"(acc[at + 5]), "+f"(acc[at + 6]), \
-        "+f"(acc[at + 7])
+#define ACC_8(acc, at)                                                                         \
+    "+f"(acc[at]), "+f"(acc[at + 1]), "+f"(acc[at + 2]), "+f"(acc[at + 3]), "+f"(acc[at + 4]), \
+        "+f"(acc[at + 5]), "+f"(acc[at + 6]), "+f"(acc[at + 7])
 #define ACC_32(acc, at) ACC_8(acc, at), ACC_8(acc, at + 8), ACC_8(acc, at + 16), ACC_8(acc, at + 24)
-#define OPERANDS_32                                                                                                                         \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, " \
-    "%28, %29, %30, %31"
-#define OPERANDS_64                                                                                                                          \
-    OPERANDS_32                                                                                                                              \
-    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, " \
-    "%58, %59, %60, %61, %62, %63"
+#define OPERANDS_32                                                          \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define OPERANDS_64                                                                      \
+    OPERANDS_32                                                                          \
+    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-#define WGMMA_SS(name, type, columns, names, count, left_name, right_name, add_name, ...)                                 \
-    DEVICE void name(float (&acc)[count], u64 left, u64 right, bool add) {                                                      \
-        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " add_name ", 0;\nwgmma.mma_async.sync.aligned.m64n" columns          \
-                     "k16.f32." type "." type " {" names "}, " left_name ", " right_name ", add, 1, 1, 0, 0;\n}"                 \
-                     : __VA_ARGS__                                                                                               \
-                     : "l"(left), "l"(right), "r"(u32(add)));                                                                    \
+#define WGMMA_SS(name, type, columns, names, count, left_name, right_name, add_name, ...)      \
+    DEVICE void name(float (&acc)[count], u64 left, u64 right, bool add) {                     \
+        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " add_name ", 0;\n"                 \
+                     "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." type "." type " {" \
+                     names "}, " left_name ", " right_name ", add, 1, 1, 0, 0;\n}"             \
+                     : __VA_ARGS__                                                             \
+                     : "l"(left), "l"(right), "r"(u32(add)));                                  \
     }
-#define WGMMA_RS(name, type, columns, names, count, left_names, right_name, ...)                                       \
-    DEVICE void name(float (&acc)[count], const u32 (&left)[4], u64 right) {                                                    \
-        asm volatile("{\n.reg .pred add;\nsetp.eq.u32 add, 1, 1;\nwgmma.mma_async.sync.aligned.m64n" columns                    \
-                     "k16.f32." type "." type " {" names "}, {" left_names "}, " right_name ", add, 1, 1, 1;\n}"                \
-                     : __VA_ARGS__                                                                                               \
-                     : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right));                                      \
+#define WGMMA_RS(name, type, columns, names, count, left_names, right_name, ...)               \
+    DEVICE void name(float (&acc)[count], const u32 (&left)[4], u64 right) {                   \
+        asm volatile("{\n.reg .pred add;\nsetp.eq.u32 add, 1, 1;\n"                            \
+                     "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." type "." type " {" \
+                     names "}, {" left_names "}, " right_name ", add, 1, 1, 1;\n}"             \
+                     : __VA_ARGS__                                                             \
+                     : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right));    \
     }
 
 WGMMA_SS(wgmma_ss_bf16, "bf16", "64", OPERANDS_32, 32, "%32", "%33", "%34", ACC_32(acc, 0))

@@ -23,7 +23,7 @@ inline void read_eight(Block& block, u64 descriptor, u32 y, u32 x, u16* to) {
         block.fault = true;
         return;
     }
-    std::memcpy(to, block.async_units->base + swizzled_128(at), 16);
+    std::memcpy(to, block.dynamic_shared + swizzled_128(at), 16);
 }
 
 // Reads the operands of a product as they are now. Left: 64 rows of 16 dims, or the A fragments of

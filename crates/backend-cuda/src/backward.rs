@@ -29,6 +29,8 @@ pub struct CudaBackward<'p> {
     context: &'p mut PassContext,
     state: &'p mut BackwardState,
     inputs: BackwardInputs<'p, CudaSpace>,
+    /// True if K and V are read from the inputs, because no other rank reads them.
+    in_place: bool,
 }
 
 impl<'p> CudaBackward<'p> {
@@ -58,15 +60,13 @@ impl<'p> CudaBackward<'p> {
         for zeroed in [Some(&state.dq), state.dbias.as_ref()].into_iter().flatten() {
             context.fill(zeroed, 0.0)?;
         }
-        Ok(Self { context, state, inputs })
+        Ok(Self { context, state, inputs, in_place: false })
     }
 
     /// Arguments of a block of keys, but for the lists of its block mask.
     fn kv_arguments(&self, kv: &Block<'_, CudaSpace>) -> Result<Attention> {
-        let Self { context, state, inputs } = self;
-        let record = context.spec().kv_row_layout();
-        let bytes = context.spec().dtype.bytes();
-        let [k, v] = [0, 1].map(|index| field(kv.buffer.address(), &record, index, bytes));
+        let Self { context, state, inputs, in_place } = self;
+        let [k, v] = records::kv_operands(context, &inputs.forward, kv, *in_place);
         Ok(Attention {
             q: tensor(&inputs.forward.q),
             dout: tensor(&inputs.dout),
@@ -98,7 +98,15 @@ impl<'p> CudaBackward<'p> {
 }
 
 impl BackwardPass<CudaSpace> for CudaBackward<'_> {
-    fn local_kv(&mut self, into: &mut CudaBuffer, _: Readers) -> Result<Event> {
+    /// With [`Readers::Local`], copies nothing if the kernels can read K and V from the caller's
+    /// tensors.
+    fn local_kv(&mut self, into: &mut CudaBuffer, readers: Readers) -> Result<Event> {
+        let Self { context, inputs, .. } = self;
+        let by_tma = context.kernels.backward_warpgroup_for(context.queries()).is_some();
+        self.in_place = records::can_read_in_place(context, &inputs.forward, readers, by_tma)?;
+        if self.in_place {
+            return self.context.stream.record();
+        }
         records::pack_kv(self.context, &self.inputs.forward, into)
     }
 
@@ -118,6 +126,7 @@ impl BackwardPass<CudaSpace> for CudaBackward<'_> {
             return self.context.stream.record();
         }
         let tile = self.context.kernels.variant.tile();
+        let queries_tile = backward_queries::tile(self.context);
         let mut arguments = self.kv_arguments(kv)?;
         let warpgroups = self.context.kernels.backward_warpgroup_for(self.context.queries());
         // masks are uploaded before the stream waits for the block
@@ -125,17 +134,16 @@ impl BackwardPass<CudaSpace> for CudaBackward<'_> {
             Some(kernels) => {
                 self.context.mask_of_keys(kv.rows, kernels.variant.tile(), RangeLimits::NONE)?
             }
-            None => self.context.mask_of_keys(kv.rows, tile, RangeLimits::NONE)?,
+            None => self.context.mask_of_keys(kv.rows, queries_tile, RangeLimits::NONE)?,
         };
         block_mask.write_to(&mut arguments, false);
         let keys_on_warpgroups =
             warpgroups.is_some() && OnWarpgroups::can_stream_queries(&arguments);
-        let general_mask =
-            if warpgroups.is_some() && !keys_on_warpgroups || self.state.dbias.is_some() {
-                self.context.mask_of_keys(kv.rows, tile, RangeLimits::NONE)?
-            } else {
-                Arc::clone(&block_mask)
-            };
+        let general_mask = if !keys_on_warpgroups || self.state.dbias.is_some() {
+            self.context.mask_of_keys(kv.rows, tile, RangeLimits::NONE)?
+        } else {
+            Arc::clone(&block_mask)
+        };
         self.context.wait_for(kv)?;
         let warpgroups = warpgroups
             .map(|kernels| {
@@ -204,7 +212,7 @@ impl BackwardPass<CudaSpace> for CudaBackward<'_> {
 
     /// Rounds and writes the gradients.
     fn finish(self, dkv: &CudaBuffer, gradients: &mut Gradients<'_, CudaSpace>) -> Result<()> {
-        let Self { context, state, inputs } = self;
+        let Self { context, state, inputs, .. } = self;
         let kernels = &context.kernels;
         let spec = context.spec();
         let Dims { batch, q_heads, kv_heads, head_dim, value_dim, .. } = spec.dims;

@@ -1,5 +1,5 @@
-//! dK and dV: `kernels/backward_keys.cuh`, on tensor cores `kernels/backward_matrix.cuh`, on
-//! warpgroups `kernels/backward_keys_warpgroup.cuh`.
+//! dK and dV: `kernels/backward_keys.cuh`, on tensor cores `kernels/backward_keys_matrix.cuh`,
+//! on warpgroups `kernels/backward_keys_warpgroup.cuh`.
 
 use annulus_core::{Dims, Result};
 use annulus_device_cuda::CudaBuffer;
@@ -8,7 +8,7 @@ use crate::{
     arguments::{Attention, field},
     backward_warpgroup::OnWarpgroups,
     block_mask::BlockMask,
-    kernels::THREADS,
+    kernels::{MatrixKernels, THREADS},
     pass_context::PassContext,
 };
 
@@ -30,13 +30,18 @@ pub(crate) fn launch(
     [arguments.dk, arguments.dv] =
         [0, 1].map(|index| field(records.address(), &record, index, bytes));
     let Dims { batch, kv_heads, .. } = spec.dims;
-    let grid = [u64::from(block_mask.tiles()[1]), kv_heads as u64, batch as u64];
+    let mut grid = [u64::from(block_mask.tiles()[1]), kv_heads as u64, batch as u64];
     if let Some(warpgroups) = warpgroups {
         return warpgroups.launch_keys(context, arguments, grid);
     }
-    let matrix = kernels.matrix_for(spec);
-    let kernel = matrix.map_or(&kernels.backward_keys, |matrix| &matrix.backward_keys);
+    let (kernel, threads) = match kernels.matrix_for(spec) {
+        Some(matrix) => {
+            grid[0] *= (kernels.variant.tile()[1] / kernels.variant.keys_matrix_rows()) as u64;
+            (&matrix.backward_keys, MatrixKernels::THREADS)
+        }
+        None => (&kernels.backward_keys, THREADS),
+    };
     // SAFETY: the engine has validated every tensor's shape; memory is freed only after queued
     // work.
-    unsafe { kernel.launch(&context.stream, grid, THREADS, arguments) }
+    unsafe { kernel.launch(&context.stream, grid, threads, arguments) }
 }

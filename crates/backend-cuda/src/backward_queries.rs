@@ -1,15 +1,18 @@
 //! dQ from one block of keys: `kernels/backward_queries.cuh`, on tensor cores
-//! `kernels/backward_matrix.cuh`, on warpgroups `kernels/backward_queries_warpgroup.cuh`.
+//! `kernels/backward_queries_matrix.cuh`, on warpgroups `kernels/backward_queries_warpgroup.cuh`.
 
 use annulus_core::{Dims, Result};
 
 use crate::{
-    arguments::Attention, backward_warpgroup::OnWarpgroups, block_mask::BlockMask,
-    kernels::THREADS, pass_context::PassContext,
+    arguments::Attention,
+    backward_warpgroup::OnWarpgroups,
+    block_mask::BlockMask,
+    kernels::{MatrixKernels, THREADS},
+    pass_context::PassContext,
 };
 
 /// Adds the block's contribution to dQ of this rank's queries. The tiles of the block mask are
-/// those of the warpgroup kernels, if given, else of the general ones.
+/// those of the warpgroup kernels, if given, else of [`tile`].
 pub(crate) fn launch(
     context: &PassContext,
     arguments: &mut Attention,
@@ -24,9 +27,20 @@ pub(crate) fn launch(
     if let Some(warpgroups) = warpgroups {
         return warpgroups.launch_queries(context, arguments, grid);
     }
-    let matrix = kernels.matrix_for(spec);
-    let kernel = matrix.map_or(&kernels.backward_queries, |matrix| &matrix.backward_queries);
+    let (kernel, threads) = match kernels.matrix_for(spec) {
+        Some(matrix) => (&matrix.backward_queries, MatrixKernels::THREADS),
+        None => (&kernels.backward_queries, THREADS),
+    };
     // SAFETY: the engine has validated every tensor's shape; memory is freed only after queued
     // work.
-    unsafe { kernel.launch(&context.stream, grid, THREADS, arguments) }
+    unsafe { kernel.launch(&context.stream, grid, threads, arguments) }
+}
+
+/// Queries and keys per tile of the kernel, unless it is one on warpgroups.
+pub(crate) fn tile(context: &PassContext) -> [usize; 2] {
+    let variant = context.kernels.variant;
+    match context.kernels.matrix_for(context.spec()) {
+        Some(_) => variant.queries_matrix_tile(),
+        None => variant.tile(),
+    }
 }

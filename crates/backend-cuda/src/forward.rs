@@ -5,16 +5,12 @@ use annulus_core::{Block, Dims, ForwardPass, Inputs, Outputs, Readers, Result, T
 use annulus_device_cuda::{CudaBuffer, CudaSpace, Event};
 
 use crate::{
-    arguments::{
-        Attention, EMPTY_STATE, Tensor, WRITE_OUTPUTS, by_head, field, tensor, tensor_mut,
-    },
-    block_mask::to_u32,
+    arguments::{Attention, EMPTY_STATE, WRITE_OUTPUTS, by_head, tensor, tensor_mut},
     finish, forward_warpgroup,
     kernels::{MatrixKernels, THREADS},
     pass_context::PassContext,
     records,
     state::ForwardState,
-    tma::is_tma_readable,
 };
 
 /// A forward pass in progress.
@@ -59,8 +55,8 @@ impl<'p> CudaForward<'p> {
             return Ok(());
         }
         self.context.wait_for(kv)?;
-        let [k, v] = self.kv_operands(kv);
-        let Self { context, state, inputs, .. } = self;
+        let Self { context, state, inputs, in_place, .. } = self;
+        let [k, v] = records::kv_operands(context, inputs, kv, *in_place);
         let spec = context.spec();
         let mut arguments =
             Attention { q: tensor(&inputs.q), k, v, ..context.common_arguments(inputs)? };
@@ -95,16 +91,6 @@ impl<'p> CudaForward<'p> {
         self.written = outputs.is_some();
         self.context.record_use(&[kv.buffer]).map(|_| ())
     }
-
-    /// Describes K and V of a block: records, or the inputs.
-    fn kv_operands(&self, kv: &Block<'_, CudaSpace>) -> [Tensor; 2] {
-        if self.in_place {
-            return [&self.inputs.k, &self.inputs.v].map(tensor);
-        }
-        let spec = self.context.spec();
-        let record = spec.kv_row_layout();
-        [0, 1].map(|index| field(kv.buffer.address(), &record, index, spec.dtype.bytes()))
-    }
 }
 
 /// Launches the forward kernel of the pass. On warpgroups blocks fetch their tiles in an `order`
@@ -115,7 +101,7 @@ fn launch(context: &PassContext, arguments: &Attention, grid: [u64; 3], order: u
         return forward_warpgroup::launch(context, warpgroup, arguments, order);
     }
     let (kernel, threads) = match kernels.matrix_for(context.spec()) {
-        Some(matrix) => (&matrix.forward, MatrixKernels::FORWARD_THREADS),
+        Some(matrix) => (&matrix.forward, MatrixKernels::THREADS),
         None => (&kernels.forward, THREADS),
     };
     // SAFETY: the engine has validated every tensor's shape; memory is freed only after queued
@@ -127,12 +113,8 @@ impl ForwardPass<CudaSpace> for CudaForward<'_> {
     /// With [`Readers::Local`], copies nothing if the kernel can read K and V from the caller's
     /// tensors.
     fn local_kv(&mut self, into: &mut CudaBuffer, readers: Readers) -> Result<Event> {
-        let on_warpgroups = self.context.forward_tiles.on_warpgroups;
-        let Dims { batch, kv_heads, .. } = self.context.spec().dims;
-        let shape = [to_u32(self.context.shard.keys.len())?, to_u32(kv_heads)?, to_u32(batch)?];
-        let Inputs { k, v, .. } = &self.inputs;
-        self.in_place = readers == Readers::Local
-            && (!on_warpgroups || [k, v].iter().all(|view| is_tma_readable(&tensor(view), shape)));
+        let by_tma = self.context.forward_tiles.on_warpgroups;
+        self.in_place = records::can_read_in_place(self.context, &self.inputs, readers, by_tma)?;
         if self.in_place {
             return self.context.stream.record();
         }

@@ -31,7 +31,7 @@ impl ForwardTiles {
         let on_matrices = kernels.matrix_for(spec).is_some();
         let [rows, keys] = match warpgroup {
             Some(warpgroup) => warpgroup.variant.tile(),
-            None if on_matrices => kernels.variant.forward_matrix_tile(),
+            None if on_matrices => kernels.variant.queries_matrix_tile(),
             None => kernels.variant.tile(),
         };
         let packing = if warpgroup.is_some() || on_matrices {

@@ -25,7 +25,7 @@ const HEADERS: [Header; 8] = [
 ];
 
 /// Further headers of [`Family::General`].
-const GENERAL_HEADERS: [Header; 16] = [
+const GENERAL_HEADERS: [Header; 18] = [
     ("head_tiles.cuh", include_str!("../kernels/head_tiles.cuh")),
     ("gradient.cuh", include_str!("../kernels/gradient.cuh")),
     ("backward_pair.cuh", include_str!("../kernels/backward_pair.cuh")),
@@ -33,13 +33,15 @@ const GENERAL_HEADERS: [Header; 16] = [
     ("gqa_packing.cuh", include_str!("../kernels/gqa_packing.cuh")),
     ("chunk_stream.cuh", include_str!("../kernels/chunk_stream.cuh")),
     ("row_tiles.cuh", include_str!("../kernels/row_tiles.cuh")),
-    ("matrix.cuh", include_str!("../kernels/matrix.cuh")),
     ("forward_matrix.cuh", include_str!("../kernels/forward_matrix.cuh")),
     ("merge_splits.cuh", include_str!("../kernels/merge_splits.cuh")),
     ("backward_matrix.cuh", include_str!("../kernels/backward_matrix.cuh")),
+    ("backward_queries_matrix.cuh", include_str!("../kernels/backward_queries_matrix.cuh")),
+    ("backward_keys_matrix.cuh", include_str!("../kernels/backward_keys_matrix.cuh")),
     ("backward_queries.cuh", include_str!("../kernels/backward_queries.cuh")),
     ("backward_keys.cuh", include_str!("../kernels/backward_keys.cuh")),
     ("bias_gradient.cuh", include_str!("../kernels/bias_gradient.cuh")),
+    ("vectors.cuh", include_str!("../kernels/vectors.cuh")),
     ("rows.cuh", include_str!("../kernels/rows.cuh")),
     ("records.cuh", include_str!("../kernels/records.cuh")),
 ];
@@ -73,8 +75,8 @@ const WARPGROUP_BACKWARD_HEADERS: [Header; 6] = [
     ("backward_keys_warpgroup.cuh", include_str!("../kernels/backward_keys_warpgroup.cuh")),
 ];
 
-/// Threads per block of the general kernels, except the forward kernel on tensor cores; `THREADS`
-/// of `kernels/primitives.cuh`.
+/// Threads per block of the general kernels, except those on tensor cores; `THREADS` of
+/// `kernels/primitives.cuh`.
 pub(crate) const THREADS: u32 = 256;
 
 /// Upper bound of the grid of grid-stride kernels: 31 blocks for each of the 132
@@ -237,10 +239,17 @@ impl Variant {
         }
     }
 
-    /// Rows (queries, or pairs of query and head) and keys per tile of the forward kernel on tensor
-    /// cores; `FORWARD_ROWS` of `kernels/forward_matrix.cuh`.
-    pub(crate) const fn forward_matrix_tile(self) -> [usize; 2] {
+    /// Rows (queries, in the forward pass perhaps pairs of query and head) and keys per tile of the
+    /// kernels on tensor cores whose left operand is queries; `FORWARD_ROWS` of
+    /// `kernels/forward_matrix.cuh`, `QUERIES_ROWS` of `kernels/backward_queries_matrix.cuh`.
+    pub(crate) const fn queries_matrix_tile(self) -> [usize; 2] {
         [if self.dim <= 128 { 128 } else { 64 }, self.tile()[1]]
+    }
+
+    /// Keys of a block of the dK/dV kernel on tensor cores, whose tiles have
+    /// [`Variant::tile`] keys; `KEYS_ROWS` of `kernels/backward_keys_matrix.cuh`.
+    pub(crate) const fn keys_matrix_rows(self) -> usize {
+        if self.dim <= 128 { 64 } else { 32 }
     }
 
     /// Rows of a KV tile that all of these kernels compute whole: their largest, a multiple of the
@@ -250,7 +259,10 @@ impl Variant {
         one.max(other)
     }
 
-    /// Bytes of dynamic shared memory per launch of one of its kernels. Forward on warpgroups:
+    /// Bytes of dynamic shared memory per launch of one of its kernels. Backward on tensor cores:
+    /// `QueriesStorage` and `KeysStorage` of `kernels/backward_queries_matrix.cuh` and
+    /// `kernels/backward_keys_matrix.cuh` (own rows of two operands; two stages; two floats per
+    /// query, for dK and dV three of a tile's, and the exchanged scores in f32). Forward on warpgroups:
     /// `SharedStorage` of `kernels/warpgroup.cuh` (q; K and V, two stages each; 16 keys of P per
     /// query; a zero operand of 16 × 64; two work tiles; 12 mbarriers). Backward:
     /// `BackwardStorage` of `kernels/backward_warpgroup.cuh` (own rows of two operands; their
@@ -259,7 +271,19 @@ impl Variant {
     pub fn dynamic_shared_bytes(self, kernel: &str) -> u32 {
         let ([queries, keys], dim) = (self.tile(), self.dim);
         let bytes = match self.family {
-            Family::General => 0,
+            Family::General => match kernel {
+                "backward_queries_matrix" => {
+                    let rows = self.queries_matrix_tile()[0];
+                    2 * rows * dim * 2 + 2 * 64 * 64 * 2 + 2 * rows * 4
+                }
+                "backward_keys_matrix" => {
+                    let rows = self.keys_matrix_rows();
+                    let streamed = if dim <= 128 { 32 } else { 16 };
+                    let operands = 2 * rows * dim * 2 + 2 * 2 * streamed * dim * 2;
+                    operands + rows * streamed * 4 + 3 * queries * 4
+                }
+                _ => 0,
+            },
             Family::Warpgroup => {
                 let tiles = queries * dim * 2 + 4 * keys * dim * 2 + queries * 16 * 2;
                 tiles + 16 * 64 * 2 + 2 * 16 + 12 * 8
@@ -506,12 +530,13 @@ fn load(device: &Device, compiler: &Compiler, variant: Variant, more: &[String])
 }
 
 impl MatrixKernels {
-    /// Threads per block of the forward kernel; `FORWARD_THREADS` of `kernels/forward_matrix.cuh`.
-    pub(crate) const FORWARD_THREADS: u32 = 128;
+    /// Threads per block; `FORWARD_THREADS` of `kernels/forward_matrix.cuh`, `BACKWARD_THREADS` of
+    /// `kernels/backward_matrix.cuh`.
+    pub(crate) const THREADS: u32 = 128;
 
-    fn new(module: &Module) -> Result<Self> {
-        let [forward, backward_queries, backward_keys] =
-            MATRIX_KERNELS.map(|name| module.kernel(name));
+    fn new(module: &Module, variant: Variant) -> Result<Self> {
+        let [forward, backward_queries, backward_keys] = MATRIX_KERNELS
+            .map(|name| module.kernel(name)?.with_shared(variant.dynamic_shared_bytes(name)));
         Ok(Self {
             forward: forward?,
             backward_queries: backward_queries?,
@@ -556,7 +581,7 @@ impl Kernels {
             warpgroup: None,
             backward_warpgroup: None,
             forward: module.kernel("forward")?,
-            matrix: has_matrix.then(|| MatrixKernels::new(&module)).transpose()?,
+            matrix: has_matrix.then(|| MatrixKernels::new(&module, variant)).transpose()?,
             finish_forward: module.kernel("finish_forward")?,
             merge_splits: module.kernel("merge_splits")?,
             begin_backward: module.kernel("begin_backward")?,

@@ -2,7 +2,9 @@
 
 use std::ops::Range;
 
-use annulus_core::{BackwardInputs, Dims, Error, Inputs, RangePairs, Reduction, Result, Spec};
+use annulus_core::{
+    BackwardInputs, Block, Dims, Error, Inputs, RangePairs, Readers, Reduction, Result, Spec,
+};
 use annulus_device_cuda::{CudaBuffer, CudaSpace, Event, Kernel};
 
 use crate::{
@@ -10,6 +12,7 @@ use crate::{
     block_mask::to_u32,
     kernels::{MAX_BLOCKS, THREADS, grid_of},
     pass_context::PassContext,
+    tma::is_tma_readable,
 };
 
 /// Copies a tensor to another of the shape `[batch, rows, heads, dim]`.
@@ -29,6 +32,35 @@ pub(crate) fn copy(
     // SAFETY: the engine has checked both tensors against this shape; memory is freed only after
     // queued work.
     unsafe { kernel.launch(&context.stream, grid_of(elements), THREADS, &arguments) }
+}
+
+/// True if kernels can read K and V of this rank where the caller has them: no other rank reads the
+/// block, and TMA can read them if the kernels do so (`by_tma`).
+pub(crate) fn can_read_in_place(
+    context: &PassContext,
+    inputs: &Inputs<'_, CudaSpace>,
+    readers: Readers,
+    by_tma: bool,
+) -> Result<bool> {
+    let Dims { batch, kv_heads, .. } = context.spec().dims;
+    let shape = [to_u32(context.shard.keys.len())?, to_u32(kv_heads)?, to_u32(batch)?];
+    let is_readable = |view| !by_tma || is_tma_readable(&tensor(view), shape);
+    Ok(readers == Readers::Local && [&inputs.k, &inputs.v].into_iter().all(is_readable))
+}
+
+/// Describes K and V of a block: its records, or `in_place` the inputs.
+pub(crate) fn kv_operands(
+    context: &PassContext,
+    inputs: &Inputs<'_, CudaSpace>,
+    kv: &Block<'_, CudaSpace>,
+    in_place: bool,
+) -> [Tensor; 2] {
+    if in_place {
+        return [&inputs.k, &inputs.v].map(tensor);
+    }
+    let spec = context.spec();
+    let record = spec.kv_row_layout();
+    [0, 1].map(|index| field(kv.buffer.address(), &record, index, spec.dtype.bytes()))
 }
 
 /// Writes this rank's K and V as records in wire order.

@@ -1,9 +1,10 @@
-//! K and V of one rank are read where the caller has them, and packed only for TMA and only if it
-//! cannot read them; the last kernel writes the outputs. The bits are the same.
+//! K and V of one rank are read where the caller has them, in both passes, and packed only for TMA
+//! and only if it cannot read them; the last kernel of a forward pass writes the outputs. The bits
+//! are the same, as they are for all strides.
 
 use annulus::{Attention, Dims, Ring};
 use annulus_comm::{Deadline, Staged, threads};
-use annulus_core::{DType, Inputs, Outputs, Result};
+use annulus_core::{BackwardInputs, DType, Gradients, Inputs, Outputs, Result};
 use annulus_cuda::{
     Cuda,
     device::{CudaCopier, CudaSpace, CudaTensor, CudaView},
@@ -40,8 +41,30 @@ fn view(tensor: &CudaTensor, apart: usize) -> CudaView<'_> {
     }
 }
 
-/// Bytes of out; then blocks of the kernels that copy K and V, clear the state, and finish.
-fn forward(cuda: &Cuda, ordinal: usize, apart: usize) -> Result<(Vec<u8>, [u64; 3])> {
+/// Elements from one head of a tensor to its next.
+#[derive(Debug, Clone, Copy)]
+struct Apart {
+    kv: usize,
+    /// Of q, out and dout.
+    queries: usize,
+}
+
+const DENSE: Apart = Apart { kv: DIM, queries: DIM };
+
+/// Results of both passes.
+struct Results {
+    /// Bytes of out.
+    out: Vec<u8>,
+    /// Bytes of dq, dk and dv.
+    gradients: [Vec<u8>; 3],
+    /// Blocks of the kernels that copy K and V, clear the state, and finish, of the forward pass.
+    forward_blocks: [u64; 3],
+    /// Blocks of the kernel that copies K and V in the backward pass.
+    backward_copies: u64,
+}
+
+/// Runs both passes on device `ordinal`.
+fn attend(cuda: &Cuda, ordinal: usize, apart: Apart) -> Result<Results> {
     let attention = Attention::new().causal(true).dtype(DType::Bf16);
     let copier = CudaCopier::new(cuda.stream().device())?;
     let staged = Staged::<_, CudaSpace>::new(threads::ring(1).remove(0), copier);
@@ -51,17 +74,61 @@ fn forward(cuda: &Cuda, ordinal: usize, apart: usize) -> Result<(Vec<u8>, [u64; 
         attention.spec(Dims::new(1, ROWS, HEADS, DIM)),
         attention.ring_options(),
     )?;
-    let [q, k, v] = [tensor(cuda, 1, DIM)?, tensor(cuda, 2, apart)?, tensor(cuda, 3, apart)?];
-    let mut out = CudaTensor::uninitialized(cuda.stream(), DType::Bf16, [1, ROWS, HEADS, DIM])?;
+    let dense = || CudaTensor::uninitialized(cuda.stream(), DType::Bf16, [1, ROWS, HEADS, DIM]);
+    let q = tensor(cuda, 1, apart.queries)?;
+    let [k, v] = [tensor(cuda, 2, apart.kv)?, tensor(cuda, 3, apart.kv)?];
+    let mut out = dense()?;
     let mut lse = CudaTensor::uninitialized(cuda.stream(), DType::F32, [1, HEADS, ROWS, 1])?;
-    let (k, v) = (view(&k, apart), view(&v, apart));
-    let inputs = Inputs { q: q.view(), k, v, bias: None, sinks: None };
-    let (out_view, lse) = (out.view_mut(), lse.view_mut());
-    let mut outputs = Outputs { out: out_view, lse, max: None, sum: None, ties: None };
+    let (k, v) = (view(&k, apart.kv), view(&v, apart.kv));
+    let inputs = Inputs { q: view(&q, apart.queries), k, v, bias: None, sinks: None };
+    let (out_view, lse_view) = (out.view_mut(), lse.view_mut());
+    let mut outputs = Outputs { out: out_view, lse: lse_view, max: None, sum: None, ties: None };
     ring.forward(&inputs, &mut outputs)?;
     cuda.stream().synchronize(DEADLINE)?;
-    let kernels = ["copy_elements", "fill_sums", "finish_forward"];
-    Ok((out.download()?, kernels.map(|kernel| emulator::blocks(ordinal, kernel))))
+    let blocks = |kernel| emulator::blocks(ordinal, kernel);
+    let forward_blocks = ["copy_elements", "fill_sums", "finish_forward"].map(blocks);
+
+    // not the output of these inputs: any numbers do
+    let [out_of_rows, dout] = [tensor(cuda, 4, apart.queries)?, tensor(cuda, 5, apart.queries)?];
+    let inputs = BackwardInputs {
+        forward: inputs,
+        out: view(&out_of_rows, apart.queries),
+        lse: lse.view(),
+        max: None,
+        ties: None,
+        dout: view(&dout, apart.queries),
+        dlse: None,
+    };
+    let [mut dq, mut dk, mut dv] = [dense()?, dense()?, dense()?];
+    let mut gradients = Gradients {
+        dq: dq.view_mut(),
+        dk: dk.view_mut(),
+        dv: dv.view_mut(),
+        dbias: None,
+        dsinks: None,
+    };
+    ring.backward(&inputs, &mut gradients)?;
+    cuda.stream().synchronize(DEADLINE)?;
+    Ok(Results {
+        out: out.download()?,
+        gradients: [dq.download()?, dk.download()?, dv.download()?],
+        forward_blocks,
+        backward_copies: blocks("copy_elements") - forward_blocks[0],
+    })
+}
+
+fn open(on_warpgroups: bool, ordinal: usize) -> Cuda {
+    if on_warpgroups { hopper_on(ordinal, 0, 0) } else { emulated_on(ordinal, &[]) }.unwrap()
+}
+
+/// Results with strides, and bits as with dense tensors.
+fn attend_as_dense(on_warpgroups: bool, apart: Apart) -> Results {
+    let [one, other] = [next_device(), next_device()];
+    let got = attend(&open(on_warpgroups, one), one, apart).unwrap();
+    let want = attend(&open(on_warpgroups, other), other, DENSE).unwrap();
+    assert!(got.out == want.out, "{on_warpgroups} {apart:?}");
+    assert!(got.gradients == want.gradients, "{on_warpgroups} {apart:?}");
+    got
 }
 
 #[test]
@@ -74,14 +141,18 @@ fn k_and_v_of_one_rank_are_copied_only_if_tma_cannot_read_them() {
         (true, 24, false),
         (true, 20, true),
     ] {
-        let open = |ordinal| {
-            if on_warpgroups { hopper_on(ordinal, 0, 0) } else { emulated_on(ordinal, &[]) }
-        };
-        let [one, other] = [next_device(), next_device()];
-        let (got, [copied, cleared, finished]) = forward(&open(one).unwrap(), one, apart).unwrap();
+        let got = attend_as_dense(on_warpgroups, Apart { kv: apart, ..DENSE });
+        let [copied, cleared, finished] = got.forward_blocks;
         assert_eq!(copied > 0, copies, "{on_warpgroups} {apart}");
+        assert_eq!(got.backward_copies > 0, copies, "{on_warpgroups} {apart}");
         assert_eq!([cleared, finished], [0, 0]);
-        let (want, _) = forward(&open(other).unwrap(), other, DIM).unwrap();
-        assert!(got == want, "{on_warpgroups} {apart}");
+    }
+}
+
+/// delta is summed in one order, whether 16 bytes are loaded at once or not.
+#[test]
+fn gradients_do_not_depend_on_strides_of_queries() {
+    for queries in [24, 20, 17] {
+        attend_as_dense(false, Apart { queries, ..DENSE });
     }
 }

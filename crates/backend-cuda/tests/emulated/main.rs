@@ -9,6 +9,7 @@ mod copies;
 mod decode;
 mod failures;
 mod in_place;
+mod matrix_backward;
 mod nccl;
 mod overflow;
 mod packing;

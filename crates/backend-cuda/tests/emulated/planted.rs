@@ -120,6 +120,20 @@ fn a_wait_one_stage_late_in_a_backward_pass_is_caught() {
 }
 
 #[test]
+fn left_rows_that_belong_to_a_later_group_of_copies_are_caught() {
+    assert!(caught_in_backward(&["-DPLANTED_LATE_LEFT_ROWS=2"], "dq["));
+    assert!(caught_in_backward(&["-DPLANTED_LATE_LEFT_ROWS=3"], "dk["));
+}
+
+/// The warps of dV pass S to those of dK through shared memory, and all read the statistics of the
+/// tile's queries there.
+#[test]
+fn scores_and_statistics_that_are_not_ordered_by_barriers_are_caught() {
+    assert!(caught_in_backward(&["-DPLANTED_NO_EXCHANGE_BARRIER"], "dk["));
+    assert!(caught_in_backward(&["-DPLANTED_EARLY_STATISTICS"], "dk["));
+}
+
+#[test]
 fn a_mask_that_is_off_by_one_in_a_backward_pass_is_caught() {
     assert!(caught_in_backward(&["-DPLANTED_BACKWARD_MASK_OFF_BY_ONE=2"], "dq["));
     assert!(caught_in_backward(&["-DPLANTED_BACKWARD_MASK_OFF_BY_ONE=3"], "dk["));

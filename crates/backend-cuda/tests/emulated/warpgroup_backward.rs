@@ -85,12 +85,12 @@ fn kernels_are_chosen_by_dims_queries_and_score_epilogue() {
     let mut capped = case(16);
     capped.spec.soft_cap = Some(3.0);
     assert_eq!(run_on(&capped, Cuda::MIN_WARPGROUP_ROWS), Ok([[0, 6, 0], [0, 3, 0]]));
-    // fewer queries than a tile has: level matrix, with tiles of 64
+    // fewer queries than a tile has: level matrix, with tiles of 128 queries, and of 64 keys
     let few = plain_case("few", dims(127, 16), DType::Bf16);
-    assert_eq!(run_on(&few, Cuda::MIN_WARPGROUP_ROWS), Ok([[0, 0, 4], [0, 0, 5]]));
+    assert_eq!(run_on(&few, Cuda::MIN_WARPGROUP_ROWS), Ok([[0, 0, 2], [0, 0, 5]]));
     assert_eq!(run_on(&few, 0), Ok([[2, 0, 0], [3, 0, 0]]));
-    // 256 dims
-    assert_eq!(run_on(&case(136), 0), Ok([[0, 0, 10], [0, 0, 5]]));
+    // 256 dims: tiles of 64, and two blocks for each tile of keys
+    assert_eq!(run_on(&case(136), 0), Ok([[0, 0, 10], [0, 0, 10]]));
 }
 
 #[test]

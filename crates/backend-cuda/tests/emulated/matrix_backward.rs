@@ -1,0 +1,124 @@
+//! Backward on tensor cores with `mma.sync`: full and partial tiles in all parts of a kernel, score
+//! options, large scores, numbers that are not finite, and the order of threads.
+
+use std::sync::Arc;
+
+use annulus_conformance::{Case, Draw, Judge, Masks, Setting, Subject};
+use annulus_core::{Alibi, BackwardMode, DType, Dims, Dropout, Layout, Spec};
+use annulus_cuda_emulator as emulator;
+use ndarray::s;
+
+use crate::support::plain;
+
+/// One batch row, heads 2 : 1, and several tiles of both sides, the last ones ragged.
+fn dims(dim: usize) -> Dims {
+    Dims { kv_len: 230, kv_heads: 1, value_dim: dim / 2 + 20, ..Dims::new(1, 300, 2, dim) }
+}
+
+fn case_of(spec: Spec, masks: Masks, dtype: DType) -> Case {
+    Case::new("backward", spec, masks, &mut Draw::new(3)).in_dtype(dtype)
+}
+
+/// Checks the answers of `ranks` ranks.
+fn check(case: &Case, ranks: usize) -> Result<(), String> {
+    let setting = Setting::new(ranks, Layout::Zigzag);
+    let answers = plain().run(case, &setting, 1).map_err(|error| error.to_string())?;
+    let judge = Judge::new(case).map_err(|error| error.to_string())?;
+    answers.iter().try_for_each(|answer| judge.check(answer))
+}
+
+#[test]
+fn every_dim_type_and_backward_mode_holds() {
+    for (dtype, dim, causal, backward, ranks) in [
+        (DType::Bf16, 64, false, BackwardMode::OnePass, 1),
+        (DType::F16, 64, true, BackwardMode::TwoPass, 2),
+        (DType::F16, 128, false, BackwardMode::TwoPass, 2),
+        (DType::Bf16, 128, true, BackwardMode::OnePass, 1),
+        (DType::Bf16, 256, false, BackwardMode::TwoPass, 2),
+        (DType::F16, 256, true, BackwardMode::OnePass, 1),
+        // rows that cannot be copied 16 bytes at a time
+        (DType::Bf16, 71, false, BackwardMode::OnePass, 1),
+    ] {
+        let spec = Spec { backward, ..Spec::new(dims(dim), DType::F64) };
+        let case = case_of(spec, Masks { causal, ..Masks::default() }, dtype);
+        check(&case, ranks).unwrap_or_else(|wrong| panic!("{dtype} {dim} {causal}: {wrong}"));
+    }
+}
+
+#[test]
+fn score_options_hold() {
+    type Change = fn(&mut Spec);
+    let changes: [(&str, Change); 4] = [
+        ("soft cap", |spec| spec.soft_cap = Some(1.5)),
+        ("alibi", |spec| spec.bias_function = Some(Arc::new(Alibi::published(2)))),
+        ("bias", |spec| spec.bias = Some([1, 2, 300, 230])),
+        ("dropout", |spec| spec.dropout = Some(Dropout { probability: 0.4, seed: 8 })),
+    ];
+    for (name, change) in changes {
+        // two parts of a tile, in both kernels
+        let mut spec = Spec::new(dims(72), DType::F64);
+        change(&mut spec);
+        let masks = Masks { window: Some([Some(170), Some(90)]), ..Masks::default() };
+        check(&case_of(spec, masks, DType::Bf16), 1)
+            .unwrap_or_else(|wrong| panic!("{name}: {wrong}"));
+    }
+}
+
+/// Scores whose lse is beyond the bound of fused exponents, in full tiles and in partial ones.
+#[test]
+fn large_scores_hold() {
+    for causal in [false, true] {
+        let spec = Spec { scale: 1.0, ..Spec::new(dims(64), DType::F64) };
+        let mut case = case_of(spec, Masks { causal, ..Masks::default() }, DType::F64);
+        // one dim adds the same 2048 to all scores, which leaves the probabilities as they are
+        case.q.slice_mut(s![.., .., .., 0]).fill(32.0);
+        case.k.slice_mut(s![.., .., .., 0]).fill(64.0);
+        check(&case.in_dtype(DType::F16), 1).unwrap_or_else(|wrong| panic!("{causal}: {wrong}"));
+    }
+}
+
+/// Elements that are not finite in K, Q and dO reach only the gradients of pairs that are visible,
+/// with the products of scalar units, in parts of tiles in the middle of a pass.
+#[test]
+fn masked_non_finite_elements_change_nothing() {
+    for dim in [64, 128, 256] {
+        let masks = Masks { window: Some([Some(20), Some(20)]), ..Masks::default() };
+        let dims = Dims { kv_len: 300, ..dims(dim) };
+        let mut case = case_of(Spec::new(dims, DType::F64), masks, DType::Bf16);
+        // of queries 180 … 220, and through them of keys 160 … 240
+        case.k[[0, 200, 0, 3]] = f64::NAN;
+        // keys 0 … 40 and 20 … 60
+        case.q[[0, 20, 1, 5]] = f64::INFINITY;
+        case.dout[[0, 40, 0, 7]] = f64::NAN;
+        let answer = plain().run(&case, &Setting::ALONE, 1).unwrap().remove(0);
+        let want = case.truth().unwrap().backward;
+        for (what, got, want) in [
+            ("dq", &answer.dq, &want.dq),
+            ("dk", &answer.dk, &want.dk),
+            ("dv", &answer.dv, &want.dv),
+        ] {
+            for ((index, got), want) in got.indexed_iter().zip(want) {
+                assert_eq!(got.is_nan(), want.is_nan(), "{dim}: {what}{index:?}: {got} {want}");
+                let near = want.is_nan() || (got - want).abs() < 0.02 + 0.02 * want.abs();
+                assert!(near, "{dim}: {what}{index:?}: got {got}, want {want}");
+            }
+        }
+        assert!(answer.dq[[0, 180, 0, 0]].is_nan() && answer.dq[[0, 179, 0, 0]].is_finite());
+        assert!(answer.dk[[0, 60, 0, 0]].is_nan() && answer.dk[[0, 61, 0, 0]].is_finite());
+        assert!(answer.dv[[0, 60, 0, 7]].is_nan() && answer.dv[[0, 61, 0, 7]].is_finite());
+    }
+}
+
+#[test]
+fn the_order_of_threads_changes_no_bit() {
+    let masks = Masks { causal: true, ..Masks::default() };
+    let case = case_of(Spec::new(dims(128), DType::F64), masks, DType::F16);
+    let run = |seed| {
+        emulator::set_seed(seed);
+        plain().run(&case, &Setting::ALONE, 1).unwrap().remove(0)
+    };
+    let want = run(31);
+    for seed in 32..34 {
+        run(seed).same_bits(&want).unwrap();
+    }
+}
