@@ -3,10 +3,12 @@
 //! ```text
 //! |got − want| ≤ 2·(largest error of the plain computation in the same type)
 //!              + 4·(its mean square error)^½ · min(1, 64/n)
-//!              + (2·ε + (32 + 8·largest |lse|)·ε of the accumulator)
+//!              + (r·ε + (16 + 4·largest |lse|)·ε of the accumulator)
 //!                · (magnitude of what is summed up)
 //! ```
-//! `want` is the oracle's number, n the count of numbers in the array.
+//! `want` is the oracle's number, n the count of numbers in the array. r is 2 in 16 bits, because
+//! probabilities or dS, and results, are rounded to the type once each. Else r is 16, because the
+//! type is that of the accumulator, and its sums round often.
 //!
 //! - The largest error of very few numbers (a dbias of one, a dsinks of two) is itself random. It
 //!   is therefore taken over up to 16 computations of nearby inputs, and some standard deviations
@@ -68,12 +70,17 @@ impl Judge {
         &self.want
     }
 
+    /// Returns the largest error that an array of this name may have.
+    pub fn bound(&self, name: &str) -> f64 {
+        self.bounds.get(name).copied().unwrap_or(0.0)
+    }
+
     /// Compares an answer with the oracle's.
     ///
     /// # Errors
     /// The first number whose error is too large, as text.
     pub fn check(&self, got: &Answer) -> Result<(), String> {
-        got.compare(&self.want, |name| self.bounds.get(name).copied().unwrap_or(0.0))
+        got.compare(&self.want, |name| self.bound(name))
     }
 
     /// Compares two answers to the same case, each of which may have the error that the rule
@@ -82,7 +89,7 @@ impl Judge {
     /// # Errors
     /// As [`Judge::check`].
     pub fn check_equal(&self, got: &Answer, want: &Answer) -> Result<(), String> {
-        got.compare(want, |name| 2.0 * self.bounds.get(name).copied().unwrap_or(0.0))
+        got.compare(want, |name| 2.0 * self.bound(name))
     }
 }
 
@@ -148,8 +155,9 @@ fn floors(case: &Case, want: &Answer) -> HashMap<&'static str, f64> {
     };
     // a logit of size s has an error of s·ε, and so e^s has the relative error s·ε
     let sums = wide * (16.0 + 4.0 * most(&mut want.lse.iter()));
-    // probabilities or dS, and results, are rounded to the type of the case once; the sums are not
-    let narrow = 2.0 * epsilon(case.spec.dtype) + 2.0 * sums;
+    let dtype = case.spec.dtype;
+    let roundings = if dtype.bytes() == 2 { 2.0 } else { 16.0 };
+    let narrow = roundings * epsilon(dtype) + sums;
     let norm = |tensor: ArrayView4<'_, f64>| {
         let length =
             |vector: ndarray::ArrayView1<'_, f64>| vector.iter().map(|x| x * x).sum::<f64>().sqrt();

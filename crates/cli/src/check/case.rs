@@ -9,6 +9,7 @@ use ndarray::{Array, Dimension};
 use super::{
     compare::{Expected, largest_error},
     index::Case,
+    truth::Truth,
 };
 use crate::{
     arguments::values::LayoutName,
@@ -155,21 +156,6 @@ fn lengths(dims: Dims) -> String {
     )
 }
 
-/// Returns the tolerances of a case in `T`, by array.
-///
-/// # Errors
-/// [`Error::Unsupported`] if it has none.
-pub(super) fn tolerances<T: Element>(case: &Case) -> Result<&BTreeMap<String, f64>> {
-    let tolerances =
-        case.tolerance.get(T::DTYPE.name()).filter(|tolerances| !tolerances.is_empty());
-    tolerances.ok_or_else(|| {
-        Error::unsupported(
-            format!("dtype {}", T::DTYPE.name()),
-            "this case, which has no tolerance for it",
-        )
-    })
-}
-
 impl<T: Element> Loaded<T> {
     fn new(folder: &Path, case: &Case) -> Result<Self> {
         let Opened { input, sinks, attention } = Opened::new::<T>(folder, case)?;
@@ -177,22 +163,22 @@ impl<T: Element> Loaded<T> {
         let q_rows = all(input.dims.q_len);
         let kv_rows = all(input.dims.kv_len);
         let named = |error| input.named(error);
+        let expected = Self::expected(&Truth::new::<T>(&input, case, sinks, &attention)?)?;
         Ok(Self {
             attention,
             share: input.share(sinks, &q_rows, &kv_rows).map_err(named)?,
             batch: input.batch(&q_rows, &kv_rows).map_err(named)?,
             gradients: input.output_gradients(&q_rows).map_err(named)?,
-            expected: Self::expected(&input, case)?,
+            expected,
             input,
         })
     }
 
     /// Loads the expected values of every array that the case has a tolerance for.
-    fn expected(input: &Input, case: &Case) -> Result<BTreeMap<String, (f64, Expected)>> {
-        let load = |(name, &tolerance): (&String, &f64)| {
-            Ok((name.clone(), (tolerance, Expected::whole(input, name)?)))
-        };
-        tolerances::<T>(case)?.iter().map(load).collect()
+    fn expected(truth: &Truth<'_>) -> Result<BTreeMap<String, (f64, Expected)>> {
+        let load =
+            |(name, tolerance): (&str, f64)| Ok((name.into(), (tolerance, truth.whole(name)?)));
+        truth.tolerances().into_iter().map(load).collect()
     }
 
     /// Computes the case on a ring. `first` is the result of the first reproducible ring.

@@ -6,6 +6,7 @@ mod glob;
 mod index;
 #[cfg(feature = "mpi")]
 mod processes;
+mod truth;
 
 use std::{
     path::{Path, PathBuf},
@@ -15,6 +16,7 @@ use std::{
 use annulus_comm::threads::each_rank;
 use annulus_core::{Error, Result, Strategy};
 use clap::{Args, ValueEnum};
+use half::{bf16, f16};
 
 use crate::{
     arguments::{
@@ -75,7 +77,9 @@ pub(crate) struct CheckFlags {
     #[arg(long, value_name = "NAME,...", default_value = "ring", value_delimiter = ',',
         value_parser = strategy)]
     strategy: Vec<Strategy>,
-    /// Element types to compute in
+    /// Element types to compute in. In f16 and bf16, for which cases have no expected arrays, those
+    /// of the rounded inputs are computed in f64, and an error may be twice that of a plain
+    /// computation in the type
     #[arg(long, value_enum, default_value = "f32,f64", value_delimiter = ',')]
     dtype: Vec<CheckedDType>,
     /// Only cases whose id matches this pattern of * and ?
@@ -93,13 +97,17 @@ pub(crate) struct CheckFlags {
     skip_unsupported: bool,
 }
 
-/// Element types for which cases have tolerances.
+/// Element types to compute in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum CheckedDType {
     /// Inputs of f32, unchanged.
     F32,
     /// Inputs widened exactly.
     F64,
+    /// Inputs rounded.
+    F16,
+    /// Inputs rounded.
+    Bf16,
 }
 
 impl CheckedDType {
@@ -107,6 +115,8 @@ impl CheckedDType {
         match self {
             Self::F32 => "f32",
             Self::F64 => "f64",
+            Self::F16 => "f16",
+            Self::Bf16 => "bf16",
         }
     }
 }
@@ -298,6 +308,8 @@ fn compute_on_threads(
     let judge = |unit: &Unit| match (&unit.case, unit.dtype) {
         (Ok(case), CheckedDType::F32) => case::run::<f32>(folder, case, rings, backend),
         (Ok(case), CheckedDType::F64) => case::run::<f64>(folder, case, rings, backend),
+        (Ok(case), CheckedDType::F16) => case::run::<f16>(folder, case, rings, backend),
+        (Ok(case), CheckedDType::Bf16) => case::run::<bf16>(folder, case, rings, backend),
         (Err(error), _) => rings.iter().map(|_| Verdict::Failed(error.clone())).collect(),
     };
     let worker = |_, ()| {

@@ -12,13 +12,14 @@ use std::{
 
 use annulus::comm::mpi::{FirstRanks, Settings};
 use annulus_core::{Batch, Element, Error, Result};
+use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 
 use super::{
     CheckedDType, Unit,
-    case::{Opened, Ring, Verdict, WrongArray, error_of, exceeding, tolerances},
-    compare::Expected,
+    case::{Opened, Ring, Verdict, WrongArray, error_of, exceeding},
     index::Case,
+    truth::Truth,
 };
 use crate::{
     backend::BackendChoice,
@@ -67,11 +68,14 @@ pub(super) fn compute(
             own.push(match (group, case, dtype) {
                 (None, ..) => RankVerdict::Passed,
                 (_, Err(error), _) => RankVerdict::of(&Verdict::Failed(error.clone())),
-                (Some(group), Ok(case), CheckedDType::F32) => {
-                    judge::<f32>(folder, case, ring, group, &settings, backend)
-                }
-                (Some(group), Ok(case), CheckedDType::F64) => {
-                    judge::<f64>(folder, case, ring, group, &settings, backend)
+                (Some(group), Ok(case), dtype) => {
+                    let judge = match dtype {
+                        CheckedDType::F64 => judge::<f64>,
+                        CheckedDType::F32 => judge::<f32>,
+                        CheckedDType::Bf16 => judge::<bf16>,
+                        CheckedDType::F16 => judge::<f16>,
+                    };
+                    judge(folder, case, ring, group, &settings, backend)
                 }
             });
             job.heartbeat()?;
@@ -111,6 +115,7 @@ fn try_judge<T: Element>(
     let endpoint = Endpoint::Process(Box::new(group.ring(settings.clone())?));
     let Opened { input, sinks, attention } = opened?;
     ring.check_heads(&input.dims)?;
+    let truth = Truth::new::<T>(&input, case, sinks, &attention)?;
     let attention = attention.strategy(ring.strategy);
     let attention = ring.layout.apply(attention, input.dims, ring.ranks, || input.coordinates());
     let attention = attention.map_err(|error| input.named(error))?;
@@ -131,13 +136,13 @@ fn try_judge<T: Element>(
     // the gradient of a bias without a query axis is equal on all ranks
     let is_reduced = input.bias.is_some_and(|shape| shape[2] == 1);
     let mut wrong = Vec::new();
-    for (name, &tolerance) in tolerances::<T>(case)? {
-        let want = match name.as_str() {
-            "out" | "dq" => Expected::rows(&input, name, 1, &q_rows)?,
-            "dk" | "dv" => Expected::rows(&input, name, 1, &kv_rows)?,
-            "lse" | "max" | "sum" => Expected::rows(&input, name, 2, &q_rows)?,
-            "dbias" if !is_reduced => Expected::rows(&input, name, 2, &q_rows)?,
-            _ => Expected::whole(&input, name)?,
+    for (name, tolerance) in truth.tolerances() {
+        let want = match name {
+            "out" | "dq" => truth.rows(name, 1, &q_rows)?,
+            "dk" | "dv" => truth.rows(name, 1, &kv_rows)?,
+            "lse" | "max" | "sum" => truth.rows(name, 2, &q_rows)?,
+            "dbias" if !is_reduced => truth.rows(name, 2, &q_rows)?,
+            _ => truth.whole(name)?,
         };
         wrong.extend(exceeding(name, error_of(name, &want, &forward, &backward)?, tolerance));
     }

@@ -108,6 +108,19 @@ fn correct_cases_pass_on_every_ring() {
 }
 
 #[test]
+fn cases_pass_in_16_bits_by_the_oracle() {
+    let folder = Folder::new("check_16_bits");
+    let mut one = case("one");
+    // what the file says about other types does not count
+    one["tolerance"] = json!({});
+    write(&folder, &[one]);
+    tensors().f64("dk", &[1, 5, 1, 4], [9.0; 20]).write(&folder.path("one.safetensors"));
+    let flags = "check . --ranks 1,2 --layout contiguous --dtype f16,bf16";
+    ends(&folder.succeed(flags), 0, "4 passed, 0 failed");
+    ends(&folder.run("check . --ranks 1 --dtype f32"), 1, "0 passed, 3 failed");
+}
+
+#[test]
 fn wrong_arrays_are_printed_with_error_and_tolerance() {
     let folder = Folder::new("check_wrong");
     write(&folder, &[case("one")]);
