@@ -27,7 +27,8 @@ class Cache:
     their queries. Row i of the cache has the row number and the position i. Every ranks-th page of
     rows is on the same rank. A call of ``attend`` is one all-gather of (out, lse), whose bytes do
     not depend on the number of cached rows. With ``reproducible`` results have the bits of one
-    attention over all cached rows, and the bytes of a call grow with the number of pages.
+    attention over all cached rows, and the bytes of a call grow with the number of pages that its
+    queries attend to.
 
     Without ``comm`` all ranks are threads of this process. With ``comm``, an mpi4py communicator,
     this process is one rank: making a cache and ``attend`` are collective, all else is local. All

@@ -50,7 +50,7 @@ impl CacheShape {
     /// of two ranks differ by at most one page.
     ///
     /// In the reproducible order 256, a leaf, times a power of two. Default: 256. The bytes of a
-    /// call are then proportional to the number of pages.
+    /// call are then proportional to the number of pages that its queries attend to.
     #[must_use]
     pub const fn page_rows(self, page_rows: u64) -> Self {
         Self { page_rows: Some(page_rows), ..self }
@@ -78,7 +78,8 @@ impl CacheShape {
 ///
 /// With [`Attention::reproducible`] the bits are those of one attention over all cached rows, for
 /// any number of ranks, any appends and any page size. A call then has two exchanges, whose bytes
-/// are proportional to the number of pages ([`Cache::bytes_predicted`]).
+/// are proportional to the number of pages that its queries attend to
+/// ([`Cache::bytes_predicted`]).
 ///
 /// # Examples
 /// Four ranks, here as threads: a prefill of 100 rows, then tokens.
@@ -311,12 +312,13 @@ impl<B: Backend<Space: HostTensors>> Cache<B> {
     ///
     /// By default they are (ranks − 1) · rows · (value_dim elements and lse), where rows is
     /// batch · queries · q_heads, and it receives as many. In the reproducible order it sends, of
-    /// its pages and its rows / ranks rows:
+    /// its pages that the queries of a round attend to, and its rows / ranks rows:
     ///
     /// ```text
     /// (rows − own rows) · own pages · (value_dim + 2) accumulators
     ///     + (ranks − 1) · own rows · (value_dim elements and lse)
     /// ```
+    /// Then it is 0 for more queries than cached rows, a call that is refused.
     pub fn bytes_predicted(&self, queries: usize) -> u64 {
         self.cache.bytes_predicted(queries)
     }

@@ -22,6 +22,8 @@ use annulus_core::{
 /// [`crate::Plan`].
 pub(crate) trait RankEngine<S: Space>: fmt::Debug + fmt::Display + Send {
     fn facts(&self) -> &dyn RankFacts;
+    /// Returns the strategy that was given or, of [`Strategy::Auto`], chosen.
+    fn given_strategy(&self) -> Strategy;
     fn on_step(&mut self, hook: StepHook);
     fn update(&mut self, batch: &Batch) -> Result<()>;
     fn forward(&mut self, inputs: Inputs<'_, S>, outputs: &mut Outputs<'_, S>) -> Result<Report>;
@@ -140,7 +142,10 @@ impl<B: Backend<Space: HostTensors>> RankFacts for HeadsRing<B> {
 }
 
 /// A ring whose tensors are in the memory of its backend.
-pub(crate) struct DeviceRing<B: Backend>(Ring<B>);
+pub(crate) struct DeviceRing<B: Backend> {
+    ring: Ring<B>,
+    strategy: Strategy,
+}
 
 impl<B: Backend> DeviceRing<B> {
     /// Plans on this rank of `transport`. The only strategy is the ring.
@@ -170,33 +175,39 @@ impl<B: Backend> DeviceRing<B> {
                 Err(Error::unsupported(format!("strategy {strategy}"), "tensors in device memory"))
             }
         };
-        Ok(Self(Ring::new(backend, transport, spec, options)?))
+        // there is no other to choose from
+        let strategy = if strategy == Strategy::Auto { Strategy::Ring } else { strategy };
+        Ok(Self { ring: Ring::new(backend, transport, spec, options)?, strategy })
     }
 }
 
 impl<B: Backend> fmt::Debug for DeviceRing<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Debug::fmt(&self.0, f)
+        fmt::Debug::fmt(&self.ring, f)
     }
 }
 
 impl<B: Backend> fmt::Display for DeviceRing<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(&self.0, f)
+        fmt::Display::fmt(&self.ring, f)
     }
 }
 
 impl<B: Backend> RankEngine<B::Space> for DeviceRing<B> {
     fn facts(&self) -> &dyn RankFacts {
-        &self.0
+        &self.ring
+    }
+
+    fn given_strategy(&self) -> Strategy {
+        self.strategy
     }
 
     fn on_step(&mut self, hook: StepHook) {
-        self.0.on_step(hook);
+        self.ring.on_step(hook);
     }
 
     fn update(&mut self, batch: &Batch) -> Result<()> {
-        self.0.update(batch)
+        self.ring.update(batch)
     }
 
     fn forward(
@@ -204,7 +215,7 @@ impl<B: Backend> RankEngine<B::Space> for DeviceRing<B> {
         inputs: Inputs<'_, B::Space>,
         outputs: &mut Outputs<'_, B::Space>,
     ) -> Result<Report> {
-        self.0.forward(&inputs, outputs)
+        self.ring.forward(&inputs, outputs)
     }
 
     fn backward(
@@ -212,26 +223,32 @@ impl<B: Backend> RankEngine<B::Space> for DeviceRing<B> {
         inputs: BackwardInputs<'_, B::Space>,
         gradients: &mut Gradients<'_, B::Space>,
     ) -> Result<Report> {
-        self.0.backward(&inputs, gradients)
+        self.ring.backward(&inputs, gradients)
     }
 
     fn refuse(&mut self, why: Error) -> Error {
-        self.0.refuse(why)
+        self.ring.refuse(why)
     }
 }
 
 /// One rank of a plan under its strategy, of tensors in host memory.
-pub(crate) enum Engine<B: Backend<Space: HostTensors>> {
+pub(crate) struct Engine<B: Backend<Space: HostTensors>> {
+    form: Form<B>,
+    strategy: Strategy,
+}
+
+/// The strategy as a ring or a grid.
+enum Form<B: Backend<Space: HostTensors>> {
     Ring(Box<Ring<B>>),
     HeadsRing(Box<HeadsRing<B>>),
 }
 
-/// Evaluates an expression for either engine.
+/// Evaluates an expression for either form.
 macro_rules! either {
-    ($engine:expr, $of:ident => $body:expr) => {
-        match $engine {
-            Engine::Ring($of) => $body,
-            Engine::HeadsRing($of) => $body,
+    ($form:expr, $of:ident => $body:expr) => {
+        match $form {
+            Form::Ring($of) => $body,
+            Form::HeadsRing($of) => $body,
         }
     };
 }
@@ -278,29 +295,34 @@ impl<B: Backend<Space: HostTensors>> Engine<B> {
             Ok(Err(_)) => false,
             _ => strategy.on_ranks(ranks) == Strategy::Ring,
         };
-        Ok(if is_ring {
-            Self::Ring(Box::new(Ring::new(backend, transport, spec, options)?))
+        let form = if is_ring {
+            Form::Ring(Box::new(Ring::new(backend, transport, spec, options)?))
         } else {
             let engine = HeadsRing::new(backend, transport, spec, options, strategy)?;
-            Self::HeadsRing(Box::new(engine))
-        })
+            Form::HeadsRing(Box::new(engine))
+        };
+        Ok(Self { form, strategy })
     }
 }
 
 impl<B: Backend<Space: HostTensors>> RankEngine<Host> for Engine<B> {
     fn facts(&self) -> &dyn RankFacts {
-        match self {
-            Self::Ring(of) => of.as_ref(),
-            Self::HeadsRing(of) => of.as_ref(),
+        match &self.form {
+            Form::Ring(of) => of.as_ref(),
+            Form::HeadsRing(of) => of.as_ref(),
         }
     }
 
+    fn given_strategy(&self) -> Strategy {
+        self.strategy
+    }
+
     fn on_step(&mut self, hook: StepHook) {
-        either!(self, of => of.on_step(hook));
+        either!(&mut self.form, of => of.on_step(hook));
     }
 
     fn update(&mut self, batch: &Batch) -> Result<()> {
-        either!(self, of => of.update(batch))
+        either!(&mut self.form, of => of.update(batch))
     }
 
     fn forward(
@@ -319,7 +341,7 @@ impl<B: Backend<Space: HostTensors>> RankEngine<Host> for Engine<B> {
             sum: sum.as_mut().map(HostViewMut::reborrow),
             ties: ties.as_mut().map(HostViewMut::reborrow),
         };
-        either!(self, of => of.forward(&inputs, &mut outputs))
+        either!(&mut self.form, of => of.forward(&inputs, &mut outputs))
     }
 
     fn backward(
@@ -339,23 +361,23 @@ impl<B: Backend<Space: HostTensors>> RankEngine<Host> for Engine<B> {
             dbias: dbias.as_mut().map(HostViewMut::reborrow),
             dsinks: dsinks.as_mut().map(HostViewMut::reborrow),
         };
-        either!(self, of => of.backward(&inputs, &mut gradients))
+        either!(&mut self.form, of => of.backward(&inputs, &mut gradients))
     }
 
     fn refuse(&mut self, why: Error) -> Error {
-        either!(self, of => of.refuse(why))
+        either!(&mut self.form, of => of.refuse(why))
     }
 }
 
 impl<B: Backend<Space: HostTensors>> fmt::Debug for Engine<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        either!(self, of => fmt::Debug::fmt(of, f))
+        either!(&self.form, of => fmt::Debug::fmt(of, f))
     }
 }
 
 impl<B: Backend<Space: HostTensors>> fmt::Display for Engine<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        either!(self, of => fmt::Display::fmt(of, f))
+        either!(&self.form, of => fmt::Display::fmt(of, f))
     }
 }
 

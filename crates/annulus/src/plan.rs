@@ -499,6 +499,30 @@ impl<S: Space> Plan<S> {
         self.engine.facts().strategy()
     }
 
+    /// Returns the strategy in force under the name by which it was given or chosen: as
+    /// [`Plan::strategy`], but a published strategy instead of its form, of which
+    /// [`Strategy::OncePerNode`] has the ranks of a node.
+    ///
+    /// # Examples
+    /// ```
+    /// use annulus::{Attention, Dims, Strategy};
+    ///
+    /// let attention = Attention::new().strategy(Strategy::AllGather);
+    /// let ring = attention.local_ring(Dims::new(1, 64, 2, 16), 4)?;
+    /// assert_eq!(ring.plan().strategy(), Strategy::Ring);
+    /// assert_eq!(ring.plan().named_strategy(), Strategy::AllGather);
+    /// # Ok::<(), annulus::Error>(())
+    /// ```
+    pub fn named_strategy(&self) -> Strategy {
+        match self.engine.given_strategy() {
+            Strategy::OncePerNode { node_ranks } => Strategy::OncePerNode {
+                node_ranks: self.route().node_ranks().unwrap_or(node_ranks),
+            },
+            named @ (Strategy::AllGather | Strategy::AllToAll | Strategy::PassQ) => named,
+            _ => self.strategy(),
+        }
+    }
+
     /// Returns the layout of the rows, by ring index ([`Plan::ring_index`]).
     pub fn layout(&self) -> &Layout {
         self.engine.facts().layout()

@@ -9,8 +9,8 @@ use annulus::{
     comm::threads::{each_rank, ring},
 };
 use annulus_core::{
-    Backend, Capabilities, Host, HostBuffer, LEAF_ROWS, LeafMerges, Passes, RankLeaves, RankShard,
-    Spec,
+    Backend, Capabilities, Fingerprint, Host, HostBuffer, KeyIntervals, LEAF_ROWS, LeafMerges,
+    Mask, Passes, RankLeaves, RankShard, Spec, mask,
 };
 use half::bf16;
 use ndarray::{Array2, Array4, s};
@@ -342,30 +342,100 @@ fn a_wrong_tree_over_pages_changes_bits() {
 fn long_prefills_are_computed_in_rounds() {
     // a page has 36 bytes of a score row; 9 pages of rank 0 and half of the 512 score rows of a
     // query fill a message of 1 MiB with 12 queries, so 40 take 4 rounds of 10
+    let causal = reproducible();
+    let all_pages = |rank: usize, _: Range<usize>| [9, 8][rank];
+    compare_prefill(&causal, 40, 10, all_pages);
+    // a window of 4 keys: the pages 14 to 16, of which rank 0 has two, fill a message with 56
+    // queries, so 700 take 13 rounds of 54. A round sends the pages of its own queries
+    let window = reproducible().sliding_window(3, 0);
+    let pages = |rank: usize, queries: Range<usize>| {
+        let pages = (queries.start - 3) / 256..=(queries.end - 1) / 256;
+        pages.filter(|page| page % 2 == rank).count()
+    };
+    compare_prefill(&window, 700, 54, pages);
+}
+
+/// Compares a prefill of 17 pages on two ranks, whose last `queries` rows attend in rounds of
+/// `round`, with one attention, and its bytes with those of `pages` of a rank in a round.
+fn compare_prefill(
+    attention: &Attention,
+    queries: usize,
+    round: usize,
+    pages: impl Fn(usize, Range<usize>) -> usize,
+) {
     const ROWS: usize = 17 * 256;
-    let attention = reproducible().sliding_window(3, 0);
     let dims = Dims::new(1, ROWS, 512, 1).kv_heads(1).value_dim(7);
     let shape = CacheShape::new(1, 512, 1).kv_heads(1).value_dim(7);
     let [k, v] = [1, 7].map(|dim| numbers::<f32>(dim, [1, ROWS, 1, dim as usize]));
     let q = numbers::<f32>(5, [1, ROWS, 512, 1]);
-    let last = s![.., ROWS - 40.., .., ..];
+    let first = ROWS - queries;
+    let last = s![.., first.., .., ..];
+    let bytes = |rank: usize| -> usize {
+        let rounds = (first..ROWS).step_by(round).map(|start| start..ROWS.min(start + round));
+        rounds.map(|rows| rows.len() * 256 * (pages(rank, rows) * 36 + 8 * 4)).sum()
+    };
+    let bytes = [bytes(0) as u64, bytes(1) as u64];
     let of_ranks = each_rank(ring(2), |rank, transport| {
-        let mut cache = Cache::new(&attention, shape, Cpu::new(1)?, transport)?;
+        let mut cache = Cache::new(attention, shape, Cpu::new(1)?, transport)?;
         cache.append(k.view(), v.view())?;
-        let predicted = cache.bytes_predicted(40);
-        let score_rows = 40 * 256;
-        assert_eq!(predicted, score_rows * ([9, 8][rank] * 36 + 8 * 4));
+        assert_eq!(cache.bytes_predicted(queries), bytes[rank], "rank {rank}");
         let forward = cache.attend(q.slice(last), None)?;
-        assert_eq!(forward.reports[0].bytes_sent, predicted);
+        assert_eq!(forward.reports[0].bytes_sent, bytes[rank], "rank {rank}");
         // messages of one round: 2 MiB to send, 1 MiB to receive; keys and values are short
         assert!(cache.buffer_bytes() < 4 << 20);
         Ok(bits(forward.out.iter()))
     })
     .unwrap();
-    let mut whole = attention.threads(2).local_ring(dims, 1).unwrap();
+    let mut whole = attention.clone().threads(2).local_ring(dims, 1).unwrap();
     let forward = whole.forward(&Tensors::new(q.view(), k.view(), v.view())).unwrap();
     let want = bits(forward.out.slice(last).iter());
     assert!(of_ranks.iter().all(|of_rank| *of_rank == want));
+}
+
+/// Queries from row 600 on attend to no key, those before to all keys before row 256.
+#[derive(Debug)]
+struct FirstPage;
+
+impl Mask for FirstPage {
+    fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
+        into.text("first page")
+    }
+
+    fn visible(&self, query: &mask::Query, key: &mask::Key) -> bool {
+        query.position < 600 && key.position < 256
+    }
+
+    fn intervals(&self, query: &mask::Query) -> Option<KeyIntervals> {
+        let end = if query.position < 600 { 256 } else { 0 };
+        Some(KeyIntervals::one(0, end))
+    }
+}
+
+#[test]
+fn pages_without_visible_keys_are_not_sent() {
+    // bits with sinks, and with queries that attend to no page
+    let sinks = Attention::new().reproducible(true).mask(Arc::new(FirstPage));
+    let sinks = sinks.softmax_aux(SinkShape::per_head(1));
+    let steps = [append(599, 2), append(2, 2), append(300, 5), append(1, 1)];
+    compare::<f32>("first page", &sinks, &[1, 2, 3], &[256, 512], &steps);
+    let attention = Attention::new().reproducible(true).mask(Arc::new(FirstPage));
+    let all = Sequence::<f32>::new(&attention);
+    let of_ranks = each_rank(ring(3), |_, transport| {
+        let mut cache = Cache::new(&attention, SHAPE, Cpu::new(1)?, transport)?;
+        all.step(&mut cache, 0..590, 1, false)?;
+        let visible = cache.bytes_predicted(1);
+        all.step(&mut cache, 590..1300, 1, false)?;
+        Ok((visible, cache.bytes_predicted(1), cache.bytes_predicted(1301)))
+    });
+    // 8 score rows on 3 ranks: 2, 3 and 3. A page has 8 numbers of each, a result 7, for two ranks
+    let results = |rows: u64| 2 * rows * 7 * 4;
+    let pages = (8 - 2) * 8 * 4;
+    let want = vec![
+        (results(2) + pages, results(2), 0),
+        (results(3), results(3), 0),
+        (results(3), results(3), 0),
+    ];
+    assert_eq!(of_ranks.unwrap(), want);
 }
 
 #[test]

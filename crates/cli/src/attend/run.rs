@@ -263,7 +263,7 @@ impl AttendRun<'_> {
             ranks: count,
             threads: self.threads,
             backend: self.backend.description(),
-            strategy: plan.map(|plan| plan.strategy().to_string()).unwrap_or_default(),
+            strategy: plan.map(|plan| plan.named_strategy().to_string()).unwrap_or_default(),
             layout,
             route,
             dtype,

@@ -59,7 +59,7 @@ struct Measured<'a> {
     clock: &'a Clock,
     ranks: usize,
     layout: &'static str,
-    /// Strategy in force.
+    /// Strategy in force, by its published name if it was given or chosen by that.
     strategy: String,
     /// Visible pairs, all heads and batch rows.
     pairs: f64,
@@ -139,7 +139,7 @@ impl<'a> Case<'a> {
             })?;
             let layout = ranks.first().map_or("", |rank| rank.plan.layout().name());
             if let Some(rank) = ranks.first().filter(|_| job.is_leader()) {
-                let strategy = rank.plan.strategy().to_string();
+                let strategy = rank.plan.named_strategy().to_string();
                 let (backend, ranks) = (backend.name(), job.ranks());
                 let measured = Measured { least, backend, clock, ranks, layout, strategy, pairs };
                 say!("{}", self.line(passes, &measured));

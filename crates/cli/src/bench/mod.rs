@@ -38,6 +38,7 @@ kv_heads q_len kv_len ranks layout window documents align precision pairs backen
   gflops      FLOPs / ms. FLOPs are 4·pairs·head_dim for fwd and 3.5 times that for fwd+bwd
   pairs       visible pairs, all heads and batch rows; for plain causal n²/2, as is usual
   gflops_cpu  FLOPs / (least CPU time / threads of all ranks), which holds on a busy machine too
+  strategy    the one in force, by its published name if it was given or chosen by that
 
 Examples:
   annulus bench
@@ -127,8 +128,9 @@ pub(crate) struct BenchFlags {
     #[arg(long, value_enum, default_value = "auto")]
     layout: LayoutName,
     /// Division of the attention among ranks: ring; heads:H, an all-to-all over heads in groups of H
-    /// ranks and a ring over the groups; or auto, the one with the least predicted time on --machine
-    /// or, without one, that sends the fewest bytes
+    /// ranks and a ring over the groups; grid:QxK or grid:HxQxK, with K key columns; all-gather,
+    /// all-to-all, once-per-node:N or pass-q; or auto, the one with the least predicted time on
+    /// --machine or, without one, that sends the fewest bytes
     #[arg(long, value_name = "NAME", default_value = "ring", value_parser = strategy)]
     strategy: Strategy,
     /// Machine file, which `annulus measure` writes, by which --strategy auto chooses

@@ -83,7 +83,7 @@ pub(crate) struct DecodeFlags {
     #[arg(long, value_name = "ROWS", value_parser = page_rows)]
     page_rows: Option<usize>,
     /// Give results the bits of `attend --reproducible` on any number of ranks. The bytes of a call
-    /// grow with the number of pages
+    /// grow with the number of pages that its queries attend to
     #[arg(long)]
     reproducible: bool,
     /// Print the summary as one JSON object

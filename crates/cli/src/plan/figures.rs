@@ -31,8 +31,8 @@ pub(super) struct Figures {
     pub(super) ranks: usize,
     /// Name of the strategy.
     pub(super) strategy: String,
-    /// Every strategy that ranks and heads admit, the ring first; none for a ring of more than
-    /// [`MOST_STEPPED_RANKS`] ranks.
+    /// Every strategy that ranks and heads admit, the ring first; for more than
+    /// [`MOST_STEPPED_RANKS`] ranks the one that was given, or none for a ring.
     pub(super) strategies: Vec<StrategyFigures>,
     /// Number of ranks of a ring: of `steps`, `hops` and `direction`.
     pub(super) ring_ranks: usize,

@@ -58,7 +58,8 @@ pub(super) struct Strategies {
 
 impl Strategies {
     /// Plans every strategy of `spec` with a forward and a backward pass. For more than
-    /// [`MOST_STEPPED_RANKS`] ranks a ring is planned alone, because that takes a third of the time.
+    /// [`MOST_STEPPED_RANKS`] ranks a strategy by its name is planned alone, because all of them
+    /// take minutes for 65,536 ranks. The figures of a ring then are those of the ring alone.
     ///
     /// # Errors
     /// [`annulus_core::Error::InvalidArgument`] naming `strategy` if it does not fit ranks and
@@ -76,13 +77,14 @@ impl Strategies {
         if let Some(grid) = &grid {
             grid.check(spec, true)?;
         }
-        if strategy.on_ranks(ranks) == Strategy::Ring
-            && ranks > MOST_STEPPED_RANKS
-            && machine.is_none()
-        {
-            return Ok(Self::default());
-        }
         let options = TrafficOptions { placement, ..options(spec, layout)? };
+        if let Some(grid) = grid.filter(|_| ranks > MOST_STEPPED_RANKS && machine.is_none()) {
+            if grid.members() == 1 {
+                return Ok(Self::default());
+            }
+            let all = vec![StrategyTraffic::of(spec, grid, &options, &mut || ())?];
+            return Ok(Self { all, predictions: Vec::new(), chosen: 0 });
+        }
         let mut all = StrategyTraffic::of_all(spec, ranks, &options, &mut || ())?;
         all.extend(StrategyTraffic::of_routes(spec, ranks, &options, &mut || ())?);
         let (fastest, predictions) = match machine {

@@ -485,6 +485,31 @@ fn strategies_are_compared_by_bytes() {
 }
 
 #[test]
+fn attend_and_bench_print_the_name_of_the_strategy() {
+    let folder = Folder::new("named_strategy");
+    folder.succeed("make --output in.st --q-len 64 --heads 4 --head-dim 8");
+    let attend = "attend --input in.st --output out.st --ranks 4 --threads 1 --json";
+    let bench = "bench --what fwd --dtype f32 --ns 64 --ds 8 --heads 4 --ranks 4 --threads 1";
+    for (given, want) in [
+        ("ring", "ring"),
+        ("heads:1", "ring"),
+        ("heads:2", "heads:2"),
+        ("heads:4", "heads:4"),
+        ("grid:1x4", "grid:1x4"),
+        ("all-gather", "all-gather"),
+        ("all-to-all", "all-to-all"),
+        ("once-per-node:2", "once-per-node:2"),
+        ("pass-q", "pass-q"),
+    ] {
+        for line in [attend, &format!("{bench} --causal true")] {
+            let printed = folder.succeed(&format!("{line} --strategy {given}")).out;
+            let printed: Value = serde_json::from_str(&printed).unwrap();
+            assert_eq!(printed["strategy"], want, "{line} --strategy {given}");
+        }
+    }
+}
+
+#[test]
 fn attend_divides_heads_and_keys() {
     let folder = Folder::new("attend_strategy");
     folder.succeed("make --output in.safetensors --backward --q-len 90 --heads 4 --kv-heads 2");

@@ -23,6 +23,7 @@ use annulus_core::{
 };
 
 use super::{
+    page_set::PageSet,
     partials::Results,
     tree_messages::{TreeMessages, too_short},
 };
@@ -32,16 +33,16 @@ pub(super) struct PageTree<B: Backend> {
     /// Attention over pages. Its batch is the largest number of score rows.
     spec: Arc<Spec>,
     workspace: B::Workspace,
-    /// Pages of all ranks.
-    pages: u64,
+    /// Pages of all ranks that are merged.
+    pages: Arc<PageSet>,
     /// Keys that stand for the pages.
     keys: Rows,
-    /// Records of all pages, ascending.
+    /// Records of the pages, ascending.
     records: <B::Space as Space>::Buffer,
 }
 
 impl<B: Backend<Space: HostTensors>> PageTree<B> {
-    /// Adapts `stored` to the longest round of a call and to so many pages of all ranks. Without
+    /// Adapts `stored` to the longest round of a call and to the pages of all its rounds. Without
     /// score rows of this rank nothing is stored.
     ///
     /// # Errors
@@ -51,31 +52,30 @@ impl<B: Backend<Space: HostTensors>> PageTree<B> {
         backend: &B,
         spec: &Spec,
         rows: u64,
-        pages: u64,
+        pages: &Arc<PageSet>,
     ) -> Result<()> {
         let kept = stored.take().filter(|kept| kept.spec.dims.batch as u64 == rows);
         if rows == 0 {
             return Ok(());
         }
+        // records are allocated for at most twice as many pages
+        let room = pages.count().next_power_of_two();
         *stored = Some(match kept {
-            Some(kept) if kept.pages == pages => kept,
             Some(mut kept) => {
-                kept.workspace.update(&Self::shard(&kept.spec, pages)?)?;
-                let mut records = kept.records;
+                kept.attend_to(pages)?;
                 let record = kept.spec.kv_row_layout().bytes();
-                if B::Space::size(&records) < pages.saturating_mul(record) {
-                    records = backend.allocate(Self::room(pages).saturating_mul(record))?;
+                if B::Space::size(&kept.records) < pages.count().saturating_mul(record) {
+                    kept.records = backend.allocate(room.saturating_mul(record))?;
                 }
-                Self { keys: Self::keys(&kept.spec, pages)?, records, pages, ..kept }
+                kept
             }
             None => {
                 let spec = Arc::new(tree_spec(spec, rows)?);
-                let bytes = Self::room(pages).saturating_mul(spec.kv_row_layout().bytes());
                 Self {
                     workspace: backend.workspace(&Self::shard(&spec, pages)?, Passes::Forward)?,
                     keys: Self::keys(&spec, pages)?,
-                    records: backend.allocate(bytes)?,
-                    pages,
+                    records: backend.allocate(room.saturating_mul(spec.kv_row_layout().bytes()))?,
+                    pages: Arc::clone(pages),
                     spec,
                 }
             }
@@ -83,15 +83,24 @@ impl<B: Backend<Space: HostTensors>> PageTree<B> {
         Ok(())
     }
 
-    /// Returns the pages for which records are allocated: at most twice as many.
-    const fn room(pages: u64) -> u64 {
-        pages.next_power_of_two()
+    /// Adapts the attention to `pages`, of which there are at most as many as in a call that was
+    /// prepared.
+    ///
+    /// # Errors
+    /// As [`PageTree::prepare`].
+    pub(super) fn attend_to(&mut self, pages: &Arc<PageSet>) -> Result<()> {
+        if self.pages != *pages {
+            self.workspace.update(&Self::shard(&self.spec, pages)?)?;
+            self.keys = Self::keys(&self.spec, pages)?;
+            self.pages = Arc::clone(pages);
+        }
+        Ok(())
     }
 
-    fn shard(spec: &Arc<Spec>, pages: u64) -> Result<RankShard> {
+    fn shard(spec: &Arc<Spec>, pages: &PageSet) -> Result<RankShard> {
         let leaves = RankLeaves {
             rows: spec.leaf_rows.unwrap_or(1),
-            keys: LeafMerges::of_arrivals(0..pages)?,
+            keys: LeafMerges::of_arrivals(pages.numbers())?,
             queries: LeafMerges::default(),
             sends_queries: false,
         };
@@ -100,17 +109,17 @@ impl<B: Backend<Space: HostTensors>> PageTree<B> {
             queries: Arc::new(Rows::counting(1, 0)?),
             keys: Arc::default(),
             attention_mask: None,
-            most_block_rows: pages,
+            most_block_rows: pages.count(),
             most_query_rows: 1,
             leaves: Some(Arc::new(leaves)),
         })
     }
 
-    /// Lists the keys of all pages: the first row numbers of the leaves 0 to `pages` − 1.
-    fn keys(spec: &Spec, pages: u64) -> Result<Rows> {
+    /// Lists the keys of the pages: of each the first row number of the leaf with its number.
+    fn keys(spec: &Spec, pages: &PageSet) -> Result<Rows> {
         let leaf_rows = spec.leaf_rows.unwrap_or(1);
-        let count = index(pages);
-        let rows = memory::collect("pages", count, (0..pages).map(|page| page * leaf_rows))?;
+        let count = index(pages.count());
+        let rows = memory::collect("pages", count, pages.numbers().map(|page| page * leaf_rows))?;
         let mut keys = Rows::default();
         keys.refill(|numbers, positions, _| {
             positions.extend(rows.iter().map(|row| row.cast_signed()));
@@ -152,7 +161,7 @@ impl<B: Backend<Space: HostTensors>> PageTree<B> {
         tick: Tick<'_>,
     ) -> Result<()> {
         let rows = self.rows();
-        let Self { spec, workspace, keys, records, .. } = self;
+        let Self { spec, workspace, pages, keys, records } = self;
         let value_dim = spec.dims.value_dim;
         let sums = spec.dtype;
         let event = B::Space::host_event().ok_or_else(in_device_memory)?;
@@ -178,7 +187,9 @@ impl<B: Backend<Space: HostTensors>> PageTree<B> {
             HostViewMut::of_bytes(bytes, sums, [rows, 1, 1, 1])
         };
         let mut pass = workspace.forward(inputs)?;
-        pass.attend(&Block { buffer: records, ready: &event, rows: keys }, tick)?;
+        if pages.count() > 0 {
+            pass.attend(&Block { buffer: records, ready: &event, rows: keys }, tick)?;
+        }
         pass.finish(&mut Outputs {
             out: HostViewMut::of_bytes(values, sums, [rows, 1, 1, value_dim])?,
             max: Some(HostViewMut::of_bytes(max, sums, [rows, 1, 1, 1])?),

@@ -38,18 +38,8 @@ impl Pages {
         rounds * self.rows + last_page
     }
 
-    /// Returns the number of this rank's pages that have rows among the rows `0..len`.
-    pub(super) const fn count(&self, len: u64) -> u64 {
-        self.local_len(len).div_ceil(self.rows)
-    }
-
-    /// Returns the most pages of a rank that have rows among the rows `0..len`: those of rank 0.
-    pub(super) const fn most(&self, len: u64) -> u64 {
-        Self { rank: 0, ..*self }.count(len)
-    }
-
     /// Returns the number of the local page `page` among the pages of all ranks.
-    pub(super) const fn number(&self, page: u64) -> u64 {
+    const fn number(&self, page: u64) -> u64 {
         page * self.ranks + self.rank
     }
 
@@ -90,9 +80,7 @@ mod tests {
         assert_eq!(rows(0, 11), [0, 1, 2, 6, 7, 8]);
         assert_eq!(rows(1, 11), [3, 4, 5, 9, 10]);
         assert_eq!((rows(0, 0), rows(1, 3), rows(0, 2)), (vec![], vec![], vec![0, 1]));
-        let pages = |rank| Pages { rows: 3, ranks: 2, rank };
-        assert_eq!([pages(0).count(10), pages(1).count(10), pages(1).most(10)], [2, 2, 2]);
-        assert_eq!([pages(0).count(13), pages(1).count(13), pages(1).number(1)], [3, 2, 3]);
+        assert_eq!(Pages { rows: 3, ranks: 2, rank: 1 }.number(1), 3);
     }
 
     proptest! {

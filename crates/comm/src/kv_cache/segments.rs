@@ -140,6 +140,13 @@ impl<S: HostTensors> Segments<S> {
         used.map(move |segment| Block { buffer: &segment.buffer, ready, rows: &segment.rows })
     }
 
+    /// Returns the block at `index`, if it has rows.
+    pub(super) fn block<'a>(&'a self, index: u64, ready: &'a S::Event) -> Option<Block<'a, S>> {
+        let segment = self.list.get(usize::try_from(index).ok()?)?;
+        let block = Block { buffer: &segment.buffer, ready, rows: &segment.rows };
+        (!segment.rows.is_empty()).then_some(block)
+    }
+
     fn expand(&self, local: Range<u64>, rows: &mut Rows) -> Result<()> {
         let numbers = self.pages.row_numbers(local);
         let all = RowSet::all(numbers.len());

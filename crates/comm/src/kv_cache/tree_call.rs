@@ -6,6 +6,7 @@
 //! the tree over all pages, sinks, division, rounding            `page_tree.rs`
 //! all-gather of the results
 //! ```
+//! Pages are those that any query of the round attends to (`page_set.rs`).
 
 use std::{
     ops::Range,
@@ -21,41 +22,48 @@ use annulus_core::{
 
 use super::{
     Buffers, KvCache,
+    page_set::PageSet,
     page_tree::PageTree,
     pages::Pages,
     partials::Results,
+    rounds::Rounds,
     tree_messages::{PageResult, TreeMessages, too_short},
 };
 use crate::ring::{PassKind, in_flight::InFlight, step_events::Observer};
 
 impl<B: Backend<Space: HostTensors>> KvCache<B> {
-    /// Returns the messages of a round with so many queries, to a cache of `len` rows.
-    pub(super) const fn tree_messages(&self, queries: u64, len: u64) -> TreeMessages {
+    /// Returns the messages of a round with the queries at the row numbers `queries`, to a cache of
+    /// `len` rows.
+    pub(super) fn tree_messages(&self, queries: Range<u64>, len: u64) -> TreeMessages {
         let Spec { dims, dtype, .. } = self.spec;
-        TreeMessages { dims, dtype, pages: self.pages, len, queries }
+        let count = queries.end - queries.start;
+        let visible = Arc::new(PageSet::visible(&self.spec, self.pages, len, queries));
+        TreeMessages { dims, dtype, pages: self.pages, visible, queries: count }
     }
 
-    /// Allocates what a call needs whose first and longest round has the queries `rows` of
-    /// `queries`.
+    /// Allocates what a call with these rounds needs.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::Device`].
-    pub(super) fn prepare_tree(&mut self, rows: &Range<u64>, queries: usize) -> Result<()> {
-        let of_queries = self.query_rows(rows, queries)?;
+    pub(super) fn prepare_tree(&mut self, rounds: &Rounds) -> Result<()> {
+        let rows = rounds.rows(0);
+        let of_queries = self.query_rows(&rows)?;
         let shard = page_shard(&self.local_spec, &of_queries, self.pages, 0, self.len)?;
         self.attend_to_shard(&shard)?;
-        let messages = self.tree_messages(rows.end - rows.start, self.len);
+        // the longest round, with the pages of all rounds: as much as any round needs
+        let of_call = self.tree_messages(rounds.all(), self.len);
+        let messages = TreeMessages { queries: rows.end - rows.start, ..of_call };
         let own = messages.rows_of(self.pages.rank);
         let own_rows = own.end - own.start;
-        let pages = self.len.div_ceil(self.pages.rows);
-        PageTree::prepare(&mut self.tree, &self.backend, &self.spec, own_rows, pages)?;
+        let visible = &messages.visible;
+        PageTree::prepare(&mut self.tree, &self.backend, &self.spec, own_rows, visible)?;
         let [sent, received] = [messages.send_bytes(), messages.receive_bytes()];
         let Buffers { own, receives, .. } = &self.buffers;
         let is_long = |buffer: &_, bytes| B::Space::size(buffer) >= bytes;
         if !own.as_ref().is_some_and(|own| is_long(own, sent))
             || !receives.iter().all(|buffer| is_long(buffer, received))
         {
-            // messages grow with the pages: allocate for twice as many at most
+            // messages grow with the pages: allocate for at most twice as many
             let [sent, received] = [sent, received].map(u64::next_power_of_two);
             let mut receives = memory::list("messages", self.ranks - 1)?;
             let own = Some(self.backend.allocate(sent)?);
@@ -67,20 +75,22 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         Ok(())
     }
 
-    /// Computes the queries `q` over this rank's pages, exchanges the results and merges them.
+    /// Computes the queries `q`, which have the row numbers `rows`, over this rank's pages,
+    /// exchanges the results and merges them.
     ///
     /// # Errors
     /// As [`KvCache::attend`].
     pub(super) fn tree_round(
         &mut self,
         q: HostView<'_>,
-        of_queries: &Arc<Rows>,
+        rows: Range<u64>,
         sinks: Option<&HostView<'_>>,
         results: Results<'_>,
         tag: u64,
     ) -> Result<Duration> {
         let none = || Error::internal("a KV cache without memory for a call");
-        let messages = self.tree_messages(q.shape()[1] as u64, self.len);
+        let of_queries = &self.query_rows(&rows)?;
+        let messages = self.tree_messages(rows, self.len);
         let Self { transport, segments, workspace, tree, buffers, .. } = self;
         let (local_spec, pages, len) = (&self.local_spec, self.pages, self.len);
         let workspace = workspace.as_mut().ok_or_else(none)?;
@@ -91,7 +101,8 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         let mut own = buffers.own.take().ok_or_else(none)?;
         let records = B::Space::host_bytes_mut(&mut own).ok_or_else(none)?;
         let mut page_results = PageResults::new(&messages)?;
-        for (page, block) in (0..).zip(segments.blocks(&event)) {
+        for (index, page) in (0..).zip(messages.visible.numbers_of(pages.rank)) {
+            let block = segments.block(page / pages.ranks, &event).ok_or_else(none)?;
             let shard = page_shard(local_spec, of_queries, pages, page, len)?;
             workspace.update(&shard)?;
             // the rank's rows are blocks: none is in the tensors of the call
@@ -103,7 +114,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
             pass.attend(&block, &mut || in_flight.tick())?;
             pass.finish(&mut page_results.outputs()?)?;
             in_flight.check()?;
-            messages.write_page(page, &page_results.of_page()?, records)?;
+            messages.write_page(index, &page_results.of_page()?, records)?;
         }
 
         let source = (own, event.clone());
@@ -113,6 +124,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         let arrived = in_flight.wait_all()?;
         let mut own = source.0;
         if let Some(tree) = tree {
+            tree.attend_to(&messages.visible)?;
             let region = messages.pages_to(pages.rank, pages.rank);
             let bytes = B::Space::host_bytes(&own).ok_or_else(none)?;
             let bytes = bytes.get(index(region.start)..index(region.end)).ok_or_else(too_short)?;
@@ -172,7 +184,7 @@ struct PageResults {
 impl PageResults {
     fn new(messages: &TreeMessages) -> Result<Self> {
         let numbers = HostBuffer::zeroed(Self::bytes(messages, messages.dims.value_dim + 4))?;
-        Ok(Self { messages: *messages, numbers })
+        Ok(Self { messages: messages.clone(), numbers })
     }
 
     /// Returns the bytes of `count` numbers of each score row.
@@ -215,8 +227,8 @@ impl PageResults {
     }
 }
 
-/// Returns the input of the workspace for these queries and the local page `page` of a cache of
-/// `len` rows.
+/// Returns the input of the workspace for these queries and page `page`, counted over all ranks, of
+/// a cache of `len` rows.
 fn page_shard(
     spec: &Arc<Spec>,
     queries: &Arc<Rows>,
@@ -225,7 +237,7 @@ fn page_shard(
     len: u64,
 ) -> Result<RankShard> {
     let leaf_rows = spec.leaf_rows.unwrap_or(pages.rows);
-    let first = pages.number(page) * pages.rows;
+    let first = page * pages.rows;
     // the last page has the leaves that it has rows of
     let end = (first + pages.rows).min(len.max(first));
     let leaves = RankLeaves {

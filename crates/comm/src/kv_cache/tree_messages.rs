@@ -10,23 +10,24 @@
 //! Consecutive pages are on different ranks, and so are the two operands of every merge of pages: a
 //! rank has nothing to merge before it sends.
 
-use std::ops::Range;
+use std::{ops::Range, sync::Arc};
 
 use annulus_core::{
     Channel, DType, Dims, Error, HostView, HostViewMut, MessageHeader, Result, index,
 };
 
-use super::{pages::Pages, partials::Results};
+use super::{page_set::PageSet, pages::Pages, partials::Results};
 use crate::ring::program::Transfers;
 
-/// Messages of `queries` queries to a cache of `len` rows.
-#[derive(Debug, Clone, Copy)]
+/// Messages of `queries` queries.
+#[derive(Debug, Clone)]
 pub(super) struct TreeMessages {
     pub(super) dims: Dims,
     pub(super) dtype: DType,
     /// Pages of this rank.
     pub(super) pages: Pages,
-    pub(super) len: u64,
+    /// Pages of all ranks that the queries attend to.
+    pub(super) visible: Arc<PageSet>,
     pub(super) queries: u64,
 }
 
@@ -49,7 +50,7 @@ impl TreeMessages {
 
     /// Returns the most queries whose messages have at most `bytes` bytes, but at least one query.
     pub(super) fn most_queries(&self, bytes: u64) -> u64 {
-        let page_rows = (bytes / self.page_row_bytes()) / self.pages.most(self.len).max(1);
+        let page_rows = (bytes / self.page_row_bytes()) / self.visible.most().max(1);
         let result_rows = bytes / self.result_row_bytes();
         let rows_of_rank = page_rows.min(result_rows);
         (rows_of_rank.saturating_mul(self.pages.ranks) / self.rows_of_query().max(1)).max(1)
@@ -71,15 +72,10 @@ impl TreeMessages {
         self.rows_of_query().saturating_mul(self.queries).div_ceil(self.pages.ranks)
     }
 
-    /// Returns the pages of `rank`.
-    fn pages_of(&self, rank: u64) -> u64 {
-        Pages { rank, ..self.pages }.count(self.len)
-    }
-
     /// Returns the bytes for `receiver` in the buffer of the page results of `owner`.
     pub(super) fn pages_to(&self, owner: u64, receiver: u64) -> Range<u64> {
         let rows = self.rows_of(receiver);
-        let row_bytes = self.pages_of(owner).saturating_mul(self.page_row_bytes());
+        let row_bytes = self.visible.count_of(owner).saturating_mul(self.page_row_bytes());
         rows.start.saturating_mul(row_bytes)..rows.end.saturating_mul(row_bytes)
     }
 
@@ -92,14 +88,14 @@ impl TreeMessages {
     /// Returns the bytes of the buffer from which any rank sends.
     pub(super) fn send_bytes(&self) -> u64 {
         let rows = self.rows_of_query().saturating_mul(self.queries);
-        let pages = self.pages.most(self.len).saturating_mul(self.page_row_bytes());
+        let pages = self.visible.most().saturating_mul(self.page_row_bytes());
         let results = self.most_rows().saturating_mul(self.result_row_bytes());
         rows.saturating_mul(pages).max(results)
     }
 
     /// Returns the bytes of a buffer for a message of any rank.
     pub(super) fn receive_bytes(&self) -> u64 {
-        let pages = self.pages.most(self.len).saturating_mul(self.page_row_bytes());
+        let pages = self.visible.most().saturating_mul(self.page_row_bytes());
         self.most_rows().saturating_mul(pages.max(self.result_row_bytes()))
     }
 
@@ -159,13 +155,14 @@ impl TreeMessages {
         }
     }
 
-    /// Writes the records of this rank's page number `page`, counted from 0, for all ranks.
+    /// Writes the records of one page for all ranks: the one at `index` among this rank's pages that
+    /// the queries attend to.
     ///
     /// # Errors
     /// [`Error::Internal`] for a buffer that is too short.
     pub(super) fn write_page(
         &self,
-        page: u64,
+        index_of_page: u64,
         result: &PageResult<'_>,
         buffer: &mut [u8],
     ) -> Result<()> {
@@ -179,7 +176,7 @@ impl TreeMessages {
             }
             let region = self.pages_to(self.pages.rank, receiver);
             let record_bytes = count * index(self.page_row_bytes());
-            let first = index(region.start) + index(page) * record_bytes;
+            let first = index(region.start) + index(index_of_page) * record_bytes;
             let record = buffer.get_mut(first..first + record_bytes).ok_or_else(too_short)?;
             let (maxima, values) = record.split_at_mut(count * bytes_of_number);
             let maxima = maxima.chunks_exact_mut(bytes_of_number);
@@ -257,8 +254,8 @@ impl TreeMessages {
         (rows, rows * self.dtype.accumulator().bytes())
     }
 
-    /// Copies the page results of `owner` for this rank into the records of all pages, ascending,
-    /// each of `rows` score rows; further rows keep their contents.
+    /// Copies the page results of `owner` for this rank into the records of all pages that the
+    /// queries attend to, ascending, each of `rows` score rows; further rows keep their contents.
     ///
     /// # Errors
     /// As [`TreeMessages::write_page`].
@@ -273,14 +270,12 @@ impl TreeMessages {
         let count = index(own.end - own.start);
         let bytes_of_number = self.dtype.accumulator().bytes();
         let record_bytes = index(rows * self.page_row_bytes());
-        let owner = Pages { rank: owner, ..self.pages };
         let from = message.chunks_exact(count * index(self.page_row_bytes()));
-        let pages = 0..owner.count(self.len);
-        if (from.len() as u64) < pages.end {
+        if (from.len() as u64) < self.visible.count_of(owner) {
             return Err(too_short());
         }
-        for (page, from) in pages.zip(from) {
-            let first = index(owner.number(page)) * record_bytes;
+        for (page, from) in self.visible.numbers_of(owner).zip(from) {
+            let first = index(self.visible.index_of(page)) * record_bytes;
             let into = records.get_mut(first..first + record_bytes).ok_or_else(too_short)?;
             let (maxima, values) = into.split_at_mut(index(rows) * bytes_of_number);
             let (from_maxima, from_values) = from.split_at(count * bytes_of_number);
@@ -307,6 +302,8 @@ pub(super) fn too_short() -> Error {
 
 #[cfg(test)]
 mod tests {
+    use annulus_core::Spec;
+
     use super::*;
 
     fn messages(rank: u64, ranks: u64, len: u64, queries: u64) -> TreeMessages {
@@ -320,7 +317,10 @@ mod tests {
             value_dim: 6,
         };
         let pages = Pages { rows: 256, ranks, rank };
-        TreeMessages { dims, dtype: DType::Bf16, pages, len, queries }
+        let spec = Spec::new(dims, DType::Bf16);
+        let rows = len.saturating_sub(queries)..len;
+        let visible = Arc::new(PageSet::visible(&spec, pages, len, rows));
+        TreeMessages { dims, dtype: DType::Bf16, pages, visible, queries }
     }
 
     #[test]

@@ -21,6 +21,32 @@ struct Entry {
     rank: usize,
     /// Indices of [`KeyIndex::runs`], ascending by position.
     runs: Range<usize>,
+    /// True if the positions of each run are consecutive.
+    is_consecutive: bool,
+}
+
+/// Keys of one segment in runs of consecutive positions, ascending.
+pub(crate) struct ConsecutiveKeys<'a>(&'a [SortedRun]);
+
+impl ConsecutiveKeys<'_> {
+    /// Returns the first run of which `holds` is false. It must be false of all later ones too.
+    pub(crate) fn partition_point(&self, holds: impl Fn(&Range<i64>) -> bool) -> usize {
+        self.0.partition_point(|sorted| holds(&sorted.positions()))
+    }
+
+    /// Returns the positions of run `index`; `None` if there is no such run.
+    pub(crate) fn positions(&self, index: usize) -> Option<Range<i64>> {
+        self.0.get(index).map(SortedRun::positions)
+    }
+
+    /// Returns the number of keys of some runs.
+    pub(crate) fn count(&self, runs: Range<usize>) -> u64 {
+        let of = |run: &SortedRun| run.before + run.run.count;
+        match (self.0.get(runs.start), runs.end.checked_sub(1).and_then(|last| self.0.get(last))) {
+            (Some(first), Some(last)) if !runs.is_empty() => of(last) - first.before,
+            _ => 0,
+        }
+    }
 }
 
 /// Keys of one segment and one rank, before they are sorted.
@@ -40,8 +66,12 @@ struct SortedRun {
 impl SortedRun {
     /// Returns the positions if they are consecutive.
     fn consecutive(&self) -> Option<Range<i64>> {
-        let run = &self.run;
-        (run.step == 1 || run.count == 1).then(|| run.start..run.at(run.count - 1) + 1)
+        (self.run.step == 1 || self.run.count == 1).then(|| self.positions())
+    }
+
+    /// Returns the positions from the first to the last.
+    fn positions(&self) -> Range<i64> {
+        self.run.start..self.run.at(self.run.count - 1) + 1
     }
 }
 
@@ -114,7 +144,9 @@ impl KeyIndex {
             self.runs.push(SortedRun { run, before: count });
             count += run.count;
         }
-        self.entries.push(Entry { rank: keys[0].rank, runs: begin..self.runs.len() });
+        let runs = begin..self.runs.len();
+        let is_consecutive = self.runs[runs.clone()].iter().all(|run| run.consecutive().is_some());
+        self.entries.push(Entry { rank: keys[0].rank, runs, is_consecutive });
     }
 
     /// Returns the number of keys of `segment` whose positions are in `intervals`.
@@ -124,15 +156,14 @@ impl KeyIndex {
         all
     }
 
-    /// Returns the positions of the keys of `segment` if they are consecutive; an empty range if
-    /// there are none.
-    pub(crate) fn consecutive(&self, segment: usize) -> Option<Range<i64>> {
+    /// Returns the keys of `segment` if they are in runs of consecutive positions, of an index of
+    /// all ranks together.
+    pub(crate) fn consecutive(&self, segment: usize) -> Option<ConsecutiveKeys<'_>> {
         match &self.entries[self.first[segment]..self.first[segment + 1]] {
-            [] => Some(0..0),
-            [entry] => match &self.runs[entry.runs.clone()] {
-                [sorted] => sorted.consecutive(),
-                _ => None,
-            },
+            [] => Some(ConsecutiveKeys(&[])),
+            [entry] if entry.is_consecutive => {
+                Some(ConsecutiveKeys(&self.runs[entry.runs.clone()]))
+            }
             _ => None,
         }
     }

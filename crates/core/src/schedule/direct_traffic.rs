@@ -43,29 +43,14 @@ pub(super) fn direct_traffic(part: &BatchNeeds, tick: &mut dyn FnMut()) -> RingT
 impl<'a> DirectTraffic<'a> {
     fn new(owners: &'a OwnerRuns, ranks: usize) -> Self {
         let runs = &owners.runs;
-        let mut rows_before = Vec::with_capacity(runs.len() + 1);
-        let mut rows = 0;
         let mut runs_of = vec![Vec::new(); ranks];
         for (index, run) in runs.iter().enumerate() {
-            rows_before.push(rows);
-            rows += run.positions.count;
             runs_of[run.owner].push(index);
-        }
-        rows_before.push(rows);
-        // 1 or −1 if the next owner is the next or the previous rank
-        let slope = |index: usize| {
-            let next = runs.get(index + 1)?.owner as i64;
-            Some(next - runs[index].owner as i64).filter(|slope| slope.abs() == 1)
-        };
-        let mut stretch_ends: Vec<usize> = (1..=runs.len()).collect();
-        for index in (0..runs.len()).rev().filter(|&index| slope(index).is_some()) {
-            let continues = slope(index + 1) == slope(index);
-            stretch_ends[index] = if continues { stretch_ends[index + 1] } else { index + 2 };
         }
         Self {
             owners,
-            rows_before,
-            stretch_ends,
+            rows_before: owners.rows_before(),
+            stretch_ends: owners.stretch_ends(1),
             runs_of,
             whole_users: vec![0; runs.len() + 1],
             own_uses: vec![0; runs.len()],

@@ -59,6 +59,7 @@ mod check;
 mod choice;
 mod circle;
 mod direct_traffic;
+mod node_traffic;
 mod node_users;
 mod owner_runs;
 mod painted;

@@ -4,7 +4,8 @@
 //! The rows of rank i of a node pass the ranks of every node in a circle from rank i. The last user
 //! in a circle is found by painting (`circle.rs`); the first one is the last one in a circle with
 //! mirrored numbers. A node visits the runs of owners of which it needs some rows: O(ranks · nodes)
-//! of them if every node needs rows of every rank, but for a logarithm.
+//! of them if every node needs rows of every rank, but for a logarithm. `node_traffic.rs` counts
+//! the rows of whole runs at once.
 
 use std::ops::Range;
 
@@ -27,12 +28,12 @@ pub(super) struct NodeUsers {
 }
 
 /// Calls `found` for all rows that are sent on `route`, in groups of rows with the same owner, node
-/// and users, until it returns false. Calls `tick` after each node.
+/// and users. Calls `tick` after each node.
 pub(super) fn for_each_users_of_nodes(
     needs: &BatchNeeds,
     route: Route,
     tick: &mut dyn FnMut(),
-    mut found: impl FnMut(NodeUsers) -> bool,
+    mut found: impl FnMut(NodeUsers),
 ) {
     let ranks = needs.users.len();
     let size = route.period(ranks);
@@ -48,30 +49,34 @@ pub(super) fn for_each_users_of_nodes(
         for run in needed.into_iter().map(|index| &owners.runs[index]) {
             let owner = run.owner;
             let moves = (number + nodes - owner / size) % nodes;
-            let mut goes_on = true;
             node.for_each(owner % size, moves == 0, run, |first, last, rows| {
-                goes_on = goes_on && found(NodeUsers { owner, moves, first, last, rows });
+                found(NodeUsers { owner, moves, first, last, rows });
             });
-            if !goes_on {
-                return;
-            }
         }
     }
 }
 
 /// Users of one node, in both directions.
-struct Node {
+pub(super) struct Node {
     ascending: Circle,
     descending: Circle,
     /// Positions that any rank needs.
     positions: Vec<(usize, Range<i64>)>,
+    /// Segments and positions at which the users change, ascending.
+    edges: Vec<(usize, i64)>,
     size: usize,
 }
 
 impl Node {
-    fn new(users: &[Vec<(usize, Range<i64>)>]) -> Self {
+    pub(super) fn new(users: &[Vec<(usize, Range<i64>)>]) -> Self {
         let of_user = Vec::as_slice;
         let mut all: Vec<_> = users.iter().flatten().cloned().collect();
+        let mut edges: Vec<_> = all
+            .iter()
+            .flat_map(|(segment, range)| [(*segment, range.start), (*segment, range.end)])
+            .collect();
+        edges.sort_unstable();
+        edges.dedup();
         all.sort_unstable_by_key(|(segment, range)| (*segment, range.start));
         let mut positions: Vec<(usize, Range<i64>)> = Vec::new();
         for (segment, range) in all {
@@ -86,13 +91,43 @@ impl Node {
             ascending: Circle::new(users.iter().map(of_user)),
             descending: Circle::new(users.iter().rev().map(of_user)),
             positions,
+            edges,
             size: users.len(),
         }
     }
 
+    /// Returns the positions that any rank needs, divided into intervals with the same users.
+    pub(super) fn intervals(&self) -> Vec<(usize, Range<i64>)> {
+        let mut intervals = Vec::with_capacity(self.edges.len());
+        for (segment, positions) in &self.positions {
+            let first = self.edges.partition_point(|edge| *edge <= (*segment, positions.start));
+            let within = self.edges[first..].iter();
+            let mut start = positions.start;
+            for &(_, end) in within.take_while(|edge| **edge <= (*segment, positions.end)) {
+                intervals.push((*segment, start..end));
+                start = end;
+            }
+        }
+        intervals
+    }
+
+    /// Returns the places of the first and of the last user of an interval, of which all positions
+    /// have the same users, after `place` of another node.
+    pub(super) fn users_at(
+        &self,
+        place: usize,
+        (segment, positions): &(usize, Range<i64>),
+    ) -> Option<[usize; 2]> {
+        let mirrored = self.size - place;
+        let last = self.ascending.last(place, *segment, positions.start).user?;
+        let first = self.descending.last(mirrored, *segment, positions.start).user?;
+        let after = |user: usize| (user + self.size - place) % self.size;
+        Some([after(self.size - 1 - first), after(last)])
+    }
+
     /// Calls `found` with the places of the first and of the last user after `place`, and the
     /// number of rows of which they are. In the own node the rank at `place` does not count.
-    fn for_each(
+    pub(super) fn for_each(
         &self,
         place: usize,
         is_own: bool,

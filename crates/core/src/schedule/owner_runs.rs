@@ -31,8 +31,13 @@ impl OwnerRun {
 
 impl OwnerRuns {
     pub(super) fn new(part: &BatchNeeds) -> Self {
+        Self::of_owners(part, 0..part.owners.len())
+    }
+
+    /// As [`OwnerRuns::new`], of some owners.
+    pub(super) fn of_owners(part: &BatchNeeds, owners: impl Iterator<Item = usize>) -> Self {
         let mut runs = Vec::new();
-        for (owner, rows) in part.owners.iter().enumerate() {
+        for (owner, rows) in owners.map(|owner| (owner, &part.owners[owner])) {
             runs.extend(rows.iter().map(|rows| OwnerRun {
                 segment: rows.segment,
                 positions: ascending(&rows.positions),
@@ -55,6 +60,34 @@ impl OwnerRuns {
         let end = (*segment, range.end);
         let end = self.runs.partition_point(|run| (run.segment, run.positions.start) < end);
         first..end.max(first)
+    }
+
+    /// Returns the rows of the runs before each one, and at last of all.
+    pub(super) fn rows_before(&self) -> Vec<u64> {
+        let mut rows_before = Vec::with_capacity(self.runs.len() + 1);
+        let mut rows = 0;
+        for run in &self.runs {
+            rows_before.push(rows);
+            rows += run.positions.count;
+        }
+        rows_before.push(rows);
+        rows_before
+    }
+
+    /// Returns the end of the runs from each one on whose owners ascend, or descend, by `distance`.
+    pub(super) fn stretch_ends(&self, distance: usize) -> Vec<usize> {
+        let runs = &self.runs;
+        let slope = |index: usize| {
+            let next = runs.get(index + 1)?.owner as i64;
+            let slope = next - runs[index].owner as i64;
+            Some(slope).filter(|slope| slope.unsigned_abs() == distance as u64)
+        };
+        let mut ends: Vec<usize> = (1..=runs.len()).collect();
+        for index in (0..runs.len()).rev().filter(|&index| slope(index).is_some()) {
+            let continues = slope(index + 1) == slope(index);
+            ends[index] = if continues { ends[index + 1] } else { index + 2 };
+        }
+        ends
     }
 
     /// Returns the number of rows of a run of the same segment whose positions are in an interval.

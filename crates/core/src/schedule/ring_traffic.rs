@@ -8,7 +8,7 @@
 //! direct   a row is sent by its owner to each user, and its gradient back
 //! ```
 //! Rails are as a relay, with first and last users by `rails_users.rs`. Once per node is a relay in
-//! each node, with first and last users by `node_users.rs`, to which the owner sends the rows.
+//! each node, to which the owner sends the rows (`node_traffic.rs`).
 //!
 //! f is ranks − l' with the last user's step l' on the relay in the opposite direction. Steps are
 //! added to all ranks that they concern with a difference array, so the time is linear in the runs
@@ -17,7 +17,7 @@
 use super::{
     Route, Schedule, Traffic,
     direct_traffic::direct_traffic,
-    node_users::{NodeUsers, for_each_users_of_nodes},
+    node_traffic::node_traffic,
     painted::for_each_last_user,
     rails_users::{End, for_each_user_of_rails},
 };
@@ -42,7 +42,7 @@ impl RingTraffic {
             Some(part) if route.is_simple_relay() => Self::relay(part, route, tick),
             Some(part) => match route {
                 Route::Direct => direct_traffic(part, tick),
-                Route::OncePerNode { .. } => Self::once_per_node(part, route, tick),
+                Route::OncePerNode { .. } => node_traffic(part, route, tick),
                 _ => Self::rails(part, route, tick),
             },
             None => {
@@ -116,33 +116,6 @@ impl RingTraffic {
             final_gradient_rows: last[rank],
         });
         Self { of_rank: of_rank.collect(), hops }
-    }
-
-    fn once_per_node(part: &BatchNeeds, route: Route, tick: &mut dyn FnMut()) -> Self {
-        let ranks = part.users.len();
-        let size = route.period(ranks);
-        let mut of_rank = vec![Traffic::default(); ranks];
-        let mut is_hop = vec![false; ranks];
-        for_each_users_of_nodes(part, route, tick, |users| {
-            let NodeUsers { owner, moves, first, last, rows } = users;
-            let rows = u128::from(rows);
-            let entry = moves * size;
-            let holder = |place| route.user(owner, entry + place, ranks);
-            if moves > 0 {
-                of_rank[owner].block_rows += rows;
-                is_hop[entry - 1] = true;
-            }
-            for place in 0..last {
-                of_rank[holder(place)].block_rows += rows;
-                is_hop[entry + place] = true;
-            }
-            for place in first..last {
-                of_rank[holder(place)].partial_gradient_rows += rows;
-            }
-            of_rank[holder(last)].final_gradient_rows += rows;
-            true
-        });
-        Self { of_rank, hops: is_hop.into_iter().filter(|&hop| hop).count() }
     }
 }
 
@@ -301,12 +274,7 @@ pub(super) fn block_rows(
                 rows <= limit
             });
         }
-        Some(part) => for_each_users_of_nodes(part, route, tick, |users| {
-            let sends = users.last + usize::from(users.moves > 0);
-            rows += sends as u128 * u128::from(users.rows);
-            rows <= limit
-        }),
-        None => rows = RingTraffic::of(needs, route, tick).total().block_rows,
+        _ => rows = RingTraffic::of(needs, route, tick).total().block_rows,
     }
     rows
 }

@@ -22,8 +22,8 @@ pub struct Work {
 
 impl Work {
     /// Counts the pairs: exactly for masks that lower to [`crate::KeyIntervals`], otherwise all
-    /// pairs within [`Mask::bound`]. The time is linear in the runs for masks with a
-    /// [`Band`](crate::mask::Band) over consecutive keys, and almost linear in the rows for others.
+    /// pairs within [`Mask::bound`]. The time is almost linear in the runs for masks with a
+    /// [`Band`](crate::mask::Band) over runs of consecutive keys, and in the rows for others.
     pub fn of(mask: &dyn Mask, heads: usize, batch: usize, shards: &RingShards) -> Self {
         Self::of_sampled_queries(mask, heads, batch, shards, 1, &mut || ())
     }
@@ -83,6 +83,10 @@ impl Work {
 }
 
 /// Counts the pairs of `rows` without a loop over queries, if mask and keys permit it.
+///
+/// Both ends of a band ascend with the query. Runs of keys between the last query's begin and the
+/// first query's end are visible to all queries, and those outside the first query's begin and the
+/// last query's end to none. Only the others are counted one by one.
 fn closed_form(
     mask: &dyn Mask,
     batch: usize,
@@ -91,7 +95,18 @@ fn closed_form(
     rows: &StridedRows,
 ) -> Option<u128> {
     let keys = keys.consecutive(rows.segment)?;
-    mask.band(batch, head)?.count_pairs(&ascending(&rows.positions), &keys)
+    let band = mask.band(batch, head)?;
+    let positions = ascending(&rows.positions);
+    let first = band.at(positions.start);
+    let last = band.at(positions.at(positions.count - 1));
+    let begin = keys.partition_point(|run| run.end <= first.start);
+    let end = keys.partition_point(|run| run.start < last.end).max(begin);
+    let begin_of_full = keys.partition_point(|run| run.start < last.start).clamp(begin, end);
+    let end_of_full = keys.partition_point(|run| run.end <= first.end).clamp(begin_of_full, end);
+    let full = u128::from(keys.count(begin_of_full..end_of_full)) * u128::from(rows.count);
+    let mut partial = (begin..begin_of_full).chain(end_of_full..end);
+    partial
+        .try_fold(full, |sum, run| Some(sum + band.count_pairs(&positions, &keys.positions(run)?)?))
 }
 
 /// As [`closed_form`], of the keys of each rank, of which a rank may have several runs.

@@ -362,6 +362,25 @@ fn the_choice_is_within_a_tenth_of_the_best_grid() {
 }
 
 #[test]
+fn bytes_of_all_members_are_those_of_each() {
+    let rows: Vec<[u64; 2]> = (0..12).map(|of: u64| [of * 7 % 5, of * of % 11]).collect();
+    for (heads, kv_heads) in [(12, 12), (12, 2)] {
+        let spec = Spec::new(dims(heads, kv_heads, 64), DType::Bf16);
+        for (parts, columns) in [(1, 12), (12, 1), (4, 3), (2, 6)] {
+            let grid = HeadGrid::with_columns(&spec.dims, 12, parts, columns).unwrap();
+            for fields in [
+                ExchangeFields::of_forward(&spec, &grid),
+                ExchangeFields::of_backward(&spec, &grid),
+            ] {
+                let each = (0..12).map(|member| fields.bytes_sent(&grid, member, &rows));
+                let each: Vec<u128> = each.collect();
+                assert_eq!(fields.bytes_sent_by_members(&grid, &rows), each, "{parts} × {columns}");
+            }
+        }
+    }
+}
+
+#[test]
 fn sums_over_heads_are_refused_in_the_reproducible_order() {
     let spec = Spec { leaf_rows: Some(256), ..Spec::new(dims(8, 2, 512), DType::F32) };
     let sizes = |spec: &Spec, backward| -> Vec<usize> {

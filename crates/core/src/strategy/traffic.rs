@@ -209,12 +209,10 @@ impl StrategyTraffic {
                 [of(Side::Q, spec.dims.q_len), of(Side::Kv, spec.dims.kv_len)]
             };
             let rows: Vec<[u64; 2]> = (0..grid.members()).map(rows).collect();
-            for member in 0..grid.members() {
-                let [forward, of_backward] =
-                    fields.each_ref().map(|fields| fields.bytes_sent(grid, member, &rows));
-                self.forward.push(forward);
-                self.backward.push(if backward { of_backward } else { 0 });
-            }
+            let [forward, of_backward] =
+                fields.each_ref().map(|fields| fields.bytes_sent_by_members(grid, &rows));
+            self.forward.extend(forward);
+            self.backward.extend(of_backward.iter().map(|&sent| if backward { sent } else { 0 }));
         }
     }
 
@@ -255,6 +253,9 @@ impl StrategyTraffic {
     ) -> Result<[Vec<u128>; 2]> {
         let TrafficOptions { backward, kv_tile, .. } = *options;
         let groups = self.grid.groups();
+        if groups == 1 {
+            return Ok([vec![0], vec![0]]);
+        }
         let layout = self.layout.of_member(&self.grid, member);
         let route = self.route(spec, member, options, tick);
         let shards = options.shards(spec, layout, groups)?;

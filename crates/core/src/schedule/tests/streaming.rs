@@ -112,6 +112,44 @@ fn runs_of_queries_have_the_needs_and_the_work_of_their_queries() {
 }
 
 #[test]
+fn keys_with_gaps_have_the_work_of_their_queries() {
+    for ranks in [2, 5, 12] {
+        for layout in &LAYOUTS {
+            let mut shards = samples::plain(40 * ranks, layout, ranks);
+            // keys of every second rank, of which those of neighbours are several runs
+            shards.kv.iter_mut().skip(1).step_by(2).for_each(|kv| *kv = Arc::default());
+            for (name, mask) in masks(17) {
+                let single = QueryByQuery(mask.clone());
+                let work = |mask: &dyn Mask| Work::of(mask, 2, 3, &shards);
+                assert_eq!(work(&*mask), work(&single), "{name}, {layout:?}, {ranks} ranks");
+            }
+        }
+    }
+}
+
+#[test]
+fn rows_of_long_shards_once_per_node_are_those_of_all_ranks() {
+    for (ranks, sizes) in [(6, &[2, 3][..]), (16, &[1, 2, 4, 8, 16]), (64, &[4, 8, 32])] {
+        for layout in &LAYOUTS {
+            let shards = samples::plain(40 * ranks + 7, layout, ranks);
+            for (name, mask) in masks(55) {
+                let index = NeedsIndex::of_queries(&*mask, 1, 1, &shards, &mut || ());
+                let needs = index.to_needs();
+                for &node_ranks in sizes {
+                    let route = Route::OncePerNode { node_ranks };
+                    let schedule = Schedule::build(&needs, route, true);
+                    let traffic = RingTraffic::of(&index, route, &mut || ());
+                    let sent: Vec<_> = (0..ranks).map(|rank| schedule.sent_by(rank)).collect();
+                    let name = format!("{name}, {layout:?}, nodes of {node_ranks} of {ranks}");
+                    assert_eq!(traffic.of_rank, sent, "{name}");
+                    assert_eq!(traffic.hops, schedule.hops(), "{name}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn a_plan_of_many_ranks_needs_no_set_for_each_pair_of_them() {
     // sets for each pair of these ranks would need 100 GB
     let ranks = 1 << 15;
@@ -137,4 +175,11 @@ fn a_plan_of_many_ranks_needs_no_set_for_each_pair_of_them() {
         .map(|message| message.rows.count())
         .sum();
     assert_eq!(u128::from(sent), traffic.of_rank[17].block_rows);
+    // of a full mask every node needs the rows of every other once, and relays them to 7 ranks
+    let needs = NeedsIndex::of_queries(&mask::Everything, 1, 1, &shards, &mut || ());
+    let traffic = RingTraffic::of(&needs, Route::OncePerNode { node_ranks: 8 }, &mut || ());
+    let nodes = ranks as u128 / 8;
+    let rows = len as u128;
+    assert_eq!(traffic.total().block_rows, rows * (nodes - 1 + 7 * nodes));
+    assert_eq!(traffic.hops, ranks - 1);
 }

@@ -1,0 +1,131 @@
+//! A round of a call in the default order: one message to each rank, merged in the order of ranks.
+
+use std::{
+    ops::Range,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use annulus_core::{
+    Backend, Channel, Dims, Error, ForwardPass, HostTensors, HostView, Inputs, MessageHeader,
+    Outputs, RankShard, Result, Rows, Space, Workspace,
+};
+
+use super::{
+    Buffers, KvCache,
+    partials::{PartialShape, Results},
+    rounds::Rounds,
+};
+use crate::ring::{PassKind, in_flight::InFlight, program::Transfers, step_events::Observer};
+
+impl<B: Backend<Space: HostTensors>> KvCache<B> {
+    /// Allocates what a call with these rounds needs.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], [`Error::Device`].
+    pub(super) fn prepare_partials(&mut self, rounds: &Rounds) -> Result<()> {
+        let rows = rounds.rows(0);
+        self.attend_to_queries(&rows)?;
+        let bytes = self.partial_shape(annulus_core::index(rows.end - rows.start)).bytes();
+        if self.buffers.bytes < bytes {
+            let mut receives = annulus_core::memory::list("messages", self.ranks - 1)?;
+            let own = self.backend.allocate(bytes)?;
+            for _ in 1..self.ranks {
+                receives.push(self.backend.allocate(bytes)?);
+            }
+            self.buffers = Buffers { bytes, own: Some(own), receives };
+        }
+        Ok(())
+    }
+
+    /// Adapts the workspace to the queries with the row numbers `rows`.
+    ///
+    /// # Errors
+    /// As [`KvCache::prepare_partials`].
+    pub(super) fn attend_to_queries(&mut self, rows: &Range<u64>) -> Result<()> {
+        let shard = self.shard(self.query_rows(rows)?);
+        self.attend_to_shard(&shard)
+    }
+
+    pub(super) const fn partial_shape(&self, queries: usize) -> PartialShape {
+        PartialShape { dims: self.spec.dims, dtype: self.spec.dtype, queries }
+    }
+
+    /// Returns the input of the workspace for these queries.
+    fn shard(&self, queries: Arc<Rows>) -> RankShard {
+        RankShard {
+            spec: Arc::clone(&self.local_spec),
+            most_query_rows: queries.len() as u64,
+            queries,
+            keys: Arc::default(),
+            attention_mask: None,
+            most_block_rows: self.segments.segment_rows(),
+            leaves: None,
+        }
+    }
+
+    /// Computes the queries `q` over this rank's rows, exchanges the results and merges them.
+    pub(super) fn partial_round(
+        &mut self,
+        q: HostView<'_>,
+        sinks: Option<&HostView<'_>>,
+        results: Results<'_>,
+        tag: u64,
+    ) -> Result<Duration> {
+        let none = || Error::internal("a KV cache without memory for a call");
+        let shape = self.partial_shape(q.shape()[1]);
+        let transfers = self.partial_transfers(shape.bytes());
+        let Self { transport, segments, workspace, buffers, spec, rank, lengths, .. } = self;
+        let workspace = workspace.as_mut().ok_or_else(none)?;
+        let event = B::Space::host_event().ok_or_else(none)?;
+        let observer = Observer::of_messages(None, *rank, PassKind::Forward, Instant::now());
+        let mut in_flight = InFlight::new(transport.as_mut(), tag, *lengths, observer);
+
+        let mut own = buffers.own.take().ok_or_else(none)?;
+        let message = B::Space::host_bytes_mut(&mut own).ok_or_else(none)?;
+        let Results { out, lse } = shape.results(message)?;
+        // the rank's rows are blocks: none is in the tensors of the call
+        let Dims { batch, kv_heads, head_dim, value_dim, .. } = spec.dims;
+        let empty = |dim| HostView::of_bytes(&[], spec.dtype, [batch, 0, kv_heads, dim]);
+        let [k, v] = [empty(head_dim)?, empty(value_dim)?];
+        let [q, k, v] = [q.reborrow(), k.reborrow(), v.reborrow()];
+        let mut pass = workspace.forward(Inputs { q, k, v, bias: None, sinks: None })?;
+        for block in segments.blocks(&event) {
+            pass.attend(&block, &mut || in_flight.tick())?;
+            in_flight.check()?;
+        }
+        pass.finish(&mut Outputs { out, lse, max: None, sum: None, ties: None })?;
+
+        let source = (own, event.clone());
+        let receives = &mut buffers.receives;
+        in_flight.post(&transfers, Some(&source), |_| receives.pop().ok_or_else(none))?;
+        let mut arrived = in_flight.wait_all()?;
+        arrived.sort_unstable_by_key(|(header, _)| header.peer);
+        let before = arrived.partition_point(|(header, _)| header.peer < *rank);
+        let mut messages = Vec::with_capacity(arrived.len() + 1);
+        for (_, message) in &arrived {
+            messages.push(B::Space::host_bytes(&message.buffer).ok_or_else(none)?);
+        }
+        messages.insert(before, B::Space::host_bytes(&source.0).ok_or_else(none)?);
+        shape.merge(&messages, sinks, results)?;
+        buffers.receives.extend(arrived.into_iter().map(|(_, message)| message.buffer));
+        buffers.own = Some(source.0);
+        Ok(in_flight.waited())
+    }
+
+    /// Returns the messages of a round: one to each rank, the nearest first.
+    pub(super) fn partial_transfers(&self, bytes: u64) -> Transfers {
+        let header = |peer| MessageHeader {
+            peer,
+            channel: Channel::Kv,
+            tag: 0,
+            step: 0,
+            ranges: std::iter::once(0..bytes).collect(),
+            agreed: None,
+        };
+        let distances = 1..self.ranks;
+        let to = distances.clone().map(|distance| (self.rank + distance) % self.ranks);
+        let from = distances.map(|distance| (self.rank + self.ranks - distance) % self.ranks);
+        Transfers { sends: to.map(header).collect(), receives: from.map(header).collect() }
+    }
+}
