@@ -41,6 +41,7 @@ enum Flag {
     KEY_POSITIONS_PER_BATCH = 256,
     EMPTY_STATE = 512,     // no block has been attended to: acc, max, sum and ties have no contents
     WRITE_OUTPUTS = 1024,  // the last block: write out and lse instead of acc, max, sum and ties
+    PARTIAL = 2048,        // of the row kernels: results are partial, and not rounded
 };
 
 // Arguments of every tile kernel: this rank's queries and one block of keys.

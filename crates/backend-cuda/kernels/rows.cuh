@@ -46,7 +46,7 @@ DEVICE T* element_of(const Tensor& tensor, u32 b, u32 h, u32 i, u32 x) {
 //   m' = max(m, max_t a_t);  ℓ' = ℓ·e^{m − m'} + Σ_t e^{a_t − m'}
 //   out = O·e^{m − m'} / ℓ';  lse = m' + ln ℓ'
 //
-// Rounds to the element type once. Grid: rows, 8 per block.
+// Rounds to the element type once, a partial result not at all. Grid: rows, 8 per block.
 KERNEL(finish_forward, RowArguments) {
     RowIndex at = row_of_warp(a);
     if (!at.exists) return;
@@ -79,7 +79,11 @@ KERNEL(finish_forward, RowArguments) {
     for (u32 x = thread_index() % LANES; x < a.value_dim; x += LANES) {
         // if every visible score is −∞, acc holds 0 · v, which may be NaN
         Sum value = max == none ? Sum(0) : acc[x] * rescale;
-        *element_of<Element>(a.out, at.b, at.h, at.i, x) = narrow(divide ? value / sum : value);
+        if (divide) value /= sum;
+        if (a.flags & PARTIAL)
+            *element_of<Sum>(a.out, at.b, at.h, at.i, x) = value;
+        else
+            *element_of<Element>(a.out, at.b, at.h, at.i, x) = narrow(value);
     }
     if (thread_index() % LANES == 0) {
         *reinterpret_cast<Sum*>(at_row(a.lse, at.b, at.h, at.i)) = max + logarithm(sum);
@@ -116,11 +120,13 @@ DEVICE Sum lane_product(const RowArguments& a, const RowIndex& at) {
     return product;
 }
 
-// Backward prologue: row statistics [lse, max, Δ, share]; see gradient.cuh. Grid: rows, 8 per
+// Backward prologue: row statistics [lse, max, Δ, share]; see gradient.cuh. Of partial results,
+// dlse and ties are −Δ and −share of the whole attention, and out is not read. Grid: rows, 8 per
 // block.
 KERNEL(begin_backward, RowArguments) {
     RowIndex at = row_of_warp(a);
-    Sum product = at.exists ? lane_product(a, at) : Sum(0);
+    const bool partial = a.flags & PARTIAL;
+    Sum product = at.exists && !partial ? lane_product(a, at) : Sum(0);
     for (u32 lanes = LANES / 2; lanes > 0; lanes /= 2) product += shuffle_xor(product, lanes);
     if (!at.exists || thread_index() % LANES != 0) return;
     Sum lse = *reinterpret_cast<const Sum*>(at_row(a.lse, at.b, at.h, at.i));
@@ -129,7 +135,8 @@ KERNEL(begin_backward, RowArguments) {
         dlse = *reinterpret_cast<const Sum*>(at_row(a.dlse, at.b, at.h, at.i));
     if (a.flags & UNNORMALIZED) {
         max = *reinterpret_cast<const Sum*>(at_row(a.max, at.b, at.h, at.i));
-        share = product / *reinterpret_cast<const Sum*>(at_row(a.ties, at.b, at.h, at.i));
+        Sum ties = *reinterpret_cast<const Sum*>(at_row(a.ties, at.b, at.h, at.i));
+        share = partial ? -ties : product / ties;
         delta = -dlse;
     } else {
         delta = product - dlse;

@@ -38,6 +38,7 @@ pub(crate) const QUERY_POSITIONS_PER_BATCH: u32 = 128;
 pub(crate) const KEY_POSITIONS_PER_BATCH: u32 = 256;
 pub(crate) const EMPTY_STATE: u32 = 512;
 pub(crate) const WRITE_OUTPUTS: u32 = 1024;
+pub(crate) const PARTIAL: u32 = 2048;
 
 /// Arguments of the tile kernels: this rank's queries and one block of keys.
 #[repr(C)]

@@ -288,7 +288,6 @@ impl Backend for Cuda {
     /// As [`Spec::validate`]; [`Error::Unsupported`].
     fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
         spec.validate()?;
-        spec.check_complete("cuda")?;
         slopes(spec)?;
         let variants = [Variant::of(spec)?, self.forward_variant(spec)?];
         self.compiler.target(self.stream.device().architecture())?;

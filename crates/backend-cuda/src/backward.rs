@@ -210,7 +210,7 @@ impl BackwardPass<CudaSpace> for CudaBackward<'_> {
         records::reduce(self.context, ranges, into, from, ready, pairs, reduction)
     }
 
-    /// Rounds and writes the gradients.
+    /// Rounds and writes the gradients; a partial dQ is not rounded.
     fn finish(self, dkv: &CudaBuffer, gradients: &mut Gradients<'_, CudaSpace>) -> Result<()> {
         let Self { context, state, inputs, .. } = self;
         let kernels = &context.kernels;
@@ -222,7 +222,9 @@ impl BackwardPass<CudaSpace> for CudaBackward<'_> {
             records::copy(context, &kernels.round_sums, from, to, shape)
         };
         let dq = dense(state.dq.address(), queries, q_heads, head_dim);
-        round(dq, tensor_mut(&gradients.dq), [batch, queries, q_heads, head_dim])?;
+        let dq_kernel = if spec.partial { &kernels.copy_sums } else { &kernels.round_sums };
+        let shape = [batch, queries, q_heads, head_dim];
+        records::copy(context, dq_kernel, dq, tensor_mut(&gradients.dq), shape)?;
         let record = spec.gradient_row_layout();
         let bytes = context.sums().bytes();
         let [dk, dv] = [0, 1].map(|index| field(dkv.address(), &record, index, bytes));

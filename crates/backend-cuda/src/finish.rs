@@ -4,7 +4,7 @@ use annulus_core::{Inputs, Outputs, Result};
 use annulus_device_cuda::{CudaSpace, CudaViewMut};
 
 use crate::{
-    arguments::{RowArguments, Tensor, UNNORMALIZED, by_head, tensor, tensor_mut},
+    arguments::{PARTIAL, RowArguments, Tensor, UNNORMALIZED, by_head, tensor, tensor_mut},
     block_mask::to_u32,
     kernels::THREADS,
     pass_context::PassContext,
@@ -32,7 +32,8 @@ pub(crate) fn row_arguments(context: &PassContext) -> Result<RowArguments> {
         sinks_lines: spec
             .sinks
             .map_or(Ok(0), |sinks| to_u32(if sinks.per_head { spec.dims.q_heads } else { 1 }))?,
-        flags: if spec.normalize { 0 } else { UNNORMALIZED },
+        flags: if spec.normalize { 0 } else { UNNORMALIZED }
+            | if spec.partial { PARTIAL } else { 0 },
         ..RowArguments::default()
     })
 }

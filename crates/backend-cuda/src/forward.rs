@@ -125,7 +125,7 @@ impl ForwardPass<CudaSpace> for CudaForward<'_> {
         self.attend_block(kv, None, tick)
     }
 
-    /// Writes the outputs, unless they are unnormalized or there are sinks.
+    /// Writes the outputs, unless they are unnormalized or partial or there are sinks.
     fn attend_last(
         &mut self,
         kv: &Block<'_, CudaSpace>,
@@ -133,7 +133,7 @@ impl ForwardPass<CudaSpace> for CudaForward<'_> {
         tick: Tick<'_>,
     ) -> Result<()> {
         let spec = self.context.spec();
-        let is_plain = spec.normalize && spec.sinks.is_none();
+        let is_plain = spec.normalize && !spec.partial && spec.sinks.is_none();
         self.attend_block(kv, is_plain.then_some(&*outputs), tick)
     }
 

@@ -50,7 +50,6 @@ impl Backend for Wgpu {
     /// [`Error::Unsupported`], and as [`Spec::validate`].
     fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
         spec.validate()?;
-        spec.check_complete("wgpu")?;
         if spec.dtype == DType::F64 {
             return Err(Error::unsupported("f64", "wgpu"));
         }

@@ -136,6 +136,7 @@ impl<'p> WgpuBackward<'p> {
                     out_batch: layout.batch as u32,
                     dout_base,
                     normalize: u32::from(shard.spec.normalize),
+                    partial: u32::from(shard.spec.partial),
                     has_dlse: u32::from(inputs.dlse.is_some()),
                     ..RowParams::default()
                 },

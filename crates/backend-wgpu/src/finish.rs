@@ -6,7 +6,7 @@ use annulus_core::{Gradients, Outputs, Result, Spec};
 use crate::{
     copy::{Copy, Layout, LinearCopy, Side, bind_whole, launch_linear, rounding},
     device::Gpu,
-    kernels::{BiasAxes, CopyMode, Variant, params::RowParams},
+    kernels::{BiasAxes, CopyMode, Storage, Variant, params::RowParams},
     launch::{BoundResource, Commands},
     memory::{GpuBuffer, Tensor, WgpuSpace, check_tensors},
     pass_context::{
@@ -64,19 +64,25 @@ pub(crate) fn write_outputs(
         },
     )?;
     let vectors = Layout::dense(rows, dims.q_heads, dims.value_dim);
+    let storage = results_storage(spec, tile.storage);
     let target = RowTarget {
-        into: Side { buffer: &outputs.out.buffer, layout: vectors, bytes: tile.storage.bytes() },
+        into: Side { buffer: &outputs.out.buffer, layout: vectors, bytes: storage.bytes() },
         factors: Some(Side {
             buffer: &softmax_statistics.buffer,
             layout: Layout::dense(rows, dims.q_heads, 4),
             bytes: 4,
         }),
         batches: dims.batch as u64,
-        mode: rounding(tile.storage, true),
+        mode: rounding(storage, true),
         factor: 1.0,
     };
     acc.copy_to(gpu, &mut commands, &target)?;
     commands.submit().map(drop)
+}
+
+/// Returns the type of out and dQ: partial results are not rounded.
+const fn results_storage(spec: &Spec, of_inputs: Storage) -> Storage {
+    if spec.partial { Storage::F32 } else { of_inputs }
 }
 
 /// Rounds and writes the gradients.
@@ -105,11 +111,12 @@ pub(crate) fn write_gradients(
     let keys = shard.keys.len();
     let mut commands = Commands::new(gpu, arena);
     let vectors = Layout::dense(queries, dims.q_heads, dims.head_dim);
+    let storage = results_storage(spec, tile.storage);
     let target = RowTarget {
-        into: Side { buffer: &into.dq.buffer, layout: vectors, bytes },
+        into: Side { buffer: &into.dq.buffer, layout: vectors, bytes: storage.bytes() },
         factors: None,
         batches: dims.batch as u64,
-        mode: rounding(tile.storage, false),
+        mode: rounding(storage, false),
         factor: spec.scale as f32,
     };
     dq.copy_to(gpu, &mut commands, &target)?;

@@ -60,7 +60,7 @@ fn random_cases_hold_for_tensors_in_host_memory() {
 }
 
 #[test]
-fn strategies_that_divide_heads_hold_for_tensors_in_host_memory() {
+fn strategies_hold_for_tensors_in_host_memory() {
     let dtypes = [DType::F16, DType::F32, DType::Bf16, DType::F64];
     let facade = FacadeOn::new("facade on emulated cuda", &dtypes, |attention, dims, ranks| {
         LocalRing::with_transports(attention, dims, ranks, |_, endpoint| {
@@ -69,7 +69,7 @@ fn strategies_that_divide_heads_hold_for_tensors_in_host_memory() {
             Ok((cuda.on_host(), Staged::<_, HostViews<CudaSpace>>::new(endpoint, copier)))
         })
     });
-    suite::head_strategies(&facade, 4..10).unwrap();
+    suite::strategies(&facade, 4..10).unwrap();
 }
 
 #[test]

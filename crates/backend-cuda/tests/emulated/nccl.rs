@@ -115,9 +115,9 @@ fn typed_tensors_in_host_memory_hold_over_nccl() {
     );
 }
 
-/// The exchanges of heads are messages in host memory, which the host transport moves.
+/// Exchanges are messages in host memory, which the host transport moves.
 #[test]
-fn strategies_that_divide_heads_hold_over_nccl() {
+fn strategies_hold_over_nccl() {
     let dtypes = [DType::F32, DType::Bf16];
     let facade = FacadeOn::new("facade over nccl", &dtypes, |attention, dims, ranks| {
         LocalRing::with_transports(attention, dims, ranks, |_, inner| {
@@ -127,7 +127,7 @@ fn strategies_that_divide_heads_hold_over_nccl() {
             Ok((cuda.on_host(), nccl))
         })
     });
-    suite::head_strategies(&facade, 0..4).unwrap();
+    suite::strategies(&facade, 0..4).unwrap();
 }
 
 /// NCCL functions that accept two groups and lose the third.

@@ -200,6 +200,8 @@ params! {
         sinks: u32,
         sinks_head: u32,
         normalize: u32,
+        /// 1: the results are partial.
+        partial: u32,
         has_dlse: u32,
     }
 }

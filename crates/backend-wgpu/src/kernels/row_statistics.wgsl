@@ -2,6 +2,8 @@
 //
 //   normalized:     Δ = ⟨dout, out⟩ − dlse
 //   unnormalized:   Δ = −dlse;  share = ⟨dout, out⟩ / ties
+//
+// Of partial results, dlse and ties are −Δ and −share of the whole attention, and out is not read.
 
 @group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read> out_words: array<u32>;
@@ -48,8 +50,11 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         return;
     }
     var product = 0.0;
-    for (var c = 0u; c < params.value_dim; c++) {
-        product = fma(dout_at(params.dout_base + vector + c), out_at(params.out_base + vector + c), product);
+    if (params.partial == 0u) {
+        for (var c = 0u; c < params.value_dim; c++) {
+            let out = out_at(params.out_base + vector + c);
+            product = fma(dout_at(params.dout_base + vector + c), out, product);
+        }
     }
     var dlse_of_row = 0.0;
     if (params.has_dlse != 0u) {
@@ -60,6 +65,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         statistics[to + 3u] = 0u;
     } else {
         statistics[to + 2u] = bitcast<u32>(-dlse_of_row);
-        statistics[to + 3u] = bitcast<u32>(product / bitcast<f32>(ties[line]));
+        let of_max = bitcast<f32>(ties[line]);
+        statistics[to + 3u] = bitcast<u32>(select(product / of_max, -of_max, params.partial != 0u));
     }
 }

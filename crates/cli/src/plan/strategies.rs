@@ -240,6 +240,7 @@ impl StrategyFigures {
 /// Formats seconds with three digits after the unit's point.
 fn seconds(seconds: f64) -> String {
     match seconds {
+        0.0 => "0 s".into(),
         of if of >= 1.0 => format!("{of:.3} s"),
         of if of >= 1e-3 => format!("{:.3} ms", of * 1e3),
         of => format!("{:.3} µs", of * 1e6),
