@@ -1,11 +1,12 @@
 //! Compiles the tile kernels of the wgpu backend with the first Vulkan driver, without a device
 //! that runs: it makes pipelines and submits nothing. `scripts/wgpu-compile` runs it on Mesa's RADV
-//! for a GPU that is not there, and tabulates the statistics that RADV prints.
+//! and ANV for GPUs that are not there, and tabulates the statistics that they print.
 //!
 //! ```text
-//! wgpu-compile [--spirv FOLDER | --full-tiles] [f32|f16|bf16]...     default: all types
+//! wgpu-compile [--spirv FOLDER | --full-tiles | --usual] [f32|f16|bf16]...     default: all types
 //! ```
-//! With `--full-tiles` it compiles what the kernels execute on full tiles.
+//! With `--full-tiles` it compiles what the kernels execute on full tiles, with `--usual` the
+//! simplest and the most general kernels of dims up to 128, for compilers that take seconds.
 //! With `--spirv` it writes each kernel as a SPIR-V module, and needs no driver. wgpu itself submits
 //! work when it opens a device, so this uses wgpu-hal.
 
@@ -45,7 +46,8 @@ fn failed(what: impl std::fmt::Display) -> Error {
 struct Opened {
     /// Name of the adapter and version of its driver.
     name: String,
-    features: Features,
+    /// Highest level of the kernels that the adapter can run.
+    level: Level,
     device: hal::OpenDevice<Api>,
 }
 
@@ -68,7 +70,22 @@ fn open() -> Result<Opened> {
     // SAFETY: features and limits are those of the adapter.
     let opened = unsafe { adapter.adapter.open(features, &adapter.capabilities.limits, &hints) };
     let name = format!("{}: {}", adapter.info.name, adapter.info.driver_info);
-    Ok(Opened { name, features, device: opened.map_err(failed)? })
+    let mut offered = adapter.capabilities.cooperative_matrix_properties.iter();
+    let level = if features == OPTIONAL && offered.any(is_of_kernels) {
+        Level::Matrix
+    } else if features.contains(Features::SUBGROUP) {
+        Level::Subgroup
+    } else {
+        Level::Plain
+    };
+    Ok(Opened { name, level, device: opened.map_err(failed)? })
+}
+
+/// True for the matrices of [`KernelText::of_passes`].
+fn is_of_kernels(offer: &wgpu::CooperativeMatrixProperties) -> bool {
+    let types = (offer.ab_type, offer.cr_type);
+    [offer.m_size, offer.n_size, offer.k_size] == [16; 3]
+        && types == (wgpu::CooperativeScalarType::F16, wgpu::CooperativeScalarType::F32)
 }
 
 fn parse(kernel: &KernelText) -> Result<(Module, ModuleInfo)> {
@@ -156,29 +173,29 @@ fn run() -> Result<()> {
         None
     };
     let full_tiles = words.first().is_some_and(|word| word == "--full-tiles");
-    if full_tiles {
+    let usual = words.first().is_some_and(|word| word == "--usual");
+    if full_tiles || usual {
         words.remove(0);
     }
     let wanted =
         |dtype: &DType| words.is_empty() || words.iter().any(|word| *word == dtype.to_string());
     let dtypes = [DType::F32, DType::F16, DType::Bf16].into_iter().filter(wanted);
-    let kernels = dtypes.flat_map(|dtype| DIMS.map(|dim| (dtype, dim))).flat_map(|(dtype, dim)| {
+    let dims = DIMS.into_iter().filter(|&dim| !usual || dim <= 128);
+    let kernels = dtypes.flat_map(|dtype| dims.clone().map(move |dim| (dtype, dim)));
+    let kernels = kernels.flat_map(|(dtype, dim)| {
         let all = KernelText::of_passes(dtype, dim).into_iter();
         all.map(move |kernel| if full_tiles { kernel.of_full_tiles(dim) } else { kernel })
     });
+    let is_usual = |name: &str| ["simple", "general"].iter().any(|of| name.ends_with(of));
+    let kernels = kernels.filter(|kernel| !usual || is_usual(&kernel.name));
     if let Some(folder) = folder {
-        return kernels.into_iter().try_for_each(|of| write_module(Path::new(&folder), &of));
+        return { kernels }.try_for_each(|of| write_module(Path::new(&folder), &of));
     }
     // never dropped: wgpu-hal panics if a layout is left, and the process ends
     let opened = ManuallyDrop::new(open()?);
-    let runs = |level: Level| match level {
-        Level::Plain => true,
-        Level::Subgroup => opened.features.contains(Features::SUBGROUP),
-        Level::Matrix => opened.features.contains(OPTIONAL),
-    };
     // to the same stream as the driver's statistics, so that they are in order
     eprintln!("ADAPTER {}", opened.name);
-    for kernel in kernels.filter(|kernel| runs(kernel.level)) {
+    for kernel in kernels.filter(|kernel| kernel.level <= opened.level) {
         eprintln!("KERNEL {}", kernel.name);
         compile(&opened.device.device, &kernel)?;
     }
