@@ -9,9 +9,10 @@
 //! message     latency + bytes / bandwidth; messages of a step share ports and networks of nodes
 //! step        ends with the later of tiles and messages; a rank begins a transfer when both ends
 //!             have reached its step
+//! agreement   all-gather before and after a pass: ⌈log₂ ranks⌉ short messages, one after another
 //! ```
 //! The time beyond the tiles is exposed communication. The prologue and the epilogue of a pass, the
-//! copies into messages and the agreement at its entry are not modelled.
+//! copies into messages and the merge of partial results are not modelled.
 //!
 //! # Source
 //! The latency-bandwidth model: Hockney 1994, The communication challenge for MPI. The selection of

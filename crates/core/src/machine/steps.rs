@@ -28,12 +28,32 @@ pub(super) fn of_passes(
 ) -> Result<[Vec<TimedStep>; 2]> {
     let rate = machine.rate(spec.dtype, spec.dims.head_dim)?;
     let seconds = PairSeconds::new(spec, &rate);
-    match traffic.strategy {
-        Strategy::Auto => {
-            Err(Error::invalid("strategy", Strategy::Auto, "one that was chosen, not auto"))
-        }
-        _ => of_grid(traffic, spec, options, seconds, tick),
+    if traffic.strategy == Strategy::Auto {
+        return Err(Error::invalid("strategy", Strategy::Auto, "one that was chosen, not auto"));
     }
+    let passes = of_grid(traffic, spec, options, seconds, tick)?;
+    let grid = &traffic.grid;
+    let ranks = grid.groups() * grid.members();
+    // a ring within a grid has agreements of its own
+    let is_nested = grid.groups() > 1 && grid.members() > 1;
+    let agreements = || (0..1 + usize::from(is_nested)).flat_map(|_| agreement(ranks));
+    let agreed = |steps: Vec<TimedStep>| {
+        if steps.is_empty() {
+            return steps;
+        }
+        agreements().chain(steps).chain(agreements()).collect()
+    };
+    Ok(passes.map(agreed))
+}
+
+/// Returns the rounds of the all-gather at the entry and at the end of a pass: in round k rank r
+/// sends to rank r + 2^k. Its few bytes are not payload.
+fn agreement(ranks: usize) -> impl Iterator<Item = TimedStep> {
+    let distances = (0..usize::BITS).map(|round| 1 << round);
+    distances.take_while(move |&distance: &usize| distance < ranks).map(move |distance| {
+        let transfer = |from: usize| Transfer { from, to: (from + distance) % ranks, bytes: 0.0 };
+        TimedStep { transfers: (0..ranks).map(transfer).collect(), ..TimedStep::idle(ranks) }
+    })
 }
 
 /// Returns the steps of a grid: exchange, ring over groups, exchange. A ring is a grid whose groups

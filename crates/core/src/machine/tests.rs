@@ -80,6 +80,11 @@ fn is_near(got: f64, want: f64) {
     assert!((got - want).abs() <= 1e-9 * want.abs(), "got {got}, want {want}");
 }
 
+/// Seconds of the agreements before and after a pass.
+fn agreements(ranks: usize, latency: f64) -> f64 {
+    2.0 * (ranks as f64).log2().ceil() * latency
+}
+
 fn slow_rates(machine: &Machine) -> Vec<ComputeRate> {
     let half = |rate: &ComputeRate| ComputeRate { backward: rate.backward / 2.0, ..*rate };
     machine.rates.iter().map(half).collect()
@@ -88,28 +93,32 @@ fn slow_rates(machine: &Machine) -> Vec<ComputeRate> {
 #[test]
 fn two_ranks_with_slow_links() {
     let spec = Spec::new(Dims::new(1, LEN, 1, 64), DType::F32);
-    // tiles of a block take 1 s, 2.5 s backward; its bytes 4 s; a latency 0.1 s
+    // tiles of a block take 1 s, 2.5 s backward; its bytes 4 s; a latency 0.1 s. Times below are
+    // from the end of the first agreement
+    let agreed = agreements(2, 0.1);
     let machine = machine(link(0.1, BLOCK_BYTES / 4.0), BLOCK_FLOPS);
     let predicted = predict(&machine, &spec, 2, &BOTH);
     // parts arrive at 2.1, 3.1, 3.6 and 4.1 s; tiles of 1/2, 1/4, 1/8 and 1/8 s end at 2.6, 3.35,
     // 3.725 and 4.225 s
-    is_near(predicted.forward.seconds, 4.225);
-    is_near(predicted.forward.exposed, 4.225 - 2.0);
+    is_near(predicted.forward.seconds, agreed + 4.225);
+    is_near(predicted.forward.exposed, agreed + 4.225 - 2.0);
     // half of the local tiles under the block, the other's, half under the gradients
-    is_near(predicted.backward.seconds, 4.1 + 2.5 + 4.1);
-    is_near(predicted.backward.exposed, (4.1 - 1.25) * 2.0);
-    is_near(predicted.seconds(), 4.225 + 10.7);
+    is_near(predicted.backward.seconds, agreed + 4.1 + 2.5 + 4.1);
+    is_near(predicted.backward.exposed, agreed + (4.1 - 1.25) * 2.0);
+    is_near(predicted.seconds(), 2.0 * agreed + 4.225 + 10.7);
     is_near(predicted.bytes.between_nodes, 2.0 * BLOCK_BYTES * 3.0);
     assert_eq!(predicted.bytes.inside_node, 0.0);
 
     // ranks of half the rate: 5 s backward, of which 2.5 s hide under each transfer
     let slow = Machine { rates: slow_rates(&machine), ..machine.clone() };
-    is_near(predict(&slow, &spec, 2, &BOTH).backward.seconds, 4.1 + 5.0 + 4.1);
+    let seconds = predict(&slow, &spec, 2, &BOTH).backward.seconds;
+    is_near(seconds, agreed + 4.1 + 5.0 + 4.1);
 
     let half = Link { is_full_duplex: false, ..link(0.1, BLOCK_BYTES / 4.0) };
     let machine = Machine { between_nodes: Some(half), ..machine };
     // the bytes take 8 s: the last part arrives at 8.1 s
-    is_near(predict(&machine, &spec, 2, &FORWARD).forward.seconds, 8.1 + 0.125);
+    let seconds = predict(&machine, &spec, 2, &FORWARD).forward.seconds;
+    is_near(seconds, agreed + 8.1 + 0.125);
 }
 
 #[test]
@@ -117,11 +126,13 @@ fn blocks_that_are_forwarded_hide_under_whole_steps() {
     let spec = Spec::new(Dims::new(1, 3 * 512, 1, 64), DType::F32);
     let options = TrafficOptions { layout: Some(&Layout::Contiguous), ..FORWARD };
     let machine = machine(link(0.1, BLOCK_BYTES / 4.0), BLOCK_FLOPS);
-    // the first block arrives at 4.1 s; the tiles of it end at 5.1 s, and the parts of the second
-    // arrive at 6.2, 7.2, 7.7 and 8.2 s
+    // after the agreement of two rounds the first block arrives at 4.1 s; the tiles of it end at
+    // 5.1 s, and the parts of the second arrive at 6.2, 7.2, 7.7 and 8.2 s
     let predicted = predict(&machine, &spec, 3, &options);
-    is_near(predicted.forward.seconds, 8.2 + 0.125);
-    is_near(predicted.forward.exposed, 8.325 - 3.0);
+    let agreed = agreements(3, 0.1);
+    is_near(agreed, 0.4);
+    is_near(predicted.forward.seconds, agreed + 8.2 + 0.125);
+    is_near(predicted.forward.exposed, agreed + 8.325 - 3.0);
     assert_eq!(predicted.backward, PassTime::default());
 }
 
@@ -137,13 +148,14 @@ fn documents_on_one_rank_each_send_nothing() {
     };
     // a document of 512 rows on each rank: its own tiles of 1 s
     let half = time(&batch(&[0, 512, 1024]));
-    is_near(half.forward.seconds, 1.0);
+    let agreed = agreements(2, 0.1);
+    is_near(half.forward.seconds, agreed + 1.0);
     assert_eq!(half.bytes, LinkBytes::default());
     // the middle one of 256, 512 and 256 rows is on both ranks: 256 rows of its keys, half a block,
     // arrive by 2.1 s. Its 256² pairs with the other rank take 0.25 s, those of the last part of 1/8
     // come after it
     let middle = time(&batch(&[0, 256, 768, 1024]));
-    is_near(middle.forward.seconds, 2.1 + 0.25 / 8.0);
+    is_near(middle.forward.seconds, agreed + 2.1 + 0.25 / 8.0);
     is_near(middle.bytes.between_nodes, BLOCK_BYTES);
 }
 
@@ -152,8 +164,9 @@ fn latency_alone_and_compute_alone() {
     for ranks in [2, 4, 8] {
         let spec = Spec::new(Dims::new(1, 64 * ranks, 1, 64), DType::F32);
         let predicted = predict(&machine(link(0.5, 1e30), 1e30), &spec, ranks, &FORWARD);
-        is_near(predicted.forward.seconds, 0.5 * (ranks - 1) as f64);
-        is_near(predicted.forward.exposed, 0.5 * (ranks - 1) as f64);
+        let latencies = agreements(ranks, 0.5) + 0.5 * (ranks - 1) as f64;
+        is_near(predicted.forward.seconds, latencies);
+        is_near(predicted.forward.exposed, latencies);
 
         let predicted = predict(&machine(link(1e-30, 1e30), 1e6), &spec, ranks, &BOTH);
         let flops = 64.0 * (64 * ranks) as f64 * 4.0 * 64.0;
@@ -177,7 +190,7 @@ fn an_exchange_has_a_message_for_each_member() {
         Prediction::of(&traffic, &spec, &FORWARD, machine, &mut || ()).unwrap().forward
     };
     // 3 messages before the pass and 3 after it
-    is_near(of(&machine(link(0.5, 1e30), 1e30)).seconds, 3.0);
+    is_near(of(&machine(link(0.5, 1e30), 1e30)).seconds, agreements(4, 0.5) + 3.0);
     // 64 rows of one head: q, k and v there, out and lse back
     let bytes = 3.0 * 64.0 * (3.0 * 64.0 * 4.0 + 65.0 * 4.0);
     is_near(of(&machine(link(1e-30, 1000.0), 1e30)).seconds, bytes / 1000.0);
@@ -192,7 +205,9 @@ fn a_grid_of_queries_and_keys_has_exchanges_around_its_ring() {
     let of = |machine: &Machine| {
         Prediction::of(&traffic, &spec, &FORWARD, machine, &mut || ()).unwrap().forward
     };
-    is_near(of(&machine(link(0.5, 1e30), 1e30)).seconds, 3.0 * 0.5);
+    // the ring agrees too, among all ranks
+    let latencies = 2.0 * agreements(4, 0.5) + 3.0 * 0.5;
+    is_near(of(&machine(link(0.5, 1e30), 1e30)).seconds, latencies);
     // 64 rows: q there, k and v to the other rank of the column, partial out and lse back
     let bytes = 64.0 * 4.0 * (64.0 + 128.0 + 65.0);
     is_near(of(&machine(link(1e-30, 1000.0), 1e30)).seconds, bytes / 1000.0);
