@@ -2,35 +2,10 @@
 // keys of one KV head and streams 64 queries at a time, of all query heads of the group in turn.
 #pragma once
 
-#include "backward_warpgroup.cuh"
+#include "backward_key_rows.cuh"
 
 // Elements of Sᵀ of one thread: two keys × 16 queries.
 #define KEYS_PAIRS NarrowStorage::pairs
-
-// A thread's two adjacent columns.
-struct alignas(8) ColumnPair {
-    float of[2];
-};
-DEVICE ColumnPair column_pair(const float* row, u32 n_tile, const ConsumerLane& at) {
-    return *reinterpret_cast<const ColumnPair*>(row + 8 * n_tile + at.column);
-}
-
-// Visible pairs of a thread, one bit each; a query without gradient has none.
-DEVICE u64 visible_queries(const Attention& a, const BackwardTile& coord,
-                           const StatisticsTile& statistics, const ConsumerLane& at) {
-    u32 visible = 0;
-    UNROLL for (u32 n_tile = 0; n_tile < KEYS_PAIRS / 4; ++n_tile) {
-        ColumnPair lse = column_pair(statistics.lse, n_tile, at);
-        UNROLL for (u32 c = 0; c < 2; ++c) {
-            u64 line = backward_mask_row(a, coord, 8 * n_tile + at.column + c, 0);
-            if (planted(DK_MASK_OFF_BY_ONE)) line = line << 1 | 1;
-            line = lse.of[c] == -infinity() ? 0 : line >> at.row;
-            UNROLL for (u32 r = 0; r < 2; ++r)
-                visible |= u32(line >> 8 * r & 1) << (4 * n_tile + 2 * r + c);
-        }
-    }
-    return visible;
-}
 
 // S becomes P and dP becomes dX, each pair with its own epilogue. Returns the visible pairs.
 DEVICE u64 keys_pair_epilogue(float (&scores)[KEYS_PAIRS], float (&dprobs)[KEYS_PAIRS],
@@ -55,36 +30,6 @@ DEVICE u64 keys_pair_epilogue(float (&scores)[KEYS_PAIRS], float (&dprobs)[KEYS_
         rotate<2>(dprobs);
     }
     return visible;
-}
-
-// dP becomes dX, without epilogue.
-template <bool plain>
-DEVICE void score_gradients(float (&dprobs)[KEYS_PAIRS], const float (&probs)[KEYS_PAIRS],
-                            const StatisticsTile& statistics, u64 visible, const ConsumerLane& at) {
-    UNROLL for (u32 n_tile = 0; n_tile < KEYS_PAIRS / 4; ++n_tile) {
-        ColumnPair delta = column_pair(statistics.delta, n_tile, at);
-        UNROLL for (u32 e = 4 * n_tile; e < 4 * n_tile + 4; ++e) {
-            float ds = probs[e] * (dprobs[e] - delta.of[e % 2]);
-            dprobs[e] = plain || (visible >> e & 1) ? ds : 0.0f;
-        }
-    }
-}
-
-// Writes or adds (ADD) the accumulators of a consumer's 64 keys.
-DEVICE void store_key_rows(const float (&acc)[ACC_REGISTERS], float scale, const Tensor& to, u32 b,
-                           u32 head, u32 first_key, u32 dim, const ConsumerLane& at,
-                           const Attention& a) {
-    UNROLL for (u32 r = 0; r < 2; ++r) {
-        u32 row = first_key + at.row + 8 * r;
-        if (row >= a.keys) continue;
-        UNROLL for (u32 n_tile = 0; n_tile < ANNULUS_DIM / 8; ++n_tile)
-            UNROLL for (u32 c = 0; c < 2; ++c) {
-                u32 x = 8 * n_tile + at.column + c;
-                if (x >= dim) continue;
-                float* element = reinterpret_cast<float*>(offset<float>(to, b, row, head, x));
-                *element = (a.flags & ADD ? *element : 0.0f) + scale * acc[4 * n_tile + 2 * r + c];
-            }
-    }
 }
 
 // Consumer warpgroup: dK and dV of its 64 keys from all visible queries.
@@ -114,8 +59,8 @@ DEVICE void backward_key_rows(NarrowStorage& memory, const BackwardAttention& ar
         // uniform: descriptors then need no per-thread arithmetic
         const u32 stage = uniform(state.stage());
         const u16 *queries = memory.streamed[0][stage], *douts = memory.streamed[1][stage];
-        const StatisticsTile& statistics =
-            memory.statistics[planted(STATISTICS_OF_FIRST_STAGE) ? 0 : stage][0];
+        const StatisticsTile* statistics =
+            memory.statistics[planted(STATISTICS_OF_FIRST_STAGE) ? 0 : stage];
         float dprobs[KEYS_PAIRS];
         issue_nt<Storage>(dprobs, v, douts);
 
@@ -130,35 +75,24 @@ DEVICE void backward_key_rows(NarrowStorage& memory, const BackwardAttention& ar
             !named_barrier_any(WARPGROUP_BARRIER(at.group), WARPGROUP,
                                part_non_finite(queries, Storage::elements, at) ||
                                    part_non_finite(douts, Storage::elements, at));
-        const bool plain = coord.mask_index == FULL_TILE &&
-                           !warp_any(!is_fused(statistics.lse[at.lane]) ||
-                                     !is_fused(statistics.lse[at.lane + 32]));
+        const bool plain =
+            coord.mask_index == FULL_TILE && are_fused<Storage>(statistics, at);
         u64 visible = ~0ull;
         if (epilogue) {
             wgmma_wait<0>();
             fence_operand(dprobs);
-            visible = keys_pair_epilogue(scores, dprobs, statistics, coord, at, a);
+            visible = keys_pair_epilogue(scores, dprobs, *statistics, coord, at, a);
         } else if (plain) {
-            UNROLL for (u32 n_tile = 0; n_tile < KEYS_PAIRS / 4; ++n_tile) {
-                ColumnPair lse = column_pair(statistics.lse, n_tile, at);
-                UNROLL for (u32 e = 0; e < 4; ++e)
-                    scores[4 * n_tile + e] =
-                        fused_prob(scores[4 * n_tile + e], unit, lse.of[e % 2]);
-            }
+            fused_key_probs<Storage>(scores, statistics, unit, at);
         } else {
-            visible = visible_queries(a, coord, statistics, at);
-            UNROLL for (u32 n_tile = 0; n_tile < KEYS_PAIRS / 4; ++n_tile) {
-                ColumnPair lse = column_pair(statistics.lse, n_tile, at);
-                UNROLL for (u32 e = 0; e < 4; ++e)
-                    scores[4 * n_tile + e] =
-                        careful_prob(scores[4 * n_tile + e], visible >> (4 * n_tile + e) & 1,
-                                     lse.of[e % 2], a);
-            }
+            visible = visible_queries<Storage>(a, coord, statistics, at);
+            careful_key_probs<Storage>(scores, statistics, visible, at, a);
         }
         if (!by_wgmma) {
             wgmma_wait<0>();
             fence_operand(dprobs);
-            if (!epilogue) score_gradients<false>(dprobs, scores, statistics, visible, at);
+            if (!epilogue)
+                key_score_gradients<false, Storage>(dprobs, scores, statistics, visible, at);
             scalar_nn<Storage>(dv, scores, visible, douts, at);
             scalar_nn<Storage>(dk, dprobs, visible, queries, at);
             visible = 0;
@@ -169,9 +103,9 @@ DEVICE void backward_key_rows(NarrowStorage& memory, const BackwardAttention& ar
         if (!planted(DK_DP_NOT_AWAITED)) wgmma_wait<1>();
         fence_operand(dprobs);
         if (!epilogue && plain)
-            score_gradients<true>(dprobs, scores, statistics, visible, at);
+            key_score_gradients<true, Storage>(dprobs, scores, statistics, visible, at);
         else if (!epilogue)
-            score_gradients<false>(dprobs, scores, statistics, visible, at);
+            key_score_gradients<false, Storage>(dprobs, scores, statistics, visible, at);
         narrow_left(dx, dprobs);
         issue_nn(dk, dx, memory, queries, by_wgmma);
         if (planted(BACKWARD_EARLY_RELEASE)) release_tile(memory, stage, at);
@@ -201,17 +135,6 @@ DEVICE void backward_key_rows(NarrowStorage& memory, const BackwardAttention& ar
     store_key_rows(dv, 1.0f, a.dv, b, kv_head, first_key, a.value_dim, at, a);
 }
 
-// Writes zeros to dK and dV of a tile that no query attends to, unless the pass adds.
-DEVICE void store_no_gradient(const Attention& a, u32 b, u32 kv_head, u32 tile) {
-    if (a.flags & ADD) return;
-    for (u32 row = tile * BACKWARD_TILE; row < (tile + 1) * BACKWARD_TILE && row < a.keys; ++row) {
-        for (u32 x = thread_index(); x < a.head_dim; x += THREADS)
-            *reinterpret_cast<float*>(offset<float>(a.dk, b, row, kv_head, x)) = 0;
-        for (u32 x = thread_index(); x < a.value_dim; x += THREADS)
-            *reinterpret_cast<float*>(offset<float>(a.dv, b, row, kv_head, x)) = 0;
-    }
-}
-
 template <bool epilogue>
 DEVICE void backward_keys_block(const BackwardAttention& arguments) {
     const Attention& a = arguments.attention;
@@ -230,6 +153,7 @@ DEVICE void backward_keys_block(const BackwardAttention& arguments) {
             StageCursor<NarrowStorage::stages> state = {0};
             for (; tiles.more(); tiles.next(a, a.queries), ++state.tile) {
                 u32 h = tiles.tiles.h, row = tiles.first_row(a);
+                await_empty(memory, state);
                 load_tile(memory, arguments, state, row, h, b,
                           statistics_of_head(arguments, b, h) + row / 64);
             }

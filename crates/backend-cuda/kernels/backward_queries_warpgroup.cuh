@@ -165,8 +165,10 @@ DEVICE void backward_queries_block(const BackwardAttention& arguments) {
         if (thread_index() == 0) {
             u32 kv_head = h / (a.q_heads / a.kv_heads);
             StageCursor<Storage::stages> state = {0};
-            for (; tiles.more(); tiles.next(a, a.keys), ++state.tile)
+            for (; tiles.more(); tiles.next(a, a.keys), ++state.tile) {
+                await_empty(memory, state);
                 load_tile(memory, arguments, state, tiles.first_row(a), kv_head, b, nullptr);
+            }
         }
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();

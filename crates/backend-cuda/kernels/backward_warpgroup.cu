@@ -5,3 +5,4 @@
 #include "backward_statistics.cuh"
 #include "backward_queries_warpgroup.cuh"
 #include "backward_keys_warpgroup.cuh"
+#include "backward_fused_warpgroup.cuh"

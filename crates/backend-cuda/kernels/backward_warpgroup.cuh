@@ -1,4 +1,5 @@
-// Backward on warpgroups, compute capability 9.0 only: storage, pipeline and GEMMs of both passes.
+// Backward on warpgroups, compute capability 9.0 only: storage, pipeline and GEMMs of the kernels
+// for dQ and for dK and dV, which the fused kernel (backward_fused_warpgroup.cuh) uses too.
 //
 // A block owns 128 rows of one side, 64 for each of two consumer warpgroups, and streams tiles of
 // the other side. Both operands of its own rows stay in shared memory:
@@ -89,6 +90,24 @@ enum BackwardMistake {
     DK_MASK_OFF_BY_ONE,
     STATISTICS_OF_FIRST_STAGE,   // row statistics are read from the wrong stage
     NON_FINITE_BY_WGMMA,         // masked pairs multiply elements that are not finite
+    // fused kernel
+    DX_NO_PROXY_FENCE,     // dX in shared memory is not made visible to wgmma
+    DX_NO_BARRIER,         // dX is read before the other consumer has stored its half
+    DX_ONE_BUFFER,         // dX is overwritten while the other consumer's product reads it
+    DQ_NOT_AWAITED,        // dQ is read while wgmma writes it
+    DQ_TILE_NO_FENCE,      // the dQ tile is not made visible to bulk operations
+    DQ_TILE_NOT_FULL,      // the dQ tile is declared full before it is stored
+    DQ_TILE_OVERWRITTEN,   // the dQ tile is stored while the one before is being added
+    DQ_TILE_EARLY_EMPTY,   // the dQ tile is declared free while it is being added
+    TURN_NOT_AWAITED,      // blocks add in the order of their arrival
+    TURN_PASSED_EARLY,     // the turn is passed on before the additions are complete
+    TURN_PASSED_BY_ONE,    // the turn is passed on when those of one lane are complete
+    TURN_NOT_PASSED,       // the turn is never passed on
+    TURN_NOT_RESET,        // the next launch begins with the semaphores of this one
+    NO_FENCE_AFTER_TURN,   // bulk operations are not ordered after the wait for the turn
+    NO_FENCE_BEFORE_TURN,  // the turn is not ordered after bulk operations
+    TICKETS_RESET_EARLY,   // the last block begins with the ticket of the first one
+    KEYS_BY_BLOCK_INDEX,   // a block may wait for one that has not started
 };
 
 // lse and delta of 64 queries.
@@ -96,6 +115,19 @@ struct StatisticsTile {
     float lse[64], delta[64];
 };
 static_assert(sizeof(StatisticsTile) == 512, "as in src/backward_warpgroup.rs");
+
+// Order of the additions to dQ of the fused kernel (backward_dq_order.cuh).
+struct DqOrder {
+    // visible tiles of keys by tile of queries, as BlockMask; of each run the tiles before it in
+    // its list, u32 []
+    u64 starts, runs, first_of_run;
+    u64 semaphores;   // u32 [batch, q_heads, statistics_tiles]; 0 before and after a launch
+    u64 tickets;      // u32: tickets that blocks have taken; 0 before and after a launch
+    u32 query_tiles;  // lists of a plane
+    u32 key_tiles;    // of the launch: lists × KV heads × batch rows
+    u32 section;      // KV heads in a section
+    u32 reserved;
+};
 
 // Argument of the backward kernels: mirrored in src/arguments.rs. The maps are those of K and V, or
 // of Q and dO.
@@ -105,6 +137,7 @@ struct BackwardAttention {
     // StatisticsTile [batch, q_heads, statistics_tiles]; rows beyond the end are 0
     u64 statistics;
     u32 statistics_tiles, reserved;
+    DqOrder order;
 };
 static_assert(sizeof(BackwardAttention) == 1024, "as in src/arguments.rs");
 
@@ -237,15 +270,20 @@ DEVICE void begin_backward_storage(Storage& memory) {
     barrier();
 }
 
-// Producer: waits until the stage is empty, then issues the loads of a tile of both operands, a box
-// per panel, and unless null those of its row statistics.
+// Producer: waits until all consumers have released a stage.
+template <typename Storage>
+DEVICE void await_empty(Storage& memory, const StageCursor<Storage::stages>& at) {
+    mbarrier_wait(memory.empty + at.stage(),
+                  planted(BACKWARD_WRONG_PHASE) ? at.parity() : at.parity() ^ 1);
+}
+
+// Producer: issues the loads of a tile of both operands to an empty stage, a box per panel, and
+// unless null those of its row statistics.
 template <typename Storage>
 DEVICE void load_tile(Storage& memory, const BackwardAttention& arguments,
                       const StageCursor<Storage::stages>& at, u32 row, u32 head, u32 batch,
                       const StatisticsTile* statistics) {
     const u32 stage = at.stage(), operand_bytes = Storage::elements * 2;
-    mbarrier_wait(memory.empty + stage,
-                  planted(BACKWARD_WRONG_PHASE) ? at.parity() : at.parity() ^ 1);
     u32 bytes = planted(BACKWARD_TOO_FEW_BYTES) ? operand_bytes : 2 * operand_bytes;
     if (statistics && !planted(STATISTICS_NOT_EXPECTED)) bytes += sizeof memory.statistics[0];
     mbarrier_arrive_expect_tx(memory.full + stage, bytes);

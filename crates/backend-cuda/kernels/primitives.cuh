@@ -51,6 +51,12 @@ DEVICE u8* dynamic_shared() { return dynamic_shared_memory; }
 DEVICE constexpr bool planted(u32) { return false; }
 
 DEVICE u32 thread_index() { return threadIdx.x; }
+// As thread_index, read anew wherever it is called: what is computed from it need not be kept.
+DEVICE u32 thread_index_again() {
+    u32 index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+}
 DEVICE u32 block_x() { return blockIdx.x; }
 DEVICE u32 block_y() { return blockIdx.y; }
 DEVICE u32 block_z() { return blockIdx.z; }

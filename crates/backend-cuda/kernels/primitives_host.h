@@ -1,15 +1,18 @@
 // Host twin of primitives.cuh: the emulator runs a block as fibers, one per thread, cooperatively
 // on one host thread.
 //
-//   for each block of the grid:
-//       until all fibers have ended:
-//           for each warp, in an order drawn from a seed:
-//               resume its fibers until all of them wait at a barrier or an exchange
-//           if no fiber can run:  complete one asynchronous operation, else fail (deadlock)
+//   until all blocks of the grid, which start in an order drawn from a seed, have ended:
+//       choose one of the RESIDENT_BLOCKS blocks that run at the same time
+//       for each warp of the block, in an order drawn from the seed:
+//           resume its fibers until all of them wait at a barrier or an exchange
+//       if no fiber can run:  complete one asynchronous operation of the block
+//       if neither has happened in any resident block:  fail (deadlock)
 //
-// A fiber runs until it must wait: at a barrier for the block, at a shuffle for its warp. A warp
-// runs ahead of the others as far as barriers allow, so that a missing barrier makes it read data
-// that is not written yet. Shared memory is filled with NaN when a block starts.
+// A fiber runs until it must wait: at a barrier for the block, at a shuffle for its warp, at a
+// semaphore for another block. A warp runs ahead of the others as far as barriers allow, so that a
+// missing barrier makes it read data that is not written yet. Shared memory is filled with NaN when
+// a block starts. Every wait is for a condition that the scheduler can test, so that a launch that
+// cannot end fails at once.
 #pragma once
 
 #include <csetjmp>
@@ -77,6 +80,10 @@ struct Warp {
 // State of wgmma, TMA and mbarriers; defined in warpgroup_host.h.
 struct AsyncUnits;
 
+// Blocks that run at the same time: enough that two wait for a third. A block that waits for one
+// beyond them would wait for ever, as it may on a GPU with as many multiprocessors.
+const u32 RESIDENT_BLOCKS = 3;
+
 // Added to a planted mistake: asynchronous copies complete when they are issued. Mirrored in
 // emulator/context.rs.
 const u32 EARLY_COPIES = 1 << 16;
@@ -105,6 +112,11 @@ struct Block {
     u32 mistake;  // perhaps with EARLY_COPIES
     u64* seed;
     u64 changes;
+    // fibers that have not ended, and the order in which they run
+    u32 alive;
+    std::vector<u32> warps_order, lanes_order;
+    // the blocks that run at the same time, this one among them
+    const std::vector<std::unique_ptr<Block>>* resident;
     std::shared_ptr<AsyncUnits> async_units;
 };
 
@@ -373,10 +385,10 @@ inline bool guards_hold(const Block& block) {
     return true;
 }
 
-// Runs one block. Returns true if it ran to its end.
-inline bool run_block(Block& block, u64& seed) {
+inline void start_block(Block& block, const u32 (&index)[3]) {
     std::memset(block.shared, 0xff, SHARED_BYTES);
     init_dynamic_shared(block);
+    for (u32 axis = 0; axis < 3; ++axis) block.index[axis] = index[axis];
     block.arrived = 0;
     block.any = block.fault = false;
     for (Warp& warp : block.warps) warp.arrived = 0;
@@ -389,62 +401,100 @@ inline bool run_block(Block& block, u64& seed) {
         fiber.groups = 0;
     }
     block.changes = 0;
-    block.seed = &seed;
+    block.alive = block.threads;
     init_async_units(block);
-    std::vector<u32> warps = shuffled(block.threads / WARP, seed), lanes = shuffled(WARP, seed);
-    u32 alive = block.threads;
-    while (alive > 0) {
-        bool moved = false;
-        for (Fiber& fiber : block.fibers)
-            if (fiber.wait == Wait::others) fiber.wait = Wait::nothing;
-        // each warp runs ahead of the others as far as barriers allow
-        for (u32 warp : warps)
-            for (bool ahead = true; ahead;) {
-                ahead = false;
-                for (u32 lane : lanes) {
-                    Fiber& fiber = block.fibers[warp * WARP + lane];
-                    bool changed =
-                        fiber.wait == Wait::change && fiber.changes_seen != block.changes;
-                    if (fiber.done || (fiber.wait != Wait::nothing && !changed)) continue;
-                    resume(block, warp * WARP + lane);
-                    moved = ahead = true;
-                    alive -= fiber.done;
-                }
+    block.warps_order = shuffled(block.threads / WARP, *block.seed);
+    block.lanes_order = shuffled(WARP, *block.seed);
+}
+
+// Resumes every fiber of a block until all of them wait or have ended; if none could run, completes
+// one asynchronous operation. Returns false if neither was possible.
+inline bool run_round(Block& block) {
+    bool moved = false;
+    current() = &block;
+    for (Fiber& fiber : block.fibers)
+        if (fiber.wait == Wait::others) fiber.wait = Wait::nothing;
+    // each warp runs ahead of the others as far as barriers allow
+    for (u32 warp : block.warps_order)
+        for (bool ahead = true; ahead;) {
+            ahead = false;
+            for (u32 lane : block.lanes_order) {
+                Fiber& fiber = block.fibers[warp * WARP + lane];
+                bool changed = fiber.wait == Wait::change && fiber.changes_seen != block.changes;
+                if (fiber.done || (fiber.wait != Wait::nothing && !changed)) continue;
+                resume(block, warp * WARP + lane);
+                moved = ahead = true;
+                block.alive -= fiber.done;
             }
-        if (block.fault) return false;
-        if (!moved && !step_async_units(block)) {
-            trace("deadlock: every fiber waits");
-            return false;
         }
+    return block.fault || moved || step_async_units(block);
+}
+
+// Result of a launch: mirrored in emulator/modules.rs.
+enum Outcome { ENDED = 0, FAILED = 1, DEADLOCK = 2 };
+
+// Blocks of a grid that have not started, in the order in which they will.
+struct Grid {
+    const u32* size;
+    std::vector<u32> order;
+
+    bool start_next(Block& block) {
+        if (order.empty()) return false;
+        u32 number = order.back();
+        order.pop_back();
+        start_block(block, {number % size[0], number / size[0] % size[1],
+                            number / size[0] / size[1]});
+        return true;
     }
-    return guards_hold(block) && finish_async_units(block);
+};
+
+// Runs all blocks of a grid. Those that have not ended are dropped from `resident` if it fails.
+inline Outcome run_grid(Grid& grid, std::vector<std::unique_ptr<Block>>& running, u64& seed) {
+    u64 stuck = 0, turn = 0;
+    while (!running.empty()) {
+        // after a block that is stuck the next one, so that all are tried
+        turn = stuck > 0 ? turn + 1 : draw(seed);
+        u64 which = turn % running.size();
+        Block& block = *running[which];
+        if (!run_round(block)) {
+            if (++stuck < running.size()) continue;
+            trace("deadlock: every fiber waits");
+            return DEADLOCK;
+        }
+        stuck = 0;
+        if (block.fault) return FAILED;
+        if (block.alive > 0) continue;
+        if (!guards_hold(block) || !finish_async_units(block)) return FAILED;
+        if (grid.start_next(block)) continue;
+        pool().give(std::move(running[which]));
+        running.erase(running.begin() + i64(which));
+    }
+    return ENDED;
 }
 
 }  // namespace
 }  // namespace emulated
 
-// Runs a grid of blocks of `threads` threads. Returns 0, or 1 if a block failed.
+// Runs a grid of blocks of `threads` threads.
 extern "C" int annulus_emulate(void (*kernel)(const void*), u32 threads, const void* arguments,
-                               const u32* grid, u32 dynamic_shared_bytes, u32 mistake, u64 seed) {
-    std::unique_ptr<emulated::Block> block = emulated::pool().take();
-    block->dynamic_shared_bytes = dynamic_shared_bytes;
-    block->mistake = mistake;
-    emulated::current() = block.get();
-    block->kernel = kernel;
-    block->threads = threads;
-    block->arguments = arguments;
-    for (int axis = 0; axis < 3; ++axis) block->grid[axis] = grid[axis];
-    for (u32 z = 0; z < grid[2]; ++z)
-        for (u32 y = 0; y < grid[1]; ++y)
-            for (u32 x = 0; x < grid[0]; ++x) {
-                block->index[0] = x;
-                block->index[1] = y;
-                block->index[2] = z;
-                // fibers that are stuck are dropped with their block
-                if (!emulated::run_block(*block, seed)) return 1;
-            }
-    emulated::pool().give(std::move(block));
-    return 0;
+                               const u32* size, u32 dynamic_shared_bytes, u32 mistake, u64 seed) {
+    u64 blocks = u64(size[0]) * size[1] * size[2];
+    emulated::Grid grid = {size, emulated::shuffled(u32(blocks), seed)};
+    std::vector<std::unique_ptr<emulated::Block>> running;
+    while (running.size() < emulated::RESIDENT_BLOCKS && running.size() < blocks) {
+        std::unique_ptr<emulated::Block> block = emulated::pool().take();
+        block->dynamic_shared_bytes = dynamic_shared_bytes;
+        block->mistake = mistake;
+        block->kernel = kernel;
+        block->threads = threads;
+        block->arguments = arguments;
+        block->seed = &seed;
+        block->resident = &running;
+        for (int axis = 0; axis < 3; ++axis) block->grid[axis] = size[axis];
+        grid.start_next(*block);
+        running.push_back(std::move(block));
+    }
+    return emulated::run_grid(grid, running, seed);
 }
 
 #define KERNEL_OF(threads, blocks, name, Arguments)                        \
@@ -471,6 +521,7 @@ DEVICE bool planted(u32 mistake) {
 }
 
 DEVICE u32 thread_index() { return emulated::current()->thread; }
+DEVICE u32 thread_index_again() { return thread_index(); }
 DEVICE u32 block_x() { return emulated::current()->index[0]; }
 DEVICE u32 block_y() { return emulated::current()->index[1]; }
 DEVICE u32 block_z() { return emulated::current()->index[2]; }

@@ -20,13 +20,20 @@ struct ConsumerLane {
     METHOD u32 column_of(u32 e) const { return 8 * (e / 4) + column + e % 2; }
 };
 
-DEVICE ConsumerLane consumer_lane() {
+DEVICE ConsumerLane consumer_lane(u32 group, u32 index) {
     ConsumerLane at;
-    // uniform: descriptors and barrier names then need no per-thread arithmetic
-    at.group = uniform(thread_index() / WARPGROUP) - 1;
-    at.thread = thread_index() % WARPGROUP;
-    at.lane = thread_index() % 32;
+    at.group = group;
+    at.thread = index % WARPGROUP;
+    at.lane = index % 32;
     at.row = at.thread / 32 * 16 + at.lane / 4;
     at.column = 2 * (at.lane % 4);
     return at;
+}
+DEVICE ConsumerLane consumer_lane() {
+    // uniform: descriptors and barrier names then need no per-thread arithmetic
+    return consumer_lane(uniform(thread_index() / WARPGROUP) - 1, thread_index());
+}
+// The same, computed anew, where registers are too few to keep it.
+DEVICE ConsumerLane lane_again(const ConsumerLane& at) {
+    return consumer_lane(at.group, thread_index_again());
 }

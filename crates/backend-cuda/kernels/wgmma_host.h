@@ -26,11 +26,12 @@ inline void read_eight(Block& block, u64 descriptor, u32 y, u32 x, u16* to) {
     std::memcpy(to, block.dynamic_shared + swizzled_128(at), 16);
 }
 
-// Reads the operands of a product as they are now. Left: 64 rows of 16 dims, or the A fragments of
-// all lanes. Right: 16 summed rows of `columns` elements (left in registers), or `columns` rows of
-// 16 (both in shared memory, K-major).
+// Reads the operands of a product as they are now. Left: 64 rows of 16 dims, 16 summed rows of 64
+// elements (MN-major), or the A fragments of all lanes. Right: `columns` rows of 16 (K-major), or
+// 16 summed rows of `columns` elements.
 inline void read_operands(Block& block, const Product& product, Operands& to) {
-    if (product.left[0] == nullptr) {
+    const bool in_shared = product.left[0] == nullptr;
+    if (!product.form.mn_major) {
         for (u32 row = 0; row < 64; ++row)
             for (u32 x = 0; x < 16; x += 8)
                 read_eight(block, product.left_descriptor, row, x, to.left + 16 * row + x);
@@ -39,7 +40,11 @@ inline void read_operands(Block& block, const Product& product, Operands& to) {
                 read_eight(block, product.right, column, x, to.right + 16 * column + x);
         return;
     }
-    for (u32 lane = 0; lane < WARP; ++lane) std::memcpy(to.left + 8 * lane, product.left[lane], 16);
+    for (u32 lane = 0; lane < WARP && !in_shared; ++lane)
+        std::memcpy(to.left + 8 * lane, product.left[lane], 16);
+    for (u32 k = 0; k < 16 && in_shared; ++k)
+        for (u32 row = 0; row < 64; row += 8)
+            read_eight(block, product.left_descriptor, k, row, to.left + 64 * k + row);
     for (u32 k = 0; k < 16; ++k)
         for (u32 column = 0; column < product.columns; column += 8)
             read_eight(block, product.right, k, column, to.right + product.columns * k + column);
@@ -61,7 +66,7 @@ __attribute__((optimize("O3"))) inline void multiply_accumulate(float (&acc)[16]
 }
 
 inline void complete_product(Block& block, u32 warp, const Product& product) {
-    auto widened = [&](u16 x) { return product.is_f16 ? from_f16(x) : from_bf16(x); };
+    auto widened = [&](u16 x) { return product.form.is_f16 ? from_f16(x) : from_bf16(x); };
     static thread_local float left[16][16], right[16][128], acc[16][128];
     const bool from_registers = product.left[0] != nullptr;
     const Operands& issued = *product.operands;
@@ -72,17 +77,19 @@ inline void complete_product(Block& block, u32 warp, const Product& product) {
         block.fault = true;
         return;
     }
+    auto left_at = [&](u32 row, u32 k) {
+        // A fragment: lane 4·(row mod 8) + k mod 8 / 2, register row / 8 + 2·(k / 8), half k mod 2
+        if (from_registers)
+            return 8 * (row % 8 * 4 + k % 8 / 2) + 2 * (row / 8 + 2 * (k / 8)) + k % 2;
+        u32 of_warpgroup = warp % 4 * 16 + row;
+        return product.form.mn_major ? 64 * k + of_warpgroup : 16 * of_warpgroup + k;
+    };
     for (u32 k = 0; k < 16; ++k) {
         for (u32 column = 0; column < product.columns; ++column)
-            right[k][column] = widened(
-                issued.right[from_registers ? product.columns * k + column : 16 * column + k]);
-        for (u32 row = 0; row < 16; ++row)
-            // A fragment: lane 4·(row mod 8) + k mod 8 / 2, register row / 8 + 2·(k / 8), half k
-            // mod 2
-            left[row][k] = widened(
-                issued.left[from_registers ? 8 * (row % 8 * 4 + k % 8 / 2) +
-                                                 2 * (row / 8 + 2 * (k / 8)) + k % 2
-                                           : 16 * (warp % 4 * 16 + row) + k]);
+            right[k][column] = widened(issued.right[product.form.mn_major
+                                                        ? product.columns * k + column
+                                                        : 16 * column + k]);
+        for (u32 row = 0; row < 16; ++row) left[row][k] = widened(issued.left[left_at(row, k)]);
     }
     auto each = [&](auto what) {
         for (u32 of = 0; of < WARP; ++of) {
@@ -92,7 +99,7 @@ inline void complete_product(Block& block, u32 warp, const Product& product) {
                 what(values[e], acc[of / 4 + 8 * (e / 2 % 2)][8 * (e / 4) + 2 * (of % 4) + e % 2]);
         }
     };
-    each([&](float& value, float& sum) { sum = product.add ? value : 0.0f; });
+    each([&](float& value, float& sum) { sum = product.form.add ? value : 0.0f; });
     multiply_accumulate(acc, left, right, product.columns);
     each([](float& value, float& sum) { value = sum; });
     for (u32 of = 0; of < WARP; ++of) {
@@ -161,7 +168,7 @@ inline void compare_warps(Block& block, u32 warp, u32 number, const Operands& op
 }
 
 inline void issue_product(float* acc, u32 count, const u32* left, u64 left_descriptor, u64 right,
-                          bool add, bool is_f16) {
+                          const ProductForm& form) {
     Block& block = *current();
     Lane& lane = own_lane();
     u32 warp = block.thread / WARP;
@@ -185,15 +192,15 @@ inline void issue_product(float* acc, u32 count, const u32* left, u64 left_descr
         product.right = right;
         product.columns = 2 * count;
         product.group = lane.groups;
-        product.add = add;
-        product.is_f16 = is_f16;
+        product.form = form;
         product.operands = std::make_unique<Operands>();
         products.push_back(std::move(product));
     }
     Product& product = products[index];
     // descriptors, shapes and groups are uniform over the warp
     if (product.left_descriptor != left_descriptor || product.right != right ||
-        product.columns != 2 * count || product.add != add || product.group != lane.groups)
+        product.columns != 2 * count || product.form.add != form.add ||
+        product.group != lane.groups)
         fault("wgmma: operands differ between lanes");
     product.acc[block.thread % WARP] = acc;
     product.left[block.thread % WARP] = left;

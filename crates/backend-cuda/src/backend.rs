@@ -12,7 +12,9 @@ use annulus_device_cuda::{
 
 use crate::{
     Level,
-    kernels::{BackwardWarpgroupKernels, Kernels, THREADS, Variant, WarpgroupKernels},
+    kernels::{
+        BackwardOptions, BackwardWarpgroupKernels, Kernels, THREADS, Variant, WarpgroupKernels,
+    },
     pass_context::slopes,
     workspace::CudaWorkspace,
 };
@@ -37,6 +39,7 @@ pub struct Cuda {
     min_warpgroup_rows: usize,
     /// `None`: the multiprocessors of the GPU.
     forward_blocks: Option<usize>,
+    fused_backward: bool,
     cache: Arc<Mutex<KernelCache>>,
 }
 
@@ -110,6 +113,7 @@ impl Cuda {
             level: Level::DEFAULT,
             min_warpgroup_rows: Self::MIN_WARPGROUP_ROWS,
             forward_blocks: None,
+            fused_backward: Self::FUSED_BACKWARD,
             cache: Arc::default(),
         }
     }
@@ -149,6 +153,20 @@ impl Cuda {
     #[must_use]
     pub fn with_forward_blocks(self, blocks: usize) -> Self {
         Self { forward_blocks: Some(blocks.max(1)), cache: Arc::default(), ..self }
+    }
+
+    /// Default of [`Cuda::with_fused_backward`]: by the static model of `docs/cuda.md` the fused
+    /// kernel is the faster one.
+    pub const FUSED_BACKWARD: bool = true;
+
+    /// Chooses between the backward kernels on warpgroups: one of five products for dQ, dK and dV,
+    /// whose thread blocks add to dQ in a fixed order, or two of seven. The fused one serves KV
+    /// blocks whose dK and dV are wanted too, of a spec without score epilogue (bias, soft cap,
+    /// dropout, rounding), and queries that TMA can read; the split ones serve the rest. Default:
+    /// [`Cuda::FUSED_BACKWARD`].
+    #[must_use]
+    pub fn with_fused_backward(self, fused: bool) -> Self {
+        Self { fused_backward: fused, cache: Arc::default(), ..self }
     }
 
     /// Level of the kernels.
@@ -217,8 +235,11 @@ impl Cuda {
         let backward_on_warpgroups = (backward != variant)
             .then(|| {
                 get_or_make(&mut cache.backward_on_warpgroups, backward, || {
-                    let rows = self.min_warpgroup_rows;
-                    BackwardWarpgroupKernels::new(device, compiler, backward, rows, options)
+                    let chosen = BackwardOptions {
+                        min_rows: self.min_warpgroup_rows,
+                        is_fused: self.fused_backward,
+                    };
+                    BackwardWarpgroupKernels::new(device, compiler, backward, chosen, options)
                         .map(Arc::new)
                 })
             })

@@ -24,11 +24,7 @@ pub(crate) fn launch(
 ) -> Result<()> {
     let spec = context.spec();
     let kernels = &context.kernels;
-    let record = spec.gradient_row_layout();
-    let bytes = context.sums().bytes();
-    block_mask.write_to(arguments, true);
-    [arguments.dk, arguments.dv] =
-        [0, 1].map(|index| field(records.address(), &record, index, bytes));
+    write_to(arguments, context, block_mask, records);
     let Dims { batch, kv_heads, .. } = spec.dims;
     let mut grid = [u64::from(block_mask.tiles()[1]), kv_heads as u64, batch as u64];
     if let Some(warpgroups) = warpgroups {
@@ -44,4 +40,18 @@ pub(crate) fn launch(
     // SAFETY: the engine has validated every tensor's shape; memory is freed only after queued
     // work.
     unsafe { kernel.launch(&context.stream, grid, threads, arguments) }
+}
+
+/// Sets the block mask by key tile, and dK and dV as fields of gradient records.
+pub(crate) fn write_to(
+    arguments: &mut Attention,
+    context: &PassContext,
+    block_mask: &BlockMask,
+    records: &CudaBuffer,
+) {
+    let record = context.spec().gradient_row_layout();
+    let bytes = context.sums().bytes();
+    block_mask.write_to(arguments, true);
+    [arguments.dk, arguments.dv] =
+        [0, 1].map(|index| field(records.address(), &record, index, bytes));
 }

@@ -66,13 +66,16 @@ const WARPGROUP_FORWARD_HEADERS: [Header; 6] = [
 ];
 
 /// Further headers of [`Family::WarpgroupBackward`].
-const WARPGROUP_BACKWARD_HEADERS: [Header; 6] = [
+const WARPGROUP_BACKWARD_HEADERS: [Header; 9] = [
     ("head_tiles.cuh", include_str!("../kernels/head_tiles.cuh")),
     ("backward_pair.cuh", include_str!("../kernels/backward_pair.cuh")),
     ("backward_warpgroup.cuh", include_str!("../kernels/backward_warpgroup.cuh")),
     ("backward_statistics.cuh", include_str!("../kernels/backward_statistics.cuh")),
     ("backward_queries_warpgroup.cuh", include_str!("../kernels/backward_queries_warpgroup.cuh")),
+    ("backward_key_rows.cuh", include_str!("../kernels/backward_key_rows.cuh")),
     ("backward_keys_warpgroup.cuh", include_str!("../kernels/backward_keys_warpgroup.cuh")),
+    ("backward_dq_order.cuh", include_str!("../kernels/backward_dq_order.cuh")),
+    ("backward_fused_warpgroup.cuh", include_str!("../kernels/backward_fused_warpgroup.cuh")),
 ];
 
 /// Threads per block of the general kernels, except those on tensor cores; `THREADS` of
@@ -96,12 +99,13 @@ const MATRIX_KERNELS: [&str; 3] =
 const WARPGROUP_KERNELS: [&str; 2] = ["forward_warpgroup", "forward_warpgroup_epilogue"];
 
 /// Backward kernels on warpgroups.
-const WARPGROUP_BACKWARD_KERNELS: [&str; 5] = [
+const WARPGROUP_BACKWARD_KERNELS: [&str; 6] = [
     "backward_statistics",
     "backward_queries_warpgroup",
     "backward_queries_warpgroup_epilogue",
     "backward_keys_warpgroup",
     "backward_keys_warpgroup_epilogue",
+    "backward_fused_warpgroup",
 ];
 
 /// Kernels that every general variant has.
@@ -267,7 +271,8 @@ impl Variant {
     /// query; a zero operand of 16 × 64; two work tiles; 12 mbarriers). Backward:
     /// `BackwardStorage` of `kernels/backward_warpgroup.cuh` (own rows of two operands; their
     /// streamed rows, two stages of 128 or four of 64; a zero operand of as many rows × 64;
-    /// statistics of two floats per streamed row; two mbarriers per stage).
+    /// statistics of two floats per streamed row; two mbarriers per stage). Fused: `FusedStorage`
+    /// of `kernels/backward_fused_warpgroup.cuh` (also two buffers of dX, and a tile of dQ).
     pub fn dynamic_shared_bytes(self, kernel: &str) -> u32 {
         let ([queries, keys], dim) = (self.tile(), self.dim);
         let bytes = match self.family {
@@ -289,14 +294,22 @@ impl Variant {
                 tiles + 16 * 64 * 2 + 2 * 16 + 12 * 8
             }
             Family::WarpgroupBackward => {
-                let (rows, stages) = match kernel {
+                let fused_rows = fused_rows(dim) as usize;
+                let (rows, stages, fused) = match kernel {
                     "backward_statistics" => return 0,
-                    "backward_queries_warpgroup" => (128, 2),
-                    _ => (64, 4),
+                    "backward_queries_warpgroup" => (128, 2, 0),
+                    "backward_fused_warpgroup" => {
+                        let dx = 2 * keys * fused_rows * 2;
+                        // a dQ tile; three `StreamedTile`; two mbarriers; ticket and tile, to a
+                        // multiple of 16
+                        let others = 3 * 16 + 2 * 8 + 16;
+                        (fused_rows, 2, dx + fused_rows * (dim + 8) * 4 + others)
+                    }
+                    _ => (64, 4, 0),
                 };
                 let own = 2 * 128 * dim * 2;
                 let streamed = 2 * stages * rows * dim * 2;
-                own + streamed + rows * 64 * 2 + stages * rows * 8 + 2 * stages * 8
+                fused + own + streamed + rows * 64 * 2 + stages * rows * 8 + 2 * stages * 8
             }
         };
         bytes as u32
@@ -475,6 +488,13 @@ impl WarpgroupKernels {
     }
 }
 
+/// Choices of a backend for the backward pass on warpgroups.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct BackwardOptions {
+    pub(crate) min_rows: usize,
+    pub(crate) is_fused: bool,
+}
+
 /// Backward kernels on warpgroups.
 #[derive(Debug)]
 pub(crate) struct BackwardWarpgroupKernels {
@@ -483,6 +503,10 @@ pub(crate) struct BackwardWarpgroupKernels {
     /// Without and with a score epilogue.
     pub(crate) queries: [Kernel; 2],
     pub(crate) keys: [Kernel; 2],
+    /// dQ, dK and dV in one pass, without a score epilogue.
+    pub(crate) fused: Kernel,
+    /// Use it where it serves.
+    pub(crate) is_fused: bool,
     /// Fewest queries for which they are used: see [`crate::Cuda::MIN_WARPGROUP_ROWS`].
     min_rows: usize,
 }
@@ -493,11 +517,12 @@ impl BackwardWarpgroupKernels {
         device: &Device,
         compiler: &Compiler,
         variant: Variant,
-        min_rows: usize,
+        options: BackwardOptions,
         more: &[String],
     ) -> Result<Self> {
+        let BackwardOptions { min_rows, is_fused } = options;
         let module = load(device, compiler, variant, more)?;
-        let [statistics, queries, queries_epilogue, keys, keys_epilogue] =
+        let [statistics, queries, queries_epilogue, keys, keys_epilogue, fused] =
             WARPGROUP_BACKWARD_KERNELS
                 .map(|name| module.kernel(name)?.with_shared(variant.dynamic_shared_bytes(name)));
         Ok(Self {
@@ -505,9 +530,17 @@ impl BackwardWarpgroupKernels {
             statistics: statistics?,
             queries: [queries?, queries_epilogue?],
             keys: [keys?, keys_epilogue?],
+            fused: fused?,
+            is_fused,
             min_rows,
         })
     }
+}
+
+/// Queries per tile of the fused backward kernel; `FUSED_ROWS` of
+/// `kernels/backward_fused_warpgroup.cuh`.
+pub(crate) const fn fused_rows(dim: usize) -> u32 {
+    if dim == 64 { 128 } else { 64 }
 }
 
 /// True if the QKᵀ products need an epilogue: bias, soft cap or rounding; or a scale that is not

@@ -30,6 +30,8 @@ pub(super) struct Context {
     pub(super) blocks: Mutex<HashMap<String, u64>>,
     /// Calls that copy from device to device memory.
     pub(super) device_copies: AtomicU64,
+    /// Launches in which every thread waited for another one.
+    pub(super) deadlocks: AtomicU64,
     default_stream: OnceLock<&'static EmulatedStream>,
 }
 
@@ -121,6 +123,12 @@ pub fn blocks(ordinal: usize, kernel: &str) -> u64 {
 /// Returns the number of calls that copied from device to device memory on device `ordinal`.
 pub fn device_copies(ordinal: usize) -> u64 {
     context_of(ordinal).map_or(0, |context| context.device_copies.load(Ordering::Relaxed))
+}
+
+/// Returns the number of launches on device `ordinal` that failed because every thread of the
+/// resident blocks waited for another one, with nothing under way that could end a wait.
+pub fn deadlocks(ordinal: usize) -> u64 {
+    context_of(ordinal).map_or(0, |context| context.deadlocks.load(Ordering::Relaxed))
 }
 
 /// Returns the number of live allocations of device `ordinal`.

@@ -7,8 +7,9 @@
 //!   ordered by events only, so a missing event soon shows as a wrong order.
 //! * **Memory** (`memory.rs`): new memory is NaN and lies between guards that are checked when it
 //!   is freed.
-//! * **Kernels** (`modules.rs`): one fiber per thread, see `primitives_host.h` of the kernels. A
-//!   block that deadlocks fails the launch.
+//! * **Kernels** (`modules.rs`): one fiber per thread, and three thread blocks at a time, see
+//!   `primitives_host.h` of the kernels. A launch in which every thread waits for another fails
+//!   ([`deadlocks`]).
 //! * **NCCL** (`nccl`, on Linux): sends and receives between threads or
 //!   processes of one machine; a message moves when both streams have reached it.
 //! * **Compute capability 9.0** (`maps.rs`, the `hopper_` tables): tensor maps in the emulator's
@@ -31,7 +32,8 @@ mod work;
 
 pub use compiler::{compiler_symbols, hopper_compiler_symbols};
 pub use context::{
-    DEVICES, EARLY_COPIES, allocations, blocks, device_copies, most_bytes, plant, set_seed,
+    DEVICES, EARLY_COPIES, allocations, blocks, deadlocks, device_copies, most_bytes, plant,
+    set_seed,
 };
 pub use functions::{hopper_symbols, symbols};
 #[cfg(target_os = "linux")]

@@ -28,6 +28,10 @@ type Entry = unsafe extern "C" fn(*const c_void);
 type Emulate =
     unsafe extern "C" fn(Entry, c_uint, *const c_void, *const c_uint, c_uint, c_uint, u64) -> c_int;
 
+/// Outcomes of a launch, as in `kernels/primitives_host.h`; others are broken rules.
+const ENDED: c_int = 0;
+const DEADLOCK: c_int = 2;
+
 /// Dynamic shared memory of a launch without the attribute, as on every GPU.
 const SHARED_DEFAULT: u32 = 48 * 1024;
 /// Largest value of the attribute, as on compute capability 9.0.
@@ -186,7 +190,7 @@ pub(super) unsafe extern "C" fn launch(
         push(context, stream, move || {
             // SAFETY: the kernel gets its own argument structure; memory is freed only after queued
             // work.
-            let ended = unsafe {
+            let outcome = unsafe {
                 emulate(
                     entry,
                     threads,
@@ -196,9 +200,12 @@ pub(super) unsafe extern "C" fn launch(
                     mistake,
                     seed,
                 )
-            } == 0;
+            };
             drop(library);
-            ended
+            if outcome == DEADLOCK {
+                context.deadlocks.fetch_add(1, Ordering::Relaxed);
+            }
+            outcome == ENDED
         })
     })
 }

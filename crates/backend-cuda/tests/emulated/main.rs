@@ -8,6 +8,7 @@ mod conformance;
 mod copies;
 mod decode;
 mod failures;
+mod fused_backward;
 mod in_place;
 mod matrix_backward;
 mod nccl;

@@ -5,8 +5,12 @@ use std::time::Duration;
 
 use annulus_conformance::{Case, Draw, Judge, Masks, Setting, Subject};
 use annulus_core::{DType, Dims, Spec};
+use annulus_cuda_emulator as emulator;
 
-use crate::support::subject;
+use crate::{
+    common::staged,
+    support::{emulated_on, next_device, subject},
+};
 
 /// A causal case of several tiles, with more than one slice of dims and rows that can be copied 16
 /// bytes at a time.
@@ -140,10 +144,11 @@ fn a_mask_that_is_off_by_one_in_a_backward_pass_is_caught() {
 }
 
 #[test]
-fn a_barrier_that_only_some_threads_reach_is_an_error_not_a_hang() {
-    let wrong = verdict(DType::F64, &["-DPLANTED_SPLIT_BARRIER"]);
-    assert!(
-        wrong.as_ref().is_err_and(|wrong| wrong.contains("CUDA_ERROR_LAUNCH_FAILED")),
-        "{wrong:?}"
-    );
+fn a_barrier_that_only_some_threads_reach_is_a_deadlock_not_a_hang() {
+    let ordinal = next_device();
+    let make = move || emulated_on(ordinal, &["-DPLANTED_SPLIT_BARRIER"]);
+    let subject = staged("one emulated gpu", Duration::ZERO, make);
+    let failed = subject.run(&case(DType::F64), &Setting::ALONE, 1).map(drop).unwrap_err();
+    assert!(failed.to_string().contains("CUDA_ERROR_LAUNCH_FAILED"), "{failed}");
+    assert_eq!(emulator::deadlocks(ordinal), 1);
 }

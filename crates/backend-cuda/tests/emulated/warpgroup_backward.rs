@@ -1,12 +1,12 @@
-//! Warpgroup backward on emulated GPUs of compute capability 9.0: which kernels serve a pass,
-//! masks, score options, numbers that are not finite, and planted mistakes. The suite of
-//! `warpgroup.rs` covers it too.
+//! Warpgroup backward in split kernels on emulated GPUs of compute capability 9.0: which kernels
+//! serve a pass, masks, score options, numbers that are not finite, and planted mistakes. The suite
+//! of `warpgroup.rs` runs the fused kernel where that serves (`fused_backward.rs`).
 
 use std::{sync::Arc, time::Duration};
 
 use annulus_comm::{Deadline, Staged, threads};
 use annulus_conformance::{
-    Case, Draw, Judge, Masks, RankSetup, RingSubject, Setting, Subject, TensorMemory,
+    Case, Draw, Judge, Masks, RankSetup, RingSubject, Setting, Subject, TensorMemory, suite,
 };
 use annulus_core::{
     Alibi, BackwardMode, BiasOrder, DType, Dims, Dropout, Error, Layout, Result, Spec,
@@ -19,8 +19,8 @@ use annulus_cuda_emulator as emulator;
 use ndarray::{Array4, ArrayView4, s};
 
 use crate::{
-    common::{CudaMemory, DEADLINE, staged},
-    support::{hopper, hopper_on, next_device, on_warpgroups},
+    common::{CudaMemory, DEADLINE, multiples::OnMultiplesOfEight, staged},
+    support::{hopper, hopper_on, next_device},
 };
 
 /// Kernels of dQ, and of dK and dV: on warpgroups without and with a score epilogue, on tensor
@@ -39,6 +39,13 @@ fn dims(queries: usize, dim: usize) -> Dims {
     Dims { q_len: queries, kv_len: 300, kv_heads: 1, ..Dims::new(1, 300, 2, dim) }
 }
 
+/// Emulated GPUs with split backward kernels and a planted mistake (0: none).
+fn split_kernels(mistake: u32) -> impl Subject {
+    staged("emulated cuda with split backward kernels", Duration::ZERO, move || {
+        Ok(hopper(mistake)?.with_fused_backward(false))
+    })
+}
+
 fn text(error: Error) -> String {
     error.to_string()
 }
@@ -46,8 +53,9 @@ fn text(error: Error) -> String {
 /// Verdict on a case on one rank, and the numbers of blocks of [`QUERIES`] and [`KEYS`].
 fn run_on(case: &Case, fewest_rows: usize) -> Result<[[u64; 3]; 2], String> {
     let ordinal = next_device();
-    let subject =
-        staged("one emulated gpu", Duration::ZERO, move || hopper_on(ordinal, 0, fewest_rows));
+    let subject = staged("one emulated gpu", Duration::ZERO, move || {
+        Ok(hopper_on(ordinal, 0, fewest_rows)?.with_fused_backward(false))
+    });
     let answers = subject.run(case, &Setting::ALONE, 1).map_err(text)?;
     Judge::new(case).map_err(text)?.check(&answers[0])?;
     Ok([QUERIES, KEYS].map(|names| names.map(|name| emulator::blocks(ordinal, name))))
@@ -108,7 +116,7 @@ fn every_dim_type_and_backward_mode_holds() {
         let spec = Spec { backward, ..spec };
         let case = Case::new("dims", spec, masks, &mut Draw::new(2)).in_dtype(dtype);
         let setting = Setting::new(ranks, Layout::Zigzag);
-        let answers = on_warpgroups(0).run(&case, &setting, 1).unwrap();
+        let answers = split_kernels(0).run(&case, &setting, 1).unwrap();
         let judge = Judge::new(&case).unwrap();
         for answer in &answers {
             judge.check(answer).unwrap_or_else(|wrong| panic!("{dtype} {dim}: {wrong}"));
@@ -184,7 +192,7 @@ fn masked_non_finite_elements_change_nothing() {
         // keys 0 … 40 and 20 … 60
         case.q[[0, 20, 1, 5]] = f64::INFINITY;
         case.dout[[0, 40, 0, 7]] = f64::NAN;
-        let answer = on_warpgroups(0).run(&case, &Setting::ALONE, 1).unwrap().remove(0);
+        let answer = split_kernels(0).run(&case, &Setting::ALONE, 1).unwrap().remove(0);
         let want = case.truth().unwrap().backward;
         for (what, got, want) in [
             ("dq", &answer.dq, &want.dq),
@@ -261,7 +269,7 @@ fn tensors_that_tma_cannot_read_run_on_mma_sync() {
     let ordinal = next_device();
     let subject = RingSubject::new("ragged rows", move |ranks| -> Result<Vec<_>> {
         let setup = |transport| {
-            let backend = hopper_on(ordinal, 0, 0)?;
+            let backend = hopper_on(ordinal, 0, 0)?.with_fused_backward(false);
             let copier = CudaCopier::new(backend.stream().device())?;
             let staged = Staged::<_, CudaSpace>::new(transport, copier);
             let memory = RaggedRows(CudaMemory(backend.stream().clone()));
@@ -319,8 +327,13 @@ fn case(few: bool) -> Case {
 
 /// Verdict on a case, computed with a planted mistake.
 fn verdict(mistake: u32, case: &Case) -> Result<(), String> {
-    let answers = on_warpgroups(mistake).run(case, &Setting::ALONE, 1).map_err(text)?;
+    let answers = split_kernels(mistake).run(case, &Setting::ALONE, 1).map_err(text)?;
     Judge::new(case).map_err(text)?.check(&answers[0])
+}
+
+#[test]
+fn random_cases_hold_in_split_kernels() {
+    suite::random_cases(&OnMultiplesOfEight(split_kernels(0)), 200..230).unwrap();
 }
 
 #[test]
@@ -328,7 +341,7 @@ fn the_order_of_threads_and_copies_changes_no_bit() {
     let case = case(false);
     let run = |seed| {
         emulator::set_seed(seed);
-        on_warpgroups(0).run(&case, &Setting::ALONE, 1).unwrap().remove(0)
+        split_kernels(0).run(&case, &Setting::ALONE, 1).unwrap().remove(0)
     };
     let want = run(21);
     for seed in 22..25 {
@@ -346,7 +359,7 @@ fn every_mistake_is_caught() {
     }
     verdict(emulator::EARLY_COPIES, &case(false)).unwrap();
     let finite = |mistake| -> bool {
-        let answers = on_warpgroups(mistake).run(&poisoned, &Setting::ALONE, 1).unwrap();
+        let answers = split_kernels(mistake).run(&poisoned, &Setting::ALONE, 1).unwrap();
         answers[0].dq.slice(s![0, ..69, 0, ..]).iter().all(|x| x.is_finite())
     };
     assert!(finite(0));

@@ -17,7 +17,8 @@
 //!   as many. With `queries` there are fewer queries than keys, no mask and no backward pass, and
 //!   `gbps` is the rate at which keys and values are read, in GB/s.
 //!   Level `warpgroup-tiles` is `warpgroup` with a thread block for each tile of a forward launch,
-//!   instead of one for each multiprocessor.
+//!   instead of one for each multiprocessor; `warpgroup-split` is `warpgroup` with a backward
+//!   kernel for dQ, and one for dK and dV.
 //! * **verify** compares each level with level 0 in f32 from the same inputs rounded to 16 bits:
 //!   the relative error of out, dq, dk and dv stays below 5·10⁻³ (bf16) or 10⁻³ (f16), that of lse
 //!   below 10⁻⁴, that of the worst row below 8 times as much, and a second pass has the same bits.
@@ -27,7 +28,8 @@
 //!   cubins of bf16 also into a folder, for a disassembler (`scripts/cuda-model`).
 //!
 //! `scripts/gpu-lease` runs it beside peers. `device=emulated` checks on any machine that it runs;
-//! its times mean nothing. There, `mistake=N` plants mistake N of `kernels/warpgroup.cuh`.
+//! its times mean nothing. There, `mistake=N` plants mistake N of `kernels/warpgroup.cuh` or
+//! `kernels/backward_warpgroup.cuh`.
 
 #[path = "../comparison.rs"]
 mod comparison;
@@ -102,7 +104,8 @@ impl Settings {
     /// Opens the device at each level, with one stream for each.
     fn open(&self) -> Result<Vec<Setup>> {
         let named = |word: &str| {
-            let level = if word == TILES { Level::Warpgroup.name() } else { word };
+            let is_form = [TILES, SPLIT].contains(&word);
+            let level = if is_form { Level::Warpgroup.name() } else { word };
             let level = Level::ALL.into_iter().find(|found| found.name() == level)?;
             Some((word.to_owned(), level))
         };
@@ -129,7 +132,11 @@ impl Settings {
         };
         let open = |(name, level)| {
             let cuda = open(level)?;
-            let cuda = if name == TILES { cuda.with_forward_blocks(usize::MAX) } else { cuda };
+            let cuda = match name.as_str() {
+                TILES => cuda.with_forward_blocks(usize::MAX),
+                SPLIT => cuda.with_fused_backward(false),
+                _ => cuda,
+            };
             Ok(Setup { name, cuda })
         };
         levels.into_iter().map(open).collect()
@@ -138,6 +145,9 @@ impl Settings {
 
 /// Name of level `warpgroup` with a thread block for each tile.
 const TILES: &str = "warpgroup-tiles";
+
+/// Name of level `warpgroup` with two backward kernels.
+const SPLIT: &str = "warpgroup-split";
 
 /// A level that is timed or verified.
 struct Setup {

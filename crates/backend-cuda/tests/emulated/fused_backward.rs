@@ -1,0 +1,275 @@
+//! Fused backward kernel on emulated warpgroups: which passes it serves, masks, numbers that are
+//! not finite, the order in which thread blocks add to dQ, and planted mistakes. The suite of
+//! `warpgroup.rs` covers it too.
+
+use std::time::Duration;
+
+use annulus_conformance::{Answer, Case, Draw, Judge, Masks, Setting, Subject};
+use annulus_core::{BackwardMode, DType, Dims, Error, Layout, Result, Spec};
+use annulus_cuda_emulator as emulator;
+use ndarray::s;
+
+use crate::{
+    common::staged,
+    support::{hopper, hopper_on, next_device},
+};
+
+/// Kernels of a backward pass: fused, dQ, dK and dV.
+const KERNELS: [&str; 3] =
+    ["backward_fused_warpgroup", "backward_queries_warpgroup", "backward_keys_warpgroup"];
+
+fn text(error: Error) -> String {
+    error.to_string()
+}
+
+/// Emulated GPUs with the fused kernel and a planted mistake (0: none).
+fn fused(mistake: u32) -> impl Subject {
+    staged("emulated cuda with the fused backward kernel", Duration::ZERO, move || hopper(mistake))
+}
+
+/// `passes` passes of one plan on one rank, with a planted mistake; the device they ran on.
+fn passes(case: &Case, mistake: u32, passes: usize) -> (usize, Result<Vec<Answer>, String>) {
+    let ordinal = next_device();
+    let subject =
+        staged("one emulated gpu", Duration::ZERO, move || hopper_on(ordinal, mistake, 0));
+    (ordinal, subject.run(case, &Setting::ALONE, passes).map_err(text))
+}
+
+/// Verdict on a pass on one rank, and the numbers of blocks of [`KERNELS`].
+fn blocks(case: &Case) -> Result<[u64; 3], String> {
+    let (ordinal, answers) = passes(case, 0, 1);
+    Judge::new(case).map_err(text)?.check(&answers?[0])?;
+    Ok(KERNELS.map(|name| emulator::blocks(ordinal, name)))
+}
+
+fn case_of(name: &str, dims: Dims, masks: Masks, dtype: DType) -> Case {
+    Case::new(name, Spec::new(dims, DType::F64), masks, &mut Draw::new(21)).in_dtype(dtype)
+}
+
+const fn causal() -> Masks {
+    Masks {
+        causal: true,
+        window: None,
+        first_visible: 0,
+        chunk: None,
+        prefix: None,
+        objects: vec![],
+    }
+}
+
+/// Three tiles of keys for each of two KV heads, and queries that end within a tile.
+fn dims(head_dim: usize) -> Dims {
+    Dims { batch: 1, q_len: 330, kv_len: 300, q_heads: 2, kv_heads: 2, head_dim, value_dim: 56 }
+}
+
+#[test]
+fn the_fused_kernel_serves_blocks_of_which_all_gradients_are_wanted() {
+    let case = case_of("full", dims(64), Masks::default(), DType::Bf16);
+    assert_eq!(blocks(&case), Ok([6, 0, 0]));
+    // a score epilogue
+    let mut capped = case.clone();
+    capped.spec.soft_cap = Some(3.0);
+    assert_eq!(blocks(&capped), Ok([0, 0, 0]));
+    // queries travel for dK and dV, so that no block of keys has both
+    let ordinal = next_device();
+    let subject = staged("one emulated gpu", Duration::ZERO, move || hopper_on(ordinal, 0, 0));
+    let mut two_passes = case.clone();
+    two_passes.spec.backward = BackwardMode::TwoPass;
+    let answers = subject.run(&two_passes, &Setting::new(2, Layout::Contiguous), 1).unwrap();
+    Judge::new(&two_passes).unwrap().check(&answers[0]).unwrap();
+    let [fused, queries, keys] = KERNELS.map(|name| emulator::blocks(ordinal, name));
+    assert!(queries > 0 && keys > 0, "{fused} {queries} {keys}");
+}
+
+#[test]
+fn masks_and_dims_hold_in_the_fused_kernel() {
+    let window = Masks { window: Some([Some(100), Some(40)]), ..Masks::default() };
+    let few_heads = Dims { batch: 2, q_len: 150, kv_len: 140, q_heads: 8, kv_heads: 2, ..dims(64) };
+    let few_queries = Dims { q_len: 70, kv_len: 520, ..dims(72) };
+    let documents = Masks { chunk: Some(90), ..Masks::default() };
+    for (name, dims, masks, dtype) in [
+        ("full, 64 dims", dims(64), Masks::default(), DType::F16),
+        ("causal, 64 dims", dims(64), causal(), DType::Bf16),
+        ("full, 128 dims", dims(128), Masks::default(), DType::Bf16),
+        ("causal, 128 dims", dims(128), causal(), DType::F16),
+        ("window", dims(64), window, DType::Bf16),
+        ("heads 8 : 2", few_heads, causal(), DType::Bf16),
+        ("fewer queries than keys", few_queries, Masks::default(), DType::F16),
+        ("documents", dims(128), documents, DType::Bf16),
+    ] {
+        let [fused, queries, keys] = blocks(&case_of(name, dims, masks, dtype))
+            .unwrap_or_else(|wrong| panic!("{name}: {wrong}"));
+        assert!(fused > 0 && queries == 0 && keys == 0, "{name}: {fused} {queries} {keys}");
+    }
+}
+
+#[test]
+fn rings_hold_in_the_fused_kernel() {
+    for (dtype, dim, ranks, layout) in
+        [(DType::Bf16, 128, 2, Layout::Zigzag), (DType::F16, 64, 3, Layout::Striped)]
+    {
+        let case = case_of("ring", Dims { q_len: 300, ..dims(dim) }, causal(), dtype);
+        let answers = fused(0).run(&case, &Setting::new(ranks, layout), 1).unwrap();
+        let judge = Judge::new(&case).unwrap();
+        answers.iter().for_each(|answer| judge.check(answer).unwrap());
+    }
+}
+
+/// Scores whose lse is beyond the bound of fused exponents, with keys beyond the end: their
+/// probabilities are not finite.
+#[test]
+fn large_scores_hold_in_the_fused_kernel() {
+    let mut spec = Spec::new(dims(64), DType::F64);
+    spec.scale = 1.0;
+    let mut case = Case::new("large", spec, Masks::default(), &mut Draw::new(5));
+    // one dim adds the same to all scores, which leaves the probabilities as they are
+    for score in [2048.0, -1000.0] {
+        case.q.slice_mut(s![.., .., .., 0]).fill(32.0);
+        case.k.slice_mut(s![.., .., .., 0]).fill(score / 32.0);
+        let [fused, ..] = blocks(&case.clone().in_dtype(DType::F16)).unwrap();
+        assert!(fused > 0);
+    }
+}
+
+/// Elements that are not finite reach only the gradients of pairs that are visible.
+#[test]
+fn masked_non_finite_elements_change_nothing_in_the_fused_kernel() {
+    for dim in [64, 72] {
+        let masks = Masks { window: Some([Some(20), Some(20)]), ..Masks::default() };
+        let all = Dims { q_len: 300, q_heads: 2, kv_heads: 1, ..dims(dim) };
+        let mut case = case_of("not finite", all, masks, DType::Bf16);
+        // of queries 180 … 220, and through them of keys 160 … 240
+        case.k[[0, 200, 0, 3]] = f64::NAN;
+        // keys 0 … 40 and 20 … 60
+        case.q[[0, 20, 1, 5]] = f64::INFINITY;
+        case.dout[[0, 40, 0, 7]] = f64::NAN;
+        let (_, answers) = passes(&case, 0, 1);
+        let answer = answers.unwrap().remove(0);
+        let want = case.truth().unwrap().backward;
+        for (what, got, want) in [
+            ("dq", &answer.dq, &want.dq),
+            ("dk", &answer.dk, &want.dk),
+            ("dv", &answer.dv, &want.dv),
+        ] {
+            for ((index, got), want) in got.indexed_iter().zip(want) {
+                assert_eq!(got.is_nan(), want.is_nan(), "{dim}: {what}{index:?}: {got} {want}");
+                let near = want.is_nan() || (got - want).abs() < 0.02 + 0.02 * want.abs();
+                assert!(near, "{dim}: {what}{index:?}: got {got}, want {want}");
+            }
+        }
+        assert!(answer.dq[[0, 180, 0, 0]].is_nan() && answer.dq[[0, 179, 0, 0]].is_finite());
+    }
+}
+
+/// Eight tiles of keys that add to the same queries: more than run at the same time. With 72 dims a
+/// tile of queries has two parts.
+fn eight_tiles(dim: usize) -> Case {
+    let dims = Dims { q_len: 200, kv_len: 1000, q_heads: 1, kv_heads: 1, ..dims(dim) };
+    case_of("eight tiles of keys", dims, Masks::default(), DType::F16)
+}
+
+#[test]
+fn the_order_of_blocks_changes_no_bit() {
+    for dim in [64, 72] {
+        let case = eight_tiles(dim);
+        let run = |seed| {
+            emulator::set_seed(seed);
+            let (_, answers) = passes(&case, 0, 2);
+            answers.unwrap()
+        };
+        let want = run(31);
+        Judge::new(&case).unwrap().check(&want[0]).unwrap();
+        for seed in 32..36 {
+            for answer in run(seed) {
+                answer.same_bits(&want[0]).unwrap();
+            }
+        }
+    }
+}
+
+/// Signs of a mistake besides the first gradient that is wrong: a failed launch, a deadlock, or
+/// other bits if threads and blocks run in another order.
+const FAILED: &str = "CUDA_ERROR_LAUNCH_FAILED";
+const DEADLOCK: &str = "deadlock";
+const OTHER_BITS: &str = "bits";
+
+/// Mistakes of `kernels/backward_warpgroup.cuh` that only the fused kernel has, from number 122 on.
+const FUSED_MISTAKES: [(&str, &str); 17] = [
+    ("dX stored without a proxy fence", FAILED),
+    ("dX read before the other consumer has stored it", FAILED),
+    ("dX overwritten while the other consumer's product reads it", FAILED),
+    ("dQ read while wgmma writes it", FAILED),
+    ("dQ tile without a proxy fence", FAILED),
+    ("dQ tile declared full before it is stored", "dq["),
+    ("dQ tile stored while the one before is being added", DEADLOCK),
+    ("dQ tile declared free while it is being added", FAILED),
+    ("blocks add in the order of their arrival", OTHER_BITS),
+    ("turn passed on before the additions are complete", FAILED),
+    ("turn passed on when the additions of one lane are complete", FAILED),
+    ("turn never passed on", DEADLOCK),
+    ("semaphores of the launch before", DEADLOCK),
+    ("bulk operations not ordered after the turn", FAILED),
+    ("turn not ordered after bulk operations", FAILED),
+    ("the ticket of the first block twice", DEADLOCK),
+    ("keys by the number of the block", DEADLOCK),
+];
+
+/// Late copies keep a consumer from running ahead of the other.
+const DX_ONE_BUFFER: u32 = 124;
+
+/// Mistakes that both kernels of keys have, by number.
+const SHARED_MISTAKES: [(u32, &str); 14] = [
+    (101, DEADLOCK),
+    (102, FAILED),
+    (103, DEADLOCK),
+    (104, FAILED),
+    (105, DEADLOCK),
+    (106, DEADLOCK),
+    (107, FAILED),
+    (108, FAILED),
+    (110, FAILED),
+    (111, FAILED),
+    (114, FAILED),
+    (115, FAILED),
+    (116, "dq["),
+    (120, "dq["),
+];
+
+/// Sign of what two passes with a mistake have done: `None` if nothing is wrong. `want`: the bits
+/// without it.
+fn sign(case: &Case, mistake: u32, want: &Answer) -> Option<String> {
+    let (ordinal, answers) = passes(case, mistake, 2);
+    if emulator::deadlocks(ordinal) > 0 {
+        return Some(DEADLOCK.to_owned());
+    }
+    let answers = match answers {
+        Ok(answers) => answers,
+        Err(wrong) => return Some(wrong),
+    };
+    let judge = Judge::new(case).unwrap();
+    let wrong = answers.iter().find_map(|answer| judge.check(answer).err());
+    let differs = answers.iter().any(|answer| answer.same_bits(want).is_err());
+    wrong.or_else(|| differs.then(|| OTHER_BITS.to_owned()))
+}
+
+#[test]
+fn every_mistake_of_the_fused_kernel_is_caught() {
+    let case = eight_tiles(72);
+    let (_, want) = passes(&case, 0, 1);
+    let want = want.unwrap().remove(0);
+    let fused = (122..).zip(FUSED_MISTAKES).map(|(number, (what, sign))| (number, what, sign));
+    let shared = SHARED_MISTAKES.map(|(number, sign)| (number, "of both kernels of keys", sign));
+    let mut missed = Vec::new();
+    for (number, what, want_sign) in fused.chain(shared) {
+        let early = if number == DX_ONE_BUFFER { emulator::EARLY_COPIES } else { 0 };
+        // some orders of blocks hide a mistake
+        let found = (40..46).find_map(|seed| {
+            emulator::set_seed(seed);
+            sign(&case, number | early, &want)
+        });
+        if !found.as_ref().is_some_and(|found| found.contains(want_sign)) {
+            missed.push(format!("{number}, {what}: {found:?}, not {want_sign}"));
+        }
+    }
+    assert_eq!(missed, Vec::<String>::new());
+}
