@@ -191,13 +191,14 @@ DEVICE void add_visible_products(PanelAccumulators<row_tiles>& acc,
                                  u32 (&left)[row_tiles][columns][2], const u16* right_panel,
                                  const RowLane& lane) {
     NOT_UNROLLED for (u32 group = 0; group < columns; ++group) {
-        // the four lanes of a row exchange their pairs
-        NOT_UNROLLED for (u32 other = 0; other < 4; ++other) {
+        // the four lanes of a row exchange their pairs; all add in the order of columns
+        NOT_UNROLLED for (u32 owner = 0; owner < 4; ++owner) {
+            const u32 other = lane.lane % 4 ^ owner;
             u32 pairs[row_tiles][2];
             UNROLL for (u32 m = 0; m < row_tiles; ++m)
                 UNROLL for (u32 r = 0; r < 2; ++r) pairs[m][r] = shuffle_xor(left[m][0][r], other);
             NOT_UNROLLED for (u32 half = 0; half < 2; ++half) {
-                u32 y = 8 * group + 2 * (lane.lane % 4 ^ other) + half;
+                u32 y = 8 * group + 2 * owner + half;
                 UNROLL for (u32 m = 0; m < row_tiles; ++m)
                     UNROLL for (u32 r = 0; r < 2; ++r) {
                         u16 element = u16(pairs[m][r] >> 16 * half);
