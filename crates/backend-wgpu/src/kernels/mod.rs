@@ -407,4 +407,6 @@ fn copy_source(mode: CopyMode) -> Source {
 }
 
 #[cfg(test)]
+mod banks;
+#[cfg(test)]
 mod tests;

@@ -6,10 +6,10 @@ use annulus::{
     comm::threads::{self, each_rank},
 };
 use annulus_conformance::{Case, Draw, Judge, Masks, Setting, Subject, wgpu::WgpuRing};
-use annulus_core::DType;
-use annulus_wgpu::{Gpu, Options};
+use annulus_core::{DType, Dropout};
+use annulus_wgpu::{Gpu, Level, Options};
 
-use super::{gpu, open, ring};
+use super::{adapter, gpu, open, ring};
 
 /// A case of two GQA groups, two batch rows and a bias on all axes, long enough to be split.
 fn long_case() -> Case {
@@ -80,20 +80,52 @@ fn submissions_of_bounded_work_give_the_same_bits() {
     assert_eq!(want, got);
 }
 
-#[test]
-fn shaders_with_and_without_checks_of_indices_give_the_same_bits() {
-    let Some(unchecked) = gpu() else { return };
-    let Some(checked) = open(&Options { check_bounds: true, ..Options::default() }) else { return };
+/// Requires the same bits of kernels with and without checks of indices.
+fn checks_change_no_bit(level: Level, dtypes: &[DType]) {
+    let device =
+        |check_bounds| open(&Options { level: Some(level), check_bounds, ..Options::default() });
+    let (Some(checked), Some(unchecked)) = (device(true), device(false)) else { return };
     // no dim, length or number of tiles is a multiple of a tile's
     let dims = Dims { q_len: 41, value_dim: 35, ..Dims::new(1, 70, 3, 9) };
+    let simple = Spec::new(dims, DType::F64);
+    let general = Spec {
+        bias: Some([1, 3, 41, 70]),
+        soft_cap: Some(2.0),
+        dropout: Some(Dropout { probability: 0.3, seed: 7 }),
+        ..simple.clone()
+    };
     let masks = Masks { causal: true, ..Masks::default() };
-    let case = Case::new("checked", Spec::new(dims, DType::F64), masks, &mut Draw::new(9));
-    for dtype in [DType::F32, DType::F16] {
-        let case = case.in_dtype(dtype);
-        let [want, got] = [checked.clone(), unchecked.clone()]
-            .map(|gpu| WgpuRing::new(gpu).run(&case, &Setting::ALONE, 1).unwrap().remove(0));
-        Judge::new(&case).unwrap().check(&got).unwrap();
-        assert_eq!(want, got, "{dtype}");
+    for (name, spec) in [("simple", simple), ("general", general)] {
+        let case = Case::new(name, spec, masks.clone(), &mut Draw::new(9));
+        for &dtype in dtypes {
+            let case = case.in_dtype(dtype);
+            let [want, got] = [&checked, &unchecked].map(|gpu| {
+                let answers = WgpuRing::new(gpu.clone()).run(&case, &Setting::ALONE, 1);
+                answers.expect("an answer").remove(0)
+            });
+            let judged = Judge::new(&case).expect("a truth").check(&got);
+            judged
+                .and_then(|()| want.same_bits(&got))
+                .unwrap_or_else(|why| panic!("{}, {}: {why}", level.name(), case.name));
+        }
+    }
+}
+
+#[test]
+fn shaders_with_and_without_checks_of_indices_give_the_same_bits() {
+    let Some(adapter) = adapter() else { return };
+    for &level in adapter.levels.iter().filter(|&&level| level != Level::Matrix) {
+        let all = [DType::F32, DType::F16, DType::Bf16];
+        checks_change_no_bit(level, if level == adapter.chosen { &all } else { &all[..1] });
+    }
+}
+
+#[test]
+fn the_matrix_level_gives_the_same_bits_without_checks_of_indices() {
+    let Some(adapter) = adapter() else { return };
+    // without: `the_matrix_level_holds_if_the_adapter_has_it`
+    if adapter.levels.contains(&Level::Matrix) {
+        checks_change_no_bit(Level::Matrix, &[DType::F16]);
     }
 }
 
