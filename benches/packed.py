@@ -26,7 +26,7 @@ import sys
 
 
 def uniforms(state=7):
-    """Returns a function that draws from 0..1, as crates/bench/src/balanced.rs does."""
+    """Returns a function that draws from 0..1, as crates/bench/src/distributions.rs does."""
 
     def draw():
         nonlocal state

@@ -5,18 +5,20 @@
 //! cargo run --release -p annulus-bench --features plan --bin balanced -- gflops=45 seed=7
 //! ```
 //!
-//! Prints one JSON line per distribution of lengths and number of ranks, for 2²⁰ rows of 32 heads
-//! of dim 128. `gflops` is the rate of a rank, from which the time of a forward and a backward pass
-//! is predicted; `seed` draws the lengths (default: 7). `benches/packed.py` measures the
-//! rate of packed passes.
+//! Prints one JSON line per distribution of lengths and number of ranks, for `rows` rows (default:
+//! 2²⁰) of 32 heads of dim 128. `gflops` is the rate of a rank, from which the time of a forward
+//! and a backward pass is predicted; `seed` draws the lengths (default: 7), and `draws` is the
+//! number of seeds from it on (default: 1). `ring-documents` measures the rate of packed passes.
+
+mod distributions;
 
 use std::time::Instant;
 
 use annulus::{Attention, Batch, Dims, Error, Result};
 use annulus_core::{Choice, NeedsIndex, RingShards, RingTraffic, Side, Work};
+use distributions::distributions;
 use rustix::time::{ClockId, clock_gettime};
 
-const ROWS: usize = 1 << 20;
 const HEADS: usize = 32;
 const DIM: usize = 128;
 /// Operations per visible pair and element of a head: 2 products forward, 5 backward.
@@ -24,61 +26,28 @@ const FLOPS: f64 = 2.0 * 7.0;
 
 fn main() -> Result<()> {
     let mut gflops: f64 = 45.0;
+    let mut rows = 1 << 20;
     let mut seed = 7;
+    let mut draws = 1;
     for given in std::env::args().skip(1) {
         let parsed = match given.split_once('=') {
             Some(("gflops", rate)) => rate.parse().map(|rate| gflops = rate).ok(),
+            Some(("rows", number)) => number.parse().map(|number| rows = number).ok(),
             Some(("seed", number)) => number.parse().map(|number| seed = number).ok(),
+            Some(("draws", number)) => number.parse().map(|number| draws = number).ok(),
             _ => None,
         };
-        parsed.ok_or_else(|| Error::invalid("argument", given, "gflops=NUMBER or seed=NUMBER"))?;
+        let want = "gflops, rows, seed or draws = a number";
+        parsed.ok_or_else(|| Error::invalid("argument", given, want))?;
     }
-    for (name, lens) in distributions(ROWS, seed) {
-        for ranks in [8, 16, 64] {
-            solver(name, &lens, ranks, gflops * 1e9)?;
+    for seed in seed..seed + draws {
+        for (name, lens) in distributions(rows, seed) {
+            for ranks in [8, 16, 64] {
+                solver(name, &lens, ranks, gflops * 1e9)?;
+            }
         }
     }
     Ok(())
-}
-
-/// Returns the lengths of documents of `rows` rows, by distribution.
-fn distributions(rows: usize, seed: u64) -> [(&'static str, Vec<usize>); 4] {
-    let normal = |uniform: &mut dyn FnMut() -> f64| {
-        (-2.0 * (1.0 - uniform()).ln()).sqrt() * (std::f64::consts::TAU * uniform()).cos()
-    };
-    let mut one_long = vec![rows / 3];
-    one_long.extend(documents(rows - rows / 3, seed, |uniform| 50.0 + 400.0 * uniform()));
-    [
-        ("log-normal", documents(rows, seed, |uniform| (6.5 + 1.2 * normal(uniform)).exp())),
-        ("Zipf", documents(rows, seed, |uniform| 64.0 / (1.0 - uniform()).powf(1.0 / 1.2))),
-        (
-            "bimodal",
-            documents(rows, seed, |u| if u() < 0.8 { 100.0 + 300.0 * u() } else { 4096.0 }),
-        ),
-        ("one long", one_long),
-    ]
-}
-
-/// Draws lengths until they fill `rows` rows, from uniform numbers in 0..1.
-fn documents(
-    rows: usize,
-    seed: u64,
-    mut draw: impl FnMut(&mut dyn FnMut() -> f64) -> f64,
-) -> Vec<usize> {
-    let mut state = seed;
-    let mut uniform = move || {
-        state =
-            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 11) as f64 / (1u64 << 53) as f64
-    };
-    let mut lens = Vec::new();
-    let mut rest = rows;
-    while rest > 0 {
-        let next = (draw(&mut uniform) as usize).clamp(1, rest);
-        lens.push(next);
-        rest -= next;
-    }
-    lens
 }
 
 fn packed(lens: &[usize]) -> Batch {

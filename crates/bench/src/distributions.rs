@@ -1,0 +1,41 @@
+//! Lengths of packed documents, drawn from four distributions.
+
+/// Returns the lengths of documents of `rows` rows, by distribution.
+pub(crate) fn distributions(rows: usize, seed: u64) -> [(&'static str, Vec<usize>); 4] {
+    let normal = |uniform: &mut dyn FnMut() -> f64| {
+        (-2.0 * (1.0 - uniform()).ln()).sqrt() * (std::f64::consts::TAU * uniform()).cos()
+    };
+    let mut one_long = vec![rows / 3];
+    one_long.extend(documents(rows - rows / 3, seed, |uniform| 50.0 + 400.0 * uniform()));
+    [
+        ("log-normal", documents(rows, seed, |uniform| (6.5 + 1.2 * normal(uniform)).exp())),
+        ("Zipf", documents(rows, seed, |uniform| 64.0 / (1.0 - uniform()).powf(1.0 / 1.2))),
+        (
+            "bimodal",
+            documents(rows, seed, |u| if u() < 0.8 { 100.0 + 300.0 * u() } else { 4096.0 }),
+        ),
+        ("one long", one_long),
+    ]
+}
+
+/// Draws lengths until they fill `rows` rows, from uniform numbers in 0..1.
+fn documents(
+    rows: usize,
+    seed: u64,
+    mut draw: impl FnMut(&mut dyn FnMut() -> f64) -> f64,
+) -> Vec<usize> {
+    let mut state = seed;
+    let mut uniform = move || {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 11) as f64 / (1u64 << 53) as f64
+    };
+    let mut lens = Vec::new();
+    let mut rest = rows;
+    while rest > 0 {
+        let next = (draw(&mut uniform) as usize).clamp(1, rest);
+        lens.push(next);
+        rest -= next;
+    }
+    lens
+}
