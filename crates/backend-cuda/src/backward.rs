@@ -131,12 +131,8 @@ impl BackwardPass<CudaSpace> for CudaBackward<'_> {
         let mut arguments = self.kv_arguments(kv)?;
         let warpgroups = self.context.kernels.backward_warpgroup_for(self.context.queries());
         // masks are uploaded before the stream waits for the block
-        let block_mask = match &warpgroups {
-            Some(kernels) => {
-                self.context.mask_of_keys(kv.rows, kernels.variant.tile(), RangeLimits::NONE)?
-            }
-            None => self.context.mask_of_keys(kv.rows, queries_tile, RangeLimits::NONE)?,
-        };
+        let own_tile = warpgroups.as_ref().map_or(queries_tile, |kernels| kernels.variant.tile());
+        let block_mask = self.context.mask_of_keys(kv.rows, own_tile, RangeLimits::NONE)?;
         block_mask.write_to(&mut arguments, false);
         let keys_on_warpgroups =
             warpgroups.is_some() && OnWarpgroups::can_stream_queries(&arguments);

@@ -242,14 +242,13 @@ fn sign(case: &Case, mistake: u32, want: &Answer) -> Option<String> {
     if emulator::deadlocks(ordinal) > 0 {
         return Some(DEADLOCK.to_owned());
     }
-    let answers = match answers {
-        Ok(answers) => answers,
-        Err(wrong) => return Some(wrong),
-    };
-    let judge = Judge::new(case).unwrap();
-    let wrong = answers.iter().find_map(|answer| judge.check(answer).err());
-    let differs = answers.iter().any(|answer| answer.same_bits(want).is_err());
-    wrong.or_else(|| differs.then(|| OTHER_BITS.to_owned()))
+    let verdict = answers.and_then(|answers| {
+        let judge = Judge::new(case).map_err(text)?;
+        answers.iter().try_for_each(|answer| judge.check(answer))?;
+        let same = |answer: &Answer| answer.same_bits(want).map_err(|_| OTHER_BITS.to_owned());
+        answers.iter().try_for_each(same)
+    });
+    verdict.err()
 }
 
 #[test]

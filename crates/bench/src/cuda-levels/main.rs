@@ -130,7 +130,7 @@ impl Settings {
                 Cuda::with_symbols(driver, CompilerSymbols::system, Cache::of_user(), number)?;
             cuda.at_level(level)
         };
-        let open = |(name, level)| {
+        let open = |(name, level): (String, Level)| {
             let cuda = open(level)?;
             let cuda = match name.as_str() {
                 TILES => cuda.with_forward_blocks(usize::MAX),
