@@ -118,14 +118,15 @@ fn attend(cuda: &Cuda, ordinal: usize, apart: Apart) -> Result<Results> {
 }
 
 fn open(on_warpgroups: bool, ordinal: usize) -> Cuda {
-    if on_warpgroups { hopper_on(ordinal, 0, 0) } else { emulated_on(ordinal, &[]) }.unwrap()
+    if on_warpgroups { hopper_on(ordinal, 0, 0) } else { emulated_on(ordinal, &[]) }
+        .expect("an emulated device")
 }
 
 /// Results with strides, and bits as with dense tensors.
 fn attend_as_dense(on_warpgroups: bool, apart: Apart) -> Results {
     let [one, other] = [next_device(), next_device()];
-    let got = attend(&open(on_warpgroups, one), one, apart).unwrap();
-    let want = attend(&open(on_warpgroups, other), other, DENSE).unwrap();
+    let got = attend(&open(on_warpgroups, one), one, apart).expect("gradients");
+    let want = attend(&open(on_warpgroups, other), other, DENSE).expect("gradients");
     assert!(got.out == want.out, "{on_warpgroups} {apart:?}");
     assert!(got.gradients == want.gradients, "{on_warpgroups} {apart:?}");
     got
