@@ -105,8 +105,8 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         self.bytes_predicted_at(self.len, queries)
     }
 
-    /// As [`KvCache::bytes_predicted`], after `len` rows have been cached. In the reproducible order
-    /// it is 0 for more queries than rows, a call that is refused.
+    /// As [`KvCache::bytes_predicted`], after `len` rows have been cached. In the reproducible
+    /// order it is 0 for more queries than rows, a call that is refused.
     pub fn bytes_predicted_at(&self, len: u64, queries: usize) -> u64 {
         let queries = queries as u64;
         if self.spec.leaf_rows.is_none() {

@@ -155,8 +155,8 @@ impl TreeMessages {
         }
     }
 
-    /// Writes the records of one page for all ranks: the one at `index` among this rank's pages that
-    /// the queries attend to.
+    /// Writes the records of one page for all ranks: the one at `index_of_page` among this rank's
+    /// pages that the queries attend to.
     ///
     /// # Errors
     /// [`Error::Internal`] for a buffer that is too short.
