@@ -27,7 +27,7 @@ DEVICE_CALL Sum keep_factor(const Attention& a, u32 b, u32 h, u32 i, u32 j) {
     // one Philox call yields four words: four consecutive keys share a counter
     u64 block = row_j / 4;
     u32 upper = u32((row_i >> 32) << 16) + u32(block >> 32);
-    u32 plane = b * a.dropout_q_heads + a.dropout_first_head + h;
+    u32 plane = b * recomputed(a.dropout_q_heads) + a.dropout_first_head + h;
     u32 word = philox_word(u32(row_i), u32(block), upper, plane, a.dropout_low, a.dropout_high,
                            u32(row_j % 4));
     return word < a.dropout_threshold ? Sum(0) : Sum(a.keep_scale);
