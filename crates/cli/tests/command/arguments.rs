@@ -49,7 +49,7 @@ fn bad_arguments_are_code_2_and_one_line() {
         (&format!("{attend} --backend abacus"), "--backend"),
         (&format!("{attend} --transport pigeon"), "--transport"),
         ("check", "DIR"),
-        ("check . --dtype bf16", "--dtype"),
+        ("check . --dtype f8", "--dtype"),
         ("check . --ranks 1,0", "--ranks"),
         ("plan --causal --ranks 4", "--q-len"),
         ("plan --q-len 8", "--ranks"),
