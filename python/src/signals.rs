@@ -176,6 +176,8 @@ impl<T: Transport<Host>> Transport<Host> for Interruptible<T> {
         self.inner.take(header)
     }
 
+    annulus_core::messages_are_blocks! {}
+
     fn pending(&self) -> bool {
         self.inner.pending()
     }
