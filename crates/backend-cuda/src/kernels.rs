@@ -266,8 +266,8 @@ impl Variant {
     /// Bytes of dynamic shared memory per launch of one of its kernels. Backward on tensor cores:
     /// `QueriesStorage` and `KeysStorage` of `kernels/backward_queries_matrix.cuh` and
     /// `kernels/backward_keys_matrix.cuh` (own rows of two operands; two stages; two floats per
-    /// query, for dK and dV three of a tile's, and the exchanged scores in f32). Forward on warpgroups:
-    /// `SharedStorage` of `kernels/warpgroup.cuh` (q; K and V, two stages each; 16 keys of P per
+    /// query, for dK and dV three of a tile's, and the exchanged scores in f32). Forward on
+    /// warpgroups: `SharedStorage` of `kernels/warpgroup.cuh` (q; K and V, two stages each; 16 keys of P per
     /// query; a zero operand of 16 × 64; two work tiles; 12 mbarriers). Backward:
     /// `BackwardStorage` of `kernels/backward_warpgroup.cuh` (own rows of two operands; their
     /// streamed rows, two stages of 128 or four of 64; a zero operand of as many rows × 64;

@@ -14,7 +14,7 @@ use annulus_core::{
 };
 
 use crate::{
-    delegate::forward_control,
+    delegate::{forward_control, host_messages_of_inner},
     ranges,
     staging::{StagedReceive, Staging, is_same_message},
 };
@@ -220,23 +220,7 @@ impl<T: Transport<Host>, D: StagedSpace> Transport<D> for Staged<T, D> {
         Err(Error::invalid("header", got, "a receive that was posted and not yet taken"))
     }
 
-    fn post_host(
-        &mut self,
-        sends: &[Outgoing<'_, Host>],
-        receives: &mut Vec<Incoming<Host>>,
-    ) -> Result<()> {
-        self.check_alive()?;
-        let bytes: u64 = sends.iter().map(|send| send.header.bytes()).sum();
-        let posted = self.inner.post_host(sends, receives);
-        self.remember(posted)?;
-        self.bytes_sent += bytes;
-        Ok(())
-    }
-
-    fn take_host(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
-        self.check_alive()?;
-        self.inner.take_host(header)
-    }
+    host_messages_of_inner! {}
 
     fn pending(&self) -> bool {
         !self.downloads.is_empty() || self.inner.pending()

@@ -103,7 +103,8 @@ pub trait Transport<S: Space>: Control {
     fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<S>>>;
 
     /// As [`Transport::post`], for messages in host memory, whatever the memory of blocks. A
-    /// transport of host memory moves both alike: see [`messages_are_blocks`](crate::messages_are_blocks).
+    /// transport of host memory moves both alike
+    /// ([`messages_are_blocks`](crate::messages_are_blocks)).
     ///
     /// # Errors
     /// As [`Transport::post`].

@@ -238,7 +238,7 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
             let wait = Wait { peer: header.peer, step: header.step, since: now };
             self.sends.entry(header.peer).or_insert(wait);
         }
-        let last = sends.iter().map(|send| &send.header).chain(receives).last();
+        let last = receives.iter().chain(sends.iter().map(|send| &send.header)).last();
         self.step = last.map_or(self.step, |header| header.step);
     }
 }

@@ -25,7 +25,7 @@ use super::{
 };
 use crate::{
     cuda_gather::{self, DeviceStaging},
-    delegate::forward_control,
+    delegate::{forward_control, host_messages_of_inner},
     ranges,
     staging::is_same_message,
 };
@@ -282,23 +282,7 @@ impl<S: Space<Buffer = CudaBuffer, Event = Event>> Transport<S> for DeviceMpi {
         Err(Error::invalid("header", got, "a receive that was posted and not yet taken"))
     }
 
-    fn post_host(
-        &mut self,
-        sends: &[Outgoing<'_, Host>],
-        receives: &mut Vec<Incoming<Host>>,
-    ) -> Result<()> {
-        self.check_alive()?;
-        let bytes: u64 = sends.iter().map(|send| send.header.bytes()).sum();
-        let posted = self.inner.post_host(sends, receives);
-        self.remember(posted)?;
-        self.bytes_sent += bytes;
-        Ok(())
-    }
-
-    fn take_host(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
-        self.check_alive()?;
-        self.inner.take_host(header)
-    }
+    host_messages_of_inner! {}
 
     fn pending(&self) -> bool {
         !self.sends.is_empty() || Transport::<Host>::pending(&self.inner)

@@ -6,10 +6,11 @@
 //! communication stream         └▶ [gather] ─▶ sends, receives ─▶ [scatter] ─┘
 //! ```
 //! A host transport carries the control messages (agreement, heartbeats, aborts), messages in host
-//! memory, and rank 0's unique id when the communicator is created. No call waits for a peer: the communicator is
-//! non-blocking, and [`Transport::progress`] polls its state, launches the next group once the one
-//! before was accepted, and polls finished groups. A message of several byte ranges is gathered
-//! into a buffer on the device, because sender and receiver may divide it differently.
+//! memory, and rank 0's unique id when the communicator is created. No call waits for a peer: the
+//! communicator is non-blocking, and [`Transport::progress`] polls its state, launches the next
+//! group once the one before was accepted, and polls finished groups. A message of several byte
+//! ranges is gathered into a buffer on the device, because sender and receiver may divide it
+//! differently.
 //!
 //! The messages of a group arrive together. So the parts of a block that is split
 //! (`ring/block_parts.rs`) are groups of their own, and computing on one part overlaps receiving
@@ -48,7 +49,10 @@ use self::{
     group::{Group, GroupInFlight},
 };
 use crate::{
-    cuda_gather::DeviceStaging, delegate::forward_control, ranges, staging::is_same_message,
+    cuda_gather::DeviceStaging,
+    delegate::{forward_control, host_messages_of_inner},
+    ranges,
+    staging::is_same_message,
 };
 
 /// Time for NCCL's start, beside the deadline of silence: NCCL reports no progress meanwhile, and
@@ -352,24 +356,8 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
         Err(Error::invalid("header", got, "a receive that was posted and not yet taken"))
     }
 
-    /// Messages in host memory are moved by the host transport.
-    fn post_host(
-        &mut self,
-        sends: &[Outgoing<'_, Host>],
-        receives: &mut Vec<Incoming<Host>>,
-    ) -> Result<()> {
-        self.check_alive()?;
-        let bytes: u64 = sends.iter().map(|send| send.header.bytes()).sum();
-        let posted = self.inner.post_host(sends, receives);
-        self.remember(posted)?;
-        self.bytes_sent += bytes;
-        Ok(())
-    }
-
-    fn take_host(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
-        self.check_alive()?;
-        self.inner.take_host(header)
-    }
+    // by the host transport
+    host_messages_of_inner! {}
 
     fn pending(&self) -> bool {
         self.inner.pending()
