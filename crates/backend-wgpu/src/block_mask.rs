@@ -5,7 +5,7 @@
 //! words = [starts: first run of each list, and the end]
 //!         [runs: (first tile, number of tiles, tile mask or FULL_TILE)…]
 //!         [tile masks: one word per query of a tile]
-//!         [query rows][key rows: two words per row number]
+//!         [query rows][key rows: two words per row number]   with a bias tensor or dropout
 //!         [position biases: 1024 per listed tile]
 //! ```
 //! Empty tiles are not listed. The list of a query tile may be divided into lists of ranges of its
@@ -157,8 +157,11 @@ impl BlockMask {
         self.bits = words.len() as u32;
         // 32 keys take the lower half of a u64
         words.extend(self.block_sparse.bits().iter().map(|&line| line as u32));
+        // a list of all rows would be as long for a token as for the whole sequence
+        let has_row_numbers = spec.bias.is_some() || spec.dropout.is_some();
         let mut rows_of = |rows: &[u64]| {
             let at = words.len() as u32;
+            let rows = if has_row_numbers { rows } else { &[] };
             words.extend(rows.iter().flat_map(|&row| [row as u32, (row >> 32) as u32]));
             at
         };

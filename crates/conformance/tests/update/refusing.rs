@@ -2,6 +2,7 @@
 
 use std::{
     collections::VecDeque,
+    ops::Range,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -77,6 +78,15 @@ impl Backend for Refusing {
 
     fn allocate(&self, bytes: u64) -> Result<HostBuffer> {
         self.cpu.allocate(bytes)
+    }
+
+    fn write_block(
+        &self,
+        into: &mut HostBuffer,
+        bytes: Range<u64>,
+        fill: &mut dyn FnMut(&mut [u8]) -> Result<()>,
+    ) -> Result<()> {
+        self.cpu.write_block(into, bytes, fill)
     }
 
     fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<RefusingWorkspace> {
