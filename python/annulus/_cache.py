@@ -53,8 +53,8 @@ class Cache:
             page. Default: 64. With ``reproducible`` 256 times a power of two; default: 256.
         ranks: Ranks in this process. Default: 1.
         comm: An mpi4py communicator. It is duplicated, and can be freed afterwards.
-        backend, device: As for ``Plan``. Keys and values are in the memory of the backend; an append
-            copies its rows there, and nothing else. ``reproducible`` is for ``cpu`` only.
+        backend, device: As for ``Plan``. Keys and values are in the memory of the backend; an
+            append copies its rows there, and nothing else. ``reproducible`` is for ``cpu`` only.
         threads: Threads of each rank of ``cpu``. Default: the cores, divided by the ranks on the
             machine.
         deadline, arrival_deadline: As for ``Plan``.
