@@ -134,6 +134,7 @@ class Cache:
         lengths: dict[str, int],
         page_rows: int,
         ranks: int,
+        backend: tuple[str, int | None],
         threads: int | None,
     ) -> Cache: ...
     @staticmethod
@@ -142,6 +143,7 @@ class Cache:
         lengths: dict[str, int],
         page_rows: int,
         communicator: int | Endpoint,
+        backend: tuple[str, int | None],
         threads: int | None,
     ) -> Cache: ...
     def append(self, arrays: dict[str, Any], own: int | None) -> None: ...

@@ -12,7 +12,7 @@ from ._arrays import HostMemory, Tensor, accumulator, given_back, tensor
 from ._attention import Attention, Numbers, config, lengths, spelled_runs
 from ._endpoint import carrier
 from ._errors import argument_got_want, invalid, unsupported
-from ._plan import agreed, reports_of
+from ._plan import BACKEND_NAMES, agreed, reports_of
 from ._results import Forward
 
 PAGE_ROWS = 64
@@ -53,7 +53,10 @@ class Cache:
             page. Default: 64. With ``reproducible`` 256 times a power of two; default: 256.
         ranks: Ranks in this process. Default: 1.
         comm: An mpi4py communicator. It is duplicated, and can be freed afterwards.
-        threads: Threads of each rank. Default: the cores, divided by the ranks on the machine.
+        backend, device: As for ``Plan``. Keys and values are in the memory of the backend; an
+            append copies its rows there, and nothing else. ``reproducible`` is for ``cpu`` only.
+        threads: Threads of each rank of ``cpu``. Default: the cores, divided by the ranks on the
+            machine.
         deadline, arrival_deadline: As for ``Plan``.
     """
 
@@ -71,11 +74,13 @@ class Cache:
         page_rows: int | None = None,
         ranks: int | None = None,
         comm: Any = None,
+        backend: str = "cpu",
+        device: int | None = None,
         threads: int | None = None,
         deadline: float | None = None,
         arrival_deadline: float | None = None,
     ) -> None:
-        def prepare() -> tuple[dict[str, Any], int | None]:
+        def prepare() -> tuple[dict[str, Any], tuple[str, int | None], int | None]:
             if not isinstance(attention, Attention):
                 raise invalid("attention", repr(attention), "an annulus.Attention")
             if not attention.normalize_output:
@@ -103,17 +108,22 @@ class Cache:
                 deadline=deadline,
                 arrival_deadline=arrival_deadline,
             )
-            return checked, _check.integer_or_none("threads", threads, least=1)
+            name = _check.choice("backend", backend, BACKEND_NAMES)
+            number = _check.integer_or_none("device", device)
+            own_threads = _check.integer_or_none("threads", threads, least=1)
+            return checked, (name, number), own_threads
 
         handle, ranks_of_comm = carrier(comm)
-        checked, own_threads = agreed(ranks_of_comm, prepare)
+        checked, computes, own_threads = agreed(ranks_of_comm, prepare)
         pages = self._page_rows
         if handle is None:
             count = 1 if ranks is None else _check.integer("ranks", ranks, least=1)
-            self._cache = _annulus.Cache.local(checked, self._lengths, pages, count, own_threads)
+            self._cache = _annulus.Cache.local(
+                checked, self._lengths, pages, count, computes, own_threads
+            )
         else:
             self._cache = _annulus.Cache.over_mpi(
-                checked, self._lengths, pages, handle, own_threads
+                checked, self._lengths, pages, handle, computes, own_threads
             )
         self._whole = comm is None
 

@@ -3,13 +3,16 @@
 use std::sync::Arc;
 
 use annulus::{
-    CacheShape, Cpu, DType, Element, LocalCache,
+    CacheShape, DType, Element, LocalCache,
     ndarray::{Ix3, Ix4},
 };
+#[cfg(feature = "mpi")]
+use annulus_core::Control;
 use pyo3::{prelude::*, types::PyDict};
 
 use crate::{
     array::{Outputs, Plain},
+    backend::{self, PyBackend},
     config::{Config, Lengths},
     errors::raise,
     plan::{PyReport, PyRuns, array, machine_threads, needed, spelled, spelled_runs, view},
@@ -21,9 +24,9 @@ use crate::{endpoint::Carrier, plan::node_ranks};
 
 /// The ranks that a cache has in this process.
 enum Engine {
-    Local(LocalCache<Cpu>),
+    Local(LocalCache),
     #[cfg(feature = "mpi")]
-    Rank(Box<annulus::Cache<Cpu>>),
+    Rank(Box<annulus::Cache>),
 }
 
 /// Evaluates an expression for either engine.
@@ -54,18 +57,17 @@ impl Cache {
         lengths: Lengths,
         page_rows: u64,
         ranks: usize,
+        backend: PyBackend,
         threads: Option<usize>,
     ) -> PyResult<Self> {
         let (attention, callbacks) = config.attention(py)?;
-        let threads = threads.unwrap_or_else(|| machine_threads(ranks));
         let (dtype, shape) = (config.element(py)?, CacheShape::from(lengths).page_rows(page_rows));
         let session = Session::new("cache", callbacks, ranks > 1);
         let signals = session.signals();
         let cache = session.run(py, || {
-            LocalCache::with_transports(&attention, shape, ranks, |_, endpoint| {
-                let endpoint = Interruptible::new(endpoint, Arc::clone(signals));
-                Ok((Cpu::new(threads)?, endpoint))
-            })
+            let backend = backend::open(&backend, threads, || machine_threads(ranks))?;
+            let wrap = |endpoint| Interruptible::new(endpoint, Arc::clone(signals));
+            backend.local_cache_over(&attention, shape, ranks, wrap)
         })?;
         Ok(Self { session: session.filled(Engine::Local(cache)), dtype })
     }
@@ -82,6 +84,7 @@ impl Cache {
         lengths: Lengths,
         page_rows: u64,
         communicator: &Bound<'_, PyAny>,
+        backend: PyBackend,
         threads: Option<usize>,
     ) -> PyResult<Self> {
         // first: all ranks share an endpoint in the same order
@@ -91,10 +94,12 @@ impl Cache {
         let session = Session::new("cache", callbacks, false);
         let signals = session.signals();
         let cache = session.run(py, || {
-            let endpoint = carrier.open()?;
-            let threads = threads.unwrap_or_else(|| machine_threads(node_ranks(&endpoint)));
+            let mut endpoint = carrier.open()?;
+            let backend =
+                backend::open(&backend, threads, || machine_threads(node_ranks(&endpoint)));
+            let backend = backend.inspect_err(|error| endpoint.abort(error))?;
             let endpoint = Interruptible::new(endpoint, Arc::clone(signals));
-            annulus::Cache::new(&attention, shape, Cpu::new(threads)?, endpoint)
+            backend.cache(&attention, shape, endpoint)
         })?;
         Ok(Self { session: session.filled(Engine::Rank(Box::new(cache))), dtype })
     }

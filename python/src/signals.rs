@@ -19,7 +19,7 @@ use std::{
 };
 
 use annulus::{Error, Result};
-use annulus_core::{Arrived, Control, Host, Incoming, MessageHeader, Outgoing, Transport};
+use annulus_core::{Control, Host, Transport};
 use pyo3::prelude::*;
 
 /// Time between two checks for signals. A person does not notice it, and taking the GIL as rarely
@@ -155,42 +155,12 @@ impl<T: Transport<Host>> Control for Interruptible<T> {
 }
 
 impl<T: Transport<Host>> Transport<Host> for Interruptible<T> {
-    fn control(&mut self) -> &mut dyn Control {
-        self
-    }
-
-    fn post(
-        &mut self,
-        sends: &[Outgoing<'_, Host>],
-        receives: &mut Vec<Incoming<Host>>,
-    ) -> Result<()> {
-        self.inner.post(sends, receives)
+    annulus::comm::forward_transport! {
+        post take pending bytes_sent posts_ahead runs_groups_in_order
     }
 
     fn progress(&mut self, patience: Duration) -> Result<()> {
         self.signals.poll()?;
         self.inner.progress(patience)
-    }
-
-    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
-        self.inner.take(header)
-    }
-
-    annulus_core::messages_are_blocks! {}
-
-    fn pending(&self) -> bool {
-        self.inner.pending()
-    }
-
-    fn bytes_sent(&self) -> u64 {
-        self.inner.bytes_sent()
-    }
-
-    fn posts_ahead(&self) -> bool {
-        self.inner.posts_ahead()
-    }
-
-    fn runs_groups_in_order(&self) -> bool {
-        self.inner.runs_groups_in_order()
     }
 }

@@ -66,9 +66,29 @@ def test_one_call_takes_the_backend(on_gpu: annulus.Plan) -> None:
     np.testing.assert_array_equal(got, want)
 
 
+def test_a_cache_takes_the_backend(on_gpu: annulus.Plan) -> None:
+    query, key, value, _ = tensors()
+    want = on_gpu.forward(query, key, value).out
+    attention = annulus.Attention(causal=True, sliding_window=(40, 0))
+    lengths = dict(batch=1, q_heads=4, kv_heads=2, head_dim=16)
+    cache = annulus.Cache(attention, **lengths, page_rows=7, ranks=2, backend="wgpu")
+    for rows in (slice(0, 90), slice(90, 91), slice(91, 96)):
+        cache.append(key[:, rows], value[:, rows])
+        got = cache.attend(query[:, rows]).out
+        np.testing.assert_allclose(got, want[:, rows], rtol=1e-4, atol=1e-5)
+    cache.close()
+    reproducible = annulus.Attention(causal=True, reproducible=True)
+    with pytest.raises(annulus.Unsupported, match="reproducible"):
+        annulus.Cache(reproducible, **lengths, backend="wgpu")
+
+
 def test_a_backend_that_is_not_there_is_refused_by_name() -> None:
     assert annulus.BACKENDS[0] == "cpu"
     for name in ("wgpu", "cuda"):
         # a number that no machine has, or a build without it, or a machine without a driver
         with pytest.raises(annulus.Error, match=f"{name}|device"):
             plan(backend=name, device=99)
+        with pytest.raises(annulus.Error, match=f"{name}|device"):
+            annulus.Cache(
+                annulus.Attention(), batch=1, q_heads=1, head_dim=8, backend=name, device=99
+            )

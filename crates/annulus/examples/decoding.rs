@@ -27,7 +27,7 @@ fn project(tokens: Range<u64>, heads: usize, salt: u64) -> Array4<f32> {
 }
 
 /// Appends tokens and attends with their queries. Returns the sum of out and the bytes sent.
-fn step(cache: &mut Cache<Cpu>, tokens: Range<u64>) -> Result<(f32, u64)> {
+fn step(cache: &mut Cache, tokens: Range<u64>) -> Result<(f32, u64)> {
     let q = project(tokens.clone(), HEADS, 1);
     let k = project(tokens.clone(), KV_HEADS, 2);
     let v = project(tokens, KV_HEADS, 3);

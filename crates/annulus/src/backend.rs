@@ -11,7 +11,7 @@ use annulus_cpu::Cpu;
 use crate::devices::WgpuDevices;
 #[cfg(feature = "cuda")]
 use crate::devices::{CudaDevices, cuda_rank};
-use crate::{Attention, LocalRing, Plan};
+use crate::{Attention, Cache, CacheShape, LocalCache, LocalRing, Plan};
 
 /// A kind of device that computes tiles.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -78,7 +78,8 @@ impl FromStr for BackendName {
     }
 }
 
-/// A backend chosen at run time, opened. It makes plans on that backend, of tensors in host memory.
+/// A backend chosen at run time, opened. It makes plans and KV caches on that backend, of tensors in
+/// host memory.
 ///
 /// A clone shares the GPU with its compiled kernels, and so do all plans made of it.
 ///
@@ -244,6 +245,74 @@ impl AnyBackend {
     ) -> Result<LocalRing> {
         LocalRing::of_plans(attention, dims, ranks, |attention, endpoint| {
             self.plan(attention, dims, wrap(endpoint))
+        })
+    }
+
+    /// Creates one rank of an empty KV cache, as [`Cache::new`].
+    ///
+    /// # Ordering
+    /// Collective.
+    ///
+    /// # Errors
+    /// As [`Cache::new`], and those of the device: then [`Error::Aborted`] on the other ranks.
+    pub fn cache<T: Transport<Host> + 'static>(
+        &self,
+        attention: &Attention,
+        shape: CacheShape,
+        mut transport: T,
+    ) -> Result<Cache> {
+        match &self.0 {
+            Opened::Cpu(threads) => {
+                let cpu = or_abort(Cpu::new(*threads), &mut transport)?;
+                Cache::new(attention, shape, cpu, transport)
+            }
+            #[cfg(feature = "wgpu")]
+            Opened::Wgpu(devices) => {
+                let gpu = or_abort(devices.of_rank(&transport), &mut transport)?;
+                Cache::new(attention, shape, annulus_wgpu::Wgpu::on_host(gpu), transport)
+            }
+            #[cfg(feature = "cuda")]
+            Opened::Cuda(devices) => {
+                let cuda = or_abort(devices.of_rank(&transport), &mut transport)?;
+                Cache::new(attention, shape, cuda.on_host(), transport)
+            }
+        }
+    }
+
+    /// Creates an empty KV cache of `ranks` ranks in this process. Ranks share a GPU as in
+    /// [`AnyBackend::local_ring`].
+    ///
+    /// # Ordering
+    /// Local: all ranks are threads of this process.
+    ///
+    /// # Errors
+    /// As [`Attention::local_cache`], and those of the device.
+    pub fn local_cache(
+        &self,
+        attention: &Attention,
+        shape: CacheShape,
+        ranks: usize,
+    ) -> Result<LocalCache> {
+        self.local_cache_over(attention, shape, ranks, |endpoint| endpoint)
+    }
+
+    /// As [`AnyBackend::local_cache`]; `wrap` returns the transport of a rank, built on its endpoint
+    /// of a ring of threads.
+    ///
+    /// # Ordering
+    /// As [`AnyBackend::local_cache`].
+    ///
+    /// # Errors
+    /// As [`AnyBackend::local_cache`].
+    pub fn local_cache_over<T: Transport<Host> + 'static>(
+        &self,
+        attention: &Attention,
+        shape: CacheShape,
+        ranks: usize,
+        wrap: impl Fn(Threads) -> T + Sync,
+    ) -> Result<LocalCache> {
+        LocalCache::of_caches(attention, ranks, |attention, endpoint| {
+            self.cache(attention, shape, wrap(endpoint))
         })
     }
 }

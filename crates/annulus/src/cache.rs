@@ -4,10 +4,12 @@ use annulus_comm::{
     kv_cache::{Attend, KvCache},
     ring::Report,
 };
-use annulus_core::{Backend, Dims, Element, Error, HostTensors, Result, Runs, Spec, Transport};
+use annulus_core::{
+    Backend, Dims, Element, Error, Host, HostTensors, Result, Runs, Spec, Transport,
+};
 use ndarray::{ArrayView2, ArrayView4, ArrayViewMut3, ArrayViewMut4, Axis};
 
-use crate::{Attention, Forward, environment, plan::zero_outputs};
+use crate::{Attention, Forward, environment, plan::zero_outputs, rank_cache::RankCache};
 
 /// Lengths of a [`Cache`], equal on all ranks: batch rows, heads, dims, and rows of a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -76,6 +78,10 @@ impl CacheShape {
 /// merge, and the merged one again. All ranks get the same bits. `docs/semantics.md` in the
 /// repository lists what is not supported.
 ///
+/// Keys and values are in the memory of the backend, which computes on them in place. An append
+/// copies its rows there, and nothing else: the copies of a token do not depend on the number of
+/// cached rows either. Queries, results and messages are in host memory on every backend.
+///
 /// With [`Attention::reproducible`] the bits are those of one attention over all cached rows, for
 /// any number of ranks, any appends and any page size. A call then has two exchanges, whose bytes
 /// are proportional to the number of pages that its queries attend to
@@ -111,12 +117,13 @@ impl CacheShape {
 /// assert!(outs.iter().all(|out| (out - &token).iter().all(|x| x.abs() < 1e-5)));
 /// # Ok::<(), annulus::Error>(())
 /// ```
-pub struct Cache<B: Backend<Space: HostTensors>> {
-    cache: KvCache<B>,
+pub struct Cache {
+    cache: Box<dyn RankCache>,
 }
 
-impl<B: Backend<Space: HostTensors>> Cache<B> {
-    /// Creates an empty cache on this rank of `transport`. Memory is allocated by appends.
+impl Cache {
+    /// Creates an empty cache on this rank of `transport`. Memory is allocated by appends. Ranks
+    /// may have different backends.
     ///
     /// # Ordering
     /// Collective.
@@ -124,12 +131,16 @@ impl<B: Backend<Space: HostTensors>> Cache<B> {
     /// # Errors
     /// [`Error::InvalidArgument`] and [`Error::Unsupported`] here, then [`Error::Refused`]
     /// elsewhere; [`Error::RankMismatch`] on all ranks; [`Error::ArrivalTimeout`].
-    pub fn new<T: Transport<B::Space> + 'static>(
+    pub fn new<B, T>(
         attention: &Attention,
         shape: CacheShape,
         backend: B,
         transport: T,
-    ) -> Result<Self> {
+    ) -> Result<Self>
+    where
+        B: Backend<Space: HostTensors>,
+        T: Transport<Host> + 'static,
+    {
         // a value that cannot be read enters the agreement, so that no rank waits for this one
         let variable = environment::deadline();
         let deadline_variable = variable.clone().unwrap_or_default();
@@ -139,7 +150,7 @@ impl<B: Backend<Space: HostTensors>> Cache<B> {
         let transport = Box::new(transport);
         let page_rows = shape.page_rows.unwrap_or(attention.default_page_rows());
         let cache = KvCache::new(backend, transport, spec, page_rows, deadline_variable)?;
-        Ok(Self { cache })
+        Ok(Self { cache: Box::new(cache) })
     }
 
     /// Appends rows that every rank has: this rank copies those of its pages.
@@ -153,7 +164,8 @@ impl<B: Backend<Space: HostTensors>> Cache<B> {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`], [`Error::OutOfMemory`], [`Error::Poisoned`]: nothing was
-    /// appended.
+    /// appended. [`Error::Device`] and [`Error::Internal`] end the cache, on the other ranks in
+    /// their next call.
     pub fn append<T: Element>(&mut self, k: ArrayView4<'_, T>, v: ArrayView4<'_, T>) -> Result<()> {
         self.cache.append(&T::view(k), &T::view(v))
     }
@@ -274,37 +286,37 @@ impl<B: Backend<Space: HostTensors>> Cache<B> {
     }
 
     /// Returns the number of cached rows of all ranks.
-    pub const fn len(&self) -> u64 {
+    pub fn len(&self) -> u64 {
         self.cache.len()
     }
 
     /// Returns true if no rows are cached.
-    pub const fn is_empty(&self) -> bool {
-        self.cache.is_empty()
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
     }
 
     /// Returns the number of cached rows of this rank.
-    pub const fn local_len(&self) -> u64 {
+    pub fn local_len(&self) -> u64 {
         self.cache.local_len()
     }
 
     /// Returns the rows of a page.
-    pub const fn page_rows(&self) -> u64 {
+    pub fn page_rows(&self) -> u64 {
         self.cache.page_rows()
     }
 
     /// Returns this rank.
-    pub const fn rank(&self) -> usize {
+    pub fn rank(&self) -> usize {
         self.cache.rank()
     }
 
     /// Returns the number of ranks.
-    pub const fn ranks(&self) -> usize {
+    pub fn ranks(&self) -> usize {
         self.cache.ranks()
     }
 
     /// Returns the definition of the attention. Its lengths have no meaning.
-    pub const fn spec(&self) -> &Spec {
+    pub fn spec(&self) -> &Spec {
         self.cache.spec()
     }
 
@@ -320,7 +332,7 @@ impl<B: Backend<Space: HostTensors>> Cache<B> {
     /// ```
     /// Then it is 0 for more queries than cached rows, a call that is refused.
     pub fn bytes_predicted(&self, queries: usize) -> u64 {
-        self.cache.bytes_predicted(queries)
+        self.bytes_predicted_at(self.len(), queries)
     }
 
     /// As [`Cache::bytes_predicted`], once `len` rows are cached.
@@ -335,7 +347,7 @@ impl<B: Backend<Space: HostTensors>> Cache<B> {
     }
 }
 
-impl<B: Backend<Space: HostTensors>> std::fmt::Debug for Cache<B> {
+impl std::fmt::Debug for Cache {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Cache")
             .field("rank", &self.rank())

@@ -90,10 +90,17 @@ impl WgpuDevices {
         &self,
         mut transport: T,
     ) -> Result<Rank<OnHost<annulus_wgpu::Wgpu>>> {
-        let nodes = transport.placement().map(annulus_core::Placement::nodes);
-        let index = index_on_node(transport.rank(), nodes);
-        let gpu = self.get(index).inspect_err(|error| transport.abort(error))?;
+        let gpu = self.of_rank(&transport).inspect_err(|error| transport.abort(error))?;
         Ok(wgpu_rank(&gpu, transport))
+    }
+
+    /// Returns the adapter of the rank at this end of `transport`.
+    ///
+    /// # Errors
+    /// As [`WgpuDevices::get`].
+    pub fn of_rank<T: Transport<Host>>(&self, transport: &T) -> Result<annulus_wgpu::Gpu> {
+        let nodes = transport.placement().map(annulus_core::Placement::nodes);
+        self.get(index_on_node(transport.rank(), nodes))
     }
 }
 

@@ -15,8 +15,8 @@
 //! * [`Attention::local_ring`] plans a [`LocalRing`], a whole ring in this process.
 //! * [`Plan`] is one rank of a ring over any transport, which is what an MPI process holds.
 //! * [`StartedPass`] and [`Overlapped`] run passes while the program computes.
-//! * [`AnyBackend`] makes both on a backend that is chosen at run time.
 //! * [`Cache`] is one rank of a KV cache for decoding, [`LocalCache`] a whole one in this process.
+//! * [`AnyBackend`] makes all of them on a backend that is chosen at run time.
 //! * [`flash_attention`] and [`ring_attention`] plan and compute in one call.
 //!
 //! # Shapes
@@ -44,6 +44,7 @@ mod local_ring;
 mod one_call;
 mod overlapped;
 mod plan;
+mod rank_cache;
 mod rank_rows;
 mod rank_tensors;
 mod tensors;

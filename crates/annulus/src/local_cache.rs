@@ -6,7 +6,9 @@ use annulus_comm::{
     ring::Report,
     threads::{self, Threads, each_rank},
 };
-use annulus_core::{Backend, Element, Error, HostTensors, Result, Runs, Spec, Transport};
+use annulus_core::{
+    Backend, Control, Element, Error, Host, HostTensors, Result, Runs, Spec, Transport,
+};
 use annulus_cpu::Cpu;
 use ndarray::{ArrayView2, ArrayView4, ArrayViewMut3, ArrayViewMut4};
 
@@ -14,7 +16,8 @@ use crate::{Attention, Cache, CacheShape, Forward, plan::zero_outputs};
 
 /// A whole KV cache in this process ([`Cache`]), whose ranks are threads.
 ///
-/// [`Attention::local_cache`] creates one of CPU ranks. A call of [`LocalCache::attend`] starts one
+/// [`Attention::local_cache`] creates one of CPU ranks, [`crate::AnyBackend::local_cache`] one on a
+/// backend that is chosen at run time. A call of [`LocalCache::attend`] starts one
 /// thread per rank (none for one rank) and returns when all ranks have ended; appends start none.
 /// An error that ends the cache of one rank ends the whole: later calls return [`Error::Poisoned`].
 ///
@@ -42,8 +45,8 @@ use crate::{Attention, Cache, CacheShape, Forward, plan::zero_outputs};
 /// # Ok::<(), annulus::Error>(())
 /// ```
 #[derive(Debug)]
-pub struct LocalCache<B: Backend<Space: HostTensors> = Cpu> {
-    ranks: Vec<Cache<B>>,
+pub struct LocalCache {
+    ranks: Vec<Cache>,
 }
 
 impl LocalCache {
@@ -54,9 +57,7 @@ impl LocalCache {
             Ok((Cpu::new(threads)?, endpoint))
         })
     }
-}
 
-impl<B: Backend<Space: HostTensors>> LocalCache<B> {
     /// Creates an empty cache of `ranks` ranks in this process. `make` returns the backend of a
     /// rank and the transport of its messages, built on the rank's endpoint of a ring of threads.
     ///
@@ -65,11 +66,28 @@ impl<B: Backend<Space: HostTensors>> LocalCache<B> {
     ///
     /// # Errors
     /// As [`Attention::local_cache`], and the errors of `make`.
-    pub fn with_transports<T: Transport<B::Space> + 'static>(
+    pub fn with_transports<B, T>(
         attention: &Attention,
         shape: CacheShape,
         ranks: usize,
         make: impl Fn(usize, Threads) -> Result<(B, T)> + Sync,
+    ) -> Result<Self>
+    where
+        B: Backend<Space: HostTensors>,
+        T: Transport<Host> + 'static,
+    {
+        Self::of_caches(attention, ranks, |attention, endpoint| {
+            let (backend, transport) = make(Control::rank(&endpoint), endpoint)?;
+            Cache::new(attention, shape, backend, transport)
+        })
+    }
+
+    /// Creates an empty cache; `cache` creates that of one rank on its endpoint. It runs on the
+    /// thread of the rank.
+    pub(crate) fn of_caches(
+        attention: &Attention,
+        ranks: usize,
+        cache: impl Fn(&Attention, Threads) -> Result<Cache> + Sync,
     ) -> Result<Self> {
         if ranks == 0 {
             return Err(Error::invalid("ranks", 0, "at least 1"));
@@ -77,11 +95,8 @@ impl<B: Backend<Space: HostTensors>> LocalCache<B> {
         // the threads of a call begin together, so a rank that does not enter has failed
         let deadline = attention.arrival_deadline_or(attention.effective_deadline());
         let attention = attention.clone().arrival_deadline(deadline);
-        let cache = |rank, endpoint| {
-            let (backend, transport) = make(rank, endpoint)?;
-            Cache::new(&attention, shape, backend, transport)
-        };
-        Ok(Self { ranks: each_rank(threads::ring(ranks), cache)? })
+        let ranks = each_rank(threads::ring(ranks), |_, endpoint| cache(&attention, endpoint))?;
+        Ok(Self { ranks })
     }
 
     /// Appends rows: each rank copies those of its pages.
@@ -179,7 +194,7 @@ impl<B: Backend<Space: HostTensors>> LocalCache<B> {
     }
 
     /// Returns the caches of all ranks, in their order.
-    pub fn ranks(&self) -> &[Cache<B>] {
+    pub fn ranks(&self) -> &[Cache] {
         &self.ranks
     }
 

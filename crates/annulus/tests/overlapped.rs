@@ -14,11 +14,11 @@ use std::{
 use annulus::{
     Attention, Backward, Cpu, Dims, Error, Forward, LocalRing, Overlapped, Plan, Result, Tensors,
     comm::{
-        forward_control,
+        forward_control, forward_transport,
         threads::{Threads, each_rank, ring},
     },
 };
-use annulus_core::{Arrived, Control, Host, Incoming, MessageHeader, Outgoing, Transport};
+use annulus_core::{Control, Host, Transport};
 use ndarray::{Array4, ArrayView4};
 
 const LEN: usize = 96;
@@ -265,16 +265,8 @@ impl Control for Funneled {
 }
 
 impl Transport<Host> for Funneled {
-    fn control(&mut self) -> &mut dyn Control {
-        self
-    }
-
-    fn post(
-        &mut self,
-        sends: &[Outgoing<'_, Host>],
-        receives: &mut Vec<Incoming<Host>>,
-    ) -> Result<()> {
-        self.inner.post(sends, receives)
+    forward_transport! {
+        post take pending bytes_sent posts_ahead runs_groups_in_order
     }
 
     fn progress(&mut self, patience: Duration) -> Result<()> {
@@ -282,28 +274,6 @@ impl Transport<Host> for Funneled {
             self.foreign.fetch_add(1, Ordering::Relaxed);
         }
         self.inner.progress(patience)
-    }
-
-    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
-        self.inner.take(header)
-    }
-
-    annulus_core::messages_are_blocks! {}
-
-    fn pending(&self) -> bool {
-        self.inner.pending()
-    }
-
-    fn bytes_sent(&self) -> u64 {
-        self.inner.bytes_sent()
-    }
-
-    fn posts_ahead(&self) -> bool {
-        self.inner.posts_ahead()
-    }
-
-    fn runs_groups_in_order(&self) -> bool {
-        self.inner.runs_groups_in_order()
     }
 }
 

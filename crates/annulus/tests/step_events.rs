@@ -9,8 +9,8 @@ use std::{
 };
 
 use annulus::{Activity, Attention, Dims, LocalRing, Result, Tensors};
-use annulus_comm::{forward_control, threads::Threads};
-use annulus_core::{Arrived, Control, Host, Incoming, MessageHeader, Outgoing, Transport};
+use annulus_comm::{forward_control, forward_transport, threads::Threads};
+use annulus_core::{Control, Host, Transport};
 use annulus_cpu::Cpu;
 use ndarray::Array4;
 
@@ -29,16 +29,8 @@ impl Control for Late {
 }
 
 impl Transport<Host> for Late {
-    fn control(&mut self) -> &mut dyn Control {
-        self
-    }
-
-    fn post(
-        &mut self,
-        sends: &[Outgoing<'_, Host>],
-        receives: &mut Vec<Incoming<Host>>,
-    ) -> Result<()> {
-        self.inner.post(sends, receives)
+    forward_transport! {
+        post take bytes_sent posts_ahead runs_groups_in_order
     }
 
     fn progress(&mut self, patience: Duration) -> Result<()> {
@@ -46,26 +38,8 @@ impl Transport<Host> for Late {
         Transport::<Host>::progress(&mut self.inner, patience)
     }
 
-    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
-        self.inner.take(header)
-    }
-
-    annulus_core::messages_are_blocks! {}
-
     fn pending(&self) -> bool {
         self.asked.fetch_add(1, Ordering::Relaxed) < 2 || Transport::<Host>::pending(&self.inner)
-    }
-
-    fn bytes_sent(&self) -> u64 {
-        Transport::<Host>::bytes_sent(&self.inner)
-    }
-
-    fn posts_ahead(&self) -> bool {
-        Transport::<Host>::posts_ahead(&self.inner)
-    }
-
-    fn runs_groups_in_order(&self) -> bool {
-        Transport::<Host>::runs_groups_in_order(&self.inner)
     }
 }
 

@@ -1,6 +1,6 @@
 //! The backend: threads, instruction set, capabilities.
 
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 use annulus_core::{
     Backend, Capabilities, DType, Host, HostBuffer, Passes, Precision, RankShard, Result, Spec,
@@ -126,6 +126,15 @@ impl Backend for Cpu {
 
     fn allocate(&self, bytes: u64) -> Result<HostBuffer> {
         HostBuffer::zeroed(bytes)
+    }
+
+    fn write_block(
+        &self,
+        into: &mut HostBuffer,
+        bytes: Range<u64>,
+        fill: &mut dyn FnMut(&mut [u8]) -> Result<()>,
+    ) -> Result<()> {
+        into.write(bytes, fill)
     }
 
     fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<Workspace> {

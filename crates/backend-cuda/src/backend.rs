@@ -2,12 +2,15 @@
 
 use std::{
     collections::HashMap,
+    ops::Range,
     sync::{Arc, Mutex, PoisonError},
 };
 
-use annulus_core::{Backend, Capabilities, Error, OnHost, Passes, RankShard, Result, Spec};
+use annulus_core::{
+    Backend, Capabilities, Error, OnHost, Passes, RankShard, Result, Spec, index, memory,
+};
 use annulus_device_cuda::{
-    Cache, Compiler, CompilerSymbols, CudaBuffer, CudaSpace, Device, Stream, Symbols,
+    Cache, Compiler, CompilerSymbols, CudaBuffer, CudaSpace, Device, Event, Stream, Symbols,
 };
 
 use crate::{
@@ -326,6 +329,18 @@ impl Backend for Cuda {
 
     fn allocate(&self, bytes: u64) -> Result<CudaBuffer> {
         CudaBuffer::new(self.stream.device(), bytes)
+    }
+
+    fn write_block(
+        &self,
+        into: &mut CudaBuffer,
+        bytes: Range<u64>,
+        fill: &mut dyn FnMut(&mut [u8]) -> Result<()>,
+    ) -> Result<Event> {
+        let mut filled =
+            memory::zeroed("a write to a block", index(bytes.end.saturating_sub(bytes.start)))?;
+        fill(&mut filled)?;
+        into.write(&self.stream, bytes.start, &filled)
     }
 
     fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<CudaWorkspace> {

@@ -4,6 +4,11 @@
 //! full tiles form one run, a partial tile has a bitmask per query row. Kernels therefore contain
 //! no mask logic, and a new mask needs no new kernel. The result is cached, because the same blocks
 //! arrive in every pass.
+//!
+//! Lists of consecutive full tiles are short, whatever the number of keys. What grows with the rows
+//! is therefore copied only for the kernels that read it: row numbers for a bias tensor and dropout,
+//! positions for ALiBi, lists by key tile for backward passes. So a token over a long KV cache copies
+//! no more to the device than one over a short cache.
 
 use std::sync::Arc;
 
@@ -27,6 +32,7 @@ pub(crate) struct BlockMask {
     buffer: CudaBuffer,
     /// Byte offsets in the buffer: starts and runs of the lists.
     by_queries: [u64; 2],
+    /// Without [`ListForm::by_keys`] no kernel reads these.
     by_keys: [u64; 2],
     /// Byte offset of the number of tiles before each run of `by_queries` in its list.
     first_of_run: u64,
@@ -49,6 +55,17 @@ pub(crate) struct BlockMask {
     flags: u32,
 }
 
+/// Form of the lists.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ListForm {
+    /// Queries and keys of a tile.
+    pub(crate) tile: [usize; 2],
+    /// Limits of ranges of keys.
+    pub(crate) limits: RangeLimits,
+    /// True if there are lists by key tile, for backward passes.
+    pub(crate) by_keys: bool,
+}
+
 /// Block masks of the blocks that this rank has attended to.
 #[derive(Debug, Default)]
 pub(crate) struct BlockMaskCache {
@@ -59,8 +76,7 @@ pub(crate) struct BlockMaskCache {
 struct Entry {
     queries: Rows,
     keys: Rows,
-    tile: [usize; 2],
-    limits: RangeLimits,
+    form: ListForm,
     block_mask: Arc<BlockMask>,
 }
 
@@ -74,27 +90,21 @@ impl BlockMaskCache {
         self.entries.clear();
     }
 
-    /// Returns the block mask for `tile` queries × keys per tile, with lists of ranges of
-    /// keys within `limits`, building it on first use.
+    /// Returns the block mask with lists of this form, building it on first use.
     pub(crate) fn of(
         &mut self,
         shard: &RankShard,
         queries: &Rows,
         keys: &Rows,
-        tile: [usize; 2],
-        limits: RangeLimits,
+        form: ListForm,
         stream: &Stream,
     ) -> Result<Arc<BlockMask>> {
-        let is_wanted = |entry: &&Entry| {
-            entry.queries == *queries
-                && entry.keys == *keys
-                && entry.tile == tile
-                && entry.limits == limits
-        };
+        let is_wanted =
+            |entry: &&Entry| entry.form == form && entry.queries == *queries && entry.keys == *keys;
         if let Some(entry) = self.entries.iter().find(is_wanted) {
             return Ok(Arc::clone(&entry.block_mask));
         }
-        let block_mask = BlockMask::new(shard, queries, keys, tile, limits, stream)?;
+        let block_mask = BlockMask::new(shard, queries, keys, form, stream)?;
         let block_mask = Arc::new(block_mask);
         if self.entries.len() >= CAPACITY {
             self.entries.remove(0);
@@ -102,8 +112,7 @@ impl BlockMaskCache {
         self.entries.push(Entry {
             queries: queries.clone(),
             keys: keys.clone(),
-            tile,
-            limits,
+            form,
             block_mask: Arc::clone(&block_mask),
         });
         Ok(block_mask)
@@ -115,13 +124,13 @@ impl BlockMask {
         shard: &RankShard,
         queries: &Rows,
         keys: &Rows,
-        tile: [usize; 2],
-        limits: RangeLimits,
+        form: ListForm,
         stream: &Stream,
     ) -> Result<Self> {
-        let dims = &shard.spec.dims;
+        let spec = &shard.spec;
+        let dims = &spec.dims;
         let visibility = Visibility {
-            mask: shard.spec.mask.as_ref(),
+            mask: spec.mask.as_ref(),
             attention_mask: shard.attention_mask.as_deref(),
             queries,
             keys,
@@ -138,15 +147,17 @@ impl BlockMask {
             heads,
             queries: 0..queries.len(),
             keys: 0..keys.len(),
-            tile,
+            tile: form.tile,
             bitmasks: BitmaskPolicy::Partial,
         };
         let mut block_sparse = BlockSparseMask::default();
-        let mut lists = CsrTiles::default();
         block_sparse.refill(&visibility, &tiling)?;
-        block_sparse.by_keys(&mut lists)?;
         let mut upload = Upload::default();
         let by_queries = upload.lists(block_sparse.by_queries());
+        let mut lists = CsrTiles::default();
+        if form.by_keys {
+            block_sparse.by_keys(&mut lists)?;
+        }
         let by_keys = upload.lists(&lists);
         let lists = block_sparse.by_queries();
         let first_of_run = tiles_before_runs(lists.starts(), lists.runs());
@@ -155,7 +166,7 @@ impl BlockMask {
         let by_query_tile: Vec<&[TileRun]> = (0..tiling.planes() * query_tiles)
             .map(|list| block_sparse.by_queries().list(list))
             .collect();
-        let (by_ranges, order, ranges) = match key_ranges::divide(&by_query_tile, limits) {
+        let (by_ranges, order, ranges) = match key_ranges::divide(&by_query_tile, form.limits) {
             Some(RangeLists { ranges, starts, runs }) => {
                 let order = longest_first(&starts, &runs, query_tiles * ranges);
                 (upload.csr(&starts, &runs), order, ranges)
@@ -167,13 +178,19 @@ impl BlockMask {
         };
         let order = upload.u32s(order.into_iter());
         let bits = upload.u64s(block_sparse.bits().iter().copied());
-        let [query_rows, key_rows] =
-            [queries, keys].map(|rows| upload.u64s(rows.rows().iter().copied()));
+        let has_row_numbers = spec.bias.is_some() || spec.dropout.is_some();
+        let mut row_numbers = |rows: &Rows| {
+            let numbers = if has_row_numbers { rows.rows() } else { &[] };
+            upload.u64s(numbers.iter().copied())
+        };
+        let [query_rows, key_rows] = [queries, keys].map(&mut row_numbers);
         let mut flags = 0;
         let mut positions = |rows: &Rows, flag: u32| {
             let per_batch = rows.per_batch();
             flags |= if per_batch { flag } else { 0 };
-            let lists = (0..planes_of(per_batch, dims.batch))
+            let has_positions = spec.bias_function.is_some();
+            let planes = if has_positions { planes_of(per_batch, dims.batch) } else { 0 };
+            let lists = (0..planes)
                 .flat_map(|batch| rows.positions(batch).iter().map(|at| at.cast_unsigned()));
             upload.u64s(lists)
         };

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use annulus_core::{
-    BiasOrder, Block, DType, Dims, DropoutMask, Error, Inputs, RankShard, Result, Rows, Spec,
+    BiasOrder, Block, DType, Dims, DropoutMask, Error, Inputs, Passes, RankShard, Result, Rows,
+    Spec,
 };
 use annulus_device_cuda::{CudaBuffer, CudaSpace, Event, Stream};
 
@@ -12,7 +13,7 @@ use crate::{
         Attention, BIAS_BEFORE_CAP, Fill, HAS_BIAS, HAS_CAP, HAS_DROPOUT, HAS_SLOPES, UNNORMALIZED,
         by_head, tensor,
     },
-    block_mask::{BlockMask, BlockMaskCache, to_u32},
+    block_mask::{BlockMask, BlockMaskCache, ListForm, to_u32},
     forward_tiles::ForwardTiles,
     kernels::{Kernels, THREADS, grid_of},
     key_ranges::RangeLimits,
@@ -25,6 +26,8 @@ pub(crate) struct PassContext {
     pub(crate) kernels: Kernels,
     pub(crate) shard: RankShard,
     pub(crate) forward_tiles: ForwardTiles,
+    /// Passes of the workspace.
+    passes: Passes,
     block_masks: BlockMaskCache,
     /// Present if the spec has a bias function.
     slopes: Option<CudaBuffer>,
@@ -33,7 +36,12 @@ pub(crate) struct PassContext {
 }
 
 impl PassContext {
-    pub(crate) fn new(stream: &Stream, kernels: Kernels, shard: &RankShard) -> Result<Self> {
+    pub(crate) fn new(
+        stream: &Stream,
+        kernels: Kernels,
+        shard: &RankShard,
+        passes: Passes,
+    ) -> Result<Self> {
         let upload = |bytes: &[u8]| -> Result<CudaBuffer> {
             let buffer = CudaBuffer::new(stream.device(), bytes.len() as u64)?;
             // SAFETY: the buffer is new and as long as the bytes.
@@ -50,6 +58,7 @@ impl PassContext {
             forward_tiles: ForwardTiles::of(&kernels, shard),
             kernels,
             shard: shard.clone(),
+            passes,
             block_masks: BlockMaskCache::default(),
             slopes: slopes.transpose()?,
             tile_counter: tile_counter.transpose()?,
@@ -91,8 +100,9 @@ impl PassContext {
         tile: [usize; 2],
         limits: RangeLimits,
     ) -> Result<Arc<BlockMask>> {
-        let Self { stream, shard, block_masks, .. } = self;
-        block_masks.of(shard, &shard.queries, keys, tile, limits, stream)
+        let Self { stream, shard, block_masks, passes, .. } = self;
+        let form = ListForm { tile, limits, by_keys: *passes == Passes::Both };
+        block_masks.of(shard, &shard.queries, keys, form, stream)
     }
 
     /// Returns the block mask of a block of queries and this rank's keys.
@@ -102,7 +112,8 @@ impl PassContext {
         tile: [usize; 2],
     ) -> Result<Arc<BlockMask>> {
         let Self { stream, shard, block_masks, .. } = self;
-        block_masks.of(shard, queries, &shard.keys, tile, RangeLimits::NONE, stream)
+        let form = ListForm { tile, limits: RangeLimits::NONE, by_keys: true };
+        block_masks.of(shard, queries, &shard.keys, form, stream)
     }
 
     /// Makes later work wait for a block: until it has arrived, or another stream has finished

@@ -30,7 +30,7 @@ impl CudaWorkspace {
         stream: &Stream,
         kernels: Kernels,
     ) -> Result<Self> {
-        let context = PassContext::new(stream, kernels, shard)?;
+        let context = PassContext::new(stream, kernels, shard, passes)?;
         let sizes = Sizes::of(shard, context.forward_tiles.ranges.most);
         let device = stream.device();
         let backward = match passes {

@@ -1,11 +1,16 @@
 //! Implementation of [`Backend`]: capabilities and memory.
 
-use annulus_core::{Backend, Capabilities, DType, Error, OnHost, Passes, RankShard, Result, Spec};
+use std::{ops::Range, slice};
+
+use annulus_core::{
+    Backend, Capabilities, DType, Error, OnHost, Passes, RankShard, Result, Spec, index, memory,
+};
 
 use crate::{
     device::Gpu,
     kernels::TILE,
-    memory::{GpuBuffer, WgpuSpace},
+    memory::{GpuBuffer, Queued, WgpuSpace},
+    staged::Copier,
     workspace::{WgpuWorkspace, matrices},
 };
 
@@ -72,6 +77,19 @@ impl Backend for Wgpu {
 
     fn allocate(&self, bytes: u64) -> Result<GpuBuffer> {
         GpuBuffer::new(&self.gpu, "block", bytes)
+    }
+
+    fn write_block(
+        &self,
+        into: &mut GpuBuffer,
+        bytes: Range<u64>,
+        fill: &mut dyn FnMut(&mut [u8]) -> Result<()>,
+    ) -> Result<Queued> {
+        let mut filled =
+            memory::zeroed("a write to a block", index(bytes.end.saturating_sub(bytes.start)))?;
+        fill(&mut filled)?;
+        Copier::new(self.gpu.clone()).write(into, slice::from_ref(&bytes), &filled)?;
+        Ok(Queued)
     }
 
     fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<WgpuWorkspace> {

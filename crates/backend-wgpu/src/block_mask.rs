@@ -5,10 +5,11 @@
 //! words = [starts: first run of each list, and the end]
 //!         [runs: (first tile, number of tiles, tile mask or FULL_TILE)…]
 //!         [tile masks: one word per query of a tile]
-//!         [query rows][key rows: two words per row number]
+//!         [query rows][key rows: two words per row number]   with a bias tensor or dropout
 //!         [position biases: 1024 per listed tile]
 //! ```
-//! Empty tiles are not listed. The list of a query tile may be divided into lists of ranges of its
+//! Empty tiles are not listed. Neighbouring tiles with equal tile masks are one run, as full tiles
+//! are, so that the few queries of a token take a few words, whatever the number of keys. The list of a query tile may be divided into lists of ranges of its
 //! keys (`split_kv.rs`). Every mask takes this form, so a new mask needs no new kernel.
 
 use annulus_core::{
@@ -74,6 +75,61 @@ pub(crate) struct BlockMask {
     pairs: Vec<u32>,
     block_sparse: BlockSparseMask,
     by_keys: CsrTiles,
+    merged: MergedRuns,
+}
+
+/// Lists of runs with the tile masks that they name.
+#[derive(Debug, Default)]
+struct MergedRuns {
+    starts: Vec<u32>,
+    runs: Vec<TileRun>,
+    /// One word per query of a tile.
+    bits: Vec<u32>,
+}
+
+impl MergedRuns {
+    /// Copies lists and tile masks of `rows` queries. With `merges`, neighbours with equal tile
+    /// masks become one run, for kernels that read nothing else of a tile than its mask.
+    fn refill(&mut self, lists: &CsrTiles, bits: &[u64], rows: usize, merges: bool) {
+        let Self { starts, runs, bits: merged } = self;
+        starts.clear();
+        runs.clear();
+        merged.clear();
+        if !merges {
+            starts.extend_from_slice(lists.starts());
+            runs.extend_from_slice(lists.runs());
+            merged.extend(bits.iter().map(|&line| line as u32));
+            return;
+        }
+        starts.push(0);
+        for list in 0..lists.starts().len().saturating_sub(1) {
+            let first_run = runs.len();
+            for run in lists.list(list) {
+                if run.bitmask == TileRun::FULL {
+                    runs.push(*run);
+                    continue;
+                }
+                let from = run.bitmask as usize * rows;
+                // 32 keys take the lower half of a u64
+                let lines = bits[from..from + rows].iter().map(|&line| line as u32);
+                match runs[first_run..].last_mut() {
+                    Some(last)
+                        if last.bitmask != TileRun::FULL
+                            && last.first + last.count == run.first
+                            && lines.clone().eq(merged[merged.len() - rows..].iter().copied()) =>
+                    {
+                        last.count += run.count;
+                    }
+                    _ => {
+                        let bitmask = (merged.len() / rows) as u32;
+                        runs.push(TileRun { bitmask, ..*run });
+                        merged.extend(lines);
+                    }
+                }
+            }
+            starts.push(runs.len() as u32);
+        }
+    }
 }
 
 /// Upper bound of the words per pair of a query tile and a key tile.
@@ -131,19 +187,27 @@ impl BlockMask {
                 &self.by_keys
             }
         };
+        // position biases are stored per tile mask
+        self.merged.refill(
+            lists,
+            self.block_sparse.bits(),
+            form.queries,
+            spec.bias_function.is_none(),
+        );
+        let lists = &self.merged;
         let owned = tiling.tiles()[usize::from(owner == Owner::Keys)];
-        self.is_empty = lists.runs().is_empty();
-        count_pairs(&mut self.pairs, lists.starts(), lists.runs());
+        self.is_empty = lists.runs.is_empty();
+        count_pairs(&mut self.pairs, &lists.starts, &lists.runs);
         self.is_ascending = is_ascending(&self.pairs, owned);
         let longest = self.pairs.iter().max().map_or(0, |&pairs| pairs as usize);
         self.ranges = (longest / MIN_RANGE_TILES).min(form.most_ranges).max(1);
         let divided;
         let (starts, runs) = if self.ranges > 1 {
-            divided = divide(lists, &self.pairs, self.ranges as u32);
+            divided = divide(&lists.starts, &lists.runs, &self.pairs, self.ranges as u32);
             count_pairs(&mut self.pairs, &divided.0, &divided.1);
             (&*divided.0, &*divided.1)
         } else {
-            (lists.starts(), lists.runs())
+            (&*lists.starts, &*lists.runs)
         };
         let of_plane = owned * self.ranges;
         self.plane_head = if heads == 1 { 0 } else { of_plane as u32 };
@@ -155,10 +219,12 @@ impl BlockMask {
         self.runs = words.len() as u32;
         words.extend(runs.iter().flat_map(|run| [run.first, run.count, run.bitmask]));
         self.bits = words.len() as u32;
-        // 32 keys take the lower half of a u64
-        words.extend(self.block_sparse.bits().iter().map(|&line| line as u32));
+        words.extend_from_slice(&self.merged.bits);
+        // a list of all rows would be as long for a token as for the whole sequence
+        let has_row_numbers = spec.bias.is_some() || spec.dropout.is_some();
         let mut rows_of = |rows: &[u64]| {
             let at = words.len() as u32;
+            let rows = if has_row_numbers { rows } else { &[] };
             words.extend(rows.iter().flat_map(|&row| [row as u32, (row >> 32) as u32]));
             at
         };
@@ -196,15 +262,20 @@ fn is_ascending(pairs: &[u32], lists_per_plane: usize) -> bool {
 
 /// Divides each list of `pairs` tiles into lists of `ranges` consecutive ranges, of as many tiles
 /// but for one. Returns their starts and runs.
-fn divide(lists: &CsrTiles, pairs: &[u32], ranges: u32) -> (Vec<u32>, Vec<TileRun>) {
+fn divide(
+    of_lists: &[u32],
+    all_runs: &[TileRun],
+    pairs: &[u32],
+    ranges: u32,
+) -> (Vec<u32>, Vec<TileRun>) {
     let mut starts = Vec::with_capacity(pairs.len() * ranges as usize + 1);
-    let mut runs = Vec::with_capacity(lists.runs().len() + pairs.len() * ranges as usize);
+    let mut runs = Vec::with_capacity(all_runs.len() + pairs.len() * ranges as usize);
     starts.push(0);
     for (list, &count) in pairs.iter().enumerate() {
         let end_of = |range: u32| (u64::from(count) * u64::from(range) / u64::from(ranges)) as u32;
         let mut range = 1;
         let mut done = 0;
-        for run in lists.list(list) {
+        for run in &all_runs[of_lists[list] as usize..of_lists[list + 1] as usize] {
             let mut rest = *run;
             while rest.count > 0 {
                 while done == end_of(range) {
@@ -376,9 +447,36 @@ mod tests {
         let mut of_keys = CsrTiles::default();
         sparse.by_keys(&mut of_keys).unwrap();
         assert_eq!(of_keys.starts(), [0, 1, 1, 1]);
-        let (starts, runs) = divide(&of_keys, &[1, 0, 0], 4);
+        let (starts, runs) = divide(of_keys.starts(), of_keys.runs(), &[1, 0, 0], 4);
         assert_eq!(starts, [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1]);
         assert_eq!(runs, of_keys.runs());
+    }
+
+    #[test]
+    fn a_token_takes_as_many_words_for_any_number_of_keys() {
+        // a tile of one query is partial everywhere, because it has fewer queries than a tile
+        let words = |keys: usize| {
+            let queries = Rows::counting(1, keys as i64 - 1).unwrap();
+            let all = Rows::counting(keys as u64, 0).unwrap();
+            let mask = Causal { offset: 0 };
+            let visibility =
+                Visibility { mask: &mask, attention_mask: None, queries: &queries, keys: &all };
+            let spec = Spec::new(Dims::new(1, keys, 1, 8), DType::F32);
+            let chunk =
+                WorkChunk { batches: (0, 1), heads: (0, 1), queries: (0, 1), keys: (0, keys) };
+            let mut mask = BlockMask::default();
+            let form = ListForm { queries: 16, most_ranges: 4 };
+            mask.rebuild(&spec, &visibility, &chunk, Owner::Queries, form).unwrap();
+            (mask.words, mask.pairs)
+        };
+        // the last keys have a tile mask of their own
+        let (few, few_pairs) = words(1001);
+        let (many, many_pairs) = words(64_001);
+        assert_eq!(few.len(), many.len());
+        assert_eq!(few_pairs.iter().sum::<u32>(), 32);
+        assert_eq!(many_pairs.iter().sum::<u32>(), 2001);
+        // starts of four ranges, five runs, two masks
+        assert_eq!(few.len(), 5 + 3 * 5 + 2 * 16);
     }
 
     #[test]

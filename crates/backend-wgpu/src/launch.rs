@@ -1,7 +1,7 @@
 //! Command batches: kernels with their uniform parameters and lists, submitted to the queue
 //! together, and counted on the device when they have run.
 
-use std::sync::Arc;
+use std::sync::{Arc, atomic::Ordering};
 
 use annulus_core::{Error, Result};
 use wgpu::{BufferUsages, ComputePassTimestampWrites};
@@ -140,6 +140,7 @@ impl<'a> Commands<'a> {
         let buffer = of_size(self.gpu, &mut self.arena.lists, "lists", size)?;
         let filled = self.gpu.fill(bytemuck::cast_slice(words))?;
         self.uploads.push((filled, buffer.clone(), size));
+        self.gpu.staging().mask_bytes.fetch_add(size, Ordering::Relaxed);
         Ok(BoundResource::Buffer { buffer, offset: 0, size })
     }
 

@@ -16,6 +16,7 @@ pub(crate) struct StagingPools {
     pub(crate) uploading: Arc<AtomicU64>,
     pub(crate) bytes_to_device: AtomicU64,
     pub(crate) bytes_to_host: AtomicU64,
+    pub(crate) mask_bytes: AtomicU64,
 }
 
 /// Removes the smallest buffer of a pool that holds `bytes`.

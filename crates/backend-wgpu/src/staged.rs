@@ -37,6 +37,55 @@ impl Copier {
             self.gpu.create_buffer("unaligned upload", self.gpu.rounded_size(bytes), USAGE)?;
         Ok(self.unaligned.insert(buffer).clone())
     }
+
+    /// Starts copying the front of `bytes` into ranges of a block, one after another.
+    ///
+    /// # Errors
+    /// [`Error::Device`], [`Error::OutOfMemory`]; [`Error::InvalidArgument`] for a block of another
+    /// device; [`Error::Internal`] if there are too few bytes, or a range is not in the block.
+    pub(crate) fn write(
+        &mut self,
+        into: &GpuBuffer,
+        ranges: &[Range<u64>],
+        bytes: &[u8],
+    ) -> Result<()> {
+        into.check_on(&self.gpu)?;
+        let is_outside = |range: &&Range<u64>| range.start > range.end || range.end > into.size();
+        if let Some(range) = ranges.iter().find(is_outside) {
+            let what = format!("bytes {range:?} of a block of {} bytes", into.size());
+            return Err(Error::internal(what));
+        }
+        let total: u64 = ranges.iter().map(|range| range.end - range.start).sum();
+        let bytes = bytes
+            .get(..index(total))
+            .ok_or_else(|| Error::internal("a staging buffer is too small"))?;
+        let aligned = ranges.iter().all(|range| range.start % 4 == 0 && range.end % 4 == 0);
+        if total == 0 {
+            Ok(())
+        } else if aligned {
+            let mut at = 0;
+            let copy_of = |range: &Range<u64>| {
+                let part = at..at + (range.end - range.start);
+                at = part.end;
+                (part, range.start)
+            };
+            let copies: Vec<_> =
+                ranges.iter().filter(|range| !range.is_empty()).map(copy_of).collect();
+            self.gpu.write(&into.buffer, bytes, &copies)
+        } else {
+            // 2-byte elements share words at the ends of ranges: a kernel scatters them
+            let staged = self.unaligned(total.next_multiple_of(4))?;
+            self.gpu.write(&staged, bytes, &[(0..total.next_multiple_of(4), 0)])?;
+            let mut lines = Vec::with_capacity(ranges.len());
+            let mut at = 0;
+            for range in ranges {
+                let count = (range.end - range.start) / 2;
+                lines.push(LinearCopy { from: at, into: range.start / 2, count });
+                at += count;
+            }
+            copy_raw(&self.gpu, &mut self.arena, &staged, &into.buffer, &lines)
+        }
+    }
 }
 
 /// A copy to the host in progress.
@@ -109,37 +158,7 @@ impl StagedSpace for WgpuSpace {
         into: GpuBuffer,
         ranges: &[Range<u64>],
     ) -> Result<Upload> {
-        into.check_on(&copier.gpu)?;
-        let total: u64 = ranges.iter().map(|range| range.end - range.start).sum();
-        let bytes = from
-            .bytes()
-            .get(..index(total))
-            .ok_or_else(|| Error::internal("a staging buffer is too small"))?;
-        let aligned = ranges.iter().all(|range| range.start % 4 == 0 && range.end % 4 == 0);
-        if total == 0 {
-        } else if aligned {
-            let mut at = 0;
-            let copy_of = |range: &Range<u64>| {
-                let part = at..at + (range.end - range.start);
-                at = part.end;
-                (part, range.start)
-            };
-            let copies: Vec<_> =
-                ranges.iter().filter(|range| !range.is_empty()).map(copy_of).collect();
-            copier.gpu.write(&into.buffer, bytes, &copies)?;
-        } else {
-            // 2-byte elements share words at the ends of ranges: a kernel scatters them
-            let staged = copier.unaligned(total.next_multiple_of(4))?;
-            copier.gpu.write(&staged, bytes, &[(0..total.next_multiple_of(4), 0)])?;
-            let mut lines = Vec::with_capacity(ranges.len());
-            let mut at = 0;
-            for range in ranges {
-                let count = (range.end - range.start) / 2;
-                lines.push(LinearCopy { from: at, into: range.start / 2, count });
-                at += count;
-            }
-            copy_raw(&copier.gpu, &mut copier.arena, &staged, &into.buffer, &lines)?;
-        }
+        copier.write(&into, ranges, from.bytes())?;
         Ok(Upload { sides: Some((from, into)) })
     }
 

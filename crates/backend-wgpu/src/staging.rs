@@ -33,7 +33,8 @@ const COUNTER_BYTES: u64 = 4;
 /// Bytes copied between host and device, as returned by [`Gpu::transfers`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Transfers {
-    /// Tensors and blocks. Parameters of kernels and their block-sparse masks are not counted.
+    /// Tensors and blocks. Not counted: parameters of kernels, and their block-sparse masks
+    /// ([`Gpu::mask_bytes`]).
     pub to_device: u64,
     /// Tensors, blocks and timestamps.
     pub to_host: u64,
@@ -81,6 +82,11 @@ impl Gpu {
             to_device: bytes_to_device.load(Ordering::Relaxed),
             to_host: bytes_to_host.load(Ordering::Relaxed),
         }
+    }
+
+    /// Returns the bytes of block-sparse masks copied to the device so far.
+    pub fn mask_bytes(&self) -> u64 {
+        self.staging().mask_bytes.load(Ordering::Relaxed)
     }
 
     /// Returns an upload buffer of at least `bytes` bytes from the pool, or a new one.

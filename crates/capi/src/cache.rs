@@ -2,7 +2,7 @@
 
 use std::ffi::c_int;
 
-use annulus::{Cache, Cpu, Element, Error, LocalCache, Result, Runs, Spec};
+use annulus::{Cache, Element, Error, LocalCache, Result, Runs, Spec};
 use annulus_core::{Host, Transport};
 use ndarray::{ArrayView2, ArrayView4, ArrayViewMut3, ArrayViewMut4};
 
@@ -33,7 +33,7 @@ enum CacheState {
     /// All ranks, as threads of this process.
     Ring(LocalCache),
     /// One rank.
-    Rank(Box<Cache<Cpu>>),
+    Rank(Box<Cache>),
 }
 
 /// Views of a call of [`annulus_cache_attend`].
@@ -120,8 +120,8 @@ fn over<T: Transport<Host> + 'static>(
     description: &Description,
     transport: T,
 ) -> Result<*mut annulus_cache> {
-    let Description { attention, threads, .. } = description;
-    let cache = Cache::new(attention, description.cache_shape()?, Cpu::new(*threads)?, transport)?;
+    let Description { attention, backend, .. } = description;
+    let cache = backend.cache(attention, description.cache_shape()?, transport)?;
     Ok(CACHES.insert(CacheState::Rank(Box::new(cache))))
 }
 
@@ -152,8 +152,8 @@ pub unsafe extern "C" fn annulus_cache_create_threads(
         let make = || {
             let description = description(attention)?;
             let shape = description.cache_shape()?;
-            let attention = description.attention.threads(description.threads);
-            let ring = attention.local_cache(shape, length("ranks", ranks)?)?;
+            let Description { attention, backend, .. } = description;
+            let ring = backend.local_cache(&attention, shape, length("ranks", ranks)?)?;
             Ok(CACHES.insert(CacheState::Ring(ring)))
         };
         // SAFETY: as the caller promises

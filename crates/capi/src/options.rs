@@ -336,8 +336,6 @@ pub(crate) struct Description {
     pub(crate) backend: AnyBackend,
     /// CUDA stream of the host's, for tensors in device memory.
     pub(crate) lent: Option<Lent>,
-    /// Threads of each rank of a cache.
-    pub(crate) threads: usize,
     /// Layout whose rows are listed, if one is chosen.
     pub(crate) listed_layout: Option<ListedLayout>,
     pub(crate) strategy: Strategy,
@@ -417,7 +415,6 @@ impl Description {
             device,
             backend: open(backend_name, device, options.threads)?,
             lent: None,
-            threads: length("threads", options.threads)?.max(1),
             listed_layout,
             strategy: strategy(options)?,
             page_rows: length("page_rows", options.page_rows)?,
@@ -469,10 +466,7 @@ impl Description {
         if self.listed_layout.is_some() {
             return Err(Error::unsupported("layout", "the KV cache"));
         }
-        if self.backend_name != BackendName::Cpu {
-            let what = format!("backend {}", self.backend_name);
-            return Err(Error::unsupported(what, "the KV cache"));
-        }
+        self.check_host_tensors("the KV cache")?;
         let shape = CacheShape::new(batch, q_heads, head_dim);
         let shape = shape.kv_heads(kv_heads).value_dim(value_dim);
         Ok(if self.page_rows > 0 { shape.page_rows(self.page_rows as u64) } else { shape })

@@ -326,6 +326,15 @@ fn handles_without_meaning_are_refused() {
         assert_eq!((status, plan), (ANNULUS_UNSUPPORTED, ptr::null_mut()));
         assert!(message().contains("tensors in device memory"), "{}", message());
         ok(annulus_attention_destroy(attention));
+        let of_cache = annulus_options { q_len: 0, kv_len: 0, ..options };
+        ok(annulus_attention_create(&raw const of_cache, &raw mut attention));
+        ok(annulus_attention_set_cuda_stream(attention, one, gpu.handle.cast()));
+        let mut cache = ptr::null_mut();
+        let status = annulus_cache_create_threads(attention, 1, &raw mut cache);
+        assert_eq!((status, cache), (ANNULUS_UNSUPPORTED, ptr::null_mut()));
+        let why = "tensors in device memory is not supported by the KV cache";
+        assert!(message().contains(why), "{}", message());
+        ok(annulus_attention_destroy(attention));
 
         // the exchanges of other strategies are for tensors in host memory
         let strategy = ANNULUS_STRATEGY_HEADS_RING;

@@ -774,6 +774,63 @@ fn wgpu_gives_the_bits_of_the_facade() {
     check::<f32>(&on_gpu(masks(), 5));
     check::<f32>(&on_gpu(batches(), 3));
     check::<bf16>(&on_gpu(masks(), 7));
+    let name = BackendName::Wgpu;
+    assert_eq!(decoded_by_c(ANNULUS_BACKEND_WGPU), decoded_by_facade(name));
+    assert_ne!(decoded_by_facade(name), decoded_by_facade(BackendName::Cpu));
+}
+
+/// Bits of out after a prefill and a token of a KV cache, by the C interface.
+#[cfg(feature = "wgpu")]
+fn decoded_by_c(backend: i32) -> Vec<u32> {
+    let data = Data::<f32>::of(DIMS, None, None);
+    let mut options = options(Dims { q_len: 0, kv_len: 0, ..DIMS });
+    (options.dtype, options.causal, options.backend) = (ANNULUS_F32, 1, backend);
+    let (mut attention, mut cache) = (ptr::null_mut(), ptr::null_mut());
+    let mut decoded = Vec::new();
+    // SAFETY: pointers to locals that outlive the calls
+    unsafe {
+        ok(annulus_attention_create(&raw const options, &raw mut attention));
+        ok(annulus_cache_create_threads(attention, RANKS as i64, &raw mut cache));
+        for rows in [0..22, 22..23] {
+            let rows = ndarray::s![.., rows, .., ..];
+            let [q, k, v] = [&data.q, &data.k, &data.v].map(|whole| whole.slice(rows).to_owned());
+            let out = Array4::<f32>::zeros((DIMS.batch, q.dim().1, DIMS.q_heads, DIMS.value_dim));
+            let lse = Array4::<f32>::zeros((DIMS.batch, DIMS.q_heads, q.dim().1, 1));
+            let [q, k, v, to_out, to_lse] = [&q, &k, &v, &out, &lse].map(tensor);
+            ok(annulus_cache_append(cache, &raw const k, &raw const v));
+            let args = annulus_attend_args {
+                struct_size: size_of::<annulus_attend_args>() as u64,
+                q: &raw const q,
+                softmax_aux: ptr::null(),
+                out: &raw const to_out,
+                lse: &raw const to_lse,
+            };
+            ok(annulus_cache_attend(cache, &raw const args));
+            decoded.extend(out.iter().map(|x| x.to_bits()));
+        }
+        ok(annulus_cache_destroy(cache));
+        ok(annulus_attention_destroy(attention));
+    }
+    decoded
+}
+
+/// As [`decoded_by_c`], by the facade.
+#[cfg(feature = "wgpu")]
+fn decoded_by_facade(backend: BackendName) -> Vec<u32> {
+    let data = Data::<f32>::of(DIMS, None, None);
+    let shape = annulus::CacheShape::new(DIMS.batch, DIMS.q_heads, DIMS.head_dim)
+        .kv_heads(DIMS.kv_heads)
+        .value_dim(DIMS.value_dim);
+    let backend = AnyBackend::open(backend, None, 0).unwrap();
+    let mut cache = backend.local_cache(&Attention::new().causal(true), shape, RANKS).unwrap();
+    let mut decoded = Vec::new();
+    for rows in [0..22, 22..23] {
+        let rows = ndarray::s![.., rows, .., ..];
+        cache.append(data.k.slice(rows), data.v.slice(rows)).unwrap();
+        let forward = cache.attend(data.q.slice(rows), None).unwrap();
+        decoded.extend(forward.out.iter().map(|x| x.to_bits()));
+    }
+    decoded
 }
 
 #[test]

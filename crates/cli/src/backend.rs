@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use annulus::{Attention, Dims, Plan};
+use annulus::{Attention, Cache, CacheShape, Dims, Plan};
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+use annulus_core::Control;
 use annulus_core::{Error, Result};
 use annulus_cpu::Isa;
 
@@ -145,6 +147,42 @@ impl BackendChoice {
             let (backend, transport) = make(endpoint)?;
             Plan::new(attention, dims, backend, transport)
         })
+    }
+
+    /// Creates one rank of an empty KV cache. On the CPU it has `threads` threads.
+    ///
+    /// # Ordering
+    /// Collective over the ranks.
+    /// # Errors
+    /// Those of the backend and of [`Cache::new`].
+    pub(crate) fn cache(
+        &self,
+        threads: usize,
+        endpoint: Endpoint,
+        attention: &Attention,
+        shape: CacheShape,
+    ) -> Result<Cache> {
+        match self {
+            Self::Cpu => {
+                let cpu = annulus::Cpu::new(threads)?;
+                Cache::new(attention, shape, cpu, endpoint.of_host())
+            }
+            #[cfg(feature = "wgpu")]
+            Self::Wgpu(devices) => {
+                let mut transport = endpoint.of_host();
+                // the abort sends the reason to the ranks that wait for this one
+                let gpu = devices.of_rank(&transport);
+                let gpu = gpu.inspect_err(|error| transport.abort(error))?;
+                Cache::new(attention, shape, annulus::wgpu::Wgpu::on_host(gpu), transport)
+            }
+            #[cfg(feature = "cuda")]
+            Self::Cuda(gpus) => {
+                let cuda = gpus.of_rank(&endpoint);
+                let mut transport = endpoint.of_host();
+                let cuda = cuda.inspect_err(|error| transport.abort(error))?;
+                Cache::new(attention, shape, cuda.on_host(), transport)
+            }
+        }
     }
 }
 

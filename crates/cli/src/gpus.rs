@@ -99,10 +99,8 @@ impl Gpus {
     /// As [`Gpus::open`] and `Nccl::open`; [`annulus_core::Error::Unsupported`] if NCCL has no GPU
     /// for each rank of this process.
     pub(crate) fn rank(&self, endpoint: Endpoint) -> Result<RankBackend<OnHost<Cuda>>> {
-        let count = self.devices.count();
-        let number = number(self.link, self.first, node_rank(&endpoint), count);
         // the abort sends the reason to the ranks that wait for this one
-        let cuda = match number.and_then(|number| self.devices.get(number)) {
+        let cuda = match self.of_rank(&endpoint) {
             Ok(cuda) => cuda,
             Err(error) => {
                 endpoint.of_host().abort(&error);
@@ -127,6 +125,16 @@ impl Gpus {
         // equal for all ranks of this process
         let _: &&str = self.link_in_use.get_or_init(|| description);
         Ok(rank)
+    }
+
+    /// Returns the GPU of a rank.
+    ///
+    /// # Errors
+    /// As [`Gpus::open`]; [`annulus_core::Error::Unsupported`] if NCCL has no GPU for each rank of
+    /// this process.
+    pub(crate) fn of_rank(&self, endpoint: &Endpoint) -> Result<Cuda> {
+        let number = number(self.link, self.first, node_rank(endpoint), self.devices.count())?;
+        self.devices.get(number)
     }
 
     /// Describes the transport of blocks. It is known once a rank has been created.

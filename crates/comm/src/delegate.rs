@@ -88,6 +88,94 @@ macro_rules! forward_control {
     };
 }
 
+/// Expands, inside `impl Transport<Host> for Wrapper<T>`, to `control`, to
+/// [`messages_are_blocks`](annulus_core::messages_are_blocks), and to the named methods of
+/// [`Transport`](annulus_core::Transport), each of which calls that of `self.inner`.
+///
+/// # Examples
+/// A transport that counts its receives.
+/// ```
+/// use annulus_core::{Arrived, Control, Host, MessageHeader, Result, Transport};
+///
+/// struct Counting<T> {
+///     inner: T,
+///     receives: u64,
+/// }
+///
+/// impl<T: Transport<Host>> Transport<Host> for Counting<T> {
+///     annulus_comm::forward_transport! {
+///         post progress pending bytes_sent posts_ahead runs_groups_in_order
+///     }
+///
+///     fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
+///         let taken = self.inner.take(header)?;
+///         self.receives += u64::from(taken.is_some());
+///         Ok(taken)
+///     }
+/// }
+///
+/// impl<T: Control> Control for Counting<T> {
+///     annulus_comm::forward_control! {
+///         rank ranks start_all_gather try_all_gather stragglers abort heartbeat placement
+///         last_heard last_work
+///     }
+/// }
+/// ```
+#[macro_export]
+macro_rules! forward_transport {
+    (@ post) => {
+        fn post(
+            &mut self,
+            sends: &[$crate::core::Outgoing<'_, $crate::core::Host>],
+            receives: &mut Vec<$crate::core::Incoming<$crate::core::Host>>,
+        ) -> $crate::core::Result<()> {
+            $crate::core::Transport::<$crate::core::Host>::post(&mut self.inner, sends, receives)
+        }
+    };
+    (@ progress) => {
+        fn progress(&mut self, patience: std::time::Duration) -> $crate::core::Result<()> {
+            $crate::core::Transport::<$crate::core::Host>::progress(&mut self.inner, patience)
+        }
+    };
+    (@ take) => {
+        fn take(
+            &mut self,
+            header: &$crate::core::MessageHeader,
+        ) -> $crate::core::Result<Option<$crate::core::Arrived<$crate::core::Host>>> {
+            $crate::core::Transport::<$crate::core::Host>::take(&mut self.inner, header)
+        }
+    };
+    (@ pending) => {
+        fn pending(&self) -> bool {
+            $crate::core::Transport::<$crate::core::Host>::pending(&self.inner)
+        }
+    };
+    (@ bytes_sent) => {
+        fn bytes_sent(&self) -> u64 {
+            $crate::core::Transport::<$crate::core::Host>::bytes_sent(&self.inner)
+        }
+    };
+    (@ posts_ahead) => {
+        fn posts_ahead(&self) -> bool {
+            $crate::core::Transport::<$crate::core::Host>::posts_ahead(&self.inner)
+        }
+    };
+    (@ runs_groups_in_order) => {
+        fn runs_groups_in_order(&self) -> bool {
+            $crate::core::Transport::<$crate::core::Host>::runs_groups_in_order(&self.inner)
+        }
+    };
+    ($($method:ident)*) => {
+        fn control(&mut self) -> &mut dyn $crate::core::Control {
+            self
+        }
+
+        $crate::core::messages_are_blocks! {}
+
+        $( $crate::forward_transport!(@ $method); )*
+    };
+}
+
 /// Expands, inside `impl Transport<S> for Wrapper<T>` over a host transport `inner`, to
 /// `post_host` and `take_host` of [`Transport`](annulus_core::Transport): `inner` moves messages in
 /// host memory. The wrapper has `check_alive`, `remember` and `bytes_sent`.

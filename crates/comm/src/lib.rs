@@ -59,6 +59,6 @@ pub use staged::Staged;
 pub use threads::Threads;
 pub use trace::{Trace, TraceLog};
 
-/// The crate whose types [`forward_control`] names.
+/// The crate whose types [`forward_control`] and [`forward_transport`] name.
 #[doc(hidden)]
 pub use annulus_core as core;

@@ -3,158 +3,61 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::{
-    ops::Range,
-    sync::Arc,
     thread,
     time::{Duration, Instant},
 };
 
 use annulus::{
-    Alibi, Attention, BackwardMode, Batch, Cache, CacheShape, Cpu, DType, Dims, Element, Error,
-    Layout, Result, Route, SinkShape, Strategy,
+    Attention, BackwardMode, Cache, CacheShape, Cpu, DType, Dims, Error, Layout, Result, Route,
+    Strategy,
     comm::{
         Checksum, Fault, Injection, Trace,
         threads::{Threads, each_rank, ring},
         trace::{Event, EventKind},
     },
-    mask::Predicate,
 };
-use annulus_core::oracle::{self, Problem};
-use half::bf16;
+use annulus_conformance::{
+    device::{Device, MockBackend},
+    suite::{
+        self,
+        kv_cache::{CACHED, Decoding, Sequence, numbers, worst},
+    },
+};
+use annulus_core::OnHost;
 use ndarray::{Array2, Array4, s};
 use proptest::prelude::*;
 
-const SHAPE: CacheShape = CacheShape::new(2, 4, 8).kv_heads(2).value_dim(6).page_rows(5);
-const DIMS: Dims =
-    Dims { batch: 2, q_len: 61, kv_len: 61, q_heads: 4, kv_heads: 2, head_dim: 8, value_dim: 6 };
+const SHAPE: CacheShape = CACHED.shape();
+const DIMS: Dims = CACHED.dims;
 
-/// Numbers that look random and are the same everywhere.
-fn numbers<T: Element>(seed: u64, shape: [usize; 4]) -> Array4<T> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    Array4::from_shape_simple_fn(shape, || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        T::from_f64((state >> 11) as f64 / (1u64 << 52) as f64 - 1.0)
-    })
+fn cpu(_: usize) -> Result<Cpu> {
+    Cpu::new(1)
 }
-
-/// Tensors of the whole sequence.
-struct Sequence<T: Element> {
-    q: Array4<T>,
-    k: Array4<T>,
-    v: Array4<T>,
-    sinks: Option<Array2<T::Accumulator>>,
-}
-
-impl<T: Element> Sequence<T> {
-    fn new(dims: Dims, sinks: Option<SinkShape>) -> Self {
-        let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = dims;
-        let sinks = sinks.map(|sinks| {
-            let heads = if sinks.per_head { q_heads } else { 1 };
-            let sinks = numbers::<T::Accumulator>(4, [heads, sinks.count, 1, 1]);
-            sinks.slice_move(s![.., .., 0, 0])
-        });
-        Self {
-            q: numbers(1, [batch, q_len, q_heads, head_dim]),
-            k: numbers(2, [batch, kv_len, kv_heads, head_dim]),
-            v: numbers(3, [batch, kv_len, kv_heads, value_dim]),
-            sinks,
-        }
-    }
-
-    /// Appends rows and attends with their queries.
-    fn step(&self, cache: &mut Cache<Cpu>, rows: Range<usize>) -> Result<annulus::Forward<T>> {
-        let rows = s![.., rows, .., ..];
-        cache.append(self.k.slice(rows), self.v.slice(rows))?;
-        cache.attend(self.q.slice(rows), self.sinks.as_ref().map(|sinks| sinks.view()))
-    }
-}
-
-/// Worst absolute difference, with equal elements (also −∞) at 0.
-fn worst<'a>(pairs: impl Iterator<Item = (f64, f64)> + 'a) -> f64 {
-    pairs.map(|(got, want)| if got == want { 0.0 } else { (got - want).abs() }).fold(0.0, f64::max)
-}
-
-/// Computes the whole sequence in steps of `ends` on `ranks` ranks, and compares every row with the
-/// oracle's one-shot attention. Returns the worst difference of out and lse.
-fn compare<T: Element>(attention: &Attention, ranks: usize, ends: &[usize]) -> f64 {
-    let attention = attention.clone().dtype(T::DTYPE);
-    let spec = attention.spec(DIMS).unwrap();
-    let all = Sequence::<T>::new(DIMS, spec.sinks);
-    let widened = |x: &Array4<T>| x.mapv(Element::to_f64);
-    let [q, k, v] = [&all.q, &all.k, &all.v].map(widened);
-    let sinks = all.sinks.as_ref().map(|sinks| sinks.mapv(Element::to_f64));
-    let want = oracle::forward(&Problem {
-        spec: &spec,
-        batch: &Batch::default(),
-        q: q.view(),
-        k: k.view(),
-        v: v.view(),
-        bias: None,
-        sinks: sinks.as_ref().map(|sinks| sinks.view()),
-    })
-    .unwrap();
-    let of_ranks = each_rank(ring(ranks), |_, transport| {
-        let mut cache = Cache::new(&attention, SHAPE, Cpu::new(1)?, transport)?;
-        let mut first = 0;
-        ends.iter()
-            .map(|&end| {
-                let forward = all.step(&mut cache, first..end)?;
-                let report = forward.reports[0];
-                assert_eq!(report.bytes_sent, report.bytes_predicted);
-                assert_eq!(report.bytes_sent, cache.bytes_predicted(end - first));
-                first = end;
-                Ok((end, forward))
-            })
-            .collect::<Result<Vec<_>>>()
-    })
-    .unwrap();
-    let mut difference: f64 = 0.0;
-    let mut first = 0;
-    for (step, (end, forward)) in of_ranks[0].iter().enumerate() {
-        // all ranks have the same bits
-        for rank in &of_ranks {
-            assert_eq!((&rank[step].1.out, &rank[step].1.lse), (&forward.out, &forward.lse));
-        }
-        let out = want.out.slice(s![.., first..*end, .., ..]);
-        let lse = want.lse.slice(s![.., .., first..*end]);
-        let pairs = forward.out.iter().map(|x| x.to_f64()).zip(out.iter().copied());
-        let statistics = forward.lse.iter().map(|x| x.to_f64()).zip(lse.iter().copied());
-        difference = difference.max(worst(pairs)).max(worst(statistics));
-        first = *end;
-    }
-    assert_eq!(first, DIMS.q_len);
-    difference
-}
-
-/// A prefill in two chunks, tokens, a chunk of several tokens, a token.
-const STEPS: [usize; 8] = [17, 40, 41, 42, 43, 44, 60, 61];
 
 #[test]
 fn prefill_and_tokens_are_one_attention() {
-    let even = Predicate::of_positions("even keys", |_, key| key % 2 == 0);
-    let causal = || Attention::new().causal(true);
-    let cases = [
-        ("causal", causal()),
-        ("window", causal().sliding_window(7, 0)),
-        ("window, first keys", causal().sliding_window(9, 0).attention_sink_size(3)),
-        ("chunks", Attention::new().chunk_size(16)),
-        // of keys that are cached before the first query attends
-        ("prefix", causal().prefix_len(17)),
-        ("soft cap, scale", causal().logits_soft_cap(0.7).softmax_scale(-0.9)),
-        ("ALiBi", causal().bias_function(Arc::new(Alibi::published(4)))),
-        ("sinks of heads", causal().softmax_aux(SinkShape::per_head(2))),
-        ("sinks", causal().sliding_window(2, 0).softmax_aux(SinkShape::shared(3))),
-        // the first query has no visible key but itself, and odd ones among few keys have none
-        ("no visible keys", causal().mask(Arc::new(even)).sliding_window(0, 0)),
-        ("dropout", causal().dropout(0.3, 11)),
-    ];
-    for (name, attention) in cases {
-        for ranks in [1, 2, 3, 4, 8] {
-            let difference = compare::<f64>(&attention, ranks, &STEPS);
-            assert!(difference < 1e-13, "{name} on {ranks} ranks: {difference}");
-        }
+    suite::kv_cache(DType::F64, &[1, 2, 3, 4, 8], cpu).unwrap();
+}
+
+#[test]
+fn segments_are_one_attention() {
+    for dtype in [DType::F64, DType::Bf16] {
+        suite::kv_cache_segments(dtype, cpu).unwrap();
+    }
+}
+
+/// The mock device for host tensors: memory that the host cannot access, asynchronous work.
+fn mock(_: usize) -> Result<OnHost<MockBackend>> {
+    let device = Device::new();
+    Ok(OnHost::new(MockBackend::new(device.clone()), device))
+}
+
+#[test]
+fn blocks_in_device_memory_are_one_attention() {
+    suite::kv_cache(DType::F64, &[1, 2, 4], mock).unwrap();
+    for dtype in [DType::F32, DType::Bf16, DType::F16] {
+        CACHED.check(&Attention::new().causal(true), dtype, mock).unwrap();
+        suite::kv_cache_segments(dtype, mock).unwrap();
     }
 }
 
@@ -162,8 +65,9 @@ fn prefill_and_tokens_are_one_attention() {
 fn other_types_and_threads_are_within_rounding() {
     let attention = Attention::new().causal(true);
     for ranks in [1, 3] {
-        assert!(compare::<f32>(&attention, ranks, &STEPS) < 2e-6);
-        assert!(compare::<bf16>(&attention, ranks, &STEPS) < 2e-2);
+        for dtype in [DType::F32, DType::Bf16, DType::F16] {
+            Decoding { ranks, ..CACHED }.check(&attention, dtype, cpu).unwrap();
+        }
     }
 }
 
@@ -172,8 +76,9 @@ fn results_do_not_depend_on_the_steps_but_for_rounding() {
     let attention = Attention::new().causal(true);
     let tokens: Vec<usize> = (1..=61).collect();
     for ranks in [1, 3, 8] {
-        assert!(compare::<f64>(&attention, ranks, &tokens) < 1e-13);
-        assert!(compare::<f64>(&attention, ranks, &[61]) < 1e-13);
+        for ends in [&tokens[..], &[61]] {
+            Decoding { ranks, ends, ..CACHED }.check(&attention, DType::F64, cpu).unwrap();
+        }
     }
 }
 
@@ -338,7 +243,7 @@ proptest! {
 fn on_two_ranks<T: Send>(
     attention: &Attention,
     shape: CacheShape,
-    work: impl Fn(usize, Result<Cache<Cpu>>) -> T + Sync,
+    work: impl Fn(usize, Result<Cache>) -> T + Sync,
 ) -> Vec<T> {
     let attention =
         |rank| if rank == 0 { Attention::new().causal(true) } else { attention.clone() };
@@ -417,7 +322,7 @@ fn bad_tensors_change_nothing_on_any_rank() {
         named(cache.append_own(3, all.k.view(), v).unwrap_err(), "k");
         assert_eq!(cache.len(), 10);
         // rank 1 refuses, rank 0 is refused
-        let attend = |cache: &mut Cache<Cpu>, q: &Array4<f32>, name: &str| {
+        let attend = |cache: &mut Cache, q: &Array4<f32>, name: &str| {
             let error = cache.attend(q.view(), None).unwrap_err();
             if rank == 1 {
                 named(error, name);

@@ -1,6 +1,6 @@
 //! The reproducible order on the CPU, and its refusals.
 
-use std::{sync::Arc, time::Duration};
+use std::{ops::Range, sync::Arc, time::Duration};
 
 use annulus::{Attention, Cpu, Dims, Error, Layout, Plan, Ring, comm::threads};
 use annulus_conformance::{
@@ -80,6 +80,15 @@ impl Backend for Planted {
 
     fn allocate(&self, bytes: u64) -> Result<HostBuffer> {
         self.cpu.allocate(bytes)
+    }
+
+    fn write_block(
+        &self,
+        into: &mut HostBuffer,
+        bytes: Range<u64>,
+        fill: &mut dyn FnMut(&mut [u8]) -> Result<()>,
+    ) -> Result<()> {
+        self.cpu.write_block(into, bytes, fill)
     }
 
     fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<Self::Workspace> {
@@ -167,6 +176,15 @@ impl Backend for Other {
 
     fn allocate(&self, bytes: u64) -> Result<HostBuffer> {
         self.0.allocate(bytes)
+    }
+
+    fn write_block(
+        &self,
+        into: &mut HostBuffer,
+        bytes: Range<u64>,
+        fill: &mut dyn FnMut(&mut [u8]) -> Result<()>,
+    ) -> Result<()> {
+        self.0.write_block(into, bytes, fill)
     }
 
     fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<Self::Workspace> {

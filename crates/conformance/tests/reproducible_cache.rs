@@ -73,9 +73,9 @@ impl<T: Element> Sequence<T> {
 
     /// Appends rows, which every rank has or each rank its own, and attends with the queries of the
     /// last `queries` of them.
-    fn step<B: Backend<Space = Host>>(
+    fn step(
         &self,
-        cache: &mut Cache<B>,
+        cache: &mut Cache,
         rows: Range<usize>,
         queries: usize,
         sharded: bool,
@@ -292,6 +292,15 @@ impl Backend for Planted {
 
     fn allocate(&self, bytes: u64) -> Result<HostBuffer> {
         self.cpu.allocate(bytes)
+    }
+
+    fn write_block(
+        &self,
+        into: &mut HostBuffer,
+        bytes: Range<u64>,
+        fill: &mut dyn FnMut(&mut [u8]) -> Result<()>,
+    ) -> Result<()> {
+        self.cpu.write_block(into, bytes, fill)
     }
 
     fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<Self::Workspace> {

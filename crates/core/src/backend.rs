@@ -97,6 +97,23 @@ pub trait Backend: Send + 'static {
     /// [`crate::Error::OutOfMemory`], [`crate::Error::Device`].
     fn allocate(&self, bytes: u64) -> Result<<Self::Space as Space>::Buffer>;
 
+    /// Writes `bytes` of a block from host memory. `fill` writes them, once: in place if the host
+    /// can access the block, else to memory from which they are copied, and no other byte is. If it
+    /// fails, the bytes are unspecified.
+    ///
+    /// # Ordering
+    /// After all work on the block that is enqueued, before the event that is returned.
+    ///
+    /// # Errors
+    /// The error of `fill`. As [`Backend::allocate`]. [`crate::Error::Internal`] if the bytes are
+    /// not in the block, or if the block has another owner that the device does not order.
+    fn write_block(
+        &self,
+        into: &mut <Self::Space as Space>::Buffer,
+        bytes: Range<u64>,
+        fill: &mut dyn FnMut(&mut [u8]) -> Result<()>,
+    ) -> Result<<Self::Space as Space>::Event>;
+
     /// Allocates the workspace of a plan.
     ///
     /// # Errors

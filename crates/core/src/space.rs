@@ -41,26 +41,6 @@ pub trait Space: Sized + 'static {
     /// True if [`Space::host_view_mut`] returns a view.
     const HOST_TENSORS: bool = false;
 
-    /// True if the host can read and write buffers: [`Space::host_bytes`],
-    /// [`Space::host_bytes_mut`] and [`Space::host_event`] return them.
-    const HOST_BUFFERS: bool = false;
-
-    /// Returns the bytes of a buffer in host memory.
-    fn host_bytes(_buffer: &Self::Buffer) -> Option<&[u8]> {
-        None
-    }
-
-    /// Returns the bytes of a buffer in host memory for writing; `None` also while it has another
-    /// owner.
-    fn host_bytes_mut(_buffer: &mut Self::Buffer) -> Option<&mut [u8]> {
-        None
-    }
-
-    /// Returns the event after the host has written a buffer.
-    fn host_event() -> Option<Self::Event> {
-        None
-    }
-
     /// Borrows the same tensor for a shorter time.
     fn reborrow<'short>(view: &'short Self::View<'_>) -> Self::View<'short>;
 
@@ -88,19 +68,6 @@ impl Space for Host {
 
     const HAS_PARTS: bool = true;
     const HOST_TENSORS: bool = true;
-    const HOST_BUFFERS: bool = true;
-
-    fn host_bytes(buffer: &HostBuffer) -> Option<&[u8]> {
-        Some(buffer.bytes())
-    }
-
-    fn host_bytes_mut(buffer: &mut HostBuffer) -> Option<&mut [u8]> {
-        buffer.bytes_mut()
-    }
-
-    fn host_event() -> Option<()> {
-        Some(())
-    }
 
     fn size(buffer: &HostBuffer) -> u64 {
         buffer.bytes().len() as u64
@@ -208,6 +175,24 @@ impl HostBuffer {
             Memory::Foreign(memory) => memory.bytes(),
         };
         &bytes[self.start..self.start + self.len]
+    }
+
+    /// Writes `bytes` by `fill`: [`crate::Backend::write_block`] of a backend in host memory.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn write(
+        &mut self,
+        bytes: Range<u64>,
+        fill: &mut dyn FnMut(&mut [u8]) -> Result<()>,
+    ) -> Result<()> {
+        let len = self.len;
+        let range = crate::index(bytes.start)..crate::index(bytes.end);
+        let into = self.bytes_mut().and_then(|all| all.get_mut(range));
+        fill(into.ok_or_else(|| {
+            let what = format!("bytes {bytes:?} of a block of {len} bytes, or of a shared one");
+            crate::Error::internal(what)
+        })?)
     }
 
     /// Returns the bytes for writing; `None` while they have another owner.

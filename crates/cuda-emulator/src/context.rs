@@ -30,6 +30,8 @@ pub(super) struct Context {
     pub(super) blocks: Mutex<HashMap<String, u64>>,
     /// Calls that copy from device to device memory.
     pub(super) device_copies: AtomicU64,
+    /// Bytes copied from host to device memory.
+    pub(super) bytes_to_device: AtomicU64,
     /// Launches in which every thread waited for another one.
     pub(super) deadlocks: AtomicU64,
     default_stream: OnceLock<&'static EmulatedStream>,
@@ -118,6 +120,11 @@ pub fn plant(ordinal: usize, mistake: u32) {
 /// Returns the number of thread blocks of a kernel that were launched on device `ordinal`.
 pub fn blocks(ordinal: usize, kernel: &str) -> u64 {
     context_of(ordinal).map_or(0, |context| lock(&context.blocks).get(kernel).copied().unwrap_or(0))
+}
+
+/// Returns the bytes that were copied from the host to device `ordinal`.
+pub fn bytes_to_device(ordinal: usize) -> u64 {
+    context_of(ordinal).map_or(0, |context| context.bytes_to_device.load(Ordering::Relaxed))
 }
 
 /// Returns the number of calls that copied from device to device memory on device `ordinal`.

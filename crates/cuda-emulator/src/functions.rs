@@ -221,6 +221,7 @@ unsafe extern "C" fn copy_to_device(
         if !lock(&context.memory).holds(to, bytes) {
             return CUresult::CUDA_ERROR_INVALID_VALUE;
         }
+        context.bytes_to_device.fetch_add(bytes as u64, Ordering::Relaxed);
         // a pinned source is read when the copy runs, a pageable one at once
         let pinned = lock(&context.memory).holds(from as u64, bytes);
         let now = if pinned {

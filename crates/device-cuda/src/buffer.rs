@@ -85,6 +85,32 @@ impl CudaBuffer {
         Arc::strong_count(&self.0) > 1
     }
 
+    /// Copies `bytes` from the host, to the bytes from `first` on: in the order of `stream`, after
+    /// the last use of the buffer. Returns the event after the copy.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] if the bytes are not in the buffer; [`Error::InvalidArgument`] for a
+    /// stream of another device; [`Error::Device`].
+    pub fn write(&mut self, stream: &Stream, first: u64, bytes: &[u8]) -> Result<Event> {
+        let end = first.checked_add(bytes.len() as u64).filter(|&end| end <= self.len());
+        if end.is_none() {
+            let count = bytes.len();
+            let what = format!("{count} bytes from {first} on of a block of {}", self.len());
+            return Err(Error::internal(what));
+        }
+        if stream.device() != self.device() {
+            let got = format!("a stream of {:?}", stream.device());
+            return Err(Error::invalid("stream", got, "a stream of the buffer's device"));
+        }
+        self.wait_on(stream)?;
+        // SAFETY: the bytes are in the buffer, which is on the device of the stream. Earlier work
+        // on them precedes the copy, and later work waits for the event that is recorded.
+        unsafe { stream.copy_to_device(self.address() + first, bytes)? };
+        let done = stream.record()?;
+        self.touched_before(&done);
+        Ok(done)
+    }
+
     /// Records `event` as the last use of the buffer.
     pub fn touched_before(&self, event: &Event) {
         *self.0.last_use.lock().unwrap_or_else(PoisonError::into_inner) = Some(event.clone());

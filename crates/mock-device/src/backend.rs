@@ -9,7 +9,7 @@ use std::{
 use annulus_core::{
     Backend, BackwardInputs, BackwardMode, BackwardPass, Block, Capabilities, ForwardPass,
     Gradients, Inputs, Outputs, Passes, RangePairs, RankShard, Readers, Reduction, Result, Rows,
-    Spec, Tick, Workspace, index,
+    Spec, Tick, Workspace, index, memory,
 };
 use ndarray::{Array4, Axis};
 
@@ -118,6 +118,20 @@ impl Backend for MockBackend {
 
     fn allocate(&self, bytes: u64) -> Result<DeviceBuffer> {
         Ok(self.device.allocate(bytes))
+    }
+
+    /// The bytes are copied when the device executes the write, as by a queue of copies.
+    fn write_block(
+        &self,
+        into: &mut DeviceBuffer,
+        bytes: Range<u64>,
+        fill: &mut dyn FnMut(&mut [u8]) -> Result<()>,
+    ) -> Result<DeviceEvent> {
+        let slot = target(into)?;
+        let mut filled =
+            memory::zeroed("a write to a block", index(bytes.end.saturating_sub(bytes.start)))?;
+        fill(&mut filled)?;
+        self.device.enqueue(&[], &[slot], move |memory| memory.write(slot, bytes.start, &filled))
     }
 
     fn workspace(&self, shard: &RankShard, _: Passes) -> Result<MockWorkspace> {

@@ -10,6 +10,7 @@ mod decode;
 mod failures;
 mod fused_backward;
 mod in_place;
+mod kv_cache;
 mod matrix_backward;
 mod nccl;
 mod overflow;

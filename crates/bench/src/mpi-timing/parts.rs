@@ -2,7 +2,7 @@
 //! tick, and a transport that sends nothing.
 
 use std::{
-    ops::ControlFlow,
+    ops::{ControlFlow, Range},
     thread,
     time::{Duration, Instant},
 };
@@ -106,6 +106,15 @@ impl Backend for Timed {
 
     fn allocate(&self, bytes: u64) -> Result<HostBuffer> {
         self.cpu.allocate(bytes)
+    }
+
+    fn write_block(
+        &self,
+        into: &mut HostBuffer,
+        bytes: Range<u64>,
+        fill: &mut dyn FnMut(&mut [u8]) -> Result<()>,
+    ) -> Result<()> {
+        self.cpu.write_block(into, bytes, fill)
     }
 
     fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<TimedWorkspace> {

@@ -17,11 +17,12 @@ use half::{bf16, f16};
 use crate::{
     arguments::{
         mask::MaskFlags,
-        ring::TransportName,
+        ring::{BackendName, TransportName},
         scores::ScoreFlags,
         values::{DTypeName, count as from_one, page_rows, ranks, silence, threads, whole},
     },
     attend::shared_output,
+    backend::BackendChoice,
     failure::{Failure, Outcome, of_file},
     file::{Kind, Part, Planned},
     input::Input,
@@ -95,7 +96,14 @@ pub(crate) struct DecodeFlags {
     /// Element type to compute in. Default: that of query
     #[arg(long, value_enum)]
     dtype: Option<DTypeName>,
-    /// Transport between ranks
+    /// Compute backend, whose memory has the keys and values
+    #[arg(long, value_enum, default_value = "cpu")]
+    backend: BackendName,
+    /// Device number, counted from 0 as `annulus doctor` lists them. Default: the ranks of a node use
+    /// its GPUs in turn; with wgpu the first and those of its kind
+    #[arg(long, value_name = "N", value_parser = whole)]
+    device: Option<usize>,
+    /// Transport between ranks. Messages are in host memory, so nccl is refused
     #[arg(long, value_enum, default_value = "auto")]
     transport: TransportName,
     /// Ranks of the cache, 1 to 128. Default: 1. Under MPI always the number of processes
@@ -124,13 +132,26 @@ pub(crate) fn run(flags: &DecodeFlags) -> Outcome {
         let want = "none: a KV cache has one sequence for each batch row";
         return Err(Failure::usage("--documents", "packed documents", want));
     }
+    let backend = flags.open_backend()?;
     let mut job = Job::start("decode", flags.transport, flags.deadline)?;
-    let done = flags.decode(&mut job);
+    let done = flags.decode(&mut job, backend);
     job.end(done)
 }
 
 impl DecodeFlags {
-    fn decode(&self, job: &mut Job) -> Outcome {
+    /// Opens the backend.
+    ///
+    /// # Errors
+    /// As [`BackendChoice::open`]; [`Error::Unsupported`] for NCCL.
+    fn open_backend(&self) -> Outcome<BackendChoice> {
+        if self.transport == TransportName::Nccl {
+            let by = "the KV cache, whose messages are in host memory";
+            return Err(Error::unsupported("transport nccl", by).into());
+        }
+        BackendChoice::open(self.backend, self.device, self.transport, self.deadline)
+    }
+
+    fn decode(&self, job: &mut Job, backend: BackendChoice) -> Outcome {
         job.set_ranks(self.ranks, 1)?;
         let threads = job.threads(self.threads)?;
         let input = Input::open(&self.input).map_err(Failure::from);
@@ -147,7 +168,7 @@ impl DecodeFlags {
         let sinks = input.sinks(self.scores.sinks);
         let sinks = job.agree(sinks.map_err(|error| input.named(error).into()))?;
         let dtype = self.dtype.map_or(input.dtype, DType::from);
-        let decoding = Decoding { flags: self, input: &input, steps, sinks, threads };
+        let decoding = Decoding { flags: self, input: &input, steps, sinks, backend, threads };
         let summary = match dtype {
             DType::F64 => decoding.run::<f64>(job),
             DType::F32 => decoding.run::<f32>(job),
@@ -239,13 +260,14 @@ struct Decoding<'a> {
     input: &'a Input,
     steps: Steps,
     sinks: Option<SinkShape>,
-    /// Threads of each rank.
+    backend: BackendChoice,
+    /// Threads of each rank on the CPU.
     threads: usize,
 }
 
 impl Decoding<'_> {
     fn run<T: Element>(&self, job: &mut Job) -> Outcome<Summary> {
-        let Self { flags, input, steps, .. } = self;
+        let Self { flags, input, steps, backend, .. } = self;
         let dims = input.dims;
         let start = job.synchronized_now()?;
         let attention = flags.attention(T::DTYPE, self.sinks);
@@ -274,8 +296,8 @@ impl Decoding<'_> {
         let shape = page_rows.map_or(shape, |rows| shape.page_rows(rows));
         let endpoints = job.endpoints()?;
         let ranks = job.run_phase(endpoints, |rank, endpoint| {
-            let transport = endpoint.of_host();
-            Rank::create(&attention, shape, self.threads, transport, rank == 0, &dims)
+            let cache = backend.cache(self.threads, endpoint, &attention, shape)?;
+            Rank::new(cache, rank == 0, &dims)
         })?;
         let ranks: Vec<Decoded<T>> = job.run_phase(ranks, |_, rank: Rank<T>| {
             rank.decode(input, steps, self.sinks).map_err(|error| input.named(error))
@@ -292,6 +314,7 @@ impl Decoding<'_> {
         shared_output::finish(job, output)?;
         Ok(Summary {
             threads: self.threads,
+            backend: backend.name(),
             dtype: T::DTYPE.name(),
             rows: dims.kv_len,
             page_rows: ranks.first().map_or(0, |rank| rank.page_rows),

@@ -2,8 +2,8 @@
 
 use std::{ops::Range, time::Instant};
 
-use annulus::{Attention, Cache, CacheShape, Cpu, Forward};
-use annulus_core::{Dims, Element, Error, Host, Result, SinkShape, Transport, memory};
+use annulus::{Cache, Forward};
+use annulus_core::{Dims, Element, Error, Result, SinkShape, memory};
 use ndarray::{Array4, Axis, Slice};
 
 use super::{rows_from, shifted, summary::RankFigures};
@@ -21,7 +21,7 @@ pub(super) struct Steps {
 
 /// One rank.
 pub(super) struct Rank<T: Element> {
-    cache: Cache<Cpu>,
+    cache: Cache,
     decoded: Decoded<T>,
 }
 
@@ -40,22 +40,11 @@ struct Results<T: Element> {
 }
 
 impl<T: Element> Rank<T> {
-    /// Creates an empty cache.
-    ///
-    /// # Ordering
-    /// Collective.
+    /// Wraps an empty cache.
     ///
     /// # Errors
-    /// As [`Cache::new`].
-    pub(super) fn create(
-        attention: &Attention,
-        shape: CacheShape,
-        threads: usize,
-        transport: Box<dyn Transport<Host>>,
-        keeps_results: bool,
-        dims: &Dims,
-    ) -> Result<Self> {
-        let cache = Cache::new(attention, shape, Cpu::new(threads)?, transport)?;
+    /// [`Error::OutOfMemory`].
+    pub(super) fn new(cache: Cache, keeps_results: bool, dims: &Dims) -> Result<Self> {
         let &Dims { batch, q_len, q_heads, value_dim, .. } = dims;
         let results = keeps_results.then(|| {
             Ok(Results {

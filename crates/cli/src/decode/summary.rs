@@ -36,6 +36,8 @@ pub(super) struct RankFigures {
 pub(super) struct Summary {
     /// Threads of each rank.
     pub(super) threads: usize,
+    /// Name of the backend.
+    pub(super) backend: &'static str,
     /// Name of the element type.
     pub(super) dtype: &'static str,
     /// Cached rows of all ranks.
@@ -157,9 +159,10 @@ impl Summary {
         let [prefill, tokens] = self.totals();
         let rows = |rows: usize| counted(rows as u64, "row", "rows");
         say!(
-            "{} of {}, {}, {} cached in pages of {}",
+            "{} of {}, {}, {}, {} cached in pages of {}",
             counted(self.ranks.len() as u64, "rank", "ranks"),
             counted(self.threads as u64, "thread", "threads"),
+            self.backend,
             self.dtype,
             rows(self.rows),
             grouped(self.page_rows)
@@ -199,6 +202,7 @@ impl Summary {
         json!({
             "ranks": self.ranks.len(),
             "threads": self.threads,
+            "backend": self.backend,
             "dtype": self.dtype,
             "rows": self.rows,
             "page_rows": self.page_rows,

@@ -130,4 +130,7 @@ fn what_a_cache_does_not_have_is_refused() {
     refuse("--kv-len 20", "--prefill 11", 2, &["--prefill: got 11, want 12", "to 20"]);
     refuse("--kv-len 5", "", 1, &["query: q_len: got 8, want at most the 5 rows of key"]);
     refuse("", "--page-rows 4294967297", 2, &["--page-rows", "4294967297"]);
+    let messages = ["transport nccl is not supported by the KV cache", "in host memory"];
+    refuse("", "--transport nccl", 1, &messages);
+    refuse("", "--device 1", 2, &["--device: got 1", "no devices"]);
 }

@@ -50,6 +50,36 @@ fn has_no_adapter(folder: &Folder) -> bool {
 }
 
 #[test]
+fn decode_on_wgpu_agrees_with_the_cpu() {
+    let folder = Folder::new("wgpu_decode");
+    if has_no_adapter(&folder) {
+        return;
+    }
+    folder.succeed("make --output in.safetensors --q-len 70 --heads 4 --kv-heads 2 --head-dim 6");
+    let decode = |backend: &str| {
+        let done = succeed(
+            &folder,
+            &format!(
+                "decode --input in.safetensors --output {backend}.safetensors --causal --ranks 2 \
+                 --prefill 65 --prefill-chunk 30 --page-rows 7 --backend {backend} --json"
+            ),
+        );
+        let figures: Value = serde_json::from_str(&done.out).unwrap();
+        assert_eq!(figures["backend"], backend);
+        // out and lse of 4 heads, to the other rank
+        assert_eq!(figures["tokens"]["bytes_per_token_most"], 2 * 4 * (6 + 1) * 4);
+        Tensors::read(&folder.path(&format!("{backend}.safetensors")))
+    };
+    let (got, want) = (decode("wgpu"), decode("cpu"));
+    for name in ["out", "lse"] {
+        let [got, want] = [&got, &want].map(|tensors| tensors.numbers(name));
+        assert!(got.len() == want.len() && !got.is_empty());
+        let worst = got.iter().zip(&want).map(|(got, want)| (got - want).abs()).fold(0.0, f64::max);
+        assert!(worst < 2e-6, "{name}: {worst}");
+    }
+}
+
+#[test]
 fn attend_on_wgpu_agrees_with_the_cpu() {
     let folder = Folder::new("wgpu_attend");
     if has_no_adapter(&folder) {

@@ -18,6 +18,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`], [`Error::OutOfMemory`]: nothing was appended.
+    /// [`Error::Device`] ends the cache, on the other ranks at their next call;
     /// [`Error::Poisoned`].
     pub fn append(&mut self, k: &HostView<'_>, v: &HostView<'_>) -> Result<()> {
         let count = k.shape()[1];
@@ -29,9 +30,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
             let first = annulus_core::index(run.start.cast_unsigned() - len);
             first..first + annulus_core::index(run.count)
         });
-        self.segments.write(local, &KeysValues { k: k.reborrow(), v: v.reborrow() }, sources)?;
-        self.len += count as u64;
-        Ok(())
+        self.write(local, count, KeysValues { k: k.reborrow(), v: v.reborrow() }, sources)
     }
 
     /// Appends `count` rows, of which this rank has those of its pages only
@@ -49,9 +48,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         let own = self.own_rows(count)?.len();
         self.check_rows(k, v, annulus_core::index(own))?;
         let local = self.reserve(count)?;
-        self.segments.write(local, &KeysValues { k: k.reborrow(), v: v.reborrow() }, 0..)?;
-        self.len += count as u64;
-        Ok(())
+        self.write(local, count, KeysValues { k: k.reborrow(), v: v.reborrow() }, 0..)
     }
 
     /// Returns the rows of this rank among the next `count` rows, counted from 0.
@@ -99,8 +96,35 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
     fn reserve(&mut self, count: usize) -> Result<Range<u64>> {
         self.alive()?;
         let local = self.local_rows(count)?;
-        self.segments.reserve(&self.backend, local.end)?;
+        let reserved = self.segments.reserve(&self.backend, local.end);
+        self.or_end(reserved)?;
         Ok(local)
+    }
+
+    /// Writes the next `count` rows, of which this rank has the local rows `local`: the rows
+    /// `sources` of `tensors`.
+    fn write(
+        &mut self,
+        local: Range<u64>,
+        count: usize,
+        tensors: KeysValues<'_>,
+        sources: impl Iterator<Item = usize>,
+    ) -> Result<()> {
+        let written = self.segments.write(&self.backend, local, &tensors, sources);
+        self.or_end(written)?;
+        self.len += count as u64;
+        Ok(())
+    }
+
+    /// Ends the cache on all ranks if a local operation failed fatally: they would wait for this
+    /// rank in the next call.
+    fn or_end<T>(&mut self, result: Result<T>) -> Result<T> {
+        if let Err(error) = &result
+            && error.is_fatal()
+        {
+            self.transport.control().abort(error);
+        }
+        self.remember(result)
     }
 
     fn check_rows(&self, k: &HostView<'_>, v: &HostView<'_>, rows: usize) -> Result<()> {

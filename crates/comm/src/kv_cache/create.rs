@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use annulus_core::{Backend, Capabilities, Dims, Error, Result, Space, Spec, Strategy, Transport};
+use annulus_core::{Backend, Capabilities, Dims, Error, Host, Result, Spec, Strategy, Transport};
 
 use super::page_tree;
 use crate::{
@@ -16,7 +16,7 @@ use crate::{
 /// Agrees with all ranks on a cache. Returns the spec, and true if all transports post ahead.
 pub(super) fn agree<B: Backend>(
     backend: &B,
-    transport: &mut dyn Transport<B::Space>,
+    transport: &mut dyn Transport<Host>,
     spec: Result<Spec>,
     page_rows: u64,
     deadline_variable: Option<Duration>,
@@ -40,11 +40,8 @@ pub(super) fn agree<B: Backend>(
 /// Checks the definition of a cache.
 fn check_spec<B: Backend>(backend: &B, spec: Spec, page_rows: u64) -> Result<(Spec, Capabilities)> {
     let spec = Spec { dims: Dims { q_len: 1, kv_len: 1, ..spec.dims }, ..spec };
-    let refusals = [
-        (spec.bias.is_some(), "a bias tensor"),
-        (!spec.normalize, "unnormalised output"),
-        (!B::Space::HOST_BUFFERS, "blocks in device memory"),
-    ];
+    let refusals =
+        [(spec.bias.is_some(), "a bias tensor"), (!spec.normalize, "unnormalised output")];
     if let Some((_, what)) = refusals.into_iter().find(|(refused, _)| *refused) {
         return Err(Error::unsupported(what, "the KV cache"));
     }

@@ -5,6 +5,10 @@
 //! attend    out, lse of the queries over the rows of this rank     the same queries on all ranks
 //!           all-gather of (out, lse), merge in the order of ranks  one message to each rank
 //! ```
+//! Segments are in the memory of the backend, which writes rows into them
+//! ([`Backend::write_block`]) and attends to them there. Messages are results of a few queries. They
+//! are in host memory on every backend, so a cache takes any transport of host memory.
+//!
 //! The messages of a call depend on the queries alone, not on the number of cached rows. In the
 //! reproducible order they grow with the number of pages that the queries attend to
 //! (`tree_call.rs`).
@@ -39,7 +43,9 @@ mod tree_messages;
 
 use std::{sync::Arc, time::Duration};
 
-use annulus_core::{AgreedLengths, Backend, Error, HostTensors, Result, Space, Spec, Transport};
+use annulus_core::{
+    AgreedLengths, Backend, Error, Host, HostBuffer, HostTensors, Result, Space, Spec, Transport,
+};
 
 pub use self::call::Attend;
 use self::{page_tree::PageTree, pages::Pages, segments::Segments};
@@ -52,7 +58,7 @@ use crate::ring::{caught, entry::Entries};
 /// ranks or fails on all.
 pub struct KvCache<B: Backend> {
     backend: B,
-    transport: Box<dyn Transport<B::Space>>,
+    transport: Box<dyn Transport<Host>>,
     /// The attention, with its sinks.
     spec: Spec,
     /// The attention of the workspace: without sinks, which are merged once.
@@ -66,7 +72,7 @@ pub struct KvCache<B: Backend> {
     workspace: Option<B::Workspace>,
     /// Merge of the pages, in the reproducible order.
     tree: Option<PageTree<B>>,
-    buffers: Buffers<B::Space>,
+    buffers: Buffers,
     /// True if the transports of all ranks post receives ahead.
     posts_ahead: bool,
     /// Proof of the messages of the call under way, if transports make use of it.
@@ -78,12 +84,12 @@ pub struct KvCache<B: Backend> {
 }
 
 /// Buffers of the messages of one round.
-struct Buffers<S: Space> {
+struct Buffers {
     /// Bytes of each.
     bytes: u64,
-    own: Option<S::Buffer>,
+    own: Option<HostBuffer>,
     /// One for each other rank.
-    receives: Vec<S::Buffer>,
+    receives: Vec<HostBuffer>,
 }
 
 impl<B: Backend<Space: HostTensors>> KvCache<B> {
@@ -100,10 +106,10 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
     /// # Errors
     /// [`Error::InvalidArgument`], [`Error::Unsupported`] here and [`Error::Refused`] on the other
     /// ranks; [`Error::RankMismatch`] on all ranks. Unsupported are a bias tensor, unnormalised
-    /// output, the reproducible order on a backend that lacks it, and blocks in device memory.
+    /// output, and the reproducible order on a backend that lacks it.
     pub fn new(
         backend: B,
-        mut transport: Box<dyn Transport<B::Space>>,
+        mut transport: Box<dyn Transport<Host>>,
         spec: Result<Spec>,
         page_rows: u64,
         deadline_variable: Option<Duration>,
@@ -185,7 +191,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
     /// Returns the bytes of this rank's segments and message buffers.
     pub fn buffer_bytes(&self) -> u64 {
         let buffers = self.buffers.own.iter().chain(&self.buffers.receives);
-        self.segments.bytes() + buffers.map(B::Space::size).sum::<u64>()
+        self.segments.bytes() + buffers.map(Host::size).sum::<u64>()
     }
 
     /// Returns an error if the cache is dead.

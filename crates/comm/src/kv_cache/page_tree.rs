@@ -39,6 +39,8 @@ pub(super) struct PageTree<B: Backend> {
     keys: Rows,
     /// Records of the pages, ascending.
     records: <B::Space as Space>::Buffer,
+    /// Event after the last write to the records; `None` before the first.
+    written: Option<<B::Space as Space>::Event>,
 }
 
 impl<B: Backend<Space: HostTensors>> PageTree<B> {
@@ -75,6 +77,7 @@ impl<B: Backend<Space: HostTensors>> PageTree<B> {
                     workspace: backend.workspace(&Self::shard(&spec, pages)?, Passes::Forward)?,
                     keys: Self::keys(&spec, pages)?,
                     records: backend.allocate(room.saturating_mul(spec.kv_row_layout().bytes()))?,
+                    written: None,
                     pages: Arc::clone(pages),
                     spec,
                 }
@@ -136,16 +139,24 @@ impl<B: Backend<Space: HostTensors>> PageTree<B> {
     /// Copies the message with the page results of `owner`.
     ///
     /// # Errors
-    /// [`Error::Internal`] for a message that is too short.
+    /// [`Error::Internal`] for a message that is too short; as [`Backend::write_block`].
     pub(super) fn gather(
         &mut self,
+        backend: &B,
         messages: &TreeMessages,
         owner: u64,
         message: &[u8],
     ) -> Result<()> {
         let rows = self.rows() as u64;
-        let records = B::Space::host_bytes_mut(&mut self.records).ok_or_else(in_device_memory)?;
-        messages.gather(owner, message, rows, records)
+        let Self { records, written, .. } = self;
+        messages.gather(owner, message, rows, |first, bytes| {
+            let range = first..first + bytes.len() as u64;
+            *written = Some(backend.write_block(records, range, &mut |into| {
+                into.copy_from_slice(bytes);
+                Ok(())
+            })?);
+            Ok(())
+        })
     }
 
     /// Merges the pages and writes the results of this rank's score rows, as a message. The sinks
@@ -161,10 +172,9 @@ impl<B: Backend<Space: HostTensors>> PageTree<B> {
         tick: Tick<'_>,
     ) -> Result<()> {
         let rows = self.rows();
-        let Self { spec, workspace, pages, keys, records } = self;
+        let Self { spec, workspace, pages, keys, records, written } = self;
         let value_dim = spec.dims.value_dim;
         let sums = spec.dtype;
-        let event = B::Space::host_event().ok_or_else(in_device_memory)?;
         let ones = memory::filled("queries of pages", rows, 1.0f64)?;
         let bytes = rows * sums.bytes();
         let mut q = HostBuffer::zeroed(bytes as u64)?;
@@ -188,7 +198,8 @@ impl<B: Backend<Space: HostTensors>> PageTree<B> {
         };
         let mut pass = workspace.forward(inputs)?;
         if pages.count() > 0 {
-            pass.attend(&Block { buffer: records, ready: &event, rows: keys }, tick)?;
+            let ready = written.as_ref().ok_or_else(too_short)?;
+            pass.attend(&Block { buffer: records, ready, rows: keys }, tick)?;
         }
         pass.finish(&mut Outputs {
             out: HostViewMut::of_bytes(values, sums, [rows, 1, 1, value_dim])?,
@@ -276,8 +287,4 @@ pub(super) fn tree_spec(spec: &Spec, rows: u64) -> Result<Spec> {
     };
     of_pages.validate()?;
     Ok(of_pages)
-}
-
-fn in_device_memory() -> Error {
-    Error::internal("a KV cache whose blocks are not in host memory")
 }

@@ -44,7 +44,7 @@ impl Pages {
     }
 
     /// Returns the row numbers of the local rows `local`, as one run per page.
-    pub(super) fn runs(&self, local: Range<u64>) -> impl Iterator<Item = Run> {
+    pub(super) fn runs(&self, local: Range<u64>) -> impl Iterator<Item = Run> + use<> {
         let pages = *self;
         let rows = self.rows;
         let mut next = local.start;

@@ -7,8 +7,8 @@ use std::{
 };
 
 use annulus_core::{
-    Backend, Channel, Dims, Error, ForwardPass, HostTensors, HostView, Inputs, MessageHeader,
-    Outputs, RankShard, Result, Rows, Space, Workspace,
+    Backend, Channel, Dims, Error, ForwardPass, HostBuffer, HostTensors, HostView, Inputs,
+    MessageHeader, Outputs, RankShard, Result, Rows, Workspace,
 };
 
 use super::{
@@ -29,9 +29,9 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         let bytes = self.partial_shape(annulus_core::index(rows.end - rows.start)).bytes();
         if self.buffers.bytes < bytes {
             let mut receives = annulus_core::memory::list("messages", self.ranks - 1)?;
-            let own = self.backend.allocate(bytes)?;
+            let own = HostBuffer::zeroed(bytes)?;
             for _ in 1..self.ranks {
-                receives.push(self.backend.allocate(bytes)?);
+                receives.push(HostBuffer::zeroed(bytes)?);
             }
             self.buffers = Buffers { bytes, own: Some(own), receives };
         }
@@ -77,12 +77,11 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         let transfers = self.partial_transfers(shape.bytes());
         let Self { transport, segments, workspace, buffers, spec, rank, lengths, .. } = self;
         let workspace = workspace.as_mut().ok_or_else(none)?;
-        let event = B::Space::host_event().ok_or_else(none)?;
         let observer = Observer::of_messages(None, *rank, PassKind::Forward, Instant::now());
         let mut in_flight = InFlight::new(transport.as_mut(), tag, *lengths, observer);
 
         let mut own = buffers.own.take().ok_or_else(none)?;
-        let message = B::Space::host_bytes_mut(&mut own).ok_or_else(none)?;
+        let message = own.bytes_mut().ok_or_else(none)?;
         let Results { out, lse } = shape.results(message)?;
         // the rank's rows are blocks: none is in the tensors of the call
         let Dims { batch, kv_heads, head_dim, value_dim, .. } = spec.dims;
@@ -90,13 +89,13 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         let [k, v] = [empty(head_dim)?, empty(value_dim)?];
         let [q, k, v] = [q.reborrow(), k.reborrow(), v.reborrow()];
         let mut pass = workspace.forward(Inputs { q, k, v, bias: None, sinks: None })?;
-        for block in segments.blocks(&event) {
-            pass.attend(&block, &mut || in_flight.tick())?;
+        for block in segments.blocks() {
+            pass.attend(&block?, &mut || in_flight.tick())?;
             in_flight.check()?;
         }
         pass.finish(&mut Outputs { out, lse, max: None, sum: None, ties: None })?;
 
-        let source = (own, event.clone());
+        let source = (own, ());
         let receives = &mut buffers.receives;
         in_flight.post(&transfers, Some(&source), |_| receives.pop().ok_or_else(none))?;
         let mut arrived = in_flight.wait_all()?;
@@ -104,9 +103,9 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         let before = arrived.partition_point(|(header, _)| header.peer < *rank);
         let mut messages = Vec::with_capacity(arrived.len() + 1);
         for (_, message) in &arrived {
-            messages.push(B::Space::host_bytes(&message.buffer).ok_or_else(none)?);
+            messages.push(message.buffer.bytes());
         }
-        messages.insert(before, B::Space::host_bytes(&source.0).ok_or_else(none)?);
+        messages.insert(before, source.0.bytes());
         shape.merge(&messages, sinks, results)?;
         buffers.receives.extend(arrived.into_iter().map(|(_, message)| message.buffer));
         buffers.own = Some(source.0);

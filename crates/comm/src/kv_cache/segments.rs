@@ -1,7 +1,7 @@
 //! Memory of the cached rows of one rank: a list of segments of equal size, in wire order.
 //!
-//! A segment is a block that kernels attend to in place. It is allocated whole and never moved, so
-//! that an append costs the copy of its rows only.
+//! A segment is a block that kernels attend to in place, in the memory of the backend. It is
+//! allocated whole and never moved, so that an append costs the copy of its rows only.
 
 use std::ops::Range;
 
@@ -29,6 +29,8 @@ pub(super) struct Segments<S: Space> {
 
 struct Segment<S: Space> {
     buffer: S::Buffer,
+    /// Event after the last write; `None` before the first.
+    written: Option<S::Event>,
     /// Row numbers and positions of the rows that are in use.
     rows: Rows,
 }
@@ -78,21 +80,25 @@ impl<S: HostTensors> Segments<S> {
             let mut rows = Rows::default();
             let first = number as u64 * self.rows;
             self.expand(first..first + self.rows, &mut rows)?;
-            self.list.push(Segment { buffer, rows });
+            self.list.push(Segment { buffer, written: None, rows });
         }
         Ok(())
     }
 
     /// Writes rows of `tensors` to the local rows `local`, for which memory is reserved. `sources`
     /// are the rows of the tensors.
-    pub(super) fn write(
+    ///
+    /// # Errors
+    /// As [`Backend::write_block`]; rows before `local` stay.
+    pub(super) fn write<B: Backend<Space = S>>(
         &mut self,
+        backend: &B,
         local: Range<u64>,
         tensors: &KeysValues<'_>,
         sources: impl Iterator<Item = usize>,
     ) -> Result<()> {
         let none = || Error::internal("a row of the KV cache without memory");
-        let record = index(self.row_layout.bytes());
+        let record_bytes = self.row_layout.bytes();
         let segment_rows = index(self.rows);
         let heads = 0..tensors.k.shape()[2];
         let mut sources = sources;
@@ -102,15 +108,18 @@ impl<S: HostTensors> Segments<S> {
             let segment = self.list.get_mut(next / segment_rows).ok_or_else(none)?;
             let first = next % segment_rows;
             let count = (segment_rows - first).min(end - next);
-            let bytes = S::host_bytes_mut(&mut segment.buffer)
-                .and_then(|bytes| bytes.get_mut(first * record..(first + count) * record))
-                .ok_or_else(none)?;
-            for (record, source) in bytes.chunks_exact_mut(record).zip(&mut sources) {
-                let row = [RowSegment { first: source, count: 1 }];
-                let k_bytes = tensors.k.pack(&row, heads.clone(), record)?;
-                let record = record.get_mut(k_bytes..).ok_or_else(none)?;
-                tensors.v.pack(&row, heads.clone(), record)?;
-            }
+            let bytes = first as u64 * record_bytes..(first + count) as u64 * record_bytes;
+            let written = backend.write_block(&mut segment.buffer, bytes, &mut |bytes| {
+                let records = bytes.chunks_exact_mut(index(record_bytes));
+                for (record, source) in records.zip(&mut sources) {
+                    let row = [RowSegment { first: source, count: 1 }];
+                    let k_bytes = tensors.k.pack(&row, heads.clone(), record)?;
+                    let record = record.get_mut(k_bytes..).ok_or_else(none)?;
+                    tensors.v.pack(&row, heads.clone(), record)?;
+                }
+                Ok(())
+            })?;
+            segment.written = Some(written);
             next += count;
         }
         Ok(())
@@ -132,19 +141,22 @@ impl<S: HostTensors> Segments<S> {
     }
 
     /// Returns the blocks that have rows.
-    pub(super) fn blocks<'a>(
-        &'a self,
-        ready: &'a S::Event,
-    ) -> impl Iterator<Item = Block<'a, S>> + 'a {
+    ///
+    /// # Errors
+    /// [`Error::Internal`] for rows that were never written.
+    pub(super) fn blocks(&self) -> impl Iterator<Item = Result<Block<'_, S>>> {
         let used = self.list.iter().filter(|segment| !segment.rows.is_empty());
-        used.map(move |segment| Block { buffer: &segment.buffer, ready, rows: &segment.rows })
+        used.map(|segment| segment.block().ok_or_else(not_written))
     }
 
-    /// Returns the block at `index`, if it has rows.
-    pub(super) fn block<'a>(&'a self, index: u64, ready: &'a S::Event) -> Option<Block<'a, S>> {
-        let segment = self.list.get(usize::try_from(index).ok()?)?;
-        let block = Block { buffer: &segment.buffer, ready, rows: &segment.rows };
-        (!segment.rows.is_empty()).then_some(block)
+    /// Returns the block at `index`, which has rows.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] for a block without rows.
+    pub(super) fn block(&self, index: u64) -> Result<Block<'_, S>> {
+        let segment = usize::try_from(index).ok().and_then(|index| self.list.get(index));
+        let used = segment.filter(|segment| !segment.rows.is_empty());
+        used.and_then(Segment::block).ok_or_else(not_written)
     }
 
     fn expand(&self, local: Range<u64>, rows: &mut Rows) -> Result<()> {
@@ -153,4 +165,16 @@ impl<S: HostTensors> Segments<S> {
         let shard = Shard { positions: vec![numbers.clone()], rows: numbers, segments: Vec::new() };
         shard.expand(&all, rows)
     }
+}
+
+impl<S: Space> Segment<S> {
+    /// Returns the segment as a block; `None` if it was never written.
+    fn block(&self) -> Option<Block<'_, S>> {
+        let ready = self.written.as_ref()?;
+        Some(Block { buffer: &self.buffer, ready, rows: &self.rows })
+    }
+}
+
+fn not_written() -> Error {
+    Error::internal("rows of the KV cache that were never written")
 }

@@ -15,9 +15,9 @@ use std::{
 };
 
 use annulus_core::{
-    Arrived, Backend, Dims, Error, ForwardPass, HostBuffer, HostTensors, HostView, HostViewMut,
-    Inputs, LeafMerges, MessageHeader, Outputs, RankLeaves, RankShard, Result, Rows, Space, Spec,
-    Workspace, index, memory,
+    Arrived, Backend, Dims, Error, ForwardPass, Host, HostBuffer, HostTensors, HostView,
+    HostViewMut, Inputs, LeafMerges, MessageHeader, Outputs, RankLeaves, RankShard, Result, Rows,
+    Space, Spec, Workspace, index, memory,
 };
 
 use super::{
@@ -59,16 +59,16 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         PageTree::prepare(&mut self.tree, &self.backend, &self.spec, own_rows, visible)?;
         let [sent, received] = [messages.send_bytes(), messages.receive_bytes()];
         let Buffers { own, receives, .. } = &self.buffers;
-        let is_long = |buffer: &_, bytes| B::Space::size(buffer) >= bytes;
+        let is_long = |buffer: &_, bytes| Host::size(buffer) >= bytes;
         if !own.as_ref().is_some_and(|own| is_long(own, sent))
             || !receives.iter().all(|buffer| is_long(buffer, received))
         {
             // messages grow with the pages: allocate for at most twice as many
             let [sent, received] = [sent, received].map(u64::next_power_of_two);
             let mut receives = memory::list("messages", self.ranks - 1)?;
-            let own = Some(self.backend.allocate(sent)?);
+            let own = Some(HostBuffer::zeroed(sent)?);
             for _ in 1..self.ranks {
-                receives.push(self.backend.allocate(received)?);
+                receives.push(HostBuffer::zeroed(received)?);
             }
             self.buffers = Buffers { bytes: sent, own, receives };
         }
@@ -91,18 +91,17 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         let none = || Error::internal("a KV cache without memory for a call");
         let of_queries = &self.query_rows(&rows)?;
         let messages = self.tree_messages(rows, self.len);
-        let Self { transport, segments, workspace, tree, buffers, .. } = self;
+        let Self { backend, transport, segments, workspace, tree, buffers, .. } = self;
         let (local_spec, pages, len) = (&self.local_spec, self.pages, self.len);
         let workspace = workspace.as_mut().ok_or_else(none)?;
-        let event = B::Space::host_event().ok_or_else(none)?;
         let observer = Observer::of_messages(None, self.rank, PassKind::Forward, Instant::now());
         let mut in_flight = InFlight::new(transport.as_mut(), tag, self.lengths, observer);
 
         let mut own = buffers.own.take().ok_or_else(none)?;
-        let records = B::Space::host_bytes_mut(&mut own).ok_or_else(none)?;
+        let records = own.bytes_mut().ok_or_else(none)?;
         let mut page_results = PageResults::new(&messages)?;
         for (index, page) in (0..).zip(messages.visible.numbers_of(pages.rank)) {
-            let block = segments.block(page / pages.ranks, &event).ok_or_else(none)?;
+            let block = segments.block(page / pages.ranks)?;
             let shard = page_shard(local_spec, of_queries, pages, page, len)?;
             workspace.update(&shard)?;
             // the rank's rows are blocks: none is in the tensors of the call
@@ -117,7 +116,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
             messages.write_page(index, &page_results.of_page()?, records)?;
         }
 
-        let source = (own, event.clone());
+        let source = (own, ());
         let receives = &mut buffers.receives;
         in_flight
             .post(&messages.page_transfers(), Some(&source), |_| receives.pop().ok_or_else(none))?;
@@ -126,26 +125,25 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         if let Some(tree) = tree {
             tree.attend_to(&messages.visible)?;
             let region = messages.pages_to(pages.rank, pages.rank);
-            let bytes = B::Space::host_bytes(&own).ok_or_else(none)?;
-            let bytes = bytes.get(index(region.start)..index(region.end)).ok_or_else(too_short)?;
-            tree.gather(&messages, pages.rank, bytes)?;
+            let region = index(region.start)..index(region.end);
+            let bytes = own.bytes().get(region).ok_or_else(too_short)?;
+            tree.gather(backend, &messages, pages.rank, bytes)?;
             for (header, message) in &arrived {
-                let bytes = B::Space::host_bytes(&message.buffer).ok_or_else(none)?;
-                let bytes = bytes.get(..index(header.bytes())).ok_or_else(too_short)?;
-                tree.gather(&messages, header.peer as u64, bytes)?;
+                let bytes = message.buffer.bytes().get(..index(header.bytes()));
+                tree.gather(backend, &messages, header.peer as u64, bytes.ok_or_else(too_short)?)?;
             }
-            let bytes = B::Space::host_bytes_mut(&mut own).ok_or_else(none)?;
+            let bytes = own.bytes_mut().ok_or_else(none)?;
             tree.merge(&messages, sinks, bytes, &mut || in_flight.tick())?;
             in_flight.check()?;
         }
         receives.extend(arrived.into_iter().map(|(_, message)| message.buffer));
 
-        let source = (own, event);
+        let source = (own, ());
         in_flight.post(&messages.result_transfers(), Some(&source), |_| {
             receives.pop().ok_or_else(none)
         })?;
         let arrived = in_flight.wait_all()?;
-        write_results::<B>(&messages, (pages.rank, &source.0), &arrived, results)?;
+        write_results(&messages, (pages.rank, &source.0), &arrived, results)?;
         receives.extend(arrived.into_iter().map(|(_, message)| message.buffer));
         buffers.own = Some(source.0);
         Ok(in_flight.waited())
@@ -153,20 +151,18 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
 }
 
 /// Reads the results of all ranks and writes them to the outputs.
-fn write_results<B: Backend<Space: HostTensors>>(
+fn write_results(
     messages: &TreeMessages,
-    (rank, own): (u64, &<B::Space as Space>::Buffer),
-    arrived: &[(MessageHeader, Arrived<B::Space>)],
+    (rank, own): (u64, &HostBuffer),
+    arrived: &[(MessageHeader, Arrived<Host>)],
     results: Results<'_>,
 ) -> Result<()> {
-    let none = || Error::internal("a KV cache whose blocks are not in host memory");
     let rows = index(messages.rows_of(messages.pages.ranks - 1).end);
     let mut out = memory::filled("the results", rows * messages.dims.value_dim, 0.0)?;
     let mut lse = memory::filled("lse", rows, 0.0)?;
     let of_ranks = arrived.iter().map(|(header, message)| (header.peer as u64, &message.buffer));
     for (rank, buffer) in of_ranks.chain([(rank, own)]) {
-        let bytes = B::Space::host_bytes(buffer).ok_or_else(none)?;
-        messages.read_results(rank, bytes, &mut out, &mut lse)?;
+        messages.read_results(rank, buffer.bytes(), &mut out, &mut lse)?;
     }
     let Results { out: mut all, lse: mut statistics } = results;
     all.write(&out);

@@ -256,31 +256,31 @@ impl TreeMessages {
 
     /// Copies the page results of `owner` for this rank into the records of all pages that the
     /// queries attend to, ascending, each of `rows` score rows; further rows keep their contents.
+    /// `write` copies bytes to an offset in the records.
     ///
     /// # Errors
-    /// As [`TreeMessages::write_page`].
+    /// As [`TreeMessages::write_page`]; those of `write`.
     pub(super) fn gather(
         &self,
         owner: u64,
         message: &[u8],
         rows: u64,
-        records: &mut [u8],
+        mut write: impl FnMut(u64, &[u8]) -> Result<()>,
     ) -> Result<()> {
         let own = self.rows_of(self.pages.rank);
         let count = index(own.end - own.start);
         let bytes_of_number = self.dtype.accumulator().bytes();
-        let record_bytes = index(rows * self.page_row_bytes());
+        let record_bytes = rows * self.page_row_bytes();
         let from = message.chunks_exact(count * index(self.page_row_bytes()));
         if (from.len() as u64) < self.visible.count_of(owner) {
             return Err(too_short());
         }
         for (page, from) in self.visible.numbers_of(owner).zip(from) {
-            let first = index(self.visible.index_of(page)) * record_bytes;
-            let into = records.get_mut(first..first + record_bytes).ok_or_else(too_short)?;
-            let (maxima, values) = into.split_at_mut(index(rows) * bytes_of_number);
+            let maxima = self.visible.index_of(page) * record_bytes;
+            let values = maxima + rows * bytes_of_number as u64;
             let (from_maxima, from_values) = from.split_at(count * bytes_of_number);
-            maxima[..from_maxima.len()].copy_from_slice(from_maxima);
-            values[..from_values.len()].copy_from_slice(from_values);
+            write(maxima, from_maxima)?;
+            write(values, from_values)?;
         }
         Ok(())
     }

@@ -19,9 +19,7 @@ use std::{
     time::Duration,
 };
 
-use annulus_core::{
-    Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Result, Transport,
-};
+use annulus_core::{Control, Error, Host, Result, Transport};
 
 use super::{Mpi, endpoint::SharedEndpoint};
 use crate::delegate::forward_control;
@@ -109,42 +107,8 @@ impl Drop for Progress {
 }
 
 impl Transport<Host> for Progress {
-    fn control(&mut self) -> &mut dyn Control {
-        self
-    }
-
-    fn post(
-        &mut self,
-        sends: &[Outgoing<'_, Host>],
-        receives: &mut Vec<Incoming<Host>>,
-    ) -> Result<()> {
-        self.inner.post(sends, receives)
-    }
-
-    fn progress(&mut self, patience: Duration) -> Result<()> {
-        self.inner.progress(patience)
-    }
-
-    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
-        self.inner.take(header)
-    }
-
-    annulus_core::messages_are_blocks! {}
-
-    fn pending(&self) -> bool {
-        self.inner.pending()
-    }
-
-    fn bytes_sent(&self) -> u64 {
-        self.inner.bytes_sent()
-    }
-
-    fn posts_ahead(&self) -> bool {
-        self.inner.posts_ahead()
-    }
-
-    fn runs_groups_in_order(&self) -> bool {
-        self.inner.runs_groups_in_order()
+    crate::forward_transport! {
+        post progress take pending bytes_sent posts_ahead runs_groups_in_order
     }
 }
 

@@ -5,10 +5,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_comm::{Deadline, Threads, barrier, forward_control};
-use annulus_core::{
-    Arrived, Channel, Control, Error, Host, Incoming, MessageHeader, Outgoing, Result, Transport,
-};
+use annulus_comm::{Deadline, Threads, barrier, forward_control, forward_transport};
+use annulus_core::{Channel, Control, Error, Host, Result, Transport};
 
 use crate::common::*;
 
@@ -22,42 +20,8 @@ struct Neighbouring {
 }
 
 impl Transport<Host> for Neighbouring {
-    fn control(&mut self) -> &mut dyn Control {
-        self
-    }
-
-    fn post(
-        &mut self,
-        sends: &[Outgoing<'_, Host>],
-        receives: &mut Vec<Incoming<Host>>,
-    ) -> Result<()> {
-        self.inner.post(sends, receives)
-    }
-
-    fn progress(&mut self, patience: Duration) -> Result<()> {
-        self.inner.progress(patience)
-    }
-
-    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
-        self.inner.take(header)
-    }
-
-    annulus_core::messages_are_blocks! {}
-
-    fn pending(&self) -> bool {
-        self.inner.pending()
-    }
-
-    fn bytes_sent(&self) -> u64 {
-        self.inner.bytes_sent()
-    }
-
-    fn posts_ahead(&self) -> bool {
-        self.inner.posts_ahead()
-    }
-
-    fn runs_groups_in_order(&self) -> bool {
-        self.inner.runs_groups_in_order()
+    forward_transport! {
+        post progress take pending bytes_sent posts_ahead runs_groups_in_order
     }
 }
 

@@ -1,6 +1,7 @@
 //! The checks that any [`Subject`] must pass. Each is a function that returns the first failure.
 
 mod determinism;
+pub mod kv_cache;
 mod matrix;
 mod metamorphic;
 mod nonfinite;
@@ -10,6 +11,7 @@ mod reproducible;
 mod strategies;
 
 pub use determinism::{same_bits_over_repeats, same_bits_received_ahead, same_bits_under_delay};
+pub use kv_cache::{kv_cache, kv_cache_segments};
 pub use matrix::{Scale, matrix, random_cases, routes, sizes};
 pub use metamorphic::metamorphic;
 pub use nonfinite::{Poison, infinite_scores, infinite_scores_on, nonfinite, nonfinite_on};

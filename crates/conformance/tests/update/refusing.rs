@@ -2,14 +2,13 @@
 
 use std::{
     collections::VecDeque,
+    ops::Range,
     sync::{Arc, Mutex, PoisonError},
-    time::Duration,
 };
 
 use annulus_core::{
-    Arrived, Backend, BackwardInputs, BackwardMode, Capabilities, Control, Error, Host, HostBuffer,
-    Incoming, Inputs, MessageHeader, Outgoing, Passes, RankShard, Result, Spec, Transport,
-    Workspace,
+    Backend, BackwardInputs, BackwardMode, Capabilities, Control, Error, Host, HostBuffer, Inputs,
+    Passes, RankShard, Result, Spec, Transport, Workspace,
 };
 use annulus_cpu::Cpu;
 
@@ -79,6 +78,15 @@ impl Backend for Refusing {
         self.cpu.allocate(bytes)
     }
 
+    fn write_block(
+        &self,
+        into: &mut HostBuffer,
+        bytes: Range<u64>,
+        fill: &mut dyn FnMut(&mut [u8]) -> Result<()>,
+    ) -> Result<()> {
+        self.cpu.write_block(into, bytes, fill)
+    }
+
     fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<RefusingWorkspace> {
         let inner = follow(self.script.next(), || self.cpu.workspace(shard, passes))?;
         Ok(RefusingWorkspace { inner, script: self.script.clone() })
@@ -119,42 +127,8 @@ pub(crate) struct Choking<T> {
 }
 
 impl<T: Transport<Host>> Transport<Host> for Choking<T> {
-    fn control(&mut self) -> &mut dyn Control {
-        self
-    }
-
-    fn post(
-        &mut self,
-        sends: &[Outgoing<'_, Host>],
-        receives: &mut Vec<Incoming<Host>>,
-    ) -> Result<()> {
-        self.inner.post(sends, receives)
-    }
-
-    fn progress(&mut self, patience: Duration) -> Result<()> {
-        self.inner.progress(patience)
-    }
-
-    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
-        self.inner.take(header)
-    }
-
-    annulus_core::messages_are_blocks! {}
-
-    fn pending(&self) -> bool {
-        self.inner.pending()
-    }
-
-    fn bytes_sent(&self) -> u64 {
-        self.inner.bytes_sent()
-    }
-
-    fn posts_ahead(&self) -> bool {
-        self.inner.posts_ahead()
-    }
-
-    fn runs_groups_in_order(&self) -> bool {
-        self.inner.runs_groups_in_order()
+    annulus_comm::forward_transport! {
+        post progress take pending bytes_sent posts_ahead runs_groups_in_order
     }
 }
 

@@ -7,13 +7,10 @@ use std::{
 };
 
 use annulus::comm::{
-    forward_control,
+    forward_control, forward_transport,
     threads::{self, Threads, each_rank},
 };
-use annulus_core::{
-    Arrived, BackwardMode, Channel, Control, Host, Incoming, MessageHeader, Outgoing, Result,
-    Transport,
-};
+use annulus_core::{BackwardMode, Channel, Control, Host, Incoming, Outgoing, Result, Transport};
 use annulus_wgpu::Options;
 
 use super::{open, transfers::Rank};
@@ -47,8 +44,8 @@ impl Control for Recorded {
 }
 
 impl Transport<Host> for Recorded {
-    fn control(&mut self) -> &mut dyn Control {
-        self
+    forward_transport! {
+        take pending bytes_sent posts_ahead runs_groups_in_order
     }
 
     fn post(
@@ -63,28 +60,6 @@ impl Transport<Host> for Recorded {
     fn progress(&mut self, patience: Duration) -> Result<()> {
         self.record(if patience.is_zero() { Call::Tick } else { Call::Wait });
         Transport::<Host>::progress(&mut self.inner, patience)
-    }
-
-    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
-        self.inner.take(header)
-    }
-
-    annulus_core::messages_are_blocks! {}
-
-    fn pending(&self) -> bool {
-        Transport::<Host>::pending(&self.inner)
-    }
-
-    fn bytes_sent(&self) -> u64 {
-        Transport::<Host>::bytes_sent(&self.inner)
-    }
-
-    fn posts_ahead(&self) -> bool {
-        Transport::<Host>::posts_ahead(&self.inner)
-    }
-
-    fn runs_groups_in_order(&self) -> bool {
-        Transport::<Host>::runs_groups_in_order(&self.inner)
     }
 }
 

@@ -14,6 +14,8 @@ mod space;
 pub use passes::{OnHostBackward, OnHostForward};
 pub use space::HostViews;
 
+use std::ops::Range;
+
 use crate::{
     Backend, BackwardInputs, BackwardMode, Capabilities, DeviceSpace, Inputs, Passes, RankShard,
     Result, Space, Spec, Workspace,
@@ -50,6 +52,15 @@ impl<B: Backend<Space: DeviceSpace>> Backend for OnHost<B> {
 
     fn allocate(&self, bytes: u64) -> Result<<B::Space as Space>::Buffer> {
         self.inner.allocate(bytes)
+    }
+
+    fn write_block(
+        &self,
+        into: &mut <B::Space as Space>::Buffer,
+        bytes: Range<u64>,
+        fill: &mut dyn FnMut(&mut [u8]) -> Result<()>,
+    ) -> Result<<B::Space as Space>::Event> {
+        self.inner.write_block(into, bytes, fill)
     }
 
     fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<Self::Workspace> {

@@ -7,9 +7,7 @@ use std::{
     time::Duration,
 };
 
-use annulus_core::{
-    Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Result, Transport,
-};
+use annulus_core::{Control, Error, Host, Incoming, Outgoing, Result, Transport};
 use rustix::process::{Signal, getpid, kill_process};
 
 /// Sends and receives posted since the last endpoint was created or [`forget_transfers`] was
@@ -96,8 +94,8 @@ impl<T> Mortal<T> {
 }
 
 impl<T: Transport<Host>> Transport<Host> for Mortal<T> {
-    fn control(&mut self) -> &mut dyn Control {
-        self
+    annulus_comm::forward_transport! {
+        progress take pending bytes_sent posts_ahead runs_groups_in_order
     }
 
     fn post(
@@ -111,32 +109,6 @@ impl<T: Transport<Host>> Transport<Host> for Mortal<T> {
             |moment| matches!(moment, Moment::Transfer(at) if (first..first + count).contains(&at)),
         )?;
         self.inner.post(sends, receives)
-    }
-
-    fn progress(&mut self, patience: Duration) -> Result<()> {
-        self.inner.progress(patience)
-    }
-
-    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
-        self.inner.take(header)
-    }
-
-    annulus_core::messages_are_blocks! {}
-
-    fn pending(&self) -> bool {
-        self.inner.pending()
-    }
-
-    fn bytes_sent(&self) -> u64 {
-        self.inner.bytes_sent()
-    }
-
-    fn posts_ahead(&self) -> bool {
-        self.inner.posts_ahead()
-    }
-
-    fn runs_groups_in_order(&self) -> bool {
-        self.inner.runs_groups_in_order()
     }
 }
 

@@ -1,0 +1,136 @@
+//! The KV cache on emulated devices: results, and bytes copied to the device by a token.
+
+use annulus::{
+    Attention, Cache, CacheShape, Error, LocalCache,
+    comm::threads::{each_rank, ring},
+};
+use annulus_conformance::suite::{
+    self,
+    kv_cache::{CACHED, Decoding, Sequence, numbers},
+};
+use annulus_core::{DType, OnHost, Result};
+use annulus_cuda::Cuda;
+use annulus_cuda_emulator as emulator;
+use ndarray::s;
+
+use crate::support::{emulated, emulated_on, next_device};
+
+/// Creates the backend of a rank, on a device of its own.
+fn cuda(_: usize) -> Result<OnHost<Cuda>> {
+    Ok(emulated(&[])?.on_host())
+}
+
+#[test]
+fn the_kv_cache_holds_on_cuda() {
+    suite::kv_cache(DType::F32, &[1, 2, 4], cuda).unwrap();
+}
+
+#[test]
+fn the_kv_cache_of_other_types_holds_on_cuda() {
+    let causal = Attention::new().causal(true);
+    for dtype in [DType::F64, DType::Bf16, DType::F16] {
+        for ranks in [1, 3] {
+            Decoding { ranks, ..CACHED }.check(&causal, dtype, cuda).unwrap();
+        }
+    }
+}
+
+#[test]
+fn segments_hold_on_cuda() {
+    for dtype in [DType::F32, DType::Bf16] {
+        suite::kv_cache_segments(dtype, cuda).unwrap();
+    }
+}
+
+#[test]
+fn refused_tokens_are_overwritten_on_cuda() {
+    let attention = Attention::new().causal(true);
+    let all = Sequence::<f32>::new(CACHED.dims, None);
+    let other = numbers::<f32>(9, [2, 7, 2, 8]);
+    let decode = |speculates: bool| {
+        let outs = each_rank(ring(2), |rank, transport| {
+            let mut cache = Cache::new(&attention, CACHED.shape(), cuda(rank)?, transport)?;
+            all.step(&mut cache, 0..53)?;
+            if speculates {
+                // it has been computed when it is refused
+                cache.append(other.view(), other.slice(s![.., .., .., ..6]))?;
+                cache.attend(all.q.slice(s![.., ..7, .., ..]), None)?;
+                cache.truncate(53)?;
+            }
+            Ok(all.step(&mut cache, 53..61)?.out)
+        });
+        outs.unwrap()
+    };
+    assert_eq!(decode(true), decode(false));
+}
+
+#[test]
+fn a_token_copies_its_own_rows_to_the_device_whatever_is_cached() {
+    const ROWS: [usize; 3] = [500, 4_000, 9_000];
+    let attention = Attention::new().causal(true);
+    let shape = CacheShape::new(1, 4, 8).kv_heads(2).value_dim(6);
+    let row_bytes = 2 * (8 + 6) * 4;
+    let query_bytes = 4 * 8 * 4;
+    let chunk = [numbers::<f32>(1, [1, 500, 2, 8]), numbers::<f32>(2, [1, 500, 2, 6])];
+    let token = numbers::<f32>(3, [1, 1, 4, 8]);
+    let ordinals = [next_device(), next_device()];
+    for ranks in [1, 2] {
+        let copied = || ordinals.map(emulator::bytes_to_device).iter().sum::<u64>();
+        let make =
+            |rank: usize, endpoint| Ok((emulated_on(ordinals[rank], &[])?.on_host(), endpoint));
+        let mut cache = LocalCache::with_transports(&attention, shape, ranks, make).unwrap();
+        for rows in ROWS {
+            while cache.len() < rows as u64 {
+                let before = copied();
+                cache.append(chunk[0].view(), chunk[1].view()).unwrap();
+                assert_eq!(copied() - before, 500 * row_bytes);
+            }
+            // the first call makes the workspaces
+            cache.attend(token.view(), None).unwrap();
+            let before = copied();
+            let k = chunk[0].slice(s![.., ..1, .., ..]);
+            cache.append(k, chunk[1].slice(s![.., ..1, .., ..])).unwrap();
+            cache.attend(token.view(), None).unwrap();
+            // the rest are lists of runs of full tiles, for each segment of 4,096 rows
+            let lists = copied() - before - row_bytes - ranks as u64 * query_bytes;
+            let segments = (rows + 1).div_ceil(ranks).div_ceil(4096) * ranks;
+            assert!(lists > 0 && lists <= 2048 * segments as u64, "{rows} rows: {lists}");
+        }
+    }
+}
+
+#[test]
+fn a_device_that_fails_ends_the_kv_cache_on_all_ranks() {
+    let attention = Attention::new().causal(true);
+    let all = Sequence::<f32>::new(CACHED.dims, None);
+    let errors = each_rank(ring(2), |rank, transport| {
+        let made = emulated(&[])?;
+        let stream = made.stream().clone();
+        let mut cache = Cache::new(&attention, CACHED.shape(), made.on_host(), transport)?;
+        all.step(&mut cache, 0..53)?;
+        if rank == 1 {
+            // a copy to memory that the device does not have
+            // SAFETY: the emulated device refuses the address.
+            let failed = unsafe { stream.copy_to_device(8, &[0]) };
+            assert!(failed.is_err());
+        }
+        let failed = all.step(&mut cache, 53..61).map(drop).unwrap_err();
+        let next = all.step(&mut cache, 53..54).map(drop).unwrap_err();
+        Ok((failed, next))
+    });
+    let errors = errors.unwrap();
+    assert!(matches!(errors[1].0, Error::Device { .. }), "{errors:?}");
+    assert!(matches!(errors[0].0, Error::Aborted { .. }), "{errors:?}");
+    assert!(errors.iter().all(|(_, next)| matches!(next, Error::Poisoned { .. })), "{errors:?}");
+}
+
+#[test]
+fn what_a_kv_cache_on_cuda_does_not_have_is_refused() {
+    let attention = Attention::new().reproducible(true);
+    let error = LocalCache::with_transports(&attention, CacheShape::new(1, 2, 8), 1, |rank, to| {
+        Ok((cuda(rank)?, to))
+    });
+    let error = error.map(drop).unwrap_err();
+    let named = matches!(&error, Error::Unsupported { .. });
+    assert!(named && error.to_string().contains("reproducible"), "{error}");
+}

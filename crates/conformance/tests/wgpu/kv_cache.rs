@@ -1,0 +1,169 @@
+//! The KV cache on wgpu: results, and bytes copied to the device by a token.
+
+use annulus::{
+    AnyBackend, Attention, BackendName, Cache, CacheShape, Cpu, Error, LocalCache,
+    comm::threads::{each_rank, ring},
+};
+use annulus_conformance::suite::{
+    self,
+    kv_cache::{CACHED, Decoding, Sequence, numbers, worst},
+};
+use annulus_core::{DType, OnHost, Result};
+use annulus_wgpu::{Gpu, Options, Wgpu};
+use ndarray::{Array4, s};
+
+use super::{gpu, open};
+
+/// Creates the backend of a rank: all share the device.
+fn on(gpu: &Gpu) -> impl Fn(usize) -> Result<OnHost<Wgpu>> + Sync {
+    |_| Ok(Wgpu::on_host(gpu.clone()))
+}
+
+#[test]
+fn the_kv_cache_holds_on_wgpu() {
+    let Some(gpu) = gpu() else { return };
+    suite::kv_cache(DType::F32, &[1, 2, 4], on(&gpu)).unwrap();
+    suite::kv_cache_segments(DType::F32, on(&gpu)).unwrap();
+}
+
+#[test]
+fn the_kv_cache_of_elements_of_two_bytes_holds_on_wgpu() {
+    let Some(gpu) = gpu() else { return };
+    let causal = Attention::new().causal(true);
+    // rows of 13 elements begin within a word
+    let odd = Decoding { ranks: 2, ..CACHED };
+    let odd =
+        Decoding { dims: annulus::Dims { batch: 1, kv_heads: 1, head_dim: 7, ..odd.dims }, ..odd };
+    for dtype in [DType::Bf16, DType::F16] {
+        Decoding { ranks: 2, ..CACHED }.check(&causal, dtype, on(&gpu)).unwrap();
+        odd.check(&causal, dtype, on(&gpu)).unwrap();
+        suite::kv_cache_segments(dtype, on(&gpu)).unwrap();
+    }
+}
+
+#[test]
+fn refused_tokens_are_overwritten_on_wgpu() {
+    let Some(gpu) = gpu() else { return };
+    let attention = Attention::new().causal(true);
+    let all = Sequence::<f32>::new(CACHED.dims, None);
+    let other = numbers::<f32>(9, [2, 7, 2, 8]);
+    let outs = each_rank(ring(2), |_, transport| {
+        let mut cache = Cache::new(&attention, CACHED.shape(), on(&gpu)(0)?, transport)?;
+        all.step(&mut cache, 0..53)?;
+        // a speculation, which has been computed when it is refused
+        cache.append(other.view(), other.slice(s![.., .., .., ..6]))?;
+        let refused = cache.attend(all.q.slice(s![.., ..7, .., ..]), None)?;
+        cache.truncate(53)?;
+        Ok([refused.out, all.step(&mut cache, 53..61)?.out])
+    });
+    let want = each_rank(ring(2), |_, transport| {
+        let mut cache = Cache::new(&attention, CACHED.shape(), on(&gpu)(0)?, transport)?;
+        all.step(&mut cache, 0..53)?;
+        Ok(all.step(&mut cache, 53..61)?.out)
+    });
+    for [_, out] in outs.unwrap() {
+        assert_eq!(out, want.as_ref().unwrap()[0]);
+    }
+}
+
+#[test]
+fn ranks_on_the_cpu_and_on_wgpu_share_a_kv_cache() {
+    let Some(gpu) = gpu() else { return };
+    let attention = Attention::new().causal(true);
+    let all = Sequence::<f32>::new(CACHED.dims, None);
+    let of_ranks = |gpus: bool| {
+        let computed = each_rank(ring(3), |rank, transport| {
+            let mut cache = if gpus && rank > 0 {
+                Cache::new(&attention, CACHED.shape(), on(&gpu)(rank)?, transport)?
+            } else {
+                Cache::new(&attention, CACHED.shape(), Cpu::new(1)?, transport)?
+            };
+            all.step(&mut cache, 0..50)?;
+            Ok(all.step(&mut cache, 50..61)?.out)
+        });
+        computed.unwrap()
+    };
+    let (mixed, want) = (of_ranks(true), of_ranks(false));
+    assert!(mixed.iter().all(|out| *out == mixed[0]));
+    let pairs = mixed[0].iter().zip(&want[0]).map(|(&got, &want)| (got.into(), want.into()));
+    assert!(worst(pairs) < 2e-6);
+}
+
+#[test]
+fn a_token_copies_its_own_rows_to_the_device_whatever_is_cached() {
+    const ROWS: [usize; 3] = [500, 4_000, 9_000];
+    let attention = Attention::new().causal(true);
+    let shape = CacheShape::new(1, 4, 8).kv_heads(2).value_dim(6);
+    let row_bytes = 2 * (8 + 6) * 4;
+    let query_bytes = 4 * 8 * 4;
+    let result_bytes = 4 * (6 + 1) * 4;
+    let chunk = [numbers::<f32>(1, [1, 500, 2, 8]), numbers::<f32>(2, [1, 500, 2, 6])];
+    let token = numbers::<f32>(3, [1, 1, 4, 8]);
+    for ranks in [1, 2] {
+        // a device of its own, on which no other test copies
+        let Some(gpu) = open(&Options::default()) else { return };
+        let make = |_, endpoint| Ok((Wgpu::on_host(gpu.clone()), endpoint));
+        let mut cache = LocalCache::with_transports(&attention, shape, ranks, make).unwrap();
+        let mut masks = Vec::new();
+        for rows in ROWS {
+            while cache.len() < rows as u64 {
+                let before = gpu.transfers();
+                cache.append(chunk[0].view(), chunk[1].view()).unwrap();
+                // an append copies its rows, and only to the device
+                let after = gpu.transfers();
+                assert_eq!(after.to_device - before.to_device, 500 * row_bytes);
+                assert_eq!(after.to_host, before.to_host);
+            }
+            let before = (gpu.transfers(), gpu.mask_bytes());
+            let k = chunk[0].slice(s![.., ..1, .., ..]);
+            cache.append(k, chunk[1].slice(s![.., ..1, .., ..])).unwrap();
+            cache.attend(token.view(), None).unwrap();
+            let after = (gpu.transfers(), gpu.mask_bytes());
+            let copied = after.0.to_device - before.0.to_device;
+            assert_eq!(copied, row_bytes + ranks as u64 * query_bytes, "{rows} rows");
+            let results = after.0.to_host - before.0.to_host;
+            assert_eq!(results, ranks as u64 * result_bytes, "{rows} rows");
+            masks.push(after.1 - before.1);
+        }
+        // lists of runs of full tiles, for each of up to three segments of 4,096 rows
+        let segments = ROWS.map(|rows| (rows + 1).div_ceil(ranks).div_ceil(4096) * ranks);
+        for (bytes, segments) in masks.iter().zip(segments) {
+            assert!(*bytes > 0 && *bytes <= 1024 * segments as u64, "{masks:?} {segments}");
+        }
+    }
+}
+
+#[test]
+fn what_a_kv_cache_on_wgpu_does_not_have_is_refused() {
+    let Some(gpu) = gpu() else { return };
+    let refused = |attention: Attention, shape: CacheShape, words: &str| {
+        let errors = each_rank(ring(2), |rank, transport| {
+            Ok(Cache::new(&attention, shape, on(&gpu)(rank)?, transport).map(drop).unwrap_err())
+        });
+        for error in errors.unwrap() {
+            let named = matches!(error, Error::Unsupported { .. } | Error::Refused { .. });
+            assert!(named && error.to_string().contains(words), "{error}");
+        }
+    };
+    let shape = CacheShape::new(1, 2, 8);
+    refused(Attention::new().reproducible(true), shape, "reproducible");
+    refused(Attention::new().dtype(DType::F64), shape, "f64");
+    refused(Attention::new(), CacheShape::new(1, 2, 257), "257");
+}
+
+#[test]
+fn a_kv_cache_is_made_on_a_backend_that_is_named() {
+    if gpu().is_none() {
+        return;
+    }
+    let x = numbers::<f32>(1, [1, 9, 2, 8]);
+    let attend = |name| -> Array4<f32> {
+        let backend = AnyBackend::open(name, None, 0).unwrap();
+        let attention = Attention::new().causal(true);
+        let mut cache = backend.local_cache(&attention, CacheShape::new(1, 2, 8), 2).unwrap();
+        cache.append(x.view(), x.view()).unwrap();
+        cache.attend(x.view(), None).unwrap().out
+    };
+    let (got, want) = (attend(BackendName::Wgpu), attend(BackendName::Cpu));
+    assert!(worst(got.iter().zip(&want).map(|(&got, &want)| (got.into(), want.into()))) < 2e-6);
+}
