@@ -186,14 +186,9 @@ impl<'a> SegmentExchange<'a> {
 }
 
 /// Returns the work, or the rows, of the chunks for which a rank with `from` can exchange one of
-/// `moved` with a rank with `to`, such that neither has more than `most`.
+/// `moved` with a rank with `to`, such that neither has more than `most`. Neither has before.
 fn partners(moved: u128, from: u128, to: u128, most: u128) -> RangeInclusive<u128> {
-    let least = (to + moved).saturating_sub(most);
-    match (most + moved).checked_sub(from) {
-        Some(largest) => least..=largest,
-        // no chunk: the rank has too much without it
-        None => 1..=0,
-    }
+    (to + moved).saturating_sub(most)..=(most + moved).saturating_sub(from)
 }
 
 /// Returns `(segment, rows)` of each chunk, and the number of segments. Rows of negative ids are
