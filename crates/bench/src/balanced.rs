@@ -11,13 +11,15 @@
 //! number of seeds from it on (default: 1). `ring-documents` measures the rate of packed passes.
 
 mod distributions;
+mod tiles;
 
 use std::time::Instant;
 
-use annulus::{Attention, Batch, Dims, Error, Result};
+use annulus::{Attention, Batch, Dims, Error, Layout, Result};
 use annulus_core::{Choice, NeedsIndex, RingShards, RingTraffic, Side, Work};
 use distributions::distributions;
 use rustix::time::{ClockId, clock_gettime};
+use tiles::Tiles;
 
 const HEADS: usize = 32;
 const DIM: usize = 128;
@@ -29,21 +31,24 @@ fn main() -> Result<()> {
     let mut rows = 1 << 20;
     let mut seed = 7;
     let mut draws = 1;
+    let mut causal = true;
     for given in std::env::args().skip(1) {
         let parsed = match given.split_once('=') {
             Some(("gflops", rate)) => rate.parse().map(|rate| gflops = rate).ok(),
             Some(("rows", number)) => number.parse().map(|number| rows = number).ok(),
             Some(("seed", number)) => number.parse().map(|number| seed = number).ok(),
             Some(("draws", number)) => number.parse().map(|number| draws = number).ok(),
+            Some(("mask", "causal")) => Some(causal = true),
+            Some(("mask", "full")) => Some(causal = false),
             _ => None,
         };
-        let want = "gflops, rows, seed or draws = a number";
+        let want = "gflops, rows, seed or draws = a number, mask = causal or full";
         parsed.ok_or_else(|| Error::invalid("argument", given, want))?;
     }
     for seed in seed..seed + draws {
         for (name, lens) in distributions(rows, seed) {
             for ranks in [8, 16, 64] {
-                solver(name, &lens, ranks, gflops * 1e9)?;
+                solver(name, &lens, ranks, gflops * 1e9, causal)?;
             }
         }
     }
@@ -69,15 +74,16 @@ fn median(numbers: &mut [f64]) -> f64 {
 }
 
 /// Visible pairs of one head.
-fn pairs_of(lens: &[usize]) -> f64 {
-    lens.iter().map(|&len| len as f64 * (len + 1) as f64 / 2.0).sum()
+fn pairs_of(lens: &[usize], causal: bool) -> f64 {
+    let of = |len: f64| if causal { len * (len + 1.0) / 2.0 } else { len * len };
+    lens.iter().map(|&len| of(len as f64)).sum()
 }
 
 /// Measures the solver against the time of a pass at `rate` operations per second of each rank.
-fn solver(name: &str, lens: &[usize], ranks: usize, rate: f64) -> Result<()> {
+fn solver(name: &str, lens: &[usize], ranks: usize, rate: f64, causal: bool) -> Result<()> {
     let rows = lens.iter().sum();
     let dims = Dims::new(1, rows, HEADS, DIM);
-    let spec = Attention::new().causal(true).spec(dims)?;
+    let spec = Attention::new().causal(causal).spec(dims)?;
     let documents = packed(lens);
     let mut seconds = Vec::new();
     let mut chosen = Choice::balanced(&spec, &documents, ranks)?;
@@ -99,11 +105,15 @@ fn solver(name: &str, lens: &[usize], ranks: usize, rate: f64) -> Result<()> {
     let needs = NeedsIndex::of_queries(&*spec.mask, dims.q_heads, 1, &shards, tick);
     let sent = RingTraffic::of(&needs, route, tick).total().block_rows;
     let redundancy = sent as f64 / RingTraffic::rows_read(&needs, tick).max(1) as f64;
-    let pass = FLOPS * (HEADS * DIM) as f64 * pairs_of(lens) / (rate * ranks as f64);
+    let pass = FLOPS * (HEADS * DIM) as f64 * pairs_of(lens, causal) / (rate * ranks as f64);
+    let tiles = |layout: &Layout, ranks| Tiles::new(lens, layout, ranks).count(causal);
+    let filled = tiles(&Layout::Contiguous, 1) as f64 / tiles(&layout, ranks) as f64;
+    let mask = if causal { "causal" } else { "full" };
     println!(
-        "{{\"what\":\"balanced\",\"documents\":\"{name}\",\"count\":{},\"rows\":{rows},\
+        "{{\"what\":\"balanced\",\"documents\":\"{name}\",\"mask\":\"{mask}\",\"count\":{},\"rows\":{rows},\
          \"ranks\":{ranks},\"runs\":{},\"work_max_over_mean\":{work:.4},\
-         \"rows_max_over_mean\":{balance:.4},\"redundancy\":{redundancy:.3},\
+         \"rows_max_over_mean\":{balance:.4},\"redundancy\":{redundancy:.3},\"sent\":{sent},\
+         \"tiles_of_one_rank\":{filled:.4},\
          \"seconds\":{seconds:.6},\"pass_seconds\":{pass:.2},\"share\":{:.6}}}",
         lens.len(),
         shards.q.iter().map(|shard| shard.rows.runs().len()).sum::<usize>(),

@@ -13,7 +13,7 @@
 use std::ops::Range;
 
 use super::{
-    DistinctMasks, Needs, SegmentNumbers, StridedRows,
+    DistinctMasks, KeyIndex, Needs, SegmentNumbers, StridedRows,
     attended::{AttendedPositions, ascending},
     position_set::{PositionIntervals, PositionSet, is_at_most, select_positions},
 };
@@ -48,6 +48,41 @@ pub(crate) struct BatchNeeds {
     pub(crate) users: Vec<Vec<(usize, Range<i64>)>>,
     /// Rows of each owner.
     pub(crate) owners: Vec<Vec<StridedRows>>,
+}
+
+impl BatchNeeds {
+    /// Returns an index of the rows of all owners.
+    pub(crate) fn keys(&self) -> KeyIndex {
+        KeyIndex::of_owners(&self.owners, self.segments)
+    }
+
+    /// Returns the number of rows of `owner` whose positions are in `intervals`, which are sorted
+    /// and disjoint.
+    pub(crate) fn owned_within(&self, owner: usize, intervals: &[(usize, Range<i64>)]) -> u64 {
+        let mut count = 0;
+        for rows in &self.owners[owner] {
+            select_positions(rows, intervals, |found| count += found.end - found.start);
+        }
+        count
+    }
+
+    /// Returns the positions that `user` needs and `other` does not.
+    pub(crate) fn needed_by_one(&self, user: usize, other: usize) -> Vec<(usize, Range<i64>)> {
+        let mut rest = Vec::new();
+        for (segment, range) in &self.users[user] {
+            let mut start = range.start;
+            for covered in self.users[other][..].overlapping(*segment, range.clone()) {
+                if start < covered.start {
+                    rest.push((*segment, start..covered.start));
+                }
+                start = start.max(covered.end);
+            }
+            if start < range.end {
+                rest.push((*segment, start..range.end));
+            }
+        }
+        rest
+    }
 }
 
 /// Union of the positions of several users, in each part of the needs.

@@ -64,10 +64,12 @@ mod node_users;
 mod owner_runs;
 mod painted;
 mod placement;
+mod query_work;
 mod rails_users;
 mod rank_schedule;
 mod ring_traffic;
 mod route;
+mod row_exchange;
 mod segment_exchange;
 #[cfg(test)]
 mod tests;

@@ -230,16 +230,35 @@ impl Route {
         limit: u128,
         tick: &mut dyn FnMut(),
     ) -> Option<(Self, u128)> {
-        let mut best: Option<(Self, u128)> = None;
-        for route in Self::ALL {
-            let limit = best.map_or(limit, |(_, rows)| rows);
-            let rows = block_rows(needs, route, limit, tick);
-            if rows <= limit && best.is_none_or(|(_, least)| rows < least) {
-                best = Some((route, rows));
-            }
+        // no route sends fewer rows than the direct one
+        let least = block_rows(needs, Self::Direct, limit, tick);
+        if least > limit {
+            return None;
         }
-        best
+        let keys = needs.only_part().map(|part| (part, part.keys()));
+        let sends_least = |route: &Self| match &keys {
+            Some((part, keys)) => !relay_sends_more(part, keys, *route),
+            None => block_rows(needs, *route, least, tick) <= least,
+        };
+        let mut relays = Self::ALL.into_iter().filter(|route| route.is_relay());
+        Some((relays.find(sends_least).unwrap_or(Self::Direct), least))
     }
+}
+
+/// Returns true if a relay sends more rows than the direct route: if some rank needs a row that the
+/// rank before it on the relay neither needs nor owns.
+fn relay_sends_more(part: &BatchNeeds, keys: &KeyIndex, route: Route) -> bool {
+    let ranks = part.users.len();
+    (0..ranks).any(|user| {
+        let before = route.owner(user, 1 % ranks, ranks);
+        let rest = part.needed_by_one(user, before);
+        let all: u64 = rest
+            .iter()
+            .map(|(segment, range)| keys.count(*segment, std::slice::from_ref(range)))
+            .sum();
+        let own = part.owned_within(user, &rest);
+        all > own + if before == user { 0 } else { part.owned_within(before, &rest) }
+    })
 }
 
 /// Returns the block rows that all ranks send; some number above `limit` if they are more.
@@ -256,7 +275,7 @@ pub(super) fn block_rows(
             rows <= limit
         }),
         Some(part) if route == Route::Direct => {
-            let keys = KeyIndex::of_owners(&part.owners, part.segments);
+            let keys = part.keys();
             for (user, intervals) in part.users.iter().enumerate() {
                 if rows > limit {
                     break;
@@ -264,7 +283,7 @@ pub(super) fn block_rows(
                 let all = intervals.iter().map(|(segment, range)| {
                     u128::from(keys.count(*segment, std::slice::from_ref(range)))
                 });
-                rows += all.sum::<u128>() - u128::from(needs.rows(user, user).count());
+                rows += all.sum::<u128>() - u128::from(part.owned_within(user, intervals));
                 tick();
             }
         }

@@ -10,74 +10,55 @@
 //! The cost is a bound of the rows sent for any mask: that of a mask under which every row of a
 //! segment needs all others.
 
-use std::collections::HashMap;
+use std::{collections::HashMap, ops::RangeInclusive};
 
-use crate::Shard;
+use crate::Runs;
 
 /// Sweeps over all chunks: later ones find little.
-const SWEEPS: usize = 4;
+const SWEEPS: usize = 2;
 
 /// Rows of segments that have rows in several chunks, by chunk and by rank.
 pub(super) struct SegmentExchange<'a> {
     /// Work of each chunk.
     work: &'a [u128],
     /// Rows of each chunk.
-    rows: &'a [u128],
+    rows: Vec<u128>,
     /// `(segment, rows)` of each chunk.
     segments: Vec<Vec<(usize, u64)>>,
     /// Rows of each segment.
     totals: Vec<u64>,
-    /// Rows of each segment, by rank; ranks without any are absent.
+    /// `(rank, rows)` of each segment, ascending; ranks without rows are absent.
     owned: Vec<Vec<(usize, u64)>>,
     /// Rank of each chunk.
     owners: Vec<usize>,
 }
 
 impl<'a> SegmentExchange<'a> {
-    /// Prepares the exchanges of `chunks`, which are dealt as `dealt[rank]`. Only the first batch
-    /// row is used. `None` if there are no two segments, or none is in several chunks.
+    /// Prepares the exchanges of chunks that begin at the rows `edges`, the last of which is the end
+    /// of the rows, and are dealt as `dealt[rank]`. `ids` has the segment id of each row in the
+    /// first batch row: only this one is used. `None` if there are no two segments, or none is in
+    /// several chunks.
     pub(super) fn new(
-        chunks: &[Shard],
+        ids: &Runs,
+        edges: &[u64],
         work: &'a [u128],
-        rows: &'a [u128],
         dealt: &[Vec<usize>],
     ) -> Option<Self> {
-        let mut numbers: HashMap<i64, usize> = HashMap::new();
-        let mut segments: Vec<Vec<(usize, u64)>> = Vec::with_capacity(chunks.len());
-        for chunk in chunks {
-            let mut of_chunk: Vec<(usize, u64)> = Vec::new();
-            for run in chunk.segments.first()?.runs() {
-                // a run of several numbers repeats one; other runs are rows of several segments
-                let parts = if run.step == 0 { 1 } else { run.count };
-                let count = if run.step == 0 { run.count } else { 1 };
-                // rows of negative ids are padding
-                for id in (0..parts).map(|part| run.at(part)).filter(|&id| id >= 0) {
-                    let next = numbers.len();
-                    of_chunk.push((*numbers.entry(id).or_insert(next), count));
-                }
-            }
-            of_chunk.sort_unstable();
-            of_chunk.dedup_by(|next, kept| {
-                let is_same = next.0 == kept.0;
-                kept.1 += if is_same { next.1 } else { 0 };
-                is_same
-            });
-            segments.push(of_chunk);
-        }
-        let mut uses = vec![0usize; numbers.len()];
+        let (mut segments, segment_count) = segments_of_chunks(ids, edges);
+        let mut uses = vec![0usize; segment_count];
         segments.iter().flatten().for_each(|&(segment, _)| uses[segment] += 1);
-        if numbers.len() < 2 || uses.iter().all(|&uses| uses < 2) {
+        if segment_count < 2 || uses.iter().all(|&uses| uses < 2) {
             return None;
         }
         // a segment within one chunk costs nothing, wherever it is
         segments.iter_mut().for_each(|of_chunk| of_chunk.retain(|&(segment, _)| uses[segment] > 1));
         let mut exchange = Self {
             work,
-            rows,
+            rows: edges.windows(2).map(|edge| (edge[1] - edge[0]).into()).collect(),
             segments,
             totals: vec![0; uses.len()],
             owned: vec![Vec::new(); uses.len()],
-            owners: vec![0; chunks.len()],
+            owners: vec![0; work.len()],
         };
         for (rank, of_rank) in dealt.iter().enumerate() {
             for &chunk in of_rank {
@@ -97,7 +78,7 @@ impl<'a> SegmentExchange<'a> {
     pub(super) fn run(&mut self, dealt: &mut [Vec<usize>], most_work: u128, most_rows: u128) {
         let sum = |of: &[u128], chunks: &[usize]| chunks.iter().map(|&chunk| of[chunk]).sum();
         let mut sums: Vec<[u128; 2]> =
-            dealt.iter().map(|of| [sum(self.work, of), sum(self.rows, of)]).collect();
+            dealt.iter().map(|of| [sum(self.work, of), sum(&self.rows, of)]).collect();
         for _ in 0..SWEEPS {
             let mut is_changed = false;
             for chunk in 1..self.owners.len() {
@@ -107,8 +88,15 @@ impl<'a> SegmentExchange<'a> {
                 }
                 let mut best: Option<(i128, usize, usize)> = None;
                 for (moved, stays, to) in [(chunk, chunk - 1, first), (chunk - 1, chunk, second)] {
+                    let limits = [(self.work, most_work, 0), (&self.rows, most_rows, 1)];
+                    let [work, rows] = limits.map(|(of, most, figure)| {
+                        let [from, to] = [self.owners[moved], to].map(|rank| sums[rank][figure]);
+                        partners(of[moved], from, to, most)
+                    });
                     for &other in &dealt[to] {
-                        if other == stays || !self.fits(moved, other, &sums, most_work, most_rows) {
+                        let fits =
+                            work.contains(&self.work[other]) && rows.contains(&self.rows[other]);
+                        if other == stays || !fits {
                             continue;
                         }
                         let change = self.change(moved, other);
@@ -136,23 +124,6 @@ impl<'a> SegmentExchange<'a> {
 
     fn share_a_segment(&self, x: usize, y: usize) -> bool {
         self.segments[x].iter().any(|of| self.rows_in(y, of.0) > 0)
-    }
-
-    /// Returns true if the ranks of two chunks stay within the limits when they exchange them.
-    fn fits(
-        &self,
-        x: usize,
-        y: usize,
-        sums: &[[u128; 2]],
-        most_work: u128,
-        most_rows: u128,
-    ) -> bool {
-        let within = |rank: usize, gains: usize, loses: usize| {
-            let [work, rows] = sums[rank];
-            work + self.work[gains] - self.work[loses] <= most_work
-                && rows + self.rows[gains] - self.rows[loses] <= most_rows
-        };
-        within(self.owners[x], y, x) && within(self.owners[y], x, y)
     }
 
     /// Returns the change of the cost when the ranks of two chunks exchange them.
@@ -191,53 +162,105 @@ impl<'a> SegmentExchange<'a> {
     }
 
     fn owned_by(&self, segment: usize, rank: usize) -> u64 {
-        self.owned[segment].iter().find(|of| of.0 == rank).map_or(0, |of| of.1)
+        let owned = &self.owned[segment];
+        owned.binary_search_by_key(&rank, |of| of.0).map_or(0, |index| owned[index].1)
     }
 
     fn give(&mut self, segment: usize, rank: usize, rows: u64) {
         let owned = &mut self.owned[segment];
-        match owned.iter_mut().find(|of| of.0 == rank) {
-            Some(of) => of.1 += rows,
-            None => owned.push((rank, rows)),
+        match owned.binary_search_by_key(&rank, |of| of.0) {
+            Ok(index) => owned[index].1 += rows,
+            Err(index) => owned.insert(index, (rank, rows)),
         }
     }
 
     fn take(&mut self, segment: usize, rank: usize, rows: u64) {
         let owned = &mut self.owned[segment];
-        if let Some(index) = owned.iter().position(|of| of.0 == rank) {
+        if let Ok(index) = owned.binary_search_by_key(&rank, |of| of.0) {
             owned[index].1 -= rows;
             if owned[index].1 == 0 {
-                owned.swap_remove(index);
+                owned.remove(index);
             }
         }
     }
 }
 
+/// Returns the work, or the rows, of the chunks for which a rank with `from` can exchange one of
+/// `moved` with a rank with `to`, such that neither has more than `most`. Neither has before.
+fn partners(moved: u128, from: u128, to: u128, most: u128) -> RangeInclusive<u128> {
+    (to + moved).saturating_sub(most)..=(most + moved).saturating_sub(from)
+}
+
+/// Returns `(segment, rows)` of each chunk, and the number of segments. Rows of negative ids are
+/// padding, which is in no segment.
+fn segments_of_chunks(ids: &Runs, edges: &[u64]) -> (Vec<Vec<(usize, u64)>>, usize) {
+    let mut numbers: HashMap<i64, usize> = HashMap::new();
+    let mut segments = vec![Vec::new(); edges.len().saturating_sub(1)];
+    let mut add = |chunk: usize, id: i64, rows: u64| {
+        if id >= 0 {
+            let next = numbers.len();
+            let segment = *numbers.entry(id).or_insert(next);
+            segments[chunk].push((segment, rows));
+        }
+    };
+    let mut chunk = 0;
+    let mut row = 0;
+    for run in ids.runs() {
+        let end = row + run.count;
+        let mut index = 0;
+        while row < end && chunk + 1 < edges.len() {
+            let next = end.min(edges[chunk + 1]);
+            // a run of several numbers repeats one; other runs are rows of several segments
+            if run.step == 0 {
+                add(chunk, run.start, next - row);
+            } else {
+                (index..index + (next - row)).for_each(|index| add(chunk, run.at(index), 1));
+            }
+            index += next - row;
+            row = next;
+            chunk += usize::from(row == edges[chunk + 1]);
+        }
+    }
+    for of_chunk in &mut segments {
+        of_chunk.sort_unstable();
+        of_chunk.dedup_by(|next, kept| {
+            let is_same = next.0 == kept.0;
+            kept.1 += if is_same { next.1 } else { 0 };
+            is_same
+        });
+    }
+    let count = numbers.len();
+    (segments, count)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Run, Runs};
+    use crate::Run;
 
-    /// Chunks of 10 rows, of which each list has the `(segment, rows)` of one.
-    fn chunks(segments: &[&[(i64, u64)]]) -> Vec<Shard> {
-        let of_chunk = |segments: &&[(i64, u64)]| {
-            let mut ids = Runs::new();
-            segments
-                .iter()
-                .for_each(|&(id, count)| ids.push_run(Run { start: id, step: 0, count }));
-            Shard { segments: vec![ids], ..Shard::default() }
-        };
-        segments.iter().map(of_chunk).collect()
+    /// Ids of chunks of 10 rows, of which each list has the `(segment, rows)` of one.
+    fn ids(segments: &[&[(i64, u64)]]) -> Runs {
+        let mut ids = Runs::new();
+        for &(id, count) in segments.iter().copied().flatten() {
+            ids.push_run(Run { start: id, step: 0, count });
+        }
+        ids
+    }
+
+    /// Edges of chunks of 10 rows.
+    fn edges(chunks: u64) -> Vec<u64> {
+        (0..=chunks).map(|chunk| 10 * chunk).collect()
     }
 
     #[test]
     fn documents_are_brought_together() {
         // documents 0 to 3 fill two chunks each, which are dealt to different ranks
         let all: Vec<[(i64, u64); 1]> = (0..8).map(|chunk| [(chunk / 2, 10)]).collect();
-        let chunks = chunks(&all.iter().map(<[_; 1]>::as_slice).collect::<Vec<_>>());
-        let (work, rows) = ([5u128; 8], [10u128; 8]);
+        let ids = ids(&all.iter().map(<[_; 1]>::as_slice).collect::<Vec<_>>());
+        let work = [5u128; 8];
         let mut dealt = vec![vec![0, 2, 4, 6], vec![1, 3, 5, 7]];
-        let exchange = SegmentExchange::new(&chunks, &work, &rows, &dealt);
+        let edges = edges(8);
+        let exchange = SegmentExchange::new(&ids, &edges, &work, &dealt);
         exchange.unwrap().run(&mut dealt, 20, 40);
         for of_rank in &dealt {
             let documents: Vec<usize> = of_rank.iter().map(|chunk| chunk / 2).collect();
@@ -248,11 +271,12 @@ mod tests {
     #[test]
     fn exchanges_respect_the_limits_and_lower_the_cost() {
         // chunk 1 has the work of rank 1 almost alone, so that it cannot move to rank 0
-        let chunks = chunks(&[&[(0, 10)], &[(0, 4), (1, 6)], &[(1, 2), (2, 8)], &[(2, 10)]]);
-        let (work, rows) = ([5, 9, 4, 1], [10u128; 4]);
+        let ids = ids(&[&[(0, 10)], &[(0, 4), (1, 6)], &[(1, 2), (2, 8)], &[(2, 10)]]);
+        let work = [5, 9, 4, 1];
+        let edges = edges(4);
         let exchanged = |most_work| {
             let mut dealt = vec![vec![0, 2], vec![1, 3]];
-            let mut exchange = SegmentExchange::new(&chunks, &work, &rows, &dealt).unwrap();
+            let mut exchange = SegmentExchange::new(&ids, &edges, &work, &dealt).unwrap();
             exchange.run(&mut dealt, most_work, 20);
             dealt
         };
@@ -264,17 +288,15 @@ mod tests {
 
     #[test]
     fn without_divided_segments_there_is_nothing_to_exchange() {
-        let (work, rows) = ([1u128; 2], [10u128; 2]);
+        let work = [1u128; 2];
         let dealt = [vec![0], vec![1]];
         let is_none = |segments: &[&[(i64, u64)]]| {
-            SegmentExchange::new(&chunks(segments), &work, &rows, &dealt).is_none()
+            SegmentExchange::new(&ids(segments), &edges(2), &work, &dealt).is_none()
         };
         assert!(is_none(&[&[(0, 10)], &[(0, 10)]]));
         assert!(is_none(&[&[(0, 10)], &[(1, 10)]]));
         assert!(!is_none(&[&[(0, 9), (1, 1)], &[(1, 10)]]));
         // padding is no segment
         assert!(is_none(&[&[(0, 5), (-1, 5)], &[(-1, 5), (1, 5)]]));
-        let plain = [Shard::default(), Shard::default()];
-        assert!(SegmentExchange::new(&plain, &work, &rows, &dealt).is_none());
     }
 }

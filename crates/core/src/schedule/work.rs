@@ -3,6 +3,7 @@
 use super::{Choice, Route, choice};
 use crate::{
     Dims, Mask, RingShards, Spec,
+    mask::Band,
     needs::{DistinctMasks, KeyIndex, SegmentNumbers, StridedRows, ascending},
 };
 
@@ -47,7 +48,8 @@ impl Work {
             for (shard, pairs) in shards.q.iter().zip(&mut pairs) {
                 for rows in segments.query_rows(shard, batch) {
                     for head in distinct.heads() {
-                        let counted = closed_form(mask, batch, head, &keys, &rows);
+                        let band = mask.band(batch, head);
+                        let counted = band.and_then(|band| closed_form(&band, &keys, &rows));
                         let counted = counted.unwrap_or_else(|| {
                             let each = |queries, index| {
                                 let bound = mask.bound(&rows.query(batch, head, index));
@@ -82,20 +84,14 @@ impl Work {
     }
 }
 
-/// Counts the pairs of `rows` without a loop over queries, if mask and keys permit it.
+/// Counts the pairs of `rows` without a loop over queries, if band and keys permit it. Whether they
+/// do does not depend on the number of rows.
 ///
 /// Both ends of a band ascend with the query. Runs of keys between the last query's begin and the
 /// first query's end are visible to all queries, and those outside the first query's begin and the
 /// last query's end to none. Only the others are counted one by one.
-fn closed_form(
-    mask: &dyn Mask,
-    batch: usize,
-    head: usize,
-    keys: &KeyIndex,
-    rows: &StridedRows,
-) -> Option<u128> {
+pub(super) fn closed_form(band: &Band, keys: &KeyIndex, rows: &StridedRows) -> Option<u128> {
     let keys = keys.consecutive(rows.segment)?;
-    let band = mask.band(batch, head)?;
     let positions = ascending(&rows.positions);
     let first = band.at(positions.start);
     let last = band.at(positions.at(positions.count - 1));

@@ -75,22 +75,6 @@ impl Shard {
         Self { rows, positions: shared_if_equal(positions), segments: shared_if_equal(segments) }
     }
 
-    /// Divides the shard at the local rows `edges`, which ascend from 0 to the number of rows.
-    pub(crate) fn divide(&self, edges: &[u64]) -> Vec<Self> {
-        let rows = divided(&self.rows, edges);
-        let all = |lists: &[Runs]| -> Vec<_> {
-            lists.iter().map(|list| divided(list, edges).into_iter()).collect()
-        };
-        let mut positions = all(&self.positions);
-        let mut segments = all(&self.segments);
-        let next = |lists: &mut Vec<std::vec::IntoIter<Runs>>| {
-            shared_if_equal(lists.iter_mut().filter_map(Iterator::next).collect())
-        };
-        let part =
-            |rows| Self { rows, positions: next(&mut positions), segments: next(&mut segments) };
-        rows.into_iter().map(part).collect()
-    }
-
     /// Writes the numbers, positions and segment ids of the local rows `set` to `into`, one by one.
     ///
     /// # Errors
@@ -161,26 +145,6 @@ fn segments(ids: Option<&Array2<i32>>, packed: Option<&[SequenceRun]>) -> Vec<Ru
                 .collect()
         }
     }
-}
-
-/// Divides `list` at the indices `edges`, which ascend from 0 to its length, in one pass.
-fn divided(list: &Runs, edges: &[u64]) -> Vec<Runs> {
-    let mut runs = list.runs().iter().copied();
-    let mut rest = Run { start: 0, step: 0, count: 0 };
-    let part = |edge: &[u64]| {
-        let mut part = Runs::new();
-        while part.len() < edge[1] - edge[0] {
-            if rest.count == 0 {
-                let Some(run) = runs.next() else { break };
-                rest = run;
-            }
-            let count = rest.count.min(edge[1] - edge[0] - part.len());
-            part.push_run(Run { count, ..rest });
-            rest = Run { start: rest.at(count), count: rest.count - count, ..rest };
-        }
-        part
-    };
-    edges.windows(2).map(part).collect()
 }
 
 /// Appends the numbers of `list` at the indices `set` to `into`, in one pass over both.

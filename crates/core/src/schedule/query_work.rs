@@ -1,0 +1,194 @@
+//! Visible pairs of consecutive queries, as differences of sums over all queries before a row.
+//!
+//! ```text
+//! before(row) = sum over batch rows of
+//!                   pairs of the runs of queries before the run of `row`      (stored)
+//!                 + pairs of the queries of that run before `row`             (closed form)
+//! pairs of the queries start..end = before(end) - before(start)
+//! ```
+//! A run has queries of one segment at evenly spaced positions. Pairs of a run of a mask with a
+//! [`Band`] have a closed form, so that `before` takes O(log runs) time. The pairs of other masks
+//! are counted query by query, once, and their sums are stored.
+
+use super::work::closed_form;
+use crate::{
+    Mask, Result, RingShards, Spec, index,
+    mask::Band,
+    memory,
+    needs::{DistinctMasks, KeyIndex, SegmentNumbers, StridedRows},
+};
+
+/// Pairs of all queries of a batch, which are on one rank.
+pub(super) struct QueryWork {
+    /// By distinct batch row.
+    batches: Vec<BatchWork>,
+    /// Heads and batch rows that each counted pair represents.
+    repeats: u128,
+}
+
+/// Pairs of one batch row.
+struct BatchWork {
+    keys: KeyIndex,
+    /// Bands of the distinct heads; of masks without a band none.
+    bands: Vec<Band>,
+    /// Ascending; padding is in no run.
+    runs: Vec<QueryRun>,
+    /// First row of each run.
+    firsts: Vec<u64>,
+}
+
+struct QueryRun {
+    rows: StridedRows,
+    /// Pairs of all runs before.
+    before: u128,
+    /// Pairs of the queries of this run before each one, and of all; empty if there is a closed
+    /// form.
+    sums: Vec<u128>,
+}
+
+impl QueryWork {
+    /// Counts the pairs. `whole` has all rows on one rank, in ascending order.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`] of the sums of a mask without a band.
+    pub(super) fn new(spec: &Spec, whole: &RingShards) -> Result<Self> {
+        let mask = &*spec.mask;
+        let distinct = DistinctMasks::new(mask, spec.dims.q_heads, spec.dims.batch, whole);
+        let batches = distinct.batches().map(|batch| {
+            let mut segments = SegmentNumbers::new(whole);
+            let keys = KeyIndex::of_all_ranks(whole, batch, &mut segments);
+            let bands: Option<Vec<Band>> =
+                distinct.heads().map(|head| mask.band(batch, head)).collect();
+            let mut work =
+                BatchWork { keys, bands: bands.unwrap_or_default(), runs: vec![], firsts: vec![] };
+            let mut before = 0;
+            for rows in whole.q.iter().flat_map(|shard| segments.query_rows(shard, batch)) {
+                let (of_run, sums) = match work.closed_form(&rows) {
+                    Some(pairs) => (pairs, Vec::new()),
+                    None => {
+                        let sums = work.sums(mask, batch, &distinct, &rows)?;
+                        (sums.last().copied().unwrap_or(0), sums)
+                    }
+                };
+                work.firsts.push(rows.first);
+                work.runs.push(QueryRun { rows, before, sums });
+                before += of_run;
+            }
+            Ok(work)
+        });
+        Ok(Self { batches: batches.collect::<Result<_>>()?, repeats: distinct.repeats().into() })
+    }
+
+    /// Returns the pairs of the queries of all rows before `row`.
+    pub(super) fn before(&self, row: u64) -> u128 {
+        self.batches.iter().map(|batch| batch.before(row)).sum::<u128>() * self.repeats
+    }
+}
+
+impl BatchWork {
+    fn before(&self, row: u64) -> u128 {
+        let after = self.firsts.partition_point(|&first| first < row);
+        let Some(run) = after.checked_sub(1).map(|last| &self.runs[last]) else { return 0 };
+        let count = (row - run.rows.first).min(run.rows.count);
+        let of_run = match run.sums.get(index(count)) {
+            Some(&sum) => sum,
+            None => self.closed_form(&run.rows.prefix(count)).unwrap_or(0),
+        };
+        run.before + of_run
+    }
+
+    /// Counts the pairs of `rows` in closed form. `None` if there is none, whatever the number of
+    /// rows.
+    fn closed_form(&self, rows: &StridedRows) -> Option<u128> {
+        let mut bands = self.bands.iter().peekable();
+        bands.peek()?;
+        bands.try_fold(0, |sum, band| Some(sum + closed_form(band, &self.keys, rows)?))
+    }
+
+    /// Counts the pairs of `rows` query by query. Returns the sums before each one, and of all.
+    fn sums(
+        &self,
+        mask: &dyn Mask,
+        batch: usize,
+        distinct: &DistinctMasks,
+        rows: &StridedRows,
+    ) -> Result<Vec<u128>> {
+        let mut sums = memory::list("sums of visible pairs", index(rows.count).saturating_add(1))?;
+        let mut sum = 0;
+        sums.push(sum);
+        for query in 0..rows.count {
+            for head in distinct.heads() {
+                let bound = mask.bound(&rows.query(batch, head, query));
+                sum += u128::from(self.keys.count(rows.segment, bound.ranges()));
+            }
+            sums.push(sum);
+        }
+        Ok(sums)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::{
+        Batch, CustomLayout, DType, Dims, Layout, Runs, Work,
+        mask::{self, SharedMask},
+        needs::samples::Sample,
+    };
+
+    fn masks() -> Vec<SharedMask> {
+        let causal: SharedMask = Arc::new(mask::Causal::default());
+        let window = mask::and(causal.clone(), Arc::new(mask::Window::new(Some(9), None)));
+        let samples = [Sample::Full, Sample::PerHead, Sample::PerBatch, Sample::Parity];
+        let samples = samples.map(|sample| Arc::new(sample) as SharedMask);
+        [causal, window, Arc::new(mask::Prefix { len: 7 })].into_iter().chain(samples).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn differences_are_the_work_of_a_rank_with_the_rows(
+            lens in prop::collection::vec(0i64..40, 1..6),
+            padding in 0usize..20,
+            cut in any::<prop::sample::Index>(),
+            with_ids in any::<bool>(),
+        ) {
+            let ends: Vec<i64> = std::iter::once(0)
+                .chain(lens.iter().scan(0, |end, len| { *end += len; Some(*end) }))
+                .collect();
+            let len = lens.iter().sum::<i64>() as usize + padding;
+            let ids = ndarray::Array2::from_shape_fn((2, len), |(b, row)| {
+                (row as i32 + 5 * b as i32) / 20 - 1
+            });
+            let batch = if with_ids {
+                Batch { q_segment_ids: Some(ids), ..Batch::default() }
+            } else {
+                Batch { cum_seqlens_q: Some(ends), ..Batch::default() }
+            };
+            let dims = Dims::new(2, len, 3, 1);
+            let cut = cut.index(len + 1) as u64;
+            for mask in masks() {
+                let spec = Spec { mask, ..Spec::new(dims, DType::F32) };
+                let whole =
+                    RingShards::of_batch(&dims, spec.alignment, &Layout::Contiguous, 1, &batch);
+                let whole = whole.unwrap();
+                let work = QueryWork::new(&spec, &whole).unwrap();
+                let queries = |rows: std::ops::Range<u64>| {
+                    Runs::counting(rows.start.cast_signed(), rows.end - rows.start)
+                };
+                let layout = Layout::Custom(Arc::new(CustomLayout {
+                    q: vec![queries(0..cut), queries(cut..len as u64)],
+                    kv: vec![queries(0..cut), queries(cut..len as u64)],
+                }));
+                let shards = RingShards::of_batch(&dims, spec.alignment, &layout, 2, &batch);
+                let want = Work::of(&*spec.mask, dims.q_heads, dims.batch, &shards.unwrap());
+                prop_assert_eq!(work.before(0), 0);
+                prop_assert_eq!(work.before(cut), want.of_rank(0), "{:?}", &spec.mask);
+                prop_assert_eq!(work.before(len as u64), want.total());
+            }
+        }
+    }
+}
