@@ -8,7 +8,9 @@
 //! Prints one JSON line per distribution of lengths and number of ranks, for `rows` rows (default:
 //! 2²⁰) of 32 heads of dim 128. `gflops` is the rate of a rank, from which the time of a forward
 //! and a backward pass is predicted; `seed` draws the lengths (default: 7), and `draws` is the
-//! number of seeds from it on (default: 1). `ring-documents` measures the rate of packed passes.
+//! number of seeds from it on (default: 1). `mask` is `causal` (the default) or `full`, both within
+//! documents. `tiles_of_one_rank` is the number of tiles with a visible pair on one rank, divided
+//! by that of all ranks. `ring-documents` measures the rate of packed passes.
 
 mod distributions;
 mod tiles;
@@ -110,8 +112,8 @@ fn solver(name: &str, lens: &[usize], ranks: usize, rate: f64, causal: bool) -> 
     let filled = tiles(&Layout::Contiguous, 1) as f64 / tiles(&layout, ranks) as f64;
     let mask = if causal { "causal" } else { "full" };
     println!(
-        "{{\"what\":\"balanced\",\"documents\":\"{name}\",\"mask\":\"{mask}\",\"count\":{},\"rows\":{rows},\
-         \"ranks\":{ranks},\"runs\":{},\"work_max_over_mean\":{work:.4},\
+        "{{\"what\":\"balanced\",\"documents\":\"{name}\",\"mask\":\"{mask}\",\"count\":{},\
+         \"rows\":{rows},\"ranks\":{ranks},\"runs\":{},\"work_max_over_mean\":{work:.4},\
          \"rows_max_over_mean\":{balance:.4},\"redundancy\":{redundancy:.3},\"sent\":{sent},\
          \"tiles_of_one_rank\":{filled:.4},\
          \"seconds\":{seconds:.6},\"pass_seconds\":{pass:.2},\"share\":{:.6}}}",
