@@ -20,3 +20,4 @@ mod sizes;
 mod support;
 mod warpgroup;
 mod warpgroup_backward;
+mod wide_tiles;
