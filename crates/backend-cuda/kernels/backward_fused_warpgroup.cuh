@@ -46,7 +46,10 @@
 // P 32, dX 32. What can be read or computed again is not kept: positions of a thread (lane_again),
 // and tiles, which the producer writes to shared memory for the consumers.
 //
-// Named barriers: 0 whole block, 3 and 4 WARPGROUP_BARRIER, 5 CONSUMER_BARRIER.
+// Named barriers: 0 whole block, 3 and 4 WARPGROUP_BARRIER, 5 CONSUMER_BARRIER. A phase of the
+// mbarrier `dq_full` completes with an arrival of each warp of the consumers, which have stored
+// their parts of the dQ tile, one of `dq_empty` with that of the dQ writer, whose bulk operations
+// have read the tile.
 //
 // Source: Shah et al. 2024 (FlashAttention-3), section 3 and appendix B.
 #pragma once
@@ -76,7 +79,7 @@ struct alignas(16) StreamedTile {
     u32 is_last;
 };
 
-// Dynamic shared memory of a block; `Variant::dynamic_shared_bytes` (src/kernels.rs) has its size.
+// Dynamic shared memory of a block; `Variant::dynamic_shared_bytes` (src/variant.rs) has its size.
 struct FusedStorage {
     // dXᵀ, keys × queries, in panels of 64 queries: two buffers
     u16 dx[2][BACKWARD_TILE * FUSED_ROWS];
@@ -145,8 +148,8 @@ DEVICE void issue_dq(float (&dq)[DQ_COLUMNS / 2], const u16* dx, const u16* keys
 
 // dQ ← dX·K on scalar units, skipping masked pairs, which store_dx has marked; for partial tiles of
 // keys that are not finite.
-DEVICE void scalar_dq(float (&dq)[DQ_COLUMNS / 2], const u16* dx, const u16* keys,
-                      const ConsumerLane& at) {
+DEVICE void dq_nonfinite_fixup(float (&dq)[DQ_COLUMNS / 2], const u16* dx, const u16* keys,
+                               const ConsumerLane& at) {
     UNROLL for (u32 e = 0; e < DQ_COLUMNS / 2; ++e) dq[e] = 0;
     NOT_UNROLLED for (u32 key = 0; key < BACKWARD_TILE; ++key) {
         u16 factors[2];
@@ -240,17 +243,15 @@ DEVICE void fused_key_rows(FusedStorage& memory, const BackwardAttention& argume
     const u16* dq_keys = operands.own[0][0] + dq_first_dim(at.group) / PANEL_DIMS * OWN_PANEL;
     const float unit = float(a.scale) * LOG2_E;
     StageCursor<Storage::stages> state = {0};
-    await_tile(operands, state);
+    consumer_wait(operands, state);
     issue_nt<Storage>(scores, k, operands.streamed[0][0]);
-    if (!planted(S_NOT_AWAITED)) wgmma_wait<0>();
-    fence_operand(scores);
+    await_s(scores);
 
     for (;;) {
         // uniform: descriptors then need no per-thread arithmetic
         const u32 stage = uniform(state.stage());
         const u16 *queries = operands.streamed[0][stage], *douts = operands.streamed[1][stage];
-        const StatisticsTile* statistics =
-            operands.statistics[planted(STATISTICS_OF_FIRST_STAGE) ? 0 : stage];
+        const StatisticsTile* statistics = statistics_of_stage(operands, stage);
         const ConsumerLane here = lane_again(at);
         float dprobs[pairs];
         issue_nt<Storage>(dprobs, v, douts);
@@ -281,7 +282,7 @@ DEVICE void fused_key_rows(FusedStorage& memory, const BackwardAttention& argume
             fused_key_probs<Storage>(scores, statistics, unit, here);
         } else {
             visible = visible_queries<Storage>(a, coord, statistics, here);
-            careful_key_probs<Storage>(scores, statistics, visible, here, a);
+            masked_key_probs<Storage>(scores, statistics, visible, here, a);
         }
         u16* dx_tile = memory.dx[planted(DX_ONE_BUFFER) ? 0 : state.tile % 2];
         const u64 marks = dq_by_wgmma ? ~0ull : visible;
@@ -292,8 +293,8 @@ DEVICE void fused_key_rows(FusedStorage& memory, const BackwardAttention& argume
                                                 lane_again(at));
             narrow_left(dx, dprobs);
             store_dx(dx_tile, dx, marks, lane_again(at));
-            scalar_nn<Storage>(dv, scores, visible, douts, lane_again(at));
-            scalar_nn<Storage>(dk, dprobs, visible, queries, lane_again(at));
+            nn_nonfinite_fixup<Storage>(dv, scores, visible, douts, lane_again(at));
+            nn_nonfinite_fixup<Storage>(dk, dprobs, visible, queries, lane_again(at));
         }
         if (DV_BEFORE_DX) {
             narrow_left(p, scores);
@@ -321,13 +322,13 @@ DEVICE void fused_key_rows(FusedStorage& memory, const BackwardAttention& argume
             dx_tile + dq_first_row(at.group) / PANEL_DIMS * (BACKWARD_TILE * PANEL_DIMS);
         issue_dq(dq, dx_rows, dq_keys);
         issue_nn(dk, dx, operands, queries, by_wgmma);
-        if (planted(BACKWARD_EARLY_RELEASE)) release_tile(operands, stage, lane_again(at));
+        if (planted(BACKWARD_EARLY_RELEASE)) consumer_release(operands, stage, lane_again(at));
         // of the groups of dV, dQ and dK, the first two are complete
         if (!planted(DQ_NOT_AWAITED)) wgmma_wait<1>();
         fence_operand(dq);
         // dV has read P until here. Pinning its registers ties narrow_left to the wait.
         if (!planted(DV_P_IN_FLIGHT)) fence_operand(p);
-        if (!dq_by_wgmma) scalar_dq(dq, dx_rows, dq_keys, lane_again(at));
+        if (!dq_by_wgmma) dq_nonfinite_fixup(dq, dx_rows, dq_keys, lane_again(at));
         const u32 dq_parity = state.tile % 2;
         if (memory.streamed[recomputed(stage)].is_last) {
             store_dq(memory, dq, memory.streamed[recomputed(stage)], float(a.scale), dq_parity,
@@ -335,21 +336,20 @@ DEVICE void fused_key_rows(FusedStorage& memory, const BackwardAttention& argume
             break;
         }
         ++state.tile;
-        await_tile(operands, state);
+        consumer_wait(operands, state);
         const u32 next_stage = uniform(state.stage());
         // an array of its own: P does not flow into the accumulators of S
         float next_scores[pairs];
         issue_nt<Storage>(next_scores, k, operands.streamed[0][next_stage]);
         store_dq(memory, dq, memory.streamed[recomputed(stage)], float(a.scale), dq_parity,
                  lane_again(at));
-        if (!planted(S_NOT_AWAITED)) wgmma_wait<0>();
-        fence_operand(next_scores);
+        await_s(next_scores);
         UNROLL for (u32 e = 0; e < pairs; ++e) scores[e] = next_scores[e];
         fence_operand(dk);
         fence_operand(dv);
         // dK has read dX until here
         if (!planted(DK_DX_IN_FLIGHT)) fence_operand(dx);
-        if (!planted(BACKWARD_EARLY_RELEASE)) release_tile(operands, stage, lane_again(at));
+        if (!planted(BACKWARD_EARLY_RELEASE)) consumer_release(operands, stage, lane_again(at));
     }
     wgmma_wait<0>();
     fence_operand(dk);
@@ -370,7 +370,7 @@ DEVICE void load_query_tiles(FusedStorage& memory, const BackwardAttention& argu
         const u32 b = tiles.b, h = tiles.h, row = tiles.first_row(a);
         const u32 mask_index = tiles.mask_index(a);
         tiles.next(a);
-        await_empty(memory.tiles, state);
+        producer_acquire(memory.tiles, state);
         // before the arrival of load_tile at the full mbarrier
         memory.streamed[state.stage()] = {h, row, mask_index, !tiles.more()};
         load_tile(memory.tiles, arguments, state, row, h, b,

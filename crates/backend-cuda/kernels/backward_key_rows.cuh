@@ -64,12 +64,12 @@ DEVICE void fused_key_probs(float (&scores)[Storage::pairs], const StatisticsTil
 
 // S becomes P, for any tile.
 template <typename Storage>
-DEVICE void careful_key_probs(float (&scores)[Storage::pairs], const StatisticsTile* statistics,
-                              u64 visible, const ConsumerLane& at, const Attention& a) {
+DEVICE void masked_key_probs(float (&scores)[Storage::pairs], const StatisticsTile* statistics,
+                             u64 visible, const ConsumerLane& at, const Attention& a) {
     UNROLL for (u32 n_tile = 0; n_tile < Storage::pairs / 4; ++n_tile) {
         ColumnPair lse = lse_pair(statistics, n_tile, at);
         UNROLL for (u32 e = 0; e < 4; ++e)
-            scores[4 * n_tile + e] = careful_prob(
+            scores[4 * n_tile + e] = masked_prob(
                 scores[4 * n_tile + e], visible >> (4 * n_tile + e) & 1, lse.of[e % 2], a);
     }
 }

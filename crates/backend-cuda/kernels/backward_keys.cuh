@@ -1,4 +1,4 @@
-// dK and dV of one block of keys, level 0.
+// dK and dV of one block of keys, level plain.
 //
 //   for each tile of keys (one thread block each), for each query head of its KV head:
 //       for each visible tile of queries:

@@ -45,7 +45,7 @@ struct alignas(8) QueryPair {
     float of[2];
 };
 
-// Dynamic shared memory of a block; `Variant::dynamic_shared_bytes` (src/kernels.rs) has its size.
+// Dynamic shared memory of a block; `Variant::dynamic_shared_bytes` (src/variant.rs) has its size.
 struct KeysStorage {
     u16 keys[KEYS_ROWS * ANNULUS_DIM], values[KEYS_ROWS * ANNULUS_DIM];
     u16 stages[2 * KeysStream::stage_elements];
@@ -156,10 +156,10 @@ DEVICE void masked_pairs(KeysScores& products, KeysVisible& visible, const KeysS
                 const QueryStatistics row = {memory.lse[query / 2].of[c],
                                              memory.delta[query / 2].of[c]};
                 float p, dx;
-                bool seen = backward_pair(p, dx, scores.of[e], products[m][0][e], lines[c],
+                bool contributes = backward_pair(p, dx, scores.of[e], products[m][0][e], lines[c],
                                           query + c, key, row, coord, a);
                 products[m][0][e] = lane.of_dk ? dx : p;
-                visible[m] |= u32(seen) << (4 * n + e);
+                visible[m] |= u32(contributes) << (4 * n + e);
             }
             rotate(products[m]);
         }

@@ -50,17 +50,15 @@ DEVICE void backward_key_rows(NarrowStorage& memory, const BackwardAttention& ar
                      v = OperandLow(k_major_descriptor(memory.own[1][at.group]));
     const float unit = float(a.scale) * LOG2_E;
     StageCursor<Storage::stages> state = {0};
-    await_tile(memory, state);
+    consumer_wait(memory, state);
     issue_nt<Storage>(scores, k, memory.streamed[0][0]);
-    if (!planted(S_NOT_AWAITED)) wgmma_wait<0>();
-    fence_operand(scores);
+    await_s(scores);
 
     for (;;) {
         // uniform: descriptors then need no per-thread arithmetic
         const u32 stage = uniform(state.stage());
         const u16 *queries = memory.streamed[0][stage], *douts = memory.streamed[1][stage];
-        const StatisticsTile* statistics =
-            memory.statistics[planted(STATISTICS_OF_FIRST_STAGE) ? 0 : stage];
+        const StatisticsTile* statistics = statistics_of_stage(memory, stage);
         float dprobs[KEYS_PAIRS];
         issue_nt<Storage>(dprobs, v, douts);
 
@@ -86,15 +84,15 @@ DEVICE void backward_key_rows(NarrowStorage& memory, const BackwardAttention& ar
             fused_key_probs<Storage>(scores, statistics, unit, at);
         } else {
             visible = visible_queries<Storage>(a, coord, statistics, at);
-            careful_key_probs<Storage>(scores, statistics, visible, at, a);
+            masked_key_probs<Storage>(scores, statistics, visible, at, a);
         }
         if (!by_wgmma) {
             wgmma_wait<0>();
             fence_operand(dprobs);
             if (!epilogue)
                 key_score_gradients<false, Storage>(dprobs, scores, statistics, visible, at);
-            scalar_nn<Storage>(dv, scores, visible, douts, at);
-            scalar_nn<Storage>(dk, dprobs, visible, queries, at);
+            nn_nonfinite_fixup<Storage>(dv, scores, visible, douts, at);
+            nn_nonfinite_fixup<Storage>(dk, dprobs, visible, queries, at);
             visible = 0;
         }
         narrow_left(p, scores);
@@ -108,17 +106,16 @@ DEVICE void backward_key_rows(NarrowStorage& memory, const BackwardAttention& ar
             key_score_gradients<false, Storage>(dprobs, scores, statistics, visible, at);
         narrow_left(dx, dprobs);
         issue_nn(dk, dx, memory, queries, by_wgmma);
-        if (planted(BACKWARD_EARLY_RELEASE)) release_tile(memory, stage, at);
+        if (planted(BACKWARD_EARLY_RELEASE)) consumer_release(memory, stage, at);
         tiles.next(a, a.queries);
         if (!tiles.more()) break;
         ++state.tile;
-        await_tile(memory, state);
+        consumer_wait(memory, state);
         const u32 next_stage = uniform(state.stage());
         // an array of its own: P does not flow into the accumulators of S
         float next_scores[KEYS_PAIRS];
         issue_nt<Storage>(next_scores, k, memory.streamed[0][next_stage]);
-        if (!planted(S_NOT_AWAITED)) wgmma_wait<0>();
-        fence_operand(next_scores);
+        await_s(next_scores);
         UNROLL for (u32 e = 0; e < KEYS_PAIRS; ++e) scores[e] = next_scores[e];
         fence_operand(dk);
         fence_operand(dv);
@@ -126,7 +123,7 @@ DEVICE void backward_key_rows(NarrowStorage& memory, const BackwardAttention& ar
         // the wait.
         if (!planted(DV_P_IN_FLIGHT)) fence_operand(p);
         if (!planted(DK_DX_IN_FLIGHT)) fence_operand(dx);
-        if (!planted(BACKWARD_EARLY_RELEASE)) release_tile(memory, stage, at);
+        if (!planted(BACKWARD_EARLY_RELEASE)) consumer_release(memory, stage, at);
     }
     wgmma_wait<0>();
     fence_operand(dk);
@@ -153,7 +150,7 @@ DEVICE void backward_keys_block(const BackwardAttention& arguments) {
             StageCursor<NarrowStorage::stages> state = {0};
             for (; tiles.more(); tiles.next(a, a.queries), ++state.tile) {
                 u32 h = tiles.tiles.h, row = tiles.first_row(a);
-                await_empty(memory, state);
+                producer_acquire(memory, state);
                 load_tile(memory, arguments, state, row, h, b,
                           statistics_of_head(arguments, b, h) + row / 64);
             }

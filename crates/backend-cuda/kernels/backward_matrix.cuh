@@ -12,7 +12,7 @@
 // A warp has 32 rows of every left operand (16 with 256 dims, whose accumulators take twice the
 // registers), so that it reads an element of the right operand once for 32 rows. One warp adds to
 // an accumulator in a fixed order: no atomics, bitwise reproducible. Unnormalized outputs use level
-// 0.
+// plain.
 //
 // Source: Dao 2023 (FlashAttention-2), algorithm 2.
 #pragma once
@@ -41,12 +41,6 @@ DEVICE QueryStatistics load_query_statistics(const Attention& a, u32 b, u32 h, u
     // records of dims that are not even put the statistics at odd multiples of two bytes
     const u16* from = statistics_of(a, b, h, i);
     return {load_sum(from), load_sum(from + 4)};
-}
-
-// True if probabilities of this row may be computed by fused_prob. False if lse is −∞, of a row
-// without gradient, or NaN.
-DEVICE bool is_fused(float lse) {
-    return lse * LOG2_E <= FUSED_EXPONENT_LIMIT && lse * LOG2_E >= -FUSED_EXPONENT_LIMIT;
 }
 
 // e^{scale·x − lse} for unit = scale·log₂e and minus_lse = −lse·log₂e.

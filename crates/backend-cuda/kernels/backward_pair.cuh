@@ -12,6 +12,12 @@ struct QueryStatistics {
     float lse, delta;
 };
 
+// True if probabilities of this row may be computed by fused_prob, one multiply-add and one ex2.
+// False if lse is −∞, of a row without gradient, or NaN.
+DEVICE bool is_fused(float lse) {
+    return lse * LOG2_E <= FUSED_EXPONENT_LIMIT && lse * LOG2_E >= -FUSED_EXPONENT_LIMIT;
+}
+
 // Computes P and dX of one pair: `score` is the product of q and k, `dprob` that of dO and v.
 // Returns true if the pair is visible and its row has a gradient.
 DEVICE bool backward_pair(float& p_dropped, float& dx, float score, float dprob, u64 line,

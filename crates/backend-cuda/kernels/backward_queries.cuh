@@ -1,4 +1,4 @@
-// dQ from one block of keys, level 0.
+// dQ from one block of keys, level plain.
 //
 //   for each tile of queries (one thread block each):
 //       for each visible tile of keys:  dX from S and dP;  dQ += scale·dX·K

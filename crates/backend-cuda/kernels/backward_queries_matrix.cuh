@@ -26,7 +26,7 @@ typedef RowScores<BACKWARD_ROW_TILES, QUERIES_COLUMNS> QueriesScores;
 typedef RowPairs<BACKWARD_ROW_TILES, QUERIES_COLUMNS> QueriesPairs;
 typedef VisibleBits<BACKWARD_ROW_TILES> QueriesVisible;
 
-// Dynamic shared memory of a block; `Variant::dynamic_shared_bytes` (src/kernels.rs) has its size.
+// Dynamic shared memory of a block; `Variant::dynamic_shared_bytes` (src/variant.rs) has its size.
 struct QueriesStorage {
     u16 queries[QUERIES_ROWS * ANNULUS_DIM], douts[QUERIES_ROWS * ANNULUS_DIM];
     u16 stages[2 * QueriesStream::stage_elements];
@@ -67,9 +67,10 @@ DEVICE void masked_dx(QueriesScores& scores, QueriesScores& dprobs, QueriesVisib
                     if (PLANTED_BACKWARD_MASK_OFF_BY_ONE == QUERIES) line = line << 1 | 1;
 #endif
                     float(&pair)[4] = scores[m][0], p, dx;
-                    bool seen = backward_pair(p, dx, pair[2 * r], dprobs[m][0][2 * r], line, query,
-                                              key, statistics[query], coord, a);
-                    visible[m] |= u32(seen) << (4 * n + 2 * r + c);
+                    bool contributes =
+                        backward_pair(p, dx, pair[2 * r], dprobs[m][0][2 * r], line, query, key,
+                                      statistics[query], coord, a);
+                    visible[m] |= u32(contributes) << (4 * n + 2 * r + c);
                     // the elements of a row take turns at the first place
                     pair[2 * r] = pair[2 * r + 1];
                     pair[2 * r + 1] = dx;

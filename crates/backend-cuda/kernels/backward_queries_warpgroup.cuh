@@ -70,10 +70,9 @@ DEVICE void backward_query_rows(Storage& memory, const BackwardAttention& argume
                      dout = OperandLow(k_major_descriptor(memory.own[1][at.group]));
     const float unit = float(a.scale) * LOG2_E;
     StageCursor<Storage::stages> state = {0};
-    await_tile(memory, state);
+    consumer_wait(memory, state);
     issue_nt<Storage>(scores, q, memory.streamed[0][0]);
-    if (!planted(S_NOT_AWAITED)) wgmma_wait<0>();
-    fence_operand(scores);
+    await_s(scores);
 
     for (;;) {
         // uniform: descriptors then need no per-thread arithmetic
@@ -96,7 +95,7 @@ DEVICE void backward_query_rows(Storage& memory, const BackwardAttention& argume
         } else if (!epilogue) {
             visible = visible_keys<Storage>(a, coord, lse, at);
             UNROLL for (u32 e = 0; e < pairs; ++e)
-                scores[e] = careful_prob(scores[e], visible >> e & 1, lse[e / 2 % 2], a);
+                scores[e] = masked_prob(scores[e], visible >> e & 1, lse[e / 2 % 2], a);
         }
         if (!planted(DQ_DP_NOT_AWAITED)) wgmma_wait<0>();
         fence_operand(dprobs);
@@ -115,25 +114,24 @@ DEVICE void backward_query_rows(Storage& memory, const BackwardAttention& argume
             planted(NON_FINITE_BY_WGMMA) || coord.is_full ||
             !named_barrier_any(WARPGROUP_BARRIER(at.group), WARPGROUP,
                                part_non_finite(keys, Storage::elements, at));
-        if (!by_wgmma) scalar_nn<Storage>(dq, dprobs, visible, keys, at);
+        if (!by_wgmma) nn_nonfinite_fixup<Storage>(dq, dprobs, visible, keys, at);
         narrow_left(dx, dprobs);
         issue_nn(dq, dx, memory, keys, by_wgmma);
-        if (planted(BACKWARD_EARLY_RELEASE)) release_tile(memory, stage, at);
+        if (planted(BACKWARD_EARLY_RELEASE)) consumer_release(memory, stage, at);
         tiles.next(a, a.keys);
         if (!tiles.more()) break;
         ++state.tile;
-        await_tile(memory, state);
+        consumer_wait(memory, state);
         const u32 next_stage = uniform(state.stage());
         // an array of its own: P does not flow into the accumulators of S
         float next_scores[pairs];
         issue_nt<Storage>(next_scores, q, memory.streamed[0][next_stage]);
-        if (!planted(S_NOT_AWAITED)) wgmma_wait<0>();
-        fence_operand(next_scores);
+        await_s(next_scores);
         UNROLL for (u32 e = 0; e < pairs; ++e) scores[e] = next_scores[e];
         fence_operand(dq);
         // dX·K has read dX until here. Pinning its registers ties narrow_left to the wait.
         if (!planted(DQ_DX_IN_FLIGHT)) fence_operand(dx);
-        if (!planted(BACKWARD_EARLY_RELEASE)) release_tile(memory, stage, at);
+        if (!planted(BACKWARD_EARLY_RELEASE)) consumer_release(memory, stage, at);
     }
     wgmma_wait<0>();
     fence_operand(dq);
@@ -166,7 +164,7 @@ DEVICE void backward_queries_block(const BackwardAttention& arguments) {
             u32 kv_head = h / (a.q_heads / a.kv_heads);
             StageCursor<Storage::stages> state = {0};
             for (; tiles.more(); tiles.next(a, a.keys), ++state.tile) {
-                await_empty(memory, state);
+                producer_acquire(memory, state);
                 load_tile(memory, arguments, state, tiles.first_row(a), kv_head, b, nullptr);
             }
         }

@@ -43,7 +43,9 @@
 // Registers of a consumer thread, of 240, at 128 dims: dQ 64, S 64, dP 64, dX 32; or dK 64, dV 64,
 // S 32, dP 32, P 16, dX 16. At 256 dims dK and dV alone would take 256.
 //
-// Named barriers: 0 whole block, 3 and 4 WARPGROUP_BARRIER.
+// Named barriers: 0 whole block, 3 and 4 WARPGROUP_BARRIER. A phase of the mbarrier `full` of a
+// stage completes with the producer's arrival and the bytes of both operands and of the statistics,
+// one of `empty` with an arrival of each warp of the consumers, which have read the stage.
 //
 // Source: Shah et al. 2024 (FlashAttention-3), section 3; Dao 2023 (FlashAttention-2), algorithm 2.
 #pragma once
@@ -146,7 +148,7 @@ DEVICE StatisticsTile* statistics_of_head(const BackwardAttention& a, u32 b, u32
            (u64(b) * a.attention.q_heads + h) * a.statistics_tiles;
 }
 
-// Dynamic shared memory of a block; `Variant::dynamic_shared_bytes` (src/kernels.rs) has its size.
+// Dynamic shared memory of a block; `Variant::dynamic_shared_bytes` (src/variant.rs) has its size.
 template <u32 tile_rows, u32 stage_count>
 struct BackwardStorage {
     static constexpr u32 rows = tile_rows, stages = stage_count;
@@ -172,12 +174,6 @@ typedef BackwardStorage<64, 4> NarrowStorage;
 static_assert(sizeof(WideStorage) <= 227 * 1024 && sizeof(NarrowStorage) <= 227 * 1024,
               "shared memory of a block");
 
-// Registers per thread after setmaxnreg; the launch has 168 (65,536 / 384, in units of 8).
-#define PRODUCER_REGISTERS 24
-#define CONSUMER_REGISTERS 240
-static_assert(WARPGROUP * (PRODUCER_REGISTERS + BACKWARD_CONSUMERS * CONSUMER_REGISTERS) ==
-                  THREADS * 168,
-              "registers of a block");
 // dQ, S, dP, dX; dK, dV, S, dP, P, dX: the others of a thread have the remaining 16
 static_assert(ACC_REGISTERS + WideStorage::pairs * 5 / 2 <= CONSUMER_REGISTERS - 16 &&
                   2 * ACC_REGISTERS + NarrowStorage::pairs * 3 <= CONSUMER_REGISTERS - 16,
@@ -272,7 +268,7 @@ DEVICE void begin_backward_storage(Storage& memory) {
 
 // Producer: waits until all consumers have released a stage.
 template <typename Storage>
-DEVICE void await_empty(Storage& memory, const StageCursor<Storage::stages>& at) {
+DEVICE void producer_acquire(Storage& memory, const StageCursor<Storage::stages>& at) {
     mbarrier_wait(memory.empty + at.stage(),
                   planted(BACKWARD_WRONG_PHASE) ? at.parity() : at.parity() ^ 1);
 }
@@ -299,13 +295,19 @@ DEVICE void load_tile(Storage& memory, const BackwardAttention& arguments,
 
 // Consumer: waits until the loads of a stage are complete.
 template <typename Storage>
-DEVICE void await_tile(Storage& memory, const StageCursor<Storage::stages>& at) {
+DEVICE void consumer_wait(Storage& memory, const StageCursor<Storage::stages>& at) {
     if (!planted(BACKWARD_NO_FULL_WAIT)) mbarrier_wait(memory.full + at.stage(), at.parity());
+}
+
+// Statistics of the queries of a stage.
+template <typename Storage>
+DEVICE const StatisticsTile* statistics_of_stage(const Storage& memory, u32 stage) {
+    return memory.statistics[planted(STATISTICS_OF_FIRST_STAGE) ? 0 : stage];
 }
 
 // Consumer: this warp has read a stage.
 template <typename Storage>
-DEVICE void release_tile(Storage& memory, u32 stage, const ConsumerLane& at) {
+DEVICE void consumer_release(Storage& memory, u32 stage, const ConsumerLane& at) {
     if (at.lane == 0 && !planted(BACKWARD_NO_RELEASE)) mbarrier_arrive(memory.empty + stage);
 }
 
@@ -359,6 +361,13 @@ DEVICE void issue_nt(float (&scores)[Storage::pairs], OperandLow own, const u16*
     if (!planted(S_NOT_COMMITTED)) wgmma_commit();
 }
 
+// Waits for all products, of which that of S is the last one.
+template <u32 count>
+DEVICE void await_s(float (&scores)[count]) {
+    if (!planted(S_NOT_AWAITED)) wgmma_wait<0>();
+    fence_operand(scores);
+}
+
 // Issues acc (64 × dims) += left·streamed as one wgmma group, or unless `by_wgmma` left·0.
 template <typename Storage>
 DEVICE void issue_nn(float (&acc)[ACC_REGISTERS], const u32 (&left)[Storage::rows / 16][4],
@@ -388,29 +397,23 @@ DEVICE void narrow_left(u32 (&left)[count / 8][4], const float (&values)[count])
                 narrow_pair(values[8 * y + 2 * index], values[8 * y + 2 * index + 1]);
 }
 
-// Loops over register arrays of which the compiler would make a dozen copies of a long body.
-#define NOT_UNROLLED _Pragma("unroll 1")
-
-// Moves every element `places` to the front, and the first ones to the end. A loop that is not
-// unrolled uses the first elements and rotates: a register array cannot be indexed at run time.
-template <u32 places, u32 count>
+// Moves every element forward by `shift`, and the first ones to the end. A loop with a long body is
+// not unrolled: it uses the first elements and rotates, because a register array cannot be indexed
+// at run time.
+template <u32 shift, u32 count>
 DEVICE void rotate(float (&values)[count]) {
-    float first[places];
-    UNROLL for (u32 e = 0; e < places; ++e) first[e] = values[e];
-    UNROLL for (u32 e = 0; e + places < count; ++e) values[e] = values[e + places];
-    UNROLL for (u32 e = 0; e < places; ++e) values[count - places + e] = first[e];
+    float first[shift];
+    UNROLL for (u32 e = 0; e < shift; ++e) first[e] = values[e];
+    UNROLL for (u32 e = 0; e + shift < count; ++e) values[e] = values[e + shift];
+    UNROLL for (u32 e = 0; e < shift; ++e) values[count - shift + e] = first[e];
 }
 
 // P of one pair as one multiply-add and one ex2; for rows for which is_fused holds.
 DEVICE float fused_prob(float score, float unit, float lse) {
     return exp2_approx(multiply_add(score, unit, -(lse * LOG2_E)));
 }
-// Returns false for rows whose lse is beyond FUSED_LIMIT, −∞ (a row without gradient) or NaN.
-DEVICE bool is_fused(float lse) {
-    return lse * LOG2_E <= FUSED_LIMIT && lse * LOG2_E >= -FUSED_LIMIT;
-}
-// P of one pair for any row.
-DEVICE float careful_prob(float score, bool visible, float lse, const Attention& a) {
+// P of one pair, for any row and 0 for a masked pair.
+DEVICE float masked_prob(float score, bool visible, float lse, const Attention& a) {
     return visible && lse != -infinity() ? fast_exp(float(a.scale) * score - lse) : 0.0f;
 }
 
@@ -429,8 +432,8 @@ DEVICE bool part_non_finite(const u16* values, u32 count, const ConsumerLane& at
 // finite: with wgmma a masked pair would contribute 0 · NaN. Sets `left` to 0. The four lanes of a
 // quad have the columns of a row of `left` between them and exchange them by shuffles.
 template <typename Storage>
-DEVICE void scalar_nn(float (&acc)[ACC_REGISTERS], float (&left)[Storage::pairs], u64 visible,
-                      const u16* streamed, const ConsumerLane& at) {
+DEVICE void nn_nonfinite_fixup(float (&acc)[ACC_REGISTERS], float (&left)[Storage::pairs],
+                               u64 visible, const u16* streamed, const ConsumerLane& at) {
     NOT_UNROLLED for (u32 n_tile = 0; n_tile < Storage::rows / 8; ++n_tile) {
         u32 own[2];
         UNROLL for (u32 r = 0; r < 2; ++r) {

@@ -4,8 +4,11 @@
 // A chunk is some rows of one operand × panels of 64 dims, mostly 8 KB: 64 rows × 64 dims, 32 rows
 // × 128 dims. A stage of the pipeline holds one chunk, in the dK/dV pass one of each operand.
 // cp.async fills all stages but one while that one is consumed; with two stages that is double
-// buffering. The 16-byte pieces of a panel's row are swizzled with the row number, so that the
-// eight rows that ldmatrix reads at once lie in different banks.
+// buffering. Stream::next has the one barrier of a stage: it publishes the chunk that has arrived,
+// and all threads have consumed the one whose stage is filled next.
+//
+// The 16-byte pieces of a panel's row are swizzled with the row number, so that the eight rows that
+// ldmatrix reads at once lie in different banks.
 //
 // Source: Dao 2023 (FlashAttention-2); PTX ISA, "cp.async".
 #pragma once
@@ -163,9 +166,9 @@ struct Stream {
     static const u32 rows = part_rows, panels = chunk_panels, dims = panels * CHUNK,
                      elements = rows * dims;
     static const u32 stage_elements = (pass == KEYS ? 2 : 1) * elements;
-    // A part of a tile has one chunk of each phase, whose number then takes no register. With two
-    // stages the phase that is loaded does not, either: it follows the one that is consumed.
-    static const bool one_chunk = dims >= ANNULUS_DIM, follows = one_chunk && depth == 2;
+    // True if a part of a tile has one chunk of each phase. Neither the number of the chunk that is
+    // loaded then takes a register, nor its phase, which follows from the one that is consumed.
+    static const bool one_chunk = dims >= ANNULUS_DIM;
     static_assert(pass != KEYS || one_chunk, "a stage has all dims of both operands");
 
     typedef typename StreamTiles<pass>::Iterator Iterator;
@@ -188,7 +191,8 @@ struct Stream {
             begin_head(a);
             first_row = prefetch_tiles.entry(a).tile * TILE;
         }
-        for (u32 stage = 0; stage + 1 < depth; ++stage) prefetch<phases<pass>() - 1>(stage, a);
+        UNROLL for (u32 stage = 0; stage + 1 < depth; ++stage)
+            prefetch(stage, stage % phases<pass>(), a);
     }
 
     // Between tiles: true if there is another one. Its first stage is loaded and others follow, so
@@ -238,7 +242,7 @@ struct Stream {
             chunk = 0;
         }
         const bool last = loaded + 1 == phases<pass>();
-        if (!follows) phase = last ? 0 : loaded + 1;
+        if (!one_chunk) phase = last ? 0 : loaded + 1;
         if (!last) return;
         first_row += rows;
         if (first_row % TILE != 0) return;
@@ -250,13 +254,12 @@ struct Stream {
     }
 
     // Issues the loads of the next stage's chunks, if there are more, into a stage. Every call
-    // commits one cp.async group, so that the number of groups in flight is constant. `before`: the
-    // phase before, if it is known.
-    template <u32 before>
-    METHOD void prefetch(u32 stage, const Attention& a) {
+    // commits one cp.async group, so that the number of groups in flight is constant. `in_turn`:
+    // their phase, with one_chunk.
+    METHOD void prefetch(u32 stage, u32 in_turn, const Attention& a) {
         if (prefetch_tiles.more()) {
             u16* to = stages + stage * stage_elements;
-            const u32 loaded = follows ? (before + 1) % phases<pass>() : phase;
+            const u32 loaded = one_chunk ? in_turn : phase;
             load(to, loaded == 1, a);
             if (pass == KEYS) load(to + elements, true, a);
             advance(loaded, a);
@@ -283,7 +286,7 @@ struct Stream {
         non_finite = barrier_any(mine);
 #endif
         // the barrier above: all threads have consumed the previous stage, which may be overwritten
-        prefetch<consumed_phase>((consumed + depth - 1) % depth, a);
+        prefetch((consumed + depth - 1) % depth, (consumed_phase + depth - 1) % phases<pass>(), a);
         consumed = (consumed + 1) % depth;
         return stage;
     }

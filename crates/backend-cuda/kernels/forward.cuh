@@ -1,4 +1,4 @@
-// Forward over one block of keys, level 0.
+// Forward over one block of keys, level plain.
 //
 //   for each tile of queries (one thread block each):
 //       for each visible tile of keys:
@@ -8,6 +8,10 @@
 //
 // O, m and ℓ are loaded from memory and stored back, so that the next ring step continues
 // (forward_state.cuh).
+//
+// A thread holds TILE² / 256 scores, and TILE · dims / 256 elements of O in registers. Shared
+// memory, in elements of Sum: a slice of 32 dims of the left and the right operand, TILE × 33 each;
+// P, TILE × (TILE + 1); a byte for each pair, which tells visible pairs of partial tiles.
 //
 // Source: Dao et al. 2022, algorithm 1; Milakov and Gimelshein 2018 (online softmax).
 #pragma once

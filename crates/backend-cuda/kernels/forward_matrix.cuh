@@ -10,13 +10,19 @@
 //                     64 dims    128 dims    256 dims
 //   rows of Q         16 KB      32 KB       32 KB       shared memory
 //   stages of K, V    4 × 8 KB   2 × 8 KB    2 × 8 KB
+//     of a range      4 × 8 KB   4 × 8 KB    4 × 8 KB
 //   O                 64         128         128         registers of a thread
 //   S, then P         64         32          32
+//
+// A pass whose tiles have several ranges of keys (split-KV decoding) is bound by the latency and
+// bandwidth of memory, so that its kernel, forward_matrix_split, has more stages above 64 dims. Two
+// of its blocks fit a multiprocessor of compute capability 8.0 and 9.0, one of 8.6 and 8.9.
 //
 // Scores scale·s with a positive scale are never formed: e^{scale·s − m} is one multiply-add and
 // one ex2.
 //
-// Unnormalized outputs use level 0: their backward pass must recompute the row maximum bit for bit.
+// Unnormalized outputs use level plain: their backward pass must recompute the row maximum bit for
+// bit.
 //
 // Source: Dao 2023 (FlashAttention-2).
 #pragma once
@@ -32,19 +38,27 @@
 #define FORWARD_ROW_TILES (ANNULUS_DIM <= 128 ? 2 : 1)
 #define FORWARD_ROWS (16 * FORWARD_ROW_TILES * FORWARD_WARPS)
 #define FORWARD_STAGES (ANNULUS_DIM <= 64 ? 4 : 2)
+// Of a block that computes a range of keys: three chunks of 8 KB in flight.
+#define SPLIT_STAGES 4
 #define FORWARD_BLOCKS 2
 // Keys whose scores a warp holds at once, and their MMA tiles.
 #define FORWARD_KEYS (ANNULUS_DIM == 128 ? 32 : 64)
 #define FORWARD_COLUMNS (FORWARD_KEYS / 8)
 
-// Static shared memory of a block; of a multiprocessor of compute capability 8.6 and 8.9, the
-// smallest, of which the system takes 1 KB for each block; and registers of a multiprocessor.
-static_assert(2 * (FORWARD_ROWS * ANNULUS_DIM + FORWARD_STAGES * CHUNK_ELEMENTS) <= 48 * 1024,
-              "shared memory of a block");
-static_assert(FORWARD_BLOCKS * (48 + 1) <= 100, "shared memory of a multiprocessor");
+// Dynamic shared memory of a block; `Variant::dynamic_shared_bytes` (src/variant.rs) has its size.
+template <u32 depth>
+struct ForwardStorage {
+    u16 queries[FORWARD_ROWS * ANNULUS_DIM];
+    u16 stages[depth * CHUNK_ELEMENTS];
+};
+
+// Shared memory of a multiprocessor: 100 KB of compute capability 8.6 and 8.9, 164 KB of 8.0. The
+// system takes 1 KB of it for each block.
+static_assert(FORWARD_BLOCKS * (sizeof(ForwardStorage<FORWARD_STAGES>) + 1024) <= 100 * 1024 &&
+                  FORWARD_BLOCKS * (sizeof(ForwardStorage<SPLIT_STAGES>) + 1024) <= 164 * 1024,
+              "shared memory of a multiprocessor");
 static_assert(FORWARD_BLOCKS * FORWARD_THREADS * 256 <= 64 * 1024, "registers");
 
-typedef Stream<FORWARD, FORWARD_THREADS, FORWARD_STAGES, FORWARD_KEYS> ForwardStream;
 typedef RowScores<FORWARD_ROW_TILES, FORWARD_COLUMNS> ForwardScores;
 typedef RowPairs<FORWARD_ROW_TILES, FORWARD_COLUMNS> ForwardProbs;
 
@@ -119,10 +133,10 @@ DEVICE void apply_epilogue(ForwardScores& scores, ForwardVisible& visible, const
                 TileCoord row_coord = coord;
                 row_coord.h = packed.h;
                 float derivative;
-                bool seen =
+                bool unmasked =
                     score_of_pair(scores[m][0][e], derivative, is_visible(visible, m, n, e),
                                   packed.query, 8 * n + lane.column + e % 2, row_coord, a);
-                if (!seen) visible[m] &= ~(1u << (4 * n + e));
+                if (!unmasked) visible[m] &= ~(1u << (4 * n + e));
             }
             rotate(scores[m]);
         }
@@ -286,9 +300,9 @@ DEVICE void store_rows(const RowState& state, const RowAccumulators<FORWARD_ROW_
         }
 }
 
-// Grid: query tiles, each with its ranges of keys × groups of packed_heads query heads × batch
-// rows.
-KERNEL_OF(FORWARD_THREADS, FORWARD_BLOCKS, forward_matrix, Attention) {
+// Computes a block's tile of queries, or one range of its keys, with `depth` stages of K and V.
+template <u32 depth>
+DEVICE void forward_on_matrices(const Attention& a) {
     const ForwardTile work_tile = forward_tile(a);
     u32 tile = work_tile.tile, first_head = block_y() * a.packed_heads, b = block_z();
     u32 queries = packed_queries<FORWARD_ROWS>(a), first_query = tile * queries;
@@ -300,18 +314,16 @@ KERNEL_OF(FORWARD_THREADS, FORWARD_BLOCKS, forward_matrix, Attention) {
     PackedRow first_row = forward_row(a, first_head, lane.first_row);
     lane.has_rows = first_row.exists && first_query + first_row.query < a.queries;
 
-    SHARED(u16, query_rows, FORWARD_ROWS * ANNULUS_DIM);
-    SHARED(u16, stages, FORWARD_STAGES * CHUNK_ELEMENTS);
-
-    ForwardStream stream;
+    ForwardStorage<depth>& memory = *reinterpret_cast<ForwardStorage<depth>*>(dynamic_shared());
+    Stream<FORWARD, FORWARD_THREADS, depth, FORWARD_KEYS> stream;
 #ifdef PLANTED_LATE_QUERIES
-    stream.begin(a, stages, tiles);
+    stream.begin(a, memory.stages, tiles);
 #endif
     if (tiles.more())
-        load_query_rows(query_rows, operand_of(a.q, b, first_head, a.queries, a.head_dim),
+        load_query_rows(memory.queries, operand_of(a.q, b, first_head, a.queries, a.head_dim),
                         first_query, a);
 #ifndef PLANTED_LATE_QUERIES
-    stream.begin(a, stages, tiles);
+    stream.begin(a, memory.stages, tiles);
 #endif
     RowState state;
     RowAccumulators<FORWARD_ROW_TILES> o;
@@ -323,7 +335,7 @@ KERNEL_OF(FORWARD_THREADS, FORWARD_BLOCKS, forward_matrix, Attention) {
         NOT_UNROLLED for (u32 part = 0; part < TILE / FORWARD_KEYS; ++part) {
             ForwardScores scores;
             ForwardProbs probs;
-            gemm_nt<FORWARD_ROWS, 0>(scores, query_rows, stream, a.head_dim, lane, a);
+            gemm_nt<FORWARD_ROWS, 0>(scores, memory.queries, stream, a.head_dim, lane, a);
             if (lane.has_rows) forward_probs(probs, scores, o, state, coord, lane, a);
             gemm_nn<1>(o, probs, stream, a.value_dim, coord.is_full, lane, a);
             coord.first_key += FORWARD_KEYS;
@@ -331,5 +343,17 @@ KERNEL_OF(FORWARD_THREADS, FORWARD_BLOCKS, forward_matrix, Attention) {
     }
     store_rows(state, o, b, work_tile.split, first_head, first_query, recomputed(lane), a);
 }
+
+// Grid of both kernels: query tiles, each with its ranges of keys × groups of packed_heads query
+// heads × batch rows.
+KERNEL_OF(FORWARD_THREADS, FORWARD_BLOCKS, forward_matrix, Attention) {
+    forward_on_matrices<FORWARD_STAGES>(a);
+}
+
+#if FORWARD_STAGES < SPLIT_STAGES
+KERNEL_OF(FORWARD_THREADS, FORWARD_BLOCKS, forward_matrix_split, Attention) {
+    forward_on_matrices<SPLIT_STAGES>(a);
+}
+#endif
 
 #endif

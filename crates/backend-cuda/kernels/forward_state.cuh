@@ -4,10 +4,11 @@
 //                    and the block starts from O = 0, m = −∞, ℓ = 0.
 //   partial results  O, m and ℓ of one range of keys, if a tile has more than one (split-KV
 //                    decoding). They start empty, too; merge_splits.cuh merges them.
-//   outputs          with WRITE_OUTPUTS out = O / ℓ and lse = m + ln ℓ, which saves O a way through
-//                    memory. Sinks and unnormalized outputs need finish_forward (rows.cuh).
+//   outputs          with WRITE_OUTPUTS out = O / ℓ and lse = m + ln ℓ, so that O is neither
+//                    written nor read back. Sinks and unnormalized outputs need finish_forward
+//                    (rows.cuh).
 //
-// A block without a visible tile writes its rows all the same, unless the state stays as it is.
+// A block without a visible tile also writes its rows, unless the state does not change.
 #pragma once
 
 #include "tile.cuh"

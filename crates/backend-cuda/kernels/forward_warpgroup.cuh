@@ -4,7 +4,7 @@
 //   for each tile of queries of the block (forward_scheduler.cuh), in both:
 //       producer (warpgroup 0):
 //           for each visible KV tile:  wait for an empty stage, issue the TMA loads of K and V
-//       consumers (warpgroups 1, 2), 64 rows each:
+//       consumers (the other warpgroups), 64 rows each:
 //           S ← Q·K₀ᵀ;  (P, m, ℓ) ← online softmax of S;  O ← O·e^{m₋₁ − m}
 //           for each further KV tile j:
 //               issue S ← Q·K_jᵀ;  issue O ← O + P·V_{j−1}      (asynchronous, in this order)
@@ -16,11 +16,8 @@
 // (warpgroup_scores.cuh), so that its code and registers do not slow down the others. Without one
 // the scores are never formed: e^{scale·s − m} is one multiply-add and one ex2. The consumers take
 // turns to issue wgmma (ping-pong scheduling with named barriers), so that the GEMMs of one overlap
-// the softmax of the other. With GQA packing the rows of a tile are (query, head) pairs, as in
-// forward_matrix.cuh.
-//
-// Registers per thread: 168 at launch (65,536 / 384, in units of 8), then 24 for the producer and
-// 240 for a consumer: 128·24 + 256·240 = 384·168.
+// the softmax of the others. With GQA packing the rows of a tile are (query, head) pairs, as in
+// forward_matrix.cuh. Tiles, shared memory, registers and barriers: warpgroup.cuh.
 //
 // Source: Shah et al. 2024 (FlashAttention-3), algorithms 1 and 2.
 #pragma once
@@ -42,11 +39,12 @@ DEVICE void online_softmax(float (&scores)[S_REGISTERS], VisiblePairs& visible_p
         natural = 1;
     } else if (coord.mask_index != FULL_TILE || coord.first_key + KV_ROWS > a.keys) {
         UNROLL for (u32 r = 0; r < 2; ++r)
-            UNROLL for (u32 word = 0; word < KV_ROWS / 64; ++word) {
+            UNROLL for (u32 word = 0; word < MASK_WORDS; ++word) {
                 u64 line =
                     warpgroup_mask_row(a, coord, at.group, at.row + 8 * r, word) >> at.column;
                 UNROLL for (u32 n_tile = 0; n_tile < 8; ++n_tile)
                     UNROLL for (u32 c = 0; c < 2; ++c) {
+                        if (8 * word + n_tile >= KV_ROWS / 8) continue;
                         u32 e = 4 * (8 * word + n_tile) + 2 * r + c;
                         bool visible = line >> (8 * n_tile + c) & 1;
                         visible_pairs.set(e, visible);
@@ -67,7 +65,7 @@ DEVICE void online_softmax(float (&scores)[S_REGISTERS], VisiblePairs& visible_p
         // every score so far is −∞: a base of 0 gives probabilities 0 instead of NaN
         float base = new_max == -infinity() ? 0.0f : new_max * LOG2_E;
         softmax.rescale[r] = new_max == before ? 1.0f : exp2_approx((before - new_max) * LOG2_E);
-        if (base <= FUSED_LIMIT && base >= -FUSED_LIMIT) {
+        if (base <= FUSED_EXPONENT_LIMIT && base >= -FUSED_EXPONENT_LIMIT) {
             UNROLL for (u32 n_tile = 0; n_tile < KV_ROWS / 8; ++n_tile)
                 UNROLL for (u32 c = 0; c < 2; ++c) {
                     float& score = scores[4 * n_tile + 2 * r + c];
@@ -124,38 +122,49 @@ DEVICE bool tile_non_finite(const u16* values, const ConsumerLane& at) {
     return named_barrier_any(WARPGROUP_BARRIER(at.group), WARPGROUP, non_finite);
 }
 
+// O += P·V of one key on scalar units, unless its pair is masked: element `c` of the pairs of a
+// thread's two rows.
+DEVICE void add_key(float (&o)[O_PARTS][O_COLUMNS / 2], const u32 (&pairs)[2], u32 c,
+                    const u16* values, u32 key, const ConsumerLane& at) {
+    UNROLL for (u32 r = 0; r < 2; ++r) {
+        u16 prob = u16(pairs[r] >> 16 * c);
+        if (prob == MASKED) continue;
+        UNROLL for (u32 part = 0; part < O_PARTS; ++part)
+            UNROLL for (u32 e = 0; e < O_COLUMNS / 4; ++e) {
+                // element 4·n_tile + 2·r + column
+                u32 n_tile = e / 2, column = e % 2;
+                float& sum = o[part][4 * n_tile + 2 * r + column];
+                u16 value = values[swizzled_offset(
+                    KV_ROWS, key, part * O_COLUMNS + 8 * n_tile + at.column + column)];
+                sum = multiply_add(widen(prob), widen(value), sum);
+            }
+    }
+}
+
 // O += P·V on scalar units, skipping masked pairs, for V tiles with non-finite elements: with wgmma
-// a masked pair would contribute 0 · NaN. P passes through shared memory in slices of sixteen keys.
-// Sets P to zero; the main loop then issues its wgmma with zero_values instead of V.
+// a masked pair would contribute 0 · NaN. The four lanes that have the columns of a row of P
+// exchange them by shuffles; all add in the order of keys. Sets P to zero; the main loop then
+// issues its wgmma with zero_values instead of V.
 DEVICE void pv_nonfinite_fixup(float (&o)[O_PARTS][O_COLUMNS / 2], u32 (&probs)[KV_ROWS / 16][4],
-                               const VisiblePairs& visible_pairs, u16* slice, const u16* values,
+                               const VisiblePairs& visible_pairs, const u16* values,
                                const ConsumerLane& at) {
     UNROLL for (u32 y = 0; y < KV_ROWS / 16; ++y) {
+        u32 own[4];
         UNROLL for (u32 index = 0; index < 4; ++index) {
             u32 e = 8 * y + 2 * index;
-            u32 to = at.row_of(e) * 16 + at.column_of(e) - 16 * y;
-            *reinterpret_cast<u32*>(slice + to) =
+            own[index] =
                 mark_masked(probs[y][index], visible_pairs.get(e), visible_pairs.get(e + 1));
             probs[y][index] = 0;
         }
-        // a row of the slice is written and read by the same warp
-        if (!planted(NO_SLICE_BARRIER)) warp_barrier();
-_Pragma("unroll 1") for (u32 key = 0; key < 16; ++key)
-            UNROLL for (u32 r = 0; r < 2; ++r) {
-                u16 prob = slice[(at.row + 8 * r) * 16 + key];
-                if (prob == MASKED) continue;
-                UNROLL for (u32 part = 0; part < O_PARTS; ++part)
-                    UNROLL for (u32 n_tile = 0; n_tile < O_COLUMNS / 8; ++n_tile)
-                        UNROLL for (u32 c = 0; c < 2; ++c) {
-                            float& sum = o[part][4 * n_tile + 2 * r + c];
-                            u16 value = values[swizzled_offset(
-                                KV_ROWS, 16 * y + key,
-                                part * O_COLUMNS + 8 * n_tile + at.column + c)];
-                            sum = multiply_add(widen(prob), widen(value), sum);
-                        }
+        // key = 16·y + 8·half + 2·owner + c
+        NOT_UNROLLED for (u32 half = 0; half < 2; ++half)
+            NOT_UNROLLED for (u32 owner = 0; owner < 4; ++owner) {
+                u32 pairs[2];
+                UNROLL for (u32 r = 0; r < 2; ++r)
+                    pairs[r] = shuffle_xor(half ? own[2 + r] : own[r], at.lane % 4 ^ owner);
+                NOT_UNROLLED for (u32 c = 0; c < 2; ++c)
+                    add_key(o, pairs, c, values, 16 * y + 8 * half + 2 * owner + c, at);
             }
-        // the warp has read the slice, which may be overwritten
-        if (!planted(EARLY_SLICE)) warp_barrier();
     }
 }
 
@@ -190,10 +199,10 @@ DEVICE void attend_rows(SharedStorage& memory, const WarpgroupAttention& all,
                         const ConsumerLane& at) {
     const Attention& a = all.attention;
     u16* q_shared = memory.q[at.group];
-    u16* slice = memory.p_slices[at.group];
     // the first turn belongs to the first consumer
-    if (at.group == 1 && !tiles.is_last())
-        named_arrive(SCHEDULER_BARRIER(0), CONSUMERS * WARPGROUP);
+    const bool is_last_consumer = at.group == CONSUMERS - 1;
+    const u32 next_consumer = is_last_consumer ? 0 : at.group + 1;
+    if (is_last_consumer && !tiles.is_last()) scheduler_arrive(0);
     // all warps have left the tile before, and the TMA store has read its outputs
     if (at.thread == 0 && !planted(Q_OVER_OUTPUTS)) bulk_wait_read<0>();
     named_barrier(WARPGROUP_BARRIER(at.group), WARPGROUP);
@@ -211,12 +220,11 @@ DEVICE void attend_rows(SharedStorage& memory, const WarpgroupAttention& all,
     u64 q_descriptor = k_major_descriptor(q_shared);
     WarpgroupTile coord = warpgroup_tile(a, part.b, part.first_head, part.tile, tiles.entry());
 
-    mbarrier_wait(memory.k_full + k_state.stage(), k_state.parity());
-    wgmma_fence();
+    consumer_wait(memory.k_full, k_state);
     issue_qk(scores, q_descriptor, k_major_descriptor(memory.k[k_state.stage()]));
     wgmma_wait<0>();
     fence_operand(scores);
-    if (at.lane == 0) mbarrier_arrive(memory.k_empty + k_state.stage());
+    consumer_release(memory.k_empty, k_state, at.lane);
     k_state.advance();
     online_softmax<with_epilogue>(scores, visible_pairs, softmax, coord, at, a);
     rescale_o(o, softmax);
@@ -227,60 +235,46 @@ DEVICE void attend_rows(SharedStorage& memory, const WarpgroupAttention& all,
         const PipelineState v_state = k_state.before();
         ValueOperand v_operand = v_operand_of(memory, v_state);
         if (!coord.is_full) {
-            mbarrier_wait(memory.v_full + v_state.stage(), v_state.parity());
+            consumer_wait(memory.v_full, v_state);
             if (tile_non_finite(memory.v[v_state.stage()], at)) {
-                pv_nonfinite_fixup(o, probs, visible_pairs, slice, memory.v[v_state.stage()], at);
+                pv_nonfinite_fixup(o, probs, visible_pairs, memory.v[v_state.stage()], at);
                 v_operand = zero_values(memory);
             }
         }
         coord = warpgroup_tile(a, part.b, part.first_head, part.tile, tiles.entry());
-        mbarrier_wait(memory.k_full + k_state.stage(), k_state.parity());
-        named_barrier(SCHEDULER_BARRIER(at.group), CONSUMERS * WARPGROUP);
-        if (planted(EARLY_RELEASE) && at.lane == 0)
-            mbarrier_arrive(memory.v_empty + v_state.stage());
-        if (!planted(NO_WGMMA_FENCE)) wgmma_fence();
+        consumer_wait(memory.k_full, k_state);
+        scheduler_wait(at.group);
+        if (planted(EARLY_RELEASE)) consumer_release(memory.v_empty, v_state, at.lane);
         issue_qk(scores, q_descriptor, k_major_descriptor(memory.k[k_state.stage()]));
-        if (!planted(NO_FULL_WAIT))
-            mbarrier_wait(memory.v_full + v_state.stage(), v_state.parity());
-        if (!planted(NO_WGMMA_FENCE)) wgmma_fence();
+        if (!planted(NO_FULL_WAIT)) consumer_wait(memory.v_full, v_state);
         issue_pv(o, probs, v_operand);
         // after the last tile there is no turn to pass on: an arrival would be left at the barrier
-        bool is_last_turn = at.group == 1 && tiles.is_last();
-        if (!is_last_turn && !planted(NO_SCHEDULER_ARRIVE))
-            named_arrive(SCHEDULER_BARRIER(at.group ^ 1), CONSUMERS * WARPGROUP);
-        if (!planted(NO_WGMMA_WAIT)) wgmma_wait<1>();
-        fence_operand(scores);
-        if (!planted(STAGE_NOT_RELEASED) && at.lane == 0)
-            mbarrier_arrive(memory.k_empty + k_state.stage());
+        bool is_last_turn = is_last_consumer && tiles.is_last();
+        if (!is_last_turn) scheduler_arrive(next_consumer);
+        await_qk(scores);
+        consumer_release(memory.k_empty, k_state, at.lane);
         online_softmax<with_epilogue>(scores, visible_pairs, softmax, coord, at, a);
         if (planted(RESCALED_IN_FLIGHT)) rescale_o(o, softmax);
         if (planted(P_IN_FLIGHT)) narrow_p(probs, scores);
-        wgmma_wait<0>();
-        UNROLL for (u32 columns = 0; columns < O_PARTS; ++columns) fence_operand(o[columns]);
-        // P·V has read P until here. Pinning S as well ties narrow_p, which reads it, to the wait.
-        if (!planted(NO_OPERAND_FENCE)) fence_operand(probs);
+        await_pv(o, probs);
+        // the next P is rounded from S: pinning S keeps the compiler from writing P before the wait
         fence_operand(scores);
-        if (!planted(EARLY_RELEASE) && at.lane == 0)
-            mbarrier_arrive(memory.v_empty + v_state.stage());
+        if (!planted(EARLY_RELEASE)) consumer_release(memory.v_empty, v_state, at.lane);
         k_state.advance();
         if (!planted(RESCALED_IN_FLIGHT)) rescale_o(o, softmax);
         narrow_p(probs, scores);
     }
 
     const PipelineState v_state = k_state.before();
-    mbarrier_wait(memory.v_full + v_state.stage(), v_state.parity());
+    consumer_wait(memory.v_full, v_state);
     ValueOperand v_operand = v_operand_of(memory, v_state);
     if (!coord.is_full && tile_non_finite(memory.v[v_state.stage()], at)) {
-        pv_nonfinite_fixup(o, probs, visible_pairs, slice, memory.v[v_state.stage()], at);
+        pv_nonfinite_fixup(o, probs, visible_pairs, memory.v[v_state.stage()], at);
         v_operand = zero_values(memory);
     }
-    wgmma_fence();
     issue_pv(o, probs, v_operand);
-    wgmma_wait<0>();
-    UNROLL for (u32 columns = 0; columns < O_PARTS; ++columns) fence_operand(o[columns]);
-    fence_operand(probs);
-    if (!planted(LAST_V_NOT_RELEASED) && at.lane == 0)
-        mbarrier_arrive(memory.v_empty + v_state.stage());
+    await_pv(o, probs);
+    if (!planted(LAST_V_NOT_RELEASED)) consumer_release(memory.v_empty, v_state, at.lane);
     write_rows(q_shared, o, softmax, all, part, at);
 }
 
@@ -315,10 +309,10 @@ DEVICE void forward_on_warpgroups(const WarpgroupAttention& a) {
     if (thread_index() < WARPGROUP) clear_zeros(memory);
     barrier();
     if (thread_index() < WARPGROUP) {
-        setmaxnreg_dec<24>();
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (thread_index() == 0) load_tiles(memory, a);
     } else {
-        setmaxnreg_inc<240>();
+        setmaxnreg_inc<CONSUMER_REGISTERS>();
         attend_tiles<with_epilogue>(memory, a);
     }
 }
@@ -326,7 +320,7 @@ DEVICE void forward_on_warpgroups(const WarpgroupAttention& a) {
 // For scores scale·⟨q, k⟩ with a positive scale, which the softmax applies.
 KERNEL(forward_warpgroup, WarpgroupAttention) { forward_on_warpgroups<false>(a); }
 
-#if ANNULUS_DIM <= MOST_EPILOGUE_DIMS
+#if HAS_EPILOGUE_KERNEL
 // For scores with an epilogue, and dropout: see `needs_epilogue` of src/forward_warpgroup.rs.
 KERNEL(forward_warpgroup_epilogue, WarpgroupAttention) { forward_on_warpgroups<true>(a); }
 #endif

@@ -1,5 +1,5 @@
-// Program of the general kernels: level 0 for any architecture and feature, forward and backward on
-// tensor cores for 16-bit elements, row kernels, record kernels.
+// Program of the general kernels: level plain for any architecture and feature, forward and
+// backward on tensor cores for 16-bit elements, row kernels, record kernels.
 #include "forward.cuh"
 #include "backward_queries.cuh"
 #include "backward_keys.cuh"

@@ -6,7 +6,9 @@
 // With few queries a grid of query tiles leaves most multiprocessors idle, so that ranges of keys
 // are blocks of their own (src/split_kv.rs). One block merges one row: thread s computes f_s, warp
 // w adds the terms s = w, w + 8, …, and the sums of the warps are added in order. The order of all
-// sums is fixed, hence the bits repeat.
+// sums is fixed, hence the bits repeat. Shared memory, in elements of Sum: `factors` f_s, 256;
+// `of_warps` maxima, sums and ties of 8 warps, 24; `terms` of O of 8 warps, 8 × dims. A barrier
+// follows the maxima, the factors, and the terms.
 //
 // Source: Flash-Decoding (Dao et al. 2023).
 #pragma once

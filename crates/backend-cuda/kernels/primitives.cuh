@@ -10,7 +10,7 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 // Threads per block, unless a kernel has its own number: 256 = 8 warps, 16 × 16 threads per score
-// tile at level 0.
+// tile at level plain.
 #ifndef THREADS
 #define THREADS 256
 #endif

@@ -29,7 +29,8 @@ DEVICE u32 mark_masked(u32 pair, bool first_visible, bool second_visible) {
 
 // Largest |m|·log₂e for which e^{s − m} is computed as 2^{unit·x − m·log₂e}, with s = scale·x and
 // unit = scale·log₂e. `unit` and m·log₂e are rounded separately, which changes the exponent by up
-// to 3·2⁻²⁴·|m|·log₂e: for this bound a probability by 2⁻¹³, less than its rounding to f16.
+// to 3·2⁻²⁴·|m|·log₂e: for this bound a probability by 2⁻¹³, less than its rounding to f16. For
+// |m| = 10⁹ it would be a factor of 2¹⁷².
 #define FUSED_EXPONENT_LIMIT 1024.0f
 
 // eˣ as 2^(x·log₂e), for results that are rounded to 16 bits.

@@ -4,8 +4,8 @@
 
 #include "vectors.cuh"
 
-// Copies `width` consecutive elements per step. `Index` counts the steps: divisions of 64 bits are
-// calls of some seventy instructions.
+// Copies `width` consecutive elements per step. `Index` counts the steps; it is u32 where that
+// suffices, because a 64-bit division is a call of some seventy instructions.
 template <typename From, typename To, To convert(From), typename Index, u32 width>
 DEVICE void copy_vectors(const Copy& a) {
     Index vectors = a.dim / width, count = vectors * a.heads * a.batches * a.rows;
@@ -41,12 +41,12 @@ DEVICE void copy_all(const Copy& a) {
         copy_vectors<From, To, convert, u64, 1>(a);
 }
 
-DEVICE Element as_it_is(Element x) { return x; }
-DEVICE Sum as_it_was(Sum x) { return x; }
+DEVICE Element same_element(Element x) { return x; }
+DEVICE Sum same_sum(Sum x) { return x; }
 
-KERNEL(copy_elements, Copy) { copy_all<Element, Element, as_it_is>(a); }
+KERNEL(copy_elements, Copy) { copy_all<Element, Element, same_element>(a); }
 KERNEL(round_sums, Copy) { copy_all<Sum, Element, narrow>(a); }
-KERNEL(copy_sums, Copy) { copy_all<Sum, Sum, as_it_was>(a); }
+KERNEL(copy_sums, Copy) { copy_all<Sum, Sum, same_sum>(a); }
 
 // Copies sums at addresses that are only 2-byte aligned; strides in 2-byte units, dim counts sums.
 KERNEL(copy_statistics, Copy) {

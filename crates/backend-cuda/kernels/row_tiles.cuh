@@ -187,9 +187,9 @@ DEVICE void gemm_nt(float (&scores)[row_tiles][columns][4], const u16* left, Rig
 // acc += left·right on scalar units, for a panel with non-finite elements: masked pairs are
 // skipped, because 0 · NaN would reach every row.
 template <u32 row_tiles, u32 columns>
-DEVICE void add_visible_products(PanelAccumulators<row_tiles>& acc,
-                                 u32 (&left)[row_tiles][columns][2], const u16* right_panel,
-                                 const RowLane& lane) {
+DEVICE void nn_nonfinite_fixup(PanelAccumulators<row_tiles>& acc,
+                               u32 (&left)[row_tiles][columns][2], const u16* right_panel,
+                               const RowLane& lane) {
     NOT_UNROLLED for (u32 group = 0; group < columns; ++group) {
         // the four lanes of a row exchange their pairs; all add in the order of columns
         NOT_UNROLLED for (u32 owner = 0; owner < 4; ++owner) {
@@ -221,7 +221,7 @@ template <u32 row_tiles, u32 columns>
 DEVICE void panel_nn(PanelAccumulators<row_tiles>& acc, u32 (&left)[row_tiles][columns][2],
                      const u16* right_panel, bool fixup, const RowLane& lane) {
     if (fixup) {
-        add_visible_products(acc, left, right_panel, lane);
+        nn_nonfinite_fixup(acc, left, right_panel, lane);
         return;
     }
     u32 right_row = lane.lane % 16, right_piece = lane.lane / 16 ^ right_row % 8;

@@ -1,8 +1,8 @@
 // One score tile (queries × keys) held by the 256 threads of a block: dot products, score epilogue,
-// tile mask, and the second GEMM. Level 0: scalar multiply-adds, any element type, any
+// tile mask, and the second GEMM. Level plain: scalar multiply-adds, any element type, any
 // architecture.
 //
-//   ANNULUS_TILE   queries and keys per tile, 32 or 64
+//   ANNULUS_TILE   queries and keys per tile, 32 or 64; in warpgroup programs keys (warpgroup.cuh)
 //   ANNULUS_DIM    upper bound of head and value dim: 32, 64, 128 or 256
 //
 // Register tile: thread (y, x) of 16 × 16 holds the scores of queries y·M … y·M + M − 1 and keys
@@ -202,9 +202,9 @@ DEVICE bool score_of_pair(Sum& product, Sum& derivative, bool visible, u32 row, 
     Sum x = Sum(a.scale) * product + before;
     derivative = 1;
     if (a.flags & HAS_CAP) {
-        Sum bent = soft_cap_tanh(x, Sum(a.cap));
-        x = Sum(a.cap) * bent;
-        derivative = 1 - bent * bent;
+        Sum tanh_x = soft_cap_tanh(x, Sum(a.cap));
+        x = Sum(a.cap) * tanh_x;
+        derivative = 1 - tanh_x * tanh_x;
     }
     product = x + after;
     return visible;

@@ -1,11 +1,21 @@
 // Shared-memory layout and K/V pipeline of the forward pass on warpgroups (compute capability 9.0).
 // The backward pass uses its descriptors and swizzle (backward_warpgroup.cuh).
 //
-// A block computes one tile of 128 query rows after the other (forward_scheduler.cuh) and iterates
-// over the visible KV tiles of each. Warp specialization: warpgroup 0 is the producer; one of its
-// threads issues TMA loads of K and V tiles into a pipeline of STAGES stages each. Warpgroups 1 and
-// 2 are consumers with 64 query rows each. Every stage has two mbarriers: `full` counts the bytes
-// of the tile, `empty` the consumer warps that released it.
+// A block computes one tile of queries after the other (forward_scheduler.cuh) and iterates over
+// the visible KV tiles of each. Warp specialization: warpgroup 0 is the producer; one of its
+// threads issues TMA loads of K and V tiles into a pipeline of STAGES stages each. The others are
+// consumers with 64 query rows each. Every stage has two mbarriers: `full` counts the bytes of the
+// tile, `empty` the consumer warps that released it.
+//
+// There are two sizes of tiles, rows × keys (`Variant::tile` of src/variant.rs):
+//
+//   dims        64          128         256
+//   narrow  128 × 128   128 × 128   128 × 64     with and without score epilogue
+//   wide    192 × 128   128 × 176   128 × 80     without
+//
+// Wide tiles are those of FlashAttention-3. An element of K or V in shared memory serves more rows,
+// or one of Q more keys, and steps that a tile takes once are fewer. At 64 dims they have three
+// consumers.
 //
 // A tile is stored in panels of 64 dims: rows of 128 bytes in the 128-byte swizzle of TMA and
 // wgmma, which exchanges 16-byte pieces according to the row number, so that any eight rows that
@@ -13,15 +23,25 @@
 //
 // Shared memory of one block (SharedStorage), bytes at 64 / 128 / 256 dims:
 //
-//   q         2 consumers × 64 rows × dims × 2            16 K /  32 K /  64 K
+//                                                      narrow tiles         wide tiles
+//   q         consumers × 64 rows × dims × 2        16 K /  32 K /  64 K  24 K /  32 K /  64 K
 //             (after the last product with K: outputs, for TMA stores)
-//   k, v      2 × 2 stages × KV_ROWS × dims × 2           64 K / 128 K / 128 K
-//   p_slices  2 consumers × 64 rows × 16 keys × 2         4 K
-//   zeros     16 rows × 64 dims × 2                       2 K
-//   work      2 slots × 16                                32
-//   mbarriers 12 × 8                                      96
+//   k, v      2 × 2 stages × KV_ROWS × dims × 2     64 K / 128 K / 128 K  64 K / 176 K / 160 K
+//   zeros     16 rows × 64 dims × 2                  2 K                   2 K
+//   work      2 slots × 16                          32                    32
+//   mbarriers 12 × 8                                96                    96
 //
-// Named barriers: 0 whole block, 1 and 2 SCHEDULER_BARRIER, 3 and 4 WARPGROUP_BARRIER.
+// Registers of a thread, for 2 and 3 consumers: 168 and 128 at launch, then 24 and 32 of the
+// producer, 240 and 160 of a consumer. S, O and P take 64 + dims / 2 + 32 of these with 128 keys.
+//
+// Named barriers: 0 whole block, then a SCHEDULER_BARRIER and a WARPGROUP_BARRIER of each consumer.
+//
+// A phase of an mbarrier completes with
+//
+//   k_full, v_full    the producer's arrival and the bytes of the tile
+//   k_empty, v_empty  an arrival of each warp of the consumers, which have read the tile
+//   work_full         the producer's arrival, which has written the work tile
+//   work_empty        an arrival of each warp of the consumers, which have read the work tile
 //
 // Source: Shah et al. 2024 (FlashAttention-3); PTX ISA, "Asynchronous Warpgroup Level Matrix Shared
 // Memory Layout", "Matrix Descriptor Format".
@@ -30,15 +50,19 @@
 #include "tile.cuh"
 #include "probs.cuh"
 
-// Keys per tile. O takes ANNULUS_DIM / 2 registers of a thread and S takes KV_ROWS / 2: at 256 dims
-// only 64 keys fit the 240 registers of a consumer.
-#define KV_ROWS (ANNULUS_DIM <= 128 ? 128 : 64)
+// Keys per tile.
+#define KV_ROWS ANNULUS_TILE
 // Query rows per consumer warpgroup: the M of a wgmma instruction.
 #define Q_ROWS 64
-// Consumer warpgroups.
-#define CONSUMERS 2
+// Consumer warpgroups, 2 or 3.
+#define CONSUMERS ANNULUS_CONSUMERS
 // Query rows per block and tile.
 #define TILE_ROWS (CONSUMERS * Q_ROWS)
+// Registers per thread at launch, a multiple of 8, and after setmaxnreg. The producer keeps as few
+// as leave a multiple of 8 for each consumer: it computes addresses only.
+#define LAUNCH_REGISTERS (64 * 1024 / THREADS / 8 * 8)
+#define PRODUCER_REGISTERS (CONSUMERS == 2 ? 24 : 32)
+#define CONSUMER_REGISTERS (CONSUMERS == 2 ? 240 : 160)
 #define PANELS (ANNULUS_DIM / 64)
 // Double buffering: two stages of K and V are the most that fit 227 KB at 128 and 256 dims.
 #define STAGES 2
@@ -53,9 +77,11 @@
 #define O_PARTS (ANNULUS_DIM / O_COLUMNS)
 // Bytes of eight rows of a panel, the unit that the 128-byte swizzle repeats.
 #define SWIZZLE_ATOM_BYTES 1024
-// Named barriers: turns of the consumers to issue wgmma, and the threads of one consumer.
+// Named barriers: the turn of a consumer to issue wgmma, which it waits for and the one before it
+// passes on; and the threads of one consumer.
 #define SCHEDULER_BARRIER(group) (1 + (group))
-#define WARPGROUP_BARRIER(group) (3 + (group))
+#define SCHEDULER_THREADS (2 * WARPGROUP)
+#define WARPGROUP_BARRIER(group) (1 + CONSUMERS + (group))
 
 // Mistakes planted by tests, numbered as in tests/emulated/warpgroup.rs. Each must be detected, by
 // wrong numbers or by a failed launch.
@@ -74,12 +100,10 @@ enum Mistake {
     WRONG_STEP,           // descriptors advance too little from one K = 16 step to the next
     WRONG_PANEL,          // the descriptor has a wrong distance between panels
     MASK_OFF_BY_ONE,
-    NO_SCHEDULER_ARRIVE,  // a consumer does not pass the turn to the other
+    NO_SCHEDULER_ARRIVE,  // a consumer does not pass the turn to the next one
     P_IN_FLIGHT,          // P is overwritten while P·V reads it
     NO_OPERAND_FENCE,     // P is written without pinning its registers after the wait
     RESCALED_IF_ALL,      // O is rescaled only if the maxima of all rows of a warp have changed
-    NO_SLICE_BARRIER,     // a slice of P is read before all lanes have written it
-    EARLY_SLICE,          // a slice of P is overwritten while other lanes read it
     WRONG_PACKED_HEAD,    // Q of a row of a packed tile is that of another head
     WORK_WRONG_PHASE,     // a consumer waits for the wrong parity of a full work slot
     WORK_OVERWRITTEN,     // a work slot is written before all consumers have read it
@@ -116,12 +140,10 @@ struct alignas(16) WorkTile {
 // List of a WorkTile that stands for the end.
 #define NO_TILE 0xffffffffu
 
-// Dynamic shared memory of a block. `Variant::dynamic_shared_bytes` (src/kernels.rs) has its size.
+// Dynamic shared memory of a block. `Variant::dynamic_shared_bytes` (src/variant.rs) has its size.
 struct SharedStorage {
     u16 q[CONSUMERS][Q_TILE];
     u16 k[STAGES][KV_TILE], v[STAGES][KV_TILE];
-    // For V tiles with non-finite elements: P of sixteen keys, of each consumer.
-    u16 p_slices[CONSUMERS][Q_ROWS * 16];
     // V operand of zeros (zero_values), written once, because wgmma reads its operands until it is
     // waited for.
     u16 zeros[16 * PANEL_DIMS];
@@ -135,8 +157,15 @@ struct SharedStorage {
 // The most that a block of compute capability 9.0 can have. Operands of wgmma begin at a multiple
 // of the swizzle's period, for which the sizes of the arrays before them suffice.
 static_assert(sizeof(SharedStorage) <= 227 * 1024, "shared memory of a block");
-static_assert(Q_TILE * 2 % SWIZZLE_ATOM_BYTES == 0 && KV_TILE * 2 % SWIZZLE_ATOM_BYTES == 0 &&
-                  CONSUMERS * Q_ROWS * 16 * 2 % SWIZZLE_ATOM_BYTES == 0,
+static_assert(WARPGROUP * (PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) ==
+                  THREADS * LAUNCH_REGISTERS,
+              "registers of a block");
+// S, O and P; the other variables of a thread have the remaining 32
+static_assert(KV_ROWS / 2 + ANNULUS_DIM / 2 + KV_ROWS / 4 <= CONSUMER_REGISTERS - 32,
+              "registers of a consumer");
+static_assert(KV_ROWS % 16 == 0 && KV_ROWS <= 256, "K of P·V, and rows of a TMA box");
+static_assert(WARPGROUP_BARRIER(CONSUMERS - 1) < 16, "named barriers");
+static_assert(Q_TILE * 2 % SWIZZLE_ATOM_BYTES == 0 && KV_TILE * 2 % SWIZZLE_ATOM_BYTES == 0,
               "operands of wgmma are aligned to the period of the swizzle");
 
 // Position in the pipeline (CUTLASS: PipelineState) as the number of a tile: its stage, and the
@@ -166,14 +195,14 @@ DEVICE u64 k_major_descriptor(const u16* at) { return smem_descriptor(at, 16, SW
 DEVICE u64 mn_major_descriptor(const u16* at, u32 panel) {
     return smem_descriptor(at, panel * 2, SWIZZLE_ATOM_BYTES);
 }
-// Descriptor of the operand `elements` elements further. Of the low word only, because addresses in
-// shared memory do not leave it: an addition of 64 bits takes a carry.
+// Returns the descriptor of the operand `elements` elements further. Adds to the low word only,
+// which holds the address: a 64-bit addition would need a carry.
 DEVICE u64 descriptor_advance(u64 descriptor, u32 elements) {
     return (descriptor & ~0xffffffffull) | (u32(descriptor) + (elements * 2 >> 4));
 }
 
-// The descriptor, which is the same in all lanes, as the compiler knows: it is then computed in
-// uniform registers, from which wgmma takes it.
+// Returns a descriptor that is the same in all lanes in a form of which the compiler can prove it
+// (uniform). It is then computed in uniform registers, from which wgmma reads it.
 DEVICE u64 uniform_descriptor(u64 descriptor) {
     return (descriptor & ~0xffffffffull) | uniform(u32(descriptor));
 }
@@ -214,6 +243,25 @@ DEVICE void tma_load(u16* to, const TensorMap& map, Mbarrier* full, Mbarrier* em
     for (u32 panel = 0; panel < PANELS; ++panel)
         tma_load_box(to + state.stage() * KV_TILE + panel * KV_PANEL, map, full + state.stage(),
                      panel * 64, row, head, batch);
+}
+
+// Consumer: waits until the tile of a stage is loaded.
+DEVICE void consumer_wait(Mbarrier* full, const PipelineState& state) {
+    mbarrier_wait(full + state.stage(), state.parity());
+}
+// Consumer: this warp has read the tile of a stage.
+DEVICE void consumer_release(Mbarrier* empty, const PipelineState& state, u32 lane) {
+    if (lane == 0 && !planted(STAGE_NOT_RELEASED)) mbarrier_arrive(empty + state.stage());
+}
+
+// Ping-pong scheduling: waits for the turn of a consumer to issue wgmma.
+DEVICE void scheduler_wait(u32 consumer) {
+    named_barrier(SCHEDULER_BARRIER(consumer), SCHEDULER_THREADS);
+}
+// Passes the turn to a consumer.
+DEVICE void scheduler_arrive(u32 consumer) {
+    if (!planted(NO_SCHEDULER_ARRIVE))
+        named_arrive(SCHEDULER_BARRIER(consumer), SCHEDULER_THREADS);
 }
 
 // Stores elements x … x + 7 of a row of `dim` elements to shared memory for wgmma, zeros beyond the
@@ -269,6 +317,7 @@ DEVICE void wgmma_rs(float (&o)[O_COLUMNS / 2], const u32 (&left)[4], u64 right)
 DEVICE void issue_qk(float (&scores)[KV_ROWS / 2], u64 q, u64 kv) {
     q = uniform_descriptor(q);
     kv = uniform_descriptor(kv);
+    if (!planted(NO_WGMMA_FENCE)) wgmma_fence();
     UNROLL for (u32 x = 0; x < ANNULUS_DIM; x += 16)
         wgmma_ss(
             scores, descriptor_advance(q, x / 64 * Q_PANEL + x % 64),
@@ -294,9 +343,23 @@ DEVICE void issue_pv(float (&o)[O_PARTS][O_COLUMNS / 2], const u32 (&probs)[KV_R
                      const ValueOperand& right) {
     const u64 descriptor = uniform_descriptor(right.descriptor);
     const u32 panel = uniform(right.panel), step = uniform(right.step);
+    if (!planted(NO_WGMMA_FENCE)) wgmma_fence();
     UNROLL for (u32 y = 0; y < KV_ROWS / 16; ++y)
         UNROLL for (u32 part = 0; part < O_PARTS; ++part)
             wgmma_rs(o[part], probs[y],
                      descriptor_advance(descriptor, y * step + part * (O_COLUMNS / 64) * panel));
     wgmma_commit();
+}
+
+// Waits for Q·Kᵀ, of the two groups in flight the first one.
+DEVICE void await_qk(float (&scores)[KV_ROWS / 2]) {
+    if (!planted(NO_WGMMA_WAIT)) wgmma_wait<1>();
+    fence_operand(scores);
+}
+
+// Waits for P·V, which has read P until then.
+DEVICE void await_pv(float (&o)[O_PARTS][O_COLUMNS / 2], u32 (&probs)[KV_ROWS / 16][4]) {
+    wgmma_wait<0>();
+    UNROLL for (u32 part = 0; part < O_PARTS; ++part) fence_operand(o[part]);
+    if (!planted(NO_OPERAND_FENCE)) fence_operand(probs);
 }

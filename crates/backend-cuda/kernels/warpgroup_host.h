@@ -78,11 +78,14 @@ struct Addition {
     bool is_read;
 };
 
+// Most columns of a product of the kernels.
+const u32 MOST_COLUMNS = 176;
+
 // Elements of the operands of a product, as read_operands orders them. In shared memory the left
 // operand is that of all four warps: a warp may not know when the others have read it.
 struct Operands {
     u16 left[64 * 16];
-    u16 right[16 * 128];
+    u16 right[16 * MOST_COLUMNS];
 };
 
 // Form of a product.

@@ -1,15 +1,7 @@
-// Shared by the consumer warpgroups of forward and backward: the position of a thread in its
-// accumulators, and the conditions under which a probability is one multiply-add and one ex2.
+// Position of a thread of a consumer warpgroup in its accumulators, forward and backward.
 #pragma once
 
 #include "tile.cuh"
-
-#define LOG2_E 1.44269504088896341f
-// Largest |m|·log₂e for which e^{s − m} is computed as 2^{unit·x − m·log₂e}, one multiply-add and
-// one ex2. `unit` and m·log₂e are rounded separately, which changes the exponent by up to
-// 3·2⁻²⁴·|m|·log₂e: for this bound a probability by 2⁻¹³, less than its rounding to f16. For
-// |m| = 10⁹ it would be a factor of 2¹⁷².
-#define FUSED_LIMIT 1024.0f
 
 // Position of a thread in its warpgroup's accumulators: element e of S is
 // row + 8·(e / 2 mod 2), 8·(e / 4) + column + e mod 2.

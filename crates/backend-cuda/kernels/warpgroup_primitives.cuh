@@ -37,8 +37,8 @@ DEVICE u32 shared_address(const void* at) { return static_cast<u32>(__cvta_gener
 DEVICE void warp_barrier() { __syncwarp(); }
 // True if any lane of the warp passes true. All lanes must call it.
 DEVICE bool warp_any(bool mine) { return __any_sync(0xffffffffu, mine) != 0; }
-// Returns the value of lane 0, as the compiler knows to be the same in all lanes. All lanes must
-// call it.
+// Returns the value of lane 0 from a shuffle, by which the compiler proves that it is the same in
+// all lanes. All lanes must call it.
 DEVICE u32 uniform(u32 value) { return __shfl_sync(0xffffffffu, value, 0); }
 // bar.sync: as barrier, for the `threads` threads that use the same name, 1 … 15 (0: barrier()).
 DEVICE void named_barrier(u32 name, u32 threads) {
@@ -201,7 +201,7 @@ DEVICE void store_for_async_proxy(u16* to, const u32 (&words)[4]) {
 DEVICE void store_pair_for_async_proxy(u16* to, u32 pair) {
     asm volatile("st.shared.b32 [%0], %1;" : : "r"(shared_address(to)), "r"(pair) : "memory");
 }
-// The same at a shared_address: of several stores the compiler computes one address, and adds.
+// As above, at a shared_address. Stores at constant distances then share one computed address.
 DEVICE void store_pair_for_async_proxy(u32 to, u32 pair) {
     asm volatile("st.shared.b32 [%0], %1;" : : "r"(to), "r"(pair) : "memory");
 }
@@ -263,13 +263,19 @@ DEVICE void fence_operand(u32 (&fragments)[count][4]) {
     "+f"(acc[at]), "+f"(acc[at + 1]), "+f"(acc[at + 2]), "+f"(acc[at + 3]), "+f"(acc[at + 4]), \
         "+f"(acc[at + 5]), "+f"(acc[at + 6]), "+f"(acc[at + 7])
 #define ACC_32(acc, at) ACC_8(acc, at), ACC_8(acc, at + 8), ACC_8(acc, at + 16), ACC_8(acc, at + 24)
+#define ACC_24(acc, at) ACC_8(acc, at), ACC_8(acc, at + 8), ACC_8(acc, at + 16)
 #define OPERANDS_32                                                          \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define OPERANDS_40 OPERANDS_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define OPERANDS_64                                                                      \
     OPERANDS_32                                                                          \
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define OPERANDS_88                                                                      \
+    OPERANDS_64                                                                          \
+    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+    "%80, %81, %82, %83, %84, %85, %86, %87"
 
 // `transposed`: 1, 1 for MN-major operands
 #define WGMMA_SS(name, type, columns, transposed, names, count, left_name, right_name, add_name, \
@@ -293,7 +299,15 @@ DEVICE void fence_operand(u32 (&fragments)[count][4]) {
 WGMMA_SS(wgmma_ss_bf16, "bf16", "64", "0, 0", OPERANDS_32, 32, "%32", "%33", "%34", ACC_32(acc, 0))
 WGMMA_SS(wgmma_ss_bf16, "bf16", "128", "0, 0", OPERANDS_64, 64, "%64", "%65", "%66",
          ACC_32(acc, 0), ACC_32(acc, 32))
+WGMMA_SS(wgmma_ss_bf16, "bf16", "80", "0, 0", OPERANDS_40, 40, "%40", "%41", "%42",
+         ACC_32(acc, 0), ACC_8(acc, 32))
+WGMMA_SS(wgmma_ss_bf16, "bf16", "176", "0, 0", OPERANDS_88, 88, "%88", "%89", "%90",
+         ACC_32(acc, 0), ACC_32(acc, 32), ACC_24(acc, 64))
 WGMMA_SS(wgmma_ss_f16, "f16", "64", "0, 0", OPERANDS_32, 32, "%32", "%33", "%34", ACC_32(acc, 0))
+WGMMA_SS(wgmma_ss_f16, "f16", "80", "0, 0", OPERANDS_40, 40, "%40", "%41", "%42",
+         ACC_32(acc, 0), ACC_8(acc, 32))
+WGMMA_SS(wgmma_ss_f16, "f16", "176", "0, 0", OPERANDS_88, 88, "%88", "%89", "%90",
+         ACC_32(acc, 0), ACC_32(acc, 32), ACC_24(acc, 64))
 WGMMA_SS(wgmma_ss_f16, "f16", "128", "0, 0", OPERANDS_64, 64, "%64", "%65", "%66",
          ACC_32(acc, 0), ACC_32(acc, 32))
 WGMMA_SS(wgmma_tt_bf16, "bf16", "64", "1, 1", OPERANDS_32, 32, "%32", "%33", "%34", ACC_32(acc, 0))

@@ -9,9 +9,9 @@
 
 #include "warpgroup_tile.cuh"
 
-// Beyond this the accumulators leave too few of the 240 registers of a consumer: 256 dims spill. As
-// `Variant::MOST_EPILOGUE_DIMS` of src/kernels.rs.
-#define MOST_EPILOGUE_DIMS 128
+// Beyond 128 dims and 128 × 128 tiles the accumulators leave too few registers of a consumer: it
+// would spill. As `Variant::has_epilogue` of src/variant.rs.
+#define HAS_EPILOGUE_KERNEL (ANNULUS_DIM <= 128 && TILE_ROWS == 128 && KV_ROWS == 128)
 
 // Adds the bias and applies the soft cap, in the order of the spec, as pair_epilogue does for one
 // pair. Bits of pairs with a bias of −∞ are cleared.
@@ -19,7 +19,7 @@ DEVICE void bias_and_cap(float (&scores)[S_REGISTERS], VisiblePairs& visible_pai
                          const WarpgroupTile& coord, const ConsumerLane& at, const Attention& a) {
     const u32 bias_pass = a.flags & BIAS_BEFORE_CAP ? 0 : 1;
     // not unrolled, because its bodies are unrolled over the scores of a thread
-_Pragma("unroll 1") for (u32 pass = 0; pass < 2; ++pass) {
+    NOT_UNROLLED for (u32 pass = 0; pass < 2; ++pass) {
         if ((a.flags & (HAS_BIAS | HAS_SLOPES)) && pass == bias_pass)
             UNROLL for (u32 e = 0; e < S_REGISTERS; ++e) {
                 if (!visible_pairs.get(e)) continue;
@@ -44,7 +44,7 @@ DEVICE void score_epilogue_in_registers(float (&scores)[S_REGISTERS], VisiblePai
                                         const WarpgroupTile& coord, const ConsumerLane& at,
                                         const Attention& a) {
     UNROLL for (u32 r = 0; r < 2; ++r)
-        UNROLL for (u32 word = 0; word < KV_ROWS / 64; ++word) {
+        UNROLL for (u32 word = 0; word < MASK_WORDS; ++word) {
             const u32 row = at.row + 8 * r;
             const PackedRow packed = consumer_row(a, coord.first_head, at.group, row);
             u64 line = packed.exists && coord.first_query + packed.query < a.queries
@@ -71,7 +71,7 @@ DEVICE void apply_dropout(float (&probs)[S_REGISTERS], const WarpgroupTile& coor
     VisiblePairs kept;
     UNROLL for (u32 word = 0; word < (S_REGISTERS + 31) / 32; ++word) {
         u32 bits = 0;
-_Pragma("unroll 1") for (u32 bit = 0; bit < 32; ++bit) {
+        NOT_UNROLLED for (u32 bit = 0; bit < 32; ++bit) {
             u32 e = word * 32 + bit;
             const PackedRow row = consumer_row(a, coord.first_head, at.group, at.row_of(e));
             u32 i = coord.first_query + row.query, j = coord.first_key + at.column_of(e);

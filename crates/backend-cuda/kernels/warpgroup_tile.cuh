@@ -13,6 +13,9 @@
 // Elements of S of one thread: 64 × KV_ROWS over 128 threads.
 #define S_REGISTERS (KV_ROWS / 2)
 
+// Words of 64 keys of a row of the tile mask; the last one may have fewer keys.
+#define MASK_WORDS ((KV_ROWS + 63) / 64)
+
 // Iterates over the visible tiles of one list as TileIterator, with the current run in registers: a
 // consumer has enough of them, and each tile then saves up to four loads.
 struct RunIterator {
@@ -85,12 +88,11 @@ DEVICE WarpgroupTile warpgroup_tile(const Attention& a, u32 b, u32 first_head, u
 DEVICE u64 warpgroup_mask_row(const Attention& a, const WarpgroupTile& coord, u32 group, u32 row,
                               u32 word) {
     u64 line = ~0ull;
-    const u32 row_words = KV_ROWS / 64;
     if (coord.mask_index != FULL_TILE) {
         const PackedRow at = consumer_row(a, coord.first_head, group, row);
         const u64 first_row = u64(coord.mask_index) * queries_per_tile(a);
         line = at.exists ? reinterpret_cast<const u64*>(
-                               a.block_mask.bits)[(first_row + at.query) * row_words + word]
+                               a.block_mask.bits)[(first_row + at.query) * MASK_WORDS + word]
                          : 0;
     }
     if (planted(MASK_OFF_BY_ONE)) line = line << 1 | 1;

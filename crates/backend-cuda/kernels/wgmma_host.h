@@ -55,10 +55,9 @@ inline PendingAcc& pending_of(Lane& lane, const float* acc) {
                          [&](const PendingAcc& one) { return one.at == acc; });
 }
 
-__attribute__((optimize("O3"))) inline void multiply_accumulate(float (&acc)[16][128],
-                                                                const float (&left)[16][16],
-                                                                const float (&right)[16][128],
-                                                                u32 columns) {
+__attribute__((optimize("O3"))) inline void multiply_accumulate(
+    float (&acc)[16][MOST_COLUMNS], const float (&left)[16][16],
+    const float (&right)[16][MOST_COLUMNS], u32 columns) {
     for (u32 row = 0; row < 16; ++row)
         for (u32 k = 0; k < 16; ++k)
             for (u32 column = 0; column < columns; ++column)
@@ -67,7 +66,7 @@ __attribute__((optimize("O3"))) inline void multiply_accumulate(float (&acc)[16]
 
 inline void complete_product(Block& block, u32 warp, const Product& product) {
     auto widened = [&](u16 x) { return product.form.is_f16 ? from_f16(x) : from_bf16(x); };
-    static thread_local float left[16][16], right[16][128], acc[16][128];
+    static thread_local float left[16][16], right[16][MOST_COLUMNS], acc[16][MOST_COLUMNS];
     const bool from_registers = product.left[0] != nullptr;
     const Operands& issued = *product.operands;
     Operands now = {};

@@ -15,10 +15,9 @@ use annulus_device_cuda::{
 
 use crate::{
     Level,
-    kernels::{
-        BackwardOptions, BackwardWarpgroupKernels, Kernels, THREADS, Variant, WarpgroupKernels,
-    },
+    kernels::{BackwardOptions, BackwardWarpgroupKernels, Kernels, THREADS, WarpgroupKernels},
     pass_context::slopes,
+    variant::{Family, Variant, needs_epilogue},
     workspace::CudaWorkspace,
 };
 
@@ -43,6 +42,8 @@ pub struct Cuda {
     /// `None`: the multiprocessors of the GPU.
     forward_blocks: Option<usize>,
     fused_backward: bool,
+    /// `None`: [`Variant::has_wide_tiles`].
+    wide_tiles: Option<bool>,
     cache: Arc<Mutex<KernelCache>>,
 }
 
@@ -117,6 +118,7 @@ impl Cuda {
             min_warpgroup_rows: Self::MIN_WARPGROUP_ROWS,
             forward_blocks: None,
             fused_backward: Self::FUSED_BACKWARD,
+            wide_tiles: None,
             cache: Arc::default(),
         }
     }
@@ -172,6 +174,16 @@ impl Cuda {
         Self { fused_backward: fused, cache: Arc::default(), ..self }
     }
 
+    /// Chooses between the tiles of the forward pass on warpgroups, of queries × keys: with `true`
+    /// 192 × 128, 128 × 176 and 128 × 80 at up to 64, 128 and 256 dims, otherwise 128 × 128, and
+    /// 128 × 64 above 128 dims. Specs with a score epilogue (bias, soft cap, dropout, rounding)
+    /// have the latter in any case. Default: wide above 128 dims, by the static model of
+    /// `docs/cuda.md`.
+    #[must_use]
+    pub fn with_wide_tiles(self, wide: bool) -> Self {
+        Self { wide_tiles: Some(wide), cache: Arc::default(), ..self }
+    }
+
     /// Level of the kernels.
     pub const fn level(&self) -> Level {
         self.level
@@ -185,7 +197,11 @@ impl Cuda {
     pub fn forward_variant(&self, spec: &Spec) -> Result<Variant> {
         let on_warpgroups =
             if self.level == Level::Warpgroup { Variant::on_warpgroups(spec)? } else { None };
-        on_warpgroups.map_or_else(|| Variant::of(spec), Ok)
+        let Some(on_warpgroups) = on_warpgroups else { return Variant::of(spec) };
+        let is_wide = self.wide_tiles.unwrap_or_else(|| on_warpgroups.has_wide_tiles());
+        let is_wide = is_wide && !needs_epilogue(spec);
+        let family = if is_wide { Family::WarpgroupWide } else { Family::Warpgroup };
+        Ok(Variant { family, ..on_warpgroups })
     }
 
     /// As [`Cuda::forward_variant`], for the kernels of dQ, dK and dV.

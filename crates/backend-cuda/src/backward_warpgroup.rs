@@ -9,14 +9,17 @@ use annulus_device_cuda::{CudaBuffer, TensorMap};
 use crate::{
     arguments::{Attention, BackwardAttention, DqOrder},
     block_mask::{BlockMask, to_u32},
-    kernels::{BackwardWarpgroupKernels, WarpgroupKernels, fused_rows, needs_epilogue},
+    kernels::BackwardWarpgroupKernels,
     pass_context::PassContext,
     tma::{is_tma_readable, tma_boxes},
+    variant::{fused_rows, needs_epilogue},
 };
 
 /// Rows of a `StatisticsTile` of `kernels/backward_warpgroup.cuh`, and its bytes.
 const STATISTICS_ROWS: u64 = 64;
 const STATISTICS_BYTES: u64 = 2 * 4 * STATISTICS_ROWS;
+
+const THREADS: u32 = BackwardWarpgroupKernels::THREADS;
 
 /// The kernels for one set of queries, with the statistics of these.
 #[derive(Debug)]
@@ -44,14 +47,14 @@ impl OnWarpgroups {
         }
         let made =
             Self { kernels, statistics: into.address(), statistics_tiles: to_u32(tiles as usize)? };
-        let threads = u64::from(WarpgroupKernels::THREADS);
+        let threads = u64::from(THREADS);
         let grid = [(tiles * STATISTICS_ROWS).div_ceil(threads), q_heads as u64, batch as u64];
         let arguments = made.arguments(attention, [TensorMap::UNUSED; 2]);
         let kernel = &made.kernels.statistics;
         // SAFETY: the buffer holds the statistics of all rows; the engine has validated those of
         // the queries; memory is freed only after queued work.
         unsafe {
-            kernel.launch(&context.stream, grid, WarpgroupKernels::THREADS, &arguments)?;
+            kernel.launch(&context.stream, grid, THREADS, &arguments)?;
         }
         Ok(made)
     }
@@ -109,7 +112,7 @@ impl OnWarpgroups {
         let kernel = &self.kernels.fused;
         let grid = [blocks, 1, 1];
         // SAFETY: as for `launch_queries`; the buffer holds the counter and all semaphores.
-        unsafe { kernel.launch(&context.stream, grid, WarpgroupKernels::THREADS, &arguments) }
+        unsafe { kernel.launch(&context.stream, grid, THREADS, &arguments) }
     }
 
     /// Launches the kernel for dQ: K and V are streamed, from records.
@@ -131,7 +134,7 @@ impl OnWarpgroups {
         let arguments = self.arguments(attention, maps);
         // SAFETY: the engine has validated every tensor's shape; memory is freed only after queued
         // work.
-        unsafe { kernel.launch(&context.stream, grid, WarpgroupKernels::THREADS, &arguments) }
+        unsafe { kernel.launch(&context.stream, grid, THREADS, &arguments) }
     }
 
     /// True if the kernel for dK and dV can stream these queries: always those of records.
@@ -156,7 +159,7 @@ impl OnWarpgroups {
         let kernel = &self.kernels.keys[usize::from(needs_epilogue(context.spec()))];
         let arguments = self.arguments(attention, maps);
         // SAFETY: as for `launch_queries`.
-        unsafe { kernel.launch(&context.stream, grid, WarpgroupKernels::THREADS, &arguments) }
+        unsafe { kernel.launch(&context.stream, grid, THREADS, &arguments) }
     }
 }
 

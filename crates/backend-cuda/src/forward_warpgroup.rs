@@ -6,9 +6,10 @@ use annulus_device_cuda::TensorMap;
 use crate::{
     arguments::{Attention, WRITE_OUTPUTS, WarpgroupAttention},
     block_mask::to_u32,
-    kernels::{WarpgroupKernels, needs_epilogue},
+    kernels::WarpgroupKernels,
     pass_context::PassContext,
     tma::{is_tma_readable, tma_boxes},
+    variant::needs_epilogue,
 };
 
 /// Rows of a box of outputs: those of a consumer, `Q_ROWS` of `kernels/warpgroup.cuh`.
@@ -58,7 +59,7 @@ pub(crate) fn launch(
     let grid = [tiles.min(kernels.blocks as u64), 1, 1];
     // SAFETY: the engine has validated every tensor's shape; memory is freed only after queued
     // work.
-    unsafe { kernel.launch(&context.stream, grid, WarpgroupKernels::THREADS, &arguments) }
+    unsafe { kernel.launch(&context.stream, grid, kernels.threads, &arguments) }
 }
 
 /// Groups of packed heads in a section of the tile scheduler, of `groups` in all: those of as many

@@ -87,7 +87,7 @@ mod tests {
 
     #[test]
     fn kernels_divide_rows_by_heads_exactly() {
-        for rows in [64, 128] {
+        for rows in [64, 128, 192] {
             for heads in 1..=rows {
                 let packing = GqaPacking { rows, heads };
                 let (heads, reciprocal) = packing.kernel_arguments();

@@ -113,6 +113,7 @@ pub(crate) const fn partial_sums(value_dim: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Variant;
 
     /// A token of 32 heads and 8 KV heads, 128 dims of bf16, 32 k keys.
     const TOKEN: ForwardGrid = ForwardGrid {
@@ -242,5 +243,16 @@ mod tests {
             let line = predicted(shape);
             assert!(page.contains(&line), "docs/cuda.md lacks {line}");
         }
+        // all stages but the one that is consumed; a block's share of the 3.35 TB/s of an H100
+        let in_flight = (Variant::matrix_stages(128, true) - 1) * Variant::CHUNK_BYTES;
+        assert_eq!(in_flight, (Variant::matrix_stages(64, true) - 1) * Variant::CHUNK_BYTES);
+        let covered = in_flight as f64 / (3.35e6 / FILLING_BLOCKS as f64);
+        let text = format!(
+            "has {} KB in flight, which at its share of 3.35 TB/s (H100 data sheet) covers \
+             {covered:.2} µs",
+            in_flight / 1024
+        );
+        let words = page.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(words.contains(&text), "docs/cuda.md lacks {text}");
     }
 }

@@ -20,19 +20,19 @@
 //! | stream, kernels and masks of both passes; their memory | `pass_context.rs`, `state.rs` |
 //! | block-sparse mask; GQA packing | `block_mask.rs`, `gqa_packing.rs` |
 //! | wire records, kernel arguments | `records.rs`, `arguments.rs` |
-//! | kernel variants and their compilation | `kernels.rs`, `level.rs` |
+//! | kernel variants; compilation and loading | `variant.rs`, `level.rs`; `kernels.rs` |
 //!
-//! Level 0 computes with scalar multiply-adds on any architecture. It serves f64, f32, the bias
-//! gradient and unnormalized outputs. Forward and backward of 16-bit elements use tensor cores
+//! Level `plain` computes with scalar multiply-adds on any architecture. It serves f64, f32, the
+//! bias gradient and unnormalized outputs. Forward and backward of 16-bit elements use tensor cores
 //! (`mma.sync`) with f32 accumulators: operands are streamed through shared memory by `cp.async`,
 //! the backward pass is two kernels without atomics, and neither scores nor their gradients are
 //! written to memory. No speed is claimed: none was measured.
 //!
 //! [`Level::Warpgroup`] (compute capability 9.0 only) runs forward and, up to 128 dims, backward of
-//! 16-bit elements on warpgroups: two consumers compute with `wgmma`, one producer loads tiles by
-//! TMA into a multi-stage pipeline. Barriers, descriptors and swizzles are tested on the emulator,
-//! and every variant compiles without spills; it has not run on a GPU and is used only on request
-//! ([`Level::VARIABLE`], [`Cuda::at_level`]).
+//! 16-bit elements on warpgroups: two or three consumers compute with `wgmma`, one producer loads
+//! tiles by TMA into a multi-stage pipeline. Barriers, descriptors and swizzles are tested on the
+//! emulator, and every variant compiles without spills; it has not run on a GPU and is used only on
+//! request ([`Level::VARIABLE`], [`Cuda::at_level`]).
 //!
 //! Blocks and accumulators stay on the device across the ring. A warm pass sends only kernel
 //! launches from the host, because the block-sparse mask of every block is cached on the device.
@@ -60,12 +60,14 @@ mod records;
 mod split_kv;
 mod state;
 mod tma;
+mod variant;
 mod workspace;
 
 pub use annulus_device_cuda as device;
 pub use backend::Cuda;
 pub use backward::CudaBackward;
 pub use forward::CudaForward;
-pub use kernels::{Family, Variant, compile};
+pub use kernels::compile;
 pub use level::Level;
+pub use variant::{Family, Variant};
 pub use workspace::CudaWorkspace;

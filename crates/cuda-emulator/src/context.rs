@@ -26,6 +26,8 @@ pub(super) struct Context {
     pub(super) queues: Mutex<Vec<Weak<Queue>>>,
     failed: AtomicBool,
     pub(super) mistake: AtomicU32,
+    /// Seed of the order in which blocks start, threads run and copies complete.
+    pub(super) seed: AtomicU64,
     /// Thread blocks launched so far, by kernel.
     pub(super) blocks: Mutex<HashMap<String, u64>>,
     /// Calls that copy from device to device memory.
@@ -38,6 +40,10 @@ pub(super) struct Context {
 }
 
 impl Context {
+    fn new() -> Self {
+        Self { seed: AtomicU64::new(DEFAULT_SEED), ..Self::default() }
+    }
+
     /// Marks the device as failed and drops all queued work, because the memory it would access may
     /// be freed from now on.
     pub(super) fn fail(&self) {
@@ -86,9 +92,6 @@ thread_local! {
     pub(super) static CURRENT: Cell<Option<&'static Context>> = const { Cell::new(None) };
 }
 
-/// Seed of the order in which the threads of a block run.
-pub(super) static SEED: AtomicU64 = AtomicU64::new(1);
-
 fn contexts() -> &'static [OnceLock<&'static Context>] {
     static CONTEXTS: OnceLock<Vec<OnceLock<&'static Context>>> = OnceLock::new();
     CONTEXTS.get_or_init(|| (0..DEVICES).map(|_| OnceLock::new()).collect())
@@ -97,12 +100,18 @@ fn contexts() -> &'static [OnceLock<&'static Context>] {
 /// Returns the context of a device, which is created on its first use.
 pub(super) fn context_of(ordinal: usize) -> Option<&'static Context> {
     // leaked: a device exists until the process ends, like a GPU
-    Some(*contexts().get(ordinal)?.get_or_init(|| Box::leak(Box::default())))
+    Some(*contexts().get(ordinal)?.get_or_init(|| Box::leak(Box::new(Context::new()))))
 }
 
-/// Sets the seed of the order in which threads run.
-pub fn set_seed(seed: u64) {
-    SEED.store(seed, Ordering::Relaxed);
+/// Seed of a device for which [`set_seed`] was not called.
+pub const DEFAULT_SEED: u64 = 1;
+
+/// Sets the seed of device `ordinal`, from which the order follows in which the blocks of its later
+/// launches start, their threads run and their copies complete.
+pub fn set_seed(ordinal: usize, seed: u64) {
+    if let Some(context) = context_of(ordinal) {
+        context.seed.store(seed, Ordering::Relaxed);
+    }
 }
 
 /// Added to a planted mistake: asynchronous copies complete when they are issued, rather than as

@@ -15,7 +15,7 @@ use libloading::Library;
 
 use super::{
     compiler::unwrap_image,
-    context::{SEED, lock, push, with_context},
+    context::{lock, push, with_context},
 };
 
 struct EmulatedModule {
@@ -185,8 +185,8 @@ pub(super) unsafe extern "C" fn launch(
         let EmulatedFunction { entry, emulate, threads, .. } = *function;
         *lock(&context.blocks).entry(function.name.clone()).or_default() +=
             u64::from(x) * u64::from(y) * u64::from(z);
-        let (seed, mistake) =
-            (SEED.load(Ordering::Relaxed), context.mistake.load(Ordering::Relaxed));
+        let seed = context.seed.load(Ordering::Relaxed);
+        let mistake = context.mistake.load(Ordering::Relaxed);
         push(context, stream, move || {
             // SAFETY: the kernel gets its own argument structure; memory is freed only after queued
             // work.

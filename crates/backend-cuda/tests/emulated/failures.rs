@@ -25,7 +25,7 @@ use annulus_cuda_emulator as emulator;
 
 use ndarray::Array4;
 
-use crate::support::{compiler, emulated, emulated_on, next_device, plain};
+use crate::support::{compiler, emulated, emulated_on, next_device, plain, with_seed};
 
 /// A device on the emulated driver with some functions replaced.
 fn device(change: impl FnOnce(&mut Symbols)) -> Result<Device, Error> {
@@ -346,10 +346,7 @@ fn a_dropped_plan_frees_its_memory() {
 #[test]
 fn the_order_of_threads_changes_no_bit() {
     let case = Case::random(3).in_dtype(DType::F32);
-    let run = |seed| {
-        emulator::set_seed(seed);
-        plain().run(&case, &Setting::ALONE, 1).unwrap().remove(0)
-    };
+    let run = |seed| with_seed(seed, || plain().run(&case, &Setting::ALONE, 1)).unwrap().remove(0);
     let want = run(1);
     for seed in 2..5 {
         run(seed).same_bits(&want).unwrap();

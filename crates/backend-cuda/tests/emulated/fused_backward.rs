@@ -11,7 +11,7 @@ use ndarray::s;
 
 use crate::{
     common::staged,
-    support::{hopper, hopper_on, next_device},
+    support::{hopper, hopper_on, next_device, with_seed},
 };
 
 /// Kernels of a backward pass: fused, dQ, dK and dV.
@@ -172,11 +172,7 @@ fn eight_tiles(dim: usize) -> Case {
 fn the_order_of_blocks_changes_no_bit() {
     for dim in [64, 72] {
         let case = eight_tiles(dim);
-        let run = |seed| {
-            emulator::set_seed(seed);
-            let (_, answers) = passes(&case, 0, 2);
-            answers.unwrap()
-        };
+        let run = |seed| with_seed(seed, || passes(&case, 0, 2)).1.unwrap();
         let want = run(31);
         Judge::new(&case).unwrap().check(&want[0]).unwrap();
         for seed in 32..36 {
@@ -262,10 +258,8 @@ fn every_mistake_of_the_fused_kernel_is_caught() {
     for (number, what, want_sign) in fused.chain(shared) {
         let early = if number == DX_ONE_BUFFER { emulator::EARLY_COPIES } else { 0 };
         // some orders of blocks hide a mistake
-        let found = (40..46).find_map(|seed| {
-            emulator::set_seed(seed);
-            sign(&case, number | early, &want)
-        });
+        let found =
+            (40..46).find_map(|seed| with_seed(seed, || sign(&case, number | early, &want)));
         if !found.as_ref().is_some_and(|found| found.contains(want_sign)) {
             missed.push(format!("{number}, {what}: {found:?}, not {want_sign}"));
         }

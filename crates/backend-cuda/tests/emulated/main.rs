@@ -21,3 +21,4 @@ mod sizes;
 mod support;
 mod warpgroup;
 mod warpgroup_backward;
+mod wide_tiles;

@@ -5,10 +5,9 @@ use std::sync::Arc;
 
 use annulus_conformance::{Case, Draw, Judge, Masks, Setting, Subject};
 use annulus_core::{Alibi, BackwardMode, DType, Dims, Dropout, Layout, Spec};
-use annulus_cuda_emulator as emulator;
 use ndarray::s;
 
-use crate::support::plain;
+use crate::support::{plain, with_seed};
 
 /// One batch row, heads 2 : 1, and several tiles of both sides, the last ones ragged.
 fn dims(dim: usize) -> Dims {
@@ -113,10 +112,7 @@ fn masked_non_finite_elements_change_nothing() {
 fn the_order_of_threads_changes_no_bit() {
     let masks = Masks { causal: true, ..Masks::default() };
     let case = case_of(Spec::new(dims(128), DType::F64), masks, DType::F16);
-    let run = |seed| {
-        emulator::set_seed(seed);
-        plain().run(&case, &Setting::ALONE, 1).unwrap().remove(0)
-    };
+    let run = |seed| with_seed(seed, || plain().run(&case, &Setting::ALONE, 1)).unwrap().remove(0);
     let want = run(31);
     for seed in 32..34 {
         run(seed).same_bits(&want).unwrap();

@@ -24,27 +24,47 @@ fn text(error: Error) -> String {
     error.to_string()
 }
 
-/// Warpgroups of one emulated device with at most `blocks` blocks of a forward launch.
-fn with_blocks(ordinal: usize, mistake: u32, blocks: usize) -> impl Subject {
+/// Forward kernel on warpgroups: a planted mistake (0: none), the most blocks of a launch, tiles.
+#[derive(Clone, Copy)]
+pub(crate) struct Launch {
+    mistake: u32,
+    blocks: usize,
+    wide: bool,
+}
+
+impl Launch {
+    const fn of_blocks(blocks: usize) -> Self {
+        Self { mistake: 0, blocks, wide: false }
+    }
+
+    /// One block, which computes all tiles.
+    pub(crate) const fn alone(mistake: u32, wide: bool) -> Self {
+        Self { mistake, blocks: 1, wide }
+    }
+}
+
+/// Warpgroups of one emulated device.
+fn with_launch(ordinal: usize, launch: Launch) -> impl Subject {
+    let Launch { mistake, blocks, wide } = launch;
     staged("one emulated gpu", Duration::ZERO, move || {
-        Ok(hopper_on(ordinal, mistake, 0)?.with_forward_blocks(blocks))
+        let cuda = hopper_on(ordinal, mistake, 0)?;
+        Ok(cuda.with_forward_blocks(blocks).with_wide_tiles(wide))
     })
 }
 
-/// Two passes of one plan, with a planted mistake (0: none); blocks of the forward kernel.
-fn passes(case: &Case, mistake: u32, blocks: usize) -> Result<(Vec<Answer>, u64), String> {
+/// Two passes of one plan; blocks of the forward kernel.
+fn passes(case: &Case, launch: Launch) -> Result<(Vec<Answer>, u64), String> {
     let ordinal = next_device();
-    let answers =
-        with_blocks(ordinal, mistake, blocks).run(case, &Setting::ALONE, 2).map_err(text)?;
+    let answers = with_launch(ordinal, launch).run(case, &Setting::ALONE, 2).map_err(text)?;
     Ok((answers, emulator::blocks(ordinal, "forward_warpgroup")))
 }
 
 /// Number of a mistake of `kernels/warpgroup.cuh`.
-const OUTPUTS_OVER_Q: u32 = 27;
+const OUTPUTS_OVER_Q: u32 = 25;
 
 /// Judges both passes.
-fn verdict(case: &Case, mistake: u32, blocks: usize) -> Result<u64, String> {
-    let (answers, launched) = passes(case, mistake, blocks)?;
+pub(crate) fn verdict(case: &Case, launch: Launch) -> Result<u64, String> {
+    let (answers, launched) = passes(case, launch)?;
     let judge = Judge::new(case).map_err(text)?;
     answers.iter().try_for_each(|answer| judge.check(answer))?;
     Ok(launched)
@@ -70,13 +90,23 @@ fn full() -> Case {
 
 /// Queries of which the first four tiles attend to nothing, and the last to one tile of keys.
 fn mostly_empty() -> Case {
-    let dims = Dims { q_len: 600, kv_len: 60, ..Dims::new(1, 60, 1, 16) };
+    empty_but(600)
+}
+
+/// As [`mostly_empty`], with tiles of 192 queries.
+fn mostly_empty_wide() -> Case {
+    empty_but(900)
+}
+
+/// `queries` queries, of which only the last ones attend to keys.
+fn empty_but(queries: usize) -> Case {
+    let dims = Dims { q_len: queries, kv_len: 60, ..Dims::new(1, 60, 1, 16) };
     let masks = Masks { causal: true, ..Masks::default() };
     case("empty tiles", dims, masks, |spec| spec.alignment = Alignment::BottomRight)
 }
 
 /// 40 queries of four heads of one KV head: packed, 160 rows in two tiles.
-fn packed(dtype: DType) -> Case {
+pub(crate) fn packed(dtype: DType) -> Case {
     let dims = Dims { batch: 2, q_len: 40, kv_len: 150, q_heads: 4, kv_heads: 1, ..stairs_dims() };
     let masks = Masks { causal: true, first_visible: 2, ..Masks::default() };
     let mut spec = Spec::new(dims, DType::F64);
@@ -91,11 +121,11 @@ const fn stairs_dims() -> Dims {
 #[test]
 fn every_tile_is_computed_once_by_any_number_of_blocks() {
     for (case, tiles) in [(stairs(), 6), (mostly_empty(), 5)] {
-        let (want, launched) = passes(&case, 0, usize::MAX).unwrap();
+        let (want, launched) = passes(&case, Launch::of_blocks(usize::MAX)).unwrap();
         assert_eq!(launched, 2 * tiles, "{}", case.name);
         Judge::new(&case).unwrap().check(&want[0]).unwrap();
         for blocks in [1, 2, 4] {
-            let (got, launched) = passes(&case, 0, blocks).unwrap();
+            let (got, launched) = passes(&case, Launch::of_blocks(blocks)).unwrap();
             assert_eq!(launched, 2 * blocks as u64);
             for answer in &got {
                 answer.same_bits(&want[0]).unwrap();
@@ -107,12 +137,12 @@ fn every_tile_is_computed_once_by_any_number_of_blocks() {
 #[test]
 fn packed_heads_hold_on_warpgroups() {
     for (dtype, blocks, tiles) in [(DType::Bf16, usize::MAX, 4), (DType::F16, 1, 1)] {
-        assert_eq!(verdict(&packed(dtype), 0, blocks), Ok(2 * tiles));
+        assert_eq!(verdict(&packed(dtype), Launch::of_blocks(blocks)), Ok(2 * tiles));
     }
     // groups of three leave two rows of a tile over
     let dims = Dims { q_len: 45, kv_len: 70, q_heads: 3, kv_heads: 1, ..stairs_dims() };
     let masks = Masks { causal: true, ..Masks::default() };
-    verdict(&case("three heads", dims, masks, |_| ()), 0, 2).unwrap();
+    verdict(&case("three heads", dims, masks, |_| ()), Launch::of_blocks(2)).unwrap();
 }
 
 #[test]
@@ -129,19 +159,19 @@ fn score_options_are_those_of_each_packed_head() {
     all.draw_tensors(&mut Draw::new(13));
     // a bias of −∞ masks the pair, for one head only
     all.bias.iter_mut().flatten().step_by(17).for_each(|bias| *bias = f64::NEG_INFINITY);
-    verdict(&all.in_dtype(DType::Bf16), 0, 1).unwrap();
+    verdict(&all.in_dtype(DType::Bf16), Launch::of_blocks(1)).unwrap();
 }
 
 #[test]
 fn packing_changes_no_bit_on_warpgroups() {
     let shared = packed(DType::Bf16);
-    let (want, _) = passes(&shared, 0, 2).unwrap();
+    let (want, _) = passes(&shared, Launch::of_blocks(2)).unwrap();
     // each query head gets its own copy of keys and values
     let mut apart = shared.clone();
     apart.spec.dims.kv_heads = 4;
     let repeated = |tensor: &Array4<f64>| tensor.select(Axis(2), &[0, 0, 0, 0]);
     (apart.k, apart.v) = (repeated(&shared.k), repeated(&shared.v));
-    let (got, _) = passes(&apart, 0, 2).unwrap();
+    let (got, _) = passes(&apart, Launch::of_blocks(2)).unwrap();
     assert!(got[0].out == want[0].out && got[0].lse == want[0].lse && got[0].dq == want[0].dq);
 }
 
@@ -211,8 +241,14 @@ fn outputs_are_written_by_tma_or_threads_and_nothing_beside_them() {
 
 #[test]
 fn every_mistake_of_the_scheduler_and_of_outputs_is_caught() {
+    scheduler_mistakes_are_caught(false);
+}
+
+/// Runs every mistake of the scheduler and of outputs, on wide tiles or others.
+pub(crate) fn scheduler_mistakes_are_caught(wide: bool) {
     type Make = fn() -> Case;
-    // mistakes of `kernels/warpgroup.cuh` from 21 on, a case, and true if the launch fails
+    let mostly_empty = if wide { mostly_empty_wide } else { mostly_empty };
+    // mistakes of `kernels/warpgroup.cuh` from 19 on, a case, and true if the launch fails
     let mistakes: [(&str, Make, bool); 11] = [
         ("Q of another head", || packed(DType::Bf16), false),
         ("the wrong phase of a work slot", stairs, true),
@@ -227,17 +263,17 @@ fn every_mistake_of_the_scheduler_and_of_outputs_is_caught() {
         ("a store that is not waited for", stairs, true),
     ];
     for make in [stairs as Make, full, mostly_empty, || packed(DType::Bf16)] {
-        verdict(&make(), 0, 1).unwrap();
+        assert!(verdict(&make(), Launch::alone(0, wide)).is_ok_and(|launched| launched > 0));
     }
     let missed = |(number, (what, make, fails)): (u32, (&str, Make, bool))| {
         // a warp runs ahead of the others to its outputs only if V is there, and if no barrier of a
         // partial tile is in its way
         let early = if number == OUTPUTS_OVER_Q { emulator::EARLY_COPIES } else { 0 };
-        let verdict = verdict(&make(), number | early, 1);
+        let verdict = verdict(&make(), Launch::alone(number | early, wide));
         let sign = if fails { "CUDA_ERROR_LAUNCH_FAILED" } else { "out[" };
         let is_caught = verdict.as_ref().is_err_and(|wrong| wrong.contains(sign));
         (!is_caught).then(|| format!("{what}: {verdict:?}"))
     };
-    let missed: Vec<String> = (21..).zip(mistakes).filter_map(missed).collect();
+    let missed: Vec<String> = (19..).zip(mistakes).filter_map(missed).collect();
     assert!(missed.is_empty(), "{missed:#?}");
 }

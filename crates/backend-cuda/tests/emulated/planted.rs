@@ -9,7 +9,7 @@ use annulus_cuda_emulator as emulator;
 
 use crate::{
     common::staged,
-    support::{emulated_on, next_device, subject},
+    support::{emulated_on, next_device, subject, with_seed},
 };
 
 /// A causal case of several tiles, with more than one slice of dims and rows that can be copied 16
@@ -44,12 +44,12 @@ const ORDERS: u64 = 16;
 /// in every one.
 fn is_caught(case: &Case, options: &'static [&'static str], array: &str) -> bool {
     (0..ORDERS).any(|seed| {
-        emulator::set_seed(seed);
-        verdict_on(case, options).is_err_and(|wrong| wrong.contains(array))
+        let verdict = with_seed(seed, || verdict_on(case, options));
+        verdict.is_err_and(|wrong| wrong.contains(array))
     })
 }
 
-/// f64 runs at level 0, f16 on tensor cores.
+/// f64 runs at level `plain`, f16 on tensor cores.
 const DTYPES: [DType; 2] = [DType::F64, DType::F16];
 
 #[test]
@@ -90,6 +90,24 @@ fn mistakes_with_two_stages_are_caught() {
         verdict_on(&case, &[]).unwrap();
         for mistake in mistakes {
             assert!(is_caught(&case, mistake, "out["), "{dims:?} {mistake:?}");
+        }
+    }
+}
+
+/// A range of keys has a kernel of its own above 64 dims, with four stages.
+#[test]
+fn mistakes_in_a_range_of_keys_are_caught() {
+    let mistakes: [&[&str]; 3] =
+        [&["-DPLANTED_NO_BARRIER=1"], &["-DPLANTED_LATE_WAIT=1"], &["-DPLANTED_LATE_QUERIES"]];
+    for [head_dim, value_dim] in [[104, 120], [136, 200]] {
+        let dims =
+            Dims { batch: 1, q_len: 2, kv_len: 523, q_heads: 4, kv_heads: 1, head_dim, value_dim };
+        let case =
+            Case::new("range", Spec::new(dims, DType::F64), Masks::default(), &mut Draw::new(5))
+                .in_dtype(DType::F16);
+        verdict_on(&case, &[]).unwrap();
+        for mistake in mistakes {
+            assert!(is_caught(&case, mistake, "out["), "{head_dim} {mistake:?}");
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Emulated devices as subjects of the conformance suite.
 
 use std::{
+    cell::Cell,
     path::PathBuf,
     sync::atomic::{AtomicUsize, Ordering},
     time::Duration,
@@ -16,10 +17,25 @@ use annulus_cuda_emulator as emulator;
 
 use crate::common::{hosted, staged};
 
+thread_local! {
+    /// Seed of the devices that this thread allots.
+    static SEED: Cell<u64> = const { Cell::new(emulator::DEFAULT_SEED) };
+}
+
 /// Allots one device to every rank of every run, so that a failed device affects one run only.
 pub(crate) fn next_device() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
-    NEXT.fetch_add(1, Ordering::Relaxed) % emulator::DEVICES
+    let ordinal = NEXT.fetch_add(1, Ordering::Relaxed) % emulator::DEVICES;
+    emulator::set_seed(ordinal, SEED.get());
+    ordinal
+}
+
+/// Calls `run`, with devices whose blocks and threads run in the order of this seed.
+pub(crate) fn with_seed<T>(seed: u64, run: impl FnOnce() -> T) -> T {
+    let before = SEED.replace(seed);
+    let result = run();
+    SEED.set(before);
+    result
 }
 
 /// The emulated compiler with a cache in the folder for test files.
@@ -73,10 +89,17 @@ pub(crate) fn hopper_on(ordinal: usize, mistake: u32, rows: usize) -> Result<Cud
     cuda.at_level(Level::Warpgroup)
 }
 
-/// As [`plain`] on warpgroups, with a planted mistake (0: none).
+/// As [`plain`] on warpgroups without wide tiles, with a planted mistake (0: none).
 pub(crate) fn on_warpgroups(mistake: u32) -> impl Subject {
     staged("emulated cuda on warpgroups over staged threads", Duration::ZERO, move || {
-        hopper(mistake)
+        Ok(hopper(mistake)?.with_wide_tiles(false))
+    })
+}
+
+/// As [`on_warpgroups`], with wide tiles of the forward pass.
+pub(crate) fn on_wide_tiles(mistake: u32) -> impl Subject {
+    staged("emulated cuda on wide tiles over staged threads", Duration::ZERO, move || {
+        Ok(hopper(mistake)?.with_wide_tiles(true))
     })
 }
 

@@ -16,7 +16,7 @@ use ndarray::s;
 
 use crate::{
     common::{multiples::OnMultiplesOfEight, staged, wide},
-    support::{compiler, emulated, hopper, hopper_on, next_device, on_warpgroups},
+    support::{compiler, emulated, hopper, hopper_on, next_device, on_warpgroups, with_seed},
 };
 
 #[test]
@@ -36,12 +36,12 @@ fn unsupported_levels_are_refused_and_variants_name_the_kernels() {
     assert_eq!(name(&cuda, &Spec { normalize: false, ..spec(DType::F16, 72) }), "f16 128");
     // a score epilogue at 256 dims
     let capped = |dim| Spec { soft_cap: Some(2.0), ..spec(DType::Bf16, dim) };
-    assert_eq!(name(&cuda, &spec(DType::Bf16, 136)), "bf16 256 warpgroup");
+    assert_eq!(name(&cuda, &spec(DType::Bf16, 136)), "bf16 256 warpgroup wide");
     assert_eq!(name(&cuda, &capped(136)), "bf16 256");
     assert_eq!(name(&cuda, &capped(128)), "bf16 128 warpgroup");
     // of the forward and backward kernels' KV tiles, the larger
     let tile = |cuda: &Cuda, spec: &Spec| cuda.capabilities(spec).unwrap().kv_tile;
-    let dims = [(DType::Bf16, 72, 128), (DType::F16, 256, 64), (DType::F32, 72, 64)];
+    let dims = [(DType::Bf16, 72, 128), (DType::F16, 256, 80), (DType::F32, 72, 64)];
     for (dtype, head_dim, want) in dims {
         assert_eq!(tile(&cuda, &spec(dtype, head_dim)), want, "{dtype} {head_dim}");
     }
@@ -198,9 +198,9 @@ fn few_queries_run_on_mma_sync() {
 }
 
 /// Compares a case whose non-finite values in late partial tiles, in reused stages, are visible to
-/// some queries only, with a planted mistake.
-fn non_finite_verdict(
-    mistake: u32,
+/// some queries only.
+pub(crate) fn non_finite_verdict(
+    subject: &dyn Subject,
     name: &str,
     change: impl FnOnce(&mut Spec),
 ) -> Result<(), String> {
@@ -222,7 +222,7 @@ fn non_finite_verdict(
     case.v[[0, 360, 0, 3]] = f64::NAN;
     case.v[[0, 385, 0, 7]] = f64::INFINITY;
     let text = |error: Error| error.to_string();
-    let answers = on_warpgroups(mistake).run(&case, &Setting::ALONE, 1).map_err(text)?;
+    let answers = subject.run(&case, &Setting::ALONE, 1).map_err(text)?;
     let out = &answers[0].out;
     let want = case.truth().map_err(text)?.forward.out;
     for (index, (got, want)) in out.iter().zip(&want).enumerate() {
@@ -252,16 +252,7 @@ fn masked_non_finite_values_change_nothing_in_a_later_tile() {
         ("rounded scores", |spec| spec.logits_dtype = DType::Bf16),
     ];
     for (name, change) in changes {
-        non_finite_verdict(0, name, change).unwrap();
-    }
-}
-
-#[test]
-fn a_slice_of_p_that_is_read_or_overwritten_too_early_is_caught() {
-    // the two mistakes after those of `MISTAKES`
-    for mistake in [19, 20] {
-        let wrong = non_finite_verdict(mistake, "slices", |_| ());
-        assert!(wrong.as_ref().is_err_and(|wrong| wrong.contains("out[")), "{mistake}: {wrong:?}");
+        non_finite_verdict(&on_warpgroups(0), name, change).unwrap();
     }
 }
 
@@ -293,7 +284,7 @@ fn only_scores_with_an_epilogue_run_in_its_kernel() {
 
 /// Mistakes of `kernels/warpgroup.cuh`, numbered from 1: name, and true if the launch fails rather
 /// than the numbers.
-const MISTAKES: [(&str, bool); 18] = [
+pub(crate) const MISTAKES: [(&str, bool); 18] = [
     ("the producer takes a full stage for an empty one", true),
     ("a stage is released before it is read", false),
     ("a stage is never released", true),
@@ -314,32 +305,36 @@ const MISTAKES: [(&str, bool); 18] = [
     ("O rescaled only if all maxima have changed", false),
 ];
 
-/// A case with two panels of dims; with many keys, so that stages are reused, or with `few`, so
-/// that one more visible key changes the result.
-fn case(few: bool) -> Case {
-    let (q_len, kv_len) = if few { (70, 70) } else { (120, 390) };
-    let dims =
-        Dims { batch: 1, q_len, kv_len, q_heads: 1, kv_heads: 1, head_dim: 72, value_dim: 80 };
+/// Head and value dim of two panels.
+pub(crate) const TWO_PANELS: [usize; 2] = [72, 80];
+
+/// A case with many keys, so that stages are reused, and `queries` queries; or with `few` of both,
+/// so that one more visible key changes the result.
+pub(crate) fn case([head_dim, value_dim]: [usize; 2], queries: usize, few: bool) -> Case {
+    let (q_len, kv_len) = if few { (70, 70) } else { (queries, 390) };
+    let dims = Dims { batch: 1, q_len, kv_len, q_heads: 1, kv_heads: 1, head_dim, value_dim };
     // some tiles are full, the last one partial
     let masks =
         Masks { causal: few, window: (!few).then_some([None, Some(300)]), ..Masks::default() };
     Case::new("stages", Spec::new(dims, DType::F64), masks, &mut Draw::new(5)).in_dtype(DType::F16)
 }
 
-/// Verdict on the case, computed with a planted mistake.
-fn verdict(mistake: u32, few: bool) -> Result<(), String> {
-    let case = case(few);
-    let answers =
-        on_warpgroups(mistake).run(&case, &Setting::ALONE, 1).map_err(|error| error.to_string())?;
-    Judge::new(&case).map_err(|error| error.to_string())?.check(&answers[0])
+pub(crate) fn verdict(subject: &dyn Subject, case: &Case) -> Result<(), String> {
+    let answers = subject.run(case, &Setting::ALONE, 1).map_err(|error| error.to_string())?;
+    Judge::new(case).map_err(|error| error.to_string())?.check(&answers[0])
+}
+
+/// Asserts that a planted mistake was found in the way it must be.
+pub(crate) fn assert_caught(what: &str, verdict: Result<(), String>, fails: bool) {
+    let sign = if fails { "CUDA_ERROR_LAUNCH_FAILED" } else { "out[" };
+    assert!(verdict.as_ref().is_err_and(|wrong| wrong.contains(sign)), "{what}: {verdict:?}");
 }
 
 #[test]
 fn the_order_of_threads_and_copies_changes_no_bit_on_warpgroups() {
-    let case = case(false);
+    let case = case(TWO_PANELS, 120, false);
     let run = |seed| {
-        emulator::set_seed(seed);
-        on_warpgroups(0).run(&case, &Setting::ALONE, 1).unwrap().remove(0)
+        with_seed(seed, || on_warpgroups(0).run(&case, &Setting::ALONE, 1)).unwrap().remove(0)
     };
     let want = run(11);
     for seed in 12..16 {
@@ -349,12 +344,12 @@ fn the_order_of_threads_and_copies_changes_no_bit_on_warpgroups() {
 
 #[test]
 fn every_mistake_on_warpgroups_is_caught() {
+    let case = |few| case(TWO_PANELS, 120, few);
     for few in [false, true] {
-        verdict(0, few).unwrap();
+        verdict(&on_warpgroups(0), &case(few)).unwrap();
     }
     for (number, (what, fails)) in (1..).zip(MISTAKES) {
-        let verdict = verdict(number, what.contains("mask"));
-        let sign = if fails { "CUDA_ERROR_LAUNCH_FAILED" } else { "out[" };
-        assert!(verdict.as_ref().is_err_and(|wrong| wrong.contains(sign)), "{what}: {verdict:?}");
+        let verdict = verdict(&on_warpgroups(number), &case(what.contains("mask")));
+        assert_caught(what, verdict, fails);
     }
 }

@@ -17,12 +17,13 @@
 //!   as many. With `queries` there are fewer queries than keys, no mask and no backward pass, and
 //!   `gbps` is the rate at which keys and values are read, in GB/s.
 //!   Level `warpgroup-tiles` is `warpgroup` with a thread block for each tile of a forward launch,
-//!   instead of one for each multiprocessor; `warpgroup-split` is `warpgroup` with a backward
-//!   kernel for dQ, and one for dK and dV.
-//! * **verify** compares each level with level 0 in f32 from the same inputs rounded to 16 bits:
-//!   the relative error of out, dq, dk and dv stays below 5·10⁻³ (bf16) or 10⁻³ (f16), that of lse
-//!   below 10⁻⁴, that of the worst row below 8 times as much, and a second pass has the same bits.
-//!   The exit status is 1 if one is not.
+//!   instead of one for each multiprocessor; `warpgroup-wide` and `warpgroup-narrow` are
+//!   `warpgroup` with and without wide tiles of the forward pass; `warpgroup-split` is `warpgroup`
+//!   with a backward kernel for dQ, and one for dK and dV.
+//! * **verify** compares each level with level `plain` in f32 from the same inputs rounded to 16
+//!   bits: the relative error of out, dq, dk and dv stays below 5·10⁻³ (bf16) or 10⁻³ (f16), that
+//!   of lse below 10⁻⁴, that of the worst row below 8 times as much, and a second pass has the same
+//!   bits. The exit status is 1 if one is not.
 //! * **compile** compiles every kernel for a compute capability into the kernel cache
 //!   (`ANNULUS_KERNEL_CACHE`), without a GPU, or only those of some element types and dims; the
 //!   cubins of bf16 also into a folder, for a disassembler (`scripts/cuda-model`).
@@ -104,7 +105,7 @@ impl Settings {
     /// Opens the device at each level, with one stream for each.
     fn open(&self) -> Result<Vec<Setup>> {
         let named = |word: &str| {
-            let is_form = [TILES, SPLIT].contains(&word);
+            let is_form = [TILES, SPLIT, WIDE, NARROW].contains(&word);
             let level = if is_form { Level::Warpgroup.name() } else { word };
             let level = Level::ALL.into_iter().find(|found| found.name() == level)?;
             Some((word.to_owned(), level))
@@ -135,6 +136,8 @@ impl Settings {
             let cuda = match name.as_str() {
                 TILES => cuda.with_forward_blocks(usize::MAX),
                 SPLIT => cuda.with_fused_backward(false),
+                WIDE => cuda.with_wide_tiles(true),
+                NARROW => cuda.with_wide_tiles(false),
                 _ => cuda,
             };
             Ok(Setup { name, cuda })
@@ -148,6 +151,12 @@ const TILES: &str = "warpgroup-tiles";
 
 /// Name of level `warpgroup` with two backward kernels.
 const SPLIT: &str = "warpgroup-split";
+
+/// Name of level `warpgroup` with wide tiles of the forward pass.
+const WIDE: &str = "warpgroup-wide";
+
+/// Name of level `warpgroup` without wide tiles, which are its default above 128 dims.
+const NARROW: &str = "warpgroup-narrow";
 
 /// A level that is timed or verified.
 struct Setup {
@@ -271,9 +280,9 @@ fn run() -> Result<bool> {
         for dtype in settings.dtypes("bf16,f16")? {
             for dim in settings.numbers("dims", "64,128,256")? {
                 for len in settings.numbers("lens", "4099")? {
-                    for Setup { cuda, .. } in &levels {
+                    for setup in &levels {
                         let heads = settings.number("heads", 8)?;
-                        all_right &= verify::verify(cuda, dtype, len, heads, dim, &masks)?;
+                        all_right &= verify::verify(setup, dtype, len, heads, dim, &masks)?;
                     }
                 }
             }
@@ -303,7 +312,7 @@ fn main() -> ExitCode {
     match run() {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => {
-            eprintln!("cuda-levels: a result differs from level 0");
+            eprintln!("cuda-levels: a result differs from level plain");
             ExitCode::FAILURE
         }
         Err(error) => {

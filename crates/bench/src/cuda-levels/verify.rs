@@ -1,10 +1,11 @@
-//! Comparison of a level with level 0 in f32, from the same inputs rounded to 16 bits.
+//! Comparison of a level with level `plain` in f32, from the same inputs rounded to 16 bits.
 
 use annulus::{DType, Error, Result};
-use annulus_cuda::{Cuda, Level};
+use annulus_cuda::Level;
 use serde_json::json;
 
 use crate::{
+    Setup,
     comparison::{NAMES, Shape, errors, shapes},
     pass::{Numbers, Passes},
 };
@@ -26,13 +27,14 @@ fn compute(passes: &mut Passes) -> Result<([Vec<f64>; 5], bool)> {
 /// Verifies the shapes named in `only` of one element type, length and dim. Prints a line for each;
 /// false if one is wrong.
 pub(crate) fn verify(
-    cuda: &Cuda,
+    setup: &Setup,
     dtype: DType,
     len: usize,
     heads: usize,
     dim: usize,
     only: &[&str],
 ) -> Result<bool> {
+    let Setup { name: level, cuda } = setup;
     let bound = match dtype {
         DType::Bf16 => 5e-3,
         DType::F16 => 1e-3,
@@ -64,7 +66,7 @@ pub(crate) fn verify(
         println!(
             "{}",
             json!({
-                "what": "verify", "gpu": cuda.to_string(), "level": cuda.level().name(),
+                "what": "verify", "gpu": cuda.to_string(), "level": level,
                 "dtype": dtype.name(), "head_dim": dim, "n": len, "mask": name,
                 "errors": found, "same_bits": same_bits, "ok": right,
             })

@@ -1,0 +1,368 @@
+//! Kernel variants: which programs there are, their tiles, shared memory and compiler options, and
+//! the one that serves a spec.
+
+use annulus_core::{DType, Error, Result, Spec};
+use annulus_device_cuda::Architecture;
+
+/// Kernels on tensor cores: forward, dQ, dK and dV.
+pub(crate) const MATRIX_KERNELS: [&str; 3] =
+    ["forward_matrix", "backward_queries_matrix", "backward_keys_matrix"];
+
+/// Forward kernel on tensor cores for several ranges of keys, above 64 dims.
+pub(crate) const SPLIT_KERNEL: &str = "forward_matrix_split";
+
+/// Kernels on warpgroups.
+pub(crate) const WARPGROUP_KERNELS: [&str; 2] = ["forward_warpgroup", "forward_warpgroup_epilogue"];
+
+/// Backward kernels on warpgroups.
+pub(crate) const WARPGROUP_BACKWARD_KERNELS: [&str; 6] = [
+    "backward_statistics",
+    "backward_queries_warpgroup",
+    "backward_queries_warpgroup_epilogue",
+    "backward_keys_warpgroup",
+    "backward_keys_warpgroup_epilogue",
+    "backward_fused_warpgroup",
+];
+
+/// Kernels that every general variant has.
+const GENERAL_KERNELS: [&str; 15] = [
+    "forward",
+    "finish_forward",
+    "merge_splits",
+    "begin_backward",
+    "backward_queries",
+    "backward_keys",
+    "bias_gradient",
+    "sink_gradient",
+    "copy_elements",
+    "round_sums",
+    "copy_sums",
+    "copy_statistics",
+    "fill_sums",
+    "combine_records",
+    "copy_ranges",
+];
+
+/// Programs: each is compiled on its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Family {
+    /// All kernels for any architecture.
+    General,
+    /// Forward kernels on warpgroups, for [`Architecture::HOPPER`] only; [`Family::General`] has
+    /// the others.
+    Warpgroup,
+    /// As [`Family::Warpgroup`] with larger tiles, without a kernel for scores with an epilogue.
+    WarpgroupWide,
+    /// Backward kernels on warpgroups, for [`Architecture::HOPPER`] only.
+    WarpgroupBackward,
+}
+
+/// Template parameters of a program, besides the architecture. Its name (`bf16 128`,
+/// `bf16 128 warpgroup`) identifies the kernels that serve a spec: see
+/// [`crate::Cuda::forward_variant`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Variant {
+    /// Program.
+    pub family: Family,
+    /// Element type.
+    pub dtype: DType,
+    /// Upper bound of head and value dim.
+    pub dim: usize,
+}
+
+impl Variant {
+    /// The largest supported head or value dim: backward keeps dK and dV of a tile in registers.
+    pub const MAX_DIM: usize = 256;
+
+    /// The largest head or value dim of backward kernels on warpgroups: with 256 dims dK and dV of
+    /// 64 keys would take 256 registers of a thread.
+    pub const MAX_BACKWARD_DIM: usize = 128;
+
+    /// Lists every general variant.
+    pub fn all() -> impl Iterator<Item = Self> {
+        let dims =
+            |dtype| [32, 64, 128, 256].into_iter().filter(move |&dim| dim >= Self::min_dim(dtype));
+        let types = [DType::F64, DType::F32, DType::Bf16, DType::F16];
+        types.into_iter().flat_map(move |dtype| {
+            dims(dtype).map(move |dim| Self { family: Family::General, dtype, dim })
+        })
+    }
+
+    /// Lists every variant that this architecture can run.
+    pub fn all_on(architecture: Architecture) -> impl Iterator<Item = Self> {
+        let hopper = architecture == Architecture::HOPPER;
+        let on_warpgroups =
+            move || Self::all().filter(move |variant| hopper && variant.has_matrix());
+        let backward = on_warpgroups().filter(|variant| variant.dim <= Self::MAX_BACKWARD_DIM);
+        let forward = [Family::Warpgroup, Family::WarpgroupWide]
+            .into_iter()
+            .flat_map(move |family| on_warpgroups().map(move |variant| Self { family, ..variant }));
+        Self::all()
+            .chain(forward)
+            .chain(backward.map(|variant| Self { family: Family::WarpgroupBackward, ..variant }))
+    }
+
+    /// Selects the general variant for a spec.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if a dim exceeds [`Variant::MAX_DIM`].
+    pub fn of(spec: &Spec) -> Result<Self> {
+        let dim = spec.dims.head_dim.max(spec.dims.value_dim);
+        if dim > Self::MAX_DIM {
+            return Err(Error::unsupported(
+                format!("a head or value dim of {dim}"),
+                format!("cuda (at most {})", Self::MAX_DIM),
+            ));
+        }
+        Ok(Self {
+            family: Family::General,
+            dtype: spec.dtype,
+            dim: dim.next_power_of_two().max(Self::min_dim(spec.dtype)),
+        })
+    }
+
+    /// The largest dim for which warpgroups serve scores with an epilogue (bias, soft cap,
+    /// rounding, a scale that is not positive) and dropout: at 256, registers would spill.
+    pub const MOST_EPILOGUE_DIMS: usize = 128;
+
+    /// True if a forward variant on warpgroups has a kernel for scores with an epilogue;
+    /// `HAS_EPILOGUE_KERNEL` of `kernels/warpgroup_scores.cuh`.
+    pub(crate) const fn has_epilogue(self) -> bool {
+        matches!(self.family, Family::Warpgroup) && self.dim <= Self::MOST_EPILOGUE_DIMS
+    }
+
+    /// Selects the warpgroup variant for a spec's forward pass, if it can serve it: 16-bit
+    /// elements, a normalized output, head and value dims that are multiples of 8 (TMA needs
+    /// strides that are multiples of 16 bytes), no score epilogue beyond
+    /// [`Variant::MOST_EPILOGUE_DIMS`].
+    ///
+    /// # Errors
+    /// As [`Variant::of`].
+    pub fn on_warpgroups(spec: &Spec) -> Result<Option<Self>> {
+        let any = Self::of(spec)?;
+        let fits = any.has_matrix()
+            && spec.normalize
+            && spec.dims.head_dim.is_multiple_of(8)
+            && spec.dims.value_dim.is_multiple_of(8)
+            && (any.dim <= Self::MOST_EPILOGUE_DIMS || !needs_epilogue(spec));
+        Ok(fits.then_some(Self { family: Family::Warpgroup, ..any }))
+    }
+
+    /// Selects the warpgroup variant for a spec's backward pass, if it can serve it: as
+    /// [`Variant::on_warpgroups`], and dims up to [`Variant::MAX_BACKWARD_DIM`].
+    ///
+    /// # Errors
+    /// As [`Variant::of`].
+    pub fn backward_on_warpgroups(spec: &Spec) -> Result<Option<Self>> {
+        let forward = Self::on_warpgroups(spec)?;
+        let served = forward.filter(|variant| variant.dim <= Self::MAX_BACKWARD_DIM);
+        Ok(served.map(|variant| Self { family: Family::WarpgroupBackward, ..variant }))
+    }
+
+    /// Queries and keys per tile. 32 × 32 where the operands are wide (f64: 48 KB of static shared
+    /// memory) or the dims are few (accumulators are small, and more tiles fill the GPU).
+    pub(crate) const fn tile(self) -> [usize; 2] {
+        match self.family {
+            Family::Warpgroup if self.dim == 256 => [128, 64],
+            Family::Warpgroup | Family::WarpgroupBackward => [128, 128],
+            Family::WarpgroupWide => match self.dim {
+                64 => [192, 128],
+                128 => [128, 176],
+                _ => [128, 80],
+            },
+            Family::General if matches!(self.dtype, DType::F64) || self.dim == 32 => [32, 32],
+            Family::General => [64, 64],
+        }
+    }
+
+    /// Rows (queries, in the forward pass perhaps pairs of query and head) and keys per tile of the
+    /// kernels on tensor cores whose left operand is queries; `FORWARD_ROWS` of
+    /// `kernels/forward_matrix.cuh`, `QUERIES_ROWS` of `kernels/backward_queries_matrix.cuh`.
+    pub(crate) const fn queries_matrix_tile(self) -> [usize; 2] {
+        [if self.dim <= 128 { 128 } else { 64 }, self.tile()[1]]
+    }
+
+    /// Keys of a block of the dK/dV kernel on tensor cores, whose tiles have
+    /// [`Variant::tile`] keys; `KEYS_ROWS` of `kernels/backward_keys_matrix.cuh`.
+    pub(crate) const fn keys_matrix_rows(self) -> usize {
+        if self.dim <= 128 { 64 } else { 32 }
+    }
+
+    /// True if wide tiles are the default at these dims. By the static model of `docs/cuda.md` they
+    /// are as fast as the others at 64 dims; 0.4 % faster at 128, less than a causal mask costs,
+    /// whose diagonal cuts larger tiles; and 2.5 % faster at 256.
+    pub(crate) const fn has_wide_tiles(self) -> bool {
+        self.dim > 128
+    }
+
+    /// Threads per block of a variant on warpgroups: one producer, and a consumer for each 64 rows
+    /// of a tile.
+    pub(crate) const fn warpgroup_threads(self) -> u32 {
+        128 * (1 + self.consumers() as u32)
+    }
+
+    const fn consumers(self) -> usize {
+        self.tile()[0] / 64
+    }
+
+    /// Rows of the largest KV tile of these kernels. Others that are powers of two then compute
+    /// whole tiles, too; of wide tiles, which are not multiples of those of the backward pass, the
+    /// backward kernel computes at most one tile of each part of a block in two.
+    pub(crate) fn kv_tile(variants: [Self; 2]) -> u64 {
+        let [one, other] = variants.map(|variant| variant.tile()[1] as u64);
+        one.max(other)
+    }
+
+    /// Bytes of a chunk of keys or values that one stage of `forward_matrix` holds;
+    /// `CHUNK_ELEMENTS` of `kernels/chunk_stream.cuh`.
+    pub(crate) const CHUNK_BYTES: usize = 64 * 64 * 2;
+
+    /// Stages of the forward kernels on tensor cores, for a range of keys or all of them;
+    /// `SPLIT_STAGES` and `FORWARD_STAGES` of `kernels/forward_matrix.cuh`.
+    pub(crate) const fn matrix_stages(dim: usize, is_range: bool) -> usize {
+        if dim <= 64 || is_range { 4 } else { 2 }
+    }
+
+    /// Bytes of dynamic shared memory per launch of one of its kernels. Forward on tensor cores:
+    /// `ForwardStorage` of `kernels/forward_matrix.cuh` (q, stages). Backward on tensor cores:
+    /// `QueriesStorage` and `KeysStorage` of `kernels/backward_queries_matrix.cuh` and
+    /// `kernels/backward_keys_matrix.cuh` (own rows of two operands; two stages; two floats per
+    /// query, for dK and dV three of a tile's, and the exchanged scores in f32). Forward on
+    /// warpgroups: `SharedStorage` of `kernels/warpgroup.cuh` (q; K and V, two stages each; a zero
+    /// operand of 16 × 64; two work tiles; 12 mbarriers). Backward:
+    /// `BackwardStorage` of `kernels/backward_warpgroup.cuh` (own rows of two operands; their
+    /// streamed rows, two stages of 128 or four of 64; a zero operand of as many rows × 64;
+    /// statistics of two floats per streamed row; two mbarriers per stage). Fused: `FusedStorage`
+    /// of `kernels/backward_fused_warpgroup.cuh` (also two buffers of dX, and a tile of dQ).
+    pub fn dynamic_shared_bytes(self, kernel: &str) -> u32 {
+        let ([queries, keys], dim) = (self.tile(), self.dim);
+        let bytes = match self.family {
+            Family::General => match kernel {
+                "forward_matrix" | SPLIT_KERNEL => {
+                    let stages = Self::matrix_stages(dim, kernel == SPLIT_KERNEL);
+                    self.queries_matrix_tile()[0] * dim * 2 + stages * Self::CHUNK_BYTES
+                }
+                "backward_queries_matrix" => {
+                    let rows = self.queries_matrix_tile()[0];
+                    2 * rows * dim * 2 + 2 * 64 * 64 * 2 + 2 * rows * 4
+                }
+                "backward_keys_matrix" => {
+                    let rows = self.keys_matrix_rows();
+                    let streamed = if dim <= 128 { 32 } else { 16 };
+                    let operands = 2 * rows * dim * 2 + 2 * 2 * streamed * dim * 2;
+                    operands + rows * streamed * 4 + 3 * queries * 4
+                }
+                _ => 0,
+            },
+            Family::Warpgroup | Family::WarpgroupWide => {
+                let tiles = queries * dim * 2 + 4 * keys * dim * 2;
+                tiles + 16 * 64 * 2 + 2 * 16 + 12 * 8
+            }
+            Family::WarpgroupBackward => {
+                let fused_rows = fused_rows(dim) as usize;
+                let (rows, stages, fused) = match kernel {
+                    "backward_statistics" => return 0,
+                    "backward_queries_warpgroup" => (128, 2, 0),
+                    "backward_fused_warpgroup" => {
+                        let dx = 2 * keys * fused_rows * 2;
+                        // a dQ tile; three `StreamedTile`; two mbarriers; ticket and tile, to a
+                        // multiple of 16
+                        let others = 3 * 16 + 2 * 8 + 16;
+                        (fused_rows, 2, dx + fused_rows * (dim + 8) * 4 + others)
+                    }
+                    _ => (64, 4, 0),
+                };
+                let own = 2 * 128 * dim * 2;
+                let streamed = 2 * stages * rows * dim * 2;
+                fused + own + streamed + rows * 64 * 2 + stages * rows * 8 + 2 * stages * 8
+            }
+        };
+        bytes as u32
+    }
+
+    /// 64 for 16-bit elements: the tensor-core kernels have tiles of 64 and chunks of 64 dims.
+    const fn min_dim(dtype: DType) -> usize {
+        if matches!(dtype, DType::Bf16 | DType::F16) { 64 } else { 32 }
+    }
+
+    /// Returns true for 16-bit elements, which have kernels on tensor cores. Products of f32 and
+    /// f64 are never rounded to fewer bits.
+    pub const fn has_matrix(self) -> bool {
+        matches!(self.dtype, DType::Bf16 | DType::F16)
+    }
+
+    /// True if several ranges of keys have a forward kernel of their own, with more stages.
+    pub(crate) const fn has_split_kernel(self) -> bool {
+        self.has_matrix() && self.dim > 64
+    }
+
+    /// Names of its kernels.
+    pub fn kernels(self) -> Vec<&'static str> {
+        match self.family {
+            Family::Warpgroup if self.has_epilogue() => WARPGROUP_KERNELS.to_vec(),
+            Family::Warpgroup | Family::WarpgroupWide => vec!["forward_warpgroup"],
+            Family::WarpgroupBackward => WARPGROUP_BACKWARD_KERNELS.to_vec(),
+            Family::General => {
+                let matrix = MATRIX_KERNELS.into_iter().filter(|_| self.has_matrix());
+                let split = self.has_split_kernel().then_some(SPLIT_KERNEL);
+                GENERAL_KERNELS.into_iter().chain(matrix).chain(split).collect()
+            }
+        }
+    }
+
+    /// Compiler options.
+    pub fn options(self) -> Vec<String> {
+        let dtype = match self.dtype {
+            DType::F64 => 0,
+            DType::F32 => 1,
+            DType::Bf16 => 2,
+            DType::F16 => 3,
+        };
+        let define = |name: &str, value: usize| format!("-DANNULUS_{name}={value}");
+        // no implicit fused multiply-add: forward and backward must compute the same scores bit for
+        // bit
+        let mut options = vec![
+            "--fmad=false".into(),
+            define("DTYPE", dtype),
+            define("TILE", self.tile()[1]),
+            define("DIM", self.dim),
+        ];
+        if self.family != Family::General {
+            options.push(define("CONSUMERS", self.consumers()));
+        }
+        options
+    }
+}
+
+impl std::fmt::Display for Variant {
+    /// Writes element type, dim and, for warpgroups, the family.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let family = match self.family {
+            Family::General => "",
+            Family::Warpgroup => " warpgroup",
+            Family::WarpgroupWide => " warpgroup wide",
+            Family::WarpgroupBackward => " warpgroup backward",
+        };
+        write!(f, "{} {}{family}", self.dtype, self.dim)
+    }
+}
+
+/// Queries per tile of the fused backward kernel; `FUSED_ROWS` of
+/// `kernels/backward_fused_warpgroup.cuh`.
+pub(crate) const fn fused_rows(dim: usize) -> u32 {
+    if dim == 64 { 128 } else { 64 }
+}
+
+/// True if the QKᵀ products need an epilogue: bias, soft cap or rounding; or a scale that is not
+/// positive (the maximum of scale·s is scale·max s only for scale > 0) or so small that products
+/// with it may leave the normal range of f32. Otherwise the scale is deferred to the softmax. Also
+/// true with dropout.
+pub(crate) fn needs_epilogue(spec: &Spec) -> bool {
+    let is_deferred = spec.scale as f32 > 1e-30;
+    spec.bias.is_some()
+        || spec.bias_function.is_some()
+        || spec.soft_cap.is_some()
+        || spec.dropout.is_some()
+        || spec.logits_dtype != spec.dtype.accumulator()
+        || !is_deferred
+}
