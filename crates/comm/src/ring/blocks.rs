@@ -13,6 +13,11 @@
 //! buffer, and a neighbour may be late by one more step before this rank waits for it: the block of
 //! the next step has arrived already, and is forwarded between two tiles.
 //!
+//! The blocks of later steps on a direct route are all sends of the local block, to different ranks.
+//! Sent at once they would share the link, and that of the next step would arrive last of all
+//! instead of first. So a send of a later step is posted once those before it have been sent, or
+//! while they have at most [`SEND_WINDOW`] bytes.
+//!
 //! A transport that runs groups in order ([`Transport::runs_groups_in_order`]) gets each group
 //! whole, once both conditions hold.
 //!
@@ -35,6 +40,10 @@ use super::{
 
 /// A buffer and the event after which it may be read.
 pub(super) type Ready<S> = (<S as Space>::Buffer, <S as Space>::Event);
+
+/// Bytes of sends in flight below which a rank sends further blocks of the direct route ahead: what
+/// a link of 20 GB/s moves between two ticks of a kernel, so that it does not become idle.
+const SEND_WINDOW: u64 = 4 << 20;
 
 /// When groups are posted.
 #[derive(Clone, Copy)]
@@ -84,6 +93,8 @@ pub(super) struct Blocks<'a, S: Space> {
     received: usize,
     /// Groups whose sends have been posted.
     sent: usize,
+    /// Bytes of the sends that have been posted since none was in flight.
+    unsent: u64,
 }
 
 impl<'a, S: Space> Blocks<'a, S> {
@@ -108,6 +119,7 @@ impl<'a, S: Space> Blocks<'a, S> {
             used: Vec::new(),
             received: 0,
             sent: 0,
+            unsent: 0,
         }
     }
 
@@ -188,8 +200,7 @@ impl<'a, S: Space> Blocks<'a, S> {
         self.stock.extend(self.used.extract_if(.., |buffer| !S::is_shared(buffer)));
         let end = (self.step + self.pace.ahead).min(self.steps.len());
         loop {
-            let may_send = self.sent < end
-                && (self.steps[self.sent].sends_local || self.has_arrived(self.sent));
+            let may_send = self.sent < end && self.may_send(self.sent, in_flight);
             let in_order = !self.pace.whole_groups || (may_send && self.sent == self.received);
             let buffers = if self.received < end && in_order {
                 self.take_buffers(self.received)
@@ -202,6 +213,21 @@ impl<'a, S: Space> Blocks<'a, S> {
             }
             self.post(buffers, may_send, in_flight)?;
         }
+    }
+
+    /// Returns true if the sends of a group may be posted.
+    fn may_send(&mut self, group: usize, in_flight: &InFlight<'_, S>) -> bool {
+        let step = &self.steps[group];
+        if !step.sends_local {
+            return self.has_arrived(group);
+        }
+        if group <= self.step || self.pace.whole_groups {
+            return true;
+        }
+        if !in_flight.sends() {
+            self.unsent = 0;
+        }
+        self.unsent == 0 || self.unsent + (self.transfers)(step).bytes_sent() <= SEND_WINDOW
     }
 
     /// Returns true if the block of `step` has arrived, or there is none.
@@ -245,7 +271,9 @@ impl<'a, S: Space> Blocks<'a, S> {
         let mut headers: &[MessageHeader] = &[];
         let mut source = None;
         if sends {
-            headers = &(self.transfers)(&self.steps[self.sent]).sends;
+            let transfers = (self.transfers)(&self.steps[self.sent]);
+            self.unsent = if in_flight.sends() { self.unsent } else { 0 } + transfers.bytes_sent();
+            headers = &transfers.sends;
             source = if self.sent == 0 || self.steps[self.sent].sends_local {
                 self.local.as_ref()
             } else {

@@ -1,0 +1,152 @@
+//! Sends of later steps on a direct route: how many are in flight while no receiver takes any.
+//!
+//! ```text
+//! rank 0        step 0, of many tiles: sends to rank 1, 2 and 3, of which none is taken
+//! other ranks   stay in the first tile of step 0, without a poll, until rank 0 is at its last pair
+//! ```
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use annulus::{
+    Attention, BiasFunction, Dims, Fingerprint, Layout, LocalRing, Result, Route, Tensors,
+    mask::{Key, Query},
+};
+use annulus_comm::{forward_control, threads::Threads};
+use annulus_core::{Arrived, Control, Host, Incoming, MessageHeader, Outgoing, Transport};
+use annulus_cpu::Cpu;
+use ndarray::Array4;
+
+const RANKS: usize = 4;
+/// Queries of a rank.
+const QUERIES: usize = 4;
+const DIM: usize = 64;
+
+#[derive(Debug, Default)]
+struct Watch {
+    /// Keys of a rank.
+    keys: u64,
+    /// Bytes that rank 0 has posted, and those at its last pair of step 0.
+    posted: AtomicU64,
+    seen: AtomicU64,
+    is_done: AtomicBool,
+}
+
+/// A bias of 0 that keeps all ranks but 0 in their first tile.
+#[derive(Debug)]
+struct Stay(Arc<Watch>);
+
+impl BiasFunction for Stay {
+    fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
+        into.text("stay")
+    }
+
+    fn bias(&self, query: &Query, key: &Key) -> f64 {
+        let watch = &self.0;
+        let rank = query.row as usize / QUERIES;
+        if rank > 0 {
+            let start = Instant::now();
+            while !watch.is_done.load(Ordering::SeqCst) && start.elapsed().as_secs() < 30 {
+                thread::sleep(Duration::from_millis(1));
+            }
+        } else if key.row + 1 == watch.keys && query.row as usize + 1 == QUERIES {
+            watch.seen.store(watch.posted.load(Ordering::SeqCst), Ordering::SeqCst);
+            watch.is_done.store(true, Ordering::SeqCst);
+        }
+        0.0
+    }
+}
+
+/// Counts the bytes that rank 0 sends.
+struct Counted {
+    inner: Threads,
+    watch: Arc<Watch>,
+}
+
+impl Control for Counted {
+    forward_control! {
+        rank ranks placement start_all_gather try_all_gather stragglers abort heartbeat last_heard
+        last_work
+    }
+}
+
+impl Transport<Host> for Counted {
+    fn control(&mut self) -> &mut dyn Control {
+        self
+    }
+
+    fn post(
+        &mut self,
+        sends: &[Outgoing<'_, Host>],
+        receives: &mut Vec<Incoming<Host>>,
+    ) -> Result<()> {
+        if self.inner.rank() == 0 {
+            let bytes: u64 = sends.iter().map(|send| send.header.bytes()).sum();
+            self.watch.posted.fetch_add(bytes, Ordering::SeqCst);
+        }
+        self.inner.post(sends, receives)
+    }
+
+    fn progress(&mut self, patience: Duration) -> Result<()> {
+        Transport::<Host>::progress(&mut self.inner, patience)
+    }
+
+    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
+        self.inner.take(header)
+    }
+
+    annulus_core::messages_are_blocks! {}
+
+    fn pending(&self) -> bool {
+        Transport::<Host>::pending(&self.inner)
+    }
+
+    fn bytes_sent(&self) -> u64 {
+        Transport::<Host>::bytes_sent(&self.inner)
+    }
+
+    fn posts_ahead(&self) -> bool {
+        Transport::<Host>::posts_ahead(&self.inner)
+    }
+
+    fn runs_groups_in_order(&self) -> bool {
+        Transport::<Host>::runs_groups_in_order(&self.inner)
+    }
+}
+
+/// Returns the blocks of `keys` keys that rank 0 has in flight at the end of step 0.
+fn in_flight(keys: usize) -> u64 {
+    let watch = Arc::new(Watch { keys: keys as u64, ..Watch::default() });
+    let attention = Attention::new()
+        .bias_function(Arc::new(Stay(Arc::clone(&watch))))
+        .layout(Layout::Contiguous)
+        .route(Route::Direct)
+        .receive_ahead(RANKS - 1)
+        .forward_only(true);
+    let dims = Dims { kv_len: RANKS * keys, ..Dims::new(1, RANKS * QUERIES, 1, DIM) };
+    let mut ring = LocalRing::with_transports(&attention, dims, RANKS, |_, inner| {
+        Ok((Cpu::new(1)?, Counted { inner, watch: Arc::clone(&watch) }))
+    })
+    .unwrap();
+    let [q, kv] =
+        [RANKS * QUERIES, RANKS * keys].map(|rows| Array4::<f32>::ones((1, rows, 1, DIM)));
+    ring.forward(&Tensors::new(q.view(), kv.view(), kv.view())).unwrap();
+    // keys and values of f32
+    let block = (keys * 2 * DIM * 4) as u64;
+    assert_eq!(watch.posted.load(Ordering::SeqCst), 3 * block);
+    watch.seen.load(Ordering::SeqCst) / block
+}
+
+#[test]
+fn long_blocks_are_sent_one_after_another_and_short_ones_at_once() {
+    // blocks of 8, 2 and 1 MiB; the window has 4 MiB
+    assert_eq!(in_flight(16_384), 1);
+    assert_eq!(in_flight(4_096), 2);
+    assert_eq!(in_flight(2_048), 3);
+}
