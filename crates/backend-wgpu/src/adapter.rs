@@ -3,8 +3,8 @@
 use wgpu::AdapterInfo;
 
 use crate::{
-    Gpu, Level,
-    choice::{AdapterKind, PROOFS, choose},
+    Gpu, Level, RegisterTile,
+    choice::{AdapterKind, PROOFS, choose, register_tile},
     level::Matrices,
 };
 
@@ -36,6 +36,8 @@ pub struct Adapter {
     pub chosen: Level,
     /// Record file of the measurement that justifies `chosen`; `None` for [`Level::Plain`].
     pub record: Option<&'static str>,
+    /// Register tile that is used by default.
+    pub register_tile: RegisterTile,
 }
 
 impl Adapter {
@@ -95,6 +97,7 @@ impl Gpu {
             let subgroups = subgroup_sizes(&info);
             let levels = Level::of_device(adapter.features(), subgroups.0, matrices(&adapter));
             let proof = choose(PROOFS, &AdapterKind::of(&info), &levels);
+            let register_tile = register_tile(&info);
             Adapter {
                 number,
                 name: info.name,
@@ -105,6 +108,7 @@ impl Gpu {
                 levels,
                 chosen: proof.map_or(Level::Plain, |proof| proof.level),
                 record: proof.map(|proof| proof.record),
+                register_tile,
             }
         };
         adapters().into_iter().enumerate().map(describe).collect()

@@ -1,5 +1,5 @@
 //! Default level of a device: above [`Level::Plain`] only if a record shows that the level is
-//! faster.
+//! faster. Default register tile: by the number of registers.
 //!
 //! To add an entry to [`PROOFS`], run `benches/wgpu-levels.sh` on such an adapter and keep its
 //! output in `benches/record/`. Every `speedup` over the level below must exceed 1, for every pass
@@ -7,7 +7,7 @@
 
 use wgpu::{AdapterInfo, Backend};
 
-use crate::Level;
+use crate::{Level, RegisterTile};
 
 /// Adapters to which a measurement applies: those of one GPU model with one driver, because shader
 /// compilers and architectures differ within a vendor.
@@ -39,6 +39,23 @@ impl<'a> AdapterKind<'a> {
 
 /// Vendor number of NVIDIA.
 const NVIDIA: u32 = 0x10de;
+
+/// Vendor number of Intel.
+const INTEL: u32 = 0x8086;
+
+/// Selects the register tile for an adapter.
+///
+/// An invocation on Intel's GPUs has 128 registers at the narrowest subgroups, of 8 invocations or,
+/// from Xe2 on, 16: half of what those of AMD and NVIDIA have. There the kernels of four rows spill
+/// registers to memory, by Mesa's compiler, and most of those of two rows do not
+/// (benches/record/2026-11-25-wgpu-anv-register-tiles.md). Metal reports no vendor.
+pub(crate) fn register_tile(info: &AdapterInfo) -> RegisterTile {
+    let is_intel = match info.backend {
+        Backend::Metal => info.name.starts_with("Intel"),
+        _ => info.vendor == INTEL,
+    };
+    if is_intel { RegisterTile::TwoRows } else { RegisterTile::FourRows }
+}
 
 /// A level shown to be faster by a record.
 #[derive(Debug, Clone, Copy)]
@@ -94,6 +111,32 @@ mod tests {
 
     fn chosen(proofs: &[Proof], available: &[Level]) -> Option<Level> {
         choose(proofs, &HERE, available).map(|proof| proof.level)
+    }
+
+    #[test]
+    fn gpus_of_128_registers_have_register_tiles_of_two_rows() {
+        // as the drivers report themselves
+        let chosen = |backend, vendor, name: &str| {
+            register_tile(&AdapterInfo {
+                name: name.to_owned(),
+                vendor,
+                ..AdapterInfo::new(wgpu::DeviceType::DiscreteGpu, backend)
+            })
+        };
+        for (backend, vendor, name, wanted) in [
+            (Backend::Vulkan, 0x8086, "Intel(R) Arc(tm) A770 Graphics (DG2)", "2x4"),
+            (Backend::Vulkan, 0x8086, "Intel(R) Iris(R) Xe Graphics (TGL GT2)", "2x4"),
+            (Backend::Dx12, 0x8086, "Intel(R) Arc(TM) B580 Graphics", "2x4"),
+            (Backend::Metal, 0, "Intel(R) UHD Graphics 630", "2x4"),
+            (Backend::Metal, 0, "Apple M3 Max", "4x4"),
+            (Backend::Metal, 0, "AMD Radeon Pro 5500M", "4x4"),
+            (Backend::Vulkan, 0x1002, "AMD Radeon RX 7900 XTX (RADV NAVI31)", "4x4"),
+            (Backend::Vulkan, NVIDIA, "NVIDIA GeForce RTX 4090", "4x4"),
+            // lavapipe on a processor of Intel's
+            (Backend::Vulkan, 0x10005, "llvmpipe (LLVM 15.0.6, 256 bits)", "4x4"),
+        ] {
+            assert_eq!(chosen(backend, vendor, name).name(), wanted, "{backend:?} {name}");
+        }
     }
 
     #[test]

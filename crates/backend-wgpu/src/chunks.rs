@@ -94,7 +94,7 @@ impl Operands<'_> {
         };
         // a tile pair is the least that a workgroup can be given
         let most_work = limits.part_work.unwrap_or(MAX_WORKGROUP_WORK).min(MAX_WORKGROUP_WORK);
-        let most_pairs = (most_work / flops_per_tile_pair(kind, spec)).max(1);
+        let most_pairs = (most_work / flops_per_tile_pair(kind, spec, limits.register_tile)).max(1);
         let walk_fits = |counts: [usize; 4]| {
             let pairs = tiles_per_workgroup(kind, spec, counts) as u64;
             let steps = pairs * loop_steps_per_tile(spec);

@@ -15,9 +15,9 @@ use annulus_core::{Error, Result};
 use wgpu::{BufferUsages, Features, PollType};
 
 use crate::{
-    Level,
+    Level, RegisterTile,
     adapter::{NO_ADAPTER, adapters, matrices, subgroup_sizes},
-    choice::{AdapterKind, PROOFS, choose},
+    choice::{AdapterKind, PROOFS, choose, register_tile},
     errors::{device_error, with_error_scopes},
     kernels::Variant,
     level::Matrices,
@@ -46,6 +46,9 @@ pub struct Options {
     pub number: usize,
     /// Level. Default: the one in [`Level::VARIABLE`], else [`crate::Adapter::chosen`].
     pub level: Option<Level>,
+    /// Register tile of kernels of multiply-adds. Default: the one in [`RegisterTile::VARIABLE`],
+    /// else [`crate::Adapter::register_tile`].
+    pub register_tile: Option<RegisterTile>,
     /// Upper bound of a binding in bytes, to test small devices. Default: the adapter's limit.
     pub most_binding_bytes: Option<u64>,
     /// Upper bound of a buffer in bytes. Default: the adapter's limit.
@@ -109,6 +112,8 @@ struct Shared {
     queue: wgpu::Queue,
     lost: LostReason,
     submissions: Arc<Submissions>,
+    /// `None`: that of the adapter's kind.
+    register_tile: Option<RegisterTile>,
     /// See [`Options::most_part_flops`].
     part_work: Option<u64>,
     /// See [`Options::check_bounds`].
@@ -138,10 +143,12 @@ impl Gpu {
     ///
     /// # Errors
     /// [`Error::Unsupported`] if there is no such adapter, it cannot run the level, or its shuffles
-    /// or matrix products are wrong; [`Error::InvalidArgument`] as [`Level::forced`];
-    /// [`Error::Device`] if it does not open.
+    /// or matrix products are wrong; [`Error::InvalidArgument`] as [`Level::forced`] and
+    /// [`RegisterTile::forced`]; [`Error::Device`] if it does not open.
     pub fn open(options: &Options) -> Result<Self> {
         let level = options.level.map_or_else(Level::forced, |level| Ok(Some(level)))?;
+        let register_tile =
+            options.register_tile.map_or_else(RegisterTile::forced, |tile| Ok(Some(tile)))?;
         let found = adapters();
         let count = found.len();
         let Some(adapter) = found.into_iter().nth(options.number) else {
@@ -186,7 +193,8 @@ impl Gpu {
         let part_work = options.most_part_flops;
         let submissions = Arc::new(Submissions::new(&device, part_work)?);
         let checks_bounds = options.check_bounds;
-        let shared = Shared { device, queue, lost, submissions, part_work, checks_bounds };
+        let shared =
+            Shared { device, queue, lost, submissions, register_tile, part_work, checks_bounds };
         let gpu = Self::assemble(shared, level, matrices(&adapter))?;
         gpu.probe()?;
         Ok(gpu)
@@ -232,6 +240,7 @@ impl Gpu {
             queue: queue.clone(),
             lost: lost.clone(),
             submissions: Arc::clone(submissions),
+            register_tile: Some(self.register_tile()),
             part_work: self.0.chunk_limits.part_work,
             checks_bounds: self.0.checks_bounds,
         }
@@ -247,15 +256,22 @@ impl Gpu {
     pub fn adopt(device: wgpu::Device, queue: wgpu::Queue, level: Option<Level>) -> Result<Self> {
         let submissions = Arc::new(Submissions::new(&device, None)?);
         let lost = LostReason::default();
-        let shared =
-            Shared { device, queue, lost, submissions, part_work: None, checks_bounds: false };
+        let shared = Shared {
+            device,
+            queue,
+            lost,
+            submissions,
+            register_tile: None,
+            part_work: None,
+            checks_bounds: false,
+        };
         let gpu = Self::assemble(shared, level, None)?;
         gpu.probe()?;
         Ok(gpu)
     }
 
     fn assemble(shared: Shared, level: Option<Level>, matrices: Option<Matrices>) -> Result<Self> {
-        let Shared { device, queue, lost, submissions, part_work, checks_bounds } = shared;
+        let Shared { device, queue, lost, submissions, part_work, checks_bounds, .. } = shared;
         let info = device.adapter_info();
         let limits = device.limits();
         let (least, _) = subgroup_sizes(&info);
@@ -268,7 +284,8 @@ impl Gpu {
         if !available.contains(&level) {
             return Err(Error::unsupported(format!("wgpu level {}", level.name()), info.name));
         }
-        check_limits(&limits, &info.name)?;
+        let register_tile = shared.register_tile.unwrap_or_else(|| register_tile(&info));
+        check_limits(&limits, register_tile, &info.name)?;
         let reason_slot = lost.clone();
         device.set_device_lost_callback(move |reason, what| {
             reason_slot.set_once(|| format!("the device is lost ({reason:?}): {what}"))
@@ -302,6 +319,7 @@ impl Gpu {
                 loop_steps: (info.device_type == wgpu::DeviceType::Cpu)
                     .then_some(MAX_SOFTWARE_LOOP_STEPS),
                 part_work,
+                register_tile,
             },
             pipelines: Mutex::default(),
             staging: StagingPools::default(),
@@ -324,6 +342,11 @@ impl Gpu {
     /// Level of the kernels.
     pub fn level(&self) -> Level {
         self.0.level
+    }
+
+    /// Register tile of the kernels of multiply-adds.
+    pub fn register_tile(&self) -> RegisterTile {
+        self.0.chunk_limits.register_tile
     }
 
     /// The wgpu device, for sharing.
@@ -502,9 +525,10 @@ impl Gpu {
 }
 
 /// Returns an error if the device's limits are too small for the kernels.
-fn check_limits(limits: &wgpu::Limits, name: &str) -> Result<()> {
+fn check_limits(limits: &wgpu::Limits, tile: RegisterTile, name: &str) -> Result<()> {
+    let invocations = tile.invocations();
     for (what, has, needs) in [
-        ("invocations a workgroup", limits.max_compute_invocations_per_workgroup, 64),
+        ("invocations a workgroup", limits.max_compute_invocations_per_workgroup, invocations),
         ("bytes of workgroup memory", limits.max_compute_workgroup_storage_size, 16 << 10),
         ("storage buffers a kernel", limits.max_storage_buffers_per_shader_stage, 8),
     ] {

@@ -22,7 +22,7 @@
 //! | work per submission | `parts.rs`, `pacing.rs` |
 //! | errors, timing | `errors.rs`, `stopwatch.rs` |
 //! | limits of a device; locks | `limits.rs`; `lock.rs` |
-//! | levels, default level | `level.rs`, `choice.rs` |
+//! | levels, register tiles; the default of both | `level.rs`, `register_tile.rs`; `choice.rs` |
 //! | checks of subgroups, matrices and conversions | `probe.rs` |
 //! | kernels in WGSL | `kernels/` |
 //!
@@ -70,6 +70,7 @@ mod pools;
 mod probe;
 mod queue;
 mod records;
+mod register_tile;
 mod row_buffers;
 mod split_kv;
 mod staged;
@@ -89,6 +90,7 @@ pub use level::Level;
 pub use memory::{GpuBuffer, Queued, Tensor, WgpuSpace};
 #[doc(hidden)]
 pub use pipelines::KernelEdit;
+pub use register_tile::RegisterTile;
 pub use staged::{Copier, Download, Upload};
 pub use staging::Transfers;
 pub use stopwatch::Stopwatch;

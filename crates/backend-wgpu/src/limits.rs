@@ -1,5 +1,7 @@
 //! Limits of a device that the launches of tile kernels obey.
 
+use crate::RegisterTile;
+
 /// Limits of a device that chunks obey.
 #[derive(Debug, Clone)]
 pub(crate) struct ChunkLimits {
@@ -13,4 +15,6 @@ pub(crate) struct ChunkLimits {
     pub(crate) loop_steps: Option<u64>,
     /// Upper bound of the work of a part in FLOPs, if it is less than the default.
     pub(crate) part_work: Option<u64>,
+    /// Register tile of the kernels, which determines their work.
+    pub(crate) register_tile: RegisterTile,
 }

@@ -4,7 +4,7 @@
 use annulus_core::Dims;
 
 use crate::{
-    Level,
+    Level, RegisterTile,
     block_mask::Owner,
     copy::Layout,
     kernels::{BiasAxes, Storage, TileVariant, Variant},
@@ -95,8 +95,9 @@ impl TileKernel {
     }
 }
 
-/// Returns the lengths of the vectors that a kernel multiplies, one per product of a tile pair.
-pub(crate) fn dims_of_products(kind: TileKernel, dims: &Dims) -> Vec<usize> {
+/// Returns the lengths of the vectors that a kernel of multiply-adds multiplies, one per product of a
+/// tile pair.
+pub(crate) fn dims_of_products(kind: TileKernel, dims: &Dims, tile: RegisterTile) -> Vec<usize> {
     let Dims { head_dim, value_dim, .. } = *dims;
     match kind {
         // S, O
@@ -106,7 +107,7 @@ pub(crate) fn dims_of_products(kind: TileKernel, dims: &Dims) -> Vec<usize> {
         // S, dP, dV, dK; S twice if dV and dK are computed one after the other
         TileKernel::Keys { .. } => {
             let mut all = vec![head_dim, value_dim, value_dim, head_dim];
-            if TileVariant::splits_gradients(head_dim, value_dim) {
+            if TileVariant::splits_gradients(tile, head_dim, value_dim) {
                 all.push(head_dim);
             }
             all

@@ -3,6 +3,7 @@
 use annulus_core::Spec;
 
 use crate::{
+    RegisterTile,
     block_mask::BlockMask,
     kernels::TILE,
     operands::{TileKernel, dims_of_products},
@@ -16,9 +17,9 @@ const OVERHEAD_COLUMNS: u64 = 32;
 const FLOPS_PER_COLUMN: u64 = 2 * (TILE * TILE) as u64;
 
 /// Returns the FLOPs of a pair of tiles.
-pub(crate) fn flops_per_tile_pair(kind: TileKernel, spec: &Spec) -> u64 {
-    let columns: usize =
-        dims_of_products(kind, &spec.dims).iter().map(|dim| dim.next_multiple_of(TILE)).sum();
+pub(crate) fn flops_per_tile_pair(kind: TileKernel, spec: &Spec, tile: RegisterTile) -> u64 {
+    let dims = dims_of_products(kind, &spec.dims, tile);
+    let columns: usize = dims.iter().map(|dim| dim.next_multiple_of(TILE)).sum();
     FLOPS_PER_COLUMN * (columns as u64 + OVERHEAD_COLUMNS)
 }
 
@@ -154,6 +155,7 @@ mod tests {
             alignment: 256,
             loop_steps: None,
             part_work: None,
+            register_tile: RegisterTile::TwoRows,
         };
         // many query heads share few keys: a workgroup of dK and dV iterates over them
         for (heads, kv_heads, dim, len) in
@@ -171,7 +173,7 @@ mod tests {
             };
             for kind in KERNELS {
                 let chunks = Operands::default().cut(&limits, &spec, kind, size).unwrap();
-                let flops = flops_per_tile_pair(kind, &spec);
+                let flops = flops_per_tile_pair(kind, &spec, limits.register_tile);
                 let planes = |chunk: &WorkChunk| match kind {
                     TileKernel::Forward | TileKernel::Queries => 1,
                     TileKernel::Keys { .. } => chunk.heads.1.min(dims.group()),

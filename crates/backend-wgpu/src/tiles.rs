@@ -262,7 +262,7 @@ impl TilePass<'_> {
             batches: batches / batches_each,
             heads_each,
             batches_each,
-            flops: flops_per_tile_pair(self.kind, self.spec),
+            flops: flops_per_tile_pair(self.kind, self.spec, self.gpu.register_tile()),
         }
     }
 

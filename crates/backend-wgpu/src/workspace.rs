@@ -133,6 +133,7 @@ fn tile_variant(gpu: &Gpu, spec: &Spec, storage: Storage) -> Result<TileVariant>
         value_groups: TileVariant::groups(spec.dims.value_dim),
         epilogue: Epilogue::of(spec),
         decodes: false,
+        register_tile: gpu.register_tile(),
         level: gpu.level().min(Level::Subgroup),
         matrices: matrices(gpu, spec),
     })

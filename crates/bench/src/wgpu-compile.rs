@@ -3,11 +3,13 @@
 //! and ANV for GPUs that are not there, and tabulates the statistics that they print.
 //!
 //! ```text
-//! wgpu-compile [--spirv FOLDER | --full-tiles | --usual] [f32|f16|bf16]...     default: all types
+//! wgpu-compile [--spirv FOLDER | --full-tiles | --usual] [--register-tile 4x4|2x4] [--only WORDS]
+//!              [f32|f16|bf16]...     default: register tiles of 4 × 4, all types
 //! ```
 //! With `--full-tiles` it compiles what the kernels execute on full tiles, with `--usual` the
-//! simplest and the most general kernels of dims up to 128, for compilers that take seconds.
-//! With `--spirv` it writes each kernel as a SPIR-V module, and needs no driver. wgpu itself submits
+//! simplest and the most general kernels, for compilers that take seconds, with `--only` those whose
+//! name contains the words. With `--spirv` it writes each kernel as a SPIR-V module, and needs no
+//! driver. wgpu itself submits
 //! work when it opens a device, so this uses wgpu-hal.
 
 use std::{borrow::Cow, mem::ManuallyDrop, path::Path, process::ExitCode};
@@ -15,7 +17,7 @@ use std::{borrow::Cow, mem::ManuallyDrop, path::Path, process::ExitCode};
 use annulus::DType;
 use annulus_core::{Error, Result};
 use annulus_wgpu::{
-    KernelText, Level,
+    KernelText, Level, RegisterTile,
     wgpu::{
         self, Features,
         hal::{
@@ -164,32 +166,66 @@ fn compile(device: &Device, kernel: &KernelText) -> Result<()> {
     Ok(())
 }
 
-fn run() -> Result<()> {
-    let mut words: Vec<String> = std::env::args().skip(1).collect();
-    let folder = if words.first().is_some_and(|word| word == "--spirv") {
-        words.remove(0);
-        (!words.is_empty()).then(|| words.remove(0))
-    } else {
-        None
-    };
-    let full_tiles = words.first().is_some_and(|word| word == "--full-tiles");
-    let usual = words.first().is_some_and(|word| word == "--usual");
-    if full_tiles || usual {
-        words.remove(0);
+/// Arguments of the program.
+#[derive(Default)]
+struct Arguments {
+    /// Folder for SPIR-V modules.
+    spirv: Option<String>,
+    full_tiles: bool,
+    usual: bool,
+    register_tile: Option<RegisterTile>,
+    only: String,
+    types: Vec<String>,
+}
+
+impl Arguments {
+    fn parse() -> Result<Self> {
+        let mut arguments = Self::default();
+        let mut words = std::env::args().skip(1);
+        while let Some(word) = words.next() {
+            let mut value =
+                || words.next().ok_or_else(|| failed(format!("{word} requires a value")));
+            match word.as_str() {
+                "--spirv" => arguments.spirv = Some(value()?),
+                "--full-tiles" => arguments.full_tiles = true,
+                "--usual" => arguments.usual = true,
+                "--register-tile" => {
+                    let name = value()?;
+                    let named = RegisterTile::ALL.into_iter().find(|tile| tile.name() == name);
+                    let unknown = || failed(format!("no register tile {name}"));
+                    arguments.register_tile = Some(named.ok_or_else(unknown)?);
+                }
+                "--only" => arguments.only = value()?,
+                "f32" | "f16" | "bf16" => arguments.types.push(word),
+                _ => return Err(failed(format!("unknown argument {word}"))),
+            }
+        }
+        Ok(arguments)
     }
-    let wanted =
-        |dtype: &DType| words.is_empty() || words.iter().any(|word| *word == dtype.to_string());
-    let dtypes = [DType::F32, DType::F16, DType::Bf16].into_iter().filter(wanted);
-    let dims = DIMS.into_iter().filter(|&dim| !usual || dim <= 128);
-    let kernels = dtypes.flat_map(|dtype| dims.clone().map(move |dim| (dtype, dim)));
-    let kernels = kernels.flat_map(|(dtype, dim)| {
-        let all = KernelText::of_passes(dtype, dim).into_iter();
-        all.map(move |kernel| if full_tiles { kernel.of_full_tiles(dim) } else { kernel })
-    });
-    let is_usual = |name: &str| ["simple", "general"].iter().any(|of| name.ends_with(of));
-    let kernels = kernels.filter(|kernel| !usual || is_usual(&kernel.name));
-    if let Some(folder) = folder {
-        return { kernels }.try_for_each(|of| write_module(Path::new(&folder), &of));
+
+    /// Generates the kernels.
+    fn kernels(&self) -> impl Iterator<Item = KernelText> {
+        let wanted =
+            |dtype: &DType| self.types.is_empty() || self.types.contains(&dtype.to_string());
+        let dtypes = [DType::F32, DType::F16, DType::Bf16].into_iter().filter(wanted);
+        let kernels = dtypes.flat_map(|dtype| DIMS.map(|dim| (dtype, dim)));
+        let register_tile = self.register_tile.unwrap_or(RegisterTile::FourRows);
+        let kernels = kernels.flat_map(move |(dtype, dim)| {
+            let all = KernelText::of_passes(dtype, dim, register_tile).into_iter();
+            all.map(move |kernel| if self.full_tiles { kernel.of_full_tiles(dim) } else { kernel })
+        });
+        let is_usual = |name: &str| ["simple", "general"].iter().any(|of| name.ends_with(of));
+        kernels
+            .filter(move |kernel| !self.usual || is_usual(&kernel.name))
+            .filter(|kernel| kernel.name.contains(&self.only))
+    }
+}
+
+fn run() -> Result<()> {
+    let arguments = Arguments::parse()?;
+    let mut kernels = arguments.kernels();
+    if let Some(folder) = &arguments.spirv {
+        return kernels.try_for_each(|of| write_module(Path::new(folder), &of));
     }
     // never dropped: wgpu-hal panics if a layout is left, and the process ends
     let opened = ManuallyDrop::new(open()?);

@@ -29,6 +29,8 @@ mod memory;
 mod overlap;
 #[path = "wgpu/planted.rs"]
 mod planted;
+#[path = "wgpu/register_tiles.rs"]
+mod register_tiles;
 #[path = "wgpu/several.rs"]
 mod several;
 #[path = "wgpu/strategies.rs"]

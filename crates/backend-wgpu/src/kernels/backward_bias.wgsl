@@ -8,7 +8,7 @@
 // queries. Otherwise rows are queries: with a key axis every pair has its own element; without, a
 // row is summed over its keys.
 
-@compute @workgroup_size(64)
+@compute @workgroup_size({{INVOCATIONS}})
 fn main(
     @builtin(workgroup_id) workgroup: vec3<u32>,
     @builtin(local_invocation_index) lane: u32,
@@ -27,7 +27,7 @@ fn main(
     let ty = lane >> 3u;
     let tx = lane & 7u;
     let first = 32u * tile_index;
-    let row = first + 4u * ty;
+    let row = first + {{TILE_ROWS}}u * ty;
 {{COUNT_MATRICES}}
     // all batch rows and heads if they share the bias, else one
     let batch_begin = select(bias_batch, 0u, params.bias_batch == 0u);
@@ -35,7 +35,7 @@ fn main(
     let head_begin = select(bias_head, 0u, params.bias_head == 0u);
     let head_end = select(bias_head + 1u, params.heads, params.bias_head == 0u);
     let target_row = params.dbias_base + bias_batch * params.dbias_batch + bias_head * params.dbias_head;
-    var all = vec4<f32>(0.0);
+    var all = {{ROW_FLOATS}}(0.0);
 
     for (var batch = batch_begin; batch < batch_end; batch++) {
         for (var head = head_begin; head < head_end; head++) {
@@ -62,14 +62,14 @@ fn main(
 #if SUM_ROWS
     // a row's partial sums lie in eight invocations
     workgroupBarrier();
-    tile[8u * ty + tx] = all;
+    tile[8u * ty + tx] = all{{AS_FOUR}};
     workgroupBarrier();
     if (tx == 0u) {
-        var sum = vec4<f32>(0.0);
+        var sum = {{ROW_FLOATS}}(0.0);
         for (var n = 0u; n < 8u; n++) {
-            sum = sum + tile[8u * ty + n];
+            sum = sum + tile[8u * ty + n]{{ROW_PART}};
         }
-        for (var r = 0u; r < 4u; r++) {
+        for (var r = 0u; r < {{TILE_ROWS}}u; r++) {
             if (row + r < {{ROWS}}) {
                 let at = target_row + {{ROW_OFFSET}};
                 dbias[at] = dbias[at] + sum[r];

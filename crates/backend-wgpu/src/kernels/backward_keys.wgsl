@@ -9,7 +9,7 @@
 var<workgroup> gradient_pass: u32;
 #end
 
-@compute @workgroup_size(64)
+@compute @workgroup_size({{INVOCATIONS}})
 fn main(
     @builtin(workgroup_id) workgroup: vec3<u32>,
     @builtin(local_invocation_index) lane: u32,
@@ -28,7 +28,7 @@ fn main(
     let ty = lane >> 3u;
     let tx = lane & 7u;
     let first = 32u * tile_index;
-    let row = first + 4u * ty;
+    let row = first + {{TILE_ROWS}}u * ty;
 {{COUNT_MATRICES}}
 
     let dk_base = params.acc_base + batch * params.acc_batch + kv_head * params.acc_head;

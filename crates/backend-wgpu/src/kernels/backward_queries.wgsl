@@ -1,6 +1,6 @@
 // Adds a block's contribution to dQ / scale of one tile of queries of one head: Σ_j dx_ij·k_j.
 
-@compute @workgroup_size(64)
+@compute @workgroup_size({{INVOCATIONS}})
 fn main(
     @builtin(workgroup_id) workgroup: vec3<u32>,
     @builtin(local_invocation_index) lane: u32,
@@ -20,7 +20,7 @@ fn main(
     let ty = lane >> 3u;
     let tx = lane & 7u;
     let first = 32u * tile_index;
-    let row = first + 4u * ty;
+    let row = first + {{TILE_ROWS}}u * ty;
 {{COUNT_MATRICES}}
 
     let list = batch * params.plane_batch + head * params.plane_head + tile_index;
@@ -47,9 +47,9 @@ fn main(
             let key = column + 4u * tx;
 {{DX}}
             workgroupBarrier();
-            var words = vec4<u32>(0u);
-            for (var r = 0u; r < 4u; r++) {
-                words[r] = atomicLoad(&visible_bits[4u * ty + r]);
+            var words = {{ROW_WORDS}}(0u);
+            for (var r = 0u; r < {{TILE_ROWS}}u; r++) {
+                words[r] = atomicLoad(&visible_bits[{{TILE_ROWS}}u * ty + r]);
             }
 {{ACCUMULATE}}
         }

@@ -10,12 +10,14 @@ use naga::{
 use super::*;
 
 /// A value in each invocation of a workgroup.
-type Lanes = [u32; 64];
+type Lanes = Vec<u32>;
 
 /// A function as it is called.
 struct Frame<'a> {
     module: &'a Module,
     function: &'a Function,
+    /// Invocations of a workgroup.
+    invocations: usize,
     /// `None`: not known from the invocation alone.
     arguments: Vec<Option<Lanes>>,
     stores: Vec<(Handle<Expression>, Handle<Expression>)>,
@@ -23,9 +25,14 @@ struct Frame<'a> {
 }
 
 impl<'a> Frame<'a> {
-    fn new(module: &'a Module, function: &'a Function, arguments: Vec<Option<Lanes>>) -> Self {
+    fn new(
+        module: &'a Module,
+        function: &'a Function,
+        invocations: usize,
+        arguments: Vec<Option<Lanes>>,
+    ) -> Self {
         let (stores, calls) = (Vec::new(), Vec::new());
-        let mut frame = Self { module, function, arguments, stores, calls };
+        let mut frame = Self { module, function, invocations, arguments, stores, calls };
         frame.collect(&function.body);
         frame
     }
@@ -59,22 +66,18 @@ impl<'a> Frame<'a> {
     /// Value of an expression. Loop variables are 0, `variable` while its stores are evaluated.
     fn value(&self, of: Handle<Expression>, variable: Option<&Expression>) -> Option<Lanes> {
         match *self.expression(of) {
-            Expression::Literal(Literal::U32(value)) => Some([value; 64]),
-            Expression::FunctionArgument(number) => self.arguments[number as usize],
+            Expression::Literal(Literal::U32(value)) => Some(vec![value; self.invocations]),
+            Expression::FunctionArgument(number) => self.arguments[number as usize].clone(),
             Expression::Binary { op, left, right } => {
                 let left = self.value(left, variable)?;
                 let right = self.value(right, variable)?;
-                let mut lanes = [0; 64];
-                for (lane, value) in lanes.iter_mut().enumerate() {
-                    *value = calculate(op, left[lane], right[lane])?;
-                }
-                Some(lanes)
+                left.iter().zip(&right).map(|(&left, &right)| calculate(op, left, right)).collect()
             }
             Expression::Load { pointer } => {
                 let loaded = self.expression(pointer);
                 let Expression::LocalVariable(local) = *loaded else { return None };
                 if variable == Some(loaded) {
-                    return Some([0; 64]);
+                    return Some(vec![0; self.invocations]);
                 }
                 let is_uniform = |of| {
                     self.value(of, Some(loaded)).is_some_and(|all| all.iter().all(|&x| x == all[0]))
@@ -83,7 +86,7 @@ impl<'a> Frame<'a> {
                     self.stores.iter().filter(|&&(into, _)| self.expression(into) == loaded);
                 let init = self.function.local_variables[local].init;
                 (stored.all(|&(_, value)| is_uniform(value)) && init.is_none_or(is_uniform))
-                    .then_some([0; 64])
+                    .then(|| vec![0; self.invocations])
             }
             _ => None,
         }
@@ -103,7 +106,8 @@ impl<'a> Frame<'a> {
         }
         for &(function, arguments) in &self.calls {
             let arguments = arguments.iter().map(|&of| self.value(of, None)).collect();
-            Self::new(self.module, &self.module.functions[function], arguments).each_access(check);
+            let function = &self.module.functions[function];
+            Self::new(self.module, function, self.invocations, arguments).each_access(check);
         }
     }
 }
@@ -147,7 +151,9 @@ fn conflicts_are_counted() {
 fn eight_invocations_access_different_banks() {
     let mut count = 0;
     for epilogue in Epilogue::ALL {
-        for (level, groups) in [(Level::Plain, 1), (Level::Subgroup, 2)] {
+        let tiles =
+            RegisterTile::ALL.map(|tile| [(tile, Level::Plain, 1), (tile, Level::Subgroup, 2)]);
+        for (register_tile, level, groups) in tiles.into_iter().flatten() {
             let tile = TileVariant {
                 storage: Storage::F32,
                 unpacks: false,
@@ -156,6 +162,7 @@ fn eight_invocations_access_different_banks() {
                 value_groups: groups,
                 epilogue,
                 decodes: false,
+                register_tile,
                 level,
                 matrices: None,
             };
@@ -169,11 +176,13 @@ fn eight_invocations_access_different_banks() {
                 let module = wgsl::parse_str(&variant.source().wgsl).expect("a valid kernel");
                 let function = &module.entry_points[0].function;
                 let lane = naga::Binding::BuiltIn(naga::BuiltIn::LocalInvocationIndex);
+                let invocations = register_tile.invocations();
                 let arguments = function.arguments.iter().map(|argument| {
-                    let lanes = || std::array::from_fn(|lane| lane as u32);
-                    (argument.binding.as_ref() == Some(&lane)).then(lanes)
+                    (argument.binding.as_ref() == Some(&lane)).then(|| (0..invocations).collect())
                 });
-                Frame::new(&module, function, arguments.collect()).each_access(&mut |name, at| {
+                let frame =
+                    Frame::new(&module, function, invocations as usize, arguments.collect());
+                frame.each_access(&mut |name, at| {
                     count += 1;
                     for eight in at.chunks(8) {
                         assert_eq!(passes(eight), 1, "{variant:?}, {name}: {eight:?}");
@@ -182,5 +191,5 @@ fn eight_invocations_access_different_banks() {
             }
         }
     }
-    assert!(count > 1000, "{count} accesses");
+    assert!(count > 2000, "{count} accesses");
 }

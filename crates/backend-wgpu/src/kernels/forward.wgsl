@@ -15,9 +15,9 @@ fn sum_of(x: vec4<f32>) -> f32 {
     return (x.x + x.y) + (x.z + x.w);
 }
 
-// Row maxima over the eight invocations `ty`, which hold four rows each. Without subgroups they go
+// Row maxima over the eight invocations `ty`, which hold the same rows. Without subgroups they go
 // through `tile`, which is idle between the products.
-fn largest(ty: u32, tx: u32, own: vec4<f32>) -> vec4<f32> {
+fn largest(ty: u32, tx: u32, own: {{ROW_FLOATS}}) -> {{ROW_FLOATS}} {
 #if SUBGROUP
     var all = own;
     all = max(all, subgroupShuffleXor(all, 1u));
@@ -25,11 +25,11 @@ fn largest(ty: u32, tx: u32, own: vec4<f32>) -> vec4<f32> {
     return max(all, subgroupShuffleXor(all, 4u));
 #else
     workgroupBarrier();
-    tile[8u * ty + tx] = own;
+    tile[8u * ty + tx] = own{{AS_FOUR}};
     workgroupBarrier();
     var all = own;
     for (var n = 0u; n < 8u; n++) {
-        all = max(all, tile[8u * ty + n]);
+        all = max(all, tile[8u * ty + n]{{ROW_PART}});
     }
     workgroupBarrier();
     return all;
@@ -37,7 +37,7 @@ fn largest(ty: u32, tx: u32, own: vec4<f32>) -> vec4<f32> {
 }
 
 // Row sums over the same invocations, in a fixed order.
-fn total(ty: u32, tx: u32, own: vec4<f32>) -> vec4<f32> {
+fn total(ty: u32, tx: u32, own: {{ROW_FLOATS}}) -> {{ROW_FLOATS}} {
 #if SUBGROUP
     var all = own;
     all = all + subgroupShuffleXor(all, 1u);
@@ -45,11 +45,11 @@ fn total(ty: u32, tx: u32, own: vec4<f32>) -> vec4<f32> {
     return all + subgroupShuffleXor(all, 4u);
 #else
     workgroupBarrier();
-    tile[8u * ty + tx] = own;
+    tile[8u * ty + tx] = own{{AS_FOUR}};
     workgroupBarrier();
-    var all = vec4<f32>(0.0);
+    var all = {{ROW_FLOATS}}(0.0);
     for (var n = 0u; n < 8u; n++) {
-        all = all + tile[8u * ty + n];
+        all = all + tile[8u * ty + n]{{ROW_PART}};
     }
     workgroupBarrier();
     return all;
@@ -66,7 +66,7 @@ fn acc_at(first: u32, head: u32, row: u32) -> u32 {
     return query_of(first, row) * params.acc_row + head_of(head, row) * params.acc_head;
 }
 
-@compute @workgroup_size(64)
+@compute @workgroup_size({{INVOCATIONS}})
 fn main(
     @builtin(workgroup_id) workgroup: vec3<u32>,
     @builtin(local_invocation_index) lane: u32,
@@ -99,7 +99,7 @@ fn main(
     let first = 32u * tile_index;
 #end
     // row of the tile
-    let row = 4u * ty;
+    let row = {{TILE_ROWS}}u * ty;
 {{COUNT_MATRICES}}
 
     let list = batch * params.plane_batch + head * params.plane_head + list_index;
@@ -117,13 +117,13 @@ fn main(
     let state = params.statistics_base + batch * params.statistics_batch;
     let acc = params.acc_base + batch * params.acc_batch;
 #end
-    var row_max = vec4<f32>(0.0);
-    var sum = vec4<f32>(0.0);
+    var row_max = {{ROW_FLOATS}}(0.0);
+    var sum = {{ROW_FLOATS}}(0.0);
 #if TIES
-    var ties = vec4<f32>(0.0);
+    var ties = {{ROW_FLOATS}}(0.0);
 #end
-    var any_visible = vec4<bool>(false);
-    for (var r = 0u; r < 4u; r++) {
+    var any_visible = {{ROW_BOOLS}}(false);
+    for (var r = 0u; r < {{TILE_ROWS}}u; r++) {
         if (is_row(first, row + r)) {
             let at = state + statistics_at(first, head, row + r);
             any_visible[r] = statistics[at + 3u] != 0.0;
@@ -152,17 +152,21 @@ fn main(
 {{SCORES}}
             // invocation (ty, tx) holds keys column + 4·tx … + 3 of its rows
             let key = column + 4u * tx;
-            var tile_max = vec4<f32>(-3.4028234e38);
-            var words = vec4<u32>(0xffffffffu);
+            var tile_max = {{ROW_FLOATS}}(-3.4028234e38);
+            var words = {{ROW_WORDS}}(0xffffffffu);
 {{EPILOGUE}}
             tile_max = largest(ty, tx, tile_max);
-            let tile_visible = words != vec4<u32>(0u);
+            let tile_visible = words != {{ROW_WORDS}}(0u);
             let new_max = select(tile_max, select(row_max, max(row_max, tile_max), tile_visible), any_visible);
             let is_same = (row_max == new_max) & any_visible;
-            let factor = select(vec4<f32>(0.0), {{EXPONENTIALS}}(row_max - new_max), any_visible);
-            let rescale = select(factor, vec4<f32>(1.0), is_same);
+            let factor = select(
+                {{ROW_FLOATS}}(0.0),
+                {{EXPONENTIALS}}((row_max - new_max){{AS_FOUR}}){{ROW_PART}},
+                any_visible,
+            );
+            let rescale = select(factor, {{ROW_FLOATS}}(1.0), is_same);
 #if TIES
-            ties = select(vec4<f32>(0.0), ties, is_same);
+            ties = select({{ROW_FLOATS}}(0.0), ties, is_same);
 #end
             row_max = new_max;
             any_visible = any_visible | tile_visible;
@@ -177,7 +181,7 @@ fn main(
 #if TIES
     ties = total(ty, tx, ties);
 #end
-    for (var r = 0u; r < 4u; r++) {
+    for (var r = 0u; r < {{TILE_ROWS}}u; r++) {
         if (is_row(first, row + r) && any_visible[r]) {
             if (tx == 0u) {
                 let at = state + statistics_at(first, head, row + r);

@@ -32,20 +32,16 @@ use annulus_core::{DType, Spec};
 use params::{CopyParams, MergeParams, RowParams, StepParams};
 use template::Template;
 
-use crate::{Level, level::Matrices};
+use crate::{Level, RegisterTile, level::Matrices};
 
-/// Rows and columns of a tile: 64 invocations × 4 × 4 pairs.
+/// Rows and columns of a tile.
 pub(crate) const TILE: usize = 32;
 
-/// Columns of one accumulator group: 64 invocations × 4 rows × 4 columns cover 32 × 32.
+/// Columns of one accumulator group: the register tiles of a workgroup cover 32 × 32.
 const GROUP: usize = 32;
 
 /// Upper bound of the ranges of keys of a tile.
 pub(crate) const MAX_RANGES: usize = 512;
-
-/// Upper bound of the registers of an invocation that hold sums. An invocation has up to 256
-/// registers, and the rest of a tile kernel takes 75 to 120.
-const MAX_ACCUMULATORS: usize = 128;
 
 /// Element type of the inputs in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -219,6 +215,8 @@ pub(crate) struct TileVariant {
     /// Forward of few queries: rows of a tile are packed heads, and a tile has several ranges of
     /// keys (`gqa_packing.rs`, `split_kv.rs`).
     pub(crate) decodes: bool,
+    /// Register tile of kernels of multiply-adds.
+    pub(crate) register_tile: RegisterTile,
     /// Plain or subgroup.
     pub(crate) level: Level,
     /// Cooperative matrices for f16 products, if any.
@@ -227,14 +225,25 @@ pub(crate) struct TileVariant {
 
 impl TileVariant {
     /// True if dV and dK of these dims are computed in two passes, because their accumulators
-    /// together take more than [`MAX_ACCUMULATORS`] registers: 4 rows of 4 columns for each group.
-    pub(crate) const fn splits_gradients(head_dim: usize, value_dim: usize) -> bool {
-        16 * (Self::groups(head_dim) + Self::groups(value_dim)) > MAX_ACCUMULATORS
+    /// together take too many registers: the rows of a register tile × 4 columns for each group.
+    pub(crate) const fn splits_gradients(
+        tile: RegisterTile,
+        head_dim: usize,
+        value_dim: usize,
+    ) -> bool {
+        let groups = Self::groups(head_dim) + Self::groups(value_dim);
+        4 * tile.rows() * groups > tile.max_accumulators()
     }
 
     /// Returns the cooperative matrices that a kernel of this variant uses.
     fn used_matrices(self) -> Option<Matrices> {
         self.matrices.filter(|_| self.storage == Storage::F16)
+    }
+
+    /// Returns the kernel's register tile. With matrices, whose subgroups divide 64 invocations, it
+    /// has four rows.
+    fn used_register_tile(self) -> RegisterTile {
+        if self.used_matrices().is_some() { RegisterTile::FourRows } else { self.register_tile }
     }
 
     /// True if vectors are bound as f16: at level matrix, which has f16 arithmetic. A device whose

@@ -3,7 +3,7 @@
 use annulus_core::DType;
 
 use super::{Access, Epilogue, Source, Storage, TileVariant, Variant};
-use crate::{Level, level::Matrices};
+use crate::{Level, RegisterTile, level::Matrices};
 
 /// A kernel as it is passed to a driver.
 #[derive(Debug, Clone)]
@@ -22,8 +22,8 @@ pub struct KernelText {
 impl KernelText {
     /// Generates the kernels of both passes, at each level at which they differ, for one type and
     /// one dim of heads and values; empty for f64. Dims above 128, and decoding, with the simplest
-    /// and the most general epilogue only.
-    pub fn of_passes(dtype: DType, dim: usize) -> Vec<Self> {
+    /// and the most general epilogue only. Matrices with [`RegisterTile::FourRows`] only.
+    pub fn of_passes(dtype: DType, dim: usize, register_tile: RegisterTile) -> Vec<Self> {
         let Some(storage) = Storage::of(dtype) else { return Vec::new() };
         let mut all = Vec::new();
         for epilogue in Epilogue::ALL {
@@ -44,6 +44,7 @@ impl KernelText {
                     value_groups: TileVariant::groups(dim),
                     epilogue,
                     decodes: false,
+                    register_tile,
                     level: if level == Level::Plain { level } else { Level::Subgroup },
                     matrices,
                 };
@@ -53,7 +54,11 @@ impl KernelText {
                 let variants = match level {
                     // only forward has reductions
                     Level::Subgroup => vec![forward],
-                    Level::Matrix if storage != Storage::F16 => continue,
+                    Level::Matrix
+                        if storage != Storage::F16 || register_tile != RegisterTile::FourRows =>
+                    {
+                        continue;
+                    }
                     Level::Plain | Level::Matrix => {
                         std::iter::once(forward).chain(backward).collect()
                     }

@@ -1,4 +1,4 @@
-//! Generated parts of the tile kernels: products of vectors, unrolled over the 4 × 4 register tile.
+//! Generated parts of the tile kernels: products of vectors, unrolled over the register tile.
 
 use std::fmt::Write;
 
@@ -7,7 +7,7 @@ use super::{
     matrices::{self, Factors},
     vectors::{ROW_STEP, Vectors, Words},
 };
-use crate::level::Matrices;
+use crate::RegisterTile;
 
 /// Distance of rows `4 · t + n` and `4 · t + n + 1` in workgroup memory. Row 4 · t + n is stored as
 /// row t + 8 · n, because invocations t = 0 … 7 access the rows 4 · t + n of one n at once.
@@ -15,14 +15,15 @@ const NEXT_ROW: usize = 8 * ROW_STEP;
 
 const ELEMENTS: [&str; 4] = ["x", "y", "z", "w"];
 
-/// Generates `s0` … `s3` (for prefix s): products of four rows of `left` with four rows of `right`.
-/// Each is one chain of multiply-adds in element order, or a product of cooperative matrices.
+/// Generates `s0` … (for prefix s): products of the register tile's rows of `left` with four rows of
+/// `right`. Each is one chain of multiply-adds in element order, or a product of cooperative
+/// matrices.
 ///
 /// ```text
 /// for each 32 elements:
-///     load both sides (64 invocations × 4 rows × 4 elements), zeros beyond the vectors
+///     load both sides (4 elements of each row that an invocation loads), zeros beyond the vectors
 ///     store them to `tile` and `right`
-///     for each 4 elements: read them of 4 + 4 rows; 4 × 4 × 4 multiply-adds
+///     for each 4 elements: read them of R + 4 rows; R × 4 × 4 multiply-adds (R: rows, 4 or 2)
 /// ```
 pub(super) fn product(
     variant: TileVariant,
@@ -32,14 +33,12 @@ pub(super) fn product(
     right: &Vectors,
     right_first: &str,
 ) -> String {
-    let mut text = String::new();
-    for r in 0..4 {
-        let _infallible = writeln!(text, "var {prefix}{r} = vec4<f32>(0.0);");
-    }
-    text + &add_product(variant, prefix, left, left_first, right, right_first)
+    let zeros =
+        each_row(variant.used_register_tile(), &format!("var {prefix}{{r}} = vec4<f32>(0.0);"));
+    zeros + &add_product(variant, prefix, left, left_first, right, right_first)
 }
 
-/// As [`product`], with `s0` … `s3` declared.
+/// As [`product`], with `s0` … declared.
 pub(super) fn add_product(
     variant: TileVariant,
     prefix: &str,
@@ -51,6 +50,7 @@ pub(super) fn add_product(
     if let Some(on) = variant.used_matrices() {
         return matrices::add_product(variant, on, prefix, left, left_first, right, right_first);
     }
+    let tile = variant.used_register_tile();
     let (mut rows, mut loads, mut zeros, mut stores) =
         (String::new(), String::new(), String::new(), String::new());
     for (side, array, of, first) in
@@ -59,7 +59,7 @@ pub(super) fn add_product(
         let (declared, offsets) = of.loaded_rows(variant, side, first);
         rows += &declared;
         for (n, offset) in offsets.iter().enumerate() {
-            let slot = 2 * n * ROW_STEP;
+            let slot = n * tile.load_step() / 4 * ROW_STEP;
             // all loads before the first store, so that they are in flight together
             let _infallible = writeln!(
                 loads,
@@ -89,29 +89,52 @@ pub(super) fn add_product(
         for (var four = 0u; four < 8u; four++) {{
 "
     );
-    for (name, array, index) in [("a", "tile", "ty"), ("b", "right", "tx")] {
-        for n in 0..4 {
-            let _infallible = writeln!(
-                text,
-                "            let {name}{n} = {array}[{ROW_STEP}u * {index} + four + {}u];",
-                n * NEXT_ROW
-            );
-        }
-    }
-    for e in ELEMENTS {
-        for r in 0..4 {
-            let _infallible = writeln!(
-                text,
-                "            {prefix}{r} = fma(
+    let left_index = match tile {
+        RegisterTile::FourRows => "ty",
+        // rows 2 · ty and 2 · ty + 1, where they are stored
+        RegisterTile::TwoRows => "((ty >> 1u) + 16u * (ty & 1u))",
+    };
+    let load = |name: &str, array: &str, index: &str, n: usize| {
+        let at = n * NEXT_ROW;
+        format!("            let {name}{n} = {array}[{ROW_STEP}u * {index} + four + {at}u];\n")
+    };
+    let load_left = |r| load("a", "tile", left_index, r);
+    let load_right: String = (0..4).map(|n| load("b", "right", "tx", n)).collect();
+    let multiply_add = |r: usize, e: &str| {
+        format!(
+            "            {prefix}{r} = fma(
                 vec4<f32>(a{r}.{e}),
                 vec4<f32>(b0.{e}, b1.{e}, b2.{e}, b3.{e}),
                 {prefix}{r},
-            );"
-            );
+            );\n"
+        )
+    };
+    if is_row_by_row(variant, prefix) {
+        text += &load_right;
+        for r in 0..tile.rows() {
+            text += &load_left(r);
+            text.extend(ELEMENTS.map(|e| multiply_add(r, e)));
+        }
+    } else {
+        text.extend((0..tile.rows()).map(load_left));
+        text += &load_right;
+        for e in ELEMENTS {
+            text.extend((0..tile.rows()).map(|r| multiply_add(r, e)));
         }
     }
     text.push_str("        }\n    }\n}\n");
     text
+}
+
+/// True if a product reads one left row at a time: that of dP, during which S is live, in register
+/// tiles of two rows and dims so large that the accumulators leave no other registers. By the
+/// estimate of Mesa's compiler for Intel, dK and dV of dim 64 would take a tenth longer.
+fn is_row_by_row(variant: TileVariant, prefix: &str) -> bool {
+    let TileVariant { head_groups, value_groups, .. } = variant;
+    let tile = variant.used_register_tile();
+    tile == RegisterTile::TwoRows
+        && prefix == "d"
+        && TileVariant::splits_gradients(tile, 32 * head_groups, 32 * value_groups)
 }
 
 /// Generates accumulators `PREFIX{group}_{row}` += P·`of` or dX·`of`, on cooperative matrices if
@@ -126,7 +149,7 @@ pub(super) fn accumulate(
 ) -> String {
     match variant.used_matrices() {
         Some(on) => matrices::accumulate(on, prefix, groups, factors, of, words),
-        None => multiply_add(prefix, groups, Factor::Of(of), words),
+        None => multiply_add(variant.used_register_tile(), prefix, groups, Factor::Of(of), words),
     }
 }
 
@@ -142,22 +165,22 @@ pub(super) enum Factor<'a> {
 }
 
 impl Factor<'_> {
-    /// Generates variables from expressions for the vectors.
-    fn variables<const N: usize>(
+    /// Generates variables from names and expressions for the vectors.
+    fn variables(
         self,
-        names: [&str; N],
         kind: &str,
-        expressions: impl Fn(&Vectors) -> [String; N],
+        definitions: impl Fn(&Vectors) -> Vec<(String, String)>,
     ) -> String {
         let lines = |start: &str, of: &Vectors| -> String {
-            let each = names.iter().zip(expressions(of));
+            let each = definitions(of).into_iter();
             each.map(|(name, expression)| format!("{start}{name} = {expression};\n")).collect()
         };
         match self {
             Self::Of(of) => lines("let ", of),
             Self::OfPass { dv, dk } => {
+                let names = definitions(dv).into_iter();
                 let declared: String =
-                    names.iter().map(|name| format!("var {name}: {kind};\n")).collect();
+                    names.map(|(name, _)| format!("var {name}: {kind};\n")).collect();
                 let [dv, dk] = [dv, dk].map(|of| lines("", of));
                 format!("{declared}if (is_dv) {{\n{dv}}} else {{\n{dk}}}\n")
             }
@@ -165,27 +188,37 @@ impl Factor<'_> {
     }
 
     /// Generates the offsets of an invocation's rows of the tile at `column`.
-    fn rows(self) -> String {
-        self.variables(["own_row", "last_row", "row_step"], "u32", |of| of.offsets("column"))
+    fn rows(self, tile: RegisterTile) -> String {
+        self.variables("u32", |of| {
+            let names = ["own_row", "last_row", "row_step"].map(str::to_owned);
+            names.into_iter().zip(of.offsets(tile, "column")).collect()
+        })
     }
 
-    /// Generates the loads of four elements of four rows.
-    fn loads(self, first: usize) -> String {
-        self.variables(["four_0", "four_1", "four_2", "four_3"], "vec4<f32>", |of| {
-            [0, 1, 2, 3].map(|n| {
+    /// Generates the loads of four elements of each row that an invocation loads.
+    fn loads(self, tile: RegisterTile, first: usize) -> String {
+        self.variables("vec4<f32>", |of| {
+            let load = |n| {
                 let row = format!("min(own_row + {n}u * row_step, last_row)");
-                format!("{}_four({row}, {first}u + element)", of.name)
-            })
+                (format!("four_{n}"), format!("{}_four({row}, {first}u + element)", of.name))
+            };
+            (0..tile.loads()).map(load).collect()
         })
     }
 }
 
 /// Generates accumulators `PREFIX{group}_{row}` += `tile`ᵀ·`of`. In partial tiles the vector of a
 /// masked pair counts as 0, because 0 · NaN would reach the row.
-pub(super) fn multiply_add(prefix: &str, groups: usize, of: Factor<'_>, words: Words) -> String {
+pub(super) fn multiply_add(
+    tile: RegisterTile,
+    prefix: &str,
+    groups: usize,
+    of: Factor<'_>,
+    words: Words,
+) -> String {
     let mut text =
         "{\n    let element = 4u * (lane & 7u);\n    let vector = lane >> 3u;\n".to_owned();
-    text += &of.rows();
+    text += &of.rows(tile);
     let dim = match of {
         Factor::Of(of) => format!("params.{}", of.dim),
         Factor::OfPass { .. } => "acc_dim".to_owned(),
@@ -193,63 +226,112 @@ pub(super) fn multiply_add(prefix: &str, groups: usize, of: Factor<'_>, words: W
     for group in 0..groups {
         let first = 32 * group;
         let _infallible = writeln!(text, "if ({first}u < {dim}) {{");
-        text += &of.loads(first);
+        text += &of.loads(tile, first);
         text.push_str("    workgroupBarrier();\n");
-        for n in 0..4 {
-            let row = 8 * n;
+        for n in 0..tile.loads() {
+            let row = n * tile.load_step();
             let _infallible = writeln!(
                 text,
                 "    right[{ROW_STEP}u * (vector + {row}u) + (lane & 7u)] = four_{n};"
             );
         }
-        let line = |r: usize, b: &str| {
-            let sum = format!("{prefix}{group}_{r}");
-            format!("{sum} = fma(vec4<f32>(a.{}), {b}, {sum});\n", ELEMENTS[r])
+        text.push_str("    workgroupBarrier();\n");
+        let sums = format!("{prefix}{group}");
+        text += &match tile {
+            RegisterTile::FourRows => multiply_columns(&sums, words),
+            RegisterTile::TwoRows => multiply_rows(&sums, words),
         };
-        let _infallible = write!(
-            text,
-            "    workgroupBarrier();
-    if (is_partial) {{
-        for (var j = 0u; j < 32u; j++) {{
-            let a = tile[{ROW_STEP}u * ((j >> 2u) + 8u * (j & 3u)) + ty];
-            let b = right[{ROW_STEP}u * j + tx];
-"
-        );
-        if words == Words::OfColumns {
-            text.push_str("            let word = atomicLoad(&visible_bits[j]) >> (4u * ty);\n");
-        }
-        for r in 0..4 {
-            let masked = format!("select(vec4<f32>(0.0), b, ({}) != 0u)", words.bit(r));
-            let _infallible = write!(text, "            {}", line(r, &masked));
-        }
-        text.push_str(
-            "        }\n    } else {\n        for (var four = 0u; four < 8u; four++) {\n",
-        );
-        for n in 0..4 {
-            let at = n * NEXT_ROW;
-            let _infallible = writeln!(
-                text,
-                "            {{
-                let a = tile[{ROW_STEP}u * four + ty + {at}u];
-                let b = right[{ROW_STEP}u * (4u * four + {n}u) + tx];"
-            );
-            for r in 0..4 {
-                let _infallible = write!(text, "                {}", line(r, "b"));
-            }
-            text.push_str("            }\n");
-        }
-        text.push_str("        }\n    }\n}\n");
+        text.push_str("}\n");
     }
     text.push_str("}\n");
     text
 }
 
+/// Generates `SUMS_{row}` += `tile`ᵀ·`right`, where `tile` is `[column][row]`: one vector has a
+/// column of the register tile.
+fn multiply_columns(sums: &str, words: Words) -> String {
+    let line = |r: usize, b: &str| {
+        format!("{sums}_{r} = fma(vec4<f32>(a.{}), {b}, {sums}_{r});\n", ELEMENTS[r])
+    };
+    let mut text = format!(
+        "    if (is_partial) {{
+        for (var j = 0u; j < 32u; j++) {{
+            let a = tile[{ROW_STEP}u * ((j >> 2u) + 8u * (j & 3u)) + ty];
+            let b = right[{ROW_STEP}u * j + tx];
+"
+    );
+    if words == Words::OfColumns {
+        text.push_str("            let word = atomicLoad(&visible_bits[j]) >> (4u * ty);\n");
+    }
+    for r in 0..4 {
+        let _infallible = write!(text, "            {}", line(r, &words.masked(r)));
+    }
+    text.push_str("        }\n    } else {\n        for (var four = 0u; four < 8u; four++) {\n");
+    for n in 0..4 {
+        let at = n * NEXT_ROW;
+        let _infallible = writeln!(
+            text,
+            "            {{
+                let a = tile[{ROW_STEP}u * four + ty + {at}u];
+                let b = right[{ROW_STEP}u * (4u * four + {n}u) + tx];"
+        );
+        for r in 0..4 {
+            let _infallible = write!(text, "                {}", line(r, "b"));
+        }
+        text.push_str("            }\n");
+    }
+    text + "        }\n    }\n"
+}
+
+/// As [`multiply_columns`], where `tile` is `[row][column]`: one vector has four columns of a row
+/// of the register tile. With two rows, `[column][row]` would take twice as many reads, of half a
+/// vector each.
+///
+/// The bound of the masked loop is not a constant, so that compilers do not unroll it. If both are
+/// unrolled, they compute the addresses of all reads before the branch and keep them: Mesa's
+/// compiler for Intel 48 of them, of 128 registers.
+fn multiply_rows(sums: &str, words: Words) -> String {
+    let product = |is_partial: bool| {
+        let bound = if is_partial { "8u * min(params.keys, 1u)" } else { "8u" };
+        let mut text = format!("        for (var four = 0u; four < {bound}; four++) {{\n");
+        for r in 0..2 {
+            let _infallible = writeln!(
+                text,
+                "            let a{r} = tile[{ROW_STEP}u * (2u * ty + {r}u) + four];"
+            );
+        }
+        for (n, element) in ELEMENTS.iter().enumerate() {
+            let _infallible = writeln!(
+                text,
+                "            {{
+                let j = 4u * four + {n}u;
+                let b = right[{ROW_STEP}u * j + tx];"
+            );
+            if is_partial && words == Words::OfColumns {
+                text.push_str(
+                    "                let word = atomicLoad(&visible_bits[j]) >> (2u * ty);\n",
+                );
+            }
+            for r in 0..2 {
+                let b = if is_partial { words.masked(r) } else { "b".to_owned() };
+                let _infallible = writeln!(
+                    text,
+                    "                {sums}_{r} = fma(vec4<f32>(a{r}.{element}), {b}, {sums}_{r});"
+                );
+            }
+            text.push_str("            }\n");
+        }
+        text + "        }\n"
+    };
+    format!("    if (is_partial) {{\n{}    }} else {{\n{}    }}\n", product(true), product(false))
+}
+
 /// Generates a line per group and row; `{g}`, `{r}` and `{c}` (the group's first column) are
 /// numbers.
-pub(super) fn each(groups: usize, line: &str) -> String {
+pub(super) fn each(tile: RegisterTile, groups: usize, line: &str) -> String {
     let mut text = String::new();
     for g in 0..groups {
-        for r in 0..4 {
+        for r in 0..tile.rows() {
             let line = line.replace("{g}", &g.to_string()).replace("{r}", &r.to_string());
             let _infallible =
                 writeln!(text, "{}", line.replace("{c}", &format!("({}u + 4u * tx)", 32 * g)));
@@ -258,13 +340,14 @@ pub(super) fn each(groups: usize, line: &str) -> String {
     text
 }
 
-/// Generates a line per row `{r}`.
-pub(super) fn each_row(line: &str) -> String {
-    let mut text = String::new();
-    for r in 0..4 {
-        let _infallible = writeln!(text, "{}", line.replace("{r}", &r.to_string()));
-    }
-    text
+/// Generates a line per row `{r}` of the register tile.
+pub(super) fn each_row(tile: RegisterTile, line: &str) -> String {
+    each_of(tile.rows(), line)
+}
+
+/// Generates a line per number `{r}`.
+fn each_of(count: usize, line: &str) -> String {
+    (0..count).map(|r| line.replace("{r}", &r.to_string()) + "\n").collect()
 }
 
 /// Generates loads and stores of four accumulators, bounded by the vector length.
@@ -303,22 +386,28 @@ fn store_acc(at: u32, c: u32, dim: u32, four: vec4<f32>) {{
     )
 }
 
-/// Generates `tile` ← four columns of four rows, once all invocations have read what was in it.
-pub(super) fn store_tile(prefix: &str) -> String {
-    let columns: String = (0..4)
-        .map(|c| {
-            let column = [0, 1, 2, 3].map(|r| format!("{prefix}{r}[{c}]")).join(", ");
-            let at = format!("{ROW_STEP}u * tx + ty + {}u", c * NEXT_ROW);
-            format!("tile[{at}] = vec4<f32>({column});\n")
-        })
-        .collect();
-    "workgroupBarrier();\n".to_owned() + &columns
+/// Generates `tile` ← a register tile, once all invocations have read what was in it: `[column][row]`
+/// of four rows ([`multiply_columns`]), `[row][column]` of two ([`multiply_rows`]).
+pub(super) fn store_tile(tile: RegisterTile, prefix: &str) -> String {
+    let stores: String = match tile {
+        RegisterTile::FourRows => (0..4)
+            .map(|c| {
+                let column = [0, 1, 2, 3].map(|r| format!("{prefix}{r}[{c}]")).join(", ");
+                let at = format!("{ROW_STEP}u * tx + ty + {}u", c * NEXT_ROW);
+                format!("tile[{at}] = vec4<f32>({column});\n")
+            })
+            .collect(),
+        RegisterTile::TwoRows => {
+            each_row(tile, &format!("tile[{ROW_STEP}u * (2u * ty + {{r}}u) + tx] = {prefix}{{r}};"))
+        }
+    };
+    "workgroupBarrier();\n".to_owned() + &stores
 }
 
 /// Generates the store of P or dX for the second product.
-pub(super) fn store_factors(on: Option<Matrices>, factors: Factors, prefix: &str) -> String {
-    match (on, factors) {
-        (None, _) => store_tile(prefix),
+pub(super) fn store_factors(variant: TileVariant, factors: Factors, prefix: &str) -> String {
+    match (variant.used_matrices(), factors) {
+        (None, _) => store_tile(variant.used_register_tile(), prefix),
         (Some(_), Factors::Probs) => matrices::store_probs(prefix),
         (Some(_), Factors::Gradients) => {
             matrices::GRADIENT_FACTORS.to_owned() + &matrices::store_gradients(prefix)
@@ -326,13 +415,24 @@ pub(super) fn store_factors(on: Option<Matrices>, factors: Factors, prefix: &str
     }
 }
 
-/// Generates the loads of the statistics of four queries, `stats0` … `stats3`. Queries beyond the
-/// chunk have those of the last one: their pairs are masked.
-pub(super) fn statistics(first: &str) -> String {
-    each_row(&format!(
+/// Generates the loads of the statistics of `count` queries, `stats0` …. Queries beyond the chunk
+/// have those of the last one: their pairs are masked.
+fn statistics(count: usize, first: &str) -> String {
+    let line = format!(
         "var stats{{r}} =
     statistics_of(state + min({first} + {{r}}u, params.queries - 1u) * params.statistics_row);"
-    ))
+    );
+    each_of(count, &line)
+}
+
+/// Generates the statistics of the queries in the rows of a register tile.
+pub(super) fn row_statistics(tile: RegisterTile) -> String {
+    statistics(tile.rows(), "row")
+}
+
+/// Generates the statistics of the queries in the columns of a register tile.
+pub(super) fn column_statistics() -> String {
+    statistics(4, "query")
 }
 
 /// Orientation of a tile of the backward pass.
@@ -356,10 +456,11 @@ pub(super) struct RowStep<'a> {
 /// Generates the backward step: scores `s` and products `d` become dX and P, 0 for masked pairs.
 /// Clears the bits of pairs that only a bias or an empty row masks.
 pub(super) fn score_gradients(
-    epilogue: Epilogue,
+    variant: TileVariant,
     orientation: Orientation,
     then: RowStep<'_>,
 ) -> String {
+    let (epilogue, tile) = (variant.epilogue, variant.used_register_tile());
     let rows_are_keys = orientation == Orientation::RowsAreKeys;
     let of_stats = |r: usize, element: &str| {
         if rows_are_keys {
@@ -383,15 +484,20 @@ pub(super) fn score_gradients(
             _ => format!("let grad = score_gradients(params.scale * s{r}, d{r}, {lse}, {delta});"),
         }
     };
+    let tile_rows = tile.rows();
+    // words of the register tile's queries, and its lowest bit in them
+    let (queries, first_query, first_bit) = if rows_are_keys {
+        (4, "4u * tx".to_owned(), format!("{tile_rows}u * ty"))
+    } else {
+        (tile_rows, format!("{tile_rows}u * ty"), "4u * tx".to_owned())
+    };
+    let words = each_of(
+        queries,
+        &format!(
+            "let word{{r}} = atomicLoad(&visible_bits[{first_query} + {{r}}u]) >> ({first_bit});"
+        ),
+    );
     // four pairs in vectors: bits of row r
-    let mut words = String::new();
-    for n in 0..4 {
-        let (at, shift) = if rows_are_keys { ("tx", "ty") } else { ("ty", "tx") };
-        let _infallible = writeln!(
-            words,
-            "let word{n} = atomicLoad(&visible_bits[4u * {at} + {n}u]) >> (4u * {shift});"
-        );
-    }
     let bits = |r: usize| {
         if rows_are_keys {
             format!(
@@ -406,11 +512,11 @@ pub(super) fn score_gradients(
     let mut text = String::new();
     if !epilogue.masks() {
         if epilogue == Epilogue::Dropout {
-            text += &kept_rows(orientation);
+            text += &kept_rows(tile, orientation);
         }
         text.push_str("if (is_partial) {\n");
         text.push_str(&words);
-        for r in 0..4 {
+        for r in 0..tile.rows() {
             let _infallible = write!(
                 text,
                 "{{
@@ -425,7 +531,7 @@ pub(super) fn score_gradients(
             );
         }
         text.push_str("} else {\n");
-        for r in 0..4 {
+        for r in 0..tile.rows() {
             let _infallible = write!(
                 text,
                 "{{
@@ -442,8 +548,10 @@ pub(super) fn score_gradients(
     }
     // A loop, because drivers take seconds to compile four copies. Registers rotate, so that none is
     // selected by the number of the row.
-    let rotate =
-        |names: &str| format!("{names}0 = {names}1;\n{names}1 = {names}2;\n{names}2 = {names}3;\n");
+    let rotate = |names: &str| -> String {
+        (1..tile_rows).map(|r| format!("{names}{} = {names}{r};\n", r - 1)).collect()
+    };
+    let last = tile_rows - 1;
     let rows = if rows_are_keys {
         "var keep0 = vec4<f32>(1.0);
 var keep1 = vec4<f32>(1.0);
@@ -461,23 +569,27 @@ if ({{HAS_DROPOUT}}) {
 let queries = vec4<u32>(query) + vec4<u32>(0u, 1u, 2u, 3u);
 var cleared = vec4<u32>(0u);
 var column_words = vec4<u32>(word0, word1, word2, word3);
-for (var r = 0u; r < 4u; r++) {
+for (var r = 0u; r < {{TILE_ROWS}}u; r++) {
     let bits = (column_words & vec4<u32>(1u)) != vec4<u32>(0u);
     let e = scores(batch, head, queries, vec4<u32>(row + r), mask_index, bits, s0);
     let keep = vec4<f32>(keep0.x, keep1.x, keep2.x, keep3.x);
 "
+        .to_owned()
     } else {
-        "let keys = vec4<u32>(key) + vec4<u32>(0u, 1u, 2u, 3u);
-var cleared = vec4<u32>(0u);
-var row_words = vec4<u32>(word0, word1, word2, word3);
-for (var r = 0u; r < 4u; r++) {
+        let words = (0..tile_rows).map(|r| format!("word{r}")).collect::<Vec<_>>().join(", ");
+        format!(
+            "let keys = vec4<u32>(key) + vec4<u32>(0u, 1u, 2u, 3u);
+var cleared = {{{{ROW_WORDS}}}}(0u);
+var row_words = {{{{ROW_WORDS}}}}({words});
+for (var r = 0u; r < {{{{TILE_ROWS}}}}u; r++) {{
     let bits = four_bits(row_words.x);
     let e = scores(batch, head, vec4<u32>(row + r), keys, mask_index, bits, s0);
     var keep = vec4<f32>(1.0);
-    if ({{HAS_DROPOUT}}) {
+    if ({{{{HAS_DROPOUT}}}}) {{
         keep = keep_factors(batch, head, row + r, key);
-    }
+    }}
 "
+        )
     };
     let next = if rows_are_keys {
         "    cleared = cleared | select(vec4<u32>(0u), vec4<u32>(1u << r), hidden);
@@ -490,10 +602,10 @@ for (var r = 0u; r < 4u; r++) {
         .to_owned()
     } else {
         format!(
-            "    cleared = vec4<u32>(cleared.yzw, bits_of_four(hidden));
-    row_words = row_words.yzwx;
+            "    cleared = {{{{ROW_WORDS}}}}(cleared.{{{{ROW_REST}}}}, bits_of_four(hidden));
+    row_words = row_words.{{{{ROW_REST}}}}x;
     let first_stats = stats0;
-{}stats3 = first_stats;
+{}stats{last} = first_stats;
 ",
             rotate("stats")
         )
@@ -508,52 +620,49 @@ for (var r = 0u; r < 4u; r++) {
     var next_s = s0;
     var next_d = d0;
     {}
-    {}{}    s3 = next_s;
-    d3 = next_d;
+    {}{}    s{last} = next_s;
+    d{last} = next_d;
 {next}}}
 ",
         then.general,
         rotate("s"),
         rotate("d"),
     );
-    let (at, shift) = if rows_are_keys { ("tx", "ty") } else { ("ty", "tx") };
-    for n in 0..4 {
-        let _infallible = write!(
-            text,
-            "if (cleared[{n}] != 0u) {{
-    atomicAnd(&visible_bits[4u * {at} + {n}u], ~(cleared[{n}] << (4u * {shift})));
-}}
-"
-        );
-    }
-    text
+    text + &each_of(
+        queries,
+        &format!(
+            "if (cleared[{{r}}] != 0u) {{
+    atomicAnd(&visible_bits[{first_query} + {{r}}u], ~(cleared[{{r}}] << ({first_bit})));
+}}"
+        ),
+    )
 }
 
-/// Generates the dropout factors of a tile, `kept0` … `kept3`.
-fn kept_rows(orientation: Orientation) -> String {
-    // a loop, because drivers take seconds to compile four copies of Philox
-    let of_vector = match orientation {
-        Orientation::RowsAreQueries => "keep_factors(batch, head, row + n, key)",
-        Orientation::RowsAreKeys => "keep_factors(batch, head, query + n, row)",
+/// Generates the dropout factors of a register tile, a vector per row: `kept0` ….
+fn kept_rows(tile: RegisterTile, orientation: Orientation) -> String {
+    // a loop, because drivers take seconds to compile several copies of Philox
+    let (count, of_vector) = match orientation {
+        Orientation::RowsAreQueries => (tile.rows(), "keep_factors(batch, head, row + n, key)"),
+        Orientation::RowsAreKeys => (4, "keep_factors(batch, head, query + n, row)"),
     };
-    let mut text: String = (0..4).map(|n| format!("var kept{n} = vec4<f32>(1.0);\n")).collect();
+    let mut text = each_of(count, "var kept{r} = vec4<f32>(1.0);");
+    let shift: String = (1..count).map(|n| format!("    kept{} = kept{n};\n", n - 1)).collect();
     let _infallible = write!(
         text,
-        "for (var n = 0u; n < 4u; n++) {{
+        "for (var n = 0u; n < {count}u; n++) {{
     let keep = {of_vector};
-    kept0 = kept1;
-    kept1 = kept2;
-    kept2 = kept3;
-    kept3 = keep;
+{shift}    kept{} = keep;
 }}
-"
+",
+        count - 1
     );
     if orientation == Orientation::RowsAreKeys {
         let rows = each_row(
+            tile,
             "let row_kept{r} = vec4<f32>(kept0[{r}], kept1[{r}], kept2[{r}], kept3[{r}]);",
         );
         text += &rows;
-        text += &each_row("kept{r} = row_kept{r};");
+        text += &each_row(tile, "kept{r} = row_kept{r};");
     }
     text
 }

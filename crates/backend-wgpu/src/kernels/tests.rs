@@ -33,13 +33,21 @@ fn all_variants() -> Vec<Variant> {
                 if !is_usual && head_groups != value_groups {
                     continue;
                 }
+                let [four, two] = RegisterTile::ALL;
                 let of_matrices = [Matrices::new(8, 8), Matrices::new(16, 64)]
-                    .map(|matrices| (Level::Subgroup, Some(matrices)));
-                let with =
-                    [(Level::Plain, None), (Level::Subgroup, None)].into_iter().chain(of_matrices);
-                for (level, matrices) in
-                    with.filter(|(_, matrices)| matrices.is_none() || storage == Storage::F16)
+                    .map(|matrices| (Level::Subgroup, Some(matrices), four));
+                let with = RegisterTile::ALL
+                    .into_iter()
+                    .flat_map(|tile| [(Level::Plain, None, tile), (Level::Subgroup, None, tile)])
+                    .chain(of_matrices);
+                for (level, matrices, register_tile) in
+                    with.filter(|(_, matrices, _)| matrices.is_none() || storage == Storage::F16)
                 {
+                    // dims that differ: the extremes
+                    let differ = head_groups != value_groups;
+                    if register_tile == two && differ && head_groups * value_groups != 8 {
+                        continue;
+                    }
                     let variant = TileVariant {
                         storage,
                         // each conversion in half of the kernels
@@ -49,6 +57,7 @@ fn all_variants() -> Vec<Variant> {
                         value_groups,
                         epilogue,
                         decodes: false,
+                        register_tile,
                         level,
                         matrices,
                     };
@@ -95,7 +104,7 @@ fn translate(
         .into_iter()
         .collect::<Result<Vec<_>, _>>()
         .map_err(|error| format!("HLSL: {error}"))?;
-    let threads = ["numthreads(64, 1, 1)", "numthreads(1, 1, 1)"];
+    let threads = ["numthreads(64, 1, 1)", "numthreads(128, 1, 1)", "numthreads(1, 1, 1)"];
     assert!(names == ["main"] && threads.iter().any(|of| text.contains(of)), "{names:?}");
     Ok(())
 }

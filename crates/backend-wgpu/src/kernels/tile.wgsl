@@ -1,8 +1,8 @@
 // Common part of the tile kernels: tiles of 32 × 32 pairs, 64 invocations with a register tile of 4
-// × 4 scores each.
+// × 4 scores each, or 128 with one of 2 × 4.
 //
 // `tile` and `right` stage 32 elements of 32 vectors each; then `tile` holds P or dX for the second
-// product, `[column][row]` (`products.rs` has the order of their rows). `block_mask` has a list of
+// product (`store_tile` of `products.rs` has its layout). `block_mask` has a list of
 // runs per tile: (first tile of the other side, number of tiles, tile mask or FULL_TILE).
 // `visible_bits` has one word per query of the tile, one bit per key.
 
@@ -151,7 +151,8 @@ fn tangents(product: vec4<f32>) -> vec4<f32> {
 #end
 
 #if KEEP_FACTORS
-// Returns the dropout factors of the probabilities of query `q` and keys `k` … `k + 3`.
+// Returns the dropout factors of the probabilities of query `q` and keys `k` … `k + 3`, or of as
+// many keys as the register tile has rows, if its rows are keys.
 fn keep_factors(batch: u32, head: u32, q: u32, k: u32) -> vec4<f32> {
     let query = min(q, params.queries - 1u);
     let i_low = block_mask[params.query_rows + 2u * query];
@@ -161,7 +162,11 @@ fn keep_factors(batch: u32, head: u32, q: u32, k: u32) -> vec4<f32> {
     var all = vec4<f32>(0.0);
     var block = vec2<u32>(0u);
     var words = vec4<u32>(0u);
+#if ROWS_ARE_KEYS
+    for (var n = 0u; n < {{TILE_ROWS}}u; n++) {
+#else
     for (var n = 0u; n < 4u; n++) {
+#end
         if (k + n < params.keys) {
             let j_low = block_mask[params.key_rows + 2u * (k + n)];
             let j_high = block_mask[params.key_rows + 2u * (k + n) + 1u];

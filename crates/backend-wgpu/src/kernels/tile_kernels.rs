@@ -7,13 +7,14 @@ use super::{
     matrices::{self, Factors},
     params::TileParams,
     products::{
-        Factor, Orientation, RowStep, acc_functions, accumulate, add_product, each, each_row,
-        multiply_add, product, score_gradients, statistics, store_factors, store_tile,
+        Factor, Orientation, RowStep, acc_functions, accumulate, add_product, column_statistics,
+        each, each_row, multiply_add, product, row_statistics, score_gradients, store_factors,
+        store_tile,
     },
     template::Template,
     vectors::{DOUT, K, Q, ROW_STEP, V, Vectors, Words},
 };
-use crate::Level;
+use crate::{Level, RegisterTile};
 
 /// A storage binding.
 struct Binding {
@@ -104,6 +105,25 @@ fn conditions(epilogue: Epilogue) -> [(&'static str, &'static str); 8] {
     })
 }
 
+/// Names of what depends on the register tile. A row vector has an element for each of its rows.
+fn name_rows(text: &mut Template, tile: RegisterTile) {
+    let (rest, as_four, part) = match tile {
+        RegisterTile::FourRows => ("yzw", "", ""),
+        RegisterTile::TwoRows => ("y", ".xyxy", ".xy"),
+    };
+    let rows = tile.rows();
+    text.name("INVOCATIONS", tile.invocations().to_string())
+        .name("TILE_ROWS", rows.to_string())
+        .name("ROW_FLOATS", format!("vec{rows}<f32>"))
+        .name("ROW_WORDS", format!("vec{rows}<u32>"))
+        .name("ROW_BOOLS", format!("vec{rows}<bool>"))
+        // elements after the first
+        .name("ROW_REST", rest)
+        // a row vector as a vector of 4, and back
+        .name("AS_FOUR", as_four)
+        .name("ROW_PART", part);
+}
+
 /// Assembles a kernel. Binding 1 is the block mask; `bindings` follow.
 fn assemble(
     variant: TileVariant,
@@ -123,6 +143,7 @@ fn assemble(
         .flag("SUBGROUP", variant.level != Level::Plain)
         .flag("MATRIX", on.is_some())
         .flag("DECODE", variant.decodes);
+    name_rows(template, variant.used_register_tile());
     template.name("LIST_INDEX", LIST_INDEX);
     template.name("TILE_MASK", tile_mask(variant));
     template.name("PADDED_VECTORS", format!("{}", 32 * ROW_STEP));
@@ -165,17 +186,20 @@ fn functions(variant: TileVariant, vectors: &[(&Vectors, &str)]) -> String {
 }
 
 /// Generates the scores of a tile and their row maxima.
-fn epilogue(of: Epilogue) -> String {
-    let words = "for (var r = 0u; r < 4u; r++) {
-    words[r] = atomicLoad(&visible_bits[4u * ty + r]);
+fn epilogue(variant: TileVariant) -> String {
+    let (of, tile) = (variant.epilogue, variant.used_register_tile());
+    let words = "for (var r = 0u; r < {{TILE_ROWS}}u; r++) {
+    words[r] = atomicLoad(&visible_bits[{{TILE_ROWS}}u * ty + r]);
 }
 ";
     if of.masks() {
         // A loop, because drivers take seconds to compile four copies. Registers rotate, so that
         // none is selected by the number of the row.
+        let last = tile.rows() - 1;
+        let rotate: String = (0..last).map(|r| format!("    s{r} = s{};\n", r + 1)).collect();
         return format!(
             "{words}let columns = vec4<u32>(key) + vec4<u32>(0u, 1u, 2u, 3u);
-for (var r = 0u; r < 4u; r++) {{
+for (var r = 0u; r < {{{{TILE_ROWS}}}}u; r++) {{
     let bits = four_bits(words.x >> (4u * tx));
     let e = scores(
         batch,
@@ -188,15 +212,12 @@ for (var r = 0u; r < 4u; r++) {{
     );
     let hidden = bits & !e.visible;
     if (any(hidden)) {{
-        atomicAnd(&visible_bits[4u * ty + r], ~(bits_of_four(hidden) << (4u * tx)));
+        atomicAnd(&visible_bits[{{{{TILE_ROWS}}}}u * ty + r], ~(bits_of_four(hidden) << (4u * tx)));
     }}
     let highest = max(tile_max.x, greatest(select(vec4<f32>(-3.4028234e38), e.s, e.visible)));
-    tile_max = vec4<f32>(tile_max.yzw, highest);
-    words = words.yzwx;
-    s0 = s1;
-    s1 = s2;
-    s2 = s3;
-    s3 = e.s;
+    tile_max = {{{{ROW_FLOATS}}}}(tile_max.{{{{ROW_REST}}}}, highest);
+    words = words.{{{{ROW_REST}}}}x;
+{rotate}    s{last} = e.s;
 }}
 workgroupBarrier();
 {words}"
@@ -221,13 +242,14 @@ workgroupBarrier();
 {words}{}}} else {{
 {}}}
 ",
-        each_row(&partial),
-        each_row(&full)
+        each_row(tile, &partial),
+        each_row(tile, &full)
     )
 }
 
 /// Generates the probabilities of a tile and their row sums.
-fn probs(of: Epilogue) -> String {
+fn probs(variant: TileVariant) -> String {
+    let (of, tile) = (variant.epilogue, variant.used_register_tile());
     let partial = "{
     let visible = four_bits(words[{r}] >> (4u * tx));
     let all = {{EXPONENTIALS}}(s{r} - vec4<f32>(row_max[{r}]));
@@ -239,15 +261,15 @@ fn probs(of: Epilogue) -> String {
 #end
     s{r} = prob;
 }";
-    let of_row = each_row("    s{r} = s{r} * select(vec4<f32>(1.0), keep, r == {r}u);");
+    let of_row = each_row(tile, "    s{r} = s{r} * select(vec4<f32>(1.0), keep, r == {r}u);");
     let drop = format!(
-        "for (var r = 0u; r < 4u; r++) {{
+        "for (var r = 0u; r < {{{{TILE_ROWS}}}}u; r++) {{
     let keep = keep_factors(batch, head_of(head, row + r), query_of(first, row + r), key);
 {of_row}}}
 "
     );
     if of.masks() {
-        let all = each_row(partial);
+        let all = each_row(tile, partial);
         return if of == Epilogue::General {
             format!("{all}if ({{{{HAS_DROPOUT}}}}) {{\n{drop}}}\n")
         } else {
@@ -256,8 +278,8 @@ fn probs(of: Epilogue) -> String {
     }
     let full = "s{r} = {{EXPONENTIALS}}(s{r} - vec4<f32>(row_max[{r}]));
 sum[{r}] = sum[{r}] + sum_of(s{r});";
-    let mut text =
-        format!("if (is_partial) {{\n{}}} else {{\n{}}}\n", each_row(partial), each_row(full));
+    let [partial, full] = [partial, full].map(|line| each_row(tile, line));
+    let mut text = format!("if (is_partial) {{\n{partial}}} else {{\n{full}}}\n");
     if of == Epilogue::Dropout {
         text += &drop;
     }
@@ -266,12 +288,12 @@ sum[{r}] = sum[{r}] + sum_of(s{r});";
 
 /// Generates the forward kernel.
 pub(super) fn forward(variant: TileVariant) -> Source {
-    let groups = variant.value_groups;
-    let on = variant.used_matrices();
+    let (groups, tile) = (variant.value_groups, variant.used_register_tile());
     let mut text = Template::default();
     text.name(
         "LOAD_ACC",
         each(
+            tile,
             groups,
             "var o{g}_{r} = vec4<f32>(0.0);
 if (any_visible[{r}]) {
@@ -282,17 +304,18 @@ if (any_visible[{r}]) {
     text.name(
         "STORE_ACC",
         each(
+            tile,
             groups,
             "if (is_row(first, row + {r}u)) {
     store_acc(acc + acc_at(first, head, row + {r}u), {c}, params.value_dim, o{g}_{r});
 }",
         ),
     );
-    text.name("RESCALE_ACC", each(groups, "o{g}_{r} = o{g}_{r} * rescale[{r}];"));
-    text.name("PACKED_ROWS", if variant.decodes { Q.packed_rows() } else { String::new() });
+    text.name("RESCALE_ACC", each(tile, groups, "o{g}_{r} = o{g}_{r} * rescale[{r}];"));
+    text.name("PACKED_ROWS", if variant.decodes { Q.packed_rows(tile) } else { String::new() });
     text.name("SCORES", product(variant, "s", &Q, "first", &K, "column"));
-    text.name("EPILOGUE", epilogue(variant.epilogue));
-    text.name("PROBS", probs(variant.epilogue) + &store_factors(on, Factors::Probs, "s"));
+    text.name("EPILOGUE", epilogue(variant));
+    text.name("PROBS", probs(variant) + &store_factors(variant, Factors::Probs, "s"));
     text.name("ACCUMULATE", accumulate(variant, "o", groups, Factors::Probs, &V, Words::OfRows));
     let functions = functions(variant, &[(&Q, "q_words"), (&K, "block"), (&V, "block")])
         + &acc_functions("acc_words", variant.aligned);
@@ -308,13 +331,13 @@ if (any_visible[{r}]) {
 
 /// Generates the kernel of dQ.
 pub(super) fn backward_queries(variant: TileVariant) -> Source {
-    let groups = variant.head_groups;
-    let on = variant.used_matrices();
+    let (groups, tile) = (variant.head_groups, variant.used_register_tile());
     let mut text = Template::default();
-    text.name("ROW_STATISTICS", statistics("row"));
+    text.name("ROW_STATISTICS", row_statistics(tile));
     text.name(
         "LOAD_ACC",
         each(
+            tile,
             groups,
             "var o{g}_{r} = vec4<f32>(0.0);
 if (row + {r}u < params.queries) {
@@ -325,6 +348,7 @@ if (row + {r}u < params.queries) {
     text.name(
         "STORE_ACC",
         each(
+            tile,
             groups,
             "if (row + {r}u < params.queries) {
     store_acc(acc + (row + {r}u) * params.acc_row, {c}, params.head_dim, o{g}_{r});
@@ -340,8 +364,8 @@ if (row + {r}u < params.queries) {
     };
     text.name(
         "DX",
-        score_gradients(variant.epilogue, Orientation::RowsAreQueries, step)
-            + &store_factors(on, Factors::Gradients, "s"),
+        score_gradients(variant, Orientation::RowsAreQueries, step)
+            + &store_factors(variant, Factors::Gradients, "s"),
     );
     text.name(
         "ACCUMULATE",
@@ -363,17 +387,18 @@ if (row + {r}u < params.queries) {
 
 /// Generates the kernel of dK and dV.
 pub(super) fn backward_keys(variant: TileVariant, from_records: bool) -> Source {
-    let TileVariant { head_groups, value_groups, epilogue, .. } = variant;
-    let on = variant.used_matrices();
-    let splits = TileVariant::splits_gradients(32 * head_groups, 32 * value_groups);
+    let TileVariant { head_groups, value_groups, .. } = variant;
+    let (on, tile) = (variant.used_matrices(), variant.used_register_tile());
+    let splits = TileVariant::splits_gradients(tile, 32 * head_groups, 32 * value_groups);
     let mut text = Template::default();
     text.flag("HALF_STATISTICS", from_records && variant.storage != Storage::F32);
-    text.flag("SPLIT", splits);
+    text.flag("SPLIT", splits).flag("ROWS_ARE_KEYS", true);
     let zero = |prefix: &str, groups: usize| {
-        each(groups, &format!("var {prefix}{{g}}_{{r}} = vec4<f32>(0.0);"))
+        each(tile, groups, &format!("var {prefix}{{g}}_{{r}} = vec4<f32>(0.0);"))
     };
     let store = |prefix: &str, groups: usize, base: &str, dim: &str, factor: &str| {
         each(
+            tile,
             groups,
             &format!(
                 "if (row + {{r}}u < params.keys) {{
@@ -386,8 +411,8 @@ pub(super) fn backward_keys(variant: TileVariant, from_records: bool) -> Source 
         )
     };
     text.name("SCORES", product(variant, "s", &K, "first", &Q, "column"));
-    text.name("COLUMN_STATISTICS", statistics("query"));
-    let gradients = |step| score_gradients(epilogue, Orientation::RowsAreKeys, step);
+    text.name("COLUMN_STATISTICS", column_statistics());
+    let gradients = |step| score_gradients(variant, Orientation::RowsAreKeys, step);
     if splits {
         let groups = head_groups.max(value_groups);
         text.name("ZERO_ACC", zero("acc", groups));
@@ -402,7 +427,7 @@ let acc_factor = select(params.scale, 1.0, is_dv);
         let dprobs = add_product(variant, "d", &V, "first", &DOUT, "column");
         text.name(
             "DPROBS",
-            each_row("var d{r} = vec4<f32>(0.0);") + &format!("if (!is_dv) {{\n{dprobs}}}\n"),
+            each_row(tile, "var d{r} = vec4<f32>(0.0);") + &format!("if (!is_dv) {{\n{dprobs}}}\n"),
         );
         let of_pass = "select(grad.ds, grad.p_dropped, vec4<bool>(is_dv))";
         let general_of_pass = of_pass.replace("grad.ds", "grad.ds * ds_dx");
@@ -420,9 +445,9 @@ let acc_factor = select(params.scale, 1.0, is_dv);
             let dk = accumulate(variant, "acc", head_groups, Factors::Gradients, &Q, words);
             text.name("ACCUMULATE", format!("if (is_dv) {{\n{dv}}} else {{\n{dk}}}\n"));
         } else {
-            text.name("DX", gradients(step) + &store_tile("s"));
+            text.name("DX", gradients(step) + &store_tile(tile, "s"));
             let of = Factor::OfPass { dv: &DOUT, dk: &Q };
-            text.name("ACCUMULATE", multiply_add("acc", groups, of, words));
+            text.name("ACCUMULATE", multiply_add(tile, "acc", groups, of, words));
         }
     } else {
         text.name("ZERO_ACC", zero("dk", head_groups) + &zero("dv", value_groups));
@@ -443,9 +468,9 @@ next_d = select(vec4<f32>(0.0), grad.p_dropped, visible);",
         let words = Words::OfColumns;
         let of_dv = accumulate(variant, "dv", value_groups, Factors::Probs, &DOUT, words);
         let of_dk = accumulate(variant, "dk", head_groups, Factors::Gradients, &Q, words);
-        text.name("DX", gradients(step) + &store_factors(on, Factors::Probs, "d"))
+        text.name("DX", gradients(step) + &store_factors(variant, Factors::Probs, "d"))
             .name("ACCUMULATE_DV", of_dv)
-            .name("STORE_TILE", store_factors(on, Factors::Gradients, "s"))
+            .name("STORE_TILE", store_factors(variant, Factors::Gradients, "s"))
             .name("ACCUMULATE_DK", of_dk);
     }
     let functions = functions(
@@ -470,7 +495,7 @@ pub(super) fn backward_bias(variant: TileVariant, axes: BiasAxes) -> Source {
     let variant = TileVariant { matrices: None, ..variant };
     let rows_are_keys = axes == BiasAxes::Keys;
     let mut text = Template::default();
-    text.flag("SUM_ROWS", axes != BiasAxes::Pairs);
+    text.flag("SUM_ROWS", axes != BiasAxes::Pairs).flag("ROWS_ARE_KEYS", rows_are_keys);
     text.name("ROWS", if rows_are_keys { "params.keys" } else { "params.queries" });
     text.name(
         "ROW_OFFSET",
@@ -485,12 +510,16 @@ pub(super) fn backward_bias(variant: TileVariant, axes: BiasAxes) -> Source {
             .name("DPROBS", product(variant, "d", &V, "first", &DOUT, "column"));
         text.name(
             "STATISTICS",
-            "let query = column + 4u * tx;\n".to_owned() + &statistics("query"),
+            "let query = column + 4u * tx;\n".to_owned() + &column_statistics(),
         );
     } else {
         text.name("SCORES", product(variant, "s", &Q, "first", &K, "column"))
             .name("DPROBS", product(variant, "d", &DOUT, "first", &V, "column"));
-        text.name("STATISTICS", "let key = column + 4u * tx;\n".to_owned() + &statistics("row"));
+        text.name(
+            "STATISTICS",
+            "let key = column + 4u * tx;\n".to_owned()
+                + &row_statistics(variant.used_register_tile()),
+        );
     }
     // the bias is added before or after the soft cap
     let mut then =
@@ -510,14 +539,14 @@ pub(super) fn backward_bias(variant: TileVariant, axes: BiasAxes) -> Source {
     } else {
         then.push_str(
             "let kept = select(vec4<f32>(0.0), part, visible);
-all = vec4<f32>(all.yzw, all.x + ((kept.x + kept.y) + (kept.z + kept.w)));",
+all = {{ROW_FLOATS}}(all.{{ROW_REST}}, all.x + ((kept.x + kept.y) + (kept.z + kept.w)));",
         );
     }
     let orientation =
         if rows_are_keys { Orientation::RowsAreKeys } else { Orientation::RowsAreQueries };
     // the kernel of dbias is general
     let step = RowStep { masked: "", full: "", general: &then };
-    text.name("DX", score_gradients(variant.epilogue, orientation, step));
+    text.name("DX", score_gradients(variant, orientation, step));
     let functions =
         functions(variant, &[(&Q, "q_words"), (&K, "block"), (&V, "block"), (&DOUT, "dout_words")]);
     let bindings = [

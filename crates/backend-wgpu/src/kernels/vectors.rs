@@ -3,6 +3,7 @@
 use std::fmt::Write;
 
 use super::TileVariant;
+use crate::RegisterTile;
 
 /// Distance of rows in workgroup memory, in vectors of 4: one more than the 8 of a row. Eight
 /// invocations access eight rows at once, which then lie in different banks (32 banks of 4 bytes).
@@ -107,10 +108,10 @@ fn {name}_last(batch: u32, {head}: u32) -> u32 {{
 
     /// Generates the offsets of the rows that an invocation loads of a tile of packed queries. Each
     /// takes a division, so they are declared before the loop over the keys.
-    pub(super) fn packed_rows(&self) -> String {
-        (0..4)
+    pub(super) fn packed_rows(&self, tile: RegisterTile) -> String {
+        (0..tile.loads())
             .map(|n| {
-                let row = 8 * n;
+                let row = n * tile.load_step();
                 format!(
                     "let packed_row_{n} = {}_packed(batch, head, first, (lane >> 3u) + {row}u);\n",
                     self.name
@@ -119,7 +120,7 @@ fn {name}_last(batch: u32, {head}: u32) -> u32 {{
             .collect()
     }
 
-    /// Generates the offsets of the four rows that an invocation loads of a tile that begins at row
+    /// Generates the offsets of the rows that an invocation loads of a tile that begins at row
     /// `first`: declarations of the names that begin with `side`, and an expression per row. Packed
     /// queries have the rows of [`Self::packed_rows`].
     pub(super) fn loaded_rows(
@@ -127,13 +128,15 @@ fn {name}_last(batch: u32, {head}: u32) -> u32 {{
         variant: TileVariant,
         side: &str,
         first: &str,
-    ) -> (String, [String; 4]) {
+    ) -> (String, Vec<String>) {
+        let tile = variant.used_register_tile();
         if variant.decodes && self.rows == "queries" {
-            return (String::new(), [0, 1, 2, 3].map(|n| format!("packed_row_{n}")));
+            let rows = (0..tile.loads()).map(|n| format!("packed_row_{n}"));
+            return (String::new(), rows.collect());
         }
         let mut declared = String::new();
         // one register, rather than one per row
-        let [row, last, step] = self.offsets(first);
+        let [row, last, step] = self.offsets(tile, first);
         let _infallible = write!(
             declared,
             "    let {side}_row = {row};
@@ -142,17 +145,17 @@ fn {name}_last(batch: u32, {head}: u32) -> u32 {{
 "
         );
         let row = |n| format!("min({side}_row + {n}u * {side}_step, {side}_last)");
-        (declared, [0, 1, 2, 3].map(row))
+        (declared, (0..tile.loads()).map(row).collect())
     }
 
     /// Expressions for the offset of an invocation's first row, for that of the last row of all, and
     /// for the distance of its rows, in a tile that begins at row `first`.
-    pub(super) fn offsets(&self, first: &str) -> [String; 3] {
+    pub(super) fn offsets(&self, tile: RegisterTile, first: &str) -> [String; 3] {
         let (name, head) = (self.name, self.head());
         [
             format!("{name}_row(batch, {head}, {first} + vector)"),
             format!("{name}_last(batch, {head})"),
-            format!("8u * params.{name}_row"),
+            format!("{}u * params.{name}_row", tile.load_step()),
         ]
     }
 }
@@ -171,5 +174,10 @@ impl Words {
             Self::OfRows => format!("(words[{r}] >> j) & 1u"),
             Self::OfColumns => format!("(word >> {r}u) & 1u"),
         }
+    }
+
+    /// Expression for `b`, or 0 if pair (row `r` of the invocation, `j`) is masked.
+    pub(super) fn masked(self, r: usize) -> String {
+        format!("select(vec4<f32>(0.0), b, ({}) != 0u)", self.bit(r))
     }
 }

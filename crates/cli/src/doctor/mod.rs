@@ -195,16 +195,33 @@ fn of_adapters() -> Vec<String> {
         return vec![format!("no adapter: {}", annulus_wgpu::NO_ADAPTER)];
     }
     let forced = annulus_wgpu::Level::forced();
+    let forced_tile = annulus_wgpu::RegisterTile::forced();
     let words = |adapter: annulus_wgpu::Adapter| {
         let kind = if adapter.software { ", software" } else { "" };
         let (least, most) = adapter.subgroups;
         let annulus_wgpu::Adapter { number, name, api, driver, .. } = &adapter;
+        let tile = register_tile(&adapter, &forced_tile);
         let level = levels(&adapter, &forced);
         format!(
-            "device {number}: {name} ({api}, {driver}{kind}), subgroups {least} to {most}, {level}"
+            "device {number}: {name} ({api}, {driver}{kind}), subgroups {least} to {most}, {tile}, \
+             {level}"
         )
     };
     adapters.into_iter().map(words).collect()
+}
+
+/// Describes the register tile of an adapter's kernels.
+#[cfg(feature = "wgpu")]
+fn register_tile(
+    adapter: &annulus_wgpu::Adapter,
+    forced: &annulus_core::Result<Option<annulus_wgpu::RegisterTile>>,
+) -> String {
+    let chosen = adapter.register_tile.name();
+    match forced {
+        Ok(None) => format!("register tile {chosen}"),
+        Ok(Some(tile)) => format!("register tile {} (forced; else {chosen})", tile.name()),
+        Err(wrong) => format!("no register tile: {wrong}"),
+    }
 }
 
 /// Describes the level of an adapter's kernels, the reason for it, and the levels that can be

@@ -11,13 +11,16 @@ use crate::{
 /// Variable that forces a level.
 const LEVEL: &str = "ANNULUS_WGPU_LEVEL";
 
-/// Runs the command, at the chosen level or a forced one.
-fn run(folder: &Folder, arguments: &str, level: Option<&str>) -> RunResult {
+/// Variable that forces a register tile.
+const TILE: &str = "ANNULUS_WGPU_REGISTER_TILE";
+
+/// A variable that forces kernels, and its value.
+type Forced<'a> = Option<(&'a str, &'a str)>;
+
+/// Runs the command, with the chosen kernels or forced ones.
+fn run(folder: &Folder, arguments: &str, forced: Forced<'_>) -> RunResult {
     let mut command = folder.command(arguments);
-    command.env_remove(LEVEL);
-    if let Some(level) = level {
-        command.env(LEVEL, level);
-    }
+    command.env_remove(LEVEL).env_remove(TILE).envs(forced);
     RunResult::from(command.output().unwrap())
 }
 
@@ -29,8 +32,8 @@ fn succeed(folder: &Folder, arguments: &str) -> RunResult {
 }
 
 /// Returns the lines of `doctor` about adapters; empty without an adapter.
-fn adapters(folder: &Folder, level: Option<&str>) -> Vec<String> {
-    let result = run(folder, "doctor", level);
+fn adapters(folder: &Folder, forced: Forced<'_>) -> Vec<String> {
+    let result = run(folder, "doctor", forced);
     assert_eq!(result.code, 0, "{result:?}");
     let lines: Vec<String> =
         result.out.lines().filter(|line| line.starts_with("wgpu ")).map(str::to_owned).collect();
@@ -163,11 +166,23 @@ fn doctor_lists_the_chosen_level_and_all_supported_ones() {
         assert!(line.ends_with(&format!("{LEVEL} forces one of: {}", all.join(" "))), "{line}");
         assert_eq!(adapter.record.is_some(), adapter.chosen != annulus_wgpu::Level::Plain);
     }
+    // and the register tile, which can be forced, too
+    for (line, adapter) in chosen.iter().zip(annulus_wgpu::Gpu::list()) {
+        let tile = adapter.register_tile.name();
+        assert!(line.contains(&format!(", register tile {tile}, level ")), "{line}");
+    }
+    for line in adapters(&folder, Some((TILE, "2x4"))) {
+        assert!(line.contains(", register tile 2x4 (forced; else "), "{line}");
+    }
+    for line in adapters(&folder, Some((TILE, "abacus"))) {
+        let refused = format!("no register tile: {TILE}: got abacus, want one of 4x4, 2x4");
+        assert!(line.contains(&refused), "{line}");
+    }
     // a forced level is listed with the one that would be chosen
-    for line in adapters(&folder, Some("plain")) {
+    for line in adapters(&folder, Some((LEVEL, "plain"))) {
         assert!(line.contains(", level plain (forced; else "), "{line}");
     }
-    for line in adapters(&folder, Some("abacus")) {
+    for line in adapters(&folder, Some((LEVEL, "abacus"))) {
         assert!(
             line.contains(
                 "no level: ANNULUS_WGPU_LEVEL: got abacus, want one of plain, subgroup, matrix"
@@ -190,6 +205,8 @@ fn unsupported_requests_on_wgpu_are_refused() {
     run(&folder, &format!("{attend} --device 1000"), None)
         .failed(1, &["wgpu device 1000", "counted from 0"]);
     run(&folder, &format!("{attend} --device first"), None).failed(2, &["--device", "first"]);
-    run(&folder, attend, Some("abacus")).failed(2, &[LEVEL, "abacus", "plain, subgroup, matrix"]);
+    run(&folder, attend, Some((LEVEL, "abacus")))
+        .failed(2, &[LEVEL, "abacus", "plain, subgroup, matrix"]);
+    run(&folder, attend, Some((TILE, "abacus"))).failed(2, &[TILE, "abacus", "4x4, 2x4"]);
     assert_eq!(folder.names(), ["in.safetensors"]);
 }

@@ -21,7 +21,7 @@ fn case(name: &str, dims: Dims, change: impl FnOnce(&mut Spec, &mut Masks)) -> C
 }
 
 /// Cases whose tiles have several heads, several ranges of at least 256 keys, or both.
-fn cases() -> Vec<Case> {
+pub(super) fn cases() -> Vec<Case> {
     let token = Dims { kv_heads: 1, q_len: 1, kv_len: 1100, ..Dims::new(1, 1, 8, 16) };
     vec![
         case("one token, 8 packed heads", token, |_, _| {}),

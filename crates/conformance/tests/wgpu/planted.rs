@@ -13,7 +13,7 @@ use std::{collections::HashMap, fmt::Write};
 use annulus::{Dims, Layout, Spec};
 use annulus_conformance::{Answer, Case, Draw, Judge, Masks, Setting, Subject, wgpu::WgpuRing};
 use annulus_core::{BackwardMode, DType, Dropout};
-use annulus_wgpu::{Adapter, Gpu, KernelEdit, Level, Options};
+use annulus_wgpu::{Adapter, Gpu, KernelEdit, Level, Options, RegisterTile};
 use ndarray::s;
 
 use super::{adapter, open};
@@ -77,7 +77,7 @@ const SHARED: &[Mistake] = &[
         Of::Causal,
         "one row of the accumulator is not rescaled",
         FORWARD,
-        "o0_2 = o0_2 * rescale[2];",
+        "o0_1 = o0_1 * rescale[1];",
         "",
     ),
     mistake(
@@ -221,6 +221,18 @@ const MULTIPLY_ADD: &[Mistake] = &[
     mistake(Of::Causal, "the base of the exponential", FORWARD, "-0.693145751953125", "-0.69"),
     no_barrier(
         Of::Causal,
+        "no barrier between a product and the next stores to workgroup memory",
+        DKV,
+        "workgroupBarrier();
+        tile[slot + 0u] = left_0;",
+        "tile[slot + 0u] = left_0;",
+    ),
+];
+
+/// Mistakes in products of register tiles of four rows.
+const FOUR_ROWS: &[Mistake] = &[
+    no_barrier(
+        Of::Causal,
         "no barrier between stores to workgroup memory and the product",
         FORWARD,
         "tile[slot + 54u] = left_3;
@@ -234,14 +246,6 @@ const MULTIPLY_ADD: &[Mistake] = &[
         right[slot + 18u] = right_1;
         right[slot + 36u] = right_2;
         right[slot + 54u] = right_3;",
-    ),
-    no_barrier(
-        Of::Causal,
-        "no barrier between a product and the next stores to workgroup memory",
-        DKV,
-        "workgroupBarrier();
-        tile[slot + 0u] = left_0;",
-        "tile[slot + 0u] = left_0;",
     ),
     mistake(
         Of::MaskedNan,
@@ -266,6 +270,59 @@ const MULTIPLY_ADD: &[Mistake] = &[
     ),
 ];
 
+/// Mistakes in products of register tiles of two rows.
+const TWO_ROWS: &[Mistake] = &[
+    no_barrier(
+        Of::Causal,
+        "no barrier between stores to workgroup memory and the product",
+        FORWARD,
+        "tile[slot + 36u] = left_1;
+        right[slot + 0u] = right_0;
+        right[slot + 36u] = right_1;
+        workgroupBarrier();",
+        "tile[slot + 36u] = left_1;
+        right[slot + 0u] = right_0;
+        right[slot + 36u] = right_1;",
+    ),
+    mistake(
+        Of::MaskedNan,
+        "masked vectors are multiplied by 0",
+        FORWARD,
+        "select(vec4<f32>(0.0), b, ((words[1] >> j) & 1u) != 0u)",
+        "b",
+    ),
+    mistake(
+        Of::Causal,
+        "the left rows of half of the invocations are those of the others",
+        DQ,
+        "((ty >> 1u) + 16u * (ty & 1u))",
+        "(ty >> 1u)",
+    ),
+    mistake(
+        Of::Causal,
+        "the second row of P and dX is another's",
+        DKV,
+        "tile[9u * (2u * ty + 1u) + four]",
+        "tile[9u * (2u * ty + 2u) + four]",
+    ),
+    mistake(
+        Of::Causal,
+        "masks of keys begin four rows apart",
+        DKV,
+        "atomicLoad(&visible_bits[j]) >> (2u * ty)",
+        "atomicLoad(&visible_bits[j]) >> (4u * ty)",
+    ),
+    mistake(Of::Causal, "one vector in two is not loaded", DKV, "tile[slot + 36u] = left_1;", ""),
+    mistake(Of::Causal, "row maxima of the other row", FORWARD, "own.xyxy;", "own.yxyx;"),
+    mistake(
+        Of::Epilogue,
+        "dropout of dK and dV has one key in two",
+        DKV,
+        "for (var n = 0u; n < 2u; n++) {",
+        "for (var n = 0u; n < 1u; n++) {",
+    ),
+];
+
 /// Mistakes in reductions through workgroup memory.
 const WORKGROUP: &[Mistake] = &[
     mistake(
@@ -273,18 +330,18 @@ const WORKGROUP: &[Mistake] = &[
         "row maxima without the last invocation's",
         FORWARD,
         "for (var n = 0u; n < 8u; n++) {
-        all = max(all, tile[8u * ty + n]);",
+        all = max(all,",
         "for (var n = 0u; n < 1u; n++) {
-        all = max(all, tile[8u * ty + n]);",
+        all = max(all,",
     ),
     mistake(
         Of::Causal,
         "row sums without the last invocation's",
         FORWARD,
         "for (var n = 0u; n < 8u; n++) {
-        all = all + tile[8u * ty + n];",
+        all = all + tile[8u * ty + n]",
         "for (var n = 0u; n < 7u; n++) {
-        all = all + tile[8u * ty + n];",
+        all = all + tile[8u * ty + n]",
     ),
 ];
 
@@ -446,10 +503,13 @@ impl Of {
     }
 }
 
-/// Requires that the cases are right at this level, and wrong with each of the mistakes.
-fn catch(adapter: &Adapter, level: Level, dtype: DType, lists: &[&[Mistake]]) {
-    let Some(gpu) = open(&Options { level: Some(level), ..Options::default() }) else { return };
-    assert_eq!(gpu.level(), level);
+/// Requires that the cases are right with these kernels, and wrong with each of the mistakes.
+fn catch(adapter: &Adapter, kernels: Kernels, lists: &[&[Mistake]]) {
+    let Kernels { level, register_tile, dtype } = kernels;
+    let options =
+        Options { level: Some(level), register_tile: Some(register_tile), ..Options::default() };
+    let Some(gpu) = open(&options) else { return };
+    assert_eq!((gpu.level(), gpu.register_tile()), (level, register_tile));
     let mut cases = HashMap::new();
     let mut uncaught = String::new();
     for Mistake { of, what, edit, is_race } in lists.iter().copied().flatten() {
@@ -462,7 +522,7 @@ fn catch(adapter: &Adapter, level: Level, dtype: DType, lists: &[&[Mistake]]) {
             (case, setting, judge)
         });
         let edited = gpu.edited(*edit).expect("the same device");
-        let name = format!("{}, {}: {what}", level.name(), edit.kernel);
+        let name = format!("{} {}, {}: {what}", level.name(), register_tile.name(), edit.kernel);
         match run(&edited, case, setting).map(|answer| judge.check(&answer)) {
             Ok(Err(_)) => {}
             Ok(Ok(())) if *is_race && !adapter.software => {}
@@ -477,14 +537,26 @@ fn run(gpu: &Gpu, case: &Case, setting: &Setting) -> annulus::Result<Answer> {
     WgpuRing::new(gpu.clone()).run(case, setting, 1).map(|mut answers| answers.remove(0))
 }
 
+/// Kernels in which mistakes are planted.
+#[derive(Clone, Copy)]
+struct Kernels {
+    level: Level,
+    register_tile: RegisterTile,
+    dtype: DType,
+}
+
+const PLAIN: Kernels =
+    Kernels { level: Level::Plain, register_tile: RegisterTile::FourRows, dtype: DType::F32 };
+
 #[test]
 fn planted_mistakes_are_caught() {
     let Some(adapter) = adapter() else { return };
     for &level in &adapter.levels {
+        let kernels = Kernels { level, ..PLAIN };
         match level {
-            Level::Plain => catch(&adapter, level, DType::F32, &[SHARED, MULTIPLY_ADD, WORKGROUP]),
+            Level::Plain => catch(&adapter, kernels, &[SHARED, MULTIPLY_ADD, FOUR_ROWS, WORKGROUP]),
             Level::Subgroup => {
-                catch(&adapter, level, DType::F32, &[SHARED, MULTIPLY_ADD, SUBGROUP])
+                catch(&adapter, kernels, &[SHARED, MULTIPLY_ADD, FOUR_ROWS, SUBGROUP])
             }
             Level::Matrix => {} // `the_matrix_level_catches_planted_mistakes`
         }
@@ -492,10 +564,18 @@ fn planted_mistakes_are_caught() {
 }
 
 #[test]
+fn mistakes_planted_in_register_tiles_of_two_rows_are_caught() {
+    let Some(adapter) = adapter() else { return };
+    let kernels = Kernels { register_tile: RegisterTile::TwoRows, ..PLAIN };
+    catch(&adapter, kernels, &[MULTIPLY_ADD, TWO_ROWS, WORKGROUP]);
+}
+
+#[test]
 fn the_matrix_level_catches_planted_mistakes() {
     let Some(adapter) = adapter() else { return };
     // without: `the_matrix_level_holds_if_the_adapter_has_it`
     if adapter.levels.contains(&Level::Matrix) {
-        catch(&adapter, Level::Matrix, DType::F16, &[SHARED, SUBGROUP, MATRIX]);
+        let kernels = Kernels { level: Level::Matrix, dtype: DType::F16, ..PLAIN };
+        catch(&adapter, kernels, &[SHARED, SUBGROUP, MATRIX]);
     }
 }
