@@ -88,7 +88,7 @@ pub use kernels::offline::KernelText;
 pub use level::Level;
 pub use memory::{GpuBuffer, Queued, Tensor, WgpuSpace};
 #[doc(hidden)]
-pub use pipelines::KernelEdit;
+pub use pipelines::{KernelEdit, Translate, runtime_checks};
 pub use staged::{Copier, Download, Upload};
 pub use staging::Transfers;
 pub use stopwatch::Stopwatch;

@@ -36,7 +36,10 @@ mod transfers;
 #[path = "wgpu/validation.rs"]
 mod validation;
 
-use std::{sync::OnceLock, time::Duration};
+use std::{
+    sync::{Mutex, PoisonError},
+    time::Duration,
+};
 
 use annulus::{
     Attention, Dims, Error, Ring, RingOptions,
@@ -84,8 +87,22 @@ fn open(options: &Options) -> Option<Gpu> {
 
 /// Returns the device that most tests share.
 fn gpu() -> Option<Gpu> {
-    static OPENED: OnceLock<Option<Gpu>> = OnceLock::new();
-    OPENED.get_or_init(|| open(&Options::default())).clone()
+    gpu_at(Level::forced().expect("a level").unwrap_or(adapter()?.chosen))
+}
+
+/// Returns the device that tests share at a level, which the adapter must have, and with it the
+/// kernels that it has compiled: drivers take seconds for each.
+fn gpu_at(level: Level) -> Option<Gpu> {
+    static OPENED: Mutex<Vec<Gpu>> = Mutex::new(Vec::new());
+    // a test that failed while it opened a device has left the others
+    let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(gpu) = opened.iter().find(|gpu| gpu.level() == level) {
+        return Some(gpu.clone());
+    }
+    let gpu = open(&Options { level: Some(level), ..Options::default() })?;
+    assert_eq!(gpu.level(), level);
+    opened.push(gpu.clone());
+    Some(gpu)
 }
 
 const F32: &[DType] = &[DType::F32];
@@ -175,8 +192,7 @@ fn every_level_holds() {
     for &level in
         adapter.levels.iter().filter(|&&level| level != Level::Matrix && level != adapter.chosen)
     {
-        let Some(gpu) = open(&Options { level: Some(level), ..Options::default() }) else { return };
-        assert_eq!(gpu.level(), level);
+        let Some(gpu) = gpu_at(level) else { return };
         let ring = WgpuRing::new(gpu.clone()).only(F32);
         suite::random_cases(&ring, 0..24).unwrap();
         suite::matrix(&ring, Scale::OneIn(37)).unwrap();
@@ -219,8 +235,7 @@ fn the_matrix_level_holds_if_the_adapter_has_it() {
         ));
         return;
     }
-    let Some(gpu) = open(&options) else { return };
-    assert_eq!(gpu.level(), Level::Matrix);
+    let Some(gpu) = gpu_at(Level::Matrix) else { return };
     let ring = WgpuRing::new(gpu.clone()).only(F16);
     suite::random_cases(&ring, 300..324).unwrap();
     suite::matrix(&ring, Scale::OneIn(61)).unwrap();
@@ -229,9 +244,7 @@ fn the_matrix_level_holds_if_the_adapter_has_it() {
         .unwrap();
     suite::same_bits_over_repeats(&ring, 3).unwrap();
     // ranks that would round probabilities differently are refused
-    let Some(plain) = open(&Options { level: Some(Level::Plain), ..Options::default() }) else {
-        return;
-    };
+    let Some(plain) = gpu_at(Level::Plain) else { return };
     let errors = threads::each_rank(threads::ring(2), |rank, transport| {
         let gpu = if rank == 0 { &plain } else { &gpu };
         Ok(self::ring(gpu, transport, &Attention::new().dtype(DType::F16), Dims::new(1, 8, 1, 8))

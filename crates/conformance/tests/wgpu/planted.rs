@@ -13,10 +13,10 @@ use std::{collections::HashMap, fmt::Write};
 use annulus::{Dims, Layout, Spec};
 use annulus_conformance::{Answer, Case, Draw, Judge, Masks, Setting, Subject, wgpu::WgpuRing};
 use annulus_core::{BackwardMode, DType, Dropout};
-use annulus_wgpu::{Adapter, Gpu, KernelEdit, Level, Options};
+use annulus_wgpu::{Adapter, Gpu, KernelEdit, Level};
 use ndarray::s;
 
-use super::{adapter, open};
+use super::{adapter, gpu_at};
 
 /// Cases, by the code that they execute. Dims are no multiples of 32, and queries have
 /// several tiles of keys.
@@ -448,8 +448,7 @@ impl Of {
 
 /// Requires that the cases are right at this level, and wrong with each of the mistakes.
 fn catch(adapter: &Adapter, level: Level, dtype: DType, lists: &[&[Mistake]]) {
-    let Some(gpu) = open(&Options { level: Some(level), ..Options::default() }) else { return };
-    assert_eq!(gpu.level(), level);
+    let Some(gpu) = gpu_at(level) else { return };
     let mut cases = HashMap::new();
     let mut uncaught = String::new();
     for Mistake { of, what, edit, is_race } in lists.iter().copied().flatten() {
