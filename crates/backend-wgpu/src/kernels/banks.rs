@@ -163,7 +163,11 @@ fn passes_of_access(array: &str, at: Lanes) -> [usize; 2] {
         // V by columns: neighbouring rows share a word. Rows of f16 begin at multiples of 16
         // bytes, so every fourth one begins in bank 0 or 16.
         "right_half" if at[1].abs_diff(at[0]) > 4 => [passes(&units(2), 4), 4],
-        // four elements of a row are stored by one instruction
+        // four elements of a row are stored by one instruction, two rows by sixteen invocations: of
+        // the 40 elements from row to row, 8 overlap the banks of the row before
+        "left_half" | "right_half" if at[8].abs_diff(at[0]) as usize == matrices::HALF_STEP => {
+            [passes(&units(4), 8), 2]
+        }
         _ => [passes(&units(4), 8), 1],
     }
 }

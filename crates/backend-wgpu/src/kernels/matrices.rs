@@ -32,11 +32,6 @@ pub(super) const HALF_STEP: usize = 40;
 /// Distance of rows of `products`: as [`ROW_STEP`] vectors of 4.
 pub(super) const PRODUCT_STEP: usize = 4 * ROW_STEP;
 
-/// First of the rows of a tile that an invocation loads for the first products. Eight invocations
-/// load one row, and sixteen two, of which the second is the fourth after the first: their elements
-/// lie in different banks. The row after the first would overlap it.
-pub(super) const LOADED_ROW: &str = "(lane >> 4u) + ((lane >> 1u) & 4u)";
-
 /// Left operand.
 const LEFT: &str = "&left_half[HALF_STEPu * matrix_row + k]";
 /// Right operand, stored by columns: an invocation loads the consecutive elements of one column. By
@@ -221,7 +216,7 @@ pub(super) fn add_product(
     let mut text = format!(
         "{{
     let element = 4u * (lane & 7u);
-    let vector = {LOADED_ROW};
+    let vector = lane >> 3u;
 {rows}{sums}    for (var c = 0u; c < params.{dim}; c = c + 32u) {{
 {loads}        if (c + 32u > params.{dim}) {{
             let inside =

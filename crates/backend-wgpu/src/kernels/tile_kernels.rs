@@ -289,7 +289,7 @@ if (any_visible[{r}]) {
         ),
     );
     text.name("RESCALE_ACC", each(groups, "o{g}_{r} = o{g}_{r} * rescale[{r}];"));
-    text.name("PACKED_ROWS", if variant.decodes { Q.packed_rows(variant) } else { String::new() });
+    text.name("PACKED_ROWS", if variant.decodes { Q.packed_rows() } else { String::new() });
     text.name("SCORES", product(variant, "s", &Q, "first", &K, "column"));
     text.name("EPILOGUE", epilogue(variant.epilogue));
     text.name("PROBS", probs(variant.epilogue) + &store_factors(on, Factors::Probs, "s"));

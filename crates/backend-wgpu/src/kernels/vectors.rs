@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::{TileVariant, matrices::LOADED_ROW};
+use super::TileVariant;
 
 /// Distance of rows in workgroup memory, in vectors of 4: one more than the 8 of a row. Eight
 /// invocations access eight rows at once, which then lie in different banks (32 banks of 4 bytes).
@@ -107,13 +107,12 @@ fn {name}_last(batch: u32, {head}: u32) -> u32 {{
 
     /// Generates the offsets of the rows that an invocation loads of a tile of packed queries. Each
     /// takes a division, so they are declared before the loop over the keys.
-    pub(super) fn packed_rows(&self, variant: TileVariant) -> String {
-        let first = if variant.used_matrices().is_some() { LOADED_ROW } else { "(lane >> 3u)" };
+    pub(super) fn packed_rows(&self) -> String {
         (0..4)
             .map(|n| {
                 let row = 8 * n;
                 format!(
-                    "let packed_row_{n} = {}_packed(batch, head, first, {first} + {row}u);\n",
+                    "let packed_row_{n} = {}_packed(batch, head, first, (lane >> 3u) + {row}u);\n",
                     self.name
                 )
             })
