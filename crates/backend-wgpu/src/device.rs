@@ -23,7 +23,7 @@ use crate::{
     level::Matrices,
     limits::ChunkLimits,
     lock::lock,
-    pipelines::{KernelEdit, Pipeline, compile},
+    pipelines::{Compilation, KernelEdit, Pipeline, Translate, compile},
     pools::StagingPools,
     submissions::Submissions,
 };
@@ -58,6 +58,9 @@ pub struct Options {
     /// Checks indices in shaders, at the cost of a fifth of their instructions. Always done on
     /// Metal, where the device does not bound accesses to buffers.
     pub check_bounds: bool,
+    /// Translation of kernels to SPIR-V in place of wgpu's, on Vulkan.
+    #[doc(hidden)]
+    pub translate: Option<Translate>,
     /// Upper bound of the work of a submission of a tile kernel in FLOPs, if it has more than one
     /// pair of tiles. Default: 0.1 s by measured throughput.
     pub most_part_flops: Option<u64>,
@@ -96,8 +99,9 @@ struct Parts {
     pipelines: Mutex<HashMap<Variant, PipelineSlot>>,
     staging: StagingPools,
     submissions: Arc<Submissions>,
-    /// True if shaders check indices.
-    checks_bounds: bool,
+    compilation: Compilation,
+    /// True if tests let the device's timestamps read as 0.
+    lacks_clock: bool,
     /// True if the device's conversion from f16 keeps subnormal numbers; set at first use.
     unpacks: OnceLock<bool>,
     lost: LostReason,
@@ -116,8 +120,7 @@ struct Shared {
     register_tile: Option<RegisterTile>,
     /// See [`Options::most_part_flops`].
     part_work: Option<u64>,
-    /// See [`Options::check_bounds`].
-    checks_bounds: bool,
+    compilation: Compilation,
 }
 
 /// Reason why the device is lost, once one is reported.
@@ -171,6 +174,9 @@ impl Gpu {
             // memory within bounds, by whole subgroups.
             experimental_features = unsafe { wgpu::ExperimentalFeatures::enabled() };
         }
+        if options.translate.is_some() {
+            wanted |= Features::PASSTHROUGH_SHADERS;
+        }
         let descriptor = wgpu::DeviceDescriptor {
             label: Some("annulus"),
             required_features: adapter.features() & wanted,
@@ -192,9 +198,10 @@ impl Gpu {
         }));
         let part_work = options.most_part_flops;
         let submissions = Arc::new(Submissions::new(&device, part_work)?);
-        let checks_bounds = options.check_bounds;
+        let compilation =
+            Compilation { checked: options.check_bounds, translate: options.translate };
         let shared =
-            Shared { device, queue, lost, submissions, register_tile, part_work, checks_bounds };
+            Shared { device, queue, lost, submissions, register_tile, part_work, compilation };
         let gpu = Self::assemble(shared, level, matrices(&adapter))?;
         gpu.probe()?;
         Ok(gpu)
@@ -232,6 +239,26 @@ impl Gpu {
         Ok(gpu)
     }
 
+    /// Returns the same device with timestamps that read as 0, as Metal's may, so that tests can
+    /// show what callers of [`crate::Stopwatch`] do then.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    #[doc(hidden)]
+    pub fn without_clock(&self) -> Result<Self> {
+        let mut gpu = Self::assemble(self.shared(), Some(self.0.level), self.0.matrices)?;
+        let Some(parts) = Arc::get_mut(&mut gpu.0) else {
+            return Err(Error::internal("a new device has several handles"));
+        };
+        parts.lacks_clock = true;
+        Ok(gpu)
+    }
+
+    /// True if timestamps read as 0.
+    pub(crate) fn lacks_clock(&self) -> bool {
+        self.0.lacks_clock
+    }
+
     /// Returns what other handles to this device share with it.
     fn shared(&self) -> Shared {
         let Parts { device, queue, lost, submissions, .. } = &*self.0;
@@ -242,7 +269,7 @@ impl Gpu {
             submissions: Arc::clone(submissions),
             register_tile: Some(self.register_tile()),
             part_work: self.0.chunk_limits.part_work,
-            checks_bounds: self.0.checks_bounds,
+            compilation: self.0.compilation,
         }
     }
 
@@ -256,6 +283,7 @@ impl Gpu {
     pub fn adopt(device: wgpu::Device, queue: wgpu::Queue, level: Option<Level>) -> Result<Self> {
         let submissions = Arc::new(Submissions::new(&device, None)?);
         let lost = LostReason::default();
+        let compilation = Compilation { checked: false, translate: None };
         let shared = Shared {
             device,
             queue,
@@ -263,7 +291,7 @@ impl Gpu {
             submissions,
             register_tile: None,
             part_work: None,
-            checks_bounds: false,
+            compilation,
         };
         let gpu = Self::assemble(shared, level, None)?;
         gpu.probe()?;
@@ -271,7 +299,7 @@ impl Gpu {
     }
 
     fn assemble(shared: Shared, level: Option<Level>, matrices: Option<Matrices>) -> Result<Self> {
-        let Shared { device, queue, lost, submissions, part_work, checks_bounds, .. } = shared;
+        let Shared { device, queue, lost, submissions, part_work, compilation, .. } = shared;
         let info = device.adapter_info();
         let limits = device.limits();
         let (least, _) = subgroup_sizes(&info);
@@ -324,7 +352,11 @@ impl Gpu {
             pipelines: Mutex::default(),
             staging: StagingPools::default(),
             submissions,
-            checks_bounds: checks_bounds || info.backend == wgpu::Backend::Metal,
+            compilation: Compilation {
+                checked: compilation.checked || info.backend == wgpu::Backend::Metal,
+                ..compilation
+            },
+            lacks_clock: false,
             unpacks: OnceLock::new(),
             lost,
             nothing,
@@ -516,9 +548,9 @@ impl Gpu {
         if let Some(edit) = self.0.edit.as_ref().filter(|edit| edit.kernel == variant.name()) {
             source.wgsl = edit.apply(&source.wgsl)?;
         }
-        let checked = self.0.checks_bounds;
+        let how = self.0.compilation;
         let compiled =
-            Arc::new(self.guard(|device, _| compile(device, variant.name(), source, checked))?);
+            Arc::new(self.guard(|device, _| compile(device, variant.name(), source, how))??);
         *slot = Some(Arc::clone(&compiled));
         Ok(compiled)
     }

@@ -2,7 +2,10 @@
 
 use annulus_core::{Error, Result};
 
-use crate::kernels::{Access, Source};
+use crate::{
+    errors::device_error,
+    kernels::{Access, Source},
+};
 
 /// A change of the text of the kernels with one name, by which tests plant a mistake
 /// ([`crate::Gpu::edited`]).
@@ -31,6 +34,20 @@ impl KernelEdit {
     }
 }
 
+/// Translation of a kernel's WGSL to SPIR-V in place of wgpu's, by which tests compile kernels with
+/// checks of indices that wgpu does not offer ([`crate::Options::translate`]).
+#[doc(hidden)]
+pub type Translate = fn(&str) -> std::result::Result<Vec<u32>, String>;
+
+/// How a kernel's text is compiled.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Compilation {
+    /// See [`runtime_checks`].
+    pub(crate) checked: bool,
+    /// See [`crate::Options::translate`].
+    pub(crate) translate: Option<Translate>,
+}
+
 /// A compiled kernel.
 pub(crate) struct Pipeline {
     pub(crate) pipeline: wgpu::ComputePipeline,
@@ -39,18 +56,32 @@ pub(crate) struct Pipeline {
     pub(crate) params: usize,
 }
 
-/// Compiles a kernel. Binding 0 is its parameters; the source's bindings follow.
+/// Returns the checks of a kernel's indices and divisions, as the backend compiles it.
 ///
 /// # Bounds
 /// With `checked`, indices are clamped by the shader. Otherwise indices of buffers are bounded by
 /// the device, as Vulkan's robust buffer access and DX12 do, and those of workgroup memory are not:
 /// they are computed from the invocation's index, and from loop counters with constant bounds.
+#[doc(hidden)]
+pub fn runtime_checks(checked: bool) -> wgpu::ShaderRuntimeChecks {
+    wgpu::ShaderRuntimeChecks {
+        bounds_checks: checked,
+        int_div_checks: checked,
+        force_loop_bounding: false,
+        ..wgpu::ShaderRuntimeChecks::checked()
+    }
+}
+
+/// Compiles a kernel. Binding 0 is its parameters; the source's bindings follow.
+///
+/// # Errors
+/// [`Error::Device`] if a translation fails.
 pub(crate) fn compile(
     device: &wgpu::Device,
     name: &str,
     source: Source,
-    checked: bool,
-) -> Pipeline {
+    how: Compilation,
+) -> Result<Pipeline> {
     let Source { wgsl, bindings, params } = source;
     let uniform = wgpu::BindGroupLayoutEntry {
         binding: 0,
@@ -82,7 +113,7 @@ pub(crate) fn compile(
         bind_group_layouts: &[Some(&layout)],
         immediate_size: 0,
     });
-    let module = compile_module(device, name, wgsl, checked);
+    let module = compile_module(device, name, wgsl, how)?;
     let pipeline = device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
         label: Some(name),
         layout: Some(&whole),
@@ -95,29 +126,39 @@ pub(crate) fn compile(
         },
         cache: None,
     });
-    Pipeline { pipeline, layout, params }
+    Ok(Pipeline { pipeline, layout, params })
 }
 
-/// Compiles the text of a kernel; for `checked` see [`compile`].
+/// Compiles the text of a kernel.
 fn compile_module(
     device: &wgpu::Device,
     name: &str,
     wgsl: String,
-    checked: bool,
-) -> wgpu::ShaderModule {
+    how: Compilation,
+) -> Result<wgpu::ShaderModule> {
+    if let Some(translate) = how.translate {
+        let words = translate(&wgsl).map_err(device_error)?;
+        let descriptor = wgpu::ShaderModuleDescriptorPassthrough {
+            label: Some(name),
+            entry_points: vec![wgpu::PassthroughShaderEntryPoint {
+                name: "main".into(),
+                workgroup_size: (64, 1, 1),
+            }]
+            .into(),
+            spirv: Some(words.into()),
+            ..Default::default()
+        };
+        // SAFETY: a test's translation of a text for which the proof below holds.
+        return Ok(unsafe { device.create_shader_module_passthrough(descriptor) });
+    }
     let text = wgpu::ShaderModuleDescriptor {
         label: Some(name),
         source: wgpu::ShaderSource::Wgsl(wgsl.into()),
     };
-    let checks = wgpu::ShaderRuntimeChecks {
-        bounds_checks: checked,
-        int_div_checks: checked,
-        force_loop_bounding: false,
-        ..wgpu::ShaderRuntimeChecks::checked()
-    };
+    let checks = runtime_checks(how.checked);
     // SAFETY: the sources are ours. Every loop counts an unsigned variable up to a bound that is
     // fixed before the loop. Indices are within their arrays, and buffers are bounded by the device
     // if they are not checked. Divisors are numbers of tiles, heads, rows or elements, not 0 in any
     // launch.
-    unsafe { device.create_shader_module_trusted(text, checks) }
+    Ok(unsafe { device.create_shader_module_trusted(text, checks) })
 }

@@ -133,12 +133,8 @@ fn compile(device: &Device, kernel: &KernelText) -> Result<()> {
         flags: hal::BindGroupLayoutFlags::empty(),
         entries: &entries,
     };
-    let runtime_checks = wgpu::ShaderRuntimeChecks {
-        bounds_checks: false,
-        int_div_checks: false,
-        force_loop_bounding: false,
-        ..wgpu::ShaderRuntimeChecks::checked()
-    };
+    // as the backend compiles them by default, but on Metal
+    let runtime_checks = annulus_wgpu::runtime_checks(false);
     let text = hal::NagaShader { module: Cow::Owned(module), info, debug_source: None };
     // SAFETY: the module is valid, the layout is that of its bindings, and nothing is executed.
     unsafe {

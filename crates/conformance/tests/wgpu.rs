@@ -40,7 +40,10 @@ mod transfers;
 #[path = "wgpu/validation.rs"]
 mod validation;
 
-use std::{sync::OnceLock, time::Duration};
+use std::{
+    sync::{Mutex, PoisonError},
+    time::Duration,
+};
 
 use annulus::{
     Attention, Dims, Error, Ring, RingOptions,
@@ -56,7 +59,8 @@ use annulus_conformance::{
 };
 use annulus_core::{DType, Inputs, Layout, Outputs, Result};
 use annulus_wgpu::{
-    Adapter, Copier, Gpu, Level, Options, Stopwatch, Tensor, Wgpu, WgpuSpace, wgpu::Features,
+    Adapter, Copier, Gpu, Level, Options, RegisterTile, Stopwatch, Tensor, Wgpu, WgpuSpace,
+    wgpu::Features,
 };
 
 /// True if the absence of `what` is a failure.
@@ -88,8 +92,31 @@ fn open(options: &Options) -> Option<Gpu> {
 
 /// Returns the device that most tests share.
 fn gpu() -> Option<Gpu> {
-    static OPENED: OnceLock<Option<Gpu>> = OnceLock::new();
-    OPENED.get_or_init(|| open(&Options::default())).clone()
+    gpu_at(Level::forced().expect("a level").unwrap_or(adapter()?.chosen))
+}
+
+/// Returns the device that tests share at a level.
+fn gpu_at(level: Level) -> Option<Gpu> {
+    gpu_with(level, None)
+}
+
+/// Returns the device that tests share at a level, which the adapter must have, and with a register
+/// tile or that of the adapter. Tests share the kernels that it has compiled, too: drivers take
+/// seconds for each.
+fn gpu_with(level: Level, register_tile: Option<RegisterTile>) -> Option<Gpu> {
+    type Key = (Level, Option<RegisterTile>);
+    static OPENED: Mutex<Vec<(Key, Gpu)>> = Mutex::new(Vec::new());
+    let wanted = (level, register_tile);
+    // a test that failed while it opened a device has left the others
+    let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, gpu)) = opened.iter().find(|(key, _)| *key == wanted) {
+        return Some(gpu.clone());
+    }
+    let gpu = open(&Options { level: Some(level), register_tile, ..Options::default() })?;
+    assert_eq!(gpu.level(), level);
+    assert!(register_tile.is_none_or(|tile| gpu.register_tile() == tile));
+    opened.push((wanted, gpu.clone()));
+    Some(gpu)
 }
 
 const F32: &[DType] = &[DType::F32];
@@ -179,8 +206,7 @@ fn every_level_holds() {
     for &level in
         adapter.levels.iter().filter(|&&level| level != Level::Matrix && level != adapter.chosen)
     {
-        let Some(gpu) = open(&Options { level: Some(level), ..Options::default() }) else { return };
-        assert_eq!(gpu.level(), level);
+        let Some(gpu) = gpu_at(level) else { return };
         let ring = WgpuRing::new(gpu.clone()).only(F32);
         suite::random_cases(&ring, 0..24).unwrap();
         suite::matrix(&ring, Scale::OneIn(37)).unwrap();
@@ -223,8 +249,7 @@ fn the_matrix_level_holds_if_the_adapter_has_it() {
         ));
         return;
     }
-    let Some(gpu) = open(&options) else { return };
-    assert_eq!(gpu.level(), Level::Matrix);
+    let Some(gpu) = gpu_at(Level::Matrix) else { return };
     let ring = WgpuRing::new(gpu.clone()).only(F16);
     suite::random_cases(&ring, 300..324).unwrap();
     suite::matrix(&ring, Scale::OneIn(61)).unwrap();
@@ -233,9 +258,7 @@ fn the_matrix_level_holds_if_the_adapter_has_it() {
         .unwrap();
     suite::same_bits_over_repeats(&ring, 3).unwrap();
     // ranks that would round probabilities differently are refused
-    let Some(plain) = open(&Options { level: Some(Level::Plain), ..Options::default() }) else {
-        return;
-    };
+    let Some(plain) = gpu_at(Level::Plain) else { return };
     let errors = threads::each_rank(threads::ring(2), |rank, transport| {
         let gpu = if rank == 0 { &plain } else { &gpu };
         Ok(self::ring(gpu, transport, &Attention::new().dtype(DType::F16), Dims::new(1, 8, 1, 8))

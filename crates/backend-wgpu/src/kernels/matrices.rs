@@ -27,10 +27,10 @@ const PROB_SCALE: f32 = 1024.0;
 
 /// Distance of rows of f16 elements in workgroup memory: 8 more than their 32, so that eight rows
 /// lie in different banks and begin at multiples of 16 bytes.
-const HALF_STEP: usize = 40;
+pub(super) const HALF_STEP: usize = 40;
 
 /// Distance of rows of `products`: as [`ROW_STEP`] vectors of 4.
-const PRODUCT_STEP: usize = 4 * ROW_STEP;
+pub(super) const PRODUCT_STEP: usize = 4 * ROW_STEP;
 
 /// Left operand.
 const LEFT: &str = "&left_half[HALF_STEPu * matrix_row + k]";

@@ -1,5 +1,5 @@
 use naga::{
-    back::{hlsl, spv},
+    back::{hlsl, msl, spv},
     front::wgsl,
     valid::{Capabilities, ValidationFlags, Validator},
 };
@@ -80,7 +80,7 @@ fn all_variants() -> Vec<Variant> {
     all
 }
 
-/// Translates as wgpu does for Vulkan and, without matrices, for DX12.
+/// Translates as wgpu does for Vulkan, for Metal and, without matrices, for DX12.
 fn translate(
     module: &naga::Module,
     info: &naga::valid::ModuleInfo,
@@ -90,6 +90,7 @@ fn translate(
     let words =
         spv::write_vec(module, info, &vulkan, None).map_err(|error| format!("SPIR-V: {error}"))?;
     assert!(words.len() > 100);
+    translate_for_metal(module, info, matrices)?;
     if matrices {
         return Ok(());
     }
@@ -106,6 +107,24 @@ fn translate(
         .map_err(|error| format!("HLSL: {error}"))?;
     let threads = ["numthreads(64, 1, 1)", "numthreads(128, 1, 1)", "numthreads(1, 1, 1)"];
     assert!(names == ["main"] && threads.iter().any(|of| text.contains(of)), "{names:?}");
+    Ok(())
+}
+
+/// Translates to Metal's language, where cooperative matrices are `simdgroup_half8x8` and
+/// `simdgroup_float8x8` (MSL 2.3). naga also writes types of 16 × 16, which Metal lacks: Apple's
+/// adapters do not offer that size.
+fn translate_for_metal(
+    module: &naga::Module,
+    info: &naga::valid::ModuleInfo,
+    matrices: bool,
+) -> Result<(), String> {
+    let metal = msl::Options { lang_version: (2, 4), ..msl::Options::default() };
+    let (text, _) = msl::write_string(module, info, &metal, &msl::PipelineOptions::default())
+        .map_err(|error| format!("MSL: {error}"))?;
+    assert!(text.contains("kernel void main_("), "{text}");
+    for name in ["simdgroup_half", "simdgroup_float", "simdgroup_multiply_accumulate("] {
+        assert_eq!(text.contains(name), matrices, "{name}");
+    }
     Ok(())
 }
 

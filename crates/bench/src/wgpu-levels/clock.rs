@@ -65,3 +65,33 @@ pub(crate) fn median(mut of: Vec<f64>) -> f64 {
         _ => (of[middle - 1] + of[middle]) / 2.0,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use annulus_wgpu::Options;
+
+    use super::*;
+
+    #[test]
+    fn a_device_whose_timestamps_are_0_is_timed_by_the_host() {
+        if Gpu::list().is_empty() {
+            let required = std::env::var("ANNULUS_REQUIRE")
+                .is_ok_and(|words| words.split(',').any(|word| word == "wgpu"));
+            assert!(!required, "ANNULUS_REQUIRE has wgpu, and there is no adapter");
+            eprintln!("NOT RUN: no Vulkan, Metal or DX12 adapter");
+            return;
+        }
+        let gpu = Gpu::open(&Options::default()).unwrap();
+        let pause = Duration::from_millis(2);
+        let work = || {
+            std::thread::sleep(pause);
+            Ok(())
+        };
+        if Stopwatch::runs(&gpu).unwrap() {
+            assert_eq!(time(&gpu, 2, work).unwrap().clock, "device");
+        }
+        let took = time(&gpu.without_clock().unwrap(), 2, work).unwrap();
+        assert_eq!(took.clock, "host");
+        assert!(took.seconds >= pause.as_secs_f64(), "{took:?}");
+    }
+}

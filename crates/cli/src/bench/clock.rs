@@ -50,9 +50,14 @@ impl Clock {
     #[cfg(feature = "wgpu")]
     fn of_device(devices: &annulus::devices::WgpuDevices) -> Self {
         let alone = devices.get(0).ok().filter(|_| devices.count() == 1);
-        alone
-            .filter(|gpu| annulus_wgpu::Stopwatch::runs(gpu).unwrap_or(false))
-            .map_or(Self::Host, Self::Device)
+        alone.map_or(Self::Host, Self::of_gpu)
+    }
+
+    /// Chooses the device's clock if it runs.
+    #[cfg(feature = "wgpu")]
+    fn of_gpu(gpu: annulus_wgpu::Gpu) -> Self {
+        let runs = annulus_wgpu::Stopwatch::runs(&gpu).unwrap_or(false);
+        if runs { Self::Device(gpu) } else { Self::Host }
     }
 
     /// Name in a line.
@@ -144,5 +149,35 @@ mod tests {
             super::least(&mut job, |_| Err(annulus_core::Error::invalid("x", 1, 2).into()))
                 .is_err()
         );
+    }
+
+    #[cfg(feature = "wgpu")]
+    #[test]
+    fn a_device_whose_timestamps_are_0_is_timed_by_the_host() {
+        if annulus_wgpu::Gpu::list().is_empty() {
+            let required = std::env::var("ANNULUS_REQUIRE")
+                .is_ok_and(|words| words.split(',').any(|word| word == "wgpu"));
+            assert!(!required, "ANNULUS_REQUIRE has wgpu, and there is no adapter");
+            eprintln!("NOT RUN: no Vulkan, Metal or DX12 adapter");
+            return;
+        }
+        let gpu = annulus_wgpu::Gpu::open(&annulus_wgpu::Options::default()).unwrap();
+        if annulus_wgpu::Stopwatch::runs(&gpu).unwrap() {
+            assert_eq!(Clock::of_gpu(gpu.clone()).name(), "device");
+        }
+        let stopped = gpu.without_clock().unwrap();
+        let clock = Clock::of_gpu(stopped.clone());
+        assert_eq!(clock.name(), "host");
+        let pause = Duration::from_millis(2);
+        let work = || {
+            std::thread::sleep(pause);
+            Ok(())
+        };
+        assert!(clock.time(work).unwrap() >= pause);
+        // a clock that stops later has measured nothing
+        if annulus_wgpu::Stopwatch::is_there(&stopped) {
+            let error = Clock::Device(stopped).time(|| Ok(())).unwrap_err();
+            assert!(error.to_string().contains("has stopped"), "{error}");
+        }
     }
 }

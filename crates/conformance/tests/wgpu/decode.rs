@@ -5,7 +5,7 @@ use annulus_conformance::{Case, Draw, Judge, Masks, Setting, Subject, wgpu::Wgpu
 use annulus_core::{DType, Dropout};
 use annulus_wgpu::{Level, Options};
 
-use super::{adapter, gpu, open};
+use super::{adapter, gpu, gpu_at, open};
 
 /// The last queries of a causal sequence.
 fn at_the_end(dims: &Dims) -> Masks {
@@ -100,7 +100,7 @@ fn hold_at(level: Level) {
     if !adapter().is_some_and(|adapter| adapter.levels.contains(&level)) {
         return;
     }
-    let Some(gpu) = open(&Options { level: Some(level), ..Options::default() }) else { return };
+    let Some(gpu) = gpu_at(level) else { return };
     let ring = WgpuRing::new(gpu);
     for case in [&cases()[0], &cases()[2]] {
         holds(&ring, &case.in_dtype(DType::F16), &Setting::ALONE);

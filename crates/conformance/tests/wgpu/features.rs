@@ -6,10 +6,10 @@ use annulus_conformance::{
     Case, Draw, Judge, Masks, Setting, Subject, subjects::cpu, suite, wgpu::WgpuRing,
 };
 use annulus_core::{BackwardMode, DType, Dropout};
-use annulus_wgpu::{Level, Options};
+use annulus_wgpu::Level;
 use ndarray::{Array1, Array4, ArrayView1, ArrayView2, s};
 
-use super::{adapter, gpu, open};
+use super::{adapter, gpu, gpu_at};
 
 /// Requires that the device's answer agrees with the oracle's.
 fn holds(ring: &WgpuRing, case: &Case, setting: &Setting) {
@@ -147,8 +147,7 @@ fn every_score_epilogue_holds() {
 fn the_matrix_level_holds_for_every_score_epilogue() {
     let Some(adapter) = adapter() else { return };
     if adapter.levels.contains(&Level::Matrix) {
-        let options = Options { level: Some(Level::Matrix), ..Options::default() };
-        let Some(gpu) = open(&options) else { return };
+        let Some(gpu) = gpu_at(Level::Matrix) else { return };
         epilogues_hold(&WgpuRing::new(gpu), DType::F16);
     }
 }
@@ -159,8 +158,7 @@ fn the_matrix_level_holds_for_large_and_small_score_gradients() {
     if !adapter.levels.contains(&Level::Matrix) {
         return; // `the_matrix_level_holds_if_the_adapter_has_it` requires it
     }
-    let options = Options { level: Some(Level::Matrix), ..Options::default() };
-    let Some(gpu) = open(&options) else { return };
+    let Some(gpu) = gpu_at(Level::Matrix) else { return };
     let ring = WgpuRing::new(gpu);
     let dims = Dims { q_len: 40, kv_len: 40, ..Dims::new(1, 40, 2, 32) };
     // exponents of factors of q, k, v and dout; P is almost 1 / 40

@@ -4,15 +4,14 @@
 
 use annulus_conformance::{Judge, Setting, Subject, golden, wgpu::WgpuRing};
 use annulus_core::{DType, Layout};
-use annulus_wgpu::{Level, Options};
+use annulus_wgpu::Level;
 
-use super::{adapter, open};
+use super::{adapter, gpu_at};
 
 /// Requires that every `step`-th case is right at this level, on one rank or three.
 fn hold(level: Level, dtypes: &[DType], step: usize) {
     let Some(folder) = golden::folder().expect("a readable setting") else { return };
-    let Some(gpu) = open(&Options { level: Some(level), ..Options::default() }) else { return };
-    assert_eq!(gpu.level(), level);
+    let Some(gpu) = gpu_at(level) else { return };
     let ring = WgpuRing::new(gpu);
     let settings = [Setting::ALONE, Setting::new(3, Layout::Zigzag)];
     let mut wrong = Vec::new();

@@ -5,11 +5,23 @@ use annulus::{
     Attention, Dims, Error, Layout, SinkShape, Spec,
     comm::threads::{self, each_rank},
 };
-use annulus_conformance::{Case, Draw, Judge, Masks, Setting, Subject, wgpu::WgpuRing};
-use annulus_core::{DType, Dropout};
-use annulus_wgpu::{Gpu, Level, Options};
+use annulus_conformance::{
+    Answer, Case, Draw, Judge, Masks, Setting, Subject,
+    suite::{self, Scale},
+    wgpu::WgpuRing,
+};
+use annulus_core::{DType, Dropout, Result};
+use annulus_wgpu::{
+    Gpu, Level, Options,
+    wgpu::naga::{
+        self,
+        back::spv,
+        proc::BoundsCheckPolicies,
+        valid::{Capabilities, ValidationFlags, Validator},
+    },
+};
 
-use super::{adapter, gpu, open, ring};
+use super::{adapter, gpu, gpu_at, open, ring};
 
 /// A case of two GQA groups, two batch rows and a bias on all axes, long enough to be split.
 fn long_case() -> Case {
@@ -65,6 +77,28 @@ fn accumulators_larger_than_a_buffer_are_divided() {
     Judge::new(&case).unwrap().check(&answer).unwrap();
 }
 
+/// Large commands in small: wgpu limits a buffer to 2^31 − 1 bytes on most adapters. Queries of more
+/// than 2^30 bytes (`bench --ns 140000 --heads 8 --kv-heads 1 --ds 256`) exceed it if they are
+/// rounded up to a power of two, and accumulators of 2^31 bytes (`bench --dtype f16 --ns 131072
+/// --heads 32 --ds 128`) are one byte too many.
+#[test]
+fn queries_above_half_a_buffer_and_accumulators_of_one_byte_more_than_a_buffer_are_computed() {
+    let dims = |heads| Dims { kv_heads: 1, ..Dims::new(1, 72, heads, 32) };
+    for (name, dims, dtype, most_buffer_bytes) in [
+        ("queries of 73 728 bytes", dims(8), DType::F32, (1 << 17) - 1),
+        ("accumulators of 147 456 bytes", dims(16), DType::F16, 147_455),
+    ] {
+        let options = Options { most_buffer_bytes: Some(most_buffer_bytes), ..Options::default() };
+        let Some(small) = open(&options) else { return };
+        let spec = Spec::new(dims, DType::F64);
+        let masks = Masks { causal: true, ..Masks::default() };
+        let case = Case::new(name, spec, masks, &mut Draw::new(10)).in_dtype(dtype);
+        let answers = WgpuRing::on_host(small).run(&case, &Setting::ALONE, 1);
+        let answer = answers.unwrap_or_else(|error| panic!("{name}: {error}")).remove(0);
+        Judge::new(&case).unwrap().check(&answer).unwrap();
+    }
+}
+
 #[test]
 fn submissions_of_bounded_work_give_the_same_bits() {
     let Some(whole) = gpu() else { return };
@@ -80,11 +114,83 @@ fn submissions_of_bounded_work_give_the_same_bits() {
     assert_eq!(want, got);
 }
 
-/// Requires the same bits of kernels with and without checks of indices.
+/// Rings of devices that differ in the checks of indices in their kernels. An answer with other bits
+/// than the first one's is an error.
+struct OtherChecks(Vec<WgpuRing>);
+
+impl OtherChecks {
+    /// Kernels without checks, with indices that are clamped to the array, and with accesses beyond
+    /// it that read 0 and are not written. `None` without an adapter.
+    fn new(level: Level, dtypes: &[DType]) -> Option<Self> {
+        let options = Options { level: Some(level), ..Options::default() };
+        let clamped = Options { check_bounds: true, ..options.clone() };
+        let zeroed = Options { translate: Some(read_zero_skip_write), ..options };
+        // only Vulkan takes SPIR-V
+        let zeroed = adapter()?.api.eq_ignore_ascii_case("vulkan").then_some(zeroed);
+        let all = std::iter::once(clamped).chain(zeroed);
+        let gpus = std::iter::once(gpu_at(level)).chain(all.map(|options| open(&options)));
+        let ring = |gpu: Option<Gpu>| Some(WgpuRing::new(gpu?).only(dtypes));
+        gpus.map(ring).collect::<Option<_>>().map(Self)
+    }
+}
+
+impl Subject for OtherChecks {
+    fn name(&self) -> String {
+        format!("{}, with and without checks of indices", self.0[0].name())
+    }
+
+    fn dtypes(&self) -> &[DType] {
+        self.0[0].dtypes()
+    }
+
+    fn run(&self, case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>> {
+        let answers = self.0.iter().map(|ring| ring.run(case, setting, times));
+        let answers = answers.collect::<Result<Vec<_>>>()?;
+        for (number, others) in answers.iter().enumerate().skip(1) {
+            for (other, first) in others.iter().zip(&answers[0]) {
+                other.same_bits(first).map_err(|why| {
+                    Error::internal(format!(
+                        "{} on {setting}: device {number} of {} has other bits: {why}",
+                        case.name,
+                        self.0.len()
+                    ))
+                })?;
+            }
+        }
+        Ok(answers.into_iter().next().unwrap_or_default())
+    }
+}
+
+/// Translates a kernel with indices checked by `ReadZeroSkipWrite`. naga has no such check for
+/// atomic operations: the kernels of a bias have one on a tile mask, so that their arrays in
+/// workgroup memory are clamped, and copies of 2-byte elements one on a buffer.
+fn read_zero_skip_write(wgsl: &str) -> std::result::Result<Vec<u32>, String> {
+    use naga::proc::BoundsCheckPolicy::{ReadZeroSkipWrite, Restrict};
+    let module = naga::front::wgsl::parse_str(wgsl).map_err(|error| error.to_string())?;
+    let info = Validator::new(ValidationFlags::all(), Capabilities::all())
+        .validate(&module)
+        .map_err(|error| error.emit_to_string(wgsl))?;
+    let translate = |index, buffer| {
+        let options = spv::Options {
+            lang_version: (1, 4),
+            force_loop_bounding: false,
+            bounds_check_policies: BoundsCheckPolicies { index, buffer, ..Default::default() },
+            ..spv::Options::default()
+        };
+        spv::write_vec(&module, &info, &options, None).map_err(|error| error.to_string())
+    };
+    let on_tile_mask = wgsl.contains("atomicAnd(&visible_bits");
+    let on_buffer = wgsl.contains("sink: array<atomic<u32>>");
+    translate(
+        if on_tile_mask { Restrict } else { ReadZeroSkipWrite },
+        if on_buffer { Restrict } else { ReadZeroSkipWrite },
+    )
+}
+
+/// Requires the same bits whatever the checks of indices, of cases with and without a score
+/// epilogue.
 fn checks_change_no_bit(level: Level, dtypes: &[DType]) {
-    let device =
-        |check_bounds| open(&Options { level: Some(level), check_bounds, ..Options::default() });
-    let (Some(checked), Some(unchecked)) = (device(true), device(false)) else { return };
+    let Some(devices) = OtherChecks::new(level, dtypes) else { return };
     // no dim, length or number of tiles is a multiple of a tile's
     let dims = Dims { q_len: 41, value_dim: 35, ..Dims::new(1, 70, 3, 9) };
     let simple = Spec::new(dims, DType::F64);
@@ -99,14 +205,9 @@ fn checks_change_no_bit(level: Level, dtypes: &[DType]) {
         let case = Case::new(name, spec, masks.clone(), &mut Draw::new(9));
         for &dtype in dtypes {
             let case = case.in_dtype(dtype);
-            let [want, got] = [&checked, &unchecked].map(|gpu| {
-                let answers = WgpuRing::new(gpu.clone()).run(&case, &Setting::ALONE, 1);
-                answers.expect("an answer").remove(0)
-            });
-            let judged = Judge::new(&case).expect("a truth").check(&got);
-            judged
-                .and_then(|()| want.same_bits(&got))
-                .unwrap_or_else(|why| panic!("{}, {}: {why}", level.name(), case.name));
+            let answer = devices.run(&case, &Setting::ALONE, 1).expect("the same bits").remove(0);
+            let judged = Judge::new(&case).expect("a truth").check(&answer);
+            judged.unwrap_or_else(|why| panic!("{}, {}: {why}", level.name(), case.name));
         }
     }
 }
@@ -118,6 +219,9 @@ fn shaders_with_and_without_checks_of_indices_give_the_same_bits() {
         let all = [DType::F32, DType::F16, DType::Bf16];
         checks_change_no_bit(level, if level == adapter.chosen { &all } else { &all[..1] });
     }
+    let Some(devices) = OtherChecks::new(adapter.chosen, &[DType::F32]) else { return };
+    suite::random_cases(&devices, 400..406).unwrap();
+    suite::matrix(&devices, Scale::OneIn(127)).unwrap();
 }
 
 #[test]
@@ -126,6 +230,8 @@ fn the_matrix_level_gives_the_same_bits_without_checks_of_indices() {
     // without: `the_matrix_level_holds_if_the_adapter_has_it`
     if adapter.levels.contains(&Level::Matrix) {
         checks_change_no_bit(Level::Matrix, &[DType::F16]);
+        let Some(devices) = OtherChecks::new(Level::Matrix, &[DType::F16]) else { return };
+        suite::random_cases(&devices, 400..403).unwrap();
     }
 }
 

@@ -13,10 +13,10 @@ use std::{collections::HashMap, fmt::Write};
 use annulus::{Dims, Layout, Spec};
 use annulus_conformance::{Answer, Case, Draw, Judge, Masks, Setting, Subject, wgpu::WgpuRing};
 use annulus_core::{BackwardMode, DType, Dropout};
-use annulus_wgpu::{Adapter, Gpu, KernelEdit, Level, Options, RegisterTile};
+use annulus_wgpu::{Adapter, Gpu, KernelEdit, Level, RegisterTile};
 use ndarray::s;
 
-use super::{adapter, open};
+use super::{adapter, gpu_with};
 
 /// Cases, by the code that they execute. Dims are no multiples of 32, and queries have
 /// several tiles of keys.
@@ -506,10 +506,7 @@ impl Of {
 /// Requires that the cases are right with these kernels, and wrong with each of the mistakes.
 fn catch(adapter: &Adapter, kernels: Kernels, lists: &[&[Mistake]]) {
     let Kernels { level, register_tile, dtype } = kernels;
-    let options =
-        Options { level: Some(level), register_tile: Some(register_tile), ..Options::default() };
-    let Some(gpu) = open(&options) else { return };
-    assert_eq!((gpu.level(), gpu.register_tile()), (level, register_tile));
+    let Some(gpu) = gpu_with(level, Some(register_tile)) else { return };
     let mut cases = HashMap::new();
     let mut uncaught = String::new();
     for Mistake { of, what, edit, is_race } in lists.iter().copied().flatten() {

@@ -7,19 +7,9 @@ use annulus_conformance::{
     wgpu::WgpuRing,
 };
 use annulus_core::{BackwardMode, DType, Dropout};
-use annulus_wgpu::{Gpu, Level, Options, RegisterTile};
+use annulus_wgpu::{Level, Options, RegisterTile};
 
-use super::{F32, adapter, decode, open};
-
-fn open_at(level: Level, register_tile: RegisterTile) -> Option<Gpu> {
-    let gpu = open(&Options {
-        level: Some(level),
-        register_tile: Some(register_tile),
-        ..Options::default()
-    })?;
-    assert_eq!((gpu.level(), gpu.register_tile()), (level, register_tile));
-    Some(gpu)
-}
+use super::{F32, adapter, decode, gpu_with, open};
 
 #[test]
 fn the_other_register_tile_holds_at_every_level() {
@@ -27,7 +17,7 @@ fn the_other_register_tile_holds_at_every_level() {
     let others = RegisterTile::ALL.into_iter().filter(|&tile| tile != adapter.register_tile);
     for tile in others {
         for &level in adapter.levels.iter().filter(|&&level| level != Level::Matrix) {
-            let Some(gpu) = open_at(level, tile) else { return };
+            let Some(gpu) = gpu_with(level, Some(tile)) else { return };
             let ring = WgpuRing::new(gpu.clone()).only(F32);
             suite::random_cases(&ring, 0..24).unwrap();
             if level == Level::Plain {
@@ -52,7 +42,7 @@ fn the_register_tile_is_that_of_the_adapter_unless_another_is_forced() {
     let Some(gpu) = open(&Options::default()) else { return };
     assert_eq!(gpu.register_tile(), default_tile);
     for tile in RegisterTile::ALL {
-        let Some(gpu) = open_at(Level::Plain, tile) else { return };
+        let Some(gpu) = gpu_with(Level::Plain, Some(tile)) else { return };
         // other handles to a device keep it
         assert_eq!(gpu.at(Level::Plain).map(|gpu| gpu.register_tile()), Ok(tile));
     }
@@ -104,7 +94,7 @@ fn cases() -> Vec<(Case, Setting)> {
 fn both_register_tiles_give_the_same_bits() {
     let cases = cases();
     let answers = |tile| -> Option<Vec<Answer>> {
-        let ring = WgpuRing::new(open_at(Level::Plain, tile)?);
+        let ring = WgpuRing::new(gpu_with(Level::Plain, Some(tile))?);
         let run = |(case, setting): &(Case, Setting)| {
             ring.run(case, setting, 1).expect("an answer").remove(0)
         };
