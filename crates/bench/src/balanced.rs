@@ -40,8 +40,10 @@ fn main() -> Result<()> {
             Some(("rows", number)) => number.parse().map(|number| rows = number).ok(),
             Some(("seed", number)) => number.parse().map(|number| seed = number).ok(),
             Some(("draws", number)) => number.parse().map(|number| draws = number).ok(),
-            Some(("mask", "causal")) => Some(causal = true),
-            Some(("mask", "full")) => Some(causal = false),
+            Some(("mask", mask @ ("causal" | "full"))) => {
+                causal = mask == "causal";
+                Some(())
+            }
             _ => None,
         };
         let want = "gflops, rows, seed or draws = a number, mask = causal or full";
