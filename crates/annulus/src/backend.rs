@@ -78,8 +78,8 @@ impl FromStr for BackendName {
     }
 }
 
-/// A backend chosen at run time, opened. It makes plans and KV caches on that backend, of tensors in
-/// host memory.
+/// A backend chosen at run time, opened. It makes plans and KV caches on that backend, of tensors
+/// in host memory.
 ///
 /// A clone shares the GPU with its compiled kernels, and so do all plans made of it.
 ///
@@ -296,8 +296,8 @@ impl AnyBackend {
         self.local_cache_over(attention, shape, ranks, |endpoint| endpoint)
     }
 
-    /// As [`AnyBackend::local_cache`]; `wrap` returns the transport of a rank, built on its endpoint
-    /// of a ring of threads.
+    /// As [`AnyBackend::local_cache`]; `wrap` returns the transport of a rank, built on its
+    /// endpoint of a ring of threads.
     ///
     /// # Ordering
     /// As [`AnyBackend::local_cache`].

@@ -6,9 +6,9 @@
 //! arrive in every pass.
 //!
 //! Lists of consecutive full tiles are short, whatever the number of keys. What grows with the rows
-//! is therefore copied only for the kernels that read it: row numbers for a bias tensor and dropout,
-//! positions for ALiBi, lists by key tile for backward passes. So a token over a long KV cache copies
-//! no more to the device than one over a short cache.
+//! is therefore copied only for the kernels that read it: row numbers for a bias tensor and
+//! dropout, positions for ALiBi, lists by key tile for backward passes. So a token over a long KV
+//! cache copies no more to the device than one over a short cache.
 
 use std::sync::Arc;
 

@@ -9,8 +9,9 @@
 //!         [position biases: 1024 per listed tile]
 //! ```
 //! Empty tiles are not listed. Neighbouring tiles with equal tile masks are one run, as full tiles
-//! are, so that the few queries of a token take a few words, whatever the number of keys. The list of a query tile may be divided into lists of ranges of its
-//! keys (`split_kv.rs`). Every mask takes this form, so a new mask needs no new kernel.
+//! are, so that the few queries of a token take a few words, whatever the number of keys. The list
+//! of a query tile may be divided into lists of ranges of its keys (`split_kv.rs`). Every mask
+//! takes this form, so a new mask needs no new kernel.
 
 use annulus_core::{
     BitmaskPolicy, BlockSparseMask, CsrTiles, Result, Spec, TileRun, Tiling, Visibility, mask::Key,

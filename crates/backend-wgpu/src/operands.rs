@@ -95,8 +95,8 @@ impl TileKernel {
     }
 }
 
-/// Returns the lengths of the vectors that a kernel of multiply-adds multiplies, one per product of a
-/// tile pair.
+/// Returns the lengths of the vectors that a kernel of multiply-adds multiplies, one per product of
+/// a tile pair.
 pub(crate) fn dims_of_products(kind: TileKernel, dims: &Dims, tile: RegisterTile) -> Vec<usize> {
     let Dims { head_dim, value_dim, .. } = *dims;
     match kind {

@@ -7,10 +7,9 @@
 //!              [f32|f16|bf16]...     default: register tiles of 4 × 4, all types
 //! ```
 //! With `--full-tiles` it compiles what the kernels execute on full tiles, with `--usual` the
-//! simplest and the most general kernels, for compilers that take seconds, with `--only` those whose
-//! name contains the words. With `--spirv` it writes each kernel as a SPIR-V module, and needs no
-//! driver. wgpu itself submits
-//! work when it opens a device, so this uses wgpu-hal.
+//! simplest and the most general kernels, for compilers that take seconds, with `--only` those
+//! whose name contains the words. With `--spirv` it writes each kernel as a SPIR-V module, and
+//! needs no driver. wgpu itself submits work when it opens a device, so this uses wgpu-hal.
 
 use std::{borrow::Cow, mem::ManuallyDrop, path::Path, process::ExitCode};
 

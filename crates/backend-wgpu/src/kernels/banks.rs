@@ -1,9 +1,9 @@
 //! Bank conflicts of the tile kernels, by the index expressions of their generated text.
 //!
 //! Workgroup memory has 32 banks of 4 bytes, and a device accesses 128 bytes at once: vectors of 4
-//! f32 of eight invocations, of 4 f16 of sixteen, or words of thirty-two. They must lie in different
-//! banks, or be the same vector. Loads and stores of cooperative matrices depend on the device; what
-//! the text decides is where their rows begin.
+//! f32 of eight invocations, of 4 f16 of sixteen, or words of thirty-two. They must lie in
+//! different banks, or be the same vector. Loads and stores of cooperative matrices depend on the
+//! device; what the text decides is where their rows begin.
 
 use std::collections::HashSet;
 

@@ -15,8 +15,8 @@ const NEXT_ROW: usize = 8 * ROW_STEP;
 
 const ELEMENTS: [&str; 4] = ["x", "y", "z", "w"];
 
-/// Generates `s0` … (for prefix s): products of the register tile's rows of `left` with four rows of
-/// `right`. Each is one chain of multiply-adds in element order, or a product of cooperative
+/// Generates `s0` … (for prefix s): products of the register tile's rows of `left` with four rows
+/// of `right`. Each is one chain of multiply-adds in element order, or a product of cooperative
 /// matrices.
 ///
 /// ```text
@@ -386,8 +386,8 @@ fn store_acc(at: u32, c: u32, dim: u32, four: vec4<f32>) {{
     )
 }
 
-/// Generates `tile` ← a register tile, once all invocations have read what was in it: `[column][row]`
-/// of four rows ([`multiply_columns`]), `[row][column]` of two ([`multiply_rows`]).
+/// Generates `tile` ← a register tile, once all invocations have read what was in it:
+/// `[column][row]` of four rows ([`multiply_columns`]), `[row][column]` of two ([`multiply_rows`]).
 pub(super) fn store_tile(tile: RegisterTile, prefix: &str) -> String {
     let stores: String = match tile {
         RegisterTile::FourRows => (0..4)

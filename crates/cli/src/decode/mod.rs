@@ -99,8 +99,8 @@ pub(crate) struct DecodeFlags {
     /// Compute backend, whose memory has the keys and values
     #[arg(long, value_enum, default_value = "cpu")]
     backend: BackendName,
-    /// Device number, counted from 0 as `annulus doctor` lists them. Default: the ranks of a node use
-    /// its GPUs in turn; with wgpu the first and those of its kind
+    /// Device number, counted from 0 as `annulus doctor` lists them. Default: the ranks of a node
+    /// use its GPUs in turn; with wgpu the first and those of its kind
     #[arg(long, value_name = "N", value_parser = whole)]
     device: Option<usize>,
     /// Transport between ranks. Messages are in host memory, so nccl is refused

@@ -6,8 +6,8 @@
 //!           all-gather of (out, lse), merge in the order of ranks  one message to each rank
 //! ```
 //! Segments are in the memory of the backend, which writes rows into them
-//! ([`Backend::write_block`]) and attends to them there. Messages are results of a few queries. They
-//! are in host memory on every backend, so a cache takes any transport of host memory.
+//! ([`Backend::write_block`]) and attends to them there. Messages are results of a few queries.
+//! They are in host memory on every backend, so a cache takes any transport of host memory.
 //!
 //! The messages of a call depend on the queries alone, not on the number of cached rows. In the
 //! reproducible order they grow with the number of pages that the queries attend to

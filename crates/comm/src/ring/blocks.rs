@@ -13,10 +13,10 @@
 //! buffer, and a neighbour may be late by one more step before this rank waits for it: the block of
 //! the next step has arrived already, and is forwarded between two tiles.
 //!
-//! The blocks of later steps on a direct route are all sends of the local block, to different ranks.
-//! Sent at once they would share the link, and that of the next step would arrive last of all
-//! instead of first. So a send of a later step is posted once those before it have been sent, or
-//! while they have at most [`SEND_WINDOW`] bytes.
+//! The blocks of later steps on a direct route are all sends of the local block, to different
+//! ranks. Sent at once they would share the link, and that of the next step would arrive last of
+//! all instead of first. So a send of a later step is posted once those before it have been sent,
+//! or while they have at most [`SEND_WINDOW`] bytes.
 //!
 //! A transport that runs groups in order ([`Transport::runs_groups_in_order`]) gets each group
 //! whole, once both conditions hold.

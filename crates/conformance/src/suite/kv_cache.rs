@@ -247,8 +247,8 @@ pub fn kv_cache<B: Backend<Space: HostTensors>>(
     Ok(())
 }
 
-/// Checks tokens around the end of a rank's first segment of 4,096 rows, and rows whose bytes are no
-/// multiple of 4 for elements of two bytes.
+/// Checks tokens around the end of a rank's first segment of 4,096 rows, and rows whose bytes are
+/// no multiple of 4 for elements of two bytes.
 ///
 /// # Errors
 /// As [`Decoding::check`].

@@ -73,8 +73,8 @@ fn accumulators_larger_than_a_buffer_are_divided() {
     Judge::new(&case).unwrap().check(&answer).unwrap();
 }
 
-/// Large commands in small: wgpu limits a buffer to 2^31 − 1 bytes on most adapters. Queries of more
-/// than 2^30 bytes (`bench --ns 140000 --heads 8 --kv-heads 1 --ds 256`) exceed it if they are
+/// Large commands in small: wgpu limits a buffer to 2^31 − 1 bytes on most adapters. Queries of
+/// more than 2^30 bytes (`bench --ns 140000 --heads 8 --kv-heads 1 --ds 256`) exceed it if they are
 /// rounded up to a power of two, and accumulators of 2^31 bytes (`bench --dtype f16 --ns 131072
 /// --heads 32 --ds 128`) are one byte too many.
 #[test]
@@ -110,8 +110,8 @@ fn submissions_of_bounded_work_give_the_same_bits() {
     assert_eq!(want, got);
 }
 
-/// Rings of devices that differ in the checks of indices in their kernels. An answer with other bits
-/// than the first one's is an error.
+/// Rings of devices that differ in the checks of indices in their kernels. An answer with other
+/// bits than the first one's is an error.
 struct OtherChecks(Vec<WgpuRing>);
 
 impl OtherChecks {

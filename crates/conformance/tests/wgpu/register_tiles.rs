@@ -1,4 +1,5 @@
-//! Register tiles: the suite with the one that is not the adapter's default, and equal bits of both.
+//! Register tiles: the suite with the one that is not the adapter's default, and equal bits of
+//! both.
 
 use annulus::{Dims, Layout, Spec};
 use annulus_conformance::{

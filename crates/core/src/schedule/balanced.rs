@@ -25,9 +25,10 @@
 //!
 //! # Tiles
 //! Chunks have at least the rows of a tile, and an exchange is one of whole tiles while that
-//! suffices: with a number of rows that is a multiple of 64·m·ranks, as many tiles contain a visible
-//! pair as on one rank. Single rows are exchanged where whole tiles are too coarse, with a few tiles
-//! per rank. The parts then come last in the shard of a rank, so that its whole tiles stay so.
+//! suffices: with a number of rows that is a multiple of 64·m·ranks, as many tiles contain a
+//! visible pair as on one rank. Single rows are exchanged where whole tiles are too coarse, with a
+//! few tiles per rank. The parts then come last in the shard of a rank, so that its whole tiles
+//! stay so.
 //!
 //! In the reproducible order chunks are whole leaves, of which the last round may lack some: then
 //! numbers of rows differ by up to one chunk, and no rows are exchanged.
@@ -50,8 +51,8 @@ const BALANCED: f64 = 1.02;
 /// Imbalance up to which chunks are exchanged to send fewer rows: half of the tolerance, because
 /// the time of a pass is that of the busiest rank.
 const EXCHANGED: f64 = 1.01;
-/// Rows of a tile of the CPU kernels, and the fewest of a chunk, because a shorter one fills a part of
-/// a tile.
+/// Rows of a tile of the CPU kernels, and the fewest of a chunk, because a shorter one fills a part
+/// of a tile.
 const TILE_ROWS: usize = 64;
 
 impl Choice {
@@ -73,11 +74,11 @@ impl Choice {
 }
 
 impl Layout {
-    /// Returns a layout that gives every rank the same number of rows up to 1 %, and the same number
-    /// of visible pairs up to 2 % unless single queries have more than 1 % of the pairs of a rank;
-    /// then the best one found. The rows of a rank are runs, not always ascending: those of whole
-    /// tiles come first. `batch` is that of all rows. Its dense mask is not counted, since kernels compute
-    /// tiles. The same arguments give the same layout on every rank.
+    /// Returns a layout that gives every rank the same number of rows up to 1 %, and the same
+    /// number of visible pairs up to 2 % unless single queries have more than 1 % of the pairs of a
+    /// rank; then the best one found. The rows of a rank are runs, not always ascending: those of
+    /// whole tiles come first. `batch` is that of all rows. Its dense mask is not counted, since
+    /// kernels compute tiles. The same arguments give the same layout on every rank.
     ///
     /// Rows are assigned by their queries' pairs. A rank has the keys of its queries' rows if there
     /// are as many keys as queries; otherwise keys are divided into one chunk per rank. Of fewer

@@ -34,8 +34,8 @@ pub(super) struct SegmentExchange<'a> {
 }
 
 impl<'a> SegmentExchange<'a> {
-    /// Prepares the exchanges of chunks that begin at the rows `edges`, the last of which is the end
-    /// of the rows, and are dealt as `dealt[rank]`. `ids` has the segment id of each row in the
+    /// Prepares the exchanges of chunks that begin at the rows `edges`, the last of which is the
+    /// end of the rows, and are dealt as `dealt[rank]`. `ids` has the segment id of each row in the
     /// first batch row: only this one is used. `None` if there are no two segments, or none is in
     /// several chunks.
     pub(super) fn new(
