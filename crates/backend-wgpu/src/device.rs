@@ -548,9 +548,10 @@ impl Gpu {
         if let Some(edit) = self.0.edit.as_ref().filter(|edit| edit.kernel == variant.name()) {
             source.wgsl = edit.apply(&source.wgsl)?;
         }
-        let how = self.0.compilation;
-        let compiled =
-            Arc::new(self.guard(|device, _| compile(device, variant.name(), source, how))??);
+        let compilation = self.0.compilation;
+        let compiled = Arc::new(
+            self.guard(|device, _| compile(device, variant.name(), source, compilation))??,
+        );
         *slot = Some(Arc::clone(&compiled));
         Ok(compiled)
     }

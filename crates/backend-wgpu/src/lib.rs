@@ -89,7 +89,7 @@ pub use kernels::offline::KernelText;
 pub use level::Level;
 pub use memory::{GpuBuffer, Queued, Tensor, WgpuSpace};
 #[doc(hidden)]
-pub use pipelines::{KernelEdit, Translate, runtime_checks};
+pub use pipelines::{KernelEdit, Translate, Translation, runtime_checks};
 pub use register_tile::RegisterTile;
 pub use staged::{Copier, Download, Upload};
 pub use staging::Transfers;

@@ -37,9 +37,19 @@ impl KernelEdit {
 /// Translation of a kernel's WGSL to SPIR-V in place of wgpu's, by which tests compile kernels with
 /// checks of indices that wgpu does not offer ([`crate::Options::translate`]).
 #[doc(hidden)]
-pub type Translate = fn(&str) -> std::result::Result<Vec<u32>, String>;
+pub type Translate = fn(&str) -> std::result::Result<Translation, String>;
 
-/// How a kernel's text is compiled.
+/// A translated kernel.
+#[doc(hidden)]
+#[derive(Debug)]
+pub struct Translation {
+    /// Words of the SPIR-V module.
+    pub spirv: Vec<u32>,
+    /// Invocations of a workgroup by axis, as in the text.
+    pub workgroup_size: [u32; 3],
+}
+
+/// Checks and translation with which the text of a kernel is compiled.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Compilation {
     /// See [`runtime_checks`].
@@ -80,7 +90,7 @@ pub(crate) fn compile(
     device: &wgpu::Device,
     name: &str,
     source: Source,
-    how: Compilation,
+    compilation: Compilation,
 ) -> Result<Pipeline> {
     let Source { wgsl, bindings, params } = source;
     let uniform = wgpu::BindGroupLayoutEntry {
@@ -113,7 +123,7 @@ pub(crate) fn compile(
         bind_group_layouts: &[Some(&layout)],
         immediate_size: 0,
     });
-    let module = compile_module(device, name, wgsl, how)?;
+    let module = compile_module(device, name, wgsl, compilation)?;
     let pipeline = device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
         label: Some(name),
         layout: Some(&whole),
@@ -134,18 +144,18 @@ fn compile_module(
     device: &wgpu::Device,
     name: &str,
     wgsl: String,
-    how: Compilation,
+    compilation: Compilation,
 ) -> Result<wgpu::ShaderModule> {
-    if let Some(translate) = how.translate {
-        let words = translate(&wgsl).map_err(device_error)?;
+    if let Some(translate) = compilation.translate {
+        let Translation { spirv, workgroup_size } = translate(&wgsl).map_err(device_error)?;
         let descriptor = wgpu::ShaderModuleDescriptorPassthrough {
             label: Some(name),
             entry_points: vec![wgpu::PassthroughShaderEntryPoint {
                 name: "main".into(),
-                workgroup_size: (64, 1, 1),
+                workgroup_size: workgroup_size.into(),
             }]
             .into(),
-            spirv: Some(words.into()),
+            spirv: Some(spirv.into()),
             ..Default::default()
         };
         // SAFETY: a test's translation of a text for which the proof below holds.
@@ -155,7 +165,7 @@ fn compile_module(
         label: Some(name),
         source: wgpu::ShaderSource::Wgsl(wgsl.into()),
     };
-    let checks = runtime_checks(how.checked);
+    let checks = runtime_checks(compilation.checked);
     // SAFETY: the sources are ours. Every loop counts an unsigned variable up to a bound that is
     // fixed before the loop. Indices are within their arrays, and buffers are bounded by the device
     // if they are not checked. Divisors are numbers of tiles, heads, rows or elements, not 0 in any

@@ -93,7 +93,7 @@ pub(super) struct Blocks<'a, S: Space> {
     received: usize,
     /// Groups whose sends have been posted.
     sent: usize,
-    /// Bytes of the sends that have been posted since none was in flight.
+    /// See [`Blocks::bytes_in_flight`].
     unsent: u64,
 }
 
@@ -224,10 +224,16 @@ impl<'a, S: Space> Blocks<'a, S> {
         if group <= self.step || self.pace.whole_groups {
             return true;
         }
+        let unsent = self.bytes_in_flight(in_flight);
+        unsent == 0 || unsent + (self.transfers)(step).bytes_sent() <= SEND_WINDOW
+    }
+
+    /// Returns the bytes of the sends that have been posted since none was in flight.
+    fn bytes_in_flight(&mut self, in_flight: &InFlight<'_, S>) -> u64 {
         if !in_flight.sends() {
             self.unsent = 0;
         }
-        self.unsent == 0 || self.unsent + (self.transfers)(step).bytes_sent() <= SEND_WINDOW
+        self.unsent
     }
 
     /// Returns true if the block of `step` has arrived, or there is none.
@@ -271,8 +277,9 @@ impl<'a, S: Space> Blocks<'a, S> {
         let mut headers: &[MessageHeader] = &[];
         let mut source = None;
         if sends {
-            let transfers = (self.transfers)(&self.steps[self.sent]);
-            self.unsent = if in_flight.sends() { self.unsent } else { 0 } + transfers.bytes_sent();
+            let steps = self.steps;
+            let transfers = (self.transfers)(&steps[self.sent]);
+            self.unsent = self.bytes_in_flight(in_flight) + transfers.bytes_sent();
             headers = &transfers.sends;
             source = if self.sent == 0 || self.steps[self.sent].sends_local {
                 self.local.as_ref()

@@ -8,7 +8,7 @@ use annulus::{
 use annulus_conformance::{Answer, Case, Draw, Judge, Masks, Setting, Subject, wgpu::WgpuRing};
 use annulus_core::{DType, Dropout, Result};
 use annulus_wgpu::{
-    Gpu, Level, Options,
+    Gpu, Level, Options, Translation,
     wgpu::naga::{
         self,
         back::spv,
@@ -159,7 +159,7 @@ impl Subject for OtherChecks {
 /// Translates a kernel with indices checked by `ReadZeroSkipWrite`. naga has no such check for
 /// atomic operations: the kernels of a bias have one on a tile mask, so that their arrays in
 /// workgroup memory are clamped, and copies of 2-byte elements one on a buffer.
-fn read_zero_skip_write(wgsl: &str) -> std::result::Result<Vec<u32>, String> {
+fn read_zero_skip_write(wgsl: &str) -> std::result::Result<Translation, String> {
     use naga::proc::BoundsCheckPolicy::{ReadZeroSkipWrite, Restrict};
     let module = naga::front::wgsl::parse_str(wgsl).map_err(|error| error.to_string())?;
     let info = Validator::new(ValidationFlags::all(), Capabilities::all())
@@ -176,10 +176,14 @@ fn read_zero_skip_write(wgsl: &str) -> std::result::Result<Vec<u32>, String> {
     };
     let on_tile_mask = wgsl.contains("atomicAnd(&visible_bits");
     let on_buffer = wgsl.contains("sink: array<atomic<u32>>");
-    translate(
+    let spirv = translate(
         if on_tile_mask { Restrict } else { ReadZeroSkipWrite },
         if on_buffer { Restrict } else { ReadZeroSkipWrite },
-    )
+    )?;
+    let [entry_point] = &module.entry_points[..] else {
+        return Err("a kernel has one entry point".to_owned());
+    };
+    Ok(Translation { spirv, workgroup_size: entry_point.workgroup_size })
 }
 
 /// Requires the same bits whatever the checks of indices, of cases with and without a score
