@@ -27,6 +27,8 @@ struct MachineFields {
     between_nodes: Option<LinkFields>,
     #[serde(deserialize_with = "required")]
     node_bandwidth: Option<f64>,
+    #[serde(default)]
+    message_overhead: f64,
     rates: Vec<RateFields>,
     memory: u64,
 }
@@ -182,6 +184,7 @@ impl From<MachineFields> for Machine {
             inside_node: fields.inside_node.map(link),
             between_nodes: fields.between_nodes.map(link),
             node_bandwidth: fields.node_bandwidth,
+            message_overhead: fields.message_overhead,
             rates: fields.rates.into_iter().map(rate).collect(),
             memory: fields.memory,
         }
@@ -211,6 +214,7 @@ impl From<&Machine> for MachineFields {
             inside_node: machine.inside_node.map(link),
             between_nodes: machine.between_nodes.map(link),
             node_bandwidth: machine.node_bandwidth,
+            message_overhead: machine.message_overhead,
             rates: machine.rates.iter().map(rate).collect(),
             memory: machine.memory,
         }
@@ -243,16 +247,23 @@ mod tests {
             inside_node: Some(link),
             between_nodes: None,
             node_bandwidth: None,
+            message_overhead: 0.0,
             rates: vec![rate, ComputeRate { dtype: DType::F16, forward: 1e14, ..rate }],
             memory: 64 << 30,
         };
         let nodes = Machine {
             between_nodes: Some(Link { is_full_duplex: true, latency: 1e-5, ..link }),
             node_bandwidth: Some(2.5e10),
+            message_overhead: 1e-9,
             ..one_node.clone()
         };
-        for machine in [one_node, nodes] {
-            assert_eq!(parse(&format(&machine), "machine"), Ok(machine));
+        for machine in [&one_node, &nodes] {
+            assert_eq!(parse(&format(machine), "machine").as_ref(), Ok(machine));
         }
+        let without = format(&one_node).replace("\"message_overhead\": 0.0,", "");
+        assert_eq!(parse(&without, "machine"), Ok(one_node));
+        let negative = format(&nodes).replace("1e-9", "-1e-9");
+        let refused = parse(&negative, "machine").unwrap_err().to_string();
+        assert!(refused.starts_with("machine: message_overhead: got -0.000000001"), "{refused}");
     }
 }

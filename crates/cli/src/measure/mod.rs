@@ -1,6 +1,8 @@
-//! `annulus measure`: measures links, compute rates and memory, and writes the machine file.
+//! `annulus measure`: measures links, compute rates, the overhead of messages and memory, and writes
+//! the machine file.
 
 mod links;
+mod overhead;
 mod rates;
 mod summary;
 
@@ -9,6 +11,7 @@ use std::{
     time::Duration,
 };
 
+use annulus::Attention;
 use annulus_comm::Descriptor;
 use annulus_core::{DType, Error, Fingerprint, Machine};
 use clap::Args;
@@ -31,8 +34,8 @@ use links::Links;
 const EXAMPLES: &str = "\
 The file has the version of its format, ranks_per_node, the links inside_node and between_nodes
 (latency in s, bandwidth in bytes/s of one rank in one direction, full_duplex), node_bandwidth in
-bytes/s of all ranks of a node, rates in FLOP/s of one rank, and memory in bytes of one rank. A link
-that the ranks do not have is null. docs/machine.md describes how each figure is measured.
+bytes/s of all ranks of a node, message_overhead in s/byte, rates in FLOP/s of one rank, and memory
+in bytes of one rank. A link that the ranks do not have is null. docs/machine.md describes how each figure is measured.
 
 Examples:
   annulus measure --out machine.json
@@ -40,7 +43,7 @@ Examples:
   mpirun -n 8 annulus measure --threads 4 --out machine.json
   annulus plan --causal --q-len 131072 --ranks 64 --machine machine.json --strategy auto";
 
-/// Measures links, compute rates and memory of the ranks and writes a machine file, with which
+/// Measures links, compute rates, overhead and memory of the ranks and writes a machine file, with which
 /// `plan` predicts times
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
@@ -122,6 +125,11 @@ fn measure(flags: &MeasureFlags, job: &mut Job, backend: &BackendChoice) -> Outc
             all_rates.push(rate);
         }
     }
+    let attention = Attention::new().deadline(flags.deadline);
+    let message_overhead = match all_rates.first() {
+        Some(rate) => overhead::measure(job, backend, threads, &attention, &links, rate)?,
+        None => 0.0,
+    };
     let Links { ranks_per_node, inside_node, between_nodes, node_bandwidth } = links;
     let memory = memory_of_rank(job, ranks_per_node)?;
     let machine = Machine {
@@ -129,6 +137,7 @@ fn measure(flags: &MeasureFlags, job: &mut Job, backend: &BackendChoice) -> Outc
         inside_node,
         between_nodes,
         node_bandwidth,
+        message_overhead,
         rates: all_rates,
         memory,
     };

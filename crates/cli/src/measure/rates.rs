@@ -16,7 +16,7 @@ use crate::{
 };
 
 /// Query and KV heads.
-const HEADS: usize = 4;
+pub(super) const HEADS: usize = 4;
 /// Queries and keys: the least is doubled until a forward pass takes [`LEAST_TIME`].
 const LEAST_LEN: usize = 512;
 const MOST_LEN: usize = 8192;
@@ -62,10 +62,7 @@ fn rates_of_rank<T: Element>(
     loop {
         let dims = Dims::new(1, len, HEADS, head_dim);
         let mut plan = plan(&Attention::new().dtype(T::DTYPE), dims)?;
-        let stream = Stream::new(0, "measure");
-        let x = Array4::from_shape_fn((1, len, HEADS, head_dim), |(_, row, head, column)| {
-            T::from_f64(stream.normal(((row * HEADS + head) * head_dim + column) as u64))
-        });
+        let x = tensor::<T>(len, HEADS, head_dim);
         round(&mut plan, &x)?;
         let [forward, _] = round(&mut plan, &x)?;
         if forward < LEAST_TIME && len < MOST_LEN {
@@ -87,8 +84,16 @@ fn rates_of_rank<T: Element>(
     }
 }
 
+/// Returns normally distributed numbers, shape (1, `len`, `heads`, `head_dim`).
+pub(super) fn tensor<T: Element>(len: usize, heads: usize, head_dim: usize) -> Array4<T> {
+    let stream = Stream::new(0, "measure");
+    Array4::from_shape_fn((1, len, heads, head_dim), |(_, row, head, column)| {
+        T::from_f64(stream.normal(((row * heads + head) * head_dim + column) as u64))
+    })
+}
+
 /// Returns the times of a forward and a backward pass.
-fn round<T: Element>(plan: &mut Plan, x: &Array4<T>) -> Result<[Duration; 2]> {
+pub(super) fn round<T: Element>(plan: &mut Plan, x: &Array4<T>) -> Result<[Duration; 2]> {
     let tensors = Tensors::new(x.view(), x.view(), x.view());
     let begin = Instant::now();
     let forward = plan.forward::<T>(&tensors)?;

@@ -241,6 +241,8 @@ fn measure_writes_a_machine_that_plan_reads() {
         (&machine["between_nodes"], &machine["node_bandwidth"]),
         (&Value::Null, &Value::Null)
     );
+    let overhead = machine["message_overhead"].as_f64().unwrap();
+    assert!((0.0..1.0).contains(&overhead), "{overhead} s/byte");
     let rates = machine["rates"].as_array().unwrap();
     let of: Vec<(&str, u64)> = rates
         .iter()

@@ -7,17 +7,18 @@
 //! ring step   post the block of the next step, compute the tiles, wait for both messages
 //! tiles       FLOPs / rate
 //! message     latency + bytes / bandwidth; messages of a step share ports and networks of nodes
+//! overhead    tiles are delayed by each byte that the rank sends or receives in their step
 //! step        ends with the later of tiles and messages; a rank begins a transfer when both ends
 //!             have reached its step
 //! agreement   all-gather before and after a pass: ⌈log₂ ranks⌉ short messages, one after another
 //! ```
-//! The time beyond the tiles is exposed communication. The prologue and the epilogue of a pass, the
-//! copies into messages and the merge of partial results are not modelled.
+//! The time beyond the tiles is exposed communication. The prologue and the epilogue of a pass
+//! and the merge of partial results are not modelled.
 //!
 //! # Source
-//! The latency-bandwidth model: Hockney 1994, The communication challenge for MPI. The selection of
-//! a division by its predicted time is that of COSMA (Kwasniewski et al. 2019), applied to
-//! attention.
+//! The latency-bandwidth model: Hockney 1994, The communication challenge for MPI. The overhead of a
+//! byte is O of LogGOPS (Hoefler et al. 2010). The selection of a division by its predicted time is
+//! that of COSMA (Kwasniewski et al. 2019), applied to attention.
 
 mod mean_steps;
 mod network;
@@ -45,6 +46,7 @@ use crate::{DType, Error, Fingerprint, Placement, Result};
 ///     inside_node: Some(Link { latency: 2e-6, bandwidth: 2e10, is_full_duplex: true }),
 ///     between_nodes: Some(Link { latency: 5e-6, bandwidth: 1.25e10, is_full_duplex: true }),
 ///     node_bandwidth: Some(1.25e10),
+///     message_overhead: 0.0,
 ///     rates: vec![ComputeRate { dtype: DType::F32, head_dim: 64, forward: 1e12, backward: 8e11 }],
 ///     memory: 64 << 30,
 /// };
@@ -65,6 +67,9 @@ pub struct Machine {
     /// Bytes per second that all ranks of a node together send to other nodes, in one direction;
     /// `None` if there is one node.
     pub node_bandwidth: Option<f64>,
+    /// Seconds by which each byte that a rank sends or receives delays the tiles that it computes
+    /// meanwhile, at least 0: copies and the network stack use the same cores.
+    pub message_overhead: f64,
     /// Compute rates, at least one.
     pub rates: Vec<ComputeRate>,
     /// Memory of a rank in bytes, at least 1.
@@ -103,8 +108,7 @@ impl Machine {
     /// # Errors
     /// [`Error::InvalidArgument`] naming the field, such as `inside_node.latency`.
     pub fn check(&self) -> Result<()> {
-        let Self { ranks_per_node, inside_node, between_nodes, node_bandwidth, rates, memory } =
-            self;
+        let Self { ranks_per_node, inside_node, between_nodes, node_bandwidth, .. } = self;
         let at_least_1 = |field: &str, got: u64| match got {
             0 => Err(Error::invalid(field, got, "at least 1")),
             _ => Ok(()),
@@ -134,15 +138,19 @@ impl Machine {
                 return Err(Error::invalid("node_bandwidth", got, want));
             }
         }
-        if rates.is_empty() {
+        if !(self.message_overhead.is_finite() && self.message_overhead >= 0.0) {
+            let want = "a finite number of at least 0";
+            return Err(Error::invalid("message_overhead", self.message_overhead, want));
+        }
+        if self.rates.is_empty() {
             return Err(Error::invalid("rates", "none", "at least one"));
         }
-        for (index, rate) in rates.iter().enumerate() {
+        for (index, rate) in self.rates.iter().enumerate() {
             at_least_1(&format!("rates[{index}].head_dim"), rate.head_dim as u64)?;
             above_0(&format!("rates[{index}].forward"), rate.forward)?;
             above_0(&format!("rates[{index}].backward"), rate.backward)?;
         }
-        at_least_1("memory", *memory)
+        at_least_1("memory", self.memory)
     }
 
     /// Returns the rate of an element type at the nearest head dim: of two with the same ratio to
@@ -173,6 +181,7 @@ impl Machine {
         let into = Fingerprint::new().number(self.ranks_per_node as u64).number(self.memory);
         let into = link(link(into, &self.inside_node), &self.between_nodes);
         let into = into.optional(self.node_bandwidth.map(f64::to_bits));
+        let into = into.number(self.message_overhead.to_bits());
         let rate = |into: Fingerprint, rate: &ComputeRate| {
             into.text(rate.dtype.name())
                 .number(rate.head_dim as u64)

@@ -72,6 +72,17 @@ impl<'a> Network<'a> {
         *of_link += transfer.bytes;
     }
 
+    /// Returns the seconds by which the messages of a step delay the tiles of each rank.
+    pub(super) fn delays(&self, transfers: &[Transfer]) -> Vec<f64> {
+        let mut delays = vec![0.0; self.nodes.len()];
+        for transfer in transfers {
+            let seconds = transfer.bytes * self.machine.message_overhead;
+            delays[transfer.from] += seconds;
+            delays[transfer.to] += seconds;
+        }
+        delays
+    }
+
     /// Returns latency and seconds of the bytes of each message, if all move at the same time.
     ///
     /// All messages of a rank in one direction over one kind of link share its bandwidth, as do

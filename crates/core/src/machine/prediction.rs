@@ -139,10 +139,14 @@ pub(super) fn execute(
     let mut sends_end = vec![0.0f64; ranks];
     for step in steps {
         let seconds = network.seconds(&step.transfers);
+        let delays = network.delays(&step.transfers);
         for _ in 0..step.repeats {
             let begins = clocks.clone();
             for rank in 0..ranks {
-                let (begin, compute) = (begins[rank], step.compute[rank]);
+                let begin = begins[rank];
+                // a rank without tiles only waits
+                let delay = if step.compute[rank] > 0.0 { delays[rank] } else { 0.0 };
+                let compute = step.compute[rank] + delay;
                 let tiles_end = arrivals[rank]
                     .take()
                     .map_or(begin + compute, |arrival| arrival.tiles_end(begin, compute));

@@ -46,6 +46,7 @@ fn machine(link: Link, flops: f64) -> Machine {
         inside_node: None,
         between_nodes: Some(link),
         node_bandwidth: Some(1e30),
+        message_overhead: 0.0,
         rates: vec![ComputeRate {
             dtype: DType::F32,
             head_dim: 64,
@@ -88,6 +89,36 @@ fn agreements(ranks: usize, latency: f64) -> f64 {
 fn slow_rates(machine: &Machine) -> Vec<ComputeRate> {
     let half = |rate: &ComputeRate| ComputeRate { backward: rate.backward / 2.0, ..*rate };
     machine.rates.iter().map(half).collect()
+}
+
+#[test]
+fn messages_delay_the_tiles_of_their_step() {
+    let spec = Spec::new(Dims::new(1, LEN, 2, 64), DType::F32);
+    // tiles of a block of two heads take 2 s, 5 s backward; its bytes no time, but delay tiles
+    // by 0.05 s where they are sent and where they are received
+    let without = machine(link(0.1, 1e30), BLOCK_FLOPS);
+    let with = Machine { message_overhead: 0.05 / (2.0 * BLOCK_BYTES), ..without.clone() };
+    let agreed = agreements(2, 0.1);
+    let [of_none, of_some] = [&without, &with].map(|of| predict(of, &spec, 2, &BOTH));
+    is_near(of_none.forward.seconds, agreed + 4.0);
+    is_near(of_some.forward.seconds, agreed + 4.0 + 0.1);
+    is_near(of_some.forward.exposed, agreed + 0.1);
+    // blocks, then gradients
+    is_near(of_none.backward.seconds, agreed + 10.0);
+    is_near(of_some.backward.seconds, agreed + 10.0 + 0.2);
+    assert_ne!(with.fingerprint(), without.fingerprint());
+
+    // no tiles are computed under an exchange of heads
+    let traffic = traffic_of(&spec, 2, 2, &BOTH);
+    let of = |machine| Prediction::of(&traffic, &spec, &BOTH, machine, &mut || ()).unwrap();
+    assert_eq!(of(&with), of(&without));
+
+    for wrong in [-1e-9, f64::NAN, f64::INFINITY] {
+        let machine = Machine { message_overhead: wrong, ..without.clone() };
+        let error = machine.check().unwrap_err().to_string();
+        let want = format!("message_overhead: got {wrong}, want a finite number of at least 0");
+        assert_eq!(error, want);
+    }
 }
 
 #[test]
