@@ -21,6 +21,7 @@ use crate::{
     arguments::{
         device::DeviceFlags,
         mask::MaskFlags,
+        names::check_strategy,
         ring::TransportName,
         scores::ScoreFlags,
         values::{DTypeName, LayoutName, count as from_one, ranks, silence, strategy, threads},
@@ -205,6 +206,7 @@ impl AttendFlags {
         let sinks =
             input.sinks(self.scores.sinks).map_err(|error| Failure::from(input.named(error)));
         let sinks = job.agree(sinks)?;
+        job.agree(check_strategy(self.ring.strategy, &input.dims, job.ranks()))?;
         let attention = self.attention(&input, dtype, sinks);
         let attention = self.ring.layout.apply(attention, input.dims, job.ranks(), || {
             // the whole batch is read for the balanced layout only
