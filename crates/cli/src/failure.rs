@@ -172,7 +172,10 @@ fn bounded(error: &Error) -> Error {
 /// Advice for errors that do not already name a valid value.
 fn advice(error: &Error) -> &'static str {
     match error {
-        Error::Unsupported { .. } => "`annulus doctor` lists the features of this build",
+        // what a build, machine or processor lacks, but not what a backend or a cache never has
+        Error::Unsupported { by, .. } if by.starts_with("this ") => {
+            "`annulus doctor` lists the features of this build"
+        }
         Error::RankMismatch { .. } => "give every rank the same arguments",
         Error::OutOfMemory { .. } => "use more ranks, shorter sequences or a smaller --dtype",
         Error::Timeout { .. } | Error::ArrivalTimeout { .. } => {
@@ -206,6 +209,13 @@ mod tests {
         );
         let text = Failure::Library(io(Path::new(&long), &long)).text();
         assert!(text.len() < message::MOST_MESSAGE_BYTES, "{}", text.len());
+    }
+
+    #[test]
+    fn advice_on_features_is_for_what_a_build_or_a_machine_lacks() {
+        let text = |by: &str| Failure::Library(Error::unsupported("x", by)).text();
+        assert!(text("this machine: no driver").contains("annulus doctor"));
+        assert_eq!(text("the KV cache"), "x is not supported by the KV cache");
     }
 
     #[test]

@@ -107,8 +107,8 @@ const fn is_hidden(letter: char) -> bool {
 /// Formats an error of a JSON text, after the path of the invalid value.
 pub(crate) fn of_json(error: &serde_path_to_error::Error<serde_json::Error>) -> String {
     let path = error.path().to_string();
-    // "." is the path of the whole text
-    if path == "." {
+    // "." is the path of the whole text, "?" that of a text which ends too early
+    if path == "." || path == "?" {
         error.inner().to_string()
     } else {
         format!("{}: {}", name(&path), error.inner())
@@ -154,6 +154,19 @@ pub(crate) fn write_visible(out: &mut impl io::Write, text: fmt::Arguments<'_>) 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_error_of_json_names_its_field_if_there_is_one() {
+        let parse = |text: &str| {
+            let mut json = serde_json::Deserializer::from_str(text);
+            let parsed: Result<std::collections::BTreeMap<String, u64>, _> =
+                serde_path_to_error::deserialize(&mut json);
+            of_json(&parsed.unwrap_err())
+        };
+        assert!(parse("{\"a\": true}").starts_with("a: invalid type"));
+        assert!(parse("[]").starts_with("invalid type"));
+        assert!(parse("{").starts_with("EOF while parsing"));
+    }
 
     #[test]
     fn quoted_text_is_one_escaped_line() {

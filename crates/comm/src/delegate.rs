@@ -92,6 +92,9 @@ macro_rules! forward_control {
 /// [`messages_are_blocks`](annulus_core::messages_are_blocks), and to the named methods of
 /// [`Transport`](annulus_core::Transport), each of which calls that of `self.inner`.
 ///
+/// A wrapper of a transport of any space `S` names it, as `of S:` before the methods. Messages in
+/// host memory then have methods of their own, `post_host` and `take_host`.
+///
 /// # Examples
 /// A transport that counts its receives.
 /// ```
@@ -123,47 +126,71 @@ macro_rules! forward_control {
 /// ```
 #[macro_export]
 macro_rules! forward_transport {
-    (@ post) => {
+    (@ $space:ty, post) => {
         fn post(
+            &mut self,
+            sends: &[$crate::core::Outgoing<'_, $space>],
+            receives: &mut Vec<$crate::core::Incoming<$space>>,
+        ) -> $crate::core::Result<()> {
+            $crate::core::Transport::<$space>::post(&mut self.inner, sends, receives)
+        }
+    };
+    (@ $space:ty, progress) => {
+        fn progress(&mut self, patience: std::time::Duration) -> $crate::core::Result<()> {
+            $crate::core::Transport::<$space>::progress(&mut self.inner, patience)
+        }
+    };
+    (@ $space:ty, take) => {
+        fn take(
+            &mut self,
+            header: &$crate::core::MessageHeader,
+        ) -> $crate::core::Result<Option<$crate::core::Arrived<$space>>> {
+            $crate::core::Transport::<$space>::take(&mut self.inner, header)
+        }
+    };
+    (@ $space:ty, post_host) => {
+        fn post_host(
             &mut self,
             sends: &[$crate::core::Outgoing<'_, $crate::core::Host>],
             receives: &mut Vec<$crate::core::Incoming<$crate::core::Host>>,
         ) -> $crate::core::Result<()> {
-            $crate::core::Transport::<$crate::core::Host>::post(&mut self.inner, sends, receives)
+            $crate::core::Transport::<$space>::post_host(&mut self.inner, sends, receives)
         }
     };
-    (@ progress) => {
-        fn progress(&mut self, patience: std::time::Duration) -> $crate::core::Result<()> {
-            $crate::core::Transport::<$crate::core::Host>::progress(&mut self.inner, patience)
-        }
-    };
-    (@ take) => {
-        fn take(
+    (@ $space:ty, take_host) => {
+        fn take_host(
             &mut self,
             header: &$crate::core::MessageHeader,
         ) -> $crate::core::Result<Option<$crate::core::Arrived<$crate::core::Host>>> {
-            $crate::core::Transport::<$crate::core::Host>::take(&mut self.inner, header)
+            $crate::core::Transport::<$space>::take_host(&mut self.inner, header)
         }
     };
-    (@ pending) => {
+    (@ $space:ty, pending) => {
         fn pending(&self) -> bool {
-            $crate::core::Transport::<$crate::core::Host>::pending(&self.inner)
+            $crate::core::Transport::<$space>::pending(&self.inner)
         }
     };
-    (@ bytes_sent) => {
+    (@ $space:ty, bytes_sent) => {
         fn bytes_sent(&self) -> u64 {
-            $crate::core::Transport::<$crate::core::Host>::bytes_sent(&self.inner)
+            $crate::core::Transport::<$space>::bytes_sent(&self.inner)
         }
     };
-    (@ posts_ahead) => {
+    (@ $space:ty, posts_ahead) => {
         fn posts_ahead(&self) -> bool {
-            $crate::core::Transport::<$crate::core::Host>::posts_ahead(&self.inner)
+            $crate::core::Transport::<$space>::posts_ahead(&self.inner)
         }
     };
-    (@ runs_groups_in_order) => {
+    (@ $space:ty, runs_groups_in_order) => {
         fn runs_groups_in_order(&self) -> bool {
-            $crate::core::Transport::<$crate::core::Host>::runs_groups_in_order(&self.inner)
+            $crate::core::Transport::<$space>::runs_groups_in_order(&self.inner)
         }
+    };
+    (of $space:ident: $($method:ident)*) => {
+        fn control(&mut self) -> &mut dyn $crate::core::Control {
+            self
+        }
+
+        $( $crate::forward_transport!(@ $space, $method); )*
     };
     ($($method:ident)*) => {
         fn control(&mut self) -> &mut dyn $crate::core::Control {
@@ -172,7 +199,7 @@ macro_rules! forward_transport {
 
         $crate::core::messages_are_blocks! {}
 
-        $( $crate::forward_transport!(@ $method); )*
+        $( $crate::forward_transport!(@ $crate::core::Host, $method); )*
     };
 }
 

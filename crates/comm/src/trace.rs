@@ -329,9 +329,7 @@ fn headers<S: Space>(
 }
 
 impl<S: Space, T: Transport<S>> Transport<S> for Trace<T> {
-    fn control(&mut self) -> &mut dyn Control {
-        self
-    }
+    crate::forward_transport! { of S: bytes_sent posts_ahead runs_groups_in_order }
 
     fn post(&mut self, sends: &[Outgoing<'_, S>], receives: &mut Vec<Incoming<S>>) -> Result<()> {
         let begin = Instant::now();
@@ -392,18 +390,6 @@ impl<S: Space, T: Transport<S>> Transport<S> for Trace<T> {
             }
         }
         pending
-    }
-
-    fn bytes_sent(&self) -> u64 {
-        self.inner.bytes_sent()
-    }
-
-    fn posts_ahead(&self) -> bool {
-        self.inner.posts_ahead()
-    }
-
-    fn runs_groups_in_order(&self) -> bool {
-        self.inner.runs_groups_in_order()
     }
 }
 

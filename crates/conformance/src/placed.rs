@@ -4,12 +4,10 @@
 use std::{
     collections::BTreeSet,
     sync::{Arc, Mutex, PoisonError},
-    time::{Duration, Instant},
 };
 
 use annulus_core::{
-    Arrived, Channel, Control, Error, Host, Incoming, MessageHeader, Outgoing, Placement, Result,
-    Space, Transport,
+    Channel, Control, Host, Incoming, MessageHeader, Outgoing, Placement, Result, Space, Transport,
 };
 
 /// The (sender, receiver) pairs on different nodes between which KV blocks were sent. Clones share
@@ -53,21 +51,13 @@ impl<T: Control> Placed<T> {
 }
 
 impl<S: Space, T: Transport<S>> Transport<S> for Placed<T> {
-    fn control(&mut self) -> &mut dyn Control {
-        self
+    annulus_comm::forward_transport! {
+        of S: progress take take_host pending bytes_sent posts_ahead runs_groups_in_order
     }
 
     fn post(&mut self, sends: &[Outgoing<'_, S>], receives: &mut Vec<Incoming<S>>) -> Result<()> {
         self.record(sends.iter().map(|send| &send.header));
         self.inner.post(sends, receives)
-    }
-
-    fn progress(&mut self, patience: Duration) -> Result<()> {
-        self.inner.progress(patience)
-    }
-
-    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<S>>> {
-        self.inner.take(header)
     }
 
     fn post_host(
@@ -78,55 +68,12 @@ impl<S: Space, T: Transport<S>> Transport<S> for Placed<T> {
         self.record(sends.iter().map(|send| &send.header));
         self.inner.post_host(sends, receives)
     }
-
-    fn take_host(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
-        self.inner.take_host(header)
-    }
-
-    fn pending(&self) -> bool {
-        self.inner.pending()
-    }
-
-    fn bytes_sent(&self) -> u64 {
-        self.inner.bytes_sent()
-    }
-
-    fn posts_ahead(&self) -> bool {
-        self.inner.posts_ahead()
-    }
-
-    fn runs_groups_in_order(&self) -> bool {
-        self.inner.runs_groups_in_order()
-    }
 }
 
 impl<T: Control> Control for Placed<T> {
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-
-    fn ranks(&self) -> usize {
-        self.inner.ranks()
-    }
-
-    fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
-        self.inner.start_all_gather(round, bytes)
-    }
-
-    fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
-        self.inner.try_all_gather(round)
-    }
-
-    fn stragglers(&self, round: u64) -> Vec<usize> {
-        self.inner.stragglers(round)
-    }
-
-    fn abort(&mut self, error: &Error) {
-        self.inner.abort(error);
-    }
-
-    fn heartbeat(&mut self, working: bool) {
-        self.inner.heartbeat(working);
+    annulus_comm::forward_control! {
+        rank ranks start_all_gather try_all_gather stragglers abort heartbeat last_heard
+        last_work
     }
 
     fn placement(&self) -> Option<&Placement> {
@@ -135,17 +82,5 @@ impl<T: Control> Control for Placed<T> {
 
     fn any_thread(&self) -> bool {
         self.inner.any_thread()
-    }
-
-    fn last_heard(&self, peer: usize) -> Instant {
-        self.inner.last_heard(peer)
-    }
-
-    fn watched(&self) -> Option<&[usize]> {
-        self.inner.watched()
-    }
-
-    fn last_work(&self) -> Instant {
-        self.inner.last_work()
     }
 }

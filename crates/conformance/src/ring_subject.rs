@@ -75,9 +75,9 @@ pub(crate) fn run_ranks(case: &Case, times: usize, ranks: Vec<RankJob<'_>>) -> R
 
 /// The answer for the rows of one rank.
 pub(crate) struct RankAnswer {
-    q_rows: Vec<usize>,
-    kv_rows: Vec<usize>,
-    answer: Answer,
+    pub(crate) q_rows: Vec<usize>,
+    pub(crate) kv_rows: Vec<usize>,
+    pub(crate) answer: Answer,
 }
 
 /// Plans on this rank, then computes its rows `times` times.
@@ -242,7 +242,7 @@ impl<M: TensorMemory> RankTensors<M> {
             sum: made.sum.as_mut().map(|sum| memory.view_mut(sum)),
             ties: made.ties.as_mut().map(|ties| memory.view_mut(ties)),
         };
-        check_bytes("forward", ring.forward(&self.inputs(memory), &mut outputs)?)?;
+        check_bytes("forward", &ring.forward(&self.inputs(memory), &mut outputs)?)?;
         drop(outputs);
         Ok(made)
     }
@@ -283,7 +283,7 @@ impl<M: TensorMemory> RankTensors<M> {
             dbias: dbias.as_mut().map(|dbias| memory.view_mut(dbias)),
             dsinks: dsinks.as_mut().map(|dsinks| memory.view_mut(dsinks)),
         };
-        check_bytes("backward", ring.backward(&inputs, &mut gradients)?)?;
+        check_bytes("backward", &ring.backward(&inputs, &mut gradients)?)?;
         drop(gradients);
         Ok([Some(dq), Some(dk), Some(dv), dbias, dsinks])
     }
@@ -299,7 +299,7 @@ struct ForwardTensors<T> {
 }
 
 /// Returns an error unless the bytes sent are those that the schedule predicts.
-fn check_bytes(pass: &str, report: annulus::Report) -> Result<()> {
+pub(crate) fn check_bytes(pass: &str, report: &annulus::Report) -> Result<()> {
     if report.bytes_sent == report.bytes_predicted {
         return Ok(());
     }
@@ -324,7 +324,7 @@ fn sum_over_ranks<B: Backend, D: Dimension>(
 }
 
 /// Copies the rows of every rank to their row numbers in the whole sequence.
-fn assemble<'a>(case: &Case, answers: impl Iterator<Item = &'a RankAnswer>) -> Answer {
+pub(crate) fn assemble<'a>(case: &Case, answers: impl Iterator<Item = &'a RankAnswer>) -> Answer {
     fn put<D: RemoveAxis>(
         whole: &mut ndarray::Array<f64, D>,
         axis: usize,

@@ -9,7 +9,7 @@ use annulus_core::{
 use half::{bf16, f16};
 use ndarray::{Array, Dimension};
 
-use crate::{Answer, Case, Masks};
+use crate::{Answer, Case, Masks, ring_subject::check_bytes};
 
 /// The ranks, layout and route on which a case is computed.
 #[derive(Debug, Clone)]
@@ -204,10 +204,8 @@ fn run_plan<T: Element>(
         let forward = plan.forward(&tensors)?;
         let backward =
             plan.backward(&tensors, &forward, dout.view(), dlse.as_ref().map(|dlse| dlse.view()))?;
-        let reports = || forward.reports.iter().chain(&backward.reports);
-        if let Some(wrong) = reports().find(|of| of.bytes_sent != of.bytes_predicted) {
-            let what = format!("{} bytes were sent of {}", wrong.bytes_sent, wrong.bytes_predicted);
-            return Err(Error::Device { what });
+        for (pass, reports) in [("forward", &forward.reports), ("backward", &backward.reports)] {
+            reports.iter().try_for_each(|report| check_bytes(pass, report))?;
         }
         Ok(answer(&forward, &backward))
     };

@@ -4,15 +4,13 @@
 use std::time::Duration;
 
 use annulus_comm::{Checksum, Deadline, Staged, Threads, threads};
-use annulus_core::{
-    BackwardMode, DType, HostView, HostViewMut, HostViews, Result, StagedSpace, Transport,
-};
+use annulus_core::{BackwardMode, DType, Result, StagedSpace, Transport};
 use annulus_cpu::Cpu;
 use annulus_wgpu::{Copier, Gpu, Tensor, Wgpu, WgpuSpace};
 use ndarray::{Array4, ArrayView4};
 
 use crate::{
-    Answer, Case, HostMemory, HostTensor, RankSetup, Setting, Subject, TensorMemory,
+    Answer, Case, HostMemory, HostViewMemory, RankSetup, Setting, Subject, TensorMemory,
     ring_subject::{RankJob, run_rank, run_ranks},
 };
 
@@ -40,31 +38,6 @@ impl TensorMemory for Gpu {
 
     fn view_mut<'a>(&self, tensor: &'a mut Tensor) -> &'a mut Tensor {
         tensor
-    }
-}
-
-/// Tensors in host memory, blocks on a wgpu device.
-#[derive(Debug, Clone, Copy)]
-struct HostViewMemory;
-
-impl TensorMemory for HostViewMemory {
-    type Space = HostViews<WgpuSpace>;
-    type Tensor = HostTensor;
-
-    fn upload(&self, numbers: ArrayView4<'_, f64>, dtype: DType) -> Result<HostTensor> {
-        HostMemory.upload(numbers, dtype)
-    }
-
-    fn download(&self, tensor: &HostTensor) -> Result<Array4<f64>> {
-        HostMemory.download(tensor)
-    }
-
-    fn view<'a>(&self, tensor: &'a HostTensor) -> HostView<'a> {
-        HostMemory.view(tensor)
-    }
-
-    fn view_mut<'a>(&self, tensor: &'a mut HostTensor) -> HostViewMut<'a> {
-        HostMemory.view_mut(tensor)
     }
 }
 
@@ -140,7 +113,7 @@ impl WgpuRing {
         }
         if self.ranks == Ranks::OnHost {
             let setup = RankSetup {
-                memory: HostViewMemory,
+                memory: HostViewMemory::<WgpuSpace>::new(),
                 backend: Wgpu::on_host(gpu.clone()),
                 transport: staged(gpu, checked)?,
             };

@@ -6,38 +6,14 @@ use std::time::Duration;
 use annulus::LocalRing;
 use annulus_comm::{Checksum, Deadline, Staged, threads};
 use annulus_conformance::{
-    FacadeOn, HostMemory, HostTensor, RankSetup, RingSubject, Subject, TensorMemory,
+    FacadeOn, HostViewMemory, RankSetup, RingSubject, Subject,
     device::{Device, MockBackend, MockSpace},
     suite,
 };
-use annulus_core::{DType, HostView, HostViewMut, HostViews, OnHost, Result};
-use ndarray::{Array4, ArrayView4};
+use annulus_core::{DType, HostViews, OnHost, Result};
 
 /// Tensors in host memory, blocks on the mock device.
-struct OnMock;
-
-impl TensorMemory for OnMock {
-    type Space = HostViews<MockSpace>;
-    type Tensor = HostTensor;
-
-    fn upload(&self, numbers: ArrayView4<'_, f64>, dtype: DType) -> Result<HostTensor> {
-        HostMemory.upload(numbers, dtype)
-    }
-
-    fn download(&self, tensor: &HostTensor) -> Result<Array4<f64>> {
-        HostMemory.download(tensor)
-    }
-
-    fn view<'a>(&self, tensor: &'a HostTensor) -> HostView<'a> {
-        HostMemory.view(tensor)
-    }
-
-    fn view_mut<'a>(&self, tensor: &'a mut HostTensor) -> HostViewMut<'a> {
-        HostMemory.view_mut(tensor)
-    }
-}
-
-type Rank = RankSetup<OnMock, OnHost<MockBackend>>;
+type Rank = RankSetup<HostViewMemory<MockSpace>, OnHost<MockBackend>>;
 
 fn subject() -> impl Subject {
     RingSubject::new("mock for host tensors", |ranks| -> Result<Vec<Rank>> {
@@ -46,7 +22,7 @@ fn subject() -> impl Subject {
             let staged =
                 Staged::<_, HostViews<MockSpace>>::new(Checksum::new(transport), device.clone());
             Ok(RankSetup {
-                memory: OnMock,
+                memory: HostViewMemory::new(),
                 backend: OnHost::new(MockBackend::new(device.clone()), device),
                 transport: Box::new(Deadline::new(staged, Duration::from_secs(60))?),
             })

@@ -1,6 +1,6 @@
 //! The reproducible order on the CPU, and its refusals.
 
-use std::{ops::Range, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use annulus::{Attention, Cpu, Dims, Error, Layout, Plan, Ring, comm::threads};
 use annulus_conformance::{
@@ -9,8 +9,8 @@ use annulus_conformance::{
     suite,
 };
 use annulus_core::{
-    Alibi, Backend, Capabilities, CustomLayout, DType, Dropout, Host, HostBuffer, LEAF_ROWS,
-    LeafMerges, Passes, RankLeaves, RankShard, Result, Runs, SinkShape, Spec, Strategy,
+    Alibi, Backend, Capabilities, CustomLayout, DType, Dropout, Host, LEAF_ROWS, LeafMerges,
+    Passes, RankLeaves, RankShard, Result, Runs, SinkShape, Spec, Strategy,
 };
 use proptest::prelude::*;
 
@@ -51,7 +51,7 @@ enum Mistake {
 
 /// The CPU backend with a mistake in its merges.
 struct Planted {
-    cpu: Cpu,
+    inner: Cpu,
     mistake: Mistake,
     rank: usize,
 }
@@ -74,22 +74,7 @@ impl Backend for Planted {
     type Space = Host;
     type Workspace = <Cpu as Backend>::Workspace;
 
-    fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
-        self.cpu.capabilities(spec)
-    }
-
-    fn allocate(&self, bytes: u64) -> Result<HostBuffer> {
-        self.cpu.allocate(bytes)
-    }
-
-    fn write_block(
-        &self,
-        into: &mut HostBuffer,
-        bytes: Range<u64>,
-        fill: &mut dyn FnMut(&mut [u8]) -> Result<()>,
-    ) -> Result<()> {
-        self.cpu.write_block(into, bytes, fill)
-    }
+    annulus_core::forward_backend! { capabilities allocate write_block }
 
     fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<Self::Workspace> {
         let mut shard = shard.clone();
@@ -99,7 +84,7 @@ impl Backend for Planted {
             wrong.queries = self.plant(&leaves.queries)?;
             shard.leaves = Some(Arc::new(wrong));
         }
-        self.cpu.workspace(&shard, passes)
+        self.inner.workspace(&shard, passes)
     }
 }
 
@@ -108,7 +93,7 @@ fn mistakes_in_the_merges_are_found() {
     let verdict = |mistake| {
         let planted = RingSubject::new(format!("{mistake:?}"), move |ranks| {
             let setup = |(rank, transport)| {
-                let backend = Planted { cpu: Cpu::new(1)?, mistake, rank };
+                let backend = Planted { inner: Cpu::new(1)?, mistake, rank };
                 Ok(RankSetup { memory: HostMemory, backend, transport: Box::new(transport) })
             };
             threads::ring(ranks).into_iter().enumerate().map(setup).collect()
@@ -164,32 +149,19 @@ fn what_is_not_reproducible_is_refused() {
 }
 
 /// The CPU backend with another fingerprint.
-struct Other(Cpu);
+struct Other {
+    inner: Cpu,
+}
 
 impl Backend for Other {
     type Space = Host;
     type Workspace = <Cpu as Backend>::Workspace;
 
     fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
-        Ok(Capabilities { numerics_id: "other".into(), ..self.0.capabilities(spec)? })
+        Ok(Capabilities { numerics_id: "other".into(), ..self.inner.capabilities(spec)? })
     }
 
-    fn allocate(&self, bytes: u64) -> Result<HostBuffer> {
-        self.0.allocate(bytes)
-    }
-
-    fn write_block(
-        &self,
-        into: &mut HostBuffer,
-        bytes: Range<u64>,
-        fill: &mut dyn FnMut(&mut [u8]) -> Result<()>,
-    ) -> Result<()> {
-        self.0.write_block(into, bytes, fill)
-    }
-
-    fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<Self::Workspace> {
-        self.0.workspace(shard, passes)
-    }
+    annulus_core::forward_backend! { allocate write_block workspace }
 }
 
 #[test]
@@ -198,7 +170,7 @@ fn ranks_with_other_arithmetic_are_refused() {
         let attention = attention().reproducible(reproducible);
         threads::each_rank(threads::ring(2), |rank, transport| {
             if rank == other {
-                let plan = Plan::new(&attention, DIMS, Other(Cpu::new(1)?), transport)?;
+                let plan = Plan::new(&attention, DIMS, Other { inner: Cpu::new(1)? }, transport)?;
                 Ok(plan.numerics().to_owned())
             } else {
                 let plan = Plan::new(&attention, DIMS, Cpu::new(1)?, transport)?;

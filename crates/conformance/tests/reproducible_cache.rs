@@ -9,8 +9,8 @@ use annulus::{
     comm::threads::{each_rank, ring},
 };
 use annulus_core::{
-    Backend, Capabilities, Fingerprint, Host, HostBuffer, KeyIntervals, LEAF_ROWS, LeafMerges,
-    Mask, Passes, RankLeaves, RankShard, Spec, mask,
+    Backend, Fingerprint, Host, KeyIntervals, LEAF_ROWS, LeafMerges, Mask, Passes, RankLeaves,
+    RankShard, mask,
 };
 use half::bf16;
 use ndarray::{Array2, Array4, s};
@@ -269,7 +269,7 @@ proptest! {
 
 /// The CPU backend, whose tree over pages is wrong.
 struct Planted {
-    cpu: Cpu,
+    inner: Cpu,
     mistake: Mistake,
 }
 
@@ -286,22 +286,7 @@ impl Backend for Planted {
     type Space = Host;
     type Workspace = <Cpu as Backend>::Workspace;
 
-    fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
-        self.cpu.capabilities(spec)
-    }
-
-    fn allocate(&self, bytes: u64) -> Result<HostBuffer> {
-        self.cpu.allocate(bytes)
-    }
-
-    fn write_block(
-        &self,
-        into: &mut HostBuffer,
-        bytes: Range<u64>,
-        fill: &mut dyn FnMut(&mut [u8]) -> Result<()>,
-    ) -> Result<()> {
-        self.cpu.write_block(into, bytes, fill)
-    }
+    annulus_core::forward_backend! { capabilities allocate write_block }
 
     fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<Self::Workspace> {
         let mut shard = shard.clone();
@@ -319,7 +304,7 @@ impl Backend for Planted {
             let leaves = RankLeaves { keys, ..RankLeaves::clone(leaves) };
             shard.leaves = Some(Arc::new(leaves));
         }
-        self.cpu.workspace(&shard, passes)
+        self.inner.workspace(&shard, passes)
     }
 }
 
@@ -330,7 +315,7 @@ fn a_wrong_tree_over_pages_changes_bits() {
     let want = all.one_shot(&attention, ROWS, 1);
     for mistake in [Mistake::None, Mistake::Shifted, Mistake::Mirrored] {
         let work = |_, transport| {
-            let backend = Planted { cpu: Cpu::new(1)?, mistake };
+            let backend = Planted { inner: Cpu::new(1)?, mistake };
             let mut cache = Cache::new(&attention, SHAPE, backend, transport)?;
             all.step(&mut cache, 0..ROWS, 1, false)
         };

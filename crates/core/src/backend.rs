@@ -121,6 +121,67 @@ pub trait Backend: Send + 'static {
     fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<Self::Workspace>;
 }
 
+/// Expands, inside `impl Backend for Wrapper`, to the named methods of [`Backend`], each of which
+/// calls that of `self.inner`.
+///
+/// # Examples
+/// A backend under another name.
+/// ```
+/// use annulus_core::{Backend, Capabilities, Result, Spec};
+///
+/// struct Named<B> {
+///     inner: B,
+///     name: &'static str,
+/// }
+///
+/// impl<B: Backend> Backend for Named<B> {
+///     type Space = B::Space;
+///     type Workspace = B::Workspace;
+///
+///     annulus_core::forward_backend! { allocate write_block workspace }
+///
+///     fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
+///         Ok(Capabilities { name: self.name, ..self.inner.capabilities(spec)? })
+///     }
+/// }
+/// ```
+#[macro_export]
+macro_rules! forward_backend {
+    (@ capabilities) => {
+        fn capabilities(&self, spec: &$crate::Spec) -> $crate::Result<$crate::Capabilities> {
+            self.inner.capabilities(spec)
+        }
+    };
+    (@ allocate) => {
+        fn allocate(
+            &self,
+            bytes: u64,
+        ) -> $crate::Result<<Self::Space as $crate::Space>::Buffer> {
+            self.inner.allocate(bytes)
+        }
+    };
+    (@ write_block) => {
+        fn write_block(
+            &self,
+            into: &mut <Self::Space as $crate::Space>::Buffer,
+            bytes: std::ops::Range<u64>,
+            fill: &mut dyn FnMut(&mut [u8]) -> $crate::Result<()>,
+        ) -> $crate::Result<<Self::Space as $crate::Space>::Event> {
+            self.inner.write_block(into, bytes, fill)
+        }
+    };
+    (@ workspace) => {
+        fn workspace(
+            &self,
+            shard: &$crate::RankShard,
+            passes: $crate::Passes,
+        ) -> $crate::Result<Self::Workspace> {
+            self.inner.workspace(shard, passes)
+        }
+    };
+    ($($method:ident)*) => { $( $crate::forward_backend!(@ $method); )* };
+}
+
 /// Memory of a plan that stays on the device across the ring: accumulators, softmax statistics,
 /// gradients in the accumulator's type, scratch.
 pub trait Workspace: Send + 'static {

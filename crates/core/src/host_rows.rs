@@ -34,6 +34,27 @@ macro_rules! map_array {
     };
 }
 
+/// Methods of both kinds of views that rearrange axes.
+macro_rules! axis_methods {
+    () => {
+        /// Exchanges the second and the third axis: rows and heads.
+        #[must_use]
+        pub fn swap_rows_and_heads(self) -> Self {
+            map_array!(Self, self, array => array.permuted_axes([0, 2, 1, 3]))
+        }
+
+        /// Returns the indices `range` of an axis.
+        #[must_use]
+        pub fn slice(self, axis: usize, range: Range<usize>) -> Self {
+            map_array!(Self, self, array => {
+                let mut array = array;
+                array.slice_axis_inplace(Axis(axis), Slice::from(range));
+                array
+            })
+        }
+    };
+}
+
 impl<'a> HostView<'a> {
     /// Returns bytes as a dense tensor.
     ///
@@ -57,21 +78,7 @@ impl<'a> HostView<'a> {
         }
     }
 
-    /// Exchanges the second and the third axis: rows and heads.
-    #[must_use]
-    pub fn swap_rows_and_heads(self) -> Self {
-        map_array!(Self, self, array => array.permuted_axes([0, 2, 1, 3]))
-    }
-
-    /// Returns the indices `range` of an axis.
-    #[must_use]
-    pub fn slice(self, axis: usize, range: Range<usize>) -> Self {
-        map_array!(Self, self, array => {
-            let mut array = array;
-            array.slice_axis_inplace(Axis(axis), Slice::from(range));
-            array
-        })
-    }
+    axis_methods!();
 
     /// Packs rows and heads of a tensor `[batch, rows, heads, elements]`. Returns the number of
     /// bytes.
@@ -116,21 +123,7 @@ impl<'a> HostViewMut<'a> {
         }
     }
 
-    /// As [`HostView::swap_rows_and_heads`].
-    #[must_use]
-    pub fn swap_rows_and_heads(self) -> Self {
-        map_array!(Self, self, array => array.permuted_axes([0, 2, 1, 3]))
-    }
-
-    /// As [`HostView::slice`].
-    #[must_use]
-    pub fn slice(self, axis: usize, range: Range<usize>) -> Self {
-        map_array!(Self, self, array => {
-            let mut array = array;
-            array.slice_axis_inplace(Axis(axis), Slice::from(range));
-            array
-        })
-    }
+    axis_methods!();
 
     /// Returns the tensor for reading.
     pub fn as_view(&self) -> HostView<'_> {

@@ -33,7 +33,7 @@ use crate::{
         gemm::{Previous, gemm_tn},
         geometry::{Geometry, Strip},
         input::{Acc, Input, Source},
-        pack::{TakeLane, each_lane, pack_lanes},
+        pack::{TakeLane, each_lane},
         prefetch::{PrefetchRows, ROWS_AHEAD},
         scores::Scores,
         tile_mask::{LaneAxis, TILE},
@@ -367,22 +367,9 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
         let k_strip = &mut lanes_head[geometry.strip_range(coord, head_dim)];
         let v_strip = &mut lanes_value[geometry.strip_range(coord, value_dim)];
         if !std::mem::replace(&mut filled[coord.strip], true) {
-            pack_lanes(
-                geometry.token,
-                self.k.plane(coord.batch, task.kv_head),
-                coord.keys.clone(),
-                coord.width,
-                k_strip,
-                geometry.bf16_pairs,
-            );
-            pack_lanes(
-                geometry.token,
-                self.v.plane(coord.batch, task.kv_head),
-                coord.keys.clone(),
-                coord.width,
-                v_strip,
-                geometry.bf16_pairs,
-            );
+            let [k, v] = [&self.k, &self.v].map(|of| of.plane(coord.batch, task.kv_head));
+            geometry.pack_strip(k, coord.keys.clone(), coord.width, k_strip);
+            geometry.pack_strip(v, coord.keys.clone(), coord.width, v_strip);
             // values only: keys were read when the panel of the key block was packed. Under a causal
             // mask strips ascend within the first tile; under a window a tile has one strip more,
             // before those of the last

@@ -26,7 +26,6 @@ use crate::{
         coord::TileCoord,
         gemm::{Previous, gemm_tn},
         input::{Acc, Input, Source, array},
-        pack::pack_lanes,
         prefetch::PrefetchRows,
         tile_mask::TILE,
     },
@@ -197,24 +196,12 @@ impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
         if !std::mem::replace(&mut scratch.filled[coord.strip], true) {
             let q_strip = &mut scratch.lanes_head
                 [geometry.strip_range(coord, geometry.packed_rows(geometry.dims.head_dim))];
-            pack_lanes(
-                geometry.token,
-                self.pass.q.plane(coord.batch, coord.head),
-                coord.queries.clone(),
-                coord.width,
-                q_strip,
-                geometry.bf16_pairs,
-            );
+            let q = self.pass.q.plane(coord.batch, coord.head);
+            geometry.pack_strip(q, coord.queries.clone(), coord.width, q_strip);
             let dout_strip = &mut scratch.lanes_value
                 [geometry.strip_range(coord, geometry.packed_rows(geometry.dims.value_dim))];
-            pack_lanes(
-                geometry.token,
-                self.dout.plane(coord.batch, coord.head),
-                coord.queries.clone(),
-                coord.width,
-                dout_strip,
-                geometry.bf16_pairs,
-            );
+            let dout = self.dout.plane(coord.batch, coord.head);
+            geometry.pack_strip(dout, coord.queries.clone(), coord.width, dout_strip);
         }
         let line = coord.batch * geometry.dims.q_heads + coord.head;
         self.statistics.load(line, coord.queries.clone(), &mut scratch.statistics);

@@ -33,9 +33,8 @@ use crate::{
         bf16_pairs::interleave_rows,
         coord::TileCoord,
         gemm::{Previous, gemm_nn, gemm_tn},
-        geometry::{Geometry, Strip},
+        geometry::Strip,
         input::{Acc, Input},
-        pack::pack_lanes,
         prefetch::{PrefetchRows, Prefetcher},
         softmax::{MultiplyTile, OnlineSoftmax},
         tile_mask::TILE,
@@ -216,15 +215,8 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
                 if !std::mem::replace(&mut scratch.filled[coord.strip], true) {
                     let lanes = &mut scratch.lanes_head
                         [self.geometry.strip_range(&coord, self.packed_q_rows())];
-                    let Geometry { token, bf16_pairs, .. } = *self.geometry;
-                    pack_lanes(
-                        token,
-                        self.q.plane(coord.batch, head),
-                        coord.queries.clone(),
-                        coord.width,
-                        lanes,
-                        bf16_pairs,
-                    );
+                    let q = self.q.plane(coord.batch, head);
+                    self.geometry.pack_strip(q, coord.queries.clone(), coord.width, lanes);
                     self.schedule_queries(&mut scratch.prefetcher, &task.rows, heads, &coord);
                 }
                 let group_head = head % self.geometry.dims.group();

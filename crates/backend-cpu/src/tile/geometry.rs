@@ -11,7 +11,8 @@ use crate::{
     },
     tile::{
         coord::TileCoord,
-        pack::{PanelFormat, padded},
+        input::{Input, Plane},
+        pack::{PanelFormat, pack_lanes, padded},
         tile_mask::TILE,
     },
 };
@@ -163,6 +164,18 @@ impl Geometry {
     pub(crate) const fn strip_range(&self, coord: &TileCoord, dim: usize) -> Range<usize> {
         let first = coord.strip * self.strip_lanes() * dim;
         first..first + coord.width * dim
+    }
+
+    /// Packs the vectors `rows` of one head, transposed, into a strip of `width` lanes
+    /// ([`pack_lanes`]).
+    pub(crate) fn pack_strip<E: Input>(
+        &self,
+        plane: Plane<'_, E>,
+        rows: Range<usize>,
+        width: usize,
+        strip: &mut [E::Accumulator],
+    ) {
+        pack_lanes(self.token, plane, rows, width, strip, self.bf16_pairs);
     }
 
     /// Returns the query heads of the group of KV head `kv_head`.

@@ -6,11 +6,9 @@ use std::time::Duration;
 
 use annulus_comm::{Checksum, Deadline, Fault, Staged, threads};
 use annulus_conformance::{
-    Case, HostMemory, HostTensor, Judge, RankSetup, RingSubject, Setting, Subject, TensorMemory,
+    Case, HostViewMemory, Judge, RankSetup, RingSubject, Setting, Subject, TensorMemory,
 };
-use annulus_core::{
-    DType, Dims, Element, Error, HostView, HostViewMut, HostViews, OnHost, Result, Spec,
-};
+use annulus_core::{DType, Dims, Element, Error, HostViews, OnHost, Result, Spec};
 use annulus_cuda::{
     Cuda,
     device::{CudaCopier, CudaSpace, CudaTensor, CudaView, CudaViewMut, Stream},
@@ -65,30 +63,6 @@ impl TensorMemory for CudaMemory {
     }
 }
 
-/// Tensors in host memory, blocks on the device.
-pub(crate) struct TensorsOnHost;
-
-impl TensorMemory for TensorsOnHost {
-    type Space = HostViews<CudaSpace>;
-    type Tensor = HostTensor;
-
-    fn upload(&self, numbers: ArrayView4<'_, f64>, dtype: DType) -> Result<HostTensor> {
-        HostMemory.upload(numbers, dtype)
-    }
-
-    fn download(&self, tensor: &HostTensor) -> Result<Array4<f64>> {
-        HostMemory.download(tensor)
-    }
-
-    fn view<'a>(&self, tensor: &'a HostTensor) -> HostView<'a> {
-        HostMemory.view(tensor)
-    }
-
-    fn view_mut<'a>(&self, tensor: &'a mut HostTensor) -> HostViewMut<'a> {
-        HostMemory.view_mut(tensor)
-    }
-}
-
 /// Ring with one rank per backend from `make`, blocks staged through pinned host memory, each
 /// message delayed by up to `delay`.
 pub(crate) fn staged(name: &str, delay: Duration, make: impl Fn() -> Result<Cuda>) -> impl Subject {
@@ -107,13 +81,14 @@ pub(crate) fn staged(name: &str, delay: Duration, make: impl Fn() -> Result<Cuda
 
 /// As [`staged`] without delay, for tensors in host memory.
 pub(crate) fn hosted(name: &str, make: impl Fn() -> Result<Cuda>) -> impl Subject {
-    RingSubject::new(name, move |ranks| -> Result<Vec<RankSetup<TensorsOnHost, OnHost<Cuda>>>> {
+    type Rank = RankSetup<HostViewMemory<CudaSpace>, OnHost<Cuda>>;
+    RingSubject::new(name, move |ranks| -> Result<Vec<Rank>> {
         let setup = |transport| {
             let cuda = make()?;
             let copier = CudaCopier::new(cuda.stream().device())?;
             let staged = Staged::<_, HostViews<CudaSpace>>::new(transport, copier);
             let transport = Box::new(Deadline::new(staged, DEADLINE)?);
-            Ok(RankSetup { memory: TensorsOnHost, backend: cuda.on_host(), transport })
+            Ok(RankSetup { memory: HostViewMemory::new(), backend: cuda.on_host(), transport })
         };
         threads::ring(ranks).into_iter().map(setup).collect()
     })

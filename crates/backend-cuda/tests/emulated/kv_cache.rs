@@ -6,7 +6,7 @@ use annulus::{
 };
 use annulus_conformance::suite::{
     self,
-    kv_cache::{CACHED, Decoding, Sequence, numbers},
+    kv_cache::{CACHED, COPIED, Copied, Decoding, Sequence, numbers},
 };
 use annulus_core::{DType, OnHost, Result};
 use annulus_cuda::Cuda;
@@ -66,36 +66,17 @@ fn refused_tokens_are_overwritten_on_cuda() {
 
 #[test]
 fn a_token_copies_its_own_rows_to_the_device_whatever_is_cached() {
-    const ROWS: [usize; 3] = [500, 4_000, 9_000];
-    let attention = Attention::new().causal(true);
-    let shape = CacheShape::new(1, 4, 8).kv_heads(2).value_dim(6);
-    let row_bytes = 2 * (8 + 6) * 4;
-    let query_bytes = 4 * 8 * 4;
-    let chunk = [numbers::<f32>(1, [1, 500, 2, 8]), numbers::<f32>(2, [1, 500, 2, 6])];
-    let token = numbers::<f32>(3, [1, 1, 4, 8]);
     let ordinals = [next_device(), next_device()];
     for ranks in [1, 2] {
-        let copied = || ordinals.map(emulator::bytes_to_device).iter().sum::<u64>();
         let make =
             |rank: usize, endpoint| Ok((emulated_on(ordinals[rank], &[])?.on_host(), endpoint));
-        let mut cache = LocalCache::with_transports(&attention, shape, ranks, make).unwrap();
-        for rows in ROWS {
-            while cache.len() < rows as u64 {
-                let before = copied();
-                cache.append(chunk[0].view(), chunk[1].view()).unwrap();
-                assert_eq!(copied() - before, 500 * row_bytes);
-            }
-            // the first call makes the workspaces
-            cache.attend(token.view(), None).unwrap();
-            let before = copied();
-            let k = chunk[0].slice(s![.., ..1, .., ..]);
-            cache.append(k, chunk[1].slice(s![.., ..1, .., ..])).unwrap();
-            cache.attend(token.view(), None).unwrap();
-            // the rest are lists of runs of full tiles, for each segment of 4,096 rows
-            let lists = copied() - before - row_bytes - ranks as u64 * query_bytes;
-            let segments = (rows + 1).div_ceil(ranks).div_ceil(4096) * ranks;
-            assert!(lists > 0 && lists <= 2048 * segments as u64, "{rows} rows: {lists}");
-        }
+        let causal = Attention::new().causal(true);
+        let mut cache = LocalCache::with_transports(&causal, COPIED, ranks, make).unwrap();
+        let copied = || {
+            let to_device = ordinals.map(emulator::bytes_to_device).iter().sum();
+            Copied { to_device, lists: None, to_host: None }
+        };
+        suite::kv_cache_copies(&mut cache, 2048, copied).unwrap();
     }
 }
 

@@ -2,16 +2,15 @@
 //! tick, and a transport that sends nothing.
 
 use std::{
-    ops::{ControlFlow, Range},
+    ops::ControlFlow,
     thread,
     time::{Duration, Instant},
 };
 
 use annulus_core::{
-    Arrived, Backend, BackwardInputs, BackwardMode, BackwardPass, Block, Capabilities, Control,
-    Error, ForwardPass, Gradients, Host, HostBuffer, Incoming, Inputs, MessageHeader, Outgoing,
-    Outputs, Passes, Placement, RangePairs, RankShard, Readers, Reduction, Result, Spec, Tick,
-    Transport, Workspace,
+    Arrived, Backend, BackwardInputs, BackwardMode, BackwardPass, Block, Control, ForwardPass,
+    Gradients, Host, HostBuffer, Incoming, Inputs, MessageHeader, Outgoing, Outputs, Passes,
+    RangePairs, RankShard, Readers, Reduction, Result, Tick, Transport, Workspace,
 };
 use annulus_cpu::Cpu;
 
@@ -30,7 +29,7 @@ pub(crate) enum Tiles {
 /// The CPU backend with such tiles.
 #[derive(Debug)]
 pub(crate) struct Timed {
-    cpu: Cpu,
+    inner: Cpu,
     pace: Pace,
 }
 
@@ -50,8 +49,8 @@ const BACKWARD: f64 = 2.5;
 const TICK_EVERY: Duration = Duration::from_micros(200);
 
 impl Timed {
-    pub(crate) const fn new(cpu: Cpu, tiles: Tiles, ticks: bool) -> Self {
-        Self { cpu, pace: Pace { tiles, ticks } }
+    pub(crate) const fn new(inner: Cpu, tiles: Tiles, ticks: bool) -> Self {
+        Self { inner, pace: Pace { tiles, ticks } }
     }
 }
 
@@ -100,25 +99,10 @@ impl Backend for Timed {
     type Space = Host;
     type Workspace = TimedWorkspace;
 
-    fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
-        self.cpu.capabilities(spec)
-    }
-
-    fn allocate(&self, bytes: u64) -> Result<HostBuffer> {
-        self.cpu.allocate(bytes)
-    }
-
-    fn write_block(
-        &self,
-        into: &mut HostBuffer,
-        bytes: Range<u64>,
-        fill: &mut dyn FnMut(&mut [u8]) -> Result<()>,
-    ) -> Result<()> {
-        self.cpu.write_block(into, bytes, fill)
-    }
+    annulus_core::forward_backend! { capabilities allocate write_block }
 
     fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<TimedWorkspace> {
-        Ok(TimedWorkspace { inner: self.cpu.workspace(shard, passes)?, pace: self.pace })
+        Ok(TimedWorkspace { inner: self.inner.workspace(shard, passes)?, pace: self.pace })
     }
 }
 
@@ -269,51 +253,8 @@ impl<T: Transport<Host>> Transport<Host> for NoMessages<T> {
 }
 
 impl<T: Control> Control for NoMessages<T> {
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-
-    fn ranks(&self) -> usize {
-        self.inner.ranks()
-    }
-
-    fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
-        self.inner.start_all_gather(round, bytes)
-    }
-
-    fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
-        self.inner.try_all_gather(round)
-    }
-
-    fn stragglers(&self, round: u64) -> Vec<usize> {
-        self.inner.stragglers(round)
-    }
-
-    fn abort(&mut self, error: &Error) {
-        self.inner.abort(error);
-    }
-
-    fn heartbeat(&mut self, working: bool) {
-        self.inner.heartbeat(working);
-    }
-
-    fn placement(&self) -> Option<&Placement> {
-        self.inner.placement()
-    }
-
-    fn any_thread(&self) -> bool {
-        self.inner.any_thread()
-    }
-
-    fn last_heard(&self, peer: usize) -> Instant {
-        self.inner.last_heard(peer)
-    }
-
-    fn watched(&self) -> Option<&[usize]> {
-        self.inner.watched()
-    }
-
-    fn last_work(&self) -> Instant {
-        self.inner.last_work()
+    annulus_comm::forward_control! {
+        rank ranks start_all_gather try_all_gather stragglers abort heartbeat placement last_heard
+        last_work
     }
 }

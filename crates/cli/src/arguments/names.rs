@@ -2,9 +2,12 @@
 
 use std::path::Path;
 
-use annulus_core::{Dims, Error};
+use annulus_core::{Dims, Error, HeadGrid, Strategy};
 
-use crate::{failure::Failure, message};
+use crate::{
+    failure::{Failure, Outcome},
+    message,
+};
 
 /// Arguments of the library and the flags that set them.
 const FLAGS: [(&str, &str); 12] = [
@@ -47,6 +50,19 @@ pub(crate) fn of_flags(error: Error, dims: &Dims, others: Others) -> Failure {
     }
     let want = want.replace("kv_heads (", &format!("{} (", flag("kv_heads").unwrap_or("kv_heads")));
     Failure::usage(flag(&argument).unwrap_or(&argument), got, want)
+}
+
+/// Checks that `--strategy` divides the heads of `dims` among `ranks` ranks.
+///
+/// # Errors
+/// [`Failure::Usage`] naming the flag.
+pub(crate) fn check_strategy(strategy: Strategy, dims: &Dims, ranks: usize) -> Outcome {
+    HeadGrid::of(dims, ranks, strategy).map(drop).map_err(|error| match error {
+        Error::InvalidArgument { argument, got, want } if argument == "strategy" => {
+            Failure::usage("--strategy", got, want)
+        }
+        error => error.into(),
+    })
 }
 
 /// Adds the flag of the largest length to the error of a problem that is too large for the memory,

@@ -19,12 +19,12 @@ use half::{bf16, f16};
 
 use crate::{
     arguments::{
+        device::DeviceFlags,
         mask::MaskFlags,
-        ring::{BackendName, TransportName},
+        names::check_strategy,
+        ring::TransportName,
         scores::ScoreFlags,
-        values::{
-            DTypeName, LayoutName, count as from_one, ranks, silence, strategy, threads, whole,
-        },
+        values::{DTypeName, LayoutName, count as from_one, ranks, silence, strategy, threads},
     },
     backend::BackendChoice,
     failure::{Failure, Outcome, of_file},
@@ -106,13 +106,8 @@ pub(crate) struct AttendFlags {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Ring")]
 struct RingFlags {
-    /// Compute backend
-    #[arg(long, value_enum, default_value = "cpu")]
-    backend: BackendName,
-    /// Device number, counted from 0 as `annulus doctor` lists them. Default: the ranks of a node use
-    /// its GPUs in turn; with wgpu the first and those of its kind
-    #[arg(long, value_name = "N", value_parser = whole)]
-    device: Option<usize>,
+    #[command(flatten)]
+    device: DeviceFlags,
     /// Transport between ranks
     #[arg(long, value_enum, default_value = "auto")]
     transport: TransportName,
@@ -162,7 +157,7 @@ struct RingFlags {
 
 impl RingFlags {
     fn open_backend(&self) -> Outcome<BackendChoice> {
-        BackendChoice::open(self.backend, self.device, self.transport, self.deadline)
+        self.device.open(self.transport, self.deadline)
     }
 }
 
@@ -211,6 +206,7 @@ impl AttendFlags {
         let sinks =
             input.sinks(self.scores.sinks).map_err(|error| Failure::from(input.named(error)));
         let sinks = job.agree(sinks)?;
+        job.agree(check_strategy(self.ring.strategy, &input.dims, job.ranks()))?;
         let attention = self.attention(&input, dtype, sinks);
         let attention = self.ring.layout.apply(attention, input.dims, job.ranks(), || {
             // the whole batch is read for the balanced layout only

@@ -9,13 +9,10 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
-    time::{Duration, Instant},
+    time::Duration,
 };
 
-use annulus_core::{
-    Arrived, Channel, Control, Error, Host, Incoming, MessageHeader, Outgoing, Placement, Result,
-    Space, Transport,
-};
+use annulus_core::{Arrived, Channel, Control, Host, MessageHeader, Result, Space, Transport};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::report;
@@ -105,16 +102,8 @@ impl<T> Watched<T> {
 }
 
 impl<S: Space, T: Transport<S>> Transport<S> for Watched<T> {
-    fn control(&mut self) -> &mut dyn Control {
-        self.inner.control()
-    }
-
-    fn post(&mut self, sends: &[Outgoing<'_, S>], receives: &mut Vec<Incoming<S>>) -> Result<()> {
-        self.inner.post(sends, receives)
-    }
-
-    fn progress(&mut self, patience: Duration) -> Result<()> {
-        self.inner.progress(patience)
+    annulus_comm::forward_transport! {
+        of S: post progress post_host pending bytes_sent posts_ahead runs_groups_in_order
     }
 
     fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<S>>> {
@@ -125,14 +114,6 @@ impl<S: Space, T: Transport<S>> Transport<S> for Watched<T> {
         Ok(taken)
     }
 
-    fn post_host(
-        &mut self,
-        sends: &[Outgoing<'_, Host>],
-        receives: &mut Vec<Incoming<Host>>,
-    ) -> Result<()> {
-        self.inner.post_host(sends, receives)
-    }
-
     fn take_host(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
         let taken = self.inner.take_host(header)?;
         if taken.is_some() {
@@ -140,71 +121,12 @@ impl<S: Space, T: Transport<S>> Transport<S> for Watched<T> {
         }
         Ok(taken)
     }
-
-    fn pending(&self) -> bool {
-        self.inner.pending()
-    }
-
-    fn bytes_sent(&self) -> u64 {
-        self.inner.bytes_sent()
-    }
-
-    fn posts_ahead(&self) -> bool {
-        self.inner.posts_ahead()
-    }
-
-    fn runs_groups_in_order(&self) -> bool {
-        self.inner.runs_groups_in_order()
-    }
 }
 
 impl<T: Control> Control for Watched<T> {
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-
-    fn ranks(&self) -> usize {
-        self.inner.ranks()
-    }
-
-    fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
-        self.inner.start_all_gather(round, bytes)
-    }
-
-    fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
-        self.inner.try_all_gather(round)
-    }
-
-    fn stragglers(&self, round: u64) -> Vec<usize> {
-        self.inner.stragglers(round)
-    }
-
-    fn abort(&mut self, error: &Error) {
-        self.inner.abort(error);
-    }
-
-    fn heartbeat(&mut self, working: bool) {
-        self.inner.heartbeat(working);
-    }
-
-    fn placement(&self) -> Option<&Placement> {
-        self.inner.placement()
-    }
-
-    fn any_thread(&self) -> bool {
-        self.inner.any_thread()
-    }
-
-    fn last_heard(&self, peer: usize) -> Instant {
-        self.inner.last_heard(peer)
-    }
-
-    fn watched(&self) -> Option<&[usize]> {
-        self.inner.watched()
-    }
-
-    fn last_work(&self) -> Instant {
-        self.inner.last_work()
+    annulus_comm::forward_control! {
+        rank ranks start_all_gather try_all_gather stragglers abort heartbeat placement last_heard
+        last_work
     }
 }
 

@@ -115,6 +115,7 @@ impl<'a> Case<'a> {
         let processes = if job.is_mpi() { job.ranks() } else { 1 };
         // before the pairs, whose count takes O(sequence length)
         job.agree(self.attention().spec(self.dims).map(drop).map_err(named))?;
+        job.agree(names::check_strategy(self.flags.strategy, &self.dims, job.ranks()))?;
         let held =
             memory::Tensors::of(&self.dims, self.dtype, passes.contains(&Passes::ForwardBackward));
         job.agree(held.shared_by(processes).must_fit().map_err(named))?;

@@ -12,13 +12,13 @@ use half::{bf16, f16};
 
 use crate::{
     arguments::{
+        device::DeviceFlags,
         documents,
         mask::AlignmentName,
         names::Others,
-        ring::{BackendName, TransportName},
+        ring::TransportName,
         values::{
             DTypeName, LayoutName, PrecisionName, Window, count, dim, ranks, strategy, threads,
-            whole,
         },
     },
     backend::BackendChoice,
@@ -110,13 +110,8 @@ pub(crate) struct BenchFlags {
     /// Threads per rank, 1 to 1024; all ranks together at most 128 per core
     #[arg(long, value_name = "N", default_value = "1", value_parser = threads)]
     threads: usize,
-    /// Compute backend
-    #[arg(long, value_enum, default_value = "cpu")]
-    backend: BackendName,
-    /// Device number, counted from 0 as `annulus doctor` lists them. Default: the ranks of a node use
-    /// its GPUs in turn; with wgpu the first and those of its kind
-    #[arg(long, value_name = "N", value_parser = whole)]
-    device: Option<usize>,
+    #[command(flatten)]
+    device: DeviceFlags,
     /// Transport between ranks
     #[arg(long, value_enum, default_value = "auto")]
     transport: TransportName,
@@ -158,8 +153,7 @@ struct Lengths {
 
 /// Runs `annulus bench`.
 pub(crate) fn run(flags: &BenchFlags) -> Outcome {
-    let backend =
-        BackendChoice::open(flags.backend, flags.device, flags.transport, DEFAULT_DEADLINE)?;
+    let backend = flags.device.open(flags.transport, DEFAULT_DEADLINE)?;
     let mut job = Job::start("bench", flags.transport, DEFAULT_DEADLINE)?;
     let done = bench(flags, &mut job, &backend);
     job.end(done)

@@ -20,8 +20,9 @@ use half::{bf16, f16};
 
 use crate::{
     arguments::{
-        ring::{BackendName, TransportName, cores},
-        values::{LayoutName, ranks, strategy, threads, whole},
+        device::DeviceFlags,
+        ring::{TransportName, cores},
+        values::{LayoutName, ranks, strategy, threads},
     },
     backend::BackendChoice,
     failure::{self, Failure, Outcome},
@@ -53,13 +54,8 @@ pub(crate) struct CheckFlags {
     /// Folder with index.json in the format annulus-cases-1
     #[arg(value_name = "DIR")]
     folder: PathBuf,
-    /// Compute backend
-    #[arg(long, value_enum, default_value = "cpu")]
-    backend: BackendName,
-    /// Device number, counted from 0 as `annulus doctor` lists them. Default: the ranks of a node use
-    /// its GPUs in turn; with wgpu the first and those of its kind
-    #[arg(long, value_name = "N", value_parser = whole)]
-    device: Option<usize>,
+    #[command(flatten)]
+    device: DeviceFlags,
     /// Transport between ranks
     #[arg(long, value_enum, default_value = "auto")]
     transport: TransportName,
@@ -145,8 +141,7 @@ const SIZES: [usize; 5] = [1, 2, 3, 4, 7];
 
 /// Runs `annulus check`.
 pub(crate) fn run(flags: &CheckFlags) -> Outcome {
-    let backend =
-        BackendChoice::open(flags.backend, flags.device, flags.transport, DEFAULT_DEADLINE)?;
+    let backend = flags.device.open(flags.transport, DEFAULT_DEADLINE)?;
     let mut job = Job::start("check", flags.transport, DEFAULT_DEADLINE)?;
     let done = check(flags, &mut job, &backend);
     job.end(done)

@@ -16,8 +16,9 @@ use half::{bf16, f16};
 
 use crate::{
     arguments::{
+        device::DeviceFlags,
         mask::MaskFlags,
-        ring::{BackendName, TransportName},
+        ring::TransportName,
         scores::ScoreFlags,
         values::{DTypeName, count as from_one, page_rows, ranks, silence, threads, whole},
     },
@@ -96,13 +97,8 @@ pub(crate) struct DecodeFlags {
     /// Element type to compute in. Default: that of query
     #[arg(long, value_enum)]
     dtype: Option<DTypeName>,
-    /// Compute backend, whose memory has the keys and values
-    #[arg(long, value_enum, default_value = "cpu")]
-    backend: BackendName,
-    /// Device number, counted from 0 as `annulus doctor` lists them. Default: the ranks of a node
-    /// use its GPUs in turn; with wgpu the first and those of its kind
-    #[arg(long, value_name = "N", value_parser = whole)]
-    device: Option<usize>,
+    #[command(flatten)]
+    device: DeviceFlags,
     /// Transport between ranks. Messages are in host memory, so nccl is refused
     #[arg(long, value_enum, default_value = "auto")]
     transport: TransportName,
@@ -148,7 +144,7 @@ impl DecodeFlags {
             let by = "the KV cache, whose messages are in host memory";
             return Err(Error::unsupported("transport nccl", by).into());
         }
-        BackendChoice::open(self.backend, self.device, self.transport, self.deadline)
+        self.device.open(self.transport, self.deadline)
     }
 
     fn decode(&self, job: &mut Job, backend: BackendChoice) -> Outcome {

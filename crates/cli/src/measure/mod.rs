@@ -19,8 +19,9 @@ use half::{bf16, f16};
 
 use crate::{
     arguments::{
-        ring::{BackendName, TransportName},
-        values::{DTypeName, dim, ranks, silence, threads, whole},
+        device::DeviceFlags,
+        ring::TransportName,
+        values::{DTypeName, dim, ranks, silence, threads},
     },
     backend::BackendChoice,
     failure::Outcome,
@@ -58,13 +59,8 @@ pub(crate) struct MeasureFlags {
     #[arg(long, value_name = "D,D,...", default_value = "64", value_delimiter = ',',
         value_parser = dim)]
     ds: Vec<usize>,
-    /// Compute backend
-    #[arg(long, value_enum, default_value = "cpu")]
-    backend: BackendName,
-    /// Device number, counted from 0 as `annulus doctor` lists them. Default: the ranks of a node use
-    /// its GPUs in turn; with wgpu the first and those of its kind
-    #[arg(long, value_name = "N", value_parser = whole)]
-    device: Option<usize>,
+    #[command(flatten)]
+    device: DeviceFlags,
     /// Transport between ranks: of host memory, so that nccl is measured as threads or mpi
     #[arg(long, value_enum, default_value = "auto")]
     transport: TransportName,
@@ -90,8 +86,7 @@ impl MeasureFlags {
 
 /// Runs `annulus measure`.
 pub(crate) fn run(flags: &MeasureFlags) -> Outcome {
-    let backend =
-        BackendChoice::open(flags.backend, flags.device, flags.transport, flags.deadline)?;
+    let backend = flags.device.open(flags.transport, flags.deadline)?;
     let mut job = Job::start("measure", flags.transport, flags.deadline)?;
     let done = measure(flags, &mut job, &backend);
     job.end(done)
@@ -101,7 +96,7 @@ fn measure(flags: &MeasureFlags, job: &mut Job, backend: &BackendChoice) -> Outc
     job.set_ranks(flags.ranks, 2)?;
     let threads = job.threads(flags.threads)?;
     // the processes must measure the same figures; only rank 0 writes the file
-    let all = format!("{:?}", (&flags.dtype, &flags.ds, flags.backend, flags.deadline));
+    let all = format!("{:?}", (&flags.dtype, &flags.ds, flags.device.backend, flags.deadline));
     let command_line = Fingerprint::new().bytes(all.as_bytes()).finish();
     job.require_same(Descriptor::new().field_as("command line", command_line, "another one"))?;
     let path = flags.out.as_deref().unwrap_or(Path::new("/dev/stdout"));

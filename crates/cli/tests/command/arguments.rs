@@ -234,6 +234,25 @@ fn errors_name_the_flag_that_resolves_them() {
 }
 
 #[test]
+fn a_strategy_that_does_not_fit_the_ranks_or_the_heads_names_its_flag() {
+    let folder = Folder::new("strategy");
+    folder.succeed("make --output in.safetensors --q-len 8 --heads 2 --head-dim 4");
+    let attend = "attend --input in.safetensors --output out.safetensors";
+    for subcommand in [attend, "bench --what fwd --ns 8 --ds 4 --heads 2"] {
+        for (strategy, want) in [
+            ("heads:3", "groups whose size divides the 4 ranks"),
+            ("heads:4", "groups whose size divides the 2 query heads"),
+            ("grid:3x2", "a grid of 4 parts, one per rank"),
+            ("once-per-node:3", "nodes of a divisor of 4 ranks"),
+        ] {
+            let result = folder.run(&format!("{subcommand} --ranks 4 --strategy {strategy}"));
+            result.failed(2, &["--strategy: got ", want]);
+        }
+    }
+    assert_eq!(folder.names(), ["in.safetensors"]);
+}
+
+#[test]
 fn problems_that_are_too_large_name_the_largest_length() {
     let folder = Folder::new("too_large");
     for (arguments, word) in [

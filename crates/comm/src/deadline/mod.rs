@@ -248,9 +248,7 @@ fn headers<S: Space>(receives: &[Incoming<S>]) -> Vec<MessageHeader> {
 }
 
 impl<T: Transport<S>, S: Space> Transport<S> for Deadline<T, S> {
-    fn control(&mut self) -> &mut dyn Control {
-        self
-    }
+    crate::forward_transport! { of S: pending bytes_sent posts_ahead runs_groups_in_order }
 
     fn post(&mut self, sends: &[Outgoing<'_, S>], receives: &mut Vec<Incoming<S>>) -> Result<()> {
         let headers = headers(receives);
@@ -298,22 +296,6 @@ impl<T: Transport<S>, S: Space> Transport<S> for Deadline<T, S> {
             return Err(error.clone());
         }
         self.host_messages.take(header, |header| self.inner.take_host(header))
-    }
-
-    fn pending(&self) -> bool {
-        self.inner.pending()
-    }
-
-    fn bytes_sent(&self) -> u64 {
-        self.inner.bytes_sent()
-    }
-
-    fn posts_ahead(&self) -> bool {
-        self.inner.posts_ahead()
-    }
-
-    fn runs_groups_in_order(&self) -> bool {
-        self.inner.runs_groups_in_order()
     }
 }
 

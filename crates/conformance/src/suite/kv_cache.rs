@@ -3,7 +3,7 @@
 
 use std::{ops::Range, sync::Arc};
 
-use annulus::{Alignment, Attention, Cache, CacheShape, Forward};
+use annulus::{Alignment, Attention, Cache, CacheShape, Forward, LocalCache};
 use annulus_comm::threads::{each_rank, ring};
 use annulus_core::{
     Alibi, Backend, Batch, DType, Dims, Element, HostTensors, Result, SinkShape,
@@ -261,3 +261,80 @@ pub fn kv_cache_segments<B: Backend<Space: HostTensors>>(
     let decoding = Decoding { dims, page_rows: 64, ranks: 1, ends: &ends };
     decoding.check(&Attention::new().causal(true), dtype, make)
 }
+
+/// Bytes copied between the host and the devices of all ranks.
+#[derive(Debug, Clone, Copy)]
+pub struct Copied {
+    /// Bytes to devices.
+    pub to_device: u64,
+    /// Bytes of tile lists and bitmasks. `None` if `to_device` includes them.
+    pub lists: Option<u64>,
+    /// Bytes to the host. `None` if they are not counted.
+    pub to_host: Option<u64>,
+}
+
+impl Copied {
+    /// Returns the bytes copied since `before`.
+    fn since(self, before: Self) -> Self {
+        let subtract = |now: Option<u64>, before: Option<u64>| Some(now? - before?);
+        Self {
+            to_device: self.to_device - before.to_device,
+            lists: subtract(self.lists, before.lists),
+            to_host: subtract(self.to_host, before.to_host),
+        }
+    }
+}
+
+/// Checks that a token copies its own rows and queries to the devices and its results to the host,
+/// whatever the number of cached rows, and an append its rows alone. The tile lists of a token have
+/// at most `list_bytes` bytes for each segment of 4,096 rows. `copied` counts all copies so far.
+///
+/// # Errors
+/// An error of a call; the first call that copies other bytes.
+pub fn kv_cache_copies(
+    cache: &mut LocalCache,
+    list_bytes: u64,
+    copied: impl Fn() -> Copied,
+) -> Verdict {
+    const ROWS: [u64; 3] = [500, 4_000, 9_000];
+    let ranks = cache.ranks().len() as u64;
+    let row_bytes = 2 * (8 + 6) * 4;
+    let query_bytes = ranks * 4 * 8 * 4;
+    let result_bytes = ranks * 4 * (6 + 1) * 4;
+    let [k, v] = [numbers::<f32>(1, [1, 500, 2, 8]), numbers::<f32>(2, [1, 500, 2, 6])];
+    let q = numbers::<f32>(3, [1, 1, 4, 8]);
+    let text = |error: annulus_core::Error| error.to_string();
+    let row = s![.., ..1, .., ..];
+    for rows in ROWS {
+        while cache.len() < rows {
+            let before = copied();
+            cache.append(k.view(), v.view()).map_err(text)?;
+            let used = copied().since(before);
+            let is_rows = used.to_device == 500 * row_bytes && used.to_host.unwrap_or(0) == 0;
+            ensure(is_rows, || format!("an append at {rows} rows: {used:?}"))?;
+        }
+        // the first call makes the workspaces
+        cache.attend(q.view(), None).map_err(text)?;
+        let before = copied();
+        cache.append(k.slice(row), v.slice(row)).map_err(text)?;
+        cache.attend(q.view(), None).map_err(text)?;
+        let used = copied().since(before);
+        let context = || format!("a token at {rows} rows on {ranks} ranks: {used:?}");
+        let lists = used.to_device.checked_sub(row_bytes + query_bytes).ok_or_else(context)?;
+        let lists = match used.lists {
+            Some(apart) => {
+                ensure(lists == 0, context)?;
+                apart
+            }
+            None => lists,
+        };
+        // runs of full tiles, for each segment of each rank
+        let segments = (rows + 1).div_ceil(ranks).div_ceil(4096) * ranks;
+        ensure(lists > 0 && lists <= list_bytes * segments, context)?;
+        ensure(used.to_host.is_none_or(|bytes| bytes == result_bytes), context)?;
+    }
+    Ok(())
+}
+
+/// Lengths of the cache of [`kv_cache_copies`].
+pub const COPIED: CacheShape = CacheShape::new(1, 4, 8).kv_heads(2).value_dim(6);

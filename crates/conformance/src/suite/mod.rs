@@ -11,7 +11,7 @@ mod reproducible;
 mod strategies;
 
 pub use determinism::{same_bits_over_repeats, same_bits_received_ahead, same_bits_under_delay};
-pub use kv_cache::{kv_cache, kv_cache_segments};
+pub use kv_cache::{kv_cache, kv_cache_copies, kv_cache_segments};
 pub use matrix::{Scale, matrix, random_cases, routes, sizes};
 pub use metamorphic::metamorphic;
 pub use nonfinite::{Poison, infinite_scores, infinite_scores_on, nonfinite, nonfinite_on};

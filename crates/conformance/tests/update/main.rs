@@ -71,7 +71,7 @@ fn scripts(ranks: usize) -> Vec<Script> {
 }
 
 fn plan_of(attention: &Attention, scripts: &[Script]) -> LocalRing {
-    let make = |rank: usize| Ok(Refusing { cpu: Cpu::new(1)?, script: scripts[rank].clone() });
+    let make = |rank: usize| Ok(Refusing { inner: Cpu::new(1)?, script: scripts[rank].clone() });
     let attention = attention.clone().layout(Layout::Contiguous);
     LocalRing::with_backends(&attention, DIMS, scripts.len(), make).expect("a plan")
 }
@@ -273,7 +273,7 @@ fn doomed<B: Backend<Space = Host>>(
 #[test]
 fn an_old_batch_that_cannot_be_restored_ends_the_plan_on_all_ranks() {
     let scripts = scripts(RANKS);
-    let make = |rank: usize| Ok(Refusing { cpu: Cpu::new(1)?, script: scripts[rank].clone() });
+    let make = |rank: usize| Ok(Refusing { inner: Cpu::new(1)?, script: scripts[rank].clone() });
     let script = |rank: usize| match rank {
         // the new batch is applied; the update back to the old one fails, and so does a new
         // workspace
@@ -297,7 +297,7 @@ fn an_old_batch_that_cannot_be_restored_ends_the_plan_on_all_ranks() {
 #[test]
 fn a_device_that_fails_in_an_update_ends_the_plan_on_all_ranks() {
     let scripts = scripts(RANKS);
-    let make = |rank: usize| Ok(Refusing { cpu: Cpu::new(1)?, script: scripts[rank].clone() });
+    let make = |rank: usize| Ok(Refusing { inner: Cpu::new(1)?, script: scripts[rank].clone() });
     let errors = doomed(
         &Attention::new(),
         make,

@@ -2,13 +2,12 @@
 
 use std::{
     collections::VecDeque,
-    ops::Range,
     sync::{Arc, Mutex, PoisonError},
 };
 
 use annulus_core::{
-    Backend, BackwardInputs, BackwardMode, Capabilities, Control, Error, Host, HostBuffer, Inputs,
-    Passes, RankShard, Result, Spec, Transport, Workspace,
+    Backend, BackwardInputs, BackwardMode, Control, Error, Host, Inputs, Passes, RankShard, Result,
+    Transport, Workspace,
 };
 use annulus_cpu::Cpu;
 
@@ -42,7 +41,7 @@ impl Script {
 
 /// A CPU rank that follows a script.
 pub(crate) struct Refusing {
-    pub(crate) cpu: Cpu,
+    pub(crate) inner: Cpu,
     pub(crate) script: Script,
 }
 
@@ -70,25 +69,10 @@ impl Backend for Refusing {
     type Space = Host;
     type Workspace = RefusingWorkspace;
 
-    fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
-        self.cpu.capabilities(spec)
-    }
-
-    fn allocate(&self, bytes: u64) -> Result<HostBuffer> {
-        self.cpu.allocate(bytes)
-    }
-
-    fn write_block(
-        &self,
-        into: &mut HostBuffer,
-        bytes: Range<u64>,
-        fill: &mut dyn FnMut(&mut [u8]) -> Result<()>,
-    ) -> Result<()> {
-        self.cpu.write_block(into, bytes, fill)
-    }
+    annulus_core::forward_backend! { capabilities allocate write_block }
 
     fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<RefusingWorkspace> {
-        let inner = follow(self.script.next(), || self.cpu.workspace(shard, passes))?;
+        let inner = follow(self.script.next(), || self.inner.workspace(shard, passes))?;
         Ok(RefusingWorkspace { inner, script: self.script.clone() })
     }
 }

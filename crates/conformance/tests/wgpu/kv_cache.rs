@@ -6,7 +6,7 @@ use annulus::{
 };
 use annulus_conformance::suite::{
     self,
-    kv_cache::{CACHED, Decoding, Sequence, numbers, worst},
+    kv_cache::{CACHED, COPIED, Copied, Decoding, Sequence, numbers, worst},
 };
 use annulus_core::{DType, OnHost, Result};
 use annulus_wgpu::{Gpu, Options, Wgpu};
@@ -91,45 +91,18 @@ fn ranks_on_the_cpu_and_on_wgpu_share_a_kv_cache() {
 
 #[test]
 fn a_token_copies_its_own_rows_to_the_device_whatever_is_cached() {
-    const ROWS: [usize; 3] = [500, 4_000, 9_000];
-    let attention = Attention::new().causal(true);
-    let shape = CacheShape::new(1, 4, 8).kv_heads(2).value_dim(6);
-    let row_bytes = 2 * (8 + 6) * 4;
-    let query_bytes = 4 * 8 * 4;
-    let result_bytes = 4 * (6 + 1) * 4;
-    let chunk = [numbers::<f32>(1, [1, 500, 2, 8]), numbers::<f32>(2, [1, 500, 2, 6])];
-    let token = numbers::<f32>(3, [1, 1, 4, 8]);
     for ranks in [1, 2] {
         // a device of its own, on which no other test copies
         let Some(gpu) = open(&Options::default()) else { return };
         let make = |_, endpoint| Ok((Wgpu::on_host(gpu.clone()), endpoint));
-        let mut cache = LocalCache::with_transports(&attention, shape, ranks, make).unwrap();
-        let mut masks = Vec::new();
-        for rows in ROWS {
-            while cache.len() < rows as u64 {
-                let before = gpu.transfers();
-                cache.append(chunk[0].view(), chunk[1].view()).unwrap();
-                // an append copies its rows, and only to the device
-                let after = gpu.transfers();
-                assert_eq!(after.to_device - before.to_device, 500 * row_bytes);
-                assert_eq!(after.to_host, before.to_host);
-            }
-            let before = (gpu.transfers(), gpu.mask_bytes());
-            let k = chunk[0].slice(s![.., ..1, .., ..]);
-            cache.append(k, chunk[1].slice(s![.., ..1, .., ..])).unwrap();
-            cache.attend(token.view(), None).unwrap();
-            let after = (gpu.transfers(), gpu.mask_bytes());
-            let copied = after.0.to_device - before.0.to_device;
-            assert_eq!(copied, row_bytes + ranks as u64 * query_bytes, "{rows} rows");
-            let results = after.0.to_host - before.0.to_host;
-            assert_eq!(results, ranks as u64 * result_bytes, "{rows} rows");
-            masks.push(after.1 - before.1);
-        }
-        // lists of runs of full tiles, for each of up to three segments of 4,096 rows
-        let segments = ROWS.map(|rows| (rows + 1).div_ceil(ranks).div_ceil(4096) * ranks);
-        for (bytes, segments) in masks.iter().zip(segments) {
-            assert!(*bytes > 0 && *bytes <= 1024 * segments as u64, "{masks:?} {segments}");
-        }
+        let causal = Attention::new().causal(true);
+        let mut cache = LocalCache::with_transports(&causal, COPIED, ranks, make).unwrap();
+        let copied = || {
+            let bytes = gpu.transfers();
+            let lists = Some(gpu.mask_bytes());
+            Copied { to_device: bytes.to_device, lists, to_host: Some(bytes.to_host) }
+        };
+        suite::kv_cache_copies(&mut cache, 1024, copied).unwrap();
     }
 }
 

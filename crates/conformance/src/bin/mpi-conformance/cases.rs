@@ -59,14 +59,27 @@ pub(crate) fn pairs(harness: &mut Harness, settings: &Settings) -> Verdict {
     ];
     let unplaced = ways.each_ref().map(|way| subject(way, None));
     let on_two_nodes = ways.each_ref().map(|way| subject(way, Some(2)));
+    let threads = subjects::cpu();
     for (number, configuration) in suite::pairwise().into_iter().enumerate() {
         let case = configuration.case();
         let setting = configuration.setting(harness.ranks());
         let verdict = if number % 2 == 0 {
-            examine(harness, &unplaced, &case, &setting, &setting)
+            examine(
+                harness,
+                &unplaced,
+                &case,
+                &setting,
+                &OfThreads { subject: &threads, setting: &setting },
+            )
         } else {
             let (by_name, given) = on_nodes(&setting, number / 2);
-            examine(harness, &on_two_nodes, &case, &by_name, &given)
+            examine(
+                harness,
+                &on_two_nodes,
+                &case,
+                &by_name,
+                &OfThreads { subject: &threads, setting: &given },
+            )
         };
         harness.share(verdict.map_err(|wrong| format!("{configuration} on {setting}: {wrong}")))?;
     }
@@ -96,6 +109,7 @@ fn on_nodes(setting: &Setting, number: usize) -> (Setting, Setting) {
 /// Runs random cases.
 pub(crate) fn random(harness: &mut Harness, settings: &Settings, seeds: u64) -> Verdict {
     let subject = subject(settings, None);
+    let threads = subjects::cpu();
     let ranks = harness.ranks();
     for seed in 0..seeds {
         let draw = &mut Draw::new(!seed);
@@ -114,7 +128,9 @@ pub(crate) fn random(harness: &mut Harness, settings: &Settings, seeds: u64) -> 
         };
         let route = draw.pick(&suite::routes(ranks));
         let setting = Setting { ranks, layout, route, ..Setting::ALONE };
-        let verdict = examine(harness, std::slice::from_ref(&subject), &case, &setting, &setting);
+        let of_threads = OfThreads { subject: &threads, setting: &setting };
+        let subjects = std::slice::from_ref(&subject);
+        let verdict = examine(harness, subjects, &case, &setting, &of_threads);
         harness.share(
             verdict.map_err(|wrong| format!("seed {seed}: {} on {setting}: {wrong}", case.name)),
         )?;
@@ -122,15 +138,20 @@ pub(crate) fn random(harness: &mut Harness, settings: &Settings, seeds: u64) -> 
     Ok(())
 }
 
+/// A ring of threads, whose bits the answers over MPI must have.
+pub(crate) struct OfThreads<'a> {
+    pub(crate) subject: &'a dyn Subject,
+    pub(crate) setting: &'a Setting,
+}
+
 /// Runs a case through every subject on all ranks. Rank 0 compares the first merged answer with the
-/// oracle, and the bits of all of them with those of a ring of threads with the setting
-/// `of_threads`.
-fn examine(
+/// oracle, and the bits of all of them with those of a ring of threads.
+pub(crate) fn examine(
     harness: &mut Harness,
     subjects: &[impl Subject],
     case: &Case,
     setting: &Setting,
-    of_threads: &Setting,
+    of_threads: &OfThreads<'_>,
 ) -> Verdict {
     // all ranks run all subjects before rank 0 judges: a wrong answer keeps none of them waiting
     let mut answers = Vec::new();
@@ -139,9 +160,8 @@ fn examine(
     }
     let Some(first) = answers.first() else { return Ok(()) };
     Judge::new(case).map_err(|error| error.to_string())?.check(first)?;
-    let threads = subjects::cpu()
-        .run(case, of_threads, 1)
-        .map_err(|error| format!("over threads: {error}"))?;
+    let threads = of_threads.subject.run(case, of_threads.setting, 1);
+    let threads = threads.map_err(|error| format!("over threads: {error}"))?;
     let threads = threads.first().ok_or("no answer over threads")?;
     for (answer, subject) in answers.iter().zip(subjects) {
         answer

@@ -1,7 +1,9 @@
-//! The sharded KV cache over MPI: a prefill and tokens against the oracle, bytes of a token, and
-//! the bits of one attention in the reproducible order.
+//! The sharded KV cache over MPI: a prefill and tokens against the oracle and bytes of a token, on
+//! any backend, and the bits of one attention in the reproducible order.
 
-use annulus::{Attention, Batch, Cache, CacheShape, Cpu, DType, Dims, Result, Tensors};
+use annulus::{
+    AnyBackend, Attention, Batch, Cache, CacheShape, Cpu, DType, Dims, Element, Result, Tensors,
+};
 use annulus_comm::mpi::{Mpi, Settings};
 use annulus_core::oracle::{self, Problem};
 use ndarray::{Array4, s};
@@ -11,19 +13,35 @@ use crate::harness::{Harness, Verdict, ensure};
 const DIMS: Dims =
     Dims { batch: 1, q_len: 300, kv_len: 300, q_heads: 4, kv_heads: 2, head_dim: 8, value_dim: 6 };
 
+/// Tokens in f64 on the CPU, and the reproducible order.
 pub(crate) fn tokens(harness: &mut Harness, settings: &Settings) -> Verdict {
-    let verdict = run(settings).map_err(|error| format!("the KV cache: {error}"));
+    let cpu =
+        AnyBackend::open(annulus::BackendName::Cpu, None, 1).map_err(|error| error.to_string());
+    cpu.and_then(|cpu| tokens_on::<f64>(harness, settings, &cpu, 1e-13))?;
+    let same = reproducible(settings).map_err(|error| format!("reproducible: {error}"));
+    let verdict = same.and_then(|same| {
+        ensure(same, || "the reproducible KV cache has other bits than one attention".into())
+    });
+    harness.share(verdict)
+}
+
+/// Requires that tokens in `T` on a backend differ from the oracle by less than `most`, and that
+/// each of them sends the same bytes.
+pub(crate) fn tokens_on<T: Element>(
+    harness: &mut Harness,
+    settings: &Settings,
+    backend: &AnyBackend,
+    most: f64,
+) -> Verdict {
+    let verdict = run::<T>(settings, backend).map_err(|error| format!("the KV cache: {error}"));
     let verdict = verdict.and_then(|(worst, bytes)| {
-        ensure(worst < 1e-13, || format!("the KV cache differs from the oracle by {worst}"))?;
-        // out and lse in f64 of four heads to each of the others
-        let token = (harness.ranks() as u64 - 1) * 4 * (6 + 1) * 8;
-        ensure(bytes.iter().all(|&bytes| bytes == token), || {
+        ensure(worst < most, || format!("the KV cache differs from the oracle by {worst}"))?;
+        // out and lse of four heads to each of the others
+        let row_bytes = 6 * T::DTYPE.bytes() + T::DTYPE.accumulator().bytes();
+        let token = (harness.ranks() as u64 - 1) * 4 * row_bytes as u64;
+        ensure(bytes.len() == 10 && bytes.iter().all(|&bytes| bytes == token), || {
             format!("tokens cost {bytes:?} bytes, want {token}")
         })
-    });
-    let verdict = verdict.and_then(|()| {
-        let same = reproducible(settings).map_err(|error| format!("reproducible: {error}"))?;
-        ensure(same, || "the reproducible KV cache has other bits than one attention".into())
     });
     harness.share(verdict)
 }
@@ -65,22 +83,25 @@ fn reproducible(settings: &Settings) -> Result<bool> {
 }
 
 /// Returns the worst difference from the oracle, and the bytes of each token.
-fn run(settings: &Settings) -> Result<(f64, Vec<u64>)> {
+fn run<T: Element>(settings: &Settings, backend: &AnyBackend) -> Result<(f64, Vec<u64>)> {
     let Dims { q_len, q_heads, kv_heads, head_dim, value_dim, .. } = DIMS;
-    let q = tensor(q_len, 1, q_heads, head_dim);
-    let k = tensor(q_len, 2, kv_heads, head_dim);
-    let v = tensor(q_len, 3, kv_heads, value_dim);
-    let attention = Attention::new().dtype(DType::F64).causal(true).sliding_window(200, 0);
+    let tensor = |salt, heads, dim| tensor(q_len, salt, heads, dim).mapv(T::from_f64);
+    let q = tensor(1, q_heads, head_dim);
+    let k = tensor(2, kv_heads, head_dim);
+    let v = tensor(3, kv_heads, value_dim);
+    let attention = Attention::new().dtype(T::DTYPE).causal(true).sliding_window(200, 0);
     let spec = attention.spec(DIMS)?;
     let batch = Batch::default();
     let (bias, sinks) = (None, None);
+    let [wide_q, wide_k, wide_v] = [&q, &k, &v].map(|tensor| tensor.mapv(T::to_f64));
+    let [q_view, k_view, v_view] = [wide_q.view(), wide_k.view(), wide_v.view()];
     let problem =
-        Problem { spec: &spec, batch: &batch, q: q.view(), k: k.view(), v: v.view(), bias, sinks };
+        Problem { spec: &spec, batch: &batch, q: q_view, k: k_view, v: v_view, bias, sinks };
     let want = oracle::forward(&problem)?;
 
     let shape = CacheShape::new(1, q_heads, head_dim).kv_heads(kv_heads).value_dim(value_dim);
     let transport = Mpi::world(settings.clone())?;
-    let mut cache = Cache::new(&attention, shape.page_rows(16), Cpu::new(1)?, transport)?;
+    let mut cache = backend.cache(&attention, shape.page_rows(16), transport)?;
     let mut worst: f64 = 0.0;
     let mut bytes = Vec::new();
     let mut first = 0;
@@ -89,7 +110,7 @@ fn run(settings: &Settings) -> Result<(f64, Vec<u64>)> {
         cache.append(k.slice(rows), v.slice(rows))?;
         let forward = cache.attend(q.slice(rows), None)?;
         let pairs = forward.out.iter().zip(want.out.slice(rows));
-        worst = pairs.map(|(got, want)| (got - want).abs()).fold(worst, f64::max);
+        worst = pairs.map(|(got, want)| (got.to_f64() - want).abs()).fold(worst, f64::max);
         if end == first + 1 {
             bytes.push(forward.reports[0].bytes_sent);
         }

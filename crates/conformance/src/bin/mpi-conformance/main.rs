@@ -7,6 +7,7 @@
 //! | `cases SEEDS` | random cases over the ring: the oracle's numbers, the bits of the ring of threads, the predicted bytes (golden cases: `annulus check`) |
 //! | `pairs` | a covering array of all choices: as `cases`, every other time with an invented placement on two nodes; with standard sends, synchronous sends and announced messages |
 //! | `bytes` | the transport's count = the schedule's prediction = a count of every visible pair, and the published fractions; a KV cache: the oracle's numbers, and constant bytes per token |
+//! | `backend NAME SEEDS` | every strategy on this backend: the oracle's numbers, the bits of the ring of threads, the predicted bytes; a KV cache in f32 |
 //! | `sums` | gradients that are summed over ranks by slices: the bits of a ring of threads, and the predicted bytes |
 //! | `mismatch` | a field that differs on one rank is the same error on all, in under a second, before any data moves |
 //! | `host` | a host program's own `MPI_Init_thread(FUNNELED)` and sub-communicators, two rings at once, one dropped after `MPI_Finalize` |
@@ -45,17 +46,19 @@ mod mortal;
 mod shared;
 #[cfg(feature = "link-mpi")]
 mod split;
+mod strategies;
 mod sums;
 
 use std::process::ExitCode;
 
+use annulus::{AnyBackend, BackendName};
 use annulus_comm::mpi::{Launch, Settings};
 
 use self::harness::{Harness, Verdict};
 
-const USAGE: &str = "want messages, cases SEEDS, pairs, bytes, sums, mismatch, host, \
-    host-split, host-late, ahead, links, shared, control, away, suspended, debugged, lost PASS \
-    MOMENT, slow or panic";
+const USAGE: &str = "want messages, cases SEEDS, pairs, bytes, backend NAME SEEDS, sums, \
+    mismatch, host, host-split, host-late, ahead, links, shared, control, away, suspended, \
+    debugged, lost PASS MOMENT, slow or panic";
 
 fn main() -> ExitCode {
     let mut words: Vec<String> = std::env::args().skip(1).collect();
@@ -102,15 +105,12 @@ fn run(words: &[String], settings: &Settings) -> Verdict {
     let mut harness = Harness::new().map_err(|error| error.to_string())?;
     let verdict = match words[..] {
         ["messages"] => messages::all(&mut harness, settings),
-        ["cases", seeds] => cases::random(
-            &mut harness,
-            settings,
-            seeds.parse().map_err(|error| format!("{seeds}: {error}"))?,
-        ),
+        ["cases", seeds] => cases::random(&mut harness, settings, number(seeds)?),
         ["pairs"] => cases::pairs(&mut harness, settings),
         ["bytes"] => {
             bytes::all(&mut harness, settings).and_then(|()| decode::tokens(&mut harness, settings))
         }
+        ["backend", name, seeds] => on_backend(&mut harness, settings, name, seeds),
         ["sums"] => sums::all(&mut harness, settings),
         ["ahead"] => ahead::all(&mut harness, settings),
         ["links"] => links::all(&mut harness, settings),
@@ -139,4 +139,19 @@ fn run(words: &[String], settings: &Settings) -> Verdict {
     }
     drop(harness);
     verdict
+}
+
+fn number(word: &str) -> Result<u64, String> {
+    word.parse().map_err(|error| format!("{word}: {error}"))
+}
+
+/// Runs the strategies and a KV cache on the backend of this name, on the CPU with one thread a rank.
+fn on_backend(harness: &mut Harness, settings: &Settings, name: &str, seeds: &str) -> Verdict {
+    let seeds = number(seeds)?;
+    let opened = name.parse().and_then(|name: BackendName| AnyBackend::open(name, None, 0));
+    let opened = opened.map_err(|error| error.to_string());
+    harness.share(opened.as_ref().map(drop).map_err(Clone::clone))?;
+    let backend = opened?;
+    strategies::all(harness, settings, &backend, seeds)?;
+    decode::tokens_on::<f32>(harness, settings, &backend, 2e-6)
 }
