@@ -6,6 +6,7 @@ use annulus_core::Error;
 
 pub(crate) use crate::message::one_line;
 use crate::{
+    interrupt,
     launcher::is_leader_output,
     message::{self, fitted},
     report::complain,
@@ -83,6 +84,7 @@ impl Failure {
         } else {
             std::thread::sleep(SILENT_EXIT_DELAY);
         }
+        interrupt::set_reported(self.code());
         ExitCode::from(self.code())
     }
 

@@ -17,7 +17,7 @@ pub(crate) use files::{MadeFolders, Scratch, Unfinished};
 pub(crate) use signals::watch;
 
 static STATE: Mutex<State> =
-    Mutex::new(State { leftovers: Vec::new(), begun: false, written: Vec::new() });
+    Mutex::new(State { leftovers: Vec::new(), begun: false, written: Vec::new(), reported: None });
 
 /// Files and folders that the command has on disk. A change of one of them holds the lock until the
 /// disk has changed too, so a signal is handled before both changes or after both.
@@ -29,6 +29,8 @@ struct State {
     begun: bool,
     /// Complete outputs.
     written: Vec<PathBuf>,
+    /// Exit code of a failure that has been printed.
+    reported: Option<u8>,
 }
 
 /// Temporary file or folder, removed unless it is completed.
@@ -113,6 +115,13 @@ pub(crate) fn commit<T>(
     Ok(named)
 }
 
+/// Records that the failure with which the command ends has been printed. A signal then prints
+/// nothing more and does not change the exit code: a launcher sends SIGTERM to the processes of a
+/// job as soon as one of them has ended with an error.
+pub(crate) fn set_reported(code: u8) {
+    state().reported = Some(code);
+}
+
 /// Removes all temporary files and exits.
 pub(crate) fn exit(code: i32) -> ! {
     exit_from(&state(), code)
@@ -132,7 +141,8 @@ mod tests {
     #[test]
     fn the_message_of_an_interrupt_lists_complete_outputs() {
         let path = |name: &str| PathBuf::from(name);
-        let mut state = State { leftovers: Vec::new(), begun: false, written: Vec::new() };
+        let mut state =
+            State { leftovers: Vec::new(), begun: false, written: Vec::new(), reported: None };
         assert_eq!(state.after_interrupt(), "interrupted");
         state.begun = true;
         assert_eq!(state.after_interrupt(), "interrupted; no output was written");

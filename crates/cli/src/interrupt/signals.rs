@@ -43,11 +43,15 @@ pub(crate) fn watch() {
     }
 }
 
-/// Ends the command after a signal with exit code 128 plus its number, as shells do.
+/// Ends the command after a signal with exit code 128 plus its number, as shells do; after a failure
+/// that has been printed, with its code.
 fn end_by(signal: i32) -> ! {
     // locked before the message is printed: no output gets its name after it
     let state = state();
     end_progress();
+    if let Some(code) = state.reported {
+        exit_from(&state, code.into());
+    }
     if is_leader_output() {
         complain!("{}", state.after_interrupt());
     }

@@ -27,6 +27,7 @@ use annulus_core::{Control, Error, Host, Result, Transport};
 use super::Endpoint;
 use crate::{
     failure::{Failure, Outcome, SILENT_EXIT_DELAY},
+    interrupt,
     launcher::{self, LaunchedRank},
     report::{complain, warn_of_silence},
 };
@@ -270,6 +271,7 @@ impl World {
                 };
             }
             let code = *code;
+            interrupt::set_reported(code);
             self.finalize(code);
             return Failure::Printed(code);
         }
@@ -284,6 +286,7 @@ impl World {
         } else {
             thread::sleep(SILENT_EXIT_DELAY);
         }
+        interrupt::set_reported(failure.code());
         let Self { endpoint, launch, .. } = self;
         drop(endpoint);
         launch.abandon();
