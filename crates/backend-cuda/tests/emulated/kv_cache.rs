@@ -17,7 +17,7 @@ use crate::support::{emulated, emulated_on, next_device};
 
 /// Creates the backend of a rank, on a device of its own.
 fn cuda(_: usize) -> Result<OnHost<Cuda>> {
-    Ok(emulated(&[])?.on_host())
+    Ok(emulated()?.on_host())
 }
 
 #[test]
@@ -76,8 +76,7 @@ fn a_token_copies_its_own_rows_to_the_device_whatever_is_cached() {
     let ordinals = [next_device(), next_device()];
     for ranks in [1, 2] {
         let copied = || ordinals.map(emulator::bytes_to_device).iter().sum::<u64>();
-        let make =
-            |rank: usize, endpoint| Ok((emulated_on(ordinals[rank], &[])?.on_host(), endpoint));
+        let make = |rank: usize, endpoint| Ok((emulated_on(ordinals[rank])?.on_host(), endpoint));
         let mut cache = LocalCache::with_transports(&attention, shape, ranks, make).unwrap();
         for rows in ROWS {
             while cache.len() < rows as u64 {
@@ -104,7 +103,7 @@ fn a_device_that_fails_ends_the_kv_cache_on_all_ranks() {
     let attention = Attention::new().causal(true);
     let all = Sequence::<f32>::new(CACHED.dims, None);
     let errors = each_rank(ring(2), |rank, transport| {
-        let made = emulated(&[])?;
+        let made = emulated()?;
         let stream = made.stream().clone();
         let mut cache = Cache::new(&attention, CACHED.shape(), made.on_host(), transport)?;
         // the abort may arrive before rank 0 has closed its first call
