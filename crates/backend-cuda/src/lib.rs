@@ -18,7 +18,7 @@
 //! | backward on warpgroups: statistics, fused and split kernels | `backward_warpgroup.rs` |
 //! | warpgroups: tensor maps for TMA | `tma.rs` |
 //! | stream, kernels and masks of both passes; their memory | `pass_context.rs`, `state.rs` |
-//! | block-sparse mask; GQA packing | `block_mask.rs`, `gqa_packing.rs` |
+//! | block-sparse mask, numbers of keys; GQA packing | `block_mask.rs`, `key_numbers.rs`; `gqa_packing.rs` |
 //! | wire records, kernel arguments | `records.rs`, `arguments.rs` |
 //! | kernel variants; compilation; loading | `variant.rs`, `level.rs`; `programs.rs`; `kernels.rs` |
 //!
@@ -53,6 +53,7 @@ mod forward_tiles;
 mod forward_warpgroup;
 mod gqa_packing;
 mod kernels;
+mod key_numbers;
 mod key_ranges;
 mod level;
 mod pass_context;

@@ -1,5 +1,7 @@
 //! The KV cache on emulated devices: results, and bytes copied to the device by a token.
 
+use std::sync::Arc;
+
 use annulus::{
     Attention, Cache, CacheShape, Error, LocalCache,
     comm::threads::{each_rank, ring},
@@ -8,7 +10,7 @@ use annulus_conformance::suite::{
     self,
     kv_cache::{CACHED, Decoding, Sequence, numbers},
 };
-use annulus_core::{DType, OnHost, Result};
+use annulus_core::{Alibi, DType, OnHost, Result};
 use annulus_cuda::Cuda;
 use annulus_cuda_emulator as emulator;
 use ndarray::s;
@@ -66,18 +68,25 @@ fn refused_tokens_are_overwritten_on_cuda() {
 
 #[test]
 fn a_token_copies_its_own_rows_to_the_device_whatever_is_cached() {
+    let causal = Attention::new().causal(true);
+    copies_of_a_token(&causal, &[1, 2]);
+    // row numbers and positions of keys
+    let alibi = Arc::new(Alibi::published(4));
+    copies_of_a_token(&causal.dropout(0.3, 5).bias_function(alibi), &[1]);
+}
+
+fn copies_of_a_token(attention: &Attention, ranks: &[usize]) {
     const ROWS: [usize; 3] = [500, 4_000, 9_000];
-    let attention = Attention::new().causal(true);
     let shape = CacheShape::new(1, 4, 8).kv_heads(2).value_dim(6);
     let row_bytes = 2 * (8 + 6) * 4;
     let query_bytes = 4 * 8 * 4;
     let chunk = [numbers::<f32>(1, [1, 500, 2, 8]), numbers::<f32>(2, [1, 500, 2, 6])];
     let token = numbers::<f32>(3, [1, 1, 4, 8]);
     let ordinals = [next_device(), next_device()];
-    for ranks in [1, 2] {
+    for &ranks in ranks {
         let copied = || ordinals.map(emulator::bytes_to_device).iter().sum::<u64>();
         let make = |rank: usize, endpoint| Ok((emulated_on(ordinals[rank])?.on_host(), endpoint));
-        let mut cache = LocalCache::with_transports(&attention, shape, ranks, make).unwrap();
+        let mut cache = LocalCache::with_transports(attention, shape, ranks, make).unwrap();
         for rows in ROWS {
             while cache.len() < rows as u64 {
                 let before = copied();
@@ -90,7 +99,8 @@ fn a_token_copies_its_own_rows_to_the_device_whatever_is_cached() {
             let k = chunk[0].slice(s![.., ..1, .., ..]);
             cache.append(k, chunk[1].slice(s![.., ..1, .., ..])).unwrap();
             cache.attend(token.view(), None).unwrap();
-            // the rest are lists of runs of full tiles, for each segment of 4,096 rows
+            // the rest are lists of runs of full tiles, for each segment of 4,096 rows, and numbers of
+            // the new row
             let lists = copied() - before - row_bytes - ranks as u64 * query_bytes;
             let segments = (rows + 1).div_ceil(ranks).div_ceil(4096) * ranks;
             assert!(lists > 0 && lists <= 2048 * segments as u64, "{rows} rows: {lists}");
