@@ -69,13 +69,13 @@ fn refused_tokens_are_overwritten_on_cuda() {
 #[test]
 fn a_token_copies_its_own_rows_to_the_device_whatever_is_cached() {
     let causal = Attention::new().causal(true);
-    copies_of_a_token(&causal, &[1, 2]);
+    copies_of_a_token(&causal, &[1, 2]).unwrap();
     // row numbers and positions of keys
     let alibi = Arc::new(Alibi::published(4));
-    copies_of_a_token(&causal.dropout(0.3, 5).bias_function(alibi), &[1]);
+    copies_of_a_token(&causal.dropout(0.3, 5).bias_function(alibi), &[1]).unwrap();
 }
 
-fn copies_of_a_token(attention: &Attention, ranks: &[usize]) {
+fn copies_of_a_token(attention: &Attention, ranks: &[usize]) -> Result<()> {
     const ROWS: [usize; 3] = [500, 4_000, 9_000];
     let shape = CacheShape::new(1, 4, 8).kv_heads(2).value_dim(6);
     let row_bytes = 2 * (8 + 6) * 4;
@@ -86,19 +86,19 @@ fn copies_of_a_token(attention: &Attention, ranks: &[usize]) {
     for &ranks in ranks {
         let copied = || ordinals.map(emulator::bytes_to_device).iter().sum::<u64>();
         let make = |rank: usize, endpoint| Ok((emulated_on(ordinals[rank])?.on_host(), endpoint));
-        let mut cache = LocalCache::with_transports(attention, shape, ranks, make).unwrap();
+        let mut cache = LocalCache::with_transports(attention, shape, ranks, make)?;
         for rows in ROWS {
             while cache.len() < rows as u64 {
                 let before = copied();
-                cache.append(chunk[0].view(), chunk[1].view()).unwrap();
+                cache.append(chunk[0].view(), chunk[1].view())?;
                 assert_eq!(copied() - before, 500 * row_bytes);
             }
             // the first call makes the workspaces
-            cache.attend(token.view(), None).unwrap();
+            cache.attend(token.view(), None)?;
             let before = copied();
             let k = chunk[0].slice(s![.., ..1, .., ..]);
-            cache.append(k, chunk[1].slice(s![.., ..1, .., ..])).unwrap();
-            cache.attend(token.view(), None).unwrap();
+            cache.append(k, chunk[1].slice(s![.., ..1, .., ..]))?;
+            cache.attend(token.view(), None)?;
             // the rest are lists of runs of full tiles, for each segment of 4,096 rows, and numbers of
             // the new row
             let lists = copied() - before - row_bytes - ranks as u64 * query_bytes;
@@ -106,6 +106,7 @@ fn copies_of_a_token(attention: &Attention, ranks: &[usize]) {
             assert!(lists > 0 && lists <= 2048 * segments as u64, "{rows} rows: {lists}");
         }
     }
+    Ok(())
 }
 
 #[test]
