@@ -125,7 +125,7 @@ DEVICE void store_dx(u16* to, const u32 (&dx)[FusedTiles::pairs / 8][4], u64 vis
             u32 row = n_tile / 8 * BACKWARD_TILE + index % 2 * 8;
             store_pair_for_async_proxy((first ^ n_tile % 8 * 16) + row * PANEL_DIMS * 2, pair);
         }
-    if (!planted(DX_NO_PROXY_FENCE)) fence_proxy_async();
+    fence_proxy_async();
 }
 
 // First query and dim of a consumer's part of the dQ tile.
@@ -167,17 +167,16 @@ DEVICE void dq_nonfinite_fixup(float (&dq)[DQ_COLUMNS / 2], const u16* dx, const
 // Stores a consumer's part of the dQ tile for the dQ writer, when the tile is free.
 DEVICE void store_dq(FusedStorage& memory, const float (&dq)[DQ_COLUMNS / 2],
                      const StreamedTile& tile, float scale, u32 parity, const ConsumerLane& at) {
-    if (!planted(DQ_TILE_OVERWRITTEN)) mbarrier_wait(&memory.dq_empty, parity ^ 1);
+    mbarrier_wait(&memory.dq_empty, parity ^ 1);
     if (at.group == 0 && at.thread == 0) memory.dq_tile = tile;
-    if (at.lane == 0 && planted(DQ_TILE_NOT_FULL)) mbarrier_arrive(&memory.dq_full);
     const u32 first = shared_address(memory.dq + (dq_first_row(at.group) + at.row) * DQ_PITCH +
                                      dq_first_dim(at.group) + at.column);
     UNROLL for (u32 e = 0; e < DQ_COLUMNS / 2; e += 2)
         store_floats_for_async_proxy(first + (e / 2 % 2 * 8 * DQ_PITCH + e / 4 * 8) * 4,
                                      scale * dq[e], scale * dq[e + 1]);
-    if (!planted(DQ_TILE_NO_FENCE)) fence_proxy_async();
+    fence_proxy_async();
     warp_barrier();
-    if (at.lane == 0 && !planted(DQ_TILE_NOT_FULL)) mbarrier_arrive(&memory.dq_full);
+    if (at.lane == 0) mbarrier_arrive(&memory.dq_full);
 }
 
 // dQ writer: adds the dQ tiles of the block to dQ, each in its turn. The 32 threads of one warp.
@@ -193,9 +192,9 @@ DEVICE void write_dq_tiles(FusedStorage& memory, const BackwardAttention& argume
         const AdditionRank turn =
             addition_rank(arguments, own.b, h, first_row / BACKWARD_TILE, own.tile);
         u32* semaphore = semaphore_of(arguments, own.b, h, first_row);
-        if (lane == 0 && !planted(TURN_NOT_AWAITED)) semaphore_wait(semaphore, turn.rank);
+        if (lane == 0) semaphore_wait(semaphore, turn.rank);
         warp_barrier();
-        if (!planted(NO_FENCE_AFTER_TURN)) fence_proxy_async_global();
+        fence_proxy_async_global();
         NOT_UNROLLED for (u32 row = lane; row < FUSED_ROWS; row += 32) {
             if (first_row + row >= a.queries) break;
             float* to = reinterpret_cast<float*>(a.dq) +
@@ -204,19 +203,15 @@ DEVICE void write_dq_tiles(FusedStorage& memory, const BackwardAttention& argume
             bulk_reduce_add(to, memory.dq + row * DQ_PITCH, a.head_dim * 4);
         }
         bulk_commit();
-        if (!planted(DQ_TILE_EARLY_EMPTY)) bulk_wait_read<0>();
+        bulk_wait_read<0>();
         warp_barrier();
         // not by the lane that passes the turn on, which has more to do
         if (lane == 31) mbarrier_arrive(&memory.dq_empty);
-        if (!planted(TURN_PASSED_EARLY)) {
-            bulk_wait();
-            if (!planted(NO_FENCE_BEFORE_TURN)) fence_proxy_async_global();
-            if (!planted(TURN_PASSED_BY_ONE)) warp_barrier();
-        }
-        const bool resets = turn.is_last && !planted(TURN_NOT_RESET);
-        if (lane == 0 && !planted(TURN_NOT_PASSED))
-            semaphore_set(semaphore, resets ? 0 : turn.rank + 1);
         bulk_wait();
+        fence_proxy_async_global();
+        warp_barrier();
+        const u32 next = turn.is_last ? 0 : turn.rank + 1;
+        if (lane == 0) semaphore_set(semaphore, next);
     }
 }
 
@@ -266,13 +261,12 @@ DEVICE void fused_key_rows(FusedStorage& memory, const BackwardAttention& argume
         coord.is_full = is_full_tile(a, coord.mask_index);
         // the same for all threads of the warpgroup
         const bool by_wgmma =
-            planted(NON_FINITE_BY_WGMMA) || coord.is_full ||
+            coord.is_full ||
             !named_barrier_any(WARPGROUP_BARRIER(recomputed(at.group)), WARPGROUP,
                                part_non_finite(queries, Storage::elements, here) ||
                                    part_non_finite(douts, Storage::elements, here));
         // the same for all threads of the block
-        const bool dq_by_wgmma =
-            planted(NON_FINITE_BY_WGMMA) || coord.is_full || !keys_non_finite;
+        const bool dq_by_wgmma = coord.is_full || !keys_non_finite;
         // P of keys beyond the end need not be finite
         const bool plain = coord.mask_index == FULL_TILE &&
                            (memory.tile + 1) * BACKWARD_TILE <= a.keys &&
@@ -284,7 +278,7 @@ DEVICE void fused_key_rows(FusedStorage& memory, const BackwardAttention& argume
             visible = visible_queries<Storage>(a, coord, statistics, here);
             masked_key_probs<Storage>(scores, statistics, visible, here, a);
         }
-        u16* dx_tile = memory.dx[planted(DX_ONE_BUFFER) ? 0 : state.tile % 2];
+        u16* dx_tile = memory.dx[state.tile % 2];
         const u64 marks = dq_by_wgmma ? ~0ull : visible;
         if (!by_wgmma) {
             wgmma_wait<0>();
@@ -301,7 +295,7 @@ DEVICE void fused_key_rows(FusedStorage& memory, const BackwardAttention& argume
             issue_nn(dv, p, operands, douts, by_wgmma);
         }
         // of the groups of dP and dV, that of dP is complete
-        if (!planted(DK_DP_NOT_AWAITED)) wgmma_wait<DV_BEFORE_DX ? 1 : 0>();
+        wgmma_wait<DV_BEFORE_DX ? 1 : 0>();
         fence_operand(dprobs);
         if (by_wgmma && plain)
             key_score_gradients<true, Storage>(dprobs, scores, statistics, visible,
@@ -315,19 +309,17 @@ DEVICE void fused_key_rows(FusedStorage& memory, const BackwardAttention& argume
             narrow_left(p, scores);
             issue_nn(dv, p, operands, douts, by_wgmma);
         }
-        if (!planted(DX_NO_BARRIER))
-            named_barrier(CONSUMER_BARRIER, BACKWARD_CONSUMERS * WARPGROUP);
+        named_barrier(CONSUMER_BARRIER, BACKWARD_CONSUMERS * WARPGROUP);
         float dq[DQ_COLUMNS / 2];
         const u16* dx_rows =
             dx_tile + dq_first_row(at.group) / PANEL_DIMS * (BACKWARD_TILE * PANEL_DIMS);
         issue_dq(dq, dx_rows, dq_keys);
         issue_nn(dk, dx, operands, queries, by_wgmma);
-        if (planted(BACKWARD_EARLY_RELEASE)) consumer_release(operands, stage, lane_again(at));
         // of the groups of dV, dQ and dK, the first two are complete
-        if (!planted(DQ_NOT_AWAITED)) wgmma_wait<1>();
+        wgmma_wait<1>();
         fence_operand(dq);
         // dV has read P until here. Pinning its registers ties narrow_left to the wait.
-        if (!planted(DV_P_IN_FLIGHT)) fence_operand(p);
+        fence_operand(p);
         if (!dq_by_wgmma) dq_nonfinite_fixup(dq, dx_rows, dq_keys, lane_again(at));
         const u32 dq_parity = state.tile % 2;
         if (memory.streamed[recomputed(stage)].is_last) {
@@ -348,8 +340,8 @@ DEVICE void fused_key_rows(FusedStorage& memory, const BackwardAttention& argume
         fence_operand(dk);
         fence_operand(dv);
         // dK has read dX until here
-        if (!planted(DK_DX_IN_FLIGHT)) fence_operand(dx);
-        if (!planted(BACKWARD_EARLY_RELEASE)) consumer_release(operands, stage, lane_again(at));
+        fence_operand(dx);
+        consumer_release(operands, stage, lane_again(at));
     }
     wgmma_wait<0>();
     fence_operand(dk);
@@ -381,8 +373,7 @@ DEVICE void load_query_tiles(FusedStorage& memory, const BackwardAttention& argu
 
 // Obtains the tile of keys of this block. All threads call it.
 DEVICE KeyTile own_key_tile(FusedStorage& memory, const BackwardAttention& a) {
-    if (thread_index() == 0)
-        memory.ticket = planted(KEYS_BY_BLOCK_INDEX) ? block_x() : take_ticket(a);
+    if (thread_index() == 0) memory.ticket = take_ticket(a);
     barrier();
     const KeyTile own = key_tile_of(a, memory.ticket);
     if (thread_index() == 0) memory.tile = own.tile;

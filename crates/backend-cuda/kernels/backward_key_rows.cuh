@@ -40,7 +40,6 @@ DEVICE u64 visible_queries(const Attention& a, const BackwardTile& coord,
             ColumnPair lse = lse_pair(statistics + first / 64, n_tile, at);
             UNROLL for (u32 c = 0; c < 2; ++c) {
                 u64 line = backward_mask_row(a, coord, first + 8 * n_tile + at.column + c, 0);
-                if (planted(DK_MASK_OFF_BY_ONE)) line = line << 1 | 1;
                 line = lse.of[c] == -infinity() ? 0 : line >> at.row;
                 UNROLL for (u32 r = 0; r < 2; ++r)
                     bits |= u32(line >> 8 * r & 1) << (4 * n_tile + 2 * r + c);

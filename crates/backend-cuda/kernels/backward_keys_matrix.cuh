@@ -143,12 +143,7 @@ DEVICE void masked_pairs(KeysScores& products, KeysVisible& visible, const KeysS
     NOT_UNROLLED for (u32 n = 0; n < KEYS_COLUMNS; ++n) {
         const u32 query = part_query + 8 * n + lane.rows.column;
         u64 lines[2];
-        UNROLL for (u32 c = 0; c < 2; ++c) {
-            lines[c] = mask_row(a, coord, query + c);
-#ifdef PLANTED_BACKWARD_MASK_OFF_BY_ONE
-            if (PLANTED_BACKWARD_MASK_OFF_BY_ONE == KEYS) lines[c] = lines[c] << 1 | 1;
-#endif
-        }
+        UNROLL for (u32 c = 0; c < 2; ++c) lines[c] = mask_row(a, coord, query + c);
         UNROLL for (u32 m = 0; m < BACKWARD_ROW_TILES; ++m) {
             const ScoreQuad scores = lane.quad(memory, m, n);
             UNROLL for (u32 e = 0; e < 4; ++e) {
@@ -200,18 +195,13 @@ KERNEL_OF(BACKWARD_THREADS, 2, backward_keys_matrix, Attention) {
     KeysStorage& memory = *reinterpret_cast<KeysStorage*>(dynamic_shared());
 
     KeysStream stream;
-#if PLANTED_LATE_LEFT_ROWS == 3
-    stream.begin(a, memory.stages, tiles);
-#endif
     if (tiles.more()) {
         load_left_rows<BACKWARD_THREADS, KEYS_ROWS>(
             memory.keys, operand_of(a.k, b, kv_head, a.keys, a.head_dim), first_key);
         load_left_rows<BACKWARD_THREADS, KEYS_ROWS>(
             memory.values, operand_of(a.v, b, kv_head, a.keys, a.value_dim), first_key);
     }
-#if PLANTED_LATE_LEFT_ROWS != 3
     stream.begin(a, memory.stages, tiles);
-#endif
     RowAccumulators<BACKWARD_ROW_TILES> acc;
     UNROLL for (u32 panel = 0; panel < CHUNKS; ++panel) clear(acc[panel]);
     // dims of this warp's first product, and of its second one
@@ -226,9 +216,6 @@ KERNEL_OF(BACKWARD_THREADS, 2, backward_keys_matrix, Attention) {
         if (thread_index() < TILE)
             own = load_query_statistics(a, b, coord.h, coord.first_query + thread_index());
         NOT_UNROLLED for (u32 query = 0; query < TILE; query += KEYS_QUERIES) {
-#ifdef PLANTED_EARLY_STATISTICS
-            if (query == 0 && thread_index() < TILE) write_statistics(memory, own);
-#endif
             bool fixup = !coord.is_full;
             const u16* stage = stream.next<0>(a, fixup);
             const u16 *left = lane.of_dk ? memory.values : memory.keys,
@@ -239,11 +226,7 @@ KERNEL_OF(BACKWARD_THREADS, 2, backward_keys_matrix, Attention) {
             // and the exchange of the previous part
             if (query == 0 && thread_index() < TILE) write_statistics(memory, own);
             if (!lane.of_dk) write_exchange(memory, products, lane);
-#ifdef PLANTED_NO_EXCHANGE_BARRIER
-            const bool fused = is_fused(own.lse);
-#else
             const bool fused = !barrier_any(!is_fused(own.lse));
-#endif
             KeysPairs pairs;
             KeysVisible visible = {};
             if (fused && is_plain(coord, a))

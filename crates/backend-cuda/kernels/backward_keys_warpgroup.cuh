@@ -69,7 +69,7 @@ DEVICE void backward_key_rows(NarrowStorage& memory, const BackwardAttention& ar
         coord.is_full = is_full_tile(a, coord.mask_index);
         // the same for all threads of the warpgroup
         const bool by_wgmma =
-            planted(NON_FINITE_BY_WGMMA) || coord.is_full ||
+            coord.is_full ||
             !named_barrier_any(WARPGROUP_BARRIER(at.group), WARPGROUP,
                                part_non_finite(queries, Storage::elements, at) ||
                                    part_non_finite(douts, Storage::elements, at));
@@ -98,7 +98,7 @@ DEVICE void backward_key_rows(NarrowStorage& memory, const BackwardAttention& ar
         narrow_left(p, scores);
         issue_nn(dv, p, memory, douts, by_wgmma);
         // of the groups of dP and dV, that of dP is complete
-        if (!planted(DK_DP_NOT_AWAITED)) wgmma_wait<1>();
+        wgmma_wait<1>();
         fence_operand(dprobs);
         if (!epilogue && plain)
             key_score_gradients<true, Storage>(dprobs, scores, statistics, visible, at);
@@ -106,7 +106,6 @@ DEVICE void backward_key_rows(NarrowStorage& memory, const BackwardAttention& ar
             key_score_gradients<false, Storage>(dprobs, scores, statistics, visible, at);
         narrow_left(dx, dprobs);
         issue_nn(dk, dx, memory, queries, by_wgmma);
-        if (planted(BACKWARD_EARLY_RELEASE)) consumer_release(memory, stage, at);
         tiles.next(a, a.queries);
         if (!tiles.more()) break;
         ++state.tile;
@@ -121,9 +120,9 @@ DEVICE void backward_key_rows(NarrowStorage& memory, const BackwardAttention& ar
         fence_operand(dv);
         // the products have read P and dX until here. Pinning their registers ties narrow_left to
         // the wait.
-        if (!planted(DV_P_IN_FLIGHT)) fence_operand(p);
-        if (!planted(DK_DX_IN_FLIGHT)) fence_operand(dx);
-        if (!planted(BACKWARD_EARLY_RELEASE)) consumer_release(memory, stage, at);
+        fence_operand(p);
+        fence_operand(dx);
+        consumer_release(memory, stage, at);
     }
     wgmma_wait<0>();
     fence_operand(dk);

@@ -62,10 +62,7 @@ DEVICE void masked_dx(QueriesScores& scores, QueriesScores& dprobs, QueriesVisib
             UNROLL for (u32 m = 0; m < BACKWARD_ROW_TILES; ++m)
                 UNROLL for (u32 r = 0; r < 2; ++r) {
                     const u32 query = at.row_of(m, r);
-                    u64 line = mask_row(a, coord, query, QUERIES_ROWS);
-#ifdef PLANTED_BACKWARD_MASK_OFF_BY_ONE
-                    if (PLANTED_BACKWARD_MASK_OFF_BY_ONE == QUERIES) line = line << 1 | 1;
-#endif
+                    const u64 line = mask_row(a, coord, query, QUERIES_ROWS);
                     float(&pair)[4] = scores[m][0], p, dx;
                     bool contributes =
                         backward_pair(p, dx, pair[2 * r], dprobs[m][0][2 * r], line, query, key,
@@ -114,16 +111,11 @@ KERNEL_OF(BACKWARD_THREADS, 2, backward_queries_matrix, Attention) {
     QueriesStorage& memory = *reinterpret_cast<QueriesStorage*>(dynamic_shared());
 
     QueriesStream stream;
-#if PLANTED_LATE_LEFT_ROWS == 2
-    stream.begin(a, memory.stages, tiles);
-#endif
     load_left_rows<BACKWARD_THREADS, QUERIES_ROWS>(
         memory.queries, operand_of(a.q, b, h, a.queries, a.head_dim), first_query);
     load_left_rows<BACKWARD_THREADS, QUERIES_ROWS>(
         memory.douts, operand_of(a.dout, b, h, a.queries, a.value_dim), first_query);
-#if PLANTED_LATE_LEFT_ROWS != 2
     stream.begin(a, memory.stages, tiles);
-#endif
     bool fused = true;
     for (u32 row = thread_index(); row < QUERIES_ROWS; row += BACKWARD_THREADS) {
         memory.statistics[row] = load_query_statistics(a, b, h, first_query + row);

@@ -12,7 +12,6 @@ DEVICE u64 visible_keys(const Attention& a, const BackwardTile& coord, const flo
     UNROLL for (u32 word = 0; word < Storage::rows / 64; ++word)
         UNROLL for (u32 r = 0; r < 2; ++r) {
             u64 line = backward_mask_row(a, coord, at.row + 8 * r, word);
-            if (planted(DQ_MASK_OFF_BY_ONE)) line = line << 1 | 1;
             line = lse[r] == -infinity() ? 0 : line >> at.column;
             UNROLL for (u32 n_tile = 0; n_tile < 8; ++n_tile)
                 visible |= (line >> 8 * n_tile & 3) << (4 * (8 * word + n_tile) + 2 * r);
@@ -97,7 +96,7 @@ DEVICE void backward_query_rows(Storage& memory, const BackwardAttention& argume
             UNROLL for (u32 e = 0; e < pairs; ++e)
                 scores[e] = masked_prob(scores[e], visible >> e & 1, lse[e / 2 % 2], a);
         }
-        if (!planted(DQ_DP_NOT_AWAITED)) wgmma_wait<0>();
+        wgmma_wait<0>();
         fence_operand(dprobs);
         if (epilogue) {
             visible = queries_pair_epilogue<Storage>(scores, dprobs, lse, delta, coord, at, a);
@@ -111,13 +110,12 @@ DEVICE void backward_query_rows(Storage& memory, const BackwardAttention& argume
         }
         // the same for all threads of the warpgroup
         const bool by_wgmma =
-            planted(NON_FINITE_BY_WGMMA) || coord.is_full ||
+            coord.is_full ||
             !named_barrier_any(WARPGROUP_BARRIER(at.group), WARPGROUP,
                                part_non_finite(keys, Storage::elements, at));
         if (!by_wgmma) nn_nonfinite_fixup<Storage>(dq, dprobs, visible, keys, at);
         narrow_left(dx, dprobs);
         issue_nn(dq, dx, memory, keys, by_wgmma);
-        if (planted(BACKWARD_EARLY_RELEASE)) consumer_release(memory, stage, at);
         tiles.next(a, a.keys);
         if (!tiles.more()) break;
         ++state.tile;
@@ -130,8 +128,8 @@ DEVICE void backward_query_rows(Storage& memory, const BackwardAttention& argume
         UNROLL for (u32 e = 0; e < pairs; ++e) scores[e] = next_scores[e];
         fence_operand(dq);
         // dX·K has read dX until here. Pinning its registers ties narrow_left to the wait.
-        if (!planted(DQ_DX_IN_FLIGHT)) fence_operand(dx);
-        if (!planted(BACKWARD_EARLY_RELEASE)) consumer_release(memory, stage, at);
+        fence_operand(dx);
+        consumer_release(memory, stage, at);
     }
     wgmma_wait<0>();
     fence_operand(dq);

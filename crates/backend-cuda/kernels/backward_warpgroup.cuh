@@ -69,49 +69,6 @@
 // Accumulators of a thread: 64 rows × dims over 128 threads.
 #define ACC_REGISTERS (ANNULUS_DIM / 2)
 
-// Mistakes planted by tests, numbered as in tests/emulated/warpgroup_backward.rs.
-enum BackwardMistake {
-    BACKWARD_WRONG_PHASE = 101,  // the producer waits for the wrong parity of an empty mbarrier
-    BACKWARD_EARLY_RELEASE,      // a stage is released before its last product is waited for
-    BACKWARD_NO_RELEASE,         // a stage is never released
-    BACKWARD_NO_FULL_WAIT,       // a stage is used without waiting for its loads
-    BACKWARD_TOO_FEW_BYTES,      // expect_tx leaves out the second operand
-    STATISTICS_NOT_EXPECTED,     // expect_tx leaves out the row statistics
-    S_NOT_COMMITTED,             // S and dP are not committed as groups
-    S_NOT_AWAITED,               // S is read while wgmma writes it
-    DQ_DP_NOT_AWAITED,           // dQ pass: dP is read while wgmma writes it
-    DK_DP_NOT_AWAITED,           // dK/dV pass: likewise
-    BACKWARD_NO_WGMMA_FENCE,     // products start without ordering earlier register accesses
-    OWN_ROWS_NOT_AWAITED,        // own rows are read before all threads have stored them
-    DQ_DX_IN_FLIGHT,             // dQ pass: dX is used again without pinning its registers
-    DK_DX_IN_FLIGHT,             // dK/dV pass: likewise
-    DV_P_IN_FLIGHT,              // dK/dV pass: likewise P
-    BACKWARD_WRONG_STEP,         // descriptors advance too little from one K = 16 step to the next
-    BACKWARD_WRONG_PANEL,        // the descriptor has a wrong distance between panels
-    DQ_MASK_OFF_BY_ONE,
-    DK_MASK_OFF_BY_ONE,
-    STATISTICS_OF_FIRST_STAGE,   // row statistics are read from the wrong stage
-    NON_FINITE_BY_WGMMA,         // masked pairs multiply elements that are not finite
-    // fused kernel
-    DX_NO_PROXY_FENCE,     // dX in shared memory is not made visible to wgmma
-    DX_NO_BARRIER,         // dX is read before the other consumer has stored its half
-    DX_ONE_BUFFER,         // dX is overwritten while the other consumer's product reads it
-    DQ_NOT_AWAITED,        // dQ is read while wgmma writes it
-    DQ_TILE_NO_FENCE,      // the dQ tile is not made visible to bulk operations
-    DQ_TILE_NOT_FULL,      // the dQ tile is declared full before it is stored
-    DQ_TILE_OVERWRITTEN,   // the dQ tile is stored while the one before is being added
-    DQ_TILE_EARLY_EMPTY,   // the dQ tile is declared free while it is being added
-    TURN_NOT_AWAITED,      // blocks add in the order of their arrival
-    TURN_PASSED_EARLY,     // the turn is passed on before the additions are complete
-    TURN_PASSED_BY_ONE,    // the turn is passed on when those of one lane are complete
-    TURN_NOT_PASSED,       // the turn is never passed on
-    TURN_NOT_RESET,        // the next launch begins with the semaphores of this one
-    NO_FENCE_AFTER_TURN,   // bulk operations are not ordered after the wait for the turn
-    NO_FENCE_BEFORE_TURN,  // the turn is not ordered after bulk operations
-    TICKETS_RESET_EARLY,   // the last block begins with the ticket of the first one
-    KEYS_BY_BLOCK_INDEX,   // a block may wait for one that has not started
-};
-
 // lse and delta of 64 queries.
 struct StatisticsTile {
     float lse[64], delta[64];
@@ -269,8 +226,7 @@ DEVICE void begin_backward_storage(Storage& memory) {
 // Producer: waits until all consumers have released a stage.
 template <typename Storage>
 DEVICE void producer_acquire(Storage& memory, const StageCursor<Storage::stages>& at) {
-    mbarrier_wait(memory.empty + at.stage(),
-                  planted(BACKWARD_WRONG_PHASE) ? at.parity() : at.parity() ^ 1);
+    mbarrier_wait(memory.empty + at.stage(), at.parity() ^ 1);
 }
 
 // Producer: issues the loads of a tile of both operands to an empty stage, a box per panel, and
@@ -280,8 +236,8 @@ DEVICE void load_tile(Storage& memory, const BackwardAttention& arguments,
                       const StageCursor<Storage::stages>& at, u32 row, u32 head, u32 batch,
                       const StatisticsTile* statistics) {
     const u32 stage = at.stage(), operand_bytes = Storage::elements * 2;
-    u32 bytes = planted(BACKWARD_TOO_FEW_BYTES) ? operand_bytes : 2 * operand_bytes;
-    if (statistics && !planted(STATISTICS_NOT_EXPECTED)) bytes += sizeof memory.statistics[0];
+    u32 bytes = 2 * operand_bytes;
+    if (statistics) bytes += sizeof memory.statistics[0];
     mbarrier_arrive_expect_tx(memory.full + stage, bytes);
     for (u32 operand = 0; operand < 2; ++operand)
         for (u32 panel = 0; panel < PANELS; ++panel)
@@ -296,19 +252,19 @@ DEVICE void load_tile(Storage& memory, const BackwardAttention& arguments,
 // Consumer: waits until the loads of a stage are complete.
 template <typename Storage>
 DEVICE void consumer_wait(Storage& memory, const StageCursor<Storage::stages>& at) {
-    if (!planted(BACKWARD_NO_FULL_WAIT)) mbarrier_wait(memory.full + at.stage(), at.parity());
+    mbarrier_wait(memory.full + at.stage(), at.parity());
 }
 
 // Statistics of the queries of a stage.
 template <typename Storage>
 DEVICE const StatisticsTile* statistics_of_stage(const Storage& memory, u32 stage) {
-    return memory.statistics[planted(STATISTICS_OF_FIRST_STAGE) ? 0 : stage];
+    return memory.statistics[stage];
 }
 
 // Consumer: this warp has read a stage.
 template <typename Storage>
 DEVICE void consumer_release(Storage& memory, u32 stage, const ConsumerLane& at) {
-    if (at.lane == 0 && !planted(BACKWARD_NO_RELEASE)) mbarrier_arrive(memory.empty + stage);
+    if (at.lane == 0) mbarrier_arrive(memory.empty + stage);
 }
 
 // Loads a consumer's own rows of both operands and waits until wgmma may read them.
@@ -319,7 +275,7 @@ DEVICE void load_own_rows(Storage& memory, const Tensor& first, u32 first_dim, c
     static_assert(OWN_ROWS == Q_ROWS, "load_q stores as many rows");
     load_q(memory.own[0][at.group], first, b, head, row, rows, first_dim);
     load_q(memory.own[1][at.group], second, b, head, row, rows, second_dim);
-    if (!planted(OWN_ROWS_NOT_AWAITED)) named_barrier(WARPGROUP_BARRIER(at.group), WARPGROUP);
+    named_barrier(WARPGROUP_BARRIER(at.group), WARPGROUP);
 }
 
 template <u32 count>
@@ -352,19 +308,17 @@ DEVICE u64 operand_descriptor(OperandLow operand, u32 elements) {
 template <typename Storage>
 DEVICE void issue_nt(float (&scores)[Storage::pairs], OperandLow own, const u16* streamed) {
     OperandLow right = OperandLow(k_major_descriptor(streamed));
-    if (!planted(BACKWARD_NO_WGMMA_FENCE)) wgmma_fence();
-    UNROLL for (u32 x = 0; x < ANNULUS_DIM; x += 16) {
-        u32 in_panel = planted(BACKWARD_WRONG_STEP) ? x % 64 / 2 : x % 64;
+    wgmma_fence();
+    UNROLL for (u32 x = 0; x < ANNULUS_DIM; x += 16)
         backward_wgmma_ss(scores, operand_descriptor(own, x / 64 * OWN_PANEL + x % 64),
-                          operand_descriptor(right, x / 64 * Storage::panel + in_panel), x > 0);
-    }
-    if (!planted(S_NOT_COMMITTED)) wgmma_commit();
+                          operand_descriptor(right, x / 64 * Storage::panel + x % 64), x > 0);
+    wgmma_commit();
 }
 
 // Waits for all products, of which that of S is the last one.
 template <u32 count>
 DEVICE void await_s(float (&scores)[count]) {
-    if (!planted(S_NOT_AWAITED)) wgmma_wait<0>();
+    wgmma_wait<0>();
     fence_operand(scores);
 }
 
@@ -372,10 +326,10 @@ DEVICE void await_s(float (&scores)[count]) {
 template <typename Storage>
 DEVICE void issue_nn(float (&acc)[ACC_REGISTERS], const u32 (&left)[Storage::rows / 16][4],
                      const Storage& memory, const u16* streamed, bool by_wgmma) {
-    u32 panel = planted(BACKWARD_WRONG_PANEL) ? Storage::panel / 2 : Storage::panel;
     // all panels of the zero operand are the same one
-    OperandLow right = uniform(OperandLow(by_wgmma ? mn_major_descriptor(streamed, panel)
-                                                   : mn_major_descriptor(memory.zeros, 0)));
+    OperandLow right =
+        uniform(OperandLow(by_wgmma ? mn_major_descriptor(streamed, Storage::panel)
+                                    : mn_major_descriptor(memory.zeros, 0)));
     wgmma_fence();
     UNROLL for (u32 y = 0; y < Storage::rows / 16; ++y)
         backward_wgmma_rs(acc, left[y], operand_descriptor(right, y * 16 * PANEL_DIMS));

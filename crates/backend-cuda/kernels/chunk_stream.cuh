@@ -273,18 +273,10 @@ struct Stream {
     template <u32 consumed_phase>
     METHOD const u16* next(const Attention& a, bool& non_finite) {
         const u16* stage = stages + consumed * stage_elements;
-#ifdef PLANTED_LATE_WAIT
-        cp_async_wait<depth - 2 + (pass == PLANTED_LATE_WAIT)>();
-#else
         cp_async_wait<depth - 2>();
-#endif
         bool mine =
             non_finite && thread_part_non_finite<threads, stage_elements / CHUNK>(stage);
-#ifdef PLANTED_NO_BARRIER
-        non_finite = pass == PLANTED_NO_BARRIER ? mine : barrier_any(mine);
-#else
         non_finite = barrier_any(mine);
-#endif
         // the barrier above: all threads have consumed the previous stage, which may be overwritten
         prefetch((consumed + depth - 1) % depth, (consumed_phase + depth - 1) % phases<pass>(), a);
         consumed = (consumed + 1) % depth;

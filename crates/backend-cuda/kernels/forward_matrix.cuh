@@ -76,11 +76,7 @@ DEVICE void load_query_rows(u16* to, const Operand& operand, u32 first_query, co
     for (u32 index = thread_index(); index < FORWARD_ROWS * ANNULUS_DIM / 8;
          index += FORWARD_THREADS) {
         u32 row = index / (ANNULUS_DIM / 8), x = index % (ANNULUS_DIM / 8) * 8;
-#ifdef PLANTED_PACKED_HEAD
-        PackedRow packed = forward_row(a, 0, row ^ (a.packed_heads > 1));
-#else
         PackedRow packed = forward_row(a, 0, row);
-#endif
         bool inside =
             packed.exists && first_query + packed.query < operand.rows && x < operand.dim;
         i64 offset = inside ? i64(first_query + packed.query) * operand.row +
@@ -113,9 +109,6 @@ DEVICE void mask_scores(ForwardVisible& visible, const TileCoord& coord, const R
             bool exists = packed.exists && coord.first_query + packed.query < a.queries;
             u64 line = 0;
             if (exists) line = mask_row(a, coord, packed.query, packed_queries<FORWARD_ROWS>(a));
-#ifdef PLANTED_MASK_OFF_BY_ONE
-            line = line << 1 | 1;
-#endif
             line = (line & existing) >> (coord.first_key - first + lane.column);
             UNROLL for (u32 n = 0; n < FORWARD_COLUMNS; ++n)
                 visible[m] |= u32(line >> 8 * n & 3) << (4 * n + 2 * r);
@@ -316,15 +309,10 @@ DEVICE void forward_on_matrices(const Attention& a) {
 
     ForwardStorage<depth>& memory = *reinterpret_cast<ForwardStorage<depth>*>(dynamic_shared());
     Stream<FORWARD, FORWARD_THREADS, depth, FORWARD_KEYS> stream;
-#ifdef PLANTED_LATE_QUERIES
-    stream.begin(a, memory.stages, tiles);
-#endif
     if (tiles.more())
         load_query_rows(memory.queries, operand_of(a.q, b, first_head, a.queries, a.head_dim),
                         first_query, a);
-#ifndef PLANTED_LATE_QUERIES
     stream.begin(a, memory.stages, tiles);
-#endif
     RowState state;
     RowAccumulators<FORWARD_ROW_TILES> o;
     load_state(state, o, b, first_head, first_query, recomputed(lane), a);

@@ -102,7 +102,7 @@ DEVICE void store_tile_by_tma(u16* tile, const float (&o)[O_PARTS][O_COLUMNS / 2
                               const RowOutput (&outputs)[2], const WarpgroupAttention& a,
                               const ConsumerTile& part, const ConsumerLane& at) {
     // the products Q·Kᵀ of all warps have been waited for
-    if (!planted(OUTPUTS_OVER_Q)) named_barrier(WARPGROUP_BARRIER(at.group), WARPGROUP);
+    named_barrier(WARPGROUP_BARRIER(at.group), WARPGROUP);
     UNROLL for (u32 r = 0; r < 2; ++r)
         UNROLL for (u32 columns = 0; columns < O_PARTS; ++columns)
             UNROLL for (u32 n_tile = 0; n_tile < O_COLUMNS / 8; ++n_tile) {
@@ -112,8 +112,8 @@ DEVICE void store_tile_by_tma(u16* tile, const float (&o)[O_PARTS][O_COLUMNS / 2
                     tile + swizzled_offset(Q_ROWS, at.row + 8 * r, x),
                     narrow_pair(outputs[r].of(pair[0]), outputs[r].of(pair[1])));
             }
-    if (!planted(NO_OUTPUT_FENCE)) fence_proxy_async();
-    if (!planted(NO_OUTPUT_BARRIER)) named_barrier(WARPGROUP_BARRIER(at.group), WARPGROUP);
+    fence_proxy_async();
+    named_barrier(WARPGROUP_BARRIER(at.group), WARPGROUP);
     const u32 first_query = part.tile * TILE_ROWS + at.group * Q_ROWS;
     if (at.thread != 0 || first_query >= a.attention.queries) return;
     // rows and dims beyond the ends of the tensor are not written

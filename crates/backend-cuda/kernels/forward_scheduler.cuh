@@ -48,14 +48,13 @@ DEVICE WorkTile work_tile(const WarpgroupAttention& a, u32 number) {
 DEVICE u32 fetch_tile(const WarpgroupAttention& a) {
     u32* counter = reinterpret_cast<u32*>(a.counter);
     const u32 fetched = atomic_add(counter, 1);
-    if (fetched + 1 == a.tiles && !planted(COUNTER_NOT_RESET)) *counter = 0;
+    if (fetched + 1 == a.tiles) *counter = 0;
     return fetched + blocks_x();
 }
 
 // Producer: passes a tile to the consumers.
 DEVICE void send_work(SharedStorage& memory, const PipelineState& slot, const WorkTile& work) {
-    if (!planted(WORK_OVERWRITTEN))
-        mbarrier_wait(memory.work_empty + slot.stage(), slot.parity() ^ 1);
+    mbarrier_wait(memory.work_empty + slot.stage(), slot.parity() ^ 1);
     memory.work[slot.stage()] = work;
     mbarrier_arrive(memory.work_full + slot.stage());
 }
@@ -63,8 +62,7 @@ DEVICE void send_work(SharedStorage& memory, const PipelineState& slot, const Wo
 // Consumer: receives the next tile. All threads call it. One lane of a warp reads the slot, so that
 // it may be released at once.
 DEVICE WorkTile receive_work(SharedStorage& memory, const PipelineState& slot, u32 lane) {
-    mbarrier_wait(memory.work_full + slot.stage(),
-                  planted(WORK_WRONG_PHASE) ? slot.parity() ^ 1 : slot.parity());
+    mbarrier_wait(memory.work_full + slot.stage(), slot.parity());
     WorkTile work = {};
     if (lane == 0) {
         work = memory.work[slot.stage()];
@@ -86,7 +84,6 @@ DEVICE void load_tiles(SharedStorage& memory, const WarpgroupAttention& a) {
         const u32 kv_head = work.first_head / (all.q_heads / all.kv_heads);
         RunIterator tiles;
         tiles.begin(all, work.b, work.first_head, work.list);
-        if (planted(PIPELINE_RESTARTED)) state = {0};
         for (; tiles.more(); tiles.next(all), state.advance()) {
             const u32 row = tiles.tile * KV_ROWS;
             tma_load(memory.k[0], a.k_map, memory.k_full, memory.k_empty, state, row, kv_head,

@@ -92,7 +92,7 @@ DEVICE void online_softmax(float (&scores)[S_REGISTERS], VisiblePairs& visible_p
 // instructions.
 DEVICE void rescale_o(float (&o)[O_PARTS][O_COLUMNS / 2], const SoftmaxState& softmax) {
     bool changed = softmax.rescale[0] != 1.0f || softmax.rescale[1] != 1.0f;
-    if (planted(RESCALED_IF_ALL) ? warp_any(!changed) : !warp_any(changed)) return;
+    if (!warp_any(changed)) return;
     UNROLL for (u32 part = 0; part < O_PARTS; ++part)
         UNROLL for (u32 e = 0; e < O_COLUMNS / 2; ++e) o[part][e] *= softmax.rescale[e / 2 % 2];
 }
@@ -170,8 +170,7 @@ DEVICE void pv_nonfinite_fixup(float (&o)[O_PARTS][O_COLUMNS / 2], u32 (&probs)[
 
 // Returns the V tile of a stage as right operand.
 DEVICE ValueOperand v_operand_of(const SharedStorage& memory, const PipelineState& state) {
-    u32 panel = planted(WRONG_PANEL) ? KV_PANEL / 2 : KV_PANEL;
-    return {mn_major_descriptor(memory.v[state.stage()], panel), KV_PANEL, 16 * PANEL_DIMS};
+    return {mn_major_descriptor(memory.v[state.stage()], KV_PANEL), KV_PANEL, 16 * PANEL_DIMS};
 }
 
 // Copies the rows of a consumer to shared memory as load_q, of a tile of (query, head) pairs.
@@ -183,12 +182,11 @@ DEVICE void load_packed_q(u16* to, const Attention& a, const ConsumerTile& part,
     for (u32 index = at.thread; index < Q_TILE / 8; index += WARPGROUP) {
         u32 row = index / (ANNULUS_DIM / 8), x = index % (ANNULUS_DIM / 8) * 8;
         const ConsumerRow own = part.row(a, at.group, row);
-        const u32 h = planted(WRONG_PACKED_HEAD) && a.packed_heads > 1 ? own.h ^ 1 : own.h;
-        const u64 line = offset<u16>(q, part.b, own.query, h, 0);
+        const u64 line = offset<u16>(q, part.b, own.query, own.h, 0);
         store_eight(to, own.exists ? reinterpret_cast<const u16*>(line) : nullptr, q.dim, row, x,
                     a.head_dim, aligned);
     }
-    if (!planted(NO_PROXY_FENCE)) fence_proxy_async();
+    fence_proxy_async();
 }
 
 // Consumer warpgroup: attends its 64 rows of a tile to all visible KV tiles. The KV pipeline goes
@@ -204,7 +202,7 @@ DEVICE void attend_rows(SharedStorage& memory, const WarpgroupAttention& all,
     const u32 next_consumer = is_last_consumer ? 0 : at.group + 1;
     if (is_last_consumer && !tiles.is_last()) scheduler_arrive(0);
     // all warps have left the tile before, and the TMA store has read its outputs
-    if (at.thread == 0 && !planted(Q_OVER_OUTPUTS)) bulk_wait_read<0>();
+    if (at.thread == 0) bulk_wait_read<0>();
     named_barrier(WARPGROUP_BARRIER(at.group), WARPGROUP);
     load_packed_q(q_shared, a, part, at);
 
@@ -244,9 +242,8 @@ DEVICE void attend_rows(SharedStorage& memory, const WarpgroupAttention& all,
         coord = warpgroup_tile(a, part.b, part.first_head, part.tile, tiles.entry());
         consumer_wait(memory.k_full, k_state);
         scheduler_wait(at.group);
-        if (planted(EARLY_RELEASE)) consumer_release(memory.v_empty, v_state, at.lane);
         issue_qk(scores, q_descriptor, k_major_descriptor(memory.k[k_state.stage()]));
-        if (!planted(NO_FULL_WAIT)) consumer_wait(memory.v_full, v_state);
+        consumer_wait(memory.v_full, v_state);
         issue_pv(o, probs, v_operand);
         // after the last tile there is no turn to pass on: an arrival would be left at the barrier
         bool is_last_turn = is_last_consumer && tiles.is_last();
@@ -254,14 +251,12 @@ DEVICE void attend_rows(SharedStorage& memory, const WarpgroupAttention& all,
         await_qk(scores);
         consumer_release(memory.k_empty, k_state, at.lane);
         online_softmax<with_epilogue>(scores, visible_pairs, softmax, coord, at, a);
-        if (planted(RESCALED_IN_FLIGHT)) rescale_o(o, softmax);
-        if (planted(P_IN_FLIGHT)) narrow_p(probs, scores);
         await_pv(o, probs);
         // the next P is rounded from S: pinning S keeps the compiler from writing P before the wait
         fence_operand(scores);
-        if (!planted(EARLY_RELEASE)) consumer_release(memory.v_empty, v_state, at.lane);
+        consumer_release(memory.v_empty, v_state, at.lane);
         k_state.advance();
-        if (!planted(RESCALED_IN_FLIGHT)) rescale_o(o, softmax);
+        rescale_o(o, softmax);
         narrow_p(probs, scores);
     }
 
@@ -274,7 +269,7 @@ DEVICE void attend_rows(SharedStorage& memory, const WarpgroupAttention& all,
     }
     issue_pv(o, probs, v_operand);
     await_pv(o, probs);
-    if (!planted(LAST_V_NOT_RELEASED)) consumer_release(memory.v_empty, v_state, at.lane);
+    consumer_release(memory.v_empty, v_state, at.lane);
     write_rows(q_shared, o, softmax, all, part, at);
 }
 
@@ -290,14 +285,13 @@ DEVICE void attend_tiles(SharedStorage& memory, const WarpgroupAttention& a) {
         const ConsumerTile part = consumer_tile(all, work);
         RunIterator tiles;
         tiles.begin(all, work.b, work.first_head, work.list);
-        if (planted(PIPELINE_RESTARTED)) k_state = {0};
         if (tiles.more())
             attend_rows<with_epilogue>(memory, a, part, tiles, k_state, at);
         else if (!keeps_state(all))
             write_rows_without_tiles(all, part, at);
     }
     // shared memory ends with the block
-    if (at.thread == 0 && !planted(STORE_NOT_AWAITED)) bulk_wait_read<0>();
+    if (at.thread == 0) bulk_wait_read<0>();
 }
 
 // Grid: blocks, of which each computes the tiles that the scheduler assigns to it.
@@ -321,6 +315,6 @@ DEVICE void forward_on_warpgroups(const WarpgroupAttention& a) {
 KERNEL(forward_warpgroup, WarpgroupAttention) { forward_on_warpgroups<false>(a); }
 
 #if HAS_EPILOGUE_KERNEL
-// For scores with an epilogue, and dropout: see `needs_epilogue` of src/forward_warpgroup.rs.
+// For scores with an epilogue, and dropout: see `needs_epilogue` of src/variant.rs.
 KERNEL(forward_warpgroup_epilogue, WarpgroupAttention) { forward_on_warpgroups<true>(a); }
 #endif

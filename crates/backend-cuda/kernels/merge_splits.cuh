@@ -32,15 +32,6 @@ DEVICE Sum merge_factor(Sum before, Sum max) {
     return before == max ? Sum(1) : exponential(before - max);
 }
 
-// Barriers of the merge, each of which a test removes.
-DEVICE void merge_barrier(u32 number) {
-#ifdef PLANTED_NO_MERGE_BARRIER
-    if (number == PLANTED_NO_MERGE_BARRIER) return;
-#endif
-    (void)number;
-    barrier();
-}
-
 // Grid: rows [batch, row, head]. At most THREADS ranges.
 KERNEL(merge_splits, Merge) {
     SHARED(Sum, factors, THREADS);
@@ -58,7 +49,7 @@ KERNEL(merge_splits, Merge) {
     Sum before = is_empty ? none : reinterpret_cast<const Sum*>(a.max)[statistics];
     Sum max = warp_max(mine);
     if (lane == 0) of_warps[warp] = max;
-    merge_barrier(1);
+    barrier();
     max = before;
     for (u32 other = 0; other < MERGE_WARPS; ++other) max = larger(max, of_warps[other]);
 
@@ -76,7 +67,7 @@ KERNEL(merge_splits, Merge) {
         of_warps[MERGE_WARPS + warp] = sum;
         of_warps[2 * MERGE_WARPS + warp] = ties;
     }
-    merge_barrier(2);
+    barrier();
 
     Sum acc[ANNULUS_DIM / 32];
     UNROLL for (u32 c = 0; c < ANNULUS_DIM / 32; ++c) acc[c] = 0;
@@ -89,7 +80,7 @@ KERNEL(merge_splits, Merge) {
     }
     UNROLL for (u32 c = 0; c < ANNULUS_DIM / 32; ++c)
         terms[warp * ANNULUS_DIM + lane + 32 * c] = acc[c];
-    merge_barrier(3);
+    barrier();
 
     Sum of_state = is_empty ? Sum(0) : merge_factor(before, max);
     sum = is_empty ? Sum(0) : of_state * reinterpret_cast<const Sum*>(a.sum)[statistics];

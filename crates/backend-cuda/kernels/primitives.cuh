@@ -47,9 +47,6 @@ typedef long long i64;
 extern __shared__ __align__(1024) u8 dynamic_shared_memory[];
 DEVICE u8* dynamic_shared() { return dynamic_shared_memory; }
 
-// True if the test plants this mistake (mutation tests on the emulator). Always false on a device.
-DEVICE constexpr bool planted(u32) { return false; }
-
 DEVICE u32 thread_index() { return threadIdx.x; }
 // As thread_index, read anew wherever it is called: what is computed from it need not be kept.
 DEVICE u32 thread_index_again() {

@@ -85,7 +85,7 @@ struct AsyncUnits;
 const u32 RESIDENT_BLOCKS = 3;
 
 // Added to a planted mistake: asynchronous copies complete when they are issued. Mirrored in
-// emulator/context.rs.
+// crates/cuda-emulator/src/context.rs.
 const u32 EARLY_COPIES = 1 << 16;
 
 struct Block {
@@ -430,7 +430,7 @@ inline bool run_round(Block& block) {
     return block.fault || moved || step_async_units(block);
 }
 
-// Result of a launch: mirrored in emulator/modules.rs.
+// Result of a launch: mirrored in crates/cuda-emulator/src/modules.rs.
 enum Outcome { ENDED = 0, FAILED = 1, DEADLOCK = 2 };
 
 // Blocks of a grid that have not started, in the order in which they will.
@@ -516,6 +516,8 @@ DEVICE u8* dynamic_shared() {
     return reinterpret_cast<u8*>(emulated::current()->dynamic_shared);
 }
 
+// True if the launch plants this mistake: used by the edits that tests make of the kernels' text
+// (tests/emulated/mistakes), not by the kernels.
 DEVICE bool planted(u32 mistake) {
     return (emulated::current()->mistake & ~emulated::EARLY_COPIES) == mistake;
 }

@@ -78,16 +78,6 @@ DEVICE void rotate(T (&list)[count][width]) {
     }
 }
 
-template <u32 row_tiles, u32 columns>
-DEVICE void rotate_tiles(float (&scores)[row_tiles][columns][4]) {
-    UNROLL for (u32 n = 0; n < columns; ++n)
-        UNROLL for (u32 e = 0; e < 4; ++e) {
-            float first = scores[0][n][e];
-            UNROLL for (u32 m = 0; m + 1 < row_tiles; ++m) scores[m][n][e] = scores[m + 1][n][e];
-            scores[row_tiles - 1][n][e] = first;
-        }
-}
-
 // Copies `rows` rows of a left operand, from row `first` on, to shared memory, in panels of 64 dims
 // with the swizzle of a chunk; 0 beyond the ends. The copies belong to the first group of the
 // stream that begins next.

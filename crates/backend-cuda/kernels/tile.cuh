@@ -14,8 +14,6 @@
 #include "numbers.cuh"
 #include "dropout.cuh"
 
-// Macros that begin with PLANTED compile a deliberate mistake in; the emulator tests check that
-// each one is detected.
 #define TILE ANNULUS_TILE
 #define M (TILE / 16)
 #define SLICE 32
@@ -127,9 +125,7 @@ DEVICE void dot_products(ScoreTile& scores, Sum* left_slice, Sum* right_slice, c
         barrier();
         load_slice(left_slice, left, coord.b, coord.h, coord.first_query, a.queries, from, dim);
         load_slice(right_slice, right, coord.b, kv_head, coord.first_key, a.keys, from, dim);
-#ifndef PLANTED_NO_BARRIER
         barrier();
-#endif
 _Pragma("unroll 4") for (u32 x = 0; x < SLICE; ++x) {
             Sum lefts[M], rights[M];
             UNROLL for (u32 r = 0; r < M; ++r) lefts[r] = left_slice[query_of(r) * SLICE_LINE + x];
@@ -174,9 +170,6 @@ DEVICE u64 mask_row(const Attention& a, const TileCoord& coord, u32 row, u32 que
 // True if a pair is visible by its row's tile mask `line`, and exists.
 DEVICE bool is_pair_visible(u64 line, u32 row, u32 key, const TileCoord& coord,
                             const Attention& a) {
-#ifdef PLANTED_MASK_OFF_BY_ONE
-    line = line << 1 | 1;
-#endif
     return coord.first_query + row < a.queries && coord.first_key + key < a.keys &&
            (line >> key & 1);
 }
@@ -293,11 +286,7 @@ DEVICE void accumulate(AccTile& acc, const Sum* left_tile, const u8* visibility,
         // all threads have read the previous slice and written the left tile
         barrier();
         bool non_finite = load_slice(right_slice, right, b, head, first, rows, slice * SLICE, dim);
-#ifdef PLANTED_LATE_WAIT
-        bool fixup = non_finite && !is_full;
-#else
         bool fixup = barrier_any(non_finite && !is_full);
-#endif
 _Pragma("unroll 4") for (u32 j = 0; j < TILE; ++j) {
             Sum rights[2];
             UNROLL for (u32 c = 0; c < 2; ++c)
@@ -312,9 +301,6 @@ _Pragma("unroll 4") for (u32 j = 0; j < TILE; ++j) {
             }
         }
     }
-#ifdef PLANTED_SPLIT_BARRIER
-    if (thread_index() == 77) return;
-#endif
     barrier();
 }
 

@@ -83,40 +83,6 @@
 #define SCHEDULER_THREADS (2 * WARPGROUP)
 #define WARPGROUP_BARRIER(group) (1 + CONSUMERS + (group))
 
-// Mistakes planted by tests, numbered as in tests/emulated/warpgroup.rs. Each must be detected, by
-// wrong numbers or by a failed launch.
-enum Mistake {
-    WRONG_PHASE = 1,      // the producer waits for the wrong parity of an empty mbarrier
-    EARLY_RELEASE,        // a V stage is released before it is read
-    STAGE_NOT_RELEASED,   // a K stage is never released
-    NO_FULL_WAIT,         // V is used, and its stage released, without waiting for the load
-    TOO_FEW_BYTES,        // expect_tx announces too few bytes
-    NO_WGMMA_COMMIT,      // wgmma operations are not committed as a group
-    NO_WGMMA_WAIT,        // accumulators are read while wgmma writes them
-    NO_WGMMA_FENCE,       // wgmma starts without ordering earlier register accesses
-    RESCALED_IN_FLIGHT,   // O is rescaled while P·V accumulates into it
-    NO_PROXY_FENCE,       // stores to shared memory are not made visible to wgmma
-    WRONG_SWIZZLE,        // Q is stored with a wrong swizzle
-    WRONG_STEP,           // descriptors advance too little from one K = 16 step to the next
-    WRONG_PANEL,          // the descriptor has a wrong distance between panels
-    MASK_OFF_BY_ONE,
-    NO_SCHEDULER_ARRIVE,  // a consumer does not pass the turn to the next one
-    P_IN_FLIGHT,          // P is overwritten while P·V reads it
-    NO_OPERAND_FENCE,     // P is written without pinning its registers after the wait
-    RESCALED_IF_ALL,      // O is rescaled only if the maxima of all rows of a warp have changed
-    WRONG_PACKED_HEAD,    // Q of a row of a packed tile is that of another head
-    WORK_WRONG_PHASE,     // a consumer waits for the wrong parity of a full work slot
-    WORK_OVERWRITTEN,     // a work slot is written before all consumers have read it
-    COUNTER_NOT_RESET,    // the next launch begins with the counter of this one
-    PIPELINE_RESTARTED,   // the K/V pipeline starts anew with each tile of queries
-    LAST_V_NOT_RELEASED,  // the last V stage of a tile of queries is never released
-    OUTPUTS_OVER_Q,       // outputs are written to Q's memory while Q·Kᵀ of other warps reads it
-    NO_OUTPUT_FENCE,      // outputs in shared memory are not made visible to the TMA store
-    NO_OUTPUT_BARRIER,    // the TMA store is issued before all warps have written their outputs
-    Q_OVER_OUTPUTS,       // the next Q is written while the TMA store reads the outputs
-    STORE_NOT_AWAITED,    // the block ends while a TMA store reads its shared memory
-};
-
 // Argument of the warpgroup kernels: mirrored in src/arguments.rs.
 struct WarpgroupAttention {
     TensorMap k_map, v_map, out_map;
@@ -236,10 +202,8 @@ DEVICE void clear_zeros(SharedStorage& memory) {
 // Producer: waits until the stage is empty, then issues the TMA loads of one tile, a box per panel.
 DEVICE void tma_load(u16* to, const TensorMap& map, Mbarrier* full, Mbarrier* empty,
                      const PipelineState& state, u32 row, u32 head, u32 batch) {
-    mbarrier_wait(empty + state.stage(),
-                  planted(WRONG_PHASE) ? state.parity() : state.parity() ^ 1);
-    mbarrier_arrive_expect_tx(full + state.stage(),
-                              planted(TOO_FEW_BYTES) ? KV_TILE : KV_TILE * 2);
+    mbarrier_wait(empty + state.stage(), state.parity() ^ 1);
+    mbarrier_arrive_expect_tx(full + state.stage(), KV_TILE * 2);
     for (u32 panel = 0; panel < PANELS; ++panel)
         tma_load_box(to + state.stage() * KV_TILE + panel * KV_PANEL, map, full + state.stage(),
                      panel * 64, row, head, batch);
@@ -251,7 +215,7 @@ DEVICE void consumer_wait(Mbarrier* full, const PipelineState& state) {
 }
 // Consumer: this warp has read the tile of a stage.
 DEVICE void consumer_release(Mbarrier* empty, const PipelineState& state, u32 lane) {
-    if (lane == 0 && !planted(STAGE_NOT_RELEASED)) mbarrier_arrive(empty + state.stage());
+    if (lane == 0) mbarrier_arrive(empty + state.stage());
 }
 
 // Ping-pong scheduling: waits for the turn of a consumer to issue wgmma.
@@ -260,8 +224,7 @@ DEVICE void scheduler_wait(u32 consumer) {
 }
 // Passes the turn to a consumer.
 DEVICE void scheduler_arrive(u32 consumer) {
-    if (!planted(NO_SCHEDULER_ARRIVE))
-        named_arrive(SCHEDULER_BARRIER(consumer), SCHEDULER_THREADS);
+    named_arrive(SCHEDULER_BARRIER(consumer), SCHEDULER_THREADS);
 }
 
 // Stores elements x … x + 7 of a row of `dim` elements to shared memory for wgmma, zeros beyond the
@@ -280,8 +243,7 @@ DEVICE void store_eight(u16* to, const u16* line, i64 stride, u32 row, u32 x, u3
             }
         }
     }
-    store_for_async_proxy(
-        to + (swizzled_offset(Q_ROWS, row, x) ^ (planted(WRONG_SWIZZLE) ? row % 2 * 8 : 0)), words);
+    store_for_async_proxy(to + swizzled_offset(Q_ROWS, row, x), words);
 }
 
 // Copies a consumer's 64 query rows to shared memory, zeros beyond the ends. By threads rather than
@@ -294,7 +256,7 @@ DEVICE void load_q(u16* to, const Tensor& tensor, u32 b, u32 head, u32 first, u3
         const u16* line = reinterpret_cast<const u16*>(at) + i64(first + row) * tensor.row;
         store_eight(to, first + row < rows ? line : nullptr, tensor.dim, row, x, dim, aligned);
     }
-    if (!planted(NO_PROXY_FENCE)) fence_proxy_async();
+    fence_proxy_async();
 }
 
 DEVICE void wgmma_ss(float (&o)[KV_ROWS / 2], u64 left, u64 right, bool add) {
@@ -317,13 +279,11 @@ DEVICE void wgmma_rs(float (&o)[O_COLUMNS / 2], const u32 (&left)[4], u64 right)
 DEVICE void issue_qk(float (&scores)[KV_ROWS / 2], u64 q, u64 kv) {
     q = uniform_descriptor(q);
     kv = uniform_descriptor(kv);
-    if (!planted(NO_WGMMA_FENCE)) wgmma_fence();
+    wgmma_fence();
     UNROLL for (u32 x = 0; x < ANNULUS_DIM; x += 16)
-        wgmma_ss(
-            scores, descriptor_advance(q, x / 64 * Q_PANEL + x % 64),
-            descriptor_advance(kv, x / 64 * KV_PANEL + (planted(WRONG_STEP) ? x % 64 / 2 : x % 64)),
-            x > 0);
-    if (!planted(NO_WGMMA_COMMIT)) wgmma_commit();
+        wgmma_ss(scores, descriptor_advance(q, x / 64 * Q_PANEL + x % 64),
+                 descriptor_advance(kv, x / 64 * KV_PANEL + x % 64), x > 0);
+    wgmma_commit();
 }
 
 // Right operand of P·V: `step` elements lie between one group of sixteen keys and the next, `panel`
@@ -343,7 +303,7 @@ DEVICE void issue_pv(float (&o)[O_PARTS][O_COLUMNS / 2], const u32 (&probs)[KV_R
                      const ValueOperand& right) {
     const u64 descriptor = uniform_descriptor(right.descriptor);
     const u32 panel = uniform(right.panel), step = uniform(right.step);
-    if (!planted(NO_WGMMA_FENCE)) wgmma_fence();
+    wgmma_fence();
     UNROLL for (u32 y = 0; y < KV_ROWS / 16; ++y)
         UNROLL for (u32 part = 0; part < O_PARTS; ++part)
             wgmma_rs(o[part], probs[y],
@@ -353,7 +313,7 @@ DEVICE void issue_pv(float (&o)[O_PARTS][O_COLUMNS / 2], const u32 (&probs)[KV_R
 
 // Waits for Q·Kᵀ, of the two groups in flight the first one.
 DEVICE void await_qk(float (&scores)[KV_ROWS / 2]) {
-    if (!planted(NO_WGMMA_WAIT)) wgmma_wait<1>();
+    wgmma_wait<1>();
     fence_operand(scores);
 }
 
@@ -361,5 +321,5 @@ DEVICE void await_qk(float (&scores)[KV_ROWS / 2]) {
 DEVICE void await_pv(float (&o)[O_PARTS][O_COLUMNS / 2], u32 (&probs)[KV_ROWS / 16][4]) {
     wgmma_wait<0>();
     UNROLL for (u32 part = 0; part < O_PARTS; ++part) fence_operand(o[part]);
-    if (!planted(NO_OPERAND_FENCE)) fence_operand(probs);
+    fence_operand(probs);
 }

@@ -95,7 +95,6 @@ DEVICE u64 warpgroup_mask_row(const Attention& a, const WarpgroupTile& coord, u3
                                a.block_mask.bits)[(first_row + at.query) * MASK_WORDS + word]
                          : 0;
     }
-    if (planted(MASK_OFF_BY_ONE)) line = line << 1 | 1;
     u32 first = coord.first_key + 64 * word;
     u32 left = a.keys > first ? a.keys - first : 0;
     return left < 64 ? line & ((1ull << left) - 1) : line;

@@ -17,6 +17,7 @@ use crate::{
     Level,
     kernels::{BackwardOptions, BackwardWarpgroupKernels, Kernels, THREADS, WarpgroupKernels},
     pass_context::slopes,
+    programs::KernelEdit,
     variant::{Family, Variant, needs_epilogue},
     workspace::CudaWorkspace,
 };
@@ -35,8 +36,8 @@ use crate::{
 pub struct Cuda {
     stream: Stream,
     compiler: Compiler,
-    /// Compiler options appended to those of the variant.
-    options: Vec<String>,
+    /// `None`: the kernel files as they are.
+    edit: Option<KernelEdit>,
     level: Level,
     min_warpgroup_rows: usize,
     /// `None`: the multiprocessors of the GPU.
@@ -85,7 +86,7 @@ impl Cuda {
     pub fn on_stream(stream: Stream) -> Result<Self> {
         let compiler = compiler(CompilerSymbols::system, Cache::of_user())?;
         compiler.target(stream.device().architecture())?;
-        let made = Self::on(stream, compiler, Vec::new());
+        let made = Self::on(stream, compiler);
         Level::forced()?.map_or(Ok(made.clone()), |level| made.at_level(level))
     }
 
@@ -104,16 +105,15 @@ impl Cuda {
         let device = Device::with_symbols(driver?, ordinal)?;
         let compiler = self::compiler(compiler, cache)?;
         compiler.target(device.architecture())?;
-        Ok(Self::on(Stream::new(&device)?, compiler, Vec::new()))
+        Ok(Self::on(Stream::new(&device)?, compiler))
     }
 
-    /// Uses this stream and compiler, at [`Level::DEFAULT`]; `options` are appended to the
-    /// compiler's.
-    pub fn on(stream: Stream, compiler: Compiler, options: Vec<String>) -> Self {
+    /// Uses this stream and compiler, at [`Level::DEFAULT`].
+    pub fn on(stream: Stream, compiler: Compiler) -> Self {
         Self {
             stream,
             compiler,
-            options,
+            edit: None,
             level: Level::DEFAULT,
             min_warpgroup_rows: Self::MIN_WARPGROUP_ROWS,
             forward_blocks: None,
@@ -184,6 +184,13 @@ impl Cuda {
         Self { wide_tiles: Some(wide), cache: Arc::default(), ..self }
     }
 
+    /// Compiles kernels whose texts a test has changed.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn edited(self, edit: KernelEdit) -> Self {
+        Self { edit: Some(edit), cache: Arc::default(), ..self }
+    }
+
     /// Level of the kernels.
     pub const fn level(&self) -> Level {
         self.level
@@ -237,17 +244,17 @@ impl Cuda {
         let backward = self.backward_variant(spec)?;
         let device = self.stream.device();
         let compiler = &self.compiler;
-        let options = &self.options;
+        let edit = self.edit;
         let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
         let kernels = get_or_make(&mut cache.kernels, variant, || {
-            Kernels::new(device, compiler, variant, self.level, options)
+            Kernels::new(device, compiler, variant, self.level, edit)
         })?;
         let on_warpgroups = (forward != variant)
             .then(|| {
                 get_or_make(&mut cache.on_warpgroups, forward, || {
                     let rows = self.min_warpgroup_rows;
                     let blocks = self.forward_blocks.unwrap_or(device.multiprocessors());
-                    WarpgroupKernels::new(device, compiler, forward, blocks, rows, options)
+                    WarpgroupKernels::new(device, compiler, forward, blocks, rows, edit)
                 })
             })
             .transpose()?;
@@ -258,7 +265,7 @@ impl Cuda {
                         min_rows: self.min_warpgroup_rows,
                         is_fused: self.fused_backward,
                     };
-                    BackwardWarpgroupKernels::new(device, compiler, backward, chosen, options)
+                    BackwardWarpgroupKernels::new(device, compiler, backward, chosen, edit)
                         .map(Arc::new)
                 })
             })

@@ -7,8 +7,9 @@
 //!
 //! Lists of consecutive full tiles are short, whatever the number of keys. What grows with the rows
 //! is therefore copied only for the kernels that read it: row numbers for a bias tensor and
-//! dropout, positions for ALiBi, lists by key tile for backward passes. So a token over a long KV
-//! cache copies no more to the device than one over a short cache.
+//! dropout, positions for ALiBi, lists by key tile for backward passes. The numbers of keys are
+//! shared by block masks (`key_numbers.rs`). So a token over a long KV cache copies no more to the
+//! device than one over a short cache.
 
 use std::sync::Arc;
 
@@ -22,11 +23,12 @@ use crate::{
     arguments::{
         Attention, BlockMaskAddresses, DqOrder, KEY_POSITIONS_PER_BATCH, QUERY_POSITIONS_PER_BATCH,
     },
+    key_numbers::KeyNumbers,
     key_ranges::{self, RangeLimits, RangeLists},
 };
 
-/// Visible tiles by query tile and by key tile, and per-row numbers that kernels need, in one
-/// device buffer.
+/// Visible tiles by query tile and by key tile, and per-row numbers of queries that kernels need, in
+/// one device buffer; those of keys.
 #[derive(Debug)]
 pub(crate) struct BlockMask {
     buffer: CudaBuffer,
@@ -43,9 +45,11 @@ pub(crate) struct BlockMask {
     ranges: usize,
     bits: u64,
     query_rows: u64,
-    key_rows: u64,
     query_positions: u64,
-    key_positions: u64,
+    /// Without a bias tensor and dropout no kernel reads these.
+    key_rows: Option<Arc<CudaBuffer>>,
+    /// Likewise without ALiBi.
+    key_positions: Option<Arc<CudaBuffer>>,
     query_tiles: u32,
     key_tiles: u32,
     per_batch: bool,
@@ -70,6 +74,7 @@ pub(crate) struct ListForm {
 #[derive(Debug, Default)]
 pub(crate) struct BlockMaskCache {
     entries: Vec<Entry>,
+    key_numbers: KeyNumbers,
 }
 
 #[derive(Debug)]
@@ -85,7 +90,8 @@ struct Entry {
 const CAPACITY: usize = 256;
 
 impl BlockMaskCache {
-    /// Drops all entries, because positions, ids or masks have changed.
+    /// Drops all entries, because positions, ids or masks have changed. Numbers of keys stay: they
+    /// are found by their values.
     pub(crate) fn clear(&mut self) {
         self.entries.clear();
     }
@@ -104,7 +110,8 @@ impl BlockMaskCache {
         if let Some(entry) = self.entries.iter().find(is_wanted) {
             return Ok(Arc::clone(&entry.block_mask));
         }
-        let block_mask = BlockMask::new(shard, queries, keys, form, stream)?;
+        let numbers = &mut self.key_numbers;
+        let block_mask = BlockMask::new(shard, queries, keys, form, numbers, stream)?;
         let block_mask = Arc::new(block_mask);
         if self.entries.len() >= CAPACITY {
             self.entries.remove(0);
@@ -125,6 +132,7 @@ impl BlockMask {
         queries: &Rows,
         keys: &Rows,
         form: ListForm,
+        key_numbers: &mut KeyNumbers,
         stream: &Stream,
     ) -> Result<Self> {
         let spec = &shard.spec;
@@ -179,23 +187,24 @@ impl BlockMask {
         let order = upload.u32s(order.into_iter());
         let bits = upload.u64s(block_sparse.bits().iter().copied());
         let has_row_numbers = spec.bias.is_some() || spec.dropout.is_some();
-        let mut row_numbers = |rows: &Rows| {
-            let numbers = if has_row_numbers { rows.rows() } else { &[] };
-            upload.u64s(numbers.iter().copied())
+        let row_numbers = |rows: &Rows| has_row_numbers.then(|| rows.rows().to_vec());
+        let positions = |rows: &Rows| {
+            let planes = planes_of(rows.per_batch(), dims.batch);
+            let of = |batch| rows.positions(batch).iter().map(|at| at.cast_unsigned());
+            spec.bias_function.is_some().then(|| (0..planes).flat_map(of).collect::<Vec<u64>>())
         };
-        let [query_rows, key_rows] = [queries, keys].map(&mut row_numbers);
-        let mut flags = 0;
-        let mut positions = |rows: &Rows, flag: u32| {
-            let per_batch = rows.per_batch();
-            flags |= if per_batch { flag } else { 0 };
-            let has_positions = spec.bias_function.is_some();
-            let planes = if has_positions { planes_of(per_batch, dims.batch) } else { 0 };
-            let lists = (0..planes)
-                .flat_map(|batch| rows.positions(batch).iter().map(|at| at.cast_unsigned()));
-            upload.u64s(lists)
+        let mut of_queries =
+            |numbers: Option<Vec<u64>>| upload.u64s(numbers.unwrap_or_default().into_iter());
+        let query_rows = of_queries(row_numbers(queries));
+        let query_positions = of_queries(positions(queries));
+        let mut of_keys = |numbers: Option<Vec<u64>>| {
+            numbers.map(|numbers| key_numbers.of(numbers, stream)).transpose()
         };
-        let query_positions = positions(queries, QUERY_POSITIONS_PER_BATCH);
-        let key_positions = positions(keys, KEY_POSITIONS_PER_BATCH);
+        let key_rows = of_keys(row_numbers(keys))?;
+        let key_positions = of_keys(positions(keys))?;
+        let flag_of = |rows: &Rows, flag: u32| if rows.per_batch() { flag } else { 0 };
+        let flags =
+            flag_of(queries, QUERY_POSITIONS_PER_BATCH) | flag_of(keys, KEY_POSITIONS_PER_BATCH);
         let buffer = CudaBuffer::new(stream.device(), upload.0.len() as u64)?;
         // SAFETY: the buffer is new and as long as the bytes.
         unsafe { stream.copy_to_device(buffer.address(), &upload.0)? };
@@ -211,8 +220,8 @@ impl BlockMask {
             ranges,
             bits,
             query_rows,
-            key_rows,
             query_positions,
+            key_rows,
             key_positions,
             query_tiles,
             key_tiles,
@@ -283,9 +292,11 @@ impl BlockMask {
             splits,
         };
         arguments.query_rows = at(self.query_rows);
-        arguments.key_rows = at(self.key_rows);
         arguments.query_positions = at(self.query_positions);
-        arguments.key_positions = at(self.key_positions);
+        let of_keys =
+            |numbers: &Option<Arc<CudaBuffer>>| numbers.as_ref().map_or(0, |list| list.address());
+        arguments.key_rows = of_keys(&self.key_rows);
+        arguments.key_positions = of_keys(&self.key_positions);
         arguments.queries = self.queries;
         arguments.keys = self.keys;
         arguments.flags |= self.flags;

@@ -1,86 +1,17 @@
-//! Compilation of the programs, and the kernels of a device that are loaded.
+//! Kernels that are loaded on a device.
 
 use std::sync::Arc;
 
 use annulus_core::{Result, Spec};
-use annulus_device_cuda::{Compiler, Device, Image, ImageKind, Kernel, Module, Program};
+use annulus_device_cuda::{Compiler, Device, Kernel, Module};
 
 use crate::{
     Level,
+    programs::{KernelEdit, compile},
     variant::{
-        Family, MATRIX_KERNELS, SPLIT_KERNEL, Variant, WARPGROUP_BACKWARD_KERNELS,
-        WARPGROUP_KERNELS,
+        MATRIX_KERNELS, SPLIT_KERNEL, Variant, WARPGROUP_BACKWARD_KERNELS, WARPGROUP_KERNELS,
     },
 };
-
-/// File name and text.
-type Header = (&'static str, &'static str);
-
-/// Headers of all programs.
-const HEADERS: [Header; 8] = [
-    ("primitives.cuh", include_str!("../kernels/primitives.cuh")),
-    ("primitives_host.h", include_str!("../kernels/primitives_host.h")),
-    ("numbers.cuh", include_str!("../kernels/numbers.cuh")),
-    ("arguments.cuh", include_str!("../kernels/arguments.cuh")),
-    ("dropout.cuh", include_str!("../kernels/dropout.cuh")),
-    ("tile.cuh", include_str!("../kernels/tile.cuh")),
-    ("probs.cuh", include_str!("../kernels/probs.cuh")),
-    ("forward_state.cuh", include_str!("../kernels/forward_state.cuh")),
-];
-
-/// Further headers of [`Family::General`].
-const GENERAL_HEADERS: [Header; 18] = [
-    ("head_tiles.cuh", include_str!("../kernels/head_tiles.cuh")),
-    ("gradient.cuh", include_str!("../kernels/gradient.cuh")),
-    ("backward_pair.cuh", include_str!("../kernels/backward_pair.cuh")),
-    ("forward.cuh", include_str!("../kernels/forward.cuh")),
-    ("gqa_packing.cuh", include_str!("../kernels/gqa_packing.cuh")),
-    ("chunk_stream.cuh", include_str!("../kernels/chunk_stream.cuh")),
-    ("row_tiles.cuh", include_str!("../kernels/row_tiles.cuh")),
-    ("forward_matrix.cuh", include_str!("../kernels/forward_matrix.cuh")),
-    ("merge_splits.cuh", include_str!("../kernels/merge_splits.cuh")),
-    ("backward_matrix.cuh", include_str!("../kernels/backward_matrix.cuh")),
-    ("backward_queries_matrix.cuh", include_str!("../kernels/backward_queries_matrix.cuh")),
-    ("backward_keys_matrix.cuh", include_str!("../kernels/backward_keys_matrix.cuh")),
-    ("backward_queries.cuh", include_str!("../kernels/backward_queries.cuh")),
-    ("backward_keys.cuh", include_str!("../kernels/backward_keys.cuh")),
-    ("bias_gradient.cuh", include_str!("../kernels/bias_gradient.cuh")),
-    ("vectors.cuh", include_str!("../kernels/vectors.cuh")),
-    ("rows.cuh", include_str!("../kernels/rows.cuh")),
-    ("records.cuh", include_str!("../kernels/records.cuh")),
-];
-
-/// Further headers of [`Family::Warpgroup`] and [`Family::WarpgroupBackward`].
-const WARPGROUP_HEADERS: [Header; 5] = [
-    ("warpgroup_primitives.cuh", include_str!("../kernels/warpgroup_primitives.cuh")),
-    ("warpgroup_host.h", include_str!("../kernels/warpgroup_host.h")),
-    ("wgmma_host.h", include_str!("../kernels/wgmma_host.h")),
-    ("warpgroup.cuh", include_str!("../kernels/warpgroup.cuh")),
-    ("warpgroup_lane.cuh", include_str!("../kernels/warpgroup_lane.cuh")),
-];
-
-/// Further headers of [`Family::Warpgroup`].
-const WARPGROUP_FORWARD_HEADERS: [Header; 6] = [
-    ("gqa_packing.cuh", include_str!("../kernels/gqa_packing.cuh")),
-    ("warpgroup_tile.cuh", include_str!("../kernels/warpgroup_tile.cuh")),
-    ("warpgroup_scores.cuh", include_str!("../kernels/warpgroup_scores.cuh")),
-    ("forward_scheduler.cuh", include_str!("../kernels/forward_scheduler.cuh")),
-    ("forward_outputs.cuh", include_str!("../kernels/forward_outputs.cuh")),
-    ("forward_warpgroup.cuh", include_str!("../kernels/forward_warpgroup.cuh")),
-];
-
-/// Further headers of [`Family::WarpgroupBackward`].
-const WARPGROUP_BACKWARD_HEADERS: [Header; 9] = [
-    ("head_tiles.cuh", include_str!("../kernels/head_tiles.cuh")),
-    ("backward_pair.cuh", include_str!("../kernels/backward_pair.cuh")),
-    ("backward_warpgroup.cuh", include_str!("../kernels/backward_warpgroup.cuh")),
-    ("backward_statistics.cuh", include_str!("../kernels/backward_statistics.cuh")),
-    ("backward_queries_warpgroup.cuh", include_str!("../kernels/backward_queries_warpgroup.cuh")),
-    ("backward_key_rows.cuh", include_str!("../kernels/backward_key_rows.cuh")),
-    ("backward_keys_warpgroup.cuh", include_str!("../kernels/backward_keys_warpgroup.cuh")),
-    ("backward_dq_order.cuh", include_str!("../kernels/backward_dq_order.cuh")),
-    ("backward_fused_warpgroup.cuh", include_str!("../kernels/backward_fused_warpgroup.cuh")),
-];
 
 /// Threads per block of the general kernels, except those on tensor cores; `THREADS` of
 /// `kernels/primitives.cuh`.
@@ -93,37 +24,6 @@ pub(crate) const MAX_BLOCKS: u64 = 4096;
 /// Grid for `elements` elements.
 pub(crate) fn grid_of(elements: u64) -> [u64; 3] {
     [elements.div_ceil(u64::from(THREADS)).min(MAX_BLOCKS), 1, 1]
-}
-
-/// Compiles a variant for a [target](Compiler::target); `more` options are appended.
-///
-/// # Errors
-/// [`annulus_core::Error::Device`] with the compiler's log.
-pub fn compile(
-    compiler: &Compiler,
-    variant: Variant,
-    more: &[String],
-    kind: ImageKind,
-    target: &str,
-) -> Result<Image> {
-    let ((name, source), headers): (Header, Vec<Header>) = match variant.family {
-        Family::General => (
-            ("kernels.cu", include_str!("../kernels/kernels.cu")),
-            [&HEADERS[..], &GENERAL_HEADERS].concat(),
-        ),
-        Family::Warpgroup | Family::WarpgroupWide => (
-            ("warpgroup.cu", include_str!("../kernels/warpgroup.cu")),
-            [&HEADERS[..], &WARPGROUP_HEADERS, &WARPGROUP_FORWARD_HEADERS].concat(),
-        ),
-        Family::WarpgroupBackward => (
-            ("backward_warpgroup.cu", include_str!("../kernels/backward_warpgroup.cu")),
-            [&HEADERS[..], &WARPGROUP_HEADERS, &WARPGROUP_BACKWARD_HEADERS].concat(),
-        ),
-    };
-    // the cache key covers all headers passed: only those that the program includes are
-    let program = Program { name, source, headers: &headers };
-    let options = [variant.options(), more.to_vec()].concat();
-    compiler.compile(&program, &options, kind, target)
 }
 
 /// Loaded kernels of one variant on one device.
@@ -189,9 +89,9 @@ impl WarpgroupKernels {
         variant: Variant,
         blocks: usize,
         min_rows: usize,
-        more: &[String],
+        edit: Option<KernelEdit>,
     ) -> Result<Self> {
-        let module = load(device, compiler, variant, more)?;
+        let module = load(device, compiler, variant, edit)?;
         let kernel = |name| module.kernel(name)?.with_shared(variant.dynamic_shared_bytes(name));
         let [forward, with_epilogue] = WARPGROUP_KERNELS;
         Ok(Self {
@@ -245,10 +145,10 @@ impl BackwardWarpgroupKernels {
         compiler: &Compiler,
         variant: Variant,
         options: BackwardOptions,
-        more: &[String],
+        edit: Option<KernelEdit>,
     ) -> Result<Self> {
         let BackwardOptions { min_rows, is_fused } = options;
-        let module = load(device, compiler, variant, more)?;
+        let module = load(device, compiler, variant, edit)?;
         let [statistics, queries, queries_epilogue, keys, keys_epilogue, fused] =
             WARPGROUP_BACKWARD_KERNELS
                 .map(|name| module.kernel(name)?.with_shared(variant.dynamic_shared_bytes(name)));
@@ -264,9 +164,14 @@ impl BackwardWarpgroupKernels {
     }
 }
 
-fn load(device: &Device, compiler: &Compiler, variant: Variant, more: &[String]) -> Result<Module> {
+fn load(
+    device: &Device,
+    compiler: &Compiler,
+    variant: Variant,
+    edit: Option<KernelEdit>,
+) -> Result<Module> {
     let (kind, target) = compiler.target(device.architecture())?;
-    Module::load(device, &compile(compiler, variant, more, kind, &target)?)
+    Module::load(device, &compile(compiler, variant, edit, kind, &target)?)
 }
 
 impl MatrixKernels {
@@ -318,9 +223,9 @@ impl Kernels {
         compiler: &Compiler,
         variant: Variant,
         level: Level,
-        more: &[String],
+        edit: Option<KernelEdit>,
     ) -> Result<Self> {
-        let module = load(device, compiler, variant, more)?;
+        let module = load(device, compiler, variant, edit)?;
         let has_matrix = variant.has_matrix() && level >= Level::Matrix;
         Ok(Self {
             variant,

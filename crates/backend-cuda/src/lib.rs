@@ -18,9 +18,9 @@
 //! | backward on warpgroups: statistics, fused and split kernels | `backward_warpgroup.rs` |
 //! | warpgroups: tensor maps for TMA | `tma.rs` |
 //! | stream, kernels and masks of both passes; their memory | `pass_context.rs`, `state.rs` |
-//! | block-sparse mask; GQA packing | `block_mask.rs`, `gqa_packing.rs` |
+//! | block-sparse mask, numbers of keys; GQA packing | `block_mask.rs`, `key_numbers.rs`; `gqa_packing.rs` |
 //! | wire records, kernel arguments | `records.rs`, `arguments.rs` |
-//! | kernel variants; compilation and loading | `variant.rs`, `level.rs`; `kernels.rs` |
+//! | kernel variants; compilation; loading | `variant.rs`, `level.rs`; `programs.rs`; `kernels.rs` |
 //!
 //! Level `plain` computes with scalar multiply-adds on any architecture. It serves f64, f32, the
 //! bias gradient and unnormalized outputs. Forward and backward of 16-bit elements use tensor cores
@@ -53,9 +53,11 @@ mod forward_tiles;
 mod forward_warpgroup;
 mod gqa_packing;
 mod kernels;
+mod key_numbers;
 mod key_ranges;
 mod level;
 mod pass_context;
+mod programs;
 mod records;
 mod split_kv;
 mod state;
@@ -67,7 +69,7 @@ pub use annulus_device_cuda as device;
 pub use backend::Cuda;
 pub use backward::CudaBackward;
 pub use forward::CudaForward;
-pub use kernels::compile;
 pub use level::Level;
+pub use programs::{KernelEdit, compile};
 pub use variant::{Family, Variant};
 pub use workspace::CudaWorkspace;

@@ -205,9 +205,12 @@ impl Variant {
         self.tile()[0] / 64
     }
 
-    /// Rows of the largest KV tile of these kernels. Others that are powers of two then compute
-    /// whole tiles, too; of wide tiles, which are not multiples of those of the backward pass, the
-    /// backward kernel computes at most one tile of each part of a block in two.
+    /// Rows of the largest KV tile of these kernels, at multiples of which the ring splits a block
+    /// into up to four parts. Other tiles that are powers of two are then whole, too. Wide tiles
+    /// are not multiples of those of the backward pass, which then has up to three partial tiles
+    /// more, in the last block that a rank receives: of 8,192 keys and 128 dims 66 tiles instead of
+    /// 64. Parts of whole backward tiles would cost the forward pass as much: 48 tiles instead of
+    /// 47.
     pub(crate) fn kv_tile(variants: [Self; 2]) -> u64 {
         let [one, other] = variants.map(|variant| variant.tile()[1] as u64);
         one.max(other)

@@ -60,7 +60,7 @@ fn kernels(log: &str) -> Vec<(String, u64, u64, u64)> {
 fn line(compiler: &Compiler, architecture: Architecture, variant: Variant) -> Result<String> {
     let (kind, target) = compiler.target(architecture)?;
     assert_eq!(kind, ImageKind::Cubin, "{target}");
-    let image = compile(compiler, variant, &[], kind, &target)?;
+    let image = compile(compiler, variant, None, kind, &target)?;
     assert!(image.bytes.starts_with(b"\x7fELF"), "{target} {variant}");
     let found = kernels(&image.log);
     let mut names = variant.kernels();

@@ -60,7 +60,7 @@ mod emulated {
         let Some(kernels) = KERNELS.get() else { return Cuda::on_stream(stream) };
         let cache = Some(Cache::new(kernels.clone()));
         let compiler = Compiler::with_symbols(emulator::compiler_symbols(), cache)?;
-        Ok(Cuda::on(stream, compiler, Vec::new()))
+        Ok(Cuda::on(stream, compiler))
     }
 
     #[cfg(feature = "nccl")]

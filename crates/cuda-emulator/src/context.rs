@@ -118,8 +118,8 @@ pub fn set_seed(ordinal: usize, seed: u64) {
 /// late as possible. Reveals a missing wait for what else a kernel reads.
 pub const EARLY_COPIES: u32 = 1 << 16;
 
-/// Plants a mistake in the kernels of device `ordinal`, by its number in the kernel's `Mistake`; 0
-/// removes it.
+/// Plants a mistake in later launches on device `ordinal`, by its number: `planted(number)` of
+/// `primitives_host.h` is true, which tests put into the kernels' text. 0: none.
 pub fn plant(ordinal: usize, mistake: u32) {
     if let Some(context) = context_of(ordinal) {
         context.mistake.store(mistake, Ordering::Relaxed);

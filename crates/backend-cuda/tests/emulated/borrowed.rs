@@ -111,7 +111,7 @@ fn a_borrowed_context_and_stream_are_used_and_never_released() {
             lent.lock().unwrap().push(stream as usize);
             Stream::borrowed(&Device::borrowed(symbols, ordinal, context)?, stream)
         };
-        Ok(Cuda::on(stream, compiler()?, Vec::new()))
+        Ok(Cuda::on(stream, compiler()?))
     });
     let dims = Dims {
         batch: 1,

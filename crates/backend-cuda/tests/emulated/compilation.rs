@@ -88,7 +88,7 @@ fn ranks_of_a_process_share_a_compilation_and_those_of_a_context_a_module() {
     let subject = staged("ranks of one context", Duration::ZERO, move || {
         let device = Device::with_symbols(driver, ordinal)?;
         let compiler = Compiler::with_symbols(nvrtc, None)?;
-        Ok(Cuda::on(Stream::new(&device)?, compiler, Vec::new()))
+        Ok(Cuda::on(Stream::new(&device)?, compiler))
     });
     check(&subject, 3).unwrap();
     assert_eq!((COMPILED.load(Ordering::Relaxed), LOADED.load(Ordering::Relaxed)), (1, 1));
@@ -104,7 +104,7 @@ fn without_a_compiler_cached_images_are_used() {
     assert!(Compiler::of_cache(cache()).is_none());
     let open = |compiler: Compiler| -> Result<Cuda> {
         let device = Device::with_symbols(emulator::symbols(), next_device())?;
-        Ok(Cuda::on(Stream::new(&device)?, compiler, Vec::new()))
+        Ok(Cuda::on(Stream::new(&device)?, compiler))
     };
     // the images of f32 and 32 dims are in the test's cache, or are compiled
     let full = Compiler::with_symbols(emulator::compiler_symbols(), Some(cache())).unwrap();

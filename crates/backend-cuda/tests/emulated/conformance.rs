@@ -14,7 +14,7 @@ use annulus_cuda::device::{CudaCopier, CudaSpace};
 
 use crate::{
     common::{hosted, wide},
-    support::{emulated, plain, plain_hosted, subject},
+    support::{delayed, emulated, plain, plain_hosted},
 };
 
 #[test]
@@ -64,7 +64,7 @@ fn strategies_hold_for_tensors_in_host_memory() {
     let dtypes = [DType::F16, DType::F32, DType::Bf16, DType::F64];
     let facade = FacadeOn::new("facade on emulated cuda", &dtypes, |attention, dims, ranks| {
         LocalRing::with_transports(attention, dims, ranks, |_, endpoint| {
-            let cuda = emulated(&[])?;
+            let cuda = emulated()?;
             let copier = CudaCopier::new(cuda.stream().device())?;
             Ok((cuda.on_host(), Staged::<_, HostViews<CudaSpace>>::new(endpoint, copier)))
         })
@@ -74,7 +74,7 @@ fn strategies_hold_for_tensors_in_host_memory() {
 
 #[test]
 fn ranks_may_share_a_gpu_and_its_stream() {
-    let cuda = emulated(&[]).unwrap();
+    let cuda = emulated().unwrap();
     let subject = hosted("one emulated gpu for all ranks", move || Ok(cuda.clone()));
     for ranks in [2, 3] {
         let case = Case::random(130 + ranks as u64);
@@ -90,7 +90,7 @@ fn awkward_sizes_hold_on_the_emulated_device() {
 
 #[test]
 fn messages_that_overtake_each_other_change_no_bit() {
-    suite::same_bits_under_delay(&plain(), &subject(&[], Duration::from_millis(1)), 3).unwrap();
+    suite::same_bits_under_delay(&plain(), &delayed(Duration::from_millis(1)), 3).unwrap();
 }
 
 #[test]

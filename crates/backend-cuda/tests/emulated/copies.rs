@@ -60,7 +60,7 @@ fn transfer(
 ) -> Result<(Vec<u8>, [[u64; 2]; 2])> {
     let ordinals = [next_device(), next_device()];
     let results = each_rank(threads::ring(2), |rank, inner| {
-        let cuda = emulated_on(ordinals[rank], &[])?;
+        let cuda = emulated_on(ordinals[rank])?;
         let stream = cuda.stream();
         let device = stream.device();
         // its kernels are loaded as long as the workspace lives
@@ -150,7 +150,7 @@ fn without_a_backend_each_range_is_a_copy() {
 
 #[test]
 fn a_staged_block_is_sent_from_the_memory_that_the_device_writes() {
-    let cuda = emulated_on(next_device(), &[]).unwrap();
+    let cuda = emulated_on(next_device()).unwrap();
     let stream = cuda.stream();
     let mut copier = CudaCopier::new(stream.device()).unwrap();
     let buffer = CudaBuffer::new(stream.device(), 64).unwrap();
@@ -192,7 +192,7 @@ fn a_staged_block_is_sent_from_the_memory_that_the_device_writes() {
 
 #[test]
 fn only_pinned_memory_is_downloaded_to() {
-    let cuda = emulated_on(next_device(), &[]).unwrap();
+    let cuda = emulated_on(next_device()).unwrap();
     let stream = cuda.stream();
     let mut copier = CudaCopier::new(stream.device()).unwrap();
     let buffer = CudaBuffer::new(stream.device(), 64).unwrap();

@@ -275,7 +275,7 @@ fn ptx_is_compiled_for_newer_gpus_and_unknown_ones_are_refused() {
 
 #[test]
 fn unsupported_specs_are_refused_at_plan_time() {
-    let cuda = emulated(&[]).unwrap();
+    let cuda = emulated().unwrap();
     assert_eq!(cuda.to_string(), "emulated GPU, compute capability 8.0, NVRTC 0.0");
     let spec = Spec::new(Dims::new(1, 8, 2, 64), DType::F32);
     assert_eq!(cuda.capabilities(&spec).unwrap().kv_tile, 64);
@@ -292,7 +292,7 @@ fn unsupported_specs_are_refused_at_plan_time() {
 
 #[test]
 fn a_write_past_the_end_is_detected_by_the_emulator() {
-    let cuda = emulated(&[]).unwrap();
+    let cuda = emulated().unwrap();
     let buffer = CudaBuffer::new(cuda.stream().device(), 8).unwrap();
     // SAFETY: violated on purpose: the byte after the buffer belongs to its guard.
     unsafe { std::ptr::write((buffer.address() + 8) as *mut u8, 1) };
@@ -335,7 +335,7 @@ fn host_tensors_of_any_strides_are_copied_and_other_shapes_refused() {
 #[test]
 fn a_dropped_plan_frees_its_memory() {
     let ordinal = next_device();
-    let cuda = emulated_on(ordinal, &[]).unwrap();
+    let cuda = emulated_on(ordinal).unwrap();
     let tensor = CudaTensor::upload(cuda.stream(), &[0; 32], DType::F32, [2, 2, 2, 1]).unwrap();
     assert_eq!(emulator::allocations(ordinal), 1);
     assert_eq!(tensor.download().unwrap(), [0; 32]);

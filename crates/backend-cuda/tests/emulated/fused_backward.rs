@@ -1,8 +1,8 @@
 //! Fused backward kernel on emulated warpgroups: which passes it serves, masks, numbers that are
-//! not finite, the order in which thread blocks add to dQ, and planted mistakes. The suite of
-//! `warpgroup.rs` covers it too.
+//! not finite, and the order in which thread blocks add to dQ. The suite of `warpgroup.rs` covers it
+//! too.
 
-use std::time::Duration;
+use std::{sync::OnceLock, time::Duration};
 
 use annulus_conformance::{Answer, Case, Draw, Judge, Masks, Setting, Subject};
 use annulus_core::{BackwardMode, DType, Dims, Error, Layout, Result, Spec};
@@ -11,6 +11,7 @@ use ndarray::s;
 
 use crate::{
     common::staged,
+    mistakes::{DEADLOCK, OTHER_BITS, Planted},
     support::{hopper, hopper_on, next_device, with_seed},
 };
 
@@ -22,22 +23,26 @@ fn text(error: Error) -> String {
     error.to_string()
 }
 
-/// Emulated GPUs with the fused kernel and a planted mistake (0: none).
-fn fused(mistake: u32) -> impl Subject {
-    staged("emulated cuda with the fused backward kernel", Duration::ZERO, move || hopper(mistake))
+/// Emulated GPUs with the fused kernel.
+fn fused() -> impl Subject {
+    staged("emulated cuda with the fused backward kernel", Duration::ZERO, || hopper(None))
 }
 
-/// `passes` passes of one plan on one rank, with a planted mistake; the device they ran on.
-fn passes(case: &Case, mistake: u32, passes: usize) -> (usize, Result<Vec<Answer>, String>) {
+/// `passes` passes of one plan on one rank, perhaps with a planted mistake; the device they ran on.
+fn passes(
+    case: &Case,
+    planted: Option<Planted>,
+    passes: usize,
+) -> (usize, Result<Vec<Answer>, String>) {
     let ordinal = next_device();
     let subject =
-        staged("one emulated gpu", Duration::ZERO, move || hopper_on(ordinal, mistake, 0));
+        staged("one emulated gpu", Duration::ZERO, move || hopper_on(ordinal, planted, 0));
     (ordinal, subject.run(case, &Setting::ALONE, passes).map_err(text))
 }
 
 /// Verdict on a pass on one rank, and the numbers of blocks of [`KERNELS`].
 fn blocks(case: &Case) -> Result<[u64; 3], String> {
-    let (ordinal, answers) = passes(case, 0, 1);
+    let (ordinal, answers) = passes(case, None, 1);
     Judge::new(case).map_err(text)?.check(&answers?[0])?;
     Ok(KERNELS.map(|name| emulator::blocks(ordinal, name)))
 }
@@ -72,7 +77,7 @@ fn the_fused_kernel_serves_blocks_of_which_all_gradients_are_wanted() {
     assert_eq!(blocks(&capped), Ok([0, 0, 0]));
     // queries travel for dK and dV, so that no block of keys has both
     let ordinal = next_device();
-    let subject = staged("one emulated gpu", Duration::ZERO, move || hopper_on(ordinal, 0, 0));
+    let subject = staged("one emulated gpu", Duration::ZERO, move || hopper_on(ordinal, None, 0));
     let mut two_passes = case.clone();
     two_passes.spec.backward = BackwardMode::TwoPass;
     let answers = subject.run(&two_passes, &Setting::new(2, Layout::Contiguous), 1).unwrap();
@@ -109,7 +114,7 @@ fn rings_hold_in_the_fused_kernel() {
         [(DType::Bf16, 128, 2, Layout::Zigzag), (DType::F16, 64, 3, Layout::Striped)]
     {
         let case = case_of("ring", Dims { q_len: 300, ..dims(dim) }, causal(), dtype);
-        let answers = fused(0).run(&case, &Setting::new(ranks, layout), 1).unwrap();
+        let answers = fused().run(&case, &Setting::new(ranks, layout), 1).unwrap();
         let judge = Judge::new(&case).unwrap();
         answers.iter().for_each(|answer| judge.check(answer).unwrap());
     }
@@ -143,7 +148,7 @@ fn masked_non_finite_elements_change_nothing_in_the_fused_kernel() {
         // keys 0 … 40 and 20 … 60
         case.q[[0, 20, 1, 5]] = f64::INFINITY;
         case.dout[[0, 40, 0, 7]] = f64::NAN;
-        let (_, answers) = passes(&case, 0, 1);
+        let (_, answers) = passes(&case, None, 1);
         let answer = answers.unwrap().remove(0);
         let want = case.truth().unwrap().backward;
         for (what, got, want) in [
@@ -172,7 +177,7 @@ fn eight_tiles(dim: usize) -> Case {
 fn the_order_of_blocks_changes_no_bit() {
     for dim in [64, 72] {
         let case = eight_tiles(dim);
-        let run = |seed| with_seed(seed, || passes(&case, 0, 2)).1.unwrap();
+        let run = |seed| with_seed(seed, || passes(&case, None, 2)).1.unwrap();
         let want = run(31);
         Judge::new(&case).unwrap().check(&want[0]).unwrap();
         for seed in 32..36 {
@@ -183,86 +188,18 @@ fn the_order_of_blocks_changes_no_bit() {
     }
 }
 
-/// Signs of a mistake besides the first gradient that is wrong: a failed launch, a deadlock, or
-/// other bits if threads and blocks run in another order.
-const FAILED: &str = "CUDA_ERROR_LAUNCH_FAILED";
-const DEADLOCK: &str = "deadlock";
-const OTHER_BITS: &str = "bits";
-
-/// Mistakes of `kernels/backward_warpgroup.cuh` that only the fused kernel has, from number 122 on.
-const FUSED_MISTAKES: [(&str, &str); 17] = [
-    ("dX stored without a proxy fence", FAILED),
-    ("dX read before the other consumer has stored it", FAILED),
-    ("dX overwritten while the other consumer's product reads it", FAILED),
-    ("dQ read while wgmma writes it", FAILED),
-    ("dQ tile without a proxy fence", FAILED),
-    ("dQ tile declared full before it is stored", "dq["),
-    ("dQ tile stored while the one before is being added", DEADLOCK),
-    ("dQ tile declared free while it is being added", FAILED),
-    ("blocks add in the order of their arrival", OTHER_BITS),
-    ("turn passed on before the additions are complete", FAILED),
-    ("turn passed on when the additions of one lane are complete", FAILED),
-    ("turn never passed on", DEADLOCK),
-    ("semaphores of the launch before", DEADLOCK),
-    ("bulk operations not ordered after the turn", FAILED),
-    ("turn not ordered after bulk operations", FAILED),
-    ("the ticket of the first block twice", DEADLOCK),
-    ("keys by the number of the block", DEADLOCK),
-];
-
-/// Late copies keep a consumer from running ahead of the other.
-const DX_ONE_BUFFER: u32 = 124;
-
-/// Mistakes that both kernels of keys have, by number.
-const SHARED_MISTAKES: [(u32, &str); 14] = [
-    (101, DEADLOCK),
-    (102, FAILED),
-    (103, DEADLOCK),
-    (104, FAILED),
-    (105, DEADLOCK),
-    (106, DEADLOCK),
-    (107, FAILED),
-    (108, FAILED),
-    (110, FAILED),
-    (111, FAILED),
-    (114, FAILED),
-    (115, FAILED),
-    (116, "dq["),
-    (120, "dq["),
-];
-
-/// Sign of what two passes with a mistake have done: `None` if nothing is wrong. `want`: the bits
-/// without it.
-fn sign(case: &Case, mistake: u32, want: &Answer) -> Option<String> {
-    let (ordinal, answers) = passes(case, mistake, 2);
-    if emulator::deadlocks(ordinal) > 0 {
-        return Some(DEADLOCK.to_owned());
-    }
-    let verdict = answers.and_then(|answers| {
-        let judge = Judge::new(case).map_err(text)?;
-        answers.iter().try_for_each(|answer| judge.check(answer))?;
-        let same = |answer: &Answer| answer.same_bits(want).map_err(|_| OTHER_BITS.to_owned());
-        answers.iter().try_for_each(same)
-    });
-    verdict.err()
-}
-
-#[test]
-fn every_mistake_of_the_fused_kernel_is_caught() {
+/// Verdict on two passes with a planted mistake.
+pub(crate) fn verdict(planted: Planted) -> Result<(), String> {
+    static WANT: OnceLock<Answer> = OnceLock::new();
     let case = eight_tiles(72);
-    let (_, want) = passes(&case, 0, 1);
-    let want = want.unwrap().remove(0);
-    let fused = (122..).zip(FUSED_MISTAKES).map(|(number, (what, sign))| (number, what, sign));
-    let shared = SHARED_MISTAKES.map(|(number, sign)| (number, "of both kernels of keys", sign));
-    let mut missed = Vec::new();
-    for (number, what, want_sign) in fused.chain(shared) {
-        let early = if number == DX_ONE_BUFFER { emulator::EARLY_COPIES } else { 0 };
-        // some orders of blocks hide a mistake
-        let found =
-            (40..46).find_map(|seed| with_seed(seed, || sign(&case, number | early, &want)));
-        if !found.as_ref().is_some_and(|found| found.contains(want_sign)) {
-            missed.push(format!("{number}, {what}: {found:?}, not {want_sign}"));
-        }
+    // the bits without a mistake
+    let want = WANT.get_or_init(|| passes(&case, None, 1).1.expect("an answer").remove(0));
+    let (ordinal, answers) = passes(&case, Some(planted), 2);
+    if emulator::deadlocks(ordinal) > 0 {
+        return Err(DEADLOCK.to_owned());
     }
-    assert_eq!(missed, Vec::<String>::new());
+    let (answers, judge) = (answers?, Judge::new(&case).map_err(text)?);
+    answers.iter().try_for_each(|answer| judge.check(answer))?;
+    let same = |answer: &Answer| answer.same_bits(want).map_err(|_| OTHER_BITS.to_owned());
+    answers.iter().try_for_each(same)
 }

@@ -118,7 +118,7 @@ fn attend(cuda: &Cuda, ordinal: usize, apart: Apart) -> Result<Results> {
 }
 
 fn open(on_warpgroups: bool, ordinal: usize) -> Cuda {
-    if on_warpgroups { hopper_on(ordinal, 0, 0) } else { emulated_on(ordinal, &[]) }
+    if on_warpgroups { hopper_on(ordinal, None, 0) } else { emulated_on(ordinal) }
         .expect("an emulated device")
 }
 

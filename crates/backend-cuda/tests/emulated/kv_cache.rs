@@ -1,5 +1,7 @@
 //! The KV cache on emulated devices: results, and bytes copied to the device by a token.
 
+use std::sync::Arc;
+
 use annulus::{
     Attention, Cache, CacheShape, Error, LocalCache,
     comm::threads::{each_rank, ring},
@@ -8,7 +10,7 @@ use annulus_conformance::suite::{
     self,
     kv_cache::{CACHED, COPIED, Copied, Decoding, Sequence, numbers},
 };
-use annulus_core::{DType, OnHost, Result};
+use annulus_core::{Alibi, DType, OnHost, Result};
 use annulus_cuda::Cuda;
 use annulus_cuda_emulator as emulator;
 use ndarray::s;
@@ -17,7 +19,7 @@ use crate::support::{emulated, emulated_on, next_device};
 
 /// Creates the backend of a rank, on a device of its own.
 fn cuda(_: usize) -> Result<OnHost<Cuda>> {
-    Ok(emulated(&[])?.on_host())
+    Ok(emulated()?.on_host())
 }
 
 #[test]
@@ -66,17 +68,26 @@ fn refused_tokens_are_overwritten_on_cuda() {
 
 #[test]
 fn a_token_copies_its_own_rows_to_the_device_whatever_is_cached() {
+    let causal = Attention::new().causal(true);
+    copies_of_a_token(&causal, &[1, 2]);
+    // row numbers and positions of keys
+    let alibi = Arc::new(Alibi::published(4));
+    copies_of_a_token(&causal.dropout(0.3, 5).bias_function(alibi), &[1]);
+}
+
+fn copies_of_a_token(attention: &Attention, ranks: &[usize]) {
     let ordinals = [next_device(), next_device()];
-    for ranks in [1, 2] {
-        let make =
-            |rank: usize, endpoint| Ok((emulated_on(ordinals[rank], &[])?.on_host(), endpoint));
-        let causal = Attention::new().causal(true);
-        let mut cache = LocalCache::with_transports(&causal, COPIED, ranks, make).unwrap();
+    for &ranks in ranks {
+        let make = |rank: usize, endpoint| Ok((emulated_on(ordinals[rank])?.on_host(), endpoint));
+        let cache = LocalCache::with_transports(attention, COPIED, ranks, make);
         let copied = || {
             let to_device = ordinals.map(emulator::bytes_to_device).iter().sum();
             Copied { to_device, lists: None, to_host: None }
         };
-        suite::kv_cache_copies(&mut cache, 2048, copied).unwrap();
+        let verdict = cache
+            .map_err(|error| error.to_string())
+            .and_then(|mut cache| suite::kv_cache_copies(&mut cache, 2048, copied));
+        assert_eq!(verdict, Ok(()), "{ranks} ranks");
     }
 }
 
@@ -85,7 +96,7 @@ fn a_device_that_fails_ends_the_kv_cache_on_all_ranks() {
     let attention = Attention::new().causal(true);
     let all = Sequence::<f32>::new(CACHED.dims, None);
     let errors = each_rank(ring(2), |rank, transport| {
-        let made = emulated(&[])?;
+        let made = emulated()?;
         let stream = made.stream().clone();
         let mut cache = Cache::new(&attention, CACHED.shape(), made.on_host(), transport)?;
         // the abort may arrive before rank 0 has closed its first call

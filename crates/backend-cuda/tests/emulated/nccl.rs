@@ -35,7 +35,7 @@ use crate::{
 
 /// Backend and transport of one rank.
 fn rank_setup(inner: Threads) -> Result<RankSetup<CudaMemory, Cuda>> {
-    let backend = emulated(&[])?;
+    let backend = emulated()?;
     let nccl = Nccl::with_symbols(inner, backend.stream().device(), Ok(nccl_symbols()), DEADLINE)?;
     let memory = CudaMemory(backend.stream().clone());
     Ok(RankSetup { memory, backend, transport: Box::new(Deadline::new(nccl, DEADLINE)?) })
@@ -94,7 +94,7 @@ fn typed_tensors_in_host_memory_hold_over_nccl() {
     let tensors = Tensors::new(q.view(), k.view(), v.view());
     let attention = Attention::new().causal(true);
     let mut ring = LocalRing::with_transports(&attention, dims, 3, |_, inner| {
-        let cuda = emulated(&[])?;
+        let cuda = emulated()?;
         let nccl = Nccl::with_symbols(inner, cuda.stream().device(), Ok(nccl_symbols()), DEADLINE)?;
         Ok((cuda.on_host(), nccl))
     })
@@ -121,7 +121,7 @@ fn strategies_hold_over_nccl() {
     let dtypes = [DType::F32, DType::Bf16];
     let facade = FacadeOn::new("facade over nccl", &dtypes, |attention, dims, ranks| {
         LocalRing::with_transports(attention, dims, ranks, |_, inner| {
-            let cuda = emulated(&[])?;
+            let cuda = emulated()?;
             let device = cuda.stream().device();
             let nccl = Nccl::with_symbols(inner, device, Ok(nccl_symbols()), DEADLINE)?;
             Ok((cuda.on_host(), nccl))

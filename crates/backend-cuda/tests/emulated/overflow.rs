@@ -33,7 +33,7 @@ fn gradients<T: Element>() -> Result<[Backward<T>; 2]> {
     let tensors = Tensors::new(q.view(), k.view(), v.view());
     let attention = Attention::new().dtype(T::DTYPE);
     let mut on_device = LocalRing::with_transports(&attention, dims, 1, |_, endpoint| {
-        let cuda = emulated(&[])?;
+        let cuda = emulated()?;
         let copier = CudaCopier::new(cuda.stream().device())?;
         Ok((cuda.on_host(), Staged::<_, HostViews<CudaSpace>>::new(endpoint, copier)))
     })?;

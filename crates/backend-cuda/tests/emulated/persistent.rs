@@ -1,6 +1,6 @@
 //! Tile scheduler and outputs of the forward pass on warpgroups: tiles are computed once whatever
-//! the number of blocks, packed heads keep their bits, outputs leave by TMA where it can write
-//! them, and planted mistakes are caught.
+//! the number of blocks, packed heads keep their bits, and outputs leave by TMA where it can write
+//! them.
 
 use std::{sync::Arc, time::Duration};
 
@@ -17,6 +17,7 @@ use ndarray::{Array4, Axis};
 
 use crate::{
     common::{DEADLINE, staged},
+    mistakes::Planted,
     support::{hopper_on, next_device},
 };
 
@@ -24,30 +25,30 @@ fn text(error: Error) -> String {
     error.to_string()
 }
 
-/// Forward kernel on warpgroups: a planted mistake (0: none), the most blocks of a launch, tiles.
+/// Forward kernel on warpgroups: perhaps a planted mistake, the most blocks of a launch, tiles.
 #[derive(Clone, Copy)]
 pub(crate) struct Launch {
-    mistake: u32,
+    planted: Option<Planted>,
     blocks: usize,
     wide: bool,
 }
 
 impl Launch {
     const fn of_blocks(blocks: usize) -> Self {
-        Self { mistake: 0, blocks, wide: false }
+        Self { planted: None, blocks, wide: false }
     }
 
     /// One block, which computes all tiles.
-    pub(crate) const fn alone(mistake: u32, wide: bool) -> Self {
-        Self { mistake, blocks: 1, wide }
+    pub(crate) const fn alone(planted: Option<Planted>, wide: bool) -> Self {
+        Self { planted, blocks: 1, wide }
     }
 }
 
 /// Warpgroups of one emulated device.
 fn with_launch(ordinal: usize, launch: Launch) -> impl Subject {
-    let Launch { mistake, blocks, wide } = launch;
+    let Launch { planted, blocks, wide } = launch;
     staged("one emulated gpu", Duration::ZERO, move || {
-        let cuda = hopper_on(ordinal, mistake, 0)?;
+        let cuda = hopper_on(ordinal, planted, 0)?;
         Ok(cuda.with_forward_blocks(blocks).with_wide_tiles(wide))
     })
 }
@@ -58,9 +59,6 @@ fn passes(case: &Case, launch: Launch) -> Result<(Vec<Answer>, u64), String> {
     let answers = with_launch(ordinal, launch).run(case, &Setting::ALONE, 2).map_err(text)?;
     Ok((answers, emulator::blocks(ordinal, "forward_warpgroup")))
 }
-
-/// Number of a mistake of `kernels/warpgroup.cuh`.
-const OUTPUTS_OVER_Q: u32 = 25;
 
 /// Judges both passes.
 pub(crate) fn verdict(case: &Case, launch: Launch) -> Result<u64, String> {
@@ -77,29 +75,21 @@ fn case(name: &str, dims: Dims, masks: Masks, change: impl FnOnce(&mut Spec)) ->
 }
 
 /// Tiles of 128 queries with 1, 2 and 3 tiles of keys each, for each of two heads that share none.
-fn stairs() -> Case {
+pub(crate) fn stairs() -> Case {
     let dims = Dims { q_len: 300, ..Dims::new(1, 300, 2, 16) };
     case("stairs", dims, Masks { causal: true, ..Masks::default() }, |_| ())
 }
 
 /// Full tiles only.
-fn full() -> Case {
+pub(crate) fn full() -> Case {
     let dims = Dims { q_len: 200, ..Dims::new(1, 300, 1, 16) };
     case("full tiles", dims, Masks::default(), |_| ())
 }
 
-/// Queries of which the first four tiles attend to nothing, and the last to one tile of keys.
-fn mostly_empty() -> Case {
-    empty_but(600)
-}
-
-/// As [`mostly_empty`], with tiles of 192 queries.
-fn mostly_empty_wide() -> Case {
-    empty_but(900)
-}
-
-/// `queries` queries, of which only the last ones attend to keys.
-fn empty_but(queries: usize) -> Case {
+/// Queries of which the first four tiles, `wide` ones or others, attend to nothing, and the last to
+/// one tile of keys.
+pub(crate) fn mostly_empty(wide: bool) -> Case {
+    let queries = if wide { 900 } else { 600 };
     let dims = Dims { q_len: queries, kv_len: 60, ..Dims::new(1, 60, 1, 16) };
     let masks = Masks { causal: true, ..Masks::default() };
     case("empty tiles", dims, masks, |spec| spec.alignment = Alignment::BottomRight)
@@ -120,7 +110,7 @@ const fn stairs_dims() -> Dims {
 
 #[test]
 fn every_tile_is_computed_once_by_any_number_of_blocks() {
-    for (case, tiles) in [(stairs(), 6), (mostly_empty(), 5)] {
+    for (case, tiles) in [(stairs(), 6), (mostly_empty(false), 5)] {
         let (want, launched) = passes(&case, Launch::of_blocks(usize::MAX)).unwrap();
         assert_eq!(launched, 2 * tiles, "{}", case.name);
         Judge::new(&case).unwrap().check(&want[0]).unwrap();
@@ -180,7 +170,7 @@ fn packing_changes_no_bit_on_warpgroups() {
 fn out_with(apart: usize, value_dim: usize) -> Result<Vec<u8>> {
     const ROWS: usize = 200;
     const HEADS: usize = 2;
-    let cuda: Cuda = hopper_on(next_device(), 0, 0)?;
+    let cuda: Cuda = hopper_on(next_device(), None, 0)?;
     let attention = Attention::new().causal(true).dtype(DType::Bf16);
     let copier = CudaCopier::new(cuda.stream().device())?;
     let staged = Staged::<_, CudaSpace>::new(threads::ring(1).remove(0), copier);
@@ -237,43 +227,4 @@ fn outputs_are_written_by_tma_or_threads_and_nothing_beside_them() {
         });
         assert!(all[0] == all[1] && all[0] == all[2], "{value_dim}");
     }
-}
-
-#[test]
-fn every_mistake_of_the_scheduler_and_of_outputs_is_caught() {
-    scheduler_mistakes_are_caught(false);
-}
-
-/// Runs every mistake of the scheduler and of outputs, on wide tiles or others.
-pub(crate) fn scheduler_mistakes_are_caught(wide: bool) {
-    type Make = fn() -> Case;
-    let mostly_empty = if wide { mostly_empty_wide } else { mostly_empty };
-    // mistakes of `kernels/warpgroup.cuh` from 19 on, a case, and true if the launch fails
-    let mistakes: [(&str, Make, bool); 11] = [
-        ("Q of another head", || packed(DType::Bf16), false),
-        ("the wrong phase of a work slot", stairs, true),
-        ("a work slot is written before it is read", mostly_empty, false),
-        ("a counter that is not reset", stairs, false),
-        ("a pipeline that starts anew", stairs, true),
-        ("a last stage of V that is not released", stairs, true),
-        ("outputs over Q in use", full, true),
-        ("outputs without a proxy fence", stairs, true),
-        ("outputs stored before all are written", stairs, true),
-        ("Q over outputs in use", stairs, true),
-        ("a store that is not waited for", stairs, true),
-    ];
-    for make in [stairs as Make, full, mostly_empty, || packed(DType::Bf16)] {
-        assert!(verdict(&make(), Launch::alone(0, wide)).is_ok_and(|launched| launched > 0));
-    }
-    let missed = |(number, (what, make, fails)): (u32, (&str, Make, bool))| {
-        // a warp runs ahead of the others to its outputs only if V is there, and if no barrier of a
-        // partial tile is in its way
-        let early = if number == OUTPUTS_OVER_Q { emulator::EARLY_COPIES } else { 0 };
-        let verdict = verdict(&make(), Launch::alone(number | early, wide));
-        let sign = if fails { "CUDA_ERROR_LAUNCH_FAILED" } else { "out[" };
-        let is_caught = verdict.as_ref().is_err_and(|wrong| wrong.contains(sign));
-        (!is_caught).then(|| format!("{what}: {verdict:?}"))
-    };
-    let missed: Vec<String> = (19..).zip(mistakes).filter_map(missed).collect();
-    assert!(missed.is_empty(), "{missed:#?}");
 }

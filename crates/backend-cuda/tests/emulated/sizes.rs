@@ -152,7 +152,7 @@ impl Tensors {
 
     /// Computes out, dQ, dK and dV of these tensors.
     fn attend(&self) -> Result<Vec<Vec<u8>>> {
-        let cuda = emulated(&[])?;
+        let cuda = emulated()?;
         let attention = Attention::new().causal(true).dtype(self.dtype);
         let mut ring =
             ring(&cuda, &attention, Dims { kv_heads: 1, ..Dims::new(BATCH, ROWS, HEADS, DIM) })?;
@@ -231,7 +231,7 @@ fn held(
     backward: bool,
 ) -> Result<(usize, usize)> {
     let ordinal = next_device();
-    let cuda = emulated_on(ordinal, &[])?;
+    let cuda = emulated_on(ordinal)?;
     let stream = cuda.stream();
     let attention = Attention::new().forward_only(!backward).dtype(dtype);
     let shape = [1, len, heads, dim];

@@ -15,7 +15,10 @@ use annulus_cuda::{
 };
 use annulus_cuda_emulator as emulator;
 
-use crate::common::{hosted, staged};
+use crate::{
+    common::{hosted, staged},
+    mistakes::Planted,
+};
 
 thread_local! {
     /// Seed of the devices that this thread allots.
@@ -27,6 +30,7 @@ pub(crate) fn next_device() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     let ordinal = NEXT.fetch_add(1, Ordering::Relaxed) % emulator::DEVICES;
     emulator::set_seed(ordinal, SEED.get());
+    emulator::plant(ordinal, 0);
     ordinal
 }
 
@@ -48,62 +52,66 @@ fn cache() -> Cache {
 }
 
 /// A backend on a new emulated device.
-pub(crate) fn emulated(options: &[&str]) -> Result<Cuda> {
-    emulated_on(next_device(), options)
+pub(crate) fn emulated() -> Result<Cuda> {
+    emulated_on(next_device())
 }
 
 /// A backend on emulated device `ordinal`.
-pub(crate) fn emulated_on(ordinal: usize, options: &[&str]) -> Result<Cuda> {
+pub(crate) fn emulated_on(ordinal: usize) -> Result<Cuda> {
     let device = Device::with_symbols(emulator::symbols(), ordinal)?;
-    Ok(Cuda::on(
-        Stream::new(&device)?,
-        compiler()?,
-        options.iter().map(|&option| option.to_owned()).collect(),
-    ))
+    Ok(Cuda::on(Stream::new(&device)?, compiler()?))
 }
 
-/// Ring of emulated devices, messages delayed by up to `delay`, kernels compiled with further
-/// `options`.
-pub(crate) fn subject(options: &'static [&'static str], delay: Duration) -> impl Subject {
-    staged("emulated cuda over staged threads", delay, move || emulated(options))
+/// As [`emulated_on`], with a planted mistake.
+pub(crate) fn planted_on(ordinal: usize, planted: Planted) -> Result<Cuda> {
+    planted.plant(ordinal);
+    Ok(emulated_on(ordinal)?.edited(planted.edit()))
 }
 
-/// As [`subject`], with unmodified kernels and no delay.
+/// Ring of emulated devices, messages delayed by up to `delay`.
+pub(crate) fn delayed(delay: Duration) -> impl Subject {
+    staged("emulated cuda over staged threads", delay, emulated)
+}
+
+/// As [`delayed`], without delay.
 pub(crate) fn plain() -> impl Subject {
-    subject(&[], Duration::ZERO)
+    delayed(Duration::ZERO)
 }
 
-/// A backend at the warpgroup level on an emulated device of compute capability 9.0, with a planted
-/// mistake (0: none).
-pub(crate) fn hopper(mistake: u32) -> Result<Cuda> {
+/// A backend at the warpgroup level on an emulated device of compute capability 9.0, with the
+/// kernels as they are or with a planted mistake.
+pub(crate) fn hopper(planted: Option<Planted>) -> Result<Cuda> {
     // the cases have few queries
-    hopper_on(next_device(), mistake, 0)
+    hopper_on(next_device(), planted, 0)
 }
 
 /// As [`hopper`] on device `ordinal`, with the fewest rows for which warpgroups are used.
-pub(crate) fn hopper_on(ordinal: usize, mistake: u32, rows: usize) -> Result<Cuda> {
-    emulator::plant(ordinal, mistake);
+pub(crate) fn hopper_on(ordinal: usize, planted: Option<Planted>, rows: usize) -> Result<Cuda> {
     let device = Device::with_symbols(emulator::hopper_symbols(), ordinal)?;
     let compiler = Compiler::with_symbols(emulator::hopper_compiler_symbols(), Some(cache()))?;
-    let cuda = Cuda::on(Stream::new(&device)?, compiler, Vec::new()).with_min_warpgroup_rows(rows);
+    let mut cuda = Cuda::on(Stream::new(&device)?, compiler).with_min_warpgroup_rows(rows);
+    if let Some(planted) = planted {
+        planted.plant(ordinal);
+        cuda = cuda.edited(planted.edit());
+    }
     cuda.at_level(Level::Warpgroup)
 }
 
-/// As [`plain`] on warpgroups without wide tiles, with a planted mistake (0: none).
-pub(crate) fn on_warpgroups(mistake: u32) -> impl Subject {
+/// As [`plain`] on warpgroups without wide tiles: see [`hopper`].
+pub(crate) fn on_warpgroups(planted: Option<Planted>) -> impl Subject {
     staged("emulated cuda on warpgroups over staged threads", Duration::ZERO, move || {
-        Ok(hopper(mistake)?.with_wide_tiles(false))
+        Ok(hopper(planted)?.with_wide_tiles(false))
     })
 }
 
 /// As [`on_warpgroups`], with wide tiles of the forward pass.
-pub(crate) fn on_wide_tiles(mistake: u32) -> impl Subject {
+pub(crate) fn on_wide_tiles(planted: Option<Planted>) -> impl Subject {
     staged("emulated cuda on wide tiles over staged threads", Duration::ZERO, move || {
-        Ok(hopper(mistake)?.with_wide_tiles(true))
+        Ok(hopper(planted)?.with_wide_tiles(true))
     })
 }
 
 /// As [`plain`], for tensors in host memory.
 pub(crate) fn plain_hosted() -> impl Subject {
-    hosted("hosted emulated cuda over staged threads", || emulated(&[]))
+    hosted("hosted emulated cuda over staged threads", emulated)
 }

@@ -1,4 +1,5 @@
-//! Warpgroup forward on emulated GPUs of compute capability 9.0: the suite, and planted mistakes.
+//! Warpgroup forward on emulated GPUs of compute capability 9.0: the suite, the kernels that serve a
+//! pass, and numbers that are not finite.
 
 use std::time::Duration;
 
@@ -24,7 +25,7 @@ fn unsupported_levels_are_refused_and_variants_name_the_kernels() {
     let spec =
         |dtype, head_dim| Spec::new(Dims { value_dim: 80, ..Dims::new(1, 8, 2, head_dim) }, dtype);
     let name = |cuda: &Cuda, spec: &Spec| cuda.forward_variant(spec).unwrap().to_string();
-    let cuda = hopper(0).unwrap();
+    let cuda = hopper(None).unwrap();
     assert_eq!(
         cuda.to_string(),
         "emulated GPU, compute capability 9.0, NVRTC 0.0, level warpgroup"
@@ -47,24 +48,23 @@ fn unsupported_levels_are_refused_and_variants_name_the_kernels() {
     }
     assert_eq!(tile(&cuda, &Spec::new(Dims::new(1, 8, 2, 32), DType::F32)), 32);
     // never chosen by default, and refused by other architectures
-    let unasked = Cuda::on(cuda.stream().clone(), compiler().unwrap(), Vec::new());
+    let unasked = Cuda::on(cuda.stream().clone(), compiler().unwrap());
     assert_eq!(
         (unasked.level(), name(&unasked, &spec(DType::Bf16, 72)).as_str()),
         (Level::Matrix, "bf16 128")
     );
-    let older = emulated(&[]).unwrap();
+    let older = emulated().unwrap();
     assert_eq!(older.clone().at_level(Level::Plain).unwrap().level(), Level::Plain);
     let text = "cuda level warpgroup is not supported by emulated GPU (compute capability 8.0)";
     assert_eq!(older.at_level(Level::Warpgroup).unwrap_err().to_string(), text);
     // a compiler that supports 8.0 only compiles PTX for 9.0
-    let portable =
-        Cuda::on(Stream::new(cuda.stream().device()).unwrap(), compiler().unwrap(), Vec::new());
+    let portable = Cuda::on(Stream::new(cuda.stream().device()).unwrap(), compiler().unwrap());
     assert!(portable.at_level(Level::Warpgroup).is_err());
 }
 
 #[test]
 fn layouts_that_tma_does_not_support_are_refused() {
-    let cuda = hopper(0).unwrap();
+    let cuda = hopper(None).unwrap();
     let map = |address, row, rows| {
         TensorMap::new(cuda.stream().device(), address, [24, 100, 2, 1], [row, 48, 9600], rows)
     };
@@ -89,13 +89,13 @@ fn every_dim_holds_on_warpgroups() {
         (DType::F16, 128, false),
         (DType::Bf16, 256, true),
     ] {
-        wide(&on_warpgroups(0), dtype, dim, causal, false)
+        wide(&on_warpgroups(None), dtype, dim, causal, false)
             .unwrap_or_else(|wrong| panic!("{dtype} {dim}: {wrong}"));
     }
 }
 
 fn warpgroups() -> impl Subject {
-    OnMultiplesOfEight(on_warpgroups(0))
+    OnMultiplesOfEight(on_warpgroups(None))
 }
 
 #[test]
@@ -155,7 +155,7 @@ fn huge_scores_have_the_weights_of_the_definition() {
         }
         let case = case.in_dtype(DType::Bf16);
         let setting = Setting::new(ranks, Layout::Contiguous);
-        let out = on_warpgroups(0).run(&case, &setting, 1).unwrap().remove(0).out;
+        let out = on_warpgroups(None).run(&case, &setting, 1).unwrap().remove(0).out;
         for ((_, i, _, x), &got) in out.indexed_iter() {
             let sum: f64 = largest.iter().map(|&key| case.v[[0, key, 0, x]]).sum();
             let want = sum / largest.len() as f64;
@@ -169,7 +169,7 @@ fn huge_scores_have_the_weights_of_the_definition() {
 fn blocks(queries: usize, heads: usize, per_head: bool) -> Result<[u64; 2], String> {
     let ordinal = next_device();
     let subject = staged("one emulated gpu", Duration::ZERO, move || {
-        hopper_on(ordinal, 0, Cuda::MIN_WARPGROUP_ROWS)
+        hopper_on(ordinal, None, Cuda::MIN_WARPGROUP_ROWS)
     });
     let dims = Dims { q_len: queries, kv_len: 20, kv_heads: 1, ..Dims::new(1, 20, heads, 8) };
     let spec = Spec::new(dims, DType::F64);
@@ -252,14 +252,14 @@ fn masked_non_finite_values_change_nothing_in_a_later_tile() {
         ("rounded scores", |spec| spec.logits_dtype = DType::Bf16),
     ];
     for (name, change) in changes {
-        non_finite_verdict(&on_warpgroups(0), name, change).unwrap();
+        non_finite_verdict(&on_warpgroups(None), name, change).unwrap();
     }
 }
 
 /// Blocks of the kernels without and with an epilogue.
 fn kernels_of(change: impl FnOnce(&mut Spec)) -> Result<[u64; 2], String> {
     let ordinal = next_device();
-    let subject = staged("one emulated gpu", Duration::ZERO, move || hopper_on(ordinal, 0, 0));
+    let subject = staged("one emulated gpu", Duration::ZERO, move || hopper_on(ordinal, None, 0));
     let mut spec = Spec::new(Dims::new(1, 20, 1, 8), DType::F64);
     change(&mut spec);
     let case = Case::new("epilogue", spec, Masks::default(), &mut Draw::new(6));
@@ -282,29 +282,6 @@ fn only_scores_with_an_epilogue_run_in_its_kernel() {
     assert_eq!(kernels_of(|spec| spec.dropout = dropout), Ok([0, 1]));
 }
 
-/// Mistakes of `kernels/warpgroup.cuh`, numbered from 1: name, and true if the launch fails rather
-/// than the numbers.
-pub(crate) const MISTAKES: [(&str, bool); 18] = [
-    ("the producer takes a full stage for an empty one", true),
-    ("a stage is released before it is read", false),
-    ("a stage is never released", true),
-    ("V is used before it is loaded", true),
-    ("expect_tx with too few bytes", true),
-    ("wgmma without commit", true),
-    ("accumulators read while wgmma writes them", false),
-    ("wgmma without fence", true),
-    ("O rescaled while wgmma accumulates", false),
-    ("no proxy fence after stores to shared memory", true),
-    ("wrong swizzle", false),
-    ("descriptor advanced too little along dims", false),
-    ("wrong distance between panels", false),
-    ("mask off by one", false),
-    ("a turn that is never passed on", true),
-    ("P overwritten while P·V reads it", true),
-    ("P written without pinning its registers", true),
-    ("O rescaled only if all maxima have changed", false),
-];
-
 /// Head and value dim of two panels.
 pub(crate) const TWO_PANELS: [usize; 2] = [72, 80];
 
@@ -324,32 +301,14 @@ pub(crate) fn verdict(subject: &dyn Subject, case: &Case) -> Result<(), String> 
     Judge::new(case).map_err(|error| error.to_string())?.check(&answers[0])
 }
 
-/// Asserts that a planted mistake was found in the way it must be.
-pub(crate) fn assert_caught(what: &str, verdict: Result<(), String>, fails: bool) {
-    let sign = if fails { "CUDA_ERROR_LAUNCH_FAILED" } else { "out[" };
-    assert!(verdict.as_ref().is_err_and(|wrong| wrong.contains(sign)), "{what}: {verdict:?}");
-}
-
 #[test]
 fn the_order_of_threads_and_copies_changes_no_bit_on_warpgroups() {
     let case = case(TWO_PANELS, 120, false);
     let run = |seed| {
-        with_seed(seed, || on_warpgroups(0).run(&case, &Setting::ALONE, 1)).unwrap().remove(0)
+        with_seed(seed, || on_warpgroups(None).run(&case, &Setting::ALONE, 1)).unwrap().remove(0)
     };
     let want = run(11);
     for seed in 12..16 {
         run(seed).same_bits(&want).unwrap();
-    }
-}
-
-#[test]
-fn every_mistake_on_warpgroups_is_caught() {
-    let case = |few| case(TWO_PANELS, 120, few);
-    for few in [false, true] {
-        verdict(&on_warpgroups(0), &case(few)).unwrap();
-    }
-    for (number, (what, fails)) in (1..).zip(MISTAKES) {
-        let verdict = verdict(&on_warpgroups(number), &case(what.contains("mask")));
-        assert_caught(what, verdict, fails);
     }
 }

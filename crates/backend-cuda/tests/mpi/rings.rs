@@ -84,7 +84,7 @@ fn plan_over(
 ) -> Result<Plan> {
     let cache = Cache::new(PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("emulated-kernels"));
     let compiler = Compiler::with_symbols(emulator::compiler_symbols(), Some(cache))?;
-    let cuda = Cuda::on(Stream::new(device)?, compiler, Vec::new());
+    let cuda = Cuda::on(Stream::new(device)?, compiler);
     let attention = Attention::new().causal(true).layout(layout).deadline(deadline);
     Plan::new(
         &attention,

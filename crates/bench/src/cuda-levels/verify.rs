@@ -10,6 +10,18 @@ use crate::{
     pass::{Numbers, Passes},
 };
 
+/// Problems to be verified.
+pub(crate) struct Verification<'a> {
+    pub(crate) dtype: DType,
+    pub(crate) len: usize,
+    pub(crate) heads: usize,
+    pub(crate) dim: usize,
+    /// Names of the masks.
+    pub(crate) masks: &'a [&'static str],
+    /// Keys that the window of the reference is too long, to show that it is found.
+    pub(crate) mistake: u64,
+}
+
 /// Results of two passes, which must have the same bits.
 fn compute(passes: &mut Passes) -> Result<([Vec<f64>; 5], bool)> {
     let mut once = || {
@@ -24,17 +36,11 @@ fn compute(passes: &mut Passes) -> Result<([Vec<f64>; 5], bool)> {
     Ok((first, same))
 }
 
-/// Verifies the shapes named in `only` of one element type, length and dim. Prints a line for each;
-/// false if one is wrong.
-pub(crate) fn verify(
-    setup: &Setup,
-    dtype: DType,
-    len: usize,
-    heads: usize,
-    dim: usize,
-    only: &[&str],
-) -> Result<bool> {
+/// Verifies the chosen masks of one element type, length and dim. Prints a line for each; false if
+/// one is wrong.
+pub(crate) fn verify(setup: &Setup, problem: &Verification<'_>) -> Result<bool> {
     let Setup { name: level, cuda } = setup;
+    let &Verification { dtype, len, heads, dim, masks, mistake } = problem;
     let bound = match dtype {
         DType::Bf16 => 5e-3,
         DType::F16 => 1e-3,
@@ -42,13 +48,17 @@ pub(crate) fn verify(
     };
     let plain = cuda.clone().at_level(Level::Plain)?;
     let mut all_right = true;
-    let chosen = |shape: &Shape| only.contains(&shape.name);
-    for Shape { name, attention, dims } in shapes(len, heads, dim, 0).into_iter().filter(chosen) {
+    let references = shapes(len, heads, dim, mistake);
+    for (shape, reference) in shapes(len, heads, dim, 0).into_iter().zip(references) {
+        let Shape { name, attention, dims } = shape;
+        if !masks.contains(&name) {
+            continue;
+        }
         let numbers = Numbers::draw(dims, dtype);
         let mut passes = Passes::new(cuda, &attention, dtype, dims, &numbers)?;
         let (got, same_bits) = compute(&mut passes)?;
         drop(passes);
-        let mut passes = Passes::new(&plain, &attention, DType::F32, dims, &numbers)?;
+        let mut passes = Passes::new(&plain, &reference.attention, DType::F32, dims, &numbers)?;
         passes.forward()?;
         passes.backward()?;
         let want = passes.results()?;

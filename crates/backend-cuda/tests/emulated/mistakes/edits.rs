@@ -1,0 +1,187 @@
+//! Edits of the kernels' text, with a choice at run time between the edited text and the original.
+
+use std::{collections::BTreeMap, ops::Range};
+
+use annulus_core::{Error, Result};
+
+use super::Mistake;
+
+/// A change of one place of a kernel file.
+pub(crate) struct Edit {
+    file: &'static str,
+    /// Text that occurs once in the file. What is between « and » is replaced; without them all of
+    /// it. It is one or more statements, or an expression.
+    from: &'static str,
+    /// Text in its place.
+    to: &'static str,
+}
+
+pub(crate) const fn edit(file: &'static str, from: &'static str, to: &'static str) -> Edit {
+    Edit { file, from, to }
+}
+
+impl Edit {
+    /// Returns the range of the replaced text in that of the file.
+    fn range(&self, text: &str) -> Result<Range<usize>> {
+        let context = self.from.replace(['«', '»'], "");
+        let found: Vec<usize> = text.match_indices(&context).map(|(at, _)| at).collect();
+        let [at] = found[..] else {
+            let want = format!("a text that occurs once in the file, not {} times", found.len());
+            return Err(Error::invalid("edit", format!("{}: {context}", self.file), want));
+        };
+        let begin = self.from.find('«').unwrap_or(0);
+        let marked = self.from.find('»').map_or(context.len(), |end| end - '«'.len_utf8());
+        Ok(at + begin..at + marked)
+    }
+}
+
+/// A place that is edited, by one mistake or several.
+struct Place<'a> {
+    range: Range<usize>,
+    choices: Vec<Choice<'a>>,
+}
+
+/// The text of a mistake in a place.
+struct Choice<'a> {
+    number: u32,
+    to: &'a str,
+}
+
+/// Returns the text of `file` with all mistakes, numbered from 1, each if `planted(N)`.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] naming file and text if a text to edit does not occur exactly once,
+/// or if two edits overlap.
+pub(super) fn apply<'a>(
+    mistakes: impl Iterator<Item = &'a Mistake>,
+    file: &str,
+    text: &str,
+) -> Result<String> {
+    let mut places: BTreeMap<usize, Place<'a>> = BTreeMap::new();
+    for (number, mistake) in (1..).zip(mistakes) {
+        for edit in mistake.edits.iter().filter(|edit| edit.file == file) {
+            let range = edit.range(text)?;
+            let new = || Place { range: range.clone(), choices: Vec::new() };
+            let place = places.entry(range.start).or_insert_with(new);
+            if place.range != range {
+                return Err(overlap(file, edit.from));
+            }
+            place.choices.push(Choice { number, to: edit.to });
+        }
+    }
+    let mut edited = String::new();
+    let mut end = 0;
+    for Place { range, choices } in places.into_values() {
+        let original = &text[range.clone()];
+        let before = text.get(end..range.start).ok_or_else(|| overlap(file, original))?;
+        edited += before;
+        edited += &chosen(original, &choices);
+        end = range.end;
+    }
+    Ok(edited + &text[end..])
+}
+
+fn overlap(file: &str, text: &str) -> Error {
+    Error::invalid("edit", format!("{file}: {text}"), "a text that overlaps with no other edit")
+}
+
+/// Statements or an expression that are one of the `choices` if it is planted, else the `original`.
+fn chosen(original: &str, choices: &[Choice<'_>]) -> String {
+    if original.ends_with([';', '}']) {
+        let statements =
+            |Choice { number, to }: &Choice<'_>| format!("if (planted({number})) {{ {to} }} else ");
+        let choices: String = choices.iter().map(statements).collect();
+        // braces: an `else` that follows belongs to an `if` before
+        format!("{{ {choices}{{ {original} }} }}")
+    } else {
+        let expression =
+            |Choice { number, to }: &Choice<'_>| format!("planted({number}) ? ({to}) : ");
+        let choices: String = choices.iter().map(expression).collect();
+        format!("({choices}({original}))")
+    }
+}
+
+mod tests {
+    use std::{collections::BTreeSet, fs, path::PathBuf, time::Duration};
+
+    use annulus_conformance::{Setting, Subject};
+
+    use super::{
+        super::{FAILED, GENERAL, Of, WARPGROUP, mistake},
+        *,
+    };
+    use crate::{common::staged, decode, support::emulated};
+
+    fn files() -> BTreeMap<String, String> {
+        let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("kernels");
+        let read = |entry: fs::DirEntry| {
+            let name = entry.file_name().into_string().expect("a name in UTF-8");
+            (name, fs::read_to_string(entry.path()).expect("a kernel file"))
+        };
+        fs::read_dir(folder).expect("kernels").map(|entry| read(entry.expect("a file"))).collect()
+    }
+
+    #[test]
+    fn the_kernels_have_the_texts_of_all_edits_and_no_line_for_tests() {
+        let files = files();
+        for family in [&WARPGROUP, &GENERAL] {
+            let edited: BTreeSet<&str> =
+                family.mistakes().flat_map(|mistake| mistake.edits).map(|edit| edit.file).collect();
+            for name in edited {
+                let text = files.get(name).unwrap_or_else(|| panic!("no kernel file {name}"));
+                apply(family.mistakes(), name, text).unwrap();
+            }
+        }
+        for (name, text) in files.iter().filter(|(name, _)| !name.ends_with("_host.h")) {
+            assert!(!text.to_lowercase().contains("planted"), "{name}");
+        }
+    }
+
+    #[test]
+    fn edits_are_chosen_at_run_time() {
+        let text = "if (x) f(1); else g(2 + y);\nf(3);\n";
+        let all = [
+            mistake(Of::Stages, "a", FAILED, const { &[edit("k", "f(1);", "")] }),
+            mistake(Of::Stages, "b", FAILED, const { &[edit("k", "g(«2 + y»)", "y")] }),
+            mistake(
+                Of::Stages,
+                "c",
+                FAILED,
+                const { &[edit("k", "f(1);", "f(2);"), edit("k", ";\n«f(3);»", "f(4);")] },
+            ),
+            mistake(Of::Stages, "d", FAILED, const { &[edit("other", "f(1);", "")] }),
+        ];
+        let want = "if (x) { if (planted(1)) {  } else if (planted(3)) { f(2); } else { f(1); } } \
+                    else g((planted(2) ? (y) : (2 + y)));\n\
+                    { if (planted(3)) { f(4); } else { f(3); } }\n";
+        assert_eq!(apply(all.iter(), "k", text).unwrap(), want);
+        assert_eq!(apply(all.iter(), "third", text).unwrap(), text);
+    }
+
+    #[test]
+    fn edits_that_are_stale_or_overlap_are_errors_that_name_file_and_text() {
+        let stale = |edits: &'static [Edit]| {
+            let all = [mistake(Of::Stages, "stale", FAILED, edits)];
+            apply(all.iter(), "k", "f(1); f(1); g(2);").unwrap_err().to_string()
+        };
+        let absent = stale(const { &[edit("k", "h(3);", "")] });
+        assert!(absent.contains("k: h(3);") && absent.contains("not 0 times"), "{absent}");
+        let twice = stale(const { &[edit("k", "f(«1»);", "2")] });
+        assert!(twice.contains("k: f(1);") && twice.contains("not 2 times"), "{twice}");
+        let nested = stale(const { &[edit("k", "g(2);", ""), edit("k", "g(«2»)", "3")] });
+        assert!(nested.contains("k: 2") && nested.contains("overlaps"), "{nested}");
+        let longer = stale(const { &[edit("k", "g(2);", ""), edit("k", "«g(2)»;", "3")] });
+        assert!(longer.contains("k: «g(2)»;") && longer.contains("overlaps"), "{longer}");
+    }
+
+    #[test]
+    fn a_pass_whose_kernels_have_a_stale_edit_fails_with_file_and_text() {
+        static STALE: [Mistake; 1] =
+            [mistake(Of::Stages, "stale", FAILED, &[edit("tile.cuh", "no such text;", "")])];
+        let subject = staged("one emulated gpu", Duration::ZERO, || {
+            Ok(emulated()?.edited(|file, text| apply(STALE.iter(), file, text)))
+        });
+        let stale = subject.run(&decode::bare(), &Setting::ALONE, 1).map(drop).unwrap_err();
+        assert!(stale.to_string().contains("tile.cuh: no such text;"), "{stale}");
+    }
+}

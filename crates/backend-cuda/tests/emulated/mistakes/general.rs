@@ -1,0 +1,369 @@
+//! Mistakes at level plain and on tensor cores (`mma.sync`).
+
+use std::{ops::Range, time::Duration};
+
+use annulus_conformance::{Case, Draw, Judge, Masks, Setting, Subject};
+use annulus_core::{DType, Dims, Spec};
+use annulus_cuda_emulator as emulator;
+
+use super::{Check, DEADLOCK, Mistake, Of, Planted, Table, edit, mistake};
+use crate::{
+    common::staged,
+    decode, packing,
+    support::{next_device, planted_on},
+};
+
+const TILE: &str = "tile.cuh";
+const STREAM: &str = "chunk_stream.cuh";
+const FORWARD_KERNEL: &str = "forward_matrix.cuh";
+const DQ: &str = "backward_queries_matrix.cuh";
+const DKV: &str = "backward_keys_matrix.cuh";
+const MERGE_KERNEL: &str = "merge_splits.cuh";
+
+/// Orders of threads in which a mistake may show: mistakes that are races do not fail in every one.
+const ORDERS: Range<u64> = 0..16;
+
+/// A causal case of several tiles.
+fn causal(dtype: DType, [head_dim, value_dim]: [usize; 2]) -> Case {
+    let dims =
+        Dims { batch: 1, q_len: 70, kv_len: 70, q_heads: 2, kv_heads: 1, head_dim, value_dim };
+    let masks = Masks { causal: true, ..Masks::default() };
+    Case::new("planted", Spec::new(dims, DType::F64), masks, &mut Draw::new(5)).in_dtype(dtype)
+}
+
+/// More than one slice of dims, and rows that can be copied 16 bytes at a time.
+const FEW_DIMS: [usize; 2] = [40, 48];
+
+/// A case of few queries, whose keys are divided into ranges.
+fn ranges([head_dim, value_dim]: [usize; 2]) -> Case {
+    let dims =
+        Dims { batch: 1, q_len: 2, kv_len: 523, q_heads: 4, kv_heads: 1, head_dim, value_dim };
+    Case::new("range", Spec::new(dims, DType::F64), Masks::default(), &mut Draw::new(5))
+        .in_dtype(DType::F16)
+}
+
+/// Verdict on a case on one device.
+fn verdict(case: &Case, planted: Planted) -> Result<(), String> {
+    let ordinal = next_device();
+    let subject = staged("one emulated gpu", Duration::ZERO, move || planted_on(ordinal, planted));
+    let answers = subject.run(case, &Setting::ALONE, 1).map_err(|error| error.to_string());
+    if emulator::deadlocks(ordinal) > 0 {
+        return Err(DEADLOCK.to_owned());
+    }
+    Judge::new(case).map_err(|error| error.to_string())?.check(&answers?[0])
+}
+
+/// Level plain.
+pub(super) static PLAIN: Table = Table {
+    checks: &[Check {
+        name: "f64",
+        sign: |mistake| Some(mistake.sign),
+        verdict: |_, planted| verdict(&causal(DType::F64, FEW_DIMS), planted),
+        seeds: ORDERS,
+    }],
+    mistakes: &[
+        mistake(
+            Of::FewPairs,
+            "no barrier between loads of operands and their product",
+            "out[",
+            &[edit(
+                TILE,
+                "coord.first_key, a.keys, from, dim);
+        «barrier();»",
+                "",
+            )],
+        ),
+        mistake(
+            Of::FewPairs,
+            "no barrier between loads of values and their product",
+            "out[",
+            &[edit(TILE, "barrier_any(non_finite && !is_full)", "non_finite && !is_full")],
+        ),
+        mistake(
+            Of::FewPairs,
+            "mask off by one",
+            "out[",
+            &[edit(TILE, "(«line >> key & 1»)", "(line << 1 | 1) >> key & 1")],
+        ),
+        // it ends, because a launch in which every thread waits for another one fails
+        mistake(
+            Of::FewPairs,
+            "a barrier that only some threads reach",
+            DEADLOCK,
+            &[edit(
+                TILE,
+                "    }
+    «barrier();»
+}",
+                "if (thread_index() == 77) return; barrier();",
+            )],
+        ),
+    ],
+};
+
+const fn of_stages(mistake: &Mistake) -> Option<&'static str> {
+    if matches!(mistake.of, Of::Stages) { Some(mistake.sign) } else { None }
+}
+
+/// Forward on tensor cores.
+pub(super) static FORWARD: Table = Table {
+    checks: &[
+        Check {
+            name: "four stages",
+            sign: |mistake| Some(mistake.sign),
+            verdict: |_, planted| verdict(&causal(DType::F16, FEW_DIMS), planted),
+            seeds: ORDERS,
+        },
+        Check {
+            name: "two stages, a tile in two parts",
+            sign: of_stages,
+            verdict: |_, planted| verdict(&causal(DType::F16, [104, 120]), planted),
+            seeds: ORDERS,
+        },
+        Check {
+            name: "two stages, 16 rows a warp",
+            sign: of_stages,
+            verdict: |_, planted| verdict(&causal(DType::F16, [136, 200]), planted),
+            seeds: ORDERS,
+        },
+        Check {
+            name: "range of keys, 128 dims: a kernel of its own with four stages",
+            sign: of_stages,
+            verdict: |_, planted| verdict(&ranges([104, 120]), planted),
+            seeds: ORDERS,
+        },
+        Check {
+            name: "range of keys, 256 dims",
+            sign: of_stages,
+            verdict: |_, planted| verdict(&ranges([136, 200]), planted),
+            seeds: ORDERS,
+        },
+    ],
+    mistakes: &[
+        mistake(
+            Of::Stages,
+            "no barrier between the wait for a stage and its use",
+            "out[",
+            &[edit(STREAM, "barrier_any(mine)", "pass == FORWARD ? mine : barrier_any(mine)")],
+        ),
+        mistake(
+            Of::Stages,
+            "a wait one stage late",
+            "out[",
+            &[edit(
+                STREAM,
+                "cp_async_wait<depth - 2>();",
+                "cp_async_wait<depth - 2 + (pass == FORWARD)>();",
+            )],
+        ),
+        mistake(
+            Of::Stages,
+            "queries that belong to a later group of copies",
+            "out[",
+            &[edit(
+                FORWARD_KERNEL,
+                "if (tiles.more())
+        load_query_rows(memory.queries, operand_of(a.q, b, first_head, a.queries, a.head_dim),
+                        first_query, a);
+    stream.begin(a, memory.stages, tiles);",
+                "stream.begin(a, memory.stages, tiles);
+                 if (tiles.more())
+                     load_query_rows(memory.queries,
+                                     operand_of(a.q, b, first_head, a.queries, a.head_dim),
+                                     first_query, a);",
+            )],
+        ),
+        mistake(
+            Of::FewPairs,
+            "mask off by one",
+            "out[",
+            &[edit(FORWARD_KERNEL, "(«line & existing»)", "(line << 1 | 1) & existing")],
+        ),
+    ],
+};
+
+/// GQA packing on tensor cores.
+pub(super) static PACKING: Table = Table {
+    checks: &[Check {
+        name: "packed heads",
+        sign: |mistake| Some(mistake.sign),
+        verdict: |_, planted| verdict(&packing::full(packing::dims(5, 8, 2), DType::Bf16), planted),
+        seeds: ORDERS,
+    }],
+    mistakes: &[mistake(
+        Of::Packed,
+        "a head off by one",
+        "out[",
+        &[edit(FORWARD_KERNEL, "forward_row(a, 0, «row»)", "row ^ (a.packed_heads > 1)")],
+    )],
+};
+
+/// Backward on tensor cores. A wrong gradient implies a correct output, which is checked first.
+pub(super) static BACKWARD: Table = Table {
+    checks: &[Check {
+        name: "backward",
+        sign: |mistake| Some(mistake.sign),
+        verdict: |_, planted| verdict(&causal(DType::Bf16, FEW_DIMS), planted),
+        seeds: ORDERS,
+    }],
+    mistakes: &[
+        mistake(
+            Of::Stages,
+            "dQ: no barrier between the wait for a stage and its use",
+            "dq[",
+            &[edit(STREAM, "barrier_any(mine)", "pass == QUERIES ? mine : barrier_any(mine)")],
+        ),
+        mistake(
+            Of::Stages,
+            "dK, dV: no barrier between the wait for a stage and its use",
+            "dk[",
+            &[edit(STREAM, "barrier_any(mine)", "pass == KEYS ? mine : barrier_any(mine)")],
+        ),
+        mistake(
+            Of::Stages,
+            "dQ: a wait one stage late",
+            "dq[",
+            &[edit(
+                STREAM,
+                "cp_async_wait<depth - 2>();",
+                "cp_async_wait<depth - 2 + (pass == QUERIES)>();",
+            )],
+        ),
+        mistake(
+            Of::Stages,
+            "dK, dV: a wait one stage late",
+            "dk[",
+            &[edit(
+                STREAM,
+                "cp_async_wait<depth - 2>();",
+                "cp_async_wait<depth - 2 + (pass == KEYS)>();",
+            )],
+        ),
+        mistake(
+            Of::Stages,
+            "dQ: left rows that belong to a later group of copies",
+            "dq[",
+            &[edit(
+                DQ,
+                "load_left_rows<BACKWARD_THREADS, QUERIES_ROWS>(
+        memory.queries, operand_of(a.q, b, h, a.queries, a.head_dim), first_query);
+    load_left_rows<BACKWARD_THREADS, QUERIES_ROWS>(
+        memory.douts, operand_of(a.dout, b, h, a.queries, a.value_dim), first_query);
+    stream.begin(a, memory.stages, tiles);",
+                "stream.begin(a, memory.stages, tiles);
+                 load_left_rows<BACKWARD_THREADS, QUERIES_ROWS>(
+                     memory.queries, operand_of(a.q, b, h, a.queries, a.head_dim), first_query);
+                 load_left_rows<BACKWARD_THREADS, QUERIES_ROWS>(
+                     memory.douts, operand_of(a.dout, b, h, a.queries, a.value_dim), first_query);",
+            )],
+        ),
+        mistake(
+            Of::Stages,
+            "dK, dV: left rows that belong to a later group of copies",
+            "dk[",
+            &[edit(
+                DKV,
+                "if (tiles.more()) {
+        load_left_rows<BACKWARD_THREADS, KEYS_ROWS>(
+            memory.keys, operand_of(a.k, b, kv_head, a.keys, a.head_dim), first_key);
+        load_left_rows<BACKWARD_THREADS, KEYS_ROWS>(
+            memory.values, operand_of(a.v, b, kv_head, a.keys, a.value_dim), first_key);
+    }
+    stream.begin(a, memory.stages, tiles);",
+                "stream.begin(a, memory.stages, tiles);
+                 if (tiles.more()) {
+                     load_left_rows<BACKWARD_THREADS, KEYS_ROWS>(
+                         memory.keys, operand_of(a.k, b, kv_head, a.keys, a.head_dim), first_key);
+                     load_left_rows<BACKWARD_THREADS, KEYS_ROWS>(
+                         memory.values, operand_of(a.v, b, kv_head, a.keys, a.value_dim),
+                         first_key);
+                 }",
+            )],
+        ),
+        // the warps of dV pass S to those of dK through shared memory, and all read the statistics
+        // of the tile's queries there
+        mistake(
+            Of::Stages,
+            "dK, dV: scores that are not ordered by a barrier",
+            "dk[",
+            &[edit(DKV, "barrier_any(!is_fused(own.lse))", "!is_fused(own.lse)")],
+        ),
+        mistake(
+            Of::Stages,
+            "dK, dV: statistics that are not ordered by a barrier",
+            "dk[",
+            &[edit(
+                DKV,
+                "if (thread_index() < TILE)
+            own = load_query_statistics(a, b, coord.h, coord.first_query + thread_index());",
+                "if (thread_index() < TILE) {
+                     own = load_query_statistics(a, b, coord.h, coord.first_query + \
+                 thread_index());
+                     write_statistics(memory, own);
+                 }",
+            )],
+        ),
+        mistake(
+            Of::FewPairs,
+            "dQ: mask off by one",
+            "dq[",
+            &[edit(
+                DQ,
+                "mask_row(a, coord, query, QUERIES_ROWS)",
+                "mask_row(a, coord, query, QUERIES_ROWS) << 1 | 1",
+            )],
+        ),
+        mistake(
+            Of::FewPairs,
+            "dK, dV: mask off by one",
+            "dk[",
+            &[edit(DKV, "mask_row(a, coord, query + c)", "mask_row(a, coord, query + c) << 1 | 1")],
+        ),
+    ],
+};
+
+/// The merge of ranges of keys.
+pub(super) static MERGE: Table = Table {
+    checks: &[Check {
+        name: "decoding",
+        sign: |mistake| Some(mistake.sign),
+        verdict: |_, planted| verdict(&decode::bare(), planted),
+        seeds: ORDERS,
+    }],
+    mistakes: &[
+        mistake(
+            Of::Stages,
+            "no barrier after the maxima of the warps",
+            "out[",
+            &[edit(
+                MERGE_KERNEL,
+                "of_warps[warp] = max;
+    «barrier();»",
+                "",
+            )],
+        ),
+        mistake(
+            Of::Stages,
+            "no barrier after the factors of the ranges",
+            "out[",
+            &[edit(
+                MERGE_KERNEL,
+                "= ties;
+    }
+    «barrier();»",
+                "",
+            )],
+        ),
+        mistake(
+            Of::Stages,
+            "no barrier after the terms of the warps",
+            "out[",
+            &[edit(
+                MERGE_KERNEL,
+                "= acc[c];
+    «barrier();»",
+                "",
+            )],
+        ),
+    ],
+};
