@@ -22,6 +22,7 @@ fn machine(inside: Link, between: Link, flops: f64) -> Machine {
         inside_node: Some(inside),
         between_nodes: Some(between),
         node_bandwidth: Some(4.0 * between.bandwidth),
+        merge_bandwidth: None,
         rates: vec![ComputeRate {
             dtype: DType::F32,
             head_dim: 64,

@@ -27,6 +27,9 @@ struct MachineFields {
     between_nodes: Option<LinkFields>,
     #[serde(deserialize_with = "required")]
     node_bandwidth: Option<f64>,
+    /// Files of earlier versions lack it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    merge_bandwidth: Option<f64>,
     rates: Vec<RateFields>,
     memory: u64,
 }
@@ -182,6 +185,7 @@ impl From<MachineFields> for Machine {
             inside_node: fields.inside_node.map(link),
             between_nodes: fields.between_nodes.map(link),
             node_bandwidth: fields.node_bandwidth,
+            merge_bandwidth: fields.merge_bandwidth,
             rates: fields.rates.into_iter().map(rate).collect(),
             memory: fields.memory,
         }
@@ -211,6 +215,7 @@ impl From<&Machine> for MachineFields {
             inside_node: machine.inside_node.map(link),
             between_nodes: machine.between_nodes.map(link),
             node_bandwidth: machine.node_bandwidth,
+            merge_bandwidth: machine.merge_bandwidth,
             rates: machine.rates.iter().map(rate).collect(),
             memory: machine.memory,
         }
@@ -243,12 +248,14 @@ mod tests {
             inside_node: Some(link),
             between_nodes: None,
             node_bandwidth: None,
+            merge_bandwidth: None,
             rates: vec![rate, ComputeRate { dtype: DType::F16, forward: 1e14, ..rate }],
             memory: 64 << 30,
         };
         let nodes = Machine {
             between_nodes: Some(Link { is_full_duplex: true, latency: 1e-5, ..link }),
             node_bandwidth: Some(2.5e10),
+            merge_bandwidth: Some(3.5e9),
             ..one_node.clone()
         };
         for machine in [one_node, nodes] {

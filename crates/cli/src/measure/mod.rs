@@ -123,12 +123,14 @@ fn measure(flags: &MeasureFlags, job: &mut Job, backend: &BackendChoice) -> Outc
         }
     }
     let Links { ranks_per_node, inside_node, between_nodes, node_bandwidth } = links;
+    let merge_bandwidth = Some(rates::merge_bandwidth(job, &flags.ds)?);
     let memory = memory_of_rank(job, ranks_per_node)?;
     let machine = Machine {
         ranks_per_node,
         inside_node,
         between_nodes,
         node_bandwidth,
+        merge_bandwidth,
         rates: all_rates,
         memory,
     };

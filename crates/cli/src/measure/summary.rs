@@ -11,8 +11,8 @@ pub(super) struct Summary<'a>(pub(super) &'a Machine);
 
 impl fmt::Display for Summary<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Machine { ranks_per_node, inside_node, between_nodes, node_bandwidth, rates, memory } =
-            self.0;
+        let Machine { ranks_per_node, inside_node, between_nodes, node_bandwidth, .. } = self.0;
+        let Machine { merge_bandwidth, rates, memory, .. } = self.0;
         let links = [("inside nodes", inside_node), ("between nodes", between_nodes)];
         for (name, link) in links {
             let Some(Link { latency, bandwidth, is_full_duplex }) = link else { continue };
@@ -22,6 +22,9 @@ impl fmt::Display for Summary<'_> {
         }
         if let Some(bandwidth) = node_bandwidth {
             writeln!(f, "{:<14} {:.2} GB/s of all its ranks", "of a node", bandwidth / 1e9)?;
+        }
+        if let Some(bandwidth) = merge_bandwidth {
+            writeln!(f, "{:<14} {:.2} GB/s of partial results", "merge", bandwidth / 1e9)?;
         }
         for rate in rates {
             let name = format!("{} dim {}", rate.dtype, rate.head_dim);

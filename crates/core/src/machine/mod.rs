@@ -10,9 +10,11 @@
 //! step        ends with the later of tiles and messages; a rank begins a transfer when both ends
 //!             have reached its step
 //! agreement   all-gather before and after a pass: ⌈log₂ ranks⌉ short messages, one after another
+//! merge       bytes of the partial results of each key column / rate; that of a part overlaps the
+//!             message of the next
 //! ```
-//! The time beyond the tiles is exposed communication. The prologue and the epilogue of a pass, the
-//! copies into messages and the merge of partial results are not modelled.
+//! The time beyond the tiles is exposed communication; a merge that no message hides counts with
+//! the tiles. The prologue and the epilogue of a pass and the copies into messages are not modelled.
 //!
 //! # Source
 //! The latency-bandwidth model: Hockney 1994, The communication challenge for MPI. The selection of
@@ -28,8 +30,8 @@ mod steps;
 mod tests;
 mod timed_step;
 
-pub use prediction::{LinkBytes, PassTime, Prediction};
-pub(crate) use steps::MOST_STEPPED_RANKS;
+pub use prediction::{Comparison, LinkBytes, PassTime, Prediction};
+pub(crate) use steps::{MOST_STEPPED_RANKS, pair_seconds};
 
 use crate::{DType, Error, Fingerprint, Placement, Result};
 
@@ -45,6 +47,7 @@ use crate::{DType, Error, Fingerprint, Placement, Result};
 ///     inside_node: Some(Link { latency: 2e-6, bandwidth: 2e10, is_full_duplex: true }),
 ///     between_nodes: Some(Link { latency: 5e-6, bandwidth: 1.25e10, is_full_duplex: true }),
 ///     node_bandwidth: Some(1.25e10),
+///     merge_bandwidth: Some(4e9),
 ///     rates: vec![ComputeRate { dtype: DType::F32, head_dim: 64, forward: 1e12, backward: 8e11 }],
 ///     memory: 64 << 30,
 /// };
@@ -65,6 +68,9 @@ pub struct Machine {
     /// Bytes per second that all ranks of a node together send to other nodes, in one direction;
     /// `None` if there is one node.
     pub node_bandwidth: Option<f64>,
+    /// Bytes per second of partial results of key columns that a rank merges, in the accumulator's
+    /// type; `None` if that is not known, and merges take no time.
+    pub merge_bandwidth: Option<f64>,
     /// Compute rates, at least one.
     pub rates: Vec<ComputeRate>,
     /// Memory of a rank in bytes, at least 1.
@@ -103,8 +109,8 @@ impl Machine {
     /// # Errors
     /// [`Error::InvalidArgument`] naming the field, such as `inside_node.latency`.
     pub fn check(&self) -> Result<()> {
-        let Self { ranks_per_node, inside_node, between_nodes, node_bandwidth, rates, memory } =
-            self;
+        let Self { ranks_per_node, inside_node, between_nodes, node_bandwidth, .. } = self;
+        let Self { rates, memory, merge_bandwidth, .. } = self;
         let at_least_1 = |field: &str, got: u64| match got {
             0 => Err(Error::invalid(field, got, "at least 1")),
             _ => Ok(()),
@@ -133,6 +139,9 @@ impl Machine {
                 };
                 return Err(Error::invalid("node_bandwidth", got, want));
             }
+        }
+        if let Some(bandwidth) = merge_bandwidth {
+            above_0("merge_bandwidth", *bandwidth)?;
         }
         if rates.is_empty() {
             return Err(Error::invalid("rates", "none", "at least one"));
@@ -173,6 +182,7 @@ impl Machine {
         let into = Fingerprint::new().number(self.ranks_per_node as u64).number(self.memory);
         let into = link(link(into, &self.inside_node), &self.between_nodes);
         let into = into.optional(self.node_bandwidth.map(f64::to_bits));
+        let into = into.optional(self.merge_bandwidth.map(f64::to_bits));
         let rate = |into: Fingerprint, rate: &ComputeRate| {
             into.text(rate.dtype.name())
                 .number(rate.head_dim as u64)
