@@ -63,7 +63,7 @@ pub(super) fn measure<T: Element>(
 pub(super) fn merge_bandwidth(job: &mut Job, head_dims: &[usize]) -> Outcome<f64> {
     let own_ranks = if job.is_mpi() { 1 } else { job.ranks() };
     let own = job.run_local_phase(0..own_ranks, |_, _| {
-        let rates = head_dims.iter().map(|&head_dim| heads_ring::merge_bandwidth(head_dim));
+        let mut rates = head_dims.iter().map(|&head_dim| heads_ring::merge_bandwidth(head_dim));
         rates.try_fold(f64::INFINITY, |least, rate| Ok(least.min(rate?)))
     })?;
     let all = job.all_gather_numbers(&[median(own)])?;

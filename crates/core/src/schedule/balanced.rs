@@ -224,13 +224,13 @@ impl Dealt {
             }
             of_chunk /= 2;
         }
-        if best.worst() > BALANCED {
-            if let Some(chunks) = first.unwrap_or_else(deal).run() {
-                let mut dealt = Self::of_chunks(chunks, ranks);
-                dealt.exchange_rows(pairs, 1);
-                if dealt.worst() < best.worst() {
-                    best = dealt;
-                }
+        if best.worst() > BALANCED
+            && let Some(chunks) = first.unwrap_or_else(deal).run()
+        {
+            let mut dealt = Self::of_chunks(chunks, ranks);
+            dealt.exchange_rows(pairs, 1);
+            if dealt.worst() < best.worst() {
+                best = dealt;
             }
         }
         if best.worst() > BALANCED {

@@ -7,7 +7,7 @@
 //!     for each rank light with fewer pairs than the mean, fewest first:
 //!         least = min(pairs of heavy - target, mean - pairs of light)
 //!         most  = target - pairs of light
-//!         for chunks a of heavy and b of light, those of the fewest pairs per row first:
+//!         for chunks a of heavy and b of light, those with the fewest pairs per row of a first:
 //!             n = a number of rows such that n rows at an end of a have `least` to `most` pairs
 //!                 more than n rows at an end of b
 //!             exchange these rows, if there is such a number
@@ -60,7 +60,7 @@ pub(super) struct RowExchange<'a> {
 }
 
 /// Key of the order and indices of two chunks of which rows may be exchanged.
-type Candidate = ((u8, u128), usize, usize);
+type Candidate = ([u128; 3], usize, usize);
 
 impl<'a> RowExchange<'a> {
     pub(super) fn new(work: &'a QueryWork, ranks: Vec<Vec<Chunk>>, limits: Limits) -> Self {
@@ -122,12 +122,12 @@ impl<'a> RowExchange<'a> {
                 let of_row = |work: u128, rows: u64| work / u128::from(rows.max(1));
                 let of_rows = of_row(a.work, rows_a).saturating_sub(of_row(b.work, rows_b));
                 let moved = of_rows * u128::from(rows_a.min(rows_b));
-                // those that suffice, first those that cost least; then the others. Cut tiles cost
-                // the key tiles of their queries, whole ones nothing
-                let cost = of_row(a.work, rows_a) + of_row(b.work, rows_b);
-                let cost = if self.unit == 1 { cost } else { moved };
+                // those that suffice, first those that cost least, and of equal ones the shortest;
+                // then the others. A cut tile costs the key tiles of its queries, a whole one
+                // nothing
+                let cost = if self.unit == 1 { of_row(a.work, rows_a) } else { 0 };
                 let suffices = moved >= *wanted.start();
-                let order = if suffices { (0, cost) } else { (1, u128::MAX - moved) };
+                let order = if suffices { [0, cost, moved] } else { [1, 0, u128::MAX - moved] };
                 if suffices || self.unit == 1 {
                     pairs.push((order, i, j));
                 }
