@@ -427,21 +427,17 @@ fn choose<B: Backend>(
         // a batch comes with an update
         batch: None,
     };
-    let mut all = StrategyTraffic::of_all(spec, ranks, &traffic, &mut || ())?;
     // not every backend computes partial results of key columns
-    all.retain(|of| match HeadGrid::of(&spec.dims, ranks, of.strategy) {
-        Ok(Some(grid)) => backend.capabilities(&spec.of_member(&grid, 0)).is_ok(),
-        _ => true,
-    });
-    let chosen = match &options.machine {
+    let admits = |grid: &HeadGrid| backend.capabilities(&spec.of_member(grid, 0)).is_ok();
+    let strategy = match &options.machine {
         Some(machine) => {
-            all.extend(StrategyTraffic::of_routes(spec, ranks, &traffic, &mut || ())?);
-            all.get(machine.choose(&all, spec, &traffic, &mut || ())?.0)
+            let of = machine.fastest(spec, ranks, &traffic, &admits, &mut || ())?;
+            of.all.get(of.chosen).map(|best| best.strategy)
         }
-        None => StrategyTraffic::cheapest(&all).ok(),
+        None => {
+            let all = StrategyTraffic::of_fewest_bytes(spec, ranks, &traffic, &admits, &mut || ())?;
+            StrategyTraffic::cheapest(&all).ok().map(|best| best.strategy)
+        }
     };
-    Ok(chosen.map_or(Chosen::RING, |best| Chosen {
-        strategy: best.strategy,
-        route: best.strategy.route(),
-    }))
+    Ok(strategy.map_or(Chosen::RING, |strategy| Chosen { strategy, route: strategy.route() }))
 }

@@ -499,8 +499,8 @@ impl<S: Space> Plan<S> {
         self.engine.facts().strategy()
     }
 
-    /// Returns the strategy in force under the name by which it was given or chosen: as
-    /// [`Plan::strategy`], but a published strategy instead of its form, of which
+    /// Returns the strategy in force under its published name: as [`Plan::strategy`], but a
+    /// published strategy instead of its form, however it was given or chosen.
     /// [`Strategy::OncePerNode`] has the ranks of a node.
     ///
     /// # Examples
@@ -511,6 +511,12 @@ impl<S: Space> Plan<S> {
     /// let ring = attention.local_ring(Dims::new(1, 64, 2, 16), 4)?;
     /// assert_eq!(ring.plan().strategy(), Strategy::Ring);
     /// assert_eq!(ring.plan().named_strategy(), Strategy::AllGather);
+    ///
+    /// let columns = Strategy::Grid { heads: 1, queries: 1, keys: 4 };
+    /// let attention = Attention::new().strategy(columns);
+    /// let ring = attention.local_ring(Dims::new(1, 64, 2, 16), 4)?;
+    /// assert_eq!(ring.plan().strategy(), columns);
+    /// assert_eq!(ring.plan().named_strategy(), Strategy::PassQ);
     /// # Ok::<(), annulus::Error>(())
     /// ```
     pub fn named_strategy(&self) -> Strategy {
@@ -518,8 +524,8 @@ impl<S: Space> Plan<S> {
             Strategy::OncePerNode { node_ranks } => Strategy::OncePerNode {
                 node_ranks: self.route().node_ranks().unwrap_or(node_ranks),
             },
-            named @ (Strategy::AllGather | Strategy::AllToAll | Strategy::PassQ) => named,
-            _ => self.strategy(),
+            Strategy::AllGather => Strategy::AllGather,
+            _ => self.strategy().published_on(self.ranks()),
         }
     }
 

@@ -95,6 +95,14 @@ impl Layout {
         }
     }
 
+    /// Returns true if a rank has the same rows of sequences of the same length.
+    pub(crate) fn has_equal_sides(&self) -> bool {
+        match self {
+            Self::Custom(custom) | Self::Balanced(custom) => custom.q == custom.kv,
+            _ => true,
+        }
+    }
+
     /// Returns the row numbers of `rank`, in local order; none if there is no such rank.
     ///
     /// # Source

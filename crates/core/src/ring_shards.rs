@@ -58,6 +58,12 @@ impl RingShards {
             || batch.kv_segment_ids.is_some()
             || batch.q_positions.is_some()
             || batch.kv_positions.is_some();
+        // rows, ids and positions of both sides are the same
+        let starts = [&batch.cum_seqlens_q, &batch.cum_seqlens_k];
+        let are_equal = !differs
+            && dims.q_len == dims.kv_len
+            && (starts[0] == starts[1] || starts.iter().any(|starts| starts.is_none()))
+            && layout.has_equal_sides();
         for rank in 0..ranks {
             batch.validate_layout(dims, layout, rank, ranks)?;
             let rows = |side, len| {
@@ -76,8 +82,9 @@ impl RingShards {
             };
             let own = selected.as_ref().unwrap_or(batch);
             let local = |side| Shard::local(dims, alignment, layout, side, rank, ranks, own);
-            shards.q.push(Arc::new(local(Side::Q)));
-            shards.kv.push(Arc::new(local(Side::Kv)));
+            let q = Arc::new(local(Side::Q));
+            shards.kv.push(if are_equal { Arc::clone(&q) } else { Arc::new(local(Side::Kv)) });
+            shards.q.push(q);
         }
         Ok(shards)
     }

@@ -29,6 +29,9 @@ struct MachineFields {
     node_bandwidth: Option<f64>,
     #[serde(default)]
     message_overhead: f64,
+    /// Files of earlier versions lack it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    merge_bandwidth: Option<f64>,
     rates: Vec<RateFields>,
     memory: u64,
 }
@@ -185,6 +188,7 @@ impl From<MachineFields> for Machine {
             between_nodes: fields.between_nodes.map(link),
             node_bandwidth: fields.node_bandwidth,
             message_overhead: fields.message_overhead,
+            merge_bandwidth: fields.merge_bandwidth,
             rates: fields.rates.into_iter().map(rate).collect(),
             memory: fields.memory,
         }
@@ -215,6 +219,7 @@ impl From<&Machine> for MachineFields {
             between_nodes: machine.between_nodes.map(link),
             node_bandwidth: machine.node_bandwidth,
             message_overhead: machine.message_overhead,
+            merge_bandwidth: machine.merge_bandwidth,
             rates: machine.rates.iter().map(rate).collect(),
             memory: machine.memory,
         }
@@ -248,6 +253,7 @@ mod tests {
             between_nodes: None,
             node_bandwidth: None,
             message_overhead: 0.0,
+            merge_bandwidth: None,
             rates: vec![rate, ComputeRate { dtype: DType::F16, forward: 1e14, ..rate }],
             memory: 64 << 30,
         };
@@ -255,6 +261,7 @@ mod tests {
             between_nodes: Some(Link { is_full_duplex: true, latency: 1e-5, ..link }),
             node_bandwidth: Some(2.5e10),
             message_overhead: 1e-9,
+            merge_bandwidth: Some(3.5e9),
             ..one_node.clone()
         };
         for machine in [&one_node, &nodes] {

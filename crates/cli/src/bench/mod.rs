@@ -38,7 +38,7 @@ kv_heads q_len kv_len ranks layout window documents align precision pairs backen
   gflops      FLOPs / ms. FLOPs are 4·pairs·head_dim for fwd and 3.5 times that for fwd+bwd
   pairs       visible pairs, all heads and batch rows; for plain causal n²/2, as is usual
   gflops_cpu  FLOPs / (least CPU time / threads of all ranks), which holds on a busy machine too
-  strategy    the one in force, by its published name if it was given or chosen by that
+  strategy    the one in force, by its published name if it has one
 
 Examples:
   annulus bench

@@ -126,6 +126,7 @@ fn measure(flags: &MeasureFlags, job: &mut Job, backend: &BackendChoice) -> Outc
         None => 0.0,
     };
     let Links { ranks_per_node, inside_node, between_nodes, node_bandwidth } = links;
+    let merge_bandwidth = Some(rates::merge_bandwidth(job, &flags.ds)?);
     let memory = memory_of_rank(job, ranks_per_node)?;
     let machine = Machine {
         ranks_per_node,
@@ -133,6 +134,7 @@ fn measure(flags: &MeasureFlags, job: &mut Job, backend: &BackendChoice) -> Outc
         between_nodes,
         node_bandwidth,
         message_overhead,
+        merge_bandwidth,
         rates: all_rates,
         memory,
     };

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use annulus::{Attention, Plan, Tensors};
-use annulus_comm::threads::ring;
+use annulus_comm::{heads_ring, threads::ring};
 use annulus_core::{ComputeRate, Dims, Element, Error, Result};
 use ndarray::Array4;
 
@@ -51,6 +51,23 @@ pub(super) fn measure<T: Element>(
     let [forward, backward] =
         [0, 1].map(|pass| median(all.iter().map(|rates| rates[pass]).collect()));
     Ok(ComputeRate { dtype: T::DTYPE, head_dim, forward, backward })
+}
+
+/// Measures the rate at which partial results are merged: the least of the head dims, while all
+/// ranks merge.
+///
+/// # Ordering
+/// Collective over the processes.
+/// # Errors
+/// Those of the ranks.
+pub(super) fn merge_bandwidth(job: &mut Job, head_dims: &[usize]) -> Outcome<f64> {
+    let own_ranks = if job.is_mpi() { 1 } else { job.ranks() };
+    let own = job.run_local_phase(0..own_ranks, |_, _| {
+        let mut rates = head_dims.iter().map(|&head_dim| heads_ring::merge_bandwidth(head_dim));
+        rates.try_fold(f64::INFINITY, |least, rate| Ok(least.min(rate?)))
+    })?;
+    let all = job.all_gather_numbers(&[median(own)])?;
+    Ok(median(all.iter().map(|rates| rates[0]).collect()))
 }
 
 /// Returns the FLOP/s of a forward and of a backward pass.

@@ -29,7 +29,7 @@ const MOST_QUERIES: u64 = 1 << 28;
 pub(super) struct Figures {
     /// Number of ranks.
     pub(super) ranks: usize,
-    /// Name of the strategy.
+    /// Name of the strategy: the published one, if there is one.
     pub(super) strategy: String,
     /// Every strategy that ranks and heads admit, the ring first; for more than
     /// [`MOST_STEPPED_RANKS`] ranks the one that was given, or none for a ring.
@@ -217,7 +217,7 @@ impl Figures {
         let sent = |bytes: &[u128]| bytes.iter().sum();
         Self {
             ranks,
-            strategy: traffic.strategy.to_string(),
+            strategy: traffic.strategy.published_on(ranks).to_string(),
             strategies: all,
             layout: traffic.layout.of_ranks.name(),
             bytes_sent_total: sent(&traffic.forward),
@@ -294,7 +294,7 @@ impl Figures {
         Ok(Self {
             between_nodes,
             ranks,
-            strategy: strategy.to_string(),
+            strategy: strategy.published_on(ranks).to_string(),
             strategies: Vec::new(),
             ring_ranks: ranks,
             layout: layout.name(),

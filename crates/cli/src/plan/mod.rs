@@ -64,7 +64,8 @@ pub(crate) struct PlanFlags {
     /// route; all-to-all, which is heads:P; pass-q, which is grid:1xP; or auto, the one with the
     /// least predicted time on --machine or, without one, that sends the fewest bytes. Steps and
     /// picture are those of the ring over groups that has the first heads and the first key column.
-    /// All strategies are compared; for more than 256 ranks only with auto or a --machine
+    /// All strategies are compared; for more than 256 ranks only with auto, and without those that
+    /// cannot be the best
     #[arg(long, value_name = "NAME", default_value = "ring", value_parser = strategy)]
     strategy: Strategy,
     /// Predict the time of every strategy on the machine of this file, which `annulus measure`

@@ -15,11 +15,11 @@ pub(super) const MOST_STEPPED_RANKS: usize = 256;
 /// Figures of one strategy.
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct StrategyFigures {
-    /// Name of the strategy, as `--strategy` takes it.
+    /// Name of the strategy, as `--strategy` takes it: the published one, if there is one.
     pub(super) name: String,
-    /// Name under which the strategy was published, if it is another one.
+    /// Name of the heads × ring or grid that it is a published name of.
     #[serde(skip_serializing_if = "Option::is_none")]
-    published_name: Option<&'static str>,
+    form: Option<String>,
     /// Parts into which heads, queries and keys are divided at the same time; a part of the
     /// queries receives the keys one after another.
     pub(super) grid: [usize; 3],
@@ -58,8 +58,9 @@ pub(super) struct Strategies {
 
 impl Strategies {
     /// Plans every strategy of `spec` with a forward and a backward pass. For more than
-    /// [`MOST_STEPPED_RANKS`] ranks a strategy by its name is planned alone, because all of them
-    /// take minutes for 65,536 ranks. The figures of a ring then are those of the ring alone.
+    /// [`MOST_STEPPED_RANKS`] ranks a strategy by its name is planned alone, and of all strategies
+    /// those that a lower bound does not exclude from the choice, because all of them take minutes
+    /// for 65,536 ranks. The figures of a ring then are those of the ring alone.
     ///
     /// # Errors
     /// [`annulus_core::Error::InvalidArgument`] naming `strategy` if it does not fit ranks and
@@ -85,15 +86,8 @@ impl Strategies {
             let all = vec![StrategyTraffic::of(spec, grid, &options, &mut || ())?];
             return Ok(Self { all, predictions: Vec::new(), chosen: 0 });
         }
-        let mut all = StrategyTraffic::of_all(spec, ranks, &options, &mut || ())?;
-        all.extend(StrategyTraffic::of_routes(spec, ranks, &options, &mut || ())?);
-        let (fastest, predictions) = match machine {
-            Some(machine) => {
-                let (fastest, all) = machine.choose(&all, spec, &options, &mut || ())?;
-                (Some(fastest), all)
-            }
-            None => (None, Vec::new()),
-        };
+        let Compared { all, predictions, fastest } =
+            Compared::new(spec, ranks, &options, grid, machine)?;
         let chosen = match (grid, fastest) {
             (Some(grid), _) => position(&all, strategy, grid),
             (None, Some(fastest)) => fastest,
@@ -157,6 +151,48 @@ impl Strategies {
     }
 }
 
+/// Strategies that are listed.
+struct Compared {
+    all: Vec<StrategyTraffic>,
+    /// Predictions in the same order; empty without a machine.
+    predictions: Vec<Prediction>,
+    /// Index of the one to choose on a machine.
+    fastest: Option<usize>,
+}
+
+impl Compared {
+    /// Computes all strategies or, for more than [`MOST_STEPPED_RANKS`] ranks, those of which no
+    /// lower bound exceeds the best, and the `given` one.
+    fn new(
+        spec: &Spec,
+        ranks: usize,
+        options: &TrafficOptions<'_>,
+        given: Option<HeadGrid>,
+        machine: Option<&Machine>,
+    ) -> Result<Self> {
+        let tick = &mut || ();
+        if ranks <= MOST_STEPPED_RANKS {
+            let mut all = StrategyTraffic::of_all(spec, ranks, options, tick)?;
+            all.extend(StrategyTraffic::of_routes(spec, ranks, options, tick)?);
+            let choose = |machine: &Machine| machine.choose(&all, spec, options, &mut || ());
+            let (fastest, predictions) = machine.map(choose).transpose()?.unzip();
+            return Ok(Self { all, predictions: predictions.unwrap_or_default(), fastest });
+        }
+        // a strategy that is given is predicted alone: others may take hours to execute
+        let admits = |grid: &HeadGrid| given.is_none_or(|given| *grid == given);
+        let Some(machine) = machine else {
+            let all = StrategyTraffic::of_fewest_bytes(spec, ranks, options, &admits, tick)?;
+            return Ok(Self { all, predictions: Vec::new(), fastest: None });
+        };
+        let compared = machine.fastest(spec, ranks, options, &admits, tick)?;
+        Ok(Self {
+            all: compared.all,
+            predictions: compared.predictions,
+            fastest: Some(compared.chosen),
+        })
+    }
+}
+
 /// Returns the index of a strategy: of one with a route of its own, or else of a grid.
 fn position(all: &[StrategyTraffic], strategy: Strategy, grid: HeadGrid) -> usize {
     let is_wanted = |of: &StrategyTraffic| match (of.strategy.route(), strategy.route()) {
@@ -183,11 +219,12 @@ fn options<'a>(spec: &Spec, layout: Option<&'a Layout>) -> Result<TrafficOptions
 
 impl StrategyFigures {
     fn of(traffic: &StrategyTraffic, predicted: Option<&Prediction>) -> Self {
-        let grid = &traffic.grid;
+        let StrategyTraffic { grid, strategy, .. } = traffic;
+        let published = strategy.published_on(traffic.forward.len());
         let most = |bytes: &[u128]| bytes.iter().copied().max().unwrap_or(0);
         Self {
-            name: traffic.strategy.to_string(),
-            published_name: traffic.strategy.published_name(traffic.forward.len()),
+            name: published.to_string(),
+            form: (published != *strategy).then(|| strategy.to_string()),
             grid: [grid.head_parts(), grid.groups(), grid.columns()],
             bytes_sent_total: traffic.forward.iter().sum(),
             bytes_max_rank: most(&traffic.forward),
@@ -205,8 +242,8 @@ impl StrategyFigures {
     /// Describes the strategy in one line; that of `chosen` is marked.
     pub(super) fn in_words(&self, chosen: &str) -> String {
         let mark = if self.name == chosen { "*" } else { " " };
-        let name = match self.published_name {
-            Some(published) => format!("{} ({published})", self.name),
+        let name = match &self.form {
+            Some(form) => format!("{} ({form})", self.name),
             None => self.name.clone(),
         };
         let sent = format!(

@@ -100,16 +100,6 @@ fn once_per_node_sends_each_row_once_to_a_node() {
         .map(|of| of["name"].as_str().unwrap())
         .collect();
     assert!(names.ends_with(&["all-gather", "once-per-node:4"]), "{names:?}");
-    // a machine file is not needed to name the forms of other published strategies
-    let published = |name: &str| {
-        let all = once["strategies"].as_array().unwrap();
-        all.iter().find(|of| of["name"] == name).unwrap()["published_name"].clone()
-    };
-    assert_eq!(published("grid:1x16"), "pass-q");
-    let pass_q = plan(&folder, "--q-len 4096 --ranks 16 --strategy pass-q");
-    assert_eq!(pass_q["strategy"], "grid:1x16");
-    let all_to_all = plan(&folder, "--q-len 4096 --ranks 8 --kv-heads 2 --strategy all-to-all");
-    assert_eq!(all_to_all["strategy"], "heads:8");
     // of thousands of nodes only those are visited that need rows of an owner
     let many = "--q-len 67108864 --window 1500,1500 --ranks 65536 --rank 17 --node-ranks 8";
     let many = plan(&folder, &format!("{many} --strategy once-per-node"));
@@ -120,6 +110,32 @@ fn once_per_node_sends_each_row_once_to_a_node() {
     folder
         .run("plan --q-len 64 --ranks 4 --node-ranks 3 --strategy once-per-node")
         .failed(2, &["--strategy: got once-per-node, want several nodes"]);
+}
+
+#[test]
+fn strategies_have_their_published_names_first() {
+    let folder = Folder::new("plan_published");
+    let flags = "--q-len 4096 --ranks 8 --kv-heads 2";
+    for (name, form) in [("pass-q", "grid:1x8"), ("all-to-all", "heads:8")] {
+        for given in [name, form] {
+            let planned = plan(&folder, &format!("{flags} --strategy {given}"));
+            assert_eq!(planned["strategy"], name, "{given}");
+            let all = planned["strategies"].as_array().unwrap();
+            let of_name = all.iter().find(|of| of["name"] == name).unwrap();
+            assert_eq!(of_name["form"], form);
+            // every name is one that the flag accepts, and gives the same strategy
+            for of in all {
+                let name = of["name"].as_str().unwrap();
+                let again = plan(&folder, &format!("{flags} --strategy {name}"));
+                assert_eq!(again["strategy"], name);
+            }
+            let text = folder.succeed(&format!("plan {flags} --strategy {given}")).out;
+            assert!(text.contains(&format!("\nstrategy  {name}: ")), "{text}");
+            assert!(text.contains(&format!("\n* {name} ({form}) ")), "{text}");
+        }
+    }
+    let ring = plan(&folder, flags);
+    assert!(ring["strategies"][0].get("form").is_none());
 }
 
 #[test]
@@ -494,8 +510,8 @@ fn attend_and_bench_print_the_name_of_the_strategy() {
         ("ring", "ring"),
         ("heads:1", "ring"),
         ("heads:2", "heads:2"),
-        ("heads:4", "heads:4"),
-        ("grid:1x4", "grid:1x4"),
+        ("heads:4", "all-to-all"),
+        ("grid:1x4", "pass-q"),
         ("all-gather", "all-gather"),
         ("all-to-all", "all-to-all"),
         ("once-per-node:2", "once-per-node:2"),

@@ -230,7 +230,9 @@ fn measure_writes_a_machine_that_plan_reads() {
     let folder = Folder::new("measure");
     let flags = "measure --ranks 2 --threads 1 --dtype f32,bf16 --ds 4,8";
     let printed = folder.succeed(&format!("{flags} --out machine.json")).out;
-    for line in ["inside nodes", "f32 dim 4", "bf16 dim 8", "memory", "wrote machine.json"] {
+    let lines =
+        ["inside nodes", "merge", "f32 dim 4", "bf16 dim 8", "memory", "wrote machine.json"];
+    for line in lines {
         let count = printed.lines().filter(|printed| printed.starts_with(line)).count();
         assert_eq!(count, 1, "{line}: {printed}");
     }
@@ -243,6 +245,7 @@ fn measure_writes_a_machine_that_plan_reads() {
     );
     let overhead = machine["message_overhead"].as_f64().unwrap();
     assert!((0.0..1.0).contains(&overhead), "{overhead} s/byte");
+    assert!(machine["merge_bandwidth"].as_f64().unwrap() > 1e6, "{machine}");
     let rates = machine["rates"].as_array().unwrap();
     let of: Vec<(&str, u64)> = rates
         .iter()

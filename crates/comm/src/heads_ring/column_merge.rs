@@ -10,7 +10,10 @@
 //! Each part is merged when it arrives: the own column first, then those before it, descending. The
 //! order depends on the grid alone. Memory does not depend on the number of columns.
 
-use std::ops::Range;
+use std::{
+    ops::Range,
+    time::{Duration, Instant},
+};
 
 use annulus_core::{
     BackwardInputs, DType, Dims, Element, Error, HostTensors, HostViewMut, Result, Spec, index,
@@ -245,6 +248,34 @@ impl Statistics {
         *self = Self { max, sum, ties: ties(self) + ties(&part) };
         Some([rescale, weight])
     }
+}
+
+/// Time of the rounds of [`merge_bandwidth`].
+const BUDGET: Duration = Duration::from_millis(100);
+
+/// Measures the bytes per second of partial results of `head_dim` that a rank merges, as
+/// [`annulus_core::Machine::merge_bandwidth`] defines them: parts of 4 MiB in f32, the accumulator
+/// of all types but f64.
+///
+/// # Errors
+/// [`Error::OutOfMemory`].
+pub fn merge_bandwidth(head_dim: usize) -> Result<f64> {
+    const HEADS: usize = 4;
+    const PART_BYTES: usize = 4 << 20;
+    let row = HEADS * (head_dim + 1) * size_of::<f32>();
+    let shape = [1, (PART_BYTES / row).max(1), HEADS, head_dim];
+    let part = memory::filled("partial results", shape[1] * row, 0u8)?;
+    let mut merge = ColumnMerge::new(shape, true)?;
+    let mut seconds = Vec::new();
+    let begin = Instant::now();
+    while seconds.len() < 3 || begin.elapsed() < BUDGET {
+        let of_part = Instant::now();
+        merge.add(DType::F32, 0..HEADS, &part)?;
+        seconds.push(of_part.elapsed().as_secs_f64());
+    }
+    seconds.sort_unstable_by(f64::total_cmp);
+    let median = seconds[seconds.len() / 2];
+    Ok(part.len() as f64 / median.max(f64::MIN_POSITIVE))
 }
 
 #[cfg(test)]

@@ -73,6 +73,8 @@ use annulus_core::{
     Strategy, Transport,
 };
 
+pub use column_merge::merge_bandwidth;
+
 use self::{
     exchange::Exchange,
     prepare::{Prepared, check},

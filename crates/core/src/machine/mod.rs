@@ -11,9 +11,11 @@
 //! step        ends with the later of tiles and messages; a rank begins a transfer when both ends
 //!             have reached its step
 //! agreement   all-gather before and after a pass: ⌈log₂ ranks⌉ short messages, one after another
+//! merge       bytes of the partial results of each key column / rate; that of a part overlaps the
+//!             message of the next
 //! ```
-//! The time beyond the tiles is exposed communication. The prologue and the epilogue of a pass
-//! and the merge of partial results are not modelled.
+//! The time beyond the tiles is exposed communication; a merge that no message hides counts with
+//! the tiles. The prologue and the epilogue of a pass are not modelled.
 //!
 //! # Source
 //! The latency-bandwidth model: Hockney 1994, The communication challenge for MPI. The overhead of a
@@ -29,8 +31,8 @@ mod steps;
 mod tests;
 mod timed_step;
 
-pub use prediction::{LinkBytes, PassTime, Prediction};
-pub(crate) use steps::MOST_STEPPED_RANKS;
+pub use prediction::{Comparison, LinkBytes, PassTime, Prediction};
+pub(crate) use steps::{MOST_STEPPED_RANKS, pair_seconds};
 
 use crate::{DType, Error, Fingerprint, Placement, Result};
 
@@ -47,6 +49,7 @@ use crate::{DType, Error, Fingerprint, Placement, Result};
 ///     between_nodes: Some(Link { latency: 5e-6, bandwidth: 1.25e10, is_full_duplex: true }),
 ///     node_bandwidth: Some(1.25e10),
 ///     message_overhead: 0.0,
+///     merge_bandwidth: Some(4e9),
 ///     rates: vec![ComputeRate { dtype: DType::F32, head_dim: 64, forward: 1e12, backward: 8e11 }],
 ///     memory: 64 << 30,
 /// };
@@ -70,6 +73,9 @@ pub struct Machine {
     /// Seconds by which each byte that a rank sends or receives delays the tiles that it computes
     /// meanwhile, at least 0: copies and the network stack use the same cores.
     pub message_overhead: f64,
+    /// Bytes per second of partial results of key columns that a rank merges, in the accumulator's
+    /// type; `None` if that is not known, and merges take no time.
+    pub merge_bandwidth: Option<f64>,
     /// Compute rates, at least one.
     pub rates: Vec<ComputeRate>,
     /// Memory of a rank in bytes, at least 1.
@@ -142,6 +148,9 @@ impl Machine {
             let want = "a finite number of at least 0";
             return Err(Error::invalid("message_overhead", self.message_overhead, want));
         }
+        if let Some(bandwidth) = self.merge_bandwidth {
+            above_0("merge_bandwidth", bandwidth)?;
+        }
         if self.rates.is_empty() {
             return Err(Error::invalid("rates", "none", "at least one"));
         }
@@ -182,6 +191,7 @@ impl Machine {
         let into = link(link(into, &self.inside_node), &self.between_nodes);
         let into = into.optional(self.node_bandwidth.map(f64::to_bits));
         let into = into.number(self.message_overhead.to_bits());
+        let into = into.optional(self.merge_bandwidth.map(f64::to_bits));
         let rate = |into: Fingerprint, rate: &ComputeRate| {
             into.text(rate.dtype.name())
                 .number(rate.head_dim as u64)

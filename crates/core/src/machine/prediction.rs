@@ -1,7 +1,10 @@
 //! The predicted time of a strategy, and the choice of the least.
 
 use super::{Machine, network::Network, steps, timed_step::TimedStep};
-use crate::{Error, Result, Spec, StrategyTraffic, TrafficOptions};
+use crate::{
+    Error, HeadGrid, Result, Spec, StrategyTraffic, TrafficOptions,
+    strategy::{Bounds, best_first},
+};
 
 /// Predicted figures of one strategy on a machine.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -92,12 +95,66 @@ impl Machine {
     ) -> Result<(usize, Vec<Prediction>)> {
         let predict = |traffic| Prediction::of(traffic, spec, options, self, tick);
         let predictions = all.iter().map(predict).collect::<Result<Vec<_>>>()?;
+        Ok((Self::best(all, &predictions)?, predictions))
+    }
+}
+
+/// Strategies that were compared on a machine.
+#[derive(Debug)]
+pub struct Comparison {
+    /// Traffic of the strategies.
+    pub all: Vec<StrategyTraffic>,
+    /// Predictions of the strategies, in the same order.
+    pub predictions: Vec<Prediction>,
+    /// Index of the one to choose, as [`Machine::choose`] does.
+    pub chosen: usize,
+}
+
+impl Machine {
+    /// Chooses among all strategies that `admits` accepts, without those of which a lower bound of
+    /// the time already exceeds the least time: as [`Machine::choose`] of
+    /// [`StrategyTraffic::of_all`] and [`StrategyTraffic::of_routes`].
+    ///
+    /// # Errors
+    /// As [`Prediction::of`] and [`StrategyTraffic::of`]; [`Error::InvalidArgument`] if there is no
+    /// strategy.
+    pub fn fastest(
+        &self,
+        spec: &Spec,
+        ranks: usize,
+        options: &TrafficOptions<'_>,
+        admits: &dyn Fn(&HeadGrid) -> bool,
+        tick: &mut dyn FnMut(),
+    ) -> Result<Comparison> {
+        let mut grids = HeadGrid::candidates(spec, ranks, options.backward);
+        grids.retain(admits);
+        let bounds = Bounds::new(spec, ranks, options);
+        let bounds: Vec<f64> =
+            grids.iter().map(|grid| bounds.seconds(grid, self)).collect::<Result<_>>()?;
+        let mut computed: Vec<Option<(StrategyTraffic, Prediction)>> =
+            grids.iter().map(|_| None).collect();
+        best_first(&bounds, |index| {
+            let traffic = StrategyTraffic::of(spec, grids[index], options, tick)?;
+            let prediction = Prediction::of(&traffic, spec, options, self, tick)?;
+            computed[index] = Some((traffic, prediction));
+            Ok(prediction.fits.then(|| prediction.seconds()))
+        })?;
+        let (mut all, mut predictions): (Vec<_>, Vec<_>) = computed.into_iter().flatten().unzip();
+        for traffic in StrategyTraffic::of_routes(spec, ranks, options, tick)? {
+            predictions.push(Prediction::of(&traffic, spec, options, self, tick)?);
+            all.push(traffic);
+        }
+        let chosen = Self::best(&all, &predictions)?;
+        Ok(Comparison { all, predictions, chosen })
+    }
+
+    /// Returns the index of the strategy that [`Machine::choose`] chooses.
+    fn best(all: &[StrategyTraffic], predictions: &[Prediction]) -> Result<usize> {
         let fitting = predictions.iter().enumerate().filter(|(_, prediction)| prediction.fits);
         let fastest = fitting.min_by(|(_, a), (_, b)| a.seconds().total_cmp(&b.seconds()));
         let smallest = || (0..all.len()).min_by_key(|&index| all[index].memory_max_rank);
         let chosen = fastest.map(|(index, _)| index).or_else(smallest);
-        let chosen = chosen.ok_or_else(|| Error::invalid("ranks", 0, "at least 1"))?;
-        Ok((chosen, predictions))
+        chosen.ok_or_else(|| Error::invalid("ranks", 0, "at least 1"))
     }
 }
 

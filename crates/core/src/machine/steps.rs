@@ -7,7 +7,8 @@ use super::{
     timed_step::{PairSeconds, TimedStep},
 };
 use crate::{
-    Error, ExchangeFields, HeadField, Result, Side, Spec, Strategy, StrategyTraffic, TrafficOptions,
+    BackwardMode, Error, ExchangeFields, HeadField, Result, Side, Spec, Strategy, StrategyTraffic,
+    TrafficOptions,
 };
 
 /// The most ranks of a ring whose steps are executed one by one, which takes O(ranks²) time and
@@ -31,7 +32,9 @@ pub(super) fn of_passes(
     if traffic.strategy == Strategy::Auto {
         return Err(Error::invalid("strategy", Strategy::Auto, "one that was chosen, not auto"));
     }
-    let passes = of_grid(traffic, spec, options, seconds, tick)?;
+    let merge_bandwidth = machine.merge_bandwidth.filter(|_| traffic.grid.columns() > 1);
+    let plan = GridPlan { traffic, spec, options, merge_bandwidth };
+    let passes = plan.steps(seconds, tick)?;
     let grid = &traffic.grid;
     let ranks = grid.groups() * grid.members();
     // a ring within a grid has agreements of its own
@@ -46,6 +49,17 @@ pub(super) fn of_passes(
     Ok(passes.map(agreed))
 }
 
+/// Returns the least seconds of a visible pair in the tiles of a forward and, if there is one, a
+/// backward pass: of one pass, which a ring of one rank takes whatever the spec says.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] naming `machine` if it has no rate of the element type.
+pub(crate) fn pair_seconds(spec: &Spec, machine: &Machine, backward: bool) -> Result<f64> {
+    let seconds = PairSeconds::new(spec, &machine.rate(spec.dtype, spec.dims.head_dim)?);
+    let of_backward = if backward { seconds.backward_pass(BackwardMode::OnePass) } else { 0.0 };
+    Ok(seconds.forward_pass() + of_backward)
+}
+
 /// Returns the rounds of the all-gather at the entry and at the end of a pass: in round k rank r
 /// sends to rank r + 2^k. Its few bytes are not payload.
 fn agreement(ranks: usize) -> impl Iterator<Item = TimedStep> {
@@ -56,62 +70,122 @@ fn agreement(ranks: usize) -> impl Iterator<Item = TimedStep> {
     })
 }
 
-/// Returns the steps of a grid: exchange, ring over groups, exchange. A ring is a grid whose groups
-/// have one member.
-fn of_grid(
-    traffic: &StrategyTraffic,
-    spec: &Spec,
-    options: &TrafficOptions<'_>,
-    seconds: PairSeconds,
-    tick: &mut dyn FnMut(),
-) -> Result<[Vec<TimedStep>; 2]> {
-    if traffic.grid.groups() > MOST_STEPPED_RANKS {
-        return mean_steps::of_grid(traffic, spec, options, seconds);
-    }
-    let ring = RingSteps::new(traffic, spec, options, seconds, tick)?;
-    let grid = &traffic.grid;
-    let fields = [ExchangeFields::of_forward(spec, grid), ExchangeFields::of_backward(spec, grid)];
-    let [forward, backward] = [ring.forward(), ring.backward()];
-    let [of_forward, of_backward] = fields.map(|fields| exchange(traffic, spec, &fields));
-    let around = |[before, after]: [Vec<TimedStep>; 2], ring: Vec<TimedStep>| {
-        before.into_iter().chain(ring).chain(after).collect()
-    };
-    let forward = around(of_forward, forward);
-    Ok([forward, if options.backward { around(of_backward, backward) } else { Vec::new() }])
+/// A grid and the rate of its merges.
+struct GridPlan<'a> {
+    traffic: &'a StrategyTraffic,
+    spec: &'a Spec,
+    options: &'a TrafficOptions<'a>,
+    /// Bytes of partial results per second; `None` if there are none, or if they take no time.
+    merge_bandwidth: Option<f64>,
 }
 
-/// Returns the rounds of the exchange before a pass, and those after it.
-fn exchange(
-    traffic: &StrategyTraffic,
-    spec: &Spec,
-    fields: &ExchangeFields,
-) -> [Vec<TimedStep>; 2] {
-    let StrategyTraffic { grid, layout, .. } = traffic;
-    let (members, ranks) = (grid.members(), grid.groups() * grid.members());
-    let rows = |ring_index: usize| {
-        let of = |side, len| layout.of_ranks.shard(side, len, ring_index, ranks).len();
-        [of(Side::Q, spec.dims.q_len), of(Side::Kv, spec.dims.kv_len)]
-    };
-    let rows: Vec<[u64; 2]> = (0..ranks).map(rows).collect();
-    let bytes = |fields: &[HeadField], between: [usize; 2], of: usize| {
-        let members = between.map(|ring_index| grid.member(ring_index));
-        ExchangeFields::bytes_between(fields, grid, members, rows[of]) as f64
-    };
-    let rounds = |bytes_of: &dyn Fn(usize, usize) -> f64| -> Vec<TimedStep> {
-        let round = |distance: usize| {
-            let transfer = |from: usize| {
-                let to =
-                    grid.ring_index(grid.group(from), (grid.member(from) + distance) % members);
-                Transfer { from, to, bytes: bytes_of(from, to) }
-            };
-            let all = (0..ranks).map(transfer).filter(|transfer| transfer.bytes > 0.0);
-            TimedStep { transfers: all.collect(), ..TimedStep::idle(ranks) }
+impl GridPlan<'_> {
+    /// Returns the steps of a grid: exchange, ring over groups, exchange. A ring is a grid whose
+    /// groups have one member.
+    fn steps(&self, seconds: PairSeconds, tick: &mut dyn FnMut()) -> Result<[Vec<TimedStep>; 2]> {
+        let Self { traffic, spec, options, .. } = *self;
+        let grid = &traffic.grid;
+        let of_forward = ExchangeFields::of_forward(spec, grid);
+        let of_backward = ExchangeFields::of_backward(spec, grid);
+        // out and statistics; dq
+        let partial = [&of_forward.outputs[..], &of_backward.outputs[..1]];
+        if grid.groups() > MOST_STEPPED_RANKS {
+            let mut passes = mean_steps::of_grid(traffic, spec, options, seconds)?;
+            if self.merge_bandwidth.is_some() {
+                for (pass, partial) in passes.iter_mut().zip(partial) {
+                    // without a backward pass it has no steps
+                    if !pass.is_empty() {
+                        pass.push(self.merge_of_all(partial));
+                    }
+                }
+            }
+            return Ok(passes);
+        }
+        let ring = RingSteps::new(traffic, spec, options, seconds, tick)?;
+        let around = |fields: &ExchangeFields, partial: &[HeadField], ring: Vec<TimedStep>| {
+            let [before, after] = self.exchange(fields, partial);
+            before.into_iter().chain(ring).chain(after).collect()
         };
-        (1..members).map(round).collect()
-    };
-    // own rows of another member's heads, then another member's rows of the own heads
-    [
-        rounds(&|from, to| bytes(&fields.inputs, [from, to], from)),
-        rounds(&|from, to| bytes(&fields.outputs, [from, to], to)),
-    ]
+        let [forward, backward] = [ring.forward(), ring.backward()];
+        let forward = around(&of_forward, partial[0], forward);
+        let backward =
+            if options.backward { around(&of_backward, partial[1], backward) } else { Vec::new() };
+        Ok([forward, backward])
+    }
+
+    /// Returns the query and the key rows of each rank.
+    fn rows(&self) -> Vec<[u64; 2]> {
+        let StrategyTraffic { grid, layout, .. } = self.traffic;
+        let ranks = grid.groups() * grid.members();
+        let dims = &self.spec.dims;
+        let rows = |ring_index: usize| {
+            let of = |side, len| layout.of_ranks.shard(side, len, ring_index, ranks).len();
+            [of(Side::Q, dims.q_len), of(Side::Kv, dims.kv_len)]
+        };
+        (0..ranks).map(rows).collect()
+    }
+
+    /// Returns a step in which every rank merges its partial results of all columns.
+    fn merge_of_all(&self, partial: &[HeadField]) -> TimedStep {
+        let grid = &self.traffic.grid;
+        let rows = self.rows();
+        let compute = rows.iter().map(|&[queries, _]| {
+            let of_member: u128 = partial.iter().map(|field| field.bytes(grid, queries)).sum();
+            self.merge_seconds(of_member as f64 * grid.members() as f64)
+        });
+        TimedStep { compute: compute.collect(), ..TimedStep::idle(rows.len()) }
+    }
+
+    fn merge_seconds(&self, bytes: f64) -> f64 {
+        self.merge_bandwidth.map_or(0.0, |bandwidth| bytes / bandwidth)
+    }
+
+    /// Returns the rounds of the exchange before a pass, and those after it. The part of a round is
+    /// merged under the messages of the next.
+    fn exchange(&self, fields: &ExchangeFields, partial: &[HeadField]) -> [Vec<TimedStep>; 2] {
+        let grid = &self.traffic.grid;
+        let members = grid.members();
+        let rows = self.rows();
+        let ranks = rows.len();
+        let bytes = |fields: &[HeadField], between: [usize; 2], of: usize| {
+            let members = between.map(|ring_index| grid.member(ring_index));
+            ExchangeFields::bytes_between(fields, grid, members, rows[of]) as f64
+        };
+        let at = |ring_index: usize, distance: usize| {
+            grid.ring_index(grid.group(ring_index), (grid.member(ring_index) + distance) % members)
+        };
+        let rounds = |bytes_of: &dyn Fn(usize, usize) -> f64| -> Vec<TimedStep> {
+            let round = |distance: usize| {
+                let transfer = |from: usize| {
+                    let to = at(from, distance);
+                    Transfer { from, to, bytes: bytes_of(from, to) }
+                };
+                let all = (0..ranks).map(transfer).filter(|transfer| transfer.bytes > 0.0);
+                TimedStep { transfers: all.collect(), ..TimedStep::idle(ranks) }
+            };
+            (1..members).map(round).collect()
+        };
+        // own rows of another member's heads, then another member's rows of the own heads
+        let before = rounds(&|from, to| bytes(&fields.inputs, [from, to], from));
+        let mut after = rounds(&|from, to| bytes(&fields.outputs, [from, to], to));
+        if self.merge_bandwidth.is_some() {
+            // the seconds of the part of the member at a distance before each rank
+            let merge = |distance: usize| -> Vec<f64> {
+                let of = |to: usize| {
+                    let from = at(to, members - distance);
+                    self.merge_seconds(bytes(partial, [from, to], to))
+                };
+                (0..ranks).map(of).collect()
+            };
+            // the own part is merged before the first message is posted
+            let own = TimedStep { compute: merge(0), ..TimedStep::idle(ranks) };
+            for distance in 2..members {
+                after[distance - 1].compute = merge(distance - 1);
+            }
+            let last = TimedStep { compute: merge(members - 1), ..TimedStep::idle(ranks) };
+            after.insert(0, own);
+            after.push(last);
+        }
+        [before, after]
+    }
 }

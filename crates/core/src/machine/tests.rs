@@ -47,6 +47,7 @@ fn machine(link: Link, flops: f64) -> Machine {
         between_nodes: Some(link),
         node_bandwidth: Some(1e30),
         message_overhead: 0.0,
+        merge_bandwidth: None,
         rates: vec![ComputeRate {
             dtype: DType::F32,
             head_dim: 64,
@@ -359,6 +360,49 @@ fn the_least_time_is_chosen() {
     assert_eq!(chosen(&by_heads), Strategy::HeadsRing { heads: 4 });
     // the fewest bytes are those of the ring
     assert_eq!(StrategyTraffic::cheapest(&all).unwrap().strategy, Strategy::Ring);
+}
+
+#[test]
+fn partial_results_of_columns_are_merged() {
+    const COLUMNS: usize = 4;
+    let spec = Spec::new(Dims::new(1, LEN, 2, 64), DType::Bf16);
+    let free = link(1e-30, 1e30);
+    let machine = Machine {
+        merge_bandwidth: Some(1e3),
+        rates: vec![ComputeRate {
+            dtype: DType::Bf16,
+            head_dim: 64,
+            forward: 1e30,
+            backward: 1e30,
+        }],
+        ..machine(free, 1.0)
+    };
+    let grid = HeadGrid::with_columns(&spec.dims, COLUMNS, 1, COLUMNS).unwrap();
+    let traffic = StrategyTraffic::of(&spec, grid, &BOTH, &mut || ()).unwrap();
+    let predict =
+        |machine: &Machine| Prediction::of(&traffic, &spec, &BOTH, machine, &mut || ()).unwrap();
+    let got = predict(&machine);
+    // own rows of both heads: out and lse, dq, of every column, as f32
+    let numbers = (LEN / COLUMNS * 2 * COLUMNS) as f64;
+    is_near(got.forward.seconds, numbers * (64.0 + 1.0) * 4.0 / 1e3);
+    is_near(got.backward.seconds, numbers * 64.0 * 4.0 / 1e3);
+    // they are the bytes that all ranks send after a pass, and a rank's own
+    let fields = crate::ExchangeFields::of_forward(&spec, &grid);
+    let rows = [(LEN / COLUMNS) as u64; 2];
+    let part = crate::ExchangeFields::bytes_between(&fields.outputs, &grid, [0, 1], rows);
+    is_near(got.forward.seconds, COLUMNS as f64 * part as f64 / 1e3);
+    // the merge of all parts but the last and the own hides under slow messages
+    let part = part as f64 / 1e3;
+    let slow = Machine { between_nodes: Some(link(1e-30, part * 1e3 / (2.0 * part))), ..machine };
+    let without = Machine { merge_bandwidth: None, ..slow.clone() };
+    let forward = |machine| predict(machine).forward.seconds;
+    is_near(forward(&slow), forward(&without) + 2.0 * part);
+    // nothing is merged without columns
+    let ring = |machine: &Machine| {
+        let traffic = traffic_of(&spec, COLUMNS, 1, &FORWARD);
+        Prediction::of(&traffic, &spec, &FORWARD, machine, &mut || ()).unwrap()
+    };
+    assert_eq!(ring(&slow), ring(&without));
 }
 
 #[test]

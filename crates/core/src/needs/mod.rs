@@ -29,7 +29,7 @@ pub(crate) use attended::ascending;
 pub(crate) use index::KeyIndex;
 pub use needs_index::NeedsIndex;
 pub(crate) use needs_index::{BatchNeeds, UserUnion};
-pub(crate) use strided_rows::{DistinctMasks, SegmentNumbers, StridedRows, count_below};
+pub(crate) use strided_rows::{DistinctMasks, IdNumbers, SegmentNumbers, StridedRows, count_below};
 
 use crate::{Mask, RingShards, RowSet};
 

@@ -1,7 +1,11 @@
 //! Shards divided into rows of one segment with evenly spaced positions, which the needs are
 //! computed from without a list of all rows.
 
-use std::{collections::HashMap, ops::Range};
+use std::{
+    collections::HashMap,
+    hash::{BuildHasherDefault, Hasher},
+    ops::Range,
+};
 
 use crate::{Mask, RingShards, Run, Runs, Shard, mask::Query};
 
@@ -92,11 +96,35 @@ impl DistinctMasks {
     }
 }
 
+/// Numbers of segment ids.
+pub(crate) type IdNumbers = HashMap<i64, usize, BuildHasherDefault<IdHasher>>;
+
+/// Hash function of segment ids, which mostly are consecutive numbers: a multiplication, because a
+/// plan looks up thousands of them.
+#[derive(Default)]
+pub(crate) struct IdHasher(u64);
+
+impl Hasher for IdHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|&byte| self.write_i64(byte.into()));
+    }
+
+    fn write_i64(&mut self, id: i64) {
+        // Fibonacci hashing; the table uses the high bits and the low bits
+        let product = (self.0 ^ id.cast_unsigned()).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        self.0 = product ^ (product >> 32);
+    }
+}
+
 /// Dense numbers for the segment ids of one batch row. Only ids of keys have one, because queries
 /// of other ids attend to no key.
 pub(crate) struct SegmentNumbers {
     /// `None` if one side has no ids: then all rows are in segment 0.
-    of_id: Option<HashMap<i64, usize>>,
+    of_id: Option<IdNumbers>,
 }
 
 impl SegmentNumbers {
@@ -104,7 +132,7 @@ impl SegmentNumbers {
         let ids = |shards: &[std::sync::Arc<Shard>]| {
             shards.iter().any(|shard| !shard.segments.is_empty())
         };
-        Self { of_id: (ids(&shards.q) && ids(&shards.kv)).then(HashMap::new) }
+        Self { of_id: (ids(&shards.q) && ids(&shards.kv)).then(IdNumbers::default) }
     }
 
     /// Returns the number of segments in the key shards passed so far.
@@ -147,7 +175,9 @@ fn strided_rows(
     let mut rows = RunCursor::new(shard.rows.runs());
     let mut positions = RunCursor::new(list(&shard.positions, batch));
     let mut ids = RunCursor::new(if with_ids { list(&shard.segments, batch) } else { &same_id });
-    let mut all = Vec::new();
+    let mut all = Vec::with_capacity(
+        [&rows, &positions, &ids].map(|of| of.runs.len()).into_iter().max().unwrap_or(0),
+    );
     let mut first = 0;
     let mut last = None;
     while let (Some(row), Some(position), Some(id)) = (rows.rest(), positions.rest(), ids.rest()) {

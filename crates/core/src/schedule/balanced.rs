@@ -1,22 +1,22 @@
 //! Layouts that balance the work of a batch of documents, under any mask.
 //!
 //! ```text
-//! for m = 1, 2, 4, …:                             # chunks per rank
-//!     cut the rows into m·ranks chunks of equal length; w[c] = visible pairs of chunk c's queries
-//!     deal the chunks, most pairs first, in rounds of one chunk per rank:
-//!         the chunk with the most pairs to the rank with the fewest so far
-//!     exchange chunks of the ranks with the most and the fewest pairs while that helps
-//!     if m > 1: exchange whole tiles of rows between ranks (RowExchange)
+//! k = whole tiles of 64 rows per rank
+//! for tiles of a chunk = k, k/2, k/4, … > 1:
+//!     cut the rows into chunks; w[c] = visible pairs of chunk c's queries
+//!     deal the chunks in rounds, and exchange chunks (ChunkDeal)
+//!     exchange whole tiles of rows between ranks (RowExchange)
 //!     stop if no rank has more than 1.02 times the mean, of pairs and of rows
-//! if none did: exchange single rows between ranks (RowExchange)
+//! deal single tiles, of which those that no rank can have are cut (TileDeal)
+//! if a rank still has more: exchange single rows between ranks (RowExchange)
 //! exchange chunks that bring documents together (SegmentExchange)
+//! order the rows of each rank such that they fill whole tiles (tile_order)
 //! ```
-//! Every rank gets m chunks, and every exchange of rows is of equal numbers, so that numbers of
-//! rows differ by at most one per chunk; chunks are exchanged for documents within 1 % of the rows.
-//! Few long chunks are tried first: they keep documents together, so that fewer rows are sent. With
-//! a causal mask and no documents, the second round gives the zigzag layout.
+//! Every rank gets equal rows up to one: as many chunks of whole tiles, and one that has the other
+//! rows. Few long chunks are tried first: they keep documents together, so that fewer rows are
+//! sent. With a causal mask and no documents, two chunks per rank are the zigzag layout.
 //!
-//! # The bound
+//! # The bound of the balance
 //! A query is indivisible: no layout gives the busiest rank fewer pairs than its queries' mean,
 //! rounded up to whole queries. Exchanges of single rows reach 1.02 if no query has more than 1 %
 //! of the pairs of a rank (`row_exchange.rs`): under a causal mask over one sequence, from about
@@ -24,22 +24,24 @@
 //! indivisible too: 1.02 needs a multiple of the ranks, or 50 rows per rank.
 //!
 //! # Tiles
-//! Chunks have at least the rows of a tile, and an exchange is one of whole tiles while that
-//! suffices: with a number of rows that is a multiple of 64·m·ranks, as many tiles contain a
-//! visible pair as on one rank. Single rows are exchanged where whole tiles are too coarse, with a
-//! few tiles per rank. The parts then come last in the shard of a rank, so that its whole tiles
-//! stay so.
+//! Whole tiles are dealt while that suffices: then as many tiles contain a visible pair as on one
+//! rank. A tile that has more pairs than a rank may have must be cut, and costs more
+//! (`tile_deal.rs` derives how much). Ranks with unequal rows would not help: where the rows of a
+//! rank fill its tiles, one row more is one tile more.
 //!
 //! In the reproducible order chunks are whole leaves, of which the last round may lack some: then
 //! numbers of rows differ by up to one chunk, and no rows are exchanged.
 
-use std::{cmp::Reverse, sync::Arc};
+use std::sync::Arc;
 
 use super::{
     Choice, Order, Route,
+    chunk_deal::{Chunk, ChunkDeal, Limits},
     query_work::QueryWork,
-    row_exchange::{Chunk, Limits, RowExchange},
+    row_exchange::RowExchange,
     segment_exchange::SegmentExchange,
+    tile_deal::{RankChunks, Shares, TILE_ROWS, TileDeal},
+    tile_order::tile_order,
 };
 use crate::{
     Batch, CustomLayout, Error, Layout, NeedsIndex, Result, RingShards, Run, Runs, Side, Spec,
@@ -51,9 +53,9 @@ const BALANCED: f64 = 1.02;
 /// Imbalance up to which chunks are exchanged to send fewer rows: half of the tolerance, because
 /// the time of a pass is that of the busiest rank.
 const EXCHANGED: f64 = 1.01;
-/// Rows of a tile of the CPU kernels, and the fewest of a chunk, because a shorter one fills a part
-/// of a tile.
-const TILE_ROWS: usize = 64;
+
+/// Tiles of a rank up to which it is checked first that none of them must be cut.
+const FEW_TILES: u64 = 16;
 
 impl Choice {
     /// Chooses the layout of [`Layout::balanced`], and the route that sends the fewest rows of this
@@ -63,12 +65,17 @@ impl Choice {
     /// # Errors
     /// As [`Layout::balanced`].
     pub fn balanced(spec: &Spec, batch: &Batch, ranks: usize) -> Result<Self> {
-        let layout = Layout::balanced(spec, batch, ranks)?;
+        let whole = whole_rows(spec, batch, ranks)?;
+        let layout = balanced_layout(spec, &whole, ranks)?;
         let shards = RingShards::of_batch(&spec.dims, spec.alignment, &layout, ranks, batch)?;
-        let tick = &mut || ();
-        let (heads, batch_rows) = (spec.dims.q_heads, spec.dims.batch);
-        let needs = NeedsIndex::of_queries(&*spec.mask, heads, batch_rows, &shards, tick);
-        let route = Route::cheapest(&needs, u128::MAX, tick).map_or(Route::Direct, |best| best.0);
+        let route = if relays_send_more(spec, &whole, &shards) {
+            Route::Direct
+        } else {
+            let tick = &mut || ();
+            let (heads, batch_rows) = (spec.dims.q_heads, spec.dims.batch);
+            let needs = NeedsIndex::of_queries(&*spec.mask, heads, batch_rows, &shards, tick);
+            Route::sending(&needs, None, tick)
+        };
         Ok(Self { layout, route, order: Order::ascending(ranks) })
     }
 }
@@ -87,75 +94,66 @@ impl Layout {
     ///
     /// [`Choice::balanced`] also returns the route that sends a row only to ranks that need it.
     ///
-    /// Takes O((chunks + documents) log documents) time for each number of chunks tried, from one
-    /// per rank to one per 64 rows, which doubles; masks without a [`Band`](crate::mask::Band) are
+    /// Takes O((chunks + documents) log documents) time for each length of chunks tried, from one
+    /// per rank to one per 64 rows, which is halved; masks without a [`Band`](crate::mask::Band) are
     /// evaluated once for each query.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] naming `ranks` or a field of the batch, [`Error::OutOfMemory`].
     pub fn balanced(spec: &Spec, batch: &Batch, ranks: usize) -> Result<Self> {
-        if ranks == 0 {
-            return Err(Error::invalid("ranks", 0, "at least 1"));
-        }
-        let (q_len, kv_len) = (spec.dims.q_len, spec.dims.kv_len);
-        spec.validate_batch(batch, q_len, kv_len)?;
-        let whole = RingShards::of_batch(&spec.dims, spec.alignment, &Self::Contiguous, 1, batch)?;
-        let pairs = QueryWork::new(spec, &whole)?;
-        let mut best = Dealt::best(spec, &pairs, ranks)?;
-        best.join_segments(&whole);
-        let mut q = memory::list("the rows of all ranks", ranks)?;
-        q.extend(best.ranks.iter().map(|chunks| rows_of(chunks, &best.edges)));
-        let kv = if q_len == kv_len {
-            q.clone()
-        } else {
-            let plain =
-                spec.leaf_rows.map_or(Self::Contiguous, |rows| Self::Contiguous.at_leaves(rows));
-            (0..ranks).map(|rank| plain.shard(Side::Kv, kv_len, rank, ranks)).collect()
-        };
-        Ok(Self::Balanced(Arc::new(CustomLayout { q, kv })))
+        balanced_layout(spec, &whole_rows(spec, batch, ranks)?, ranks)
     }
 }
 
-/// Division of the queries into chunks of equal length.
-struct Cuts {
-    rows: usize,
-    chunks: usize,
-    /// Rows of a chunk in the reproducible order, a multiple of those of a leaf.
-    of_leaves: Option<u64>,
-    /// True if no shorter chunks are allowed.
-    are_shortest: bool,
+/// Checks the batch, and returns its rows on one rank.
+fn whole_rows(spec: &Spec, batch: &Batch, ranks: usize) -> Result<RingShards> {
+    if ranks == 0 {
+        return Err(Error::invalid("ranks", 0, "at least 1"));
+    }
+    spec.validate_batch(batch, spec.dims.q_len, spec.dims.kv_len)?;
+    RingShards::of_batch(&spec.dims, spec.alignment, &Layout::Contiguous, 1, batch)
 }
 
-impl Cuts {
-    /// Divides the queries of `spec` into `per_rank` chunks per rank, or fewer in the reproducible
-    /// order.
-    fn new(spec: &Spec, ranks: usize, per_rank: usize) -> Self {
-        let rows = spec.dims.q_len;
-        let chunks = ranks.saturating_mul(per_rank);
-        let Some(leaf) = spec.leaf_rows else {
-            let are_shortest = rows / chunks.saturating_mul(2) < TILE_ROWS;
-            return Self { rows, chunks, of_leaves: None, are_shortest };
-        };
-        let leaves = rows.div_ceil(index(leaf));
-        let of_chunk = leaves.div_ceil(chunks).max(1);
-        Self {
-            rows,
-            chunks: leaves.div_ceil(of_chunk).max(1),
-            of_leaves: Some((of_chunk as u64).saturating_mul(leaf)),
-            are_shortest: of_chunk == 1,
-        }
-    }
+/// Returns the layout of [`Layout::balanced`]. `whole` has all rows on one rank.
+fn balanced_layout(spec: &Spec, whole: &RingShards, ranks: usize) -> Result<Layout> {
+    let (q_len, kv_len) = (spec.dims.q_len, spec.dims.kv_len);
+    let pairs = QueryWork::new(spec, whole)?;
+    let mut best = match spec.leaf_rows {
+        Some(leaf) => Dealt::best_of_leaves(q_len as u64, leaf, &pairs, ranks),
+        None => Dealt::best(Shares { rows: q_len as u64, ranks }, &pairs),
+    };
+    best.join_segments(whole);
+    let mut q = memory::list("the rows of all ranks", ranks)?;
+    q.extend(best.ranks.iter().map(|chunks| rows_of(chunks, &best.edges)));
+    let kv = if q_len == kv_len {
+        q.clone()
+    } else {
+        let plain =
+            spec.leaf_rows.map_or(Layout::Contiguous, |rows| Layout::Contiguous.at_leaves(rows));
+        (0..ranks).map(|rank| plain.shard(Side::Kv, kv_len, rank, ranks)).collect()
+    };
+    Ok(Layout::Balanced(Arc::new(CustomLayout { q, kv })))
+}
 
-    /// Returns the first row of each chunk, and the end of the last.
-    fn edges(&self) -> Result<Vec<u64>> {
-        let edge = |chunk: usize| match self.of_leaves {
-            Some(rows) => (chunk as u64).saturating_mul(rows).min(self.rows as u64),
-            // chunk lengths differ by at most one row
-            None => (self.rows as u128 * chunk as u128 / self.chunks as u128) as u64,
-        };
-        let count = self.chunks.saturating_add(1);
-        memory::collect("the edges of chunks", count, (0..=self.chunks).map(edge))
-    }
+/// Returns true if both relays send more rows than the direct route because of the first two ranks:
+/// if each needs a row that the other neither needs nor owns. Else they may do so because of others.
+/// It saves the needs of all ranks, which take a third of the time of a choice.
+fn relays_send_more(spec: &Spec, whole: &RingShards, shards: &RingShards) -> bool {
+    let ([q0, q1, ..], [kv0, kv1, ..]) = (&shards.q[..], &shards.kv[..]) else { return false };
+    let (Some(all), none) = (whole.kv.first(), Arc::default()) else { return false };
+    // the third owner has all rows, so that its rows within positions are those that are needed
+    let sample = RingShards {
+        q: vec![Arc::clone(q0), Arc::clone(q1), none],
+        kv: vec![Arc::clone(kv0), Arc::clone(kv1), Arc::clone(all)],
+    };
+    let (heads, batch_rows) = (spec.dims.q_heads, spec.dims.batch);
+    let needs = NeedsIndex::of_queries(&*spec.mask, heads, batch_rows, &sample, &mut || ());
+    let Some(part) = needs.only_part() else { return false };
+    [[0, 1], [1, 0]].into_iter().all(|[user, before]| {
+        let rest = part.needed_by_one(user, before);
+        let owned = part.owned_within(user, &rest) + part.owned_within(before, &rest);
+        part.owned_within(2, &rest) > owned
+    })
 }
 
 /// Chunks that are dealt to ranks.
@@ -169,38 +167,111 @@ struct Dealt {
 }
 
 impl Dealt {
-    fn new(pairs: &QueryWork, edges: Vec<u64>, ranks: usize) -> Self {
-        let before: Vec<u128> = edges.iter().map(|&row| pairs.before(row)).collect();
+    /// Deals chunks that begin at `edges`, the last of which is the end of the rows. If not all are
+    /// as long, every `per_rank`-th has a length of its own, and each rank gets one of these.
+    fn new(pairs: &QueryWork, edges: Vec<u64>, ranks: usize, per_rank: Option<usize>) -> Self {
+        let before = pairs.before_each(edges.iter().copied());
         let work: Vec<u128> = before.windows(2).map(|sums| sums[1] - sums[0]).collect();
-        Self { ranks: deal(&work, ranks), work, edges }
+        let of_own_length = |chunk: usize| per_rank.is_some_and(|of| (chunk + 1) % of == 0);
+        let (tails, whole): (Vec<usize>, Vec<usize>) =
+            (0..work.len()).partition(|&chunk| of_own_length(chunk));
+        let of =
+            |chunks: &[usize]| -> Vec<u128> { chunks.iter().map(|&chunk| work[chunk]).collect() };
+        let limits = limits_of(work.iter().sum(), ranks);
+        let first = ChunkDeal::new(&of(&tails), vec![0; ranks]);
+        let of_whole = of(&whole);
+        let mut deal = ChunkDeal::new(&of_whole, first.sums);
+        deal.exchange(&of_whole, limits);
+        let owned = deal.ranks.iter().zip(&first.ranks).map(|(of_whole, of_tails)| {
+            let whole = of_whole.iter().map(|&chunk| whole[chunk]);
+            let mut chunks: Vec<usize> =
+                whole.chain(of_tails.iter().map(|&chunk| tails[chunk])).collect();
+            chunks.sort_unstable();
+            chunks
+        });
+        Self { ranks: owned.collect(), work, edges }
+    }
+
+    fn of_chunks(mut all: RankChunks, ranks: usize) -> Self {
+        all.sort_unstable_by_key(|(_, chunk)| chunk.rows.start);
+        let mut owned = vec![Vec::new(); ranks];
+        all.iter().enumerate().for_each(|(index, of)| owned[of.0].push(index));
+        let end = all.last().map_or(0, |(_, chunk)| chunk.rows.end);
+        let edges = all.iter().map(|(_, chunk)| chunk.rows.start).chain(Some(end)).collect();
+        Self { ranks: owned, work: all.iter().map(|(_, chunk)| chunk.work).collect(), edges }
     }
 
     /// Deals longer chunks first, then shorter ones, until no rank has more than [`BALANCED`] times
     /// the mean. Returns the best of all.
-    fn best(spec: &Spec, pairs: &QueryWork, ranks: usize) -> Result<Self> {
-        let has_leaves = spec.leaf_rows.is_some();
-        let deal = |per_rank: usize| {
-            let cuts = Cuts::new(spec, ranks, per_rank);
-            let mut dealt = Self::new(pairs, cuts.edges()?, ranks);
-            if !has_leaves && per_rank > 1 {
-                dealt.exchange_rows(pairs, TILE_ROWS as u64);
+    fn best(shares: Shares, pairs: &QueryWork) -> Self {
+        let Shares { rows, ranks } = shares;
+        let tiles = shares.tiles();
+        let mut best = Self::of_tiles(shares, pairs, tiles.max(1));
+        if best.worst() <= BALANCED || tiles == 0 {
+            best.exchange_rows(pairs, 1);
+            return best;
+        }
+        let limits = limits_of(pairs.before(rows), ranks);
+        let deal = || TileDeal::new(pairs, shares, limits);
+        // whole tiles do not suffice if one of them exceeds a rank; with many it does not
+        let first = (tiles <= FEW_TILES).then(deal).filter(TileDeal::must_cut);
+        let mut of_chunk = if first.is_some() { 1 } else { tiles / 2 };
+        while best.worst() > BALANCED && of_chunk > 1 {
+            let mut dealt = Self::of_tiles(shares, pairs, of_chunk);
+            dealt.exchange_rows(pairs, TILE_ROWS);
+            if dealt.worst() < best.worst() {
+                best = dealt;
             }
-            Ok((dealt, cuts.are_shortest))
+            of_chunk /= 2;
+        }
+        if best.worst() > BALANCED
+            && let Some(chunks) = first.unwrap_or_else(deal).run()
+        {
+            let mut dealt = Self::of_chunks(chunks, ranks);
+            dealt.exchange_rows(pairs, 1);
+            if dealt.worst() < best.worst() {
+                best = dealt;
+            }
+        }
+        if best.worst() > BALANCED {
+            best.exchange_rows(pairs, 1);
+        }
+        best
+    }
+
+    /// Deals chunks of `of_chunk` whole tiles, and one per rank with its other rows.
+    fn of_tiles(shares: Shares, pairs: &QueryWork, of_chunk: u64) -> Self {
+        let Shares { rows, ranks } = shares;
+        let per_rank = (shares.tiles() / of_chunk).max(1);
+        let chunks = move |rank| {
+            let begin = shares.begin(rank);
+            (0..per_rank).map(move |chunk| begin + chunk * of_chunk * TILE_ROWS)
+        };
+        let edges = (0..ranks).flat_map(chunks).chain(Some(rows)).collect();
+        let are_equal = rows == ranks as u64 * per_rank * of_chunk * TILE_ROWS;
+        Self::new(pairs, edges, ranks, (!are_equal).then_some(index(per_rank)))
+    }
+
+    /// As [`Dealt::best`], of chunks of whole leaves.
+    fn best_of_leaves(rows: u64, leaf: u64, pairs: &QueryWork, ranks: usize) -> Self {
+        let leaves = rows.div_ceil(leaf);
+        let deal = |per_rank: u64| {
+            let of_chunk = leaves.div_ceil(per_rank.saturating_mul(ranks as u64)).max(1);
+            let chunks = leaves.div_ceil(of_chunk).max(1);
+            let edges = (0..=chunks).map(|chunk| (chunk * of_chunk).saturating_mul(leaf).min(rows));
+            (Self::new(pairs, edges.collect(), ranks, None), of_chunk == 1)
         };
         let mut per_rank = 1;
-        let (mut best, mut are_shortest) = deal(per_rank)?;
+        let (mut best, mut are_shortest) = deal(per_rank);
         while best.worst() > BALANCED && !are_shortest {
             per_rank *= 2;
-            let (dealt, is_last) = deal(per_rank)?;
+            let (dealt, is_last) = deal(per_rank);
             are_shortest = is_last;
             if dealt.worst() < best.worst() {
                 best = dealt;
             }
         }
-        if !has_leaves && best.worst() > BALANCED {
-            best.exchange_rows(pairs, 1);
-        }
-        Ok(best)
+        best
     }
 
     /// Returns the rows of each chunk.
@@ -216,9 +287,7 @@ impl Dealt {
     /// Exchanges multiples of `unit` rows between ranks until none has more than [`BALANCED`] times
     /// the mean of the pairs, if there are such exchanges.
     fn exchange_rows(&mut self, pairs: &QueryWork, unit: u64) {
-        let limit = |percent| most_of(percent, &self.work, self.ranks.len());
-        let limits =
-            Limits { balanced: limit(BALANCED), target: limit(EXCHANGED), mean: limit(1.0) };
+        let limits = limits_of(self.work.iter().sum(), self.ranks.len());
         let has_few = |chunks: &Vec<usize>| sum(&self.work, chunks) <= limits.balanced;
         if self.ranks.iter().all(has_few) {
             return;
@@ -232,14 +301,8 @@ impl Dealt {
         let owned = |(rank, chunks): (usize, Vec<Chunk>)| {
             chunks.into_iter().map(move |chunk| (rank, chunk))
         };
-        let mut all: Vec<(usize, Chunk)> =
-            of_ranks.into_iter().enumerate().flat_map(owned).collect();
-        all.sort_unstable_by_key(|(_, chunk)| chunk.rows.start);
-        self.ranks.iter_mut().for_each(Vec::clear);
-        all.iter().enumerate().for_each(|(index, of)| self.ranks[of.0].push(index));
-        self.work = all.iter().map(|(_, chunk)| chunk.work).collect();
-        let end = self.edges.last().copied();
-        self.edges = all.iter().map(|(_, chunk)| chunk.rows.start).chain(end).collect();
+        let all = of_ranks.into_iter().enumerate().flat_map(owned).collect();
+        *self = Self::of_chunks(all, self.ranks.len());
     }
 
     /// Exchanges chunks so that fewer rows are sent, and the imbalance stays below [`EXCHANGED`] or
@@ -248,7 +311,7 @@ impl Dealt {
         let rows = self.rows();
         let most = |of: &[u128]| {
             let now = self.ranks.iter().map(|chunks| sum(of, chunks)).max().unwrap_or(0);
-            now.max(most_of(EXCHANGED, of, self.ranks.len()))
+            now.max(most_of(EXCHANGED, of.iter().sum(), self.ranks.len()))
         };
         let [most_work, most_rows] = [most(&self.work), most(&rows)];
         let segments = whole.q.first().and_then(|queries| queries.segments.first());
@@ -267,79 +330,29 @@ fn sum(of: &[u128], chunks: &[usize]) -> u128 {
 }
 
 /// Returns the mean over the ranks times `imbalance`, rounded down.
-fn most_of(imbalance: f64, of: &[u128], ranks: usize) -> u128 {
+fn most_of(imbalance: f64, total: u128, ranks: usize) -> u128 {
     // in thousandths: all pairs are fewer than 2¹¹⁸
     let thousandths = (imbalance * 1000.0).round() as u128;
-    of.iter().sum::<u128>() * thousandths / (1000 * ranks.max(1) as u128)
+    total * thousandths / (1000 * ranks.max(1) as u128)
 }
 
-/// Returns the rows of some chunks, which ascend. Adjacent chunks are one run. Runs of whole tiles
-/// come before the others, so that these do not move their rows off the tiles of the kernels.
+/// Returns the limits of the pairs of a rank, of which all ranks have `total`.
+fn limits_of(total: u128, ranks: usize) -> Limits {
+    let limit = |imbalance| most_of(imbalance, total, ranks);
+    Limits { balanced: limit(BALANCED), target: limit(EXCHANGED), mean: limit(1.0) }
+}
+
+/// Returns the rows of some chunks, which ascend. Adjacent chunks are one run.
 fn rows_of(chunks: &[usize], edges: &[u64]) -> Runs {
     let run = |adjacent: &[usize]| {
         let [first, last] = [adjacent.first(), adjacent.last()].map(|chunk| chunk.copied());
         let (start, end) = (edges[first.unwrap_or(0)], edges[last.map_or(0, |last| last + 1)]);
         Run { start: start.cast_signed(), step: 1, count: end - start }
     };
-    let mut all: Vec<Run> = chunks.chunk_by(|a, b| a + 1 == *b).map(run).collect();
-    all.sort_by_key(|run| !run.count.is_multiple_of(TILE_ROWS as u64));
     let mut rows = Runs::new();
-    all.into_iter().for_each(|run| rows.push_run(run));
+    let all = chunks.chunk_by(|a, b| a + 1 == *b).map(run).collect();
+    tile_order(all).into_iter().for_each(|run| rows.push_run(run));
     rows
-}
-
-/// Assigns the chunks to `ranks` ranks, as many to each up to one. Returns the chunks of each rank,
-/// ascending.
-fn deal(work: &[u128], ranks: usize) -> Vec<Vec<usize>> {
-    let mut order: Vec<usize> = (0..work.len()).collect();
-    order.sort_by_key(|&chunk| (Reverse(work[chunk]), chunk));
-    let mut shards = vec![Vec::new(); ranks];
-    let mut sums = vec![0u128; ranks];
-    for round in order.chunks(ranks) {
-        let mut by_work: Vec<usize> = (0..ranks).collect();
-        by_work.sort_by_key(|&rank| (sums[rank], rank));
-        for (&rank, &chunk) in by_work.iter().zip(round) {
-            shards[rank].push(chunk);
-            sums[rank] += work[chunk];
-        }
-    }
-    // each exchange lowers the sum of squares; few remain after the rounds
-    for _ in 0..4 * ranks {
-        if !exchange(work, &mut shards, &mut sums) {
-            break;
-        }
-    }
-    shards.iter_mut().for_each(|shard| shard.sort_unstable());
-    shards
-}
-
-/// Exchanges one chunk of the rank with the most work with one of the rank with the least, such that
-/// their difference becomes smallest. Returns false if no exchange makes it smaller.
-fn exchange(work: &[u128], shards: &mut [Vec<usize>], sums: &mut [u128]) -> bool {
-    let by_sum = |&rank: &usize| (sums[rank], rank);
-    let (Some(most), Some(least)) =
-        ((0..sums.len()).max_by_key(by_sum), (0..sums.len()).min_by_key(by_sum))
-    else {
-        return false;
-    };
-    let difference = sums[most] - sums[least];
-    let mut best: Option<(u128, usize, usize)> = None;
-    for (i, &heavy) in shards[most].iter().enumerate() {
-        for (j, &light) in shards[least].iter().enumerate() {
-            let Some(moved) = work[heavy].checked_sub(work[light]) else { continue };
-            let left = difference.abs_diff(2 * moved);
-            if left < best.map_or(difference, |(left, ..)| left) {
-                best = Some((left, i, j));
-            }
-        }
-    }
-    let Some((_, i, j)) = best else { return false };
-    let (heavy, light) = (shards[most][i], shards[least][j]);
-    (shards[most][i], shards[least][j]) = (light, heavy);
-    let moved = work[heavy] - work[light];
-    sums[most] -= moved;
-    sums[least] += moved;
-    true
 }
 
 /// Returns the most work of a rank divided by the mean; 1 if there is none.

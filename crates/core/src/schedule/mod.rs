@@ -57,6 +57,7 @@ mod balanced;
 mod build;
 mod check;
 mod choice;
+mod chunk_deal;
 mod circle;
 mod direct_traffic;
 mod node_traffic;
@@ -73,6 +74,8 @@ mod row_exchange;
 mod segment_exchange;
 #[cfg(test)]
 mod tests;
+mod tile_deal;
+mod tile_order;
 mod traffic;
 mod violation;
 mod work;

@@ -10,6 +10,8 @@
 //! [`Band`] have a closed form, so that `before` takes O(log runs) time. The pairs of other masks
 //! are counted query by query, once, and their sums are stored.
 
+use std::ops::Range;
+
 use super::work::closed_form;
 use crate::{
     Mask, Result, RingShards, Spec, index,
@@ -81,13 +83,37 @@ impl QueryWork {
 
     /// Returns the pairs of the queries of all rows before `row`.
     pub(super) fn before(&self, row: u64) -> u128 {
-        self.batches.iter().map(|batch| batch.before(row)).sum::<u128>() * self.repeats
+        let of = |batch: &BatchWork| {
+            let after = batch.firsts.partition_point(|&first| first < row);
+            batch.before(row, after)
+        };
+        self.batches.iter().map(of).sum::<u128>() * self.repeats
+    }
+
+    /// Returns [`QueryWork::before`] of rows in ascending order, in time linear in rows and runs.
+    pub(super) fn before_each(&self, rows: impl Iterator<Item = u64> + Clone) -> Vec<u128> {
+        let mut sums = vec![0; rows.clone().count()];
+        for batch in &self.batches {
+            let mut after = 0;
+            for (sum, row) in sums.iter_mut().zip(rows.clone()) {
+                while batch.firsts.get(after).is_some_and(|&first| first < row) {
+                    after += 1;
+                }
+                *sum += batch.before(row, after) * self.repeats;
+            }
+        }
+        sums
+    }
+
+    /// Returns the pairs of the queries of some rows.
+    pub(super) fn between(&self, rows: &Range<u64>) -> u128 {
+        self.before(rows.end) - self.before(rows.start)
     }
 }
 
 impl BatchWork {
-    fn before(&self, row: u64) -> u128 {
-        let after = self.firsts.partition_point(|&first| first < row);
+    /// Returns the pairs of the queries before `row`, which is after the first row of `after` runs.
+    fn before(&self, row: u64, after: usize) -> u128 {
         let Some(run) = after.checked_sub(1).map(|last| &self.runs[last]) else { return 0 };
         let count = (row - run.rows.first).min(run.rows.count);
         let of_run = match run.sums.get(index(count)) {
@@ -188,6 +214,8 @@ mod tests {
                 prop_assert_eq!(work.before(0), 0);
                 prop_assert_eq!(work.before(cut), want.of_rank(0), "{:?}", &spec.mask);
                 prop_assert_eq!(work.before(len as u64), want.total());
+                let each: Vec<u128> = (0..=len as u64).map(|row| work.before(row)).collect();
+                prop_assert_eq!(work.before_each(0..=len as u64), each);
             }
         }
     }

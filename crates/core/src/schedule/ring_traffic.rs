@@ -232,16 +232,25 @@ impl Route {
     ) -> Option<(Self, u128)> {
         // no route sends fewer rows than the direct one
         let least = block_rows(needs, Self::Direct, limit, tick);
-        if least > limit {
-            return None;
-        }
-        let keys = needs.only_part().map(|part| (part, part.keys()));
-        let sends_least = |route: &Self| match &keys {
-            Some((part, keys)) => !relay_sends_more(part, keys, *route),
-            None => block_rows(needs, *route, least, tick) <= least,
-        };
+        (least <= limit).then(|| (Self::sending(needs, Some(least), tick), least))
+    }
+
+    /// Returns the route of [`Route::cheapest`]. `least` are the block rows of the direct route, if
+    /// they are known.
+    pub(super) fn sending(
+        needs: &NeedsIndex<'_>,
+        least: Option<u128>,
+        tick: &mut dyn FnMut(),
+    ) -> Self {
         let mut relays = Self::ALL.into_iter().filter(|route| route.is_relay());
-        Some((relays.find(sends_least).unwrap_or(Self::Direct), least))
+        let relay = if let Some(part) = needs.only_part() {
+            let keys = part.keys();
+            relays.find(|route| !relay_sends_more(part, &keys, *route))
+        } else {
+            let least = least.unwrap_or_else(|| block_rows(needs, Self::Direct, u128::MAX, tick));
+            relays.find(|route| block_rows(needs, *route, least, tick) <= least)
+        };
+        relay.unwrap_or(Self::Direct)
     }
 }
 

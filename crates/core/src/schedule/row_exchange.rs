@@ -7,7 +7,7 @@
 //!     for each rank light with fewer pairs than the mean, fewest first:
 //!         least = min(pairs of heavy - target, mean - pairs of light)
 //!         most  = target - pairs of light
-//!         for chunks a of heavy and b of light, in the order of their differences:
+//!         for chunks a of heavy and b of light, those with the fewest pairs per row of a first:
 //!             n = a number of rows such that n rows at an end of a have `least` to `most` pairs
 //!                 more than n rows at an end of b
 //!             exchange these rows, if there is such a number
@@ -20,12 +20,12 @@
 //! mean, so a number of rows is found in any two chunks that differ enough, if no query has more
 //! than 1 % of the mean.
 
-use std::{
-    collections::BTreeSet,
-    ops::{Range, RangeInclusive},
-};
+use std::ops::{Range, RangeInclusive};
 
-use super::query_work::QueryWork;
+use super::{
+    chunk_deal::{Chunk, Limits},
+    query_work::QueryWork,
+};
 
 /// Ranks with few pairs that are considered for an exchange, fewest first. With 8 of them, and of
 /// [`CHUNK_PAIRS`], 20 draws each of `benches/record/2026-11-25-balanced.md` were balanced alike in
@@ -34,24 +34,6 @@ const LIGHT_RANKS: usize = 4;
 
 /// Pairs of chunks of two ranks that are considered for an exchange.
 const CHUNK_PAIRS: usize = 4;
-
-/// Consecutive rows of one rank.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Chunk {
-    pub(super) rows: Range<u64>,
-    /// Visible pairs of the queries.
-    pub(super) work: u128,
-}
-
-/// Pairs of a rank.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Limits {
-    /// Pairs above which a rank gives rows away.
-    pub(super) balanced: u128,
-    /// Pairs that a rank has at most when it has received rows.
-    pub(super) target: u128,
-    pub(super) mean: u128,
-}
 
 /// Rows of an exchange: as many at one end of a chunk of each rank.
 struct Exchange {
@@ -71,16 +53,22 @@ pub(super) struct RowExchange<'a> {
     ranks: Vec<Vec<Chunk>>,
     /// Pairs of each rank.
     sums: Vec<u128>,
-    /// `(pairs, rank)` of all ranks.
-    by_work: BTreeSet<(u128, usize)>,
+    /// Ranks by pairs, fewest first.
+    by_work: Vec<usize>,
+    /// Pairs of chunks that are considered, kept to reuse its memory.
+    candidates: Vec<Candidate>,
 }
+
+/// Key of the order and indices of two chunks of which rows may be exchanged.
+type Candidate = ([u128; 3], usize, usize);
 
 impl<'a> RowExchange<'a> {
     pub(super) fn new(work: &'a QueryWork, ranks: Vec<Vec<Chunk>>, limits: Limits) -> Self {
         let sum = |chunks: &Vec<Chunk>| chunks.iter().map(|chunk| chunk.work).sum();
         let sums: Vec<u128> = ranks.iter().map(sum).collect();
-        let by_work = sums.iter().enumerate().map(|(rank, &sum)| (sum, rank)).collect();
-        Self { work, limits, unit: 1, ranks, sums, by_work }
+        let mut by_work: Vec<usize> = (0..sums.len()).collect();
+        by_work.sort_unstable_by_key(|&rank| (sums[rank], rank));
+        Self { work, limits, unit: 1, ranks, sums, by_work, candidates: Vec::new() }
     }
 
     /// Exchanges multiples of `unit` rows until no rank has too many pairs, or no exchange helps.
@@ -89,7 +77,7 @@ impl<'a> RowExchange<'a> {
         self.unit = unit.max(1);
         for _ in 0..2 * self.ranks.len() {
             match self.by_work.last() {
-                Some(&(most, heavy)) if most > self.limits.balanced => {
+                Some(&heavy) if self.sums[heavy] > self.limits.balanced => {
                     if !self.relieve(heavy) {
                         break;
                     }
@@ -103,9 +91,11 @@ impl<'a> RowExchange<'a> {
     /// Exchanges rows of `heavy` with a rank of few pairs. Returns false if there is no exchange.
     fn relieve(&mut self, heavy: usize) -> bool {
         let Limits { target, mean, .. } = self.limits;
-        let lights: Vec<usize> =
-            self.by_work.iter().take(LIGHT_RANKS).map(|&(_, rank)| rank).collect();
-        for light in lights.into_iter().filter(|&light| self.sums[light] < mean) {
+        for index in 0..LIGHT_RANKS.min(self.by_work.len()) {
+            let light = self.by_work[index];
+            if self.sums[light] >= mean {
+                break;
+            }
             let least = (self.sums[heavy] - target).min(mean - self.sums[light]);
             let wanted = least..=target - self.sums[light];
             if let Some(exchange) = self.find(heavy, light, &wanted) {
@@ -117,8 +107,14 @@ impl<'a> RowExchange<'a> {
     }
 
     /// Finds rows whose exchange moves a number of pairs in `wanted` from `heavy` to `light`.
-    fn find(&self, heavy: usize, light: usize, wanted: &RangeInclusive<u128>) -> Option<Exchange> {
-        let mut pairs = Vec::with_capacity(self.ranks[heavy].len() * self.ranks[light].len());
+    fn find(
+        &mut self,
+        heavy: usize,
+        light: usize,
+        wanted: &RangeInclusive<u128>,
+    ) -> Option<Exchange> {
+        let mut pairs = std::mem::take(&mut self.candidates);
+        pairs.clear();
         for (i, a) in self.ranks[heavy].iter().enumerate() {
             for (j, b) in self.ranks[light].iter().enumerate() {
                 let [rows_a, rows_b] = [a, b].map(|chunk| chunk.rows.end - chunk.rows.start);
@@ -126,9 +122,12 @@ impl<'a> RowExchange<'a> {
                 let of_row = |work: u128, rows: u64| work / u128::from(rows.max(1));
                 let of_rows = of_row(a.work, rows_a).saturating_sub(of_row(b.work, rows_b));
                 let moved = of_rows * u128::from(rows_a.min(rows_b));
-                // those that suffice, least first; then the others
+                // those that suffice, first those that cost least, and of equal ones the shortest;
+                // then the others. A cut tile costs the key tiles of its queries, a whole one
+                // nothing
+                let cost = if self.unit == 1 { of_row(a.work, rows_a) } else { 0 };
                 let suffices = moved >= *wanted.start();
-                let order = if suffices { (0, moved) } else { (1, u128::MAX - moved) };
+                let order = if suffices { [0, cost, moved] } else { [1, 0, u128::MAX - moved] };
                 if suffices || self.unit == 1 {
                     pairs.push((order, i, j));
                 }
@@ -140,7 +139,10 @@ impl<'a> RowExchange<'a> {
             pairs.truncate(few);
         }
         pairs.sort_unstable();
-        pairs.into_iter().find_map(|(_, i, j)| self.find_rows([heavy, light], [i, j], wanted))
+        let rows = |&(_, i, j): &Candidate| self.find_rows([heavy, light], [i, j], wanted);
+        let found = pairs.iter().find_map(rows);
+        self.candidates = pairs;
+        found
     }
 
     /// Finds rows at the ends of two chunks.
@@ -184,20 +186,13 @@ impl<'a> RowExchange<'a> {
         None
     }
 
-    fn pairs(&self, rows: &Range<u64>) -> u128 {
-        self.work.before(rows.end) - self.work.before(rows.start)
-    }
-
     fn apply(&mut self, ranks: [usize; 2], exchange: &Exchange) {
-        for rank in ranks {
-            self.by_work.remove(&(self.sums[rank], rank));
-        }
         for side in [0, 1] {
             let [from, to] = [ranks[side], ranks[1 - side]];
             let chunk = self.ranks[from].swap_remove(exchange.chunks[side]);
             let are_last = exchange.are_last[side];
             let given = end_of(&chunk.rows, are_last, exchange.count);
-            let work = self.pairs(&given);
+            let work = self.work.between(&given);
             let kept =
                 if are_last { chunk.rows.start..given.start } else { given.end..chunk.rows.end };
             if !kept.is_empty() {
@@ -207,8 +202,11 @@ impl<'a> RowExchange<'a> {
             self.sums[from] -= work;
             self.sums[to] += work;
         }
+        self.by_work.retain(|rank| !ranks.contains(rank));
         for rank in ranks {
-            self.by_work.insert((self.sums[rank], rank));
+            let key = (self.sums[rank], rank);
+            let at = self.by_work.partition_point(|&other| (self.sums[other], other) < key);
+            self.by_work.insert(at, rank);
         }
     }
 }

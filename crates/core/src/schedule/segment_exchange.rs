@@ -10,9 +10,10 @@
 //! The cost is a bound of the rows sent for any mask: that of a mask under which every row of a
 //! segment needs all others.
 
-use std::{collections::HashMap, ops::RangeInclusive};
+use std::ops::{Range, RangeInclusive};
 
-use crate::Runs;
+use super::tile_deal::TILE_ROWS;
+use crate::{Runs, needs::IdNumbers};
 
 /// Sweeps over all chunks: later ones find little.
 const SWEEPS: usize = 2;
@@ -23,12 +24,14 @@ pub(super) struct SegmentExchange<'a> {
     work: &'a [u128],
     /// Rows of each chunk.
     rows: Vec<u128>,
-    /// `(segment, rows)` of each chunk.
-    segments: Vec<Vec<(usize, u64)>>,
+    segments: ChunkSegments,
     /// Rows of each segment.
     totals: Vec<u64>,
-    /// `(rank, rows)` of each segment, ascending; ranks without rows are absent.
-    owned: Vec<Vec<(usize, u64)>>,
+    /// `(rank, rows)` of all segments, those of segment s from index `first[s]` on: as many places
+    /// as it has chunks, of which the first `owners_of[s]` are used. Ranks without rows are absent.
+    owned: Vec<(usize, u64)>,
+    first: Vec<usize>,
+    owners_of: Vec<usize>,
     /// Rank of each chunk.
     owners: Vec<usize>,
 }
@@ -44,27 +47,33 @@ impl<'a> SegmentExchange<'a> {
         work: &'a [u128],
         dealt: &[Vec<usize>],
     ) -> Option<Self> {
-        let (mut segments, segment_count) = segments_of_chunks(ids, edges);
-        let mut uses = vec![0usize; segment_count];
-        segments.iter().flatten().for_each(|&(segment, _)| uses[segment] += 1);
-        if segment_count < 2 || uses.iter().all(|&uses| uses < 2) {
+        let mut segments = ChunkSegments::new(ids, edges);
+        let mut uses = vec![0usize; segments.count];
+        segments.entries.iter().for_each(|&(segment, _)| uses[segment] += 1);
+        if segments.count < 2 || uses.iter().all(|&uses| uses < 2) {
             return None;
         }
         // a segment within one chunk costs nothing, wherever it is
-        segments.iter_mut().for_each(|of_chunk| of_chunk.retain(|&(segment, _)| uses[segment] > 1));
+        segments.retain(|segment| uses[segment] > 1);
+        let first: Vec<usize> = uses
+            .iter()
+            .scan(0, |first, &uses| Some(std::mem::replace(first, *first + uses)))
+            .collect();
         let mut exchange = Self {
             work,
             rows: edges.windows(2).map(|edge| (edge[1] - edge[0]).into()).collect(),
-            segments,
             totals: vec![0; uses.len()],
-            owned: vec![Vec::new(); uses.len()],
+            owned: vec![(0, 0); uses.iter().sum()],
+            first,
+            owners_of: vec![0; uses.len()],
             owners: vec![0; work.len()],
+            segments,
         };
         for (rank, of_rank) in dealt.iter().enumerate() {
             for &chunk in of_rank {
                 exchange.owners[chunk] = rank;
-                for index in 0..exchange.segments[chunk].len() {
-                    let (segment, rows) = exchange.segments[chunk][index];
+                for index in exchange.segments.range(chunk) {
+                    let (segment, rows) = exchange.segments.entries[index];
                     exchange.totals[segment] += rows;
                     exchange.give(segment, rank, rows);
                 }
@@ -96,7 +105,7 @@ impl<'a> SegmentExchange<'a> {
                     for &other in &dealt[to] {
                         let fits =
                             work.contains(&self.work[other]) && rows.contains(&self.rows[other]);
-                        if other == stays || !fits {
+                        if other == stays || !fits || !self.fill_equal_tiles(moved, other) {
                             continue;
                         }
                         let change = self.change(moved, other);
@@ -117,13 +126,20 @@ impl<'a> SegmentExchange<'a> {
         dealt.iter_mut().for_each(|of_rank| of_rank.sort_unstable());
     }
 
+    /// Returns true if an exchange of two chunks leaves as many rows beyond whole tiles to each
+    /// rank.
+    fn fill_equal_tiles(&self, x: usize, y: usize) -> bool {
+        let beyond = |chunk: usize| self.rows[chunk] % u128::from(TILE_ROWS);
+        beyond(x) == beyond(y)
+    }
+
     /// Returns the rows of a segment in a chunk.
     fn rows_in(&self, chunk: usize, segment: usize) -> u64 {
-        self.segments[chunk].iter().find(|of| of.0 == segment).map_or(0, |of| of.1)
+        self.segments.of(chunk).iter().find(|of| of.0 == segment).map_or(0, |of| of.1)
     }
 
     fn share_a_segment(&self, x: usize, y: usize) -> bool {
-        self.segments[x].iter().any(|of| self.rows_in(y, of.0) > 0)
+        self.segments.of(x).iter().any(|of| self.rows_in(y, of.0) > 0)
     }
 
     /// Returns the change of the cost when the ranks of two chunks exchange them.
@@ -133,8 +149,8 @@ impl<'a> SegmentExchange<'a> {
         let cost = |segment: usize, owned: u64| {
             if owned == 0 { 0 } else { i128::from(self.totals[segment] - owned) }
         };
-        let of_x = self.segments[x].iter().map(|of| of.0);
-        let of_y = self.segments[y].iter().map(|of| of.0).filter(|&of| rows_in(x, of) == 0);
+        let of_x = self.segments.of(x).iter().map(|of| of.0);
+        let of_y = self.segments.of(y).iter().map(|of| of.0).filter(|&of| rows_in(x, of) == 0);
         let mut change = 0;
         for segment in of_x.chain(of_y) {
             let (from_x, from_y) = (rows_in(x, segment), rows_in(y, segment));
@@ -148,8 +164,8 @@ impl<'a> SegmentExchange<'a> {
     fn swap(&mut self, x: usize, y: usize, dealt: &mut [Vec<usize>], sums: &mut [[u128; 2]]) {
         let (a, b) = (self.owners[x], self.owners[y]);
         for (chunk, from, to) in [(x, a, b), (y, b, a)] {
-            for index in 0..self.segments[chunk].len() {
-                let (segment, rows) = self.segments[chunk][index];
+            for index in self.segments.range(chunk) {
+                let (segment, rows) = self.segments.entries[index];
                 self.take(segment, from, rows);
                 self.give(segment, to, rows);
             }
@@ -161,25 +177,41 @@ impl<'a> SegmentExchange<'a> {
         }
     }
 
+    /// Returns the places of the owners of a segment.
+    fn owners_range(&self, segment: usize) -> Range<usize> {
+        self.first[segment]..self.first[segment] + self.owners_of[segment]
+    }
+
+    /// Returns the place of an owner of a segment.
+    fn owner(&self, segment: usize, rank: usize) -> Option<usize> {
+        let range = self.owners_range(segment);
+        let index = self.owned[range.clone()].iter().position(|of| of.0 == rank)?;
+        Some(range.start + index)
+    }
+
     fn owned_by(&self, segment: usize, rank: usize) -> u64 {
-        let owned = &self.owned[segment];
-        owned.binary_search_by_key(&rank, |of| of.0).map_or(0, |index| owned[index].1)
+        self.owner(segment, rank).map_or(0, |index| self.owned[index].1)
     }
 
     fn give(&mut self, segment: usize, rank: usize, rows: u64) {
-        let owned = &mut self.owned[segment];
-        match owned.binary_search_by_key(&rank, |of| of.0) {
-            Ok(index) => owned[index].1 += rows,
-            Err(index) => owned.insert(index, (rank, rows)),
+        match self.owner(segment, rank) {
+            Some(index) => self.owned[index].1 += rows,
+            None => {
+                // there is a place: every owner has a chunk of the segment
+                let end = self.owners_range(segment).end;
+                self.owned[end] = (rank, rows);
+                self.owners_of[segment] += 1;
+            }
         }
     }
 
     fn take(&mut self, segment: usize, rank: usize, rows: u64) {
-        let owned = &mut self.owned[segment];
-        if let Ok(index) = owned.binary_search_by_key(&rank, |of| of.0) {
-            owned[index].1 -= rows;
-            if owned[index].1 == 0 {
-                owned.remove(index);
+        if let Some(index) = self.owner(segment, rank) {
+            self.owned[index].1 -= rows;
+            if self.owned[index].1 == 0 {
+                let last = self.owners_range(segment).end - 1;
+                self.owned[index] = self.owned[last];
+                self.owners_of[segment] -= 1;
             }
         }
     }
@@ -191,46 +223,101 @@ fn partners(moved: u128, from: u128, to: u128, most: u128) -> RangeInclusive<u12
     (to + moved).saturating_sub(most)..=(most + moved).saturating_sub(from)
 }
 
-/// Returns `(segment, rows)` of each chunk, and the number of segments. Rows of negative ids are
-/// padding, which is in no segment.
-fn segments_of_chunks(ids: &Runs, edges: &[u64]) -> (Vec<Vec<(usize, u64)>>, usize) {
-    let mut numbers: HashMap<i64, usize> = HashMap::new();
-    let mut segments = vec![Vec::new(); edges.len().saturating_sub(1)];
-    let mut add = |chunk: usize, id: i64, rows: u64| {
-        if id >= 0 {
-            let next = numbers.len();
-            let segment = *numbers.entry(id).or_insert(next);
-            segments[chunk].push((segment, rows));
-        }
-    };
-    let mut chunk = 0;
-    let mut row = 0;
-    for run in ids.runs() {
-        let end = row + run.count;
-        let mut index = 0;
-        while row < end && chunk + 1 < edges.len() {
-            let next = end.min(edges[chunk + 1]);
-            // a run of several numbers repeats one; other runs are rows of several segments
-            if run.step == 0 {
-                add(chunk, run.start, next - row);
-            } else {
-                (index..index + (next - row)).for_each(|index| add(chunk, run.at(index), 1));
+/// Segments of chunks.
+struct ChunkSegments {
+    /// `(segment, rows)` of all chunks, ascending in each: those of chunk c are
+    /// `first[c]..first[c + 1]`.
+    entries: Vec<(usize, u64)>,
+    first: Vec<usize>,
+    /// Number of segments.
+    count: usize,
+}
+
+impl ChunkSegments {
+    /// Numbers the ids of the chunks that begin at `edges`. Rows of negative ids are padding, which
+    /// is in no segment.
+    fn new(ids: &Runs, edges: &[u64]) -> Self {
+        let mut numbers = IdNumbers::default();
+        let mut entries: Vec<(usize, u64)> = Vec::with_capacity(ids.runs().len() + edges.len());
+        let mut first = Vec::with_capacity(edges.len());
+        first.push(0);
+        let mut add = |entries: &mut Vec<(usize, u64)>, id: i64, rows: u64| {
+            if id >= 0 {
+                let next = numbers.len();
+                entries.push((*numbers.entry(id).or_insert(next), rows));
             }
-            index += next - row;
-            row = next;
-            chunk += usize::from(row == edges[chunk + 1]);
+        };
+        let mut row = 0;
+        for run in ids.runs() {
+            let end = row + run.count;
+            let mut index = 0;
+            while row < end && first.len() < edges.len() {
+                let edge = edges[first.len()];
+                let next = end.min(edge);
+                // a run of several numbers repeats one; other runs are rows of several segments
+                if run.step == 0 {
+                    add(&mut entries, run.start, next - row);
+                } else {
+                    (index..index + (next - row))
+                        .for_each(|index| add(&mut entries, run.at(index), 1));
+                }
+                index += next - row;
+                row = next;
+                if row == edge {
+                    let begin = first[first.len() - 1];
+                    merge_equal(&mut entries, begin);
+                    first.push(entries.len());
+                }
+            }
+        }
+        // rows beyond the ids, of which there are none
+        first.resize(edges.len().max(1), entries.len());
+        Self { entries, first, count: numbers.len() }
+    }
+
+    /// Returns the indices of the entries of a chunk.
+    fn range(&self, chunk: usize) -> Range<usize> {
+        self.first[chunk]..self.first[chunk + 1]
+    }
+
+    fn of(&self, chunk: usize) -> &[(usize, u64)] {
+        &self.entries[self.range(chunk)]
+    }
+
+    /// Removes the other segments.
+    fn retain(&mut self, is_kept: impl Fn(usize) -> bool) {
+        let mut kept = 0;
+        for chunk in 1..self.first.len() {
+            let range = self.first[chunk - 1]..self.first[chunk];
+            self.first[chunk - 1] = kept;
+            for index in range {
+                if is_kept(self.entries[index].0) {
+                    self.entries[kept] = self.entries[index];
+                    kept += 1;
+                }
+            }
+        }
+        if let Some(last) = self.first.last_mut() {
+            *last = kept;
+        }
+        self.entries.truncate(kept);
+    }
+}
+
+/// Sorts the entries from `begin` on, and merges those of the same segment.
+fn merge_equal(entries: &mut Vec<(usize, u64)>, begin: usize) {
+    entries[begin..].sort_unstable();
+    let mut kept = begin;
+    for index in begin..entries.len() {
+        let (segment, rows) = entries[index];
+        if kept > begin && entries[kept - 1].0 == segment {
+            entries[kept - 1].1 += rows;
+        } else {
+            entries[kept] = (segment, rows);
+            kept += 1;
         }
     }
-    for of_chunk in &mut segments {
-        of_chunk.sort_unstable();
-        of_chunk.dedup_by(|next, kept| {
-            let is_same = next.0 == kept.0;
-            kept.1 += if is_same { next.1 } else { 0 };
-            is_same
-        });
-    }
-    let count = numbers.len();
-    (segments, count)
+    entries.truncate(kept);
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use super::{Choice, Route, choice};
 use crate::{
-    Dims, Mask, RingShards, Spec,
+    Dims, Layout, Mask, RingShards, Spec,
     mask::Band,
     needs::{DistinctMasks, KeyIndex, SegmentNumbers, StridedRows, ascending},
 };
@@ -66,6 +66,25 @@ impl Work {
         Self { pairs }
     }
 
+    /// Counts the pairs of all queries and keys of `spec` without a batch; `None` if they have no
+    /// closed form.
+    pub(crate) fn closed_form_total(spec: &Spec) -> Option<u128> {
+        let shards = RingShards::plain(&spec.dims, spec.alignment, &Layout::Contiguous, 1);
+        let mask = &*spec.mask;
+        let distinct = DistinctMasks::new(mask, spec.dims.q_heads, spec.dims.batch, &shards);
+        let mut pairs = 0;
+        for batch in distinct.batches() {
+            let mut segments = SegmentNumbers::new(&shards);
+            let keys = KeyIndex::of_all_ranks(&shards, batch, &mut segments);
+            for rows in shards.q.iter().flat_map(|shard| segments.query_rows(shard, batch)) {
+                for head in distinct.heads() {
+                    pairs += closed_form(&mask.band(batch, head)?, &keys, &rows)?;
+                }
+            }
+        }
+        Some(pairs * u128::from(distinct.repeats()))
+    }
+
     /// Returns the pairs of one rank's queries; 0 if it is outside the ring.
     pub fn of_rank(&self, rank: usize) -> u128 {
         self.pairs.get(rank).copied().unwrap_or(0)
@@ -93,6 +112,12 @@ impl Work {
 pub(super) fn closed_form(band: &Band, keys: &KeyIndex, rows: &StridedRows) -> Option<u128> {
     let keys = keys.consecutive(rows.segment)?;
     let positions = ascending(&rows.positions);
+    // the common case: the keys of a segment are one run
+    if let (Some(run), None) = (keys.positions(0), keys.positions(1))
+        && let Some(pairs) = band.count_pairs(&positions, &run)
+    {
+        return Some(pairs);
+    }
     let first = band.at(positions.start);
     let last = band.at(positions.at(positions.count - 1));
     let begin = keys.partition_point(|run| run.end <= first.start);

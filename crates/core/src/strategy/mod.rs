@@ -22,6 +22,7 @@
 //! Parallelism Approach for Long Context Generative AI (heads × ring); ATTENTION2D 2025,
 //! arXiv 2503.15758, and Mesh-Attention 2025, arXiv 2512.20968 (queries × keys).
 
+mod bound;
 mod exchange;
 mod group_layout;
 mod head_grid;
@@ -32,6 +33,7 @@ mod traffic;
 
 use std::{fmt, str::FromStr};
 
+pub(crate) use bound::{Bounds, best_first};
 pub use exchange::{ExchangeFields, HeadAxis, HeadField};
 pub use group_layout::{GroupLayout, RowSegment};
 pub use head_grid::HeadGrid;

@@ -56,14 +56,15 @@ impl Strategy {
         }
     }
 
-    /// Returns the name under which the strategy was published, if it is the form of one on `ranks`
-    /// ranks that divides heads or keys.
-    pub const fn published_name(self, ranks: usize) -> Option<&'static str> {
+    /// Returns the published strategy of which this is the form on `ranks` ranks, if that divides
+    /// heads or keys; else the strategy itself. Its name is the one to print.
+    #[must_use]
+    pub const fn published_on(self, ranks: usize) -> Self {
         match self {
-            _ if ranks < 2 => None,
-            Self::HeadsRing { heads } if heads == ranks => Some("all-to-all"),
-            Self::Grid { queries: 1, keys, .. } if keys == ranks => Some("pass-q"),
-            _ => None,
+            _ if ranks < 2 => self,
+            Self::HeadsRing { heads } if heads == ranks => Self::AllToAll,
+            Self::Grid { queries: 1, keys, .. } if keys == ranks => Self::PassQ,
+            _ => self,
         }
     }
 }

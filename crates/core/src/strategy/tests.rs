@@ -48,7 +48,7 @@ fn published_strategies_are_forms_of_the_ring_and_the_grid() {
     let of_nodes = Strategy::OncePerNode { node_ranks: 2 };
     for ring in [Strategy::AllGather, of_nodes, Strategy::OncePerNode { node_ranks: 0 }] {
         assert_eq!(grid(ring, 4), Strategy::Ring);
-        assert_eq!((ring.heads(), ring.published_name(4)), (Some(1), None));
+        assert_eq!((ring.heads(), ring.published_on(4)), (Some(1), ring));
     }
     assert_eq!(Strategy::AllGather.route(), Some(Route::Direct));
     assert_eq!(of_nodes.route(), Some(Route::OncePerNode { node_ranks: 2 }));
@@ -56,8 +56,8 @@ fn published_strategies_are_forms_of_the_ring_and_the_grid() {
     assert_eq!(grid(Strategy::PassQ, 4), Strategy::Grid { heads: 1, queries: 1, keys: 4 });
     for name in [Strategy::AllToAll, Strategy::PassQ] {
         let form = grid(name, 4);
-        assert_eq!(form.published_name(4), Some(name.to_string().as_str()));
-        assert_eq!((form.published_name(8), name.route()), (None, None));
+        assert_eq!(form.published_on(4), name);
+        assert_eq!((form.published_on(8), name.route()), (form, None));
         assert_eq!(grid(name, 1), Strategy::Ring);
     }
     // KV heads are replicated: 8 ranks, 2 KV heads; but not 3 ranks, or more than query heads

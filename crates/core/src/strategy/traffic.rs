@@ -2,7 +2,10 @@
 
 use std::num::NonZeroUsize;
 
-use super::{ExchangeFields, GroupLayout, HeadGrid, Strategy, exchange::backward_mode, memory};
+use super::{
+    Bounds, ExchangeFields, GroupLayout, HeadGrid, Strategy, best_first, exchange::backward_mode,
+    memory,
+};
 use crate::{
     BackwardMode, Batch, Choice, Layout, NeedsIndex, Order, Placement, Result, RingShards,
     RingTraffic, Route, Side, Spec, machine::MOST_STEPPED_RANKS,
@@ -170,6 +173,33 @@ impl StrategyTraffic {
             .into_iter()
             .map(|grid| Self::of(spec, grid, options, tick))
             .collect()
+    }
+
+    /// Returns the traffic of grids of which one sends the fewest bytes of all that
+    /// [`StrategyTraffic::of_all`] returns and `admits` accepts; in its order. Grids of which a
+    /// lower bound already exceeds the fewest bytes are left out: the time is that of a few.
+    ///
+    /// # Errors
+    /// As [`StrategyTraffic::of`].
+    pub fn of_fewest_bytes(
+        spec: &Spec,
+        ranks: usize,
+        options: &TrafficOptions<'_>,
+        admits: &dyn Fn(&HeadGrid) -> bool,
+        tick: &mut dyn FnMut(),
+    ) -> Result<Vec<Self>> {
+        let mut grids = HeadGrid::candidates(spec, ranks, options.backward);
+        grids.retain(admits);
+        let bounds = Bounds::new(spec, ranks, options);
+        let bounds: Vec<u128> = grids.iter().map(|grid| bounds.bytes(grid)).collect();
+        let mut all: Vec<Option<Self>> = grids.iter().map(|_| None).collect();
+        best_first(&bounds, |index| {
+            let traffic = Self::of(spec, grids[index], options, tick)?;
+            let total = traffic.total();
+            all[index] = Some(traffic);
+            Ok(Some(total))
+        })?;
+        Ok(all.into_iter().flatten().collect())
     }
 
     /// Returns the ring or grid that sends the fewest bytes in all passes, of ties the first. Rings

@@ -1,6 +1,9 @@
 //! Balanced layouts: rows and work of each rank, for packed documents of many distributions.
 
-use std::sync::Arc;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use proptest::prelude::*;
 
@@ -183,6 +186,63 @@ fn whole_tiles_are_exchanged_before_single_rows() {
         }
     }
     assert!(has_parts);
+}
+
+/// Counts the pairs of a tile of 64 local queries and a tile of 64 local keys with a visible pair
+/// under a causal mask.
+fn tiles(lens: &[i64], layout: &Layout, ranks: usize) -> usize {
+    let len = lens.iter().sum::<i64>() as usize;
+    // document and position of each row
+    let document = |(document, &len)| (0..len).map(move |position| (document, position));
+    let places: Vec<(usize, i64)> = lens.iter().enumerate().flat_map(document).collect();
+    // first and last position by document and tile
+    let mut parts: BTreeMap<(usize, usize), [i64; 2]> = BTreeMap::new();
+    for rank in 0..ranks {
+        let shard = layout.shard(Side::Q, len, rank, ranks);
+        for (index, row) in shard.iter().enumerate() {
+            let (document, position) = places[row as usize];
+            let tile = rank * len + index / 64;
+            let part = parts.entry((document, tile)).or_insert([position; 2]);
+            *part = [part[0].min(position), part[1].max(position)];
+        }
+    }
+    let mut counted = BTreeSet::new();
+    for (&(document, tile), &[_, last]) in &parts {
+        let of_document = parts.range((document, 0)..(document + 1, 0));
+        let visible = of_document.filter(|(_, keys)| keys[0] <= last);
+        counted.extend(visible.map(|(&(_, keys), _)| (tile, keys)));
+    }
+    counted.len()
+}
+
+/// Returns the least number of tiles of any balanced layout, divided by that of whole tiles
+/// (`tile_deal.rs`), where a query attends to pairs / 64 tiles of keys.
+fn bound_of_tiles(lens: &[i64], ranks: usize) -> f64 {
+    let pairs = |len: i64| (1..=len).map(|pairs| pairs as f64);
+    let all: f64 = lens.iter().flat_map(|&len| pairs(len)).sum();
+    let most = 1.02 * all / ranks as f64;
+    let cost = |pairs: f64| pairs * (64.0 * pairs / most).max(1.0);
+    lens.iter().flat_map(|&len| pairs(len).map(cost)).sum::<f64>() / all
+}
+
+#[test]
+fn tiles_are_cut_only_where_no_rank_can_have_them() {
+    let check = |len: usize, ranks: usize, most: f64, over_bound: f64| {
+        for (name, lens) in distributions(len, 7) {
+            let spec = spec(len, Arc::new(mask::Causal::default()));
+            let layout = Layout::balanced(&spec, &packed(&lens), ranks).unwrap();
+            let bound = bound_of_tiles(&lens, ranks);
+            let limit = if bound > 1.0 { over_bound * bound } else { most };
+            let got = tiles(&lens, &layout, ranks) as f64;
+            let ratio = got / tiles(&lens, &Layout::Contiguous, ranks) as f64;
+            assert!(ratio <= limit, "{name}, {len} rows: {ratio}, bound {bound}");
+        }
+    };
+    // 512 rows a rank, and a number of rows that is no multiple of tiles or ranks
+    check(1 << 15, 64, 1.05, 1.1);
+    check(40_013, 16, 1.05, 1.05);
+    // 4 tiles a rank: the other rows of a rank with a cut tile have pairs too
+    check(1 << 14, 64, 1.1, 1.3);
 }
 
 #[test]

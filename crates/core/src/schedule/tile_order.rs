@@ -1,0 +1,53 @@
+//! Local order of the rows of a rank, in which its runs fill whole tiles.
+//!
+//! ```text
+//! runs of whole tiles
+//! while there are other runs:
+//!     the one with the most rows beyond whole tiles, then those that fill its last tile best
+//! runs that do not fill their last tile, at the end
+//! ```
+//! A tile of a kernel is 64 consecutive local rows. Rows of two documents in one tile cost the key
+//! tiles of both, and rows of one run in two tiles cost its key tiles twice.
+
+use super::tile_deal::TILE_ROWS;
+use crate::Run;
+
+/// Returns the runs of a rank in an order in which as many tiles as possible end with a run.
+pub(super) fn tile_order(runs: Vec<Run>) -> Vec<Run> {
+    let beyond = |run: &Run| run.count % TILE_ROWS;
+    let (mut ordered, mut parts): (Vec<Run>, Vec<Run>) =
+        runs.into_iter().partition(|run| beyond(run) == 0);
+    parts.sort_by_key(|run| std::cmp::Reverse(beyond(run)));
+    let mut rest = Vec::new();
+    while !parts.is_empty() {
+        let mut tile = vec![parts.remove(0)];
+        let mut free = TILE_ROWS - beyond(&tile[0]);
+        while let Some(fitting) = parts.iter().position(|run| beyond(run) <= free) {
+            let run = parts.remove(fitting);
+            free -= beyond(&run);
+            tile.push(run);
+        }
+        if free == 0 { &mut ordered } else { &mut rest }.append(&mut tile);
+    }
+    ordered.append(&mut rest);
+    ordered
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_fill_whole_tiles() {
+        let counts = |counts: &[u64]| -> Vec<u64> {
+            let run = |&count: &u64| Run { start: 0, step: 1, count };
+            tile_order(counts.iter().map(run).collect()).iter().map(|run| run.count).collect()
+        };
+        assert_eq!(counts(&[10, 64, 54, 128]), [64, 128, 54, 10]);
+        // 40 + 24 and 100 + 20 + 8
+        assert_eq!(counts(&[24, 100, 20, 40, 8]), [40, 24, 100, 20, 8]);
+        // the last tile is not full
+        assert_eq!(counts(&[50, 30, 14, 64]), [64, 50, 14, 30]);
+        assert_eq!(counts(&[]), []);
+    }
+}
