@@ -113,3 +113,18 @@ fn from_f16(bits: u32) -> f32 {
     let subnormal = bitcast<u32>(f32(fraction) * 5.9604644775390625e-8);
     return bitcast<f32>(sign | select(normal, subnormal, exponent == 0u));
 }
+
+// As from_f16(to_f16(x)), without the bits of f16.
+fn rounded_to_f16(x: vec4<f32>) -> vec4<f32> {
+    let bits = bitcast<vec4<u32>>(x);
+    let size = bits & vec4<u32>(0x7fffffffu);
+    let lowest = (bits >> vec4<u32>(13u)) & vec4<u32>(1u);
+    let normal =
+        bitcast<vec4<f32>>((bits + vec4<u32>(0xfffu) + lowest) & vec4<u32>(0xffffe000u));
+    // a multiple of 2^-24
+    let subnormal = round(x * 16777216.0) * 5.9604644775390625e-8;
+    let finite = select(normal, subnormal, size < vec4<u32>(0x38800000u));
+    let infinite = bitcast<vec4<f32>>((bits & vec4<u32>(0x80000000u)) | vec4<u32>(0x7f800000u));
+    let above = select(finite, infinite, size >= vec4<u32>(0x477ff000u));
+    return select(above, x, size > vec4<u32>(0x7f800000u));
+}

@@ -511,8 +511,8 @@ pub(super) fn score_gradients(
     let mut text = String::new();
     if !epilogue.masks() {
         if epilogue == Epilogue::Dropout {
-            let query = if rows_are_keys { "query + n" } else { "row + n" };
-            text += &kept_rows(variant, orientation, DropoutQueries { head: "head", query });
+            let of = if rows_are_keys { COLUMN_QUERIES } else { row_queries(tile) };
+            text += &kept_rows(variant, orientation, of);
         }
         text.push_str("if (is_partial) {\n");
         text.push_str(&words);
@@ -560,7 +560,7 @@ var keep3 = vec4<f32>(1.0);
 if ({{HAS_DROPOUT}}) {
     let keys_of_tile = dropout_keys(row);
     for (var c = 0u; c < 4u; c++) {
-        let keep = keep_factors(batch, head, query + c, keys_of_tile);
+        let keep = {{KEEP_FACTORS}}(batch, head, query + c, keys_of_tile);
         keep0 = keep1;
         keep1 = keep2;
         keep2 = keep3;
@@ -587,7 +587,7 @@ for (var r = 0u; r < {{{{TILE_ROWS}}}}u; r++) {{
     let e = scores(batch, head, vec4<u32>(row + r), keys, mask_index, bits, s0);
     var keep = vec4<f32>(1.0);
     if ({{{{HAS_DROPOUT}}}}) {{
-        keep = keep_factors(batch, head, row + r, dropout_keys(key));
+        keep = {{{{KEEP_FACTORS}}}}(batch, head, row + r, dropout_keys(key));
     }}
 "
         )
@@ -644,6 +644,39 @@ for (var r = 0u; r < {{{{TILE_ROWS}}}}u; r++) {{
 pub(super) struct DropoutQueries {
     pub(super) head: &'static str,
     pub(super) query: &'static str,
+    pub(super) count: usize,
+}
+
+/// Queries in the columns of a register tile of dK and dV.
+const COLUMN_QUERIES: DropoutQueries =
+    DropoutQueries { head: "head", query: "query + n", count: 4 };
+
+/// Queries in the rows of a register tile of dQ.
+pub(super) const fn row_queries(tile: RegisterTile) -> DropoutQueries {
+    DropoutQueries { head: "head", query: "row + n", count: tile.rows() }
+}
+
+impl DropoutQueries {
+    /// Generates the rounds of Philox that depend on the query alone, `query_rounds0` …. If queries
+    /// are a workgroup's own, before the loop over keys: kernels of dropout alone have the registers.
+    pub(super) fn rounds(self) -> String {
+        let Self { head, query, count } = self;
+        let rounds = format!("let query_rounds{{r}} = query_rounds(batch, {head}, {query});");
+        let low: Vec<String> = (0..count)
+            .map(|n| format!("is_query_low({query})").replace("+ n", &format!("+ {n}u")))
+            .collect();
+        each_of(count, &rounds.replace("+ n", "+ {r}u"))
+            + &format!("let queries_are_low = {};\n", low.join(" && "))
+    }
+
+    /// As [`Self::rounds`], if the variant computes them before the loop over keys.
+    pub(super) fn own_rounds(self, variant: TileVariant) -> String {
+        if has_own_rounds(variant) { self.rounds() } else { String::new() }
+    }
+}
+
+fn has_own_rounds(variant: TileVariant) -> bool {
+    variant.has_u64 && variant.epilogue == Epilogue::Dropout
 }
 
 /// Generates the dropout factors of a register tile, a vector per row: `kept0` ….
@@ -653,11 +686,8 @@ pub(super) fn kept_rows(
     of: DropoutQueries,
 ) -> String {
     let tile = variant.used_register_tile();
-    let (count, keys) = match orientation {
-        Orientation::RowsAreQueries => (tile.rows(), "key"),
-        Orientation::RowsAreKeys => (4, "row"),
-    };
-    let [head, query] = [of.head, of.query];
+    let DropoutQueries { head, query, count } = of;
+    let keys = if orientation == Orientation::RowsAreQueries { "key" } else { "row" };
     let mut text = format!("let keys_of_tile = dropout_keys({keys});\n");
     text += &each_of(count, "var kept{r} = vec4<f32>(1.0);");
     // a loop, because drivers take seconds to compile several copies
@@ -670,11 +700,19 @@ pub(super) fn kept_rows(
 ",
         count - 1
     );
-    let of_block =
-        format!("kept{{r}} = keep_factors_of_block(batch, {head}, {query}, keys_of_tile);");
-    let of_block = each_of(count, &of_block.replace("+ n", "+ {r}u"));
     text += &if variant.has_u64 {
-        format!("if (keys_of_tile.are_one_block) {{\n{of_block}}} else {{\n{of_any_keys}}}\n")
+        let is_own = orientation == Orientation::RowsAreQueries && has_own_rounds(variant);
+        let rounds = if is_own { String::new() } else { of.rounds() };
+        let of_block =
+            each_of(count, "kept{r} = keep_factors_of_block(query_rounds{r}, of_block);");
+        format!(
+            "{rounds}let are_one_block = keys_of_tile.are_one_block && queries_are_low;
+if (are_one_block) {{
+let of_block = block_rounds(keys_of_tile);
+{of_block}}} else {{
+{of_any_keys}}}
+"
+        )
     } else {
         of_any_keys
     };

@@ -9,8 +9,8 @@ use super::{
     params::TileParams,
     products::{
         DropoutQueries, Factor, Orientation, RowStep, acc_functions, accumulate, add_product,
-        column_statistics, each, each_row, kept_rows, multiply_add, product, row_statistics,
-        score_gradients, store_factors, store_tile,
+        column_statistics, each, each_row, kept_rows, multiply_add, product, row_queries,
+        row_statistics, score_gradients, store_factors, store_tile,
     },
     template::Template,
     vectors::{DOUT, K, Q, ROW_STEP, V, Vectors, Words},
@@ -154,6 +154,8 @@ fn assemble(
     template.name("TANGENTS", if on.is_some() { "half_tangents" } else { "hyperbolic_tangents" });
     template.name("EXPONENTIALS", if on.is_some() { "half_exponentials" } else { "exponentials" });
     template.name("PRODUCT", if variant.has_u64 { "wide_product" } else { "product_by_halves" });
+    let keep_factors = if variant.has_u64 { "keep_factors_of_row" } else { "keep_factors" };
+    template.name("KEEP_FACTORS", keep_factors);
     template.name("COUNT_MATRICES", on.map_or_else(String::new, matrices::count));
     let mut declared = on.map_or_else(String::new, |_| matrices::declarations());
     for (number, Binding { name, kind, access }) in bindings.iter().enumerate() {
@@ -266,9 +268,7 @@ fn probs(variant: TileVariant) -> String {
 #end
     s{r} = prob;
 }";
-    let queries =
-        DropoutQueries { head: "head_of(head, row + n)", query: "query_of(first, row + n)" };
-    let drop = kept_rows(variant, Orientation::RowsAreQueries, queries)
+    let drop = kept_rows(variant, Orientation::RowsAreQueries, packed_queries(tile))
         + &each_row(tile, "s{r} = s{r} * kept{r};");
     if of.masks() {
         let all = each_row(tile, partial);
@@ -286,6 +286,15 @@ sum[{r}] = sum[{r}] + sum_of(s{r});";
         text += &drop;
     }
     text
+}
+
+/// Queries in the rows of a register tile of forward.
+const fn packed_queries(tile: RegisterTile) -> DropoutQueries {
+    DropoutQueries {
+        head: "head_of(head, row + n)",
+        query: "query_of(first, row + n)",
+        count: tile.rows(),
+    }
 }
 
 /// Generates the forward kernel.
@@ -314,7 +323,7 @@ if (any_visible[{r}]) {
         ),
     );
     text.name("RESCALE_ACC", each(tile, groups, "o{g}_{r} = o{g}_{r} * rescale[{r}];"));
-    text.name("OWN_ROWS", Q.own_rows(variant));
+    text.name("OWN_ROWS", Q.own_rows(variant) + &packed_queries(tile).own_rounds(variant));
     text.name("SCORES", product(variant, "s", &Q, "first", &K, "column"));
     text.name("EPILOGUE", epilogue(variant));
     text.name("PROBS", probs(variant) + &store_factors(variant, Factors::Probs, "s"));
@@ -357,7 +366,10 @@ if (row + {r}u < params.queries) {
 }",
         ),
     );
-    text.name("OWN_ROWS", Q.own_rows(variant) + &DOUT.own_rows(variant));
+    text.name(
+        "OWN_ROWS",
+        Q.own_rows(variant) + &DOUT.own_rows(variant) + &row_queries(tile).own_rounds(variant),
+    );
     text.name("SCORES", product(variant, "s", &Q, "first", &K, "column"));
     text.name("DPROBS", product(variant, "d", &DOUT, "first", &V, "column"));
     let step = RowStep {

@@ -59,5 +59,5 @@ fn dropout_is_the_same_without_64_bit_integers_and_for_keys_of_several_blocks() 
     }
     let case = case(Some(Dropout { probability: 0.3, seed: 7 }), DType::F32);
     changes_no_bit(&gpu, &case, "= wide_product(", "= product_by_halves(");
-    changes_no_bit(&gpu, &case, "if (keys_of_tile.are_one_block) {", "if (false) {");
+    changes_no_bit(&gpu, &case, "if (are_one_block) {", "if (false) {");
 }
