@@ -165,7 +165,7 @@ impl Gpu {
                 format!("this machine: {have}"),
             ));
         };
-        let mut wanted = Features::SUBGROUP | Features::TIMESTAMP_QUERY;
+        let mut wanted = Features::SUBGROUP | Features::TIMESTAMP_QUERY | Features::SHADER_INT64;
         let mut experimental_features = wgpu::ExperimentalFeatures::disabled();
         if level == Some(Level::Matrix) {
             wanted |= Matrices::FEATURES;

@@ -68,9 +68,8 @@ impl Level {
 pub(crate) struct Matrices {
     /// Rows, equal to columns.
     size: u32,
-    /// Upper bound of the matrices of a tile that one subgroup owns: kernels name an accumulator
-    /// for each.
-    per_subgroup: u32,
+    /// Subgroups of a workgroup that have the largest size of the device.
+    subgroups: u32,
 }
 
 impl Matrices {
@@ -105,13 +104,13 @@ impl Matrices {
 
     /// Matrices of `size` rows, in subgroups of up to `largest` of a workgroup of 64.
     pub(crate) const fn new(size: u32, largest: u32) -> Self {
-        let of_tile = (32 / size).pow(2);
-        Self { size, per_subgroup: (of_tile * largest).div_ceil(64) }
+        Self { size, subgroups: 64 / largest }
     }
 
-    /// Upper bound of the matrices of a tile that one subgroup owns.
-    pub(crate) const fn per_subgroup(self) -> u32 {
-        self.per_subgroup
+    /// Subgroups of a workgroup that have the largest size of the device. A driver may choose a
+    /// smaller one, and wgpu cannot request a size.
+    pub(crate) const fn subgroups(self) -> u32 {
+        self.subgroups
     }
 
     /// Rows, equal to columns.
@@ -144,9 +143,9 @@ mod tests {
         assert_eq!(Matrices::of_device(&both, 32, 32), Some(Matrices::new(16, 32)));
         assert_eq!(Matrices::of_device(&both, 8, 32), Some(Matrices::new(8, 32)));
         assert_eq!(Matrices::of_device(&both, 4, 32), None);
-        assert_eq!(Matrices::new(8, 32).per_subgroup(), 8);
-        assert_eq!(Matrices::new(16, 64).per_subgroup(), 4);
-        assert_eq!(Matrices::new(16, 16).per_subgroup(), 1);
+        assert_eq!(Matrices::new(8, 32).subgroups(), 2);
+        assert_eq!(Matrices::new(16, 64).subgroups(), 1);
+        assert_eq!(Matrices::new(16, 16).subgroups(), 4);
         assert_eq!(Matrices::of_device(&both, 64, 128), None);
         assert_eq!(Matrices::of_device(&[offer(16, f16)], 32, 32), None);
         assert_eq!(

@@ -132,6 +132,7 @@ fn tile_variant(gpu: &Gpu, spec: &Spec, storage: Storage) -> Result<TileVariant>
         head_groups: TileVariant::groups(spec.dims.head_dim),
         value_groups: TileVariant::groups(spec.dims.value_dim),
         epilogue: Epilogue::of(spec),
+        has_u64: gpu.device().features().contains(wgpu::Features::SHADER_INT64),
         decodes: false,
         register_tile: gpu.register_tile(),
         level: gpu.level().min(Level::Subgroup),

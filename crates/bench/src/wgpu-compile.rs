@@ -36,8 +36,10 @@ use annulus_wgpu::{
 const DIMS: [usize; 3] = [64, 128, 256];
 
 /// Device features that kernels above [`Level::Plain`] use.
-const OPTIONAL: Features =
-    Features::SUBGROUP.union(Features::SHADER_F16).union(Features::EXPERIMENTAL_COOPERATIVE_MATRIX);
+const OPTIONAL: Features = Features::SUBGROUP
+    .union(Features::SHADER_F16)
+    .union(Features::EXPERIMENTAL_COOPERATIVE_MATRIX)
+    .union(Features::SHADER_INT64);
 
 fn failed(what: impl std::fmt::Display) -> Error {
     Error::Device { what: what.to_string() }

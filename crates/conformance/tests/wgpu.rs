@@ -37,6 +37,8 @@ mod several;
 mod strategies;
 #[path = "wgpu/transfers.rs"]
 mod transfers;
+#[path = "wgpu/unchosen.rs"]
+mod unchosen;
 #[path = "wgpu/validation.rs"]
 mod validation;
 

@@ -1,4 +1,4 @@
-// Functions whose bits must not depend on the adapter: e^x, ln, tanh, rounding, Philox. WGSL's own
+// Functions whose bits must not depend on the adapter: e^x, ln, tanh, rounding. WGSL's own
 // versions have implementation-defined accuracy.
 
 const NEGATIVE_INFINITY: u32 = 0xff800000u;
@@ -114,26 +114,17 @@ fn from_f16(bits: u32) -> f32 {
     return bitcast<f32>(sign | select(normal, subnormal, exponent == 0u));
 }
 
-fn high_product(a: u32, b: u32) -> u32 {
-    let a_low = a & 0xffffu;
-    let a_high = a >> 16u;
-    let b_low = b & 0xffffu;
-    let b_high = b >> 16u;
-    let low = a_low * b_low;
-    let middle = a_high * b_low + (low >> 16u);
-    let other = a_low * b_high + (middle & 0xffffu);
-    return a_high * b_high + (middle >> 16u) + (other >> 16u);
-}
-
-// Philox 4×32-10 (Salmon et al. 2011).
-fn philox(first_counter: vec4<u32>, first_key: vec2<u32>) -> vec4<u32> {
-    var counter = first_counter;
-    var key = first_key;
-    for (var round_number = 0u; round_number < 10u; round_number++) {
-        let high_0 = high_product(0xd2511f53u, counter.x);
-        let high_1 = high_product(0xcd9e8d57u, counter.z);
-        counter = vec4<u32>(high_1 ^ counter.y ^ key.x, 0xcd9e8d57u * counter.z, high_0 ^ counter.w ^ key.y, 0xd2511f53u * counter.x);
-        key = key + vec2<u32>(0x9e3779b9u, 0xbb67ae85u);
-    }
-    return counter;
+// As from_f16(to_f16(x)), without the bits of f16.
+fn rounded_to_f16(x: vec4<f32>) -> vec4<f32> {
+    let bits = bitcast<vec4<u32>>(x);
+    let size = bits & vec4<u32>(0x7fffffffu);
+    let lowest = (bits >> vec4<u32>(13u)) & vec4<u32>(1u);
+    let normal =
+        bitcast<vec4<f32>>((bits + vec4<u32>(0xfffu) + lowest) & vec4<u32>(0xffffe000u));
+    // a multiple of 2^-24
+    let subnormal = round(x * 16777216.0) * 5.9604644775390625e-8;
+    let finite = select(normal, subnormal, size < vec4<u32>(0x38800000u));
+    let infinite = bitcast<vec4<f32>>((bits & vec4<u32>(0x80000000u)) | vec4<u32>(0x7f800000u));
+    let above = select(finite, infinite, size >= vec4<u32>(0x477ff000u));
+    return select(above, x, size > vec4<u32>(0x7f800000u));
 }

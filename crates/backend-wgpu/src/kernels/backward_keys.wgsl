@@ -33,6 +33,7 @@ fn main(
 
     let dk_base = params.acc_base + batch * params.acc_batch + kv_head * params.acc_head;
     let dv_base_of_head = params.dv_base + batch * params.dv_batch + kv_head * params.dv_head;
+{{OWN_ROWS}}
 #if SPLIT
     for (var pass_index = 0u; pass_index < 2u; pass_index++) {
     if (lane == 0u) {

@@ -34,6 +34,7 @@ fn main(
     let acc = params.acc_base + batch * params.acc_batch + head * params.acc_head;
 {{ROW_STATISTICS}}
 {{LOAD_ACC}}
+{{OWN_ROWS}}
 
     for (var run = begin; run < end; run++) {
         let first_tile = block_mask[params.runs + 3u * run];

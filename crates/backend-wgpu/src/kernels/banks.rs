@@ -219,6 +219,7 @@ fn neighbouring_invocations_access_different_banks() {
                 head_groups: groups,
                 value_groups: groups,
                 epilogue,
+                has_u64: true,
                 decodes: false,
                 register_tile,
                 level,

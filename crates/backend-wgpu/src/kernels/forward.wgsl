@@ -140,7 +140,7 @@ fn main(
         }
     }
 {{LOAD_ACC}}
-{{PACKED_ROWS}}
+{{OWN_ROWS}}
 
     for (var run = begin; run < end; run++) {
         let first_tile = block_mask[params.runs + 3u * run];

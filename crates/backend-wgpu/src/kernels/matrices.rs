@@ -2,7 +2,8 @@
 //!
 //! Both operands lie in workgroup memory as f16, 32 × 32 at a time, their bits as in the tensors.
 //! The result stays in matrices until it is complete, and returns through workgroup memory as f32
-//! to the register tiles of the rest of the kernel. Each subgroup owns some matrices of it.
+//! to the register tiles of the rest of the kernel. Each subgroup owns some matrices of it: which,
+//! is known from the text if subgroups have the largest size of the device ([`Owned`]).
 //! Probabilities are multiplied by [`PROB_SCALE`] before they are rounded to f16, so that those
 //! down to 6e-8 are normal f16 numbers and keep all bits. Score gradients have no bound: each row
 //! of a tile is multiplied by the power of 2 that brings its largest one to 2^14 … 2^15. None
@@ -32,12 +33,6 @@ pub(super) const HALF_STEP: usize = 40;
 /// Distance of rows of `products`: as [`ROW_STEP`] vectors of 4.
 pub(super) const PRODUCT_STEP: usize = 4 * ROW_STEP;
 
-/// Left operand.
-const LEFT: &str = "&left_half[HALF_STEPu * matrix_row + k]";
-/// Right operand, stored by columns: an invocation loads the consecutive elements of one column. By
-/// rows it would load them one by one.
-const RIGHT: &str = "&right_half[HALF_STEPu * matrix_column + k]";
-
 /// Workgroup memory and functions that read it. `left_half`: `[row][element]`, then P or dX;
 /// `right_half`: `[column][element]`, then `[element][vector]`.
 pub(super) fn declarations() -> String {
@@ -51,9 +46,8 @@ var<workgroup> products: array<f32, {products}>;
 var<workgroup> rounds: u32;
 var<workgroup> non_finite: atomic<u32>;
 
-// Four products of a row, from a column on.
-fn products_of(row: u32, column: u32) -> vec4<f32> {{
-    let at = {PRODUCT_STEP}u * row + column;
+// Four products of a row, from element `at` on.
+fn products_of(at: u32) -> vec4<f32> {{
     return vec4<f32>(products[at], products[at + 1u], products[at + 2u], products[at + 3u]);
 }}
 
@@ -70,10 +64,6 @@ fn factors_of(row: u32, j: u32) -> vec4<f32> {{
 // Exponent bits, by which numbers that are not finite exceed all others.
 fn exponent_bits(four: vec4<f32>) -> vec4<u32> {{
     return bitcast<vec4<u32>>(four) & vec4<u32>(NON_FINITE);
-}}
-
-fn largest_of(four: vec4<u32>) -> u32 {{
-    return max(max(four.x, four.y), max(four.z, four.w));
 }}
 
 // e^x, for probabilities that are rounded to f16: exp2 may have an error of (3 + 2·|x|) ulp.
@@ -96,88 +86,189 @@ fn half_tangents(x: vec4<f32>) -> vec4<f32> {{
     )
 }
 
-/// Generates the store of four elements of `row` to workgroup memory.
-pub(super) fn store_halves(array: &str, four: &str, row: &str) -> String {
-    let mut text = format!("    {{\n        let at = {HALF_STEP}u * ({row}) + element;\n");
+/// Generates the store of four elements of row `vector + row` to workgroup memory.
+fn store_halves(array: &str, four: &str, row: usize) -> String {
+    let mut text = String::new();
     for (c, part) in ["x", "y", "z", "w"].iter().enumerate() {
-        let _infallible = writeln!(text, "        {array}[at + {c}u] = {four}.{part};");
+        let at = HALF_STEP * row + c;
+        let _infallible = writeln!(text, "        {array}[stored_at + {at}u] = {four}.{part};");
     }
-    text + "    }\n"
+    text
 }
 
-/// Generates accumulators `c_0` …, one per matrix that a subgroup may own.
-fn zero_sums(matrices: Matrices) -> String {
-    let size = matrices.size();
-    (0..matrices.per_subgroup())
-        .map(|n| format!("var c_{n} = coop_mat{size}x{size}<f32, C>();\n"))
-        .collect()
+/// Matrices of a tile that a subgroup of the largest size owns: `rows` × `columns` of them, from
+/// row `matrix_row` and column `matrix_column` on, at distances of `row_step` and `column_step`.
+/// They share their operands: a row of matrices its left one, a column its right one.
+///
+/// With one subgroup all indices are constants of the text, and no accumulator passes a branch at
+/// which compilers copy it.
+struct Owned {
+    size: u32,
+    rows: u32,
+    columns: u32,
+    row_step: u32,
+    column_step: u32,
+    /// Expressions for the first row and column.
+    first: [String; 2],
 }
 
-/// Generates a statement for each matrix of a subgroup, with its number `{n}`, `matrix_row` and
-/// `matrix_column`.
-fn each_matrix(matrices: Matrices, statement: &str) -> String {
-    let size = matrices.size();
-    let line = 32 / size;
-    (0..matrices.per_subgroup())
-        .map(|n| {
-            format!(
-                "if ({n}u < matrix_rounds) {{
-    let matrix = {n}u * subgroups + subgroup;
-    let matrix_row = {size}u * (matrix / {line}u);
-    let matrix_column = {size}u * (matrix % {line}u);
-    {}
-}}
-",
-                statement.replace("{n}", &n.to_string())
-            )
-        })
-        .collect()
-}
+impl Owned {
+    fn of(matrices: Matrices) -> Self {
+        let (size, subgroups) = (matrices.size(), matrices.subgroups());
+        let line = 32 / size;
+        if subgroups > line {
+            // a column each
+            return Self {
+                size,
+                rows: line * line / subgroups,
+                columns: 1,
+                row_step: size * subgroups / line,
+                column_step: 0,
+                first: [
+                    format!("{size}u * (subgroup / {line}u)"),
+                    format!("{size}u * (subgroup % {line}u)"),
+                ],
+            };
+        }
+        let column = if subgroups == 1 { "0u".into() } else { format!("{size}u * subgroup") };
+        Self {
+            size,
+            rows: line,
+            columns: line / subgroups,
+            row_step: size,
+            column_step: size * subgroups,
+            first: ["0u".to_owned(), column],
+        }
+    }
 
-/// Statement: accumulator `c_{n}` += A·B over 32 elements.
-fn multiply_step(matrices: Matrices) -> String {
-    let size = matrices.size();
-    let named = |role: &str| format!("coop_mat{size}x{size}<f16, {role}>");
-    let step = |text: &str| text.replace("HALF_STEP", &HALF_STEP.to_string());
-    format!(
-        "for (var k = 0u; k < 32u; k = k + {size}u) {{
-        let a_matrix = coopLoadT<{of_a}>({a}, {HALF_STEP}u);
-        let b_matrix = coopLoad<{of_b}>({b}, {HALF_STEP}u);
-        c_{{n}} = coopMultiplyAdd(a_matrix, b_matrix, c_{{n}});
+    const fn count(&self) -> u32 {
+        self.rows * self.columns
+    }
+
+    /// Generates `text` for each matrix, `{i}` being its row and `{j}` its column among those owned.
+    fn each(&self, text: &str) -> String {
+        let all = (0..self.rows).flat_map(|i| (0..self.columns).map(move |j| (i, j)));
+        all.map(|(i, j)| text.replace("{i}", &i.to_string()).replace("{j}", &j.to_string()))
+            .collect()
+    }
+
+    /// Type of the matrices of a role.
+    fn kind(&self, role: &str) -> String {
+        let (size, element) = (self.size, if role == "C" { "f32" } else { "f16" });
+        format!("coop_mat{size}x{size}<{element}, {role}>")
+    }
+
+    /// Generates accumulators `c_{i}_{j}` of 0.
+    fn zeros(&self) -> String {
+        self.each(&format!("    var c_{{i}}_{{j}} = {}();\n", self.kind("C")))
+    }
+
+    /// Load of a left operand, from `row` and element `k` on.
+    fn load_left(&self, row: &str) -> String {
+        let kind = self.kind("A");
+        format!("coopLoadT<{kind}>(&left_half[{HALF_STEP}u * {row} + k], {HALF_STEP}u)")
+    }
+
+    /// Load of a right operand, stored by columns: an invocation loads the consecutive elements of
+    /// one column. By rows it would load them one by one.
+    fn load_right(&self, column: &str) -> String {
+        let kind = self.kind("B");
+        format!("coopLoad<{kind}>(&right_half[{HALF_STEP}u * {column} + k], {HALF_STEP}u)")
+    }
+
+    /// Generates c_{i}_{j} += A·B over 32 elements.
+    fn multiply(&self) -> String {
+        let size = self.size;
+        let mut text = format!("    for (var k = 0u; k < 32u; k = k + {size}u) {{\n");
+        for i in 0..self.rows {
+            let load = self.load_left(&format!("(matrix_row + {}u)", self.row_step * i));
+            let _infallible = writeln!(text, "        let a_{i} = {load};");
+        }
+        for j in 0..self.columns {
+            let load = self.load_right(&format!("(matrix_column + {}u)", self.column_step * j));
+            let _infallible = writeln!(text, "        let b_{j} = {load};");
+        }
+        text += &self.each("        c_{i}_{j} = coopMultiplyAdd(a_{i}, b_{j}, c_{i}_{j});\n");
+        text + "    }\n"
+    }
+
+    /// Generates `products` ← accumulators.
+    fn store(&self) -> String {
+        let mut text = String::new();
+        for i in 0..self.rows {
+            for j in 0..self.columns {
+                let at = PRODUCT_STEP as u32 * self.row_step * i + self.column_step * j;
+                let _infallible = writeln!(
+                    text,
+                    "    coopStoreT(c_{i}_{j}, &products[matrix_product + {at}u], {PRODUCT_STEP}u);"
+                );
+            }
+        }
+        text
+    }
+
+    /// Generates `products` ← A·B over 32 elements, or `products` + A·B if it `adds`, by subgroups
+    /// of any size: each computes every `subgroups`-th matrix of the tile. How many, the text does
+    /// not know, so their accumulators are in memory.
+    fn multiply_in_memory(&self, adds: bool) -> String {
+        let (size, line, kind) = (self.size, 32 / self.size, self.kind("C"));
+        let (left, right) = (self.load_left("any_row"), self.load_right("any_column"));
+        let first = if adds {
+            format!("coopLoadT<{kind}>(&products[start], {PRODUCT_STEP}u)")
+        } else {
+            format!("{kind}()")
+        };
+        format!(
+            "    for (var n = 0u; n < matrix_rounds; n++) {{
+        let matrix = n * subgroups + subgroup;
+        let any_row = {size}u * (matrix / {line}u);
+        let any_column = {size}u * (matrix % {line}u);
+        let start = {PRODUCT_STEP}u * any_row + any_column;
+        var sum = {first};
+        for (var k = 0u; k < 32u; k = k + {size}u) {{
+            let a = {left};
+            let b = {right};
+            sum = coopMultiplyAdd(a, b, sum);
+        }}
+        coopStoreT(sum, &products[start], {PRODUCT_STEP}u);
     }}
-",
-        of_a = named("A"),
-        of_b = named("B"),
-        a = step(LEFT),
-        b = step(RIGHT),
-    )
+"
+        )
+    }
 }
 
-/// Statement: `products` ← accumulator `c_{n}`.
-fn store_step() -> String {
-    format!(
-        "    let start = {PRODUCT_STEP}u * matrix_row + matrix_column;
-    coopStoreT(c_{{n}}, &products[start], {PRODUCT_STEP}u);"
-    )
-}
-
-/// Generates `products` ← A·B over 32 elements. Each accumulator is declared where it is used, or
-/// compilers copy all of them at every branch.
+/// Generates `products` ← A·B over 32 elements. The accumulators are declared where they are used,
+/// or compilers copy all of them at every branch.
 fn multiply_and_store(matrices: Matrices) -> String {
-    let size = matrices.size();
-    let zero = format!("var c_{{n}} = coop_mat{size}x{size}<f32, C>();\n    ");
-    each_matrix(matrices, &(zero + &multiply_step(matrices) + &store_step()))
+    let owned = Owned::of(matrices);
+    format!(
+        "if (matrices_are_owned) {{
+{}{}{}}} else {{
+{}}}
+",
+        owned.zeros(),
+        owned.multiply(),
+        owned.store(),
+        owned.multiply_in_memory(false)
+    )
 }
 
-/// Generates the number of matrices per subgroup, uniform over the workgroup. The number of
-/// matrices in a tile is a multiple of the number of subgroups.
+/// Generates the first matrix of a subgroup, the number of matrices per subgroup, and whether these
+/// are those of [`Owned`]; the last two are uniform over the workgroup. The number of matrices in a
+/// tile is a multiple of the number of subgroups.
 pub(super) fn count(matrices: Matrices) -> String {
     let all = (32 / matrices.size()).pow(2);
+    let owned = Owned::of(matrices);
+    let ([row, column], count) = (&owned.first, owned.count());
     format!(
         "if (lane == 0u) {{
     rounds = {all}u / subgroups;
 }}
 let matrix_rounds = workgroupUniformLoad(&rounds);
+let matrices_are_owned = matrix_rounds == {count}u;
+let matrix_row = {row};
+let matrix_column = {column};
+let matrix_product = {PRODUCT_STEP}u * matrix_row + matrix_column;
 "
     )
 }
@@ -208,33 +299,52 @@ pub(super) fn add_product(
                 "            {side}_{n} = select(vec4<f16>(0.0h), {side}_{n}, inside);"
             );
             let array = format!("{side}_half");
-            stores +=
-                &store_halves(&array, &format!("{side}_{n}"), &format!("vector + {}u", 8 * n));
+            stores += &store_halves(&array, &format!("{side}_{n}"), 8 * n);
         }
     }
     let dim = left.dim;
+    let owned = Owned::of(matrices);
     let mut text = format!(
         "{{
     let element = 4u * (lane & 7u);
     let vector = lane >> 3u;
-{rows}{sums}    for (var c = 0u; c < params.{dim}; c = c + 32u) {{
+    let stored_at = {HALF_STEP}u * vector + element;
+{rows}{sums}    if (!matrices_are_owned) {{
+        workgroupBarrier();
+        for (var n = 0u; n < {zeroed}u; n++) {{
+            products[64u * n + lane] = 0.0;
+        }}
+    }}
+    for (var c = 0u; c < params.{dim}; c = c + 32u) {{
 {loads}        if (c + 32u > params.{dim}) {{
             let inside =
                 vec4<u32>(c + element) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(params.{dim});
 {zeros}        }}
         workgroupBarrier();
 {stores}        workgroupBarrier();
-{multiply}    }}
-{store}    workgroupBarrier();
+        if (matrices_are_owned) {{
+{multiply}        }} else {{
+{in_memory}        }}
+    }}
+    if (matrices_are_owned) {{
+{store}    }}
+    workgroupBarrier();
 ",
-        sums = zero_sums(matrices),
-        multiply = each_matrix(matrices, &multiply_step(matrices)),
-        store = each_matrix(matrices, &store_step()),
+        sums = owned.zeros(),
+        zeroed = 32 * PRODUCT_STEP / 64,
+        multiply = owned.multiply(),
+        in_memory = owned.multiply_in_memory(true),
+        store = owned.store(),
     );
     for r in 0..4 {
-        let _infallible = writeln!(text, "    {prefix}{r} = products_of(4u * ty + {r}u, 4u * tx);");
+        let _infallible = writeln!(text, "    {prefix}{r} = products_of({});", product_at(r));
     }
     text + "}\n"
+}
+
+/// Element of `products` at row `r` of the register tile.
+fn product_at(r: usize) -> String {
+    format!("{}u * ty + 4u * tx + {}u", 4 * PRODUCT_STEP, r * PRODUCT_STEP)
 }
 
 /// Left factors of the second products.
@@ -292,8 +402,9 @@ fn store_tile(prefix: &str, factors: &str) -> String {
         for c in 0..4 {
             let _infallible = writeln!(
                 text,
-                "left_half[{HALF_STEP}u * (4u * ty + {r}u) + 4u * tx + {c}u] =
-    f16({prefix}{r}[{c}] * {factors}[{r}]);"
+                "left_half[{}u * ty + 4u * tx + {}u] = f16({prefix}{r}[{c}] * {factors}[{r}]);",
+                4 * HALF_STEP,
+                HALF_STEP * r + c
             );
         }
     }
@@ -304,9 +415,12 @@ fn store_tile(prefix: &str, factors: &str) -> String {
 /// index: pairs of neighbours, which share a word of `right_half`.
 const PAIRED_ROWS: [usize; 4] = [0, 1, 16, 17];
 
-/// Counterpart of `products::accumulate`, with the factors in `left_half`. Non-finite elements are
+/// Counterpart of `products::multiply_add`, with the factors in `left_half`; `None` if the variant
+/// has no matrices. Non-finite elements are
 /// replaced by 0 in the matrices, where 0 · NaN would reach rows that do not attend to them; a
-/// scalar fix-up then adds them for the queries that do. So masked elements change no bit.
+/// scalar fix-up then adds them for the queries that do. So masked elements change no bit. An
+/// invocation tests the sum of the elements that it stores: finite ones of f16 cannot overflow f32,
+/// and any other makes it infinite or NaN.
 ///
 /// ```text
 /// for each group of 32 elements of the vectors:
@@ -314,13 +428,14 @@ const PAIRED_ROWS: [usize; 4] = [0, 1, 16, 17];
 ///     products ← left_half · right_halfᵀ;  accumulators += factor of the row · products
 /// ```
 pub(super) fn accumulate(
-    matrices: Matrices,
+    variant: TileVariant,
     prefix: &str,
     groups: usize,
     factors: Factors,
     of: &Vectors,
     words: Words,
-) -> String {
+) -> Option<String> {
+    let matrices = variant.used_matrices()?;
     let Vectors { name, dim, rows, .. } = *of;
     let head = of.head();
     let product_factors = match factors {
@@ -348,12 +463,14 @@ if (lane == 0u) {{ atomicStore(&non_finite, 0u); }}
             let _infallible = writeln!(
                 text,
                 "    let four_{n} = {name}_halves(
-        min(own_row + {row}u * params.{name}_row, last_row), {first}u + element);
-    let bits_{n} = exponent_bits(vec4<f32>(four_{n}));"
+        min(own_row + {step}, last_row), {first}u + element);
+    let wide_{n} = vec4<f32>(four_{n});",
+                step = of.distance(variant, *row),
             );
         }
         text.push_str(
-            "    let largest_bits = max(max(bits_0, bits_1), max(bits_2, bits_3));
+            "    let sums = (wide_0 + wide_1) + (wide_2 + wide_3);
+    let sum_bits = bitcast<u32>((sums.x + sums.y) + (sums.z + sums.w));
     workgroupBarrier();
 ",
         );
@@ -366,7 +483,7 @@ if (lane == 0u) {{ atomicStore(&non_finite, 0u); }}
         }
         let _infallible = write!(
             text,
-            "    if (largest_of(largest_bits) == NON_FINITE) {{
+            "    if ((sum_bits & NON_FINITE) == NON_FINITE) {{
         any_non_finite = true;
         for (var n = 0u; n < rare_end; n++) {{
             let at = stored_at + {HALF_STEP}u * (n & 3u) + ((n >> 2u) & 1u) + 16u * (n >> 3u);
@@ -385,7 +502,8 @@ if (lane == 0u) {{ atomicStore(&non_finite, 0u); }}
             let _infallible = writeln!(
                 text,
                 "    {sum} =
-        fma(vec4<f32>(product_factors[{r}]), products_of(4u * ty + {r}u, 4u * tx), {sum});"
+        fma(vec4<f32>(product_factors[{r}]), products_of({}), {sum});",
+                product_at(r)
             );
         }
         text.push_str("}\n");
@@ -429,7 +547,7 @@ if (atomicLoad(&non_finite) != 0u) {{
         text.push_str("        }\n");
     }
     text.push_str("    }\n}\n}\n");
-    text
+    Some(text)
 }
 
 /// Kernel that multiplies two known matrices.

@@ -193,6 +193,11 @@ impl Epilogue {
         }
     }
 
+    /// True if the text calls the functions of dropout; that of a bias, under a false condition.
+    const fn calls_dropout(self) -> bool {
+        !matches!(self, Self::Simple | Self::SoftCap)
+    }
+
     /// True if scores may mask pairs, as a bias of −∞ does: full tiles have masks, too.
     const fn masks(self) -> bool {
         matches!(self, Self::Bias | Self::General)
@@ -212,6 +217,8 @@ pub(crate) struct TileVariant {
     pub(crate) head_groups: usize,
     pub(crate) value_groups: usize,
     pub(crate) epilogue: Epilogue,
+    /// True if the products of dropout's Philox are computed in 64 bits.
+    pub(crate) has_u64: bool,
     /// Forward of few queries: rows of a tile are packed heads, and a tile has several ranges of
     /// keys (`gqa_packing.rs`, `split_kv.rs`).
     pub(crate) decodes: bool,
@@ -299,6 +306,7 @@ pub(crate) struct Source {
 const ARITHMETIC: &str = include_str!("arithmetic.wgsl");
 const TILE_TEXT: &str = include_str!("tile.wgsl");
 const GRADIENT: &str = include_str!("gradient.wgsl");
+const DROPOUT: &str = include_str!("dropout.wgsl");
 
 impl Variant {
     /// Name for labels and errors.

@@ -43,6 +43,7 @@ impl KernelText {
                     head_groups: TileVariant::groups(dim),
                     value_groups: TileVariant::groups(dim),
                     epilogue,
+                    has_u64: true,
                     decodes: false,
                     register_tile,
                     level: if level == Level::Plain { level } else { Level::Subgroup },
@@ -77,18 +78,34 @@ impl KernelText {
     }
 
     /// Returns the kernel as it runs on full tiles of vectors of `dim` elements: without the code
-    /// for partial tiles, and with the loops of its products unrolled, so that a compiler's
-    /// estimate counts each instruction as often as it is executed.
+    /// for partial tiles and non-finite elements, with the loops of its products unrolled, and with
+    /// subgroups of 64, so that a compiler's estimate counts each instruction as often as it is
+    /// executed: of a branch that is uniform it counts half.
     #[must_use]
     pub fn of_full_tiles(self, dim: usize) -> Self {
         let mut wgsl =
             self.wgsl.replace("let is_partial = mask_index != FULL_TILE", "let is_partial = false");
+        for (condition, value) in [
+            ("matrix_rounds = workgroupUniformLoad(&rounds);", "matrix_rounds = 4u;"),
+            ("let rare_end = 16u * min(params.", "let rare_end = 0u * min(params."),
+            // with an effect, or compilers remove the tests that lead to it
+            (
+                "let end = min(32u, params.",
+                "acc_words[0] = vec4<f32>(0.0);\nlet end = min(0u, params.",
+            ),
+            ("if (are_one_block) {", "if (true) {"),
+        ] {
+            wgsl = wgsl.replace(condition, value);
+        }
         for name in ["params.head_dim", "params.value_dim"] {
             wgsl = wgsl.replace(name, &format!("{dim}u"));
         }
         let of_vector = format!("for (var c = 0u; c < {dim}u; c = c + 32u) {{");
         wgsl = unrolled(&wgsl, &of_vector, "c", (0..dim).step_by(32));
         wgsl = unrolled(&wgsl, "for (var four = 0u; four < 8u; four++) {", "four", 0..8);
+        let of_philox = "for (var round_number = 3u; round_number < 10u; round_number++) {";
+        wgsl = unrolled(&wgsl, of_philox, "round_number", 3..10);
+        wgsl = unrolled(&wgsl, "for (var r = 0u; r < 4u; r++) {", "r", 0..4);
         Self { wgsl, ..self }
     }
 

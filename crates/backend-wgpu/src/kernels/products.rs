@@ -147,10 +147,8 @@ pub(super) fn accumulate(
     of: &Vectors,
     words: Words,
 ) -> String {
-    match variant.used_matrices() {
-        Some(on) => matrices::accumulate(on, prefix, groups, factors, of, words),
-        None => multiply_add(variant.used_register_tile(), prefix, groups, Factor::Of(of), words),
-    }
+    matrices::accumulate(variant, prefix, groups, factors, of, words)
+        .unwrap_or_else(|| multiply_add(variant, prefix, groups, Factor::Of(of), words))
 }
 
 /// Vectors that P or dX is multiplied by.
@@ -188,10 +186,10 @@ impl Factor<'_> {
     }
 
     /// Generates the offsets of an invocation's rows of the tile at `column`.
-    fn rows(self, tile: RegisterTile) -> String {
+    fn rows(self, variant: TileVariant) -> String {
         self.variables("u32", |of| {
             let names = ["own_row", "last_row", "row_step"].map(str::to_owned);
-            names.into_iter().zip(of.offsets(tile, "column")).collect()
+            names.into_iter().zip(of.offsets(variant, "column")).collect()
         })
     }
 
@@ -210,15 +208,16 @@ impl Factor<'_> {
 /// Generates accumulators `PREFIX{group}_{row}` += `tile`ᵀ·`of`. In partial tiles the vector of a
 /// masked pair counts as 0, because 0 · NaN would reach the row.
 pub(super) fn multiply_add(
-    tile: RegisterTile,
+    variant: TileVariant,
     prefix: &str,
     groups: usize,
     of: Factor<'_>,
     words: Words,
 ) -> String {
+    let tile = variant.used_register_tile();
     let mut text =
         "{\n    let element = 4u * (lane & 7u);\n    let vector = lane >> 3u;\n".to_owned();
-    text += &of.rows(tile);
+    text += &of.rows(variant);
     let dim = match of {
         Factor::Of(of) => format!("params.{}", of.dim),
         Factor::OfPass { .. } => "acc_dim".to_owned(),
@@ -512,7 +511,8 @@ pub(super) fn score_gradients(
     let mut text = String::new();
     if !epilogue.masks() {
         if epilogue == Epilogue::Dropout {
-            text += &kept_rows(tile, orientation);
+            let of = if rows_are_keys { COLUMN_QUERIES } else { row_queries(tile) };
+            text += &kept_rows(variant, orientation, of);
         }
         text.push_str("if (is_partial) {\n");
         text.push_str(&words);
@@ -558,8 +558,9 @@ var keep1 = vec4<f32>(1.0);
 var keep2 = vec4<f32>(1.0);
 var keep3 = vec4<f32>(1.0);
 if ({{HAS_DROPOUT}}) {
+    let keys_of_tile = dropout_keys(row);
     for (var c = 0u; c < 4u; c++) {
-        let keep = keep_factors(batch, head, query + c, row);
+        let keep = {{KEEP_FACTORS}}(batch, head, query + c, keys_of_tile);
         keep0 = keep1;
         keep1 = keep2;
         keep2 = keep3;
@@ -586,7 +587,7 @@ for (var r = 0u; r < {{{{TILE_ROWS}}}}u; r++) {{
     let e = scores(batch, head, vec4<u32>(row + r), keys, mask_index, bits, s0);
     var keep = vec4<f32>(1.0);
     if ({{{{HAS_DROPOUT}}}}) {{
-        keep = keep_factors(batch, head, row + r, key);
+        keep = {{{{KEEP_FACTORS}}}}(batch, head, row + r, dropout_keys(key));
     }}
 "
         )
@@ -638,24 +639,83 @@ for (var r = 0u; r < {{{{TILE_ROWS}}}}u; r++) {{
     )
 }
 
+/// Queries of a register tile, for dropout: expressions for head and query of row, or column, `n`.
+#[derive(Clone, Copy)]
+pub(super) struct DropoutQueries {
+    pub(super) head: &'static str,
+    pub(super) query: &'static str,
+    pub(super) count: usize,
+}
+
+/// Queries in the columns of a register tile of dK and dV.
+const COLUMN_QUERIES: DropoutQueries =
+    DropoutQueries { head: "head", query: "query + n", count: 4 };
+
+/// Queries in the rows of a register tile of dQ.
+pub(super) const fn row_queries(tile: RegisterTile) -> DropoutQueries {
+    DropoutQueries { head: "head", query: "row + n", count: tile.rows() }
+}
+
+impl DropoutQueries {
+    /// Generates the rounds of Philox that depend on the query alone, `query_rounds0` …. If queries
+    /// are a workgroup's own, before the loop over keys: kernels of dropout alone have the registers.
+    pub(super) fn rounds(self) -> String {
+        let Self { head, query, count } = self;
+        let rounds = format!("let query_rounds{{r}} = query_rounds(batch, {head}, {query});");
+        let low: Vec<String> = (0..count)
+            .map(|n| format!("is_query_low({query})").replace("+ n", &format!("+ {n}u")))
+            .collect();
+        each_of(count, &rounds.replace("+ n", "+ {r}u"))
+            + &format!("let queries_are_low = {};\n", low.join(" && "))
+    }
+
+    /// As [`Self::rounds`], if the variant computes them before the loop over keys.
+    pub(super) fn own_rounds(self, variant: TileVariant) -> String {
+        if has_own_rounds(variant) { self.rounds() } else { String::new() }
+    }
+}
+
+fn has_own_rounds(variant: TileVariant) -> bool {
+    variant.has_u64 && variant.epilogue == Epilogue::Dropout
+}
+
 /// Generates the dropout factors of a register tile, a vector per row: `kept0` ….
-fn kept_rows(tile: RegisterTile, orientation: Orientation) -> String {
-    // a loop, because drivers take seconds to compile several copies of Philox
-    let (count, of_vector) = match orientation {
-        Orientation::RowsAreQueries => (tile.rows(), "keep_factors(batch, head, row + n, key)"),
-        Orientation::RowsAreKeys => (4, "keep_factors(batch, head, query + n, row)"),
-    };
-    let mut text = each_of(count, "var kept{r} = vec4<f32>(1.0);");
-    let shift: String = (1..count).map(|n| format!("    kept{} = kept{n};\n", n - 1)).collect();
-    let _infallible = write!(
-        text,
+pub(super) fn kept_rows(
+    variant: TileVariant,
+    orientation: Orientation,
+    of: DropoutQueries,
+) -> String {
+    let tile = variant.used_register_tile();
+    let DropoutQueries { head, query, count } = of;
+    let keys = if orientation == Orientation::RowsAreQueries { "key" } else { "row" };
+    let mut text = format!("let keys_of_tile = dropout_keys({keys});\n");
+    text += &each_of(count, "var kept{r} = vec4<f32>(1.0);");
+    // a loop, because drivers take seconds to compile several copies
+    let shift: String = (1..count).map(|n| format!("kept{} = kept{n};\n", n - 1)).collect();
+    let of_any_keys = format!(
         "for (var n = 0u; n < {count}u; n++) {{
-    let keep = {of_vector};
-{shift}    kept{} = keep;
+    let keep = keep_factors(batch, {head}, {query}, keys_of_tile);
+{shift}kept{} = keep;
 }}
 ",
         count - 1
     );
+    text += &if variant.has_u64 {
+        let is_own = orientation == Orientation::RowsAreQueries && has_own_rounds(variant);
+        let rounds = if is_own { String::new() } else { of.rounds() };
+        let of_block =
+            each_of(count, "kept{r} = keep_factors_of_block(query_rounds{r}, of_block);");
+        format!(
+            "{rounds}let are_one_block = keys_of_tile.are_one_block && queries_are_low;
+if (are_one_block) {{
+let of_block = block_rounds(keys_of_tile);
+{of_block}}} else {{
+{of_any_keys}}}
+"
+        )
+    } else {
+        of_any_keys
+    };
     if orientation == Orientation::RowsAreKeys {
         let rows = each_row(
             tile,

@@ -56,6 +56,8 @@ fn all_variants() -> Vec<Variant> {
                         head_groups,
                         value_groups,
                         epilogue,
+                        // each in half of the kernels
+                        has_u64: head_groups < 4,
                         decodes: false,
                         register_tile,
                         level,
@@ -142,6 +144,7 @@ fn every_variant_is_valid_and_can_be_translated() {
             .unwrap_or_else(|error| panic!("{variant:?}: {}", error.emit_to_string(&wgsl)));
         let mut capabilities = Capabilities::SUBGROUP
             | Capabilities::SUBGROUP_BARRIER
+            | Capabilities::SHADER_INT64
             | Capabilities::SHADER_FLOAT16_IN_FLOAT32;
         let matrices = wgsl.starts_with("enable");
         if matrices {

@@ -83,9 +83,7 @@ fn rounded(x: vec4<f32>) -> vec4<f32> {
             from_bf16(to_bf16(x.z)), from_bf16(to_bf16(x.w)));
     }
     if ({{ROUNDS_TO_F16}}) {
-        return vec4<f32>(
-            from_f16(to_f16(x.x)), from_f16(to_f16(x.y)),
-            from_f16(to_f16(x.z)), from_f16(to_f16(x.w)));
+        return rounded_to_f16(x);
     }
     return x;
 }
@@ -147,38 +145,5 @@ fn scores(batch: u32, head: u32, q: vec4<u32>, k: vec4<u32>, mask_index: u32, bi
 // tanh(x / cap) of four scores, from their products.
 fn tangents(product: vec4<f32>) -> vec4<f32> {
     return {{TANGENTS}}((params.scale / params.cap) * product);
-}
-#end
-
-#if KEEP_FACTORS
-// Returns the dropout factors of the probabilities of query `q` and keys `k` … `k + 3`, or of as
-// many keys as the register tile has rows, if its rows are keys.
-fn keep_factors(batch: u32, head: u32, q: u32, k: u32) -> vec4<f32> {
-    let query = min(q, params.queries - 1u);
-    let i_low = block_mask[params.query_rows + 2u * query];
-    let i_high = block_mask[params.query_rows + 2u * query + 1u];
-    let whole_head = params.dropout_head_first + head;
-    let plane = (params.batch_first + batch) * params.dropout_q_heads + whole_head;
-    var all = vec4<f32>(0.0);
-    var block = vec2<u32>(0u);
-    var words = vec4<u32>(0u);
-#if ROWS_ARE_KEYS
-    for (var n = 0u; n < {{TILE_ROWS}}u; n++) {
-#else
-    for (var n = 0u; n < 4u; n++) {
-#end
-        if (k + n < params.keys) {
-            let j_low = block_mask[params.key_rows + 2u * (k + n)];
-            let j_high = block_mask[params.key_rows + 2u * (k + n) + 1u];
-            let here = vec2<u32>((j_low >> 2u) | (j_high << 30u), j_high >> 2u);
-            if (n == 0u || any(here != block)) {
-                block = here;
-                let counter = vec4<u32>(i_low, block.x, (i_high << 16u) + block.y, plane);
-                words = philox(counter, vec2<u32>(params.key_low, params.key_high));
-            }
-            all[n] = select(params.keep_scale, 0.0, words[j_low & 3u] < params.threshold);
-        }
-    }
-    return all;
 }
 #end

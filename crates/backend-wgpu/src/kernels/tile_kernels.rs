@@ -3,13 +3,14 @@
 use std::fmt::Write;
 
 use super::{
-    ARITHMETIC, Access, BiasAxes, Epilogue, GRADIENT, Source, Storage, TILE_TEXT, TileVariant,
+    ARITHMETIC, Access, BiasAxes, DROPOUT, Epilogue, GRADIENT, Source, Storage, TILE_TEXT,
+    TileVariant,
     matrices::{self, Factors},
     params::TileParams,
     products::{
-        Factor, Orientation, RowStep, acc_functions, accumulate, add_product, column_statistics,
-        each, each_row, multiply_add, product, row_statistics, score_gradients, store_factors,
-        store_tile,
+        DropoutQueries, Factor, Orientation, RowStep, acc_functions, accumulate, add_product,
+        column_statistics, each, each_row, kept_rows, multiply_add, product, row_queries,
+        row_statistics, score_gradients, store_factors, store_tile,
     },
     template::Template,
     vectors::{DOUT, K, Q, ROW_STEP, V, Vectors, Words},
@@ -139,7 +140,7 @@ fn assemble(
         .flag("TIES", variant.epilogue == Epilogue::General)
         .flag("SOFT_CAP", variant.epilogue == Epilogue::SoftCap)
         .flag("DROPOUT", variant.epilogue == Epilogue::Dropout)
-        .flag("KEEP_FACTORS", !matches!(variant.epilogue, Epilogue::Simple | Epilogue::SoftCap))
+        .flag("WIDE_PRODUCTS", variant.has_u64)
         .flag("SUBGROUP", variant.level != Level::Plain)
         .flag("MATRIX", on.is_some())
         .flag("DECODE", variant.decodes);
@@ -152,6 +153,9 @@ fn assemble(
     }
     template.name("TANGENTS", if on.is_some() { "half_tangents" } else { "hyperbolic_tangents" });
     template.name("EXPONENTIALS", if on.is_some() { "half_exponentials" } else { "exponentials" });
+    template.name("PRODUCT", if variant.has_u64 { "wide_product" } else { "product_by_halves" });
+    let keep_factors = if variant.has_u64 { "keep_factors_of_row" } else { "keep_factors" };
+    template.name("KEEP_FACTORS", keep_factors);
     template.name("COUNT_MATRICES", on.map_or_else(String::new, matrices::count));
     let mut declared = on.map_or_else(String::new, |_| matrices::declarations());
     for (number, Binding { name, kind, access }) in bindings.iter().enumerate() {
@@ -163,6 +167,8 @@ fn assemble(
         );
     }
     let gradient = if gradient { template.expand(GRADIENT) } else { String::new() };
+    let dropout =
+        if variant.epilogue.calls_dropout() { template.expand(DROPOUT) } else { String::new() };
     let enabled = if on.is_some() { matrices::ENABLED } else { "" };
     let wgsl = [
         enabled,
@@ -170,6 +176,7 @@ fn assemble(
         ARITHMETIC,
         &declared,
         &template.expand(TILE_TEXT),
+        &dropout,
         &gradient,
         functions,
         &template.expand(text),
@@ -261,13 +268,8 @@ fn probs(variant: TileVariant) -> String {
 #end
     s{r} = prob;
 }";
-    let of_row = each_row(tile, "    s{r} = s{r} * select(vec4<f32>(1.0), keep, r == {r}u);");
-    let drop = format!(
-        "for (var r = 0u; r < {{{{TILE_ROWS}}}}u; r++) {{
-    let keep = keep_factors(batch, head_of(head, row + r), query_of(first, row + r), key);
-{of_row}}}
-"
-    );
+    let drop = kept_rows(variant, Orientation::RowsAreQueries, packed_queries(tile))
+        + &each_row(tile, "s{r} = s{r} * kept{r};");
     if of.masks() {
         let all = each_row(tile, partial);
         return if of == Epilogue::General {
@@ -284,6 +286,15 @@ sum[{r}] = sum[{r}] + sum_of(s{r});";
         text += &drop;
     }
     text
+}
+
+/// Queries in the rows of a register tile of forward.
+const fn packed_queries(tile: RegisterTile) -> DropoutQueries {
+    DropoutQueries {
+        head: "head_of(head, row + n)",
+        query: "query_of(first, row + n)",
+        count: tile.rows(),
+    }
 }
 
 /// Generates the forward kernel.
@@ -312,7 +323,7 @@ if (any_visible[{r}]) {
         ),
     );
     text.name("RESCALE_ACC", each(tile, groups, "o{g}_{r} = o{g}_{r} * rescale[{r}];"));
-    text.name("PACKED_ROWS", if variant.decodes { Q.packed_rows(tile) } else { String::new() });
+    text.name("OWN_ROWS", Q.own_rows(variant) + &packed_queries(tile).own_rounds(variant));
     text.name("SCORES", product(variant, "s", &Q, "first", &K, "column"));
     text.name("EPILOGUE", epilogue(variant));
     text.name("PROBS", probs(variant) + &store_factors(variant, Factors::Probs, "s"));
@@ -354,6 +365,10 @@ if (row + {r}u < params.queries) {
     store_acc(acc + (row + {r}u) * params.acc_row, {c}, params.head_dim, o{g}_{r});
 }",
         ),
+    );
+    text.name(
+        "OWN_ROWS",
+        Q.own_rows(variant) + &DOUT.own_rows(variant) + &row_queries(tile).own_rounds(variant),
     );
     text.name("SCORES", product(variant, "s", &Q, "first", &K, "column"));
     text.name("DPROBS", product(variant, "d", &DOUT, "first", &V, "column"));
@@ -410,6 +425,7 @@ pub(super) fn backward_keys(variant: TileVariant, from_records: bool) -> Source 
             ),
         )
     };
+    text.name("OWN_ROWS", K.own_rows(variant) + &V.own_rows(variant));
     text.name("SCORES", product(variant, "s", &K, "first", &Q, "column"));
     text.name("COLUMN_STATISTICS", column_statistics());
     let gradients = |step| score_gradients(variant, Orientation::RowsAreKeys, step);
@@ -447,7 +463,7 @@ let acc_factor = select(params.scale, 1.0, is_dv);
         } else {
             text.name("DX", gradients(step) + &store_tile(tile, "s"));
             let of = Factor::OfPass { dv: &DOUT, dk: &Q };
-            text.name("ACCUMULATE", multiply_add(tile, "acc", groups, of, words));
+            text.name("ACCUMULATE", multiply_add(variant, "acc", groups, of, words));
         }
     } else {
         text.name("ZERO_ACC", zero("dk", head_groups) + &zero("dv", value_groups));

@@ -3,7 +3,6 @@
 use std::fmt::Write;
 
 use super::TileVariant;
-use crate::RegisterTile;
 
 /// Distance of rows in workgroup memory, in vectors of 4: one more than the 8 of a row. Eight
 /// invocations access eight rows at once, which then lie in different banks (32 banks of 4 bytes).
@@ -29,7 +28,7 @@ impl Vectors {
 
     /// Generates `NAME_row`, the offset of a row, `NAME_last`, that of the last row, and `NAME_four`,
     /// four elements of a row from element `c` on; kernels with matrices have `NAME_halves`, the
-    /// same in f16.
+    /// same in f16. Offsets count elements of the binding: of aligned kernels, four of the tensor.
     ///
     /// Without branches: rows and elements beyond the chunk and the vector are clamped. A branch
     /// around each load would make the invocation wait for it before the next one. Pairs of rows
@@ -44,7 +43,7 @@ impl Vectors {
             return self.offset_functions(variant)
                 + &format!(
                     "fn {name}_halves(row: u32, c: u32) -> vec4<f16> {{
-    return {words}[(row + min(c, params.{dim} - 4u)) >> 2u];
+    return {words}[row + (min(c, params.{dim} - 4u) >> 2u)];
 }}
 fn {name}_four(row: u32, c: u32) -> vec4<f32> {{
     return vec4<f32>({name}_halves(row, c));
@@ -54,9 +53,8 @@ fn {name}_four(row: u32, c: u32) -> vec4<f32> {{
         }
         let four = if aligned {
             let four = storage.load_four("four", unpacks);
-            // offsets are multiples of 4
             format!(
-                "    let four = {words}[(row + min(c, params.{dim} - 4u)) >> 2u];
+                "    let four = {words}[row + (min(c, params.{dim} - 4u) >> 2u)];
     return {four};
 "
             )
@@ -84,20 +82,22 @@ fn {name}_four(row: u32, c: u32) -> vec4<f32> {{
 
     fn offset_functions(&self, variant: TileVariant) -> String {
         let (name, rows, head) = (self.name, self.rows, self.head());
-        if variant.decodes && rows == "queries" {
+        // bases and strides of aligned kernels are multiples of 4
+        let shift = if variant.aligned { " >> 2u" } else { "" };
+        if self.is_packed(variant) {
             return format!(
                 "fn {name}_packed(batch: u32, head: u32, first: u32, row: u32) -> u32 {{
-    return params.{name}_base + batch * params.{name}_batch
+    return (params.{name}_base + batch * params.{name}_batch
         + head_of(head, row) * params.{name}_head
-        + min(query_of(first, row), params.queries - 1u) * params.{name}_row;
+        + min(query_of(first, row), params.queries - 1u) * params.{name}_row){shift};
 }}
 "
             );
         }
         format!(
             "fn {name}_row(batch: u32, {head}: u32, row: u32) -> u32 {{
-    return params.{name}_base + batch * params.{name}_batch + {head} * params.{name}_head
-        + row * params.{name}_row;
+    return ((params.{name}_base + batch * params.{name}_batch + {head} * params.{name}_head){shift})
+        + row * (params.{name}_row{shift});
 }}
 fn {name}_last(batch: u32, {head}: u32) -> u32 {{
     return {name}_row(batch, {head}, params.{rows} - 1u);
@@ -106,23 +106,49 @@ fn {name}_last(batch: u32, {head}: u32) -> u32 {{
         )
     }
 
-    /// Generates the offsets of the rows that an invocation loads of a tile of packed queries. Each
-    /// takes a division, so they are declared before the loop over the keys.
-    pub(super) fn packed_rows(&self, tile: RegisterTile) -> String {
-        (0..tile.loads())
-            .map(|n| {
+    /// Generates the offsets of the rows that an invocation loads of a workgroup's own tile, for
+    /// declaration before the loop over the other side. Each takes a division if queries are packed.
+    /// Kernels with matrices issue few other instructions; those of multiply-adds need the registers.
+    pub(super) fn own_rows(&self, variant: TileVariant) -> String {
+        let tile = variant.used_register_tile();
+        let name = self.name;
+        let numbers = 0..tile.loads();
+        if self.is_packed(variant) {
+            let row = |n| {
                 let row = n * tile.load_step();
-                format!(
-                    "let packed_row_{n} = {}_packed(batch, head, first, (lane >> 3u) + {row}u);\n",
-                    self.name
-                )
-            })
-            .collect()
+                format!("{name}_packed(batch, head, first, (lane >> 3u) + {row}u)")
+            };
+            return numbers.map(|n| format!("let own_{name}_{n} = {};\n", row(n))).collect();
+        }
+        if variant.used_matrices().is_none() {
+            return String::new();
+        }
+        let head = self.head();
+        let last = format!("{name}_last(batch, {head})");
+        let row = |n| {
+            let step = self.distance(variant, n * tile.load_step());
+            format!("min({name}_row(batch, {head}, first + (lane >> 3u)) + {step}, {last})")
+        };
+        numbers.map(|n| format!("let own_{name}_{n} = {};\n", row(n))).collect()
+    }
+
+    fn is_packed(&self, variant: TileVariant) -> bool {
+        variant.decodes && self.rows == "queries"
+    }
+
+    /// Distance of rows, in elements of the binding.
+    pub(super) fn distance(&self, variant: TileVariant, rows: usize) -> String {
+        let name = self.name;
+        if variant.aligned {
+            format!("{rows}u * (params.{name}_row >> 2u)")
+        } else {
+            format!("{rows}u * params.{name}_row")
+        }
     }
 
     /// Generates the offsets of the rows that an invocation loads of a tile that begins at row
-    /// `first`: declarations of the names that begin with `side`, and an expression per row. Packed
-    /// queries have the rows of [`Self::packed_rows`].
+    /// `first`: declarations of the names that begin with `side`, and an expression per row. The own
+    /// tile has the rows of [`Self::own_rows`].
     pub(super) fn loaded_rows(
         &self,
         variant: TileVariant,
@@ -130,13 +156,14 @@ fn {name}_last(batch: u32, {head}: u32) -> u32 {{
         first: &str,
     ) -> (String, Vec<String>) {
         let tile = variant.used_register_tile();
-        if variant.decodes && self.rows == "queries" {
-            let rows = (0..tile.loads()).map(|n| format!("packed_row_{n}"));
+        let is_own = first == "first" && variant.used_matrices().is_some();
+        if is_own || self.is_packed(variant) {
+            let rows = (0..tile.loads()).map(|n| format!("own_{}_{n}", self.name));
             return (String::new(), rows.collect());
         }
         let mut declared = String::new();
         // one register, rather than one per row
-        let [row, last, step] = self.offsets(tile, first);
+        let [row, last, step] = self.offsets(variant, first);
         let _infallible = write!(
             declared,
             "    let {side}_row = {row};
@@ -150,12 +177,12 @@ fn {name}_last(batch: u32, {head}: u32) -> u32 {{
 
     /// Expressions for the offset of an invocation's first row, for that of the last row of all, and
     /// for the distance of its rows, in a tile that begins at row `first`.
-    pub(super) fn offsets(&self, tile: RegisterTile, first: &str) -> [String; 3] {
+    pub(super) fn offsets(&self, variant: TileVariant, first: &str) -> [String; 3] {
         let (name, head) = (self.name, self.head());
         [
             format!("{name}_row(batch, {head}, {first} + vector)"),
             format!("{name}_last(batch, {head})"),
-            format!("{}u * params.{name}_row", tile.load_step()),
+            self.distance(variant, variant.used_register_tile().load_step()),
         ]
     }
 }

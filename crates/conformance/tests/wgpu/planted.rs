@@ -378,11 +378,9 @@ const MATRIX: &[Mistake] = &[
         Of::Causal,
         "no barrier between stores of keys and their product",
         FORWARD,
-        "right_half[at + 3u] = right_3.w;
-    }
+        "right_half[stored_at + 963u] = right_3.w;
         workgroupBarrier();",
-        "right_half[at + 3u] = right_3.w;
-    }",
+        "right_half[stored_at + 963u] = right_3.w;",
     ),
     no_barrier(
         Of::Causal,
@@ -402,15 +400,15 @@ const MATRIX: &[Mistake] = &[
         Of::Causal,
         "each step of a product loads the first elements",
         FORWARD,
-        "&right_half[40u * matrix_column + k]",
-        "&right_half[40u * matrix_column]",
+        "&right_half[40u * (matrix_column + 0u) + k]",
+        "&right_half[40u * (matrix_column + 0u)]",
     ),
     mistake(
         Of::Causal,
         "a matrix of the product is stored over another",
         DKV,
-        "let start = 36u * matrix_row + matrix_column;",
-        "let start = 36u * matrix_row;",
+        "let matrix_product = 36u * matrix_row + matrix_column;",
+        "let matrix_product = 36u * matrix_row;",
     ),
     mistake(
         Of::Epilogue,
@@ -432,6 +430,13 @@ const MATRIX: &[Mistake] = &[
         DKV,
         "largest_gradients = max(largest_gradients, subgroupShuffleXor(largest_gradients, 4u));",
         "",
+    ),
+    mistake(
+        Of::MaskedNan,
+        "the last elements are not tested for NaN",
+        FORWARD,
+        "(sums.x + sums.y) + (sums.z + sums.w)",
+        "(sums.x + sums.x) + (sums.x + sums.x)",
     ),
     mistake(
         Of::MaskedNan,

@@ -1,0 +1,63 @@
+//! Code of the kernels that this adapter does not execute, because it depends on the device: matrices
+//! of subgroups that are smaller than the device's largest, and products of 32 × 32 bits without
+//! 64-bit integers. A changed text executes it, and must give the same bits.
+
+use annulus::{Dims, Spec};
+use annulus_conformance::{Case, Draw, Judge, Masks, Setting, Subject, wgpu::WgpuRing};
+use annulus_core::{DType, Dropout};
+use annulus_wgpu::{Gpu, KernelEdit, Level, wgpu::Features};
+
+use super::{adapter, gpu, gpu_at};
+
+const KERNELS: [&str; 3] = ["forward", "backward_queries", "backward_keys"];
+
+/// A case of partial and full tiles, of heads that are not packed, and of dims that are no
+/// multiples of 32.
+fn case(dropout: Option<Dropout>, dtype: DType) -> Case {
+    let dims = Dims { kv_heads: 1, value_dim: 28, ..Dims::new(1, 75, 2, 36) };
+    let spec = Spec { dropout, ..Spec::new(dims, DType::F64) };
+    let causal = Masks { causal: true, ..Masks::default() };
+    Case::new("a text that is not chosen", spec, causal, &mut Draw::new(4)).in_dtype(dtype)
+}
+
+/// Requires the same bits with one kernel changed, for each of them.
+fn changes_no_bit(gpu: &Gpu, case: &Case, from: &'static str, to: &'static str) {
+    let run = |gpu: Gpu| {
+        let answers = WgpuRing::new(gpu).run(case, &Setting::ALONE, 1);
+        answers.unwrap_or_else(|error| panic!("{from}: {error}")).remove(0)
+    };
+    let want = run(gpu.clone());
+    let judge = Judge::new(case).expect("a truth");
+    judge.check(&want).unwrap_or_else(|wrong| panic!("{wrong}"));
+    for kernel in KERNELS {
+        let edited = gpu.edited(KernelEdit { kernel, from, to }).expect("the same device");
+        run(edited).same_bits(&want).unwrap_or_else(|why| panic!("{kernel}, {from}: {why}"));
+    }
+}
+
+#[test]
+fn the_matrix_level_holds_for_subgroups_smaller_than_the_largest() {
+    let Some(adapter) = adapter() else { return };
+    // without: `the_matrix_level_holds_if_the_adapter_has_it`
+    if adapter.levels.contains(&Level::Matrix) {
+        let Some(gpu) = gpu_at(Level::Matrix) else { return };
+        changes_no_bit(
+            &gpu,
+            &case(None, DType::F16),
+            "let matrices_are_owned = matrix_rounds ==",
+            "let matrices_are_owned = 64u + matrix_rounds ==",
+        );
+    }
+}
+
+#[test]
+fn dropout_is_the_same_without_64_bit_integers_and_for_keys_of_several_blocks() {
+    let Some(gpu) = gpu() else { return };
+    if !gpu.device().features().contains(Features::SHADER_INT64) {
+        eprintln!("NOT RUN: no 64-bit integers, so no other text");
+        return;
+    }
+    let case = case(Some(Dropout { probability: 0.3, seed: 7 }), DType::F32);
+    changes_no_bit(&gpu, &case, "= wide_product(", "= product_by_halves(");
+    changes_no_bit(&gpu, &case, "if (are_one_block) {", "if (false) {");
+}
