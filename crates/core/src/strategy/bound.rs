@@ -234,6 +234,7 @@ mod tests {
                     inside_node: Some(link(1e-6, 1e10)),
                     between_nodes: Some(link(1e-5, 1e8)),
                     node_bandwidth: Some(2e8),
+                    message_overhead: 1e-10,
                     merge_bandwidth: Some(1e9),
                     rates: vec![rate],
                     // the buffers of some grids do not fit
