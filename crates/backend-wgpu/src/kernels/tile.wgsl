@@ -1,5 +1,5 @@
 // Common part of the tile kernels: tiles of 32 × 32 pairs, 64 invocations with a register tile of 4
-// × 4 scores each, or 128 with one of 2 × 4.
+// × 4 scores each, 128 with one of 2 × 4, or 256 with one of 1 × 4.
 //
 // `tile` and `right` stage 32 elements of 32 vectors each; then `tile` holds P or dX for the second
 // product (`store_tile` of `products.rs` has its layout). `block_mask` has a list of
