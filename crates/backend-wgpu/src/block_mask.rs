@@ -296,7 +296,8 @@ fn divide(
     (starts, runs)
 }
 
-/// Appends the bias function's values for every listed tile, in the order of the tile masks.
+/// Appends the bias function's values for every listed tile, in the order of the tile masks: 32
+/// rows of 32 keys each, or as many rows as there are queries. A token has one.
 fn add_biases(
     words: &mut Vec<u32>,
     spec: &Spec,
@@ -306,6 +307,7 @@ fn add_biases(
 ) {
     let Some(function) = &spec.bias_function else { return };
     let tiles = tiling.tiles()[0];
+    let rows_each = tiling.queries.len().min(TILE);
     for list in 0..tiling.planes() * tiles {
         let plane = list / tiles;
         let rows = tiling.rows_of(list % tiles);
@@ -313,7 +315,7 @@ fn add_biases(
         let head = tiling.heads.start + plane % tiling.heads.len();
         for run in lists.list(list) {
             let keys = tiling.keys_of(run.first as usize);
-            for q in rows.start..rows.start + TILE {
+            for q in rows.start..rows.start + rows_each {
                 for k in keys.start..keys.start + TILE {
                     let value = if q < rows.end && k < keys.end {
                         let of_queries = visibility.queries;

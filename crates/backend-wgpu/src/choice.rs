@@ -47,8 +47,8 @@ const INTEL: u32 = 0x8086;
 ///
 /// An invocation on Intel's GPUs has 128 registers at the narrowest subgroups, of 8 invocations or,
 /// from Xe2 on, 16: half of what those of AMD and NVIDIA have. There the kernels of four rows spill
-/// registers to memory, by Mesa's compiler, and most of those of two rows do not
-/// (benches/record/2026-11-25-wgpu-anv-register-tiles.md). Metal reports no vendor.
+/// registers to memory, by Mesa's compiler, and those of two rows, or of one in their place, do not
+/// (benches/record/2026-11-26-wgpu-anv-no-spills.md). Metal reports no vendor.
 pub(crate) fn register_tile(info: &AdapterInfo) -> RegisterTile {
     let is_intel = match info.backend {
         Backend::Metal => info.name.starts_with("Intel"),

@@ -559,7 +559,7 @@ impl Gpu {
 
 /// Returns an error if the device's limits are too small for the kernels.
 fn check_limits(limits: &wgpu::Limits, tile: RegisterTile, name: &str) -> Result<()> {
-    let invocations = tile.invocations();
+    let invocations = tile.max_invocations();
     for (what, has, needs) in [
         ("invocations a workgroup", limits.max_compute_invocations_per_workgroup, invocations),
         ("bytes of workgroup memory", limits.max_compute_workgroup_storage_size, 16 << 10),

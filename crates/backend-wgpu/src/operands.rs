@@ -1,13 +1,13 @@
 //! The tile kernels and their operands, in the layouts that passes have: dense tensors, dense f32
 //! buffers, wire records, biases.
 
-use annulus_core::Dims;
+use annulus_core::{Dims, Spec};
 
 use crate::{
     Level, RegisterTile,
     block_mask::Owner,
     copy::Layout,
-    kernels::{BiasAxes, Storage, TileVariant, Variant},
+    kernels::{BiasAxes, Epilogue, Storage, TileVariant, Variant},
     memory::Tensor,
 };
 
@@ -97,8 +97,8 @@ impl TileKernel {
 
 /// Returns the lengths of the vectors that a kernel of multiply-adds multiplies, one per product of
 /// a tile pair.
-pub(crate) fn dims_of_products(kind: TileKernel, dims: &Dims, tile: RegisterTile) -> Vec<usize> {
-    let Dims { head_dim, value_dim, .. } = *dims;
+pub(crate) fn dims_of_products(kind: TileKernel, spec: &Spec, tile: RegisterTile) -> Vec<usize> {
+    let Dims { head_dim, value_dim, .. } = spec.dims;
     match kind {
         // S, O
         TileKernel::Forward => vec![head_dim, value_dim],
@@ -107,6 +107,8 @@ pub(crate) fn dims_of_products(kind: TileKernel, dims: &Dims, tile: RegisterTile
         // S, dP, dV, dK; S twice if dV and dK are computed one after the other
         TileKernel::Keys { .. } => {
             let mut all = vec![head_dim, value_dim, value_dim, head_dim];
+            let groups = TileVariant::groups(head_dim.max(value_dim));
+            let tile = TileVariant::fitting_tile(tile, Epilogue::of(spec), groups);
             if TileVariant::splits_gradients(tile, head_dim, value_dim) {
                 all.push(head_dim);
             }

@@ -18,7 +18,7 @@ const FLOPS_PER_COLUMN: u64 = 2 * (TILE * TILE) as u64;
 
 /// Returns the FLOPs of a pair of tiles.
 pub(crate) fn flops_per_tile_pair(kind: TileKernel, spec: &Spec, tile: RegisterTile) -> u64 {
-    let dims = dims_of_products(kind, &spec.dims, tile);
+    let dims = dims_of_products(kind, spec, tile);
     let columns: usize = dims.iter().map(|dim| dim.next_multiple_of(TILE)).sum();
     FLOPS_PER_COLUMN * (columns as u64 + OVERHEAD_COLUMNS)
 }

@@ -3,8 +3,8 @@
 //! and ANV for GPUs that are not there, and tabulates the statistics that they print.
 //!
 //! ```text
-//! wgpu-compile [--spirv FOLDER | --full-tiles | --usual] [--register-tile 4x4|2x4] [--only WORDS]
-//!              [f32|f16|bf16]...     default: register tiles of 4 × 4, all types
+//! wgpu-compile [--spirv FOLDER | --full-tiles | --usual] [--register-tile 4x4|2x4|1x4]
+//!              [--only WORDS] [f32|f16|bf16]...     default: register tiles of 4 × 4, all types
 //! ```
 //! With `--full-tiles` it compiles what the kernels execute on full tiles, with `--usual` the
 //! simplest and the most general kernels, for compilers that take seconds, with `--only` those

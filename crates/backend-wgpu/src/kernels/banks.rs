@@ -201,12 +201,14 @@ fn rows_of_matrices_begin_in_different_banks() {
 #[test]
 fn neighbouring_invocations_access_different_banks() {
     let mut counts = [0; ARRAYS.len()];
-    let [four, two] = RegisterTile::ALL;
+    let [four, two, one] = RegisterTile::ALL;
     let levels = [
         (four, Level::Plain, 1, None),
         (two, Level::Plain, 1, None),
+        (one, Level::Plain, 1, None),
         (four, Level::Subgroup, 2, None),
         (two, Level::Subgroup, 2, None),
+        (one, Level::Subgroup, 2, None),
         (four, Level::Subgroup, 2, Some(Matrices::new(16, 64))),
         (four, Level::Subgroup, 8, Some(Matrices::new(8, 8))),
     ];
@@ -233,9 +235,10 @@ fn neighbouring_invocations_access_different_banks() {
             ];
             for variant in variants {
                 let module = wgsl::parse_str(&variant.source().wgsl).expect("a valid kernel");
-                let function = &module.entry_points[0].function;
+                let entry_point = &module.entry_points[0];
+                let (function, [invocations, ..]) =
+                    (&entry_point.function, entry_point.workgroup_size);
                 let lane = naga::Binding::BuiltIn(naga::BuiltIn::LocalInvocationIndex);
-                let invocations = register_tile.invocations();
                 let arguments = function.arguments.iter().map(|argument| {
                     (argument.binding.as_ref() == Some(&lane)).then(|| (0..invocations).collect())
                 });

@@ -169,6 +169,9 @@ fn main(
             ties = select({{ROW_FLOATS}}(0.0), ties, is_same);
 #end
             row_max = new_max;
+#if ACC_IN_MEMORY
+            let was_visible = any_visible;
+#end
             any_visible = any_visible | tile_visible;
             sum = sum * rescale;
 {{PROBS}}

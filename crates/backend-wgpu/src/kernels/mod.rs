@@ -242,6 +242,44 @@ impl TileVariant {
         4 * tile.rows() * groups > tile.max_accumulators()
     }
 
+    /// Returns the register tile of a kernel of dK and dV, or of dbias, of up to `groups` groups.
+    ///
+    /// An invocation of a GPU for which [`RegisterTile::TwoRows`] is meant has 128 registers. With
+    /// two rows the accumulators of dim 256 take 64 of them, and an epilogue that masks pairs holds
+    /// bias, dropout factors and statistics of its pairs. Forward and dQ keep accumulators in memory
+    /// instead ([`Self::held_groups`]); dK and dV, which a launch adds to what is in memory only at
+    /// its end, have nowhere to keep them.
+    pub(crate) const fn fitting_tile(
+        tile: RegisterTile,
+        epilogue: Epilogue,
+        groups: usize,
+    ) -> RegisterTile {
+        let max_groups = if epilogue.masks() { 0 } else { 4 };
+        match tile {
+            RegisterTile::TwoRows if groups > max_groups => RegisterTile::OneRow,
+            _ => tile,
+        }
+    }
+
+    /// Returns the variant with the register tile that fits a kernel of dK and dV, or of dbias.
+    fn fitting(self) -> Self {
+        let groups = self.head_groups.max(self.value_groups);
+        let register_tile = Self::fitting_tile(self.register_tile, self.epilogue, groups);
+        Self { register_tile, ..self }
+    }
+
+    /// Returns how many of `groups` accumulators of O or dQ the kernel holds in registers. The
+    /// others are in memory between two tiles. Of two rows, four groups hold the 128 columns that
+    /// most models have; an epilogue that masks pairs leaves registers for `masked` groups.
+    fn held_groups(self, groups: usize, masked: usize) -> usize {
+        let most = match (self.used_register_tile(), self.epilogue.masks()) {
+            (RegisterTile::FourRows, _) => 8,
+            (_, false) => 4,
+            (_, true) => masked,
+        };
+        groups.min(most)
+    }
+
     /// Returns the cooperative matrices that a kernel of this variant uses.
     fn used_matrices(self) -> Option<Matrices> {
         self.matrices.filter(|_| self.storage == Storage::F16)
@@ -347,9 +385,11 @@ impl Variant {
             Self::Forward(variant) => tile_kernels::forward(variant),
             Self::BackwardQueries(variant) => tile_kernels::backward_queries(variant),
             Self::BackwardKeys(variant, from_records) => {
-                tile_kernels::backward_keys(variant, from_records)
+                tile_kernels::backward_keys(variant.fitting(), from_records)
             }
-            Self::BackwardBias(variant, axes) => tile_kernels::backward_bias(variant, axes),
+            Self::BackwardBias(variant, axes) => {
+                tile_kernels::backward_bias(variant.fitting(), axes)
+            }
             Self::Copy(mode) => copy_source(mode),
             Self::FinishRows { normalize } => {
                 let mut text = Template::default();

@@ -23,7 +23,7 @@ const ELEMENTS: [&str; 4] = ["x", "y", "z", "w"];
 /// for each 32 elements:
 ///     load both sides (4 elements of each row that an invocation loads), zeros beyond the vectors
 ///     store them to `tile` and `right`
-///     for each 4 elements: read them of R + 4 rows; R × 4 × 4 multiply-adds (R: rows, 4 or 2)
+///     for each 4 elements: read them of R + 4 rows; R × 4 × 4 multiply-adds (R: rows, 4 to 1)
 /// ```
 pub(super) fn product(
     variant: TileVariant,
@@ -93,6 +93,7 @@ pub(super) fn add_product(
         RegisterTile::FourRows => "ty",
         // rows 2 · ty and 2 · ty + 1, where they are stored
         RegisterTile::TwoRows => "((ty >> 1u) + 16u * (ty & 1u))",
+        RegisterTile::OneRow => "((ty >> 2u) + 8u * (ty & 3u))",
     };
     let load = |name: &str, array: &str, index: &str, n: usize| {
         let at = n * NEXT_ROW;
@@ -137,18 +138,42 @@ fn is_row_by_row(variant: TileVariant, prefix: &str) -> bool {
         && TileVariant::splits_gradients(tile, 32 * head_groups, 32 * value_groups)
 }
 
-/// Generates accumulators `PREFIX{group}_{row}` += P·`of` or dX·`of`, on cooperative matrices if
-/// the variant has them.
+/// Accumulators `PREFIX{group}_{row}`.
+#[derive(Clone, Copy)]
+pub(super) struct Accumulators<'a> {
+    pub(super) prefix: &'a str,
+    pub(super) groups: usize,
+    /// Lines that load and store the accumulators of the groups that do not fit registers. They are
+    /// in memory between two tiles.
+    pub(super) in_memory: Option<InMemory<'a>>,
+}
+
+/// Lines for a row of a group of accumulators in memory, with the names of [`each`].
+#[derive(Clone, Copy)]
+pub(super) struct InMemory<'a> {
+    /// Number of groups before the first one in memory.
+    pub(super) held: usize,
+    pub(super) load: &'a str,
+    pub(super) store: &'a str,
+}
+
+impl<'a> Accumulators<'a> {
+    /// Accumulators that are all in registers.
+    pub(super) const fn held(prefix: &'a str, groups: usize) -> Self {
+        Self { prefix, groups, in_memory: None }
+    }
+}
+
+/// Generates accumulators += P·`of` or dX·`of`, on cooperative matrices if the variant has them.
 pub(super) fn accumulate(
     variant: TileVariant,
-    prefix: &str,
-    groups: usize,
+    into: Accumulators<'_>,
     factors: Factors,
     of: &Vectors,
     words: Words,
 ) -> String {
-    matrices::accumulate(variant, prefix, groups, factors, of, words)
-        .unwrap_or_else(|| multiply_add(variant, prefix, groups, Factor::Of(of), words))
+    matrices::accumulate(variant, into.prefix, into.groups, factors, of, words)
+        .unwrap_or_else(|| multiply_add(variant, into, Factor::Of(of), words))
 }
 
 /// Vectors that P or dX is multiplied by.
@@ -205,12 +230,11 @@ impl Factor<'_> {
     }
 }
 
-/// Generates accumulators `PREFIX{group}_{row}` += `tile`ᵀ·`of`. In partial tiles the vector of a
-/// masked pair counts as 0, because 0 · NaN would reach the row.
+/// Generates accumulators += `tile`ᵀ·`of`. In partial tiles the vector of a masked pair counts as 0,
+/// because 0 · NaN would reach the row.
 pub(super) fn multiply_add(
     variant: TileVariant,
-    prefix: &str,
-    groups: usize,
+    into: Accumulators<'_>,
     of: Factor<'_>,
     words: Words,
 ) -> String {
@@ -222,10 +246,15 @@ pub(super) fn multiply_add(
         Factor::Of(of) => format!("params.{}", of.dim),
         Factor::OfPass { .. } => "acc_dim".to_owned(),
     };
+    let Accumulators { prefix, groups, in_memory } = into;
     for group in 0..groups {
         let first = 32 * group;
+        let in_memory = in_memory.filter(|of| group >= of.held);
         let _infallible = writeln!(text, "if ({first}u < {dim}) {{");
         text += &of.loads(tile, first);
+        if let Some(InMemory { load, .. }) = in_memory {
+            text += &each_of_group(tile, group, load);
+        }
         text.push_str("    workgroupBarrier();\n");
         for n in 0..tile.loads() {
             let row = n * tile.load_step();
@@ -238,8 +267,11 @@ pub(super) fn multiply_add(
         let sums = format!("{prefix}{group}");
         text += &match tile {
             RegisterTile::FourRows => multiply_columns(&sums, words),
-            RegisterTile::TwoRows => multiply_rows(&sums, words),
+            RegisterTile::TwoRows | RegisterTile::OneRow => multiply_rows(tile, &sums, words),
         };
+        if let Some(InMemory { store, .. }) = in_memory {
+            text += &each_of_group(tile, group, store);
+        }
         text.push_str("}\n");
     }
     text.push_str("}\n");
@@ -284,19 +316,20 @@ fn multiply_columns(sums: &str, words: Words) -> String {
 
 /// As [`multiply_columns`], where `tile` is `[row][column]`: one vector has four columns of a row
 /// of the register tile. With two rows, `[column][row]` would take twice as many reads, of half a
-/// vector each.
+/// vector each, with one row four times as many.
 ///
 /// The bound of the masked loop is not a constant, so that compilers do not unroll it. If both are
 /// unrolled, they compute the addresses of all reads before the branch and keep them: Mesa's
 /// compiler for Intel 48 of them, of 128 registers.
-fn multiply_rows(sums: &str, words: Words) -> String {
+fn multiply_rows(tile: RegisterTile, sums: &str, words: Words) -> String {
+    let rows = tile.rows();
     let product = |is_partial: bool| {
         let bound = if is_partial { "8u * min(params.keys, 1u)" } else { "8u" };
         let mut text = format!("        for (var four = 0u; four < {bound}; four++) {{\n");
-        for r in 0..2 {
+        for r in 0..rows {
             let _infallible = writeln!(
                 text,
-                "            let a{r} = tile[{ROW_STEP}u * (2u * ty + {r}u) + four];"
+                "            let a{r} = tile[{ROW_STEP}u * ({rows}u * ty + {r}u) + four];"
             );
         }
         for (n, element) in ELEMENTS.iter().enumerate() {
@@ -307,11 +340,12 @@ fn multiply_rows(sums: &str, words: Words) -> String {
                 let b = right[{ROW_STEP}u * j + tx];"
             );
             if is_partial && words == Words::OfColumns {
-                text.push_str(
-                    "                let word = atomicLoad(&visible_bits[j]) >> (2u * ty);\n",
+                let _infallible = writeln!(
+                    text,
+                    "                let word = atomicLoad(&visible_bits[j]) >> ({rows}u * ty);"
                 );
             }
-            for r in 0..2 {
+            for r in 0..rows {
                 let b = if is_partial { words.masked(r) } else { "b".to_owned() };
                 let _infallible = writeln!(
                     text,
@@ -328,20 +362,25 @@ fn multiply_rows(sums: &str, words: Words) -> String {
 /// Generates a line per group and row; `{g}`, `{r}` and `{c}` (the group's first column) are
 /// numbers.
 pub(super) fn each(tile: RegisterTile, groups: usize, line: &str) -> String {
-    let mut text = String::new();
-    for g in 0..groups {
-        for r in 0..tile.rows() {
-            let line = line.replace("{g}", &g.to_string()).replace("{r}", &r.to_string());
-            let _infallible =
-                writeln!(text, "{}", line.replace("{c}", &format!("({}u + 4u * tx)", 32 * g)));
-        }
-    }
-    text
+    (0..groups).map(|g| each_of_group(tile, g, line)).collect()
+}
+
+/// Generates a line per row of a group.
+fn each_of_group(tile: RegisterTile, group: usize, line: &str) -> String {
+    let line = line
+        .replace("{g}", &group.to_string())
+        .replace("{c}", &format!("({}u + 4u * tx)", 32 * group));
+    each_row(tile, &line)
 }
 
 /// Generates a line per row `{r}` of the register tile.
 pub(super) fn each_row(tile: RegisterTile, line: &str) -> String {
     each_of(tile.rows(), line)
+}
+
+/// Elements of a row vector after the first, for a constructor of one that is shifted by a row.
+pub(super) fn rest_of(tile: RegisterTile, vector: &str) -> String {
+    if tile.rows() == 1 { String::new() } else { format!("{vector}.{{{{ROW_REST}}}}, ") }
 }
 
 /// Generates a line per number `{r}`.
@@ -386,7 +425,8 @@ fn store_acc(at: u32, c: u32, dim: u32, four: vec4<f32>) {{
 }
 
 /// Generates `tile` ← a register tile, once all invocations have read what was in it:
-/// `[column][row]` of four rows ([`multiply_columns`]), `[row][column]` of two ([`multiply_rows`]).
+/// `[column][row]` of four rows ([`multiply_columns`]), `[row][column]` of fewer
+/// ([`multiply_rows`]).
 pub(super) fn store_tile(tile: RegisterTile, prefix: &str) -> String {
     let stores: String = match tile {
         RegisterTile::FourRows => (0..4)
@@ -396,8 +436,9 @@ pub(super) fn store_tile(tile: RegisterTile, prefix: &str) -> String {
                 format!("tile[{at}] = vec4<f32>({column});\n")
             })
             .collect(),
-        RegisterTile::TwoRows => {
-            each_row(tile, &format!("tile[{ROW_STEP}u * (2u * ty + {{r}}u) + tx] = {prefix}{{r}};"))
+        RegisterTile::TwoRows | RegisterTile::OneRow => {
+            let at = format!("{ROW_STEP}u * ({}u * ty + {{r}}u) + tx", tile.rows());
+            each_row(tile, &format!("tile[{at}] = {prefix}{{r}};"))
         }
     };
     "workgroupBarrier();\n".to_owned() + &stores
@@ -429,9 +470,16 @@ pub(super) fn row_statistics(tile: RegisterTile) -> String {
     statistics(tile.rows(), "row")
 }
 
-/// Generates the statistics of the queries in the columns of a register tile.
-pub(super) fn column_statistics() -> String {
-    statistics(4, "query")
+/// Generates the statistics of the queries in the columns of a register tile, unless
+/// [`score_gradients`] does.
+pub(super) fn column_statistics(variant: TileVariant) -> String {
+    if loads_statistics_late(variant) { String::new() } else { statistics(4, "query") }
+}
+
+/// True if the statistics of columns are loaded after the scores, so that they take no registers
+/// during the score epilogue. Only one row can: others would load them for each of their rows.
+fn loads_statistics_late(variant: TileVariant) -> bool {
+    variant.epilogue.masks() && variant.used_register_tile() == RegisterTile::OneRow
 }
 
 /// Orientation of a tile of the backward pass.
@@ -603,18 +651,24 @@ for (var r = 0u; r < {{{{TILE_ROWS}}}}u; r++) {{
         .to_owned()
     } else {
         format!(
-            "    cleared = {{{{ROW_WORDS}}}}(cleared.{{{{ROW_REST}}}}, bits_of_four(hidden));
+            "    cleared = {{{{ROW_WORDS}}}}({}bits_of_four(hidden));
     row_words = row_words.{{{{ROW_REST}}}}x;
     let first_stats = stats0;
 {}stats{last} = first_stats;
 ",
+            rest_of(tile, "cleared"),
             rotate("stats")
         )
+    };
+    let late = if rows_are_keys && loads_statistics_late(variant) {
+        statistics(4, "query")
+    } else {
+        String::new()
     };
     let [lse, max, delta, share] = ELEMENTS.map(|element| of_stats(0, element));
     let _infallible = write!(
         text,
-        "{words}{rows}    let visible = e.visible & is_not_negative_infinity({lse});
+        "{words}{rows}{late}    let visible = e.visible & is_not_negative_infinity({lse});
     let hidden = bits & !visible;
     let ds_dx = e.ds_dx;
     let grad = score_gradients(e.s, d0, keep, {lse}, {max}, {delta}, {share});

@@ -1,5 +1,5 @@
 // Common part of the tile kernels: tiles of 32 × 32 pairs, 64 invocations with a register tile of 4
-// × 4 scores each, or 128 with one of 2 × 4.
+// × 4 scores each, 128 with one of 2 × 4, or 256 with one of 1 × 4.
 //
 // `tile` and `right` stage 32 elements of 32 vectors each; then `tile` holds P or dX for the second
 // product (`store_tile` of `products.rs` has its layout). `block_mask` has a list of
@@ -98,7 +98,8 @@ fn bias_of(at: u32, q: u32, k: u32) -> f32 {
 }
 
 fn position_bias_of(at: u32, q: u32, k: u32) -> f32 {
-    return bitcast<f32>(block_mask[at + 32u * (q & 31u) + (k & 31u)]);
+    let row = min(q, params.queries - 1u) & 31u;
+    return bitcast<f32>(block_mask[at + 32u * row + (k & 31u)]);
 }
 
 fn is_not_negative_infinity(x: vec4<f32>) -> vec4<bool> {
@@ -120,7 +121,8 @@ fn scores(batch: u32, head: u32, q: vec4<u32>, k: vec4<u32>, mask_index: u32, bi
         visible = visible & is_not_negative_infinity(bias);
     }
     if ({{HAS_BIAS_FUNCTION}}) {
-        let at = params.function_at + 1024u * mask_index;
+        // of as many rows as a tile has queries
+        let at = params.function_at + 32u * min(params.queries, 32u) * mask_index;
         let loaded = vec4<f32>(
             position_bias_of(at, q.x, k.x), position_bias_of(at, q.y, k.y),
             position_bias_of(at, q.z, k.z), position_bias_of(at, q.w, k.w));

@@ -8,9 +8,9 @@ use super::{
     matrices::{self, Factors},
     params::TileParams,
     products::{
-        DropoutQueries, Factor, Orientation, RowStep, acc_functions, accumulate, add_product,
-        column_statistics, each, each_row, kept_rows, multiply_add, product, row_queries,
-        row_statistics, score_gradients, store_factors, store_tile,
+        Accumulators, DropoutQueries, Factor, InMemory, Orientation, RowStep, acc_functions,
+        accumulate, add_product, column_statistics, each, each_row, kept_rows, multiply_add,
+        product, rest_of, row_queries, row_statistics, score_gradients, store_factors, store_tile,
     },
     template::Template,
     vectors::{DOUT, K, Q, ROW_STEP, V, Vectors, Words},
@@ -111,14 +111,17 @@ fn name_rows(text: &mut Template, tile: RegisterTile) {
     let (rest, as_four, part) = match tile {
         RegisterTile::FourRows => ("yzw", "", ""),
         RegisterTile::TwoRows => ("y", ".xyxy", ".xy"),
+        RegisterTile::OneRow => ("x", ".xxxx", ".xx"),
     };
     let rows = tile.rows();
+    // WGSL has no vectors of one element: the second one is not used
+    let elements = rows.max(2);
     text.name("INVOCATIONS", tile.invocations().to_string())
         .name("TILE_ROWS", rows.to_string())
-        .name("ROW_FLOATS", format!("vec{rows}<f32>"))
-        .name("ROW_WORDS", format!("vec{rows}<u32>"))
-        .name("ROW_BOOLS", format!("vec{rows}<bool>"))
-        // elements after the first
+        .name("ROW_FLOATS", format!("vec{elements}<f32>"))
+        .name("ROW_WORDS", format!("vec{elements}<u32>"))
+        .name("ROW_BOOLS", format!("vec{elements}<bool>"))
+        // elements after the first, or the first of one
         .name("ROW_REST", rest)
         // a row vector as a vector of 4, and back
         .name("AS_FOUR", as_four)
@@ -204,6 +207,7 @@ fn epilogue(variant: TileVariant) -> String {
         // none is selected by the number of the row.
         let last = tile.rows() - 1;
         let rotate: String = (0..last).map(|r| format!("    s{r} = s{};\n", r + 1)).collect();
+        let rest = rest_of(tile, "tile_max");
         return format!(
             "{words}let columns = vec4<u32>(key) + vec4<u32>(0u, 1u, 2u, 3u);
 for (var r = 0u; r < {{{{TILE_ROWS}}}}u; r++) {{
@@ -222,7 +226,7 @@ for (var r = 0u; r < {{{{TILE_ROWS}}}}u; r++) {{
         atomicAnd(&visible_bits[{{{{TILE_ROWS}}}}u * ty + r], ~(bits_of_four(hidden) << (4u * tx)));
     }}
     let highest = max(tile_max.x, greatest(select(vec4<f32>(-3.4028234e38), e.s, e.visible)));
-    tile_max = {{{{ROW_FLOATS}}}}(tile_max.{{{{ROW_REST}}}}, highest);
+    tile_max = {{{{ROW_FLOATS}}}}({rest}highest);
     words = words.{{{{ROW_REST}}}}x;
 {rotate}    s{last} = e.s;
 }}
@@ -301,33 +305,31 @@ const fn packed_queries(tile: RegisterTile) -> DropoutQueries {
 pub(super) fn forward(variant: TileVariant) -> Source {
     let (groups, tile) = (variant.value_groups, variant.used_register_tile());
     let mut text = Template::default();
-    text.name(
-        "LOAD_ACC",
-        each(
-            tile,
-            groups,
-            "var o{g}_{r} = vec4<f32>(0.0);
-if (any_visible[{r}]) {
-    o{g}_{r} = load_acc(acc + acc_at(first, head, row + {r}u), {c}, params.value_dim);
-}",
-        ),
-    );
-    text.name(
-        "STORE_ACC",
-        each(
-            tile,
-            groups,
-            "if (is_row(first, row + {r}u)) {
+    let held = variant.held_groups(groups, 2);
+    let load = |condition: &str| {
+        format!(
+            "var o{{g}}_{{r}} = vec4<f32>(0.0);
+if ({condition}[{{r}}]) {{
+    o{{g}}_{{r}} = load_acc(acc + acc_at(first, head, row + {{r}}u), {{c}}, params.value_dim);
+}}"
+        )
+    };
+    let store = "if (is_row(first, row + {r}u)) {
     store_acc(acc + acc_at(first, head, row + {r}u), {c}, params.value_dim, o{g}_{r});
-}",
-        ),
-    );
-    text.name("RESCALE_ACC", each(tile, groups, "o{g}_{r} = o{g}_{r} * rescale[{r}];"));
+}";
+    let rescale = "o{g}_{r} = o{g}_{r} * rescale[{r}];";
+    let load_in_loop = format!("{}\n{rescale}", load("was_visible"));
+    let in_memory = Some(InMemory { held, load: &load_in_loop, store });
+    text.flag("ACC_IN_MEMORY", held < groups);
+    text.name("LOAD_ACC", each(tile, held, &load("any_visible")));
+    text.name("STORE_ACC", each(tile, held, store));
+    text.name("RESCALE_ACC", each(tile, held, rescale));
     text.name("OWN_ROWS", Q.own_rows(variant) + &packed_queries(tile).own_rounds(variant));
     text.name("SCORES", product(variant, "s", &Q, "first", &K, "column"));
     text.name("EPILOGUE", epilogue(variant));
     text.name("PROBS", probs(variant) + &store_factors(variant, Factors::Probs, "s"));
-    text.name("ACCUMULATE", accumulate(variant, "o", groups, Factors::Probs, &V, Words::OfRows));
+    let into = Accumulators { prefix: "o", groups, in_memory };
+    text.name("ACCUMULATE", accumulate(variant, into, Factors::Probs, &V, Words::OfRows));
     let functions = functions(variant, &[(&Q, "q_words"), (&K, "block"), (&V, "block")])
         + &acc_functions("acc_words", variant.aligned);
     let bindings = [
@@ -345,27 +347,16 @@ pub(super) fn backward_queries(variant: TileVariant) -> Source {
     let (groups, tile) = (variant.head_groups, variant.used_register_tile());
     let mut text = Template::default();
     text.name("ROW_STATISTICS", row_statistics(tile));
-    text.name(
-        "LOAD_ACC",
-        each(
-            tile,
-            groups,
-            "var o{g}_{r} = vec4<f32>(0.0);
+    let load = "var o{g}_{r} = vec4<f32>(0.0);
 if (row + {r}u < params.queries) {
     o{g}_{r} = load_acc(acc + (row + {r}u) * params.acc_row, {c}, params.head_dim);
-}",
-        ),
-    );
-    text.name(
-        "STORE_ACC",
-        each(
-            tile,
-            groups,
-            "if (row + {r}u < params.queries) {
+}";
+    let store = "if (row + {r}u < params.queries) {
     store_acc(acc + (row + {r}u) * params.acc_row, {c}, params.head_dim, o{g}_{r});
-}",
-        ),
-    );
+}";
+    let held = variant.held_groups(groups, 0);
+    text.name("LOAD_ACC", each(tile, held, load));
+    text.name("STORE_ACC", each(tile, held, store));
     text.name(
         "OWN_ROWS",
         Q.own_rows(variant) + &DOUT.own_rows(variant) + &row_queries(tile).own_rounds(variant),
@@ -382,10 +373,9 @@ if (row + {r}u < params.queries) {
         score_gradients(variant, Orientation::RowsAreQueries, step)
             + &store_factors(variant, Factors::Gradients, "s"),
     );
-    text.name(
-        "ACCUMULATE",
-        accumulate(variant, "o", groups, Factors::Gradients, &K, Words::OfRows),
-    );
+    let in_memory = Some(InMemory { held, load, store });
+    let into = Accumulators { prefix: "o", groups, in_memory };
+    text.name("ACCUMULATE", accumulate(variant, into, Factors::Gradients, &K, Words::OfRows));
     let functions =
         functions(variant, &[(&Q, "q_words"), (&K, "block"), (&V, "block"), (&DOUT, "dout_words")])
             + &acc_functions("acc_words", variant.aligned);
@@ -427,7 +417,7 @@ pub(super) fn backward_keys(variant: TileVariant, from_records: bool) -> Source 
     };
     text.name("OWN_ROWS", K.own_rows(variant) + &V.own_rows(variant));
     text.name("SCORES", product(variant, "s", &K, "first", &Q, "column"));
-    text.name("COLUMN_STATISTICS", column_statistics());
+    text.name("COLUMN_STATISTICS", column_statistics(variant));
     let gradients = |step| score_gradients(variant, Orientation::RowsAreKeys, step);
     if splits {
         let groups = head_groups.max(value_groups);
@@ -457,13 +447,15 @@ let acc_factor = select(params.scale, 1.0, is_dv);
             let [dv, dk] = [matrices::store_probs("s"), matrices::store_gradients("s")];
             let store = format!("if (is_dv) {{\n{dv}}} else {{\n{dk}}}\n");
             text.name("DX", gradients(step) + matrices::GRADIENT_FACTORS + &store);
-            let dv = accumulate(variant, "acc", value_groups, Factors::Probs, &DOUT, words);
-            let dk = accumulate(variant, "acc", head_groups, Factors::Gradients, &Q, words);
+            let [dv, dk] = [value_groups, head_groups].map(|of| Accumulators::held("acc", of));
+            let dv = accumulate(variant, dv, Factors::Probs, &DOUT, words);
+            let dk = accumulate(variant, dk, Factors::Gradients, &Q, words);
             text.name("ACCUMULATE", format!("if (is_dv) {{\n{dv}}} else {{\n{dk}}}\n"));
         } else {
             text.name("DX", gradients(step) + &store_tile(tile, "s"));
             let of = Factor::OfPass { dv: &DOUT, dk: &Q };
-            text.name("ACCUMULATE", multiply_add(variant, "acc", groups, of, words));
+            let into = Accumulators::held("acc", groups);
+            text.name("ACCUMULATE", multiply_add(variant, into, of, words));
         }
     } else {
         text.name("ZERO_ACC", zero("dk", head_groups) + &zero("dv", value_groups));
@@ -482,8 +474,10 @@ d{r} = grad.p_dropped;",
 next_d = select(vec4<f32>(0.0), grad.p_dropped, visible);",
         };
         let words = Words::OfColumns;
-        let of_dv = accumulate(variant, "dv", value_groups, Factors::Probs, &DOUT, words);
-        let of_dk = accumulate(variant, "dk", head_groups, Factors::Gradients, &Q, words);
+        let dv = Accumulators::held("dv", value_groups);
+        let of_dv = accumulate(variant, dv, Factors::Probs, &DOUT, words);
+        let dk = Accumulators::held("dk", head_groups);
+        let of_dk = accumulate(variant, dk, Factors::Gradients, &Q, words);
         text.name("DX", gradients(step) + &store_factors(variant, Factors::Probs, "d"))
             .name("ACCUMULATE_DV", of_dv)
             .name("STORE_TILE", store_factors(variant, Factors::Gradients, "s"))
@@ -526,7 +520,7 @@ pub(super) fn backward_bias(variant: TileVariant, axes: BiasAxes) -> Source {
             .name("DPROBS", product(variant, "d", &V, "first", &DOUT, "column"));
         text.name(
             "STATISTICS",
-            "let query = column + 4u * tx;\n".to_owned() + &column_statistics(),
+            "let query = column + 4u * tx;\n".to_owned() + &column_statistics(variant),
         );
     } else {
         text.name("SCORES", product(variant, "s", &Q, "first", &K, "column"))
@@ -553,9 +547,11 @@ pub(super) fn backward_bias(variant: TileVariant, axes: BiasAxes) -> Source {
             );
         }
     } else {
-        then.push_str(
+        let rest = rest_of(variant.used_register_tile(), "all");
+        let _infallible = write!(
+            then,
             "let kept = select(vec4<f32>(0.0), part, visible);
-all = {{ROW_FLOATS}}(all.{{ROW_REST}}, all.x + ((kept.x + kept.y) + (kept.z + kept.w)));",
+all = {{{{ROW_FLOATS}}}}({rest}all.x + ((kept.x + kept.y) + (kept.z + kept.w)));"
         );
     }
     let orientation =

@@ -1,5 +1,7 @@
 //! The KV cache on wgpu: results, and bytes copied to the device by a token.
 
+use std::sync::Arc;
+
 use annulus::{
     AnyBackend, Attention, BackendName, Cache, CacheShape, Cpu, Error, LocalCache,
     comm::threads::{each_rank, ring},
@@ -8,7 +10,7 @@ use annulus_conformance::suite::{
     self,
     kv_cache::{CACHED, COPIED, Copied, Decoding, Sequence, numbers, worst},
 };
-use annulus_core::{DType, OnHost, Result};
+use annulus_core::{Alibi, DType, OnHost, Result};
 use annulus_wgpu::{Gpu, Options, Wgpu};
 use ndarray::{Array4, s};
 
@@ -104,6 +106,25 @@ fn a_token_copies_its_own_rows_to_the_device_whatever_is_cached() {
         };
         suite::kv_cache_copies(&mut cache, 1024, copied).unwrap();
     }
+}
+
+#[test]
+fn a_token_copies_a_bias_of_a_function_once_for_each_cached_row_and_head() {
+    // a device of its own, on which no other test copies
+    let Some(gpu) = open(&Options::default()) else { return };
+    let attention = Attention::new().causal(true).bias_function(Arc::new(Alibi::published(4)));
+    let shape = CacheShape::new(1, 4, 8).kv_heads(2).value_dim(6);
+    let make = |_, endpoint| Ok((Wgpu::on_host(gpu.clone()), endpoint));
+    let mut cache = LocalCache::with_transports(&attention, shape, 1, make).unwrap();
+    let rows = 1_000;
+    let [k, v] = [8, 6].map(|dim| numbers::<f32>(1, [1, rows, 2, dim]));
+    cache.append(k.view(), v.view()).unwrap();
+    let before = gpu.mask_bytes();
+    cache.attend(numbers::<f32>(3, [1, 1, 4, 8]).view(), None).unwrap();
+    let copied = gpu.mask_bytes() - before;
+    // a value, a word of a tile mask, and a run for each 32 keys; then the starts of lists
+    let most = 4 * rows as u64 * 9;
+    assert!((4 * 4 * rows as u64..most).contains(&copied), "{copied} bytes, of {most}");
 }
 
 #[test]

@@ -30,8 +30,12 @@ enum Of {
     VisibleNan,
     /// Bias, soft cap and dropout.
     Epilogue,
+    /// As `Causal`, with dropout.
+    Dropout,
     /// As `Causal`, with dK and dV computed where the keys are, block by block of queries.
     TwoPass,
+    /// As `Causal`, of dims so large that a kernel computes dV and dK one after the other.
+    LargeDims,
     /// One query, whose heads are packed, and several ranges of keys.
     Decode,
 }
@@ -194,6 +198,28 @@ const SHARED: &[Mistake] = &[
         "if (params.add > 1u) { part = load_acc(",
     ),
     mistake(
+        Of::LargeDims,
+        "dV has the length of keys",
+        DKV,
+        "let acc_dim = select(params.head_dim, params.value_dim, is_dv);",
+        "let acc_dim = params.head_dim;",
+    ),
+    mistake(
+        Of::LargeDims,
+        "dV has the scale of the scores",
+        DKV,
+        "let acc_factor = select(params.scale, 1.0, is_dv);",
+        "let acc_factor = params.scale;",
+    ),
+    mistake(
+        Of::LargeDims,
+        "dK is that of probabilities",
+        DKV,
+        "select(grad.ds, grad.p_dropped, vec4<bool>(is_dv)), visible);",
+        "grad.p_dropped, visible);",
+    ),
+    mistake(Of::LargeDims, "dP is left out of dK", DKV, "if (!is_dv) {", "if (false) {"),
+    mistake(
         Of::Decode,
         "accumulators of all ranges of keys are the first",
         "decode",
@@ -213,6 +239,13 @@ const SHARED: &[Mistake] = &[
         "merge_ranges",
         "params.ranges",
         "(params.ranges - 1u)",
+    ),
+    mistake(
+        Of::Decode,
+        "ranges are merged without their maxima",
+        "merge_ranges",
+        "let factor = factors[range];",
+        "let factor = 1.0;",
     ),
 ];
 
@@ -315,11 +348,50 @@ const TWO_ROWS: &[Mistake] = &[
     mistake(Of::Causal, "one vector in two is not loaded", DKV, "tile[slot + 36u] = left_1;", ""),
     mistake(Of::Causal, "row maxima of the other row", FORWARD, "own.xyxy;", "own.yxyx;"),
     mistake(
-        Of::Epilogue,
+        Of::Dropout,
         "dropout of dK and dV has one key in two",
         DKV,
         "for (var n = 0u; n < 2u; n++) {",
         "for (var n = 0u; n < 1u; n++) {",
+    ),
+];
+
+/// Mistakes in products of register tiles of one row, also those that stand in for two rows.
+const ONE_ROW: &[Mistake] = &[
+    mistake(
+        Of::Causal,
+        "the left rows of three quarters of the invocations are those of the others",
+        DQ,
+        "((ty >> 2u) + 8u * (ty & 3u))",
+        "(ty >> 2u)",
+    ),
+    mistake(
+        Of::Causal,
+        "P and dX are those of the next row",
+        DKV,
+        "tile[9u * (1u * ty + 0u) + four]",
+        "tile[9u * (1u * ty + 1u) + four]",
+    ),
+    mistake(
+        Of::Causal,
+        "masks of keys begin two rows apart",
+        DKV,
+        "atomicLoad(&visible_bits[j]) >> (1u * ty)",
+        "atomicLoad(&visible_bits[j]) >> (2u * ty)",
+    ),
+    mistake(
+        Of::Epilogue,
+        "pairs that the bias masks are another row's",
+        DQ,
+        "atomicAnd(&visible_bits[1u * ty + 0u]",
+        "atomicAnd(&visible_bits[(1u * ty + 1u) % 32u]",
+    ),
+    mistake(
+        Of::Dropout,
+        "dropout of dK and dV has no key",
+        DKV,
+        "for (var n = 0u; n < 1u; n++) {",
+        "for (var n = 0u; n < 0u; n++) {",
     ),
 ];
 
@@ -495,6 +567,14 @@ impl Of {
                 bias.slice_mut(s![.., .., 50, ..]).fill(f64::NEG_INFINITY);
                 (case, Setting::ALONE)
             }
+            Self::Dropout => {
+                spec.dropout = Some(Dropout { probability: 0.3, seed: 7 });
+                (case(spec, causal), Setting::ALONE)
+            }
+            Self::LargeDims => {
+                spec.dims = Dims { q_len: 40, kv_len: 70, head_dim: 132, value_dim: 140, ..dims };
+                (case(spec, causal), Setting::ALONE)
+            }
             Self::TwoPass => {
                 spec.backward = BackwardMode::TwoPass;
                 (case(spec, causal), ring)
@@ -570,6 +650,13 @@ fn mistakes_planted_in_register_tiles_of_two_rows_are_caught() {
     let Some(adapter) = adapter() else { return };
     let kernels = Kernels { register_tile: RegisterTile::TwoRows, ..PLAIN };
     catch(&adapter, kernels, &[MULTIPLY_ADD, TWO_ROWS, WORKGROUP]);
+}
+
+#[test]
+fn mistakes_planted_in_register_tiles_of_one_row_are_caught() {
+    let Some(adapter) = adapter() else { return };
+    let kernels = Kernels { register_tile: RegisterTile::OneRow, ..PLAIN };
+    catch(&adapter, kernels, &[MULTIPLY_ADD, ONE_ROW, WORKGROUP]);
 }
 
 #[test]

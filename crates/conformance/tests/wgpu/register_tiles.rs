@@ -1,5 +1,4 @@
-//! Register tiles: the suite with the one that is not the adapter's default, and equal bits of
-//! both.
+//! Register tiles: the suite with those that are not the adapter's default, and equal bits of all.
 
 use annulus::{Dims, Layout, Spec};
 use annulus_conformance::{
@@ -13,7 +12,7 @@ use annulus_wgpu::{Level, Options, RegisterTile};
 use super::{F32, adapter, decode, gpu_with, open};
 
 #[test]
-fn the_other_register_tile_holds_at_every_level() {
+fn the_other_register_tiles_hold_at_every_level() {
     let Some(adapter) = adapter() else { return };
     let others = RegisterTile::ALL.into_iter().filter(|&tile| tile != adapter.register_tile);
     for tile in others {
@@ -92,7 +91,7 @@ fn cases() -> Vec<(Case, Setting)> {
 }
 
 #[test]
-fn both_register_tiles_give_the_same_bits() {
+fn all_register_tiles_give_the_same_bits() {
     let cases = cases();
     let answers = |tile| -> Option<Vec<Answer>> {
         let ring = WgpuRing::new(gpu_with(Level::Plain, Some(tile))?);
@@ -101,9 +100,12 @@ fn both_register_tiles_give_the_same_bits() {
         };
         Some(cases.iter().map(run).collect())
     };
-    let [four, two] = RegisterTile::ALL.map(answers);
-    let (Some(four), Some(two)) = (four, two) else { return };
-    for (((case, _), four), two) in cases.iter().zip(&four).zip(&two) {
-        two.same_bits(four).unwrap_or_else(|wrong| panic!("{}: {wrong}", case.name));
+    let [Some(four), two, one] = RegisterTile::ALL.map(answers) else { return };
+    for (tile, other) in [("2x4", two), ("1x4", one)] {
+        let Some(other) = other else { return };
+        for (((case, _), four), other) in cases.iter().zip(&four).zip(&other) {
+            let same = other.same_bits(four);
+            same.unwrap_or_else(|wrong| panic!("{tile}, {}: {wrong}", case.name));
+        }
     }
 }
