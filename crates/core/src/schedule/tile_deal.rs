@@ -16,11 +16,16 @@
 //! first. Light rows attend to few tiles of keys.
 //!
 //! # The bound
-//! Let a query attend to c tiles of keys and a rank have at most B pairs, 64·b of them a tile: a
-//! tile of queries whose busiest one attends to m tiles of keys costs m, and its c add up to at
-//! most min(64·m, b·64). So a query costs at least c · max(1/64, c / (64·b)) tiles, whatever the
-//! layout: c / b times that of a full tile where one tile of such queries exceeds the pairs of a
-//! rank.
+//! Let a query attend to c tiles of keys, which are 64·c pairs, and a rank have at most B pairs. A
+//! tile of queries of which the busiest attends to m tiles of keys costs m. The c of its queries add
+//! up to at most 64·m, and to at most B/64. So a query costs at least
+//!
+//! ```text
+//! c · max(1/64, 64·c / B)        the sum over a tile: at most 64·m / 64 = m if 64·64·m ≤ B,
+//!                                else at most (B / 64) · (64·m / B) = m
+//! ```
+//! tiles in any layout: more than c/64, its share of a full tile, if a tile of such queries has more
+//! than B pairs. This does not count the pairs of the other rows of the rank.
 
 use std::{collections::VecDeque, ops::Range};
 
