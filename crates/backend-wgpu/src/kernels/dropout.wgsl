@@ -40,6 +40,17 @@ fn dropout_key() -> vec2<u32> {
     return vec2<u32>(params.key_low, params.key_high);
 }
 
+fn dropout_plane(batch: u32, head: u32) -> u32 {
+    let whole_head = params.dropout_head_first + head;
+    return (params.batch_first + batch) * params.dropout_q_heads + whole_head;
+}
+
+// Offset of the position i of query `q` in the block mask: its low half, then its high half.
+fn query_at(q: u32) -> u32 {
+    return params.query_rows + 2u * min(q, params.queries - 1u);
+}
+
+#if WIDE_PRODUCTS
 // Positions j of four consecutive keys of the chunk.
 struct DropoutKeys {
     low: vec4<u32>,
@@ -60,16 +71,6 @@ fn dropout_keys(k: u32) -> DropoutKeys {
         block_mask[at.x + 1u], block_mask[at.y + 1u], block_mask[at.z + 1u], block_mask[at.w + 1u]);
     let next = vec4<u32>(low.x & 0xfffffffcu) + vec4<u32>(0u, 1u, 2u, 3u);
     return DropoutKeys(low, high, all(low == next) && all(high == vec4<u32>(0u)));
-}
-
-fn dropout_plane(batch: u32, head: u32) -> u32 {
-    let whole_head = params.dropout_head_first + head;
-    return (params.batch_first + batch) * params.dropout_q_heads + whole_head;
-}
-
-// Offset of the position i of query `q` in the block mask: its low half, then its high half.
-fn query_at(q: u32) -> u32 {
-    return params.query_rows + 2u * min(q, params.queries - 1u);
 }
 
 fn factors_of_words(words: vec4<u32>) -> vec4<f32> {
@@ -102,7 +103,6 @@ fn keep_factors(batch: u32, head: u32, q: u32, keys: DropoutKeys) -> vec4<f32> {
     return factors_of_words(words);
 }
 
-#if WIDE_PRODUCTS
 // Positions below 2^32: counter z is 0, so its product is, and the first rounds have products of
 // the query alone or the block alone. Of 20 products, 15 are of both.
 //
@@ -151,5 +151,39 @@ fn keep_factors_of_row(batch: u32, head: u32, q: u32, keys: DropoutKeys) -> vec4
         factors = keep_factors(batch, head, q, keys);
     }
     return factors;
+}
+#else
+// Dropout factors of the probabilities of query `q` and keys `k` … `k + 3`, or of as many keys as
+// the register tile has rows, if its rows are keys.
+fn keep_factors(batch: u32, head: u32, q: u32, k: u32) -> vec4<f32> {
+    let at = query_at(q);
+    let i_low = block_mask[at];
+    let i_high = block_mask[at + 1u];
+    let plane = dropout_plane(batch, head);
+    var all = vec4<f32>(0.0);
+    var block = vec2<u32>(0u);
+    var words = vec4<u32>(0u);
+#if ROWS_ARE_KEYS
+    for (var n = 0u; n < {{TILE_ROWS}}u; n++) {
+#else
+    for (var n = 0u; n < 4u; n++) {
+#end
+        if (k + n < params.keys) {
+            let j_low = block_mask[params.key_rows + 2u * (k + n)];
+            let j_high = block_mask[params.key_rows + 2u * (k + n) + 1u];
+            let here = vec2<u32>((j_low >> 2u) | (j_high << 30u), j_high >> 2u);
+            if (n == 0u || any(here != block)) {
+                block = here;
+                var key = dropout_key();
+                words = vec4<u32>(i_low, block.x, (i_high << 16u) + block.y, plane);
+                for (var round_number = 0u; round_number < 10u; round_number++) {
+                    words = philox_round(words, key);
+                    key = key + PHILOX_STEP;
+                }
+            }
+            all[n] = select(params.keep_scale, 0.0, words[j_low & 3u] < params.threshold);
+        }
+    }
+    return all;
 }
 #end

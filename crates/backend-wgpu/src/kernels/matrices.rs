@@ -197,7 +197,8 @@ impl Owned {
         let mut text = String::new();
         for i in 0..self.rows {
             for j in 0..self.columns {
-                let at = PRODUCT_STEP as u32 * self.row_step * i + self.column_step * j;
+                let [row, column] = [self.row_step * i, self.column_step * j].map(|at| at as usize);
+                let at = PRODUCT_STEP * row + column;
                 let _infallible = writeln!(
                     text,
                     "    coopStoreT(c_{i}_{j}, &products[matrix_product + {at}u], {PRODUCT_STEP}u);"

@@ -291,6 +291,18 @@ impl TileVariant {
         if self.used_matrices().is_some() { RegisterTile::FourRows } else { self.register_tile }
     }
 
+    /// True if dropout multiplies in 64 bits, a block of four keys at once. Register tiles of fewer
+    /// rows lack the registers: by Mesa's compiler for Intel more kernels would spill.
+    fn has_wide_products(self) -> bool {
+        self.has_u64 && self.used_register_tile() == RegisterTile::FourRows
+    }
+
+    /// True if offsets of rows count fours of elements. In register tiles of fewer rows they count
+    /// elements: by Mesa's compiler for Intel dK and dV of dim 64 would spill.
+    fn counts_fours(self) -> bool {
+        self.aligned && self.used_register_tile() == RegisterTile::FourRows
+    }
+
     /// True if vectors are bound as f16: at level matrix, which has f16 arithmetic. A device whose
     /// conversions flush subnormal numbers reads words.
     fn binds_halves(self) -> bool {

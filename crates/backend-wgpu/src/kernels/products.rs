@@ -606,7 +606,7 @@ var keep1 = vec4<f32>(1.0);
 var keep2 = vec4<f32>(1.0);
 var keep3 = vec4<f32>(1.0);
 if ({{HAS_DROPOUT}}) {
-    let keys_of_tile = dropout_keys(row);
+    let keys_of_tile = {{DROPOUT_KEYS}}(row);
     for (var c = 0u; c < 4u; c++) {
         let keep = {{KEEP_FACTORS}}(batch, head, query + c, keys_of_tile);
         keep0 = keep1;
@@ -635,7 +635,7 @@ for (var r = 0u; r < {{{{TILE_ROWS}}}}u; r++) {{
     let e = scores(batch, head, vec4<u32>(row + r), keys, mask_index, bits, s0);
     var keep = vec4<f32>(1.0);
     if ({{{{HAS_DROPOUT}}}}) {{
-        keep = {{{{KEEP_FACTORS}}}}(batch, head, row + r, dropout_keys(key));
+        keep = {{{{KEEP_FACTORS}}}}(batch, head, row + r, {{{{DROPOUT_KEYS}}}}(key));
     }}
 "
         )
@@ -730,7 +730,7 @@ impl DropoutQueries {
 }
 
 fn has_own_rounds(variant: TileVariant) -> bool {
-    variant.has_u64 && variant.epilogue == Epilogue::Dropout
+    variant.has_wide_products() && variant.epilogue == Epilogue::Dropout
 }
 
 /// Generates the dropout factors of a register tile, a vector per row: `kept0` ….
@@ -742,25 +742,27 @@ pub(super) fn kept_rows(
     let tile = variant.used_register_tile();
     let DropoutQueries { head, query, count } = of;
     let keys = if orientation == Orientation::RowsAreQueries { "key" } else { "row" };
-    let mut text = format!("let keys_of_tile = dropout_keys({keys});\n");
-    text += &each_of(count, "var kept{r} = vec4<f32>(1.0);");
+    let mut text = each_of(count, "var kept{r} = vec4<f32>(1.0);");
+    let is_wide = variant.has_wide_products();
+    let keys_of_tile = if is_wide { "keys_of_tile" } else { keys };
     // a loop, because drivers take seconds to compile several copies
     let shift: String = (1..count).map(|n| format!("kept{} = kept{n};\n", n - 1)).collect();
     let of_any_keys = format!(
         "for (var n = 0u; n < {count}u; n++) {{
-    let keep = keep_factors(batch, {head}, {query}, keys_of_tile);
+    let keep = keep_factors(batch, {head}, {query}, {keys_of_tile});
 {shift}kept{} = keep;
 }}
 ",
         count - 1
     );
-    text += &if variant.has_u64 {
+    text += &if is_wide {
         let is_own = orientation == Orientation::RowsAreQueries && has_own_rounds(variant);
         let rounds = if is_own { String::new() } else { of.rounds() };
         let of_block =
             each_of(count, "kept{r} = keep_factors_of_block(query_rounds{r}, of_block);");
         format!(
-            "{rounds}let are_one_block = keys_of_tile.are_one_block && queries_are_low;
+            "let keys_of_tile = dropout_keys({keys});
+{rounds}let are_one_block = keys_of_tile.are_one_block && queries_are_low;
 if (are_one_block) {{
 let of_block = block_rounds(keys_of_tile);
 {of_block}}} else {{

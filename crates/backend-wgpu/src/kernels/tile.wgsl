@@ -83,7 +83,14 @@ fn rounded(x: vec4<f32>) -> vec4<f32> {
             from_bf16(to_bf16(x.z)), from_bf16(to_bf16(x.w)));
     }
     if ({{ROUNDS_TO_F16}}) {
+#if FOUR_ROWS
         return rounded_to_f16(x);
+#else
+        // fewer registers
+        return vec4<f32>(
+            from_f16(to_f16(x.x)), from_f16(to_f16(x.y)),
+            from_f16(to_f16(x.z)), from_f16(to_f16(x.w)));
+#end
     }
     return x;
 }

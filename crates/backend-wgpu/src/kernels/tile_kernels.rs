@@ -138,12 +138,14 @@ fn assemble(
     bindings: &[Binding],
 ) -> Source {
     let on = variant.used_matrices();
+    let wide = variant.has_wide_products();
     template
         .flag("GENERAL", variant.epilogue.masks())
         .flag("TIES", variant.epilogue == Epilogue::General)
         .flag("SOFT_CAP", variant.epilogue == Epilogue::SoftCap)
         .flag("DROPOUT", variant.epilogue == Epilogue::Dropout)
-        .flag("WIDE_PRODUCTS", variant.has_u64)
+        .flag("WIDE_PRODUCTS", wide)
+        .flag("FOUR_ROWS", variant.used_register_tile() == RegisterTile::FourRows)
         .flag("SUBGROUP", variant.level != Level::Plain)
         .flag("MATRIX", on.is_some())
         .flag("DECODE", variant.decodes);
@@ -156,9 +158,11 @@ fn assemble(
     }
     template.name("TANGENTS", if on.is_some() { "half_tangents" } else { "hyperbolic_tangents" });
     template.name("EXPONENTIALS", if on.is_some() { "half_exponentials" } else { "exponentials" });
-    template.name("PRODUCT", if variant.has_u64 { "wide_product" } else { "product_by_halves" });
-    let keep_factors = if variant.has_u64 { "keep_factors_of_row" } else { "keep_factors" };
+    template.name("PRODUCT", if wide { "wide_product" } else { "product_by_halves" });
+    let keep_factors = if wide { "keep_factors_of_row" } else { "keep_factors" };
     template.name("KEEP_FACTORS", keep_factors);
+    // positions of keys, or the first key
+    template.name("DROPOUT_KEYS", if wide { "dropout_keys" } else { "" });
     template.name("COUNT_MATRICES", on.map_or_else(String::new, matrices::count));
     let mut declared = on.map_or_else(String::new, |_| matrices::declarations());
     for (number, Binding { name, kind, access }) in bindings.iter().enumerate() {

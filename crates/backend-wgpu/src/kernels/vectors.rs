@@ -28,7 +28,7 @@ impl Vectors {
 
     /// Generates `NAME_row`, the offset of a row, `NAME_last`, that of the last row, and `NAME_four`,
     /// four elements of a row from element `c` on; kernels with matrices have `NAME_halves`, the
-    /// same in f16. Offsets count elements of the binding: of aligned kernels, four of the tensor.
+    /// same in f16. Offsets count elements, or fours of them.
     ///
     /// Without branches: rows and elements beyond the chunk and the vector are clamped. A branch
     /// around each load would make the invocation wait for it before the next one. Pairs of rows
@@ -53,11 +53,13 @@ fn {name}_four(row: u32, c: u32) -> vec4<f32> {{
         }
         let four = if aligned {
             let four = storage.load_four("four", unpacks);
-            format!(
-                "    let four = {words}[row + (min(c, params.{dim} - 4u) >> 2u)];
-    return {four};
-"
-            )
+            let at = format!("min(c, params.{dim} - 4u)");
+            let at = if variant.counts_fours() {
+                format!("row + ({at} >> 2u)")
+            } else {
+                format!("(row + {at}) >> 2u")
+            };
+            format!("    let four = {words}[{at}];\n    return {four};\n")
         } else {
             let mut text = format!("    let last = params.{dim} - 1u;\n");
             for n in 0..4 {
@@ -83,7 +85,7 @@ fn {name}_four(row: u32, c: u32) -> vec4<f32> {{
     fn offset_functions(&self, variant: TileVariant) -> String {
         let (name, rows, head) = (self.name, self.rows, self.head());
         // bases and strides of aligned kernels are multiples of 4
-        let shift = if variant.aligned { " >> 2u" } else { "" };
+        let shift = if variant.counts_fours() { " >> 2u" } else { "" };
         if self.is_packed(variant) {
             return format!(
                 "fn {name}_packed(batch: u32, head: u32, first: u32, row: u32) -> u32 {{
@@ -136,10 +138,10 @@ fn {name}_last(batch: u32, {head}: u32) -> u32 {{
         variant.decodes && self.rows == "queries"
     }
 
-    /// Distance of rows, in elements of the binding.
+    /// Distance of rows, as an offset.
     pub(super) fn distance(&self, variant: TileVariant, rows: usize) -> String {
         let name = self.name;
-        if variant.aligned {
+        if variant.counts_fours() {
             format!("{rows}u * (params.{name}_row >> 2u)")
         } else {
             format!("{rows}u * params.{name}_row")
