@@ -90,10 +90,11 @@ struct Entry {
 const CAPACITY: usize = 256;
 
 impl BlockMaskCache {
-    /// Drops all entries, because positions, ids or masks have changed. Numbers of keys stay: they
-    /// are found by their values.
+    /// Drops all entries, because positions, ids or masks have changed. Numbers of keys are found by
+    /// their values, so those of the last batch stay.
     pub(crate) fn clear(&mut self) {
         self.entries.clear();
+        self.key_numbers.drop_unused();
     }
 
     /// Returns the block mask with lists of this form, building it on first use.

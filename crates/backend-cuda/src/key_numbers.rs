@@ -20,6 +20,8 @@ struct List {
     /// Numbers in the buffer, which may have room for more.
     numbers: Vec<u64>,
     buffer: Arc<CudaBuffer>,
+    /// True if it was used since the last [`KeyNumbers::drop_unused`].
+    is_used: bool,
 }
 
 /// Lists kept: row numbers and positions of as many blocks as [`crate::block_mask`] keeps. Beyond
@@ -29,16 +31,22 @@ const CAPACITY: usize = 512;
 const NUMBER_BYTES: usize = size_of::<u64>();
 
 impl KeyNumbers {
+    /// Drops the lists that were not used since the last call, as those of earlier batches.
+    pub(crate) fn drop_unused(&mut self) {
+        self.lists.retain_mut(|list| std::mem::take(&mut list.is_used));
+    }
+
     /// Returns memory that begins with these numbers.
     pub(crate) fn of(&mut self, numbers: Vec<u64>, stream: &Stream) -> Result<Arc<CudaBuffer>> {
         let is_same = |list: &List| {
             let common = list.numbers.len().min(numbers.len());
             common > 0 && list.numbers[..common] == numbers[..common]
         };
-        let list = match self.lists.iter().position(is_same) {
+        let mut list = match self.lists.iter().position(is_same) {
             Some(found) => self.lists.remove(found).continued(numbers, stream)?,
             None => List::new(numbers, stream)?,
         };
+        list.is_used = true;
         let buffer = Arc::clone(&list.buffer);
         if self.lists.len() >= CAPACITY {
             self.lists.remove(0);
@@ -56,7 +64,7 @@ impl List {
         let buffer = CudaBuffer::new(stream.device(), (capacity * NUMBER_BYTES) as u64)?;
         // SAFETY: the buffer is new and has at least as many bytes.
         unsafe { stream.copy_to_device(buffer.address(), &bytes(&numbers))? };
-        Ok(Self { numbers, buffer: Arc::new(buffer) })
+        Ok(Self { numbers, buffer: Arc::new(buffer), is_used: true })
     }
 
     /// Copies those of `numbers` that are not there. They begin as this list does.
