@@ -172,7 +172,8 @@ impl Dealt {
     fn new(pairs: &QueryWork, edges: Vec<u64>, ranks: usize, per_rank: Option<usize>) -> Self {
         let before = pairs.before_each(edges.iter().copied());
         let work: Vec<u128> = before.windows(2).map(|sums| sums[1] - sums[0]).collect();
-        let of_own_length = |chunk: usize| per_rank.is_some_and(|of| (chunk + 1) % of == 0);
+        let of_own_length =
+            |chunk: usize| per_rank.is_some_and(|of| (chunk + 1).is_multiple_of(of));
         let (tails, whole): (Vec<usize>, Vec<usize>) =
             (0..work.len()).partition(|&chunk| of_own_length(chunk));
         let of =
