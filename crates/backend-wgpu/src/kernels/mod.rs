@@ -246,9 +246,9 @@ impl TileVariant {
     ///
     /// An invocation of a GPU for which [`RegisterTile::TwoRows`] is meant has 128 registers. With
     /// two rows the accumulators of dim 256 take 64 of them, and an epilogue that masks pairs holds
-    /// bias, dropout factors and statistics of its pairs. Forward and dQ keep accumulators in memory
-    /// instead ([`Self::held_groups`]); dK and dV, which a launch adds to what is in memory only at
-    /// its end, have nowhere to keep them.
+    /// bias, dropout factors and statistics of its pairs. Forward and dQ keep accumulators in
+    /// memory instead ([`Self::held_groups`]); dK and dV, which a launch adds to what is in memory
+    /// only at its end, have nowhere to keep them.
     pub(crate) const fn fitting_tile(
         tile: RegisterTile,
         epilogue: Epilogue,

@@ -198,28 +198,6 @@ const SHARED: &[Mistake] = &[
         "if (params.add > 1u) { part = load_acc(",
     ),
     mistake(
-        Of::LargeDims,
-        "dV has the length of keys",
-        DKV,
-        "let acc_dim = select(params.head_dim, params.value_dim, is_dv);",
-        "let acc_dim = params.head_dim;",
-    ),
-    mistake(
-        Of::LargeDims,
-        "dV has the scale of the scores",
-        DKV,
-        "let acc_factor = select(params.scale, 1.0, is_dv);",
-        "let acc_factor = params.scale;",
-    ),
-    mistake(
-        Of::LargeDims,
-        "dK is that of probabilities",
-        DKV,
-        "select(grad.ds, grad.p_dropped, vec4<bool>(is_dv)), visible);",
-        "grad.p_dropped, visible);",
-    ),
-    mistake(Of::LargeDims, "dP is left out of dK", DKV, "if (!is_dv) {", "if (false) {"),
-    mistake(
         Of::Decode,
         "accumulators of all ranges of keys are the first",
         "decode",
@@ -260,6 +238,32 @@ const MULTIPLY_ADD: &[Mistake] = &[
         tile[slot + 0u] = left_0;",
         "tile[slot + 0u] = left_0;",
     ),
+];
+
+/// Mistakes in kernels that compute dV and dK one after the other.
+const LARGE_DIMS: &[Mistake] = &[
+    mistake(
+        Of::LargeDims,
+        "dV has the length of keys",
+        DKV,
+        "let acc_dim = select(params.head_dim, params.value_dim, is_dv);",
+        "let acc_dim = params.head_dim;",
+    ),
+    mistake(
+        Of::LargeDims,
+        "dV has the scale of the scores",
+        DKV,
+        "let acc_factor = select(params.scale, 1.0, is_dv);",
+        "let acc_factor = params.scale;",
+    ),
+    mistake(
+        Of::LargeDims,
+        "dK is that of probabilities",
+        DKV,
+        "select(grad.ds, grad.p_dropped, vec4<bool>(is_dv)), visible);",
+        "grad.p_dropped, visible);",
+    ),
+    mistake(Of::LargeDims, "dP is left out of dK", DKV, "if (!is_dv) {", "if (false) {"),
 ];
 
 /// Mistakes in products of register tiles of four rows.
@@ -636,7 +640,11 @@ fn planted_mistakes_are_caught() {
     for &level in &adapter.levels {
         let kernels = Kernels { level, ..PLAIN };
         match level {
-            Level::Plain => catch(&adapter, kernels, &[SHARED, MULTIPLY_ADD, FOUR_ROWS, WORKGROUP]),
+            Level::Plain => {
+                let lists = [SHARED, LARGE_DIMS, MULTIPLY_ADD, FOUR_ROWS, WORKGROUP];
+                catch(&adapter, kernels, &lists);
+            }
+            // backward kernels have no reductions, so that they are those of level plain
             Level::Subgroup => {
                 catch(&adapter, kernels, &[SHARED, MULTIPLY_ADD, FOUR_ROWS, SUBGROUP])
             }
