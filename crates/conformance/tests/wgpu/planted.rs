@@ -144,8 +144,8 @@ const SHARED: &[Mistake] = &[
         Of::Epilogue,
         "the dropout of a query is that of the next",
         FORWARD,
-        "let counter = vec4<u32>(i_low, block.x,",
-        "let counter = vec4<u32>(i_low + 1u, block.x,",
+        "return params.query_rows + 2u * min(q, params.queries - 1u);",
+        "return params.query_rows + 2u * min(q + 1u, params.queries - 1u);",
     ),
     mistake(Of::Causal, "Δ is left out of dQ", DQ, "p * (dp - delta)", "p * dp"),
     mistake(
