@@ -508,7 +508,7 @@ const MATRIX: &[Mistake] = &[
         "",
     ),
     mistake(
-        Of::MaskedNan,
+        Of::VisibleNan,
         "the last elements are not tested for NaN",
         FORWARD,
         "(sums.x + sums.y) + (sums.z + sums.w)",
