@@ -27,8 +27,8 @@ use crate::{
     key_ranges::{self, RangeLimits, RangeLists},
 };
 
-/// Visible tiles by query tile and by key tile, and per-row numbers of queries that kernels need, in
-/// one device buffer; those of keys.
+/// Visible tiles by query tile and by key tile, and per-row numbers of queries that kernels need,
+/// in one device buffer; those of keys.
 #[derive(Debug)]
 pub(crate) struct BlockMask {
     buffer: CudaBuffer,
@@ -90,8 +90,8 @@ struct Entry {
 const CAPACITY: usize = 256;
 
 impl BlockMaskCache {
-    /// Drops all entries, because positions, ids or masks have changed. Numbers of keys are found by
-    /// their values, so those of the last batch stay.
+    /// Drops all entries, because positions, ids or masks have changed. Numbers of keys are found
+    /// by their values, so those of the last batch stay.
     pub(crate) fn clear(&mut self) {
         self.entries.clear();
         self.key_numbers.drop_unused();

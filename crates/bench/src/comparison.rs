@@ -1,6 +1,6 @@
 //! Attentions whose results two backends must agree on, and measures of the difference.
 
-use annulus::{Attention, Dims};
+use annulus::{Attention, DType, Dims};
 use annulus_core::Alignment;
 
 /// Results that are compared.
@@ -8,6 +8,18 @@ pub(crate) const NAMES: [&str; 5] = ["out", "lse", "dq", "dk", "dv"];
 
 /// Names of all shapes.
 pub(crate) const SHAPES: [&str; 7] = ["full", "causal", "window", "gqa", "cross", "cap", "decode"];
+
+/// Problems to be verified.
+pub(crate) struct Verification<'a> {
+    pub(crate) dtype: DType,
+    pub(crate) len: usize,
+    pub(crate) heads: usize,
+    pub(crate) dim: usize,
+    /// Names of the masks.
+    pub(crate) masks: &'a [&'static str],
+    /// Keys that the window of the reference is too long, to show that it is found.
+    pub(crate) mistake: u64,
+}
 
 /// One attention.
 pub(crate) struct Shape {

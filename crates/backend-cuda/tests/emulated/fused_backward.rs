@@ -1,6 +1,6 @@
 //! Fused backward kernel on emulated warpgroups: which passes it serves, masks, numbers that are
-//! not finite, and the order in which thread blocks add to dQ. The suite of `warpgroup.rs` covers it
-//! too.
+//! not finite, and the order in which thread blocks add to dQ. The suite of `warpgroup.rs` covers
+//! it too.
 
 use std::{sync::OnceLock, time::Duration};
 

@@ -1,5 +1,5 @@
-//! Warpgroup forward on emulated GPUs of compute capability 9.0: the suite, the kernels that serve a
-//! pass, and numbers that are not finite.
+//! Warpgroup forward on emulated GPUs of compute capability 9.0: the suite, the kernels that serve
+//! a pass, and numbers that are not finite.
 
 use std::time::Duration;
 

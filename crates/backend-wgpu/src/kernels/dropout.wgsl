@@ -106,7 +106,8 @@ fn keep_factors(batch: u32, head: u32, q: u32, keys: DropoutKeys) -> vec4<f32> {
 // Positions below 2^32: counter z is 0, so its product is, and the first rounds have products of
 // the query alone or the block alone. Of 20 products, 15 are of both.
 //
-//   round 1:  a = X·i                    round 2:  b = Z·(high(a) ^ plane ^ key.y),  k = X·(block ^ key.x)
+//   round 1:  a = X·i
+//   round 2:  b = Z·(high(a) ^ plane ^ key.y),  k = X·(block ^ key.x)
 //   round 3:  c = X·(high(b) ^ key.x),  Z·(high(k) ^ low(a) ^ key.y)
 //
 // Returns (low(a), low(b), high(c) ^ key.y, low(c)) of query `q`.

@@ -145,7 +145,8 @@ impl Owned {
         self.rows * self.columns
     }
 
-    /// Generates `text` for each matrix, `{i}` being its row and `{j}` its column among those owned.
+    /// Generates `text` for each matrix, `{i}` being its row and `{j}` its column among those
+    /// owned.
     fn each(&self, text: &str) -> String {
         let all = (0..self.rows).flat_map(|i| (0..self.columns).map(move |j| (i, j)));
         all.map(|(i, j)| text.replace("{i}", &i.to_string()).replace("{j}", &j.to_string()))

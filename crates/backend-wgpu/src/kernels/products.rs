@@ -230,8 +230,8 @@ impl Factor<'_> {
     }
 }
 
-/// Generates accumulators += `tile`ᵀ·`of`. In partial tiles the vector of a masked pair counts as 0,
-/// because 0 · NaN would reach the row.
+/// Generates accumulators += `tile`ᵀ·`of`. In partial tiles the vector of a masked pair counts as
+/// 0, because 0 · NaN would reach the row.
 pub(super) fn multiply_add(
     variant: TileVariant,
     into: Accumulators<'_>,
@@ -712,7 +712,8 @@ pub(super) const fn row_queries(tile: RegisterTile) -> DropoutQueries {
 
 impl DropoutQueries {
     /// Generates the rounds of Philox that depend on the query alone, `query_rounds0` …. If queries
-    /// are a workgroup's own, before the loop over keys: kernels of dropout alone have the registers.
+    /// are a workgroup's own, before the loop over keys: kernels of dropout alone have the
+    /// registers.
     pub(super) fn rounds(self) -> String {
         let Self { head, query, count } = self;
         let rounds = format!("let query_rounds{{r}} = query_rounds(batch, {head}, {query});");

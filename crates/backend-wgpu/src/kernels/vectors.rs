@@ -109,8 +109,9 @@ fn {name}_last(batch: u32, {head}: u32) -> u32 {{
     }
 
     /// Generates the offsets of the rows that an invocation loads of a workgroup's own tile, for
-    /// declaration before the loop over the other side. Each takes a division if queries are packed.
-    /// Kernels with matrices issue few other instructions; those of multiply-adds need the registers.
+    /// declaration before the loop over the other side. Each takes a division if queries are
+    /// packed. Kernels with matrices issue few other instructions; those of multiply-adds need the
+    /// registers.
     pub(super) fn own_rows(&self, variant: TileVariant) -> String {
         let tile = variant.used_register_tile();
         let name = self.name;
@@ -149,8 +150,8 @@ fn {name}_last(batch: u32, {head}: u32) -> u32 {{
     }
 
     /// Generates the offsets of the rows that an invocation loads of a tile that begins at row
-    /// `first`: declarations of the names that begin with `side`, and an expression per row. The own
-    /// tile has the rows of [`Self::own_rows`].
+    /// `first`: declarations of the names that begin with `side`, and an expression per row. The
+    /// own tile has the rows of [`Self::own_rows`].
     pub(super) fn loaded_rows(
         &self,
         variant: TileVariant,

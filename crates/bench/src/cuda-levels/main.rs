@@ -23,8 +23,8 @@
 //! * **verify** compares each level with level `plain` in f32 from the same inputs rounded to 16
 //!   bits: the relative error of out, dq, dk and dv stays below 5·10⁻³ (bf16) or 10⁻³ (f16), that
 //!   of lse below 10⁻⁴, that of the worst row below 8 times as much, and a second pass has the same
-//!   bits. The exit status is 1 if one is not. With `mistake=1` the window of the reference is a key
-//!   too long, which must be found.
+//!   bits. The exit status is 1 if one is not. With `mistake=1` the window of the reference is a
+//!   key too long, which must be found.
 //! * **compile** compiles every kernel for a compute capability into the kernel cache
 //!   (`ANNULUS_KERNEL_CACHE`), without a GPU, or only those of some element types and dims; the
 //!   cubins of bf16 also into a folder, for a disassembler (`scripts/cuda-model`).
@@ -48,8 +48,8 @@ use annulus_cuda::{
 use annulus_cuda_emulator as emulator;
 use serde_json::json;
 
+use comparison::Verification;
 use pass::{Numbers, Passes};
-use verify::Verification;
 
 /// Parameters by name, with defaults for what is not given.
 struct Settings(BTreeMap<String, String>);

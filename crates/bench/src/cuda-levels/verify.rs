@@ -6,21 +6,9 @@ use serde_json::json;
 
 use crate::{
     Setup,
-    comparison::{NAMES, Shape, errors, shapes},
+    comparison::{NAMES, Shape, Verification, errors, shapes},
     pass::{Numbers, Passes},
 };
-
-/// Problems to be verified.
-pub(crate) struct Verification<'a> {
-    pub(crate) dtype: DType,
-    pub(crate) len: usize,
-    pub(crate) heads: usize,
-    pub(crate) dim: usize,
-    /// Names of the masks.
-    pub(crate) masks: &'a [&'static str],
-    /// Keys that the window of the reference is too long, to show that it is found.
-    pub(crate) mistake: u64,
-}
 
 /// Results of two passes, which must have the same bits.
 fn compute(passes: &mut Passes) -> Result<([Vec<f64>; 5], bool)> {

@@ -277,7 +277,7 @@ fn verify_all(gpus: &[(Level, Gpu)], settings: &Settings) -> Result<bool> {
                     continue;
                 }
                 let (heads, mistake) = (*heads, *mistake);
-                let problem = verify::Verification { dtype, len, heads, dim, masks, mistake };
+                let problem = comparison::Verification { dtype, len, heads, dim, masks, mistake };
                 all_right &= verify::verify(gpu, &problem)?;
             }
         }

@@ -9,19 +9,7 @@ use half::{bf16, f16};
 use ndarray::Array4;
 use serde_json::json;
 
-use crate::comparison::{NAMES, Shape, errors, shapes};
-
-/// Problems to be verified.
-pub(crate) struct Verification<'a> {
-    pub(crate) dtype: DType,
-    pub(crate) len: usize,
-    pub(crate) heads: usize,
-    pub(crate) dim: usize,
-    /// Names of the masks.
-    pub(crate) masks: &'a [&'static str],
-    /// Keys that the window of the reference is too long, to show that it is found.
-    pub(crate) mistake: u64,
-}
+use crate::comparison::{NAMES, Shape, Verification, errors, shapes};
 
 /// Inputs q, k, v and dout with a standard normal distribution, rounded to `dtype`.
 fn draw(dims: Dims, dtype: DType) -> [Array4<f64>; 4] {

@@ -16,8 +16,8 @@ pub(crate) struct DeviceFlags {
     /// Compute backend
     #[arg(long, value_enum, default_value = "cpu")]
     pub(crate) backend: BackendName,
-    /// Device number, counted from 0 as `annulus doctor` lists them. Default: the ranks of a node use
-    /// its GPUs in turn; with wgpu the first and those of its kind
+    /// Device number, counted from 0 as `annulus doctor` lists them. Default: the ranks of a node
+    /// use its GPUs in turn; with wgpu the first and those of its kind
     #[arg(long, value_name = "N", value_parser = whole)]
     device: Option<usize>,
 }

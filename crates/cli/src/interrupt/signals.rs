@@ -43,8 +43,8 @@ pub(crate) fn watch() {
     }
 }
 
-/// Ends the command after a signal with exit code 128 plus its number, as shells do; after a failure
-/// that has been printed, with its code.
+/// Ends the command after a signal with exit code 128 plus its number, as shells do; after a
+/// failure that has been printed, with its code.
 fn end_by(signal: i32) -> ! {
     // locked before the message is printed: no output gets its name after it
     let state = state();

@@ -1,5 +1,5 @@
-//! `annulus measure`: measures links, compute rates, the overhead of messages and memory, and writes
-//! the machine file.
+//! `annulus measure`: measures links, compute rates, the overhead of messages, merges and memory,
+//! and writes the machine file.
 
 mod links;
 mod overhead;
@@ -35,8 +35,9 @@ use links::Links;
 const EXAMPLES: &str = "\
 The file has the version of its format, ranks_per_node, the links inside_node and between_nodes
 (latency in s, bandwidth in bytes/s of one rank in one direction, full_duplex), node_bandwidth in
-bytes/s of all ranks of a node, message_overhead in s/byte, rates in FLOP/s of one rank, and memory
-in bytes of one rank. A link that the ranks do not have is null. docs/machine.md describes how each figure is measured.
+bytes/s of all ranks of a node, message_overhead in s/byte, merge_bandwidth in bytes/s of partial
+results, rates in FLOP/s of one rank, and memory in bytes of one rank. A link that the ranks do not
+have is null. docs/machine.md describes how each figure is measured.
 
 Examples:
   annulus measure --out machine.json
@@ -44,8 +45,8 @@ Examples:
   mpirun -n 8 annulus measure --threads 4 --out machine.json
   annulus plan --causal --q-len 131072 --ranks 64 --machine machine.json --strategy auto";
 
-/// Measures links, compute rates, overhead and memory of the ranks and writes a machine file, with which
-/// `plan` predicts times
+/// Measures links, compute rates, overhead and memory of the ranks and writes a machine file, with
+/// which `plan` predicts times
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct MeasureFlags {

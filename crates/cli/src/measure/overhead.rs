@@ -29,8 +29,8 @@ const COVER: f64 = 2.0;
 /// Rows of a rank.
 const LEAST_LEN: usize = 512;
 const MOST_LEN: usize = 8192;
-/// Time of the tiles of a forward pass, above which fewer heads are computed.
-const LONG: f64 = 1.0;
+/// Most seconds of the tiles of a forward pass: with longer ones, fewer heads are computed.
+const LONGEST: f64 = 1.0;
 const WARM_UP: usize = 1;
 const ROUNDS: usize = 5;
 
@@ -45,17 +45,19 @@ struct Case {
 }
 
 impl Case {
-    /// Returns the pass for these links and this rate.
-    fn new(ranks: usize, links: &Links, rate: &ComputeRate) -> Self {
+    /// Returns the pass for these links and this rate. `None` if it takes too long with one head:
+    /// many ranks on slow links.
+    fn new(ranks: usize, links: &Links, rate: &ComputeRate) -> Option<Self> {
         // tiles: 4 · heads · dim · len² / rate; K and V: 2 · heads · dim · len elements
         let element = rate.dtype.bytes() as f64;
         let len = COVER * element * rate.forward * seconds_per_byte(links) / 2.0;
         let len = (len.clamp(LEAST_LEN as f64, MOST_LEN as f64) as usize).next_multiple_of(64);
         let mut case = Self { ranks, len, heads: HEADS, head_dim: rate.head_dim };
-        while case.heads > 1 && case.flops(4.0) / rate.forward > LONG {
+        let is_long = |case: &Self| case.flops(4.0) / rate.forward > LONGEST;
+        while case.heads > 1 && is_long(&case) {
             case.heads /= 2;
         }
-        case
+        (!is_long(&case)).then_some(case)
     }
 
     /// Returns the FLOPs of one rank with so many for each pair and element of the head dim.
@@ -97,7 +99,8 @@ fn seconds_per_byte(links: &Links) -> f64 {
 }
 
 /// Measures the overhead in seconds for each byte that a rank sends or receives, with tiles of
-/// `rate`; 0 of one rank. `attention` has the deadline.
+/// `rate`; 0 of one rank, and if no pass with such tiles is short enough. `attention` has the
+/// deadline.
 ///
 /// # Ordering
 /// Collective over the ranks.
@@ -114,7 +117,8 @@ pub(super) fn measure(
     if job.ranks() == 1 {
         return Ok(0.0);
     }
-    let case = Case::new(job.ranks(), links, rate);
+    // equal on all ranks, as are the links and the rate
+    let Some(case) = Case::new(job.ranks(), links, rate) else { return Ok(0.0) };
     let dims = Dims::new(1, case.ranks * case.len, case.heads, case.head_dim);
     let attention = attention.clone().dtype(rate.dtype);
     let of_rank = |_, endpoint: Endpoint| {
@@ -155,19 +159,20 @@ mod tests {
             node_bandwidth: Some(1e9),
         };
         let rate = ComputeRate { dtype: DType::F32, head_dim: 64, forward: 2.5e11, backward: 2e11 };
-        let case = Case::new(4, &links, &rate);
+        let case = Case::new(4, &links, &rate).unwrap();
         assert_eq!((case.len, case.heads), (2048, 4));
         let tiles = case.flops(4.0) / 4.0 / rate.forward;
         // two ranks share the bandwidth of the node
         let messages = 2.0 * (4 * 64 * 2048 * 4) as f64 * 2.0 / 1e9;
         assert!((1.9..2.1).contains(&(tiles / messages)), "{tiles} s, {messages} s");
-        // many ranks: fewer heads; a fast network: the fewest rows
-        assert_eq!(Case::new(400, &links, &rate).heads, 1);
+        // many ranks: fewer heads, then none; a fast network: the fewest rows
+        assert_eq!(Case::new(100, &links, &rate).unwrap().heads, 2);
+        assert!(Case::new(1000, &links, &rate).is_none());
         links = Links { ranks_per_node: 1, node_bandwidth: Some(1e12), ..links };
         links.between_nodes = Some(link(1e12));
-        assert_eq!(Case::new(4, &links, &rate).len, 512);
+        assert_eq!(Case::new(4, &links, &rate).unwrap().len, 512);
         // both directions share the link
         links.inside_node = Some(Link { is_full_duplex: false, ..link(1e9) });
-        assert_eq!(Case::new(4, &links, &rate).len, 2048);
+        assert_eq!(Case::new(4, &links, &rate).unwrap().len, 2048);
     }
 }

@@ -1,6 +1,6 @@
-//! Code of the kernels that this adapter does not execute, because it depends on the device: matrices
-//! of subgroups that are smaller than the device's largest, and products of 32 × 32 bits without
-//! 64-bit integers. A changed text executes it, and must give the same bits.
+//! Code of the kernels that this adapter does not execute, because it depends on the device:
+//! matrices of subgroups that are smaller than the device's largest, and products of 32 × 32 bits
+//! without 64-bit integers. A changed text executes it, and must give the same bits.
 
 use annulus::{Dims, Spec};
 use annulus_conformance::{Case, Draw, Judge, Masks, Setting, Subject, wgpu::WgpuRing};

@@ -18,9 +18,9 @@
 //! the tiles. The prologue and the epilogue of a pass are not modelled.
 //!
 //! # Source
-//! The latency-bandwidth model: Hockney 1994, The communication challenge for MPI. The overhead of a
-//! byte is O of LogGOPS (Hoefler et al. 2010). The selection of a division by its predicted time is
-//! that of COSMA (Kwasniewski et al. 2019), applied to attention.
+//! The latency-bandwidth model: Hockney 1994, The communication challenge for MPI. The overhead of
+//! a byte is O of LogGOPS (Hoefler et al. 2010). The selection of a division by its predicted time
+//! is that of COSMA (Kwasniewski et al. 2019), applied to attention.
 
 mod mean_steps;
 mod network;

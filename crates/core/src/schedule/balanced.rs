@@ -95,8 +95,8 @@ impl Layout {
     /// [`Choice::balanced`] also returns the route that sends a row only to ranks that need it.
     ///
     /// Takes O((chunks + documents) log documents) time for each length of chunks tried, from one
-    /// per rank to one per 64 rows, which is halved; masks without a [`Band`](crate::mask::Band) are
-    /// evaluated once for each query.
+    /// per rank to one per 64 rows, which is halved; masks without a [`Band`](crate::mask::Band)
+    /// are evaluated once for each query.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] naming `ranks` or a field of the batch, [`Error::OutOfMemory`].
@@ -136,8 +136,8 @@ fn balanced_layout(spec: &Spec, whole: &RingShards, ranks: usize) -> Result<Layo
 }
 
 /// Returns true if both relays send more rows than the direct route because of the first two ranks:
-/// if each needs a row that the other neither needs nor owns. Else they may do so because of others.
-/// It saves the needs of all ranks, which take a third of the time of a choice.
+/// if each needs a row that the other neither needs nor owns. Else they may do so because of
+/// others. It saves the needs of all ranks, which take a third of the time of a choice.
 fn relays_send_more(spec: &Spec, whole: &RingShards, shards: &RingShards) -> bool {
     let ([q0, q1, ..], [kv0, kv1, ..]) = (&shards.q[..], &shards.kv[..]) else { return false };
     let (Some(all), none) = (whole.kv.first(), Arc::default()) else { return false };

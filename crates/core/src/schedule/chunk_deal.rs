@@ -4,8 +4,8 @@
 //! deal       in rounds of one chunk per rank, most pairs first:
 //!                the chunk with the most pairs to the rank with the fewest so far
 //! exchange   while the rank with the most pairs has more than the target:
-//!                exchange one of its chunks with one of a rank with few pairs, such that the larger
-//!                of the two becomes least
+//!                exchange one of its chunks with one of a rank with few pairs, such that the
+//!                larger of the two becomes least
 //! ```
 
 use std::{cmp::Reverse, ops::Range};
@@ -15,8 +15,8 @@ use std::{cmp::Reverse, ops::Range};
 const COMPARED: usize = 4096;
 
 /// Units of the mean in which the pairs of ranks are compared from the second round on. Ranks of
-/// about the same pairs take their chunks in a scattered order: in an ascending one, chunks of a long document
-/// would be distributed so regularly that no exchange of two of them fits.
+/// about the same pairs take their chunks in a scattered order: in an ascending one, chunks of a
+/// long document would be distributed so regularly that no exchange of two of them fits.
 const UNITS: u128 = 64;
 
 /// Consecutive rows of one rank.

@@ -17,15 +17,15 @@
 //!
 //! # The bound
 //! Let a query attend to c tiles of keys, which are 64·c pairs, and a rank have at most B pairs. A
-//! tile of queries of which the busiest attends to m tiles of keys costs m. The c of its queries add
-//! up to at most 64·m, and to at most B/64. So a query costs at least
+//! tile of queries of which the busiest attends to m tiles of keys costs m. The c of its queries
+//! add up to at most 64·m, and to at most B/64. So a query costs at least
 //!
 //! ```text
 //! c · max(1/64, 64·c / B)        the sum over a tile: at most 64·m / 64 = m if 64·64·m ≤ B,
 //!                                else at most (B / 64) · (64·m / B) = m
 //! ```
-//! tiles in any layout: more than c/64, its share of a full tile, if a tile of such queries has more
-//! than B pairs. This does not count the pairs of the other rows of the rank.
+//! tiles in any layout: more than c/64, its share of a full tile, if a tile of such queries has
+//! more than B pairs. This does not count the pairs of the other rows of the rank.
 
 use std::{collections::VecDeque, ops::Range};
 

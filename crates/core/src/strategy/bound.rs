@@ -9,8 +9,8 @@
 //!            keys are received, in a backward pass also their gradients sent
 //! time       the mean over ranks of the tiles and of the exchange, which overlaps no tiles
 //! ```
-//! The best grid has at most the bytes of any other, so a grid with a larger bound than those of one
-//! that was computed is not the best. Grids are computed in the order of their bounds until one
+//! The best grid has at most the bytes of any other, so a grid with a larger bound than those of
+//! one that was computed is not the best. Grids are computed in the order of their bounds until one
 //! exceeds the best.
 
 use super::{ExchangeFields, HeadGrid, TrafficOptions, exchange::backward_mode};
@@ -120,8 +120,8 @@ impl<'a> Bounds<'a> {
 const ESTIMATED: f64 = 1.0 - 1e-3;
 
 /// Computes candidates in the order of their bounds, until a bound exceeds the best of the costs
-/// that `evaluate` returned; `None` is the cost of one that cannot be chosen. Returns the indices of
-/// those that were computed, ascending.
+/// that `evaluate` returned; `None` is the cost of one that cannot be chosen. Returns the indices
+/// of those that were computed, ascending.
 pub(crate) fn best_first<K: PartialOrd + Copy>(
     bounds: &[K],
     mut evaluate: impl FnMut(usize) -> Result<Option<K>>,

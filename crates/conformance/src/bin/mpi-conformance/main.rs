@@ -145,7 +145,8 @@ fn number(word: &str) -> Result<u64, String> {
     word.parse().map_err(|error| format!("{word}: {error}"))
 }
 
-/// Runs the strategies and a KV cache on the backend of this name, on the CPU with one thread a rank.
+/// Runs the strategies and a KV cache on the backend of this name, on the CPU with one thread a
+/// rank.
 fn on_backend(harness: &mut Harness, settings: &Settings, name: &str, seeds: &str) -> Verdict {
     let seeds = number(seeds)?;
     let opened = name.parse().and_then(|name: BackendName| AnyBackend::open(name, None, 0));
