@@ -37,9 +37,6 @@ impl<'a> AdapterKind<'a> {
     }
 }
 
-/// Vendor number of NVIDIA.
-const NVIDIA: u32 = 0x10de;
-
 /// Vendor number of Intel.
 const INTEL: u32 = 0x8086;
 
@@ -75,21 +72,15 @@ pub(crate) const PROOFS: &[Proof] = &[];
 
 /// Returns the proof of the highest available level for this kind of adapter; without one, the
 /// default is [`Level::Plain`].
-///
-/// [`Level::Matrix`] is not chosen on NVIDIA's Vulkan, whatever a record shows. naga declares
-/// Vulkan's memory model for kernels with cooperative matrices, but emits none of the availability
-/// operations that it requires (wgpu issue 8805). Mesa's drivers do not need them.
 pub(crate) fn choose<'a>(
     proofs: &'a [Proof],
     kind: &AdapterKind<'_>,
     available: &[Level],
 ) -> Option<&'a Proof> {
-    let races =
-        |level| level == Level::Matrix && kind.api == Backend::Vulkan && kind.vendor == NVIDIA;
     proofs
         .iter()
         .filter(|proof| proof.adapters == *kind)
-        .filter(|proof| available.contains(&proof.level) && !races(proof.level))
+        .filter(|proof| available.contains(&proof.level))
         .max_by_key(|proof| proof.level)
 }
 
@@ -131,7 +122,7 @@ mod tests {
             (Backend::Metal, 0, "Apple M3 Max", "4x4"),
             (Backend::Metal, 0, "AMD Radeon Pro 5500M", "4x4"),
             (Backend::Vulkan, 0x1002, "AMD Radeon RX 7900 XTX (RADV NAVI31)", "4x4"),
-            (Backend::Vulkan, NVIDIA, "NVIDIA GeForce RTX 4090", "4x4"),
+            (Backend::Vulkan, 0x10de, "NVIDIA GeForce RTX 4090", "4x4"),
             // lavapipe on a processor of Intel's
             (Backend::Vulkan, 0x10005, "llvmpipe (LLVM 15.0.6, 256 bits)", "4x4"),
         ] {
@@ -165,18 +156,6 @@ mod tests {
         assert_eq!(chosen(&proofs, &[Level::Plain]), None);
         // a proof of `matrix` is none of `subgroup` alone
         assert_eq!(chosen(&proofs[..1], &[Level::Plain, Level::Subgroup]), None);
-    }
-
-    #[test]
-    fn matrices_that_race_are_not_chosen() {
-        let chosen_by = |kind: AdapterKind<'static>| {
-            let proofs = [proof(kind, Level::Matrix), proof(kind, Level::Subgroup)];
-            choose(&proofs, &kind, &Level::ALL).map(|proof| proof.level)
-        };
-        assert_eq!(chosen_by(AdapterKind { vendor: NVIDIA, ..HERE }), Some(Level::Subgroup));
-        let dx12 = AdapterKind { vendor: NVIDIA, api: Backend::Dx12, ..HERE };
-        assert_eq!(chosen_by(dx12), Some(Level::Matrix));
-        assert_eq!(chosen_by(HERE), Some(Level::Matrix));
     }
 
     /// True if the record exists and contains the level and its speedup.

@@ -168,7 +168,8 @@ impl Gpu {
         let mut wanted = Features::SUBGROUP | Features::TIMESTAMP_QUERY | Features::SHADER_INT64;
         let mut experimental_features = wgpu::ExperimentalFeatures::disabled();
         if level == Some(Level::Matrix) {
-            wanted |= Matrices::FEATURES;
+            // on Vulkan, their kernels are SPIR-V modules
+            wanted |= Matrices::FEATURES | Features::PASSTHROUGH_SHADERS;
             // SAFETY: the caller requested an experimental feature. The kernels use one part of it:
             // matrices of sizes and types that the adapter reports, loaded from arrays in workgroup
             // memory within bounds, by whole subgroups.

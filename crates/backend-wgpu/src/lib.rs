@@ -61,6 +61,7 @@ mod level;
 mod limits;
 mod lock;
 mod memory;
+mod memory_model;
 mod operands;
 mod pacing;
 mod parts;

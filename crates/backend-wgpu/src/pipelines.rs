@@ -4,7 +4,8 @@ use annulus_core::{Error, Result};
 
 use crate::{
     errors::device_error,
-    kernels::{Access, Source},
+    kernels::{Access, Source, matrices},
+    memory_model,
 };
 
 /// A change of the text of the kernels with one name, by which tests plant a mistake
@@ -146,8 +147,16 @@ fn compile_module(
     wgsl: String,
     compilation: Compilation,
 ) -> Result<wgpu::ShaderModule> {
-    if let Some(translate) = compilation.translate {
-        let Translation { spirv, workgroup_size } = translate(&wgsl).map_err(device_error)?;
+    let is_vulkan = device.adapter_info().backend == wgpu::Backend::Vulkan;
+    let translation = match compilation.translate {
+        Some(translate) => Some(translate(&wgsl)),
+        None if is_vulkan && wgsl.starts_with(matrices::ENABLED) => {
+            Some(memory_model::translate(&wgsl, compilation.checked))
+        }
+        None => None,
+    };
+    if let Some(translation) = translation {
+        let Translation { spirv, workgroup_size } = translation.map_err(device_error)?;
         let descriptor = wgpu::ShaderModuleDescriptorPassthrough {
             label: Some(name),
             entry_points: vec![wgpu::PassthroughShaderEntryPoint {
@@ -158,7 +167,7 @@ fn compile_module(
             spirv: Some(spirv.into()),
             ..Default::default()
         };
-        // SAFETY: a test's translation of a text for which the proof below holds.
+        // SAFETY: a translation of a text for which the proof below holds.
         return Ok(unsafe { device.create_shader_module_passthrough(descriptor) });
     }
     let text = wgpu::ShaderModuleDescriptor {

@@ -124,12 +124,21 @@ fn judge_subgroups(results: &[u32], device: &str) -> Result<()> {
 
 /// Refuses a device unless all products are right.
 fn judge(products: &[f32], matrices: Matrices, device: &str) -> Result<()> {
-    if products == probe_result(&PARAMS) {
+    let want = probe_result(&PARAMS);
+    if products == want {
         return Ok(());
     }
     let size = matrices.size();
+    let differs = |(got, want): (&f32, &f32)| got != want;
+    let wrong = products.iter().zip(&want).filter(|&pair| differs(pair)).count();
+    let first = products.iter().zip(&want).position(differs).map_or_else(String::new, |at| {
+        format!(", first row {} column {}: {}, not {}", at / 32, at % 32, products[at], want[at])
+    });
     Err(Error::unsupported(
-        format!("wgpu level matrix (wrong products of {size} × {size} matrices)"),
+        format!(
+            "wgpu level matrix (wrong products of {size} × {size} matrices: {wrong} of {}{first})",
+            want.len()
+        ),
         device,
     ))
 }

@@ -99,16 +99,19 @@ fn parse(kernel: &KernelText) -> Result<(Module, ModuleInfo)> {
     Ok((module, info))
 }
 
-/// Writes a kernel as a SPIR-V module, as wgpu does for a driver of Vulkan 1.3.
+/// Writes a kernel as the SPIR-V module that a driver of Vulkan 1.3 gets.
 fn write_module(folder: &Path, kernel: &KernelText) -> Result<()> {
-    let (module, info) = parse(kernel)?;
-    let options = spv::Options {
-        lang_version: (1, 6),
-        emit_int_div_checks: false,
-        force_loop_bounding: false,
-        ..spv::Options::default()
+    let by_wgpu = || {
+        let (module, info) = parse(kernel)?;
+        let options = spv::Options {
+            lang_version: (1, 6),
+            emit_int_div_checks: false,
+            force_loop_bounding: false,
+            ..spv::Options::default()
+        };
+        spv::write_vec(&module, &info, &options, None).map_err(failed)
     };
-    let words = spv::write_vec(&module, &info, &options, None).map_err(failed)?;
+    let words = kernel.module().unwrap_or_else(by_wgpu)?;
     let bytes: Vec<u8> = words.into_iter().flat_map(u32::to_le_bytes).collect();
     let path = folder.join(kernel.name.replace(' ', "-") + ".spv");
     std::fs::write(&path, bytes).map_err(|error| failed(format!("{}: {error}", path.display())))
@@ -116,7 +119,15 @@ fn write_module(folder: &Path, kernel: &KernelText) -> Result<()> {
 
 /// Makes the pipeline of a kernel.
 fn compile(device: &Device, kernel: &KernelText) -> Result<()> {
-    let (module, info) = parse(kernel)?;
+    let words = kernel.module().transpose()?;
+    let shader = match &words {
+        Some(words) => hal::ShaderInput::SpirV(words),
+        None => {
+            let (module, info) = parse(kernel)?;
+            let module = Cow::Owned(module);
+            hal::ShaderInput::Naga(hal::NagaShader { module, info, debug_source: None })
+        }
+    };
     let uniform = std::iter::once(wgpu::BufferBindingType::Uniform);
     let storage =
         kernel.read_only.iter().map(|&read_only| wgpu::BufferBindingType::Storage { read_only });
@@ -136,7 +147,6 @@ fn compile(device: &Device, kernel: &KernelText) -> Result<()> {
     };
     // as the backend compiles them by default, but on Metal
     let runtime_checks = annulus_wgpu::runtime_checks(false);
-    let text = hal::NagaShader { module: Cow::Owned(module), info, debug_source: None };
     // SAFETY: the module is valid, the layout is that of its bindings, and nothing is executed.
     unsafe {
         let layout = device.create_bind_group_layout(&layout).map_err(failed)?;
@@ -147,9 +157,8 @@ fn compile(device: &Device, kernel: &KernelText) -> Result<()> {
             immediate_size: 0,
         };
         let whole = device.create_pipeline_layout(&whole).map_err(failed)?;
-        let shader = hal::ShaderModuleDescriptor { label: None, runtime_checks };
-        let module =
-            device.create_shader_module(&shader, hal::ShaderInput::Naga(text)).map_err(failed)?;
+        let descriptor = hal::ShaderModuleDescriptor { label: None, runtime_checks };
+        let module = device.create_shader_module(&descriptor, shader).map_err(failed)?;
         let stage = hal::ProgrammableStage {
             module: &module,
             entry_point: "main",

@@ -20,7 +20,7 @@ use super::{
 use crate::level::Matrices;
 
 /// Directives at the start of a kernel with matrices.
-pub(super) const ENABLED: &str = "enable f16;\nenable wgpu_cooperative_matrix;\n";
+pub(crate) const ENABLED: &str = "enable f16;\nenable wgpu_cooperative_matrix;\n";
 
 /// Power of 2, so scaling is exact. Probabilities are at most 1 (but for rounding) and f16 reaches
 /// 65,504, so there is no overflow.
@@ -553,7 +553,7 @@ if (atomicLoad(&non_finite) != 0u) {{
 }
 
 /// Kernel that multiplies two known matrices.
-pub(super) fn probe(matrices: Matrices) -> Source {
+pub(crate) fn probe(matrices: Matrices) -> Source {
     let mut text = Template::default();
     text.name("DECLARATIONS", declarations())
         .name("COUNT_MATRICES", count(matrices))

@@ -1,9 +1,9 @@
 //! Texts of the tile kernels for compilers that run without a device.
 
-use annulus_core::DType;
+use annulus_core::{DType, Error, Result};
 
-use super::{Access, Epilogue, Source, Storage, TileVariant, Variant};
-use crate::{Level, RegisterTile, level::Matrices};
+use super::{Access, Epilogue, Source, Storage, TileVariant, Variant, matrices};
+use crate::{Level, RegisterTile, level::Matrices, memory_model};
 
 /// A kernel as it is passed to a driver.
 #[derive(Debug, Clone)]
@@ -107,6 +107,18 @@ impl KernelText {
         wgsl = unrolled(&wgsl, of_philox, "round_number", 3..10);
         wgsl = unrolled(&wgsl, "for (var r = 0u; r < 4u; r++) {", "r", 0..4);
         Self { wgsl, ..self }
+    }
+
+    /// Translates a kernel with cooperative matrices to the SPIR-V module that the backend passes to
+    /// Vulkan drivers; `None` for other kernels, which wgpu translates.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] if the text is not valid.
+    pub fn module(&self) -> Option<Result<Vec<u32>>> {
+        self.wgsl.starts_with(matrices::ENABLED).then(|| {
+            let translation = memory_model::translate(&self.wgsl, false);
+            translation.map(|translation| translation.spirv).map_err(Error::internal)
+        })
     }
 
     fn new(variant: Variant, name: String, level: Level) -> Self {

@@ -137,8 +137,13 @@ fn gpus(sys: &Path) -> Option<String> {
             *by_node.entry(read("numa_node")).or_default() += 1;
         }
     }
+    // Linux reports -1 for a device of which the firmware gives no node
+    let at = |node: &str| match node {
+        "-1" | "" => "no numa node".to_owned(),
+        node => format!("numa node {node}"),
+    };
     let counts: Vec<String> =
-        by_node.iter().map(|(node, count)| format!("{count} at numa node {node}")).collect();
+        by_node.iter().map(|(node, count)| format!("{count} at {}", at(node))).collect();
     let variables = ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"];
     let set = |name: &str| std::env::var(name).ok().map(|value| format!("{name}={value}"));
     let selected: Vec<String> = variables.into_iter().filter_map(set).collect();
@@ -228,9 +233,12 @@ mod tests {
         write("class/net/eth0/speed", "25000\n");
         write("class/net/eth1/operstate", "down\n");
         write("class/net/veth/operstate", "up\n");
-        for (device, class, node) in
-            [("a", "0x030200", "0"), ("b", "0x030000", "1"), ("c", "0x020000", "0")]
-        {
+        for (device, class, node) in [
+            ("a", "0x030200", "0"),
+            ("b", "0x030000", "1"),
+            ("c", "0x020000", "0"),
+            ("d", "0x030200", "-1"),
+        ] {
             write(&format!("bus/pci/devices/{device}/class"), class);
             write(&format!("bus/pci/devices/{device}/vendor"), "0x10de\n");
             write(&format!("bus/pci/devices/{device}/numa_node"), &format!("{node}\n"));
@@ -243,7 +251,8 @@ mod tests {
         write("class/infiniband/mlx5_0/ports/1/rate", "200 Gb/sec (4X HDR)\n");
         assert_eq!(fabric(&root), ["mlx5_0 (200 Gb/sec (4X HDR))"]);
         let found = gpus(&root).unwrap();
-        assert!(found.starts_with("1 at numa node 0, 1 at numa node 1; "), "{found}");
+        let wanted = "1 at no numa node, 1 at numa node 0, 1 at numa node 1; ";
+        assert!(found.starts_with(wanted), "{found}");
         fs::remove_dir_all(&root).unwrap();
     }
 }
