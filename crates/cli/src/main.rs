@@ -152,12 +152,18 @@ fn require_single(subcommand: &str) -> Outcome {
 
 /// Prints help or the version, or an error of the command line as one line.
 fn refuse(error: &clap::Error, tree: &clap::Command, arguments: &[OsString]) -> ExitCode {
-    let printed = || !launcher::is_leader_output() || error.print().is_ok();
+    let print = || if launcher::is_leader_output() { error.print() } else { Ok(()) };
     match error.kind() {
-        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion if printed() => ExitCode::SUCCESS,
-        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => ExitCode::FAILURE,
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => match print() {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                stdout::complain_of(&error);
+                ExitCode::FAILURE
+            }
+        },
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
-            printed();
+            // to standard error, so that a failure cannot be reported
+            let _ = print();
             ExitCode::from(2)
         }
         _ => job::refuse(refusal::of(error, tree, arguments)).report(),

@@ -4,17 +4,23 @@ use std::io::Write;
 
 use crate::{interrupt, message, report::complain};
 
-/// Prints a line. If that fails, the command ends and removes its unfinished files: silently if the
-/// reader closed the pipe, else (a full disk) with an error.
+/// Prints a line. If that fails, the command ends, after [`complain_of`], and removes its unfinished
+/// files.
 pub(crate) fn print_line(text: std::fmt::Arguments<'_>) {
     let mut out = std::io::stdout().lock();
     let written =
         message::write_visible(&mut out, format_args!("{text}\n")).and_then(|()| out.flush());
     if let Err(error) = written {
-        if error.kind() != std::io::ErrorKind::BrokenPipe {
-            complain!("cannot write to standard output: {error}");
-        }
+        complain_of(&error);
         interrupt::exit(1);
+    }
+}
+
+/// Prints an error of standard output, such as a full disk. Prints nothing if the reader closed the
+/// pipe, as `head` does.
+pub(crate) fn complain_of(error: &std::io::Error) {
+    if error.kind() != std::io::ErrorKind::BrokenPipe {
+        complain!("cannot write to standard output: {error}");
     }
 }
 

@@ -274,6 +274,31 @@ fn pipes_and_devices_accept_text_outputs_only() {
 }
 
 #[test]
+fn a_full_or_closed_standard_output_is_an_error() {
+    let folder = folder("output_stdout");
+    for arguments in [
+        "help attend",
+        "--version",
+        "completions bash",
+        "doctor",
+        "plan --q-len 100 --ranks 2",
+        "bench --ns 16 --ds 8",
+        "make --output made.safetensors --q-len 4",
+        "attend --input in.safetensors --output out.safetensors",
+        "decode --input in.safetensors --output tokens.safetensors --prefill 3",
+        "demo --len 64",
+    ] {
+        shell(&folder, &format!("$annulus {arguments} >/dev/full"))
+            .failed(1, &["cannot write to standard output: No space left"]);
+        // a reader that has ended, as `head` does, needs no message
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let result = RunResult::from(folder.command(arguments).stdout(writer).output().unwrap());
+        assert_eq!((result.code, result.err.as_str()), (1, ""), "{arguments}");
+    }
+}
+
+#[test]
 fn exceeding_the_file_size_limit_is_an_error() {
     let folder = folder("output_limit");
     for arguments in [
