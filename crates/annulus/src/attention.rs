@@ -414,6 +414,7 @@ impl Attention {
     ///     node_bandwidth: Some(2e7),
     ///     message_overhead: 0.0,
     ///     merge_bandwidth: None,
+    ///     memory_bandwidth: None,
     ///     rates: vec![ComputeRate { dtype: DType::F32, head_dim: 8, forward: 1e13, backward: 1e13 }],
     ///     memory: 1 << 30,
     /// };

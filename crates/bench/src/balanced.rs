@@ -11,8 +11,8 @@
 //! number of seeds from it on (default: 1). `mask` is `causal` (the default) or `full`, both within
 //! documents. `tiles_of_one_rank` is the number of tiles with a visible pair on one rank, divided
 //! by that of all ranks, and `tiles_over_contiguous` the latter divided by that of contiguous
-//! shards. `tiles_bound` is the least that any balanced layout can have, divided by whole tiles
-//! (`tile_deal.rs` in core). `ring-documents` measures the rate of packed passes.
+//! shards. `tiles_bound` is the least that any balanced layout can have, divided by the tiles that
+//! the pairs fill (`tile_bound.rs` in core). `ring-documents` measures the rate of packed passes.
 
 mod distributions;
 mod tiles;
@@ -85,20 +85,6 @@ fn pairs_of(lens: &[usize], causal: bool) -> f64 {
     lens.iter().map(|&len| of(len as f64)).sum()
 }
 
-/// Returns the least number of tiles of a layout with at most 1.02 times the mean work, divided by
-/// that of whole tiles: a query of `pairs` pairs costs pairs / 64 key tiles of a full tile of
-/// queries, and 64 · pairs / most times as much if a tile of such queries exceeds a rank.
-fn tiles_bound(lens: &[usize], ranks: usize, causal: bool) -> f64 {
-    let all = pairs_of(lens, causal);
-    let most = 1.02 * all / ranks as f64;
-    let cost = |pairs: f64| pairs * (64.0 * pairs / most).max(1.0);
-    let of_document = |&len: &usize| -> f64 {
-        let pairs = |row: usize| if causal { row + 1 } else { len };
-        (0..len).map(|row| cost(pairs(row) as f64)).sum()
-    };
-    lens.iter().map(of_document).sum::<f64>() / all
-}
-
 /// Measures the solver against the time of a pass at `rate` operations per second of each rank.
 fn solver(name: &str, lens: &[usize], ranks: usize, rate: f64, causal: bool) -> Result<()> {
     let rows = lens.iter().sum();
@@ -130,7 +116,7 @@ fn solver(name: &str, lens: &[usize], ranks: usize, rate: f64, causal: bool) -> 
     let of_ranks = tiles(&layout, ranks) as f64;
     let filled = tiles(&Layout::Contiguous, 1) as f64 / of_ranks;
     let over_contiguous = of_ranks / tiles(&Layout::Contiguous, ranks) as f64;
-    let bound = tiles_bound(lens, ranks, causal);
+    let bound = Layout::least_tiles(&spec, &documents, ranks)?;
     let mask = if causal { "causal" } else { "full" };
     println!(
         "{{\"what\":\"balanced\",\"documents\":\"{name}\",\"mask\":\"{mask}\",\"count\":{},\

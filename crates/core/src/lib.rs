@@ -83,7 +83,10 @@ pub use key_intervals::KeyIntervals;
 pub use layout::{CustomLayout, Layout, LeafLayout, Side};
 pub use leaf_sums::{AbsentLeaves, LeafNode, LeafSums, complete_nodes, merge_nodes};
 pub use leaf_tree::{LEAF_ROWS, LeafMerge, LeafMerges, LeafStep, RankLeaves, leaves_of};
-pub use machine::{Comparison, ComputeRate, Link, LinkBytes, Machine, PassTime, Prediction};
+pub use machine::{
+    CacheShards, Comparison, ComputeRate, Link, LinkBytes, Machine, PassTime, Prediction,
+    TokenPrediction, TokenTraffic,
+};
 pub use mask::Mask;
 pub use message_balance::{AgreedLengths, MessageBalance, unmatched_pair};
 pub use needs::{Needs, NeedsIndex};

@@ -32,6 +32,9 @@ struct MachineFields {
     /// Files of earlier versions lack it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     merge_bandwidth: Option<f64>,
+    /// Files of earlier versions lack it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    memory_bandwidth: Option<f64>,
     rates: Vec<RateFields>,
     memory: u64,
 }
@@ -189,6 +192,7 @@ impl From<MachineFields> for Machine {
             node_bandwidth: fields.node_bandwidth,
             message_overhead: fields.message_overhead,
             merge_bandwidth: fields.merge_bandwidth,
+            memory_bandwidth: fields.memory_bandwidth,
             rates: fields.rates.into_iter().map(rate).collect(),
             memory: fields.memory,
         }
@@ -220,6 +224,7 @@ impl From<&Machine> for MachineFields {
             node_bandwidth: machine.node_bandwidth,
             message_overhead: machine.message_overhead,
             merge_bandwidth: machine.merge_bandwidth,
+            memory_bandwidth: machine.memory_bandwidth,
             rates: machine.rates.iter().map(rate).collect(),
             memory: machine.memory,
         }
@@ -254,6 +259,7 @@ mod tests {
             node_bandwidth: None,
             message_overhead: 0.0,
             merge_bandwidth: None,
+            memory_bandwidth: None,
             rates: vec![rate, ComputeRate { dtype: DType::F16, forward: 1e14, ..rate }],
             memory: 64 << 30,
         };
@@ -262,6 +268,7 @@ mod tests {
             node_bandwidth: Some(2.5e10),
             message_overhead: 1e-9,
             merge_bandwidth: Some(3.5e9),
+            memory_bandwidth: Some(2e10),
             ..one_node.clone()
         };
         for machine in [&one_node, &nodes] {

@@ -1,15 +1,20 @@
 //! Message overhead: time by which messages delay the tiles that a rank computes meanwhile.
 //!
 //! ```text
-//! pass      forward and backward of full attention over all ranks, tiles longer than messages
-//! overhead  (time of the pass − FLOPs / rate) / bytes that a rank sends and receives
+//! pass      forward and backward of full attention over all ranks
+//! tiles     the same tiles without messages, while all ranks compute theirs
+//! overhead  median over rounds of (pass − tiles) / bytes that a rank sends and receives
 //! ```
 //! It has what hidden messages cost a rank: copies, the network stack on the cores that compute
-//! tiles, waits of ranks that run out of step.
+//! tiles, waits of ranks that run out of step. A round measures pass and tiles one after another,
+//! because the difference is a few percent of them: a rate that was measured at another time
+//! differs by as much on cores that ranks share.
 
-use annulus::{Attention, Plan};
-use annulus_comm::ring::PassKind;
-use annulus_core::{ComputeRate, DType, Dims, Element, Link, Result};
+use std::time::Duration;
+
+use annulus::{Attention, Batch, Plan};
+use annulus_comm::{ring::PassKind, threads::ring};
+use annulus_core::{ComputeRate, DType, Dims, Element, Error, Link, Result};
 use half::{bf16, f16};
 
 use super::{
@@ -23,16 +28,22 @@ use crate::{
     job::{Endpoint, Job},
 };
 
-/// Time of the tiles of a step in units of the time of its messages: those are hidden, also if a
-/// rank is somewhat late.
-const COVER: f64 = 2.0;
+/// Time of the tiles of a step in units of the time of its messages: just as long as hides them.
+/// With longer tiles a byte delays them less, because ranks have time to catch up: on 4 hosts that
+/// share two cores a cover of 2 measured 0.5 to 1.0 ns, while passes of 4,096 tokens, whose tiles
+/// take 1.25 times as long as their messages, lose 1.6 to 1.8 ns
+/// (`benches/record/2026-11-26-strategies.md`). The choice of a strategy depends on such passes.
+const COVER: f64 = 1.25;
 /// Rows of a rank.
 const LEAST_LEN: usize = 512;
 const MOST_LEN: usize = 8192;
 /// Most seconds of the tiles of a forward pass: with longer ones, fewer heads are computed.
-const LONGEST: f64 = 1.0;
+const LONGEST: f64 = 0.5;
 const WARM_UP: usize = 1;
-const ROUNDS: usize = 5;
+/// Seconds of the measured rounds, which bound their number.
+const BUDGET: f64 = 8.0;
+const LEAST_ROUNDS: usize = 5;
+const MOST_ROUNDS: usize = 25;
 
 /// A pass that is measured: the same of all ranks.
 #[derive(Debug, Clone, Copy)]
@@ -66,21 +77,49 @@ impl Case {
         of_pair * (ranks * len * len * heads * head_dim) as f64
     }
 
-    /// Measures the seconds of a forward and a backward pass, and counts the bytes that this rank
-    /// sends.
-    fn pass_of_rank<T: Element>(&self, plan: &mut Plan) -> Result<[f64; 2]> {
+    /// Returns the seconds of the tiles of a forward and a backward pass at this rate.
+    fn seconds(&self, rate: &ComputeRate) -> f64 {
+        self.flops(4.0) / rate.forward + self.flops(10.0) / rate.backward
+    }
+
+    /// Returns the number of measured rounds at this rate, equal on all ranks.
+    fn rounds(&self, rate: &ComputeRate) -> usize {
+        ((BUDGET / (2.0 * self.seconds(rate))) as usize).clamp(LEAST_ROUNDS, MOST_ROUNDS)
+    }
+
+    /// Measures the seconds by which messages delay the tiles of a forward and a backward pass, and
+    /// counts the bytes that this rank sends.
+    fn delay_of_rank<T: Element>(&self, mut plans: Plans, rounds: usize) -> Result<[f64; 2]> {
+        let Plans { of_ring, alone } = &mut plans;
         let x = tensor::<T>(self.len, self.heads, self.head_dim);
-        let mut times = Vec::new();
-        for number in 0..WARM_UP + ROUNDS {
-            let [forward, backward] = round(plan, &x)?;
+        let mut delays = Vec::new();
+        for number in 0..WARM_UP + rounds {
+            // an update ends when all ranks have begun it, so that they compute at the same time
+            of_ring.update(&Batch::default())?;
+            let [forward, backward] = round(of_ring, &x)?;
+            let pass = forward + backward;
+            of_ring.update(&Batch::default())?;
+            let mut tiles = Duration::ZERO;
+            for _ in 0..self.ranks {
+                let [forward, backward] = round(alone, &x)?;
+                tiles += forward + backward;
+            }
             if number >= WARM_UP {
-                times.push((forward + backward).as_secs_f64());
+                delays.push(pass.as_secs_f64() - tiles.as_secs_f64());
             }
         }
         let passes = [PassKind::Forward, PassKind::Backward];
-        let bytes: u64 = passes.iter().map(|&pass| plan.bytes_predicted(pass)).sum();
-        Ok([median(times), bytes as f64])
+        let bytes: u64 = passes.iter().map(|&pass| of_ring.bytes_predicted(pass)).sum();
+        Ok([median(delays), bytes as f64])
     }
+}
+
+/// Plans of a rank.
+struct Plans {
+    /// Of the ring over all ranks.
+    of_ring: Plan,
+    /// Of the rank's own rows alone: the tiles of a ring step.
+    alone: Plan,
 }
 
 /// Returns the time of a byte on the slowest link.
@@ -119,28 +158,33 @@ pub(super) fn measure(
     }
     // equal on all ranks, as are the links and the rate
     let Some(case) = Case::new(job.ranks(), links, rate) else { return Ok(0.0) };
-    let dims = Dims::new(1, case.ranks * case.len, case.heads, case.head_dim);
+    let dims = |ranks: usize| Dims::new(1, ranks * case.len, case.heads, case.head_dim);
     let attention = attention.clone().dtype(rate.dtype);
+    let rounds = case.rounds(rate);
     let of_rank = |_, endpoint: Endpoint| {
-        let plan = &mut backend.plan(threads, endpoint, &attention, dims)?;
+        let none = || Error::internal("a ring has no rank");
+        let alone = Endpoint::Thread(Box::new(ring(1).pop().ok_or_else(none)?));
+        let plans = Plans {
+            of_ring: backend.plan(threads, endpoint, &attention, dims(case.ranks))?,
+            alone: backend.plan(threads, alone, &attention, dims(1))?,
+        };
         match rate.dtype {
-            DType::F64 => case.pass_of_rank::<f64>(plan),
-            DType::F32 => case.pass_of_rank::<f32>(plan),
-            DType::Bf16 => case.pass_of_rank::<bf16>(plan),
-            DType::F16 => case.pass_of_rank::<f16>(plan),
+            DType::F64 => case.delay_of_rank::<f64>(plans, rounds),
+            DType::F32 => case.delay_of_rank::<f32>(plans, rounds),
+            DType::Bf16 => case.delay_of_rank::<bf16>(plans, rounds),
+            DType::F16 => case.delay_of_rank::<f16>(plans, rounds),
         }
     };
     let endpoints = job.endpoints()?;
     let own = job.run_phase(endpoints, of_rank)?;
-    let most = |of_ranks: &[[f64; 2]]| {
-        [0, 1].map(|of| of_ranks.iter().map(|pass| pass[of]).fold(0.0, f64::max))
+    let medians = |of_ranks: &[[f64; 2]]| {
+        [0, 1].map(|of| median(of_ranks.iter().map(|rank| rank[of]).collect()))
     };
-    let all = job.all_gather_numbers(&most(&own))?;
-    let all: Vec<[f64; 2]> = all.iter().map(|pass| [pass[0], pass[1]]).collect();
-    let [seconds, bytes] = most(&all);
-    let tiles = case.flops(4.0) / rate.forward + case.flops(10.0) / rate.backward;
+    let all = job.all_gather_numbers(&medians(&own))?;
+    let all: Vec<[f64; 2]> = all.iter().map(|rank| [rank[0], rank[1]]).collect();
+    let [delay, bytes] = medians(&all);
     // a rank receives as many bytes as it sends
-    Ok(((seconds - tiles) / (2.0 * bytes)).max(0.0))
+    Ok((delay / (2.0 * bytes)).max(0.0))
 }
 
 #[cfg(test)]
@@ -150,7 +194,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tiles_take_twice_the_time_of_their_messages() {
+    fn tiles_take_somewhat_longer_than_their_messages() {
         let link = |bandwidth| Link { latency: 1e-5, bandwidth, is_full_duplex: true };
         let mut links = Links {
             ranks_per_node: 2,
@@ -160,11 +204,11 @@ mod tests {
         };
         let rate = ComputeRate { dtype: DType::F32, head_dim: 64, forward: 2.5e11, backward: 2e11 };
         let case = Case::new(4, &links, &rate).unwrap();
-        assert_eq!((case.len, case.heads), (2048, 4));
+        assert_eq!((case.len, case.heads), (1280, 4));
         let tiles = case.flops(4.0) / 4.0 / rate.forward;
         // two ranks share the bandwidth of the node
-        let messages = 2.0 * (4 * 64 * 2048 * 4) as f64 * 2.0 / 1e9;
-        assert!((1.9..2.1).contains(&(tiles / messages)), "{tiles} s, {messages} s");
+        let messages = 2.0 * (4 * 64 * 1280 * 4) as f64 * 2.0 / 1e9;
+        assert!((1.2..1.3).contains(&(tiles / messages)), "{tiles} s, {messages} s");
         // many ranks: fewer heads, then none; a fast network: the fewest rows
         assert_eq!(Case::new(100, &links, &rate).unwrap().heads, 2);
         assert!(Case::new(1000, &links, &rate).is_none());
@@ -173,6 +217,14 @@ mod tests {
         assert_eq!(Case::new(4, &links, &rate).unwrap().len, 512);
         // both directions share the link
         links.inside_node = Some(Link { is_full_duplex: false, ..link(1e9) });
-        assert_eq!(Case::new(4, &links, &rate).unwrap().len, 2048);
+        assert_eq!(Case::new(4, &links, &rate).unwrap().len, 1280);
+    }
+
+    #[test]
+    fn rounds_fill_the_budget() {
+        let rate = ComputeRate { dtype: DType::F32, head_dim: 64, forward: 4e9, backward: 1e10 };
+        let rounds = |len| Case { ranks: 2, len, heads: 1, head_dim: 64 }.rounds(&rate);
+        // tiles of 2·len² pairs, 4·64 FLOPs forward and 10·64 backward: 0.5 s with 1,397 rows
+        assert_eq!([rounds(1397), rounds(100), rounds(8192)], [8, MOST_ROUNDS, LEAST_ROUNDS]);
     }
 }

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use annulus::{Attention, Plan, Tensors};
+use annulus::{Attention, CacheShape, Plan, Tensors};
 use annulus_comm::{heads_ring, threads::ring};
 use annulus_core::{ComputeRate, Dims, Element, Error, Result};
 use ndarray::Array4;
@@ -22,10 +22,15 @@ const LEAST_LEN: usize = 512;
 const MOST_LEN: usize = 8192;
 /// Time of a forward pass beside which its prologue and epilogue are short.
 const LEAST_TIME: Duration = Duration::from_millis(20);
-/// Time after which no further round starts.
-const BUDGET: Duration = Duration::from_millis(500);
+/// Time after which no further round starts. Ranks that share cores change places on them within
+/// some 100 ms.
+const BUDGET: Duration = Duration::from_secs(1);
 const LEAST_ROUNDS: usize = 3;
-const MOST_ROUNDS: usize = 15;
+const MOST_ROUNDS: usize = 31;
+/// Bytes of cached keys and values that are appended at once, and their number: 64 MiB, which no
+/// processor cache of a rank holds.
+const CHUNK_BYTES: usize = 4 << 20;
+const CHUNKS: usize = 16;
 
 /// Measures the rates of an element type at a head dim: full attention, all heads alike.
 ///
@@ -65,6 +70,47 @@ pub(super) fn merge_bandwidth(job: &mut Job, head_dims: &[usize]) -> Outcome<f64
     let own = job.run_local_phase(0..own_ranks, |_, _| {
         let mut rates = head_dims.iter().map(|&head_dim| heads_ring::merge_bandwidth(head_dim));
         rates.try_fold(f64::INFINITY, |least, rate| Ok(least.min(rate?)))
+    })?;
+    let all = job.all_gather_numbers(&[median(own)])?;
+    Ok(median(all.iter().map(|rates| rates[0]).collect()))
+}
+
+/// Measures the rate at which a rank reads cached keys and values for a token of `head_dim` elements
+/// in f32, while all ranks do: a cache of one rank that no processor cache holds.
+///
+/// # Ordering
+/// Collective over the processes.
+/// # Errors
+/// Those of the ranks.
+pub(super) fn memory_bandwidth(
+    job: &mut Job,
+    backend: &BackendChoice,
+    threads: usize,
+    head_dim: usize,
+) -> Outcome<f64> {
+    let own_ranks = if job.is_mpi() { 1 } else { job.ranks() };
+    let own = job.run_local_phase(0..own_ranks, |_, _| {
+        let alone = ring(1).pop().ok_or_else(|| Error::internal("a ring has no rank"))?;
+        let endpoint = Endpoint::Thread(Box::new(alone));
+        let shape = CacheShape::new(1, HEADS, head_dim);
+        let mut cache = backend.cache(threads, endpoint, &Attention::new(), shape)?;
+        let rows = CHUNK_BYTES / (2 * HEADS * head_dim * size_of::<f32>());
+        let chunk = tensor::<f32>(rows, HEADS, head_dim);
+        for _ in 0..CHUNKS {
+            cache.append(chunk.view(), chunk.view())?;
+        }
+        let token = tensor::<f32>(1, HEADS, head_dim);
+        cache.attend(token.view(), None)?;
+        let begin = Instant::now();
+        let mut times = Vec::new();
+        while times.len() < LEAST_ROUNDS || (begin.elapsed() < BUDGET && times.len() < MOST_ROUNDS)
+        {
+            let begin = Instant::now();
+            cache.attend(token.view(), None)?;
+            times.push(begin.elapsed().as_secs_f64());
+        }
+        let bytes = CHUNKS * rows * 2 * HEADS * head_dim * size_of::<f32>();
+        Ok(bytes as f64 / median(times))
     })?;
     let all = job.all_gather_numbers(&[median(own)])?;
     Ok(median(all.iter().map(|rates| rates[0]).collect()))

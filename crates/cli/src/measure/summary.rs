@@ -12,7 +12,8 @@ pub(super) struct Summary<'a>(pub(super) &'a Machine);
 impl fmt::Display for Summary<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Machine { ranks_per_node, inside_node, between_nodes, node_bandwidth, .. } = self.0;
-        let Machine { message_overhead, merge_bandwidth, rates, memory, .. } = self.0;
+        let Machine { message_overhead, merge_bandwidth, memory_bandwidth, .. } = self.0;
+        let Machine { rates, memory, .. } = self.0;
         let links = [("inside nodes", inside_node), ("between nodes", between_nodes)];
         for (name, link) in links {
             let Some(Link { latency, bandwidth, is_full_duplex }) = link else { continue };
@@ -33,6 +34,9 @@ impl fmt::Display for Summary<'_> {
         }
         if let Some(bandwidth) = merge_bandwidth {
             writeln!(f, "{:<14} {:.2} GB/s of partial results", "merge", bandwidth / 1e9)?;
+        }
+        if let Some(bandwidth) = memory_bandwidth {
+            writeln!(f, "{:<14} {:.2} GB/s of a KV cache", "reads", bandwidth / 1e9)?;
         }
         for rate in rates {
             let name = format!("{} dim {}", rate.dtype, rate.head_dim);

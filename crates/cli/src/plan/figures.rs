@@ -3,8 +3,8 @@
 use std::{cmp::Reverse, collections::BTreeSet, sync::Arc};
 
 use annulus_core::{
-    Error, NeedsIndex, RankSchedule, Result, RingShards, RingTraffic, Route, RowLayout, Schedule,
-    Shard, Side, Spec, StrategyTraffic, Traffic, Work, WorkMatrix,
+    Error, Layout, NeedsIndex, RankSchedule, Result, RingShards, RingTraffic, Route, RowLayout,
+    Schedule, Shard, Side, Spec, StrategyTraffic, Traffic, Work, WorkMatrix,
 };
 use serde::Serialize;
 
@@ -55,6 +55,10 @@ pub(super) struct Figures {
     pub(super) work_max_over_mean: f64,
     /// Rows of the longest shard divided by the mean, of queries or keys.
     rows_max_over_mean: f64,
+    /// Least number of tiles of any layout as balanced as this one, divided by the number that its
+    /// pairs fill, of the balanced layout.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) tiles_bound: Option<f64>,
     /// Rows sent in a forward pass, divided by the rows that ranks need of each other.
     redundancy: f64,
     /// Number of packed documents.
@@ -271,6 +275,9 @@ impl Figures {
             let queries = query_pass.map(|pass| (pass.schedule(rank), pass.row_bytes()));
             Program::new(rank, &schedule, queries, &block, &gradient)
         });
+        let tiles_bound = matches!(layout, Layout::Balanced(_))
+            .then(|| Layout::least_tiles(spec, &documents, ranks))
+            .transpose()?;
         let leaves = query_pass
             .map(|queries| LeafFigures::new(spec, &needs, route, &shards, queries))
             .transpose()?;
@@ -304,6 +311,7 @@ impl Figures {
             bytes_full_ring_total: forward_bytes.full_ring,
             work_max_over_mean: work.max_over_mean(),
             rows_max_over_mean: rows_max_over_mean(&shards),
+            tiles_bound,
             redundancy: redundancy(total.block_rows, &needs),
             documents: documents.cum_seqlens_q.as_ref().map(|starts| starts.len() - 1),
             leaves,

@@ -1,6 +1,7 @@
 //! `annulus plan`: the schedule of a ring as figures and as a picture, without running it.
 
 mod between_nodes;
+mod decode;
 mod figures;
 mod leaves;
 mod picture;
@@ -10,9 +11,12 @@ mod strategies;
 use std::path::{Path, PathBuf};
 
 use annulus::Attention;
+use annulus_comm::kv_cache::KvCache;
 use annulus_core::{
-    Batch, Choice, Dims, Error, Layout, Machine, Placement, Route, Spec, Strategy, StrategyTraffic,
+    Batch, CacheShards, Choice, Dims, Error, Layout, Machine, Placement, Route, Spec, Strategy,
+    StrategyTraffic,
 };
+use annulus_cpu::Cpu;
 use clap::Args;
 
 use crate::{
@@ -20,13 +24,17 @@ use crate::{
         documents,
         mask::MaskFlags,
         names,
-        values::{DTypeName, LayoutName, count as from_one, dim, planned_ranks, strategy, whole},
+        values::{
+            DTypeName, LayoutName, count as from_one, dim, page_rows, planned_ranks, strategy,
+            whole,
+        },
     },
     failure::{Failure, Outcome},
     file, machine,
     report::{bytes, count, grouped},
     stdout::say,
 };
+use decode::TokenFigures;
 use figures::Figures;
 use strategies::Strategies;
 
@@ -36,21 +44,31 @@ const EXAMPLES: &str = "Examples:
   annulus plan --causal --q-len 131072 --ranks 64 --heads 32 --kv-heads 8 --dtype bf16 --json -
   annulus plan --causal --q-len 67108864 --ranks 65536 --rank 17
   annulus plan --causal --q-len 131072 --ranks 64 --heads 32 --machine machine.json --strategy auto
-  annulus plan --causal --documents 512,2048,1000,4632 --ranks 4 --layout balanced";
+  annulus plan --causal --documents 512,2048,1000,4632 --ranks 4 --layout balanced
+  annulus plan --decode --kv-len 1000000 --ranks 8 --kv-heads 2 --machine machine.json";
 
 /// Shows the work of each rank in each step and predicts the bytes sent, without running the ring
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct PlanFlags {
-    /// Queries. Default: the rows of --documents
-    #[arg(long, value_name = "N", value_parser = whole, required_unless_present = "documents")]
+    /// Queries. Default: the rows of --documents, 1 with --decode
+    #[arg(long, value_name = "N", value_parser = whole,
+        required_unless_present_any = ["documents", "decode"])]
     q_len: Option<usize>,
-    /// Keys. Default: as many as queries
+    /// Keys, or cached rows with --decode. Default: as many as queries
     #[arg(long, value_name = "N", value_parser = whole)]
     kv_len: Option<usize>,
     /// Ranks of the ring, 1 to 65536
     #[arg(long, value_name = "P", value_parser = planned_ranks)]
     ranks: usize,
+    /// Plan a token of a KV cache of --kv-len rows, that of the token included: the keys and values
+    /// that a rank reads, the bytes that it sends and, with --machine, the time
+    #[arg(long, requires = "kv_len", conflicts_with_all = ["q_len", "documents", "rank", "layout",
+        "strategy", "reproducible", "svg"])]
+    decode: bool,
+    /// Rows of a page of the cache, 1 to 2^32. Default: 64
+    #[arg(long, value_name = "ROWS", value_parser = page_rows, requires = "decode")]
+    page_rows: Option<usize>,
     /// Also show the program of this rank: its ring steps and the messages that it sends
     #[arg(long, value_name = "R", value_parser = whole)]
     rank: Option<usize>,
@@ -112,6 +130,9 @@ pub(crate) struct PlanFlags {
     mask: MaskFlags,
 }
 
+/// Rows of a page of a KV cache by default.
+const PAGE_ROWS: u64 = KvCache::<Cpu>::PAGE_ROWS;
+
 /// Runs `annulus plan`.
 pub(crate) fn run(flags: &PlanFlags) -> Outcome {
     flags.mask.check()?;
@@ -121,6 +142,9 @@ pub(crate) fn run(flags: &PlanFlags) -> Outcome {
     documents::check(&flags.mask.documents, &dims)?;
     figures::check_queries(&spec).map_err(named)?;
     let machine = flags.machine.as_deref().map(machine::read).transpose()?;
+    if flags.decode {
+        return flags.token(&spec, machine.as_ref())?.map_err(named);
+    }
     let strategies = flags.strategies(&spec, machine.as_ref())?.map_err(named)?;
     let (of_ring, planned) = flags.ring(&spec, &strategies, machine.as_ref()).map_err(named)?;
     let ring = Figures::new(&of_ring, planned).map_err(named)?;
@@ -168,6 +192,7 @@ impl PlanFlags {
     fn dims(&self) -> Outcome<Dims> {
         let q_len = match self.q_len {
             Some(len) => len,
+            None if self.decode => 1,
             None => documents::rows(&self.mask.documents)?,
         };
         Ok(Dims {
@@ -199,6 +224,28 @@ impl PlanFlags {
     fn spec(&self, dims: Dims) -> annulus_core::Result<Spec> {
         let attention = self.mask.apply(Attention::new()).reproducible(self.reproducible);
         attention.dtype(self.dtype.into()).spec(dims)
+    }
+
+    /// Prints or writes the figures of a token.
+    fn token(&self, spec: &Spec, machine: Option<&Machine>) -> Outcome<annulus_core::Result<()>> {
+        let placement = self.placement(machine);
+        let page_rows = self.page_rows.map_or(PAGE_ROWS, |rows| rows as u64);
+        let shards = CacheShards { ranks: self.ranks, page_rows, placement: placement.as_ref() };
+        let figures = match TokenFigures::new(spec, &shards, self.mask.describe(), machine) {
+            Ok(figures) => figures,
+            Err(error) => return Ok(Err(error)),
+        };
+        match self.json.as_deref() {
+            Some(path) if path == Path::new("-") => say!("{}", figures.json().trim_end()),
+            Some(path) => {
+                file::write_text(path, &figures.json())?;
+                if !file::is_standard_output(path) {
+                    figures.print();
+                }
+            }
+            None => figures.print(),
+        }
+        Ok(Ok(()))
     }
 
     /// Compares the strategies. The balanced layout and packed documents are planned for a ring
@@ -321,6 +368,11 @@ fn print(figures: &Figures) {
     }
     say!("work      the busiest rank has {:.3} times the mean", figures.work_max_over_mean);
     say!("rows      {}", figures.rows_in_words());
+    if let Some(bound) = figures.tiles_bound {
+        say!(
+            "tiles     any layout as balanced has at least {bound:.3} times those that pairs fill"
+        );
+    }
     if figures.schedule_checked {
         say!(
             "checked   each row arrives once where it is needed; each gradient reaches its owner once"

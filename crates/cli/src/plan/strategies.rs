@@ -275,7 +275,7 @@ impl StrategyFigures {
 }
 
 /// Formats seconds with three digits after the unit's point.
-fn seconds(seconds: f64) -> String {
+pub(super) fn seconds(seconds: f64) -> String {
     match seconds {
         0.0 => "0 s".into(),
         of if of >= 1.0 => format!("{of:.3} s"),

@@ -226,12 +226,60 @@ fn attend_and_bench_choose_by_the_machine() {
 }
 
 #[test]
+fn a_token_of_a_cache_is_predicted() {
+    let folder = Folder::new("plan_token");
+    let mut machine = machine(1e6, 1e30);
+    machine["ranks_per_node"] = json!(1);
+    machine["node_bandwidth"] = json!(1e30);
+    machine["between_nodes"]["latency"] = json!(0.25);
+    machine["memory_bandwidth"] = json!(1e6);
+    write(&folder, &machine);
+    // 10 pages of 100 rows on 4 ranks, of which rank 0 has 3; a row of 2 KV heads has
+    // 2 · 2 · 64 · 4 bytes, a result of 8 heads 8 · 65 · 4
+    let token = "--decode --kv-len 1000 --ranks 4 --kv-heads 2 --page-rows 100";
+    let planned = plan(&folder, token);
+    assert_eq!(planned["bytes_read_max_rank"], json!(300 * 1024));
+    assert_eq!(planned["bytes_sent_rank"], json!(3 * 2080));
+    assert_eq!(planned["time_predicted"], Value::Null);
+    let token = format!("{token} --machine machine.json");
+    let planned = plan(&folder, &token);
+    let is_near = |field: &str, want: f64| {
+        let got = planned[field].as_f64().unwrap();
+        assert!((got - want).abs() < 1e-9, "{field}: {got}");
+    };
+    is_near("tiles_predicted", 0.3072);
+    // three messages at once, and two agreements of two rounds
+    is_near("exposed_predicted", 0.25 + 3.0 * 2080e-6 + 4.0 * 0.25);
+    is_near("time_predicted", 0.3072 + 1.25 + 6240e-6);
+    assert_eq!(planned["reads_are_assumed"], json!(false));
+    let text = folder.succeed(&format!("plan {token}")).out;
+    assert!(text.contains("predicted 1.563 s: tiles 307.200 ms, reduction 1.256 s"), "{text}");
+    assert!(!text.contains("assumed"), "{text}");
+
+    machine.as_object_mut().unwrap().remove("memory_bandwidth");
+    write(&folder, &machine);
+    let text = folder.succeed(&format!("plan {token}")).out;
+    assert!(text.contains("no memory_bandwidth, so tiles are assumed"), "{text}");
+    for wrong in ["--q-len 4", "--strategy ring", "--documents 5", "--svg token.svg", "--rank 0"] {
+        folder.run(&format!("plan {token} {wrong}")).failed(2, &["--decode"]);
+    }
+    folder.run("plan --decode --ranks 4").failed(2, &["--kv-len"]);
+}
+
+#[test]
 fn measure_writes_a_machine_that_plan_reads() {
     let folder = Folder::new("measure");
     let flags = "measure --ranks 2 --threads 1 --dtype f32,bf16 --ds 4,8";
     let printed = folder.succeed(&format!("{flags} --out machine.json")).out;
-    let lines =
-        ["inside nodes", "merge", "f32 dim 4", "bf16 dim 8", "memory", "wrote machine.json"];
+    let lines = [
+        "inside nodes",
+        "merge",
+        "reads",
+        "f32 dim 4",
+        "bf16 dim 8",
+        "memory",
+        "wrote machine.json",
+    ];
     for line in lines {
         let count = printed.lines().filter(|printed| printed.starts_with(line)).count();
         assert_eq!(count, 1, "{line}: {printed}");
@@ -245,7 +293,9 @@ fn measure_writes_a_machine_that_plan_reads() {
     );
     let overhead = machine["message_overhead"].as_f64().unwrap();
     assert!((0.0..1.0).contains(&overhead), "{overhead} s/byte");
-    assert!(machine["merge_bandwidth"].as_f64().unwrap() > 1e6, "{machine}");
+    for field in ["merge_bandwidth", "memory_bandwidth"] {
+        assert!(machine[field].as_f64().unwrap() > 1e6, "{machine}");
+    }
     let rates = machine["rates"].as_array().unwrap();
     let of: Vec<(&str, u64)> = rates
         .iter()

@@ -22,6 +22,9 @@
 //! a byte is O of LogGOPS (Hoefler et al. 2010). The selection of a division by its predicted time
 //! is that of COSMA (Kwasniewski et al. 2019), applied to attention.
 
+mod choice;
+mod exchange_rounds;
+mod large_plan;
 mod mean_steps;
 mod network;
 mod prediction;
@@ -30,9 +33,13 @@ mod steps;
 #[cfg(test)]
 mod tests;
 mod timed_step;
+mod token;
 
-pub use prediction::{Comparison, LinkBytes, PassTime, Prediction};
+pub use choice::Comparison;
+pub(crate) use exchange_rounds::{ExchangeRounds, Exchanged, agreements};
+pub use prediction::{LinkBytes, PassTime, Prediction};
 pub(crate) use steps::{MOST_STEPPED_RANKS, pair_seconds};
+pub use token::{CacheShards, TokenPrediction, TokenTraffic};
 
 use crate::{DType, Error, Fingerprint, Placement, Result};
 
@@ -50,6 +57,7 @@ use crate::{DType, Error, Fingerprint, Placement, Result};
 ///     node_bandwidth: Some(1.25e10),
 ///     message_overhead: 0.0,
 ///     merge_bandwidth: Some(4e9),
+///     memory_bandwidth: Some(1e11),
 ///     rates: vec![ComputeRate { dtype: DType::F32, head_dim: 64, forward: 1e12, backward: 8e11 }],
 ///     memory: 64 << 30,
 /// };
@@ -76,6 +84,9 @@ pub struct Machine {
     /// Bytes per second of partial results of key columns that a rank merges, in the accumulator's
     /// type; `None` if that is not known, and merges take no time.
     pub merge_bandwidth: Option<f64>,
+    /// Bytes per second of cached keys and values that a rank reads for a token while all ranks of
+    /// its node do; `None` if that is not known.
+    pub memory_bandwidth: Option<f64>,
     /// Compute rates, at least one.
     pub rates: Vec<ComputeRate>,
     /// Memory of a rank in bytes, at least 1.
@@ -148,8 +159,12 @@ impl Machine {
             let want = "a finite number of at least 0";
             return Err(Error::invalid("message_overhead", self.message_overhead, want));
         }
-        if let Some(bandwidth) = self.merge_bandwidth {
-            above_0("merge_bandwidth", bandwidth)?;
+        let bandwidths = [
+            ("merge_bandwidth", self.merge_bandwidth),
+            ("memory_bandwidth", self.memory_bandwidth),
+        ];
+        for (name, bandwidth) in bandwidths {
+            bandwidth.map_or(Ok(()), |bandwidth| above_0(name, bandwidth))?;
         }
         if self.rates.is_empty() {
             return Err(Error::invalid("rates", "none", "at least one"));
@@ -192,6 +207,7 @@ impl Machine {
         let into = into.optional(self.node_bandwidth.map(f64::to_bits));
         let into = into.number(self.message_overhead.to_bits());
         let into = into.optional(self.merge_bandwidth.map(f64::to_bits));
+        let into = into.optional(self.memory_bandwidth.map(f64::to_bits));
         let rate = |into: Fingerprint, rate: &ComputeRate| {
             into.text(rate.dtype.name())
                 .number(rate.head_dim as u64)
@@ -199,6 +215,23 @@ impl Machine {
                 .number(rate.backward.to_bits())
         };
         self.rates.iter().fold(into.number(self.rates.len() as u64), rate).finish()
+    }
+
+    /// Returns the seconds in which all of `ranks` ranks agree: ⌈log₂ ranks⌉ short messages, one
+    /// after another. A node has at most `node_ranks` of them.
+    pub(crate) fn agreement_seconds(&self, ranks: usize, node_ranks: usize) -> f64 {
+        let latency = |link: Option<Link>| link.map_or(0.0, |link| link.latency);
+        let inside = latency(self.inside_node.filter(|_| node_ranks > 1));
+        let between = latency(self.between_nodes.filter(|_| node_ranks < ranks));
+        f64::from(ranks.next_power_of_two().ilog2()) * inside.max(between)
+    }
+
+    /// Returns the most ranks of a node, of `ranks` ranks that are placed as
+    /// [`Machine::nodes`] places them.
+    pub(crate) fn node_ranks(&self, ranks: usize, placement: Option<&Placement>) -> usize {
+        let mut nodes = self.nodes(ranks, placement);
+        nodes.sort_unstable();
+        nodes.chunk_by(|a, b| a == b).map(<[usize]>::len).max().unwrap_or(1)
     }
 
     /// Returns the node of each of `ranks` ranks: by `placement` if it is of as many ranks, else by

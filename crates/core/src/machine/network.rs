@@ -17,6 +17,8 @@ pub(super) struct Network<'a> {
     /// Node of each rank, as a number below the number of nodes.
     nodes: Vec<usize>,
     node_count: usize,
+    /// Ranks of its node that each rank stands for, itself included: they send as much.
+    weights: Vec<f64>,
 }
 
 /// Bytes that ranks and nodes send and receive in one step, `[sent, received]`.
@@ -49,7 +51,53 @@ impl<'a> Network<'a> {
         }
         let number = |node: &usize| names.binary_search(node).unwrap_or(0);
         let nodes = nodes.iter().map(number).collect();
-        Ok(Self { machine, nodes, node_count: names.len() })
+        Ok(Self { machine, nodes, node_count: names.len(), weights: vec![1.0; ranks] })
+    }
+
+    /// Returns the network of some `ranks`, each of which stands for `weights` ranks of its node.
+    pub(super) fn of_some(&self, ranks: &[usize], weights: Vec<f64>) -> Self {
+        let Self { machine, ref nodes, node_count, .. } = *self;
+        Self {
+            machine,
+            nodes: ranks.iter().map(|&rank| nodes[rank]).collect(),
+            node_count,
+            weights,
+        }
+    }
+
+    /// Returns the node of a rank.
+    pub(super) fn node(&self, rank: usize) -> usize {
+        self.nodes[rank]
+    }
+
+    /// Returns the most ranks of a node.
+    pub(super) fn node_ranks(&self) -> usize {
+        self.ranks_of_nodes().into_iter().max().unwrap_or(1)
+    }
+
+    fn ranks_of_nodes(&self) -> Vec<usize> {
+        let mut counts = vec![0; self.node_count];
+        self.nodes.iter().for_each(|&node| counts[node] += 1);
+        counts
+    }
+
+    /// Returns the seconds in which every rank sends so many bytes to each other rank, all messages
+    /// at the same time: those of [`Network::seconds`], without a list of them.
+    pub(super) fn all_gather_seconds(&self, bytes: f64) -> f64 {
+        let ranks = self.nodes.len();
+        let seconds = |is_inside: bool, peers: usize, leaving: usize| {
+            let Some(link) = self.link(is_inside).filter(|_| peers > 0) else { return 0.0 };
+            let both = if link.is_full_duplex { 1.0 } else { 2.0 };
+            let of_rank = both * bytes * peers as f64 / link.bandwidth;
+            let of_node = self.machine.node_bandwidth.filter(|_| leaving > 0);
+            let of_node = of_node.map_or(0.0, |of| both * bytes * leaving as f64 / of);
+            link.latency + of_rank.max(of_node)
+        };
+        let of_node = |count: usize| {
+            let others = ranks - count;
+            seconds(true, count - 1, 0).max(seconds(false, others, count * others))
+        };
+        self.ranks_of_nodes().into_iter().map(of_node).fold(0.0, f64::max)
     }
 
     /// Returns true if both ranks are on one node.
@@ -104,8 +152,8 @@ impl<'a> Network<'a> {
             let ports = if self.is_inside(from, to) {
                 &mut loads.inside
             } else {
-                loads.of_node[self.nodes[from]][0] += bytes;
-                loads.of_node[self.nodes[to]][1] += bytes;
+                loads.of_node[self.nodes[from]][0] += bytes * self.weights[from];
+                loads.of_node[self.nodes[to]][1] += bytes * self.weights[to];
                 &mut loads.between
             };
             ports[from][0] += bytes;

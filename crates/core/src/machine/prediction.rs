@@ -1,10 +1,12 @@
-//! The predicted time of a strategy, and the choice of the least.
+//! The predicted time of a strategy.
 
-use super::{Machine, network::Network, steps, timed_step::TimedStep};
-use crate::{
-    Error, HeadGrid, Result, Spec, StrategyTraffic, TrafficOptions,
-    strategy::{Bounds, best_first},
+use super::{
+    Machine, large_plan,
+    network::Network,
+    steps::{GridPlan, MOST_STEPPED_RANKS},
+    timed_step::TimedStep,
 };
+use crate::{Result, Spec, StrategyTraffic, TrafficOptions};
 
 /// Predicted figures of one strategy on a machine.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -28,7 +30,16 @@ pub struct PassTime {
     pub exposed: f64,
 }
 
-/// Payload bytes by link. Predictions are exact up to 2⁵³ bytes and rings of 256 ranks.
+impl std::iter::Sum for PassTime {
+    fn sum<I: Iterator<Item = Self>>(all: I) -> Self {
+        all.fold(Self::default(), |sum, of| Self {
+            seconds: sum.seconds + of.seconds,
+            exposed: sum.exposed + of.exposed,
+        })
+    }
+}
+
+/// Payload bytes by link. Predictions are exact up to 2⁵³ bytes and 256 ranks.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct LinkBytes {
     /// Bytes between ranks of one node.
@@ -37,15 +48,32 @@ pub struct LinkBytes {
     pub between_nodes: f64,
 }
 
+impl LinkBytes {
+    /// Adds the bytes of `other`, so many times.
+    pub(super) fn add(&mut self, other: &Self, times: f64) {
+        self.inside_node += other.inside_node * times;
+        self.between_nodes += other.between_nodes * times;
+    }
+
+    /// Returns bytes with this sum, in the same proportion.
+    pub(super) fn of_total(&self, total: f64) -> Self {
+        let all = self.inside_node + self.between_nodes;
+        let share = if all > 0.0 { self.inside_node / all } else { 0.0 };
+        Self { inside_node: total * share, between_nodes: total * (1.0 - share) }
+    }
+}
+
 impl Prediction {
     /// Predicts the time of a strategy. `options` are those with which `traffic` was computed.
     /// Calls `tick` between steps of a long computation.
     ///
-    /// Rings of up to 256 ranks are executed step by step; the work of a step is estimated from
-    /// 16,384 queries. Larger rings are a step with the mean work and bytes of all.
+    /// Plans of up to 256 ranks are executed step by step on all ranks; the work of a step is
+    /// estimated from 16,384 queries. Of more ranks, the exchange is a sum over rounds, and up to
+    /// three rings over groups stand for all: executed step by step up to 256 groups, in steps with
+    /// the mean work and bytes of more.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] naming `machine` if it is invalid ([`Machine::check`]), has no
+    /// [`crate::Error::InvalidArgument`] naming `machine` if it is invalid ([`Machine::check`]), has no
     /// rate of the element type, or lacks a link between the nodes of the ranks.
     pub fn of(
         traffic: &StrategyTraffic,
@@ -54,18 +82,27 @@ impl Prediction {
         machine: &Machine,
         tick: &mut dyn FnMut(),
     ) -> Result<Self> {
-        machine.check()?;
-        let ranks = traffic.forward.len();
-        let of_ranks = machine.nodes(ranks, options.placement);
-        let order = &traffic.layout.order;
-        let nodes: Vec<usize> = (0..ranks).map(|index| of_ranks[order.rank(index)]).collect();
-        let network = Network::new(machine, &nodes)?;
-        let [forward, backward] = steps::of_passes(traffic, spec, options, machine, tick)?;
+        let plan = GridPlan { traffic, spec, options, machine };
+        if plan.ranks() > MOST_STEPPED_RANKS {
+            return Self::estimate(&plan, tick);
+        }
+        let network = plan.network()?;
+        let [forward, backward] = plan.of_passes(tick)?;
         let mut bytes = LinkBytes::default();
+        let ranks = plan.ranks();
         let mut time = |steps: &[TimedStep]| execute(&network, steps, ranks, &mut bytes);
         let [forward, backward] = [time(&forward), time(&backward)];
         let fits = traffic.memory_max_rank <= u128::from(machine.memory);
         Ok(Self { forward, backward, bytes, fits })
+    }
+
+    /// Predicts the time of a strategy as that of many ranks. The traffic may lack the bytes of
+    /// ranks.
+    ///
+    /// # Errors
+    /// As [`Prediction::of`].
+    pub(super) fn estimate(plan: &GridPlan<'_>, tick: &mut dyn FnMut()) -> Result<Self> {
+        large_plan::predict(plan, &plan.network()?, tick)
     }
 
     /// Returns the seconds of all passes.
@@ -76,85 +113,6 @@ impl Prediction {
     /// Returns the exposed communication of all passes, in seconds.
     pub fn exposed(&self) -> f64 {
         self.forward.exposed + self.backward.exposed
-    }
-}
-
-impl Machine {
-    /// Predicts every strategy of `all`, and returns the index of the one with the least time whose
-    /// buffers fit the memory of a rank; of ties the first. If the buffers of none fit, it is the
-    /// one with the least memory.
-    ///
-    /// # Errors
-    /// As [`Prediction::of`]; [`Error::InvalidArgument`] if there is no strategy.
-    pub fn choose(
-        &self,
-        all: &[StrategyTraffic],
-        spec: &Spec,
-        options: &TrafficOptions<'_>,
-        tick: &mut dyn FnMut(),
-    ) -> Result<(usize, Vec<Prediction>)> {
-        let predict = |traffic| Prediction::of(traffic, spec, options, self, tick);
-        let predictions = all.iter().map(predict).collect::<Result<Vec<_>>>()?;
-        Ok((Self::best(all, &predictions)?, predictions))
-    }
-}
-
-/// Strategies that were compared on a machine.
-#[derive(Debug)]
-pub struct Comparison {
-    /// Traffic of the strategies.
-    pub all: Vec<StrategyTraffic>,
-    /// Predictions of the strategies, in the same order.
-    pub predictions: Vec<Prediction>,
-    /// Index of the one to choose, as [`Machine::choose`] does.
-    pub chosen: usize,
-}
-
-impl Machine {
-    /// Chooses among all strategies that `admits` accepts, without those of which a lower bound of
-    /// the time already exceeds the least time: as [`Machine::choose`] of
-    /// [`StrategyTraffic::of_all`] and [`StrategyTraffic::of_routes`].
-    ///
-    /// # Errors
-    /// As [`Prediction::of`] and [`StrategyTraffic::of`]; [`Error::InvalidArgument`] if there is no
-    /// strategy.
-    pub fn fastest(
-        &self,
-        spec: &Spec,
-        ranks: usize,
-        options: &TrafficOptions<'_>,
-        admits: &dyn Fn(&HeadGrid) -> bool,
-        tick: &mut dyn FnMut(),
-    ) -> Result<Comparison> {
-        let mut grids = HeadGrid::candidates(spec, ranks, options.backward);
-        grids.retain(admits);
-        let bounds = Bounds::new(spec, ranks, options);
-        let bounds: Vec<f64> =
-            grids.iter().map(|grid| bounds.seconds(grid, self)).collect::<Result<_>>()?;
-        let mut computed: Vec<Option<(StrategyTraffic, Prediction)>> =
-            grids.iter().map(|_| None).collect();
-        best_first(&bounds, |index| {
-            let traffic = StrategyTraffic::of(spec, grids[index], options, tick)?;
-            let prediction = Prediction::of(&traffic, spec, options, self, tick)?;
-            computed[index] = Some((traffic, prediction));
-            Ok(prediction.fits.then(|| prediction.seconds()))
-        })?;
-        let (mut all, mut predictions): (Vec<_>, Vec<_>) = computed.into_iter().flatten().unzip();
-        for traffic in StrategyTraffic::of_routes(spec, ranks, options, tick)? {
-            predictions.push(Prediction::of(&traffic, spec, options, self, tick)?);
-            all.push(traffic);
-        }
-        let chosen = Self::best(&all, &predictions)?;
-        Ok(Comparison { all, predictions, chosen })
-    }
-
-    /// Returns the index of the strategy that [`Machine::choose`] chooses.
-    fn best(all: &[StrategyTraffic], predictions: &[Prediction]) -> Result<usize> {
-        let fitting = predictions.iter().enumerate().filter(|(_, prediction)| prediction.fits);
-        let fastest = fitting.min_by(|(_, a), (_, b)| a.seconds().total_cmp(&b.seconds()));
-        let smallest = || (0..all.len()).min_by_key(|&index| all[index].memory_max_rank);
-        let chosen = fastest.map(|(index, _)| index).or_else(smallest);
-        chosen.ok_or_else(|| Error::invalid("ranks", 0, "at least 1"))
     }
 }
 
@@ -189,47 +147,85 @@ pub(super) fn execute(
     ranks: usize,
     bytes: &mut LinkBytes,
 ) -> PassTime {
-    let mut clocks = vec![0.0f64; ranks];
-    let mut exposed = vec![0.0f64; ranks];
-    let mut arrivals: Vec<Option<Arrival>> = vec![None; ranks];
-    // ends of sends for which a rank waits after its next tiles
-    let mut sends_end = vec![0.0f64; ranks];
+    let mut execution = Execution {
+        clocks: vec![0.0; ranks],
+        exposed: vec![0.0; ranks],
+        arrivals: vec![None; ranks],
+        sends_end: vec![0.0; ranks],
+    };
     for step in steps {
-        let seconds = network.seconds(&step.transfers);
-        let delays = network.delays(&step.transfers);
-        for _ in 0..step.repeats {
-            let begins = clocks.clone();
-            for rank in 0..ranks {
-                let begin = begins[rank];
-                // a rank without tiles only waits
-                let delay = if step.compute[rank] > 0.0 { delays[rank] } else { 0.0 };
-                let compute = step.compute[rank] + delay;
-                let tiles_end = arrivals[rank]
-                    .take()
-                    .map_or(begin + compute, |arrival| arrival.tiles_end(begin, compute));
-                clocks[rank] = tiles_end.max(std::mem::take(&mut sends_end[rank]));
-            }
-            for (transfer, &[latency, seconds]) in step.transfers.iter().zip(&seconds) {
-                network.count(transfer, bytes);
-                let begin = begins[transfer.from].max(begins[transfer.to]) + latency;
-                let end = begin + seconds;
-                let in_parts = |rank: usize| step.in_parts[rank];
-                if in_parts(transfer.from) {
-                    sends_end[transfer.from] = sends_end[transfer.from].max(end);
-                } else {
-                    clocks[transfer.from] = clocks[transfer.from].max(end);
-                }
-                if in_parts(transfer.to) {
-                    arrivals[transfer.to] = Some(Arrival { begin, seconds });
-                } else {
-                    clocks[transfer.to] = clocks[transfer.to].max(end);
-                }
-            }
-            for rank in 0..ranks {
-                exposed[rank] += (clocks[rank] - begins[rank] - step.compute[rank]).max(0.0);
-            }
+        let mut of_step = LinkBytes::default();
+        step.transfers.iter().for_each(|transfer| network.count(transfer, &mut of_step));
+        bytes.add(&of_step, step.repeats as f64);
+        if step.repeats == 1 {
+            execution.execute(step, network);
+        } else {
+            execution.repeat(step, network);
         }
     }
     let most = |of: &[f64]| of.iter().copied().fold(0.0, f64::max);
-    PassTime { seconds: most(&clocks), exposed: most(&exposed) }
+    PassTime { seconds: most(&execution.clocks), exposed: most(&execution.exposed) }
+}
+
+/// Clocks of all ranks in a pass.
+struct Execution {
+    clocks: Vec<f64>,
+    exposed: Vec<f64>,
+    arrivals: Vec<Option<Arrival>>,
+    /// Ends of sends for which a rank waits after its next tiles.
+    sends_end: Vec<f64>,
+}
+
+impl Execution {
+    fn execute(&mut self, step: &TimedStep, network: &Network<'_>) {
+        let begins = self.clocks.clone();
+        for (rank, compute) in Self::tiles(step, network).into_iter().enumerate() {
+            let begin = begins[rank];
+            let tiles_end = self.arrivals[rank]
+                .take()
+                .map_or(begin + compute, |arrival| arrival.tiles_end(begin, compute));
+            self.clocks[rank] = tiles_end.max(std::mem::take(&mut self.sends_end[rank]));
+        }
+        let seconds = network.seconds(&step.transfers);
+        for (transfer, &[latency, seconds]) in step.transfers.iter().zip(&seconds) {
+            let begin = begins[transfer.from].max(begins[transfer.to]) + latency;
+            let end = begin + seconds;
+            if step.in_parts[transfer.from] {
+                self.sends_end[transfer.from] = self.sends_end[transfer.from].max(end);
+            } else {
+                self.clocks[transfer.from] = self.clocks[transfer.from].max(end);
+            }
+            if step.in_parts[transfer.to] {
+                self.arrivals[transfer.to] = Some(Arrival { begin, seconds });
+            } else {
+                self.clocks[transfer.to] = self.clocks[transfer.to].max(end);
+            }
+        }
+        for (rank, begin) in begins.into_iter().enumerate() {
+            self.exposed[rank] += (self.clocks[rank] - begin - step.compute[rank]).max(0.0);
+        }
+    }
+
+    /// Executes equal steps, none of whose messages arrives in parts: each takes as long as that of
+    /// the slowest rank, for which all ranks of a ring wait in the end.
+    fn repeat(&mut self, step: &TimedStep, network: &Network<'_>) {
+        let mut longest = Self::tiles(step, network).into_iter().fold(0.0, f64::max);
+        for [latency, seconds] in network.seconds(&step.transfers) {
+            longest = longest.max(latency + seconds);
+        }
+        let repeats = step.repeats as f64;
+        let end = self.clocks.iter().copied().fold(0.0, f64::max) + longest * repeats;
+        for (rank, clock) in self.clocks.iter_mut().enumerate() {
+            self.exposed[rank] += (end - *clock - step.compute[rank] * repeats).max(0.0);
+            *clock = end;
+        }
+    }
+
+    /// Returns the seconds of the tiles of each rank, delayed by messages. A rank without tiles only
+    /// waits.
+    fn tiles(step: &TimedStep, network: &Network<'_>) -> Vec<f64> {
+        let delays = network.delays(&step.transfers);
+        let tiles = step.compute.iter().zip(delays);
+        tiles.map(|(&compute, delay)| if compute > 0.0 { compute + delay } else { 0.0 }).collect()
+    }
 }

@@ -14,6 +14,8 @@ use crate::{
 /// The rings over groups, one for each member.
 pub(super) struct RingSteps<'a> {
     traffic: &'a StrategyTraffic,
+    /// The member whose ring alone is executed, by group; `None` for all members.
+    only: Option<usize>,
     seconds: PairSeconds,
     backward: bool,
     reproducible: bool,
@@ -44,12 +46,13 @@ struct MemberRing {
 }
 
 impl<'a> RingSteps<'a> {
-    /// Derives the messages and the work of every ring.
+    /// Derives the messages and the work of every ring, or of the ring of one member alone.
     pub(super) fn new(
         traffic: &'a StrategyTraffic,
         spec: &Spec,
         options: &TrafficOptions<'_>,
         seconds: PairSeconds,
+        only: Option<usize>,
         tick: &mut dyn FnMut(),
     ) -> Result<Self> {
         let grid = &traffic.grid;
@@ -67,13 +70,18 @@ impl<'a> RingSteps<'a> {
         } else {
             of_member.query_row_layout()
         };
+        let members: Vec<usize> = match only {
+            Some(member) => vec![member],
+            None => distinct_members(grid, per_head).collect(),
+        };
         Ok(Self {
             traffic,
+            only,
             seconds,
             backward: options.backward,
             reproducible,
             mode,
-            rings: distinct_members(grid, per_head).map(ring).collect::<Result<_>>()?,
+            rings: members.into_iter().map(ring).collect::<Result<_>>()?,
             per_head,
             kv_row: of_member.kv_row_layout(),
             gradient_row: of_member.gradient_row_layout(),
@@ -82,12 +90,16 @@ impl<'a> RingSteps<'a> {
     }
 
     fn ranks(&self) -> usize {
-        self.traffic.grid.groups() * self.traffic.grid.members()
+        let grid = &self.traffic.grid;
+        if self.only.is_some() { grid.groups() } else { grid.groups() * grid.members() }
     }
 
     /// Returns the ring of the heads of the rank at `ring_index`, and its group.
     fn ring(&self, ring_index: usize) -> (&MemberRing, usize) {
         let grid = &self.traffic.grid;
+        if self.only.is_some() {
+            return (&self.rings[0], ring_index);
+        }
         let member = grid.member(ring_index);
         let ring = if self.per_head { member } else { grid.column(member) };
         (&self.rings[ring], grid.group(ring_index))
@@ -122,7 +134,10 @@ impl<'a> RingSteps<'a> {
         for from in 0..self.ranks() {
             let (ring, group) = self.ring(from);
             for message in group_of(ring, group).iter().flat_map(|messages| &messages.sends) {
-                let to = grid.ring_index(message.peer, grid.member(from));
+                let to = match self.only {
+                    Some(_) => message.peer,
+                    None => grid.ring_index(message.peer, grid.member(from)),
+                };
                 let bytes = u128::from(message.rows.count()) * u128::from(row.bytes());
                 into.transfers.push(Transfer { from, to, bytes: bytes as f64 });
             }

@@ -1,8 +1,8 @@
 //! The steps of a pass with the seconds of their tiles and the bytes of their messages.
 
 use super::{
-    Machine, mean_steps,
-    network::Transfer,
+    Machine,
+    network::{Network, Transfer},
     ring_steps::RingSteps,
     timed_step::{PairSeconds, TimedStep},
 };
@@ -11,42 +11,18 @@ use crate::{
     TrafficOptions,
 };
 
-/// The most ranks of a ring whose steps are executed one by one, which takes O(ranks²) time and
-/// memory: 65,536 steps. Larger rings have one mean step.
+/// The most ranks of a plan of which every rank is executed step by step, which takes O(ranks²)
+/// time and memory: 65,536 steps. Of more ranks the exchange is a sum over rounds, and of rings
+/// one is executed for all.
 pub(crate) const MOST_STEPPED_RANKS: usize = 256;
 
-/// Returns the steps of the forward and of the backward pass; the latter has none without one.
-///
-/// # Errors
-/// [`Error::InvalidArgument`] naming `machine` if it has no rate of the element type, or `strategy`
-/// for [`Strategy::Auto`], which has no steps.
-pub(super) fn of_passes(
-    traffic: &StrategyTraffic,
-    spec: &Spec,
-    options: &TrafficOptions<'_>,
-    machine: &Machine,
-    tick: &mut dyn FnMut(),
-) -> Result<[Vec<TimedStep>; 2]> {
-    let rate = machine.rate(spec.dtype, spec.dims.head_dim)?;
-    let seconds = PairSeconds::new(spec, &rate);
-    if traffic.strategy == Strategy::Auto {
-        return Err(Error::invalid("strategy", Strategy::Auto, "one that was chosen, not auto"));
-    }
-    let merge_bandwidth = machine.merge_bandwidth.filter(|_| traffic.grid.columns() > 1);
-    let plan = GridPlan { traffic, spec, options, merge_bandwidth };
-    let passes = plan.steps(seconds, tick)?;
-    let grid = &traffic.grid;
-    let ranks = grid.groups() * grid.members();
-    // a ring within a grid has agreements of its own
-    let is_nested = grid.groups() > 1 && grid.members() > 1;
-    let agreements = || (0..1 + usize::from(is_nested)).flat_map(|_| agreement(ranks));
-    let agreed = |steps: Vec<TimedStep>| {
-        if steps.is_empty() {
-            return steps;
-        }
-        agreements().chain(steps).chain(agreements()).collect()
-    };
-    Ok(passes.map(agreed))
+/// A strategy on a machine, whose time is predicted.
+#[derive(Clone, Copy)]
+pub(super) struct GridPlan<'a> {
+    pub(super) traffic: &'a StrategyTraffic,
+    pub(super) spec: &'a Spec,
+    pub(super) options: &'a TrafficOptions<'a>,
+    pub(super) machine: &'a Machine,
 }
 
 /// Returns the least seconds of a visible pair in the tiles of a forward and, if there is one, a
@@ -70,16 +46,68 @@ fn agreement(ranks: usize) -> impl Iterator<Item = TimedStep> {
     })
 }
 
-/// A grid and the rate of its merges.
-struct GridPlan<'a> {
-    traffic: &'a StrategyTraffic,
-    spec: &'a Spec,
-    options: &'a TrafficOptions<'a>,
-    /// Bytes of partial results per second; `None` if there are none, or if they take no time.
-    merge_bandwidth: Option<f64>,
-}
+impl<'a> GridPlan<'a> {
+    pub(super) const fn ranks(&self) -> usize {
+        self.traffic.grid.groups() * self.traffic.grid.members()
+    }
 
-impl GridPlan<'_> {
+    /// Returns the network of the ranks, by ring index.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] naming `machine` if it is invalid, or lacks a link.
+    pub(super) fn network(&self) -> Result<Network<'a>> {
+        let Self { traffic, options, machine, .. } = *self;
+        machine.check()?;
+        let of_ranks = machine.nodes(self.ranks(), options.placement);
+        let order = &traffic.layout.order;
+        let nodes: Vec<usize> =
+            (0..self.ranks()).map(|index| of_ranks[order.rank(index)]).collect();
+        Network::new(machine, &nodes)
+    }
+
+    /// Returns the seconds of a visible pair.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] naming `machine` if it has no rate of the element type, or
+    /// `strategy` for [`Strategy::Auto`], which has no steps.
+    pub(super) fn pair_seconds(&self) -> Result<PairSeconds> {
+        let Self { traffic, spec, machine, .. } = *self;
+        if traffic.strategy == Strategy::Auto {
+            return Err(Error::invalid(
+                "strategy",
+                Strategy::Auto,
+                "one that was chosen, not auto",
+            ));
+        }
+        Ok(PairSeconds::new(spec, &machine.rate(spec.dtype, spec.dims.head_dim)?))
+    }
+
+    /// Returns the steps of the forward and of the backward pass; the latter has none without one.
+    ///
+    /// # Errors
+    /// As [`GridPlan::pair_seconds`].
+    pub(super) fn of_passes(&self, tick: &mut dyn FnMut()) -> Result<[Vec<TimedStep>; 2]> {
+        let passes = self.steps(self.pair_seconds()?, tick)?;
+        let grid = &self.traffic.grid;
+        let ranks = self.ranks();
+        // a ring within a grid has agreements of its own
+        let is_nested = grid.groups() > 1 && grid.members() > 1;
+        let agreements = || (0..1 + usize::from(is_nested)).flat_map(|_| agreement(ranks));
+        let agreed = |steps: Vec<TimedStep>| {
+            if steps.is_empty() {
+                return steps;
+            }
+            agreements().chain(steps).chain(agreements()).collect()
+        };
+        Ok(passes.map(agreed))
+    }
+
+    /// Returns the bytes of partial results that a rank merges per second; `None` if there are none,
+    /// or if they take no time.
+    pub(super) fn merge_bandwidth(&self) -> Option<f64> {
+        self.machine.merge_bandwidth.filter(|_| self.traffic.grid.columns() > 1)
+    }
+
     /// Returns the steps of a grid: exchange, ring over groups, exchange. A ring is a grid whose
     /// groups have one member.
     fn steps(&self, seconds: PairSeconds, tick: &mut dyn FnMut()) -> Result<[Vec<TimedStep>; 2]> {
@@ -87,34 +115,21 @@ impl GridPlan<'_> {
         let grid = &traffic.grid;
         let of_forward = ExchangeFields::of_forward(spec, grid);
         let of_backward = ExchangeFields::of_backward(spec, grid);
-        // out and statistics; dq
-        let partial = [&of_forward.outputs[..], &of_backward.outputs[..1]];
-        if grid.groups() > MOST_STEPPED_RANKS {
-            let mut passes = mean_steps::of_grid(traffic, spec, options, seconds)?;
-            if self.merge_bandwidth.is_some() {
-                for (pass, partial) in passes.iter_mut().zip(partial) {
-                    // without a backward pass it has no steps
-                    if !pass.is_empty() {
-                        pass.push(self.merge_of_all(partial));
-                    }
-                }
-            }
-            return Ok(passes);
-        }
-        let ring = RingSteps::new(traffic, spec, options, seconds, tick)?;
-        let around = |fields: &ExchangeFields, partial: &[HeadField], ring: Vec<TimedStep>| {
+        let ring = RingSteps::new(traffic, spec, options, seconds, None, tick)?;
+        let around = |fields: &ExchangeFields, ring: Vec<TimedStep>, is_forward| {
+            let partial = fields.partial(is_forward);
             let [before, after] = self.exchange(fields, partial);
             before.into_iter().chain(ring).chain(after).collect()
         };
         let [forward, backward] = [ring.forward(), ring.backward()];
-        let forward = around(&of_forward, partial[0], forward);
+        let forward = around(&of_forward, forward, true);
         let backward =
-            if options.backward { around(&of_backward, partial[1], backward) } else { Vec::new() };
+            if options.backward { around(&of_backward, backward, false) } else { Vec::new() };
         Ok([forward, backward])
     }
 
     /// Returns the query and the key rows of each rank.
-    fn rows(&self) -> Vec<[u64; 2]> {
+    pub(super) fn rows(&self) -> Vec<[u64; 2]> {
         let StrategyTraffic { grid, layout, .. } = self.traffic;
         let ranks = grid.groups() * grid.members();
         let dims = &self.spec.dims;
@@ -125,19 +140,8 @@ impl GridPlan<'_> {
         (0..ranks).map(rows).collect()
     }
 
-    /// Returns a step in which every rank merges its partial results of all columns.
-    fn merge_of_all(&self, partial: &[HeadField]) -> TimedStep {
-        let grid = &self.traffic.grid;
-        let rows = self.rows();
-        let compute = rows.iter().map(|&[queries, _]| {
-            let of_member: u128 = partial.iter().map(|field| field.bytes(grid, queries)).sum();
-            self.merge_seconds(of_member as f64 * grid.members() as f64)
-        });
-        TimedStep { compute: compute.collect(), ..TimedStep::idle(rows.len()) }
-    }
-
-    fn merge_seconds(&self, bytes: f64) -> f64 {
-        self.merge_bandwidth.map_or(0.0, |bandwidth| bytes / bandwidth)
+    pub(super) fn merge_seconds(&self, bytes: f64) -> f64 {
+        self.merge_bandwidth().map_or(0.0, |bandwidth| bytes / bandwidth)
     }
 
     /// Returns the rounds of the exchange before a pass, and those after it. The part of a round is
@@ -168,7 +172,7 @@ impl GridPlan<'_> {
         // own rows of another member's heads, then another member's rows of the own heads
         let before = rounds(&|from, to| bytes(&fields.inputs, [from, to], from));
         let mut after = rounds(&|from, to| bytes(&fields.outputs, [from, to], to));
-        if self.merge_bandwidth.is_some() {
+        if self.merge_bandwidth().is_some() {
             // the seconds of the part of the member at a distance before each rank
             let merge = |distance: usize| -> Vec<f64> {
                 let of = |to: usize| {

@@ -3,6 +3,7 @@
 mod execution;
 mod fields;
 mod large;
+mod token;
 
 use std::sync::Arc;
 
@@ -48,6 +49,7 @@ fn machine(link: Link, flops: f64) -> Machine {
         node_bandwidth: Some(1e30),
         message_overhead: 0.0,
         merge_bandwidth: None,
+        memory_bandwidth: None,
         rates: vec![ComputeRate {
             dtype: DType::F32,
             head_dim: 64,

@@ -26,7 +26,7 @@
 //! # Tiles
 //! Whole tiles are dealt while that suffices: then as many tiles contain a visible pair as on one
 //! rank. A tile that has more pairs than a rank may have must be cut, and costs more
-//! (`tile_deal.rs` derives how much). Ranks with unequal rows would not help: where the rows of a
+//! (`tile_bound.rs` derives how much at least). Ranks with unequal rows would not help: where the rows of a
 //! rank fill its tiles, one row more is one tile more.
 //!
 //! In the reproducible order chunks are whole leaves, of which the last round may lack some: then
@@ -106,7 +106,7 @@ impl Layout {
 }
 
 /// Checks the batch, and returns its rows on one rank.
-fn whole_rows(spec: &Spec, batch: &Batch, ranks: usize) -> Result<RingShards> {
+pub(super) fn whole_rows(spec: &Spec, batch: &Batch, ranks: usize) -> Result<RingShards> {
     if ranks == 0 {
         return Err(Error::invalid("ranks", 0, "at least 1"));
     }
@@ -338,7 +338,7 @@ fn most_of(imbalance: f64, total: u128, ranks: usize) -> u128 {
 }
 
 /// Returns the limits of the pairs of a rank, of which all ranks have `total`.
-fn limits_of(total: u128, ranks: usize) -> Limits {
+pub(super) fn limits_of(total: u128, ranks: usize) -> Limits {
     let limit = |imbalance| most_of(imbalance, total, ranks);
     Limits { balanced: limit(BALANCED), target: limit(EXCHANGED), mean: limit(1.0) }
 }

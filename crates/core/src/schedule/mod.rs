@@ -74,6 +74,7 @@ mod row_exchange;
 mod segment_exchange;
 #[cfg(test)]
 mod tests;
+mod tile_bound;
 mod tile_deal;
 mod tile_order;
 mod traffic;

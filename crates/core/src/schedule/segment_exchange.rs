@@ -27,8 +27,9 @@ pub(super) struct SegmentExchange<'a> {
     segments: ChunkSegments,
     /// Rows of each segment.
     totals: Vec<u64>,
-    /// `(rank, rows)` of all segments, those of segment s from index `first[s]` on: as many places
-    /// as it has chunks, of which the first `owners_of[s]` are used. Ranks without rows are absent.
+    /// `(rank, rows)` of all segments, those of segment s from index `first[s]` on, ascending by
+    /// rank: as many places as it has chunks, of which the first `owners_of[s]` are used. Ranks
+    /// without rows are absent.
     owned: Vec<(usize, u64)>,
     first: Vec<usize>,
     owners_of: Vec<usize>,
@@ -182,11 +183,12 @@ impl<'a> SegmentExchange<'a> {
         self.first[segment]..self.first[segment] + self.owners_of[segment]
     }
 
-    /// Returns the place of an owner of a segment.
-    fn owner(&self, segment: usize, rank: usize) -> Option<usize> {
+    /// Returns the place of a rank among the owners of a segment, or else the place at which it is
+    /// inserted: O(log ranks), because a long document is on all ranks.
+    fn owner(&self, segment: usize, rank: usize) -> std::result::Result<usize, usize> {
         let range = self.owners_range(segment);
-        let index = self.owned[range.clone()].iter().position(|of| of.0 == rank)?;
-        Some(range.start + index)
+        let found = self.owned[range.clone()].binary_search_by_key(&rank, |of| of.0);
+        found.map(|index| range.start + index).map_err(|index| range.start + index)
     }
 
     fn owned_by(&self, segment: usize, rank: usize) -> u64 {
@@ -195,22 +197,23 @@ impl<'a> SegmentExchange<'a> {
 
     fn give(&mut self, segment: usize, rank: usize, rows: u64) {
         match self.owner(segment, rank) {
-            Some(index) => self.owned[index].1 += rows,
-            None => {
+            Ok(index) => self.owned[index].1 += rows,
+            Err(index) => {
                 // there is a place: every owner has a chunk of the segment
                 let end = self.owners_range(segment).end;
-                self.owned[end] = (rank, rows);
+                self.owned.copy_within(index..end, index + 1);
+                self.owned[index] = (rank, rows);
                 self.owners_of[segment] += 1;
             }
         }
     }
 
     fn take(&mut self, segment: usize, rank: usize, rows: u64) {
-        if let Some(index) = self.owner(segment, rank) {
+        if let Ok(index) = self.owner(segment, rank) {
             self.owned[index].1 -= rows;
             if self.owned[index].1 == 0 {
-                let last = self.owners_range(segment).end - 1;
-                self.owned[index] = self.owned[last];
+                let end = self.owners_range(segment).end;
+                self.owned.copy_within(index + 1..end, index);
                 self.owners_of[segment] -= 1;
             }
         }
@@ -371,6 +374,35 @@ mod tests {
         // all rows of documents 0 to 2 that a rank lacks: 10 + 4 + 2 + 6 + 8 + 10 before, and with
         // chunks 2 and 3 together 2 + 6 after
         assert_eq!(exchanged(14), [[0, 1], [2, 3]]);
+    }
+
+    /// The rows that `owned` has of each rank, against a count over the chunks.
+    #[test]
+    fn owners_stay_ascending_and_have_the_rows_of_their_chunks() {
+        // one document over 12 chunks, and another over the last 4 of them
+        let mut chunks = vec![vec![(0, 10)]; 8];
+        chunks.extend((0..4).map(|rows| vec![(0, 9 - rows), (1, 1 + rows)]));
+        let ids = ids(&chunks.iter().map(Vec::as_slice).collect::<Vec<_>>());
+        let work = [1u128; 12];
+        let mut dealt = vec![vec![3, 11], vec![2, 7], vec![0, 10], vec![4, 6], vec![1, 8, 5, 9]];
+        let mut exchange = SegmentExchange::new(&ids, &edges(12), &work, &dealt).unwrap();
+        let mut sums = vec![[10; 2]; 5];
+        let of_chunk = |chunk: usize, segment| {
+            let all = chunks[chunk].iter().filter(|of: &&(i64, u64)| of.0 == segment);
+            all.map(|of| of.1).sum::<u64>()
+        };
+        for (x, y) in [(11, 0), (9, 11), (8, 3), (0, 9), (10, 2), (2, 11), (8, 10)] {
+            exchange.swap(x, y, &mut dealt, &mut sums);
+            for segment in 0..2 {
+                let owners = &exchange.owned[exchange.owners_range(segment)];
+                assert!(owners.is_sorted_by(|a, b| a.0 < b.0), "{owners:?}");
+                for (rank, chunks) in dealt.iter().enumerate() {
+                    let rows = chunks.iter().map(|&chunk| of_chunk(chunk, segment as i64)).sum();
+                    assert_eq!(exchange.owned_by(segment, rank), rows, "{dealt:?}");
+                    assert_eq!(owners.iter().any(|of| of.0 == rank), rows > 0);
+                }
+            }
+        }
     }
 
     #[test]

@@ -66,6 +66,13 @@ impl Work {
         Self { pairs }
     }
 
+    /// As [`Work::of`], but estimated as [`WorkMatrix::estimate`] is.
+    pub(crate) fn estimate(spec: &Spec, shards: &RingShards, tick: &mut dyn FnMut()) -> Self {
+        let stride = choice::stride(spec, Choice::SAMPLES_OF_WORK);
+        let Dims { q_heads, batch, .. } = spec.dims;
+        Self::of_sampled_queries(spec.mask.as_ref(), q_heads, batch, shards, stride, tick)
+    }
+
     /// Counts the pairs of all queries and keys of `spec` without a batch; `None` if they have no
     /// closed form.
     pub(crate) fn closed_form_total(spec: &Spec) -> Option<u128> {
@@ -90,6 +97,11 @@ impl Work {
         self.pairs.get(rank).copied().unwrap_or(0)
     }
 
+    /// Returns the pairs of the rank that has the most.
+    pub(crate) fn most(&self) -> u128 {
+        self.pairs.iter().copied().max().unwrap_or(0)
+    }
+
     /// Returns the pairs of all ranks.
     pub fn total(&self) -> u128 {
         self.pairs.iter().sum()
@@ -98,7 +110,7 @@ impl Work {
     /// Returns the most pairs of any rank, divided by the mean over all ranks: 1 if the work is
     /// balanced perfectly, or if there are no pairs.
     pub fn max_over_mean(&self) -> f64 {
-        let most = self.pairs.iter().copied().max().unwrap_or(0);
+        let most = self.most();
         if most == 0 { 1.0 } else { most as f64 * self.pairs.len() as f64 / self.total() as f64 }
     }
 }

@@ -7,14 +7,19 @@
 //!            visible pairs / rows of the group; over all groups at least
 //!                pairs / rows of the largest group − rows of all
 //!            keys are received, in a backward pass also their gradients sent
-//! time       the mean over ranks of the tiles and of the exchange, which overlaps no tiles
+//! time       the mean over ranks of the tiles and of the exchange, which overlaps no tiles; of
+//!            many ranks, whose exchange is predicted as a sum over rounds, this sum with the rows
+//!            of the mean rank, and the ring's bytes over the fastest link or as a delay of tiles
 //! ```
 //! The best grid has at most the bytes of any other, so a grid with a larger bound than those of
 //! one that was computed is not the best. Grids are computed in the order of their bounds until one
 //! exceeds the best.
 
 use super::{ExchangeFields, HeadGrid, TrafficOptions, exchange::backward_mode};
-use crate::{BackwardMode, Dims, Layout, Machine, Result, Side, Spec, Work, machine::pair_seconds};
+use crate::{
+    BackwardMode, Dims, Layout, Machine, Result, Side, Spec, Work,
+    machine::{ExchangeRounds, Exchanged, MOST_STEPPED_RANKS, agreements, pair_seconds},
+};
 
 /// Figures of a spec and its ranks that bound all grids.
 pub(crate) struct Bounds<'a> {
@@ -93,14 +98,7 @@ impl<'a> Bounds<'a> {
     /// [`crate::Error::InvalidArgument`] naming `machine` if it has no rate of the element type.
     pub(crate) fn seconds(&self, grid: &HeadGrid, machine: &Machine) -> Result<f64> {
         let Self { spec, options, ranks, .. } = *self;
-        let Dims { q_heads, batch, .. } = spec.dims;
-        let pairs = self.pairs.unwrap_or(0) as f64 * (q_heads * batch) as f64;
-        let of_pair = pair_seconds(spec, machine, options.backward)?;
-        let compute = pairs * of_pair / ranks.max(1) as f64;
-        // of large rings the exchange is counted with the steps, which it overlaps
-        if grid.groups() > crate::machine::MOST_STEPPED_RANKS {
-            return Ok(compute * ESTIMATED);
-        }
+        let compute = self.compute_seconds(machine)?;
         let links = || machine.inside_node.iter().chain(&machine.between_nodes);
         let bandwidth = links().map(|link| link.bandwidth).fold(0.0, f64::max);
         let bytes = self.exchange_bytes(grid) as f64 / ranks.max(1) as f64;
@@ -112,12 +110,79 @@ impl<'a> Bounds<'a> {
         let latencies = if rounds > 0 { rounds as f64 * latency } else { 0.0 };
         Ok((compute + exchange + latencies) * ESTIMATED)
     }
+
+    /// Returns the least seconds that a grid of many ranks can take on a machine, whose ranks have
+    /// the rows of `layout`.
+    ///
+    /// # Errors
+    /// As [`Bounds::seconds`].
+    pub(crate) fn seconds_of_many(
+        &self,
+        grid: &HeadGrid,
+        machine: &Machine,
+        layout: &Layout,
+    ) -> Result<f64> {
+        // pairs of queries with consecutive keys are counted, not estimated
+        let is_counted = matches!(layout.without_leaves(), Layout::Contiguous | Layout::Zigzag);
+        let share = if is_counted { 1.0 } else { ESTIMATED };
+        let ring = self.ring_seconds(grid, machine, self.compute_seconds(machine)? * share);
+        Ok((ring + self.rounds_seconds(grid, machine)) * ROUNDED)
+    }
+
+    /// Returns the mean over ranks of the seconds of all tiles.
+    fn compute_seconds(&self, machine: &Machine) -> Result<f64> {
+        let Self { spec, options, ranks, .. } = *self;
+        let Dims { q_heads, batch, .. } = spec.dims;
+        let pairs = self.pairs.unwrap_or(0) as f64 * (q_heads * batch) as f64;
+        Ok(pairs * pair_seconds(spec, machine, options.backward)? / ranks.max(1) as f64)
+    }
+
+    /// Returns the least seconds of the rings of many ranks, whose tiles take `compute` seconds in
+    /// the mean. In mean steps every byte that a rank sends or receives delays its tiles.
+    fn ring_seconds(&self, grid: &HeadGrid, machine: &Machine, compute: f64) -> f64 {
+        let bytes = self.ring_bytes(grid) as f64 / self.ranks.max(1) as f64;
+        let links = machine.inside_node.iter().chain(&machine.between_nodes);
+        let bandwidth = links.map(|link| link.bandwidth).fold(0.0, f64::max);
+        let messages = if bytes > 0.0 { bytes / bandwidth } else { 0.0 };
+        if grid.groups() <= MOST_STEPPED_RANKS {
+            return compute.max(messages);
+        }
+        (compute + 2.0 * bytes * machine.message_overhead).max(messages)
+    }
+
+    /// Returns the seconds of the agreements and exchanges of all passes of many ranks, of which
+    /// each has the rows of the mean rank.
+    fn rounds_seconds(&self, grid: &HeadGrid, machine: &Machine) -> f64 {
+        let Self { spec, options, ranks, .. } = *self;
+        let node_ranks = machine.node_ranks(ranks, options.placement);
+        let rounds = ExchangeRounds { grid, machine, node_ranks };
+        let rows = [spec.dims.q_len, spec.dims.kv_len].map(|rows| (rows / ranks.max(1)) as u64);
+        let agreed = 2.0 * agreements(grid, machine, node_ranks).seconds;
+        let merge_bandwidth = machine.merge_bandwidth.filter(|_| grid.columns() > 1);
+        let of_pass = |fields: ExchangeFields, is_forward: bool| {
+            let [inputs, outputs] =
+                [&fields.inputs, &fields.outputs].map(|fields| Exchanged { fields, rows });
+            let partial = fields.partial(is_forward).iter().map(|field| field.bytes(grid, rows[0]));
+            let partial = partial.sum::<u128>() as f64;
+            let merge = merge_bandwidth.map_or(0.0, |bandwidth| partial / bandwidth);
+            agreed
+                + rounds.of_messages(&inputs).seconds
+                + rounds.of_partial(&outputs, merge).seconds
+        };
+        let forward = of_pass(ExchangeFields::of_forward(spec, grid), true);
+        let backward =
+            options.backward.then(|| of_pass(ExchangeFields::of_backward(spec, grid), false));
+        forward + backward.unwrap_or(0.0)
+    }
 }
 
-/// Share of the bound in seconds that is compared: predictions estimate the work of some layouts
-/// from 16,384 queries, each of which represents those up to the next, and so find up to one part
-/// in 16,384 less.
-const ESTIMATED: f64 = 1.0 - 1e-3;
+/// Share of the seconds of many ranks that is compared: predictions add them in another order.
+const ROUNDED: f64 = 1.0 - 1e-9;
+
+/// Share of the seconds of tiles that is compared: predictions estimate the work of some layouts
+/// from 16,384 queries, each of which represents those up to the next. Under a causal mask they
+/// find one part in 16,384 less.
+const ESTIMATED: f64 = 1.0 - 1.0 / 8192.0;
 
 /// Computes candidates in the order of their bounds, until a bound exceeds the best of the costs
 /// that `evaluate` returned; `None` is the cost of one that cannot be chosen. Returns the indices
@@ -236,6 +301,7 @@ mod tests {
                     node_bandwidth: Some(2e8),
                     message_overhead: 1e-10,
                     merge_bandwidth: Some(1e9),
+                    memory_bandwidth: None,
                     rates: vec![rate],
                     // the buffers of some grids do not fit
                     memory: [1 << 40, 300_000][number % 3 % 2],

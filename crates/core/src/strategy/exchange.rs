@@ -97,6 +97,12 @@ impl ExchangeFields {
         Self { inputs, outputs }
     }
 
+    /// Returns the outputs of which a rank merges those of all key columns: out and statistics of a
+    /// forward pass, dq of a backward pass.
+    pub(crate) fn partial(&self, is_forward: bool) -> &[HeadField] {
+        if is_forward { &self.outputs } else { &self.outputs[..1] }
+    }
+
     /// Returns the bytes that a member sends: before the pass its own rows to each other member,
     /// after it to each the rows of that member. `rows` are the query and the key rows of every
     /// member.
@@ -217,6 +223,6 @@ impl Fields<'_> {
 
 /// Returns the form of the backward pass over several ranks: two passes in the reproducible order,
 /// whatever the spec says, because no accumulator is sent.
-pub(super) fn backward_mode(spec: &Spec) -> BackwardMode {
+pub(crate) fn backward_mode(spec: &Spec) -> BackwardMode {
     if spec.leaf_rows.is_some() { BackwardMode::TwoPass } else { spec.backward }
 }

@@ -34,6 +34,7 @@ mod traffic;
 use std::{fmt, str::FromStr};
 
 pub(crate) use bound::{Bounds, best_first};
+pub(crate) use exchange::backward_mode;
 pub use exchange::{ExchangeFields, HeadAxis, HeadField};
 pub use group_layout::{GroupLayout, RowSegment};
 pub use head_grid::HeadGrid;

@@ -125,19 +125,40 @@ impl StrategyTraffic {
         options: &TrafficOptions<'_>,
         tick: &mut dyn FnMut(),
     ) -> Result<Self> {
-        let TrafficOptions { backward, layout, placement, receive_ahead, .. } = *options;
+        let TrafficOptions { layout, placement, .. } = *options;
+        let layout = GroupLayout::choose(&spec.of_member(&grid, 0), &grid, layout, placement, tick);
+        let without = Self::without_bytes(spec, strategy, grid, options, layout);
+        without.counted(spec, options, tick)
+    }
+
+    /// Returns the memory of the form `grid` of a strategy on a layout, without the bytes of ranks,
+    /// which a prediction of many ranks does not need.
+    pub(crate) fn without_bytes(
+        spec: &Spec,
+        strategy: Strategy,
+        grid: HeadGrid,
+        options: &TrafficOptions<'_>,
+        layout: GroupLayout,
+    ) -> Self {
+        let TrafficOptions { backward, receive_ahead, .. } = *options;
         let receive_ahead = strategy.receive_ahead().map_or(receive_ahead, NonZeroUsize::get);
-        let first = spec.of_member(&grid, 0);
-        let layout = GroupLayout::choose(&first, &grid, layout, placement, tick);
-        let mut traffic = Self {
-            strategy,
-            grid,
-            forward: Vec::new(),
-            backward: Vec::new(),
-            memory_max_rank: memory::most_bytes(spec, &grid, &layout, receive_ahead, backward),
-            layout,
-        };
-        traffic.add_exchange(spec, backward);
+        let memory_max_rank = memory::most_bytes(spec, &grid, &layout, receive_ahead, backward);
+        let (forward, backward) = (Vec::new(), Vec::new());
+        Self { strategy, grid, layout, forward, backward, memory_max_rank }
+    }
+
+    /// Counts the bytes of ranks.
+    ///
+    /// # Errors
+    /// As [`StrategyTraffic::of`].
+    pub(crate) fn counted(
+        mut self,
+        spec: &Spec,
+        options: &TrafficOptions<'_>,
+        tick: &mut dyn FnMut(),
+    ) -> Result<Self> {
+        let grid = self.grid;
+        self.add_exchange(spec, options.backward);
         // heads with the same mask have the same rings
         let distinct = |member: usize| match (spec.mask.per_head(), grid.column(member)) {
             (true, _) => member,
@@ -148,15 +169,15 @@ impl StrategyTraffic {
             let of_member = spec.of_member(&grid, member);
             rings.push(match rings.get(distinct(member)) {
                 Some(same) => same.clone(),
-                None => traffic.ring_bytes(&of_member, member, options, tick)?,
+                None => self.ring_bytes(&of_member, member, options, tick)?,
             });
         }
-        for ring_index in 0..traffic.forward.len() {
+        for ring_index in 0..self.forward.len() {
             let [forward, backward] = &rings[grid.member(ring_index)];
-            traffic.forward[ring_index] += forward[grid.group(ring_index)];
-            traffic.backward[ring_index] += backward[grid.group(ring_index)];
+            self.forward[ring_index] += forward[grid.group(ring_index)];
+            self.backward[ring_index] += backward[grid.group(ring_index)];
         }
-        Ok(traffic)
+        Ok(self)
     }
 
     /// Returns the traffic of every grid over which `spec` can be divided, the ring first.
@@ -274,7 +295,8 @@ impl StrategyTraffic {
     }
 
     /// Returns the bytes that each group sends in the ring of one member, forward and backward.
-    fn ring_bytes(
+    /// `spec` is that of the member.
+    pub(crate) fn ring_bytes(
         &self,
         spec: &Spec,
         member: usize,

@@ -7,13 +7,14 @@ fn wrong_fields_are_named() {
     let good = two_nodes(link(1e-6, 1e9), link(1e-5, 1e8), 1e12);
     good.check().unwrap();
     type Change = fn(&mut Machine, f64);
-    let numbers: [(&str, Change); 8] = [
+    let numbers: [(&str, Change); 9] = [
         ("inside_node.latency", |m, x| m.inside_node.as_mut().unwrap().latency = x),
         ("inside_node.bandwidth", |m, x| m.inside_node.as_mut().unwrap().bandwidth = x),
         ("between_nodes.latency", |m, x| m.between_nodes.as_mut().unwrap().latency = x),
         ("between_nodes.bandwidth", |m, x| m.between_nodes.as_mut().unwrap().bandwidth = x),
         ("node_bandwidth", |m, x| m.node_bandwidth = Some(x)),
         ("merge_bandwidth", |m, x| m.merge_bandwidth = Some(x)),
+        ("memory_bandwidth", |m, x| m.memory_bandwidth = Some(x)),
         ("rates[0].forward", |m, x| m.rates[0].forward = x),
         ("rates[0].backward", |m, x| m.rates[0].backward = x),
     ];

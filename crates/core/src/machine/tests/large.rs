@@ -1,7 +1,10 @@
 //! Estimates: the work of long sequences, and the steps of large rings.
 
 use super::*;
-use crate::{RingShards, WorkMatrix};
+use crate::{
+    RingShards, WorkMatrix,
+    machine::{choice::Search, steps::GridPlan},
+};
 
 #[test]
 fn work_of_long_sequences_is_estimated() {
@@ -34,4 +37,94 @@ fn large_rings_have_mean_steps() {
     let bytes = 299.0 * 2.0 * 2.0 * 64.0 * 4.0;
     is_near(predicted.forward.seconds, bytes / 1e6);
     is_near(predicted.bytes.between_nodes, 3.0 * 300.0 * bytes);
+}
+
+/// Nodes of `node_ranks` ranks whose network they share.
+fn shared_nodes(node_ranks: usize, between: f64, flops: f64) -> Machine {
+    Machine {
+        ranks_per_node: node_ranks,
+        inside_node: Some(link(1e-6, 8.0 * between)),
+        node_bandwidth: Some(2.0 * between),
+        message_overhead: 0.1 / between,
+        merge_bandwidth: Some(between),
+        ..machine(link(1e-5, between), flops)
+    }
+}
+
+fn shapes() -> Vec<Spec> {
+    let causal: mask::SharedMask = Arc::new(mask::Causal::default());
+    let window = mask::and(causal.clone(), Arc::new(mask::Window::new(Some(300), None)));
+    let masks = [causal, window, Arc::new(mask::Everything)];
+    let spec = |mask: &mask::SharedMask, q_heads, kv_heads| {
+        let dims = Dims { q_heads, ..Dims::new(1, 8192, q_heads, 64).kv_heads(kv_heads) };
+        Spec { mask: Arc::clone(mask), ..Spec::new(dims, DType::F32) }
+    };
+    let heads = [(8, 8), (8, 2)];
+    masks.iter().flat_map(|mask| heads.map(|(q, kv)| spec(mask, q, kv))).collect()
+}
+
+#[test]
+fn estimates_of_many_ranks_are_near_the_execution_of_all() {
+    let tick = &mut || ();
+    let [mut near, mut all] = [0; 2];
+    for (number, spec) in shapes().into_iter().enumerate() {
+        let is_window = (2..4).contains(&number);
+        for (ranks, flops) in [(16, 1e12), (64, 1e11), (64, 1e13)] {
+            let machine = shared_nodes(4, 1e9, flops);
+            for traffic in StrategyTraffic::of_all(&spec, ranks, &BOTH, tick).unwrap() {
+                let plan =
+                    GridPlan { traffic: &traffic, spec: &spec, options: &BOTH, machine: &machine };
+                let want = Prediction::of(&traffic, &spec, &BOTH, &machine, tick).unwrap();
+                let got = Prediction::estimate(&plan, tick).unwrap();
+                let name = format!("{} of {ranks}, {flops}: {got:?} {want:?}", traffic.strategy);
+                let ratio = got.seconds() / want.seconds();
+                // an estimate waits for the slowest message of every round, and under a window of
+                // the queries only some key columns send
+                let most = if is_window { 1.35 } else { 1.15 };
+                assert!((0.999..most).contains(&ratio), "{ratio} {name}");
+                near += usize::from(ratio < 1.02);
+                all += 1;
+                let bytes = |of: &Prediction| of.bytes.inside_node + of.bytes.between_nodes;
+                is_near(bytes(&got), bytes(&want));
+            }
+        }
+    }
+    assert!(near * 4 > all * 3, "{near} of {all}");
+}
+
+/// The choice among all estimates is that of the search, which leaves out most of them.
+#[test]
+fn the_search_of_many_ranks_finds_the_least_estimate() {
+    let tick = &mut || ();
+    let mut left_out = 0;
+    for (number, spec) in shapes().into_iter().enumerate() {
+        for ranks in [12, 32, 128] {
+            let between = [1e8, 1e9, 1e10][(number + ranks) % 3];
+            for flops in [1e11, 1e13] {
+                let machine = shared_nodes([4, 8][number % 2], between, flops);
+                let grids = HeadGrid::candidates(&spec, ranks, true);
+                let estimate = |grid: &HeadGrid| {
+                    let traffic = StrategyTraffic::of(&spec, *grid, &BOTH, &mut || ()).unwrap();
+                    let plan = GridPlan {
+                        traffic: &traffic,
+                        spec: &spec,
+                        options: &BOTH,
+                        machine: &machine,
+                    };
+                    (Prediction::estimate(&plan, &mut || ()).unwrap().seconds(), traffic.strategy)
+                };
+                let best = |all: Vec<(f64, Strategy)>| {
+                    all.into_iter().min_by(|a, b| a.0.total_cmp(&b.0)).unwrap()
+                };
+                let count = grids.len();
+                let want = best(grids.iter().map(estimate).collect());
+                let search = Search { machine: &machine, spec: &spec, options: &BOTH, grids };
+                let found = search.best_first(true, tick).unwrap();
+                left_out += count - found.len();
+                let found = found.iter().map(|(of, time)| (time.seconds(), of.strategy));
+                assert_eq!(best(found.collect()), want, "{ranks} ranks, {spec:?}");
+            }
+        }
+    }
+    assert!(left_out > 100, "{left_out}");
 }

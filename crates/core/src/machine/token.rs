@@ -1,0 +1,151 @@
+//! The time of a token of a KV cache that is sharded over ranks.
+//!
+//! ```text
+//! call       agreement, tiles, all-gather of (out, lse), agreement
+//! tiles      the later of reading the keys and values that the query attends to, on the rank with
+//!            the most, and of FLOPs / rate
+//! all-gather every rank sends its result to each other rank at once: latency + bytes / bandwidth
+//! agreement  ⌈log₂ ranks⌉ short messages, one after another
+//! ```
+//! Rank r of P has the pages r, r + P, r + 2·P …; the queries are those of the last row. Without the
+//! bandwidth of the memory, tiles are assumed to run at the compute rate, which is too fast for few
+//! query heads of each KV head.
+
+use std::ops::Range;
+
+use super::{Machine, network::Network, timed_step::PairSeconds};
+use crate::{Error, KeyIntervals, Placement, Result, Spec, mask::Query};
+
+/// Ranks and pages of a KV cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CacheShards<'a> {
+    /// Number of ranks, at least 1.
+    pub ranks: usize,
+    /// Rows of a page, at least 1.
+    pub page_rows: u64,
+    /// Nodes of the ranks; by [`Machine::ranks_per_node`] without them.
+    pub placement: Option<&'a Placement>,
+}
+
+/// Bytes of a token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TokenTraffic {
+    /// Bytes of keys and values that are read by the rank that reads the most.
+    pub read: u128,
+    /// Visible pairs of the rank that computes the most, all heads and batch rows.
+    pub pairs: u128,
+    /// Bytes of the result of a rank, out and lse, which it sends to every other rank.
+    pub result: u128,
+}
+
+/// Predicted time of a token, in seconds.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct TokenPrediction {
+    /// Time until all ranks have the result.
+    pub seconds: f64,
+    /// Time of the tiles of the slowest rank.
+    pub tiles: f64,
+    /// Time of the all-gather and of both agreements.
+    pub exposed: f64,
+    /// True if the machine has no [`Machine::memory_bandwidth`], so that tiles are assumed to run
+    /// at the compute rate.
+    pub reads_are_assumed: bool,
+}
+
+impl CacheShards<'_> {
+    /// Returns the rows of a rank among the first `len` rows.
+    fn local_len(&self, rank: usize, len: u64) -> u64 {
+        let pages = len / self.page_rows;
+        let (ranks, rank) = (self.ranks as u64, rank as u64);
+        let last_page = match rank.cmp(&(pages % ranks)) {
+            std::cmp::Ordering::Less => self.page_rows,
+            std::cmp::Ordering::Equal => len % self.page_rows,
+            std::cmp::Ordering::Greater => 0,
+        };
+        pages / ranks * self.page_rows + last_page
+    }
+
+    /// Returns the rows of a rank among these row numbers of `len` cached rows.
+    fn rows(&self, rank: usize, len: u64, visible: &KeyIntervals) -> u64 {
+        let of = |range: &Range<i64>| {
+            let [start, end] =
+                [range.start, range.end].map(|row| row.clamp(0, len.cast_signed()).unsigned_abs());
+            self.local_len(rank, end.max(start)) - self.local_len(rank, start)
+        };
+        visible.ranges().iter().map(of).sum()
+    }
+
+    /// Counts the bytes of a token with [`crate::Dims::kv_len`] cached rows, the token's included.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] naming `ranks` or `page_rows`; [`Error::Unsupported`] of the
+    /// reproducible order, whose messages grow with the pages.
+    pub fn traffic(&self, spec: &Spec) -> Result<TokenTraffic> {
+        for (name, count) in [("ranks", self.ranks as u64), ("page_rows", self.page_rows)] {
+            if count == 0 {
+                return Err(Error::invalid(name, 0, "at least 1"));
+            }
+        }
+        if spec.leaf_rows.is_some() {
+            return Err(Error::unsupported("reproducible", "the prediction of a token"));
+        }
+        let dims = &spec.dims;
+        let len = dims.kv_len as u64;
+        let group = dims.q_heads / dims.kv_heads.max(1);
+        let mask = &spec.mask;
+        // of a KV head and its query heads, for each mask that differs
+        let batches = if mask.per_batch() { dims.batch } else { 1 };
+        let kv_heads = if mask.per_head() { dims.kv_heads } else { 1 };
+        let repeats = (dims.batch / batches.max(1) * (dims.kv_heads / kv_heads.max(1))) as u128;
+        let last = len.saturating_sub(1);
+        let visible = |batch: usize, head: usize| {
+            mask.bound(&Query { batch, head, row: last, position: last.cast_signed() })
+        };
+        let groups: Vec<Vec<KeyIntervals>> = (0..batches)
+            .flat_map(|batch| (0..kv_heads).map(move |kv_head| (batch, kv_head)))
+            .map(|(batch, kv_head)| {
+                (0..group).map(|head| visible(batch, kv_head * group + head)).collect()
+            })
+            .collect();
+        let of_rank = |rank: usize| {
+            let rows_of = |group: &Vec<KeyIntervals>| {
+                group.iter().map(|visible| self.rows(rank, len, visible)).collect::<Vec<u64>>()
+            };
+            let of_groups: Vec<Vec<u64>> = groups.iter().map(rows_of).collect();
+            let rows = of_groups.iter().map(|rows| rows.iter().copied().max().unwrap_or(0));
+            let [rows, pairs] = [rows.sum::<u64>(), of_groups.iter().flatten().sum()];
+            [rows, pairs].map(|count| u128::from(count) * repeats)
+        };
+        let all = (0..self.ranks).map(of_rank);
+        let [rows, pairs] =
+            all.fold([0; 2], |most: [u128; 2], of| [most[0].max(of[0]), most[1].max(of[1])]);
+        let row = (dims.head_dim + dims.value_dim) * spec.dtype.bytes();
+        let result = dims.value_dim * spec.dtype.bytes() + spec.dtype.accumulator().bytes();
+        Ok(TokenTraffic {
+            read: rows * row as u128,
+            pairs,
+            result: (dims.batch * dims.q_heads * result) as u128,
+        })
+    }
+}
+
+impl Machine {
+    /// Predicts the time of a token of a sharded KV cache with [`crate::Dims::kv_len`] rows.
+    ///
+    /// # Errors
+    /// As [`CacheShards::traffic`]; [`Error::InvalidArgument`] naming `machine` if it is invalid,
+    /// has no rate of the element type, or lacks a link.
+    pub fn token(&self, spec: &Spec, shards: &CacheShards<'_>) -> Result<TokenPrediction> {
+        self.check()?;
+        let traffic = shards.traffic(spec)?;
+        let rate = self.rate(spec.dtype, spec.dims.head_dim)?;
+        let computed = traffic.pairs as f64 * PairSeconds::new(spec, &rate).forward_pass();
+        let read = self.memory_bandwidth.map(|bandwidth| traffic.read as f64 / bandwidth);
+        let tiles = computed.max(read.unwrap_or(0.0));
+        let network = Network::new(self, &self.nodes(shards.ranks, shards.placement))?;
+        let agreement = self.agreement_seconds(shards.ranks, network.node_ranks());
+        let exposed = network.all_gather_seconds(traffic.result as f64) + 2.0 * agreement;
+        let reads_are_assumed = read.is_none();
+        Ok(TokenPrediction { seconds: tiles + exposed, tiles, exposed, reads_are_assumed })
+    }
+}
