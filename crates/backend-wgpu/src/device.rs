@@ -254,6 +254,19 @@ impl Gpu {
         Ok(gpu)
     }
 
+    /// Returns the same device with kernels for a driver that may choose smaller subgroups than the
+    /// largest, so that tests can run the path for those; both share tensors.
+    ///
+    /// # Errors
+    /// As [`Gpu::open`].
+    #[doc(hidden)]
+    pub fn with_smaller_subgroups(&self) -> Result<Self> {
+        let matrices = self.0.matrices.map(Matrices::with_smaller_subgroups);
+        let gpu = Self::assemble(self.shared(), Some(self.0.level), matrices)?;
+        gpu.probe()?;
+        Ok(gpu)
+    }
+
     /// True if timestamps read as 0.
     pub(crate) fn lacks_clock(&self) -> bool {
         self.0.lacks_clock
