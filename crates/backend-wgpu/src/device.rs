@@ -21,7 +21,7 @@ use crate::{
     errors::{device_error, with_error_scopes},
     kernels::Variant,
     level::Matrices,
-    limits::ChunkLimits,
+    limits::{ChunkLimits, binding_bytes},
     lock::lock,
     pipelines::{Compilation, KernelEdit, Pipeline, Translate, compile},
     pools::StagingPools,
@@ -346,11 +346,7 @@ impl Gpu {
             matrices,
             chunk_limits: ChunkLimits {
                 device: info.name,
-                // offsets within a binding are u32 counts of 2-byte elements
-                binding_bytes: limits
-                    .max_storage_buffer_binding_size
-                    .min(limits.max_buffer_size)
-                    .min(1 << 32),
+                binding_bytes: binding_bytes(&limits),
                 alignment: u64::from(
                     limits
                         .min_storage_buffer_offset_alignment
