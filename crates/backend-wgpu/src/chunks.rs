@@ -214,3 +214,61 @@ pub(crate) const fn first_element(operand: &Operand<'_>, chunk: &WorkChunk) -> u
         + (rows - operand.first_row) as u64 * layout.row
         + heads as u64 * layout.head
 }
+
+#[cfg(test)]
+mod tests {
+    use annulus_core::{DType, Dims};
+
+    use super::*;
+    use crate::{RegisterTile, copy::Layout};
+
+    /// Limits of a device whose bindings have 2^31 bytes.
+    fn limits() -> ChunkLimits {
+        ChunkLimits {
+            device: "a device".to_owned(),
+            binding_bytes: 1 << 31,
+            alignment: 256,
+            loop_steps: None,
+            part_work: None,
+            register_tile: RegisterTile::FourRows,
+        }
+    }
+
+    #[test]
+    fn chunks_of_more_than_two_to_the_32_elements_fit_bindings_and_cover_all_queries() {
+        // 2^33 elements of queries, and one tile of keys
+        let (rows, keys, heads, dim) = (1 << 21, 32, 32, 128);
+        let dims = Dims { kv_len: keys, kv_heads: 1, ..Dims::new(1, rows, heads, dim) };
+        let spec = Spec::new(dims, DType::F16);
+        let operand = |rows: RowsOf, count, heads| Operand {
+            buffer: None,
+            layout: Layout::dense(count, heads, dim),
+            dim,
+            bytes: 2,
+            rows,
+            first_row: 0,
+        };
+        let q = operand(RowsOf::Queries, rows, heads);
+        let k = operand(RowsOf::Keys, keys, 1);
+        let operands = Operands { q: Some(q), k: Some(k), ..Operands::default() };
+        let size = ProblemSize {
+            queries: rows,
+            keys,
+            per_batch: false,
+            per_head: false,
+            queries_each: rows,
+        };
+        let chunks = operands.cut(&limits(), &spec, TileKernel::Forward, size).unwrap();
+        let row = (heads * dim) as u64;
+        let mut ends = vec![0];
+        for chunk in chunks.iter().filter(|chunk| chunk.keys.0 == 0) {
+            assert_eq!(chunk.heads, (0, heads));
+            let (first, end) = element_span(&[q], chunk, &spec);
+            assert_eq!(first, row * chunk.queries.0 as u64);
+            assert!(2 * (end - first) < 1 << 31, "{chunk:?}");
+            assert_eq!(ends.last(), Some(&first), "{chunk:?}");
+            ends.push(end);
+        }
+        assert_eq!(ends.last(), Some(&(1 << 33)));
+    }
+}

@@ -243,3 +243,26 @@ pub(crate) const fn rounding(storage: Storage, by_row: bool) -> CopyMode {
 pub(crate) fn bind_whole(buffer: Option<&wgpu::Buffer>) -> BoundResource {
     buffer.map_or(BoundResource::Unused, BoundResource::whole)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn windows_of_more_than_two_to_the_32_elements_are_located_in_64_bits() {
+        let (rows, heads, dim) = (1 << 21, 32, 128);
+        let layout = Layout::dense(rows, heads, dim);
+        let row = (heads * dim) as u64;
+        let of = |window: &Window| layout.element_range(window, heads as u64, dim as u64, 2);
+        let fits = |window: &Window| of(window).count <= 1 << 30;
+        let windows = Window::cut(2, rows as u64, fits);
+        let mut ends = vec![0];
+        for window in &windows {
+            let ElementRange { first, count, .. } = of(window);
+            assert_eq!(count, row * window.rows.1, "{window:?}");
+            assert_eq!(ends.last(), Some(&first), "{window:?}");
+            ends.push(first + count);
+        }
+        assert_eq!(ends.last(), Some(&(1 << 34)));
+    }
+}

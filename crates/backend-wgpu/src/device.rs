@@ -21,7 +21,7 @@ use crate::{
     errors::{device_error, with_error_scopes},
     kernels::Variant,
     level::Matrices,
-    limits::ChunkLimits,
+    limits::{ChunkLimits, binding_bytes},
     lock::lock,
     pipelines::{Compilation, KernelEdit, Pipeline, Translate, compile},
     pools::StagingPools,
@@ -255,6 +255,19 @@ impl Gpu {
         Ok(gpu)
     }
 
+    /// Returns the same device with kernels for a driver that may choose smaller subgroups than the
+    /// largest, so that tests can run the path for those; both share tensors.
+    ///
+    /// # Errors
+    /// As [`Gpu::open`].
+    #[doc(hidden)]
+    pub fn with_smaller_subgroups(&self) -> Result<Self> {
+        let matrices = self.0.matrices.map(Matrices::with_smaller_subgroups);
+        let gpu = Self::assemble(self.shared(), Some(self.0.level), matrices)?;
+        gpu.probe()?;
+        Ok(gpu)
+    }
+
     /// True if timestamps read as 0.
     pub(crate) fn lacks_clock(&self) -> bool {
         self.0.lacks_clock
@@ -334,11 +347,7 @@ impl Gpu {
             matrices,
             chunk_limits: ChunkLimits {
                 device: info.name,
-                // offsets within a binding are u32 counts of 2-byte elements
-                binding_bytes: limits
-                    .max_storage_buffer_binding_size
-                    .min(limits.max_buffer_size)
-                    .min(1 << 32),
+                binding_bytes: binding_bytes(&limits),
                 alignment: u64::from(
                     limits
                         .min_storage_buffer_offset_alignment

@@ -70,6 +70,8 @@ pub(crate) struct Matrices {
     size: u32,
     /// Subgroups of a workgroup that have the largest size of the device.
     subgroups: u32,
+    /// True if a driver may run a kernel with subgroups smaller than the largest.
+    has_smaller_subgroups: bool,
 }
 
 impl Matrices {
@@ -99,16 +101,28 @@ impl Matrices {
                 && largest <= 64
                 && offered.iter().any(|offer| shape(offer) && types(offer))
         };
-        [16, 8].into_iter().find(fits).map(|size| Self::new(size, largest))
+        let size = [16, 8].into_iter().find(fits)?;
+        let of_largest = Self::new(size, largest);
+        Some(if smallest == largest { of_largest } else { of_largest.with_smaller_subgroups() })
     }
 
-    /// Matrices of `size` rows, in subgroups of up to `largest` of a workgroup of 64.
-    pub(crate) const fn new(size: u32, largest: u32) -> Self {
-        Self { size, subgroups: 64 / largest }
+    /// Matrices of `size` rows, in subgroups of `invocations` of a workgroup of 64.
+    pub(crate) const fn new(size: u32, invocations: u32) -> Self {
+        Self { size, subgroups: 64 / invocations, has_smaller_subgroups: false }
     }
 
-    /// Subgroups of a workgroup that have the largest size of the device. A driver may choose a
-    /// smaller one, and wgpu cannot request a size.
+    /// The same matrices on a device whose driver may choose smaller subgroups.
+    pub(crate) const fn with_smaller_subgroups(self) -> Self {
+        Self { has_smaller_subgroups: true, ..self }
+    }
+
+    /// True if kernels must work with subgroups smaller than the largest, too.
+    pub(crate) const fn has_smaller_subgroups(self) -> bool {
+        self.has_smaller_subgroups
+    }
+
+    /// Subgroups of a workgroup that have the largest size of the device. If it has several sizes, a
+    /// driver may choose a smaller one: wgpu cannot request a size.
     pub(crate) const fn subgroups(self) -> u32 {
         self.subgroups
     }
@@ -141,7 +155,10 @@ mod tests {
         let f32 = CooperativeScalarType::F32;
         let both = [offer(8, f32), offer(16, f32)];
         assert_eq!(Matrices::of_device(&both, 32, 32), Some(Matrices::new(16, 32)));
-        assert_eq!(Matrices::of_device(&both, 8, 32), Some(Matrices::new(8, 32)));
+        assert_eq!(
+            Matrices::of_device(&both, 8, 32),
+            Some(Matrices::new(8, 32).with_smaller_subgroups())
+        );
         assert_eq!(Matrices::of_device(&both, 4, 32), None);
         assert_eq!(Matrices::new(8, 32).subgroups(), 2);
         assert_eq!(Matrices::new(16, 64).subgroups(), 1);

@@ -89,7 +89,17 @@ fn adapter() -> Option<Adapter> {
 /// Opens the adapter; `None` if there is none.
 fn open(options: &Options) -> Option<Gpu> {
     let options = Options { number: adapter()?.number, ..options.clone() };
-    Some(Gpu::open(&options).expect("the adapter opens"))
+    let gpu = Gpu::open(&options).expect("the adapter opens");
+    // or tests of small devices would pass on a large one
+    let limits = gpu.device().limits();
+    let is_within = |limit: u64, most: Option<u64>| most.is_none_or(|most| limit <= most);
+    assert!(is_within(limits.max_storage_buffer_binding_size, options.most_binding_bytes));
+    assert!(is_within(limits.max_buffer_size, options.most_buffer_bytes));
+    assert!(is_within(
+        limits.max_compute_workgroups_per_dimension.into(),
+        options.most_groups_a_line.map(u64::from)
+    ));
+    Some(gpu)
 }
 
 /// Returns the device that most tests share.

@@ -209,7 +209,7 @@ fn neighbouring_invocations_access_different_banks() {
         (four, Level::Subgroup, 2, None),
         (two, Level::Subgroup, 2, None),
         (one, Level::Subgroup, 2, None),
-        (four, Level::Subgroup, 2, Some(Matrices::new(16, 64))),
+        (four, Level::Subgroup, 2, Some(Matrices::new(16, 64).with_smaller_subgroups())),
         (four, Level::Subgroup, 8, Some(Matrices::new(8, 8))),
     ];
     for epilogue in Epilogue::ALL {

@@ -2,8 +2,9 @@
 //!
 //! Both operands lie in workgroup memory as f16, 32 × 32 at a time, their bits as in the tensors.
 //! The result stays in matrices until it is complete, and returns through workgroup memory as f32
-//! to the register tiles of the rest of the kernel. Each subgroup owns some matrices of it: which,
-//! is known from the text if subgroups have the largest size of the device ([`Owned`]).
+//! to the register tiles of the rest of the kernel. Each subgroup owns some matrices of it, which
+//! are constants of the text for subgroups of the largest size of the device ([`Owned`]). Only on a
+//! device with several sizes does the text have another path, for smaller subgroups.
 //! Probabilities are multiplied by [`PROB_SCALE`] before they are rounded to f16, so that those
 //! down to 6e-8 are normal f16 numbers and keep all bits. Score gradients have no bound: each row
 //! of a tile is multiplied by the power of 2 that brings its largest one to 2^14 … 2^15. None
@@ -35,7 +36,9 @@ pub(super) const PRODUCT_STEP: usize = 4 * ROW_STEP;
 
 /// Workgroup memory and functions that read it. `left_half`: `[row][element]`, then P or dX;
 /// `right_half`: `[column][element]`, then `[element][vector]`.
-pub(super) fn declarations() -> String {
+pub(super) fn declarations(matrices: Matrices) -> String {
+    let rounds =
+        if matrices.has_smaller_subgroups() { "var<workgroup> rounds: u32;\n" } else { "" };
     format!(
         "const PROB_SCALE: f32 = {PROB_SCALE:?};
 const NON_FINITE: u32 = 0x7f800000u;
@@ -43,8 +46,7 @@ const NON_FINITE: u32 = 0x7f800000u;
 var<workgroup> left_half: array<f16, {halves}>;
 var<workgroup> right_half: array<f16, {halves}>;
 var<workgroup> products: array<f32, {products}>;
-var<workgroup> rounds: u32;
-var<workgroup> non_finite: atomic<u32>;
+{rounds}var<workgroup> non_finite: atomic<u32>;
 
 // Four products of a row, from element `at` on.
 fn products_of(at: u32) -> vec4<f32> {{
@@ -239,36 +241,47 @@ impl Owned {
     }
 }
 
+/// Generates `owned` for subgroups of the largest size and, if the device has others, `in_memory`
+/// for those.
+fn by_subgroup_size(matrices: Matrices, owned: &str, in_memory: &str) -> String {
+    if !matrices.has_smaller_subgroups() {
+        return owned.to_owned();
+    }
+    let otherwise =
+        if in_memory.is_empty() { String::new() } else { format!(" else {{\n{in_memory}}}") };
+    format!("if (matrices_are_owned) {{\n{owned}}}{otherwise}\n")
+}
+
 /// Generates `products` ← A·B over 32 elements. The accumulators are declared where they are used,
 /// or compilers copy all of them at every branch.
 fn multiply_and_store(matrices: Matrices) -> String {
-    let owned = Owned::of(matrices);
-    format!(
-        "if (matrices_are_owned) {{
-{}{}{}}} else {{
-{}}}
-",
-        owned.zeros(),
-        owned.multiply(),
-        owned.store(),
-        owned.multiply_in_memory(false)
-    )
+    let of = Owned::of(matrices);
+    let owned = of.zeros() + &of.multiply() + &of.store();
+    by_subgroup_size(matrices, &owned, &of.multiply_in_memory(false))
 }
 
-/// Generates the first matrix of a subgroup, the number of matrices per subgroup, and whether these
-/// are those of [`Owned`]; the last two are uniform over the workgroup. The number of matrices in a
-/// tile is a multiple of the number of subgroups.
+/// Generates the first matrix of a subgroup. If the device has subgroups of several sizes, also the
+/// number of matrices per subgroup, and whether these are those of [`Owned`]; both are uniform over
+/// the workgroup. The number of matrices in a tile is a multiple of the number of subgroups.
 pub(super) fn count(matrices: Matrices) -> String {
-    let all = (32 / matrices.size()).pow(2);
     let owned = Owned::of(matrices);
-    let ([row, column], count) = (&owned.first, owned.count());
-    format!(
-        "if (lane == 0u) {{
-    rounds = {all}u / subgroups;
+    let [row, column] = &owned.first;
+    let rounds = if matrices.has_smaller_subgroups() {
+        format!(
+            "if (lane == 0u) {{
+    rounds = {}u / subgroups;
 }}
 let matrix_rounds = workgroupUniformLoad(&rounds);
-let matrices_are_owned = matrix_rounds == {count}u;
-let matrix_row = {row};
+let matrices_are_owned = matrix_rounds == {}u;
+",
+            (32 / matrices.size()).pow(2),
+            owned.count()
+        )
+    } else {
+        String::new()
+    };
+    format!(
+        "{rounds}let matrix_row = {row};
 let matrix_column = {column};
 let matrix_product = {PRODUCT_STEP}u * matrix_row + matrix_column;
 "
@@ -311,37 +324,42 @@ pub(super) fn add_product(
     let element = 4u * (lane & 7u);
     let vector = lane >> 3u;
     let stored_at = {HALF_STEP}u * vector + element;
-{rows}{sums}    if (!matrices_are_owned) {{
-        workgroupBarrier();
-        for (var n = 0u; n < {zeroed}u; n++) {{
-            products[64u * n + lane] = 0.0;
-        }}
-    }}
-    for (var c = 0u; c < params.{dim}; c = c + 32u) {{
+{rows}{sums}{zeroed}    for (var c = 0u; c < params.{dim}; c = c + 32u) {{
 {loads}        if (c + 32u > params.{dim}) {{
             let inside =
                 vec4<u32>(c + element) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(params.{dim});
 {zeros}        }}
         workgroupBarrier();
 {stores}        workgroupBarrier();
-        if (matrices_are_owned) {{
-{multiply}        }} else {{
-{in_memory}        }}
-    }}
-    if (matrices_are_owned) {{
-{store}    }}
-    workgroupBarrier();
+{multiply}    }}
+{store}    workgroupBarrier();
 ",
         sums = owned.zeros(),
-        zeroed = 32 * PRODUCT_STEP / 64,
-        multiply = owned.multiply(),
-        in_memory = owned.multiply_in_memory(true),
-        store = owned.store(),
+        zeroed = zero_products(matrices),
+        multiply = by_subgroup_size(matrices, &owned.multiply(), &owned.multiply_in_memory(true)),
+        store = by_subgroup_size(matrices, &owned.store(), ""),
     );
     for r in 0..4 {
         let _infallible = writeln!(text, "    {prefix}{r} = products_of({});", product_at(r));
     }
     text + "}\n"
+}
+
+/// Generates `products` ← 0, for subgroups whose accumulators are in memory.
+fn zero_products(matrices: Matrices) -> String {
+    if !matrices.has_smaller_subgroups() {
+        return String::new();
+    }
+    format!(
+        "    if (!matrices_are_owned) {{
+        workgroupBarrier();
+        for (var n = 0u; n < {}u; n++) {{
+            products[64u * n + lane] = 0.0;
+        }}
+    }}
+",
+        32 * PRODUCT_STEP / 64
+    )
 }
 
 /// Element of `products` at row `r` of the register tile.
@@ -555,7 +573,7 @@ if (atomicLoad(&non_finite) != 0u) {{
 /// Kernel that multiplies two known matrices.
 pub(crate) fn probe(matrices: Matrices) -> Source {
     let mut text = Template::default();
-    text.name("DECLARATIONS", declarations())
+    text.name("DECLARATIONS", declarations(matrices))
         .name("COUNT_MATRICES", count(matrices))
         .name("PRODUCT", multiply_and_store(matrices))
         .name("HALF_STEP", HALF_STEP.to_string())

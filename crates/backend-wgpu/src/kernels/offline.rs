@@ -34,7 +34,8 @@ impl KernelText {
             for (level, matrices) in [
                 (Level::Plain, None),
                 (Level::Subgroup, None),
-                (Level::Matrix, Some(Matrices::new(16, 64))),
+                // of navi31, whose subgroups have 32 or 64 invocations
+                (Level::Matrix, Some(Matrices::new(16, 64).with_smaller_subgroups())),
             ] {
                 let tile = TileVariant {
                     storage,

@@ -6,6 +6,11 @@ use naga::{
 
 use super::*;
 
+/// Matrices of a device with one subgroup size, and of one whose driver may choose a smaller one.
+fn both_matrices() -> [Matrices; 2] {
+    [Matrices::new(8, 8), Matrices::new(16, 64).with_smaller_subgroups()]
+}
+
 /// Lists every kernel that a plan can use.
 fn all_variants() -> Vec<Variant> {
     let mut all = vec![
@@ -16,7 +21,7 @@ fn all_variants() -> Vec<Variant> {
         Variant::SubgroupProbe,
         Variant::UnpackProbe,
     ];
-    all.extend([Matrices::new(8, 8), Matrices::new(16, 64)].map(Variant::MatrixProbe));
+    all.extend(both_matrices().map(Variant::MatrixProbe));
     all.extend([true, false].map(|normalize| Variant::FinishRows { normalize }));
     all.extend(
         [CopyMode::Raw { half: false }, CopyMode::Raw { half: true }, CopyMode::Added]
@@ -34,8 +39,8 @@ fn all_variants() -> Vec<Variant> {
                     continue;
                 }
                 let [four, ..] = RegisterTile::ALL;
-                let of_matrices = [Matrices::new(8, 8), Matrices::new(16, 64)]
-                    .map(|matrices| (Level::Subgroup, Some(matrices), four));
+                let of_matrices =
+                    both_matrices().map(|matrices| (Level::Subgroup, Some(matrices), four));
                 let with = RegisterTile::ALL
                     .into_iter()
                     .flat_map(|tile| [(Level::Plain, None, tile), (Level::Subgroup, None, tile)])
@@ -164,4 +169,28 @@ fn every_variant_is_valid_and_can_be_translated() {
         assert!(shared <= 16 << 10, "{variant:?} uses {shared} bytes of workgroup memory");
     }
     assert!(texts.len() > 100, "{} texts", texts.len());
+}
+
+#[test]
+fn kernels_have_a_path_for_smaller_subgroups_only_if_a_device_has_them() {
+    for matrices in both_matrices() {
+        let tile = TileVariant {
+            storage: Storage::F16,
+            unpacks: true,
+            aligned: true,
+            head_groups: 2,
+            value_groups: 2,
+            epilogue: Epilogue::Simple,
+            has_u64: true,
+            decodes: false,
+            register_tile: RegisterTile::FourRows,
+            level: Level::Subgroup,
+            matrices: Some(matrices),
+        };
+        for variant in [Variant::MatrixProbe(matrices), Variant::Forward(tile)] {
+            let wgsl = variant.source().wgsl;
+            let has_path = wgsl.contains("matrix_rounds") && wgsl.contains("matrices_are_owned");
+            assert_eq!(has_path, matrices.has_smaller_subgroups(), "{matrices:?}: {wgsl}");
+        }
+    }
 }

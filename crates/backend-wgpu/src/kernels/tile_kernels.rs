@@ -164,7 +164,7 @@ fn assemble(
     // positions of keys, or the first key
     template.name("DROPOUT_KEYS", if wide { "dropout_keys" } else { "" });
     template.name("COUNT_MATRICES", on.map_or_else(String::new, matrices::count));
-    let mut declared = on.map_or_else(String::new, |_| matrices::declarations());
+    let mut declared = on.map_or_else(String::new, matrices::declarations);
     for (number, Binding { name, kind, access }) in bindings.iter().enumerate() {
         let access = if *access == Access::Read { "read" } else { "read_write" };
         let _infallible = writeln!(
