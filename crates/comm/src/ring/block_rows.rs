@@ -31,3 +31,31 @@ impl BlockRows {
         Ok(&self.rows)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use annulus_core::{Alignment, Batch, Dims, Layout, Side};
+
+    use super::*;
+
+    #[test]
+    fn rows_are_listed_again_only_for_another_block() {
+        let dims = Dims::new(1, 100, 1, 8);
+        let shard = || {
+            let batch = Batch::default();
+            let layout = Layout::Contiguous;
+            Arc::new(Shard::local(&dims, Alignment::TopLeft, &layout, Side::Kv, 0, 1, &batch))
+        };
+        let (first, other) = (shard(), shard());
+        let (all, some) = (RowSet::all(100), RowSet::all(40));
+        let mut rows = BlockRows::default();
+        // with the number of the listing, which clones keep
+        let mut list = |shard, set| format!("{:?}", rows.expand(shard, set).unwrap());
+        let once = list(&first, &all);
+        assert_eq!(list(&first, &all), once);
+        // another set, another shard, and the first ones again
+        assert_ne!(list(&first, &some), once);
+        assert_ne!(list(&other, &all), once);
+        assert_ne!(list(&first, &all), once);
+    }
+}
