@@ -59,13 +59,13 @@ impl Cuda {
     /// pass needs as many queries.
     pub const MIN_WARPGROUP_ROWS: usize = 128;
 
-    /// Opens GPU `ordinal` with a stream of its own, at the level in [`Level::VARIABLE`], by default
-    /// the highest that the GPU and the compiler support.
+    /// Opens GPU `ordinal` with a stream of its own, at the level in [`Level::VARIABLE`]; by
+    /// default at the highest that the GPU and the compiler support.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] naming what is missing: the driver, the GPU, compute capability 8.0,
-    /// the compiler or its support for the GPU, or a requirement of the level;
-    /// [`Error::InvalidArgument`] as [`Level::forced`].
+    /// [`annulus_core::Error::Unsupported`] naming what is missing: the driver, the GPU, compute
+    /// capability 8.0, the compiler or its support for the GPU, or a requirement of the level;
+    /// [`annulus_core::Error::InvalidArgument`] as [`Level::forced`].
     pub fn open(ordinal: usize) -> Result<Self> {
         let made = Self::with_symbols(
             Symbols::system(),
@@ -125,7 +125,7 @@ impl Cuda {
     /// Changes the level.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if the GPU or the compiler does not support the level.
+    /// [`annulus_core::Error::Unsupported`] if the GPU or the compiler does not support the level.
     pub fn at_level(self, level: Level) -> Result<Self> {
         level.check(self.stream.device(), &self.compiler)?;
         Ok(Self { level, cache: Arc::default(), ..self })
@@ -190,7 +190,7 @@ impl Cuda {
     /// ([`Cuda::MIN_WARPGROUP_ROWS`]).
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if none does.
+    /// [`annulus_core::Error::Unsupported`] if none does.
     pub fn forward_variant(&self, spec: &Spec) -> Result<Variant> {
         let on_warpgroups =
             if self.level == Level::Warpgroup { Variant::on_warpgroups(spec)? } else { None };
@@ -203,7 +203,7 @@ impl Cuda {
     /// As [`Cuda::forward_variant`], for the kernels of dQ, dK and dV.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if none does.
+    /// [`annulus_core::Error::Unsupported`] if none does.
     pub fn backward_variant(&self, spec: &Spec) -> Result<Variant> {
         let on_warpgroups = if self.level == Level::Warpgroup {
             Variant::backward_on_warpgroups(spec)?
@@ -317,7 +317,7 @@ impl Backend for Cuda {
     /// other than ALiBi. Products of f32 inputs are true f32 for every [`Spec::precision`].
     ///
     /// # Errors
-    /// As [`Spec::validate`]; [`Error::Unsupported`].
+    /// As [`Spec::validate`]; [`annulus_core::Error::Unsupported`].
     fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
         spec.validate()?;
         slopes(spec)?;

@@ -179,8 +179,8 @@ impl OnWarpgroups {
     }
 }
 
-/// KV heads, of `heads` in all, in a section of own tiles: as many as have what their blocks stream,
-/// `bytes` each, in half of the L2 cache together.
+/// KV heads, of `heads` in all, in a section of own tiles: as many as have what their blocks
+/// stream, `bytes` each, in half of the L2 cache together.
 fn section(device: &Device, bytes: u64, heads: u64) -> u32 {
     // at most the number of tiles, which is a u32
     (device.l2_bytes() / 2 / bytes.max(1)).max(1).min(heads.max(1)) as u32
