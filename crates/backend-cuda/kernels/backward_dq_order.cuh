@@ -16,19 +16,14 @@
 // A block visits its queries in descending order. Under a causal mask or a window, tiles of keys
 // that start together then add to different queries at first, and wait only one step for each
 // other; ascending, each would wait for all before it to reach the diagonal. Tickets take tile
-// after tile of a section of KV heads, whose queries fit half of the L2 cache: the blocks that run
-// at the same time are then of several heads, and few wait for each other.
+// after tile of a section of KV heads (own_tile_of): the blocks that run at the same time are then
+// of several heads, and few wait for each other.
 //
 // Source: FlashAttention-3, hopper/mainloop_bwd_sm90_tma_gmma_ws.hpp: dQ semaphore of the
 // deterministic mode.
 #pragma once
 
 #include "backward_warpgroup.cuh"
-
-// A tile of keys of one KV head.
-struct KeyTile {
-    u32 b, kv_head, tile;
-};
 
 // Obtains the next tile of keys. One thread of a block calls it once.
 DEVICE u32 take_ticket(const BackwardAttention& a) {
@@ -40,16 +35,8 @@ DEVICE u32 take_ticket(const BackwardAttention& a) {
 }
 
 // The tile of keys of a ticket.
-DEVICE KeyTile key_tile_of(const BackwardAttention& a, u32 ticket) {
-    const Attention& all = a.attention;
-    const u32 lists = all.block_mask.lists, section = a.order.section;
-    const u32 first_head = ticket / (lists * section) * section;
-    const u32 in_section = ticket - first_head * lists;
-    // the last section may be smaller
-    const u32 left = all.kv_heads * all.batches - first_head;
-    const u32 heads = left < section ? left : section;
-    const u32 tile = in_section / heads, head = first_head + (in_section - tile * heads);
-    return {head / all.kv_heads, head % all.kv_heads, tile};
+DEVICE OwnTile key_tile_of(const BackwardAttention& a, u32 ticket) {
+    return own_tile_of(a, ticket, a.attention.kv_heads);
 }
 
 // Number of a block among those that add to a tile of queries, from 0 on.

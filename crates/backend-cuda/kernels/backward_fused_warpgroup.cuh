@@ -18,10 +18,15 @@
 //           wait for dQ;   issue S of the next tile
 //           wait until the dQ tile in shared memory is free, store dQ  (overlaps dK and S)
 //           wait for all products; release the stage
-//   dQ writer (warp 1):
+//   dQ writers (warps 1 and 2, in turn):
 //       for each visible tile:
 //           wait for the dQ tile;  wait for its turn (backward_dq_order.cuh)
-//           add the tile to dQ in global memory by bulk operations;  pass the turn on
+//           add the tile to dQ in global memory by bulk operations;  release the tile
+//           wait until the additions are complete;  pass the turn on
+//
+// Waiting for a turn, adding and passing it on are round trips to the L2 cache, one after the
+// other. With two writers those of a tile overlap those of the next one, which made the kernel 3 %
+// faster on an H200; most of what the turns cost remains (docs/cuda.md).
 //
 // dX is the only operand that passes through shared memory: dQ needs the keys of both consumers.
 // Two buffers of dX make one barrier per tile enough: a consumer that writes buffer 0 again has
@@ -39,7 +44,8 @@
 //   dx          2 × 128 keys × rows × 2                    64 K /  32 K
 //   dq          rows × (dims + 8) × 4                      36 K /  34 K
 //   statistics  2 stages × rows × 8                         2 K /   1 K
-//   StreamedTile 3 × 16; mbarriers 6 × 8; ticket, tile     104
+//   StreamedTile 2 × 16; DqTile 4 × 16; mbarriers 7 × 8    152
+//   ticket, tile                                            8
 //
 // Registers of a consumer thread, of 240, at 128 dims: dK 64, dV 64, P in f32 or S 32, dP or dQ 32,
 // P 16, dX 16; at 64 dims: dK 32, dV 32, P in f32 64, dP 64, later in their place S 64, dQ 32,
@@ -47,9 +53,9 @@
 // and tiles, which the producer writes to shared memory for the consumers.
 //
 // Named barriers: 0 whole block, 3 and 4 WARPGROUP_BARRIER, 5 CONSUMER_BARRIER. A phase of the
-// mbarrier `dq_full` completes with an arrival of each warp of the consumers, which have stored
-// their parts of the dQ tile, one of `dq_empty` with that of the dQ writer, whose bulk operations
-// have read the tile.
+// mbarrier `dq_full` of a dQ writer completes with an arrival of each warp of the consumers, which
+// have stored their parts of a dQ tile for it, or have no further tile; one of `dq_empty` with that
+// of the dQ writer whose bulk operations have read the tile.
 //
 // Source: Shah et al. 2024 (FlashAttention-3), section 3 and appendix B.
 #pragma once
@@ -79,14 +85,29 @@ struct alignas(16) StreamedTile {
     u32 is_last;
 };
 
+// Warps that write dQ, from warp 1 on: tile `number` of a block is that of number % DQ_WRITERS.
+#define DQ_WRITERS 2
+
+// Tile of dQ, for its writer.
+struct alignas(16) DqTile {
+    u32 h, first_query;
+    u32 number;  // of the block's tiles
+    u32 is_last;
+};
+// Entries for tiles of dQ, which the producer writes together with the loads of a tile. It then has
+// an empty stage, so that the consumers have stored dQ of the tile two before; for that they waited
+// until the writer of the tile three before had read its entry.
+#define DQ_TILES 4
+
 // Dynamic shared memory of a block; `Variant::dynamic_shared_bytes` (src/variant.rs) has its size.
 struct FusedStorage {
     // dXᵀ, keys × queries, in panels of 64 queries: two buffers
     u16 dx[2][BACKWARD_TILE * FUSED_ROWS];
     FusedTiles tiles;
     alignas(16) float dq[FUSED_ROWS * DQ_PITCH];
-    StreamedTile streamed[FusedTiles::stages], dq_tile;
-    Mbarrier dq_full, dq_empty;
+    StreamedTile streamed[FusedTiles::stages];
+    DqTile dq_tiles[DQ_TILES];
+    Mbarrier dq_full[DQ_WRITERS], dq_empty;
     u32 ticket, tile;
 };
 static_assert(sizeof(FusedStorage) <= 227 * 1024, "shared memory of a block");
@@ -164,11 +185,12 @@ DEVICE void dq_nonfinite_fixup(float (&dq)[DQ_COLUMNS / 2], const u16* dx, const
     }
 }
 
-// Stores a consumer's part of the dQ tile for the dQ writer, when the tile is free.
-DEVICE void store_dq(FusedStorage& memory, const float (&dq)[DQ_COLUMNS / 2],
-                     const StreamedTile& tile, float scale, u32 parity, const ConsumerLane& at) {
-    mbarrier_wait(&memory.dq_empty, parity ^ 1);
-    if (at.group == 0 && at.thread == 0) memory.dq_tile = tile;
+// Stores a consumer's part of dQ tile `number` of the block for its writer, when the tile in shared
+// memory is free.
+template <bool is_last>
+DEVICE void store_dq(FusedStorage& memory, const float (&dq)[DQ_COLUMNS / 2], float scale,
+                     u32 number, const ConsumerLane& at) {
+    mbarrier_wait(&memory.dq_empty, number % 2 ^ 1);
     const u32 first = shared_address(memory.dq + (dq_first_row(at.group) + at.row) * DQ_PITCH +
                                      dq_first_dim(at.group) + at.column);
     UNROLL for (u32 e = 0; e < DQ_COLUMNS / 2; e += 2)
@@ -176,19 +198,25 @@ DEVICE void store_dq(FusedStorage& memory, const float (&dq)[DQ_COLUMNS / 2],
                                      scale * dq[e], scale * dq[e + 1]);
     fence_proxy_async();
     warp_barrier();
-    if (at.lane == 0) mbarrier_arrive(&memory.dq_full);
+    if (at.lane != 0) return;
+    mbarrier_arrive(memory.dq_full + number % DQ_WRITERS);
+    // the other writers find the entry of another number than theirs
+    if (is_last)
+        for (u32 more = 1; more < DQ_WRITERS; ++more)
+            mbarrier_arrive(memory.dq_full + (number + more) % DQ_WRITERS);
 }
 
-// dQ writer: adds the dQ tiles of the block to dQ, each in its turn. The 32 threads of one warp.
+// dQ writer: adds its dQ tiles of the block to dQ, each in its turn. The 32 threads of one warp.
 DEVICE void write_dq_tiles(FusedStorage& memory, const BackwardAttention& arguments,
-                           const KeyTile& own) {
+                           const OwnTile& own, u32 writer) {
     const Attention& a = arguments.attention;
     const u32 lane = thread_index() % 32;
-    bool is_last = false;
-    for (u32 number = 0; !is_last; ++number) {
-        mbarrier_wait(&memory.dq_full, number % 2);
-        const u32 h = memory.dq_tile.h, first_row = memory.dq_tile.first_query;
-        is_last = memory.dq_tile.is_last;
+    for (u32 number = writer;; number += DQ_WRITERS) {
+        mbarrier_wait(memory.dq_full + writer, number / DQ_WRITERS % 2);
+        const DqTile& tile = memory.dq_tiles[number % DQ_TILES];
+        if (tile.number != number) break;
+        const u32 h = tile.h, first_row = tile.first_query;
+        const bool is_last = tile.is_last;
         const AdditionRank turn =
             addition_rank(arguments, own.b, h, first_row / BACKWARD_TILE, own.tile);
         u32* semaphore = semaphore_of(arguments, own.b, h, first_row);
@@ -212,17 +240,18 @@ DEVICE void write_dq_tiles(FusedStorage& memory, const BackwardAttention& argume
         warp_barrier();
         const u32 next = turn.is_last ? 0 : turn.rank + 1;
         if (lane == 0) semaphore_set(semaphore, next);
+        if (is_last) break;
     }
 }
 
 // Consumer warpgroup: dK and dV of its 64 keys, and its part of the dQ tiles of the block.
-DEVICE void fused_key_rows(FusedStorage& memory, const BackwardAttention& arguments, KeyTile own) {
+DEVICE void fused_key_rows(FusedStorage& memory, const BackwardAttention& arguments, OwnTile own) {
     typedef FusedTiles Storage;
     Storage& operands = memory.tiles;
     const u32 pairs = Storage::pairs;
     const Attention& a = arguments.attention;
     ConsumerLane at = consumer_lane();
-    load_own_rows(operands, a.k, a.head_dim, a.v, a.value_dim, own.b, own.kv_head,
+    load_own_rows(operands, a.k, a.head_dim, a.v, a.value_dim, own.b, own.head,
                   own.tile * BACKWARD_TILE + at.group * OWN_ROWS, a.keys, at);
     // a dQ product reads the keys of both consumers, which the barrier also waits for
     const bool keys_non_finite =
@@ -321,10 +350,8 @@ DEVICE void fused_key_rows(FusedStorage& memory, const BackwardAttention& argume
         // dV has read P until here. Pinning its registers ties narrow_left to the wait.
         fence_operand(p);
         if (!dq_by_wgmma) dq_nonfinite_fixup(dq, dx_rows, dq_keys, lane_again(at));
-        const u32 dq_parity = state.tile % 2;
         if (memory.streamed[recomputed(stage)].is_last) {
-            store_dq(memory, dq, memory.streamed[recomputed(stage)], float(a.scale), dq_parity,
-                     lane_again(at));
+            store_dq<true>(memory, dq, float(a.scale), state.tile, lane_again(at));
             break;
         }
         ++state.tile;
@@ -333,8 +360,7 @@ DEVICE void fused_key_rows(FusedStorage& memory, const BackwardAttention& argume
         // an array of its own: P does not flow into the accumulators of S
         float next_scores[pairs];
         issue_nt<Storage>(next_scores, k, operands.streamed[0][next_stage]);
-        store_dq(memory, dq, memory.streamed[recomputed(stage)], float(a.scale), dq_parity,
-                 lane_again(at));
+        store_dq<false>(memory, dq, float(a.scale), state.tile - 1, lane_again(at));
         await_s(next_scores);
         UNROLL for (u32 e = 0; e < pairs; ++e) scores[e] = next_scores[e];
         fence_operand(dk);
@@ -349,8 +375,8 @@ DEVICE void fused_key_rows(FusedStorage& memory, const BackwardAttention& argume
     // computed again, rather than kept
     own = key_tile_of(arguments, recomputed(memory.ticket));
     const u32 first_key = own.tile * BACKWARD_TILE + at.group * OWN_ROWS;
-    store_key_rows(dk, float(a.scale), a.dk, own.b, own.kv_head, first_key, a.head_dim, at, a);
-    store_key_rows(dv, 1.0f, a.dv, own.b, own.kv_head, first_key, a.value_dim, at, a);
+    store_key_rows(dk, float(a.scale), a.dk, own.b, own.head, first_key, a.head_dim, at, a);
+    store_key_rows(dv, 1.0f, a.dv, own.b, own.head, first_key, a.value_dim, at, a);
 }
 
 // Producer thread: issues the loads of all tiles of queries.
@@ -365,6 +391,7 @@ DEVICE void load_query_tiles(FusedStorage& memory, const BackwardAttention& argu
         producer_acquire(memory.tiles, state);
         // before the arrival of load_tile at the full mbarrier
         memory.streamed[state.stage()] = {h, row, mask_index, !tiles.more()};
+        memory.dq_tiles[state.tile % DQ_TILES] = {h, row, state.tile, !tiles.more()};
         load_tile(memory.tiles, arguments, state, row, h, b,
                   statistics_of_head(arguments, b, h) + row / 64);
         ++state.tile;
@@ -372,10 +399,10 @@ DEVICE void load_query_tiles(FusedStorage& memory, const BackwardAttention& argu
 }
 
 // Obtains the tile of keys of this block. All threads call it.
-DEVICE KeyTile own_key_tile(FusedStorage& memory, const BackwardAttention& a) {
+DEVICE OwnTile own_key_tile(FusedStorage& memory, const BackwardAttention& a) {
     if (thread_index() == 0) memory.ticket = take_ticket(a);
     barrier();
-    const KeyTile own = key_tile_of(a, memory.ticket);
+    const OwnTile own = key_tile_of(a, memory.ticket);
     if (thread_index() == 0) memory.tile = own.tile;
     return own;
 }
@@ -385,26 +412,28 @@ DEVICE KeyTile own_key_tile(FusedStorage& memory, const BackwardAttention& a) {
 KERNEL(backward_fused_warpgroup, BackwardAttention) {
     const Attention& all = a.attention;
     FusedStorage& memory = *reinterpret_cast<FusedStorage*>(dynamic_shared());
-    const KeyTile own = own_key_tile(memory, a);
+    const OwnTile own = own_key_tile(memory, a);
     const u32 group = all.q_heads / all.kv_heads;
     FusedQueries tiles;
-    tiles.begin(all, own.b, own.tile, own.kv_head * group, (own.kv_head + 1) * group);
+    tiles.begin(all, own.b, own.tile, own.head * group, (own.head + 1) * group);
     if (!tiles.more()) {
-        store_no_gradient(all, own.b, own.kv_head, own.tile);
+        store_no_gradient(all, own.b, own.head, own.tile);
         return;
     }
     if (thread_index() == 0) {
-        mbarrier_init(&memory.dq_full, BACKWARD_CONSUMERS * WARPGROUP / 32);
+        for (u32 writer = 0; writer < DQ_WRITERS; ++writer)
+            mbarrier_init(memory.dq_full + writer, BACKWARD_CONSUMERS * WARPGROUP / 32);
         mbarrier_init(&memory.dq_empty, 1);
+        for (u32 tile = 0; tile < DQ_TILES; ++tile) memory.dq_tiles[tile].number = ~0u;
     }
     begin_backward_storage(memory.tiles);
     if (thread_index() < WARPGROUP) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
-        if (thread_index() == 0) {
+        const u32 warp = uniform(thread_index() / 32);
+        if (thread_index() == 0)
             load_query_tiles(memory, a, tiles);
-        } else if (thread_index() / 32 == 1) {
-            write_dq_tiles(memory, a, own);
-        }
+        else if (warp >= 1 && warp <= DQ_WRITERS)
+            write_dq_tiles(memory, a, own, warp - 1);
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
         fused_key_rows(memory, a, own);

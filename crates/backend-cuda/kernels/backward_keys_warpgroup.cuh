@@ -134,7 +134,8 @@ DEVICE void backward_key_rows(NarrowStorage& memory, const BackwardAttention& ar
 template <bool epilogue>
 DEVICE void backward_keys_block(const BackwardAttention& arguments) {
     const Attention& a = arguments.attention;
-    u32 tile = block_x(), kv_head = block_y(), b = block_z(), group = a.q_heads / a.kv_heads;
+    const OwnTile own = own_tile_of(arguments, block_x(), a.kv_heads);
+    u32 tile = own.tile, kv_head = own.head, b = own.b, group = a.q_heads / a.kv_heads;
     StreamedTiles<64> tiles;
     tiles.begin(a, b, tile, kv_head * group, (kv_head + 1) * group);
     if (!tiles.more()) {
@@ -160,8 +161,8 @@ DEVICE void backward_keys_block(const BackwardAttention& arguments) {
     }
 }
 
-// Grid: tiles of 128 keys × KV heads × batch rows. The block mask lists query tiles by key tile.
-// Under a causal mask the first tiles have the most queries.
+// Grid: as many blocks as tiles of 128 keys × KV heads × batch rows. The block mask lists query
+// tiles by key tile. Under a causal mask the first tiles have the most queries.
 KERNEL(backward_keys_warpgroup, BackwardAttention) { backward_keys_block<false>(a); }
 // As backward_keys_warpgroup, for scores with an epilogue.
 KERNEL(backward_keys_warpgroup_epilogue, BackwardAttention) { backward_keys_block<true>(a); }

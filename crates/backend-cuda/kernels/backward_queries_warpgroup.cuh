@@ -150,7 +150,8 @@ DEVICE void backward_query_rows(Storage& memory, const BackwardAttention& argume
 template <typename Storage, bool epilogue>
 DEVICE void backward_queries_block(const BackwardAttention& arguments) {
     const Attention& a = arguments.attention;
-    u32 tile = a.block_mask.lists - 1 - block_x(), h = block_y(), b = block_z();
+    const OwnTile own = own_tile_of(arguments, block_x(), a.q_heads);
+    u32 tile = a.block_mask.lists - 1 - own.tile, h = own.head, b = own.b;
     StreamedTiles<Storage::rows> tiles;
     tiles.begin(a, b, tile, h, h + 1);
     if (!tiles.more()) return;
@@ -172,8 +173,8 @@ DEVICE void backward_queries_block(const BackwardAttention& arguments) {
     }
 }
 
-// Grid: tiles of 128 queries × query heads × batch rows. Tiles run in reverse order: under a causal
-// mask the last ones have the most visible keys.
+// Grid: as many blocks as tiles of 128 queries × query heads × batch rows. Tiles run in reverse
+// order: under a causal mask the last ones have the most visible keys.
 KERNEL(backward_queries_warpgroup, BackwardAttention) {
     backward_queries_block<WideStorage, false>(a);
 }

@@ -84,8 +84,6 @@ struct DqOrder {
     u64 tickets;      // u32: tickets that blocks have taken; 0 before and after a launch
     u32 query_tiles;  // lists of a plane
     u32 key_tiles;    // of the launch: lists × KV heads × batch rows
-    u32 section;      // KV heads in a section
-    u32 reserved;
 };
 
 // Argument of the backward kernels: mirrored in src/arguments.rs. The maps are those of K and V, or
@@ -95,10 +93,30 @@ struct BackwardAttention {
     Attention attention;
     // StatisticsTile [batch, q_heads, statistics_tiles]; rows beyond the end are 0
     u64 statistics;
-    u32 statistics_tiles, reserved;
+    u32 statistics_tiles;
+    u32 section;  // heads in a section of own tiles (own_tile_of)
     DqOrder order;
 };
 static_assert(sizeof(BackwardAttention) == 1024, "as in src/arguments.rs");
+
+// A tile of own rows: of a query head in the dQ pass, else of a KV head.
+struct OwnTile {
+    u32 b, head, tile;
+};
+
+// Returns own tile `number` of the launch; `heads` are those of a batch row. Tiles are numbered
+// tile by tile of a section of heads, whose streamed rows fit half of the L2 cache: blocks that run
+// at the same time stream the same rows, and under a causal mask the last ones of a launch have
+// the shortest lists. The last section also has the heads that are left (forward_scheduler.cuh).
+DEVICE OwnTile own_tile_of(const BackwardAttention& a, u32 number, u32 heads) {
+    const u32 lists = a.attention.block_mask.lists, all_heads = heads * a.attention.batches;
+    const u32 last = all_heads / a.section - 1, any = number / (lists * a.section);
+    const u32 first_head = (any < last ? any : last) * a.section;
+    const u32 in_section = number - first_head * lists;
+    const u32 in_row = any < last ? a.section : all_heads - first_head;
+    const u32 tile = in_section / in_row, head = first_head + (in_section - tile * in_row);
+    return {head / heads, head % heads, tile};
+}
 
 DEVICE StatisticsTile* statistics_of_head(const BackwardAttention& a, u32 b, u32 h) {
     return reinterpret_cast<StatisticsTile*>(a.statistics) +
@@ -369,17 +387,6 @@ DEVICE float fused_prob(float score, float unit, float lse) {
 // P of one pair, for any row and 0 for a masked pair.
 DEVICE float masked_prob(float score, bool visible, float lse, const Attention& a) {
     return visible && lse != -infinity() ? fast_exp(float(a.scale) * score - lse) : 0.0f;
-}
-
-// Returns true if one of a thread's elements of a tile of `count` elements is not finite.
-DEVICE bool part_non_finite(const u16* values, u32 count, const ConsumerLane& at) {
-    const u32 exponent = ANNULUS_DTYPE == 2 ? 0x7f80u : 0x7c00u;
-    bool non_finite = false;
-    for (u32 index = at.thread; index < count / 2; index += WARPGROUP) {
-        u32 pair = reinterpret_cast<const u32*>(values)[index];
-        non_finite |= (pair & exponent) == exponent || (pair >> 16 & exponent) == exponent;
-    }
-    return non_finite;
 }
 
 // acc += left·streamed on scalar units, skipping masked pairs, for tiles with elements that are not

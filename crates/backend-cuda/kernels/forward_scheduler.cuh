@@ -12,7 +12,9 @@
 // stages of K and V have.
 //
 // Longest first: the blocks that finish last then have the shortest tiles. The K and V of all heads
-// of a section fit half of the L2 cache, from which its later lists then read them.
+// of a section fit half of the L2 cache, from which its later lists then read them. The last
+// section also has the heads that are left, so that it has enough tiles to be balanced: a section
+// of few heads would end with the blocks that compute its longest ones.
 //
 // A block fetches until a number is beyond the end. As many tiles as there are blocks need no
 // fetch, and each block has one fetch in vain: there are as many fetches as tiles. The last one
@@ -30,11 +32,11 @@
 DEVICE WorkTile work_tile(const WarpgroupAttention& a, u32 number) {
     const Attention& all = a.attention;
     const u32 lists = all.block_mask.lists, groups = all.q_heads / all.packed_heads;
-    const u32 first_group = number / (lists * a.section) * a.section;
+    const u32 all_groups = groups * all.batches, last = all_groups / a.section - 1;
+    const u32 any = number / (lists * a.section), section = any < last ? any : last;
+    const u32 first_group = section * a.section;
     const u32 in_section = number - first_group * lists;
-    // the last section may be smaller
-    const u32 left = groups * all.batches - first_group;
-    const u32 in_row = left < a.section ? left : a.section;
+    const u32 in_row = section < last ? a.section : all_groups - first_group;
     const u32 rank = in_section / in_row, group = first_group + (in_section - rank * in_row);
     WorkTile work;
     work.b = group / groups;

@@ -104,22 +104,10 @@ DEVICE void narrow_p(u32 (&probs)[KV_ROWS / 16][4], const float (&scores)[S_REGI
             probs[y][index] = narrow_pair(scores[8 * y + 2 * index], scores[8 * y + 2 * index + 1]);
 }
 
-// Eight elements, loaded by one instruction.
-struct alignas(16) SharedWords {
-    u32 of[4];
-};
-
 // Returns, to all threads of the warpgroup, true if an element of the V tile is not finite.
 DEVICE bool tile_non_finite(const u16* values, const ConsumerLane& at) {
-    const u32 exponent = ANNULUS_DTYPE == 2 ? 0x7f80u : 0x7c00u;
-    bool non_finite = false;
-    for (u32 index = at.thread; index < KV_TILE / 8; index += WARPGROUP) {
-        const SharedWords words = reinterpret_cast<const SharedWords*>(values)[index];
-        UNROLL for (u32 c = 0; c < 4; ++c)
-            non_finite |= (words.of[c] & exponent) == exponent ||
-                          (words.of[c] >> 16 & exponent) == exponent;
-    }
-    return named_barrier_any(WARPGROUP_BARRIER(at.group), WARPGROUP, non_finite);
+    return named_barrier_any(WARPGROUP_BARRIER(at.group), WARPGROUP,
+                             part_non_finite(values, KV_TILE, at));
 }
 
 // O += P·V of one key on scalar units, unless its pair is masked: element `c` of the pairs of a
@@ -177,16 +165,15 @@ DEVICE ValueOperand v_operand_of(const SharedStorage& memory, const PipelineStat
 DEVICE void load_packed_q(u16* to, const Attention& a, const ConsumerTile& part,
                           const ConsumerLane& at) {
     const Tensor& q = a.q;
-    bool aligned = q.dim == 1 && offset<u16>(q, part.b, 0, part.first_head, 0) % 16 == 0 &&
-                   q.row % 8 == 0 && q.head % 8 == 0 && a.head_dim % 8 == 0;
-    for (u32 index = at.thread; index < Q_TILE / 8; index += WARPGROUP) {
-        u32 row = index / (ANNULUS_DIM / 8), x = index % (ANNULUS_DIM / 8) * 8;
+    const bool aligned = q.dim == 1 && offset<u16>(q, part.b, 0, part.first_head, 0) % 16 == 0 &&
+                         q.row % 8 == 0 && q.head % 8 == 0 && a.head_dim % 8 == 0;
+    const auto line_of = [&](u32 row) -> const u16* {
         const ConsumerRow own = part.row(a, at.group, row);
-        const u64 line = offset<u16>(q, part.b, own.query, own.h, 0);
-        store_eight(to, own.exists ? reinterpret_cast<const u16*>(line) : nullptr, q.dim, row, x,
-                    a.head_dim, aligned);
-    }
-    fence_proxy_async();
+        return own.exists
+                   ? reinterpret_cast<const u16*>(offset<u16>(q, part.b, own.query, own.h, 0))
+                   : nullptr;
+    };
+    load_rows(to, line_of, q.dim, a.head_dim, aligned);
 }
 
 // Consumer warpgroup: attends its 64 rows of a tile to all visible KV tiles. The KV pipeline goes

@@ -1,6 +1,5 @@
 // Kernels that run once per query row: the forward epilogue (sinks, normalization, rounding), the
-// backward prologue (Δ), and the gradient of the sinks. One warp per row: a row is one head's
-// value_dim elements, at most 8 per lane.
+// backward prologue (Δ), and the gradient of the sinks. A row is one head's value_dim elements.
 #pragma once
 
 #include "vectors.cuh"
@@ -12,7 +11,7 @@ struct RowIndex {
     bool exists;
 };
 
-// Row of this warp, in the order [batch, row, head].
+// Row of this warp in finish_forward, in the order [batch, row, head].
 DEVICE RowIndex row_of_warp(const RowArguments& a) {
     u64 row = u64(block_x()) * (THREADS / LANES) + thread_index() / LANES;
     RowIndex at;
@@ -93,42 +92,78 @@ KERNEL(finish_forward, RowArguments) {
     }
 }
 
-// A lane's terms of ⟨dO, O⟩. It has 16 bytes of consecutive elements at a time, whether it can load
-// them by one instruction or not, so that the sum does not depend on strides.
-DEVICE Sum lane_product(const RowArguments& a, const RowIndex& at) {
-    const u32 width = 16 / sizeof(Element);
-    const bool aligned = has_vectors<Element>(a.dout, a.value_dim, width) &&
-                         has_vectors<Element>(a.out, a.value_dim, width);
-    Sum product = 0;
-    for (u32 x = thread_index() % LANES * width; x < a.value_dim; x += LANES * width) {
-        Vector<Element, width> dout, out;
-        if (aligned) {
-            dout.load(u64(element_of<const Element>(a.dout, at.b, at.h, at.i, x)));
-            out.load(u64(element_of<const Element>(a.out, at.b, at.h, at.i, x)));
-        }
-        UNROLL for (u32 c = 0; c < width; ++c) {
-            if (!aligned) {
-                dout.elements[c] = out.elements[c] = Element(0);
-                if (x + c < a.value_dim) {
-                    dout.elements[c] = *element_of<const Element>(a.dout, at.b, at.h, at.i, x + c);
-                    out.elements[c] = *element_of<const Element>(a.out, at.b, at.h, at.i, x + c);
-                }
-            }
-            product = multiply_add(widen(dout.elements[c]), widen(out.elements[c]), product);
-        }
+// begin_backward is bound by the memory of dO and O. A row has as many lanes as 16-byte pieces, at
+// most a warp; a lane loads its pieces of four rows, or four pieces of one, before it adds any.
+#define ROW_PIECES (ANNULUS_DIM * u32(sizeof(Element)) / 16)
+#define ROW_LANES (ROW_PIECES < LANES ? ROW_PIECES : LANES)
+#define LANE_PIECES (ROW_PIECES / ROW_LANES)
+#define ROWS_AT_ONCE (4 / LANE_PIECES)
+#define PIECE (16 / u32(sizeof(Element)))
+
+static_assert(ROWS_AT_ONCE >= 1 && ROWS_AT_ONCE <= ROW_LANES, "one lane for each row");
+
+typedef Vector<Element, PIECE> RowPiece;
+
+// Row number `row` of the order [batch, row, head]. In 32 bits where that suffices, because a
+// 64-bit division is a call of some seventy instructions.
+DEVICE RowIndex row_index(const RowArguments& a, u64 row, u64 rows) {
+    RowIndex at;
+    at.exists = row < rows;
+    if (rows < 1ull << 32) {
+        const u32 line = u32(row) / a.q_heads;
+        at.h = u32(row) - line * a.q_heads;
+        at.b = line / a.queries;
+        at.i = line - at.b * a.queries;
+    } else {
+        const u64 line = row / a.q_heads;
+        at.h = u32(row - line * a.q_heads);
+        at.b = u32(line / a.queries);
+        at.i = u32(line - u64(at.b) * a.queries);
     }
-    return product;
+    return at;
 }
 
-// Backward prologue: row statistics [lse, max, Δ, share]; see gradient.cuh. Of partial results,
-// dlse and ties are −Δ and −share of the whole attention, and out is not read. Grid: rows, 8 per
-// block.
-KERNEL(begin_backward, RowArguments) {
-    RowIndex at = row_of_warp(a);
-    const bool partial = a.flags & PARTIAL;
-    Sum product = at.exists && !partial ? lane_product(a, at) : Sum(0);
-    for (u32 lanes = LANES / 2; lanes > 0; lanes /= 2) product += shuffle_xor(product, lanes);
-    if (!at.exists || thread_index() % LANES != 0) return;
+// Loads elements x … of a row, zeros beyond the ends; `aligned`: by one instruction.
+DEVICE void load_piece(RowPiece& piece, const RowArguments& a, const Tensor& tensor,
+                       const RowIndex& at, u32 x, bool aligned) {
+    UNROLL for (u32 c = 0; c < PIECE; ++c) piece.elements[c] = Element(0);
+    if (!at.exists) return;
+    if (aligned) {
+        if (x < a.value_dim)
+            piece.load(u64(element_of<const Element>(tensor, at.b, at.h, at.i, x)));
+        return;
+    }
+    UNROLL for (u32 c = 0; c < PIECE; ++c)
+        if (x + c < a.value_dim)
+            piece.elements[c] = *element_of<const Element>(tensor, at.b, at.h, at.i, x + c);
+}
+
+// A lane's terms of ⟨dO, O⟩ of the rows `first`, `first` + `stride`, …. They do not depend on
+// whether pieces can be loaded by one instruction.
+DEVICE void lane_products(Sum (&products)[ROWS_AT_ONCE], const RowArguments& a, u64 first,
+                          u64 stride, u64 rows) {
+    const bool aligned = has_vectors<Element>(a.dout, a.value_dim, PIECE) &&
+                         has_vectors<Element>(a.out, a.value_dim, PIECE);
+    RowPiece dout[ROWS_AT_ONCE][LANE_PIECES], out[ROWS_AT_ONCE][LANE_PIECES];
+    UNROLL for (u32 r = 0; r < ROWS_AT_ONCE; ++r) {
+        const RowIndex at = row_index(a, first + r * stride, rows);
+        UNROLL for (u32 piece = 0; piece < LANE_PIECES; ++piece) {
+            const u32 x = (piece * ROW_LANES + thread_index() % ROW_LANES) * PIECE;
+            load_piece(dout[r][piece], a, a.dout, at, x, aligned);
+            load_piece(out[r][piece], a, a.out, at, x, aligned);
+        }
+    }
+    UNROLL for (u32 r = 0; r < ROWS_AT_ONCE; ++r) {
+        products[r] = 0;
+        UNROLL for (u32 piece = 0; piece < LANE_PIECES; ++piece)
+            UNROLL for (u32 c = 0; c < PIECE; ++c)
+                products[r] = multiply_add(widen(dout[r][piece].elements[c]),
+                                           widen(out[r][piece].elements[c]), products[r]);
+    }
+}
+
+// Writes the row statistics of a row whose ⟨dO, O⟩ is `product`.
+DEVICE void store_row_statistics(const RowArguments& a, const RowIndex& at, Sum product) {
     Sum lse = *reinterpret_cast<const Sum*>(at_row(a.lse, at.b, at.h, at.i));
     Sum dlse = 0, max = 0, delta, share = 0;
     if (a.dlse.at && lse != -Sum(infinity()))
@@ -136,7 +171,7 @@ KERNEL(begin_backward, RowArguments) {
     if (a.flags & UNNORMALIZED) {
         max = *reinterpret_cast<const Sum*>(at_row(a.max, at.b, at.h, at.i));
         Sum ties = *reinterpret_cast<const Sum*>(at_row(a.ties, at.b, at.h, at.i));
-        share = partial ? -ties : product / ties;
+        share = a.flags & PARTIAL ? -ties : product / ties;
         delta = -dlse;
     } else {
         delta = product - dlse;
@@ -149,6 +184,34 @@ KERNEL(begin_backward, RowArguments) {
     store_sum(to + apart, max);
     store_sum(to + 2 * apart, delta);
     store_sum(to + 3 * apart, share);
+}
+
+// Backward prologue: row statistics [lse, max, Δ, share]; see gradient.cuh. Of partial results,
+// dlse and ties are −Δ and −share of the whole attention, and out is not read. Grid-stride loop
+// over rows.
+KERNEL(begin_backward, RowArguments) {
+    const u64 rows = u64(a.batches) * a.queries * a.q_heads;
+    const u64 stride = u64(blocks_x()) * (THREADS / ROW_LANES);
+    const u32 warp = thread_index() / LANES, in_warp = LANES / ROW_LANES;
+    // the same for all lanes of a warp, which take part in the shuffles
+    u64 first_of_warp = u64(block_x()) * (THREADS / ROW_LANES) + warp * in_warp;
+    for (; first_of_warp < rows; first_of_warp += stride * ROWS_AT_ONCE) {
+        const u64 first = first_of_warp + thread_index() % LANES / ROW_LANES;
+        Sum products[ROWS_AT_ONCE];
+        UNROLL for (u32 r = 0; r < ROWS_AT_ONCE; ++r) products[r] = 0;
+        if (!(a.flags & PARTIAL)) lane_products(products, a, first, stride, rows);
+        // lane r of a row's lanes writes the statistics of row r
+        const u32 own = thread_index() % ROW_LANES;
+        Sum product = 0;
+        UNROLL for (u32 r = 0; r < ROWS_AT_ONCE; ++r) {
+            for (u32 lanes = ROW_LANES / 2; lanes > 0; lanes /= 2)
+                products[r] += shuffle_xor(products[r], lanes);
+            if (own == r) product = products[r];
+        }
+        if (own >= ROWS_AT_ONCE) continue;
+        const RowIndex at = row_index(a, first + own * stride, rows);
+        if (at.exists) store_row_statistics(a, at, product);
+    }
 }
 
 // dsinks of one sink a: −Σ ( [a = max]·share + e^{a − lse}·Δ ) over all rows that have the sink.

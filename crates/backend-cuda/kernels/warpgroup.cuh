@@ -227,36 +227,49 @@ DEVICE void scheduler_arrive(u32 consumer) {
     named_arrive(SCHEDULER_BARRIER(consumer), SCHEDULER_THREADS);
 }
 
-// Stores elements x … x + 7 of a row of `dim` elements to shared memory for wgmma, zeros beyond the
-// ends. `line` is the row's first element, null for a row that does not exist.
-DEVICE void store_eight(u16* to, const u16* line, i64 stride, u32 row, u32 x, u32 dim,
-                        bool aligned) {
-    u32 words[4] = {0, 0, 0, 0};
-    if (line && x < dim) {
-        const u16* from = line + i64(x) * stride;
-        UNROLL for (u32 c = 0; c < 4; ++c) {
+// Copies a consumer's 64 rows of `dim` elements to shared memory for wgmma, zeros beyond the ends.
+// By threads rather than TMA, because the caller's tensor may have any strides. `line_of` returns
+// the address of the first element of a row, null if there is no such row. With `aligned` eight
+// elements are loaded by one instruction. A thread issues up to eight such loads before the first
+// store, so that their latencies overlap.
+template <typename LineOf>
+DEVICE void load_rows(u16* to, const LineOf& line_of, i64 stride, u32 dim, bool aligned) {
+    const u32 row_pieces = ANNULUS_DIM / 8, pieces = Q_TILE / 8 / WARPGROUP;
+    const u32 batch = pieces < 8 ? pieces : 8, thread = thread_index() % WARPGROUP;
+    NOT_UNROLLED for (u32 first = 0; first < pieces; first += batch) {
+        u32 words[batch][4];
+        UNROLL for (u32 c = 0; c < batch; ++c) {
+            const u32 index = (first + c) * WARPGROUP + thread, x = index % row_pieces * 8;
+            const u16* line = line_of(index / row_pieces);
+            UNROLL for (u32 word = 0; word < 4; ++word) words[c][word] = 0;
+            if (!line) continue;
             if (aligned) {
-                words[c] = reinterpret_cast<const u32*>(from)[c];
-            } else {
-                if (x + 2 * c < dim) words[c] = from[i64(2 * c) * stride];
-                if (x + 2 * c + 1 < dim) words[c] |= u32(from[i64(2 * c + 1) * stride]) << 16;
+                if (x < dim) load_16(words[c], u64(line + x));
+                continue;
             }
+            UNROLL for (u32 e = 0; e < 8; ++e)
+                if (x + e < dim)
+                    words[c][e / 2] |= u32(line[i64(x + e) * stride]) << 16 * (e % 2);
+        }
+        UNROLL for (u32 c = 0; c < batch; ++c) {
+            const u32 index = (first + c) * WARPGROUP + thread, row = index / row_pieces;
+            const u32 x = index % row_pieces * 8;
+            store_for_async_proxy(to + swizzled_offset(Q_ROWS, row, x), words[c]);
         }
     }
-    store_for_async_proxy(to + swizzled_offset(Q_ROWS, row, x), words);
+    fence_proxy_async();
 }
 
-// Copies a consumer's 64 query rows to shared memory, zeros beyond the ends. By threads rather than
-// TMA, because the caller's q may have any strides.
+// As load_rows, of one head of a tensor from row `first` on; rows from `rows` on do not exist.
 DEVICE void load_q(u16* to, const Tensor& tensor, u32 b, u32 head, u32 first, u32 rows, u32 dim) {
-    u64 at = offset<u16>(tensor, b, 0, head, 0);
-    bool aligned = tensor.dim == 1 && at % 16 == 0 && tensor.row % 8 == 0 && dim % 8 == 0;
-    for (u32 index = thread_index() % WARPGROUP; index < Q_TILE / 8; index += WARPGROUP) {
-        u32 row = index / (ANNULUS_DIM / 8), x = index % (ANNULUS_DIM / 8) * 8;
-        const u16* line = reinterpret_cast<const u16*>(at) + i64(first + row) * tensor.row;
-        store_eight(to, first + row < rows ? line : nullptr, tensor.dim, row, x, dim, aligned);
-    }
-    fence_proxy_async();
+    const u64 at = offset<u16>(tensor, b, 0, head, 0);
+    const bool aligned = tensor.dim == 1 && at % 16 == 0 && tensor.row % 8 == 0 && dim % 8 == 0;
+    const auto line_of = [&](u32 row) -> const u16* {
+        return first + row < rows
+                   ? reinterpret_cast<const u16*>(at) + i64(first + row) * tensor.row
+                   : nullptr;
+    };
+    load_rows(to, line_of, tensor.dim, dim, aligned);
 }
 
 DEVICE void wgmma_ss(float (&o)[KV_ROWS / 2], u64 left, u64 right, bool add) {

@@ -29,3 +29,27 @@ DEVICE ConsumerLane consumer_lane() {
 DEVICE ConsumerLane lane_again(const ConsumerLane& at) {
     return consumer_lane(at.group, thread_index_again());
 }
+
+// Eight elements, loaded by one instruction.
+struct alignas(16) SharedWords {
+    u32 of[4];
+};
+
+// Returns true if one of a thread's elements of a tile of `count` elements in shared memory is not
+// finite. Adding the lowest bit of the exponent carries into the sign's place only if all of its
+// bits are set. Four loads at a time, so that their latencies overlap.
+DEVICE bool part_non_finite(const u16* values, u32 count, const ConsumerLane& at) {
+    const u32 exponent = ANNULUS_DTYPE == 2 ? 0x7f80u : 0x7c00u;
+    const u32 lowest = ANNULUS_DTYPE == 2 ? 0x0080u : 0x0400u;
+    u32 carries = 0;
+    NOT_UNROLLED for (u32 first = at.thread; first < count / 8; first += 4 * WARPGROUP) {
+        SharedWords words[4] = {};
+        UNROLL for (u32 c = 0; c < 4; ++c)
+            if (first + c * WARPGROUP < count / 8)
+                words[c] = reinterpret_cast<const SharedWords*>(values)[first + c * WARPGROUP];
+        UNROLL for (u32 c = 0; c < 4; ++c)
+            UNROLL for (u32 word = 0; word < 4; ++word)
+                carries |= (words[c].of[word] & exponent * 0x10001u) + lowest * 0x10001u;
+    }
+    return carries & 0x80008000u;
+}

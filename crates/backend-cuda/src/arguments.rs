@@ -122,7 +122,8 @@ pub(crate) struct BackwardAttention {
     /// lse and delta of every query, in tiles of 64.
     pub(crate) statistics: u64,
     pub(crate) statistics_tiles: u32,
-    pub(crate) reserved: u32,
+    /// Heads in a section of own tiles.
+    pub(crate) section: u32,
     pub(crate) order: DqOrder,
 }
 
@@ -138,8 +139,6 @@ pub(crate) struct DqOrder {
     pub(crate) tickets: u64,
     pub(crate) query_tiles: u32,
     pub(crate) key_tiles: u32,
-    pub(crate) section: u32,
-    pub(crate) reserved: u32,
 }
 
 // as asserted in `kernels/backward_warpgroup.cuh`

@@ -6,9 +6,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use annulus_core::{
-    Backend, Capabilities, Error, OnHost, Passes, RankShard, Result, Spec, index, memory,
-};
+use annulus_core::{Backend, Capabilities, OnHost, Passes, RankShard, Result, Spec, index, memory};
 use annulus_device_cuda::{
     Cache, Compiler, CompilerSymbols, CudaBuffer, CudaSpace, Device, Event, Stream, Symbols,
 };
@@ -43,8 +41,7 @@ pub struct Cuda {
     /// `None`: the multiprocessors of the GPU.
     forward_blocks: Option<usize>,
     fused_backward: bool,
-    /// `None`: [`Variant::has_wide_tiles`].
-    wide_tiles: Option<bool>,
+    wide_tiles: bool,
     cache: Arc<Mutex<KernelCache>>,
 }
 
@@ -62,12 +59,13 @@ impl Cuda {
     /// pass needs as many queries.
     pub const MIN_WARPGROUP_ROWS: usize = 128;
 
-    /// Opens GPU `ordinal` with a stream of its own, at the level in [`Level::VARIABLE`].
+    /// Opens GPU `ordinal` with a stream of its own, at the level in [`Level::VARIABLE`]; by
+    /// default at the highest that the GPU and the compiler support.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] naming what is missing: the driver, the GPU, compute capability 8.0,
-    /// the compiler or its support for the GPU, or a requirement of the level;
-    /// [`Error::InvalidArgument`] as [`Level::forced`].
+    /// [`annulus_core::Error::Unsupported`] naming what is missing: the driver, the GPU, compute
+    /// capability 8.0, the compiler or its support for the GPU, or a requirement of the level;
+    /// [`annulus_core::Error::InvalidArgument`] as [`Level::forced`].
     pub fn open(ordinal: usize) -> Result<Self> {
         let made = Self::with_symbols(
             Symbols::system(),
@@ -90,9 +88,9 @@ impl Cuda {
         Level::forced()?.map_or(Ok(made.clone()), |level| made.at_level(level))
     }
 
-    /// As [`Cuda::open`] at [`Level::DEFAULT`], with these functions and this cache. `compiler` is
-    /// called only if there is a GPU to compile for. Without a compiler, the images that one has
-    /// left in the cache are used; a plan that needs another one is an error.
+    /// As [`Cuda::open`] at the highest supported level, with these functions and this cache.
+    /// `compiler` is called only if there is a GPU to compile for. Without a compiler, the images
+    /// that one has left in the cache are used; a plan that needs another one is an error.
     ///
     /// # Errors
     /// As [`Cuda::open`].
@@ -108,17 +106,18 @@ impl Cuda {
         Ok(Self::on(Stream::new(&device)?, compiler))
     }
 
-    /// Uses this stream and compiler, at [`Level::DEFAULT`].
+    /// Uses this stream and compiler, at the highest level that they support.
     pub fn on(stream: Stream, compiler: Compiler) -> Self {
+        let level = Level::highest(stream.device(), &compiler);
         Self {
             stream,
             compiler,
             edit: None,
-            level: Level::DEFAULT,
+            level,
             min_warpgroup_rows: Self::MIN_WARPGROUP_ROWS,
             forward_blocks: None,
             fused_backward: Self::FUSED_BACKWARD,
-            wide_tiles: None,
+            wide_tiles: Self::WIDE_TILES,
             cache: Arc::default(),
         }
     }
@@ -126,21 +125,9 @@ impl Cuda {
     /// Changes the level.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if the GPU or the compiler does not support the level.
+    /// [`annulus_core::Error::Unsupported`] if the GPU or the compiler does not support the level.
     pub fn at_level(self, level: Level) -> Result<Self> {
-        let device = self.stream.device();
-        let architecture = device.architecture();
-        if level >= Level::Warpgroup && !device.has_tensor_maps() {
-            let what = format!("cuda level {}", level.name());
-            return Err(Error::unsupported(what, "a driver without cuTensorMapEncodeTiled"));
-        }
-        if !level.runs_on(architecture, &self.compiler)? {
-            let what = format!("cuda level {}", level.name());
-            return Err(Error::unsupported(
-                what,
-                format!("{} (compute capability {architecture})", device.name()),
-            ));
-        }
+        level.check(self.stream.device(), &self.compiler)?;
         Ok(Self { level, cache: Arc::default(), ..self })
     }
 
@@ -160,9 +147,9 @@ impl Cuda {
         Self { forward_blocks: Some(blocks.max(1)), cache: Arc::default(), ..self }
     }
 
-    /// Default of [`Cuda::with_fused_backward`]: by the static model of `docs/cuda.md` the fused
-    /// kernel is the faster one.
-    pub const FUSED_BACKWARD: bool = true;
+    /// Default of [`Cuda::with_fused_backward`]: on an H200 the split kernels were faster at 64 and
+    /// 128 dims (`docs/cuda.md`).
+    pub const FUSED_BACKWARD: bool = false;
 
     /// Chooses between the backward kernels on warpgroups: one of five products for dQ, dK and dV,
     /// whose thread blocks add to dQ in a fixed order, or two of seven. The fused one serves KV
@@ -177,12 +164,15 @@ impl Cuda {
     /// Chooses between the tiles of the forward pass on warpgroups, of queries × keys: with `true`
     /// 192 × 128, 128 × 176 and 128 × 80 at up to 64, 128 and 256 dims, otherwise 128 × 128, and
     /// 128 × 64 above 128 dims. Specs with a score epilogue (bias, soft cap, dropout, rounding)
-    /// have the latter in any case. Default: wide above 128 dims, by the static model of
-    /// `docs/cuda.md`.
+    /// have the latter in any case. Default: [`Cuda::WIDE_TILES`].
     #[must_use]
     pub fn with_wide_tiles(self, wide: bool) -> Self {
-        Self { wide_tiles: Some(wide), cache: Arc::default(), ..self }
+        Self { wide_tiles: wide, cache: Arc::default(), ..self }
     }
+
+    /// Default of [`Cuda::with_wide_tiles`]: on an H200 wide tiles were at least as fast at 64, 128
+    /// and 256 dims, with a full and with a causal mask (`docs/cuda.md`).
+    pub const WIDE_TILES: bool = true;
 
     /// Compiles kernels whose texts a test has changed.
     #[doc(hidden)]
@@ -200,13 +190,12 @@ impl Cuda {
     /// ([`Cuda::MIN_WARPGROUP_ROWS`]).
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if none does.
+    /// [`annulus_core::Error::Unsupported`] if none does.
     pub fn forward_variant(&self, spec: &Spec) -> Result<Variant> {
         let on_warpgroups =
             if self.level == Level::Warpgroup { Variant::on_warpgroups(spec)? } else { None };
         let Some(on_warpgroups) = on_warpgroups else { return Variant::of(spec) };
-        let is_wide = self.wide_tiles.unwrap_or_else(|| on_warpgroups.has_wide_tiles());
-        let is_wide = is_wide && !needs_epilogue(spec);
+        let is_wide = self.wide_tiles && !needs_epilogue(spec);
         let family = if is_wide { Family::WarpgroupWide } else { Family::Warpgroup };
         Ok(Variant { family, ..on_warpgroups })
     }
@@ -214,7 +203,7 @@ impl Cuda {
     /// As [`Cuda::forward_variant`], for the kernels of dQ, dK and dV.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if none does.
+    /// [`annulus_core::Error::Unsupported`] if none does.
     pub fn backward_variant(&self, spec: &Spec) -> Result<Variant> {
         let on_warpgroups = if self.level == Level::Warpgroup {
             Variant::backward_on_warpgroups(spec)?
@@ -293,7 +282,7 @@ fn get_or_make<T: Clone>(
 }
 
 impl std::fmt::Display for Cuda {
-    /// Writes GPU, compute capability, compiler and, if not the default, the level.
+    /// Writes GPU, compute capability, compiler and level.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (device, (major, minor)) = (self.stream.device(), self.compiler.version());
         write!(
@@ -305,11 +294,7 @@ impl std::fmt::Display for Cuda {
         if self.compiler.is_cache_only() {
             write!(f, " (cached images only)")?;
         }
-        if self.level == Level::DEFAULT {
-            Ok(())
-        } else {
-            write!(f, ", level {}", self.level.name())
-        }
+        write!(f, ", level {}", self.level.name())
     }
 }
 
@@ -332,7 +317,7 @@ impl Backend for Cuda {
     /// other than ALiBi. Products of f32 inputs are true f32 for every [`Spec::precision`].
     ///
     /// # Errors
-    /// As [`Spec::validate`]; [`Error::Unsupported`].
+    /// As [`Spec::validate`]; [`annulus_core::Error::Unsupported`].
     fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
         spec.validate()?;
         slopes(spec)?;

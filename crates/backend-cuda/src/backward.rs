@@ -16,8 +16,8 @@ use crate::{
     backward_keys, backward_queries,
     backward_warpgroup::OnWarpgroups,
     bias_gradient,
-    finish::{by_line, grid_of_rows, row_arguments, sinks_of},
-    kernels::THREADS,
+    finish::{by_line, row_arguments, sinks_of},
+    kernels::{MAX_BLOCKS, THREADS},
     key_ranges::RangeLimits,
     pass_context::{PassContext, local_bias},
     records,
@@ -54,9 +54,14 @@ impl<'p> CudaBackward<'p> {
             ..row_arguments(context)?
         };
         let kernel = &context.kernels.begin_backward;
+        let rows = u64::from(arguments.batches)
+            * u64::from(arguments.queries)
+            * u64::from(arguments.q_heads);
         // SAFETY: the engine has validated every tensor's shape; memory is freed only after queued
         // work.
-        unsafe { kernel.launch(&context.stream, grid_of_rows(context), THREADS, &arguments)? };
+        unsafe {
+            kernel.launch(&context.stream, grid_of_products(rows), THREADS, &arguments)?;
+        }
         for zeroed in [Some(&state.dq), state.dbias.as_ref()].into_iter().flatten() {
             context.fill(zeroed, 0.0)?;
         }
@@ -260,6 +265,12 @@ impl BackwardPass<CudaSpace> for CudaBackward<'_> {
         }
         context.record_use(&[dkv]).map(|_| ())
     }
+}
+
+/// Grid of `begin_backward`: about as many rows a block as its threads load at once, 64 of 128 dims
+/// in 16 bits.
+fn grid_of_products(rows: u64) -> [u64; 3] {
+    [rows.div_ceil(64).min(MAX_BLOCKS), 1, 1]
 }
 
 /// Describes the statistics of this rank's rows.

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use annulus_core::{Dims, Result};
-use annulus_device_cuda::{CudaBuffer, TensorMap};
+use annulus_device_cuda::{CudaBuffer, Device, TensorMap};
 
 use crate::{
     arguments::{Attention, BackwardAttention, DqOrder},
@@ -65,7 +65,7 @@ impl OnWarpgroups {
             attention: *attention,
             statistics: self.statistics,
             statistics_tiles: self.statistics_tiles,
-            reserved: 0,
+            section: 1,
             order: DqOrder::default(),
         }
     }
@@ -108,7 +108,12 @@ impl OnWarpgroups {
         arguments.order.tickets = state.address();
         arguments.order.semaphores = state.address() + size_of::<u32>() as u64;
         arguments.order.key_tiles = to_u32(blocks as usize)?;
-        arguments.order.section = section(attention, device.l2_bytes() / 2, heads);
+        // 16-bit elements of Q and dO, and f32 for dQ
+        let dims = u64::from(attention.head_dim) + u64::from(attention.value_dim);
+        let row_bytes = 2 * dims + 4 * u64::from(attention.head_dim);
+        let group = u64::from(attention.q_heads / attention.kv_heads);
+        let bytes = u64::from(attention.queries) * group * row_bytes;
+        arguments.section = section(device, bytes, heads);
         let kernel = &self.kernels.fused;
         let grid = [blocks, 1, 1];
         // SAFETY: as for `launch_queries`; the buffer holds the counter and all semaphores.
@@ -131,7 +136,12 @@ impl OnWarpgroups {
             tma_boxes(device, &attention.v, attention.value_dim, shape, rows)?,
         ];
         let kernel = &self.kernels.queries[usize::from(epilogue)];
-        let arguments = self.arguments(attention, maps);
+        let mut arguments = self.arguments(attention, maps);
+        let dims = u64::from(attention.head_dim) + u64::from(attention.value_dim);
+        let group = attention.q_heads / attention.kv_heads;
+        let kv_heads = u64::from(attention.kv_heads) * u64::from(attention.batches);
+        arguments.section = section(device, u64::from(attention.keys) * 2 * dims, kv_heads) * group;
+        let grid = [grid.iter().product(), 1, 1];
         // SAFETY: the engine has validated every tensor's shape; memory is freed only after queued
         // work.
         unsafe { kernel.launch(&context.stream, grid, THREADS, &arguments) }
@@ -157,19 +167,21 @@ impl OnWarpgroups {
             tma_boxes(device, &attention.dout, attention.value_dim, shape, 64)?,
         ];
         let kernel = &self.kernels.keys[usize::from(needs_epilogue(context.spec()))];
-        let arguments = self.arguments(attention, maps);
+        let mut arguments = self.arguments(attention, maps);
+        let dims = u64::from(attention.head_dim) + u64::from(attention.value_dim);
+        let group = u64::from(attention.q_heads / attention.kv_heads);
+        let kv_heads = u64::from(attention.kv_heads) * u64::from(attention.batches);
+        let bytes = u64::from(attention.queries) * group * 2 * dims;
+        arguments.section = section(device, bytes, kv_heads);
+        let grid = [grid.iter().product(), 1, 1];
         // SAFETY: as for `launch_queries`.
         unsafe { kernel.launch(&context.stream, grid, THREADS, &arguments) }
     }
 }
 
-/// KV heads, of `heads` in all, whose blocks run at the same time: as many as have what they stream
-/// and add to (Q, dO and dQ of their query heads) in `most_bytes` together.
-fn section(attention: &Attention, most_bytes: u64, heads: u64) -> u32 {
-    let Attention { queries, head_dim, value_dim, q_heads, kv_heads, .. } = *attention;
-    // 16-bit elements, and f32 for dQ
-    let row_bytes = 2 * (u64::from(head_dim) + u64::from(value_dim)) + 4 * u64::from(head_dim);
-    let bytes = u64::from(queries) * u64::from(q_heads / kv_heads) * row_bytes;
+/// KV heads, of `heads` in all, in a section of own tiles: as many as have what their blocks
+/// stream, `bytes` each, in half of the L2 cache together.
+fn section(device: &Device, bytes: u64, heads: u64) -> u32 {
     // at most the number of tiles, which is a u32
-    (most_bytes / bytes.max(1)).max(1).min(heads) as u32
+    (device.l2_bytes() / 2 / bytes.max(1)).max(1).min(heads.max(1)) as u32
 }

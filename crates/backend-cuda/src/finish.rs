@@ -14,8 +14,8 @@ use crate::{
 /// Rows per thread block: one per warp.
 const ROWS: u64 = 8;
 
-/// Grid of the row kernels.
-pub(crate) fn grid_of_rows(context: &PassContext) -> [u64; 3] {
+/// Grid of `finish_forward`.
+fn grid_of_rows(context: &PassContext) -> [u64; 3] {
     let dims = &context.spec().dims;
     [((dims.batch * dims.q_heads * context.queries()) as u64).div_ceil(ROWS), 1, 1]
 }

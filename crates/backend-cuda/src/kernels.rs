@@ -105,8 +105,7 @@ impl WarpgroupKernels {
     }
 
     /// True if they serve `queries` queries of `heads` query heads that may share a tile faster
-    /// than level matrix: fewer rows leave most of a tile empty (estimated; not measured on a
-    /// GPU).
+    /// than level matrix: fewer rows leave most of a tile empty (estimated, not measured).
     const fn are_filled_by(&self, queries: usize, heads: usize) -> bool {
         queries * heads >= self.min_rows
     }

@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 
 use annulus_core::{Error, Result};
-use annulus_device_cuda::{Architecture, Compiler, ImageKind};
+use annulus_device_cuda::{Architecture, Compiler, Device, ImageKind};
 
 /// GPU features that the kernels for 16-bit elements use. f32 and f64 are the same at every level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -16,8 +16,7 @@ pub enum Level {
     /// these cannot serve is computed as at [`Level::Matrix`]: specs beyond
     /// [`crate::Variant::on_warpgroups`] and [`crate::Variant::backward_on_warpgroups`], passes of
     /// few queries ([`crate::Cuda::MIN_WARPGROUP_ROWS`]), and dK and dV of a rank whose own queries
-    /// TMA cannot read (address and strides of q and dout that are multiples of 16 bytes). Used
-    /// only on request: it has not run on a GPU.
+    /// TMA cannot read (address and strides of q and dout that are multiples of 16 bytes).
     Warpgroup,
 }
 
@@ -27,9 +26,6 @@ impl Level {
 
     /// Environment variable that names the level of [`crate::Cuda::open`].
     pub const VARIABLE: &'static str = "ANNULUS_CUDA_LEVEL";
-
-    /// Level if none is requested.
-    pub const DEFAULT: Self = Self::Matrix;
 
     /// Reads the level from [`Level::VARIABLE`]; `None` if it is not set.
     ///
@@ -56,15 +52,35 @@ impl Level {
         }
     }
 
-    /// True if a GPU of this architecture can run the level with this compiler's output.
+    /// Returns the highest level that the device and the compiler support: the level if none is
+    /// requested. It was the fastest one on an H200 (`docs/cuda.md`).
+    pub(crate) fn highest(device: &Device, compiler: &Compiler) -> Self {
+        match Self::Warpgroup.check(device, compiler) {
+            Ok(()) => Self::Warpgroup,
+            Err(_) => Self::Matrix,
+        }
+    }
+
+    /// Checks that the device and the compiler support the level.
     ///
     /// # Errors
-    /// As [`Compiler::target`].
-    pub(crate) fn runs_on(self, architecture: Architecture, compiler: &Compiler) -> Result<bool> {
+    /// [`Error::Unsupported`]; as [`Compiler::target`].
+    pub(crate) fn check(self, device: &Device, compiler: &Compiler) -> Result<()> {
+        if self < Self::Warpgroup {
+            return Ok(());
+        }
+        let what = format!("cuda level {}", self.name());
+        if !device.has_tensor_maps() {
+            return Err(Error::unsupported(what, "a driver without cuTensorMapEncodeTiled"));
+        }
+        let architecture = device.architecture();
         let (kind, _) = compiler.target(architecture)?;
         // PTX for an older architecture has no wgmma or TMA
-        Ok(self < Self::Warpgroup
-            || (architecture == Architecture::HOPPER && kind == ImageKind::Cubin))
+        if architecture != Architecture::HOPPER || kind != ImageKind::Cubin {
+            let device = format!("{} (compute capability {architecture})", device.name());
+            return Err(Error::unsupported(what, device));
+        }
+        Ok(())
     }
 }
 

@@ -188,13 +188,6 @@ impl Variant {
         if self.dim <= 128 { 64 } else { 32 }
     }
 
-    /// True if wide tiles are the default at these dims. By the static model of `docs/cuda.md` they
-    /// are as fast as the others at 64 dims; 0.4 % faster at 128, less than a causal mask costs,
-    /// whose diagonal cuts larger tiles; and 2.5 % faster at 256.
-    pub(crate) const fn has_wide_tiles(self) -> bool {
-        self.dim > 128
-    }
-
     /// Threads per block of a variant on warpgroups: one producer, and a consumer for each 64 rows
     /// of a tile.
     pub(crate) const fn warpgroup_threads(self) -> u32 {
@@ -268,9 +261,9 @@ impl Variant {
                     "backward_queries_warpgroup" => (128, 2, 0),
                     "backward_fused_warpgroup" => {
                         let dx = 2 * keys * fused_rows * 2;
-                        // a dQ tile; three `StreamedTile`; two mbarriers; ticket and tile, to a
-                        // multiple of 16
-                        let others = 3 * 16 + 2 * 8 + 16;
+                        // a dQ tile; two `StreamedTile`, four `DqTile`; three mbarriers; ticket and
+                        // tile
+                        let others = 6 * 16 + 3 * 8 + 8;
                         (fused_rows, 2, dx + fused_rows * (dim + 8) * 4 + others)
                     }
                     _ => (64, 4, 0),

@@ -28,8 +28,9 @@ fn gpu() -> impl Subject {
     delayed(Duration::ZERO)
 }
 
+/// At the level of any GPU; those of warpgroups have tests of their own.
 fn delayed(delay: Duration) -> impl Subject {
-    common::staged("cuda over staged threads", delay, open)
+    common::staged("cuda over staged threads", delay, || open()?.at_level(Level::Matrix))
 }
 
 fn open() -> Result<Cuda> {
@@ -181,12 +182,17 @@ fn keys_past_two_to_the_31_elements_are_attended_to() {
     assert!(last.iter().enumerate().all(|(x, &value)| (value - x as f32).abs() < 0.5), "{last:?}");
 }
 
-/// Runs a check at the warpgroup level on compute capability 9.0; elsewhere the level must be
-/// refused.
+/// Runs a check at the warpgroup level on compute capability 9.0, with the backward kernels that are
+/// the default; elsewhere the level must be refused.
 fn on_warpgroups(holds: impl Fn(&dyn Subject) -> Verdict) -> Verdict {
+    on_warpgroups_with(Cuda::FUSED_BACKWARD, holds)
+}
+
+/// As [`on_warpgroups`], with one backward kernel or two.
+fn on_warpgroups_with(fused: bool, holds: impl Fn(&dyn Subject) -> Verdict) -> Verdict {
     let cuda = open().map_err(|error| error.to_string())?;
     if cuda.stream().device().architecture() == Architecture::HOPPER {
-        let make = || open()?.at_level(Level::Warpgroup);
+        let make = || Ok(open()?.at_level(Level::Warpgroup)?.with_fused_backward(fused));
         return holds(&OnMultiplesOfEight(common::staged(
             "cuda on warpgroups over staged threads",
             Duration::ZERO,
@@ -228,10 +234,15 @@ fn every_variant_holds_on_warpgroups() {
             |Variant { dtype, dim, .. }| common::wide(subject, dtype, dim, causal, false),
         )
     };
-    on_warpgroups(|subject| hold(subject, false).and_then(|()| hold(subject, true))).unwrap();
+    for fused in [false, true] {
+        let both = |subject: &dyn Subject| hold(subject, false).and_then(|()| hold(subject, true));
+        on_warpgroups_with(fused, both).unwrap();
+    }
 }
 
 #[test]
 fn bits_repeat_on_warpgroups() {
-    on_warpgroups(|subject| suite::same_bits_over_repeats(subject, 20)).unwrap();
+    for fused in [false, true] {
+        on_warpgroups_with(fused, |subject| suite::same_bits_over_repeats(subject, 20)).unwrap();
+    }
 }

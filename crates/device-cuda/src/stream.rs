@@ -11,7 +11,7 @@ use cudarc::driver::sys::{CUdeviceptr, CUevent, CUstream};
 
 use crate::{
     Device,
-    context::{OpenStream, POLL, Retired},
+    context::{OpenStream, POLL, Retired, SPIN},
     symbols::NO_TIMING,
 };
 
@@ -128,9 +128,10 @@ impl Stream {
     /// [`Error::Device`] if work failed or the deadline expired.
     pub fn synchronize(&self, deadline: Duration) -> Result<()> {
         let event = self.record()?;
-        let until = Instant::now() + deadline;
+        let began = Instant::now();
         while !event.passed()? {
-            if Instant::now() > until {
+            let waited = began.elapsed();
+            if waited > deadline {
                 let what = format!(
                     "work on {} did not end within {:.1} s",
                     self.0.device.name(),
@@ -139,7 +140,11 @@ impl Stream {
                 self.0.device.suspect_hang();
                 return Err(self.0.device.fail(Error::Device { what }));
             }
-            std::thread::sleep(POLL);
+            if waited < SPIN {
+                std::thread::yield_now();
+            } else {
+                std::thread::sleep(POLL);
+            }
         }
         Ok(())
     }

@@ -116,7 +116,7 @@ fn without_a_compiler_cached_images_are_used() {
     assert_eq!(alone.version(), full.version());
     assert_eq!(alone.target(architecture).unwrap(), full.target(architecture).unwrap());
     let text = open(alone.clone()).unwrap().to_string();
-    assert!(text.ends_with("NVRTC 0.0 (cached images only)"), "{text}");
+    assert!(text.ends_with("NVRTC 0.0 (cached images only), level matrix"), "{text}");
     let used = alone.clone();
     check(&staged("without a compiler", Duration::ZERO, move || open(used.clone())), 2).unwrap();
     // another variant is not in the cache: an error when the plan is made

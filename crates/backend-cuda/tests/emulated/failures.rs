@@ -276,7 +276,7 @@ fn ptx_is_compiled_for_newer_gpus_and_unknown_ones_are_refused() {
 #[test]
 fn unsupported_specs_are_refused_at_plan_time() {
     let cuda = emulated().unwrap();
-    assert_eq!(cuda.to_string(), "emulated GPU, compute capability 8.0, NVRTC 0.0");
+    assert_eq!(cuda.to_string(), "emulated GPU, compute capability 8.0, NVRTC 0.0, level matrix");
     let spec = Spec::new(Dims::new(1, 8, 2, 64), DType::F32);
     assert_eq!(cuda.capabilities(&spec).unwrap().kv_tile, 64);
     let wide = Spec { dims: Dims { value_dim: Variant::MAX_DIM + 1, ..spec.dims }, ..spec.clone() };

@@ -25,7 +25,9 @@ fn text(error: Error) -> String {
 
 /// Emulated GPUs with the fused kernel.
 fn fused() -> impl Subject {
-    staged("emulated cuda with the fused backward kernel", Duration::ZERO, || hopper(None))
+    staged("emulated cuda with the fused backward kernel", Duration::ZERO, || {
+        Ok(hopper(None)?.with_fused_backward(true))
+    })
 }
 
 /// `passes` passes of one plan on one rank, perhaps with a planted mistake; the device they ran on.
@@ -35,8 +37,9 @@ fn passes(
     passes: usize,
 ) -> (usize, Result<Vec<Answer>, String>) {
     let ordinal = next_device();
-    let subject =
-        staged("one emulated gpu", Duration::ZERO, move || hopper_on(ordinal, planted, 0));
+    let subject = staged("one emulated gpu", Duration::ZERO, move || {
+        Ok(hopper_on(ordinal, planted, 0)?.with_fused_backward(true))
+    });
     (ordinal, subject.run(case, &Setting::ALONE, passes).map_err(text))
 }
 
@@ -77,7 +80,9 @@ fn the_fused_kernel_serves_blocks_of_which_all_gradients_are_wanted() {
     assert_eq!(blocks(&capped), Ok([0, 0, 0]));
     // queries travel for dK and dV, so that no block of keys has both
     let ordinal = next_device();
-    let subject = staged("one emulated gpu", Duration::ZERO, move || hopper_on(ordinal, None, 0));
+    let subject = staged("one emulated gpu", Duration::ZERO, move || {
+        Ok(hopper_on(ordinal, None, 0)?.with_fused_backward(true))
+    });
     let mut two_passes = case.clone();
     two_passes.spec.backward = BackwardMode::TwoPass;
     let answers = subject.run(&two_passes, &Setting::new(2, Layout::Contiguous), 1).unwrap();

@@ -10,7 +10,7 @@ use annulus_conformance::{
 use annulus_core::{Backend, Batch, DType, DenseMask, Dims, Dropout, Error, Layout, Spec};
 use annulus_cuda::{
     Cuda, Level,
-    device::{Stream, TensorMap},
+    device::{Compiler, Stream, TensorMap},
 };
 use annulus_cuda_emulator as emulator;
 use ndarray::s;
@@ -30,7 +30,7 @@ fn unsupported_levels_are_refused_and_variants_name_the_kernels() {
         cuda.to_string(),
         "emulated GPU, compute capability 9.0, NVRTC 0.0, level warpgroup"
     );
-    assert_eq!(name(&cuda, &spec(DType::Bf16, 72)), "bf16 128 warpgroup");
+    assert_eq!(name(&cuda, &spec(DType::Bf16, 72)), "bf16 128 warpgroup wide");
     // strides that are no multiples of 16 bytes; 32-bit products; unnormalized outputs
     assert_eq!(name(&cuda, &spec(DType::Bf16, 71)), "bf16 128");
     assert_eq!(name(&cuda, &spec(DType::F32, 72)), "f32 128");
@@ -42,23 +42,26 @@ fn unsupported_levels_are_refused_and_variants_name_the_kernels() {
     assert_eq!(name(&cuda, &capped(128)), "bf16 128 warpgroup");
     // of the forward and backward kernels' KV tiles, the larger
     let tile = |cuda: &Cuda, spec: &Spec| cuda.capabilities(spec).unwrap().kv_tile;
-    let dims = [(DType::Bf16, 72, 128), (DType::F16, 256, 80), (DType::F32, 72, 64)];
+    let dims = [(DType::Bf16, 72, 176), (DType::F16, 256, 80), (DType::F32, 72, 64)];
     for (dtype, head_dim, want) in dims {
         assert_eq!(tile(&cuda, &spec(dtype, head_dim)), want, "{dtype} {head_dim}");
     }
     assert_eq!(tile(&cuda, &Spec::new(Dims::new(1, 8, 2, 32), DType::F32)), 32);
-    // never chosen by default, and refused by other architectures
-    let unasked = Cuda::on(cuda.stream().clone(), compiler().unwrap());
-    assert_eq!(
-        (unasked.level(), name(&unasked, &spec(DType::Bf16, 72)).as_str()),
-        (Level::Matrix, "bf16 128")
-    );
+    // the default of this GPU and compiler; refused by other architectures
+    let hopper_symbols = emulator::hopper_compiler_symbols();
+    let hopper_compiler = Compiler::with_symbols(hopper_symbols, None).unwrap();
+    let by_default = Cuda::on(cuda.stream().clone(), hopper_compiler);
+    assert_eq!(by_default.level(), Level::Warpgroup);
     let older = emulated().unwrap();
     assert_eq!(older.clone().at_level(Level::Plain).unwrap().level(), Level::Plain);
     let text = "cuda level warpgroup is not supported by emulated GPU (compute capability 8.0)";
     assert_eq!(older.at_level(Level::Warpgroup).unwrap_err().to_string(), text);
     // a compiler that supports 8.0 only compiles PTX for 9.0
     let portable = Cuda::on(Stream::new(cuda.stream().device()).unwrap(), compiler().unwrap());
+    assert_eq!(
+        (portable.level(), name(&portable, &spec(DType::Bf16, 72)).as_str()),
+        (Level::Matrix, "bf16 128")
+    );
     assert!(portable.at_level(Level::Warpgroup).is_err());
 }
 

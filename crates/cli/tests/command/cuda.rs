@@ -137,7 +137,7 @@ fn each_missing_component_is_named() {
         names(TABLES, "cu").into_iter().filter(|name| name != "cuTensorMapEncodeTiled").collect();
     let machine = Machine::new("cuda_11").with("libcuda.so.1", &without_maps, &DRIVER);
     let doctor = machine.with_compiler(&[]).run("doctor").out;
-    assert!(doctor.contains("X, compute capability 9.0, NVRTC 13.0"), "{doctor}");
+    assert!(doctor.contains("X, compute capability 9.0, NVRTC 13.0, level matrix"), "{doctor}");
     Machine::new("cuda_no_gpu")
         .with_driver(&[("cuInit", "int cuInit() { return 100; }")])
         .lacks(&this_machine("no GPU"));
@@ -172,7 +172,7 @@ fn doctor_lists_the_gpu_and_the_compiler() {
     let doctor = machine.run("doctor").out;
     assert!(
         doctor.lines().any(|line| line.starts_with("cuda ")
-            && line.ends_with("X, compute capability 9.0, NVRTC 13.0")),
+            && line.ends_with("X, compute capability 9.0, NVRTC 13.0, level warpgroup")),
         "{doctor}"
     );
     machine

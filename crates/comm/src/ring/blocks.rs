@@ -25,13 +25,12 @@
 
 use std::{collections::VecDeque, sync::Arc};
 
-use annulus_core::{
-    Arrived, Block, Error, Incoming, MessageHeader, Result, Rows, Shard, Space, Tick,
-};
+use annulus_core::{Arrived, Block, Error, Incoming, MessageHeader, Result, Shard, Space, Tick};
 
 use crate::span::span;
 
 use super::{
+    block_rows::BlockRows,
     buffers::find_buffer,
     in_flight::InFlight,
     plan::Agreed,
@@ -333,7 +332,7 @@ pub(super) fn circulate<S: Space>(
     shards: &[Arc<Shard>],
     mut blocks: Blocks<'_, S>,
     in_flight: &mut InFlight<'_, S>,
-    rows: &mut Rows,
+    rows: &mut BlockRows,
     mut attend: impl FnMut(BlockIndex, &Block<'_, S>, Tick<'_>) -> Result<()>,
 ) -> Result<()> {
     let steps = blocks.steps;
@@ -348,7 +347,7 @@ pub(super) fn circulate<S: Space>(
                 blocks.wait(in_flight)?;
             }
             let Some((buffer, ready)) = blocks.current() else { break };
-            shards[step.owner].expand(part_rows, rows)?;
+            let rows = rows.expand(&shards[step.owner], part_rows)?;
             let block = Block { buffer: &buffer, ready: &ready, rows };
             let is_last = number + 1 == steps.len() && part + 1 == parts.len();
             let index = BlockIndex { step: number, is_last };

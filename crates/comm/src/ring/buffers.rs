@@ -1,11 +1,10 @@
 //! The plan's memory for blocks and gradients in flight.
 
-use annulus_core::{
-    Backend, BackwardMode, Channel, Error, LeafSums, MessageHeader, Result, Rows, Space,
-};
+use annulus_core::{Backend, BackwardMode, Channel, Error, LeafSums, MessageHeader, Result, Space};
 
 use super::{
     block_parts::MAX_PARTS,
+    block_rows::BlockRows,
     plan::{Agreed, RingPlan},
     program::RankStep,
 };
@@ -24,8 +23,8 @@ pub(super) struct Buffers<S: Space> {
     pub(super) local_dkv: Option<S::Buffer>,
     /// Bytes of the local KV block. The number of local rows never changes.
     pub(super) local_kv_bytes: u64,
-    /// Row numbers, positions and segment ids of the current block, overwritten in every step.
-    pub(super) rows: Rows,
+    /// Rows of the current block.
+    pub(super) rows: BlockRows,
     /// Terms of sums over leaves of the last backward pass, in the reproducible order.
     pub(super) leaf_sums: LeafSums,
 }
@@ -120,7 +119,7 @@ impl<S: Space> Buffers<S> {
             final_gradients: many(sizes.final_gradients)?,
             local_dkv: sizes.local_dkv.map(|bytes| backend.allocate(bytes)).transpose()?,
             local_kv_bytes: plan.local_kv_bytes(),
-            rows: Rows::default(),
+            rows: BlockRows::default(),
             leaf_sums: LeafSums::default(),
         })
     }

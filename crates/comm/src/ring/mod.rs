@@ -21,6 +21,7 @@
 //! ([`Transport`]).
 
 pub(crate) mod block_parts;
+mod block_rows;
 mod blocks;
 mod buffers;
 pub(crate) mod check;

@@ -4,10 +4,11 @@ use std::collections::VecDeque;
 
 use annulus_core::{
     Arrived, BackwardPass, Block, Channel, Error, MessageHeader, Readers, Reduction, Result,
-    RowSet, Rows, Space,
+    RowSet, Space,
 };
 
 use super::{
+    block_rows::BlockRows,
     blocks::{Blocks, Ready},
     buffers::{GradientBuffers, take_buffer},
     home_reduce::HomeReduce,
@@ -24,7 +25,7 @@ pub(super) struct OnePass<'a, S: Space, P> {
     pub(super) sums: GradientBuffers<'a, S>,
     /// dK and dV of the local keys.
     pub(super) local_dkv: &'a mut S::Buffer,
-    pub(super) rows: &'a mut Rows,
+    pub(super) rows: &'a mut BlockRows,
 }
 
 impl<S: Space, P: BackwardPass<S>> OnePass<'_, S, P> {
@@ -45,8 +46,8 @@ impl<S: Space, P: BackwardPass<S>> OnePass<'_, S, P> {
                 &set
             }
         };
-        self.plan.shards.kv[step.owner].expand(head, self.rows)?;
-        let block = Block { buffer: &buffer, ready: &ready, rows: self.rows };
+        let rows = self.rows.expand(&self.plan.shards.kv[step.owner], head)?;
+        let block = Block { buffer: &buffer, ready: &ready, rows };
         let Self { pass, local_dkv, in_flight, .. } = self;
         in_flight.compute(step.owner, [head.count(), step.rows.count()], |in_flight| {
             pass.attend_kv(&block, Some(&mut **local_dkv), &mut || {
@@ -65,8 +66,8 @@ impl<S: Space, P: BackwardPass<S>> OnePass<'_, S, P> {
         let Some((buffer, ready)) = blocks.current() else { return Ok(None) };
         let bytes = self.plan.gradient_bytes(step.rows.count());
         let mut sum = self.take_sum(blocks, |sums| sums.take(bytes))?;
-        self.plan.shards.kv[step.owner].expand(&step.rows, self.rows)?;
-        let block = Block { buffer: &buffer, ready: &ready, rows: self.rows };
+        let rows = self.rows.expand(&self.plan.shards.kv[step.owner], &step.rows)?;
+        let block = Block { buffer: &buffer, ready: &ready, rows };
         let Self { pass, in_flight, .. } = self;
         let ready = in_flight.compute(step.owner, [step.rows.count(); 2], |in_flight| {
             pass.attend_kv(&block, Some(&mut sum), &mut || {
@@ -173,8 +174,8 @@ impl<S: Space, P: BackwardPass<S>> OnePass<'_, S, P> {
             }
         };
         let part = plan.tail_of::<S>(&kv)?;
-        plan.shards.kv[ring_index].expand(&plan.tail_set(), self.rows)?;
-        let block = Block { buffer: &part, ready: &ready, rows: self.rows };
+        let rows = self.rows.expand(&plan.shards.kv[ring_index], &plan.tail_set())?;
+        let block = Block { buffer: &part, ready: &ready, rows };
         let bytes = plan.gradient_bytes(plan.tail_rows());
         let mut sum = match self.sums.take(bytes) {
             Some(sum) => sum,

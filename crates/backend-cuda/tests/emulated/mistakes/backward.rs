@@ -182,7 +182,8 @@ pub(super) static BACKWARD: Table = Table {
                 FAILED,
                 &[edit(
                     PIPELINE,
-                    "row, x, dim, aligned);
+                    "swizzled_offset(Q_ROWS, row, x), words[c]);
+        }
     }
     «fence_proxy_async();»",
                     "",
@@ -372,24 +373,55 @@ pub(super) static FUSED: Table = Table {
             &[
                 edit(
                     FUSED_KERNEL,
-                    "if (at.group == 0 && at.thread == 0) memory.dq_tile = tile;",
-                    "if (at.group == 0 && at.thread == 0) memory.dq_tile = tile;
-                     if (at.lane == 0) mbarrier_arrive(&memory.dq_full);",
+                    DQ_IS_FREE,
+                    "mbarrier_wait(&memory.dq_empty, number % 2 ^ 1);
+                     if (at.lane == 0) mbarrier_arrive(memory.dq_full + number % DQ_WRITERS);",
                 ),
-                edit(FUSED_KERNEL, "if (at.lane == 0) mbarrier_arrive(&memory.dq_full);", ""),
+                edit(
+                    FUSED_KERNEL,
+                    "if (at.lane != 0) return;
+    «mbarrier_arrive(memory.dq_full + number % DQ_WRITERS);»",
+                    "",
+                ),
             ],
         ),
         mistake(
             Of::Stages,
             "dQ tile stored while the one before is being added",
-            DEADLOCK,
-            &[edit(FUSED_KERNEL, "mbarrier_wait(&memory.dq_empty, parity ^ 1);", "")],
+            "dq[",
+            &[edit(FUSED_KERNEL, DQ_IS_FREE, "")],
         ),
         mistake(
             Of::Stages,
             "dQ tile declared free while it is being added",
             FAILED,
             &[edit(FUSED_KERNEL, "bulk_wait_read<0>();", "")],
+        ),
+        mistake(
+            Of::Stages,
+            "a dQ writer that has no further tile is not told",
+            DEADLOCK,
+            &[edit(
+                FUSED_KERNEL,
+                "if («is_last»)
+        for",
+                "false",
+            )],
+        ),
+        mistake(
+            Of::Stages,
+            "a dQ writer adds the tile of another number",
+            DEADLOCK,
+            &[edit(FUSED_KERNEL, "if (tile.number != number) break;", "")],
+        ),
+        mistake(
+            Of::Stages,
+            "dQ tiles have one entry",
+            DEADLOCK,
+            &[
+                edit(FUSED_KERNEL, "memory.dq_tiles[«number % DQ_TILES»]", "0"),
+                edit(FUSED_KERNEL, "memory.dq_tiles[«state.tile % DQ_TILES»]", "0"),
+            ],
         ),
         mistake(
             Of::Stages,
@@ -464,6 +496,7 @@ pub(super) static FUSED: Table = Table {
     ],
 };
 
+const DQ_IS_FREE: &str = "mbarrier_wait(&memory.dq_empty, number % 2 ^ 1);";
 /// Between the additions of a turn and the next turn.
 const BEFORE_TURN_FENCE: &str = "bulk_wait();
         «fence_proxy_async_global();»";

@@ -44,7 +44,7 @@ pub(super) static STAGES: Table = Table {
         },
         Check {
             name: "wide tiles, 256 dims: 80 keys, and two products for O",
-            sign: |mistake| Some(mistake.sign),
+            sign: |mistake| Some(if mistake.of == Of::QueryRows { "out[" } else { mistake.sign }),
             verdict: |of, planted| stages(of, &on_wide_tiles(Some(planted)), [136, 200], 120),
             seeds: DEFAULT_ORDER,
         },
@@ -153,10 +153,17 @@ pub(super) static STAGES: Table = Table {
             ],
         ),
         mistake(
-            Of::Stages,
+            Of::QueryRows,
             "no proxy fence after stores to shared memory",
-            "out[",
-            &[edit(FORWARD, "fence_proxy_async();", "")],
+            FAILED,
+            &[edit(
+                PIPELINE,
+                "swizzled_offset(Q_ROWS, row, x), words[c]);
+        }
+    }
+    «fence_proxy_async();»",
+                "",
+            )],
         ),
         mistake(
             Of::Stages,
@@ -164,7 +171,7 @@ pub(super) static STAGES: Table = Table {
             "out[",
             &[edit(
                 PIPELINE,
-                "store_for_async_proxy(to + «swizzled_offset(Q_ROWS, row, x)», words);",
+                "store_for_async_proxy(to + «swizzled_offset(Q_ROWS, row, x)», words[c]);",
                 "swizzled_offset(Q_ROWS, row, x) ^ row % 2 * 8",
             )],
         ),

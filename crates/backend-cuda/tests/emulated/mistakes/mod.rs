@@ -31,6 +31,8 @@ pub(crate) enum Of {
     Stages,
     /// As `Stages`, with more than 64 dims.
     Panels,
+    /// As `Stages`: rows of queries in shared memory, which 256 dims store in two parts.
+    QueryRows,
     /// So few pairs that one more visible key changes the result.
     FewPairs,
     /// A masked key that is not finite.
