@@ -144,6 +144,19 @@ class InterfaceOnly:
         }
 
 
+def gpus() -> int:
+    """Returns the number of GPUs of this machine."""
+    count = c_int()
+    _call("cuInit", 0)
+    _call("cuDeviceGetCount", byref(count))
+    return count.value
+
+
+def make_no_context_current() -> None:
+    """Leaves this thread without a current context."""
+    _call("cuCtxSetCurrent", c_void_p())
+
+
 def current_context() -> int | None:
     """Returns the context that is current on this thread."""
     context = c_void_p()

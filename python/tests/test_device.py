@@ -218,17 +218,28 @@ def test_results_for_torch_are_allocated_by_torch_for_the_stream(
     np.testing.assert_allclose(gpu.download(view), want, rtol=1e-4, atol=1e-5)
 
 
-def test_the_current_context_stays_the_callers(gpu: Any) -> None:
+def needs_a_second_gpu() -> None:
+    """Skips the test on a machine with one GPU."""
+    if cuda.gpus() < 2:
+        pytest.skip("this machine has one GPU, and the test needs two")
+
+
+@pytest.mark.parametrize("current", ["none", "of another GPU"])
+def test_the_current_context_stays_the_callers(gpu: Any, current: str) -> None:
     query, key, value, _ = arrays()
     lent = [gpu.upload(array) for array in (query, key, value)]
-    other = cuda.Gpu(1)
-    before = cuda.current_context()
+    cuda.make_no_context_current()
+    before = None
+    if current == "of another GPU":
+        needs_a_second_gpu()
+        before = cuda.Gpu(1).context.value
     with on_gpu(gpu) as plan:
         assert cuda.current_context() == before
         result = plan.forward(*lent)
         assert cuda.current_context() == before
     del result
-    assert cuda.current_context() == before == other.context.value
+    assert cuda.current_context() == before
+    gpu.make_current()
 
 
 def test_arrays_that_do_not_fit_are_refused_by_name(gpu: Any) -> None:
@@ -243,9 +254,6 @@ def test_arrays_that_do_not_fit_are_refused_by_name(gpu: Any) -> None:
             plan.forward(*lent[:2], gpu.upload(value[:, :69]))
         with pytest.raises(ValueError, match="out: got memory that overlaps query"):
             plan.forward(*lent, out=lent[0])
-        elsewhere = cuda.Gpu(1).upload(query)
-        with pytest.raises(ValueError, match="query: got memory of GPU 1, want memory of GPU 0"):
-            plan.forward(elsewhere, *lent[1:])
         # none of these has ended the plan
         plan.forward(*lent)
     with annulus.Plan(ATTENTION, **DIMS, threads=1) as cpu:
@@ -257,6 +265,18 @@ def test_arrays_that_do_not_fit_are_refused_by_name(gpu: Any) -> None:
         annulus.flash_attention(*lent, device=3)
     with pytest.raises(ValueError, match="stream: got 0, want None"):
         annulus.flash_attention(query, key, value, stream=0)
+
+
+def test_memory_of_another_gpu_is_refused(gpu: Any) -> None:
+    query, key, value, _ = arrays()
+    lent = [gpu.upload(array) for array in (query, key, value)]
+    needs_a_second_gpu()
+    elsewhere = cuda.Gpu(1).upload(query)
+    with on_gpu(gpu) as plan:
+        with pytest.raises(ValueError, match="query: got memory of GPU 1, want memory of GPU 0"):
+            plan.forward(elsewhere, *lent[1:])
+        # that has not ended the plan
+        plan.forward(*lent)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,6 @@
 //
 //   own         2 × 128 rows × dims × 2                    32 K /  64 K
 //   streamed    2 × 2 stages × rows × dims × 2             64 K /  64 K   (rows: 128 / 64)
-//   zeros       rows × 64 dims × 2                         16 K /   8 K
 //   dx          2 × 128 keys × rows × 2                    64 K /  32 K
 //   dq          rows × (dims + 8) × 4                      36 K /  34 K
 //   statistics  2 stages × rows × 8                         2 K /   1 K
@@ -68,8 +67,6 @@
 // True if dV is issued before dX is computed, which then overlaps it. At 64 dims it is issued
 // after: P in f32, dP, and P as an operand would together take more registers than there are.
 #define DV_BEFORE_DX (ANNULUS_DIM > 64)
-// Both consumers.
-#define CONSUMER_BARRIER 5
 // Columns of a dQ product.
 #define DQ_COLUMNS 64
 // Distance of the rows of the dQ tile: a multiple of 16 bytes, as bulk operations need, and 8 words
@@ -167,11 +164,10 @@ DEVICE void issue_dq(float (&dq)[DQ_COLUMNS / 2], const u16* dx, const u16* keys
     wgmma_commit();
 }
 
-// dQ ← dX·K on scalar units, skipping masked pairs, which store_dx has marked; for partial tiles of
-// keys that are not finite.
+// dQ += dX·K of the elements of K that are not finite, on scalar units, skipping masked pairs,
+// which store_dx has marked; for partial tiles.
 DEVICE void dq_nonfinite_fixup(float (&dq)[DQ_COLUMNS / 2], const u16* dx, const u16* keys,
                                const ConsumerLane& at) {
-    UNROLL for (u32 e = 0; e < DQ_COLUMNS / 2; ++e) dq[e] = 0;
     NOT_UNROLLED for (u32 key = 0; key < BACKWARD_TILE; ++key) {
         u16 factors[2];
         UNROLL for (u32 r = 0; r < 2; ++r)
@@ -179,8 +175,9 @@ DEVICE void dq_nonfinite_fixup(float (&dq)[DQ_COLUMNS / 2], const u16* dx, const
         const u16* line = keys + key / OWN_ROWS * OWN_ELEMENTS;
         UNROLL for (u32 e = 0; e < DQ_COLUMNS / 2; ++e) {
             u16 factor = factors[e / 2 % 2];
-            float value = widen(line[swizzled_offset(OWN_ROWS, key % OWN_ROWS, at.column_of(e))]);
-            if (factor != MASKED) dq[e] = multiply_add(widen(factor), value, dq[e]);
+            u16 value = line[swizzled_offset(OWN_ROWS, key % OWN_ROWS, at.column_of(e))];
+            if (factor != MASKED && !is_element_finite(value))
+                dq[e] = multiply_add(widen(factor), widen(value), dq[e]);
         }
     }
 }
@@ -244,6 +241,23 @@ DEVICE void write_dq_tiles(FusedStorage& memory, const BackwardAttention& argume
     }
 }
 
+// For a dQ product of keys that are not all finite: replaces the elements that are not by 0. Both
+// consumers call it, when no product reads the keys.
+DEVICE void zero_own_keys(FusedTiles& operands, const ConsumerLane& at) {
+    zero_non_finite(operands.own[0][at.group], OWN_ELEMENTS, at.thread, WARPGROUP);
+    consumer_barrier();
+}
+// After that product, for the scores of the next tile: loads the keys again.
+DEVICE void load_own_keys(FusedStorage& memory, const BackwardAttention& arguments,
+                          const ConsumerLane& at) {
+    const Attention& a = arguments.attention;
+    const OwnTile own = key_tile_of(arguments, recomputed(memory.ticket));
+    consumer_barrier();
+    load_q(memory.tiles.own[0][at.group], a.k, own.b, own.head,
+           own.tile * BACKWARD_TILE + at.group * OWN_ROWS, a.keys, a.head_dim);
+    consumer_barrier();
+}
+
 // Consumer warpgroup: dK and dV of its 64 keys, and its part of the dQ tiles of the block.
 DEVICE void fused_key_rows(FusedStorage& memory, const BackwardAttention& arguments, OwnTile own) {
     typedef FusedTiles Storage;
@@ -288,14 +302,14 @@ DEVICE void fused_key_rows(FusedStorage& memory, const BackwardAttention& argume
         coord.mask_row = coord.first_query % BACKWARD_TILE;
         coord.mask_word = at.group;
         coord.is_full = is_full_tile(a, coord.mask_index);
-        // the same for all threads of the warpgroup
-        const bool by_wgmma =
+        // the same for all threads of the consumers
+        const bool finite =
             coord.is_full ||
             !named_barrier_any(WARPGROUP_BARRIER(recomputed(at.group)), WARPGROUP,
                                part_non_finite(queries, Storage::elements, here) ||
                                    part_non_finite(douts, Storage::elements, here));
-        // the same for all threads of the block
-        const bool dq_by_wgmma = coord.is_full || !keys_non_finite;
+        // likewise
+        const bool keys_finite = coord.is_full || !keys_non_finite;
         // P of keys beyond the end need not be finite
         const bool plain = coord.mask_index == FULL_TILE &&
                            (memory.tile + 1) * BACKWARD_TILE <= a.keys &&
@@ -308,48 +322,49 @@ DEVICE void fused_key_rows(FusedStorage& memory, const BackwardAttention& argume
             masked_key_probs<Storage>(scores, statistics, visible, here, a);
         }
         u16* dx_tile = memory.dx[state.tile % 2];
-        const u64 marks = dq_by_wgmma ? ~0ull : visible;
-        if (!by_wgmma) {
+        const u64 marks = keys_finite ? ~0ull : visible;
+        if (!finite) {
             wgmma_wait<0>();
             fence_operand(dprobs);
             key_score_gradients<false, Storage>(dprobs, scores, statistics, visible,
                                                 lane_again(at));
-            narrow_left(dx, dprobs);
-            store_dx(dx_tile, dx, marks, lane_again(at));
             nn_nonfinite_fixup<Storage>(dv, scores, visible, douts, lane_again(at));
             nn_nonfinite_fixup<Storage>(dk, dprobs, visible, queries, lane_again(at));
+            zero_streamed(operands, stage, 2);
         }
         if (DV_BEFORE_DX) {
             narrow_left(p, scores);
-            issue_nn(dv, p, operands, douts, by_wgmma);
+            issue_nn<Storage>(dv, p, douts);
         }
         // of the groups of dP and dV, that of dP is complete
         wgmma_wait<DV_BEFORE_DX ? 1 : 0>();
         fence_operand(dprobs);
-        if (by_wgmma && plain)
+        if (finite && plain)
             key_score_gradients<true, Storage>(dprobs, scores, statistics, visible,
                                                lane_again(at));
-        else if (by_wgmma)
+        else if (finite)
             key_score_gradients<false, Storage>(dprobs, scores, statistics, visible,
                                                 lane_again(at));
         narrow_left(dx, dprobs);
-        if (by_wgmma) store_dx(dx_tile, dx, marks, lane_again(at));
+        store_dx(dx_tile, dx, marks, lane_again(at));
         if (!DV_BEFORE_DX) {
             narrow_left(p, scores);
-            issue_nn(dv, p, operands, douts, by_wgmma);
+            issue_nn<Storage>(dv, p, douts);
         }
-        named_barrier(CONSUMER_BARRIER, BACKWARD_CONSUMERS * WARPGROUP);
+        consumer_barrier();
+        if (!keys_finite) zero_own_keys(operands, lane_again(at));
         float dq[DQ_COLUMNS / 2];
         const u16* dx_rows =
             dx_tile + dq_first_row(at.group) / PANEL_DIMS * (BACKWARD_TILE * PANEL_DIMS);
         issue_dq(dq, dx_rows, dq_keys);
-        issue_nn(dk, dx, operands, queries, by_wgmma);
+        issue_nn<Storage>(dk, dx, queries);
         // of the groups of dV, dQ and dK, the first two are complete
         wgmma_wait<1>();
         fence_operand(dq);
+        if (!keys_finite) load_own_keys(memory, arguments, lane_again(at));
         // dV has read P until here. Pinning its registers ties narrow_left to the wait.
         fence_operand(p);
-        if (!dq_by_wgmma) dq_nonfinite_fixup(dq, dx_rows, dq_keys, lane_again(at));
+        if (!keys_finite) dq_nonfinite_fixup(dq, dx_rows, dq_keys, lane_again(at));
         if (memory.streamed[recomputed(stage)].is_last) {
             store_dq<true>(memory, dq, float(a.scale), state.tile, lane_again(at));
             break;

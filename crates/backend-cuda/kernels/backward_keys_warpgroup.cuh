@@ -67,8 +67,8 @@ DEVICE void backward_key_rows(NarrowStorage& memory, const BackwardAttention& ar
         coord.mask_row = tiles.part * Storage::rows;
         coord.mask_word = at.group;
         coord.is_full = is_full_tile(a, coord.mask_index);
-        // the same for all threads of the warpgroup
-        const bool by_wgmma =
+        // the same for all threads of the consumers
+        const bool finite =
             coord.is_full ||
             !named_barrier_any(WARPGROUP_BARRIER(at.group), WARPGROUP,
                                part_non_finite(queries, Storage::elements, at) ||
@@ -86,26 +86,26 @@ DEVICE void backward_key_rows(NarrowStorage& memory, const BackwardAttention& ar
             visible = visible_queries<Storage>(a, coord, statistics, at);
             masked_key_probs<Storage>(scores, statistics, visible, at, a);
         }
-        if (!by_wgmma) {
+        if (!finite) {
             wgmma_wait<0>();
             fence_operand(dprobs);
             if (!epilogue)
                 key_score_gradients<false, Storage>(dprobs, scores, statistics, visible, at);
-            nn_nonfinite_fixup<Storage>(dv, scores, visible, douts, at);
-            nn_nonfinite_fixup<Storage>(dk, dprobs, visible, queries, at);
-            visible = 0;
+            nn_nonfinite_fixup<Storage>(dv, scores, visible, douts, lane_again(at));
+            nn_nonfinite_fixup<Storage>(dk, dprobs, visible, queries, lane_again(at));
+            zero_streamed(memory, stage, 2);
         }
         narrow_left(p, scores);
-        issue_nn(dv, p, memory, douts, by_wgmma);
+        issue_nn<Storage>(dv, p, douts);
         // of the groups of dP and dV, that of dP is complete
         wgmma_wait<1>();
         fence_operand(dprobs);
-        if (!epilogue && plain)
+        if (!epilogue && finite && plain)
             key_score_gradients<true, Storage>(dprobs, scores, statistics, visible, at);
-        else if (!epilogue)
+        else if (!epilogue && finite)
             key_score_gradients<false, Storage>(dprobs, scores, statistics, visible, at);
         narrow_left(dx, dprobs);
-        issue_nn(dk, dx, memory, queries, by_wgmma);
+        issue_nn<Storage>(dk, dx, queries);
         tiles.next(a, a.queries);
         if (!tiles.more()) break;
         ++state.tile;

@@ -108,14 +108,17 @@ DEVICE void backward_query_rows(Storage& memory, const BackwardAttention& argume
                 dprobs[e] =
                     visible >> e & 1 ? scores[e] * (dprobs[e] - delta[e / 2 % 2]) : 0.0f;
         }
-        // the same for all threads of the warpgroup
-        const bool by_wgmma =
+        // the same for all threads of the consumers
+        const bool finite =
             coord.is_full ||
             !named_barrier_any(WARPGROUP_BARRIER(at.group), WARPGROUP,
                                part_non_finite(keys, Storage::elements, at));
-        if (!by_wgmma) nn_nonfinite_fixup<Storage>(dq, dprobs, visible, keys, at);
+        if (!finite) {
+            nn_nonfinite_fixup<Storage>(dq, dprobs, visible, keys, at);
+            zero_streamed(memory, stage, 1);
+        }
         narrow_left(dx, dprobs);
-        issue_nn(dq, dx, memory, keys, by_wgmma);
+        issue_nn<Storage>(dq, dx, keys);
         tiles.next(a, a.keys);
         if (!tiles.more()) break;
         ++state.tile;

@@ -36,16 +36,16 @@
 //   own         2 × 128 rows × dims × 2                    32 K /  64 K
 //   streamed    2 × 2 stages × 128 rows × dims × 2, or
 //               2 × 4 stages × 64 rows × dims × 2          64 K / 128 K
-//   zeros       rows × 64 dims × 2                         16 K or 8 K
 //   statistics  2 stages × 128 rows × 8                     2 K
 //   mbarriers   2 × stages × 8                             32 or 64
 //
 // Registers of a consumer thread, of 240, at 128 dims: dQ 64, S 64, dP 64, dX 32; or dK 64, dV 64,
 // S 32, dP 32, P 16, dX 16. At 256 dims dK and dV alone would take 256.
 //
-// Named barriers: 0 whole block, 3 and 4 WARPGROUP_BARRIER. A phase of the mbarrier `full` of a
-// stage completes with the producer's arrival and the bytes of both operands and of the statistics,
-// one of `empty` with an arrival of each warp of the consumers, which have read the stage.
+// Named barriers: 0 whole block, 3 and 4 WARPGROUP_BARRIER, 5 CONSUMER_BARRIER. A phase of the
+// mbarrier `full` of a stage completes with the producer's arrival and the bytes of both operands
+// and of the statistics, one of `empty` with an arrival of each warp of the consumers, which have
+// read the stage.
 //
 // Source: Shah et al. 2024 (FlashAttention-3), section 3; Dao 2023 (FlashAttention-2), algorithm 2.
 #pragma once
@@ -59,7 +59,7 @@
 #error "backward on warpgroups: 16-bit elements, 64 or 128 dims"
 #endif
 
-#define BACKWARD_CONSUMERS 2
+#define BACKWARD_CONSUMERS CONSUMERS
 // Own rows of a consumer, and of a block: the M of a wgmma instruction, and the tile of the block
 // mask on either side.
 #define OWN_ROWS 64
@@ -133,8 +133,6 @@ struct BackwardStorage {
 
     u16 own[2][BACKWARD_CONSUMERS][OWN_ELEMENTS];
     u16 streamed[2][stages][elements];
-    // right operand of zeros, for products that scalar units have computed
-    u16 zeros[panel];
     // of streamed queries
     StatisticsTile statistics[stages][rows / 64];
     Mbarrier full[stages], empty[stages];
@@ -223,7 +221,7 @@ DEVICE TileCoord pair_coord(const BackwardTile& coord, u32 word) {
     return pairs;
 }
 
-// Initializes the mbarriers and the zero operand, and waits for all threads of the block.
+// Initializes the mbarriers, and waits for all threads of the block.
 template <typename Storage>
 DEVICE void begin_backward_storage(Storage& memory) {
     if (thread_index() == 0) {
@@ -234,10 +232,6 @@ DEVICE void begin_backward_storage(Storage& memory) {
         }
         fence_mbarrier_init();
     }
-    u32 words[4] = {0, 0, 0, 0};
-    for (u32 at = 8 * thread_index(); at < Storage::panel; at += 8 * THREADS)
-        store_for_async_proxy(memory.zeros + at, words);
-    fence_proxy_async();
     barrier();
 }
 
@@ -340,14 +334,11 @@ DEVICE void await_s(float (&scores)[count]) {
     fence_operand(scores);
 }
 
-// Issues acc (64 × dims) += left·streamed as one wgmma group, or unless `by_wgmma` left·0.
+// Issues acc (64 × dims) += left·streamed as one wgmma group.
 template <typename Storage>
 DEVICE void issue_nn(float (&acc)[ACC_REGISTERS], const u32 (&left)[Storage::rows / 16][4],
-                     const Storage& memory, const u16* streamed, bool by_wgmma) {
-    // all panels of the zero operand are the same one
-    OperandLow right =
-        uniform(OperandLow(by_wgmma ? mn_major_descriptor(streamed, Storage::panel)
-                                    : mn_major_descriptor(memory.zeros, 0)));
+                     const u16* streamed) {
+    OperandLow right = uniform(OperandLow(mn_major_descriptor(streamed, Storage::panel)));
     wgmma_fence();
     UNROLL for (u32 y = 0; y < Storage::rows / 16; ++y)
         backward_wgmma_rs(acc, left[y], operand_descriptor(right, y * 16 * PANEL_DIMS));
@@ -389,9 +380,11 @@ DEVICE float masked_prob(float score, bool visible, float lse, const Attention& 
     return visible && lse != -infinity() ? fast_exp(float(a.scale) * score - lse) : 0.0f;
 }
 
-// acc += left·streamed on scalar units, skipping masked pairs, for tiles with elements that are not
-// finite: with wgmma a masked pair would contribute 0 · NaN. Sets `left` to 0. The four lanes of a
-// quad have the columns of a row of `left` between them and exchange them by shuffles.
+// acc += left·streamed of the elements of a tile that are not finite, on scalar units, skipping
+// masked pairs: with wgmma these would contribute 0 · NaN. wgmma then multiplies the finite
+// elements (zero_streamed), because scalar units would round otherwise: the bits of a row do not
+// depend on elements that it masks. `left` is unchanged. The four lanes of a quad have the columns
+// of a row of `left` between them and exchange them by shuffles.
 template <typename Storage>
 DEVICE void nn_nonfinite_fixup(float (&acc)[ACC_REGISTERS], float (&left)[Storage::pairs],
                                u64 visible, const u16* streamed, const ConsumerLane& at) {
@@ -418,16 +411,28 @@ DEVICE void nn_nonfinite_fixup(float (&acc)[ACC_REGISTERS], float (&left)[Storag
                 UNROLL for (u32 e = 0; e < ACC_REGISTERS; e += 4) {
                     u32 pair = *reinterpret_cast<const u32*>(
                         streamed + swizzled_offset(Storage::rows, row, 2 * e + at.column));
-                    float values[2] = {widen(u16(pair)), widen(u16(pair >> 16))};
+                    if (is_pair_finite(pair)) continue;
                     UNROLL for (u32 r = 0; r < 2; ++r)
-                        UNROLL for (u32 x = 0; x < 2; ++x)
-                            if (visible_pair[r])
+                        UNROLL for (u32 x = 0; x < 2; ++x) {
+                            u16 value = u16(pair >> 16 * x);
+                            if (visible_pair[r] && !is_element_finite(value))
                                 acc[e + 2 * r + x] =
-                                    multiply_add(factors[r], values[x], acc[e + 2 * r + x]);
+                                    multiply_add(factors[r], widen(value), acc[e + 2 * r + x]);
+                        }
                 }
             }
         }
         rotate<4>(left);
     }
-    UNROLL for (u32 e = 0; e < Storage::pairs; ++e) left[e] = 0;
+}
+
+// Replaces the elements of streamed operands that are not finite by 0, for the wgmma of all
+// consumers. All consumers call it, each of them when no product of its own reads the operands.
+template <typename Storage>
+DEVICE void zero_streamed(Storage& memory, u32 stage, u32 operands) {
+    consumer_barrier();
+    NOT_UNROLLED for (u32 operand = 0; operand < operands; ++operand)
+        zero_non_finite(memory.streamed[operand][stage], Storage::elements, consumer_thread(),
+                        CONSUMERS * WARPGROUP);
+    consumer_barrier();
 }

@@ -94,13 +94,10 @@ DEVICE void load_panel_unaligned(u16* to, const Operand& operand, u32 first, u32
 // all of its panels.
 template <u32 threads, u32 rows>
 DEVICE_CALL bool thread_part_non_finite(const u16* stage) {
-    const u32 exponent = ANNULUS_DTYPE == 2 ? 0x7f80u : 0x7c00u;
     bool non_finite = false;
     for (u32 row = copy_row(); row < rows; row += copy_rows<threads, rows>()) {
         const u32* words = reinterpret_cast<const u32*>(stage + swizzled(row, copy_dim()));
-        for (u32 c = 0; c < 4; ++c)
-            non_finite |=
-                (words[c] & exponent) == exponent || (words[c] >> 16 & exponent) == exponent;
+        for (u32 c = 0; c < 4; ++c) non_finite |= !is_pair_finite(words[c]);
     }
     return non_finite;
 }

@@ -110,8 +110,8 @@ DEVICE bool tile_non_finite(const u16* values, const ConsumerLane& at) {
                              part_non_finite(values, KV_TILE, at));
 }
 
-// O += P·V of one key on scalar units, unless its pair is masked: element `c` of the pairs of a
-// thread's two rows.
+// O += P·V of the elements of one key that are not finite, on scalar units, unless its pair is
+// masked: element `c` of the pairs of a thread's two rows.
 DEVICE void add_key(float (&o)[O_PARTS][O_COLUMNS / 2], const u32 (&pairs)[2], u32 c,
                     const u16* values, u32 key, const ConsumerLane& at) {
     UNROLL for (u32 r = 0; r < 2; ++r) {
@@ -124,17 +124,20 @@ DEVICE void add_key(float (&o)[O_PARTS][O_COLUMNS / 2], const u32 (&pairs)[2], u
                 float& sum = o[part][4 * n_tile + 2 * r + column];
                 u16 value = values[swizzled_offset(
                     KV_ROWS, key, part * O_COLUMNS + 8 * n_tile + at.column + column)];
-                sum = multiply_add(widen(prob), widen(value), sum);
+                if (!is_element_finite(value))
+                    sum = multiply_add(widen(prob), widen(value), sum);
             }
     }
 }
 
-// O += P·V on scalar units, skipping masked pairs, for V tiles with non-finite elements: with wgmma
-// a masked pair would contribute 0 · NaN. The four lanes that have the columns of a row of P
-// exchange them by shuffles; all add in the order of keys. Sets P to zero; the main loop then
-// issues its wgmma with zero_values instead of V.
-DEVICE void pv_nonfinite_fixup(float (&o)[O_PARTS][O_COLUMNS / 2], u32 (&probs)[KV_ROWS / 16][4],
-                               const VisiblePairs& visible_pairs, const u16* values,
+// O += P·V of the elements of a V tile that are not finite, on scalar units, skipping masked pairs:
+// with wgmma these would contribute 0 · NaN. The four lanes that have the columns of a row of P
+// exchange them by shuffles. Then replaces these elements by 0, for the wgmma of all consumers,
+// which all call it. The finite elements are left to wgmma, because scalar units would round
+// otherwise: the bits of a row do not depend on elements that it masks.
+DEVICE void pv_nonfinite_fixup(float (&o)[O_PARTS][O_COLUMNS / 2],
+                               const u32 (&probs)[KV_ROWS / 16][4],
+                               const VisiblePairs& visible_pairs, u16* values,
                                const ConsumerLane& at) {
     UNROLL for (u32 y = 0; y < KV_ROWS / 16; ++y) {
         u32 own[4];
@@ -142,7 +145,6 @@ DEVICE void pv_nonfinite_fixup(float (&o)[O_PARTS][O_COLUMNS / 2], u32 (&probs)[
             u32 e = 8 * y + 2 * index;
             own[index] =
                 mark_masked(probs[y][index], visible_pairs.get(e), visible_pairs.get(e + 1));
-            probs[y][index] = 0;
         }
         // key = 16·y + 8·half + 2·owner + c
         NOT_UNROLLED for (u32 half = 0; half < 2; ++half)
@@ -154,11 +156,10 @@ DEVICE void pv_nonfinite_fixup(float (&o)[O_PARTS][O_COLUMNS / 2], u32 (&probs)[
                     add_key(o, pairs, c, values, 16 * y + 8 * half + 2 * owner + c, at);
             }
     }
-}
-
-// Returns the V tile of a stage as right operand.
-DEVICE ValueOperand v_operand_of(const SharedStorage& memory, const PipelineState& state) {
-    return {mn_major_descriptor(memory.v[state.stage()], KV_PANEL), KV_PANEL, 16 * PANEL_DIMS};
+    // no consumer waits for a turn here that another one passes on later (scheduler_wait)
+    consumer_barrier();
+    zero_non_finite(values, KV_TILE, consumer_thread(), CONSUMERS * WARPGROUP);
+    consumer_barrier();
 }
 
 // Copies the rows of a consumer to shared memory as load_q, of a tile of (query, head) pairs.
@@ -218,20 +219,19 @@ DEVICE void attend_rows(SharedStorage& memory, const WarpgroupAttention& all,
     for (tiles.next(a); tiles.more(); tiles.next(a)) {
         // V is consumed one tile behind K
         const PipelineState v_state = k_state.before();
-        ValueOperand v_operand = v_operand_of(memory, v_state);
+        u16* values = memory.v[v_state.stage()];
         if (!coord.is_full) {
             consumer_wait(memory.v_full, v_state);
-            if (tile_non_finite(memory.v[v_state.stage()], at)) {
-                pv_nonfinite_fixup(o, probs, visible_pairs, memory.v[v_state.stage()], at);
-                v_operand = zero_values(memory);
-            }
+            // the same for all threads of the consumers
+            if (tile_non_finite(values, at))
+                pv_nonfinite_fixup(o, probs, visible_pairs, values, at);
         }
         coord = warpgroup_tile(a, part.b, part.first_head, part.tile, tiles.entry());
         consumer_wait(memory.k_full, k_state);
         scheduler_wait(at.group);
         issue_qk(scores, q_descriptor, k_major_descriptor(memory.k[k_state.stage()]));
         consumer_wait(memory.v_full, v_state);
-        issue_pv(o, probs, v_operand);
+        issue_pv(o, probs, values);
         // after the last tile there is no turn to pass on: an arrival would be left at the barrier
         bool is_last_turn = is_last_consumer && tiles.is_last();
         if (!is_last_turn) scheduler_arrive(next_consumer);
@@ -249,12 +249,10 @@ DEVICE void attend_rows(SharedStorage& memory, const WarpgroupAttention& all,
 
     const PipelineState v_state = k_state.before();
     consumer_wait(memory.v_full, v_state);
-    ValueOperand v_operand = v_operand_of(memory, v_state);
-    if (!coord.is_full && tile_non_finite(memory.v[v_state.stage()], at)) {
-        pv_nonfinite_fixup(o, probs, visible_pairs, memory.v[v_state.stage()], at);
-        v_operand = zero_values(memory);
-    }
-    issue_pv(o, probs, v_operand);
+    u16* values = memory.v[v_state.stage()];
+    if (!coord.is_full && tile_non_finite(values, at))
+        pv_nonfinite_fixup(o, probs, visible_pairs, values, at);
+    issue_pv(o, probs, values);
     await_pv(o, probs);
     consumer_release(memory.v_empty, v_state, at.lane);
     write_rows(q_shared, o, softmax, all, part, at);
@@ -287,7 +285,6 @@ DEVICE void forward_on_warpgroups(const WarpgroupAttention& a) {
     SharedStorage& memory = *reinterpret_cast<SharedStorage*>(dynamic_shared());
     // consumers release a stage once per warp
     if (thread_index() == 0) init_pipeline(memory, CONSUMERS * WARPGROUP / 32);
-    if (thread_index() < WARPGROUP) clear_zeros(memory);
     barrier();
     if (thread_index() < WARPGROUP) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();

@@ -25,6 +25,20 @@ DEVICE u32 mark_masked(u32 pair, bool first_visible, bool second_visible) {
     return first | second << 16;
 }
 
+// Exponent bits of an element; all are set if it is not finite.
+#define EXPONENT_BITS (ANNULUS_DTYPE == 2 ? 0x7f80u : 0x7c00u)
+
+DEVICE bool is_element_finite(u16 element) { return (element & EXPONENT_BITS) != EXPONENT_BITS; }
+DEVICE bool is_pair_finite(u32 pair) {
+    return is_element_finite(u16(pair)) && is_element_finite(u16(pair >> 16));
+}
+
+// Replaces the elements of a pair that are not finite by 0.
+DEVICE u32 finite_pair(u32 pair) {
+    return (is_element_finite(u16(pair)) ? pair & 0xffffu : 0) |
+           (is_element_finite(u16(pair >> 16)) ? pair & 0xffff0000u : 0);
+}
+
 #define LOG2_E 1.44269504088896341f
 
 // Largest |m|·log₂e for which e^{s − m} is computed as 2^{unit·x − m·log₂e}, with s = scale·x and

@@ -174,8 +174,8 @@ DEVICE void gemm_nt(float (&scores)[row_tiles][columns][4], const u16* left, Rig
     }
 }
 
-// acc += left·right on scalar units, for a panel with non-finite elements: masked pairs are
-// skipped, because 0 · NaN would reach every row.
+// acc += left·right on scalar units, of the elements of `right_panel` that are not finite. Masked
+// pairs are skipped, because 0 · NaN would reach every row.
 template <u32 row_tiles, u32 columns>
 DEVICE void nn_nonfinite_fixup(PanelAccumulators<row_tiles>& acc,
                                u32 (&left)[row_tiles][columns][2], const u16* right_panel,
@@ -197,7 +197,8 @@ DEVICE void nn_nonfinite_fixup(PanelAccumulators<row_tiles>& acc,
                             UNROLL for (u32 c = 0; c < 2; ++c) {
                                 float& sum = acc[m][n][2 * r + c];
                                 u16 right = right_panel[swizzled(y, 8 * n + lane.column + c)];
-                                sum = multiply_add(widen(element), widen(right), sum);
+                                if (!is_element_finite(right))
+                                    sum = multiply_add(widen(element), widen(right), sum);
                             }
                     }
             }
@@ -206,12 +207,42 @@ DEVICE void nn_nonfinite_fixup(PanelAccumulators<row_tiles>& acc,
     }
 }
 
-// acc += left·right of one panel. `left` is unchanged. `fixup`: on scalar units.
+// acc += left·right of one panel, of the elements of `right_panel` that are finite: the
+// instructions of panel_nn in its order, so that the bits of a row do not depend on elements that
+// it masks. (Scalar units would round otherwise.)
+template <u32 row_tiles, u32 columns>
+DEVICE void panel_nn_finite(PanelAccumulators<row_tiles>& acc,
+                            u32 (&left)[row_tiles][columns][2], const u16* right_panel,
+                            const RowLane& lane) {
+    u32 right_row = lane.lane % 16, right_piece = lane.lane / 16 ^ right_row % 8;
+    right_panel += right_row * CHUNK;
+    NOT_UNROLLED for (u32 y = 0; y < columns; y += 2) {
+        UNROLL for (u32 n = 0; n < CHUNK / 8; n += 2) {
+            Fragment right;
+            ldmatrix_x4_trans(right, right_panel + 8 * y * CHUNK + (n ^ right_piece) * 8);
+            UNROLL for (u32 index = 0; index < 4; ++index) right[index] = finite_pair(right[index]);
+            UNROLL for (u32 m = 0; m < row_tiles; ++m) {
+                const Fragment lefts = {left[m][0][0], left[m][0][1], left[m][1][0],
+                                        left[m][1][1]};
+                mma(acc[m][n], lefts, right[0], right[1]);
+                mma(acc[m][n + 1], lefts, right[2], right[3]);
+            }
+        }
+        UNROLL for (u32 m = 0; m < row_tiles; ++m) {
+            rotate(left[m]);
+            rotate(left[m]);
+        }
+    }
+}
+
+// acc += left·right of one panel. `left` is unchanged. `fixup`: the panel has elements that are not
+// finite, and the masked pairs of `left` are marked.
 template <u32 row_tiles, u32 columns>
 DEVICE void panel_nn(PanelAccumulators<row_tiles>& acc, u32 (&left)[row_tiles][columns][2],
                      const u16* right_panel, bool fixup, const RowLane& lane) {
     if (fixup) {
         nn_nonfinite_fixup(acc, left, right_panel, lane);
+        panel_nn_finite(acc, left, right_panel, lane);
         return;
     }
     u32 right_row = lane.lane % 16, right_piece = lane.lane / 16 ^ right_row % 8;

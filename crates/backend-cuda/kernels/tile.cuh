@@ -145,8 +145,12 @@ DEVICE_CALL Sum bias_of(const Attention& a, u32 b, u32 h, u32 i, u32 j) {
         bias = *reinterpret_cast<const Sum*>(offset<Sum>(a.bias, b, i, h, row));
     }
     if (a.flags & HAS_SLOPES) {
-        u64 of_query = (a.flags & QUERY_POSITIONS_PER_BATCH ? u64(b) * a.queries : 0) + i;
-        u64 of_key = (a.flags & KEY_POSITIONS_PER_BATCH ? u64(b) * a.keys : 0) + j;
+        // Added under a condition, not chosen between a product and 0: for that NVRTC 13.0 makes a
+        // zero of two registers (CS2R) and reads it after 5 cycles, when it is not written yet. See
+        // scripts/cuda-hazards.
+        u64 of_query = i, of_key = j;
+        if (a.flags & QUERY_POSITIONS_PER_BATCH) of_query += u64(b) * a.queries;
+        if (a.flags & KEY_POSITIONS_PER_BATCH) of_key += u64(b) * a.keys;
         i64 p = reinterpret_cast<const i64*>(a.query_positions)[of_query];
         i64 q = reinterpret_cast<const i64*>(a.key_positions)[of_key];
         u64 distance = p > q ? u64(p) - u64(q) : u64(q) - u64(p);

@@ -27,14 +27,14 @@
 //   q         consumers × 64 rows × dims × 2        16 K /  32 K /  64 K  24 K /  32 K /  64 K
 //             (after the last product with K: outputs, for TMA stores)
 //   k, v      2 × 2 stages × KV_ROWS × dims × 2     64 K / 128 K / 128 K  64 K / 176 K / 160 K
-//   zeros     16 rows × 64 dims × 2                  2 K                   2 K
 //   work      2 slots × 16                          32                    32
 //   mbarriers 12 × 8                                96                    96
 //
 // Registers of a thread, for 2 and 3 consumers: 168 and 128 at launch, then 24 and 32 of the
 // producer, 240 and 160 of a consumer. S, O and P take 64 + dims / 2 + 32 of these with 128 keys.
 //
-// Named barriers: 0 whole block, then a SCHEDULER_BARRIER and a WARPGROUP_BARRIER of each consumer.
+// Named barriers: 0 whole block, then a SCHEDULER_BARRIER and a WARPGROUP_BARRIER of each consumer,
+// and the CONSUMER_BARRIER.
 //
 // A phase of an mbarrier completes with
 //
@@ -78,10 +78,11 @@
 // Bytes of eight rows of a panel, the unit that the 128-byte swizzle repeats.
 #define SWIZZLE_ATOM_BYTES 1024
 // Named barriers: the turn of a consumer to issue wgmma, which it waits for and the one before it
-// passes on; and the threads of one consumer.
+// passes on; the threads of one consumer; those of all consumers.
 #define SCHEDULER_BARRIER(group) (1 + (group))
 #define SCHEDULER_THREADS (2 * WARPGROUP)
 #define WARPGROUP_BARRIER(group) (1 + CONSUMERS + (group))
+#define CONSUMER_BARRIER (1 + 2 * CONSUMERS)
 
 // Argument of the warpgroup kernels: mirrored in src/arguments.rs.
 struct WarpgroupAttention {
@@ -110,9 +111,6 @@ struct alignas(16) WorkTile {
 struct SharedStorage {
     u16 q[CONSUMERS][Q_TILE];
     u16 k[STAGES][KV_TILE], v[STAGES][KV_TILE];
-    // V operand of zeros (zero_values), written once, because wgmma reads its operands until it is
-    // waited for.
-    u16 zeros[16 * PANEL_DIMS];
     // Tiles that the producer passes to the consumers. As many slots as stages, so that
     // PipelineState serves both: one that is computed, and the next one.
     WorkTile work[STAGES];
@@ -130,7 +128,7 @@ static_assert(WARPGROUP * (PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) 
 static_assert(KV_ROWS / 2 + ANNULUS_DIM / 2 + KV_ROWS / 4 <= CONSUMER_REGISTERS - 32,
               "registers of a consumer");
 static_assert(KV_ROWS % 16 == 0 && KV_ROWS <= 256, "K of P·V, and rows of a TMA box");
-static_assert(WARPGROUP_BARRIER(CONSUMERS - 1) < 16, "named barriers");
+static_assert(CONSUMER_BARRIER < 16, "named barriers");
 static_assert(Q_TILE * 2 % SWIZZLE_ATOM_BYTES == 0 && KV_TILE * 2 % SWIZZLE_ATOM_BYTES == 0,
               "operands of wgmma are aligned to the period of the swizzle");
 
@@ -191,13 +189,26 @@ DEVICE void init_pipeline(SharedStorage& memory, u32 consumer_warps) {
     fence_mbarrier_init();
 }
 
-// Clears the zero operand, for wgmma after the next barrier. The first warpgroup calls it.
-DEVICE void clear_zeros(SharedStorage& memory) {
-    static_assert(sizeof memory.zeros == WARPGROUP * 16, "16 bytes per thread");
-    u32 words[4] = {0, 0, 0, 0};
-    store_for_async_proxy(memory.zeros + 8 * thread_index(), words);
+// Eight elements, loaded by one instruction.
+struct alignas(16) SharedWords {
+    u32 of[4];
+};
+
+// Replaces the elements of a tile that are not finite by 0, for wgmma after the next barrier:
+// number `thread` of `threads` threads, every one of which calls it.
+DEVICE void zero_non_finite(u16* tile, u32 elements, u32 thread, u32 threads) {
+    NOT_UNROLLED for (u32 index = thread; index < elements / 8; index += threads) {
+        SharedWords words = reinterpret_cast<const SharedWords*>(tile)[index];
+        UNROLL for (u32 c = 0; c < 4; ++c) words.of[c] = finite_pair(words.of[c]);
+        store_for_async_proxy(tile + 8 * index, words.of);
+    }
     fence_proxy_async();
 }
+
+// Waits for all consumers.
+DEVICE void consumer_barrier() { named_barrier(CONSUMER_BARRIER, CONSUMERS * WARPGROUP); }
+// Number of a thread of a consumer among those of all consumers.
+DEVICE u32 consumer_thread() { return thread_index() - WARPGROUP; }
 
 // Producer: waits until the stage is empty, then issues the TMA loads of one tile, a box per panel.
 DEVICE void tma_load(u16* to, const TensorMap& map, Mbarrier* full, Mbarrier* empty,
@@ -299,28 +310,16 @@ DEVICE void issue_qk(float (&scores)[KV_ROWS / 2], u64 q, u64 kv) {
     wgmma_commit();
 }
 
-// Right operand of P·V: `step` elements lie between one group of sixteen keys and the next, `panel`
-// elements between 64 columns and the next.
-struct ValueOperand {
-    u64 descriptor;
-    u32 panel, step;
-};
-
-// Sixteen rows of zeros, whatever the step and the panel: both distances are 0.
-DEVICE ValueOperand zero_values(const SharedStorage& memory) {
-    return {mn_major_descriptor(memory.zeros, 0), 0, 0};
-}
-
 // Issues O += P·V as one wgmma group.
 DEVICE void issue_pv(float (&o)[O_PARTS][O_COLUMNS / 2], const u32 (&probs)[KV_ROWS / 16][4],
-                     const ValueOperand& right) {
-    const u64 descriptor = uniform_descriptor(right.descriptor);
-    const u32 panel = uniform(right.panel), step = uniform(right.step);
+                     const u16* values) {
+    const u64 descriptor = uniform_descriptor(mn_major_descriptor(values, KV_PANEL));
     wgmma_fence();
     UNROLL for (u32 y = 0; y < KV_ROWS / 16; ++y)
         UNROLL for (u32 part = 0; part < O_PARTS; ++part)
             wgmma_rs(o[part], probs[y],
-                     descriptor_advance(descriptor, y * step + part * (O_COLUMNS / 64) * panel));
+                     descriptor_advance(descriptor, y * (16 * PANEL_DIMS) +
+                                                        part * (O_COLUMNS / 64) * KV_PANEL));
     wgmma_commit();
 }
 

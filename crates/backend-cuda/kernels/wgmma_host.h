@@ -55,13 +55,19 @@ inline PendingAcc& pending_of(Lane& lane, const float* acc) {
                          [&](const PendingAcc& one) { return one.at == acc; });
 }
 
+// As the products of an mma, at once (primitives_host.h), but rounded to nearest: nothing promises
+// that wgmma and mma round alike.
 __attribute__((optimize("O3"))) inline void multiply_accumulate(
     float (&acc)[16][MOST_COLUMNS], const float (&left)[16][16],
     const float (&right)[16][MOST_COLUMNS], u32 columns) {
-    for (u32 row = 0; row < 16; ++row)
+    for (u32 row = 0; row < 16; ++row) {
+        double sums[MOST_COLUMNS];
+        for (u32 column = 0; column < columns; ++column) sums[column] = acc[row][column];
         for (u32 k = 0; k < 16; ++k)
             for (u32 column = 0; column < columns; ++column)
-                acc[row][column] += left[row][k] * right[k][column];
+                sums[column] += double(left[row][k]) * double(right[k][column]);
+        for (u32 column = 0; column < columns; ++column) acc[row][column] = float(sums[column]);
+    }
 }
 
 inline void complete_product(Block& block, u32 warp, const Product& product) {

@@ -224,11 +224,10 @@ impl Variant {
     /// `QueriesStorage` and `KeysStorage` of `kernels/backward_queries_matrix.cuh` and
     /// `kernels/backward_keys_matrix.cuh` (own rows of two operands; two stages; two floats per
     /// query, for dK and dV three of a tile's, and the exchanged scores in f32). Forward on
-    /// warpgroups: `SharedStorage` of `kernels/warpgroup.cuh` (q; K and V, two stages each; a zero
-    /// operand of 16 × 64; two work tiles; 12 mbarriers). Backward:
+    /// warpgroups: `SharedStorage` of `kernels/warpgroup.cuh` (q; K and V, two stages each; two
+    /// work tiles; 12 mbarriers). Backward:
     /// `BackwardStorage` of `kernels/backward_warpgroup.cuh` (own rows of two operands; their
-    /// streamed rows, two stages of 128 or four of 64; a zero operand of as many rows × 64;
-    /// statistics of two floats per streamed row; two mbarriers per stage). Fused: `FusedStorage`
+    /// streamed rows, two stages of 128 or four of 64; statistics of two floats per streamed row; two mbarriers per stage). Fused: `FusedStorage`
     /// of `kernels/backward_fused_warpgroup.cuh` (also two buffers of dX, and a tile of dQ).
     pub fn dynamic_shared_bytes(self, kernel: &str) -> u32 {
         let ([queries, keys], dim) = (self.tile(), self.dim);
@@ -252,7 +251,7 @@ impl Variant {
             },
             Family::Warpgroup | Family::WarpgroupWide => {
                 let tiles = queries * dim * 2 + 4 * keys * dim * 2;
-                tiles + 16 * 64 * 2 + 2 * 16 + 12 * 8
+                tiles + 2 * 16 + 12 * 8
             }
             Family::WarpgroupBackward => {
                 let fused_rows = fused_rows(dim) as usize;
@@ -270,7 +269,7 @@ impl Variant {
                 };
                 let own = 2 * 128 * dim * 2;
                 let streamed = 2 * stages * rows * dim * 2;
-                fused + own + streamed + rows * 64 * 2 + stages * rows * 8 + 2 * stages * 8
+                fused + own + streamed + stages * rows * 8 + 2 * stages * 8
             }
         };
         bytes as u32

@@ -12,7 +12,7 @@ use ndarray::s;
 use crate::{
     common::staged,
     mistakes::{DEADLOCK, OTHER_BITS, Planted},
-    support::{hopper, hopper_on, next_device, with_seed},
+    support::{hopper, hopper_on, masked_rows_change_no_bit, next_device, with_seed},
 };
 
 /// Kernels of a backward pass: fused, dQ, dK and dV.
@@ -138,6 +138,14 @@ fn large_scores_hold_in_the_fused_kernel() {
         case.k.slice_mut(s![.., .., .., 0]).fill(score / 32.0);
         let [fused, ..] = blocks(&case.clone().in_dtype(DType::F16)).unwrap();
         assert!(fused > 0);
+    }
+}
+
+#[test]
+fn masked_rows_that_are_not_finite_change_no_bit_in_the_fused_kernel() {
+    for dim in [64, 128] {
+        masked_rows_change_no_bit(&fused(), DType::F16, dim)
+            .unwrap_or_else(|wrong| panic!("{dim}: {wrong}"));
     }
 }
 

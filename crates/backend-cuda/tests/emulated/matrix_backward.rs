@@ -7,7 +7,7 @@ use annulus_conformance::{Case, Draw, Judge, Masks, Setting, Subject};
 use annulus_core::{Alibi, BackwardMode, DType, Dims, Dropout, Layout, Spec};
 use ndarray::s;
 
-use crate::support::{plain, with_seed};
+use crate::support::{masked_rows_change_no_bit, plain, with_seed};
 
 /// One batch row, heads 2 : 1, and several tiles of both sides, the last ones ragged.
 fn dims(dim: usize) -> Dims {
@@ -76,8 +76,16 @@ fn large_scores_hold() {
     }
 }
 
+#[test]
+fn masked_rows_that_are_not_finite_change_no_bit() {
+    for (dtype, dim) in [(DType::F16, 64), (DType::F16, 128), (DType::F16, 256)] {
+        masked_rows_change_no_bit(&plain(), dtype, dim)
+            .unwrap_or_else(|wrong| panic!("{dtype} {dim}: {wrong}"));
+    }
+}
+
 /// Elements that are not finite in K, Q and dO reach only the gradients of pairs that are visible,
-/// with the products of scalar units, in parts of tiles in the middle of a pass.
+/// in parts of tiles in the middle of a pass.
 #[test]
 fn masked_non_finite_elements_change_nothing() {
     for dim in [64, 128, 256] {

@@ -417,7 +417,7 @@ fn an_abort_that_hangs_is_reported_in_time() {
     let second = results[1].clone().unwrap_err().to_string();
     assert!(
         second.contains("remote process exited")
-            && second.contains("ncclCommAbort did not return within 1.0 s"),
+            && second.contains("ncclCommAbort did not return within 3.0 s"),
         "{second}"
     );
     assert!(took < Duration::from_secs(10), "{took:?}");

@@ -3,17 +3,21 @@
 use std::{
     cell::Cell,
     path::PathBuf,
-    sync::atomic::{AtomicUsize, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::Duration,
 };
 
-use annulus_conformance::Subject;
-use annulus_core::Result;
+use annulus_conformance::{Case, Draw, Masks, Setting, Subject};
+use annulus_core::{DType, Dims, Result, Spec, mask::Predicate};
 use annulus_cuda::{
     Cuda, Level,
     device::{Cache, Compiler, Device, Stream},
 };
 use annulus_cuda_emulator as emulator;
+use ndarray::Axis;
 
 use crate::{
     common::{hosted, staged},
@@ -23,6 +27,48 @@ use crate::{
 thread_local! {
     /// Seed of the devices that this thread allots.
     static SEED: Cell<u64> = const { Cell::new(emulator::DEFAULT_SEED) };
+}
+
+/// Checks that rows that are not finite and that are masked for all others change no bit, in tiles
+/// in the middle of a pass.
+///
+/// Tensor cores round otherwise than scalar units do. So a tile that has such rows must be
+/// multiplied by the same instructions as others.
+pub(crate) fn masked_rows_change_no_bit(
+    subject: &dyn Subject,
+    dtype: DType,
+    dim: usize,
+) -> std::result::Result<(), String> {
+    const QUERIES: [u64; 3] = [5, 130, 299];
+    const KEYS: [u64; 4] = [3, 64, 200, 385];
+    let dims = Dims { kv_len: 390, kv_heads: 1, ..Dims::new(1, 300, 2, dim) };
+    let visible = Predicate::of_pairs("other rows than those", |query, key| {
+        !QUERIES.contains(&query.row) && !KEYS.contains(&key.row)
+    });
+    let masks = Masks {
+        window: Some([Some(60), Some(150)]),
+        objects: vec![Arc::new(visible)],
+        ..Masks::default()
+    };
+    let case = Case::new("masked rows", Spec::new(dims, DType::F64), masks, &mut Draw::new(9));
+    let clean = case.in_dtype(dtype);
+    let mut poisoned = clean.clone();
+    for (tensor, rows, value) in [
+        (&mut poisoned.q, &QUERIES[..], f64::NEG_INFINITY),
+        (&mut poisoned.k, &KEYS, f64::NAN),
+        (&mut poisoned.v, &KEYS, f64::INFINITY),
+        (&mut poisoned.dout, &QUERIES, f64::NAN),
+    ] {
+        for &row in rows {
+            tensor.index_axis_mut(Axis(1), annulus_core::index(row)).fill(value);
+        }
+    }
+    let run = |case: &Case| {
+        let answers = subject.run(case, &Setting::ALONE, 1).map_err(|error| error.to_string())?;
+        Ok::<_, String>(answers.into_iter().next())
+    };
+    let want = run(&clean)?.ok_or("no answer")?;
+    run(&poisoned)?.ok_or("no answer")?.same_bits(&want)
 }
 
 /// Allots one device to every rank of every run, so that a failed device affects one run only.

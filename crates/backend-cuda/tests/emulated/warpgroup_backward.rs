@@ -21,7 +21,7 @@ use ndarray::{Array4, ArrayView4, s};
 use crate::{
     common::{CudaMemory, DEADLINE, multiples::OnMultiplesOfEight, staged},
     mistakes::{Of, Planted},
-    support::{hopper, hopper_on, next_device, with_seed},
+    support::{hopper, hopper_on, masked_rows_change_no_bit, next_device, with_seed},
 };
 
 /// Kernels of dQ, and of dK and dV: on warpgroups without and with a score epilogue, on tensor
@@ -176,8 +176,16 @@ fn large_scores_hold() {
     }
 }
 
+#[test]
+fn masked_rows_that_are_not_finite_change_no_bit() {
+    for dim in [64, 128] {
+        masked_rows_change_no_bit(&split_kernels(None), DType::F16, dim)
+            .unwrap_or_else(|wrong| panic!("{dim}: {wrong}"));
+    }
+}
+
 /// Elements that are not finite in K, Q and dO reach only the gradients of pairs that are visible,
-/// with the products of scalar units, in tiles in the middle of a pass.
+/// in tiles in the middle of a pass.
 #[test]
 fn masked_non_finite_elements_change_nothing() {
     type Change = fn(&mut Spec);

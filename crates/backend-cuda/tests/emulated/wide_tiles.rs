@@ -11,7 +11,7 @@ use annulus_cuda::Cuda;
 use crate::{
     common::multiples::OnMultiplesOfEight,
     persistent::{Launch, packed, verdict as verdict_of_launch},
-    support::{hopper, on_wide_tiles},
+    support::{hopper, masked_rows_change_no_bit, on_wide_tiles},
     warpgroup::{non_finite_verdict, verdict},
 };
 
@@ -96,4 +96,9 @@ fn packed_heads_hold_on_wide_tiles() {
 #[test]
 fn masked_non_finite_values_change_nothing_on_wide_tiles() {
     non_finite_verdict(&on_wide_tiles(None), "plain", |_| ()).unwrap();
+}
+
+#[test]
+fn masked_rows_that_are_not_finite_change_no_bit_on_wide_tiles() {
+    masked_rows_change_no_bit(&wide_tiles(), DType::F16, 64).unwrap();
 }

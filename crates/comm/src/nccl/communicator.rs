@@ -15,8 +15,12 @@ use annulus_device_cuda::{
 
 use super::comm;
 
-/// Longest wait for an abort or a destruction, both of which end at once unless the library hangs.
-const GIVE_UP: Duration = Duration::from_secs(1);
+/// Longest wait for an abort, which extends the time until a call reports its error. It ends at once
+/// unless the library hangs or other processes occupy the GPU.
+const ABORT: Duration = Duration::from_secs(3);
+/// Longest wait for a destruction, likewise. No call waits for it, and a thread that is abandoned in
+/// it may still run when the process ends and unloads what it uses.
+const DESTRUCTION: Duration = Duration::from_secs(10);
 /// Interval between polls of a new communicator, whose creation takes a good part of a second.
 const POLL: Duration = Duration::from_millis(1);
 
@@ -308,11 +312,11 @@ impl Communicator {
         let handle = self.handle;
         // SAFETY: alive, and not touched after this.
         let returned =
-            within(GIVE_UP, &self.device, move || unsafe { (symbols.abort)(handle.raw()) });
+            within(ABORT, &self.device, move || unsafe { (symbols.abort)(handle.raw()) });
         returned.map(drop).ok_or_else(|| {
             // its kernels may wait for other ranks for ever
             self.device.suspect_hang();
-            format!("ncclCommAbort did not return within {:.1} s", GIVE_UP.as_secs_f64())
+            format!("ncclCommAbort did not return within {:.1} s", ABORT.as_secs_f64())
         })
     }
 
@@ -325,8 +329,9 @@ impl Communicator {
             let symbols = self.symbols;
             let handle = self.handle;
             // SAFETY: alive, and not touched after this.
-            let destroyed =
-                within(GIVE_UP, &self.device, move || unsafe { (symbols.destroy)(handle.raw()) });
+            let destroyed = within(DESTRUCTION, &self.device, move || unsafe {
+                (symbols.destroy)(handle.raw())
+            });
             if destroyed.is_none() {
                 self.device.suspect_hang();
             }

@@ -51,22 +51,22 @@ pub(super) static BACKWARD: Table = Table {
                 &[
                     edit(
                         DQ,
-                        "issue_nn(dq, dx, memory, keys, by_wgmma);",
-                        "issue_nn(dq, dx, memory, keys, by_wgmma);
+                        "issue_nn<Storage>(dq, dx, keys);",
+                        "issue_nn<Storage>(dq, dx, keys);
                          consumer_release(memory, stage, at);",
                     ),
                     edit(DQ, "consumer_release(memory, stage, at);", ""),
                     edit(
                         DKV,
-                        "issue_nn(dk, dx, memory, queries, by_wgmma);",
-                        "issue_nn(dk, dx, memory, queries, by_wgmma);
+                        "issue_nn<Storage>(dk, dx, queries);",
+                        "issue_nn<Storage>(dk, dx, queries);
                          consumer_release(memory, stage, at);",
                     ),
                     edit(DKV, "consumer_release(memory, stage, at);", ""),
                     edit(
                         FUSED_KERNEL,
-                        "issue_nn(dk, dx, operands, queries, by_wgmma);",
-                        "issue_nn(dk, dx, operands, queries, by_wgmma);
+                        "issue_nn<Storage>(dk, dx, queries);",
+                        "issue_nn<Storage>(dk, dx, queries);
                          consumer_release(operands, stage, lane_again(at));",
                     ),
                     edit(FUSED_KERNEL, "consumer_release(operands, stage, lane_again(at));", ""),
@@ -338,7 +338,8 @@ pub(super) static FUSED: Table = Table {
             FAILED,
             &[edit(
                 FUSED_KERNEL,
-                "named_barrier(CONSUMER_BARRIER, BACKWARD_CONSUMERS * WARPGROUP);",
+                "«consumer_barrier();»
+        if (!keys_finite) zero_own_keys",
                 "",
             )],
         ),

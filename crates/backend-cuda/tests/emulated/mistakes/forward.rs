@@ -88,7 +88,7 @@ pub(super) static STAGES: Table = Table {
             &[edit(
                 FORWARD,
                 "«consumer_wait(memory.v_full, v_state);»
-        issue_pv(o, probs, v_operand);",
+        issue_pv(o, probs, values);",
                 "",
             )],
         ),
@@ -132,8 +132,8 @@ pub(super) static STAGES: Table = Table {
                 ),
                 edit(
                     PIPELINE,
-                    "step = uniform(right.step);
-    «wgmma_fence();»",
+                    "«wgmma_fence();»
+    UNROLL for (u32 y",
                     "",
                 ),
             ],
@@ -185,11 +185,7 @@ pub(super) static STAGES: Table = Table {
             Of::Panels,
             "wrong distance between panels",
             "out[",
-            &[edit(
-                FORWARD,
-                "mn_major_descriptor(memory.v[state.stage()], «KV_PANEL»)",
-                "KV_PANEL / 2",
-            )],
+            &[edit(PIPELINE, "mn_major_descriptor(values, «KV_PANEL»)", "KV_PANEL / 2")],
         ),
         mistake(
             Of::FewPairs,
