@@ -1,7 +1,7 @@
 // Position of a thread of a consumer warpgroup in its accumulators, forward and backward.
 #pragma once
 
-#include "tile.cuh"
+#include "warpgroup.cuh"
 
 // Position of a thread in its warpgroup's accumulators: element e of S is
 // row + 8·(e / 2 mod 2), 8·(e / 4) + column + e mod 2.
@@ -29,11 +29,6 @@ DEVICE ConsumerLane consumer_lane() {
 DEVICE ConsumerLane lane_again(const ConsumerLane& at) {
     return consumer_lane(at.group, thread_index_again());
 }
-
-// Eight elements, loaded by one instruction.
-struct alignas(16) SharedWords {
-    u32 of[4];
-};
 
 // Returns true if one of a thread's elements of a tile of `count` elements in shared memory is not
 // finite. Adding the lowest bit of the exponent carries into the sign's place only if all of its
