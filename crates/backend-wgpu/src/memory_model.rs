@@ -3,8 +3,8 @@
 //! Modules with cooperative matrices must have that model. In it an access to memory is private to
 //! its invocation unless the instruction says otherwise, and a barrier makes writes available and
 //! visible only if its semantics say so. naga 30 writes neither (wgpu issue 8805). Mesa's drivers
-//! treat every access as shared; NVIDIA's do not, and the products of the probe were wrong there.
-//! So the accesses and barriers of naga's module are completed here.
+//! treat every access as shared, but others need not, so that the accesses and barriers of naga's
+//! module are completed here.
 
 use std::collections::HashMap;
 
