@@ -3,8 +3,8 @@
 //! * Above [`crate::Level::Plain`]: subgroups of at least 8 invocations in linear order. wgpu
 //!   reports no size on Metal. Kernel: `subgroup_probe.wgsl`.
 //! * At [`crate::Level::Matrix`]: a known product of cooperative matrices. Neither naga's
-//!   translation nor the drivers are proven on all hardware: the product is wrong on an NVIDIA H200
-//!   (benches/record/2026-11-26-h200.md). Kernel: `matrix_probe.wgsl`.
+//!   translation nor the drivers are proven on all hardware: an earlier product was wrong on an
+//!   NVIDIA H200 (benches/record/2026-11-26-h200.md). Kernel: `matrix_probe.wgsl`.
 
 use annulus_core::{Error, Result};
 

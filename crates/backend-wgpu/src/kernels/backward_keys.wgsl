@@ -6,7 +6,8 @@
 // the queries: dV, then dK. They compute S twice: 5 products instead of 4.
 
 #if SPLIT
-var<workgroup> gradient_pass: u32;
+// of 16 bytes, for matrices (matrices.rs)
+var<workgroup> gradient_pass: vec4<u32>;
 #end
 
 @compute @workgroup_size({{INVOCATIONS}})
@@ -37,10 +38,10 @@ fn main(
 #if SPLIT
     for (var pass_index = 0u; pass_index < 2u; pass_index++) {
     if (lane == 0u) {
-        gradient_pass = pass_index;
+        gradient_pass.x = pass_index;
     }
     // uniform, as operations on matrices require
-    let is_dv = workgroupUniformLoad(&gradient_pass) == 0u;
+    let is_dv = workgroupUniformLoad(&gradient_pass).x == 0u;
     let acc_dim = select(params.head_dim, params.value_dim, is_dv);
 #end
 {{ZERO_ACC}}

@@ -36,9 +36,15 @@ pub(super) const PRODUCT_STEP: usize = 4 * ROW_STEP;
 
 /// Workgroup memory and functions that read it. `left_half`: `[row][element]`, then P or dX;
 /// `right_half`: `[column][element]`, then `[element][vector]`.
+///
+/// # Alignment
+/// Vulkan requires that matrices are loaded and stored at multiples of 16 bytes, and WGSL cannot
+/// align a variable. So every variable in workgroup memory is of a multiple of 16 bytes: in
+/// whichever order a driver places them, arrays begin at such. NVIDIA's places small ones first:
+/// behind a `u32` all products were wrong on an H200 (benches/record/2026-11-26-h200.md).
 pub(super) fn declarations(matrices: Matrices) -> String {
     let rounds =
-        if matrices.has_smaller_subgroups() { "var<workgroup> rounds: u32;\n" } else { "" };
+        if matrices.has_smaller_subgroups() { "var<workgroup> rounds: vec4<u32>;\n" } else { "" };
     format!(
         "const PROB_SCALE: f32 = {PROB_SCALE:?};
 const NON_FINITE: u32 = 0x7f800000u;
@@ -46,7 +52,7 @@ const NON_FINITE: u32 = 0x7f800000u;
 var<workgroup> left_half: array<f16, {halves}>;
 var<workgroup> right_half: array<f16, {halves}>;
 var<workgroup> products: array<f32, {products}>;
-{rounds}var<workgroup> non_finite: atomic<u32>;
+{rounds}var<workgroup> non_finite: array<atomic<u32>, 4>;
 
 // Four products of a row, from element `at` on.
 fn products_of(at: u32) -> vec4<f32> {{
@@ -269,9 +275,9 @@ pub(super) fn count(matrices: Matrices) -> String {
     let rounds = if matrices.has_smaller_subgroups() {
         format!(
             "if (lane == 0u) {{
-    rounds = {}u / subgroups;
+    rounds.x = {}u / subgroups;
 }}
-let matrix_rounds = workgroupUniformLoad(&rounds);
+let matrix_rounds = workgroupUniformLoad(&rounds).x;
 let matrices_are_owned = matrix_rounds == {}u;
 ",
             (32 / matrices.size()).pow(2),
@@ -473,7 +479,7 @@ let stored_at = {HALF_STEP}u * element + vector;
 // not a constant, so that compilers do not unroll this rare loop
 let rare_end = 16u * min(params.{rows}, 1u);
 var any_non_finite = false;
-if (lane == 0u) {{ atomicStore(&non_finite, 0u); }}
+if (lane == 0u) {{ atomicStore(&non_finite[0], 0u); }}
 "
     );
     for group in 0..groups {
@@ -531,9 +537,9 @@ if (lane == 0u) {{ atomicStore(&non_finite, 0u); }}
     // the bound is not a constant, so that compilers do not unroll this rare loop
     let _infallible = write!(
         text,
-        "if (any_non_finite) {{ atomicStore(&non_finite, 1u); }}
+        "if (any_non_finite) {{ atomicStore(&non_finite[0], 1u); }}
 workgroupBarrier();
-if (atomicLoad(&non_finite) != 0u) {{
+if (atomicLoad(&non_finite[0]) != 0u) {{
     let end = min(32u, params.{rows} - column);
     for (var j = 0u; j < end; j++) {{
         let vector_row = {name}_row(batch, {head}, column + j);

@@ -87,7 +87,7 @@ impl KernelText {
         let mut wgsl =
             self.wgsl.replace("let is_partial = mask_index != FULL_TILE", "let is_partial = false");
         for (condition, value) in [
-            ("matrix_rounds = workgroupUniformLoad(&rounds);", "matrix_rounds = 4u;"),
+            ("matrix_rounds = workgroupUniformLoad(&rounds).x;", "matrix_rounds = 4u;"),
             ("let rare_end = 16u * min(params.", "let rare_end = 0u * min(params."),
             // with an effect, or compilers remove the tests that lead to it
             (

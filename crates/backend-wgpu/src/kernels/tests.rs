@@ -160,12 +160,16 @@ fn every_variant_is_valid_and_can_be_translated() {
             .validate(&module)
             .unwrap_or_else(|error| panic!("{variant:?}: {}", error.emit_to_string(&wgsl)));
         translate(&module, &info, matrices).unwrap_or_else(|error| panic!("{variant:?}: {error}"));
-        let shared: u32 = module
+        let sizes: Vec<u32> = module
             .global_variables
             .iter()
             .filter(|(_, variable)| variable.space == naga::AddressSpace::WorkGroup)
             .map(|(_, variable)| module.types[variable.ty].inner.size(module.to_ctx()))
-            .sum();
+            .collect();
+        // matrices are loaded at multiples of 16 bytes, in whichever order variables are placed
+        let are_aligned = sizes.iter().all(|bytes| bytes % 16 == 0);
+        assert!(are_aligned || !matrices, "{variant:?}: workgroup memory of {sizes:?} bytes");
+        let shared: u32 = sizes.iter().sum();
         assert!(shared <= 16 << 10, "{variant:?} uses {shared} bytes of workgroup memory");
     }
     assert!(texts.len() > 100, "{} texts", texts.len());

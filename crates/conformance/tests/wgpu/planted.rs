@@ -525,8 +525,8 @@ const MATRIX: &[Mistake] = &[
         Of::VisibleNan,
         "NaN is replaced by 0 for queries that attend to it",
         FORWARD,
-        "if (atomicLoad(&non_finite) != 0u) {",
-        "if (atomicLoad(&non_finite) > 1u) {",
+        "if (atomicLoad(&non_finite[0]) != 0u) {",
+        "if (atomicLoad(&non_finite[0]) > 1u) {",
     ),
 ];
 
