@@ -67,7 +67,8 @@ pub(crate) struct PlanFlags {
         "strategy", "reproducible", "svg"])]
     decode: bool,
     /// Rows of a page of the cache, 1 to 2^32. Default: 64
-    #[arg(long, value_name = "ROWS", value_parser = page_rows, requires = "decode")]
+    #[arg(long, value_name = "ROWS", value_parser = page_rows, requires = "decode",
+        conflicts_with_all = ["q_len", "documents"])]
     page_rows: Option<usize>,
     /// Also show the program of this rank: its ring steps and the messages that it sends
     #[arg(long, value_name = "R", value_parser = whole)]
