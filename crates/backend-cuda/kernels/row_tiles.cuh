@@ -207,32 +207,29 @@ DEVICE void nn_nonfinite_fixup(PanelAccumulators<row_tiles>& acc,
     }
 }
 
-// acc += left·right of one panel, of the elements of `right_panel` that are finite: the
-// instructions of panel_nn in its order, so that the bits of a row do not depend on elements that
-// it masks. (Scalar units would round otherwise.)
-template <u32 row_tiles, u32 columns>
-DEVICE void panel_nn_finite(PanelAccumulators<row_tiles>& acc,
-                            u32 (&left)[row_tiles][columns][2], const u16* right_panel,
-                            const RowLane& lane) {
+// acc += left·right of one panel on tensor cores; with `finite_only` of the elements of
+// `right_panel` that are finite, by the same instructions in the same order, so that the bits of a
+// row do not depend on elements that it masks. (Scalar units would round otherwise.)
+template <bool finite_only, u32 row_tiles, u32 columns>
+DEVICE void panel_nn_products(PanelAccumulators<row_tiles>& acc,
+                              const u32 (&left)[row_tiles][columns][2], const u16* right_panel,
+                              const RowLane& lane) {
     u32 right_row = lane.lane % 16, right_piece = lane.lane / 16 ^ right_row % 8;
     right_panel += right_row * CHUNK;
-    NOT_UNROLLED for (u32 y = 0; y < columns; y += 2) {
+    UNROLL for (u32 y = 0; y < columns; y += 2)
         UNROLL for (u32 n = 0; n < CHUNK / 8; n += 2) {
             Fragment right;
             ldmatrix_x4_trans(right, right_panel + 8 * y * CHUNK + (n ^ right_piece) * 8);
-            UNROLL for (u32 index = 0; index < 4; ++index) right[index] = finite_pair(right[index]);
+            if (finite_only)
+                UNROLL for (u32 index = 0; index < 4; ++index)
+                    right[index] = finite_pair(right[index]);
             UNROLL for (u32 m = 0; m < row_tiles; ++m) {
-                const Fragment lefts = {left[m][0][0], left[m][0][1], left[m][1][0],
-                                        left[m][1][1]};
+                const Fragment lefts = {left[m][y][0], left[m][y][1], left[m][y + 1][0],
+                                        left[m][y + 1][1]};
                 mma(acc[m][n], lefts, right[0], right[1]);
                 mma(acc[m][n + 1], lefts, right[2], right[3]);
             }
         }
-        UNROLL for (u32 m = 0; m < row_tiles; ++m) {
-            rotate(left[m]);
-            rotate(left[m]);
-        }
-    }
 }
 
 // acc += left·right of one panel. `left` is unchanged. `fixup`: the panel has elements that are not
@@ -242,22 +239,10 @@ DEVICE void panel_nn(PanelAccumulators<row_tiles>& acc, u32 (&left)[row_tiles][c
                      const u16* right_panel, bool fixup, const RowLane& lane) {
     if (fixup) {
         nn_nonfinite_fixup(acc, left, right_panel, lane);
-        panel_nn_finite(acc, left, right_panel, lane);
-        return;
+        panel_nn_products<true>(acc, left, right_panel, lane);
+    } else {
+        panel_nn_products<false>(acc, left, right_panel, lane);
     }
-    u32 right_row = lane.lane % 16, right_piece = lane.lane / 16 ^ right_row % 8;
-    right_panel += right_row * CHUNK;
-    UNROLL for (u32 y = 0; y < columns; y += 2)
-        UNROLL for (u32 n = 0; n < CHUNK / 8; n += 2) {
-            Fragment right;
-            ldmatrix_x4_trans(right, right_panel + 8 * y * CHUNK + (n ^ right_piece) * 8);
-            UNROLL for (u32 m = 0; m < row_tiles; ++m) {
-                const Fragment lefts = {left[m][y][0], left[m][y][1], left[m][y + 1][0],
-                                        left[m][y + 1][1]};
-                mma(acc[m][n], lefts, right[0], right[1]);
-                mma(acc[m][n + 1], lefts, right[2], right[3]);
-            }
-        }
 }
 
 // acc += left·right over the next chunks of the stream, of this phase. In a partial tile the masked

@@ -225,10 +225,10 @@ impl Variant {
     /// `kernels/backward_keys_matrix.cuh` (own rows of two operands; two stages; two floats per
     /// query, for dK and dV three of a tile's, and the exchanged scores in f32). Forward on
     /// warpgroups: `SharedStorage` of `kernels/warpgroup.cuh` (q; K and V, two stages each; two
-    /// work tiles; 12 mbarriers). Backward:
-    /// `BackwardStorage` of `kernels/backward_warpgroup.cuh` (own rows of two operands; their
-    /// streamed rows, two stages of 128 or four of 64; statistics of two floats per streamed row; two mbarriers per stage). Fused: `FusedStorage`
-    /// of `kernels/backward_fused_warpgroup.cuh` (also two buffers of dX, and a tile of dQ).
+    /// work tiles; 12 mbarriers). Backward: `BackwardStorage` of `kernels/backward_warpgroup.cuh`
+    /// (own rows of two operands; their streamed rows, two stages of 128 or four of 64; statistics
+    /// of two floats per streamed row; two mbarriers per stage). Fused: `FusedStorage` of
+    /// `kernels/backward_fused_warpgroup.cuh` (also two buffers of dX, and a tile of dQ).
     pub fn dynamic_shared_bytes(self, kernel: &str) -> u32 {
         let ([queries, keys], dim) = (self.tile(), self.dim);
         let bytes = match self.family {
