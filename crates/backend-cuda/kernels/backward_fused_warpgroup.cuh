@@ -253,7 +253,8 @@ DEVICE void load_own_keys(FusedStorage& memory, const BackwardAttention& argumen
     const Attention& a = arguments.attention;
     const OwnTile own = key_tile_of(arguments, recomputed(memory.ticket));
     consumer_barrier();
-    load_q(memory.tiles.own[0][at.group], a.k, own.b, own.head,
+    // one load at a time: the registers hold the accumulators
+    load_q<1>(memory.tiles.own[0][at.group], a.k, own.b, own.head,
            own.tile * BACKWARD_TILE + at.group * OWN_ROWS, a.keys, a.head_dim);
     consumer_barrier();
 }

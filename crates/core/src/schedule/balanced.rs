@@ -194,7 +194,8 @@ impl Dealt {
     }
 
     fn of_chunks(mut all: RankChunks, ranks: usize) -> Self {
-        all.sort_unstable_by_key(|(_, chunk)| chunk.rows.start);
+        // an empty chunk before the one with rows that begins at the same row
+        all.sort_unstable_by_key(|(_, chunk)| (chunk.rows.start, chunk.rows.end));
         let mut owned = vec![Vec::new(); ranks];
         all.iter().enumerate().for_each(|(index, of)| owned[of.0].push(index));
         let end = all.last().map_or(0, |(_, chunk)| chunk.rows.end);

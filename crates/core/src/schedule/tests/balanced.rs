@@ -330,6 +330,15 @@ fn arguments_without_meaning_are_refused() {
     );
 }
 
+#[test]
+fn rows_that_are_fewer_than_the_ranks_are_all_dealt() {
+    for (rows, ranks) in (0..20).flat_map(|rows| (1..24).map(move |ranks| (rows, ranks))) {
+        let spec = spec(rows, Arc::new(mask::Causal::default()));
+        let layout = Layout::balanced(&spec, &Batch::default(), ranks).unwrap();
+        layout.validate(rows, rows, ranks).unwrap();
+    }
+}
+
 proptest! {
     #[test]
     fn every_row_has_one_rank(
