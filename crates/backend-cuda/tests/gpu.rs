@@ -182,8 +182,8 @@ fn keys_past_two_to_the_31_elements_are_attended_to() {
     assert!(last.iter().enumerate().all(|(x, &value)| (value - x as f32).abs() < 0.5), "{last:?}");
 }
 
-/// Runs a check at the warpgroup level on compute capability 9.0, with the backward kernels that are
-/// the default; elsewhere the level must be refused.
+/// Runs a check at the warpgroup level on compute capability 9.0, with the backward kernels that
+/// are the default; elsewhere the level must be refused.
 fn on_warpgroups(holds: impl Fn(&dyn Subject) -> Verdict) -> Verdict {
     on_warpgroups_with(Cuda::FUSED_BACKWARD, holds)
 }

@@ -66,8 +66,8 @@ pub(crate) struct Proof {
 }
 
 /// Empty: on an NVIDIA H200 `subgroup` is as fast as `plain` (benches/record/2026-11-26-h200.md),
-/// and no other GPU has been measured. On Mesa's lavapipe `subgroup` saves a few per cent of forward
-/// in one version and nothing in another, and `matrix` takes a third longer
+/// and no other GPU has been measured. On Mesa's lavapipe `subgroup` saves a few per cent of
+/// forward in one version and nothing in another, and `matrix` takes a third longer
 /// (benches/record/2026-11-21-wgpu-lavapipe.md), so software adapters use `plain` too.
 pub(crate) const PROOFS: &[Proof] = &[];
 

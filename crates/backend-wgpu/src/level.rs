@@ -121,8 +121,8 @@ impl Matrices {
         self.has_smaller_subgroups
     }
 
-    /// Subgroups of a workgroup that have the largest size of the device. If it has several sizes, a
-    /// driver may choose a smaller one: wgpu cannot request a size.
+    /// Subgroups of a workgroup that have the largest size of the device. If it has several sizes,
+    /// a driver may choose a smaller one: wgpu cannot request a size.
     pub(crate) const fn subgroups(self) -> u32 {
         self.subgroups
     }

@@ -4,8 +4,8 @@ use std::io::Write;
 
 use crate::{interrupt, message, report::complain};
 
-/// Prints a line. If that fails, the command ends, after [`complain_of`], and removes its unfinished
-/// files.
+/// Prints a line. If that fails, the command ends, after [`complain_of`], and removes its
+/// unfinished files.
 pub(crate) fn print_line(text: std::fmt::Arguments<'_>) {
     let mut out = std::io::stdout().lock();
     let written =

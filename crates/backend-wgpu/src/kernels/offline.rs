@@ -110,8 +110,8 @@ impl KernelText {
         Self { wgsl, ..self }
     }
 
-    /// Translates a kernel with cooperative matrices to the SPIR-V module that the backend passes to
-    /// Vulkan drivers; `None` for other kernels, which wgpu translates.
+    /// Translates a kernel with cooperative matrices to the SPIR-V module that the backend passes
+    /// to Vulkan drivers; `None` for other kernels, which wgpu translates.
     ///
     /// # Errors
     /// [`Error::Internal`] if the text is not valid.

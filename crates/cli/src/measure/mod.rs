@@ -1,5 +1,5 @@
-//! `annulus measure`: measures links, compute rates, the overhead of messages, merges, reads of a KV
-//! cache and memory, and writes the machine file.
+//! `annulus measure`: measures links, compute rates, the overhead of messages, merges, reads of a
+//! KV cache and memory, and writes the machine file.
 
 mod links;
 mod overhead;

@@ -75,8 +75,8 @@ pub(super) fn merge_bandwidth(job: &mut Job, head_dims: &[usize]) -> Outcome<f64
     Ok(median(all.iter().map(|rates| rates[0]).collect()))
 }
 
-/// Measures the rate at which a rank reads cached keys and values for a token of `head_dim` elements
-/// in f32, while all ranks do: a cache of one rank that no processor cache holds.
+/// Measures the rate at which a rank reads cached keys and values for a token of `head_dim`
+/// elements in f32, while all ranks do: a cache of one rank that no processor cache holds.
 ///
 /// # Ordering
 /// Collective over the processes.

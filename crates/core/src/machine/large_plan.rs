@@ -5,10 +5,10 @@
 //! ring = the slowest of the rings of three members, each on its ranks alone: step by step up to
 //!        256 groups, in mean steps of more
 //! ```
-//! The rings of the members of a group send about as many bytes at the same time from neighbours, so
-//! that each stands for all: its messages count in the bandwidth of a node as often as members are
-//! on it. The members are the one with the most work, and those of the first and of the last key
-//! column: under a window only keys at the end of a group are needed by another group.
+//! The rings of the members of a group send about as many bytes at the same time from neighbours,
+//! so that each stands for all: its messages count in the bandwidth of a node as often as members
+//! are on it. The members are the one with the most work, and those of the first and of the last
+//! key column: under a window only keys at the end of a group are needed by another group.
 
 use super::{
     LinkBytes, PassTime, Prediction,

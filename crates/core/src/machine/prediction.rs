@@ -73,8 +73,8 @@ impl Prediction {
     /// the mean work and bytes of more.
     ///
     /// # Errors
-    /// [`crate::Error::InvalidArgument`] naming `machine` if it is invalid ([`Machine::check`]), has no
-    /// rate of the element type, or lacks a link between the nodes of the ranks.
+    /// [`crate::Error::InvalidArgument`] naming `machine` if it is invalid ([`Machine::check`]),
+    /// has no rate of the element type, or lacks a link between the nodes of the ranks.
     pub fn of(
         traffic: &StrategyTraffic,
         spec: &Spec,
@@ -221,8 +221,8 @@ impl Execution {
         }
     }
 
-    /// Returns the seconds of the tiles of each rank, delayed by messages. A rank without tiles only
-    /// waits.
+    /// Returns the seconds of the tiles of each rank, delayed by messages. A rank without tiles
+    /// only waits.
     fn tiles(step: &TimedStep, network: &Network<'_>) -> Vec<f64> {
         let delays = network.delays(&step.transfers);
         let tiles = step.compute.iter().zip(delays);

@@ -102,8 +102,8 @@ impl<'a> GridPlan<'a> {
         Ok(passes.map(agreed))
     }
 
-    /// Returns the bytes of partial results that a rank merges per second; `None` if there are none,
-    /// or if they take no time.
+    /// Returns the bytes of partial results that a rank merges per second; `None` if there are
+    /// none, or if they take no time.
     pub(super) fn merge_bandwidth(&self) -> Option<f64> {
         self.machine.merge_bandwidth.filter(|_| self.traffic.grid.columns() > 1)
     }

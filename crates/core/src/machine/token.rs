@@ -7,9 +7,9 @@
 //! all-gather every rank sends its result to each other rank at once: latency + bytes / bandwidth
 //! agreement  ⌈log₂ ranks⌉ short messages, one after another
 //! ```
-//! Rank r of P has the pages r, r + P, r + 2·P …; the queries are those of the last row. Without the
-//! bandwidth of the memory, tiles are assumed to run at the compute rate, which is too fast for few
-//! query heads of each KV head.
+//! Rank r of P has the pages r, r + P, r + 2·P …; the queries are those of the last row. Without
+//! the bandwidth of the memory, tiles are assumed to run at the compute rate, which is too fast for
+//! few query heads of each KV head.
 
 use std::ops::Range;
 

@@ -26,8 +26,8 @@
 //! # Tiles
 //! Whole tiles are dealt while that suffices: then as many tiles contain a visible pair as on one
 //! rank. A tile that has more pairs than a rank may have must be cut, and costs more
-//! (`tile_bound.rs` derives how much at least). Ranks with unequal rows would not help: where the rows of a
-//! rank fill its tiles, one row more is one tile more.
+//! (`tile_bound.rs` derives how much at least). Ranks with unequal rows would not help: where the
+//! rows of a rank fill its tiles, one row more is one tile more.
 //!
 //! In the reproducible order chunks are whole leaves, of which the last round may lack some: then
 //! numbers of rows differ by up to one chunk, and no rows are exchanged.

@@ -11,9 +11,9 @@
 //! else                k tiles on each rank, and (R / 64 − k · ranks) / (β − k) ranks with a part of
 //!                     a tile, which costs as much as a whole one
 //! ```
-//! Under a full mask within documents all queries of a long document have the same pairs. If one and
-//! a third of its tiles are the work of a rank, most ranks must have a part of a tile, which costs
-//! up to twice the tiles.
+//! Under a full mask within documents all queries of a long document have the same pairs. If one
+//! and a third of its tiles are the work of a rank, most ranks must have a part of a tile, which
+//! costs up to twice the tiles.
 //!
 //! With a tile of more than B pairs the bound of `tile_deal.rs` holds too: a query costs at least
 //! n · 64 · n / B. The larger of both is returned.
@@ -29,10 +29,10 @@ use crate::{Batch, Layout, Result, Spec};
 const MOST_QUERIES: usize = 1 << 22;
 
 impl Layout {
-    /// Returns the least number of tiles of 64 queries and 64 keys with a visible pair of any layout
-    /// in which no rank has more than 1.02 times the mean of the pairs, divided by the number of
-    /// tiles that the pairs would fill: 1 if the bound proves nothing, or for more than 2²² queries.
-    /// `batch` is that of all rows.
+    /// Returns the least number of tiles of 64 queries and 64 keys with a visible pair of any
+    /// layout in which no rank has more than 1.02 times the mean of the pairs, divided by the
+    /// number of tiles that the pairs would fill: 1 if the bound proves nothing, or for more than
+    /// 2²² queries. `batch` is that of all rows.
     ///
     /// # Errors
     /// As [`Layout::balanced`].

@@ -3,8 +3,8 @@
 use super::*;
 use crate::{CacheShards, Error};
 
-/// 10 pages of 64 rows and one of 10 on 4 ranks: rank 0 and 1 have 3 whole pages, rank 2 two and the
-/// rest.
+/// 10 pages of 64 rows and one of 10 on 4 ranks: rank 0 and 1 have 3 whole pages, rank 2 two and
+/// the rest.
 const CACHED: usize = 650;
 
 fn shards(ranks: usize) -> CacheShards<'static> {
@@ -93,7 +93,8 @@ fn masks_limit_the_rows_that_a_token_reads() {
     let per_head: mask::SharedMask = Arc::new(mask::PerHead(heads.to_vec()));
     let spec = Spec { mask: per_head, ..Spec::new(dims, DType::F32) };
     let traffic = shards(4).traffic(&spec).unwrap();
-    // rank 1 has the most: of page 9 none and 64 rows for the first KV head, 10 and 20 for the other
+    // rank 1 has the most: of page 9 none and 64 rows for the first KV head, 10 and 20 for the
+    // other
     assert_eq!(traffic.pairs, 3 * (64 + 10 + 20));
     assert_eq!(traffic.read, 3 * (64 + 20) * 128 * 4);
 
