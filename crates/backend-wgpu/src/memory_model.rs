@@ -106,7 +106,7 @@ fn instructions(words: &[u32]) -> Result<Vec<Instruction<'_>>, String> {
     Ok(all)
 }
 
-/// What the instructions of a module refer to by ids.
+/// Pointers and barrier semantics of a module, by their ids.
 #[derive(Default)]
 struct Ids {
     /// Storage classes of pointer types.

@@ -151,3 +151,25 @@ impl PartialEq for Rows {
 }
 
 impl Eq for Rows {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_equal_by_their_numbers_whichever_refill_wrote_them() {
+        let rows = Rows::counting(5, 2).unwrap();
+        assert_eq!(rows, Rows::counting(5, 2).unwrap());
+        assert_ne!(rows, Rows::counting(5, 3).unwrap());
+        assert_ne!(rows, Rows::counting(4, 2).unwrap());
+        let mut other = rows.clone();
+        assert_eq!(other, rows);
+        // a clone that is refilled or cleared is another list
+        other.refill(|rows, positions, _| (rows.push(7), positions.push(0)).0).unwrap();
+        assert_ne!(other, rows);
+        let mut cleared = rows.clone();
+        cleared.reserve([0; 3]).unwrap();
+        assert_ne!(cleared, rows);
+        assert_eq!(cleared, Rows::default());
+    }
+}

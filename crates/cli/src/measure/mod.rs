@@ -37,8 +37,8 @@ The file has the version of its format, ranks_per_node, the links inside_node an
 (latency in s, bandwidth in bytes/s of one rank in one direction, full_duplex), node_bandwidth in
 bytes/s of all ranks of a node, message_overhead in s/byte, merge_bandwidth in bytes/s of partial
 results, memory_bandwidth in bytes/s of cached keys and values, rates in FLOP/s of one rank, and
-memory in bytes of one rank. A link that the ranks do not
-have is null. docs/machine.md describes how each figure is measured.
+memory in bytes of one rank. A link that the ranks do not have is null. docs/machine.md describes
+how each figure is measured.
 
 Examples:
   annulus measure --out machine.json

@@ -18,8 +18,9 @@ use super::comm;
 /// Longest wait for an abort, which extends the time until a call reports its error. It ends at
 /// once unless the library hangs or other processes occupy the GPU.
 const ABORT: Duration = Duration::from_secs(3);
-/// Longest wait for a destruction, likewise. No call waits for it, and a thread that is abandoned
-/// in it may still run when the process ends and unloads what it uses.
+/// Longest wait for a destruction, for the same reasons. It is longer because only dropping a
+/// communicator waits for it, and because a thread that is left behind in it may still run when the
+/// process ends and unloads what it uses.
 const DESTRUCTION: Duration = Duration::from_secs(10);
 /// Interval between polls of a new communicator, whose creation takes a good part of a second.
 const POLL: Duration = Duration::from_millis(1);

@@ -6,7 +6,7 @@ use annulus_core::{Result, RowSet, Rows, Shard};
 
 /// Row numbers, positions and segment ids of one block, one by one. They are overwritten when
 /// another block is attended to, and kept for the same one: a ring of one rank has one block in all
-/// passes, and listing the rows of a long one takes as long as a GPU takes for a token.
+/// passes, and a token over a long one would wait for the host to list its rows.
 #[derive(Debug, Default)]
 pub(super) struct BlockRows {
     rows: Rows,
