@@ -19,7 +19,7 @@
 //!   Level `warpgroup-tiles` is `warpgroup` with a thread block for each tile of a forward launch,
 //!   instead of one for each multiprocessor; `warpgroup-wide` and `warpgroup-narrow` are
 //!   `warpgroup` with and without wide tiles of the forward pass; `warpgroup-split` is `warpgroup`
-//!   with a backward kernel for dQ, and one for dK and dV; `warpgroup-fused` with one for all three.
+//!   with a backward kernel for dQ, and one for dK and dV; `warpgroup-fused` with one for all.
 //! * **verify** compares each level with level `plain` in f32 from the same inputs rounded to 16
 //!   bits: the relative error of out, dq, dk and dv stays below 5·10⁻³ (bf16) or 10⁻³ (f16), that
 //!   of lse below 10⁻⁴, that of each row against the largest one below twice as much, and a second

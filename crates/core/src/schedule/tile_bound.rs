@@ -8,8 +8,8 @@
 //! ```text
 //! tiles of a rank     at most β = B / (64 · l') tiles of these queries, of which k = ⌊β⌋ are whole
 //! R ≤ 64 · k · ranks  R / 64 tiles: whole ones may suffice
-//! else                k tiles on each rank, and (R / 64 − k · ranks) / (β − k) ranks with a part of
-//!                     a tile, which costs as much as a whole one
+//! else                k tiles on each rank, and (R / 64 − k · ranks) / (β − k) ranks with a part
+//!                     of a tile, which costs as much as a whole one
 //! ```
 //! Under a full mask within documents all queries of a long document have the same pairs. If one
 //! and a third of its tiles are the work of a rank, most ranks must have a part of a tile, which
