@@ -29,9 +29,8 @@ fn folder(name: &str) -> Folder {
 
 /// Runs a shell command line in which `$annulus` is the command.
 fn shell(folder: &Folder, line: &str) -> RunResult {
-    let command = folder.command("");
-    let mut shell = Command::new("sh");
-    shell.args(["-c", line]).env("annulus", command.get_program()).current_dir(folder.path(""));
+    let mut shell = folder.program("sh");
+    shell.args(["-c", line]).env("annulus", env!("CARGO_BIN_EXE_annulus"));
     RunResult::from(shell.output().unwrap())
 }
 

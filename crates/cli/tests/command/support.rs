@@ -100,8 +100,16 @@ impl Folder {
     }
 
     pub(crate) fn command(&self, arguments: &str) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_annulus"));
-        command.args(arguments.split_whitespace()).current_dir(&self.path);
+        let mut command = self.program(env!("CARGO_BIN_EXE_annulus"));
+        command.args(arguments.split_whitespace());
+        command
+    }
+
+    /// A command of `program` in this folder, with an environment that does not depend on where
+    /// the tests run.
+    pub(crate) fn program(&self, program: &str) -> Command {
+        let mut command = Command::new(program);
+        command.current_dir(&self.path);
         // the tests run single processes, even if they themselves run under a launcher
         for name in LAUNCHERS {
             command.env_remove(name);
