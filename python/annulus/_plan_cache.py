@@ -118,7 +118,7 @@ def clear() -> None:
 
 @dataclass(frozen=True)
 class _RankState:
-    """What a rank tells the others before a pass."""
+    """State of a rank, which all ranks compare before a pass."""
 
     rows: RankRows
     serial: int | None

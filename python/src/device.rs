@@ -105,7 +105,7 @@ pub(crate) struct DeviceArray {
     memory: Memory,
 }
 
-/// What keeps the memory of an array.
+/// Owner of the memory of an array.
 enum Memory {
     /// The array's own, and the stream in which it is written.
     Own(OwnMemory),

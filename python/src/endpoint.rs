@@ -29,7 +29,7 @@ impl Endpoint {
     }
 }
 
-/// What a plan or a cache over MPI is given: a communicator, or a handle to an endpoint.
+/// Transport of a plan or a cache over MPI: a communicator, or a handle to an endpoint.
 pub(crate) enum Carrier {
     Communicator(i32),
     Shared(Box<Mpi>),

@@ -35,7 +35,7 @@ pub(crate) trait RankEngine<S: Space>: fmt::Debug + fmt::Display + Send {
     fn refuse(&mut self, why: Error) -> Error;
 }
 
-/// What a plan tells of itself, as the methods of [`crate::Plan`].
+/// Properties of a plan; the methods are those of [`crate::Plan`].
 pub(crate) trait RankFacts {
     fn rank(&self) -> usize;
     fn ranks(&self) -> usize;

@@ -130,7 +130,7 @@ fn options(dtype: i32, ordinal: usize) -> annulus_options {
     options
 }
 
-/// Where the blocks of a rank travel.
+/// Transport of the blocks of a rank.
 enum Link<'a> {
     Alone,
     Callbacks(&'a Host, i64),

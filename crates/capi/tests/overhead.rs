@@ -1,4 +1,4 @@
-//! What a warm pass costs besides its kernels: allocations, memory, and the time that C adds. The
+//! Costs of a warm pass besides its kernels: allocations, memory, and the time that C adds. The
 //! tests count the allocations of the whole process, so they run one at a time.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

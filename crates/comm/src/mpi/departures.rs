@@ -15,7 +15,7 @@ pub(super) struct Departure {
     pub(super) unfinished: Vec<u64>,
 }
 
-/// Ranks of which this rank knows that they have left a context.
+/// Ranks that have left a context, as far as this rank has been informed.
 #[derive(Debug, Default)]
 pub(super) struct Departures {
     all: BTreeMap<usize, Departure>,

@@ -1,4 +1,4 @@
-//! The latest work of any rank that this rank knows of.
+//! The latest work of any rank, as far as this rank has been informed.
 //!
 //! A heartbeat contains the youngest work that its sender knows of: the rank that did it, that
 //! rank's work count, and the age, because clocks of different nodes do not agree. Its receiver

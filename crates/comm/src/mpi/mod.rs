@@ -97,7 +97,7 @@
 //! both kinds can share a ring.
 //!
 //! # Nodes
-//! When an endpoint is created, its ranks tell each other where they run ([`Mpi::nodes`]). An
+//! When an endpoint is created, its ranks exchange the nodes on which they run ([`Mpi::nodes`]). An
 //! automatic ring order places the ranks of a node next to each other
 //! ([`Placement`](annulus_core::Placement)).
 //!

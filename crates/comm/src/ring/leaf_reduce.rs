@@ -6,7 +6,7 @@
 //! all-gather the nodes, some elements at a time
 //! merge the nodes of all ranks in ascending order
 //! ```
-//! Every rank knows the nodes of all ranks from the plan, so only numbers are sent.
+//! The plan defines the nodes of all ranks, so only numbers are sent.
 
 use std::sync::Arc;
 

@@ -17,7 +17,7 @@ use super::{
 };
 use crate::needs::{BatchNeeds, StridedRows, ascending, count_below};
 
-/// Which of the users of a row.
+/// The first or the last user of a row.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum End {
     First,
