@@ -85,7 +85,7 @@ pub use leaf_sums::{AbsentLeaves, LeafNode, LeafSums, complete_nodes, merge_node
 pub use leaf_tree::{LEAF_ROWS, LeafMerge, LeafMerges, LeafStep, RankLeaves, leaves_of};
 pub use machine::{
     CacheShards, Comparison, ComputeRate, Link, LinkBytes, Machine, PassTime, Prediction,
-    TokenPrediction, TokenTraffic,
+    TokenPrediction, TokenRate, TokenTraffic,
 };
 pub use mask::Mask;
 pub use message_balance::{AgreedLengths, MessageBalance, unmatched_pair};
