@@ -13,7 +13,7 @@ def shard(
     lengths: dict[str, int],
     ranks: int,
     rank: int,
-    batch: dict[str, Any],
+    documents: dict[str, Any],
     balanced: bool,
 ) -> dict[str, Any]: ...
 

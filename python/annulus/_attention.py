@@ -175,12 +175,12 @@ class Attention:
     def _config(self) -> dict[str, Any]:
         """Returns the checked parameters, as the extension module reads them."""
         left, right = _check.window(self.sliding_window)
-        for name, value, kind in (
-            ("mask", self.mask, Mask),
-            ("bias_function", self.bias_function, BiasFunction),
+        for name, value, kind, module in (
+            ("mask", self.mask, Mask, "masks"),
+            ("bias_function", self.bias_function, BiasFunction, "biases"),
         ):
             if value is not None and not isinstance(value, kind):
-                raise invalid(name, repr(value), f"one of annulus.{name.split('_')[0]} objects")
+                raise invalid(name, repr(value), f"an object of annulus.{module}")
         logits = self.logits_dtype
         # names of NumPy, members of jax.lax.Precision
         precision = getattr(self.precision, "name", self.precision)
@@ -359,7 +359,18 @@ def checked_layout(layout: Any) -> Any:
     want = "a name, or (query rows, key rows) of every rank"
     if not isinstance(layout, (tuple, list)) or len(layout) != 2:
         raise invalid("layout", repr(layout), want)
-    return tuple([[_checked_row(row) for row in rows] for rows in side] for side in layout)
+    try:
+        sides = [[[_checked_row(row) for row in rows] for rows in side] for side in layout]
+    except TypeError:
+        raise invalid("layout", repr(layout), want) from None
+    if any(isinstance(row, tuple) for side in sides for rows in side for row in rows):
+        # the extension module reads either numbers or runs
+        run = [
+            [[r if isinstance(r, tuple) else (r, 1, 1) for r in rows] for rows in side]
+            for side in sides
+        ]
+        return tuple(run)
+    return tuple(sides)
 
 
 def _checked_row(row: Any) -> int | tuple[int, ...]:

@@ -52,7 +52,8 @@ class Cache:
         page_rows: Rows of a page, 1 to 2**32. Numbers of rows of two ranks differ by at most one
             page. Default: 64. With ``reproducible`` 256 times a power of two; default: 256.
         ranks: Ranks in this process. Default: 1.
-        comm: An mpi4py communicator. It is duplicated, and can be freed afterwards.
+        comm: An mpi4py communicator, which is duplicated and can be freed afterwards; or an
+            ``Endpoint``, which several plans and caches share.
         backend, device: As for ``Plan``. Keys and values are in the memory of the backend; an
             append copies its rows there, and nothing else. ``reproducible`` is for ``cpu`` only.
         threads: Threads of each rank of ``cpu``. Default: the cores, divided by the ranks on the

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from ._errors import invalid
 
 LARGEST = 2**64 - 1
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def boolean(name: str, value: Any) -> bool:
@@ -44,6 +47,8 @@ def number(name: str, value: Any) -> float:
         result = float(value)
     except (TypeError, ValueError):
         raise invalid(name, repr(value), "a number") from None
+    except OverflowError:
+        raise invalid(name, "an integer beyond the largest float", "a finite number") from None
     if isinstance(value, (bool, str)) or not math.isfinite(result):
         raise invalid(name, repr(value), "a finite number")
     return result
@@ -69,6 +74,21 @@ def window(value: Any) -> tuple[int | None, int | None]:
 
 def choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
     """Returns one of some names."""
-    if value not in choices:
+    # an array, compared with a name, is no bool
+    if not isinstance(value, str) or value not in choices:
         raise invalid(name, repr(value), f"one of {', '.join(choices)}")
-    return str(value)
+    return value
+
+
+def text(name: str, value: Any) -> str:
+    """Returns a string."""
+    if not isinstance(value, str):
+        raise invalid(name, repr(value), "a string")
+    return value
+
+
+def function_of(name: str, value: F) -> F:
+    """Returns a function."""
+    if not callable(value):
+        raise invalid(name, repr(value), "a function")
+    return value

@@ -5,20 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ._annulus import BiasFunction
-from ._check import integer
+from ._check import function_of, integer, number, text
+from ._errors import invalid
 
 __all__ = ["BiasFunction", "alibi", "function"]
+
+
+MOST_HEADS = 65536
+"""Of published slopes: a number that is a mistake must not take all memory."""
 
 
 def alibi(slopes: int | Sequence[float]) -> BiasFunction:
     """Attention with linear biases: −slope(head) · |i' − j'| (Press et al. 2022).
 
     Args:
-        slopes: One slope for each query head, or the number of heads for the published slopes.
+        slopes: One slope for each query head, 0 for heads beyond the last; or the number of heads
+            for the published slopes.
     """
     if isinstance(slopes, int):
-        return BiasFunction.published_alibi(integer("slopes", slopes, least=1))
-    return BiasFunction.alibi([float(slope) for slope in slopes])
+        heads = integer("slopes", slopes, least=1)
+        if heads > MOST_HEADS:
+            raise invalid("slopes", heads, f"at most {MOST_HEADS} heads")
+        return BiasFunction.published_alibi(heads)
+    return BiasFunction.alibi([number("slopes", slope) for slope in slopes])
 
 
 def function(name: str, bias: Callable[[int, int, int], float]) -> BiasFunction:
@@ -28,4 +37,4 @@ def function(name: str, bias: Callable[[int, int, int], float]) -> BiasFunction:
         name: Ranks agree on it in place of the function: give functions that differ two names.
         bias: ``bias(head, i', j')``; a pure function. −∞ masks the pair.
     """
-    return BiasFunction.function(name, bias)
+    return BiasFunction.function(text("name", name), function_of("bias", bias))

@@ -11,7 +11,8 @@ from typing import Any
 
 from . import _arrays
 from ._annulus import Mask
-from ._check import integer, integer_or_none
+from ._check import function_of, integer, integer_or_none, text
+from ._errors import invalid
 
 __all__ = [
     "Mask",
@@ -46,6 +47,8 @@ def local(
         offset: Shifts the window.
         first_visible: Number of first positions that every query attends to; 0 for none.
     """
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise invalid("window", repr(window), "(left, right)")
     left, right = window
     return Mask.local(
         integer_or_none("window", left),
@@ -98,4 +101,6 @@ def function(
         intervals: The same as at most four half-open intervals of key positions,
             ``intervals(i') = [(low, high), …]``.
     """
-    return Mask.function(name, visible, intervals)
+    if intervals is not None:
+        function_of("intervals", intervals)
+    return Mask.function(text("name", name), function_of("visible", visible), intervals)

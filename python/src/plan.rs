@@ -5,8 +5,8 @@ use std::{num::NonZero, sync::Arc, thread};
 #[cfg(feature = "cuda")]
 use annulus::cuda::device::{CudaSpace, CudaView, CudaViewMut};
 use annulus::{
-    BackwardViewMut, Batch, DType, Dims, Element, ForwardView, ForwardViewMut, LocalRing, Report,
-    Runs, Tensors,
+    BackwardViewMut, Batch, DType, Dims, Element, ForwardView, ForwardViewMut, Layout, LocalRing,
+    Report, Runs, Tensors,
     ndarray::{ArrayView4, Dimension, Ix2, Ix3, Ix4},
 };
 #[cfg(feature = "mpi")]
@@ -592,7 +592,10 @@ pub(crate) fn shard<'py>(
                 (layout, Some(route))
             }
             Some(layout) => (layout, None),
-            None => (Choice::auto(&spec, ranks, None, None, &mut || ()).layout, None),
+            None => {
+                Layout::Contiguous.validate(dims.q_len, dims.kv_len, ranks)?;
+                (Choice::auto(&spec, ranks, None, None, &mut || ()).layout, None)
+            }
         };
         layout.validate(dims.q_len, dims.kv_len, ranks)?;
         // positions restart in packed documents, and do not depend on segment ids

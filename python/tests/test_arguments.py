@@ -174,6 +174,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("flash", {"bias": np.zeros((1, 1, N, N), "i4")}, "bias"),
     ("flash", {"softmax_scale": float("nan")}, "softmax_scale"),
     ("flash", {"softmax_scale": "1"}, "softmax_scale"),
+    ("flash", {"softmax_scale": 10**400}, "softmax_scale"),
     ("flash", {"dropout_prob": 1.0}, "dropout_prob"),
     ("flash", {"dropout_prob": 0.1, "dropout_seed": -1}, "dropout_seed"),
     ("flash", {"dropout_prob": 0.1, "dropout_seed": 2**64}, "dropout_seed"),
@@ -216,7 +217,12 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("ring", {"ranks": 0}, "ranks"),
     ("ring", {"layout": "diagonal"}, "layout"),
     ("ring", {"layout": ([[0]], [[0]]), "ranks": 1}, "layout"),
+    ("ring", {"layout": ([0, 1], [0]), "ranks": 2}, "layout"),
+    ("ring", {"layout": ([[(0, 1, 2**63)], [2]], [[0], [1]]), "ranks": 2}, "layout"),
+    ("ring", {"layout": ([[0]], None), "ranks": 1}, "layout"),
+    ("ring", {"ranks": 10**6}, "ranks"),
     ("ring", {"route": "left"}, "route"),
+    ("ring", {"route": np.zeros(2)}, "route"),
     ("ring", {"strategy": "heads"}, "strategy"),
     ("ring", {"strategy": "heads:0"}, "strategy"),
     ("ring", {"strategy": "grid:2"}, "strategy"),
@@ -238,6 +244,24 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("ring", {"comm": "world"}, "comm"),
     ("ring", {"fused_backward": True}, "fused_backward"),
     ("ring", {"float32_logits": True, "logits_dtype": "float32"}, "float32_logits"),
+]
+OBJECTS: list[tuple[Any, str]] = [
+    (lambda: masks.local(3), "window"),
+    (lambda: masks.local((1, 2, 3)), "window"),
+    (lambda: masks.causal(1.5), "offset"),
+    (lambda: masks.function("m", None), "visible"),
+    (lambda: masks.function("m", max, intervals=[(0, 1)]), "intervals"),
+    (lambda: masks.function(max, max), "name"),
+    (lambda: biases.function("b", 3), "bias"),
+    (lambda: biases.alibi([0.5, float("nan")]), "slopes"),
+    (lambda: biases.alibi("ab"), "slopes"),
+    (lambda: biases.alibi(0), "slopes"),
+    (lambda: biases.alibi(10**12), "slopes"),
+    (lambda: annulus.Attention(causal=True).shard(64, ranks=10**12, rank=1), "ranks"),
+    (
+        lambda: annulus.Cache(annulus.Attention(), batch=1, q_heads=1, head_dim=8, ranks=2000),
+        "ranks",
+    ),
 ]
 UNSUPPORTED = [
     ("flash", "fwd_params"),
@@ -270,6 +294,22 @@ def test_arguments_without_meaning_are_named(
         call(which)(Q, K, V, **arguments)
     assert isinstance(caught.value, annulus.InvalidArgument)
     assert caught.value.code == 1 and caught.value.argument == name
+
+
+@pytest.mark.parametrize(("make", "name"), OBJECTS)
+def test_masks_biases_shards_and_caches_without_meaning_name_the_argument(
+    make: Any, name: str
+) -> None:
+    with pytest.raises(annulus.InvalidArgument, match=rf"^{name}: got ") as caught:
+        make()
+    assert caught.value.argument == name
+
+
+def test_a_layout_may_mix_rows_and_runs_of_rows() -> None:
+    rows = [[(0, 2, N // 2)], [*range(1, N, 2)]]
+    want = annulus.flash_attention(Q, K, V, causal=True)
+    got = annulus.ring_attention(Q, K, V, causal=True, ranks=2, layout=(rows, rows))
+    assert abs(got - want).max() < 1e-6
 
 
 @pytest.mark.parametrize(("which", "name"), UNSUPPORTED)

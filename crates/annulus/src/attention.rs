@@ -414,8 +414,13 @@ impl Attention {
     ///     node_bandwidth: Some(2e7),
     ///     message_overhead: 0.0,
     ///     merge_bandwidth: None,
-    ///     memory_bandwidth: None,
-    ///     rates: vec![ComputeRate { dtype: DType::F32, head_dim: 8, forward: 1e13, backward: 1e13 }],
+    ///     rates: vec![ComputeRate {
+    ///         dtype: DType::F32,
+    ///         head_dim: 8,
+    ///         forward: 1e13,
+    ///         backward: 1e13,
+    ///         token: None,
+    ///     }],
     ///     memory: 1 << 30,
     /// };
     /// let attention = Attention::new().strategy(Strategy::Auto).machine(machine);

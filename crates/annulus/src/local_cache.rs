@@ -89,13 +89,11 @@ impl LocalCache {
         ranks: usize,
         cache: impl Fn(&Attention, Threads) -> Result<Cache> + Sync,
     ) -> Result<Self> {
-        if ranks == 0 {
-            return Err(Error::invalid("ranks", 0, "at least 1"));
-        }
+        let ring = threads::checked_ring(ranks)?;
         // the threads of a call begin together, so a rank that does not enter has failed
         let deadline = attention.arrival_deadline_or(attention.effective_deadline());
         let attention = attention.clone().arrival_deadline(deadline);
-        let ranks = each_rank(threads::ring(ranks), |_, endpoint| cache(&attention, endpoint))?;
+        let ranks = each_rank(ring, |_, endpoint| cache(&attention, endpoint))?;
         Ok(Self { ranks })
     }
 
@@ -300,6 +298,13 @@ mod tests {
         refused(new().unnormalized(true), "unnormalized");
         assert!(new().precision(Precision::Default).local_cache(shape, 2).is_ok());
         assert_eq!(text(new().local_cache(shape, 0)), "ranks: got 0, want at least 1");
+        let most = "ranks: got 1025, want at most 1024 in one process";
+        assert_eq!(text(new().local_cache(shape, 1025)), most);
+        let dims = Dims::new(1, 4, 1, 4);
+        for ranks in [1025, 1 << 40] {
+            let error = new().local_ring(dims, ranks).unwrap_err().to_string();
+            assert_eq!(error, format!("ranks: got {ranks}, want at most 1024 in one process"));
+        }
         let no_page = text(new().local_cache(shape.page_rows(0), 1));
         assert_eq!(no_page, "page_rows: got 0, want 1 to 2^32");
         assert_eq!(text(new().threads(0).local_cache(shape, 1)), "threads: got 0, want at least 1");

@@ -98,9 +98,7 @@ impl LocalRing {
         ranks: usize,
         plan: impl Fn(&Attention, Threads) -> Result<Plan> + Sync,
     ) -> Result<Self> {
-        if ranks == 0 {
-            return Err(Error::invalid("ranks", 0, "at least 1"));
-        }
+        let ring = threads::checked_ring(ranks)?;
         let ring_options = attention.ring_options();
         if ring_options.local_gradients {
             return Err(Error::invalid(
@@ -112,7 +110,7 @@ impl LocalRing {
         // the threads of a call begin together, so a rank that does not enter has failed
         let deadline = attention.arrival_deadline_or(attention.effective_deadline());
         let attention = attention.clone().arrival_deadline(deadline);
-        let ranks = each_rank(threads::ring(ranks), |_, endpoint| plan(&attention, endpoint))?;
+        let ranks = each_rank(ring, |_, endpoint| plan(&attention, endpoint))?;
         Ok(Self { dims, ranks, reports: Vec::new() })
     }
 

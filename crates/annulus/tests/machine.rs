@@ -24,12 +24,12 @@ fn machine(inside: Link, between: Link, flops: f64) -> Machine {
         node_bandwidth: Some(4.0 * between.bandwidth),
         message_overhead: 0.0,
         merge_bandwidth: None,
-        memory_bandwidth: None,
         rates: vec![ComputeRate {
             dtype: DType::F32,
             head_dim: 64,
             forward: flops,
             backward: flops,
+            token: None,
         }],
         memory: 1 << 40,
     }

@@ -4,6 +4,22 @@ use std::sync::Arc;
 
 use crate::{Error, Result, Run, Runs, memory};
 
+/// The most ranks of a layout. A rank plans in O(ranks) time and memory: 65,536 ranks take about a
+/// second, and a number that is a mistake must not take all memory.
+pub const MOST_RANKS: usize = 1 << 20;
+
+/// Checks a number of ranks.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] naming `ranks` if it is not 1 to [`MOST_RANKS`].
+pub(crate) fn check_ranks(ranks: usize) -> Result<()> {
+    match ranks {
+        0 => Err(Error::invalid("ranks", 0, "at least 1")),
+        1..=MOST_RANKS => Ok(()),
+        _ => Err(Error::invalid("ranks", ranks, format!("at most {MOST_RANKS}"))),
+    }
+}
+
 /// Assignment of rows to ranks. Shards may have different lengths or be empty. No rows are padded.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
@@ -144,8 +160,8 @@ impl Layout {
         runs
     }
 
-    /// Checks that there are ranks and that a custom or balanced layout assigns every row to exactly
-    /// one of them.
+    /// Checks that there are 1 to [`MOST_RANKS`] ranks and that a custom or balanced layout assigns
+    /// every row to exactly one of them.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] naming `ranks` or `layout`; [`Error::OutOfMemory`] of the bitmap
@@ -170,9 +186,7 @@ impl Layout {
         ranks: usize,
         may_lack_keys: bool,
     ) -> Result<()> {
-        if ranks == 0 {
-            return Err(Error::invalid("ranks", 0, "at least 1"));
-        }
+        check_ranks(ranks)?;
         let Some(listed) = self.listed() else { return Ok(()) };
         let q = ("q", &listed.q, q_len, false);
         for (name, shards, len, may_lack) in [q, ("kv", &listed.kv, kv_len, may_lack_keys)] {
@@ -365,6 +379,8 @@ mod tests {
             layout.validate(q_len, kv_len, ranks).unwrap_err().to_string()
         };
         assert_eq!(message(&Layout::Contiguous, 4, 4, 0), "ranks: got 0, want at least 1");
+        let most = "ranks: got 1048577, want at most 1048576";
+        assert_eq!(message(&Layout::Zigzag, 4, 4, MOST_RANKS + 1), most);
         let good = runs(&[0, 1]);
         let one = |rows: &[i64]| custom(vec![good.clone()], vec![runs(rows)]);
         one(&[1, 0]).validate(2, 2, 1).unwrap();

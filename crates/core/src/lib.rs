@@ -80,12 +80,12 @@ pub use dtype::{DType, Element};
 pub use error::{Error, Result};
 pub use fingerprint::Fingerprint;
 pub use key_intervals::KeyIntervals;
-pub use layout::{CustomLayout, Layout, LeafLayout, Side};
+pub use layout::{CustomLayout, Layout, LeafLayout, MOST_RANKS, Side};
 pub use leaf_sums::{AbsentLeaves, LeafNode, LeafSums, complete_nodes, merge_nodes};
 pub use leaf_tree::{LEAF_ROWS, LeafMerge, LeafMerges, LeafStep, RankLeaves, leaves_of};
 pub use machine::{
     CacheShards, Comparison, ComputeRate, Link, LinkBytes, Machine, PassTime, Prediction,
-    TokenPrediction, TokenTraffic,
+    TokenPrediction, TokenRate, TokenTraffic,
 };
 pub use mask::Mask;
 pub use message_balance::{AgreedLengths, MessageBalance, unmatched_pair};

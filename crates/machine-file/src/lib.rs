@@ -6,7 +6,7 @@
 
 use std::{fs, path::Path};
 
-use annulus_core::{ComputeRate, DType, Error, Link, Machine, Result};
+use annulus_core::{ComputeRate, DType, Error, Link, Machine, Result, TokenRate};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
@@ -32,9 +32,6 @@ struct MachineFields {
     /// Files of earlier versions lack it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     merge_bandwidth: Option<f64>,
-    /// Files of earlier versions lack it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    memory_bandwidth: Option<f64>,
     rates: Vec<RateFields>,
     memory: u64,
 }
@@ -54,6 +51,16 @@ struct RateFields {
     head_dim: usize,
     forward: f64,
     backward: f64,
+    /// Files of earlier versions lack it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    token: Option<TokenFields>,
+}
+
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct TokenFields {
+    bandwidth: f64,
+    further_heads: f64,
 }
 
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
@@ -174,7 +181,7 @@ impl From<MachineFields> for Machine {
             bandwidth,
             is_full_duplex: full_duplex,
         };
-        let rate = |RateFields { dtype, head_dim, forward, backward }| ComputeRate {
+        let rate = |RateFields { dtype, head_dim, forward, backward, token }| ComputeRate {
             dtype: match dtype {
                 DTypeName::F64 => DType::F64,
                 DTypeName::F32 => DType::F32,
@@ -184,6 +191,7 @@ impl From<MachineFields> for Machine {
             head_dim,
             forward,
             backward,
+            token: token.map(TokenRate::from),
         };
         Self {
             ranks_per_node: fields.ranks_per_node,
@@ -192,12 +200,24 @@ impl From<MachineFields> for Machine {
             node_bandwidth: fields.node_bandwidth,
             message_overhead: fields.message_overhead,
             merge_bandwidth: fields.merge_bandwidth,
-            memory_bandwidth: fields.memory_bandwidth,
             rates: fields.rates.into_iter().map(rate).collect(),
             memory: fields.memory,
         }
     }
 }
+
+impl From<TokenFields> for TokenRate {
+    fn from(TokenFields { bandwidth, further_heads }: TokenFields) -> Self {
+        Self { bandwidth, further_heads }
+    }
+}
+
+impl From<TokenRate> for TokenFields {
+    fn from(TokenRate { bandwidth, further_heads }: TokenRate) -> Self {
+        Self { bandwidth, further_heads }
+    }
+}
+
 impl From<&Machine> for MachineFields {
     fn from(machine: &Machine) -> Self {
         let link = |Link { latency, bandwidth, is_full_duplex }| LinkFields {
@@ -205,16 +225,17 @@ impl From<&Machine> for MachineFields {
             bandwidth,
             full_duplex: is_full_duplex,
         };
-        let rate = |&ComputeRate { dtype, head_dim, forward, backward }: &ComputeRate| RateFields {
-            dtype: match dtype {
+        let rate = |rate: &ComputeRate| RateFields {
+            dtype: match rate.dtype {
                 DType::F64 => DTypeName::F64,
                 DType::F32 => DTypeName::F32,
                 DType::Bf16 => DTypeName::Bf16,
                 DType::F16 => DTypeName::F16,
             },
-            head_dim,
-            forward,
-            backward,
+            head_dim: rate.head_dim,
+            forward: rate.forward,
+            backward: rate.backward,
+            token: rate.token.map(TokenFields::from),
         };
         Self {
             version: VERSION,
@@ -224,7 +245,6 @@ impl From<&Machine> for MachineFields {
             node_bandwidth: machine.node_bandwidth,
             message_overhead: machine.message_overhead,
             merge_bandwidth: machine.merge_bandwidth,
-            memory_bandwidth: machine.memory_bandwidth,
             rates: machine.rates.iter().map(rate).collect(),
             memory: machine.memory,
         }
@@ -250,8 +270,13 @@ mod tests {
     #[test]
     fn a_machine_is_read_back() {
         let link = Link { latency: 1.5e-6, bandwidth: 1.25e10, is_full_duplex: false };
-        let rate =
-            ComputeRate { dtype: DType::Bf16, head_dim: 128, forward: 1.5e14, backward: 1e14 };
+        let rate = ComputeRate {
+            dtype: DType::Bf16,
+            head_dim: 128,
+            forward: 1.5e14,
+            backward: 1e14,
+            token: Some(TokenRate { bandwidth: 2e10, further_heads: 3e11 }),
+        };
         let one_node = Machine {
             ranks_per_node: 2,
             inside_node: Some(link),
@@ -259,8 +284,10 @@ mod tests {
             node_bandwidth: None,
             message_overhead: 0.0,
             merge_bandwidth: None,
-            memory_bandwidth: None,
-            rates: vec![rate, ComputeRate { dtype: DType::F16, forward: 1e14, ..rate }],
+            rates: vec![
+                rate,
+                ComputeRate { dtype: DType::F16, forward: 1e14, token: None, ..rate },
+            ],
             memory: 64 << 30,
         };
         let nodes = Machine {
@@ -268,7 +295,6 @@ mod tests {
             node_bandwidth: Some(2.5e10),
             message_overhead: 1e-9,
             merge_bandwidth: Some(3.5e9),
-            memory_bandwidth: Some(2e10),
             ..one_node.clone()
         };
         for machine in [&one_node, &nodes] {

@@ -22,6 +22,8 @@ mod parts;
 mod ring;
 mod tax;
 mod ticks;
+#[path = "../wrapped_tiles.rs"]
+mod wrapped_tiles;
 
 use std::process::ExitCode;
 

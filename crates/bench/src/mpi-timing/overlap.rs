@@ -19,8 +19,9 @@ use serde_json::json;
 
 use crate::{
     Problem,
-    parts::{NoMessages, Tiles, Timed as Backend},
+    parts::{NoMessages, Pace, Tiles},
     ring::{Everybody, Timed, middle},
+    wrapped_tiles::WrappedTiles,
 };
 
 /// The variants of the pass, in the order of a round.
@@ -60,7 +61,10 @@ fn rings(problem: &Problem) -> Result<Vec<Timed>> {
     // with a full mask every rank attends to every key
     let pace = |milliseconds: usize| Tiles::Paced(milliseconds as f64 / 1e3 / problem.q_len as f64);
     let tiles = problem.paced_ms.map_or(Tiles::Real, pace);
-    let backend = |tiles, ticks| Ok(Backend::new(Cpu::new(problem.threads)?, tiles, ticks));
+    let backend = |tiles, ticks| {
+        let inner = Cpu::new(problem.threads)?;
+        Ok(WrappedTiles { inner, calls: Pace { tiles, ticks } })
+    };
     let mpi = || Mpi::world(Settings::default());
     Ok(vec![
         Timed::new(problem, backend(tiles, true)?, mpi()?)?,

@@ -8,11 +8,10 @@ use std::{
 };
 
 use annulus_core::{
-    Arrived, Backend, BackwardInputs, BackwardMode, BackwardPass, Block, Control, ForwardPass,
-    Gradients, Host, HostBuffer, Incoming, Inputs, MessageHeader, Outgoing, Outputs, Passes,
-    RangePairs, RankShard, Readers, Reduction, Result, Tick, Transport, Workspace,
+    Arrived, Control, Host, Incoming, MessageHeader, Outgoing, Result, Tick, Transport,
 };
-use annulus_cpu::Cpu;
+
+use crate::wrapped_tiles::TileCalls;
 
 /// The work of the tiles of a timed ring.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -26,39 +25,22 @@ pub(crate) enum Tiles {
     Absent,
 }
 
-/// The CPU backend with such tiles.
-#[derive(Debug)]
-pub(crate) struct Timed {
-    inner: Cpu,
-    pace: Pace,
-}
-
 /// The execution of the tiles of a timed ring.
 #[derive(Debug, Clone, Copy)]
-struct Pace {
-    tiles: Tiles,
+pub(crate) struct Pace {
+    pub(crate) tiles: Tiles,
     /// True if the tiles call the ring's tick.
-    ticks: bool,
+    pub(crate) ticks: bool,
 }
-
-/// Matrix products of a pass over those of forward: forward has 2, backward 5.
-const FORWARD: f64 = 1.0;
-const BACKWARD: f64 = 2.5;
 
 /// Interval of the ticks of a paced tile: the least interval of the CPU's tiles.
 const TICK_EVERY: Duration = Duration::from_micros(200);
 
-impl Timed {
-    pub(crate) const fn new(inner: Cpu, tiles: Tiles, ticks: bool) -> Self {
-        Self { inner, pace: Pace { tiles, ticks } }
-    }
-}
-
-impl Pace {
+impl TileCalls for Pace {
     /// Does `work`, or waits instead, with the ring's tick or one that does nothing.
     fn run(
         &self,
-        block: &Block<'_, Host>,
+        keys: usize,
         products: f64,
         tick: Tick<'_>,
         work: impl FnOnce(Tick<'_>) -> Result<()>,
@@ -69,7 +51,7 @@ impl Pace {
             Tiles::Real => work(tick),
             Tiles::Paced(seconds) => {
                 let start = Instant::now();
-                let whole = Duration::from_secs_f64(seconds * products * block.rows.len() as f64);
+                let whole = Duration::from_secs_f64(seconds * products * keys as f64);
                 while let Some(left) = whole.checked_sub(start.elapsed())
                     && tick().is_continue()
                 {
@@ -79,125 +61,6 @@ impl Pace {
             }
             Tiles::Absent => Ok(()),
         }
-    }
-}
-
-/// Workspace of [`Timed`].
-#[derive(Debug)]
-pub(crate) struct TimedWorkspace {
-    inner: annulus_cpu::Workspace,
-    pace: Pace,
-}
-
-/// A pass of [`Timed`].
-pub(crate) struct TimedPass<P> {
-    inner: P,
-    pace: Pace,
-}
-
-impl Backend for Timed {
-    type Space = Host;
-    type Workspace = TimedWorkspace;
-
-    annulus_core::forward_backend! { capabilities allocate write_block }
-
-    fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<TimedWorkspace> {
-        Ok(TimedWorkspace { inner: self.inner.workspace(shard, passes)?, pace: self.pace })
-    }
-}
-
-impl Workspace for TimedWorkspace {
-    type Space = Host;
-    type Forward<'p> = TimedPass<annulus_cpu::Forward<'p>>;
-    type Backward<'p> = TimedPass<annulus_cpu::Backward<'p>>;
-
-    fn update(&mut self, shard: &RankShard) -> Result<()> {
-        self.inner.update(shard)
-    }
-
-    fn bytes(&self) -> u64 {
-        self.inner.bytes()
-    }
-
-    fn forward<'p>(&'p mut self, inputs: Inputs<'p, Host>) -> Result<Self::Forward<'p>> {
-        Ok(TimedPass { inner: self.inner.forward(inputs)?, pace: self.pace })
-    }
-
-    fn backward<'p>(
-        &'p mut self,
-        inputs: BackwardInputs<'p, Host>,
-        mode: BackwardMode,
-    ) -> Result<Self::Backward<'p>> {
-        Ok(TimedPass { inner: self.inner.backward(inputs, mode)?, pace: self.pace })
-    }
-}
-
-impl<P: ForwardPass<Host>> ForwardPass<Host> for TimedPass<P> {
-    fn local_kv(&mut self, into: &mut HostBuffer, readers: Readers) -> Result<()> {
-        self.inner.local_kv(into, readers)
-    }
-
-    fn attend(&mut self, kv: &Block<'_, Host>, tick: Tick<'_>) -> Result<()> {
-        self.pace.run(kv, FORWARD, tick, |tick| self.inner.attend(kv, tick))
-    }
-
-    fn attend_last(
-        &mut self,
-        kv: &Block<'_, Host>,
-        outputs: &mut Outputs<'_, Host>,
-        tick: Tick<'_>,
-    ) -> Result<()> {
-        self.pace.run(kv, FORWARD, tick, |tick| self.inner.attend_last(kv, outputs, tick))
-    }
-
-    fn finish(self, outputs: &mut Outputs<'_, Host>) -> Result<()> {
-        self.inner.finish(outputs)
-    }
-}
-
-impl<P: BackwardPass<Host>> BackwardPass<Host> for TimedPass<P> {
-    fn local_kv(&mut self, into: &mut HostBuffer, readers: Readers) -> Result<()> {
-        self.inner.local_kv(into, readers)
-    }
-
-    fn local_queries(&mut self, into: &mut HostBuffer) -> Result<()> {
-        self.inner.local_queries(into)
-    }
-
-    fn attend_kv(
-        &mut self,
-        kv: &Block<'_, Host>,
-        dkv: Option<&mut HostBuffer>,
-        tick: Tick<'_>,
-    ) -> Result<()> {
-        let products = if dkv.is_some() { BACKWARD } else { BACKWARD / 2.0 };
-        self.pace.run(kv, products, tick, |tick| self.inner.attend_kv(kv, dkv, tick))
-    }
-
-    fn attend_queries(
-        &mut self,
-        queries: &Block<'_, Host>,
-        dkv: &mut HostBuffer,
-        tick: Tick<'_>,
-    ) -> Result<()> {
-        self.pace.run(queries, BACKWARD / 2.0, tick, |tick| {
-            self.inner.attend_queries(queries, dkv, tick)
-        })
-    }
-
-    fn reduce(
-        &mut self,
-        into: &mut HostBuffer,
-        from: &HostBuffer,
-        ready: &(),
-        pairs: &RangePairs,
-        reduction: Reduction,
-    ) -> Result<()> {
-        self.inner.reduce(into, from, ready, pairs, reduction)
-    }
-
-    fn finish(self, dkv: &HostBuffer, gradients: &mut Gradients<'_, Host>) -> Result<()> {
-        self.inner.finish(dkv, gradients)
     }
 }
 

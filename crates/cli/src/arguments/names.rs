@@ -100,18 +100,38 @@ pub(crate) fn of_size(failure: Failure, dims: &Dims, others: Others) -> Failure 
     }
 }
 
-/// Adds the flag to an error of a file whose path is the value of a flag.
+/// Adds the flag to an error of a file whose path is the value of a flag, or of several flags.
 pub(crate) fn of_paths(failure: Failure, flags: &[(&str, &Path)]) -> Failure {
     let Failure::Library(Error::Io { path, what }) = failure else { return failure };
     let is_failed = |of_flag: &Path| {
         message::path(of_flag) == path
             || std::fs::canonicalize(of_flag).is_ok_and(|found| message::path(&found) == path)
     };
-    let path = match flags.iter().find(|(_, of_flag)| is_failed(of_flag)) {
-        Some((flag, _)) => format!("{flag} {path}"),
-        None => path,
-    };
-    Failure::Library(Error::Io { path, what })
+    let named = flags.iter().filter(|(_, of_flag)| is_failed(of_flag)).map(|(flag, _)| *flag);
+    let words: Vec<&str> = named.chain([path.as_str()]).collect();
+    Failure::Library(Error::Io { path: words.join(" "), what })
+}
+
+/// Checks that no two flags name the same regular file, of which one write would replace the other.
+///
+/// # Errors
+/// [`Failure::Usage`] naming both flags.
+pub(crate) fn check_different_files(flags: &[(&str, &Path)]) -> Outcome {
+    // of a file that does not exist only the path is known
+    let file = |path: &Path| std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    for (index, (flag, path)) in flags.iter().enumerate() {
+        // several texts may be written to one pipe or device
+        let is_other = std::fs::metadata(path).is_ok_and(|found| !found.is_file());
+        let same = |(_, earlier): &&(&str, &Path)| file(earlier) == file(path);
+        if let Some((other, _)) = flags[..index].iter().find(same).filter(|_| !is_other) {
+            return Err(Failure::usage(
+                flag,
+                message::path(path),
+                format!("another file than {other}"),
+            ));
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -149,5 +169,7 @@ mod tests {
         let flags = [("--input", Path::new("a.st")), ("--output", Path::new("b.st"))];
         assert!(of_paths(error("b.st"), &flags).text().starts_with("--output b.st: broken"));
         assert!(of_paths(error("c.st"), &flags).text().starts_with("c.st: broken"));
+        let both = [("--input", Path::new("a.st")), ("--machine", Path::new("a.st"))];
+        assert!(of_paths(error("a.st"), &both).text().starts_with("--input --machine a.st: "));
     }
 }

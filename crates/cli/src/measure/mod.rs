@@ -1,5 +1,5 @@
-//! `annulus measure`: measures links, compute rates, the overhead of messages, merges, reads of a
-//! KV cache and memory, and writes the machine file.
+//! `annulus measure`: measures links, compute rates of passes and tokens, the overhead of messages,
+//! merges and memory, and writes the machine file.
 
 mod links;
 mod overhead;
@@ -36,9 +36,9 @@ const EXAMPLES: &str = "\
 The file has the version of its format, ranks_per_node, the links inside_node and between_nodes
 (latency in s, bandwidth in bytes/s of one rank in one direction, full_duplex), node_bandwidth in
 bytes/s of all ranks of a node, message_overhead in s/byte, merge_bandwidth in bytes/s of partial
-results, memory_bandwidth in bytes/s of cached keys and values, rates in FLOP/s of one rank, and
-memory in bytes of one rank. A link that the ranks do not have is null. docs/machine.md describes
-how each figure is measured.
+results, rates in FLOP/s of one rank and, for a token of a KV cache, also in bytes/s of cached keys
+and values, and memory in bytes of one rank. A link that the ranks do not have is null.
+docs/machine.md describes how each figure is measured.
 
 Examples:
   annulus measure --out machine.json
@@ -129,7 +129,6 @@ fn measure(flags: &MeasureFlags, job: &mut Job, backend: &BackendChoice) -> Outc
     };
     let Links { ranks_per_node, inside_node, between_nodes, node_bandwidth } = links;
     let merge_bandwidth = Some(rates::merge_bandwidth(job, &flags.ds)?);
-    let memory_bandwidth = Some(rates::memory_bandwidth(job, backend, threads, flags.ds[0])?);
     let memory = memory_of_rank(job, ranks_per_node)?;
     let machine = Machine {
         ranks_per_node,
@@ -138,7 +137,6 @@ fn measure(flags: &MeasureFlags, job: &mut Job, backend: &BackendChoice) -> Outc
         node_bandwidth,
         message_overhead,
         merge_bandwidth,
-        memory_bandwidth,
         rates: all_rates,
         memory,
     };

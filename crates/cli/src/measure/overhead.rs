@@ -202,7 +202,13 @@ mod tests {
             between_nodes: Some(link(1e9)),
             node_bandwidth: Some(1e9),
         };
-        let rate = ComputeRate { dtype: DType::F32, head_dim: 64, forward: 2.5e11, backward: 2e11 };
+        let rate = ComputeRate {
+            dtype: DType::F32,
+            head_dim: 64,
+            forward: 2.5e11,
+            backward: 2e11,
+            token: None,
+        };
         let case = Case::new(4, &links, &rate).unwrap();
         assert_eq!((case.len, case.heads), (1280, 4));
         let tiles = case.flops(4.0) / 4.0 / rate.forward;
@@ -222,7 +228,13 @@ mod tests {
 
     #[test]
     fn rounds_fill_the_budget() {
-        let rate = ComputeRate { dtype: DType::F32, head_dim: 64, forward: 4e9, backward: 1e10 };
+        let rate = ComputeRate {
+            dtype: DType::F32,
+            head_dim: 64,
+            forward: 4e9,
+            backward: 1e10,
+            token: None,
+        };
         let rounds = |len| Case { ranks: 2, len, heads: 1, head_dim: 64 }.rounds(&rate);
         // tiles of 2·len² pairs, 4·64 FLOPs forward and 10·64 backward: 0.5 s with 1,397 rows
         assert_eq!([rounds(1397), rounds(100), rounds(8192)], [8, MOST_ROUNDS, LEAST_ROUNDS]);

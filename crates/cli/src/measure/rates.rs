@@ -1,10 +1,11 @@
-//! Compute rates: passes of one rank without messages, while all ranks compute.
+//! Compute rates: passes of one rank and tokens of its KV cache without messages, while all ranks
+//! compute.
 
 use std::time::{Duration, Instant};
 
 use annulus::{Attention, CacheShape, Plan, Tensors};
 use annulus_comm::{heads_ring, threads::ring};
-use annulus_core::{ComputeRate, Dims, Element, Error, Result};
+use annulus_core::{ComputeRate, Dims, Element, Error, Result, TokenRate};
 use ndarray::Array4;
 
 use super::median;
@@ -31,8 +32,12 @@ const MOST_ROUNDS: usize = 31;
 /// processor cache of a rank holds.
 const CHUNK_BYTES: usize = 4 << 20;
 const CHUNKS: usize = 16;
+/// Query heads of a KV head with which the rate of further heads is measured: as many as models
+/// have.
+const GROUP: usize = 8;
 
-/// Measures the rates of an element type at a head dim: full attention, all heads alike.
+/// Measures the rates of an element type at a head dim: full attention, all heads alike, and a
+/// token of a KV cache.
 ///
 /// # Ordering
 /// Collective over the processes.
@@ -55,7 +60,8 @@ pub(super) fn measure<T: Element>(
     let all = job.all_gather_numbers(&own)?;
     let [forward, backward] =
         [0, 1].map(|pass| median(all.iter().map(|rates| rates[pass]).collect()));
-    Ok(ComputeRate { dtype: T::DTYPE, head_dim, forward, backward })
+    let token = Some(token::<T>(job, backend, threads, head_dim)?);
+    Ok(ComputeRate { dtype: T::DTYPE, head_dim, forward, backward, token })
 }
 
 /// Measures the rate at which partial results are merged: the least of the head dims, while all
@@ -75,45 +81,69 @@ pub(super) fn merge_bandwidth(job: &mut Job, head_dims: &[usize]) -> Outcome<f64
     Ok(median(all.iter().map(|rates| rates[0]).collect()))
 }
 
-/// Measures the rate at which a rank reads cached keys and values for a token of `head_dim`
-/// elements in f32, while all ranks do: a cache of one rank that no processor cache holds.
+/// Measures a token of a KV cache of one rank that no processor cache holds, while all ranks read
+/// theirs: with one query head of each KV head, and with [`GROUP`].
 ///
 /// # Ordering
 /// Collective over the processes.
 /// # Errors
 /// Those of the ranks.
-pub(super) fn memory_bandwidth(
+fn token<T: Element>(
     job: &mut Job,
     backend: &BackendChoice,
     threads: usize,
     head_dim: usize,
-) -> Outcome<f64> {
+) -> Outcome<TokenRate> {
     let own_ranks = if job.is_mpi() { 1 } else { job.ranks() };
+    let row_bytes = 2 * HEADS * head_dim * size_of::<T>();
+    let rows = (CHUNK_BYTES / row_bytes).max(1);
     let own = job.run_local_phase(0..own_ranks, |_, _| {
-        let alone = ring(1).pop().ok_or_else(|| Error::internal("a ring has no rank"))?;
-        let endpoint = Endpoint::Thread(Box::new(alone));
-        let shape = CacheShape::new(1, HEADS, head_dim);
-        let mut cache = backend.cache(threads, endpoint, &Attention::new(), shape)?;
-        let rows = CHUNK_BYTES / (2 * HEADS * head_dim * size_of::<f32>());
-        let chunk = tensor::<f32>(rows, HEADS, head_dim);
-        for _ in 0..CHUNKS {
-            cache.append(chunk.view(), chunk.view())?;
+        let chunk = tensor::<T>(rows, HEADS, head_dim);
+        let cache = |heads: usize| {
+            let alone = ring(1).pop().ok_or_else(|| Error::internal("a ring has no rank"))?;
+            let endpoint = Endpoint::Thread(Box::new(alone));
+            let shape = CacheShape::new(1, heads, head_dim).kv_heads(HEADS);
+            let attention = Attention::new().dtype(T::DTYPE);
+            let mut cache = backend.cache(threads, endpoint, &attention, shape)?;
+            for _ in 0..CHUNKS {
+                cache.append(chunk.view(), chunk.view())?;
+            }
+            Ok((cache, tensor::<T>(1, heads, head_dim)))
+        };
+        let mut caches = [cache(HEADS)?, cache(HEADS * GROUP)?];
+        let mut times = [vec![], vec![]];
+        let mut begin = Instant::now();
+        // each cache in turn, so that neither is in a processor cache; the first round warms up
+        for round in 0..=MOST_ROUNDS {
+            if round > LEAST_ROUNDS && begin.elapsed() >= BUDGET {
+                break;
+            }
+            for ((cache, token), times) in caches.iter_mut().zip(&mut times) {
+                let start = Instant::now();
+                cache.attend(token.view(), None)?;
+                times.push(start.elapsed().as_secs_f64());
+            }
+            if round == 0 {
+                times.iter_mut().for_each(Vec::clear);
+                begin = Instant::now();
+            }
         }
-        let token = tensor::<f32>(1, HEADS, head_dim);
-        cache.attend(token.view(), None)?;
-        let begin = Instant::now();
-        let mut times = Vec::new();
-        while times.len() < LEAST_ROUNDS || (begin.elapsed() < BUDGET && times.len() < MOST_ROUNDS)
-        {
-            let begin = Instant::now();
-            cache.attend(token.view(), None)?;
-            times.push(begin.elapsed().as_secs_f64());
-        }
-        let bytes = CHUNKS * rows * 2 * HEADS * head_dim * size_of::<f32>();
-        Ok(bytes as f64 / median(times))
+        Ok(times.map(median))
     })?;
-    let all = job.all_gather_numbers(&[median(own)])?;
-    Ok(median(all.iter().map(|rates| rates[0]).collect()))
+    let own = [0, 1].map(|group| median(own.iter().map(|times| times[group]).collect()));
+    let all = job.all_gather_numbers(&own)?;
+    let seconds = [0, 1].map(|group| median(all.iter().map(|times| times[group]).collect()));
+    Ok(token_rate(CHUNKS * rows, head_dim, row_bytes, seconds))
+}
+
+/// Returns the rates of a token over `rows` rows of `row_bytes` bytes that takes these seconds with
+/// one query head of each KV head, and with [`GROUP`].
+fn token_rate(rows: usize, head_dim: usize, row_bytes: usize, seconds: [f64; 2]) -> TokenRate {
+    let [one, all] = seconds;
+    let flops = 4.0 * (rows * HEADS * (GROUP - 1) * head_dim) as f64;
+    // further heads that take no measurable time
+    let further = (all - one).max(one / 100.0);
+    TokenRate { bandwidth: (rows * row_bytes) as f64 / one, further_heads: flops / further }
 }
 
 /// Returns the FLOP/s of a forward and of a backward pass.
@@ -164,4 +194,18 @@ pub(super) fn round<T: Element>(plan: &mut Plan, x: &Array4<T>) -> Result<[Durat
     let begin = Instant::now();
     plan.backward(&tensors, &forward, x.view(), None)?;
     Ok([forward_time, begin.elapsed()])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn further_heads_take_the_rest_of_the_time() {
+        // 10 rows of 4 KV heads of dim 2: 7 further heads have 4 · 2 FLOPs for each
+        let rate = token_rate(10, 2, 64, [0.5, 0.75]);
+        assert_eq!(rate, TokenRate { bandwidth: 1280.0, further_heads: 2240.0 / 0.25 });
+        // no time that could be measured
+        assert_eq!(token_rate(10, 2, 64, [0.5, 0.4]).further_heads, 2240.0 / 0.005);
+    }
 }

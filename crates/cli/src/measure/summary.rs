@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use annulus_core::{Link, Machine};
+use annulus_core::{Link, Machine, TokenRate};
 
 use crate::report;
 
@@ -12,7 +12,7 @@ pub(super) struct Summary<'a>(pub(super) &'a Machine);
 impl fmt::Display for Summary<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Machine { ranks_per_node, inside_node, between_nodes, node_bandwidth, .. } = self.0;
-        let Machine { message_overhead, merge_bandwidth, memory_bandwidth, .. } = self.0;
+        let Machine { message_overhead, merge_bandwidth, .. } = self.0;
         let Machine { rates, memory, .. } = self.0;
         let links = [("inside nodes", inside_node), ("between nodes", between_nodes)];
         for (name, link) in links {
@@ -35,13 +35,15 @@ impl fmt::Display for Summary<'_> {
         if let Some(bandwidth) = merge_bandwidth {
             writeln!(f, "{:<14} {:.2} GB/s of partial results", "merge", bandwidth / 1e9)?;
         }
-        if let Some(bandwidth) = memory_bandwidth {
-            writeln!(f, "{:<14} {:.2} GB/s of a KV cache", "reads", bandwidth / 1e9)?;
-        }
         for rate in rates {
             let name = format!("{} dim {}", rate.dtype, rate.head_dim);
             let [forward, backward] = [rate.forward / 1e9, rate.backward / 1e9];
             writeln!(f, "{name:<14} {forward:.1} GFLOP/s forward, {backward:.1} backward")?;
+            if let Some(TokenRate { bandwidth, further_heads }) = rate.token {
+                let [bandwidth, further] = [bandwidth / 1e9, further_heads / 1e9];
+                let of_further = format!("{further:.1} GFLOP/s of further query heads");
+                writeln!(f, "  token        {bandwidth:.2} GB/s of a KV cache, {of_further}")?;
+            }
         }
         let ranks = if *ranks_per_node == 1 { "rank" } else { "ranks" };
         write!(

@@ -30,7 +30,7 @@ pub(super) struct TokenFigures {
     tiles_predicted: Option<f64>,
     /// Predicted seconds of the reduction: its all-gather and both agreements.
     exposed_predicted: Option<f64>,
-    /// True if the machine has no `memory_bandwidth`, so that tiles run at the compute rate.
+    /// True if the rate has no `token`, so that tiles run at the compute rate of a pass.
     reads_are_assumed: Option<bool>,
 }
 
@@ -89,8 +89,8 @@ impl TokenFigures {
         );
         if self.reads_are_assumed == Some(true) {
             say!(
-                "          the machine has no memory_bandwidth, so tiles are assumed to run at its \
-                 compute rate"
+                "          the rate of the machine has no token, so tiles are assumed to run at the \
+                 rate of a pass"
             );
         }
     }

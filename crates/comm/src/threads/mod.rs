@@ -41,6 +41,22 @@ pub use self::each_rank::each_rank;
 use self::mailboxes::{Data, Envelope, Mailboxes};
 use crate::ranges;
 
+/// The most ranks of a ring in one process. Each is a thread, with a mailbox that has room for
+/// messages of all others: O(ranks²) memory.
+pub const MOST_RANKS: usize = 1024;
+
+/// As [`ring`], of a number of ranks that a caller gives.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] naming `ranks` if it is not 1 to [`MOST_RANKS`].
+pub fn checked_ring(ranks: usize) -> Result<Vec<Threads>> {
+    match ranks {
+        0 => Err(Error::invalid("ranks", 0, "at least 1")),
+        1..=MOST_RANKS => Ok(ring(ranks)),
+        _ => Err(Error::invalid("ranks", ranks, format!("at most {MOST_RANKS} in one process"))),
+    }
+}
+
 /// Creates a ring of `ranks` endpoints, in the order of ranks. Each may be moved to its own thread.
 ///
 /// # Examples

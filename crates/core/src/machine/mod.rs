@@ -48,7 +48,7 @@ use crate::{DType, Error, Fingerprint, Placement, Result};
 /// # Examples
 /// Two nodes of four ranks, with 100 Gbit/s between them.
 /// ```
-/// use annulus_core::{ComputeRate, DType, Link, Machine};
+/// use annulus_core::{ComputeRate, DType, Link, Machine, TokenRate};
 ///
 /// let machine = Machine {
 ///     ranks_per_node: 4,
@@ -57,8 +57,13 @@ use crate::{DType, Error, Fingerprint, Placement, Result};
 ///     node_bandwidth: Some(1.25e10),
 ///     message_overhead: 0.0,
 ///     merge_bandwidth: Some(4e9),
-///     memory_bandwidth: Some(1e11),
-///     rates: vec![ComputeRate { dtype: DType::F32, head_dim: 64, forward: 1e12, backward: 8e11 }],
+///     rates: vec![ComputeRate {
+///         dtype: DType::F32,
+///         head_dim: 64,
+///         forward: 1e12,
+///         backward: 8e11,
+///         token: Some(TokenRate { bandwidth: 1e11, further_heads: 4e11 }),
+///     }],
 ///     memory: 64 << 30,
 /// };
 /// machine.check()?;
@@ -84,9 +89,6 @@ pub struct Machine {
     /// Bytes per second of partial results of key columns that a rank merges, in the accumulator's
     /// type; `None` if that is not known, and merges take no time.
     pub merge_bandwidth: Option<f64>,
-    /// Bytes per second of cached keys and values that a rank reads for a token while all ranks of
-    /// its node do; `None` if that is not known.
-    pub memory_bandwidth: Option<f64>,
     /// Compute rates, at least one.
     pub rates: Vec<ComputeRate>,
     /// Memory of a rank in bytes, at least 1.
@@ -116,6 +118,20 @@ pub struct ComputeRate {
     pub forward: f64,
     /// FLOP per second of a backward pass, which has 10 · `head_dim` FLOPs for each visible pair.
     pub backward: f64,
+    /// Rate of a token of a KV cache; `None` if that is not known.
+    pub token: Option<TokenRate>,
+}
+
+/// Rate of one query over cached keys and values that are in no processor cache, while all ranks of
+/// a node read theirs.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct TokenRate {
+    /// Bytes per second of keys and values that a rank reads and attends to with one query head of
+    /// each KV head.
+    pub bandwidth: f64,
+    /// FLOP per second of the further query heads of a KV head, for which nothing is read again: 4
+    /// · `head_dim` FLOPs for each visible pair.
+    pub further_heads: f64,
 }
 
 impl Machine {
@@ -159,12 +175,8 @@ impl Machine {
             let want = "a finite number of at least 0";
             return Err(Error::invalid("message_overhead", self.message_overhead, want));
         }
-        let bandwidths = [
-            ("merge_bandwidth", self.merge_bandwidth),
-            ("memory_bandwidth", self.memory_bandwidth),
-        ];
-        for (name, bandwidth) in bandwidths {
-            bandwidth.map_or(Ok(()), |bandwidth| above_0(name, bandwidth))?;
+        if let Some(bandwidth) = self.merge_bandwidth {
+            above_0("merge_bandwidth", bandwidth)?;
         }
         if self.rates.is_empty() {
             return Err(Error::invalid("rates", "none", "at least one"));
@@ -173,6 +185,10 @@ impl Machine {
             at_least_1(&format!("rates[{index}].head_dim"), rate.head_dim as u64)?;
             above_0(&format!("rates[{index}].forward"), rate.forward)?;
             above_0(&format!("rates[{index}].backward"), rate.backward)?;
+            if let Some(TokenRate { bandwidth, further_heads }) = rate.token {
+                above_0(&format!("rates[{index}].token.bandwidth"), bandwidth)?;
+                above_0(&format!("rates[{index}].token.further_heads"), further_heads)?;
+            }
         }
         at_least_1("memory", self.memory)
     }
@@ -207,12 +223,13 @@ impl Machine {
         let into = into.optional(self.node_bandwidth.map(f64::to_bits));
         let into = into.number(self.message_overhead.to_bits());
         let into = into.optional(self.merge_bandwidth.map(f64::to_bits));
-        let into = into.optional(self.memory_bandwidth.map(f64::to_bits));
         let rate = |into: Fingerprint, rate: &ComputeRate| {
             into.text(rate.dtype.name())
                 .number(rate.head_dim as u64)
                 .number(rate.forward.to_bits())
                 .number(rate.backward.to_bits())
+                .optional(rate.token.map(|token| token.bandwidth.to_bits()))
+                .optional(rate.token.map(|token| token.further_heads.to_bits()))
         };
         self.rates.iter().fold(into.number(self.rates.len() as u64), rate).finish()
     }

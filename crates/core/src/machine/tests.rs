@@ -49,12 +49,12 @@ fn machine(link: Link, flops: f64) -> Machine {
         node_bandwidth: Some(1e30),
         message_overhead: 0.0,
         merge_bandwidth: None,
-        memory_bandwidth: None,
         rates: vec![ComputeRate {
             dtype: DType::F32,
             head_dim: 64,
             forward: flops,
             backward: flops,
+            token: None,
         }],
         memory: 1 << 40,
     }
@@ -376,6 +376,7 @@ fn partial_results_of_columns_are_merged() {
             head_dim: 64,
             forward: 1e30,
             backward: 1e30,
+            token: None,
         }],
         ..machine(free, 1.0)
     };

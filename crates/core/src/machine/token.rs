@@ -2,18 +2,20 @@
 //!
 //! ```text
 //! call       agreement, tiles, all-gather of (out, lse), agreement
-//! tiles      the later of reading the keys and values that the query attends to, on the rank with
-//!            the most, and of FLOPs / rate
+//! tiles      keys and values that the query attends to / bandwidth, on the rank with the most, and
+//!            FLOPs of further query heads of the same KV head / their rate
 //! all-gather every rank sends its result to each other rank at once: latency + bytes / bandwidth
 //! agreement  ⌈log₂ ranks⌉ short messages, one after another
 //! ```
-//! Rank r of P has the pages r, r + P, r + 2·P …; the queries are those of the last row. Without
-//! the bandwidth of the memory, tiles are assumed to run at the compute rate, which is too fast for
-//! few query heads of each KV head.
+//! Rank r of P has the pages r, r + P, r + 2·P …; the queries are those of the last row. Both terms
+//! of the tiles add up, because a CPU core hides few of its reads under products: tokens of 1 to 16
+//! query heads of a KV head are linear in their number within 8 %
+//! (`benches/record/2026-11-26-tokens.md`). Without a [`TokenRate`] tiles are assumed to run at the
+//! compute rate of a pass, which is too fast for few query heads of each KV head.
 
 use std::ops::Range;
 
-use super::{Machine, network::Network, timed_step::PairSeconds};
+use super::{ComputeRate, Machine, TokenRate, network::Network, timed_step::PairSeconds};
 use crate::{Error, KeyIntervals, Placement, Result, Spec, mask::Query};
 
 /// Ranks and pages of a KV cache.
@@ -34,6 +36,8 @@ pub struct TokenTraffic {
     pub read: u128,
     /// Visible pairs of the rank that computes the most, all heads and batch rows.
     pub pairs: u128,
+    /// Those beyond one pair of each KV head and key that is read, of the rank that has the most.
+    pub further_pairs: u128,
     /// Bytes of the result of a rank, out and lse, which it sends to every other rank.
     pub result: u128,
 }
@@ -47,8 +51,8 @@ pub struct TokenPrediction {
     pub tiles: f64,
     /// Time of the all-gather and of both agreements.
     pub exposed: f64,
-    /// True if the machine has no [`Machine::memory_bandwidth`], so that tiles are assumed to run
-    /// at the compute rate.
+    /// True if the rate of the machine has no [`ComputeRate::token`](super::ComputeRate::token), so
+    /// that tiles are assumed to run at the compute rate of a pass.
     pub reads_are_assumed: bool,
 }
 
@@ -114,16 +118,17 @@ impl CacheShards<'_> {
             let of_groups: Vec<Vec<u64>> = groups.iter().map(rows_of).collect();
             let rows = of_groups.iter().map(|rows| rows.iter().copied().max().unwrap_or(0));
             let [rows, pairs] = [rows.sum::<u64>(), of_groups.iter().flatten().sum()];
-            [rows, pairs].map(|count| u128::from(count) * repeats)
+            [rows, pairs, pairs - rows].map(|count| u128::from(count) * repeats)
         };
-        let all = (0..self.ranks).map(of_rank);
-        let [rows, pairs] =
-            all.fold([0; 2], |most: [u128; 2], of| [most[0].max(of[0]), most[1].max(of[1])]);
+        let all: Vec<[u128; 3]> = (0..self.ranks).map(of_rank).collect();
+        let [rows, pairs, further_pairs] =
+            [0, 1, 2].map(|which: usize| all.iter().map(|of| of[which]).max().unwrap_or(0));
         let row = (dims.head_dim + dims.value_dim) * spec.dtype.bytes();
         let result = dims.value_dim * spec.dtype.bytes() + spec.dtype.accumulator().bytes();
         Ok(TokenTraffic {
             read: rows * row as u128,
             pairs,
+            further_pairs,
             result: (dims.batch * dims.q_heads * result) as u128,
         })
     }
@@ -139,13 +144,20 @@ impl Machine {
         self.check()?;
         let traffic = shards.traffic(spec)?;
         let rate = self.rate(spec.dtype, spec.dims.head_dim)?;
-        let computed = traffic.pairs as f64 * PairSeconds::new(spec, &rate).forward_pass();
-        let read = self.memory_bandwidth.map(|bandwidth| traffic.read as f64 / bandwidth);
-        let tiles = computed.max(read.unwrap_or(0.0));
+        let seconds = |pairs: u128, forward: f64| {
+            let rate = ComputeRate { forward, ..rate };
+            pairs as f64 * PairSeconds::new(spec, &rate).forward_pass()
+        };
+        let tiles = match rate.token {
+            Some(TokenRate { bandwidth, further_heads }) => {
+                traffic.read as f64 / bandwidth + seconds(traffic.further_pairs, further_heads)
+            }
+            None => seconds(traffic.pairs, rate.forward),
+        };
         let network = Network::new(self, &self.nodes(shards.ranks, shards.placement))?;
         let agreement = self.agreement_seconds(shards.ranks, network.node_ranks());
         let exposed = network.all_gather_seconds(traffic.result as f64) + 2.0 * agreement;
-        let reads_are_assumed = read.is_none();
+        let reads_are_assumed = rate.token.is_none();
         Ok(TokenPrediction { seconds: tiles + exposed, tiles, exposed, reads_are_assumed })
     }
 }

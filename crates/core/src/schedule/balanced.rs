@@ -45,7 +45,7 @@ use super::{
 };
 use crate::{
     Batch, CustomLayout, Error, Layout, NeedsIndex, Result, RingShards, Run, Runs, Side, Spec,
-    index, memory,
+    index, layout::check_ranks, memory,
 };
 
 /// Imbalance, of pairs and of rows, at which no shorter chunks are tried.
@@ -107,9 +107,7 @@ impl Layout {
 
 /// Checks the batch, and returns its rows on one rank.
 pub(super) fn whole_rows(spec: &Spec, batch: &Batch, ranks: usize) -> Result<RingShards> {
-    if ranks == 0 {
-        return Err(Error::invalid("ranks", 0, "at least 1"));
-    }
+    check_ranks(ranks)?;
     spec.validate_batch(batch, spec.dims.q_len, spec.dims.kv_len)?;
     RingShards::of_batch(&spec.dims, spec.alignment, &Layout::Contiguous, 1, batch)
 }

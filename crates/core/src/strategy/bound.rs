@@ -293,6 +293,7 @@ mod tests {
                     head_dim: 16,
                     forward: flops,
                     backward: flops,
+                    token: None,
                 };
                 let machine = Machine {
                     ranks_per_node: 4,
@@ -301,7 +302,6 @@ mod tests {
                     node_bandwidth: Some(2e8),
                     message_overhead: 1e-10,
                     merge_bandwidth: Some(1e9),
-                    memory_bandwidth: None,
                     rates: vec![rate],
                     // the buffers of some grids do not fit
                     memory: [1 << 40, 300_000][number % 3 % 2],

@@ -4,19 +4,23 @@ use super::*;
 
 #[test]
 fn wrong_fields_are_named() {
-    let good = two_nodes(link(1e-6, 1e9), link(1e-5, 1e8), 1e12);
+    let mut good = two_nodes(link(1e-6, 1e9), link(1e-5, 1e8), 1e12);
+    good.rates[0].token = Some(TokenRate { bandwidth: 1e10, further_heads: 1e11 });
     good.check().unwrap();
     type Change = fn(&mut Machine, f64);
-    let numbers: [(&str, Change); 9] = [
+    let numbers: [(&str, Change); 10] = [
         ("inside_node.latency", |m, x| m.inside_node.as_mut().unwrap().latency = x),
         ("inside_node.bandwidth", |m, x| m.inside_node.as_mut().unwrap().bandwidth = x),
         ("between_nodes.latency", |m, x| m.between_nodes.as_mut().unwrap().latency = x),
         ("between_nodes.bandwidth", |m, x| m.between_nodes.as_mut().unwrap().bandwidth = x),
         ("node_bandwidth", |m, x| m.node_bandwidth = Some(x)),
         ("merge_bandwidth", |m, x| m.merge_bandwidth = Some(x)),
-        ("memory_bandwidth", |m, x| m.memory_bandwidth = Some(x)),
         ("rates[0].forward", |m, x| m.rates[0].forward = x),
         ("rates[0].backward", |m, x| m.rates[0].backward = x),
+        ("rates[0].token.bandwidth", |m, x| m.rates[0].token.as_mut().unwrap().bandwidth = x),
+        ("rates[0].token.further_heads", |m, x| {
+            m.rates[0].token.as_mut().unwrap().further_heads = x;
+        }),
     ];
     for (field, change) in numbers {
         for wrong in [0.0, -1.0, f64::NAN, f64::INFINITY] {
@@ -56,8 +60,11 @@ fn wrong_fields_are_named() {
 
 #[test]
 fn the_nearest_head_dim_has_the_rate() {
-    let rate =
-        |head_dim, forward| ComputeRate { dtype: DType::F32, head_dim, forward, backward: forward };
+    let rate = |head_dim, forward| ComputeRate {
+        head_dim,
+        forward,
+        ..machine(link(1.0, 1.0), 1.0).rates[0]
+    };
     let machine = Machine {
         rates: vec![rate(64, 1.0), rate(128, 2.0), rate(256, 3.0)],
         ..machine(link(1.0, 1.0), 1.0)

@@ -19,31 +19,26 @@ fn a_token_reads_the_cache_and_gathers_its_results() {
     let traffic = shards(4).traffic(&spec).unwrap();
     assert_eq!((traffic.read, traffic.pairs, traffic.result), (192 * 768, 192 * 8, 1056));
 
-    // rank 0 reads 147,456 bytes in 1.5 s; 3 messages of 1,056 bytes at once in 0.1 + 3 · 0.5 s;
-    // two agreements of two rounds
-    let machine = Machine {
-        memory_bandwidth: Some(147_456.0 / 1.5),
-        ..machine(link(0.1, 2.0 * 1056.0), 1e30)
-    };
+    assert_eq!(traffic.further_pairs, 192 * (8 - 2));
+
+    // rank 0 reads 147,456 bytes in 1.5 s, and 6 of 8 heads add 4 · 48 FLOPs for each pair in 0.25
+    // s; 3 messages of 1,056 bytes at once in 0.1 + 3 · 0.5 s; two agreements of two rounds
+    let mut machine = machine(link(0.1, 2.0 * 1056.0), 1e30);
+    let of_further = 192.0 * 6.0 * 4.0 * 48.0;
+    let rate = TokenRate { bandwidth: 147_456.0 / 1.5, further_heads: of_further / 0.25 };
+    machine.rates[0].token = Some(rate);
     let token = machine.token(&spec, &shards(4)).unwrap();
-    is_near(token.tiles, 1.5);
+    is_near(token.tiles, 1.75);
     is_near(token.exposed, 4.0 * 0.1 + 0.1 + 1.5);
     is_near(token.seconds, token.tiles + token.exposed);
     assert!(!token.reads_are_assumed);
 
-    // without the bandwidth of the memory: 4 · 48 FLOPs for each pair and head
-    let flops = 192.0 * 8.0 * 4.0 * 48.0;
-    let of_rate = |flops: f64| {
-        let rates = vec![ComputeRate { forward: flops, ..machine.rates[0] }];
-        Machine { rates, ..machine.clone() }
-    };
-    let without = Machine { memory_bandwidth: None, ..of_rate(flops / 2.0) };
-    let token = without.token(&spec, &shards(4)).unwrap();
+    // without the rate of a token: 4 · 48 FLOPs for each pair and head
+    let forward = 192.0 * 8.0 * 4.0 * 48.0 / 2.0;
+    let rates = vec![ComputeRate { forward, token: None, ..machine.rates[0] }];
+    let token = Machine { rates, ..machine.clone() }.token(&spec, &shards(4)).unwrap();
     assert!(token.reads_are_assumed);
     is_near(token.tiles, 2.0);
-    // the later of both
-    is_near(of_rate(flops / 2.0).token(&spec, &shards(4)).unwrap().tiles, 2.0);
-    is_near(of_rate(flops).token(&spec, &shards(4)).unwrap().tiles, 1.5);
     // one rank sends nothing
     assert_eq!(machine.token(&spec, &shards(1)).unwrap().exposed, 0.0);
 }
@@ -56,7 +51,6 @@ fn results_cross_nodes_over_their_shared_network() {
         ranks_per_node: 2,
         inside_node: Some(link(0.01, result)),
         node_bandwidth: Some(result / 2.0),
-        memory_bandwidth: Some(1e30),
         ..machine(link(0.1, result), 1e30)
     };
     // 1 message inside the node takes 1 s, 2 of each of two ranks to the other node 8 s
@@ -97,6 +91,8 @@ fn masks_limit_the_rows_that_a_token_reads() {
     // other
     assert_eq!(traffic.pairs, 3 * (64 + 10 + 20));
     assert_eq!(traffic.read, 3 * (64 + 20) * 128 * 4);
+    // rank 2 has the most: 10 rows of page 10, to which both heads of both KV heads attend
+    assert_eq!(traffic.further_pairs, 3 * (10 + 10));
 
     let reproducible = Spec { leaf_rows: Some(256), ..spec.clone() };
     assert!(matches!(shards(4).traffic(&reproducible), Err(Error::Unsupported { .. })));

@@ -323,6 +323,8 @@ fn arguments_without_meaning_are_refused() {
     let spec = spec(10, Arc::new(mask::Everything));
     let error = |batch: &Batch, ranks| Layout::balanced(&spec, batch, ranks).unwrap_err();
     assert_eq!(error(&Batch::default(), 0).to_string(), "ranks: got 0, want at least 1");
+    let most = "ranks: got 1152921504606846976, want at most 1048576";
+    assert_eq!(error(&Batch::default(), 1 << 60).to_string(), most);
     let refused = error(&packed(&[4, -1]), 2);
     assert!(
         matches!(&refused, Error::InvalidArgument { argument, .. } if argument == "cum_seqlens_q"),
