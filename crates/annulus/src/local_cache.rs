@@ -300,7 +300,7 @@ mod tests {
         assert_eq!(text(new().local_cache(shape, 0)), "ranks: got 0, want at least 1");
         let most = "ranks: got 1025, want at most 1024 in one process";
         assert_eq!(text(new().local_cache(shape, 1025)), most);
-        let dims = Dims::new(1, 4, 1, 4);
+        let dims = crate::Dims::new(1, 4, 1, 4);
         for ranks in [1025, 1 << 40] {
             let error = new().local_ring(dims, ranks).unwrap_err().to_string();
             assert_eq!(error, format!("ranks: got {ranks}, want at most 1024 in one process"));

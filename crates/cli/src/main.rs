@@ -97,16 +97,14 @@ fn main() -> ExitCode {
         Err(error) => return refuse(&error, &tree, &arguments),
     };
     interrupt::watch();
-    let done = names::check_different_files(&command.paths()).and_then(|()| run(&command));
-    match done.map_err(|failure| names::of_paths(failure, &command.paths())) {
+    match run(&command).map_err(|failure| names::of_paths(failure, &command.paths())) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => failure.report(),
     }
 }
 
 impl Command {
-    /// Paths that flags name: no two flags may name the same file, and an error of a file names its
-    /// flag.
+    /// Paths that flags name, so that an error about one of them can name the flag.
     fn paths(&self) -> Vec<(&'static str, &Path)> {
         match self {
             Self::Attend(flags) => flags.paths(),
