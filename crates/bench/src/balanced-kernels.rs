@@ -127,13 +127,14 @@ impl Case {
             let what = format!("lse of both layouts: {of_balanced} and {of_contiguous}");
             return Err(Error::internal(what));
         }
-        let ([sum, sum_contiguous], [most, most_contiguous]) =
-            (sums.map(median), slowest.map(median));
+        let [sum, sum_contiguous] = sums.map(median);
+        let [most, most_contiguous] = slowest.map(median);
         println!(
             "{{\"documents\":\"{name}\",\"seed\":{seed},\"count\":{},\"rows\":{},\"ranks\":{},\
              \"heads\":{},\"head_dim\":{},\"causal\":{},\"kernels_ms\":{sum:.3},\
              \"contiguous_ms\":{sum_contiguous:.3},\"rate\":{:.4},\"tiles\":{:.4},\
-             \"slowest_over_mean\":{most:.4},\"contiguous_slowest_over_mean\":{most_contiguous:.4}}}",
+             \"slowest_over_mean\":{most:.4},\
+             \"contiguous_slowest_over_mean\":{most_contiguous:.4}}}",
             lens.len(),
             self.rows,
             self.ranks,

@@ -89,8 +89,8 @@ impl TokenFigures {
         );
         if self.reads_are_assumed == Some(true) {
             say!(
-                "          the rate of the machine has no token, so tiles are assumed to run at the \
-                 rate of a pass"
+                "          the rate of the machine has no token, so tiles are assumed to run at \
+                 the rate of a pass"
             );
         }
     }
