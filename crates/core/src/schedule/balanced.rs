@@ -44,8 +44,8 @@ use super::{
     tile_order::tile_order,
 };
 use crate::{
-    Batch, CustomLayout, Error, Layout, NeedsIndex, Result, RingShards, Run, Runs, Side, Spec,
-    index, layout::check_ranks, memory,
+    Batch, CustomLayout, Layout, NeedsIndex, Result, RingShards, Run, Runs, Side, Spec, index,
+    layout::check_ranks, memory,
 };
 
 /// Imbalance, of pairs and of rows, at which no shorter chunks are tried.
