@@ -99,7 +99,8 @@ impl Layout {
     /// are evaluated once for each query.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] naming `ranks` or a field of the batch, [`Error::OutOfMemory`].
+    /// [`crate::Error::InvalidArgument`] naming `ranks` or a field of the batch,
+    /// [`crate::Error::OutOfMemory`].
     pub fn balanced(spec: &Spec, batch: &Batch, ranks: usize) -> Result<Self> {
         balanced_layout(spec, &whole_rows(spec, batch, ranks)?, ranks)
     }
