@@ -113,8 +113,8 @@ enum Opened {
 impl AnyBackend {
     /// Opens a backend. `device` is the number of a GPU, as `annulus doctor` lists them; by default
     /// the ranks of a node use its GPUs round robin, with wgpu only the first and those of the same
-    /// kind ([`WgpuDevices`](crate::devices)), each opened when a rank needs it. `threads` are the
-    /// CPU threads of each rank, 0 for one; with a GPU it must be 0.
+    /// kind, each opened when a rank needs it. `threads` are the CPU threads of each rank, 0 for
+    /// one; with a GPU it must be 0.
     ///
     /// # Errors
     /// [`Error::Unsupported`] naming what this build or this machine lacks: feature, driver, GPU,
