@@ -17,6 +17,8 @@ mod features;
 mod golden;
 #[path = "wgpu/handed_in.rs"]
 mod handed_in;
+#[path = "wgpu/index_checks.rs"]
+mod index_checks;
 #[path = "wgpu/kv_cache.rs"]
 mod kv_cache;
 #[path = "wgpu/limits.rs"]

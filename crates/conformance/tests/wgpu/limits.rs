@@ -5,19 +5,11 @@ use annulus::{
     Attention, Dims, Error, Layout, SinkShape, Spec,
     comm::threads::{self, each_rank},
 };
-use annulus_conformance::{Answer, Case, Draw, Judge, Masks, Setting, Subject, wgpu::WgpuRing};
-use annulus_core::{DType, Dropout, Result};
-use annulus_wgpu::{
-    Gpu, Level, Options, Translation,
-    wgpu::naga::{
-        self,
-        back::spv,
-        proc::BoundsCheckPolicies,
-        valid::{Capabilities, ValidationFlags, Validator},
-    },
-};
+use annulus_conformance::{Case, Draw, Judge, Masks, Setting, Subject, wgpu::WgpuRing};
+use annulus_core::DType;
+use annulus_wgpu::{Gpu, Options};
 
-use super::{adapter, gpu, gpu_at, open, ring};
+use super::{gpu, open, ring};
 
 /// A case of two GQA groups, two batch rows and a bias on all axes, long enough to be split.
 fn long_case() -> Case {
@@ -108,134 +100,6 @@ fn submissions_of_bounded_work_give_the_same_bits() {
         .map(|gpu| WgpuRing::new(gpu).run(&case, &Setting::ALONE, 1).unwrap().remove(0));
     Judge::new(&case).unwrap().check(&got).unwrap();
     assert_eq!(want, got);
-}
-
-/// Rings of devices that differ in the checks of indices in their kernels. An answer with other
-/// bits than the first one's is an error.
-struct OtherChecks(Vec<WgpuRing>);
-
-impl OtherChecks {
-    /// Kernels without checks, and with indices that are clamped to the array or, if `zeroed`, with
-    /// accesses beyond it that read 0 and are not written. `None` without an adapter.
-    fn new(level: Level, dtypes: &[DType], zeroed: bool) -> Option<Self> {
-        let options = Options {
-            level: Some(level),
-            check_bounds: true,
-            translate: zeroed.then_some(read_zero_skip_write),
-            ..Options::default()
-        };
-        let ring = |gpu: Option<Gpu>| Some(WgpuRing::new(gpu?).only(dtypes));
-        Some(Self(vec![ring(gpu_at(level))?, ring(open(&options))?]))
-    }
-}
-
-impl Subject for OtherChecks {
-    fn name(&self) -> String {
-        format!("{}, with and without checks of indices", self.0[0].name())
-    }
-
-    fn dtypes(&self) -> &[DType] {
-        self.0[0].dtypes()
-    }
-
-    fn run(&self, case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>> {
-        let answers = self.0.iter().map(|ring| ring.run(case, setting, times));
-        let answers = answers.collect::<Result<Vec<_>>>()?;
-        for (number, others) in answers.iter().enumerate().skip(1) {
-            for (other, first) in others.iter().zip(&answers[0]) {
-                other.same_bits(first).map_err(|why| {
-                    Error::internal(format!(
-                        "{} on {setting}: device {number} of {} has other bits: {why}",
-                        case.name,
-                        self.0.len()
-                    ))
-                })?;
-            }
-        }
-        Ok(answers.into_iter().next().unwrap_or_default())
-    }
-}
-
-/// Translates a kernel with indices checked by `ReadZeroSkipWrite`. naga has no such check for
-/// atomic operations: the kernels of a bias have one on a tile mask, so that their arrays in
-/// workgroup memory are clamped, and copies of 2-byte elements one on a buffer.
-fn read_zero_skip_write(wgsl: &str) -> std::result::Result<Translation, String> {
-    use naga::proc::BoundsCheckPolicy::{ReadZeroSkipWrite, Restrict};
-    let module = naga::front::wgsl::parse_str(wgsl).map_err(|error| error.to_string())?;
-    let info = Validator::new(ValidationFlags::all(), Capabilities::all())
-        .validate(&module)
-        .map_err(|error| error.emit_to_string(wgsl))?;
-    let translate = |index, buffer| {
-        let options = spv::Options {
-            lang_version: (1, 4),
-            force_loop_bounding: false,
-            bounds_check_policies: BoundsCheckPolicies { index, buffer, ..Default::default() },
-            ..spv::Options::default()
-        };
-        spv::write_vec(&module, &info, &options, None).map_err(|error| error.to_string())
-    };
-    let on_tile_mask = wgsl.contains("atomicAnd(&visible_bits");
-    let on_buffer = wgsl.contains("sink: array<atomic<u32>>");
-    let spirv = translate(
-        if on_tile_mask { Restrict } else { ReadZeroSkipWrite },
-        if on_buffer { Restrict } else { ReadZeroSkipWrite },
-    )?;
-    let [entry_point] = &module.entry_points[..] else {
-        return Err("a kernel has one entry point".to_owned());
-    };
-    Ok(Translation { spirv, workgroup_size: entry_point.workgroup_size })
-}
-
-/// Requires the same bits whatever the checks of indices, of cases with and without a score
-/// epilogue.
-fn checks_change_no_bit(level: Level, dtypes: &[DType], zeroed: bool) {
-    let Some(devices) = OtherChecks::new(level, dtypes, zeroed) else { return };
-    // no dim, length or number of tiles is a multiple of a tile's
-    let dims = Dims { q_len: 41, value_dim: 35, ..Dims::new(1, 70, 3, 9) };
-    let simple = Spec::new(dims, DType::F64);
-    let general = Spec {
-        bias: Some([1, 3, 41, 70]),
-        soft_cap: Some(2.0),
-        dropout: Some(Dropout { probability: 0.3, seed: 7 }),
-        ..simple.clone()
-    };
-    let masks = Masks { causal: true, ..Masks::default() };
-    for (name, spec) in [("simple", simple), ("general", general)] {
-        let case = Case::new(name, spec, masks.clone(), &mut Draw::new(9));
-        for &dtype in dtypes {
-            let case = case.in_dtype(dtype);
-            let answer = devices.run(&case, &Setting::ALONE, 1).expect("the same bits").remove(0);
-            let judged = Judge::new(&case).expect("a truth").check(&answer);
-            judged.unwrap_or_else(|why| panic!("{}, {}: {why}", level.name(), case.name));
-        }
-    }
-}
-
-#[test]
-fn shaders_with_and_without_checks_of_indices_give_the_same_bits() {
-    let Some(adapter) = adapter() else { return };
-    for &level in adapter.levels.iter().filter(|&&level| level != Level::Matrix) {
-        let all = [DType::F32, DType::F16, DType::Bf16];
-        checks_change_no_bit(level, if level == adapter.chosen { &all } else { &all[..1] }, false);
-    }
-}
-
-#[test]
-fn shaders_whose_accesses_beyond_an_array_read_0_give_the_same_bits() {
-    let Some(adapter) = adapter() else { return };
-    // only Vulkan takes SPIR-V
-    if adapter.api.eq_ignore_ascii_case("vulkan") {
-        checks_change_no_bit(adapter.chosen, &[DType::F32], true);
-    }
-}
-
-#[test]
-fn the_matrix_level_gives_the_same_bits_without_checks_of_indices() {
-    let Some(adapter) = adapter() else { return };
-    // without: `the_matrix_level_holds_if_the_adapter_has_it`
-    if adapter.levels.contains(&Level::Matrix) {
-        checks_change_no_bit(Level::Matrix, &[DType::F16], false);
-    }
 }
 
 #[test]

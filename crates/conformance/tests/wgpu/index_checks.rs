@@ -1,0 +1,283 @@
+//! Checks of indices in kernels. Kernels are compiled without them (`Options::check_bounds`), which
+//! is right if no index is beyond its array. Results then have the same bits if indices are clamped
+//! to the array, and if accesses beyond it read 0 and are not written.
+//!
+//! wgpu's checks leave out buffers where the device has `robustBufferAccess2`, as lavapipe has, so
+//! that tests on Vulkan translate kernels with the checks of buffers themselves.
+
+use annulus::{Dims, Spec};
+use annulus_conformance::{
+    Answer, Case, Draw, Judge, Masks, Setting, Subject, suite, wgpu::WgpuRing,
+};
+use annulus_core::{DType, Dropout, Error, Result};
+use annulus_wgpu::{
+    Adapter, Gpu, KernelEdit, Level, Options, RegisterTile, Translate, Translation,
+    wgpu::naga::{
+        self,
+        back::spv,
+        proc::{BoundsCheckPolicies, BoundsCheckPolicy as Policy},
+        valid::{Capabilities, ValidationFlags, Validator},
+    },
+};
+
+use super::{F16, F32, adapter, gpu_with, open};
+
+/// Checks of indices in kernels.
+#[derive(Debug, Clone, Copy)]
+enum Checks {
+    /// Those of `Options::check_bounds`, which clamp indices of workgroup memory at least.
+    OfTheOption,
+    /// Indices of workgroup memory and of buffers are clamped.
+    Clamped,
+    /// Accesses beyond the array read 0 and are not written.
+    ReadZeroSkipWrite,
+}
+
+impl Checks {
+    const fn options(self) -> (bool, Option<Translate>) {
+        match self {
+            Self::OfTheOption => (true, None),
+            Self::Clamped => (false, Some(clamped)),
+            Self::ReadZeroSkipWrite => (false, Some(read_zero_skip_write)),
+        }
+    }
+}
+
+/// Kernels of the devices.
+#[derive(Debug, Clone, Copy)]
+struct Kernels {
+    level: Level,
+    tile: RegisterTile,
+}
+
+/// Devices that differ in the checks of indices in their kernels, as one subject. An answer with
+/// other bits than that without checks is an error.
+struct IndexChecks {
+    unchecked: Gpu,
+    checked: Vec<(Checks, Gpu)>,
+    dtypes: Vec<DType>,
+}
+
+impl IndexChecks {
+    /// Opens the devices; `None` without an adapter.
+    fn open(kernels: Kernels, checks: &[Checks], dtypes: &[DType]) -> Option<Self> {
+        let Kernels { level, tile } = kernels;
+        let mut checked = Vec::new();
+        for &checks in checks {
+            let (check_bounds, translate) = checks.options();
+            let options = Options {
+                level: Some(level),
+                register_tile: Some(tile),
+                check_bounds,
+                translate,
+                ..Options::default()
+            };
+            checked.push((checks, open(&options)?));
+        }
+        Some(Self { unchecked: gpu_with(level, Some(tile))?, checked, dtypes: dtypes.to_vec() })
+    }
+
+    /// Returns the same devices with a change of one kernel.
+    fn edited(&self, edit: KernelEdit) -> Result<Self> {
+        let edited = |(checks, gpu): &(Checks, Gpu)| Ok((*checks, gpu.edited(edit)?));
+        Ok(Self {
+            unchecked: self.unchecked.edited(edit)?,
+            checked: self.checked.iter().map(edited).collect::<Result<_>>()?,
+            dtypes: self.dtypes.clone(),
+        })
+    }
+}
+
+impl Subject for IndexChecks {
+    fn name(&self) -> String {
+        let level = self.unchecked.level().name();
+        let tile = self.unchecked.register_tile().name();
+        format!("wgpu at {level} {tile} with and without checks of indices")
+    }
+
+    fn dtypes(&self) -> &[DType] {
+        &self.dtypes
+    }
+
+    fn run(&self, case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>> {
+        let run = |gpu: &Gpu| WgpuRing::new(gpu.clone()).run(case, setting, times);
+        let answers = run(&self.unchecked)?;
+        for (checks, gpu) in &self.checked {
+            for (checked, unchecked) in run(gpu)?.iter().zip(&answers) {
+                checked.same_bits(unchecked).map_err(|why| {
+                    Error::internal(format!("{checks:?}: other bits than without checks: {why}"))
+                })?;
+            }
+        }
+        Ok(answers)
+    }
+}
+
+/// Translates a kernel with all indices clamped.
+fn clamped(wgsl: &str) -> std::result::Result<Translation, String> {
+    translate(wgsl, Policy::Restrict, Policy::Restrict)
+}
+
+/// Translates a kernel with indices checked by `ReadZeroSkipWrite`. naga has no such check for
+/// atomic operations: the kernels of a bias have one on a tile mask, so that their arrays in
+/// workgroup memory are clamped, and copies of 2-byte elements one on a buffer.
+fn read_zero_skip_write(wgsl: &str) -> std::result::Result<Translation, String> {
+    let unless =
+        |has_atomics| if has_atomics { Policy::Restrict } else { Policy::ReadZeroSkipWrite };
+    let on_tile_mask = wgsl.contains("atomicAnd(&visible_bits");
+    let on_buffer = wgsl.contains("sink: array<atomic<u32>>");
+    translate(wgsl, unless(on_tile_mask), unless(on_buffer))
+}
+
+/// Translates a kernel with checks of indices of workgroup memory and of buffers.
+fn translate(
+    wgsl: &str,
+    index: Policy,
+    buffer: Policy,
+) -> std::result::Result<Translation, String> {
+    let module = naga::front::wgsl::parse_str(wgsl).map_err(|error| error.to_string())?;
+    let info = Validator::new(ValidationFlags::all(), Capabilities::all())
+        .validate(&module)
+        .map_err(|error| error.emit_to_string(wgsl))?;
+    let options = spv::Options {
+        lang_version: (1, 4),
+        force_loop_bounding: false,
+        bounds_check_policies: BoundsCheckPolicies { index, buffer, ..Default::default() },
+        ..spv::Options::default()
+    };
+    let spirv =
+        spv::write_vec(&module, &info, &options, None).map_err(|error| error.to_string())?;
+    let [entry_point] = &module.entry_points[..] else {
+        return Err("a kernel has one entry point".to_owned());
+    };
+    Ok(Translation { spirv, workgroup_size: entry_point.workgroup_size })
+}
+
+/// A case of several tiles. No dim, length or number of tiles is a multiple of a tile's.
+fn case(name: &str, change: impl FnOnce(&mut Spec)) -> Case {
+    let dims = Dims { q_len: 41, value_dim: 35, ..Dims::new(1, 70, 3, 9) };
+    let mut spec = Spec::new(dims, DType::F64);
+    change(&mut spec);
+    let causal = Masks { causal: true, ..Masks::default() };
+    Case::new(name, spec, causal, &mut Draw::new(9))
+}
+
+fn all_epilogues(spec: &mut Spec) {
+    spec.bias = Some([1, 3, 41, 70]);
+    spec.soft_cap = Some(2.0);
+    spec.dropout = Some(Dropout { probability: 0.3, seed: 7 });
+}
+
+/// Requires the same bits, and right ones, of a case.
+fn holds(devices: &IndexChecks, case: &Case) {
+    for &dtype in devices.dtypes() {
+        let case = case.in_dtype(dtype);
+        let name = || format!("{}, {}, {dtype:?}", devices.name(), case.name);
+        let answers = devices.run(&case, &Setting::ALONE, 1);
+        let answer = answers.unwrap_or_else(|error| panic!("{}: {error}", name())).remove(0);
+        let judged = Judge::new(&case).expect("a truth").check(&answer);
+        judged.unwrap_or_else(|wrong| panic!("{}: {wrong}", name()));
+    }
+}
+
+/// Requires the same bits, and right ones, of a case for these element types at the levels without
+/// matrices. One case, because a software driver compiles a kernel with checked indices for
+/// seconds.
+fn sample_holds(tile: RegisterTile, dtypes: &[DType]) {
+    let Some(adapter) = adapter() else { return };
+    let case = case("simple", |_| {});
+    for &level in adapter.levels.iter().filter(|&&level| level != Level::Matrix) {
+        for &dtype in dtypes {
+            let kernels = Kernels { level, tile };
+            let Some(devices) = IndexChecks::open(kernels, of_the_sample(&adapter), &[dtype])
+            else {
+                return;
+            };
+            holds(&devices, &case);
+        }
+    }
+}
+
+/// Checks that the adapter's API takes.
+fn of_the_sample(adapter: &Adapter) -> &'static [Checks] {
+    let all = &[Checks::OfTheOption, Checks::ReadZeroSkipWrite];
+    if is_vulkan(adapter) { all } else { &all[..1] }
+}
+
+/// True if the adapter takes SPIR-V.
+fn is_vulkan(adapter: &Adapter) -> bool {
+    adapter.api.eq_ignore_ascii_case("vulkan")
+}
+
+#[test]
+fn checks_of_indices_change_no_bit_of_register_tiles_of_four_rows() {
+    sample_holds(RegisterTile::FourRows, &[DType::F32, DType::F16, DType::Bf16]);
+}
+
+#[test]
+fn checks_of_indices_change_no_bit_of_register_tiles_of_two_rows() {
+    sample_holds(RegisterTile::TwoRows, F32);
+}
+
+#[test]
+fn checks_of_indices_change_no_bit_of_score_epilogues_and_of_a_random_case() {
+    let Some(adapter) = adapter() else { return };
+    let kernels = Kernels { level: Level::Plain, tile: RegisterTile::FourRows };
+    let Some(devices) = IndexChecks::open(kernels, of_the_sample(&adapter), F32) else { return };
+    holds(&devices, &case("all epilogues", all_epilogues));
+    suite::random_cases(&devices, 400..401).unwrap();
+}
+
+#[test]
+fn the_matrix_level_gives_the_same_bits_without_checks_of_indices() {
+    let Some(adapter) = adapter() else { return };
+    // without: `the_matrix_level_holds_if_the_adapter_has_it`
+    if adapter.levels.contains(&Level::Matrix) {
+        let kernels = Kernels { level: Level::Matrix, tile: RegisterTile::FourRows };
+        let devices = IndexChecks::open(kernels, &[Checks::OfTheOption], F16);
+        let Some(devices) = devices else { return };
+        holds(&devices, &case("simple", |_| {}));
+        holds(&devices, &case("all epilogues", all_epilogues));
+    }
+}
+
+/// An index of workgroup memory beyond its array.
+const IN_WORKGROUP_MEMORY: KernelEdit = KernelEdit {
+    kernel: "forward",
+    from: "let b = right[9u * j + tx];",
+    to: "let b = right[9u * j + tx + 288u];",
+};
+
+/// An index of a buffer beyond it. Where the device has `robustBufferAccess2` it reads 0, with or
+/// without `ReadZeroSkipWrite`.
+const IN_A_BUFFER: KernelEdit = KernelEdit {
+    kernel: "forward",
+    from: "q_words[row + min(c + 0u, last)]",
+    to: "q_words[row + min(c + 0u, last) + 1000000u]",
+};
+
+#[test]
+fn an_index_beyond_its_array_is_found() {
+    let Some(adapter) = adapter() else { return };
+    if !adapter.software || !is_vulkan(&adapter) {
+        eprintln!("NOT RUN: {} may read anything beyond an array", adapter.name);
+        return;
+    }
+    let case = case("beyond", |_| {});
+    let kernels = Kernels { level: Level::Plain, tile: RegisterTile::FourRows };
+    for (checks, edits) in [
+        (Checks::Clamped, &[IN_WORKGROUP_MEMORY, IN_A_BUFFER][..]),
+        (Checks::OfTheOption, &[IN_WORKGROUP_MEMORY]),
+        (Checks::ReadZeroSkipWrite, &[IN_WORKGROUP_MEMORY]),
+    ] {
+        let Some(devices) = IndexChecks::open(kernels, &[checks], F32) else { return };
+        // without a mistake
+        holds(&devices, &case);
+        for edit in edits {
+            let devices = devices.edited(*edit).expect("the same devices");
+            let answers = devices.run(&case.in_dtype(DType::F32), &Setting::ALONE, 1);
+            let error = answers.err().map(|error| error.to_string()).unwrap_or_default();
+            assert!(error.contains("other bits"), "{checks:?}, {}: {error}", edit.to);
+        }
+    }
+}
