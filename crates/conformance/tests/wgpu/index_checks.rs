@@ -222,10 +222,22 @@ fn checks_of_indices_change_no_bit_of_register_tiles_of_two_rows() {
 #[test]
 fn checks_of_indices_change_no_bit_of_score_epilogues_and_of_a_random_case() {
     let Some(adapter) = adapter() else { return };
-    let kernels = Kernels { level: Level::Plain, tile: RegisterTile::FourRows };
-    let Some(devices) = IndexChecks::open(kernels, of_the_sample(&adapter), F32) else { return };
-    holds(&devices, &case("all epilogues", all_epilogues));
-    suite::random_cases(&devices, 400..401).unwrap();
+    let case = case("all epilogues", all_epilogues);
+    let on_four_rows = |level, checks: &[Checks], dtypes: &[DType]| {
+        let devices =
+            IndexChecks::open(Kernels { level, tile: RegisterTile::FourRows }, checks, dtypes)?;
+        holds(&devices, &case);
+        Some(devices)
+    };
+    let of_the_option = &[Checks::OfTheOption];
+    if adapter.levels.contains(&Level::Subgroup) {
+        on_four_rows(Level::Subgroup, of_the_option, F32);
+    }
+    on_four_rows(Level::Plain, of_the_option, &[DType::F16, DType::Bf16]);
+    let devices = on_four_rows(Level::Plain, of_the_sample(&adapter), F32);
+    if let Some(devices) = devices {
+        suite::random_cases(&devices, 400..401).unwrap();
+    }
 }
 
 #[test]
