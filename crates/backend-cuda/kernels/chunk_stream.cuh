@@ -151,13 +151,14 @@ DEVICE_CALL void load_streamed_unaligned(u16* to, const Attention& a, u32 b, u32
 
 // Streams the right operand's chunks of all visible tiles through `depth` stages, by `threads`
 // threads. A tile of 64 rows is streamed in parts of `part_rows`, a part in chunks of
-// `chunk_panels` panels of dims.
+// `chunk_panels` panels of dims. `Iterator` is that of the tiles.
 //
 // What a copy needs is kept: a thread's addresses in both operands, and the first row of the tile.
 // A copy then costs about a dozen instructions. With a division and the addresses of both operands
 // for every chunk it cost two hundred, more than the products.
 template <u32 pass, u32 threads, u32 depth, u32 part_rows = TILE,
-          u32 chunk_panels = TILE / part_rows>
+          u32 chunk_panels = TILE / part_rows,
+          typename Iterator = typename StreamTiles<pass>::Iterator>
 struct Stream {
     // Of a chunk.
     static const u32 rows = part_rows, panels = chunk_panels, dims = panels * CHUNK,
@@ -167,8 +168,6 @@ struct Stream {
     // loaded then takes a register, nor its phase, which follows from the one that is consumed.
     static const bool one_chunk = dims >= ANNULUS_DIM;
     static_assert(pass != KEYS || one_chunk, "a stage has all dims of both operands");
-
-    typedef typename StreamTiles<pass>::Iterator Iterator;
 
     u16* stages;
     Iterator prefetch_tiles;
@@ -242,7 +241,7 @@ struct Stream {
         if (!one_chunk) phase = last ? 0 : loaded + 1;
         if (!last) return;
         first_row += rows;
-        if (first_row % TILE != 0) return;
+        if (rows < TILE && first_row % TILE != 0) return;
         const u32 head = head_of<pass>(prefetch_tiles, a);
         prefetch_tiles.next(a);
         if (!prefetch_tiles.more()) return;

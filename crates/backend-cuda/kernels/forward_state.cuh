@@ -50,6 +50,12 @@ DEVICE Sum* acc_row(const Attention& a, u32 split, u32 b, u32 h, u64 i) {
     return reinterpret_cast<Sum*>(a.acc) + row * a.value_dim;
 }
 
+// Factor e^{m − m'} of a partial result with maximum m in a merge with maximum m': 1 if they are
+// equal, also if both are infinite.
+DEVICE Sum merge_factor(Sum of_part, Sum max) {
+    return of_part == max ? Sum(1) : exponential(of_part - max);
+}
+
 // Epilogue of a row with a complete softmax.
 struct RowOutput {
     Sum divisor, lse;  // of 16-bit elements, the divisor's reciprocal

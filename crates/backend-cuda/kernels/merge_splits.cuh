@@ -27,11 +27,6 @@ DEVICE Sum warp_max(Sum mine) {
     return mine;
 }
 
-// e^{m − m'}; 1 if they are equal, also if both are infinite.
-DEVICE Sum merge_factor(Sum before, Sum max) {
-    return before == max ? Sum(1) : exponential(before - max);
-}
-
 // Grid: rows [batch, row, head]. At most THREADS ranges.
 KERNEL(merge_splits, Merge) {
     SHARED(Sum, factors, THREADS);

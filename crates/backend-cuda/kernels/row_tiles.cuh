@@ -8,7 +8,8 @@
 //   gemm_nn   acc (rows × dims) += left·right          left in registers
 //
 // An element of the right operand is loaded once for 16·row_tiles rows. panel_nt and panel_nn
-// compute the part of one panel of dims.
+// compute the part of one panel of dims. With few rows (forward_decode) all warps own the same
+// rows, and each owns other columns of the scores, which are the terms of acc that it adds.
 //
 // Source: Dao 2023 (FlashAttention-2); PTX ISA, "Matrix Fragments for mma.m16n8k16".
 #pragma once
@@ -34,10 +35,17 @@ using PanelAccumulators = float[row_tiles][CHUNK / 8][4];
 template <u32 row_tiles>
 using RowAccumulators = PanelAccumulators<row_tiles>[CHUNKS];
 
+// Of an online softmax: running maximum of a thread's rows, and sum of its own columns.
+template <u32 row_tiles>
+struct RowState {
+    float max[row_tiles][2], sum[row_tiles][2];
+};
+
 // Position of a thread.
 struct RowLane {
     u32 lane, first_row, column;
-    bool has_rows;  // of the warp: false if all of its rows lie beyond the ends
+    u32 first_column;  // of the warp, if warps divide the columns of a product: see gemm_nt
+    bool has_rows;     // of the warp: false if all of its rows lie beyond the ends
 
     METHOD u32 row_of(u32 m, u32 r) const { return first_row + 16 * m + lane / 4 + 8 * r; }
 };
@@ -49,6 +57,7 @@ DEVICE RowLane row_lane_of_thread(u32 owner) {
     at.lane = thread_index() % 32;
     at.first_row = owner * (16 * row_tiles);
     at.column = 2 * (at.lane % 4);
+    at.first_column = 0;
     at.has_rows = true;
     return at;
 }
@@ -155,8 +164,16 @@ DEVICE void panel_nt(float (&scores)[row_tiles][columns][4], const u16* left_pan
     }
 }
 
+// Returns the part of a chunk of the stream that a warp multiplies: rows lane.first_column … of a
+// panel.
+template <typename RightStream>
+DEVICE const u16* warp_panel(const u16* chunk, u32 panel, const RowLane& lane) {
+    return chunk + (panel % RightStream::panels * RightStream::rows + lane.first_column) * CHUNK;
+}
+
 // scores ← left·rightᵀ over the next chunks of the stream, of this phase. `left` has panels of
-// `rows` rows × 64 dims.
+// `rows` rows × 64 dims. Of a chunk's rows, which are the columns of the product, a warp multiplies
+// those from lane.first_column on.
 template <u32 rows, u32 phase, u32 row_tiles, u32 columns, typename RightStream>
 DEVICE void gemm_nt(float (&scores)[row_tiles][columns][4], const u16* left, RightStream& stream,
                     u32 dim, const RowLane& lane, const Attention& a) {
@@ -170,7 +187,7 @@ DEVICE void gemm_nt(float (&scores)[row_tiles][columns][4], const u16* left, Rig
         }
         if (!lane.has_rows) continue;
         panel_nt(scores, left + panel * rows * CHUNK,
-                 right_chunk + panel % RightStream::panels * (8 * columns * CHUNK), lane);
+                 warp_panel<RightStream>(right_chunk, panel, lane), lane);
     }
 }
 
@@ -245,8 +262,8 @@ DEVICE void panel_nn(PanelAccumulators<row_tiles>& acc, u32 (&left)[row_tiles][c
     }
 }
 
-// acc += left·right over the next chunks of the stream, of this phase. In a partial tile the masked
-// pairs of `left` are marked (probs.cuh).
+// acc += left·right over the next chunks of the stream, of this phase, of their rows from
+// lane.first_column on. In a partial tile the masked pairs of `left` are marked (probs.cuh).
 template <u32 phase, u32 row_tiles, u32 columns, typename RightStream>
 DEVICE void gemm_nn(RowAccumulators<row_tiles>& acc, u32 (&left)[row_tiles][columns][2],
                     RightStream& stream, u32 dim, bool is_full, const RowLane& lane,
@@ -260,8 +277,8 @@ DEVICE void gemm_nn(RowAccumulators<row_tiles>& acc, u32 (&left)[row_tiles][colu
             right_chunk = stream.template next<phase>(a, fixup);
         }
         if (!lane.has_rows) continue;
-        panel_nn(acc[panel], left,
-                 right_chunk + panel % RightStream::panels * (8 * columns * CHUNK), fixup, lane);
+        panel_nn(acc[panel], left, warp_panel<RightStream>(right_chunk, panel, lane), fixup,
+                 lane);
     }
 }
 

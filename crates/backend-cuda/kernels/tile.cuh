@@ -90,6 +90,27 @@ struct TileIterator {
     }
 };
 
+// As TileIterator, with the current run in registers, for kernels that have enough of them: the
+// next tile then costs no load.
+struct KeptTileIterator : TileIterator {
+    TileRun current;
+
+    METHOD void begin(const Attention& a, u32 b, u32 h, u32 list) {
+        TileIterator::begin(a, b, h, list);
+        current = {};
+        if (more()) current = tile_run(a, run);
+    }
+    METHOD TileEntry entry(const Attention&) const {
+        return {current.first + in_run, current.mask_index};
+    }
+    METHOD void next(const Attention& a) {
+        if (++in_run < current.count) return;
+        in_run = 0;
+        ++run;
+        if (more()) current = tile_run(a, run);
+    }
+};
+
 template <typename T>
 DEVICE u64 offset(const Tensor& tensor, u64 b, u64 row, u64 head, u64 x) {
     return tensor.at + u64(i64(b) * tensor.batch + i64(row) * tensor.row + i64(head) * tensor.head +

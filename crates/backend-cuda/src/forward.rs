@@ -101,7 +101,10 @@ fn launch(context: &PassContext, arguments: &Attention, grid: [u64; 3], order: u
         return forward_warpgroup::launch(context, warpgroup, arguments, order);
     }
     let (kernel, threads) = match kernels.matrix_for(context.spec()) {
-        Some(matrix) => (matrix.forward(arguments.block_mask.splits), MatrixKernels::THREADS),
+        Some(matrix) => {
+            let ranges = arguments.block_mask.splits;
+            (matrix.forward(forward_tiles.has_few_rows, ranges), MatrixKernels::THREADS)
+        }
         None => (&kernels.forward, THREADS),
     };
     // SAFETY: the engine has validated every tensor's shape; memory is freed only after queued

@@ -7,12 +7,16 @@ use crate::{
     gqa_packing::GqaPacking,
     kernels::Kernels,
     key_ranges::{ForwardGrid, RangeLimits, partial_sums},
+    variant::Variant,
 };
 
 /// See the [module](self).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ForwardTiles {
     pub(crate) on_warpgroups: bool,
+    /// True if all queries of the heads that may share a tile fit one of `forward_decode`, whose
+    /// warps divide the keys of a tile instead of its rows.
+    pub(crate) has_few_rows: bool,
     pub(crate) packing: GqaPacking,
     /// Queries and keys per tile.
     pub(crate) tile: [usize; 2],
@@ -29,8 +33,11 @@ impl ForwardTiles {
         let group = if shares_key_tiles(shard) { q_heads / kv_heads } else { 1 };
         let warpgroup = kernels.warpgroup_for(queries, group);
         let on_matrices = kernels.matrix_for(spec).is_some();
+        let has_few_rows =
+            warpgroup.is_none() && on_matrices && queries * group <= Variant::DECODE_ROWS;
         let [rows, keys] = match warpgroup {
             Some(warpgroup) => warpgroup.variant.tile(),
+            None if has_few_rows => kernels.variant.decode_tile(),
             None if on_matrices => kernels.variant.queries_matrix_tile(),
             None => kernels.variant.tile(),
         };
@@ -50,6 +57,7 @@ impl ForwardTiles {
         };
         Self {
             on_warpgroups: warpgroup.is_some(),
+            has_few_rows,
             packing,
             tile: [packing.queries(), keys],
             ranges: RangeLimits::of(grid),

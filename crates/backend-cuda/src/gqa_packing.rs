@@ -6,8 +6,9 @@
 //! ```
 //! With few queries (decoding) a tile of one head is mostly empty, and every head of the group
 //! reads the same keys and values again. Packed tiles are full and read them once. The order of a
-//! row's sums does not change, so the output is bitwise the same. Level `plain` does not pack: the
-//! registers for a row's query and head would prevent a second block per multiprocessor at some
+//! row's sums does not change, so the output of the same kernel is bitwise the same. (Few rows have
+//! another one: [`crate::forward_tiles::ForwardTiles::has_few_rows`].) Level `plain` does not pack:
+//! the registers for a row's query and head would prevent a second block per multiprocessor at some
 //! dims.
 //!
 //! Source: the same layout as `pack_gqa` of FlashAttention-3.

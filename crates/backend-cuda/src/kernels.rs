@@ -9,7 +9,8 @@ use crate::{
     Level,
     programs::{KernelEdit, compile},
     variant::{
-        MATRIX_KERNELS, SPLIT_KERNEL, Variant, WARPGROUP_BACKWARD_KERNELS, WARPGROUP_KERNELS,
+        DECODE_KERNEL, MATRIX_KERNELS, SPLIT_KERNEL, Variant, WARPGROUP_BACKWARD_KERNELS,
+        WARPGROUP_KERNELS,
     },
 };
 
@@ -62,6 +63,8 @@ pub(crate) struct MatrixKernels {
     forward: Kernel,
     /// Forward of several ranges of keys, if not `forward`: see [`Variant::matrix_stages`].
     forward_split: Option<Kernel>,
+    /// Forward of few rows: see [`crate::forward_tiles::ForwardTiles::has_few_rows`].
+    forward_decode: Kernel,
     pub(crate) backward_queries: Kernel,
     pub(crate) backward_keys: Kernel,
 }
@@ -184,13 +187,17 @@ impl MatrixKernels {
         Ok(Self {
             forward: forward?,
             forward_split: variant.has_split_kernel().then(|| kernel(SPLIT_KERNEL)).transpose()?,
+            forward_decode: kernel(DECODE_KERNEL)?,
             backward_queries: backward_queries?,
             backward_keys: backward_keys?,
         })
     }
 
-    /// Returns the forward kernel for tiles with `ranges` ranges of keys.
-    pub(crate) fn forward(&self, ranges: u32) -> &Kernel {
+    /// Returns the forward kernel for tiles of few rows or many, with `ranges` ranges of keys.
+    pub(crate) fn forward(&self, has_few_rows: bool, ranges: u32) -> &Kernel {
+        if has_few_rows {
+            return &self.forward_decode;
+        }
         self.forward_split.as_ref().filter(|_| ranges > 1).unwrap_or(&self.forward)
     }
 }

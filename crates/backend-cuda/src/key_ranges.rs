@@ -244,13 +244,16 @@ mod tests {
             assert!(page.contains(&line), "docs/cuda.md lacks {line}");
         }
         // all stages but the one that is consumed; a block's share of the 3.35 TB/s of an H100
-        let in_flight = (Variant::matrix_stages(128, true) - 1) * Variant::CHUNK_BYTES;
-        assert_eq!(in_flight, (Variant::matrix_stages(64, true) - 1) * Variant::CHUNK_BYTES);
-        let covered = in_flight as f64 / (3.35e6 / FILLING_BLOCKS as f64);
+        let in_flight = |dim: usize| Variant::DECODE_STAGE_BYTES - Variant::decode_chunk_bytes(dim);
+        let covered = |dim: usize| in_flight(dim) as f64 / (3.35e6 / FILLING_BLOCKS as f64);
+        assert_eq!(in_flight(128), in_flight(256));
         let text = format!(
-            "has {} KB in flight, which at its share of 3.35 TB/s (H100 data sheet) covers \
-             {covered:.2} µs",
-            in_flight / 1024
+            "has {} KB in flight, at 64 dims {} KB, which at its share of 3.35 TB/s (H100 data \
+             sheet) covers {:.2} µs and {:.2} µs",
+            in_flight(128) / 1024,
+            in_flight(64) / 1024,
+            covered(128),
+            covered(64)
         );
         let words = page.split_whitespace().collect::<Vec<_>>().join(" ");
         assert!(words.contains(&text), "docs/cuda.md lacks {text}");

@@ -23,7 +23,7 @@ const HEADERS: [Header; 8] = [
 ];
 
 /// Further headers of [`Family::General`].
-const GENERAL_HEADERS: [Header; 18] = [
+const GENERAL_HEADERS: [Header; 20] = [
     ("head_tiles.cuh", include_str!("../kernels/head_tiles.cuh")),
     ("gradient.cuh", include_str!("../kernels/gradient.cuh")),
     ("backward_pair.cuh", include_str!("../kernels/backward_pair.cuh")),
@@ -31,6 +31,8 @@ const GENERAL_HEADERS: [Header; 18] = [
     ("gqa_packing.cuh", include_str!("../kernels/gqa_packing.cuh")),
     ("chunk_stream.cuh", include_str!("../kernels/chunk_stream.cuh")),
     ("row_tiles.cuh", include_str!("../kernels/row_tiles.cuh")),
+    ("forward_probs.cuh", include_str!("../kernels/forward_probs.cuh")),
+    ("merge_warps.cuh", include_str!("../kernels/merge_warps.cuh")),
     ("forward_matrix.cuh", include_str!("../kernels/forward_matrix.cuh")),
     ("merge_splits.cuh", include_str!("../kernels/merge_splits.cuh")),
     ("backward_matrix.cuh", include_str!("../kernels/backward_matrix.cuh")),

@@ -11,6 +11,9 @@ pub(crate) const MATRIX_KERNELS: [&str; 3] =
 /// Forward kernel on tensor cores for several ranges of keys, above 64 dims.
 pub(crate) const SPLIT_KERNEL: &str = "forward_matrix_split";
 
+/// Forward kernel on tensor cores for up to [`Variant::DECODE_ROWS`] rows.
+pub(crate) const DECODE_KERNEL: &str = "forward_decode";
+
 /// Kernels on warpgroups.
 pub(crate) const WARPGROUP_KERNELS: [&str; 2] = ["forward_warpgroup", "forward_warpgroup_epilogue"];
 
@@ -176,10 +179,18 @@ impl Variant {
     }
 
     /// Rows (queries, in the forward pass perhaps pairs of query and head) and keys per tile of the
-    /// kernels on tensor cores whose left operand is queries; `FORWARD_ROWS` of
+    /// kernels on tensor cores whose left operand is queries; `ForwardShape::rows` of
     /// `kernels/forward_matrix.cuh`, `QUERIES_ROWS` of `kernels/backward_queries_matrix.cuh`.
     pub(crate) const fn queries_matrix_tile(self) -> [usize; 2] {
         [if self.dim <= 128 { 128 } else { 64 }, self.tile()[1]]
+    }
+
+    /// Rows per tile of `forward_decode`: one MMA tile.
+    pub(crate) const DECODE_ROWS: usize = 16;
+
+    /// Rows and keys per tile of `forward_decode`; `DecodeShape` of `kernels/forward_matrix.cuh`.
+    pub(crate) const fn decode_tile(self) -> [usize; 2] {
+        [Self::DECODE_ROWS, self.tile()[1]]
     }
 
     /// Keys of a block of the dK/dV kernel on tensor cores, whose tiles have
@@ -219,9 +230,18 @@ impl Variant {
         if dim <= 64 || is_range { 4 } else { 2 }
     }
 
+    /// Bytes of all stages of `forward_decode`; `DECODE_STAGES` of `kernels/forward_matrix.cuh`.
+    pub(crate) const DECODE_STAGE_BYTES: usize = 64 * 1024;
+
+    /// Bytes of keys or values that one stage of `forward_decode` holds: 64 rows of up to 128 dims.
+    #[cfg(test)]
+    pub(crate) const fn decode_chunk_bytes(dim: usize) -> usize {
+        if dim <= 64 { Self::CHUNK_BYTES } else { 2 * Self::CHUNK_BYTES }
+    }
+
     /// Bytes of dynamic shared memory per launch of one of its kernels. Forward on tensor cores:
-    /// `ForwardStorage` of `kernels/forward_matrix.cuh` (q, stages). Backward on tensor cores:
-    /// `QueriesStorage` and `KeysStorage` of `kernels/backward_queries_matrix.cuh` and
+    /// `ForwardShape::Storage` of `kernels/forward_matrix.cuh` (q, stages). Backward on tensor
+    /// cores: `QueriesStorage` and `KeysStorage` of `kernels/backward_queries_matrix.cuh` and
     /// `kernels/backward_keys_matrix.cuh` (own rows of two operands; two stages; two floats per
     /// query, for dK and dV three of a tile's, and the exchanged scores in f32). Forward on
     /// warpgroups: `SharedStorage` of `kernels/warpgroup.cuh` (q; K and V, two stages each; two
@@ -237,6 +257,7 @@ impl Variant {
                     let stages = Self::matrix_stages(dim, kernel == SPLIT_KERNEL);
                     self.queries_matrix_tile()[0] * dim * 2 + stages * Self::CHUNK_BYTES
                 }
+                DECODE_KERNEL => Self::DECODE_ROWS * dim * 2 + Self::DECODE_STAGE_BYTES,
                 "backward_queries_matrix" => {
                     let rows = self.queries_matrix_tile()[0];
                     2 * rows * dim * 2 + 2 * 64 * 64 * 2 + 2 * rows * 4
@@ -300,7 +321,8 @@ impl Variant {
             Family::General => {
                 let matrix = MATRIX_KERNELS.into_iter().filter(|_| self.has_matrix());
                 let split = self.has_split_kernel().then_some(SPLIT_KERNEL);
-                GENERAL_KERNELS.into_iter().chain(matrix).chain(split).collect()
+                let decode = self.has_matrix().then_some(DECODE_KERNEL);
+                GENERAL_KERNELS.into_iter().chain(matrix).chain(split).chain(decode).collect()
             }
         }
     }

@@ -1,5 +1,5 @@
-//! Split-KV decoding: every feature is correct against the oracle, ranges are divided as planned,
-//! and bits repeat.
+//! Decoding: every feature is correct against the oracle in the kernel of few rows and with ranges
+//! of keys, ranges are divided as planned, and bits repeat.
 
 use std::{sync::Arc, time::Duration};
 
@@ -12,8 +12,14 @@ use ndarray::s;
 
 use crate::{
     common::staged,
-    support::{emulated_on, hopper_on, next_device, on_warpgroups, plain, with_seed},
+    support::{
+        emulated_on, hopper_on, masked_rows_change_no_bit, next_device, on_warpgroups, plain,
+        with_seed,
+    },
 };
+
+/// The kernel of few rows.
+const DECODE: &str = "forward_decode";
 
 /// Dims of few queries and many tiles of keys.
 fn dims(q_len: usize, q_heads: usize, kv_heads: usize) -> Dims {
@@ -160,10 +166,13 @@ fn ranges_are_blocks_and_rows_are_merged_once() {
     let plain = |dims, dtype| new("blocks", dims, dtype, |_, _| ());
     // 9 tiles of 64 keys are 4 ranges; 2 batch rows × 2 groups of packed heads; 2 × 8 rows
     let case = plain(dims(1, 8, 2), DType::Bf16);
-    assert_eq!(blocks(&case, "forward_matrix", false), Ok([2 * 2 * 4, 2 * 8]));
+    assert_eq!(blocks(&case, DECODE, false), Ok([2 * 2 * 4, 2 * 8]));
+    // a group has 20 rows, of which partial results are divided less: 2 ranges
+    let case = plain(dims(5, 8, 2), DType::Bf16);
+    assert_eq!(blocks(&case, "forward_matrix", false), Ok([2 * 2 * 2, 2 * 5 * 8]));
     // above 64 dims ranges have a kernel of their own
-    let case = plain(Dims { head_dim: 72, ..dims(1, 8, 2) }, DType::Bf16);
-    assert_eq!(blocks(&case, "forward_matrix_split", false), Ok([2 * 2 * 4, 2 * 8]));
+    let case = plain(Dims { head_dim: 72, ..dims(5, 8, 2) }, DType::Bf16);
+    assert_eq!(blocks(&case, "forward_matrix_split", false), Ok([2 * 2 * 4, 2 * 5 * 8]));
     // 17 tiles of 32 keys are 8 ranges
     let case = plain(dims(1, 2, 1), DType::F64);
     assert_eq!(blocks(&case, "forward", false), Ok([2 * 2 * 8, 2 * 2]));
@@ -172,15 +181,100 @@ fn ranges_are_blocks_and_rows_are_merged_once() {
     assert_eq!(blocks(&case, "forward_warpgroup", true), Ok([2 * 2, 2 * 2]));
     // many blocks are not divided
     let case = plain(Dims { batch: 67, head_dim: 8, value_dim: 8, ..dims(1, 2, 2) }, DType::Bf16);
-    assert_eq!(blocks(&case, "forward_matrix", false), Ok([67 * 2, 0]));
+    assert_eq!(blocks(&case, DECODE, false), Ok([67 * 2, 0]));
+}
+
+/// Verdict on a case that the kernel of few rows must compute.
+fn few_rows(case: &Case, setting: &Setting) -> Result<(), String> {
+    let ordinal = next_device();
+    let name = "one emulated gpu for all ranks";
+    let subject = staged(name, Duration::ZERO, move || emulated_on(ordinal));
+    verdict(&subject, case, setting)?;
+    let blocks = [DECODE, "forward_matrix"].map(|kernel| emulator::blocks(ordinal, kernel));
+    if blocks[0] == 0 || blocks[1] > 0 {
+        return Err(format!("{}: blocks of {DECODE} and forward_matrix: {blocks:?}", case.name));
+    }
+    Ok(())
+}
+
+#[test]
+fn every_feature_holds_in_the_kernel_of_few_rows() {
+    type Change = fn(&mut Case);
+    let features: [(&str, Change); 9] = [
+        ("none", |_| ()),
+        ("soft cap", |case| case.spec.soft_cap = Some(2.0)),
+        ("rounded logits", |case| case.spec.logits_dtype = DType::Bf16),
+        ("negative scale", |case| case.spec.scale = -0.3),
+        ("dropout", |case| case.spec.dropout = Some(Dropout { probability: 0.4, seed: 3 })),
+        ("alibi", |case| case.spec.bias_function = Some(Arc::new(Alibi::published(6)))),
+        ("sinks", |case| case.spec.sinks = Some(SinkShape { per_head: true, count: 2 })),
+        ("bias", |case| case.spec.bias = Some([2, 6, 2, 523])),
+        ("mask", |case| {
+            let visible = |[b, _, i, j]: [usize; 4]| (j + i + 3 * b) % 7 == 0 && j % 64 != 3;
+            let mask = DenseMask::from_fn([2, 1, 2, 523], visible);
+            case.batch = Batch { attention_mask: Some(mask), ..Batch::default() };
+        }),
+    ];
+    for (number, (name, change)) in features.into_iter().enumerate() {
+        let dtype = [DType::Bf16, DType::F16][number % 2];
+        let mut case = new(name, dims(2, 6, 2), dtype, |case, _| change(case));
+        few_rows(&case, &Setting::ALONE).unwrap();
+        case = case.masked(Masks { window: Some([Some(200), Some(90)]), ..Masks::default() });
+        few_rows(&case, &Setting::ALONE).unwrap();
+    }
+}
+
+#[test]
+fn all_dims_and_rows_hold_in_the_kernel_of_few_rows() {
+    for (q_len, [q_heads, kv_heads], [head_dim, value_dim]) in [
+        (1, [1, 1], [1, 1]),
+        (16, [1, 1], [64, 64]),
+        (2, [8, 1], [65, 128]),
+        (5, [3, 1], [128, 7]),
+        (1, [16, 1], [100, 104]),
+        (3, [10, 2], [129, 200]),
+        (1, [4, 2], [256, 256]),
+        (15, [2, 2], [40, 193]),
+    ] {
+        let dims = Dims { batch: 1, head_dim, value_dim, ..dims(q_len, q_heads, kv_heads) };
+        for dtype in [DType::Bf16, DType::F16] {
+            // the number of keys ends a tile, or is within the keys of each warp
+            let kv_len = if dtype == DType::F16 { 384 + 17 * (q_len % 4) } else { dims.kv_len };
+            few_rows(&full(Dims { kv_len, ..dims }, dtype), &Setting::ALONE).unwrap();
+        }
+    }
+}
+
+#[test]
+fn the_state_of_a_pass_enters_the_kernel_of_few_rows_once() {
+    // blocks of 110 keys are not divided, so that the kernel reads and writes the state itself
+    for (dtype, [head_dim, value_dim]) in
+        [(DType::Bf16, [24, 40]), (DType::F16, [128, 120]), (DType::Bf16, [256, 33])]
+    {
+        let dims = Dims { batch: 1, kv_len: 330, head_dim, value_dim, ..dims(3, 4, 1) };
+        let bare = new("no sinks", dims, dtype, |_, _| ());
+        for case in [full(dims, dtype), bare] {
+            few_rows(&case, &Setting::new(3, Layout::Contiguous)).unwrap();
+        }
+    }
+}
+
+#[test]
+fn masked_keys_that_are_not_finite_change_no_bit_of_few_rows() {
+    for (dtype, dim) in [(DType::Bf16, 64), (DType::F16, 128), (DType::Bf16, 256)] {
+        masked_rows_change_no_bit(&plain(), dtype, [8, dim]).unwrap();
+    }
 }
 
 #[test]
 fn the_order_of_threads_changes_no_bit() {
-    let case = full(Dims { batch: 1, ..dims(2, 4, 1) }, DType::Bf16);
-    let run = |seed| with_seed(seed, || answer(&plain(), &case, &Setting::ALONE));
-    let want = run(21);
-    for seed in 22..25 {
-        run(seed).same_bits(&want).unwrap();
+    // rows of forward_decode and of forward_matrix
+    for (q_len, dtype) in [(2, DType::Bf16), (4, DType::F16), (5, DType::Bf16)] {
+        let case = full(Dims { batch: 1, ..dims(q_len, 4, 1) }, dtype);
+        let run = |seed| with_seed(seed, || answer(&plain(), &case, &Setting::ALONE));
+        let want = run(21);
+        for seed in 22..25 {
+            run(seed).same_bits(&want).unwrap();
+        }
     }
 }

@@ -130,11 +130,11 @@ fn packed_heads_launch_fewer_blocks() {
     assert_eq!(blocks(&plain(dims(5, 8, 2))), Ok(2 * 2));
     assert_eq!(blocks(&plain(dims(80, 6, 2))), Ok(2 * 2 * 2));
     // no group; no tile saved
-    assert_eq!(blocks(&plain(dims(5, 8, 8))), Ok(2 * 8));
+    assert_eq!(blocks(&plain(dims(20, 8, 8))), Ok(2 * 8));
     assert_eq!(blocks(&plain(dims(200, 4, 1))), Ok(2 * 2 * 4));
     // a per-head mask needs lists of tiles per head
-    let mut by_head = plain(dims(5, 8, 2));
-    let mask = DenseMask::from_fn([1, 8, 5, 97], |[_, h, i, j]| (i + j) % (h + 2) == 0);
+    let mut by_head = plain(dims(20, 8, 2));
+    let mask = DenseMask::from_fn([1, 8, 20, 97], |[_, h, i, j]| (i + j) % (h + 2) == 0);
     by_head.batch = Batch { attention_mask: Some(mask), ..Batch::default() };
     assert_eq!(blocks(&by_head), Ok(2 * 8));
     // a mask shared by all heads has one list

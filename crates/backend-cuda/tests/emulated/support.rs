@@ -30,18 +30,18 @@ thread_local! {
 }
 
 /// Checks that rows that are not finite and that are masked for all others change no bit, in tiles
-/// in the middle of a pass.
+/// in the middle of a pass of `q_len` queries.
 ///
 /// Tensor cores round otherwise than scalar units do. So a tile that has such rows must be
 /// multiplied by the same instructions as others.
 pub(crate) fn masked_rows_change_no_bit(
     subject: &dyn Subject,
     dtype: DType,
-    dim: usize,
+    [q_len, dim]: [usize; 2],
 ) -> std::result::Result<(), String> {
     const QUERIES: [u64; 3] = [5, 130, 299];
     const KEYS: [u64; 4] = [3, 64, 200, 385];
-    let dims = Dims { kv_len: 390, kv_heads: 1, ..Dims::new(1, 300, 2, dim) };
+    let dims = Dims { kv_len: 390, kv_heads: 1, ..Dims::new(1, q_len, 2, dim) };
     let visible = Predicate::of_pairs("other rows than those", |query, key| {
         !QUERIES.contains(&query.row) && !KEYS.contains(&key.row)
     });
@@ -59,8 +59,11 @@ pub(crate) fn masked_rows_change_no_bit(
         (&mut poisoned.v, &KEYS, f64::INFINITY),
         (&mut poisoned.dout, &QUERIES, f64::NAN),
     ] {
-        for &row in rows {
-            tensor.index_axis_mut(Axis(1), annulus_core::index(row)).fill(value);
+        for row in rows.iter().map(|&row| annulus_core::index(row)) {
+            // few queries lack the last ones
+            if row < tensor.len_of(Axis(1)) {
+                tensor.index_axis_mut(Axis(1), row).fill(value);
+            }
         }
     }
     let run = |case: &Case| {

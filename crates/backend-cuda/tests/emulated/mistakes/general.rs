@@ -3,7 +3,7 @@
 use std::{ops::Range, time::Duration};
 
 use annulus_conformance::{Case, Draw, Judge, Masks, Setting, Subject};
-use annulus_core::{DType, Dims, Spec};
+use annulus_core::{DType, Dims, Layout, Spec};
 use annulus_cuda_emulator as emulator;
 
 use super::{Check, DEADLOCK, Mistake, Of, Planted, Table, edit, mistake};
@@ -15,7 +15,10 @@ use crate::{
 
 const TILE: &str = "tile.cuh";
 const STREAM: &str = "chunk_stream.cuh";
+const ROW_TILES: &str = "row_tiles.cuh";
 const FORWARD_KERNEL: &str = "forward_matrix.cuh";
+const PROBS: &str = "forward_probs.cuh";
+const WARPS: &str = "merge_warps.cuh";
 const DQ: &str = "backward_queries_matrix.cuh";
 const DKV: &str = "backward_keys_matrix.cuh";
 const MERGE_KERNEL: &str = "merge_splits.cuh";
@@ -34,19 +37,34 @@ fn causal(dtype: DType, [head_dim, value_dim]: [usize; 2]) -> Case {
 /// More than one slice of dims, and rows that can be copied 16 bytes at a time.
 const FEW_DIMS: [usize; 2] = [40, 48];
 
-/// A case of few queries, whose keys are divided into ranges.
-fn ranges([head_dim, value_dim]: [usize; 2]) -> Case {
-    let dims =
-        Dims { batch: 1, q_len: 2, kv_len: 523, q_heads: 4, kv_heads: 1, head_dim, value_dim };
-    Case::new("range", Spec::new(dims, DType::F64), Masks::default(), &mut Draw::new(5))
+/// A case of `rows` rows (queries × heads of a KV head) and `kv_len` keys.
+fn rows(rows: usize, kv_len: usize, [head_dim, value_dim]: [usize; 2]) -> Case {
+    let q_len = rows / 4;
+    let dims = Dims { batch: 1, q_len, kv_len, q_heads: 4, kv_heads: 1, head_dim, value_dim };
+    Case::new("rows", Spec::new(dims, DType::F64), Masks::default(), &mut Draw::new(5))
         .in_dtype(DType::F16)
+}
+
+/// A case of few rows.
+fn few_rows(dims: [usize; 2]) -> Case {
+    rows(8, 523, dims)
+}
+
+/// A case whose keys are divided into ranges, of more rows.
+fn ranges(dims: [usize; 2]) -> Case {
+    rows(20, 523, dims)
 }
 
 /// Verdict on a case on one device.
 fn verdict(case: &Case, planted: Planted) -> Result<(), String> {
+    verdict_on(case, &Setting::ALONE, planted)
+}
+
+/// Verdict on a case on one device, which all ranks share.
+fn verdict_on(case: &Case, setting: &Setting, planted: Planted) -> Result<(), String> {
     let ordinal = next_device();
     let subject = staged("one emulated gpu", Duration::ZERO, move || planted_on(ordinal, planted));
-    let answers = subject.run(case, &Setting::ALONE, 1).map_err(|error| error.to_string());
+    let answers = subject.run(case, setting, 1).map_err(|error| error.to_string());
     if emulator::deadlocks(ordinal) > 0 {
         return Err(DEADLOCK.to_owned());
     }
@@ -138,6 +156,24 @@ pub(super) static FORWARD: Table = Table {
             verdict: |_, planted| verdict(&ranges([136, 200]), planted),
             seeds: ORDERS,
         },
+        Check {
+            name: "few rows, eight stages",
+            sign: of_stages,
+            verdict: |_, planted| verdict(&few_rows(FEW_DIMS), planted),
+            seeds: ORDERS,
+        },
+        Check {
+            name: "few rows, 128 dims: four stages",
+            sign: of_stages,
+            verdict: |_, planted| verdict(&few_rows([104, 120]), planted),
+            seeds: ORDERS,
+        },
+        Check {
+            name: "few rows, 256 dims: two stages of an operand",
+            sign: of_stages,
+            verdict: |_, planted| verdict(&few_rows([136, 200]), planted),
+            seeds: ORDERS,
+        },
     ],
     mistakes: &[
         mistake(
@@ -163,21 +199,22 @@ pub(super) static FORWARD: Table = Table {
             &[edit(
                 FORWARD_KERNEL,
                 "if (tiles.more())
-        load_query_rows(memory.queries, operand_of(a.q, b, first_head, a.queries, a.head_dim),
-                        first_query, a);
+        load_query_rows<Shape>(memory.queries,
+                               operand_of(a.q, b, first_head, a.queries, a.head_dim), first_query,
+                               a);
     stream.begin(a, memory.stages, tiles);",
                 "stream.begin(a, memory.stages, tiles);
                  if (tiles.more())
-                     load_query_rows(memory.queries,
-                                     operand_of(a.q, b, first_head, a.queries, a.head_dim),
-                                     first_query, a);",
+                     load_query_rows<Shape>(memory.queries,
+                                            operand_of(a.q, b, first_head, a.queries, a.head_dim),
+                                            first_query, a);",
             )],
         ),
         mistake(
             Of::FewPairs,
             "mask off by one",
             "out[",
-            &[edit(FORWARD_KERNEL, "(«line & existing»)", "(line << 1 | 1) & existing")],
+            &[edit(PROBS, "(«line & existing»)", "(line << 1 | 1) & existing")],
         ),
     ],
 };
@@ -194,8 +231,94 @@ pub(super) static PACKING: Table = Table {
         Of::Packed,
         "a head off by one",
         "out[",
-        &[edit(FORWARD_KERNEL, "forward_row(a, 0, «row»)", "row ^ (a.packed_heads > 1)")],
+        &[edit(
+            FORWARD_KERNEL,
+            "packed_row<Shape::rows>(a, 0, «row»)",
+            "row ^ (a.packed_heads > 1)",
+        )],
     )],
+};
+
+/// Of few rows, whose warps divide the keys of a tile.
+pub(super) static DECODE: Table = Table {
+    checks: &[Check {
+        name: "few rows",
+        sign: |mistake| Some(mistake.sign),
+        verdict: |of, planted| match of {
+            Of::FewPairs => {
+                let causal = Masks { causal: true, ..Masks::default() };
+                verdict(&rows(8, 70, FEW_DIMS).masked(causal), planted)
+            }
+            Of::State => {
+                verdict_on(&few_rows(FEW_DIMS), &Setting::new(4, Layout::Contiguous), planted)
+            }
+            // three tiles: the last values are in a stage that the results of the warps replace
+            _ => verdict(&rows(8, 190, [104, 120]), planted),
+        },
+        seeds: ORDERS,
+    }],
+    mistakes: &[
+        mistake(
+            Of::FewPairs,
+            "the tile mask of the first warp's keys",
+            "out[",
+            &[edit(FORWARD_KERNEL, "coord.first_key += «lane.first_column»", "0")],
+        ),
+        mistake(
+            Of::Stages,
+            "the keys of the first warp",
+            "out[",
+            &[edit(ROW_TILES, "RightStream::rows + «lane.first_column»", "0")],
+        ),
+        mistake(
+            Of::Stages,
+            "keys that two warps own",
+            "out[",
+            &[edit(
+                FORWARD_KERNEL,
+                "lane.first_column = «warp * Shape::keys»",
+                "warp * (Shape::keys / 2)",
+            )],
+        ),
+        mistake(
+            Of::Stages,
+            "a merge that does not rescale",
+            "out[",
+            &[edit(
+                WARPS,
+                "factors[other][m][r] = «merge_factor(states[other].max[m][r], state.max[m][r])»",
+                "1.0f",
+            )],
+        ),
+        mistake(
+            Of::Stages,
+            "results of a warp that replace values in use",
+            "out[",
+            &[edit(
+                WARPS,
+                "«barrier();»
+    if (warp > 0) {",
+                "",
+            )],
+        ),
+        mistake(
+            Of::Stages,
+            "results that are read before they are written",
+            "out[",
+            &[edit(
+                WARPS,
+                "«barrier();»
+    if (warp > 0) return",
+                "",
+            )],
+        ),
+        mistake(
+            Of::State,
+            "the state of the pass in every warp",
+            "out[",
+            &[edit(FORWARD_KERNEL, "starts_empty(a) || «lane.first_column > 0»", "false")],
+        ),
+    ],
 };
 
 /// Backward on tensor cores. A wrong gradient implies a correct output, which is checked first.

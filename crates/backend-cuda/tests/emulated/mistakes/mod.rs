@@ -45,6 +45,8 @@ pub(crate) enum Of {
     MostlyEmpty,
     /// Query heads that share tiles.
     Packed,
+    /// A pass over several KV blocks.
+    State,
 }
 
 /// A planted mistake.
@@ -198,6 +200,7 @@ family! { GENERAL:
     mistakes_at_level_plain_are_caught => general::PLAIN,
     mistakes_in_forward_on_tensor_cores_are_caught => general::FORWARD,
     mistakes_with_gqa_packing_are_caught => general::PACKING,
+    mistakes_with_few_rows_are_caught => general::DECODE,
     mistakes_in_backward_on_tensor_cores_are_caught => general::BACKWARD,
     mistakes_in_the_merge_are_caught => general::MERGE,
 }
