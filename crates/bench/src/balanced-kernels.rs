@@ -31,7 +31,7 @@ use annulus::{
     comm::threads::{each_rank, ring},
 };
 use annulus_core::Tick;
-use distributions::distributions;
+use distributions::{distributions, packed};
 use ndarray::Array4;
 use rustix::time::{ClockId, clock_gettime};
 use tiles::Tiles;
@@ -146,14 +146,6 @@ impl Case {
         );
         Ok(())
     }
-}
-
-fn packed(lens: &[usize]) -> Batch {
-    let ends = lens.iter().scan(0i64, |end, &len| {
-        *end += len as i64;
-        Some(*end)
-    });
-    Batch { cum_seqlens_q: Some(std::iter::once(0).chain(ends).collect()), ..Batch::default() }
 }
 
 /// The ranks of a ring.

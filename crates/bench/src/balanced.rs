@@ -19,9 +19,9 @@ mod tiles;
 
 use std::time::Instant;
 
-use annulus::{Attention, Batch, Dims, Error, Layout, Result};
+use annulus::{Attention, Dims, Error, Layout, Result};
 use annulus_core::{Choice, NeedsIndex, RingShards, RingTraffic, Side, Work};
-use distributions::distributions;
+use distributions::{distributions, packed};
 use rustix::time::{ClockId, clock_gettime};
 use tiles::Tiles;
 
@@ -59,14 +59,6 @@ fn main() -> Result<()> {
         }
     }
     Ok(())
-}
-
-fn packed(lens: &[usize]) -> Batch {
-    let ends = lens.iter().scan(0i64, |end, &len| {
-        *end += len as i64;
-        Some(*end)
-    });
-    Batch { cum_seqlens_q: Some(std::iter::once(0).chain(ends).collect()), ..Batch::default() }
 }
 
 fn cpu_seconds() -> f64 {

@@ -1,4 +1,6 @@
-//! Lengths of packed documents, drawn from four distributions.
+//! Packed documents, whose lengths are drawn from four distributions.
+
+use annulus::Batch;
 
 /// Returns the lengths of documents of `rows` rows, by distribution.
 pub(crate) fn distributions(rows: usize, seed: u64) -> [(&'static str, Vec<usize>); 4] {
@@ -16,6 +18,15 @@ pub(crate) fn distributions(rows: usize, seed: u64) -> [(&'static str, Vec<usize
         ),
         ("one long", one_long),
     ]
+}
+
+/// Returns the batch of documents of these lengths, one after another.
+pub(crate) fn packed(lens: &[usize]) -> Batch {
+    let ends = lens.iter().scan(0i64, |end, &len| {
+        *end += len as i64;
+        Some(*end)
+    });
+    Batch { cum_seqlens_q: Some(std::iter::once(0).chain(ends).collect()), ..Batch::default() }
 }
 
 /// Draws lengths until they fill `rows` rows, from uniform numbers in 0..1.

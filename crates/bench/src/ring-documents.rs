@@ -17,7 +17,7 @@
 mod distributions;
 
 use annulus::{
-    Attention, Backward, Batch, Cpu, Dims, Error, Forward, Plan, Result, Tensors,
+    Attention, Backward, Cpu, Dims, Error, Forward, Plan, Result, Tensors,
     comm::threads::{each_rank, ring},
 };
 use annulus_core::index;
@@ -111,14 +111,7 @@ impl Case {
 
     /// Makes one plan on all ranks.
     fn packed(&self, inputs: &[Array4<f32>; 4], lens: &[usize]) -> Result<Vec<Passes>> {
-        let ends = lens.iter().scan(0i64, |end, &len| {
-            *end += len as i64;
-            Some(*end)
-        });
-        let batch = Batch {
-            cum_seqlens_q: Some(std::iter::once(0).chain(ends).collect()),
-            ..Batch::default()
-        };
+        let batch = distributions::packed(lens);
         let dims = self.dims(self.rows);
         let attention = Attention::new().causal(true).balanced(dims, &batch, self.ranks)?;
         each_rank(ring(self.ranks), |_, transport| {

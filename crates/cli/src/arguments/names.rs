@@ -112,7 +112,7 @@ pub(crate) fn of_paths(failure: Failure, flags: &[(&str, &Path)]) -> Failure {
     Failure::Library(Error::Io { path: words.join(" "), what })
 }
 
-/// Checks that no two flags name the same regular file, of which one write would replace the other.
+/// Checks that no two flags name the same regular file: an output would replace the other file.
 ///
 /// # Errors
 /// [`Failure::Usage`] naming both flags.
