@@ -4,7 +4,7 @@ use wgpu::AdapterInfo;
 
 use crate::{
     Gpu, Level, RegisterTile,
-    choice::{AdapterKind, PROOFS, choose, register_tile},
+    choice::{AdapterKind, PROOFS, choose},
     level::Matrices,
 };
 
@@ -97,7 +97,7 @@ impl Gpu {
             let subgroups = subgroup_sizes(&info);
             let levels = Level::of_device(adapter.features(), subgroups.0, matrices(&adapter));
             let proof = choose(PROOFS, &AdapterKind::of(&info), &levels);
-            let register_tile = register_tile(&info);
+            let register_tile = RegisterTile::of_adapter(&info);
             Adapter {
                 number,
                 name: info.name,

@@ -1,5 +1,5 @@
 //! Default level of a device: above [`Level::Plain`] only if a record shows that the level is
-//! faster. Default register tile: by the number of registers.
+//! faster. Default register tile: by the number of registers that the compiler uses.
 //!
 //! To add an entry to [`PROOFS`], run `benches/wgpu-levels.sh` on such an adapter and keep its
 //! output in `benches/record/`. Every `speedup` over the level below must exceed 1, for every pass
@@ -40,18 +40,27 @@ impl<'a> AdapterKind<'a> {
 /// Vendor number of Intel.
 const INTEL: u32 = 0x8086;
 
-/// Selects the register tile for an adapter.
-///
-/// An invocation on Intel's GPUs has 128 registers at the narrowest subgroups, of 8 invocations or,
-/// from Xe2 on, 16: half of what those of AMD and NVIDIA have. There the kernels of four rows spill
-/// registers to memory, by Mesa's compiler, and those of two rows, or of one in their place, do not
-/// (benches/record/2026-11-26-wgpu-anv-no-spills.md). Metal reports no vendor.
-pub(crate) fn register_tile(info: &AdapterInfo) -> RegisterTile {
-    let is_intel = match info.backend {
-        Backend::Metal => info.name.starts_with("Intel"),
-        _ => info.vendor == INTEL,
-    };
-    if is_intel { RegisterTile::TwoRows } else { RegisterTile::FourRows }
+impl RegisterTile {
+    /// Selects the register tile for an adapter: 2 × 4 if its compiler has 128 registers for an
+    /// invocation, half of the usual, because kernels of 4 × 4 would spill registers to memory.
+    ///
+    /// * On Intel's GPUs the narrowest subgroups, of 8 invocations or, from Xe2 on, 16, have 128
+    ///   registers each. Kernels of two rows, or of one in their place, do not spill there, by Mesa's
+    ///   compiler (benches/record/2026-11-26-wgpu-anv-no-spills.md). Metal reports no vendor.
+    /// * RADV of Mesa 22.3 does not encode 16-bit operands in the upper half of the 256 registers of
+    ///   RDNA3 and therefore uses the lower half only: `vgpr_limit` of `init_program` in its
+    ///   `aco_ir.cpp`. Mesa 23.0 uses all (benches/record/2026-11-26-wgpu-radv-22.3.md).
+    pub fn of_adapter(info: &AdapterInfo) -> Self {
+        let is_intel = match info.backend {
+            Backend::Metal => info.name.starts_with("Intel"),
+            _ => info.vendor == INTEL,
+        };
+        // Mesa 22.3 names RDNA3 by its numbers, GFX1100 to GFX1103
+        let is_half_of_rdna3 = info.driver == "radv"
+            && info.driver_info.starts_with("Mesa 22.3.")
+            && info.name.contains("RADV GFX11");
+        if is_intel || is_half_of_rdna3 { Self::TwoRows } else { Self::FourRows }
+    }
 }
 
 /// A level shown to be faster by a record.
@@ -106,15 +115,18 @@ mod tests {
     }
 
     #[test]
-    fn gpus_of_128_registers_have_register_tiles_of_two_rows() {
+    fn compilers_with_128_registers_have_register_tiles_of_two_rows() {
         // as the drivers report themselves
-        let chosen = |backend, vendor, name: &str| {
-            register_tile(&AdapterInfo {
+        let chosen = |backend, vendor, name: &str, [driver, driver_info]: [&str; 2]| {
+            RegisterTile::of_adapter(&AdapterInfo {
                 name: name.to_owned(),
                 vendor,
+                driver: driver.to_owned(),
+                driver_info: driver_info.to_owned(),
                 ..AdapterInfo::new(wgpu::DeviceType::DiscreteGpu, backend)
             })
         };
+        let anv = ["Intel open-source Mesa driver", "Mesa 25.0.7-2+deb13u1"];
         for (backend, vendor, name, wanted) in [
             (Backend::Vulkan, 0x8086, "Intel(R) Arc(tm) A770 Graphics (DG2)", "2x4"),
             (Backend::Vulkan, 0x8086, "Intel(R) Iris(R) Xe Graphics (TGL GT2)", "2x4"),
@@ -122,12 +134,22 @@ mod tests {
             (Backend::Metal, 0, "Intel(R) UHD Graphics 630", "2x4"),
             (Backend::Metal, 0, "Apple M3 Max", "4x4"),
             (Backend::Metal, 0, "AMD Radeon Pro 5500M", "4x4"),
-            (Backend::Vulkan, 0x1002, "AMD Radeon RX 7900 XTX (RADV NAVI31)", "4x4"),
             (Backend::Vulkan, 0x10de, "NVIDIA GeForce RTX 4090", "4x4"),
             // lavapipe on a processor of Intel's
             (Backend::Vulkan, 0x10005, "llvmpipe (LLVM 15.0.6, 256 bits)", "4x4"),
         ] {
-            assert_eq!(chosen(backend, vendor, name).name(), wanted, "{backend:?} {name}");
+            assert_eq!(chosen(backend, vendor, name, anv).name(), wanted, "{backend:?} {name}");
+        }
+        for (name, driver, wanted) in [
+            ("AMD Radeon RX 7900 XTX (RADV GFX1100)", ["radv", "Mesa 22.3.6"], "2x4"),
+            ("AMD Radeon RX 7600 (RADV GFX1102)", ["radv", "Mesa 22.3.0"], "2x4"),
+            ("AMD Radeon RX 6800 (RADV NAVI21)", ["radv", "Mesa 22.3.6"], "4x4"),
+            ("AMD Radeon RX 7900 XTX (RADV GFX1100)", ["radv", "Mesa 23.0.0"], "4x4"),
+            ("AMD Radeon RX 7900 XTX (RADV NAVI31)", ["radv", "Mesa 25.0.7-2+deb13u1"], "4x4"),
+            ("AMD Radeon RX 7900 XTX", ["AMD open-source driver", "2022.Q4.4 (LLPC)"], "4x4"),
+        ] {
+            let chosen = chosen(Backend::Vulkan, 0x1002, name, driver).name();
+            assert_eq!(chosen, wanted, "{name} {driver:?}");
         }
     }
 

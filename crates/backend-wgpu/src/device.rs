@@ -17,7 +17,7 @@ use wgpu::{BufferUsages, Features, PollType};
 use crate::{
     Level, RegisterTile,
     adapter::{NO_ADAPTER, adapters, matrices, subgroup_sizes},
-    choice::{AdapterKind, PROOFS, choose, register_tile},
+    choice::{AdapterKind, PROOFS, choose},
     errors::{device_error, with_error_scopes},
     kernels::Variant,
     level::Matrices,
@@ -326,7 +326,7 @@ impl Gpu {
         if !available.contains(&level) {
             return Err(Error::unsupported(format!("wgpu level {}", level.name()), info.name));
         }
-        let register_tile = shared.register_tile.unwrap_or_else(|| register_tile(&info));
+        let register_tile = shared.register_tile.unwrap_or_else(|| RegisterTile::of_adapter(&info));
         check_limits(&limits, register_tile, &info.name)?;
         let reason_slot = lost.clone();
         device.set_device_lost_callback(move |reason, what| {

@@ -4,9 +4,10 @@
 //!
 //! ```text
 //! wgpu-compile [--spirv FOLDER | --full-tiles | --usual] [--register-tile 4x4|2x4|1x4]
-//!              [--only WORDS] [f32|f16|bf16]...     default: register tiles of 4 × 4, all types
+//!              [--only WORDS] [f32|f16|bf16]...
 //! ```
-//! With `--full-tiles` it compiles what the kernels execute on full tiles, with `--usual` the
+//! Default: all types; the register tile that the backend chooses for the adapter, or 4 × 4 with
+//! `--spirv`. With `--full-tiles` it compiles what the kernels execute on full tiles, with `--usual` the
 //! simplest and the most general kernels, for compilers that take seconds, with `--only` those
 //! whose name contains the words. With `--spirv` it writes each kernel as a SPIR-V module, and
 //! needs no driver. wgpu itself submits work when it opens a device, so this uses wgpu-hal.
@@ -47,10 +48,14 @@ fn failed(what: impl std::fmt::Display) -> Error {
 
 /// The device of the first adapter.
 struct Opened {
-    /// Name of the adapter and version of its driver.
+    /// Name of the adapter.
     name: String,
+    /// Version of its driver.
+    driver: String,
     /// Highest level of the kernels that the adapter can run.
     level: Level,
+    /// Register tile that the backend chooses for the adapter.
+    register_tile: RegisterTile,
     device: hal::OpenDevice<Api>,
 }
 
@@ -72,7 +77,6 @@ fn open() -> Result<Opened> {
     let hints = wgpu::MemoryHints::default();
     // SAFETY: features and limits are those of the adapter.
     let opened = unsafe { adapter.adapter.open(features, &adapter.capabilities.limits, &hints) };
-    let name = format!("{}: {}", adapter.info.name, adapter.info.driver_info);
     let mut offered = adapter.capabilities.cooperative_matrix_properties.iter();
     let level = if features == OPTIONAL && offered.any(is_of_kernels) {
         Level::Matrix
@@ -81,7 +85,13 @@ fn open() -> Result<Opened> {
     } else {
         Level::Plain
     };
-    Ok(Opened { name, level, device: opened.map_err(failed)? })
+    Ok(Opened {
+        level,
+        register_tile: RegisterTile::of_adapter(&adapter.info),
+        device: opened.map_err(failed)?,
+        name: adapter.info.name.clone(),
+        driver: adapter.info.driver_info.clone(),
+    })
 }
 
 /// True for the matrices of [`KernelText::of_passes`].
@@ -209,13 +219,13 @@ impl Arguments {
         Ok(arguments)
     }
 
-    /// Generates the kernels.
-    fn kernels(&self) -> impl Iterator<Item = KernelText> {
+    /// Generates the kernels; with this register tile unless the arguments name one.
+    fn kernels(&self, default_tile: RegisterTile) -> impl Iterator<Item = KernelText> {
         let wanted =
             |dtype: &DType| self.types.is_empty() || self.types.contains(&dtype.to_string());
         let dtypes = [DType::F32, DType::F16, DType::Bf16].into_iter().filter(wanted);
         let kernels = dtypes.flat_map(|dtype| DIMS.map(|dim| (dtype, dim)));
-        let register_tile = self.register_tile.unwrap_or(RegisterTile::FourRows);
+        let register_tile = self.register_tile.unwrap_or(default_tile);
         let kernels = kernels.flat_map(move |(dtype, dim)| {
             let all = KernelText::of_passes(dtype, dim, register_tile).into_iter();
             all.map(move |kernel| if self.full_tiles { kernel.of_full_tiles(dim) } else { kernel })
@@ -229,15 +239,17 @@ impl Arguments {
 
 fn run() -> Result<()> {
     let arguments = Arguments::parse()?;
-    let mut kernels = arguments.kernels();
     if let Some(folder) = &arguments.spirv {
+        let mut kernels = arguments.kernels(RegisterTile::FourRows);
         return kernels.try_for_each(|of| write_module(Path::new(folder), &of));
     }
     // never dropped: wgpu-hal panics if a layout is left, and the process ends
     let opened = ManuallyDrop::new(open()?);
     // to the same stream as the driver's statistics, so that they are in order
-    eprintln!("ADAPTER {}", opened.name);
-    for kernel in kernels.filter(|kernel| kernel.level <= opened.level) {
+    let default_tile = opened.register_tile;
+    let tile = arguments.register_tile.unwrap_or(default_tile).name();
+    eprintln!("ADAPTER {}, register tile {tile}: {}", opened.name, opened.driver);
+    for kernel in arguments.kernels(default_tile).filter(|kernel| kernel.level <= opened.level) {
         eprintln!("KERNEL {}", kernel.name);
         compile(&opened.device.device, &kernel)?;
     }
