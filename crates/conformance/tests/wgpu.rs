@@ -31,6 +31,8 @@ mod memory;
 mod overlap;
 #[path = "wgpu/planted.rs"]
 mod planted;
+#[path = "wgpu/real_size.rs"]
+mod real_size;
 #[path = "wgpu/register_tiles.rs"]
 mod register_tiles;
 #[path = "wgpu/several.rs"]
@@ -86,6 +88,23 @@ fn adapter() -> Option<Adapter> {
         return None;
     }
     Some(all.into_iter().nth(number()).expect("an adapter with this number"))
+}
+
+/// Returns a command that starts this program again, with the dynamic linker that started it if it
+/// is not the system's (`scripts/with-lavapipe`): that linker is the executable of the process, and
+/// its own arguments precede the name of this program in the command line.
+#[cfg(target_os = "linux")]
+fn this_program() -> std::process::Command {
+    use std::{ffi::OsStr, os::unix::ffi::OsStrExt};
+    let line = std::fs::read("/proc/self/cmdline").expect("the command line");
+    let words: Vec<&OsStr> = line.split(|&byte| byte == 0).map(OsStr::from_bytes).collect();
+    let name = std::env::args_os().next().expect("the name of this program");
+    let number = words.iter().position(|&word| word == name).expect("its name in the command line");
+    let mut command = std::process::Command::new(std::env::current_exe().expect("its executable"));
+    if number > 0 {
+        command.args(&words[1..=number]);
+    }
+    command
 }
 
 /// Opens the adapter; `None` if there is none.

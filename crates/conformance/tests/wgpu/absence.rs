@@ -1,15 +1,16 @@
 //! A machine without a driver: drivers are hidden from the loader.
 #![cfg(target_os = "linux")]
 
-use std::process::{Command, Output};
+use std::process::Output;
 
 use annulus::Error;
 use annulus_wgpu::{Gpu, Options};
 
+use super::this_program;
+
 /// Runs one test of this program in a process that finds no driver.
 fn without_drivers(test: &str, required: &str) -> Output {
-    let program = std::env::current_exe().expect("this program");
-    let mut command = Command::new(program);
+    let mut command = this_program();
     command
         .args(["--exact", test, "--nocapture"])
         .env("ANNULUS_REQUIRE", required)

@@ -219,6 +219,21 @@ fn checks_of_indices_change_no_bit_of_register_tiles_of_two_rows() {
     sample_holds(RegisterTile::TwoRows, F32);
 }
 
+/// Clamped indices of workgroup memory only: with `ReadZeroSkipWrite` a software driver compiles
+/// these kernels for more than a minute.
+#[test]
+fn checks_of_indices_change_no_bit_of_two_rows_of_two_bytes() {
+    let Some(_) = adapter() else { return };
+    let kernels = Kernels { level: Level::Plain, tile: RegisterTile::TwoRows };
+    let case = case("simple", |_| {});
+    for dtype in [DType::F16, DType::Bf16] {
+        let devices = IndexChecks::open(kernels, &[Checks::OfTheOption], &[dtype]);
+        let Some(devices) = devices else { return };
+        holds(&devices, &case);
+        suite::random_cases(&devices, 401..402).unwrap();
+    }
+}
+
 #[test]
 fn checks_of_indices_change_no_bit_of_score_epilogues_and_of_a_random_case() {
     let Some(adapter) = adapter() else { return };
@@ -276,20 +291,26 @@ fn an_index_beyond_its_array_is_found() {
         return;
     }
     let case = case("beyond", |_| {});
-    let kernels = Kernels { level: Level::Plain, tile: RegisterTile::FourRows };
-    for (checks, edits) in [
-        (Checks::Clamped, &[IN_WORKGROUP_MEMORY, IN_A_BUFFER][..]),
-        (Checks::OfTheOption, &[IN_WORKGROUP_MEMORY]),
-        (Checks::ReadZeroSkipWrite, &[IN_WORKGROUP_MEMORY]),
+    let (four, two) = (RegisterTile::FourRows, RegisterTile::TwoRows);
+    for (tile, dtype, checks, edits) in [
+        (four, DType::F32, Checks::Clamped, &[IN_WORKGROUP_MEMORY, IN_A_BUFFER][..]),
+        (four, DType::F32, Checks::OfTheOption, &[IN_WORKGROUP_MEMORY]),
+        (four, DType::F32, Checks::ReadZeroSkipWrite, &[IN_WORKGROUP_MEMORY]),
+        (two, DType::F16, Checks::OfTheOption, &[IN_WORKGROUP_MEMORY]),
     ] {
-        let Some(devices) = IndexChecks::open(kernels, &[checks], F32) else { return };
+        let kernels = Kernels { level: Level::Plain, tile };
+        let Some(devices) = IndexChecks::open(kernels, &[checks], &[dtype]) else { return };
         // without a mistake
         holds(&devices, &case);
         for edit in edits {
             let devices = devices.edited(*edit).expect("the same devices");
-            let answers = devices.run(&case.in_dtype(DType::F32), &Setting::ALONE, 1);
+            let answers = devices.run(&case.in_dtype(dtype), &Setting::ALONE, 1);
             let error = answers.err().map(|error| error.to_string()).unwrap_or_default();
-            assert!(error.contains("other bits"), "{checks:?}, {}: {error}", edit.to);
+            assert!(
+                error.contains("other bits"),
+                "{tile:?} {dtype} {checks:?} {}: {error}",
+                edit.to
+            );
         }
     }
 }

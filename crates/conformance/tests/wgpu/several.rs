@@ -20,7 +20,7 @@ fn ranks_on_two_devices_hold() {
 
 #[cfg(target_os = "linux")]
 mod adapters {
-    use std::{path::Path, process::Command};
+    use std::path::{Path, PathBuf};
 
     use annulus::{
         AnyBackend, Attention, BackendName, Dims, Plan, Tensors,
@@ -30,7 +30,7 @@ mod adapters {
     use annulus_wgpu::Gpu;
     use ndarray::Array4;
 
-    use super::super::adapter;
+    use super::super::{adapter, this_program};
 
     /// Set for the process that has two equal adapters.
     const CHILD: &str = "ANNULUS_TEST_OF_ADAPTERS";
@@ -86,14 +86,22 @@ mod adapters {
         println!("ADAPTERS: {ranks} ranks");
     }
 
-    /// Returns the paths of two manifests of the system's lavapipe, whose paths to the driver
-    /// differ, so that the loader loads it twice; `None` if it is not there.
-    fn twice(folder: &Path) -> Option<String> {
+    /// Returns the manifest of lavapipe: that of the environment, or else of the system.
+    fn lavapipe() -> Option<PathBuf> {
+        let is_of_lavapipe = |path: &PathBuf| {
+            path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("lvp"))
+        };
+        if let Some(paths) = std::env::var_os("VK_DRIVER_FILES") {
+            return std::env::split_paths(&paths).find(is_of_lavapipe);
+        }
         let manifests = std::fs::read_dir("/usr/share/vulkan/icd.d").ok()?;
-        let lavapipe = manifests.filter_map(Result::ok).map(|entry| entry.path()).find(|path| {
-            path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("lvp_icd"))
-        })?;
-        let text = std::fs::read_to_string(lavapipe).ok()?;
+        manifests.filter_map(Result::ok).map(|entry| entry.path()).find(is_of_lavapipe)
+    }
+
+    /// Returns the paths of two manifests of lavapipe, whose paths to the driver differ, so that
+    /// the loader loads it twice; `None` if it is not there.
+    fn twice(folder: &Path) -> Option<String> {
+        let text = std::fs::read_to_string(lavapipe()?).ok()?;
         let (before, path) = text.split_once("\"library_path\": \"")?;
         let (path, after) = path.split_once('"')?;
         let (library, name) = path.rsplit_once('/')?;
@@ -127,10 +135,10 @@ mod adapters {
         }
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("adapters");
         let Some(manifests) = twice(&folder) else {
-            eprintln!("NOT RUN: no lavapipe in /usr/share/vulkan/icd.d");
+            eprintln!("NOT RUN: no lavapipe in VK_DRIVER_FILES or /usr/share/vulkan/icd.d");
             return;
         };
-        let mut child = Command::new(std::env::current_exe().expect("this program"));
+        let mut child = this_program();
         let name = "several::adapters::ranks_use_equal_adapters_in_turn";
         let child = child.args(["--exact", name, "--nocapture"]).env(CHILD, "1");
         // older Vulkan loaders read only the second variable
