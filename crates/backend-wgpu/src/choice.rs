@@ -44,12 +44,13 @@ impl RegisterTile {
     /// Selects the register tile for an adapter: 2 × 4 if its compiler has 128 registers for an
     /// invocation, half of the usual, because kernels of 4 × 4 would spill registers to memory.
     ///
-    /// * On Intel's GPUs the narrowest subgroups, of 8 invocations or, from Xe2 on, 16, have 128
-    ///   registers each. Kernels of two rows, or of one in their place, do not spill there, by Mesa's
-    ///   compiler (benches/record/2026-11-26-wgpu-anv-no-spills.md). Metal reports no vendor.
-    /// * RADV of Mesa 22.3 does not encode 16-bit operands in the upper half of the 256 registers of
-    ///   RDNA3 and therefore uses the lower half only: `vgpr_limit` of `init_program` in its
-    ///   `aco_ir.cpp`. Mesa 23.0 uses all (benches/record/2026-11-26-wgpu-radv-22.3.md).
+    /// * On Intel's GPUs an invocation of the narrowest subgroups, of 8 invocations or, from Xe2 on,
+    ///   16, has 128 registers. Kernels of two rows, or of one in their place, do not spill there,
+    ///   by Mesa's compiler (benches/record/2026-11-26-wgpu-anv-no-spills.md). Metal reports no
+    ///   vendor.
+    /// * RADV of Mesa 22.3 cannot encode 16-bit operands in the upper half of the 256 registers of
+    ///   RDNA3 and uses the lower half only: `vgpr_limit` of `init_program` in its `aco_ir.cpp`.
+    ///   Mesa 23.0 uses all (benches/record/2026-11-26-wgpu-radv-22.3.md).
     pub fn of_adapter(info: &AdapterInfo) -> Self {
         let is_intel = match info.backend {
             Backend::Metal => info.name.starts_with("Intel"),

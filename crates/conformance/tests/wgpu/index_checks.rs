@@ -230,7 +230,9 @@ fn checks_of_indices_change_no_bit_of_two_rows_of_two_bytes() {
         let devices = IndexChecks::open(kernels, &[Checks::OfTheOption], &[dtype]);
         let Some(devices) = devices else { return };
         holds(&devices, &case);
-        suite::random_cases(&devices, 401..402).unwrap();
+        if dtype == DType::F16 {
+            suite::random_cases(&devices, 401..402).unwrap();
+        }
     }
 }
 

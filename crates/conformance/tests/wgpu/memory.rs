@@ -53,7 +53,7 @@ fn exhaust() {
             Err(error) => break error,
         }
         if tensors.len() as u64 * (64 << 20) > 2 * ROOM {
-            // lavapipe of Mesa 26 fills the address space and returns no error for what it cannot map
+            // lavapipe of Mesa 26 fills the address space, and ignores that it can map no more
             let is_full = address_space() + (128 << 20) > before + ROOM;
             assert!(is_full, "no limit was reached");
             println!("NOT RUN: this driver does not report that its memory is exhausted");
