@@ -106,16 +106,17 @@ impl<'a> Frame<'a> {
         }
     }
 
-    /// Calls `check` with the element of an array of [`ARRAYS`] that each invocation accesses, for
-    /// every access in this function and those that it calls.
-    fn each_access(&self, check: &mut impl FnMut(&str, Lanes)) {
+    /// Calls `check` with the number of an array of [`ARRAYS`], and the element that each invocation
+    /// accesses, for every access in this function and those that it calls.
+    fn each_access(&self, check: &mut impl FnMut(usize, Lanes)) {
         for (handle, expression) in self.function.expressions.iter() {
             let Expression::Access { base, index } = *expression else { continue };
             let Expression::GlobalVariable(global) = *self.expression(base) else { continue };
             let name = self.module.global_variables[global].name.as_deref().unwrap_or_default();
-            if ARRAYS.contains(&name) && !self.matrices.contains(&handle) {
+            let array = ARRAYS.iter().position(|&(array, _)| array == name);
+            if let Some(array) = array.filter(|_| !self.matrices.contains(&handle)) {
                 let index = self.value(index, None);
-                check(name, index.unwrap_or_else(|| panic!("{name}: an index of unknown value")));
+                check(array, index.unwrap_or_else(|| panic!("{name}: an index of unknown value")));
             }
         }
         for &(function, arguments) in &self.calls {
@@ -141,8 +142,9 @@ fn calculate(op: BinaryOperator, left: u32, right: u32) -> Option<u32> {
     })
 }
 
-/// Arrays of rows in workgroup memory: vectors of 4 f32, then f16, then f32.
-const ARRAYS: [&str; 5] = ["tile", "right", "left_half", "right_half", "products"];
+/// Arrays of rows in workgroup memory, and the bytes of their elements: vectors of 4 f32 or f16.
+const ARRAYS: [(&str, usize); 5] =
+    [("tile", 16), ("right", 16), ("left_half", 8), ("right_half", 8), ("products", 16)];
 
 /// Number of 128-byte accesses that an access of a workgroup takes, by the worst 128 / `bytes`
 /// neighbours. `units` are indices of vectors of `bytes` bytes.
@@ -154,26 +156,6 @@ fn passes(units: &[u32], bytes: usize) -> usize {
         (0..slots).map(of_slot).max().unwrap_or(0)
     };
     units.chunks(slots).map(of_slots).max().unwrap_or(0)
-}
-
-/// Returns the passes of an access to `array`, whose elements have these indices, and those that it
-/// may take.
-fn passes_of_access(array: &str, at: &[u32]) -> [usize; 2] {
-    let units = |elements: u32| -> Vec<u32> { at.iter().map(|at| at / elements).collect() };
-    match array {
-        "tile" | "right" => [passes(at, 16), 1],
-        // four neighbours are loaded by one instruction
-        "products" => [passes(&units(4), 16), 1],
-        // V by columns: neighbouring rows share a word. Rows of f16 begin at multiples of 16
-        // bytes, so every fourth one begins in bank 0 or 16.
-        "right_half" if at[1].abs_diff(at[0]) > 4 => [passes(&units(2), 4), 4],
-        // four elements of a row are stored by one instruction, two rows by sixteen invocations: of
-        // the 40 elements from row to row, 8 overlap the banks of the row before
-        "left_half" | "right_half" if at[8].abs_diff(at[0]) as usize == matrices::HALF_STEP => {
-            [passes(&units(4), 8), 2]
-        }
-        _ => [passes(&units(4), 8), 1],
-    }
 }
 
 #[test]
@@ -190,8 +172,8 @@ fn conflicts_are_counted() {
 /// banks, at multiples of 16 bytes.
 #[test]
 fn rows_of_matrices_begin_in_different_banks() {
-    for (elements, bytes) in [(matrices::HALF_STEP, 2), (matrices::PRODUCT_STEP, 4)] {
-        let step = elements * bytes;
+    for (vectors, bytes) in [(matrices::HALF_STEP, 8), (matrices::PRODUCT_STEP, 16)] {
+        let step = vectors * bytes;
         assert_eq!(step % 16, 0);
         let rows: Vec<u32> = (0..8).map(|row| (row * step / 16) as u32).collect();
         assert_eq!(passes(&rows, 16), 1, "{rows:?}");
@@ -244,11 +226,10 @@ fn neighbouring_invocations_access_different_banks() {
                 });
                 let frame =
                     Frame::new(&module, function, invocations as usize, arguments.collect());
-                frame.each_access(&mut |name, at| {
-                    let number = ARRAYS.iter().position(|array| *array == name);
-                    counts[number.expect("one of them")] += 1;
-                    let [got, want] = passes_of_access(name, &at);
-                    assert_eq!(got, want, "{variant:?}, {name}: {at:?}");
+                frame.each_access(&mut |array, at| {
+                    let (name, bytes) = ARRAYS[array];
+                    counts[array] += 1;
+                    assert_eq!(passes(&at, bytes), 1, "{variant:?}, {name}: {at:?}");
                 });
             }
         }

@@ -27,15 +27,21 @@ pub(crate) const ENABLED: &str = "enable f16;\nenable wgpu_cooperative_matrix;\n
 /// 65,504, so there is no overflow.
 const PROB_SCALE: f32 = 1024.0;
 
-/// Distance of rows of f16 elements in workgroup memory: 8 more than their 32, so that eight rows
-/// lie in different banks and begin at multiples of 16 bytes.
-pub(super) const HALF_STEP: usize = 40;
+/// Distance of rows of f16 elements in workgroup memory, in vectors of 4: two more than the 8 of a
+/// row, so that eight rows lie in different banks and begin at multiples of 16 bytes.
+pub(super) const HALF_STEP: usize = 10;
 
-/// Distance of rows of `products`: as [`ROW_STEP`] vectors of 4.
-pub(super) const PRODUCT_STEP: usize = 4 * ROW_STEP;
+/// Distance of rows of `products`, in vectors of 4.
+pub(super) const PRODUCT_STEP: usize = ROW_STEP;
+
+/// Row of a tile, of the first eight, that an invocation loads for the first products. Sixteen
+/// neighbours store rows r and r + 4, which lie in different banks; r and r + 1 would share some.
+pub(super) const LOADED_ROW: &str = "((lane >> 4u) | ((lane & 8u) >> 1u))";
 
 /// Workgroup memory and functions that read it. `left_half`: `[row][element]`, then P or dX;
-/// `right_half`: `[column][element]`, then `[element][vector]`.
+/// `right_half`: `[column][element]`, then `[element][vector]`. All are arrays of vectors of 4,
+/// because compilers need not join accesses to neighbouring elements: an H100 ran kernels with
+/// arrays of scalars at half the speed (benches/record/2026-11-26-h100.md).
 ///
 /// # Alignment
 /// Vulkan requires that matrices are loaded and stored at multiples of 16 bytes, and WGSL cannot
@@ -49,24 +55,20 @@ pub(super) fn declarations(matrices: Matrices) -> String {
         "const PROB_SCALE: f32 = {PROB_SCALE:?};
 const NON_FINITE: u32 = 0x7f800000u;
 
-var<workgroup> left_half: array<f16, {halves}>;
-var<workgroup> right_half: array<f16, {halves}>;
-var<workgroup> products: array<f32, {products}>;
+var<workgroup> left_half: array<vec4<f16>, {halves}>;
+var<workgroup> right_half: array<vec4<f16>, {halves}>;
+var<workgroup> products: array<vec4<f32>, {products}>;
 {rounds}var<workgroup> non_finite: array<atomic<u32>, 4>;
-
-// Four products of a row, from element `at` on.
-fn products_of(at: u32) -> vec4<f32> {{
-    return vec4<f32>(products[at], products[at + 1u], products[at + 2u], products[at + 3u]);
-}}
 
 // Factors of vector `j` in four rows.
 fn factors_of(row: u32, j: u32) -> vec4<f32> {{
-    let at = {HALF_STEP}u * row + j;
+    let at = {HALF_STEP}u * row + (j >> 2u);
+    let n = j & 3u;
     return vec4<f32>(vec4<f16>(
-        left_half[at],
-        left_half[at + {HALF_STEP}u],
-        left_half[at + {two}u],
-        left_half[at + {three}u]));
+        left_half[at][n],
+        left_half[at + {HALF_STEP}u][n],
+        left_half[at + {two}u][n],
+        left_half[at + {three}u][n]));
 }}
 
 // Exponent bits, by which numbers that are not finite exceed all others.
@@ -92,16 +94,6 @@ fn half_tangents(x: vec4<f32>) -> vec4<f32> {{
         two = 2 * HALF_STEP,
         three = 3 * HALF_STEP,
     )
-}
-
-/// Generates the store of four elements of row `vector + row` to workgroup memory.
-fn store_halves(array: &str, four: &str, row: usize) -> String {
-    let mut text = String::new();
-    for (c, part) in ["x", "y", "z", "w"].iter().enumerate() {
-        let at = HALF_STEP * row + c;
-        let _infallible = writeln!(text, "        {array}[stored_at + {at}u] = {four}.{part};");
-    }
-    text
 }
 
 /// Matrices of a tile that a subgroup of the largest size owns: `rows` × `columns` of them, from
@@ -172,7 +164,7 @@ impl Owned {
         self.each(&format!("    var c_{{i}}_{{j}} = {}();\n", self.kind("C")))
     }
 
-    /// Load of a left operand, from `row` and element `k` on.
+    /// Load of a left operand, from `row` and element 4·`k` on.
     fn load_left(&self, row: &str) -> String {
         let kind = self.kind("A");
         format!("coopLoadT<{kind}>(&left_half[{HALF_STEP}u * {row} + k], {HALF_STEP}u)")
@@ -188,7 +180,7 @@ impl Owned {
     /// Generates c_{i}_{j} += A·B over 32 elements.
     fn multiply(&self) -> String {
         let size = self.size;
-        let mut text = format!("    for (var k = 0u; k < 32u; k = k + {size}u) {{\n");
+        let mut text = format!("    for (var k = 0u; k < 8u; k = k + {}u) {{\n", size / 4);
         for i in 0..self.rows {
             let load = self.load_left(&format!("(matrix_row + {}u)", self.row_step * i));
             let _infallible = writeln!(text, "        let a_{i} = {load};");
@@ -207,7 +199,7 @@ impl Owned {
         for i in 0..self.rows {
             for j in 0..self.columns {
                 let [row, column] = [self.row_step * i, self.column_step * j].map(|at| at as usize);
-                let at = PRODUCT_STEP * row + column;
+                let at = PRODUCT_STEP * row + column / 4;
                 let _infallible = writeln!(
                     text,
                     "    coopStoreT(c_{i}_{j}, &products[matrix_product + {at}u], {PRODUCT_STEP}u);"
@@ -233,16 +225,17 @@ impl Owned {
         let matrix = n * subgroups + subgroup;
         let any_row = {size}u * (matrix / {line}u);
         let any_column = {size}u * (matrix % {line}u);
-        let start = {PRODUCT_STEP}u * any_row + any_column;
+        let start = {PRODUCT_STEP}u * any_row + any_column / 4u;
         var sum = {first};
-        for (var k = 0u; k < 32u; k = k + {size}u) {{
+        for (var k = 0u; k < 8u; k = k + {step}u) {{
             let a = {left};
             let b = {right};
             sum = coopMultiplyAdd(a, b, sum);
         }}
         coopStoreT(sum, &products[start], {PRODUCT_STEP}u);
     }}
-"
+",
+            step = size / 4,
         )
     }
 }
@@ -289,7 +282,7 @@ let matrices_are_owned = matrix_rounds == {}u;
     format!(
         "{rounds}let matrix_row = {row};
 let matrix_column = {column};
-let matrix_product = {PRODUCT_STEP}u * matrix_row + matrix_column;
+let matrix_product = {PRODUCT_STEP}u * matrix_row + matrix_column / 4u;
 "
     )
 }
@@ -319,8 +312,9 @@ pub(super) fn add_product(
                 zeros,
                 "            {side}_{n} = select(vec4<f16>(0.0h), {side}_{n}, inside);"
             );
-            let array = format!("{side}_half");
-            stores += &store_halves(&array, &format!("{side}_{n}"), 8 * n);
+            let at = 8 * HALF_STEP * n;
+            let _infallible =
+                writeln!(stores, "        {side}_half[stored_at + {at}u] = {side}_{n};");
         }
     }
     let dim = left.dim;
@@ -328,8 +322,8 @@ pub(super) fn add_product(
     let mut text = format!(
         "{{
     let element = 4u * (lane & 7u);
-    let vector = lane >> 3u;
-    let stored_at = {HALF_STEP}u * vector + element;
+    let vector = {LOADED_ROW};
+    let stored_at = {HALF_STEP}u * vector + (lane & 7u);
 {rows}{sums}{zeroed}    for (var c = 0u; c < params.{dim}; c = c + 32u) {{
 {loads}        if (c + 32u > params.{dim}) {{
             let inside =
@@ -346,7 +340,7 @@ pub(super) fn add_product(
         store = by_subgroup_size(matrices, &owned.store(), ""),
     );
     for r in 0..4 {
-        let _infallible = writeln!(text, "    {prefix}{r} = products_of({});", product_at(r));
+        let _infallible = writeln!(text, "    {prefix}{r} = products[{}];", product_at(r));
     }
     text + "}\n"
 }
@@ -356,21 +350,22 @@ fn zero_products(matrices: Matrices) -> String {
     if !matrices.has_smaller_subgroups() {
         return String::new();
     }
+    let vectors = 32 * PRODUCT_STEP;
     format!(
         "    if (!matrices_are_owned) {{
         workgroupBarrier();
         for (var n = 0u; n < {}u; n++) {{
-            products[64u * n + lane] = 0.0;
+            products[(64u * n + lane) % {vectors}u] = vec4<f32>(0.0);
         }}
     }}
 ",
-        32 * PRODUCT_STEP / 64
+        vectors.div_ceil(64)
     )
 }
 
 /// Element of `products` at row `r` of the register tile.
 fn product_at(r: usize) -> String {
-    format!("{}u * ty + 4u * tx + {}u", 4 * PRODUCT_STEP, r * PRODUCT_STEP)
+    format!("{}u * ty + tx + {}u", 4 * PRODUCT_STEP, r * PRODUCT_STEP)
 }
 
 /// Left factors of the second products.
@@ -425,21 +420,15 @@ workgroupBarrier();
 fn store_tile(prefix: &str, factors: &str) -> String {
     let mut text = String::new();
     for r in 0..4 {
-        for c in 0..4 {
-            let _infallible = writeln!(
-                text,
-                "left_half[{}u * ty + 4u * tx + {}u] = f16({prefix}{r}[{c}] * {factors}[{r}]);",
-                4 * HALF_STEP,
-                HALF_STEP * r + c
-            );
-        }
+        let _infallible = writeln!(
+            text,
+            "left_half[{}u * ty + tx + {}u] = vec4<f16>({prefix}{r} * {factors}[{r}]);",
+            4 * HALF_STEP,
+            HALF_STEP * r
+        );
     }
     text
 }
-
-/// Rows of a tile that an invocation loads for the second products, relative to twice its vector
-/// index: pairs of neighbours, which share a word of `right_half`.
-const PAIRED_ROWS: [usize; 4] = [0, 1, 16, 17];
 
 /// Counterpart of `products::multiply_add`, with the factors in `left_half`; `None` if the variant
 /// has no matrices. Non-finite elements are
@@ -468,14 +457,14 @@ pub(super) fn accumulate(
         Factors::Probs => "vec4<f32>(params.keep_scale / PROB_SCALE)",
         Factors::Gradients => "gradient_factors",
     };
+    // four elements of four neighbouring vectors: an invocation transposes them in registers
     let mut text = format!(
         "{{
 let product_factors = {product_factors};
-let element = 4u * (lane & 7u);
-let vector = 2u * (lane >> 3u);
-let own_row = {name}_row(batch, {head}, column + vector);
+let element = 4u * (lane >> 3u);
+let own_row = {name}_row(batch, {head}, column + 4u * (lane & 7u));
 let last_row = {name}_last(batch, {head});
-let stored_at = {HALF_STEP}u * element + vector;
+let stored_at = {HALF_STEP}u * element + (lane & 7u);
 // not a constant, so that compilers do not unroll this rare loop
 let rare_end = 16u * min(params.{rows}, 1u);
 var any_non_finite = false;
@@ -485,13 +474,13 @@ if (lane == 0u) {{ atomicStore(&non_finite[0], 0u); }}
     for group in 0..groups {
         let first = 32 * group;
         let _infallible = writeln!(text, "if ({first}u < params.{dim}) {{");
-        for (n, row) in PAIRED_ROWS.iter().enumerate() {
+        for n in 0..4 {
             let _infallible = writeln!(
                 text,
                 "    let four_{n} = {name}_halves(
         min(own_row + {step}, last_row), {first}u + element);
     let wide_{n} = vec4<f32>(four_{n});",
-                step = of.distance(variant, *row),
+                step = of.distance(variant, n),
             );
         }
         text.push_str(
@@ -500,21 +489,20 @@ if (lane == 0u) {{ atomicStore(&non_finite[0], 0u); }}
     workgroupBarrier();
 ",
         );
-        for (n, row) in PAIRED_ROWS.iter().enumerate() {
-            for (c, part) in ["x", "y", "z", "w"].iter().enumerate() {
-                let at = HALF_STEP * c + row;
-                let _infallible =
-                    writeln!(text, "    right_half[stored_at + {at}u] = four_{n}.{part};");
-            }
+        for (c, part) in ["x", "y", "z", "w"].iter().enumerate() {
+            let four = [0, 1, 2, 3].map(|n| format!("four_{n}.{part}")).join(", ");
+            let at = HALF_STEP * c;
+            let _infallible =
+                writeln!(text, "    right_half[stored_at + {at}u] = vec4<f16>({four});");
         }
         let _infallible = write!(
             text,
             "    if ((sum_bits & NON_FINITE) == NON_FINITE) {{
         any_non_finite = true;
         for (var n = 0u; n < rare_end; n++) {{
-            let at = stored_at + {HALF_STEP}u * (n & 3u) + ((n >> 2u) & 1u) + 16u * (n >> 3u);
-            if (exponent_bits(vec4<f32>(f32(right_half[at]))).x == NON_FINITE) {{
-                right_half[at] = 0.0h;
+            let at = stored_at + {HALF_STEP}u * (n & 3u);
+            if (exponent_bits(vec4<f32>(f32(right_half[at][n >> 2u]))).x == NON_FINITE) {{
+                right_half[at][n >> 2u] = 0.0h;
             }}
         }}
     }}
@@ -528,7 +516,7 @@ if (lane == 0u) {{ atomicStore(&non_finite[0], 0u); }}
             let _infallible = writeln!(
                 text,
                 "    {sum} =
-        fma(vec4<f32>(product_factors[{r}]), products_of({}), {sum});",
+        fma(vec4<f32>(product_factors[{r}]), products[{}], {sum});",
                 product_at(r)
             );
         }

@@ -12,10 +12,11 @@ fn main(
     @builtin(num_subgroups) subgroups: u32,
 ) {
 {{COUNT_MATRICES}}
-    for (var n = lane; n < 1024u; n = n + 64u) {
-        let at = {{HALF_STEP}}u * (n / 32u) + n % 32u;
-        left_half[at] = f16((n * params.left_step) % 17u);
-        right_half[at] = f16((n * params.right_step) % 13u);
+    for (var n = lane; n < 256u; n = n + 64u) {
+        let at = {{HALF_STEP}}u * (n / 8u) + n % 8u;
+        let element = vec4<u32>(4u * n) + vec4<u32>(0u, 1u, 2u, 3u);
+        left_half[at] = vec4<f16>((element * params.left_step) % vec4<u32>(17u));
+        right_half[at] = vec4<f16>((element * params.right_step) % vec4<u32>(13u));
     }
     workgroupBarrier();
     {
@@ -23,6 +24,6 @@ fn main(
     }
     workgroupBarrier();
     for (var n = lane; n < 1024u; n = n + 64u) {
-        result[n] = products[{{PRODUCT_STEP}}u * (n / 32u) + n % 32u];
+        result[n] = products[{{PRODUCT_STEP}}u * (n / 32u) + (n % 32u) / 4u][n % 4u];
     }
 }

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::TileVariant;
+use super::{TileVariant, matrices::LOADED_ROW};
 
 /// Distance of rows in workgroup memory, in vectors of 4: one more than the 8 of a row. Eight
 /// invocations access eight rows at once, which then lie in different banks (32 banks of 4 bytes).
@@ -116,10 +116,12 @@ fn {name}_last(batch: u32, {head}: u32) -> u32 {{
         let tile = variant.used_register_tile();
         let name = self.name;
         let numbers = 0..tile.loads();
+        let loaded =
+            if variant.used_matrices().is_some() { LOADED_ROW } else { "(lane >> 3u)" };
         if self.is_packed(variant) {
             let row = |n| {
                 let row = n * tile.load_step();
-                format!("{name}_packed(batch, head, first, (lane >> 3u) + {row}u)")
+                format!("{name}_packed(batch, head, first, {loaded} + {row}u)")
             };
             return numbers.map(|n| format!("let own_{name}_{n} = {};\n", row(n))).collect();
         }
@@ -130,7 +132,7 @@ fn {name}_last(batch: u32, {head}: u32) -> u32 {{
         let last = format!("{name}_last(batch, {head})");
         let row = |n| {
             let step = self.distance(variant, n * tile.load_step());
-            format!("min({name}_row(batch, {head}, first + (lane >> 3u)) + {step}, {last})")
+            format!("min({name}_row(batch, {head}, first + {loaded}) + {step}, {last})")
         };
         numbers.map(|n| format!("let own_{name}_{n} = {};\n", row(n))).collect()
     }

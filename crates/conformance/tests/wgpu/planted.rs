@@ -454,20 +454,20 @@ const MATRIX: &[Mistake] = &[
         Of::Causal,
         "no barrier between stores of keys and their product",
         FORWARD,
-        "right_half[stored_at + 963u] = right_3.w;
+        "right_half[stored_at + 240u] = right_3;
         workgroupBarrier();",
-        "right_half[stored_at + 963u] = right_3.w;",
+        "right_half[stored_at + 240u] = right_3;",
     ),
     no_barrier(
         Of::Causal,
         "no barrier between stores of values and their product",
         FORWARD,
-        "right_half[at] = 0.0h;
+        "right_half[at][n >> 2u] = 0.0h;
             }
         }
     }
     workgroupBarrier();",
-        "right_half[at] = 0.0h;
+        "right_half[at][n >> 2u] = 0.0h;
             }
         }
     }",
@@ -476,15 +476,15 @@ const MATRIX: &[Mistake] = &[
         Of::Causal,
         "each step of a product loads the first elements",
         FORWARD,
-        "&right_half[40u * (matrix_column + 0u) + k]",
-        "&right_half[40u * (matrix_column + 0u)]",
+        "&right_half[10u * (matrix_column + 0u) + k]",
+        "&right_half[10u * (matrix_column + 0u)]",
     ),
     mistake(
         Of::Causal,
         "a matrix of the product is stored over another",
         DKV,
-        "let matrix_product = 36u * matrix_row + matrix_column;",
-        "let matrix_product = 36u * matrix_row;",
+        "let matrix_product = 9u * matrix_row + matrix_column / 4u;",
+        "let matrix_product = 9u * matrix_row;",
     ),
     mistake(
         Of::Epilogue,
@@ -518,8 +518,8 @@ const MATRIX: &[Mistake] = &[
         Of::MaskedNan,
         "NaN is multiplied in matrices",
         FORWARD,
-        "right_half[at] = 0.0h;",
-        "right_half[at] = right_half[at];",
+        "right_half[at][n >> 2u] = 0.0h;",
+        "",
     ),
     mistake(
         Of::VisibleNan,
