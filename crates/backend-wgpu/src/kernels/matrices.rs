@@ -431,17 +431,19 @@ fn store_tile(prefix: &str, factors: &str) -> String {
 }
 
 /// Counterpart of `products::multiply_add`, with the factors in `left_half`; `None` if the variant
-/// has no matrices. Non-finite elements are
-/// replaced by 0 in the matrices, where 0 · NaN would reach rows that do not attend to them; a
-/// scalar fix-up then adds them for the queries that do. So masked elements change no bit. An
-/// invocation tests the sum of the elements that it stores: finite ones of f16 cannot overflow f32,
-/// and any other makes it infinite or NaN.
+/// has no matrices. Non-finite elements are replaced by 0 in the matrices, where 0 · NaN would reach
+/// rows that do not attend to them; a scalar fix-up then adds them for the queries that do. So
+/// masked elements change no bit. An invocation tests the sum of the elements that it stores, which
+/// any that is not finite makes infinite or NaN. If finite ones overflow, the fix-up finds none.
 ///
 /// ```text
 /// for each group of 32 elements of the vectors:
 ///     right_half[element][vector] ← 32 vectors; elements that are not finite ← 0
 ///     products ← left_half · right_halfᵀ;  accumulators += factor of the row · products
 /// ```
+///
+/// The stores need no barrier before them: there is one behind the product that reads what was
+/// there before.
 pub(super) fn accumulate(
     variant: TileVariant,
     prefix: &str,
@@ -478,15 +480,13 @@ if (lane == 0u) {{ atomicStore(&non_finite[0], 0u); }}
             let _infallible = writeln!(
                 text,
                 "    let four_{n} = {name}_halves(
-        min(own_row + {step}, last_row), {first}u + element);
-    let wide_{n} = vec4<f32>(four_{n});",
+        min(own_row + {step}, last_row), {first}u + element);",
                 step = of.distance(variant, n),
             );
         }
         text.push_str(
-            "    let sums = (wide_0 + wide_1) + (wide_2 + wide_3);
+            "    let sums = vec4<f32>((four_0 + four_1) + (four_2 + four_3));
     let sum_bits = bitcast<u32>((sums.x + sums.y) + (sums.z + sums.w));
-    workgroupBarrier();
 ",
         );
         for (c, part) in ["x", "y", "z", "w"].iter().enumerate() {
