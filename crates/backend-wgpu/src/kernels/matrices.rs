@@ -40,8 +40,8 @@ pub(super) const LOADED_ROW: &str = "((lane >> 4u) | ((lane & 8u) >> 1u))";
 
 /// Workgroup memory and functions that read it. `left_half`: `[row][element]`, then P or dX;
 /// `right_half`: `[column][element]`, then `[element][vector]`. All are arrays of vectors of 4,
-/// because compilers need not join accesses to neighbouring elements: an H100 ran kernels with
-/// arrays of scalars at half the speed (benches/record/2026-11-26-h100.md).
+/// because compilers need not join accesses to neighbouring elements: with arrays of scalars a GPU
+/// ran forward at 0.90 to 0.97 of the speed (benches/record/2026-11-26-h100.md).
 ///
 /// # Alignment
 /// Vulkan requires that matrices are loaded and stored at multiples of 16 bytes, and WGSL cannot

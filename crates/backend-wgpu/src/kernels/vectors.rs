@@ -116,8 +116,7 @@ fn {name}_last(batch: u32, {head}: u32) -> u32 {{
         let tile = variant.used_register_tile();
         let name = self.name;
         let numbers = 0..tile.loads();
-        let loaded =
-            if variant.used_matrices().is_some() { LOADED_ROW } else { "(lane >> 3u)" };
+        let loaded = if variant.used_matrices().is_some() { LOADED_ROW } else { "(lane >> 3u)" };
         if self.is_packed(variant) {
             let row = |n| {
                 let row = n * tile.load_step();
