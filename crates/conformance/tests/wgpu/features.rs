@@ -186,3 +186,20 @@ fn the_matrix_level_holds_for_large_and_small_score_gradients() {
         holds(&ring, &case, &Setting::new(2, Layout::Contiguous));
     }
 }
+
+/// Finite values of which an invocation's sum overflows f16, as a NaN or infinity would make it.
+#[test]
+fn the_matrix_level_holds_for_values_whose_sum_overflows() {
+    let Some(adapter) = adapter() else { return };
+    if !adapter.levels.contains(&Level::Matrix) {
+        return; // `the_matrix_level_holds_if_the_adapter_has_it` requires it
+    }
+    let Some(gpu) = gpu_at(Level::Matrix) else { return };
+    let dims = Dims { q_len: 40, kv_len: 40, ..Dims::new(1, 40, 2, 32) };
+    let mut case =
+        Case::new("overflow", Spec::new(dims, DType::F64), Masks::default(), &mut Draw::new(6));
+    case.v.mapv_inplace(|x| 30000.0 + 4000.0 * x.clamp(-2.0, 2.0));
+    let case = case.in_dtype(DType::F16);
+    assert!(case.v.iter().all(|&v| v < 65504.0 && 4.0 * v > 65504.0));
+    holds(&WgpuRing::new(gpu), &case, &Setting::new(2, Layout::Contiguous));
+}
