@@ -108,7 +108,7 @@ pub use space::{Host, HostBuffer, HostMemory, HostTensors, HostView, HostViewMut
 pub use spec::{Alignment, BackwardMode, BiasOrder, Dropout, Precision, SinkShape, Spec};
 pub use strategy::{
     ExchangeFields, GroupLayout, HeadAxis, HeadField, HeadGrid, HeadShard, RowSegment, Strategy,
-    StrategyTraffic, TrafficOptions,
+    StrategyBalance, StrategyTraffic, TrafficOptions,
 };
 pub use tile::{QueryTile, TileBits, TileClass};
 pub use tile_bounds_table::TileBoundsTable;

@@ -22,6 +22,7 @@
 //! Parallelism Approach for Long Context Generative AI (heads × ring); ATTENTION2D 2025,
 //! arXiv 2503.15758, and Mesh-Attention 2025, arXiv 2512.20968 (queries × keys).
 
+mod balance;
 mod bound;
 mod exchange;
 mod group_layout;
@@ -33,6 +34,7 @@ mod traffic;
 
 use std::{fmt, str::FromStr};
 
+pub use balance::StrategyBalance;
 pub(crate) use bound::{Bounds, best_first};
 pub(crate) use exchange::backward_mode;
 pub use exchange::{ExchangeFields, HeadAxis, HeadField};

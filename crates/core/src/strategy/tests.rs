@@ -10,6 +10,7 @@ const FORWARD: TrafficOptions<'static> = TrafficOptions {
     backward: false,
     layout: None,
     route: None,
+    balanced_route: None,
     placement: None,
     kv_tile: 1,
     receive_ahead: 1,

@@ -36,8 +36,10 @@ pub struct TrafficOptions<'a> {
     pub backward: bool,
     /// The layout of the ranks, or `None` to choose one.
     pub layout: Option<&'a Layout>,
-    /// The route, or `None` to choose one.
+    /// The route, or `None` to choose one. A strategy with another one is left out.
     pub route: Option<Route>,
+    /// Route of a balanced layout ([`Choice::balanced`]), unless the strategy has its own.
+    pub balanced_route: Option<Route>,
     /// Nodes of the ranks, if they are known.
     pub placement: Option<&'a Placement>,
     /// The KV tile of the backends, to multiples of which the query rows of a reproducible backward
@@ -267,9 +269,10 @@ impl StrategyTraffic {
         }
     }
 
-    /// Returns the route of the ring of one member, given or chosen. Without given rails that fit,
-    /// these are chosen without members only: the ranks of a ring over groups may be on any nodes.
-    pub(crate) fn route(
+    /// Returns the route of the ring of one member, given or chosen; `spec` is that of the member.
+    /// Without given rails that fit, these are chosen without members only: the ranks of a ring over
+    /// groups may be on any nodes.
+    pub fn route(
         &self,
         spec: &Spec,
         member: usize,
@@ -289,7 +292,7 @@ impl StrategyTraffic {
             let groups = self.grid.groups();
             Choice::auto(spec, groups, Some(layout), placed.as_ref(), tick).route
         };
-        let given = self.strategy.route().or(options.route);
+        let given = self.strategy.route().or(options.route).or(options.balanced_route);
         let given = given.map(|route| route.with_node_ranks(of_nodes.unwrap_or(0)));
         given.filter(|route| route.fits(self.grid.groups())).unwrap_or_else(|| chosen(tick))
     }
