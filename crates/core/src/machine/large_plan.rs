@@ -141,8 +141,8 @@ impl GridPlan<'_> {
             return Ok([ring.forward(), ring.backward()]);
         }
         let of_member = spec.of_member(&traffic.grid, member);
-        let [forward, backward] = traffic.ring_bytes(&of_member, member, options, tick)?;
+        let bytes = traffic.of_ring(&of_member, member, options, tick)?;
         let ring = MeanRing { work: &of.work, seconds };
-        Ok([ring.forward(&forward), ring.backward(backward_mode(spec), &backward)])
+        Ok([ring.forward(&bytes.forward), ring.backward(backward_mode(spec), &bytes.backward)])
     }
 }

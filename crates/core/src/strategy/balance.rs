@@ -9,8 +9,8 @@
 //! documents that a ring divides may be whole in a group. The exchange within a group is not part
 //! of the redundancy: its bytes depend on the number of rows alone.
 
-use super::StrategyTraffic;
-use crate::{NeedsIndex, Result, RingShards, RingTraffic, Side, Spec, TrafficOptions, Work};
+use super::{RingRows, StrategyTraffic};
+use crate::{Result, RingShards, Side, Spec, TrafficOptions, Work};
 
 /// Balance of a strategy.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -38,19 +38,8 @@ impl StrategyTraffic {
         options: &TrafficOptions<'_>,
         tick: &mut dyn FnMut(),
     ) -> Result<StrategyBalance> {
-        let [mut sent, mut read] = [0u128; 2];
-        let work = for_each_ring(self, spec, options, |ring| {
-            let MemberRing { member, spec, shards, alike } = ring;
-            if self.grid.groups() > 1 {
-                let (heads, batch) = (spec.dims.q_heads, spec.dims.batch);
-                let needs = NeedsIndex::of_queries(&*spec.mask, heads, batch, shards, tick);
-                let route = self.route(spec, *member, options, tick);
-                let alike = *alike as u128;
-                sent += RingTraffic::of(&needs, route, tick).total().block_rows * alike;
-                read += RingTraffic::rows_read(&needs, tick) * alike;
-            }
-            Work::estimate(spec, shards, tick)
-        })?;
+        let work =
+            work_of_ranks(self, spec, options, |spec, shards| Work::estimate(spec, shards, tick))?;
         let max_over_mean = |of: &[u128]| {
             let total: u128 = of.iter().sum();
             let most = of.iter().copied().max().unwrap_or(0);
@@ -61,10 +50,11 @@ impl StrategyTraffic {
             let of_rank = |index| self.layout.of_ranks.shard(side, len, index, ranks).len().into();
             max_over_mean(&(0..ranks).map(of_rank).collect::<Vec<u128>>())
         });
+        let RingRows { sent, needed } = self.ring_rows;
         Ok(StrategyBalance {
             work_max_over_mean: max_over_mean(&work),
             rows_max_over_mean: rows[0].max(rows[1]),
-            redundancy: if read == 0 { 1.0 } else { sent as f64 / read as f64 },
+            redundancy: if needed == 0 { 1.0 } else { sent as f64 / needed as f64 },
         })
     }
 
@@ -73,7 +63,7 @@ impl StrategyTraffic {
     /// # Errors
     /// As [`StrategyTraffic::of`].
     pub fn pairs_of_ranks(&self, spec: &Spec, options: &TrafficOptions<'_>) -> Result<Vec<u128>> {
-        for_each_ring(self, spec, options, |MemberRing { spec, shards, .. }| {
+        work_of_ranks(self, spec, options, |spec, shards| {
             Work::of(&*spec.mask, spec.dims.q_heads, spec.dims.batch, shards)
         })
     }
@@ -83,22 +73,13 @@ impl StrategyTraffic {
     }
 }
 
-/// Ring of a member of each group.
-struct MemberRing {
-    member: usize,
-    /// Spec of the member.
-    spec: Spec,
-    shards: RingShards,
-    /// Members of a group that have a ring with the same rows and masks.
-    alike: usize,
-}
-
-/// Calls `work` with every ring that differs. Returns the work of each rank, by ring index.
-fn for_each_ring(
+/// Calls `work` with spec and shards of every ring that differs. Returns the work of each rank, by
+/// ring index.
+fn work_of_ranks(
     traffic: &StrategyTraffic,
     spec: &Spec,
     options: &TrafficOptions<'_>,
-    mut work: impl FnMut(&MemberRing) -> Work,
+    mut work: impl FnMut(&Spec, &RingShards) -> Work,
 ) -> Result<Vec<u128>> {
     let grid = &traffic.grid;
     let per_head = spec.mask.per_head();
@@ -108,7 +89,7 @@ fn for_each_ring(
         let of_member = spec.of_member(grid, member);
         let layout = traffic.layout.of_member(grid, member);
         let shards = options.shards(&of_member, layout, grid.groups())?;
-        let work = work(&MemberRing { member, spec: of_member, shards, alike });
+        let work = work(&of_member, &shards);
         for member in member..member + alike {
             for group in 0..grid.groups() {
                 pairs[grid.ring_index(group, member)] = work.of_rank(group);
