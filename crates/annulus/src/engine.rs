@@ -162,8 +162,9 @@ impl<B: Backend> DeviceRing<B> {
         transport: Box<dyn Transport<B::Space>>,
         spec: Result<Spec>,
         options: RingOptions,
-        strategy: Strategy,
+        division: &Division,
     ) -> Result<Self> {
+        let strategy = division.strategy;
         let ranks = transport.ranks();
         let form = spec.and_then(|spec| {
             HeadGrid::of(&spec.dims, ranks, strategy)?;
@@ -180,7 +181,7 @@ impl<B: Backend> DeviceRing<B> {
         // there is no other to choose from
         let strategy = if strategy == Strategy::Auto { Strategy::Ring } else { strategy };
         let ring = Ring::new(backend, transport, spec, options);
-        Ok(Self { ring: ring.map_err(|error| of_strategy(error, strategy))?, strategy })
+        Ok(Self { ring: ring.map_err(|error| of_strategy(error, division))?, strategy })
     }
 }
 
@@ -300,7 +301,7 @@ impl<B: Backend<Space: HostTensors>> Engine<B> {
         };
         let form = if is_ring {
             let ring = Ring::new(backend, transport, spec, options);
-            Form::Ring(Box::new(ring.map_err(|error| of_strategy(error, strategy))?))
+            Form::Ring(Box::new(ring.map_err(|error| of_strategy(error, &division))?))
         } else {
             let engine = HeadsRing::new(backend, transport, spec, options, strategy)?;
             Form::HeadsRing(Box::new(engine))
@@ -395,12 +396,13 @@ impl Chosen {
     const RING: Self = Self { strategy: Strategy::Ring, route: None };
 }
 
-/// Names the strategy in the refusal of the route that is a part of it: the caller named the
-/// strategy.
-fn of_strategy(error: Error, strategy: Strategy) -> Error {
+/// Names the strategy in the refusal of the route that is a part of it, unless the caller set the
+/// route too.
+fn of_strategy(error: Error, division: &Division) -> Error {
+    let &Division { strategy, route, .. } = division;
     match error {
         Error::InvalidArgument { argument, want, .. }
-            if argument == "route" && strategy.route().is_some() =>
+            if argument == "route" && route.is_none() && strategy.route().is_some() =>
         {
             Error::invalid("strategy", strategy, want)
         }

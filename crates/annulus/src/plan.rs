@@ -330,13 +330,7 @@ impl<S: Space> Plan<S> {
         T: Transport<S> + 'static,
     {
         Self::of(attention, dims, transport, |transport, spec, options, division| {
-            Ok(Box::new(DeviceRing::new(
-                backend,
-                Box::new(transport),
-                spec,
-                options,
-                division.strategy,
-            )?))
+            Ok(Box::new(DeviceRing::new(backend, Box::new(transport), spec, options, &division)?))
         })
     }
 
