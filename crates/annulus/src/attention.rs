@@ -13,8 +13,9 @@ use annulus_comm::{
     ring::{RingOptions, StepEvent, StepHook},
 };
 use annulus_core::{
-    Alignment, BackwardMode, BiasFunction, BiasOrder, DType, Dims, Dropout, Error, LEAF_ROWS,
-    Layout, Machine, Mask, Precision, Result, Route, SinkShape, Space, Spec, Strategy, Transport,
+    Alignment, BackwardMode, Batch, BiasFunction, BiasOrder, Choice, DType, Dims, Dropout, Error,
+    LEAF_ROWS, Layout, Machine, Mask, Precision, Result, Route, SinkShape, Space, Spec, Strategy,
+    Transport,
     mask::{Causal, ChunkedCausal, Prefix, Window, and},
 };
 
@@ -71,11 +72,15 @@ pub struct Attention {
     reproducible: bool,
     local_gradients: bool,
     layout: Option<Layout>,
-    route: Option<Route>,
-    strategy: Strategy,
+    pub(crate) route: Option<Route>,
+    pub(crate) strategy: Strategy,
     machine: Option<Arc<Machine>>,
+    /// Batch of [`Attention::documents`].
+    pub(crate) documents: Option<Arc<Batch>>,
     /// Route that [`Attention::balanced`] has chosen.
-    balanced_route: Option<Route>,
+    pub(crate) balanced_route: Option<Route>,
+    /// Batch of [`Attention::balanced`].
+    pub(crate) balanced_documents: Option<Arc<Batch>>,
     kv_block_size: Option<u64>,
     receive_ahead: Option<usize>,
     deadline: Option<Duration>,
@@ -337,12 +342,15 @@ impl Attention {
     pub fn layout(mut self, layout: impl Into<Option<Layout>>) -> Self {
         self.layout = layout.into();
         self.balanced_route = None;
+        self.balanced_documents = None;
         self
     }
 
     /// Sets the layout for a batch, and the route unless the caller sets one.
-    pub(crate) fn with_balanced(self, layout: Layout, route: Route) -> Self {
-        Self { layout: Some(layout), balanced_route: Some(route), ..self }
+    pub(crate) fn with_balanced(self, choice: Choice, batch: Batch) -> Self {
+        let Choice { layout, route, .. } = choice;
+        let (layout, balanced_route) = (Some(layout), Some(route));
+        Self { layout, balanced_route, balanced_documents: Some(Arc::new(batch)), ..self }
     }
 
     /// Route of the blocks. Default: chosen by the mask and by the nodes of the transport: a relay,
@@ -578,10 +586,14 @@ impl Attention {
         }
         if let Some(machine) = &self.machine {
             machine.check().map_err(of_machine)?;
-            if self.strategy != Strategy::Auto {
-                let want = "none: the strategy auto alone depends on it";
-                return Err(Error::invalid("machine", format!("one, for {}", self.strategy), want));
-            }
+        }
+        let of_auto =
+            [("machine", self.machine.is_some()), ("documents", self.documents.is_some())];
+        if let Some((name, _)) = of_auto.iter().find(|(_, is_given)| *is_given)
+            && self.strategy != Strategy::Auto
+        {
+            let got = format!("one, for {}", self.strategy);
+            return Err(Error::invalid(*name, got, "none: the strategy auto alone depends on it"));
         }
         let deadlines = [("deadline", self.deadline), ("arrival_deadline", self.arrival_deadline)];
         for (name, deadline) in deadlines {
@@ -680,6 +692,7 @@ impl Attention {
             (self.route.is_some(), "route"),
             (self.strategy != Strategy::Ring, "strategy"),
             (self.machine.is_some(), "machine"),
+            (self.documents.is_some(), "documents"),
             (self.kv_block_size.is_some(), "kv_block_size"),
             (self.receive_ahead.is_some(), "receive_ahead"),
             (self.step_hook.is_some(), "on_step"),
@@ -692,11 +705,6 @@ impl Attention {
             Some((_, what)) => Err(Error::unsupported(what, "the KV cache")),
             None => Ok(()),
         }
-    }
-
-    /// Returns the strategy.
-    pub(crate) const fn chosen_strategy(&self) -> Strategy {
-        self.strategy
     }
 
     /// Returns the hook for the activities of a pass.

@@ -18,6 +18,8 @@ use annulus_core::{
     TrafficOptions, Transport, Work, Workspace,
 };
 
+use crate::division::Division;
+
 /// One rank of a plan whose tensors are in the space `S`, on any backend. Methods are as those of
 /// [`crate::Plan`].
 pub(crate) trait RankEngine<S: Space>: fmt::Debug + fmt::Display + Send {
@@ -160,8 +162,9 @@ impl<B: Backend> DeviceRing<B> {
         transport: Box<dyn Transport<B::Space>>,
         spec: Result<Spec>,
         options: RingOptions,
-        strategy: Strategy,
+        division: &Division,
     ) -> Result<Self> {
+        let strategy = division.strategy;
         let ranks = transport.ranks();
         let form = spec.and_then(|spec| {
             HeadGrid::of(&spec.dims, ranks, strategy)?;
@@ -177,7 +180,8 @@ impl<B: Backend> DeviceRing<B> {
         };
         // there is no other to choose from
         let strategy = if strategy == Strategy::Auto { Strategy::Ring } else { strategy };
-        Ok(Self { ring: Ring::new(backend, transport, spec, options)?, strategy })
+        let ring = Ring::new(backend, transport, spec, options);
+        Ok(Self { ring: ring.map_err(|error| of_strategy(error, division))?, strategy })
     }
 }
 
@@ -266,10 +270,10 @@ impl<B: Backend<Space: HostTensors>> Engine<B> {
         transport: Box<dyn Transport<B::Space>>,
         spec: Result<Spec>,
         options: RingOptions,
-        strategy: Strategy,
+        division: Division,
     ) -> Result<Self> {
-        let chosen = match strategy {
-            Strategy::Auto => choose(&backend, transport.as_ref(), &spec, &options),
+        let chosen = match division.strategy {
+            Strategy::Auto => choose(&backend, transport.as_ref(), &spec, &options, &division),
             fixed => Ok(Chosen { strategy: fixed, route: None }),
         };
         // an error enters the agreement of the ring
@@ -296,7 +300,8 @@ impl<B: Backend<Space: HostTensors>> Engine<B> {
             _ => strategy.on_ranks(ranks) == Strategy::Ring,
         };
         let form = if is_ring {
-            Form::Ring(Box::new(Ring::new(backend, transport, spec, options)?))
+            let ring = Ring::new(backend, transport, spec, options);
+            Form::Ring(Box::new(ring.map_err(|error| of_strategy(error, &division))?))
         } else {
             let engine = HeadsRing::new(backend, transport, spec, options, strategy)?;
             Form::HeadsRing(Box::new(engine))
@@ -391,6 +396,20 @@ impl Chosen {
     const RING: Self = Self { strategy: Strategy::Ring, route: None };
 }
 
+/// Names the strategy in the refusal of the route that is a part of it, unless the caller set the
+/// route too.
+fn of_strategy(error: Error, division: &Division) -> Error {
+    let &Division { strategy, route, .. } = division;
+    match error {
+        Error::InvalidArgument { argument, want, .. }
+            if argument == "route" && route.is_none() && strategy.route().is_some() =>
+        {
+            Error::invalid("strategy", strategy, want)
+        }
+        error => error,
+    }
+}
+
 /// Returns the strategy with the least predicted time on a machine, or that sends the fewest bytes:
 /// the ring if an argument is wrong, which the ring then reports. It depends on nothing that ranks
 /// do not agree upon: the strategy itself is a field of the agreement.
@@ -402,6 +421,7 @@ fn choose<B: Backend>(
     transport: &dyn Transport<B::Space>,
     spec: &Result<Spec>,
     options: &RingOptions,
+    division: &Division,
 ) -> Result<Chosen> {
     let ranks = transport.ranks();
     let Ok(spec) = spec else { return Ok(Chosen::RING) };
@@ -417,15 +437,19 @@ fn choose<B: Backend>(
     let (true, Ok(capabilities)) = (layout_fits, backend.capabilities(spec)) else {
         return Ok(Chosen::RING);
     };
+    let batch = division.documents.as_deref();
+    if let Some(batch) = batch {
+        spec.validate_batch(batch, q_len, kv_len)?;
+    }
     let traffic = TrafficOptions {
         backward: options.backward,
         layout,
-        route: options.route,
+        route: division.route,
+        balanced_route: division.balanced_route,
         placement: transport.placement(),
         kv_tile: capabilities.kv_tile.max(1),
         receive_ahead: options.receive_ahead.map_or(1, NonZeroUsize::get),
-        // a batch comes with an update
-        batch: None,
+        batch,
     };
     // not every backend computes partial results of key columns
     let admits = |grid: &HeadGrid| backend.capabilities(&spec.of_member(grid, 0)).is_ok();

@@ -36,6 +36,7 @@ mod backend;
 mod cache;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub mod devices;
+mod division;
 mod engine;
 pub mod environment;
 mod hook;

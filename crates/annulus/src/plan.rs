@@ -16,6 +16,7 @@ use ndarray::{ArrayView2, ArrayView3, ArrayView4, ArrayViewMut3, Axis};
 use crate::{
     Attention, Backward, BackwardViewMut, Forward, ForwardView, ForwardViewMut, StartedPass,
     Tensors,
+    division::Division,
     engine::{DeviceRing, Engine, RankEngine},
     environment,
 };
@@ -95,8 +96,8 @@ impl Plan {
         B: Backend<Space: HostTensors>,
         T: Transport<B::Space> + 'static,
     {
-        Self::of(attention, dims, transport, |transport, spec, options, strategy| {
-            Ok(Box::new(Engine::new(backend, Box::new(transport), spec, options, strategy)?))
+        Self::of(attention, dims, transport, |transport, spec, options, division| {
+            Ok(Box::new(Engine::new(backend, Box::new(transport), spec, options, division)?))
         })
     }
 
@@ -328,8 +329,8 @@ impl<S: Space> Plan<S> {
         B: Backend<Space = S>,
         T: Transport<S> + 'static,
     {
-        Self::of(attention, dims, transport, |transport, spec, options, strategy| {
-            Ok(Box::new(DeviceRing::new(backend, Box::new(transport), spec, options, strategy)?))
+        Self::of(attention, dims, transport, |transport, spec, options, division| {
+            Ok(Box::new(DeviceRing::new(backend, Box::new(transport), spec, options, &division)?))
         })
     }
 
@@ -342,7 +343,7 @@ impl<S: Space> Plan<S> {
             Deadline<T, N>,
             Result<Spec>,
             RingOptions,
-            Strategy,
+            Division,
         ) -> Result<Box<dyn RankEngine<S>>>,
     ) -> Result<Self> {
         // a value that cannot be read enters the agreement, so that no rank waits for this one
@@ -354,7 +355,7 @@ impl<S: Space> Plan<S> {
         let spec = variable.and_then(|_| attention.check_threads());
         let spec = spec.and_then(|()| attention.spec(dims));
         let options = RingOptions { deadline_variable, ..attention.ring_options() };
-        let mut engine = make(transport, spec, options, attention.chosen_strategy())?;
+        let mut engine = make(transport, spec, options, attention.division())?;
         if let Some(hook) = attention.step_hook() {
             engine.on_step(hook);
         }

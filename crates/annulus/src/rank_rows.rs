@@ -2,7 +2,7 @@
 
 use annulus_core::{Batch, Choice, Dims, Error, Layout, Result, Runs, Side};
 
-use crate::Attention;
+use crate::{Attention, division::planned};
 
 /// Row numbers of one rank, in the order of its tensors ([`Attention::rank_rows`]).
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -19,7 +19,8 @@ impl Attention {
     /// rows are sent only to ranks that need them.
     ///
     /// Call it after the setters of the masks, which it uses. `batch` has all rows; its dense mask
-    /// is not used. Every rank must call it with the same arguments. The plan is updated with its
+    /// is not used. [`Strategy::Auto`] chooses for the same documents. Every rank must call it with
+    /// the same arguments. The plan is updated with its
     /// own rows of the batch as with every layout, and other batches are correct but less balanced.
     ///
     /// # Errors
@@ -45,8 +46,17 @@ impl Attention {
     /// # Ok::<(), annulus::Error>(())
     /// ```
     pub fn balanced(self, dims: Dims, batch: &Batch, ranks: usize) -> Result<Self> {
-        let Choice { layout, route, .. } = Choice::balanced(&self.spec(dims)?, batch, ranks)?;
-        Ok(self.with_balanced(layout, route))
+        let choice = Choice::balanced(&self.spec(dims)?, batch, ranks)?;
+        let coordinates = Batch {
+            q_segment_ids: batch.q_segment_ids.clone(),
+            kv_segment_ids: batch.kv_segment_ids.clone(),
+            q_positions: batch.q_positions.clone(),
+            kv_positions: batch.kv_positions.clone(),
+            attention_mask: None,
+            cum_seqlens_q: batch.cum_seqlens_q.clone(),
+            cum_seqlens_k: batch.cum_seqlens_k.clone(),
+        };
+        Ok(self.with_balanced(choice, planned(coordinates)))
     }
 
     /// Returns a layout of `ranks` ranks with equal rows and balanced work for the documents of a

@@ -118,7 +118,13 @@ impl Failure {
 
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
-        Self::Library(error)
+        match error {
+            // every subcommand sets it by this flag
+            Error::InvalidArgument { argument, got, want } if argument == "strategy" => {
+                Self::usage("--strategy", got, want)
+            }
+            error => Self::Library(error),
+        }
     }
 }
 

@@ -1,13 +1,13 @@
 //! Grids of queries × keys against the f64 oracle: every shape on 2, 3, 4, 6 and 8 ranks, every
 //! layout, masks and options that depend on positions, and what a grid refuses.
 
-use annulus::{Attention, LocalRing, PassKind};
+use annulus::{Attention, LocalRing, PassKind, Tensors};
 use annulus_conformance::{Case, Draw, Facade, Judge, Masks, Setting, Subject};
 use annulus_core::{
-    BackwardMode, BiasOrder, DType, Dims, Dropout, Error, HeadGrid, Layout, SinkShape, Spec,
-    Strategy, StrategyTraffic, TrafficOptions,
+    BackwardMode, Batch, BiasOrder, Choice, DType, Dims, Dropout, Error, HeadGrid, Layout,
+    Placement, Route, SinkShape, Spec, Strategy, StrategyTraffic, TrafficOptions,
 };
-use ndarray::Axis;
+use ndarray::{Array4, Axis};
 
 const DIMS: Dims =
     Dims { batch: 2, q_len: 53, kv_len: 53, q_heads: 4, kv_heads: 2, head_dim: 8, value_dim: 6 };
@@ -172,6 +172,7 @@ fn the_predicted_bytes_are_those_of_the_plans() {
                 backward: true,
                 layout: None,
                 route: None,
+                balanced_route: None,
                 placement: None,
                 kv_tile: 1,
                 receive_ahead: 1,
@@ -191,6 +192,129 @@ fn the_predicted_bytes_are_those_of_the_plans() {
         }
     }
     assert_eq!(grids, 15);
+}
+
+/// Packed documents: a rank has several, or a part of one.
+fn documents() -> Batch {
+    let starts = Some(vec![0, 7, 30, 31, 53]);
+    Batch { cum_seqlens_q: starts.clone(), cum_seqlens_k: starts, ..Batch::default() }
+}
+
+/// Every strategy of `ranks` ranks on a layout, with its traffic under the documents.
+fn strategies_of_documents(
+    attention: &Attention,
+    layout: Option<&Layout>,
+    balanced_route: Option<Route>,
+    ranks: usize,
+) -> annulus::Result<Vec<StrategyTraffic>> {
+    let spec = attention.spec(DIMS)?;
+    let batch = documents();
+    let options = TrafficOptions {
+        backward: true,
+        layout,
+        route: None,
+        balanced_route,
+        placement: None,
+        kv_tile: 1,
+        receive_ahead: 1,
+        batch: Some(&batch),
+    };
+    let mut all = StrategyTraffic::of_all(&spec, ranks, &options, &mut || ())?;
+    // nodes of two ranks, on which the ring itself would have another route
+    let placement = Placement::new((0..ranks).map(|rank| rank / 2).collect());
+    let on_nodes = TrafficOptions { placement: Some(&placement), ..options };
+    all.extend(StrategyTraffic::of_routes(&spec, ranks, &on_nodes, &mut || ())?);
+    Ok(all)
+}
+
+/// Runs both passes over the documents, and compares the bytes sent with the prediction and the
+/// output with that of one rank.
+fn check_documents(
+    attention: &Attention,
+    traffic: &StrategyTraffic,
+    ranks: usize,
+) -> annulus::Result<()> {
+    let tensor = |heads, dim, seed: usize| {
+        let number = |of: usize| ((of * 7 + seed) % 13) as f32 * 0.2 - 1.0;
+        let shape = (DIMS.batch, DIMS.q_len, heads, dim);
+        Array4::from_shape_fn(shape, |(b, i, h, d)| number(b * 31 + i * 5 + h * 3 + d))
+    };
+    let q = tensor(DIMS.q_heads, DIMS.head_dim, 1);
+    let k = tensor(DIMS.kv_heads, DIMS.head_dim, 2);
+    let v = tensor(DIMS.kv_heads, DIMS.value_dim, 3);
+    let tensors = Tensors::new(q.view(), k.view(), v.view());
+    let name = format!("{} of {ranks} ranks on {:?}", traffic.strategy, traffic.layout.of_ranks);
+    let mut ring = attention.clone().strategy(traffic.strategy).local_ring(DIMS, ranks)?;
+    ring.update(&documents())?;
+    let forward = ring.forward(&tensors)?;
+    let dout = tensor(DIMS.q_heads, DIMS.value_dim, 4);
+    let backward = ring.backward(&tensors, &forward, dout.view(), None)?;
+    for (rank, plan) in ring.plans().enumerate() {
+        let index = plan.ring_index();
+        let sent = [&forward.reports, &backward.reports].map(|of| u128::from(of[rank].bytes_sent));
+        let want = [traffic.forward[index], traffic.backward[index]];
+        assert_eq!(sent, want, "{name}, rank {rank}");
+    }
+    let mut one = Attention::new().causal(true).local_ring(DIMS, 1)?;
+    one.update(&documents())?;
+    let want = one.forward(&tensors)?;
+    let error = (&forward.out - &want.out).fold(0.0f32, |most, error| most.max(error.abs()));
+    assert!(error < 1e-5, "{name}: {error}");
+    Ok(())
+}
+
+#[test]
+fn the_predicted_bytes_of_documents_are_those_sent() -> annulus::Result<()> {
+    let causal = Attention::new().causal(true);
+    let mut checked = [0; 2];
+    for ranks in [2, 3, 4, 8] {
+        let mut layouts: Vec<_> = LAYOUTS.into_iter().map(|layout| (layout, None)).collect();
+        let Choice { layout, route, .. } =
+            Choice::balanced(&causal.spec(DIMS)?, &documents(), ranks)?;
+        layouts.push((Some(layout), Some(route)));
+        for (layout, balanced_route) in layouts {
+            let all = strategies_of_documents(&causal, layout.as_ref(), balanced_route, ranks)?;
+            let attention = match balanced_route {
+                Some(_) => causal.clone().balanced(DIMS, &documents(), ranks)?,
+                None => causal.clone().layout(layout),
+            };
+            for traffic in &all {
+                check_documents(&attention, traffic, ranks)?;
+                checked[usize::from(traffic.grid.columns() > 1)] += 1;
+            }
+        }
+    }
+    // on each of five layouts
+    assert_eq!(checked, [5 * 15, 5 * 11], "with one key column, with several");
+    Ok(())
+}
+
+/// The documents of a balanced layout, or those that are given, decide; without them the mask does.
+#[test]
+fn the_strategy_of_documents_is_chosen_by_their_bytes() -> annulus::Result<()> {
+    // a document for each rank: a ring sends nothing
+    let starts = Some((0..=4).map(|rank| rank * 16).collect());
+    let documents = Batch { cum_seqlens_q: starts, ..Batch::default() };
+    let dims = Dims::new(1, 64, 8, 8);
+    let auto = Attention::new().causal(true).strategy(Strategy::Auto).layout(Layout::Contiguous);
+    let chosen = |attention: &Attention| -> annulus::Result<Strategy> {
+        let ring = attention.local_ring(dims, 4)?;
+        Ok(ring.plan().strategy())
+    };
+    assert_eq!(chosen(&auto)?, Strategy::Grid { heads: 1, queries: 2, keys: 2 });
+    assert_eq!(chosen(&auto.clone().documents(documents.clone()))?, Strategy::Ring);
+    assert_eq!(chosen(&auto.clone().balanced(dims, &documents, 4)?)?, Strategy::Ring);
+    // ids of one side serve for both, also where a key column has other rows than the queries
+    let ids = ndarray::Array2::from_shape_fn((1, 64), |(_, row)| (row / 16) as i32);
+    let ids = Batch { kv_segment_ids: Some(ids), ..Batch::default() };
+    assert_eq!(chosen(&auto.clone().documents(ids))?, Strategy::Ring);
+    let wrong = Batch { cum_seqlens_q: Some(vec![0, 65]), ..Batch::default() };
+    let error = chosen(&auto.clone().documents(wrong)).unwrap_err().to_string();
+    assert!(error.starts_with("cum_seqlens_q: got 65 as the last number"), "{error}");
+    let error = chosen(&auto.strategy(Strategy::Ring).documents(documents)).unwrap_err();
+    let want = "documents: got one, for ring, want none: the strategy auto alone depends on it";
+    assert_eq!(error.to_string(), want);
+    Ok(())
 }
 
 #[test]

@@ -154,7 +154,7 @@ fn what_a_name_does_not_fit_is_refused_with_the_plan() {
     refused(
         Strategy::OncePerNode { node_ranks: 0 },
         4,
-        "route: got once-per-node, want several nodes with as many ranks each, which are \
+        "strategy: got once-per-node, want several nodes with as many ranks each, which are \
          neighbours on the ring",
     );
     let other = Attention::new().strategy(Strategy::AllGather).route(Route::RelayUp);

@@ -57,12 +57,7 @@ pub(crate) fn of_flags(error: Error, dims: &Dims, others: Others) -> Failure {
 /// # Errors
 /// [`Failure::Usage`] naming the flag.
 pub(crate) fn check_strategy(strategy: Strategy, dims: &Dims, ranks: usize) -> Outcome {
-    HeadGrid::of(dims, ranks, strategy).map(drop).map_err(|error| match error {
-        Error::InvalidArgument { argument, got, want } if argument == "strategy" => {
-            Failure::usage("--strategy", got, want)
-        }
-        error => error.into(),
-    })
+    Ok(HeadGrid::of(dims, ranks, strategy).map(drop)?)
 }
 
 /// Adds the flag of the largest length to the error of a problem that is too large for the memory,

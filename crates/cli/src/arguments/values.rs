@@ -138,24 +138,12 @@ impl LayoutName {
         }
     }
 
-    /// Returns layout and route of a plan of `spec`, as [`LayoutName::apply`] sets them or the
-    /// plan chooses them.
-    ///
-    /// # Errors
-    /// As [`Choice::balanced`].
-    pub(crate) fn choice(
-        self,
-        spec: &Spec,
-        ranks: usize,
-        batch: &Batch,
-        placement: Option<&Placement>,
-    ) -> LibraryResult<Choice> {
-        if self == Self::Balanced {
-            return Choice::balanced(spec, batch, ranks);
-        }
+    /// Returns layout and route that a plan of `spec` chooses. Those of the balanced layout depend
+    /// on documents too ([`Choice::balanced`]).
+    pub(crate) fn choice(self, spec: &Spec, ranks: usize, placement: Option<&Placement>) -> Choice {
         let fixed = self.layout();
         let fixed = spec.leaf_rows.map_or(fixed.clone(), |rows| fixed.map(|of| of.at_leaves(rows)));
-        Ok(Choice::auto(spec, ranks, fixed.as_ref(), placement, &mut || ()))
+        Choice::auto(spec, ranks, fixed.as_ref(), placement, &mut || ())
     }
 }
 

@@ -13,7 +13,7 @@ use std::{
 };
 
 use annulus::{Attention, BiasOrder};
-use annulus_core::{DType, SinkShape, Strategy};
+use annulus_core::{Batch, DType, Machine, SinkShape, Strategy};
 use clap::{Args, ValueEnum};
 use half::{bf16, f16};
 
@@ -208,13 +208,13 @@ impl AttendFlags {
         let sinks = job.agree(sinks)?;
         job.agree(check_strategy(self.ring.strategy, &input.dims, job.ranks()))?;
         let attention = self.attention(&input, dtype, sinks);
-        let attention = self.ring.layout.apply(attention, input.dims, job.ranks(), || {
-            // the whole batch is read for the balanced layout only
-            input.coordinates()
-        });
+        // the whole batch is read for the balanced layout and the strategy auto only
+        let layout = self.ring.layout;
+        let attention = layout.apply(attention, input.dims, job.ranks(), || input.coordinates());
+        let attention = attention.and_then(|attention| self.divided(attention, machine, &input));
         let attention = job.agree(attention.map_err(|error| input.named(error).into()))?;
         let run = AttendRun {
-            attention: attention.strategy(self.ring.strategy).machine(machine),
+            attention,
             sinks,
             backend,
             threads,
@@ -233,6 +233,23 @@ impl AttendFlags {
             }
         }
         summary.untraced.map_or(Ok(()), Err)
+    }
+
+    /// Sets the strategy, and what auto chooses it by.
+    fn divided(
+        &self,
+        attention: Attention,
+        machine: Option<Machine>,
+        input: &Input,
+    ) -> annulus_core::Result<Attention> {
+        let RingFlags { strategy, layout, .. } = self.ring;
+        let attention = attention.strategy(strategy).machine(machine);
+        // the balanced layout has set them
+        if strategy != Strategy::Auto || layout == LayoutName::Balanced {
+            return Ok(attention);
+        }
+        let batch = Some(input.coordinates()?);
+        Ok(attention.documents(batch.filter(|batch| *batch != Batch::default())))
     }
 
     /// Checks that the input has the tensors that the flags require.

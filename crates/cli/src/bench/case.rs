@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use annulus::{Attention, Backward, Forward, Plan, Tensors};
-use annulus_core::{Batch, DType, Dims, Element, Machine, Result, Runs, index};
+use annulus_core::{Batch, DType, Dims, Element, Machine, Result, Runs, Strategy, index};
 use ndarray::Array4;
 use serde_json::{Map, Value, json};
 
@@ -159,6 +159,8 @@ impl<'a> Case<'a> {
         let attention = flags.apply(Attention::new().arrival_deadline(DEFAULT_DEADLINE));
         let attention = attention.reproducible(self.flags.reproducible);
         let attention = attention.strategy(self.flags.strategy).machine(self.machine.cloned());
+        let is_chosen = self.flags.strategy == Strategy::Auto && !self.flags.documents.is_empty();
+        let attention = attention.documents(is_chosen.then(|| self.batch.clone()));
         attention.dtype(self.dtype).precision(self.flags.precision.into())
     }
 

@@ -13,7 +13,7 @@ use super::{
     between_nodes::BetweenNodes,
     leaves::{LeafFigures, QueryPass},
     program::{Program, Send},
-    strategies::{MOST_STEPPED_RANKS, Strategies, StrategyFigures},
+    strategies::{GridFigures, MOST_STEPPED_RANKS, Strategies, StrategyFigures},
 };
 use crate::report::{bytes, counted, grouped};
 
@@ -59,7 +59,8 @@ pub(super) struct Figures {
     /// pairs fill, of the balanced layout.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) tiles_bound: Option<f64>,
-    /// Rows sent in a forward pass, divided by the rows that ranks need of each other.
+    /// Rows that rings send in a forward pass, divided by the rows that their ranks need of each
+    /// other.
     redundancy: f64,
     /// Number of packed documents.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -204,10 +205,10 @@ impl Figures {
         strategies: &Strategies,
     ) -> Self {
         let all = strategies.figures();
-        let Some(traffic) = strategies.grid() else {
+        let Some((traffic, GridFigures { pairs, balance, .. })) = strategies.grid() else {
             return Self { strategies: all, ..self };
         };
-        let (per_rank, pairs_total) = rank_figures_of(spec, traffic);
+        let per_rank = rank_figures_of(spec, traffic, pairs);
         let ranks = per_rank.len();
         let most = per_rank.iter().map(|of| of.work_over_mean).fold(0.0, f64::max);
         let full_ring = |rows: usize, row: &RowLayout| {
@@ -227,7 +228,9 @@ impl Figures {
             bytes_sent_total: sent(&traffic.forward),
             bytes_full_ring_total: block,
             work_max_over_mean: most,
-            pairs_total,
+            rows_max_over_mean: balance.rows_max_over_mean,
+            redundancy: balance.redundancy,
+            pairs_total: pairs.iter().sum(),
             forward: Bytes { sent: sent(&traffic.forward), full_ring: block },
             backward: Bytes { sent: sent(&traffic.backward), full_ring: block + backward },
             per_rank: if ranks <= MOST_STEPPED_RANKS {
@@ -470,23 +473,15 @@ fn rank_figures(
     shards.q.iter().zip(&shards.kv).enumerate().map(of_rank).collect()
 }
 
-/// Returns the figures of every rank under a strategy that divides heads or keys, and the pairs of
-/// all.
-fn rank_figures_of(spec: &Spec, traffic: &StrategyTraffic) -> (Vec<RankFigures>, u128) {
-    let StrategyTraffic { grid, layout, forward, backward, .. } = traffic;
-    let work_of = |member: usize| {
-        let spec = spec.of_member(grid, member);
-        let layout = layout.of_member(grid, member);
-        let shards = RingShards::plain(&spec.dims, spec.alignment, layout, grid.groups());
-        Work::of(spec.mask.as_ref(), spec.dims.q_heads, spec.dims.batch, &shards)
-    };
-    let work: Vec<Work> = (0..grid.members()).map(work_of).collect();
-    let total: u128 = work.iter().map(Work::total).sum();
+/// Returns the figures of every rank under a strategy that divides heads or keys. `pairs` are those
+/// of each rank.
+fn rank_figures_of(spec: &Spec, traffic: &StrategyTraffic, pairs: &[u128]) -> Vec<RankFigures> {
+    let StrategyTraffic { layout, forward, backward, .. } = traffic;
+    let total: u128 = pairs.iter().sum();
     let ranks = forward.len();
     let mean = total as f64 / ranks as f64;
-    let of_rank = |rank: usize| {
+    let of_rank = |(rank, &pairs): (usize, &u128)| {
         let rows = |side, len| layout.of_ranks.shard(side, len, rank, ranks).len();
-        let pairs = work[grid.member(rank)].of_rank(grid.group(rank));
         RankFigures {
             rank,
             q_rows: rows(Side::Q, spec.dims.q_len),
@@ -497,7 +492,7 @@ fn rank_figures_of(spec: &Spec, traffic: &StrategyTraffic) -> (Vec<RankFigures>,
             backward_bytes_sent: backward[rank],
         }
     };
-    ((0..ranks).map(of_rank).collect(), total)
+    pairs.iter().enumerate().map(of_rank).collect()
 }
 
 /// Selects the first ranks with the least and the most pairs and bytes, and `rank`.

@@ -29,14 +29,14 @@ use crate::{
             whole,
         },
     },
-    failure::{Failure, Outcome},
+    failure::Outcome,
     file, machine,
     report::{bytes, count, grouped},
     stdout::say,
 };
 use decode::TokenFigures;
 use figures::Figures;
-use strategies::Strategies;
+use strategies::{Asked, Strategies};
 
 const EXAMPLES: &str = "Examples:
   annulus plan --causal --q-len 65536 --ranks 8
@@ -147,8 +147,11 @@ pub(crate) fn run(flags: &PlanFlags) -> Outcome {
     if flags.decode {
         return flags.token(&spec, machine.as_ref())?.map_err(named);
     }
-    let strategies = flags.strategies(&spec, machine.as_ref())?.map_err(named)?;
-    let (of_ring, planned) = flags.ring(&spec, &strategies, machine.as_ref()).map_err(named)?;
+    let balanced = flags.balanced(&spec).map_err(named)?;
+    let balanced = balanced.as_ref();
+    let strategies = flags.strategies(&spec, balanced, machine.as_ref()).map_err(named)?;
+    let (of_ring, planned) =
+        flags.ring(&spec, &strategies, balanced, machine.as_ref()).map_err(named)?;
     let ring = Figures::new(&of_ring, planned).map_err(named)?;
     let picture = flags.svg.as_ref().map(|path| (path, picture::draw(&of_ring, &ring)));
     let figures = ring.of_all_heads(&spec, flags.rank, &strategies);
@@ -250,40 +253,32 @@ impl PlanFlags {
         Ok(Ok(()))
     }
 
-    /// Compares the strategies. The balanced layout and packed documents are planned for a ring
-    /// only, and predicted with a machine.
+    /// Returns layout and route of the balanced layout, if that is asked for.
+    fn balanced(&self, spec: &Spec) -> annulus_core::Result<Option<Choice>> {
+        let batch = documents::batch(&self.mask.documents);
+        let is_asked = self.layout == LayoutName::Balanced;
+        is_asked.then(|| Choice::balanced(spec, &batch, self.ranks)).transpose()
+    }
+
+    /// Compares the strategies.
     fn strategies(
         &self,
         spec: &Spec,
+        balanced: Option<&Choice>,
         machine: Option<&Machine>,
-    ) -> Outcome<annulus_core::Result<Strategies>> {
-        if self.layout != LayoutName::Balanced && self.mask.documents.is_empty() {
-            let layout = self.layout.layout();
-            let layout = layout.as_ref();
-            let placement = self.placement(machine);
-            let placement = placement.as_ref();
-            return Ok(Strategies::new(
-                spec,
-                self.ranks,
-                layout,
-                self.strategy,
-                machine,
-                placement,
-            ));
-        }
-        let is_ring = self.strategy.on_ranks(self.ranks) == Strategy::Ring;
-        if !is_ring {
-            let want = "ring, all-gather or once-per-node with --documents or --layout balanced";
-            return Err(Failure::usage("--strategy", self.strategy, want));
-        }
-        let Some(machine) = machine else { return Ok(Ok(Strategies::default())) };
+    ) -> annulus_core::Result<Strategies> {
         let batch = documents::batch(&self.mask.documents);
-        let placement = self.placement(Some(machine));
-        let choice = self.layout.choice(spec, self.ranks, &batch, placement.as_ref());
-        Ok(choice.and_then(|choice| {
-            let placement = placement.as_ref();
-            Strategies::of_documents(spec, &choice, &batch, self.strategy, machine, placement)
-        }))
+        let placement = self.placement(machine);
+        let fixed = balanced.map(|of| of.layout.clone()).or_else(|| self.layout.layout());
+        let asked = Asked {
+            strategy: self.strategy,
+            layout: fixed.as_ref(),
+            balanced_route: balanced.map(|of| of.route),
+            documents: Some(&batch).filter(|_| !self.mask.documents.is_empty()),
+            placement: placement.as_ref(),
+            machine,
+        };
+        Strategies::new(spec, self.ranks, &asked)
     }
 
     /// Returns the ranks of a node.
@@ -304,13 +299,17 @@ impl PlanFlags {
         &self,
         spec: &Spec,
         strategies: &Strategies,
+        balanced: Option<&Choice>,
         machine: Option<&Machine>,
     ) -> annulus_core::Result<(Spec, Planned)> {
         let batch = documents::batch(&self.mask.documents);
         let mask = self.mask.describe();
-        let Some(StrategyTraffic { grid, layout, .. }) = strategies.grid() else {
+        let Some((StrategyTraffic { grid, layout, .. }, figures)) = strategies.grid() else {
             let placement = self.placement(machine);
-            let choice = self.layout.choice(spec, self.ranks, &batch, placement.as_ref())?;
+            let choice = match balanced {
+                Some(choice) => choice.clone(),
+                None => self.layout.choice(spec, self.ranks, placement.as_ref()),
+            };
             let Choice { layout, route, order } = choice;
             let Self { ranks, rank, .. } = *self;
             let given = self.strategy.route().or(strategies.route()).map(|route| {
@@ -338,8 +337,8 @@ impl PlanFlags {
         figures::check_rank(self.rank, self.ranks)?;
         let of_member = spec.of_member(grid, 0);
         let ranks = grid.groups();
-        let fixed = Some(layout.of_member(grid, 0));
-        let Choice { layout, route, .. } = Choice::auto(&of_member, ranks, fixed, None, &mut || ());
+        let layout = layout.of_member(grid, 0).clone();
+        let route = figures.route;
         let rank = self.rank.map(|rank| grid.group(rank));
         let strategy = Strategy::Ring;
         let node_ranks = None;

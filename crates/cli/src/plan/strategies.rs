@@ -1,8 +1,8 @@
 //! Figures of every strategy that ranks and heads admit.
 
 use annulus_core::{
-    Backend, Batch, Choice, HeadGrid, Layout, Machine, Placement, Prediction, Result, Route, Spec,
-    Strategy, StrategyTraffic, TrafficOptions,
+    Backend, Batch, HeadGrid, Layout, Machine, Placement, Prediction, Result, Route, Spec,
+    Strategy, StrategyBalance, StrategyTraffic, TrafficOptions,
 };
 use serde::Serialize;
 
@@ -44,6 +44,31 @@ pub(super) struct StrategyFigures {
     bytes_between_nodes: Option<u128>,
     /// True if `memory_max_rank` fits the memory of a rank.
     fits_memory: Option<bool>,
+    /// Balance, with packed documents.
+    #[serde(flatten, skip_serializing_if = "Option::is_none")]
+    balance: Option<BalanceFigures>,
+}
+
+/// [`StrategyBalance`] of a strategy, as fields of its figures.
+#[derive(Debug, Clone, Copy, Serialize)]
+struct BalanceFigures {
+    work_max_over_mean: f64,
+    rows_max_over_mean: f64,
+    redundancy: f64,
+}
+
+/// The strategy that is asked for, and what its traffic depends on besides the spec.
+#[derive(Clone, Copy)]
+pub(super) struct Asked<'a> {
+    pub(super) strategy: Strategy,
+    /// The layout, if it is fixed.
+    pub(super) layout: Option<&'a Layout>,
+    /// Route of the balanced layout.
+    pub(super) balanced_route: Option<Route>,
+    /// Packed documents, if there are any.
+    pub(super) documents: Option<&'a Batch>,
+    pub(super) placement: Option<&'a Placement>,
+    pub(super) machine: Option<&'a Machine>,
 }
 
 /// Traffic of the strategies, and the one that is planned.
@@ -52,8 +77,22 @@ pub(super) struct Strategies {
     all: Vec<StrategyTraffic>,
     /// Predictions of the strategies in the same order; empty without a machine.
     predictions: Vec<Prediction>,
+    /// Balance of the strategies in the same order; empty without documents, where the layouts of
+    /// all strategies balance about as well.
+    balances: Vec<StrategyBalance>,
     /// Index of the one that is planned.
     chosen: usize,
+    /// Further figures of the one that is planned, if it is a grid.
+    grid: Option<GridFigures>,
+}
+
+/// Figures of a grid that is planned.
+pub(super) struct GridFigures {
+    /// Visible pairs of each rank.
+    pub(super) pairs: Vec<u128>,
+    pub(super) balance: StrategyBalance,
+    /// Route of the ring of the first member of each group.
+    pub(super) route: Route,
 }
 
 impl Strategies {
@@ -66,28 +105,22 @@ impl Strategies {
     /// [`annulus_core::Error::InvalidArgument`] naming `strategy` if it does not fit ranks and
     /// heads, or `machine` as [`Machine::choose`]; [`annulus_core::Error::Unsupported`] of the
     /// reproducible order.
-    pub(super) fn new(
-        spec: &Spec,
-        ranks: usize,
-        layout: Option<&Layout>,
-        strategy: Strategy,
-        machine: Option<&Machine>,
-        placement: Option<&Placement>,
-    ) -> Result<Self> {
+    pub(super) fn new(spec: &Spec, ranks: usize, asked: &Asked<'_>) -> Result<Self> {
+        let Asked { strategy, machine, .. } = *asked;
         let grid = HeadGrid::of(&spec.dims, ranks, strategy)?;
         if let Some(grid) = &grid {
             grid.check(spec, true)?;
         }
-        let options = TrafficOptions { placement, ..options(spec, layout)? };
-        if let Some(grid) = grid.filter(|_| ranks > MOST_STEPPED_RANKS && machine.is_none()) {
-            if grid.members() == 1 {
-                return Ok(Self::default());
-            }
-            let all = vec![StrategyTraffic::of(spec, grid, &options, &mut || ())?];
-            return Ok(Self { all, predictions: Vec::new(), chosen: 0 });
-        }
+        let options = asked.options(spec)?;
+        let tick = &mut || ();
         let Compared { all, predictions, fastest } =
-            Compared::new(spec, ranks, &options, grid, machine)?;
+            match grid.filter(|_| ranks > MOST_STEPPED_RANKS && machine.is_none()) {
+                Some(grid) if grid.members() == 1 => return Ok(Self::default()),
+                Some(grid) => {
+                    Compared::unpredicted(vec![StrategyTraffic::of(spec, grid, &options, tick)?])
+                }
+                None => Compared::new(spec, ranks, &options, grid, machine)?,
+            };
         let chosen = match (grid, fastest) {
             (Some(grid), _) => position(&all, strategy, grid),
             (None, Some(fastest)) => fastest,
@@ -96,37 +129,16 @@ impl Strategies {
                 position(&all, cheapest.strategy, cheapest.grid)
             }
         };
-        Ok(Self { all, predictions, chosen })
-    }
-
-    /// Plans the ring of packed documents on the route of `choice` and on those of other
-    /// strategies, and predicts them.
-    ///
-    /// # Errors
-    /// As [`Strategies::new`].
-    pub(super) fn of_documents(
-        spec: &Spec,
-        choice: &Choice,
-        batch: &Batch,
-        strategy: Strategy,
-        machine: &Machine,
-        placement: Option<&Placement>,
-    ) -> Result<Self> {
-        let ranks = choice.order.ranks().len();
-        let layout = Some(&choice.layout);
-        let of_routes = TrafficOptions { batch: Some(batch), placement, ..options(spec, layout)? };
-        let of_ring = TrafficOptions { route: Some(choice.route), ..of_routes };
-        let grid = HeadGrid::new(&spec.dims, ranks, 1)?;
-        let mut all = vec![StrategyTraffic::of(spec, grid, &of_ring, &mut || ())?];
-        all.extend(StrategyTraffic::of_routes(spec, ranks, &of_routes, &mut || ())?);
-        let predict = |traffic: &StrategyTraffic| {
-            let is_ring = traffic.strategy == Strategy::Ring;
-            let options = if is_ring { &of_ring } else { &of_routes };
-            Prediction::of(traffic, spec, options, machine, &mut || ())
+        let balances = match asked.documents {
+            Some(_) => {
+                let balance = |of: &StrategyTraffic| of.balance(spec, &options, &mut || ());
+                all.iter().map(balance).collect::<Result<_>>()?
+            }
+            None => Vec::new(),
         };
-        let predictions = all.iter().map(predict).collect::<Result<_>>()?;
-        let chosen = position(&all, strategy, grid);
-        Ok(Self { all, predictions, chosen })
+        let grid = all.get(chosen).filter(|of| of.grid.members() > 1);
+        let grid = grid.map(|of| GridFigures::new(of, spec, &options)).transpose()?;
+        Ok(Self { all, predictions, balances, chosen, grid })
     }
 
     /// Returns the route of the strategy that is planned, if that is a part of it.
@@ -139,14 +151,18 @@ impl Strategies {
         Some(self.all.get(self.chosen)?.strategy)
     }
 
-    /// Returns the traffic of the strategy that is planned; `None` if it is the ring.
-    pub(super) fn grid(&self) -> Option<&StrategyTraffic> {
-        self.all.get(self.chosen).filter(|of| of.grid.members() > 1)
+    /// Returns the traffic and the figures of the strategy that is planned; `None` if it is the
+    /// ring.
+    pub(super) fn grid(&self) -> Option<(&StrategyTraffic, &GridFigures)> {
+        self.all.get(self.chosen).zip(self.grid.as_ref())
     }
 
     /// Returns the figures of all strategies that were planned.
     pub(super) fn figures(&self) -> Vec<StrategyFigures> {
-        let of = |(index, traffic)| StrategyFigures::of(traffic, self.predictions.get(index));
+        let of = |(index, traffic)| {
+            let figures = StrategyFigures::of(traffic, self.predictions.get(index));
+            StrategyFigures { balance: self.balances.get(index).map(Into::into), ..figures }
+        };
         self.all.iter().enumerate().map(of).collect()
     }
 }
@@ -161,6 +177,10 @@ struct Compared {
 }
 
 impl Compared {
+    const fn unpredicted(all: Vec<StrategyTraffic>) -> Self {
+        Self { all, predictions: Vec::new(), fastest: None }
+    }
+
     /// Computes all strategies or, for more than [`MOST_STEPPED_RANKS`] ranks, those of which no
     /// lower bound exceeds the best, and the `given` one.
     fn new(
@@ -182,7 +202,7 @@ impl Compared {
         let admits = |grid: &HeadGrid| given.is_none_or(|given| *grid == given);
         let Some(machine) = machine else {
             let all = StrategyTraffic::of_fewest_bytes(spec, ranks, options, &admits, tick)?;
-            return Ok(Self { all, predictions: Vec::new(), fastest: None });
+            return Ok(Self::unpredicted(all));
         };
         let compared = machine.fastest(spec, ranks, options, &admits, tick)?;
         Ok(Self {
@@ -203,18 +223,39 @@ fn position(all: &[StrategyTraffic], strategy: Strategy, grid: HeadGrid) -> usiz
     all.iter().position(is_wanted).unwrap_or(0)
 }
 
-/// Options of a forward and a backward pass on the CPU.
-fn options<'a>(spec: &Spec, layout: Option<&'a Layout>) -> Result<TrafficOptions<'a>> {
-    let kv_tile = annulus_cpu::Cpu::new(1)?.capabilities(spec)?.kv_tile;
-    Ok(TrafficOptions {
-        backward: true,
-        layout,
-        route: None,
-        placement: None,
-        kv_tile,
-        receive_ahead: 1,
-        batch: None,
-    })
+impl<'a> Asked<'a> {
+    /// Returns the options of a forward and a backward pass on the CPU.
+    fn options(&self, spec: &Spec) -> Result<TrafficOptions<'a>> {
+        let Self { layout, balanced_route, documents: batch, placement, .. } = *self;
+        Ok(TrafficOptions {
+            backward: true,
+            layout,
+            route: None,
+            balanced_route,
+            placement,
+            kv_tile: annulus_cpu::Cpu::new(1)?.capabilities(spec)?.kv_tile,
+            receive_ahead: 1,
+            batch,
+        })
+    }
+}
+
+impl GridFigures {
+    fn new(of: &StrategyTraffic, spec: &Spec, options: &TrafficOptions<'_>) -> Result<Self> {
+        let tick = &mut || ();
+        Ok(Self {
+            pairs: of.pairs_of_ranks(spec, options)?,
+            balance: of.balance(spec, options, tick)?,
+            route: of.route(&spec.of_member(&of.grid, 0), 0, options, tick),
+        })
+    }
+}
+
+impl From<&StrategyBalance> for BalanceFigures {
+    fn from(balance: &StrategyBalance) -> Self {
+        let StrategyBalance { work_max_over_mean, rows_max_over_mean, redundancy } = *balance;
+        Self { work_max_over_mean, rows_max_over_mean, redundancy }
+    }
 }
 
 impl StrategyFigures {
@@ -236,6 +277,7 @@ impl StrategyFigures {
             bytes_inside_node: predicted.map(|of| of.bytes.inside_node as u128),
             bytes_between_nodes: predicted.map(|of| of.bytes.between_nodes as u128),
             fits_memory: predicted.map(|of| of.fits),
+            balance: None,
         }
     }
 
@@ -246,12 +288,19 @@ impl StrategyFigures {
             Some(form) => format!("{} ({form})", self.name),
             None => self.name.clone(),
         };
-        let sent = format!(
+        let mut sent = format!(
             "{mark} {name:<12} {} sent forward, {} backward, at most {} of buffers on a rank",
             bytes(self.bytes_sent_total),
             bytes(self.backward_bytes_sent_total),
             bytes(self.memory_max_rank)
         );
+        if let Some(balance) = self.balance {
+            let BalanceFigures { work_max_over_mean, rows_max_over_mean, redundancy } = balance;
+            sent += &format!(
+                "; work {work_max_over_mean:.3}, rows {rows_max_over_mean:.3}, redundancy \
+                 {redundancy:.3}"
+            );
+        }
         let (Some(time), Some(exposed), Some(inside), Some(between)) = (
             self.time_predicted,
             self.exposed_predicted,

@@ -99,6 +99,60 @@ fn attention_over_documents_of_flags_and_files_is_the_same() {
 }
 
 #[test]
+fn attend_sends_the_bytes_that_plan_lists_for_each_strategy() {
+    let folder = Folder::new("documents_strategies");
+    let make = "--q-len 400 --heads 4 --kv-heads 2 --head-dim 8 --backward --quiet";
+    folder.succeed(&format!("make --output in.st {make}"));
+    for layout in ["auto", "striped", "balanced"] {
+        let flags = format!("--causal --ranks 4 --documents 130,20,250 --layout {layout}");
+        let plan = format!("plan {flags} --heads 4 --kv-heads 2 --head-dim 8 --json");
+        let attend = |strategy: &str| {
+            let line =
+                format!("attend --input in.st --output out.st --backward --threads 1 {flags}");
+            json(&folder, &format!("{line} --json --strategy {strategy}"))
+        };
+        let auto = json(&folder, &format!("{plan} --strategy auto"));
+        let strategies = auto["strategies"].as_array().unwrap();
+        let names: Vec<&str> = strategies.iter().map(|of| of["name"].as_str().unwrap()).collect();
+        let grids = ["grid:2x2", "grid:2x1x2", "pass-q"];
+        let all = [&["ring", "heads:2", "all-to-all"][..], &grids, &["all-gather"]].concat();
+        assert_eq!(names, all);
+        for of in strategies {
+            let name = of["name"].as_str().unwrap();
+            let attended = attend(name);
+            for (pass, field) in
+                ["bytes_sent_total", "backward_bytes_sent_total"].iter().enumerate()
+            {
+                let sent = &attended["passes"][pass]["bytes_sent"];
+                assert_eq!(*sent, of[*field], "{name} on {layout}, {field}");
+            }
+            // the figures of the plan of a strategy are those of its line
+            let planned = json(&folder, &format!("{plan} --strategy {name}"));
+            for field in ["work_max_over_mean", "rows_max_over_mean", "redundancy"] {
+                assert_eq!(planned[field], of[field], "{name} on {layout}, {field}");
+            }
+            let pairs = [&planned["pairs_total"], &attended["visible_pairs"]].map(Value::as_f64);
+            assert_eq!(pairs[0], pairs[1], "{name} on {layout}");
+        }
+        // both choose for these documents
+        assert_eq!(attend("auto")["strategy"], auto["strategy"], "{layout}");
+    }
+    // a document for each rank, which a ring does not send; the mask alone decides for a grid
+    folder.succeed("make --output in.st --q-len 64 --heads 8 --head-dim 8 --backward --quiet");
+    let auto = "--layout contiguous --strategy auto --ranks 4 --threads 1";
+    let attend = format!("attend --input in.st --output out.st --causal --backward --json {auto}");
+    let bench = format!("bench --causal true --heads 8 --ds 8 --dtype f32 --what fwd+bwd {auto}");
+    for (line, want) in [
+        (format!("{attend} --documents 16,16,16,16"), "ring"),
+        (attend, "grid:2x2"),
+        (format!("{bench} --documents 16,16,16,16"), "ring"),
+        (format!("{bench} --ns 64"), "grid:2x2"),
+    ] {
+        assert_eq!(json(&folder, &line)["strategy"], want, "{line}");
+    }
+}
+
+#[test]
 fn documents_that_do_not_fit_are_refused() {
     let folder = Folder::new("documents_refused");
     folder.succeed("make --output in.st --q-len 64 --heads 1 --head-dim 4 --quiet");
@@ -109,11 +163,17 @@ fn documents_that_do_not_fit_are_refused() {
     fails("plan --kv-len 9 --documents 4,4 --ranks 2", &["--documents", "8 rows", "9", "keys"]);
     fails("plan --documents 4,0 --ranks 2", &["--documents: got 0"]);
     fails("demo --documents 4,0", &["--documents: got 0"]);
-    let ring_only =
-        &["--strategy: got heads:2", "or once-per-node with --documents or --layout balanced"];
-    fails("plan --documents 4,4 --ranks 2 --heads 2 --strategy heads:2", ring_only);
-    let balanced = "plan --q-len 8 --layout balanced --ranks 2 --heads 2 --strategy heads:2";
-    fails(balanced, ring_only);
+    let plan = "plan --documents 4,4 --layout balanced --heads 3 --strategy";
+    let heads = "--strategy: got heads in groups of 2 ranks, want groups whose size divides the 3";
+    fails(&format!("{plan} heads:2 --ranks 2"), &[heads]);
+    fails(&format!("{plan} grid:2x2 --ranks 2"), &["--strategy: got grid:2x2, want a grid of 2"]);
+    let once = "--strategy: got once-per-node, want several nodes with as many ranks each";
+    for line in ["plan --documents 4,4", "attend --input in.st --output out.st"] {
+        fails(&format!("{line} --ranks 2 --strategy once-per-node"), &[once]);
+    }
+    fails("bench --ns 64 --heads 2 --ds 8 --ranks 2 --strategy once-per-node", &[once]);
+    let reproducible = format!("{plan} grid:1x2 --ranks 2 --reproducible");
+    folder.run(&reproducible).failed(1, &["reproducible is not supported by keys in 2 columns"]);
     let attend = "attend --output out.st --layout balanced --ranks 2";
     fails(&format!("{attend} --input in.st --documents 60"), &["--documents", "60 rows", "64"]);
     let both = folder.run(&format!("{attend} --input packed.st --documents 64"));

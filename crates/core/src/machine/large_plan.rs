@@ -16,7 +16,7 @@ use super::{
     mean_steps::MeanRing,
     network::Network,
     prediction::execute,
-    ring_steps::{RingSteps, distinct_members},
+    ring_steps::RingSteps,
     steps::{GridPlan, MOST_STEPPED_RANKS},
     timed_step::TimedStep,
 };
@@ -119,7 +119,7 @@ impl GridPlan<'_> {
         let Self { traffic, spec, options, .. } = *self;
         let StrategyTraffic { grid, layout, .. } = traffic;
         let mut all = Vec::new();
-        for member in distinct_members(grid, spec.mask.per_head()) {
+        for member in grid.distinct_members(spec.mask.per_head()) {
             let shards = options.shards(spec, layout.of_member(grid, member), grid.groups())?;
             let work = Work::estimate(&spec.of_member(grid, member), &shards, tick);
             all.push(MemberWork { member, work });
@@ -141,8 +141,8 @@ impl GridPlan<'_> {
             return Ok([ring.forward(), ring.backward()]);
         }
         let of_member = spec.of_member(&traffic.grid, member);
-        let [forward, backward] = traffic.ring_bytes(&of_member, member, options, tick)?;
+        let bytes = traffic.of_ring(&of_member, member, options, tick)?;
         let ring = MeanRing { work: &of.work, seconds };
-        Ok([ring.forward(&forward), ring.backward(backward_mode(spec), &backward)])
+        Ok([ring.forward(&bytes.forward), ring.backward(backward_mode(spec), &bytes.backward)])
     }
 }

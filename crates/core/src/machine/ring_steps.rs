@@ -7,8 +7,8 @@ use super::{
     },
 };
 use crate::{
-    BackwardMode, Group, HeadGrid, Message, NeedsIndex, Result, RowLayout, Schedule, Spec,
-    StrategyTraffic, TrafficOptions, WorkMatrix,
+    BackwardMode, Group, Message, NeedsIndex, Result, RowLayout, Schedule, Spec, StrategyTraffic,
+    TrafficOptions, WorkMatrix,
 };
 
 /// The rings over groups, one for each member.
@@ -72,7 +72,7 @@ impl<'a> RingSteps<'a> {
         };
         let members: Vec<usize> = match only {
             Some(member) => vec![member],
-            None => distinct_members(grid, per_head).collect(),
+            None => grid.distinct_members(per_head).collect(),
         };
         Ok(Self {
             traffic,
@@ -249,12 +249,6 @@ impl<'a> RingSteps<'a> {
         let share = if after > 0.0 { after / (first + after) } else { 0.0 };
         Tail { share, step: last + 1 }
     }
-}
-
-/// Returns one member for each ring that differs: every member, or one of each key column.
-pub(super) fn distinct_members(grid: &HeadGrid, per_head: bool) -> impl Iterator<Item = usize> {
-    (0..grid.members())
-        .filter(move |&member| per_head || grid.of_column(grid.column(member)).start == member)
 }
 
 impl MemberRing {

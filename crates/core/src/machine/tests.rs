@@ -23,6 +23,7 @@ const BOTH: TrafficOptions<'static> = TrafficOptions {
     backward: true,
     layout: None,
     route: None,
+    balanced_route: None,
     placement: None,
     kv_tile: 64,
     receive_ahead: 1,

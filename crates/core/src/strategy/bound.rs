@@ -246,6 +246,7 @@ mod tests {
             backward,
             layout: None,
             route: None,
+            balanced_route: None,
             placement: None,
             kv_tile: 64,
             receive_ahead: 1,

@@ -202,6 +202,13 @@ impl HeadGrid {
         column * self.parts..(column + 1) * self.parts
     }
 
+    /// Returns one member for each ring that differs: every member if masks differ by head, else one
+    /// of each key column.
+    pub(crate) fn distinct_members(&self, per_head: bool) -> impl Iterator<Item = usize> {
+        let step = if per_head { 1 } else { self.parts };
+        (0..self.members()).step_by(step)
+    }
+
     /// Returns true if two members exchange rows of `side`: queries with all members of their
     /// group, keys with those of their column.
     pub fn shares(&self, side: Side, member: usize, other: usize) -> bool {

@@ -22,6 +22,7 @@
 //! Parallelism Approach for Long Context Generative AI (heads × ring); ATTENTION2D 2025,
 //! arXiv 2503.15758, and Mesh-Attention 2025, arXiv 2512.20968 (queries × keys).
 
+mod balance;
 mod bound;
 mod exchange;
 mod group_layout;
@@ -33,13 +34,14 @@ mod traffic;
 
 use std::{fmt, str::FromStr};
 
+pub use balance::StrategyBalance;
 pub(crate) use bound::{Bounds, best_first};
 pub(crate) use exchange::backward_mode;
 pub use exchange::{ExchangeFields, HeadAxis, HeadField};
 pub use group_layout::{GroupLayout, RowSegment};
 pub use head_grid::HeadGrid;
 pub use head_shard::HeadShard;
-pub use traffic::{StrategyTraffic, TrafficOptions};
+pub use traffic::{RingRows, StrategyTraffic, TrafficOptions};
 
 use crate::{Error, Result};
 

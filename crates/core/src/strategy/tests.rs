@@ -3,13 +3,17 @@
 use std::sync::Arc;
 
 use super::*;
-use crate::{Choice, CustomLayout, DType, Dims, Layout, Placement, Route, Runs, Side, Spec, mask};
+use crate::{
+    Batch, Choice, CustomLayout, DType, Dims, Layout, Placement, Route, Runs, Side, Spec,
+    mask::{self, SharedMask},
+};
 
 /// A forward pass with the layout and the route that are chosen.
 const FORWARD: TrafficOptions<'static> = TrafficOptions {
     backward: false,
     layout: None,
     route: None,
+    balanced_route: None,
     placement: None,
     kv_tile: 1,
     receive_ahead: 1,
@@ -428,4 +432,48 @@ fn heads_keep_their_numbers() {
     let groups = GroupLayout::choose(&shard, &grid, None, None, &mut || ());
     let again = Choice::auto(&shard, 2, Some(&groups.of_columns[0]), None, &mut || ());
     assert_eq!(again.layout, groups.of_columns[0]);
+}
+
+/// Documents of 40, 3 and 77 rows on 4 ranks.
+#[test]
+fn strategies_of_documents_have_the_same_pairs_and_a_balance_of_their_own() -> Result<()> {
+    let starts = Some(vec![0, 40, 43, 120]);
+    let batch = Batch { cum_seqlens_q: starts.clone(), cum_seqlens_k: starts, ..Batch::default() };
+    let mask: SharedMask = Arc::new(mask::Causal::default());
+    let spec = Spec { mask, ..Spec::new(Dims::new(1, 120, 4, 8), DType::F32) };
+    let pairs = 4 * [40u128, 3, 77].map(|rows| rows * (rows + 1) / 2).iter().sum::<u128>();
+    let tick = &mut || ();
+    let options =
+        TrafficOptions { layout: Some(&Layout::Contiguous), batch: Some(&batch), ..FORWARD };
+    let of = |heads, columns, options: &TrafficOptions<'_>, tick: &mut dyn FnMut()| {
+        let grid = HeadGrid::with_columns(&spec.dims, 4, heads, columns)?;
+        StrategyTraffic::of(&spec, grid, options, tick)
+    };
+    for traffic in StrategyTraffic::of_all(&spec, 4, &options, tick)? {
+        let of_ranks = traffic.pairs_of_ranks(&spec, &options)?;
+        assert_eq!(of_ranks.iter().sum::<u128>(), pairs, "{}", traffic.strategy);
+        let most = of_ranks.iter().max().map_or(0.0, |&most| most as f64);
+        let balance = traffic.balance(&spec, &options, tick)?;
+        assert_eq!(balance.work_max_over_mean, most * 4.0 / pairs as f64, "{}", traffic.strategy);
+        assert_eq!(balance.rows_max_over_mean, 1.0);
+    }
+    // all heads of all rows divided: equal work; no ring, no rows
+    let all_to_all = of(4, 1, &options, tick)?;
+    let balance = all_to_all.balance(&spec, &options, tick)?;
+    assert_eq!((balance.work_max_over_mean, balance.redundancy), (1.0, 1.0));
+    // 30 rows a rank: rank 1 needs rows 0 to 30 of the first document, rank 2 rows 43 to 60 of the
+    // last, and rank 3 these and rows 60 to 90
+    assert_eq!(of(1, 1, &options, tick)?.ring_rows, RingRows { sent: 94, needed: 94 });
+    let direct = TrafficOptions { route: Some(Route::Direct), ..options };
+    assert_eq!(of(1, 1, &direct, tick)?.ring_rows.sent, 94);
+    // down the ranks, blocks pass those that need none of them
+    let down = TrafficOptions { route: Some(Route::RelayDown), ..options };
+    let down = of(1, 1, &down, tick)?;
+    let RingRows { sent, needed } = down.ring_rows;
+    assert_eq!((sent, needed), (30 * 3 + 17 * 3 + 30 * 3, 94));
+    assert_eq!(down.balance(&spec, &options, tick)?.redundancy, sent as f64 / 94.0);
+    // two rings of two groups, each of which has two heads
+    let halves = of(2, 1, &options, tick)?;
+    assert_eq!(halves.ring_rows, RingRows { sent: 2 * 17, needed: 2 * 17 });
+    Ok(())
 }

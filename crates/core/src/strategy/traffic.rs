@@ -24,9 +24,30 @@ pub struct StrategyTraffic {
     pub forward: Vec<u128>,
     /// Payload bytes of a backward pass, by ring index; 0 if there is none.
     pub backward: Vec<u128>,
+    /// Block rows of the rings in a forward pass.
+    pub ring_rows: RingRows,
     /// Upper bound of the bytes that a rank keeps between passes, besides the memory of its
     /// backend: message buffers and the tensors of its heads.
     pub memory_max_rank: u128,
+}
+
+/// Block rows of all rings of a strategy in a forward pass.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct RingRows {
+    /// Rows that are sent.
+    pub sent: u128,
+    /// Rows that ranks need of each other, each counted once for every rank that needs it.
+    pub needed: u128,
+}
+
+/// Figures of the ring of one member over groups.
+#[derive(Debug, Clone)]
+pub(crate) struct MemberTraffic {
+    /// Bytes that each group sends in a forward pass.
+    pub(crate) forward: Vec<u128>,
+    /// Bytes that each group sends in a backward pass; 0 if there is none.
+    pub(crate) backward: Vec<u128>,
+    pub(crate) rows: RingRows,
 }
 
 /// Options of a plan that determine its traffic.
@@ -36,8 +57,10 @@ pub struct TrafficOptions<'a> {
     pub backward: bool,
     /// The layout of the ranks, or `None` to choose one.
     pub layout: Option<&'a Layout>,
-    /// The route, or `None` to choose one.
+    /// The route, or `None` to choose one. A strategy with another one is left out.
     pub route: Option<Route>,
+    /// Route of a balanced layout ([`Choice::balanced`]), unless the strategy has its own.
+    pub balanced_route: Option<Route>,
     /// Nodes of the ranks, if they are known.
     pub placement: Option<&'a Placement>,
     /// The KV tile of the backends, to multiples of which the query rows of a reproducible backward
@@ -144,7 +167,8 @@ impl StrategyTraffic {
         let receive_ahead = strategy.receive_ahead().map_or(receive_ahead, NonZeroUsize::get);
         let memory_max_rank = memory::most_bytes(spec, &grid, &layout, receive_ahead, backward);
         let (forward, backward) = (Vec::new(), Vec::new());
-        Self { strategy, grid, layout, forward, backward, memory_max_rank }
+        let ring_rows = RingRows::default();
+        Self { strategy, grid, layout, forward, backward, ring_rows, memory_max_rank }
     }
 
     /// Counts the bytes of ranks.
@@ -164,18 +188,22 @@ impl StrategyTraffic {
             (true, _) => member,
             (false, column) => grid.of_column(column).start,
         };
-        let mut rings: Vec<[Vec<u128>; 2]> = Vec::new();
+        let mut rings: Vec<MemberTraffic> = Vec::new();
         for member in 0..grid.members() {
             let of_member = spec.of_member(&grid, member);
             rings.push(match rings.get(distinct(member)) {
                 Some(same) => same.clone(),
-                None => self.ring_bytes(&of_member, member, options, tick)?,
+                None => self.of_ring(&of_member, member, options, tick)?,
             });
         }
         for ring_index in 0..self.forward.len() {
-            let [forward, backward] = &rings[grid.member(ring_index)];
+            let MemberTraffic { forward, backward, .. } = &rings[grid.member(ring_index)];
             self.forward[ring_index] += forward[grid.group(ring_index)];
             self.backward[ring_index] += backward[grid.group(ring_index)];
+        }
+        for MemberTraffic { rows, .. } in &rings {
+            self.ring_rows.sent += rows.sent;
+            self.ring_rows.needed += rows.needed;
         }
         Ok(self)
     }
@@ -267,9 +295,10 @@ impl StrategyTraffic {
         }
     }
 
-    /// Returns the route of the ring of one member, given or chosen. Without given rails that fit,
-    /// these are chosen without members only: the ranks of a ring over groups may be on any nodes.
-    pub(crate) fn route(
+    /// Returns the route of the ring of one member, given or chosen; `spec` is that of the member.
+    /// Without given rails that fit, these are chosen without members only: the ranks of a ring over
+    /// groups may be on any nodes.
+    pub fn route(
         &self,
         spec: &Spec,
         member: usize,
@@ -289,24 +318,24 @@ impl StrategyTraffic {
             let groups = self.grid.groups();
             Choice::auto(spec, groups, Some(layout), placed.as_ref(), tick).route
         };
-        let given = self.strategy.route().or(options.route);
+        let given = self.strategy.route().or(options.route).or(options.balanced_route);
         let given = given.map(|route| route.with_node_ranks(of_nodes.unwrap_or(0)));
         given.filter(|route| route.fits(self.grid.groups())).unwrap_or_else(|| chosen(tick))
     }
 
-    /// Returns the bytes that each group sends in the ring of one member, forward and backward.
-    /// `spec` is that of the member.
-    pub(crate) fn ring_bytes(
+    /// Returns the figures of the ring of one member. `spec` is that of the member.
+    pub(crate) fn of_ring(
         &self,
         spec: &Spec,
         member: usize,
         options: &TrafficOptions<'_>,
         tick: &mut dyn FnMut(),
-    ) -> Result<[Vec<u128>; 2]> {
+    ) -> Result<MemberTraffic> {
         let TrafficOptions { backward, kv_tile, .. } = *options;
         let groups = self.grid.groups();
         if groups == 1 {
-            return Ok([vec![0], vec![0]]);
+            let rows = RingRows::default();
+            return Ok(MemberTraffic { forward: vec![0], backward: vec![0], rows });
         }
         let layout = self.layout.of_member(&self.grid, member);
         let route = self.route(spec, member, options, tick);
@@ -315,7 +344,10 @@ impl StrategyTraffic {
         let heads = spec.dims.q_heads;
         let batch = spec.dims.batch;
         let needs = NeedsIndex::of_queries(mask, heads, batch, &shards, tick);
-        let traffic = RingTraffic::of(&needs, route, tick).of_rank;
+        let traffic = RingTraffic::of(&needs, route, tick);
+        let sent = traffic.total().block_rows;
+        let rows = RingRows { sent, needed: RingTraffic::rows_read(&needs, tick) };
+        let traffic = traffic.of_rank;
         let block = spec.kv_row_layout();
         let kv = |rows: u128| rows * u128::from(block.bytes());
         let forward = traffic.iter().map(|sent| kv(sent.block_rows)).collect();
@@ -336,6 +368,6 @@ impl StrategyTraffic {
             sent.map(|(keys, queries)| kv(keys.block_rows) + of_queries(queries.block_rows))
                 .collect()
         };
-        Ok([forward, backward])
+        Ok(MemberTraffic { forward, backward, rows })
     }
 }

@@ -53,6 +53,7 @@ fn settings_of(case: &Case, ranks: usize, seed: u64) -> Vec<Setting> {
         Strategy::AllGather,
         Strategy::AllToAll,
         Strategy::OncePerNode { node_ranks: 1 },
+        Strategy::OncePerNode { node_ranks: 2 },
         Strategy::PassQ,
     ];
     let admits = |strategy: &Strategy| HeadGrid::of(&case.spec.dims, ranks, *strategy).is_ok();
