@@ -8,16 +8,19 @@ use annulus_core::{
 use annulus_cpu::Cpu;
 
 /// Matrix products of a pass over those of forward: forward has 2, backward 5.
-const FORWARD: f64 = 1.0;
+pub(crate) const FORWARD: f64 = 1.0;
 const BACKWARD: f64 = 2.5;
 
 /// Runs the tiles of a block.
 pub(crate) trait TileCalls: Clone + Send + 'static {
-    /// Calls `work`, or replaces it. `keys` are the rows of the block, `products` the matrix
-    /// products over those of a forward pass.
+    /// Notes the shard of a workspace, that of its current batch.
+    fn adopt(&self, _shard: &RankShard) {}
+
+    /// Calls `work` on `block`, or replaces it. `products` are the matrix products over those of a
+    /// forward pass.
     fn run(
         &self,
-        keys: usize,
+        block: &Block<'_, Host>,
         products: f64,
         tick: Tick<'_>,
         work: impl FnOnce(Tick<'_>) -> Result<()>,
@@ -52,6 +55,7 @@ impl<C: TileCalls> Backend for WrappedTiles<C> {
 
     fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<Self::Workspace> {
         let inner = self.inner.workspace(shard, passes)?;
+        self.calls.adopt(shard);
         Ok(WrappedWorkspace { inner, calls: self.calls.clone() })
     }
 }
@@ -62,7 +66,9 @@ impl<C: TileCalls> Workspace for WrappedWorkspace<C> {
     type Backward<'p> = WrappedPass<annulus_cpu::Backward<'p>, C>;
 
     fn update(&mut self, shard: &RankShard) -> Result<()> {
-        self.inner.update(shard)
+        self.inner.update(shard)?;
+        self.calls.adopt(shard);
+        Ok(())
     }
 
     fn bytes(&self) -> u64 {
@@ -89,7 +95,7 @@ impl<P: ForwardPass<Host>, C: TileCalls> ForwardPass<Host> for WrappedPass<P, C>
 
     fn attend(&mut self, kv: &Block<'_, Host>, tick: Tick<'_>) -> Result<()> {
         let Self { inner, calls } = self;
-        calls.run(kv.rows.len(), FORWARD, tick, |tick| inner.attend(kv, tick))
+        calls.run(kv, FORWARD, tick, |tick| inner.attend(kv, tick))
     }
 
     fn attend_last(
@@ -99,7 +105,7 @@ impl<P: ForwardPass<Host>, C: TileCalls> ForwardPass<Host> for WrappedPass<P, C>
         tick: Tick<'_>,
     ) -> Result<()> {
         let Self { inner, calls } = self;
-        calls.run(kv.rows.len(), FORWARD, tick, |tick| inner.attend_last(kv, outputs, tick))
+        calls.run(kv, FORWARD, tick, |tick| inner.attend_last(kv, outputs, tick))
     }
 
     fn finish(self, outputs: &mut Outputs<'_, Host>) -> Result<()> {
@@ -124,7 +130,7 @@ impl<P: BackwardPass<Host>, C: TileCalls> BackwardPass<Host> for WrappedPass<P, 
     ) -> Result<()> {
         let products = if dkv.is_some() { BACKWARD } else { BACKWARD / 2.0 };
         let Self { inner, calls } = self;
-        calls.run(kv.rows.len(), products, tick, |tick| inner.attend_kv(kv, dkv, tick))
+        calls.run(kv, products, tick, |tick| inner.attend_kv(kv, dkv, tick))
     }
 
     fn attend_queries(
@@ -134,9 +140,7 @@ impl<P: BackwardPass<Host>, C: TileCalls> BackwardPass<Host> for WrappedPass<P, 
         tick: Tick<'_>,
     ) -> Result<()> {
         let Self { inner, calls } = self;
-        calls.run(queries.rows.len(), BACKWARD / 2.0, tick, |tick| {
-            inner.attend_queries(queries, dkv, tick)
-        })
+        calls.run(queries, BACKWARD / 2.0, tick, |tick| inner.attend_queries(queries, dkv, tick))
     }
 
     fn reduce(

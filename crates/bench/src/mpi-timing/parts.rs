@@ -8,7 +8,7 @@ use std::{
 };
 
 use annulus_core::{
-    Arrived, Control, Host, Incoming, MessageHeader, Outgoing, Result, Tick, Transport,
+    Arrived, Block, Control, Host, Incoming, MessageHeader, Outgoing, Result, Tick, Transport,
 };
 
 use crate::wrapped_tiles::TileCalls;
@@ -40,7 +40,7 @@ impl TileCalls for Pace {
     /// Does `work`, or waits instead, with the ring's tick or one that does nothing.
     fn run(
         &self,
-        keys: usize,
+        block: &Block<'_, Host>,
         products: f64,
         tick: Tick<'_>,
         work: impl FnOnce(Tick<'_>) -> Result<()>,
@@ -51,7 +51,7 @@ impl TileCalls for Pace {
             Tiles::Real => work(tick),
             Tiles::Paced(seconds) => {
                 let start = Instant::now();
-                let whole = Duration::from_secs_f64(seconds * products * keys as f64);
+                let whole = Duration::from_secs_f64(seconds * products * block.rows.len() as f64);
                 while let Some(left) = whole.checked_sub(start.elapsed())
                     && tick().is_continue()
                 {
