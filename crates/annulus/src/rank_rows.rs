@@ -26,6 +26,8 @@ impl Attention {
     /// # Errors
     /// As [`Layout::balanced`], and [`Error::InvalidArgument`] of the options.
     ///
+    /// [`Strategy::Auto`]: crate::Strategy::Auto
+    ///
     /// # Examples
     /// Each rank loads its rows of 4 packed documents:
     /// ```
