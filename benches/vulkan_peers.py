@@ -21,6 +21,7 @@ and after. FLOPs count visible pairs: 4*heads*len^2*dim, half of that with a cau
 
 import argparse
 import ctypes
+import itertools
 import json
 import os
 import sys
@@ -150,14 +151,13 @@ def measure(ggml, backend, seconds, case):
     return sorted(rounds[1:])[1]
 
 
-def check(ggml, backend, case):
-    """Prints the error of a case; true if it is small."""
+def error_of(ggml, backend, case):
+    """Relative error of a case against f64."""
     attention = Attention(ggml, backend, **case, times=1)
     attention.compute()
     error = attention.error()
     attention.close()
-    print(json.dumps({**case, "error": error}), flush=True)
-    return error < 5e-3
+    return error
 
 
 def main():
@@ -174,24 +174,27 @@ def main():
     ggml = load(options.folder)
     backend = ggml["backend_vk_init"](options.device)
     lens = [131] if options.check else [int(word) for word in options.lens.split(",")]
+    dims = [int(word) for word in options.dims.split(",")]
     right = True
-    for dim in (int(word) for word in options.dims.split(",")):
-        for length in lens:
-            for causal in (False, True):
-                for precision in options.prec.split(","):
-                    case = {"dim": dim, "length": length, "heads": options.heads}
-                    case |= {"causal": causal, "precision": PRECISIONS[precision]}
-                    if options.check:
-                        right &= check(ggml, backend, case)
-                        continue
-                    seconds = measure(ggml, backend, options.seconds, case)
-                    line = {"peer": "llama.cpp", "pass": "fwd", **case, "precision": precision}
-                    if seconds is None:
-                        print(json.dumps({**line, "unsupported": True}), flush=True)
-                        continue
-                    flops = 4 * options.heads * length * length * dim / (2 if causal else 1)
-                    rate = {"ms": seconds * 1e3, "tflops": round(flops / seconds / 1e12, 2)}
-                    print(json.dumps({**line, **rate}), flush=True)
+    for dim, length, causal, precision in itertools.product(
+        dims, lens, (False, True), options.prec.split(",")
+    ):
+        case = {"dim": dim, "length": length, "heads": options.heads, "causal": causal}
+        line = {"peer": "llama.cpp", "what": "forward", "dim": dim, "len": length}
+        line |= {"heads": options.heads, "causal": causal, "precision": precision}
+        case["precision"] = PRECISIONS[precision]
+        if options.check:
+            error = error_of(ggml, backend, case)
+            right &= error < 5e-3
+            print(json.dumps({**line, "error": error}), flush=True)
+            continue
+        seconds = measure(ggml, backend, options.seconds, case)
+        if seconds is None:
+            print(json.dumps({**line, "unsupported": True}), flush=True)
+            continue
+        flops = 4 * options.heads * length * length * dim / (2 if causal else 1)
+        rate = {"seconds": seconds, "tflops": round(flops / seconds / 1e12, 2)}
+        print(json.dumps({**line, **rate}), flush=True)
     sys.exit(0 if right else 1)
 
 

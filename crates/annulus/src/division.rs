@@ -1,4 +1,4 @@
-//! Division of the attention among ranks, as the caller asked for it.
+//! Division of the attention among ranks, as the caller requests it.
 
 use std::sync::Arc;
 

@@ -44,10 +44,10 @@ impl RegisterTile {
     /// Selects the register tile for an adapter: 2 × 4 if its compiler has 128 registers for an
     /// invocation, half of the usual, because kernels of 4 × 4 would spill registers to memory.
     ///
-    /// * On Intel's GPUs an invocation of the narrowest subgroups, of 8 invocations or, from Xe2 on,
-    ///   16, has 128 registers. Kernels of two rows, or of one in their place, do not spill there,
-    ///   by Mesa's compiler (benches/record/2026-11-26-wgpu-anv-no-spills.md). Metal reports no
-    ///   vendor.
+    /// * On Intel's GPUs an invocation of the narrowest subgroups, of 8 invocations or, from Xe2
+    ///   on, 16, has 128 registers. Kernels of two rows, or of one in their place, do not spill
+    ///   there, by Mesa's compiler (benches/record/2026-11-26-wgpu-anv-no-spills.md). Metal reports
+    ///   no vendor.
     /// * RADV of Mesa 22.3 cannot encode 16-bit operands in the upper half of the 256 registers of
     ///   RDNA3 and uses the lower half only: `vgpr_limit` of `init_program` in its `aco_ir.cpp`.
     ///   Mesa 23.0 uses all (benches/record/2026-11-26-wgpu-radv-22.3.md).
@@ -75,11 +75,11 @@ pub(crate) struct Proof {
     pub(crate) record: &'static str,
 }
 
-/// Empty. On an NVIDIA H200 `subgroup` is as fast as `plain`, and `matrix` takes half of the time of
-/// `plain` with f16 (benches/record/2026-11-26-h100.md), but one of two runs of the suite with it in
-/// parallel threads ended with a segmentation fault of unknown cause. No GPU of another vendor has
-/// been measured. On Mesa's lavapipe `subgroup` saves a few per cent of forward in one version and
-/// nothing in another, and `matrix` takes a third longer
+/// Empty. On an NVIDIA H200 `subgroup` is as fast as `plain`, and `matrix` takes half of the time
+/// of `plain` with f16 (benches/record/2026-11-26-h100.md), but one of two runs of the suite with
+/// it in parallel threads ended with a segmentation fault of unknown cause. No GPU of another
+/// vendor has been measured. On Mesa's lavapipe `subgroup` saves a few per cent of forward in one
+/// version and nothing in another, and `matrix` takes a third longer
 /// (benches/record/2026-11-21-wgpu-lavapipe.md), so software adapters use `plain` too.
 pub(crate) const PROOFS: &[Proof] = &[];
 

@@ -7,10 +7,11 @@
 //!              [--only WORDS] [f32|f16|bf16]...
 //! ```
 //! Default: all types; the register tile that the backend chooses for the adapter, or 4 × 4 with
-//! `--spirv`. With `--full-tiles` it compiles what the kernels execute on full tiles, with `--usual`
-//! the simplest and the most general kernels, for compilers that take seconds, with `--only` those
-//! whose name contains the words. With `--spirv` it writes each kernel as a SPIR-V module, and
-//! needs no driver. wgpu itself submits work when it opens a device, so this uses wgpu-hal.
+//! `--spirv`. With `--full-tiles` it compiles what the kernels execute on full tiles, with
+//! `--usual` the simplest and the most general kernels, for compilers that take seconds, with
+//! `--only` those whose name contains the words. With `--spirv` it writes each kernel as a SPIR-V
+//! module, and needs no driver. wgpu itself submits work when it opens a device, so this uses
+//! wgpu-hal.
 
 use std::{borrow::Cow, mem::ManuallyDrop, path::Path, process::ExitCode};
 

@@ -106,8 +106,8 @@ impl<'a> Frame<'a> {
         }
     }
 
-    /// Calls `check` with the number of an array of [`ARRAYS`], and the element that each invocation
-    /// accesses, for every access in this function and those that it calls.
+    /// Calls `check` with the number of an array of [`ARRAYS`], and the element that each
+    /// invocation accesses, for every access in this function and those that it calls.
     fn each_access(&self, check: &mut impl FnMut(usize, Lanes)) {
         for (handle, expression) in self.function.expressions.iter() {
             let Expression::Access { base, index } = *expression else { continue };

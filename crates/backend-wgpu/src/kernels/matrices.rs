@@ -431,10 +431,11 @@ fn store_tile(prefix: &str, factors: &str) -> String {
 }
 
 /// Counterpart of `products::multiply_add`, with the factors in `left_half`; `None` if the variant
-/// has no matrices. Non-finite elements are replaced by 0 in the matrices, where 0 · NaN would reach
-/// rows that do not attend to them; a scalar fix-up then adds them for the queries that do. So
-/// masked elements change no bit. An invocation tests the sum of the elements that it stores, which
-/// any that is not finite makes infinite or NaN. If finite ones overflow, the fix-up finds none.
+/// has no matrices. Non-finite elements are replaced by 0 in the matrices, where 0 · NaN would
+/// reach rows that do not attend to them; a scalar fix-up then adds them for the queries that do.
+/// So masked elements change no bit. An invocation tests the sum of the elements that it stores,
+/// which any that is not finite makes infinite or NaN. If finite ones overflow, the fix-up finds
+/// none.
 ///
 /// ```text
 /// for each group of 32 elements of the vectors:

@@ -86,7 +86,7 @@ pub(super) struct Figures {
     /// Figures of each rank; for more than [`MOST_STEPPED_RANKS`] ranks only of the first with the
     /// least and with the most of each figure, and of the rank of `program`.
     pub(super) per_rank: Vec<RankFigures>,
-    /// Program of the rank that was asked for.
+    /// Program of the requested rank.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) program: Option<Program>,
     /// Figures of at most [`MOST_STEPPED_RANKS`] ranks at equal distances, to be drawn.

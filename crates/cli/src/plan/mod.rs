@@ -36,7 +36,7 @@ use crate::{
 };
 use decode::TokenFigures;
 use figures::Figures;
-use strategies::{Asked, Strategies};
+use strategies::{Requested, Strategies};
 
 const EXAMPLES: &str = "Examples:
   annulus plan --causal --q-len 65536 --ranks 8
@@ -253,11 +253,11 @@ impl PlanFlags {
         Ok(Ok(()))
     }
 
-    /// Returns layout and route of the balanced layout, if that is asked for.
+    /// Returns layout and route of the balanced layout, if that is requested.
     fn balanced(&self, spec: &Spec) -> annulus_core::Result<Option<Choice>> {
         let batch = documents::batch(&self.mask.documents);
-        let is_asked = self.layout == LayoutName::Balanced;
-        is_asked.then(|| Choice::balanced(spec, &batch, self.ranks)).transpose()
+        let is_requested = self.layout == LayoutName::Balanced;
+        is_requested.then(|| Choice::balanced(spec, &batch, self.ranks)).transpose()
     }
 
     /// Compares the strategies.
@@ -270,7 +270,7 @@ impl PlanFlags {
         let batch = documents::batch(&self.mask.documents);
         let placement = self.placement(machine);
         let fixed = balanced.map(|of| of.layout.clone()).or_else(|| self.layout.layout());
-        let asked = Asked {
+        let requested = Requested {
             strategy: self.strategy,
             layout: fixed.as_ref(),
             balanced_route: balanced.map(|of| of.route),
@@ -278,7 +278,7 @@ impl PlanFlags {
             placement: placement.as_ref(),
             machine,
         };
-        Strategies::new(spec, self.ranks, &asked)
+        Strategies::new(spec, self.ranks, &requested)
     }
 
     /// Returns the ranks of a node.

@@ -57,9 +57,9 @@ struct BalanceFigures {
     redundancy: f64,
 }
 
-/// The strategy that is asked for, and what its traffic depends on besides the spec.
+/// The requested strategy, and what its traffic depends on besides the spec.
 #[derive(Clone, Copy)]
-pub(super) struct Asked<'a> {
+pub(super) struct Requested<'a> {
     pub(super) strategy: Strategy,
     /// The layout, if it is fixed.
     pub(super) layout: Option<&'a Layout>,
@@ -105,13 +105,13 @@ impl Strategies {
     /// [`annulus_core::Error::InvalidArgument`] naming `strategy` if it does not fit ranks and
     /// heads, or `machine` as [`Machine::choose`]; [`annulus_core::Error::Unsupported`] of the
     /// reproducible order.
-    pub(super) fn new(spec: &Spec, ranks: usize, asked: &Asked<'_>) -> Result<Self> {
-        let Asked { strategy, machine, .. } = *asked;
+    pub(super) fn new(spec: &Spec, ranks: usize, requested: &Requested<'_>) -> Result<Self> {
+        let Requested { strategy, machine, .. } = *requested;
         let grid = HeadGrid::of(&spec.dims, ranks, strategy)?;
         if let Some(grid) = &grid {
             grid.check(spec, true)?;
         }
-        let options = asked.options(spec)?;
+        let options = requested.options(spec)?;
         let tick = &mut || ();
         let Compared { all, predictions, fastest } =
             match grid.filter(|_| ranks > MOST_STEPPED_RANKS && machine.is_none()) {
@@ -129,7 +129,7 @@ impl Strategies {
                 position(&all, cheapest.strategy, cheapest.grid)
             }
         };
-        let balances = match asked.documents {
+        let balances = match requested.documents {
             Some(_) => {
                 let balance = |of: &StrategyTraffic| of.balance(spec, &options, &mut || ());
                 all.iter().map(balance).collect::<Result<_>>()?
@@ -223,7 +223,7 @@ fn position(all: &[StrategyTraffic], strategy: Strategy, grid: HeadGrid) -> usiz
     all.iter().position(is_wanted).unwrap_or(0)
 }
 
-impl<'a> Asked<'a> {
+impl<'a> Requested<'a> {
     /// Returns the options of a forward and a backward pass on the CPU.
     fn options(&self, spec: &Spec) -> Result<TrafficOptions<'a>> {
         let Self { layout, balanced_route, documents: batch, placement, .. } = *self;

@@ -143,23 +143,22 @@ fn every_score_epilogue_holds() {
     epilogues_hold(&ring, DType::F32);
 }
 
+/// Returns rings at level `matrix`; `None` if the adapter does not have it, which
+/// `the_matrix_level_holds_if_the_adapter_has_it` reports.
+fn matrix_ring() -> Option<WgpuRing> {
+    let has_matrices = adapter()?.levels.contains(&Level::Matrix);
+    has_matrices.then(|| gpu_at(Level::Matrix)).flatten().map(WgpuRing::new)
+}
+
 #[test]
 fn the_matrix_level_holds_for_every_score_epilogue() {
-    let Some(adapter) = adapter() else { return };
-    if adapter.levels.contains(&Level::Matrix) {
-        let Some(gpu) = gpu_at(Level::Matrix) else { return };
-        epilogues_hold(&WgpuRing::new(gpu), DType::F16);
-    }
+    let Some(ring) = matrix_ring() else { return };
+    epilogues_hold(&ring, DType::F16);
 }
 
 #[test]
 fn the_matrix_level_holds_for_large_and_small_score_gradients() {
-    let Some(adapter) = adapter() else { return };
-    if !adapter.levels.contains(&Level::Matrix) {
-        return; // `the_matrix_level_holds_if_the_adapter_has_it` requires it
-    }
-    let Some(gpu) = gpu_at(Level::Matrix) else { return };
-    let ring = WgpuRing::new(gpu);
+    let Some(ring) = matrix_ring() else { return };
     let dims = Dims { q_len: 40, kv_len: 40, ..Dims::new(1, 40, 2, 32) };
     // exponents of factors of q, k, v and dout; P is almost 1 / 40
     for (name, [q, k, v, dout], is_large) in
@@ -190,16 +189,12 @@ fn the_matrix_level_holds_for_large_and_small_score_gradients() {
 /// Finite values of which an invocation's sum overflows f16, as a NaN or infinity would make it.
 #[test]
 fn the_matrix_level_holds_for_values_whose_sum_overflows() {
-    let Some(adapter) = adapter() else { return };
-    if !adapter.levels.contains(&Level::Matrix) {
-        return; // `the_matrix_level_holds_if_the_adapter_has_it` requires it
-    }
-    let Some(gpu) = gpu_at(Level::Matrix) else { return };
+    let Some(ring) = matrix_ring() else { return };
     let dims = Dims { q_len: 40, kv_len: 40, ..Dims::new(1, 40, 2, 32) };
     let mut case =
         Case::new("overflow", Spec::new(dims, DType::F64), Masks::default(), &mut Draw::new(6));
     case.v.mapv_inplace(|x| 30000.0 + 4000.0 * x.clamp(-2.0, 2.0));
     let case = case.in_dtype(DType::F16);
     assert!(case.v.iter().all(|&v| v < 65504.0 && 4.0 * v > 65504.0));
-    holds(&WgpuRing::new(gpu), &case, &Setting::new(2, Layout::Contiguous));
+    holds(&ring, &case, &Setting::new(2, Layout::Contiguous));
 }

@@ -202,8 +202,8 @@ impl HeadGrid {
         column * self.parts..(column + 1) * self.parts
     }
 
-    /// Returns one member for each ring that differs: every member if masks differ by head, else one
-    /// of each key column.
+    /// Returns one member for each ring that differs: every member if masks differ by head, else
+    /// one of each key column.
     pub(crate) fn distinct_members(&self, per_head: bool) -> impl Iterator<Item = usize> {
         let step = if per_head { 1 } else { self.parts };
         (0..self.members()).step_by(step)

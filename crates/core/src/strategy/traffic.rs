@@ -296,8 +296,8 @@ impl StrategyTraffic {
     }
 
     /// Returns the route of the ring of one member, given or chosen; `spec` is that of the member.
-    /// Without given rails that fit, these are chosen without members only: the ranks of a ring over
-    /// groups may be on any nodes.
+    /// Without given rails that fit, these are chosen without members only: the ranks of a ring
+    /// over groups may be on any nodes.
     pub fn route(
         &self,
         spec: &Spec,
