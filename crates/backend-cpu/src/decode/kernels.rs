@@ -1,12 +1,15 @@
-//! Decode kernels: QKᵀ and PV for a few queries, in the memory order of K and V.
+//! Decode kernels: QKᵀ and PV for a few queries, from K and V as they lie in memory.
 //!
 //! ```text
-//! for each KEY_UNROLL rows of K (all KV heads of a row are contiguous):
-//!     for each KV head:
-//!         for each block of up to MAX_PACKED packed rows:
-//!             KEY_UNROLL × MAX_PACKED dot products (or weighted sums) in registers
-//!         prefetch this head's part of the rows that are read next
+//! for each group of keys (the lanes of a vector), for each KV head:
+//!     for each block of up to MAX_PACKED packed rows, for each KEY_UNROLL keys of the group:
+//!         KEY_UNROLL × MAX_PACKED dot products (or weighted sums) in registers
+//!         with the first block: prefetch the vectors of this head that are read next
 //! ```
+//! All heads of a group are read before the next group, so that reads stay close together where the
+//! heads of a row are contiguous, and what is prefetched is still in the second-level cache when it
+//! is read.
+//!
 //! A packed row is one query of one query head; the packed rows of a KV head's group read the same
 //! keys (GQA packing).
 
@@ -22,7 +25,7 @@ use crate::{
         vector::{MAX_LANES, Vector},
     },
     tile::{
-        input::{Input, Source},
+        input::{Input, Plane, Source},
         tile_mask::TileMask,
     },
 };
@@ -35,6 +38,7 @@ const KEY_UNROLL: usize = 4;
 #[derive(Debug)]
 pub(crate) struct DecodeTile {
     pub(crate) batch: usize,
+    pub(crate) kv_heads: usize,
     pub(crate) queries: usize,
     /// Packed rows of a KV head.
     pub(crate) packed: PackedQueries,
@@ -45,55 +49,66 @@ pub(crate) struct DecodeTile {
     pub(crate) width: usize,
 }
 
-/// Rows that are read after the current tile: V after K of the same keys, K of the next tile after
-/// V. They are prefetched in parts during the arithmetic, so that memory is never idle.
+impl DecodeTile {
+    /// Iterates over the parts of `keys` that lie in the same `len` keys, counted from `first_key`.
+    #[inline(always)]
+    fn groups(&self, len: usize) -> impl Iterator<Item = Range<usize>> {
+        let keys = self.keys.clone();
+        (keys.start / len..keys.end.div_ceil(len))
+            .map(move |group| keys.start.max(group * len)..keys.end.min((group + 1) * len))
+    }
+}
+
+/// Vectors that are read after the current tile: V after K of the same keys, K of the next tile
+/// after V. They are prefetched in parts during the arithmetic, so that memory is never idle.
 #[derive(Debug)]
 pub(crate) struct PrefetchStream<'a, 's, E> {
     pub(crate) source: &'a Source<'s, E>,
-    /// Length of the vectors.
-    pub(crate) dim: usize,
     /// Distance in rows from the current row to the prefetched one.
     pub(crate) after: usize,
 }
 
-impl<'s, E: Input> PrefetchStream<'_, 's, E> {
-    /// Returns the rows to prefetch; missing rows are empty.
-    #[inline(always)]
-    fn rows<const ROWS: usize>(&self, batch: usize, row: usize) -> [&'s [E]; ROWS] {
-        std::array::from_fn(|i| self.source.row(batch, row + self.after + i).unwrap_or_default())
-    }
-
-    /// Prefetches the vectors of one head.
-    #[inline(always)]
-    fn issue<const ROWS: usize>(&self, rows: &[&[E]; ROWS], head: usize) {
-        rows.iter().for_each(|row| {
-            prefetch_l2(row.get(head * self.dim..(head + 1) * self.dim).unwrap_or_default())
-        });
-    }
+/// Vectors of one head: those that a kernel reads, and those that it prefetches.
+struct HeadVectors<'s, E> {
+    vectors: Plane<'s, E>,
+    prefetched: Plane<'s, E>,
+    /// As in [`PrefetchStream`].
+    after: usize,
 }
 
-/// Returns the next `ROWS` rows, if all of them exist.
-#[inline(always)]
-fn next_rows<'s, E: Input, const ROWS: usize>(
-    source: &Source<'s, E>,
-    batch: usize,
-    first: usize,
-) -> Option<[&'s [E]; ROWS]> {
-    let mut rows = [&[][..]; ROWS];
-    for (row, into) in (first..).zip(&mut rows) {
-        *into = source.row(batch, row)?;
+impl<'s, E: Input> HeadVectors<'s, E> {
+    #[inline(always)]
+    fn new(
+        tile: &DecodeTile,
+        kv_head: usize,
+        source: &Source<'s, E>,
+        prefetch: &PrefetchStream<'_, 's, E>,
+    ) -> Self {
+        Self {
+            vectors: source.plane(tile.batch, kv_head),
+            prefetched: prefetch.source.plane(tile.batch, kv_head),
+            after: prefetch.after,
+        }
     }
-    Some(rows)
-}
 
-/// Returns the vectors of one head.
-#[inline(always)]
-fn head_vectors<'s, E, const ROWS: usize>(
-    rows: &[&'s [E]; ROWS],
-    head: usize,
-    dim: usize,
-) -> [&'s [E]; ROWS] {
-    rows.map(|row| &row[head * dim..(head + 1) * dim])
+    /// Returns the vectors of `ROWS` rows from `row` on, if all of them exist.
+    #[inline(always)]
+    fn get<const ROWS: usize>(&self, row: usize) -> Option<[&'s [E]; ROWS]> {
+        let mut vectors = [&[][..]; ROWS];
+        unrolled!(i < ROWS, vectors[i] = self.vectors.slice(row + i)?);
+        Some(vectors)
+    }
+
+    /// Prefetches the vectors that are read after those of `ROWS` rows from `row` on, if they exist
+    /// and if `wanted`: with one block of packed rows, because all read the same vectors.
+    #[inline(always)]
+    fn prefetch<const ROWS: usize>(&self, row: usize, wanted: bool) {
+        if wanted {
+            unrolled!(i < ROWS, {
+                prefetch_l2(self.prefetched.slice(row + self.after + i).unwrap_or_default());
+            });
+        }
+    }
 }
 
 /// Vectors of equal length that are read in lockstep.
@@ -126,8 +141,8 @@ pub(crate) struct QkDots<'a, 's, E: Input> {
     /// Rows that are read next.
     pub(crate) prefetch: PrefetchStream<'a, 's, E>,
     pub(crate) q: &'a [E::Accumulator],
-    /// `[packed rows][lanes][lanes]`: products with as many keys as a vector has lanes, summed over
-    /// dims but not across lanes.
+    /// `[packed rows of a block][lanes][lanes]`: products with as many keys as a vector has lanes,
+    /// summed over dims but not across lanes.
     pub(crate) products: &'a mut [E::Accumulator],
     pub(crate) into: &'a mut [E::Accumulator],
 }
@@ -137,32 +152,24 @@ impl<E: Input> Kernel<E::Accumulator> for QkDots<'_, '_, E> {
 
     #[inline(always)]
     fn run<V: Vector<E::Accumulator>, const ROWS: usize, const VECTORS: usize>(mut self) {
-        let DecodeTile { batch, first_key, ref keys, width, .. } = *self.tile;
-        for first in (keys.start / V::WIDTH * V::WIDTH..keys.end).step_by(V::WIDTH) {
-            let used = V::WIDTH.min(keys.end - first);
-            let mut index = 0;
-            while index < used {
-                let row = first_key + first + index;
-                if ROWS >= KEY_UNROLL && index + KEY_UNROLL <= used {
-                    let Some(rows) = next_rows::<E, KEY_UNROLL>(self.source, batch, row) else {
-                        return;
-                    };
-                    self.process_keys::<V, KEY_UNROLL>(rows, row, index);
-                    index += KEY_UNROLL;
-                } else {
-                    let Some(rows) = next_rows::<E, ONE>(self.source, batch, row) else { return };
-                    self.process_keys::<V, ONE>(rows, row, index);
-                    index += ONE;
-                }
-            }
-            // reduce across lanes for all these keys at once
-            for (products, into) in self
-                .products
-                .chunks_exact(V::WIDTH * V::WIDTH)
-                .zip(self.into.chunks_exact_mut(width))
-            {
-                if let Some([into]) = V::row_mut::<1>(&mut into[first..]) {
-                    totals::<E::Accumulator, V>(products).store(into);
+        let DecodeTile { kv_heads, packed, width, .. } = *self.tile;
+        let padded_dim = self.dim.next_multiple_of(V::WIDTH);
+        for keys in self.tile.groups(V::WIDTH) {
+            for kv_head in 0..kv_heads {
+                let head = HeadVectors::new(self.tile, kv_head, self.source, &self.prefetch);
+                let mut block = 0;
+                while block < packed.len() {
+                    let count = packed.block_len(block);
+                    let start = kv_head * packed.len() + block;
+                    let q = &self.q[start * padded_dim..(start + count) * padded_dim];
+                    let first = block == 0;
+                    match count {
+                        MAX_PACKED => self.group::<V, ROWS, MAX_PACKED>(&head, &keys, q, first),
+                        TWO => self.group::<V, ROWS, TWO>(&head, &keys, q, first),
+                        _ => self.group::<V, ROWS, ONE>(&head, &keys, q, first),
+                    }
+                    self.reduce::<V>(count, start * width + keys.start / V::WIDTH * V::WIDTH);
+                    block += count;
                 }
             }
         }
@@ -170,47 +177,55 @@ impl<E: Input> Kernel<E::Accumulator> for QkDots<'_, '_, E> {
 }
 
 impl<E: Input> QkDots<'_, '_, E> {
-    /// Computes the products of all heads with a few keys. `row` is the first of them, and its
-    /// products go to `index ..` of those that are reduced together.
+    /// Computes the products of one block of packed rows with a group of keys, except for the
+    /// reduction across lanes. Meanwhile prefetches, if `prefetch`.
     #[inline(always)]
-    fn process_keys<'r, V: Vector<E::Accumulator>, const ROWS: usize>(
+    fn group<V: Vector<E::Accumulator>, const ROWS: usize, const PACKED: usize>(
         &mut self,
-        rows: [&'r [E]; ROWS],
-        row: usize,
-        index: usize,
-    ) where
-        [&'r [E]; ROWS]: LockstepChunks<'r, E>,
-    {
-        let DecodeTile { batch, packed, .. } = *self.tile;
-        let padded_dim = self.dim.next_multiple_of(V::WIDTH);
-        let square = V::WIDTH * V::WIDTH;
-        let prefetch = self.prefetch.rows::<ROWS>(batch, row);
-        for kv_head in 0..rows[0].len() / self.dim {
-            let keys = head_vectors(&rows, kv_head, self.dim);
-            for block in packed.blocks() {
-                let packed =
-                    kv_head * packed.len() + block.start..kv_head * packed.len() + block.end;
-                let q = &self.q[packed.start * padded_dim..packed.end * padded_dim];
-                let into = &mut self.products[packed.start * square..packed.end * square];
-                match packed.len() {
-                    MAX_PACKED => dots::<E, V, ROWS, MAX_PACKED>(keys, q, into, index),
-                    TWO => dots::<E, V, ROWS, TWO>(keys, q, into, index),
-                    _ => dots::<E, V, ROWS, ONE>(keys, q, into, index),
-                }
+        head: &HeadVectors<'_, E>,
+        keys: &Range<usize>,
+        q: &[E::Accumulator],
+        prefetch: bool,
+    ) {
+        let mut key = keys.start;
+        while key < keys.end {
+            let row = self.tile.first_key + key;
+            let into = &mut self.products[key % V::WIDTH * V::WIDTH..];
+            if ROWS >= KEY_UNROLL && key + KEY_UNROLL <= keys.end {
+                let Some(vectors) = head.get::<KEY_UNROLL>(row) else { return };
+                dots::<E, V, KEY_UNROLL, PACKED>(vectors, q, into);
+                head.prefetch::<KEY_UNROLL>(row, prefetch);
+                key += KEY_UNROLL;
+            } else {
+                let Some(vectors) = head.get::<ONE>(row) else { return };
+                dots::<E, V, ONE, PACKED>(vectors, q, into);
+                head.prefetch::<ONE>(row, prefetch);
+                key += ONE;
             }
-            self.prefetch.issue(&prefetch, kv_head);
+        }
+    }
+
+    /// Reduces the products of the `count` packed rows of a block with a group of keys across
+    /// lanes. Writes those of the first to `first ..` of the tile.
+    #[inline(always)]
+    fn reduce<V: Vector<E::Accumulator>>(&mut self, count: usize, first: usize) {
+        let products = self.products.chunks_exact(V::WIDTH * V::WIDTH);
+        let into = self.into[first..].chunks_mut(self.tile.width);
+        for (products, into) in products.zip(into).take(count) {
+            if let Some([into]) = V::row_mut::<1>(into) {
+                totals::<E::Accumulator, V>(products).store(into);
+            }
         }
     }
 }
 
 /// Computes q·k except for the reduction across lanes, for one block. q is padded with zeros to
-/// whole vectors.
+/// whole vectors. The products of a packed row begin `lanes` vectors after those of the one before.
 #[inline(always)]
 fn dots<'s, E: Input, V: Vector<E::Accumulator>, const ROWS: usize, const PACKED: usize>(
     keys: [&'s [E]; ROWS],
     q: &[E::Accumulator],
     into: &mut [E::Accumulator],
-    index: usize,
 ) where
     [&'s [E]; ROWS]: LockstepChunks<'s, E>,
 {
@@ -224,9 +239,7 @@ fn dots<'s, E: Input, V: Vector<E::Accumulator>, const ROWS: usize, const PACKED
         add_products::<E, V, ROWS, PACKED>(&mut sums, q, rest);
     }
     unrolled!(l < PACKED, {
-        if let Some(into) =
-            V::row_mut::<ROWS>(&mut into[l * V::WIDTH * V::WIDTH + index * V::WIDTH..])
-        {
+        if let Some(into) = V::row_mut::<ROWS>(&mut into[l * V::WIDTH * V::WIDTH..]) {
             unrolled!(i < ROWS, sums[l][i].store(&mut into[i]));
         }
     });
@@ -277,7 +290,7 @@ pub(crate) struct PvSums<'a, 's, E: Input> {
     pub(crate) probs: &'a [E::Accumulator],
     pub(crate) out: &'a mut [E::Accumulator],
     pub(crate) tile_mask: &'a TileMask,
-    /// Keys that all queries attend to.
+    /// Bits of the keys that all queries attend to.
     pub(crate) all: u64,
 }
 
@@ -286,65 +299,68 @@ impl<E: Input> Kernel<E::Accumulator> for PvSums<'_, '_, E> {
 
     #[inline(always)]
     fn run<V: Vector<E::Accumulator>, const ROWS: usize, const VECTORS: usize>(mut self) {
-        let DecodeTile { batch, first_key, ref keys, .. } = *self.tile;
-        let mut key = keys.start;
-        while key < keys.end {
-            let row = first_key + key;
-            if ROWS >= KEY_UNROLL
-                && self.all >> key & ((1 << KEY_UNROLL) - 1) == (1 << KEY_UNROLL) - 1
-            {
-                let Some(rows) = next_rows::<E, KEY_UNROLL>(self.source, batch, row) else {
-                    return;
-                };
-                self.process_keys::<V, KEY_UNROLL>(rows, row, key);
-                key += KEY_UNROLL;
-            } else {
-                let Some(rows) = next_rows::<E, ONE>(self.source, batch, row) else { return };
-                self.process_keys::<V, ONE>(rows, row, key);
-                key += ONE;
+        let DecodeTile { kv_heads, packed, .. } = *self.tile;
+        for keys in self.tile.groups(V::WIDTH) {
+            for kv_head in 0..kv_heads {
+                let head = HeadVectors::new(self.tile, kv_head, self.source, &self.prefetch);
+                let start = kv_head * packed.len();
+                let mut block = 0;
+                while block < packed.len() {
+                    let count = packed.block_len(block);
+                    let block_at = (start, block);
+                    match count {
+                        MAX_PACKED => self.group::<V, ROWS, MAX_PACKED>(&head, &keys, block_at),
+                        TWO => self.group::<V, ROWS, TWO>(&head, &keys, block_at),
+                        _ => self.group::<V, ROWS, ONE>(&head, &keys, block_at),
+                    }
+                    block += count;
+                }
             }
         }
     }
 }
 
 impl<E: Input> PvSums<'_, '_, E> {
-    /// Adds the values of a few keys. `row`, the tile's key `key`, is the first. Several keys at
-    /// once require that all queries attend to all of them.
+    /// Adds the values of a group of keys to one block of packed rows: that which begins `block`
+    /// packed rows after `start`, the first of its KV head.
     #[inline(always)]
-    fn process_keys<'r, V: Vector<E::Accumulator>, const ROWS: usize>(
+    fn group<V: Vector<E::Accumulator>, const ROWS: usize, const PACKED: usize>(
         &mut self,
-        rows: [&'r [E]; ROWS],
-        row: usize,
-        key: usize,
-    ) where
-        [&'r [E]; ROWS]: LockstepChunks<'r, E>,
-    {
-        let DecodeTile { batch, packed, width, queries, .. } = *self.tile;
+        head: &HeadVectors<'_, E>,
+        keys: &Range<usize>,
+        (start, block): (usize, usize),
+    ) {
+        let DecodeTile { first_key, width, queries, .. } = *self.tile;
         let padded_dim = self.dim.next_multiple_of(V::WIDTH);
-        let prefetch = self.prefetch.rows::<ROWS>(batch, row);
-        for kv_head in 0..rows[0].len() / self.dim {
-            let values = head_vectors(&rows, kv_head, self.dim);
-            for block in packed.blocks() {
-                let packed =
-                    kv_head * packed.len() + block.start..kv_head * packed.len() + block.end;
-                let probs = &self.probs[packed.start * width + key..];
-                let out = &mut self.out[packed.start * padded_dim..packed.end * padded_dim];
-                let mut visible = [true; MAX_PACKED];
+        let packed = start + block..start + block + PACKED;
+        let probs = &self.probs[packed.start * width..packed.end * width];
+        let out = &mut self.out[packed.start * padded_dim..packed.end * padded_dim];
+        let mut key = keys.start;
+        while key < keys.end {
+            let row = first_key + key;
+            let probs = (&probs[key..], width);
+            // several keys at once require that all queries attend to all of them
+            if ROWS >= KEY_UNROLL
+                && key + KEY_UNROLL <= keys.end
+                && self.all >> key & ((1 << KEY_UNROLL) - 1) == (1 << KEY_UNROLL) - 1
+            {
+                let Some(values) = head.get::<KEY_UNROLL>(row) else { return };
+                add_values::<E, V, KEY_UNROLL, PACKED>(out, probs, values, [true; PACKED]);
+                head.prefetch::<KEY_UNROLL>(row, block == 0);
+                key += KEY_UNROLL;
+            } else {
+                let mut visible = [true; PACKED];
                 if self.all >> key & 1 == 0 {
                     // a masked value may be NaN, and 0·NaN is NaN
-                    visible.iter_mut().zip(block).for_each(|(visible, packed_row)| {
-                        *visible = self.tile_mask.visible(packed_row % queries, key)
-                    });
-                }
-                match packed.len() {
-                    MAX_PACKED => {
-                        add_values::<E, V, ROWS, MAX_PACKED>(out, (probs, width), values, visible)
+                    for (visible, packed_row) in visible.iter_mut().zip(block..block + PACKED) {
+                        *visible = self.tile_mask.visible(packed_row % queries, key);
                     }
-                    TWO => add_values::<E, V, ROWS, TWO>(out, (probs, width), values, visible),
-                    _ => add_values::<E, V, ROWS, ONE>(out, (probs, width), values, visible),
                 }
+                let Some(values) = head.get::<ONE>(row) else { return };
+                add_values::<E, V, ONE, PACKED>(out, probs, values, visible);
+                head.prefetch::<ONE>(row, block == 0);
+                key += ONE;
             }
-            self.prefetch.issue(&prefetch, kv_head);
         }
     }
 }
@@ -356,7 +372,7 @@ fn add_values<'s, E: Input, V: Vector<E::Accumulator>, const ROWS: usize, const 
     out: &mut [E::Accumulator],
     (probs, width): (&[E::Accumulator], usize),
     values: [&'s [E]; ROWS],
-    visible: [bool; MAX_PACKED],
+    visible: [bool; PACKED],
 ) where
     [&'s [E]; ROWS]: LockstepChunks<'s, E>,
 {
@@ -378,7 +394,7 @@ fn add_weighted<E: Input, V: Vector<E::Accumulator>, const ROWS: usize, const PA
     out: &mut [V::Memory; PACKED],
     factors: &[[V; ROWS]; PACKED],
     values: [&[E]; ROWS],
-    visible: [bool; MAX_PACKED],
+    visible: [bool; PACKED],
 ) {
     let mut value = [V::splat(E::Accumulator::ZERO); ROWS];
     unrolled!(i < ROWS, value[i] = V::widen(values[i]));

@@ -8,7 +8,7 @@ use crate::{
 };
 
 /// Maximum packed rows per block, with 32 registers.
-pub(super) const MAX_PACKED: usize = 4;
+pub(crate) const MAX_PACKED: usize = 4;
 
 pub(super) const TWO: usize = 2;
 pub(super) const ONE: usize = 1;
@@ -18,19 +18,19 @@ pub(super) const ONE: usize = 1;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PackedQueries {
     len: usize,
-    block_len: usize,
+    max_block_len: usize,
 }
 
 impl PackedQueries {
     /// Describes the packed rows of a group with `queries` queries.
     pub(crate) const fn of_group(geometry: &Geometry, queries: usize) -> Self {
-        let block_len = match (geometry.token.max_vectors(), geometry.lanes(1)) {
+        let max_block_len = match (geometry.token.max_vectors(), geometry.lanes(1)) {
             (MAX_PACKED.., MAX_LANES) => MAX_PACKED,
             // f64 vectors are left to the compiler, which takes two registers for each
             (MAX_PACKED.., _) => TWO,
             _ => ONE,
         };
-        Self { len: geometry.dims.group() * queries, block_len }
+        Self { len: geometry.dims.group() * queries, max_block_len }
     }
 
     /// Returns the number of packed rows.
@@ -39,21 +39,23 @@ impl PackedQueries {
         self.len
     }
 
-    /// Returns the block that starts with packed row `first`, if there is one.
-    #[inline]
-    const fn block(&self, first: usize) -> Option<Range<usize>> {
+    /// Returns the length of the block that starts with packed row `first`: [`MAX_PACKED`], two or
+    /// one packed rows; 0 after the last block.
+    #[inline(always)]
+    pub(super) const fn block_len(&self, first: usize) -> usize {
         let left = self.len.saturating_sub(first);
-        let mut count = self.block_len;
+        let mut count = self.max_block_len;
         while count > left {
             count /= 2;
         }
-        if count == 0 { None } else { Some(first..first + count) }
+        count
     }
 
-    /// Iterates over the blocks in order: [`MAX_PACKED`], two or one packed rows.
-    #[inline]
-    pub(super) fn blocks(self) -> impl Iterator<Item = Range<usize>> {
-        std::iter::successors(self.block(0), move |block| self.block(block.end))
+    /// Iterates over the blocks in order.
+    fn blocks(self) -> impl Iterator<Item = Range<usize>> {
+        let block = move |first| Some(first..first + self.block_len(first));
+        let blocks = std::iter::successors(block(0), move |last: &Range<usize>| block(last.end));
+        blocks.take_while(|block| !block.is_empty())
     }
 
     /// Returns the element ranges, one per register, of the vector of length `dim` of one packed
@@ -78,14 +80,14 @@ mod tests {
 
     #[test]
     fn blocks_cover_all_packed_queries_and_their_vectors() {
-        for (len, block_len, want) in [
+        for (len, max_block_len, want) in [
             (1, 4, vec![1]),
             (3, 4, vec![2, 1]),
             (7, 4, vec![4, 2, 1]),
             (12, 4, vec![4, 4, 4]),
             (3, 1, vec![1, 1, 1]),
         ] {
-            let packed = PackedQueries { len, block_len };
+            let packed = PackedQueries { len, max_block_len };
             assert_eq!(packed.blocks().map(|block| block.len()).collect::<Vec<_>>(), want);
             let mut elements: Vec<usize> = (0..len)
                 .flat_map(|packed_row| packed.vectors::<f32>(packed_row, 40).flatten())
@@ -95,7 +97,7 @@ mod tests {
         }
         // in a block of four, the registers of one packed row are four vectors apart
         let products = |packed_row| {
-            PackedQueries { len: 7, block_len: 4 }
+            PackedQueries { len: 7, max_block_len: 4 }
                 .vectors::<f32>(packed_row, 32)
                 .collect::<Vec<_>>()
         };

@@ -3,10 +3,10 @@
 //! ```text
 //! for each task (batch row, split of the keys), with softmax statistics of its own:     parallel
 //!     for each tile of keys that is not empty:
-//!         for each four keys, for each KV head:       s ← q·k         dims in lanes
+//!         for each group of keys, for each KV head:   s ← q·k         dims in lanes
 //!         for each packed row (query head, query):    (m, ℓ, p) ← online softmax of s
 //!                                                     o ← o·e^{m − m'}
-//!         for each four keys, for each KV head:       o ← o + p·v
+//!         for each group of keys, for each KV head:   o ← o + p·v
 //! split after split:  merge (m, ℓ, o) into the accumulator of the pass
 //! ```
 //! Four keys and up to four packed rows that read them are held in registers: a key is loaded once
@@ -52,8 +52,8 @@ use crate::{
 impl<A: Real> Decode<A> {
     /// Attends to a block with all queries and merges the result into `blocks`.
     ///
-    /// Returns false, and does nothing, if K or V rows are not contiguous, if heads have different
-    /// masks, or if there is a bias.
+    /// Returns false, and does nothing, if vectors of K or V are not contiguous, if heads have
+    /// different masks, or if there is a bias.
     pub(crate) fn attend<E: Input<Accumulator = A>>(
         &mut self,
         pass: &QueryPass<'_, E>,
@@ -70,8 +70,8 @@ impl<A: Real> Decode<A> {
         if len == 0
             || pass.visibility.per_head()
             || pass.scores.has_bias()
-            || pass.k.row(0, 0).is_none()
-            || pass.v.row(0, 0).is_none()
+            || pass.k.plane(0, 0).slice(0).is_none()
+            || pass.v.plane(0, 0).slice(0).is_none()
         {
             return false;
         }
@@ -212,6 +212,7 @@ impl<E: Input<Accumulator: Summed>> SplitTask<'_, '_, E> {
         let width = tile_keys(pass.geometry);
         let tile = DecodeTile {
             batch: self.batch,
+            kv_heads: dims.kv_heads,
             queries,
             packed,
             first_key: keys.start,
@@ -224,7 +225,7 @@ impl<E: Input<Accumulator: Summed>> SplitTask<'_, '_, E> {
             tile: &tile,
             source: &pass.k,
             dim: keys_dim,
-            prefetch: PrefetchStream { source: &pass.v, dim: values_dim, after: 0 },
+            prefetch: PrefetchStream { source: &pass.v, after: 0 },
             q: &decode.q,
             products: &mut decode.products,
             into: &mut decode.tile,
@@ -283,7 +284,7 @@ impl<E: Input<Accumulator: Summed>> SplitTask<'_, '_, E> {
                 );
             }
         }
-        let prefetch = PrefetchStream { source: &pass.k, dim: keys_dim, after: width };
+        let prefetch = PrefetchStream { source: &pass.k, after: width };
         let probs = &decode.tile[..];
         let out = &mut partial.out[..];
         let sums = PvSums {

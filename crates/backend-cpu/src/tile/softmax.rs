@@ -168,9 +168,15 @@ impl<A: Real> Kernel<A> for OnlineSoftmaxRows<'_, A> {
             if let Some([lanes]) = V::row_mut::<1>(&mut lanes) {
                 top.store(lanes);
             }
-            let top = lanes
-                .into_iter()
-                .fold(-A::INFINITY, |top, lane| if lane > top { lane } else { top });
+            let mut half = V::WIDTH / 2;
+            while half > 0 {
+                for i in 0..half {
+                    let lane = lanes[i + half];
+                    lanes[i] = if lane > lanes[i] { lane } else { lanes[i] };
+                }
+                half /= 2;
+            }
+            let top = lanes[0];
             let old = *max;
             let new = if top * self.scale > old { top * self.scale } else { old };
             max_changed |= new != old;
@@ -183,7 +189,8 @@ impl<A: Real> Kernel<A> for OnlineSoftmaxRows<'_, A> {
                 prob.store(scores);
             }
             *max = new;
-            *rescale = (old - base).softmax_exp::<false>();
+            let unchanged = new == old && new > -A::INFINITY;
+            *rescale = if unchanged { A::ONE } else { (old - base).softmax_exp::<false>() };
             *sum = *sum * *rescale + added.total();
         }
         max_changed

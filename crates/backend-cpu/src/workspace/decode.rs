@@ -3,6 +3,7 @@
 use annulus_core::{Result, Spec};
 
 use crate::{
+    decode::packed_queries::MAX_PACKED,
     simd::dispatch::{IsaToken, Real},
     tile::{aligned::Aligned, geometry::Geometry, pack::padded_dim, tile_mask::TILE},
 };
@@ -37,8 +38,8 @@ pub(crate) struct DecodeScratch<A> {
     pub(crate) q: Aligned<A>,
     /// Scores, then probabilities: `[packed rows][keys of a tile]`.
     pub(crate) tile: Aligned<A>,
-    /// `[packed rows][lanes][lanes]`: products with as many keys as a vector has lanes, summed over
-    /// dims but not across lanes.
+    /// `[packed rows of a block][lanes][lanes]`: products with as many keys as a vector has lanes,
+    /// summed over dims but not across lanes.
     pub(crate) products: Aligned<A>,
     /// `[packed rows]`: e^{m − m'}, by which the accumulator is rescaled.
     pub(crate) rescale: Aligned<A>,
@@ -71,7 +72,7 @@ impl<A: Real> DecodeScratch<A> {
         Ok(Self {
             q: Aligned::zeroed(packed * padded_dim::<A>(geometry.dims.head_dim))?,
             tile: Aligned::zeroed(packed * tile_keys(geometry))?,
-            products: Aligned::zeroed(packed * A::WIDTH * A::WIDTH)?,
+            products: Aligned::zeroed(packed.min(MAX_PACKED) * A::WIDTH * A::WIDTH)?,
             rescale: Aligned::zeroed(packed)?,
         })
     }

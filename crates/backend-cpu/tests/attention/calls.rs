@@ -98,6 +98,23 @@ fn strides_change_no_bit() {
 }
 
 #[test]
+fn a_token_reads_a_cache_of_either_order_of_heads_and_rows_with_the_same_bits() {
+    let rank = rank(Dims { q_len: 1, kv_len: 700, q_heads: 8, ..Dims::new(2, 0, 2, 36) });
+    let cpu = Cpu::new(1).unwrap();
+    let heads_first = |array: &Array4<f32>| {
+        array.view().permuted_axes([0, 2, 1, 3]).as_standard_layout().into_owned()
+    };
+    let (k, v) = (heads_first(&rank.k), heads_first(&rank.v));
+    let inputs = Inputs {
+        k: Element::view(k.view().permuted_axes([0, 2, 1, 3])),
+        v: Element::view(v.view().permuted_axes([0, 2, 1, 3])),
+        ..rank.inputs()
+    };
+    let want = forward_of(&cpu, &rank, &rank.inputs(), Readers::Local).unwrap();
+    assert_eq!(forward_of(&cpu, &rank, &inputs, Readers::Local).unwrap(), want);
+}
+
+#[test]
 fn a_break_ends_the_call_early() {
     let rank = rank(Dims::new(1, 600, 4, 32));
     for threads in [1, 3] {
