@@ -24,20 +24,17 @@ pub(crate) fn prefetch_l1_at(first: *const u8, bytes: usize) {
     std::hint::black_box((first, bytes));
 }
 
-/// Prefetches memory into the second-level cache, for data that is read later.
-///
-/// A line that only the last elements reach is left out: adjacent rows are prefetched too.
+/// Prefetches every cache line that holds a part of `memory` into the second-level cache, for data
+/// that is read later.
 #[inline(always)]
 pub(crate) fn prefetch_l2<T>(memory: &[T]) {
     #[cfg(target_arch = "x86_64")]
-    for line in memory.chunks(64 / size_of::<T>()) {
-        // SAFETY: as in `prefetch_l1`.
+    each_line(memory.as_ptr().cast(), size_of_val(memory), |line| {
+        // SAFETY: as in `prefetch_l1_at`.
         unsafe {
-            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T1 }>(
-                line.as_ptr().cast(),
-            )
+            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T1 }>(line.cast())
         };
-    }
+    });
     #[cfg(not(target_arch = "x86_64"))]
     std::hint::black_box(memory);
 }
