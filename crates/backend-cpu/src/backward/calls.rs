@@ -19,6 +19,7 @@ use crate::{
     threads::team::Team,
     tile::{
         input::{Acc, Input, Source, array, elements_mut},
+        prefetch::prefetch_first_tile,
         scores::Scores,
     },
     workspace::{
@@ -87,6 +88,7 @@ fn attend_block<E: Input<Accumulator: Summed>>(
     let spec = &*shard.spec;
     let (k, v): (Source<'_, E>, Source<'_, E>) =
         keys_and_values(shard, &inputs.forward, block, *in_place)?;
+    prefetch_first_tile(spec.dims, block.rows.len(), [&k, &v]);
     let attention_mask = shard.attention_mask.as_deref();
     let queries = &*shard.queries;
     let keys = block.rows;

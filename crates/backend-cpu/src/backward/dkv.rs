@@ -10,6 +10,10 @@
 //! gradients of its keys, so that they are not reduced across threads. Terms are summed from late
 //! queries to early ones.
 //!
+//! Calls of a ring of short shards compute one or two tiles. Such a call reads Q and dO (of f32 and
+//! f64) in place, overwrites sums instead of zeroing them first, and prefetches keys and values of
+//! the next KV head, which come from memory, under the last products of the one before.
+//!
 //! # Source
 //! Dao et al. 2022, algorithm 4.
 
@@ -22,7 +26,7 @@ use crate::{
         ds::{Operands, apply_soft_cap_slope, score_gradients},
         reduction::{DqSums, KeyTask},
     },
-    simd::{dispatch::Real, float::Float, hints::prefetch_l1},
+    simd::{dispatch::Real, float::Float},
     threads::{
         lock::lock,
         team::{Team, Ticker},
@@ -33,10 +37,10 @@ use crate::{
         gemm::{Previous, gemm_tn},
         geometry::{Geometry, Strip},
         input::{Acc, Input, Source},
-        pack::{TakeLane, each_lane},
-        prefetch::{PrefetchRows, ROWS_AHEAD},
+        pack::{LaneRows, MAX_USES_IN_PLACE, PanelView},
+        prefetch::{PrefetchRows, SHORT_BLOCK_KEYS},
         scores::Scores,
-        tile_mask::{LaneAxis, TILE},
+        tile_mask::{LaneAxis, TILE, TileMask},
     },
     workspace::{
         bias_gradient::BiasGradient,
@@ -108,8 +112,9 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
         // tasks write disjoint elements of the same records, under a lock held once per task
         let sums = Mutex::new(sums);
         team.run(scratch, self.tasks(), Some(tick), |scratch, task, ticker| {
-            self.begin(scratch, &task);
+            Self::begin(scratch);
             self.accumulate(scratch, &task, &(0..self.visibility.queries.len()), None, ticker);
+            self.complete(scratch, &task);
             self.write(scratch, &task, self.scale(), &mut lock(&sums));
         });
     }
@@ -198,17 +203,26 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
         true
     }
 
-    /// Starts a task: zeroes the sums of its keys.
-    pub(super) fn begin(&self, scratch: &mut Scratch<Acc<E>>, task: &KeyTask) {
+    /// Starts a task: the first products of each strip of keys overwrite its sums.
+    pub(super) fn begin(scratch: &mut Scratch<Acc<E>>) {
         scratch.filled.fill(false);
-        let lanes = self.geometry.lanes(task.keys.len());
-        scratch.sums_head[..lanes * self.geometry.head_rows()].fill(Acc::<E>::ZERO);
-        scratch.sums_value[..lanes * self.geometry.value_rows()].fill(Acc::<E>::ZERO);
+        scratch.summed.fill(false);
         scratch.sums_bias.fill(Acc::<E>::ZERO);
+    }
+
+    /// Zeroes the sums of strips of keys to which no query attends.
+    pub(super) fn complete(&self, scratch: &mut Scratch<Acc<E>>, task: &KeyTask) {
+        let Scratch { summed, sums_head, sums_value, .. } = scratch;
+        for (strip, _) in self.geometry.strips(task.keys.len()).zip(summed).filter(|of| !*of.1) {
+            let of_strip = |rows| strip.rows.start * rows..(strip.rows.start + strip.width) * rows;
+            sums_head[of_strip(self.geometry.head_rows())].fill(Acc::<E>::ZERO);
+            sums_value[of_strip(self.geometry.value_rows())].fill(Acc::<E>::ZERO);
+        }
     }
 
     /// Zeroes the sums of all keys of the longest task, which are merged as a whole.
     fn clear(scratch: &mut Scratch<Acc<E>>) {
+        scratch.summed.fill(true);
         scratch.sums_head.fill(Acc::<E>::ZERO);
         scratch.sums_value.fill(Acc::<E>::ZERO);
         scratch.sums_bias.fill(Acc::<E>::ZERO);
@@ -227,13 +241,14 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
         let mut filled = false;
         let tiles = self.visibility.queries.len().div_ceil(TILE);
         for (round, heads) in self.heads_with_one_mask(task.kv_head).enumerate() {
-            for queries in self
+            let mut query_tiles = self
                 .query_tiles
                 .bounds
                 .query_tiles(task.batch, heads.start, self.visibility.keys, task.keys.clone())
                 .rev()
                 .filter(|queries| rows.contains(&queries.start))
-            {
+                .peekable();
+            while let Some(queries) = query_tiles.next() {
                 let step = (round + 1) * tiles - 1 - queries.start / TILE;
                 if ticker.should_stop()
                     || dq.as_mut().is_some_and(|dq| !dq.wait_for_step(step, ticker))
@@ -242,22 +257,22 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
                 }
                 let lines = 2 * TILE + self.geometry.head_rows() + self.geometry.value_rows();
                 scratch.prefetcher.spread(self.geometry.strips(task.keys.len()).len(), lines);
+                let is_last = query_tiles.peek().is_none();
                 for head in heads.clone() {
-                    // a guess: usually the adjacent tile is next
-                    let next = queries.start.saturating_sub(TILE)..queries.start;
-                    let (prefetch_head, next) = if head + 1 < heads.end {
-                        (head + 1, queries.clone())
+                    let next = if head + 1 < heads.end {
+                        NextRows::Queries { head: head + 1, rows: queries.clone() }
+                    } else if is_last && self.prefetches_next_keys(task, &heads) {
+                        NextRows::Keys { kv_head: task.kv_head + 1, rows: task.keys.clone() }
                     } else {
-                        (heads.start, next)
+                        // a guess: usually the adjacent tile is next
+                        let rows = queries.start.saturating_sub(TILE)..queries.start;
+                        NextRows::Queries { head: heads.start, rows }
                     };
-                    scratch.prefetcher.schedule_rows(prefetch_head, next);
-                    filled |= self.accumulate_queries(
-                        scratch,
-                        task,
-                        (head, prefetch_head),
-                        &queries,
-                        dq.as_mut().map(|dq| &mut **dq as _),
-                    );
+                    let (NextRows::Queries { head: of, rows }
+                    | NextRows::Keys { kv_head: of, rows }) = next.clone();
+                    scratch.prefetcher.schedule_rows(of, rows);
+                    let dq = dq.as_mut().map(|dq| &mut **dq as _);
+                    filled |= self.accumulate_queries(scratch, task, (head, &next), &queries, dq);
                 }
             }
         }
@@ -272,19 +287,31 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
         heads.clone().step_by(step).map(move |first| first..first + step)
     }
 
-    /// Processes one tile of queries of one head for all strips of keys. `prefetch_head` is the
-    /// head of the queries that are prefetched meanwhile. Returns true unless every strip is empty.
+    /// True if keys and values of the next KV head are prefetched under the last products of a task
+    /// with the query heads `heads`: those of a short block, which has no other task before the next
+    /// head's.
+    fn prefetches_next_keys(&self, task: &KeyTask, heads: &Range<usize>) -> bool {
+        let dims = &self.geometry.dims;
+        self.visibility.keys.len() <= SHORT_BLOCK_KEYS
+            && task.keys.len() == self.visibility.keys.len()
+            && heads.end == self.geometry.heads(task.kv_head).end
+            && task.kv_head + 1 < dims.kv_heads
+    }
+
+    /// Processes one tile of queries of one head for all strips of keys. `next` is prefetched
+    /// meanwhile. Returns true unless every strip is empty.
     fn accumulate_queries(
         &self,
         scratch: &mut Scratch<Acc<E>>,
         task: &KeyTask,
-        (head, prefetch_head): (usize, usize),
+        (head, next): (usize, &NextRows),
         queries: &Range<usize>,
         mut dq: Option<&mut dyn DqSums<Acc<E>>>,
     ) -> bool {
         let token = self.geometry.token;
         let tile = self.query_tiles.tile(task.batch, head, queries.start);
         let mut filled = false;
+        let mut in_place = None;
         // first key of the 64-key tile whose dS is being assembled
         let mut open_tile = None;
         // false if the tile of 64 keys is empty
@@ -308,8 +335,11 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
             }
             let keys = task.keys.start + strip.rows.start..task.keys.start + strip.rows.end;
             if !std::mem::replace(&mut filled, true) {
-                scratch.rows_head.fill(token, &self.q, task.batch, head, queries.clone());
-                scratch.rows_value.fill(token, &self.dout, task.batch, head, queries.clone());
+                in_place = self.queries_in_place(task, head, queries);
+                if in_place.is_none() {
+                    scratch.rows_head.fill(token, &self.q, task.batch, head, queries.clone());
+                    scratch.rows_value.fill(token, &self.dout, task.batch, head, queries.clone());
+                }
                 let line = task.batch * self.geometry.dims.q_heads + head;
                 self.statistics.load(line, queries.clone(), &mut scratch.statistics);
             }
@@ -331,7 +361,8 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
             }
             let first_key = strip.rows.start;
             let dq = dq.as_deref();
-            self.accumulate_tile(scratch, task, (&coord, prefetch_head), dq, first_key);
+            let at = (&coord, next);
+            self.accumulate_tile(scratch, task, at, dq, first_key, &mut in_place);
         }
         if let (Some(dq), Some(before)) = (dq, open_tile) {
             scratch.ds_tile.complete();
@@ -340,14 +371,41 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
         filled
     }
 
+    /// Returns the keys of a task, if dS·K reads them in place instead of packed.
+    pub(super) fn keys_in_place(&self, task: &KeyTask) -> Option<PanelView<'_, Acc<E>>> {
+        let Geometry { dims, token, .. } = *self.geometry;
+        let uses = self.visibility.queries.len().div_ceil(TILE) * dims.group();
+        if uses > MAX_USES_IN_PLACE || dims.head_dim != self.geometry.padded_head_dim() {
+            return None;
+        }
+        let plane = self.k.plane(task.batch, task.kv_head);
+        PanelView::in_place(plane, &task.keys).map(|keys| keys.probed(token, dims.head_dim))
+    }
+
+    /// Returns a tile of queries of one head, if it is read in place instead of packed.
+    fn queries_in_place(
+        &self,
+        task: &KeyTask,
+        head: usize,
+        queries: &Range<usize>,
+    ) -> Option<QueriesInPlace<'_, Acc<E>>> {
+        if self.geometry.strips(task.keys.len()).len() > MAX_USES_IN_PLACE {
+            return None;
+        }
+        let [q, dout] = [&self.q, &self.dout].map(|source| source.plane(task.batch, head));
+        let [q, dout] = [q, dout].map(|plane| PanelView::in_place(plane, queries));
+        Some(QueriesInPlace { q: q?, dout: dout?, is_probed: false })
+    }
+
     /// Processes one tile. `first_key` is its first key, as an index into the task.
     fn accumulate_tile(
         &self,
         scratch: &mut Scratch<Acc<E>>,
         task: &KeyTask,
-        (coord, prefetch_head): (&TileCoord, usize),
+        (coord, next): (&TileCoord, &NextRows),
         dq: Option<&dyn DqSums<Acc<E>>>,
         first_key: usize,
+        in_place: &mut Option<QueriesInPlace<'_, Acc<E>>>,
     ) {
         let geometry = self.geometry;
         let head_dim = geometry.packed_rows(geometry.dims.head_dim);
@@ -363,7 +421,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
             statistics,
             ..
         } = scratch;
-        let Scratch { tile_mask, filled, ds_tile, sums_bias, prefetcher, .. } = scratch;
+        let Scratch { tile_mask, filled, summed, ds_tile, sums_bias, prefetcher, .. } = scratch;
         let k_strip = &mut lanes_head[geometry.strip_range(coord, head_dim)];
         let v_strip = &mut lanes_value[geometry.strip_range(coord, value_dim)];
         if !std::mem::replace(&mut filled[coord.strip], true) {
@@ -380,11 +438,22 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
             };
             prefetcher.schedule_lanes(task.kv_head, next);
         }
+        let [rows_head, rows_value] = match in_place {
+            Some(tile) => tile.operands(geometry, tile_mask),
+            None => [rows_head.view(), rows_value.view()],
+        };
         let operands = Operands { s: (rows_head, k_strip), dp: (rows_value, v_strip) };
-        let [q, dout] = [&self.q, &self.dout]
-            .map(|source| PrefetchRows::of(source.plane(task.batch, prefetch_head)));
+        let next_rows = match *next {
+            NextRows::Queries { head, .. } => {
+                [&self.q, &self.dout].map(|source| source.plane(task.batch, head))
+            }
+            NextRows::Keys { kv_head, .. } => {
+                [&self.k, &self.v].map(|source| source.plane(task.batch, kv_head))
+            }
+        };
         let v = PrefetchRows::of(self.v.plane(task.batch, task.kv_head));
-        let mut cursor = prefetcher.cursor([q, dout], v, PrefetchRows::default());
+        let mut cursor =
+            prefetcher.cursor(next_rows.map(PrefetchRows::of), v, PrefetchRows::default());
         score_gradients(&self.scores, coord, tile_mask, operands, statistics, tiles, &mut cursor);
         let span = coord.span(tile_mask.rows());
         // a bias before the soft cap has the gradient of the cap's argument
@@ -407,6 +476,11 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
             interleave_rows(geometry.token, coord.vectors, tile_mask.rows(), &mut tiles.dp);
             interleave_rows(geometry.token, coord.vectors, tile_mask.rows(), &mut tiles.s);
         }
+        let previous = if std::mem::replace(&mut summed[coord.strip], true) {
+            Previous::Add
+        } else {
+            Previous::Overwrite
+        };
         let dv_strip = &mut sums_value[geometry.strip_range(coord, geometry.value_rows())];
         gemm_tn(
             (geometry.token, coord.vectors),
@@ -414,7 +488,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
             rows_value,
             &tiles.dp[span.clone()],
             dv_strip,
-            Previous::Add,
+            previous,
             &mut cursor,
         );
         let dk_strip = &mut sums_head[geometry.strip_range(coord, geometry.head_rows())];
@@ -424,7 +498,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
             rows_head,
             &tiles.s[span],
             dk_strip,
-            Previous::Add,
+            previous,
             &mut cursor,
         );
     }
@@ -473,53 +547,45 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
             let first = at(record.offset(field, task.batch, task.kv_head));
             for strip in self.geometry.strips(task.keys.len()) {
                 let sums = &sums[strip.rows.start * rows..][..strip.width * rows];
-                each_lane(
-                    self.geometry.token,
-                    sums,
-                    strip.width,
-                    strip.rows.len(),
+                let into = LaneRows {
+                    rows: &mut records[(task.keys.start + strip.rows.start) * len + first..],
+                    stride: len,
+                    count: strip.rows.len(),
                     dim,
-                    WriteRecords {
-                        records: &mut records[(task.keys.start + strip.rows.start) * len..],
-                        len,
-                        field: first..first + dim,
-                        rows: strip.rows.len(),
-                        scale,
-                        add: self.add,
-                    },
-                );
+                    scale,
+                    add: self.add,
+                };
+                into.write(self.geometry.token, sums, strip.width);
             }
         }
     }
 }
 
-/// Writes one field of the gradient records of a strip of keys.
-struct WriteRecords<'a, A> {
-    /// Records from the strip's first key on.
-    records: &'a mut [A],
-    /// Elements of a record.
-    len: usize,
-    /// Elements of the field in a record.
-    field: Range<usize>,
-    /// Keys of the strip.
-    rows: usize,
-    scale: A,
-    /// True if sums are added to the records, false if they overwrite them.
-    add: bool,
+/// Rows that are prefetched under the products of a tile.
+#[derive(Debug, Clone)]
+enum NextRows {
+    /// Q and dO of a query head.
+    Queries { head: usize, rows: Range<usize> },
+    /// K and V of a KV head.
+    Keys { kv_head: usize, rows: Range<usize> },
 }
 
-impl<A: Real> TakeLane<A> for WriteRecords<'_, A> {
-    #[inline(always)]
-    fn take(&mut self, lane: usize, first: usize, sums: &[A]) {
-        if first == 0 && lane + ROWS_AHEAD < self.rows {
-            prefetch_l1(&self.records[(lane + ROWS_AHEAD) * self.len..][self.field.clone()]);
+/// Queries of a tile, and dO, that are read in place.
+struct QueriesInPlace<'a, A> {
+    q: PanelView<'a, A>,
+    dout: PanelView<'a, A>,
+    /// True if both are known to be finite or not.
+    is_probed: bool,
+}
+
+impl<'a, A: Real> QueriesInPlace<'a, A> {
+    /// Returns q and dO. Reads them first if masked pairs of the tile have to be skipped where one
+    /// is not finite.
+    fn operands(&mut self, geometry: &Geometry, tile_mask: &TileMask) -> [PanelView<'a, A>; 2] {
+        if tile_mask.words().is_some() && !std::mem::replace(&mut self.is_probed, true) {
+            self.q = self.q.probed(geometry.token, geometry.dims.head_dim);
+            self.dout = self.dout.probed(geometry.token, geometry.dims.value_dim);
         }
-        let into = &mut self.records[lane * self.len..][self.field.clone()][first..];
-        let scale = self.scale;
-        if self.add {
-            into.iter_mut().zip(sums).for_each(|(into, &sum)| *into += scale * sum);
-        } else {
-            into.iter_mut().zip(sums).for_each(|(into, &sum)| *into = scale * sum);
-        }
+        [self.q, self.dout]
     }
 }

@@ -63,7 +63,7 @@ pub(crate) fn backward_dq<E: Input<Accumulator: Summed>>(
     let dout = Source::tensor(array("dout", inputs.dout)?);
     let bias_in_blocks = bias_gradient.as_ref().is_some_and(|gradient| gradient.in_blocks());
     let pass = DqPass { pass, dout, statistics, bias_in_blocks };
-    QueryPass::<E>::invalidate_query_tiles(scratch);
+    QueryPass::<E>::begin_block(scratch);
     let plan = shard.leaves.as_deref();
     if let Some(plan) = plan {
         arrivals.refill(&plan.keys, plan.rows, block.rows)?;
@@ -249,7 +249,8 @@ impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
             .map(|source| PrefetchRows::of(source.plane(block.batch, block.kv_head)));
         let mut cursor =
             prefetcher.cursor([k, v], PrefetchRows::default(), PrefetchRows::default());
-        let operands = Operands { s: (rows_head, q_strip), dp: (rows_value, dout_strip) };
+        let operands =
+            Operands { s: (rows_head.view(), q_strip), dp: (rows_value.view(), dout_strip) };
         score_gradients(scores, coord, tile_mask, operands, statistics, tiles, &mut cursor);
 
         let span = coord.span(tile_mask.rows());
@@ -276,7 +277,7 @@ impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
         gemm_tn(
             (geometry.token, coord.vectors),
             tile_mask,
-            rows_head,
+            rows_head.view(),
             &tiles.s[span],
             sums,
             Previous::Add,

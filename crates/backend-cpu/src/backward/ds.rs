@@ -12,7 +12,7 @@ use crate::{
     tile::{
         coord::TileCoord,
         gemm::gemm_nn,
-        pack::Panel,
+        pack::PanelView,
         prefetch::PrefetchCursor,
         score_gradient::{QueryStatistics, ScoreGradient},
         scores::Scores,
@@ -24,8 +24,8 @@ use crate::{
 
 /// Operands of a tile's products, as (rows, lanes): for the scores and for dP.
 pub(crate) struct Operands<'a, A> {
-    pub(crate) s: (&'a Panel<A>, &'a [A]),
-    pub(crate) dp: (&'a Panel<A>, &'a [A]),
+    pub(crate) s: (PanelView<'a, A>, &'a [A]),
+    pub(crate) dp: (PanelView<'a, A>, &'a [A]),
 }
 
 /// Computes dS in `tiles.s`, the probabilities that multiply dout in `tiles.dp` and, under a soft

@@ -78,13 +78,22 @@ pub(super) fn run_fused<E: Input<Accumulator: Summed>>(
     // tasks write disjoint elements of the same records, under a lock held once per key block
     let records = Mutex::new(records);
     team.run(scratch, tasks, Some(tick), |scratch, (task, plane, keys), ticker| {
-        let mut reduction = TaskReduction { to, slot: ordered.slot(task, chain(plane)), plane };
+        let mut reduction = TaskReduction {
+            to,
+            slot: ordered.slot(task, chain(plane)),
+            plane,
+            keys_in_place: None,
+        };
         let batch = plane / to.batch_and_kv_heads.1;
         let kv_head = plane % to.batch_and_kv_heads.1;
         for first in keys.clone().step_by(pass.k_rows) {
             let task = KeyTask { batch, kv_head, keys: first..keys.end.min(first + pass.k_rows) };
-            scratch.rows_key.fill(pass.geometry.token, &pass.k, batch, kv_head, task.keys.clone());
-            pass.begin(scratch, &task);
+            reduction.keys_in_place = pass.keys_in_place(&task);
+            if reduction.keys_in_place.is_none() {
+                let Scratch { rows_key, .. } = scratch;
+                rows_key.fill(pass.geometry.token, &pass.k, batch, kv_head, task.keys.clone());
+            }
+            DkvPass::<E>::begin(scratch);
             let queries = 0..pass.visibility.queries.len();
             pass.accumulate(scratch, &task, &queries, Some(&mut reduction), ticker);
             if ticker.should_stop()
@@ -92,6 +101,7 @@ pub(super) fn run_fused<E: Input<Accumulator: Summed>>(
             {
                 return;
             }
+            pass.complete(scratch, &task);
             pass.write(scratch, &task, pass.scale(), &mut lock(&records));
         }
     });

@@ -8,7 +8,12 @@ use crate::{
     backward::kv_split::KvSplit,
     simd::dispatch::{IsaToken, Real},
     threads::{lock::lock, ordered_reduction::TaskSlot, team::Ticker},
-    tile::{aligned::Aligned, ds_tile::DqUpdate, pack::padded, tile_mask::TILE},
+    tile::{
+        aligned::Aligned,
+        ds_tile::DqUpdate,
+        pack::{PanelView, padded},
+        tile_mask::TILE,
+    },
     workspace::{bias_gradient::BiasGradient, query_block::QueryBlock, scratch::Scratch},
 };
 
@@ -64,6 +69,8 @@ pub(crate) struct TaskReduction<'a, A> {
     pub(crate) to: &'a SharedGradients<'a, A>,
     pub(super) slot: TaskSlot<'a>,
     pub(super) plane: usize,
+    /// Keys of the task, if they are read in place instead of packed.
+    pub(super) keys_in_place: Option<PanelView<'a, A>>,
 }
 
 impl<A: Real> DqSums<A> for TaskReduction<'_, A> {
@@ -91,7 +98,8 @@ impl<A: Real> DqSums<A> for TaskReduction<'_, A> {
             let at = block.lane(head % to.group, first - block.rows.start);
             first = rows.end;
             let of = TileRows { token: to.token, width: to.width, queries, rows, first_key };
-            of.accumulate(scratch, task, at, &mut lock(&to.sums[index]));
+            let panel = self.keys_in_place.unwrap_or_else(|| scratch.rows_key.view());
+            of.accumulate(scratch, panel, task, at, &mut lock(&to.sums[index]));
         }
     }
 
@@ -111,12 +119,19 @@ struct TileRows<'a> {
 }
 
 impl TileRows<'_> {
-    /// Adds dS·K to `sums`, dq of a block, from its row `at` on.
-    fn accumulate<A: Real>(self, scratch: &Scratch<A>, task: &KeyTask, at: usize, sums: &mut [A]) {
+    /// Adds dS·K to `sums`, dq of a block, from its row `at` on. `panel` are the task's keys.
+    fn accumulate<A: Real>(
+        self,
+        scratch: &Scratch<A>,
+        panel: PanelView<'_, A>,
+        task: &KeyTask,
+        at: usize,
+        sums: &mut [A],
+    ) {
         let Self { token, width, queries, rows, first_key } = self;
         let of = DqUpdate {
             first_row: rows.start - queries.start,
-            panel: &scratch.rows_key,
+            panel,
             keys: first_key..task.keys.len().min(first_key + TILE),
             into: &mut sums[at * width..(at + padded(rows.len())) * width],
             width,
@@ -175,7 +190,7 @@ impl<A: Real> DqSums<A> for PlaneLeaves<'_, A> {
             let at = block.lane(head % self.group, first - block.rows.start);
             first = rows.end;
             let of = TileRows { token: self.token, width: self.width, queries, rows, first_key };
-            of.accumulate(scratch, task, at, &mut block.sums);
+            of.accumulate(scratch, scratch.rows_key.view(), task, at, &mut block.sums);
         }
     }
 

@@ -26,12 +26,16 @@ pub(crate) fn attend<E: Input<Accumulator: Summed>>(
     tick: Tick<'_>,
 ) -> Result<bool> {
     let (task_rows, task_order) = state.arrange_forward();
+    if outputs.is_none() && state.decode.is_none() {
+        // more blocks may follow
+        state.keep_queries()?;
+    }
     let State { shard, geometry, blocks, scratch, decode, in_place, arrivals, .. } = state;
     let State { query_tiles, attended, .. } = state;
     let mut pass =
         QueryPass::<E>::new(geometry, task_rows, shard, query_tiles, inputs, block, *in_place)?;
     pass.is_only_block = !std::mem::replace(attended, true);
-    QueryPass::<E>::invalidate_query_tiles(scratch);
+    QueryPass::<E>::begin_block(scratch);
     if let Some(leaves) = &shard.leaves {
         arrivals.refill(&leaves.keys, leaves.rows, block.rows)?;
         let arriving = ArrivingKeys { merges: &leaves.keys, arrivals };

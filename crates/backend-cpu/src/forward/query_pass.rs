@@ -6,14 +6,21 @@ use annulus_core::{Block, Error, Host, Inputs, Result, TileBoundsTable, Visibili
 use ndarray::ArrayView4;
 
 use crate::{
+    simd::dispatch::{IsaToken, Real},
     tile::{
         coord::TileCoord,
         geometry::{Geometry, Strip},
         input::{Acc, Input, Source, array},
+        pack::{MAX_USES_IN_PLACE, PanelView},
+        prefetch::prefetch_first_tile,
         scores::Scores,
-        tile_mask::{LaneAxis, TILE},
+        tile_mask::{LaneAxis, TILE, TileMask},
     },
-    workspace::{query_tiles::QueryTileCache, scratch::Scratch, state::Summed},
+    workspace::{
+        query_tiles::QueryTileCache,
+        scratch::{QueryTilesOf, Scratch},
+        state::Summed,
+    },
 };
 
 /// Returns K and V of a block: from its records or, if `in_place`, from the caller's tensors.
@@ -46,6 +53,8 @@ pub(crate) struct QueryPass<'a, E: Input> {
     pub(crate) v: Source<'a, E>,
     /// Bounds of the keys of this rank's queries.
     bounds: &'a TileBoundsTable,
+    /// See [`QueryTileCache::generation`].
+    generation: u64,
     /// Strips of one head of a full task.
     pub(super) strips: usize,
     /// `[heads|1, sinks, 1, 1]`
@@ -71,6 +80,7 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         let bias = inputs.bias.map(|bias| array::<Acc<E>>("bias", bias)).transpose()?;
         let sinks = inputs.sinks.map(|sinks| array("softmax_aux", sinks)).transpose()?;
         let (k, v) = keys_and_values(shard, inputs, block, in_place)?;
+        prefetch_first_tile(spec.dims, keys.len(), [&k, &v]);
         let visibility = Visibility { mask: &*spec.mask, attention_mask, queries, keys };
         query_tiles.update_bounds(&visibility, spec)?;
         Ok(Self {
@@ -81,6 +91,7 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
             k,
             v,
             bounds: &query_tiles.bounds,
+            generation: query_tiles.generation,
             strips: task_rows / geometry.strip_lanes(),
             sinks,
             is_only_block: false,
@@ -108,15 +119,19 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         head: usize,
         rows: &Range<usize>,
     ) {
-        let of_batch = if self.visibility.per_batch() { batch } else { 0 };
-        let of_head = if self.visibility.per_head() { head } else { 0 };
-        let wanted = (of_batch, of_head, rows.clone());
+        let wanted = QueryTilesOf {
+            generation: self.generation,
+            batch: if self.visibility.per_batch() { batch } else { 0 },
+            head: if self.visibility.per_head() { head } else { 0 },
+            rows: rows.clone(),
+        };
         if scratch.query_tiles_of.as_ref() == Some(&wanted) {
             return;
         }
-        self.bounds.cover(of_batch, of_head, rows.clone(), &mut scratch.task_tile);
+        self.bounds.cover(wanted.batch, wanted.head, rows.clone(), &mut scratch.task_tile);
         scratch.query_tiles_known.fill(false);
         scratch.query_tiles_of = Some(wanted);
+        scratch.last_keys.fill(None);
         scratch.mask_cache.clear();
     }
 
@@ -130,22 +145,35 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         first: usize,
         keys: &Range<usize>,
     ) -> bool {
-        let Some((batch, head, rows)) = &scratch.query_tiles_of else { return false };
-        let Scratch { query_tiles_known, query_tiles, last_keys, whole_mask, bits, .. } = scratch;
+        let Some(QueryTilesOf { batch, head, rows, .. }) = &scratch.query_tiles_of else {
+            return false;
+        };
+        let Scratch { query_tiles_known, query_tiles, whole_mask, bits, .. } = scratch;
         let tile = &mut query_tiles[first / TILE];
         if !std::mem::replace(&mut query_tiles_known[first / TILE], true) {
             let queries = rows.start + first..rows.end.min(rows.start + first + TILE);
             self.visibility.query_tile(*batch, *head, queries, tile);
-            let last = self.visibility.key_tiles(tile, TILE).last();
-            last_keys[first / TILE] = last.map_or(0, |keys| keys.start);
         }
         whole_mask.classify(LaneAxis::Queries, &self.visibility, tile, keys.clone(), bits)
     }
 
-    /// Invalidates the visibility in every scratch: masks and positions may have changed since the
-    /// last pass.
-    pub(crate) fn invalidate_query_tiles(scratch: &mut [Scratch<Acc<E>>]) {
-        scratch.iter_mut().for_each(|scratch| scratch.query_tiles_of = None);
+    /// Returns the first key of the block's last tile that is not certainly empty for the 64
+    /// queries of a task from its row `first` on, which were classified.
+    pub(crate) fn last_keys(&self, scratch: &mut Scratch<Acc<E>>, first: usize) -> usize {
+        let Scratch { query_tiles, last_keys, .. } = scratch;
+        *last_keys[first / TILE].get_or_insert_with(|| {
+            let last = self.visibility.key_tiles(&query_tiles[first / TILE], TILE).last();
+            last.map_or(0, |keys| keys.start)
+        })
+    }
+
+    /// Invalidates what every scratch holds of the last block. The visibility of queries, which may
+    /// be the same for this one, is invalidated by [`QueryTileCache::generation`].
+    pub(crate) fn begin_block(scratch: &mut [Scratch<Acc<E>>]) {
+        for scratch in scratch {
+            scratch.last_keys.fill(None);
+            scratch.mask_cache.clear();
+        }
     }
 
     /// Returns the coordinates of the tile of a task's strip number `index` and `keys`.
@@ -185,6 +213,23 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         scratch.prefetcher.schedule_rows(next.kv_head, next.keys);
     }
 
+    /// Returns a tile of keys and values of which `uses` products each are computed, if it is read
+    /// in place instead of packed.
+    pub(crate) fn keys_in_place(
+        &self,
+        batch: usize,
+        kv_head: usize,
+        keys: &Range<usize>,
+        uses: usize,
+    ) -> Option<KvInPlace<'a, Acc<E>>> {
+        if uses > MAX_USES_IN_PLACE {
+            return None;
+        }
+        let [k, v] = [&self.k, &self.v].map(|source| source.plane(batch, kv_head));
+        let [k, v] = [k, v].map(|plane| PanelView::in_place(plane, keys));
+        Some(KvInPlace { k: k?, v: v?, is_probed: false })
+    }
+
     /// Returns the tile of the same head that is adjacent to `keys`: usually the next one.
     pub(crate) fn adjacent_tile(&self, kv_head: usize, keys: &Range<usize>) -> NextTile {
         NextTile { kv_head, keys: keys.end..(keys.end + TILE).min(self.visibility.keys.len()) }
@@ -195,4 +240,28 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
 pub(crate) struct NextTile {
     pub(crate) kv_head: usize,
     pub(crate) keys: Range<usize>,
+}
+
+/// Tile of keys and values that is read in place.
+pub(crate) struct KvInPlace<'a, A> {
+    pub(crate) k: PanelView<'a, A>,
+    v: PanelView<'a, A>,
+    /// True if `v` is known to be finite or not.
+    is_probed: bool,
+}
+
+impl<'a, A: Real> KvInPlace<'a, A> {
+    /// Returns the values, of length `dim`. Reads them first if masked pairs of the tile have to be
+    /// skipped where one is not finite.
+    pub(crate) fn values(
+        &mut self,
+        token: IsaToken,
+        dim: usize,
+        tile_mask: &TileMask,
+    ) -> PanelView<'a, A> {
+        if tile_mask.words().is_some() && !std::mem::replace(&mut self.is_probed, true) {
+            self.v = self.v.probed(token, dim);
+        }
+        self.v
+    }
 }

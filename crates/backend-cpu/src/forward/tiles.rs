@@ -3,17 +3,21 @@
 //! ```text
 //! for each task (batch row, KV head, range of queries):                      parallel
 //!     for each tile of 64 keys that is not empty:
-//!         pack K and V of the tile
+//!         pack K and V of the tile, unless few strips use it
 //!         for each strip of queries and each query head of the KV head:
 //!             S = K·Qᵀ, epilogue     (m, ℓ, P) ← online softmax of S     Oᵀ ← Oᵀ·e^{m − m'} + Vᵀ·P
 //!             in the last block, after the strip's last tile:  write its rows of the outputs
 //! ```
 //! Queries lie in lanes: maximum, sum and rescaling are vector operations, and nothing reduces
 //! across lanes. A packed tile of keys serves all query heads of its group (GQA) and all rows of
-//! the task. The outputs of a strip are written while its accumulator is in the first-level cache,
-//! and were prefetched under its last products; in a pass of their own they would wait for memory.
-//! If the last block is also the first, all tasks of a thread use one accumulator: those of the
-//! query blocks would be read from memory, and written to it, although no later call needs them.
+//! the task. Of f32 and f64, a tile is read in place if the task has few strips, as in a ring of
+//! short shards, whose calls compute one or two tiles; queries of such a shard stay packed for all
+//! calls of the pass.
+//!
+//! The outputs of a strip are written while its accumulator is in the first-level cache, and were
+//! prefetched under its last products; in a pass of their own they would wait for memory. If the
+//! last block is also the first, all tasks of a thread use one accumulator: those of the query
+//! blocks would be read from memory, and written to it, although no later call needs them.
 //!
 //! # Source
 //! Dao et al. 2022, algorithm 1; Milakov and Gimelshein 2018 for the online softmax.
@@ -25,7 +29,7 @@ use annulus_core::Tick;
 use crate::{
     forward::{
         outputs::{NextStrip, OutputAxis, OutputRows, StripOutput},
-        query_pass::{NextTile, QueryPass},
+        query_pass::{KvInPlace, NextTile, QueryPass},
     },
     simd::{dispatch::Real, float::Float},
     threads::team::{Team, Ticker},
@@ -59,6 +63,7 @@ pub(crate) fn begin<A: Real>(team: &Team, state: &mut State<A>) {
         block.sum.fill(A::ZERO);
         block.ties.fill(A::ZERO);
         block.leaves.begin();
+        block.kept_q.begin();
     });
 }
 
@@ -200,6 +205,7 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         mut outputs: Option<&mut OutputRows<'_, E>>,
     ) {
         let mut next = Some(next);
+        let mut in_place = None;
         let mut tiles = 0;
         let mut non_empty = false;
         for (index, strip) in self.geometry.strips(task.rows.len()).enumerate() {
@@ -207,22 +213,34 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
                 continue;
             }
             if let Some(next) = next.take() {
-                self.fill_keys(scratch, task.batch, task.kv_head, keys, next);
+                let uses = self.geometry.strips(task.rows.len()).len() * heads.len();
+                in_place = self.keys_in_place(task.batch, task.kv_head, keys, uses);
+                match in_place {
+                    Some(_) => scratch.prefetcher.schedule_rows(next.kv_head, next.keys),
+                    None => self.fill_keys(scratch, task.batch, task.kv_head, keys, next),
+                }
             }
             tiles += heads.len();
             for head in heads.clone() {
                 let coord = self.coord(task.batch, head, &task.rows, index, &strip, keys);
-                if !std::mem::replace(&mut scratch.filled[coord.strip], true) {
-                    let lanes = &mut scratch.lanes_head
-                        [self.geometry.strip_range(&coord, self.packed_q_rows())];
+                let rows = task.rows.clone();
+                let (block, first) = task.block(strip.rows.start);
+                let Scratch { lanes_head, filled, prefetcher, .. } = scratch;
+                let range = self.geometry.strip_range(&coord, self.packed_q_rows());
+                let scratch_strip = (&mut lanes_head[range], &mut filled[coord.strip]);
+                let group_head = head % self.geometry.dims.group();
+                let lane = block.lane(group_head, first);
+                let of_strip = lane..lane + coord.width;
+                let kept = block.kept_q.strip_mut(&of_strip, self.packed_q_rows());
+                let (lanes, filled) = kept.unwrap_or(scratch_strip);
+                if !std::mem::replace(filled, true) {
                     let q = self.q.plane(coord.batch, head);
                     self.geometry.pack_strip(q, coord.queries.clone(), coord.width, lanes);
-                    self.schedule_queries(&mut scratch.prefetcher, &task.rows, heads, &coord);
+                    self.schedule_queries(prefetcher, &rows, heads, &coord);
                 }
-                let group_head = head % self.geometry.dims.group();
                 let last_of = outputs
                     .as_deref_mut()
-                    .filter(|_| scratch.last_keys[strip.rows.start / TILE] == keys.start);
+                    .filter(|_| self.last_keys(scratch, strip.rows.start) == keys.start);
                 let out = match &last_of {
                     Some(outputs) => {
                         scratch.prefetcher.schedule_outputs(strip.rows.clone());
@@ -231,7 +249,7 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
                     None => PrefetchRows::default(),
                 };
                 let (block, first) = task.block(strip.rows.start);
-                self.attend_tile(scratch, block, first, (&coord, out));
+                self.attend_tile(scratch, block, first, (&coord, out), &mut in_place);
                 if let Some(outputs) = last_of {
                     scratch.prefetcher.schedule_outputs(0..0);
                     scratch.written[coord.strip] = true;
@@ -304,13 +322,15 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
     }
 
     /// Attends to one tile of one head. `first` is the strip's first row in the block, `out` are
-    /// rows that are prefetched if they are scheduled.
+    /// rows that are prefetched if they are scheduled. Keys and values are packed in the scratch
+    /// unless they are `in_place`.
     fn attend_tile(
         &self,
         scratch: &mut Scratch<Acc<E>>,
         block: &mut QueryBlock<Acc<E>>,
         first: usize,
         (coord, out): (&TileCoord, PrefetchRows),
+        in_place: &mut Option<KvInPlace<'_, Acc<E>>>,
     ) {
         let token = self.geometry.token;
         let vectors = coord.vectors;
@@ -333,7 +353,11 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         } else {
             tile_mask
         };
-        let queries = &lanes_head[self.geometry.strip_range(coord, self.packed_q_rows())];
+        let range = self.geometry.strip_range(coord, self.packed_q_rows());
+        let first = block.lane(coord.head % self.geometry.dims.group(), first);
+        let lanes = first..first + coord.width;
+        let kept = block.kept_q.strip(&lanes, self.packed_q_rows());
+        let queries = kept.unwrap_or(&lanes_head[range]);
         let tile_max = &mut tile_max[..coord.width];
         let tile_max_wanted = (!self.scores.needs_epilogue()).then_some(&mut *tile_max);
         let [k, v] = [&self.k, &self.v]
@@ -343,7 +367,7 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         let products = gemm_nn(
             (token, vectors),
             tile_mask,
-            rows_head,
+            in_place.as_ref().map_or_else(|| rows_head.view(), |tile| tile.k),
             queries,
             &mut tiles.s,
             tile_max_wanted,
@@ -353,8 +377,6 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
             self.scores.finish(coord, tile_mask, &mut tiles.s, None, &mut tiles.extra);
         }
 
-        let first = block.lane(coord.head % self.geometry.dims.group(), first);
-        let lanes = first..first + coord.width;
         let span = coord.span(tile_mask.rows());
         let ties = (!self.scores.spec.normalize).then(|| &mut block.ties[lanes.clone()]);
         let rescale = &mut rescale[..coord.width];
@@ -390,6 +412,10 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
             // all factors are 1
             (false, false) => Previous::Add,
         };
-        gemm_tn((token, vectors), tile_mask, rows_value, probs, sums, previous, &mut cursor);
+        let v = match in_place {
+            Some(tile) => tile.values(token, self.geometry.dims.value_dim, tile_mask),
+            None => rows_value.view(),
+        };
+        gemm_tn((token, vectors), tile_mask, v, probs, sums, previous, &mut cursor);
     }
 }

@@ -24,7 +24,7 @@ use crate::{
         coord::TileCoord,
         gemm::each_register_tile,
         geometry::Geometry,
-        pack::Panel,
+        pack::PanelView,
         tile_mask::{TILE, TileMask},
     },
 };
@@ -136,7 +136,7 @@ pub(crate) struct DqUpdate<'a, A> {
     /// Row of the tile that belongs to the first row of `into`.
     pub(crate) first_row: usize,
     /// Keys, one per row of whole vectors.
-    pub(crate) panel: &'a Panel<A>,
+    pub(crate) panel: PanelView<'a, A>,
     /// Rows of the panel that are the tile's keys.
     pub(crate) keys: Range<usize>,
     /// Rows of dq: a multiple of [`crate::simd::dispatch::MAX_REGISTER_ROWS`].
@@ -200,7 +200,7 @@ struct DqProducts<'a, A> {
     tile: &'a DsTile<A>,
     /// Row of the tile that belongs to the first row of C.
     first_row: usize,
-    panel: &'a Panel<A>,
+    panel: PanelView<'a, A>,
     /// Rows of the panel.
     keys: Range<usize>,
     /// C: a multiple of [`crate::simd::dispatch::MAX_REGISTER_ROWS`] rows of `width` elements.
@@ -237,8 +237,9 @@ impl<A: Real> DqProducts<'_, A> {
         let a = &tile.elements[(self.first_row + first) * tile.stride..];
         let a: [&[A]; ROWS] = std::array::from_fn(|r| &a[r * tile.stride..][keys.clone()]);
         let mut sums = [[V::splat(A::ZERO); VECTORS]; ROWS];
-        for (k, b) in b.chunks_exact(panel.reduction_stride()).enumerate().take(keys.len()) {
-            let Some(b) = V::row::<VECTORS>(&b[column..]) else { break };
+        // the last row of a panel in place may end with its vector
+        for (k, b) in b.chunks(panel.reduction_stride()).enumerate().take(keys.len()) {
+            let Some(b) = V::row::<VECTORS>(b.get(column..).unwrap_or_default()) else { break };
             unrolled!(
                 r < ROWS,
                 v < VECTORS,

@@ -31,7 +31,7 @@ use crate::{
     },
     tile::{
         bf16_pairs::{self, MaskedPairProducts},
-        pack::Panel,
+        pack::PanelView,
         tile_mask::{RowRanges, TILE, TileMask},
     },
 };
@@ -96,7 +96,7 @@ pub(crate) struct TileProducts {
 pub(crate) fn gemm_nn<A: Real>(
     (token, vectors): (IsaToken, usize),
     tile_mask: &TileMask,
-    panel: &Panel<A>,
+    panel: PanelView<'_, A>,
     lanes: &[A],
     tile: &mut [A],
     tile_max: Option<&mut [A]>,
@@ -155,7 +155,7 @@ pub(crate) enum Previous<'a, A> {
 pub(crate) fn gemm_tn<A: Real>(
     (token, vectors): (IsaToken, usize),
     tile_mask: &TileMask,
-    panel: &Panel<A>,
+    panel: PanelView<'_, A>,
     probs: &[A],
     sums: &mut [A],
     previous: Previous<'_, A>,
@@ -636,7 +636,10 @@ mod tests {
     use super::*;
     use crate::{
         simd::{float::Float, isa::Isa},
-        tile::{input::Source, pack::PanelFormat},
+        tile::{
+            input::Source,
+            pack::{Panel, PanelFormat},
+        },
     };
 
     /// Elements of a vector: more than a register tile's rows, and no power of two.
@@ -707,7 +710,7 @@ mod tests {
         let products = gemm_nn(
             (token, vectors),
             &tile_mask,
-            &panel,
+            panel.view(),
             &lanes,
             &mut tile,
             Some(&mut tile_max),
@@ -746,7 +749,15 @@ mod tests {
                 sums.fill(f32::NAN);
             }
             let visible = &probs[tile_mask.rows().start * width..tile_mask.rows().end * width];
-            gemm_tn((token, vectors), &tile_mask, &panel, visible, &mut sums, previous, &mut ());
+            gemm_tn(
+                (token, vectors),
+                &tile_mask,
+                panel.view(),
+                visible,
+                &mut sums,
+                previous,
+                &mut (),
+            );
             for (i, &got) in sums.iter().enumerate() {
                 let (dim, lane) = (i / width, i % width);
                 let sum = tile_mask.rows().clone().fold(0.0, |sum, row| {

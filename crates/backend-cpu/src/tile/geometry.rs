@@ -140,7 +140,8 @@ impl Geometry {
     }
 
     /// Returns the rows of a task: at most `most` (at least one strip), and few enough that `rows`
-    /// rows of every (batch row, KV head) plane give at least four tasks per thread where possible.
+    /// rows of every (batch row, KV head) plane give at least four tasks per thread where possible
+    /// (one thread needs no balance).
     pub(crate) fn block_rows(
         &self,
         rows: usize,
@@ -153,7 +154,7 @@ impl Geometry {
         let mut strips = (most / strip).max(1);
         while strips > 1
             && (strips * strip * heads > MAX_TASK_LANES
-                || rows.div_ceil(strips * strip) * planes < 4 * threads)
+                || threads > 1 && rows.div_ceil(strips * strip) * planes < 4 * threads)
         {
             strips /= 2;
         }

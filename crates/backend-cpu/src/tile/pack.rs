@@ -2,12 +2,14 @@
 //! [`crate::tile::gemm`].
 //!
 //! ```text
-//! Panel::fill:   rows of a tensor  →  [rows][dim padded]          the broadcast operand A
-//! pack_lanes:    rows of a tensor  →  [dim][lanes] (transposed)   the vector operand B, a strip
-//! each_lane:     [dim][lanes]      →  rows again
+//! Panel::fill:          rows of a tensor  →  [rows][dim padded]         the broadcast operand A
+//! pack_lanes:           rows of a tensor  →  [dim][lanes] (transposed)  the vector operand B, a
+//!                                                                       strip
+//! each_lane, LaneRows:  [dim][lanes]      →  rows again
 //! ```
 //! Rows of one head lie heads × dim elements apart in the caller's tensor. A micro-kernel reads
-//! packed operands with unit stride, as in BLIS (Van Zee and van de Geijn 2015).
+//! packed operands with unit stride, as in BLIS (Van Zee and van de Geijn 2015). A panel of which
+//! few products are computed is read in place instead ([`PanelView`]).
 
 use std::ops::Range;
 
@@ -17,6 +19,7 @@ use crate::{
     simd::{
         dispatch::{IsaToken, Kernel, MAX_REGISTER_ROWS, Real},
         float::Float,
+        hints::prefetch_l1,
         lanes::unrolled,
         vector::{MAX_LANES, Vector},
     },
@@ -97,40 +100,16 @@ impl<A: Real> Panel<A> {
         self.elements.bytes() + self.interleaved.bytes()
     }
 
-    pub(crate) const fn stride(&self) -> usize {
-        self.stride
-    }
-
-    /// True if the elements are pairs of bf16.
-    pub(crate) const fn holds_pairs(&self) -> bool {
-        self.pairs
-    }
-
-    /// Returns the distance between the rows of [`Panel::reduction_rows`].
-    pub(crate) const fn reduction_stride(&self) -> usize {
-        self.interleaved_stride
-    }
-
-    /// Returns the operand of a product that sums over the rows `rows`: these rows or, for pairs of
-    /// bf16, lines that hold two rows each.
-    pub(crate) fn reduction_rows(&self, rows: &Range<usize>) -> &[A] {
-        if self.pairs {
-            let pairs = pairs_of(rows);
-            &self.interleaved
-                [pairs.start * self.interleaved_stride..pairs.end * self.interleaved_stride]
-        } else {
-            self.rows(rows.clone())
+    /// Returns the packed rows as an operand of a product.
+    pub(crate) fn view(&self) -> PanelView<'_, A> {
+        PanelView {
+            elements: &self.elements,
+            stride: self.stride,
+            finite: self.finite,
+            pairs: self.pairs,
+            interleaved: &self.interleaved,
+            interleaved_stride: self.interleaved_stride,
         }
-    }
-
-    /// Returns the rows `rows`, `stride` apart.
-    pub(crate) fn rows(&self, rows: Range<usize>) -> &[A] {
-        &self.elements[rows.start * self.stride..rows.end * self.stride]
-    }
-
-    /// True if no packed element is NaN or infinite.
-    pub(crate) const fn finite(&self) -> bool {
-        self.finite
     }
 
     /// Packs the vectors `rows` of one head, at most as many as there is room for.
@@ -164,6 +143,129 @@ impl<A: Real> Panel<A> {
             let into = &mut self.elements[..rows.len() * stride];
             self.finite = A::run_kernel(token, 1, PackPanel { plane, rows, stride, into });
         }
+    }
+}
+
+/// Rows of vectors, the broadcast operand of a product: those of a [`Panel`], or rows of a caller's
+/// tensor or of a block, read in place.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PanelView<'a, A> {
+    elements: &'a [A],
+    stride: usize,
+    finite: bool,
+    /// True if elements are pairs of bf16; see [`crate::tile::bf16_pairs`].
+    pairs: bool,
+    /// See [`Panel`].
+    interleaved: &'a [A],
+    interleaved_stride: usize,
+}
+
+/// Maximum number of products with a tile's rows, above which it is packed. A packed tile is read
+/// from the first-level cache at unit stride; for a few products, that does not pay for the copy.
+pub(crate) const MAX_USES_IN_PLACE: usize = 4;
+
+impl<'a, A: Real> PanelView<'a, A> {
+    /// Returns the rows `rows` of a plane as an operand that is read in place; `None` if they have
+    /// to be packed, because
+    ///
+    /// * they are not contiguous vectors of the accumulator's type, or
+    /// * they are not whole register tiles, which kernels read.
+    pub(crate) fn in_place<E: Input<Accumulator = A>>(
+        plane: Plane<'a, E>,
+        rows: &Range<usize>,
+    ) -> Option<Self> {
+        let Plane::Vectors { elements, stride, dim } = plane else { return None };
+        let is_whole = rows.len().is_multiple_of(MAX_REGISTER_ROWS)
+            && dim.is_multiple_of(MAX_REGISTER_ROWS)
+            && !rows.is_empty();
+        if E::DTYPE != A::DTYPE || !is_whole {
+            return None;
+        }
+        let elements = elements.get(rows.start * stride..(rows.end - 1) * stride + dim)?;
+        Some(Self {
+            elements: bytemuck::cast_slice(elements),
+            stride,
+            finite: true,
+            pairs: false,
+            interleaved: &[],
+            interleaved_stride: stride,
+        })
+    }
+
+    /// Returns the same rows with [`PanelView::finite`] as found out by reading them, of rows in
+    /// place whose vectors have length `dim`.
+    pub(crate) fn probed(self, token: IsaToken, dim: usize) -> Self {
+        let Self { elements, stride, .. } = self;
+        Self { finite: A::run_kernel(token, 1, ProbeRows { elements, stride, dim }), ..self }
+    }
+
+    pub(crate) const fn stride(&self) -> usize {
+        self.stride
+    }
+
+    /// True if the elements are pairs of bf16.
+    pub(crate) const fn holds_pairs(&self) -> bool {
+        self.pairs
+    }
+
+    /// Returns the distance between the rows of [`PanelView::reduction_rows`].
+    pub(crate) const fn reduction_stride(&self) -> usize {
+        self.interleaved_stride
+    }
+
+    /// Returns the operand of a product that sums over the rows `rows`: these rows or, for pairs of
+    /// bf16, lines that hold two rows each.
+    pub(crate) fn reduction_rows(&self, rows: &Range<usize>) -> &'a [A] {
+        if self.pairs {
+            let pairs = pairs_of(rows);
+            &self.interleaved
+                [pairs.start * self.interleaved_stride..pairs.end * self.interleaved_stride]
+        } else {
+            self.rows(rows.clone())
+        }
+    }
+
+    /// Returns the rows `rows`, `stride` apart. The last one may end with its vector.
+    pub(crate) fn rows(&self, rows: Range<usize>) -> &'a [A] {
+        &self.elements[rows.start * self.stride..self.elements.len().min(rows.end * self.stride)]
+    }
+
+    /// True if no element is NaN or infinite.
+    pub(crate) const fn finite(&self) -> bool {
+        self.finite
+    }
+}
+
+/// Finds out if some rows are finite.
+struct ProbeRows<'a, A> {
+    /// Rows `stride` apart.
+    elements: &'a [A],
+    stride: usize,
+    dim: usize,
+}
+
+impl<A: Real> Kernel<A> for ProbeRows<'_, A> {
+    /// As [`PackPanel`].
+    type Output = bool;
+
+    #[inline(always)]
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) -> bool {
+        let zero = V::splat(A::ZERO);
+        let mut probe = [zero; UNROLL];
+        let mut rest = A::ZERO;
+        for row in self.elements.chunks(self.stride) {
+            let vector = &row[..self.dim];
+            let taken = vector.len() / (UNROLL * V::WIDTH) * UNROLL * V::WIDTH;
+            for vectors in V::strip::<UNROLL>(&vector[..taken]) {
+                unrolled!(i < UNROLL, {
+                    probe[i] = V::load(&vectors[i]).multiply_add(zero, probe[i]);
+                });
+            }
+            for &element in &vector[taken..] {
+                rest += element * A::ZERO;
+            }
+        }
+        probe[0].plus(probe[1]).total() + rest == A::ZERO
     }
 }
 
@@ -338,6 +440,79 @@ impl<A: Real, F: TakeLane<A>> Kernel<A> for EachLane<'_, A, F> {
                 let dims = lines.len() / self.width;
                 for (lane, row) in rows.iter().enumerate().take(V::WIDTH.min(self.lanes - first)) {
                     self.take.take(first + lane, group * VECTORS_PER_CALL * V::WIDTH, &row[..dims]);
+                }
+            }
+        }
+    }
+}
+
+/// Rows to which a strip is transposed back, of a tensor in the accumulator's type.
+pub(crate) struct LaneRows<'a, A> {
+    /// Elements from the first row's vector on.
+    pub(crate) rows: &'a mut [A],
+    /// Elements between the vectors of two rows.
+    pub(crate) stride: usize,
+    /// Number of rows: the used lanes of the strip.
+    pub(crate) count: usize,
+    /// Elements of a vector.
+    pub(crate) dim: usize,
+    /// Factor of the strip's elements.
+    pub(crate) scale: A,
+    /// True if the strip is added to the rows, false if it overwrites them.
+    pub(crate) add: bool,
+}
+
+impl<A: Real> LaneRows<'_, A> {
+    /// Writes a strip of `width` lanes, one vector per lane.
+    pub(crate) fn write(self, token: IsaToken, strip: &[A], width: usize) {
+        let strip = &strip[..self.dim * width];
+        A::run_kernel(token, 1, WriteLanes { strip, width, into: self });
+    }
+}
+
+struct WriteLanes<'a, A> {
+    strip: &'a [A],
+    width: usize,
+    into: LaneRows<'a, A>,
+}
+
+impl<A: Real> Kernel<A> for WriteLanes<'_, A> {
+    type Output = ();
+
+    /// Stores blocks from registers, without a buffer for whole vectors.
+    #[inline(always)]
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
+        let Self { strip, width, into } = self;
+        let LaneRows { rows, stride, count, dim, scale, add } = into;
+        let factor = V::splat(scale);
+        for first in (0..count).step_by(V::WIDTH) {
+            let lanes = V::WIDTH.min(count - first);
+            for lane in first + V::WIDTH..count.min(first + 2 * V::WIDTH) {
+                prefetch_l1(&rows[lane * stride..][..dim]);
+            }
+            for (chunk, lines) in strip.chunks(V::WIDTH * width).enumerate() {
+                let mut block = [V::splat(A::ZERO); MAX_LANES];
+                for (line, into) in lines.chunks_exact(width).zip(&mut block) {
+                    if let Some([line]) = V::row::<1>(&line[first..]) {
+                        *into = V::load(line);
+                    }
+                }
+                V::transpose(&mut block);
+                for (lane, column) in block.iter().enumerate().take(lanes) {
+                    let into = &mut rows[(first + lane) * stride..][..dim][chunk * V::WIDTH..];
+                    if let Some([into]) = V::row_mut::<1>(into) {
+                        let scaled = factor.times(*column);
+                        let sum = if add { V::load(into).plus(scaled) } else { scaled };
+                        sum.store(into);
+                        continue;
+                    }
+                    let mut rest = [A::ZERO; MAX_LANES];
+                    if let Some([rest]) = V::row_mut::<1>(&mut rest) {
+                        column.store(rest);
+                    }
+                    for (into, element) in into.iter_mut().zip(rest) {
+                        *into = if add { *into + scale * element } else { scale * element };
+                    }
                 }
             }
         }

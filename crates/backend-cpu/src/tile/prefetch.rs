@@ -15,12 +15,16 @@
 
 use std::ops::Range;
 
-use annulus_core::Element;
+use annulus_core::{Dims, Element};
 use ndarray::ArrayView2;
 
 use crate::{
     simd::{hints::prefetch_l1_at, vector::MAX_LANES},
-    tile::{gemm::Epilogue, input::Plane, tile_mask::TILE},
+    tile::{
+        gemm::Epilogue,
+        input::{Plane, Source},
+        tile_mask::TILE,
+    },
 };
 
 /// Rows of a register tile of full strips on AVX-512, from which the number of register tiles is
@@ -34,6 +38,26 @@ const LANES_PER_CALL: usize = 2;
 /// Distance of prefetches in loops that write strided rows and have no product to hide their
 /// latency: the rows of one transposed block.
 pub(crate) const ROWS_AHEAD: usize = MAX_LANES;
+
+/// Maximum keys of a block that is short: two tiles. Its keys are prefetched at the start of a call
+/// and, in the backward pass, under the products of the KV head before. Blocks of balanced layouts
+/// come from memory, and are too short for the prefetches under products to hide that.
+pub(crate) const SHORT_BLOCK_KEYS: usize = 2 * TILE;
+
+/// Prefetches the keys and values that a call for a block of `keys` keys reads first, if it is
+/// short: they arrive while the visibility of the block is computed.
+pub(crate) fn prefetch_first_tile<E: Element>(
+    dims: Dims,
+    keys: usize,
+    sources: [&Source<'_, E>; 2],
+) {
+    if keys <= SHORT_BLOCK_KEYS && dims.batch * dims.kv_heads > 0 {
+        for source in sources {
+            let rows = PrefetchRows::of(source.plane(0, 0));
+            (0..keys.min(TILE)).for_each(|row| rows.prefetch(row));
+        }
+    }
+}
 
 /// Rows that are packed next and not prefetched yet.
 #[derive(Debug, Default)]

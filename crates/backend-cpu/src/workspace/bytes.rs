@@ -47,8 +47,9 @@ impl<A: Real> State<A> {
 
 impl<A: Real> QueryBlock<A> {
     fn bytes(&self) -> usize {
-        let Self { sums, max, sum, ties, leaves, .. } = self;
-        [sums, max, sum, ties].map(|list| list.bytes()).iter().sum::<usize>() + leaves.bytes()
+        let Self { sums, max, sum, ties, leaves, kept_q, .. } = self;
+        let lists = [sums, max, sum, ties].map(|list| list.bytes());
+        lists.iter().sum::<usize>() + leaves.bytes() + kept_q.bytes()
     }
 }
 
@@ -84,6 +85,7 @@ impl<A: Real> Scratch<A> {
             + panels.map(|panel| panel.bytes()).iter().sum::<usize>()
             + self.ds_tile.bytes()
             + list_bytes(&self.filled)
+            + list_bytes(&self.summed)
             + list_bytes(&self.written)
             + list_bytes(&self.query_tiles)
             + list_bytes(&self.query_tiles_known)

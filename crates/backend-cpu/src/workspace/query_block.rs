@@ -2,12 +2,12 @@
 
 use std::ops::Range;
 
-use annulus_core::{LeafMerge, LeafMerges};
+use annulus_core::{LeafMerge, LeafMerges, Result, memory};
 
 use crate::{
     simd::dispatch::Real,
     tile::{
-        aligned::Aligned,
+        aligned::{Aligned, list_bytes},
         coord::TileCoord,
         geometry::Geometry,
         merge_partials::{MergeSoftmax, StripPartial},
@@ -40,6 +40,60 @@ pub(crate) struct QueryBlock<A> {
     pub(crate) ties: Aligned<A>,
     /// Partial results of leaves, in the reproducible order.
     pub(crate) leaves: BlockLeaves<A>,
+    pub(crate) kept_q: KeptQueries<A>,
+}
+
+/// Packed strips of the queries of a block, kept for all calls of a forward pass. Calls of a ring
+/// of short shards compute one or two tiles per strip: packing it for each would take as long as a
+/// tenth of their products.
+#[derive(Debug, Default)]
+pub(crate) struct KeptQueries<A> {
+    /// `[heads of the group][strips][rows of a packed strip][lanes]`; empty if strips are packed
+    /// for each call.
+    strips: Aligned<A>,
+    /// True for strips that are packed: one element per vector of lanes, that of the strip's first
+    /// lane.
+    filled: Vec<bool>,
+}
+
+impl<A: Real> KeptQueries<A> {
+    /// Maximum rows of a shard whose packed queries are kept: as much memory as their accumulators.
+    pub(crate) const MAX_ROWS: usize = 512;
+
+    /// Allocates the strips of `lanes` lanes of all heads, unless they are.
+    pub(crate) fn allocate(&mut self, lanes: usize, packed_rows: usize) -> Result<()> {
+        if self.strips.is_empty() {
+            self.filled = memory::filled("packed queries", lanes.div_ceil(A::WIDTH), false)?;
+            self.strips = Aligned::zeroed(lanes * packed_rows)?;
+        }
+        Ok(())
+    }
+
+    /// Returns the heap bytes.
+    pub(crate) const fn bytes(&self) -> usize {
+        self.strips.bytes() + list_bytes(&self.filled)
+    }
+
+    /// Invalidates all strips at the start of a pass.
+    pub(crate) fn begin(&mut self) {
+        self.filled.fill(false);
+    }
+
+    /// Returns the strip of the lanes `lanes`, if strips are kept.
+    pub(crate) fn strip(&self, lanes: &Range<usize>, packed_rows: usize) -> Option<&[A]> {
+        let is_kept = !self.strips.is_empty();
+        is_kept.then(|| &self.strips[lanes.start * packed_rows..lanes.end * packed_rows])
+    }
+
+    /// As [`KeptQueries::strip`], with the mark that it is packed.
+    pub(crate) fn strip_mut(
+        &mut self,
+        lanes: &Range<usize>,
+        packed_rows: usize,
+    ) -> Option<(&mut [A], &mut bool)> {
+        let filled = self.filled.get_mut(lanes.start / A::WIDTH)?;
+        Some((&mut self.strips[lanes.start * packed_rows..lanes.end * packed_rows], filled))
+    }
 }
 
 impl<A> QueryBlock<A> {

@@ -32,6 +32,9 @@ impl BlockKind {
 /// that were received once per block.
 #[derive(Debug, Default)]
 pub(crate) struct QueryTileCache {
+    /// Number of times that the visibility was invalidated. What a thread's scratch holds of it is
+    /// valid as long as this number is the same.
+    pub(crate) generation: u64,
     /// Bounds of the keys of each tile.
     pub(crate) bounds: TileBoundsTable,
     /// Blocks for which `bounds` are those of this rank's queries.
@@ -52,6 +55,7 @@ impl QueryTileCache {
     /// Invalidates the visibility at the start of a pass: masks and positions may have changed
     /// since the last one.
     pub(crate) const fn begin(&mut self) {
+        self.generation += 1;
         self.bounds_of = None;
         self.tiles_of = None;
     }

@@ -30,6 +30,16 @@ pub(crate) struct Tiles<A> {
     pub(crate) extra: Aligned<A>,
 }
 
+/// Queries of a task, in one version of their visibility.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct QueryTilesOf {
+    /// See [`crate::workspace::query_tiles::QueryTileCache::generation`].
+    pub(crate) generation: u64,
+    pub(crate) batch: usize,
+    pub(crate) head: usize,
+    pub(crate) rows: Range<usize>,
+}
+
 /// Scratch memory of one thread.
 #[derive(Debug)]
 pub(crate) struct Scratch<A> {
@@ -61,10 +71,13 @@ pub(crate) struct Scratch<A> {
     /// Scratch of split-KV decode.
     pub(crate) decode: DecodeScratch<A>,
     pub(crate) prefetcher: Prefetcher,
-    /// Batch row, head and rows that `task_tile` and `query_tiles` describe.
-    pub(crate) query_tiles_of: Option<(usize, usize, Range<usize>)>,
+    /// Rows that `task_tile` and `query_tiles` describe.
+    pub(crate) query_tiles_of: Option<QueryTilesOf>,
     /// True for strips that are packed already.
     pub(crate) filled: Vec<bool>,
+    /// True for strips of keys of which `sums_head` and `sums_value` hold sums, or zeros. Those of
+    /// the other strips are unspecified, and overwritten by their first products.
+    pub(crate) summed: Vec<bool>,
     /// True for strips of queries whose outputs are written.
     pub(crate) written: Vec<bool>,
     /// Bounds of the keys of all queries of the task.
@@ -72,8 +85,9 @@ pub(crate) struct Scratch<A> {
     /// Visibility of each 64 queries of the task, where `query_tiles_known`.
     pub(crate) query_tiles: Vec<QueryTile>,
     pub(crate) query_tiles_known: Vec<bool>,
-    /// First key of the last tile that is not certainly empty, of each 64 queries of the task.
-    pub(crate) last_keys: Vec<usize>,
+    /// First key of the block's last tile that is not certainly empty, of each 64 queries of the
+    /// task, where it is known.
+    pub(crate) last_keys: Vec<Option<usize>>,
     pub(crate) bits: TileBits,
     /// Mask of a tile of 64 queries × 64 keys, of which `tile_mask` is that of a strip.
     pub(crate) whole_mask: TileMask,
@@ -138,11 +152,12 @@ impl<A: Real> Scratch<A> {
             prefetcher: Prefetcher::default(),
             query_tiles_of: None,
             filled: vec![false; (lanes / strip).max(geometry.key_block() / A::WIDTH)],
+            summed: vec![false; k_lanes.div_ceil(strip).max(geometry.key_block() / A::WIDTH)],
             written: vec![false; q_lanes.div_ceil(strip)],
             task_tile: QueryTile::default(),
             query_tiles: (0..q_rows.div_ceil(TILE)).map(|_| QueryTile::default()).collect(),
             query_tiles_known: vec![false; q_rows.div_ceil(TILE)],
-            last_keys: vec![0; q_rows.div_ceil(TILE)],
+            last_keys: vec![None; q_rows.div_ceil(TILE)],
             bits: TileBits::default(),
             whole_mask: TileMask::default(),
             tile_mask: TileMask::default(),

@@ -11,10 +11,13 @@
 //!   dbias;
 //! * in the reproducible order, value_dim + 2 numbers per query and head (3 if the output is not
 //!   normalised) for each slot of the plan's merges ([`annulus_core::LeafMerges`]), and in a
-//!   backward pass dk and dv of all local keys for each slot of its merges over queries.
+//!   backward pass dk and dv of all local keys for each slot of its merges over queries;
+//! * if the rank has up to [`KeptQueries::MAX_ROWS`] queries and a forward pass attends to several
+//!   blocks, head_dim numbers per query and head: packed queries, allocated in the first such pass.
 //!
-//! Q, K and V are never copied whole. The size depends neither on the thread count nor on the mask:
-//! a new batch only changes the order of the query blocks and how many of them form a task.
+//! K and V are never copied whole, nor is a longer Q. The size depends neither on the thread count
+//! nor on the mask: a new batch only changes the order of the query blocks and how many of them
+//! form a task.
 
 use std::sync::{Arc, Mutex};
 
@@ -37,7 +40,7 @@ use crate::{
         decode::{self, Decode},
         key_leaves::KeyLeaves,
         leaves::{Arrivals, BlockLeaves},
-        query_block::QueryBlock,
+        query_block::{KeptQueries, QueryBlock},
         query_tiles::QueryTileCache,
         scratch::Scratch,
         statistics::RowStatistics,
@@ -319,6 +322,7 @@ impl<A: Real> State<A> {
                         sum,
                         ties,
                         leaves,
+                        kept_q: KeptQueries::default(),
                     });
                 }
             }
@@ -432,6 +436,15 @@ impl<A: Real> State<A> {
             sort(&mut self.blocks, block_order, self.wide_rows);
             self.index_blocks();
         }
+    }
+
+    /// Allocates memory to keep packed queries for later calls of a forward pass, if there are few.
+    pub(crate) fn keep_queries(&mut self) -> Result<()> {
+        let rows = self.geometry.packed_rows(self.geometry.dims.head_dim);
+        if self.shard.queries.len() > KeptQueries::<A>::MAX_ROWS {
+            return Ok(());
+        }
+        self.blocks.iter_mut().try_for_each(|block| block.kept_q.allocate(block.max.len(), rows))
     }
 
     fn index_blocks(&mut self) {

@@ -11,5 +11,6 @@ mod forward_only;
 mod last_block;
 mod numbers;
 mod ranks;
+mod short_calls;
 mod support;
 mod threads;
