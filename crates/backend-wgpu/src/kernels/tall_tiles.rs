@@ -37,6 +37,9 @@ impl TallTile {
     /// Queries.
     pub(crate) const ROWS: usize = 64;
 
+    /// Invocations of a workgroup.
+    pub(crate) const INVOCATIONS: usize = 2 * Self::ROWS;
+
     /// Elements of K or V that are staged at once.
     pub(super) const CHUNK: usize = 64;
 
@@ -86,7 +89,7 @@ impl TallTile {
         if self.kept_groups == 0 {
             return rows;
         }
-        let [loads, stores] = self.queries("(c >> 2u) + ");
+        let [loads, stores] = self.queries(OF_CHUNK);
         format!(
             "{{
 {rows}let element = 4u * (lane & 15u);
@@ -119,6 +122,10 @@ for (var c = 0u; c < params.head_dim; c = c + 64u) {{
     }
 }
 
+/// Offset of the chunk at element `c` in a row of `own_half`, as a multiple of 16 vectors, so that
+/// compilers load matrices 16 bytes at a time.
+const OF_CHUNK: &str = "((c >> 6u) << 4u) + ";
+
 /// Chunks of 64 elements of `groups` groups, at least one.
 const fn chunks(groups: usize) -> usize {
     let chunks = (32 * groups).div_ceil(TallTile::CHUNK);
@@ -149,7 +156,7 @@ pub(super) fn scores(variant: TileVariant, tall: TallTile, grid: Grid) -> String
             writeln!(zeros, "            k_{n} = select(vec4<f16>(0.0h), k_{n}, inside);");
         let _infallible = writeln!(stores, "        right_half[stored_at + {at}u] = k_{n};");
     }
-    let (mut own_at, mut at) = (String::new(), "(c >> 2u) + ");
+    let (mut own_at, mut at) = (String::new(), OF_CHUNK);
     if tall.kept_groups == 0 {
         own_at = format!("    let own_at = {}u * vector + (lane & 15u);\n", tall.own_step());
         at = "";
