@@ -417,6 +417,44 @@ mod tests {
     }
 
     #[test]
+    fn tall_tiles_list_the_keys_of_both_halves() {
+        let rows = Rows::counting(300, 0).unwrap();
+        let causal = Causal { offset: 0 };
+        let visibility =
+            Visibility { mask: &causal, attention_mask: None, queries: &rows, keys: &rows };
+        let spec = Spec::new(Dims::new(1, 300, 1, 8), DType::F16);
+        let chunk = WorkChunk { batches: (0, 1), heads: (0, 1), queries: (0, 300), keys: (0, 300) };
+        let mut mask = BlockMask::default();
+        mask.rebuild(&spec, &visibility, &chunk, Owner::Queries, ListForm::TALL).unwrap();
+        let mut pairs = vec![vec![false; 300]; 300];
+        for tile in 0..5 {
+            let runs = mask.words[tile]..mask.words[tile + 1];
+            for run in runs {
+                let at = (mask.runs + 3 * run) as usize;
+                let [first, count, bits] = [0, 1, 2].map(|n| mask.words[at + n]);
+                for (column, row) in
+                    (first..first + count).flat_map(|column| (0..64).map(move |row| (column, row)))
+                {
+                    let at = mask.bits as usize + 64 * bits as usize + row;
+                    let word = if bits == TileRun::FULL { u32::MAX } else { mask.words[at] };
+                    for key in (0..TILE).filter(|key| word >> key & 1 != 0) {
+                        pairs[64 * tile + row][TILE * column as usize + key] = true;
+                    }
+                }
+            }
+            assert_eq!(mask.pairs(0, 0, tile), (2 * tile as u64 + 2).min(10));
+        }
+        for (q, line) in pairs.iter().enumerate() {
+            for (k, &visible) in line.iter().enumerate() {
+                assert_eq!(visible, k <= q, "{q} {k}");
+            }
+        }
+        // of each tile of queries the last keys are visible to the upper half only; of the last one,
+        // of 44 queries, too
+        assert_eq!((mask.idle_halves(), mask.listed()), (5, 30));
+    }
+
+    #[test]
     fn ranges_divide_the_tiles_of_a_list() {
         let queries = Rows::counting(40, 960).unwrap();
         let keys = Rows::counting(1000, 0).unwrap();

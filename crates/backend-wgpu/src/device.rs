@@ -244,6 +244,18 @@ impl Gpu {
         Ok(gpu)
     }
 
+    /// Returns the same device and level with these queries of a tile of forward, where the kernel
+    /// can have them; both share their tensors.
+    ///
+    /// # Errors
+    /// As [`Gpu::open`].
+    pub fn with_query_tile(&self, tile: QueryTile) -> Result<Self> {
+        let shared = Shared { query_tile: Some(tile), ..self.shared() };
+        let gpu = Self::assemble(shared, Some(self.0.level), self.0.matrices)?;
+        gpu.probe()?;
+        Ok(gpu)
+    }
+
     /// Returns the same device and level with a change of one kernel, so that tests can plant a
     /// mistake; both share tensors, and the compiled kernels of other names.
     ///

@@ -7,8 +7,8 @@ use super::{
 };
 use crate::{Level, RegisterTile, level::Matrices, memory_model};
 
-/// Bytes of workgroup memory of a workgroup on navi31.
-const NAVI31_MEMORY: usize = 64 << 10;
+/// Bytes of workgroup memory for tiles of 64 queries: those of NVIDIA's GPUs. AMD's have 64 KiB.
+const TALL_MEMORY: usize = 48 << 10;
 
 /// A kernel as it is passed to a driver.
 #[derive(Debug, Clone)]
@@ -80,7 +80,7 @@ impl KernelText {
                 let variants = variants.into_iter().chain(decoding);
                 all.extend(variants.map(|of| Self::new(of, name(of.name()), level)));
                 if level == Level::Matrix {
-                    let tall = TallTile::fitting(tile.head_groups, NAVI31_MEMORY);
+                    let tall = TallTile::fitting(tile.head_groups, TALL_MEMORY);
                     let of = Variant::Forward(TileVariant { tall, ..tile });
                     all.push(Self::new(of, name("forward_64"), level));
                 }

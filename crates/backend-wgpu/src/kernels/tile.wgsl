@@ -106,7 +106,7 @@ fn bias_of(at: u32, q: u32, k: u32) -> f32 {
 }
 
 fn position_bias_of(at: u32, q: u32, k: u32) -> f32 {
-    let row = min(q, params.queries - 1u) % {{QUERY_ROWS}}u;
+    let row = min(q, params.queries - 1u) & {{LAST_QUERY_ROW}}u;
     return bitcast<f32>(block_mask[at + 32u * row + (k & 31u)]);
 }
 

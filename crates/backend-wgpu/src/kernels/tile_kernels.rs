@@ -120,6 +120,7 @@ fn name_rows(text: &mut Template, variant: TileVariant) {
     let elements = rows.max(2);
     text.name("INVOCATIONS", variant.invocations().to_string())
         .name("QUERY_ROWS", variant.query_rows().to_string())
+        .name("LAST_QUERY_ROW", (variant.query_rows() - 1).to_string())
         .name("TILE_ROWS", rows.to_string())
         .name("ROW_FLOATS", format!("vec{elements}<f32>"))
         .name("ROW_WORDS", format!("vec{elements}<u32>"))
