@@ -113,11 +113,11 @@ fn the_matrix_level_gives_the_same_bits_with_tiles_of_64_queries() {
 fn the_matrix_level_holds_with_tiles_of_64_queries() {
     let Some(gpu) = gpu_with_tile(QueryTile::Of64) else { return };
     let ring = WgpuRing::new(gpu).only(F16);
-    suite::random_cases(&ring, 300..324).unwrap();
-    suite::matrix(&ring, Scale::OneIn(61)).unwrap();
-    suite::sizes(&ring, Scale::OneIn(7)).unwrap();
+    // bits that are those of tiles of 32 need no more: `the_matrix_level_holds_if_the_adapter_has_it`
+    suite::random_cases(&ring, 300..308).unwrap();
+    suite::matrix(&ring, Scale::OneIn(241)).unwrap();
+    suite::sizes(&ring, Scale::OneIn(23)).unwrap();
     suite::numeric_rules_on(&ring, DType::F16, &Setting::new(3, Layout::Contiguous)).unwrap();
-    suite::same_bits_over_repeats(&ring, 3).unwrap();
 }
 
 /// A mistake in what the kernel of 64 queries has alone, wrong for the causal case of these dims.
