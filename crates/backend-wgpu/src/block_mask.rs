@@ -322,8 +322,8 @@ fn divide(
     (starts, runs)
 }
 
-/// Appends the bias function's values for every listed tile, in the order of the tile masks: 32 keys
-/// for each query of a tile, or for as many rows as there are queries. A token has one.
+/// Appends the bias function's values for every listed tile, in the order of the tile masks: 32
+/// keys for each query of a tile, or for as many rows as there are queries. A token has one.
 fn add_biases(
     words: &mut Vec<u32>,
     spec: &Spec,
@@ -449,8 +449,8 @@ mod tests {
                 assert_eq!(visible, k <= q, "{q} {k}");
             }
         }
-        // of each tile of queries the last keys are visible to the upper half only; of the last one,
-        // of 44 queries, too
+        // of each tile of queries the last keys are visible to the upper half only; of the last
+        // one, of 44 queries, too
         assert_eq!((mask.idle_halves(), mask.listed()), (5, 30));
     }
 

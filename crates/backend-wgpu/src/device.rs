@@ -50,8 +50,8 @@ pub struct Options {
     /// Register tile of kernels of multiply-adds. Default: the one in [`RegisterTile::VARIABLE`],
     /// else [`crate::Adapter::register_tile`].
     pub register_tile: Option<RegisterTile>,
-    /// Queries of a tile of forward at level `matrix`, where the kernel can have them. Default: those
-    /// in [`QueryTile::VARIABLE`], else by adapter and shape.
+    /// Queries of a tile of forward at level `matrix`, where the kernel can have them. Default:
+    /// those in [`QueryTile::VARIABLE`], else by adapter and shape.
     pub query_tile: Option<QueryTile>,
     /// Upper bound of a binding in bytes, to test small devices. Default: the adapter's limit.
     pub most_binding_bytes: Option<u64>,
@@ -62,8 +62,8 @@ pub struct Options {
     /// Checks indices in shaders, at the cost of a fifth of their instructions. Always done on
     /// Metal, where the device does not bound accesses to buffers.
     pub check_bounds: bool,
-    /// Bytes of workgroup memory that tiles of 64 queries may take, so that tests can run both forms
-    /// of their kernels. Default: the adapter's limit.
+    /// Bytes of workgroup memory that tiles of 64 queries may take, so that tests can run both
+    /// forms of their kernels. Default: the adapter's limit.
     #[doc(hidden)]
     pub workgroup_bytes: Option<u32>,
     /// Translation of kernels to SPIR-V in place of wgpu's, on Vulkan.

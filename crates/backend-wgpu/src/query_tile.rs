@@ -3,7 +3,8 @@
 use annulus_core::{Error, Result};
 use wgpu::AdapterInfo;
 
-/// Queries of a workgroup of the forward kernels with cooperative matrices. Both give the same bits.
+/// Queries of a workgroup of the forward kernels with cooperative matrices. Both give the same
+/// bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum QueryTile {
     /// 32 queries, 64 invocations.
@@ -61,10 +62,10 @@ impl QueryTile {
         }
     }
 
-    /// Selects the tile of large launches on an adapter: 64 queries on NVIDIA's GPUs, where loads of
-    /// K and V bound forward (benches/record/2026-11-26-h100.md). By RADV's estimate AMD's gain
-    /// 3 to 5 % without a bias and lose up to 30 % with one, because fewer workgroups fit
-    /// workgroup memory (benches/record/2026-11-26-wgpu-tile-64.md).
+    /// Selects the tile of large launches on an adapter: 64 queries on NVIDIA's GPUs, where loads
+    /// of K and V bound forward (benches/record/2026-11-26-h100.md). By RADV's estimate AMD's gain
+    /// 2 to 5 % without a bias and lose up to 30 % with one, because fewer workgroups fit workgroup
+    /// memory (benches/record/2026-11-26-wgpu-tile-64.md).
     pub(crate) const fn of_adapter(info: &AdapterInfo) -> Self {
         if info.vendor == NVIDIA { Self::Of64 } else { Self::Of32 }
     }

@@ -136,7 +136,8 @@ impl TilePass<'_> {
             TileChoice::Forced(tile) => tile == QueryTile::Of64,
             TileChoice::Default(tile) => tile == QueryTile::Of64 && QueryTile::suits(shape),
         };
-        // a workgroup has twice the work of one of 32 queries
+        // a workgroup has twice the work of one of 32 queries, and twice the invocations: up to
+        // twice the default bound of its work
         let work = 2 * self.flops_per_tile_pair() * chunk.keys.1.div_ceil(TILE) as u64;
         let is_bounded = self.gpu.chunk_limits().part_work.is_none_or(|most| work <= most);
         wanted && is_bounded && self.tall_tile().is_some()

@@ -10,7 +10,7 @@
 //! of a tile is multiplied by the power of 2 that brings its largest one to 2^14 … 2^15. None
 //! overflows, and those down to 2^-28 of the largest are normal numbers.
 
-use std::fmt::Write;
+use std::{fmt::Write, ops::Range};
 
 use super::{
     Access, Source, TILE, TileVariant,
@@ -636,34 +636,8 @@ if (lane == 0u) {{ atomicStore(&non_finite[0], 0u); }}
     workgroupBarrier();
 "
         );
-        for group in first_group..groups.min(first_group + staged) {
-            let is_first = group == first_group;
-            let at = if is_first {
-                String::new()
-            } else {
-                let first = 32 * group;
-                // once all have read the products before
-                let _infallible = writeln!(
-                    text,
-                    "    if ({first}u < params.{dim}) {{
-    workgroupBarrier();"
-                );
-                format!("{}u + ", 32 * (group - first_group) * HALF_STEP)
-            };
-            let right = Staged { at: &at, ..RIGHT };
-            text += &multiply_and_store(grid, Operands { right, ..Operands::NARROW });
-            text.push_str("    workgroupBarrier();\n");
-            for r in 0..4 {
-                let sum = format!("{prefix}{group}_{r}");
-                let _infallible = writeln!(
-                    text,
-                    "    {sum} =
-        fma(vec4<f32>(product_factors[{r}]), products[{}], {sum});",
-                    product_at(r)
-                );
-            }
-            text.push_str(if is_first { "" } else { "    }\n" });
-        }
+        let groups = first_group..groups.min(first_group + staged);
+        text += &add_products(grid, prefix, dim, groups);
         text.push_str("}\n");
     }
     // the bound is not a constant, so that compilers do not unroll this rare loop
@@ -706,6 +680,39 @@ if (atomicLoad(&non_finite[0]) != 0u) {{
     }
     text.push_str("    }\n}\n}\n");
     Some(text)
+}
+
+/// Generates accumulators += factor of the row · `left_half` · `right_half`ᵀ for these groups,
+/// which are staged one after another.
+fn add_products(grid: Grid, prefix: &str, dim: &str, groups: Range<usize>) -> String {
+    let mut text = String::new();
+    for (staged, group) in groups.enumerate() {
+        let mut at = String::new();
+        if staged > 0 {
+            // once all have read the products before
+            let first = 32 * group;
+            let _infallible = writeln!(
+                text,
+                "    if ({first}u < params.{dim}) {{
+    workgroupBarrier();"
+            );
+            at = format!("{}u + ", 32 * staged * HALF_STEP);
+        }
+        let right = Staged { at: &at, ..RIGHT };
+        text += &multiply_and_store(grid, Operands { right, ..Operands::NARROW });
+        text.push_str("    workgroupBarrier();\n");
+        for r in 0..4 {
+            let sum = format!("{prefix}{group}_{r}");
+            let _infallible = writeln!(
+                text,
+                "    {sum} =
+        fma(vec4<f32>(product_factors[{r}]), products[{}], {sum});",
+                product_at(r)
+            );
+        }
+        text.push_str(if staged > 0 { "    }\n" } else { "" });
+    }
+    text
 }
 
 /// Kernel that multiplies two known matrices.

@@ -318,8 +318,8 @@ impl TileVariant {
         if self.tall.is_some() { TallTile::ROWS } else { TILE }
     }
 
-    /// Returns the form of tall tiles of forward on a device with this much workgroup memory; `None`
-    /// without matrices or memory.
+    /// Returns the form of tall tiles of forward on a device with this much workgroup memory;
+    /// `None` without matrices or memory.
     pub(crate) fn tall_tile(self, memory_bytes: usize) -> Option<TallTile> {
         self.used_matrices().and_then(|_| TallTile::fitting(self.head_groups, memory_bytes))
     }

@@ -8,7 +8,7 @@
 //!                            S += own_half · right_halfᵀ
 //!     softmax of S, 4 × 4 pairs an invocation; left_half ← P
 //!     for each 64 elements:  right_half[element][key] ← V
-//!                            products ← left_half · right_halfᵀ, 32 elements at a time; O += products
+//!                            for each 32: products ← left_half · right_halfᵀ; O += products
 //! ```
 //! Loads of 64 elements are in flight together, four vectors of K or V an invocation. Sums have the
 //! order of those of tiles of 32 queries, so results have the same bits. A subgroup owns whole rows

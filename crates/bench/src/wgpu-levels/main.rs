@@ -9,9 +9,9 @@
 //!             [dims=64,128,256] [lens=4099] [heads=8] [masks=full,causal,window,gqa,cross]
 //!             [mistake=0] [query_tiles=32,64]
 //! ```
-//! Levels are those of the adapter, unless some of them are named. With `query_tiles` level `matrix`
-//! runs once for each of these numbers of queries in a tile of forward, as levels of their own;
-//! `query_tiles=32,64 levels=matrix` compares both.
+//! Levels are those of the adapter, unless some of them are named. With `query_tiles` level
+//! `matrix` runs once for each of these numbers of queries in a tile of forward, as levels of their
+//! own; `query_tiles=32,64 levels=matrix` compares both.
 //!
 //! **Times.** Levels are timed beside a plain matrix product in the same run.
 //! Tensors stay on the device. Time is measured by the device's timestamps, or by the host's clock

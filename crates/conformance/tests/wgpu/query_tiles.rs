@@ -1,5 +1,5 @@
-//! Tiles of 64 queries of forward at level `matrix`: the bits of those of 32, a sample of the suite,
-//! and planted mistakes. By default small launches have 32.
+//! Tiles of 64 queries of forward at level `matrix`: the bits of those of 32, a sample of the
+//! suite, and planted mistakes. By default small launches have 32.
 
 use std::sync::Arc;
 
@@ -113,7 +113,8 @@ fn the_matrix_level_gives_the_same_bits_with_tiles_of_64_queries() {
 fn the_matrix_level_holds_with_tiles_of_64_queries() {
     let Some(gpu) = gpu_with_tile(QueryTile::Of64) else { return };
     let ring = WgpuRing::new(gpu).only(F16);
-    // bits that are those of tiles of 32 need no more: `the_matrix_level_holds_if_the_adapter_has_it`
+    // bits that are those of tiles of 32 need no more:
+    // `the_matrix_level_holds_if_the_adapter_has_it`
     suite::random_cases(&ring, 300..308).unwrap();
     suite::matrix(&ring, Scale::OneIn(241)).unwrap();
     suite::sizes(&ring, Scale::OneIn(23)).unwrap();
@@ -224,8 +225,8 @@ fn the_matrix_level_catches_planted_mistakes_in_tiles_of_64_queries() {
     catch(&gpu, Dims { head_dim: 60, value_dim: 52, ..DIMS }, KEPT);
 }
 
-/// lavapipe gives a kernel the workgroup memory that it declares, beyond the limit of 32 KiB that it
-/// reports, which validation layers report as an error.
+/// lavapipe gives a kernel the workgroup memory that it declares, beyond the limit of 32 KiB that
+/// it reports, which validation layers report as an error.
 #[test]
 #[ignore = "exceeds the workgroup memory that lavapipe reports: scripts/wgpu-test runs it"]
 fn the_matrix_level_keeps_queries_of_128_elements() {
