@@ -18,7 +18,7 @@ use annulus_core::{
     mask::Query,
 };
 
-use crate::kernels::TILE;
+use crate::kernels::{TILE, tall_tiles::TallTile};
 
 /// Work of one submission: (first, count) of each axis. Queries and keys begin at whole tiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,6 +52,14 @@ pub(crate) struct ListForm {
 impl ListForm {
     /// Tiles of 32 queries, undivided lists.
     pub(crate) const DEFAULT: Self = Self { queries: TILE, most_ranges: 1 };
+
+    /// Tall tiles, undivided lists: of a tile of 64 queries, the keys that either half attends to.
+    pub(crate) const TALL: Self = Self { queries: TallTile::ROWS, most_ranges: 1 };
+
+    /// True if tiles are tall.
+    pub(crate) const fn is_tall(self) -> bool {
+        self.queries == TallTile::ROWS
+    }
 }
 
 /// Block-sparse mask of one chunk, and the offsets of its parts in `words`.
@@ -133,9 +141,9 @@ impl MergedRuns {
     }
 }
 
-/// Upper bound of the words per pair of a query tile and a key tile.
-pub(crate) const fn max_words_per_tile(spec: &Spec) -> usize {
-    3 + TILE + if spec.bias_function.is_some() { TILE * TILE } else { 0 }
+/// Upper bound of the words per pair of a query tile, of this many queries, and a key tile.
+pub(crate) const fn max_words_per_tile(spec: &Spec, queries: usize) -> usize {
+    3 + queries + if spec.bias_function.is_some() { queries * TILE } else { 0 }
 }
 
 /// Returns the numbers of batch rows and heads that have lists of their own.
@@ -150,6 +158,24 @@ impl BlockMask {
     pub(crate) fn pairs(&self, batch: usize, head: usize, tile: usize) -> u64 {
         let list = batch * self.plane_batch as usize + head * self.plane_head as usize + tile;
         self.pairs.get(list).map_or(0, |&pairs| u64::from(pairs))
+    }
+
+    /// Returns the number of listed tiles of keys that only one half of a tall tile attends to.
+    pub(crate) fn idle_halves(&self) -> u64 {
+        let MergedRuns { runs, bits, .. } = &self.merged;
+        let is_idle = |run: &&TileRun| {
+            let mask = (run.bitmask != TileRun::FULL).then(|| {
+                let first = run.bitmask as usize * TallTile::ROWS;
+                &bits[first..first + TallTile::ROWS]
+            });
+            mask.is_some_and(|rows| rows.chunks(TILE).any(|half| half.iter().all(|&row| row == 0)))
+        };
+        runs.iter().filter(is_idle).map(|run| u64::from(run.count)).sum()
+    }
+
+    /// Returns the number of tiles of all lists.
+    pub(crate) fn listed(&self) -> u64 {
+        self.pairs.iter().map(|&pairs| u64::from(pairs)).sum()
     }
 
     /// Rebuilds the mask for a chunk.
@@ -297,7 +323,7 @@ fn divide(
 }
 
 /// Appends the bias function's values for every listed tile, in the order of the tile masks: 32
-/// rows of 32 keys each, or as many rows as there are queries. A token has one.
+/// keys for each query of a tile, or for as many rows as there are queries. A token has one.
 fn add_biases(
     words: &mut Vec<u32>,
     spec: &Spec,
@@ -307,7 +333,7 @@ fn add_biases(
 ) {
     let Some(function) = &spec.bias_function else { return };
     let tiles = tiling.tiles()[0];
-    let rows_each = tiling.queries.len().min(TILE);
+    let rows_each = tiling.queries.len().min(tiling.tile[0].max(TILE));
     for list in 0..tiling.planes() * tiles {
         let plane = list / tiles;
         let rows = tiling.rows_of(list % tiles);
@@ -388,6 +414,44 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn tall_tiles_list_the_keys_of_both_halves() {
+        let rows = Rows::counting(300, 0).unwrap();
+        let causal = Causal { offset: 0 };
+        let visibility =
+            Visibility { mask: &causal, attention_mask: None, queries: &rows, keys: &rows };
+        let spec = Spec::new(Dims::new(1, 300, 1, 8), DType::F16);
+        let chunk = WorkChunk { batches: (0, 1), heads: (0, 1), queries: (0, 300), keys: (0, 300) };
+        let mut mask = BlockMask::default();
+        mask.rebuild(&spec, &visibility, &chunk, Owner::Queries, ListForm::TALL).unwrap();
+        let mut pairs = vec![vec![false; 300]; 300];
+        for tile in 0..5 {
+            let runs = mask.words[tile]..mask.words[tile + 1];
+            for run in runs {
+                let at = (mask.runs + 3 * run) as usize;
+                let [first, count, bits] = [0, 1, 2].map(|n| mask.words[at + n]);
+                for (column, row) in
+                    (first..first + count).flat_map(|column| (0..64).map(move |row| (column, row)))
+                {
+                    let at = mask.bits as usize + 64 * bits as usize + row;
+                    let word = if bits == TileRun::FULL { u32::MAX } else { mask.words[at] };
+                    for key in (0..TILE).filter(|key| word >> key & 1 != 0) {
+                        pairs[64 * tile + row][TILE * column as usize + key] = true;
+                    }
+                }
+            }
+            assert_eq!(mask.pairs(0, 0, tile), (2 * tile as u64 + 2).min(10));
+        }
+        for (q, line) in pairs.iter().enumerate() {
+            for (k, &visible) in line.iter().enumerate() {
+                assert_eq!(visible, k <= q, "{q} {k}");
+            }
+        }
+        // of each tile of queries the last keys are visible to the upper half only; of the last
+        // one, of 44 queries, too
+        assert_eq!((mask.idle_halves(), mask.listed()), (5, 30));
     }
 
     #[test]

@@ -90,7 +90,7 @@ impl Operands<'_> {
         let words = |[batches, heads, queries, keys]: [usize; 4]| {
             let planes = if per_batch { batches } else { 1 } * if per_head { heads } else { 1 };
             let tiles = planes * queries.div_ceil(TILE) * keys.div_ceil(TILE);
-            tiles as u64 * max_words_per_tile(spec) as u64 + 2 * (queries + keys) as u64
+            tiles as u64 * max_words_per_tile(spec, TILE) as u64 + 2 * (queries + keys) as u64
         };
         // a tile pair is the least that a workgroup can be given
         let most_work = limits.part_work.unwrap_or(MAX_WORKGROUP_WORK).min(MAX_WORKGROUP_WORK);

@@ -15,7 +15,7 @@ use annulus_core::{Error, Result};
 use wgpu::{BufferUsages, Features, PollType};
 
 use crate::{
-    Level, RegisterTile,
+    Level, QueryTile, RegisterTile,
     adapter::{NO_ADAPTER, adapters, matrices, subgroup_sizes},
     choice::{AdapterKind, PROOFS, choose},
     errors::{device_error, with_error_scopes},
@@ -25,6 +25,7 @@ use crate::{
     lock::lock,
     pipelines::{Compilation, KernelEdit, Pipeline, Translate, compile},
     pools::StagingPools,
+    query_tile::TileChoice,
     submissions::Submissions,
 };
 
@@ -49,6 +50,9 @@ pub struct Options {
     /// Register tile of kernels of multiply-adds. Default: the one in [`RegisterTile::VARIABLE`],
     /// else [`crate::Adapter::register_tile`].
     pub register_tile: Option<RegisterTile>,
+    /// Queries of a tile of forward at level `matrix`, where the kernel can have them. Default:
+    /// those in [`QueryTile::VARIABLE`], else by adapter and shape.
+    pub query_tile: Option<QueryTile>,
     /// Upper bound of a binding in bytes, to test small devices. Default: the adapter's limit.
     pub most_binding_bytes: Option<u64>,
     /// Upper bound of a buffer in bytes. Default: the adapter's limit.
@@ -58,6 +62,10 @@ pub struct Options {
     /// Checks indices in shaders, at the cost of a fifth of their instructions. Always done on
     /// Metal, where the device does not bound accesses to buffers.
     pub check_bounds: bool,
+    /// Bytes of workgroup memory that tiles of 64 queries may take, so that tests can run both
+    /// forms of their kernels. Default: the adapter's limit.
+    #[doc(hidden)]
+    pub workgroup_bytes: Option<u32>,
     /// Translation of kernels to SPIR-V in place of wgpu's, on Vulkan.
     #[doc(hidden)]
     pub translate: Option<Translate>,
@@ -108,6 +116,9 @@ struct Parts {
     /// Bound to bindings that a plan does not use.
     nothing: wgpu::Buffer,
     edit: Option<KernelEdit>,
+    query_tile: TileChoice,
+    /// Bytes of workgroup memory that tiles of 64 queries may take.
+    workgroup_bytes: u32,
 }
 
 /// Device, queue and state that handles at all levels share.
@@ -118,6 +129,10 @@ struct Shared {
     submissions: Arc<Submissions>,
     /// `None`: that of the adapter's kind.
     register_tile: Option<RegisterTile>,
+    /// `None`: by adapter and shape.
+    query_tile: Option<QueryTile>,
+    /// See [`Options::workgroup_bytes`].
+    workgroup_bytes: Option<u32>,
     /// See [`Options::most_part_flops`].
     part_work: Option<u64>,
     compilation: Compilation,
@@ -146,12 +161,14 @@ impl Gpu {
     ///
     /// # Errors
     /// [`Error::Unsupported`] if there is no such adapter, it cannot run the level, or its shuffles
-    /// or matrix products are wrong; [`Error::InvalidArgument`] as [`Level::forced`] and
-    /// [`RegisterTile::forced`]; [`Error::Device`] if it does not open.
+    /// or matrix products are wrong; [`Error::InvalidArgument`] as [`Level::forced`],
+    /// [`RegisterTile::forced`] and [`QueryTile::forced`]; [`Error::Device`] if it does not open.
     pub fn open(options: &Options) -> Result<Self> {
         let level = options.level.map_or_else(Level::forced, |level| Ok(Some(level)))?;
         let register_tile =
             options.register_tile.map_or_else(RegisterTile::forced, |tile| Ok(Some(tile)))?;
+        let query_tile =
+            options.query_tile.map_or_else(QueryTile::forced, |tile| Ok(Some(tile)))?;
         let found = adapters();
         let count = found.len();
         let Some(adapter) = found.into_iter().nth(options.number) else {
@@ -201,8 +218,17 @@ impl Gpu {
         let submissions = Arc::new(Submissions::new(&device, part_work)?);
         let compilation =
             Compilation { checked: options.check_bounds, translate: options.translate };
-        let shared =
-            Shared { device, queue, lost, submissions, register_tile, part_work, compilation };
+        let shared = Shared {
+            device,
+            queue,
+            lost,
+            submissions,
+            register_tile,
+            query_tile,
+            workgroup_bytes: options.workgroup_bytes,
+            part_work,
+            compilation,
+        };
         let gpu = Self::assemble(shared, level, matrices(&adapter))?;
         gpu.probe()?;
         Ok(gpu)
@@ -214,6 +240,18 @@ impl Gpu {
     /// As [`Gpu::open`].
     pub fn at(&self, level: Level) -> Result<Self> {
         let gpu = Self::assemble(self.shared(), Some(level), self.0.matrices)?;
+        gpu.probe()?;
+        Ok(gpu)
+    }
+
+    /// Returns the same device and level with these queries of a tile of forward, where the kernel
+    /// can have them; both share their tensors.
+    ///
+    /// # Errors
+    /// As [`Gpu::open`].
+    pub fn with_query_tile(&self, tile: QueryTile) -> Result<Self> {
+        let shared = Shared { query_tile: Some(tile), ..self.shared() };
+        let gpu = Self::assemble(shared, Some(self.0.level), self.0.matrices)?;
         gpu.probe()?;
         Ok(gpu)
     }
@@ -282,6 +320,11 @@ impl Gpu {
             lost: lost.clone(),
             submissions: Arc::clone(submissions),
             register_tile: Some(self.register_tile()),
+            query_tile: match self.0.query_tile {
+                TileChoice::Forced(tile) => Some(tile),
+                TileChoice::Default(_) => None,
+            },
+            workgroup_bytes: Some(self.0.workgroup_bytes),
             part_work: self.0.chunk_limits.part_work,
             compilation: self.0.compilation,
         }
@@ -304,6 +347,8 @@ impl Gpu {
             lost,
             submissions,
             register_tile: None,
+            query_tile: None,
+            workgroup_bytes: None,
             part_work: None,
             compilation,
         };
@@ -328,6 +373,8 @@ impl Gpu {
         }
         let register_tile = shared.register_tile.unwrap_or_else(|| RegisterTile::of_adapter(&info));
         check_limits(&limits, register_tile, &info.name)?;
+        let by_default = TileChoice::Default(QueryTile::of_adapter(&info));
+        let query_tile = shared.query_tile.map_or(by_default, TileChoice::Forced);
         let reason_slot = lost.clone();
         device.set_device_lost_callback(move |reason, what| {
             reason_slot.set_once(|| format!("the device is lost ({reason:?}): {what}"))
@@ -371,6 +418,10 @@ impl Gpu {
             lost,
             nothing,
             edit: None,
+            query_tile,
+            workgroup_bytes: shared
+                .workgroup_bytes
+                .unwrap_or(limits.max_compute_workgroup_storage_size),
             device,
             queue,
         })))
@@ -389,6 +440,28 @@ impl Gpu {
     /// Register tile of the kernels of multiply-adds.
     pub fn register_tile(&self) -> RegisterTile {
         self.0.chunk_limits.register_tile
+    }
+
+    /// Queries of a tile of forward at level `matrix`: of all launches that can have them, or of
+    /// those that gain by them.
+    pub fn query_tile(&self) -> QueryTile {
+        match self.0.query_tile {
+            TileChoice::Forced(tile) | TileChoice::Default(tile) => tile,
+        }
+    }
+
+    pub(crate) fn tile_choice(&self) -> TileChoice {
+        self.0.query_tile
+    }
+
+    /// Bytes of workgroup memory that tiles of 64 queries may take.
+    pub(crate) fn workgroup_bytes(&self) -> u32 {
+        self.0.workgroup_bytes
+    }
+
+    /// Upper bound of the invocations of a workgroup.
+    pub(crate) fn workgroup_invocations(&self) -> u32 {
+        self.0.device.limits().max_compute_invocations_per_workgroup
     }
 
     /// The wgpu device, for sharing.

@@ -69,6 +69,7 @@ mod pass_context;
 mod pipelines;
 mod pools;
 mod probe;
+mod query_tile;
 mod queue;
 mod records;
 mod register_tile;
@@ -91,6 +92,7 @@ pub use level::Level;
 pub use memory::{GpuBuffer, Queued, Tensor, WgpuSpace};
 #[doc(hidden)]
 pub use pipelines::{KernelEdit, Translate, Translation, runtime_checks};
+pub use query_tile::QueryTile;
 pub use register_tile::RegisterTile;
 pub use staged::{Copier, Download, Upload};
 pub use staging::Transfers;

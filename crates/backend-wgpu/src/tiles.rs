@@ -6,15 +6,17 @@ use std::ops::ControlFlow;
 use annulus_core::{BiasOrder, DType, DropoutMask, Result, Spec, Tick, Visibility};
 
 use crate::{
+    QueryTile,
     block_mask::{BlockMask, ListForm, Owner, WorkChunk, max_words_per_tile},
     chunks::{ProblemSize, element_span, first_element, most_list_words},
     copy::Layout,
     device::Gpu,
     gqa_packing::GqaPacking,
-    kernels::{TILE, TileVariant, params::TileParams},
+    kernels::{TILE, TileVariant, params::TileParams, tall_tiles::TallTile},
     launch::{Arena, BoundResource, Commands, ElementRange},
     operands::{Bases, Operand, Operands, TileKernel},
     parts::{Workgroups, flops_per_tile_pair},
+    query_tile::{LaunchShape, TileChoice},
     row_buffers::RowBuffers,
     split_kv::{ChunkPlanes, MergeTarget, PartialResults, PartialShape},
 };
@@ -60,8 +62,12 @@ impl TilePass<'_> {
             if tick().is_break() {
                 return Ok(ControlFlow::Break(()));
             }
-            let (packing, form) = self.list_form(&chunk, size);
+            let (packing, mut form) = self.list_form(&chunk, size);
             block_mask.rebuild(self.spec, &self.visibility, &chunk, self.kind.owner(), form)?;
+            if form.is_tall() && self.wastes_halves(block_mask) {
+                form = ListForm::DEFAULT;
+                block_mask.rebuild(self.spec, &self.visibility, &chunk, self.kind.owner(), form)?;
+            }
             // a later chunk adds to what an earlier one wrote
             if block_mask.is_empty && !(writes_anyway && self.begins_key_heads(&chunk)) {
                 continue;
@@ -70,7 +76,7 @@ impl TilePass<'_> {
                 TileKernel::Keys { add, .. } => add || !self.begins_key_heads(&chunk),
                 _ => false,
             };
-            let work = ChunkWork { block_mask, chunk: &chunk, packing };
+            let work = ChunkWork { block_mask, chunk: &chunk, packing, form };
             if self.launch(arena, &work, add, &mut *tick)?.is_break() {
                 return Ok(ControlFlow::Break(()));
             }
@@ -100,15 +106,58 @@ impl TilePass<'_> {
         let most_ranges = shape.most_ranges(self.gpu.max_binding_bytes(), workgroups);
         let planes = if size.per_batch { chunk.batches.1 } else { 1 }
             * if size.per_head { heads } else { 1 };
-        let pairs = planes * tiles * chunk.keys.1.div_ceil(TILE);
         // a range begins with a list and cuts a run
-        let words = pairs * max_words_per_tile(self.spec)
-            + 4 * workgroups * most_ranges
-            + 2 * (chunk.queries.1 + chunk.keys.1);
-        if words as u64 > most_list_words(self.gpu.chunk_limits()) {
-            return default;
+        let fits = |tiles: usize, form: ListForm| {
+            let pairs = planes * tiles * chunk.keys.1.div_ceil(TILE);
+            let words = pairs * max_words_per_tile(self.spec, form.queries.max(TILE))
+                + 4 * workgroups * form.most_ranges
+                + 2 * (chunk.queries.1 + chunk.keys.1);
+            words as u64 <= most_list_words(self.gpu.chunk_limits())
+        };
+        let tall_tiles = chunk.queries.1.div_ceil(TallTile::ROWS);
+        if packing == GqaPacking::NONE
+            && self.can_be_tall(chunk, tall_tiles)
+            && fits(tall_tiles, ListForm::TALL)
+        {
+            return (GqaPacking::NONE, ListForm::TALL);
         }
-        (packing, ListForm { queries: packing.queries(), most_ranges })
+        let form = ListForm { queries: packing.queries(), most_ranges };
+        if fits(tiles, form) { (packing, form) } else { default }
+    }
+
+    /// True if tiles of forward are to have 64 queries, of which a chunk has this many.
+    fn can_be_tall(&self, chunk: &WorkChunk, tiles: usize) -> bool {
+        let dims = &self.spec.dims;
+        let shape = LaunchShape {
+            dim: dims.head_dim.max(dims.value_dim),
+            workgroups: tiles * chunk.heads.1 * chunk.batches.1,
+        };
+        let wanted = match self.gpu.tile_choice() {
+            TileChoice::Forced(tile) => tile == QueryTile::Of64,
+            TileChoice::Default(tile) => tile == QueryTile::Of64 && QueryTile::suits(shape),
+        };
+        // a workgroup has twice the work of one of 32 queries, and twice the invocations: up to
+        // twice the default bound of its work
+        let work = 2 * self.flops_per_tile_pair() * chunk.keys.1.div_ceil(TILE) as u64;
+        let is_bounded = self.gpu.chunk_limits().part_work.is_none_or(|most| work <= most);
+        wanted && is_bounded && self.tall_tile().is_some()
+    }
+
+    /// Returns the form of tall tiles on the device; `None` if it has none.
+    fn tall_tile(&self) -> Option<TallTile> {
+        let has_invocations = self.gpu.workgroup_invocations() as usize >= TallTile::INVOCATIONS;
+        self.tile.tall_tile(self.gpu.workgroup_bytes() as usize).filter(|_| has_invocations)
+    }
+
+    /// True if so many tiles of keys are visible to one half of a tall tile only that tiles of 32
+    /// queries compute at least 1/16 less. A forced tile is kept.
+    fn wastes_halves(&self, block_mask: &BlockMask) -> bool {
+        matches!(self.gpu.tile_choice(), TileChoice::Default(_))
+            && 8 * block_mask.idle_halves() >= block_mask.listed()
+    }
+
+    fn flops_per_tile_pair(&self) -> u64 {
+        flops_per_tile_pair(self.kind, self.spec, self.gpu.register_tile())
     }
 
     /// Returns the operands of a chunk whose queries begin at row `query`.
@@ -141,7 +190,7 @@ impl TilePass<'_> {
         add: bool,
         tick: Tick<'_>,
     ) -> Result<ControlFlow<()>> {
-        let &ChunkWork { block_mask, chunk, packing } = work;
+        let &ChunkWork { block_mask, chunk, packing, form } = work;
         let partial = (block_mask.ranges > 1)
             .then(|| {
                 let shape = PartialShape::of(&self.spec.dims, chunk.queries.1);
@@ -151,7 +200,8 @@ impl TilePass<'_> {
         let workgroups = self.workgroups(work);
         let aligned = self.operands_at(0).are_aligned(self.gpu.alignment());
         let decodes = packing != GqaPacking::NONE || partial.is_some();
-        let variant = self.kind.variant(TileVariant { aligned, decodes, ..self.tile });
+        let tall = if form.is_tall() { self.tall_tile() } else { None };
+        let variant = self.kind.variant(TileVariant { aligned, decodes, tall, ..self.tile });
         let mut bound = None;
         let mut first = 0;
         while first < workgroups.count() {
@@ -241,9 +291,9 @@ impl TilePass<'_> {
 
     /// Returns the workgroups of a chunk.
     fn workgroups(&self, work: &ChunkWork<'_>) -> Workgroups {
-        let &ChunkWork { block_mask, chunk, packing } = work;
+        let &ChunkWork { block_mask, chunk, packing, form } = work;
         let tiles = match self.kind.owner() {
-            Owner::Queries => chunk.queries.1.div_ceil(packing.queries()),
+            Owner::Queries => chunk.queries.1.div_ceil(form.queries),
             Owner::Keys => chunk.keys.1.div_ceil(TILE),
         };
         let (batches, heads) = (chunk.batches.1, chunk.heads.1);
@@ -262,7 +312,7 @@ impl TilePass<'_> {
             batches: batches / batches_each,
             heads_each,
             batches_each,
-            flops: flops_per_tile_pair(self.kind, self.spec, self.gpu.register_tile()),
+            flops: self.flops_per_tile_pair() * if form.is_tall() { 2 } else { 1 },
         }
     }
 
@@ -273,7 +323,7 @@ impl TilePass<'_> {
         shape: &GridShape<'_>,
         grid_width: u32,
     ) -> TileParams {
-        let &ChunkWork { block_mask, chunk, packing } = work;
+        let &ChunkWork { block_mask, chunk, packing, .. } = work;
         let spec = self.spec;
         let dims = &self.spec.dims;
         let operands = self.operands_at(chunk.queries.0);
@@ -390,6 +440,7 @@ struct ChunkWork<'a> {
     block_mask: &'a BlockMask,
     chunk: &'a WorkChunk,
     packing: GqaPacking,
+    form: ListForm,
 }
 
 /// Resources of a chunk's kernel, and the offsets of its operands in them.

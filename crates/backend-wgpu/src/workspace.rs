@@ -140,6 +140,8 @@ fn tile_variant(gpu: &Gpu, spec: &Spec, storage: Storage) -> Result<TileVariant>
         register_tile: gpu.register_tile(),
         level: gpu.level().min(Level::Subgroup),
         matrices: matrices(gpu, spec),
+        // each launch decides, by the shape of its chunk
+        tall: None,
     })
 }
 

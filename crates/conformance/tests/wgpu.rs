@@ -31,6 +31,8 @@ mod memory;
 mod overlap;
 #[path = "wgpu/planted.rs"]
 mod planted;
+#[path = "wgpu/query_tiles.rs"]
+mod query_tiles;
 #[path = "wgpu/real_size.rs"]
 mod real_size;
 #[path = "wgpu/register_tiles.rs"]
@@ -65,8 +67,8 @@ use annulus_conformance::{
 };
 use annulus_core::{DType, Inputs, Layout, Outputs, Result};
 use annulus_wgpu::{
-    Adapter, Copier, Gpu, Level, Options, RegisterTile, Stopwatch, Tensor, Wgpu, WgpuSpace,
-    wgpu::Features,
+    Adapter, Copier, Gpu, Level, Options, QueryTile, RegisterTile, Stopwatch, Tensor, Wgpu,
+    WgpuSpace, wgpu::Features,
 };
 
 /// True if the absence of `what` is a failure.
@@ -137,15 +139,25 @@ fn gpu_at(level: Level) -> Option<Gpu> {
 /// tile or that of the adapter. Tests share the kernels that it has compiled, too: drivers take
 /// seconds for each.
 fn gpu_with(level: Level, register_tile: Option<RegisterTile>) -> Option<Gpu> {
-    type Key = (Level, Option<RegisterTile>);
+    gpu_of(level, register_tile, None)
+}
+
+/// As [`gpu_with`], also with these queries of a tile or those of the adapter.
+fn gpu_of(
+    level: Level,
+    register_tile: Option<RegisterTile>,
+    query_tile: Option<QueryTile>,
+) -> Option<Gpu> {
+    type Key = (Level, Option<RegisterTile>, Option<QueryTile>);
     static OPENED: Mutex<Vec<(Key, Gpu)>> = Mutex::new(Vec::new());
-    let wanted = (level, register_tile);
+    let wanted = (level, register_tile, query_tile);
     // a test that failed while it opened a device has left the others
     let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some((_, gpu)) = opened.iter().find(|(key, _)| *key == wanted) {
         return Some(gpu.clone());
     }
-    let gpu = open(&Options { level: Some(level), register_tile, ..Options::default() })?;
+    let gpu =
+        open(&Options { level: Some(level), register_tile, query_tile, ..Options::default() })?;
     assert_eq!(gpu.level(), level);
     assert!(register_tile.is_none_or(|tile| gpu.register_tile() == tile));
     opened.push((wanted, gpu.clone()));

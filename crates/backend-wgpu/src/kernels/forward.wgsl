@@ -96,7 +96,7 @@ fn main(
 #if DECODE
     let first = params.packed_queries * tile_index;
 #else
-    let first = 32u * tile_index;
+    let first = {{QUERY_ROWS}}u * tile_index;
 #end
     // row of the tile
     let row = {{TILE_ROWS}}u * ty;

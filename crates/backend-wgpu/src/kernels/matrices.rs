@@ -10,11 +10,12 @@
 //! of a tile is multiplied by the power of 2 that brings its largest one to 2^14 … 2^15. None
 //! overflows, and those down to 2^-28 of the largest are normal numbers.
 
-use std::fmt::Write;
+use std::{fmt::Write, ops::Range};
 
 use super::{
-    Access, Source, TileVariant,
+    Access, Source, TILE, TileVariant,
     params::ProbeParams,
+    tall_tiles::TallTile,
     template::Template,
     vectors::{ROW_STEP, Vectors, Words},
 };
@@ -48,16 +49,21 @@ pub(super) const LOADED_ROW: &str = "((lane >> 4u) | ((lane & 8u) >> 1u))";
 /// align a variable. So every variable in workgroup memory is of a multiple of 16 bytes: in
 /// whichever order a driver places them, arrays begin at such. NVIDIA's places small ones first:
 /// behind a `u32` all products were wrong on an H200 (benches/record/2026-11-26-h200.md).
-pub(super) fn declarations(matrices: Matrices) -> String {
-    let rounds =
-        if matrices.has_smaller_subgroups() { "var<workgroup> rounds: vec4<u32>;\n" } else { "" };
+pub(super) fn declarations(grid: Grid) -> String {
+    let rounds = if grid.matrices.has_smaller_subgroups() {
+        "var<workgroup> rounds: vec4<u32>;\n"
+    } else {
+        ""
+    };
+    let [left, right] = grid.staged_vectors();
+    let own = grid.tall.map_or_else(String::new, |tall| tall.declaration());
     format!(
         "const PROB_SCALE: f32 = {PROB_SCALE:?};
 const NON_FINITE: u32 = 0x7f800000u;
 
-var<workgroup> left_half: array<vec4<f16>, {halves}>;
-var<workgroup> right_half: array<vec4<f16>, {halves}>;
-var<workgroup> products: array<vec4<f32>, {products}>;
+var<workgroup> left_half: array<vec4<f16>, {left}>;
+var<workgroup> right_half: array<vec4<f16>, {right}>;
+{own}var<workgroup> products: array<vec4<f32>, {products}>;
 {rounds}var<workgroup> non_finite: array<atomic<u32>, 4>;
 
 // Factors of vector `j` in four rows.
@@ -89,11 +95,76 @@ fn half_tangents(x: vec4<f32>) -> vec4<f32> {{
     return bitcast<vec4<f32>>(bitcast<vec4<u32>>(size) | sign);
 }}
 ",
-        halves = 32 * HALF_STEP,
-        products = 32 * PRODUCT_STEP,
+        products = grid.rows() * PRODUCT_STEP,
         two = 2 * HALF_STEP,
         three = 3 * HALF_STEP,
     )
+}
+
+/// Cooperative matrices of a tile: those of a device, and the rows of the tile, of 32 columns.
+#[derive(Clone, Copy)]
+pub(super) struct Grid {
+    matrices: Matrices,
+    tall: Option<TallTile>,
+}
+
+impl Grid {
+    /// Grid of a kernel; `None` if it has no matrices.
+    pub(super) fn of(variant: TileVariant) -> Option<Self> {
+        variant.used_matrices().map(|matrices| Self { matrices, tall: variant.tall })
+    }
+
+    const fn rows(self) -> usize {
+        if self.tall.is_some() { TallTile::ROWS } else { TILE }
+    }
+
+    /// Invocations of a workgroup: a register tile of 4 × 4 pairs each.
+    pub(super) const fn invocations(self) -> usize {
+        2 * self.rows()
+    }
+
+    /// Vectors of 4 of `left_half` and `right_half`.
+    const fn staged_vectors(self) -> [usize; 2] {
+        // of a tall tile 64 elements of 32 values, which take more than 32 keys of 64 elements
+        let right = if self.tall.is_some() { TallTile::CHUNK } else { TILE };
+        [self.rows() * HALF_STEP, right * HALF_STEP]
+    }
+
+    /// Matrices of a column of the tile, and of a row.
+    const fn lines(self) -> [u32; 2] {
+        let size = self.matrices.size();
+        [self.rows() as u32 / size, TILE as u32 / size]
+    }
+
+    /// Subgroups of a workgroup that have the largest size of the device.
+    const fn subgroups(self) -> u32 {
+        self.matrices.subgroups() * (self.invocations() as u32 / 64)
+    }
+}
+
+/// An operand in workgroup memory: the array, the distance of its rows, and the expression that is
+/// added to the offset of an element, or none.
+#[derive(Clone, Copy)]
+pub(super) struct Staged<'a> {
+    pub(super) array: &'a str,
+    pub(super) step: usize,
+    pub(super) at: &'a str,
+}
+
+const LEFT: Staged<'_> = Staged { array: "left_half", step: HALF_STEP, at: "" };
+const RIGHT: Staged<'_> = Staged { array: "right_half", step: HALF_STEP, at: "" };
+
+/// Operands of a product, and the number of elements over which it sums.
+#[derive(Clone, Copy)]
+pub(super) struct Operands<'a> {
+    pub(super) left: Staged<'a>,
+    pub(super) right: Staged<'a>,
+    pub(super) elements: usize,
+}
+
+impl Operands<'_> {
+    /// 32 elements in `left_half` and `right_half`.
+    const NARROW: Self = Operands { left: LEFT, right: RIGHT, elements: 32 };
 }
 
 /// Matrices of a tile that a subgroup of the largest size owns: `rows` × `columns` of them, from
@@ -113,8 +184,11 @@ struct Owned {
 }
 
 impl Owned {
-    fn of(matrices: Matrices) -> Self {
-        let (size, subgroups) = (matrices.size(), matrices.subgroups());
+    fn of(grid: Grid) -> Self {
+        let (size, subgroups) = (grid.matrices.size(), grid.subgroups());
+        if grid.tall.is_some() {
+            return Self::by_rows(grid);
+        }
         let line = 32 / size;
         if subgroups > line {
             // a column each
@@ -141,6 +215,24 @@ impl Owned {
         }
     }
 
+    /// Divides the tile into whole rows of matrices, or into parts of rows if there are more
+    /// subgroups.
+    fn by_rows(grid: Grid) -> Self {
+        let (size, subgroups) = (grid.matrices.size(), grid.subgroups());
+        let [down, across] = grid.lines();
+        let per_row = (subgroups / down).max(1);
+        let (rows, columns) = ((down / subgroups).max(1), across / per_row);
+        let first = if per_row == 1 {
+            [format!("{}u * subgroup", size * rows), "0u".to_owned()]
+        } else {
+            [
+                format!("{size}u * (subgroup / {per_row}u)"),
+                format!("{}u * (subgroup % {per_row}u)", size * columns),
+            ]
+        };
+        Self { size, rows, columns, row_step: size, column_step: size, first }
+    }
+
     const fn count(&self) -> u32 {
         self.rows * self.columns
     }
@@ -165,28 +257,31 @@ impl Owned {
     }
 
     /// Load of a left operand, from `row` and element 4·`k` on.
-    fn load_left(&self, row: &str) -> String {
+    fn load_left(&self, of: Staged<'_>, row: &str) -> String {
+        let Staged { array, step, at } = of;
         let kind = self.kind("A");
-        format!("coopLoadT<{kind}>(&left_half[{HALF_STEP}u * {row} + k], {HALF_STEP}u)")
+        format!("coopLoadT<{kind}>(&{array}[{step}u * {row} + {at}k], {step}u)")
     }
 
     /// Load of a right operand, stored by columns: an invocation loads the consecutive elements of
     /// one column. By rows it would load them one by one.
-    fn load_right(&self, column: &str) -> String {
+    fn load_right(&self, of: Staged<'_>, column: &str) -> String {
+        let Staged { array, step, at } = of;
         let kind = self.kind("B");
-        format!("coopLoad<{kind}>(&right_half[{HALF_STEP}u * {column} + k], {HALF_STEP}u)")
+        format!("coopLoad<{kind}>(&{array}[{step}u * {column} + {at}k], {step}u)")
     }
 
-    /// Generates c_{i}_{j} += A·B over 32 elements.
-    fn multiply(&self) -> String {
-        let size = self.size;
-        let mut text = format!("    for (var k = 0u; k < 8u; k = k + {}u) {{\n", size / 4);
+    /// Generates c_{i}_{j} += A·B.
+    fn multiply(&self, of: Operands<'_>) -> String {
+        let (size, end) = (self.size, of.elements / 4);
+        let mut text = format!("    for (var k = 0u; k < {end}u; k = k + {}u) {{\n", size / 4);
         for i in 0..self.rows {
-            let load = self.load_left(&format!("(matrix_row + {}u)", self.row_step * i));
+            let load = self.load_left(of.left, &format!("(matrix_row + {}u)", self.row_step * i));
             let _infallible = writeln!(text, "        let a_{i} = {load};");
         }
         for j in 0..self.columns {
-            let load = self.load_right(&format!("(matrix_column + {}u)", self.column_step * j));
+            let column = format!("(matrix_column + {}u)", self.column_step * j);
+            let load = self.load_right(of.right, &column);
             let _infallible = writeln!(text, "        let b_{j} = {load};");
         }
         text += &self.each("        c_{i}_{j} = coopMultiplyAdd(a_{i}, b_{j}, c_{i}_{j});\n");
@@ -209,12 +304,13 @@ impl Owned {
         text
     }
 
-    /// Generates `products` ← A·B over 32 elements, or `products` + A·B if it `adds`, by subgroups
-    /// of any size: each computes every `subgroups`-th matrix of the tile. How many, the text does
-    /// not know, so their accumulators are in memory.
-    fn multiply_in_memory(&self, adds: bool) -> String {
+    /// Generates `products` ← A·B, or `products` + A·B if it `adds`, by subgroups of any size: each
+    /// computes every `subgroups`-th matrix of the tile. How many, the text does not know, so their
+    /// accumulators are in memory.
+    fn multiply_in_memory(&self, of: Operands<'_>, adds: bool) -> String {
         let (size, line, kind) = (self.size, 32 / self.size, self.kind("C"));
-        let (left, right) = (self.load_left("any_row"), self.load_right("any_column"));
+        let left = self.load_left(of.left, "any_row");
+        let right = self.load_right(of.right, "any_column");
         let first = if adds {
             format!("coopLoadT<{kind}>(&products[start], {PRODUCT_STEP}u)")
         } else {
@@ -227,7 +323,7 @@ impl Owned {
         let any_column = {size}u * (matrix % {line}u);
         let start = {PRODUCT_STEP}u * any_row + any_column / 4u;
         var sum = {first};
-        for (var k = 0u; k < 8u; k = k + {step}u) {{
+        for (var k = 0u; k < {end}u; k = k + {step}u) {{
             let a = {left};
             let b = {right};
             sum = coopMultiplyAdd(a, b, sum);
@@ -236,6 +332,7 @@ impl Owned {
     }}
 ",
             step = size / 4,
+            end = of.elements / 4,
         )
     }
 }
@@ -251,21 +348,22 @@ fn by_subgroup_size(matrices: Matrices, owned: &str, in_memory: &str) -> String 
     format!("if (matrices_are_owned) {{\n{owned}}}{otherwise}\n")
 }
 
-/// Generates `products` ← A·B over 32 elements. The accumulators are declared where they are used,
-/// or compilers copy all of them at every branch.
-fn multiply_and_store(matrices: Matrices) -> String {
-    let of = Owned::of(matrices);
-    let owned = of.zeros() + &of.multiply() + &of.store();
-    by_subgroup_size(matrices, &owned, &of.multiply_in_memory(false))
+/// Generates `products` ← A·B. The accumulators are declared where they are used, or compilers copy
+/// all of them at every branch.
+fn multiply_and_store(grid: Grid, operands: Operands<'_>) -> String {
+    let of = Owned::of(grid);
+    let owned = of.zeros() + &of.multiply(operands) + &of.store();
+    by_subgroup_size(grid.matrices, &owned, &of.multiply_in_memory(operands, false))
 }
 
 /// Generates the first matrix of a subgroup. If the device has subgroups of several sizes, also the
 /// number of matrices per subgroup, and whether these are those of [`Owned`]; both are uniform over
 /// the workgroup. The number of matrices in a tile is a multiple of the number of subgroups.
-pub(super) fn count(matrices: Matrices) -> String {
-    let owned = Owned::of(matrices);
+pub(super) fn count(grid: Grid) -> String {
+    let owned = Owned::of(grid);
     let [row, column] = &owned.first;
-    let rounds = if matrices.has_smaller_subgroups() {
+    let [down, across] = grid.lines();
+    let rounds = if grid.matrices.has_smaller_subgroups() {
         format!(
             "if (lane == 0u) {{
     rounds.x = {}u / subgroups;
@@ -273,7 +371,7 @@ pub(super) fn count(matrices: Matrices) -> String {
 let matrix_rounds = workgroupUniformLoad(&rounds).x;
 let matrices_are_owned = matrix_rounds == {}u;
 ",
-            (32 / matrices.size()).pow(2),
+            down * across,
             owned.count()
         )
     } else {
@@ -290,7 +388,7 @@ let matrix_product = {PRODUCT_STEP}u * matrix_row + matrix_column / 4u;
 /// Counterpart of `products::add_product`: S stays in matrices for all elements.
 pub(super) fn add_product(
     variant: TileVariant,
-    matrices: Matrices,
+    grid: Grid,
     prefix: &str,
     left: &Vectors,
     left_first: &str,
@@ -318,13 +416,13 @@ pub(super) fn add_product(
         }
     }
     let dim = left.dim;
-    let owned = Owned::of(matrices);
-    let mut text = format!(
+    let parts = SumOverChunks::of(grid, Operands::NARROW);
+    let text = format!(
         "{{
     let element = 4u * (lane & 7u);
     let vector = {LOADED_ROW};
     let stored_at = {HALF_STEP}u * vector + (lane & 7u);
-{rows}{sums}{zeroed}    for (var c = 0u; c < params.{dim}; c = c + 32u) {{
+{rows}{begin}    for (var c = 0u; c < params.{dim}; c = c + 32u) {{
 {loads}        if (c + 32u > params.{dim}) {{
             let inside =
                 vec4<u32>(c + element) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(params.{dim});
@@ -332,34 +430,60 @@ pub(super) fn add_product(
         workgroupBarrier();
 {stores}        workgroupBarrier();
 {multiply}    }}
-{store}    workgroupBarrier();
+{end}}}
 ",
-        sums = owned.zeros(),
-        zeroed = zero_products(matrices),
-        multiply = by_subgroup_size(matrices, &owned.multiply(), &owned.multiply_in_memory(true)),
-        store = by_subgroup_size(matrices, &owned.store(), ""),
+        begin = parts.begin,
+        multiply = parts.multiply,
+        end = parts.end(prefix),
     );
-    for r in 0..4 {
-        let _infallible = writeln!(text, "    {prefix}{r} = products[{}];", product_at(r));
+    text
+}
+
+/// Parts of a product that sums over chunks of elements: S and dP.
+pub(super) struct SumOverChunks {
+    /// Before the loop over chunks.
+    pub(super) begin: String,
+    /// Sums over a chunk.
+    pub(super) multiply: String,
+    store: String,
+}
+
+impl SumOverChunks {
+    pub(super) fn of(grid: Grid, operands: Operands<'_>) -> Self {
+        let (owned, matrices) = (Owned::of(grid), grid.matrices);
+        let in_memory = owned.multiply_in_memory(operands, true);
+        Self {
+            begin: owned.zeros() + &zero_products(grid),
+            multiply: by_subgroup_size(matrices, &owned.multiply(operands), &in_memory),
+            store: by_subgroup_size(matrices, &owned.store(), ""),
+        }
     }
-    text + "}\n"
+
+    /// Generates the end of the product: `PREFIX{row}` ← sums.
+    pub(super) fn end(&self, prefix: &str) -> String {
+        let mut text = format!("{}    workgroupBarrier();\n", self.store);
+        for r in 0..4 {
+            let _infallible = writeln!(text, "    {prefix}{r} = products[{}];", product_at(r));
+        }
+        text
+    }
 }
 
 /// Generates `products` ← 0, for subgroups whose accumulators are in memory.
-fn zero_products(matrices: Matrices) -> String {
-    if !matrices.has_smaller_subgroups() {
+fn zero_products(grid: Grid) -> String {
+    if !grid.matrices.has_smaller_subgroups() {
         return String::new();
     }
-    let vectors = 32 * PRODUCT_STEP;
+    let (vectors, invocations) = (grid.rows() * PRODUCT_STEP, grid.invocations());
     format!(
         "    if (!matrices_are_owned) {{
         workgroupBarrier();
         for (var n = 0u; n < {}u; n++) {{
-            products[(64u * n + lane) % {vectors}u] = vec4<f32>(0.0);
+            products[({invocations}u * n + lane) % {vectors}u] = vec4<f32>(0.0);
         }}
     }}
 ",
-        vectors.div_ceil(64)
+        vectors.div_ceil(invocations)
     )
 }
 
@@ -453,7 +577,9 @@ pub(super) fn accumulate(
     of: &Vectors,
     words: Words,
 ) -> Option<String> {
-    let matrices = variant.used_matrices()?;
+    let grid = Grid::of(variant)?;
+    // groups whose vectors are staged together, each by 64 invocations
+    let staged = grid.invocations() / 64;
     let Vectors { name, dim, rows, .. } = *of;
     let head = of.head();
     let product_factors = match factors {
@@ -474,8 +600,8 @@ var any_non_finite = false;
 if (lane == 0u) {{ atomicStore(&non_finite[0], 0u); }}
 "
     );
-    for group in 0..groups {
-        let first = 32 * group;
+    for first_group in (0..groups).step_by(staged) {
+        let first = 32 * first_group;
         let _infallible = writeln!(text, "if ({first}u < params.{dim}) {{");
         for n in 0..4 {
             let _infallible = writeln!(
@@ -508,19 +634,10 @@ if (lane == 0u) {{ atomicStore(&non_finite[0], 0u); }}
         }}
     }}
     workgroupBarrier();
-{}    workgroupBarrier();
-",
-            multiply_and_store(matrices),
+"
         );
-        for r in 0..4 {
-            let sum = format!("{prefix}{group}_{r}");
-            let _infallible = writeln!(
-                text,
-                "    {sum} =
-        fma(vec4<f32>(product_factors[{r}]), products[{}], {sum});",
-                product_at(r)
-            );
-        }
+        let groups = first_group..groups.min(first_group + staged);
+        text += &add_products(grid, prefix, dim, groups);
         text.push_str("}\n");
     }
     // the bound is not a constant, so that compilers do not unroll this rare loop
@@ -565,12 +682,46 @@ if (atomicLoad(&non_finite[0]) != 0u) {{
     Some(text)
 }
 
+/// Generates accumulators += factor of the row · `left_half` · `right_half`ᵀ for these groups,
+/// which are staged one after another.
+fn add_products(grid: Grid, prefix: &str, dim: &str, groups: Range<usize>) -> String {
+    let mut text = String::new();
+    for (staged, group) in groups.enumerate() {
+        let mut at = String::new();
+        if staged > 0 {
+            // once all have read the products before
+            let first = 32 * group;
+            let _infallible = writeln!(
+                text,
+                "    if ({first}u < params.{dim}) {{
+    workgroupBarrier();"
+            );
+            at = format!("{}u + ", 32 * staged * HALF_STEP);
+        }
+        let right = Staged { at: &at, ..RIGHT };
+        text += &multiply_and_store(grid, Operands { right, ..Operands::NARROW });
+        text.push_str("    workgroupBarrier();\n");
+        for r in 0..4 {
+            let sum = format!("{prefix}{group}_{r}");
+            let _infallible = writeln!(
+                text,
+                "    {sum} =
+        fma(vec4<f32>(product_factors[{r}]), products[{}], {sum});",
+                product_at(r)
+            );
+        }
+        text.push_str(if staged > 0 { "    }\n" } else { "" });
+    }
+    text
+}
+
 /// Kernel that multiplies two known matrices.
 pub(crate) fn probe(matrices: Matrices) -> Source {
     let mut text = Template::default();
-    text.name("DECLARATIONS", declarations(matrices))
-        .name("COUNT_MATRICES", count(matrices))
-        .name("PRODUCT", multiply_and_store(matrices))
+    let grid = Grid { matrices, tall: None };
+    text.name("DECLARATIONS", declarations(grid))
+        .name("COUNT_MATRICES", count(grid))
+        .name("PRODUCT", multiply_and_store(grid, Operands::NARROW))
         .name("HALF_STEP", HALF_STEP.to_string())
         .name("PRODUCT_STEP", PRODUCT_STEP.to_string());
     let wgsl =

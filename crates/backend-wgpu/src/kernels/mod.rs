@@ -2,7 +2,7 @@
 //!
 //! | kernel | output of a workgroup | file |
 //! |---|---|---|
-//! | forward | 32 queries of a head | `forward.wgsl` |
+//! | forward | 32 or 64 queries of a head | `forward.wgsl` |
 //! | decode | queries × heads of a group, a range of their keys | `forward.wgsl` |
 //! | dQ | 32 queries of a head | `backward_queries.wgsl` |
 //! | dK, dV | 32 keys of a KV head | `backward_keys.wgsl` |
@@ -23,6 +23,7 @@ pub(crate) mod matrices;
 pub(crate) mod offline;
 pub(crate) mod params;
 mod products;
+pub(crate) mod tall_tiles;
 mod template;
 mod tile_kernels;
 mod vectors;
@@ -30,6 +31,7 @@ mod vectors;
 use annulus_core::{DType, Spec};
 
 use params::{CopyParams, MergeParams, RowParams, StepParams};
+use tall_tiles::TallTile;
 use template::Template;
 
 use crate::{Level, RegisterTile, level::Matrices};
@@ -228,6 +230,8 @@ pub(crate) struct TileVariant {
     pub(crate) level: Level,
     /// Cooperative matrices for f16 products, if any.
     pub(crate) matrices: Option<Matrices>,
+    /// Forward with matrices, without packed heads: 64 queries of a workgroup instead of 32.
+    pub(crate) tall: Option<TallTile>,
 }
 
 impl TileVariant {
@@ -307,6 +311,22 @@ impl TileVariant {
     /// conversions flush subnormal numbers reads words.
     fn binds_halves(self) -> bool {
         self.aligned && self.unpacks && self.used_matrices().is_some()
+    }
+
+    /// Queries of a tile.
+    const fn query_rows(self) -> usize {
+        if self.tall.is_some() { TallTile::ROWS } else { TILE }
+    }
+
+    /// Returns the form of tall tiles of forward on a device with this much workgroup memory;
+    /// `None` without matrices or memory.
+    pub(crate) fn tall_tile(self, memory_bytes: usize) -> Option<TallTile> {
+        self.used_matrices().and_then(|_| TallTile::fitting(self.head_groups, memory_bytes))
+    }
+
+    /// Invocations of a workgroup.
+    fn invocations(self) -> usize {
+        self.used_register_tile().invocations() as usize * self.query_rows() / TILE
     }
 
     /// Number of groups for `dim` elements.

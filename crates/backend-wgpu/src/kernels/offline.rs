@@ -2,8 +2,13 @@
 
 use annulus_core::{DType, Error, Result};
 
-use super::{Access, Epilogue, Source, Storage, TileVariant, Variant, matrices};
+use super::{
+    Access, Epilogue, Source, Storage, TileVariant, Variant, matrices, tall_tiles::TallTile,
+};
 use crate::{Level, RegisterTile, level::Matrices, memory_model};
+
+/// Bytes of workgroup memory for tiles of 64 queries: those of NVIDIA's GPUs. AMD's have 64 KiB.
+const TALL_MEMORY: usize = 48 << 10;
 
 /// A kernel as it is passed to a driver.
 #[derive(Debug, Clone)]
@@ -22,7 +27,8 @@ pub struct KernelText {
 impl KernelText {
     /// Generates the kernels of both passes, at each level at which they differ, for one type and
     /// one dim of heads and values; empty for f64. Dims above 128, and decoding, with the simplest
-    /// and the most general epilogue only. Matrices with [`RegisterTile::FourRows`] only.
+    /// and the most general epilogue only. Matrices with [`RegisterTile::FourRows`] only; of their
+    /// forward kernels those of 32 queries and those of 64, `forward_64`.
     pub fn of_passes(dtype: DType, dim: usize, register_tile: RegisterTile) -> Vec<Self> {
         let Some(storage) = Storage::of(dtype) else { return Vec::new() };
         let mut all = Vec::new();
@@ -47,6 +53,7 @@ impl KernelText {
                     has_u64: true,
                     decodes: false,
                     register_tile,
+                    tall: None,
                     level: if level == Level::Plain { level } else { Level::Subgroup },
                     matrices,
                 };
@@ -66,13 +73,17 @@ impl KernelText {
                     }
                 };
                 let decoding = is_usual.then_some(decode);
-                let name = |of: Variant| {
+                let name = |of: &str| {
                     let level = level.name();
-                    format!("{} {level} {dtype} {dim} {}", of.name(), epilogue.name())
+                    format!("{of} {level} {dtype} {dim} {}", epilogue.name())
                 };
-                all.extend(
-                    variants.into_iter().chain(decoding).map(|of| Self::new(of, name(of), level)),
-                );
+                let variants = variants.into_iter().chain(decoding);
+                all.extend(variants.map(|of| Self::new(of, name(of.name()), level)));
+                if level == Level::Matrix {
+                    let tall = TallTile::fitting(tile.head_groups, TALL_MEMORY);
+                    let of = Variant::Forward(TileVariant { tall, ..tile });
+                    all.push(Self::new(of, name("forward_64"), level));
+                }
             }
         }
         all
@@ -101,8 +112,11 @@ impl KernelText {
         for name in ["params.head_dim", "params.value_dim"] {
             wgsl = wgsl.replace(name, &format!("{dim}u"));
         }
-        let of_vector = format!("for (var c = 0u; c < {dim}u; c = c + 32u) {{");
-        wgsl = unrolled(&wgsl, &of_vector, "c", (0..dim).step_by(32));
+        // elements that a product stages at once: of tall tiles 64
+        for chunk in [32, 64] {
+            let of_vector = format!("for (var c = 0u; c < {dim}u; c = c + {chunk}u) {{");
+            wgsl = unrolled(&wgsl, &of_vector, "c", (0..dim).step_by(chunk));
+        }
         wgsl = unrolled(&wgsl, "for (var four = 0u; four < 8u; four++) {", "four", 0..8);
         let of_philox = "for (var round_number = 3u; round_number < 10u; round_number++) {";
         wgsl = unrolled(&wgsl, of_philox, "round_number", 3..10);

@@ -47,7 +47,7 @@ pub(super) fn add_product(
     right: &Vectors,
     right_first: &str,
 ) -> String {
-    if let Some(on) = variant.used_matrices() {
+    if let Some(on) = matrices::Grid::of(variant) {
         return matrices::add_product(variant, on, prefix, left, left_first, right, right_first);
     }
     let tile = variant.used_register_tile();

@@ -67,7 +67,17 @@ fn all_variants() -> Vec<Variant> {
                         register_tile,
                         level,
                         matrices,
+                        tall: None,
                     };
+                    if matrices.is_some() {
+                        let sizes = [
+                            TallTile::fitting(head_groups, 64 << 10),
+                            TallTile::fitting(head_groups, 32 << 10),
+                        ];
+                        all.extend(
+                            sizes.map(|tall| Variant::Forward(TileVariant { tall, ..variant })),
+                        );
+                    }
                     all.extend([Variant::Forward(variant), Variant::BackwardQueries(variant)]);
                     all.push(Variant::Forward(TileVariant { decodes: true, ..variant }));
                     all.extend(
@@ -170,7 +180,12 @@ fn every_variant_is_valid_and_can_be_translated() {
         let are_aligned = sizes.iter().all(|bytes| bytes % 16 == 0);
         assert!(are_aligned || !matrices, "{variant:?}: workgroup memory of {sizes:?} bytes");
         let shared: u32 = sizes.iter().sum();
-        assert!(shared <= 16 << 10, "{variant:?} uses {shared} bytes of workgroup memory");
+        let tall = match variant {
+            Variant::Forward(TileVariant { tall, .. }) => tall,
+            _ => None,
+        };
+        let most = tall.map_or(16 << 10, TallTile::memory_bytes);
+        assert!(shared as usize <= most, "{variant:?} uses {shared} bytes of workgroup memory");
     }
     assert!(texts.len() > 100, "{} texts", texts.len());
 }
@@ -190,8 +205,12 @@ fn kernels_have_a_path_for_smaller_subgroups_only_if_a_device_has_them() {
             register_tile: RegisterTile::FourRows,
             level: Level::Subgroup,
             matrices: Some(matrices),
+            tall: None,
         };
-        for variant in [Variant::MatrixProbe(matrices), Variant::Forward(tile)] {
+        let tall = TileVariant { tall: TallTile::fitting(2, 64 << 10), ..tile };
+        for variant in
+            [Variant::MatrixProbe(matrices), Variant::Forward(tile), Variant::Forward(tall)]
+        {
             let wgsl = variant.source().wgsl;
             let has_path = wgsl.contains("matrix_rounds") && wgsl.contains("matrices_are_owned");
             assert_eq!(has_path, matrices.has_smaller_subgroups(), "{matrices:?}: {wgsl}");

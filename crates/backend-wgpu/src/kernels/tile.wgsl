@@ -1,5 +1,6 @@
 // Common part of the tile kernels: tiles of 32 × 32 pairs, 64 invocations with a register tile of 4
-// × 4 scores each, 128 with one of 2 × 4, or 256 with one of 1 × 4.
+// × 4 scores each, 128 with one of 2 × 4, or 256 with one of 1 × 4. Tall tiles of forward have 64 ×
+// 32 pairs and 128 invocations with 4 × 4 each (`tall_tiles.rs`).
 //
 // `tile` and `right` stage 32 elements of 32 vectors each; then `tile` holds P or dX for the second
 // product (`store_tile` of `products.rs` has its layout). `block_mask` has a list of
@@ -13,7 +14,7 @@
 var<workgroup> right: array<vec4<f32>, {{PADDED_VECTORS}}>;
 var<workgroup> tile: array<vec4<f32>, {{PADDED_VECTORS}}>;
 #end
-var<workgroup> visible_bits: array<atomic<u32>, 32>;
+var<workgroup> visible_bits: array<atomic<u32>, {{QUERY_ROWS}}>;
 
 const FULL_TILE: u32 = 0xffffffffu;
 
@@ -55,7 +56,7 @@ fn is_row(first: u32, row: u32) -> bool {
 
 // Visible keys of a row of a tile.
 fn mask_word(mask_index: u32, row: u32) -> u32 {
-    return block_mask[params.bits + 32u * mask_index + row];
+    return block_mask[params.bits + {{QUERY_ROWS}}u * mask_index + row];
 }
 #end
 
@@ -105,7 +106,7 @@ fn bias_of(at: u32, q: u32, k: u32) -> f32 {
 }
 
 fn position_bias_of(at: u32, q: u32, k: u32) -> f32 {
-    let row = min(q, params.queries - 1u) & 31u;
+    let row = min(q, params.queries - 1u) & {{LAST_QUERY_ROW}}u;
     return bitcast<f32>(block_mask[at + 32u * row + (k & 31u)]);
 }
 
@@ -129,7 +130,7 @@ fn scores(batch: u32, head: u32, q: vec4<u32>, k: vec4<u32>, mask_index: u32, bi
     }
     if ({{HAS_BIAS_FUNCTION}}) {
         // of as many rows as a tile has queries
-        let at = params.function_at + 32u * min(params.queries, 32u) * mask_index;
+        let at = params.function_at + 32u * min(params.queries, {{QUERY_ROWS}}u) * mask_index;
         let loaded = vec4<f32>(
             position_bias_of(at, q.x, k.x), position_bias_of(at, q.y, k.y),
             position_bias_of(at, q.z, k.z), position_bias_of(at, q.w, k.w));

@@ -5,13 +5,14 @@ use std::fmt::Write;
 use super::{
     ARITHMETIC, Access, BiasAxes, DROPOUT, Epilogue, GRADIENT, Source, Storage, TILE_TEXT,
     TileVariant,
-    matrices::{self, Factors},
+    matrices::{self, Factors, Grid},
     params::TileParams,
     products::{
         Accumulators, DropoutQueries, Factor, InMemory, Orientation, RowStep, acc_functions,
         accumulate, add_product, column_statistics, each, each_row, kept_rows, multiply_add,
         product, rest_of, row_queries, row_statistics, score_gradients, store_factors, store_tile,
     },
+    tall_tiles,
     template::Template,
     vectors::{DOUT, K, Q, ROW_STEP, V, Vectors, Words},
 };
@@ -67,7 +68,7 @@ fn tile_mask(variant: TileVariant) -> String {
         return format!(
             "let is_partial = mask_index != FULL_TILE{biased};
 workgroupBarrier();
-if (lane < 32u) {{
+if (lane < {{{{QUERY_ROWS}}}}u) {{
     var word = 0xffffffffu;
     if (mask_index != FULL_TILE) {{
         word = mask_word(mask_index, lane);
@@ -107,7 +108,8 @@ fn conditions(epilogue: Epilogue) -> [(&'static str, &'static str); 8] {
 }
 
 /// Names of what depends on the register tile. A row vector has an element for each of its rows.
-fn name_rows(text: &mut Template, tile: RegisterTile) {
+fn name_rows(text: &mut Template, variant: TileVariant) {
+    let tile = variant.used_register_tile();
     let (rest, as_four, part) = match tile {
         RegisterTile::FourRows => ("yzw", "", ""),
         RegisterTile::TwoRows => ("y", ".xyxy", ".xy"),
@@ -116,7 +118,9 @@ fn name_rows(text: &mut Template, tile: RegisterTile) {
     let rows = tile.rows();
     // WGSL has no vectors of one element: the second one is not used
     let elements = rows.max(2);
-    text.name("INVOCATIONS", tile.invocations().to_string())
+    text.name("INVOCATIONS", variant.invocations().to_string())
+        .name("QUERY_ROWS", variant.query_rows().to_string())
+        .name("LAST_QUERY_ROW", (variant.query_rows() - 1).to_string())
         .name("TILE_ROWS", rows.to_string())
         .name("ROW_FLOATS", format!("vec{elements}<f32>"))
         .name("ROW_WORDS", format!("vec{elements}<u32>"))
@@ -137,7 +141,7 @@ fn assemble(
     gradient: bool,
     bindings: &[Binding],
 ) -> Source {
-    let on = variant.used_matrices();
+    let on = Grid::of(variant);
     let wide = variant.has_wide_products();
     template
         .flag("GENERAL", variant.epilogue.masks())
@@ -149,7 +153,7 @@ fn assemble(
         .flag("SUBGROUP", variant.level != Level::Plain)
         .flag("MATRIX", on.is_some())
         .flag("DECODE", variant.decodes);
-    name_rows(template, variant.used_register_tile());
+    name_rows(template, variant);
     template.name("LIST_INDEX", LIST_INDEX);
     template.name("TILE_MASK", tile_mask(variant));
     template.name("PADDED_VECTORS", format!("{}", 32 * ROW_STEP));
@@ -328,8 +332,12 @@ if ({condition}[{{r}}]) {{
     text.name("LOAD_ACC", each(tile, held, &load("any_visible")));
     text.name("STORE_ACC", each(tile, held, store));
     text.name("RESCALE_ACC", each(tile, held, rescale));
-    text.name("OWN_ROWS", Q.own_rows(variant) + &packed_queries(tile).own_rounds(variant));
-    text.name("SCORES", product(variant, "s", &Q, "first", &K, "column"));
+    let (own_rows, scores) = match variant.tall.zip(Grid::of(variant)) {
+        Some((tall, grid)) => (tall.own_rows(variant), tall_tiles::scores(variant, tall, grid)),
+        None => (Q.own_rows(variant), product(variant, "s", &Q, "first", &K, "column")),
+    };
+    text.name("OWN_ROWS", own_rows + &packed_queries(tile).own_rounds(variant));
+    text.name("SCORES", scores);
     text.name("EPILOGUE", epilogue(variant));
     text.name("PROBS", probs(variant) + &store_factors(variant, Factors::Probs, "s"));
     let into = Accumulators { prefix: "o", groups, in_memory };

@@ -4,11 +4,14 @@
 //! ```text
 //! wgpu-levels [device=0] [levels=plain,subgroup,matrix] [dtypes=f32,f16] [dims=64,128]
 //!             [lens=4096,8192,16384,32768] [heads=16] [seconds=2] [rounds=7] [roof=4096]
+//!             [query_tiles=32,64]
 //! wgpu-levels verify=1 [device=0] [levels=plain,subgroup,matrix] [dtypes=f32,bf16,f16]
 //!             [dims=64,128,256] [lens=4099] [heads=8] [masks=full,causal,window,gqa,cross]
-//!             [mistake=0]
+//!             [mistake=0] [query_tiles=32,64]
 //! ```
-//! Levels are those of the adapter, unless some of them are named.
+//! Levels are those of the adapter, unless some of them are named. With `query_tiles` level
+//! `matrix` runs once for each of these numbers of queries in a tile of forward, as levels of their
+//! own; `query_tiles=32,64 levels=matrix` compares both.
 //!
 //! **Times.** Levels are timed beside a plain matrix product in the same run.
 //! Tensors stay on the device. Time is measured by the device's timestamps, or by the host's clock
@@ -35,7 +38,7 @@ use std::process::ExitCode;
 
 use annulus::DType;
 use annulus_core::{Error, Result};
-use annulus_wgpu::{Gpu, Level, Options};
+use annulus_wgpu::{Gpu, Level, Options, QueryTile};
 use serde_json::{Value, json};
 
 use clock::{Took, median, repetitions, time};
@@ -46,6 +49,8 @@ struct Settings {
     device: usize,
     /// Names of levels; empty for all levels of the adapter.
     levels: Vec<Level>,
+    /// Queries of a tile at level `matrix`; empty for those that the backend chooses.
+    query_tiles: Vec<QueryTile>,
     dtypes: Vec<DType>,
     dims: Vec<usize>,
     lens: Vec<usize>,
@@ -71,6 +76,7 @@ impl Settings {
         let mut all = Self {
             device: 0,
             levels: Vec::new(),
+            query_tiles: Vec::new(),
             dtypes,
             dims,
             lens,
@@ -87,8 +93,8 @@ impl Settings {
                 Error::invalid(
                     "argument",
                     &word,
-                    "device=, levels=, dtypes=, dims=, lens=, heads=, seconds=, rounds=, roof=, \
-                     verify=1, masks= or mistake=, and numbers or names",
+                    "device=, levels=, query_tiles=, dtypes=, dims=, lens=, heads=, seconds=, \
+                     rounds=, roof=, verify=1, masks= or mistake=, and numbers or names",
                 )
             };
             let (name, value) = word.split_once('=').ok_or_else(wrong)?;
@@ -102,6 +108,10 @@ impl Settings {
             match name {
                 "device" => all.device = number()?,
                 "levels" => all.levels = named(value, Level::ALL, Level::name).ok_or_else(wrong)?,
+                "query_tiles" => {
+                    let tiles = named(value, QueryTile::ALL, QueryTile::name);
+                    all.query_tiles = tiles.ok_or_else(wrong)?;
+                }
                 "dtypes" => {
                     let dtypes = [DType::F32, DType::Bf16, DType::F16];
                     all.dtypes = named(value, dtypes, DType::name).ok_or_else(wrong)?;
@@ -194,7 +204,7 @@ fn compare(
         }
     }
     let (name, factor) = if what == What::Forward { ("forward", 1.0) } else { ("backward", 2.5) };
-    for (plan, (level, _)) in levels.iter().enumerate() {
+    for (plan, (level, gpu)) in levels.iter().enumerate() {
         let of = |which: fn(&Took) -> f64| median(took[plan].iter().map(which).collect());
         // median of the rounds' ratios
         let speedup = |which: fn(&Took) -> f64| {
@@ -221,6 +231,10 @@ fn compare(
             "speedup": speedup(|took| took.seconds).map(rounded),
             "clock": took[plan].first().map(|took| took.clock),
         });
+        if let Some(line) = line.as_object_mut().filter(|_| !settings.query_tiles.is_empty()) {
+            let tile = (*level == Level::Matrix).then(|| gpu.query_tile().name());
+            line.insert("query_tile".into(), json!(tile));
+        }
         if let Some(line) = line.as_object_mut().filter(|_| software) {
             line.insert("cpu_seconds".into(), rounded(of(|took| took.cpu)));
             line.insert("cpu_speedup".into(), json!(speedup(|took| took.cpu).map(rounded)));
@@ -255,13 +269,32 @@ fn run(settings: &Settings) -> Result<bool> {
     let highest = levels.last().copied();
     let device =
         Gpu::open(&Options { number: settings.device, level: highest, ..Options::default() })?;
-    let gpus =
-        levels.iter().map(|&level| Ok((level, device.at(level)?))).collect::<Result<Vec<_>>>()?;
+    let gpus = at_levels(&device, &levels, &settings.query_tiles)?;
     if settings.verify {
         verify_all(&gpus, settings)
     } else {
         measure(&gpus, &device, settings, adapter.software).map(|()| true)
     }
+}
+
+/// Returns the device at these levels, at level `matrix` with each of the query tiles, if any.
+fn at_levels(
+    device: &Gpu,
+    levels: &[Level],
+    query_tiles: &[QueryTile],
+) -> Result<Vec<(Level, Gpu)>> {
+    let mut all = Vec::new();
+    for &level in levels {
+        let gpu = device.at(level)?;
+        if level == Level::Matrix && !query_tiles.is_empty() {
+            for &tile in query_tiles {
+                all.push((level, gpu.with_query_tile(tile)?));
+            }
+        } else {
+            all.push((level, gpu));
+        }
+    }
+    Ok(all)
 }
 
 /// Verifies all levels; false if a result is wrong.

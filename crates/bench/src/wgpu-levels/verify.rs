@@ -4,7 +4,7 @@ use annulus::{
     Attention, Cpu, DType, Dims, Element, Plan, Result, Tensors, comm::threads, devices::wgpu_rank,
 };
 use annulus_core::Error;
-use annulus_wgpu::Gpu;
+use annulus_wgpu::{Gpu, Level};
 use half::{bf16, f16};
 use ndarray::Array4;
 use serde_json::json;
@@ -107,6 +107,7 @@ pub(crate) fn verify(gpu: &Gpu, problem: &Verification<'_>) -> Result<bool> {
             "{}",
             json!({
                 "what": "verify", "device": gpu.name(), "level": gpu.level().name(),
+                "query_tile": (gpu.level() == Level::Matrix).then(|| gpu.query_tile().name()),
                 "dtype": dtype.name(), "dim": dim, "len": len, "mask": name,
                 "errors": found, "same_bits": same_bits, "ok": right,
             })

@@ -11,7 +11,7 @@ use annulus_conformance::{
 };
 use annulus_core::{DType, Dropout, Error, Result};
 use annulus_wgpu::{
-    Adapter, Gpu, KernelEdit, Level, Options, RegisterTile, Translate, Translation,
+    Adapter, Gpu, KernelEdit, Level, Options, QueryTile, RegisterTile, Translate, Translation,
     wgpu::naga::{
         self,
         back::spv,
@@ -75,6 +75,16 @@ impl IndexChecks {
             checked.push((checks, open(&options)?));
         }
         Some(Self { unchecked: gpu_with(level, Some(tile))?, checked, dtypes: dtypes.to_vec() })
+    }
+
+    /// Returns the same devices with these queries of a tile.
+    fn with_query_tile(&self, tile: QueryTile) -> Result<Self> {
+        let of_tile = |(checks, gpu): &(Checks, Gpu)| Ok((*checks, gpu.with_query_tile(tile)?));
+        Ok(Self {
+            unchecked: self.unchecked.with_query_tile(tile)?,
+            checked: self.checked.iter().map(of_tile).collect::<Result<_>>()?,
+            dtypes: self.dtypes.clone(),
+        })
     }
 
     /// Returns the same devices with a change of one kernel.
@@ -267,6 +277,8 @@ fn the_matrix_level_gives_the_same_bits_without_checks_of_indices() {
         let Some(devices) = devices else { return };
         holds(&devices, &case("simple", |_| {}));
         holds(&devices, &case("all epilogues", all_epilogues));
+        let tall = devices.with_query_tile(QueryTile::Of64).expect("the same devices");
+        holds(&tall, &case("all epilogues", all_epilogues));
     }
 }
 

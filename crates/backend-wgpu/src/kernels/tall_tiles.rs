@@ -1,0 +1,196 @@
+//! Tall tiles of forward: 64 queries of a workgroup of 128 invocations with matrices, so that a row
+//! of K or V that is loaded and staged serves twice as many queries as in a tile of 32.
+//!
+//! ```text
+//! own_half ← Q, 64 queries of all elements              once, if workgroup memory is large enough
+//! for each tile of 32 keys:
+//!     for each 64 elements:  right_half[key][element] ← K (own_half ← Q, if it is not kept)
+//!                            S += own_half · right_halfᵀ
+//!     softmax of S, 4 × 4 pairs an invocation; left_half ← P
+//!     for each 64 elements:  right_half[element][key] ← V
+//!                            for each 32: products ← left_half · right_halfᵀ; O += products
+//! ```
+//! Loads of 64 elements are in flight together, four vectors of K or V an invocation. Sums have the
+//! order of those of tiles of 32 queries, so results have the same bits. A subgroup owns whole rows
+//! of matrices, as far as there are enough.
+//!
+//! Source: Q once in workgroup memory, padded rows and 128 invocations are those of llama.cpp's
+//! `flash_attn_cm1.comp`, whose tiles have 16 queries and 64 keys.
+
+use std::fmt::Write;
+
+use super::{
+    TileVariant,
+    matrices::{Grid, HALF_STEP, Operands, PRODUCT_STEP, Staged, SumOverChunks},
+    vectors::{K, Q},
+};
+
+/// A tall tile.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct TallTile {
+    /// Groups of 32 elements for which workgroup memory keeps the queries of the tile; 0: they are
+    /// loaded again for each tile of keys, 64 elements at a time.
+    pub(crate) kept_groups: usize,
+}
+
+impl TallTile {
+    /// Queries.
+    pub(crate) const ROWS: usize = 64;
+
+    /// Invocations of a workgroup.
+    pub(crate) const INVOCATIONS: usize = 2 * Self::ROWS;
+
+    /// Elements of K or V that are staged at once.
+    pub(super) const CHUNK: usize = 64;
+
+    /// Selects the form of kernels of dims with `head_groups` groups for a device with this much
+    /// workgroup memory; `None` if it has too little.
+    pub(crate) fn fitting(head_groups: usize, memory_bytes: usize) -> Option<Self> {
+        let forms = [head_groups, 0].map(|kept_groups| Self { kept_groups });
+        forms.into_iter().find(|form| form.memory_bytes() <= memory_bytes)
+    }
+
+    /// Upper bound of the bytes of workgroup memory of a kernel.
+    pub(crate) const fn memory_bytes(self) -> usize {
+        let staged = 8 * HALF_STEP * (Self::ROWS + Self::CHUNK);
+        let products = 16 * PRODUCT_STEP * Self::ROWS;
+        let mask = 4 * Self::ROWS;
+        // number of matrices and flag of non-finite elements
+        8 * self.own_vectors() + staged + products + mask + 32
+    }
+
+    /// Distance of rows of `own_half` in vectors of 4. Two more than a row has, as of
+    /// [`HALF_STEP`]: 36 + 32·n words of 4 bytes, so that eight rows begin in different banks.
+    const fn own_step(self) -> usize {
+        chunks(self.kept_groups) * Self::CHUNK / 4 + 2
+    }
+
+    const fn own_vectors(self) -> usize {
+        Self::ROWS * self.own_step()
+    }
+
+    /// Generates the declaration of `own_half`.
+    pub(super) fn declaration(self) -> String {
+        format!("var<workgroup> own_half: array<vec4<f16>, {}>;\n", self.own_vectors())
+    }
+
+    /// Generates what is done with the queries before the loop over keys: `own_half` ← Q, or the
+    /// offsets of the rows that an invocation loads.
+    pub(super) fn own_rows(self, variant: TileVariant) -> String {
+        let rows: String = (0..LOADS_OF_QUERIES)
+            .map(|n| {
+                let step = Q.distance(variant, n * LOAD_STEP);
+                format!(
+                    "let own_q_{n} =
+    min(q_row(batch, head, first + (lane >> 4u)) + {step}, q_last(batch, head));\n"
+                )
+            })
+            .collect();
+        if self.kept_groups == 0 {
+            return rows;
+        }
+        let [loads, stores] = self.queries(OF_CHUNK);
+        format!(
+            "{{
+{rows}let element = 4u * (lane & 15u);
+let own_at = {}u * (lane >> 4u) + (lane & 15u);
+for (var c = 0u; c < params.head_dim; c = c + 64u) {{
+{loads}{stores}}}
+}}
+",
+            self.own_step(),
+        )
+    }
+
+    /// Generates loads and stores of `own_half` ← 64 elements of Q from `c` on, zeros beyond the
+    /// vectors.
+    fn queries(self, at: &str) -> [String; 2] {
+        let mut loads = "        let q_inside =
+            vec4<u32>(c + element) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(params.head_dim);\n"
+            .to_owned();
+        let mut stores = String::new();
+        for n in 0..LOADS_OF_QUERIES {
+            let row = n * LOAD_STEP * self.own_step();
+            let _infallible =
+                writeln!(loads, "        let q_{n} = q_halves(own_q_{n}, c + element);");
+            let _infallible = writeln!(
+                stores,
+                "        own_half[own_at + {at}{row}u] = select(vec4<f16>(0.0h), q_{n}, q_inside);"
+            );
+        }
+        [loads, stores]
+    }
+}
+
+/// Offset of the chunk at element `c` in a row of `own_half`, as a multiple of 16 vectors, so that
+/// compilers load matrices 16 bytes at a time.
+const OF_CHUNK: &str = "((c >> 6u) << 4u) + ";
+
+/// Chunks of 64 elements of `groups` groups, at least one.
+const fn chunks(groups: usize) -> usize {
+    let chunks = (32 * groups).div_ceil(TallTile::CHUNK);
+    if chunks == 0 { 1 } else { chunks }
+}
+
+/// Sixteen invocations load 64 elements of a row: distance of the rows that one loads.
+const LOAD_STEP: usize = 8;
+
+/// Rows of Q, and of K, of which an invocation loads four elements of a chunk.
+const LOADS_OF_QUERIES: usize = TallTile::ROWS / LOAD_STEP;
+const LOADS_OF_KEYS: usize = super::TILE / LOAD_STEP;
+
+/// Distance of the rows of K in `right_half`, in vectors of 4.
+const KEY_STEP: usize = TallTile::CHUNK / 4 + 2;
+
+/// Counterpart of `matrices::add_product` for the scores of a tall tile: `s0` ….
+pub(super) fn scores(variant: TileVariant, tall: TallTile, grid: Grid) -> String {
+    let (mut loads, mut zeros, mut stores) = (String::new(), String::new(), String::new());
+    let step = K.distance(variant, LOAD_STEP);
+    for n in 0..LOADS_OF_KEYS {
+        let at = n * LOAD_STEP * KEY_STEP;
+        let _infallible = writeln!(
+            loads,
+            "        var k_{n} = k_halves(min(k_first + {n}u * k_step, k_end), c + element);"
+        );
+        let _infallible =
+            writeln!(zeros, "            k_{n} = select(vec4<f16>(0.0h), k_{n}, inside);");
+        let _infallible = writeln!(stores, "        right_half[stored_at + {at}u] = k_{n};");
+    }
+    let (mut own_at, mut at) = (String::new(), OF_CHUNK);
+    if tall.kept_groups == 0 {
+        own_at = format!("    let own_at = {}u * vector + (lane & 15u);\n", tall.own_step());
+        at = "";
+        let [of_queries, into] = tall.queries("");
+        loads += &of_queries;
+        stores += &into;
+    }
+    let operands = Operands {
+        left: Staged { array: "own_half", step: tall.own_step(), at },
+        right: Staged { array: "right_half", step: KEY_STEP, at: "" },
+        elements: TallTile::CHUNK,
+    };
+    let parts = SumOverChunks::of(grid, operands);
+    let zeroed: String = (0..4).map(|r| format!("var s{r} = vec4<f32>(0.0);\n")).collect();
+    format!(
+        "{zeroed}{{
+    let element = 4u * (lane & 15u);
+    let vector = lane >> 4u;
+    let stored_at = {KEY_STEP}u * vector + (lane & 15u);
+{own_at}    let k_first = k_row(batch, kv_head, column + vector);
+    let k_end = k_last(batch, kv_head);
+    let k_step = {step};
+{begin}    for (var c = 0u; c < params.head_dim; c = c + 64u) {{
+{loads}        if (c + 64u > params.head_dim) {{
+            let inside =
+                vec4<u32>(c + element) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(params.head_dim);
+{zeros}        }}
+        workgroupBarrier();
+{stores}        workgroupBarrier();
+{multiply}    }}
+{end}}}
+",
+        begin = parts.begin,
+        multiply = parts.multiply,
+        end = parts.end("s"),
+    )
+}

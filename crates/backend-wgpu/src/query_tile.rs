@@ -1,0 +1,106 @@
+//! Queries of a tile of forward at level `matrix`.
+
+use annulus_core::{Error, Result};
+use wgpu::AdapterInfo;
+
+/// Queries of a workgroup of the forward kernels with cooperative matrices. Both give the same
+/// bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum QueryTile {
+    /// 32 queries, 64 invocations.
+    Of32,
+    /// 64 queries, 128 invocations: a third of the loads for each product up to dim 128, because K
+    /// and V serve twice as many queries and Q stays in workgroup memory.
+    Of64,
+}
+
+/// Vendor number of NVIDIA.
+const NVIDIA: u32 = 0x10de;
+
+/// Largest head and value dim of tiles of 64 queries by default. Beyond it they spill no register
+/// either, but workgroup memory holds Q no longer.
+const MAX_DIM: usize = 128;
+
+/// Least number of workgroups of 64 queries by default: as many as fill a GPU (`split_kv.rs`), or
+/// it would be idle in part where twice as many workgroups of 32 queries keep it busy.
+const MIN_WORKGROUPS: usize = 512;
+
+/// Shape of a forward launch by which the tile is chosen.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct LaunchShape {
+    /// The larger of head and value dim.
+    pub(crate) dim: usize,
+    /// Workgroups of 64 queries.
+    pub(crate) workgroups: usize,
+}
+
+impl QueryTile {
+    /// All tiles.
+    pub const ALL: [Self; 2] = [Self::Of32, Self::Of64];
+
+    /// Environment variable that names the tile, if the caller requests none.
+    pub const VARIABLE: &'static str = "ANNULUS_WGPU_QUERY_TILE";
+
+    /// Reads the tile from [`QueryTile::VARIABLE`]; `None` if it is not set.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if its value names none.
+    pub fn forced() -> Result<Option<Self>> {
+        let Some(value) = std::env::var_os(Self::VARIABLE) else { return Ok(None) };
+        let named = Self::ALL.into_iter().find(|tile| value == tile.name());
+        let names = Self::ALL.map(Self::name).join(", ");
+        named.map(Some).ok_or_else(|| {
+            Error::invalid(Self::VARIABLE, value.display(), format!("one of {names}"))
+        })
+    }
+
+    /// Name in [`QueryTile::VARIABLE`] and in messages.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Of32 => "32",
+            Self::Of64 => "64",
+        }
+    }
+
+    /// Selects the tile of large launches on an adapter: 64 queries on NVIDIA's GPUs, where loads
+    /// of K and V bound forward (benches/record/2026-11-26-h100.md). By RADV's estimate AMD's gain
+    /// 2 to 5 % without a bias and lose up to 30 % with one, because fewer workgroups fit workgroup
+    /// memory (benches/record/2026-11-26-wgpu-tile-64.md).
+    pub(crate) const fn of_adapter(info: &AdapterInfo) -> Self {
+        if info.vendor == NVIDIA { Self::Of64 } else { Self::Of32 }
+    }
+
+    /// True if a launch of this shape gains by 64 queries, on adapters that do.
+    pub(crate) const fn suits(shape: LaunchShape) -> bool {
+        let LaunchShape { dim, workgroups } = shape;
+        dim > 32 && dim <= MAX_DIM && workgroups >= MIN_WORKGROUPS
+    }
+}
+
+/// Tile of forward launches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum TileChoice {
+    /// Requested: of all launches that can have it.
+    Forced(QueryTile),
+    /// Of launches that it suits.
+    Default(QueryTile),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn large_launches_of_nvidia_have_64_queries() {
+        let of_vendor = |vendor| {
+            let kind = wgpu::DeviceType::DiscreteGpu;
+            let info = AdapterInfo { vendor, ..AdapterInfo::new(kind, wgpu::Backend::Vulkan) };
+            QueryTile::of_adapter(&info)
+        };
+        assert_eq!(of_vendor(0x10de), QueryTile::Of64);
+        assert_eq!([0x1002, 0x10005, 0].map(of_vendor), [QueryTile::Of32; 3]);
+        let suits = |dim, workgroups| QueryTile::suits(LaunchShape { dim, workgroups });
+        assert!(suits(64, 512) && suits(128, 4096));
+        assert!(!suits(64, 511) && !suits(32, 4096) && !suits(129, 4096));
+    }
+}
