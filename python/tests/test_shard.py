@@ -116,16 +116,28 @@ def test_a_strategy_is_chosen_for_documents(ranks: int) -> None:
         rows = np.concatenate([shard.q_rows for shard in shards])
         assert (np.sort(rows) == np.arange(length)).all()
         given = {"ranks": ranks, "layout": shards[0].layout, "route": shards[0].route}
-        by_mask, _, _ = results(**given, strategy="auto")
         documents = shards[0].documents
         strategy, sent, got = results(**given, strategy="auto", documents=documents)
         assert all(abs(one - other).max() < 1e-13 for one, other in zip(got, want, strict=True))
         if layout == "contiguous":
             # no document is on two ranks
-            assert (strategy, sent) == ("ring", 0) and by_mask != "ring"
-    # without a layout, rows are those of the plan
-    assert results(ranks=ranks, strategy="auto", documents={"cum_seqlens_q": starts})[1] == 0
+            assert (strategy, sent) == ("ring", 0)
+    # without a layout, that of the plan
+    _, _, got = results(ranks=ranks, strategy="auto", documents={"cum_seqlens_q": starts})
+    assert all(abs(one - other).max() < 1e-13 for one, other in zip(got, want, strict=True))
     assert attention.shard(length, ranks=ranks, rank=0).documents is None
+
+
+def test_documents_change_the_strategy_that_the_mask_chooses() -> None:
+    def chosen(documents: Any) -> str:
+        lengths: dict[str, Any] = {"batch": 1, "q_len": 64, "q_heads": 8, "head_dim": 8}
+        options: dict[str, Any] = {"ranks": 4, "layout": "contiguous", "strategy": "auto"}
+        with annulus.Attention().plan(**lengths, **options, documents=documents) as plan:
+            return plan.strategy
+
+    assert chosen(None) == "heads:4"
+    assert chosen({"cum_seqlens_q": range(0, 65, 16)}) == "ring"
+    assert chosen({"q_segment_ids": np.arange(64)[None] // 16}) == "ring"
 
 
 @pytest.mark.parametrize(
