@@ -24,10 +24,21 @@ Rows = Sequence[Sequence[int | tuple[int, int, int]]]
 Numbers = npt.NDArray[np.int64]
 Machine = str | os.PathLike[str] | Mapping[str, Any]
 """A machine: the path of a machine file, or its fields."""
+Documents = Mapping[str, Any]
+"""Arrays of a whole batch, under the names of ``Plan.update``."""
 ALIGNMENTS = ("top_left", "bottom_right")
 BIAS_ORDERS = ("after_soft_cap", "before_soft_cap")
 PRECISIONS = ("highest", "high", "default")
 LAYOUTS = ("contiguous", "zigzag", "striped")
+DOCUMENTS = {
+    "cum_seqlens_q": ("int64", 1),
+    "cum_seqlens_k": ("int64", 1),
+    "q_segment_ids": ("int32", 2),
+    "kv_segment_ids": ("int32", 2),
+    "q_positions": ("int64", 2),
+    "kv_positions": ("int64", 2),
+}
+"""Element type and axes of the arrays of a batch by which a layout or a strategy is chosen."""
 PLACES = ("q_rows", "kv_rows", "q_positions", "kv_positions")
 ROUTES = ("relay_up", "relay_down", "direct", "rails_up", "rails_down", "once_per_node")
 _COUNT = "[1-9][0-9]{0,8}"
@@ -147,16 +158,13 @@ class Attention:
             head_dim=1,
             value_dim=None,
         )
-        documents = {
-            name: _arrays.integers(name, value, dtype, axes)
-            for name, value, dtype, axes in (
-                ("cum_seqlens_q", cum_seqlens_q, "int64", 1),
-                ("cum_seqlens_k", cum_seqlens_k, "int64", 1),
-                ("q_segment_ids", q_segment_ids, "int32", 2),
-                ("kv_segment_ids", kv_segment_ids, "int32", 2),
-            )
-            if value is not None
+        given = {
+            "cum_seqlens_q": cum_seqlens_q,
+            "cum_seqlens_k": cum_seqlens_k,
+            "q_segment_ids": q_segment_ids,
+            "kv_segment_ids": kv_segment_ids,
         }
+        documents = checked_documents(given)
         balanced = isinstance(layout, str) and layout == "balanced"
         checked = config(self, rows, layout=None if balanced else layout)
         found = _annulus.shard(checked, rows, ranks, rank, documents, balanced)
@@ -169,6 +177,7 @@ class Attention:
             q_len=rows["q_len"],
             kv_len=rows["kv_len"],
             route=found["route"],
+            documents=documents or None,
             **{name: spelled_runs(found[name]) for name in PLACES},
         )
 
@@ -220,6 +229,8 @@ class Shard:
             compare, unless explicit positions say otherwise. In a packed document they start at 0.
         route: Route on which rows are sent only to ranks that need them, for ``route=`` of
             ``ring_attention`` and ``Plan``. None, except for ``balanced``.
+        documents: The packed lengths and segment ids that were given, for ``documents=`` of
+            ``Plan``. None without any.
     """
 
     layout: str | tuple[Rows, Rows]
@@ -232,6 +243,7 @@ class Shard:
     q_positions: Numbers
     kv_positions: Numbers
     route: str | None = None
+    documents: Documents | None = None
 
 
 def lengths(
@@ -268,6 +280,7 @@ def config(
     route: str | None = None,
     strategy: str = "ring",
     machine: Machine | None = None,
+    documents: Documents | None = None,
     kv_block_size: int | None = None,
     receive_ahead: int | None = None,
     deadline: float | None = None,
@@ -290,6 +303,7 @@ def config(
         "strategy": strategy,
         "machine_path": figures if is_path else None,
         "machine_text": None if figures is None or is_path else json.dumps(figures),
+        "documents": _documents_of_auto(documents, strategy),
         "kv_block_size": _check.integer_or_none("kv_block_size", kv_block_size, least=1),
         "receive_ahead": _check.integer_or_none("receive_ahead", receive_ahead, least=1),
         "deadline": _check.number_or_none("deadline", deadline),
@@ -351,6 +365,30 @@ def checked_machine(machine: Any, strategy: str) -> str | dict[str, Any] | None:
         want = "numbers that are finite, strings, lists and dicts"
         raise invalid("machine", str(error), want) from None
     return fields
+
+
+def checked_documents(given: Documents) -> dict[str, np.ndarray[Any, Any]]:
+    """Returns the arrays of documents that are given, in the element types of the module."""
+    return {
+        name: _arrays.integers(name, value, *DOCUMENTS[name])
+        for name, value in given.items()
+        if value is not None
+    }
+
+
+def _documents_of_auto(documents: Any, strategy: str) -> dict[str, np.ndarray[Any, Any]] | None:
+    """Returns the checked documents for which ``auto`` chooses."""
+    if documents is None:
+        return None
+    names = ", ".join(DOCUMENTS)
+    if not isinstance(documents, Mapping):
+        raise invalid("documents", repr(documents), f"a dict of {names}")
+    if strategy != "auto":
+        raise invalid("documents", f"a batch, for the strategy {strategy}", 'None, or "auto"')
+    for name in documents:
+        if name not in DOCUMENTS:
+            raise invalid("documents", repr(name), f"arrays of the names {names}")
+    return checked_documents(documents)
 
 
 def checked_layout(layout: Any) -> Any:

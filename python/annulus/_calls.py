@@ -374,7 +374,8 @@ def ring_attention(
             ``rails_up``, ``rails_down`` or ``once_per_node``. Default: chosen by the mask and the
             nodes.
         strategy: ``ring``, ``heads:H``, ``grid:QxK``, ``grid:HxQxK``, ``auto`` or a published
-            name: the division of the attention among ranks, see ``Plan``.
+            name: the division of the attention among ranks, see ``Plan``. ``auto`` chooses by the
+            mask; only a plan has ``documents``.
         machine: Path of a machine file, or a dict of its fields, with which ``auto`` takes the
             strategy of the least predicted time, see ``Plan``.
         kv_block_size: Hint: a KV block is split into messages at multiples of this many rows, see

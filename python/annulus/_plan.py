@@ -13,7 +13,16 @@ import numpy as np
 
 from . import _annulus, _arrays, _check
 from ._arrays import HostMemory, Tensor, accumulator
-from ._attention import Attention, Machine, Numbers, Rows, config, lengths, spelled_runs
+from ._attention import (
+    Attention,
+    Documents,
+    Machine,
+    Numbers,
+    Rows,
+    config,
+    lengths,
+    spelled_runs,
+)
 from ._device import DeviceMemory, Place
 from ._endpoint import carrier
 from ._errors import argument_got_want, invalid, refused, unsupported
@@ -69,6 +78,14 @@ class Plan:
         machine: Path of a machine file, as ``annulus measure`` writes it, or a dict of its fields:
             ``auto`` takes the strategy of the least predicted time whose buffers fit the memory of
             a rank. All ranks have the same machine. Only with ``auto``.
+        documents: The packed documents for which ``auto`` chooses: a dict of arrays under the names
+            of ``update``, without a mask, such as ``{"cum_seqlens_q": starts}`` or
+            ``Shard.documents``. They have all rows, also with ``comm``, and all ranks pass the same
+            ones: cum_seqlens ``[documents + 1]``, rows from 0, where rows after the last are
+            padding and a document may be empty; segment ids and positions ``[batch, q_len]`` and
+            ``[batch, kv_len]``. Only the choice depends on them: ``update`` is given this rank's
+            part, and other batches are computed correctly. Default: chosen by the mask alone. Only
+            with ``auto``.
         kv_block_size: Hint: a KV block is split into messages at multiples of this many rows, so
             that computing on one part overlaps receiving the next. Larger parts are fewer and
             longer messages; results change by rounding at most, and not with one rank. Ranks may
@@ -123,6 +140,7 @@ class Plan:
         route: str | None = None,
         strategy: str = "ring",
         machine: Machine | None = None,
+        documents: Documents | None = None,
         kv_block_size: int | None = None,
         receive_ahead: int | None = None,
         threads: int | None = None,
@@ -161,6 +179,7 @@ class Plan:
                 route=route,
                 strategy=strategy,
                 machine=machine,
+                documents=documents,
                 kv_block_size=kv_block_size,
                 receive_ahead=receive_ahead,
                 deadline=deadline,

@@ -53,6 +53,8 @@ pub(crate) struct Config<'py> {
     machine_path: Option<PathBuf>,
     /// Text of a machine file.
     machine_text: Option<String>,
+    /// Arrays of a whole batch, for which a strategy is chosen.
+    documents: Option<Bound<'py, PyDict>>,
     kv_block_size: Option<u64>,
     receive_ahead: Option<usize>,
     deadline: Option<f64>,
@@ -95,6 +97,7 @@ impl Config<'_> {
             .route(self.route(py)?)
             .strategy(self.strategy(py)?)
             .machine(self.machine(py)?)
+            .documents(self.documents.as_ref().map(|given| batch(py, given)).transpose()?)
             .kv_block_size(self.kv_block_size)
             .receive_ahead(self.receive_ahead)
             .deadline(seconds(py, "deadline", self.deadline)?)

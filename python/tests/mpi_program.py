@@ -295,6 +295,47 @@ def shared() -> None:
         raise AssertionError("an endpoint that is closed")
 
 
+def packed_documents() -> None:
+    """Each rank asks for its rows of packed documents, loads them alone, and the strategy is chosen
+    for the documents.
+    """
+    length, starts = 160, np.array([0, 80, 85, 85, 120, 160])
+    attention = annulus.Attention(causal=True)
+    q, dout = random(1, length, 4, 8), random(1, length, 4, 8, seed=3)
+    k, v = random(1, length, 2, 8, seed=1), random(1, length, 2, 8, seed=2)
+    lengths: dict[str, Any] = {"batch": 1, "q_heads": 4, "kv_heads": 2, "head_dim": 8}
+    lengths.update(q_len=length, threads=1)
+    with attention.plan(**lengths) as one:
+        one.update(cum_seqlens_q=starts)
+        want = one.forward(q, k, v)
+        of_one = one.backward(q, k, v, want, dout)
+    for layout in ("balanced", "contiguous"):
+        shard = attention.shard(length, comm=WORLD, layout=layout, cum_seqlens_q=starts)
+        rows = shard.q_rows
+        assert sum(WORLD.allgather(len(rows))) == length and (rows == shard.kv_rows).all()
+        given = {"layout": shard.layout, "route": shard.route, "documents": shard.documents}
+        with attention.plan(**lengths, comm=WORLD, strategy="auto", **given) as plan:
+            assert (plan.q_rows == rows).all() and (plan.kv_rows == rows).all()
+            plan.update(cum_seqlens_q=starts)
+            own = [x[:, rows] for x in (q, k, v)]
+            forward = plan.forward(*own)
+            gradients = plan.backward(*own, forward, dout[:, rows])
+        assert abs(forward.out - want.out[:, rows]).max() < 2e-6
+        for name in ("dq", "dk", "dv"):
+            assert abs(getattr(gradients, name) - getattr(of_one, name)[:, rows]).max() < 1e-5
+    if RANKS == 1:
+        return
+    # documents of one rank that are wrong are refused on all
+    wrong = {"cum_seqlens_q": [0, length + (RANK == 1)]}
+    try:
+        attention.plan(**lengths, comm=WORLD, strategy="auto", documents=wrong)
+    except annulus.Error as error:
+        assert error.code == (1 if RANK == 1 else 4), error
+        assert "cum_seqlens_q" in str(error), error
+    else:
+        raise AssertionError("documents that do not fit")
+
+
 def one_call(length: int) -> None:
     """Rows that are dealt contiguously, with a bias of own queries × all keys."""
     x, bias = random(2, length, 4, 8), random(1, 1, length, length, seed=1)
@@ -323,6 +364,7 @@ def main() -> None:
     for index, case in enumerate(cases):
         golden(case, ("contiguous", "zigzag", "striped")[index % 3])
     sub_communicator()
+    packed_documents()
     decoding()
     one_call(30)
     # some ranks have one row

@@ -89,6 +89,91 @@ def test_documents_are_balanced_before_there_are_tensors(ranks: int) -> None:
     assert (by_ids.q_rows == first.q_rows).all() and (by_ids.q_positions == first.q_rows).all()
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_strategy_is_chosen_for_documents(ranks: int) -> None:
+    length, starts = 320, np.arange(0, 321, 80)
+    attention = annulus.Attention(causal=True)
+    q, dout = (random(1, length, 4, 8, seed=seed, dtype="f8") for seed in (0, 3))
+    k, v = (random(1, length, 4, 8, seed=seed, dtype="f8") for seed in (1, 2))
+    lengths: dict[str, Any] = {"batch": 1, "q_len": length, "q_heads": 4, "head_dim": 8}
+
+    def results(**options: Any) -> tuple[str, int, Any]:
+        """Strategy, bytes of a forward pass, and outputs and gradients."""
+        with attention.plan(**lengths, dtype="float64", threads=1, **options) as plan:
+            plan.update(cum_seqlens_q=starts)
+            forward = plan.forward(q, k, v)
+            gradients = plan.backward(q, k, v, forward, dout)
+            sent = sum(report.bytes_sent for report in forward.reports)
+            arrays = (forward.out, forward.lse, gradients.dq, gradients.dk, gradients.dv)
+            return plan.strategy, sent, arrays
+
+    _, _, want = results()
+    for layout in ("contiguous", "striped", "balanced"):
+        shards = [
+            attention.shard(length, ranks=ranks, rank=rank, layout=layout, cum_seqlens_q=starts)
+            for rank in range(ranks)
+        ]
+        rows = np.concatenate([shard.q_rows for shard in shards])
+        assert (np.sort(rows) == np.arange(length)).all()
+        given = {"ranks": ranks, "layout": shards[0].layout, "route": shards[0].route}
+        documents = shards[0].documents
+        strategy, sent, got = results(**given, strategy="auto", documents=documents)
+        assert all(abs(one - other).max() < 1e-13 for one, other in zip(got, want, strict=True))
+        if layout == "contiguous":
+            # no document is on two ranks
+            assert (strategy, sent) == ("ring", 0)
+    # without a layout, that of the plan
+    _, _, got = results(ranks=ranks, strategy="auto", documents={"cum_seqlens_q": starts})
+    assert all(abs(one - other).max() < 1e-13 for one, other in zip(got, want, strict=True))
+    assert attention.shard(length, ranks=ranks, rank=0).documents is None
+
+
+def test_documents_change_the_strategy_that_the_mask_chooses() -> None:
+    def chosen(documents: Any) -> str:
+        lengths: dict[str, Any] = {"batch": 1, "q_len": 64, "q_heads": 8, "head_dim": 8}
+        options: dict[str, Any] = {"ranks": 4, "layout": "contiguous", "strategy": "auto"}
+        with annulus.Attention().plan(**lengths, **options, documents=documents) as plan:
+            return plan.strategy
+
+    assert chosen(None) == "heads:4"
+    assert chosen({"cum_seqlens_q": range(0, 65, 16)}) == "ring"
+    assert chosen({"q_segment_ids": np.arange(64)[None] // 16}) == "ring"
+
+
+@pytest.mark.parametrize(
+    ("documents", "options", "text"),
+    [
+        ({"cum_seqlens_q": [0, 7]}, {"strategy": "ring"}, "documents: got a batch, for "),
+        ({"cum_seqlens_q": [0, 8]}, {}, "cum_seqlens_q: got 8 as the last number, want at most 7"),
+        ({"cum_seqlens_q": [0, 5, 3, 7]}, {}, "cum_seqlens_q: got 3 after 5"),
+        ({"cum_seqlens_q": [1, 7]}, {}, "cum_seqlens_q: got 1 as the first number"),
+        ({"cum_seqlens_q": [0, -1]}, {}, "cum_seqlens_q: got -1 after 0"),
+        ({"cum_seqlens_q": np.zeros(0, int)}, {}, "cum_seqlens_q: got an empty list"),
+        ({"cum_seqlens_q": [0.0, 7.0]}, {}, "cum_seqlens_q: got elements float64"),
+        ({"cum_seqlens_q": [[0, 7]]}, {}, "cum_seqlens_q: got 2 axes"),
+        ({"q_segment_ids": np.zeros((1, 6), int)}, {}, "q_segment_ids: got"),
+        ({"kv_positions": np.zeros((2, 7), int)}, {}, "kv_positions: got"),
+        ({"attention_mask": np.ones((1, 1, 7, 7))}, {}, "documents: got 'attention_mask'"),
+        ({"lengths": [3, 4]}, {}, "documents: got 'lengths', want arrays of the names cum_seq"),
+        ([3, 4], {}, r"documents: got \[3, 4\], want a dict of cum_seqlens_q"),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_wrong_documents_are_named(
+    documents: Any, options: dict[str, Any], text: str, ranks: int
+) -> None:
+    arguments = {"strategy": "auto", **options, "documents": documents, "ranks": ranks}
+    with pytest.raises(annulus.InvalidArgument, match=f"^{text}"):
+        annulus.Attention().plan(batch=1, q_len=7, q_heads=2, head_dim=4, **arguments)
+
+
+def test_documents_may_be_empty_and_need_not_fill_the_sequence() -> None:
+    documents = {"cum_seqlens_q": [0, 3, 3, 6]}
+    annulus.Attention().plan(
+        batch=1, q_len=7, q_heads=2, head_dim=4, ranks=2, strategy="auto", documents=documents
+    ).close()
+
+
 @pytest.mark.parametrize(
     ("options", "argument"),
     [

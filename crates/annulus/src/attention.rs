@@ -595,6 +595,9 @@ impl Attention {
             let got = format!("one, for {}", self.strategy);
             return Err(Error::invalid(*name, got, "none: the strategy auto alone depends on it"));
         }
+        if let Some(documents) = &self.documents {
+            spec.validate_batch(documents, dims.q_len, dims.kv_len)?;
+        }
         let deadlines = [("deadline", self.deadline), ("arrival_deadline", self.arrival_deadline)];
         for (name, deadline) in deadlines {
             if let Some(deadline) = deadline.filter(|&deadline| deadline < deadline::LEAST) {

@@ -24,7 +24,11 @@ impl Attention {
     /// either, the strategy is chosen by the mask alone.
     ///
     /// Every rank must set the same batch. The plan is updated with its own rows of the batch as
-    /// without it. With another strategy it is refused.
+    /// without it. With another strategy, or if a tensor does not fit the lengths of the plan, it
+    /// is refused when the plan is made ([`Attention::spec`]).
+    ///
+    /// With a layout that was set, [`Attention::rank_rows`] returns the rows of a rank before there
+    /// is a plan, whichever strategy is chosen; otherwise [`crate::Plan::q_rows`] does.
     ///
     /// # Examples
     /// Documents that no rank shares with another are sent nowhere by a ring.
@@ -68,4 +72,33 @@ pub(crate) fn planned(batch: Batch) -> Batch {
         both => both,
     };
     Batch { q_segment_ids: q, kv_segment_ids: kv, attention_mask: None, ..batch }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use annulus_core::Dims;
+
+    fn packed(starts: &[i64]) -> Batch {
+        Batch { cum_seqlens_q: Some(starts.to_vec()), ..Batch::default() }
+    }
+
+    #[test]
+    fn documents_that_do_not_fit_are_refused_on_any_number_of_ranks() {
+        let dims = Dims::new(1, 40, 2, 8);
+        let auto = Attention::new().strategy(Strategy::Auto);
+        for ranks in [1, 3] {
+            let refusal = |starts: &[i64]| {
+                let documents = auto.clone().documents(packed(starts));
+                documents.local_ring(dims, ranks).unwrap_err().to_string()
+            };
+            assert!(refusal(&[0, 41]).starts_with("cum_seqlens_q: got 41 as the last"));
+            assert!(refusal(&[0, 9, 5, 40]).starts_with("cum_seqlens_q: got 5 after 9"));
+            assert!(refusal(&[]).starts_with("cum_seqlens_q: got an empty list"));
+            // a document without rows, and padding
+            auto.clone().documents(packed(&[0, 9, 9, 30])).local_ring(dims, ranks).unwrap();
+        }
+        let ring = Attention::new().documents(packed(&[0, 40])).local_ring(dims, 1);
+        assert!(ring.unwrap_err().to_string().starts_with("documents: got one, for ring"));
+    }
 }

@@ -8,7 +8,8 @@
 //! Prints one JSON line per distribution of lengths and number of ranks, for `rows` rows (default:
 //! 2²⁰) of 32 heads of dim 128. `gflops` is the rate of a rank, from which the time of a forward
 //! and a backward pass is predicted; `seed` draws the lengths (default: 7), and `draws` is the
-//! number of seeds from it on (default: 1). `mask` is `causal` (the default) or `full`, both within
+//! number of seeds from it on (default: 1). `ranks` are the numbers of ranks, separated by commas
+//! (default: 8,16,64). `mask` is `causal` (the default) or `full`, both within
 //! documents. `tiles_of_one_rank` is the number of tiles with a visible pair on one rank, divided
 //! by that of all ranks, and `tiles_over_contiguous` the latter divided by that of contiguous
 //! shards. `tiles_bound` is the least that any balanced layout can have, divided by the tiles that
@@ -36,24 +37,29 @@ fn main() -> Result<()> {
     let mut seed = 7;
     let mut draws = 1;
     let mut causal = true;
+    let mut ranks = vec![8, 16, 64];
     for given in std::env::args().skip(1) {
         let parsed = match given.split_once('=') {
             Some(("gflops", rate)) => rate.parse().map(|rate| gflops = rate).ok(),
             Some(("rows", number)) => number.parse().map(|number| rows = number).ok(),
             Some(("seed", number)) => number.parse().map(|number| seed = number).ok(),
             Some(("draws", number)) => number.parse().map(|number| draws = number).ok(),
+            Some(("ranks", list)) => {
+                let counts = list.split(',').map(str::parse);
+                counts.collect::<std::result::Result<_, _>>().map(|counts| ranks = counts).ok()
+            }
             Some(("mask", mask @ ("causal" | "full"))) => {
                 causal = mask == "causal";
                 Some(())
             }
             _ => None,
         };
-        let want = "gflops, rows, seed or draws = a number, mask = causal or full";
+        let want = "gflops, rows, seed or draws = a number, ranks = numbers, mask = causal or full";
         parsed.ok_or_else(|| Error::invalid("argument", given, want))?;
     }
     for seed in seed..seed + draws {
         for (name, lens) in distributions(rows, seed) {
-            for ranks in [8, 16, 64] {
+            for &ranks in &ranks {
                 solver(name, &lens, ranks, gflops * 1e9, causal)?;
             }
         }

@@ -23,6 +23,7 @@ module annulus
   public :: annulus_attention_set_custom_layout, annulus_attention_set_balanced_layout
   public :: annulus_attention_q_rows, annulus_attention_kv_rows, annulus_attention_on_silence
   public :: annulus_attention_on_step, annulus_attention_set_machine
+  public :: annulus_attention_set_documents
   public :: annulus_attention_set_cuda_stream, annulus_attention_set_nccl_communicator
   public :: annulus_endpoint_create_mpi, annulus_endpoint_destroy
   public :: annulus_plan_create_endpoint, annulus_cache_create_endpoint
@@ -559,6 +560,13 @@ module annulus
       integer(c_int) :: status
     end function c_set_balanced_layout
 
+    function c_set_documents(attention, batch) &
+        bind(c, name="annulus_attention_set_documents") result(status)
+      import :: c_int, c_ptr
+      type(c_ptr), value :: attention, batch
+      integer(c_int) :: status
+    end function c_set_documents
+
     function c_update(plan, batch) bind(c, name="annulus_plan_update") result(status)
       import :: c_int, c_ptr
       type(c_ptr), value :: plan, batch
@@ -1012,8 +1020,43 @@ contains
     integer(c_int64_t), intent(in), target, optional :: q_positions(:, :), kv_positions(:, :)
     integer(c_int64_t), intent(in), target, optional :: cum_seqlens_q(:), cum_seqlens_k(:)
     integer(c_int) :: status
-    type(annulus_tensor), target :: tensors(6)
+    type(annulus_tensor), target :: tensors(7)
     type(annulus_batch), target :: batch
+    call batch_of(batch, tensors, q_segment_ids, kv_segment_ids, q_positions, kv_positions, &
+                  cum_seqlens_q=cum_seqlens_q, cum_seqlens_k=cum_seqlens_k)
+    status = c_set_balanced_layout(attention, ranks, c_loc(batch))
+  end function annulus_attention_set_balanced_layout
+
+  ! Sets the documents of a batch of all rows, for which ANNULUS_STRATEGY_AUTO chooses. The
+  ! arguments are those of annulus_plan_update, of all rows. Without any, documents are removed.
+  function annulus_attention_set_documents(attention, q_segment_ids, kv_segment_ids, q_positions, &
+      kv_positions, cum_seqlens_q, cum_seqlens_k) result(status)
+    type(c_ptr), intent(in) :: attention
+    integer(c_int32_t), intent(in), target, optional :: q_segment_ids(:, :), kv_segment_ids(:, :)
+    integer(c_int64_t), intent(in), target, optional :: q_positions(:, :), kv_positions(:, :)
+    integer(c_int64_t), intent(in), target, optional :: cum_seqlens_q(:), cum_seqlens_k(:)
+    integer(c_int) :: status
+    type(annulus_tensor), target :: tensors(7)
+    type(annulus_batch), target :: batch
+    if (present(q_segment_ids) .or. present(kv_segment_ids) .or. present(q_positions) .or. &
+        present(kv_positions) .or. present(cum_seqlens_q) .or. present(cum_seqlens_k)) then
+      call batch_of(batch, tensors, q_segment_ids, kv_segment_ids, q_positions, kv_positions, &
+                    cum_seqlens_q=cum_seqlens_q, cum_seqlens_k=cum_seqlens_k)
+      status = c_set_documents(attention, c_loc(batch))
+    else
+      status = c_set_documents(attention, c_null_ptr)
+    end if
+  end function annulus_attention_set_documents
+
+  ! Makes a batch of the arrays that are present. It points to tensors, which point to the arrays.
+  subroutine batch_of(batch, tensors, q_segment_ids, kv_segment_ids, q_positions, kv_positions, &
+      attention_mask, cum_seqlens_q, cum_seqlens_k)
+    type(annulus_batch), intent(out) :: batch
+    type(annulus_tensor), intent(inout), target :: tensors(7)
+    integer(c_int32_t), intent(in), target, optional :: q_segment_ids(:, :), kv_segment_ids(:, :)
+    integer(c_int64_t), intent(in), target, optional :: q_positions(:, :), kv_positions(:, :)
+    logical(c_bool), intent(in), target, optional :: attention_mask(:, :, :, :)
+    integer(c_int64_t), intent(in), target, optional :: cum_seqlens_q(:), cum_seqlens_k(:)
     batch%struct_size = int(c_sizeof(batch), c_int64_t)
     if (present(q_segment_ids)) then
       tensors(1) = annulus_tensor_of(q_segment_ids)
@@ -1031,16 +1074,19 @@ contains
       tensors(4) = annulus_tensor_of(kv_positions)
       batch%kv_positions = c_loc(tensors(4))
     end if
+    if (present(attention_mask)) then
+      tensors(5) = annulus_tensor_of(attention_mask)
+      batch%attention_mask = c_loc(tensors(5))
+    end if
     if (present(cum_seqlens_q)) then
-      tensors(5) = annulus_tensor_of(cum_seqlens_q)
-      batch%cum_seqlens_q = c_loc(tensors(5))
+      tensors(6) = annulus_tensor_of(cum_seqlens_q)
+      batch%cum_seqlens_q = c_loc(tensors(6))
     end if
     if (present(cum_seqlens_k)) then
-      tensors(6) = annulus_tensor_of(cum_seqlens_k)
-      batch%cum_seqlens_k = c_loc(tensors(6))
+      tensors(7) = annulus_tensor_of(cum_seqlens_k)
+      batch%cum_seqlens_k = c_loc(tensors(7))
     end if
-    status = c_set_balanced_layout(attention, ranks, c_loc(batch))
-  end function annulus_attention_set_balanced_layout
+  end subroutine batch_of
 
   ! The tensor of an array of these lengths. addresses are those of its first element, and for each
   ! axis of the second element along it, or of the first again if there is no second. An empty array
@@ -1256,35 +1302,8 @@ contains
     integer(c_int) :: status
     type(annulus_tensor), target :: tensors(7)
     type(annulus_batch), target :: batch
-    batch%struct_size = int(c_sizeof(batch), c_int64_t)
-    if (present(q_segment_ids)) then
-      tensors(1) = annulus_tensor_of(q_segment_ids)
-      batch%q_segment_ids = c_loc(tensors(1))
-    end if
-    if (present(kv_segment_ids)) then
-      tensors(2) = annulus_tensor_of(kv_segment_ids)
-      batch%kv_segment_ids = c_loc(tensors(2))
-    end if
-    if (present(q_positions)) then
-      tensors(3) = annulus_tensor_of(q_positions)
-      batch%q_positions = c_loc(tensors(3))
-    end if
-    if (present(kv_positions)) then
-      tensors(4) = annulus_tensor_of(kv_positions)
-      batch%kv_positions = c_loc(tensors(4))
-    end if
-    if (present(attention_mask)) then
-      tensors(5) = annulus_tensor_of(attention_mask)
-      batch%attention_mask = c_loc(tensors(5))
-    end if
-    if (present(cum_seqlens_q)) then
-      tensors(6) = annulus_tensor_of(cum_seqlens_q)
-      batch%cum_seqlens_q = c_loc(tensors(6))
-    end if
-    if (present(cum_seqlens_k)) then
-      tensors(7) = annulus_tensor_of(cum_seqlens_k)
-      batch%cum_seqlens_k = c_loc(tensors(7))
-    end if
+    call batch_of(batch, tensors, q_segment_ids, kv_segment_ids, q_positions, kv_positions, &
+                  attention_mask, cum_seqlens_q, cum_seqlens_k)
     status = c_update(plan, c_loc(batch))
   end function annulus_plan_update
 

@@ -1210,6 +1210,31 @@ int annulus_attention_set_balanced_layout(struct annulus_attention *attention,
                                           const struct annulus_batch *batch);
 
 /**
+ * Sets the documents for which ANNULUS_STRATEGY_AUTO chooses the strategy, in place of earlier
+ * ones. Default: those of annulus_attention_set_balanced_layout; without either, it chooses by
+ * the mask alone. NULL restores the default.
+ *
+ * Local; every rank makes the same call, because the strategy is the same on all. `batch` has all
+ * rows, on every rank: packed lengths, segment ids or positions; a dense mask is not used. Rows
+ * after the last packed document are padding, and a document may have no row. The batch is copied,
+ * and only the choice depends on it: the plan is given its own rows of it by
+ * annulus_plan_update, and other batches are computed correctly.
+ *
+ * With a layout other than ANNULUS_LAYOUT_AUTO, annulus_attention_q_rows returns the rows of a
+ * rank before there is a plan, whichever strategy is chosen. With ANNULUS_LAYOUT_AUTO the layout
+ * depends on the strategy, and annulus_plan_q_rows returns them.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT, with the name of the tensor, or of `documents` if options.strategy is
+ * not ANNULUS_STRATEGY_AUTO; ANNULUS_OUT_OF_MEMORY. The documents that were set before stay.
+ *
+ * Safety
+ * `batch` is NULL or points to an initialised batch, whose tensors nobody writes to meanwhile.
+ */
+int annulus_attention_set_documents(struct annulus_attention *attention,
+                                    const struct annulus_batch *batch);
+
+/**
  * Writes the global query rows of `rank` of `ranks` to `rows`, in the order of its tensors, and
  * their number to `*count`, before there is a plan. Local.
  *

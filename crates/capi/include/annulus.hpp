@@ -289,6 +289,12 @@ class attention {
     const annulus_batch all = detail::get(documents);
     detail::check(annulus_attention_set_balanced_layout(get(), ranks, &all));
   }
+  /* Sets the documents of a batch of all rows, for which ANNULUS_STRATEGY_AUTO chooses. */
+  template <class M>
+  void set_documents(const batch<M> &documents) {
+    const annulus_batch all = detail::get(documents);
+    detail::check(annulus_attention_set_documents(get(), &all));
+  }
   /* Global rows of one rank of a ring, in the order of its tensors, before there is a plan. */
   std::vector<std::int64_t> q_rows(std::int64_t ranks, std::int64_t rank) const {
     return detail::rows([&](std::int64_t *rows, std::int64_t capacity, std::int64_t *count) {

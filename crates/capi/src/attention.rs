@@ -298,16 +298,67 @@ pub unsafe extern "C" fn annulus_attention_set_balanced_layout(
         ATTENTIONS.with(attention, |description| {
             description.list(ListedKind::Balanced, |attention, dims| {
                 let ranks = length("ranks", ranks)?;
-                let batch = if batch.is_null() {
-                    Batch::default()
-                } else {
-                    // SAFETY: as the caller promises
-                    unsafe { versioned::read(batch).and_then(|batch| batch.copy()) }?
-                };
+                // SAFETY: as the caller promises
+                let batch = unsafe { copied(batch) }?.unwrap_or_default();
                 attention.balanced(dims, &batch, ranks)
             })
         })
     })
+}
+
+/// Sets the documents for which ANNULUS_STRATEGY_AUTO chooses the strategy, in place of earlier
+/// ones. Default: those of [`annulus_attention_set_balanced_layout`]; without either, it chooses by
+/// the mask alone. NULL restores the default.
+///
+/// Local; every rank makes the same call, because the strategy is the same on all. `batch` has all
+/// rows, on every rank: packed lengths, segment ids or positions; a dense mask is not used. Rows
+/// after the last packed document are padding, and a document may have no row. The batch is copied,
+/// and only the choice depends on it: the plan is given its own rows of it by
+/// [`annulus_plan_update`](crate::annulus_plan_update), and other batches are computed correctly.
+///
+/// With a layout other than ANNULUS_LAYOUT_AUTO, [`annulus_attention_q_rows`] returns the rows of a
+/// rank before there is a plan, whichever strategy is chosen. With ANNULUS_LAYOUT_AUTO the layout
+/// depends on the strategy, and [`annulus_plan_q_rows`](crate::annulus_plan_q_rows) returns them.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT, with the name of the tensor, or of `documents` if options.strategy is
+/// not ANNULUS_STRATEGY_AUTO; ANNULUS_OUT_OF_MEMORY. The documents that were set before stay.
+///
+/// # Safety
+/// `batch` is NULL or points to an initialised batch, whose tensors nobody writes to meanwhile.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_attention_set_documents(
+    attention: *mut annulus_attention,
+    batch: *const annulus_batch,
+) -> c_int {
+    guard(|| {
+        ATTENTIONS.with(attention, |description| {
+            // SAFETY: as the caller promises
+            let batch = unsafe { copied(batch) }?;
+            if batch.is_some() && description.strategy != Strategy::Auto {
+                let got = format!("a batch, for the strategy {}", description.strategy);
+                let want = "none, or options.strategy = ANNULUS_STRATEGY_AUTO";
+                return Err(Error::invalid("documents", got, want));
+            }
+            let attention = description.attention.clone().documents(batch);
+            attention.spec(description.dims)?;
+            description.attention = attention;
+            Ok(())
+        })
+    })
+}
+
+/// Copies a batch; `None` for NULL.
+///
+/// # Safety
+/// `batch` is NULL, misaligned or points to an initialised batch, whose tensors nobody writes to
+/// meanwhile.
+unsafe fn copied(batch: *const annulus_batch) -> Result<Option<Batch>> {
+    if batch.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: as the caller promises
+    unsafe { versioned::read(batch).and_then(|batch| batch.copy()) }.map(Some)
 }
 
 /// Writes the global query rows of `rank` of `ranks` to `rows`, in the order of its tensors, and

@@ -53,11 +53,7 @@ impl RingShards {
             q: memory::list("the shards of all ranks", ranks)?,
             kv: memory::list("the shards of all ranks", ranks)?,
         };
-        // packed lengths are whole on every rank
-        let differs = batch.q_segment_ids.is_some()
-            || batch.kv_segment_ids.is_some()
-            || batch.q_positions.is_some()
-            || batch.kv_positions.is_some();
+        let differs = batch.differs_between_ranks();
         // rows, ids and positions of both sides are the same
         let starts = [&batch.cum_seqlens_q, &batch.cum_seqlens_k];
         let are_equal = !differs
@@ -87,5 +83,30 @@ impl RingShards {
             shards.q.push(q);
         }
         Ok(shards)
+    }
+
+    /// Returns the shards of a layout with the same queries of each rank, and other keys.
+    ///
+    /// # Errors
+    /// As [`RingShards::of_batch`].
+    pub(crate) fn with_keys_of(
+        &self,
+        dims: &Dims,
+        alignment: Alignment,
+        layout: &Layout,
+        batch: Option<&Batch>,
+    ) -> Result<Self> {
+        let ranks = self.q.len();
+        let none = Batch::default();
+        let batch = batch.unwrap_or(&none);
+        if batch.differs_between_ranks() {
+            return Self::of_batch(dims, alignment, layout, ranks, batch);
+        }
+        let mut kv = memory::list("the shards of all ranks", ranks)?;
+        for rank in 0..ranks {
+            let shard = Shard::local(dims, alignment, layout, Side::Kv, rank, ranks, batch);
+            kv.push(Arc::new(shard));
+        }
+        Ok(Self { q: self.q.clone(), kv })
     }
 }

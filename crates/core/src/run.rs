@@ -87,6 +87,43 @@ impl Runs {
         }
     }
 
+    /// Returns the same numbers in ascending order as runs of consecutive ones, if this list has
+    /// the rows of neighbours in a striped layout:
+    ///
+    /// ```text
+    /// s, s + p, s + 2p, …                              s, s + 1, …, s + n − 1
+    /// s + 1, s + 1 + p, s + 1 + 2p, …        becomes   s + p, s + p + 1, …, s + p + n − 1
+    /// …                                                …
+    /// s + n − 1, s + n − 1 + p, …                      (a single run if n = p)
+    /// ```
+    pub(crate) fn in_blocks(&self) -> Option<Self> {
+        let Run { start, step: period, count: blocks } = *self.runs.first()?;
+        let width = self.runs.len() as u64;
+        if width < 2 || period < 2 || width > period.unsigned_abs() {
+            return None;
+        }
+        let is_stripe = |(index, run): (u64, &Run)| {
+            run.start == start + index.cast_signed()
+                && (run.step == period || run.count == 1)
+                && (run.count == blocks || run.count + 1 == blocks)
+        };
+        let is_descending = self.runs.is_sorted_by(|one, next| one.count >= next.count);
+        if !is_descending || !(0..).zip(&self.runs).all(is_stripe) {
+            return None;
+        }
+        if width == period.unsigned_abs() {
+            return Some(Self::counting(start, self.len));
+        }
+        let in_last = self.runs.iter().filter(|run| run.count == blocks).count() as u64;
+        let mut rows = Self::new();
+        for block in 0..blocks {
+            let count = if block + 1 == blocks { in_last } else { width };
+            let start = start + period * block.cast_signed();
+            rows.push_run(Run { start, step: 1, count });
+        }
+        Some(rows)
+    }
+
     /// Returns the number of elements.
     pub const fn len(&self) -> u64 {
         self.len
@@ -143,6 +180,54 @@ mod tests {
                 prop_assert_eq!(range.contains(&index), (lo..hi).contains(&run.at(index)));
             }
         }
+    }
+
+    proptest! {
+        #[test]
+        fn stripes_of_neighbours_are_blocks(
+            period in 2i64..9,
+            width in 2i64..9,
+            blocks in 1i64..5,
+            in_last in 1i64..9,
+            start in 0i64..20,
+        ) {
+            let (width, in_last) = (width.min(period), in_last.min(width).min(period));
+            let mut stripes = Runs::new();
+            for index in 0..width {
+                let count = if index < in_last { blocks } else { blocks - 1 };
+                let run = Run { start: start + index, step: period, count: count as u64 };
+                stripes.push_run(run);
+            }
+            let mut want: Vec<i64> = stripes.iter().collect();
+            want.sort_unstable();
+            let Some(found) = stripes.in_blocks() else {
+                // of one stripe alone
+                prop_assert!(stripes.runs().len() < 2);
+                return Ok(());
+            };
+            prop_assert_eq!(found.iter().collect::<Vec<_>>(), want);
+            let expected = if stripes.runs().len() as i64 == period { 1 } else { blocks };
+            prop_assert_eq!(found.runs().len() as i64, expected);
+        }
+    }
+
+    #[test]
+    fn other_runs_are_no_blocks() {
+        let runs = |all: &[(i64, i64, u64)]| {
+            let mut runs = Runs::new();
+            for &(start, step, count) in all {
+                runs.push_run(Run { start, step, count });
+            }
+            runs.in_blocks()
+        };
+        assert_eq!(runs(&[]), None);
+        assert_eq!(runs(&[(0, 4, 3)]), None);
+        assert_eq!(runs(&[(0, 4, 3), (2, 4, 3)]), None, "a gap");
+        assert_eq!(runs(&[(0, 4, 2), (1, 4, 3)]), None, "the second is longer");
+        assert_eq!(runs(&[(0, 4, 3), (1, 4, 1)]), None, "the second lacks two");
+        assert_eq!(runs(&[(0, 4, 3), (1, 5, 3)]), None, "two periods");
+        assert_eq!(runs(&[(0, 1, 3), (3, 1, 3)]), None, "contiguous");
+        assert_eq!(runs(&[(0, 2, 3), (1, 2, 3), (2, 2, 3)]), None, "a row twice");
     }
 
     #[test]

@@ -390,6 +390,63 @@ static void layouts_are_checked(void) {
   OK(annulus_attention_destroy(attention));
 }
 
+static void documents_are_checked(void) {
+  annulus_options options = case_options();
+  annulus_attention *attention = case_attention();
+  int64_t count = 0, starts[] = {0, 20, 10, LEN}, one = 1;
+  annulus_tensor packed = {starts, ANNULUS_I64, {4, 1, 1, 1}, {1, 0, 0, 0}};
+  annulus_batch batch = {.struct_size = sizeof batch, .cum_seqlens_q = &packed};
+  /* the strategy is the ring */
+  REFUSED(annulus_attention_set_documents(attention, &batch),
+          "documents: got a batch, for the strategy ring, want none, or options.strategy");
+  OK(annulus_attention_set_documents(attention, NULL));
+  OK(annulus_attention_destroy(attention));
+  REFUSED(annulus_attention_set_documents(attention, &batch), "attention: got 0x");
+
+  options.strategy = ANNULUS_STRATEGY_AUTO;
+  options.layout = ANNULUS_LAYOUT_CONTIGUOUS;
+  OK(annulus_attention_create(&options, &attention));
+  REFUSED(annulus_attention_set_documents(attention, &batch), "cum_seqlens_q: got 10 after 20");
+  starts[2] = LEN + 1;
+  REFUSED(annulus_attention_set_documents(attention, &batch), "cum_seqlens_q");
+  starts[2] = 30, starts[0] = 1;
+  REFUSED(annulus_attention_set_documents(attention, &batch), "cum_seqlens_q: got 1 as the first");
+  starts[0] = -1;
+  REFUSED(annulus_attention_set_documents(attention, &batch), "cum_seqlens_q: got -1 as the first");
+  starts[0] = 0, packed.dims[0] = 0;
+  REFUSED(annulus_attention_set_documents(attention, &batch), "cum_seqlens_q: got an empty list");
+  packed.dims[0] = 4, packed.dtype = ANNULUS_F64;
+  REFUSED(annulus_attention_set_documents(attention, &batch), "cum_seqlens_q");
+  packed.dtype = ANNULUS_I64, batch.struct_size = 8;
+  REFUSED(annulus_attention_set_documents(attention, &batch), "batch.struct_size");
+  batch.struct_size = sizeof batch;
+  annulus_tensor ids = {&one, ANNULUS_I32, {BATCH, LEN - 1, 1, 1}, {0, 0, 0, 0}};
+  annulus_batch by_ids = {.struct_size = sizeof by_ids, .q_segment_ids = &ids};
+  REFUSED(annulus_attention_set_documents(attention, &by_ids), "q_segment_ids");
+  /* a document without a row, and padding after the last */
+  starts[2] = 20, starts[3] = LEN - 5;
+  OK(annulus_attention_set_documents(attention, &batch));
+  /* the strategy leaves the rows where the layout has them */
+  int64_t rows[LEN], all = 0;
+  for (int64_t rank = 0; rank < 2; rank++) {
+    OK(annulus_attention_q_rows(attention, 2, rank, rows, LEN, &count));
+    for (int64_t i = 0; i < count; i++) CHECK(rows[i] == all + i);
+    all += count;
+  }
+  CHECK(all == LEN);
+  annulus_plan *plan = NULL;
+  OK(annulus_plan_create_threads(attention, 2, &plan));
+  OK(annulus_plan_destroy(plan));
+  OK(annulus_attention_destroy(attention));
+
+  /* the layout is chosen with the strategy */
+  options.layout = ANNULUS_LAYOUT_AUTO;
+  OK(annulus_attention_create(&options, &attention));
+  OK(annulus_attention_set_documents(attention, &batch));
+  REFUSED(annulus_attention_q_rows(attention, 2, 0, NULL, 0, &count), "layout");
+  OK(annulus_attention_destroy(attention));
+}
+
 static void balanced_layouts_are_checked(void) {
   annulus_options options = case_options();
   options.layout = ANNULUS_LAYOUT_BALANCED;
@@ -596,6 +653,7 @@ int main(void) {
   caches_are_checked();
   machines_are_checked();
   layouts_are_checked();
+  documents_are_checked();
   balanced_layouts_are_checked();
   tensors_are_checked(1);
   tensors_are_checked(3);

@@ -168,15 +168,26 @@ impl Band {
         }
     }
 
+    /// Returns the prefix, unless i + end ≤ i + 1 is the least term of hi(i) whatever it is.
+    fn effective_prefix(&self) -> Option<u64> {
+        self.prefix.filter(|_| self.end.is_none_or(|end| end > 1))
+    }
+
+    /// Returns true if [`Band::count_pairs`] has a result, for any queries and keys: if the terms
+    /// exclude queries without keys, and hi(i) is not the least of two terms.
+    pub(crate) fn has_closed_form(&self) -> bool {
+        let has_two_ends = self.end.is_some() && self.effective_prefix().is_some();
+        self.reaches(0, 0, self.chunk) && !has_two_ends
+    }
+
     /// Sums the numbers of `keys` (consecutive positions) over the queries at the positions `run`,
     /// an ascending run. `None` if the terms do not exclude queries without keys, or if hi(i) is
     /// the least of two terms.
     pub(crate) fn count_pairs(&self, run: &Run, keys: &Range<i64>) -> Option<u128> {
-        // i + end ≤ i + 1 is the least term whatever the prefix
-        let prefix = self.prefix.filter(|_| self.end.is_none_or(|end| end > 1));
-        if !self.reaches(0, 0, self.chunk) || (self.end.is_some() && prefix.is_some()) {
+        if !self.has_closed_form() {
             return None;
         }
+        let prefix = self.effective_prefix();
         let keys = i128::from(keys.start)..i128::from(keys.end);
         let clamp = |x: i128| x.clamp(keys.start, keys.end);
         let ends = match (self.end, prefix) {

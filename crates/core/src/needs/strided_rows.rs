@@ -120,8 +120,8 @@ impl Hasher for IdHasher {
     }
 }
 
-/// Dense numbers for the segment ids of one batch row. Only ids of keys have one, because queries
-/// of other ids attend to no key.
+/// Dense numbers for the segment ids of one batch row. With one set of keys, only ids of keys have
+/// one, because queries of other ids attend to no key.
 pub(crate) struct SegmentNumbers {
     /// `None` if one side has no ids: then all rows are in segment 0.
     of_id: Option<IdNumbers>,
@@ -142,6 +142,12 @@ impl SegmentNumbers {
 
     /// Returns the keys of `shard` that are not padding, and assigns numbers to their ids.
     pub(crate) fn key_rows(&mut self, shard: &Shard, batch: usize) -> Vec<StridedRows> {
+        self.numbered_rows(shard, batch)
+    }
+
+    /// Returns the rows of a shard of either side that are not padding, and assigns numbers to
+    /// their ids. Ids of queries have one too if there are several sets of keys.
+    pub(crate) fn numbered_rows(&mut self, shard: &Shard, batch: usize) -> Vec<StridedRows> {
         let of_id = &mut self.of_id;
         strided_rows(shard, batch, of_id.is_some(), |id| {
             Some(of_id.as_mut().map_or(0, |of_id| {

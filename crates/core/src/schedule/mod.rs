@@ -59,6 +59,7 @@ mod check;
 mod choice;
 mod chunk_deal;
 mod circle;
+mod column_work;
 mod direct_traffic;
 mod node_traffic;
 mod node_users;
@@ -82,6 +83,7 @@ mod violation;
 mod work;
 
 pub use choice::Choice;
+pub(crate) use column_work::ColumnQueries;
 pub use placement::{Order, Placement};
 pub use rank_schedule::RankSchedule;
 pub use ring_traffic::RingTraffic;

@@ -48,15 +48,8 @@ impl Work {
             for (shard, pairs) in shards.q.iter().zip(&mut pairs) {
                 for rows in segments.query_rows(shard, batch) {
                     for head in distinct.heads() {
-                        let band = mask.band(batch, head);
-                        let counted = band.and_then(|band| closed_form(&band, &keys, &rows));
-                        let counted = counted.unwrap_or_else(|| {
-                            let each = |queries, index| {
-                                let bound = mask.bound(&rows.query(batch, head, index));
-                                u128::from(keys.count(rows.segment, bound.ranges())) * queries
-                            };
-                            sum_of_queries(rows.count, stride, each, tick)
-                        });
+                        let counted =
+                            sampled_pairs(mask, [batch, head], &keys, &rows, stride, tick);
                         *pairs += counted * u128::from(distinct.repeats());
                     }
                 }
@@ -115,12 +108,34 @@ impl Work {
     }
 }
 
+/// Counts the pairs of `rows` in one batch row and head: in closed form, or from every `stride`-th
+/// query, which represents the queries up to the next.
+pub(super) fn sampled_pairs(
+    mask: &dyn Mask,
+    [batch, head]: [usize; 2],
+    keys: &KeyIndex,
+    rows: &StridedRows,
+    stride: usize,
+    tick: &mut dyn FnMut(),
+) -> u128 {
+    let band = mask.band(batch, head);
+    let counted = band.and_then(|band| closed_form(&band, keys, rows));
+    counted.unwrap_or_else(|| {
+        let each = |queries, index| {
+            let bound = mask.bound(&rows.query(batch, head, index));
+            u128::from(keys.count(rows.segment, bound.ranges())) * queries
+        };
+        sum_of_queries(rows.count, stride, each, tick)
+    })
+}
+
 /// Counts the pairs of `rows` without a loop over queries, if band and keys permit it. Whether they
 /// do does not depend on the number of rows.
 ///
 /// Both ends of a band ascend with the query. Runs of keys between the last query's begin and the
 /// first query's end are visible to all queries, and those outside the first query's begin and the
-/// last query's end to none. Only the others are counted one by one.
+/// last query's end to none. Only the others are counted one by one; or, if they are more than the
+/// queries (strided queries over keys with gaps), the keys of each query.
 pub(super) fn closed_form(band: &Band, keys: &KeyIndex, rows: &StridedRows) -> Option<u128> {
     let keys = keys.consecutive(rows.segment)?;
     let positions = ascending(&rows.positions);
@@ -138,8 +153,18 @@ pub(super) fn closed_form(band: &Band, keys: &KeyIndex, rows: &StridedRows) -> O
     let end_of_full = keys.partition_point(|run| run.end <= first.end).clamp(begin_of_full, end);
     let full = u128::from(keys.count(begin_of_full..end_of_full)) * u128::from(rows.count);
     let mut partial = (begin..begin_of_full).chain(end_of_full..end);
-    partial
-        .try_fold(full, |sum, run| Some(sum + band.count_pairs(&positions, &keys.positions(run)?)?))
+    let runs = begin_of_full - begin + end - end_of_full;
+    if runs as u64 <= positions.count {
+        return partial.try_fold(full, |sum, run| {
+            Some(sum + band.count_pairs(&positions, &keys.positions(run)?)?)
+        });
+    }
+    let of_query = |index| {
+        let interval = band.at(positions.at(index));
+        u128::from(keys.count_below(begin..end, interval.end))
+            - u128::from(keys.count_below(begin..end, interval.start))
+    };
+    band.has_closed_form().then(|| (0..positions.count).map(of_query).sum())
 }
 
 /// As [`closed_form`], of the keys of each rank, of which a rank may have several runs.

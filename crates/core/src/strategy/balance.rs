@@ -9,8 +9,13 @@
 //! documents that a ring divides may be whole in a group. The exchange within a group is not part
 //! of the redundancy: its bytes depend on the number of rows alone.
 
-use super::{RingRows, StrategyTraffic};
-use crate::{Result, RingShards, Side, Spec, TrafficOptions, Work};
+use std::borrow::Cow;
+
+use super::{RingRows, StrategyTraffic, group_layout::in_few_runs};
+use crate::{
+    Batch, Dims, Layout, Result, RingShards, Side, Spec, TrafficOptions, Work,
+    schedule::ColumnQueries,
+};
 
 /// Balance of a strategy.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -38,8 +43,7 @@ impl StrategyTraffic {
         options: &TrafficOptions<'_>,
         tick: &mut dyn FnMut(),
     ) -> Result<StrategyBalance> {
-        let work =
-            work_of_ranks(self, spec, options, |spec, shards| Work::estimate(spec, shards, tick))?;
+        let work = estimated_work(self, spec, options, tick)?;
         let max_over_mean = |of: &[u128]| {
             let total: u128 = of.iter().sum();
             let most = of.iter().copied().max().unwrap_or(0);
@@ -63,8 +67,12 @@ impl StrategyTraffic {
     /// # Errors
     /// As [`StrategyTraffic::of`].
     pub fn pairs_of_ranks(&self, spec: &Spec, options: &TrafficOptions<'_>) -> Result<Vec<u128>> {
-        work_of_ranks(self, spec, options, |spec, shards| {
-            Work::of(&*spec.mask, spec.dims.q_heads, spec.dims.batch, shards)
+        let groups = self.grid.groups();
+        work_of_ranks(self, spec, |of_member, layout| {
+            let shards = options.shards(of_member, layout, groups)?;
+            let Dims { q_heads, batch, .. } = of_member.dims;
+            let work = Work::of(&*of_member.mask, q_heads, batch, &shards);
+            Ok((0..groups).map(|group| work.of_rank(group)).collect())
         })
     }
 
@@ -73,13 +81,51 @@ impl StrategyTraffic {
     }
 }
 
-/// Calls `work` with spec and shards of every ring that differs. Returns the work of each rank, by
-/// ring index.
-fn work_of_ranks(
+/// Estimates the work of each rank, by ring index. The queries of a group are read once for all key
+/// columns.
+fn estimated_work(
     traffic: &StrategyTraffic,
     spec: &Spec,
     options: &TrafficOptions<'_>,
-    mut work: impl FnMut(&Spec, &RingShards) -> Work,
+    tick: &mut dyn FnMut(),
+) -> Result<Vec<u128>> {
+    let mut first: Option<(RingShards, Option<ColumnQueries>)> = None;
+    let groups = traffic.grid.groups();
+    work_of_ranks(traffic, spec, |of_member, layout| {
+        let shards = match &first {
+            None => options.shards(of_member, layout, groups)?,
+            Some((shards, _)) => options.shards_of_column(of_member, layout, shards)?,
+        };
+        let (_, queries) = match &mut first {
+            Some(first) => first,
+            None => {
+                let few = in_few_runs(layout, options.sequences());
+                let few = match few {
+                    Cow::Owned(few) => Some(options.shards(of_member, &few, groups)?),
+                    Cow::Borrowed(_) => None,
+                };
+                let differs = options.batch.is_some_and(Batch::differs_between_ranks);
+                let queries = ColumnQueries::new(of_member, &shards, few.as_ref());
+                let queries = queries.filter(|_| !differs);
+                first.insert((shards.clone(), queries))
+            }
+        };
+        Ok(match queries {
+            Some(queries) => queries.estimate(of_member, &shards, tick),
+            None => {
+                let work = Work::estimate(of_member, &shards, tick);
+                (0..groups).map(|group| work.of_rank(group)).collect()
+            }
+        })
+    })
+}
+
+/// Calls `work` with spec and layout of every ring that differs, for the work of each of its ranks.
+/// Returns the work of all ranks, by ring index.
+fn work_of_ranks(
+    traffic: &StrategyTraffic,
+    spec: &Spec,
+    mut work: impl FnMut(&Spec, &Layout) -> Result<Vec<u128>>,
 ) -> Result<Vec<u128>> {
     let grid = &traffic.grid;
     let per_head = spec.mask.per_head();
@@ -88,13 +134,75 @@ fn work_of_ranks(
     for member in grid.distinct_members(per_head) {
         let of_member = spec.of_member(grid, member);
         let layout = traffic.layout.of_member(grid, member);
-        let shards = options.shards(&of_member, layout, grid.groups())?;
-        let work = work(&of_member, &shards);
+        let work = work(&of_member, layout)?;
         for member in member..member + alike {
-            for group in 0..grid.groups() {
-                pairs[grid.ring_index(group, member)] = work.of_rank(group);
+            for (group, &work) in work.iter().enumerate() {
+                pairs[grid.ring_index(group, member)] = work;
             }
         }
     }
     Ok(pairs)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::{
+        DType, NeedsIndex, RingTraffic, Route,
+        mask::{self, SharedMask},
+        needs::samples::Sample,
+    };
+
+    /// On striped shards of many documents, groups have their rows in blocks: the estimates and the
+    /// rows that are sent are those of the rows in their own order, ring by ring.
+    #[test]
+    fn figures_of_rows_in_few_runs_are_those_of_their_own_order() -> Result<()> {
+        // more queries than are sampled
+        let (len, ranks) = (40_000, 16);
+        let starts: Vec<i64> = (0..=80).map(|n| (n * 500 - n % 7 * 11).min(39_990)).collect();
+        let batch = Batch { cum_seqlens_q: Some(starts), ..Batch::default() };
+        let causal: SharedMask = Arc::new(mask::Causal::default());
+        let window = mask::and(causal.clone(), Arc::new(mask::Window::new(Some(90), None)));
+        let prefix = mask::and(window.clone(), Arc::new(mask::Prefix { len: 40 }));
+        let parity: SharedMask = Arc::new(Sample::Parity);
+        let options = TrafficOptions {
+            backward: false,
+            layout: Some(&Layout::Striped),
+            route: Some(Route::RelayUp),
+            balanced_route: None,
+            placement: None,
+            kv_tile: 1,
+            receive_ahead: 1,
+            batch: Some(&batch),
+        };
+        let tick = &mut || ();
+        let mut in_blocks = 0;
+        for mask in [causal, window, prefix, parity] {
+            let spec = Spec { mask, ..Spec::new(Dims::new(1, len, 2, 8), DType::F32) };
+            for traffic in StrategyTraffic::of_all(&spec, ranks, &options, tick)? {
+                let groups = traffic.grid.groups();
+                let mut sent = 0;
+                let want = work_of_ranks(&traffic, &spec, |of_member, layout| {
+                    let few = in_few_runs(layout, options.sequences());
+                    in_blocks += usize::from(matches!(few, Cow::Owned(_)));
+                    let shards = options.shards(of_member, layout, groups)?;
+                    let heads = of_member.dims.q_heads;
+                    let mask = of_member.mask.as_ref();
+                    let needs = NeedsIndex::of_queries(mask, heads, 1, &shards, &mut || ());
+                    let ring = RingTraffic::of(&needs, Route::RelayUp, &mut || ());
+                    // those of all members of the column
+                    sent += ring.total().block_rows * traffic.grid.head_parts() as u128;
+                    let work = Work::estimate(of_member, &shards, &mut || ());
+                    Ok((0..groups).map(|group| work.of_rank(group)).collect())
+                })?;
+                let got = estimated_work(&traffic, &spec, &options, tick)?;
+                assert_eq!(got, want, "{} {:?}", traffic.strategy, spec.mask);
+                assert_eq!(traffic.ring_rows.sent, sent, "{} {:?}", traffic.strategy, spec.mask);
+            }
+        }
+        assert!(in_blocks > 10, "{in_blocks}");
+        Ok(())
+    }
 }

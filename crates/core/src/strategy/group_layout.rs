@@ -1,6 +1,6 @@
 //! Rows of a group: the union of the shards of its members, of keys of those in one column.
 
-use std::{ops::Range, sync::Arc};
+use std::{borrow::Cow, ops::Range, sync::Arc};
 
 use super::HeadGrid;
 use crate::{Choice, CustomLayout, Dims, Layout, Order, Placement, Run, Runs, Side, Spec, index};
@@ -94,6 +94,33 @@ impl GroupLayout {
         }
         own.sort_unstable_by_key(|&(place, _)| place);
         own.into_iter().map(|(_, segment)| segment).collect()
+    }
+}
+
+/// Returns a layout with the same rows of each rank, for sums that do not depend on their order, in
+/// which `sequences` packed sequences divide the rows into fewer runs.
+///
+/// Groups of neighbours on a striped layout have one strided run for each member. A sequence
+/// divides all of them, but only one run of consecutive rows.
+pub(super) fn in_few_runs(layout: &Layout, sequences: usize) -> Cow<'_, Layout> {
+    let Layout::Custom(custom) = layout else { return Cow::Borrowed(layout) };
+    let in_blocks = |rows: &Runs| {
+        let blocks = rows.in_blocks()?;
+        let count = |rows: &Runs| rows.runs().len();
+        let of_sequences = sequences.min(rows.runs().first().map_or(0, |run| index(run.count)));
+        (count(&blocks) + sequences < count(rows) * of_sequences).then_some(blocks)
+    };
+    let all = |ranks: &[Runs]| -> (bool, Vec<Runs>) {
+        let found: Vec<Option<Runs>> = ranks.iter().map(in_blocks).collect();
+        let is_any = found.iter().any(Option::is_some);
+        let rows = found.into_iter().zip(ranks);
+        (is_any, rows.map(|(blocks, rows)| blocks.unwrap_or_else(|| rows.clone())).collect())
+    };
+    let ((q_differs, q), (kv_differs, kv)) = (all(&custom.q), all(&custom.kv));
+    if q_differs || kv_differs {
+        Cow::Owned(Layout::Custom(Arc::new(CustomLayout { q, kv })))
+    } else {
+        Cow::Borrowed(layout)
     }
 }
 

@@ -1,10 +1,10 @@
 //! Bytes that every rank sends under a strategy, and the choice of the fewest.
 
-use std::num::NonZeroUsize;
+use std::{borrow::Cow, num::NonZeroUsize};
 
 use super::{
     Bounds, ExchangeFields, GroupLayout, HeadGrid, Strategy, best_first, exchange::backward_mode,
-    memory,
+    group_layout::in_few_runs, memory,
 };
 use crate::{
     BackwardMode, Batch, Choice, Layout, NeedsIndex, Order, Placement, Result, RingShards,
@@ -83,6 +83,30 @@ impl TrafficOptions<'_> {
             None => Ok(RingShards::plain(&spec.dims, spec.alignment, layout, groups)),
             Some(batch) => RingShards::of_batch(&spec.dims, spec.alignment, layout, groups, batch),
         }
+    }
+}
+
+impl TrafficOptions<'_> {
+    /// Returns the shards of the ring of another key column than that of `other`, whose queries are
+    /// the same.
+    ///
+    /// # Errors
+    /// As [`RingShards::of_batch`].
+    pub(super) fn shards_of_column(
+        &self,
+        spec: &Spec,
+        layout: &Layout,
+        other: &RingShards,
+    ) -> Result<RingShards> {
+        other.with_keys_of(&spec.dims, spec.alignment, layout, self.batch)
+    }
+
+    /// Returns the number of packed sequences, 0 without any.
+    pub(super) fn sequences(&self) -> usize {
+        let starts = self
+            .batch
+            .and_then(|batch| batch.cum_seqlens_q.as_deref().or(batch.cum_seqlens_k.as_deref()));
+        starts.map_or(0, |starts| starts.len().saturating_sub(1))
     }
 }
 
@@ -339,7 +363,12 @@ impl StrategyTraffic {
         }
         let layout = self.layout.of_member(&self.grid, member);
         let route = self.route(spec, member, options, tick);
-        let shards = options.shards(spec, layout, groups)?;
+        // the bytes depend on the sets of rows alone, unless these are extended to tiles
+        let layout = match spec.leaf_rows {
+            None => in_few_runs(layout, options.sequences()),
+            Some(_) => Cow::Borrowed(layout),
+        };
+        let shards = options.shards(spec, &layout, groups)?;
         let mask = spec.mask.as_ref();
         let heads = spec.dims.q_heads;
         let batch = spec.dims.batch;

@@ -2,6 +2,8 @@
 //! or a rank that leaves, does to the others. The host here carries messages between threads.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+mod documents;
+#[path = "../host/mod.rs"]
 mod host;
 
 use std::{
