@@ -63,7 +63,6 @@ impl ConsecutiveKeys<'_> {
 }
 
 /// Keys of one segment and one rank, before they are sorted.
-#[derive(Clone, Copy)]
 struct KeyRun {
     segment: usize,
     rank: usize,
@@ -136,11 +135,8 @@ impl KeyIndex {
         Self::sort(owners.iter().flatten().map(key_run).collect(), segments)
     }
 
-    fn sort(keys: Vec<KeyRun>, segments: usize) -> Self {
-        let mut keys = by_segment(keys, segments);
-        for of_segment in keys.chunk_by_mut(|a, b| a.segment == b.segment) {
-            of_segment.sort_unstable_by_key(|keys| (keys.rank, keys.positions.start));
-        }
+    fn sort(mut keys: Vec<KeyRun>, segments: usize) -> Self {
+        keys.sort_unstable_by_key(|keys| (keys.segment, keys.rank, keys.positions.start));
         let mut index =
             Self { first: vec![0; segments + 1], entries: Vec::new(), runs: Vec::new() };
         for of_entry in keys.chunk_by(|a, b| (a.segment, a.rank) == (b.segment, b.rank)) {
@@ -220,24 +216,6 @@ impl KeyIndex {
             after => runs[after - 1].before + count_below(&runs[after - 1].run, bound),
         }
     }
-}
-
-/// Sorts keys by segment, of which there are few runs each: a counting sort.
-fn by_segment(keys: Vec<KeyRun>, segments: usize) -> Vec<KeyRun> {
-    if keys.is_sorted_by_key(|keys| keys.segment) {
-        return keys;
-    }
-    // index of the next key of each segment
-    let mut next = vec![0; segments + 1];
-    keys.iter().for_each(|keys| next[keys.segment + 1] += 1);
-    (1..next.len()).for_each(|segment| next[segment] += next[segment - 1]);
-    let mut sorted = vec![keys[0]; keys.len()];
-    for of_segment in keys {
-        let place = &mut next[of_segment.segment];
-        sorted[*place] = of_segment;
-        *place += 1;
-    }
-    sorted
 }
 
 /// Returns runs with the positions of ascending runs, which are sorted by their starts; ascending,
