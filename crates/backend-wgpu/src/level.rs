@@ -1,7 +1,9 @@
 //! Device features that the kernels use.
 
-use annulus_core::{Error, Result};
+use annulus_core::Result;
 use wgpu::{CooperativeMatrixProperties, CooperativeScalarType, Features};
+
+use crate::forced::forced;
 
 /// Device features that the tile kernels use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -27,14 +29,9 @@ impl Level {
     /// Reads the level from [`Level::VARIABLE`]; `None` if it is not set.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if its value names no level.
+    /// [`annulus_core::Error::InvalidArgument`] if its value names no level.
     pub fn forced() -> Result<Option<Self>> {
-        let Some(value) = std::env::var_os(Self::VARIABLE) else { return Ok(None) };
-        let named = Self::ALL.into_iter().find(|level| value == level.name());
-        let names = Self::ALL.map(Self::name).join(", ");
-        named.map(Some).ok_or_else(|| {
-            Error::invalid(Self::VARIABLE, value.display(), format!("one of {names}"))
-        })
+        forced(Self::VARIABLE, Self::ALL, Self::name)
     }
 
     /// Name in [`Level::VARIABLE`] and in messages.

@@ -53,6 +53,7 @@ mod copy;
 mod device;
 mod errors;
 mod finish;
+mod forced;
 mod forward;
 mod gqa_packing;
 mod kernels;

@@ -1,7 +1,9 @@
 //! Queries of a tile of forward at level `matrix`.
 
-use annulus_core::{Error, Result};
+use annulus_core::Result;
 use wgpu::AdapterInfo;
+
+use crate::forced::forced;
 
 /// Queries of a workgroup of the forward kernels with cooperative matrices. Both give the same
 /// bits.
@@ -50,14 +52,9 @@ impl QueryTile {
     /// Reads the tile from [`QueryTile::VARIABLE`]; `None` if it is not set.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if its value names none.
+    /// [`annulus_core::Error::InvalidArgument`] if its value names none.
     pub fn forced() -> Result<Option<Self>> {
-        let Some(value) = std::env::var_os(Self::VARIABLE) else { return Ok(None) };
-        let named = Self::ALL.into_iter().find(|tile| value == tile.name());
-        let names = Self::ALL.map(Self::name).join(", ");
-        named.map(Some).ok_or_else(|| {
-            Error::invalid(Self::VARIABLE, value.display(), format!("one of {names}"))
-        })
+        forced(Self::VARIABLE, Self::ALL, Self::name)
     }
 
     /// Name in [`QueryTile::VARIABLE`] and in messages.

@@ -1,6 +1,8 @@
 //! Register tiles of the kernels of multiply-adds.
 
-use annulus_core::{Error, Result};
+use annulus_core::Result;
+
+use crate::forced::forced;
 
 /// Pairs of a 32 × 32 tile that one invocation computes with multiply-adds.
 ///
@@ -29,14 +31,9 @@ impl RegisterTile {
     /// Reads the register tile from [`RegisterTile::VARIABLE`]; `None` if it is not set.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if its value names none.
+    /// [`annulus_core::Error::InvalidArgument`] if its value names none.
     pub fn forced() -> Result<Option<Self>> {
-        let Some(value) = std::env::var_os(Self::VARIABLE) else { return Ok(None) };
-        let named = Self::ALL.into_iter().find(|tile| value == tile.name());
-        let names = Self::ALL.map(Self::name).join(", ");
-        named.map(Some).ok_or_else(|| {
-            Error::invalid(Self::VARIABLE, value.display(), format!("one of {names}"))
-        })
+        forced(Self::VARIABLE, Self::ALL, Self::name)
     }
 
     /// Name in [`RegisterTile::VARIABLE`] and in messages.

@@ -55,8 +55,8 @@ impl Batch {
         ids.chain(positions).sum::<u64>().saturating_mul(PLANNING_BYTES_PER_RUN)
     }
 
-    /// Returns true if each rank has a part of the batch: ids or positions. Packed lengths are whole
-    /// on every rank.
+    /// Returns true if each rank has a part of the batch: ids or positions. Packed lengths are
+    /// whole on every rank.
     pub(crate) const fn differs_between_ranks(&self) -> bool {
         self.q_segment_ids.is_some()
             || self.kv_segment_ids.is_some()

@@ -288,8 +288,8 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
     }
 
     /// True if keys and values of the next KV head are prefetched under the last products of a task
-    /// with the query heads `heads`: those of a short block, which has no other task before the next
-    /// head's.
+    /// with the query heads `heads`: those of a short block, which has no other task before the
+    /// next head's.
     fn prefetches_next_keys(&self, task: &KeyTask, heads: &Range<usize>) -> bool {
         let dims = &self.geometry.dims;
         self.visibility.keys.len() <= SHORT_BLOCK_KEYS

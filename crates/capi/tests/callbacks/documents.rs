@@ -112,8 +112,8 @@ fn documents() -> Batch {
     Batch { cum_seqlens_q: Some(STARTS.to_vec()), ..Batch::default() }
 }
 
-/// Returns the strategy in force of a plan of four ranks with its parts of heads, and the bytes of a
-/// forward pass.
+/// Returns the strategy in force of a plan of four ranks with its parts of heads, and the bytes of
+/// a forward pass.
 fn chosen(attention: *const annulus_attention) -> ([i32; 2], u64) {
     let (mut plan, mut strategy, mut heads, mut bytes) = (ptr::null_mut(), 7, 7, 7);
     // SAFETY: pointers to locals
