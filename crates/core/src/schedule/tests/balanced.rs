@@ -165,22 +165,22 @@ fn check_layout(name: &str, lens: &[i64], mask: &Arc<dyn Mask>, ranks: usize) {
 
 #[test]
 fn whole_tiles_are_exchanged_before_single_rows() {
-    let runs = |len: usize, ranks: usize, lens: &[i64]| -> Vec<Vec<u64>> {
-        let spec = spec(len, Arc::new(mask::Causal::default()));
-        let layout = Layout::balanced(&spec, &packed(lens), ranks).unwrap();
+    let runs = |mask: Arc<dyn Mask>, ranks: usize, lens: &[i64]| -> Vec<Vec<u64>> {
+        let len = lens.iter().sum::<i64>() as usize;
+        let layout = Layout::balanced(&spec(len, mask), &packed(lens), ranks).unwrap();
         let count = |shard: crate::Runs| shard.runs().iter().map(|run| run.count).collect();
         (0..ranks).map(|rank| count(layout.shard(Side::Q, len, rank, ranks))).collect()
     };
     let is_whole = |count: &u64| count.is_multiple_of(64);
-    // many tiles per rank: only whole ones are exchanged
+    // many tiles per rank, and queries with as many pairs: only whole ones are exchanged
     for (name, lens) in distributions(1 << 17, 7) {
-        let runs = runs(1 << 17, 16, &lens);
+        let runs = runs(Arc::new(mask::Everything), 16, &lens);
         assert!(runs.iter().flatten().all(is_whole), "{name}: {runs:?}");
     }
     // four tiles per rank: also parts, after the whole tiles of the rank
     let mut has_parts = false;
     for (name, lens) in distributions(1 << 14, 7) {
-        for of_rank in runs(1 << 14, 64, &lens) {
+        for of_rank in runs(Arc::new(mask::Causal::default()), 64, &lens) {
             assert!(of_rank.is_sorted_by_key(|count| !is_whole(count)), "{name}: {of_rank:?}");
             has_parts |= !of_rank.iter().all(is_whole);
         }
@@ -241,6 +241,8 @@ fn tiles_are_cut_only_where_no_rank_can_have_them() {
     // 512 rows a rank, and a number of rows that is no multiple of tiles or ranks
     check(1 << 15, 64, 1.05, 1.1);
     check(40_013, 16, 1.05, 1.05);
+    // documents that are dealt whole, or cut at tiles from their end: only light tiles are cut
+    check(1 << 17, 16, 1.05, 1.0);
     // 4 tiles a rank: the other rows of a rank with a cut tile have pairs too
     check(1 << 14, 64, 1.1, 1.3);
 }
@@ -267,6 +269,38 @@ fn short_documents_stay_on_one_rank() {
     for rank in 0..8 {
         let rows: Vec<i64> = layout.shard(Side::Kv, 8192, rank, 8).iter().collect();
         assert_eq!(rows, (1024 * rank as i64..1024 * (rank as i64 + 1)).collect::<Vec<_>>());
+    }
+}
+
+#[test]
+fn documents_that_fill_ranks_together_are_whole() {
+    // pairs of a long and a short one fill a rank; 16 chunks of all rows do not balance the work
+    let lens = [vec![1500i64; 8], vec![548; 8]].concat();
+    let spec = spec(16_384, Arc::new(mask::Causal::default()));
+    let layout = Layout::balanced(&spec, &packed(&lens), 8).unwrap();
+    assert_eq!(rows_read(&lens, &layout, 8), 0);
+}
+
+/// Returns the fewest rows that any balanced layout sends under a causal mask
+/// (`document_deal.rs`), from the definition.
+fn bound_of_rows_sent(lens: &[i64], ranks: usize) -> f64 {
+    let pairs = |len: i64| (len * (len + 1) / 2) as f64;
+    let most = 1.02 * lens.iter().copied().map(pairs).sum::<f64>() / ranks as f64;
+    let receivers = |len: i64, key: i64| ((pairs(len) - pairs(key)) / most).ceil() - 1.0;
+    lens.iter().flat_map(|&len| (0..len).map(move |key| receivers(len, key))).sum()
+}
+
+#[test]
+fn few_ranks_have_late_queries_of_a_long_document() {
+    for seed in [7, 8] {
+        for (name, lens) in distributions(1 << 17, seed) {
+            let spec = spec(1 << 17, Arc::new(mask::Causal::default()));
+            let layout = Layout::balanced(&spec, &packed(&lens), 64).unwrap();
+            let (read, bound) = (rows_read(&lens, &layout, 64), bound_of_rows_sent(&lens, 64));
+            // the bound does not count that the other rows of a rank have pairs too
+            let most = if name == "one long" { 1.1 } else { 2.0 };
+            assert!(read as f64 <= most * bound, "{name}, seed {seed}: {read}, bound {bound}");
+        }
     }
 }
 

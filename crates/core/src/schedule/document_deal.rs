@@ -1,0 +1,687 @@
+//! Documents dealt to ranks, whole where they fit, so that few rows are sent.
+//!
+//! ```text
+//! for each rank, with an equal share of the pairs that are left:
+//!     if the longest document fits:
+//!         whole documents, the longest that fits first, while the rows that the rank still needs
+//!         have about the mean of the pairs (AFTER_WHOLE)
+//!     heavy = the longest document if it does not fit, else the shortest one whose last rows have
+//!             as many pairs as the other rows of the rank need
+//!     the other rows of the rank:
+//!         the last tiles of heavy, as many as fit together with light rows
+//!         one tile before them that has the missing pairs
+//!         light rows: the shortest documents, then the first rows of heavy, then of others
+//! ```
+//! Under a causal mask a rank needs the keys of a document up to its last query there. So it costs
+//! most rows if many ranks have late queries of a long document. A rank with such queries
+//! therefore has as many of them as its pairs permit, together with queries that cost no rows: of
+//! documents that it has whole, and of the beginning of the same document.
+//!
+//! Tiles are counted from the end of a document, so that its cuts leave whole tiles. Only light
+//! rows are cut elsewhere, which attend to few tiles of keys.
+//!
+//! # The bound of the rows sent
+//! Let W(j) be the pairs of the queries of a document from its query j on, and B the most pairs of a
+//! rank. At least W(j) / B ranks have one of these queries, and all but the owner of key j receive
+//! it. So any layout sends at least the sum of ⌈W(j) / B⌉ − 1 over all rows j. This does not count
+//! that the other rows of these ranks have pairs too. On 64 ranks with 2,048 rows each the deal
+//! sends 1.07 times the bound for one long document among short ones, and 1.2 to 1.8 times for
+//! lengths of other distributions.
+
+use std::{cmp::Ordering, collections::VecDeque, ops::Range};
+
+use super::{
+    chunk_deal::Chunk,
+    query_work::QueryWork,
+    tile_deal::{RankChunks, Shares, TILE_ROWS},
+};
+use crate::Runs;
+
+/// Least and most pairs of the rows that a rank still needs after each whole document, relative to
+/// the mean. None of the three is best for all lengths: in draws of 16,384 to 2²⁰ rows on 8 to 64
+/// ranks, each was the one with the fewest rows sent at times, by up to a third.
+pub(super) const AFTER_WHOLE: [[f64; 2]; 3] = [[0.6, 1.5], [0.3, 2.0], [0.8, 1.25]];
+
+/// Difference from the pairs of a rank that needs no tile from the middle of a document.
+const CLOSE: f64 = 0.008;
+
+/// Pairs by which a whole document may exceed those that a rank needs.
+const EXCEEDED: f64 = 1.004;
+
+/// Ratio of the pairs of the last query of a document to those of its middle one, from which on its
+/// later queries have more pairs. It is 2 under a causal mask, and 1 if all queries attend to all
+/// keys.
+const GROWING: u128 = 2;
+
+/// End of a document.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum End {
+    First,
+    Last,
+}
+
+/// Rows of a document that are not dealt.
+#[derive(Clone)]
+struct Document {
+    /// Range that all of them are in, and begin and end.
+    range: Range<u64>,
+    /// Rows within the range that are dealt, ascending: not its first nor its last ones.
+    dealt: Vec<Range<u64>>,
+    /// Number of rows.
+    rows: u64,
+    work: u128,
+    /// Mean of the pairs of the queries of the last tile.
+    last_pairs: f64,
+    /// True if rows of it are dealt.
+    is_cut: bool,
+}
+
+impl Document {
+    /// Returns the ranges of rows that are not dealt, in ascending order.
+    fn parts(&self) -> impl DoubleEndedIterator<Item = Range<u64>> {
+        (0..=self.dealt.len()).map(|index| {
+            let begin = index.checked_sub(1).map_or(self.range.start, |last| self.dealt[last].end);
+            let end = self.dealt.get(index).map_or(self.range.end, |next| next.start);
+            begin..end
+        })
+    }
+
+    /// Removes up to `count` rows at one end, within one part. Returns them.
+    fn remove_rows(&mut self, end: End, count: u64) -> Range<u64> {
+        let all = self.range.clone();
+        let removed = match end {
+            End::First => {
+                let most = self.dealt.first().map_or(all.end, |dealt| dealt.start);
+                all.start..all.start.saturating_add(count).min(most)
+            }
+            End::Last => {
+                let least = self.dealt.last().map_or(all.start, |dealt| dealt.end);
+                all.end.saturating_sub(count).max(least)..all.end
+            }
+        };
+        match end {
+            End::First => self.range.start = removed.end,
+            End::Last => self.range.end = removed.start,
+        }
+        self.trim();
+        removed
+    }
+
+    /// Removes rows within one part.
+    fn remove_middle(&mut self, rows: Range<u64>) {
+        let index = self.dealt.partition_point(|dealt| dealt.end <= rows.start);
+        self.dealt.insert(index, rows);
+        self.trim();
+    }
+
+    /// Lets the range begin and end with rows that are not dealt.
+    fn trim(&mut self) {
+        while let Some(last) = self.dealt.pop_if(|last| last.end == self.range.end) {
+            self.range.end = last.start;
+        }
+        while let Some(first) = self.dealt.first().filter(|first| first.start == self.range.start) {
+            self.range.start = first.end;
+            self.dealt.remove(0);
+        }
+    }
+}
+
+/// Rows and pairs that a rank still needs.
+#[derive(Clone, Copy)]
+struct Needs {
+    rows: u64,
+    work: u128,
+}
+
+impl Needs {
+    /// Returns the pairs of a row.
+    fn mean(self) -> f64 {
+        self.work as f64 / self.rows.max(1) as f64
+    }
+
+    fn without(self, rows: u64, work: u128) -> Self {
+        Self { rows: self.rows - rows, work: self.work.saturating_sub(work) }
+    }
+}
+
+/// First rows of documents, in the order in which they are dealt to a rank.
+#[derive(Default)]
+struct LightRows {
+    parts: Vec<LightPart>,
+    rows: u64,
+    work: u128,
+}
+
+/// First rows of one document.
+struct LightPart {
+    document: usize,
+    rows: u64,
+    /// Rows and pairs of all parts before.
+    rows_before: u64,
+    work_before: u128,
+}
+
+/// Documents that are not dealt.
+#[derive(Clone)]
+pub(super) struct DocumentDeal<'a> {
+    pairs: &'a QueryWork,
+    shares: Shares,
+    /// First row of each document.
+    begins: Vec<u64>,
+    documents: Vec<Document>,
+    /// Documents of which no row is dealt, those with the fewest pairs of a last row first.
+    whole: VecDeque<usize>,
+    /// Documents of which rows are dealt and others are left, in the same order.
+    cut: Vec<usize>,
+    /// Pairs of all rows that are left.
+    left: u128,
+    dealt: RankChunks,
+}
+
+impl<'a> DocumentDeal<'a> {
+    /// Prepares the deal. `ids` has the segment id of each row in the first batch row: only this
+    /// one is used. `None` if there are no two documents, or those with half of the pairs have
+    /// later queries with no more pairs than earlier ones.
+    pub(super) fn new(pairs: &'a QueryWork, shares: Shares, ids: &Runs) -> Option<Self> {
+        let mut ends = Vec::with_capacity(ids.runs().len());
+        let mut end = 0;
+        let mut last = None;
+        for run in ids.runs() {
+            if last == Some(run.start) {
+                ends.pop();
+            }
+            end = (end + run.count).min(shares.rows);
+            ends.push(end);
+            // rows of several ids are dealt as one document
+            last = (run.step == 0).then_some(run.start);
+        }
+        if end < shares.rows {
+            ends.push(shares.rows);
+        }
+        if ends.len() < 2 {
+            return None;
+        }
+        let before = pairs.before_each(std::iter::once(0).chain(ends.iter().copied()));
+        let begins: Vec<u64> =
+            std::iter::once(0).chain(ends.iter().copied()).take(ends.len()).collect();
+        let documents: Vec<Document> = begins
+            .iter()
+            .copied()
+            .zip(&ends)
+            .zip(before.windows(2))
+            .map(|((begin, &end), sums)| Document {
+                range: begin..end,
+                dealt: Vec::new(),
+                rows: end - begin,
+                work: sums[1] - sums[0],
+                last_pairs: last_pairs(pairs, &(begin..end)),
+                is_cut: false,
+            })
+            .collect();
+        let left = pairs.before(shares.rows);
+        let is_growing = |document: &&Document| {
+            let Range { start, end } = document.range;
+            let of_row = |row: u64| pairs.between(&(row..row + 1));
+            let middle = start + document.rows / 2;
+            document.rows > 1 && of_row(end - 1) + 1 >= GROWING * of_row(middle - 1)
+        };
+        let growing: u128 = documents.iter().filter(is_growing).map(|of| of.work).sum();
+        if growing < left / 2 {
+            return None;
+        }
+        let mut whole: Vec<usize> =
+            (0..documents.len()).filter(|&index| documents[index].rows > 0).collect();
+        whole.sort_by(|&a, &b| {
+            documents[a].last_pairs.total_cmp(&documents[b].last_pairs).then(a.cmp(&b))
+        });
+        Some(Self {
+            pairs,
+            shares,
+            left,
+            begins,
+            documents,
+            whole: whole.into(),
+            cut: Vec::new(),
+            dealt: Vec::new(),
+        })
+    }
+
+    /// Returns the documents and 16 times the ranks, to which the time of a deal is about
+    /// proportional.
+    pub(super) fn steps(&self) -> u128 {
+        (self.documents.len() + 16 * self.shares.ranks) as u128
+    }
+
+    /// Deals all rows. `after_whole` is one of [`AFTER_WHOLE`].
+    pub(super) fn run(mut self, after_whole: [f64; 2]) -> RankChunks {
+        let ranks = self.shares.ranks;
+        for rank in 0..ranks {
+            let rows = self.shares.begin(rank + 1) - self.shares.begin(rank);
+            let needs = Needs { rows, work: self.left / (ranks - rank) as u128 };
+            self.serve(rank, needs, after_whole);
+        }
+        self.dealt
+    }
+
+    /// Returns the number of rows that a rank needs and does not have, if a query attends to all
+    /// earlier keys of its document. `rows` are the rows of the rank in ascending order.
+    pub(super) fn rows_received(&self, rows: impl Iterator<Item = Range<u64>>) -> u64 {
+        let mut received = 0;
+        let mut last_end = 0;
+        let mut document = 0;
+        for Range { start, end } in rows {
+            document += self.begins[document..].partition_point(|&begin| begin <= start);
+            // rows of its document before the first ones, or between two ranges
+            received += start - last_end.max(self.begins[document - 1]);
+            last_end = end;
+        }
+        received
+    }
+
+    /// Deals the rows of a rank.
+    fn serve(&mut self, rank: usize, all: Needs, after_whole: [f64; 2]) {
+        let mut needs = all;
+        let mut heavy = self.longest().filter(|&longest| !self.fits(longest, needs));
+        if heavy.is_none() {
+            let mut taken = Vec::new();
+            while let Some(document) =
+                self.longest_that_fits(needs, after_whole.map(|of| of * all.mean()))
+            {
+                self.remove(document);
+                let Document { rows, work, .. } = self.documents[document];
+                needs = needs.without(rows, work);
+                taken.push((document, rows, work));
+            }
+            while needs.rows > 0
+                && !self.suffice_for(needs)
+                && let Some((document, rows, work)) = taken.pop()
+            {
+                self.insert(document);
+                needs = Needs { rows: needs.rows + rows, work: needs.work + work };
+            }
+            for (document, rows, _) in taken {
+                self.deal_rows(rank, document, End::Last, rows);
+            }
+        }
+        while needs.rows > 0 {
+            let Some(document) = heavy.take().or_else(|| self.heavy_for(needs.mean())) else {
+                break;
+            };
+            let light = self.light_rows(document, needs);
+            let Document { rows, work, .. } = self.documents[document];
+            let is_enough = |deal: &Self, rows: u64, work: u128| {
+                let left = needs.rows.checked_sub(rows);
+                let of_light = left.and_then(|left| deal.work_of_light(&light, left));
+                of_light.is_none_or(|of_light| work + of_light > needs.work)
+            };
+            if !is_enough(self, rows, work) {
+                self.deal_rows(rank, document, End::Last, rows);
+                needs = needs.without(rows, work);
+                continue;
+            }
+            let light_rows = self.light_first(document, needs.mean());
+            let most = (rows - light_rows).min(needs.rows);
+            let work = self.work_of(document, End::Last, most);
+            if most == 0 || is_enough(self, most, work) {
+                self.cut(rank, document, needs, &light, CLOSE * all.work as f64);
+                break;
+            }
+            self.deal_rows(rank, document, End::Last, most);
+            needs = needs.without(most, work);
+        }
+    }
+
+    /// Deals the rows that a rank still needs: as many of the last rows of `heavy` as fit, and light
+    /// rows.
+    fn cut(&mut self, rank: usize, heavy: usize, needs: Needs, light: &LightRows, close: f64) {
+        let light_rows = self.light_first(heavy, needs.mean());
+        let most = (self.documents[heavy].rows - light_rows).min(needs.rows);
+        let with_last = |deal: &Self, rows: u64| {
+            let of_light = deal.work_of_light(light, needs.rows - rows)?;
+            Some(deal.work_of(heavy, End::Last, rows) + of_light)
+        };
+        // if there are too few light rows, more heavy ones
+        let fit = |deal: &Self, rows| with_last(deal, rows).is_none_or(|work| work <= needs.work);
+        let tiles = largest(most / TILE_ROWS, |tiles| fit(self, tiles * TILE_ROWS));
+        let mut rows = tiles * TILE_ROWS;
+        let mut middle = None;
+        let is_close = |work: u128| (needs.work as f64 - work as f64).abs() <= close;
+        if !with_last(self, rows).is_some_and(is_close) {
+            middle = self
+                .middle_tile(heavy, rows, needs, light)
+                .filter(|(_, missing)| *missing <= close);
+            if middle.is_none() {
+                let more = (most - rows).min(TILE_ROWS);
+                rows += largest(more, |more| fit(self, rows + more));
+            }
+        }
+        let mut left = needs.rows - rows;
+        self.deal_rows(rank, heavy, End::Last, rows);
+        if let Some((tile, _)) = middle {
+            left -= TILE_ROWS;
+            self.deal_middle(rank, heavy, tile);
+        }
+        for part in &light.parts {
+            let rows = part.rows.min(left).min(self.documents[part.document].rows);
+            self.deal_rows(rank, part.document, End::First, rows);
+            left -= rows;
+        }
+        while left > 0
+            && let Some(document) = self.longest()
+        {
+            let rows = self.documents[document].rows.min(left);
+            self.deal_rows(rank, document, End::Last, rows);
+            left -= rows;
+        }
+    }
+
+    /// Returns the tile of `heavy` before its last `rows` rows whose pairs are closest to those that
+    /// these and light rows lack, and the difference.
+    fn middle_tile(
+        &self,
+        heavy: usize,
+        rows: u64,
+        needs: Needs,
+        light: &LightRows,
+    ) -> Option<(Range<u64>, f64)> {
+        let left = needs.rows.checked_sub(rows + TILE_ROWS)?;
+        let others = self.work_of(heavy, End::Last, rows) + self.work_of_light(light, left)?;
+        let wanted = needs.work.checked_sub(others)?;
+        let mut skipped = rows;
+        let mut best: Option<(Range<u64>, f64)> = None;
+        for part in self.documents[heavy].parts().rev() {
+            let last = skipped.min(part.end - part.start);
+            skipped -= last;
+            let end = part.end - last;
+            let tiles = (end - part.start) / TILE_ROWS;
+            // the tile before `end` by this number
+            let tile = |before: u64| end - (before + 1) * TILE_ROWS..end - before * TILE_ROWS;
+            let has_more = |before: u64| self.pairs.between(&tile(before)) >= wanted;
+            let count = largest(tiles, |count| count == 0 || has_more(count - 1));
+            for before in count.saturating_sub(1)..tiles.min(count + 1) {
+                let work = self.pairs.between(&tile(before));
+                let difference = (work as f64 - wanted as f64).abs();
+                if best.as_ref().is_none_or(|(_, least)| difference < *least) {
+                    best = Some((tile(before), difference));
+                }
+            }
+        }
+        best
+    }
+
+    /// Returns true if a document and light rows have at most the rows and pairs that are needed.
+    fn fits(&self, document: usize, needs: Needs) -> bool {
+        let Document { rows, work, .. } = self.documents[document];
+        if rows > needs.rows || work > needs.work {
+            return false;
+        }
+        let mut rest = needs.without(rows, work);
+        for light in self.whole.iter().copied().filter(|&light| light != document) {
+            if rest.rows == 0 {
+                break;
+            }
+            let Document { rows, work, .. } = self.documents[light];
+            let (rows, work) = if rows <= rest.rows {
+                (rows, work)
+            } else {
+                (rest.rows, self.work_of(light, End::First, rest.rows))
+            };
+            if work > rest.work {
+                return false;
+            }
+            rest = rest.without(rows, work);
+        }
+        rest.rows == 0
+    }
+
+    /// Returns the document with the most pairs of a last row.
+    fn longest(&self) -> Option<usize> {
+        let [whole, cut] = [self.whole.back(), self.cut.last()].map(Option::<&usize>::copied);
+        let last = |document: usize| self.documents[document].last_pairs;
+        match (whole, cut) {
+            (Some(whole), Some(cut)) => Some(if last(cut) > last(whole) { cut } else { whole }),
+            (whole, cut) => whole.or(cut),
+        }
+    }
+
+    /// Returns the longest document after which the rows that a rank still needs have at least the
+    /// first and at most the second of `mean` pairs.
+    fn longest_that_fits(&self, needs: Needs, mean: [f64; 2]) -> Option<usize> {
+        if needs.rows == 0 {
+            return None;
+        }
+        let is_too_long = |document: usize| {
+            let Document { rows, work, .. } = self.documents[document];
+            let pairs = needs.work as f64 - work as f64;
+            rows > needs.rows
+                || work as f64 > EXCEEDED * needs.work as f64
+                || rows < needs.rows && pairs < mean[0] * (needs.rows - rows) as f64
+        };
+        let is_too_short = |document: usize| {
+            let Document { rows, work, .. } = self.documents[document];
+            let pairs = needs.work as f64 - work as f64;
+            if rows < needs.rows {
+                pairs > mean[1] * (needs.rows - rows) as f64
+            } else {
+                pairs > (EXCEEDED - 1.0) * needs.work as f64
+            }
+        };
+        let fits = |document: &usize| !is_too_long(*document) && !is_too_short(*document);
+        let shorter = self.whole.partition_point(|&document| !is_too_long(document));
+        let whole = shorter.checked_sub(1).map(|index| self.whole[index]).filter(fits);
+        let cut = self.cut.iter().rev().copied().find(fits);
+        let last = |document: Option<usize>| document.map(|of| self.documents[of].last_pairs);
+        if last(cut) > last(whole) { cut } else { whole }
+    }
+
+    /// Returns the shortest document whose last rows have `mean` pairs each, else the longest.
+    fn heavy_for(&self, mean: f64) -> Option<usize> {
+        let last = |document: usize| self.documents[document].last_pairs;
+        let whole = self.whole.partition_point(|&document| last(document) < mean);
+        let cut = self.cut.partition_point(|&document| last(document) < mean);
+        match (self.whole.get(whole).copied(), self.cut.get(cut).copied()) {
+            (Some(whole), Some(cut)) => Some(if last(cut) <= last(whole) { cut } else { whole }),
+            (None, None) => self.longest(),
+            (whole, cut) => whole.or(cut),
+        }
+    }
+
+    /// Returns true if there are as many rows with more and with fewer pairs than the mean of those
+    /// that are needed, so that some of both have the mean.
+    fn suffice_for(&self, needs: Needs) -> bool {
+        let mean = needs.mean();
+        let all = || self.cut.iter().chain(&self.whole).copied();
+        let light = |document: usize| self.light_first(document, mean);
+        let mut rows = 0;
+        let has_light = all().any(|document| {
+            rows += light(document);
+            rows >= needs.rows
+        });
+        rows = 0;
+        has_light
+            && all().rev().any(|document| {
+                rows += self.documents[document].rows - light(document);
+                rows >= needs.rows
+            })
+    }
+
+    /// Returns light rows in the order in which they are dealt beside the last rows of `heavy`: as
+    /// many as a rank needs, or all.
+    fn light_rows(&self, heavy: usize, needs: Needs) -> LightRows {
+        let mean = needs.mean();
+        let mut light = LightRows::default();
+        let mut add = |document: usize, rows: u64| {
+            if rows > 0 {
+                light.parts.push(LightPart {
+                    document,
+                    rows,
+                    rows_before: light.rows,
+                    work_before: light.work,
+                });
+                light.rows += rows;
+                light.work += self.work_of(document, End::First, rows);
+            }
+            light.rows < needs.rows
+        };
+        let is_light = |document: usize| self.documents[document].last_pairs <= mean;
+        let [cut, whole] = [
+            self.cut.partition_point(|&document| is_light(document)),
+            self.whole.partition_point(|&document| is_light(document)),
+        ];
+        let short = self.cut[..cut].iter().chain(self.whole.range(..whole)).copied();
+        let others = self.cut[cut..].iter().chain(self.whole.range(whole..)).copied();
+        let all = short.chain(Some(heavy)).chain(others);
+        for (index, document) in all.enumerate() {
+            let is_repeated = document == heavy && index != cut + whole;
+            if !is_repeated && !add(document, self.light_first(document, mean)) {
+                break;
+            }
+        }
+        light
+    }
+
+    /// Returns the pairs of the first `rows` light rows; `None` if there are not as many.
+    fn work_of_light(&self, light: &LightRows, rows: u64) -> Option<u128> {
+        if rows >= light.rows {
+            return (rows == light.rows).then_some(light.work);
+        }
+        let after = light.parts.partition_point(|part| part.rows_before <= rows);
+        let part = &light.parts[after.checked_sub(1)?];
+        Some(part.work_before + self.work_of(part.document, End::First, rows - part.rows_before))
+    }
+
+    /// Returns the number of the first rows of a document that have at most `mean` pairs each.
+    fn light_first(&self, document: usize, mean: f64) -> u64 {
+        let document = &self.documents[document];
+        if document.last_pairs <= mean {
+            return document.rows;
+        }
+        let is_light = |row: u64| self.pairs.between(&(row..row + 1)) as f64 <= mean;
+        let mut first = 0;
+        for part in document.parts() {
+            let rows = part.end - part.start;
+            let light = largest(rows, |rows| rows == 0 || is_light(part.start + rows - 1));
+            first += light;
+            if light < rows {
+                break;
+            }
+        }
+        first
+    }
+
+    /// Returns the pairs of rows at one end of a document.
+    fn work_of(&self, document: usize, end: End, rows: u64) -> u128 {
+        let document = &self.documents[document];
+        if rows == document.rows {
+            return document.work;
+        }
+        let mut work = 0;
+        let mut left = rows;
+        let mut parts = document.parts();
+        while left > 0
+            && let Some(Range { start: from, end: to }) = match end {
+                End::First => parts.next(),
+                End::Last => parts.next_back(),
+            }
+        {
+            let count = left.min(to - from);
+            left -= count;
+            work += match end {
+                End::First => self.pairs.between(&(from..from + count)),
+                End::Last => self.pairs.between(&(to - count..to)),
+            };
+        }
+        work
+    }
+
+    /// Returns the order of two documents in a list.
+    fn order(&self, a: usize, b: usize) -> Ordering {
+        let last = |document: usize| self.documents[document].last_pairs;
+        last(a).total_cmp(&last(b)).then(a.cmp(&b))
+    }
+
+    /// Removes a document from its list, before rows of it are dealt.
+    fn remove(&mut self, document: usize) {
+        let order = |other: &usize| self.order(*other, document);
+        if self.documents[document].is_cut {
+            if let Ok(index) = self.cut.binary_search_by(order) {
+                self.cut.remove(index);
+            }
+        } else if let Ok(index) = self.whole.binary_search_by(order) {
+            self.whole.remove(index);
+        }
+    }
+
+    /// Inserts a document into its list, if it has rows that are not dealt.
+    fn insert(&mut self, document: usize) {
+        let order = |other: &usize| self.order(*other, document);
+        let Document { rows, is_cut, .. } = self.documents[document];
+        if rows == 0 {
+            return;
+        }
+        if is_cut {
+            let index = self.cut.binary_search_by(order).unwrap_or_else(|index| index);
+            self.cut.insert(index, document);
+        } else {
+            let index = self.whole.binary_search_by(order).unwrap_or_else(|index| index);
+            self.whole.insert(index, document);
+        }
+    }
+
+    /// Deals rows at one end of a document.
+    fn deal_rows(&mut self, rank: usize, document: usize, end: End, rows: u64) {
+        if rows == 0 {
+            return;
+        }
+        self.remove(document);
+        let mut left = rows.min(self.documents[document].rows);
+        while left > 0 {
+            let dealt = self.documents[document].remove_rows(end, left);
+            left -= dealt.end - dealt.start;
+            self.deal(rank, document, dealt);
+        }
+        self.insert(document);
+    }
+
+    /// Deals rows within one part of a document.
+    fn deal_middle(&mut self, rank: usize, document: usize, rows: Range<u64>) {
+        self.remove(document);
+        self.documents[document].remove_middle(rows.clone());
+        self.deal(rank, document, rows);
+        self.insert(document);
+    }
+
+    /// Deals rows that are no longer in the parts of a document, which is in no list.
+    fn deal(&mut self, rank: usize, document: usize, rows: Range<u64>) {
+        let work = self.pairs.between(&rows);
+        let from = &mut self.documents[document];
+        from.rows -= rows.end - rows.start;
+        from.work -= work;
+        from.is_cut = true;
+        let last = from.parts().next_back();
+        from.last_pairs = last.map_or(0.0, |last| last_pairs(self.pairs, &last));
+        self.left -= work;
+        self.dealt.push((rank, Chunk { rows, work }));
+    }
+}
+
+/// Returns the mean of the pairs of the queries of the last tile.
+fn last_pairs(pairs: &QueryWork, rows: &Range<u64>) -> f64 {
+    let count = TILE_ROWS.min(rows.end - rows.start);
+    pairs.between(&(rows.end - count..rows.end)) as f64 / count.max(1) as f64
+}
+
+/// Returns the largest number up to `most` that fits, if 0 fits and all numbers below one that fits
+/// do.
+fn largest(most: u64, fits: impl Fn(u64) -> bool) -> u64 {
+    let (mut last, mut first_not) = (0, most + 1);
+    while last + 1 < first_not {
+        let middle = last + (first_not - last) / 2;
+        if fits(middle) {
+            last = middle;
+        } else {
+            first_not = middle;
+        }
+    }
+    last
+}
