@@ -13,7 +13,9 @@
 //! documents. `tiles_of_one_rank` is the number of tiles with a visible pair on one rank, divided
 //! by that of all ranks, and `tiles_over_contiguous` the latter divided by that of contiguous
 //! shards. `tiles_bound` is the least that any balanced layout can have, divided by the tiles that
-//! the pairs fill (`tile_bound.rs` in core). `ring-documents` measures the rate of packed passes.
+//! the pairs fill (`tile_bound.rs` in core). `sent` are the rows sent, and `sent_bound` the fewest
+//! that any balanced layout sends (`document_deal.rs` in core). `ring-documents` measures the rate
+//! of packed passes.
 
 mod distributions;
 mod tiles;
@@ -83,6 +85,17 @@ fn pairs_of(lens: &[usize], causal: bool) -> f64 {
     lens.iter().map(|&len| of(len as f64)).sum()
 }
 
+/// Returns the fewest rows that a layout sends in which no rank has more than 1.02 times the mean of
+/// the pairs: each key to all but one of the ranks that have a query which attends to it.
+fn fewest_sent(lens: &[usize], ranks: usize, causal: bool) -> f64 {
+    let most = 1.02 * pairs_of(lens, causal) / ranks as f64;
+    let receivers = |len: usize, key: usize| {
+        let before = if causal { pairs_of(&[key], true) } else { 0.0 };
+        ((pairs_of(&[len], causal) - before) / most).ceil() - 1.0
+    };
+    lens.iter().flat_map(|&len| (0..len).map(move |key| receivers(len, key))).sum()
+}
+
 /// Measures the solver against the time of a pass at `rate` operations per second of each rank.
 fn solver(name: &str, lens: &[usize], ranks: usize, rate: f64, causal: bool) -> Result<()> {
     let rows = lens.iter().sum();
@@ -112,6 +125,8 @@ fn solver(name: &str, lens: &[usize], ranks: usize, rate: f64, causal: bool) -> 
     let pass = FLOPS * (HEADS * DIM) as f64 * pairs_of(lens, causal) / (rate * ranks as f64);
     let tiles = |layout: &Layout, ranks| Tiles::new(lens, layout, ranks).count(causal);
     let of_ranks = tiles(&layout, ranks) as f64;
+    let by_rank = Tiles::new(lens, &layout, ranks).count_by_rank(causal);
+    let slowest = by_rank.iter().max().copied().unwrap_or_default() as f64 * ranks as f64 / of_ranks;
     let filled = tiles(&Layout::Contiguous, 1) as f64 / of_ranks;
     let over_contiguous = of_ranks / tiles(&Layout::Contiguous, ranks) as f64;
     let bound = Layout::least_tiles(&spec, &documents, ranks)?;
@@ -120,11 +135,12 @@ fn solver(name: &str, lens: &[usize], ranks: usize, rate: f64, causal: bool) -> 
         "{{\"what\":\"balanced\",\"documents\":\"{name}\",\"mask\":\"{mask}\",\"count\":{},\
          \"rows\":{rows},\"ranks\":{ranks},\"runs\":{},\"work_max_over_mean\":{work:.4},\
          \"rows_max_over_mean\":{balance:.4},\"redundancy\":{redundancy:.3},\"sent\":{sent},\
-         \"tiles_of_one_rank\":{filled:.4},\"tiles_over_contiguous\":{over_contiguous:.4},\
-         \"tiles_bound\":{bound:.4},\
+         \"sent_bound\":{:.0},\"tiles_of_one_rank\":{filled:.4},\"tiles_over_contiguous\":{over_contiguous:.4},\
+         \"tiles_bound\":{bound:.4},\"tiles_max_over_mean\":{slowest:.4},\
          \"seconds\":{seconds:.6},\"pass_seconds\":{pass:.2},\"share\":{:.6}}}",
         lens.len(),
         shards.q.iter().map(|shard| shard.rows.runs().len()).sum::<usize>(),
+        fewest_sent(lens, ranks, causal),
         seconds / pass
     );
     Ok(())

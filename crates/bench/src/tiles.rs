@@ -10,6 +10,7 @@ const ROWS: usize = 64;
 
 /// Rows of one document in one tile.
 struct Part {
+    rank: usize,
     tile: usize,
     document: usize,
     first: usize,
@@ -41,7 +42,7 @@ impl Tiles {
                         last.first = last.first.min(position);
                         last.last = last.last.max(position);
                     }
-                    _ => parts.push(Part { tile, document, first: position, last: position }),
+                    _ => parts.push(Part { rank, tile, document, first: position, last: position }),
                 }
             }
             begin += (shard.len() as usize).div_ceil(ROWS);
@@ -51,21 +52,26 @@ impl Tiles {
 
     /// Counts the pairs of a tile of queries and a tile of keys with a visible pair.
     pub(crate) fn count(&self, causal: bool) -> u64 {
+        self.count_by_rank(causal).iter().sum()
+    }
+
+    /// Counts the pairs of a tile of queries of each rank and a tile of keys with a visible pair.
+    pub(crate) fn count_by_rank(&self, causal: bool) -> Vec<u64> {
         let mut of_documents: HashMap<usize, Vec<&Part>> = HashMap::new();
         for part in &self.parts {
             of_documents.entry(part.document).or_default().push(part);
         }
         let mut counted_for = vec![usize::MAX; self.parts.last().map_or(0, |last| last.tile + 1)];
-        let mut count = 0;
+        let mut counts = vec![0; self.parts.last().map_or(0, |last| last.rank + 1)];
         for queries in &self.parts {
             for keys in &of_documents[&queries.document] {
                 let is_visible = !causal || keys.first <= queries.last;
                 if is_visible && counted_for[keys.tile] != queries.tile {
                     counted_for[keys.tile] = queries.tile;
-                    count += 1;
+                    counts[queries.rank] += 1;
                 }
             }
         }
-        count
+        counts
     }
 }

@@ -15,7 +15,8 @@
 //!     deal single tiles, of which those that no rank can have are cut (TileDeal)
 //!     if a rank still has more: exchange single rows between ranks (RowExchange)
 //! exchange chunks that bring documents together (SegmentExchange)
-//! of the balanced layouts choose the one that sends the fewest rows
+//! of the balanced layouts choose the one whose busiest rank has the fewest tiles and receives the
+//!     fewest rows (TILE_COST)
 //! order the rows of each rank such that they fill whole tiles (tile_order)
 //! ```
 //! Every rank gets equal rows up to one, before chunks are exchanged that bring documents together.
@@ -33,9 +34,9 @@
 //! Chunks are whole tiles while that suffices: then as many tiles contain a visible pair as on one
 //! rank. A tile that has more pairs than a rank may have must be cut, and costs more
 //! (`tile_bound.rs` derives how much at least). Ranks with unequal rows would not help: where the
-//! rows of a rank fill its tiles, one row more is one tile more. Documents that are dealt begin and
-//! end anywhere in a tile, as in contiguous shards. With 2,048 rows per rank and more this costs 0
-//! to 4 % of the tiles, with 16 tiles per rank up to 10 %.
+//! rows of a rank fill its tiles, one row more is one tile more. Documents that are dealt fill
+//! whole tiles with their last rows. Their first rows, which attend to few tiles of keys under a
+//! causal mask, share tiles with those of other documents.
 //!
 //! In the reproducible order chunks are whole leaves, of which the last round may lack some: then
 //! numbers of rows differ by up to one chunk, and no rows are exchanged.
@@ -50,7 +51,7 @@ use super::{
     row_exchange::RowExchange,
     segment_exchange::SegmentExchange,
     tile_deal::{RankChunks, Shares, TILE_ROWS, TileDeal},
-    tile_order::tile_order,
+    tile_order::{first_rows_apart, tile_order},
 };
 use crate::{
     Batch, CustomLayout, Layout, NeedsIndex, Result, RingShards, Run, Runs, Side, Spec, index,
@@ -66,6 +67,13 @@ const EXCHANGED: f64 = 1.01;
 /// Pairs of a rank for each step of a deal of documents, from which on several deals are compared.
 /// A step takes about 1 µs, these pairs 0.8 ms of a pass at 45 GFLOP/s with dim 128.
 const DEAL_PAIRS: u128 = 20_000;
+
+/// Rows that a rank receives which count as much as a tile of 64 queries and 64 keys, when layouts
+/// are compared. On a core of an AMD EPYC a tile takes as long as reading 100 rows of a block
+/// (`benches/record/2026-11-26-balanced-kernels-release.md`). On a GPU of 400 TFLOP/s a tile of 32
+/// heads of dim 128 takes as long as half a row of 8 KV heads in 16 bits at 12.5 GB/s. This is
+/// about their geometric mean.
+const TILE_COST: u64 = 8;
 
 /// Tiles of a rank up to which it is checked first that none of them must be cut.
 const FEW_TILES: u64 = 16;
@@ -135,7 +143,7 @@ fn balanced_layout(spec: &Spec, whole: &RingShards, ranks: usize) -> Result<Layo
         None => Dealt::best(Shares { rows: q_len as u64, ranks }, &pairs, whole),
     };
     let mut q = memory::list("the rows of all ranks", ranks)?;
-    q.extend(best.ranks.iter().map(|chunks| rows_of(chunks, &best.edges)));
+    q.extend(best.ranks.iter().map(|chunks| best.rows_of(chunks)));
     let kv = if q_len == kv_len {
         q.clone()
     } else {
@@ -175,6 +183,8 @@ struct Dealt {
     work: Vec<u128>,
     /// First row of each chunk, and the end of the last.
     edges: Vec<u64>,
+    /// First row of each document, if these are dealt; else empty.
+    documents: Vec<u64>,
 }
 
 impl Dealt {
@@ -201,7 +211,7 @@ impl Dealt {
             chunks.sort_unstable();
             chunks
         });
-        Self { ranks: owned.collect(), work, edges }
+        Self { ranks: owned.collect(), work, edges, documents: Vec::new() }
     }
 
     fn of_chunks(mut all: RankChunks, ranks: usize) -> Self {
@@ -211,7 +221,8 @@ impl Dealt {
         all.iter().enumerate().for_each(|(index, of)| owned[of.0].push(index));
         let end = all.last().map_or(0, |(_, chunk)| chunk.rows.end);
         let edges = all.iter().map(|(_, chunk)| chunk.rows.start).chain(Some(end)).collect();
-        Self { ranks: owned, work: all.iter().map(|(_, chunk)| chunk.work).collect(), edges }
+        let work = all.iter().map(|(_, chunk)| chunk.work).collect();
+        Self { ranks: owned, work, edges, documents: Vec::new() }
     }
 
     /// Deals one chunk per rank if that is balanced, else documents or shorter chunks.
@@ -230,8 +241,8 @@ impl Dealt {
         }
     }
 
-    /// Deals documents, and if a pass takes long enough shorter chunks too. Of the balanced results
-    /// returns the one that sends the fewest rows, else the best of all.
+    /// Deals documents. If that is not balanced, or a pass takes long enough, compares all deals
+    /// with shorter chunks. Returns the balanced result of the least cost, else that of chunks.
     fn or_documents(
         self,
         deal: &DocumentDeal<'_>,
@@ -241,32 +252,35 @@ impl Dealt {
     ) -> Self {
         let pairs_of_rank = pairs.before(shares.rows) / shares.ranks as u128;
         let is_long = pairs_of_rank >= DEAL_PAIRS * deal.steps();
-        let deals = if is_long { AFTER_WHOLE.len() } else { 1 };
-        let of_documents = AFTER_WHOLE.into_iter().take(deals).filter_map(|after_whole| {
+        let balanced = |after_whole| {
             let mut dealt = Self::of_chunks(deal.clone().run(after_whole), shares.ranks);
             dealt.exchange_rows(pairs, 1);
+            dealt.documents = deal.begins().to_vec();
             (dealt.worst() <= BALANCED).then(|| dealt.join_segments(whole))
-        });
-        // of equal ones the first
-        let fewest = of_documents.min_by_key(|dealt| dealt.rows_received(deal));
-        match fewest {
-            Some(dealt) if !is_long => dealt,
-            Some(dealt) => {
-                let chunks = self.or_shorter_chunks(shares, pairs).join_segments(whole);
-                let is_better = chunks.worst() <= BALANCED
-                    && chunks.rows_received(deal) < dealt.rows_received(deal);
-                if is_better { chunks } else { dealt }
-            }
-            None => self.or_shorter_chunks(shares, pairs).join_segments(whole),
+        };
+        if !is_long && let Some(dealt) = balanced(AFTER_WHOLE[0]) {
+            return dealt;
         }
+        let mut best = self.or_shorter_chunks(shares, pairs).join_segments(whole);
+        let mut least = if best.worst() <= BALANCED { best.cost(deal) } else { u64::MAX };
+        for dealt in AFTER_WHOLE.into_iter().filter(|_| is_long).filter_map(balanced) {
+            let cost = dealt.cost(deal);
+            if cost < least {
+                (best, least) = (dealt, cost);
+            }
+        }
+        best
     }
 
-    /// Returns the rows that ranks need and do not have ([`DocumentDeal::rows_received`]).
-    fn rows_received(&self, deal: &DocumentDeal<'_>) -> u64 {
+    /// Returns the cost of the rank with the most: tiles of keys of its tiles of queries, and rows
+    /// that it receives, of which [`TILE_COST`] count as much as a tile.
+    fn cost(&self, deal: &DocumentDeal<'_>) -> u64 {
         let of_rank = |chunks: &Vec<usize>| {
-            deal.rows_received(chunks.iter().map(|&chunk| self.edges[chunk]..self.edges[chunk + 1]))
+            let chunk = |&chunk: &usize| self.edges[chunk]..self.edges[chunk + 1];
+            let received = deal.rows_received(chunks.iter().map(chunk));
+            TILE_COST * deal.tiles(&self.rows_of(chunks)) + received
         };
-        self.ranks.iter().map(of_rank).sum()
+        self.ranks.iter().map(of_rank).max().unwrap_or(0)
     }
 
     /// Deals longer chunks first, then shorter ones, until no rank has more than [`BALANCED`] times
@@ -343,6 +357,26 @@ impl Dealt {
         self.edges.windows(2).map(|edge| (edge[1] - edge[0]).into()).collect()
     }
 
+    /// Returns the rows of some chunks, which ascend, in local order. Adjacent chunks are one run,
+    /// but not if a document that is dealt begins between them.
+    fn rows_of(&self, chunks: &[usize]) -> Runs {
+        let edges = &self.edges;
+        let is_one =
+            |a: &usize, b: &usize| a + 1 == *b && self.documents.binary_search(&edges[*b]).is_err();
+        let run = |adjacent: &[usize]| {
+            let [first, last] = [adjacent.first(), adjacent.last()].map(|chunk| chunk.copied());
+            let (start, end) = (edges[first.unwrap_or(0)], edges[last.map_or(0, |last| last + 1)]);
+            Run { start: start.cast_signed(), step: 1, count: end - start }
+        };
+        let mut all: Vec<Run> = chunks.chunk_by(is_one).map(run).collect();
+        if !self.documents.is_empty() {
+            all = first_rows_apart(all);
+        }
+        let mut rows = Runs::new();
+        tile_order(all).into_iter().for_each(|run| rows.push_run(run));
+        rows
+    }
+
     /// Returns the larger imbalance of pairs and of rows.
     fn worst(&self) -> f64 {
         imbalance(&self.work, &self.ranks).max(imbalance(&self.rows(), &self.ranks))
@@ -405,19 +439,6 @@ fn most_of(imbalance: f64, total: u128, ranks: usize) -> u128 {
 pub(super) fn limits_of(total: u128, ranks: usize) -> Limits {
     let limit = |imbalance| most_of(imbalance, total, ranks);
     Limits { balanced: limit(BALANCED), target: limit(EXCHANGED), mean: limit(1.0) }
-}
-
-/// Returns the rows of some chunks, which ascend. Adjacent chunks are one run.
-fn rows_of(chunks: &[usize], edges: &[u64]) -> Runs {
-    let run = |adjacent: &[usize]| {
-        let [first, last] = [adjacent.first(), adjacent.last()].map(|chunk| chunk.copied());
-        let (start, end) = (edges[first.unwrap_or(0)], edges[last.map_or(0, |last| last + 1)]);
-        Run { start: start.cast_signed(), step: 1, count: end - start }
-    };
-    let mut rows = Runs::new();
-    let all = chunks.chunk_by(|a, b| a + 1 == *b).map(run).collect();
-    tile_order(all).into_iter().for_each(|run| rows.push_run(run));
-    rows
 }
 
 /// Returns the most work of a rank divided by the mean; 1 if there is none.

@@ -263,6 +263,40 @@ impl<'a> DocumentDeal<'a> {
         self.dealt
     }
 
+    /// Returns the first row of each document.
+    pub(super) fn begins(&self) -> &[u64] {
+        &self.begins
+    }
+
+    /// Returns the number of tiles of keys of all tiles of queries of a rank with these rows, in
+    /// local order, if a query attends to all earlier keys of its document. The rows are runs of
+    /// consecutive ones.
+    pub(super) fn tiles(&self, rows: &Runs) -> u64 {
+        let mut tiles = 0;
+        let mut index = 0;
+        // document of the last rows of the tile, and the keys that they attend to
+        let mut last = None;
+        for run in rows.runs() {
+            let mut start = run.start.cast_unsigned();
+            let end = start + run.count;
+            while start < end {
+                let next = self.begins.partition_point(|&begin| begin <= start);
+                let document_end = self.begins.get(next).copied().unwrap_or(end);
+                let stop = end.min(document_end).min(start + TILE_ROWS - index % TILE_ROWS);
+                let keys = (stop - self.begins[next - 1]).div_ceil(TILE_ROWS);
+                let counted = match last {
+                    Some((document, counted)) if document == next => counted,
+                    _ => 0,
+                };
+                tiles += keys.saturating_sub(counted);
+                index += stop - start;
+                last = (index % TILE_ROWS > 0).then_some((next, keys.max(counted)));
+                start = stop;
+            }
+        }
+        tiles
+    }
+
     /// Returns the number of rows that a rank needs and does not have, if a query attends to all
     /// earlier keys of its document. `rows` are the rows of the rank in ascending order.
     pub(super) fn rows_received(&self, rows: impl Iterator<Item = Range<u64>>) -> u64 {

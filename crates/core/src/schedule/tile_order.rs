@@ -6,6 +6,9 @@
 //!     the one with the most rows beyond whole tiles, then those that fill its last tile best
 //! runs that do not fill their last tile, at the end
 //! ```
+//! If later queries of a document have more pairs, the rows that fill no tile are its first ones,
+//! which attend to few tiles of keys ([`first_rows_apart`]).
+//!
 //! A tile of a kernel is 64 consecutive local rows. Rows of two documents in one tile cost the key
 //! tiles of both, and rows of one run in two tiles cost its key tiles twice.
 
@@ -33,6 +36,20 @@ pub(super) fn tile_order(runs: Vec<Run>) -> Vec<Run> {
     ordered
 }
 
+/// Divides runs of more than a tile such that all but their first rows fill whole tiles.
+pub(super) fn first_rows_apart(runs: Vec<Run>) -> Vec<Run> {
+    let divided = |run: Run| {
+        let first = run.count % TILE_ROWS;
+        let [head, rest] = [(0, first), (first, run.count - first)].map(|(begin, count)| Run {
+            start: run.start + begin.cast_signed() * run.step,
+            count,
+            ..run
+        });
+        [head, rest].into_iter().filter(|run| run.count > 0)
+    };
+    runs.into_iter().flat_map(divided).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -49,5 +66,14 @@ mod tests {
         // the last tile is not full
         assert_eq!(counts(&[50, 30, 14, 64]), [64, 50, 14, 30]);
         assert_eq!(counts(&[]), []);
+    }
+
+    #[test]
+    fn the_first_rows_of_a_run_fill_no_tile() {
+        let runs = [(0, 150), (200, 64), (300, 20)];
+        let runs = runs.map(|(start, count)| Run { start, step: 1, count }).to_vec();
+        let apart: Vec<(i64, u64)> =
+            first_rows_apart(runs).iter().map(|run| (run.start, run.count)).collect();
+        assert_eq!(apart, [(0, 22), (22, 128), (200, 64), (300, 20)]);
     }
 }
