@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from golden import Case, folder, read
-from helpers import batch, check, floats, naive, plan, random
+from helpers import batch, check, chosen_strategies, floats, naive, plan, random
 from mpi4py import MPI
 
 import annulus
@@ -327,13 +327,44 @@ def packed_documents() -> None:
         return
     # documents of one rank that are wrong are refused on all
     wrong = {"cum_seqlens_q": [0, length + (RANK == 1)]}
-    try:
-        attention.plan(**lengths, comm=WORLD, strategy="auto", documents=wrong)
-    except annulus.Error as error:
-        assert error.code == (1 if RANK == 1 else 4), error
-        assert "cum_seqlens_q" in str(error), error
-    else:
-        raise AssertionError("documents that do not fit")
+    rows = slice(length * RANK // RANKS, length * (RANK + 1) // RANKS)
+    own = [x[:, rows] for x in (q, k, v)]
+    for call in (
+        lambda: attention.plan(**lengths, comm=WORLD, strategy="auto", documents=wrong),
+        lambda: annulus.ring_attention(*own, comm=WORLD, strategy="auto", documents=wrong),
+    ):
+        try:
+            call()
+        except annulus.Error as error:
+            assert error.code == (1 if RANK == 1 else 4), error
+            assert "cum_seqlens_q" in str(error), error
+        else:
+            raise AssertionError("documents that do not fit")
+
+
+def packed_documents_in_one_call() -> None:
+    """The strategy of a call is chosen for the documents of all rows, of which segment ids of the
+    call have those of a rank.
+    """
+    length = 12 * RANKS
+    ids = np.arange(length)[None] // 6
+    x = random(1, length, RANKS, 8)
+    want = annulus.flash_attention(x, x, x, causal=True, q_segment_ids=ids)
+    for layout in ("contiguous", "balanced"):
+        shard = annulus.Attention(causal=True).shard(
+            length, comm=WORLD, layout=layout, q_segment_ids=ids
+        )
+        rows = shard.q_rows
+        own = x[:, rows]
+        given = {"layout": shard.layout, "route": shard.route, "q_segment_ids": ids[:, rows]}
+        with chosen_strategies() as strategies:
+            for documents in (None, shard.documents):
+                options = {**given, "strategy": "auto", "documents": documents, "threads": 1}
+                out = annulus.ring_attention(own, own, own, causal=True, comm=WORLD, **options)
+                assert abs(out - want[:, rows]).max() < 2e-6
+        # no document is on two ranks
+        assert strategies[1] == "ring"
+        assert RANKS == 1 or layout == "balanced" or strategies[0] == f"heads:{RANKS}", strategies
 
 
 def one_call(length: int) -> None:
@@ -365,6 +396,7 @@ def main() -> None:
         golden(case, ("contiguous", "zigzag", "striped")[index % 3])
     sub_communicator()
     packed_documents()
+    packed_documents_in_one_call()
     decoding()
     one_call(30)
     # some ranks have one row
