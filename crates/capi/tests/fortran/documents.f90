@@ -29,6 +29,10 @@ program documents
     call check(near(got%dk, want%dk), 'dk')
     call check(near(got%dv, want%dv), 'dv')
   end do
+  if (ranks > 1) then
+    call check(chosen(.false.) == ANNULUS_STRATEGY_GRID, 'strategy by the mask')
+    call check(chosen(.true.) == ANNULUS_STRATEGY_RING, 'strategy by the documents')
+  end if
   call MPI_Finalize(error)
 
 contains
@@ -95,6 +99,35 @@ contains
     call collect(own%dk, all_rows%dk, size(own%dk))
     call collect(own%dv, all_rows%dv, size(own%dv))
   end subroutine attend_over_ranks
+
+  ! Returns the strategy for full attention over documents of which no rank has a part; with
+  ! `is_told`, for these documents. By the mask alone, moving queries is cheaper than moving keys.
+  function chosen(is_told) result(strategy)
+    logical, intent(in) :: is_told
+    integer(c_int32_t) :: strategy
+    type(annulus_options) :: options
+    type(c_ptr) :: attention, plan
+    integer(c_int64_t) :: of_queries(2*ranks + 1), of_keys(2*ranks + 1)
+    integer(c_int32_t) :: heads
+    integer :: d
+    of_queries = [(6_c_int64_t*d, d=0, 2*ranks)]
+    of_keys = 10*of_queries
+    options = options_of_case()
+    options%causal = 0
+    options%q_len = 12*ranks
+    options%kv_len = 120*ranks
+    options%layout = ANNULUS_LAYOUT_CONTIGUOUS
+    options%strategy = ANNULUS_STRATEGY_AUTO
+    call ok(annulus_attention_create(options, attention))
+    if (is_told) then
+      call ok(annulus_attention_set_documents(attention, cum_seqlens_q=of_queries, &
+                                              cum_seqlens_k=of_keys))
+    end if
+    call ok(annulus_plan_create_mpi(attention, MPI_COMM_WORLD, plan))
+    call ok(annulus_plan_strategy(plan, strategy, heads))
+    call ok(annulus_plan_destroy(plan))
+    call ok(annulus_attention_destroy(attention))
+  end function chosen
 
   subroutine collect(own, whole, count)
     integer, intent(in) :: count
