@@ -78,8 +78,8 @@ impl Attention {
     }
 }
 
-/// Returns a batch in which segment ids of one side alone are those of both, because a grid with key
-/// columns has other rows on each side.
+/// Returns a batch in which segment ids of one side alone are those of both, because a grid with
+/// key columns has other rows on each side.
 fn with_ids_of_both_sides(batch: &Batch) -> Cow<'_, Batch> {
     if batch.q_segment_ids.is_some() == batch.kv_segment_ids.is_some() {
         return Cow::Borrowed(batch);

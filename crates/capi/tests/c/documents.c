@@ -10,7 +10,8 @@
 
 #include "case.h"
 
-/* First rows of the documents, of which one is empty, and the end of the last: row 36 is padding. */
+/* First rows of the documents, of which one is empty, and the end of the last: row 36 is
+   padding. */
 enum { DOCUMENTS = 5, PADDING = 36 };
 static int64_t starts[DOCUMENTS + 1] = {0, 9, 22, 22, 30, PADDING};
 
