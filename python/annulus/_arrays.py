@@ -208,6 +208,8 @@ def _as_numpy(name: str, value: Any) -> tuple[np.ndarray[Any, Any], str]:
     if found == "torch":
         return _of_torch(name, value)
     if found == "jax":
+        if isinstance(value, sys.modules["jax"].core.Tracer):
+            raise unsupported(name, "an array that JAX traces; want its numbers")
         places = {device.platform for device in value.devices()}
         if places != {"cpu"}:
             raise unsupported(name, f"a JAX array on {', '.join(sorted(places))}; want one on cpu")

@@ -230,7 +230,7 @@ class Shard:
         route: Route on which rows are sent only to ranks that need them, for ``route=`` of
             ``ring_attention`` and ``Plan``. None, except for ``balanced``.
         documents: The packed lengths and segment ids that were given, for ``documents=`` of
-            ``Plan``. None without any.
+            ``ring_attention`` and ``Plan``. None without any.
     """
 
     layout: str | tuple[Rows, Rows]
@@ -303,7 +303,7 @@ def config(
         "strategy": strategy,
         "machine_path": figures if is_path else None,
         "machine_text": None if figures is None or is_path else json.dumps(figures),
-        "documents": _documents_of_auto(documents, strategy),
+        "documents": checked_documents_of_auto(documents, strategy),
         "kv_block_size": _check.integer_or_none("kv_block_size", kv_block_size, least=1),
         "receive_ahead": _check.integer_or_none("receive_ahead", receive_ahead, least=1),
         "deadline": _check.number_or_none("deadline", deadline),
@@ -376,7 +376,9 @@ def checked_documents(given: Documents) -> dict[str, np.ndarray[Any, Any]]:
     }
 
 
-def _documents_of_auto(documents: Any, strategy: str) -> dict[str, np.ndarray[Any, Any]] | None:
+def checked_documents_of_auto(
+    documents: Any, strategy: str
+) -> dict[str, np.ndarray[Any, Any]] | None:
     """Returns the checked documents for which ``auto`` chooses."""
     if documents is None:
         return None

@@ -9,7 +9,7 @@ from typing import Any
 
 from . import _arrays, _check
 from ._annulus import BiasFunction, Mask
-from ._attention import Attention, Machine, Rows
+from ._attention import Attention, Documents, Machine, Rows
 from ._device import Place, current_stream
 from ._endpoint import check_communicator
 from ._errors import invalid, unsupported
@@ -109,6 +109,7 @@ class Call:
     route: str | None = None
     strategy: str = "ring"
     machine: Machine | None = None
+    documents: Documents | None = None
     kv_block_size: int | None = None
     receive_ahead: int | None = None
     threads: int | None = None
@@ -180,6 +181,7 @@ class Call:
             route=self.route,
             strategy=self.strategy,
             machine=self.machine,
+            documents=self.documents,
             kv_block_size=self.kv_block_size,
             receive_ahead=self.receive_ahead,
             threads=self.threads,
@@ -332,6 +334,7 @@ def ring_attention(
     route: str | None = None,
     strategy: str = "ring",
     machine: Machine | None = None,
+    documents: Documents | None = None,
     kv_block_size: int | None = None,
     receive_ahead: int | None = None,
     threads: int | None = None,
@@ -374,10 +377,13 @@ def ring_attention(
             ``rails_up``, ``rails_down`` or ``once_per_node``. Default: chosen by the mask and the
             nodes.
         strategy: ``ring``, ``heads:H``, ``grid:QxK``, ``grid:HxQxK``, ``auto`` or a published
-            name: the division of the attention among ranks, see ``Plan``. ``auto`` chooses by the
-            mask; only a plan has ``documents``.
+            name: the division of the attention among ranks, see ``Plan``.
         machine: Path of a machine file, or a dict of its fields, with which ``auto`` takes the
             strategy of the least predicted time, see ``Plan``.
+        documents: Packed documents for which ``auto`` chooses: a dict of arrays of all rows, also
+            with comm, such as ``{"cum_seqlens_q": starts}`` or ``Shard.documents``, see ``Plan``.
+            Only the choice depends on them: segment ids, positions and cum_seqlens of the call are
+            given too. Default: chosen by the mask alone.
         kv_block_size: Hint: a KV block is split into messages at multiples of this many rows, see
             ``Plan``.
         receive_ahead: Ring steps by which receives of blocks are posted ahead, see ``Plan``.

@@ -6,15 +6,20 @@ references finds them again, so that it keeps nothing alive: the caller does, or
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import weakref
+import zlib
 from typing import Any
+
+import numpy as np
 
 from . import _check
 from ._attention import (
     ROUTES,
     Attention,
+    checked_documents_of_auto,
     checked_layout,
     checked_machine,
     checked_strategy,
@@ -42,6 +47,7 @@ def spelled(call: Call) -> str:
             attention[name] = _key(f"{name} {given.key}", given)
     route, one_pass, backend = call.route, call.fused_backward, call.backend
     strategy = checked_strategy(call.strategy)
+    documents = checked_documents_of_auto(call.documents, strategy)
     options = {
         "ranks": _check.integer_or_none("ranks", call.ranks, least=1),
         "comm": None if call.comm is None else _key(f"comm {id(call.comm)}", call.comm),
@@ -49,6 +55,7 @@ def spelled(call: Call) -> str:
         "route": None if route is None else _check.choice("route", route, ROUTES),
         "strategy": strategy,
         "machine": checked_machine(call.machine, strategy),
+        "documents": None if documents is None else _spelled_arrays(documents),
         "kv_block_size": _check.integer_or_none("kv_block_size", call.kv_block_size, least=1),
         "receive_ahead": _check.integer_or_none("receive_ahead", call.receive_ahead, least=1),
         "threads": _check.integer_or_none("threads", call.threads, least=1),
@@ -69,7 +76,29 @@ def read(text: str, dropout_seed: int | None) -> Call:
     for name in ("mask", "bias_function"):
         attention[name] = _found(name, attention[name])
     options["comm"] = _found("comm", options["comm"])
+    if options["documents"] is not None:
+        options["documents"] = _read_arrays(options["documents"])
     return Call(Attention(**attention, dropout_seed=dropout_seed), **options)
+
+
+def _spelled_arrays(arrays: dict[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
+    """Returns arrays as text, compressed: segment ids are one number a row."""
+    return {
+        name: (
+            array.dtype.name,
+            array.shape,
+            base64.b64encode(zlib.compress(array.tobytes())).decode(),
+        )
+        for name, array in arrays.items()
+    }
+
+
+def _read_arrays(spelled: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
+    """Returns the arrays of a text."""
+    return {
+        name: np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).reshape(shape)
+        for name, (dtype, shape, text) in spelled.items()
+    }
 
 
 def _key(key: str, value: Any) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from golden import Case
 
 import annulus
+from annulus._calls import Call
 
 BATCH = (
     "attention_mask",
@@ -98,6 +102,21 @@ def naive(
         lse = np.where(total > 0, most + np.log(total), -np.inf)[..., 0]
     out = np.einsum("bhij,bjhd->bihd", weights / np.where(total > 0, total, 1), v)
     return out, lse
+
+
+@contextmanager
+def chosen_strategies() -> Iterator[list[str]]:
+    """Records the strategies of the plans that one-call functions make."""
+    strategies: list[str] = []
+    plan_of_call = Call.plan
+
+    def recorded(call: Call, *args: Any, **options: Any) -> annulus.Plan:
+        made = plan_of_call(call, *args, **options)
+        strategies.append(made.strategy)
+        return made
+
+    with mock.patch.object(Call, "plan", recorded):
+        yield strategies
 
 
 def random(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray[Any, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from helpers import chosen_strategies
 from mpi4py import MPI
 from torch import nn
 
@@ -152,6 +153,32 @@ def documents() -> None:
     compare([got[tokens]], [want[:, rows][tokens]])
 
 
+def strategy_of_documents() -> None:
+    """The strategy is chosen for the documents of the shard, or for those that are given."""
+    length = 12 * RANKS
+    ids = torch.arange(length)[None] // 6
+    x = torch.randn(1, RANKS, length, DIM, generator=torch.Generator().manual_seed(3))
+    attend = nn.functional.scaled_dot_product_attention
+    want = attend(x, x, x, attn_mask=ids[0][:, None] == ids[0])
+    own = annulus.Attention().shard(
+        length, comm=WORLD, layout="contiguous", q_segment_ids=ids.numpy()
+    )
+    rows = own.q_rows
+    part = x[:, :, rows]
+    one = {"cum_seqlens_q": [0, length]}
+    # on two ranks the ring sends the fewest bytes anyway
+    by_mask = "ring" if RANKS < 3 else f"heads:{RANKS}"
+    for documents, strategy in ((None, "ring"), (one, by_mask)):
+        options = {"strategy": "auto", "documents": documents, "threads": 1}
+        annulus.torch.clear_plans()
+        with (
+            chosen_strategies() as strategies,
+            annulus.torch.context_parallel(own, WORLD, segment_ids=ids[:, rows], **options),
+        ):
+            compare([attend(part, part, part)], [want[:, :, rows]])
+        assert strategies == [strategy], strategies
+
+
 def fails(kind: type[Exception], text: str, work: Any) -> None:
     """Asserts that a call fails on this rank."""
     try:
@@ -283,6 +310,7 @@ def main() -> None:
         rotary_model(layout)
     masks_and_dropout()
     documents()
+    strategy_of_documents()
     refusals()
     plans()
     with_transformers = importlib.util.find_spec("transformers") is not None

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from golden import Case, folder, read
-from helpers import batch, check, floats, naive, plan, random
+from helpers import batch, check, chosen_strategies, floats, naive, plan, random
 from mpi4py import MPI
 
 import annulus
@@ -327,13 +327,52 @@ def packed_documents() -> None:
         return
     # documents of one rank that are wrong are refused on all
     wrong = {"cum_seqlens_q": [0, length + (RANK == 1)]}
-    try:
-        attention.plan(**lengths, comm=WORLD, strategy="auto", documents=wrong)
-    except annulus.Error as error:
-        assert error.code == (1 if RANK == 1 else 4), error
-        assert "cum_seqlens_q" in str(error), error
-    else:
-        raise AssertionError("documents that do not fit")
+    rows = slice(length * RANK // RANKS, length * (RANK + 1) // RANKS)
+    own = [x[:, rows] for x in (q, k, v)]
+    for call in (
+        lambda: attention.plan(**lengths, comm=WORLD, strategy="auto", documents=wrong),
+        lambda: annulus.ring_attention(*own, comm=WORLD, strategy="auto", documents=wrong),
+    ):
+        try:
+            call()
+        except annulus.Error as error:
+            assert error.code == (1 if RANK == 1 else 4), error
+            assert "cum_seqlens_q" in str(error), error
+        else:
+            raise AssertionError("documents that do not fit")
+
+
+def packed_documents_in_one_call() -> None:
+    """The strategy of a call is chosen for the documents of all rows, of which segment ids of the
+    call have those of a rank.
+    """
+    q_len, kv_len = 12 * RANKS, 120 * RANKS
+    q_ids, kv_ids = np.arange(q_len)[None] // 6, np.arange(kv_len)[None] // 60
+    q, k = random(1, q_len, 2, 8), random(1, kv_len, 2, 8, seed=1)
+    want = annulus.flash_attention(q, k, k, q_segment_ids=q_ids, kv_segment_ids=kv_ids)
+    documents = {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids}
+    for layout in ("contiguous", "balanced"):
+        shard = annulus.Attention().shard(
+            q_len, kv_len=kv_len, comm=WORLD, layout=layout, **documents
+        )
+        own_q, own_k = q[:, shard.q_rows], k[:, shard.kv_rows]
+        options: dict[str, Any] = {
+            "layout": shard.layout,
+            "route": shard.route,
+            "q_segment_ids": q_ids[:, shard.q_rows],
+            "kv_segment_ids": kv_ids[:, shard.kv_rows],
+            "strategy": "auto",
+            "comm": WORLD,
+            "threads": 1,
+        }
+        with chosen_strategies() as strategies:
+            for given in (None, shard.documents):
+                out = annulus.ring_attention(own_q, own_k, own_k, **options, documents=given)
+                assert abs(out - want[:, shard.q_rows]).max() < 2e-6
+        if layout == "contiguous":
+            # no document is on two ranks; by the mask alone, moving queries is cheaper than keys
+            by_mask = "ring" if RANKS == 1 else f"grid:1x{RANKS}"
+            assert strategies == [by_mask, "ring"], strategies
 
 
 def one_call(length: int) -> None:
@@ -365,6 +404,7 @@ def main() -> None:
         golden(case, ("contiguous", "zigzag", "striped")[index % 3])
     sub_communicator()
     packed_documents()
+    packed_documents_in_one_call()
     decoding()
     one_call(30)
     # some ranks have one row

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from golden import Case
-from helpers import batch, check, floats, naive, random
+from helpers import batch, check, chosen_strategies, floats, naive, random
 
 import annulus
 
@@ -110,6 +110,28 @@ def test_a_compiled_program_keeps_its_mask() -> None:
     del mask
     gc.collect()
     assert (attend(q) == first).all()
+
+
+def test_documents_choose_the_strategy_of_a_compiled_program() -> None:
+    x = jnp.asarray(random(1, 64, 8, 8))
+    starts = np.arange(0, 65, 16)
+    options: dict[str, Any] = {"ranks": 4, "layout": "contiguous", "strategy": "auto"}
+
+    def attend(x: Any, starts: Any, documents: Any) -> Any:
+        batch = {"cum_seqlens_q": starts, "documents": documents}
+        return annulus.jax.ring_attention(x, x, x, **options, **batch)
+
+    want = annulus.flash_attention(x, x, x, cum_seqlens_q=starts)
+    annulus.jax.clear_plans()
+    for documents, strategy in ((None, "heads:4"), ({"cum_seqlens_q": starts}, "ring")):
+        attend_jitted = jax.jit(lambda x, starts, given=documents: attend(x, starts, given))
+        with chosen_strategies() as strategies:
+            assert abs(attend_jitted(x, starts) - want).max() < 1e-5
+            loss = jax.jit(jax.grad(lambda x, given=documents: attend(x, starts, given).sum()))
+            assert loss(x).shape == x.shape
+        assert set(strategies) == {strategy}
+    with pytest.raises(annulus.Unsupported, match="cum_seqlens_q is not supported: .* traces"):
+        jax.jit(lambda starts: attend(x, np.arange(0, 65, 16), {"cum_seqlens_q": starts}))(starts)
 
 
 def test_a_refused_pass_reaches_the_caller() -> None:

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import random
+from helpers import chosen_strategies, random
 
 import annulus
+from annulus import _options
+from annulus._calls import Call
 
 CUSTOM = ([[4, 0, 2], [1, 3, 5, 6]], [[0, 1, 2, 3], [6, 5, 4]])
 
@@ -140,6 +142,44 @@ def test_documents_change_the_strategy_that_the_mask_chooses() -> None:
     assert chosen({"q_segment_ids": np.arange(64)[None] // 16}) == "ring"
 
 
+def test_documents_choose_the_strategy_of_a_call() -> None:
+    x, starts = random(1, 64, 8, 8, dtype="f8"), range(0, 65, 16)
+    ids = np.arange(64)[None] // 16
+    options: dict[str, Any] = {"ranks": 4, "layout": "contiguous", "strategy": "auto"}
+    batches: list[dict[str, Any]] = [{"cum_seqlens_q": starts}, {"q_segment_ids": ids}]
+    for batch in batches:
+        want = annulus.flash_attention(x, x, x, **batch)
+        with chosen_strategies() as strategies:
+            for documents in (None, batch):
+                got = annulus.ring_attention(x, x, x, **options, **batch, documents=documents)
+                assert abs(got - want).max() < 1e-13
+        assert strategies == ["heads:4", "ring"]
+    # the choice alone depends on them
+    with chosen_strategies() as strategies:
+        got = annulus.ring_attention(x, x, x, **options, documents={"cum_seqlens_q": starts})
+    assert abs(got - annulus.flash_attention(x, x, x)).max() < 1e-13 and strategies == ["ring"]
+
+
+def test_documents_as_text_are_those_of_the_call() -> None:
+    def spelled(documents: Any) -> str:
+        return _options.spelled(Call(annulus.Attention(), strategy="auto", documents=documents))
+
+    given: dict[str, Any] = {
+        "cum_seqlens_q": [0, 3, 3, 2**40],
+        "cum_seqlens_k": np.zeros(0, int),
+        "kv_segment_ids": -np.arange(6).reshape(2, 3),
+    }
+    text = spelled(given)
+    read = _options.read(text, None).documents
+    assert read is not None and read.keys() == given.keys() and spelled(read) == text
+    assert all(np.array_equal(read[name], given[name]) for name in given)
+    assert spelled({**given, "cum_seqlens_q": [0, 3, 4, 2**40]}) != text != spelled(None)
+    # of another shape, with the same numbers
+    assert spelled({**given, "kv_segment_ids": -np.arange(6).reshape(3, 2)}) != text
+    with pytest.raises(annulus.InvalidArgument, match="^documents: got 'lengths'"):
+        spelled({"lengths": [3]})
+
+
 @pytest.mark.parametrize(
     ("documents", "options", "text"),
     [
@@ -152,6 +192,7 @@ def test_documents_change_the_strategy_that_the_mask_chooses() -> None:
         ({"cum_seqlens_q": [0.0, 7.0]}, {}, "cum_seqlens_q: got elements float64"),
         ({"cum_seqlens_q": [[0, 7]]}, {}, "cum_seqlens_q: got 2 axes"),
         ({"q_segment_ids": np.zeros((1, 6), int)}, {}, "q_segment_ids: got"),
+        ({"kv_segment_ids": np.zeros((1, 6), int)}, {}, "kv_segment_ids: got"),
         ({"kv_positions": np.zeros((2, 7), int)}, {}, "kv_positions: got"),
         ({"attention_mask": np.ones((1, 1, 7, 7))}, {}, "documents: got 'attention_mask'"),
         ({"lengths": [3, 4]}, {}, "documents: got 'lengths', want arrays of the names cum_seq"),
@@ -165,6 +206,21 @@ def test_wrong_documents_are_named(
     arguments = {"strategy": "auto", **options, "documents": documents, "ranks": ranks}
     with pytest.raises(annulus.InvalidArgument, match=f"^{text}"):
         annulus.Attention().plan(batch=1, q_len=7, q_heads=2, head_dim=4, **arguments)
+    x = random(1, 7, 2, 4)
+    with pytest.raises(annulus.InvalidArgument, match=f"^{text}"):
+        annulus.ring_attention(x, x, x, **arguments)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ids_of_one_side_are_refused_by_the_name_that_was_given(ranks: int) -> None:
+    q, k = random(1, 7, 2, 4), random(1, 9, 2, 4)
+    for name, other, rows in (("q", "kv", 7), ("kv", "q", 9)):
+        ids = {f"{name}_segment_ids": np.zeros((1, rows), int)}
+        want = f"^{name}_segment_ids: got alone, .*, want {other}_segment_ids as well"
+        with pytest.raises(annulus.InvalidArgument, match=want):
+            annulus.ring_attention(q, k, k, ranks=ranks, strategy="auto", documents=ids)
+        with pytest.raises(annulus.InvalidArgument, match=want):
+            annulus.ring_attention(q, k, k, ranks=ranks, **ids)
 
 
 def test_documents_may_be_empty_and_need_not_fill_the_sequence() -> None:

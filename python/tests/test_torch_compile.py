@@ -192,6 +192,29 @@ def test_layers_and_steps_share_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(made) == 2
 
 
+def test_documents_choose_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = plans_made(monkeypatch)
+    starts = [0, 16, 32, 48, 64]
+    options = {"ranks": 4, "layout": "contiguous", "strategy": "auto", "cum_seqlens_q": starts}
+    x = tensor(1, 64, 8, 8, grad=True)
+
+    def step(documents: Any, function: Any = annulus.torch.ring_attention) -> Any:
+        out = function(x, x, x, documents=documents, **options)
+        return out, *torch.autograd.grad(out.square().sum(), x)
+
+    want = step(None)
+    for documents in (starts, torch.tensor(starts), starts):
+        got = step({"cum_seqlens_q": documents})
+        assert all(torch.allclose(*pair, atol=1e-12) for pair in zip(got, want, strict=True))
+    assert [plan.strategy for plan in made] == ["heads:4", "ring"]
+    # other documents are other options
+    step({"q_segment_ids": torch.arange(64)[None] // 32})
+    assert len(made) == 3
+    compiled = torch.compile(annulus.torch.ring_attention, backend="aot_eager", fullgraph=True)
+    again = step({"cum_seqlens_q": starts}, compiled)
+    assert len(made) == 3 and all(torch.equal(*pair) for pair in zip(again, got, strict=True))
+
+
 def test_plans_are_bounded_and_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     made = plans_made(monkeypatch)
     q, k, v = qkv()

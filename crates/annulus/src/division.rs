@@ -1,8 +1,8 @@
 //! Division of the attention among ranks, as the caller requests it.
 
-use std::sync::Arc;
+use std::{borrow::Cow, sync::Arc};
 
-use annulus_core::{Batch, Route, Strategy};
+use annulus_core::{Batch, Dims, Result, Route, Strategy};
 
 use crate::Attention;
 
@@ -14,8 +14,21 @@ pub(crate) struct Division {
     pub(crate) route: Option<Route>,
     /// Route of the balanced layout, which that of a strategy replaces.
     pub(crate) balanced_route: Option<Route>,
-    /// Batch of all rows for which a strategy is chosen.
+    /// Batch of all rows for which a strategy is chosen, as the caller gave it.
     pub(crate) documents: Option<Arc<Batch>>,
+}
+
+impl Division {
+    /// Returns the batch by which a strategy is planned for tensors of `dims`.
+    ///
+    /// # Errors
+    /// [`annulus_core::Error::InvalidArgument`] naming a tensor that the caller gave, if the batch
+    /// does not fit.
+    pub(crate) fn planned_batch(&self, dims: &Dims) -> Result<Option<Cow<'_, Batch>>> {
+        let Some(batch) = self.documents.as_deref() else { return Ok(None) };
+        batch.validate(dims, dims.q_len, dims.kv_len)?;
+        Ok(Some(with_ids_of_both_sides(batch)))
+    }
 }
 
 impl Attention {
@@ -48,7 +61,9 @@ impl Attention {
     /// ```
     #[must_use]
     pub fn documents(mut self, batch: impl Into<Option<Batch>>) -> Self {
-        self.documents = batch.into().map(planned).map(Arc::new);
+        // the dense mask does not count, and is not kept
+        let coordinates = |batch: Batch| Batch { attention_mask: None, ..batch };
+        self.documents = batch.into().map(coordinates).map(Arc::new);
         self
     }
 
@@ -63,21 +78,25 @@ impl Attention {
     }
 }
 
-/// Returns the fields of a batch by which a strategy is planned. Ids of one side alone are used for
-/// both, because a grid with key columns has other rows on each side.
-pub(crate) fn planned(batch: Batch) -> Batch {
-    let Batch { q_segment_ids, kv_segment_ids, .. } = batch;
-    let (q, kv) = match (q_segment_ids, kv_segment_ids) {
-        (Some(ids), None) | (None, Some(ids)) => (Some(ids.clone()), Some(ids)),
-        both => both,
-    };
-    Batch { q_segment_ids: q, kv_segment_ids: kv, attention_mask: None, ..batch }
+/// Returns a batch in which segment ids of one side alone are those of both, because a grid with
+/// key columns has other rows on each side.
+fn with_ids_of_both_sides(batch: &Batch) -> Cow<'_, Batch> {
+    if batch.q_segment_ids.is_some() == batch.kv_segment_ids.is_some() {
+        return Cow::Borrowed(batch);
+    }
+    let mut both = batch.clone();
+    if both.q_segment_ids.is_none() {
+        both.q_segment_ids = both.kv_segment_ids.clone();
+    } else {
+        both.kv_segment_ids = both.q_segment_ids.clone();
+    }
+    Cow::Owned(both)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use annulus_core::Dims;
+    use ndarray::Array2;
 
     fn packed(starts: &[i64]) -> Batch {
         Batch { cum_seqlens_q: Some(starts.to_vec()), ..Batch::default() }
@@ -100,5 +119,37 @@ mod tests {
         }
         let ring = Attention::new().documents(packed(&[0, 40])).local_ring(dims, 1);
         assert!(ring.unwrap_err().to_string().starts_with("documents: got one, for ring"));
+    }
+
+    #[test]
+    fn segment_ids_of_one_side_are_refused_by_the_name_that_was_given() {
+        let ids = |batch: usize, rows: usize| Some(Array2::zeros((batch, rows)));
+        let of_queries = |ids| Batch { q_segment_ids: ids, ..Batch::default() };
+        let of_keys = |ids| Batch { kv_segment_ids: ids, ..Batch::default() };
+        let auto = Attention::new().strategy(Strategy::Auto);
+        let same = Dims::new(1, 40, 2, 8);
+        let longer = Dims { kv_len: 60, ..same };
+        for ranks in [1, 3] {
+            let refusal = |dims: Dims, batch: Batch| {
+                let documents = auto.clone().documents(batch);
+                documents.local_ring(dims, ranks).unwrap_err().to_string()
+            };
+            let want = "q_segment_ids: got alone, with unequal lengths, want kv_segment_ids";
+            assert!(refusal(longer, of_queries(ids(1, 40))).starts_with(want));
+            let want = "kv_segment_ids: got alone, with unequal lengths, want q_segment_ids";
+            assert!(refusal(longer, of_keys(ids(1, 60))).starts_with(want));
+            let want = "q_segment_ids: got (1, 39), want (1, 40)";
+            assert_eq!(refusal(same, of_queries(ids(1, 39))), want);
+            let want = "kv_segment_ids: got (2, 40), want (1, 40)";
+            assert_eq!(refusal(same, of_keys(ids(2, 40))), want);
+        }
+        // the balanced layout keeps the batch of other lengths: here of 2 batch rows, not 1
+        let two = Dims { batch: 2, ..same };
+        for batch in [of_queries(ids(2, 40)), of_keys(ids(2, 40))] {
+            let name = if batch.q_segment_ids.is_some() { "q" } else { "kv" };
+            let balanced = auto.clone().balanced(two, &batch, 3).unwrap();
+            let refusal = balanced.local_ring(same, 3).unwrap_err().to_string();
+            assert_eq!(refusal, format!("{name}_segment_ids: got (2, 40), want (1, 40)"));
+        }
     }
 }

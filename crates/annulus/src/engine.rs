@@ -437,10 +437,7 @@ fn choose<B: Backend>(
     let (true, Ok(capabilities)) = (layout_fits, backend.capabilities(spec)) else {
         return Ok(Chosen::RING);
     };
-    let batch = division.documents.as_deref();
-    if let Some(batch) = batch {
-        spec.validate_batch(batch, q_len, kv_len)?;
-    }
+    let batch = division.planned_batch(&spec.dims)?;
     let traffic = TrafficOptions {
         backward: options.backward,
         layout,
@@ -449,7 +446,7 @@ fn choose<B: Backend>(
         placement: transport.placement(),
         kv_tile: capabilities.kv_tile.max(1),
         receive_ahead: options.receive_ahead.map_or(1, NonZeroUsize::get),
-        batch,
+        batch: batch.as_deref(),
     };
     // not every backend computes partial results of key columns
     let admits = |grid: &HeadGrid| backend.capabilities(&spec.of_member(grid, 0)).is_ok();

@@ -2,7 +2,7 @@
 
 use annulus_core::{Batch, Choice, Dims, Error, Layout, Result, Runs, Side};
 
-use crate::{Attention, division::planned};
+use crate::Attention;
 
 /// Row numbers of one rank, in the order of its tensors ([`Attention::rank_rows`]).
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -58,7 +58,7 @@ impl Attention {
             cum_seqlens_q: batch.cum_seqlens_q.clone(),
             cum_seqlens_k: batch.cum_seqlens_k.clone(),
         };
-        Ok(self.with_balanced(choice, planned(coordinates)))
+        Ok(self.with_balanced(choice, coordinates))
     }
 
     /// Returns a layout of `ranks` ranks with equal rows and balanced work for the documents of a

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from .._attention import Machine, Shard
+from .._attention import Documents, Machine, Shard
 from .._endpoint import check_communicator
 from .._errors import invalid, unsupported
 from ._calls import flash_attention, ring_attention
@@ -63,6 +63,7 @@ def context_parallel(
     route: str | None = None,
     strategy: str = "ring",
     machine: Machine | None = None,
+    documents: Documents | None = None,
     kv_block_size: int | None = None,
     receive_ahead: int | None = None,
     threads: int | None = None,
@@ -89,9 +90,9 @@ def context_parallel(
         comm: An mpi4py communicator of ``shard.ranks`` ranks.
         segment_ids: ``[batch, rows]`` of this rank's rows, integers: packed documents. A token
             attends to tokens of equal ids only, and to none if its id is negative.
-        route, strategy, machine, kv_block_size, receive_ahead, threads, backend, device, stream,
-            deadline, fused_backward: As for ``ring_attention``. Default of route: that of the
-            shard.
+        route, strategy, machine, documents, kv_block_size, receive_ahead, threads, backend, device,
+            stream, deadline, fused_backward: As for ``ring_attention``. Default of route: that of
+            the shard. Default of documents, with the strategy ``auto``: those of the shard.
     """
     check_communicator(comm)
     if (shard.rank, shard.ranks) != (comm.rank, comm.size):
@@ -99,12 +100,15 @@ def context_parallel(
         raise invalid("shard", got, f"those of rank {comm.rank} of {comm.size}, as comm")
     if not np.array_equal(shard.q_rows, shard.kv_rows):
         raise invalid("shard", "other rows of keys than of queries", "the same rows")
+    if documents is None and strategy == "auto":
+        documents = shard.documents
     options = {
         "comm": comm,
         "layout": shard.layout,
         "route": shard.route if route is None else route,
         "strategy": strategy,
         "machine": machine,
+        "documents": documents,
         "kv_block_size": kv_block_size,
         "receive_ahead": receive_ahead,
         "threads": threads,

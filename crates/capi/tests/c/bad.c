@@ -422,7 +422,10 @@ static void documents_are_checked(void) {
   batch.struct_size = sizeof batch;
   annulus_tensor ids = {&one, ANNULUS_I32, {BATCH, LEN - 1, 1, 1}, {0, 0, 0, 0}};
   annulus_batch by_ids = {.struct_size = sizeof by_ids, .q_segment_ids = &ids};
-  REFUSED(annulus_attention_set_documents(attention, &by_ids), "q_segment_ids");
+  REFUSED(annulus_attention_set_documents(attention, &by_ids), "q_segment_ids: got (2, 36), want");
+  /* ids of one side are those of both, but an error has the name that was given */
+  by_ids.q_segment_ids = NULL, by_ids.kv_segment_ids = &ids;
+  REFUSED(annulus_attention_set_documents(attention, &by_ids), "kv_segment_ids: got (2, 36), want");
   /* a document without a row, and padding after the last */
   starts[2] = 20, starts[3] = LEN - 5;
   OK(annulus_attention_set_documents(attention, &batch));
@@ -438,6 +441,14 @@ static void documents_are_checked(void) {
   OK(annulus_plan_create_threads(attention, 2, &plan));
   OK(annulus_plan_destroy(plan));
   OK(annulus_attention_destroy(attention));
+
+  /* with more keys than queries */
+  options.kv_len = LEN + 1;
+  OK(annulus_attention_create(&options, &attention));
+  ids.dims[1] = LEN, by_ids.q_segment_ids = &ids, by_ids.kv_segment_ids = NULL;
+  REFUSED(annulus_attention_set_documents(attention, &by_ids), "q_segment_ids: got alone, with");
+  OK(annulus_attention_destroy(attention));
+  options.kv_len = LEN;
 
   /* the layout is chosen with the strategy */
   options.layout = ANNULUS_LAYOUT_AUTO;

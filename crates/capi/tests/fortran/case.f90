@@ -62,9 +62,11 @@ contains
     end do
   end function numbers
 
-  ! Runs both passes over the rows of a plan, and puts their results to their places.
-  subroutine run(plan, out, lse, dq, dk, dv)
+  ! Runs both passes over the rows of a plan, and puts their results to their places. Rows of the
+  ! plan count from row `first` of the case, by default 0.
+  subroutine run(plan, out, lse, dq, dk, dv, first)
     type(c_ptr), intent(in) :: plan
+    integer(c_int64_t), intent(in), optional :: first
     real(c_float), intent(inout) :: out(:, :, :, :), lse(:, :, :)
     real(c_float), intent(inout) :: dq(:, :, :, :), dk(:, :, :, :), dv(:, :, :, :)
     integer(c_int64_t), allocatable :: rows(:), keys(:)
@@ -75,6 +77,7 @@ contains
     call ok(annulus_plan_q_rows(plan, rows))
     call ok(annulus_plan_kv_rows(plan, keys))
     call check(size(rows) == size(keys) .and. all(rows == keys), 'rows')
+    if (present(first)) rows = rows + first
     q = numbers(1, rows, q_heads, head_dim)
     k = numbers(2, rows, kv_heads, head_dim)
     v = numbers(3, rows, kv_heads, value_dim)
