@@ -61,6 +61,7 @@ mod chunk_deal;
 mod circle;
 mod column_work;
 mod direct_traffic;
+mod last_users;
 mod node_traffic;
 mod node_users;
 mod owner_runs;
