@@ -281,3 +281,20 @@ impl WorkMatrix {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn samples_represent_all_queries_once() {
+        for (count, stride) in (0..20).flat_map(|count| (1..8).map(move |stride| (count, stride))) {
+            let mut next = 0;
+            for_each_sample(count, stride, &mut || (), |queries, index| {
+                assert_eq!(index, next, "{count} by {stride}");
+                next += queries;
+            });
+            assert_eq!(next, count, "by {stride}");
+        }
+    }
+}
