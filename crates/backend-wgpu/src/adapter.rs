@@ -3,7 +3,7 @@
 use wgpu::AdapterInfo;
 
 use crate::{
-    Gpu, Level, RegisterTile,
+    Gpu, Level, QueryTile, RegisterTile,
     choice::{AdapterKind, PROOFS, choose},
     level::Matrices,
 };
@@ -38,6 +38,9 @@ pub struct Adapter {
     pub record: Option<&'static str>,
     /// Register tile that is used by default.
     pub register_tile: RegisterTile,
+    /// Query tile that large forward launches have by default at [`Level::Matrix`]; `None` if the
+    /// adapter cannot run that level, the only one with a choice.
+    pub query_tile: Option<QueryTile>,
 }
 
 impl Adapter {
@@ -98,6 +101,8 @@ impl Gpu {
             let levels = Level::of_device(adapter.features(), subgroups.0, matrices(&adapter));
             let proof = choose(PROOFS, &AdapterKind::of(&info), &levels);
             let register_tile = RegisterTile::of_adapter(&info);
+            let has_choice = levels.contains(&Level::Matrix);
+            let query_tile = has_choice.then(|| QueryTile::of_adapter(&info));
             Adapter {
                 number,
                 name: info.name,
@@ -109,6 +114,7 @@ impl Gpu {
                 chosen: proof.map_or(Level::Plain, |proof| proof.level),
                 record: proof.map(|proof| proof.record),
                 register_tile,
+                query_tile,
             }
         };
         adapters().into_iter().enumerate().map(describe).collect()

@@ -1,4 +1,5 @@
-//! Products on cooperative matrices: the counterpart of the multiply-adds in `products.rs`.
+//! Products on cooperative matrices: the counterpart of the multiply-adds in `products.rs`. Sums
+//! over keys or queries are in `matrix_sums.rs`.
 //!
 //! Both operands lie in workgroup memory as f16, 32 × 32 at a time, their bits as in the tensors.
 //! The result stays in matrices until it is complete, and returns through workgroup memory as f32
@@ -10,14 +11,14 @@
 //! of a tile is multiplied by the power of 2 that brings its largest one to 2^14 … 2^15. None
 //! overflows, and those down to 2^-28 of the largest are normal numbers.
 
-use std::{fmt::Write, ops::Range};
+use std::fmt::Write;
 
 use super::{
     Access, Source, TILE, TileVariant,
     params::ProbeParams,
     tall_tiles::TallTile,
     template::Template,
-    vectors::{ROW_STEP, Vectors, Words},
+    vectors::{ROW_STEP, Vectors},
 };
 use crate::level::Matrices;
 
@@ -152,7 +153,7 @@ pub(super) struct Staged<'a> {
 }
 
 const LEFT: Staged<'_> = Staged { array: "left_half", step: HALF_STEP, at: "" };
-const RIGHT: Staged<'_> = Staged { array: "right_half", step: HALF_STEP, at: "" };
+pub(super) const RIGHT: Staged<'_> = Staged { array: "right_half", step: HALF_STEP, at: "" };
 
 /// Operands of a product, and the number of elements over which it sums.
 #[derive(Clone, Copy)]
@@ -164,7 +165,7 @@ pub(super) struct Operands<'a> {
 
 impl Operands<'_> {
     /// 32 elements in `left_half` and `right_half`.
-    const NARROW: Self = Operands { left: LEFT, right: RIGHT, elements: 32 };
+    pub(super) const NARROW: Self = Operands { left: LEFT, right: RIGHT, elements: 32 };
 }
 
 /// Matrices of a tile that a subgroup of the largest size owns: `rows` × `columns` of them, from
@@ -350,7 +351,7 @@ fn by_subgroup_size(matrices: Matrices, owned: &str, in_memory: &str) -> String 
 
 /// Generates `products` ← A·B. The accumulators are declared where they are used, or compilers copy
 /// all of them at every branch.
-fn multiply_and_store(grid: Grid, operands: Operands<'_>) -> String {
+pub(super) fn multiply_and_store(grid: Grid, operands: Operands<'_>) -> String {
     let of = Owned::of(grid);
     let owned = of.zeros() + &of.multiply(operands) + &of.store();
     by_subgroup_size(grid.matrices, &owned, &of.multiply_in_memory(operands, false))
@@ -488,7 +489,7 @@ fn zero_products(grid: Grid) -> String {
 }
 
 /// Element of `products` at row `r` of the register tile.
-fn product_at(r: usize) -> String {
+pub(super) fn product_at(r: usize) -> String {
     format!("{}u * ty + tx + {}u", 4 * PRODUCT_STEP, r * PRODUCT_STEP)
 }
 
@@ -550,167 +551,6 @@ fn store_tile(prefix: &str, factors: &str) -> String {
             4 * HALF_STEP,
             HALF_STEP * r
         );
-    }
-    text
-}
-
-/// Counterpart of `products::multiply_add`, with the factors in `left_half`; `None` if the variant
-/// has no matrices. Non-finite elements are replaced by 0 in the matrices, where 0 · NaN would
-/// reach rows that do not attend to them; a scalar fix-up then adds them for the queries that do.
-/// So masked elements change no bit. An invocation tests the sum of the elements that it stores,
-/// which any that is not finite makes infinite or NaN. If finite ones overflow, the fix-up finds
-/// none.
-///
-/// ```text
-/// for each group of 32 elements of the vectors:
-///     right_half[element][vector] ← 32 vectors; elements that are not finite ← 0
-///     products ← left_half · right_halfᵀ;  accumulators += factor of the row · products
-/// ```
-///
-/// The stores need no barrier before them: there is one behind the product that reads what was
-/// there before.
-pub(super) fn accumulate(
-    variant: TileVariant,
-    prefix: &str,
-    groups: usize,
-    factors: Factors,
-    of: &Vectors,
-    words: Words,
-) -> Option<String> {
-    let grid = Grid::of(variant)?;
-    // groups whose vectors are staged together, each by 64 invocations
-    let staged = grid.invocations() / 64;
-    let Vectors { name, dim, rows, .. } = *of;
-    let head = of.head();
-    let product_factors = match factors {
-        Factors::Probs => "vec4<f32>(params.keep_scale / PROB_SCALE)",
-        Factors::Gradients => "gradient_factors",
-    };
-    // four elements of four neighbouring vectors: an invocation transposes them in registers
-    let mut text = format!(
-        "{{
-let product_factors = {product_factors};
-let element = 4u * (lane >> 3u);
-let own_row = {name}_row(batch, {head}, column + 4u * (lane & 7u));
-let last_row = {name}_last(batch, {head});
-let stored_at = {HALF_STEP}u * element + (lane & 7u);
-// not a constant, so that compilers do not unroll this rare loop
-let rare_end = 16u * min(params.{rows}, 1u);
-var any_non_finite = false;
-if (lane == 0u) {{ atomicStore(&non_finite[0], 0u); }}
-"
-    );
-    for first_group in (0..groups).step_by(staged) {
-        let first = 32 * first_group;
-        let _infallible = writeln!(text, "if ({first}u < params.{dim}) {{");
-        for n in 0..4 {
-            let _infallible = writeln!(
-                text,
-                "    let four_{n} = {name}_halves(
-        min(own_row + {step}, last_row), {first}u + element);",
-                step = of.distance(variant, n),
-            );
-        }
-        text.push_str(
-            "    let sums = vec4<f32>((four_0 + four_1) + (four_2 + four_3));
-    let sum_bits = bitcast<u32>((sums.x + sums.y) + (sums.z + sums.w));
-",
-        );
-        for (c, part) in ["x", "y", "z", "w"].iter().enumerate() {
-            let four = [0, 1, 2, 3].map(|n| format!("four_{n}.{part}")).join(", ");
-            let at = HALF_STEP * c;
-            let _infallible =
-                writeln!(text, "    right_half[stored_at + {at}u] = vec4<f16>({four});");
-        }
-        let _infallible = write!(
-            text,
-            "    if ((sum_bits & NON_FINITE) == NON_FINITE) {{
-        any_non_finite = true;
-        for (var n = 0u; n < rare_end; n++) {{
-            let at = stored_at + {HALF_STEP}u * (n & 3u);
-            if (exponent_bits(vec4<f32>(f32(right_half[at][n >> 2u]))).x == NON_FINITE) {{
-                right_half[at][n >> 2u] = 0.0h;
-            }}
-        }}
-    }}
-    workgroupBarrier();
-"
-        );
-        let groups = first_group..groups.min(first_group + staged);
-        text += &add_products(grid, prefix, dim, groups);
-        text.push_str("}\n");
-    }
-    // the bound is not a constant, so that compilers do not unroll this rare loop
-    let _infallible = write!(
-        text,
-        "if (any_non_finite) {{ atomicStore(&non_finite[0], 1u); }}
-workgroupBarrier();
-if (atomicLoad(&non_finite[0]) != 0u) {{
-    let end = min(32u, params.{rows} - column);
-    for (var j = 0u; j < end; j++) {{
-        let vector_row = {name}_row(batch, {head}, column + j);
-        let a = product_factors * factors_of(4u * ty, j);
-"
-    );
-    if words == Words::OfColumns {
-        text.push_str("        let word = atomicLoad(&visible_bits[j]) >> (4u * ty);\n");
-    }
-    for group in 0..groups {
-        let first = 32 * group;
-        let _infallible = write!(
-            text,
-            "        if ({first}u < params.{dim}) {{
-            let four = {name}_four(vector_row, {first}u + 4u * tx);
-            let lanes = exponent_bits(four) == vec4<u32>(NON_FINITE);
-"
-        );
-        for r in 0..4 {
-            let sum = format!("{prefix}{group}_{r}");
-            let bit = words.bit(r);
-            let _infallible = writeln!(
-                text,
-                "            {sum} = select(
-                {sum},
-                fma(vec4<f32>(a[{r}]), four, {sum}),
-                lanes & vec4<bool>(({bit}) != 0u),
-            );"
-            );
-        }
-        text.push_str("        }\n");
-    }
-    text.push_str("    }\n}\n}\n");
-    Some(text)
-}
-
-/// Generates accumulators += factor of the row · `left_half` · `right_half`ᵀ for these groups,
-/// which are staged one after another.
-fn add_products(grid: Grid, prefix: &str, dim: &str, groups: Range<usize>) -> String {
-    let mut text = String::new();
-    for (staged, group) in groups.enumerate() {
-        let mut at = String::new();
-        if staged > 0 {
-            // once all have read the products before
-            let first = 32 * group;
-            let _infallible = writeln!(
-                text,
-                "    if ({first}u < params.{dim}) {{
-    workgroupBarrier();"
-            );
-            at = format!("{}u + ", 32 * staged * HALF_STEP);
-        }
-        let right = Staged { at: &at, ..RIGHT };
-        text += &multiply_and_store(grid, Operands { right, ..Operands::NARROW });
-        text.push_str("    workgroupBarrier();\n");
-        for r in 0..4 {
-            let sum = format!("{prefix}{group}_{r}");
-            let _infallible = writeln!(
-                text,
-                "    {sum} =
-        fma(vec4<f32>(product_factors[{r}]), products[{}], {sum});",
-                product_at(r)
-            );
-        }
-        text.push_str(if staged > 0 { "    }\n" } else { "" });
     }
     text
 }

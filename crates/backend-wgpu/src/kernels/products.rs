@@ -5,6 +5,7 @@ use std::fmt::Write;
 use super::{
     Epilogue, TileVariant,
     matrices::{self, Factors},
+    matrix_sums,
     vectors::{ROW_STEP, Vectors, Words},
 };
 use crate::RegisterTile;
@@ -172,7 +173,7 @@ pub(super) fn accumulate(
     of: &Vectors,
     words: Words,
 ) -> String {
-    matrices::accumulate(variant, into.prefix, into.groups, factors, of, words)
+    matrix_sums::accumulate(variant, into.prefix, into.groups, factors, of, words)
         .unwrap_or_else(|| multiply_add(variant, into, Factor::Of(of), words))
 }
 

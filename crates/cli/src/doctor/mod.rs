@@ -195,33 +195,46 @@ fn of_adapters() -> Vec<String> {
         return vec![format!("no adapter: {}", annulus_wgpu::NO_ADAPTER)];
     }
     let forced = annulus_wgpu::Level::forced();
-    let forced_tile = annulus_wgpu::RegisterTile::forced();
+    let register_tile = annulus_wgpu::RegisterTile::forced();
+    let query_tile = annulus_wgpu::QueryTile::forced();
     let words = |adapter: annulus_wgpu::Adapter| {
         let kind = if adapter.software { ", software" } else { "" };
         let (least, most) = adapter.subgroups;
         let annulus_wgpu::Adapter { number, name, api, driver, .. } = &adapter;
-        let tile = register_tile(&adapter, &forced_tile);
+        let tiles = tiles(&adapter, &register_tile, &query_tile);
         let level = levels(&adapter, &forced);
         format!(
-            "device {number}: {name} ({api}, {driver}{kind}), subgroups {least} to {most}, {tile}, \
-             {level}"
+            "device {number}: {name} ({api}, {driver}{kind}), subgroups {least} to {most}, \
+             {tiles}, {level}"
         )
     };
     adapters.into_iter().map(words).collect()
 }
 
-/// Describes the register tile of an adapter's kernels.
+/// Describes the register tile of an adapter's kernels and, if it can run level `matrix`, the query
+/// tile of forward kernels at that level. A forced name of no query tile is an error at every level.
 #[cfg(feature = "wgpu")]
-fn register_tile(
+fn tiles(
     adapter: &annulus_wgpu::Adapter,
-    forced: &annulus_core::Result<Option<annulus_wgpu::RegisterTile>>,
+    register_tile: &annulus_core::Result<Option<annulus_wgpu::RegisterTile>>,
+    query_tile: &annulus_core::Result<Option<annulus_wgpu::QueryTile>>,
 ) -> String {
     let chosen = adapter.register_tile.name();
-    match forced {
+    let mut tiles = match register_tile {
         Ok(None) => format!("register tile {chosen}"),
         Ok(Some(tile)) => format!("register tile {} (forced; else {chosen})", tile.name()),
         Err(wrong) => format!("no register tile: {wrong}"),
+    };
+    let chosen = adapter.query_tile.map(annulus_wgpu::QueryTile::name);
+    match (query_tile, chosen) {
+        (Ok(None), Some(chosen)) => tiles += &format!(", query tile {chosen}"),
+        (Ok(Some(tile)), Some(chosen)) => {
+            tiles += &format!(", query tile {} (forced; else {chosen})", tile.name());
+        }
+        (Ok(_), None) => {}
+        (Err(wrong), _) => tiles += &format!(", no query tile: {wrong}"),
     }
+    tiles
 }
 
 /// Describes the level of an adapter's kernels, the reason for it, and the levels that can be
@@ -289,4 +302,44 @@ fn listed(features: &[(&str, bool)]) -> String {
     let found: Vec<&str> =
         features.iter().filter(|(_, found)| *found).map(|&(name, _)| name).collect();
     if found.is_empty() { "no SIMD feature detected".into() } else { found.join(" ") }
+}
+
+#[cfg(all(test, feature = "wgpu"))]
+mod tests {
+    use annulus_core::Error;
+    use annulus_wgpu::{Adapter, Level, QueryTile, RegisterTile};
+
+    use super::*;
+
+    #[test]
+    fn tiles_that_are_forced_have_the_default_beside_them() {
+        let [four, two, ..] = RegisterTile::ALL;
+        let adapter = |query_tile| Adapter {
+            number: 0,
+            name: String::new(),
+            driver: String::new(),
+            api: String::new(),
+            software: false,
+            subgroups: (32, 32),
+            levels: Level::ALL.to_vec(),
+            chosen: Level::Plain,
+            record: None,
+            register_tile: four,
+            query_tile,
+        };
+        let [matrix, plain] = [Some(QueryTile::Of32), None].map(adapter);
+        assert_eq!(tiles(&matrix, &Ok(None), &Ok(None)), "register tile 4x4, query tile 32");
+        assert_eq!(tiles(&plain, &Ok(None), &Ok(None)), "register tile 4x4");
+        let forced = (Ok(Some(two)), Ok(Some(QueryTile::Of64)));
+        assert_eq!(
+            tiles(&matrix, &forced.0, &forced.1),
+            "register tile 2x4 (forced; else 4x4), query tile 64 (forced; else 32)"
+        );
+        assert_eq!(tiles(&plain, &forced.0, &forced.1), "register tile 2x4 (forced; else 4x4)");
+        let wrong = Err(Error::invalid(QueryTile::VARIABLE, "48", "one of 32, 64"));
+        let refused = "register tile 4x4, no query tile: ANNULUS_WGPU_QUERY_TILE: got 48, want \
+                       one of 32, 64";
+        assert_eq!(tiles(&matrix, &Ok(None), &wrong), refused);
+        assert_eq!(tiles(&plain, &Ok(None), &wrong), refused);
+    }
 }

@@ -14,13 +14,16 @@ const LEVEL: &str = "ANNULUS_WGPU_LEVEL";
 /// Variable that forces a register tile.
 const TILE: &str = "ANNULUS_WGPU_REGISTER_TILE";
 
+/// Variable that forces a query tile.
+const QUERY_TILE: &str = "ANNULUS_WGPU_QUERY_TILE";
+
 /// A variable that forces kernels, and its value.
 type Forced<'a> = Option<(&'a str, &'a str)>;
 
 /// Runs the command, with the chosen kernels or forced ones.
 fn run(folder: &Folder, arguments: &str, forced: Forced<'_>) -> RunResult {
     let mut command = folder.command(arguments);
-    command.env_remove(LEVEL).env_remove(TILE).envs(forced);
+    command.env_remove(LEVEL).env_remove(TILE).env_remove(QUERY_TILE).envs(forced);
     RunResult::from(command.output().unwrap())
 }
 
@@ -169,13 +172,28 @@ fn doctor_lists_the_chosen_level_and_all_supported_ones() {
     // and the register tile, which can be forced, too
     for (line, adapter) in chosen.iter().zip(annulus_wgpu::Gpu::list()) {
         let tile = adapter.register_tile.name();
-        assert!(line.contains(&format!(", register tile {tile}, level ")), "{line}");
+        assert!(line.contains(&format!(", register tile {tile}, ")), "{line}");
     }
     for line in adapters(&folder, Some((TILE, "2x4"))) {
         assert!(line.contains(", register tile 2x4 (forced; else "), "{line}");
     }
     for line in adapters(&folder, Some((TILE, "abacus"))) {
         let refused = format!("no register tile: {TILE}: got abacus, want one of 4x4, 2x4");
+        assert!(line.contains(&refused), "{line}");
+    }
+    // the query tile only of adapters with the level that has a choice
+    let forced = adapters(&folder, Some((QUERY_TILE, "64")));
+    for ((line, forced), adapter) in chosen.iter().zip(forced).zip(annulus_wgpu::Gpu::list()) {
+        let has_choice = adapter.levels.contains(&annulus_wgpu::Level::Matrix);
+        assert_eq!(adapter.query_tile, has_choice.then_some(annulus_wgpu::QueryTile::Of32));
+        assert_eq!(line.contains(", query tile 32, level "), has_choice, "{line}");
+        let words = ", query tile 64 (forced; else 32), level ";
+        assert_eq!(forced.contains(words), has_choice, "{forced}");
+        assert_eq!(forced.contains("query tile"), has_choice, "{forced}");
+    }
+    // another name is an error at every level
+    for line in adapters(&folder, Some((QUERY_TILE, "abacus"))) {
+        let refused = format!(", no query tile: {QUERY_TILE}: got abacus, want one of 32, 64");
         assert!(line.contains(&refused), "{line}");
     }
     // a forced level is listed with the one that would be chosen
@@ -208,5 +226,6 @@ fn unsupported_requests_on_wgpu_are_refused() {
     run(&folder, attend, Some((LEVEL, "abacus")))
         .failed(2, &[LEVEL, "abacus", "plain, subgroup, matrix"]);
     run(&folder, attend, Some((TILE, "abacus"))).failed(2, &[TILE, "abacus", "4x4, 2x4"]);
+    run(&folder, attend, Some((QUERY_TILE, "abacus"))).failed(2, &[QUERY_TILE, "abacus", "32, 64"]);
     assert_eq!(folder.names(), ["in.safetensors"]);
 }

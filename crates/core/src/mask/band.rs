@@ -216,10 +216,11 @@ fn sum_clamped(run: &Run, offset: i128, bounds: &Range<i128>) -> i128 {
     if step == 0 {
         return count * first.clamp(bounds.start, bounds.end);
     }
-    let below = |bound: i128| match step {
-        // the common case, without a division of 128 bits
-        1 => (bound - first).clamp(0, count),
-        _ => (bound - first + step - 1).div_euclid(step).clamp(0, count),
+    // a division of 128 bits takes much longer than one of 64 bits
+    let below = |bound: i128| match u64::try_from(bound - first) {
+        Ok(distance) => i128::from(distance.div_ceil(run.step.cast_unsigned())).min(count),
+        Err(_) if bound <= first => 0,
+        Err(_) => (bound - first + step - 1).div_euclid(step).clamp(0, count),
     };
     let low = below(bounds.start);
     let high = below(bounds.end).max(low);

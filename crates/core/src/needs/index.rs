@@ -169,6 +169,25 @@ impl KeyIndex {
         all
     }
 
+    /// Returns the number of keys of `segment`.
+    pub(crate) fn total(&self, segment: usize) -> u64 {
+        let entries = &self.entries[self.first[segment]..self.first[segment + 1]];
+        let of_entry = |entry: &Entry| {
+            let last = self.runs[entry.runs.clone()].last();
+            last.map_or(0, |sorted| sorted.before + sorted.run.count)
+        };
+        entries.iter().map(of_entry).sum()
+    }
+
+    /// Calls `found` with the position of every key of `segment`.
+    pub(crate) fn for_each_key(&self, segment: usize, mut found: impl FnMut(i64)) {
+        for entry in &self.entries[self.first[segment]..self.first[segment + 1]] {
+            for SortedRun { run, .. } in &self.runs[entry.runs.clone()] {
+                (0..run.count).for_each(|index| found(run.at(index)));
+            }
+        }
+    }
+
     /// Returns the keys of `segment` if they are in runs of consecutive positions, of an index of
     /// all ranks together.
     pub(crate) fn consecutive(&self, segment: usize) -> Option<ConsecutiveKeys<'_>> {
@@ -239,10 +258,49 @@ fn merged(runs: &[Run]) -> Vec<Run> {
         return merged;
     }
     // interleaved otherwise than by the striped layout: sort the positions themselves
+    if let Some(marked) = marked(runs) {
+        return marked.runs().to_vec();
+    }
     let mut positions: Vec<i64> =
         runs.iter().flat_map(|run| (0..run.count).map(|index| run.at(index))).collect();
     positions.sort_unstable();
     positions.into_iter().collect::<Runs>().runs().to_vec()
+}
+
+/// Returns the positions of ascending runs in order, by a bit for each position between the first
+/// and the last. `None` if there are too many for their number, or if a position occurs twice.
+fn marked(runs: &[Run]) -> Option<Runs> {
+    /// Positions of a bitmask for each one that is in it, at most: a word is scanned in the time of
+    /// a step of sorting.
+    const SPAN: u64 = 64;
+    let count: u64 = runs.iter().map(|run| run.count).sum();
+    let first = runs.iter().map(|run| run.start).min()?;
+    let last = runs.iter().map(|run| run.at(run.count - 1)).max()?;
+    // first <= last, so the wrapped difference is exact as an unsigned number
+    let span = last.wrapping_sub(first).cast_unsigned();
+    if span / SPAN > count {
+        return None;
+    }
+    let mut words = vec![0u64; crate::index(span / 64) + 1];
+    for run in runs {
+        for index in 0..run.count {
+            let bit = run.at(index).wrapping_sub(first).cast_unsigned();
+            let word = &mut words[crate::index(bit / 64)];
+            if *word >> (bit % 64) & 1 == 1 {
+                return None;
+            }
+            *word |= 1 << (bit % 64);
+        }
+    }
+    let mut sorted = Runs::new();
+    for (index, mut word) in (0i64..).zip(words) {
+        while word != 0 {
+            // not beyond `last`
+            sorted.push(first.wrapping_add(64 * index + i64::from(word.trailing_zeros())));
+            word &= word - 1;
+        }
+    }
+    Some(sorted)
 }
 
 /// Returns the consecutive positions that the runs of a striped layout have together: n runs of
@@ -259,4 +317,46 @@ fn interleaved(runs: &[Run]) -> Option<Run> {
     };
     let all = count >= stripes && (0..).zip(runs).all(is_stripe);
     all.then_some(Run { start, step: 1, count })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Returns the positions of `runs` as runs if a bitmask of them is of use.
+    fn sorted(runs: &[Run]) -> Option<Runs> {
+        let mut positions: Vec<i64> =
+            runs.iter().flat_map(|run| (0..run.count).map(|i| run.at(i))).collect();
+        positions.sort_unstable();
+        let span = positions.last()?.checked_sub(*positions.first()?)?;
+        let is_dense = span / 64 <= positions.len() as i64;
+        let is_set = positions.windows(2).all(|two| two[0] < two[1]);
+        (is_dense && is_set).then(|| positions.into_iter().collect())
+    }
+
+    proptest! {
+        #[test]
+        fn marked_positions_are_the_sorted_ones(
+            runs in prop::collection::vec((-200i64..200, 0i64..7, 1u64..9), 1..5),
+            far in prop_oneof![Just(0), Just(900), Just(i64::MAX - 300)],
+        ) {
+            let run = |(n, &(start, step, count)): (usize, &(i64, i64, u64))| {
+                Run { start: if n == 0 { start + far } else { start }, step, count }
+            };
+            let runs: Vec<Run> = runs.iter().enumerate().map(run).collect();
+            prop_assert_eq!(marked(&runs), sorted(&runs));
+        }
+    }
+
+    #[test]
+    fn marked_positions_may_be_the_least_and_the_largest() {
+        let run = |start, step| Run { start, step, count: 3 };
+        let least = [run(i64::MIN + 1, 2), run(i64::MIN, 2)];
+        assert_eq!(marked(&least), Some(Runs::counting(i64::MIN, 6)));
+        let largest = [run(i64::MAX - 4, 2), run(i64::MAX - 5, 2)];
+        assert_eq!(marked(&largest), Some(Runs::counting(i64::MAX - 5, 6)));
+        assert_eq!(marked(&[least[0], largest[0]]), None);
+    }
 }

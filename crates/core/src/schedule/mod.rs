@@ -62,6 +62,7 @@ mod circle;
 mod column_work;
 mod direct_traffic;
 mod document_deal;
+mod last_users;
 mod node_traffic;
 mod node_users;
 mod owner_runs;

@@ -17,8 +17,8 @@
 use super::{
     Route, Schedule, Traffic,
     direct_traffic::direct_traffic,
+    last_users::UserCells,
     node_traffic::node_traffic,
-    painted::for_each_last_user,
     rails_users::{End, for_each_user_of_rails},
 };
 use crate::{
@@ -97,14 +97,15 @@ impl RingTraffic {
         let mut partial = Differences::new(route, ranks);
         let mut last = Differences::new(route, ranks);
         let mut hops = 0;
-        for_each_last_user(part, route, tick, |users| {
+        let cells = UserCells::new(part);
+        cells.for_each_last_user(route, tick, |users| {
             blocks.add(users.owner, 0, users.step, users.rows.into());
             partial.add(users.owner, 0, users.step, users.rows.into());
             last.add(users.owner, users.step, users.step + 1, users.rows.into());
             hops = hops.max(users.step);
             true
         });
-        for_each_last_user(part, route.opposite(), tick, |users| {
+        cells.for_each_last_user(route.opposite(), tick, |users| {
             let first = ranks - users.step;
             partial.add(users.owner, 0, first, -i128::from(users.rows));
             true
@@ -279,10 +280,12 @@ pub(super) fn block_rows(
 ) -> u128 {
     let mut rows = 0;
     match needs.only_part() {
-        Some(part) if route.is_simple_relay() => for_each_last_user(part, route, tick, |users| {
-            rows += users.step as u128 * u128::from(users.rows);
-            rows <= limit
-        }),
+        Some(part) if route.is_simple_relay() => {
+            UserCells::new(part).for_each_last_user(route, tick, |users| {
+                rows += users.step as u128 * u128::from(users.rows);
+                rows <= limit
+            });
+        }
         Some(part) if route == Route::Direct => {
             let keys = part.keys();
             for (user, intervals) in part.users.iter().enumerate() {

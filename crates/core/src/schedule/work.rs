@@ -191,13 +191,24 @@ fn sum_of_queries(
     tick: &mut dyn FnMut(),
 ) -> u128 {
     let mut sum = 0;
+    for_each_sample(count, stride, tick, |queries, index| sum += pairs(queries.into(), index));
+    sum
+}
+
+/// Calls `found(queries, index)` for every `stride`-th of `count` queries, which represents
+/// `queries` of them, and `tick` after every few.
+pub(super) fn for_each_sample(
+    count: u64,
+    stride: usize,
+    tick: &mut dyn FnMut(),
+    mut found: impl FnMut(u64, u64),
+) {
     for (evaluated, index) in (0..count).step_by(stride).enumerate() {
-        sum += pairs(u128::from((count - index).min(stride as u64)), index);
+        found((count - index).min(stride as u64), index);
         if (evaluated as u64 + 1).is_multiple_of(EVALUATIONS_PER_TICK) {
             tick();
         }
     }
-    sum
 }
 
 /// Numbers of visible (query, key) pairs of each pair of ranks, for figures of few ranks.
@@ -267,6 +278,23 @@ impl WorkMatrix {
             self.pairs[rank][route.owner(rank, step, ranks)]
         } else {
             0
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn samples_represent_all_queries_once() {
+        for (count, stride) in (0..20).flat_map(|count| (1..8).map(move |stride| (count, stride))) {
+            let mut next = 0;
+            for_each_sample(count, stride, &mut || (), |queries, index| {
+                assert_eq!(index, next, "{count} by {stride}");
+                next += queries;
+            });
+            assert_eq!(next, count, "by {stride}");
         }
     }
 }
