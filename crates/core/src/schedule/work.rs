@@ -24,7 +24,7 @@ pub struct Work {
 impl Work {
     /// Counts the pairs: exactly for masks that lower to [`crate::KeyIntervals`], otherwise all
     /// pairs within [`Mask::bound`]. The time is almost linear in the runs for masks with a
-    /// [`Band`](crate::mask::Band) over runs of consecutive keys, and in the rows for others.
+    /// [`Band`] over runs of consecutive keys, and in the rows for others.
     pub fn of(mask: &dyn Mask, heads: usize, batch: usize, shards: &RingShards) -> Self {
         Self::of_sampled_queries(mask, heads, batch, shards, 1, &mut || ())
     }
@@ -220,7 +220,7 @@ pub struct WorkMatrix {
 
 impl WorkMatrix {
     /// Counts the pairs as [`Work::of`]. The time is O(ranks² · runs of a rank) for masks with a
-    /// [`Band`](crate::mask::Band) over runs of consecutive keys, and O(rows · ranks) for others.
+    /// [`Band`] over runs of consecutive keys, and O(rows · ranks) for others.
     pub fn of(mask: &dyn Mask, heads: usize, batch: usize, shards: &RingShards) -> Self {
         Self::of_sampled_queries(mask, heads, batch, shards, 1, &mut || ())
     }
