@@ -12,7 +12,7 @@
 //! (default: 8,16,64). `mask` is `causal` (the default) or `full`, both within
 //! documents. `tiles_of_one_rank` is the number of tiles with a visible pair on one rank, divided
 //! by that of all ranks, and `tiles_over_contiguous` the latter divided by that of contiguous
-//! shards. `tiles_bound` is the least that any balanced layout can have, divided by the tiles that
+//! shards. `tiles_max_over_mean` is that of the busiest rank over the mean. `tiles_bound` is the least that any balanced layout can have, divided by the tiles that
 //! the pairs fill (`tile_bound.rs` in core). `sent` are the rows sent, and `sent_bound` the fewest
 //! that any balanced layout sends (`document_deal.rs` in core). `ring-documents` measures the rate
 //! of packed passes.
@@ -126,7 +126,8 @@ fn solver(name: &str, lens: &[usize], ranks: usize, rate: f64, causal: bool) -> 
     let tiles = |layout: &Layout, ranks| Tiles::new(lens, layout, ranks).count(causal);
     let of_ranks = tiles(&layout, ranks) as f64;
     let by_rank = Tiles::new(lens, &layout, ranks).count_by_rank(causal);
-    let slowest = by_rank.iter().max().copied().unwrap_or_default() as f64 * ranks as f64 / of_ranks;
+    let slowest =
+        by_rank.iter().max().copied().unwrap_or_default() as f64 * ranks as f64 / of_ranks;
     let filled = tiles(&Layout::Contiguous, 1) as f64 / of_ranks;
     let over_contiguous = of_ranks / tiles(&Layout::Contiguous, ranks) as f64;
     let bound = Layout::least_tiles(&spec, &documents, ranks)?;
