@@ -4,7 +4,8 @@
 //! k = whole tiles of 64 rows per rank
 //! deal one chunk of k tiles per rank; stop if no rank has more than 1.02 times the mean, of pairs
 //!     and of rows
-//! if k > 16, and later queries of documents have more pairs, as under a causal mask:
+//! if k > 16, later queries of documents have more pairs, as under a causal mask, and the pass takes
+//!     100 times as long:
 //!     deal whole documents, and parts of long ones (DocumentDeal)
 //! if that is not balanced, or the pass takes long enough to compare both:
 //!     for tiles of a chunk = k, k/2, k/4, … > 1:
@@ -64,9 +65,10 @@ const BALANCED: f64 = 1.02;
 /// the time of a pass is that of the busiest rank.
 const EXCHANGED: f64 = 1.01;
 
-/// Pairs of a rank for each step of a deal of documents, from which on several deals are compared.
-/// A step takes about 1 µs, these pairs 0.8 ms of a pass at 45 GFLOP/s with dim 128.
-const DEAL_PAIRS: u128 = 20_000;
+/// Pairs of a rank for each step of a deal of documents, from which on documents are dealt, and from
+/// which on several deals are compared. A step takes about 1 µs, and these pairs 0.2 and 0.8 ms of a
+/// pass at 45 GFLOP/s with dim 128: a deal takes less than 1 % of a pass.
+const DEAL_PAIRS: [u128; 2] = [5_000, 20_000];
 
 /// Rows that a rank receives which count as much as a tile of 64 queries and 64 keys, when layouts
 /// are compared. On a core of an AMD EPYC a tile takes as long as reading 100 rows of a block
@@ -235,35 +237,39 @@ impl Dealt {
         }
         let ids = whole.q.first().and_then(|queries| queries.segments.first());
         let deal = ids.filter(|_| tiles > FEW_TILES);
-        match deal.and_then(|ids| DocumentDeal::new(pairs, shares, ids)) {
-            Some(deal) => longest.or_documents(&deal, shares, pairs, whole),
+        let pairs_of_rank = pairs.before(shares.rows) / shares.ranks as u128;
+        let is_long = |deal: &DocumentDeal<'_>| pairs_of_rank >= DEAL_PAIRS[0] * deal.steps();
+        match deal.and_then(|ids| DocumentDeal::new(pairs, shares, ids)).filter(is_long) {
+            Some(deal) => {
+                let compares = pairs_of_rank >= DEAL_PAIRS[1] * deal.steps();
+                longest.or_documents(&deal, shares, pairs, whole, compares)
+            }
             None => longest.or_shorter_chunks(shares, pairs).join_segments(whole),
         }
     }
 
-    /// Deals documents. If that is not balanced, or a pass takes long enough, compares all deals
-    /// with shorter chunks. Returns the balanced result of the least cost, else that of chunks.
+    /// Deals documents. If that is not balanced it deals shorter chunks; if it `compares`, it
+    /// returns the balanced result of the least cost of several deals and of chunks.
     fn or_documents(
         self,
         deal: &DocumentDeal<'_>,
         shares: Shares,
         pairs: &QueryWork,
         whole: &RingShards,
+        compares: bool,
     ) -> Self {
-        let pairs_of_rank = pairs.before(shares.rows) / shares.ranks as u128;
-        let is_long = pairs_of_rank >= DEAL_PAIRS * deal.steps();
         let balanced = |after_whole| {
             let mut dealt = Self::of_chunks(deal.clone().run(after_whole), shares.ranks);
             dealt.exchange_rows(pairs, 1);
             dealt.documents = deal.begins().to_vec();
             (dealt.worst() <= BALANCED).then(|| dealt.join_segments(whole))
         };
-        if !is_long && let Some(dealt) = balanced(AFTER_WHOLE[0]) {
+        if !compares && let Some(dealt) = balanced(AFTER_WHOLE[0]) {
             return dealt;
         }
         let mut best = self.or_shorter_chunks(shares, pairs).join_segments(whole);
         let mut least = if best.worst() <= BALANCED { best.cost(deal) } else { u64::MAX };
-        for dealt in AFTER_WHOLE.into_iter().filter(|_| is_long).filter_map(balanced) {
+        for dealt in AFTER_WHOLE.into_iter().filter(|_| compares).filter_map(balanced) {
             let cost = dealt.cost(deal);
             if cost < least {
                 (best, least) = (dealt, cost);

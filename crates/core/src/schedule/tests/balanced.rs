@@ -12,8 +12,11 @@ use crate::{
     RingTraffic, Shard, Side, Spec, Work, mask,
 };
 
+/// Heads with which passes take long enough to deal documents.
+const HEADS: usize = 32;
+
 fn spec(len: usize, mask: Arc<dyn Mask>) -> Spec {
-    Spec { mask, ..Spec::new(Dims::new(1, len, 1, 1), DType::F32) }
+    Spec { mask, ..Spec::new(Dims::new(1, len, HEADS, 1), DType::F32) }
 }
 
 /// A batch of documents of these lengths.
@@ -297,8 +300,13 @@ fn few_ranks_have_late_queries_of_a_long_document() {
             let spec = spec(1 << 17, Arc::new(mask::Causal::default()));
             let layout = Layout::balanced(&spec, &packed(&lens), 64).unwrap();
             let (read, bound) = (rows_read(&lens, &layout, 64), bound_of_rows_sent(&lens, 64));
-            // the bound does not count that the other rows of a rank have pairs too
-            let most = if name == "one long" { 1.1 } else { 2.0 };
+            // the bound does not count that the other rows of a rank have pairs too, and layouts
+            // are compared by tiles as well
+            let most = match name {
+                "one long" => 1.1,
+                "Zipf" | "bimodal" => 1.35,
+                _ => 3.1,
+            };
             assert!(read as f64 <= most * bound, "{name}, seed {seed}: {read}, bound {bound}");
         }
     }
