@@ -120,7 +120,9 @@ fn solver(name: &str, lens: &[usize], ranks: usize, rate: f64, causal: bool) -> 
     let balance = most.unwrap_or_default() as f64 * ranks as f64 / rows as f64;
     let tick = &mut || ();
     let needs = NeedsIndex::of_queries(&*spec.mask, dims.q_heads, 1, &shards, tick);
-    let sent = RingTraffic::of(&needs, route, tick).total().block_rows;
+    let traffic = RingTraffic::of(&needs, route, tick);
+    let sent = traffic.total().block_rows;
+    let most_sent = traffic.of_rank.iter().map(|of| of.block_rows).max().unwrap_or_default();
     let redundancy = sent as f64 / RingTraffic::rows_read(&needs, tick).max(1) as f64;
     let pass = FLOPS * (HEADS * DIM) as f64 * pairs_of(lens, causal) / (rate * ranks as f64);
     let tiles = |layout: &Layout, ranks| Tiles::new(lens, layout, ranks).count(causal);
@@ -136,7 +138,7 @@ fn solver(name: &str, lens: &[usize], ranks: usize, rate: f64, causal: bool) -> 
         "{{\"what\":\"balanced\",\"documents\":\"{name}\",\"mask\":\"{mask}\",\"count\":{},\
          \"rows\":{rows},\"ranks\":{ranks},\"runs\":{},\"work_max_over_mean\":{work:.4},\
          \"rows_max_over_mean\":{balance:.4},\"redundancy\":{redundancy:.3},\"sent\":{sent},\
-         \"sent_bound\":{:.0},\"tiles_of_one_rank\":{filled:.4},\"tiles_over_contiguous\":{over_contiguous:.4},\
+         \"sent_max_rank\":{most_sent},\"sent_bound\":{:.0},\"tiles_of_one_rank\":{filled:.4},\"tiles_over_contiguous\":{over_contiguous:.4},\
          \"tiles_bound\":{bound:.4},\"tiles_max_over_mean\":{slowest:.4},\
          \"seconds\":{seconds:.6},\"pass_seconds\":{pass:.2},\"share\":{:.6}}}",
         lens.len(),

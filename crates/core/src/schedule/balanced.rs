@@ -5,19 +5,17 @@
 //! deal one chunk of k tiles per rank; stop if no rank has more than 1.02 times the mean, of pairs
 //!     and of rows
 //! if k > 16, later queries of documents have more pairs, as under a causal mask, and the pass takes
-//!     100 times as long:
-//!     deal whole documents, and parts of long ones (DocumentDeal)
-//! if that is not balanced, or the pass takes long enough to compare both:
-//!     for tiles of a chunk = k, k/2, k/4, … > 1:
-//!         cut the rows into chunks; w[c] = visible pairs of chunk c's queries
-//!         deal the chunks in rounds, and exchange chunks (ChunkDeal)
-//!         exchange whole tiles of rows between ranks (RowExchange)
-//!         stop if it is balanced
-//!     deal single tiles, of which those that no rank can have are cut (TileDeal)
-//!     if a rank still has more: exchange single rows between ranks (RowExchange)
+//!     100 times as long: deal whole documents, and parts of long ones (DocumentDeal)
+//! for tiles of a chunk = k, k/2, k/4, … > 1:
+//!     cut the rows into chunks; w[c] = visible pairs of chunk c's queries
+//!     deal the chunks in rounds, and exchange chunks (ChunkDeal)
+//!     exchange whole tiles of rows between ranks (RowExchange)
+//!     stop if it is balanced
+//! if no chunks are balanced: deal single tiles, of which those that no rank can have are cut
+//!     (TileDeal); exchange single rows between ranks (RowExchange)
 //! exchange chunks that bring documents together (SegmentExchange)
-//! of the balanced layouts choose the one whose busiest rank has the fewest tiles and receives the
-//!     fewest rows (TILE_COST)
+//! of the balanced layouts choose the one whose busiest rank has the fewest tiles, and sends and
+//!     receives the fewest rows (TILE_COST)
 //! order the rows of each rank such that they fill whole tiles (tile_order)
 //! ```
 //! Every rank gets equal rows up to one, before chunks are exchanged that bring documents together.
@@ -70,7 +68,7 @@ const EXCHANGED: f64 = 1.01;
 /// pass at 45 GFLOP/s with dim 128: a deal takes less than 1 % of a pass.
 const DEAL_PAIRS: [u128; 2] = [5_000, 20_000];
 
-/// Rows that a rank receives which count as much as a tile of 64 queries and 64 keys, when layouts
+/// Rows that a rank sends or receives which count as much as a tile of 64 queries and 64 keys, when layouts
 /// are compared. On a core of an AMD EPYC a tile takes as long as reading 100 rows of a block
 /// (`benches/record/2026-11-26-balanced-kernels-release.md`). On a GPU of 400 TFLOP/s a tile of 32
 /// heads of dim 128 takes as long as half a row of 8 KV heads in 16 bits at 12.5 GB/s. This is
@@ -241,22 +239,23 @@ impl Dealt {
         let is_long = |deal: &DocumentDeal<'_>| pairs_of_rank >= DEAL_PAIRS[0] * deal.steps();
         match deal.and_then(|ids| DocumentDeal::new(pairs, shares, ids)).filter(is_long) {
             Some(deal) => {
-                let compares = pairs_of_rank >= DEAL_PAIRS[1] * deal.steps();
-                longest.or_documents(&deal, shares, pairs, whole, compares)
+                let are_several = pairs_of_rank >= DEAL_PAIRS[1] * deal.steps();
+                let deals = if are_several { AFTER_WHOLE.len() } else { 1 };
+                longest.or_documents(&deal, shares, pairs, whole, deals)
             }
             None => longest.or_shorter_chunks(shares, pairs).join_segments(whole),
         }
     }
 
-    /// Deals documents. If that is not balanced it deals shorter chunks; if it `compares`, it
-    /// returns the balanced result of the least cost of several deals and of chunks.
+    /// Deals documents `deals` times, and shorter chunks. Returns the balanced result of the least
+    /// cost, else that of chunks.
     fn or_documents(
         self,
         deal: &DocumentDeal<'_>,
         shares: Shares,
         pairs: &QueryWork,
         whole: &RingShards,
-        compares: bool,
+        deals: usize,
     ) -> Self {
         let balanced = |after_whole| {
             let mut dealt = Self::of_chunks(deal.clone().run(after_whole), shares.ranks);
@@ -264,12 +263,9 @@ impl Dealt {
             dealt.documents = deal.begins().to_vec();
             (dealt.worst() <= BALANCED).then(|| dealt.join_segments(whole))
         };
-        if !compares && let Some(dealt) = balanced(AFTER_WHOLE[0]) {
-            return dealt;
-        }
         let mut best = self.or_shorter_chunks(shares, pairs).join_segments(whole);
         let mut least = if best.worst() <= BALANCED { best.cost(deal) } else { u64::MAX };
-        for dealt in AFTER_WHOLE.into_iter().filter(|_| compares).filter_map(balanced) {
+        for dealt in AFTER_WHOLE.into_iter().take(deals).filter_map(balanced) {
             let cost = dealt.cost(deal);
             if cost < least {
                 (best, least) = (dealt, cost);
@@ -279,14 +275,14 @@ impl Dealt {
     }
 
     /// Returns the cost of the rank with the most: tiles of keys of its tiles of queries, and rows
-    /// that it receives, of which [`TILE_COST`] count as much as a tile.
+    /// that it sends and receives, of which [`TILE_COST`] count as much as a tile.
     fn cost(&self, deal: &DocumentDeal<'_>) -> u64 {
-        let of_rank = |chunks: &Vec<usize>| {
-            let chunk = |&chunk: &usize| self.edges[chunk]..self.edges[chunk + 1];
-            let received = deal.rows_received(chunks.iter().map(chunk));
-            TILE_COST * deal.tiles(&self.rows_of(chunks)) + received
+        let ranges = |chunks: &Vec<usize>| {
+            chunks.iter().map(|&chunk| self.edges[chunk]..self.edges[chunk + 1]).collect()
         };
-        self.ranks.iter().map(of_rank).max().unwrap_or(0)
+        let exchanged = deal.rows_exchanged(self.ranks.iter().map(ranges).collect());
+        let tiles = self.ranks.iter().map(|chunks| deal.tiles(&self.rows_of(chunks)));
+        tiles.zip(exchanged).map(|(tiles, rows)| TILE_COST * tiles + rows).max().unwrap_or(0)
     }
 
     /// Deals longer chunks first, then shorter ones, until no rank has more than [`BALANCED`] times

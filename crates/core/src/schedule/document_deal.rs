@@ -8,14 +8,16 @@
 //!     heavy = the longest document if it does not fit, else the shortest one whose last rows have
 //!             as many pairs as the other rows of the rank need
 //!     the other rows of the rank:
-//!         the last tiles of heavy, as many as fit together with light rows
+//!         the last tiles of heavy, as many as fit together with the others
 //!         one tile before them that has the missing pairs
-//!         light rows: the shortest documents, then the first rows of heavy, then of others
+//!         the first rows of heavy, up to an equal share of its rows
+//!         light rows: the shortest documents, then more first rows of heavy, then of others
 //! ```
 //! Under a causal mask a rank needs the keys of a document up to its last query there. So it costs
 //! most rows if many ranks have late queries of a long document. A rank with such queries
 //! therefore has as many of them as its pairs permit, together with queries that cost no rows: of
-//! documents that it has whole, and of the beginning of the same document.
+//! documents that it has whole, and of the beginning of the same document. All of its ranks need the
+//! first rows of a document, so each of them has an equal share, and sends as much as the others.
 //!
 //! Tiles are counted from the end of a document, so that its cuts leave whole tiles. Only light
 //! rows are cut elsewhere, which attend to few tiles of keys.
@@ -24,9 +26,8 @@
 //! Let W(j) be the pairs of the queries of a document from its query j on, and B the most pairs of a
 //! rank. At least W(j) / B ranks have one of these queries, and all but the owner of key j receive
 //! it. So any layout sends at least the sum of ⌈W(j) / B⌉ − 1 over all rows j. This does not count
-//! that the other rows of these ranks have pairs too. On 64 ranks with 2,048 rows each the deal
-//! sends 1.07 times the bound for one long document among short ones, and 1.2 to 1.8 times for
-//! lengths of other distributions.
+//! that the other rows of these ranks have pairs too
+//! (`benches/record/2026-11-26-document-deal.md` has figures).
 
 use std::{cmp::Ordering, collections::VecDeque, ops::Range};
 
@@ -152,9 +153,11 @@ struct LightRows {
     work: u128,
 }
 
-/// First rows of one document.
+/// First rows of one document, after those of a part before.
 struct LightPart {
     document: usize,
+    /// Rows of the document in a part before.
+    skipped: u64,
     rows: u64,
     /// Rows and pairs of all parts before.
     rows_before: u64,
@@ -298,19 +301,62 @@ impl<'a> DocumentDeal<'a> {
         tiles
     }
 
-    /// Returns the number of rows that a rank needs and does not have, if a query attends to all
-    /// earlier keys of its document. `rows` are the rows of the rank in ascending order.
-    pub(super) fn rows_received(&self, rows: impl Iterator<Item = Range<u64>>) -> u64 {
-        let mut received = 0;
-        let mut last_end = 0;
-        let mut document = 0;
-        for Range { start, end } in rows {
-            document += self.begins[document..].partition_point(|&begin| begin <= start);
-            // rows of its document before the first ones, or between two ranges
-            received += start - last_end.max(self.begins[document - 1]);
-            last_end = end;
+    /// Returns the rows that each rank sends and receives on the direct route, if a query attends to
+    /// all earlier keys of its document. `ranks` has the rows of each rank, in ascending order.
+    pub(super) fn rows_exchanged(&self, ranks: Vec<Vec<Range<u64>>>) -> Vec<u64> {
+        let parts: Vec<Vec<(usize, Range<u64>)>> =
+            ranks.into_iter().map(|rows| self.by_document(rows)).collect();
+        // keys up to the last query of each rank, by document
+        let mut ends: Vec<(usize, u64)> = Vec::new();
+        for of_rank in &parts {
+            let by_document = of_rank.chunk_by(|a, b| a.0 == b.0);
+            ends.extend(by_document.filter_map(|of| of.last()).map(|(of, rows)| (*of, rows.end)));
         }
-        received
+        ends.sort_unstable();
+        let mut sums = vec![0];
+        sums.extend(ends.iter().scan(0, |sum, (_, end)| {
+            *sum += end;
+            Some(*sum)
+        }));
+        // sum over the ranks of a document of the keys before `row` that they need
+        let needed = |document: usize, row: u64| {
+            let first = ends.partition_point(|end| *end < (document, 0));
+            let after = ends.partition_point(|end| *end <= (document, row));
+            let all = ends.partition_point(|end| *end < (document + 1, 0));
+            let begin = self.begins[document];
+            sums[after] - sums[first] + row * (all - after) as u64 - begin * (all - first) as u64
+        };
+        let of_rank = |parts: &Vec<(usize, Range<u64>)>| {
+            let by_document = parts.chunk_by(|a, b| a.0 == b.0);
+            by_document
+                .map(|of| {
+                    let document = of[0].0;
+                    let own: u64 = of.iter().map(|(_, rows)| rows.end - rows.start).sum();
+                    let used: u64 = of
+                        .iter()
+                        .map(|(_, rows)| needed(document, rows.end) - needed(document, rows.start))
+                        .sum();
+                    let end = of.last().map_or(0, |(_, rows)| rows.end);
+                    // it needs its own rows too
+                    used - own + (end - self.begins[document] - own)
+                })
+                .sum()
+        };
+        parts.iter().map(of_rank).collect()
+    }
+
+    /// Divides ranges of rows by document.
+    fn by_document(&self, rows: Vec<Range<u64>>) -> Vec<(usize, Range<u64>)> {
+        let mut parts = Vec::with_capacity(rows.len());
+        for Range { mut start, end } in rows {
+            while start < end {
+                let next = self.begins.partition_point(|&begin| begin <= start);
+                let stop = self.begins.get(next).copied().unwrap_or(end).min(end);
+                parts.push((next - 1, start..stop));
+                start = stop;
+            }
+        }
+        parts
     }
 
     /// Deals the rows of a rank.
@@ -342,7 +388,7 @@ impl<'a> DocumentDeal<'a> {
             let Some(document) = heavy.take().or_else(|| self.heavy_for(needs.mean())) else {
                 break;
             };
-            let light = self.light_rows(document, needs);
+            let light = self.light_rows(document, needs, 0);
             let Document { rows, work, .. } = self.documents[document];
             let is_enough = |deal: &Self, rows: u64, work: u128| {
                 let left = needs.rows.checked_sub(rows);
@@ -358,7 +404,7 @@ impl<'a> DocumentDeal<'a> {
             let most = (rows - light_rows).min(needs.rows);
             let work = self.work_of(document, End::Last, most);
             if most == 0 || is_enough(self, most, work) {
-                self.cut(rank, document, needs, &light, CLOSE * all.work as f64);
+                self.cut(rank, document, needs, CLOSE * all.work as f64);
                 break;
             }
             self.deal_rows(rank, document, End::Last, most);
@@ -368,26 +414,39 @@ impl<'a> DocumentDeal<'a> {
 
     /// Deals the rows that a rank still needs: as many of the last rows of `heavy` as fit, and light
     /// rows.
-    fn cut(&mut self, rank: usize, heavy: usize, needs: Needs, light: &LightRows, close: f64) {
-        let light_rows = self.light_first(heavy, needs.mean());
-        let most = (self.documents[heavy].rows - light_rows).min(needs.rows);
-        let with_last = |deal: &Self, rows: u64| {
+    fn cut(&mut self, rank: usize, heavy: usize, needs: Needs, close: f64) {
+        let with_last = |deal: &Self, light: &LightRows, rows: u64| {
             let of_light = deal.work_of_light(light, needs.rows - rows)?;
             Some(deal.work_of(heavy, End::Last, rows) + of_light)
         };
         // if there are too few light rows, more heavy ones
-        let fit = |deal: &Self, rows| with_last(deal, rows).is_none_or(|work| work <= needs.work);
-        let tiles = largest(most / TILE_ROWS, |tiles| fit(self, tiles * TILE_ROWS));
+        let fit = |deal: &Self, light: &LightRows, rows| {
+            with_last(deal, light, rows).is_none_or(|work| work <= needs.work)
+        };
+        // as many rows of the document for each of its ranks, if it takes all of their pairs: its
+        // first rows are needed by all of them, so that a rank with many would send the most
+        let Document { rows: all, work, .. } = self.documents[heavy];
+        let share = (needs.work as f64 / work.max(1) as f64).min(1.0);
+        let rows_of_heavy = (all as f64 * share) as u64;
+        let few = self.light_first(heavy, needs.mean());
+        let (mut first, mut tiles, mut most) = (0, 0, 0);
+        let mut light = LightRows::default();
+        for _ in 0..3 {
+            light = self.light_rows(heavy, needs, first);
+            most = (all - few.max(first)).min(needs.rows);
+            tiles = largest(most / TILE_ROWS, |tiles| fit(self, &light, tiles * TILE_ROWS));
+            first = rows_of_heavy.saturating_sub(tiles * TILE_ROWS) / TILE_ROWS * TILE_ROWS;
+        }
         let mut rows = tiles * TILE_ROWS;
         let mut middle = None;
         let is_close = |work: u128| (needs.work as f64 - work as f64).abs() <= close;
-        if !with_last(self, rows).is_some_and(is_close) {
+        if !with_last(self, &light, rows).is_some_and(is_close) {
             middle = self
-                .middle_tile(heavy, rows, needs, light)
+                .middle_tile(heavy, rows, needs, &light)
                 .filter(|(_, missing)| *missing <= close);
             if middle.is_none() {
                 let more = (most - rows).min(TILE_ROWS);
-                rows += largest(more, |more| fit(self, rows + more));
+                rows += largest(more, |more| fit(self, &light, rows + more));
             }
         }
         let mut left = needs.rows - rows;
@@ -542,19 +601,20 @@ impl<'a> DocumentDeal<'a> {
 
     /// Returns light rows in the order in which they are dealt beside the last rows of `heavy`: as
     /// many as a rank needs, or all.
-    fn light_rows(&self, heavy: usize, needs: Needs) -> LightRows {
+    fn light_rows(&self, heavy: usize, needs: Needs, first: u64) -> LightRows {
         let mean = needs.mean();
         let mut light = LightRows::default();
-        let mut add = |document: usize, rows: u64| {
+        let mut add = |document: usize, skipped: u64, rows: u64| {
             if rows > 0 {
                 light.parts.push(LightPart {
                     document,
+                    skipped,
                     rows,
                     rows_before: light.rows,
                     work_before: light.work,
                 });
                 light.rows += rows;
-                light.work += self.work_of(document, End::First, rows);
+                light.work += self.work_after(document, skipped, rows);
             }
             light.rows < needs.rows
         };
@@ -563,12 +623,17 @@ impl<'a> DocumentDeal<'a> {
             self.cut.partition_point(|&document| is_light(document)),
             self.whole.partition_point(|&document| is_light(document)),
         ];
+        if first > 0 && !add(heavy, 0, first) {
+            return light;
+        }
         let short = self.cut[..cut].iter().chain(self.whole.range(..whole)).copied();
         let others = self.cut[cut..].iter().chain(self.whole.range(whole..)).copied();
         let all = short.chain(Some(heavy)).chain(others);
         for (index, document) in all.enumerate() {
             let is_repeated = document == heavy && index != cut + whole;
-            if !is_repeated && !add(document, self.light_first(document, mean)) {
+            let skipped = if document == heavy { first } else { 0 };
+            let rows = self.light_first(document, mean).saturating_sub(skipped);
+            if !is_repeated && !add(document, skipped, rows) {
                 break;
             }
         }
@@ -582,7 +647,14 @@ impl<'a> DocumentDeal<'a> {
         }
         let after = light.parts.partition_point(|part| part.rows_before <= rows);
         let part = &light.parts[after.checked_sub(1)?];
-        Some(part.work_before + self.work_of(part.document, End::First, rows - part.rows_before))
+        let rows = rows - part.rows_before;
+        Some(part.work_before + self.work_after(part.document, part.skipped, rows))
+    }
+
+    /// Returns the pairs of the first rows of a document after `skipped` ones.
+    fn work_after(&self, document: usize, skipped: u64, rows: u64) -> u128 {
+        let work = |rows| self.work_of(document, End::First, rows);
+        work(skipped + rows) - if skipped > 0 { work(skipped) } else { 0 }
     }
 
     /// Returns the number of the first rows of a document that have at most `mean` pairs each.
@@ -719,4 +791,111 @@ fn largest(most: u64, fits: impl Fn(u64) -> bool) -> u64 {
         }
     }
     last
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::{
+        Batch, DType, Dims, Layout, RingShards, Spec,
+        mask::{Causal, Everything, SharedMask},
+    };
+
+    /// Runs `test` on the deal of documents of these lengths.
+    fn with_deal(
+        lens: &[i64],
+        ranks: usize,
+        mask: SharedMask,
+        test: impl FnOnce(Option<DocumentDeal<'_>>),
+    ) {
+        let starts = std::iter::once(0).chain(lens.iter().scan(0, |end, len| {
+            *end += len;
+            Some(*end)
+        }));
+        let batch = Batch { cum_seqlens_q: Some(starts.collect()), ..Batch::default() };
+        let rows = lens.iter().sum::<i64>();
+        let spec = Spec { mask, ..Spec::new(Dims::new(1, rows as usize, 1, 1), DType::F32) };
+        let whole =
+            RingShards::of_batch(&spec.dims, spec.alignment, &Layout::Contiguous, 1, &batch);
+        let whole = whole.expect("a valid batch");
+        let pairs = QueryWork::new(&spec, &whole).expect("a valid spec");
+        let shares = Shares { rows: rows.cast_unsigned(), ranks };
+        test(DocumentDeal::new(&pairs, shares, &whole.q[0].segments[0]));
+    }
+
+    #[test]
+    fn only_growing_documents_are_dealt() {
+        let causal = || Arc::new(Causal::default());
+        with_deal(&[300, 200], 2, causal(), |deal| assert!(deal.is_some()));
+        with_deal(&[500], 2, causal(), |deal| assert!(deal.is_none()));
+        with_deal(&[300, 200], 2, Arc::new(Everything), |deal| assert!(deal.is_none()));
+    }
+
+    #[test]
+    fn tiles_attend_to_the_keys_of_their_documents() {
+        with_deal(&[100, 200], 1, Arc::new(Causal::default()), |deal| {
+            let tiles = |runs: &[(i64, u64)]| {
+                let mut rows = Runs::new();
+                runs.iter().for_each(|&(start, count)| {
+                    rows.push_run(crate::Run { start, step: 1, count });
+                });
+                deal.as_ref().map(|deal| deal.tiles(&rows))
+            };
+            // 64 rows; 36 rows that end at 100 and 28 of the next document; then 92, 156 and 200
+            assert_eq!(tiles(&[(0, 300)]), Some(1 + (2 + 1) + 2 + 3 + 4));
+            // two parts of one document in a tile count once
+            assert_eq!(tiles(&[(164, 32), (228, 32)]), Some(3));
+            assert_eq!(tiles(&[(228, 32), (164, 32)]), Some(3));
+        });
+    }
+
+    proptest! {
+        #[test]
+        fn every_row_is_dealt_once_and_exchanged_as_defined(
+            lens in prop::collection::vec(1i64..400, 2..12),
+            ranks in 1usize..6,
+            after_whole in prop::sample::select(&AFTER_WHOLE[..]),
+        ) {
+            let rows = lens.iter().sum::<i64>() as usize;
+            with_deal(&lens, ranks, Arc::new(Causal::default()), |deal| {
+                let deal = deal.expect("a causal mask");
+                let mut owner = vec![usize::MAX; rows];
+                let mut of_ranks = vec![Vec::new(); ranks];
+                for (rank, chunk) in deal.clone().run(after_whole) {
+                    let work = deal.pairs.between(&chunk.rows);
+                    assert_eq!(chunk.work, work);
+                    for row in chunk.rows.clone() {
+                        assert_eq!(owner[row as usize], usize::MAX);
+                        owner[row as usize] = rank;
+                    }
+                    of_ranks[rank].push(chunk.rows);
+                }
+                of_ranks.iter_mut().for_each(|of| of.sort_by_key(|rows| rows.start));
+                for (rank, of) in of_ranks.iter().enumerate() {
+                    let count: u64 = of.iter().map(|rows| rows.end - rows.start).sum();
+                    assert_eq!(count, deal.shares.begin(rank + 1) - deal.shares.begin(rank));
+                }
+                // a key is needed by the other ranks with a later query of its document
+                let mut want = vec![0; ranks];
+                let mut begin = 0;
+                for &len in &lens {
+                    let document = &owner[begin..begin + len as usize];
+                    for (key, &from) in document.iter().enumerate() {
+                        for to in (0..ranks).filter(|&to| to != from) {
+                            if document[key..].contains(&to) {
+                                want[from] += 1;
+                                want[to] += 1;
+                            }
+                        }
+                    }
+                    begin += len as usize;
+                }
+                assert_eq!(deal.rows_exchanged(of_ranks), want);
+            });
+        }
+    }
 }
