@@ -5,7 +5,7 @@
 //! deal one chunk of k tiles per rank; stop if no rank has more than 1.02 times the mean, of pairs
 //!     and of rows
 //! if k > 16, later queries of documents have more pairs, as under a causal mask, and the pass takes
-//!     100 times as long: deal whole documents, and parts of long ones (DocumentDeal)
+//!     300 times as long: deal whole documents, and parts of long ones (DocumentDeal)
 //! for tiles of a chunk = k, k/2, k/4, … > 1:
 //!     cut the rows into chunks; w[c] = visible pairs of chunk c's queries
 //!     deal the chunks in rounds, and exchange chunks (ChunkDeal)
@@ -64,9 +64,9 @@ const BALANCED: f64 = 1.02;
 const EXCHANGED: f64 = 1.01;
 
 /// Pairs of a rank for each step of a deal of documents, from which on documents are dealt, and from
-/// which on several deals are compared. A step takes about 1 µs, and these pairs 0.2 and 0.8 ms of a
-/// pass at 45 GFLOP/s with dim 128: a deal takes less than 1 % of a pass.
-const DEAL_PAIRS: [u128; 2] = [5_000, 20_000];
+/// which on several deals are compared. A step takes about 1 µs, and these pairs 0.3 and 1.6 ms of a
+/// pass at 45 GFLOP/s with dim 128: all deals take less than 1 % of a pass.
+const DEAL_PAIRS: [u128; 2] = [8_000, 40_000];
 
 /// Rows that a rank sends or receives which count as much as a tile of 64 queries and 64 keys, when layouts
 /// are compared. On a core of an AMD EPYC a tile takes as long as reading 100 rows of a block
