@@ -12,10 +12,11 @@
 //! (default: 8,16,64). `mask` is `causal` (the default) or `full`, both within
 //! documents. `tiles_of_one_rank` is the number of tiles with a visible pair on one rank, divided
 //! by that of all ranks, and `tiles_over_contiguous` the latter divided by that of contiguous
-//! shards. `tiles_max_over_mean` is that of the busiest rank over the mean. `tiles_bound` is the least that any balanced layout can have, divided by the tiles that
-//! the pairs fill (`tile_bound.rs` in core). `sent` are the rows sent, and `sent_bound` the fewest
-//! that any balanced layout sends (`document_deal.rs` in core). `ring-documents` measures the rate
-//! of packed passes.
+//! shards. `tiles_max_over_mean` is that of the busiest rank over the mean. `tiles_bound` is the
+//! least that any balanced layout can have, divided by the tiles that the pairs fill
+//! (`tile_bound.rs` in core). `sent` are the rows sent, `sent_max_rank` those of the rank with the
+//! most, and `sent_bound` the fewest that any balanced layout sends (`document_deal.rs` in core).
+//! `ring-documents` measures the rate of packed passes.
 
 mod distributions;
 mod tiles;
@@ -85,8 +86,8 @@ fn pairs_of(lens: &[usize], causal: bool) -> f64 {
     lens.iter().map(|&len| of(len as f64)).sum()
 }
 
-/// Returns the fewest rows that a layout sends in which no rank has more than 1.02 times the mean of
-/// the pairs: each key to all but one of the ranks that have a query which attends to it.
+/// Returns the fewest rows that a layout sends in which no rank has more than 1.02 times the mean
+/// of the pairs: each key to all but one of the ranks that have a query which attends to it.
 fn fewest_sent(lens: &[usize], ranks: usize, causal: bool) -> f64 {
     let most = 1.02 * pairs_of(lens, causal) / ranks as f64;
     let receivers = |len: usize, key: usize| {
@@ -138,7 +139,8 @@ fn solver(name: &str, lens: &[usize], ranks: usize, rate: f64, causal: bool) -> 
         "{{\"what\":\"balanced\",\"documents\":\"{name}\",\"mask\":\"{mask}\",\"count\":{},\
          \"rows\":{rows},\"ranks\":{ranks},\"runs\":{},\"work_max_over_mean\":{work:.4},\
          \"rows_max_over_mean\":{balance:.4},\"redundancy\":{redundancy:.3},\"sent\":{sent},\
-         \"sent_max_rank\":{most_sent},\"sent_bound\":{:.0},\"tiles_of_one_rank\":{filled:.4},\"tiles_over_contiguous\":{over_contiguous:.4},\
+         \"sent_max_rank\":{most_sent},\"sent_bound\":{:.0},\"tiles_of_one_rank\":{filled:.4},\
+         \"tiles_over_contiguous\":{over_contiguous:.4},\
          \"tiles_bound\":{bound:.4},\"tiles_max_over_mean\":{slowest:.4},\
          \"seconds\":{seconds:.6},\"pass_seconds\":{pass:.2},\"share\":{:.6}}}",
         lens.len(),

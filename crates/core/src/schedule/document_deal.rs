@@ -16,15 +16,15 @@
 //! Under a causal mask a rank needs the keys of a document up to its last query there. So it costs
 //! most rows if many ranks have late queries of a long document. A rank with such queries
 //! therefore has as many of them as its pairs permit, together with queries that cost no rows: of
-//! documents that it has whole, and of the beginning of the same document. All of its ranks need the
-//! first rows of a document, so each of them has an equal share, and sends as much as the others.
+//! documents that it has whole, and of the beginning of the same document. All ranks of a document
+//! need its first rows, so each of them has an equal share, and sends as much as the others.
 //!
 //! Tiles are counted from the end of a document, so that its cuts leave whole tiles. Only light
 //! rows are cut elsewhere, which attend to few tiles of keys.
 //!
 //! # The bound of the rows sent
-//! Let W(j) be the pairs of the queries of a document from its query j on, and B the most pairs of a
-//! rank. At least W(j) / B ranks have one of these queries, and all but the owner of key j receive
+//! Let W(j) be the pairs of the queries of a document from its query j on, and B the most pairs of
+//! a rank. At least W(j) / B ranks have one of these queries, and all but the owner of key j receive
 //! it. So any layout sends at least the sum of ⌈W(j) / B⌉ − 1 over all rows j. This does not count
 //! that the other rows of these ranks have pairs too
 //! (`benches/record/2026-11-26-document-deal.md` has figures).
@@ -301,8 +301,8 @@ impl<'a> DocumentDeal<'a> {
         tiles
     }
 
-    /// Returns the rows that each rank sends and receives on the direct route, if a query attends to
-    /// all earlier keys of its document. `ranks` has the rows of each rank, in ascending order.
+    /// Returns the rows that each rank sends and receives on the direct route, if a query attends
+    /// to all earlier keys of its document. `ranks` has the rows of each rank, in ascending order.
     pub(super) fn rows_exchanged(&self, ranks: Vec<Vec<Range<u64>>>) -> Vec<u64> {
         let parts: Vec<Vec<(usize, Range<u64>)>> =
             ranks.into_iter().map(|rows| self.by_document(rows)).collect();
@@ -412,8 +412,8 @@ impl<'a> DocumentDeal<'a> {
         }
     }
 
-    /// Deals the rows that a rank still needs: as many of the last rows of `heavy` as fit, and light
-    /// rows.
+    /// Deals the rows that a rank still needs: as many of the last rows of `heavy` as fit, and
+    /// light rows.
     fn cut(&mut self, rank: usize, heavy: usize, needs: Needs, close: f64) {
         let with_last = |deal: &Self, light: &LightRows, rows: u64| {
             let of_light = deal.work_of_light(light, needs.rows - rows)?;
@@ -469,8 +469,8 @@ impl<'a> DocumentDeal<'a> {
         }
     }
 
-    /// Returns the tile of `heavy` before its last `rows` rows whose pairs are closest to those that
-    /// these and light rows lack, and the difference.
+    /// Returns the tile of `heavy` before its last `rows` rows whose pairs are closest to those
+    /// that these and light rows lack, and the difference.
     fn middle_tile(
         &self,
         heavy: usize,
