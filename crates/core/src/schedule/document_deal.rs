@@ -39,14 +39,16 @@ use super::{
 use crate::Runs;
 
 /// Least and most pairs of the rows that a rank still needs after each whole document, relative to
-/// the mean. None of the three is best for all lengths: in draws of 16,384 to 2²⁰ rows on 8 to 64
-/// ranks, each was the one with the fewest rows sent at times, by up to a third.
+/// the mean. Whole documents are then fewer or more, and the rows that complete them have more or
+/// fewer pairs. No pair is best for all lengths, so that several deals are compared.
 pub(super) const AFTER_WHOLE: [[f64; 2]; 3] = [[0.6, 1.5], [0.3, 2.0], [0.8, 1.25]];
 
-/// Difference from the pairs of a rank that needs no tile from the middle of a document.
+/// Largest difference from the pairs that a rank needs, relative to these, that no other rows are
+/// sought for: ranks stay below 1.01 times the mean, up to which chunks are exchanged afterwards.
 const CLOSE: f64 = 0.008;
 
-/// Pairs by which a whole document may exceed those that a rank needs.
+/// Most pairs of a whole document relative to those that a rank still needs: half of [`CLOSE`]
+/// above them, because other rows may exceed them too.
 const EXCEEDED: f64 = 1.004;
 
 /// Ratio of the pairs of the last query of a document to those of its middle one, from which on its
@@ -249,8 +251,9 @@ impl<'a> DocumentDeal<'a> {
         })
     }
 
-    /// Returns the steps of a deal, each of which takes about 1 µs: one for each document, 16 for
-    /// each rank, and those of removing documents from a long list.
+    /// Returns the steps of a deal, each of which takes about 1 µs
+    /// (`benches/record/2026-11-26-document-deal.md`): one for each document, 16 for each rank, and
+    /// those of removing documents from the middle of a long list, which moves the others.
     pub(super) fn steps(&self) -> u128 {
         let documents = self.documents.len() as u128;
         documents + documents * documents / 20_000 + 16 * self.shares.ranks as u128
