@@ -45,6 +45,7 @@ use std::sync::Arc;
 use super::{
     Choice, Order, Route,
     chunk_deal::{Chunk, ChunkDeal, Limits},
+    document_cost::DocumentCost,
     document_deal::{AFTER_WHOLE, DocumentDeal},
     query_work::QueryWork,
     row_exchange::RowExchange,
@@ -264,9 +265,10 @@ impl Dealt {
             (dealt.worst() <= BALANCED).then(|| dealt.join_segments(whole))
         };
         let mut best = self.or_shorter_chunks(shares, pairs).join_segments(whole);
-        let mut least = if best.worst() <= BALANCED { best.cost(deal) } else { u64::MAX };
+        let documents = DocumentCost { begins: deal.begins() };
+        let mut least = if best.worst() <= BALANCED { best.cost(&documents) } else { u64::MAX };
         for dealt in AFTER_WHOLE.into_iter().take(deals).filter_map(balanced) {
-            let cost = dealt.cost(deal);
+            let cost = dealt.cost(&documents);
             if cost < least {
                 (best, least) = (dealt, cost);
             }
@@ -276,12 +278,13 @@ impl Dealt {
 
     /// Returns the cost of the rank with the most: tiles of keys of its tiles of queries, and rows
     /// that it sends and receives, of which [`TILE_COST`] count as much as a tile.
-    fn cost(&self, deal: &DocumentDeal<'_>) -> u64 {
+    fn cost(&self, documents: &DocumentCost<'_>) -> u64 {
         let ranges = |chunks: &Vec<usize>| {
             chunks.iter().map(|&chunk| self.edges[chunk]..self.edges[chunk + 1]).collect()
         };
-        let exchanged = deal.rows_exchanged(self.ranks.iter().map(ranges).collect());
-        let tiles = self.ranks.iter().map(|chunks| deal.tiles(&self.rows_of(chunks)));
+        let ranks: Vec<_> = self.ranks.iter().map(ranges).collect();
+        let exchanged = documents.rows_exchanged(&ranks);
+        let tiles = self.ranks.iter().map(|chunks| documents.tiles(&self.rows_of(chunks)));
         tiles.zip(exchanged).map(|(tiles, rows)| TILE_COST * tiles + rows).max().unwrap_or(0)
     }
 

@@ -275,93 +275,6 @@ impl<'a> DocumentDeal<'a> {
         &self.begins
     }
 
-    /// Returns the number of tiles of keys of all tiles of queries of a rank with these rows, in
-    /// local order, if a query attends to all earlier keys of its document. The rows are runs of
-    /// consecutive ones.
-    pub(super) fn tiles(&self, rows: &Runs) -> u64 {
-        let mut tiles = 0;
-        let mut index = 0;
-        // document of the last rows of the tile, and the keys that they attend to
-        let mut last = None;
-        for run in rows.runs() {
-            let mut start = run.start.cast_unsigned();
-            let end = start + run.count;
-            while start < end {
-                let next = self.begins.partition_point(|&begin| begin <= start);
-                let document_end = self.begins.get(next).copied().unwrap_or(end);
-                let stop = end.min(document_end).min(start + TILE_ROWS - index % TILE_ROWS);
-                let keys = (stop - self.begins[next - 1]).div_ceil(TILE_ROWS);
-                let counted = match last {
-                    Some((document, counted)) if document == next => counted,
-                    _ => 0,
-                };
-                tiles += keys.saturating_sub(counted);
-                index += stop - start;
-                last = (index % TILE_ROWS > 0).then_some((next, keys.max(counted)));
-                start = stop;
-            }
-        }
-        tiles
-    }
-
-    /// Returns the rows that each rank sends and receives on the direct route, if a query attends
-    /// to all earlier keys of its document. `ranks` has the rows of each rank, in ascending order.
-    pub(super) fn rows_exchanged(&self, ranks: Vec<Vec<Range<u64>>>) -> Vec<u64> {
-        let parts: Vec<Vec<(usize, Range<u64>)>> =
-            ranks.into_iter().map(|rows| self.by_document(rows)).collect();
-        // keys up to the last query of each rank, by document
-        let mut ends: Vec<(usize, u64)> = Vec::new();
-        for of_rank in &parts {
-            let by_document = of_rank.chunk_by(|a, b| a.0 == b.0);
-            ends.extend(by_document.filter_map(|of| of.last()).map(|(of, rows)| (*of, rows.end)));
-        }
-        ends.sort_unstable();
-        let mut sums = vec![0];
-        sums.extend(ends.iter().scan(0, |sum, (_, end)| {
-            *sum += end;
-            Some(*sum)
-        }));
-        // sum over the ranks of a document of the keys before `row` that they need
-        let needed = |document: usize, row: u64| {
-            let first = ends.partition_point(|end| *end < (document, 0));
-            let after = ends.partition_point(|end| *end <= (document, row));
-            let all = ends.partition_point(|end| *end < (document + 1, 0));
-            let begin = self.begins[document];
-            sums[after] - sums[first] + row * (all - after) as u64 - begin * (all - first) as u64
-        };
-        let of_rank = |parts: &Vec<(usize, Range<u64>)>| {
-            let by_document = parts.chunk_by(|a, b| a.0 == b.0);
-            by_document
-                .map(|of| {
-                    let document = of[0].0;
-                    let own: u64 = of.iter().map(|(_, rows)| rows.end - rows.start).sum();
-                    let used: u64 = of
-                        .iter()
-                        .map(|(_, rows)| needed(document, rows.end) - needed(document, rows.start))
-                        .sum();
-                    let end = of.last().map_or(0, |(_, rows)| rows.end);
-                    // it needs its own rows too
-                    used - own + (end - self.begins[document] - own)
-                })
-                .sum()
-        };
-        parts.iter().map(of_rank).collect()
-    }
-
-    /// Divides ranges of rows by document.
-    fn by_document(&self, rows: Vec<Range<u64>>) -> Vec<(usize, Range<u64>)> {
-        let mut parts = Vec::with_capacity(rows.len());
-        for Range { mut start, end } in rows {
-            while start < end {
-                let next = self.begins.partition_point(|&begin| begin <= start);
-                let stop = self.begins.get(next).copied().unwrap_or(end).min(end);
-                parts.push((next - 1, start..stop));
-                start = stop;
-            }
-        }
-        parts
-    }
-
     /// Deals the rows of a rank.
     fn serve(&mut self, rank: usize, all: Needs, after_whole: [f64; 2]) {
         let mut needs = all;
@@ -838,27 +751,9 @@ mod tests {
         with_deal(&[300, 200], 2, Arc::new(Everything), |deal| assert!(deal.is_none()));
     }
 
-    #[test]
-    fn tiles_attend_to_the_keys_of_their_documents() {
-        with_deal(&[100, 200], 1, Arc::new(Causal::default()), |deal| {
-            let tiles = |runs: &[(i64, u64)]| {
-                let mut rows = Runs::new();
-                runs.iter().for_each(|&(start, count)| {
-                    rows.push_run(crate::Run { start, step: 1, count });
-                });
-                deal.as_ref().map(|deal| deal.tiles(&rows))
-            };
-            // 64 rows; 36 rows that end at 100 and 28 of the next document; then 92, 156 and 200
-            assert_eq!(tiles(&[(0, 300)]), Some(1 + (2 + 1) + 2 + 3 + 4));
-            // two parts of one document in a tile count once
-            assert_eq!(tiles(&[(164, 32), (228, 32)]), Some(3));
-            assert_eq!(tiles(&[(228, 32), (164, 32)]), Some(3));
-        });
-    }
-
     proptest! {
         #[test]
-        fn every_row_is_dealt_once_and_exchanged_as_defined(
+        fn every_row_is_dealt_once(
             lens in prop::collection::vec(1i64..400, 2..12),
             ranks in 1usize..6,
             after_whole in prop::sample::select(&AFTER_WHOLE[..]),
@@ -867,7 +762,7 @@ mod tests {
             with_deal(&lens, ranks, Arc::new(Causal::default()), |deal| {
                 let deal = deal.expect("a causal mask");
                 let mut owner = vec![usize::MAX; rows];
-                let mut of_ranks = vec![Vec::new(); ranks];
+                let mut counts = vec![0; ranks];
                 for (rank, chunk) in deal.clone().run(after_whole) {
                     let work = deal.pairs.between(&chunk.rows);
                     assert_eq!(chunk.work, work);
@@ -875,29 +770,11 @@ mod tests {
                         assert_eq!(owner[row as usize], usize::MAX);
                         owner[row as usize] = rank;
                     }
-                    of_ranks[rank].push(chunk.rows);
+                    counts[rank] += chunk.rows.end - chunk.rows.start;
                 }
-                of_ranks.iter_mut().for_each(|of| of.sort_by_key(|rows| rows.start));
-                for (rank, of) in of_ranks.iter().enumerate() {
-                    let count: u64 = of.iter().map(|rows| rows.end - rows.start).sum();
-                    assert_eq!(count, deal.shares.begin(rank + 1) - deal.shares.begin(rank));
-                }
-                // a key is needed by the other ranks with a later query of its document
-                let mut want = vec![0; ranks];
-                let mut begin = 0;
-                for &len in &lens {
-                    let document = &owner[begin..begin + len as usize];
-                    for (key, &from) in document.iter().enumerate() {
-                        for to in (0..ranks).filter(|&to| to != from) {
-                            if document[key..].contains(&to) {
-                                want[from] += 1;
-                                want[to] += 1;
-                            }
-                        }
-                    }
-                    begin += len as usize;
-                }
-                assert_eq!(deal.rows_exchanged(of_ranks), want);
+                let begin = |rank| deal.shares.begin(rank);
+                let want: Vec<u64> = (0..ranks).map(|of| begin(of + 1) - begin(of)).collect();
+                assert_eq!(counts, want);
             });
         }
     }

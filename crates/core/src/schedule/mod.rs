@@ -61,6 +61,7 @@ mod chunk_deal;
 mod circle;
 mod column_work;
 mod direct_traffic;
+mod document_cost;
 mod document_deal;
 mod last_users;
 mod node_traffic;
