@@ -166,6 +166,16 @@ struct LightPart {
     work_before: u128,
 }
 
+/// Rows of a rank that has a part of a document.
+struct Cut {
+    /// Number of the last rows of the document.
+    last: u64,
+    /// A tile before these.
+    middle: Option<Range<u64>>,
+    /// The other rows, as many as are needed.
+    light: LightRows,
+}
+
 /// Documents that are not dealt.
 #[derive(Clone)]
 pub(super) struct DocumentDeal<'a> {
@@ -280,65 +290,72 @@ impl<'a> DocumentDeal<'a> {
         let mut needs = all;
         let mut heavy = self.longest().filter(|&longest| !self.fits(longest, needs));
         if heavy.is_none() {
-            let mut taken = Vec::new();
-            while let Some(document) =
-                self.longest_that_fits(needs, after_whole.map(|of| of * all.mean()))
-            {
-                self.remove(document);
-                let Document { rows, work, .. } = self.documents[document];
-                needs = needs.without(rows, work);
-                taken.push((document, rows, work));
-            }
-            while needs.rows > 0
-                && !self.suffice_for(needs)
-                && let Some((document, rows, work)) = taken.pop()
-            {
-                self.insert(document);
-                needs = Needs { rows: needs.rows + rows, work: needs.work + work };
-            }
-            for (document, rows, _) in taken {
-                self.deal_rows(rank, document, End::Last, rows);
-            }
+            needs = self.deal_whole(rank, needs, after_whole.map(|of| of * all.mean()));
         }
         while needs.rows > 0 {
             let Some(document) = heavy.take().or_else(|| self.heavy_for(needs.mean())) else {
                 break;
             };
             let light = self.light_rows(document, needs, 0);
-            let Document { rows, work, .. } = self.documents[document];
-            let is_enough = |deal: &Self, rows: u64, work: u128| {
+            // true if the last rows of the document and light rows have more pairs than needed
+            let is_enough = |rows: u64, work: u128| {
                 let left = needs.rows.checked_sub(rows);
-                let of_light = left.and_then(|left| deal.work_of_light(&light, left));
+                let of_light = left.and_then(|left| self.work_of_light(&light, left));
                 of_light.is_none_or(|of_light| work + of_light > needs.work)
             };
-            if !is_enough(self, rows, work) {
-                self.deal_rows(rank, document, End::Last, rows);
-                needs = needs.without(rows, work);
-                continue;
-            }
-            let light_rows = self.light_first(document, needs.mean());
-            let most = (rows - light_rows).min(needs.rows);
-            let work = self.work_of(document, End::Last, most);
-            if most == 0 || is_enough(self, most, work) {
-                self.cut(rank, document, needs, CLOSE * all.work as f64);
+            let Document { rows, work, .. } = self.documents[document];
+            let most = (rows - self.light_first(document, needs.mean())).min(needs.rows);
+            let of_most = self.work_of(document, End::Last, most);
+            let (rows, work) = if !is_enough(rows, work) {
+                (rows, work)
+            } else if most > 0 && !is_enough(most, of_most) {
+                (most, of_most)
+            } else {
+                let cut = self.cut(document, needs, CLOSE * all.work as f64);
+                self.deal_cut(rank, document, needs.rows, &cut);
                 break;
-            }
-            self.deal_rows(rank, document, End::Last, most);
-            needs = needs.without(most, work);
+            };
+            self.deal_rows(rank, document, End::Last, rows);
+            needs = needs.without(rows, work);
         }
     }
 
-    /// Deals the rows that a rank still needs: as many of the last rows of `heavy` as fit, and
-    /// light rows.
-    fn cut(&mut self, rank: usize, heavy: usize, needs: Needs, close: f64) {
-        let with_last = |deal: &Self, light: &LightRows, rows: u64| {
-            let of_light = deal.work_of_light(light, needs.rows - rows)?;
-            Some(deal.work_of(heavy, End::Last, rows) + of_light)
+    /// Deals whole documents, while the rows that a rank still needs have at least the first and at
+    /// most the second of `mean` pairs, and there are enough others for these. Returns what the
+    /// rank still needs.
+    fn deal_whole(&mut self, rank: usize, all: Needs, mean: [f64; 2]) -> Needs {
+        let mut needs = all;
+        let mut taken = Vec::new();
+        while let Some(document) = self.longest_that_fits(needs, mean) {
+            self.remove(document);
+            let Document { rows, work, .. } = self.documents[document];
+            needs = needs.without(rows, work);
+            taken.push((document, rows, work));
+        }
+        while needs.rows > 0
+            && !self.suffice_for(needs)
+            && let Some((document, rows, work)) = taken.pop()
+        {
+            self.insert(document);
+            needs = Needs { rows: needs.rows + rows, work: needs.work + work };
+        }
+        for (document, rows, _) in taken {
+            self.deal_rows(rank, document, End::Last, rows);
+        }
+        needs
+    }
+
+    /// Divides the rows that a rank still needs: as many of the last rows of `heavy` as fit, and
+    /// light rows. Their pairs differ by at most `close` from those that are needed, if there is a
+    /// tile for that.
+    fn cut(&self, heavy: usize, needs: Needs, close: f64) -> Cut {
+        let with_last = |light: &LightRows, rows: u64| {
+            let of_light = self.work_of_light(light, needs.rows - rows)?;
+            Some(self.work_of(heavy, End::Last, rows) + of_light)
         };
         // if there are too few light rows, more heavy ones
-        let fit = |deal: &Self, light: &LightRows, rows| {
-            with_last(deal, light, rows).is_none_or(|work| work <= needs.work)
-        };
+        let fit =
+            |light: &LightRows, rows| with_last(light, rows).is_none_or(|work| work <= needs.work);
         // as many rows of the document for each of its ranks, if it takes all of their pairs: its
         // first rows are needed by all of them, so that a rank with many would send the most
         let Document { rows: all, work, .. } = self.documents[heavy];
@@ -347,35 +364,43 @@ impl<'a> DocumentDeal<'a> {
         let few = self.light_first(heavy, needs.mean());
         let (mut first, mut tiles, mut most) = (0, 0, 0);
         let mut light = LightRows::default();
+        // fewer last rows fit beside more first ones, so that their numbers are approximated
         for _ in 0..3 {
             light = self.light_rows(heavy, needs, first);
             most = (all - few.max(first)).min(needs.rows);
-            tiles = largest(most / TILE_ROWS, |tiles| fit(self, &light, tiles * TILE_ROWS));
+            tiles = largest(most / TILE_ROWS, |tiles| fit(&light, tiles * TILE_ROWS));
             first = rows_of_heavy.saturating_sub(tiles * TILE_ROWS) / TILE_ROWS * TILE_ROWS;
         }
-        let mut rows = tiles * TILE_ROWS;
-        let mut middle = None;
+        let last = tiles * TILE_ROWS;
         let is_close = |work: u128| (needs.work as f64 - work as f64).abs() <= close;
-        if !with_last(self, &light, rows).is_some_and(is_close) {
-            middle = self
-                .middle_tile(heavy, rows, needs, &light)
-                .filter(|(_, missing)| *missing <= close);
-            if middle.is_none() {
-                let more = (most - rows).min(TILE_ROWS);
-                rows += largest(more, |more| fit(self, &light, rows + more));
+        if with_last(&light, last).is_some_and(is_close) {
+            return Cut { last, middle: None, light };
+        }
+        let middle = self.middle_tile(heavy, last, needs, &light);
+        match middle.filter(|(_, missing)| *missing <= close) {
+            Some((tile, _)) => Cut { last, middle: Some(tile), light },
+            None => {
+                let more = (most - last).min(TILE_ROWS);
+                let more = largest(more, |more| fit(&light, last + more));
+                Cut { last: last + more, middle: None, light }
             }
         }
-        let mut left = needs.rows - rows;
-        self.deal_rows(rank, heavy, End::Last, rows);
-        if let Some((tile, _)) = middle {
+    }
+
+    /// Deals the `rows` that a rank still needs, as divided.
+    fn deal_cut(&mut self, rank: usize, heavy: usize, rows: u64, cut: &Cut) {
+        let mut left = rows - cut.last;
+        self.deal_rows(rank, heavy, End::Last, cut.last);
+        if let Some(tile) = &cut.middle {
             left -= TILE_ROWS;
-            self.deal_middle(rank, heavy, tile);
+            self.deal_middle(rank, heavy, tile.clone());
         }
-        for part in &light.parts {
+        for part in &cut.light.parts {
             let rows = part.rows.min(left).min(self.documents[part.document].rows);
             self.deal_rows(rank, part.document, End::First, rows);
             left -= rows;
         }
+        // there are too few light rows
         while left > 0
             && let Some(document) = self.longest()
         {
@@ -515,8 +540,8 @@ impl<'a> DocumentDeal<'a> {
             })
     }
 
-    /// Returns light rows in the order in which they are dealt beside the last rows of `heavy`: as
-    /// many as a rank needs, or all.
+    /// Returns light rows in the order in which they are dealt beside the last rows of `heavy`, of
+    /// which the `first` rows come first: as many as a rank needs, or all.
     fn light_rows(&self, heavy: usize, needs: Needs, first: u64) -> LightRows {
         let mean = needs.mean();
         let mut light = LightRows::default();
