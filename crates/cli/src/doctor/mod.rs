@@ -212,7 +212,8 @@ fn of_adapters() -> Vec<String> {
 }
 
 /// Describes the register tile of an adapter's kernels and, if it can run level `matrix`, the query
-/// tile of forward kernels at that level. A forced name of no query tile is an error at every level.
+/// tile of forward kernels at that level. A forced name of no query tile is an error at every
+/// level.
 #[cfg(feature = "wgpu")]
 fn tiles(
     adapter: &annulus_wgpu::Adapter,

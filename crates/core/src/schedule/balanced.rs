@@ -65,15 +65,15 @@ const BALANCED: f64 = 1.02;
 const EXCHANGED: f64 = 1.01;
 
 /// Pairs of a rank for each step of a deal of documents, from which on documents are dealt, and
-/// from which on several deals are compared. A step takes about 1 µs, and these pairs 0.3 and 1.6 ms
-/// of a pass at 45 GFLOP/s with dim 128: all deals take less than 1 % of a pass.
+/// from which on several deals are compared. A step takes about 1 µs, and these pairs 0.3 and
+/// 1.6 ms of a pass at 45 GFLOP/s with dim 128: all deals take less than 1 % of a pass.
 const DEAL_PAIRS: [u128; 2] = [8_000, 40_000];
 
 /// Rows that a rank sends or receives which count as much as a tile of 64 queries and 64 keys, when
-/// layouts are compared. On a core of an AMD EPYC a tile takes as long as reading 100 rows of a block
-/// (`benches/record/2026-11-26-balanced-kernels-release.md`). On a GPU of 400 TFLOP/s a tile of 32
-/// heads of dim 128 takes as long as half a row of 8 KV heads in 16 bits at 12.5 GB/s. This is
-/// about their geometric mean.
+/// layouts are compared. On a core of an AMD EPYC a tile takes as long as reading 100 rows of a
+/// block (`benches/record/2026-11-26-balanced-kernels-release.md`). On a GPU of 400 TFLOP/s a tile
+/// of 32 heads of dim 128 takes as long as half a row of 8 KV heads in 16 bits at 12.5 GB/s. This
+/// is about their geometric mean.
 const TILE_COST: u64 = 8;
 
 /// Tiles of a rank up to which it is checked first that none of them must be cut.

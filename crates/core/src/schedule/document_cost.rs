@@ -50,8 +50,8 @@ impl DocumentCost<'_> {
         tiles
     }
 
-    /// Returns the number of rows that each rank sends and receives on the direct route. `ranks` has
-    /// the rows of each rank, in ascending order.
+    /// Returns the number of rows that each rank sends and receives on the direct route. `ranks`
+    /// has the rows of each rank, in ascending order.
     pub(super) fn rows_exchanged(&self, ranks: &[Vec<Range<u64>>]) -> Vec<u64> {
         let shares: Vec<Vec<Share>> = ranks.iter().map(|rows| self.shares(rows)).collect();
         let ends = shares.iter().flatten().map(|share| (share.document, share.end())).collect();

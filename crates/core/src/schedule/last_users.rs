@@ -28,8 +28,8 @@ pub(super) struct LastUsers {
 /// Cells of all segments, and those of the intervals of each user.
 pub(super) struct UserCells<'a> {
     needs: &'a BatchNeeds,
-    /// `edges[first[s]..first[s + 1]]` are the starts of the cells of segment s, ascending. The last
-    /// is the end of the others: to the positions from there on no user attends.
+    /// `edges[first[s]..first[s + 1]]` are the starts of the cells of segment s, ascending. The
+    /// last is the end of the others: to the positions from there on no user attends.
     first: Vec<usize>,
     edges: Vec<i64>,
     /// Segment and cells, within the segment, of each interval of each user.
