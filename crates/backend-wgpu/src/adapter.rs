@@ -1,11 +1,14 @@
 //! Adapters of this machine and their capabilities.
 
+use std::sync::MutexGuard;
+
 use wgpu::AdapterInfo;
 
 use crate::{
     Gpu, Level, QueryTile, RegisterTile,
     choice::{AdapterKind, PROOFS, choose},
     level::Matrices,
+    open_device::{instance, turn},
 };
 
 /// Reason why [`Gpu::list`] is empty.
@@ -51,21 +54,10 @@ impl Adapter {
     }
 }
 
-fn instance() -> wgpu::Instance {
-    let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();
-    // in every build: shaders without their source, which older validation layers reject, and no
-    // layer but those that the environment requests
-    descriptor.flags = wgpu::InstanceFlags::empty();
-    descriptor.backends = wgpu::Backends::VULKAN | wgpu::Backends::METAL | wgpu::Backends::DX12;
-    // without dxcompiler.dll there is no DX12: the older compiler, FXC, knows no subgroups, takes
-    // minutes for unrolled loops, and rejects barriers in loops whose bounds come from a buffer
-    descriptor.backend_options.dx12.shader_compiler = wgpu::Dx12Compiler::default_dynamic_dxc();
-    wgpu::Instance::new(descriptor)
-}
-
-/// Lists the adapters of this machine: of a GPU that Vulkan and DX12 offer, Vulkan's.
-pub(crate) fn adapters() -> Vec<wgpu::Adapter> {
-    let all = pollster::block_on(instance().enumerate_adapters(wgpu::Backends::all()));
+/// Lists the adapters of this machine: of a GPU that Vulkan and DX12 offer, Vulkan's. `turn` is the
+/// guard of [`turn()`].
+pub(crate) fn adapters(turn: &MutexGuard<'static, ()>) -> Vec<wgpu::Adapter> {
+    let all = pollster::block_on(instance(turn).enumerate_adapters(wgpu::Backends::all()));
     let infos: Vec<_> = all.iter().map(wgpu::Adapter::get_info).collect();
     let wanted = |(adapter, info)| (!is_second(info, &infos)).then_some(adapter);
     all.into_iter().zip(&infos).filter_map(wanted).collect()
@@ -117,7 +109,7 @@ impl Gpu {
                 query_tile,
             }
         };
-        adapters().into_iter().enumerate().map(describe).collect()
+        adapters(&turn()).into_iter().enumerate().map(describe).collect()
     }
 }
 

@@ -23,6 +23,7 @@ use crate::{
     level::Matrices,
     limits::{ChunkLimits, binding_bytes},
     lock::lock,
+    open_device::{CloseState, OpenDevice, turn},
     pipelines::{Compilation, KernelEdit, Pipeline, Translate, compile},
     pools::StagingPools,
     query_tile::TileChoice,
@@ -119,6 +120,8 @@ struct Parts {
     query_tile: TileChoice,
     /// Bytes of workgroup memory that tiles of 64 queries may take.
     workgroup_bytes: u32,
+    /// Closes the device; the last field, so that it is dropped after all other objects on it.
+    open: Arc<OpenDevice>,
 }
 
 /// Device, queue and state that handles at all levels share.
@@ -136,6 +139,7 @@ struct Shared {
     /// See [`Options::most_part_flops`].
     part_work: Option<u64>,
     compilation: Compilation,
+    open: Arc<OpenDevice>,
 }
 
 /// Reason why the device is lost, once one is reported.
@@ -146,6 +150,14 @@ impl LostReason {
     /// Records a reason, unless there is an earlier one.
     fn set_once(&self, why: impl FnOnce() -> String) {
         lock(&self.0).get_or_insert_with(why);
+    }
+
+    /// Returns a device-lost callback that records the reason.
+    fn on_lost(&self) -> impl Fn(wgpu::DeviceLostReason, String) + Send + 'static {
+        let slot = self.clone();
+        move |reason, what| {
+            slot.set_once(|| format!("the device is lost ({reason:?}): {what}"));
+        }
     }
 
     fn check(&self) -> Result<()> {
@@ -169,7 +181,8 @@ impl Gpu {
             options.register_tile.map_or_else(RegisterTile::forced, |tile| Ok(Some(tile)))?;
         let query_tile =
             options.query_tile.map_or_else(QueryTile::forced, |tile| Ok(Some(tile)))?;
-        let found = adapters();
+        let turn = turn();
+        let found = adapters(&turn);
         let count = found.len();
         let Some(adapter) = found.into_iter().nth(options.number) else {
             let have = if count == 0 {
@@ -202,11 +215,14 @@ impl Gpu {
             experimental_features,
             ..Default::default()
         };
-        let (device, queue) =
-            pollster::block_on(adapter.request_device(&descriptor)).map_err(|error| {
-                Error::Device { what: format!("{}: {error}", adapter.get_info().name) }
-            })?;
+        let opened = pollster::block_on(adapter.request_device(&descriptor)).map_err(|error| {
+            Error::Device { what: format!("{}: {error}", adapter.get_info().name) }
+        })?;
+        drop(turn);
         let lost = LostReason::default();
+        let open = OpenDevice::new(&opened, lost.on_lost());
+        // declared after `open`, so that an error drops them before it
+        let (device, queue) = opened;
         let reason_slot = lost.clone();
         // without a handler wgpu panics
         device.on_uncaptured_error(Arc::new(move |error: wgpu::Error| {
@@ -228,6 +244,7 @@ impl Gpu {
             workgroup_bytes: options.workgroup_bytes,
             part_work,
             compilation,
+            open,
         };
         let gpu = Self::assemble(shared, level, matrices(&adapter))?;
         gpu.probe()?;
@@ -327,19 +344,24 @@ impl Gpu {
             workgroup_bytes: Some(self.0.workgroup_bytes),
             part_work: self.0.chunk_limits.part_work,
             compilation: self.0.compilation,
+            open: Arc::clone(&self.0.open),
         }
     }
 
     /// Uses a caller's device and queue. Replaces the device-lost callback; the error handler is
     /// kept. A device does not report its adapter's matrices, so [`Level::Matrix`] requires
-    /// [`Gpu::open`].
+    /// [`Gpu::open`]. A caller whose threads open and close devices of their own should do so one
+    /// at a time: Vulkan's loader and NVIDIA's driver have data races there.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if it lacks a feature of the level or of every level;
     /// [`Error::Device`].
     pub fn adopt(device: wgpu::Device, queue: wgpu::Queue, level: Option<Level>) -> Result<Self> {
-        let submissions = Arc::new(Submissions::new(&device, None)?);
         let lost = LostReason::default();
+        let given = (device, queue);
+        let open = OpenDevice::new(&given, lost.on_lost());
+        let (device, queue) = given;
+        let submissions = Arc::new(Submissions::new(&device, None)?);
         let compilation = Compilation { checked: false, translate: None };
         let shared = Shared {
             device,
@@ -351,6 +373,7 @@ impl Gpu {
             workgroup_bytes: None,
             part_work: None,
             compilation,
+            open,
         };
         let gpu = Self::assemble(shared, level, None)?;
         gpu.probe()?;
@@ -358,7 +381,8 @@ impl Gpu {
     }
 
     fn assemble(shared: Shared, level: Option<Level>, matrices: Option<Matrices>) -> Result<Self> {
-        let Shared { device, queue, lost, submissions, part_work, compilation, .. } = shared;
+        // `open` first, so that an error drops it last
+        let Shared { open, device, queue, lost, submissions, part_work, compilation, .. } = shared;
         let info = device.adapter_info();
         let limits = device.limits();
         let (least, _) = subgroup_sizes(&info);
@@ -375,10 +399,6 @@ impl Gpu {
         check_limits(&limits, register_tile, &info.name)?;
         let by_default = TileChoice::Default(QueryTile::of_adapter(&info));
         let query_tile = shared.query_tile.map_or(by_default, TileChoice::Forced);
-        let reason_slot = lost.clone();
-        device.set_device_lost_callback(move |reason, what| {
-            reason_slot.set_once(|| format!("the device is lost ({reason:?}): {what}"))
-        });
         let descriptor = wgpu::BufferDescriptor {
             label: Some("nothing"),
             size: 256,
@@ -424,6 +444,7 @@ impl Gpu {
                 .unwrap_or(limits.max_compute_workgroup_storage_size),
             device,
             queue,
+            open,
         })))
     }
 
@@ -472,6 +493,13 @@ impl Gpu {
     /// The wgpu queue, for sharing.
     pub fn queue(&self) -> &wgpu::Queue {
         &self.0.queue
+    }
+
+    /// How the device was closed, once all handles, tensors and plans on it are dropped, so that
+    /// tests can show that it was in turn.
+    #[doc(hidden)]
+    pub fn close_state(&self) -> Arc<CloseState> {
+        Arc::clone(self.0.open.close_state())
     }
 
     /// Cooperative matrices that the level uses for f16 products.

@@ -17,6 +17,7 @@
 //! | copies from and to the host: [`annulus_core::StagedSpace`] | `staged.rs`, `staging.rs` |
 //! | idle staging buffers | `pools.rs` |
 //! | adapters, device, pipelines | `adapter.rs`, `device.rs`, `pipelines.rs` |
+//! | devices open and close one at a time | `open_device.rs` |
 //! | command batches | `launch.rs` |
 //! | their order, proof that they ran; waits for them | `submissions.rs`; `queue.rs` |
 //! | work per submission | `parts.rs`, `pacing.rs` |
@@ -63,6 +64,7 @@ mod limits;
 mod lock;
 mod memory;
 mod memory_model;
+mod open_device;
 mod operands;
 mod pacing;
 mod parts;
@@ -91,6 +93,8 @@ pub use forward::WgpuForward;
 pub use kernels::offline::KernelText;
 pub use level::Level;
 pub use memory::{GpuBuffer, Queued, Tensor, WgpuSpace};
+#[doc(hidden)]
+pub use open_device::CloseState;
 #[doc(hidden)]
 pub use pipelines::{KernelEdit, Translate, Translation, runtime_checks};
 pub use query_tile::QueryTile;

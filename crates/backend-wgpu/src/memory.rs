@@ -87,9 +87,9 @@ pub struct Queued;
 /// Device memory owned by a plan. A clone shares the same bytes.
 #[derive(Debug, Clone)]
 pub struct GpuBuffer {
-    gpu: Gpu,
     pub(crate) buffer: wgpu::Buffer,
     bytes: u64,
+    gpu: Gpu,
 }
 
 /// Usages of plan-owned buffers.
@@ -128,10 +128,10 @@ fn elsewhere(argument: &str, has: &Gpu, wants: &Gpu) -> Error {
 /// A dense tensor in device memory, last axis contiguous.
 #[derive(Debug)]
 pub struct Tensor {
-    gpu: Gpu,
     pub(crate) buffer: wgpu::Buffer,
     pub(crate) dtype: DType,
     pub(crate) shape: [usize; 4],
+    gpu: Gpu,
 }
 
 impl Tensor {

@@ -15,11 +15,11 @@ use crate::{
 /// to all passes of a workspace.
 #[derive(Debug)]
 pub(crate) struct RankKernels {
-    pub(crate) gpu: Gpu,
     pub(crate) shard: RankShard,
     pub(crate) tile: TileVariant,
     pub(crate) arena: Arena,
     pub(crate) block_mask: BlockMask,
+    pub(crate) gpu: Gpu,
 }
 
 /// State of a forward pass.

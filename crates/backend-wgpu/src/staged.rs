@@ -15,11 +15,11 @@ use crate::{
 /// Device and scratch memory for copies.
 #[derive(Debug)]
 pub struct Copier {
-    gpu: Gpu,
     arena: Arena,
     /// Target of uploads of unaligned ranges, before a kernel scatters them. Reused by every
     /// upload, because the queue runs in order.
     unaligned: Option<wgpu::Buffer>,
+    gpu: Gpu,
 }
 
 impl Copier {

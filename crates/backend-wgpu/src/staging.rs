@@ -71,6 +71,7 @@ pub(crate) struct PendingRead {
     bytes: u64,
     receipt: Receipt,
     mapped: Arc<Mutex<Option<Result<(), String>>>>,
+    _gpu: Gpu,
 }
 
 impl Gpu {
@@ -168,7 +169,7 @@ impl Gpu {
             });
         })?;
         self.staging().bytes_to_host.fetch_add(bytes, Ordering::Relaxed);
-        Ok(PendingRead { buffer, bytes, receipt, mapped })
+        Ok(PendingRead { buffer, bytes, receipt, mapped, _gpu: self.clone() })
     }
 
     /// Calls `read` with the bytes if the copy is complete and all kernels before it ran. Never

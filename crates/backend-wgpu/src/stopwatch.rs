@@ -13,8 +13,8 @@ use crate::{
 /// A running measurement of device time.
 #[derive(Debug)]
 pub struct Stopwatch {
-    gpu: Gpu,
     queries: QuerySet,
+    gpu: Gpu,
 }
 
 impl Stopwatch {

@@ -27,6 +27,8 @@ mod limits;
 mod losses;
 #[path = "wgpu/memory.rs"]
 mod memory;
+#[path = "wgpu/opening.rs"]
+mod opening;
 #[path = "wgpu/overlap.rs"]
 mod overlap;
 #[path = "wgpu/planted.rs"]

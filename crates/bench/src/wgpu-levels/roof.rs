@@ -54,10 +54,11 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
 
 /// c ← a·b.
 pub(crate) struct Product {
-    gpu: Gpu,
     pipeline: ComputePipeline,
     bindings: BindGroup,
     groups: u32,
+    /// Last, so that it is dropped after the objects on it.
+    gpu: Gpu,
 }
 
 impl Product {

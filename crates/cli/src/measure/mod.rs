@@ -111,8 +111,12 @@ fn measure(flags: &MeasureFlags, job: &mut Job, backend: &BackendChoice) -> Outc
     // equal on all ranks
     let links = links.into_iter().next().ok_or_else(|| Error::internal("no rank has measured"))?;
     let mut all_rates = Vec::new();
-    for &dtype in &flags.dtype {
-        for &head_dim in &flags.ds {
+    for (index, &dtype) in flags.dtype.iter().enumerate() {
+        for (number, &head_dim) in flags.ds.iter().enumerate() {
+            // what is named twice is measured once
+            if flags.dtype[..index].contains(&dtype) || flags.ds[..number].contains(&head_dim) {
+                continue;
+            }
             let rate = match DType::from(dtype) {
                 DType::F64 => rates::measure::<f64>(job, backend, threads, head_dim),
                 DType::F32 => rates::measure::<f32>(job, backend, threads, head_dim),

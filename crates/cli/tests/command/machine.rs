@@ -286,7 +286,8 @@ fn a_token_of_a_cache_is_predicted() {
 #[test]
 fn measure_writes_a_machine_that_plan_reads() {
     let folder = Folder::new("measure");
-    let flags = "measure --ranks 2 --threads 1 --dtype f32,bf16 --ds 4,8";
+    // a head dim that is named twice is measured once
+    let flags = "measure --ranks 2 --threads 1 --dtype f32,bf16 --ds 4,8,4";
     let printed = folder.succeed(&format!("{flags} --out machine.json")).out;
     let lines =
         ["inside nodes", "merge", "f32 dim 4", "bf16 dim 8", "memory", "wrote machine.json"];
