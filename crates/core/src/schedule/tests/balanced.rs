@@ -118,6 +118,25 @@ fn distributions(len: usize, seed: u64) -> [(&'static str, Vec<i64>); 5] {
 }
 
 #[test]
+fn ranks_with_few_rows_of_a_long_document_are_balanced() {
+    let causal: Arc<dyn Mask> = Arc::new(mask::Causal::default());
+    let window = mask::and(Arc::clone(&causal), Arc::new(mask::Window::new(Some(300), None)));
+    // a tile or less for each rank, of which a query has up to 14 % of the pairs
+    for (of_rank, ranks) in [(39, 64), (63, 64), (64, 64), (100, 64), (200, 64), (50, 16)] {
+        let len = of_rank * ranks;
+        let mut lens = vec![len as i64 / 3];
+        lens.extend(documents(len - len / 3, 5, |uniform| 10.0 + 90.0 * uniform()));
+        for mask in [Arc::clone(&causal), Arc::clone(&window), Arc::new(mask::Everything)] {
+            let spec = spec(len, mask);
+            let layout = Layout::balanced(&spec, &packed(&lens), ranks).unwrap();
+            let most = work(&spec, &packed(&lens), &layout, ranks).max_over_mean();
+            assert!(most <= 1.02, "{of_rank} rows of {ranks} ranks: {most}");
+            assert_eq!(rows_max_over_mean(&layout, len, ranks), 1.0);
+        }
+    }
+}
+
+#[test]
 fn segment_ids_give_the_layout_of_packed_lengths() {
     // documents of one row, whose ids are compressed together with those of their neighbours
     let mut many = vec![1; 4095];
