@@ -11,9 +11,10 @@ use serde::Serialize;
 use super::{
     Planned,
     between_nodes::BetweenNodes,
+    frame,
     leaves::{LeafFigures, QueryPass},
     program::{Program, Send},
-    strategies::{GridFigures, MOST_STEPPED_RANKS, Strategies, StrategyFigures},
+    strategies::{GridFigures, MOST_STEPPED_RANKS, PassBytes, Strategies, StrategyFigures},
 };
 use crate::report::{bytes, counted, grouped};
 
@@ -83,6 +84,9 @@ pub(super) struct Figures {
     /// Bytes of the backward pass: KV blocks again, and their gradients or, in the reproducible
     /// order, queries.
     pub(super) backward: Bytes,
+    /// Bytes of the parts of a forward and of a backward pass, if the strategy is a grid.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) passes: Option<[PassBytes; 2]>,
     /// Figures of each rank; for more than [`MOST_STEPPED_RANKS`] ranks only of the first with the
     /// least and with the most of each figure, and of the rank of `program`.
     pub(super) per_rank: Vec<RankFigures>,
@@ -205,34 +209,27 @@ impl Figures {
         strategies: &Strategies,
     ) -> Self {
         let all = strategies.figures();
-        let Some((traffic, GridFigures { pairs, balance, .. })) = strategies.grid() else {
+        let Some((traffic, GridFigures { pairs, balance, passes, .. })) = strategies.grid() else {
             return Self { strategies: all, ..self };
         };
         let per_rank = rank_figures_of(spec, traffic, pairs);
         let ranks = per_rank.len();
         let most = per_rank.iter().map(|of| of.work_over_mean).fold(0.0, f64::max);
-        let full_ring = |rows: usize, row: &RowLayout| {
-            (ranks as u128 - 1) * rows as u128 * u128::from(row.bytes())
-        };
-        let block = full_ring(spec.dims.kv_len, &spec.kv_row_layout());
-        let backward = match spec.leaf_rows {
-            Some(_) => full_ring(spec.dims.q_len, &spec.query_row_layout()),
-            None => full_ring(spec.dims.kv_len, &spec.gradient_row_layout()),
-        };
-        let sent = |bytes: &[u128]| bytes.iter().sum();
+        let [forward, backward] = bytes_of_grid(spec, traffic);
         Self {
             ranks,
             strategy: traffic.strategy.published_on(ranks).to_string(),
             strategies: all,
             layout: traffic.layout.of_ranks.name(),
-            bytes_sent_total: sent(&traffic.forward),
-            bytes_full_ring_total: block,
+            bytes_sent_total: forward.sent,
+            bytes_full_ring_total: forward.full_ring,
             work_max_over_mean: most,
             rows_max_over_mean: balance.rows_max_over_mean,
             redundancy: balance.redundancy,
             pairs_total: pairs.iter().sum(),
-            forward: Bytes { sent: sent(&traffic.forward), full_ring: block },
-            backward: Bytes { sent: sent(&traffic.backward), full_ring: block + backward },
+            forward,
+            backward,
+            passes: Some(*passes),
             per_rank: if ranks <= MOST_STEPPED_RANKS {
                 per_rank
             } else {
@@ -325,6 +322,7 @@ impl Figures {
             pairs_total: work.total(),
             forward: forward_bytes,
             backward,
+            passes: None,
             drawn_ranks: all.iter().step_by(ranks.div_ceil(MOST_STEPPED_RANKS)).cloned().collect(),
             per_rank: if few { all } else { extremes(&all, rank) },
             program,
@@ -341,15 +339,18 @@ impl Figures {
         if ranks == ring_ranks {
             return strategy.clone();
         }
-        let members = ranks / ring_ranks;
-        let groups = counted(*ring_ranks as u64, "group", "groups");
-        let chosen = self.strategies.iter().find(|of| of.name == *strategy);
-        let divided = match chosen.map_or([members, 1, 1], |of| of.grid) {
-            [_, _, 1] => "heads are".to_owned(),
-            [1, ..] => "keys are".to_owned(),
-            [_, _, columns] => format!("heads, and keys in {columns} columns, are"),
-        };
-        format!("{strategy}: {divided} divided among {members} ranks; a ring over {groups}")
+        frame::division_in_words(strategy, self.grid())
+    }
+
+    /// Describes the parts of each pass of a grid; of a ring none.
+    pub(super) fn passes_in_words(&self) -> Vec<[String; 3]> {
+        self.passes.iter().flat_map(|of| frame::passes_in_words(self.grid(), of)).collect()
+    }
+
+    /// Returns the parts of heads, queries and keys.
+    fn grid(&self) -> [usize; 3] {
+        let chosen = self.strategies.iter().find(|of| of.name == self.strategy);
+        chosen.map_or([self.ranks / self.ring_ranks, self.ring_ranks, 1], |of| of.grid)
     }
 
     /// Number of steps up to the last in which a rank computes or forwards a block; at least 1.
@@ -392,11 +393,15 @@ impl Figures {
 
     /// Describes the ring in one line.
     pub(super) fn title(&self) -> String {
-        let Self { mask, layout, .. } = self;
+        self.title_of(self.ranks, self.layout)
+    }
+
+    /// As [`Figures::title`], with other ranks and their layout.
+    pub(super) fn title_of(&self, ranks: usize, layout: &str) -> String {
         let queries = counted(self.q_len as u64, "query", "queries");
         let keys = counted(self.kv_len as u64, "key", "keys");
-        let ranks = counted(self.ranks as u64, "rank", "ranks");
-        format!("{mask} · {queries} × {keys} · {ranks} · {layout} layout")
+        let ranks = counted(ranks as u64, "rank", "ranks");
+        format!("{} · {queries} × {keys} · {ranks} · {layout} layout", self.mask)
     }
 
     /// Describes the balance of rows, and the rows sent, in one line.
@@ -425,6 +430,7 @@ impl Figures {
             }
         };
         match self.hops {
+            0 if self.ring_ranks < self.ranks.min(2) => "no hop: nothing circulates".to_owned(),
             0 => "no hop: every rank owns all rows that it needs".to_owned(),
             1 => format!("1 hop; {route}"),
             hops => format!("{} hops; {route}", grouped(hops as u64)),
@@ -505,6 +511,23 @@ fn extremes(all: &[RankFigures], rank: Option<usize>) -> Vec<RankFigures> {
         shown.extend(all.iter().min_by_key(|of| Reverse(key(of))).map(|of| of.rank));
     }
     shown.into_iter().filter_map(|rank| all.get(rank).cloned()).collect()
+}
+
+/// Returns the bytes of a forward and of a backward pass of a grid, beside those of a full ring.
+pub(super) fn bytes_of_grid(spec: &Spec, traffic: &StrategyTraffic) -> [Bytes; 2] {
+    let full_ring = |rows: usize, row: &RowLayout| {
+        (traffic.forward.len() as u128 - 1) * rows as u128 * u128::from(row.bytes())
+    };
+    let block = full_ring(spec.dims.kv_len, &spec.kv_row_layout());
+    let backward = match spec.leaf_rows {
+        Some(_) => full_ring(spec.dims.q_len, &spec.query_row_layout()),
+        None => full_ring(spec.dims.kv_len, &spec.gradient_row_layout()),
+    };
+    let sent = |bytes: &[u128]| bytes.iter().sum();
+    [
+        Bytes { sent: sent(&traffic.forward), full_ring: block },
+        Bytes { sent: sent(&traffic.backward), full_ring: block + backward },
+    ]
 }
 
 /// Returns the messages of all ranks, checked for at most [`MOST_DETAILED_RANKS`].

@@ -3,6 +3,7 @@
 mod between_nodes;
 mod decode;
 mod figures;
+mod frame;
 mod leaves;
 mod picture;
 mod program;
@@ -36,6 +37,7 @@ use crate::{
 };
 use decode::TokenFigures;
 use figures::Figures;
+use frame::Frame;
 use strategies::{Requested, Strategies};
 
 const EXAMPLES: &str = "Examples:
@@ -82,9 +84,9 @@ pub(crate) struct PlanFlags {
     /// results are merged; grid:HxQxK, heads too; all-gather or once-per-node, a ring on another
     /// route; all-to-all, which is heads:P; pass-q, which is grid:1xP; or auto, the one with the
     /// least predicted time on --machine or, without one, that sends the fewest bytes. Steps and
-    /// picture are those of the ring over groups that has the first heads and the first key column.
-    /// All strategies are compared; for more than 256 ranks only with auto, and without those that
-    /// cannot be the best
+    /// the map of the picture are those of the ring over groups that has the first heads and the
+    /// first key column. All strategies are compared; for more than 256 ranks only with auto, and
+    /// without those that cannot be the best
     #[arg(long, value_name = "NAME", default_value = "ring", value_parser = strategy)]
     strategy: Strategy,
     /// Predict the time of every strategy on the machine of this file, which `annulus measure`
@@ -153,7 +155,10 @@ pub(crate) fn run(flags: &PlanFlags) -> Outcome {
     let (of_ring, planned) =
         flags.ring(&spec, &strategies, balanced, machine.as_ref()).map_err(named)?;
     let ring = Figures::new(&of_ring, planned).map_err(named)?;
-    let picture = flags.svg.as_ref().map(|path| (path, picture::draw(&of_ring, &ring)));
+    let picture = flags
+        .svg
+        .as_ref()
+        .map(|path| (path, picture::draw(&of_ring, &ring, &Frame::new(&spec, &ring, &strategies))));
     let figures = ring.of_all_heads(&spec, flags.rank, &strategies);
     let printed = flags.json.as_deref() == Some(Path::new("-"));
     // a document on standard output replaces the table
@@ -357,6 +362,9 @@ fn print(figures: &Figures) {
     say!("{}", figures.title());
     say!("{}", figures.hops_in_words());
     say!("strategy  {}", figures.strategy_in_words());
+    for parts in figures.passes_in_words() {
+        say!("          {}", parts.join("; "));
+    }
     say!("forward   {}", figures.forward.in_words());
     say!("backward  {}", figures.backward.in_words());
     if let Some(between) = figures.between_nodes {

@@ -1,8 +1,8 @@
 //! Figures of every strategy that ranks and heads admit.
 
 use annulus_core::{
-    Backend, Batch, HeadGrid, Layout, Machine, Placement, Prediction, Result, Route, Spec,
-    Strategy, StrategyBalance, StrategyTraffic, TrafficOptions,
+    Backend, Batch, ExchangeFields, HeadField, HeadGrid, Layout, Machine, Placement, Prediction,
+    Result, Route, Side, Spec, Strategy, StrategyBalance, StrategyTraffic, TrafficOptions,
 };
 use serde::Serialize;
 
@@ -93,6 +93,19 @@ pub(super) struct GridFigures {
     pub(super) balance: StrategyBalance,
     /// Route of the ring of the first member of each group.
     pub(super) route: Route,
+    /// Bytes of the parts of a forward and of a backward pass.
+    pub(super) passes: [PassBytes; 2],
+}
+
+/// Payload bytes that all ranks send in the parts of a pass of a grid.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub(super) struct PassBytes {
+    /// Exchange of inputs in the groups.
+    pub(super) before: u128,
+    /// Rings over the groups.
+    pub(super) rings: u128,
+    /// Exchange of results in the groups.
+    pub(super) after: u128,
 }
 
 impl Strategies {
@@ -247,7 +260,32 @@ impl GridFigures {
             pairs: of.pairs_of_ranks(spec, options)?,
             balance: of.balance(spec, options, tick)?,
             route: of.route(&spec.of_member(&of.grid, 0), 0, options, tick),
+            passes: PassBytes::of(of, spec),
         })
+    }
+}
+
+impl PassBytes {
+    fn of(traffic: &StrategyTraffic, spec: &Spec) -> [Self; 2] {
+        let StrategyTraffic { grid, forward, backward, .. } = traffic;
+        let sent = |fields: &[HeadField]| -> u128 {
+            let of = fields.iter().map(|field| match field.side {
+                Side::Q => field.bytes(grid, spec.dims.q_len as u64) * (grid.members() as u128 - 1),
+                Side::Kv => {
+                    field.bytes(grid, spec.dims.kv_len as u64) * (grid.head_parts() as u128 - 1)
+                }
+            });
+            of.sum()
+        };
+        let pass = |fields: ExchangeFields, all: &[u128]| {
+            let [before, after] = [&fields.inputs, &fields.outputs].map(|fields| sent(fields));
+            let rings = all.iter().sum::<u128>().saturating_sub(before + after);
+            Self { before, rings, after }
+        };
+        [
+            pass(ExchangeFields::of_forward(spec, grid), forward),
+            pass(ExchangeFields::of_backward(spec, grid), backward),
+        ]
     }
 }
 

@@ -542,3 +542,40 @@ fn attend_divides_heads_and_keys() {
     assert_ne!(auto["strategy"], "auto");
     assert_eq!(ring["visible_pairs"], heads["visible_pairs"]);
 }
+
+#[test]
+fn the_picture_of_a_grid_has_the_bytes_and_the_exchanges_of_all_ranks() {
+    let folder = Folder::new("plan_exchanges");
+    let of = |strategy: &str| {
+        folder.succeed(&format!(
+            "plan --q-len 96 --ranks 4 --heads 4 --head-dim 8 --strategy {strategy} --svg p.svg \
+             --json p.json"
+        ));
+        let read = |name| std::fs::read_to_string(folder.path(name)).unwrap();
+        let figures: Value = serde_json::from_str(&read("p.json")).unwrap();
+        (read("p.svg"), figures)
+    };
+    // 24 rows of q, k and v in one head of 8 elements of 4 bytes to each of 3 ranks, from 4
+    // ranks; then out and lse
+    let (svg, figures) = of("all-to-all");
+    assert_eq!(figures["passes"][0]["before"], 3 * 4 * 3 * 24 * 32);
+    assert_eq!(figures["passes"][0]["rings"], 0);
+    assert_eq!(figures["passes"][0]["after"], 4 * 3 * 24 * (32 + 4));
+    for words in ["4 ranks · contiguous layout", "heads are divided among 4 ranks", "27.0 KiB"] {
+        assert!(svg.contains(words), "{words}: {svg}");
+    }
+    assert!(!svg.contains("every rank owns all rows that it needs"));
+    for strategy in ["heads:2", "grid:2x2", "grid:2x1x2", "pass-q"] {
+        let (svg, figures) = of(strategy);
+        for (pass, field) in ["forward", "backward"].into_iter().enumerate() {
+            let sum = ["before", "rings", "after"]
+                .iter()
+                .map(|part| figures["passes"][pass][part].as_u64().unwrap());
+            assert_eq!(figures[field]["sent"], sum.sum::<u64>(), "{strategy} {field}");
+        }
+        assert!(svg.contains("Exchanges around the rings"), "{strategy}");
+        assert_eq!(svg.contains("parts of dq merged"), strategy != "heads:2", "{strategy}");
+    }
+    let (svg, figures) = of("ring");
+    assert!(figures.get("passes").is_none() && !svg.contains("Exchanges"));
+}

@@ -13,6 +13,8 @@
 //!     stop if it is balanced
 //! if no chunks are balanced: deal single tiles, of which those that no rank can have are cut
 //!     (TileDeal); exchange single rows between ranks (RowExchange)
+//! if that is not balanced either, and a rank has few rows: deal parts of tiles, down to single
+//!     rows
 //! exchange chunks that bring documents together (SegmentExchange)
 //! of the balanced layouts choose the one whose busiest rank has the fewest tiles, and sends and
 //!     receives the fewest rows (TILE_COST)
@@ -26,8 +28,8 @@
 //! A query is indivisible: no layout gives the busiest rank fewer pairs than its queries' mean,
 //! rounded up to whole queries. Exchanges of single rows reach 1.02 if no query has more than 1 %
 //! of the pairs of a rank (`row_exchange.rs`): under a causal mask over one sequence, from about
-//! 200 rows per rank on. With fewer they mostly do, because queries differ. A number of rows is
-//! indivisible too: 1.02 needs a multiple of the ranks, or 50 rows per rank.
+//! 200 rows per rank on. With fewer, deals of parts of tiles mostly do, because queries differ. A
+//! number of rows is indivisible too: 1.02 needs a multiple of the ranks, or 50 rows per rank.
 //!
 //! # Tiles
 //! Chunks are whole tiles while that suffices: then as many tiles contain a visible pair as on one
@@ -75,6 +77,10 @@ const DEAL_PAIRS: [u128; 2] = [8_000, 40_000];
 /// of 32 heads of dim 128 takes as long as half a row of 8 KV heads in 16 bits at 12.5 GB/s. This
 /// is about their geometric mean.
 const TILE_COST: u64 = 8;
+
+/// Rows of a rank up to which parts of tiles are dealt if nothing else is balanced. With more,
+/// exchanges of rows balanced all of 5,040 draws (`benches/record/2026-11-26-balanced.md`).
+const FEW_ROWS: u64 = 512;
 
 /// Tiles of a rank up to which it is checked first that none of them must be cut.
 const FEW_TILES: u64 = 16;
@@ -232,7 +238,7 @@ impl Dealt {
         let mut longest = Self::of_tiles(shares, pairs, tiles.max(1));
         if longest.worst() <= BALANCED || tiles == 0 {
             longest.exchange_rows(pairs, 1);
-            return longest.join_segments(whole);
+            return longest.or_parts_of_tiles(shares, pairs).join_segments(whole);
         }
         let ids = whole.q.first().and_then(|queries| queries.segments.first());
         let deal = ids.filter(|_| tiles > FEW_TILES);
@@ -319,19 +325,41 @@ impl Dealt {
         if best.worst() > BALANCED {
             best.exchange_rows(pairs, 1);
         }
+        best.or_parts_of_tiles(shares, pairs)
+    }
+
+    /// Deals ever shorter parts of tiles, down to single rows, until no rank has more than
+    /// [`BALANCED`] times the mean, if a rank has few rows. Returns the best of all.
+    fn or_parts_of_tiles(self, shares: Shares, pairs: &QueryWork) -> Self {
+        let mut best = self;
+        let of_rank = shares.rows / shares.ranks as u64;
+        let mut of_chunk = if of_rank > FEW_ROWS { 0 } else { (of_rank / 2).min(TILE_ROWS / 2) };
+        while best.worst() > BALANCED && of_chunk > 0 {
+            let mut dealt = Self::of_rows(shares, pairs, of_chunk);
+            dealt.exchange_rows(pairs, 1);
+            if dealt.worst() < best.worst() {
+                best = dealt;
+            }
+            of_chunk /= 2;
+        }
         best
     }
 
     /// Deals chunks of `of_chunk` whole tiles, and one per rank with its other rows.
     fn of_tiles(shares: Shares, pairs: &QueryWork, of_chunk: u64) -> Self {
+        Self::of_rows(shares, pairs, of_chunk * TILE_ROWS)
+    }
+
+    /// Deals chunks of `of_chunk` rows, and one per rank with its other rows.
+    fn of_rows(shares: Shares, pairs: &QueryWork, of_chunk: u64) -> Self {
         let Shares { rows, ranks } = shares;
-        let per_rank = (shares.tiles() / of_chunk).max(1);
+        let per_rank = (rows / ranks as u64 / of_chunk).max(1);
         let chunks = move |rank| {
             let begin = shares.begin(rank);
-            (0..per_rank).map(move |chunk| begin + chunk * of_chunk * TILE_ROWS)
+            (0..per_rank).map(move |chunk| begin + chunk * of_chunk)
         };
         let edges = (0..ranks).flat_map(chunks).chain(Some(rows)).collect();
-        let are_equal = rows == ranks as u64 * per_rank * of_chunk * TILE_ROWS;
+        let are_equal = rows == ranks as u64 * per_rank * of_chunk;
         Self::new(pairs, edges, ranks, (!are_equal).then_some(index(per_rank)))
     }
 

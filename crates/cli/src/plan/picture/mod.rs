@@ -10,7 +10,7 @@ mod work;
 
 use annulus_core::Spec;
 
-use super::figures::Figures;
+use super::{figures::Figures, frame::Frame};
 use crate::report::count;
 use svg::{Anchor, Area, Point, Svg, at};
 
@@ -21,24 +21,35 @@ const WIDTH: f64 = 1240.0;
 /// Side of the tile map.
 const MAP: f64 = 560.0;
 
-/// Draws the picture.
-pub(super) fn draw(spec: &Spec, figures: &Figures) -> String {
+/// Height of the exchanges of a grid, between map and timeline.
+const EXCHANGES: f64 = 90.0;
+
+/// Draws the ring of `figures`, whose spec is `spec`, within the plan of `frame`.
+pub(super) fn draw(spec: &Spec, figures: &Figures, frame: &Frame) -> String {
     let mut svg = Svg::default();
-    let title = figures.title();
+    let title = &frame.title;
     // a bold character is about 0.62 of its font size wide
     let size = ((WIDTH - 2.0 * MARGIN) / (0.62 * title.chars().count() as f64)).min(20.0);
-    svg.heading(at(MARGIN, 46.0), size, &title);
-    svg.text(at(MARGIN, 70.0), 13.0, Anchor::Start, "#555", &figures.hops_in_words());
+    svg.heading(at(MARGIN, 46.0), size, title);
+    svg.text(at(MARGIN, 70.0), 13.0, Anchor::Start, "#555", &frame.subtitle);
 
     let top = 92.0;
     map::draw(&mut svg, Area { x: MARGIN, y: top, width: MAP, height: MAP }, spec, figures);
     let right = MARGIN + MAP + 44.0;
     let width = WIDTH - MARGIN - right;
-    facts(&mut svg, at(right, top), spec, figures);
+    facts(&mut svg, at(right, top), spec, figures, frame);
     legend(&mut svg, Area { x: right, y: top + 112.0, width, height: 84.0 }, figures);
     work::draw(&mut svg, Area { x: right, y: top + 222.0, width, height: MAP - 222.0 }, figures);
 
-    let below = top + MAP + 36.0;
+    let mut below = top + MAP + 36.0;
+    if !frame.passes.is_empty() {
+        exchanges(
+            &mut svg,
+            Area { x: MARGIN, y: below, width: WIDTH - 2.0 * MARGIN, height: EXCHANGES },
+            frame,
+        );
+        below += EXCHANGES;
+    }
     timeline::draw(
         &mut svg,
         Area {
@@ -49,16 +60,16 @@ pub(super) fn draw(spec: &Spec, figures: &Figures) -> String {
         },
         figures,
     );
-    svg.finish(WIDTH, below + timeline::height(figures.ranks) + MARGIN, &title)
+    svg.finish(WIDTH, below + timeline::height(figures.ranks) + MARGIN, title)
 }
 
 /// Draws the predicted bytes and the work as text.
-fn facts(svg: &mut Svg, Point { x, y }: Point, spec: &Spec, figures: &Figures) {
+fn facts(svg: &mut Svg, Point { x, y }: Point, spec: &Spec, figures: &Figures, frame: &Frame) {
     svg.heading(at(x, y + 14.0), 15.0, "Predicted");
     let dims = spec.dims;
     let lines = [
-        ("forward", figures.forward.in_words()),
-        ("backward", figures.backward.in_words()),
+        ("forward", frame.forward.in_words()),
+        ("backward", frame.backward.in_words()),
         (
             "work",
             format!(
@@ -82,6 +93,24 @@ fn facts(svg: &mut Svg, Point { x, y }: Point, spec: &Spec, figures: &Figures) {
         let y = y + 36.0 + 19.0 * line as f64;
         svg.text(at(x, y), 12.0, Anchor::Start, "#555", name);
         svg.text(at(x + 72.0, y), 12.0, Anchor::Start, "#111", words);
+    }
+}
+
+/// Draws the parts of each pass of a grid: an exchange, the rings, of which the first one is drawn,
+/// and an exchange of results.
+fn exchanges(svg: &mut Svg, area: Area, frame: &Frame) {
+    svg.heading(at(area.x, area.y), 15.0, "Exchanges around the rings");
+    let note = "map, tensors, work and steps: the ring of the first member of each group";
+    svg.text(at(area.x + 240.0, area.y), 12.0, Anchor::Start, "#555", note);
+    let width = area.width / 3.0;
+    for (pass, parts) in frame.passes.iter().enumerate() {
+        let y = area.y + 12.0 + 28.0 * pass as f64;
+        for (index, words) in parts.iter().enumerate() {
+            let fill = if index == 1 { "#e3e8f0" } else { "#f1f1f1" };
+            let x = area.x + width * index as f64;
+            svg.rect(Area { x, y, width: width - 6.0, height: 22.0 }, fill, 1.0);
+            svg.text(at(x + 8.0, y + 15.0), 12.0, Anchor::Start, "#333", words);
+        }
     }
 }
 

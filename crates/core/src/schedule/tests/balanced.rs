@@ -5,6 +5,7 @@ use std::{
     sync::Arc,
 };
 
+use ndarray::Array2;
 use proptest::prelude::*;
 
 use crate::{
@@ -30,6 +31,14 @@ fn packed(lens: &[i64]) -> Batch {
 
 fn shards(spec: &Spec, batch: &Batch, layout: &Layout, ranks: usize) -> RingShards {
     RingShards::of_batch(&spec.dims, spec.alignment, layout, ranks, batch).unwrap()
+}
+
+/// The same batch by segment ids.
+fn by_segment_ids(lens: &[i64]) -> Batch {
+    let of = |(id, &len): (usize, &i64)| std::iter::repeat_n(id as i32, len as usize);
+    let ids: Vec<i32> = lens.iter().enumerate().flat_map(of).collect();
+    let ids = Array2::from_shape_vec((1, ids.len()), ids).unwrap();
+    Batch { q_segment_ids: Some(ids), ..Batch::default() }
 }
 
 /// Work of each rank, counted from the rows of the layout.
@@ -106,6 +115,40 @@ fn distributions(len: usize, seed: u64) -> [(&'static str, Vec<i64>); 5] {
         ("one long", one_long),
         ("one", vec![len as i64]),
     ]
+}
+
+#[test]
+fn ranks_with_few_rows_of_a_long_document_are_balanced() {
+    let causal: Arc<dyn Mask> = Arc::new(mask::Causal::default());
+    let window = mask::and(Arc::clone(&causal), Arc::new(mask::Window::new(Some(300), None)));
+    // a tile or less for each rank, of which a query has up to 14 % of the pairs
+    for (of_rank, ranks) in [(39, 64), (63, 64), (64, 64), (100, 64), (200, 64), (50, 16)] {
+        let len = of_rank * ranks;
+        let mut lens = vec![len as i64 / 3];
+        lens.extend(documents(len - len / 3, 5, |uniform| 10.0 + 90.0 * uniform()));
+        for mask in [Arc::clone(&causal), Arc::clone(&window), Arc::new(mask::Everything)] {
+            let spec = spec(len, mask);
+            let layout = Layout::balanced(&spec, &packed(&lens), ranks).unwrap();
+            let most = work(&spec, &packed(&lens), &layout, ranks).max_over_mean();
+            assert!(most <= 1.02, "{of_rank} rows of {ranks} ranks: {most}");
+            assert_eq!(rows_max_over_mean(&layout, len, ranks), 1.0);
+        }
+    }
+}
+
+#[test]
+fn segment_ids_give_the_layout_of_packed_lengths() {
+    // documents of one row, whose ids are compressed together with those of their neighbours
+    let mut many = vec![1; 4095];
+    many.push(4096);
+    let mut single = vec![700, 1, 3000, 1, 1, 2, 4000];
+    single.push(8192 - single.iter().sum::<i64>());
+    for lens in [&many, &single] {
+        let len = lens.iter().sum::<i64>() as usize;
+        let spec = spec(len, Arc::new(mask::Causal::default()));
+        let of = |batch| Choice::balanced(&spec, &batch, 4).unwrap();
+        assert_eq!(of(by_segment_ids(lens)), of(packed(lens)), "{} documents", lens.len());
+    }
 }
 
 proptest! {

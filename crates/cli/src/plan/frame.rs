@@ -1,0 +1,100 @@
+//! Words of a whole plan, of which the ring that is drawn is a part.
+
+use annulus_core::{Spec, StrategyTraffic};
+
+use super::{
+    figures::{self, Bytes, Figures},
+    strategies::{GridFigures, PassBytes, Strategies},
+};
+use crate::report::{bytes, counted};
+
+/// The plan whose ring is drawn.
+pub(super) struct Frame {
+    /// The plan in one line.
+    pub(super) title: String,
+    /// The strategy and the hops of its ring in one line.
+    pub(super) subtitle: String,
+    /// Bytes of the forward pass of all ranks.
+    pub(super) forward: Bytes,
+    /// Bytes of the backward pass of all ranks.
+    pub(super) backward: Bytes,
+    /// Parts of a forward and of a backward pass, in order; empty for a ring.
+    pub(super) passes: Vec<[String; 3]>,
+}
+
+impl Frame {
+    /// Describes the plan of `strategies`, of which `ring` is the ring that is drawn.
+    pub(super) fn new(spec: &Spec, ring: &Figures, strategies: &Strategies) -> Self {
+        let Some((traffic, GridFigures { passes, .. })) = strategies.grid() else {
+            return Self {
+                title: ring.title(),
+                subtitle: ring.hops_in_words(),
+                forward: ring.forward,
+                backward: ring.backward,
+                passes: Vec::new(),
+            };
+        };
+        let StrategyTraffic { grid, layout, .. } = traffic;
+        let ranks = traffic.forward.len();
+        let name = traffic.strategy.published_on(ranks).to_string();
+        let parts = [grid.head_parts(), grid.groups(), grid.columns()];
+        let [forward, backward] = figures::bytes_of_grid(spec, traffic);
+        let hops = match grid.groups() {
+            1 => "nothing circulates".to_owned(),
+            _ => ring.hops_in_words(),
+        };
+        Self {
+            title: ring.title_of(ranks, layout.of_ranks.name()),
+            subtitle: format!("{}; {hops}", division_in_words(&name, parts)),
+            forward,
+            backward,
+            passes: passes_in_words(parts, passes),
+        }
+    }
+}
+
+/// Describes a division of all ranks into parts of heads, queries and keys in one line.
+pub(super) fn division_in_words(name: &str, [heads, queries, columns]: [usize; 3]) -> String {
+    let members = heads * columns;
+    let groups = counted(queries as u64, "group", "groups");
+    let divided = match (heads, columns) {
+        (_, 1) => "heads are".to_owned(),
+        (1, _) => "keys are".to_owned(),
+        _ => format!("heads, and keys in {columns} columns, are"),
+    };
+    format!("{name}: {divided} divided among {members} ranks; a ring over {groups}")
+}
+
+/// Describes the exchanges of each pass, and the rings between them.
+pub(super) fn passes_in_words(
+    [heads, queries, columns]: [usize; 3],
+    [forward, backward]: &[PassBytes; 2],
+) -> Vec<[String; 3]> {
+    let members = heads * columns;
+    let [kv, gradients] = if heads > 1 { [", k, v", ", dk, dv"] } else { ["", ""] };
+    let merged = |parts: &str| match columns {
+        1 => String::new(),
+        _ => format!(", parts of {parts} merged"),
+    };
+    let rings = |of: &PassBytes| match queries {
+        1 => "tiles of each rank; nothing circulates".to_owned(),
+        _ => format!(
+            "{} over {}: {}",
+            counted(members as u64, "ring", "rings"),
+            counted(queries as u64, "group", "groups"),
+            bytes(of.rings)
+        ),
+    };
+    let pass = |name: &str, of: &PassBytes, inputs: String, results: String, parts: &str| {
+        [
+            format!("{name}: {inputs} exchanged, {}", bytes(of.before)),
+            rings(of),
+            format!("{results} exchanged, {}{}", bytes(of.after), merged(parts)),
+        ]
+    };
+    let of_backward = if columns > 1 { "lse, dout, −delta" } else { "out, lse, dout, dlse" };
+    vec![
+        pass("forward", forward, format!("q{kv}"), "out, lse".to_owned(), "out"),
+        pass("backward", backward, format!("q{kv}, {of_backward}"), format!("dq{gradients}"), "dq"),
+    ]
+}
