@@ -41,6 +41,9 @@ const LOSS_TIMEOUT: Duration = Duration::from_secs(2);
 /// loop after 65,535 iterations.
 const MAX_SOFTWARE_LOOP_STEPS: u64 = 60_000;
 
+/// FLOPs of a step of the kernel of dsinks: an exponential and a few products of 64 invocations.
+const SINK_STEP_FLOPS: usize = 64 * 32;
+
 /// Parameters of [`Gpu::open`].
 #[derive(Debug, Clone, Default)]
 pub struct Options {
@@ -71,7 +74,8 @@ pub struct Options {
     #[doc(hidden)]
     pub translate: Option<Translate>,
     /// Upper bound of the work of a submission of a tile kernel in FLOPs, if it has more than one
-    /// pair of tiles. Default: 0.1 s by measured throughput.
+    /// pair of tiles, and of the kernel of dsinks, if it has more than 64 rows. Default: 0.1 s by
+    /// measured throughput; of dsinks a constant.
     pub most_part_flops: Option<u64>,
 }
 
@@ -507,9 +511,11 @@ impl Gpu {
         self.0.matrices.filter(|_| self.0.level == Level::Matrix)
     }
 
-    /// Upper bound of loop iterations per kernel, if any.
-    pub(crate) fn max_loop_steps(&self) -> Option<u64> {
-        self.0.chunk_limits.loop_steps
+    /// Returns the upper bound of the steps of an invocation of the kernel of dsinks: `most`, or
+    /// fewer by [`Options::most_part_flops`].
+    pub(crate) fn most_sink_steps(&self, most: usize) -> usize {
+        let of_option = self.0.chunk_limits.part_work.and_then(|work| usize::try_from(work).ok());
+        of_option.map_or(most, |work| most.min(work / SINK_STEP_FLOPS))
     }
 
     /// Limits of the chunks of tile kernels.

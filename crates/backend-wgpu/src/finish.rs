@@ -1,13 +1,13 @@
 //! Epilogues. Forward: adds the sinks, normalizes, rounds once and writes. Backward: rounds once
 //! and writes. Kernels: `finish_rows.wgsl`, `copy.wgsl`, `sinks.wgsl`, `bias_rows.wgsl`.
 
-use annulus_core::{Gradients, Outputs, Result, Spec};
+use annulus_core::{Gradients, Outputs, RankShard, Result, Spec};
 
 use crate::{
     copy::{Copy, Layout, LinearCopy, Side, bind_whole, launch_linear, rounding},
     device::Gpu,
     kernels::{BiasAxes, CopyMode, Storage, Variant, params::RowParams},
-    launch::{BoundResource, Commands},
+    launch::{Arena, BoundResource, Commands},
     memory::{GpuBuffer, Tensor, WgpuSpace, check_tensors},
     pass_context::{
         BackwardContext, BackwardState, ForwardContext, ForwardState, RankKernels, bias_axes,
@@ -146,10 +146,11 @@ pub(crate) fn write_gradients(
     if let (Some(shape), Some(sums), Some(dbias)) = (spec.bias, bias, &into.dbias) {
         write_dbias(gpu, &mut commands, shape, queries, sums, dbias)?;
     }
+    commands.submit()?;
     if let (Some(sinks), Some(dsinks)) = (inputs.forward.sinks, &into.dsinks) {
-        write_dsinks(&mut commands, spec, queries, statistics, sinks, dsinks)?;
+        write_dsinks(gpu, arena, shard, statistics, [sinks, dsinks])?;
     }
-    commands.submit().map(drop)
+    Ok(())
 }
 
 /// Writes dbias; sums over the rows of a bias that has neither a query nor a key axis.
@@ -179,31 +180,70 @@ fn write_dbias(
     launch_linear(gpu, commands, &sums.buffer, &dbias.buffer, linear, 4, mode)
 }
 
-/// Computes dsinks from the row statistics of `queries` local queries.
+/// Upper bound of the steps of an invocation of the kernel of dsinks, each a row of one head: 16 ms
+/// at 1 µs, because a single workgroup waits for its loads. Together with the loop within, far below
+/// what a software adapter executes. A constant, because it determines the order of sums.
+const MAX_SINK_STEPS: usize = 1 << 14;
+
+/// Returns the rows of a submission of the kernel of dsinks, whose workgroups each iterate over
+/// `heads` heads of them: as many as `most_steps` allows, but at least one row an invocation.
+const fn rows_of_sinks(heads: usize, most_steps: usize) -> usize {
+    let steps = most_steps / heads;
+    64 * if steps == 0 { 1 } else { steps }
+}
+
+/// Computes dsinks from the row statistics, in submissions of bounded work.
 fn write_dsinks(
-    commands: &mut Commands<'_>,
-    spec: &Spec,
-    queries: usize,
+    gpu: &Gpu,
+    arena: &mut Arena,
+    shard: &RankShard,
     statistics: &GpuBuffer,
-    sinks: &Tensor,
-    dsinks: &Tensor,
+    [sinks, dsinks]: [&Tensor; 2],
 ) -> Result<()> {
+    let spec = &shard.spec;
     let Some(shape) = spec.sinks else { return Ok(()) };
     let dims = &spec.dims;
-    let count = (shape.count * if shape.per_head { dims.q_heads } else { 1 }) as u64;
-    let bindings = vec![
-        BoundResource::whole(&statistics.buffer),
-        BoundResource::whole(&sinks.buffer),
-        BoundResource::whole(&dsinks.buffer),
-    ];
-    commands.launch(Variant::Sinks, count, bindings, |grid_width| RowParams {
-        count: count as u32,
-        grid_width,
-        all_rows: (dims.batch * queries) as u32,
-        heads: dims.q_heads as u32,
-        sinks: shape.count as u32,
-        sinks_head: u32::from(shape.per_head),
-        normalize: u32::from(spec.normalize),
-        ..RowParams::default()
-    })
+    let (kinds, heads) = if shape.per_head { (dims.q_heads, 1) } else { (1, dims.q_heads) };
+    let count = shape.count * kinds;
+    let rows = dims.batch * shard.queries.len();
+    // the kernel writes zeros if there are no rows
+    let mut first = 0;
+    loop {
+        let end = rows.min(first + rows_of_sinks(heads, gpu.most_sink_steps(MAX_SINK_STEPS)));
+        let mut commands = Commands::new(gpu, arena);
+        let bound = [&statistics.buffer, &sinks.buffer, &dsinks.buffer].map(BoundResource::whole);
+        let params = |grid_width| RowParams {
+            count: count as u32,
+            grid_width,
+            rows: (end - first) as u32,
+            row_first: first as u32,
+            heads: dims.q_heads as u32,
+            sinks: shape.count as u32,
+            sinks_head: u32::from(shape.per_head),
+            normalize: u32::from(spec.normalize),
+            ..RowParams::default()
+        };
+        commands.launch(Variant::Sinks, count as u64, bound.into(), params)?;
+        commands.submit()?;
+        first = end;
+        if first == rows {
+            return Ok(());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn submissions_of_dsinks_have_few_steps() {
+        for heads in [1, 3, 32, 128, MAX_SINK_STEPS, 1 << 20] {
+            let rows = rows_of_sinks(heads, MAX_SINK_STEPS);
+            assert!(rows >= 64);
+            let steps = rows / 64 * heads;
+            assert!(steps <= MAX_SINK_STEPS.max(heads) && 2 * steps > MAX_SINK_STEPS, "{heads}");
+        }
+        assert_eq!(rows_of_sinks(32, 1), 64);
+    }
 }

@@ -173,6 +173,29 @@ mod tests {
     }
 
     #[test]
+    fn levels_follow_from_subgroups_of_4_to_128() {
+        let f32 = CooperativeScalarType::F32;
+        let both = [offer(8, f32), offer(16, f32)];
+        for (smallest, largest, levels) in [
+            (4, 4, 1),
+            (4, 32, 1),
+            (8, 8, 3),
+            (8, 32, 3),
+            (16, 16, 3),
+            (32, 32, 3),
+            (32, 64, 3),
+            (64, 64, 3),
+            // a subgroup is larger than a workgroup, which matrices need whole
+            (64, 128, 2),
+            (128, 128, 2),
+        ] {
+            let matrices = Matrices::of_device(&both, smallest, largest);
+            let found = Level::of_device(Matrices::FEATURES, smallest, matrices);
+            assert_eq!(found, Level::ALL[..levels], "{smallest} to {largest}");
+        }
+    }
+
+    #[test]
     fn a_device_runs_the_levels_that_its_features_allow() {
         assert_eq!(Level::of_device(Matrices::FEATURES, 8, Some(Matrices::new(8, 8))), Level::ALL);
         assert_eq!(Level::of_device(Features::empty(), 32, None), [Level::Plain]);

@@ -183,7 +183,7 @@ mod tests {
             let refusal = judge_subgroups(results, "a device");
             matches!(&refusal, Err(Error::Unsupported { what, .. }) if what.contains(why))
         };
-        for size in [8, 16, 32, 64] {
+        for size in [8, 16, 32, 64, 128] {
             assert_eq!(judge_subgroups(&results(size), "a device"), Ok(()));
             for at in [0, 1, 2, 3, 97, 254, 255] {
                 let mut wrong = results(size);

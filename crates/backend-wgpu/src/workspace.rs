@@ -38,13 +38,8 @@ impl WgpuWorkspace {
         let storage = Storage::of(spec.dtype).ok_or_else(|| Error::unsupported("f64", "wgpu"))?;
         let tile = tile_variant(gpu, spec, storage)?;
         let vectors = (dims.batch * shard.queries.len() * dims.q_heads) as u64;
-        // the 64 invocations of the kernel of dsinks iterate over all rows
-        let sink_steps =
-            if spec.sinks.is_some() && passes == Passes::Both { vectors / 64 } else { 0 };
         // row kernels bind their statistics whole
-        if vectors * 16 > gpu.max_binding_bytes()
-            || gpu.max_loop_steps().is_some_and(|most| sink_steps > most)
-        {
+        if vectors * 16 > gpu.max_binding_bytes() {
             return Err(Error::unsupported(
                 format!("{vectors} rows of queries and heads on one rank"),
                 gpu.name(),

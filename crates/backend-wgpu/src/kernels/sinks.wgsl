@@ -1,5 +1,6 @@
-// dsinks of the local rows, one workgroup per sink:
+// dsinks of a range of the local rows, one workgroup per sink:
 // da_t = −Σ_i (e^{a_t − lse_i}·Δ_i + [a_t = max_i]·share_i).
+// Rows are those of all batch rows. Ranges after the first add to what those before it wrote.
 
 @group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read> statistics: array<u32>;
@@ -16,11 +17,12 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     }
     let sink = sinks[own];
     let own_head = own / params.sinks;
+    let end = params.row_first + params.rows;
     var sum = 0.0;
     // a sink of −∞ contributes nothing
     if (!is_negative_infinity(sink)) {
-        for (var row = lane; row < params.all_rows; row = row + 64u) {
-            // rows of all batch rows; all heads if they share the sinks
+        for (var row = params.row_first + lane; row < end; row = row + 64u) {
+            // all heads if they share the sinks
             let head_begin = select(own_head, 0u, params.sinks_head == 0u);
             let head_end = select(own_head + 1u, params.heads, params.sinks_head == 0u);
             for (var head = head_begin; head < head_end; head++) {
@@ -37,7 +39,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     parts[lane] = sum;
     workgroupBarrier();
     if (lane == 0u) {
-        var all = 0.0;
+        var all = select(gradient[own], 0.0, params.row_first == 0u);
         for (var n = 0u; n < 64u; n++) {
             all = all + parts[n];
         }

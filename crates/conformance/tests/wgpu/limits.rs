@@ -7,7 +7,7 @@ use annulus::{
 };
 use annulus_conformance::{Case, Draw, Judge, Masks, Setting, Subject, wgpu::WgpuRing};
 use annulus_core::DType;
-use annulus_wgpu::{Gpu, Options};
+use annulus_wgpu::{Gpu, KernelEdit, Options};
 
 use super::{gpu, open, ring};
 
@@ -100,6 +100,34 @@ fn submissions_of_bounded_work_give_the_same_bits() {
         .map(|gpu| WgpuRing::new(gpu).run(&case, &Setting::ALONE, 1).unwrap().remove(0));
     Judge::new(&case).unwrap().check(&got).unwrap();
     assert_eq!(want, got);
+}
+
+#[test]
+fn gradients_of_sinks_are_summed_in_submissions_of_bounded_work() {
+    // 64 rows a submission, of which there are five
+    let Some(slow) = open(&Options { most_part_flops: Some(1), ..Options::default() }) else {
+        return;
+    };
+    let mistakes = [
+        ("select(gradient[own], 0.0, params.row_first == 0u)", "0.0"),
+        ("var row = params.row_first + lane", "var row = lane"),
+    ];
+    for per_head in [true, false] {
+        let mut spec = Spec::new(Dims::new(2, 150, 4, 5), DType::F64);
+        spec.sinks = Some(SinkShape { per_head, count: 2 });
+        let masks = Masks { causal: true, ..Masks::default() };
+        let case = Case::new("sinks", spec, masks, &mut Draw::new(12)).in_dtype(DType::F32);
+        let judge = Judge::new(&case).unwrap();
+        let judged = |gpu: &Gpu| {
+            let answers = WgpuRing::new(gpu.clone()).run(&case, &Setting::ALONE, 1);
+            judge.check(&answers.unwrap().remove(0))
+        };
+        judged(&slow).unwrap();
+        for (from, to) in mistakes {
+            let wrong = slow.edited(KernelEdit { kernel: "sinks", from, to }).unwrap();
+            assert!(judged(&wrong).is_err(), "{to}");
+        }
+    }
 }
 
 #[test]
