@@ -69,7 +69,8 @@ pub(super) struct Figures {
     /// Partial results of leaves, of a reproducible order.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) leaves: Option<LeafFigures>,
-    /// True if [`Schedule::check`] has proven the messages right: up to [`MOST_DETAILED_RANKS`].
+    /// True if [`Schedule::check`] has proven the messages right, for a grid
+    /// [`StrategyTraffic::check`] those of all ranks: up to [`MOST_DETAILED_RANKS`].
     pub(super) schedule_checked: bool,
     /// The mask in words.
     pub(super) mask: String,
@@ -209,7 +210,9 @@ impl Figures {
         strategies: &Strategies,
     ) -> Self {
         let all = strategies.figures();
-        let Some((traffic, GridFigures { pairs, balance, passes, .. })) = strategies.grid() else {
+        let Some((traffic, GridFigures { pairs, balance, passes, is_checked, .. })) =
+            strategies.grid()
+        else {
             return Self { strategies: all, ..self };
         };
         let per_rank = rank_figures_of(spec, traffic, pairs);
@@ -230,6 +233,7 @@ impl Figures {
             forward,
             backward,
             passes: Some(*passes),
+            schedule_checked: *is_checked,
             per_rank: if ranks <= MOST_STEPPED_RANKS {
                 per_rank
             } else {

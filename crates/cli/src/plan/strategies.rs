@@ -6,6 +6,7 @@ use annulus_core::{
 };
 use serde::Serialize;
 
+use super::figures::MOST_DETAILED_RANKS;
 use crate::report::bytes;
 
 /// The most ranks for which steps are written and drawn. They take O(ranks²) time and memory, all
@@ -95,6 +96,8 @@ pub(super) struct GridFigures {
     pub(super) route: Route,
     /// Bytes of the parts of a forward and of a backward pass.
     pub(super) passes: [PassBytes; 2],
+    /// True if exchanges and rings have been proven right: up to [`MOST_DETAILED_RANKS`].
+    pub(super) is_checked: bool,
 }
 
 /// Payload bytes that all ranks send in the parts of a pass of a grid.
@@ -256,7 +259,12 @@ impl<'a> Requested<'a> {
 impl GridFigures {
     fn new(of: &StrategyTraffic, spec: &Spec, options: &TrafficOptions<'_>) -> Result<Self> {
         let tick = &mut || ();
+        let is_checked = of.forward.len() <= MOST_DETAILED_RANKS;
+        if is_checked {
+            of.check(spec, options, tick)?;
+        }
         Ok(Self {
+            is_checked,
             pairs: of.pairs_of_ranks(spec, options)?,
             balance: of.balance(spec, options, tick)?,
             route: of.route(&spec.of_member(&of.grid, 0), 0, options, tick),

@@ -573,6 +573,7 @@ fn the_picture_of_a_grid_has_the_bytes_and_the_exchanges_of_all_ranks() {
                 .map(|part| figures["passes"][pass][part].as_u64().unwrap());
             assert_eq!(figures[field]["sent"], sum.sum::<u64>(), "{strategy} {field}");
         }
+        assert_eq!(figures["schedule_checked"], true, "{strategy}");
         assert!(svg.contains("Exchanges around the rings"), "{strategy}");
         assert_eq!(svg.contains("parts of dq merged"), strategy != "heads:2", "{strategy}");
     }

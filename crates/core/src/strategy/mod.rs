@@ -24,6 +24,7 @@
 
 mod balance;
 mod bound;
+mod check;
 mod exchange;
 mod group_layout;
 mod head_grid;
@@ -36,6 +37,7 @@ use std::{fmt, str::FromStr};
 
 pub use balance::StrategyBalance;
 pub(crate) use bound::{Bounds, best_first};
+pub use check::GridViolation;
 pub(crate) use exchange::backward_mode;
 pub use exchange::{ExchangeFields, HeadAxis, HeadField};
 pub use group_layout::{GroupLayout, RowSegment};
