@@ -181,8 +181,8 @@ fn write_dbias(
 }
 
 /// Upper bound of the steps of an invocation of the kernel of dsinks, each a row of one head: 16 ms
-/// at 1 µs, because a single workgroup waits for its loads. Together with the loop within, far below
-/// what a software adapter executes. A constant, because it determines the order of sums.
+/// at 1 µs, because a single workgroup waits for its loads. Together with the loop within, far
+/// below what a software adapter executes. A constant, because it determines the order of sums.
 const MAX_SINK_STEPS: usize = 1 << 14;
 
 /// Returns the rows of a submission of the kernel of dsinks, whose workgroups each iterate over

@@ -13,10 +13,12 @@
 use std::{
     cell::Cell,
     sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock,
         atomic::{AtomicU8, Ordering},
     },
 };
+
+use crate::lock::lock;
 
 static INSTANCE: OnceLock<wgpu::Instance> = OnceLock::new();
 
@@ -30,7 +32,7 @@ thread_local! {
 
 /// Waits until no other thread lists adapters, opens or closes a device of this backend.
 pub(crate) fn turn() -> MutexGuard<'static, ()> {
-    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&TURN)
 }
 
 /// Returns the instance of the process. `_turn` is the guard of [`turn`].

@@ -25,8 +25,8 @@
 //! # The bound of the rows sent
 //! Let W(j) be the pairs of the queries of a document from its query j on, and B the most pairs of
 //! a rank. At least W(j) / B ranks have one of these queries, and all but the owner of key j
-//! receive it. So any layout sends at least the sum of ⌈W(j) / B⌉ − 1 over all rows j. This does not
-//! count that the other rows of these ranks have pairs too
+//! receive it. So any layout sends at least the sum of ⌈W(j) / B⌉ − 1 over all rows j. This does
+//! not count that the other rows of these ranks have pairs too
 //! (`benches/record/2026-11-26-document-deal.md` has figures).
 
 use std::{cmp::Ordering, collections::VecDeque, ops::Range};
