@@ -23,7 +23,7 @@ use crate::{
     level::Matrices,
     limits::{ChunkLimits, binding_bytes},
     lock::lock,
-    open_device::{CloseState, OpenDevice, turn},
+    open_device::{OpenDevice, turn},
     pipelines::{Compilation, KernelEdit, Pipeline, Translate, compile},
     pools::StagingPools,
     query_tile::TileChoice,
@@ -499,11 +499,11 @@ impl Gpu {
         &self.0.queue
     }
 
-    /// How the device was closed, once all handles, tensors and plans on it are dropped, so that
-    /// tests can show that it was in turn.
+    /// True once the device is closed while no other thread opens or closes one, false once it is
+    /// closed otherwise. Tests read it after they have dropped all handles, tensors and plans.
     #[doc(hidden)]
-    pub fn close_state(&self) -> Arc<CloseState> {
-        Arc::clone(self.0.open.close_state())
+    pub fn closed_in_turn(&self) -> Arc<OnceLock<bool>> {
+        Arc::clone(self.0.open.closed_in_turn())
     }
 
     /// Cooperative matrices that the level uses for f16 products.

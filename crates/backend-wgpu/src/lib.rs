@@ -94,8 +94,6 @@ pub use kernels::offline::KernelText;
 pub use level::Level;
 pub use memory::{GpuBuffer, Queued, Tensor, WgpuSpace};
 #[doc(hidden)]
-pub use open_device::CloseState;
-#[doc(hidden)]
 pub use pipelines::{KernelEdit, Translate, Translation, runtime_checks};
 pub use query_tile::QueryTile;
 pub use register_tile::RegisterTile;

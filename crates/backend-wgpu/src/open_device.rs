@@ -12,10 +12,7 @@
 
 use std::{
     cell::Cell,
-    sync::{
-        Arc, Mutex, MutexGuard, OnceLock,
-        atomic::{AtomicU8, Ordering},
-    },
+    sync::{Arc, Mutex, MutexGuard, OnceLock},
 };
 
 use crate::lock::lock;
@@ -51,31 +48,13 @@ pub(crate) fn instance(_turn: &MutexGuard<'static, ()>) -> &'static wgpu::Instan
     })
 }
 
-/// How a device was closed, for tests: [`CloseState::OPEN`] until then.
-#[doc(hidden)]
-#[derive(Debug, Default)]
-pub struct CloseState(AtomicU8);
-
-impl CloseState {
-    /// Not closed yet.
-    pub const OPEN: u8 = 0;
-    /// Closed while no other thread opened or closed one.
-    pub const IN_TURN: u8 = 1;
-    /// Closed by the drop of an object that outlived [`OpenDevice`].
-    pub const OUT_OF_TURN: u8 = 2;
-
-    pub fn get(&self) -> u8 {
-        self.0.load(Ordering::Acquire)
-    }
-}
-
 /// Part of a wgpu device that is dropped as soon as the device is closed.
-struct Sentinel(Arc<CloseState>);
+struct Sentinel(Arc<OnceLock<bool>>);
 
 impl Drop for Sentinel {
     fn drop(&mut self) {
-        let how = if CLOSES.get() { CloseState::IN_TURN } else { CloseState::OUT_OF_TURN };
-        self.0.0.store(how, Ordering::Release);
+        // nobody else sets it
+        let _ = self.0.set(CLOSES.get());
     }
 }
 
@@ -83,7 +62,7 @@ impl Drop for Sentinel {
 #[derive(Debug)]
 pub(crate) struct OpenDevice {
     handles: Option<(wgpu::Device, wgpu::Queue)>,
-    close_state: Arc<CloseState>,
+    closed_in_turn: Arc<OnceLock<bool>>,
 }
 
 impl OpenDevice {
@@ -92,19 +71,20 @@ impl OpenDevice {
         handles: &(wgpu::Device, wgpu::Queue),
         on_lost: impl Fn(wgpu::DeviceLostReason, String) + Send + 'static,
     ) -> Arc<Self> {
-        let close_state = Arc::<CloseState>::default();
-        let sentinel = Sentinel(Arc::clone(&close_state));
+        let closed_in_turn = Arc::<OnceLock<bool>>::default();
+        let sentinel = Sentinel(Arc::clone(&closed_in_turn));
         // wgpu drops the callback after it has closed the device
         handles.0.set_device_lost_callback(move |reason, what| {
             let _kept = &sentinel;
             on_lost(reason, what);
         });
-        Arc::new(Self { handles: Some(handles.clone()), close_state })
+        Arc::new(Self { handles: Some(handles.clone()), closed_in_turn })
     }
 
-    /// How the device was closed; a lost one counts as closed.
-    pub(crate) const fn close_state(&self) -> &Arc<CloseState> {
-        &self.close_state
+    /// True once the device is closed under the lock, false once it is closed without. A lost
+    /// device counts as closed.
+    pub(crate) const fn closed_in_turn(&self) -> &Arc<OnceLock<bool>> {
+        &self.closed_in_turn
     }
 }
 

@@ -71,6 +71,7 @@ pub(crate) struct PendingRead {
     bytes: u64,
     receipt: Receipt,
     mapped: Arc<Mutex<Option<Result<(), String>>>>,
+    /// Keeps the device open.
     _gpu: Gpu,
 }
 

@@ -4,18 +4,19 @@ use std::thread;
 
 use annulus_conformance::{suite, wgpu::WgpuRing};
 use annulus_core::DType;
-use annulus_wgpu::{CloseState, Copier, Gpu, Options, Stopwatch, Tensor};
+use annulus_wgpu::{Copier, Gpu, Options, Stopwatch, Tensor};
 use ndarray::Array4;
 
 use super::{F32, open};
 
-/// Opens a device, uses it, and returns how it was closed.
-fn used(by: impl FnOnce(Gpu)) -> Option<u8> {
+/// Opens a device and uses it. Returns true if it was then closed in turn, false if it was closed
+/// otherwise, `Some(None)` if it is open, and `None` without an adapter.
+fn used(by: impl FnOnce(Gpu)) -> Option<Option<bool>> {
     let gpu = open(&Options::default())?;
-    let close_state = gpu.close_state();
-    assert_eq!(close_state.get(), CloseState::OPEN);
+    let closed_in_turn = gpu.closed_in_turn();
+    assert_eq!(closed_in_turn.get(), None);
     by(gpu);
-    Some(close_state.get())
+    Some(closed_in_turn.get().copied())
 }
 
 #[test]
@@ -41,12 +42,18 @@ fn devices_close_in_turn_whatever_is_dropped_last() {
     ];
     for (number, by) in passes.into_iter().enumerate() {
         let Some(closed) = used(by) else { return };
-        assert_eq!(closed, CloseState::IN_TURN, "pass {number}");
+        assert_eq!(closed, Some(true), "pass {number}");
     }
-    // the caller's own handle of the device closes it
+    // a handle of the caller's own keeps the device open, and closes it out of turn
     let mut kept = None;
-    let closed = used(|gpu| kept = Some(gpu.device().clone()));
-    assert_eq!(closed, Some(CloseState::OPEN));
+    let mut closed_in_turn = None;
+    let closed = used(|gpu| {
+        closed_in_turn = Some(gpu.closed_in_turn());
+        kept = Some(gpu.device().clone());
+    });
+    assert_eq!(closed, Some(None));
+    drop(kept);
+    assert_eq!(closed_in_turn.unwrap().get(), Some(&false));
 }
 
 #[test]
@@ -62,7 +69,7 @@ fn threads_open_and_close_devices_at_the_same_time() {
                         let closed = used(|gpu| {
                             Tensor::zeros(&gpu, [1, 4, 1, 4], DType::F32).unwrap();
                         });
-                        assert_eq!(closed, Some(CloseState::IN_TURN));
+                        assert_eq!(closed, Some(Some(true)));
                     }
                 })
             })

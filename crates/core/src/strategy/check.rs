@@ -6,7 +6,7 @@
 //!
 //! * every query row and every key row belongs to one rank,
 //! * every query head is in one part of each column, together with its KV head,
-//! * each member receives the rows of all members that it shares them with, at the places at which
+//! * each member receives the rows of all members that it shares them with, at the indices at which
 //!   its ring expects these rows, and nothing else,
 //! * of two members both expect a message between them, or neither does,
 //! * the ring of each member is right ([`Schedule::check`]).
@@ -54,10 +54,10 @@ pub enum GridViolation {
         /// The members.
         members: [usize; 2],
     },
-    /// A row arrives at a place of the group's rows where the ring expects another one, or none.
+    /// A row arrives at an index of the group's rows where the ring expects another one, or none.
     #[error(
-        "member {member} of group {group} receives row {row} of {side:?} of member {from} at place \
-         {place}, where its ring has {expected:?}"
+        "member {member} of group {group} receives row {row} of {side:?} of member {from} at index \
+         {index}, where its ring has {expected:?}"
     )]
     Misplaced {
         /// Sequence of the row.
@@ -71,7 +71,7 @@ pub enum GridViolation {
         /// Global row.
         row: i64,
         /// Index in the group's rows.
-        place: usize,
+        index: usize,
         /// Global row there, if it has not arrived before.
         expected: Option<i64>,
     },
@@ -228,9 +228,10 @@ impl GroupLayout {
                 let rows = shard.len();
                 return Err(GridViolation::Count { side, group, from, segments: count, rows });
             }
-            let places = segments.iter().flat_map(|of| of.first..of.first.saturating_add(of.count));
-            for (row, place) in shard.iter().zip(places) {
-                let here = expected.get_mut(place).and_then(Option::take);
+            let indices =
+                segments.iter().flat_map(|of| of.first..of.first.saturating_add(of.count));
+            for (row, index) in shard.iter().zip(indices) {
+                let here = expected.get_mut(index).and_then(Option::take);
                 if here != Some(row) {
                     let expected = here;
                     return Err(GridViolation::Misplaced {
@@ -239,7 +240,7 @@ impl GroupLayout {
                         member,
                         from,
                         row,
-                        place,
+                        index,
                         expected,
                     });
                 }
@@ -295,7 +296,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::{Batch, CustomLayout, DType, Layout, Runs, mask};
+    use crate::{Batch, CustomLayout, DType, Layout, Order, Runs, mask};
 
     fn options(batch: Option<&Batch>) -> TrafficOptions<'_> {
         TrafficOptions {
@@ -413,6 +414,9 @@ mod tests {
                 });
             });
             assert!(matches!(found, GridViolation::Missing { group: 0, row: 3, .. }), "{found}");
+            // fewer ranks than the grid has
+            let found = violation(&dims, |layout| layout.order = Order::ascending(6));
+            assert_eq!(found, GridViolation::Order { ranks: (0..6).collect() });
             // the rows of a rank twice, and those of another one never
             let found = violation(&dims, |layout| {
                 edit(&mut layout.of_ranks, side, |shards| shards[4] = shards[3].clone());
