@@ -141,7 +141,7 @@ pub(super) struct RankFigures {
 }
 
 /// Figures of one ring step.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Clone, Serialize)]
 pub(super) struct StepFigures {
     /// Number of the step.
     pub(super) step: usize,
@@ -186,7 +186,7 @@ enum Steps<'a> {
 }
 
 /// Figures of one rank in one step.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Clone, Serialize)]
 pub(super) struct StepOfRank {
     /// The rank.
     pub(super) rank: usize,
@@ -217,7 +217,7 @@ impl Figures {
         };
         let per_rank = rank_figures_of(spec, traffic, pairs);
         let ranks = per_rank.len();
-        let most = per_rank.iter().map(|of| of.work_over_mean).fold(0.0, f64::max);
+        let most = most_work_over_mean(&per_rank);
         let [forward, backward] = bytes_of_grid(spec, traffic);
         Self {
             ranks,
@@ -327,7 +327,7 @@ impl Figures {
             forward: forward_bytes,
             backward,
             passes: None,
-            drawn_ranks: all.iter().step_by(ranks.div_ceil(MOST_STEPPED_RANKS)).cloned().collect(),
+            drawn_ranks: drawn(&all),
             per_rank: if few { all } else { extremes(&all, rank) },
             program,
             steps,
@@ -359,14 +359,9 @@ impl Figures {
 
     /// Number of steps up to the last in which a rank computes or forwards a block; at least 1.
     pub(super) fn busy_steps(&self) -> usize {
-        if self.steps.is_empty() {
-            // a relay is busy up to its last hop
-            return if self.route.is_relay() { self.hops + 1 } else { self.ranks };
-        }
-        let busy = |step: &StepFigures| {
-            step.ranks.iter().any(|of| of.pairs > 0 || (step.step > 0 && of.rows > 0))
-        };
-        self.steps.iter().rposition(busy).map_or(1, |last| last + 1).min(self.steps.len())
+        // a relay is busy up to its last hop
+        let of_route = if self.route.is_relay() { self.hops + 1 } else { self.ranks };
+        busy_steps(&self.steps).unwrap_or(of_route)
     }
 
     /// True if every step of every rank is written and drawn.
@@ -485,7 +480,11 @@ fn rank_figures(
 
 /// Returns the figures of every rank under a strategy that divides heads or keys. `pairs` are those
 /// of each rank.
-fn rank_figures_of(spec: &Spec, traffic: &StrategyTraffic, pairs: &[u128]) -> Vec<RankFigures> {
+pub(super) fn rank_figures_of(
+    spec: &Spec,
+    traffic: &StrategyTraffic,
+    pairs: &[u128],
+) -> Vec<RankFigures> {
     let StrategyTraffic { layout, forward, backward, .. } = traffic;
     let total: u128 = pairs.iter().sum();
     let ranks = forward.len();
@@ -503,6 +502,16 @@ fn rank_figures_of(spec: &Spec, traffic: &StrategyTraffic, pairs: &[u128]) -> Ve
         }
     };
     pairs.iter().enumerate().map(of_rank).collect()
+}
+
+/// Returns the work of the busiest rank divided by the mean.
+pub(super) fn most_work_over_mean(all: &[RankFigures]) -> f64 {
+    all.iter().map(|of| of.work_over_mean).fold(0.0, f64::max)
+}
+
+/// Selects at most [`MOST_STEPPED_RANKS`] ranks at equal distances.
+pub(super) fn drawn(all: &[RankFigures]) -> Vec<RankFigures> {
+    all.iter().step_by(all.len().div_ceil(MOST_STEPPED_RANKS).max(1)).cloned().collect()
 }
 
 /// Selects the first ranks with the least and the most pairs and bytes, and `rank`.
@@ -534,8 +543,18 @@ pub(super) fn bytes_of_grid(spec: &Spec, traffic: &StrategyTraffic) -> [Bytes; 2
     ]
 }
 
+/// Returns the number of steps up to the last in which a rank computes or forwards a block, at
+/// least 1; `None` without steps.
+pub(super) fn busy_steps(steps: &[StepFigures]) -> Option<usize> {
+    let busy = |step: &StepFigures| {
+        step.ranks.iter().any(|of| of.pairs > 0 || (step.step > 0 && of.rows > 0))
+    };
+    let last = steps.iter().rposition(busy).map_or(1, |last| last + 1);
+    (!steps.is_empty()).then_some(last)
+}
+
 /// Returns the messages of all ranks, checked for at most [`MOST_DETAILED_RANKS`].
-fn checked_schedule(needs: &NeedsIndex<'_>, route: Route) -> Result<Schedule> {
+pub(super) fn checked_schedule(needs: &NeedsIndex<'_>, route: Route) -> Result<Schedule> {
     let needs = needs.to_needs();
     let schedule = Schedule::build(&needs, route, true);
     if needs.held.len() <= MOST_DETAILED_RANKS {
@@ -545,7 +564,7 @@ fn checked_schedule(needs: &NeedsIndex<'_>, route: Route) -> Result<Schedule> {
 }
 
 /// Returns the steps of all ranks.
-fn steps(spec: &Spec, schedule: &Schedule, shards: &RingShards) -> Vec<StepFigures> {
+pub(super) fn steps(spec: &Spec, schedule: &Schedule, shards: &RingShards) -> Vec<StepFigures> {
     let work = WorkMatrix::of(spec.mask.as_ref(), spec.dims.q_heads, spec.dims.batch, shards);
     let bytes = spec.kv_row_layout().bytes();
     let steps = 0..schedule.steps.len();

@@ -1,14 +1,14 @@
-//! Words of a whole plan, of which the ring that is drawn is a part.
+//! Words and figures of a whole plan that a picture shows beside its rings.
 
 use annulus_core::{Spec, StrategyTraffic};
 
 use super::{
-    figures::{self, Bytes, Figures},
+    figures::{self, Bytes, Figures, RankFigures},
     strategies::{GridFigures, PassBytes, Strategies},
 };
 use crate::report::{bytes, counted};
 
-/// The plan whose ring is drawn.
+/// Words and figures of all ranks.
 pub(super) struct Frame {
     /// The plan in one line.
     pub(super) title: String,
@@ -20,18 +20,30 @@ pub(super) struct Frame {
     pub(super) backward: Bytes,
     /// Parts of a forward and of a backward pass, in order; empty for a ring.
     pub(super) passes: Vec<[String; 3]>,
+    /// Number of ranks.
+    pub(super) ranks: usize,
+    /// Visible pairs, all heads and batch rows.
+    pub(super) pairs_total: u128,
+    /// Work of the busiest rank divided by the mean.
+    pub(super) work_max_over_mean: f64,
+    /// Figures of the ranks that are drawn ([`figures::drawn`]).
+    pub(super) bars: Vec<RankFigures>,
 }
 
 impl Frame {
-    /// Describes the plan of `strategies`, of which `ring` is the ring that is drawn.
+    /// Describes the plan of `strategies`. `ring` is that of the first heads and key column.
     pub(super) fn new(spec: &Spec, ring: &Figures, strategies: &Strategies) -> Self {
-        let Some((traffic, GridFigures { passes, .. })) = strategies.grid() else {
+        let Some((traffic, GridFigures { passes, pairs, .. })) = strategies.grid() else {
             return Self {
                 title: ring.title(),
                 subtitle: ring.hops_in_words(),
                 forward: ring.forward,
                 backward: ring.backward,
                 passes: Vec::new(),
+                ranks: ring.ranks,
+                pairs_total: ring.pairs_total,
+                work_max_over_mean: ring.work_max_over_mean,
+                bars: ring.drawn_ranks.clone(),
             };
         };
         let StrategyTraffic { grid, layout, .. } = traffic;
@@ -43,12 +55,17 @@ impl Frame {
             1 => "nothing circulates".to_owned(),
             _ => ring.hops_in_words(),
         };
+        let of_ranks = figures::rank_figures_of(spec, traffic, pairs);
         Self {
             title: ring.title_of(ranks, layout.of_ranks.name()),
             subtitle: format!("{}; {hops}", division_in_words(&name, parts)),
             forward,
             backward,
             passes: passes_in_words(parts, passes),
+            ranks,
+            pairs_total: pairs.iter().sum(),
+            work_max_over_mean: figures::most_work_over_mean(&of_ranks),
+            bars: figures::drawn(&of_ranks),
         }
     }
 }

@@ -7,6 +7,7 @@ mod frame;
 mod leaves;
 mod picture;
 mod program;
+mod rings;
 mod strategies;
 
 use std::path::{Path, PathBuf};
@@ -38,6 +39,7 @@ use crate::{
 use decode::TokenFigures;
 use figures::Figures;
 use frame::Frame;
+use rings::Rings;
 use strategies::{Requested, Strategies};
 
 const EXAMPLES: &str = "Examples:
@@ -83,10 +85,10 @@ pub(crate) struct PlanFlags {
     /// H ranks and a ring over the groups; grid:QxK, Q query parts and K key columns, whose partial
     /// results are merged; grid:HxQxK, heads too; all-gather or once-per-node, a ring on another
     /// route; all-to-all, which is heads:P; pass-q, which is grid:1xP; or auto, the one with the
-    /// least predicted time on --machine or, without one, that sends the fewest bytes. Steps and
-    /// the map of the picture are those of the ring over groups that has the first heads and the
-    /// first key column. All strategies are compared; for more than 256 ranks only with auto, and
-    /// without those that cannot be the best
+    /// least predicted time on --machine or, without one, that sends the fewest bytes. Steps of a
+    /// grid are those of its ring with the first heads and the first key column; the picture shows
+    /// the rings of all key columns. All strategies are compared; for more than 256 ranks only with
+    /// auto, and without those that cannot be the best
     #[arg(long, value_name = "NAME", default_value = "ring", value_parser = strategy)]
     strategy: Strategy,
     /// Predict the time of every strategy on the machine of this file, which `annulus measure`
@@ -158,7 +160,9 @@ pub(crate) fn run(flags: &PlanFlags) -> Outcome {
     let picture = flags
         .svg
         .as_ref()
-        .map(|path| (path, picture::draw(&of_ring, &ring, &Frame::new(&spec, &ring, &strategies))));
+        .map(|path| Ok((path, flags.picture(&spec, &ring, &strategies)?)))
+        .transpose()
+        .map_err(named)?;
     let figures = ring.of_all_heads(&spec, flags.rank, &strategies);
     let printed = flags.json.as_deref() == Some(Path::new("-"));
     // a document on standard output replaces the table
@@ -343,12 +347,24 @@ impl PlanFlags {
         let of_member = spec.of_member(grid, 0);
         let ranks = grid.groups();
         let layout = layout.of_member(grid, 0).clone();
-        let route = figures.route;
+        let route = figures.routes[0];
         let rank = self.rank.map(|rank| grid.group(rank));
         let strategy = Strategy::Ring;
         let node_ranks = None;
         let planned = Planned { strategy, ranks, layout, route, node_ranks, batch, mask, rank };
         Ok((of_member, planned))
+    }
+
+    /// Draws the plan. `ring` is that of the first heads and the first key column.
+    fn picture(
+        &self,
+        spec: &Spec,
+        ring: &Figures,
+        strategies: &Strategies,
+    ) -> annulus_core::Result<String> {
+        let batch = documents::batch(&self.mask.documents);
+        let rings = Rings::new(spec, &batch, ring, strategies)?;
+        Ok(picture::draw(spec, &rings, &Frame::new(spec, ring, strategies)))
     }
 
     /// Paths that flags name.

@@ -40,7 +40,7 @@ struct ProgramStep {
 }
 
 /// Message with a block or with gradients.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Clone, Serialize)]
 pub(super) struct Send {
     /// Receiving rank.
     pub(super) to: usize,

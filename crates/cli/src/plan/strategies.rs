@@ -92,8 +92,9 @@ pub(super) struct GridFigures {
     /// Visible pairs of each rank.
     pub(super) pairs: Vec<u128>,
     pub(super) balance: StrategyBalance,
-    /// Route of the ring of the first member of each group.
-    pub(super) route: Route,
+    /// Route of the ring of each key column. For more than [`MOST_STEPPED_RANKS`] rings × groups,
+    /// whose steps are not shown, that of the first column.
+    pub(super) routes: Vec<Route>,
     /// Bytes of the parts of a forward and of a backward pass.
     pub(super) passes: [PassBytes; 2],
     /// True if exchanges and rings have been proven right: up to [`MOST_DETAILED_RANKS`].
@@ -267,10 +268,27 @@ impl GridFigures {
             is_checked,
             pairs: of.pairs_of_ranks(spec, options)?,
             balance: of.balance(spec, options, tick)?,
-            route: of.route(&spec.of_member(&of.grid, 0), 0, options, tick),
+            routes: routes_of_columns(of, spec, options),
             passes: PassBytes::of(of, spec),
         })
     }
+}
+
+/// Returns [`GridFigures::routes`].
+fn routes_of_columns(
+    of: &StrategyTraffic,
+    spec: &Spec,
+    options: &TrafficOptions<'_>,
+) -> Vec<Route> {
+    let StrategyTraffic { grid, .. } = of;
+    let route = |column| {
+        let member = grid.of_column(column).start;
+        of.route(&spec.of_member(grid, member), member, options, &mut || ())
+    };
+    if grid.columns() * grid.groups() > MOST_STEPPED_RANKS {
+        return vec![route(0); grid.columns()];
+    }
+    (0..grid.columns()).map(route).collect()
 }
 
 impl PassBytes {

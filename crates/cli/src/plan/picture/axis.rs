@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use annulus_core::{Shard, index};
+use annulus_core::{Runs, index};
 
 /// Approximate number of cells of an axis: about 6 pixels each.
 const CELLS: usize = 96;
@@ -15,17 +15,17 @@ const MOST_RUNS: usize = 128;
 pub(super) struct Axis {
     /// Cells in order.
     pub(super) cells: Vec<Cell>,
-    /// True if rows are in the order of the sequence; else they are grouped by rank.
+    /// True if rows are in the order of the sequence; else they are grouped by owner.
     pub(super) in_sequence: bool,
     /// Number of cells that each drawn cell represents.
     pub(super) stride: usize,
 }
 
-/// Neighbouring rows of one rank.
+/// Neighbouring rows of one owner.
 #[derive(Debug, Clone)]
 pub(super) struct Cell {
-    /// Owner of the rows.
-    pub(super) rank: usize,
+    /// Index of their owner: a group of queries, or a place of keys.
+    pub(super) owner: usize,
     /// Row numbers at which visibility is evaluated.
     pub(super) samples: Vec<i64>,
     /// Range of row numbers that it spans.
@@ -36,21 +36,20 @@ pub(super) struct Cell {
 const SAMPLES: u64 = 4;
 
 impl Axis {
-    /// Divides the rows of all ranks. If rows alternate between ranks and are too many for a cell
-    /// each, they are grouped by rank.
-    pub(super) fn new(shards: &[&Shard], len: usize) -> Self {
+    /// Divides the rows of all owners. If rows alternate between owners and are too many for a cell
+    /// each, they are grouped by owner.
+    pub(super) fn new(rows: &[Runs], len: usize) -> Self {
         let runs = || {
-            shards
-                .iter()
+            rows.iter()
                 .enumerate()
-                .flat_map(|(rank, shard)| shard.rows.runs().iter().map(move |run| (rank, *run)))
+                .flat_map(|(owner, rows)| rows.runs().iter().map(move |run| (owner, *run)))
         };
         let neighbours = runs().all(|(_, run)| run.step == 1 || run.count <= 1);
         let in_sequence = neighbours || len <= CELLS;
         // cells per run, for about CELLS together
         let share = if len <= CELLS { usize::MAX } else { CELLS.div_ceil(runs().count().max(1)) };
         let mut cells = Vec::new();
-        for (rank, run) in runs() {
+        for (owner, run) in runs() {
             let parts = share.min(index(run.count)) as u64;
             for part in 0..parts {
                 let edge = |part: u64| {
@@ -64,7 +63,7 @@ impl Axis {
                 let sample =
                     |index: u64| run.at(first + ((end - first) * (2 * index + 1)) / (2 * samples));
                 cells.push(Cell {
-                    rank,
+                    owner,
                     samples: (0..samples).map(sample).collect(),
                     rows: run.at(first)..run.at(end - 1) + 1,
                 });

@@ -1,18 +1,21 @@
-//! Colours: the hue is that of the computing rank, the lightness that of the ring step.
+//! Colours: the hue is that of the computing rank, of a grid that of all ranks which differ in their
+//! heads only ([`Rings`]). The lightness is that of the ring step.
+//!
+//! [`Rings`]: crate::plan::rings::Rings
 
 /// Lightness of the first and of the last step, in percent: dark enough for white text, and light
 /// enough to differ from the background.
 const LIGHTNESS: (f64, f64) = (38.0, 84.0);
 
-/// Returns the colour of `rank` of `ranks` in step `step` of `steps`.
-pub(super) fn of(rank: usize, ranks: usize, step: usize, steps: usize) -> String {
+/// Returns the colour of `place` of `places` in step `step` of `steps`.
+pub(super) fn of(place: usize, places: usize, step: usize, steps: usize) -> String {
     let share = step as f64 / steps.saturating_sub(1).max(1) as f64;
-    shade(rank, ranks, LIGHTNESS.0 + (LIGHTNESS.1 - LIGHTNESS.0) * share.min(1.0))
+    shade(place, places, LIGHTNESS.0 + (LIGHTNESS.1 - LIGHTNESS.0) * share.min(1.0))
 }
 
-/// Returns the colour of a rank without a step.
-pub(super) fn of_rank(rank: usize, ranks: usize) -> String {
-    shade(rank, ranks, 50.0)
+/// Returns the colour of a place without a step.
+pub(super) fn of_place(place: usize, places: usize) -> String {
+    shade(place, places, 50.0)
 }
 
 /// Returns the colour of text on the colour of a step: white on dark, black on light.
@@ -20,9 +23,9 @@ pub(super) fn ink(step: usize, steps: usize) -> &'static str {
     if step * 5 < steps.saturating_sub(1).max(1) * 2 { "#fff" } else { "#111" }
 }
 
-fn shade(rank: usize, ranks: usize, lightness: f64) -> String {
+fn shade(place: usize, places: usize, lightness: f64) -> String {
     // starts at blue, which contrasts with white
-    let turn = rank as f64 / ranks.max(1) as f64;
+    let turn = place as f64 / places.max(1) as f64;
     let hue = (215.0 + 360.0 * turn) % 360.0;
     let (red, green, blue) = rgb(hue, 0.62, lightness / 100.0);
     format!("#{red:02x}{green:02x}{blue:02x}")

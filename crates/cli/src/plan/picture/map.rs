@@ -1,23 +1,23 @@
 //! Tile map: queries down, keys across. The colour of a tile is that of its rank and ring step.
 
-use std::{ops::Range, sync::Arc};
+use std::ops::Range;
 
-use annulus_core::{Mask, Shard, Spec, mask::Key, mask::Query};
+use annulus_core::{Mask, Spec, mask::Key, mask::Query};
 
 use super::{
     axis::{Axis, Cell},
     colour,
     svg::{Anchor, Area, Svg, at},
 };
-use crate::plan::figures::Figures;
+use crate::plan::rings::Rings;
 
 /// Width of the strips that show the owners of rows.
 const STRIP: f64 = 16.0;
 
 /// Draws the map into `area`, including the strips and the labels of the axes.
-pub(super) fn draw(svg: &mut Svg, area: Area, spec: &Spec, figures: &Figures) {
-    let queries = Axis::new(&shards(&figures.shards.q), spec.dims.q_len);
-    let keys = Axis::new(&shards(&figures.shards.kv), spec.dims.kv_len);
+pub(super) fn draw(svg: &mut Svg, area: Area, spec: &Spec, rings: &Rings) {
+    let queries = Axis::new(&rings.queries, spec.dims.q_len);
+    let keys = Axis::new(&rings.keys, spec.dims.kv_len);
     let margin = 20.0 + STRIP;
     let plot = Area {
         x: area.x + margin,
@@ -39,14 +39,17 @@ pub(super) fn draw(svg: &mut Svg, area: Area, spec: &Spec, figures: &Figures) {
         &format!("← queries, {}", order_of(&queries)),
     );
     svg.rect(plot, "#f1f1f1", 1.0);
-    strip(svg, &keys, figures.ranks, Area { y: plot.y - STRIP - 2.0, height: STRIP, ..plot }, true);
-    strip(
-        svg,
-        &queries,
-        figures.ranks,
-        Area { x: plot.x - STRIP - 2.0, width: STRIP, ..plot },
-        false,
-    );
+    let places = rings.places();
+    let of_place =
+        |place| Owner { ranks: rings.ranks_of_place(place), fill: colour::of_place(place, places) };
+    let above = Area { y: plot.y - STRIP - 2.0, height: STRIP, ..plot };
+    strip(svg, &keys, above, true, &of_place);
+    let of_group = |group| {
+        let ranks = rings.ranks_of_group(group);
+        Owner { fill: colour::of_place(rings.place(ranks.start), places), ranks }
+    };
+    let left = Area { x: plot.x - STRIP - 2.0, width: STRIP, ..plot };
+    strip(svg, &queries, left, false, &of_group);
     if queries.cells.is_empty() || keys.cells.is_empty() {
         svg.text(
             at(plot.x + plot.width / 2.0, plot.y + plot.height / 2.0),
@@ -57,7 +60,7 @@ pub(super) fn draw(svg: &mut Svg, area: Area, spec: &Spec, figures: &Figures) {
         );
         return;
     }
-    draw_tiles(svg, plot, [&queries, &keys], spec, figures);
+    draw_tiles(svg, plot, [&queries, &keys], spec, rings);
     svg.frame(plot, "#999");
 }
 
@@ -72,28 +75,18 @@ fn order_of(axis: &Axis) -> String {
 }
 
 /// Draws the tiles that are not empty into `plot`.
-fn draw_tiles(
-    svg: &mut Svg,
-    plot: Area,
-    [queries, keys]: [&Axis; 2],
-    spec: &Spec,
-    figures: &Figures,
-) {
+fn draw_tiles(svg: &mut Svg, plot: Area, [queries, keys]: [&Axis; 2], spec: &Spec, rings: &Rings) {
     let height = plot.height / queries.cells.len() as f64;
     let width = plot.width / keys.cells.len() as f64;
-    let steps = figures.busy_steps();
-    // packed documents are of as many queries as keys, which no alignment shifts
-    let offset = figures.shards.q.iter().filter(|_| figures.starts.is_none()).find_map(|shard| {
-        Some(shard.positions.first()?.iter().next()? - shard.rows.iter().next()?)
-    });
-    let positions = Positions { starts: figures.starts.as_deref(), offset: offset.unwrap_or(0) };
-    for (line, cell) in queries.cells.iter().enumerate() {
+    let steps = rings.busy_steps;
+    let positions = Positions { starts: rings.starts.as_deref(), offset: rings.offset };
+    for (row, cell) in queries.cells.iter().enumerate() {
         let visible = |key: &Cell| visible_share(spec.mask.as_ref(), cell, key, &positions);
         let mut tiles = keys
             .cells
             .iter()
             .enumerate()
-            .map(|(column, key)| (column, key.rank, quantised(visible(key))))
+            .map(|(column, key)| (column, key.owner, quantised(visible(key))))
             .peekable();
         while let Some((first, owner, share)) = tiles.next() {
             // neighbouring tiles of one owner and shade are one rectangle
@@ -102,16 +95,16 @@ fn draw_tiles(
                 end += 1;
             }
             if share > 0 {
-                let step = figures.route.step(cell.rank, owner, figures.ranks);
+                let (place, step) = rings.computed(cell.owner, owner);
                 let tile = Area {
                     x: plot.x + first as f64 * width,
-                    y: plot.y + line as f64 * height,
+                    y: plot.y + row as f64 * height,
                     width: (end - first) as f64 * width,
                     height,
                 };
                 // from 0.4 on, so that a tile with few visible pairs still has a colour
                 let opacity = 0.4 + 0.6 * f64::from(share) / f64::from(SHADES);
-                svg.rect(tile, &colour::of(cell.rank, figures.ranks, step, steps), opacity);
+                svg.rect(tile, &colour::of(place, rings.places(), step, steps), opacity);
             }
         }
     }
@@ -171,34 +164,50 @@ fn visible_share(mask: &dyn Mask, queries: &Cell, keys: &Cell, positions: &Posit
     queries.samples.iter().map(of_query).sum::<f64>() / queries.samples.len() as f64
 }
 
+/// Owner of rows on an axis.
+struct Owner {
+    /// Ranks that have the rows.
+    ranks: Range<usize>,
+    fill: String,
+}
+
+impl Owner {
+    /// Returns the ranks in words: `3`, or `4–7`.
+    fn name(&self) -> String {
+        match self.ranks.len() {
+            1 => self.ranks.start.to_string(),
+            _ => format!("{}–{}", self.ranks.start, self.ranks.end - 1),
+        }
+    }
+}
+
 /// Draws the owners of rows along one side of the map.
-fn strip(svg: &mut Svg, axis: &Axis, ranks: usize, area: Area, across: bool) {
+fn strip(svg: &mut Svg, axis: &Axis, area: Area, across: bool, of: &dyn Fn(usize) -> Owner) {
     let cells = axis.cells.len() as f64;
     let mut first = 0;
-    for group in axis.cells.chunk_by(|a, b| a.rank == b.rank) {
+    for rows in axis.cells.chunk_by(|a, b| a.owner == b.owner) {
         let start = first as f64 / cells;
-        let share = group.len() as f64 / cells;
-        let rank = group[0].rank;
-        first += group.len();
+        let share = rows.len() as f64 / cells;
+        let owner = of(rows[0].owner);
+        first += rows.len();
         let part = if across {
             Area { x: area.x + start * area.width, width: share * area.width, ..area }
         } else {
             Area { y: area.y + start * area.height, height: share * area.height, ..area }
         };
-        svg.rect(part, &colour::of_rank(rank, ranks), 1.0);
+        svg.rect(part, &owner.fill, 1.0);
+        let name = owner.name();
+        let middle = at(part.x + part.width / 2.0, part.y + part.height / 2.0 + 4.0);
         let room = if across { part.width } else { part.height };
-        if room >= 16.0 {
-            svg.text(
-                at(part.x + part.width / 2.0, part.y + part.height / 2.0 + 4.0),
-                11.0,
-                Anchor::Middle,
-                "#fff",
-                &rank.to_string(),
-            );
+        // a digit is about 7 pixels wide
+        if room < 16.0f64.max(7.0 * name.chars().count() as f64) {
+            continue;
+        }
+        if across || owner.ranks.len() == 1 {
+            svg.text(middle, 11.0, Anchor::Middle, "#fff", &name);
+        } else {
+            let middle = at(part.x + part.width / 2.0 + 4.0, part.y + part.height / 2.0);
+            svg.upward(middle, 11.0, "#fff", &name);
         }
     }
-}
-
-fn shards(shards: &[Arc<Shard>]) -> Vec<&Shard> {
-    shards.iter().map(AsRef::as_ref).collect()
 }

@@ -1,5 +1,5 @@
-//! Picture of a ring as SVG: tile map, work of each rank, predicted bytes, step timeline and
-//! legend.
+//! Picture of a plan as SVG: tile map, work of each rank, predicted bytes, exchanges, step timeline
+//! and legend.
 
 mod axis;
 mod colour;
@@ -10,7 +10,7 @@ mod work;
 
 use annulus_core::Spec;
 
-use super::{figures::Figures, frame::Frame};
+use super::{frame::Frame, rings::Rings};
 use crate::report::count;
 use svg::{Anchor, Area, Point, Svg, at};
 
@@ -24,8 +24,8 @@ const MAP: f64 = 560.0;
 /// Height of the exchanges of a grid, between map and timeline.
 const EXCHANGES: f64 = 90.0;
 
-/// Draws the ring of `figures`, whose spec is `spec`, within the plan of `frame`.
-pub(super) fn draw(spec: &Spec, figures: &Figures, frame: &Frame) -> String {
+/// Draws the plan of `spec`.
+pub(super) fn draw(spec: &Spec, rings: &Rings, frame: &Frame) -> String {
     let mut svg = Svg::default();
     let title = &frame.title;
     // a bold character is about 0.62 of its font size wide
@@ -34,12 +34,13 @@ pub(super) fn draw(spec: &Spec, figures: &Figures, frame: &Frame) -> String {
     svg.text(at(MARGIN, 70.0), 13.0, Anchor::Start, "#555", &frame.subtitle);
 
     let top = 92.0;
-    map::draw(&mut svg, Area { x: MARGIN, y: top, width: MAP, height: MAP }, spec, figures);
+    map::draw(&mut svg, Area { x: MARGIN, y: top, width: MAP, height: MAP }, spec, rings);
     let right = MARGIN + MAP + 44.0;
     let width = WIDTH - MARGIN - right;
-    facts(&mut svg, at(right, top), spec, figures, frame);
-    legend(&mut svg, Area { x: right, y: top + 112.0, width, height: 84.0 }, figures);
-    work::draw(&mut svg, Area { x: right, y: top + 222.0, width, height: MAP - 222.0 }, figures);
+    facts(&mut svg, at(right, top), spec, frame);
+    legend(&mut svg, Area { x: right, y: top + 112.0, width, height: 84.0 }, rings);
+    let bars = Area { x: right, y: top + 222.0, width, height: MAP - 222.0 };
+    work::draw(&mut svg, bars, rings, frame);
 
     let mut below = top + MAP + 36.0;
     if !frame.passes.is_empty() {
@@ -47,6 +48,7 @@ pub(super) fn draw(spec: &Spec, figures: &Figures, frame: &Frame) -> String {
             &mut svg,
             Area { x: MARGIN, y: below, width: WIDTH - 2.0 * MARGIN, height: EXCHANGES },
             frame,
+            rings.parts,
         );
         below += EXCHANGES;
     }
@@ -56,15 +58,15 @@ pub(super) fn draw(spec: &Spec, figures: &Figures, frame: &Frame) -> String {
             x: MARGIN,
             y: below,
             width: WIDTH - 2.0 * MARGIN,
-            height: timeline::height(figures.ranks),
+            height: timeline::height(rings.places()),
         },
-        figures,
+        rings,
     );
-    svg.finish(WIDTH, below + timeline::height(figures.ranks) + MARGIN, title)
+    svg.finish(WIDTH, below + timeline::height(rings.places()) + MARGIN, title)
 }
 
 /// Draws the predicted bytes and the work as text.
-fn facts(svg: &mut Svg, Point { x, y }: Point, spec: &Spec, figures: &Figures, frame: &Frame) {
+fn facts(svg: &mut Svg, Point { x, y }: Point, spec: &Spec, frame: &Frame) {
     svg.heading(at(x, y + 14.0), 15.0, "Predicted");
     let dims = spec.dims;
     let lines = [
@@ -72,10 +74,7 @@ fn facts(svg: &mut Svg, Point { x, y }: Point, spec: &Spec, figures: &Figures, f
         ("backward", frame.backward.in_words()),
         (
             "work",
-            format!(
-                "{} visible pairs, all heads and batch rows",
-                count(figures.pairs_total as f64)
-            ),
+            format!("{} visible pairs, all heads and batch rows", count(frame.pairs_total as f64)),
         ),
         (
             "tensors",
@@ -96,12 +95,17 @@ fn facts(svg: &mut Svg, Point { x, y }: Point, spec: &Spec, figures: &Figures, f
     }
 }
 
-/// Draws the parts of each pass of a grid: an exchange, the rings, of which the first one is drawn,
-/// and an exchange of results.
-fn exchanges(svg: &mut Svg, area: Area, frame: &Frame) {
+/// Draws the parts of each pass of a grid: an exchange, the rings, and an exchange of results.
+/// `parts` are those of the heads.
+fn exchanges(svg: &mut Svg, area: Area, frame: &Frame, parts: usize) {
     svg.heading(at(area.x, area.y), 15.0, "Exchanges around the rings");
-    let note = "map, tensors, work and steps: the ring of the first member of each group";
-    svg.text(at(area.x + 240.0, area.y), 12.0, Anchor::Start, "#555", note);
+    if parts > 1 {
+        let note = format!(
+            "map and steps: 1 of {parts} ranks, those with the first heads; the ranks after each \
+             have the same rows"
+        );
+        svg.text(at(area.x + 240.0, area.y), 12.0, Anchor::Start, "#555", &note);
+    }
     let width = area.width / 3.0;
     for (pass, parts) in frame.passes.iter().enumerate() {
         let y = area.y + 12.0 + 28.0 * pass as f64;
@@ -115,14 +119,17 @@ fn exchanges(svg: &mut Svg, area: Area, frame: &Frame) {
 }
 
 /// Draws the legend of the colours.
-fn legend(svg: &mut Svg, area: Area, figures: &Figures) {
-    let ranks = figures.ranks;
-    let steps = figures.busy_steps();
+fn legend(svg: &mut Svg, area: Area, rings: &Rings) {
+    let places = rings.places();
+    let steps = rings.busy_steps;
     svg.heading(at(area.x, area.y + 14.0), 15.0, "Colours");
     let size = 22.0;
     let names = 150.0;
     let x = area.x + names;
-    let mut swatches = |y: f64, count: usize, colour: &dyn Fn(usize) -> (String, &'static str)| {
+    let mut swatches = |y: f64,
+                        count: usize,
+                        name: &dyn Fn(usize) -> usize,
+                        colour: &dyn Fn(usize) -> (String, &'static str)| {
         let shown = count.min(8);
         for index in 0..shown {
             // evenly spaced ones, if there are more than 8
@@ -136,13 +143,15 @@ fn legend(svg: &mut Svg, area: Area, figures: &Figures) {
                 11.0,
                 Anchor::Middle,
                 ink,
-                &number.to_string(),
+                &name(number).to_string(),
             );
         }
     };
-    swatches(area.y + 25.0, ranks, &|rank| (colour::of_rank(rank, ranks), "#fff"));
-    swatches(area.y + 50.0, steps, &|step| {
-        (colour::of(0, ranks, step, steps), colour::ink(step, steps))
+    swatches(area.y + 25.0, places, &|place| rings.rank(place), &|place| {
+        (colour::of_place(place, places), "#fff")
+    });
+    swatches(area.y + 50.0, steps, &|step| step, &|step| {
+        (colour::of(0, places, step, steps), colour::ink(step, steps))
     });
     svg.text(at(area.x, area.y + 39.0), 12.0, Anchor::Start, "#333", "hue: computing rank");
     svg.text(at(area.x, area.y + 64.0), 12.0, Anchor::Start, "#333", "lightness: ring step");

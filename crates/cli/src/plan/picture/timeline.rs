@@ -1,6 +1,6 @@
-//! Step timeline: one line per rank, one column per ring step. Each box has a bar for the work, the
-//! owner of the block, and the blocks that are sent. For many ranks a box is the sum of several
-//! ranks and steps.
+//! Step timeline: one line per rank, of a grid per rank with the first heads; one column per ring
+//! step. Each box has a bar for the work, the owner of the block, and the blocks that are sent. For
+//! many ranks a box is the sum of several ranks and steps.
 
 use super::{
     colour,
@@ -8,8 +8,9 @@ use super::{
 };
 use crate::{
     plan::{
-        figures::{Figures, MOST_DETAILED_RANKS, StepFigures, StepOfRank},
+        figures::{MOST_DETAILED_RANKS, StepFigures, StepOfRank},
         program::Send,
+        rings::Rings,
         strategies::MOST_STEPPED_RANKS,
     },
     report::{bytes, counted},
@@ -42,20 +43,21 @@ pub(super) fn height(ranks: usize) -> f64 {
 }
 
 /// Draws the timeline.
-pub(super) fn draw(svg: &mut Svg, area: Area, figures: &Figures) {
+pub(super) fn draw(svg: &mut Svg, area: Area, rings: &Rings) {
     svg.heading(at(area.x, area.y + 14.0), 15.0, "Step by step");
-    if figures.ranks > MOST_STEPPED_RANKS {
+    let places = rings.places();
+    if places > MOST_STEPPED_RANKS {
         let note = format!("not drawn for more than {MOST_STEPPED_RANKS} ranks");
         return svg.text(at(area.x, area.y + 33.0), 12.0, Anchor::Start, "#555", &note);
     }
-    let steps = &figures.steps[..figures.busy_steps()];
-    let per_line = ranks_per_line(figures.ranks);
+    let steps = &rings.steps[..rings.busy_steps];
+    let per_line = ranks_per_line(places);
     let per_column = if per_line == 1 { 1 } else { steps.len().div_ceil(GROUPS).max(1) };
-    let explanation = explanation(figures, per_line, per_column);
+    let explanation = explanation(rings, per_line, per_column);
     svg.text(at(area.x, area.y + 33.0), 12.0, Anchor::Start, "#555", &explanation);
     let names = 56.0;
     let top = area.y + 62.0;
-    let lines = figures.ranks.div_ceil(per_line);
+    let lines = places.div_ceil(per_line);
     let columns = steps.len().div_ceil(per_column);
     let line = line_height(lines);
     let column = (area.width - names) / columns.max(1) as f64;
@@ -68,11 +70,11 @@ pub(super) fn draw(svg: &mut Svg, area: Area, figures: &Figures) {
             11.0,
             Anchor::End,
             "#333",
-            &format!("rank {}", number * per_line),
+            &format!("rank {}", rings.rank(number * per_line)),
         );
     }
     let grouped: Vec<Vec<StepOfRank>> =
-        if per_line == 1 { Vec::new() } else { in_groups(steps, per_line, per_column, lines) };
+        if per_line == 1 { Vec::new() } else { in_groups(rings, per_line, per_column, lines) };
     let columns: Vec<&[StepOfRank]> = match per_line {
         1 => steps.iter().map(|step| step.ranks.as_slice()).collect(),
         _ => grouped.iter().map(Vec::as_slice).collect(),
@@ -92,16 +94,17 @@ pub(super) fn draw(svg: &mut Svg, area: Area, figures: &Figures) {
         }
         for of_rank in boxes {
             let gap = if line >= 10.0 && column >= 10.0 { 2.0 } else { 0.3 };
-            let y = top + (of_rank.rank / per_line) as f64 * line + gap / 2.0;
+            let number = rings.place(of_rank.rank) / per_line;
+            let y = top + number as f64 * line + gap / 2.0;
             let room = Area { x: x + gap / 2.0, y, width: column - gap, height: line - gap };
-            draw_box(svg, room, figures, step, of_rank, most);
+            draw_box(svg, room, rings, step, of_rank, most);
         }
     }
 }
 
 /// Explains the boxes of `per_line` ranks and `per_column` steps.
-fn explanation(figures: &Figures, per_line: usize, per_column: usize) -> String {
-    let idle = match figures.steps.len() - figures.busy_steps() {
+fn explanation(rings: &Rings, per_line: usize, per_column: usize) -> String {
+    let idle = match rings.steps.len() - rings.busy_steps {
         0 => String::new(),
         1 => "; the last step is empty".to_owned(),
         idle => format!("; the last {idle} steps are empty"),
@@ -121,14 +124,14 @@ fn explanation(figures: &Figures, per_line: usize, per_column: usize) -> String 
 /// Sums the boxes of `per_line` neighbouring ranks and `per_column` successive steps, by column. A
 /// sum has the first rank of its line, which determines its colour, and no text.
 fn in_groups(
-    steps: &[StepFigures],
+    rings: &Rings,
     per_line: usize,
     per_column: usize,
     lines: usize,
 ) -> Vec<Vec<StepOfRank>> {
     let column = |steps: &[StepFigures]| {
         let empty = |line| StepOfRank {
-            rank: line * per_line,
+            rank: rings.rank(line * per_line),
             owner: 0,
             rows: 0,
             pairs: 0,
@@ -136,21 +139,21 @@ fn in_groups(
         };
         let mut boxes: Vec<StepOfRank> = (0..lines).map(empty).collect();
         for of_rank in steps.iter().flat_map(|step| &step.ranks) {
-            if let Some(sum) = boxes.get_mut(of_rank.rank / per_line) {
+            if let Some(sum) = boxes.get_mut(rings.place(of_rank.rank) / per_line) {
                 sum.pairs += of_rank.pairs;
                 sum.rows += of_rank.rows;
             }
         }
         boxes
     };
-    steps.chunks(per_column).map(column).collect()
+    rings.steps[..rings.busy_steps].chunks(per_column).map(column).collect()
 }
 
 /// Draws one box into `room`, with the bar relative to `most` pairs.
 fn draw_box(
     svg: &mut Svg,
     room: Area,
-    figures: &Figures,
+    rings: &Rings,
     step: usize,
     of_rank: &StepOfRank,
     most: u128,
@@ -172,7 +175,7 @@ fn draw_box(
         let width = (bar.width * of_rank.pairs as f64 / most as f64).max(1.5);
         svg.rect(
             Area { width, ..bar },
-            &colour::of(of_rank.rank, figures.ranks, step, figures.busy_steps()),
+            &colour::of(rings.place(of_rank.rank), rings.places(), step, rings.busy_steps),
             1.0,
         );
     }

@@ -4,18 +4,21 @@ use super::{
     colour,
     svg::{Anchor, Area, Svg, at},
 };
-use crate::{plan::figures::Figures, report::bytes};
+use crate::{
+    plan::{frame::Frame, rings::Rings},
+    report::bytes,
+};
 
 /// The least distance of text lines, in pixels: of lower bars only some have a text.
 const READABLE: f64 = 15.0;
 
 /// Draws one bar for each rank into `area`.
-pub(super) fn draw(svg: &mut Svg, area: Area, figures: &Figures) {
+pub(super) fn draw(svg: &mut Svg, area: Area, rings: &Rings, frame: &Frame) {
     svg.heading(at(area.x, area.y + 14.0), 15.0, "Work of each rank");
-    let most = figures.work_max_over_mean;
-    let bars = &figures.drawn_ranks;
-    let sampled = if bars.len() < figures.ranks {
-        format!("; 1 of {} ranks", figures.ranks.div_ceil(bars.len().max(1)))
+    let most = frame.work_max_over_mean;
+    let bars = &frame.bars;
+    let sampled = if bars.len() < frame.ranks {
+        format!("; 1 of {} ranks", frame.ranks.div_ceil(bars.len().max(1)))
     } else {
         String::new()
     };
@@ -38,7 +41,7 @@ pub(super) fn draw(svg: &mut Svg, area: Area, figures: &Figures) {
             1.0,
         );
         let bar = Area { x: area.x + names, y: y + gap / 2.0, width: length, height: height - gap };
-        svg.rect(bar, &colour::of_rank(rank.rank, figures.ranks), 1.0);
+        svg.rect(bar, &colour::of_place(rings.place(rank.rank), rings.places()), 1.0);
         if line.is_multiple_of(every) {
             let baseline = y + height / 2.0 + 4.0;
             svg.text(
