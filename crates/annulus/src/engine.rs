@@ -456,8 +456,9 @@ fn choose<B: Backend>(
             of.all.get(of.chosen).map(|best| best.strategy)
         }
         None => {
-            let all = StrategyTraffic::of_fewest_bytes(spec, ranks, &traffic, &admits, &mut || ())?;
-            StrategyTraffic::cheapest(&all).ok().map(|best| best.strategy)
+            let (all, chosen) =
+                StrategyTraffic::of_fewest_bytes(spec, ranks, &traffic, &admits, &mut || ())?;
+            all.get(chosen).map(|best| best.strategy)
         }
     };
     Ok(strategy.map_or(Chosen::RING, |strategy| Chosen { strategy, route: strategy.route() }))

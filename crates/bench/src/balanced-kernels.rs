@@ -85,7 +85,7 @@ fn main() -> Result<()> {
         parsed.ok_or_else(|| Error::invalid("argument", given, want))?;
     }
     for seed in seed..seed + draws {
-        for (name, lens) in distributions(case.rows, seed) {
+        for (name, lens) in distributions(case.rows, seed, None) {
             case.measure(name, seed, &lens)?;
         }
     }

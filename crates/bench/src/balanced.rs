@@ -8,7 +8,8 @@
 //! Prints one JSON line per distribution of lengths and number of ranks, for `rows` rows (default:
 //! 2²⁰) of 32 heads of dim 128. `gflops` is the rate of a rank, from which the time of a forward
 //! and a backward pass is predicted; `seed` draws the lengths (default: 7), and `draws` is the
-//! number of seeds from it on (default: 1). `ranks` are the numbers of ranks, separated by commas
+//! number of seeds from it on (default: 1). `mean` is the mean length of documents, about, other
+//! than that of the distributions (of `one long` that of the short ones). `ranks` are the numbers of ranks, separated by commas
 //! (default: 8,16,64). `mask` is `causal` (the default) or `full`, both within
 //! documents. `tiles_of_one_rank` is the number of tiles with a visible pair on one rank, divided
 //! by that of all ranks, and `tiles_over_contiguous` the latter divided by that of contiguous
@@ -39,6 +40,7 @@ fn main() -> Result<()> {
     let mut rows = 1 << 20;
     let mut seed = 7;
     let mut draws = 1;
+    let mut mean = None;
     let mut causal = true;
     let mut ranks = vec![8, 16, 64];
     for given in std::env::args().skip(1) {
@@ -46,6 +48,7 @@ fn main() -> Result<()> {
             Some(("gflops", rate)) => rate.parse().map(|rate| gflops = rate).ok(),
             Some(("rows", number)) => number.parse().map(|number| rows = number).ok(),
             Some(("seed", number)) => number.parse().map(|number| seed = number).ok(),
+            Some(("mean", number)) => number.parse().map(|number| mean = Some(number)).ok(),
             Some(("draws", number)) => number.parse().map(|number| draws = number).ok(),
             Some(("ranks", list)) => {
                 let counts = list.split(',').map(str::parse);
@@ -57,11 +60,12 @@ fn main() -> Result<()> {
             }
             _ => None,
         };
-        let want = "gflops, rows, seed or draws = a number, ranks = numbers, mask = causal or full";
+        let want = "gflops, rows, seed, draws or mean = a number, ranks = numbers, mask = causal or \
+                    full";
         parsed.ok_or_else(|| Error::invalid("argument", given, want))?;
     }
     for seed in seed..seed + draws {
-        for (name, lens) in distributions(rows, seed) {
+        for (name, lens) in distributions(rows, seed, mean) {
             for &ranks in &ranks {
                 solver(name, &lens, ranks, gflops * 1e9, causal)?;
             }
@@ -142,7 +146,7 @@ fn solver(name: &str, lens: &[usize], ranks: usize, rate: f64, causal: bool) -> 
          \"sent_max_rank\":{most_sent},\"sent_bound\":{:.0},\"tiles_of_one_rank\":{filled:.4},\
          \"tiles_over_contiguous\":{over_contiguous:.4},\
          \"tiles_bound\":{bound:.4},\"tiles_max_over_mean\":{slowest:.4},\
-         \"seconds\":{seconds:.6},\"pass_seconds\":{pass:.2},\"share\":{:.6}}}",
+         \"seconds\":{seconds:.7},\"pass_seconds\":{pass:.6},\"share\":{:.6}}}",
         lens.len(),
         shards.q.iter().map(|shard| shard.rows.runs().len()).sum::<usize>(),
         fewest_sent(lens, ranks, causal),

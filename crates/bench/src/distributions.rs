@@ -2,20 +2,35 @@
 
 use annulus::Batch;
 
-/// Returns the lengths of documents of `rows` rows, by distribution.
-pub(crate) fn distributions(rows: usize, seed: u64) -> [(&'static str, Vec<usize>); 4] {
+/// Mean lengths of the distributions: exp(6.5 + 1.2² / 2), 64 · 1.2 / 0.2, and those of the two
+/// uniform ones. The long document of the last one does not count.
+const MEANS: [f64; 4] = [1366.5, 384.0, 0.8 * 250.0 + 0.2 * 4096.0, 250.0];
+
+/// Returns the lengths of documents of `rows` rows, by distribution; with `mean`, in a unit in
+/// which this is their mean before they are rounded to whole rows.
+pub(crate) fn distributions(
+    rows: usize,
+    seed: u64,
+    mean: Option<f64>,
+) -> [(&'static str, Vec<usize>); 4] {
     let normal = |uniform: &mut dyn FnMut() -> f64| {
         (-2.0 * (1.0 - uniform()).ln()).sqrt() * (std::f64::consts::TAU * uniform()).cos()
     };
+    let [units_log_normal, units_zipf, units_bimodal, units_short] =
+        MEANS.map(|of| mean.map_or(1.0, |mean| mean / of));
     let mut one_long = vec![rows / 3];
-    one_long.extend(documents(rows - rows / 3, seed, |uniform| 50.0 + 400.0 * uniform()));
+    one_long.extend(documents(rows - rows / 3, seed, |uniform| {
+        units_short * (50.0 + 400.0 * uniform())
+    }));
+    let log_normal = |uniform: &mut dyn FnMut() -> f64| (6.5 + 1.2 * normal(uniform)).exp();
+    let zipf = |uniform: &mut dyn FnMut() -> f64| 64.0 / (1.0 - uniform()).powf(1.0 / 1.2);
+    let bimodal = |uniform: &mut dyn FnMut() -> f64| {
+        if uniform() < 0.8 { 100.0 + 300.0 * uniform() } else { 4096.0 }
+    };
     [
-        ("log-normal", documents(rows, seed, |uniform| (6.5 + 1.2 * normal(uniform)).exp())),
-        ("Zipf", documents(rows, seed, |uniform| 64.0 / (1.0 - uniform()).powf(1.0 / 1.2))),
-        (
-            "bimodal",
-            documents(rows, seed, |u| if u() < 0.8 { 100.0 + 300.0 * u() } else { 4096.0 }),
-        ),
+        ("log-normal", documents(rows, seed, |uniform| units_log_normal * log_normal(uniform))),
+        ("Zipf", documents(rows, seed, |uniform| units_zipf * zipf(uniform))),
+        ("bimodal", documents(rows, seed, |uniform| units_bimodal * bimodal(uniform))),
         ("one long", one_long),
     ]
 }

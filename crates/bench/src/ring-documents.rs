@@ -58,7 +58,7 @@ fn main() -> Result<()> {
         let want = "rows, ranks, heads, d, rounds or seed = a positive number";
         parsed.ok_or_else(|| Error::invalid("argument", given, want))?;
     }
-    for (name, lens) in distributions(case.rows, seed) {
+    for (name, lens) in distributions(case.rows, seed, None) {
         case.measure(name, &lens)?;
     }
     Ok(())

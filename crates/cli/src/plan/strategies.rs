@@ -130,7 +130,7 @@ impl Strategies {
         }
         let options = requested.options(spec)?;
         let tick = &mut || ();
-        let Compared { all, predictions, fastest } =
+        let Compared { all, predictions, best } =
             match grid.filter(|_| ranks > MOST_STEPPED_RANKS && machine.is_none()) {
                 Some(grid) if grid.members() == 1 => return Ok(Self::default()),
                 Some(grid) => {
@@ -138,13 +138,10 @@ impl Strategies {
                 }
                 None => Compared::new(spec, ranks, &options, grid, machine)?,
             };
-        let chosen = match (grid, fastest) {
+        let chosen = match (grid, best) {
             (Some(grid), _) => position(&all, strategy, grid),
-            (None, Some(fastest)) => fastest,
-            (None, None) => {
-                let cheapest = StrategyTraffic::cheapest(&all)?;
-                position(&all, cheapest.strategy, cheapest.grid)
-            }
+            (None, Some(best)) => best,
+            (None, None) => StrategyTraffic::choose(&all, spec, &options, tick)?,
         };
         let balances = match requested.documents {
             Some(_) => {
@@ -189,13 +186,13 @@ struct Compared {
     all: Vec<StrategyTraffic>,
     /// Predictions in the same order; empty without a machine.
     predictions: Vec<Prediction>,
-    /// Index of the one to choose on a machine.
-    fastest: Option<usize>,
+    /// Index of the one to choose, if it was sought for.
+    best: Option<usize>,
 }
 
 impl Compared {
     const fn unpredicted(all: Vec<StrategyTraffic>) -> Self {
-        Self { all, predictions: Vec::new(), fastest: None }
+        Self { all, predictions: Vec::new(), best: None }
     }
 
     /// Computes all strategies or, for more than [`MOST_STEPPED_RANKS`] ranks, those of which no
@@ -212,20 +209,21 @@ impl Compared {
             let mut all = StrategyTraffic::of_all(spec, ranks, options, tick)?;
             all.extend(StrategyTraffic::of_routes(spec, ranks, options, tick)?);
             let choose = |machine: &Machine| machine.choose(&all, spec, options, &mut || ());
-            let (fastest, predictions) = machine.map(choose).transpose()?.unzip();
-            return Ok(Self { all, predictions: predictions.unwrap_or_default(), fastest });
+            let (best, predictions) = machine.map(choose).transpose()?.unzip();
+            return Ok(Self { all, predictions: predictions.unwrap_or_default(), best });
         }
         // a strategy that is given is predicted alone: others may take hours to execute
         let admits = |grid: &HeadGrid| given.is_none_or(|given| *grid == given);
         let Some(machine) = machine else {
-            let all = StrategyTraffic::of_fewest_bytes(spec, ranks, options, &admits, tick)?;
-            return Ok(Self::unpredicted(all));
+            let (all, best) =
+                StrategyTraffic::of_fewest_bytes(spec, ranks, options, &admits, tick)?;
+            return Ok(Self { best: Some(best), ..Self::unpredicted(all) });
         };
         let compared = machine.fastest(spec, ranks, options, &admits, tick)?;
         Ok(Self {
             all: compared.all,
             predictions: compared.predictions,
-            fastest: Some(compared.chosen),
+            best: Some(compared.chosen),
         })
     }
 }

@@ -16,6 +16,7 @@
 //! figures of all ranks and for the checker of schedules.
 
 mod attended;
+mod id_numbers;
 mod index;
 mod needs_index;
 mod position_set;
@@ -26,10 +27,11 @@ mod strided_rows;
 mod tests;
 
 pub(crate) use attended::ascending;
+pub(crate) use id_numbers::IdNumbers;
 pub(crate) use index::KeyIndex;
 pub use needs_index::NeedsIndex;
 pub(crate) use needs_index::{BatchNeeds, UserUnion};
-pub(crate) use strided_rows::{DistinctMasks, IdNumbers, SegmentNumbers, StridedRows, count_below};
+pub(crate) use strided_rows::{DistinctMasks, SegmentNumbers, StridedRows, count_below};
 
 use crate::{Mask, RingShards, RowSet};
 

@@ -1,12 +1,9 @@
 //! Shards divided into rows of one segment with evenly spaced positions, which the needs are
 //! computed from without a list of all rows.
 
-use std::{
-    collections::HashMap,
-    hash::{BuildHasherDefault, Hasher},
-    ops::Range,
-};
+use std::ops::Range;
 
+use super::id_numbers::IdNumbers;
 use crate::{Mask, RingShards, Run, Runs, Shard, mask::Query};
 
 /// Consecutive local rows of one segment whose row numbers and positions are arithmetic runs.
@@ -96,30 +93,6 @@ impl DistinctMasks {
     }
 }
 
-/// Numbers of segment ids.
-pub(crate) type IdNumbers = HashMap<i64, usize, BuildHasherDefault<IdHasher>>;
-
-/// Hash function of segment ids, which mostly are consecutive numbers: a multiplication, because a
-/// plan looks up thousands of them.
-#[derive(Default)]
-pub(crate) struct IdHasher(u64);
-
-impl Hasher for IdHasher {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        bytes.iter().for_each(|&byte| self.write_i64(byte.into()));
-    }
-
-    fn write_i64(&mut self, id: i64) {
-        // Fibonacci hashing; the table uses the high bits and the low bits
-        let product = (self.0 ^ id.cast_unsigned()).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-        self.0 = product ^ (product >> 32);
-    }
-}
-
 /// Dense numbers for the segment ids of one batch row. With one set of keys, only ids of keys have
 /// one, because queries of other ids attend to no key.
 pub(crate) struct SegmentNumbers {
@@ -132,12 +105,15 @@ impl SegmentNumbers {
         let ids = |shards: &[std::sync::Arc<Shard>]| {
             shards.iter().any(|shard| !shard.segments.is_empty())
         };
-        Self { of_id: (ids(&shards.q) && ids(&shards.kv)).then(IdNumbers::default) }
+        // ids of queries without keys have no number
+        let lists = || shards.kv.iter().flat_map(|shard| &shard.segments);
+        let numbers = || IdNumbers::of_lists(lists());
+        Self { of_id: (ids(&shards.q) && ids(&shards.kv)).then(numbers) }
     }
 
     /// Returns the number of segments in the key shards passed so far.
     pub(crate) fn len(&self) -> usize {
-        self.of_id.as_ref().map_or(1, HashMap::len)
+        self.of_id.as_ref().map_or(1, IdNumbers::len)
     }
 
     /// Returns the keys of `shard` that are not padding, and assigns numbers to their ids.
@@ -150,17 +126,14 @@ impl SegmentNumbers {
     pub(crate) fn numbered_rows(&mut self, shard: &Shard, batch: usize) -> Vec<StridedRows> {
         let of_id = &mut self.of_id;
         strided_rows(shard, batch, of_id.is_some(), |id| {
-            Some(of_id.as_mut().map_or(0, |of_id| {
-                let next = of_id.len();
-                *of_id.entry(id).or_insert(next)
-            }))
+            Some(of_id.as_mut().map_or(0, |of_id| of_id.number(id)))
         })
     }
 
     /// Returns the queries of `shard` for whose ids there are keys.
     pub(crate) fn query_rows(&self, shard: &Shard, batch: usize) -> Vec<StridedRows> {
         strided_rows(shard, batch, self.of_id.is_some(), |id| {
-            self.of_id.as_ref().map_or(Some(0), |of_id| of_id.get(&id).copied())
+            self.of_id.as_ref().map_or(Some(0), |of_id| of_id.get(id))
         })
     }
 }

@@ -60,8 +60,9 @@ use crate::{
     layout::check_ranks, memory,
 };
 
-/// Imbalance, of pairs and of rows, at which no shorter chunks are tried.
-const BALANCED: f64 = 1.02;
+/// Imbalance, of pairs and of rows, at which no shorter chunks are tried, and up to which a grid is
+/// chosen for documents.
+pub(crate) const BALANCED: f64 = 1.02;
 /// Imbalance up to which chunks are exchanged to send fewer rows: half of the tolerance, because
 /// the time of a pass is that of the busiest rank.
 const EXCHANGED: f64 = 1.01;

@@ -85,6 +85,7 @@ mod traffic;
 mod violation;
 mod work;
 
+pub(crate) use balanced::BALANCED;
 pub use choice::Choice;
 pub(crate) use column_work::ColumnQueries;
 pub use placement::{Order, Placement};

@@ -8,11 +8,12 @@
 //! ```
 //! A run has queries of one segment at evenly spaced positions. Pairs of a run of a mask with a
 //! [`Band`] have a closed form, so that `before` takes O(log runs) time. The pairs of other masks
-//! are counted query by query, once, and their sums are stored.
+//! are counted query by query, once, and their sums are stored. Where tiles are dealt, the sums
+//! before each tile are stored too: exchanges of whole tiles read them many times.
 
-use std::ops::Range;
+use std::{cell::OnceCell, ops::Range};
 
-use super::work::closed_form;
+use super::{tile_deal::TILE_ROWS, work::closed_form};
 use crate::{
     Mask, Result, RingShards, Spec, index,
     mask::Band,
@@ -26,6 +27,8 @@ pub(super) struct QueryWork {
     batches: Vec<BatchWork>,
     /// Heads and batch rows that each counted pair represents.
     repeats: u128,
+    /// [`QueryWork::before`] of the first row of each whole tile, and of the end of the last.
+    tiles: OnceCell<Vec<u128>>,
 }
 
 /// Pairs of one batch row.
@@ -78,11 +81,20 @@ impl QueryWork {
             }
             Ok(work)
         });
-        Ok(Self { batches: batches.collect::<Result<_>>()?, repeats: distinct.repeats().into() })
+        Ok(Self {
+            batches: batches.collect::<Result<_>>()?,
+            repeats: distinct.repeats().into(),
+            tiles: OnceCell::new(),
+        })
     }
 
     /// Returns the pairs of the queries of all rows before `row`.
     pub(super) fn before(&self, row: u64) -> u128 {
+        if row.is_multiple_of(TILE_ROWS)
+            && let Some(&sum) = self.tiles.get().and_then(|of| of.get(index(row / TILE_ROWS)))
+        {
+            return sum;
+        }
         let of = |batch: &BatchWork| {
             let after = batch.firsts.partition_point(|&first| first < row);
             batch.before(row, after)
@@ -103,6 +115,13 @@ impl QueryWork {
             }
         }
         sums
+    }
+
+    /// Returns [`QueryWork::before`] of the first row of each whole tile of `rows` rows, and of the
+    /// end of the last, and stores them.
+    pub(super) fn before_tiles(&self, rows: u64) -> &[u128] {
+        let edges = (0..=rows / TILE_ROWS).map(|tile| tile * TILE_ROWS);
+        self.tiles.get_or_init(|| self.before_each(edges))
     }
 
     /// Returns the pairs of the queries of some rows.
@@ -215,7 +234,11 @@ mod tests {
                 prop_assert_eq!(work.before(cut), want.of_rank(0), "{:?}", &spec.mask);
                 prop_assert_eq!(work.before(len as u64), want.total());
                 let each: Vec<u128> = (0..=len as u64).map(|row| work.before(row)).collect();
-                prop_assert_eq!(work.before_each(0..=len as u64), each);
+                prop_assert_eq!(work.before_each(0..=len as u64), each.clone());
+                // sums of tiles are the same when they are stored
+                let tiles: Vec<u128> = each.iter().copied().step_by(64).collect();
+                prop_assert_eq!(work.before_tiles(len as u64), tiles);
+                prop_assert!((0..=len as u64).all(|row| work.before(row) == each[row as usize]));
             }
         }
     }

@@ -240,14 +240,13 @@ impl ChunkSegments {
     /// Numbers the ids of the chunks that begin at `edges`. Rows of negative ids are padding, which
     /// is in no segment.
     fn new(ids: &Runs, edges: &[u64]) -> Self {
-        let mut numbers = IdNumbers::default();
+        let mut numbers = IdNumbers::of_lists(std::iter::once(ids));
         let mut entries: Vec<(usize, u64)> = Vec::with_capacity(ids.runs().len() + edges.len());
         let mut first = Vec::with_capacity(edges.len());
         first.push(0);
         let mut add = |entries: &mut Vec<(usize, u64)>, id: i64, rows: u64| {
             if id >= 0 {
-                let next = numbers.len();
-                entries.push((*numbers.entry(id).or_insert(next), rows));
+                entries.push((numbers.number(id), rows));
             }
         };
         let mut row = 0;

@@ -72,7 +72,7 @@ pub(super) struct TileDeal<'a> {
     shares: Shares,
     limits: Limits,
     /// Pairs of the queries before each whole tile, and of all of these tiles.
-    before: Vec<u128>,
+    before: &'a [u128],
     /// Whole tiles, those with the most pairs first.
     by_work: Vec<usize>,
     /// The part of `by_work` in which tiles may be left.
@@ -89,8 +89,7 @@ impl<'a> TileDeal<'a> {
     /// Deals tiles of `shares`, of which every rank gets at least one.
     pub(super) fn new(pairs: &'a QueryWork, shares: Shares, limits: Limits) -> Self {
         let tiles = index(shares.rows / TILE_ROWS);
-        let edges = (0..=tiles as u64).map(|tile| tile * TILE_ROWS);
-        let before = pairs.before_each(edges);
+        let before = pairs.before_tiles(shares.rows);
         let mut by_work: Vec<usize> = (0..tiles).collect();
         let work = |tile: usize| before[tile + 1] - before[tile];
         // of equal ones the last first, so that light rows are taken from the end

@@ -43,12 +43,6 @@ impl StrategyTraffic {
         options: &TrafficOptions<'_>,
         tick: &mut dyn FnMut(),
     ) -> Result<StrategyBalance> {
-        let work = estimated_work(self, spec, options, tick)?;
-        let max_over_mean = |of: &[u128]| {
-            let total: u128 = of.iter().sum();
-            let most = of.iter().copied().max().unwrap_or(0);
-            if total == 0 { 1.0 } else { most as f64 * of.len() as f64 / total as f64 }
-        };
         let rows = [(Side::Q, spec.dims.q_len), (Side::Kv, spec.dims.kv_len)].map(|(side, len)| {
             let ranks = self.ranks();
             let of_rank = |index| self.layout.of_ranks.shard(side, len, index, ranks).len().into();
@@ -56,10 +50,23 @@ impl StrategyTraffic {
         });
         let RingRows { sent, needed } = self.ring_rows;
         Ok(StrategyBalance {
-            work_max_over_mean: max_over_mean(&work),
+            work_max_over_mean: self.work_max_over_mean(spec, options, tick)?,
             rows_max_over_mean: rows[0].max(rows[1]),
             redundancy: if needed == 0 { 1.0 } else { sent as f64 / needed as f64 },
         })
+    }
+
+    /// Computes [`StrategyBalance::work_max_over_mean`], which needs no bytes of ranks.
+    ///
+    /// # Errors
+    /// As [`StrategyTraffic::of`].
+    pub(super) fn work_max_over_mean(
+        &self,
+        spec: &Spec,
+        options: &TrafficOptions<'_>,
+        tick: &mut dyn FnMut(),
+    ) -> Result<f64> {
+        Ok(max_over_mean(&estimated_work(self, spec, options, tick)?))
     }
 
     /// Counts the visible pairs that each rank computes, by ring index, as [`Work::of`] does.
@@ -79,6 +86,13 @@ impl StrategyTraffic {
     const fn ranks(&self) -> usize {
         self.grid.groups() * self.grid.members()
     }
+}
+
+/// Returns the largest number divided by the mean; 1 if all are 0.
+fn max_over_mean(of: &[u128]) -> f64 {
+    let total: u128 = of.iter().sum();
+    let most = of.iter().copied().max().unwrap_or(0);
+    if total == 0 { 1.0 } else { most as f64 * of.len() as f64 / total as f64 }
 }
 
 /// Estimates the work of each rank, by ring index. The queries of a group are read once for all key

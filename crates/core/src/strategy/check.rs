@@ -13,7 +13,7 @@
 //!
 //! Results return by the same segments of rows: those of a query by one from each column.
 
-use super::{GroupLayout, HeadGrid, StrategyTraffic, TrafficOptions, backward_mode};
+use super::{GroupLayout, HeadGrid, RowSegment, StrategyTraffic, TrafficOptions, backward_mode};
 use crate::{
     BackwardMode, Dims, Error, NeedsIndex, Result, Route, Schedule, Side, Spec, schedule::Violation,
 };
@@ -166,7 +166,8 @@ impl GroupLayout {
         check_heads(dims, grid)?;
         for (side, len) in [(Side::Q, dims.q_len), (Side::Kv, dims.kv_len)] {
             self.check_owners(grid, side, len)?;
-            check_pairs(grid, side)?;
+            check_pairs(side, grid.members(), &|a, b| grid.shares(side, a, b))?;
+            let segments = |ring_index| self.segments(grid, side, len, ring_index);
             for group in 0..grid.groups() {
                 // the members of a column have the same rows, and mostly all columns have the same
                 // queries
@@ -176,7 +177,7 @@ impl GroupLayout {
                 };
                 for column in 0..grid.columns() {
                     if side == Side::Kv || column == 0 || rows(column) != rows(0) {
-                        self.check_arrivals(grid, (side, len), group, column)?;
+                        self.check_arrivals(grid, (side, len), group, column, &segments)?;
                     }
                 }
             }
@@ -207,13 +208,15 @@ impl GroupLayout {
         }
     }
 
-    /// Checks the rows that the first member of a column receives.
+    /// Checks the rows that the first member of a column receives: those of the `segments` of each
+    /// ring index.
     fn check_arrivals(
         &self,
         grid: &HeadGrid,
         (side, len): (Side, usize),
         group: usize,
         column: usize,
+        segments: &dyn Fn(usize) -> Vec<RowSegment>,
     ) -> std::result::Result<(), GridViolation> {
         let ranks = grid.groups() * grid.members();
         let member = grid.of_column(column).start;
@@ -222,7 +225,7 @@ impl GroupLayout {
         for from in (0..grid.members()).filter(|&from| grid.shares(side, member, from)) {
             let ring_index = grid.ring_index(group, from);
             let shard = self.of_ranks.shard(side, len, ring_index, ranks);
-            let segments = self.segments(grid, side, len, ring_index);
+            let segments = segments(ring_index);
             let count = segments.iter().map(|segment| segment.count as u64).sum();
             if count != shard.len() {
                 let rows = shard.len();
@@ -279,11 +282,16 @@ fn check_heads(dims: &Dims, grid: &HeadGrid) -> std::result::Result<(), GridViol
     Ok(())
 }
 
-/// Checks that two members agree on the messages between them.
-fn check_pairs(grid: &HeadGrid, side: Side) -> std::result::Result<(), GridViolation> {
-    for member in 0..grid.members() {
+/// Checks that two members agree on the messages between them. `shares(a, b)` is true if `a`
+/// expects one from `b`.
+fn check_pairs(
+    side: Side,
+    members: usize,
+    shares: &dyn Fn(usize, usize) -> bool,
+) -> std::result::Result<(), GridViolation> {
+    for member in 0..members {
         for other in 0..member {
-            if grid.shares(side, member, other) != grid.shares(side, other, member) {
+            if shares(member, other) != shares(other, member) {
                 return Err(GridViolation::Unpaired { side, members: [other, member] });
             }
         }
@@ -434,5 +442,39 @@ mod tests {
         let other = Dims::new(1, 240, 12, 4).kv_heads(6);
         let found = violation(&other, |_| ());
         assert!(matches!(found, GridViolation::Head { .. }), "{found}");
+    }
+
+    /// No layout causes these violations: both would be errors of [`GroupLayout::segments`] and
+    /// [`HeadGrid::shares`], which the checks read.
+    #[test]
+    fn wrong_messages_are_found() {
+        let spec = spec(240, true);
+        let grid = HeadGrid::with_columns(&spec.dims, 12, 3, 2).unwrap();
+        let layout = GroupLayout::choose(&spec, &grid, Some(&uneven(240)), None, &mut || ());
+        for side in [Side::Q, Side::Kv] {
+            // a message of member 2 has a row more, or lacks a segment
+            let found = |change: &dyn Fn(&mut Vec<RowSegment>)| {
+                let segments = |ring_index| {
+                    let mut segments = layout.segments(&grid, side, 240, ring_index);
+                    if ring_index == grid.ring_index(1, 2) {
+                        change(&mut segments);
+                    }
+                    segments
+                };
+                layout.check_arrivals(&grid, (side, 240), 1, 0, &segments)
+            };
+            found(&|_| ()).unwrap();
+            let longer = found(&|segments| segments[1].count += 1).unwrap_err();
+            let count =
+                |segments| GridViolation::Count { side, group: 1, from: 2, segments, rows: 20 };
+            assert_eq!(longer, count(21));
+            assert_eq!(found(&|segments| segments.truncate(1)).unwrap_err(), count(10));
+            // one of two members of a column does not expect the rows of the other
+            let shares = |a, b| grid.shares(side, a, b);
+            check_pairs(side, grid.members(), &shares).unwrap();
+            let one_way = |a, b| shares(a, b) && (a, b) != (2, 1);
+            let violation = check_pairs(side, grid.members(), &one_way).unwrap_err();
+            assert_eq!(violation, GridViolation::Unpaired { side, members: [1, 2] });
+        }
     }
 }

@@ -25,6 +25,7 @@
 mod balance;
 mod bound;
 mod check;
+mod choice;
 mod exchange;
 mod group_layout;
 mod head_grid;
@@ -99,6 +100,10 @@ pub enum Strategy {
     /// and, if the plan has one, a backward pass. On a machine also [`Strategy::AllGather`] and
     /// [`Strategy::OncePerNode`]. Ties are broken in favour of fewer key columns, then of fewer
     /// parts of the heads.
+    ///
+    /// The predicted time is that of the busiest rank. Bytes do not count its work: for documents,
+    /// a grid is not chosen by its bytes if its busiest rank has more than 1.02 times the mean of
+    /// the visible pairs, and more than that of the ring.
     ///
     /// [`Machine::choose`]: crate::Machine::choose
     Auto,

@@ -1,9 +1,9 @@
-//! Bytes that every rank sends under a strategy, and the choice of the fewest.
+//! Bytes that every rank sends under a strategy.
 
 use std::{borrow::Cow, num::NonZeroUsize};
 
 use super::{
-    Bounds, ExchangeFields, GroupLayout, HeadGrid, Strategy, best_first, exchange::backward_mode,
+    ExchangeFields, GroupLayout, HeadGrid, Strategy, exchange::backward_mode,
     group_layout::in_few_runs, memory,
 };
 use crate::{
@@ -246,45 +246,6 @@ impl StrategyTraffic {
             .into_iter()
             .map(|grid| Self::of(spec, grid, options, tick))
             .collect()
-    }
-
-    /// Returns the traffic of grids of which one sends the fewest bytes of all that
-    /// [`StrategyTraffic::of_all`] returns and `admits` accepts; in its order. Grids of which a
-    /// lower bound already exceeds the fewest bytes are left out: the time is that of a few.
-    ///
-    /// # Errors
-    /// As [`StrategyTraffic::of`].
-    pub fn of_fewest_bytes(
-        spec: &Spec,
-        ranks: usize,
-        options: &TrafficOptions<'_>,
-        admits: &dyn Fn(&HeadGrid) -> bool,
-        tick: &mut dyn FnMut(),
-    ) -> Result<Vec<Self>> {
-        let mut grids = HeadGrid::candidates(spec, ranks, options.backward);
-        grids.retain(admits);
-        let bounds = Bounds::new(spec, ranks, options);
-        let bounds: Vec<u128> = grids.iter().map(|grid| bounds.bytes(grid)).collect();
-        let mut all: Vec<Option<Self>> = grids.iter().map(|_| None).collect();
-        best_first(&bounds, |index| {
-            let traffic = Self::of(spec, grids[index], options, tick)?;
-            let total = traffic.total();
-            all[index] = Some(traffic);
-            Ok(Some(total))
-        })?;
-        Ok(all.into_iter().flatten().collect())
-    }
-
-    /// Returns the ring or grid that sends the fewest bytes in all passes, of ties the first. Rings
-    /// on a route of their own differ in time, not in the bytes that are needed.
-    ///
-    /// # Errors
-    /// [`crate::Error::InvalidArgument`] if there is none: the number of ranks is 0.
-    pub fn cheapest(all: &[Self]) -> Result<&Self> {
-        all.iter()
-            .filter(|traffic| traffic.strategy.route().is_none())
-            .min_by_key(|traffic| traffic.total())
-            .ok_or_else(|| crate::Error::invalid("ranks", 0, "at least 1"))
     }
 
     /// Returns the bytes that all ranks send in all passes.
