@@ -1,3 +1,8 @@
+use std::{
+    num::NonZero,
+    sync::atomic::{AtomicUsize, Ordering},
+};
+
 use naga::{
     back::{hlsl, msl, spv},
     front::wgsl,
@@ -149,45 +154,62 @@ fn translate_for_metal(
 fn every_variant_is_valid_and_can_be_translated() {
     // identical texts are checked once
     let mut texts = std::collections::HashSet::new();
+    let mut distinct = Vec::new();
     for variant in all_variants() {
         let Source { wgsl, bindings, .. } = variant.source();
         assert!(bindings.len() <= 8, "{variant:?} has more bindings than every device allows");
-        if !texts.insert(wgsl.clone()) {
-            continue;
+        if texts.insert(wgsl.clone()) {
+            distinct.push((variant, wgsl));
         }
-        let module = wgsl::parse_str(&wgsl)
-            .unwrap_or_else(|error| panic!("{variant:?}: {}", error.emit_to_string(&wgsl)));
-        let mut capabilities = Capabilities::SUBGROUP
-            | Capabilities::SUBGROUP_BARRIER
-            | Capabilities::SHADER_INT64
-            | Capabilities::SHADER_FLOAT16_IN_FLOAT32;
-        let matrices = wgsl.starts_with("enable");
-        if matrices {
-            capabilities |= Capabilities::SHADER_FLOAT16 | Capabilities::COOPERATIVE_MATRIX;
-        }
-        let mut validator = Validator::new(ValidationFlags::all(), capabilities);
-        let info = validator
-            .validate(&module)
-            .unwrap_or_else(|error| panic!("{variant:?}: {}", error.emit_to_string(&wgsl)));
-        translate(&module, &info, matrices).unwrap_or_else(|error| panic!("{variant:?}: {error}"));
-        let sizes: Vec<u32> = module
-            .global_variables
-            .iter()
-            .filter(|(_, variable)| variable.space == naga::AddressSpace::WorkGroup)
-            .map(|(_, variable)| module.types[variable.ty].inner.size(module.to_ctx()))
-            .collect();
-        // matrices are loaded at multiples of 16 bytes, in whichever order variables are placed
-        let are_aligned = sizes.iter().all(|bytes| bytes % 16 == 0);
-        assert!(are_aligned || !matrices, "{variant:?}: workgroup memory of {sizes:?} bytes");
-        let shared: u32 = sizes.iter().sum();
-        let tall = match variant {
-            Variant::Forward(TileVariant { tall, .. }) => tall,
-            _ => None,
-        };
-        let most = tall.map_or(16 << 10, TallTile::memory_bytes);
-        assert!(shared as usize <= most, "{variant:?} uses {shared} bytes of workgroup memory");
     }
-    assert!(texts.len() > 100, "{} texts", texts.len());
+    assert!(distinct.len() > 100, "{} texts", distinct.len());
+    let next = AtomicUsize::new(0);
+    let work = || {
+        while let Some((variant, wgsl)) = distinct.get(next.fetch_add(1, Ordering::Relaxed)) {
+            check_text(*variant, wgsl);
+        }
+    };
+    // a panic of a thread is one of the scope
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, NonZero::get) {
+            scope.spawn(work);
+        }
+    });
+}
+
+/// Checks that a kernel's text is valid and can be translated, and its workgroup memory.
+fn check_text(variant: Variant, wgsl: &str) {
+    let module = wgsl::parse_str(wgsl)
+        .unwrap_or_else(|error| panic!("{variant:?}: {}", error.emit_to_string(wgsl)));
+    let mut capabilities = Capabilities::SUBGROUP
+        | Capabilities::SUBGROUP_BARRIER
+        | Capabilities::SHADER_INT64
+        | Capabilities::SHADER_FLOAT16_IN_FLOAT32;
+    let matrices = wgsl.starts_with("enable");
+    if matrices {
+        capabilities |= Capabilities::SHADER_FLOAT16 | Capabilities::COOPERATIVE_MATRIX;
+    }
+    let mut validator = Validator::new(ValidationFlags::all(), capabilities);
+    let info = validator
+        .validate(&module)
+        .unwrap_or_else(|error| panic!("{variant:?}: {}", error.emit_to_string(wgsl)));
+    translate(&module, &info, matrices).unwrap_or_else(|error| panic!("{variant:?}: {error}"));
+    let sizes: Vec<u32> = module
+        .global_variables
+        .iter()
+        .filter(|(_, variable)| variable.space == naga::AddressSpace::WorkGroup)
+        .map(|(_, variable)| module.types[variable.ty].inner.size(module.to_ctx()))
+        .collect();
+    // matrices are loaded at multiples of 16 bytes, in whichever order variables are placed
+    let are_aligned = sizes.iter().all(|bytes| bytes % 16 == 0);
+    assert!(are_aligned || !matrices, "{variant:?}: workgroup memory of {sizes:?} bytes");
+    let shared: u32 = sizes.iter().sum();
+    let tall = match variant {
+        Variant::Forward(TileVariant { tall, .. }) => tall,
+        _ => None,
+    };
+    let most = tall.map_or(16 << 10, TallTile::memory_bytes);
+    assert!(shared as usize <= most, "{variant:?} uses {shared} bytes of workgroup memory");
 }
 
 #[test]
