@@ -580,3 +580,30 @@ fn the_picture_of_a_grid_has_the_bytes_and_the_exchanges_of_all_ranks() {
     let (svg, figures) = of("ring");
     assert!(figures.get("passes").is_none() && !svg.contains("Exchanges"));
 }
+
+#[test]
+fn the_picture_of_a_grid_has_the_rings_of_all_key_columns() {
+    let folder = Folder::new("plan_columns");
+    let of = |strategy: &str| {
+        let flags = "plan --q-len 96 --ranks 8 --heads 4 --head-dim 8 --svg p.svg --strategy";
+        folder.succeed(&format!("{flags} {strategy}"));
+        std::fs::read_to_string(folder.path("p.svg")).unwrap()
+    };
+    let has = |svg: &str, text: &str| svg.contains(&format!(">{text}</text>"));
+    // each column has a ring of its own: rank r sends to the rank of its column in the other group
+    let svg = of("grid:2x4");
+    for rank in 0..8 {
+        let sent = format!("→ {}: 768 B", (rank + 4) % 8);
+        assert!(has(&svg, &format!("rank {rank}")) && has(&svg, &sent), "{rank}: {svg}");
+    }
+    // queries belong to a group, keys to a rank
+    assert!(has(&svg, "0–3") && has(&svg, "4–7") && has(&svg, "5"), "{svg}");
+    // of two ranks with different heads, one has steps, both have work
+    let svg = of("grid:2x2x2");
+    let steps = &svg[svg.find("Step by step").unwrap()..];
+    for rank in 0..8 {
+        assert_eq!(has(steps, &format!("rank {rank}")), rank % 2 == 0, "{rank}: {steps}");
+        assert!(has(&svg, &format!("rank {rank}")), "{rank}: {svg}");
+    }
+    assert!(has(steps, "→ 6: 768 B") && has(&svg, "2–3") && has(&svg, "4–7"), "{svg}");
+}
