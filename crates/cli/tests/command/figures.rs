@@ -593,7 +593,7 @@ fn the_picture_of_a_grid_has_the_rings_of_all_key_columns() {
     // each column has a ring of its own: rank r sends to the rank of its column in the other group
     let svg = of("grid:2x4");
     for rank in 0..8 {
-        let sent = format!("→ {}: 768 B", (rank + 4) % 8);
+        let sent = format!("→ {}: 3.00 KiB", (rank + 4) % 8);
         assert!(has(&svg, &format!("rank {rank}")) && has(&svg, &sent), "{rank}: {svg}");
     }
     // queries belong to a group, keys to a rank
@@ -605,5 +605,5 @@ fn the_picture_of_a_grid_has_the_rings_of_all_key_columns() {
         assert_eq!(has(steps, &format!("rank {rank}")), rank % 2 == 0, "{rank}: {steps}");
         assert!(has(&svg, &format!("rank {rank}")), "{rank}: {svg}");
     }
-    assert!(has(steps, "→ 6: 768 B") && has(&svg, "2–3") && has(&svg, "4–7"), "{svg}");
+    assert!(has(steps, "→ 6: 3.00 KiB") && has(&svg, "2–3") && has(&svg, "4–7"), "{svg}");
 }
