@@ -2,7 +2,7 @@
 //! heads.
 //!
 //! ```text
-//! place  of a rank with the first heads among all of these: group · key columns + column
+//! place  number of a rank among those with the first heads: group · key columns + column
 //! rank   place · parts of the heads; the ranks up to that of the next place have the same rows
 //! ```
 
@@ -77,7 +77,8 @@ impl Rings {
         }
     }
 
-    /// Adds the rings of the further key columns of a grid to that of the first.
+    /// Adds the rings of the further key columns of a grid to that of the first, as
+    /// [`Rings::new`].
     fn of_grid(
         self,
         spec: &Spec,
