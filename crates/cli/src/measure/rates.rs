@@ -1,7 +1,10 @@
 //! Compute rates: passes of one rank and tokens of its KV cache without messages, while all ranks
 //! compute.
 
-use std::time::{Duration, Instant};
+use std::{
+    array::from_fn,
+    time::{Duration, Instant},
+};
 
 use annulus::{Attention, CacheShape, Plan, Tensors};
 use annulus_comm::{heads_ring, threads::ring};
@@ -23,11 +26,13 @@ const LEAST_LEN: usize = 512;
 const MOST_LEN: usize = 8192;
 /// Time of a forward pass beside which its prologue and epilogue are short.
 const LEAST_TIME: Duration = Duration::from_millis(20);
-/// Time after which no further round starts. Ranks that share cores change places on them within
-/// some 100 ms.
-const BUDGET: Duration = Duration::from_secs(1);
+/// Time after which no further round starts, so that all ranks compute for as long.
+const BUDGET: Duration = Duration::from_millis(1250);
 const LEAST_ROUNDS: usize = 3;
-const MOST_ROUNDS: usize = 31;
+/// Least seconds of a batch of rounds, of which the mean counts. Ranks that share cores change
+/// places on them within some 100 ms: most shorter rounds can have a core alone, and few wait for
+/// all the others.
+const BATCH: f64 = 0.25;
 /// Bytes of cached keys and values that are appended at once, and their number: 64 MiB, which no
 /// processor cache of a rank holds.
 const CHUNK_BYTES: usize = 4 << 20;
@@ -56,10 +61,7 @@ pub(super) fn measure<T: Element>(
             backend.plan(threads, Endpoint::Thread(Box::new(alone)), attention, dims)
         })
     })?;
-    let own = [0, 1].map(|pass| median(own.iter().map(|rates| rates[pass]).collect()));
-    let all = job.all_gather_numbers(&own)?;
-    let [forward, backward] =
-        [0, 1].map(|pass| median(all.iter().map(|rates| rates[pass]).collect()));
+    let [forward, backward] = mean_of_ranks(job, &own)?;
     let token = Some(token::<T>(job, backend, threads, head_dim)?);
     Ok(ComputeRate { dtype: T::DTYPE, head_dim, forward, backward, token })
 }
@@ -75,10 +77,10 @@ pub(super) fn merge_bandwidth(job: &mut Job, head_dims: &[usize]) -> Outcome<f64
     let own_ranks = if job.is_mpi() { 1 } else { job.ranks() };
     let own = job.run_local_phase(0..own_ranks, |_, _| {
         let mut rates = head_dims.iter().map(|&head_dim| heads_ring::merge_bandwidth(head_dim));
-        rates.try_fold(f64::INFINITY, |least, rate| Ok(least.min(rate?)))
+        rates.try_fold([f64::INFINITY], |[least], rate| Ok([least.min(rate?)]))
     })?;
-    let all = job.all_gather_numbers(&[median(own)])?;
-    Ok(median(all.iter().map(|rates| rates[0]).collect()))
+    let [bandwidth] = mean_of_ranks(job, &own)?;
+    Ok(bandwidth)
 }
 
 /// Measures a token of a KV cache of one rank that no processor cache holds, while all ranks read
@@ -111,29 +113,77 @@ fn token<T: Element>(
             Ok((cache, tensor::<T>(1, heads, head_dim)))
         };
         let mut caches = [cache(HEADS)?, cache(HEADS * GROUP)?];
-        let mut times = [vec![], vec![]];
-        let mut begin = Instant::now();
-        // each cache in turn, so that neither is in a processor cache; the first round warms up
-        for round in 0..=MOST_ROUNDS {
-            if round > LEAST_ROUNDS && begin.elapsed() >= BUDGET {
-                break;
-            }
-            for ((cache, token), times) in caches.iter_mut().zip(&mut times) {
+        // each cache in turn, so that neither is in a processor cache
+        let mut round = || {
+            let mut times = [Duration::ZERO; 2];
+            for ((cache, token), time) in caches.iter_mut().zip(&mut times) {
                 let start = Instant::now();
                 cache.attend(token.view(), None)?;
-                times.push(start.elapsed().as_secs_f64());
+                *time = start.elapsed();
             }
-            if round == 0 {
-                times.iter_mut().for_each(Vec::clear);
-                begin = Instant::now();
-            }
-        }
-        Ok(times.map(median))
+            Ok(times)
+        };
+        round()?;
+        // as rates, whose mean over the ranks is taken
+        Ok(seconds_of(round)?.map(|seconds| 1.0 / seconds))
     })?;
-    let own = [0, 1].map(|group| median(own.iter().map(|times| times[group]).collect()));
-    let all = job.all_gather_numbers(&own)?;
-    let seconds = [0, 1].map(|group| median(all.iter().map(|times| times[group]).collect()));
+    let seconds = mean_of_ranks(job, &own)?.map(|rate| 1.0 / rate);
     Ok(token_rate(CHUNKS * rows, head_dim, row_bytes, seconds))
+}
+
+/// Returns the means over all ranks of the figures of the ranks of this process. Of ranks that
+/// share cores some can have a core alone and others a third of one, but all together have these
+/// cores.
+///
+/// # Ordering
+/// Collective over the processes, which have as many ranks each.
+/// # Errors
+/// Those of the job.
+fn mean_of_ranks<const N: usize>(job: &mut Job, own: &[[f64; N]]) -> Outcome<[f64; N]> {
+    fn mean(numbers: impl ExactSizeIterator<Item = f64>) -> f64 {
+        let count = numbers.len().max(1) as f64;
+        numbers.sum::<f64>() / count
+    }
+    let own: [f64; N] = from_fn(|figure| mean(own.iter().map(|of_rank| of_rank[figure])));
+    let all = job.all_gather_numbers(&own)?;
+    Ok(from_fn(|figure| mean(all.iter().map(|of_process| of_process[figure]))))
+}
+
+/// Returns the seconds of each part of a round, of rounds one after another for [`BUDGET`].
+///
+/// # Errors
+/// Those of `round`.
+fn seconds_of<const N: usize>(
+    mut round: impl FnMut() -> Result<[Duration; N]>,
+) -> Result<[f64; N]> {
+    let begin = Instant::now();
+    let mut rounds = Vec::new();
+    while rounds.len() < LEAST_ROUNDS || begin.elapsed() < BUDGET {
+        rounds.push(round()?.map(|time| time.as_secs_f64()));
+    }
+    Ok(median_of_batches(&rounds))
+}
+
+/// Returns for each part of the rounds the median over batches of its mean seconds. A batch has
+/// consecutive rounds of at least [`BATCH`]; rounds left over at the end count only if there is no
+/// batch.
+fn median_of_batches<const N: usize>(rounds: &[[f64; N]]) -> [f64; N] {
+    let mean = |batch: &[[f64; N]]| -> [f64; N] {
+        from_fn(|part| batch.iter().map(|times| times[part]).sum::<f64>() / batch.len() as f64)
+    };
+    let mut batches = Vec::new();
+    let (mut first, mut seconds) = (0, 0.0);
+    for (index, times) in rounds.iter().enumerate() {
+        seconds += times.iter().sum::<f64>();
+        if seconds >= BATCH {
+            batches.push(mean(&rounds[first..=index]));
+            (first, seconds) = (index + 1, 0.0);
+        }
+    }
+    if batches.is_empty() {
+        batches.push(mean(rounds));
+    }
+    from_fn(|part| median(batches.iter().map(|means| means[part]).collect()))
 }
 
 /// Returns the rates of a token over `rows` rows of `row_bytes` bytes that takes these seconds with
@@ -162,18 +212,10 @@ fn rates_of_rank<T: Element>(
             len *= 2;
             continue;
         }
-        let begin = Instant::now();
-        let mut rounds = Vec::new();
-        while rounds.len() < LEAST_ROUNDS
-            || (begin.elapsed() < BUDGET && rounds.len() < MOST_ROUNDS)
-        {
-            rounds.push(round(&mut plan, &x)?);
-        }
+        let [forward, backward] = seconds_of(|| round(&mut plan, &x))?;
         // 2 products of a forward pass, 5 of a backward pass
         let product = 2.0 * (len * len * HEADS * head_dim) as f64;
-        let seconds =
-            |pass: usize| median(rounds.iter().map(|times| times[pass].as_secs_f64()).collect());
-        return Ok([2.0 * product / seconds(0), 5.0 * product / seconds(1)]);
+        return Ok([2.0 * product / forward, 5.0 * product / backward]);
     }
 }
 
@@ -199,6 +241,29 @@ pub(super) fn round<T: Element>(plan: &mut Plan, x: &Array4<T>) -> Result<[Durat
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rounds_of_ranks_in_turns_count_with_their_waits() {
+        // a rank with half of a core: 10 rounds of 2 + 8 ms alone, then one that waits for 100 ms
+        let alone = [0.002, 0.008];
+        let mut rounds = Vec::new();
+        for _ in 0..24 {
+            rounds.extend([alone; 9]);
+            rounds.push([0.102, 0.008]);
+        }
+        let [forward, backward] = median_of_batches(&rounds);
+        assert!((0.008..0.016).contains(&forward), "{forward}");
+        assert!((backward - 0.008).abs() < 1e-12, "{backward}");
+        // one stall does not count: it is in one batch of several
+        let exact = [1.0 / 512.0, 1.0 / 128.0];
+        let mut stalled = vec![exact; 125];
+        stalled[60] = [0.5, 0.9];
+        assert_eq!(median_of_batches(&stalled), exact);
+        // fewer rounds than fill a batch
+        assert_eq!(median_of_batches(&[[0.125], [0.0625]]), [0.09375]);
+        // rounds left over do not count
+        assert_eq!(median_of_batches(&[[0.25], [0.25], [0.25], [0.0]]), [0.25]);
+    }
 
     #[test]
     fn further_heads_take_the_rest_of_the_time() {

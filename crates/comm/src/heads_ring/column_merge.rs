@@ -250,8 +250,8 @@ impl Statistics {
     }
 }
 
-/// Time of the rounds of [`merge_bandwidth`].
-const BUDGET: Duration = Duration::from_millis(100);
+/// Time of the merges of [`merge_bandwidth`]: several turns of ranks that share a core.
+const BUDGET: Duration = Duration::from_millis(300);
 
 /// Measures the bytes per second of partial results of `head_dim` that a rank merges, as
 /// [`annulus_core::Machine::merge_bandwidth`] defines them: parts of 4 MiB in f32, the accumulator
@@ -266,16 +266,14 @@ pub fn merge_bandwidth(head_dim: usize) -> Result<f64> {
     let shape = [1, (PART_BYTES / row).max(1), HEADS, head_dim];
     let part = memory::filled("partial results", shape[1] * row, 0u8)?;
     let mut merge = ColumnMerge::new(shape, true)?;
-    let mut seconds = Vec::new();
+    merge.add(DType::F32, 0..HEADS, &part)?;
     let begin = Instant::now();
-    while seconds.len() < 3 || begin.elapsed() < BUDGET {
-        let of_part = Instant::now();
+    let mut bytes = 0.0;
+    while begin.elapsed() < BUDGET {
         merge.add(DType::F32, 0..HEADS, &part)?;
-        seconds.push(of_part.elapsed().as_secs_f64());
+        bytes += part.len() as f64;
     }
-    seconds.sort_unstable_by(f64::total_cmp);
-    let median = seconds[seconds.len() / 2];
-    Ok(part.len() as f64 / median.max(f64::MIN_POSITIVE))
+    Ok(bytes / begin.elapsed().as_secs_f64())
 }
 
 #[cfg(test)]
