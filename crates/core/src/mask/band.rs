@@ -207,9 +207,34 @@ impl Band {
     }
 }
 
+/// Bound of numbers whose sums [`sum_clamped`] computes in 64 bits: a product of two is at most
+/// 2⁶⁰, of which three are added.
+const SMALL: i64 = 1 << 30;
+
 /// Sums the numbers of an ascending run, each plus `offset` and clamped to
 /// `bounds.start..=bounds.end`.
 fn sum_clamped(run: &Run, offset: i128, bounds: &Range<i128>) -> i128 {
+    let is_small = |number: i64| (-SMALL..=SMALL).contains(&number);
+    let small = |number: i128| i64::try_from(number).ok().filter(|&number| is_small(number));
+    let count = i64::try_from(run.count).ok().filter(|&count| is_small(count));
+    if let (1, Some(first), Some(count), Some(start), Some(end)) = (
+        run.step,
+        small(i128::from(run.start) + offset),
+        count,
+        small(bounds.start),
+        small(bounds.end),
+    ) {
+        // rows of a packed document: a few operations, where 128 bits take several times as many
+        let low = (start - first).clamp(0, count);
+        let high = (end - first).clamp(low, count);
+        let between = (high - low) * first + (high - low) * (low + high - 1) / 2;
+        return (low * start + between + (count - high) * end).into();
+    }
+    sum_clamped_in_128_bits(run, offset, bounds)
+}
+
+/// As [`sum_clamped`], of any numbers.
+fn sum_clamped_in_128_bits(run: &Run, offset: i128, bounds: &Range<i128>) -> i128 {
     let first = i128::from(run.start) + offset;
     let count = i128::from(run.count);
     let step = i128::from(run.step);

@@ -1,6 +1,6 @@
 //! Packed sequences (`cum_seqlens`): the sequence of each row, and its position in that sequence.
 
-use crate::{Batch, Run, Runs, Side};
+use crate::{Batch, Run, Runs, Side, index};
 
 /// Number of sequences that are compared one by one before a binary search: consecutive rows mostly
 /// lie in the same sequence or in one shortly after it.
@@ -37,7 +37,11 @@ impl<'a> PackedSequences<'a> {
 
     /// Divides rows at the ends of sequences.
     pub(super) fn divide(&self, rows: &Runs) -> Vec<SequenceRun> {
-        let mut parts = Vec::new();
+        // as if all sequences were of the same length
+        let mean =
+            self.starts.last().map_or(0, |end| end.unsigned_abs()) / self.starts.len() as u64;
+        let parts = rows.len() / mean.max(1) + 2 * rows.runs().len() as u64;
+        let mut parts = Vec::with_capacity(index(parts).min(self.starts.len()));
         for run in rows.runs() {
             let mut done = 0;
             // index of the sequence after that of the latest row
