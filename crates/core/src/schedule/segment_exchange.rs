@@ -125,11 +125,10 @@ impl<'a> SegmentExchange<'a> {
                 let mut best = Exchange { change: 0, chunks: two };
                 for side in [1, 0] {
                     let (moved, to) = (two[side], owners[1 - side]);
-                    let limits = [(self.work, most_work, 0), (&self.rows, most_rows, 1)];
-                    let [work, rows] = limits.map(|(of, most, figure)| {
-                        let [from, to] = [owners[side], to].map(|rank| sums[rank][figure]);
-                        partners(of[moved], from, to, most)
-                    });
+                    let [from_work, from_rows] = sums[owners[side]];
+                    let [to_work, to_rows] = sums[to];
+                    let work = partners(self.work[moved], from_work, to_work, most_work);
+                    let rows = partners(self.rows[moved], from_rows, to_rows, most_rows);
                     let is_allowed = |other: usize| {
                         other != two[1 - side]
                             && work.contains(&self.work[other])
