@@ -15,8 +15,8 @@ use std::{cmp::Reverse, ops::Range};
 
 use crate::index;
 
-/// Pairs of chunks of the ranks that are compared for one exchange, about: with many chunks per rank
-/// few ranks suffice, because their chunks differ more.
+/// Pairs of chunks of the ranks that are compared for one exchange, about: with many chunks per
+/// rank few ranks suffice, because their chunks differ more.
 const COMPARED: usize = 4096;
 
 /// Units of the mean in which the pairs of ranks are compared from the second round on. Ranks of

@@ -317,6 +317,19 @@ mod tests {
     }
 
     #[test]
+    fn the_first_candidates_are_kept_in_order() {
+        let all = [7, 3, 9, 1, 5, 0, 8, 2].map(|key: u128| ([0, key, 1], key as usize, 0));
+        for count in 0..=all.len() {
+            let mut few = [None; CHUNK_PAIRS];
+            all[..count].iter().for_each(|&new| insert_sorted(&mut few, new));
+            let mut want = all[..count].to_vec();
+            want.sort_unstable();
+            want.truncate(CHUNK_PAIRS);
+            assert_eq!(few.into_iter().flatten().collect::<Vec<_>>(), want);
+        }
+    }
+
+    #[test]
     fn a_query_is_not_divided() {
         // query 5 has all pairs, so that an exchange would only move them to the other rank
         let q_ids = Array2::from_shape_fn((1, 64), |(_, row)| if row == 5 { 0 } else { -1 });

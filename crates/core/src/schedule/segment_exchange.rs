@@ -12,25 +12,23 @@
 //!
 //! # Time
 //! Chunk x moves from rank a to b, and chunk y from b to a. A segment of x alone costs its rows
-//! more if b has no chunk of it, and less if a has only x; and so with y. So the change is that of x,
-//! which is computed once for all y, and that of y, which is not negative unless a has a segment of
-//! y. Only if it has, or the change of x lowers the cost more than the best exchange so far, the
-//! change of y is computed. For each chunk a set of 64 bits has the ranks with one of its segments,
-//! so that most chunks y cost a comparison of one bit.
+//! more if b has no chunk of it, and less if a has only x; and so with y. So the change is that of
+//! x, which is computed once for all y, and that of y, which is not negative unless a has a segment
+//! of y. The change of y is computed only if it has one, or if the change of x lowers the cost more
+//! than the best exchange so far. For each chunk a set of 64 bits has the ranks with one of its
+//! segments, so that most chunks y cost a comparison of one bit.
 
-use std::ops::{Range, RangeInclusive};
+use std::ops::RangeInclusive;
 
-use super::tile_deal::TILE_ROWS;
-use crate::{Runs, needs::IdNumbers};
+use super::{
+    chunk_segments::ChunkSegments,
+    segment_ranks::{SegmentRanks, bit},
+    tile_deal::TILE_ROWS,
+};
+use crate::Runs;
 
 /// Sweeps over all chunks: later ones find little.
 const SWEEPS: usize = 2;
-
-/// Ranks of a segment that are compared one by one rather than by a binary search.
-const FEW: usize = 8;
-
-/// Chunks of a segment up to which the ranks near each of them are updated at every exchange.
-const LONG: usize = 16;
 
 /// Segments that have rows in several chunks, by chunk and by rank.
 pub(super) struct SegmentExchange<'a> {
@@ -97,11 +95,7 @@ impl<'a> SegmentExchange<'a> {
     /// Computes the ranks with a segment of a chunk.
     fn update_near(&mut self, chunk: usize) {
         let ranks = |&segment: &usize| {
-            if self.segments.is_long(segment) {
-                u64::MAX
-            } else {
-                self.owned.segments[segment].mask
-            }
+            if self.segments.is_long(segment) { u64::MAX } else { self.owned.mask(segment) }
         };
         let near = self.segments.of(chunk).iter().map(ranks).fold(0, |all, of| all | of);
         self.near[chunk] = near;
@@ -251,210 +245,6 @@ fn partners(moved: u128, from: u128, to: u128, most: u128) -> RangeInclusive<u12
     (to + moved).saturating_sub(most)..=(most + moved).saturating_sub(from)
 }
 
-/// Numbers of chunks of each segment that each rank has.
-struct SegmentRanks {
-    segments: Vec<RanksOfSegment>,
-    /// `(rank, chunks)` of all segments, in as many places for each as it has chunks.
-    places: Vec<(usize, usize)>,
-}
-
-/// Ranks of a segment.
-#[derive(Clone)]
-struct RanksOfSegment {
-    /// First place.
-    first: usize,
-    /// Number of ranks, whose places ascend by rank. Ranks without chunks are absent.
-    count: usize,
-    /// Bits `rank % 64` of the ranks.
-    mask: u64,
-}
-
-impl SegmentRanks {
-    /// Prepares segments of as many chunks each, which no rank has.
-    fn new(chunks: &[usize]) -> Self {
-        let first = chunks.iter().scan(0, |first, &of| Some(std::mem::replace(first, *first + of)));
-        Self {
-            segments: first.map(|first| RanksOfSegment { first, count: 0, mask: 0 }).collect(),
-            places: vec![(0, 0); chunks.iter().sum()],
-        }
-    }
-
-    /// Returns the ranks of a segment, and the number of chunks of each.
-    fn of(&self, segment: usize) -> &[(usize, usize)] {
-        let RanksOfSegment { first, count, .. } = self.segments[segment];
-        &self.places[first..first + count]
-    }
-
-    /// Returns the number of chunks of a segment that a rank has: O(log ranks), because a long
-    /// document is on all ranks.
-    fn chunks(&self, segment: usize, rank: usize) -> usize {
-        if self.segments[segment].mask & bit(rank) == 0 {
-            return 0;
-        }
-        let ranks = self.of(segment);
-        if ranks.len() <= FEW {
-            return ranks.iter().find(|of| of.0 == rank).map_or(0, |of| of.1);
-        }
-        ranks.binary_search_by_key(&rank, |of| of.0).map_or(0, |index| ranks[index].1)
-    }
-
-    fn add(&mut self, segment: usize, rank: usize) {
-        let found = self.of(segment).binary_search_by_key(&rank, |of| of.0);
-        let of = &mut self.segments[segment];
-        match found {
-            Ok(index) => self.places[of.first + index].1 += 1,
-            Err(index) => {
-                // there is a place: every rank has a chunk of the segment
-                let [place, end] = [index, of.count].map(|index| of.first + index);
-                self.places.copy_within(place..end, place + 1);
-                self.places[place] = (rank, 1);
-                of.count += 1;
-                of.mask |= bit(rank);
-            }
-        }
-    }
-
-    fn remove(&mut self, segment: usize, rank: usize) {
-        let found = self.of(segment).binary_search_by_key(&rank, |of| of.0);
-        let Ok(index) = found else { return };
-        let of = &mut self.segments[segment];
-        let [place, end] = [index, of.count].map(|index| of.first + index);
-        self.places[place].1 -= 1;
-        if self.places[place].1 == 0 {
-            self.places.copy_within(place + 1..end, place);
-            of.count -= 1;
-            let ranks = &self.places[of.first..end - 1];
-            of.mask = ranks.iter().fold(0, |mask, of| mask | bit(of.0));
-        }
-    }
-}
-
-/// Returns the bit of a rank in a mask.
-const fn bit(rank: usize) -> u64 {
-    1 << (rank % 64)
-}
-
-/// Segments of chunks.
-struct ChunkSegments {
-    /// Segments of all chunks, ascending in each: those of chunk c are `first[c]..first[c + 1]`.
-    entries: Vec<usize>,
-    first: Vec<usize>,
-    /// Rows of each segment.
-    totals: Vec<u64>,
-    /// Chunks between which each segment has rows.
-    chunks: Vec<Range<usize>>,
-}
-
-impl ChunkSegments {
-    /// Numbers the ids of the chunks that begin at `edges`. Rows of negative ids are padding, which
-    /// is in no segment.
-    fn new(ids: &Runs, edges: &[u64]) -> Self {
-        let mut numbers = IdNumbers::of_lists(std::iter::once(ids));
-        let mut all = Self {
-            entries: Vec::with_capacity(ids.runs().len() + edges.len()),
-            first: Vec::with_capacity(edges.len()),
-            totals: Vec::with_capacity(ids.runs().len()),
-            chunks: Vec::with_capacity(ids.runs().len()),
-        };
-        all.first.push(0);
-        let mut row = 0;
-        for run in ids.runs() {
-            let end = row + run.count;
-            let mut index = 0;
-            while row < end && all.first.len() < edges.len() {
-                let edge = edges[all.first.len()];
-                let next = end.min(edge);
-                // a run of several numbers repeats one; other runs are rows of several segments
-                if run.step == 0 {
-                    all.add(&mut numbers, run.start, next - row);
-                } else {
-                    (index..index + (next - row))
-                        .for_each(|index| all.add(&mut numbers, run.at(index), 1));
-                }
-                index += next - row;
-                row = next;
-                if row == edge {
-                    all.end_chunk();
-                }
-            }
-        }
-        // rows beyond the ids, of which there are none
-        all.first.resize(edges.len().max(1), all.entries.len());
-        all
-    }
-
-    /// Adds rows of a segment to the chunk at the end.
-    fn add(&mut self, numbers: &mut IdNumbers, id: i64, rows: u64) {
-        if id < 0 || rows == 0 {
-            return;
-        }
-        let segment = numbers.number(id);
-        let chunk = self.first.len() - 1;
-        if segment == self.totals.len() {
-            self.totals.push(0);
-            self.chunks.push(chunk..chunk);
-        }
-        self.totals[segment] += rows;
-        self.chunks[segment].end = chunk + 1;
-        self.entries.push(segment);
-    }
-
-    /// Sorts the segments of the chunk at the end, each once, and begins the next.
-    fn end_chunk(&mut self) {
-        let begin = self.first.last().copied().unwrap_or(0);
-        if !self.entries[begin..].is_sorted_by(|a, b| a < b) {
-            self.entries[begin..].sort_unstable();
-            let mut kept = begin;
-            for index in begin..self.entries.len() {
-                if kept == begin || self.entries[kept - 1] != self.entries[index] {
-                    self.entries[kept] = self.entries[index];
-                    kept += 1;
-                }
-            }
-            self.entries.truncate(kept);
-        }
-        self.first.push(self.entries.len());
-    }
-
-    /// Returns the indices of the entries of a chunk.
-    fn range(&self, chunk: usize) -> Range<usize> {
-        self.first[chunk]..self.first[chunk + 1]
-    }
-
-    fn of(&self, chunk: usize) -> &[usize] {
-        &self.entries[self.range(chunk)]
-    }
-
-    /// Returns true if a segment has so many chunks that their ranks are not listed by chunk.
-    fn is_long(&self, segment: usize) -> bool {
-        self.chunks[segment].len() > LONG
-    }
-
-    /// Returns true if two chunks have rows of one segment.
-    fn share_one(&self, x: usize, y: usize) -> bool {
-        self.of(x).iter().any(|segment| self.of(y).contains(segment))
-    }
-
-    /// Removes the other segments.
-    fn retain(&mut self, is_kept: impl Fn(usize) -> bool) {
-        let mut kept = 0;
-        for chunk in 1..self.first.len() {
-            let range = self.first[chunk - 1]..self.first[chunk];
-            self.first[chunk - 1] = kept;
-            for index in range {
-                if is_kept(self.entries[index]) {
-                    self.entries[kept] = self.entries[index];
-                    kept += 1;
-                }
-            }
-        }
-        if let Some(last) = self.first.last_mut() {
-            *last = kept;
-        }
-        self.entries.truncate(kept);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
@@ -574,14 +364,15 @@ mod tests {
         fn exchanges_are_those_of_the_definition(
             of_rows in prop::collection::vec(0i64..4, 300),
             are_sorted in any::<bool>(),
+            period in prop::sample::select(&[80, 300][..]),
             work in prop::collection::vec(1u128..9, 30),
             order in Just((0..30usize).collect::<Vec<_>>()).prop_shuffle(),
             ranks in 2usize..8,
             more in 0u128..9,
         ) {
-            // in order, or with rows of several chunks far apart, of ids 0 to 7
+            // in order, or with rows of few or of all chunks
             let mut of_rows: Vec<i64> =
-                (0..).zip(of_rows).map(|(row, id): (i64, i64)| id + row / 80).collect();
+                (0..).zip(of_rows).map(|(row, id): (i64, i64)| id + row / period).collect();
             if are_sorted {
                 of_rows.sort_unstable();
             }
@@ -623,7 +414,7 @@ mod tests {
                 let owners = exchange.owned.of(segment);
                 assert!(owners.is_sorted_by(|a, b| a.0 < b.0), "{owners:?}");
                 let mask = owners.iter().map(|of| bit(of.0)).sum::<u64>();
-                assert_eq!(exchange.owned.segments[segment].mask, mask);
+                assert_eq!(exchange.owned.mask(segment), mask);
                 for (rank, of_rank) in dealt.iter().enumerate() {
                     let own = of_rank.iter().filter(|&&chunk| has(chunk, segment as i64)).count();
                     assert_eq!(exchange.owned.chunks(segment, rank), own, "{dealt:?}");
