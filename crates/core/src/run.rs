@@ -54,6 +54,11 @@ impl Runs {
         Self { runs: Vec::new(), len: 0 }
     }
 
+    /// Creates the empty list, with memory for some runs.
+    pub(crate) fn with_capacity(runs: usize) -> Self {
+        Self { runs: Vec::with_capacity(runs), len: 0 }
+    }
+
     /// Creates the list of `count` numbers `start, start + 1, …`.
     pub fn counting(start: i64, count: u64) -> Self {
         let mut runs = Self::new();

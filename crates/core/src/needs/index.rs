@@ -116,7 +116,8 @@ impl KeyIndex {
     ) -> Self {
         let mut keys: Vec<KeyRun> = Vec::new();
         for (rank, shard) in shards.kv.iter().enumerate() {
-            keys.extend(segments.key_rows(shard, batch).iter().map(|rows| KeyRun {
+            let rows = segments.key_rows(shard, batch);
+            keys.extend(rows.iter().map(|rows| KeyRun {
                 segment: rows.segment,
                 rank: group(rank),
                 positions: ascending(&rows.positions),
@@ -137,8 +138,11 @@ impl KeyIndex {
 
     fn sort(mut keys: Vec<KeyRun>, segments: usize) -> Self {
         keys.sort_unstable_by_key(|keys| (keys.segment, keys.rank, keys.positions.start));
-        let mut index =
-            Self { first: vec![0; segments + 1], entries: Vec::new(), runs: Vec::new() };
+        let mut index = Self {
+            first: vec![0; segments + 1],
+            entries: Vec::with_capacity(segments),
+            runs: Vec::with_capacity(segments),
+        };
         for of_entry in keys.chunk_by(|a, b| (a.segment, a.rank) == (b.segment, b.rank)) {
             index.first[of_entry[0].segment + 1] += 1;
             index.push_entry(of_entry);
@@ -151,11 +155,19 @@ impl KeyIndex {
     /// Appends the entry of `keys`, which belong to one segment and one rank.
     fn push_entry(&mut self, keys: &[KeyRun]) {
         let begin = self.runs.len();
-        let runs: Vec<Run> = keys.iter().map(|keys| keys.positions).collect();
-        let mut count = 0;
-        for run in merged(&runs) {
-            self.runs.push(SortedRun { run, before: count });
-            count += run.count;
+        match keys {
+            // the common case: the keys of a segment are one run
+            [KeyRun { positions, .. }] if positions.step == 1 => {
+                self.runs.push(SortedRun { run: *positions, before: 0 });
+            }
+            _ => {
+                let runs: Vec<Run> = keys.iter().map(|keys| keys.positions).collect();
+                let mut count = 0;
+                for run in merged(&runs) {
+                    self.runs.push(SortedRun { run, before: count });
+                    count += run.count;
+                }
+            }
         }
         let runs = begin..self.runs.len();
         let is_consecutive = self.runs[runs.clone()].iter().all(|run| run.consecutive().is_some());

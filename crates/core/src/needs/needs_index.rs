@@ -60,8 +60,17 @@ impl BatchNeeds {
     /// and disjoint.
     pub(crate) fn owned_within(&self, owner: usize, intervals: &[(usize, Range<i64>)]) -> u64 {
         let mut count = 0;
-        for rows in &self.owners[owner] {
+        let mut add = |rows| {
             select_positions(rows, intervals, |found| count += found.end - found.start);
+        };
+        let rows = self.owners[owner].iter();
+        if rows.len() > intervals.len().max(self.segments / 4) {
+            // most rows are of other segments than the intervals
+            let mut are_needed = vec![false; self.segments];
+            intervals.iter().for_each(|(segment, _)| are_needed[*segment] = true);
+            rows.filter(|rows| are_needed[rows.segment]).for_each(add);
+        } else {
+            rows.for_each(&mut add);
         }
         count
     }

@@ -178,7 +178,9 @@ fn strided_rows(
             });
         }
         first += count;
-        [&mut rows, &mut positions, &mut ids].into_iter().for_each(|cursor| cursor.skip(count));
+        rows.skip(count);
+        positions.skip(count);
+        ids.skip(count);
     }
     all
 }

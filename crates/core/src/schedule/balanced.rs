@@ -42,7 +42,7 @@
 //! In the reproducible order chunks are whole leaves, of which the last round may lack some: then
 //! numbers of rows differ by up to one chunk, and no rows are exchanged.
 
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 use super::{
     Choice, Order, Route,
@@ -82,6 +82,10 @@ const TILE_COST: u64 = 8;
 /// Rows of a rank up to which parts of tiles are dealt if nothing else is balanced. With more,
 /// exchanges of rows balanced all of 5,040 draws (`benches/record/2026-11-26-balanced.md`).
 const FEW_ROWS: u64 = 512;
+
+/// Tiles of a chunk up to which the pairs before each tile are counted, once for this and all
+/// shorter chunks: they are at most four times as many as those before each chunk.
+const SHORT_CHUNK: u64 = 4;
 
 /// Tiles of a rank up to which it is checked first that none of them must be cut.
 const FEW_TILES: u64 = 16;
@@ -193,6 +197,8 @@ struct Dealt {
     edges: Vec<u64>,
     /// First row of each document, if these are dealt; else empty.
     documents: Vec<u64>,
+    /// The larger imbalance of pairs and of rows.
+    worst: f64,
 }
 
 impl Dealt {
@@ -219,33 +225,46 @@ impl Dealt {
             chunks.sort_unstable();
             chunks
         });
-        Self { ranks: owned.collect(), work, edges, documents: Vec::new() }
+        Self::with(owned.collect(), work, edges)
     }
 
-    fn of_chunks(mut all: RankChunks, ranks: usize) -> Self {
+    fn with(ranks: Vec<Vec<usize>>, work: Vec<u128>, edges: Vec<u64>) -> Self {
+        let mut dealt = Self { ranks, work, edges, documents: Vec::new(), worst: 0.0 };
+        dealt.worst = dealt.imbalance();
+        dealt
+    }
+
+    fn of_chunks(all: &RankChunks, ranks: usize) -> Self {
         // an empty chunk before the one with rows that begins at the same row
-        all.sort_unstable_by_key(|(_, chunk)| (chunk.rows.start, chunk.rows.end));
-        let mut owned = vec![Vec::new(); ranks];
-        all.iter().enumerate().for_each(|(index, of)| owned[of.0].push(index));
-        let end = all.last().map_or(0, |(_, chunk)| chunk.rows.end);
-        let edges = all.iter().map(|(_, chunk)| chunk.rows.start).chain(Some(end)).collect();
-        let work = all.iter().map(|(_, chunk)| chunk.work).collect();
-        Self { ranks: owned, work, edges, documents: Vec::new() }
+        let key = |(index, (_, chunk)): (u128, &(usize, Chunk))| {
+            let Range { start, end } = chunk.rows;
+            u128::from(start) << 65 | u128::from(start < end) << 64 | index
+        };
+        let mut order: Vec<u128> = (0..).zip(all).map(key).collect();
+        order.sort_unstable();
+        let in_order = || order.iter().map(|&key| &all[index(key as u64)]);
+        let of_rank = all.len().div_ceil(ranks.max(1));
+        let mut owned: Vec<Vec<usize>> = (0..ranks).map(|_| Vec::with_capacity(of_rank)).collect();
+        in_order().enumerate().for_each(|(index, of)| owned[of.0].push(index));
+        let end = in_order().next_back().map_or(0, |(_, chunk)| chunk.rows.end);
+        let edges = in_order().map(|(_, chunk)| chunk.rows.start).chain(Some(end)).collect();
+        let work = in_order().map(|(_, chunk)| chunk.work).collect();
+        Self::with(owned, work, edges)
     }
 
     /// Deals one chunk per rank if that is balanced, else documents or shorter chunks.
     fn best(shares: Shares, pairs: &QueryWork, whole: &RingShards) -> Self {
         let tiles = shares.tiles();
         let mut longest = Self::of_tiles(shares, pairs, tiles.max(1));
-        if longest.worst() <= BALANCED || tiles == 0 {
+        if longest.worst <= BALANCED || tiles == 0 {
             longest.exchange_rows(pairs, 1);
             return longest.or_parts_of_tiles(shares, pairs).join_segments(whole);
         }
         let ids = whole.q.first().and_then(|queries| queries.segments.first());
         let deal = ids.filter(|_| tiles > FEW_TILES);
         let pairs_of_rank = pairs.before(shares.rows) / shares.ranks as u128;
-        let is_long = |deal: &DocumentDeal<'_>| pairs_of_rank >= DEAL_PAIRS[0] * deal.steps();
-        match deal.and_then(|ids| DocumentDeal::new(pairs, shares, ids)).filter(is_long) {
+        let most_steps = pairs_of_rank / DEAL_PAIRS[0];
+        match deal.and_then(|ids| DocumentDeal::new(pairs, shares, ids, most_steps)) {
             Some(deal) => {
                 let are_several = pairs_of_rank >= DEAL_PAIRS[1] * deal.steps();
                 let deals = if are_several { AFTER_WHOLE.len() } else { 1 };
@@ -266,14 +285,14 @@ impl Dealt {
         deals: usize,
     ) -> Self {
         let balanced = |after_whole| {
-            let mut dealt = Self::of_chunks(deal.clone().run(after_whole), shares.ranks);
+            let mut dealt = Self::of_chunks(&deal.clone().run(after_whole), shares.ranks);
             dealt.exchange_rows(pairs, 1);
             dealt.documents = deal.begins().to_vec();
-            (dealt.worst() <= BALANCED).then(|| dealt.join_segments(whole))
+            (dealt.worst <= BALANCED).then(|| dealt.join_segments(whole))
         };
         let mut best = self.or_shorter_chunks(shares, pairs).join_segments(whole);
         let documents = DocumentCost { begins: deal.begins() };
-        let mut least = if best.worst() <= BALANCED { best.cost(&documents) } else { u64::MAX };
+        let mut least = if best.worst <= BALANCED { best.cost(&documents) } else { u64::MAX };
         for dealt in AFTER_WHOLE.into_iter().take(deals).filter_map(balanced) {
             let cost = dealt.cost(&documents);
             if cost < least {
@@ -304,26 +323,30 @@ impl Dealt {
         let limits = limits_of(pairs.before(rows), ranks);
         let deal = || TileDeal::new(pairs, shares, limits);
         // whole tiles do not suffice if one of them exceeds a rank; with many it does not
-        let first = (tiles <= FEW_TILES).then(deal).filter(TileDeal::must_cut);
-        let mut of_chunk = if first.is_some() { 1 } else { tiles / 2 };
-        while best.worst() > BALANCED && of_chunk > 1 {
+        let single_tiles = (tiles <= FEW_TILES).then(deal);
+        let must_cut = single_tiles.as_ref().is_some_and(TileDeal::must_cut);
+        let mut of_chunk = if must_cut { 1 } else { tiles / 2 };
+        while best.worst > BALANCED && of_chunk > 1 {
+            if of_chunk <= SHORT_CHUNK {
+                pairs.before_tiles(rows);
+            }
             let mut dealt = Self::of_tiles(shares, pairs, of_chunk);
             dealt.exchange_rows(pairs, TILE_ROWS);
-            if dealt.worst() < best.worst() {
+            if dealt.worst < best.worst {
                 best = dealt;
             }
             of_chunk /= 2;
         }
-        if best.worst() > BALANCED
-            && let Some(chunks) = first.unwrap_or_else(deal).run()
+        if best.worst > BALANCED
+            && let Some(chunks) = single_tiles.unwrap_or_else(deal).run()
         {
-            let mut dealt = Self::of_chunks(chunks, ranks);
+            let mut dealt = Self::of_chunks(&chunks, ranks);
             dealt.exchange_rows(pairs, 1);
-            if dealt.worst() < best.worst() {
+            if dealt.worst < best.worst {
                 best = dealt;
             }
         }
-        if best.worst() > BALANCED {
+        if best.worst > BALANCED {
             best.exchange_rows(pairs, 1);
         }
         best.or_parts_of_tiles(shares, pairs)
@@ -335,10 +358,10 @@ impl Dealt {
         let mut best = self;
         let of_rank = shares.rows / shares.ranks as u64;
         let mut of_chunk = if of_rank > FEW_ROWS { 0 } else { (of_rank / 2).min(TILE_ROWS / 2) };
-        while best.worst() > BALANCED && of_chunk > 0 {
+        while best.worst > BALANCED && of_chunk > 0 {
             let mut dealt = Self::of_rows(shares, pairs, of_chunk);
             dealt.exchange_rows(pairs, 1);
-            if dealt.worst() < best.worst() {
+            if dealt.worst < best.worst {
                 best = dealt;
             }
             of_chunk /= 2;
@@ -375,11 +398,11 @@ impl Dealt {
         };
         let mut per_rank = 1;
         let (mut best, mut are_shortest) = deal(per_rank);
-        while best.worst() > BALANCED && !are_shortest {
+        while best.worst > BALANCED && !are_shortest {
             per_rank *= 2;
             let (dealt, is_last) = deal(per_rank);
             are_shortest = is_last;
-            if dealt.worst() < best.worst() {
+            if dealt.worst < best.worst {
                 best = dealt;
             }
         }
@@ -412,8 +435,17 @@ impl Dealt {
     }
 
     /// Returns the larger imbalance of pairs and of rows.
-    fn worst(&self) -> f64 {
-        imbalance(&self.work, &self.ranks).max(imbalance(&self.rows(), &self.ranks))
+    fn imbalance(&self) -> f64 {
+        let rows_of = |&chunk: &usize| self.edges[chunk + 1] - self.edges[chunk];
+        let sums = self.ranks.iter().map(|chunks| {
+            let rows: u64 = chunks.iter().map(rows_of).sum();
+            [sum(&self.work, chunks), rows.into()]
+        });
+        let most = sums.fold([0; 2], |most, of| [most[0].max(of[0]), most[1].max(of[1])]);
+        let rows = self.edges.last().map_or(0, |end| end - self.edges[0]);
+        let total = [self.work.iter().sum(), u128::from(rows)];
+        let over_mean = |of: usize| max_over_mean(most[of], total[of], self.ranks.len());
+        over_mean(0).max(over_mean(1))
     }
 
     /// Exchanges multiples of `unit` rows between ranks until none has more than [`BALANCED`] times
@@ -429,12 +461,14 @@ impl Dealt {
             work: self.work[chunk],
         };
         let of_ranks = self.ranks.iter().map(|chunks| chunks.iter().map(chunk).collect());
-        let of_ranks = RowExchange::new(pairs, of_ranks.collect(), limits).run(unit);
+        let Some(of_ranks) = RowExchange::new(pairs, of_ranks.collect(), limits).run(unit) else {
+            return;
+        };
         let owned = |(rank, chunks): (usize, Vec<Chunk>)| {
             chunks.into_iter().map(move |chunk| (rank, chunk))
         };
         let all = of_ranks.into_iter().enumerate().flat_map(owned).collect();
-        *self = Self::of_chunks(all, self.ranks.len());
+        *self = Self::of_chunks(&all, self.ranks.len());
     }
 
     /// Exchanges chunks so that fewer rows are sent, and the imbalance stays below [`EXCHANGED`] or
@@ -452,6 +486,7 @@ impl Dealt {
         });
         if let Some(mut exchange) = exchange {
             exchange.run(&mut self.ranks, most_work, most_rows);
+            self.worst = self.imbalance();
         }
         self
     }
@@ -475,9 +510,7 @@ pub(super) fn limits_of(total: u128, ranks: usize) -> Limits {
     Limits { balanced: limit(BALANCED), target: limit(EXCHANGED), mean: limit(1.0) }
 }
 
-/// Returns the most work of a rank divided by the mean; 1 if there is none.
-fn imbalance(work: &[u128], shards: &[Vec<usize>]) -> f64 {
-    let most = shards.iter().map(|shard| sum(work, shard)).max().unwrap_or(0);
-    let total: u128 = work.iter().sum();
-    if total == 0 { 1.0 } else { most as f64 * shards.len() as f64 / total as f64 }
+/// Returns the most of a rank divided by the mean of all, which have `total`; 1 if that is 0.
+fn max_over_mean(most: u128, total: u128, ranks: usize) -> f64 {
+    if total == 0 { 1.0 } else { most as f64 * ranks as f64 / total as f64 }
 }

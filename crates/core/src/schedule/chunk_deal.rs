@@ -7,11 +7,16 @@
 //!                exchange one of its chunks with one of a rank with few pairs, such that the
 //!                larger of the two becomes least
 //! ```
+//! The larger of two ranks becomes least if the exchange moves half of their difference. In lists
+//! of chunks by their pairs, the chunk of the rank with few pairs that fits best advances with the
+//! other rank's chunk, so that two lists are compared in linear time.
 
 use std::{cmp::Reverse, ops::Range};
 
-/// Pairs of chunks that are compared for one exchange, about: it bounds the time with many chunks
-/// per rank, where few ranks suffice because their chunks differ more.
+use crate::index;
+
+/// Pairs of chunks of the ranks that are compared for one exchange, about: with many chunks per
+/// rank few ranks suffice, because their chunks differ more.
 const COMPARED: usize = 4096;
 
 /// Units of the mean in which the pairs of ranks are compared from the second round on. Ranks of
@@ -45,9 +50,17 @@ pub(super) struct ChunkDeal {
     pub(super) sums: Vec<u128>,
 }
 
-/// Indices of a chunk of the rank with the most pairs and of one of another rank, in their lists.
+/// An exchange of chunks between the rank with the most pairs and another rank.
 struct Exchange {
     light: usize,
+    found: Found,
+}
+
+/// Indices of a chunk of the rank with the most pairs and of one of another rank, in their lists.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Found {
+    /// Pairs of the rank with more of them after the exchange.
+    larger: u128,
     chunks: [usize; 2],
     /// Pairs that it moves.
     moved: u128,
@@ -57,21 +70,21 @@ impl ChunkDeal {
     /// Deals chunks with `work` pairs each to ranks that have `sums` pairs already.
     pub(super) fn new(work: &[u128], sums: Vec<u128>) -> Self {
         let ranks = sums.len().max(1);
-        let mut order: Vec<usize> = (0..work.len()).collect();
-        order.sort_unstable_by_key(|&chunk| (Reverse(work[chunk]), chunk));
+        let order = most_first(work);
         let per_rank = work.len().div_ceil(ranks);
         let lists = (0..sums.len()).map(|_| Vec::with_capacity(per_rank)).collect();
         let mut deal = Self { ranks: lists, sums };
-        let mut by_work: Vec<usize> = (0..deal.sums.len()).collect();
         // the mean of all ranks is some of these units
         let unit = (deal.sums.iter().chain(work).sum::<u128>() / (UNITS * ranks as u128)).max(1);
+        let mut keys: Vec<(u128, u64, usize)> = Vec::with_capacity(deal.sums.len());
         for (number, round) in order.chunks(ranks).enumerate() {
-            if number == 0 {
-                by_work.sort_unstable_by_key(|&rank| (deal.sums[rank], rank));
-            } else {
-                by_work.sort_unstable_by_key(|&rank| (deal.sums[rank] / unit, scattered(rank)));
-            }
-            for (&rank, &chunk) in by_work.iter().zip(round) {
+            keys.clear();
+            keys.extend(deal.sums.iter().enumerate().map(|(rank, &sum)| match number {
+                0 => (sum, 0, rank),
+                _ => (divided(sum, unit), scattered(rank), rank),
+            }));
+            keys.sort_unstable();
+            for (&(.., rank), &chunk) in keys.iter().zip(round) {
                 deal.ranks[rank].push(chunk);
                 deal.sums[rank] += work[chunk];
             }
@@ -84,14 +97,17 @@ impl ChunkDeal {
     pub(super) fn exchange(&mut self, work: &[u128], limits: Limits) {
         let mut by_work: Vec<usize> = (0..self.sums.len()).collect();
         by_work.sort_unstable_by_key(|&rank| (self.sums[rank], rank));
+        let mut sorted = SortedChunks { of_rank: vec![Vec::new(); self.sums.len()] };
         // each exchange lowers the sum of squares; few are needed after the rounds
         for _ in 0..4 * self.sums.len() {
             let Some(&heavy) = by_work.last() else { break };
             if self.sums[heavy] <= limits.target {
                 break;
             }
-            let Some(exchange) = self.find(work, heavy, &by_work, limits) else { break };
-            let Exchange { light, chunks: [i, j], moved } = exchange;
+            let Some(exchange) = self.find(work, heavy, &by_work, limits, &mut sorted) else {
+                break;
+            };
+            let Exchange { light, found: Found { chunks: [i, j], moved, .. } } = exchange;
             let (a, b) = (self.ranks[heavy][i], self.ranks[light][j]);
             self.ranks[heavy][i] = b;
             self.ranks[light][j] = a;
@@ -99,6 +115,7 @@ impl ChunkDeal {
             self.sums[light] += moved;
             by_work.retain(|&rank| rank != heavy && rank != light);
             for rank in [heavy, light] {
+                sorted.of_rank[rank].clear();
                 let key = (self.sums[rank], rank);
                 let index = by_work.partition_point(|&other| (self.sums[other], other) < key);
                 by_work.insert(index, rank);
@@ -114,29 +131,104 @@ impl ChunkDeal {
         heavy: usize,
         by_work: &[usize],
         limits: Limits,
+        sorted: &mut SortedChunks,
     ) -> Option<Exchange> {
         let most = self.sums[heavy];
         let per_rank = self.ranks[heavy].len().max(1);
         let lights = COMPARED.div_ceil(per_rank.saturating_mul(per_rank));
-        let mut best = None;
+        let mut best: Option<Exchange> = None;
         let mut least = most;
+        sorted.sort(heavy, &self.ranks[heavy], work);
         for &light in by_work.iter().take(lights) {
             let fewest = self.sums[light];
-            if fewest >= limits.mean || least <= limits.target {
+            // no exchange is better than one after which both have the same
+            if fewest >= limits.mean
+                || least <= limits.target
+                || (most + fewest).div_ceil(2) >= least
+            {
                 break;
             }
-            for (i, &a) in self.ranks[heavy].iter().enumerate() {
-                for (j, &b) in self.ranks[light].iter().enumerate() {
-                    let Some(moved) = work[a].checked_sub(work[b]) else { continue };
-                    let larger = (most - moved).max(fewest + moved);
-                    if larger < least {
-                        least = larger;
-                        best = Some(Exchange { light, chunks: [i, j], moved });
-                    }
-                }
+            sorted.sort(light, &self.ranks[light], work);
+            let [of_heavy, of_light] = [heavy, light].map(|rank| &sorted.of_rank[rank][..]);
+            let found = best_exchange(of_heavy, of_light, [most, fewest]);
+            if let Some(found) = found.filter(|found| found.larger < least) {
+                least = found.larger;
+                best = Some(Exchange { light, found });
             }
         }
         best
+    }
+}
+
+/// Chunks of ranks by their pairs.
+struct SortedChunks {
+    /// Pairs and index of the chunks of each rank, ascending: of equal ones the first. Empty until
+    /// they are sorted.
+    of_rank: Vec<Vec<(u128, usize)>>,
+}
+
+impl SortedChunks {
+    /// Sorts the chunks of a rank, if they are not.
+    fn sort(&mut self, rank: usize, chunks: &[usize], work: &[u128]) {
+        let sorted = &mut self.of_rank[rank];
+        if sorted.is_empty() {
+            sorted.extend(chunks.iter().enumerate().map(|(index, &chunk)| (work[chunk], index)));
+            sorted.sort_unstable();
+            sorted.dedup_by_key(|of| of.0);
+        }
+    }
+}
+
+/// Returns the exchange of a chunk of `heavy` with one of `light` that has no more pairs, after
+/// which the larger of both ranks is least; of equal ones that of the first chunks. `heavy` and
+/// `light` are sorted, and the ranks have `sums` pairs, the first more than the second.
+fn best_exchange(
+    heavy: &[(u128, usize)],
+    light: &[(u128, usize)],
+    sums: [u128; 2],
+) -> Option<Found> {
+    let [most, fewest] = sums;
+    let half = most.saturating_sub(fewest) / 2;
+    let mut best: Option<Found> = None;
+    // the first chunk of `light` with which at most half of the difference is moved
+    let mut next = 0;
+    for &(of_heavy, i) in heavy {
+        while next < light.len() && light[next].0 + half < of_heavy {
+            next += 1;
+        }
+        for &(of_light, j) in &light[next.saturating_sub(1)..light.len().min(next + 1)] {
+            let Some(moved) = of_heavy.checked_sub(of_light) else { continue };
+            let larger = (most - moved).max(fewest + moved);
+            let is_better = |than: &Found| (larger, [i, j]) < (than.larger, than.chunks);
+            if best.as_ref().is_none_or(is_better) {
+                best = Some(Found { larger, chunks: [i, j], moved });
+            }
+        }
+    }
+    best
+}
+
+/// Returns the indices of `work`, those with the most first, of equal ones the first.
+pub(super) fn most_first(work: &[u128]) -> Vec<usize> {
+    let most = u128::from(u64::MAX);
+    if work.iter().any(|&of| of > most) {
+        let mut order: Vec<usize> = (0..work.len()).collect();
+        order.sort_unstable_by_key(|&index| (Reverse(work[index]), index));
+        return order;
+    }
+    // one number for both, because it is compared in less time than two
+    let mut keys: Vec<u128> =
+        (0..).zip(work).map(|(index, of)| (most - of) << 64 | index).collect();
+    keys.sort_unstable();
+    keys.iter().map(|&key| index(key as u64)).collect()
+}
+
+/// Returns `sum / unit`, rounded down.
+pub(super) fn divided(sum: u128, unit: u128) -> u128 {
+    // a division of 128 bits takes much longer than one of 64 bits
+    match (u64::try_from(sum), u64::try_from(unit)) {
+        (Ok(sum), Ok(unit)) => (sum / unit).into(),
+        _ => sum / unit,
     }
 }
 
@@ -149,6 +241,8 @@ const fn scattered(rank: usize) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     fn limits(work: &[u128], ranks: u128) -> Limits {
@@ -167,6 +261,33 @@ mod tests {
         for (chunks, &sum) in deal.ranks.iter().zip(&deal.sums) {
             assert_eq!(chunks.len(), 4);
             assert_eq!(chunks.iter().map(|&chunk| work[chunk]).sum::<u128>(), sum);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn the_best_exchange_is_that_of_a_comparison_of_all_chunks(
+            heavy in prop::collection::vec(0u128..12, 1..9),
+            light in prop::collection::vec(0u128..12, 0..9),
+            more in 0u128..30,
+        ) {
+            let sums = [20 + heavy.iter().sum::<u128>() + more, heavy.iter().sum()];
+            let mut want: Option<Found> = None;
+            for (i, a) in heavy.iter().enumerate() {
+                for (j, b) in light.iter().enumerate() {
+                    let Some(moved) = a.checked_sub(*b) else { continue };
+                    let larger = (sums[0] - moved).max(sums[1] + moved);
+                    if want.is_none_or(|want| larger < want.larger) {
+                        want = Some(Found { larger, chunks: [i, j], moved });
+                    }
+                }
+            }
+            let mut sorted = SortedChunks { of_rank: vec![Vec::new(); 2] };
+            for (rank, work) in [&heavy, &light].into_iter().enumerate() {
+                sorted.sort(rank, &(0..work.len()).collect::<Vec<_>>(), work);
+            }
+            let found = best_exchange(&sorted.of_rank[0], &sorted.of_rank[1], sums);
+            prop_assert_eq!(found, want);
         }
     }
 

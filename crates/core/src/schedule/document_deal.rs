@@ -259,11 +259,16 @@ pub(super) struct DocumentDeal<'a> {
 
 impl<'a> DocumentDeal<'a> {
     /// Prepares the deal. `ids` has the segment id of each row in the first batch row: only this
-    /// one is used. `None` if there are no two documents, or those with half of the pairs have
-    /// later queries with no more pairs than earlier ones.
-    pub(super) fn new(pairs: &'a QueryWork, shares: Shares, ids: &Runs) -> Option<Self> {
+    /// one is used. `None` if there are no two documents, if the deal takes more than `most_steps`,
+    /// or if those with half of the pairs have later queries with no more pairs than earlier ones.
+    pub(super) fn new(
+        pairs: &'a QueryWork,
+        shares: Shares,
+        ids: &Runs,
+        most_steps: u128,
+    ) -> Option<Self> {
         let ends = DocumentEnds::of(ids.runs(), shares.rows);
-        if ends.len() < 2 {
+        if ends.len() < 2 || steps(ends.len(), shares.ranks) > most_steps {
             return None;
         }
         let before = pairs.before_each(std::iter::once(0).chain(ends.iter().copied()));
@@ -312,11 +317,9 @@ impl<'a> DocumentDeal<'a> {
     }
 
     /// Returns the steps of a deal, each of which takes about 1 µs
-    /// (`benches/record/2026-11-26-document-deal.md`): one for each document, 16 for each rank, and
-    /// those of removing documents from the middle of a long list, which moves the others.
+    /// (`benches/record/2026-11-26-document-deal.md`).
     pub(super) fn steps(&self) -> u128 {
-        let documents = self.documents.len() as u128;
-        documents + documents * documents / 20_000 + 16 * self.shares.ranks as u128
+        steps(self.documents.len(), self.shares.ranks)
     }
 
     /// Deals all rows. `after_whole` is one of [`AFTER_WHOLE`].
@@ -763,6 +766,13 @@ impl<'a> DocumentDeal<'a> {
     }
 }
 
+/// Returns the steps of a deal of documents: one for each, 16 for each rank, and those of removing
+/// documents from the middle of a long list, which moves the others.
+const fn steps(documents: usize, ranks: usize) -> u128 {
+    let documents = documents as u128;
+    documents + documents * documents / 20_000 + 16 * ranks as u128
+}
+
 /// Returns the mean of the pairs of the queries of the last tile.
 fn last_pairs(pairs: &QueryWork, rows: &Range<u64>) -> f64 {
     let count = TILE_ROWS.min(rows.end - rows.start);
@@ -815,7 +825,7 @@ mod tests {
         let whole = whole.expect("a valid batch");
         let pairs = QueryWork::new(&spec, &whole).expect("a valid spec");
         let shares = Shares { rows: rows.cast_unsigned(), ranks };
-        test(DocumentDeal::new(&pairs, shares, &whole.q[0].segments[0]));
+        test(DocumentDeal::new(&pairs, shares, &whole.q[0].segments[0], u128::MAX));
     }
 
     #[test]

@@ -58,6 +58,7 @@ mod build;
 mod check;
 mod choice;
 mod chunk_deal;
+mod chunk_segments;
 mod circle;
 mod column_work;
 mod direct_traffic;
@@ -76,6 +77,7 @@ mod ring_traffic;
 mod route;
 mod row_exchange;
 mod segment_exchange;
+mod segment_ranks;
 #[cfg(test)]
 mod tests;
 mod tile_bound;

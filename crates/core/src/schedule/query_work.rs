@@ -8,14 +8,15 @@
 //! ```
 //! A run has queries of one segment at evenly spaced positions. Pairs of a run of a mask with a
 //! [`Band`] have a closed form, so that `before` takes O(log runs) time. The pairs of other masks
-//! are counted query by query, once, and their sums are stored. Where tiles are dealt, the sums
-//! before each tile are stored too: exchanges of whole tiles read them many times.
+//! are counted query by query, once, and their sums are stored. Where short chunks or
+//! tiles are dealt, the sums before each tile are stored too: deals of shorter chunks, and exchanges
+//! of whole tiles, read them again.
 
-use std::{cell::OnceCell, ops::Range};
+use std::{cell::OnceCell, ops::Range, sync::Arc};
 
 use super::{tile_deal::TILE_ROWS, work::closed_form};
 use crate::{
-    Mask, Result, RingShards, Spec, index,
+    Mask, Result, RingShards, Shard, Spec, index,
     mask::Band,
     memory,
     needs::{DistinctMasks, KeyIndex, SegmentNumbers, StridedRows},
@@ -37,18 +38,14 @@ struct BatchWork {
     /// Bands of the distinct heads; of masks without a band none.
     bands: Vec<Band>,
     /// Ascending; padding is in no run.
-    runs: Vec<QueryRun>,
+    runs: Vec<StridedRows>,
     /// First row of each run.
     firsts: Vec<u64>,
-}
-
-struct QueryRun {
-    rows: StridedRows,
-    /// Pairs of all runs before.
-    before: u128,
-    /// Pairs of the queries of this run before each one, and of all; empty if there is a closed
+    /// Pairs of all runs before each one.
+    before: Vec<u128>,
+    /// Pairs of the queries of each run before each one, and of all; no list if there is a closed
     /// form.
-    sums: Vec<u128>,
+    sums: Vec<Vec<u128>>,
 }
 
 impl QueryWork {
@@ -64,20 +61,29 @@ impl QueryWork {
             let keys = KeyIndex::of_all_ranks(whole, batch, &mut segments);
             let bands: Option<Vec<Band>> =
                 distinct.heads().map(|head| mask.band(batch, head)).collect();
-            let mut work =
-                BatchWork { keys, bands: bands.unwrap_or_default(), runs: vec![], firsts: vec![] };
+            let of_shard = |shard: &Arc<Shard>| segments.query_rows(shard, batch);
+            let runs = whole.q.first().map(of_shard).unwrap_or_default();
+            let mut work = BatchWork {
+                keys,
+                bands: bands.unwrap_or_default(),
+                firsts: runs.iter().map(|rows| rows.first).collect(),
+                before: Vec::with_capacity(runs.len()),
+                sums: Vec::new(),
+                runs,
+            };
             let mut before = 0;
-            for rows in whole.q.iter().flat_map(|shard| segments.query_rows(shard, batch)) {
-                let (of_run, sums) = match work.closed_form(&rows) {
-                    Some(pairs) => (pairs, Vec::new()),
+            for (index, rows) in work.runs.iter().enumerate() {
+                work.before.push(before);
+                before += match work.closed_form(rows) {
+                    Some(pairs) => pairs,
                     None => {
-                        let sums = work.sums(mask, batch, &distinct, &rows)?;
-                        (sums.last().copied().unwrap_or(0), sums)
+                        let sums = work.sums(mask, batch, &distinct, rows)?;
+                        let of_run = sums.last().copied().unwrap_or(0);
+                        work.sums.resize_with(index, Vec::new);
+                        work.sums.push(sums);
+                        of_run
                     }
                 };
-                work.firsts.push(rows.first);
-                work.runs.push(QueryRun { rows, before, sums });
-                before += of_run;
             }
             Ok(work)
         });
@@ -90,9 +96,7 @@ impl QueryWork {
 
     /// Returns the pairs of the queries of all rows before `row`.
     pub(super) fn before(&self, row: u64) -> u128 {
-        if row.is_multiple_of(TILE_ROWS)
-            && let Some(&sum) = self.tiles.get().and_then(|of| of.get(index(row / TILE_ROWS)))
-        {
+        if let Some(sum) = self.stored(row) {
             return sum;
         }
         let of = |batch: &BatchWork| {
@@ -102,8 +106,17 @@ impl QueryWork {
         self.batches.iter().map(of).sum::<u128>() * self.repeats
     }
 
+    /// Returns [`QueryWork::before`] of the first row of a tile, if the sums of tiles are stored.
+    fn stored(&self, row: u64) -> Option<u128> {
+        let sums = self.tiles.get().filter(|_| row.is_multiple_of(TILE_ROWS))?;
+        sums.get(index(row / TILE_ROWS)).copied()
+    }
+
     /// Returns [`QueryWork::before`] of rows in ascending order, in time linear in rows and runs.
     pub(super) fn before_each(&self, rows: impl Iterator<Item = u64> + Clone) -> Vec<u128> {
+        if let Some(stored) = rows.clone().map(|row| self.stored(row)).collect() {
+            return stored;
+        }
         let mut sums = vec![0; rows.clone().count()];
         for batch in &self.batches {
             let mut after = 0;
@@ -133,13 +146,14 @@ impl QueryWork {
 impl BatchWork {
     /// Returns the pairs of the queries before `row`, which is after the first row of `after` runs.
     fn before(&self, row: u64, after: usize) -> u128 {
-        let Some(run) = after.checked_sub(1).map(|last| &self.runs[last]) else { return 0 };
-        let count = (row - run.rows.first).min(run.rows.count);
-        let of_run = match run.sums.get(index(count)) {
+        let Some(last) = after.checked_sub(1) else { return 0 };
+        let run = &self.runs[last];
+        let count = (row - run.first).min(run.count);
+        let of_run = match self.sums.get(last).and_then(|sums| sums.get(index(count))) {
             Some(&sum) => sum,
-            None => self.closed_form(&run.rows.prefix(count)).unwrap_or(0),
+            None => self.closed_form(&run.prefix(count)).unwrap_or(0),
         };
-        run.before + of_run
+        self.before[last] + of_run
     }
 
     /// Counts the pairs of `rows` in closed form. `None` if there is none, whatever the number of

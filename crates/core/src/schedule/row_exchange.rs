@@ -23,7 +23,7 @@
 use std::ops::{Range, RangeInclusive};
 
 use super::{
-    chunk_deal::{Chunk, Limits},
+    chunk_deal::{Chunk, Limits, divided},
     query_work::QueryWork,
 };
 
@@ -55,8 +55,14 @@ pub(super) struct RowExchange<'a> {
     sums: Vec<u128>,
     /// Ranks by pairs, fewest first.
     by_work: Vec<usize>,
-    /// Pairs of chunks that are considered, kept to reuse its memory.
-    candidates: Vec<Candidate>,
+    /// Rows, and pairs of a row, of the chunks of two ranks, kept to reuse their memory.
+    means: [Vec<RowMean>; 2],
+}
+
+/// Rows of a chunk, and the mean of their pairs, rounded down.
+struct RowMean {
+    rows: u64,
+    pairs: u128,
 }
 
 /// Key of the order and indices of two chunks of which rows may be exchanged.
@@ -68,24 +74,26 @@ impl<'a> RowExchange<'a> {
         let sums: Vec<u128> = ranks.iter().map(sum).collect();
         let mut by_work: Vec<usize> = (0..sums.len()).collect();
         by_work.sort_unstable_by_key(|&rank| (sums[rank], rank));
-        Self { work, limits, unit: 1, ranks, sums, by_work, candidates: Vec::new() }
+        Self { work, limits, unit: 1, ranks, sums, by_work, means: [Vec::new(), Vec::new()] }
     }
 
     /// Exchanges multiples of `unit` rows until no rank has too many pairs, or no exchange helps.
-    /// Returns the chunks of each rank.
-    pub(super) fn run(mut self, unit: u64) -> Vec<Vec<Chunk>> {
+    /// Returns the chunks of each rank; `None` if there was no exchange.
+    pub(super) fn run(mut self, unit: u64) -> Option<Vec<Vec<Chunk>>> {
         self.unit = unit.max(1);
+        let mut is_changed = false;
         for _ in 0..2 * self.ranks.len() {
             match self.by_work.last() {
                 Some(&heavy) if self.sums[heavy] > self.limits.balanced => {
                     if !self.relieve(heavy) {
                         break;
                     }
+                    is_changed = true;
                 }
                 _ => break,
             }
         }
-        self.ranks
+        is_changed.then_some(self.ranks)
     }
 
     /// Exchanges rows of `heavy` with a rank of few pairs. Returns false if there is no exchange.
@@ -113,36 +121,34 @@ impl<'a> RowExchange<'a> {
         light: usize,
         wanted: &RangeInclusive<u128>,
     ) -> Option<Exchange> {
-        let mut pairs = std::mem::take(&mut self.candidates);
-        pairs.clear();
-        for (i, a) in self.ranks[heavy].iter().enumerate() {
-            for (j, b) in self.ranks[light].iter().enumerate() {
-                let [rows_a, rows_b] = [a, b].map(|chunk| chunk.rows.end - chunk.rows.start);
+        for (means, rank) in self.means.iter_mut().zip([heavy, light]) {
+            means.clear();
+            means.extend(self.ranks[rank].iter().map(RowMean::of));
+        }
+        let few = self.candidates(*wanted.start());
+        few.iter().flatten().find_map(|&(_, i, j)| self.find_rows([heavy, light], [i, j], wanted))
+    }
+
+    /// Returns the first pairs of chunks that are considered to move at least `least` pairs.
+    fn candidates(&self, least: u128) -> [Option<Candidate>; CHUNK_PAIRS] {
+        let mut few = [None; CHUNK_PAIRS];
+        for (i, a) in self.means[0].iter().enumerate() {
+            for (j, b) in self.means[1].iter().enumerate() {
                 // the pairs that most rows would move if work were even within chunks
-                let of_row = |work: u128, rows: u64| work / u128::from(rows.max(1));
-                let of_rows = of_row(a.work, rows_a).saturating_sub(of_row(b.work, rows_b));
-                let moved = of_rows * u128::from(rows_a.min(rows_b));
+                let moved = a.pairs.saturating_sub(b.pairs) * u128::from(a.rows.min(b.rows));
+                let suffices = moved >= least;
+                if !suffices && self.unit != 1 {
+                    continue;
+                }
                 // those that suffice, first those that cost least, and of equal ones the shortest;
                 // then the others. A cut tile costs the key tiles of its queries, a whole one
                 // nothing
-                let cost = if self.unit == 1 { of_row(a.work, rows_a) } else { 0 };
-                let suffices = moved >= *wanted.start();
+                let cost = if self.unit == 1 { a.pairs } else { 0 };
                 let order = if suffices { [0, cost, moved] } else { [1, 0, u128::MAX - moved] };
-                if suffices || self.unit == 1 {
-                    pairs.push((order, i, j));
-                }
+                insert_sorted(&mut few, (order, i, j));
             }
         }
-        let few = pairs.len().min(CHUNK_PAIRS);
-        if few < pairs.len() {
-            pairs.select_nth_unstable(few);
-            pairs.truncate(few);
-        }
-        pairs.sort_unstable();
-        let rows = |&(_, i, j): &Candidate| self.find_rows([heavy, light], [i, j], wanted);
-        let found = pairs.iter().find_map(rows);
-        self.candidates = pairs;
-        found
+        few
     }
 
     /// Finds rows at the ends of two chunks.
@@ -211,6 +217,23 @@ impl<'a> RowExchange<'a> {
     }
 }
 
+impl RowMean {
+    fn of(chunk: &Chunk) -> Self {
+        let rows = chunk.rows.end - chunk.rows.start;
+        Self { rows, pairs: divided(chunk.work, rows.max(1).into()) }
+    }
+}
+
+/// Inserts a candidate in ascending order; the last one is removed if there is no place.
+fn insert_sorted(few: &mut [Option<Candidate>; CHUNK_PAIRS], new: Candidate) {
+    let is_after = |of: &Option<Candidate>| of.is_none_or(|of| new < of);
+    if few.last().is_some_and(is_after) {
+        let index = few.partition_point(|of| !is_after(of));
+        few[index..].rotate_right(1);
+        few[index] = Some(new);
+    }
+}
+
 /// Returns a number of units up to `units` that moves a number of pairs in `wanted`, all of them if
 /// they do. `moved` is 0 without units.
 fn bisect(units: u64, wanted: &RangeInclusive<u128>, moved: impl Fn(u64) -> u128) -> Option<u64> {
@@ -263,7 +286,8 @@ mod tests {
         };
         let mean = work.before(ranks * rows) / u128::from(ranks);
         let limits = Limits { balanced: mean * 102 / 100, target: mean * 101 / 100, mean };
-        RowExchange::new(work, (0..ranks).map(chunk).collect(), limits).run(1)
+        let before: Vec<Vec<Chunk>> = (0..ranks).map(chunk).collect();
+        RowExchange::new(work, before.clone(), limits).run(1).unwrap_or(before)
     }
 
     #[test]
@@ -289,6 +313,19 @@ mod tests {
             assert_eq!((all[0].rows.start, all[all.len() - 1].rows.end), (0, 4096));
             // at most two exchanges of a rank, each of which cuts two chunks
             assert!(all.len() as u64 <= ranks + 4 * ranks, "{of_ranks:?}");
+        }
+    }
+
+    #[test]
+    fn the_first_candidates_are_kept_in_order() {
+        let all = [7, 3, 9, 1, 5, 0, 8, 2].map(|key: u128| ([0, key, 1], key as usize, 0));
+        for count in 0..=all.len() {
+            let mut few = [None; CHUNK_PAIRS];
+            all[..count].iter().for_each(|&new| insert_sorted(&mut few, new));
+            let mut want = all[..count].to_vec();
+            want.sort_unstable();
+            want.truncate(CHUNK_PAIRS);
+            assert_eq!(few.into_iter().flatten().collect::<Vec<_>>(), want);
         }
     }
 

@@ -2,39 +2,54 @@
 //! rows are sent.
 //!
 //! ```text
-//! cost      = sum over segments s and ranks r with rows of s: rows of s that r does not own
+//! cost      = sum over segments: rows of the segment · (ranks with rows of it − 1)
 //! for each chunk c that shares a segment with chunk c + 1, on another rank:
 //!     of the exchanges that move c to the rank of c + 1, or c + 1 to the rank of c,
 //!     make the one that lowers the cost most, if no rank exceeds its limits
 //! ```
 //! The cost is a bound of the rows sent for any mask: that of a mask under which every row of a
-//! segment needs all others.
+//! segment needs all others, so that each of its ranks needs those that it does not have.
+//!
+//! # Time
+//! Chunk x moves from rank a to b, and chunk y from b to a. A segment of x alone costs its rows
+//! more if b has no chunk of it, and less if a has only x; and so with y. So the change is that of
+//! x, which is computed once for all y, and that of y, which is not negative unless a has a segment
+//! of y. The change of y is computed only if it has one, or if the change of x lowers the cost more
+//! than the best exchange so far. For each chunk a set of 64 bits has the ranks with one of its
+//! segments, so that most chunks y cost a comparison of one bit.
 
-use std::ops::{Range, RangeInclusive};
+use std::ops::RangeInclusive;
 
-use super::tile_deal::TILE_ROWS;
-use crate::{Runs, needs::IdNumbers};
+use super::{
+    chunk_segments::ChunkSegments,
+    segment_ranks::{SegmentRanks, bit},
+    tile_deal::TILE_ROWS,
+};
+use crate::Runs;
 
 /// Sweeps over all chunks: later ones find little.
 const SWEEPS: usize = 2;
 
-/// Rows of segments that have rows in several chunks, by chunk and by rank.
+/// Segments that have rows in several chunks, by chunk and by rank.
 pub(super) struct SegmentExchange<'a> {
     /// Work of each chunk.
     work: &'a [u128],
     /// Rows of each chunk.
     rows: Vec<u128>,
     segments: ChunkSegments,
-    /// Rows of each segment.
-    totals: Vec<u64>,
-    /// `(rank, rows)` of all segments, those of segment s from index `first[s]` on, ascending by
-    /// rank: as many places as it has chunks, of which the first `owners_of[s]` are used. Ranks
-    /// without rows are absent.
-    owned: Vec<(usize, u64)>,
-    first: Vec<usize>,
-    owners_of: Vec<usize>,
+    owned: SegmentRanks,
     /// Rank of each chunk.
     owners: Vec<usize>,
+    /// Bits `rank % 64` of the ranks with a segment of each chunk, and perhaps of others.
+    near: Vec<u64>,
+    /// All of these of the chunks that each rank has or had.
+    near_ranks: Vec<u64>,
+}
+
+/// An exchange of two chunks, and the change of the cost.
+struct Exchange {
+    change: i64,
+    chunks: [usize; 2],
 }
 
 impl<'a> SegmentExchange<'a> {
@@ -49,38 +64,42 @@ impl<'a> SegmentExchange<'a> {
         dealt: &[Vec<usize>],
     ) -> Option<Self> {
         let mut segments = ChunkSegments::new(ids, edges);
-        let mut uses = vec![0usize; segments.count];
-        segments.entries.iter().for_each(|&(segment, _)| uses[segment] += 1);
-        if segments.count < 2 || uses.iter().all(|&uses| uses < 2) {
+        let mut uses = vec![0usize; segments.totals.len()];
+        segments.entries.iter().for_each(|&segment| uses[segment] += 1);
+        if uses.len() < 2 || uses.iter().all(|&uses| uses < 2) {
             return None;
         }
         // a segment within one chunk costs nothing, wherever it is
         segments.retain(|segment| uses[segment] > 1);
-        let first: Vec<usize> = uses
-            .iter()
-            .scan(0, |first, &uses| Some(std::mem::replace(first, *first + uses)))
-            .collect();
         let mut exchange = Self {
             work,
             rows: edges.windows(2).map(|edge| (edge[1] - edge[0]).into()).collect(),
-            totals: vec![0; uses.len()],
-            owned: vec![(0, 0); uses.iter().sum()],
-            first,
-            owners_of: vec![0; uses.len()],
+            owned: SegmentRanks::new(&uses),
             owners: vec![0; work.len()],
+            near: vec![0; work.len()],
+            near_ranks: vec![0; dealt.len()],
             segments,
         };
         for (rank, of_rank) in dealt.iter().enumerate() {
             for &chunk in of_rank {
                 exchange.owners[chunk] = rank;
-                for index in exchange.segments.range(chunk) {
-                    let (segment, rows) = exchange.segments.entries[index];
-                    exchange.totals[segment] += rows;
-                    exchange.give(segment, rank, rows);
+                for &segment in exchange.segments.of(chunk) {
+                    exchange.owned.add(segment, rank);
                 }
             }
         }
+        (0..work.len()).for_each(|chunk| exchange.update_near(chunk));
         Some(exchange)
+    }
+
+    /// Computes the ranks with a segment of a chunk.
+    fn update_near(&mut self, chunk: usize) {
+        let ranks = |&segment: &usize| {
+            if self.segments.is_long(segment) { u64::MAX } else { self.owned.mask(segment) }
+        };
+        let near = self.segments.of(chunk).iter().map(ranks).fold(0, |all, of| all | of);
+        self.near[chunk] = near;
+        self.near_ranks[self.owners[chunk]] |= near;
     }
 
     /// Makes exchanges after which no rank has more than `most_work` and `most_rows`, if none has
@@ -92,31 +111,28 @@ impl<'a> SegmentExchange<'a> {
         for _ in 0..SWEEPS {
             let mut is_changed = false;
             for chunk in 1..self.owners.len() {
-                let (first, second) = (self.owners[chunk - 1], self.owners[chunk]);
-                if first == second || !self.share_a_segment(chunk - 1, chunk) {
+                let two = [chunk - 1, chunk];
+                let owners = two.map(|chunk| self.owners[chunk]);
+                if owners[0] == owners[1] || !self.segments.share_one(two[0], two[1]) {
                     continue;
                 }
-                let mut best: Option<(i128, usize, usize)> = None;
-                for (moved, stays, to) in [(chunk, chunk - 1, first), (chunk - 1, chunk, second)] {
-                    let limits = [(self.work, most_work, 0), (&self.rows, most_rows, 1)];
-                    let [work, rows] = limits.map(|(of, most, figure)| {
-                        let [from, to] = [self.owners[moved], to].map(|rank| sums[rank][figure]);
-                        partners(of[moved], from, to, most)
-                    });
-                    for &other in &dealt[to] {
-                        let fits =
-                            work.contains(&self.work[other]) && rows.contains(&self.rows[other]);
-                        if other == stays || !fits || !self.fill_equal_tiles(moved, other) {
-                            continue;
-                        }
-                        let change = self.change(moved, other);
-                        if change < best.map_or(0, |(least, ..)| least) {
-                            best = Some((change, moved, other));
-                        }
-                    }
+                let mut best = Exchange { change: 0, chunks: two };
+                for side in [1, 0] {
+                    let (moved, to) = (two[side], owners[1 - side]);
+                    let [from_work, from_rows] = sums[owners[side]];
+                    let [to_work, to_rows] = sums[to];
+                    let work = partners(self.work[moved], from_work, to_work, most_work);
+                    let rows = partners(self.rows[moved], from_rows, to_rows, most_rows);
+                    let is_allowed = |other: usize| {
+                        other != two[1 - side]
+                            && work.contains(&self.work[other])
+                            && rows.contains(&self.rows[other])
+                            && self.fill_equal_tiles(moved, other)
+                    };
+                    self.find_better(moved, to, &dealt[to], is_allowed, &mut best);
                 }
-                if let Some((_, moved, other)) = best {
-                    self.swap(moved, other, dealt, &mut sums);
+                if best.change < 0 {
+                    self.swap(best.chunks[0], best.chunks[1], dealt, &mut sums);
                     is_changed = true;
                 }
             }
@@ -127,6 +143,45 @@ impl<'a> SegmentExchange<'a> {
         dealt.iter_mut().for_each(|of_rank| of_rank.sort_unstable());
     }
 
+    /// Replaces `best` by the first exchange of `moved` with one of `others`, which are on rank
+    /// `to`, that lowers the cost most, if it does more than `best`.
+    fn find_better(
+        &self,
+        moved: usize,
+        to: usize,
+        others: &[usize],
+        is_allowed: impl Fn(usize) -> bool,
+        best: &mut Exchange,
+    ) {
+        let from = self.owners[moved];
+        let of_moved = self.change_of_one(moved, to, &[]);
+        if of_moved >= best.change && self.near_ranks[to] & bit(from) == 0 {
+            return;
+        }
+        for others in others.chunks(64) {
+            // a bit for each, without a branch that is seldom taken
+            let is_near = |other: usize| self.near[other] >> (from % 64) & 1;
+            let near = (0..).zip(others).fold(0, |all, (bit, &of)| all | is_near(of) << bit);
+            let mut left = if of_moved < best.change { u64::MAX } else { near };
+            while let Some(&other) = others.get(left.trailing_zeros() as usize) {
+                let is_near = left & near & left.wrapping_neg() != 0;
+                left &= left - 1;
+                if !is_allowed(other) {
+                    continue;
+                }
+                let change = if is_near {
+                    self.change(moved, other)
+                } else {
+                    of_moved + self.change_of_one(other, from, &[])
+                };
+                if change < best.change {
+                    *best = Exchange { change, chunks: [moved, other] };
+                    left &= if of_moved < change { u64::MAX } else { near };
+                }
+            }
+        }
+    }
+
     /// Returns true if an exchange of two chunks leaves as many rows beyond whole tiles to each
     /// rank.
     fn fill_equal_tiles(&self, x: usize, y: usize) -> bool {
@@ -134,30 +189,26 @@ impl<'a> SegmentExchange<'a> {
         beyond(x) == beyond(y)
     }
 
-    /// Returns the rows of a segment in a chunk.
-    fn rows_in(&self, chunk: usize, segment: usize) -> u64 {
-        self.segments.of(chunk).iter().find(|of| of.0 == segment).map_or(0, |of| of.1)
-    }
-
-    fn share_a_segment(&self, x: usize, y: usize) -> bool {
-        self.segments.of(x).iter().any(|of| self.rows_in(y, of.0) > 0)
-    }
-
     /// Returns the change of the cost when the ranks of two chunks exchange them.
-    fn change(&self, x: usize, y: usize) -> i128 {
-        let (a, b) = (self.owners[x], self.owners[y]);
-        let rows_in = |chunk, segment| self.rows_in(chunk, segment);
-        let cost = |segment: usize, owned: u64| {
-            if owned == 0 { 0 } else { i128::from(self.totals[segment] - owned) }
-        };
-        let of_x = self.segments.of(x).iter().map(|of| of.0);
-        let of_y = self.segments.of(y).iter().map(|of| of.0).filter(|&of| rows_in(x, of) == 0);
+    fn change(&self, x: usize, y: usize) -> i64 {
+        let [of_x, of_y] = [x, y].map(|chunk| self.segments.of(chunk));
+        // both ranks keep a segment that both chunks have
+        self.change_of_one(x, self.owners[y], of_y) + self.change_of_one(y, self.owners[x], of_x)
+    }
+
+    /// Returns the change of the cost of the segments of a chunk, without `except`, when it moves
+    /// to rank `to`.
+    fn change_of_one(&self, chunk: usize, to: usize, except: &[usize]) -> i64 {
+        let from = self.owners[chunk];
         let mut change = 0;
-        for segment in of_x.chain(of_y) {
-            let (from_x, from_y) = (rows_in(x, segment), rows_in(y, segment));
-            let (of_a, of_b) = (self.owned_by(segment, a), self.owned_by(segment, b));
-            change += cost(segment, of_a - from_x + from_y) - cost(segment, of_a);
-            change += cost(segment, of_b - from_y + from_x) - cost(segment, of_b);
+        for &segment in self.segments.of(chunk) {
+            let is_new = self.owned.chunks(segment, to) == 0;
+            let was_last = self.owned.chunks(segment, from) == 1;
+            if is_new != was_last && !except.contains(&segment) {
+                // all rows are fewer than 2⁵⁹
+                let rows = self.segments.totals[segment].cast_signed();
+                change += if is_new { rows } else { -rows };
+            }
         }
         change
     }
@@ -166,9 +217,9 @@ impl<'a> SegmentExchange<'a> {
         let (a, b) = (self.owners[x], self.owners[y]);
         for (chunk, from, to) in [(x, a, b), (y, b, a)] {
             for index in self.segments.range(chunk) {
-                let (segment, rows) = self.segments.entries[index];
-                self.take(segment, from, rows);
-                self.give(segment, to, rows);
+                let segment = self.segments.entries[index];
+                self.owned.remove(segment, from);
+                self.owned.add(segment, to);
             }
             sums[from] = [sums[from][0] - self.work[chunk], sums[from][1] - self.rows[chunk]];
             sums[to] = [sums[to][0] + self.work[chunk], sums[to][1] + self.rows[chunk]];
@@ -176,45 +227,13 @@ impl<'a> SegmentExchange<'a> {
             dealt[to].push(chunk);
             self.owners[chunk] = to;
         }
-    }
-
-    /// Returns the places of the owners of a segment.
-    fn owners_range(&self, segment: usize) -> Range<usize> {
-        self.first[segment]..self.first[segment] + self.owners_of[segment]
-    }
-
-    /// Returns the place of a rank among the owners of a segment, or else the place at which it is
-    /// inserted: O(log ranks), because a long document is on all ranks.
-    fn owner(&self, segment: usize, rank: usize) -> std::result::Result<usize, usize> {
-        let range = self.owners_range(segment);
-        let found = self.owned[range.clone()].binary_search_by_key(&rank, |of| of.0);
-        found.map(|index| range.start + index).map_err(|index| range.start + index)
-    }
-
-    fn owned_by(&self, segment: usize, rank: usize) -> u64 {
-        self.owner(segment, rank).map_or(0, |index| self.owned[index].1)
-    }
-
-    fn give(&mut self, segment: usize, rank: usize, rows: u64) {
-        match self.owner(segment, rank) {
-            Ok(index) => self.owned[index].1 += rows,
-            Err(index) => {
-                // there is a place: every owner has a chunk of the segment
-                let end = self.owners_range(segment).end;
-                self.owned.copy_within(index..end, index + 1);
-                self.owned[index] = (rank, rows);
-                self.owners_of[segment] += 1;
-            }
-        }
-    }
-
-    fn take(&mut self, segment: usize, rank: usize, rows: u64) {
-        if let Ok(index) = self.owner(segment, rank) {
-            self.owned[index].1 -= rows;
-            if self.owned[index].1 == 0 {
-                let end = self.owners_range(segment).end;
-                self.owned.copy_within(index + 1..end, index);
-                self.owners_of[segment] -= 1;
+        for chunk in [x, y] {
+            for index in self.segments.range(chunk) {
+                let segment = self.segments.entries[index];
+                if !self.segments.is_long(segment) {
+                    let chunks = self.segments.chunks[segment].clone();
+                    chunks.for_each(|chunk| self.update_near(chunk));
+                }
             }
         }
     }
@@ -226,104 +245,12 @@ fn partners(moved: u128, from: u128, to: u128, most: u128) -> RangeInclusive<u12
     (to + moved).saturating_sub(most)..=(most + moved).saturating_sub(from)
 }
 
-/// Segments of chunks.
-struct ChunkSegments {
-    /// `(segment, rows)` of all chunks, ascending in each: those of chunk c are
-    /// `first[c]..first[c + 1]`.
-    entries: Vec<(usize, u64)>,
-    first: Vec<usize>,
-    /// Number of segments.
-    count: usize,
-}
-
-impl ChunkSegments {
-    /// Numbers the ids of the chunks that begin at `edges`. Rows of negative ids are padding, which
-    /// is in no segment.
-    fn new(ids: &Runs, edges: &[u64]) -> Self {
-        let mut numbers = IdNumbers::of_lists(std::iter::once(ids));
-        let mut entries: Vec<(usize, u64)> = Vec::with_capacity(ids.runs().len() + edges.len());
-        let mut first = Vec::with_capacity(edges.len());
-        first.push(0);
-        let mut add = |entries: &mut Vec<(usize, u64)>, id: i64, rows: u64| {
-            if id >= 0 {
-                entries.push((numbers.number(id), rows));
-            }
-        };
-        let mut row = 0;
-        for run in ids.runs() {
-            let end = row + run.count;
-            let mut index = 0;
-            while row < end && first.len() < edges.len() {
-                let edge = edges[first.len()];
-                let next = end.min(edge);
-                // a run of several numbers repeats one; other runs are rows of several segments
-                if run.step == 0 {
-                    add(&mut entries, run.start, next - row);
-                } else {
-                    (index..index + (next - row))
-                        .for_each(|index| add(&mut entries, run.at(index), 1));
-                }
-                index += next - row;
-                row = next;
-                if row == edge {
-                    let begin = first[first.len() - 1];
-                    merge_equal(&mut entries, begin);
-                    first.push(entries.len());
-                }
-            }
-        }
-        // rows beyond the ids, of which there are none
-        first.resize(edges.len().max(1), entries.len());
-        Self { entries, first, count: numbers.len() }
-    }
-
-    /// Returns the indices of the entries of a chunk.
-    fn range(&self, chunk: usize) -> Range<usize> {
-        self.first[chunk]..self.first[chunk + 1]
-    }
-
-    fn of(&self, chunk: usize) -> &[(usize, u64)] {
-        &self.entries[self.range(chunk)]
-    }
-
-    /// Removes the other segments.
-    fn retain(&mut self, is_kept: impl Fn(usize) -> bool) {
-        let mut kept = 0;
-        for chunk in 1..self.first.len() {
-            let range = self.first[chunk - 1]..self.first[chunk];
-            self.first[chunk - 1] = kept;
-            for index in range {
-                if is_kept(self.entries[index].0) {
-                    self.entries[kept] = self.entries[index];
-                    kept += 1;
-                }
-            }
-        }
-        if let Some(last) = self.first.last_mut() {
-            *last = kept;
-        }
-        self.entries.truncate(kept);
-    }
-}
-
-/// Sorts the entries from `begin` on, and merges those of the same segment.
-fn merge_equal(entries: &mut Vec<(usize, u64)>, begin: usize) {
-    entries[begin..].sort_unstable();
-    let mut kept = begin;
-    for index in begin..entries.len() {
-        let (segment, rows) = entries[index];
-        if kept > begin && entries[kept - 1].0 == segment {
-            entries[kept - 1].1 += rows;
-        } else {
-            entries[kept] = (segment, rows);
-            kept += 1;
-        }
-    }
-    entries.truncate(kept);
-}
-
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
     use super::*;
     use crate::Run;
 
@@ -375,9 +302,103 @@ mod tests {
         assert_eq!(exchanged(14), [[0, 1], [2, 3]]);
     }
 
-    /// The rows that `owned` has of each rank, against a count over the chunks.
+    /// Returns the cost as it is defined.
+    fn cost(chunks: &[Vec<(i64, u64)>], owners: &[usize]) -> i64 {
+        let of_segment = |segment: i64| {
+            let own = chunks.iter().zip(owners).flat_map(|(chunk, &owner)| {
+                chunk.iter().filter(|of| of.0 == segment).map(move |of| (owner, of.1))
+            });
+            let rows: u64 = own.clone().map(|of| of.1).sum();
+            let ranks: BTreeSet<usize> = own.map(|of| of.0).collect();
+            rows as i64 * (ranks.len() as i64 - 1).max(0)
+        };
+        (0..8).map(of_segment).sum()
+    }
+
+    /// Makes the exchanges as they are defined, without any shortcut.
+    fn plain_exchanges(
+        chunks: &[Vec<(i64, u64)>],
+        work: &[u128],
+        dealt: &mut [Vec<usize>],
+        most_work: u128,
+    ) {
+        let sum = |of: &[usize]| of.iter().map(|&chunk| work[chunk]).sum::<u128>();
+        let mut owners = vec![0; chunks.len()];
+        for (rank, of_rank) in dealt.iter().enumerate() {
+            of_rank.iter().for_each(|&chunk| owners[chunk] = rank);
+        }
+        for next in (0..SWEEPS).flat_map(|_| 1..chunks.len()) {
+            let share = |of: &(i64, u64)| chunks[next].iter().any(|other| other.0 == of.0);
+            if owners[next - 1] == owners[next] || !chunks[next - 1].iter().any(share) {
+                continue;
+            }
+            let mut best = (cost(chunks, &owners), None);
+            for (moved, stays) in [(next, next - 1), (next - 1, next)] {
+                for &other in dealt[owners[stays]].iter().filter(|&&other| other != stays) {
+                    let mut changed = owners.clone();
+                    changed.swap(moved, other);
+                    let of_rank = |rank| {
+                        let own = (0..chunks.len()).filter(|&chunk| changed[chunk] == rank);
+                        sum(&own.collect::<Vec<_>>())
+                    };
+                    let fits = [moved, other].iter().all(|&of| of_rank(owners[of]) <= most_work);
+                    let after = cost(chunks, &changed);
+                    if fits && after < best.0 {
+                        best = (after, Some([moved, other]));
+                    }
+                }
+            }
+            if let Some([x, y]) = best.1 {
+                for (chunk, from, to) in [(x, owners[x], owners[y]), (y, owners[y], owners[x])] {
+                    dealt[from].retain(|&own| own != chunk);
+                    dealt[to].push(chunk);
+                }
+                owners.swap(x, y);
+            }
+        }
+        dealt.iter_mut().for_each(|of_rank| of_rank.sort_unstable());
+    }
+
+    proptest! {
+        #[test]
+        fn exchanges_are_those_of_the_definition(
+            of_rows in prop::collection::vec(0i64..4, 300),
+            are_sorted in any::<bool>(),
+            period in prop::sample::select(&[80, 300][..]),
+            work in prop::collection::vec(1u128..9, 30),
+            order in Just((0..30usize).collect::<Vec<_>>()).prop_shuffle(),
+            ranks in 2usize..8,
+            more in 0u128..9,
+        ) {
+            // in order, or with rows of few or of all chunks
+            let mut of_rows: Vec<i64> =
+                (0..).zip(of_rows).map(|(row, id): (i64, i64)| id + row / period).collect();
+            if are_sorted {
+                of_rows.sort_unstable();
+            }
+            let chunks: Vec<Vec<(i64, u64)>> = of_rows
+                .chunks(10)
+                .map(|ids| ids.chunk_by(|a, b| a == b).map(|of| (of[0], of.len() as u64)).collect())
+                .collect();
+            let dealt: Vec<Vec<usize>> =
+                (0..ranks).map(|rank| order.iter().copied().skip(rank).step_by(ranks).collect())
+                    .collect();
+            let sum = |of: &Vec<usize>| of.iter().map(|&chunk| work[chunk]).sum::<u128>();
+            let most = dealt.iter().map(sum).max().unwrap() + more;
+            let mut want = dealt.clone();
+            plain_exchanges(&chunks, &work, &mut want, most);
+            let mut found = dealt.clone();
+            let ids = ids(&chunks.iter().map(Vec::as_slice).collect::<Vec<_>>());
+            if let Some(mut exchange) = SegmentExchange::new(&ids, &edges(30), &work, &dealt) {
+                exchange.run(&mut found, most, 300);
+            }
+            prop_assert_eq!(found, want);
+        }
+    }
+
+    /// The numbers of chunks of each rank, against a count over the chunks.
     #[test]
-    fn owners_stay_ascending_and_have_the_rows_of_their_chunks() {
+    fn ranks_of_a_segment_stay_ascending_and_have_their_chunks() {
         // one document over 12 chunks, and another over the last 4 of them
         let mut chunks = vec![vec![(0, 10)]; 8];
         chunks.extend((0..4).map(|rows| vec![(0, 9 - rows), (1, 1 + rows)]));
@@ -386,19 +407,18 @@ mod tests {
         let mut dealt = vec![vec![3, 11], vec![2, 7], vec![0, 10], vec![4, 6], vec![1, 8, 5, 9]];
         let mut exchange = SegmentExchange::new(&ids, &edges(12), &work, &dealt).unwrap();
         let mut sums = vec![[10; 2]; 5];
-        let of_chunk = |chunk: usize, segment| {
-            let all = chunks[chunk].iter().filter(|of: &&(i64, u64)| of.0 == segment);
-            all.map(|of| of.1).sum::<u64>()
-        };
+        let has = |chunk: usize, segment| chunks[chunk].iter().any(|of| of.0 == segment);
         for (x, y) in [(11, 0), (9, 11), (8, 3), (0, 9), (10, 2), (2, 11), (8, 10)] {
             exchange.swap(x, y, &mut dealt, &mut sums);
             for segment in 0..2 {
-                let owners = &exchange.owned[exchange.owners_range(segment)];
+                let owners = exchange.owned.of(segment);
                 assert!(owners.is_sorted_by(|a, b| a.0 < b.0), "{owners:?}");
-                for (rank, chunks) in dealt.iter().enumerate() {
-                    let rows = chunks.iter().map(|&chunk| of_chunk(chunk, segment as i64)).sum();
-                    assert_eq!(exchange.owned_by(segment, rank), rows, "{dealt:?}");
-                    assert_eq!(owners.iter().any(|of| of.0 == rank), rows > 0);
+                let mask = owners.iter().map(|of| bit(of.0)).sum::<u64>();
+                assert_eq!(exchange.owned.mask(segment), mask);
+                for (rank, of_rank) in dealt.iter().enumerate() {
+                    let own = of_rank.iter().filter(|&&chunk| has(chunk, segment as i64)).count();
+                    assert_eq!(exchange.owned.chunks(segment, rank), own, "{dealt:?}");
+                    assert_eq!(owners.iter().any(|of| of.0 == rank), own > 0);
                 }
             }
         }

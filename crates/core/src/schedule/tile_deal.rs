@@ -30,7 +30,7 @@
 use std::{collections::VecDeque, ops::Range};
 
 use super::{
-    chunk_deal::{Chunk, ChunkDeal, Limits},
+    chunk_deal::{Chunk, ChunkDeal, Limits, most_first},
     query_work::QueryWork,
 };
 use crate::index;
@@ -90,10 +90,9 @@ impl<'a> TileDeal<'a> {
     pub(super) fn new(pairs: &'a QueryWork, shares: Shares, limits: Limits) -> Self {
         let tiles = index(shares.rows / TILE_ROWS);
         let before = pairs.before_tiles(shares.rows);
-        let mut by_work: Vec<usize> = (0..tiles).collect();
-        let work = |tile: usize| before[tile + 1] - before[tile];
         // of equal ones the last first, so that light rows are taken from the end
-        by_work.sort_unstable_by_key(|&tile| std::cmp::Reverse((work(tile), tile)));
+        let work: Vec<u128> = before.windows(2).rev().map(|sums| sums[1] - sums[0]).collect();
+        let by_work: Vec<usize> = most_first(&work).iter().map(|last| tiles - 1 - last).collect();
         let rest = tiles as u64 * TILE_ROWS..shares.rows;
         let work = pairs.between(&rest);
         let light = if rest.is_empty() { None } else { Some(Chunk { rows: rest, work }) };

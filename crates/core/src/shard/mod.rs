@@ -191,8 +191,8 @@ fn compress(numbers: impl Iterator<Item = i64>) -> Runs {
 }
 
 /// Concatenates runs. Runs of one number are merged with their neighbours if possible.
-fn concatenated(parts: impl Iterator<Item = Run>) -> Runs {
-    let mut runs = Runs::new();
+fn concatenated(parts: impl ExactSizeIterator<Item = Run>) -> Runs {
+    let mut runs = Runs::with_capacity(parts.len());
     for part in parts {
         if part.count == 1 { runs.push(part.start) } else { runs.push_run(part) }
     }

@@ -1,6 +1,6 @@
 //! Packed sequences (`cum_seqlens`): the sequence of each row, and its position in that sequence.
 
-use crate::{Batch, Run, Runs, Side};
+use crate::{Batch, Run, Runs, Side, index};
 
 /// Number of sequences that are compared one by one before a binary search: consecutive rows mostly
 /// lie in the same sequence or in one shortly after it.
@@ -37,7 +37,11 @@ impl<'a> PackedSequences<'a> {
 
     /// Divides rows at the ends of sequences.
     pub(super) fn divide(&self, rows: &Runs) -> Vec<SequenceRun> {
-        let mut parts = Vec::new();
+        // as if all sequences were of the same length
+        let mean =
+            self.starts.last().map_or(0, |end| end.unsigned_abs()) / self.starts.len() as u64;
+        let parts = rows.len() / mean.max(1) + 2 * rows.runs().len() as u64;
+        let mut parts = Vec::with_capacity(index(parts).min(self.starts.len()));
         for run in rows.runs() {
             let mut done = 0;
             // index of the sequence after that of the latest row
@@ -47,21 +51,21 @@ impl<'a> PackedSequences<'a> {
                 // the last sequence that starts at or before this row; if rows ascend, it is not
                 // before that of the latest row
                 let begin = if run.step < 0 { 0 } else { after };
-                let near = self.starts[begin..]
-                    .iter()
-                    .take(LINEAR_SEARCH)
-                    .take_while(|&&start| start <= row)
-                    .count();
-                let far = if near < LINEAR_SEARCH {
-                    0
-                } else {
-                    self.starts[begin + near..].partition_point(|&start| start <= row)
-                };
-                after = begin + near + far;
+                after = begin;
+                while after - begin < LINEAR_SEARCH
+                    && self.starts.get(after).is_some_and(|&start| start <= row)
+                {
+                    after += 1;
+                }
+                if after - begin == LINEAR_SEARCH {
+                    after += self.starts[after..].partition_point(|&start| start <= row);
+                }
                 let sequence = (after < self.starts.len()).then(|| after - 1);
                 let left = run.count - done;
                 let count = match (sequence, run.step) {
-                    (Some(s), 1..) => {
+                    // a division takes longer than all the rest
+                    (Some(s), 1) => left.min((self.starts[s + 1] - row).unsigned_abs()),
+                    (Some(s), 2..) => {
                         left.min(((self.starts[s + 1] - row - 1) / run.step).unsigned_abs() + 1)
                     }
                     (None, 0..) => left,
