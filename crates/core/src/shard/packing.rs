@@ -38,8 +38,8 @@ impl<'a> PackedSequences<'a> {
     /// Divides rows at the ends of sequences.
     pub(super) fn divide(&self, rows: &Runs) -> Vec<SequenceRun> {
         // as if all sequences were of the same length
-        let mean =
-            self.starts.last().map_or(0, |end| end.unsigned_abs()) / self.starts.len() as u64;
+        let mean = self.starts.last().map_or(0, |end| end.unsigned_abs())
+            / self.starts.len().max(1) as u64;
         let parts = rows.len() / mean.max(1) + 2 * rows.runs().len() as u64;
         let mut parts = Vec::with_capacity(index(parts).min(self.starts.len()));
         for run in rows.runs() {
