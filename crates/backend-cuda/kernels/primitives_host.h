@@ -57,10 +57,15 @@ struct Copy {
 
 // A point to which a fiber, or the scheduler, returns: by the compiler's own setjmp and longjmp,
 // because the library's longjmp costs several times as much, and a fiber switches at each exchange.
-// A function that calls the one must not call the other, so none of them is inlined.
+// A function that calls the one must not call the other, and callers must not rely on the registers
+// that it leaves alone itself, because other fibers run meanwhile.
 typedef void* Point[5];
-#define NOT_INLINED inline __attribute__((noinline))
-NOT_INLINED void go_to(Point to) { __builtin_longjmp(to, 1); }
+#ifdef __clang__
+#define SWITCHES inline __attribute__((noinline))
+#else
+#define SWITCHES inline __attribute__((noipa))
+#endif
+SWITCHES void go_to(Point to) { __builtin_longjmp(to, 1); }
 
 struct Fiber {
     Point at;
@@ -143,7 +148,7 @@ inline Block*& current() {
     return block;
 }
 
-NOT_INLINED void pause(Wait wait) {
+SWITCHES void pause(Wait wait) {
     Block& block = *current();
     Fiber& fiber = block.fibers[block.thread];
     fiber.wait = wait;
@@ -315,7 +320,7 @@ inline void cp_async_wait(u32 open) {
 // Main function of a fiber: runs one kernel's thread after another. The block's address is passed
 // in halves (makecontext takes ints). Between kernels the fiber may move to another host thread, so
 // nothing thread-local may be kept across the loop.
-NOT_INLINED void fiber_main(u32 low, u32 high, u32 thread) {
+SWITCHES void fiber_main(u32 low, u32 high, u32 thread) {
     Block& block = *reinterpret_cast<Block*>(u64(low) | u64(high) << 32);
     Fiber& fiber = block.fibers[thread];
     for (;;) {
@@ -343,7 +348,7 @@ inline std::vector<u32> shuffled(u32 count, u64& seed) {
 }
 
 // Runs fiber `thread` until it waits or ends.
-NOT_INLINED void resume(Block& block, u32 thread) {
+SWITCHES void resume(Block& block, u32 thread) {
     Fiber& fiber = block.fibers[thread];
     block.thread = thread;
     if (__builtin_setjmp(block.scheduler)) return;
