@@ -282,8 +282,8 @@ fn compile(capability: &str, settings: &Settings) -> Result<()> {
     std::thread::scope(|scope| {
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
         let threads: Vec<_> = (0..cores).map(|_| scope.spawn(work)).collect();
-        let joined = threads.into_iter().map(|thread| thread.join());
-        joined.map(|result| result.unwrap_or_else(|panic| resume_unwind(panic))).collect()
+        let mut joined = threads.into_iter().map(|thread| thread.join());
+        joined.try_for_each(|result| result.unwrap_or_else(|panic| resume_unwind(panic)))
     })
 }
 
