@@ -48,6 +48,7 @@ impl DType {
     }
 
     /// Rounds `value` to this type (ties to even) and widens it again.
+    #[inline]
     pub fn round(self, value: f64) -> f64 {
         match self {
             Self::F64 => value,
@@ -115,9 +116,11 @@ impl Element for f64 {
     type Accumulator = f64;
     const DTYPE: DType = DType::F64;
     host_views!(F64);
+    #[inline]
     fn to_f64(self) -> f64 {
         self
     }
+    #[inline]
     fn from_f64(value: f64) -> Self {
         value
     }
@@ -127,9 +130,11 @@ impl Element for f32 {
     type Accumulator = f32;
     const DTYPE: DType = DType::F32;
     host_views!(F32);
+    #[inline]
     fn to_f64(self) -> f64 {
         f64::from(self)
     }
+    #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "rounds to f32")]
     fn from_f64(value: f64) -> Self {
         value as f32
@@ -140,9 +145,11 @@ impl Element for bf16 {
     type Accumulator = f32;
     const DTYPE: DType = DType::Bf16;
     host_views!(Bf16);
+    #[inline]
     fn to_f64(self) -> f64 {
         bf16::to_f64(self)
     }
+    #[inline]
     fn from_f64(value: f64) -> Self {
         bf16::from_f32(to_odd(value))
     }
@@ -152,9 +159,11 @@ impl Element for f16 {
     type Accumulator = f32;
     const DTYPE: DType = DType::F16;
     host_views!(F16);
+    #[inline]
     fn to_f64(self) -> f64 {
         f16::to_f64(self)
     }
+    #[inline]
     fn from_f64(value: f64) -> Self {
         f16::from_f32(to_odd(value))
     }

@@ -38,7 +38,13 @@ mod kernel_clock;
 mod pass;
 mod verify;
 
-use std::{collections::BTreeMap, process::ExitCode};
+use std::{
+    collections::BTreeMap,
+    num::NonZero,
+    panic::resume_unwind,
+    process::ExitCode,
+    sync::atomic::{AtomicUsize, Ordering},
+};
 
 use annulus::{Attention, DType, Dims, Error, Result};
 use annulus_cuda::{
@@ -249,7 +255,8 @@ fn compile(capability: &str, settings: &Settings) -> Result<()> {
     let (kind, target) = compiler.target(architecture)?;
     let is_wanted =
         |variant: &Variant| dtypes.contains(&variant.dtype) && dims.contains(&variant.dim);
-    for variant in Variant::all_on(architecture).filter(is_wanted) {
+    let variants: Vec<_> = Variant::all_on(architecture).filter(is_wanted).collect();
+    let compile = |variant: Variant| -> Result<()> {
         let image = annulus_cuda::compile(&compiler, variant, None, kind, &target)?;
         let name = variant.to_string();
         let bytes = image.bytes.len();
@@ -262,8 +269,22 @@ fn compile(capability: &str, settings: &Settings) -> Result<()> {
             std::fs::write(&path, &image.bytes)
                 .map_err(|error| Error::Io { path, what: error.to_string() })?;
         }
-    }
-    Ok(())
+        Ok(())
+    };
+    // the compiler takes seconds for each, on one core
+    let next = AtomicUsize::new(0);
+    let work = || {
+        while let Some(&variant) = variants.get(next.fetch_add(1, Ordering::Relaxed)) {
+            compile(variant)?;
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+        let threads: Vec<_> = (0..cores).map(|_| scope.spawn(work)).collect();
+        let mut joined = threads.into_iter().map(|thread| thread.join());
+        joined.try_for_each(|result| result.unwrap_or_else(|panic| resume_unwind(panic)))
+    })
 }
 
 /// Returns false if a comparison failed.

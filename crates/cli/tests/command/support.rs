@@ -16,7 +16,8 @@ const LAUNCHERS: [&str; 7] = [
     "PMIX_RANK",
 ];
 
-/// Folder of one test, initially empty.
+/// Folder of one test of this process, initially empty. It is removed in the end, unless the test
+/// fails.
 pub(crate) struct Folder {
     path: PathBuf,
 }
@@ -48,8 +49,18 @@ pub(crate) fn with_default_signals(command: &Command) -> Command {
     env
 }
 
+impl Drop for Folder {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            // what stays behind in the target folder harms nobody
+            std::fs::remove_dir_all(&self.path).unwrap_or_default();
+        }
+    }
+}
+
 impl Folder {
     pub(crate) fn new(name: &str) -> Self {
+        let name = format!("{name}-{}", std::process::id());
         Self::at(&Path::new(env!("CARGO_TARGET_TMPDIR")).join(name))
     }
 
