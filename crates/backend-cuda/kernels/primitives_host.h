@@ -15,6 +15,7 @@
 // cannot end fails at once.
 #pragma once
 
+#include <csetjmp>
 #include <cmath>
 #include <cstddef>
 #include <cstdio>
@@ -55,20 +56,8 @@ struct Copy {
     u32 group;
 };
 
-// A point to which a fiber, or the scheduler, returns: by the compiler's own setjmp and longjmp,
-// because the library's longjmp costs several times as much, and a fiber switches at each exchange.
-// A function that calls the one must not call the other, and callers must not rely on the registers
-// that it leaves alone itself, because other fibers run meanwhile.
-typedef void* Point[5];
-#ifdef __clang__
-#define SWITCHES inline __attribute__((noinline))
-#else
-#define SWITCHES inline __attribute__((noipa))
-#endif
-SWITCHES void go_to(Point to) { __builtin_longjmp(to, 1); }
-
 struct Fiber {
-    Point at;
+    jmp_buf at;
     bool started = false, done;
     Wait wait;
     size_t shared_used;
@@ -105,7 +94,7 @@ struct Block {
     // not initialized: only the stack pages that are used become resident
     std::unique_ptr<char[]> stacks{new char[THREADS * STACK_BYTES]};
     alignas(16) char shared[SHARED_BYTES];
-    Point scheduler;
+    jmp_buf scheduler;
     u32 index[3];
     u32 grid[3];
     u32 threads;  // of the kernel: at most THREADS
@@ -148,11 +137,11 @@ inline Block*& current() {
     return block;
 }
 
-SWITCHES void pause(Wait wait) {
+inline void pause(Wait wait) {
     Block& block = *current();
     Fiber& fiber = block.fibers[block.thread];
     fiber.wait = wait;
-    if (!__builtin_setjmp(fiber.at)) go_to(block.scheduler);
+    if (!_setjmp(fiber.at)) _longjmp(block.scheduler, 1);
 }
 
 // Prints why a launch fails, if kernels are compiled with ANNULUS_TRACE.
@@ -320,13 +309,13 @@ inline void cp_async_wait(u32 open) {
 // Main function of a fiber: runs one kernel's thread after another. The block's address is passed
 // in halves (makecontext takes ints). Between kernels the fiber may move to another host thread, so
 // nothing thread-local may be kept across the loop.
-SWITCHES void fiber_main(u32 low, u32 high, u32 thread) {
+inline void fiber_main(u32 low, u32 high, u32 thread) {
     Block& block = *reinterpret_cast<Block*>(u64(low) | u64(high) << 32);
     Fiber& fiber = block.fibers[thread];
     for (;;) {
         block.kernel(block.arguments);
         fiber.done = true;
-        if (!__builtin_setjmp(fiber.at)) go_to(block.scheduler);
+        if (!_setjmp(fiber.at)) _longjmp(block.scheduler, 1);
     }
 }
 
@@ -348,11 +337,11 @@ inline std::vector<u32> shuffled(u32 count, u64& seed) {
 }
 
 // Runs fiber `thread` until it waits or ends.
-SWITCHES void resume(Block& block, u32 thread) {
+inline __attribute__((noinline)) void resume(Block& block, u32 thread) {
     Fiber& fiber = block.fibers[thread];
     block.thread = thread;
-    if (__builtin_setjmp(block.scheduler)) return;
-    if (fiber.started) go_to(fiber.at);
+    if (_setjmp(block.scheduler)) return;
+    if (fiber.started) _longjmp(fiber.at, 1);
     fiber.started = true;
     ucontext_t start;
     getcontext(&start);
