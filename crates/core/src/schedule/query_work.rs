@@ -8,9 +8,9 @@
 //! ```
 //! A run has queries of one segment at evenly spaced positions. Pairs of a run of a mask with a
 //! [`Band`] have a closed form, so that `before` takes O(log runs) time. The pairs of other masks
-//! are counted query by query, once, and their sums are stored. Where short chunks or
-//! tiles are dealt, the sums before each tile are stored too: deals of shorter chunks, and exchanges
-//! of whole tiles, read them again.
+//! are counted query by query, once, and their sums are stored. Where short chunks or tiles are
+//! dealt, the sums before each tile are stored too: deals of shorter chunks, and exchanges of whole
+//! tiles, read them again.
 
 use std::{cell::OnceCell, ops::Range, sync::Arc};
 
