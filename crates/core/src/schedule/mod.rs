@@ -64,6 +64,8 @@ mod column_work;
 mod direct_traffic;
 mod document_cost;
 mod document_deal;
+mod document_ends;
+mod document_rows;
 mod last_users;
 mod node_traffic;
 mod node_users;
