@@ -13,11 +13,11 @@
 //! of ranks, separated by commas (default: 8,16,64). `mask` is `causal` (the default) or `full`,
 //! both within documents. `tiles_of_one_rank` is the number of tiles with a visible pair on one
 //! rank, divided by that of all ranks, and `tiles_over_contiguous` the latter divided by that of
-//! contiguous shards. `tiles_max_over_mean` is that of the busiest rank over the mean. `tiles_bound` is the
-//! least that any balanced layout can have, divided by the tiles that the pairs fill
-//! (`tile_bound.rs` in core). `sent` are the rows sent, `sent_max_rank` those of the rank with the
-//! most, and `sent_bound` the fewest that any balanced layout sends (`document_deal.rs` in core).
-//! `ring-documents` measures the rate of packed passes.
+//! contiguous shards. `tiles_max_over_mean` is that of the busiest rank over the mean.
+//! `tiles_bound` is the least that any balanced layout can have, divided by the tiles that the
+//! pairs fill (`tile_bound.rs` in core). `sent` are the rows sent, `sent_max_rank` those of the
+//! rank with the most, and `sent_bound` the fewest that any balanced layout sends
+//! (`document_deal.rs` in core). `ring-documents` measures the rate of packed passes.
 
 mod distributions;
 mod tiles;

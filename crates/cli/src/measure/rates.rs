@@ -244,7 +244,7 @@ mod tests {
 
     #[test]
     fn rounds_of_ranks_in_turns_count_with_their_waits() {
-        // a rank with half of a core: 10 rounds of 2 + 8 ms alone, then one that waits for 100 ms
+        // a rank with half of a core: 9 rounds of 2 + 8 ms, then one that waits for 100 ms more
         let alone = [0.002, 0.008];
         let mut rounds = Vec::new();
         for _ in 0..24 {

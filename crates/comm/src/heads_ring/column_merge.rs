@@ -266,6 +266,7 @@ pub fn merge_bandwidth(head_dim: usize) -> Result<f64> {
     let shape = [1, (PART_BYTES / row).max(1), HEADS, head_dim];
     let part = memory::filled("partial results", shape[1] * row, 0u8)?;
     let mut merge = ColumnMerge::new(shape, true)?;
+    // the first one touches new memory
     merge.add(DType::F32, 0..HEADS, &part)?;
     let begin = Instant::now();
     let mut bytes = 0.0;
