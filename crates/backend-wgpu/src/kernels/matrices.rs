@@ -33,8 +33,16 @@ const PROB_SCALE: f32 = 1024.0;
 /// row, so that eight rows lie in different banks and begin at multiples of 16 bytes.
 pub(super) const HALF_STEP: usize = 10;
 
-/// Distance of rows of `products`, in vectors of 4.
-pub(super) const PRODUCT_STEP: usize = ROW_STEP;
+/// Distance of rows of `products`, in vectors of 4: two more than the 8 of a row. NVIDIA's GPUs
+/// store a matrix of f32 two elements an invocation, four rows at once, which then lie in different
+/// banks; one more would put half of them in the same, and an H200 ran forward at 0.97 of the speed
+/// (benches/record/2026-11-27-h200.md).
+pub(super) const PRODUCT_STEP: usize = 10;
+
+/// The same on devices with several subgroup sizes, AMD's, which store a row of 16 elements at once:
+/// two rows share banks at either distance, and by RADV workgroup memory has room for 8 kernels of
+/// dim 64 with this one and for 6 with the other.
+const NARROW_PRODUCT_STEP: usize = ROW_STEP;
 
 /// Row of a tile, of the first eight, that an invocation loads for the first products. Sixteen
 /// neighbours store rows r and r + 4, which lie in different banks; r and r + 1 would share some.
@@ -96,7 +104,7 @@ fn half_tangents(x: vec4<f32>) -> vec4<f32> {{
     return bitcast<vec4<f32>>(bitcast<vec4<u32>>(size) | sign);
 }}
 ",
-        products = grid.rows() * PRODUCT_STEP,
+        products = grid.rows() * grid.product_step(),
         two = 2 * HALF_STEP,
         three = 3 * HALF_STEP,
     )
@@ -129,6 +137,31 @@ impl Grid {
         // of a tall tile 64 elements of 32 values, which take more than 32 keys of 64 elements
         let right = if self.tall.is_some() { TallTile::CHUNK } else { TILE };
         [self.rows() * HALF_STEP, right * HALF_STEP]
+    }
+
+    /// Distance of rows of `products`, in vectors of 4.
+    const fn product_step(self) -> usize {
+        if self.matrices.has_smaller_subgroups() { NARROW_PRODUCT_STEP } else { PRODUCT_STEP }
+    }
+
+    /// Element of `products` at row `r` of the register tile.
+    pub(super) fn product_at(self, r: usize) -> String {
+        let step = self.product_step();
+        format!("{}u * ty + tx + {}u", 4 * step, r * step)
+    }
+
+    /// True if a subgroup owns the matrices of exactly those rows of a tall tile of which its
+    /// invocations hold register tiles.
+    pub(super) fn owns_rows(self) -> bool {
+        let Owned { columns, size, .. } = Owned::of(self);
+        let are_whole = columns * size == TILE as u32;
+        self.tall.is_some() && are_whole && !self.matrices.has_smaller_subgroups()
+    }
+
+    /// Barrier between writes and reads of `left_half` and `products`, of which a subgroup that
+    /// owns rows accesses no others.
+    pub(super) fn row_barrier(self) -> &'static str {
+        if self.owns_rows() { "subgroupBarrier();" } else { "workgroupBarrier();" }
     }
 
     /// Matrices of a column of the tile, and of a row.
@@ -182,6 +215,8 @@ struct Owned {
     column_step: u32,
     /// Expressions for the first row and column.
     first: [String; 2],
+    /// Distance of rows of `products`, in vectors of 4.
+    product_step: usize,
 }
 
 impl Owned {
@@ -203,6 +238,7 @@ impl Owned {
                     format!("{size}u * (subgroup / {line}u)"),
                     format!("{size}u * (subgroup % {line}u)"),
                 ],
+                product_step: grid.product_step(),
             };
         }
         let column = if subgroups == 1 { "0u".into() } else { format!("{size}u * subgroup") };
@@ -213,6 +249,7 @@ impl Owned {
             row_step: size,
             column_step: size * subgroups,
             first: ["0u".to_owned(), column],
+            product_step: grid.product_step(),
         }
     }
 
@@ -231,7 +268,8 @@ impl Owned {
                 format!("{}u * (subgroup % {per_row}u)", size * columns),
             ]
         };
-        Self { size, rows, columns, row_step: size, column_step: size, first }
+        let product_step = grid.product_step();
+        Self { size, rows, columns, row_step: size, column_step: size, first, product_step }
     }
 
     const fn count(&self) -> u32 {
@@ -258,18 +296,53 @@ impl Owned {
     }
 
     /// Load of a left operand, from `row` and element 4·`k` on.
-    fn load_left(&self, of: Staged<'_>, row: &str) -> String {
+    fn load_left(&self, of: Staged<'_>, row: &str, k: &str) -> String {
         let Staged { array, step, at } = of;
         let kind = self.kind("A");
-        format!("coopLoadT<{kind}>(&{array}[{step}u * {row} + {at}k], {step}u)")
+        format!("coopLoadT<{kind}>(&{array}[{step}u * {row} + {at}{k}], {step}u)")
     }
 
     /// Load of a right operand, stored by columns: an invocation loads the consecutive elements of
     /// one column. By rows it would load them one by one.
-    fn load_right(&self, of: Staged<'_>, column: &str) -> String {
+    fn load_right(&self, of: Staged<'_>, column: &str, k: &str) -> String {
         let Staged { array, step, at } = of;
         let kind = self.kind("B");
-        format!("coopLoad<{kind}>(&{array}[{step}u * {column} + {at}k], {step}u)")
+        format!("coopLoad<{kind}>(&{array}[{step}u * {column} + {at}{k}], {step}u)")
+    }
+
+    /// Generates `q_{i}_{n}`, matrices of 32 elements of the rows in `left_half`, which are those
+    /// of the queries from element `first` on.
+    fn hold(&self, first: u32) -> String {
+        let mut text = String::new();
+        for element in (0..TILE as u32).step_by(self.size as usize) {
+            let (n, k) = ((first + element) / self.size, element / 4);
+            for i in 0..self.rows {
+                let row = format!("(matrix_row + {}u)", self.row_step * i);
+                let load = self.load_left(LEFT, &row, &format!("{k}u"));
+                let _infallible = writeln!(text, "let q_{i}_{n} = {load};");
+            }
+        }
+        text
+    }
+
+    /// Generates c_{i}_{j} += A·B, where A are the matrices of [`Self::hold`] for `elements`
+    /// elements from `first` on. B begins at element 0.
+    fn multiply_held(&self, right: Staged<'_>, first: u32, elements: u32) -> String {
+        let mut text = String::new();
+        for element in (0..elements).step_by(self.size as usize) {
+            let (n, k) = ((first + element) / self.size, element / 4);
+            text.push_str("    {\n");
+            for j in 0..self.columns {
+                let column = format!("(matrix_column + {}u)", self.column_step * j);
+                let load = self.load_right(right, &column, &format!("{k}u"));
+                let _infallible = writeln!(text, "        let b_{j} = {load};");
+            }
+            text += &self.each(&format!(
+                "        c_{{i}}_{{j}} = coopMultiplyAdd(q_{{i}}_{n}, b_{{j}}, c_{{i}}_{{j}});\n"
+            ));
+            text.push_str("    }\n");
+        }
+        text
     }
 
     /// Generates c_{i}_{j} += A·B.
@@ -277,12 +350,13 @@ impl Owned {
         let (size, end) = (self.size, of.elements / 4);
         let mut text = format!("    for (var k = 0u; k < {end}u; k = k + {}u) {{\n", size / 4);
         for i in 0..self.rows {
-            let load = self.load_left(of.left, &format!("(matrix_row + {}u)", self.row_step * i));
+            let load =
+                self.load_left(of.left, &format!("(matrix_row + {}u)", self.row_step * i), "k");
             let _infallible = writeln!(text, "        let a_{i} = {load};");
         }
         for j in 0..self.columns {
             let column = format!("(matrix_column + {}u)", self.column_step * j);
-            let load = self.load_right(of.right, &column);
+            let load = self.load_right(of.right, &column, "k");
             let _infallible = writeln!(text, "        let b_{j} = {load};");
         }
         text += &self.each("        c_{i}_{j} = coopMultiplyAdd(a_{i}, b_{j}, c_{i}_{j});\n");
@@ -291,14 +365,15 @@ impl Owned {
 
     /// Generates `products` ← accumulators.
     fn store(&self) -> String {
+        let step = self.product_step;
         let mut text = String::new();
         for i in 0..self.rows {
             for j in 0..self.columns {
                 let [row, column] = [self.row_step * i, self.column_step * j].map(|at| at as usize);
-                let at = PRODUCT_STEP * row + column / 4;
+                let at = step * row + column / 4;
                 let _infallible = writeln!(
                     text,
-                    "    coopStoreT(c_{i}_{j}, &products[matrix_product + {at}u], {PRODUCT_STEP}u);"
+                    "    coopStoreT(c_{i}_{j}, &products[matrix_product + {at}u], {step}u);"
                 );
             }
         }
@@ -310,10 +385,10 @@ impl Owned {
     /// accumulators are in memory.
     fn multiply_in_memory(&self, of: Operands<'_>, adds: bool) -> String {
         let (size, line, kind) = (self.size, 32 / self.size, self.kind("C"));
-        let left = self.load_left(of.left, "any_row");
-        let right = self.load_right(of.right, "any_column");
+        let left = self.load_left(of.left, "any_row", "k");
+        let right = self.load_right(of.right, "any_column", "k");
         let first = if adds {
-            format!("coopLoadT<{kind}>(&products[start], {PRODUCT_STEP}u)")
+            format!("coopLoadT<{kind}>(&products[start], {}u)", self.product_step)
         } else {
             format!("{kind}()")
         };
@@ -322,18 +397,19 @@ impl Owned {
         let matrix = n * subgroups + subgroup;
         let any_row = {size}u * (matrix / {line}u);
         let any_column = {size}u * (matrix % {line}u);
-        let start = {PRODUCT_STEP}u * any_row + any_column / 4u;
+        let start = {row_step}u * any_row + any_column / 4u;
         var sum = {first};
         for (var k = 0u; k < {end}u; k = k + {step}u) {{
             let a = {left};
             let b = {right};
             sum = coopMultiplyAdd(a, b, sum);
         }}
-        coopStoreT(sum, &products[start], {PRODUCT_STEP}u);
+        coopStoreT(sum, &products[start], {row_step}u);
     }}
 ",
             step = size / 4,
             end = of.elements / 4,
+            row_step = self.product_step,
         )
     }
 }
@@ -381,8 +457,9 @@ let matrices_are_owned = matrix_rounds == {}u;
     format!(
         "{rounds}let matrix_row = {row};
 let matrix_column = {column};
-let matrix_product = {PRODUCT_STEP}u * matrix_row + matrix_column / 4u;
-"
+let matrix_product = {}u * matrix_row + matrix_column / 4u;
+",
+        grid.product_step()
     )
 }
 
@@ -440,6 +517,22 @@ pub(super) fn add_product(
     text
 }
 
+/// Generates the matrices of the 32 elements of queries from `first` on that are in `left_half`.
+pub(super) fn hold(grid: Grid, first: usize) -> String {
+    Owned::of(grid).hold(first as u32)
+}
+
+/// Generates c_{i}_{j} += product of held queries, from element `first` on, with `elements`
+/// elements of `right`.
+pub(super) fn multiply_held(
+    grid: Grid,
+    right: Staged<'_>,
+    first: usize,
+    elements: usize,
+) -> String {
+    Owned::of(grid).multiply_held(right, first as u32, elements as u32)
+}
+
 /// Parts of a product that sums over chunks of elements: S and dP.
 pub(super) struct SumOverChunks {
     /// Before the loop over chunks.
@@ -447,6 +540,7 @@ pub(super) struct SumOverChunks {
     /// Sums over a chunk.
     pub(super) multiply: String,
     store: String,
+    grid: Grid,
 }
 
 impl SumOverChunks {
@@ -457,14 +551,16 @@ impl SumOverChunks {
             begin: owned.zeros() + &zero_products(grid),
             multiply: by_subgroup_size(matrices, &owned.multiply(operands), &in_memory),
             store: by_subgroup_size(matrices, &owned.store(), ""),
+            grid,
         }
     }
 
     /// Generates the end of the product: `PREFIX{row}` ← sums.
     pub(super) fn end(&self, prefix: &str) -> String {
-        let mut text = format!("{}    workgroupBarrier();\n", self.store);
+        let mut text = format!("{}    {}\n", self.store, self.grid.row_barrier());
         for r in 0..4 {
-            let _infallible = writeln!(text, "    {prefix}{r} = products[{}];", product_at(r));
+            let at = self.grid.product_at(r);
+            let _infallible = writeln!(text, "    {prefix}{r} = products[{at}];");
         }
         text
     }
@@ -475,7 +571,7 @@ fn zero_products(grid: Grid) -> String {
     if !grid.matrices.has_smaller_subgroups() {
         return String::new();
     }
-    let (vectors, invocations) = (grid.rows() * PRODUCT_STEP, grid.invocations());
+    let (vectors, invocations) = (grid.rows() * grid.product_step(), grid.invocations());
     format!(
         "    if (!matrices_are_owned) {{
         workgroupBarrier();
@@ -486,11 +582,6 @@ fn zero_products(grid: Grid) -> String {
 ",
         vectors.div_ceil(invocations)
     )
-}
-
-/// Element of `products` at row `r` of the register tile.
-pub(super) fn product_at(r: usize) -> String {
-    format!("{}u * ty + tx + {}u", 4 * PRODUCT_STEP, r * PRODUCT_STEP)
 }
 
 /// Left factors of the second products.
@@ -563,7 +654,7 @@ pub(crate) fn probe(matrices: Matrices) -> Source {
         .name("COUNT_MATRICES", count(grid))
         .name("PRODUCT", multiply_and_store(grid, Operands::NARROW))
         .name("HALF_STEP", HALF_STEP.to_string())
-        .name("PRODUCT_STEP", PRODUCT_STEP.to_string());
+        .name("PRODUCT_STEP", grid.product_step().to_string());
     let wgsl =
         [ENABLED, ProbeParams::WGSL, &text.expand(include_str!("matrix_probe.wgsl"))].concat();
     Source { wgsl, bindings: vec![Access::Write], params: size_of::<ProbeParams>() }

@@ -3,22 +3,23 @@
 //!
 //! ```text
 //! for each group of 32 elements of the vectors:
-//!     right_half[element][vector] ← 32 vectors; elements that are not finite ← 0
+//!     right_half[element][vector] ← 32 vectors; of partial tiles, elements not finite ← 0
 //!     products ← left_half · right_halfᵀ;  accumulators += factor of the row · products
-//! if any element is not finite:
+//! if any element of a partial tile is not finite:
 //!     accumulators += factor · vector in its elements that are not finite
 //! ```
 //!
-//! Non-finite elements are replaced by 0 in the matrices, where 0 · NaN would reach rows that do
-//! not attend to them; a scalar fix-up then adds them for the queries that do. So masked elements
-//! change no bit. An invocation tests the sum of the elements that it stores, which any that is not
-//! finite makes infinite or NaN. If finite ones overflow, the fix-up finds none.
+//! In partial tiles non-finite elements are replaced by 0 in the matrices, where 0 · NaN would
+//! reach rows that do not attend to them; a scalar fix-up then adds them for the queries that do. So
+//! masked elements change no bit. In full tiles all rows attend to them. An invocation tests the sum
+//! of the elements that it stores, which any that is not finite makes infinite or NaN. If finite
+//! ones overflow, the fix-up finds none.
 
 use std::{fmt::Write, ops::Range};
 
 use super::{
     TileVariant,
-    matrices::{Factors, Grid, HALF_STEP, Operands, RIGHT, Staged, multiply_and_store, product_at},
+    matrices::{Factors, Grid, HALF_STEP, Operands, RIGHT, Staged, multiply_and_store},
     vectors::{Vectors, Words},
 };
 
@@ -103,6 +104,10 @@ if (lane == 0u) {{ atomicStore(&non_finite[0], 0u); }}
     let sum_bits = bitcast<u32>((sums.x + sums.y) + (sums.z + sums.w));
 ",
         );
+        if self.grid.owns_rows() {
+            // until all subgroups have read what was there before
+            text.push_str("    workgroupBarrier();\n");
+        }
         for (c, part) in ["x", "y", "z", "w"].iter().enumerate() {
             let four = [0, 1, 2, 3].map(|n| format!("four_{n}.{part}")).join(", ");
             let at = HALF_STEP * c;
@@ -111,7 +116,7 @@ if (lane == 0u) {{ atomicStore(&non_finite[0], 0u); }}
         }
         let _infallible = write!(
             text,
-            "    if ((sum_bits & NON_FINITE) == NON_FINITE) {{
+            "    if (is_partial && (sum_bits & NON_FINITE) == NON_FINITE) {{
         any_non_finite = true;
         for (var n = 0u; n < rare_end; n++) {{
             let at = stored_at + {HALF_STEP}u * (n & 3u);
@@ -130,6 +135,7 @@ if (lane == 0u) {{ atomicStore(&non_finite[0], 0u); }}
     /// which are staged one after another.
     fn add_products(&self, groups: Range<usize>) -> String {
         let Self { prefix, of: Vectors { dim, .. }, .. } = self;
+        let row_barrier = self.grid.row_barrier();
         let mut text = String::new();
         for (staged, group) in groups.enumerate() {
             let mut at = String::new();
@@ -139,20 +145,20 @@ if (lane == 0u) {{ atomicStore(&non_finite[0], 0u); }}
                 let _infallible = writeln!(
                     text,
                     "    if ({first}u < params.{dim}) {{
-    workgroupBarrier();"
+    {row_barrier}"
                 );
                 at = format!("{}u + ", 32 * staged * HALF_STEP);
             }
             let right = Staged { at: &at, ..RIGHT };
             text += &multiply_and_store(self.grid, Operands { right, ..Operands::NARROW });
-            text.push_str("    workgroupBarrier();\n");
+            let _infallible = writeln!(text, "    {row_barrier}");
             for r in 0..4 {
                 let sum = format!("{prefix}{group}_{r}");
                 let _infallible = writeln!(
                     text,
                     "    {sum} =
         fma(vec4<f32>(product_factors[{r}]), products[{}], {sum});",
-                    product_at(r)
+                    self.grid.product_at(r)
                 );
             }
             text.push_str(if staged > 0 { "    }\n" } else { "" });
@@ -167,7 +173,8 @@ if (lane == 0u) {{ atomicStore(&non_finite[0], 0u); }}
         let head = self.of.head();
         // the bound is not a constant, so that compilers do not unroll this rare loop
         let mut text = format!(
-            "if (any_non_finite) {{ atomicStore(&non_finite[0], 1u); }}
+            "if (is_partial) {{
+if (any_non_finite) {{ atomicStore(&non_finite[0], 1u); }}
 workgroupBarrier();
 if (atomicLoad(&non_finite[0]) != 0u) {{
     let end = min(32u, params.{rows} - column);
@@ -182,7 +189,7 @@ if (atomicLoad(&non_finite[0]) != 0u) {{
         for group in 0..self.groups {
             text += &self.add_non_finite_of(group, words);
         }
-        text + "    }\n}\n"
+        text + "    }\n}\n}\n"
     }
 
     /// Generates the fix-up of a group, for vector `j`.

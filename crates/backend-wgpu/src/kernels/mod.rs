@@ -322,7 +322,8 @@ impl TileVariant {
     /// Returns the form of tall tiles of forward on a device with this much workgroup memory;
     /// `None` without matrices or memory.
     pub(crate) fn tall_tile(self, memory_bytes: usize) -> Option<TallTile> {
-        self.used_matrices().and_then(|_| TallTile::fitting(self.head_groups, memory_bytes))
+        let matrices = self.used_matrices()?;
+        TallTile::fitting(self.head_groups, matrices, memory_bytes)
     }
 
     /// Invocations of a workgroup.

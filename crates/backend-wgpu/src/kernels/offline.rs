@@ -2,9 +2,7 @@
 
 use annulus_core::{DType, Error, Result};
 
-use super::{
-    Access, Epilogue, Source, Storage, TileVariant, Variant, matrices, tall_tiles::TallTile,
-};
+use super::{Access, Epilogue, Source, Storage, TileVariant, Variant, matrices};
 use crate::{Level, RegisterTile, level::Matrices, memory_model};
 
 /// Bytes of workgroup memory for tiles of 64 queries: those of NVIDIA's GPUs. AMD's have 64 KiB.
@@ -80,7 +78,7 @@ impl KernelText {
                 let variants = variants.into_iter().chain(decoding);
                 all.extend(variants.map(|of| Self::new(of, name(of.name()), level)));
                 if level == Level::Matrix {
-                    let tall = TallTile::fitting(tile.head_groups, TALL_MEMORY);
+                    let tall = tile.tall_tile(TALL_MEMORY);
                     let of = Variant::Forward(TileVariant { tall, ..tile });
                     all.push(Self::new(of, name("forward_64"), level));
                 }

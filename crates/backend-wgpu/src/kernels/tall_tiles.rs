@@ -2,35 +2,47 @@
 //! of K or V that is loaded and staged serves twice as many queries as in a tile of 32.
 //!
 //! ```text
-//! own_half ← Q, 64 queries of all elements              once, if workgroup memory is large enough
+//! q ← Q, 64 queries of all elements                    once, if they fit (TallTile)
 //! for each tile of 32 keys:
-//!     for each 64 elements:  right_half[key][element] ← K (own_half ← Q, if it is not kept)
-//!                            S += own_half · right_halfᵀ
-//!     softmax of S, 4 × 4 pairs an invocation; left_half ← P
+//!     for each 64 elements:  right_half[key][element] ← K;  S += q · right_halfᵀ
+//!     softmax of S, 4 × 4 pairs an invocation;  left_half ← P
 //!     for each 64 elements:  right_half[element][key] ← V
 //!                            for each 32: products ← left_half · right_halfᵀ; O += products
 //! ```
 //! Loads of 64 elements are in flight together, four vectors of K or V an invocation. Sums have the
 //! order of those of tiles of 32 queries, so results have the same bits. A subgroup owns whole rows
-//! of matrices, as far as there are enough.
+//! of matrices, as far as there are enough; then only K and V pass between subgroups.
 //!
-//! Source: Q once in workgroup memory, padded rows and 128 invocations are those of llama.cpp's
-//! `flash_attn_cm1.comp`, whose tiles have 16 queries and 64 keys.
+//! Workgroup memory decides how many workgroups a multiprocessor runs: NVIDIA's driver gives all of
+//! them 48 KiB together, two of a tall tile that holds Q in matrices, and one of a tile that keeps
+//! it there, which took up to twice the time on an H200 (benches/record/2026-11-27-h200.md).
+//!
+//! Source: padded rows and 128 invocations are those of llama.cpp's `flash_attn_cm1.comp`, whose
+//! tiles have 16 queries and 64 keys; Q in workgroup memory as well.
 
 use std::fmt::Write;
 
 use super::{
     TileVariant,
-    matrices::{Grid, HALF_STEP, Operands, PRODUCT_STEP, Staged, SumOverChunks},
+    matrices::{
+        Grid, HALF_STEP, Operands, PRODUCT_STEP, Staged, SumOverChunks, hold, multiply_held,
+    },
     vectors::{K, Q},
 };
+use crate::level::Matrices;
 
-/// A tall tile.
+/// A tall tile, by what holds its queries during the loop over keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct TallTile {
-    /// Groups of 32 elements for which workgroup memory keeps the queries of the tile; 0: they are
-    /// loaded again for each tile of keys, 64 elements at a time.
-    pub(crate) kept_groups: usize,
+pub(crate) enum TallTile {
+    /// Matrices of the subgroups that multiply them.
+    Held,
+    /// Workgroup memory.
+    Kept {
+        /// Groups of 32 elements.
+        groups: usize,
+    },
+    /// Nothing: they are loaded again for each tile of keys, 64 elements at a time.
+    Reloaded,
 }
 
 impl TallTile {
@@ -43,10 +55,22 @@ impl TallTile {
     /// Elements of K or V that are staged at once.
     pub(super) const CHUNK: usize = 64;
 
-    /// Selects the form of kernels of dims with `head_groups` groups for a device with this much
-    /// workgroup memory; `None` if it has too little.
-    pub(crate) fn fitting(head_groups: usize, memory_bytes: usize) -> Option<Self> {
-        let forms = [head_groups, 0].map(|kept_groups| Self { kept_groups });
+    /// Most groups of 32 elements that matrices hold: in subgroups of 32 a quarter of the elements
+    /// of Q, two a register, takes 32 registers of an invocation.
+    const MAX_HELD: usize = 4;
+
+    /// Selects the form of kernels of dims with `head_groups` groups for a device with these
+    /// matrices and this much workgroup memory; `None` if it has too little.
+    ///
+    /// Subgroups of any size, whose matrices the text does not know, hold none.
+    pub(crate) fn fitting(
+        head_groups: usize,
+        matrices: Matrices,
+        memory_bytes: usize,
+    ) -> Option<Self> {
+        let can_hold = head_groups <= Self::MAX_HELD && !matrices.has_smaller_subgroups();
+        let kept = [Self::Kept { groups: head_groups }, Self::Reloaded];
+        let forms = can_hold.then_some(Self::Held).into_iter().chain(kept);
         forms.into_iter().find(|form| form.memory_bytes() <= memory_bytes)
     }
 
@@ -62,44 +86,49 @@ impl TallTile {
     /// Distance of rows of `own_half` in vectors of 4. Two more than a row has, as of
     /// [`HALF_STEP`]: 36 + 32·n words of 4 bytes, so that eight rows begin in different banks.
     const fn own_step(self) -> usize {
-        chunks(self.kept_groups) * Self::CHUNK / 4 + 2
+        let chunks = match self {
+            Self::Held | Self::Reloaded => 1,
+            Self::Kept { groups } => (32 * groups).div_ceil(Self::CHUNK),
+        };
+        chunks * Self::CHUNK / 4 + 2
     }
 
     const fn own_vectors(self) -> usize {
-        Self::ROWS * self.own_step()
+        match self {
+            Self::Held => 0,
+            Self::Kept { .. } | Self::Reloaded => Self::ROWS * self.own_step(),
+        }
     }
 
     /// Generates the declaration of `own_half`.
     pub(super) fn declaration(self) -> String {
-        format!("var<workgroup> own_half: array<vec4<f16>, {}>;\n", self.own_vectors())
+        match self.own_vectors() {
+            0 => String::new(),
+            vectors => format!("var<workgroup> own_half: array<vec4<f16>, {vectors}>;\n"),
+        }
     }
 
-    /// Generates what is done with the queries before the loop over keys: `own_half` ← Q, or the
-    /// offsets of the rows that an invocation loads.
-    pub(super) fn own_rows(self, variant: TileVariant) -> String {
-        let rows: String = (0..LOADS_OF_QUERIES)
-            .map(|n| {
-                let step = Q.distance(variant, n * LOAD_STEP);
+    /// Generates what is done with the queries before the loop over keys: the matrices that hold
+    /// them, `own_half` ← Q, or the offsets of the rows that an invocation loads.
+    pub(super) fn own_rows(self, variant: TileVariant, grid: Grid) -> String {
+        match self {
+            Self::Held => held_queries(variant, grid),
+            Self::Kept { .. } => {
+                let [loads, stores] = self.queries(OF_CHUNK);
                 format!(
-                    "let own_q_{n} =
-    min(q_row(batch, head, first + (lane >> 4u)) + {step}, q_last(batch, head));\n"
-                )
-            })
-            .collect();
-        if self.kept_groups == 0 {
-            return rows;
-        }
-        let [loads, stores] = self.queries(OF_CHUNK);
-        format!(
-            "{{
-{rows}let element = 4u * (lane & 15u);
+                    "{{
+{}let element = 4u * (lane & 15u);
 let own_at = {}u * (lane >> 4u) + (lane & 15u);
 for (var c = 0u; c < params.head_dim; c = c + 64u) {{
 {loads}{stores}}}
 }}
 ",
-            self.own_step(),
-        )
+                    own_offsets(variant),
+                    self.own_step(),
+                )
+            }
+            Self::Reloaded => own_offsets(variant),
+        }
     }
 
     /// Generates loads and stores of `own_half` ← 64 elements of Q from `c` on, zeros beyond the
@@ -122,15 +151,59 @@ for (var c = 0u; c < params.head_dim; c = c + 64u) {{
     }
 }
 
+/// Generates the offsets of the rows of Q that an invocation loads, sixteen invocations a row.
+fn own_offsets(variant: TileVariant) -> String {
+    (0..LOADS_OF_QUERIES)
+        .map(|n| {
+            let step = Q.distance(variant, n * LOAD_STEP);
+            format!(
+                "let own_q_{n} =
+    min(q_row(batch, head, first + (lane >> 4u)) + {step}, q_last(batch, head));\n"
+            )
+        })
+        .collect()
+}
+
+/// Generates the matrices of all elements of the queries, zeros beyond the vectors. They pass
+/// through `left_half`, 32 elements at a time, of which eight invocations load a row.
+fn held_queries(variant: TileVariant, grid: Grid) -> String {
+    /// Rows that are loaded at once.
+    const STEP: usize = TallTile::INVOCATIONS / 8;
+    // sixteen neighbours store rows r and r + 4, as of `LOADED_ROW`
+    let mut text = format!(
+        "let loaded_row = ((lane >> 4u) & 3u) | ((lane & 8u) >> 1u) | ((lane >> 6u) << 3u);
+let own_q = q_row(batch, head, first + loaded_row);
+let own_q_last = q_last(batch, head);
+let stored_q = {HALF_STEP}u * loaded_row + (lane & 7u);
+"
+    );
+    for group in 0..variant.head_groups {
+        let first = 32 * group;
+        let _infallible = write!(
+            text,
+            "{{
+let element = {first}u + 4u * (lane & 7u);
+let inside = vec4<u32>(element) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(params.head_dim);
+"
+        );
+        for row in (0..TallTile::ROWS).step_by(STEP) {
+            let (at, step) = (HALF_STEP * row, Q.distance(variant, row));
+            let _infallible = writeln!(
+                text,
+                "left_half[stored_q + {at}u] = select(
+    vec4<f16>(0.0h), q_halves(min(own_q + {step}, own_q_last), element), inside);"
+            );
+        }
+        text.push_str("}\nworkgroupBarrier();\n");
+        text += &hold(grid, first);
+        text.push_str("workgroupBarrier();\n");
+    }
+    text
+}
+
 /// Offset of the chunk at element `c` in a row of `own_half`, as a multiple of 16 vectors, so that
 /// compilers load matrices 16 bytes at a time.
 const OF_CHUNK: &str = "((c >> 6u) << 4u) + ";
-
-/// Chunks of 64 elements of `groups` groups, at least one.
-const fn chunks(groups: usize) -> usize {
-    let chunks = (32 * groups).div_ceil(TallTile::CHUNK);
-    if chunks == 0 { 1 } else { chunks }
-}
 
 /// Sixteen invocations load 64 elements of a row: distance of the rows that one loads.
 const LOAD_STEP: usize = 8;
@@ -157,19 +230,46 @@ pub(super) fn scores(variant: TileVariant, tall: TallTile, grid: Grid) -> String
         let _infallible = writeln!(stores, "        right_half[stored_at + {at}u] = k_{n};");
     }
     let (mut own_at, mut at) = (String::new(), OF_CHUNK);
-    if tall.kept_groups == 0 {
+    if tall == TallTile::Reloaded {
         own_at = format!("    let own_at = {}u * vector + (lane & 15u);\n", tall.own_step());
         at = "";
         let [of_queries, into] = tall.queries("");
         loads += &of_queries;
         stores += &into;
     }
+    let right = Staged { array: "right_half", step: KEY_STEP, at: "" };
     let operands = Operands {
         left: Staged { array: "own_half", step: tall.own_step(), at },
-        right: Staged { array: "right_half", step: KEY_STEP, at: "" },
+        right,
         elements: TallTile::CHUNK,
     };
     let parts = SumOverChunks::of(grid, operands);
+    let stage = format!(
+        "{loads}        if (c + 64u > params.head_dim) {{
+            let inside =
+                vec4<u32>(c + element) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(params.head_dim);
+{zeros}        }}
+        workgroupBarrier();
+{stores}        workgroupBarrier();
+"
+    );
+    let chunks = if tall == TallTile::Held {
+        // matrices have no index
+        let elements = 32 * variant.head_groups;
+        let chunk = |c| {
+            let count = TallTile::CHUNK.min(elements - c);
+            let multiply = multiply_held(grid, right, c, count);
+            format!("    {{\n    let c = {c}u;\n{stage}    }}\n{multiply}")
+        };
+        (0..elements).step_by(TallTile::CHUNK).map(chunk).collect()
+    } else {
+        format!(
+            "    for (var c = 0u; c < params.head_dim; c = c + 64u) {{
+{stage}{}    }}
+",
+            parts.multiply
+        )
+    };
     let zeroed: String = (0..4).map(|r| format!("var s{r} = vec4<f32>(0.0);\n")).collect();
     format!(
         "{zeroed}{{
@@ -179,18 +279,9 @@ pub(super) fn scores(variant: TileVariant, tall: TallTile, grid: Grid) -> String
 {own_at}    let k_first = k_row(batch, kv_head, column + vector);
     let k_end = k_last(batch, kv_head);
     let k_step = {step};
-{begin}    for (var c = 0u; c < params.head_dim; c = c + 64u) {{
-{loads}        if (c + 64u > params.head_dim) {{
-            let inside =
-                vec4<u32>(c + element) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(params.head_dim);
-{zeros}        }}
-        workgroupBarrier();
-{stores}        workgroupBarrier();
-{multiply}    }}
-{end}}}
+{begin}{chunks}{end}}}
 ",
         begin = parts.begin,
-        multiply = parts.multiply,
         end = parts.end("s"),
     )
 }

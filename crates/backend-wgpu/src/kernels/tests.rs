@@ -75,12 +75,10 @@ fn all_variants() -> Vec<Variant> {
                         tall: None,
                     };
                     if matrices.is_some() {
-                        let sizes = [
-                            TallTile::fitting(head_groups, 64 << 10),
-                            TallTile::fitting(head_groups, 32 << 10),
-                        ];
+                        let sizes = [64 << 10, 32 << 10].map(|bytes| variant.tall_tile(bytes));
+                        let forms = sizes.into_iter().chain([Some(TallTile::Reloaded)]);
                         all.extend(
-                            sizes.map(|tall| Variant::Forward(TileVariant { tall, ..variant })),
+                            forms.map(|tall| Variant::Forward(TileVariant { tall, ..variant })),
                         );
                     }
                     all.extend([Variant::Forward(variant), Variant::BackwardQueries(variant)]);
@@ -229,7 +227,7 @@ fn kernels_have_a_path_for_smaller_subgroups_only_if_a_device_has_them() {
             matrices: Some(matrices),
             tall: None,
         };
-        let tall = TileVariant { tall: TallTile::fitting(2, 64 << 10), ..tile };
+        let tall = TileVariant { tall: tile.tall_tile(64 << 10), ..tile };
         for variant in
             [Variant::MatrixProbe(matrices), Variant::Forward(tile), Variant::Forward(tall)]
         {

@@ -333,7 +333,9 @@ if ({condition}[{{r}}]) {{
     text.name("STORE_ACC", each(tile, held, store));
     text.name("RESCALE_ACC", each(tile, held, rescale));
     let (own_rows, scores) = match variant.tall.zip(Grid::of(variant)) {
-        Some((tall, grid)) => (tall.own_rows(variant), tall_tiles::scores(variant, tall, grid)),
+        Some((tall, grid)) => {
+            (tall.own_rows(variant, grid), tall_tiles::scores(variant, tall, grid))
+        }
         None => (Q.own_rows(variant), product(variant, "s", &Q, "first", &K, "column")),
     };
     text.name("OWN_ROWS", own_rows + &packed_queries(tile).own_rounds(variant));

@@ -483,8 +483,8 @@ const MATRIX: &[Mistake] = &[
         Of::Causal,
         "a matrix of the product is stored over another",
         DKV,
-        "let matrix_product = 9u * matrix_row + matrix_column / 4u;",
-        "let matrix_product = 9u * matrix_row;",
+        "let matrix_product = 10u * matrix_row + matrix_column / 4u;",
+        "let matrix_product = 10u * matrix_row;",
     ),
     mistake(
         Of::Epilogue,

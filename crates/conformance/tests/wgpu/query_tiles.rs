@@ -122,6 +122,7 @@ fn the_matrix_level_holds_with_tiles_of_64_queries() {
 }
 
 /// A mistake in what the kernel of 64 queries has alone, wrong for the causal case of these dims.
+#[derive(Clone, Copy)]
 struct Mistake {
     what: &'static str,
     from: &'static str,
@@ -132,8 +133,8 @@ const fn mistake(what: &'static str, from: &'static str, to: &'static str) -> Mi
     Mistake { what, from, to }
 }
 
-/// In kernels that load queries again for each tile of keys.
-const RELOADED: &[Mistake] = &[
+/// In kernels of all forms.
+const ANY: &[Mistake] = &[
     mistake(
         "the upper half has no tile mask of its own",
         "word = mask_word(mask_index, lane);",
@@ -160,21 +161,37 @@ const RELOADED: &[Mistake] = &[
         "k_step, k_end), c + element",
         "k_step, k_end), element",
     ),
+];
+
+/// In kernels that hold queries in matrices.
+const HELD: &[Mistake] = &[
     mistake(
         "the last queries are not loaded",
-        "own_half[own_at + 1008u] =",
-        "own_half[own_at + 0u] =",
+        "left_half[stored_q + 480u] =",
+        "left_half[stored_q + 0u] =",
+    ),
+    mistake(
+        "each chunk of a product has the first elements of queries",
+        "coopMultiplyAdd(q_0_8,",
+        "coopMultiplyAdd(q_0_0,",
     ),
 ];
 
-/// In kernels that keep queries of up to 64 elements.
+/// In kernels that load queries again for each tile of keys.
+const RELOADED: &[Mistake] = &[mistake(
+    "the last queries are not loaded",
+    "own_half[own_at + 1008u] =",
+    "own_half[own_at + 0u] =",
+)];
+
+/// In kernels that keep queries of up to 64 elements in workgroup memory.
 const KEPT: &[Mistake] = &[mistake(
     "the last queries are not loaded",
     "own_half[own_at + ((c >> 6u) << 4u) + 1008u] =",
     "own_half[own_at] =",
 )];
 
-/// In kernels that keep queries of 65 to 128 elements.
+/// In kernels that keep queries of 65 to 128 elements there.
 const KEPT_CHUNKS: &[Mistake] = &[
     mistake(
         "each chunk of a product has the first elements of queries",
@@ -201,10 +218,11 @@ fn catch(gpu: &Gpu, dims: Dims, mistakes: &[Mistake]) {
     }
 }
 
-/// Workgroup memory with which kernels of dims above 64 load queries again for each tile of keys.
+/// Workgroup memory with which kernels for subgroups of any size, whose matrices hold no queries,
+/// load those of more than 64 elements again for each tile of keys.
 const SMALL_MEMORY: u32 = 32 << 10;
 
-/// Workgroup memory of NVIDIA's GPUs.
+/// Workgroup memory with which they keep queries of 128 elements.
 const LARGE_MEMORY: u32 = 48 << 10;
 
 fn gpu_with_memory(workgroup_bytes: u32) -> Option<Gpu> {
@@ -221,8 +239,10 @@ fn gpu_with_memory(workgroup_bytes: u32) -> Option<Gpu> {
 #[test]
 fn the_matrix_level_catches_planted_mistakes_in_tiles_of_64_queries() {
     let Some(gpu) = gpu_with_memory(SMALL_MEMORY) else { return };
-    catch(&gpu, DIMS, RELOADED);
-    catch(&gpu, Dims { head_dim: 60, value_dim: 52, ..DIMS }, KEPT);
+    catch(&gpu, DIMS, &[ANY, HELD].concat());
+    let of_any_size = gpu.with_smaller_subgroups().expect("the same device");
+    catch(&of_any_size, DIMS, RELOADED);
+    catch(&of_any_size, Dims { head_dim: 60, value_dim: 52, ..DIMS }, KEPT);
 }
 
 /// lavapipe gives a kernel the workgroup memory that it declares, beyond the limit of 32 KiB that
@@ -231,6 +251,7 @@ fn the_matrix_level_catches_planted_mistakes_in_tiles_of_64_queries() {
 #[ignore = "exceeds the workgroup memory that lavapipe reports: scripts/wgpu-test runs it"]
 fn the_matrix_level_keeps_queries_of_128_elements() {
     let Some(gpu) = gpu_with_memory(LARGE_MEMORY) else { return };
+    let gpu = gpu.with_smaller_subgroups().expect("the same device");
     catch(&gpu, DIMS, KEPT_CHUNKS);
     let Some(of_32) = gpu_with_tile(QueryTile::Of32) else { return };
     let dropout = Some(Dropout { probability: 0.3, seed: 7 });
