@@ -84,13 +84,24 @@ pub(crate) fn matrices(adapter: &wgpu::Adapter) -> Option<Matrices> {
     Matrices::of_device(&adapter.cooperative_matrix_properties(), least, most)
 }
 
+/// Returns the levels that an adapter can run.
+fn levels(adapter: &wgpu::Adapter) -> Vec<Level> {
+    let (least, _) = subgroup_sizes(&adapter.get_info());
+    Level::of_device(adapter.features(), least, matrices(adapter))
+}
+
+/// Returns the level that a record shows to be the fastest on such adapters, if one does.
+pub(crate) fn proven_level(adapter: &wgpu::Adapter) -> Option<Level> {
+    choose(PROOFS, &AdapterKind::of(&adapter.get_info()), &levels(adapter)).map(|proof| proof.level)
+}
+
 impl Gpu {
     /// Lists the adapters of this machine; empty without a driver.
     pub fn list() -> Vec<Adapter> {
         let describe = |(number, adapter): (usize, wgpu::Adapter)| {
             let info = adapter.get_info();
             let subgroups = subgroup_sizes(&info);
-            let levels = Level::of_device(adapter.features(), subgroups.0, matrices(&adapter));
+            let levels = levels(&adapter);
             let proof = choose(PROOFS, &AdapterKind::of(&info), &levels);
             let register_tile = RegisterTile::of_adapter(&info);
             let has_choice = levels.contains(&Level::Matrix);

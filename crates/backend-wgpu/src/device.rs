@@ -16,7 +16,7 @@ use wgpu::{BufferUsages, Features, PollType};
 
 use crate::{
     Level, QueryTile, RegisterTile,
-    adapter::{NO_ADAPTER, adapters, matrices, subgroup_sizes},
+    adapter::{NO_ADAPTER, adapters, matrices, proven_level, subgroup_sizes},
     choice::{AdapterKind, PROOFS, choose},
     errors::{device_error, with_error_scopes},
     kernels::Variant,
@@ -199,14 +199,17 @@ impl Gpu {
                 format!("this machine: {have}"),
             ));
         };
+        // without its features, which a device has only on request, the level cannot be chosen
+        let level = level.or_else(|| proven_level(&adapter));
         let mut wanted = Features::SUBGROUP | Features::TIMESTAMP_QUERY | Features::SHADER_INT64;
         let mut experimental_features = wgpu::ExperimentalFeatures::disabled();
         if level == Some(Level::Matrix) {
             // on Vulkan, their kernels are SPIR-V modules
             wanted |= Matrices::FEATURES | Features::PASSTHROUGH_SHADERS;
-            // SAFETY: the caller requested an experimental feature. The kernels use one part of it:
-            // matrices of sizes and types that the adapter reports, loaded from arrays in workgroup
-            // memory within bounds, by whole subgroups.
+            // SAFETY: the caller requested an experimental feature, or a record shows that the
+            // kernels are right on such adapters. They use one part of it: matrices of sizes and
+            // types that the adapter reports, loaded from arrays in workgroup memory within bounds,
+            // by whole subgroups.
             experimental_features = unsafe { wgpu::ExperimentalFeatures::enabled() };
         }
         if options.translate.is_some() {
