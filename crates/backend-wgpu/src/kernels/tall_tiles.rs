@@ -14,8 +14,9 @@
 //! of matrices, as far as there are enough; then only K and V pass between subgroups.
 //!
 //! Workgroup memory decides how many workgroups a multiprocessor runs: NVIDIA's driver gives all of
-//! them 48 KiB together, two of a tall tile that holds Q in matrices, and one of a tile that keeps
-//! it there, which took up to twice the time on an H200 (benches/record/2026-11-27-h200.md).
+//! them 48 KiB together. That is room for two of a tall tile that holds Q in matrices, and for one
+//! of a tile that keeps Q there, which took 1.6 to 1.9 times as long on an H200
+//! (benches/record/2026-11-27-h200.md).
 //!
 //! Source: padded rows and 128 invocations are those of llama.cpp's `flash_attn_cm1.comp`, whose
 //! tiles have 16 queries and 64 keys; Q in workgroup memory as well.
