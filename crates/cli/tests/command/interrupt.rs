@@ -32,9 +32,11 @@ fn wait_until(child: &mut Child, mut held: impl FnMut(&Path) -> bool) {
 /// True once the process has created an output in `folder`: an unnamed or temporary file.
 fn has_begun(process: &Path, folder: &Path) -> bool {
     let Ok(open) = std::fs::read_dir(process.join("fd")) else { return false };
+    // as /proc names it: the build's folder may be a link
+    let folder = folder.canonicalize().unwrap();
     open.flatten().filter_map(|entry| std::fs::read_link(entry.path()).ok()).any(|file| {
         let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        file.starts_with(folder) && (name.starts_with('#') || name.starts_with(".annulus-"))
+        file.starts_with(&folder) && (name.starts_with('#') || name.starts_with(".annulus-"))
     })
 }
 
