@@ -456,11 +456,14 @@ impl Attention {
 
     /// Ring steps by which a rank posts the receive of a block ahead of the step that computes on
     /// it, and may forward the block ahead, equal on all ranks. Default: 1, so that a rank receives
-    /// one block while it computes on another.
+    /// one block while it computes on another, and 3 on a balanced layout
+    /// ([`Attention::balanced`]), whose steps are uneven.
     ///
     /// With 2 a rank whose neighbour is late by less than a step does not wait for it. Each step but
-    /// the first takes the memory of one more block ([`Plan::buffer_bytes`](crate::Plan)). Messages
-    /// and results are the same, bit for bit. Over NCCL a one-pass backward receives one step ahead.
+    /// the first takes the memory of one more block, and in a one-pass backward, up to the third, of
+    /// its gradients where they are computed and where they arrive
+    /// ([`Plan::buffer_bytes`](crate::Plan)). Messages and results are the same, bit for bit. Over
+    /// NCCL a one-pass backward receives one step ahead.
     #[must_use]
     pub fn receive_ahead(mut self, steps: impl Into<Option<usize>>) -> Self {
         self.receive_ahead = steps.into();
@@ -643,7 +646,8 @@ impl Attention {
             receive_ahead: self
                 .receive_ahead
                 .and_then(NonZeroUsize::new)
-                .or(self.strategy.receive_ahead()),
+                .or(self.strategy.receive_ahead())
+                .or(self.layout.as_ref().map(Layout::receive_ahead)),
             deadline_variable: None,
             machine: self.machine.clone(),
         }

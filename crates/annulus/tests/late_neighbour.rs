@@ -4,8 +4,11 @@
 //! late rank    … step 2 │ step 3, in whose first tile it stays, without a poll
 //! early rank   … step 2, in whose first tile it waits for that │ step 3, step 4, …
 //! ```
-//! The late rank receives nothing while it stays, so each further block stays in a buffer of the
-//! early rank, which ends its last step when all of its buffers hold blocks that it must send.
+//! In a forward pass the late rank receives nothing while it stays, so each further block stays in a
+//! buffer of the early rank, which ends its last step when all of its buffers hold blocks that it
+//! must send. In a backward pass on the direct route it computes gradients of the early rank's keys
+//! while it stays. The early rank waits for them at the end of the step in which it needs their
+//! buffer.
 
 use std::{
     sync::{
@@ -26,17 +29,34 @@ const RANKS: usize = 8;
 /// Rows of a rank.
 const ROWS: u64 = 4;
 const EARLY: usize = 3;
-const LATE: usize = EARLY + 1;
-/// Step in which the late rank stays.
-const STEP: usize = 3;
+
+/// Where one rank is late.
+#[derive(Debug, Clone, Copy)]
+struct Lateness {
+    route: Route,
+    late: usize,
+    /// Step in which the late rank stays.
+    step: usize,
+    backward: bool,
+}
+
+/// The late rank receives the blocks that the early one sends.
+const FORWARD: Lateness =
+    Lateness { route: Route::RelayUp, late: EARLY + 1, step: 3, backward: false };
+/// The late rank attends to the keys of the early one in the step in which it stays.
+const BACKWARD: Lateness =
+    Lateness { route: Route::Direct, late: EARLY + 2, step: 2, backward: true };
 
 /// A bias of 0 that makes the late rank late, and records the step of the early one.
 #[derive(Debug)]
 struct Watch {
+    of: Lateness,
     /// Step of the early rank at which the late one goes on.
     goal: usize,
     /// Longest stay.
     most: Duration,
+    /// True in the pass that is watched.
+    is_on: AtomicBool,
     is_late: AtomicBool,
     /// Highest step of the early rank so far, and that when the late rank went on.
     reached: AtomicUsize,
@@ -51,13 +71,19 @@ impl BiasFunction for Watch {
     fn bias(&self, query: &Query, key: &Key) -> f64 {
         let rank = (query.row / ROWS) as usize;
         let owner = (key.row / ROWS) as usize;
-        let step = Route::RelayUp.step(rank, owner, RANKS);
+        let step = self.of.route.step(rank, owner, RANKS);
+        if !self.is_on.load(Ordering::SeqCst) {
+            return 0.0;
+        }
         if rank == EARLY {
             self.reached.fetch_max(step, Ordering::SeqCst);
-            if step == STEP - 1 {
+            if step == self.of.step - 1 {
                 wait(Duration::from_secs(30), || self.is_late.load(Ordering::SeqCst));
             }
-        } else if rank == LATE && step == STEP && !self.is_late.swap(true, Ordering::SeqCst) {
+        } else if rank == self.of.late
+            && step == self.of.step
+            && !self.is_late.swap(true, Ordering::SeqCst)
+        {
             wait(self.most, || self.reached.load(Ordering::SeqCst) >= self.goal);
             self.seen.store(self.reached.load(Ordering::SeqCst), Ordering::SeqCst);
         }
@@ -74,10 +100,12 @@ fn wait(most: Duration, until: impl Fn() -> bool) {
 
 /// Returns the step that the early rank reaches while the late one stays, until `goal` or for
 /// `most`.
-fn reached(receive_ahead: usize, goal: usize, most: Duration) -> Result<usize> {
+fn reached(of: Lateness, receive_ahead: usize, goal: usize, most: Duration) -> Result<usize> {
     let watch = Arc::new(Watch {
+        of,
         goal,
         most,
+        is_on: AtomicBool::new(!of.backward),
         is_late: AtomicBool::new(false),
         reached: AtomicUsize::new(0),
         seen: AtomicUsize::new(0),
@@ -86,23 +114,36 @@ fn reached(receive_ahead: usize, goal: usize, most: Duration) -> Result<usize> {
     let mut ring = Attention::new()
         .bias_function(Arc::clone(&watch) as Arc<dyn BiasFunction>)
         .layout(Layout::Contiguous)
-        .route(Route::RelayUp)
+        .route(of.route)
+        .forward_only(!of.backward)
         .receive_ahead(receive_ahead)
         .threads(1)
         .local_ring(Dims::new(1, rows, 1, 8), RANKS)?;
     let x = Array4::<f32>::ones((1, rows, 1, 8));
-    ring.forward(&Tensors::new(x.view(), x.view(), x.view()))?;
+    let tensors = Tensors::new(x.view(), x.view(), x.view());
+    let forward = ring.forward(&tensors)?;
+    if of.backward {
+        watch.is_on.store(true, Ordering::SeqCst);
+        ring.backward(&tensors, &forward, x.view(), None)?;
+    }
     Ok(watch.seen.load(Ordering::SeqCst))
 }
 
 #[test]
 fn each_buffer_lets_a_rank_compute_one_step_beyond_a_late_neighbour() {
-    for ahead in 1..=3 {
-        let goal = STEP + ahead;
-        assert!(reached(ahead, goal, Duration::from_secs(30)).unwrap() >= goal, "{ahead} ahead");
+    for of in [FORWARD, BACKWARD] {
+        for ahead in 1..=3 {
+            let goal = of.step + ahead;
+            let reached = reached(of, ahead, goal, Duration::from_secs(30)).unwrap();
+            assert!(reached >= goal, "{of:?}, {ahead} ahead: step {reached}");
+        }
+        // one buffer less: not even in 300 ms, many times a step
+        for ahead in 1..=2 {
+            let goal = of.step + ahead + 1;
+            let reached = reached(of, ahead, goal, Duration::from_millis(300)).unwrap();
+            assert_eq!(reached, of.step + ahead, "{of:?}, {ahead} ahead");
+        }
     }
-    // one buffer less: not even in 300 ms, many times a step
-    assert_eq!(reached(1, STEP + 2, Duration::from_millis(300)).unwrap(), STEP + 1);
 }
 
 #[test]

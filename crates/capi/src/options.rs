@@ -231,9 +231,10 @@ pub struct annulus_options {
     /// Number of the GPU, as `annulus doctor` lists them. Must be 0 unless has_device is set.
     pub device: i64,
     /// Ring steps by which a rank posts the receive of a block ahead of the step that computes on
-    /// it, equal on all ranks. Each step but the first takes the memory of one more block; with 2, a
-    /// rank does not wait for a neighbour that is late by less than a step. Results are the same,
-    /// bit for bit. Default: 0, which is 1.
+    /// it, equal on all ranks. Each step but the first takes the memory of one more block, and in a
+    /// backward pass of its gradients; with 2, a rank does not wait for a neighbour that is late by
+    /// less than a step. Results are the same, bit for bit. Default: 0, which is 1, and 3 on a
+    /// balanced layout.
     pub receive_ahead: i64,
 }
 

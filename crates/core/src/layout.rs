@@ -1,6 +1,6 @@
 //! Layouts: the assignment of rows to ranks, for any length and any number of ranks.
 
-use std::sync::Arc;
+use std::{num::NonZeroUsize, sync::Arc};
 
 use crate::{Error, Result, Run, Runs, memory};
 
@@ -80,6 +80,16 @@ impl Layout {
                 Self::Striped => "striped",
                 _ => "contiguous",
             },
+        }
+    }
+
+    /// Returns the ring steps by which receives are posted ahead unless the caller says otherwise:
+    /// 3 for a balanced layout, else 1. On a balanced layout the ranks have equal work in all steps
+    /// together, not in each, so that a rank is often late by a step or two.
+    pub const fn receive_ahead(&self) -> NonZeroUsize {
+        match self {
+            Self::Balanced(_) => NonZeroUsize::MIN.saturating_add(2),
+            _ => NonZeroUsize::MIN,
         }
     }
 

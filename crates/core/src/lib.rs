@@ -107,8 +107,8 @@ pub use softmax_end::SoftmaxEnd;
 pub use space::{Host, HostBuffer, HostMemory, HostTensors, HostView, HostViewMut, Space};
 pub use spec::{Alignment, BackwardMode, BiasOrder, Dropout, Precision, SinkShape, Spec};
 pub use strategy::{
-    ExchangeFields, GridViolation, GroupLayout, HeadAxis, HeadField, HeadGrid, HeadShard, RingRows,
-    RowSegment, Strategy, StrategyBalance, StrategyTraffic, TrafficOptions,
+    ExchangeFields, GRADIENT_STEPS, GridViolation, GroupLayout, HeadAxis, HeadField, HeadGrid,
+    HeadShard, RingRows, RowSegment, Strategy, StrategyBalance, StrategyTraffic, TrafficOptions,
 };
 pub use tile::{QueryTile, TileBits, TileClass};
 pub use tile_bounds_table::TileBoundsTable;

@@ -161,6 +161,7 @@ impl<'a> Case<'a> {
         let attention = attention.strategy(self.flags.strategy).machine(self.machine.cloned());
         let is_chosen = self.flags.strategy == Strategy::Auto && !self.flags.documents.is_empty();
         let attention = attention.documents(is_chosen.then(|| self.batch.clone()));
+        let attention = attention.receive_ahead(self.flags.receive_ahead);
         attention.dtype(self.dtype).precision(self.flags.precision.into())
     }
 

@@ -249,7 +249,7 @@ impl<'a> Requested<'a> {
             balanced_route,
             placement,
             kv_tile: annulus_cpu::Cpu::new(1)?.capabilities(spec)?.kv_tile,
-            receive_ahead: 1,
+            receive_ahead: layout.map_or(1, |layout| layout.receive_ahead().get()),
             batch,
         })
     }

@@ -1,10 +1,11 @@
 //! The plan's memory for blocks and gradients in flight.
 
-use annulus_core::{Backend, BackwardMode, Channel, Error, LeafSums, MessageHeader, Result, Space};
+use annulus_core::{Backend, BackwardMode, Error, GRADIENT_STEPS, LeafSums, Result, Space};
 
 use super::{
     block_parts::MAX_PARTS,
     block_rows::BlockRows,
+    blocks::Pace,
     plan::{Agreed, RingPlan},
     program::RankStep,
 };
@@ -57,6 +58,7 @@ impl Sizes {
         };
         let sends_gradients = *backward && communicates && !two_pass;
         let local_dkv = plan.gradient_bytes(plan.keys.len() as u64);
+        let ahead = Pace::new(agreed).with_gradients().ahead.min(GRADIENT_STEPS);
         Self {
             blocks: stock(
                 plan.keys.len(),
@@ -74,8 +76,8 @@ impl Sizes {
             } else {
                 Vec::new()
             },
-            gradients: if sends_gradients { partial_sums(plan) } else { Vec::new() },
-            final_gradients: if sends_gradients { vec![local_dkv] } else { Vec::new() },
+            gradients: if sends_gradients { partial_sums(plan, ahead) } else { Vec::new() },
+            final_gradients: if sends_gradients { vec![local_dkv; ahead] } else { Vec::new() },
             local_dkv: backward.then_some(local_dkv),
         }
     }
@@ -89,11 +91,11 @@ fn later_parts(steps: &[RankStep]) -> [u64; MAX_PARTS - 1] {
     rows
 }
 
-/// Returns the sizes of the buffers for partial sums: one is computed while the last one is sent
-/// and another arrives. The tail of the local block follows the last arrival, so it needs a further
-/// buffer only if it is longer than a block.
-fn partial_sums(plan: &RingPlan) -> Vec<u64> {
-    let mut rows = vec![plan.most_received; 3];
+/// Returns the sizes of the buffers for partial sums: one is computed while the last `ahead` are
+/// sent and another arrives. The tail of the local block follows the last arrival, so it needs a
+/// further buffer only if it is longer than a block.
+fn partial_sums(plan: &RingPlan, ahead: usize) -> Vec<u64> {
+    let mut rows = vec![plan.most_received; 2 + ahead];
     rows.extend((plan.tail_rows() > plan.most_received).then(|| plan.tail_rows()));
     rows.into_iter().map(|rows| plan.gradient_bytes(rows)).collect()
 }
@@ -188,13 +190,10 @@ impl<'a, S: Space> GradientBuffers<'a, S> {
         Some(self.stock.swap_remove(index))
     }
 
-    /// Takes a buffer for a gradient that arrives; `None` while all are being sent.
-    pub(super) fn take_for(&mut self, message: &MessageHeader) -> Option<S::Buffer> {
-        if message.channel == Channel::FinalGrad {
-            take_buffer::<S>(self.final_stock, message.bytes()).ok()
-        } else {
-            self.take(message.bytes())
-        }
+    /// Takes a buffer for a final gradient; `None` while all are expected.
+    pub(super) fn take_final(&mut self, bytes: u64) -> Option<S::Buffer> {
+        let index = find_buffer::<S>(self.final_stock, bytes)?;
+        Some(self.final_stock.swap_remove(index))
     }
 
     /// Returns the buffer of a partial sum.

@@ -117,8 +117,10 @@ pub struct RingOptions {
     /// All ranks use the largest of theirs. Results change by rounding at most.
     pub kv_block_size: Option<u64>,
     /// Ring steps by which the receive of a block is posted ahead of the step that computes on it,
-    /// and by which the block may be forwarded ahead. Each step but the first takes one more buffer
-    /// for a block. Default: 1.
+    /// and by which the block may be forwarded ahead. In a one-pass backward final gradients may
+    /// come late by as many steps, at most [`GRADIENT_STEPS`](annulus_core::GRADIENT_STEPS). Each
+    /// step but the first takes one more buffer for a block and, of these, two for its gradients.
+    /// Default: 1.
     pub receive_ahead: Option<NonZeroUsize>,
     /// Deadline that the environment sets, 0 for none; equal on all ranks.
     pub deadline_variable: Option<Duration>,

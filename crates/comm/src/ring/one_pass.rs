@@ -1,10 +1,16 @@
 //! Parts of a step of the one-pass backward: tiles, reductions, and transfers of gradients.
+//!
+//! Final gradients are reduced into the local dK/dV in the order of their steps, which fixes the
+//! bits. No step waits for them: they arrive while later steps are computed, and a rank waits for
+//! the oldest one only if it needs its buffer. With as many buffers as steps that receives are
+//! posted ahead ([`super::RingOptions::receive_ahead`]), the rank that sends them may be as many
+//! steps behind.
 
 use std::collections::VecDeque;
 
 use annulus_core::{
-    Arrived, BackwardPass, Block, Channel, Error, MessageHeader, Readers, Reduction, Result,
-    RowSet, Space,
+    Arrived, BackwardPass, Block, Channel, Error, Incoming, MessageHeader, Readers, Reduction,
+    Result, RowSet, Space,
 };
 
 use super::{
@@ -26,9 +32,13 @@ pub(super) struct OnePass<'a, S: Space, P> {
     /// dK and dV of the local keys.
     pub(super) local_dkv: &'a mut S::Buffer,
     pub(super) rows: &'a mut BlockRows,
+    /// The partial sum that was posted after the step before.
+    pub(super) partial_sum: Option<MessageHeader>,
+    /// Final gradients that were posted and not yet reduced, in the order of their steps.
+    pub(super) final_gradients: VecDeque<(MessageHeader, &'a HomeReduce)>,
 }
 
-impl<S: Space, P: BackwardPass<S>> OnePass<'_, S, P> {
+impl<'a, S: Space, P: BackwardPass<S>> OnePass<'a, S, P> {
     /// Computes on the head rows of the local block.
     pub(super) fn attend_head(
         &mut self,
@@ -98,56 +108,85 @@ impl<S: Space, P: BackwardPass<S>> OnePass<'_, S, P> {
         })
     }
 
-    /// Waits for the gradients that were posted after the step before: adds the partial sum that
-    /// arrived to `dkv`, and reduces final gradients into the local dK/dV.
+    /// Waits for the partial sum that was posted after the step before, and adds it to `dkv`;
+    /// reduces the final gradients that have arrived.
     pub(super) fn receive(
         &mut self,
         step: &RankStep,
-        reduces: &[HomeReduce],
         blocks: &mut Blocks<'_, S>,
-        mut dkv: Option<&mut Ready<S>>,
+        dkv: Option<&mut Ready<S>>,
     ) -> Result<()> {
-        let mut reduces = reduces.iter();
-        let gradients = self.in_flight.wait_receives(|in_flight| blocks.advance(in_flight))?;
-        for (message, arrived) in gradients {
-            match message.channel {
-                Channel::Kv => return Err(unexpected(&message)),
-                Channel::PartialGrad => {
-                    let (sum, ready) = dkv.as_mut().ok_or_else(|| unexpected(&message))?;
-                    *ready = self.pass.reduce(
-                        sum,
-                        &arrived.buffer,
-                        &arrived.ready,
-                        &step.partial_sum,
-                        Reduction::Add,
-                    )?;
-                    self.sums.put_back(arrived.buffer);
-                }
-                Channel::FinalGrad => {
-                    let reduce = reduces.next().ok_or_else(|| unexpected(&message))?;
-                    reduce.run(&mut self.pass, self.local_dkv, &arrived)?;
-                    self.sums.put_back_final(arrived.buffer);
-                }
-            }
+        self.in_flight.check()?;
+        if let Some(message) = self.partial_sum.take() {
+            let Some((sum, ready)) = dkv else { return Err(unexpected(&message)) };
+            let arrived = self.in_flight.wait_until(|in_flight| {
+                blocks.advance(in_flight)?;
+                in_flight.take(&message)
+            })?;
+            let Arrived { buffer, ready: came } = arrived;
+            *ready = self.pass.reduce(sum, &buffer, &came, &step.partial_sum, Reduction::Add)?;
+            self.sums.put_back(buffer);
+        }
+        while let Some((message, _)) = self.final_gradients.front() {
+            let Some(arrived) = self.in_flight.take(message)? else { break };
+            self.reduce_final(arrived)?;
         }
         Ok(())
+    }
+
+    /// Reduces the oldest final gradient, which has arrived, into the local dK/dV.
+    fn reduce_final(&mut self, arrived: Arrived<S>) -> Result<()> {
+        if let Some((_, reduce)) = self.final_gradients.pop_front() {
+            reduce.run(&mut self.pass, self.local_dkv, &arrived)?;
+        }
+        self.sums.put_back_final(arrived.buffer);
+        Ok(())
+    }
+
+    /// Takes a buffer for a final gradient, after the oldest one has been reduced if there is none.
+    fn take_final(&mut self, bytes: u64, blocks: &mut Blocks<'_, S>) -> Result<S::Buffer> {
+        if let Some(buffer) = self.sums.take_final(bytes) {
+            return Ok(buffer);
+        }
+        let missing = || Error::internal("a final gradient has no buffer");
+        let (message, _) = self.final_gradients.front().ok_or_else(missing)?;
+        let arrived = self.in_flight.wait_until(|in_flight| {
+            blocks.advance(in_flight)?;
+            in_flight.take(message)
+        })?;
+        self.reduce_final(arrived)?;
+        self.sums.take_final(bytes).ok_or_else(missing)
     }
 
     /// Sends `dkv` to the next rank that adds to it, or to the owner, and posts the receives of
     /// gradients.
     pub(super) fn post_gradients(
         &mut self,
-        step: &RankStep,
+        step: &'a RankStep,
         blocks: &mut Blocks<'_, S>,
         dkv: Option<Ready<S>>,
     ) -> Result<()> {
-        let mut buffers = VecDeque::with_capacity(step.gradients.receives.len());
+        let mut reduces = step.home_reduces.iter();
+        let mut receives = Vec::with_capacity(step.gradients.receives.len());
         for message in &step.gradients.receives {
-            buffers.push_back(self.take_sum(blocks, |sums| sums.take_for(message))?);
+            let header = self.in_flight.tagged(message);
+            let bytes = message.bytes();
+            let buffer = match message.channel {
+                Channel::Kv => return Err(unexpected(message)),
+                Channel::PartialGrad => {
+                    self.partial_sum = Some(header.clone());
+                    self.take_sum(blocks, |sums| sums.take(bytes))?
+                }
+                Channel::FinalGrad => {
+                    let reduce = reduces.next().ok_or_else(|| unexpected(message))?;
+                    let buffer = self.take_final(bytes, blocks)?;
+                    self.final_gradients.push_back((header.clone(), reduce));
+                    buffer
+                }
+            };
+            receives.push(Incoming { header, buffer });
         }
-        let missing = || Error::internal("a gradient has no buffer");
-        self.in_flight
-            .post(&step.gradients, dkv.as_ref(), |_| buffers.pop_front().ok_or_else(missing))?;
+        self.in_flight.start(&step.gradients.sends, dkv.as_ref(), receives)?;
         self.sums.sent(dkv);
         Ok(())
     }
@@ -198,15 +237,12 @@ impl<S: Space, P: BackwardPass<S>> OnePass<'_, S, P> {
     }
 
     /// Waits for the last final gradients, and reduces them and the tail's into the local dK/dV.
-    pub(super) fn receive_last(
-        &mut self,
-        reduces: &[HomeReduce],
-        tail: Option<Arrived<S>>,
-    ) -> Result<()> {
-        for ((_, arrived), reduce) in self.in_flight.wait_all()?.into_iter().zip(reduces) {
-            reduce.run(&mut self.pass, self.local_dkv, &arrived)?;
-            self.sums.put_back_final(arrived.buffer);
+    pub(super) fn receive_last(&mut self, tail: Option<Arrived<S>>) -> Result<()> {
+        while let Some((message, _)) = self.final_gradients.front() {
+            let arrived = self.in_flight.wait_until(|in_flight| in_flight.take(message))?;
+            self.reduce_final(arrived)?;
         }
+        self.in_flight.wait_sends()?;
         if let Some(tail) = tail {
             self.plan.program.tail_reduce.run(&mut self.pass, self.local_dkv, &tail)?;
             self.sums.put_back(tail.buffer);

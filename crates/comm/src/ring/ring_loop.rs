@@ -25,7 +25,10 @@
 //! zhuzilin/ring-flash-attention (`ring_flash_attn_forward`, `ring_flash_attn_backward`) is the
 //! one-pass case of relay up without a mask-aware schedule.
 
-use std::time::{Duration, Instant};
+use std::{
+    collections::VecDeque,
+    time::{Duration, Instant},
+};
 
 use annulus_core::{
     Backend, BackwardInputs, BackwardMode, BackwardPass, Error, ForwardPass, Gradients, Inputs,
@@ -38,7 +41,6 @@ use super::{
     Ring, block_parts,
     blocks::{Blocks, Pace, circulate},
     buffers::{GradientBuffers, take_buffer},
-    home_reduce::HomeReduce,
     in_flight::InFlight,
     one_pass::OnePass,
     plan::RingPlan,
@@ -123,9 +125,9 @@ impl<B: Backend> Ring<B> {
             sums: GradientBuffers::new(&mut buffers.gradients, &mut buffers.final_gradients),
             local_dkv,
             rows: &mut buffers.rows,
+            partial_sum: None,
+            final_gradients: VecDeque::new(),
         };
-        // reductions of the final gradients that were posted in the step before
-        let mut posted_reduces: &[HomeReduce] = &[];
         for (number, step) in steps.iter().enumerate() {
             span!("step", step = number, owner = step.owner);
             one_pass.in_flight.start_step(number);
@@ -137,14 +139,13 @@ impl<B: Backend> Ring<B> {
             };
             blocks.post_sends(&mut one_pass.in_flight)?;
             blocks.release();
-            one_pass.receive(step, posted_reduces, &mut blocks, dkv.as_mut())?;
+            one_pass.receive(step, &mut blocks, dkv.as_mut())?;
             one_pass.post_gradients(step, &mut blocks, dkv)?;
-            posted_reduces = &step.home_reduces;
         }
         let local_kv = blocks.finish_all_but_local(&mut one_pass.in_flight)?;
         // the tail of the local block overlaps the last final gradients; see `tail_overlap.rs`
         let tail = one_pass.attend_tail(*ring_index, local_kv, &mut buffers.blocks)?;
-        one_pass.receive_last(posted_reduces, tail)?;
+        one_pass.receive_last(tail)?;
 
         let OnePass { mut pass, in_flight, local_dkv, .. } = one_pass;
         if plan.has_leaf_sums() {

@@ -6,9 +6,13 @@ use crate::{BackwardMode, Dims, Layout, RowLayout, Side, Spec};
 /// Buffers of blocks in a ring, besides those of the receives that are posted: the own block, the
 /// current one on a direct route, and the parts of the last one.
 const RING_BLOCKS: u128 = 3;
-/// Buffers of gradients in a one-pass backward: three partial sums, the tail of the own block, the
-/// final gradients and the sum.
-const RING_GRADIENTS: u128 = 6;
+/// Buffers of gradients in a one-pass backward, besides a partial sum and final gradients for each
+/// step that receives are posted ahead: two partial sums, the tail of the own block and the sum.
+const RING_GRADIENTS: u128 = 4;
+/// Most steps by which gradients may come late. In the simulation of
+/// `benches/record/2026-11-24-ring-jitter.md` a fourth buffer gains little, and each has the rows of
+/// a block.
+pub const GRADIENT_STEPS: usize = 3;
 /// Message buffers of an exchange: two to send and two to receive.
 const EXCHANGE_BUFFERS: u128 = 4;
 
@@ -98,7 +102,9 @@ fn ring_bytes(
     let of_backward = match (backward, is_two_pass) {
         (false, _) => 0,
         (true, true) if groups > 1 => gradient + blocks * bytes(q, query_row),
-        (true, false) if groups > 1 => RING_GRADIENTS * gradient,
+        (true, false) if groups > 1 => {
+            (RING_GRADIENTS + 2 * ahead.min(GRADIENT_STEPS as u128)) * gradient
+        }
         (true, _) => gradient,
     };
     blocks * block + of_backward
