@@ -33,6 +33,7 @@ struct MachineFields {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     merge_bandwidth: Option<f64>,
     rates: Vec<RateFields>,
+    #[serde(deserialize_with = "whole")]
     memory: u64,
 }
 
@@ -77,6 +78,22 @@ fn required<'de, T: Deserialize<'de>, D: Deserializer<'de>>(
     deserializer: D,
 ) -> std::result::Result<Option<T>, D::Error> {
     Option::deserialize(deserializer)
+}
+
+/// Deserializes a whole number, which may be written with a fraction of 0 or an exponent.
+fn whole<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<u64, D::Error> {
+    /// 2⁶⁴, the first float that is too large.
+    const END: f64 = 18_446_744_073_709_551_616.0;
+    let got = Value::deserialize(deserializer)?;
+    let of_float = |number: f64| {
+        let is_whole = number.fract() == 0.0 && (0.0..END).contains(&number);
+        is_whole.then_some(number as u64)
+    };
+    let number = got.as_u64().or_else(|| got.as_f64().and_then(of_float));
+    number.ok_or_else(|| {
+        let want = "want a whole number from 1 to 18446744073709551615";
+        serde::de::Error::custom(format!("got {got}, {want}"))
+    })
 }
 
 /// Reads a machine file.
@@ -302,6 +319,25 @@ mod tests {
         }
         let without = format(&one_node).replace("\"message_overhead\": 0.0,", "");
         assert_eq!(parse(&without, "machine"), Ok(one_node));
+        let memory = |written: &str| {
+            let written = format!("\"memory\": {written}");
+            parse(&format(&nodes).replace("\"memory\": 68719476736", &written), "machine")
+        };
+        for (written, want) in
+            [("4e10", 40_000_000_000), ("1.5e3", 1500), ("68719476736.0", 64 << 30)]
+        {
+            assert_eq!(memory(written).map(|machine| machine.memory), Ok(want), "{written}");
+        }
+        assert_eq!(memory("18446744073709551615").map(|machine| machine.memory), Ok(u64::MAX));
+        for wrong in
+            ["1.5", "-1", "-4e10", "18446744073709551616", "1.8446744073709552e19", "\"4\"", "null"]
+        {
+            let refused = memory(wrong).unwrap_err().to_string();
+            assert!(refused.starts_with("machine: is not a machine: memory: got "), "{refused}");
+            let want = ", want a whole number from 1 to 18446744073709551615";
+            assert!(refused.contains(want) && !refused.contains('\n'), "{refused}");
+        }
+        assert!(memory("0.0").unwrap_err().to_string().contains("memory: got 0, want at least 1"));
         let negative = format(&nodes).replace("1e-9", "-1e-9");
         let refused = parse(&negative, "machine").unwrap_err().to_string();
         assert!(refused.starts_with("machine: message_overhead: got -0.000000001"), "{refused}");

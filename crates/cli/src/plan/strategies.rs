@@ -37,7 +37,7 @@ pub(super) struct StrategyFigures {
     /// Predicted seconds of a forward and a backward pass; null without a machine, as are the
     /// fields below.
     pub(super) time_predicted: Option<f64>,
-    /// Predicted seconds of them in which a rank waits for messages.
+    /// Predicted seconds of them beyond the tiles of the rank that has the most.
     exposed_predicted: Option<f64>,
     /// Payload bytes of both passes between ranks of a node.
     bytes_inside_node: Option<u128>,

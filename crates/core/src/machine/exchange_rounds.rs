@@ -118,7 +118,7 @@ impl ExchangeRounds<'_> {
             first + merged * (repeats - 1) as f64
         };
         let seconds = self.rounds().map(round).sum::<f64>() + 2.0 * merge;
-        PassTime { seconds, exposed: seconds - merge * members as f64 }
+        PassTime { seconds, exposed: (seconds - merge * members as f64).max(0.0) }
     }
 
     /// Returns the bytes of an exchange of all ranks.

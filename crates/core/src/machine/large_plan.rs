@@ -15,7 +15,7 @@ use super::{
     exchange_rounds::{ExchangeRounds, Exchanged, agreements},
     mean_steps::MeanRing,
     network::Network,
-    prediction::execute,
+    prediction::{Executed, execute},
     ring_steps::RingSteps,
     steps::{GridPlan, MOST_STEPPED_RANKS},
     timed_step::TimedStep,
@@ -60,9 +60,10 @@ pub(super) fn predict(
         let after = exchange.of_partial(&outputs, merge);
         [agreed, before, ring, after, agreed].into_iter().sum::<PassTime>()
     };
-    let Rings { slowest: [forward, backward], bytes: of_rings } = plan.rings(network, tick)?;
-    let forward = pass(forward, true);
-    let backward = if options.backward { pass(backward, false) } else { PassTime::default() };
+    let Rings { most: [forward, backward], bytes: of_rings } = plan.rings(network, tick)?;
+    let forward = pass(forward.time(), true);
+    let backward =
+        if options.backward { pass(backward.time(), false) } else { PassTime::default() };
     bytes.add(&of_rings, 1.0);
     // exact if the bytes of ranks are known
     if !traffic.forward.is_empty() {
@@ -74,8 +75,8 @@ pub(super) fn predict(
 
 /// Rings of some members.
 struct Rings {
-    /// Times of the slowest, forward and backward.
-    slowest: [PassTime; 2],
+    /// Time of the slowest and most tiles of any, forward and backward.
+    most: [Executed; 2],
     /// Bytes of all members.
     bytes: LinkBytes,
 }
@@ -89,7 +90,7 @@ impl GridPlan<'_> {
     /// Executes the rings of some members.
     fn rings(&self, network: &Network<'_>, tick: &mut dyn FnMut()) -> Result<Rings> {
         let grid = &self.traffic.grid;
-        let mut slowest = [PassTime::default(); 2];
+        let mut most = [Executed::default(); 2];
         let mut bytes = LinkBytes::default();
         let members = self.members(tick)?;
         for of in &members {
@@ -102,16 +103,13 @@ impl GridPlan<'_> {
             };
             let weights = (0..grid.groups()).map(on_node).collect();
             let network = network.of_some(&ranks, weights);
-            for (slowest, steps) in slowest.iter_mut().zip(self.ring_steps(of, tick)?) {
+            for (most, steps) in most.iter_mut().zip(self.ring_steps(of, tick)?) {
                 let mut of_ranks = LinkBytes::default();
-                let pass = execute(&network, &steps, ranks.len(), &mut of_ranks);
+                *most = most.most(execute(&network, &steps, ranks.len(), &mut of_ranks));
                 bytes.add(&of_ranks, grid.members() as f64 / members.len() as f64);
-                if pass.seconds > slowest.seconds {
-                    *slowest = pass;
-                }
             }
         }
-        Ok(Rings { slowest, bytes })
+        Ok(Rings { most, bytes })
     }
 
     /// Returns the member with the most work on any rank, the first and the last one.

@@ -14,8 +14,8 @@
 //! merge       bytes of the partial results of each key column / rate; that of a part overlaps the
 //!             message of the next
 //! ```
-//! The time beyond the tiles is exposed communication; a merge that no message hides counts with
-//! the tiles. The prologue and the epilogue of a pass are not modelled.
+//! The time of a pass beyond the tiles and merges of the rank that has the most of them is exposed.
+//! The prologue and the epilogue of a pass are not modelled.
 //!
 //! # Source
 //! The latency-bandwidth model: Hockney 1994, The communication challenge for MPI. The overhead of

@@ -26,7 +26,8 @@ pub struct Prediction {
 pub struct PassTime {
     /// Time until the last rank has finished.
     pub seconds: f64,
-    /// Exposed communication of the rank that has the most.
+    /// Time beyond the tiles and merges of the rank that has the most of them, at least 0: what
+    /// communication, and waiting for ranks with more work in a step, add to a pass.
     pub exposed: f64,
 }
 
@@ -90,7 +91,7 @@ impl Prediction {
         let [forward, backward] = plan.of_passes(tick)?;
         let mut bytes = LinkBytes::default();
         let ranks = plan.ranks();
-        let mut time = |steps: &[TimedStep]| execute(&network, steps, ranks, &mut bytes);
+        let mut time = |steps: &[TimedStep]| execute(&network, steps, ranks, &mut bytes).time();
         let [forward, backward] = [time(&forward), time(&backward)];
         let fits = traffic.memory_max_rank <= u128::from(machine.memory);
         Ok(Self { forward, backward, bytes, fits })
@@ -110,7 +111,7 @@ impl Prediction {
         self.forward.seconds + self.backward.seconds
     }
 
-    /// Returns the exposed communication of all passes, in seconds.
+    /// Returns the exposed time of all passes, in seconds.
     pub fn exposed(&self) -> f64 {
         self.forward.exposed + self.backward.exposed
     }
@@ -140,16 +141,37 @@ impl Arrival {
     }
 }
 
+/// Steps that were executed, in seconds.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(super) struct Executed {
+    /// Time until the last rank has finished.
+    pub(super) seconds: f64,
+    /// Tiles and merges of all steps, of the rank that has the most.
+    pub(super) tiles: f64,
+}
+
+impl Executed {
+    /// Returns the time of steps of which `self` is the slowest and has the most tiles.
+    pub(super) fn time(self) -> PassTime {
+        PassTime { seconds: self.seconds, exposed: (self.seconds - self.tiles).max(0.0) }
+    }
+
+    /// Returns the later end, and the larger tiles, of steps that are executed at the same time.
+    pub(super) const fn most(self, other: Self) -> Self {
+        Self { seconds: self.seconds.max(other.seconds), tiles: self.tiles.max(other.tiles) }
+    }
+}
+
 /// Executes the steps of one pass and adds its bytes.
 pub(super) fn execute(
     network: &Network<'_>,
     steps: &[TimedStep],
     ranks: usize,
     bytes: &mut LinkBytes,
-) -> PassTime {
+) -> Executed {
+    let mut tiles = vec![0.0; ranks];
     let mut execution = Execution {
         clocks: vec![0.0; ranks],
-        exposed: vec![0.0; ranks],
         arrivals: vec![None; ranks],
         sends_end: vec![0.0; ranks],
     };
@@ -157,6 +179,9 @@ pub(super) fn execute(
         let mut of_step = LinkBytes::default();
         step.transfers.iter().for_each(|transfer| network.count(transfer, &mut of_step));
         bytes.add(&of_step, step.repeats as f64);
+        for (tiles, seconds) in tiles.iter_mut().zip(&step.compute) {
+            *tiles += seconds * step.repeats as f64;
+        }
         if step.repeats == 1 {
             execution.execute(step, network);
         } else {
@@ -164,13 +189,12 @@ pub(super) fn execute(
         }
     }
     let most = |of: &[f64]| of.iter().copied().fold(0.0, f64::max);
-    PassTime { seconds: most(&execution.clocks), exposed: most(&execution.exposed) }
+    Executed { seconds: most(&execution.clocks), tiles: most(&tiles) }
 }
 
 /// Clocks of all ranks in a pass.
 struct Execution {
     clocks: Vec<f64>,
-    exposed: Vec<f64>,
     arrivals: Vec<Option<Arrival>>,
     /// Ends of sends for which a rank waits after its next tiles.
     sends_end: Vec<f64>,
@@ -201,9 +225,6 @@ impl Execution {
                 self.clocks[transfer.to] = self.clocks[transfer.to].max(end);
             }
         }
-        for (rank, begin) in begins.into_iter().enumerate() {
-            self.exposed[rank] += (self.clocks[rank] - begin - step.compute[rank]).max(0.0);
-        }
     }
 
     /// Executes equal steps, none of whose messages arrives in parts: each takes as long as that of
@@ -215,10 +236,7 @@ impl Execution {
         }
         let repeats = step.repeats as f64;
         let end = self.clocks.iter().copied().fold(0.0, f64::max) + longest * repeats;
-        for (rank, clock) in self.clocks.iter_mut().enumerate() {
-            self.exposed[rank] += (end - *clock - step.compute[rank] * repeats).max(0.0);
-            *clock = end;
-        }
+        self.clocks.fill(end);
     }
 
     /// Returns the seconds of the tiles of each rank, delayed by messages. A rank without tiles

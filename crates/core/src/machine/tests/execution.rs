@@ -19,7 +19,7 @@ fn step(compute: [f64; 2], transfers: &[[f64; 3]], in_parts: [bool; 2]) -> Timed
 fn seconds(steps: &[TimedStep]) -> PassTime {
     let machine = machine(link(0.5, 1.0), 1.0);
     let network = Network::new(&machine, &[0, 1]).unwrap();
-    execute(&network, steps, 2, &mut LinkBytes::default())
+    execute(&network, steps, 2, &mut LinkBytes::default()).time()
 }
 
 #[test]
@@ -27,8 +27,8 @@ fn a_message_begins_when_both_ranks_have_reached_its_step() {
     for [from, to] in [[0.0, 1.0], [1.0, 0.0]] {
         let steps =
             [step([1.0, 3.0], &[], [false; 2]), step([0.0; 2], &[[from, to, 1.0]], [false; 2])];
-        // rank 0 waits for 2 s, then both for 1.5 s
-        assert_eq!(seconds(&steps), PassTime { seconds: 4.5, exposed: 3.5 });
+        // rank 0 waits for 2 s, then both for 1.5 s, which is the time beyond the tiles of rank 1
+        assert_eq!(seconds(&steps), PassTime { seconds: 4.5, exposed: 1.5 });
     }
 }
 
@@ -40,9 +40,31 @@ fn a_rank_waits_for_its_sends_after_the_parts_that_it_receives() {
         step([1.0, 0.0], &[], [false; 2]),
         step([5.0, 0.0], &[], [false; 2]),
     ];
-    // the parts have arrived at 1.5 s, the send ends at 10.5 s
-    assert_eq!(seconds(&steps), PassTime { seconds: 15.5, exposed: 9.5 });
+    // the parts have arrived at 1.5 s, the send ends at 10.5 s; rank 0 has tiles of 7 s
+    assert_eq!(seconds(&steps), PassTime { seconds: 15.5, exposed: 8.5 });
     // rank 0 waits for the part that arrives at 1.5 s
     let steps = [step([1.0; 2], &messages[1..], [true, false]), step([0.0; 2], &[], [false; 2])];
     assert_eq!(seconds(&steps).seconds, 1.5);
+}
+
+#[test]
+fn waiting_for_the_tiles_of_another_rank_is_exposed() {
+    // messages of no bytes take 0.5 s, under the tiles: both ranks have tiles of 4 s, and rank 1
+    // ends 3 s + 3 s after the begin
+    let both = [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]];
+    let uneven = [
+        step([1.0, 3.0], &both, [false; 2]),
+        step([0.0; 2], &both, [false; 2]),
+        step([3.0, 1.0], &both, [false; 2]),
+    ];
+    assert_eq!(seconds(&uneven), PassTime { seconds: 6.5, exposed: 2.5 });
+    // tiles alone: nothing is exposed, however uneven they are
+    let tiles = [step([1.0, 3.0], &[], [false; 2]), step([2.0, 1.0], &[], [false; 2])];
+    assert_eq!(seconds(&tiles), PassTime { seconds: 4.0, exposed: 0.0 });
+    // steps that are repeated take as long as the slowest rank
+    let mut repeated = step([1.0, 2.0], &[], [false; 2]);
+    repeated.repeats = 3;
+    let steps = [repeated, step([5.0, 0.0], &[], [false; 2])];
+    // 3 · 2 s, then 5 s; rank 0 has tiles of 3 + 5 s
+    assert_eq!(seconds(&steps), PassTime { seconds: 11.0, exposed: 3.0 });
 }

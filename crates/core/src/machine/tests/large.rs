@@ -28,10 +28,12 @@ fn large_rings_have_mean_steps() {
     let spec = Spec::new(Dims::new(1, 2 * ranks, 1, 64), DType::F32);
     let predicted = predict(&machine(link(0.5, 1e30), 1e30), &spec, ranks, &BOTH);
     is_near(predicted.forward.seconds, agreements(ranks, 0.5) + 0.5 * 299.0);
+    is_near(predicted.forward.exposed, predicted.forward.seconds);
     let predicted = predict(&machine(link(1e-30, 1e30), 1e6), &spec, ranks, &BOTH);
     let flops = 2.0 * 600.0 * 4.0 * 64.0;
     is_near(predicted.forward.seconds, flops / 1e6);
     is_near(predicted.backward.seconds, 2.5 * flops / 1e6);
+    assert!(predicted.exposed() < 1e-12, "{predicted:?}");
     // 2 rows a rank
     let predicted = predict(&machine(link(1e-30, 1e6), 1e30), &spec, ranks, &BOTH);
     let bytes = 299.0 * 2.0 * 2.0 * 64.0 * 4.0;
@@ -86,6 +88,9 @@ fn estimates_of_many_ranks_are_near_the_execution_of_all() {
                 all += 1;
                 let bytes = |of: &Prediction| of.bytes.inside_node + of.bytes.between_nodes;
                 is_near(bytes(&got), bytes(&want));
+                // the rank with the most tiles is one of those that stand for all
+                let tiles = |of: &Prediction| of.seconds() - of.exposed();
+                is_near(tiles(&got), tiles(&want));
             }
         }
     }
