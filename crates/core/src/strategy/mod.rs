@@ -44,6 +44,7 @@ pub use exchange::{ExchangeFields, HeadAxis, HeadField};
 pub use group_layout::{GroupLayout, RowSegment};
 pub use head_grid::HeadGrid;
 pub use head_shard::HeadShard;
+pub(crate) use traffic::PassTraffic;
 pub use traffic::{RingRows, StrategyTraffic, TrafficOptions};
 
 use crate::{Error, Result};

@@ -43,11 +43,30 @@ pub struct RingRows {
 /// Figures of the ring of one member over groups.
 #[derive(Debug, Clone)]
 pub(crate) struct MemberTraffic {
-    /// Bytes that each group sends in a forward pass.
-    pub(crate) forward: Vec<u128>,
-    /// Bytes that each group sends in a backward pass; 0 if there is none.
-    pub(crate) backward: Vec<u128>,
+    pub(crate) forward: PassTraffic,
+    /// Of no messages if there is no backward pass.
+    pub(crate) backward: PassTraffic,
     pub(crate) rows: RingRows,
+}
+
+/// Messages of one ring in one pass.
+#[derive(Debug, Clone)]
+pub(crate) struct PassTraffic {
+    /// Bytes that each group sends.
+    pub(crate) bytes: Vec<u128>,
+    /// Steps in which some group sends a message, at most as many as there are other groups.
+    pub(crate) message_steps: usize,
+}
+
+impl PassTraffic {
+    fn none(groups: usize) -> Self {
+        Self { bytes: vec![0; groups], message_steps: 0 }
+    }
+
+    fn new(bytes: Vec<u128>, message_steps: usize) -> Self {
+        let message_steps = message_steps.min(bytes.len().saturating_sub(1));
+        Self { bytes, message_steps }
+    }
 }
 
 /// Options of a plan that determine its traffic.
@@ -222,8 +241,8 @@ impl StrategyTraffic {
         }
         for ring_index in 0..self.forward.len() {
             let MemberTraffic { forward, backward, .. } = &rings[grid.member(ring_index)];
-            self.forward[ring_index] += forward[grid.group(ring_index)];
-            self.backward[ring_index] += backward[grid.group(ring_index)];
+            self.forward[ring_index] += forward.bytes[grid.group(ring_index)];
+            self.backward[ring_index] += backward.bytes[grid.group(ring_index)];
         }
         for MemberTraffic { rows, .. } in &rings {
             self.ring_rows.sent += rows.sent;
@@ -320,7 +339,8 @@ impl StrategyTraffic {
         let groups = self.grid.groups();
         if groups == 1 {
             let rows = RingRows::default();
-            return Ok(MemberTraffic { forward: vec![0], backward: vec![0], rows });
+            let none = PassTraffic::none(1);
+            return Ok(MemberTraffic { forward: none.clone(), backward: none, rows });
         }
         let layout = self.layout.of_member(&self.grid, member);
         let route = self.route(spec, member, options, tick);
@@ -337,26 +357,31 @@ impl StrategyTraffic {
         let traffic = RingTraffic::of(&needs, route, tick);
         let sent = traffic.total().block_rows;
         let rows = RingRows { sent, needed: RingTraffic::rows_read(&needs, tick) };
-        let traffic = traffic.of_rank;
+        let RingTraffic { of_rank: traffic, hops } = traffic;
         let block = spec.kv_row_layout();
         let kv = |rows: u128| rows * u128::from(block.bytes());
-        let forward = traffic.iter().map(|sent| kv(sent.block_rows)).collect();
+        let bytes = traffic.iter().map(|sent| kv(sent.block_rows)).collect();
+        let forward = PassTraffic::new(bytes, hops);
         let backward = if !backward {
-            vec![0; groups]
+            PassTraffic::none(groups)
         } else if backward_mode(spec) == BackwardMode::OnePass {
             let gradient = spec.gradient_row_layout();
-            traffic.iter().map(|sent| sent.bytes(&block, &gradient)).collect()
+            let bytes = traffic.iter().map(|sent| sent.bytes(&block, &gradient)).collect();
+            // the last gradients move a step after the last block
+            PassTraffic::new(bytes, if hops == 0 { 0 } else { hops + 1 })
         } else {
             let needs = NeedsIndex::of_keys(mask, heads, batch, &shards, tick);
             let (needs, row) = match spec.leaf_rows {
                 Some(_) => (needs.in_tiles(kv_tile), spec.whole_query_row_layout(None)),
                 None => (needs, spec.query_row_layout()),
             };
-            let queries = RingTraffic::of(&needs, route.opposite(), tick).of_rank;
+            let queries = RingTraffic::of(&needs, route.opposite(), tick);
             let of_queries = |rows: u128| rows * u128::from(row.bytes());
-            let sent = traffic.iter().zip(&queries);
-            sent.map(|(keys, queries)| kv(keys.block_rows) + of_queries(queries.block_rows))
-                .collect()
+            let sent = traffic.iter().zip(&queries.of_rank);
+            let bytes = sent
+                .map(|(keys, queries)| kv(keys.block_rows) + of_queries(queries.block_rows))
+                .collect();
+            PassTraffic::new(bytes, hops + queries.hops)
         };
         Ok(MemberTraffic { forward, backward, rows })
     }
