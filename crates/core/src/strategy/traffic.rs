@@ -7,7 +7,7 @@ use super::{
     group_layout::in_few_runs, memory,
 };
 use crate::{
-    BackwardMode, Batch, Choice, Layout, NeedsIndex, Order, Placement, Result, RingShards,
+    BackwardMode, Batch, Choice, Error, Layout, NeedsIndex, Order, Placement, Result, RingShards,
     RingTraffic, Route, Side, Spec, machine::MOST_STEPPED_RANKS,
 };
 
@@ -120,6 +120,16 @@ impl TrafficOptions<'_> {
         other.with_keys_of(&spec.dims, spec.alignment, layout, self.batch)
     }
 
+    /// Returns the ranks of a node, if all nodes have as many and they are neighbours.
+    fn node_ranks(&self, ranks: usize) -> Option<usize> {
+        let placement = self.placement.filter(|placement| placement.nodes().len() == ranks)?;
+        let order = match self.layout {
+            Some(_) => Order::ascending(ranks),
+            None => placement.order(),
+        };
+        placement.node_ranks(&order)
+    }
+
     /// Returns the number of packed sequences, 0 without any.
     pub(super) fn sequences(&self) -> usize {
         let starts = self
@@ -159,15 +169,7 @@ impl StrategyTraffic {
         options: &TrafficOptions<'_>,
         tick: &mut dyn FnMut(),
     ) -> Result<Vec<Self>> {
-        let order = |placement: &Placement| match options.layout {
-            Some(_) => Order::ascending(ranks),
-            None => placement.order(),
-        };
-        let of_nodes = options
-            .placement
-            .filter(|placement| placement.nodes().len() == ranks)
-            .and_then(|placement| placement.node_ranks(&order(placement)));
-        let once_per_node = of_nodes.filter(|&node_ranks| node_ranks > 1);
+        let once_per_node = options.node_ranks(ranks).filter(|&node_ranks| node_ranks > 1);
         let once_per_node = once_per_node.map(|node_ranks| Strategy::OncePerNode { node_ranks });
         let is_open = |strategy: &Strategy| {
             let is_given = options.route.is_none() || options.route == strategy.route();
@@ -181,6 +183,39 @@ impl StrategyTraffic {
                 Self::of_form(spec, strategy, grid, options, tick)
             })
             .collect()
+    }
+
+    /// Returns the traffic of one strategy, which keeps its name if it is a ring on a route of its
+    /// own. [`Strategy::OncePerNode`] without a number takes the ranks of a node from the placement.
+    ///
+    /// # Errors
+    /// As [`StrategyTraffic::of`]; [`Error::InvalidArgument`] naming `strategy` if it does not fit
+    /// ranks, heads or nodes, or for [`Strategy::Auto`].
+    pub fn of_strategy(
+        spec: &Spec,
+        ranks: usize,
+        strategy: Strategy,
+        options: &TrafficOptions<'_>,
+        tick: &mut dyn FnMut(),
+    ) -> Result<Self> {
+        let refused = |want: &str| Err(Error::invalid("strategy", strategy, want));
+        let Some(grid) = HeadGrid::of(&spec.dims, ranks, strategy)? else {
+            return refused("one that was chosen, not auto");
+        };
+        let strategy = match strategy {
+            Strategy::OncePerNode { node_ranks } => {
+                let node_ranks = Some(node_ranks).filter(|&given| given > 0);
+                match node_ranks.or_else(|| options.node_ranks(ranks)) {
+                    Some(node_ranks) if (Route::OncePerNode { node_ranks }).fits(ranks) => {
+                        Strategy::OncePerNode { node_ranks }
+                    }
+                    _ => return refused("several nodes with as many ranks each"),
+                }
+            }
+            Strategy::AllGather => strategy,
+            _ => grid.strategy(),
+        };
+        Self::of_form(spec, strategy, grid, options, tick)
     }
 
     /// As [`StrategyTraffic::of`], of the form `grid` of a strategy.
