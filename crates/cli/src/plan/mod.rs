@@ -88,7 +88,7 @@ pub(crate) struct PlanFlags {
     /// least predicted time on --machine or, without one, that sends the fewest bytes. Steps of a
     /// grid are those of its ring with the first heads and the first key column; the picture shows
     /// the rings of all key columns. All strategies are compared; for more than 256 ranks only with
-    /// auto, and without those that cannot be the best
+    /// auto, without those that cannot be the best, and a given one is listed alone
     #[arg(long, value_name = "NAME", default_value = "ring", value_parser = strategy)]
     strategy: Strategy,
     /// Predict the time of every strategy on the machine of this file, which `annulus measure`
@@ -287,7 +287,15 @@ impl PlanFlags {
             placement: placement.as_ref(),
             machine,
         };
-        Strategies::new(spec, self.ranks, &requested)
+        Strategies::new(spec, self.ranks, &requested).map_err(|error| match error {
+            Error::InvalidArgument { argument, got, want }
+                if argument == "strategy"
+                    && self.strategy == (Strategy::OncePerNode { node_ranks: 0 }) =>
+            {
+                Error::invalid(argument, got, format!("{want}: --node-ranks or --machine"))
+            }
+            error => error,
+        })
     }
 
     /// Returns the ranks of a node.
@@ -319,27 +327,11 @@ impl PlanFlags {
                 Some(choice) => choice.clone(),
                 None => self.layout.choice(spec, self.ranks, placement.as_ref()),
             };
-            let Choice { layout, route, order } = choice;
+            let Choice { layout, route, .. } = choice;
             let Self { ranks, rank, .. } = *self;
-            let given = self.strategy.route().or(strategies.route()).map(|route| {
-                let of_nodes = placement.as_ref().and_then(|of| of.node_ranks(&order));
-                route.with_node_ranks(of_nodes.unwrap_or(0))
-            });
-            let route = given.unwrap_or(route);
-            if !route.fits(ranks) {
-                let want = "several nodes with as many ranks each: --node-ranks or --machine";
-                return Err(Error::invalid("strategy", self.strategy, want));
-            }
+            let route = strategies.route().unwrap_or(route);
             let node_ranks = placement.map(|_| self.ranks_of_node(machine)).or(route.node_ranks());
-            let chosen = strategies.chosen().unwrap_or(Strategy::Ring);
-            let strategy = match (self.strategy, route) {
-                (Strategy::OncePerNode { .. }, Route::OncePerNode { node_ranks }) => {
-                    Strategy::OncePerNode { node_ranks }
-                }
-                (Strategy::AllGather, _) => Strategy::AllGather,
-                (Strategy::Auto, _) => chosen,
-                (given, _) => given.on_ranks(ranks),
-            };
+            let strategy = strategies.chosen().unwrap_or(Strategy::Ring);
             let planned = Planned { strategy, ranks, layout, route, node_ranks, batch, mask, rank };
             return Ok((spec.clone(), planned));
         };

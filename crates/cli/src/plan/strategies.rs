@@ -1,8 +1,9 @@
 //! Figures of every strategy that ranks and heads admit.
 
 use annulus_core::{
-    Backend, Batch, ExchangeFields, HeadField, HeadGrid, Layout, Machine, Placement, Prediction,
-    Result, Route, Side, Spec, Strategy, StrategyBalance, StrategyTraffic, TrafficOptions,
+    Backend, Batch, Comparison, ExchangeFields, HeadField, HeadGrid, Layout, Machine, Placement,
+    Prediction, Result, Route, Side, Spec, Strategy, StrategyBalance, StrategyTraffic,
+    TrafficOptions,
 };
 use serde::Serialize;
 
@@ -116,7 +117,7 @@ impl Strategies {
     /// Plans every strategy of `spec` with a forward and a backward pass. For more than
     /// [`MOST_STEPPED_RANKS`] ranks a strategy by its name is planned alone, and of all strategies
     /// those that a lower bound does not exclude from the choice, because all of them take minutes
-    /// for 65,536 ranks. The figures of a ring then are those of the ring alone.
+    /// for 65,536 ranks.
     ///
     /// # Errors
     /// [`annulus_core::Error::InvalidArgument`] naming `strategy` if it does not fit ranks and
@@ -129,19 +130,12 @@ impl Strategies {
             grid.check(spec, true)?;
         }
         let options = requested.options(spec)?;
-        let tick = &mut || ();
-        let Compared { all, predictions, best } =
-            match grid.filter(|_| ranks > MOST_STEPPED_RANKS && machine.is_none()) {
-                Some(grid) if grid.members() == 1 => return Ok(Self::default()),
-                Some(grid) => {
-                    Compared::unpredicted(vec![StrategyTraffic::of(spec, grid, &options, tick)?])
-                }
-                None => Compared::new(spec, ranks, &options, grid, machine)?,
-            };
-        let chosen = match (grid, best) {
-            (Some(grid), _) => position(&all, strategy, grid),
-            (None, Some(best)) => best,
-            (None, None) => StrategyTraffic::choose(&all, spec, &options, tick)?,
+        let given = grid.map(|_| strategy);
+        let Compared { all, predictions, chosen } = match given {
+            Some(given) if ranks > MOST_STEPPED_RANKS => {
+                Compared::alone(spec, ranks, given, &options, machine)?
+            }
+            _ => Compared::new(spec, ranks, given, &options, machine)?,
         };
         let balances = match requested.documents {
             Some(_) => {
@@ -186,56 +180,85 @@ struct Compared {
     all: Vec<StrategyTraffic>,
     /// Predictions in the same order; empty without a machine.
     predictions: Vec<Prediction>,
-    /// Index of the one to choose, if it was sought for.
-    best: Option<usize>,
+    /// Index of the given one, or of the one to choose.
+    chosen: usize,
 }
 
 impl Compared {
-    const fn unpredicted(all: Vec<StrategyTraffic>) -> Self {
-        Self { all, predictions: Vec::new(), best: None }
-    }
-
-    /// Computes all strategies or, for more than [`MOST_STEPPED_RANKS`] ranks, those of which no
-    /// lower bound exceeds the best, and the `given` one.
-    fn new(
+    /// Computes a strategy that is given. Of many ranks others may take hours to execute.
+    fn alone(
         spec: &Spec,
         ranks: usize,
+        given: Strategy,
         options: &TrafficOptions<'_>,
-        given: Option<HeadGrid>,
         machine: Option<&Machine>,
     ) -> Result<Self> {
         let tick = &mut || ();
-        if ranks <= MOST_STEPPED_RANKS {
-            let mut all = StrategyTraffic::of_all(spec, ranks, options, tick)?;
-            all.extend(StrategyTraffic::of_routes(spec, ranks, options, tick)?);
-            let choose = |machine: &Machine| machine.choose(&all, spec, options, &mut || ());
-            let (best, predictions) = machine.map(choose).transpose()?.unzip();
-            return Ok(Self { all, predictions: predictions.unwrap_or_default(), best });
+        let traffic = StrategyTraffic::of_strategy(spec, ranks, given, options, tick)?;
+        let predict = |machine| Prediction::of(&traffic, spec, options, machine, &mut || ());
+        let predictions = machine.map(predict).transpose()?.into_iter().collect();
+        Ok(Self { all: vec![traffic], predictions, chosen: 0 })
+    }
+
+    /// Computes all strategies or, for more than [`MOST_STEPPED_RANKS`] ranks, those of which no
+    /// lower bound exceeds the best. The `given` one is chosen, if there is one.
+    fn new(
+        spec: &Spec,
+        ranks: usize,
+        given: Option<Strategy>,
+        options: &TrafficOptions<'_>,
+        machine: Option<&Machine>,
+    ) -> Result<Self> {
+        let tick = &mut || ();
+        if ranks > MOST_STEPPED_RANKS {
+            let admits = |_: &HeadGrid| true;
+            let Some(machine) = machine else {
+                let (all, chosen) =
+                    StrategyTraffic::of_fewest_bytes(spec, ranks, options, &admits, tick)?;
+                return Ok(Self { all, predictions: Vec::new(), chosen });
+            };
+            let Comparison { all, predictions, chosen } =
+                machine.fastest(spec, ranks, options, &admits, tick)?;
+            return Ok(Self { all, predictions, chosen });
         }
-        // a strategy that is given is predicted alone: others may take hours to execute
-        let admits = |grid: &HeadGrid| given.is_none_or(|given| *grid == given);
-        let Some(machine) = machine else {
-            let (all, best) =
-                StrategyTraffic::of_fewest_bytes(spec, ranks, options, &admits, tick)?;
-            return Ok(Self { best: Some(best), ..Self::unpredicted(all) });
+        let mut all = StrategyTraffic::of_all(spec, ranks, options, tick)?;
+        all.extend(StrategyTraffic::of_routes(spec, ranks, options, tick)?);
+        let of_given = |given| position(&mut all, spec, ranks, given, options);
+        let given = given.map(of_given).transpose()?;
+        let choose = |machine: &Machine| machine.choose(&all, spec, options, &mut || ());
+        let (best, predictions) = machine.map(choose).transpose()?.unzip();
+        let chosen = match given.or(best) {
+            Some(chosen) => chosen,
+            None => StrategyTraffic::choose(&all, spec, options, tick)?,
         };
-        let compared = machine.fastest(spec, ranks, options, &admits, tick)?;
-        Ok(Self {
-            all: compared.all,
-            predictions: compared.predictions,
-            best: Some(compared.chosen),
-        })
+        Ok(Self { all, predictions: predictions.unwrap_or_default(), chosen })
     }
 }
 
-/// Returns the index of a strategy: of one with a route of its own, or else of a grid.
-fn position(all: &[StrategyTraffic], strategy: Strategy, grid: HeadGrid) -> usize {
-    let is_wanted = |of: &StrategyTraffic| match (of.strategy.route(), strategy.route()) {
-        (Some(route), Some(wanted)) => route.name() == wanted.name(),
-        (None, None) => of.grid == grid,
-        _ => false,
+/// Returns the index of a strategy, which is added if there is none of its name: once per node with
+/// other nodes than those of the placement.
+fn position(
+    all: &mut Vec<StrategyTraffic>,
+    spec: &Spec,
+    ranks: usize,
+    given: Strategy,
+    options: &TrafficOptions<'_>,
+) -> Result<usize> {
+    let grid = HeadGrid::of(&spec.dims, ranks, given)?;
+    let is_same = |of: &StrategyTraffic| match given {
+        Strategy::OncePerNode { .. } => false,
+        Strategy::AllGather => of.strategy == given,
+        _ => of.strategy.route().is_none() && Some(of.grid) == grid,
     };
-    all.iter().position(is_wanted).unwrap_or(0)
+    if let Some(index) = all.iter().position(is_same) {
+        return Ok(index);
+    }
+    let traffic = StrategyTraffic::of_strategy(spec, ranks, given, options, &mut || ())?;
+    let same = all.iter().position(|of| of.strategy == traffic.strategy);
+    Ok(same.unwrap_or_else(|| {
+        all.push(traffic);
+        all.len() - 1
+    }))
 }
 
 impl<'a> Requested<'a> {

@@ -66,6 +66,57 @@ fn rails_send_the_same_bytes_from_each_rank_of_a_node() {
 }
 
 #[test]
+fn a_given_strategy_is_listed_under_its_own_name() {
+    let folder = Folder::new("plan_given_strategy");
+    let machine = serde_json::json!({
+        "version": 1,
+        "ranks_per_node": 4,
+        "inside_node": { "latency": 2e-6, "bandwidth": 2e10, "full_duplex": true },
+        "between_nodes": { "latency": 5e-6, "bandwidth": 1e10, "full_duplex": true },
+        "node_bandwidth": 2e10,
+        "rates": [{ "dtype": "f32", "head_dim": 64, "forward": 1e12, "backward": 1e12 }],
+        "memory": 1u64 << 40,
+    });
+    std::fs::write(folder.path("machine.json"), machine.to_string()).unwrap();
+    let on = ["", "--machine machine.json"];
+    let names = |planned: &Value| -> Vec<String> {
+        let all = planned["strategies"].as_array().unwrap();
+        all.iter().map(|of| of["name"].as_str().unwrap().to_owned()).collect()
+    };
+    // more ranks than are stepped: alone
+    for machine in on {
+        for given in ["ring", "all-gather", "once-per-node:4", "once-per-node:20", "heads:4"] {
+            let flags = format!("--causal --q-len 5120 --ranks 320 {machine} --strategy {given}");
+            let planned = plan(&folder, &flags);
+            assert_eq!(names(&planned), [given], "{flags}");
+            assert_eq!(planned["strategy"], given);
+            let of = &planned["strategies"][0];
+            assert_eq!(of["bytes_sent_total"], planned["bytes_sent_total"], "{flags}");
+            assert_eq!(of["backward_bytes_sent_total"], planned["backward"]["sent"], "{flags}");
+            assert_eq!(of["time_predicted"].is_f64(), !machine.is_empty(), "{of}");
+        }
+    }
+    let many = "--causal --q-len 5120 --ranks 320 --strategy once-per-node --machine machine.json";
+    assert_eq!(names(&plan(&folder, many)), ["once-per-node:4"]);
+    let text = folder.succeed(&format!("plan {many}")).out;
+    assert!(text.contains("\n* once-per-node:4 "), "{text}");
+    // of few ranks among all, once: also with other nodes than those of the machine
+    for machine in on {
+        for given in ["ring", "all-gather", "once-per-node:4", "once-per-node:2"] {
+            let flags = format!("--causal --q-len 512 --ranks 16 {machine} --strategy {given}");
+            let planned = plan(&folder, &flags);
+            let names = names(&planned);
+            assert_eq!(names.iter().filter(|name| *name == given).count(), 1, "{names:?}");
+            assert!(names.len() > 3, "{names:?}");
+            let index = names.iter().position(|name| name == given).unwrap();
+            let of = &planned["strategies"][index];
+            assert_eq!(planned["strategy"], given);
+            assert_eq!(of["bytes_sent_total"], planned["bytes_sent_total"], "{flags}");
+        }
+    }
+}
+
+#[test]
 fn once_per_node_sends_each_row_once_to_a_node() {
     let folder = Folder::new("plan_once_per_node");
     // 16 ranks on 4 nodes, a full mask: a row crosses three times on rails too

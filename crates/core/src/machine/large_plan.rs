@@ -3,7 +3,7 @@
 //! ```text
 //! pass = agreements, exchange, ring, exchange, agreements
 //! ring = the slowest of the rings of three members, each on its ranks alone: step by step up to
-//!        256 groups, in mean steps of more
+//!        256 groups, in mean steps of more (`mean_steps.rs`)
 //! ```
 //! The rings of the members of a group send about as many bytes at the same time from neighbours,
 //! so that each stands for all: its messages count in the bandwidth of a node as often as members
@@ -23,7 +23,7 @@ use super::{
 use crate::{ExchangeFields, Result, StrategyTraffic, Work, strategy::backward_mode};
 
 /// A member of each group, and the work of its ring.
-struct MemberWork {
+pub(super) struct MemberWork {
     member: usize,
     work: Work,
 }
@@ -113,7 +113,7 @@ impl GridPlan<'_> {
     }
 
     /// Returns the member with the most work on any rank, the first and the last one.
-    fn members(&self, tick: &mut dyn FnMut()) -> Result<Vec<MemberWork>> {
+    pub(super) fn members(&self, tick: &mut dyn FnMut()) -> Result<Vec<MemberWork>> {
         let Self { traffic, spec, options, .. } = *self;
         let StrategyTraffic { grid, layout, .. } = traffic;
         let mut all = Vec::new();
@@ -138,9 +138,19 @@ impl GridPlan<'_> {
             let ring = RingSteps::new(traffic, spec, options, seconds, Some(member), tick)?;
             return Ok([ring.forward(), ring.backward()]);
         }
-        let of_member = spec.of_member(&traffic.grid, member);
-        let bytes = traffic.of_ring(&of_member, member, options, tick)?;
-        let ring = MeanRing { work: &of.work, seconds };
-        Ok([ring.forward(&bytes.forward), ring.backward(backward_mode(spec), &bytes.backward)])
+        self.mean_steps(of, tick)
+    }
+
+    /// Returns the mean steps of one ring, forward and backward.
+    pub(super) fn mean_steps(
+        &self,
+        of: &MemberWork,
+        tick: &mut dyn FnMut(),
+    ) -> Result<[Vec<TimedStep>; 2]> {
+        let Self { traffic, spec, options, .. } = *self;
+        let of_member = spec.of_member(&traffic.grid, of.member);
+        let of_ring = traffic.of_ring(&of_member, of.member, options, tick)?;
+        let ring = MeanRing { work: &of.work, seconds: self.pair_seconds()? };
+        Ok([ring.forward(&of_ring.forward), ring.backward(backward_mode(spec), &of_ring.backward)])
     }
 }

@@ -45,6 +45,7 @@ pub use group_layout::{GroupLayout, RowSegment};
 pub use head_grid::HeadGrid;
 pub use head_shard::HeadShard;
 pub use memory::GRADIENT_STEPS;
+pub(crate) use traffic::PassTraffic;
 pub use traffic::{RingRows, StrategyTraffic, TrafficOptions};
 
 use crate::{Error, Result};

@@ -7,7 +7,7 @@ use super::{
     group_layout::in_few_runs, memory,
 };
 use crate::{
-    BackwardMode, Batch, Choice, Layout, NeedsIndex, Order, Placement, Result, RingShards,
+    BackwardMode, Batch, Choice, Error, Layout, NeedsIndex, Order, Placement, Result, RingShards,
     RingTraffic, Route, Side, Spec, machine::MOST_STEPPED_RANKS,
 };
 
@@ -43,11 +43,30 @@ pub struct RingRows {
 /// Figures of the ring of one member over groups.
 #[derive(Debug, Clone)]
 pub(crate) struct MemberTraffic {
-    /// Bytes that each group sends in a forward pass.
-    pub(crate) forward: Vec<u128>,
-    /// Bytes that each group sends in a backward pass; 0 if there is none.
-    pub(crate) backward: Vec<u128>,
+    pub(crate) forward: PassTraffic,
+    /// Of no messages if there is no backward pass.
+    pub(crate) backward: PassTraffic,
     pub(crate) rows: RingRows,
+}
+
+/// Messages of one ring in one pass.
+#[derive(Debug, Clone)]
+pub(crate) struct PassTraffic {
+    /// Bytes that each group sends.
+    pub(crate) bytes: Vec<u128>,
+    /// Steps in which some group sends a message, at most as many as there are other groups.
+    pub(crate) message_steps: usize,
+}
+
+impl PassTraffic {
+    fn none(groups: usize) -> Self {
+        Self { bytes: vec![0; groups], message_steps: 0 }
+    }
+
+    fn new(bytes: Vec<u128>, message_steps: usize) -> Self {
+        let message_steps = message_steps.min(bytes.len().saturating_sub(1));
+        Self { bytes, message_steps }
+    }
 }
 
 /// Options of a plan that determine its traffic.
@@ -101,6 +120,16 @@ impl TrafficOptions<'_> {
         other.with_keys_of(&spec.dims, spec.alignment, layout, self.batch)
     }
 
+    /// Returns the ranks of a node, if all nodes have as many and they are neighbours.
+    fn node_ranks(&self, ranks: usize) -> Option<usize> {
+        let placement = self.placement.filter(|placement| placement.nodes().len() == ranks)?;
+        let order = match self.layout {
+            Some(_) => Order::ascending(ranks),
+            None => placement.order(),
+        };
+        placement.node_ranks(&order)
+    }
+
     /// Returns the number of packed sequences, 0 without any.
     pub(super) fn sequences(&self) -> usize {
         let starts = self
@@ -140,15 +169,7 @@ impl StrategyTraffic {
         options: &TrafficOptions<'_>,
         tick: &mut dyn FnMut(),
     ) -> Result<Vec<Self>> {
-        let order = |placement: &Placement| match options.layout {
-            Some(_) => Order::ascending(ranks),
-            None => placement.order(),
-        };
-        let of_nodes = options
-            .placement
-            .filter(|placement| placement.nodes().len() == ranks)
-            .and_then(|placement| placement.node_ranks(&order(placement)));
-        let once_per_node = of_nodes.filter(|&node_ranks| node_ranks > 1);
+        let once_per_node = options.node_ranks(ranks).filter(|&node_ranks| node_ranks > 1);
         let once_per_node = once_per_node.map(|node_ranks| Strategy::OncePerNode { node_ranks });
         let is_open = |strategy: &Strategy| {
             let is_given = options.route.is_none() || options.route == strategy.route();
@@ -162,6 +183,39 @@ impl StrategyTraffic {
                 Self::of_form(spec, strategy, grid, options, tick)
             })
             .collect()
+    }
+
+    /// Returns the traffic of one strategy, which keeps its name if it is a ring on a route of its
+    /// own. [`Strategy::OncePerNode`] without a number takes the ranks of a node from the placement.
+    ///
+    /// # Errors
+    /// As [`StrategyTraffic::of`]; [`Error::InvalidArgument`] naming `strategy` if it does not fit
+    /// ranks, heads or nodes, or for [`Strategy::Auto`].
+    pub fn of_strategy(
+        spec: &Spec,
+        ranks: usize,
+        strategy: Strategy,
+        options: &TrafficOptions<'_>,
+        tick: &mut dyn FnMut(),
+    ) -> Result<Self> {
+        let refused = |want: &str| Err(Error::invalid("strategy", strategy, want));
+        let Some(grid) = HeadGrid::of(&spec.dims, ranks, strategy)? else {
+            return refused("one that was chosen, not auto");
+        };
+        let strategy = match strategy {
+            Strategy::OncePerNode { node_ranks } => {
+                let node_ranks = Some(node_ranks).filter(|&given| given > 0);
+                match node_ranks.or_else(|| options.node_ranks(ranks)) {
+                    Some(node_ranks) if (Route::OncePerNode { node_ranks }).fits(ranks) => {
+                        Strategy::OncePerNode { node_ranks }
+                    }
+                    _ => return refused("several nodes with as many ranks each"),
+                }
+            }
+            Strategy::AllGather => strategy,
+            _ => grid.strategy(),
+        };
+        Self::of_form(spec, strategy, grid, options, tick)
     }
 
     /// As [`StrategyTraffic::of`], of the form `grid` of a strategy.
@@ -222,8 +276,8 @@ impl StrategyTraffic {
         }
         for ring_index in 0..self.forward.len() {
             let MemberTraffic { forward, backward, .. } = &rings[grid.member(ring_index)];
-            self.forward[ring_index] += forward[grid.group(ring_index)];
-            self.backward[ring_index] += backward[grid.group(ring_index)];
+            self.forward[ring_index] += forward.bytes[grid.group(ring_index)];
+            self.backward[ring_index] += backward.bytes[grid.group(ring_index)];
         }
         for MemberTraffic { rows, .. } in &rings {
             self.ring_rows.sent += rows.sent;
@@ -320,7 +374,8 @@ impl StrategyTraffic {
         let groups = self.grid.groups();
         if groups == 1 {
             let rows = RingRows::default();
-            return Ok(MemberTraffic { forward: vec![0], backward: vec![0], rows });
+            let none = PassTraffic::none(1);
+            return Ok(MemberTraffic { forward: none.clone(), backward: none, rows });
         }
         let layout = self.layout.of_member(&self.grid, member);
         let route = self.route(spec, member, options, tick);
@@ -337,26 +392,31 @@ impl StrategyTraffic {
         let traffic = RingTraffic::of(&needs, route, tick);
         let sent = traffic.total().block_rows;
         let rows = RingRows { sent, needed: RingTraffic::rows_read(&needs, tick) };
-        let traffic = traffic.of_rank;
+        let RingTraffic { of_rank: traffic, hops } = traffic;
         let block = spec.kv_row_layout();
         let kv = |rows: u128| rows * u128::from(block.bytes());
-        let forward = traffic.iter().map(|sent| kv(sent.block_rows)).collect();
+        let bytes = traffic.iter().map(|sent| kv(sent.block_rows)).collect();
+        let forward = PassTraffic::new(bytes, hops);
         let backward = if !backward {
-            vec![0; groups]
+            PassTraffic::none(groups)
         } else if backward_mode(spec) == BackwardMode::OnePass {
             let gradient = spec.gradient_row_layout();
-            traffic.iter().map(|sent| sent.bytes(&block, &gradient)).collect()
+            let bytes = traffic.iter().map(|sent| sent.bytes(&block, &gradient)).collect();
+            // the last gradients move a step after the last block
+            PassTraffic::new(bytes, if hops == 0 { 0 } else { hops + 1 })
         } else {
             let needs = NeedsIndex::of_keys(mask, heads, batch, &shards, tick);
             let (needs, row) = match spec.leaf_rows {
                 Some(_) => (needs.in_tiles(kv_tile), spec.whole_query_row_layout(None)),
                 None => (needs, spec.query_row_layout()),
             };
-            let queries = RingTraffic::of(&needs, route.opposite(), tick).of_rank;
+            let queries = RingTraffic::of(&needs, route.opposite(), tick);
             let of_queries = |rows: u128| rows * u128::from(row.bytes());
-            let sent = traffic.iter().zip(&queries);
-            sent.map(|(keys, queries)| kv(keys.block_rows) + of_queries(queries.block_rows))
-                .collect()
+            let sent = traffic.iter().zip(&queries.of_rank);
+            let bytes = sent
+                .map(|(keys, queries)| kv(keys.block_rows) + of_queries(queries.block_rows))
+                .collect();
+            PassTraffic::new(bytes, hops + queries.hops)
         };
         Ok(MemberTraffic { forward, backward, rows })
     }

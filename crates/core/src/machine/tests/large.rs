@@ -3,7 +3,11 @@
 use super::*;
 use crate::{
     RingShards, WorkMatrix,
-    machine::{choice::Search, steps::GridPlan},
+    machine::{
+        choice::Search, prediction::execute, ring_steps::RingSteps, steps::GridPlan,
+        timed_step::TimedStep,
+    },
+    strategy::Bounds,
 };
 
 #[test]
@@ -95,6 +99,68 @@ fn estimates_of_many_ranks_are_near_the_execution_of_all() {
         }
     }
     assert!(near * 4 > all * 3, "{near} of {all}");
+}
+
+/// A causal window of `left` keys before each query.
+fn window(left: u64, len: usize, backward: BackwardMode) -> Spec {
+    let causal: mask::SharedMask = Arc::new(mask::Causal::default());
+    let mask = mask::and(causal, Arc::new(mask::Window::new(Some(left), None)));
+    let dims = Dims { q_heads: 8, ..Dims::new(1, len, 8, 64) };
+    Spec { mask, backward, ..Spec::new(dims, DType::F32) }
+}
+
+#[test]
+fn mean_steps_of_a_window_are_near_the_steps_of_its_ring() {
+    let tick = &mut || ();
+    let [one_pass, two_passes] = [BackwardMode::OnePass, BackwardMode::TwoPass];
+    // windows of no other rank, of one, of three and of eight
+    for (ranks, left) in [(64, 0), (64, 10), (64, 100), (64, 300), (64, 1000), (16, 300)] {
+        for (mode, most) in [(one_pass, 1.25), (two_passes, 1.41)] {
+            let spec = window(left, 8192, mode);
+            let traffic = traffic_of(&spec, ranks, 1, &BOTH);
+            for flops in [1e10, 1e11, 1e12, 1e13] {
+                let machine = shared_nodes(1, 1e9, flops);
+                let plan =
+                    GridPlan { traffic: &traffic, spec: &spec, options: &BOTH, machine: &machine };
+                let network = plan.network().unwrap();
+                let seconds = plan.pair_seconds().unwrap();
+                let ring = RingSteps::new(&traffic, &spec, &BOTH, seconds, Some(0), tick).unwrap();
+                let mean = plan.mean_steps(&plan.members(tick).unwrap()[0], tick).unwrap();
+                let time = |steps: &[TimedStep]| {
+                    execute(&network, steps, ranks, &mut LinkBytes::default()).seconds
+                };
+                let [forward, backward] = [ring.forward(), ring.backward()];
+                let forward = time(&mean[0]) / time(&forward);
+                let backward = time(&mean[1]) / time(&backward);
+                let name = format!("{ranks} {left} {mode:?} {flops}: {forward} {backward}");
+                // means hide less than single steps if tiles and messages take about as long
+                assert!((0.999..1.3).contains(&forward), "{name}");
+                // means are too low for gradients of several hops
+                let least = if left > 100 { 0.69 } else { 0.96 };
+                assert!((least..most).contains(&backward), "{name}");
+            }
+        }
+    }
+}
+
+#[test]
+fn rings_under_a_window_take_as_long_on_more_ranks() {
+    const ROWS: usize = 64;
+    let machine = shared_nodes(1, 1e9, 1e12);
+    let of = |ranks: usize| {
+        let spec = window(10, ROWS * ranks, BackwardMode::OnePass);
+        let predicted = predict(&machine, &spec, ranks, &BOTH);
+        let traffic = traffic_of(&spec, ranks, 1, &BOTH);
+        let bounds = Bounds::new(&spec, ranks, &BOTH);
+        let bound = bounds.seconds_of_many(&traffic.grid, &machine, &traffic.layout.of_ranks);
+        let bound = bound.unwrap();
+        assert!(bound > 0.0 && bound <= predicted.seconds(), "{ranks}: {bound} {predicted:?}");
+        predicted.seconds() - 2.0 * agreements(ranks, 1e-5)
+    };
+    // of 256 ranks every step is executed
+    let [stepped, mean, more] = [256, 260, 1024].map(of);
+    assert!((0.999..1.05).contains(&(mean / stepped)), "{mean} {stepped}");
+    is_near(more, mean);
 }
 
 /// The choice among all estimates is that of the search, which leaves out most of them.
