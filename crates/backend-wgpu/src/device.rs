@@ -72,8 +72,8 @@ pub struct Options {
     #[doc(hidden)]
     pub translate: Option<Translate>,
     /// Upper bound of the work of a submission in FLOPs: of a tile kernel, if it has more than one
-    /// pair of tiles, and of a kernel of sinks, if it has more than one workgroup and step. Default:
-    /// 0.1 s by measured throughput.
+    /// pair of tiles, and of a kernel of sinks, if it has more than one workgroup and step.
+    /// Default: 0.1 s by measured throughput.
     pub most_part_flops: Option<u64>,
 }
 

@@ -1,10 +1,10 @@
-//! Parts of the kernels of sinks, whose work is rows × sinks: each has a range of the workgroups and
-//! of the steps that an invocation takes, so that its work and its loops are bounded.
+//! Parts of the kernels of sinks, whose work is rows × sinks: each has a range of the workgroups
+//! and of the steps that an invocation takes, so that its work and its loops are bounded.
 
 use std::ops::Range;
 
-/// Upper bound of the steps of an invocation in a part, each a sink or a row of one head: 16 ms at 1
-/// µs, because a single workgroup waits for its loads. Also far below the 65,535 iterations after
+/// Upper bound of the steps of an invocation in a part, each a sink or a row of one head: 16 ms at
+/// 1 µs, because a single workgroup waits for its loads. Also far below the 65,535 iterations after
 /// which software adapters leave loops. A constant, because it determines the order of the sums of
 /// dsinks and of dbias over rows.
 pub(crate) const MAX_STEPS: usize = 1 << 14;
@@ -68,8 +68,8 @@ impl SinkParts {
     }
 }
 
-/// Returns the rows of a part of a kernel whose invocations, 64 a workgroup, each take `heads` steps
-/// a row: as many as `most_steps` allow, but at least one row an invocation.
+/// Returns the rows of a part of a kernel whose invocations, 64 a workgroup, each take `heads`
+/// steps a row: as many as `most_steps` allow, but at least one row an invocation.
 pub(crate) fn rows_of_part(heads: usize, most_steps: usize) -> usize {
     64 * (most_steps / heads.max(1)).max(1)
 }
@@ -92,7 +92,7 @@ mod tests {
                 let mut done = vec![0; groups];
                 for part in &all {
                     assert!(part.work <= budget || part.groups.len() == 1, "{part:?}");
-                    // 16 ms at 1 µs a step, a quarter of the 65,535 iterations of a software adapter
+                    // 16 ms at 1 µs a step, a quarter of a software adapter's 65,535 iterations
                     assert!((1..=16_384).contains(&part.steps.len()), "{part:?}");
                     assert_eq!(part.work, 2048 * (part.groups.len() * part.steps.len()) as u64);
                     for group in part.groups.clone() {

@@ -33,8 +33,8 @@ pub enum BiasOrder {
 /// For f32 inputs, the levels are those of matrix units; all present backends compute these
 /// products in f32 at every level.
 ///
-/// No level keeps matrix units of GPUs from 16-bit inputs, whose products with them require P and dS
-/// in 16 bits: CUDA above level `plain` rounds both to the inputs' type, and wgpu at level `matrix`
+/// No level keeps matrix units of GPUs from 16-bit inputs, whose products with them require P and
+/// dS in 16 bits: CUDA above level `plain` rounds both to the inputs' type, and wgpu at level `matrix`
 /// rounds both to f16 for f16 inputs. A lower level of the backend does not round. On the CPU
 /// [`Precision::Default`] permits rounding P and dS of bf16 inputs to bf16, on processors that
 /// multiply bf16 at least twice as fast as f32.

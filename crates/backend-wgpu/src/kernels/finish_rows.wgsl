@@ -6,9 +6,9 @@
 // applies.
 //
 // A row takes two steps for each sink: all maxima, then all terms of the sum. A launch does a range
-// of them for a range of rows. Between launches lse holds the maximum, and the statistics are (m, ℓ,
-// ties, state), from the first term on (factor of acc, ℓ', ties, state); state 0 means that the row
-// is empty, 1 that it attended to a key, 2 that it has sinks only.
+// of them for a range of rows. Between launches lse holds the maximum, and the statistics are
+// (m, ℓ, ties, state), from the first term on (factor of acc, ℓ', ties, state); state 0 means that
+// the row is empty, 1 that it attended to a key, 2 that it has sinks only.
 
 @group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read_write> statistics: array<f32>;
