@@ -267,7 +267,8 @@ impl Attention {
         self
     }
 
-    /// Permits rounding of products. Default: [`Precision::Highest`], which permits none.
+    /// Permits rounding of products. Default: [`Precision::Highest`], which permits none, except of
+    /// 16-bit inputs on matrix units of GPUs: those round at every precision.
     ///
     /// Every backend forms products of f32 inputs in full f32 today, whatever is permitted. With
     /// [`Precision::Default`] the CPU rounds probabilities and score gradients of bf16 inputs to

@@ -45,8 +45,10 @@ impl Backend for Wgpu {
     type Space = WgpuSpace;
     type Workspace = WgpuWorkspace;
 
-    /// Supports everything but f64 and dims above [`Wgpu::MAX_DIM`]. Products of f32 inputs are
-    /// true f32 for every [`Spec::precision`].
+    /// Supports everything but f64 and dims above [`Wgpu::MAX_DIM`]. Products of f32 and bf16
+    /// inputs are true f32 for every [`Spec::precision`]. Those of f16 inputs depend on the level
+    /// only, as on CUDA: at [`crate::Level::Matrix`] probabilities and score gradients are rounded
+    /// to f16, also for [`annulus_core::Precision::Highest`], the default.
     ///
     /// `probs_dtype` is f16 where probabilities are multiplied on cooperative matrices: a rank at
     /// [`crate::Level::Matrix`] and one below it are refused, instead of rounding differently.

@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use annulus_core::{Error, Result};
+use annulus_core::{Error, Result, index};
 use wgpu::{BufferUsages, Features, PollType};
 
 use crate::{
@@ -27,6 +27,7 @@ use crate::{
     pipelines::{Compilation, KernelEdit, Pipeline, Translate, compile},
     pools::StagingPools,
     query_tile::TileChoice,
+    sink_parts::STEP_FLOPS,
     submissions::Submissions,
 };
 
@@ -40,9 +41,6 @@ const LOSS_TIMEOUT: Duration = Duration::from_secs(2);
 /// Loop iterations per kernel on a software adapter: Mesa before version 23 silently leaves every
 /// loop after 65,535 iterations.
 const MAX_SOFTWARE_LOOP_STEPS: u64 = 60_000;
-
-/// FLOPs of a step of the kernel of dsinks: an exponential and a few products of 64 invocations.
-const SINK_STEP_FLOPS: usize = 64 * 32;
 
 /// Parameters of [`Gpu::open`].
 #[derive(Debug, Clone, Default)]
@@ -73,9 +71,9 @@ pub struct Options {
     /// Translation of kernels to SPIR-V in place of wgpu's, on Vulkan.
     #[doc(hidden)]
     pub translate: Option<Translate>,
-    /// Upper bound of the work of a submission of a tile kernel in FLOPs, if it has more than one
-    /// pair of tiles, and of the kernel of dsinks, if it has more than 64 rows. Default: 0.1 s by
-    /// measured throughput; of dsinks a constant.
+    /// Upper bound of the work of a submission in FLOPs: of a tile kernel, if it has more than one
+    /// pair of tiles, and of a kernel of sinks, if it has more than one workgroup and step.
+    /// Default: 0.1 s by measured throughput.
     pub most_part_flops: Option<u64>,
 }
 
@@ -514,11 +512,11 @@ impl Gpu {
         self.0.matrices.filter(|_| self.0.level == Level::Matrix)
     }
 
-    /// Returns the upper bound of the steps of an invocation of the kernel of dsinks: `most`, or
-    /// fewer by [`Options::most_part_flops`].
-    pub(crate) fn most_sink_steps(&self, most: usize) -> usize {
-        let of_option = self.0.chunk_limits.part_work.and_then(|work| usize::try_from(work).ok());
-        of_option.map_or(most, |work| most.min(work / SINK_STEP_FLOPS))
+    /// Returns the upper bound of the steps of an invocation of the kernels of sinks and of dbias
+    /// over rows: `most`, or fewer by [`Options::most_part_flops`].
+    pub(crate) fn most_steps(&self, most: usize) -> usize {
+        let of_option = self.0.chunk_limits.part_work;
+        of_option.map_or(most, |work| index(work / STEP_FLOPS).min(most))
     }
 
     /// Limits of the chunks of tile kernels.

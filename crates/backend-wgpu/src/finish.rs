@@ -1,6 +1,8 @@
 //! Epilogues. Forward: adds the sinks, normalizes, rounds once and writes. Backward: rounds once
 //! and writes. Kernels: `finish_rows.wgsl`, `copy.wgsl`, `sinks.wgsl`, `bias_rows.wgsl`.
 
+use std::ops::ControlFlow;
+
 use annulus_core::{Gradients, Outputs, RankShard, Result, Spec};
 
 use crate::{
@@ -13,6 +15,7 @@ use crate::{
         BackwardContext, BackwardState, ForwardContext, ForwardState, RankKernels, bias_axes,
     },
     row_buffers::RowTarget,
+    sink_parts::{MAX_STEPS, STEP_FLOPS, SinkParts, rows_of_part},
 };
 
 /// Writes out and statistics.
@@ -37,7 +40,7 @@ pub(crate) fn write_outputs(
     let dims = shard.spec.dims;
     let rows = shard.queries.len();
     let mut commands = Commands::new(gpu, arena);
-    let items = (dims.batch * rows * dims.q_heads) as u64;
+    let items = dims.batch * rows * dims.q_heads;
     let mut bindings = vec![
         BoundResource::whole(&softmax_statistics.buffer),
         bind_whole(inputs.sinks.map(|sinks| &sinks.buffer)),
@@ -49,20 +52,31 @@ pub(crate) fn write_outputs(
         }
     }
     let sinks = spec.sinks;
-    commands.launch(
-        Variant::FinishRows { normalize: spec.normalize },
-        items.div_ceil(64),
-        bindings,
-        |grid_width| RowParams {
-            count: items as u32,
-            grid_width,
-            all_rows: rows as u32,
-            heads: dims.q_heads as u32,
-            sinks: sinks.map_or(0, |sinks| sinks.count as u32),
-            sinks_head: sinks.filter(|sinks| sinks.per_head).map_or(0, |sinks| sinks.count as u32),
-            ..RowParams::default()
-        },
-    )?;
+    let count = sinks.map_or(0, |sinks| sinks.count);
+    let variant = Variant::FinishRows { normalize: spec.normalize };
+    let groups = items.div_ceil(64);
+    let mut parts = SinkParts::new(groups, 2 * count, gpu.most_steps(MAX_STEPS), STEP_FLOPS);
+    while let Some(part) = parts.next(gpu.submissions().part_budget(variant)) {
+        commands.launch(variant, part.groups.len() as u64, bindings.clone(), |grid_width| {
+            RowParams {
+                count: items.min(64 * part.groups.end) as u32,
+                grid_width,
+                all_rows: rows as u32,
+                heads: dims.q_heads as u32,
+                sinks: count as u32,
+                sinks_head: sinks.filter(|sinks| sinks.per_head).map_or(0, |_| count as u32),
+                group_first: part.groups.start as u32,
+                step_first: part.steps.start as u32,
+                step_end: part.steps.end as u32,
+                ..RowParams::default()
+            }
+        })?;
+        // the last part is submitted with the copy of the outputs
+        if !part.is_last {
+            submit_part(gpu, commands, variant, part.work)?;
+            commands = Commands::new(gpu, arena);
+        }
+    }
     let vectors = Layout::dense(rows, dims.q_heads, dims.value_dim);
     let storage = results_storage(spec, tile.storage);
     let target = RowTarget {
@@ -78,6 +92,15 @@ pub(crate) fn write_outputs(
     };
     acc.copy_to(gpu, &mut commands, &target)?;
     commands.submit().map(drop)
+}
+
+/// Submits a part of a kernel of sinks, once the queue has room for it.
+fn submit_part(gpu: &Gpu, commands: Commands<'_>, variant: Variant, work: u64) -> Result<()> {
+    let _continues = gpu.wait_for_room(&mut || ControlFlow::Continue(()))?;
+    if let Some(receipt) = commands.submit()? {
+        gpu.submissions().add_part(receipt, variant, work);
+    }
+    Ok(())
 }
 
 /// Returns the type of out and dQ: partial results are not rounded.
@@ -167,12 +190,21 @@ fn write_dbias(
     if bias_axes(shape) == BiasAxes::Queries && of_queries == 1 {
         let bindings =
             vec![BoundResource::whole(&sums.buffer), BoundResource::whole(&dbias.buffer)];
-        return commands.launch(Variant::BiasRows, lines, bindings, |grid_width| RowParams {
-            count: lines as u32,
-            grid_width,
-            all_rows: queries as u32,
-            ..RowParams::default()
-        });
+        let each = rows_of_part(1, gpu.most_steps(MAX_STEPS));
+        // the kernel writes zeros if there are no rows
+        for first in (0..queries.max(1)).step_by(each) {
+            commands.launch(Variant::BiasRows, lines, bindings.clone(), |grid_width| {
+                RowParams {
+                    count: lines as u32,
+                    grid_width,
+                    rows: each.min(queries - first) as u32,
+                    all_rows: queries as u32,
+                    row_first: first as u32,
+                    ..RowParams::default()
+                }
+            })?;
+        }
+        return Ok(());
     }
     let count = dbias.shape.iter().map(|&len| len as u64).product();
     let linear = LinearCopy { from: 0, into: 0, count };
@@ -180,19 +212,8 @@ fn write_dbias(
     launch_linear(gpu, commands, &sums.buffer, &dbias.buffer, linear, 4, mode)
 }
 
-/// Upper bound of the steps of an invocation of the kernel of dsinks, each a row of one head: 16 ms
-/// at 1 µs, because a single workgroup waits for its loads. Together with the loop within, far
-/// below what a software adapter executes. A constant, because it determines the order of sums.
-const MAX_SINK_STEPS: usize = 1 << 14;
-
-/// Returns the rows of a submission of the kernel of dsinks, whose workgroups each iterate over
-/// `heads` heads of them: as many as `most_steps` allows, but at least one row an invocation.
-const fn rows_of_sinks(heads: usize, most_steps: usize) -> usize {
-    let steps = most_steps / heads;
-    64 * if steps == 0 { 1 } else { steps }
-}
-
-/// Computes dsinks from the row statistics, in submissions of bounded work.
+/// Computes dsinks from the row statistics, in submissions of bounded work. Ranges of rows, and of
+/// heads above [`MAX_STEPS`], are constants, because they determine the order of sums.
 fn write_dsinks(
     gpu: &Gpu,
     arena: &mut Arena,
@@ -206,44 +227,36 @@ fn write_dsinks(
     let (kinds, heads) = if shape.per_head { (dims.q_heads, 1) } else { (1, dims.q_heads) };
     let count = shape.count * kinds;
     let rows = dims.batch * shard.queries.len();
+    let most_steps = gpu.most_steps(MAX_STEPS);
+    let each = rows_of_part(heads, most_steps);
     // the kernel writes zeros if there are no rows
-    let mut first = 0;
-    loop {
-        let end = rows.min(first + rows_of_sinks(heads, gpu.most_sink_steps(MAX_SINK_STEPS)));
-        let mut commands = Commands::new(gpu, arena);
-        let bound = [&statistics.buffer, &sinks.buffer, &dsinks.buffer].map(BoundResource::whole);
-        let params = |grid_width| RowParams {
-            count: count as u32,
-            grid_width,
-            rows: (end - first) as u32,
-            row_first: first as u32,
-            heads: dims.q_heads as u32,
-            sinks: shape.count as u32,
-            sinks_head: u32::from(shape.per_head),
-            normalize: u32::from(spec.normalize),
-            ..RowParams::default()
-        };
-        commands.launch(Variant::Sinks, count as u64, bound.into(), params)?;
-        commands.submit()?;
-        first = end;
-        if first == rows {
-            return Ok(());
+    for first in (0..rows.max(1)).step_by(each) {
+        let end = rows.min(first + each);
+        let rows_each = (end - first).div_ceil(64).max(1);
+        let flops = STEP_FLOPS * rows_each as u64;
+        let mut parts = SinkParts::new(count, heads, most_steps / rows_each, flops);
+        while let Some(part) = parts.next(gpu.submissions().part_budget(Variant::Sinks)) {
+            let mut commands = Commands::new(gpu, arena);
+            let bindings =
+                [&statistics.buffer, &sinks.buffer, &dsinks.buffer].map(BoundResource::whole);
+            let params = |grid_width| RowParams {
+                count: part.groups.end as u32,
+                grid_width,
+                rows: (end - first) as u32,
+                row_first: first as u32,
+                heads: dims.q_heads as u32,
+                sinks: shape.count as u32,
+                sinks_head: u32::from(shape.per_head),
+                normalize: u32::from(spec.normalize),
+                group_first: part.groups.start as u32,
+                step_first: part.steps.start as u32,
+                step_end: part.steps.end as u32,
+                ..RowParams::default()
+            };
+            let groups = part.groups.len() as u64;
+            commands.launch(Variant::Sinks, groups, bindings.into(), params)?;
+            submit_part(gpu, commands, Variant::Sinks, part.work)?;
         }
     }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn submissions_of_dsinks_have_few_steps() {
-        for heads in [1, 3, 32, 128, MAX_SINK_STEPS, 1 << 20] {
-            let rows = rows_of_sinks(heads, MAX_SINK_STEPS);
-            assert!(rows >= 64);
-            let steps = rows / 64 * heads;
-            assert!(steps <= MAX_SINK_STEPS.max(heads) && 2 * steps > MAX_SINK_STEPS, "{heads}");
-        }
-        assert_eq!(rows_of_sinks(32, 1), 64);
-    }
+    Ok(())
 }

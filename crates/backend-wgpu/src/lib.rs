@@ -77,6 +77,7 @@ mod queue;
 mod records;
 mod register_tile;
 mod row_buffers;
+mod sink_parts;
 mod split_kv;
 mod staged;
 mod staging;

@@ -212,6 +212,20 @@ mod tests {
     }
 
     #[test]
+    fn a_part_that_ended_long_before_a_poll_does_not_shorten_the_next_one() {
+        let start = Instant::now();
+        let mut pacer = Pacer::new(None, start);
+        pacer.add(1, KERNEL, FIRST_WORK, start);
+        pacer.add(2, KERNEL, FIRST_WORK, start);
+        // the host is busy for three targets; the first part took a tenth of one, and the second
+        // all the time since
+        pacer.poll(1, start + 3 * TARGET);
+        pacer.poll(2, start + 3 * TARGET + TARGET / 10);
+        // by the time since the poll between them, its work would be doubled
+        assert!(pacer.budget(KERNEL) <= FIRST_WORK / 3, "{}", pacer.budget(KERNEL));
+    }
+
+    #[test]
     fn a_part_of_less_work_than_estimated_does_not_make_the_next_one_too_long() {
         let now = Instant::now();
         let mut pacer = Pacer::new(None, now);

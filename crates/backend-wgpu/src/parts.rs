@@ -89,7 +89,7 @@ mod tests {
     use super::*;
     use crate::{
         block_mask::{ListForm, Owner, WorkChunk},
-        chunks::{MAX_WORKGROUP_WORK, ProblemSize},
+        chunks::ProblemSize,
         kernels::BiasAxes,
         limits::ChunkLimits,
         operands::Operands,
@@ -187,10 +187,9 @@ mod tests {
                         flops * (planes(chunk) * other.1.div_ceil(TILE)) as u64
                     })
                     .max();
-                assert!(
-                    worst.is_some_and(|worst| worst <= MAX_WORKGROUP_WORK),
-                    "{kind:?} {worst:?}"
-                );
+                // at 2 GFLOP/s, a workgroup's share of a slow GPU, 0.55 s: systems end a submission
+                // after 2 s, and a part has at least one workgroup
+                assert!(worst.is_some_and(|worst| worst <= 1_100_000_000), "{kind:?} {worst:?}");
                 let pairs: usize =
                     chunks.iter().map(|chunk| chunk.heads.1 * chunk.queries.1 * chunk.keys.1).sum();
                 assert_eq!(pairs, heads * len * len, "{kind:?}");

@@ -105,7 +105,7 @@ pub(crate) mod tests {
 
     use annulus_core::{
         Backend, Block, DType, Dims, Error, ForwardPass, Inputs, Outputs, Passes, RankShard,
-        Readers, Rows, Spec, Workspace,
+        Readers, Rows, SinkShape, Spec, Workspace,
     };
 
     use super::*;
@@ -125,10 +125,16 @@ pub(crate) mod tests {
 
     /// Runs a forward pass over `len` equal rows; returns lse. Each row attends to all keys.
     fn forward(gpu: &Gpu, len: usize, tick: Tick<'_>) -> Result<Vec<f32>> {
-        let dims = Dims::new(1, len, 2, 8);
+        forward_with_sinks(gpu, len, 0, tick)
+    }
+
+    /// As [`forward`], and to `sinks` sinks of score 0.
+    fn forward_with_sinks(gpu: &Gpu, len: usize, sinks: usize, tick: Tick<'_>) -> Result<Vec<f32>> {
+        let mut spec = Spec::new(Dims::new(1, len, 2, 8), DType::F32);
+        spec.sinks = (sinks > 0).then_some(SinkShape { per_head: false, count: sinks });
         let rows = Arc::new(Rows::counting(len as u64, 0)?);
         let shard = RankShard {
-            spec: Arc::new(Spec::new(dims, DType::F32)),
+            spec: Arc::new(spec),
             queries: Arc::clone(&rows),
             keys: Arc::clone(&rows),
             attention_mask: None,
@@ -142,7 +148,9 @@ pub(crate) mod tests {
         let [q, k, v, mut out] = [tensor()?, tensor()?, tensor()?, tensor()?];
         let mut lse = Tensor::zeros(gpu, [1, 2, len, 1], DType::F32)?;
         let mut block = backend.allocate(len as u64 * shard.spec.kv_row_layout().bytes())?;
-        let inputs = Inputs { q: &q, k: &k, v: &v, bias: None, sinks: None };
+        let scores = Tensor::zeros(gpu, [1, sinks.max(1), 1, 1], DType::F32)?;
+        let sinks = (sinks > 0).then_some(&scores);
+        let inputs = Inputs { q: &q, k: &k, v: &v, bias: None, sinks };
         let mut pass = workspace.forward(inputs)?;
         let ready = pass.local_kv(&mut block, Readers::Local)?;
         pass.attend(&Block { rows: &rows, buffer: &block, ready: &ready }, tick)?;
@@ -173,6 +181,21 @@ pub(crate) mod tests {
         // staging memory does not grow with the number of parts
         gpu.synchronize().unwrap();
         assert!(pooled(&gpu).0 <= MAX_IDLE, "{:?}", pooled(&gpu));
+    }
+
+    #[test]
+    fn the_epilogue_of_many_sinks_is_many_submissions() {
+        let most = 1 << 24;
+        let Some(gpu) = gpu(&Options { most_part_flops: Some(most), ..Options::default() }) else {
+            return;
+        };
+        let sinks = 65_536;
+        let lse = forward_with_sinks(&gpu, 64, sinks, &mut || ControlFlow::Continue(())).unwrap();
+        assert!(lse.iter().all(|lse| (lse - (64.0 + sinks as f32).ln()).abs() < 1e-5));
+        // 64 rows of 2 heads, an exponential of 32 FLOPs for each sink, read twice
+        let work = 64 * 2 * 2 * 32 * sinks as u64;
+        let batches = u64::from(gpu.submissions().batches());
+        assert!(batches >= work / most, "{batches}");
     }
 
     #[test]

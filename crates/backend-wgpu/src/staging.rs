@@ -320,6 +320,8 @@ pub(crate) fn pooled(gpu: &Gpu) -> (usize, usize) {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use ndarray::Array4;
 
     use super::*;
@@ -335,6 +337,23 @@ mod tests {
         let from = Array4::from_shape_fn((1, 30, 40, 20), |(_, a, b, c)| (a + 7 * b + c) as f32);
         let tensor = Tensor::upload(&gpu, from.view()).unwrap();
         assert_eq!(tensor.download::<f32>().unwrap(), from);
+    }
+
+    #[test]
+    fn an_upload_waits_while_256_mib_are_in_the_queue() {
+        let Some(gpu) = gpu(&Options::default()) else { return };
+        let uploading = &gpu.staging().uploading;
+        let from = Array4::<f32>::zeros((1, 1, 1, 8));
+        // four staging buffers of 64 MiB: more would take the memory of a small host
+        uploading.fetch_add(256 << 20, Ordering::Relaxed);
+        std::thread::scope(|scope| {
+            let upload = scope.spawn(|| Tensor::upload(&gpu, from.view()).map(drop));
+            std::thread::sleep(Duration::from_secs(1));
+            let waits = !upload.is_finished();
+            uploading.fetch_sub(256 << 20, Ordering::Relaxed);
+            upload.join().unwrap().unwrap();
+            assert!(waits);
+        });
     }
 
     #[test]

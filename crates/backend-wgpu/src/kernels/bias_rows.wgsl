@@ -1,5 +1,6 @@
-// Gradient of a bias with neither query nor key axis: sums the per-row gradients, one workgroup per
-// batch row and head of the bias.
+// Gradient of a bias with neither query nor key axis: sums the gradients of a range of rows, one
+// workgroup per batch row and head of the bias. Ranges after the first add to what those before it
+// wrote.
 
 @group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read> gathered: array<f32>;
@@ -14,13 +15,14 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         return;
     }
     var sum = 0.0;
-    for (var row = lane; row < params.all_rows; row = row + 64u) {
+    let end = params.row_first + params.rows;
+    for (var row = params.row_first + lane; row < end; row = row + 64u) {
         sum = sum + gathered[own * params.all_rows + row];
     }
     parts[lane] = sum;
     workgroupBarrier();
     if (lane == 0u) {
-        var all = 0.0;
+        var all = select(gradient[own], 0.0, params.row_first == 0u);
         for (var n = 0u; n < 64u; n++) {
             all = all + parts[n];
         }

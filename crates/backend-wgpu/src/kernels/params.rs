@@ -183,7 +183,7 @@ params! {
 params! {
     /// Parameters of the row kernels.
     RowParams {
-        /// Invocations; workgroups per grid row.
+        /// End of the invocations or workgroups; workgroups per grid row.
         count: u32,
         grid_width: u32,
         /// Rows of the window; all rows; first row and batch row of the window.
@@ -203,6 +203,10 @@ params! {
         /// 1: the results are partial.
         partial: u32,
         has_dlse: u32,
+        /// Kernels of sinks: first workgroup of the launch; first and end of its steps.
+        group_first: u32,
+        step_first: u32,
+        step_end: u32,
     }
 }
 

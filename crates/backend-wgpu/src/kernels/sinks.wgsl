@@ -1,4 +1,5 @@
-// dsinks of a range of the local rows, one workgroup per sink:
+// dsinks of a range of the local rows and, if all heads share the sinks, of a range of the heads
+// (the steps); one workgroup per sink:
 // da_t = −Σ_i (e^{a_t − lse_i}·Δ_i + [a_t = max_i]·share_i).
 // Rows are those of all batch rows. Ranges after the first add to what those before it wrote.
 
@@ -11,7 +12,7 @@ var<workgroup> parts: array<f32, 64>;
 
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
-    let own = workgroup.x + workgroup.y * params.grid_width;
+    let own = params.group_first + workgroup.x + workgroup.y * params.grid_width;
     if (own >= params.count) {
         return;
     }
@@ -22,9 +23,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     // a sink of −∞ contributes nothing
     if (!is_negative_infinity(sink)) {
         for (var row = params.row_first + lane; row < end; row = row + 64u) {
-            // all heads if they share the sinks
-            let head_begin = select(own_head, 0u, params.sinks_head == 0u);
-            let head_end = select(own_head + 1u, params.heads, params.sinks_head == 0u);
+            let head_begin = select(own_head, params.step_first, params.sinks_head == 0u);
+            let head_end = select(own_head + 1u, params.step_end, params.sinks_head == 0u);
             for (var head = head_begin; head < head_end; head++) {
                 let at = 4u * (row * params.heads + head);
                 let p = exponential(sink - bitcast<f32>(statistics[at]));
@@ -39,7 +39,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     parts[lane] = sum;
     workgroupBarrier();
     if (lane == 0u) {
-        var all = select(gradient[own], 0.0, params.row_first == 0u);
+        let is_first = params.row_first == 0u && params.step_first == 0u;
+        var all = select(gradient[own], 0.0, is_first);
         for (var n = 0u; n < 64u; n++) {
             all = all + parts[n];
         }

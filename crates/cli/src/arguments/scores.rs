@@ -27,7 +27,8 @@ pub(crate) struct ScoreFlags {
     /// Seed of the dropout
     #[arg(long, value_name = "N", requires = "dropout", value_parser = whole_u64)]
     seed: Option<u64>,
-    /// Precision of matrix products; `default` may round probabilities to bf16 for bf16 inputs
+    /// Precision of matrix products: on the CPU `default` may round probabilities of bf16 inputs to
+    /// bf16; matrix units of GPUs round those of 16-bit inputs at every precision
     #[arg(long, value_enum, default_value = "highest")]
     precision: PrecisionName,
 }

@@ -51,11 +51,11 @@ impl std::fmt::Display for Window {
 /// Names of precisions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum PrecisionName {
-    /// f32 products for all inputs.
+    /// f32 products; 16-bit inputs on matrix units of GPUs: 16-bit probabilities.
     Highest,
     /// f32 products as three products on matrix units.
     High,
-    /// One product on matrix units; probabilities of bf16 inputs are rounded where that is faster.
+    /// One product on matrix units; CPU: probabilities of bf16 are rounded where that is faster.
     Default,
 }
 

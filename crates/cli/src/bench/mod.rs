@@ -62,7 +62,8 @@ pub(crate) struct BenchFlags {
     /// Element types
     #[arg(long, value_enum, default_value = "f32", value_delimiter = ',')]
     dtype: Vec<DTypeName>,
-    /// Precision of matrix products; `default` may round probabilities to bf16 for bf16 inputs
+    /// Precision of matrix products: on the CPU `default` may round probabilities of bf16 inputs to
+    /// bf16; matrix units of GPUs round those of 16-bit inputs at every precision
     #[arg(long, value_enum, default_value = "highest")]
     precision: PrecisionName,
     /// Sequence lengths, for queries and keys

@@ -5,8 +5,8 @@ use annulus::{Dims, Layout, Spec};
 use annulus_conformance::{
     Case, Draw, Judge, Masks, Setting, Subject, subjects::cpu, suite, wgpu::WgpuRing,
 };
-use annulus_core::{BackwardMode, DType, Dropout};
-use annulus_wgpu::Level;
+use annulus_core::{Backend, BackwardMode, DType, Dropout, Precision};
+use annulus_wgpu::{Level, Wgpu};
 use ndarray::{Array1, Array4, ArrayView1, ArrayView2, s};
 
 use super::{adapter, gpu, gpu_at};
@@ -154,6 +154,26 @@ fn matrix_ring() -> Option<WgpuRing> {
 fn the_matrix_level_holds_for_every_score_epilogue() {
     let Some(ring) = matrix_ring() else { return };
     epilogues_hold(&ring, DType::F16);
+}
+
+/// As on CUDA: [`Precision`] does not keep matrices from f16 inputs, and permits no rounding of
+/// others.
+#[test]
+fn the_matrix_level_alone_rounds_probabilities_and_those_of_f16_alone_at_every_precision() {
+    let levels = adapter().map(|adapter| adapter.levels).unwrap_or_default();
+    for gpu in levels.into_iter().filter_map(gpu_at) {
+        let level = gpu.level();
+        let backend = Wgpu::new(gpu);
+        for dtype in [DType::F32, DType::F16, DType::Bf16] {
+            for precision in [Precision::Highest, Precision::High, Precision::Default] {
+                let mut spec = Spec::new(Dims::new(1, 40, 2, 32), dtype);
+                spec.precision = precision;
+                let rounds = level == Level::Matrix && dtype == DType::F16;
+                let got = backend.capabilities(&spec).unwrap().probs_dtype;
+                assert_eq!(got, rounds.then_some(DType::F16), "{level:?} {dtype:?} {precision:?}");
+            }
+        }
+    }
 }
 
 #[test]

@@ -109,12 +109,16 @@ fn gradients_of_sinks_are_summed_in_submissions_of_bounded_work() {
         return;
     };
     let mistakes = [
-        ("select(gradient[own], 0.0, params.row_first == 0u)", "0.0"),
+        ("select(gradient[own], 0.0, is_first)", "0.0"),
         ("var row = params.row_first + lane", "var row = lane"),
+        ("params.group_first + workgroup.x", "workgroup.x"),
+        ("select(own_head, params.step_first, params.sinks_head == 0u)", "own_head"),
     ];
     for per_head in [true, false] {
         let mut spec = Spec::new(Dims::new(2, 150, 4, 5), DType::F64);
         spec.sinks = Some(SinkShape { per_head, count: 2 });
+        // each head has its own step only if heads share the sinks
+        let mistakes = if per_head { &mistakes[..3] } else { &mistakes };
         let masks = Masks { causal: true, ..Masks::default() };
         let case = Case::new("sinks", spec, masks, &mut Draw::new(12)).in_dtype(DType::F32);
         let judge = Judge::new(&case).unwrap();
@@ -123,7 +127,7 @@ fn gradients_of_sinks_are_summed_in_submissions_of_bounded_work() {
             judge.check(&answers.unwrap().remove(0))
         };
         judged(&slow).unwrap();
-        for (from, to) in mistakes {
+        for &(from, to) in mistakes {
             let wrong = slow.edited(KernelEdit { kernel: "sinks", from, to }).unwrap();
             assert!(judged(&wrong).is_err(), "{to}");
         }
@@ -233,5 +237,84 @@ fn limits_that_are_too_small_are_an_error_at_plan_time_on_every_rank() {
             errors[1]
         );
         assert!(errors[0].is_some(), "{errors:?}");
+    }
+}
+
+/// A case of `count` sinks and few rows.
+fn sinks_case(name: &str, count: usize, dims: Dims, normalize: bool) -> Case {
+    let mut spec = Spec::new(dims, DType::F64);
+    spec.sinks = Some(SinkShape { per_head: false, count });
+    spec.normalize = normalize;
+    let masks = Masks { causal: true, ..Masks::default() };
+    Case::new(name, spec, masks, &mut Draw::new(14)).in_dtype(DType::F32)
+}
+
+/// Mesa before 23 leaves the loops of a kernel after 65,535 iterations, without an error: with more
+/// than 32,767 sinks the two loops of the forward epilogue were left too early.
+#[test]
+fn more_sinks_than_iterations_of_a_software_adapter_are_added() {
+    let Some(gpu) = gpu() else { return };
+    for normalize in [true, false] {
+        let dims = Dims { kv_len: 32, ..Dims::new(1, 3, 1, 8) };
+        let case = sinks_case("many sinks", 70_000, dims, normalize);
+        let answer = WgpuRing::new(gpu.clone()).run(&case, &Setting::ALONE, 1).unwrap().remove(0);
+        Judge::new(&case).unwrap().check(&answer).unwrap();
+    }
+}
+
+#[test]
+fn many_sinks_give_the_same_bits_in_submissions_of_bounded_work() {
+    let Some(whole) = gpu() else { return };
+    // 5,859 steps of a workgroup: below those of a row, above those of 70 rows of one sink
+    let flops = Some(12_000_000);
+    let Some(slow) = open(&Options { most_part_flops: flops, ..Options::default() }) else {
+        return;
+    };
+    let mistakes = [
+        ("params.group_first + workgroup.x", "workgroup.x"),
+        ("row_max = bitcast<f32>(lse[to])", "row_max = statistics[at]"),
+        ("params.step_first > params.sinks", "false"),
+        ("params.step_end < 2u * params.sinks", "false"),
+        ("var t = term_first", "var t = 0u"),
+    ];
+    for normalize in [true, false] {
+        let case = sinks_case("sinks", 10_000, Dims::new(2, 70, 2, 5), normalize);
+        let answer = |gpu: &Gpu| {
+            WgpuRing::new(gpu.clone()).run(&case, &Setting::ALONE, 1).unwrap().remove(0)
+        };
+        let want = answer(&whole);
+        Judge::new(&case).unwrap().check(&want).unwrap();
+        assert_eq!(want, answer(&slow));
+        for (from, to) in mistakes {
+            let wrong = slow.edited(KernelEdit { kernel: "finish_rows", from, to }).unwrap();
+            assert_ne!(want, answer(&wrong), "{to}");
+        }
+    }
+}
+
+#[test]
+fn gradients_of_a_bias_without_axes_are_summed_in_ranges_of_rows() {
+    // 64 rows a launch, of which there are three
+    let Some(slow) = open(&Options { most_part_flops: Some(1), ..Options::default() }) else {
+        return;
+    };
+    let mut spec = Spec::new(Dims::new(2, 150, 2, 5), DType::F64);
+    spec.bias = Some([2, 2, 1, 1]);
+    // without sinks an equal bias of all keys changes nothing
+    spec.sinks = Some(SinkShape { per_head: false, count: 1 });
+    let masks = Masks { causal: true, ..Masks::default() };
+    let case = Case::new("bias", spec, masks, &mut Draw::new(15)).in_dtype(DType::F32);
+    let judge = Judge::new(&case).unwrap();
+    let judged = |gpu: &Gpu| {
+        let answers = WgpuRing::new(gpu.clone()).run(&case, &Setting::ALONE, 1);
+        judge.check(&answers.unwrap().remove(0))
+    };
+    judged(&slow).unwrap();
+    for (from, to) in [
+        ("select(gradient[own], 0.0, params.row_first == 0u)", "0.0"),
+        ("var row = params.row_first + lane", "var row = lane"),
+    ] {
+        let wrong = slow.edited(KernelEdit { kernel: "bias_rows", from, to }).unwrap();
+        assert!(judged(&wrong).is_err(), "{to}");
     }
 }
