@@ -150,7 +150,7 @@ fn each_buffer_lets_a_rank_compute_one_step_beyond_a_late_neighbour() {
 /// Returns the buffers of each rank's plan, in bytes.
 fn buffer_bytes(attention: &Attention) -> Vec<u64> {
     let dims = Dims::new(1, RANKS * ROWS as usize, 1, 8);
-    let ring = attention.local_ring(dims, RANKS).unwrap();
+    let ring = attention.local_ring(dims, RANKS).expect("a ring");
     ring.plans().map(|plan| plan.buffer_bytes()).collect()
 }
 
