@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Measures how long the ranks of a ring wait for each other on packed documents: wall time of
 # `annulus bench` on MPI ranks, each of which has a fixed share of a core, so that a rank that waits
-# leaves its share to nobody. That needs fewer cores than ranks, and Linux control groups as root.
+# leaves its share to nobody. So a machine with fewer cores than ranks can measure it, if their
+# shares together are below its cores. Needs Linux control groups, as root.
 #
 #   usage: benches/packed-waits.sh [rounds=3] [ranks=4] [share=0.3] [strategies=ring,heads:2]
 #                                  [ahead=1,3] [what=fwd,fwd+bwd] [rows=16384]
 #
-# Prints a JSON line for each round, batch, pass, strategy and number of steps by which receives are
-# posted ahead (of the ring). `busy` is the CPU time of all ranks, divided by what their shares
-# permit in the wall time: 1 without waits and without idle ranks.
+# Prints a JSON line for each round, batch, pass, strategy and number of ring steps by which
+# receives are posted ahead. `ms` is the least wall time of a pass. `busy` is the least CPU time of
+# all ranks, divided by what their shares permit in that wall time: 1 if no rank waits or is idle.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 rounds=3 ranks=4 share=0.3 strategies=ring,heads:2 ahead=1,3 what=fwd,fwd+bwd rows=16384
@@ -26,7 +27,7 @@ done
 MPICC=mpicc.openmpi CARGO_TARGET_DIR=target/openmpi cargo build -q --release -p annulus-cli \
   --features mpi
 export ANNULUS=$PWD/target/openmpi/release/annulus
-export GROUP=annulus-$$
+name_of_groups=annulus-$$
 
 # a control group of each rank: 10 ms are short beside a ring step
 groups=()
@@ -37,12 +38,12 @@ remove() {
 trap remove EXIT
 for ((rank = 0; rank < ranks; rank++)); do
   if [ -d /sys/fs/cgroup/cpu ]; then
-    group=/sys/fs/cgroup/cpu/$GROUP-$rank
+    group=/sys/fs/cgroup/cpu/$name_of_groups-$rank
     mkdir "$group"
     echo 10000 >"$group/cpu.cfs_period_us"
     awk "BEGIN { printf \"%d\n\", 10000 * $share }" >"$group/cpu.cfs_quota_us"
   else
-    group=/sys/fs/cgroup/$GROUP-$rank
+    group=/sys/fs/cgroup/$name_of_groups-$rank
     mkdir "$group"
     awk "BEGIN { printf \"%d 10000\n\", 10000 * $share }" >"$group/cpu.max"
   fi

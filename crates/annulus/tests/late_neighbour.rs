@@ -4,8 +4,8 @@
 //! late rank    … step 2 │ step 3, in whose first tile it stays, without a poll
 //! early rank   … step 2, in whose first tile it waits for that │ step 3, step 4, …
 //! ```
-//! In a forward pass the late rank receives nothing while it stays, so each further block stays in a
-//! buffer of the early rank, which ends its last step when all of its buffers hold blocks that it
+//! In a forward pass the late rank receives nothing while it stays, so each further block stays in
+//! a buffer of the early rank, which ends its last step when all of its buffers hold blocks that it
 //! must send. In a backward pass on the direct route it computes gradients of the early rank's keys
 //! while it stays. The early rank waits for them at the end of the step in which it needs their
 //! buffer.
@@ -30,7 +30,7 @@ const RANKS: usize = 8;
 const ROWS: u64 = 4;
 const EARLY: usize = 3;
 
-/// Where one rank is late.
+/// The rank that is late, the step in which it stays, and the pass.
 #[derive(Debug, Clone, Copy)]
 struct Lateness {
     route: Route,

@@ -75,8 +75,8 @@ pub(crate) struct Proof {
     pub(crate) record: &'static str,
 }
 
-/// On an NVIDIA H200 `subgroup` is as fast as `plain`, and `matrix`, whose kernels are of f16, takes
-/// 0.33 to 0.56 of the time. No GPU of another vendor has been measured. On Mesa's lavapipe
+/// On an NVIDIA H200 `subgroup` is as fast as `plain`, and `matrix`, whose kernels are of f16,
+/// takes 0.33 to 0.56 of the time. No GPU of another vendor has been measured. On Mesa's lavapipe
 /// `subgroup` saves a few per cent of forward in one version and nothing in another, and `matrix`
 /// takes a third longer (benches/record/2026-11-21-wgpu-lavapipe.md), so software adapters use
 /// `plain`.

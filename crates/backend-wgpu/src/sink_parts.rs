@@ -19,6 +19,7 @@ pub(crate) struct SinkPart {
     pub(crate) steps: Range<usize>,
     /// FLOPs.
     pub(crate) work: u64,
+    /// True if no part follows.
     pub(crate) is_last: bool,
 }
 

@@ -83,8 +83,8 @@ impl Layout {
         }
     }
 
-    /// Returns the ring steps by which receives are posted ahead unless the caller says otherwise:
-    /// 3 for a balanced layout, else 1. On a balanced layout the ranks have equal work in all steps
+    /// Returns the ring steps by which `Attention` posts receives ahead by default: 3 for a
+    /// balanced layout, else 1. On a balanced layout the ranks have equal work in all steps
     /// together, not in each, so that a rank is often late by a step or two.
     pub const fn receive_ahead(&self) -> NonZeroUsize {
         match self {

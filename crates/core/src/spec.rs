@@ -30,13 +30,13 @@ pub enum BiasOrder {
 
 /// Rounding that backends are permitted to add to matrix products.
 ///
-/// For f32 inputs, the levels are those of matrix units; all present backends compute these
-/// products in f32 at every level.
+/// For f32 inputs the precisions are those of matrix units; all present backends compute these
+/// products in f32 at every precision.
 ///
-/// No level keeps matrix units of GPUs from 16-bit inputs, whose products with them require P and
-/// dS in 16 bits: CUDA above level `plain` rounds both to the inputs' type, and wgpu at level `matrix`
-/// rounds both to f16 for f16 inputs. A lower level of the backend does not round. On the CPU
-/// [`Precision::Default`] permits rounding P and dS of bf16 inputs to bf16, on processors that
+/// No precision keeps 16-bit inputs from the matrix units of GPUs, whose products require P and dS
+/// in 16 bits: CUDA above its level `plain` rounds both to the inputs' type, and wgpu at its level
+/// `matrix` rounds both to f16 for f16 inputs. Lower levels of these backends do not round. On the
+/// CPU [`Precision::Default`] permits rounding P and dS of bf16 inputs to bf16, on processors that
 /// multiply bf16 at least twice as fast as f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]

@@ -40,8 +40,8 @@ pub(super) const HALF_STEP: usize = 10;
 pub(super) const PRODUCT_STEP: usize = 10;
 
 /// The same on devices with several subgroup sizes, as AMD's have, which store rows of 16 elements:
-/// two rows share banks at either distance. By RADV a SIMD of navi31 has 8 subgroups of most kernels
-/// up to dim 128 with this one and 6 with the other, which takes more workgroup memory.
+/// two rows share banks at either distance. By RADV a SIMD of navi31 has 8 subgroups of most
+/// kernels up to dim 128 with this one and 6 with the other, which takes more workgroup memory.
 const NARROW_PRODUCT_STEP: usize = ROW_STEP;
 
 /// Row of a tile, of the first eight, that an invocation loads for the first products. Sixteen

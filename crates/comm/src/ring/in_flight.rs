@@ -211,19 +211,15 @@ impl<'a, S: Space> InFlight<'a, S> {
         Ok(value)
     }
 
-    /// Waits for all receives of [`InFlight::post`]; calls `after_poll` after each poll. Returns
-    /// them in the order in which they were posted.
-    pub(super) fn wait_receives(
-        &mut self,
-        mut after_poll: impl FnMut(&mut Self) -> Result<()>,
-    ) -> Result<Vec<(MessageHeader, Arrived<S>)>> {
+    /// Waits for all receives of [`InFlight::post`]. Returns them in the order in which they were
+    /// posted.
+    fn wait_receives(&mut self) -> Result<Vec<(MessageHeader, Arrived<S>)>> {
         if self.expected.is_empty() {
             return self.check().map(|()| Vec::new());
         }
         let expected = std::mem::take(&mut self.expected);
         let mut arrived: Vec<Option<Arrived<S>>> = expected.iter().map(|_| None).collect();
         self.wait_until(|in_flight| {
-            after_poll(in_flight)?;
             for (header, slot) in
                 expected.iter().zip(&mut arrived).filter(|(_, slot)| slot.is_none())
             {
@@ -248,7 +244,7 @@ impl<'a, S: Space> InFlight<'a, S> {
     /// Waits for all receives of [`InFlight::post`], and for all sends. Returns the receives in the
     /// order in which they were posted.
     pub(crate) fn wait_all(&mut self) -> Result<Vec<(MessageHeader, Arrived<S>)>> {
-        let arrived = self.wait_receives(|_| Ok(()))?;
+        let arrived = self.wait_receives()?;
         self.wait_sends()?;
         Ok(arrived)
     }

@@ -120,7 +120,7 @@ pub struct RingOptions {
     /// and by which the block may be forwarded ahead. In a one-pass backward final gradients may
     /// come late by as many steps, at most [`GRADIENT_STEPS`](annulus_core::GRADIENT_STEPS). Each
     /// step but the first takes one more buffer for a block and, of these, two for its gradients.
-    /// Default: 1.
+    /// Default: 1, whatever the layout; [`Layout::receive_ahead`] is what `Attention` asks for.
     pub receive_ahead: Option<NonZeroUsize>,
     /// Deadline that the environment sets, 0 for none; equal on all ranks.
     pub deadline_variable: Option<Duration>,

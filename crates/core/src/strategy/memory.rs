@@ -9,9 +9,9 @@ const RING_BLOCKS: u128 = 3;
 /// Buffers of gradients in a one-pass backward, besides a partial sum and final gradients for each
 /// step that receives are posted ahead: two partial sums, the tail of the own block and the sum.
 const RING_GRADIENTS: u128 = 4;
-/// Most steps by which gradients may come late. In the simulation of
-/// `benches/record/2026-11-24-ring-jitter.md` a fourth buffer gains little, and each has the rows of
-/// a block.
+/// Most ring steps by which final gradients of a one-pass backward may come late. In the
+/// simulation of `benches/record/2026-11-24-ring-jitter.md` a fourth buffer gains little, and each
+/// has the rows of a block.
 pub const GRADIENT_STEPS: usize = 3;
 /// Message buffers of an exchange: two to send and two to receive.
 const EXCHANGE_BUFFERS: u128 = 4;

@@ -185,8 +185,9 @@ impl StrategyTraffic {
             .collect()
     }
 
-    /// Returns the traffic of one strategy, which keeps its name if it is a ring on a route of its
-    /// own. [`Strategy::OncePerNode`] without a number takes the ranks of a node from the placement.
+    /// Returns the traffic of one strategy, in bytes and rows of each rank. It keeps its name if it
+    /// is a ring on a route of its own. [`Strategy::OncePerNode`] without a number takes the ranks
+    /// of a node from the placement.
     ///
     /// # Errors
     /// As [`StrategyTraffic::of`]; [`Error::InvalidArgument`] naming `strategy` if it does not fit
