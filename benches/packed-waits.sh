@@ -19,7 +19,7 @@ for setting in "$@"; do
       declare "$setting"
       ;;
     *)
-      sed -n 's/^# \{0,3\}usage: //p' "$0" >&2
+      sed -n '/^#   usage/,/^#$/s/^# *//p' "$0" >&2
       exit 2
       ;;
   esac
