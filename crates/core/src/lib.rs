@@ -25,6 +25,7 @@ compile_error!("annulus indexes with 64-bit offsets and needs a 64-bit target");
 mod backend;
 mod batch;
 mod bias;
+mod block_buffers;
 mod block_sparse_mask;
 mod dense_mask;
 mod device_space;
@@ -71,6 +72,7 @@ pub use backend::{
 };
 pub use batch::Batch;
 pub use bias::{Alibi, BiasFunction, PositionBias};
+pub use block_buffers::block_buffers;
 pub use block_sparse_mask::{BitmaskPolicy, BlockSparseMask, CsrTiles, TileRun, Tiling};
 pub use dense_mask::{DenseMask, MaskElement};
 pub use device_space::{DeviceSpace, StagedSpace};
