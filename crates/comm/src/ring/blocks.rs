@@ -13,14 +13,19 @@
 //! buffer, and a neighbour may be late by one more step before this rank waits for it: the block of
 //! the next step has arrived already, and is forwarded between two tiles.
 //!
-//! The blocks of later steps on a direct route are all sends of the local block, to different
-//! ranks. Sent at once they would share the link, and that of the next step would arrive last of
-//! all instead of first. So a send of a later step is posted once those before it have been sent,
-//! or while they have at most [`SEND_WINDOW`] bytes.
+//! On a route that sends from the local block in later steps (direct), `ahead` only bounds memory:
+//! any group may be posted, as long as there are buffers ([`block_buffers`]) and
+//!
+//! ```text
+//! sends      those before it have been sent, or at most SEND_WINDOW bytes are in flight
+//! ```
+//! because sends to different ranks at once would share the link, and that of the next step would
+//! arrive last of all instead of first.
 //!
 //! A transport that runs groups in order ([`Transport::runs_groups_in_order`]) gets each group
-//! whole, once both conditions hold.
+//! whole, once both conditions hold, and on every route in step t only groups before t + ahead.
 //!
+//! [`block_buffers`]: annulus_core::block_buffers
 //! [`Transport::runs_groups_in_order`]: annulus_core::Transport::runs_groups_in_order
 
 use std::{collections::VecDeque, sync::Arc};
@@ -31,7 +36,7 @@ use crate::span::span;
 
 use super::{
     block_rows::BlockRows,
-    buffers::find_buffer,
+    block_stock::BlockStock,
     in_flight::InFlight,
     plan::Agreed,
     program::{RankStep, Transfers},
@@ -52,7 +57,7 @@ pub(super) struct Pace {
     /// True if a group is posted whole, and after those before it.
     pub(super) whole_groups: bool,
     /// True if the route sends from the local block in later steps than step 0.
-    keeps_local: bool,
+    pub(super) keeps_local: bool,
 }
 
 impl Pace {
@@ -68,6 +73,27 @@ impl Pace {
     pub(super) const fn with_gradients(self) -> Self {
         Self { ahead: if self.whole_groups { 1 } else { self.ahead }, ..self }
     }
+
+    /// Returns true if no step, but buffers alone, bound how far ahead groups are posted.
+    pub(super) const fn is_unbounded(self) -> bool {
+        self.keeps_local && !self.whole_groups
+    }
+}
+
+/// A block, or part of one, whose receive is posted.
+struct Expected {
+    step: usize,
+    /// Place of its buffer in the stock.
+    place: usize,
+    header: MessageHeader,
+}
+
+/// A block, or part of one, that has arrived.
+struct Held<S: Space> {
+    step: usize,
+    /// Place of its buffer in the stock.
+    place: usize,
+    ready: Ready<S>,
 }
 
 /// The blocks of one circulation.
@@ -76,20 +102,22 @@ pub(super) struct Blocks<'a, S: Space> {
     /// Selects the transfers of a step: with the last block whole or in parts.
     transfers: fn(&RankStep) -> &Transfers,
     pace: Pace,
-    stock: &'a mut Vec<S::Buffer>,
+    stock: &'a mut BlockStock<S>,
     /// The local block: during step 0, and until the end on a route that sends from it in later
     /// steps.
     local: Option<Ready<S>>,
     step: usize,
-    /// Receives that are posted and have not arrived, with their steps, in the order of the steps.
-    expected: VecDeque<(usize, MessageHeader)>,
+    /// Receives that are posted and have not arrived, in the order of their steps.
+    expected: VecDeque<Expected>,
     /// Blocks that have arrived, or parts of them, from that of the current step on, but for the
     /// local one.
-    held: VecDeque<(usize, Ready<S>)>,
-    /// Buffers of earlier blocks, of which some may still be sent.
-    used: Vec<S::Buffer>,
+    held: VecDeque<Held<S>>,
+    /// Places and buffers of earlier blocks, of which some may still be sent.
+    used: Vec<(usize, S::Buffer)>,
     /// Groups whose receives have been posted.
     received: usize,
+    /// Blocks of those groups.
+    received_blocks: usize,
     /// Groups whose sends have been posted.
     sent: usize,
     /// See [`Blocks::bytes_in_flight`].
@@ -104,7 +132,7 @@ impl<'a, S: Space> Blocks<'a, S> {
         steps: &'a [RankStep],
         transfers: fn(&RankStep) -> &Transfers,
         pace: Pace,
-        stock: &'a mut Vec<S::Buffer>,
+        stock: &'a mut BlockStock<S>,
     ) -> Self {
         Self {
             steps,
@@ -117,6 +145,7 @@ impl<'a, S: Space> Blocks<'a, S> {
             held: VecDeque::new(),
             used: Vec::new(),
             received: 0,
+            received_blocks: 0,
             sent: 0,
             unsent: 0,
         }
@@ -143,7 +172,7 @@ impl<'a, S: Space> Blocks<'a, S> {
             // before `advance`, which then finds the buffers of all sends free
             let sends = in_flight.sends();
             self.advance(in_flight)?;
-            let is_here = self.held.front().is_some_and(|&(step, _)| step == self.step);
+            let is_here = self.held.front().is_some_and(|held| held.step == self.step);
             if !is_here && self.expected.is_empty() && !sends {
                 return Err(Error::internal("all buffers of the plan are in flight"));
             }
@@ -169,48 +198,50 @@ impl<'a, S: Space> Blocks<'a, S> {
         if self.step == 0 {
             return self.local.clone();
         }
-        self.held.front().filter(|&&(step, _)| step == self.step).map(|(_, ready)| ready.clone())
+        self.held.front().filter(|held| held.step == self.step).map(|held| held.ready.clone())
     }
 
     /// Ends the use of the current block or part, of which all sends have been posted.
     pub(super) fn release(&mut self) {
         let used = if self.step == 0 {
-            let local = &mut self.local;
-            if self.pace.keeps_local { None } else { local.take() }
-        } else if self.held.front().is_some_and(|&(step, _)| step == self.step) {
-            self.held.pop_front().map(|(_, used)| used)
+            let local = if self.pace.keeps_local { None } else { self.local.take() };
+            local.map(|(buffer, _)| (self.stock.local(), buffer))
+        } else if self.held.front().is_some_and(|held| held.step == self.step) {
+            self.held.pop_front().map(|held| (held.place, held.ready.0))
         } else {
             None
         };
         match used {
-            Some((buffer, _)) if S::is_shared(&buffer) => self.used.push(buffer),
-            used => self.stock.extend(used.map(|(buffer, _)| buffer)),
+            Some((place, buffer)) if S::is_shared(&buffer) => self.used.push((place, buffer)),
+            Some((place, buffer)) => self.stock.put(place, buffer),
+            None => {}
         }
     }
 
     /// Takes blocks that have arrived, and posts what can be posted.
     pub(super) fn advance(&mut self, in_flight: &mut InFlight<'_, S>) -> Result<()> {
-        while let Some((_, header)) = self.expected.front() {
+        while let Some(Expected { header, .. }) = self.expected.front() {
             let Some(Arrived { buffer, ready }) = in_flight.take(header)? else { break };
-            if let Some((step, _)) = self.expected.pop_front() {
-                self.held.push_back((step, (buffer, ready)));
+            if let Some(Expected { step, place, .. }) = self.expected.pop_front() {
+                self.held.push_back(Held { step, place, ready: (buffer, ready) });
             }
         }
-        self.stock.extend(self.used.extract_if(.., |buffer| !S::is_shared(buffer)));
-        let end = (self.step + self.pace.ahead).min(self.steps.len());
+        for (place, buffer) in self.used.extract_if(.., |(_, buffer)| !S::is_shared(buffer)) {
+            self.stock.put(place, buffer);
+        }
+        let end = match self.pace {
+            pace if pace.is_unbounded() => self.steps.len(),
+            pace => (self.step + pace.ahead).min(self.steps.len()),
+        };
         loop {
             let may_send = self.sent < end && self.may_send(self.sent, in_flight);
             let in_order = !self.pace.whole_groups || (may_send && self.sent == self.received);
-            let buffers = if self.received < end && in_order {
-                self.take_buffers(self.received)
-            } else {
-                None
-            };
-            let may_send = may_send && (!self.pace.whole_groups || buffers.is_some());
-            if buffers.is_none() && !may_send {
+            let may_receive = self.received < end && in_order && self.has_buffers(self.received);
+            let may_send = may_send && (!self.pace.whole_groups || may_receive);
+            if !may_receive && !may_send {
                 return Ok(());
             }
-            self.post(buffers, may_send, in_flight)?;
+            self.post(may_receive, may_send, in_flight)?;
         }
     }
 
@@ -237,41 +268,31 @@ impl<'a, S: Space> Blocks<'a, S> {
 
     /// Returns true if the block of `step` has arrived, or there is none.
     fn has_arrived(&self, step: usize) -> bool {
-        step <= self.received && self.expected.front().is_none_or(|&(first, _)| first > step)
+        step <= self.received && self.expected.front().is_none_or(|first| first.step > step)
     }
 
-    /// Takes the buffers of the receives of a group; `None` if one of them is in use.
-    fn take_buffers(&mut self, group: usize) -> Option<Vec<S::Buffer>> {
+    /// Returns true if the buffers of the receives of a group are free.
+    fn has_buffers(&self, group: usize) -> bool {
         let receives = &(self.transfers)(&self.steps[group]).receives;
-        let mut buffers = Vec::with_capacity(receives.len());
-        for header in receives {
-            match find_buffer::<S>(self.stock, header.bytes()) {
-                Some(index) => buffers.push(self.stock.swap_remove(index)),
-                None => {
-                    self.stock.append(&mut buffers);
-                    return None;
-                }
-            }
-        }
-        Some(buffers)
+        let place = |part| self.stock.place(self.received_blocks, part);
+        (0..receives.len()).all(|part| self.stock.is_free(place(part)))
     }
 
-    /// Posts the receives of the next group into `buffers`, and the sends of the next group.
-    fn post(
-        &mut self,
-        buffers: Option<Vec<S::Buffer>>,
-        sends: bool,
-        in_flight: &mut InFlight<'_, S>,
-    ) -> Result<()> {
-        let mut receives = Vec::new();
-        if let Some(buffers) = buffers {
+    /// Posts the receives of the next group, and the sends of the next group.
+    fn post(&mut self, receives: bool, sends: bool, in_flight: &mut InFlight<'_, S>) -> Result<()> {
+        let mut incoming = Vec::new();
+        if receives {
             let headers = &(self.transfers)(&self.steps[self.received]).receives;
             self.received += 1;
-            for (header, buffer) in headers.iter().zip(buffers) {
+            for (part, header) in headers.iter().enumerate() {
                 let header = in_flight.tagged(header);
-                self.expected.push_back((self.received, header.clone()));
-                receives.push(Incoming { header, buffer });
+                let place = self.stock.place(self.received_blocks, part);
+                let buffer = self.stock.take(place)?;
+                let step = self.received;
+                self.expected.push_back(Expected { step, place, header: header.clone() });
+                incoming.push(Incoming { header, buffer });
             }
+            self.received_blocks += usize::from(!headers.is_empty());
         }
         let mut headers: &[MessageHeader] = &[];
         let mut source = None;
@@ -283,18 +304,20 @@ impl<'a, S: Space> Blocks<'a, S> {
             source = if self.sent == 0 || self.steps[self.sent].sends_local {
                 self.local.as_ref()
             } else {
-                self.held.iter().find(|&&(step, _)| step == self.sent).map(|(_, ready)| ready)
+                self.held.iter().find(|held| held.step == self.sent).map(|held| &held.ready)
             };
             self.sent += 1;
         }
-        in_flight.start(headers, source, receives)
+        in_flight.start(headers, source, incoming)
     }
 
     /// Ends the pass: waits for all sends, and returns every buffer to the stock.
     pub(super) fn finish(mut self, in_flight: &mut InFlight<'_, S>) -> Result<()> {
         in_flight.wait_sends()?;
         self.put_back();
-        self.stock.extend(self.local.take().map(|(buffer, _)| buffer));
+        if let Some((buffer, _)) = self.local.take() {
+            self.stock.put(self.stock.local(), buffer);
+        }
         Ok(())
     }
 
@@ -304,16 +327,21 @@ impl<'a, S: Space> Blocks<'a, S> {
         mut self,
         in_flight: &mut InFlight<'_, S>,
     ) -> Result<Option<Ready<S>>> {
-        if self.used.iter().any(S::is_shared) {
-            in_flight.wait_until(|_| Ok((!self.used.iter().any(S::is_shared)).then_some(())))?;
+        let is_sent = |used: &[(usize, S::Buffer)]| !used.iter().any(|(_, of)| S::is_shared(of));
+        if !is_sent(&self.used) {
+            in_flight.wait_until(|_| Ok(is_sent(&self.used).then_some(())))?;
         }
         self.put_back();
         Ok(self.local)
     }
 
     fn put_back(&mut self) {
-        self.stock.append(&mut self.used);
-        self.stock.extend(self.held.drain(..).map(|(_, (buffer, _))| buffer));
+        for (place, buffer) in self.used.drain(..) {
+            self.stock.put(place, buffer);
+        }
+        for held in self.held.drain(..) {
+            self.stock.put(held.place, held.ready.0);
+        }
     }
 }
 

@@ -1,29 +1,26 @@
 //! The plan's memory for blocks and gradients in flight.
 
-use annulus_core::{Backend, BackwardMode, Error, GRADIENT_STEPS, LeafSums, Result, Space};
+use annulus_core::{Backend, BackwardMode, GRADIENT_STEPS, LeafSums, Result, Space};
 
 use super::{
-    block_parts::MAX_PARTS,
     block_rows::BlockRows,
+    block_stock::{BlockSizes, BlockStock},
     blocks::Pace,
     plan::{Agreed, RingPlan},
-    program::RankStep,
 };
 
 /// Buffers of a plan, allocated with it and used by every pass in turn.
 pub(super) struct Buffers<S: Space> {
-    /// KV blocks: the local one and those that the route keeps at once.
-    pub(super) blocks: Vec<S::Buffer>,
+    /// KV blocks.
+    pub(super) blocks: BlockStock<S>,
     /// Query blocks (two-pass backward).
-    pub(super) queries: Vec<S::Buffer>,
+    pub(super) queries: BlockStock<S>,
     /// Partial sums of dK and dV, computed here or in flight.
     pub(super) gradients: Vec<S::Buffer>,
     /// Final gradients that arrive.
     pub(super) final_gradients: Vec<S::Buffer>,
     /// dK and dV of the local keys.
     pub(super) local_dkv: Option<S::Buffer>,
-    /// Bytes of the local KV block. The number of local rows never changes.
-    pub(super) local_kv_bytes: u64,
     /// Rows of the current block.
     pub(super) rows: BlockRows,
     /// Terms of sums over leaves of the last backward pass, in the reproducible order.
@@ -32,8 +29,8 @@ pub(super) struct Buffers<S: Space> {
 
 /// Bytes of each buffer.
 struct Sizes {
-    blocks: Vec<u64>,
-    queries: Vec<u64>,
+    blocks: BlockSizes,
+    queries: Option<BlockSizes>,
     gradients: Vec<u64>,
     final_gradients: Vec<u64>,
     local_dkv: Option<u64>,
@@ -41,54 +38,29 @@ struct Sizes {
 
 impl Sizes {
     fn of(agreed: &Agreed, plan: &RingPlan) -> Self {
-        let Agreed { spec, route, backward, receive_ahead, .. } = agreed;
+        let Agreed { spec, backward, .. } = agreed;
         let communicates = plan.shards.kv.len() > 1;
         let two_pass = *backward && spec.backward == BackwardMode::TwoPass;
-        // a relay reuses the local block's buffer once it is sent; a route that sends from it in
-        // later steps needs a further buffer
-        let stock = |local: usize, received: u64, later: [u64; MAX_PARTS - 1], bytes: u64| {
-            let local = local as u64;
-            let whole = match (communicates, route.keeps_local(plan.shards.kv.len())) {
-                (false, _) => return vec![local * bytes],
-                (true, true) => [local, received],
-                (true, false) => [received.max(local), 0],
-            };
-            let ahead = vec![received; *receive_ahead];
-            whole.into_iter().chain(ahead).chain(later).map(|rows| rows * bytes).collect()
-        };
+        let pace = Pace::new(agreed);
         let sends_gradients = *backward && communicates && !two_pass;
         let local_dkv = plan.gradient_bytes(plan.keys.len() as u64);
-        let ahead = Pace::new(agreed).with_gradients().ahead.min(GRADIENT_STEPS);
+        let ahead = pace.with_gradients().ahead.min(GRADIENT_STEPS);
         Self {
-            blocks: stock(
-                plan.keys.len(),
-                plan.most_received,
-                later_parts(&plan.program.steps),
+            blocks: BlockSizes::new(
+                plan.local_kv_bytes(),
+                &plan.program.steps,
                 spec.kv_row_layout().bytes(),
+                pace,
             ),
-            queries: if two_pass && communicates {
-                stock(
-                    plan.queries.len(),
-                    plan.most_queries_received,
-                    later_parts(&plan.query_steps),
-                    plan.query_row.bytes(),
-                )
-            } else {
-                Vec::new()
-            },
+            queries: (two_pass && communicates).then(|| {
+                let row = plan.query_row.bytes();
+                BlockSizes::new(plan.local_query_bytes(), &plan.query_steps, row, pace)
+            }),
             gradients: if sends_gradients { partial_sums(plan, ahead) } else { Vec::new() },
             final_gradients: if sends_gradients { vec![local_dkv; ahead] } else { Vec::new() },
             local_dkv: backward.then_some(local_dkv),
         }
     }
-}
-
-/// Returns the rows of the parts of the last block but the first, which uses a block's buffer.
-fn later_parts(steps: &[RankStep]) -> [u64; MAX_PARTS - 1] {
-    let mut rows = [0; MAX_PARTS - 1];
-    let parts = steps.iter().flat_map(|step| step.parts.iter().skip(1));
-    rows.iter_mut().zip(parts).for_each(|(rows, part)| *rows = part.count());
-    rows
 }
 
 /// Returns the sizes of the buffers for partial sums: one is computed while the last `ahead` are
@@ -115,12 +87,14 @@ impl<S: Space> Buffers<S> {
             sizes.into_iter().map(|bytes| backend.allocate(bytes)).collect::<Result<Vec<_>>>()
         };
         Ok(Self {
-            blocks: many(sizes.blocks)?,
-            queries: many(sizes.queries)?,
+            blocks: sizes.blocks.allocate(backend)?,
+            queries: match sizes.queries {
+                Some(sizes) => sizes.allocate(backend)?,
+                None => BlockStock::empty(),
+            },
             gradients: many(sizes.gradients)?,
             final_gradients: many(sizes.final_gradients)?,
             local_dkv: sizes.local_dkv.map(|bytes| backend.allocate(bytes)).transpose()?,
-            local_kv_bytes: plan.local_kv_bytes(),
             rows: BlockRows::default(),
             leaf_sums: LeafSums::default(),
         })
@@ -129,8 +103,8 @@ impl<S: Space> Buffers<S> {
     /// Returns the bytes of all buffers, between passes.
     pub(super) fn bytes(&self) -> u64 {
         let Self { blocks, queries, gradients, final_gradients, local_dkv, .. } = self;
-        let lists = [blocks, queries, gradients, final_gradients];
-        lists.into_iter().flatten().chain(local_dkv).map(S::size).sum()
+        let of_gradients = gradients.iter().chain(final_gradients).chain(local_dkv);
+        blocks.bytes() + queries.bytes() + of_gradients.map(S::size).sum::<u64>()
     }
 
     /// Returns true if the buffers are large enough for this plan of the same ring.
@@ -143,28 +117,20 @@ impl<S: Space> Buffers<S> {
             have.len() == want.len() && have.iter().zip(&want).all(|(have, want)| have >= want)
         };
         // `final_gradients` and `local_dkv` fit: the number of local rows never changes
-        fits(&self.blocks, sizes.blocks)
-            && fits(&self.queries, sizes.queries)
+        self.blocks.fits(&sizes.blocks)
+            && sizes.queries.is_none_or(|sizes| self.queries.fits(&sizes))
             && fits(&self.gradients, sizes.gradients)
     }
 }
 
 /// Returns the index of the smallest buffer of the stock that holds `bytes`.
-pub(super) fn find_buffer<S: Space>(stock: &[S::Buffer], bytes: u64) -> Option<usize> {
+fn find_buffer<S: Space>(stock: &[S::Buffer], bytes: u64) -> Option<usize> {
     stock
         .iter()
         .enumerate()
         .filter(|(_, buffer)| S::size(buffer) >= bytes)
         .min_by_key(|(_, buffer)| S::size(buffer))
         .map(|(index, _)| index)
-}
-
-/// Takes the smallest buffer of the stock that holds `bytes`. [`Sizes::of`] provides one.
-pub(super) fn take_buffer<S: Space>(stock: &mut Vec<S::Buffer>, bytes: u64) -> Result<S::Buffer> {
-    match find_buffer::<S>(stock, bytes) {
-        Some(index) => Ok(stock.swap_remove(index)),
-        None => Err(Error::internal("all buffers of the plan are in flight")),
-    }
 }
 
 /// The gradient buffers of one pass.

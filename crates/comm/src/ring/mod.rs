@@ -22,6 +22,7 @@
 
 pub(crate) mod block_parts;
 mod block_rows;
+mod block_stock;
 mod blocks;
 mod buffers;
 pub(crate) mod check;
@@ -119,7 +120,10 @@ pub struct RingOptions {
     /// Ring steps by which the receive of a block is posted ahead of the step that computes on it,
     /// and by which the block may be forwarded ahead. In a one-pass backward final gradients may
     /// come late by as many steps, at most [`GRADIENT_STEPS`](annulus_core::GRADIENT_STEPS). Each
-    /// step but the first takes one more buffer for a block and, of these, two for its gradients.
+    /// step but the first takes one more buffer for a block and, of these, two for its gradients. On
+    /// routes that keep the local block ([`Route::keeps_local`](annulus_core::Route)), more receives
+    /// are posted ahead if their blocks fit into the same memory
+    /// ([`block_buffers`](annulus_core::block_buffers)).
     /// Default: 1, whatever the layout; [`Layout::receive_ahead`] is what `Attention` asks for.
     pub receive_ahead: Option<NonZeroUsize>,
     /// Deadline that the environment sets, 0 for none; equal on all ranks.

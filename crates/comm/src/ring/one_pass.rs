@@ -15,8 +15,9 @@ use annulus_core::{
 
 use super::{
     block_rows::BlockRows,
+    block_stock::BlockStock,
     blocks::{Blocks, Ready},
-    buffers::{GradientBuffers, take_buffer},
+    buffers::GradientBuffers,
     home_reduce::HomeReduce,
     in_flight::InFlight,
     plan::RingPlan,
@@ -197,17 +198,19 @@ impl<'a, S: Space, P: BackwardPass<S>> OnePass<'a, S, P> {
         &mut self,
         ring_index: usize,
         local_kv: Option<Ready<S>>,
-        stock: &mut Vec<S::Buffer>,
+        stock: &mut BlockStock<S>,
     ) -> Result<Option<Arrived<S>>> {
         let plan = self.plan;
         if plan.tail_rows() == 0 {
-            stock.extend(local_kv.map(|(kv, _)| kv));
+            if let Some((kv, _)) = local_kv {
+                stock.put(stock.local(), kv);
+            }
             return Ok(None);
         }
         let (kv, ready) = match local_kv {
             Some(packed) => packed,
             None => {
-                let mut kv = take_buffer::<S>(stock, plan.local_kv_bytes())?;
+                let mut kv = stock.take(stock.local())?;
                 let ready = self.pass.local_kv(&mut kv, Readers::Ring)?;
                 (kv, ready)
             }
@@ -232,7 +235,7 @@ impl<'a, S: Space, P: BackwardPass<S>> OnePass<'a, S, P> {
             pass.attend_kv(&block, Some(&mut sum), &mut || in_flight.tick())
         })?;
         drop(part);
-        stock.push(kv);
+        stock.put(stock.local(), kv);
         Ok(Some(Arrived { buffer: sum, ready }))
     }
 

@@ -40,7 +40,7 @@ use crate::span::span;
 use super::{
     Ring, block_parts,
     blocks::{Blocks, Pace, circulate},
-    buffers::{GradientBuffers, take_buffer},
+    buffers::GradientBuffers,
     in_flight::InFlight,
     one_pass::OnePass,
     plan::RingPlan,
@@ -63,7 +63,7 @@ impl<B: Backend> Ring<B> {
         let mut in_flight = InFlight::new(transport.as_mut(), first_tag, plan.lengths, observer);
         let mut pass = workspace.forward(inputs.reborrow())?;
 
-        let mut kv = take_buffer::<B::Space>(&mut buffers.blocks, buffers.local_kv_bytes)?;
+        let mut kv = buffers.blocks.take(buffers.blocks.local())?;
         let ready = pass.local_kv(&mut kv, readers)?;
         let steps = &plan.program.steps;
         let pace = Pace::new(agreed);
@@ -113,7 +113,7 @@ impl<B: Backend> Ring<B> {
         let observer = watch.observer(Circulation::OnePass, start, agreed, plan, *ring_index);
         let mut pass = workspace.backward(inputs.reborrow(), BackwardMode::OnePass)?;
 
-        let mut kv = take_buffer::<B::Space>(&mut buffers.blocks, buffers.local_kv_bytes)?;
+        let mut kv = buffers.blocks.take(buffers.blocks.local())?;
         let ready = pass.local_kv(&mut kv, readers)?;
         let steps = &plan.program.steps;
         let pace = Pace::new(agreed).with_gradients();
@@ -171,7 +171,7 @@ impl<B: Backend> Ring<B> {
         let mut pass = workspace.backward(inputs.reborrow(), BackwardMode::TwoPass)?;
 
         let mut in_flight = InFlight::new(transport.as_mut(), first_tag, plan.lengths, observer);
-        let mut kv = take_buffer::<B::Space>(&mut buffers.blocks, buffers.local_kv_bytes)?;
+        let mut kv = buffers.blocks.take(buffers.blocks.local())?;
         let ready = pass.local_kv(&mut kv, Readers::Ring)?;
         let steps = &plan.program.steps;
         let pace = Pace::new(agreed);
@@ -190,7 +190,7 @@ impl<B: Backend> Ring<B> {
         let circulation = Circulation::TwoPassQueries;
         let observer = watch.observer(circulation, start, agreed, plan, *ring_index);
         let mut in_flight = InFlight::new(transport.as_mut(), second_tag, plan.lengths, observer);
-        let mut q = take_buffer::<B::Space>(&mut buffers.queries, plan.local_query_bytes())?;
+        let mut q = buffers.queries.take(buffers.queries.local())?;
         let ready = pass.local_queries(&mut q)?;
         let steps = &plan.query_steps;
         let blocks =
