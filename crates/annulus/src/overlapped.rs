@@ -11,7 +11,7 @@ use std::{
     thread::{self, JoinHandle, Scope, ScopedJoinHandle},
 };
 
-use annulus_comm::{Cancellation, ring::caught};
+use annulus_comm::{Cancellation, caught};
 use annulus_core::{Error, Result, Space};
 
 use crate::{LocalRing, Plan};

@@ -6,6 +6,7 @@
 //! | ranks as processes, with the feature `mpi`: `mpi` | `mpi/` |
 //! | CUDA memory from device to device, with the feature `nccl`: `nccl` | `nccl/` |
 //! | agreement on arguments and status: [`agree`], [`close`], [`all_gather`] | `agreement/` |
+//! | entry and end of a collective call, for every engine | `calls/` |
 //! | the engine of one rank of a ring: [`ring`] | `ring/` |
 //! | grids of heads × queries × keys, and rings over groups: [`heads_ring`] | `heads_ring/` |
 //! | wrapper: bounds every wait, [`Deadline`] | `deadline/` |
@@ -20,6 +21,7 @@
 #![cfg_attr(any(feature = "mpi", feature = "cuda"), deny(unsafe_code))]
 
 pub mod agreement;
+mod calls;
 mod cancellation;
 pub mod checksum;
 #[cfg(any(feature = "nccl", all(feature = "mpi", feature = "cuda")))]
@@ -51,6 +53,7 @@ pub mod threads;
 pub mod trace;
 
 pub use agreement::{Descriptor, WIRE_VERSION, agree, all_gather, barrier, close};
+pub use calls::{Report, caught};
 pub use cancellation::Cancellation;
 pub use checksum::Checksum;
 pub use deadline::{Deadline, Silence};

@@ -44,8 +44,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             ties: rows(ties)?,
         };
         self.ring_began.store(nanoseconds(start), Ordering::Relaxed);
-        let report = self.ring.forward(&of_member, &mut results)?;
-        Ok(Duration::from_secs_f64(report.waiting_seconds))
+        self.ring.forward_within(&of_member, &mut results)
     }
 
     /// Runs the backward pass of the ring of this rank's heads and key column.
@@ -94,8 +93,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             }),
         };
         self.ring_began.store(nanoseconds(start), Ordering::Relaxed);
-        let report = self.ring.backward(&of_member, &mut results)?;
-        Ok(Duration::from_secs_f64(report.waiting_seconds))
+        self.ring.backward_within(&of_member, &mut results)
     }
 }
 

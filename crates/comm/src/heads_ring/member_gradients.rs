@@ -56,7 +56,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             let sum = AllReduce {
                 slicing,
                 transport: &mut self.transport,
-                entries: &mut self.entries,
+                entries: &mut self.calls.entries,
                 next_tag: &mut *next_tag,
                 order: &self.layout.order,
                 rank: self.rank,

@@ -42,8 +42,9 @@
 //! | `member_gradients.rs` | dsinks, and dbias without a query axis, of all heads |
 //! | `update.rs`, `group_batch.rs` | a new batch |
 //!
-//! The ring is a [`Ring`] like any other. All agreements are between all ranks; those of the inner
-//! rings come after them and so cannot differ from ring to ring. All-gathers of an inner ring are
+//! The ring is a [`Ring`] like any other, whose passes run within the calls of this engine. All
+//! agreements are between all ranks; those of the inner rings on a plan or a batch come after them
+//! and so cannot differ from ring to ring. All-gathers of an inner ring are
 //! all-gathers of all ranks, which every inner ring makes in the same order.
 
 mod column_merge;
@@ -83,11 +84,11 @@ use self::{
 };
 use crate::{
     agreement,
+    calls::{Calls, Collective, Report, caught},
     ring::{
-        PassKind, Report, Ring, RingOptions, StepEvent, StepHook, abort_entry, caught,
+        PassKind, Ring, RingOptions, StepEvent, StepHook,
         check::{Shapes, forward_only},
         describe::{self, Combined, TransportFields},
-        entry::Entries,
         planning::PlanningTicks,
     },
     span::span,
@@ -117,15 +118,12 @@ pub struct HeadsRing<B: Backend> {
     backward: ExchangeFields,
     /// Proof that all ranks derive the same messages, if transports make use of it.
     lengths: Option<AgreedLengths>,
-    entries: Entries,
-    next_tag: u64,
+    calls: Calls,
     /// The batch in force, with the rows of the group.
     batch: Batch,
     hook: Option<StepHook>,
     /// Nanoseconds from the start of the pass to that of its ring, for events.
     ring_began: Arc<AtomicU64>,
-    /// Error that ended the plan.
-    poisoned: Option<String>,
 }
 
 impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
@@ -226,12 +224,10 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             forward,
             backward,
             lengths: posts_ahead.then_some(lengths),
-            entries: Entries::new(PLAN_ROUNDS),
-            next_tag: 1,
+            calls: Calls::new(PLAN_ROUNDS),
             batch: Batch::default(),
             hook: None,
             ring_began: Arc::default(),
-            poisoned: None,
         })
     }
 
@@ -289,11 +285,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     /// # Ordering
     /// Collective, in place of [`HeadsRing::forward`] or [`HeadsRing::backward`].
     pub fn refuse(&mut self, why: Error) -> Error {
-        if let Err(poisoned) = self.alive() {
-            return poisoned;
-        }
-        let agreed = self.entries.enter(&mut self.transport, &Err(why.clone()));
-        self.remember_entry(agreed).err().unwrap_or(why)
+        self.refuse_call(why)
     }
 
     /// Calls `hook` with every activity of this rank in the passes to come, as [`Ring::on_step`].
@@ -400,52 +392,21 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         checked: Result<()>,
         pass: impl FnOnce(&mut Self, Instant) -> Result<Duration>,
     ) -> Result<Report> {
-        self.alive()?;
+        self.calls.alive()?;
         let name = kind.name();
         span!("pass", name, rank = self.rank);
         let start = Instant::now();
         let described = checked.map(|()| describe::call(name));
-        let agreed = self.entries.enter(&mut self.transport, &described);
-        self.remember_entry(agreed)?;
-        let mut gathering = start.elapsed();
-        let sent_before = self.transport.bytes_sent();
-        let result = caught(|| pass(self, start));
-        if let Err(error) = &result {
-            // the exchange has not returned its buffers, so any error ends the plan
-            self.poisoned = Some(error.to_string());
-            self.transport.control().abort(error);
-        }
-        let closing = Instant::now();
-        let result = result.and_then(|waited| {
-            let round = self.entries.round();
-            agreement::close(&mut self.transport, round, Ok(())).map(|()| waited)
-        });
-        let waited = self.remember(result)?;
-        gathering += closing.elapsed();
-        Ok(Report {
-            seconds: start.elapsed().as_secs_f64(),
-            waiting_seconds: (waited + gathering).as_secs_f64(),
-            bytes_sent: self.transport.bytes_sent() - sent_before,
-            bytes_predicted: self.bytes_predicted(kind),
-        })
+        let agreed = self.calls.entries.enter(&mut self.transport, &described).map(drop);
+        self.entered(agreed)?;
+        self.run(start, self.bytes_predicted(kind), |plan| pass(plan, start))
     }
+}
 
-    fn alive(&self) -> Result<()> {
-        self.poisoned.as_ref().map_or(Ok(()), |first| Err(Error::Poisoned { first: first.clone() }))
-    }
+impl<B: Backend> Collective for HeadsRing<B> {
+    type Space = B::Space;
 
-    /// As `Ring::remember_entry`.
-    fn remember_entry<T>(&mut self, result: Result<T>) -> Result<T> {
-        abort_entry(&mut self.transport, &result);
-        self.remember(result)
-    }
-
-    fn remember<T>(&mut self, result: Result<T>) -> Result<T> {
-        if let Err(error) = &result
-            && error.is_fatal()
-        {
-            self.poisoned = Some(error.to_string());
-        }
-        result
+    fn calls_and_transport(&mut self) -> (&mut Calls, &mut dyn Transport<B::Space>) {
+        (&mut self.calls, &mut self.transport)
     }
 }

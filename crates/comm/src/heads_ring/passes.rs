@@ -277,9 +277,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
 
     /// Starts a pass, whose messages have new tags.
     const fn new_pass(&mut self, kind: PassKind, start: Instant) -> Pass {
-        let first_tag = self.next_tag;
-        self.next_tag += TAGS;
-        Pass { kind, first_tag, start }
+        Pass { kind, first_tag: self.calls.take_tags(TAGS), start }
     }
 }
 

@@ -10,7 +10,7 @@
 
 use std::time::Instant;
 
-use annulus_core::{Backend, Batch, Error, HostTensors, Result, Transport, index, memory};
+use annulus_core::{Backend, Batch, Error, HostTensors, Result, index, memory};
 
 use super::{
     HeadsRing,
@@ -19,8 +19,9 @@ use super::{
 };
 use crate::{
     agreement,
+    calls::{Collective, caught},
     host_messages::HostMessages,
-    ring::{PassKind, caught, check, describe, in_flight::InFlight, step_events::Observer},
+    ring::{PassKind, check, describe, in_flight::InFlight, step_events::Observer},
 };
 
 impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
@@ -32,14 +33,9 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     /// # Errors
     /// As [`Ring::update`](crate::ring::Ring::update).
     pub fn update(&mut self, batch: &Batch) -> Result<()> {
-        self.alive()?;
+        self.calls.alive()?;
         let result = caught(|| self.try_update(batch));
-        if let Err(error) = &result
-            && error.is_fatal()
-        {
-            self.transport.control().abort(error);
-        }
-        self.remember(result)
+        self.or_end(result)
     }
 
     fn try_update(&mut self, own: &Batch) -> Result<()> {
@@ -53,17 +49,17 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             Ok((group, sizes, buffers))
         });
         let described = prepared.as_ref().map_err(Error::clone).map(|_| describe::batch(own));
-        self.entries.enter(&mut self.transport, &described)?;
+        self.calls.entries.enter(&mut self.transport, &described)?;
         let (group, sizes, buffers) = prepared?;
 
         let batch = self.exchange_batch(own, group, sizes, buffers).map_err(agreement::mid_call)?;
         let checked = self.ring.check_batch(&batch);
-        let round = self.entries.round();
+        let round = self.calls.entries.round();
         agreement::close(&mut self.transport, round, checked)?;
 
         // all rings are updated, so the all-gathers of their entries are the same
         let updated = self.ring.update_checked(&batch, Ok(()));
-        let round = self.entries.round();
+        let round = self.calls.entries.round();
         match agreement::close(&mut self.transport, round, updated) {
             Ok(()) => {
                 self.batch = batch;
@@ -93,8 +89,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         bytes: Vec<[u64; 2]>,
         mut buffers: MessageBuffers,
     ) -> Result<Batch> {
-        let tag = self.next_tag;
-        self.next_tag += 1;
+        let tag = self.calls.take_tags(1);
         let start = Instant::now();
         // no events: an update is no pass
         let observer = Observer::of_messages(None, self.rank, PassKind::Forward, start);
@@ -122,7 +117,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     /// `refusal`; a fatal error if a ring cannot be restored.
     fn restore(&mut self, refusal: Error) -> Result<()> {
         let restored = self.ring.update_checked(&self.batch, Ok(())).map_err(agreement::mid_call);
-        let round = self.entries.round();
+        let round = self.calls.entries.round();
         agreement::close(&mut self.transport, round, restored)?;
         Err(refusal)
     }

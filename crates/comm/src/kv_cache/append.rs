@@ -5,7 +5,7 @@ use std::ops::Range;
 use annulus_core::{Backend, Error, HostTensors, HostView, Result, Runs};
 
 use super::{KvCache, segments::KeysValues};
-use crate::ring::check::Shapes;
+use crate::{calls::Collective, ring::check::Shapes};
 
 impl<B: Backend<Space: HostTensors>> KvCache<B> {
     /// Appends rows that every rank has: this rank copies those of its pages.
@@ -94,7 +94,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
 
     /// Allocates memory for the next `count` rows. Returns the local rows.
     fn reserve(&mut self, count: usize) -> Result<Range<u64>> {
-        self.alive()?;
+        self.calls.alive()?;
         let local = self.local_rows(count)?;
         let reserved = self.segments.reserve(&self.backend, local.end);
         self.or_end(reserved)?;
@@ -114,17 +114,6 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         self.or_end(written)?;
         self.len += count as u64;
         Ok(())
-    }
-
-    /// Ends the cache on all ranks if a local operation failed fatally: they would wait for this
-    /// rank in the next call.
-    fn or_end<T>(&mut self, result: Result<T>) -> Result<T> {
-        if let Err(error) = &result
-            && error.is_fatal()
-        {
-            self.transport.control().abort(error);
-        }
-        self.remember(result)
     }
 
     fn check_rows(&self, k: &HostView<'_>, v: &HostView<'_>, rows: usize) -> Result<()> {

@@ -17,8 +17,9 @@ use super::{
     rounds::{MESSAGE_BYTES, ROUND_TAGS, Rounds},
 };
 use crate::{
-    agreement::{self, mid_call},
-    ring::{Report, caught, check::Shapes, describe},
+    agreement::mid_call,
+    calls::{Collective, Report, caught},
+    ring::{check::Shapes, describe},
     span::span,
 };
 
@@ -58,30 +59,17 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
     /// make the same call again. [`Error::Comm`], [`Error::Timeout`], [`Error::PeerLost`],
     /// [`Error::Aborted`], [`Error::Device`]: the cache is dead.
     pub fn attend(&mut self, tensors: Attend<'_>) -> Result<Report> {
-        self.alive()?;
+        self.calls.alive()?;
         let queries = tensors.q.shape()[1];
         span!("attend", queries, rank = self.rank);
         let start = Instant::now();
         let checked = caught(|| self.prepare(&tensors));
         let agreed = self.agree_on_call(&checked, queries);
-        self.lengths = self.remember(agreed)?;
+        self.lengths = self.entered(agreed)?;
         let Prepared { rounds, .. } = checked?;
-        let mut waiting = start.elapsed();
-        let first_tag = self.next_tag;
-        self.next_tag += rounds.count() * ROUND_TAGS;
-        let sent_before = self.transport.bytes_sent();
-        let result = caught(|| self.attend_rounds(tensors, &rounds, first_tag)).map_err(mid_call);
-        if let Err(error) = &result {
-            self.transport.control().abort(error);
-        }
-        let closing = Instant::now();
-        let result = result.and_then(|waited| self.close_call().map(|()| waited));
-        waiting += self.remember(result)? + closing.elapsed();
-        Ok(Report {
-            seconds: start.elapsed().as_secs_f64(),
-            waiting_seconds: waiting.as_secs_f64(),
-            bytes_sent: self.transport.bytes_sent() - sent_before,
-            bytes_predicted: self.bytes_predicted(queries),
+        self.run(start, self.bytes_predicted(queries), |cache| {
+            let first_tag = cache.calls.take_tags(rounds.count() * ROUND_TAGS);
+            cache.attend_rounds(tensors, &rounds, first_tag).map_err(mid_call)
         })
     }
 
@@ -91,11 +79,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
     /// # Ordering
     /// Collective, in place of [`KvCache::attend`].
     pub fn refuse(&mut self, why: Error) -> Error {
-        if let Err(poisoned) = self.alive() {
-            return poisoned;
-        }
-        let agreed = self.entries.enter(self.transport.as_mut(), &Err(why.clone()));
-        self.remember(agreed).err().unwrap_or(why)
+        self.refuse_call(why)
     }
 
     /// Returns the payload bytes that this rank sends in a call with so many queries. They do not
@@ -233,7 +217,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
                 .field("queries", queries as u64)
                 .sum("balance of messages", prepared.balance)
         });
-        let totals = self.entries.enter(self.transport.as_mut(), &described)?;
+        let totals = self.calls.entries.enter(self.transport.as_mut(), &described)?;
         let lengths = totals.first().copied().and_then(AgreedLengths::of_total);
         Ok(lengths.filter(|_| self.posts_ahead))
     }
@@ -253,14 +237,5 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
             lists.iter().for_each(|transfers| transfers.add_to(&mut balance, round));
         }
         balance
-    }
-
-    /// Agrees with all ranks that the call has succeeded.
-    fn close_call(&mut self) -> Result<()> {
-        if self.ranks == 1 {
-            return Ok(());
-        }
-        let round = self.entries.round();
-        agreement::close(self.transport.as_mut(), round, Ok(()))
     }
 }

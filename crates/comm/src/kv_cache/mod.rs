@@ -44,12 +44,12 @@ mod tree_messages;
 use std::{sync::Arc, time::Duration};
 
 use annulus_core::{
-    AgreedLengths, Backend, Error, Host, HostBuffer, HostTensors, Result, Space, Spec, Transport,
+    AgreedLengths, Backend, Host, HostBuffer, HostTensors, Result, Space, Spec, Transport,
 };
 
 pub use self::call::Attend;
 use self::{page_tree::PageTree, pages::Pages, segments::Segments};
-use crate::ring::{caught, entry::Entries};
+use crate::calls::{Calls, Collective, caught};
 
 /// Keys and values of one sequence (per batch row), appended row by row or in chunks, of which each
 /// rank has every ranks-th page.
@@ -77,10 +77,7 @@ pub struct KvCache<B: Backend> {
     posts_ahead: bool,
     /// Proof of the messages of the call under way, if transports make use of it.
     lengths: Option<AgreedLengths>,
-    entries: Entries,
-    next_tag: u64,
-    /// Error that ended the cache.
-    poisoned: Option<String>,
+    calls: Calls,
 }
 
 /// Buffers of the messages of one round.
@@ -147,9 +144,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
             buffers: Buffers { bytes: 0, own: None, receives: Vec::new() },
             posts_ahead,
             lengths: None,
-            entries: Entries::new(1),
-            next_tag: 1,
-            poisoned: None,
+            calls: Calls::new(1),
         })
     }
 
@@ -193,19 +188,12 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         let buffers = self.buffers.own.iter().chain(&self.buffers.receives);
         self.segments.bytes() + buffers.map(Host::size).sum::<u64>()
     }
+}
 
-    /// Returns an error if the cache is dead.
-    fn alive(&self) -> Result<()> {
-        self.poisoned.as_ref().map_or(Ok(()), |first| Err(Error::Poisoned { first: first.clone() }))
-    }
+impl<B: Backend> Collective for KvCache<B> {
+    type Space = Host;
 
-    /// Records a fatal error, which ends the cache.
-    fn remember<T>(&mut self, result: Result<T>) -> Result<T> {
-        if let Err(error) = &result
-            && error.is_fatal()
-        {
-            self.poisoned = Some(error.to_string());
-        }
-        result
+    fn calls_and_transport(&mut self) -> (&mut Calls, &mut dyn Transport<Host>) {
+        (&mut self.calls, self.transport.as_mut())
     }
 }

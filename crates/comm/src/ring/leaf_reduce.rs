@@ -141,7 +141,7 @@ impl<B: Backend> Ring<B> {
             }
             let nodes = own.chunks_exact(width).flat_map(|node| &node[elements.clone()]);
             let bytes: Vec<u8> = nodes.flat_map(|number| number.to_le_bytes()).collect();
-            let round = self.entries.round();
+            let round = self.calls.entries.round();
             let parts = all_gather(self.transport.as_mut(), round, &bytes)?;
             owners.merge_all(parts, &self.agreed.order, part)
         })

@@ -9,7 +9,6 @@
 //! | `plan.rs`, `program.rs`, `planning.rs`, `update.rs` | from rows to the messages of one rank |
 //! | `block_parts.rs`, `tail_overlap.rs` | overlap of the last block, and of the last gradients |
 //! | `home_reduce.rs` | reduction of final gradients into the local dK/dV |
-//! | `entry.rs` | entry of a call, with the wait for late ranks |
 //! | `reduce.rs`, `leaf_reduce.rs` | sums of dsinks and dbias over ranks, or over leaves |
 //! | `slices.rs` | the reduce-scatter of long sums |
 //! | `message_balance.rs` | the proof that the lengths of all messages match |
@@ -28,7 +27,6 @@ mod buffers;
 pub(crate) mod check;
 pub(crate) mod describe;
 mod display;
-pub(crate) mod entry;
 mod home_reduce;
 pub(crate) mod in_flight;
 mod leaf_reduce;
@@ -46,37 +44,25 @@ mod update;
 
 use std::{
     num::NonZeroUsize,
-    panic::{self, AssertUnwindSafe},
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use annulus_core::{
-    Backend, BackwardInputs, Batch, Control, Error, Gradients, Inputs, Layout, Machine, Order,
-    Outputs, RankShard, Result, Route, Runs, Schedule, Spec, Transport, Work,
+    Backend, BackwardInputs, Batch, Error, Gradients, Inputs, Layout, Machine, Order, Outputs,
+    RankShard, Result, Route, Runs, Schedule, Spec, Transport, Work,
 };
 
-use crate::{agreement, span::span};
+pub use crate::calls::Report;
+use crate::{
+    calls::{Calls, Collective, caught},
+    span::span,
+};
 use buffers::Buffers;
-use entry::Entries;
 use plan::{Agreed, RingPlan};
 use planning::Planned;
 use step_events::StepWatch;
 pub use step_events::{Activity, PassKind, StepEvent, StepHook};
-
-/// Times and bytes of one pass on one rank.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-#[non_exhaustive]
-pub struct Report {
-    /// Wall-clock time of the call.
-    pub seconds: f64,
-    /// Exposed communication: time in which this rank waited for others.
-    pub waiting_seconds: f64,
-    /// Payload bytes that this rank sent, counted at the transport.
-    pub bytes_sent: u64,
-    /// Payload bytes that this rank sends by the schedule.
-    pub bytes_predicted: u64,
-}
 
 /// One rank of a ring: a plan that is created once and used for many forward and backward passes.
 ///
@@ -94,10 +80,7 @@ pub struct Ring<B: Backend> {
     shard: RankShard,
     workspace: B::Workspace,
     buffers: Buffers<B::Space>,
-    next_tag: u64,
-    /// Error that ended the plan.
-    poisoned: Option<String>,
-    entries: Entries,
+    calls: Calls,
     watch: StepWatch,
 }
 
@@ -174,9 +157,7 @@ impl<B: Backend> Ring<B> {
             shard,
             workspace,
             buffers,
-            next_tag: 1,
-            poisoned: None,
-            entries: Entries::new(2),
+            calls: Calls::new(2),
             watch: StepWatch::default(),
         })
     }
@@ -198,15 +179,10 @@ impl<B: Backend> Ring<B> {
 
     /// Updates the plan as [`Ring::update`] does, with a batch that was checked.
     pub(crate) fn update_checked(&mut self, batch: &Batch, checked: Result<()>) -> Result<()> {
-        self.alive()?;
+        self.calls.alive()?;
         self.watch.batch_changed();
         let result = caught(|| self.try_update(batch, checked));
-        if let Err(error) = &result
-            && error.is_fatal()
-        {
-            self.transport.control().abort(error);
-        }
-        self.remember(result)
+        self.or_end(result)
     }
 
     /// Computes out and lse of this rank's queries over all keys.
@@ -226,11 +202,32 @@ impl<B: Backend> Ring<B> {
         inputs: &Inputs<'_, B::Space>,
         outputs: &mut Outputs<'_, B::Space>,
     ) -> Result<Report> {
-        let shapes = check::Shapes::of(&self.shard);
-        let checked = shapes.inputs(inputs).and_then(|()| shapes.outputs(outputs));
-        self.call(PassKind::Forward, checked, |ring, first_tag| {
+        let checked = self.check_forward(inputs, outputs);
+        self.call(PassKind::Forward, checked, |ring| {
+            let first_tag = ring.take_tags();
             ring.forward_loop(inputs, outputs, first_tag)
         })
+    }
+
+    /// Computes out and lse within a call of another engine on all ranks. Returns the exposed
+    /// communication.
+    pub(crate) fn forward_within(
+        &mut self,
+        inputs: &Inputs<'_, B::Space>,
+        outputs: &mut Outputs<'_, B::Space>,
+    ) -> Result<Duration> {
+        self.check_forward(inputs, outputs)?;
+        let first_tag = self.take_tags();
+        self.forward_loop(inputs, outputs, first_tag)
+    }
+
+    fn check_forward(
+        &self,
+        inputs: &Inputs<'_, B::Space>,
+        outputs: &Outputs<'_, B::Space>,
+    ) -> Result<()> {
+        let shapes = check::Shapes::of(&self.shard);
+        shapes.inputs(inputs).and_then(|()| shapes.outputs(outputs))
     }
 
     /// Computes the gradients of this rank's rows.
@@ -251,16 +248,41 @@ impl<B: Backend> Ring<B> {
         inputs: &BackwardInputs<'_, B::Space>,
         gradients: &mut Gradients<'_, B::Space>,
     ) -> Result<Report> {
+        let checked = self.check_backward(inputs, gradients);
+        self.call(PassKind::Backward, checked, |ring| ring.compute_gradients(inputs, gradients))
+    }
+
+    /// Computes the gradients within a call of another engine on all ranks. Returns the exposed
+    /// communication.
+    pub(crate) fn backward_within(
+        &mut self,
+        inputs: &BackwardInputs<'_, B::Space>,
+        gradients: &mut Gradients<'_, B::Space>,
+    ) -> Result<Duration> {
+        self.check_backward(inputs, gradients)?;
+        self.compute_gradients(inputs, gradients)
+    }
+
+    fn check_backward(
+        &self,
+        inputs: &BackwardInputs<'_, B::Space>,
+        gradients: &Gradients<'_, B::Space>,
+    ) -> Result<()> {
+        if !self.agreed.backward {
+            return Err(check::forward_only());
+        }
         let shapes = check::Shapes::of(&self.shard);
-        let checked = if self.agreed.backward {
-            shapes.backward_inputs(inputs).and_then(|()| shapes.gradients(gradients))
-        } else {
-            Err(check::forward_only())
-        };
-        self.call(PassKind::Backward, checked, |ring, first_tag| {
-            let waited = ring.backward_loop(inputs, gradients, first_tag)?;
-            Ok(waited + ring.reduce_gradients(gradients)?)
-        })
+        shapes.backward_inputs(inputs).and_then(|()| shapes.gradients(gradients))
+    }
+
+    fn compute_gradients(
+        &mut self,
+        inputs: &BackwardInputs<'_, B::Space>,
+        gradients: &mut Gradients<'_, B::Space>,
+    ) -> Result<Duration> {
+        let first_tag = self.take_tags();
+        let waited = self.backward_loop(inputs, gradients, first_tag)?;
+        Ok(waited + self.reduce_gradients(gradients)?)
     }
 
     /// Calls `hook` with every activity of this rank in the passes to come. A hook that panics ends
@@ -276,17 +298,13 @@ impl<B: Backend> Ring<B> {
     /// # Ordering
     /// Collective, in place of [`Ring::forward`] or [`Ring::backward`].
     pub fn refuse(&mut self, why: Error) -> Error {
-        if let Err(poisoned) = self.alive() {
-            return poisoned;
-        }
-        let agreed = self.entries.enter(self.transport.as_mut(), &Err(why.clone()));
-        self.remember_entry(agreed).err().unwrap_or(why)
+        self.refuse_call(why)
     }
 
     /// Returns the next tag of this ring's messages. The tags of rings of the same size that make
     /// the same calls are equal.
     pub(crate) const fn next_tag_mut(&mut self) -> &mut u64 {
-        &mut self.next_tag
+        &mut self.calls.next_tag
     }
 
     /// Returns this rank.
@@ -377,36 +395,15 @@ impl<B: Backend> Ring<B> {
         &mut self,
         kind: PassKind,
         checked: Result<()>,
-        pass: impl FnOnce(&mut Self, u64) -> Result<Duration>,
+        pass: impl FnOnce(&mut Self) -> Result<Duration>,
     ) -> Result<Report> {
-        self.alive()?;
+        self.calls.alive()?;
         let name = kind.name();
         span!("pass", name, rank = self.rank);
         let start = Instant::now();
         let agreed = self.agree_on_call(name, checked);
-        self.remember_entry(agreed)?;
-        // the wait for an all-gather is exposed communication
-        let mut gathering = start.elapsed();
-        let first_tag = self.next_tag;
-        let sent_before = self.transport.bytes_sent();
-        // a two-pass backward circulates two kinds of blocks
-        self.next_tag += 2 * block_parts::tags(self.ranks);
-        let result = caught(|| pass(self, first_tag));
-        if let Err(error) = &result {
-            // the pass has not returned its buffers to the stock, so any error ends the plan
-            self.poisoned = Some(error.to_string());
-            self.transport.control().abort(error);
-        }
-        let closing = Instant::now();
-        let result = result.and_then(|waited| self.close_call().map(|()| waited));
-        let waited = self.remember(result)?;
-        gathering += closing.elapsed();
-        Ok(Report {
-            seconds: start.elapsed().as_secs_f64(),
-            waiting_seconds: (waited + gathering).as_secs_f64(),
-            bytes_sent: self.transport.bytes_sent() - sent_before,
-            bytes_predicted: self.bytes_predicted(kind),
-        })
+        self.entered(agreed)?;
+        self.run(start, self.bytes_predicted(kind), pass)
     }
 
     /// Agrees with all ranks that they make call `name` with valid arguments. A ring of one rank
@@ -416,62 +413,19 @@ impl<B: Backend> Ring<B> {
             return checked.and_then(|()| self.transport.progress(Duration::ZERO));
         }
         let described = checked.map(|()| describe::call(name));
-        self.entries.enter(self.transport.as_mut(), &described).map(drop)
+        self.calls.entries.enter(self.transport.as_mut(), &described).map(drop)
     }
 
-    /// Agrees with all ranks that the pass has succeeded.
-    fn close_call(&mut self) -> Result<()> {
-        if self.ranks == 1 {
-            return Ok(());
-        }
-        let round = self.entries.round();
-        agreement::close(self.transport.as_mut(), round, Ok(()))
-    }
-
-    /// Returns an error if the plan is dead.
-    fn alive(&self) -> Result<()> {
-        self.poisoned.as_ref().map_or(Ok(()), |first| Err(Error::Poisoned { first: first.clone() }))
-    }
-
-    /// Records a fatal error of an entry.
-    fn remember_entry<T>(&mut self, result: Result<T>) -> Result<T> {
-        abort_entry(self.transport.control(), &result);
-        self.remember(result)
-    }
-
-    /// Records a fatal error, which ends the plan.
-    fn remember<T>(&mut self, result: Result<T>) -> Result<T> {
-        if let Err(error) = &result
-            && error.is_fatal()
-        {
-            self.poisoned = Some(error.to_string());
-        }
-        result
+    /// Takes the tags of a pass. A two-pass backward circulates two kinds of blocks.
+    const fn take_tags(&mut self) -> u64 {
+        self.calls.take_tags(2 * block_parts::tags(self.ranks))
     }
 }
 
-/// Sends the failure of an entry to all ranks if it is this rank's own, as of a pass that the
-/// program cancels: the others may not have made the call yet, and would wait for this rank in it.
-/// A lost rank is missed by each rank that waits for it; an abort would end calls before this one
-/// on ranks that are about to return from them.
-pub(crate) fn abort_entry<T>(control: &mut dyn Control, result: &Result<T>) {
-    if let Err(error @ Error::Device { .. }) = result {
-        control.abort(error);
-    }
-}
+impl<B: Backend> Collective for Ring<B> {
+    type Space = B::Space;
 
-/// Runs `work` and turns a panic in it (a caller's mask or bias function may panic) into an error,
-/// so that the other ranks do not wait for this one.
-///
-/// # Errors
-/// Those of `work`; [`Error::Internal`] with the message of a panic.
-pub fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
-    panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
-        let message = panic
-            .downcast_ref::<&str>()
-            .map(|text| (*text).to_owned())
-            .or_else(|| panic.downcast_ref::<String>().cloned());
-        let message = message.unwrap_or_else(|| "no message".to_owned());
-        Err(Error::internal(format!("panicked: {message}")))
-    })
+    fn calls_and_transport(&mut self) -> (&mut Calls, &mut dyn Transport<B::Space>) {
+        (&mut self.calls, self.transport.as_mut())
+    }
 }

@@ -17,14 +17,13 @@ use annulus_core::{
 
 use super::{
     PassKind, Ring, RingOptions, StepHook,
-    entry::Entries,
     in_flight::InFlight,
     leaf_reduce::LeafOwners,
     plan::{Agreed, RingPlan},
     slices::{Exchange, Slices, Slicing, add},
     step_events::Observer,
 };
-use crate::{agreement::all_gather, host_messages::HostMessages};
+use crate::{agreement::all_gather, calls::Entries, host_messages::HostMessages};
 
 /// Returns true if every rank computes a summand of dbias, like of dsinks.
 pub(crate) fn bias_is_shared(spec: &Spec) -> bool {
@@ -100,12 +99,12 @@ impl<B: Backend> Ring<B> {
     /// # Errors
     /// As [`Ring::forward`].
     pub fn sum_over_ranks(&mut self, part: &mut [f64]) -> Result<()> {
-        self.alive()?;
+        self.calls.alive()?;
         let chunk = Slicing::new(self.ranks).numbers_at_once();
         // the plan does not know the length of this sum
         let mut chunks = part.chunks_mut(chunk);
         let result = chunks.try_for_each(|part| self.all_reduce(part, None).map(drop));
-        self.remember(result)
+        self.calls.remember(result)
     }
 
     /// Sums numbers over all ranks. `lengths` proves that all slices match. Returns the exposed
@@ -114,8 +113,8 @@ impl<B: Backend> Ring<B> {
         let sum = AllReduce {
             slicing: Slicing::new(self.ranks),
             transport: self.transport.as_mut(),
-            entries: &mut self.entries,
-            next_tag: &mut self.next_tag,
+            entries: &mut self.calls.entries,
+            next_tag: &mut self.calls.next_tag,
             order: &self.agreed.order,
             rank: self.rank,
             step: self.plan.program.steps.len(),

@@ -51,7 +51,7 @@ impl<B: Backend> Ring<B> {
     /// Adapts the plan to `batch`; an error that is not fatal leaves the old batch in force.
     pub(super) fn try_update(&mut self, batch: &Batch, checked: Result<()>) -> Result<()> {
         let described = checked.map(|()| describe::batch(batch));
-        self.entries.enter(self.transport.as_mut(), &described)?;
+        self.calls.entries.enter(self.transport.as_mut(), &described)?;
 
         let dims = self.agreed.spec.dims;
         let agreed = &self.agreed;
@@ -61,7 +61,7 @@ impl<B: Backend> Ring<B> {
             Shard::local(&dims, alignment, layout, side, self.ring_index, self.ranks, batch)
         };
         let message = plan::encode_shards([Side::Q, Side::Kv].map(shard));
-        let round = self.entries.round();
+        let round = self.calls.entries.round();
         // from here to the closing status no rank may return: the others would wait for it
         let gathered = all_gather(self.transport.as_mut(), round, &message);
         let gathered = gathered.map_err(agreement::mid_call)?;
@@ -79,9 +79,9 @@ impl<B: Backend> Ring<B> {
         let balance =
             staged.as_ref().map(|staged| staged.plan.message_balance(&self.agreed, self.rank));
         let status = balance.as_ref().map_err(|&error| Error::clone(error));
-        let round = self.entries.round();
+        let round = self.calls.entries.round();
         let transport = self.transport.as_mut();
-        let closed = agreement::close_plan(transport, round, || self.entries.round(), status);
+        let closed = agreement::close_plan(transport, round, || self.calls.entries.round(), status);
         match (closed, staged) {
             (Ok(lengths), Ok(mut staged)) => {
                 staged.plan.agree_on_lengths(&self.agreed, lengths);

@@ -139,11 +139,10 @@ impl ExchangeRounds<'_> {
     }
 }
 
-/// Returns the time of the agreements before or after a pass: in each of ⌈log₂ ranks⌉ rounds every
-/// rank waits for a short message. A ring within a grid has agreements of its own.
-pub(crate) fn agreements(grid: &HeadGrid, machine: &Machine, node_ranks: usize) -> PassTime {
+/// Returns the time of the agreement before or after a pass: in each of ⌈log₂ ranks⌉ rounds every
+/// rank waits for a short message.
+pub(crate) fn agreement(grid: &HeadGrid, machine: &Machine, node_ranks: usize) -> PassTime {
     let ranks = grid.groups() * grid.members();
-    let is_nested = grid.groups() > 1 && grid.members() > 1;
-    let seconds = machine.agreement_seconds(ranks, node_ranks) * if is_nested { 2.0 } else { 1.0 };
+    let seconds = machine.agreement_seconds(ranks, node_ranks);
     PassTime { seconds, exposed: seconds }
 }

@@ -1,7 +1,7 @@
 //! The time of plans of more ranks than are executed one by one.
 //!
 //! ```text
-//! pass = agreements, exchange, ring, exchange, agreements
+//! pass = agreement, exchange, ring, exchange, agreement
 //! ring = the slowest of the rings of three members, each on its ranks alone: step by step up to
 //!        256 groups, in mean steps of more (`mean_steps.rs`)
 //! ```
@@ -12,7 +12,7 @@
 
 use super::{
     LinkBytes, PassTime, Prediction,
-    exchange_rounds::{ExchangeRounds, Exchanged, agreements},
+    exchange_rounds::{ExchangeRounds, Exchanged, agreement},
     mean_steps::MeanRing,
     network::Network,
     prediction::{Executed, execute},
@@ -40,7 +40,7 @@ pub(super) fn predict(
     let GridPlan { traffic, spec, options, machine } = *plan;
     let grid = &traffic.grid;
     let exchange = ExchangeRounds { grid, machine, node_ranks: network.node_ranks() };
-    let agreed = agreements(grid, machine, exchange.node_ranks);
+    let agreed = agreement(grid, machine, exchange.node_ranks);
     let rows = plan.most_rows();
     let mut bytes = LinkBytes::default();
     let mut pass = |ring: PassTime, is_forward: bool| {

@@ -36,7 +36,7 @@ mod timed_step;
 mod token;
 
 pub use choice::Comparison;
-pub(crate) use exchange_rounds::{ExchangeRounds, Exchanged, agreements};
+pub(crate) use exchange_rounds::{ExchangeRounds, Exchanged, agreement};
 pub use prediction::{LinkBytes, PassTime, Prediction};
 pub(crate) use steps::{MOST_STEPPED_RANKS, pair_seconds};
 pub use token::{CacheShards, TokenPrediction, TokenTraffic};

@@ -88,16 +88,12 @@ impl<'a> GridPlan<'a> {
     /// As [`GridPlan::pair_seconds`].
     pub(super) fn of_passes(&self, tick: &mut dyn FnMut()) -> Result<[Vec<TimedStep>; 2]> {
         let passes = self.steps(self.pair_seconds()?, tick)?;
-        let grid = &self.traffic.grid;
         let ranks = self.ranks();
-        // a ring within a grid has agreements of its own
-        let is_nested = grid.groups() > 1 && grid.members() > 1;
-        let agreements = || (0..1 + usize::from(is_nested)).flat_map(|_| agreement(ranks));
         let agreed = |steps: Vec<TimedStep>| {
             if steps.is_empty() {
                 return steps;
             }
-            agreements().chain(steps).chain(agreements()).collect()
+            agreement(ranks).chain(steps).chain(agreement(ranks)).collect()
         };
         Ok(passes.map(agreed))
     }

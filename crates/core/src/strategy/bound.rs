@@ -18,7 +18,7 @@
 use super::{ExchangeFields, HeadGrid, TrafficOptions, exchange::backward_mode};
 use crate::{
     BackwardMode, Dims, Layout, Machine, Result, Side, Spec, Work,
-    machine::{ExchangeRounds, Exchanged, MOST_STEPPED_RANKS, agreements, pair_seconds},
+    machine::{ExchangeRounds, Exchanged, MOST_STEPPED_RANKS, agreement, pair_seconds},
 };
 
 /// Figures of a spec and its ranks that bound all grids.
@@ -157,7 +157,7 @@ impl<'a> Bounds<'a> {
         let node_ranks = machine.node_ranks(ranks, options.placement);
         let rounds = ExchangeRounds { grid, machine, node_ranks };
         let rows = [spec.dims.q_len, spec.dims.kv_len].map(|rows| (rows / ranks.max(1)) as u64);
-        let agreed = 2.0 * agreements(grid, machine, node_ranks).seconds;
+        let agreed = 2.0 * agreement(grid, machine, node_ranks).seconds;
         let merge_bandwidth = machine.merge_bandwidth.filter(|_| grid.columns() > 1);
         let of_pass = |fields: ExchangeFields, is_forward: bool| {
             let [inputs, outputs] =

@@ -86,7 +86,7 @@ fn estimates_of_many_ranks_are_near_the_execution_of_all() {
                 let ratio = got.seconds() / want.seconds();
                 // an estimate waits for the slowest message of every round, and under a window of
                 // the queries only some key columns send
-                let most = if is_window { 1.35 } else { 1.15 };
+                let most = if is_window { 1.37 } else { 1.15 };
                 assert!((0.999..most).contains(&ratio), "{ratio} {name}");
                 near += usize::from(ratio < 1.02);
                 all += 1;
