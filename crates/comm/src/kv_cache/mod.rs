@@ -104,6 +104,11 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
     /// [`Error::InvalidArgument`], [`Error::Unsupported`] here and [`Error::Refused`] on the other
     /// ranks; [`Error::RankMismatch`] on all ranks. Unsupported are a bias tensor, unnormalised
     /// output, and the reproducible order on a backend that lacks it.
+    ///
+    /// [`Error::InvalidArgument`]: annulus_core::Error::InvalidArgument
+    /// [`Error::Unsupported`]: annulus_core::Error::Unsupported
+    /// [`Error::Refused`]: annulus_core::Error::Refused
+    /// [`Error::RankMismatch`]: annulus_core::Error::RankMismatch
     pub fn new(
         backend: B,
         mut transport: Box<dyn Transport<Host>>,
