@@ -9,9 +9,9 @@
 //! place, not any that is large enough: a small block in a large buffer would keep the next large
 //! one from being received ahead.
 
-use annulus_core::{Backend, Error, Result, Space, block_buffers};
+use annulus_core::{Backend, Result, Space, block_buffers};
 
-use super::{block_parts::MAX_PARTS, blocks::Pace, program::RankStep};
+use super::{block_parts::MAX_PARTS, blocks::Pace, places::Places, program::RankStep};
 
 /// Bytes of the blocks of one circulation.
 pub(super) struct BlockSizes {
@@ -24,9 +24,9 @@ pub(super) struct BlockSizes {
     pace: Pace,
 }
 
-/// Buffers for the blocks of one circulation, with the free ones in their places.
+/// Buffers for the blocks of one circulation.
 pub(super) struct BlockStock<S: Space> {
-    places: Vec<Option<S::Buffer>>,
+    places: Places<S>,
     /// Number of places for blocks that arrive.
     blocks: usize,
     keeps_local: bool,
@@ -53,9 +53,9 @@ impl BlockSizes {
     pub(super) fn allocate<B: Backend>(&self, backend: &B) -> Result<BlockStock<B::Space>> {
         let Self { blocks, later_parts, kept, pace } = self;
         let blocks = block_buffers(blocks, pace.ahead, pace.is_unbounded());
-        let sizes = blocks.iter().chain(later_parts).chain(kept);
+        let sizes = blocks.iter().chain(later_parts).chain(kept).copied();
         Ok(BlockStock {
-            places: sizes.map(|&bytes| backend.allocate(bytes).map(Some)).collect::<Result<_>>()?,
+            places: Places::allocate(backend, sizes)?,
             blocks: blocks.len(),
             keeps_local: kept.is_some(),
         })
@@ -65,7 +65,7 @@ impl BlockSizes {
 impl<S: Space> BlockStock<S> {
     /// Returns a stock without places, of a plan that has no such circulation.
     pub(super) const fn empty() -> Self {
-        Self { places: Vec::new(), blocks: 0, keeps_local: false }
+        Self { places: Places::none(), blocks: 0, keeps_local: false }
     }
 
     /// Returns the place of the local block.
@@ -84,42 +84,36 @@ impl<S: Space> BlockStock<S> {
 
     /// Returns true if the buffer of a place is free.
     pub(super) fn is_free(&self, place: usize) -> bool {
-        self.places.get(place).is_some_and(Option::is_some)
+        self.places.is_free(place)
     }
 
     /// Takes the buffer of a place.
+    ///
+    /// # Errors
+    /// As [`Places::take`].
     pub(super) fn take(&mut self, place: usize) -> Result<S::Buffer> {
-        let buffer = self.places.get_mut(place).and_then(Option::take);
-        buffer.ok_or_else(|| Error::internal("the buffer of a block is in use"))
+        self.places.take(place)
     }
 
     /// Returns the buffer of a place.
     pub(super) fn put(&mut self, place: usize, buffer: S::Buffer) {
-        if let Some(empty) = self.places.get_mut(place) {
-            *empty = Some(buffer);
-        }
+        self.places.put(place, buffer);
     }
 
     /// Returns the bytes of all free buffers: of all, between passes.
     pub(super) fn bytes(&self) -> u64 {
-        self.places.iter().flatten().map(S::size).sum()
+        self.places.bytes()
     }
 
     /// Returns true if the buffers, which are all free, can hold these blocks as far ahead as those
     /// that [`BlockSizes::allocate`] returns at least can.
     pub(super) fn fits(&self, sizes: &BlockSizes) -> bool {
         let BlockSizes { blocks, later_parts, kept, pace } = sizes;
-        let holds = |place: usize, bytes: u64| {
-            let buffer = self.places.get(place).and_then(Option::as_ref);
-            buffer.is_some_and(|buffer| S::size(buffer) >= bytes)
-        };
+        let mut later_parts = later_parts.iter().enumerate();
         kept.is_some() == self.keeps_local
             && self.blocks >= blocks.len().min(pace.ahead + 1)
-            && blocks
-                .iter()
-                .enumerate()
-                .all(|(block, &bytes)| self.blocks > 0 && holds(block % self.blocks, bytes))
-            && later_parts.iter().enumerate().all(|(part, &bytes)| holds(self.blocks + part, bytes))
-            && kept.is_none_or(|local| holds(self.local(), local))
+            && self.places.hold(self.blocks, blocks)
+            && later_parts.all(|(part, &bytes)| self.places.holds(self.blocks + part, bytes))
+            && kept.is_none_or(|local| self.places.holds(self.local(), local))
     }
 }

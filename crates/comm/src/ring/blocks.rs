@@ -152,23 +152,29 @@ impl<'a, S: Space> Blocks<'a, S> {
     }
 
     /// Starts step `step`: waits for its block, or for the first part of it, and posts what can be
-    /// posted.
+    /// posted. A wait calls `also`.
     pub(super) fn start_step(
         &mut self,
         step: usize,
         in_flight: &mut InFlight<'_, S>,
+        also: impl FnMut(&mut InFlight<'_, S>) -> Result<()>,
     ) -> Result<()> {
         self.step = step;
         if step > 0 && !(self.transfers)(&self.steps[step - 1]).receives.is_empty() {
-            self.wait(in_flight)
+            self.wait(in_flight, also)
         } else {
             self.advance(in_flight)
         }
     }
 
-    /// Waits for the next part of the block of the current step.
-    pub(super) fn wait(&mut self, in_flight: &mut InFlight<'_, S>) -> Result<()> {
+    /// Waits for the next part of the block of the current step. Calls `also` meanwhile.
+    pub(super) fn wait(
+        &mut self,
+        in_flight: &mut InFlight<'_, S>,
+        mut also: impl FnMut(&mut InFlight<'_, S>) -> Result<()>,
+    ) -> Result<()> {
         in_flight.wait_until(|in_flight| {
+            also(in_flight)?;
             // before `advance`, which then finds the buffers of all sends free
             let sends = in_flight.sends();
             self.advance(in_flight)?;
@@ -321,15 +327,20 @@ impl<'a, S: Space> Blocks<'a, S> {
         Ok(())
     }
 
-    /// Ends the circulation, of which no send is in flight that reads another block than the local
-    /// one: returns the buffers to the stock, except that of the local block if the route kept it.
+    /// Ends the circulation: waits for the sends of all blocks but the local one, and returns their
+    /// buffers to the stock, except that of the local block if the route kept it. A wait calls
+    /// `also`.
     pub(super) fn finish_all_but_local(
         mut self,
         in_flight: &mut InFlight<'_, S>,
+        mut also: impl FnMut(&mut InFlight<'_, S>) -> Result<()>,
     ) -> Result<Option<Ready<S>>> {
         let is_sent = |used: &[(usize, S::Buffer)]| !used.iter().any(|(_, of)| S::is_shared(of));
         if !is_sent(&self.used) {
-            in_flight.wait_until(|_| Ok(is_sent(&self.used).then_some(())))?;
+            in_flight.wait_until(|in_flight| {
+                also(in_flight)?;
+                Ok(is_sent(&self.used).then_some(()))
+            })?;
         }
         self.put_back();
         Ok(self.local)
@@ -367,12 +378,12 @@ pub(super) fn circulate<S: Space>(
     for (number, step) in steps.iter().enumerate() {
         span!("step", step = number, owner = step.owner);
         in_flight.start_step(number);
-        blocks.start_step(number, in_flight)?;
+        blocks.start_step(number, in_flight, |_| Ok(()))?;
         let whole = std::slice::from_ref(&step.rows);
         let parts = if step.parts.is_empty() { whole } else { &step.parts };
         for (part, part_rows) in parts.iter().enumerate() {
             if part > 0 {
-                blocks.wait(in_flight)?;
+                blocks.wait(in_flight, |_| Ok(()))?;
             }
             let Some((buffer, ready)) = blocks.current() else { break };
             let rows = rows.expand(&shards[step.owner], part_rows)?;

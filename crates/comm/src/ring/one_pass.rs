@@ -1,12 +1,7 @@
 //! Parts of a step of the one-pass backward: tiles, reductions, and transfers of gradients.
 //!
-//! Final gradients are reduced into the local dK/dV in the order of their steps, which fixes the
-//! bits. No step waits for them: they arrive while later steps are computed, and a rank waits for
-//! the oldest one only if it needs its buffer. With as many buffers as steps that receives are
-//! posted ahead ([`super::RingOptions::receive_ahead`]), the rank that sends them may be as many
-//! steps behind.
-
-use std::collections::VecDeque;
+//! Every wait also moves blocks on and reduces final gradients (`final_gradients.rs`), because
+//! other ranks may wait for that.
 
 use annulus_core::{
     Arrived, BackwardPass, Block, Channel, Error, Incoming, MessageHeader, Readers, Reduction,
@@ -17,9 +12,9 @@ use super::{
     block_rows::BlockRows,
     block_stock::BlockStock,
     blocks::{Blocks, Ready},
-    buffers::GradientBuffers,
-    home_reduce::HomeReduce,
+    final_gradients::FinalGradients,
     in_flight::InFlight,
+    places::Places,
     plan::RingPlan,
     program::RankStep,
 };
@@ -29,23 +24,93 @@ pub(super) struct OnePass<'a, S: Space, P> {
     pub(super) pass: P,
     pub(super) plan: &'a RingPlan,
     pub(super) in_flight: InFlight<'a, S>,
-    pub(super) sums: GradientBuffers<'a, S>,
+    pub(super) sums: Sums<'a, S>,
+    /// A partial sum that arrives; after the steps, the sum of the tail.
+    pub(super) arriving: &'a mut Places<S>,
+    pub(super) final_gradients: FinalGradients<'a, S>,
     /// dK and dV of the local keys.
     pub(super) local_dkv: &'a mut S::Buffer,
     pub(super) rows: &'a mut BlockRows,
     /// The partial sum that was posted after the step before.
     pub(super) partial_sum: Option<MessageHeader>,
-    /// Final gradients that were posted and not yet reduced, in the order of their steps.
-    pub(super) final_gradients: VecDeque<(MessageHeader, &'a HomeReduce)>,
+}
+
+/// dK and dV of blocks of other ranks, which are computed here and sent.
+pub(super) struct Sums<'a, S: Space> {
+    places: &'a mut Places<S>,
+    /// Sums that were computed.
+    computed: usize,
+    /// Places and buffers that were sent; free once no transport owns them.
+    sent: Vec<(usize, S::Buffer)>,
+}
+
+/// A sum of dK and dV, in its place.
+pub(super) struct Sum<S: Space> {
+    place: usize,
+    dkv: Ready<S>,
+}
+
+impl<'a, S: Space> Sums<'a, S> {
+    pub(super) const fn new(places: &'a mut Places<S>) -> Self {
+        Self { places, computed: 0, sent: Vec::new() }
+    }
+
+    /// Takes the buffer of the next sum, with its place; `None` while an earlier one is sent from
+    /// it.
+    fn next(&mut self) -> Result<Option<(usize, S::Buffer)>> {
+        for (place, buffer) in self.sent.extract_if(.., |(_, buffer)| !S::is_shared(buffer)) {
+            self.places.put(place, buffer);
+        }
+        let place = self.computed % self.places.len().max(1);
+        if !self.places.is_free(place) {
+            return Ok(None);
+        }
+        self.computed += 1;
+        Ok(Some((place, self.places.take(place)?)))
+    }
+
+    /// Ends the pass, of which all sends have completed.
+    fn finish(&mut self) {
+        for (place, buffer) in self.sent.drain(..) {
+            self.places.put(place, buffer);
+        }
+    }
 }
 
 impl<'a, S: Space, P: BackwardPass<S>> OnePass<'a, S, P> {
+    /// Waits for the block of a step, and posts what can be posted.
+    pub(super) fn start_step(&mut self, number: usize, blocks: &mut Blocks<'_, S>) -> Result<()> {
+        let Self { pass, in_flight, final_gradients, local_dkv, .. } = self;
+        in_flight.start_step(number);
+        blocks.start_step(number, in_flight, |in_flight| {
+            final_gradients.advance(pass, local_dkv, in_flight)
+        })
+    }
+
+    /// Waits until `result` returns a value; moves blocks on and reduces final gradients meanwhile.
+    fn wait_until<T>(
+        &mut self,
+        blocks: &mut Blocks<'_, S>,
+        mut result: impl FnMut(
+            &mut InFlight<'_, S>,
+            &mut Sums<'_, S>,
+            &mut Blocks<'_, S>,
+        ) -> Result<Option<T>>,
+    ) -> Result<T> {
+        let Self { pass, in_flight, sums, final_gradients, local_dkv, .. } = self;
+        in_flight.wait_until(|in_flight| {
+            blocks.advance(in_flight)?;
+            final_gradients.advance(pass, local_dkv, in_flight)?;
+            result(in_flight, sums, blocks)
+        })
+    }
+
     /// Computes on the head rows of the local block.
     pub(super) fn attend_head(
         &mut self,
         step: &RankStep,
         blocks: &mut Blocks<'_, S>,
-    ) -> Result<Option<Ready<S>>> {
+    ) -> Result<Option<Sum<S>>> {
         let Some((buffer, ready)) = blocks.current() else { return Ok(None) };
         let head_rows = self.plan.program.head_rows;
         let set;
@@ -73,10 +138,12 @@ impl<'a, S: Space, P: BackwardPass<S>> OnePass<'a, S, P> {
         &mut self,
         step: &RankStep,
         blocks: &mut Blocks<'_, S>,
-    ) -> Result<Option<Ready<S>>> {
+    ) -> Result<Option<Sum<S>>> {
         let Some((buffer, ready)) = blocks.current() else { return Ok(None) };
-        let bytes = self.plan.gradient_bytes(step.rows.count());
-        let mut sum = self.take_sum(blocks, |sums| sums.take(bytes))?;
+        let (place, mut sum) = match self.sums.next()? {
+            Some(free) => free,
+            None => self.wait_until(blocks, |_, sums, _| sums.next())?,
+        };
         let rows = self.rows.expand(&self.plan.shards.kv[step.owner], &step.rows)?;
         let block = Block { buffer: &buffer, ready: &ready, rows };
         let Self { pass, in_flight, .. } = self;
@@ -85,111 +152,66 @@ impl<'a, S: Space, P: BackwardPass<S>> OnePass<'a, S, P> {
                 in_flight.tick_with(|in_flight| blocks.advance(in_flight))
             })
         })?;
-        Ok(Some((sum, ready)))
+        Ok(Some(Sum { place, dkv: (sum, ready) }))
     }
 
-    /// Takes a gradient buffer with `take`, after those in flight have been sent if there is none.
-    fn take_sum(
-        &mut self,
-        blocks: &mut Blocks<'_, S>,
-        take: impl Fn(&mut GradientBuffers<'_, S>) -> Option<S::Buffer>,
-    ) -> Result<S::Buffer> {
-        let Self { in_flight, sums, .. } = self;
-        if let Some(sum) = take(sums) {
-            return Ok(sum);
-        }
-        in_flight.wait_until(|in_flight| {
-            // before `take`, which then finds the buffers of all sends free
-            let sends = in_flight.sends();
-            blocks.advance(in_flight)?;
-            match take(sums) {
-                None if !sends => Err(Error::internal("all gradient buffers are in flight")),
-                sum => Ok(sum),
-            }
-        })
-    }
-
-    /// Waits for the partial sum that was posted after the step before, and adds it to `dkv`;
+    /// Waits for the partial sum that was posted after the step before, and adds it to `sum`;
     /// reduces the final gradients that have arrived.
     pub(super) fn receive(
         &mut self,
         step: &RankStep,
         blocks: &mut Blocks<'_, S>,
-        dkv: Option<&mut Ready<S>>,
+        sum: Option<&mut Sum<S>>,
     ) -> Result<()> {
         self.in_flight.check()?;
         if let Some(message) = self.partial_sum.take() {
-            let Some((sum, ready)) = dkv else { return Err(unexpected(&message)) };
-            let arrived = self.in_flight.wait_until(|in_flight| {
-                blocks.advance(in_flight)?;
-                in_flight.take(&message)
-            })?;
+            let Some(Sum { dkv: (dkv, ready), .. }) = sum else { return Err(unexpected(&message)) };
+            let arrived = self.wait_until(blocks, |in_flight, _, _| in_flight.take(&message))?;
             let Arrived { buffer, ready: came } = arrived;
-            *ready = self.pass.reduce(sum, &buffer, &came, &step.partial_sum, Reduction::Add)?;
-            self.sums.put_back(buffer);
+            *ready = self.pass.reduce(dkv, &buffer, &came, &step.partial_sum, Reduction::Add)?;
+            self.arriving.put(0, buffer);
         }
-        while let Some((message, _)) = self.final_gradients.front() {
-            let Some(arrived) = self.in_flight.take(message)? else { break };
-            self.reduce_final(arrived)?;
-        }
-        Ok(())
+        let Self { pass, in_flight, final_gradients, local_dkv, .. } = self;
+        final_gradients.advance(pass, local_dkv, in_flight)
     }
 
-    /// Reduces the oldest final gradient, which has arrived, into the local dK/dV.
-    fn reduce_final(&mut self, arrived: Arrived<S>) -> Result<()> {
-        if let Some((_, reduce)) = self.final_gradients.pop_front() {
-            reduce.run(&mut self.pass, self.local_dkv, &arrived)?;
-        }
-        self.sums.put_back_final(arrived.buffer);
-        Ok(())
-    }
-
-    /// Takes a buffer for a final gradient, after the oldest one has been reduced if there is none.
-    fn take_final(&mut self, bytes: u64, blocks: &mut Blocks<'_, S>) -> Result<S::Buffer> {
-        if let Some(buffer) = self.sums.take_final(bytes) {
-            return Ok(buffer);
-        }
-        let missing = || Error::internal("a final gradient has no buffer");
-        let (message, _) = self.final_gradients.front().ok_or_else(missing)?;
-        let arrived = self.in_flight.wait_until(|in_flight| {
-            blocks.advance(in_flight)?;
-            in_flight.take(message)
-        })?;
-        self.reduce_final(arrived)?;
-        self.sums.take_final(bytes).ok_or_else(missing)
-    }
-
-    /// Sends `dkv` to the next rank that adds to it, or to the owner, and posts the receives of
-    /// gradients.
+    /// Sends `sum` to the next rank that adds to it, or to the owner, and posts the receives of
+    /// this step.
     pub(super) fn post_gradients(
         &mut self,
-        step: &'a RankStep,
-        blocks: &mut Blocks<'_, S>,
-        dkv: Option<Ready<S>>,
+        step: &RankStep,
+        sum: Option<Sum<S>>,
+        whole_groups: bool,
     ) -> Result<()> {
-        let mut reduces = step.home_reduces.iter();
         let mut receives = Vec::with_capacity(step.gradients.receives.len());
         for message in &step.gradients.receives {
-            let header = self.in_flight.tagged(message);
-            let bytes = message.bytes();
-            let buffer = match message.channel {
+            match message.channel {
                 Channel::Kv => return Err(unexpected(message)),
                 Channel::PartialGrad => {
+                    let header = self.in_flight.tagged(message);
                     self.partial_sum = Some(header.clone());
-                    self.take_sum(blocks, |sums| sums.take(bytes))?
+                    receives.push(Incoming { header, buffer: self.arriving.take(0)? });
                 }
-                Channel::FinalGrad => {
-                    let reduce = reduces.next().ok_or_else(|| unexpected(message))?;
-                    let buffer = self.take_final(bytes, blocks)?;
-                    self.final_gradients.push_back((header.clone(), reduce));
-                    buffer
+                Channel::FinalGrad if whole_groups => {
+                    let Self { pass, in_flight, final_gradients, local_dkv, .. } = self;
+                    receives.push(final_gradients.next_of_group(pass, local_dkv, in_flight)?);
                 }
-            };
-            receives.push(Incoming { header, buffer });
+                // posted already, or once its place is free
+                Channel::FinalGrad => {}
+            }
         }
-        self.in_flight.start(&step.gradients.sends, dkv.as_ref(), receives)?;
-        self.sums.sent(dkv);
+        let source = sum.as_ref().map(|sum| &sum.dkv);
+        self.in_flight.start(&step.gradients.sends, source, receives)?;
+        self.sums.sent.extend(sum.map(|sum| (sum.place, sum.dkv.0)));
         Ok(())
+    }
+
+    /// Ends the circulation of blocks. Returns the local one if the route kept it.
+    pub(super) fn finish_blocks(&mut self, blocks: Blocks<'_, S>) -> Result<Option<Ready<S>>> {
+        let Self { pass, in_flight, final_gradients, local_dkv, .. } = self;
+        blocks.finish_all_but_local(in_flight, |in_flight| {
+            final_gradients.advance(pass, local_dkv, in_flight)
+        })
     }
 
     /// Computes on the tail rows of the local block, if it has any. Returns their dK and dV. Packs
@@ -218,17 +240,8 @@ impl<'a, S: Space, P: BackwardPass<S>> OnePass<'a, S, P> {
         let part = plan.tail_of::<S>(&kv)?;
         let rows = self.rows.expand(&plan.shards.kv[ring_index], &plan.tail_set())?;
         let block = Block { buffer: &part, ready: &ready, rows };
-        let bytes = plan.gradient_bytes(plan.tail_rows());
-        let mut sum = match self.sums.take(bytes) {
-            Some(sum) => sum,
-            None => self.in_flight.wait_until(|in_flight| {
-                let sends = in_flight.sends();
-                match self.sums.take(bytes) {
-                    None if !sends => Err(Error::internal("all gradient buffers are in flight")),
-                    sum => Ok(sum),
-                }
-            })?,
-        };
+        // no partial sum arrives any more
+        let mut sum = self.arriving.take(0)?;
         let Self { pass, in_flight, .. } = self;
         let rows = [plan.tail_rows(), plan.keys.len() as u64];
         let ready = in_flight.compute(ring_index, rows, |in_flight| {
@@ -241,14 +254,18 @@ impl<'a, S: Space, P: BackwardPass<S>> OnePass<'a, S, P> {
 
     /// Waits for the last final gradients, and reduces them and the tail's into the local dK/dV.
     pub(super) fn receive_last(&mut self, tail: Option<Arrived<S>>) -> Result<()> {
-        while let Some((message, _)) = self.final_gradients.front() {
-            let arrived = self.in_flight.wait_until(|in_flight| in_flight.take(message))?;
-            self.reduce_final(arrived)?;
+        let Self { pass, in_flight, final_gradients, local_dkv, .. } = self;
+        final_gradients.advance(pass, local_dkv, in_flight)?;
+        if !final_gradients.is_done() {
+            in_flight.wait_until(|in_flight| {
+                final_gradients.advance(pass, local_dkv, in_flight)?;
+                Ok(final_gradients.is_done().then_some(()))
+            })?;
         }
-        self.in_flight.wait_sends()?;
+        in_flight.wait_sends()?;
         if let Some(tail) = tail {
-            self.plan.program.tail_reduce.run(&mut self.pass, self.local_dkv, &tail)?;
-            self.sums.put_back(tail.buffer);
+            self.plan.program.tail_reduce.run(pass, local_dkv, &tail)?;
+            self.arriving.put(0, tail.buffer);
         }
         self.sums.finish();
         Ok(())

@@ -25,10 +25,7 @@
 //! zhuzilin/ring-flash-attention (`ring_flash_attn_forward`, `ring_flash_attn_backward`) is the
 //! one-pass case of relay up without a mask-aware schedule.
 
-use std::{
-    collections::VecDeque,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use annulus_core::{
     Backend, BackwardInputs, BackwardMode, BackwardPass, Error, ForwardPass, Gradients, Inputs,
@@ -40,9 +37,10 @@ use crate::span::span;
 use super::{
     Ring, block_parts,
     blocks::{Blocks, Pace, circulate},
-    buffers::GradientBuffers,
+    final_gradients::FinalGradients,
+    gradient_stock::GradientStock,
     in_flight::InFlight,
-    one_pass::OnePass,
+    one_pass::{OnePass, Sums},
     plan::RingPlan,
     program,
     step_events::{Circulation, PassKind},
@@ -118,31 +116,35 @@ impl<B: Backend> Ring<B> {
         let steps = &plan.program.steps;
         let pace = Pace::new(agreed).with_gradients();
         let mut blocks = Blocks::new(kv, ready, steps, |step| &step.kv, pace, &mut buffers.blocks);
+        let in_flight = InFlight::new(transport.as_mut(), first_tag, plan.lengths, observer);
+        let GradientStock { sums, arriving, finals } = &mut buffers.gradients;
+        let final_gradients = FinalGradients::new(steps, &in_flight, finals, pace.whole_groups);
         let mut one_pass = OnePass {
             pass,
             plan,
-            in_flight: InFlight::new(transport.as_mut(), first_tag, plan.lengths, observer),
-            sums: GradientBuffers::new(&mut buffers.gradients, &mut buffers.final_gradients),
+            in_flight,
+            sums: Sums::new(sums),
+            arriving,
+            final_gradients,
             local_dkv,
             rows: &mut buffers.rows,
             partial_sum: None,
-            final_gradients: VecDeque::new(),
         };
+        one_pass.final_gradients.post(&mut one_pass.in_flight)?;
         for (number, step) in steps.iter().enumerate() {
             span!("step", step = number, owner = step.owner);
-            one_pass.in_flight.start_step(number);
-            blocks.start_step(number, &mut one_pass.in_flight)?;
-            let mut dkv = if number == 0 {
+            one_pass.start_step(number, &mut blocks)?;
+            let mut sum = if number == 0 {
                 one_pass.attend_head(step, &mut blocks)?
             } else {
                 one_pass.attend(step, &mut blocks)?
             };
             blocks.post_sends(&mut one_pass.in_flight)?;
             blocks.release();
-            one_pass.receive(step, &mut blocks, dkv.as_mut())?;
-            one_pass.post_gradients(step, &mut blocks, dkv)?;
+            one_pass.receive(step, &mut blocks, sum.as_mut())?;
+            one_pass.post_gradients(step, sum, pace.whole_groups)?;
         }
-        let local_kv = blocks.finish_all_but_local(&mut one_pass.in_flight)?;
+        let local_kv = one_pass.finish_blocks(blocks)?;
         // the tail of the local block overlaps the last final gradients; see `tail_overlap.rs`
         let tail = one_pass.attend_tail(*ring_index, local_kv, &mut buffers.blocks)?;
         one_pass.receive_last(tail)?;
