@@ -94,7 +94,7 @@ class Plan:
             that computes on it, equal on all ranks. Each step but the first takes the memory of one
             more block, and in a backward pass of its gradients; with 2, a rank does not wait for a
             neighbour that is late by less than a step. Results are the same, bit for bit. Default:
-            1, and 3 on a balanced layout.
+            1, and 4 on a balanced layout.
         threads: CPU threads of each rank. Default: the cores, divided by the ranks on the machine.
         backend: What computes: ``cpu``, ``wgpu`` (a GPU through Vulkan, Metal or DX12; no float64)
             or ``cuda`` (NVIDIA GPUs), if the package was built with it. Tensors are in host memory

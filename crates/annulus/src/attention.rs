@@ -457,13 +457,13 @@ impl Attention {
 
     /// Ring steps by which a rank posts the receive of a block ahead of the step that computes on
     /// it, and may forward the block ahead, equal on all ranks. Default: 1, so that a rank receives
-    /// one block while it computes on another, and 3 on a balanced layout
+    /// one block while it computes on another, and 4 on a balanced layout
     /// ([`Attention::balanced`]), whose steps are uneven.
     ///
     /// With 2 a rank whose neighbour is late by less than a step does not wait for it. Each step but
     /// the first takes the memory of one more block. On a direct route, more receives are posted
     /// ahead if blocks are so small that they fit into the same memory
-    /// ([`annulus_core::block_buffers`]). Up to the third, a step also takes, for a one-pass
+    /// ([`annulus_core::block_buffers`]). Up to the fourth, a step also takes, for a one-pass
     /// backward, that of its gradients twice, where they are computed and where they arrive
     /// ([`Plan::buffer_bytes`](crate::Plan)). Messages and results are the same, bit for bit. Over
     /// NCCL a one-pass backward receives one step ahead.

@@ -158,7 +158,7 @@ fn buffer_bytes(attention: &Attention) -> Vec<u64> {
 }
 
 #[test]
-fn each_step_ahead_takes_one_more_block_and_up_to_the_third_its_gradients() {
+fn each_step_ahead_takes_one_more_block_and_up_to_the_fourth_its_gradients() {
     // keys and values of f32, or dK and dV
     let block = ROWS * 2 * 8 * 4;
     for route in Route::ALL {
@@ -172,7 +172,7 @@ fn each_step_ahead_takes_one_more_block_and_up_to_the_third_its_gradients() {
             for steps in 2..=5 {
                 // sums that are sent; and final gradients, of which a relay has one a pass
                 let kinds = if route == Route::Direct { 2 } else { 1 };
-                let gradients = if forward_only { 0 } else { kinds * (steps.min(3) - 1) };
+                let gradients = if forward_only { 0 } else { kinds * (steps.min(4) - 1) };
                 let more = (steps - 1 + gradients) as u64 * block;
                 assert_eq!(bytes(steps), one.iter().map(|one| one + more).collect::<Vec<_>>());
             }
@@ -183,11 +183,11 @@ fn each_step_ahead_takes_one_more_block_and_up_to_the_third_its_gradients() {
 }
 
 #[test]
-fn a_balanced_layout_receives_three_steps_ahead_unless_told_otherwise() {
+fn a_balanced_layout_receives_four_steps_ahead_unless_told_otherwise() {
     let dims = Dims::new(1, RANKS * ROWS as usize, 1, 8);
     let documents = Batch { cum_seqlens_q: Some(vec![0, 9, 14, 32]), ..Batch::default() };
     let balanced = Attention::new().causal(true).balanced(dims, &documents, RANKS).unwrap();
     let bytes = |steps: usize| buffer_bytes(&balanced.clone().receive_ahead(steps));
-    assert_eq!(buffer_bytes(&balanced), bytes(3));
-    assert_ne!(bytes(1), bytes(3));
+    assert_eq!(buffer_bytes(&balanced), bytes(4));
+    assert_ne!(bytes(1), bytes(4));
 }

@@ -234,7 +234,7 @@ pub struct annulus_options {
     /// it, equal on all ranks. Each step but the first takes the memory of one more block, and in a
     /// backward pass of its gradients; with 2, a rank does not wait for a neighbour that is late by
     /// less than a step. On a direct route, as many receives are posted as fit into that memory.
-    /// Results are the same, bit for bit. Default: 0, which is 1, and 3 on a balanced layout.
+    /// Results are the same, bit for bit. Default: 0, which is 1, and 4 on a balanced layout.
     pub receive_ahead: i64,
 }
 

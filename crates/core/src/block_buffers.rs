@@ -23,6 +23,27 @@ pub fn block_buffers(blocks: &[u64], ahead: usize, further: bool) -> Vec<u64> {
     (least + 1..=most).rev().map(sizes).find(fits).unwrap_or_else(|| sizes(least))
 }
 
+/// Most buffers for final gradients that arrive in a one-pass backward, and for sums that are sent,
+/// of the size of the largest: as many as `receive_ahead`, up to this number. In the simulation of
+/// `benches/record/2026-11-24-ring-jitter.md` a fourth buffer gains little on a relay; on packed
+/// documents, whose gradients have different sizes, it takes the place of several.
+pub const GRADIENT_BUFFERS: usize = 4;
+
+/// Returns the sizes of the buffers of a one-pass backward for sums of these sizes, which are
+/// computed and sent, and for final gradients of these sizes, which arrive, as [`block_buffers`]
+/// does for blocks. One sum is computed while others are sent.
+pub fn gradient_buffers(
+    sums: &[u64],
+    final_gradients: &[u64],
+    receive_ahead: usize,
+    further: bool,
+) -> [Vec<u64>; 2] {
+    let late = receive_ahead.clamp(1, GRADIENT_BUFFERS);
+    // without partial gradients that arrive, their buffer is another one for sums
+    let sent = late + usize::from(further);
+    [block_buffers(sums, sent, further), block_buffers(final_gradients, late - 1, further)]
+}
+
 #[cfg(test)]
 mod tests {
     use super::block_buffers;

@@ -83,12 +83,12 @@ impl Layout {
         }
     }
 
-    /// Returns the ring steps by which `Attention` posts receives ahead by default: 3 for a
+    /// Returns the ring steps by which `Attention` posts receives ahead by default: 4 for a
     /// balanced layout, else 1. On a balanced layout the ranks have equal work in all steps
-    /// together, not in each, so that a rank is often late by a step or two.
+    /// together, not in each, so that a rank is often late by some steps.
     pub const fn receive_ahead(&self) -> NonZeroUsize {
         match self {
-            Self::Balanced(_) => NonZeroUsize::MIN.saturating_add(2),
+            Self::Balanced(_) => NonZeroUsize::MIN.saturating_add(3),
             _ => NonZeroUsize::MIN,
         }
     }

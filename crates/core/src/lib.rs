@@ -72,7 +72,7 @@ pub use backend::{
 };
 pub use batch::Batch;
 pub use bias::{Alibi, BiasFunction, PositionBias};
-pub use block_buffers::block_buffers;
+pub use block_buffers::{GRADIENT_BUFFERS, block_buffers, gradient_buffers};
 pub use block_sparse_mask::{BitmaskPolicy, BlockSparseMask, CsrTiles, TileRun, Tiling};
 pub use dense_mask::{DenseMask, MaskElement};
 pub use device_space::{DeviceSpace, StagedSpace};
@@ -109,8 +109,8 @@ pub use softmax_end::SoftmaxEnd;
 pub use space::{Host, HostBuffer, HostMemory, HostTensors, HostView, HostViewMut, Space};
 pub use spec::{Alignment, BackwardMode, BiasOrder, Dropout, Precision, SinkShape, Spec};
 pub use strategy::{
-    ExchangeFields, GRADIENT_STEPS, GridViolation, GroupLayout, HeadAxis, HeadField, HeadGrid,
-    HeadShard, RingRows, RowSegment, Strategy, StrategyBalance, StrategyTraffic, TrafficOptions,
+    ExchangeFields, GridViolation, GroupLayout, HeadAxis, HeadField, HeadGrid, HeadShard, RingRows,
+    RowSegment, Strategy, StrategyBalance, StrategyTraffic, TrafficOptions,
 };
 pub use tile::{QueryTile, TileBits, TileClass};
 pub use tile_bounds_table::TileBoundsTable;

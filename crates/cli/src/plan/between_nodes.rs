@@ -17,8 +17,8 @@ pub(super) struct BetweenNodes {
     bytes_max_rank: u128,
     /// Most steps of a forward pass in which any one rank sends to another node.
     steps_max_rank: usize,
-    /// Payload bytes of all ranks in a backward pass.
-    backward_bytes_sent_total: u128,
+    /// Payload bytes of all ranks in a backward pass; null of a plan that is forward only.
+    backward_bytes_sent_total: Option<u128>,
 }
 
 impl BetweenNodes {
@@ -40,8 +40,9 @@ impl BetweenNodes {
             bytes_sent_total: 0,
             bytes_max_rank: 0,
             steps_max_rank: 0,
-            backward_bytes_sent_total: 0,
+            backward_bytes_sent_total: None,
         };
+        let mut backward_bytes = 0;
         for (rank, steps) in schedule.steps.iter().enumerate() {
             let blocks =
                 |row_bytes| steps.iter().map(move |step| of_group(rank, &step.before, row_bytes));
@@ -57,24 +58,32 @@ impl BetweenNodes {
                 }
             };
             figures.bytes_sent_total += of_forward;
-            figures.backward_bytes_sent_total += of_forward + of_backward;
+            backward_bytes += of_forward + of_backward;
             figures.bytes_max_rank = figures.bytes_max_rank.max(of_forward);
             let busy_steps = blocks(block.bytes()).filter(|&bytes| bytes > 0).count();
             figures.steps_max_rank = figures.steps_max_rank.max(busy_steps);
         }
+        figures.backward_bytes_sent_total = Some(backward_bytes);
         figures
+    }
+
+    /// Returns the figures without those of the backward pass.
+    pub(super) const fn forward_only(self) -> Self {
+        Self { backward_bytes_sent_total: None, ..self }
     }
 
     /// Describes the bytes in one line.
     pub(super) fn in_words(self) -> String {
         let step = if self.steps_max_rank == 1 { "step" } else { "steps" };
+        let backward = self.backward_bytes_sent_total;
+        let backward = backward.map(|sent| format!("; {} backward", bytes(sent)));
         format!(
-            "{} to other nodes of {} ranks; at most {} from one rank, in {} {step}; {} backward",
+            "{} to other nodes of {} ranks; at most {} from one rank, in {} {step}{}",
             bytes(self.bytes_sent_total),
             self.node_ranks,
             bytes(self.bytes_max_rank),
             self.steps_max_rank,
-            bytes(self.backward_bytes_sent_total)
+            backward.unwrap_or_default()
         )
     }
 }

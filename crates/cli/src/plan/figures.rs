@@ -83,11 +83,12 @@ pub(super) struct Figures {
     /// Bytes of the forward pass.
     pub(super) forward: Bytes,
     /// Bytes of the backward pass: KV blocks again, and their gradients or, in the reproducible
-    /// order, queries.
-    pub(super) backward: Bytes,
-    /// Bytes of the parts of a forward and of a backward pass, if the strategy is a grid.
+    /// order, queries. Null of a plan that is forward only, as are all figures of a backward pass.
+    pub(super) backward: Option<Bytes>,
+    /// Bytes of the parts of a forward and, if there is one, of a backward pass, if the strategy is
+    /// a grid.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) passes: Option<[PassBytes; 2]>,
+    pub(super) passes: Option<Vec<PassBytes>>,
     /// Figures of each rank; for more than [`MOST_STEPPED_RANKS`] ranks only of the first with the
     /// least and with the most of each figure, and of the rank of `program`.
     pub(super) per_rank: Vec<RankFigures>,
@@ -137,7 +138,7 @@ pub(super) struct RankFigures {
     /// Payload bytes that it sends in a forward pass.
     pub(super) bytes_sent: u128,
     /// Payload bytes that it sends in a backward pass.
-    pub(super) backward_bytes_sent: u128,
+    pub(super) backward_bytes_sent: Option<u128>,
 }
 
 /// Figures of one ring step.
@@ -215,12 +216,13 @@ impl Figures {
         else {
             return Self { strategies: all, ..self };
         };
-        let per_rank = rank_figures_of(spec, traffic, pairs);
+        let per_rank = rank_figures_of(spec, traffic, pairs, self.backward.is_some());
         let ranks = per_rank.len();
         let most = most_work_over_mean(&per_rank);
         let [forward, backward] = bytes_of_grid(spec, traffic);
         Self {
             ranks,
+            backward: self.backward.map(|_| backward),
             strategy: traffic.strategy.published_on(ranks).to_string(),
             strategies: all,
             layout: traffic.layout.of_ranks.name(),
@@ -231,8 +233,7 @@ impl Figures {
             redundancy: balance.redundancy,
             pairs_total: pairs.iter().sum(),
             forward,
-            backward,
-            passes: Some(*passes),
+            passes: Some(passes.clone()),
             schedule_checked: *is_checked,
             per_rank: if ranks <= MOST_STEPPED_RANKS {
                 per_rank
@@ -249,8 +250,9 @@ impl Figures {
     /// [`Error::InvalidArgument`] for more queries than [`MOST_QUERIES`], or for a rank outside the
     /// ring.
     pub(super) fn new(spec: &Spec, planned: Planned) -> Result<Self> {
-        let Planned { strategy, ranks, layout, route, node_ranks, batch: documents, mask, rank } =
+        let Planned { strategy, ranks, backward: has_backward, layout, route, node_ranks, .. } =
             planned;
+        let Planned { batch: documents, mask, rank, .. } = planned;
         check_queries(spec)?;
         check_rank(rank, ranks)?;
         let tick = &mut || ();
@@ -268,28 +270,31 @@ impl Figures {
         let query_pass = query_pass.as_ref();
         let all = rank_figures(&shards, &work, |rank| {
             let sent = traffic.of_rank.get(rank).copied().unwrap_or_default();
-            let backward = match query_pass {
+            let of_backward = || match query_pass {
                 Some(queries) => forward(sent) + queries.bytes_of_rank(rank),
                 None => backward(sent),
             };
-            [forward(sent), backward]
+            (forward(sent), has_backward.then(of_backward))
         });
         let program = rank.map(|rank| {
-            let schedule = RankSchedule::derive(&needs, route, query_pass.is_none(), rank, tick);
-            let queries = query_pass.map(|pass| (pass.schedule(rank), pass.row_bytes()));
+            let gradients = has_backward && query_pass.is_none();
+            let schedule = RankSchedule::derive(&needs, route, gradients, rank, tick);
+            let queries = query_pass
+                .filter(|_| has_backward)
+                .map(|pass| (pass.schedule(rank), pass.row_bytes()));
             Program::new(rank, &schedule, queries, &block, &gradient)
         });
         let tiles_bound = matches!(layout, Layout::Balanced(_))
             .then(|| Layout::least_tiles(spec, &documents, ranks))
             .transpose()?;
         let leaves = query_pass
-            .map(|queries| LeafFigures::new(spec, &needs, route, &shards, queries))
+            .map(|queries| LeafFigures::new(spec, &needs, route, &shards, queries, has_backward))
             .transpose()?;
         let full = Traffic::full_ring(needs.held(), true);
         let total = traffic.total();
         let pass = |of: &dyn Fn(Traffic) -> u128| Bytes { sent: of(total), full_ring: of(full) };
         let forward_bytes = pass(&forward);
-        let backward = match query_pass.map(QueryPass::bytes_of_all) {
+        let backward = || match query_pass.map(QueryPass::bytes_of_all) {
             Some([sent, full_ring]) => Bytes {
                 sent: forward_bytes.sent + sent,
                 full_ring: forward_bytes.full_ring + full_ring,
@@ -297,9 +302,10 @@ impl Figures {
             None => pass(&backward),
         };
         let few = ranks <= MOST_STEPPED_RANKS;
-        let schedule = few.then(|| checked_schedule(&needs, route)).transpose()?;
+        let schedule = few.then(|| checked_schedule(&needs, route, has_backward)).transpose()?;
         let between_nodes = schedule.as_ref().zip(node_ranks).map(|(schedule, node_ranks)| {
-            BetweenNodes::new(node_ranks, schedule, query_pass, [&block, &gradient])
+            let between = BetweenNodes::new(node_ranks, schedule, query_pass, [&block, &gradient]);
+            if has_backward { between } else { between.forward_only() }
         });
         let steps = schedule.map_or_else(Vec::new, |schedule| steps(spec, &schedule, &shards));
         Ok(Self {
@@ -325,7 +331,7 @@ impl Figures {
             kv_len: spec.dims.kv_len,
             pairs_total: work.total(),
             forward: forward_bytes,
-            backward,
+            backward: has_backward.then(backward),
             passes: None,
             drawn_ranks: drawn(&all),
             per_rank: if few { all } else { extremes(&all, rank) },
@@ -412,6 +418,15 @@ impl Figures {
         )
     }
 
+    /// Describes the route in one line, after the name of a strategy that has its own.
+    pub(super) fn route_in_words(&self) -> String {
+        let hops = self.hops_in_words();
+        match self.strategy.as_str() {
+            "ring" => hops,
+            name => format!("{name}: {hops}"),
+        }
+    }
+
     /// Describes the route in one line.
     pub(super) fn hops_in_words(&self) -> String {
         let route = match self.route {
@@ -455,15 +470,16 @@ fn redundancy(sent: u128, needs: &NeedsIndex<'_>) -> f64 {
     if read == 0 { 1.0 } else { sent as f64 / read as f64 }
 }
 
-/// Returns the figures of every rank. `sent(rank)` are the bytes of its forward and backward pass.
+/// Returns the figures of every rank. `sent(rank)` are the bytes of its forward and, if there is
+/// one, of its backward pass.
 fn rank_figures(
     shards: &RingShards,
     work: &Work,
-    sent: impl Fn(usize) -> [u128; 2],
+    sent: impl Fn(usize) -> (u128, Option<u128>),
 ) -> Vec<RankFigures> {
     let mean = work.total() as f64 / shards.q.len() as f64;
     let of_rank = |(rank, (q, kv)): (usize, (&Arc<Shard>, &Arc<Shard>))| {
-        let [bytes_sent, backward_bytes_sent] = sent(rank);
+        let (bytes_sent, backward_bytes_sent) = sent(rank);
         let pairs = work.of_rank(rank);
         RankFigures {
             rank,
@@ -484,6 +500,7 @@ pub(super) fn rank_figures_of(
     spec: &Spec,
     traffic: &StrategyTraffic,
     pairs: &[u128],
+    has_backward: bool,
 ) -> Vec<RankFigures> {
     let StrategyTraffic { layout, forward, backward, .. } = traffic;
     let total: u128 = pairs.iter().sum();
@@ -498,7 +515,7 @@ pub(super) fn rank_figures_of(
             pairs,
             work_over_mean: if mean > 0.0 { pairs as f64 / mean } else { 0.0 },
             bytes_sent: forward[rank],
-            backward_bytes_sent: backward[rank],
+            backward_bytes_sent: has_backward.then(|| backward[rank]),
         }
     };
     pairs.iter().enumerate().map(of_rank).collect()
@@ -517,7 +534,7 @@ pub(super) fn drawn(all: &[RankFigures]) -> Vec<RankFigures> {
 /// Selects the first ranks with the least and the most pairs and bytes, and `rank`.
 fn extremes(all: &[RankFigures], rank: Option<usize>) -> Vec<RankFigures> {
     let keys: [fn(&RankFigures) -> u128; 3] =
-        [|rank| rank.pairs, |rank| rank.bytes_sent, |rank| rank.backward_bytes_sent];
+        [|of| of.pairs, |of| of.bytes_sent, |of| of.backward_bytes_sent.unwrap_or_default()];
     let mut shown: BTreeSet<usize> = rank.into_iter().collect();
     for key in keys {
         shown.extend(all.iter().min_by_key(|of| key(of)).map(|of| of.rank));
@@ -553,12 +570,17 @@ pub(super) fn busy_steps(steps: &[StepFigures]) -> Option<usize> {
     (!steps.is_empty()).then_some(last)
 }
 
-/// Returns the messages of all ranks, checked for at most [`MOST_DETAILED_RANKS`].
-pub(super) fn checked_schedule(needs: &NeedsIndex<'_>, route: Route) -> Result<Schedule> {
+/// Returns the messages of all ranks, of a backward pass with gradients, checked for at most
+/// [`MOST_DETAILED_RANKS`].
+pub(super) fn checked_schedule(
+    needs: &NeedsIndex<'_>,
+    route: Route,
+    gradients: bool,
+) -> Result<Schedule> {
     let needs = needs.to_needs();
-    let schedule = Schedule::build(&needs, route, true);
+    let schedule = Schedule::build(&needs, route, gradients);
     if needs.held.len() <= MOST_DETAILED_RANKS {
-        schedule.check(&needs, true).map_err(Error::internal)?;
+        schedule.check(&needs, gradients).map_err(Error::internal)?;
     }
     Ok(schedule)
 }

@@ -16,9 +16,9 @@ pub(super) struct Frame {
     pub(super) subtitle: String,
     /// Bytes of the forward pass of all ranks.
     pub(super) forward: Bytes,
-    /// Bytes of the backward pass of all ranks.
-    pub(super) backward: Bytes,
-    /// Parts of a forward and of a backward pass, in order; empty for a ring.
+    /// Bytes of the backward pass of all ranks, if there is one.
+    pub(super) backward: Option<Bytes>,
+    /// Parts of each pass, in order; empty for a ring.
     pub(super) passes: Vec<[String; 3]>,
     /// Number of ranks.
     pub(super) ranks: usize,
@@ -36,7 +36,7 @@ impl Frame {
         let Some((traffic, GridFigures { passes, pairs, .. })) = strategies.grid() else {
             return Self {
                 title: ring.title(),
-                subtitle: ring.hops_in_words(),
+                subtitle: ring.route_in_words(),
                 forward: ring.forward,
                 backward: ring.backward,
                 passes: Vec::new(),
@@ -55,12 +55,13 @@ impl Frame {
             1 => "nothing circulates".to_owned(),
             _ => ring.hops_in_words(),
         };
-        let of_ranks = figures::rank_figures_of(spec, traffic, pairs);
+        let has_backward = ring.backward.is_some();
+        let of_ranks = figures::rank_figures_of(spec, traffic, pairs, has_backward);
         Self {
             title: ring.title_of(ranks, layout.of_ranks.name()),
             subtitle: format!("{}; {hops}", division_in_words(&name, parts)),
             forward,
-            backward,
+            backward: has_backward.then_some(backward),
             passes: passes_in_words(parts, passes),
             ranks,
             pairs_total: pairs.iter().sum(),
@@ -82,10 +83,11 @@ pub(super) fn division_in_words(name: &str, [heads, queries, columns]: [usize; 3
     format!("{name}: {divided} divided among {members} ranks; a ring over {groups}")
 }
 
-/// Describes the exchanges of each pass, and the rings between them.
+/// Describes the exchanges of each pass, and the rings between them: of a forward pass, then of a
+/// backward pass.
 pub(super) fn passes_in_words(
     [heads, queries, columns]: [usize; 3],
-    [forward, backward]: &[PassBytes; 2],
+    passes: &[PassBytes],
 ) -> Vec<[String; 3]> {
     let members = heads * columns;
     let [kv, gradients] = if heads > 1 { [", k, v", ", dk, dv"] } else { ["", ""] };
@@ -110,8 +112,9 @@ pub(super) fn passes_in_words(
         ]
     };
     let of_backward = if columns > 1 { "lse, dout, −delta" } else { "out, lse, dout, dlse" };
-    vec![
-        pass("forward", forward, format!("q{kv}"), "out, lse".to_owned(), "out"),
-        pass("backward", backward, format!("q{kv}, {of_backward}"), format!("dq{gradients}"), "dq"),
-    ]
+    let in_words = |(index, of): (usize, &PassBytes)| match index {
+        0 => pass("forward", of, format!("q{kv}"), "out, lse".to_owned(), "out"),
+        _ => pass("backward", of, format!("q{kv}, {of_backward}"), format!("dq{gradients}"), "dq"),
+    };
+    passes.iter().enumerate().map(in_words).collect()
 }

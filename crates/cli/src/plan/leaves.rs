@@ -21,10 +21,12 @@ pub(super) struct LeafFigures {
     most_partial_results: usize,
     /// Their bytes in a plan that is forward only, on the rank with the most.
     most_bytes: u64,
-    /// The most partial results of dK and dV that wait at one time, of any rank.
-    most_partial_gradients: usize,
-    /// Bytes of both kinds in a plan with a backward pass, on the rank with the most.
-    most_bytes_with_backward: u64,
+    /// The most partial results of dK and dV that wait at one time, of any rank; null of a plan
+    /// that is forward only.
+    most_partial_gradients: Option<usize>,
+    /// Bytes of both kinds in a plan with a backward pass, on the rank with the most; null of a
+    /// plan that is forward only.
+    most_bytes_with_backward: Option<u64>,
     /// Number of ranks that were planned.
     ranks_planned: usize,
 }
@@ -95,14 +97,15 @@ impl LeafFigures {
         route: Route,
         shards: &RingShards,
         query_pass: &QueryPass<'_>,
+        has_backward: bool,
     ) -> Result<Self> {
         let rows = spec.leaf_rows.unwrap_or(1);
         let mut most = Self {
             rows,
             most_partial_results: 0,
             most_bytes: 0,
-            most_partial_gradients: 0,
-            most_bytes_with_backward: 0,
+            most_partial_gradients: has_backward.then_some(0),
+            most_bytes_with_backward: has_backward.then_some(0),
             ranks_planned: 0,
         };
         let ranks = shards.q.len();
@@ -129,15 +132,17 @@ impl LeafFigures {
             most.ranks_planned += 1;
             most.most_partial_results = most.most_partial_results.max(leaves.keys.slots());
             most.most_bytes = most.most_bytes.max(leaves.bytes(spec, queries, false));
-            most.most_partial_gradients = most.most_partial_gradients.max(leaves.queries.slots());
-            most.most_bytes_with_backward = most.most_bytes_with_backward.max(with_backward);
+            let slots = leaves.queries.slots();
+            most.most_partial_gradients = most.most_partial_gradients.map(|of| of.max(slots));
+            most.most_bytes_with_backward =
+                most.most_bytes_with_backward.map(|of| of.max(with_backward));
         }
         Ok(most)
     }
 
-    /// Describes the figures in one line for a plan that is forward only, and one for a plan with a
-    /// backward pass.
-    pub(super) fn in_words(&self) -> [String; 2] {
+    /// Describes the figures in one line for a plan that is forward only, and one more for a plan
+    /// with a backward pass.
+    pub(super) fn in_words(&self) -> Vec<String> {
         let results = |count: usize| counted(count as u64, "partial result", "partial results");
         let forward = format!(
             "of {} rows; at most {} of a query at a time, {} on a rank",
@@ -145,11 +150,14 @@ impl LeafFigures {
             results(self.most_partial_results),
             bytes(self.most_bytes)
         );
-        let backward = format!(
-            "with a backward pass also at most {} of dK and dV, together {} on a rank",
-            results(self.most_partial_gradients),
-            bytes(self.most_bytes_with_backward)
-        );
-        [forward, backward]
+        let with_backward = self.most_partial_gradients.zip(self.most_bytes_with_backward);
+        let backward = with_backward.map(|(gradients, together)| {
+            format!(
+                "with a backward pass also at most {} of dK and dV, together {} on a rank",
+                results(gradients),
+                bytes(together)
+            )
+        });
+        [forward].into_iter().chain(backward).collect()
     }
 }

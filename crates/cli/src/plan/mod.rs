@@ -68,7 +68,7 @@ pub(crate) struct PlanFlags {
     /// Plan a token of a KV cache of --kv-len rows, that of the token included: the keys and values
     /// that a rank reads, the bytes that it sends and, with --machine, the time
     #[arg(long, requires = "kv_len", conflicts_with_all = ["q_len", "documents", "rank", "layout",
-        "strategy", "reproducible", "svg"])]
+        "strategy", "reproducible", "forward_only", "svg"])]
     decode: bool,
     /// Rows of a page of the cache, 1 to 2^32. Default: 64
     #[arg(long, value_name = "ROWS", value_parser = page_rows, requires = "decode",
@@ -103,6 +103,10 @@ pub(crate) struct PlanFlags {
     /// backward pass, and the memory of partial results that wait to be merged is shown
     #[arg(long)]
     reproducible: bool,
+    /// Plan forward passes only, as for inference: bytes, memory, predicted times and the strategy
+    /// that auto chooses are those of a forward pass
+    #[arg(long)]
+    forward_only: bool,
     /// Batch rows
     #[arg(long, value_name = "N", default_value = "1", value_parser = from_one)]
     batch: usize,
@@ -190,6 +194,8 @@ struct Planned {
     /// The strategy, not [`Strategy::Auto`].
     strategy: Strategy,
     ranks: usize,
+    /// True if a backward pass is planned too.
+    backward: bool,
     layout: Layout,
     route: Route,
     /// Ranks of a node, if there are several nodes.
@@ -281,6 +287,7 @@ impl PlanFlags {
         let fixed = balanced.map(|of| of.layout.clone()).or_else(|| self.layout.layout());
         let requested = Requested {
             strategy: self.strategy,
+            backward: !self.forward_only,
             layout: fixed.as_ref(),
             balanced_route: balanced.map(|of| of.route),
             documents: Some(&batch).filter(|_| !self.mask.documents.is_empty()),
@@ -321,6 +328,7 @@ impl PlanFlags {
     ) -> annulus_core::Result<(Spec, Planned)> {
         let batch = documents::batch(&self.mask.documents);
         let mask = self.mask.describe();
+        let backward = !self.forward_only;
         let Some((StrategyTraffic { grid, layout, .. }, figures)) = strategies.grid() else {
             let placement = self.placement(machine);
             let choice = match balanced {
@@ -332,7 +340,8 @@ impl PlanFlags {
             let route = strategies.route().unwrap_or(route);
             let node_ranks = placement.map(|_| self.ranks_of_node(machine)).or(route.node_ranks());
             let strategy = strategies.chosen().unwrap_or(Strategy::Ring);
-            let planned = Planned { strategy, ranks, layout, route, node_ranks, batch, mask, rank };
+            let planned =
+                Planned { strategy, ranks, backward, layout, route, node_ranks, batch, mask, rank };
             return Ok((spec.clone(), planned));
         };
         figures::check_rank(self.rank, self.ranks)?;
@@ -343,7 +352,8 @@ impl PlanFlags {
         let rank = self.rank.map(|rank| grid.group(rank));
         let strategy = Strategy::Ring;
         let node_ranks = None;
-        let planned = Planned { strategy, ranks, layout, route, node_ranks, batch, mask, rank };
+        let planned =
+            Planned { strategy, ranks, backward, layout, route, node_ranks, batch, mask, rank };
         Ok((of_member, planned))
     }
 
@@ -374,14 +384,16 @@ fn print(figures: &Figures) {
         say!("          {}", parts.join("; "));
     }
     say!("forward   {}", figures.forward.in_words());
-    say!("backward  {}", figures.backward.in_words());
+    if let Some(backward) = figures.backward {
+        say!("backward  {}", backward.in_words());
+    }
     if let Some(between) = figures.between_nodes {
         say!("nodes     {}", between.in_words());
     }
     if let Some(leaves) = &figures.leaves {
-        let [forward, backward] = leaves.in_words();
-        say!("leaves    {forward}");
-        say!("          {backward}");
+        for (line, words) in leaves.in_words().iter().enumerate() {
+            say!("{:<9} {words}", if line == 0 { "leaves" } else { "" });
+        }
     }
     say!("work      the busiest rank has {:.3} times the mean", figures.work_max_over_mean);
     say!("rows      {}", figures.rows_in_words());
@@ -391,36 +403,15 @@ fn print(figures: &Figures) {
         );
     }
     if figures.schedule_checked {
-        say!(
-            "checked   each row arrives once where it is needed; each gradient reaches its owner once"
-        );
+        let gradients = figures.backward.map(|_| "; each gradient reaches its owner once");
+        let gradients = gradients.unwrap_or_default();
+        say!("checked   each row arrives once where it is needed{gradients}");
     }
     say!("");
     if figures.per_rank.len() < figures.ranks {
         say!("ranks with the least and the most of each figure");
     }
-    say!(
-        "{:>5} {:>13} {:>13} {:>16} {:>7} {:>12} {:>12}",
-        "rank",
-        "queries",
-        "keys",
-        "pairs",
-        "share",
-        "sends fwd",
-        "sends bwd"
-    );
-    for rank in &figures.per_rank {
-        say!(
-            "{:>5} {:>13} {:>13} {:>16} {:>6.2}x {:>12} {:>12}",
-            rank.rank,
-            grouped(rank.q_rows),
-            grouped(rank.kv_rows),
-            count(rank.pairs as f64),
-            rank.work_over_mean,
-            bytes(rank.bytes_sent),
-            bytes(rank.backward_bytes_sent)
-        );
-    }
+    print_ranks(figures);
     let is_predicted = figures.strategies.iter().any(|of| of.time_predicted.is_some());
     if figures.strategies.len() > 1 || is_predicted {
         say!("");
@@ -430,5 +421,33 @@ fn print(figures: &Figures) {
     }
     if let Some(program) = &figures.program {
         program.print();
+    }
+}
+
+/// Prints the figures of the ranks as a table.
+fn print_ranks(figures: &Figures) {
+    let sends_bwd = figures.backward.map(|_| format!(" {:>12}", "sends bwd"));
+    say!(
+        "{:>5} {:>13} {:>13} {:>16} {:>7} {:>12}{}",
+        "rank",
+        "queries",
+        "keys",
+        "pairs",
+        "share",
+        "sends fwd",
+        sends_bwd.unwrap_or_default()
+    );
+    for rank in &figures.per_rank {
+        let backward = rank.backward_bytes_sent.map(|sent| format!(" {:>12}", bytes(sent)));
+        say!(
+            "{:>5} {:>13} {:>13} {:>16} {:>6.2}x {:>12}{}",
+            rank.rank,
+            grouped(rank.q_rows),
+            grouped(rank.kv_rows),
+            count(rank.pairs as f64),
+            rank.work_over_mean,
+            bytes(rank.bytes_sent),
+            backward.unwrap_or_default()
+        );
     }
 }

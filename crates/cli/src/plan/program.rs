@@ -11,7 +11,7 @@ use crate::{
 /// Number of steps that are printed from the beginning and from the end of a long program.
 const PRINTED_STEPS: usize = 24;
 
-/// Program of one rank in a forward and a backward pass.
+/// Program of one rank in a forward and, if there is one, a backward pass.
 #[derive(Debug, Serialize)]
 pub(super) struct Program {
     /// The rank.
@@ -111,14 +111,13 @@ fn steps(schedule: &RankSchedule, block_bytes: u64, gradient_bytes: u64) -> Vec<
 fn print_steps(title: &str, steps: &[ProgramStep]) {
     say!("");
     say!("{title}");
-    say!(
-        "{:>5} {:>8} {:>13} {:>26} {:>26}",
-        "step",
-        "block of",
-        "rows",
-        "sends",
-        "sends gradients"
-    );
+    let sends_gradients = steps.iter().any(|step| !step.sends_gradients.is_empty());
+    let gradients = |words: &str| match sends_gradients {
+        true => format!(" {words:>26}"),
+        false => String::new(),
+    };
+    let columns = gradients("sends gradients");
+    say!("{:>5} {:>8} {:>13} {:>26}{columns}", "step", "block of", "rows", "sends");
     let omitted = steps.len().saturating_sub(2 * PRINTED_STEPS);
     for (index, step) in steps.iter().enumerate() {
         if omitted > 0 && index == PRINTED_STEPS {
@@ -126,12 +125,12 @@ fn print_steps(title: &str, steps: &[ProgramStep]) {
         }
         if omitted == 0 || index < PRINTED_STEPS || index >= PRINTED_STEPS + omitted {
             say!(
-                "{:>5} {:>8} {:>13} {:>26} {:>26}",
+                "{:>5} {:>8} {:>13} {:>26}{}",
                 step.step,
                 step.owner,
                 grouped(step.rows),
                 in_words(&step.sends),
-                in_words(&step.sends_gradients)
+                gradients(&in_words(&step.sends_gradients))
             );
         }
     }

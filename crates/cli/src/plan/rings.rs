@@ -180,6 +180,7 @@ fn steps_of_column(
     let (heads, batch_rows) = (of_member.dims.q_heads, of_member.dims.batch);
     let mask = of_member.mask.as_ref();
     let needs = NeedsIndex::of_queries(mask, heads, batch_rows, &shards, &mut || ());
-    let schedule = figures::checked_schedule(&needs, route)?;
+    // steps have no gradients
+    let schedule = figures::checked_schedule(&needs, route, false)?;
     Ok(figures::steps(&of_member, &schedule, &shards))
 }

@@ -29,20 +29,20 @@ pub(super) struct StrategyFigures {
     pub(super) bytes_sent_total: u128,
     /// Those of the rank that sends the most.
     pub(super) bytes_max_rank: u128,
-    /// Payload bytes of a backward pass.
-    backward_bytes_sent_total: u128,
+    /// Payload bytes of a backward pass; null of a plan that is forward only, as is the field below.
+    backward_bytes_sent_total: Option<u128>,
     /// Those of the rank that sends the most.
-    backward_bytes_max_rank: u128,
+    backward_bytes_max_rank: Option<u128>,
     /// Upper bound of the bytes of message buffers and of exchanged tensors on a rank.
     pub(super) memory_max_rank: u128,
-    /// Predicted seconds of a forward and a backward pass; null without a machine, as are the
-    /// fields below.
+    /// Predicted seconds of a forward and, if there is one, a backward pass; null without a machine,
+    /// as are the fields below.
     pub(super) time_predicted: Option<f64>,
     /// Predicted seconds of them beyond the tiles of the rank that has the most.
     exposed_predicted: Option<f64>,
-    /// Payload bytes of both passes between ranks of a node.
+    /// Payload bytes of all passes between ranks of a node.
     bytes_inside_node: Option<u128>,
-    /// Payload bytes of both passes between nodes.
+    /// Payload bytes of all passes between nodes.
     bytes_between_nodes: Option<u128>,
     /// True if `memory_max_rank` fits the memory of a rank.
     fits_memory: Option<bool>,
@@ -63,6 +63,8 @@ struct BalanceFigures {
 #[derive(Clone, Copy)]
 pub(super) struct Requested<'a> {
     pub(super) strategy: Strategy,
+    /// True if a backward pass is planned too.
+    pub(super) backward: bool,
     /// The layout, if it is fixed.
     pub(super) layout: Option<&'a Layout>,
     /// Route of the balanced layout.
@@ -82,6 +84,8 @@ pub(super) struct Strategies {
     /// Balance of the strategies in the same order; empty without documents, where the layouts of
     /// all strategies balance about as well.
     balances: Vec<StrategyBalance>,
+    /// True if a backward pass is planned too.
+    backward: bool,
     /// Index of the one that is planned.
     chosen: usize,
     /// Further figures of the one that is planned, if it is a grid.
@@ -96,8 +100,8 @@ pub(super) struct GridFigures {
     /// Route of the ring of each key column. For more than [`MOST_STEPPED_RANKS`] rings × groups,
     /// whose steps are not shown, that of the first column.
     pub(super) routes: Vec<Route>,
-    /// Bytes of the parts of a forward and of a backward pass.
-    pub(super) passes: [PassBytes; 2],
+    /// Bytes of the parts of a forward and, if there is one, of a backward pass.
+    pub(super) passes: Vec<PassBytes>,
     /// True if exchanges and rings have been proven right: up to [`MOST_DETAILED_RANKS`].
     pub(super) is_checked: bool,
 }
@@ -114,7 +118,7 @@ pub(super) struct PassBytes {
 }
 
 impl Strategies {
-    /// Plans every strategy of `spec` with a forward and a backward pass. For more than
+    /// Plans every strategy of `spec` with the requested passes. For more than
     /// [`MOST_STEPPED_RANKS`] ranks a strategy by its name is planned alone, and of all strategies
     /// those that a lower bound does not exclude from the choice, because all of them take minutes
     /// for 65,536 ranks.
@@ -124,10 +128,10 @@ impl Strategies {
     /// heads, or `machine` as [`Machine::choose`]; [`annulus_core::Error::Unsupported`] of the
     /// reproducible order.
     pub(super) fn new(spec: &Spec, ranks: usize, requested: &Requested<'_>) -> Result<Self> {
-        let Requested { strategy, machine, .. } = *requested;
+        let Requested { strategy, backward, machine, .. } = *requested;
         let grid = HeadGrid::of(&spec.dims, ranks, strategy)?;
         if let Some(grid) = &grid {
-            grid.check(spec, true)?;
+            grid.check(spec, backward)?;
         }
         let options = requested.options(spec)?;
         let given = grid.map(|_| strategy);
@@ -146,7 +150,7 @@ impl Strategies {
         };
         let grid = all.get(chosen).filter(|of| of.grid.members() > 1);
         let grid = grid.map(|of| GridFigures::new(of, spec, &options)).transpose()?;
-        Ok(Self { all, predictions, balances, chosen, grid })
+        Ok(Self { all, predictions, balances, backward, chosen, grid })
     }
 
     /// Returns the route of the strategy that is planned, if that is a part of it.
@@ -168,7 +172,8 @@ impl Strategies {
     /// Returns the figures of all strategies that were planned.
     pub(super) fn figures(&self) -> Vec<StrategyFigures> {
         let of = |(index, traffic)| {
-            let figures = StrategyFigures::of(traffic, self.predictions.get(index));
+            let prediction = self.predictions.get(index);
+            let figures = StrategyFigures::of(traffic, self.backward, prediction);
             StrategyFigures { balance: self.balances.get(index).map(Into::into), ..figures }
         };
         self.all.iter().enumerate().map(of).collect()
@@ -262,11 +267,11 @@ fn position(
 }
 
 impl<'a> Requested<'a> {
-    /// Returns the options of a forward and a backward pass on the CPU.
+    /// Returns the options of the passes on the CPU.
     fn options(&self, spec: &Spec) -> Result<TrafficOptions<'a>> {
-        let Self { layout, balanced_route, documents: batch, placement, .. } = *self;
+        let Self { backward, layout, balanced_route, documents: batch, placement, .. } = *self;
         Ok(TrafficOptions {
-            backward: true,
+            backward,
             layout,
             route: None,
             balanced_route,
@@ -290,7 +295,7 @@ impl GridFigures {
             pairs: of.pairs_of_ranks(spec, options)?,
             balance: of.balance(spec, options, tick)?,
             routes: routes_of_columns(of, spec, options),
-            passes: PassBytes::of(of, spec),
+            passes: PassBytes::of(of, spec, options.backward),
         })
     }
 }
@@ -313,7 +318,7 @@ fn routes_of_columns(
 }
 
 impl PassBytes {
-    fn of(traffic: &StrategyTraffic, spec: &Spec) -> [Self; 2] {
+    fn of(traffic: &StrategyTraffic, spec: &Spec, has_backward: bool) -> Vec<Self> {
         let StrategyTraffic { grid, forward, backward, .. } = traffic;
         let sent = |fields: &[HeadField]| -> u128 {
             let of = fields.iter().map(|field| match field.side {
@@ -329,10 +334,10 @@ impl PassBytes {
             let rings = all.iter().sum::<u128>().saturating_sub(before + after);
             Self { before, rings, after }
         };
-        [
-            pass(ExchangeFields::of_forward(spec, grid), forward),
-            pass(ExchangeFields::of_backward(spec, grid), backward),
-        ]
+        let of_forward = pass(ExchangeFields::of_forward(spec, grid), forward);
+        let of_backward =
+            has_backward.then(|| pass(ExchangeFields::of_backward(spec, grid), backward));
+        [of_forward].into_iter().chain(of_backward).collect()
     }
 }
 
@@ -344,8 +349,9 @@ impl From<&StrategyBalance> for BalanceFigures {
 }
 
 impl StrategyFigures {
-    fn of(traffic: &StrategyTraffic, predicted: Option<&Prediction>) -> Self {
+    fn of(traffic: &StrategyTraffic, has_backward: bool, predicted: Option<&Prediction>) -> Self {
         let StrategyTraffic { grid, strategy, .. } = traffic;
+        let backward = Some(&traffic.backward).filter(|_| has_backward);
         let published = strategy.published_on(traffic.forward.len());
         let most = |bytes: &[u128]| bytes.iter().copied().max().unwrap_or(0);
         Self {
@@ -354,8 +360,8 @@ impl StrategyFigures {
             grid: [grid.head_parts(), grid.groups(), grid.columns()],
             bytes_sent_total: traffic.forward.iter().sum(),
             bytes_max_rank: most(&traffic.forward),
-            backward_bytes_sent_total: traffic.backward.iter().sum(),
-            backward_bytes_max_rank: most(&traffic.backward),
+            backward_bytes_sent_total: backward.map(|sent| sent.iter().sum()),
+            backward_bytes_max_rank: backward.map(|sent| most(sent)),
             memory_max_rank: traffic.memory_max_rank,
             time_predicted: predicted.map(Prediction::seconds),
             exposed_predicted: predicted.map(Prediction::exposed),
@@ -373,10 +379,12 @@ impl StrategyFigures {
             Some(form) => format!("{} ({form})", self.name),
             None => self.name.clone(),
         };
+        let backward = self.backward_bytes_sent_total;
+        let backward = backward.map(|sent| format!(", {} backward", bytes(sent)));
         let mut sent = format!(
-            "{mark} {name:<12} {} sent forward, {} backward, at most {} of buffers on a rank",
+            "{mark} {name:<12} {} sent forward{}, at most {} of buffers on a rank",
             bytes(self.bytes_sent_total),
-            bytes(self.backward_bytes_sent_total),
+            backward.unwrap_or_default(),
             bytes(self.memory_max_rank)
         );
         if let Some(balance) = self.balance {

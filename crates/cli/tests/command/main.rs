@@ -12,6 +12,7 @@ mod decode;
 mod documents;
 mod figures;
 mod files;
+mod forward_only;
 mod interrupt;
 mod launcher;
 mod limits;

@@ -5,11 +5,9 @@
 //! arriving   the partial sum that is added to the next of them; after the steps, the tail's sum
 //! finals     final gradients that arrive: number j, in the order of the steps, in place j % finals
 //! ```
-//! The numbers of places and their sizes are those of [`block_buffers`]: one sum is computed while
-//! the last `ahead` are sent, and `ahead` final gradients arrive, or as many as fit into the memory
-//! of so many of the largest.
+//! The numbers of places and their sizes are those of [`gradient_buffers`].
 
-use annulus_core::{Backend, Channel, GRADIENT_STEPS, Result, Space, block_buffers};
+use annulus_core::{Backend, Channel, GRADIENT_BUFFERS, Result, Space, gradient_buffers};
 
 use super::{blocks::Pace, places::Places, program::RankStep};
 
@@ -45,23 +43,17 @@ impl GradientSizes {
         }
     }
 
-    /// Returns the ring steps by which final gradients may at least come late.
-    fn ahead(&self) -> usize {
-        self.pace.ahead.min(GRADIENT_STEPS)
-    }
-
     /// Allocates buffers for the gradients.
     ///
     /// # Errors
     /// As [`Backend::allocate`].
     pub(super) fn allocate<B: Backend>(&self, backend: &B) -> Result<GradientStock<B::Space>> {
         let Self { sums, arriving, finals, pace } = self;
-        let ahead = self.ahead();
-        let further = pace.is_unbounded();
+        let [sums, finals] = gradient_buffers(sums, finals, pace.ahead, pace.is_unbounded());
         Ok(GradientStock {
-            sums: Places::allocate(backend, block_buffers(sums, ahead, further))?,
+            sums: Places::allocate(backend, sums)?,
             arriving: Places::allocate(backend, [*arriving])?,
-            finals: Places::allocate(backend, block_buffers(finals, ahead - 1, further))?,
+            finals: Places::allocate(backend, finals)?,
         })
     }
 }
@@ -80,12 +72,13 @@ impl<S: Space> GradientStock<S> {
     /// Returns true if the buffers, which are all free, can hold these gradients as late as those
     /// that [`GradientSizes::allocate`] returns at least can.
     pub(super) fn fits(&self, sizes: &GradientSizes) -> bool {
-        let GradientSizes { sums, arriving, finals, .. } = sizes;
+        let GradientSizes { sums, arriving, finals, pace } = sizes;
+        let late = pace.ahead.min(GRADIENT_BUFFERS);
         let fits = |places: &Places<S>, sizes: &[u64], least: usize| {
             places.len() >= sizes.len().min(least) && places.hold(places.len(), sizes)
         };
-        fits(&self.sums, sums, sizes.ahead() + 1)
-            && fits(&self.finals, finals, sizes.ahead())
+        fits(&self.sums, sums, late + 1)
+            && fits(&self.finals, finals, late)
             && self.arriving.holds(0, *arriving)
     }
 }

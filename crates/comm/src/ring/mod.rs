@@ -104,12 +104,11 @@ pub struct RingOptions {
     /// All ranks use the largest of theirs. Results change by rounding at most.
     pub kv_block_size: Option<u64>,
     /// Ring steps by which the receive of a block is posted ahead of the step that computes on it,
-    /// and by which the block may be forwarded ahead. In a one-pass backward final gradients may
-    /// come late by as many steps, at most [`GRADIENT_STEPS`](annulus_core::GRADIENT_STEPS). Each
-    /// step but the first takes one more buffer for a block and, of these, two for its gradients. On
-    /// routes that keep the local block ([`Route::keeps_local`](annulus_core::Route)), more receives
-    /// are posted ahead if their blocks fit into the same memory
-    /// ([`block_buffers`](annulus_core::block_buffers)).
+    /// and by which the block may be forwarded ahead. Each step but the first takes one more buffer
+    /// for a block and, up to [`GRADIENT_BUFFERS`](annulus_core::GRADIENT_BUFFERS), two for its
+    /// gradients in a one-pass backward. On routes that keep the local block
+    /// ([`Route::keeps_local`](annulus_core::Route)), more receives are posted ahead if they fit
+    /// into the same memory ([`block_buffers`](annulus_core::block_buffers)).
     /// Default: 1, whatever the layout; [`Layout::receive_ahead`] is what `Attention` asks for.
     pub receive_ahead: Option<NonZeroUsize>,
     /// Deadline that the environment sets, 0 for none; equal on all ranks.

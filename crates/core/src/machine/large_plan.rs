@@ -13,9 +13,9 @@
 use super::{
     LinkBytes, PassTime, Prediction,
     exchange_rounds::{ExchangeRounds, Exchanged, agreement},
+    execution::{Executed, execute},
     mean_steps::MeanRing,
     network::Network,
-    prediction::{Executed, execute},
     ring_steps::RingSteps,
     steps::{GridPlan, MOST_STEPPED_RANKS},
     timed_step::TimedStep,

@@ -38,8 +38,7 @@ impl MeanRing<'_> {
         let compute = |group| self.work.of_rank(group) as f64 * pair_seconds / steps;
         let compute: Vec<f64> = (0..groups).map(compute).collect();
         let transfer = |(from, &bytes): (usize, &u128)| {
-            let to = (from + 1) % groups;
-            Transfer { from, to, bytes: bytes as f64 / *message_steps as f64 }
+            Transfer::in_step(from, (from + 1) % groups, bytes as f64 / *message_steps as f64)
         };
         let transfers = bytes.iter().enumerate().map(transfer);
         // no message moves under the tiles of the last block

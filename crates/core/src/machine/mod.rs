@@ -4,12 +4,12 @@
 //! the steps of a plan on these figures, without running a pass:
 //!
 //! ```text
-//! ring step   post the block of the next step, compute the tiles, wait for both messages
+//! ring step   post blocks of later steps, compute the tiles, wait for the block of the next step
 //! tiles       FLOPs / rate
 //! message     latency + bytes / bandwidth; messages of a step share ports and networks of nodes
 //! overhead    tiles are delayed by each byte that the rank sends or receives in their step
-//! step        ends with the later of tiles and messages; a rank begins a transfer when both ends
-//!             have reached its step
+//! transfer    begins when both ends have posted it: blocks up to `receive_ahead` steps ahead, if
+//!             there is a buffer; messages of an exchange when both have reached its round
 //! agreement   all-gather before and after a pass: ⌈log₂ ranks⌉ short messages, one after another
 //! merge       bytes of the partial results of each key column / rate; that of a part overlaps the
 //!             message of the next
@@ -24,9 +24,11 @@
 
 mod choice;
 mod exchange_rounds;
+mod execution;
 mod large_plan;
 mod mean_steps;
 mod network;
+mod pace;
 mod prediction;
 mod ring_steps;
 mod steps;

@@ -1,6 +1,6 @@
 //! Messages of one step over the links of a machine.
 
-use super::{Link, LinkBytes, Machine};
+use super::{Link, LinkBytes, Machine, pace::Pace};
 use crate::{Error, Result};
 
 /// A message between two ranks.
@@ -9,6 +9,14 @@ pub(super) struct Transfer {
     pub(super) from: usize,
     pub(super) to: usize,
     pub(super) bytes: f64,
+    pub(super) pace: Pace,
+}
+
+impl Transfer {
+    /// Creates a message that begins and ends in its step.
+    pub(super) const fn in_step(from: usize, to: usize, bytes: f64) -> Self {
+        Self { from, to, bytes, pace: Pace::InStep }
+    }
 }
 
 /// Links between the ranks of a plan, in the order of the caller's numbers.
@@ -101,7 +109,7 @@ impl<'a> Network<'a> {
     }
 
     /// Returns true if both ranks are on one node.
-    fn is_inside(&self, from: usize, to: usize) -> bool {
+    pub(super) fn is_inside(&self, from: usize, to: usize) -> bool {
         self.nodes[from] == self.nodes[to]
     }
 
@@ -148,7 +156,7 @@ impl<'a> Network<'a> {
             between: vec![[0.0; 2]; ranks],
             of_node: vec![[0.0; 2]; self.node_count],
         };
-        for &Transfer { from, to, bytes } in transfers {
+        for &Transfer { from, to, bytes, .. } in transfers {
             let ports = if self.is_inside(from, to) {
                 &mut loads.inside
             } else {

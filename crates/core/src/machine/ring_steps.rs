@@ -2,6 +2,7 @@
 
 use super::{
     network::Transfer,
+    pace::{BlockPaces, GradientPaces, Pace},
     timed_step::{
         BACKWARD_PRODUCTS, KV_PASS_PRODUCTS, PairSeconds, QUERY_PASS_PRODUCTS, TimedStep,
     },
@@ -39,10 +40,17 @@ struct Tail {
 
 /// The ring of the heads of one member.
 struct MemberRing {
+    keys: Circulation,
+    gradients: GradientPaces,
+    /// Blocks of queries, of a backward pass in two passes.
+    queries: Option<Circulation>,
+}
+
+/// Blocks that circulate in the ring of one member.
+struct Circulation {
     schedule: Schedule,
+    paces: BlockPaces,
     work: WorkMatrix,
-    /// Messages and work of blocks of queries, of a backward pass in two passes.
-    queries: Option<(Schedule, WorkMatrix)>,
 }
 
 impl<'a> RingSteps<'a> {
@@ -111,24 +119,43 @@ impl<'a> RingSteps<'a> {
         TimedStep { compute: (0..ranks).map(compute).collect(), ..TimedStep::idle(ranks) }
     }
 
-    /// Adds the messages of blocks that are posted in a step.
+    /// Adds the blocks that are posted for a step.
     fn add_blocks(
         &self,
         into: &mut TimedStep,
         step: usize,
         row: &RowLayout,
-        schedule: impl Fn(&MemberRing) -> Option<&Schedule>,
+        blocks: impl Fn(&MemberRing) -> Option<&Circulation>,
+        in_parts: impl Fn(usize) -> bool,
     ) {
-        self.add_messages(into, row, |ring, group| {
-            Some(&schedule(ring)?.steps.get(group)?.get(step)?.before)
+        let group_of =
+            |ring, group: usize| Some(&blocks(ring)?.schedule.steps.get(group)?.get(step)?.before);
+        self.add_messages(into, row, group_of, |ring, _, message, to| {
+            Some(blocks(ring)?.paces.pace(message.peer, step, in_parts(to)))
         });
     }
 
-    fn add_messages(
-        &self,
+    /// Adds the gradients that follow the blocks of the step before.
+    fn add_gradients(&self, into: &mut TimedStep, step_before: usize) {
+        self.add_messages(
+            into,
+            &self.gradient_row,
+            |ring, group| Some(&ring.keys.schedule.steps.get(group)?.get(step_before)?.after),
+            |ring, group, message, _| {
+                let ends = [group, message.peer];
+                Some(ring.gradients.pace(message.channel, ends, step_before))
+            },
+        );
+    }
+
+    /// Adds the messages of a group of each rank. `pace` takes the group of the sender, a message
+    /// and the ring index of its receiver.
+    fn add_messages<'b>(
+        &'b self,
         into: &mut TimedStep,
         row: &RowLayout,
-        group_of: impl Fn(&MemberRing, usize) -> Option<&Group>,
+        group_of: impl Fn(&'b MemberRing, usize) -> Option<&'b Group>,
+        pace: impl Fn(&'b MemberRing, usize, &Message, usize) -> Option<Pace>,
     ) {
         let grid = &self.traffic.grid;
         for from in 0..self.ranks() {
@@ -139,7 +166,8 @@ impl<'a> RingSteps<'a> {
                     None => grid.ring_index(message.peer, grid.member(from)),
                 };
                 let bytes = u128::from(message.rows.count()) * u128::from(row.bytes());
-                into.transfers.push(Transfer { from, to, bytes: bytes as f64 });
+                let pace = pace(ring, group, message, to).unwrap_or(Pace::InStep);
+                into.transfers.push(Transfer { from, to, bytes: bytes as f64, pace });
             }
         }
     }
@@ -148,8 +176,8 @@ impl<'a> RingSteps<'a> {
     pub(super) fn forward(&self) -> Vec<TimedStep> {
         self.circulation(
             &self.kv_row,
-            |ring| Some(&ring.schedule),
-            |ring, group, step| ring.pairs(group, step) * self.seconds.forward_pass(),
+            |ring| Some(&ring.keys),
+            |ring, group, step| ring.keys.pairs(group, step) * self.seconds.forward_pass(),
         )
     }
 
@@ -165,20 +193,22 @@ impl<'a> RingSteps<'a> {
         let seconds = self.seconds.backward;
         let mut steps = self.circulation(
             &self.kv_row,
-            |ring| Some(&ring.schedule),
+            |ring| Some(&ring.keys),
             |ring, group, step| {
                 // the local queries add to the local dK and dV in the first pass
                 let local = step == 0 && !self.reproducible;
                 let products = if local { BACKWARD_PRODUCTS } else { KV_PASS_PRODUCTS };
-                ring.pairs(group, step) * products * seconds
+                ring.keys.pairs(group, step) * products * seconds
             },
         );
         let of_queries = |ring: &MemberRing, group, step| {
             let local = step == 0 && !self.reproducible;
             let products = if local { 0.0 } else { QUERY_PASS_PRODUCTS };
-            ring.query_pairs(group, step) * products * seconds
+            // the local keys and the queries of the owner of the step
+            let pairs = ring.queries.as_ref().map_or(0.0, |blocks| blocks.pairs(group, step));
+            pairs * products * seconds
         };
-        steps.extend(self.circulation(&self.query_row, MemberRing::query_schedule, of_queries));
+        steps.extend(self.circulation(&self.query_row, |ring| ring.queries.as_ref(), of_queries));
         steps
     }
 
@@ -186,24 +216,26 @@ impl<'a> RingSteps<'a> {
     fn circulation(
         &self,
         row: &RowLayout,
-        schedule: impl Fn(&MemberRing) -> Option<&Schedule>,
+        blocks: impl Fn(&MemberRing) -> Option<&Circulation>,
         compute: impl Fn(&MemberRing, usize, usize) -> f64,
     ) -> Vec<TimedStep> {
         let last_block = |ring_index| {
             let (ring, group) = self.ring(ring_index);
-            schedule(ring).and_then(|schedule| schedule.of_rank(group).last_block())
+            blocks(ring).and_then(|blocks| blocks.schedule.of_rank(group).last_block())
         };
         let last_blocks: Vec<Option<usize>> = (0..self.ranks()).map(last_block).collect();
+        let groups = self.traffic.grid.groups();
         let step = |step| {
             let mut timed = self.step(|ring_index| {
                 let (ring, group) = self.ring(ring_index);
                 compute(ring, group, step)
             });
-            self.add_blocks(&mut timed, step, row, &schedule);
-            timed.in_parts = last_blocks.iter().map(|&last| last == Some(step + 1)).collect();
+            let in_parts = |to: usize| last_blocks[to] == Some(step + 1);
+            self.add_blocks(&mut timed, step, row, &blocks, in_parts);
+            timed.ends_ring = step + 1 == groups;
             timed
         };
-        (0..self.traffic.grid.groups()).map(step).collect()
+        (0..groups).map(step).collect()
     }
 
     /// Returns the steps of a backward pass in one pass: gradients follow their blocks one step
@@ -216,17 +248,19 @@ impl<'a> RingSteps<'a> {
             let mut timed = self.step(|ring_index| {
                 let (ring, group) = self.ring(ring_index);
                 let Tail { share, step: after } = tails[ring_index];
-                let local = ring.pairs(group, 0);
+                let local = ring.keys.pairs(group, 0);
                 let tail = if step == after { share * local } else { 0.0 };
-                let pairs = if step == 0 { (1.0 - share) * local } else { ring.pairs(group, step) };
+                let pairs = match step {
+                    0 => (1.0 - share) * local,
+                    _ => ring.keys.pairs(group, step),
+                };
                 (pairs + tail) * pair
             });
-            self.add_blocks(&mut timed, step, &self.kv_row, |ring| Some(&ring.schedule));
+            self.add_blocks(&mut timed, step, &self.kv_row, |ring| Some(&ring.keys), |_| false);
             if let Some(before) = step.checked_sub(1) {
-                self.add_messages(&mut timed, &self.gradient_row, |ring, group| {
-                    Some(&ring.schedule.steps.get(group)?.get(before)?.after)
-                });
+                self.add_gradients(&mut timed, before);
             }
+            timed.ends_ring = step == groups;
             timed
         };
         (0..=groups).map(step).collect()
@@ -236,7 +270,7 @@ impl<'a> RingSteps<'a> {
     /// they overlap.
     fn tail(&self, ring_index: usize) -> Tail {
         let (ring, group) = self.ring(ring_index);
-        let schedule = ring.schedule.of_rank(group);
+        let schedule = ring.keys.schedule.of_rank(group);
         let Some(last) = schedule.last_step() else { return Tail { share: 0.0, step: 0 } };
         let bytes = |messages: &Group, row: &RowLayout| {
             let of = |messages: &[Message]| {
@@ -269,30 +303,28 @@ impl MemberRing {
         let mask = spec.mask.as_ref();
         let needs = NeedsIndex::of_queries(mask, heads, batch, &shards, tick);
         let schedule = Schedule::build(&needs.to_needs(), route, options.backward && !two_passes);
+        let receive_ahead = traffic.receive_ahead(options);
         let queries = two_passes.then(|| {
             let needs = NeedsIndex::of_keys(mask, heads, batch, &shards, tick);
             let needs =
                 if spec.leaf_rows.is_some() { needs.in_tiles(options.kv_tile) } else { needs };
             let schedule = Schedule::build(&needs.to_needs(), route.opposite(), false);
-            (schedule, work.transposed())
+            Circulation::new(schedule, work.transposed(), receive_ahead)
         });
-        Ok(Self { schedule, work, queries })
+        let gradients = GradientPaces::new(&schedule, receive_ahead);
+        let keys = Circulation::new(schedule, work, receive_ahead);
+        Ok(Self { keys, gradients, queries })
     }
+}
 
-    fn query_schedule(&self) -> Option<&Schedule> {
-        self.queries.as_ref().map(|(schedule, _)| schedule)
+impl Circulation {
+    fn new(schedule: Schedule, work: WorkMatrix, receive_ahead: usize) -> Self {
+        let paces = BlockPaces::new(&schedule, receive_ahead);
+        Self { schedule, paces, work }
     }
 
     fn pairs(&self, group: usize, step: usize) -> f64 {
         self.work.of_step(self.schedule.route, group, step) as f64
-    }
-
-    /// Returns the pairs of the local keys and the queries of the owner of a step.
-    fn query_pairs(&self, group: usize, step: usize) -> f64 {
-        let of = |(schedule, work): &(Schedule, WorkMatrix)| {
-            work.of_step(schedule.route, group, step) as f64
-        };
-        self.queries.as_ref().map_or(0.0, of)
     }
 }
 

@@ -41,7 +41,7 @@ pub(crate) fn pair_seconds(spec: &Spec, machine: &Machine, backward: bool) -> Re
 fn agreement(ranks: usize) -> impl Iterator<Item = TimedStep> {
     let distances = (0..usize::BITS).map(|round| 1 << round);
     distances.take_while(move |&distance: &usize| distance < ranks).map(move |distance| {
-        let transfer = |from: usize| Transfer { from, to: (from + distance) % ranks, bytes: 0.0 };
+        let transfer = |from: usize| Transfer::in_step(from, (from + distance) % ranks, 0.0);
         TimedStep { transfers: (0..ranks).map(transfer).collect(), ..TimedStep::idle(ranks) }
     })
 }
@@ -158,7 +158,7 @@ impl<'a> GridPlan<'a> {
             let round = |distance: usize| {
                 let transfer = |from: usize| {
                     let to = at(from, distance);
-                    Transfer { from, to, bytes: bytes_of(from, to) }
+                    Transfer::in_step(from, to, bytes_of(from, to))
                 };
                 let all = (0..ranks).map(transfer).filter(|transfer| transfer.bytes > 0.0);
                 TimedStep { transfers: all.collect(), ..TimedStep::idle(ranks) }

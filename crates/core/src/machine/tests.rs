@@ -3,6 +3,7 @@
 mod execution;
 mod fields;
 mod large;
+mod receive_ahead;
 mod token;
 
 use std::sync::Arc;
@@ -283,7 +284,7 @@ fn ranks_of_a_node_share_its_network() {
 fn messages_share_the_ports_of_both_ends() {
     let seconds = |machine: &Machine, transfers: &[[usize; 2]]| -> Vec<f64> {
         let network = Network::new(machine, &[5, 5, 7, 9]).unwrap();
-        let transfer = |&[from, to]: &[usize; 2]| Transfer { from, to, bytes: 600.0 };
+        let transfer = |&[from, to]: &[usize; 2]| Transfer::in_step(from, to, 600.0);
         let transfers: Vec<Transfer> = transfers.iter().map(transfer).collect();
         let all = network.seconds(&transfers);
         assert!(all.iter().all(|&[latency, _]| latency == 0.5));

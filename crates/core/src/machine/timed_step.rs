@@ -8,12 +8,13 @@ use crate::{BackwardMode, ComputeRate, Spec};
 pub(super) struct TimedStep {
     /// Seconds of the tiles of each rank.
     pub(super) compute: Vec<f64>,
-    /// Messages that move while the tiles are computed.
+    /// Messages that move while the tiles are computed, or earlier.
     pub(super) transfers: Vec<Transfer>,
-    /// True for a rank whose message of this step arrives in parts, under the tiles of the next.
-    pub(super) in_parts: Vec<bool>,
-    /// Number of times that the step is executed: 1, but for a mean step.
+    /// Number of times that the step is executed: 1, but for a mean step, all of whose messages
+    /// begin and end in it.
     pub(super) repeats: usize,
+    /// True if ranks wait for all messages before the next step: the last step of a ring.
+    pub(super) ends_ring: bool,
 }
 
 /// Matrix products of a pass over the tiles of a pair of ranks.
@@ -28,12 +29,7 @@ pub(super) const QUERY_PASS_PRODUCTS: f64 = 4.0;
 impl TimedStep {
     /// Creates a step without tiles and messages.
     pub(super) fn idle(ranks: usize) -> Self {
-        Self {
-            compute: vec![0.0; ranks],
-            transfers: Vec::new(),
-            in_parts: vec![false; ranks],
-            repeats: 1,
-        }
+        Self { compute: vec![0.0; ranks], transfers: Vec::new(), repeats: 1, ends_ring: false }
     }
 }
 

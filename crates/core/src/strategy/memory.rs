@@ -1,7 +1,7 @@
 //! Memory of a rank under a strategy: message buffers, and tensors of the heads of a member.
 
 use super::{ExchangeFields, GroupLayout, HeadGrid, exchange::backward_mode};
-use crate::{BackwardMode, Dims, Layout, RowLayout, Side, Spec};
+use crate::{BackwardMode, Dims, GRADIENT_BUFFERS, Layout, RowLayout, Side, Spec};
 
 /// Buffers of blocks in a ring, besides those of the receives that are posted: the own block, the
 /// current one on a direct route, and the parts of the last one.
@@ -9,10 +9,6 @@ const RING_BLOCKS: u128 = 3;
 /// Buffers of gradients in a one-pass backward, besides a partial sum and final gradients for each
 /// step that receives are posted ahead: two partial sums, the tail of the own block and the sum.
 const RING_GRADIENTS: u128 = 4;
-/// Most ring steps by which final gradients of a one-pass backward may come late. In the
-/// simulation of `benches/record/2026-11-24-ring-jitter.md` a fourth buffer gains little, and each
-/// has the rows of a block.
-pub const GRADIENT_STEPS: usize = 3;
 /// Message buffers of an exchange: two to send and two to receive.
 const EXCHANGE_BUFFERS: u128 = 4;
 
@@ -103,7 +99,7 @@ fn ring_bytes(
         (false, _) => 0,
         (true, true) if groups > 1 => gradient + blocks * bytes(q, query_row),
         (true, false) if groups > 1 => {
-            (RING_GRADIENTS + 2 * ahead.min(GRADIENT_STEPS as u128)) * gradient
+            (RING_GRADIENTS + 2 * ahead.min(GRADIENT_BUFFERS as u128)) * gradient
         }
         (true, _) => gradient,
     };

@@ -44,7 +44,6 @@ pub use exchange::{ExchangeFields, HeadAxis, HeadField};
 pub use group_layout::{GroupLayout, RowSegment};
 pub use head_grid::HeadGrid;
 pub use head_shard::HeadShard;
-pub use memory::GRADIENT_STEPS;
 pub(crate) use traffic::PassTraffic;
 pub use traffic::{RingRows, StrategyTraffic, TrafficOptions};
 

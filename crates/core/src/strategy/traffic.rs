@@ -93,6 +93,11 @@ pub struct TrafficOptions<'a> {
 }
 
 impl TrafficOptions<'_> {
+    /// Returns the ring steps by which a strategy posts receives of blocks ahead.
+    fn receive_ahead_of(&self, strategy: Strategy) -> usize {
+        strategy.receive_ahead().map_or(self.receive_ahead, NonZeroUsize::get)
+    }
+
     /// Returns the shards of a ring over `groups` ranks with this layout.
     ///
     /// # Errors
@@ -242,8 +247,8 @@ impl StrategyTraffic {
         options: &TrafficOptions<'_>,
         layout: GroupLayout,
     ) -> Self {
-        let TrafficOptions { backward, receive_ahead, .. } = *options;
-        let receive_ahead = strategy.receive_ahead().map_or(receive_ahead, NonZeroUsize::get);
+        let backward = options.backward;
+        let receive_ahead = options.receive_ahead_of(strategy);
         let memory_max_rank = memory::most_bytes(spec, &grid, &layout, receive_ahead, backward);
         let (forward, backward) = (Vec::new(), Vec::new());
         let ring_rows = RingRows::default();
@@ -301,6 +306,11 @@ impl StrategyTraffic {
             .into_iter()
             .map(|grid| Self::of(spec, grid, options, tick))
             .collect()
+    }
+
+    /// Returns the ring steps by which receives of blocks are posted ahead.
+    pub(crate) fn receive_ahead(&self, options: &TrafficOptions<'_>) -> usize {
+        options.receive_ahead_of(self.strategy)
     }
 
     /// Returns the bytes that all ranks send in all passes.

@@ -69,9 +69,9 @@ pub(super) fn draw(spec: &Spec, rings: &Rings, frame: &Frame) -> String {
 fn facts(svg: &mut Svg, Point { x, y }: Point, spec: &Spec, frame: &Frame) {
     svg.heading(at(x, y + 14.0), 15.0, "Predicted");
     let dims = spec.dims;
-    let lines = [
-        ("forward", frame.forward.in_words()),
-        ("backward", frame.backward.in_words()),
+    let backward = frame.backward.map(|backward| ("backward", backward.in_words()));
+    let lines = [Some(("forward", frame.forward.in_words())), backward].into_iter().flatten();
+    let lines = lines.chain([
         (
             "work",
             format!("{} visible pairs, all heads and batch rows", count(frame.pairs_total as f64)),
@@ -87,11 +87,11 @@ fn facts(svg: &mut Svg, Point { x, y }: Point, spec: &Spec, frame: &Frame) {
                 spec.dtype.name()
             ),
         ),
-    ];
-    for (line, (name, words)) in lines.iter().enumerate() {
+    ]);
+    for (line, (name, words)) in lines.enumerate() {
         let y = y + 36.0 + 19.0 * line as f64;
         svg.text(at(x, y), 12.0, Anchor::Start, "#555", name);
-        svg.text(at(x + 72.0, y), 12.0, Anchor::Start, "#111", words);
+        svg.text(at(x + 72.0, y), 12.0, Anchor::Start, "#111", &words);
     }
 }
 

@@ -4,7 +4,7 @@ use super::*;
 use crate::{
     RingShards, WorkMatrix,
     machine::{
-        choice::Search, prediction::execute, ring_steps::RingSteps, steps::GridPlan,
+        choice::Search, execution::execute, ring_steps::RingSteps, steps::GridPlan,
         timed_step::TimedStep,
     },
     strategy::Bounds,

@@ -61,7 +61,7 @@ fn results_cross_nodes_over_their_shared_network() {
     let all = (0..5).flat_map(|from| (0..5).map(move |to| (from, to)));
     let transfers: Vec<Transfer> = all
         .filter(|(from, to)| from != to)
-        .map(|(from, to)| Transfer { from, to, bytes: result })
+        .map(|(from, to)| Transfer::in_step(from, to, result))
         .collect();
     let seconds = network.seconds(&transfers).into_iter().map(|[latency, bytes]| latency + bytes);
     is_near(network.all_gather_seconds(result), seconds.fold(0.0, f64::max));
