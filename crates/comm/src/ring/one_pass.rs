@@ -91,17 +91,13 @@ impl<'a, S: Space, P: BackwardPass<S>> OnePass<'a, S, P> {
     fn wait_until<T>(
         &mut self,
         blocks: &mut Blocks<'_, S>,
-        mut result: impl FnMut(
-            &mut InFlight<'_, S>,
-            &mut Sums<'_, S>,
-            &mut Blocks<'_, S>,
-        ) -> Result<Option<T>>,
+        mut result: impl FnMut(&mut InFlight<'_, S>, &mut Sums<'_, S>) -> Result<Option<T>>,
     ) -> Result<T> {
         let Self { pass, in_flight, sums, final_gradients, local_dkv, .. } = self;
         in_flight.wait_until(|in_flight| {
             blocks.advance(in_flight)?;
             final_gradients.advance(pass, local_dkv, in_flight)?;
-            result(in_flight, sums, blocks)
+            result(in_flight, sums)
         })
     }
 
@@ -142,7 +138,7 @@ impl<'a, S: Space, P: BackwardPass<S>> OnePass<'a, S, P> {
         let Some((buffer, ready)) = blocks.current() else { return Ok(None) };
         let (place, mut sum) = match self.sums.next()? {
             Some(free) => free,
-            None => self.wait_until(blocks, |_, sums, _| sums.next())?,
+            None => self.wait_until(blocks, |_, sums| sums.next())?,
         };
         let rows = self.rows.expand(&self.plan.shards.kv[step.owner], &step.rows)?;
         let block = Block { buffer: &buffer, ready: &ready, rows };
@@ -166,7 +162,7 @@ impl<'a, S: Space, P: BackwardPass<S>> OnePass<'a, S, P> {
         self.in_flight.check()?;
         if let Some(message) = self.partial_sum.take() {
             let Some(Sum { dkv: (dkv, ready), .. }) = sum else { return Err(unexpected(&message)) };
-            let arrived = self.wait_until(blocks, |in_flight, _, _| in_flight.take(&message))?;
+            let arrived = self.wait_until(blocks, |in_flight, _| in_flight.take(&message))?;
             let Arrived { buffer, ready: came } = arrived;
             *ready = self.pass.reduce(dkv, &buffer, &came, &step.partial_sum, Reduction::Add)?;
             self.arriving.put(0, buffer);
