@@ -157,14 +157,14 @@ impl ForwardPass<Host> for Forward<'_> {
         Ok(())
     }
 
-    fn finish(self, outputs: &mut Outputs<'_, Host>) -> Result<()> {
+    fn finish(self, outputs: &mut Outputs<'_, Host>, tick: Tick<'_>) -> Result<()> {
         if self.written {
             return Ok(());
         }
         let inputs = &self.inputs;
         let results = self.workspace.results_dtype();
         by_dtype!(results, self.workspace, |team, state: State<E>| forward::finish::finish::<E>(
-            team, state, inputs, outputs
+            team, state, inputs, outputs, tick
         ))
     }
 }
@@ -238,17 +238,22 @@ impl BackwardPass<Host> for Backward<'_> {
         })
     }
 
-    fn leaf_sums(&mut self, dkv: &HostBuffer, sums: &mut LeafSums) -> Result<()> {
+    fn leaf_sums(&mut self, dkv: &HostBuffer, sums: &mut LeafSums, tick: Tick<'_>) -> Result<()> {
         let inputs = &self.inputs.forward;
-        by_dtype!(self.workspace, |_team, state: State<E>| {
-            backward::leaf_sums::leaf_sums::<E>(state, inputs, dkv, sums)
+        by_dtype!(self.workspace, |team, state: State<E>| {
+            backward::leaf_sums::leaf_sums::<E>(team, state, inputs, dkv, sums, tick)
         })
     }
 
-    fn finish(self, dkv: &HostBuffer, gradients: &mut Gradients<'_, Host>) -> Result<()> {
+    fn finish(
+        self,
+        dkv: &HostBuffer,
+        gradients: &mut Gradients<'_, Host>,
+        tick: Tick<'_>,
+    ) -> Result<()> {
         let inputs = &self.inputs.forward;
         by_dtype!(self.workspace, |team, state: State<E>| backward::finish::finish::<E>(
-            team, state, inputs, dkv, gradients
+            team, state, inputs, dkv, gradients, tick
         ))
     }
 }

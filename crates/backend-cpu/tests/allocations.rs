@@ -138,7 +138,7 @@ fn pass(workspace: &mut Workspace, t: &mut Tensors) -> usize {
         ties: None,
     };
     forward.attend_last(&block, outputs, &mut tick).unwrap();
-    forward.finish(outputs).unwrap();
+    forward.finish(outputs, &mut tick).unwrap();
     let inputs = BackwardInputs {
         forward: inputs,
         out: HostView::F32(out.view()),
@@ -157,7 +157,7 @@ fn pass(workspace: &mut Workspace, t: &mut Tensors) -> usize {
         dbias: t.shard.spec.bias.map(|_| HostViewMut::F32(dbias.view_mut())),
         dsinks: Some(HostViewMut::F32(dsinks.view_mut())),
     };
-    backward.finish(&t.sums, &mut gradients).unwrap();
+    backward.finish(&t.sums, &mut gradients, &mut tick).unwrap();
     BYTES.load(Ordering::Relaxed) - before
 }
 

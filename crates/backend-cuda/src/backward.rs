@@ -224,7 +224,15 @@ impl BackwardPass<CudaSpace> for CudaBackward<'_> {
     }
 
     /// Rounds and writes the gradients; a partial dQ is not rounded.
-    fn finish(self, dkv: &CudaBuffer, gradients: &mut Gradients<'_, CudaSpace>) -> Result<()> {
+    fn finish(
+        self,
+        dkv: &CudaBuffer,
+        gradients: &mut Gradients<'_, CudaSpace>,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        if tick().is_break() {
+            return Ok(());
+        }
         let Self { context, state, inputs, .. } = self;
         let kernels = &context.kernels;
         let spec = context.spec();

@@ -140,9 +140,9 @@ impl ForwardPass<CudaSpace> for CudaForward<'_> {
         self.attend_block(kv, is_plain.then_some(&*outputs), tick)
     }
 
-    fn finish(self, outputs: &mut Outputs<'_, CudaSpace>) -> Result<()> {
+    fn finish(self, outputs: &mut Outputs<'_, CudaSpace>, tick: Tick<'_>) -> Result<()> {
         let Self { context, state, inputs, is_empty, written, .. } = self;
-        if written {
+        if written || tick().is_break() {
             return Ok(());
         }
         if is_empty {

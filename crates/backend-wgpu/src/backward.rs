@@ -63,8 +63,13 @@ impl BackwardPass<WgpuSpace> for WgpuBackward<'_> {
         reduce_gradients(self.0.kernels, into, from, pairs, reduction)
     }
 
-    fn finish(self, dkv: &GpuBuffer, gradients: &mut Gradients<'_, WgpuSpace>) -> Result<()> {
-        write_gradients(self.0, dkv, gradients)
+    fn finish(
+        self,
+        dkv: &GpuBuffer,
+        gradients: &mut Gradients<'_, WgpuSpace>,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        write_gradients(self.0, dkv, gradients, tick)
     }
 }
 

@@ -3,13 +3,13 @@
 
 use std::ops::ControlFlow;
 
-use annulus_core::{Gradients, Outputs, RankShard, Result, Spec};
+use annulus_core::{Gradients, Outputs, Result, Spec, Tick};
 
 use crate::{
     copy::{Copy, Layout, LinearCopy, Side, bind_whole, launch_linear, rounding},
     device::Gpu,
     kernels::{BiasAxes, CopyMode, Storage, Variant, params::RowParams},
-    launch::{Arena, BoundResource, Commands},
+    launch::{BoundResource, Commands},
     memory::{GpuBuffer, Tensor, WgpuSpace, check_tensors},
     pass_context::{
         BackwardContext, BackwardState, ForwardContext, ForwardState, RankKernels, bias_axes,
@@ -18,10 +18,11 @@ use crate::{
     sink_parts::{MAX_STEPS, STEP_FLOPS, SinkParts, rows_of_part},
 };
 
-/// Writes out and statistics.
+/// Writes out and statistics. Ticks between the parts of the kernel of sinks.
 pub(crate) fn write_outputs(
     pass: ForwardContext<'_>,
     outputs: &mut Outputs<'_, WgpuSpace>,
+    tick: Tick<'_>,
 ) -> Result<()> {
     let ForwardContext { kernels, state, inputs } = pass;
     let RankKernels { gpu, shard, tile, arena, .. } = kernels;
@@ -73,7 +74,9 @@ pub(crate) fn write_outputs(
         })?;
         // the last part is submitted with the copy of the outputs
         if !part.is_last {
-            submit_part(gpu, commands, variant, part.work)?;
+            if submit_part(gpu, commands, (variant, part.work), tick)?.is_break() {
+                return Ok(());
+            }
             commands = Commands::new(gpu, arena);
         }
     }
@@ -94,13 +97,21 @@ pub(crate) fn write_outputs(
     commands.submit().map(drop)
 }
 
-/// Submits a part of a kernel of sinks, once the queue has room for it.
-fn submit_part(gpu: &Gpu, commands: Commands<'_>, variant: Variant, work: u64) -> Result<()> {
-    let _continues = gpu.wait_for_room(&mut || ControlFlow::Continue(()))?;
+/// Submits a part of a kernel of sinks, and its work, once the queue has room for it. Returns
+/// `Break` if the tick did.
+fn submit_part(
+    gpu: &Gpu,
+    commands: Commands<'_>,
+    (variant, work): (Variant, u64),
+    tick: Tick<'_>,
+) -> Result<ControlFlow<()>> {
+    if tick().is_break() || gpu.wait_for_room(tick)?.is_break() {
+        return Ok(ControlFlow::Break(()));
+    }
     if let Some(receipt) = commands.submit()? {
         gpu.submissions().add_part(receipt, variant, work);
     }
-    Ok(())
+    Ok(ControlFlow::Continue(()))
 }
 
 /// Returns the type of out and dQ: partial results are not rounded.
@@ -108,11 +119,12 @@ const fn results_storage(spec: &Spec, of_inputs: Storage) -> Storage {
     if spec.partial { Storage::F32 } else { of_inputs }
 }
 
-/// Rounds and writes the gradients.
+/// Rounds and writes the gradients. Ticks between the parts of dsinks.
 pub(crate) fn write_gradients(
     pass: BackwardContext<'_>,
     dkv: &GpuBuffer,
     into: &Gradients<'_, WgpuSpace>,
+    tick: Tick<'_>,
 ) -> Result<()> {
     let BackwardContext { kernels, state, inputs } = pass;
     let RankKernels { gpu, shard, tile, arena, .. } = kernels;
@@ -171,7 +183,7 @@ pub(crate) fn write_gradients(
     }
     commands.submit()?;
     if let (Some(sinks), Some(dsinks)) = (inputs.forward.sinks, &into.dsinks) {
-        write_dsinks(gpu, arena, shard, statistics, [sinks, dsinks])?;
+        write_dsinks(kernels, statistics, [sinks, dsinks], tick)?;
     }
     Ok(())
 }
@@ -215,12 +227,12 @@ fn write_dbias(
 /// Computes dsinks from the row statistics, in submissions of bounded work. Ranges of rows, and of
 /// heads above [`MAX_STEPS`], are constants, because they determine the order of sums.
 fn write_dsinks(
-    gpu: &Gpu,
-    arena: &mut Arena,
-    shard: &RankShard,
+    kernels: &mut RankKernels,
     statistics: &GpuBuffer,
     [sinks, dsinks]: [&Tensor; 2],
+    tick: Tick<'_>,
 ) -> Result<()> {
+    let RankKernels { gpu, shard, arena, .. } = kernels;
     let spec = &shard.spec;
     let Some(shape) = spec.sinks else { return Ok(()) };
     let dims = &spec.dims;
@@ -255,7 +267,9 @@ fn write_dsinks(
             };
             let groups = part.groups.len() as u64;
             commands.launch(Variant::Sinks, groups, bindings.into(), params)?;
-            submit_part(gpu, commands, Variant::Sinks, part.work)?;
+            if submit_part(gpu, commands, (Variant::Sinks, part.work), tick)?.is_break() {
+                return Ok(());
+            }
         }
     }
     Ok(())

@@ -85,7 +85,7 @@ impl ForwardPass<WgpuSpace> for WgpuForward<'_> {
         self.attend(kv, tick)
     }
 
-    fn finish(self, outputs: &mut Outputs<'_, WgpuSpace>) -> Result<()> {
-        write_outputs(self.0, outputs)
+    fn finish(self, outputs: &mut Outputs<'_, WgpuSpace>, tick: Tick<'_>) -> Result<()> {
+        write_outputs(self.0, outputs, tick)
     }
 }

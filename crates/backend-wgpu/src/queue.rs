@@ -153,10 +153,10 @@ pub(crate) mod tests {
         let inputs = Inputs { q: &q, k: &k, v: &v, bias: None, sinks };
         let mut pass = workspace.forward(inputs)?;
         let ready = pass.local_kv(&mut block, Readers::Local)?;
-        pass.attend(&Block { rows: &rows, buffer: &block, ready: &ready }, tick)?;
+        pass.attend(&Block { rows: &rows, buffer: &block, ready: &ready }, &mut *tick)?;
         let outputs =
             &mut Outputs { out: &mut out, lse: &mut lse, max: None, sum: None, ties: None };
-        pass.finish(outputs)?;
+        pass.finish(outputs, tick)?;
         Ok(lse.download::<f32>()?.into_raw_vec_and_offset().0)
     }
 
@@ -190,12 +190,43 @@ pub(crate) mod tests {
             return;
         };
         let sinks = 65_536;
-        let lse = forward_with_sinks(&gpu, 64, sinks, &mut || ControlFlow::Continue(())).unwrap();
+        let (mut ticks, mut ticked_at) = (0, 0);
+        let lse = forward_with_sinks(&gpu, 64, sinks, &mut || {
+            let batches = gpu.submissions().batches();
+            ticks += u64::from(ticked_at != batches);
+            ticked_at = batches;
+            ControlFlow::Continue(())
+        })
+        .unwrap();
         assert!(lse.iter().all(|lse| (lse - (64.0 + sinks as f32).ln()).abs() < 1e-5));
         // 64 rows of 2 heads, an exponential of 32 FLOPs for each sink, read twice
         let work = 64 * 2 * 2 * 32 * sinks as u64;
+        let parts = work / most;
         let batches = u64::from(gpu.submissions().batches());
-        assert!(batches >= work / most, "{batches}");
+        assert!(batches >= parts, "{batches}");
+        assert!(ticks >= parts, "{ticks} ticks after different submissions");
+    }
+
+    #[test]
+    fn a_tick_that_breaks_ends_the_epilogue_between_parts() {
+        let options = Options { most_part_flops: Some(1 << 24), ..Options::default() };
+        let Some(gpu) = gpu(&options) else { return };
+        let batches = |breaks_after: u32| {
+            let before = gpu.submissions().batches();
+            let submitted = || gpu.submissions().batches() - before;
+            forward_with_sinks(&gpu, 64, 65_536, &mut || {
+                if submitted() < breaks_after {
+                    ControlFlow::Continue(())
+                } else {
+                    ControlFlow::Break(())
+                }
+            })
+            .unwrap();
+            submitted()
+        };
+        let whole = batches(u32::MAX);
+        let ended = batches(whole / 2);
+        assert!(ended < whole / 2 + 2, "{ended} of {whole} submissions");
     }
 
     #[test]
@@ -209,7 +240,8 @@ pub(crate) mod tests {
             if ticks < 9 { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
         })
         .unwrap();
-        assert_eq!(ticks, 9);
+        // the tick that breaks, and the first one of the epilogue
+        assert_eq!(ticks, 10);
     }
 
     #[test]

@@ -198,13 +198,14 @@ fn forward(
     let ready = pass.local_kv(&mut block, Readers::Local)?;
     let kv = Block { buffer: &block, ready: &ready, rows: &shard.keys };
     pass.attend(&kv, &mut keep_going)?;
-    pass.finish(&mut Outputs {
+    let outputs = &mut Outputs {
         out: HostViewMut::F32(results.out.view_mut()),
         lse: HostViewMut::F32(results.lse.view_mut()),
         max: None,
         sum: None,
         ties: None,
-    })
+    };
+    pass.finish(outputs, &mut keep_going)
 }
 
 /// The ring's calls on one rank, in either mode; `reduce` copies and then adds nothing.
@@ -250,6 +251,7 @@ fn backward(
             dbias: Some(HostViewMut::F32(results.dbias.view_mut())),
             dsinks: Some(HostViewMut::F32(results.dsinks.view_mut())),
         },
+        &mut keep_going,
     )
 }
 

@@ -108,8 +108,8 @@ impl<P: ForwardPass<Host>, C: TileCalls> ForwardPass<Host> for WrappedPass<P, C>
         calls.run(kv, FORWARD, tick, |tick| inner.attend_last(kv, outputs, tick))
     }
 
-    fn finish(self, outputs: &mut Outputs<'_, Host>) -> Result<()> {
-        self.inner.finish(outputs)
+    fn finish(self, outputs: &mut Outputs<'_, Host>, tick: Tick<'_>) -> Result<()> {
+        self.inner.finish(outputs, tick)
     }
 }
 
@@ -154,7 +154,12 @@ impl<P: BackwardPass<Host>, C: TileCalls> BackwardPass<Host> for WrappedPass<P, 
         self.inner.reduce(into, from, ready, pairs, reduction)
     }
 
-    fn finish(self, dkv: &HostBuffer, gradients: &mut Gradients<'_, Host>) -> Result<()> {
-        self.inner.finish(dkv, gradients)
+    fn finish(
+        self,
+        dkv: &HostBuffer,
+        gradients: &mut Gradients<'_, Host>,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        self.inner.finish(dkv, gradients, tick)
     }
 }

@@ -22,8 +22,8 @@ use crate::{
     Result, Space, Spec,
 };
 
-/// Called between tiles on the thread that called the backend, so that a transport without a
-/// progress thread moves data. [`ControlFlow::Break`] (a peer has failed) stops the kernel as soon
+/// Called between tiles, and between parts of the epilogue of a pass, on the thread that called the
+/// backend, so that a transport without a progress thread moves data. [`ControlFlow::Break`] (a peer has failed) stops the kernel as soon
 /// as possible; its results are then never read.
 pub type Tick<'a> = &'a mut dyn FnMut() -> ControlFlow<()>;
 
@@ -263,11 +263,12 @@ pub trait ForwardPass<S: Space> {
         tick: Tick<'_>,
     ) -> Result<()>;
 
-    /// Merges the sinks, once, and writes the outputs.
+    /// Merges the sinks, once, and writes the outputs. The work is O(rows · (dim + sinks)), during
+    /// which the other ranks wait for the end of the call, so it ticks like the tiles.
     ///
     /// # Errors
     /// [`crate::Error::Device`].
-    fn finish(self, outputs: &mut Outputs<'_, S>) -> Result<()>;
+    fn finish(self, outputs: &mut Outputs<'_, S>, tick: Tick<'_>) -> Result<()>;
 }
 
 /// A backward pass. In one pass, dK and dV of a KV block are computed with dQ and travel with the
@@ -335,16 +336,22 @@ pub trait BackwardPass<S: Space> {
     ///
     /// # Errors
     /// [`crate::Error::Internal`] by default; [`crate::Error::Device`].
-    fn leaf_sums(&mut self, dkv: &S::Buffer, sums: &mut LeafSums) -> Result<()> {
-        let _ = (dkv, sums);
+    fn leaf_sums(&mut self, dkv: &S::Buffer, sums: &mut LeafSums, tick: Tick<'_>) -> Result<()> {
+        let _ = (dkv, sums, tick);
         Err(crate::Error::internal("sums over leaves of a backend without leaves"))
     }
 
     /// Writes the gradients: dk and dv from `dkv` (records of [`Spec::gradient_row_layout`] of all
     /// local keys), dq, and this rank's parts of dbias and dsinks. In the reproducible order the
-    /// ring writes what [`BackwardPass::leaf_sums`] returned the terms of.
+    /// ring writes what [`BackwardPass::leaf_sums`] returned the terms of. Ticks as
+    /// [`ForwardPass::finish`].
     ///
     /// # Errors
     /// [`crate::Error::Device`].
-    fn finish(self, dkv: &S::Buffer, gradients: &mut Gradients<'_, S>) -> Result<()>;
+    fn finish(
+        self,
+        dkv: &S::Buffer,
+        gradients: &mut Gradients<'_, S>,
+        tick: Tick<'_>,
+    ) -> Result<()>;
 }

@@ -230,7 +230,10 @@ impl ForwardPass<MockSpace> for MockForward<'_> {
         self.attend(kv, tick)
     }
 
-    fn finish(self, outputs: &mut Outputs<'_, MockSpace>) -> Result<()> {
+    fn finish(self, outputs: &mut Outputs<'_, MockSpace>, tick: Tick<'_>) -> Result<()> {
+        if tick().is_break() {
+            return Ok(());
+        }
         let out = outputs.out.tag;
         let lse = outputs.lse.tag;
         let [max, sum, ties] = [&outputs.max, &outputs.sum, &outputs.ties]
@@ -399,7 +402,15 @@ impl BackwardPass<MockSpace> for MockBackward<'_> {
         })
     }
 
-    fn finish(self, dkv: &DeviceBuffer, gradients: &mut Gradients<'_, MockSpace>) -> Result<()> {
+    fn finish(
+        self,
+        dkv: &DeviceBuffer,
+        gradients: &mut Gradients<'_, MockSpace>,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        if tick().is_break() {
+            return Ok(());
+        }
         let [dq, dk, dv] = [&gradients.dq, &gradients.dk, &gradients.dv].map(|view| view.tag);
         let [dbias, dsinks] =
             [&gradients.dbias, &gradients.dsinks].map(|view| view.as_ref().map(|view| view.tag));

@@ -5,11 +5,11 @@
 //! dbias from its sums (`leaf_sums.rs`)      dsinks from the statistics of the rows (`sinks.rs`)
 //! ```
 
-use annulus_core::{Element, Gradients, Host, HostBuffer, Inputs, Result};
+use annulus_core::{Element, Gradients, Host, HostBuffer, Inputs, Result, Tick};
 use ndarray::{ArrayView1, ArrayViewMut1, ArrayViewMut4, Axis};
 
 use crate::{
-    backward::{leaf_sums::write_dbias, sinks::sink_gradients},
+    backward::{leaf_sums::write_dbias, sinks::SinkGradients},
     simd::{
         dispatch::{ArrayKernel, IsaToken, Real},
         float::Float,
@@ -35,18 +35,19 @@ pub(crate) fn finish<E: Input<Accumulator: Summed + Input<Accumulator = Acc<E>>>
     inputs: &Inputs<'_, Host>,
     final_grad: &HostBuffer,
     gradients: &mut Gradients<'_, Host>,
+    tick: Tick<'_>,
 ) -> Result<()> {
     let (mut dk, mut dv) =
         (array_mut::<E>("dk", &mut gradients.dk)?, array_mut::<E>("dv", &mut gradients.dv)?);
-    finish_leaves(team, state);
+    finish_leaves(team, state, &mut *tick);
     let reproducible = state.shard.leaves.is_some();
     let mut scratch = std::mem::take(&mut state.scratch);
     if state.shard.spec.partial {
         let mut dq = array_mut::<Acc<E>>("dq", &mut gradients.dq)?;
-        write_dq(team, state, &mut scratch, &mut dq);
+        write_dq(team, state, &mut scratch, &mut dq, &mut *tick);
     } else {
         let mut dq = array_mut::<E>("dq", &mut gradients.dq)?;
-        write_dq(team, state, &mut scratch, &mut dq);
+        write_dq(team, state, &mut scratch, &mut dq, &mut *tick);
     }
     let record = state.shard.spec.gradient_row_layout();
     let rows = state.shard.keys.len();
@@ -54,7 +55,7 @@ pub(crate) fn finish<E: Input<Accumulator: Summed + Input<Accumulator = Acc<E>>>
     for (field, tensor) in [(0, &mut dk), (1, &mut dv)] {
         let source = Source::<Acc<E>>::records(final_grad.bytes(), rows, &record, field)?;
         let chunks = tensor.axis_chunks_iter_mut(Axis(1), TILE).enumerate();
-        team.run(&mut scratch, chunks, None, |_, (index, mut chunk), _| {
+        team.run(&mut scratch, chunks, Some(&mut *tick), |_, (index, mut chunk), _| {
             for (batch, mut chunk) in chunk.outer_iter_mut().enumerate() {
                 for (row, mut chunk) in chunk.outer_iter_mut().enumerate() {
                     let factor = <Acc<E> as Float>::ONE;
@@ -71,33 +72,37 @@ pub(crate) fn finish<E: Input<Accumulator: Summed + Input<Accumulator = Acc<E>>>
             }
         });
     }
-    state.scratch = scratch;
-    if let (Some(gradient), Some(dbias)) = (&state.bias_gradient, gradients.dbias.as_mut()) {
-        write_dbias(state, gradient, final_grad, array_mut("dbias", dbias)?)?;
-    }
     // the ring sums those of leaves
     if let (Some(sinks), Some(dsinks), false) =
         (inputs.sinks, gradients.dsinks.as_mut(), reproducible)
     {
-        let State { shard, statistics, .. } = state;
+        let State { shard, statistics, .. } = &*state;
         let sinks = array("softmax_aux", sinks)?;
+        let heads = shard.spec.dims.q_heads;
         let rows = 0..statistics.rows;
-        let sums = sink_gradients(statistics, shard.spec.dims.q_heads, sinks, rows);
+        let gradients = SinkGradients { statistics, heads, sinks, rows };
         let mut dsinks = array_mut::<Acc<E>>("dsinks", dsinks)?;
-        dsinks.iter_mut().zip(sums).for_each(|(into, sum)| *into = Acc::<E>::from_f64(sum));
+        let items = dsinks.iter_mut().enumerate();
+        team.run(&mut scratch, items, Some(tick), |_, (index, into), ticker| {
+            *into = Acc::<E>::from_f64(gradients.of(index, ticker));
+        });
+    }
+    state.scratch = scratch;
+    if let (Some(gradient), Some(dbias)) = (&state.bias_gradient, gradients.dbias.as_mut()) {
+        write_dbias(state, gradient, final_grad, array_mut("dbias", dbias)?)?;
     }
     Ok(())
 }
 
 /// Closes the last leaf of keys, so that the root of the tree is dq of every query, and gives zeros
 /// and NaN of dbias the same bits. Does nothing if the order is not reproducible.
-fn finish_leaves<A: Real>(team: &Team, state: &mut State<A>) {
+fn finish_leaves<A: Real>(team: &Team, state: &mut State<A>, tick: Tick<'_>) {
     let State { shard, blocks, scratch, arrivals, bias_gradient, .. } = state;
     let Some(plan) = &shard.leaves else { return };
     if let Some(partials) = bias_gradient.as_mut().and_then(|gradient| gradient.partials()) {
         partials.for_each(BiasPartial::unify);
     }
-    team.run(scratch, blocks.iter_mut(), None, |_, block, _| {
+    team.run(scratch, blocks.iter_mut(), Some(tick), |_, block, _| {
         if let Some(step) = arrivals.open() {
             block.close_dq_leaf(&plan.keys, step);
         }
@@ -144,12 +149,13 @@ fn write_dq<E: Input<Accumulator: Summed>>(
     state: &State<Acc<E>>,
     scratch: &mut [Scratch<Acc<E>>],
     dq: &mut ArrayViewMut4<'_, E>,
+    tick: Tick<'_>,
 ) {
     let geometry = &state.geometry;
     let head_rows = geometry.head_rows();
     let scale = Acc::<E>::from_f64(state.shard.spec.scale);
     let chunks = dq.axis_chunks_iter_mut(Axis(1), state.q_rows).enumerate();
-    team.run(scratch, chunks, None, |_, (index, mut dq), _| {
+    team.run(scratch, chunks, Some(tick), |_, (index, mut dq), _| {
         for block in state.blocks_of_rows(index) {
             for (index_in_group, head) in geometry.heads(block.kv_head).enumerate() {
                 let mut dq = dq.index_axis_mut(Axis(0), block.batch);

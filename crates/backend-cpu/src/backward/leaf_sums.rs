@@ -10,12 +10,13 @@
 
 use std::ops::Range;
 
-use annulus_core::{Element, Host, HostBuffer, Inputs, LeafSums, Result, Rows, Spec, memory};
+use annulus_core::{Element, Host, HostBuffer, Inputs, LeafSums, Result, Rows, Spec, Tick, memory};
 use ndarray::ArrayViewMut4;
 
 use crate::{
-    backward::sinks::sink_gradients,
+    backward::sinks::SinkGradients,
     simd::dispatch::Real,
+    threads::team::Team,
     tile::input::{Acc, Input, Source, array},
     workspace::{
         bias_gradient::BiasGradient,
@@ -37,16 +38,20 @@ fn each_leaf(
     Ok(())
 }
 
-/// Computes the terms of dsinks, and of dbias with one row and one column, of each leaf.
+/// Computes the terms of dsinks, and of dbias with one row and one column, of each leaf. Ticks
+/// between sinks.
 pub(crate) fn leaf_sums<E: Input<Accumulator: Summed>>(
-    state: &State<Acc<E>>,
+    team: &Team,
+    state: &mut State<Acc<E>>,
     inputs: &Inputs<'_, Host>,
     final_grad: &HostBuffer,
     into: &mut LeafSums,
+    tick: Tick<'_>,
 ) -> Result<()> {
     const WHAT: &str = "the sums of leaves";
-    let State { shard, statistics, bias_gradient, .. } = state;
-    let spec = &*shard.spec;
+    let State { shard, statistics, scratch, .. } = &mut *state;
+    let statistics = &*statistics;
+    let spec = &shard.spec;
     let LeafSums { sinks: of_sinks, bias: of_bias } = into;
     of_sinks.clear();
     of_bias.clear();
@@ -55,14 +60,22 @@ pub(crate) fn leaf_sums<E: Input<Accumulator: Summed>>(
         let sinks = array::<Acc<E>>("softmax_aux", sinks)?;
         each_leaf(&shard.queries, leaf_rows, |rows| {
             memory::reserve(WHAT, of_sinks, sinks.len())?;
-            let sums = sink_gradients(statistics, spec.dims.q_heads, sinks, rows);
-            of_sinks.extend(sums);
+            let first = of_sinks.len();
+            of_sinks.resize(first + sinks.len(), 0.0);
+            let heads = spec.dims.q_heads;
+            let gradients = SinkGradients { statistics, heads, sinks, rows };
+            let sums = of_sinks[first..].iter_mut().enumerate();
+            team.run(scratch, sums, Some(&mut *tick), |_, (index, sum), ticker| {
+                *sum = gradients.of(index, ticker);
+            });
             Ok(())
         })?;
     }
-    if let (Some(gradient), Some([batches, heads, 1, 1])) = (bias_gradient, spec.bias) {
+    if let (Some(gradient), Some([batches, heads, 1, 1])) =
+        (&state.bias_gradient, state.shard.spec.bias)
+    {
         let of_key = RecordSums::<Acc<E>>::new(state, gradient, final_grad)?;
-        each_leaf(&shard.keys, leaf_rows, |rows| {
+        each_leaf(&state.shard.keys, leaf_rows, |rows| {
             memory::reserve(WHAT, of_bias, batches * heads)?;
             let first = of_bias.len();
             of_bias.resize(first + batches * heads, 0.0);

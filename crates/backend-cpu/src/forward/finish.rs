@@ -3,7 +3,7 @@
 //! Runs after the last block of the pass, unless the tasks of that block have written the outputs
 //! ([`crate::forward::tiles`]).
 
-use annulus_core::{Host, Inputs, Outputs, Result};
+use annulus_core::{Host, Inputs, Outputs, Result, Tick};
 
 use crate::{
     forward::{
@@ -15,14 +15,16 @@ use crate::{
     workspace::state::{State, Summed},
 };
 
-/// Adds the sinks and writes the outputs. The workspace is unchanged.
+/// Adds the sinks and writes the outputs. The workspace is unchanged. Ticks between ranges of rows,
+/// and with sinks, of which there may be many, between strips.
 pub(crate) fn finish<E: Input<Accumulator: Summed>>(
     team: &Team,
     state: &mut State<Acc<E>>,
     inputs: &Inputs<'_, Host>,
     outputs: &mut Outputs<'_, Host>,
+    tick: Tick<'_>,
 ) -> Result<()> {
-    finish_leaves(team, state);
+    finish_leaves(team, state, &mut *tick);
     let sinks = inputs.sinks.map(|sinks| array::<Acc<E>>("softmax_aux", sinks)).transpose()?;
     let outputs = OutputRows::<E>::of(outputs)?;
     let items = outputs.parts(OutputAxis::Rows, state.q_rows).enumerate();
@@ -30,11 +32,14 @@ pub(crate) fn finish<E: Input<Accumulator: Summed>>(
     let state_read = &*state;
     let geometry = &state_read.geometry;
     let group = geometry.dims.group();
-    team.run(&mut scratch, items, None, |_, (index, mut outputs), _| {
+    team.run(&mut scratch, items, Some(tick), |_, (index, mut outputs), ticker| {
         // all heads of a range of rows before the next rows: they are adjacent in the outputs
         for strip in geometry.strips(outputs.rows()) {
             let mut blocks = state_read.blocks_of_rows(index).peekable();
             while let Some(block) = blocks.next() {
+                if sinks.is_some() && ticker.should_stop() {
+                    return;
+                }
                 for group_head in 0..group {
                     let head = geometry.heads(block.kv_head).start + group_head;
                     let sums = match blocks.peek() {

@@ -84,10 +84,10 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
 
 /// Closes the last leaf, so that the root of the tree is the result of every query. Does nothing if
 /// the order is not reproducible.
-pub(crate) fn finish_leaves<A: Real>(team: &Team, state: &mut State<A>) {
+pub(crate) fn finish_leaves<A: Real>(team: &Team, state: &mut State<A>, tick: Tick<'_>) {
     let State { shard, geometry, blocks, scratch, arrivals, .. } = state;
     let Some(plan) = &shard.leaves else { return };
-    team.run(scratch, blocks.iter_mut(), None, |_, block, _| {
+    team.run(scratch, blocks.iter_mut(), Some(tick), |_, block, _| {
         if let Some(step) = arrivals.open() {
             block.close_forward_leaf(geometry, &plan.keys, step);
         }

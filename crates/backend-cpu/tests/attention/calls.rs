@@ -4,7 +4,8 @@ use std::ops::ControlFlow;
 
 use annulus_core::{
     Backend, BackwardMode, BackwardPass, Block, DType, Dims, Element, Error, ForwardPass,
-    Gradients, Host, HostBuffer, Inputs, Layout, Outputs, Passes, Readers, Spec, Workspace,
+    Gradients, Host, HostBuffer, Inputs, Layout, Outputs, Passes, Readers, SinkShape, Spec,
+    Workspace,
 };
 use annulus_cpu::Cpu;
 use ndarray::{Array4, s};
@@ -56,7 +57,7 @@ fn finish(
         sum: None,
         ties: None,
     };
-    pass.finish(outputs)?;
+    pass.finish(outputs, &mut keep_going)?;
     Ok((out, lse))
 }
 
@@ -139,6 +140,62 @@ fn a_break_ends_the_call_early() {
     }
 }
 
+/// Finishes forward and backward passes of many sinks. Returns the ticks of each.
+fn ticks_of_finish(threads: usize, flow: ControlFlow<()>) -> [usize; 2] {
+    let mut spec = Spec::new(Dims::new(1, 300, 8, 8), DType::F32);
+    spec.sinks = Some(SinkShape { per_head: false, count: 8192 });
+    let rank: Rank<f32> =
+        Rank::new(&Case::new(spec, &mut Random(12)), &Layout::Contiguous, 0, 1).unwrap();
+    let cpu = Cpu::new(threads).unwrap();
+    let mut workspace = cpu.workspace(&rank.shard, Passes::Both).unwrap();
+    let mut ticks = [0; 2];
+    let mut out = rank.out.clone();
+    let mut lse = rank.lse.clone();
+    let outputs = &mut Outputs {
+        out: Element::view_mut(out.view_mut()),
+        lse: Element::view_mut(lse.view_mut()),
+        max: None,
+        sum: None,
+        ties: None,
+    };
+    let tick = &mut || {
+        ticks[0] += 1;
+        flow
+    };
+    workspace.forward(rank.inputs()).unwrap().finish(outputs, tick).unwrap();
+    let dkv = rank.keys_buffer(rank.shard.spec.gradient_row_layout()).unwrap();
+    let mut dq = rank.q.clone();
+    let mut dk = rank.k.clone();
+    let mut dv = rank.v.clone();
+    let mut dsinks = rank.sinks.clone().unwrap();
+    let gradients = &mut Gradients::<Host> {
+        dq: Element::view_mut(dq.view_mut()),
+        dk: Element::view_mut(dk.view_mut()),
+        dv: Element::view_mut(dv.view_mut()),
+        dbias: None,
+        dsinks: Some(Element::view_mut(dsinks.view_mut())),
+    };
+    let tick = &mut || {
+        ticks[1] += 1;
+        flow
+    };
+    let pass = workspace.backward(rank.backward_inputs(), BackwardMode::OnePass).unwrap();
+    pass.finish(&dkv, gradients, tick).unwrap();
+    ticks
+}
+
+#[test]
+fn passes_of_many_sinks_tick_while_they_finish() {
+    for threads in [1, 3] {
+        // 20 million pairs of rows, heads and sinks: 40 strips of about 1 ms in 5 ranges of rows
+        let ticks = ticks_of_finish(threads, ControlFlow::Continue(()));
+        assert!(ticks.iter().all(|&ticks| ticks >= 12), "{threads} threads: {ticks:?}");
+        // a stop: at most one tick for each of the four parts of a backward pass
+        let ticks = ticks_of_finish(threads, ControlFlow::Break(()));
+        assert!(ticks[0] <= 1 && ticks[1] <= 4, "{threads} threads: {ticks:?}");
+    }
+}
+
 #[test]
 fn a_break_ends_a_backward_pass_whose_threads_wait_for_each_other() {
     let rank = rank(Dims::new(1, 900, 1, 32));
@@ -169,7 +226,7 @@ fn a_break_ends_a_backward_pass_whose_threads_wait_for_each_other() {
                 dbias: None,
                 dsinks: None,
             };
-            pass.finish(&dkv, &mut gradients).unwrap();
+            pass.finish(&dkv, &mut gradients, &mut keep_going).unwrap();
             return (dq, dk, dv);
         }
         unreachable!("the last attempt is not stopped")

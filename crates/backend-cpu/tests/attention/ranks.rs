@@ -308,7 +308,7 @@ impl<'a, E: Element> Ring<'a, E> {
                     pass.attend(&block, &mut keep_going)?;
                 }
             }
-            pass.finish(outputs_of_rank)?;
+            pass.finish(outputs_of_rank, &mut keep_going)?;
             outputs.push((out, lse, max, sum, ties));
         }
         for (rank, outputs) in self.ranks.iter_mut().zip(outputs) {
@@ -415,7 +415,7 @@ impl Case {
                     .as_mut()
                     .map(|dsinks| -> HostViewMut<'_> { Element::view_mut(dsinks.view_mut()) }),
             };
-            pass.finish(dkv, &mut gradients)?;
+            pass.finish(dkv, &mut gradients, &mut keep_going)?;
             let q_rows = rank.shard.queries.rows();
             let kv_rows = rank.shard.keys.rows();
             scatter(&rank.out, &mut all.out, 1, q_rows);

@@ -86,7 +86,7 @@ fn run(cpu: &Cpu, rank: &Rank<f32>, passes: usize, reversed: bool) -> annulus_co
             dbias: None,
             dsinks: None,
         };
-        backward.finish(&dkv, &mut gradients)?;
+        backward.finish(&dkv, &mut gradients, &mut keep_going)?;
         let [dq, dk, dv] = &results;
         last = [&out, &lse, dq, dk, dv].map(bits);
     }
@@ -113,7 +113,7 @@ fn forward(
     };
     pass.attend(&block, &mut keep_going)?;
     pass.attend_last(&block, &mut outputs, &mut keep_going)?;
-    pass.finish(&mut outputs)
+    pass.finish(&mut outputs, &mut keep_going)
 }
 
 #[test]

@@ -199,15 +199,16 @@ impl<B: Backend<Space: HostTensors>> PageTree<B> {
         let mut pass = workspace.forward(inputs)?;
         if pages.count() > 0 {
             let ready = written.as_ref().ok_or_else(too_short)?;
-            pass.attend(&Block { buffer: records, ready, rows: keys }, tick)?;
+            pass.attend(&Block { buffer: records, ready, rows: keys }, &mut *tick)?;
         }
-        pass.finish(&mut Outputs {
+        let outputs = &mut Outputs {
             out: HostViewMut::of_bytes(values, sums, [rows, 1, 1, value_dim])?,
             max: Some(HostViewMut::of_bytes(max, sums, [rows, 1, 1, 1])?),
             lse: statistic()?,
             sum: Some(statistic()?),
             ties: Some(statistic()?),
-        })?;
+        };
+        pass.finish(outputs, tick)?;
         let values = HostView::of_bytes(values, sums, [rows, 1, 1, value_dim])?.widened()?;
         let max = HostView::of_bytes(max, sums, [rows, 1, 1, 1])?.widened()?;
         Self::write_results(messages, &values, &max, sinks, into)

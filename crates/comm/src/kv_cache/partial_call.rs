@@ -93,7 +93,9 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
             pass.attend(&block?, &mut || in_flight.tick())?;
             in_flight.check()?;
         }
-        pass.finish(&mut Outputs { out, lse, max: None, sum: None, ties: None })?;
+        let partial = &mut Outputs { out, lse, max: None, sum: None, ties: None };
+        pass.finish(partial, &mut || in_flight.tick())?;
+        in_flight.check()?;
 
         let source = (own, ());
         let receives = &mut buffers.receives;

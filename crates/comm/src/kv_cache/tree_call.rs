@@ -111,7 +111,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
             let inputs = Inputs { q: q.reborrow(), k, v, bias: None, sinks: None };
             let mut pass = workspace.forward(inputs)?;
             pass.attend(&block, &mut || in_flight.tick())?;
-            pass.finish(&mut page_results.outputs()?)?;
+            pass.finish(&mut page_results.outputs()?, &mut || in_flight.tick())?;
             in_flight.check()?;
             messages.write_page(index, &page_results.of_page()?, records)?;
         }

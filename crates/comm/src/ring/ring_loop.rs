@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 
 use annulus_core::{
     Backend, BackwardInputs, BackwardMode, BackwardPass, Error, ForwardPass, Gradients, Inputs,
-    Outputs, Readers, Result, Space, Workspace,
+    LeafSums, Outputs, Readers, Result, Space, Workspace,
 };
 
 use crate::span::span;
@@ -72,7 +72,8 @@ impl<B: Backend> Ring<B> {
             if block.is_last { pass.attend_last(kv, outputs, tick) } else { pass.attend(kv, tick) }
         })?;
 
-        pass.finish(outputs)?;
+        pass.finish(outputs, &mut || in_flight.tick())?;
+        in_flight.check()?;
         Ok(in_flight.waited())
     }
 
@@ -149,11 +150,9 @@ impl<B: Backend> Ring<B> {
         let tail = one_pass.attend_tail(*ring_index, local_kv, &mut buffers.blocks)?;
         one_pass.receive_last(tail)?;
 
-        let OnePass { mut pass, in_flight, local_dkv, .. } = one_pass;
-        if plan.has_leaf_sums() {
-            pass.leaf_sums(local_dkv, &mut buffers.leaf_sums)?;
-        }
-        pass.finish(local_dkv, gradients)?;
+        let OnePass { pass, mut in_flight, local_dkv, .. } = one_pass;
+        let leaf_sums = plan.has_leaf_sums().then_some(&mut buffers.leaf_sums);
+        finish_backward(pass, local_dkv, leaf_sums, gradients, &mut in_flight)?;
         Ok(in_flight.waited())
     }
 
@@ -203,10 +202,8 @@ impl<B: Backend> Ring<B> {
             _ => pass.attend_queries(q, local_dkv, tick),
         })?;
 
-        if plan.has_leaf_sums() {
-            pass.leaf_sums(local_dkv, &mut buffers.leaf_sums)?;
-        }
-        pass.finish(local_dkv, gradients)?;
+        let leaf_sums = plan.has_leaf_sums().then_some(&mut buffers.leaf_sums);
+        finish_backward(pass, local_dkv, leaf_sums, gradients, &mut in_flight)?;
         Ok(waited + in_flight.waited())
     }
 
@@ -235,4 +232,21 @@ impl<B: Backend> Ring<B> {
     const fn kv_readers(&self) -> Readers {
         if self.ranks == 1 { Readers::Local } else { Readers::Ring }
     }
+}
+
+/// Ends a backward pass: computes the terms of the sums over leaves, if there are any, and writes
+/// the gradients.
+fn finish_backward<S: Space, P: BackwardPass<S>>(
+    mut pass: P,
+    dkv: &S::Buffer,
+    leaf_sums: Option<&mut LeafSums>,
+    gradients: &mut Gradients<'_, S>,
+    in_flight: &mut InFlight<'_, S>,
+) -> Result<()> {
+    if let Some(sums) = leaf_sums {
+        pass.leaf_sums(dkv, sums, &mut || in_flight.tick())?;
+        in_flight.check()?;
+    }
+    pass.finish(dkv, gradients, &mut || in_flight.tick())?;
+    in_flight.check()
 }

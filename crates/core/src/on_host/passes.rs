@@ -85,20 +85,23 @@ impl<P: ForwardPass<D>, D: DeviceSpace> ForwardPass<HostViews<D>> for OnHostForw
         self.attend(kv, tick)
     }
 
-    fn finish(self, outputs: &mut Outputs<'_, HostViews<D>>) -> Result<()> {
+    fn finish(self, outputs: &mut Outputs<'_, HostViews<D>>, tick: Tick<'_>) -> Result<()> {
         let Self { pass, context, outputs: slots } = self;
         let mut out = Output::new(context, slots.out, &mut outputs.out)?;
         let mut lse = Output::new(context, slots.lse, &mut outputs.lse)?;
         let mut max = Output::optional(context, slots.max, outputs.max.as_mut())?;
         let mut sum = Output::optional(context, slots.sum, outputs.sum.as_mut())?;
         let mut ties = Output::optional(context, slots.ties, outputs.ties.as_mut())?;
-        pass.finish(&mut Outputs {
-            out: out.view(),
-            lse: lse.view(),
-            max: max.as_mut().map(Output::view),
-            sum: sum.as_mut().map(Output::view),
-            ties: ties.as_mut().map(Output::view),
-        })?;
+        pass.finish(
+            &mut Outputs {
+                out: out.view(),
+                lse: lse.view(),
+                max: max.as_mut().map(Output::view),
+                sum: sum.as_mut().map(Output::view),
+                ties: ties.as_mut().map(Output::view),
+            },
+            tick,
+        )?;
         download_all(context, [Some(out), Some(lse), max, sum, ties])
     }
 }
@@ -148,7 +151,12 @@ impl<P: BackwardPass<D>, D: DeviceSpace> BackwardPass<HostViews<D>> for OnHostBa
         self.pass.reduce(into, from, ready, pairs, reduction)
     }
 
-    fn finish(self, dkv: &D::Buffer, gradients: &mut Gradients<'_, HostViews<D>>) -> Result<()> {
+    fn finish(
+        self,
+        dkv: &D::Buffer,
+        gradients: &mut Gradients<'_, HostViews<D>>,
+        tick: Tick<'_>,
+    ) -> Result<()> {
         let Self { pass, context, gradients: slots } = self;
         let mut dq = Output::new(context, &mut slots.dq, &mut gradients.dq)?;
         let mut dk = Output::new(context, &mut slots.dk, &mut gradients.dk)?;
@@ -164,6 +172,7 @@ impl<P: BackwardPass<D>, D: DeviceSpace> BackwardPass<HostViews<D>> for OnHostBa
                 dbias: dbias.as_mut().map(Output::view),
                 dsinks: dsinks.as_mut().map(Output::view),
             },
+            tick,
         )?;
         download_all(context, [Some(dq), Some(dk), Some(dv), dbias, dsinks])
     }
