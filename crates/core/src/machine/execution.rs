@@ -286,7 +286,7 @@ impl<'a> Execution<'a> {
     fn repeat(&mut self, step: &TimedStep) {
         let mut longest = self.tiles(step).into_iter().fold(0.0, f64::max);
         for [latency, seconds] in self.network.seconds(&step.transfers) {
-            longest = longest.max(latency + seconds);
+            longest = longest.max(latency + seconds * step.sharing);
         }
         let repeats = step.repeats as f64;
         let end = self.clocks.iter().copied().fold(0.0, f64::max) + longest * repeats;

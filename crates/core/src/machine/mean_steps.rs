@@ -4,6 +4,8 @@
 //! messages   steps in which some group sends a message: of a trimmed ring (a window) few
 //! pass       messages · (mean tiles and bytes), then mean tiles under which no message moves
 //! mean       tiles / (messages + 1), bytes / messages
+//! crowded    messages take as much longer as bytes share links unevenly: final gradients of a
+//!            window (`PassTraffic::crowded`)
 //! ```
 
 use super::{
@@ -32,7 +34,7 @@ impl MeanRing<'_> {
     /// Returns a mean step as often as there are steps with messages, in each of which a group
     /// sends equal messages to the next, and the step of the last block.
     fn steps(&self, pair_seconds: f64, traffic: &PassTraffic) -> Vec<TimedStep> {
-        let PassTraffic { bytes, message_steps } = traffic;
+        let PassTraffic { bytes, message_steps, crowded } = traffic;
         let groups = bytes.len();
         let steps = (message_steps + 1) as f64;
         let compute = |group| self.work.of_rank(group) as f64 * pair_seconds / steps;
@@ -48,6 +50,8 @@ impl MeanRing<'_> {
         }
         let transfers = transfers.filter(|transfer| transfer.bytes > 0.0).collect();
         let repeats = *message_steps;
-        vec![TimedStep { compute, transfers, repeats, ..TimedStep::idle(groups) }, last]
+        let most = bytes.iter().copied().max().unwrap_or(0).max(1);
+        let sharing = 1.0 + *crowded as f64 / most as f64;
+        vec![TimedStep { compute, transfers, repeats, sharing, ..TimedStep::idle(groups) }, last]
     }
 }

@@ -13,6 +13,8 @@ pub(super) struct TimedStep {
     /// Number of times that the step is executed: 1, but for a mean step, all of whose messages
     /// begin and end in it.
     pub(super) repeats: usize,
+    /// Factor of the seconds of the messages of a mean step: above 1 if links are shared unevenly.
+    pub(super) sharing: f64,
     /// True if ranks wait for all messages before the next step: the last step of a ring.
     pub(super) ends_ring: bool,
 }
@@ -29,7 +31,13 @@ pub(super) const QUERY_PASS_PRODUCTS: f64 = 4.0;
 impl TimedStep {
     /// Creates a step without tiles and messages.
     pub(super) fn idle(ranks: usize) -> Self {
-        Self { compute: vec![0.0; ranks], transfers: Vec::new(), repeats: 1, ends_ring: false }
+        Self {
+            compute: vec![0.0; ranks],
+            transfers: Vec::new(),
+            repeats: 1,
+            sharing: 1.0,
+            ends_ring: false,
+        }
     }
 }
 

@@ -56,16 +56,29 @@ pub(crate) struct PassTraffic {
     pub(crate) bytes: Vec<u128>,
     /// Steps in which some group sends a message, at most as many as there are other groups.
     pub(crate) message_steps: usize,
+    /// Bytes with which the messages of one group share the links of their receivers, besides
+    /// `bytes`: see [`crowded_bytes`].
+    pub(crate) crowded: u128,
+}
+
+/// Returns the bytes of final gradients of a one-pass backward that arrive together with a block
+/// and a partial gradient, all sent by one group. On a relay under a window the last group is the
+/// last user of whole shards, one in each of hops − 1 steps, whose owners still receive the blocks
+/// and the partial gradients of others; other owners receive their rows in several steps. On a ring
+/// without a window all final gradients move in the last step.
+fn crowded_bytes(route: Route, groups: usize, hops: usize, shard: u128) -> u128 {
+    let is_window = route.is_relay() && hops + 1 < groups;
+    if is_window { hops.saturating_sub(1) as u128 * shard } else { 0 }
 }
 
 impl PassTraffic {
     fn none(groups: usize) -> Self {
-        Self { bytes: vec![0; groups], message_steps: 0 }
+        Self { bytes: vec![0; groups], message_steps: 0, crowded: 0 }
     }
 
     fn new(bytes: Vec<u128>, message_steps: usize) -> Self {
         let message_steps = message_steps.min(bytes.len().saturating_sub(1));
-        Self { bytes, message_steps }
+        Self { bytes, message_steps, crowded: 0 }
     }
 }
 
@@ -413,8 +426,12 @@ impl StrategyTraffic {
         } else if backward_mode(spec) == BackwardMode::OnePass {
             let gradient = spec.gradient_row_layout();
             let bytes = traffic.iter().map(|sent| sent.bytes(&block, &gradient)).collect();
+            let longest = needs.held().iter().copied().max().unwrap_or(0);
+            let shard = u128::from(longest) * u128::from(gradient.bytes());
+            let crowded = crowded_bytes(route, groups, hops, shard);
             // the last gradients move a step after the last block
-            PassTraffic::new(bytes, if hops == 0 { 0 } else { hops + 1 })
+            let steps = if hops == 0 { 0 } else { hops + 1 };
+            PassTraffic { crowded, ..PassTraffic::new(bytes, steps) }
         } else {
             let needs = NeedsIndex::of_keys(mask, heads, batch, &shards, tick);
             let (needs, row) = match spec.leaf_rows {

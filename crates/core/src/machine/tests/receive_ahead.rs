@@ -103,6 +103,25 @@ fn a_rank_sends_one_block_after_another() {
 }
 
 #[test]
+fn a_slow_link_moves_one_forwarded_block_after_another() {
+    const RANKS: usize = 8;
+    // blocks take 1 s from node to node; those of the ranks of a node reach its last rank at once
+    let block = 64.0 * 2.0 * 64.0 * 4.0;
+    let machine = Machine {
+        ranks_per_node: 4,
+        inside_node: Some(link(1e-30, 1e30)),
+        ..machine(link(1e-30, block), 1.0)
+    };
+    let nodes: Vec<usize> = (0..RANKS).map(|rank| rank / 4).collect();
+    let network = Network::new(&machine, &nodes).unwrap();
+    for steps in [1, 3, RANKS - 1] {
+        let steps = of_tiles(RANKS, &ahead(steps, Route::RelayUp), |_, _| 0.0);
+        let executed = execute(&network, &steps, RANKS, &mut LinkBytes::default());
+        is_near(executed.seconds, 7.0);
+    }
+}
+
+#[test]
 fn all_gather_receives_every_block_ahead() {
     let spec = Spec::new(Dims::new(1, 512, 1, 64), DType::F32);
     let options = TrafficOptions { layout: Some(&Layout::Contiguous), ..FORWARD };
