@@ -122,13 +122,14 @@ fn time<E: Element<Accumulator = f32>>(spec: &Spec, threads: usize, rounds: usiz
         let mut pass = workspace.forward(inputs.reborrow())?;
         pass.local_kv(&mut buffer, Readers::Local)?;
         pass.attend(&Block { buffer: &buffer, ready: &(), rows: &rows }, &mut tick)?;
-        pass.finish(&mut Outputs {
+        let outputs = &mut Outputs {
             out: E::view_mut(out.view_mut()),
             lse: HostViewMut::F32(lse.view_mut()),
             max: None,
             sum: None,
             ties: None,
-        })?;
+        };
+        pass.finish(outputs, &mut tick)?;
         let between = now(start);
         let inputs = BackwardInputs {
             forward: inputs.reborrow(),
@@ -150,7 +151,7 @@ fn time<E: Element<Accumulator = f32>>(spec: &Spec, threads: usize, rounds: usiz
             dbias: dbias.as_mut().map(|dbias| HostViewMut::F32(dbias.view_mut())),
             dsinks: None,
         };
-        pass.finish(&sums, &mut gradients)?;
+        pass.finish(&sums, &mut gradients, &mut tick)?;
         let ended = now(start);
         for clock in 0..2 {
             least[0][clock] = least[0][clock].min(between[clock] - begun[clock]);

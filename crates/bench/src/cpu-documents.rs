@@ -170,7 +170,7 @@ impl Part {
         let mut pass = workspace.forward(inputs.reborrow())?;
         pass.local_kv(records, Readers::Local)?;
         pass.attend_last(&Block { buffer: records, ready: &(), rows }, &mut outputs, &mut tick)?;
-        pass.finish(&mut outputs)?;
+        pass.finish(&mut outputs, &mut tick)?;
         let inputs = BackwardInputs {
             forward: inputs,
             out: f32::view(tensors.out.slice_axis(Axis(1), *slice)),
@@ -189,6 +189,6 @@ impl Part {
             .each_mut()
             .map(|gradient| f32::view_mut(gradient.slice_axis_mut(Axis(1), *slice)));
         let mut gradients = Gradients { dq, dk, dv, dbias: None, dsinks: None };
-        pass.finish(gradient_records, &mut gradients)
+        pass.finish(gradient_records, &mut gradients, &mut tick)
     }
 }

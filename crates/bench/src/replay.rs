@@ -148,7 +148,7 @@ impl Replay {
             }
             taken += thread_nanoseconds() - start;
         }
-        pass.finish(&mut outputs)?;
+        pass.finish(&mut outputs, &mut || ControlFlow::Continue(()))?;
         Ok(taken)
     }
 
@@ -183,7 +183,7 @@ impl Replay {
             dbias: None,
             dsinks: None,
         };
-        pass.finish(dkv, &mut gradients)?;
+        pass.finish(dkv, &mut gradients, &mut || ControlFlow::Continue(()))?;
         Ok(taken)
     }
 
