@@ -5,17 +5,20 @@
 # shares together are below its cores. Needs Linux control groups, as root.
 #
 #   usage: benches/packed-waits.sh [rounds=3] [ranks=4] [share=0.3] [strategies=ring,heads:2]
-#                                  [ahead=1,3] [what=fwd,fwd+bwd] [rows=16384]
+#                                  [ahead=1,4] [what=fwd,fwd+bwd] [rows=16384] [annulus=PATH]
+#
+# `annulus` is a command with MPI (Open MPI) of another build; without it that of this tree is built.
 #
 # Prints a JSON line for each round, batch, pass, strategy and number of ring steps by which
 # receives are posted ahead. `ms` is the least wall time of a pass. `busy` is the least CPU time of
 # all ranks, divided by what their shares permit in that wall time: 1 if no rank waits or is idle.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-rounds=3 ranks=4 share=0.3 strategies=ring,heads:2 ahead=1,3 what=fwd,fwd+bwd rows=16384
+rounds=3 ranks=4 share=0.3 strategies=ring,heads:2 ahead=1,4 what=fwd,fwd+bwd rows=16384
+annulus=
 for setting in "$@"; do
   case $setting in
-    rounds=* | ranks=* | share=* | strategies=* | ahead=* | what=* | rows=*)
+    rounds=* | ranks=* | share=* | strategies=* | ahead=* | what=* | rows=* | annulus=*)
       declare "$setting"
       ;;
     *)
@@ -24,9 +27,12 @@ for setting in "$@"; do
       ;;
   esac
 done
-MPICC=mpicc.openmpi CARGO_TARGET_DIR=target/openmpi cargo build -q --release -p annulus-cli \
-  --features mpi
-export ANNULUS=$PWD/target/openmpi/release/annulus
+if [ -z "$annulus" ]; then
+  MPICC=mpicc.openmpi CARGO_TARGET_DIR=target/openmpi cargo build -q --release -p annulus-cli \
+    --features mpi
+  annulus=$PWD/target/openmpi/release/annulus
+fi
+export ANNULUS=$annulus
 name_of_groups=annulus-$$
 
 # a control group of each rank: 10 ms are short beside a ring step
