@@ -103,6 +103,8 @@ struct StepTimes {
     arrived: Vec<f64>,
     /// End of the sends of this step that read a buffer of received blocks.
     sent: Vec<f64>,
+    /// Arrival of all final gradients up to those that are posted in this step.
+    finals: Vec<f64>,
 }
 
 /// Times from which a rank sends and receives on, in `[sends, receives]`.
@@ -121,6 +123,8 @@ struct Execution<'a> {
     waits: VecDeque<Vec<f64>>,
     /// End of the sends of blocks of each rank in this ring.
     sends_end: Vec<f64>,
+    /// Arrival of the final gradients of each rank in this ring.
+    finals_end: Vec<f64>,
     /// By [`Execution::port`].
     ports: Vec<Port>,
 }
@@ -137,6 +141,7 @@ impl<'a> Execution<'a> {
             arrivals: vec![None; ranks],
             waits: VecDeque::new(),
             sends_end: vec![0.0; ranks],
+            finals_end: vec![0.0; ranks],
             ports: vec![[0.0; 2]; Self::PORTS * ranks],
         }
     }
@@ -153,7 +158,9 @@ impl<'a> Execution<'a> {
         }
         let none = vec![0.0; begins.len()];
         self.clocks.clone_from(&tiles_end);
-        self.steps.push(StepTimes { begins, tiles_end, arrived: none.clone(), sent: none });
+        let [arrived, sent] = [none.clone(), none];
+        let finals = self.finals_end.clone();
+        self.steps.push(StepTimes { begins, tiles_end, arrived, sent, finals });
 
         let seconds = self.network.seconds(&step.transfers);
         let mut moved = Vec::new();
@@ -195,9 +202,9 @@ impl<'a> Execution<'a> {
                     self.wait_after(sent, from, end);
                     self.wait_after(1, to, end);
                 }
-                Pace::FinalGradient { sent, received } => {
+                Pace::FinalGradient { sent, .. } => {
                     self.wait_after(sent, from, end);
-                    self.wait_after(received, to, end);
+                    self.finals_end[to] = self.finals_end[to].max(end);
                 }
             }
         }
@@ -207,6 +214,9 @@ impl<'a> Execution<'a> {
             self.ports[to][1] = self.ports[to][1].max(received);
         }
         self.sends_end = sends_end;
+        if let Some(times) = self.steps.last_mut() {
+            times.finals.clone_from(&self.finals_end);
+        }
         self.begin_next(step.ends_ring);
     }
 
@@ -216,8 +226,13 @@ impl<'a> Execution<'a> {
         let &Transfer { from, to, pace, .. } = transfer;
         let begin =
             |rank: usize, ahead: usize| self.before(ahead).map_or(0.0, |of| of.begins[rank]);
-        let Pace::Block(BlockPace { ahead, frees, from_local, .. }) = pace else {
-            return [begin(from, 0), begin(to, 0)];
+        let BlockPace { ahead, frees, from_local, .. } = match pace {
+            Pace::Block(block) => block,
+            Pace::FinalGradient { frees, .. } => {
+                let freed = frees.and_then(|steps| self.before(steps));
+                return [begin(from, 0), freed.map_or(0.0, |of| of.finals[to])];
+            }
+            _ => return [begin(from, 0), begin(to, 0)],
         };
         let [sends, receives] = [begin(from, ahead), begin(to, ahead)];
         let sends = if from_local {
@@ -257,7 +272,9 @@ impl<'a> Execution<'a> {
         let due = if ends_ring { self.waits.len() } else { self.waits.len().min(1) };
         let mut due: Vec<Vec<f64>> = self.waits.drain(..due).collect();
         if ends_ring {
-            due.push(std::mem::replace(&mut self.sends_end, vec![0.0; self.clocks.len()]));
+            for end in [&mut self.sends_end, &mut self.finals_end] {
+                due.push(std::mem::replace(end, vec![0.0; self.clocks.len()]));
+            }
         }
         for waits in due {
             self.clocks.iter_mut().zip(waits).for_each(|(clock, wait)| *clock = clock.max(wait));

@@ -6,7 +6,8 @@
 //!            has arrived, and nobody waits for its send, but for its buffer
 //! partial    gradient that follows a block: the receiver ends the step with it; the sender waits
 //!            for it some steps later
-//! final      gradient of own rows: both wait for it some steps later
+//! final      gradient of own rows: the sender waits for it some steps later, the receiver at the
+//!            end of the ring
 //! ```
 //! With blocks as the ring engine moves them:
 //!
@@ -15,12 +16,13 @@
 //! forward    once it has arrived; on a relay, not before step − receive_ahead
 //! local      on a route that keeps the local block, once the sends before have ended, or in its
 //!            step
-//! sum        of the gradients of a block: is sent before the sum after the next `late` ones is
-//!            computed, for which it is a buffer
-//! final      arrives before the `late`-th one after it is posted
+//! sum        sum j of gradients is computed once sum j − buffers has been sent
+//! final      final gradient j is received, from the begin of the ring on, once number j − buffers
+//!            has arrived
 //! ```
+//! The numbers of buffers are those of [`block_buffers`].
 
-use crate::{Channel, Schedule, Step, block_buffers};
+use crate::{Channel, GRADIENT_STEPS, Schedule, Step, block_buffers};
 
 /// When a message begins, and who waits for it.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -38,8 +40,9 @@ pub(super) enum Pace {
     FinalGradient {
         /// As of a partial gradient.
         sent: usize,
-        /// Steps after which the receiver waits for it, at least 1.
-        received: usize,
+        /// Steps before its own in which the final gradient was posted whose buffer it takes;
+        /// `None` if its buffer is free from the begin.
+        frees: Option<usize>,
     },
 }
 
@@ -111,55 +114,57 @@ impl BlockPaces {
     }
 }
 
-/// When the gradients of one circulation must have been sent and received.
+/// When the gradients of one circulation must have been sent, and can be received.
 pub(super) struct GradientPaces {
     /// By rank and step: steps after which it waits for the sum that it sends after the step.
     sent: Vec<Vec<usize>>,
-    /// By rank and step: steps after which it waits for the final gradient that it posts.
-    received: Vec<Vec<usize>>,
+    /// By rank and step: [`Pace::FinalGradient`] of the final gradient that it receives after it.
+    frees: Vec<Vec<Option<usize>>>,
 }
 
 impl GradientPaces {
-    /// `late` is the number of sums, and of final gradients, that may be in flight.
-    pub(super) fn new(schedule: &Schedule, late: usize) -> Self {
-        let ranks = schedule.steps.iter();
+    pub(super) fn new(schedule: &Schedule, receive_ahead: usize) -> Self {
+        let ahead = receive_ahead.clamp(1, GRADIENT_STEPS);
+        let further = schedule.route.keeps_local(schedule.steps.len());
         let sent = |steps: &Vec<Step>| {
-            let has_sum = |step: &usize| *step > 0 && !steps[*step].rows.is_empty();
-            let sums: Vec<usize> = (0..steps.len()).filter(has_sum).collect();
-            // the sum of step s is sent in step s + 1
-            later(&sums, late + 1, steps.len()).into_iter().map(|later| later - 1).collect()
+            let sums = steps.iter().map(|of| of.rows.count()).enumerate().skip(1);
+            let (sums, rows): (Vec<usize>, Vec<u64>) = sums.filter(|of| of.1 > 0).unzip();
+            let buffers = block_buffers(&rows, ahead, further).len();
+            // sent in the step after; until the end of the ring if no sum needs the buffer
+            let mut sent = vec![steps.len(); steps.len()];
+            for (&step, &later) in sums.iter().zip(sums.iter().skip(buffers)) {
+                sent[step] = later - step - 1;
+            }
+            sent
         };
-        let received = |steps: &Vec<Step>| {
-            let has_final = |step: &usize| {
-                let mut receives = steps[*step].after.receives.iter();
-                receives.any(|message| message.channel == Channel::FinalGrad)
-            };
-            let finals: Vec<usize> = (0..steps.len()).filter(has_final).collect();
-            later(&finals, late, steps.len())
+        let frees = |steps: &Vec<Step>| {
+            let finals = steps.iter().enumerate().flat_map(|(step, of)| {
+                let receives = of.after.receives.iter();
+                let finals = receives.filter(|message| message.channel == Channel::FinalGrad);
+                finals.map(move |message| (step, message.rows.count()))
+            });
+            let (finals, rows): (Vec<usize>, Vec<u64>) = finals.unzip();
+            let buffers = block_buffers(&rows, ahead - 1, further).len();
+            let mut frees = vec![None; steps.len()];
+            for (&earlier, &step) in finals.iter().zip(finals.iter().skip(buffers)) {
+                frees[step] = Some(step - earlier);
+            }
+            frees
         };
-        Self { sent: ranks.clone().map(sent).collect(), received: ranks.map(received).collect() }
+        let ranks = schedule.steps.iter();
+        Self { sent: ranks.clone().map(sent).collect(), frees: ranks.map(frees).collect() }
     }
 
     /// Returns the pace of a gradient that rank `from` sends to rank `to` after a step.
     pub(super) fn pace(&self, channel: Channel, [from, to]: [usize; 2], step: usize) -> Pace {
-        let of = |all: &[Vec<usize>], rank: usize| {
-            all.get(rank).and_then(|steps| steps.get(step)).copied().unwrap_or(1).max(1)
-        };
-        let sent = of(&self.sent, from);
+        let of_step = |steps: &Vec<usize>| steps.get(step).copied();
+        let sent = self.sent.get(from).and_then(of_step).unwrap_or(1).max(1);
         match channel {
-            Channel::FinalGrad => Pace::FinalGradient { sent, received: of(&self.received, to) },
+            Channel::FinalGrad => {
+                let of_step = |steps: &Vec<Option<usize>>| steps.get(step).copied().flatten();
+                Pace::FinalGradient { sent, frees: self.frees.get(to).and_then(of_step) }
+            }
             _ => Pace::PartialGradient { sent },
         }
     }
-}
-
-/// Returns, for each of `steps` steps, the number of steps until the `distance`-th one after it of
-/// `of`, which are ascending: more than there are left if there is none, 1 for steps that are not
-/// in `of`.
-fn later(of: &[usize], distance: usize, steps: usize) -> Vec<usize> {
-    let mut later = vec![1; steps];
-    for (index, &step) in of.iter().enumerate() {
-        later[step] = of.get(index + distance).map_or(steps + 1, |next| next - step);
-    }
-    later
 }

@@ -8,8 +8,8 @@ use super::{
     },
 };
 use crate::{
-    BackwardMode, GRADIENT_STEPS, Group, Message, NeedsIndex, Result, RowLayout, Schedule, Spec,
-    StrategyTraffic, TrafficOptions, WorkMatrix,
+    BackwardMode, Group, Message, NeedsIndex, Result, RowLayout, Schedule, Spec, StrategyTraffic,
+    TrafficOptions, WorkMatrix,
 };
 
 /// The rings over groups, one for each member.
@@ -311,7 +311,7 @@ impl MemberRing {
             let schedule = Schedule::build(&needs.to_needs(), route.opposite(), false);
             Circulation::new(schedule, work.transposed(), receive_ahead)
         });
-        let gradients = GradientPaces::new(&schedule, receive_ahead.clamp(1, GRADIENT_STEPS));
+        let gradients = GradientPaces::new(&schedule, receive_ahead);
         let keys = Circulation::new(schedule, work, receive_ahead);
         Ok(Self { keys, gradients, queries })
     }

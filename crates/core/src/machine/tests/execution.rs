@@ -10,8 +10,8 @@ use crate::machine::{
 /// A block that is forwarded with receives one step ahead.
 const BLOCK: BlockPace = BlockPace { ahead: 0, frees: None, from_local: false, in_parts: false };
 
-/// Two ranks: tiles of these seconds, and messages.
-fn step(compute: [f64; 2], transfers: &[Transfer]) -> TimedStep {
+/// Ranks with tiles of these seconds, and messages.
+fn step<const RANKS: usize>(compute: [f64; RANKS], transfers: &[Transfer]) -> TimedStep {
     TimedStep {
         compute: compute.to_vec(),
         transfers: transfers.to_vec(),
@@ -25,8 +25,10 @@ fn block(from: usize, to: usize, bytes: f64, pace: BlockPace) -> Transfer {
 
 fn seconds(steps: &[TimedStep]) -> PassTime {
     let machine = machine(link(0.5, 1.0), 1.0);
-    let network = Network::new(&machine, &[0, 1]).unwrap();
-    execute(&network, steps, 2, &mut LinkBytes::default()).time()
+    let ranks = steps[0].compute.len();
+    let nodes: Vec<usize> = (0..ranks).collect();
+    let network = Network::new(&machine, &nodes).unwrap();
+    execute(&network, steps, ranks, &mut LinkBytes::default()).time()
 }
 
 #[test]
@@ -57,6 +59,29 @@ fn a_rank_waits_for_its_sends_at_the_end_of_a_ring() {
     // rank 0 waits for the part that arrives at 1.5 s
     let steps = [step([1.0; 2], &messages[1..]), step([0.0; 2], &[])];
     assert_eq!(seconds(&steps).seconds, 1.5);
+}
+
+#[test]
+fn gradients_wait_for_buffers() {
+    let gradient = |from, sent, frees| Transfer {
+        pace: Pace::FinalGradient { sent, frees },
+        ..Transfer::in_step(from, 0, 10.0)
+    };
+    let seconds = |sent, frees, ends_ring| {
+        let steps = [
+            step([1.0; 3], &[gradient(1, sent, None)]),
+            step([1.0; 3], &[gradient(2, 9, frees)]),
+            TimedStep { ends_ring, ..step([5.0; 3], &[]) },
+        ];
+        seconds(&steps).seconds
+    };
+    // the first arrives at 10.5 s, the second follows it on the link and arrives at 20.5 s, or from
+    // 10.5 s on into its buffer; the owner waits for both at the end of the ring
+    assert_eq!(seconds(9, None, true), 20.5);
+    assert_eq!(seconds(9, Some(1), true), 21.0);
+    // within the ring nobody waits, but the sender of the first if it has no buffer
+    assert_eq!(seconds(9, Some(1), false), 7.0);
+    assert_eq!(seconds(1, Some(1), false), 10.5 + 6.0);
 }
 
 #[test]

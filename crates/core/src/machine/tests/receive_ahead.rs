@@ -141,25 +141,45 @@ fn all_gather_receives_every_block_ahead() {
     assert_eq!(frees(Strategy::Ring), 8 * 6);
 }
 
+/// A ring over six ranks whose gradients are all final, and the steps of its backward pass.
+fn backward(receive_ahead: usize) -> Vec<TimedStep> {
+    let spec = Spec::new(Dims::new(1, 64 * 6, 1, 64), DType::F32);
+    let options = TrafficOptions { backward: true, ..ahead(receive_ahead, Route::Direct) };
+    let [_, backward] = steps(&spec, &traffic_of(&spec, 6, 1, &options), &options);
+    backward
+}
+
 #[test]
-fn gradients_may_be_late() {
-    const RANKS: usize = 6;
-    let spec = Spec::new(Dims::new(1, 64 * RANKS, 1, 64), DType::F32);
+fn no_step_waits_for_a_final_gradient() {
+    let mut steps = backward(3);
+    for (number, step) in steps.iter_mut().enumerate() {
+        // each rank is late in another step, and none computes after the last block
+        let tiles = |rank: usize| if rank == number { 20.0 } else { 1.0 };
+        step.compute = (0..6).map(|rank| if number < 6 { tiles(rank) } else { 0.0 }).collect();
+    }
+    is_near(time(&fast(), &steps, 6).seconds, 25.0);
+}
+
+#[test]
+fn gradients_have_buffers() {
     let of = |receive_ahead| {
-        let options = TrafficOptions { backward: true, ..ahead(receive_ahead, Route::Direct) };
-        let traffic = traffic_of(&spec, RANKS, 1, &options);
-        let [_, mut steps] = steps(&spec, &traffic, &options);
-        for (number, step) in steps.iter_mut().enumerate().take(RANKS) {
-            step.compute = (0..RANKS).map(|rank| if rank == number { 20.0 } else { 1.0 }).collect();
+        let steps = backward(receive_ahead);
+        let all = steps.iter().flat_map(|step| &step.transfers);
+        let [mut senders, mut owners] = [0; 2];
+        for transfer in all {
+            if let Pace::FinalGradient { sent, frees } = transfer.pace {
+                senders += usize::from(sent == receive_ahead.min(3));
+                owners += usize::from(frees == Some(receive_ahead.min(3)));
+            }
         }
-        steps[RANKS].compute.fill(0.0);
-        time(&fast(), &steps, RANKS).exposed
+        [senders, owners]
     };
-    // on a direct route every gradient is final, and at most three steps late: each step more hides
-    // a step of the owner
-    is_near(of(1), of(2) + 1.0);
-    is_near(of(2), of(3) + 1.0);
-    is_near(of(3), of(5));
+    // a rank computes five sums, all but the last `ahead` + 1 of which free a buffer for another,
+    // and receives five final gradients, of which `ahead` have a buffer from the begin
+    assert_eq!(of(1), [6 * 3, 6 * 4]);
+    assert_eq!(of(2), [6 * 2, 6 * 3]);
+    assert_eq!(of(3), [6, 6 * 2]);
+    assert_eq!(of(5), of(3));
 }
 
 proptest! {
