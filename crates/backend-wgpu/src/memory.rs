@@ -1,7 +1,7 @@
 //! Memory space of a device: buffers, tensors, events.
 
 use annulus_core::{
-    DType, DeviceSpace, Element, Error, HostView, HostViewMut, Inputs, Result, Space,
+    DType, DeviceSpace, Element, Error, HostView, HostViewMut, Inputs, Result, Space, Tick,
 };
 use half::{bf16, f16};
 use ndarray::{Array4, ArrayView4, ArrayViewMut4};
@@ -60,13 +60,18 @@ impl DeviceSpace for WgpuSpace {
         }
     }
 
-    fn download(gpu: &Gpu, from: &Tensor, into: &mut HostViewMut<'_>) -> Result<()> {
+    fn download(
+        gpu: &Gpu,
+        from: &Tensor,
+        into: &mut HostViewMut<'_>,
+        tick: Tick<'_>,
+    ) -> Result<()> {
         from.check_matches(gpu, (into.dtype(), into.shape()))?;
         match into {
             HostViewMut::F64(_) => Err(Error::unsupported("f64", "wgpu")),
-            HostViewMut::F32(into) => from.read_into(into),
-            HostViewMut::Bf16(into) => from.read_into(into),
-            HostViewMut::F16(into) => from.read_into(into),
+            HostViewMut::F32(into) => from.read_into(into, tick),
+            HostViewMut::Bf16(into) => from.read_into(into, tick),
+            HostViewMut::F16(into) => from.read_into(into, tick),
         }
     }
 
@@ -228,11 +233,12 @@ impl Tensor {
         Array4::from_shape_vec(self.shape, elements).map_err(Error::internal)
     }
 
-    /// Downloads the tensor into a host tensor of the same type and shape.
-    fn read_into<T: Element>(&self, into: &mut ArrayViewMut4<'_, T>) -> Result<()> {
+    /// Downloads the tensor into a host tensor of the same type and shape. Ticks meanwhile; returns
+    /// early if the tick breaks.
+    fn read_into<T: Element>(&self, into: &mut ArrayViewMut4<'_, T>, tick: Tick<'_>) -> Result<()> {
         if let Some(elements) = into.as_slice_mut() {
             let mut rest: &mut [u8] = bytemuck::cast_slice_mut(elements);
-            return self.gpu.read(&self.buffer, self.bytes(), |bytes| {
+            return self.gpu.read_with(&self.buffer, self.bytes(), tick, |bytes| {
                 let (part, after) = std::mem::take(&mut rest)
                     .split_at_mut_checked(bytes.len())
                     .ok_or_else(|| Error::internal("a download is longer than its tensor"))?;
@@ -242,7 +248,7 @@ impl Tensor {
             });
         }
         let mut elements = into.iter_mut();
-        self.gpu.read(&self.buffer, self.bytes(), |bytes| {
+        self.gpu.read_with(&self.buffer, self.bytes(), tick, |bytes| {
             for (bytes, into) in bytes.chunks_exact(size_of::<T>()).zip(&mut elements) {
                 *into = bytemuck::pod_read_unaligned(bytes);
             }

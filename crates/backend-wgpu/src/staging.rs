@@ -10,7 +10,7 @@ use std::{
     sync::{Arc, Mutex, atomic::Ordering},
 };
 
-use annulus_core::{Error, Result, index};
+use annulus_core::{Error, Result, Tick, index};
 use wgpu::{BufferUsages, MapMode};
 
 use crate::{
@@ -201,15 +201,21 @@ impl Gpu {
         result.map(Some)
     }
 
-    /// Waits for a copy and calls `read` with its bytes.
-    fn finish_read<T>(
+    /// Waits for a copy and calls `read` with its bytes. Returns `Break`, without a call, if the
+    /// tick did.
+    fn finish_read(
         &self,
         copy: &PendingRead,
-        read: impl FnOnce(&[u8]) -> Result<T>,
-    ) -> Result<T> {
+        tick: Tick<'_>,
+        read: impl FnOnce(&[u8]) -> Result<()>,
+    ) -> Result<ControlFlow<()>> {
         let is_mapped = || lock(&copy.mapped).is_some();
-        let _continues = self.wait_until(is_mapped, &mut || ControlFlow::Continue(()))?;
-        self.try_read(copy, read)?.ok_or_else(|| Error::internal("a download was read twice"))
+        let flow = self.wait_until(is_mapped, tick)?;
+        if flow.is_continue() {
+            let twice = || Error::internal("a download was read twice");
+            self.try_read(copy, read)?.ok_or_else(twice)?;
+        }
+        Ok(flow)
     }
 
     /// Waits until all queued work is done, and checks that it ran.
@@ -219,7 +225,7 @@ impl Gpu {
     /// for [`crate::PATIENCE`].
     pub fn synchronize(&self) -> Result<()> {
         let copy = self.start_read(self.nothing(), &[])?;
-        self.finish_read(&copy, |_| Ok(()))
+        self.finish_read(&copy, &mut || ControlFlow::Continue(()), |_| Ok(())).map(drop)
     }
 
     /// Downloads the first `bytes` bytes of a buffer. Calls `read` with each piece of them, in
@@ -228,6 +234,18 @@ impl Gpu {
         &self,
         from: &wgpu::Buffer,
         bytes: u64,
+        read: impl FnMut(&[u8]) -> Result<()>,
+    ) -> Result<()> {
+        self.read_with(from, bytes, &mut || ControlFlow::Continue(()), read)
+    }
+
+    /// As [`Gpu::read`]; ticks while it waits and between pieces, and returns early if the tick
+    /// breaks.
+    pub(crate) fn read_with(
+        &self,
+        from: &wgpu::Buffer,
+        bytes: u64,
+        tick: Tick<'_>,
         mut read: impl FnMut(&[u8]) -> Result<()>,
     ) -> Result<()> {
         let piece = |start: u64| start..(start + PIECE_BYTES).min(bytes);
@@ -241,11 +259,13 @@ impl Gpu {
             // the next piece is copied while this one is read
             let next = piece(part.end);
             let following = if next.is_empty() { None } else { Some(start_read(&next)?) };
-            self.finish_read(&copy, |view| {
+            let flow = self.finish_read(&copy, &mut *tick, |view| {
                 let whole = view.get(..index(part.end - part.start));
                 read(whole.ok_or_else(|| Error::internal("a download is too short"))?)
             })?;
-            let Some(following) = following else { return Ok(()) };
+            // a piece that is there already is read without a wait
+            let goes_on = flow.is_continue() && tick().is_continue();
+            let Some(following) = following.filter(|_| goes_on) else { return Ok(()) };
             (part, copy) = (next, following);
         }
     }
@@ -322,10 +342,11 @@ pub(crate) fn pooled(gpu: &Gpu) -> (usize, usize) {
 mod tests {
     use std::time::Duration;
 
+    use annulus_core::DeviceSpace;
     use ndarray::Array4;
 
     use super::*;
-    use crate::{Options, Tensor, queue::tests::gpu};
+    use crate::{Options, Tensor, WgpuSpace, queue::tests::gpu};
 
     #[test]
     fn a_tensor_near_the_limit_of_a_buffer_is_copied() {
@@ -383,6 +404,17 @@ mod tests {
         for at in marked {
             assert_eq!(into.as_slice().unwrap()[at], from.as_slice().unwrap()[at], "{at}");
         }
+        // a tick that breaks ends a download after a piece at the latest
+        let mut part = Array4::<half::f16>::zeros(from.dim());
+        let host = &mut annulus_core::HostViewMut::F16(part.view_mut());
+        let mut ticks = 0;
+        let tick = &mut || {
+            ticks += 1;
+            ControlFlow::Break(())
+        };
+        WgpuSpace::download(&gpu, &tensor, host, tick).unwrap();
+        assert_eq!(ticks, 1);
+        assert!(part.iter().skip(2 * each).all(|&element| element == half::f16::ZERO));
         // idle staging memory is bounded
         gpu.synchronize().unwrap();
         let (uploads, downloads) = pooled(&gpu);

@@ -349,11 +349,11 @@ fn tensors_of_any_strides_return_unchanged() {
     <WgpuSpace as DeviceSpace>::upload(&gpu, HostView::Bf16(swapped), &mut tensor).unwrap();
     let mut dense = Array4::from_elem((5, 1, 3, 7), bf16::NAN);
     let mut into = HostViewMut::Bf16(dense.view_mut());
-    <WgpuSpace as DeviceSpace>::download(&gpu, &tensor, &mut into).unwrap();
+    <WgpuSpace as DeviceSpace>::download(&gpu, &tensor, &mut into, &mut keep_going).unwrap();
     assert_eq!(dense, swapped);
     let mut strided = Array4::from_elem((3, 1, 5, 7), bf16::NAN);
     let mut into = HostViewMut::Bf16(strided.view_mut().permuted_axes([2, 1, 0, 3]));
-    <WgpuSpace as DeviceSpace>::download(&gpu, &tensor, &mut into).unwrap();
+    <WgpuSpace as DeviceSpace>::download(&gpu, &tensor, &mut into, &mut keep_going).unwrap();
     assert_eq!(strided, numbers);
 }
 
@@ -374,7 +374,7 @@ fn tensors_of_another_shape_type_or_device_are_refused() {
     }
     let mut into = shorter.clone();
     let mut into = HostViewMut::F32(into.view_mut());
-    let refusal = <WgpuSpace as DeviceSpace>::download(&gpu, &tensor, &mut into);
+    let refusal = <WgpuSpace as DeviceSpace>::download(&gpu, &tensor, &mut into, &mut keep_going);
     assert!(matches!(refusal, Err(Error::InvalidArgument { .. })), "{refusal:?}");
     let refusal = WgpuSpace::tensor(&gpu, DType::F64, [1; 4]).err();
     assert!(matches!(refusal, Some(Error::Unsupported { .. })), "{refusal:?}");

@@ -1,5 +1,5 @@
-//! A rank whose pass takes longer to finish than the deadline, as one of very many sinks: it ticks
-//! meanwhile, so the ranks that wait for the end of the call go on.
+//! A rank whose pass takes longer to finish than the deadline, as one of very many sinks, or one
+//! that waits for a GPU: it ticks meanwhile, so the ranks that wait for the end of the call go on.
 
 use std::{
     ops::ControlFlow,
@@ -7,17 +7,21 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus::{Attention, Cpu, Dims, Layout, Plan, Result, Tensors, comm::threads};
+use annulus::{
+    Attention, Cpu, Dims, Layout, Plan, Result, Tensors,
+    comm::{Staged, threads},
+};
+use annulus_conformance::device::{Device, MockBackend, MockSpace};
 use annulus_core::{
     Backend, BackwardInputs, BackwardMode, BackwardPass, Block, ForwardPass, Gradients, Host,
-    HostBuffer, Inputs, Outputs, Passes, RangePairs, RankShard, Readers, Reduction, Tick,
-    Workspace,
+    HostBuffer, HostTensors, HostViews, Inputs, OnHost, Outputs, Passes, RangePairs, RankShard,
+    Readers, Reduction, Tick, Transport, Workspace,
 };
 use ndarray::Array4;
 
 const RANKS: usize = 3;
 const DEADLINE: Duration = Duration::from_secs(1);
-/// Time that rank 1 takes to finish.
+/// Time that rank 1 takes to finish, or to wait for its device.
 const SLOW: Duration = Duration::from_millis(1_700);
 const DIMS: Dims = Dims::new(1, 24, 2, 4);
 
@@ -163,25 +167,32 @@ impl<P: BackwardPass<Host>> BackwardPass<Host> for SlowPass<P> {
     }
 }
 
-/// Runs forward and backward on each rank, of which rank 1 takes `delay` to finish each.
-fn run(mode: BackwardMode, delay: Duration) -> Vec<Result<()>> {
-    let rank = |(rank, endpoint)| {
-        let attention = Attention::new().deadline(DEADLINE).layout(Layout::Contiguous);
-        let attention = attention.backward_mode(mode);
-        let delay = if rank == 1 { delay } else { Duration::ZERO };
-        let backend = SlowFinish { inner: Cpu::new(1)?, delay };
-        let mut plan = Plan::new(&attention, DIMS, backend, endpoint)?;
-        let rows = annulus_core::index(plan.q_rows().len());
-        let tensor = Array4::<f32>::from_elem((1, rows, 2, 4), 0.5);
-        let tensors = Tensors::new(tensor.view(), tensor.view(), tensor.view());
-        let forward = plan.forward(&tensors)?;
-        plan.backward(&tensors, &forward, tensor.view(), None).map(drop)
-    };
+/// Runs forward and backward of one rank.
+fn run_rank<B, T>(mode: BackwardMode, backend: B, transport: T) -> Result<()>
+where
+    B: Backend<Space: HostTensors>,
+    T: Transport<B::Space> + 'static,
+{
+    let attention = Attention::new().deadline(DEADLINE).layout(Layout::Contiguous);
+    let attention = attention.backward_mode(mode);
+    let mut plan = Plan::new(&attention, DIMS, backend, transport)?;
+    let rows = annulus_core::index(plan.q_rows().len());
+    let tensor = Array4::<f32>::from_elem((1, rows, 2, 4), 0.5);
+    let tensors = Tensors::new(tensor.view(), tensor.view(), tensor.view());
+    let forward = plan.forward(&tensors)?;
+    plan.backward(&tensors, &forward, tensor.view(), None).map(drop)
+}
+
+/// Calls `rank` on a thread for each rank.
+fn on_each_rank(rank: impl Fn(usize, threads::Threads) -> Result<()> + Sync) -> Vec<Result<()>> {
     thread::scope(|scope| {
         let ranks: Vec<_> = threads::ring(RANKS)
             .into_iter()
             .enumerate()
-            .map(|endpoint| scope.spawn(move || rank(endpoint)))
+            .map(|(number, endpoint)| {
+                let rank = &rank;
+                scope.spawn(move || rank(number, endpoint))
+            })
             .collect();
         ranks.into_iter().map(|rank| rank.join().expect("no rank panics")).collect()
     })
@@ -190,7 +201,22 @@ fn run(mode: BackwardMode, delay: Duration) -> Vec<Result<()>> {
 #[test]
 fn a_rank_that_finishes_slowly_and_ticks_is_not_silent() {
     for mode in [BackwardMode::OnePass, BackwardMode::TwoPass] {
-        let results = run(mode, SLOW);
+        let results = on_each_rank(|rank, endpoint| {
+            let delay = if rank == 1 { SLOW } else { Duration::ZERO };
+            run_rank(mode, SlowFinish { inner: Cpu::new(1)?, delay }, endpoint)
+        });
+        assert!(results.iter().all(Result::is_ok), "{mode:?}: {results:?}");
+    }
+}
+
+#[test]
+fn a_rank_whose_download_waits_for_long_is_not_silent() {
+    for mode in [BackwardMode::OnePass, BackwardMode::TwoPass] {
+        let results = on_each_rank(|rank, endpoint| {
+            let device = if rank == 1 { Device::busy(SLOW) } else { Device::new() };
+            let staged = Staged::<_, HostViews<MockSpace>>::new(endpoint, device.clone());
+            run_rank(mode, OnHost::new(MockBackend::new(device.clone()), device), staged)
+        });
         assert!(results.iter().all(Result::is_ok), "{mode:?}: {results:?}");
     }
 }

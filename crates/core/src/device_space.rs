@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use crate::{Arrived, DType, HostBuffer, HostView, HostViewMut, Result, Space};
+use crate::{Arrived, DType, HostBuffer, HostView, HostViewMut, Result, Space, Tick};
 
 /// A space whose tensors a host program can allocate, fill and read.
 pub trait DeviceSpace: Space {
@@ -27,14 +27,18 @@ pub trait DeviceSpace: Space {
     fn upload(context: &Self::Context, from: HostView<'_>, into: &mut Self::Tensor) -> Result<()>;
 
     /// Copies a tensor to a host tensor of the same type and shape. Waits for the work enqueued so
-    /// far.
+    /// far, however long it takes, and ticks meanwhile: other ranks may wait for this one. Returns
+    /// early if the tick breaks; then the contents of `into` are unspecified.
     ///
     /// # Errors
-    /// [`crate::Error::InvalidArgument`], [`crate::Error::Device`].
+    /// [`crate::Error::InvalidArgument`], [`crate::Error::Device`], also if the device counts as
+    /// hung. The tick says that this rank works, so no other rank ends the wait for a device that
+    /// hangs: each device has a bound of its own.
     fn download(
         context: &Self::Context,
         from: &Self::Tensor,
         into: &mut HostViewMut<'_>,
+        tick: Tick<'_>,
     ) -> Result<()>;
 
     /// Borrows a tensor for reading.

@@ -23,8 +23,8 @@ pub(crate) const POLL: Duration = Duration::from_micros(50);
 /// twice as long with Linux's timer slack, a tenth of the time of a token over a long cache.
 pub(crate) const SPIN: Duration = Duration::from_millis(1);
 
-/// Longest wait for work that may use memory, before the memory is needed or the context released:
-/// as for a download, far longer than any pass.
+/// Longest wait for work that may use memory, before the memory is needed or the context released.
+/// Longer than most passes; what longer ones use is freed later, or leaked with the context.
 const DRAIN: Duration = Duration::from_secs(120);
 
 /// Driver functions, and the context that they work in.

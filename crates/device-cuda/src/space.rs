@@ -1,7 +1,7 @@
 //! The memory space of CUDA devices: blocks and tensors.
 
 use annulus_core::{
-    DType, DeviceSpace, Element, Error, HostView, HostViewMut, Result, Space, memory,
+    DType, DeviceSpace, Element, Error, HostView, HostViewMut, Result, Space, Tick, memory,
 };
 use ndarray::{ArrayView4, ArrayViewMut4};
 
@@ -59,9 +59,14 @@ impl DeviceSpace for CudaSpace {
         }
     }
 
-    fn download(stream: &Stream, from: &CudaTensor, into: &mut HostViewMut<'_>) -> Result<()> {
+    fn download(
+        stream: &Stream,
+        from: &CudaTensor,
+        into: &mut HostViewMut<'_>,
+        tick: Tick<'_>,
+    ) -> Result<()> {
         check_same(&from.view(), into.dtype(), into.shape())?;
-        let read = |bytes: &mut [u8]| from.read(stream, bytes);
+        let read = |bytes: &mut [u8]| from.read(stream, bytes, tick);
         match into {
             HostViewMut::F64(view) => with_bytes_mut(view, read),
             HostViewMut::F32(view) => with_bytes_mut(view, read),

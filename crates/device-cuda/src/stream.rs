@@ -2,11 +2,12 @@
 
 use std::{
     fmt,
+    ops::ControlFlow,
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use annulus_core::{Error, Result};
+use annulus_core::{Error, Result, Tick};
 use cudarc::driver::sys::{CUdeviceptr, CUevent, CUstream};
 
 use crate::{
@@ -52,6 +53,10 @@ unsafe impl Sync for EventParts {}
 
 /// CU_STREAM_NON_BLOCKING: no implicit ordering with the default stream.
 const NON_BLOCKING: u32 = 1;
+
+/// Interval of ticks during a wait: far below any deadline, and long beside a tick. A shorter wait
+/// does not tick.
+const TICK_INTERVAL: Duration = Duration::from_millis(1);
 
 impl Stream {
     /// Creates a stream.
@@ -127,10 +132,25 @@ impl Stream {
     /// # Errors
     /// [`Error::Device`] if work failed or the deadline expired.
     pub fn synchronize(&self, deadline: Duration) -> Result<()> {
+        self.wait(deadline, &mut || ControlFlow::Continue(())).map(drop)
+    }
+
+    /// As [`Stream::synchronize`]; ticks about every millisecond. Returns `Break` if the tick did.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if work failed or the deadline expired.
+    pub fn wait(&self, deadline: Duration, tick: Tick<'_>) -> Result<ControlFlow<()>> {
         let event = self.record()?;
         let began = Instant::now();
+        let mut next_tick = TICK_INTERVAL;
         while !event.passed()? {
             let waited = began.elapsed();
+            if waited >= next_tick {
+                if tick().is_break() {
+                    return Ok(ControlFlow::Break(()));
+                }
+                next_tick = waited + TICK_INTERVAL;
+            }
             if waited > deadline {
                 let what = format!(
                     "work on {} did not end within {:.1} s",
@@ -146,7 +166,7 @@ impl Stream {
                 std::thread::sleep(POLL);
             }
         }
-        Ok(())
+        Ok(ControlFlow::Continue(()))
     }
 
     /// Queues a copy of host bytes to the device. The source may be dropped after the call.

@@ -2,14 +2,16 @@
 
 use std::{
     collections::{HashMap, VecDeque},
-    ops::Range,
+    ops::{ControlFlow, Range},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
+    thread,
+    time::{Duration, Instant},
 };
 
-use annulus_core::{Error, Result, index};
+use annulus_core::{Error, Result, Tick, index};
 
 /// One device: its memory and its queue. A clone is the same device.
 #[derive(Debug, Clone, Default)]
@@ -24,6 +26,8 @@ struct DeviceState {
     /// dropped while work runs.
     freed: Mutex<Vec<u64>>,
     next_slot: AtomicU64,
+    /// Least time of a wait for queued work.
+    busy: Duration,
 }
 
 #[derive(Default)]
@@ -73,6 +77,12 @@ impl Device {
     /// Creates a device without allocations.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// Creates a device whose queued work takes the host at least `time` to wait for, as of kernels
+    /// that take long.
+    pub fn busy(time: Duration) -> Self {
+        Self(Arc::new(DeviceState { busy: time, ..DeviceState::default() }))
     }
 
     /// Allocates `len` zero bytes.
@@ -125,8 +135,26 @@ impl Device {
     /// # Errors
     /// [`Error::Device`] if some of it failed.
     pub fn synchronize(&self) -> Result<()> {
-        while self.poll()? {}
-        Ok(())
+        self.wait(&mut || ControlFlow::Continue(())).map(drop)
+    }
+
+    /// As [`Device::synchronize`], with a tick after each item. Returns `Break` if the tick did.
+    pub(crate) fn wait(&self, tick: Tick<'_>) -> Result<ControlFlow<()>> {
+        let began = Instant::now();
+        let mut had_work = false;
+        loop {
+            let has_work = self.poll()?;
+            had_work |= has_work;
+            if !has_work && (!had_work || began.elapsed() >= self.0.busy) {
+                return Ok(ControlFlow::Continue(()));
+            }
+            if tick().is_break() {
+                return Ok(ControlFlow::Break(()));
+            }
+            if !has_work {
+                thread::sleep(Duration::from_millis(1));
+            }
+        }
     }
 
     /// Executes one item of queued work. True if there was one.

@@ -2,7 +2,9 @@
 
 use std::marker::PhantomData;
 
-use annulus_core::{DType, DeviceSpace, Element, Error, HostView, HostViewMut, Result, Space};
+use annulus_core::{
+    DType, DeviceSpace, Element, Error, HostView, HostViewMut, Result, Space, Tick,
+};
 use half::{bf16, f16};
 use ndarray::{Array4, ArrayView4};
 
@@ -53,8 +55,15 @@ impl DeviceSpace for MockSpace {
         Ok(())
     }
 
-    fn download(device: &Device, from: &DeviceTensor, into: &mut HostViewMut<'_>) -> Result<()> {
-        device.synchronize()?;
+    fn download(
+        device: &Device,
+        from: &DeviceTensor,
+        into: &mut HostViewMut<'_>,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        if device.wait(tick)?.is_break() {
+            return Ok(());
+        }
         let numbers = from.download()?;
         match into {
             HostViewMut::F64(view) => view.assign(&numbers),

@@ -83,13 +83,13 @@ pub(crate) fn finish<E: Input<Accumulator: Summed + Input<Accumulator = Acc<E>>>
         let gradients = SinkGradients { statistics, heads, sinks, rows };
         let mut dsinks = array_mut::<Acc<E>>("dsinks", dsinks)?;
         let items = dsinks.iter_mut().enumerate();
-        team.run(&mut scratch, items, Some(tick), |_, (index, into), ticker| {
+        team.run(&mut scratch, items, Some(&mut *tick), |_, (index, into), ticker| {
             *into = Acc::<E>::from_f64(gradients.of(index, ticker));
         });
     }
     state.scratch = scratch;
     if let (Some(gradient), Some(dbias)) = (&state.bias_gradient, gradients.dbias.as_mut()) {
-        write_dbias(state, gradient, final_grad, array_mut("dbias", dbias)?)?;
+        write_dbias(state, gradient, final_grad, array_mut("dbias", dbias)?, tick)?;
     }
     Ok(())
 }

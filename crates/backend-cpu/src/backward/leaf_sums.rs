@@ -39,7 +39,7 @@ fn each_leaf(
 }
 
 /// Computes the terms of dsinks, and of dbias with one row and one column, of each leaf. Ticks
-/// between sinks.
+/// between sinks, and of dbias between leaves and every [`KEYS_PER_TICK`] keys.
 pub(crate) fn leaf_sums<E: Input<Accumulator: Summed>>(
     team: &Team,
     state: &mut State<Acc<E>>,
@@ -80,12 +80,17 @@ pub(crate) fn leaf_sums<E: Input<Accumulator: Summed>>(
             let first = of_bias.len();
             of_bias.resize(first + batches * heads, 0.0);
             let sums = &mut of_bias[first..];
-            of_key.each(rows, |_, (batch, head), sum| sums[batch * heads + head] += sum.to_f64());
+            of_key.each(rows, &mut *tick, |_, (batch, head), sum| {
+                sums[batch * heads + head] += sum.to_f64();
+            });
             Ok(())
         })?;
     }
     Ok(())
 }
+
+/// Keys whose sums are read between two ticks: some microseconds, long beside a tick.
+const KEYS_PER_TICK: usize = 4096;
 
 /// dbias of each local key, plane and head, from the records of dk and dv.
 struct RecordSums<'a, A> {
@@ -110,14 +115,24 @@ impl<'a, A: Real> RecordSums<'a, A> {
     }
 
     /// Calls `found` with the local key, the element of dbias and the sum: planes and heads ascend,
-    /// then keys.
-    fn each(&self, keys: Range<usize>, mut found: impl FnMut(usize, (usize, usize), A)) {
+    /// then keys. Ends early if the tick breaks.
+    fn each(
+        &self,
+        keys: Range<usize>,
+        tick: Tick<'_>,
+        mut found: impl FnMut(usize, (usize, usize), A),
+    ) {
         let [batches, kv_heads, sums] = self.shape;
         for (batch, kv_head) in (0..batches).flat_map(|b| (0..kv_heads).map(move |h| (b, h))) {
             for index in 0..sums {
                 let element = self.gradient.element(batch, kv_head, index);
-                for key in keys.clone() {
-                    found(key, element, self.source.vector(batch, key, kv_head)[index]);
+                for first in keys.clone().step_by(KEYS_PER_TICK) {
+                    if tick().is_break() {
+                        return;
+                    }
+                    for key in first..keys.end.min(first + KEYS_PER_TICK) {
+                        found(key, element, self.source.vector(batch, key, kv_head)[index]);
+                    }
                 }
             }
         }
@@ -125,12 +140,14 @@ impl<'a, A: Real> RecordSums<'a, A> {
 }
 
 /// Writes this rank's part of dbias: of a bias that is broadcast over queries the columns of local
-/// keys, and 0 in the others. The ring writes a bias with one row and one column.
+/// keys, and 0 in the others. The ring writes a bias with one row and one column. Ends early if the
+/// tick breaks.
 pub(super) fn write_dbias<A: Real>(
     state: &State<A>,
     gradient: &BiasGradient<A>,
     final_grad: &HostBuffer,
     mut into: ArrayViewMut4<'_, A>,
+    tick: Tick<'_>,
 ) -> Result<()> {
     if gradient.in_blocks() {
         into.fill(A::ZERO);
@@ -138,6 +155,9 @@ pub(super) fn write_dbias<A: Real>(
         let sums = state.shard.spec.bias_heads_per_kv_head();
         let blocks = 0..state.shard.queries.len().div_ceil(state.q_rows);
         for block in blocks.flat_map(|index| state.blocks_of_rows(index)) {
+            if tick().is_break() {
+                break;
+            }
             for head in 0..dims.group() {
                 let (batch, into_head) = gradient.element(block.batch, block.kv_head, head % sums);
                 let of_rows = &block.sum[block.lane(head, 0)..];
@@ -147,12 +167,12 @@ pub(super) fn write_dbias<A: Real>(
             }
         }
     } else if !gradient.in_records() {
-        gradient.write(into);
+        gradient.write(into, tick);
     } else if !gradient.over_keys() {
         into.fill(A::ZERO);
         let rows = state.shard.keys.rows();
         let sums = RecordSums::new(state, gradient, final_grad)?;
-        sums.each(0..rows.len(), |key, (batch, head), sum| {
+        sums.each(0..rows.len(), tick, |key, (batch, head), sum| {
             into[[batch, head, 0, annulus_core::index(rows[key])]] += sum;
         });
     }

@@ -15,8 +15,8 @@
 
 use std::{ops::Range, sync::Mutex};
 
-use annulus_core::{Result, Spec, memory};
-use ndarray::{ArrayViewMut4, s};
+use annulus_core::{Result, Spec, Tick, memory};
+use ndarray::{ArrayViewMut4, Axis, s};
 
 use crate::{
     simd::dispatch::Real,
@@ -203,8 +203,8 @@ impl<A: Real> BiasGradient<A> {
     }
 
     /// Writes dbias. Owners cover every element, except that there are none without local queries;
-    /// dbias is then 0.
-    pub(crate) fn write(&self, mut into: ArrayViewMut4<'_, A>) {
+    /// dbias is then 0. Ticks after every [`TILE`] queries; ends early if the tick breaks.
+    pub(crate) fn write(&self, mut into: ArrayViewMut4<'_, A>, tick: Tick<'_>) {
         if self.partials.is_empty() {
             into.fill(A::ZERO);
         }
@@ -213,9 +213,15 @@ impl<A: Real> BiasGradient<A> {
             let len = partial.queries.len() * partial.keys;
             for (head, sums) in partial.heads.clone().zip(partial.sums.chunks_exact(len.max(1))) {
                 let mut into = into.slice_mut(s![partial.batch, head, partial.queries.clone(), ..]);
-                match into.as_slice_mut() {
-                    Some(into) => into.copy_from_slice(sums),
-                    None => into.iter_mut().zip(sums).for_each(|(into, &sum)| *into = sum),
+                let tiles = sums.chunks(TILE * partial.keys.max(1));
+                for (mut into, sums) in into.axis_chunks_iter_mut(Axis(0), TILE).zip(tiles) {
+                    if tick().is_break() {
+                        return;
+                    }
+                    match into.as_slice_mut() {
+                        Some(into) => into.copy_from_slice(sums),
+                        None => into.iter_mut().zip(sums).for_each(|(into, &sum)| *into = sum),
+                    }
                 }
             }
         }

@@ -196,6 +196,48 @@ fn passes_of_many_sinks_tick_while_they_finish() {
     }
 }
 
+/// Finishes a backward pass with a bias of this shape. Returns its ticks.
+fn ticks_of_bias(shape: [usize; 4], flow: ControlFlow<()>) -> usize {
+    let mut spec = Spec::new(Dims::new(1, 300, 8, 8), DType::F32);
+    spec.bias = Some(shape);
+    let rank: Rank<f32> =
+        Rank::new(&Case::new(spec, &mut Random(13)), &Layout::Contiguous, 0, 1).unwrap();
+    let mut workspace = Cpu::new(1).unwrap().workspace(&rank.shard, Passes::Both).unwrap();
+    let dkv = rank.keys_buffer(rank.shard.spec.gradient_row_layout()).unwrap();
+    let mut dq = rank.q.clone();
+    let mut dk = rank.k.clone();
+    let mut dv = rank.v.clone();
+    let mut dbias = rank.bias.clone().unwrap();
+    let gradients = &mut Gradients::<Host> {
+        dq: Element::view_mut(dq.view_mut()),
+        dk: Element::view_mut(dk.view_mut()),
+        dv: Element::view_mut(dv.view_mut()),
+        dbias: Some(Element::view_mut(dbias.view_mut())),
+        dsinks: None,
+    };
+    let mut ticks = 0;
+    let tick = &mut || {
+        ticks += 1;
+        flow
+    };
+    let pass = workspace.backward(rank.backward_inputs(), BackwardMode::OnePass).unwrap();
+    pass.finish(&dkv, gradients, tick).unwrap();
+    let is_zero = dbias.iter().all(|&sum| sum == 0.0);
+    assert_eq!(is_zero, flow.is_continue(), "no pair was attended to");
+    ticks
+}
+
+#[test]
+fn a_pass_ticks_while_it_writes_the_gradient_of_a_bias() {
+    // 5 tiles of 300 queries in each of 8 heads
+    let shape = [1, 8, 300, 300];
+    let ticks = ticks_of_bias(shape, ControlFlow::Continue(()));
+    assert!(ticks >= 40, "{ticks}");
+    // a stop: at most one tick for each of the four parts of a backward pass
+    let ticks = ticks_of_bias(shape, ControlFlow::Break(()));
+    assert!(ticks <= 4, "{ticks}");
+}
+
 #[test]
 fn a_break_ends_a_backward_pass_whose_threads_wait_for_each_other() {
     let rank = rank(Dims::new(1, 900, 1, 32));

@@ -2,7 +2,11 @@
 
 use std::{
     ffi::{c_int, c_uint, c_void},
-    sync::atomic::{AtomicUsize, Ordering},
+    ops::ControlFlow,
+    sync::{
+        OnceLock,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -187,6 +191,47 @@ fn work_that_never_ends_fails_at_the_deadline() {
     assert!(error.to_string().contains("did not end within"), "{error}");
 }
 
+/// Time that work takes on a device with [`ready_later`].
+const WORK: Duration = Duration::from_millis(400);
+
+/// As the emulated driver, [`WORK`] after the first call.
+unsafe extern "C" fn ready_later(event: CUevent) -> CUresult {
+    static FIRST: OnceLock<Instant> = OnceLock::new();
+    if FIRST.get_or_init(Instant::now).elapsed() < WORK {
+        return CUresult::CUDA_ERROR_NOT_READY;
+    }
+    // SAFETY: as required of the caller.
+    unsafe { (emulator::symbols().event_query)(event) }
+}
+
+#[test]
+fn a_download_ticks_while_it_waits_for_work() {
+    let device = device(|symbols| symbols.event_query = ready_later).unwrap();
+    let stream = Stream::new(&device).unwrap();
+    let mut tensor = CudaSpace::tensor(&stream, DType::F32, [1, 1, 2, 2]).unwrap();
+    let numbers = Array4::from_shape_fn((1, 1, 2, 2), |(_, _, h, d)| (2 * h + d) as f32);
+    CudaSpace::upload(&stream, HostView::F32(numbers.view()), &mut tensor).unwrap();
+    let mut ticks = 0;
+    let mut download = |last: usize| {
+        let mut copy = Array4::<f32>::zeros((1, 1, 2, 2));
+        let into = &mut HostViewMut::F32(copy.view_mut());
+        let began = Instant::now();
+        let tick = &mut || {
+            ticks += 1;
+            if ticks < last { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+        };
+        CudaSpace::download(&stream, &tensor, into, tick).unwrap();
+        (copy, began.elapsed())
+    };
+    // a break ends the wait, long before the work ends, and nothing is copied
+    let (copy, took) = download(5);
+    assert!(copy == Array4::<f32>::zeros((1, 1, 2, 2)) && took < WORK / 2, "{took:?}");
+    let (copy, _) = download(usize::MAX);
+    assert!(copy == numbers);
+    // one each millisecond, or less often on a busy machine
+    assert!((20..=1 + WORK.as_millis() as usize).contains(&ticks), "{ticks} ticks");
+}
+
 static FREED: AtomicUsize = AtomicUsize::new(0);
 
 unsafe extern "C" fn counted_free(_: CUdeviceptr) -> CUresult {
@@ -312,10 +357,11 @@ fn host_tensors_of_any_strides_are_copied_and_other_shapes_refused() {
     CudaSpace::upload(&stream, HostView::F32(transposed), &mut tensor).unwrap();
     let mut dense = Array4::zeros((2, 3, 4, 5));
     let into = &mut HostViewMut::F32(dense.view_mut());
-    CudaSpace::download(&stream, &tensor, into).unwrap();
+    let tick = &mut || ControlFlow::Continue(());
+    CudaSpace::download(&stream, &tensor, into, tick).unwrap();
     let mut strided = Array4::zeros((5, 4, 3, 2));
     let into = &mut HostViewMut::F32(strided.view_mut().reversed_axes());
-    CudaSpace::download(&stream, &tensor, into).unwrap();
+    CudaSpace::download(&stream, &tensor, into, tick).unwrap();
     assert!(dense == transposed && strided == numbers);
 
     let doubles = Array4::<f64>::zeros((2, 3, 4, 5));

@@ -53,17 +53,18 @@ impl<'a, 'b, D: DeviceSpace> Output<'a, 'b, D> {
         D::view_mut(self.on_device)
     }
 
-    fn download(self, context: &D::Context) -> Result<()> {
-        D::download(context, self.on_device, self.on_host)
+    fn download(self, context: &D::Context, tick: Tick<'_>) -> Result<()> {
+        D::download(context, self.on_device, self.on_host, tick)
     }
 }
 
-/// Downloads the outputs that there are.
+/// Downloads the outputs that there are. The first download waits for the kernels of the pass.
 fn download_all<D: DeviceSpace, const N: usize>(
     context: &D::Context,
     outputs: [Option<Output<'_, '_, D>>; N],
+    tick: Tick<'_>,
 ) -> Result<()> {
-    outputs.into_iter().flatten().try_for_each(|output| output.download(context))
+    outputs.into_iter().flatten().try_for_each(|output| output.download(context, &mut *tick))
 }
 
 impl<P: ForwardPass<D>, D: DeviceSpace> ForwardPass<HostViews<D>> for OnHostForward<'_, P, D> {
@@ -100,9 +101,9 @@ impl<P: ForwardPass<D>, D: DeviceSpace> ForwardPass<HostViews<D>> for OnHostForw
                 sum: sum.as_mut().map(Output::view),
                 ties: ties.as_mut().map(Output::view),
             },
-            tick,
+            &mut *tick,
         )?;
-        download_all(context, [Some(out), Some(lse), max, sum, ties])
+        download_all(context, [Some(out), Some(lse), max, sum, ties], tick)
     }
 }
 
@@ -172,9 +173,9 @@ impl<P: BackwardPass<D>, D: DeviceSpace> BackwardPass<HostViews<D>> for OnHostBa
                 dbias: dbias.as_mut().map(Output::view),
                 dsinks: dsinks.as_mut().map(Output::view),
             },
-            tick,
+            &mut *tick,
         )?;
-        download_all(context, [Some(dq), Some(dk), Some(dv), dbias, dsinks])
+        download_all(context, [Some(dq), Some(dk), Some(dv), dbias, dsinks], tick)
     }
 }
 
