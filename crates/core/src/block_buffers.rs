@@ -18,9 +18,12 @@ pub fn block_buffers(blocks: &[u64], ahead: usize, further: bool) -> Vec<u64> {
     let most = if further { blocks.len() } else { least };
     let largest = u128::from(blocks.iter().copied().max().unwrap_or(0));
     let memory = largest.saturating_mul(least as u128);
-    let fits =
-        |sizes: &Vec<u64>| sizes.iter().map(|&size| u128::from(size)).sum::<u128>() <= memory;
-    (least + 1..=most).rev().map(sizes).find(fits).unwrap_or_else(|| sizes(least))
+    let sum = |sizes: &[u64]| sizes.iter().map(|&size| u128::from(size)).sum::<u128>();
+    // no buffer is smaller than the mean of its blocks, so that most numbers need no list of sizes
+    let all = sum(blocks);
+    let may_fit = |count: &usize| all / blocks.len().div_ceil(*count) as u128 <= memory;
+    let numbers = (least + 1..=most).rev().filter(may_fit);
+    numbers.map(sizes).find(|sizes| sum(sizes) <= memory).unwrap_or_else(|| sizes(least))
 }
 
 /// Most buffers for final gradients that arrive in a one-pass backward, and for sums that are sent,
@@ -67,6 +70,12 @@ mod tests {
         assert_eq!(block_buffers(&[10, 2, 1, 3, 4], 1, true), [10, 2, 1, 3, 4]);
         // one for each takes 29, four take 10 + 2 + 10 + 3, three 10 + 4 + 10: all above 20
         assert_eq!(block_buffers(&[10, 2, 10, 3, 4], 1, true), [10, 3]);
+    }
+
+    #[test]
+    fn of_many_equal_blocks_no_number_is_tried() {
+        // there are 2²⁰ numbers, and each would take as many steps
+        assert_eq!(block_buffers(&vec![7; 1 << 20], 1, true), [7, 7]);
     }
 
     #[test]
