@@ -3,8 +3,9 @@
 //! | file | content |
 //! |---|---|
 //! | `ring_loop.rs` | the loops: forward, backward in one pass, backward in two |
-//! | `one_pass.rs` | a step of the one-pass backward |
-//! | `blocks.rs`, `buffers.rs` | receives ahead and forwarding of blocks; the plan's memory |
+//! | `one_pass.rs`, `final_gradients.rs` | a step of the one-pass backward; gradients that arrive |
+//! | `blocks.rs` | receives ahead and forwarding of blocks |
+//! | `buffers.rs`, `block_stock.rs`, `gradient_stock.rs`, `places.rs` | the plan's memory |
 //! | `in_flight.rs` | transfers in flight; the only place that waits |
 //! | `plan.rs`, `program.rs`, `planning.rs`, `update.rs` | from rows to the messages of one rank |
 //! | `block_parts.rs`, `tail_overlap.rs` | overlap of the last block, and of the last gradients |
