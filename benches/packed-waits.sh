@@ -7,7 +7,8 @@
 #   usage: benches/packed-waits.sh [rounds=3] [ranks=4] [share=0.3] [strategies=ring,heads:2]
 #                                  [ahead=1,4] [what=fwd,fwd+bwd] [rows=16384] [annulus=PATH]
 #
-# `annulus` is a command with MPI (Open MPI) of another build; without it that of this tree is built.
+# `annulus` is a command with MPI (Open MPI) of another build. Without it that of this tree is
+# built.
 #
 # Prints a JSON line for each round, batch, pass, strategy and number of ring steps by which
 # receives are posted ahead. `ms` is the least wall time of a pass. `busy` is the least CPU time of

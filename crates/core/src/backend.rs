@@ -23,8 +23,8 @@ use crate::{
 };
 
 /// Called between tiles, and between parts of the epilogue of a pass, on the thread that called the
-/// backend, so that a transport without a progress thread moves data. [`ControlFlow::Break`] (a peer has failed) stops the kernel as soon
-/// as possible; its results are then never read.
+/// backend, so that a transport without a progress thread moves data. [`ControlFlow::Break`] (a
+/// peer has failed) stops the kernel as soon as possible; its results are then never read.
 pub type Tick<'a> = &'a mut dyn FnMut() -> ControlFlow<()>;
 
 /// Properties of a backend for one [`Spec`], which ranks compare when a plan is made.

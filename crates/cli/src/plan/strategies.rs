@@ -29,14 +29,15 @@ pub(super) struct StrategyFigures {
     pub(super) bytes_sent_total: u128,
     /// Those of the rank that sends the most.
     pub(super) bytes_max_rank: u128,
-    /// Payload bytes of a backward pass; null of a plan that is forward only, as is the field below.
+    /// Payload bytes of a backward pass; null of a plan that is forward only, as is the field
+    /// below.
     backward_bytes_sent_total: Option<u128>,
     /// Those of the rank that sends the most.
     backward_bytes_max_rank: Option<u128>,
     /// Upper bound of the bytes of message buffers and of exchanged tensors on a rank.
     pub(super) memory_max_rank: u128,
-    /// Predicted seconds of a forward and, if there is one, a backward pass; null without a machine,
-    /// as are the fields below.
+    /// Predicted seconds of a forward and, if there is one, a backward pass; null without a
+    /// machine, as are the fields below.
     pub(super) time_predicted: Option<f64>,
     /// Predicted seconds of them beyond the tiles of the rank that has the most.
     exposed_predicted: Option<f64>,

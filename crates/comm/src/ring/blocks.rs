@@ -264,9 +264,9 @@ impl<'a, S: Space> Blocks<'a, S> {
         unsent == 0 || unsent + (self.transfers)(step).bytes_sent() <= SEND_WINDOW
     }
 
-    /// Returns the bytes of the sends that have been posted since none was in flight. In host memory,
-    /// the only one with parts, sends of gradients do not count: they last as long as the owner is
-    /// late. In other memory a transport may have copied a block that it still sends.
+    /// Returns the bytes of the sends that have been posted since none was in flight. In host
+    /// memory, the only one with parts, sends of gradients do not count: they last as long as the
+    /// owner is late. In other memory a transport may have copied a block that it still sends.
     fn bytes_in_flight(&mut self, in_flight: &InFlight<'_, S>) -> u64 {
         let is_owned = |(local, _): &Ready<S>| S::HAS_PARTS && !S::is_shared(local);
         if !in_flight.sends() || self.local.as_ref().is_some_and(is_owned) {

@@ -17,7 +17,7 @@
 //! local      on a route that keeps the local block, once the sends before have ended, or in its
 //!            step
 //! sum        of the gradients of a block: is sent before the one is computed that takes its buffer
-//! final      is received once the one before it that had its buffer has arrived, and all before that
+//! final      is received once the one that had its buffer has arrived, and all before that
 //! ```
 
 use crate::{Channel, Schedule, Step, block_buffers, gradient_buffers};
