@@ -15,13 +15,12 @@ use std::{
 };
 
 use annulus::{
-    Attention, BiasFunction, Dims, Fingerprint, Layout, LocalRing, Result, Route, Tensors,
+    Attention, BiasFunction, Dims, Fingerprint, Layout, Result, Route, Tensors,
     mask::{Key, Query},
 };
-use annulus_comm::{forward_control, forward_transport, threads::Threads};
-use annulus_core::{Control, Host, Incoming, Outgoing, Transport};
-use annulus_cpu::Cpu;
 use ndarray::Array4;
+
+use crate::{Counts, ring};
 
 const RANKS: usize = 4;
 /// Queries of a rank.
@@ -32,8 +31,8 @@ const DIM: usize = 64;
 struct Watch {
     /// Keys of a rank.
     keys: u64,
-    /// Bytes that rank 0 has posted, and those at its last pair of step 0.
-    posted: AtomicU64,
+    counts: Arc<Counts>,
+    /// Bytes that rank 0 has posted at its last pair of step 0.
     seen: AtomicU64,
     is_done: AtomicBool,
 }
@@ -56,41 +55,10 @@ impl BiasFunction for Stay {
                 thread::sleep(Duration::from_millis(1));
             }
         } else if key.row + 1 == watch.keys && query.row as usize + 1 == QUERIES {
-            watch.seen.store(watch.posted.load(Ordering::SeqCst), Ordering::SeqCst);
+            watch.seen.store(watch.counts.bytes_sent.load(Ordering::SeqCst), Ordering::SeqCst);
             watch.is_done.store(true, Ordering::SeqCst);
         }
         0.0
-    }
-}
-
-/// Counts the bytes that rank 0 sends.
-struct Counted {
-    inner: Threads,
-    watch: Arc<Watch>,
-}
-
-impl Control for Counted {
-    forward_control! {
-        rank ranks placement start_all_gather try_all_gather stragglers abort heartbeat last_heard
-        last_work
-    }
-}
-
-impl Transport<Host> for Counted {
-    forward_transport! {
-        progress take pending bytes_sent posts_ahead runs_groups_in_order
-    }
-
-    fn post(
-        &mut self,
-        sends: &[Outgoing<'_, Host>],
-        receives: &mut Vec<Incoming<Host>>,
-    ) -> Result<()> {
-        if self.inner.rank() == 0 {
-            let bytes: u64 = sends.iter().map(|send| send.header.bytes()).sum();
-            self.watch.posted.fetch_add(bytes, Ordering::SeqCst);
-        }
-        self.inner.post(sends, receives)
     }
 }
 
@@ -104,15 +72,13 @@ fn in_flight(keys: usize) -> Result<u64> {
         .receive_ahead(RANKS - 1)
         .forward_only(true);
     let dims = Dims { kv_len: RANKS * keys, ..Dims::new(1, RANKS * QUERIES, 1, DIM) };
-    let mut ring = LocalRing::with_transports(&attention, dims, RANKS, |_, inner| {
-        Ok((Cpu::new(1)?, Counted { inner, watch: Arc::clone(&watch) }))
-    })?;
+    let mut ring = ring(&attention, dims, RANKS, &watch.counts)?;
     let [q, kv] =
         [RANKS * QUERIES, RANKS * keys].map(|rows| Array4::<f32>::ones((1, rows, 1, DIM)));
     ring.forward(&Tensors::new(q.view(), kv.view(), kv.view()))?;
     // keys and values of f32
     let block = (keys * 2 * DIM * 4) as u64;
-    assert_eq!(watch.posted.load(Ordering::SeqCst), 3 * block);
+    assert_eq!(watch.counts.bytes_sent.load(Ordering::SeqCst), 3 * block);
     Ok(watch.seen.load(Ordering::SeqCst) / block)
 }
 

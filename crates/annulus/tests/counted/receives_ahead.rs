@@ -7,27 +7,21 @@ use std::sync::{
 };
 
 use annulus::{
-    Attention, BiasFunction, CustomLayout, Dims, Fingerprint, Layout, LocalRing, Result, Route,
-    Runs, Tensors,
+    Attention, BiasFunction, CustomLayout, Dims, Fingerprint, Layout, Result, Route, Runs, Tensors,
     mask::{Key, Query},
 };
-use annulus_comm::{forward_control, forward_transport, threads::Threads};
-use annulus_core::{Control, Host, Incoming, Outgoing, Transport};
-use annulus_cpu::Cpu;
 use ndarray::Array4;
+
+use crate::{Counts, ring};
 
 const RANKS: usize = 5;
 
-/// Receives that rank 0 has posted, and those at its first pair.
-#[derive(Debug, Default)]
-struct Receives {
-    posted: AtomicUsize,
-    at_first_pair: AtomicUsize,
-}
-
-/// A bias of 0 that sees the first pair of rank 0.
+/// A bias of 0 that notes how many receives rank 0 has posted at its first pair.
 #[derive(Debug)]
-struct FirstPair(Arc<Receives>);
+struct FirstPair {
+    counts: Arc<Counts>,
+    receives: Arc<AtomicUsize>,
+}
 
 impl BiasFunction for FirstPair {
     fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
@@ -36,52 +30,21 @@ impl BiasFunction for FirstPair {
 
     fn bias(&self, query: &Query, _: &Key) -> f64 {
         if query.row == 0 {
-            let Receives { posted, at_first_pair } = &*self.0;
-            let _ = at_first_pair.compare_exchange(
-                0,
-                posted.load(Ordering::SeqCst),
-                Ordering::SeqCst,
-                Ordering::SeqCst,
-            );
+            let posted = self.counts.receives.load(Ordering::SeqCst);
+            // at later pairs it is not 0
+            let ordering = Ordering::SeqCst;
+            let _ = self.receives.compare_exchange(0, posted, ordering, ordering);
         }
         0.0
-    }
-}
-
-/// Counts the receives of rank 0.
-struct Counted {
-    inner: Threads,
-    receives: Arc<Receives>,
-}
-
-impl Control for Counted {
-    forward_control! {
-        rank ranks placement start_all_gather try_all_gather stragglers abort heartbeat last_heard
-        last_work
-    }
-}
-
-impl Transport<Host> for Counted {
-    forward_transport! {
-        progress take pending bytes_sent posts_ahead runs_groups_in_order
-    }
-
-    fn post(
-        &mut self,
-        sends: &[Outgoing<'_, Host>],
-        receives: &mut Vec<Incoming<Host>>,
-    ) -> Result<()> {
-        if self.inner.rank() == 0 {
-            self.receives.posted.fetch_add(receives.len(), Ordering::SeqCst);
-        }
-        self.inner.post(sends, receives)
     }
 }
 
 /// Returns the receives that rank 0 has posted at its first pair, if the ranks have so many keys,
 /// and the bytes of its buffers in keys.
 fn posted_and_buffers(keys: [u64; RANKS], receive_ahead: usize) -> Result<(usize, u64)> {
-    let receives = Arc::new(Receives::default());
+    let counts = Arc::new(Counts::default());
+    let receives = Arc::new(AtomicUsize::new(0));
+    let first_pair = FirstPair { counts: Arc::clone(&counts), receives: Arc::clone(&receives) };
     let mut next = 0;
     let shards = keys.map(|keys| {
         next += keys;
@@ -90,21 +53,19 @@ fn posted_and_buffers(keys: [u64; RANKS], receive_ahead: usize) -> Result<(usize
     let queries = (0..RANKS as i64).map(|row| Runs::counting(row, 1));
     let layout = CustomLayout { q: queries.collect(), kv: shards.into() };
     let attention = Attention::new()
-        .bias_function(Arc::new(FirstPair(Arc::clone(&receives))))
+        .bias_function(Arc::new(first_pair))
         .layout(Layout::Custom(layout.into()))
         .route(Route::Direct)
         .receive_ahead(receive_ahead)
         .forward_only(true);
     let kv_len = next as usize;
     let dims = Dims { kv_len, ..Dims::new(1, RANKS, 1, 8) };
-    let mut ring = LocalRing::with_transports(&attention, dims, RANKS, |_, inner| {
-        Ok((Cpu::new(1)?, Counted { inner, receives: Arc::clone(&receives) }))
-    })?;
+    let mut ring = ring(&attention, dims, RANKS, &counts)?;
     let [q, kv] = [RANKS, kv_len].map(|rows| Array4::<f32>::ones((1, rows, 1, 8)));
     ring.forward(&Tensors::new(q.view(), kv.view(), kv.view()))?;
     let bytes = ring.plans().next().map_or(0, |plan| plan.buffer_bytes());
     // keys and values of f32
-    Ok((receives.at_first_pair.load(Ordering::SeqCst), bytes / (2 * 8 * 4)))
+    Ok((receives.load(Ordering::SeqCst), bytes / (2 * 8 * 4)))
 }
 
 #[test]
