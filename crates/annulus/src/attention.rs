@@ -422,6 +422,7 @@ impl Attention {
     ///     between_nodes: link(1e7),
     ///     node_bandwidth: Some(2e7),
     ///     message_overhead: 0.0,
+    ///     overlap: 1.0,
     ///     merge_bandwidth: None,
     ///     rates: vec![ComputeRate {
     ///         dtype: DType::F32,

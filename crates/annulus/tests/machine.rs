@@ -23,6 +23,7 @@ fn machine(inside: Link, between: Link, flops: f64) -> Machine {
         between_nodes: Some(between),
         node_bandwidth: Some(4.0 * between.bandwidth),
         message_overhead: 0.0,
+        overlap: 1.0,
         merge_bandwidth: None,
         rates: vec![ComputeRate {
             dtype: DType::F32,

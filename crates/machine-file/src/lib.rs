@@ -29,6 +29,8 @@ struct MachineFields {
     node_bandwidth: Option<f64>,
     #[serde(default)]
     message_overhead: f64,
+    #[serde(default = "whole_bandwidth")]
+    overlap: f64,
     /// Files of earlier versions lack it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     merge_bandwidth: Option<f64>,
@@ -71,6 +73,11 @@ enum DTypeName {
     F32,
     Bf16,
     F16,
+}
+
+/// Overlap of a file that does not state it.
+const fn whole_bandwidth() -> f64 {
+    1.0
 }
 
 /// Deserializes a field that may be null and may not be missing.
@@ -216,6 +223,7 @@ impl From<MachineFields> for Machine {
             between_nodes: fields.between_nodes.map(link),
             node_bandwidth: fields.node_bandwidth,
             message_overhead: fields.message_overhead,
+            overlap: fields.overlap,
             merge_bandwidth: fields.merge_bandwidth,
             rates: fields.rates.into_iter().map(rate).collect(),
             memory: fields.memory,
@@ -261,6 +269,7 @@ impl From<&Machine> for MachineFields {
             between_nodes: machine.between_nodes.map(link),
             node_bandwidth: machine.node_bandwidth,
             message_overhead: machine.message_overhead,
+            overlap: machine.overlap,
             merge_bandwidth: machine.merge_bandwidth,
             rates: machine.rates.iter().map(rate).collect(),
             memory: machine.memory,
@@ -300,6 +309,7 @@ mod tests {
             between_nodes: None,
             node_bandwidth: None,
             message_overhead: 0.0,
+            overlap: 1.0,
             merge_bandwidth: None,
             rates: vec![
                 rate,
@@ -311,6 +321,7 @@ mod tests {
             between_nodes: Some(Link { is_full_duplex: true, latency: 1e-5, ..link }),
             node_bandwidth: Some(2.5e10),
             message_overhead: 1e-9,
+            overlap: 0.75,
             merge_bandwidth: Some(3.5e9),
             ..one_node.clone()
         };
@@ -318,6 +329,8 @@ mod tests {
             assert_eq!(parse(&format(machine), "machine").as_ref(), Ok(machine));
         }
         let without = format(&one_node).replace("\"message_overhead\": 0.0,", "");
+        let without = without.replace("\"overlap\": 1.0,", "");
+        assert!(!without.contains("overhead") && !without.contains("overlap"), "{without}");
         assert_eq!(parse(&without, "machine"), Ok(one_node));
         let memory = |written: &str| {
             let written = format!("\"memory\": {written}");

@@ -1,8 +1,8 @@
-//! `annulus measure`: measures links, compute rates of passes and tokens, the overhead of messages,
-//! merges and memory, and writes the machine file.
+//! `annulus measure`: measures links, compute rates of passes and tokens, overhead and overlap of
+//! messages, merges and memory, and writes the machine file.
 
 mod links;
-mod overhead;
+mod overlap;
 mod rates;
 mod summary;
 
@@ -31,14 +31,15 @@ use crate::{
     stdout::say,
 };
 use links::Links;
+use overlap::Overlap;
 
 const EXAMPLES: &str = "\
 The file has the version of its format, ranks_per_node, the links inside_node and between_nodes
 (latency in s, bandwidth in bytes/s of one rank in one direction, full_duplex), node_bandwidth in
-bytes/s of all ranks of a node, message_overhead in s/byte, merge_bandwidth in bytes/s of partial
-results, rates in FLOP/s of one rank and, for a token of a KV cache, also in bytes/s of cached keys
-and values, and memory in bytes of one rank. A link that the ranks do not have is null.
-docs/machine.md describes how each figure is measured.
+bytes/s of all ranks of a node, message_overhead in s/byte, overlap as a share of the bandwidth,
+merge_bandwidth in bytes/s of partial results, rates in FLOP/s of one rank and, for a token of a KV
+cache, also in bytes/s of cached keys and values, and memory in bytes of one rank. A link that the
+ranks do not have is null. docs/machine.md describes how each figure is measured.
 
 Examples:
   annulus measure --out machine.json
@@ -46,7 +47,7 @@ Examples:
   mpirun -n 8 annulus measure --threads 4 --out machine.json
   annulus plan --causal --q-len 131072 --ranks 64 --machine machine.json --strategy auto";
 
-/// Measures links, compute rates, overhead and memory of the ranks and writes a machine file, with
+/// Measures links, compute rates, overlap and memory of the ranks and writes a machine file, with
 /// which `plan` predicts times
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
@@ -127,10 +128,9 @@ fn measure(flags: &MeasureFlags, job: &mut Job, backend: &BackendChoice) -> Outc
         }
     }
     let attention = Attention::new().deadline(flags.deadline);
-    let message_overhead = match all_rates.first() {
-        Some(rate) => overhead::measure(job, backend, threads, &attention, &links, rate)?,
-        None => 0.0,
-    };
+    let rate = all_rates.first().ok_or_else(|| Error::internal("no rate was measured"))?;
+    let Overlap { message_overhead, overlap } =
+        overlap::measure(job, backend, threads, &attention, &links, rate)?;
     let Links { ranks_per_node, inside_node, between_nodes, node_bandwidth } = links;
     let merge_bandwidth = Some(rates::merge_bandwidth(job, &flags.ds)?);
     let memory = memory_of_rank(job, ranks_per_node)?;
@@ -140,6 +140,7 @@ fn measure(flags: &MeasureFlags, job: &mut Job, backend: &BackendChoice) -> Outc
         between_nodes,
         node_bandwidth,
         message_overhead,
+        overlap,
         merge_bandwidth,
         rates: all_rates,
         memory,

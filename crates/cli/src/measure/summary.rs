@@ -12,7 +12,7 @@ pub(super) struct Summary<'a>(pub(super) &'a Machine);
 impl fmt::Display for Summary<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Machine { ranks_per_node, inside_node, between_nodes, node_bandwidth, .. } = self.0;
-        let Machine { message_overhead, merge_bandwidth, .. } = self.0;
+        let Machine { message_overhead, overlap, merge_bandwidth, .. } = self.0;
         let Machine { rates, memory, .. } = self.0;
         let links = [("inside nodes", inside_node), ("between nodes", between_nodes)];
         for (name, link) in links {
@@ -31,6 +31,10 @@ impl fmt::Display for Summary<'_> {
                 "overhead",
                 message_overhead * 1e9
             )?;
+        }
+        if *overlap < 1.0 {
+            let percent = overlap * 100.0;
+            writeln!(f, "{:<14} {percent:.0} % of the bandwidth under tiles", "overlap")?;
         }
         if let Some(bandwidth) = merge_bandwidth {
             writeln!(f, "{:<14} {:.2} GB/s of partial results", "merge", bandwidth / 1e9)?;

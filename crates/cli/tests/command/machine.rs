@@ -304,6 +304,8 @@ fn measure_writes_a_machine_that_plan_reads() {
     );
     let overhead = machine["message_overhead"].as_f64().unwrap();
     assert!((0.0..1.0).contains(&overhead), "{overhead} s/byte");
+    let overlap = machine["overlap"].as_f64().unwrap();
+    assert!((0.0..=1.0).contains(&overlap), "{overlap}");
     assert!(machine["merge_bandwidth"].as_f64().unwrap() > 1e6, "{machine}");
     let rates = machine["rates"].as_array().unwrap();
     let of: Vec<(&str, u64)> = rates

@@ -4,11 +4,13 @@
 //! for each step, in order:
 //!   begin     the tiles of the step before have ended, and what its messages bring has arrived
 //!   tiles     begin + seconds and delay by messages; of a block in parts, each once it is there
-//!   messages  begin when both ranks may post them and the link is free; see `pace.rs`
+//!   messages  begin when both ranks may post them and the link is free; see `pace.rs`. While one of
+//!             them computes tiles, they have the share `overlap` of the bandwidth
 //! ```
-//! A message is posted in its step or earlier, and depends on earlier steps and on begins of its
-//! own step only, so one sweep over the steps finds all times. Each is a maximum, a minimum or a
-//! sum of others: nothing gets faster if something else takes longer.
+//! A message is posted in its step or earlier, and depends on steps up to its own only, so one sweep
+//! over the steps finds all times. With an `overlap` of 1 each is a maximum, a minimum or a sum of
+//! others: nothing gets faster if something else takes longer. Exchanges move without tiles, and so
+//! at the full bandwidth.
 //!
 //! Messages of one step share their links ([`Network::seconds`]). Those of a rank in different
 //! steps follow each other, on each kind of link and in each direction, blocks and gradients apart:
@@ -74,10 +76,12 @@ pub(super) fn execute(
 /// A block that arrives in parts while the tiles of its step are computed.
 #[derive(Clone, Copy)]
 struct Arrival {
-    /// Time at which the transfer begins, with the latency.
-    begin: f64,
-    /// Seconds of the bytes.
+    /// Time at which it has begun and the tiles before those of its step have ended.
+    from: f64,
+    /// Seconds of the bytes at the full bandwidth.
     seconds: f64,
+    /// Seconds of the bytes that have arrived at `from`.
+    arrived: f64,
 }
 
 impl Arrival {
@@ -85,13 +89,19 @@ impl Arrival {
     const PARTS: [f64; 4] = [0.5, 0.25, 0.125, 0.125];
 
     /// Returns the time at which tiles of `compute` seconds that begin at `begin` end: those of a
-    /// part begin when it has arrived.
-    fn tiles_end(self, begin: f64, compute: f64) -> f64 {
-        let mut arrived = 0.0;
-        Self::PARTS.into_iter().fold(begin, |end, part| {
-            arrived += part;
-            end.max(self.begin + self.seconds * arrived) + compute * part
-        })
+    /// part begin when it has arrived, and the next part moves under them.
+    fn tiles_end(self, begin: f64, compute: f64, overlap: f64) -> f64 {
+        let mut end = begin.max(self.from);
+        let mut arrived = self.arrived + end - self.from;
+        let mut due = 0.0;
+        for part in Self::PARTS {
+            due += self.seconds * part;
+            let wait = (due - arrived).max(0.0);
+            let tiles = compute * part;
+            end += wait + tiles;
+            arrived += wait + tiles * overlap;
+        }
+        end
     }
 }
 
@@ -145,6 +155,7 @@ impl<'a> Execution<'a> {
     }
 
     fn execute(&mut self, step: &TimedStep) {
+        let overlap = self.network.overlap();
         let begins = self.clocks.clone();
         let mut tiles_end = self.tiles(step);
         for (rank, tiles_end) in tiles_end.iter_mut().enumerate() {
@@ -152,7 +163,7 @@ impl<'a> Execution<'a> {
             let compute = *tiles_end;
             *tiles_end = self.arrivals[rank]
                 .take()
-                .map_or(begin + compute, |arrival| arrival.tiles_end(begin, compute));
+                .map_or(begin + compute, |arrival| arrival.tiles_end(begin, compute, overlap));
         }
         let none = vec![0.0; begins.len()];
         self.clocks.clone_from(&tiles_end);
@@ -164,22 +175,23 @@ impl<'a> Execution<'a> {
         for (transfer, &[latency, seconds]) in step.transfers.iter().zip(&seconds) {
             let &Transfer { from, to, pace, .. } = transfer;
             let [sends, receives] = self.posts(transfer);
-            let begin = if pace == Pace::InStep {
-                sends.max(receives)
+            let ranks = [from, to];
+            let (begin, end) = if pace == Pace::InStep {
+                let begin = sends.max(receives) + latency;
+                (begin, begin + seconds)
             } else {
-                let ports = [from, to].map(|rank| self.port(rank, transfer));
+                let ports = ranks.map(|rank| self.port(rank, transfer));
                 let sends = sends.max(self.ports[ports[0]][0]);
                 // final gradients arrive in any order
                 let in_order = !matches!(pace, Pace::FinalGradient { .. });
                 let receives =
                     if in_order { receives.max(self.ports[ports[1]][1]) } else { receives };
                 let begin = sends.max(receives);
-                let received = if in_order { begin + seconds } else { 0.0 };
-                moved.push((ports, [sends + seconds, received]));
-                begin
+                let sent = self.moved(ranks, sends, seconds);
+                let received = if in_order { self.moved(ranks, begin, seconds) } else { 0.0 };
+                moved.push((ports, [sent, received]));
+                (begin + latency, self.moved(ranks, begin + latency, seconds))
             };
-            let begin = begin + latency;
-            let end = begin + seconds;
             match pace {
                 Pace::InStep => {
                     self.wait_after(1, from, end);
@@ -194,7 +206,11 @@ impl<'a> Execution<'a> {
                         }
                     }
                     if in_parts {
-                        self.arrivals[to] = Some(Arrival { begin, seconds });
+                        let tiles_end = self.before(0).map_or(0.0, |of| of.tiles_end[to]);
+                        let from = begin.max(tiles_end);
+                        let [_, left] = self.moved_until(from, ranks, begin, seconds);
+                        self.arrivals[to] =
+                            Some(Arrival { from, seconds, arrived: seconds - left });
                     } else {
                         self.wait_after(1, to, end);
                     }
@@ -218,6 +234,50 @@ impl<'a> Execution<'a> {
         }
         self.sends_end = sends_end;
         self.begin_next(step.ends_ring);
+    }
+
+    /// Returns the time at which a message between `ranks` has moved that begins at `begin` and
+    /// takes `seconds` at the full bandwidth.
+    fn moved(&self, ranks: [usize; 2], begin: f64, seconds: f64) -> f64 {
+        let [end, _] = self.moved_until(f64::INFINITY, ranks, begin, seconds);
+        end
+    }
+
+    /// Moves such a message up to the time `until` at most. Returns the time at which it has moved,
+    /// or `until`, and the seconds that are left of it.
+    fn moved_until(&self, until: f64, ranks: [usize; 2], begin: f64, seconds: f64) -> [f64; 2] {
+        let overlap = self.network.overlap();
+        let tiles = self.tiles_since(ranks, begin).into_iter();
+        let bandwidths = tiles.flat_map(|[begin, end]| [(begin, 1.0), (end, overlap)]);
+        let (mut clock, mut left) = (begin, seconds);
+        for (end, share) in bandwidths.chain([(f64::INFINITY, 1.0)]) {
+            let moves = (end.min(until) - clock).max(0.0) * share;
+            if left == 0.0 {
+                break;
+            }
+            if left <= moves {
+                return [clock + left / share, 0.0];
+            }
+            left -= moves;
+            clock = clock.max(end.min(until));
+        }
+        [clock, left]
+    }
+
+    /// Returns the begin and the end of the tiles of both ranks that end after a time, by their
+    /// begin; none if messages move as fast under tiles.
+    fn tiles_since(&self, ranks: [usize; 2], time: f64) -> Vec<[f64; 2]> {
+        if self.network.overlap() == 1.0 {
+            return Vec::new();
+        }
+        let of_rank = |rank: usize| {
+            let steps = self.steps.iter().rev();
+            let times = steps.map(move |of| [of.begins[rank], of.tiles_end[rank]]);
+            times.take_while(move |&[_, end]| end > time)
+        };
+        let mut tiles: Vec<[f64; 2]> = ranks.into_iter().flat_map(of_rank).collect();
+        tiles.sort_unstable_by(|a, b| a[0].total_cmp(&b[0]));
+        tiles
     }
 
     /// Returns the times from which the sender and the receiver of a message of the current step
@@ -284,9 +344,13 @@ impl<'a> Execution<'a> {
     /// Executes equal steps, whose messages all begin and end in them: each takes as long as that
     /// of the slowest rank, for which all ranks of a ring wait in the end.
     fn repeat(&mut self, step: &TimedStep) {
-        let mut longest = self.tiles(step).into_iter().fold(0.0, f64::max);
-        for [latency, seconds] in self.network.seconds(&step.transfers) {
-            longest = longest.max(latency + seconds * step.sharing);
+        let tiles = self.tiles(step);
+        let mut longest = tiles.iter().copied().fold(0.0, f64::max);
+        let seconds = self.network.seconds(&step.transfers);
+        for (transfer, [latency, seconds]) in step.transfers.iter().zip(seconds) {
+            let tiles = tiles[transfer.from].max(tiles[transfer.to]);
+            let slower = (1.0 - self.network.overlap()) * (tiles - latency).max(0.0);
+            longest = longest.max(latency + seconds * step.sharing + slower);
         }
         let repeats = step.repeats as f64;
         let end = self.clocks.iter().copied().fold(0.0, f64::max) + longest * repeats;

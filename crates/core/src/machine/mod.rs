@@ -7,6 +7,7 @@
 //! ring step   post blocks of later steps, compute the tiles, wait for the block of the next step
 //! tiles       FLOPs / rate
 //! message     latency + bytes / bandwidth; messages of a step share ports and networks of nodes
+//! overlap     share of the bandwidth that messages have while tiles are computed
 //! overhead    tiles are delayed by each byte that the rank sends or receives in their step
 //! transfer    begins when both ends have posted it: blocks up to `receive_ahead` steps ahead, if
 //!             there is a buffer; messages of an exchange when both have reached its round
@@ -58,6 +59,7 @@ use crate::{DType, Error, Fingerprint, Placement, Result};
 ///     between_nodes: Some(Link { latency: 5e-6, bandwidth: 1.25e10, is_full_duplex: true }),
 ///     node_bandwidth: Some(1.25e10),
 ///     message_overhead: 0.0,
+///     overlap: 1.0,
 ///     merge_bandwidth: Some(4e9),
 ///     rates: vec![ComputeRate {
 ///         dtype: DType::F32,
@@ -88,6 +90,10 @@ pub struct Machine {
     /// Seconds by which each byte that a rank sends or receives delays the tiles that it computes
     /// meanwhile, at least 0: copies and the network stack use the same cores.
     pub message_overhead: f64,
+    /// Share of the bandwidth of its link that a message has while its sender or its receiver
+    /// computes tiles, 0 to 1: ranks move messages between tiles, and not at all while another
+    /// process has their core.
+    pub overlap: f64,
     /// Bytes per second of partial results of key columns that a rank merges, in the accumulator's
     /// type; `None` if that is not known, and merges take no time.
     pub merge_bandwidth: Option<f64>,
@@ -177,6 +183,9 @@ impl Machine {
             let want = "a finite number of at least 0";
             return Err(Error::invalid("message_overhead", self.message_overhead, want));
         }
+        if !(0.0..=1.0).contains(&self.overlap) {
+            return Err(Error::invalid("overlap", self.overlap, "0 to 1"));
+        }
         if let Some(bandwidth) = self.merge_bandwidth {
             above_0("merge_bandwidth", bandwidth)?;
         }
@@ -223,7 +232,7 @@ impl Machine {
         let into = Fingerprint::new().number(self.ranks_per_node as u64).number(self.memory);
         let into = link(link(into, &self.inside_node), &self.between_nodes);
         let into = into.optional(self.node_bandwidth.map(f64::to_bits));
-        let into = into.number(self.message_overhead.to_bits());
+        let into = into.number(self.message_overhead.to_bits()).number(self.overlap.to_bits());
         let into = into.optional(self.merge_bandwidth.map(f64::to_bits));
         let rate = |into: Fingerprint, rate: &ComputeRate| {
             into.text(rate.dtype.name())

@@ -118,6 +118,11 @@ impl<'a> Network<'a> {
         if inside { inside_node.as_ref() } else { between_nodes.as_ref() }
     }
 
+    /// Returns the share of the bandwidth that a message has under tiles ([`Machine::overlap`]).
+    pub(super) const fn overlap(&self) -> f64 {
+        self.machine.overlap
+    }
+
     /// Adds the bytes of a message to those of its link.
     pub(super) fn count(&self, transfer: &Transfer, into: &mut LinkBytes) {
         let of_link = if self.is_inside(transfer.from, transfer.to) {

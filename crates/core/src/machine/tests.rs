@@ -50,6 +50,7 @@ fn machine(link: Link, flops: f64) -> Machine {
         between_nodes: Some(link),
         node_bandwidth: Some(1e30),
         message_overhead: 0.0,
+        overlap: 1.0,
         merge_bandwidth: None,
         rates: vec![ComputeRate {
             dtype: DType::F32,

@@ -302,6 +302,7 @@ mod tests {
                     between_nodes: Some(link(1e-5, 1e8)),
                     node_bandwidth: Some(2e8),
                     message_overhead: 1e-10,
+                    overlap: [1.0, 0.25][number % 2],
                     merge_bandwidth: Some(1e9),
                     rates: vec![rate],
                     // the buffers of some grids do not fit

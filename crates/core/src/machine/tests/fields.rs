@@ -53,6 +53,15 @@ fn wrong_fields_are_named() {
         change(&mut machine, 3.0);
         assert_ne!(machine.fingerprint(), good.fingerprint(), "{field}");
     }
+    for wrong in [-0.1, 1.1, f64::NAN] {
+        let error = Machine { overlap: wrong, ..good.clone() }.check().unwrap_err().to_string();
+        assert_eq!(error, format!("overlap: got {wrong}, want 0 to 1"));
+    }
+    for right in [0.0, 0.5] {
+        let machine = Machine { overlap: right, ..good.clone() };
+        machine.check().unwrap();
+        assert_ne!(machine.fingerprint(), good.fingerprint());
+    }
     let mut half = good.clone();
     half.between_nodes.as_mut().unwrap().is_full_duplex = false;
     assert_ne!(half.fingerprint(), good.fingerprint());
