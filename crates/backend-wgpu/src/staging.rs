@@ -16,6 +16,7 @@ use wgpu::{BufferUsages, MapMode};
 use crate::{
     device::Gpu,
     lock::lock,
+    pacing::Silence,
     pools::{StagingPools, keep, take_fitting},
     submissions::Receipt,
 };
@@ -71,6 +72,8 @@ pub(crate) struct PendingRead {
     bytes: u64,
     receipt: Receipt,
     mapped: Arc<Mutex<Option<Result<(), String>>>>,
+    /// Time without a completed submission, for waits that poll.
+    silence: Mutex<Silence>,
     /// Keeps the device open.
     _gpu: Gpu,
 }
@@ -170,11 +173,15 @@ impl Gpu {
             });
         })?;
         self.staging().bytes_to_host.fetch_add(bytes, Ordering::Relaxed);
-        Ok(PendingRead { buffer, bytes, receipt, mapped, _gpu: self.clone() })
+        let silence = Mutex::new(self.silence());
+        Ok(PendingRead { buffer, bytes, receipt, mapped, silence, _gpu: self.clone() })
     }
 
     /// Calls `read` with the bytes if the copy is complete and all kernels before it ran. Never
     /// waits.
+    ///
+    /// # Errors
+    /// [`Error::Device`] as [`Gpu::synchronize`], so that a wait which polls ends.
     pub(crate) fn try_read<T>(
         &self,
         copy: &PendingRead,
@@ -182,7 +189,10 @@ impl Gpu {
     ) -> Result<Option<T>> {
         self.poll_once()?;
         match lock(&copy.mapped).take() {
-            None => return Ok(None),
+            None => {
+                self.check_silence(&mut lock(&copy.silence))?;
+                return Ok(None);
+            }
             Some(Err(what)) => return Err(self.explain(what)),
             Some(Ok(())) => {}
         }

@@ -82,7 +82,8 @@ pub trait StagedSpace: Space {
     /// once; never waits.
     ///
     /// # Errors
-    /// [`crate::Error::Device`].
+    /// [`crate::Error::Device`], also if the device counts as hung: the copy may wait for kernels,
+    /// during which the rank sends heartbeats, so each device has a bound of its own.
     fn downloaded(
         copier: &mut Self::Copier,
         copy: &mut Self::Download,
@@ -104,7 +105,7 @@ pub trait StagedSpace: Space {
     /// read, once the copy has finished. Returns them once; never waits.
     ///
     /// # Errors
-    /// [`crate::Error::Device`].
+    /// As [`StagedSpace::downloaded`].
     fn uploaded(
         copier: &mut Self::Copier,
         copy: &mut Self::Upload,

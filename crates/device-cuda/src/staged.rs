@@ -85,7 +85,7 @@ impl StagedSpace for CudaSpace {
     }
 
     fn downloaded(_: &mut CudaCopier, copy: &mut CudaDownload) -> Result<Option<HostBuffer>> {
-        if !copy.done.passed()? {
+        if !copy.done.passed_in_time()? {
             return Ok(None);
         }
         let into = copy.into.take();
@@ -130,7 +130,7 @@ impl StagedSpace for CudaSpace {
         _: &mut CudaCopier,
         copy: &mut CudaUpload,
     ) -> Result<Option<(HostBuffer, Arrived<Self>)>> {
-        if !copy.done.passed()? {
+        if !copy.done.passed_in_time()? {
             return Ok(None);
         }
         let buffers = copy.buffers.take();

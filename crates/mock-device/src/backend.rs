@@ -50,6 +50,17 @@ impl MockWorkspace {
         self.device.enqueue(reads, writes, move |memory| work(&mut lock(&state), memory))
     }
 
+    /// As [`MockWorkspace::enqueue`], of a tile kernel.
+    fn enqueue_kernel(
+        &self,
+        reads: &[u64],
+        writes: &[u64],
+        kernel: impl FnOnce(&mut State, &mut SlotTable) -> Result<()> + Send + 'static,
+    ) -> Result<DeviceEvent> {
+        let state = Arc::clone(&self.state);
+        self.device.enqueue_kernel(reads, writes, move |memory| kernel(&mut lock(&state), memory))
+    }
+
     /// Returns a block's slot and rows.
     ///
     /// # Errors
@@ -212,7 +223,7 @@ impl ForwardPass<MockSpace> for MockForward<'_> {
         }
         let (slot, rows) = self.workspace.block(kv)?;
         self.workspace
-            .enqueue(&[slot], &[], move |state, memory| {
+            .enqueue_kernel(&[slot], &[], move |state, memory| {
                 let keys = keys(state, memory, slot, &rows)?;
                 state.attend(&keys);
                 Ok(())
@@ -302,7 +313,7 @@ impl BackwardPass<MockSpace> for MockBackward<'_> {
         }
         let (slot, rows) = self.workspace.block(kv)?;
         let dkv = dkv.map(|dkv| target(dkv)).transpose()?;
-        self.workspace.enqueue(&[slot], dkv.as_slice(), move |state, memory| {
+        self.workspace.enqueue_kernel(&[slot], dkv.as_slice(), move |state, memory| {
             let keys = keys(state, memory, slot, &rows)?;
             state.backward_dq(&keys);
             let Some(dkv) = dkv else { return Ok(()) };
@@ -326,7 +337,7 @@ impl BackwardPass<MockSpace> for MockBackward<'_> {
         let k = self.inputs.forward.k.tag;
         let v = self.inputs.forward.v.tag;
         self.workspace
-            .enqueue(&[slot, k.slot, v.slot, dkv], &[dkv], move |state, memory| {
+            .enqueue_kernel(&[slot, k.slot, v.slot, dkv], &[dkv], move |state, memory| {
                 let spec = Arc::clone(&state.shard.spec);
                 let fields = unpack(
                     &spec.query_row_layout(),

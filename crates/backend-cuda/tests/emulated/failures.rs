@@ -3,10 +3,7 @@
 use std::{
     ffi::{c_int, c_uint, c_void},
     ops::ControlFlow,
-    sync::{
-        OnceLock,
-        atomic::{AtomicUsize, Ordering},
-    },
+    sync::atomic::{AtomicUsize, Ordering},
     time::{Duration, Instant},
 };
 
@@ -191,13 +188,14 @@ fn work_that_never_ends_fails_at_the_deadline() {
     assert!(error.to_string().contains("did not end within"), "{error}");
 }
 
-/// Time that work takes on a device with [`ready_later`].
-const WORK: Duration = Duration::from_millis(400);
+/// Ticks of the downloads from a device with [`ready_after_ticks`], and those after which its work
+/// ends.
+static TICKS: AtomicUsize = AtomicUsize::new(0);
+const WORK_TICKS: usize = 20;
 
-/// As the emulated driver, [`WORK`] after the first call.
-unsafe extern "C" fn ready_later(event: CUevent) -> CUresult {
-    static FIRST: OnceLock<Instant> = OnceLock::new();
-    if FIRST.get_or_init(Instant::now).elapsed() < WORK {
+/// As the emulated driver, after [`WORK_TICKS`].
+unsafe extern "C" fn ready_after_ticks(event: CUevent) -> CUresult {
+    if TICKS.load(Ordering::Relaxed) < WORK_TICKS {
         return CUresult::CUDA_ERROR_NOT_READY;
     }
     // SAFETY: as required of the caller.
@@ -206,30 +204,32 @@ unsafe extern "C" fn ready_later(event: CUevent) -> CUresult {
 
 #[test]
 fn a_download_ticks_while_it_waits_for_work() {
-    let device = device(|symbols| symbols.event_query = ready_later).unwrap();
+    let device = device(|symbols| symbols.event_query = ready_after_ticks).unwrap();
+    // a wait without ticks fails
+    device.set_hang_bound(Duration::from_secs(60));
     let stream = Stream::new(&device).unwrap();
     let mut tensor = CudaSpace::tensor(&stream, DType::F32, [1, 1, 2, 2]).unwrap();
     let numbers = Array4::from_shape_fn((1, 1, 2, 2), |(_, _, h, d)| (2 * h + d) as f32);
     CudaSpace::upload(&stream, HostView::F32(numbers.view()), &mut tensor).unwrap();
-    let mut ticks = 0;
-    let mut download = |last: usize| {
+    let download = |last: usize| {
         let mut copy = Array4::<f32>::zeros((1, 1, 2, 2));
         let into = &mut HostViewMut::F32(copy.view_mut());
-        let began = Instant::now();
         let tick = &mut || {
-            ticks += 1;
+            let ticks = TICKS.fetch_add(1, Ordering::Relaxed) + 1;
             if ticks < last { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
         };
         CudaSpace::download(&stream, &tensor, into, tick).unwrap();
-        (copy, began.elapsed())
+        copy
     };
-    // a break ends the wait, long before the work ends, and nothing is copied
-    let (copy, took) = download(5);
-    assert!(copy == Array4::<f32>::zeros((1, 1, 2, 2)) && took < WORK / 2, "{took:?}");
-    let (copy, _) = download(usize::MAX);
-    assert!(copy == numbers);
-    // one each millisecond, or less often on a busy machine
-    assert!((20..=1 + WORK.as_millis() as usize).contains(&ticks), "{ticks} ticks");
+    let began = Instant::now();
+    // a break ends the wait before the work ends, and nothing is copied
+    assert!(download(5) == Array4::<f32>::zeros((1, 1, 2, 2)));
+    assert_eq!(TICKS.load(Ordering::Relaxed), 5);
+    assert!(download(usize::MAX) == numbers);
+    // one each millisecond at most, and one after the piece that is copied
+    let ticks = TICKS.load(Ordering::Relaxed);
+    let most = began.elapsed().as_millis() as usize + 1;
+    assert!((WORK_TICKS + 1..=most).contains(&ticks), "{ticks} ticks of at most {most}");
 }
 
 static FREED: AtomicUsize = AtomicUsize::new(0);
