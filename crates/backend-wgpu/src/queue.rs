@@ -161,7 +161,7 @@ pub(crate) mod tests {
         let scores = Tensor::zeros(gpu, [1, sinks.max(1), 1, 1], DType::F32)?;
         let sinks = (sinks > 0).then_some(&scores);
         let inputs = Inputs { q: &q, k: &k, v: &v, bias: None, sinks };
-        let mut pass = workspace.forward(inputs)?;
+        let mut pass = workspace.forward(inputs, &mut *tick)?;
         let ready = pass.local_kv(&mut block, Readers::Local)?;
         pass.attend(&Block { rows: &rows, buffer: &block, ready: &ready }, &mut *tick)?;
         let outputs =

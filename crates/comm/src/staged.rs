@@ -7,7 +7,7 @@
 //! of a transfer once its copy has completed. As long as a copy waits for the kernels before it,
 //! this rank works, and sends heartbeats that say so.
 
-use std::time::Duration;
+use std::{ops::ControlFlow, time::Duration};
 
 use annulus_core::{
     Arrived, Control, Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result,
@@ -108,7 +108,12 @@ impl<T: Transport<Host>, D: StagedSpace> Staged<T, D> {
             match self.inner.take(&receive.staged)? {
                 Some(Arrived { buffer: staged, .. }) => {
                     let StagedReceive { header, buffer, .. } = self.receives.swap_remove(position);
-                    let upload = D::upload(&mut self.copier, staged, buffer, &header.ranges)?;
+                    let Self { copier, heartbeat, inner, .. } = self;
+                    let tick = &mut || {
+                        heartbeat.poll(true, inner);
+                        ControlFlow::Continue(())
+                    };
+                    let upload = D::upload(copier, staged, buffer, &header.ranges, tick)?;
                     self.uploads.push((header, upload));
                     moved = true;
                 }

@@ -83,16 +83,21 @@ impl Workspace for SlowWorkspace {
         self.inner.bytes()
     }
 
-    fn forward<'p>(&'p mut self, inputs: Inputs<'p, Host>) -> Result<Self::Forward<'p>> {
-        Ok(SlowPass { inner: self.inner.forward(inputs)?, delay: self.delay })
+    fn forward<'p>(
+        &'p mut self,
+        inputs: Inputs<'p, Host>,
+        tick: Tick<'_>,
+    ) -> Result<Self::Forward<'p>> {
+        Ok(SlowPass { inner: self.inner.forward(inputs, tick)?, delay: self.delay })
     }
 
     fn backward<'p>(
         &'p mut self,
         inputs: BackwardInputs<'p, Host>,
         mode: BackwardMode,
+        tick: Tick<'_>,
     ) -> Result<Self::Backward<'p>> {
-        Ok(SlowPass { inner: self.inner.backward(inputs, mode)?, delay: self.delay })
+        Ok(SlowPass { inner: self.inner.backward(inputs, mode, tick)?, delay: self.delay })
     }
 }
 

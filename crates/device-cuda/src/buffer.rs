@@ -45,7 +45,7 @@ impl CudaBuffer {
         };
         let mut allocated = allocate();
         // memory that was dropped may wait for the work that uses it
-        if allocated == CUresult::CUDA_ERROR_OUT_OF_MEMORY && device.0.drain() {
+        if allocated == CUresult::CUDA_ERROR_OUT_OF_MEMORY && device.0.make_room() {
             allocated = allocate();
         }
         match allocated {

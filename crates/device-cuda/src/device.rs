@@ -316,6 +316,12 @@ impl Parts {
         self.state.drain(&self.driver, failed)
     }
 
+    /// As [`ContextState::make_room`].
+    pub(crate) fn make_room(&self) -> bool {
+        let failed = self.lock_failure().is_some();
+        self.state.make_room(&self.driver, failed)
+    }
+
     fn lock_failure(&self) -> MutexGuard<'_, Option<Error>> {
         self.failure.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -12,7 +12,7 @@
 
 use std::ops::Range;
 
-use annulus_core::{Arrived, Error, HostBuffer, Result, StagedSpace, index};
+use annulus_core::{Arrived, Error, HostBuffer, Result, StagedSpace, Tick, index};
 
 use crate::{CudaBuffer, CudaSpace, Device, Event, PinnedBuffer, Stream};
 
@@ -97,6 +97,7 @@ impl StagedSpace for CudaSpace {
         from: HostBuffer,
         into: CudaBuffer,
         ranges: &[Range<u64>],
+        _: Tick<'_>,
     ) -> Result<CudaUpload> {
         let bytes = index(total(ranges, &into)?);
         let front = from.bytes().get(..bytes);

@@ -43,7 +43,7 @@ impl CudaTensor {
     /// [`Error::InvalidArgument`] if the length differs; [`Error::OutOfMemory`], [`Error::Device`].
     pub fn upload(stream: &Stream, bytes: &[u8], dtype: DType, shape: [usize; 4]) -> Result<Self> {
         let mut tensor = Self::uninitialized(stream, dtype, shape)?;
-        tensor.write(stream, bytes)?;
+        tensor.write(stream, bytes, &mut || ControlFlow::Continue(()))?;
         Ok(tensor)
     }
 
@@ -73,12 +73,21 @@ impl CudaTensor {
         Ok(bytes)
     }
 
-    /// Copies all elements to the device in the order of `stream`.
-    pub(crate) fn write(&mut self, stream: &Stream, bytes: &[u8]) -> Result<()> {
+    /// Copies all elements to the device in the order of `stream`. Ticks after each piece; returns
+    /// early if the tick breaks.
+    pub(crate) fn write(&mut self, stream: &Stream, bytes: &[u8], tick: Tick<'_>) -> Result<()> {
         self.check(stream, bytes.len())?;
-        // SAFETY: the buffer is as long as `bytes`, on the device of the stream, and borrowed
-        // mutably; work of other streams on it is ordered by its user.
-        unsafe { stream.copy_to_device(self.buffer.address(), bytes) }
+        let mut into = self.buffer.address();
+        for piece in bytes.chunks(PIECE_BYTES) {
+            // SAFETY: the buffer is as long as all pieces, on the device of the stream, and
+            // borrowed mutably; work of other streams on it is ordered by its user.
+            unsafe { stream.copy_to_device(into, piece)? };
+            into += piece.len() as u64;
+            if tick().is_break() {
+                break;
+            }
+        }
+        Ok(())
     }
 
     /// Copies all elements to the host, after the work of `stream`. Ticks while it waits and
@@ -88,7 +97,11 @@ impl CudaTensor {
         let bound = stream.device().hang_bound();
         let mut flow = stream.wait(bound, &mut *tick)?;
         let mut from = self.buffer.address();
-        for piece in bytes.chunks_mut(PIECE_BYTES) {
+        for (number, piece) in bytes.chunks_mut(PIECE_BYTES).enumerate() {
+            if number > 0 && flow.is_continue() {
+                // ranks that share the GPU share its stream, and may have queued kernels meanwhile
+                flow = stream.wait(bound, &mut *tick)?;
+            }
             if flow.is_break() {
                 break;
             }

@@ -166,7 +166,11 @@ impl Workspace for MockWorkspace {
         lock(&self.state).bytes()
     }
 
-    fn forward<'p>(&'p mut self, inputs: Inputs<'p, MockSpace>) -> Result<MockForward<'p>> {
+    fn forward<'p>(
+        &'p mut self,
+        inputs: Inputs<'p, MockSpace>,
+        _: Tick<'_>,
+    ) -> Result<MockForward<'p>> {
         let read = read_inputs(&inputs);
         self.enqueue(&slots(&inputs), &[], move |state, memory| {
             read(state, memory)?;
@@ -180,6 +184,7 @@ impl Workspace for MockWorkspace {
         &'p mut self,
         inputs: BackwardInputs<'p, MockSpace>,
         _: BackwardMode,
+        _: Tick<'_>,
     ) -> Result<MockBackward<'p>> {
         let read = read_inputs(&inputs.forward);
         let out = inputs.out.tag;

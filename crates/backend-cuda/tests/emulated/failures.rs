@@ -28,6 +28,11 @@ use ndarray::Array4;
 
 use crate::support::{compiler, emulated, emulated_on, next_device, plain, with_seed};
 
+/// A tick that never stops a copy.
+fn go_on() -> ControlFlow<()> {
+    ControlFlow::Continue(())
+}
+
 /// A device on the emulated driver with some functions replaced.
 fn device(change: impl FnOnce(&mut Symbols)) -> Result<Device, Error> {
     Device::with_symbols(driver(change), next_device())
@@ -169,6 +174,22 @@ fn out_of_memory_reports_free_bytes_and_is_not_fatal() {
 }
 
 #[test]
+fn an_allocation_that_no_free_can_help_does_not_wait_for_work() {
+    let device = device(|symbols| {
+        symbols.allocate = full;
+        symbols.event_query = never_ready;
+    })
+    .unwrap();
+    let stream = Stream::new(&device).unwrap();
+    let began = Instant::now();
+    assert!(matches!(CudaBuffer::new(&device, 12), Err(Error::OutOfMemory { .. })));
+    // a third of the wait for dropped memory
+    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+    device.suspect_hang();
+    drop(stream);
+}
+
+#[test]
 fn the_first_failure_is_returned_by_every_later_call() {
     let device = device(|symbols| symbols.event_query = worse_and_worse).unwrap();
     let stream = Stream::new(&device).unwrap();
@@ -210,7 +231,7 @@ fn a_download_ticks_while_it_waits_for_work() {
     let stream = Stream::new(&device).unwrap();
     let mut tensor = CudaSpace::tensor(&stream, DType::F32, [1, 1, 2, 2]).unwrap();
     let numbers = Array4::from_shape_fn((1, 1, 2, 2), |(_, _, h, d)| (2 * h + d) as f32);
-    CudaSpace::upload(&stream, HostView::F32(numbers.view()), &mut tensor).unwrap();
+    CudaSpace::upload(&stream, HostView::F32(numbers.view()), &mut tensor, &mut go_on).unwrap();
     let download = |last: usize| {
         let mut copy = Array4::<f32>::zeros((1, 1, 2, 2));
         let into = &mut HostViewMut::F32(copy.view_mut());
@@ -354,14 +375,13 @@ fn host_tensors_of_any_strides_are_copied_and_other_shapes_refused() {
         (x + 10 * h + 50 * i) as f32 + 200.0 * b as f32
     });
     let transposed = numbers.view().reversed_axes();
-    CudaSpace::upload(&stream, HostView::F32(transposed), &mut tensor).unwrap();
+    CudaSpace::upload(&stream, HostView::F32(transposed), &mut tensor, &mut go_on).unwrap();
     let mut dense = Array4::zeros((2, 3, 4, 5));
     let into = &mut HostViewMut::F32(dense.view_mut());
-    let tick = &mut || ControlFlow::Continue(());
-    CudaSpace::download(&stream, &tensor, into, tick).unwrap();
+    CudaSpace::download(&stream, &tensor, into, &mut go_on).unwrap();
     let mut strided = Array4::zeros((5, 4, 3, 2));
     let into = &mut HostViewMut::F32(strided.view_mut().reversed_axes());
-    CudaSpace::download(&stream, &tensor, into, tick).unwrap();
+    CudaSpace::download(&stream, &tensor, into, &mut go_on).unwrap();
     assert!(dense == transposed && strided == numbers);
 
     let doubles = Array4::<f64>::zeros((2, 3, 4, 5));
@@ -370,7 +390,7 @@ fn host_tensors_of_any_strides_are_copied_and_other_shapes_refused() {
         (&stream, HostView::F64(doubles.view()), "host tensor"),
         (&elsewhere, HostView::F32(transposed), "stream"),
     ] {
-        let error = CudaSpace::upload(stream, view, &mut tensor).unwrap_err();
+        let error = CudaSpace::upload(stream, view, &mut tensor, &mut go_on).unwrap_err();
         assert!(
             matches!(&error, Error::InvalidArgument { argument, .. } if argument == wrong),
             "{error}"
