@@ -84,7 +84,7 @@ impl annulus_core::Workspace for Workspace {
         Self::bytes(self)
     }
 
-    fn forward<'p>(&'p mut self, inputs: Inputs<'p, Host>) -> Result<Forward<'p>> {
+    fn forward<'p>(&'p mut self, inputs: Inputs<'p, Host>, _: Tick<'_>) -> Result<Forward<'p>> {
         by_sums!(self, |team, state| forward::tiles::begin(team, state));
         Ok(Forward { workspace: self, inputs, written: false })
     }
@@ -93,6 +93,7 @@ impl annulus_core::Workspace for Workspace {
         &'p mut self,
         inputs: BackwardInputs<'p, Host>,
         mode: BackwardMode,
+        _: Tick<'_>,
     ) -> Result<Backward<'p>> {
         if !by_sums!(self, |_team, state| state.backward) {
             return Err(Error::internal("a backward pass in a workspace for forward only"));

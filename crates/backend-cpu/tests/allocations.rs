@@ -127,7 +127,7 @@ fn pass(workspace: &mut Workspace, t: &mut Tensors) -> usize {
         bias: t.shard.spec.bias.map(|_| HostView::F32(t.bias.view())),
         sinks: Some(HostView::F32(t.sinks.view())),
     };
-    let mut forward = workspace.forward(inputs.reborrow()).unwrap();
+    let mut forward = workspace.forward(inputs.reborrow(), &mut tick).unwrap();
     forward.local_kv(&mut t.block, Readers::Ring).unwrap();
     let block = Block { buffer: &t.block, ready: &(), rows: &t.shard.keys };
     let outputs = &mut Outputs {
@@ -148,7 +148,7 @@ fn pass(workspace: &mut Workspace, t: &mut Tensors) -> usize {
         dout: HostView::F32(t.q.view()),
         dlse: None,
     };
-    let mut backward = workspace.backward(inputs, BackwardMode::OnePass).unwrap();
+    let mut backward = workspace.backward(inputs, BackwardMode::OnePass, &mut tick).unwrap();
     backward.attend_kv(&block, Some(&mut t.sums), &mut tick).unwrap();
     let mut gradients = Gradients {
         dq: HostViewMut::F32(dq.view_mut()),

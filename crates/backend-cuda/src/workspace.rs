@@ -1,7 +1,7 @@
 //! Device memory of one rank over all ring steps.
 
 use annulus_core::{
-    BackwardInputs, BackwardMode, Error, Inputs, Passes, RankShard, Result, Workspace,
+    BackwardInputs, BackwardMode, Error, Inputs, Passes, RankShard, Result, Tick, Workspace,
 };
 use annulus_device_cuda::{CudaSpace, Stream};
 
@@ -64,7 +64,11 @@ impl Workspace for CudaWorkspace {
         self.forward.bytes() + self.backward.as_ref().map_or(0, BackwardState::bytes)
     }
 
-    fn forward<'p>(&'p mut self, inputs: Inputs<'p, CudaSpace>) -> Result<CudaForward<'p>> {
+    fn forward<'p>(
+        &'p mut self,
+        inputs: Inputs<'p, CudaSpace>,
+        _: Tick<'_>,
+    ) -> Result<CudaForward<'p>> {
         Ok(CudaForward::begin(&mut self.context, &self.forward, inputs))
     }
 
@@ -72,6 +76,7 @@ impl Workspace for CudaWorkspace {
         &'p mut self,
         inputs: BackwardInputs<'p, CudaSpace>,
         _: BackwardMode,
+        _: Tick<'_>,
     ) -> Result<CudaBackward<'p>> {
         let state = self.backward.as_mut().ok_or_else(|| {
             Error::internal("a backward pass in a workspace allocated for forward passes only")

@@ -1,6 +1,9 @@
 //! Implementation of [`Backend`]: capabilities and memory.
 
-use std::{ops::Range, slice};
+use std::{
+    ops::{ControlFlow, Range},
+    slice,
+};
 
 use annulus_core::{
     Backend, Capabilities, DType, Error, OnHost, Passes, RankShard, Result, Spec, index, memory,
@@ -90,7 +93,10 @@ impl Backend for Wgpu {
         let mut filled =
             memory::zeroed("a write to a block", index(bytes.end.saturating_sub(bytes.start)))?;
         fill(&mut filled)?;
-        Copier::new(self.gpu.clone()).write(into, slice::from_ref(&bytes), &filled)?;
+        // rows that are appended to a cache, or one round's results: few pieces, whose waits end
+        // with the parts in the queue, so there is no need of a tick
+        let tick = &mut || ControlFlow::Continue(());
+        Copier::new(self.gpu.clone()).write(into, slice::from_ref(&bytes), &filled, tick)?;
         Ok(Queued)
     }
 

@@ -1,5 +1,7 @@
 //! Memory space of a device: buffers, tensors, events.
 
+use std::ops::ControlFlow;
+
 use annulus_core::{
     DType, DeviceSpace, Element, Error, HostView, HostViewMut, Inputs, Result, Space, Tick,
 };
@@ -50,13 +52,13 @@ impl DeviceSpace for WgpuSpace {
         Tensor::zeros(gpu, shape, dtype)
     }
 
-    fn upload(gpu: &Gpu, from: HostView<'_>, into: &mut Tensor) -> Result<()> {
+    fn upload(gpu: &Gpu, from: HostView<'_>, into: &mut Tensor, tick: Tick<'_>) -> Result<()> {
         into.check_matches(gpu, (from.dtype(), from.shape()))?;
         match from {
             HostView::F64(_) => Err(Error::unsupported("f64", "wgpu")),
-            HostView::F32(from) => into.fill(from),
-            HostView::Bf16(from) => into.fill(from),
-            HostView::F16(from) => into.fill(from),
+            HostView::F32(from) => into.fill(from, tick),
+            HostView::Bf16(from) => into.fill(from, tick),
+            HostView::F16(from) => into.fill(from, tick),
         }
     }
 
@@ -188,18 +190,18 @@ impl Tensor {
     /// As [`Tensor::zeros`].
     pub fn upload<T: Element>(gpu: &Gpu, tensor: ArrayView4<'_, T>) -> Result<Self> {
         let new = Self::zeros(gpu, tensor.dim().into(), T::DTYPE)?;
-        new.fill(tensor)?;
+        new.fill(tensor, &mut || ControlFlow::Continue(()))?;
         Ok(new)
     }
 
     /// Uploads a host tensor of the same shape and type into this one, after all work queued so
-    /// far.
-    pub(crate) fn fill<T: Element>(&self, tensor: ArrayView4<'_, T>) -> Result<()> {
+    /// far. Ticks meanwhile; returns early if the tick breaks.
+    fn fill<T: Element>(&self, tensor: ArrayView4<'_, T>, tick: Tick<'_>) -> Result<()> {
         let dense = tensor.as_standard_layout();
         let elements = dense
             .as_slice()
             .ok_or_else(|| Error::internal("a dense copy of a tensor is not contiguous"))?;
-        self.write(bytemuck::cast_slice(elements))
+        self.write(bytemuck::cast_slice(elements), tick)
     }
 
     /// Rounds numbers to `dtype` and uploads them.
@@ -295,12 +297,12 @@ impl Tensor {
         self.shape.iter().map(|&len| len as u64).product::<u64>() * self.dtype.bytes() as u64
     }
 
-    fn write(&self, bytes: &[u8]) -> Result<()> {
+    fn write(&self, bytes: &[u8], tick: Tick<'_>) -> Result<()> {
         if bytes.is_empty() {
             return Ok(());
         }
         let size = (bytes.len() as u64).next_multiple_of(4);
-        self.gpu.write(&self.buffer, bytes, &[(0..size, 0)])
+        self.gpu.write(&self.buffer, bytes, &[(0..size, 0)], tick)
     }
 }
 

@@ -51,8 +51,7 @@ impl Gpu {
         mut is_done: impl FnMut() -> bool,
         tick: Tick<'_>,
     ) -> Result<ControlFlow<()>> {
-        let completed = || self.submissions().completed();
-        let mut silence = Silence::new(completed(), Instant::now());
+        let mut silence = self.silence();
         let mut pause = POLLS.0;
         loop {
             self.poll_once()?;
@@ -62,16 +61,27 @@ impl Gpu {
             if tick().is_break() {
                 return Ok(ControlFlow::Break(()));
             }
-            if silence.exceeds(PATIENCE, completed(), Instant::now()) {
-                let seconds = PATIENCE.as_secs();
-                return Err(device_error(format!(
-                    "{} completed nothing for {seconds} s",
-                    self.name()
-                )));
-            }
+            self.check_silence(&mut silence)?;
             thread::sleep(pause);
             pause = (2 * pause).min(POLLS.1);
         }
+    }
+
+    /// Starts to measure the time without a completed submission.
+    pub(crate) fn silence(&self) -> Silence {
+        Silence::new(self.submissions().completed(), Instant::now())
+    }
+
+    /// Checks that a submission has completed within [`PATIENCE`]. Called after a poll.
+    ///
+    /// # Errors
+    /// [`annulus_core::Error::Device`].
+    pub(crate) fn check_silence(&self, silence: &mut Silence) -> Result<()> {
+        if !silence.exceeds(PATIENCE, self.submissions().completed(), Instant::now()) {
+            return Ok(());
+        }
+        let seconds = PATIENCE.as_secs();
+        Err(device_error(format!("{} completed nothing for {seconds} s", self.name())))
     }
 
     /// Processes completed work without waiting.
@@ -151,7 +161,7 @@ pub(crate) mod tests {
         let scores = Tensor::zeros(gpu, [1, sinks.max(1), 1, 1], DType::F32)?;
         let sinks = (sinks > 0).then_some(&scores);
         let inputs = Inputs { q: &q, k: &k, v: &v, bias: None, sinks };
-        let mut pass = workspace.forward(inputs)?;
+        let mut pass = workspace.forward(inputs, &mut *tick)?;
         let ready = pass.local_kv(&mut block, Readers::Local)?;
         pass.attend(&Block { rows: &rows, buffer: &block, ready: &ready }, &mut *tick)?;
         let outputs =

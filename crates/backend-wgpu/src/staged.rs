@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use annulus_core::{Arrived, Error, HostBuffer, Result, StagedSpace, index};
+use annulus_core::{Arrived, Error, HostBuffer, Result, StagedSpace, Tick, index};
 
 use crate::{
     copy::{LinearCopy, copy_raw},
@@ -38,7 +38,8 @@ impl Copier {
         Ok(self.unaligned.insert(buffer).clone())
     }
 
-    /// Starts copying the front of `bytes` into ranges of a block, one after another.
+    /// Starts copying the front of `bytes` into ranges of a block, one after another. Ticks if it
+    /// waits; what is copied after a break is unspecified.
     ///
     /// # Errors
     /// [`Error::Device`], [`Error::OutOfMemory`]; [`Error::InvalidArgument`] for a block of another
@@ -48,6 +49,7 @@ impl Copier {
         into: &GpuBuffer,
         ranges: &[Range<u64>],
         bytes: &[u8],
+        tick: Tick<'_>,
     ) -> Result<()> {
         into.check_on(&self.gpu)?;
         let is_outside = |range: &&Range<u64>| range.start > range.end || range.end > into.size();
@@ -71,11 +73,11 @@ impl Copier {
             };
             let copies: Vec<_> =
                 ranges.iter().filter(|range| !range.is_empty()).map(copy_of).collect();
-            self.gpu.write(&into.buffer, bytes, &copies)
+            self.gpu.write(&into.buffer, bytes, &copies, tick)
         } else {
             // 2-byte elements share words at the ends of ranges: a kernel scatters them
             let staged = self.unaligned(total.next_multiple_of(4))?;
-            self.gpu.write(&staged, bytes, &[(0..total.next_multiple_of(4), 0)])?;
+            self.gpu.write(&staged, bytes, &[(0..total.next_multiple_of(4), 0)], tick)?;
             let mut lines = Vec::with_capacity(ranges.len());
             let mut at = 0;
             for range in ranges {
@@ -157,8 +159,9 @@ impl StagedSpace for WgpuSpace {
         from: HostBuffer,
         into: GpuBuffer,
         ranges: &[Range<u64>],
+        tick: Tick<'_>,
     ) -> Result<Upload> {
-        copier.write(&into, ranges, from.bytes())?;
+        copier.write(&into, ranges, from.bytes(), tick)?;
         Ok(Upload { sides: Some((from, into)) })
     }
 
@@ -172,6 +175,8 @@ impl StagedSpace for WgpuSpace {
 
 #[cfg(test)]
 mod tests {
+    use std::ops::ControlFlow;
+
     use super::*;
     use crate::{Options, staging::pooled};
 
@@ -223,8 +228,14 @@ mod tests {
             let ranges = ways[index(step % 2)];
             let total: u64 = ranges.iter().map(|range| range.end - range.start).sum();
             let bytes = (0..total).map(|at| (at * 7 + step) as u8);
-            let mut upload =
-                WgpuSpace::upload(&mut copier, host(bytes.clone()), into.clone(), ranges).unwrap();
+            let mut upload = WgpuSpace::upload(
+                &mut copier,
+                host(bytes.clone()),
+                into.clone(),
+                ranges,
+                &mut || ControlFlow::Continue(()),
+            )
+            .unwrap();
             assert!(WgpuSpace::uploaded(&mut copier, &mut upload).unwrap().is_some());
             assert!(downloaded(&mut copier, &into, ranges).into_iter().eq(bytes), "step {step}");
             gpu.synchronize().unwrap();

@@ -16,6 +16,7 @@ use wgpu::{BufferUsages, MapMode};
 use crate::{
     device::Gpu,
     lock::lock,
+    pacing::Silence,
     pools::{StagingPools, keep, take_fitting},
     submissions::Receipt,
 };
@@ -71,6 +72,8 @@ pub(crate) struct PendingRead {
     bytes: u64,
     receipt: Receipt,
     mapped: Arc<Mutex<Option<Result<(), String>>>>,
+    /// Time without a completed submission, for waits that poll.
+    silence: Mutex<Silence>,
     /// Keeps the device open.
     _gpu: Gpu,
 }
@@ -170,11 +173,15 @@ impl Gpu {
             });
         })?;
         self.staging().bytes_to_host.fetch_add(bytes, Ordering::Relaxed);
-        Ok(PendingRead { buffer, bytes, receipt, mapped, _gpu: self.clone() })
+        let silence = Mutex::new(self.silence());
+        Ok(PendingRead { buffer, bytes, receipt, mapped, silence, _gpu: self.clone() })
     }
 
     /// Calls `read` with the bytes if the copy is complete and all kernels before it ran. Never
     /// waits.
+    ///
+    /// # Errors
+    /// [`Error::Device`] as [`Gpu::synchronize`], so that a wait which polls ends.
     pub(crate) fn try_read<T>(
         &self,
         copy: &PendingRead,
@@ -182,7 +189,10 @@ impl Gpu {
     ) -> Result<Option<T>> {
         self.poll_once()?;
         match lock(&copy.mapped).take() {
-            None => return Ok(None),
+            None => {
+                self.check_silence(&mut lock(&copy.silence))?;
+                return Ok(None);
+            }
             Some(Err(what)) => return Err(self.explain(what)),
             Some(Ok(())) => {}
         }
@@ -271,12 +281,14 @@ impl Gpu {
     }
 
     /// Starts uploading: pairs of (range of `bytes`, offset in `into`), whole words; a range may
-    /// exceed `bytes` by up to 3.
+    /// exceed `bytes` by up to 3. Ticks while it waits and between pieces; returns early if the tick
+    /// breaks.
     pub(crate) fn write(
         &self,
         into: &wgpu::Buffer,
         bytes: &[u8],
         copies: &[(Range<u64>, u64)],
+        tick: Tick<'_>,
     ) -> Result<()> {
         let mut pieces: Vec<(Range<u64>, u64)> = Vec::new();
         let mut total = 0;
@@ -288,25 +300,33 @@ impl Gpu {
                 total += end - start;
                 start = end;
                 if total == PIECE_BYTES {
-                    self.write_piece(into, bytes, &pieces)?;
+                    if self.write_piece(into, bytes, &pieces, &mut *tick)?.is_break() {
+                        return Ok(());
+                    }
                     pieces.clear();
                     total = 0;
                 }
             }
         }
-        if pieces.is_empty() { Ok(()) } else { self.write_piece(into, bytes, &pieces) }
+        if !pieces.is_empty() {
+            let _last = self.write_piece(into, bytes, &pieces, tick)?;
+        }
+        Ok(())
     }
 
-    /// As [`Gpu::write`], through one staging buffer. Waits while too many are in the queue.
+    /// As [`Gpu::write`], through one staging buffer. Waits while too many are in the queue. Returns
+    /// `Break` if the tick did; then the piece may not have been copied.
     fn write_piece(
         &self,
         into: &wgpu::Buffer,
         bytes: &[u8],
         copies: &[(Range<u64>, u64)],
-    ) -> Result<()> {
-        let uploading = || self.staging().uploading.load(Ordering::Relaxed);
-        let _continues =
-            self.wait_until(|| uploading() < MAX_UPLOADING, &mut || ControlFlow::Continue(()))?;
+        tick: Tick<'_>,
+    ) -> Result<ControlFlow<()>> {
+        let has_room = || self.staging().uploading.load(Ordering::Relaxed) < MAX_UPLOADING;
+        if tick().is_break() || self.wait_until(has_room, tick)?.is_break() {
+            return Ok(ControlFlow::Break(()));
+        }
         let piece = |part: &Range<u64>| {
             let end = part.end.min(bytes.len() as u64);
             bytes.get(index(part.start)..index(end)).ok_or_else(|| {
@@ -328,7 +348,8 @@ impl Gpu {
             encoder
         })?;
         self.staging().bytes_to_device.fetch_add(from, Ordering::Relaxed);
-        filled.return_to_pool(self)
+        filled.return_to_pool(self)?;
+        Ok(ControlFlow::Continue(()))
     }
 }
 
@@ -340,13 +361,13 @@ pub(crate) fn pooled(gpu: &Gpu) -> (usize, usize) {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
+    use std::time::{Duration, Instant};
 
-    use annulus_core::DeviceSpace;
+    use annulus_core::{DType, DeviceSpace, HostView};
     use ndarray::Array4;
 
     use super::*;
-    use crate::{Options, Tensor, WgpuSpace, queue::tests::gpu};
+    use crate::{Options, PATIENCE, Tensor, WgpuSpace, queue::tests::gpu};
 
     #[test]
     fn a_tensor_near_the_limit_of_a_buffer_is_copied() {
@@ -361,20 +382,48 @@ mod tests {
     }
 
     #[test]
-    fn an_upload_waits_while_256_mib_are_in_the_queue() {
+    fn an_upload_ticks_while_256_mib_are_in_the_queue() {
         let Some(gpu) = gpu(&Options::default()) else { return };
         let uploading = &gpu.staging().uploading;
-        let from = Array4::<f32>::zeros((1, 1, 1, 8));
+        let from = Array4::<f32>::ones((1, 1, 1, 8));
+        let mut tensor = Tensor::zeros(&gpu, [1, 1, 1, 8], DType::F32).unwrap();
         // four staging buffers of 64 MiB: more would take the memory of a small host
         uploading.fetch_add(256 << 20, Ordering::Relaxed);
-        std::thread::scope(|scope| {
-            let upload = scope.spawn(|| Tensor::upload(&gpu, from.view()).map(drop));
-            std::thread::sleep(Duration::from_secs(1));
-            let waits = !upload.is_finished();
-            uploading.fetch_sub(256 << 20, Ordering::Relaxed);
-            upload.join().unwrap().unwrap();
-            assert!(waits);
+        let mut upload = |tick: Tick<'_>| {
+            WgpuSpace::upload(&gpu, HostView::F32(from.view()), &mut tensor, tick).unwrap();
+            tensor.download::<f32>().unwrap()
+        };
+        // a break ends the wait, and nothing is copied
+        let mut ticks = 0;
+        let into = upload(&mut || {
+            ticks += 1;
+            if ticks < 10 { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
         });
+        assert_eq!((ticks, into.sum()), (10, 0.0));
+        // the wait ends once there is room
+        let into = upload(&mut || {
+            ticks += 1;
+            if ticks == 20 {
+                uploading.fetch_sub(256 << 20, Ordering::Relaxed);
+            }
+            ControlFlow::Continue(())
+        });
+        assert!(ticks >= 20 && into == from, "{ticks} ticks, {into}");
+    }
+
+    #[test]
+    fn a_polled_copy_ends_after_60_s_without_a_completed_submission() {
+        let Some(gpu) = gpu(&Options::default()) else { return };
+        let mut copy = gpu.start_read(gpu.nothing(), &[]).unwrap();
+        // nothing is in the queue after it, so no submission completes any more
+        gpu.synchronize().unwrap();
+        copy.mapped = Arc::default();
+        assert!(gpu.try_read(&copy, |_| Ok(())).unwrap().is_none());
+        let since = Instant::now().checked_sub(PATIENCE + Duration::from_secs(1)).unwrap();
+        copy.silence = Mutex::new(Silence::new(gpu.submissions().completed(), since));
+        let error = gpu.try_read(&copy, |_| Ok(())).unwrap_err();
+        let named = |what: &str| what.contains("completed nothing for 60 s");
+        assert!(matches!(&error, Error::Device { what } if named(what)), "{error:?}");
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! Device state of one rank across the ring.
 
 use annulus_core::{
-    BackwardInputs, BackwardMode, DType, Error, Inputs, Passes, RankShard, Result, Spec, Workspace,
+    BackwardInputs, BackwardMode, DType, Error, Inputs, Passes, RankShard, Result, Spec, Tick,
+    Workspace,
 };
 
 use crate::{
@@ -103,7 +104,11 @@ impl Workspace for WgpuWorkspace {
         forward.bytes() + backward + kernels.arena.bytes()
     }
 
-    fn forward<'p>(&'p mut self, inputs: Inputs<'p, WgpuSpace>) -> Result<WgpuForward<'p>> {
+    fn forward<'p>(
+        &'p mut self,
+        inputs: Inputs<'p, WgpuSpace>,
+        _: Tick<'_>,
+    ) -> Result<WgpuForward<'p>> {
         WgpuForward::start(&mut self.kernels, &self.forward, inputs)
     }
 
@@ -112,6 +117,7 @@ impl Workspace for WgpuWorkspace {
         &'p mut self,
         inputs: BackwardInputs<'p, WgpuSpace>,
         _: BackwardMode,
+        _: Tick<'_>,
     ) -> Result<WgpuBackward<'p>> {
         let Some(state) = &self.backward else {
             return Err(Error::internal("a backward pass on a workspace for forward only"));

@@ -194,7 +194,7 @@ fn forward(
     let shard = problem.shard();
     let rows = shard.keys.len() as u64;
     let mut block = backend.allocate(rows * problem.spec.kv_row_layout().bytes())?;
-    let mut pass = workspace.forward(problem.inputs())?;
+    let mut pass = workspace.forward(problem.inputs(), &mut keep_going)?;
     let ready = pass.local_kv(&mut block, Readers::Local)?;
     let kv = Block { buffer: &block, ready: &ready, rows: &shard.keys };
     pass.attend(&kv, &mut keep_going)?;
@@ -225,7 +225,7 @@ fn backward(
     let out = results.out.clone();
     let lse = results.lse.clone();
     let saved = Results { out, lse, ..Results::junk(problem) };
-    let mut pass = workspace.backward(problem.backward_inputs(&saved), mode)?;
+    let mut pass = workspace.backward(problem.backward_inputs(&saved), mode, &mut keep_going)?;
     let ready = pass.local_kv(&mut block, Readers::Ring)?;
     let kv = Block { buffer: &block, ready: &ready, rows: &shard.keys };
     match mode {
@@ -313,7 +313,7 @@ fn a_broken_tick_stops_the_kernels_that_follow() {
     let mut dkv = backend.allocate(rows * problem.spec.gradient_row_layout().bytes()).unwrap();
     let saved = Results::junk(&problem);
     let inputs = problem.backward_inputs(&saved);
-    let mut pass = workspace.backward(inputs, BackwardMode::OnePass).unwrap();
+    let mut pass = workspace.backward(inputs, BackwardMode::OnePass, &mut keep_going).unwrap();
     let ready = pass.local_kv(&mut block, Readers::Local).unwrap();
     let kv = Block { buffer: &block, ready: &ready, rows: &shard.keys };
     let mut ticks = 0;
@@ -333,7 +333,7 @@ fn a_workspace_for_forward_refuses_a_backward_pass() {
     let mut workspace = backend.workspace(&problem.shard(), Passes::Forward).unwrap();
     let results = Results::junk(&problem);
     let inputs = problem.backward_inputs(&results);
-    let refusal = workspace.backward(inputs, BackwardMode::OnePass).err();
+    let refusal = workspace.backward(inputs, BackwardMode::OnePass, &mut keep_going).err();
     assert!(matches!(refusal, Some(Error::Internal { .. })), "{refusal:?}");
 }
 
@@ -346,7 +346,8 @@ fn tensors_of_any_strides_return_unchanged() {
     });
     let swapped = numbers.view().permuted_axes([2, 1, 0, 3]);
     let mut tensor = WgpuSpace::tensor(&gpu, DType::Bf16, [5, 1, 3, 7]).unwrap();
-    <WgpuSpace as DeviceSpace>::upload(&gpu, HostView::Bf16(swapped), &mut tensor).unwrap();
+    <WgpuSpace as DeviceSpace>::upload(&gpu, HostView::Bf16(swapped), &mut tensor, &mut keep_going)
+        .unwrap();
     let mut dense = Array4::from_elem((5, 1, 3, 7), bf16::NAN);
     let mut into = HostViewMut::Bf16(dense.view_mut());
     <WgpuSpace as DeviceSpace>::download(&gpu, &tensor, &mut into, &mut keep_going).unwrap();
@@ -369,7 +370,7 @@ fn tensors_of_another_shape_type_or_device_are_refused() {
         (&gpu, HostView::F64(wider.view())),
         (&other, HostView::F32(alike.view())),
     ] {
-        let refusal = <WgpuSpace as DeviceSpace>::upload(gpu, from, &mut tensor);
+        let refusal = <WgpuSpace as DeviceSpace>::upload(gpu, from, &mut tensor, &mut keep_going);
         assert!(matches!(refusal, Err(Error::InvalidArgument { .. })), "{refusal:?}");
     }
     let mut into = shorter.clone();
@@ -391,7 +392,8 @@ fn blocks_of_host_views_are_staged() {
     bytes.bytes_mut().unwrap().fill(7);
     let copied = transfers(&gpu, || {
         let ranges = [8..16, 40..48];
-        let mut upload = Space::upload(&mut copier, bytes, block, &ranges).unwrap();
+        let mut upload =
+            Space::upload(&mut copier, bytes, block, &ranges, &mut keep_going).unwrap();
         let (host, Arrived { buffer, ready }) =
             Space::uploaded(&mut copier, &mut upload).unwrap().unwrap();
         let Queued = ready;

@@ -119,7 +119,7 @@ fn time<E: Element<Accumulator = f32>>(spec: &Spec, threads: usize, rounds: usiz
     for _ in 0..rounds.max(1) {
         let start = Instant::now();
         let begun = now(start);
-        let mut pass = workspace.forward(inputs.reborrow())?;
+        let mut pass = workspace.forward(inputs.reborrow(), &mut tick)?;
         pass.local_kv(&mut buffer, Readers::Local)?;
         pass.attend(&Block { buffer: &buffer, ready: &(), rows: &rows }, &mut tick)?;
         let outputs = &mut Outputs {
@@ -140,7 +140,7 @@ fn time<E: Element<Accumulator = f32>>(spec: &Spec, threads: usize, rounds: usiz
             dout: E::view(q.view()),
             dlse: None,
         };
-        let mut pass = workspace.backward(inputs, BackwardMode::OnePass)?;
+        let mut pass = workspace.backward(inputs, BackwardMode::OnePass, &mut tick)?;
         pass.local_kv(&mut buffer, Readers::Local)?;
         let block = Block { buffer: &buffer, ready: &(), rows: &rows };
         pass.attend_kv(&block, Some(&mut sums), &mut tick)?;

@@ -167,7 +167,7 @@ impl Part {
             sum: None,
             ties: None,
         };
-        let mut pass = workspace.forward(inputs.reborrow())?;
+        let mut pass = workspace.forward(inputs.reborrow(), &mut tick)?;
         pass.local_kv(records, Readers::Local)?;
         pass.attend_last(&Block { buffer: records, ready: &(), rows }, &mut outputs, &mut tick)?;
         pass.finish(&mut outputs, &mut tick)?;
@@ -180,7 +180,7 @@ impl Part {
             dout,
             dlse: None,
         };
-        let mut pass = workspace.backward(inputs, BackwardMode::OnePass)?;
+        let mut pass = workspace.backward(inputs, BackwardMode::OnePass, &mut tick)?;
         pass.local_kv(records, Readers::Local)?;
         let block = Block { buffer: records, ready: &(), rows };
         pass.attend_kv(&block, Some(gradient_records), &mut tick)?;

@@ -123,7 +123,8 @@ impl Replay {
 
     fn run_forward(&mut self, cached: bool) -> Result<u64> {
         let Self { calls, workspace, inputs: [q, k, v, _], out, lse, local_kv, .. } = self;
-        let mut pass = workspace.forward(inputs_of([q, k, v]))?;
+        let mut pass =
+            workspace.forward(inputs_of([q, k, v]), &mut || ControlFlow::Continue(()))?;
         pass.local_kv(local_kv, Readers::Ring)?;
         let mut outputs = Outputs {
             out: HostViewMut::F32(out.view_mut()),
@@ -163,7 +164,8 @@ impl Replay {
             dout: HostView::F32(dout.view()),
             dlse: None,
         };
-        let mut pass = workspace.backward(inputs, BackwardMode::OnePass)?;
+        let mut pass =
+            workspace.backward(inputs, BackwardMode::OnePass, &mut || ControlFlow::Continue(()))?;
         pass.local_kv(local_kv, Readers::Ring)?;
         let mut taken = 0;
         for Recorded { buffer, rows } in &calls.backward {

@@ -75,16 +75,24 @@ impl<C: TileCalls> Workspace for WrappedWorkspace<C> {
         self.inner.bytes()
     }
 
-    fn forward<'p>(&'p mut self, inputs: Inputs<'p, Host>) -> Result<Self::Forward<'p>> {
-        Ok(WrappedPass { inner: self.inner.forward(inputs)?, calls: self.calls.clone() })
+    fn forward<'p>(
+        &'p mut self,
+        inputs: Inputs<'p, Host>,
+        tick: Tick<'_>,
+    ) -> Result<Self::Forward<'p>> {
+        Ok(WrappedPass { inner: self.inner.forward(inputs, tick)?, calls: self.calls.clone() })
     }
 
     fn backward<'p>(
         &'p mut self,
         inputs: BackwardInputs<'p, Host>,
         mode: BackwardMode,
+        tick: Tick<'_>,
     ) -> Result<Self::Backward<'p>> {
-        Ok(WrappedPass { inner: self.inner.backward(inputs, mode)?, calls: self.calls.clone() })
+        Ok(WrappedPass {
+            inner: self.inner.backward(inputs, mode, tick)?,
+            calls: self.calls.clone(),
+        })
     }
 }
 

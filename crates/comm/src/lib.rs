@@ -28,6 +28,7 @@ pub mod checksum;
 mod cuda_gather;
 pub mod deadline;
 mod delegate;
+mod device_heartbeat;
 pub mod fault;
 pub mod heads_ring;
 mod host_messages;

@@ -4,9 +4,10 @@
 //! device buffer ──download──▶ staging ──inner──▶ staging ──upload──▶ device buffer
 //! ```
 //! No call waits for the device: [`Transport::progress`] polls the copies, and starts the next step
-//! of a transfer once its copy has completed.
+//! of a transfer once its copy has completed. As long as a copy waits for the kernels before it,
+//! this rank works, and sends heartbeats that say so.
 
-use std::time::Duration;
+use std::{ops::ControlFlow, time::Duration};
 
 use annulus_core::{
     Arrived, Control, Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result,
@@ -15,6 +16,7 @@ use annulus_core::{
 
 use crate::{
     delegate::{forward_control, host_messages_of_inner},
+    device_heartbeat::DeviceHeartbeat,
     ranges,
     staging::{StagedReceive, Staging, is_same_message},
 };
@@ -34,6 +36,7 @@ pub struct Staged<T, D: StagedSpace> {
     receives: Vec<StagedReceive<D>>,
     uploads: Vec<(MessageHeader, D::Upload)>,
     arrived: Vec<(MessageHeader, Arrived<D>)>,
+    heartbeat: DeviceHeartbeat,
     bytes_sent: u64,
     failed: Option<Error>,
 }
@@ -49,6 +52,7 @@ impl<T: Transport<Host>, D: StagedSpace> Staged<T, D> {
             receives: Vec::new(),
             uploads: Vec::new(),
             arrived: Vec::new(),
+            heartbeat: DeviceHeartbeat::default(),
             bytes_sent: 0,
             failed: None,
         }
@@ -104,7 +108,12 @@ impl<T: Transport<Host>, D: StagedSpace> Staged<T, D> {
             match self.inner.take(&receive.staged)? {
                 Some(Arrived { buffer: staged, .. }) => {
                     let StagedReceive { header, buffer, .. } = self.receives.swap_remove(position);
-                    let upload = D::upload(&mut self.copier, staged, buffer, &header.ranges)?;
+                    let Self { copier, heartbeat, inner, .. } = self;
+                    let tick = &mut || {
+                        heartbeat.poll(true, inner);
+                        ControlFlow::Continue(())
+                    };
+                    let upload = D::upload(copier, staged, buffer, &header.ranges, tick)?;
                     self.uploads.push((header, upload));
                     moved = true;
                 }
@@ -195,6 +204,7 @@ impl<T: Transport<Host>, D: StagedSpace> Transport<D> for Staged<T, D> {
         let pumped = self.pump();
         let moved = self.remember(pumped)?;
         let copying = !self.downloads.is_empty() || !self.uploads.is_empty();
+        self.heartbeat.poll(copying, &mut self.inner);
         let patience = match (moved, copying) {
             (true, _) => Duration::ZERO,
             (false, true) => patience.min(POLL),

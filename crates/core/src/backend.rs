@@ -209,14 +209,19 @@ pub trait Workspace: Send + 'static {
     /// passes of the same kind add nothing.
     fn bytes(&self) -> u64;
 
-    /// Starts a forward pass: acc ← 0, m ← −∞, ℓ ← 0.
+    /// Starts a forward pass: acc ← 0, m ← −∞, ℓ ← 0. Ticks while inputs are copied to a device;
+    /// after a break the results of the pass are never read.
     ///
     /// # Errors
     /// [`crate::Error::Device`].
-    fn forward<'p>(&'p mut self, inputs: Inputs<'p, Self::Space>) -> Result<Self::Forward<'p>>;
+    fn forward<'p>(
+        &'p mut self,
+        inputs: Inputs<'p, Self::Space>,
+        tick: Tick<'_>,
+    ) -> Result<Self::Forward<'p>>;
 
     /// Starts a backward pass: delta and the other row statistics ([`Spec::ROW_STATISTICS`]) from
-    /// out, lse, dout and dlse; dq, dbias ← 0.
+    /// out, lse, dout and dlse; dq, dbias ← 0. Ticks as [`Workspace::forward`].
     ///
     /// # Errors
     /// [`crate::Error::Device`]; [`crate::Error::Internal`] of a workspace for
@@ -225,6 +230,7 @@ pub trait Workspace: Send + 'static {
         &'p mut self,
         inputs: BackwardInputs<'p, Self::Space>,
         mode: BackwardMode,
+        tick: Tick<'_>,
     ) -> Result<Self::Backward<'p>>;
 }
 

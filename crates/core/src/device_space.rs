@@ -20,11 +20,17 @@ pub trait DeviceSpace: Space {
     fn tensor(context: &Self::Context, dtype: DType, shape: [usize; 4]) -> Result<Self::Tensor>;
 
     /// Copies a host tensor of the same type and shape to the device, after the work enqueued so
-    /// far.
+    /// far. Ticks during a long copy and while it waits: other ranks may wait for this one. Returns
+    /// early if the tick breaks; then the contents of `into` are unspecified.
     ///
     /// # Errors
     /// [`crate::Error::InvalidArgument`], [`crate::Error::Device`].
-    fn upload(context: &Self::Context, from: HostView<'_>, into: &mut Self::Tensor) -> Result<()>;
+    fn upload(
+        context: &Self::Context,
+        from: HostView<'_>,
+        into: &mut Self::Tensor,
+        tick: Tick<'_>,
+    ) -> Result<()>;
 
     /// Copies a tensor to a host tensor of the same type and shape. Waits for the work enqueued so
     /// far, however long it takes, and ticks meanwhile: other ranks may wait for this one. Returns
@@ -82,14 +88,16 @@ pub trait StagedSpace: Space {
     /// once; never waits.
     ///
     /// # Errors
-    /// [`crate::Error::Device`].
+    /// [`crate::Error::Device`], also if the device counts as hung: the copy may wait for kernels,
+    /// during which the rank sends heartbeats, so each device has a bound of its own.
     fn downloaded(
         copier: &mut Self::Copier,
         copy: &mut Self::Download,
     ) -> Result<Option<HostBuffer>>;
 
     /// Starts copying the front of `from` into byte ranges of a device buffer, one after another.
-    /// Fast if `from` is a [staging buffer](StagedSpace::staging_buffer).
+    /// Fast if `from` is a [staging buffer](StagedSpace::staging_buffer). Ticks if it waits for
+    /// earlier copies to the device; what is copied after a break is unspecified.
     ///
     /// # Errors
     /// [`crate::Error::Device`].
@@ -98,13 +106,14 @@ pub trait StagedSpace: Space {
         from: HostBuffer,
         into: Self::Buffer,
         ranges: &[Range<u64>],
+        tick: Tick<'_>,
     ) -> Result<Self::Upload>;
 
     /// Returns both buffers, which have no other owner, and the event after which the device may
     /// read, once the copy has finished. Returns them once; never waits.
     ///
     /// # Errors
-    /// [`crate::Error::Device`].
+    /// As [`StagedSpace::downloaded`].
     fn uploaded(
         copier: &mut Self::Copier,
         copy: &mut Self::Upload,

@@ -203,7 +203,7 @@ pub trait Control: Send {
     fn abort(&mut self, error: &Error);
 
     /// Sends a heartbeat. `working` states that this rank has computed a tile or finished a
-    /// transfer since its last heartbeat.
+    /// transfer since its last heartbeat, or that its device computes what a transfer waits for.
     fn heartbeat(&mut self, working: bool);
 
     /// Returns the node of each rank, equal on all ranks. `None` if unknown or if all ranks are in

@@ -45,7 +45,7 @@ impl CudaBuffer {
         };
         let mut allocated = allocate();
         // memory that was dropped may wait for the work that uses it
-        if allocated == CUresult::CUDA_ERROR_OUT_OF_MEMORY && device.0.drain() {
+        if allocated == CUresult::CUDA_ERROR_OUT_OF_MEMORY && device.0.make_room() {
             allocated = allocate();
         }
         match allocated {
@@ -116,13 +116,17 @@ impl CudaBuffer {
         *self.0.last_use.lock().unwrap_or_else(PoisonError::into_inner) = Some(event.clone());
     }
 
+    /// Returns the event after the last use of the buffer, if there was one.
+    pub fn last_use(&self) -> Option<Event> {
+        self.0.last_use.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     /// Makes later work of `stream` wait for the last use of the buffer.
     ///
     /// # Errors
     /// [`Error::Device`].
     pub fn wait_on(&self, stream: &Stream) -> Result<()> {
-        let last = self.0.last_use.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        last.map_or(Ok(()), |event| stream.wait_for(&event))
+        self.last_use().map_or(Ok(()), |event| stream.wait_for(&event))
     }
 }
 

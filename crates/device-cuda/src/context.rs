@@ -23,9 +23,15 @@ pub(crate) const POLL: Duration = Duration::from_micros(50);
 /// twice as long with Linux's timer slack, a tenth of the time of a token over a long cache.
 pub(crate) const SPIN: Duration = Duration::from_millis(1);
 
-/// Longest wait for work that may use memory, before the memory is needed or the context released.
-/// Longer than most passes; what longer ones use is freed later, or leaked with the context.
+/// Longest wait for work that may use memory, before the context is released. Longer than most
+/// passes; what longer ones use is leaked with the context. No rank is silent meanwhile: its plan
+/// has been dropped.
 const DRAIN: Duration = Duration::from_secs(120);
+
+/// Longest wait of an allocation for work that may use memory which was dropped. An allocation cannot
+/// tick, and other ranks may wait for this one: a quarter of the default deadline of a ring, so that
+/// they get the error of this rank instead of finding it silent.
+const ALLOCATION_DRAIN: Duration = Duration::from_secs(30);
 
 /// Driver functions, and the context that they work in.
 #[derive(Clone, Copy)]
@@ -121,8 +127,19 @@ impl ContextState {
     /// Frees what is retired, if the work of all streams ends within [`DRAIN`], or if it has ended
     /// after a failure (`failed`) and if work hangs. False if it does not.
     pub(crate) fn drain(&self, driver: &Driver, failed: bool) -> bool {
+        self.drain_within(driver, failed, DRAIN)
+    }
+
+    /// As [`ContextState::drain`], for an allocation, within [`ALLOCATION_DRAIN`]. Does not wait,
+    /// and returns false, if nothing is retired: the wait would free nothing.
+    pub(crate) fn make_room(&self, driver: &Driver, failed: bool) -> bool {
+        let is_empty = lock(&self.retired).is_empty();
+        !is_empty && self.drain_within(driver, failed, ALLOCATION_DRAIN)
+    }
+
+    fn drain_within(&self, driver: &Driver, failed: bool, bound: Duration) -> bool {
         let hopeless = failed || self.hangs.load(Ordering::Relaxed);
-        self.collect(driver, Instant::now() + if hopeless { Duration::ZERO } else { DRAIN })
+        self.collect(driver, Instant::now() + if hopeless { Duration::ZERO } else { bound })
     }
 
     /// Frees what is retired, if the work of all streams ends by `until`. False if it does not.

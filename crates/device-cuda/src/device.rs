@@ -4,6 +4,7 @@ use std::{
     ffi::{CStr, c_int},
     fmt,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
 };
 
 use annulus_core::{Error, Result};
@@ -43,6 +44,14 @@ impl fmt::Display for Architecture {
     }
 }
 
+/// Default of [`Device::set_hang_bound`].
+///
+/// No deadline of a ring ends the wait of a rank for its own kernels, because the rank sends
+/// heartbeats meanwhile. A stream does not show the progress of a kernel, and a kernel computes the
+/// tiles of a whole block. A backward pass over 2²⁰ queries and keys in 32 heads of 128 dims has
+/// 4.5 · 10¹⁶ FLOPs, which take two minutes at 375 TFLOP/s and an hour at 13 TFLOP/s.
+const HANG: Duration = Duration::from_secs(3600);
+
 /// Context of one GPU. A clone refers to the same context.
 ///
 /// The first failure is kept and returned by every later call, because the errors that CUDA reports
@@ -59,6 +68,7 @@ pub(crate) struct Parts {
     multiprocessors: usize,
     l2_bytes: u64,
     failure: Mutex<Option<Error>>,
+    hang_bound: Mutex<Duration>,
     pub(crate) state: Arc<ContextState>,
 }
 
@@ -113,6 +123,7 @@ impl Device {
             multiprocessors,
             l2_bytes,
             failure: Mutex::new(None),
+            hang_bound: Mutex::new(HANG),
             state: ContextState::of(context),
         })))
     }
@@ -136,6 +147,7 @@ impl Device {
             multiprocessors,
             l2_bytes,
             failure: Mutex::new(None),
+            hang_bound: Mutex::new(HANG),
             state: ContextState::of(context),
         })))
     }
@@ -182,6 +194,25 @@ impl Device {
     /// Returns the first failure, if any.
     pub fn failure(&self) -> Option<Error> {
         self.0.lock_failure().clone()
+    }
+
+    /// Sets the longest wait for queued work, after which the device counts as hung. Default: an
+    /// hour. A pass whose kernels take longer needs more.
+    pub fn set_hang_bound(&self, bound: Duration) {
+        *self.0.hang_bound.lock().unwrap_or_else(PoisonError::into_inner) = bound;
+    }
+
+    /// Returns the longest wait for queued work.
+    pub fn hang_bound(&self) -> Duration {
+        *self.0.hang_bound.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Records a failure: work did not end within `bound` and may never end.
+    pub(crate) fn fail_as_hung(&self, bound: Duration) -> Error {
+        let seconds = bound.as_secs_f64();
+        self.suspect_hang();
+        let what = format!("work on {} did not end within {seconds:.1} s", self.name());
+        self.fail(Error::Device { what })
     }
 
     /// Records that work of the context may never end, such as that of a communicator that could
@@ -283,6 +314,12 @@ impl Parts {
     pub(crate) fn drain(&self) -> bool {
         let failed = self.lock_failure().is_some();
         self.state.drain(&self.driver, failed)
+    }
+
+    /// As [`ContextState::make_room`].
+    pub(crate) fn make_room(&self) -> bool {
+        let failed = self.lock_failure().is_some();
+        self.state.make_room(&self.driver, failed)
     }
 
     fn lock_failure(&self) -> MutexGuard<'_, Option<Error>> {

@@ -48,9 +48,14 @@ impl DeviceSpace for CudaSpace {
         CudaTensor::uninitialized(stream, dtype, shape)
     }
 
-    fn upload(stream: &Stream, from: HostView<'_>, into: &mut CudaTensor) -> Result<()> {
+    fn upload(
+        stream: &Stream,
+        from: HostView<'_>,
+        into: &mut CudaTensor,
+        tick: Tick<'_>,
+    ) -> Result<()> {
         check_same(&into.view(), from.dtype(), from.shape())?;
-        let write = |bytes: &[u8]| into.write(stream, bytes);
+        let write = |bytes: &[u8]| into.write(stream, bytes, tick);
         match from {
             HostView::F64(view) => with_bytes(view, write),
             HostView::F32(view) => with_bytes(view, write),

@@ -12,7 +12,7 @@
 
 use std::ops::Range;
 
-use annulus_core::{Arrived, Error, HostBuffer, Result, StagedSpace, index};
+use annulus_core::{Arrived, Error, HostBuffer, Result, StagedSpace, Tick, index};
 
 use crate::{CudaBuffer, CudaSpace, Device, Event, PinnedBuffer, Stream};
 
@@ -85,7 +85,7 @@ impl StagedSpace for CudaSpace {
     }
 
     fn downloaded(_: &mut CudaCopier, copy: &mut CudaDownload) -> Result<Option<HostBuffer>> {
-        if !copy.done.passed()? {
+        if !copy.done.passed_in_time()? {
             return Ok(None);
         }
         let into = copy.into.take();
@@ -97,6 +97,7 @@ impl StagedSpace for CudaSpace {
         from: HostBuffer,
         into: CudaBuffer,
         ranges: &[Range<u64>],
+        _: Tick<'_>,
     ) -> Result<CudaUpload> {
         let bytes = index(total(ranges, &into)?);
         let front = from.bytes().get(..bytes);
@@ -130,7 +131,7 @@ impl StagedSpace for CudaSpace {
         _: &mut CudaCopier,
         copy: &mut CudaUpload,
     ) -> Result<Option<(HostBuffer, Arrived<Self>)>> {
-        if !copy.done.passed()? {
+        if !copy.done.passed_in_time()? {
             return Ok(None);
         }
         let buffers = copy.buffers.take();

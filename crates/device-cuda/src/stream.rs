@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_core::{Error, Result, Tick};
+use annulus_core::{Result, Tick};
 use cudarc::driver::sys::{CUdeviceptr, CUevent, CUstream};
 
 use crate::{
@@ -44,6 +44,7 @@ pub struct Event(Arc<EventParts>);
 struct EventParts {
     device: Device,
     handle: CUevent,
+    recorded: Instant,
 }
 
 // SAFETY: an event is a handle that any thread may use.
@@ -107,7 +108,8 @@ impl Stream {
         device.call("cuEventCreate", |symbols| unsafe {
             (symbols.event_create)(&raw mut handle, NO_TIMING)
         })?;
-        let event = Event(Arc::new(EventParts { device: device.clone(), handle }));
+        let recorded = Instant::now();
+        let event = Event(Arc::new(EventParts { device: device.clone(), handle, recorded }));
         // SAFETY: both handles are alive.
         device.call("cuEventRecord", |symbols| unsafe {
             (symbols.event_record)(handle, self.0.handle)
@@ -152,13 +154,7 @@ impl Stream {
                 next_tick = waited + TICK_INTERVAL;
             }
             if waited > deadline {
-                let what = format!(
-                    "work on {} did not end within {:.1} s",
-                    self.0.device.name(),
-                    deadline.as_secs_f64()
-                );
-                self.0.device.suspect_hang();
-                return Err(self.0.device.fail(Error::Device { what }));
+                return Err(self.0.device.fail_as_hung(deadline));
             }
             if waited < SPIN {
                 std::thread::yield_now();
@@ -315,6 +311,20 @@ impl Event {
         self.0
             .device
             .query("cuEventQuery", |symbols| unsafe { (symbols.event_query)(self.0.handle) })
+    }
+
+    /// As [`Event::passed`], in a wait that polls: it ends [`Device::hang_bound`] after the event
+    /// was recorded.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if work failed or did not end within that bound.
+    pub fn passed_in_time(&self) -> Result<bool> {
+        let has_passed = self.passed()?;
+        let bound = self.0.device.hang_bound();
+        if !has_passed && self.0.recorded.elapsed() > bound {
+            return Err(self.0.device.fail_as_hung(bound));
+        }
+        Ok(has_passed)
     }
 }
 

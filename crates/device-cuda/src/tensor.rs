@@ -1,19 +1,11 @@
 //! Tensors in device memory.
 
-use std::{marker::PhantomData, ops::ControlFlow, time::Duration};
+use std::{marker::PhantomData, ops::ControlFlow};
 
 use annulus_core::{DType, Error, Result, Tick};
 use cudarc::driver::sys::CUdeviceptr;
 
 use crate::{CudaBuffer, Stream};
-
-/// Longest wait of a download for the work before it, after which the device counts as hung.
-///
-/// The ticks of the wait are heartbeats of a rank that works, so no deadline of the ring ends it. A
-/// stream does not show the progress of a kernel, and a kernel computes the tiles of a whole block.
-/// A backward pass over 2²⁰ queries and keys in 32 heads of 128 dims has 4.5 · 10¹⁶ FLOPs, which
-/// take two minutes at 375 TFLOP/s and an hour at 13 TFLOP/s.
-const HANG: Duration = Duration::from_secs(3600);
 
 /// Bytes between two ticks of a copy: some milliseconds over PCIe, long beside the start of a copy.
 const PIECE_BYTES: usize = 64 << 20;
@@ -51,7 +43,7 @@ impl CudaTensor {
     /// [`Error::InvalidArgument`] if the length differs; [`Error::OutOfMemory`], [`Error::Device`].
     pub fn upload(stream: &Stream, bytes: &[u8], dtype: DType, shape: [usize; 4]) -> Result<Self> {
         let mut tensor = Self::uninitialized(stream, dtype, shape)?;
-        tensor.write(stream, bytes)?;
+        tensor.write(stream, bytes, &mut || ControlFlow::Continue(()))?;
         Ok(tensor)
     }
 
@@ -72,34 +64,50 @@ impl CudaTensor {
     /// Waits for the work of its stream and copies the elements to the host.
     ///
     /// # Errors
-    /// [`Error::Device`] if work failed or did not end within an hour.
+    /// [`Error::Device`] if work failed or did not end within [`Device::hang_bound`].
+    ///
+    /// [`Device::hang_bound`]: crate::Device::hang_bound
     pub fn download(&self) -> Result<Vec<u8>> {
         let mut bytes = vec![0; annulus_core::index(self.buffer.len())];
         self.read(&self.stream, &mut bytes, &mut || ControlFlow::Continue(()))?;
         Ok(bytes)
     }
 
-    /// Copies all elements to the device in the order of `stream`.
-    pub(crate) fn write(&mut self, stream: &Stream, bytes: &[u8]) -> Result<()> {
+    /// Copies all elements to the device in the order of `stream`. Ticks after each piece; returns
+    /// early if the tick breaks.
+    pub(crate) fn write(&mut self, stream: &Stream, bytes: &[u8], tick: Tick<'_>) -> Result<()> {
         self.check(stream, bytes.len())?;
-        // SAFETY: the buffer is as long as `bytes`, on the device of the stream, and borrowed
-        // mutably; work of other streams on it is ordered by its user.
-        unsafe { stream.copy_to_device(self.buffer.address(), bytes) }
+        let mut into = self.buffer.address();
+        for piece in bytes.chunks(PIECE_BYTES) {
+            // SAFETY: the buffer is as long as all pieces, on the device of the stream, and
+            // borrowed mutably; work of other streams on it is ordered by its user.
+            unsafe { stream.copy_to_device(into, piece)? };
+            into += piece.len() as u64;
+            if tick().is_break() {
+                break;
+            }
+        }
+        Ok(())
     }
 
     /// Copies all elements to the host, after the work of `stream`. Ticks while it waits and
     /// between pieces; returns early if the tick breaks.
     pub(crate) fn read(&self, stream: &Stream, bytes: &mut [u8], tick: Tick<'_>) -> Result<()> {
         self.check(stream, bytes.len())?;
-        let mut flow = stream.wait(HANG, &mut *tick)?;
+        let bound = stream.device().hang_bound();
+        let mut flow = stream.wait(bound, &mut *tick)?;
         let mut from = self.buffer.address();
-        for piece in bytes.chunks_mut(PIECE_BYTES) {
+        for (number, piece) in bytes.chunks_mut(PIECE_BYTES).enumerate() {
+            if number > 0 && flow.is_continue() {
+                // ranks that share the GPU share its stream, and may have queued kernels meanwhile
+                flow = stream.wait(bound, &mut *tick)?;
+            }
             if flow.is_break() {
                 break;
             }
             let len = piece.len() as u64;
             // SAFETY: the buffer is as long as all pieces, and on the device of the stream.
-            unsafe { stream.copy_to_host(piece, from, HANG)? };
+            unsafe { stream.copy_to_host(piece, from, bound)? };
             from += len;
             flow = tick();
         }

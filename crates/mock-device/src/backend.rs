@@ -50,6 +50,17 @@ impl MockWorkspace {
         self.device.enqueue(reads, writes, move |memory| work(&mut lock(&state), memory))
     }
 
+    /// As [`MockWorkspace::enqueue`], of a tile kernel.
+    fn enqueue_kernel(
+        &self,
+        reads: &[u64],
+        writes: &[u64],
+        kernel: impl FnOnce(&mut State, &mut SlotTable) -> Result<()> + Send + 'static,
+    ) -> Result<DeviceEvent> {
+        let state = Arc::clone(&self.state);
+        self.device.enqueue_kernel(reads, writes, move |memory| kernel(&mut lock(&state), memory))
+    }
+
     /// Returns a block's slot and rows.
     ///
     /// # Errors
@@ -155,7 +166,11 @@ impl Workspace for MockWorkspace {
         lock(&self.state).bytes()
     }
 
-    fn forward<'p>(&'p mut self, inputs: Inputs<'p, MockSpace>) -> Result<MockForward<'p>> {
+    fn forward<'p>(
+        &'p mut self,
+        inputs: Inputs<'p, MockSpace>,
+        _: Tick<'_>,
+    ) -> Result<MockForward<'p>> {
         let read = read_inputs(&inputs);
         self.enqueue(&slots(&inputs), &[], move |state, memory| {
             read(state, memory)?;
@@ -169,6 +184,7 @@ impl Workspace for MockWorkspace {
         &'p mut self,
         inputs: BackwardInputs<'p, MockSpace>,
         _: BackwardMode,
+        _: Tick<'_>,
     ) -> Result<MockBackward<'p>> {
         let read = read_inputs(&inputs.forward);
         let out = inputs.out.tag;
@@ -212,7 +228,7 @@ impl ForwardPass<MockSpace> for MockForward<'_> {
         }
         let (slot, rows) = self.workspace.block(kv)?;
         self.workspace
-            .enqueue(&[slot], &[], move |state, memory| {
+            .enqueue_kernel(&[slot], &[], move |state, memory| {
                 let keys = keys(state, memory, slot, &rows)?;
                 state.attend(&keys);
                 Ok(())
@@ -302,7 +318,7 @@ impl BackwardPass<MockSpace> for MockBackward<'_> {
         }
         let (slot, rows) = self.workspace.block(kv)?;
         let dkv = dkv.map(|dkv| target(dkv)).transpose()?;
-        self.workspace.enqueue(&[slot], dkv.as_slice(), move |state, memory| {
+        self.workspace.enqueue_kernel(&[slot], dkv.as_slice(), move |state, memory| {
             let keys = keys(state, memory, slot, &rows)?;
             state.backward_dq(&keys);
             let Some(dkv) = dkv else { return Ok(()) };
@@ -326,7 +342,7 @@ impl BackwardPass<MockSpace> for MockBackward<'_> {
         let k = self.inputs.forward.k.tag;
         let v = self.inputs.forward.v.tag;
         self.workspace
-            .enqueue(&[slot, k.slot, v.slot, dkv], &[dkv], move |state, memory| {
+            .enqueue_kernel(&[slot, k.slot, v.slot, dkv], &[dkv], move |state, memory| {
                 let spec = Arc::clone(&state.shard.spec);
                 let fields = unpack(
                     &spec.query_row_layout(),

@@ -28,17 +28,41 @@ struct DeviceState {
     next_slot: AtomicU64,
     /// Least time of a wait for queued work.
     busy: Duration,
+    /// Time that each tile kernel takes. Default: none.
+    kernel_time: Duration,
+    /// Longest time of a tile kernel, after which the device counts as hung. Default: no bound.
+    hang: Option<Duration>,
 }
 
 #[derive(Default)]
 struct Queue {
     waiting: VecDeque<Work>,
+    /// Time at which the first item began, if it takes time and was polled.
+    began: Option<Instant>,
     issued: u64,
     done: u64,
     failure: Option<Error>,
 }
 
-type Work = Box<dyn FnOnce(&mut SlotTable) -> Result<()> + Send>;
+/// An item of queued work.
+struct Work {
+    /// True for a tile kernel, which takes [`DeviceState::kernel_time`].
+    is_kernel: bool,
+    run: Run,
+}
+
+type Run = Box<dyn FnOnce(&mut SlotTable) -> Result<()> + Send>;
+
+/// Result of a poll of the queue.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Polled {
+    /// There is no work.
+    Idle,
+    /// The first item takes longer.
+    Busy,
+    /// An item was executed.
+    Executed,
+}
 
 /// The bytes of all allocations of a device, accessible to its work.
 #[derive(Default)]
@@ -85,6 +109,18 @@ impl Device {
         Self(Arc::new(DeviceState { busy: time, ..DeviceState::default() }))
     }
 
+    /// Creates a device of whose tile kernels each takes `time` after the work before it.
+    pub fn slow(time: Duration) -> Self {
+        Self(Arc::new(DeviceState { kernel_time: time, ..DeviceState::default() }))
+    }
+
+    /// Creates a device whose tile kernels never end. It fails once it was polled for `bound` after
+    /// one began.
+    pub fn hanging(bound: Duration) -> Self {
+        let hang = Some(bound);
+        Self(Arc::new(DeviceState { kernel_time: Duration::MAX, hang, ..DeviceState::default() }))
+    }
+
     /// Allocates `len` zero bytes.
     pub fn allocate(&self, len: u64) -> DeviceBuffer {
         self.apply_frees();
@@ -108,6 +144,20 @@ impl Device {
         writes: &[u64],
         work: impl FnOnce(&mut SlotTable) -> Result<()> + Send + 'static,
     ) -> Result<DeviceEvent> {
+        self.enqueue_work(reads, writes, Work { is_kernel: false, run: Box::new(work) })
+    }
+
+    /// As [`Device::enqueue`], of a tile kernel.
+    pub(crate) fn enqueue_kernel(
+        &self,
+        reads: &[u64],
+        writes: &[u64],
+        kernel: impl FnOnce(&mut SlotTable) -> Result<()> + Send + 'static,
+    ) -> Result<DeviceEvent> {
+        self.enqueue_work(reads, writes, Work { is_kernel: true, run: Box::new(kernel) })
+    }
+
+    fn enqueue_work(&self, reads: &[u64], writes: &[u64], work: Work) -> Result<DeviceEvent> {
         let mut queue = lock(&self.0.queue);
         if let Some(failure) = &queue.failure {
             return Err(failure.clone());
@@ -121,7 +171,7 @@ impl Device {
             memory.slot(*slot)?.written_by = number;
         }
         queue.issued = number;
-        queue.waiting.push_back(Box::new(work));
+        queue.waiting.push_back(work);
         Ok(DeviceEvent { device: self.clone(), number })
     }
 
@@ -143,31 +193,50 @@ impl Device {
         let began = Instant::now();
         let mut had_work = false;
         loop {
-            let has_work = self.poll()?;
-            had_work |= has_work;
-            if !has_work && (!had_work || began.elapsed() >= self.0.busy) {
+            let polled = self.poll()?;
+            let is_idle = polled == Polled::Idle;
+            had_work |= !is_idle;
+            if is_idle && (!had_work || began.elapsed() >= self.0.busy) {
                 return Ok(ControlFlow::Continue(()));
             }
             if tick().is_break() {
                 return Ok(ControlFlow::Break(()));
             }
-            if !has_work {
+            if polled != Polled::Executed {
                 thread::sleep(Duration::from_millis(1));
             }
         }
     }
 
-    /// Executes one item of queued work. True if there was one.
-    fn poll(&self) -> Result<bool> {
+    /// True while a tile kernel that takes time runs.
+    pub(crate) fn runs_kernel(&self) -> bool {
+        lock(&self.0.queue).began.is_some()
+    }
+
+    /// Executes one item of queued work, if there is one and its time has passed.
+    fn poll(&self) -> Result<Polled> {
         let mut queue = lock(&self.0.queue);
         if let Some(failure) = &queue.failure {
             return Err(failure.clone());
         }
-        let Some(work) = queue.waiting.pop_front() else { return Ok(false) };
-        let result = work(&mut lock(&self.0.memory));
+        let Some(work) = queue.waiting.front() else { return Ok(Polled::Idle) };
+        if work.is_kernel && !self.0.kernel_time.is_zero() {
+            let ran = queue.began.get_or_insert_with(Instant::now).elapsed();
+            if self.0.hang.is_some_and(|bound| ran >= bound) {
+                let error = fault(format!("a kernel did not end within {ran:?}"));
+                queue.failure = Some(error.clone());
+                return Err(error);
+            }
+            if ran < self.0.kernel_time {
+                return Ok(Polled::Busy);
+            }
+            queue.began = None;
+        }
+        let Some(work) = queue.waiting.pop_front() else { return Ok(Polled::Idle) };
+        let result = (work.run)(&mut lock(&self.0.memory));
         queue.done += 1;
         result.inspect_err(|error| queue.failure = Some(error.clone()))?;
-        Ok(true)
+        Ok(Polled::Executed)
     }
 
     /// Copies bytes to the host.

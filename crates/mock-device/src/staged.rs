@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use annulus_core::{Arrived, HostBuffer, Result, StagedSpace};
+use annulus_core::{Arrived, HostBuffer, Result, StagedSpace, Tick};
 
 use super::{
     memory::{Device, DeviceBuffer, DeviceEvent, fault},
@@ -64,6 +64,7 @@ impl StagedSpace for MockSpace {
         from: HostBuffer,
         into: DeviceBuffer,
         ranges: &[Range<u64>],
+        _: Tick<'_>,
     ) -> Result<Upload> {
         let slot = into.slot();
         let ranges = ranges.to_vec();

@@ -49,7 +49,15 @@ impl DeviceSpace for MockSpace {
         DeviceTensor::zeros(device, shape, dtype)
     }
 
-    fn upload(device: &Device, from: HostView<'_>, into: &mut DeviceTensor) -> Result<()> {
+    fn upload(
+        device: &Device,
+        from: HostView<'_>,
+        into: &mut DeviceTensor,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        if tick().is_break() {
+            return Ok(());
+        }
         // replaced, not overwritten: queued work may still use the old tensor
         *into = DeviceTensor::upload(device, widened(from).view(), from.dtype())?;
         Ok(())

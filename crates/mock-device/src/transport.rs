@@ -148,6 +148,10 @@ impl Transport<MockSpace> for DeviceTransport {
     }
 
     fn progress(&mut self, patience: Duration) -> Result<()> {
+        // what is sent may wait for it
+        if self.device.runs_kernel() {
+            self.control.heartbeat(true);
+        }
         // a posted send wakes no receiver, so the wait for control messages must be short
         let patience =
             if self.pump()? { Duration::ZERO } else { patience.min(Duration::from_micros(200)) };

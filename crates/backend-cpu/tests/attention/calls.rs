@@ -31,7 +31,7 @@ fn forward_of(
 ) -> annulus_core::Result<(Array4<f32>, Array4<f32>)> {
     let mut workspace = cpu.workspace(&rank.shard, Passes::Forward)?;
     let mut buffer = kv_buffer(rank);
-    let mut pass = workspace.forward(inputs.reborrow())?;
+    let mut pass = workspace.forward(inputs.reborrow(), &mut keep_going)?;
     pass.local_kv(&mut buffer, readers)?;
     let block = Block { buffer: &buffer, ready: &(), rows: &rank.shard.keys };
     pass.attend(&block, &mut keep_going)?;
@@ -122,7 +122,7 @@ fn a_break_ends_the_call_early() {
         let cpu = Cpu::new(threads).unwrap();
         let mut workspace = cpu.workspace(&rank.shard, Passes::Both).unwrap();
         let mut buffer = kv_buffer(&rank);
-        let mut pass = workspace.forward(rank.inputs()).unwrap();
+        let mut pass = workspace.forward(rank.inputs(), &mut keep_going).unwrap();
         pass.local_kv(&mut buffer, Readers::Ring).unwrap();
         let block = Block { buffer: &buffer, ready: &(), rows: &rank.shard.keys };
         let mut ticks = 0;
@@ -133,7 +133,7 @@ fn a_break_ends_the_call_early() {
         pass.attend(&block, &mut stop).unwrap();
         // no thread continues after a stop; the same workspace then serves a full pass
         assert!(ticks <= threads, "{ticks}");
-        let mut pass = workspace.forward(rank.inputs()).unwrap();
+        let mut pass = workspace.forward(rank.inputs(), &mut keep_going).unwrap();
         pass.attend(&block, &mut keep_going).unwrap();
         let want = forward(&cpu, &rank, &rank.inputs()).unwrap();
         assert_eq!(finish(&rank, pass).unwrap(), want);
@@ -162,7 +162,7 @@ fn ticks_of_finish(threads: usize, flow: ControlFlow<()>) -> [usize; 2] {
         ticks[0] += 1;
         flow
     };
-    workspace.forward(rank.inputs()).unwrap().finish(outputs, tick).unwrap();
+    workspace.forward(rank.inputs(), &mut keep_going).unwrap().finish(outputs, tick).unwrap();
     let dkv = rank.keys_buffer(rank.shard.spec.gradient_row_layout()).unwrap();
     let mut dq = rank.q.clone();
     let mut dk = rank.k.clone();
@@ -179,7 +179,8 @@ fn ticks_of_finish(threads: usize, flow: ControlFlow<()>) -> [usize; 2] {
         ticks[1] += 1;
         flow
     };
-    let pass = workspace.backward(rank.backward_inputs(), BackwardMode::OnePass).unwrap();
+    let pass =
+        workspace.backward(rank.backward_inputs(), BackwardMode::OnePass, &mut keep_going).unwrap();
     pass.finish(&dkv, gradients, tick).unwrap();
     ticks
 }
@@ -220,7 +221,8 @@ fn ticks_of_bias(shape: [usize; 4], flow: ControlFlow<()>) -> usize {
         ticks += 1;
         flow
     };
-    let pass = workspace.backward(rank.backward_inputs(), BackwardMode::OnePass).unwrap();
+    let pass =
+        workspace.backward(rank.backward_inputs(), BackwardMode::OnePass, &mut keep_going).unwrap();
     pass.finish(&dkv, gradients, tick).unwrap();
     let is_zero = dbias.iter().all(|&sum| sum == 0.0);
     assert_eq!(is_zero, flow.is_continue(), "no pair was attended to");
@@ -247,7 +249,8 @@ fn a_break_ends_a_backward_pass_whose_threads_wait_for_each_other() {
         let mut dkv = rank.keys_buffer(rank.shard.spec.gradient_row_layout()).unwrap();
         for stopped in (0..=breaks).map(|attempt| attempt < breaks) {
             let mode = BackwardMode::OnePass;
-            let mut pass = workspace.backward(rank.backward_inputs(), mode).unwrap();
+            let mut pass =
+                workspace.backward(rank.backward_inputs(), mode, &mut keep_going).unwrap();
             pass.local_kv(&mut buffer, Readers::Ring).unwrap();
             let block = Block { buffer: &buffer, ready: &(), rows: &rank.shard.keys };
             let mut tick = || match stopped {
@@ -286,7 +289,7 @@ fn a_workspace_adopts_a_new_batch() {
     for rank in [&long, &short, &short] {
         workspace.update(&rank.shard).unwrap();
         let mut buffer = kv_buffer(rank);
-        let mut pass = workspace.forward(rank.inputs()).unwrap();
+        let mut pass = workspace.forward(rank.inputs(), &mut keep_going).unwrap();
         pass.local_kv(&mut buffer, Readers::Ring).unwrap();
         let block = Block { buffer: &buffer, ready: &(), rows: &rank.shard.keys };
         pass.attend(&block, &mut keep_going).unwrap();
@@ -300,10 +303,12 @@ fn a_pass_that_a_workspace_was_not_made_for_is_a_typed_error() {
     let rank = rank(Dims::new(1, 30, 1, 4));
     let cpu = Cpu::new(1).unwrap();
     let mut workspace = cpu.workspace(&rank.shard, Passes::Forward).unwrap();
-    let refused = workspace.backward(rank.backward_inputs(), BackwardMode::OnePass);
+    let refused =
+        workspace.backward(rank.backward_inputs(), BackwardMode::OnePass, &mut keep_going);
     assert_eq!(refused.err().map(|error| error.code()), Some(46));
     let mut workspace = cpu.workspace(&rank.shard, Passes::Both).unwrap();
-    let mut pass = workspace.backward(rank.backward_inputs(), BackwardMode::OnePass).unwrap();
+    let mut pass =
+        workspace.backward(rank.backward_inputs(), BackwardMode::OnePass, &mut keep_going).unwrap();
     let buffer = kv_buffer(&rank);
     let block = Block { buffer: &buffer, ready: &(), rows: &rank.shard.keys };
     assert_eq!(pass.attend_kv(&block, None, &mut keep_going).unwrap_err().code(), 46);
@@ -317,9 +322,9 @@ fn mismatched_tensors_and_buffers_are_typed_errors() {
     let doubles = Array4::<f64>::zeros((1, 10, 1, 4));
     let wrong = Inputs { k: Element::view(doubles.view()), ..rank.inputs() };
     let mut buffer = kv_buffer(&rank);
-    let mut pass = workspace.forward(wrong).unwrap();
+    let mut pass = workspace.forward(wrong, &mut keep_going).unwrap();
     assert_eq!(pass.local_kv(&mut buffer, Readers::Ring), Err(Error::invalid("k", "f64", "f32")));
-    let mut pass = workspace.forward(rank.inputs()).unwrap();
+    let mut pass = workspace.forward(rank.inputs(), &mut keep_going).unwrap();
     let mut short = HostBuffer::zeroed(8).unwrap();
     assert_eq!(pass.local_kv(&mut short, Readers::Ring).unwrap_err().code(), 46);
     let in_flight = buffer.clone();

@@ -73,7 +73,7 @@ fn narrow_tasks_write_outputs_before_the_epilogue() {
         .unwrap()[0];
     let rank = Rank::<f32>::new(&case, &Layout::Contiguous, 0, 1).unwrap();
     let mut workspace = Cpu::new(1).unwrap().workspace(&rank.shard, Passes::Forward).unwrap();
-    let mut pass = workspace.forward(rank.inputs()).unwrap();
+    let mut pass = workspace.forward(rank.inputs(), &mut keep_going).unwrap();
     let mut buffer = HostBuffer::zeroed(0).unwrap();
     pass.local_kv(&mut buffer, Readers::Local).unwrap();
     // rows of out with gaps, in reversed order, and not of contiguous elements

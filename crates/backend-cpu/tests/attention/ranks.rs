@@ -279,7 +279,7 @@ impl<'a, E: Element> Ring<'a, E> {
         let mut passes = Vec::new();
         let ranks = self.ranks.iter().zip(&mut self.workspaces).zip(&mut self.blocks);
         for ((rank, workspace), block) in ranks {
-            let mut pass = workspace.forward(rank.inputs())?;
+            let mut pass = workspace.forward(rank.inputs(), &mut keep_going)?;
             pass.local_kv(block, readers)?;
             passes.push(pass);
         }
@@ -326,7 +326,7 @@ impl<'a, E: Element> Ring<'a, E> {
         let mode = if fused { spec.backward } else { BackwardMode::TwoPass };
         let mut passes = Vec::new();
         for (rank, workspace) in ranks.iter().zip(&mut self.workspaces) {
-            passes.push(workspace.backward(rank.backward_inputs(), mode)?);
+            passes.push(workspace.backward(rank.backward_inputs(), mode, &mut keep_going)?);
         }
         let record = spec.gradient_row_layout();
         let mut gradients = ranks

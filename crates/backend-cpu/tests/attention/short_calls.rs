@@ -73,7 +73,7 @@ fn run(cpu: &Cpu, rank: &Rank<f32>, passes: usize, reversed: bool) -> annulus_co
             dout: Element::view(view(&dout)),
             dlse: None,
         };
-        let mut backward = workspace.backward(inputs, BackwardMode::OnePass)?;
+        let mut backward = workspace.backward(inputs, BackwardMode::OnePass, &mut keep_going)?;
         backward.local_kv(&mut kv, readers)?;
         let block = Block { buffer: &kv, ready: &(), rows: &rank.shard.keys };
         backward.attend_kv(&block, Some(&mut dkv), &mut keep_going)?;
@@ -101,7 +101,7 @@ fn forward(
     kv: &mut HostBuffer,
     [out, lse]: [&mut Array4<f32>; 2],
 ) -> annulus_core::Result<()> {
-    let mut pass = workspace.forward(inputs.reborrow())?;
+    let mut pass = workspace.forward(inputs.reborrow(), &mut keep_going)?;
     pass.local_kv(kv, readers)?;
     let block = Block { buffer: kv, ready: &(), rows: &rank.shard.keys };
     let mut outputs = Outputs {

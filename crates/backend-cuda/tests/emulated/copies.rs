@@ -1,7 +1,11 @@
 //! Copies of messages: several byte ranges are gathered and scattered by one launch, and a block
 //! that is staged through host memory is sent from the memory into which the device has copied it.
 
-use std::{ops::Range, sync::Arc, time::Duration};
+use std::{
+    ops::{ControlFlow, Range},
+    sync::Arc,
+    time::Duration,
+};
 
 use annulus_comm::{
     nccl::Nccl,
@@ -177,7 +181,8 @@ fn a_staged_block_is_sent_from_the_memory_that_the_device_writes() {
 
     // and receives into it: the device reads it, and it is returned
     let into = CudaBuffer::new(stream.device(), 64).unwrap();
-    let mut copy = CudaSpace::upload(&mut copier, sent, into, &[0..10, 20..34]).unwrap();
+    let tick = &mut || ControlFlow::Continue(());
+    let mut copy = CudaSpace::upload(&mut copier, sent, into, &[0..10, 20..34], tick).unwrap();
     let (staged, arrived) = loop {
         if let Some(both) = CudaSpace::uploaded(&mut copier, &mut copy).unwrap() {
             break both;

@@ -3,10 +3,7 @@
 use std::{
     ffi::{c_int, c_uint, c_void},
     ops::ControlFlow,
-    sync::{
-        OnceLock,
-        atomic::{AtomicUsize, Ordering},
-    },
+    sync::atomic::{AtomicUsize, Ordering},
     time::{Duration, Instant},
 };
 
@@ -30,6 +27,11 @@ use annulus_cuda_emulator as emulator;
 use ndarray::Array4;
 
 use crate::support::{compiler, emulated, emulated_on, next_device, plain, with_seed};
+
+/// A tick that never stops a copy.
+fn go_on() -> ControlFlow<()> {
+    ControlFlow::Continue(())
+}
 
 /// A device on the emulated driver with some functions replaced.
 fn device(change: impl FnOnce(&mut Symbols)) -> Result<Device, Error> {
@@ -172,6 +174,22 @@ fn out_of_memory_reports_free_bytes_and_is_not_fatal() {
 }
 
 #[test]
+fn an_allocation_that_no_free_can_help_does_not_wait_for_work() {
+    let device = device(|symbols| {
+        symbols.allocate = full;
+        symbols.event_query = never_ready;
+    })
+    .unwrap();
+    let stream = Stream::new(&device).unwrap();
+    let began = Instant::now();
+    assert!(matches!(CudaBuffer::new(&device, 12), Err(Error::OutOfMemory { .. })));
+    // a third of the wait for dropped memory
+    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+    device.suspect_hang();
+    drop(stream);
+}
+
+#[test]
 fn the_first_failure_is_returned_by_every_later_call() {
     let device = device(|symbols| symbols.event_query = worse_and_worse).unwrap();
     let stream = Stream::new(&device).unwrap();
@@ -191,13 +209,14 @@ fn work_that_never_ends_fails_at_the_deadline() {
     assert!(error.to_string().contains("did not end within"), "{error}");
 }
 
-/// Time that work takes on a device with [`ready_later`].
-const WORK: Duration = Duration::from_millis(400);
+/// Ticks of the downloads from a device with [`ready_after_ticks`], and those after which its work
+/// ends.
+static TICKS: AtomicUsize = AtomicUsize::new(0);
+const WORK_TICKS: usize = 20;
 
-/// As the emulated driver, [`WORK`] after the first call.
-unsafe extern "C" fn ready_later(event: CUevent) -> CUresult {
-    static FIRST: OnceLock<Instant> = OnceLock::new();
-    if FIRST.get_or_init(Instant::now).elapsed() < WORK {
+/// As the emulated driver, after [`WORK_TICKS`].
+unsafe extern "C" fn ready_after_ticks(event: CUevent) -> CUresult {
+    if TICKS.load(Ordering::Relaxed) < WORK_TICKS {
         return CUresult::CUDA_ERROR_NOT_READY;
     }
     // SAFETY: as required of the caller.
@@ -206,30 +225,32 @@ unsafe extern "C" fn ready_later(event: CUevent) -> CUresult {
 
 #[test]
 fn a_download_ticks_while_it_waits_for_work() {
-    let device = device(|symbols| symbols.event_query = ready_later).unwrap();
+    let device = device(|symbols| symbols.event_query = ready_after_ticks).unwrap();
+    // a wait without ticks fails
+    device.set_hang_bound(Duration::from_secs(60));
     let stream = Stream::new(&device).unwrap();
     let mut tensor = CudaSpace::tensor(&stream, DType::F32, [1, 1, 2, 2]).unwrap();
     let numbers = Array4::from_shape_fn((1, 1, 2, 2), |(_, _, h, d)| (2 * h + d) as f32);
-    CudaSpace::upload(&stream, HostView::F32(numbers.view()), &mut tensor).unwrap();
-    let mut ticks = 0;
-    let mut download = |last: usize| {
+    CudaSpace::upload(&stream, HostView::F32(numbers.view()), &mut tensor, &mut go_on).unwrap();
+    let download = |last: usize| {
         let mut copy = Array4::<f32>::zeros((1, 1, 2, 2));
         let into = &mut HostViewMut::F32(copy.view_mut());
-        let began = Instant::now();
         let tick = &mut || {
-            ticks += 1;
+            let ticks = TICKS.fetch_add(1, Ordering::Relaxed) + 1;
             if ticks < last { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
         };
         CudaSpace::download(&stream, &tensor, into, tick).unwrap();
-        (copy, began.elapsed())
+        copy
     };
-    // a break ends the wait, long before the work ends, and nothing is copied
-    let (copy, took) = download(5);
-    assert!(copy == Array4::<f32>::zeros((1, 1, 2, 2)) && took < WORK / 2, "{took:?}");
-    let (copy, _) = download(usize::MAX);
-    assert!(copy == numbers);
-    // one each millisecond, or less often on a busy machine
-    assert!((20..=1 + WORK.as_millis() as usize).contains(&ticks), "{ticks} ticks");
+    let began = Instant::now();
+    // a break ends the wait before the work ends, and nothing is copied
+    assert!(download(5) == Array4::<f32>::zeros((1, 1, 2, 2)));
+    assert_eq!(TICKS.load(Ordering::Relaxed), 5);
+    assert!(download(usize::MAX) == numbers);
+    // one each millisecond at most, and one after the piece that is copied
+    let ticks = TICKS.load(Ordering::Relaxed);
+    let most = began.elapsed().as_millis() as usize + 1;
+    assert!((WORK_TICKS + 1..=most).contains(&ticks), "{ticks} ticks of at most {most}");
 }
 
 static FREED: AtomicUsize = AtomicUsize::new(0);
@@ -354,14 +375,13 @@ fn host_tensors_of_any_strides_are_copied_and_other_shapes_refused() {
         (x + 10 * h + 50 * i) as f32 + 200.0 * b as f32
     });
     let transposed = numbers.view().reversed_axes();
-    CudaSpace::upload(&stream, HostView::F32(transposed), &mut tensor).unwrap();
+    CudaSpace::upload(&stream, HostView::F32(transposed), &mut tensor, &mut go_on).unwrap();
     let mut dense = Array4::zeros((2, 3, 4, 5));
     let into = &mut HostViewMut::F32(dense.view_mut());
-    let tick = &mut || ControlFlow::Continue(());
-    CudaSpace::download(&stream, &tensor, into, tick).unwrap();
+    CudaSpace::download(&stream, &tensor, into, &mut go_on).unwrap();
     let mut strided = Array4::zeros((5, 4, 3, 2));
     let into = &mut HostViewMut::F32(strided.view_mut().reversed_axes());
-    CudaSpace::download(&stream, &tensor, into, tick).unwrap();
+    CudaSpace::download(&stream, &tensor, into, &mut go_on).unwrap();
     assert!(dense == transposed && strided == numbers);
 
     let doubles = Array4::<f64>::zeros((2, 3, 4, 5));
@@ -370,7 +390,7 @@ fn host_tensors_of_any_strides_are_copied_and_other_shapes_refused() {
         (&stream, HostView::F64(doubles.view()), "host tensor"),
         (&elsewhere, HostView::F32(transposed), "stream"),
     ] {
-        let error = CudaSpace::upload(stream, view, &mut tensor).unwrap_err();
+        let error = CudaSpace::upload(stream, view, &mut tensor, &mut go_on).unwrap_err();
         assert!(
             matches!(&error, Error::InvalidArgument { argument, .. } if argument == wrong),
             "{error}"

@@ -18,6 +18,7 @@ mod overflow;
 mod packing;
 mod persistent;
 mod sizes;
+mod slow_kernels;
 mod support;
 mod warpgroup;
 mod warpgroup_backward;

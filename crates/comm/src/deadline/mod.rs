@@ -115,7 +115,7 @@ pub const DEFAULT: Duration = Duration::from_secs(120);
 pub const LEAST: Duration = Duration::from_secs(1);
 
 /// Heartbeats in each deadline: several, so that one which is late does not matter.
-const HEARTBEATS: u32 = 8;
+pub(crate) const HEARTBEATS: u32 = 8;
 
 /// Longest single wait of the inner transport, which bounds how late a timeout is detected.
 const LONGEST_POLL: Duration = Duration::from_millis(250);

@@ -196,7 +196,7 @@ impl<B: Backend<Space: HostTensors>> PageTree<B> {
             let bytes = unread.next().ok_or_else(too_short)?;
             HostViewMut::of_bytes(bytes, sums, [rows, 1, 1, 1])
         };
-        let mut pass = workspace.forward(inputs)?;
+        let mut pass = workspace.forward(inputs, &mut *tick)?;
         if pages.count() > 0 {
             let ready = written.as_ref().ok_or_else(too_short)?;
             pass.attend(&Block { buffer: records, ready, rows: keys }, &mut *tick)?;

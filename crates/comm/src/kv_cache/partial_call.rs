@@ -88,7 +88,8 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         let empty = |dim| HostView::of_bytes(&[], spec.dtype, [batch, 0, kv_heads, dim]);
         let [k, v] = [empty(head_dim)?, empty(value_dim)?];
         let [q, k, v] = [q.reborrow(), k.reborrow(), v.reborrow()];
-        let mut pass = workspace.forward(Inputs { q, k, v, bias: None, sinks: None })?;
+        let inputs = Inputs { q, k, v, bias: None, sinks: None };
+        let mut pass = workspace.forward(inputs, &mut || in_flight.tick())?;
         for block in segments.blocks() {
             pass.attend(&block?, &mut || in_flight.tick())?;
             in_flight.check()?;

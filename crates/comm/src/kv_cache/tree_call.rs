@@ -109,7 +109,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
             let empty = |dim| HostView::of_bytes(&[], messages.dtype, [batch, 0, kv_heads, dim]);
             let [k, v] = [empty(head_dim)?, empty(value_dim)?];
             let inputs = Inputs { q: q.reborrow(), k, v, bias: None, sinks: None };
-            let mut pass = workspace.forward(inputs)?;
+            let mut pass = workspace.forward(inputs, &mut || in_flight.tick())?;
             pass.attend(&block, &mut || in_flight.tick())?;
             pass.finish(&mut page_results.outputs()?, &mut || in_flight.tick())?;
             in_flight.check()?;

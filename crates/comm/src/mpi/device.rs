@@ -5,7 +5,8 @@
 //! ```
 //! MPI does not order its accesses with streams. So a message is passed to it once the device has
 //! written the bytes, and a receive once the device no longer uses the buffer. Both are found by
-//! polling events, never by waiting for them. What has arrived may be read by any stream. A message
+//! polling events, never by waiting for them; as long as one has not passed, this rank works, and sends
+//! heartbeats that say so. What has arrived may be read by any stream. A message
 //! of several byte ranges goes through a buffer on the device, because sender and receiver may
 //! divide it differently.
 //!
@@ -26,6 +27,7 @@ use super::{
 use crate::{
     cuda_gather::{self, DeviceStaging},
     delegate::{forward_control, host_messages_of_inner},
+    device_heartbeat::DeviceHeartbeat,
     ranges,
     staging::is_same_message,
 };
@@ -46,6 +48,7 @@ pub struct DeviceMpi {
     /// Receives that were passed to MPI.
     receives: Vec<DeviceReceive>,
     arrived: Vec<(MessageHeader, CudaBuffer, Event)>,
+    heartbeat: DeviceHeartbeat,
     bytes_sent: u64,
     failed: Option<Error>,
 }
@@ -89,6 +92,7 @@ impl DeviceMpi {
             waiting: VecDeque::new(),
             receives: Vec::new(),
             arrived: Vec::new(),
+            heartbeat: DeviceHeartbeat::default(),
             bytes_sent: 0,
             failed: None,
         })
@@ -161,7 +165,7 @@ impl DeviceMpi {
         self.stream.device().make_current()?;
         let mut index = 0;
         while let Some(send) = self.sends.get(index) {
-            if send.ready.passed()? {
+            if send.ready.passed_in_time()? {
                 let WaitingSend { header, buffer, .. } = self.sends.remove(index);
                 self.inner.send_device(&header, buffer)?;
             } else {
@@ -170,7 +174,7 @@ impl DeviceMpi {
         }
         // in order, because tags of receives only grow
         while let Some(first) = self.waiting.front() {
-            if !first.receive.free.passed()? {
+            if !first.receive.free.passed_in_time()? {
                 break;
             }
             if let Some(WaitingReceive { receive, into }) = self.waiting.pop_front() {
@@ -257,11 +261,9 @@ impl<S: Space<Buffer = CudaBuffer, Event = Event>> Transport<S> for DeviceMpi {
         self.check_alive()?;
         let pumped = self.pump();
         self.remember(pumped)?;
-        let patience = if self.sends.is_empty() && self.waiting.is_empty() {
-            patience
-        } else {
-            patience.min(POLL)
-        };
+        let waits = !self.sends.is_empty() || !self.waiting.is_empty();
+        self.heartbeat.poll(waits, &mut self.inner);
+        let patience = if waits { patience.min(POLL) } else { patience };
         let moved =
             Transport::<Host>::progress(&mut self.inner, patience).and_then(|()| self.pump());
         self.remember(moved)

@@ -57,6 +57,16 @@ fn contiguous_start(header: &MessageHeader) -> Option<u64> {
     }
 }
 
+/// Returns the events after the kernels of this rank that the messages of a post wait for: those that
+/// write what is sent, and those that use the buffers of receives.
+pub(super) fn kernels_before<S: Space<Buffer = CudaBuffer, Event = Event>>(
+    sends: &[Outgoing<'_, S>],
+    receives: &[Incoming<S>],
+) -> impl Iterator<Item = Event> {
+    let sent = sends.iter().map(|send| send.ready.clone());
+    sent.chain(receives.iter().filter_map(|receive| receive.buffer.last_use()))
+}
+
 /// Splits a post into groups in launch order: one for each part of a block that is split.
 ///
 /// Parts have tags that count up from the tag of the step, which every whole message of the post

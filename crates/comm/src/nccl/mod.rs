@@ -8,9 +8,9 @@
 //! A host transport carries the control messages (agreement, heartbeats, aborts), messages in host
 //! memory, and rank 0's unique id when the communicator is created. No call waits for a peer: the
 //! communicator is non-blocking, and [`Transport::progress`] polls its state, launches the next
-//! group once the one before was accepted, and polls finished groups. A message of several byte
-//! ranges is gathered into a buffer on the device, because sender and receiver may divide it
-//! differently.
+//! group once the one before was accepted, and polls finished groups. As long as a message waits for
+//! kernels of this rank, it sends heartbeats of a rank that works. A message of several byte ranges
+//! is gathered into a buffer on the device, because sender and receiver may divide it differently.
 //!
 //! The messages of a group arrive together. So the parts of a block that is split
 //! (`ring/block_parts.rs`) are groups of their own, and computing on one part overlaps receiving
@@ -21,10 +21,11 @@
 //! |---|---|
 //! | the library or a function is missing, or its version too old | [`Error::Unsupported`] here, [`Error::Refused`] on other ranks |
 //! | a peer does not join, or the communicator is not ready before the deadline | [`Error::Timeout`], [`Error::Comm`] |
+//! | this rank's kernels do not end within [`Device::hang_bound`] | [`Error::Device`]; the communicator is aborted |
 //! | NCCL reports a failure, at once or later | [`Error::Comm`] with its message; the communicator is aborted |
 //! | the abort does not return in time | the same, with a note; its thread is abandoned |
 //!
-//! After either of the last two the endpoint is dead and returns the same error again. Use one
+//! After any of the last three the endpoint is dead and returns the same error again. Use one
 //! transport per ring: NCCL's guide calls NCCL and a GPU-aware MPI on one device at the same time
 //! unsafe. Bound its waits with [`Deadline`](crate::Deadline), as those of any transport.
 
@@ -51,6 +52,7 @@ use self::{
 use crate::{
     cuda_gather::DeviceStaging,
     delegate::{forward_control, host_messages_of_inner},
+    device_heartbeat::DeviceHeartbeat,
     ranges,
     staging::is_same_message,
 };
@@ -77,7 +79,10 @@ pub struct Nccl<T> {
     /// Group that is launched and not yet accepted by NCCL.
     entering: Option<GroupInFlight>,
     in_flight: Vec<GroupInFlight>,
+    /// Events after this rank's kernels that posted messages wait for, unless they have passed.
+    kernels: Vec<Event>,
     arrived: Vec<(MessageHeader, Arrived<CudaSpace>)>,
+    heartbeat: DeviceHeartbeat,
     bytes_sent: u64,
     failed: Option<Error>,
 }
@@ -175,7 +180,9 @@ impl<T: Transport<Host>> Nccl<T> {
             posted: VecDeque::new(),
             entering: None,
             in_flight: Vec::new(),
+            kernels: Vec::new(),
             arrived: Vec::new(),
+            heartbeat: DeviceHeartbeat::default(),
             bytes_sent: 0,
             failed: None,
         }
@@ -235,6 +242,14 @@ impl<T: Transport<Host>> Nccl<T> {
             let Some(group) = self.posted.pop_front() else { break };
             self.entering =
                 Some(group.hand_over(&self.communicator, &self.stream, &mut self.staging)?);
+        }
+        let mut index = 0;
+        while let Some(kernel) = self.kernels.get(index) {
+            if kernel.passed_in_time()? {
+                self.kernels.swap_remove(index);
+            } else {
+                index += 1;
+            }
         }
         let mut index = 0;
         while let Some(in_flight) = self.in_flight.get_mut(index) {
@@ -322,6 +337,7 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
             }
         }
         self.bytes_sent += sends.iter().map(|send| send.header.bytes()).sum::<u64>();
+        self.kernels.extend(group::kernels_before(sends, receives));
         self.posted.extend(group::groups(sends, receives));
         let pumped = self.pump();
         self.remember(pumped)
@@ -331,6 +347,7 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
         self.check_alive()?;
         let pumped = self.pump();
         self.remember(pumped)?;
+        self.heartbeat.poll(!self.kernels.is_empty(), &mut self.inner);
         let patience = if self.is_busy() { patience.min(POLL) } else { patience };
         let progressed = self.inner.progress(patience);
         self.remember(progressed)?;

@@ -59,7 +59,8 @@ impl<B: Backend> Ring<B> {
         let start = Instant::now();
         let observer = watch.observer(Circulation::Forward, start, agreed, plan, *ring_index);
         let mut in_flight = InFlight::new(transport.as_mut(), first_tag, plan.lengths, observer);
-        let mut pass = workspace.forward(inputs.reborrow())?;
+        let mut pass = workspace.forward(inputs.reborrow(), &mut || in_flight.tick())?;
+        in_flight.check()?;
 
         let mut kv = buffers.blocks.take(buffers.blocks.local())?;
         let ready = pass.local_kv(&mut kv, readers)?;
@@ -110,14 +111,16 @@ impl<B: Backend> Ring<B> {
         let Self { agreed, workspace, transport, plan, buffers, watch, ring_index, .. } = self;
         let start = Instant::now();
         let observer = watch.observer(Circulation::OnePass, start, agreed, plan, *ring_index);
-        let mut pass = workspace.backward(inputs.reborrow(), BackwardMode::OnePass)?;
+        let mut in_flight = InFlight::new(transport.as_mut(), first_tag, plan.lengths, observer);
+        let mode = BackwardMode::OnePass;
+        let mut pass = workspace.backward(inputs.reborrow(), mode, &mut || in_flight.tick())?;
+        in_flight.check()?;
 
         let mut kv = buffers.blocks.take(buffers.blocks.local())?;
         let ready = pass.local_kv(&mut kv, readers)?;
         let steps = &plan.program.steps;
         let pace = Pace::new(agreed).with_gradients();
         let mut blocks = Blocks::new(kv, ready, steps, |step| &step.kv, pace, &mut buffers.blocks);
-        let in_flight = InFlight::new(transport.as_mut(), first_tag, plan.lengths, observer);
         let GradientStock { sums, arriving, finals } = &mut buffers.gradients;
         let final_gradients = FinalGradients::new(steps, &in_flight, finals, pace.whole_groups);
         let mut one_pass = OnePass {
@@ -169,9 +172,10 @@ impl<B: Backend> Ring<B> {
         let observer = watch.observer(Circulation::TwoPassKv, start, agreed, plan, *ring_index);
         let rows = &mut buffers.rows;
         let reproducible = agreed.spec.leaf_rows.is_some();
-        let mut pass = workspace.backward(inputs.reborrow(), BackwardMode::TwoPass)?;
-
         let mut in_flight = InFlight::new(transport.as_mut(), first_tag, plan.lengths, observer);
+        let mode = BackwardMode::TwoPass;
+        let mut pass = workspace.backward(inputs.reborrow(), mode, &mut || in_flight.tick())?;
+        in_flight.check()?;
         let mut kv = buffers.blocks.take(buffers.blocks.local())?;
         let ready = pass.local_kv(&mut kv, Readers::Ring)?;
         let steps = &plan.program.steps;

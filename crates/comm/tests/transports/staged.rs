@@ -10,7 +10,7 @@ use std::{
 use annulus_comm::{Staged, Threads};
 use annulus_core::{
     Arrived, Channel, Control, DType, Error, HostBuffer, Incoming, MessageHeader, Outgoing, Result,
-    Space, StagedSpace, Transport, index,
+    Space, StagedSpace, Tick, Transport, index,
 };
 
 use crate::common::*;
@@ -109,6 +109,7 @@ impl StagedSpace for Mock {
         from: HostBuffer,
         into: MockBuffer,
         ranges: &[Range<u64>],
+        _: Tick<'_>,
     ) -> Result<Self::Upload> {
         let mut at = 0;
         for range in ranges {

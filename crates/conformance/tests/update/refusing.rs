@@ -7,7 +7,7 @@ use std::{
 
 use annulus_core::{
     Backend, BackwardInputs, BackwardMode, Control, Error, Host, Inputs, Passes, RankShard, Result,
-    Transport, Workspace,
+    Tick, Transport, Workspace,
 };
 use annulus_cpu::Cpu;
 
@@ -90,16 +90,21 @@ impl Workspace for RefusingWorkspace {
         self.inner.bytes()
     }
 
-    fn forward<'p>(&'p mut self, inputs: Inputs<'p, Host>) -> Result<Self::Forward<'p>> {
-        self.inner.forward(inputs)
+    fn forward<'p>(
+        &'p mut self,
+        inputs: Inputs<'p, Host>,
+        tick: Tick<'_>,
+    ) -> Result<Self::Forward<'p>> {
+        self.inner.forward(inputs, tick)
     }
 
     fn backward<'p>(
         &'p mut self,
         inputs: BackwardInputs<'p, Host>,
         mode: BackwardMode,
+        tick: Tick<'_>,
     ) -> Result<Self::Backward<'p>> {
-        self.inner.backward(inputs, mode)
+        self.inner.backward(inputs, mode, tick)
     }
 }
 

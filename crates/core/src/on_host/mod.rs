@@ -18,7 +18,7 @@ use std::ops::Range;
 
 use crate::{
     Backend, BackwardInputs, BackwardMode, Capabilities, DeviceSpace, Inputs, Passes, RankShard,
-    Result, Space, Spec, Workspace,
+    Result, Space, Spec, Tick, Workspace,
 };
 use passes::OutputSlots;
 use slots::Tensors;
@@ -89,29 +89,34 @@ impl<W: Workspace<Space = D>, D: DeviceSpace> Workspace for OnHostWorkspace<W, D
         self.inner.bytes() + self.tensors.bytes()
     }
 
-    fn forward<'p>(&'p mut self, inputs: Inputs<'p, HostViews<D>>) -> Result<Self::Forward<'p>> {
+    fn forward<'p>(
+        &'p mut self,
+        inputs: Inputs<'p, HostViews<D>>,
+        tick: Tick<'_>,
+    ) -> Result<Self::Forward<'p>> {
         let Tensors { context, inputs: slots, out, lse, max, sum, ties, .. } = &mut self.tensors;
-        let inputs = slots.upload(context, &inputs)?;
+        let inputs = slots.upload(context, &inputs, &mut *tick)?;
         let outputs = OutputSlots { out, lse, max, sum, ties };
-        Ok(OnHostForward { pass: self.inner.forward(inputs)?, context, outputs })
+        Ok(OnHostForward { pass: self.inner.forward(inputs, tick)?, context, outputs })
     }
 
     fn backward<'p>(
         &'p mut self,
         inputs: BackwardInputs<'p, HostViews<D>>,
         mode: BackwardMode,
+        tick: Tick<'_>,
     ) -> Result<Self::Backward<'p>> {
         let Tensors { context, inputs: slots, out, lse, max, ties, dout, dlse, gradients, .. } =
             &mut self.tensors;
         let inputs = BackwardInputs {
-            forward: slots.upload(context, &inputs.forward)?,
-            out: out.upload(context, inputs.out)?,
-            lse: lse.upload(context, inputs.lse)?,
-            max: max.upload_optional(context, inputs.max)?,
-            ties: ties.upload_optional(context, inputs.ties)?,
-            dout: dout.upload(context, inputs.dout)?,
-            dlse: dlse.upload_optional(context, inputs.dlse)?,
+            forward: slots.upload(context, &inputs.forward, &mut *tick)?,
+            out: out.upload(context, inputs.out, &mut *tick)?,
+            lse: lse.upload(context, inputs.lse, &mut *tick)?,
+            max: max.upload_optional(context, inputs.max, &mut *tick)?,
+            ties: ties.upload_optional(context, inputs.ties, &mut *tick)?,
+            dout: dout.upload(context, inputs.dout, &mut *tick)?,
+            dlse: dlse.upload_optional(context, inputs.dlse, &mut *tick)?,
         };
-        Ok(OnHostBackward { pass: self.inner.backward(inputs, mode)?, context, gradients })
+        Ok(OnHostBackward { pass: self.inner.backward(inputs, mode, tick)?, context, gradients })
     }
 }

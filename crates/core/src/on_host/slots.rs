@@ -1,7 +1,7 @@
 //! Tensors of a pass on the device, which [`crate::OnHostWorkspace`] keeps from pass to pass.
 
 use super::HostViews;
-use crate::{DType, DeviceSpace, HostView, Inputs, Result};
+use crate::{DType, DeviceSpace, HostView, Inputs, Result, Tick};
 
 /// A tensor on the device, allocated when it is first used and again when its shape changes.
 pub(super) struct Slot<D: DeviceSpace>(Option<D::Tensor>);
@@ -26,9 +26,10 @@ impl<D: DeviceSpace> Slot<D> {
         &'a mut self,
         context: &D::Context,
         from: HostView<'_>,
+        tick: Tick<'_>,
     ) -> Result<D::View<'a>> {
         let tensor = self.reserve(context, from.dtype(), from.shape())?;
-        D::upload(context, from, tensor)?;
+        D::upload(context, from, tensor, tick)?;
         Ok(D::view(tensor))
     }
 
@@ -36,8 +37,9 @@ impl<D: DeviceSpace> Slot<D> {
         &'a mut self,
         context: &D::Context,
         from: Option<HostView<'_>>,
+        tick: Tick<'_>,
     ) -> Result<Option<D::View<'a>>> {
-        from.map(|from| self.upload(context, from)).transpose()
+        from.map(|from| self.upload(context, from, tick)).transpose()
     }
 
     fn bytes(&self) -> u64 {
@@ -120,13 +122,14 @@ impl<D: DeviceSpace> InputSlots<D> {
         &'a mut self,
         context: &D::Context,
         inputs: &Inputs<'_, HostViews<D>>,
+        tick: Tick<'_>,
     ) -> Result<Inputs<'a, D>> {
         Ok(Inputs {
-            q: self.q.upload(context, inputs.q)?,
-            k: self.k.upload(context, inputs.k)?,
-            v: self.v.upload(context, inputs.v)?,
-            bias: self.bias.upload_optional(context, inputs.bias)?,
-            sinks: self.sinks.upload_optional(context, inputs.sinks)?,
+            q: self.q.upload(context, inputs.q, &mut *tick)?,
+            k: self.k.upload(context, inputs.k, &mut *tick)?,
+            v: self.v.upload(context, inputs.v, &mut *tick)?,
+            bias: self.bias.upload_optional(context, inputs.bias, &mut *tick)?,
+            sinks: self.sinks.upload_optional(context, inputs.sinks, &mut *tick)?,
         })
     }
 }

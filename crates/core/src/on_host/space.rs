@@ -2,7 +2,7 @@
 
 use std::{marker::PhantomData, ops::Range};
 
-use crate::{Arrived, DType, HostBuffer, HostView, HostViewMut, Result, Space, StagedSpace};
+use crate::{Arrived, DType, HostBuffer, HostView, HostViewMut, Result, Space, StagedSpace, Tick};
 
 /// The space of [`crate::OnHost`]: tensors in host memory, blocks and events of the device space
 /// `D`.
@@ -75,8 +75,9 @@ impl<D: StagedSpace> StagedSpace for HostViews<D> {
         from: HostBuffer,
         into: D::Buffer,
         ranges: &[Range<u64>],
+        tick: Tick<'_>,
     ) -> Result<D::Upload> {
-        D::upload(copier, from, into, ranges)
+        D::upload(copier, from, into, ranges, tick)
     }
 
     fn uploaded(
