@@ -417,7 +417,10 @@ impl TilePass<'_> {
             dbias_batch: dbias.batch as u32,
             dbias_head: dbias.head as u32,
             has_bias: u32::from(spec.bias.is_some()),
-            bias_first: u32::from(spec.bias_order == BiasOrder::BeforeSoftCap),
+            // without a soft cap both orders are the same
+            bias_first: u32::from(
+                spec.bias_order == BiasOrder::BeforeSoftCap || spec.soft_cap.is_none(),
+            ),
             normalize: u32::from(spec.normalize),
             logits_dtype: match spec.logits_dtype {
                 DType::F64 | DType::F32 => 0,

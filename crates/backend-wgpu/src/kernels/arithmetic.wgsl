@@ -114,17 +114,22 @@ fn from_f16(bits: u32) -> f32 {
     return bitcast<f32>(sign | select(normal, subnormal, exponent == 0u));
 }
 
-// As from_f16(to_f16(x)), without the bits of f16.
-fn rounded_to_f16(x: vec4<f32>) -> vec4<f32> {
-    let bits = bitcast<vec4<u32>>(x);
-    let size = bits & vec4<u32>(0x7fffffffu);
-    let lowest = (bits >> vec4<u32>(13u)) & vec4<u32>(1u);
-    let normal =
-        bitcast<vec4<f32>>((bits + vec4<u32>(0xfffu) + lowest) & vec4<u32>(0xffffe000u));
-    // a multiple of 2^-24
-    let subnormal = round(x * 16777216.0) * 5.9604644775390625e-8;
-    let finite = select(normal, subnormal, size < vec4<u32>(0x38800000u));
-    let infinite = bitcast<vec4<f32>>((bits & vec4<u32>(0x80000000u)) | vec4<u32>(0x7f800000u));
-    let above = select(finite, infinite, size >= vec4<u32>(0x477ff000u));
-    return select(above, x, size > vec4<u32>(0x7f800000u));
+// Rounds to f16, or else to bf16, nearest, ties to even: x + 1.5·2^n has the distance of such
+// numbers at x if n is 13, or 16, more than the exponent of x. Few instructions are of integers,
+// which GPUs execute at half the speed of f32.
+//
+// f16 has distances of at least 2^-24 and overflows from 65,520 on, as the product by 2^112 does.
+// bf16 is computed from x·2^-32, because the sum would overflow, and has distances of at least
+// 2^-101: of smaller scores no softmax knows.
+fn rounded_to_half(x: vec4<f32>, is_f16: bool) -> vec4<f32> {
+    let before = select(2.3283064365386963e-10, 1.0, is_f16);
+    let least = select(1.1754943508222875e-38, 6.103515625e-5, is_f16);
+    let distance = select(98304.0, 12288.0, is_f16);
+    let grown = select(4294967296.0, 5.192296858534828e33, is_f16);
+    let after = select(1.0, 1.925929944387236e-34, is_f16);
+    let y = x * before;
+    let power = clamp(bitcast<vec4<f32>>(bitcast<vec4<u32>>(y) & vec4<u32>(0x7f800000u)),
+        vec4<f32>(least), vec4<f32>(7.922816251426434e28));
+    let sum = fma(power, vec4<f32>(distance), y);
+    return (fma(power, vec4<f32>(-distance), sum) * grown) * after;
 }

@@ -61,6 +61,7 @@ fn main(
             for (var other_tile = first_tile; other_tile < end_tile; other_tile++) {
                 let column = 32u * other_tile;
 {{TILE_MASK}}
+{{SHARE_ROUNDS}}
 {{SCORES}}
 {{DPROBS}}
                 let query = column + 4u * tx;

@@ -22,6 +22,21 @@ fn statistics_of(at: u32) -> vec4<f32> {
 #end
 }
 
+#if MATRIX
+// (shift, max, Δ, share) of unnormalized outputs, with which their gradients are those of
+// normalized ones, but for the share of the largest scores (`matrix_epilogue.rs`).
+fn shifted_statistics(row: vec4<f32>) -> vec4<f32> {
+    let shift = select(row.y, row.x, is_negative_infinity(row.x));
+    let factor = {{EXPONENTIALS}}(vec4<f32>(row.y - row.x)).x;
+    return vec4<f32>(shift, row.y, row.z * factor, row.w);
+}
+
+// What e^(s − shift) = 2^(s·log2 e + …) adds. Of a query that attends to nothing all p are 0.
+fn exponent_of(shift: f32) -> f32 {
+    return select(shift * -LOG2_E, -3.4028234e38, is_negative_infinity(shift));
+}
+#end
+
 struct ScoreGradients {
     ds: vec4<f32>,
     p_dropped: vec4<f32>,

@@ -69,6 +69,8 @@ pub(super) fn declarations(grid: Grid) -> String {
     format!(
         "const PROB_SCALE: f32 = {PROB_SCALE:?};
 const NON_FINITE: u32 = 0x7f800000u;
+const LOG2_E: f32 = 1.4426950408889634;
+const TWICE_LOG2_E: f32 = 2.8853900817779268;
 
 var<workgroup> left_half: array<vec4<f16>, {left}>;
 var<workgroup> right_half: array<vec4<f16>, {right}>;
@@ -93,15 +95,14 @@ fn exponent_bits(four: vec4<f32>) -> vec4<u32> {{
 
 // e^x, for probabilities that are rounded to f16: exp2 may have an error of (3 + 2·|x|) ulp.
 fn half_exponentials(x: vec4<f32>) -> vec4<f32> {{
-    return exp2(x * 1.4426950408889634);
+    return exp2(x * LOG2_E);
 }}
 
-// tanh |x| = (1 − e^(−2|x|)) / (1 + e^(−2|x|)), with the sign of x: an absolute error of some 1e-7.
+// tanh x = 1 − 2 / (1 + e^(2x)), from 2x·log2 e: an absolute error of some 1e-7. It is 1 from a
+// power of 2^126 on.
 fn half_tangents(x: vec4<f32>) -> vec4<f32> {{
-    let e = exp2(abs(x) * -2.8853900817779268);
-    let size = (vec4<f32>(1.0) - e) / (vec4<f32>(1.0) + e);
-    let sign = bitcast<vec4<u32>>(x) & vec4<u32>(0x80000000u);
-    return bitcast<vec4<f32>>(bitcast<vec4<u32>>(size) | sign);
+    let e = exp2(min(x, vec4<f32>(126.0)));
+    return fma(vec4<f32>(-2.0), vec4<f32>(1.0) / (vec4<f32>(1.0) + e), vec4<f32>(1.0));
 }}
 ",
         products = grid.rows() * grid.product_step(),

@@ -20,6 +20,7 @@
 //! epilogue). The others are uniform parameters, so that few pipelines are compiled.
 
 pub(crate) mod matrices;
+mod matrix_epilogue;
 mod matrix_sums;
 pub(crate) mod offline;
 pub(crate) mod params;

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use super::{
     Epilogue, TileVariant,
     matrices::{self, Factors},
-    matrix_sums,
+    matrix_epilogue, matrix_sums,
     vectors::{ROW_STEP, Vectors, Words},
 };
 use crate::RegisterTile;
@@ -560,7 +560,7 @@ pub(super) fn score_gradients(
     let mut text = String::new();
     if !epilogue.masks() {
         if epilogue == Epilogue::Dropout {
-            let of = if rows_are_keys { COLUMN_QUERIES } else { row_queries(tile) };
+            let of = if rows_are_keys { column_queries(variant) } else { row_queries(tile) };
             text += &kept_rows(variant, orientation, of);
         }
         text.push_str("if (is_partial) {\n");
@@ -700,23 +700,52 @@ pub(super) struct DropoutQueries {
     pub(super) head: &'static str,
     pub(super) query: &'static str,
     pub(super) count: usize,
+    pub(super) rounds: QueryRounds,
+}
+
+/// Where the rounds of Philox that depend on a query alone are computed.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum QueryRounds {
+    /// Where they are used.
+    Here,
+    /// Before the loop over keys.
+    Own,
+    /// By 32 invocations, for all, in workgroup memory.
+    Shared,
 }
 
 /// Queries in the columns of a register tile of dK and dV.
-const COLUMN_QUERIES: DropoutQueries =
-    DropoutQueries { head: "head", query: "query + n", count: 4 };
+pub(super) const COLUMN_QUERIES: DropoutQueries =
+    DropoutQueries { head: "head", query: "query + n", count: 4, rounds: QueryRounds::Here };
+
+/// True if the kernel of dK and dV shares the rounds of its queries.
+pub(super) fn shares_rounds(variant: TileVariant, groups: usize) -> bool {
+    let is_dropout = variant.epilogue == Epilogue::Dropout && variant.has_wide_products();
+    variant.used_matrices().is_some() && is_dropout
+        || matrix_epilogue::applies_backward(variant, groups)
+}
+
+/// Queries in the columns of a register tile of dropout alone.
+fn column_queries(variant: TileVariant) -> DropoutQueries {
+    let is_shared = shares_rounds(variant, usize::MAX);
+    COLUMN_QUERIES.with(if is_shared { QueryRounds::Shared } else { QueryRounds::Here })
+}
 
 /// Queries in the rows of a register tile of dQ.
 pub(super) const fn row_queries(tile: RegisterTile) -> DropoutQueries {
-    DropoutQueries { head: "head", query: "row + n", count: tile.rows() }
+    DropoutQueries { head: "head", query: "row + n", count: tile.rows(), rounds: QueryRounds::Here }
 }
 
 impl DropoutQueries {
+    pub(super) const fn with(self, rounds: QueryRounds) -> Self {
+        Self { rounds, ..self }
+    }
+
     /// Generates the rounds of Philox that depend on the query alone, `query_rounds0` …. If queries
     /// are a workgroup's own, before the loop over keys: kernels of dropout alone have the
     /// registers.
     pub(super) fn rounds(self) -> String {
-        let Self { head, query, count } = self;
+        let Self { head, query, count, .. } = self;
         let rounds = format!("let query_rounds{{r}} = query_rounds(batch, {head}, {query});");
         let low: Vec<String> = (0..count)
             .map(|n| format!("is_query_low({query})").replace("+ n", &format!("+ {n}u")))
@@ -729,7 +758,53 @@ impl DropoutQueries {
     pub(super) fn own_rounds(self, variant: TileVariant) -> String {
         if has_own_rounds(variant) { self.rounds() } else { String::new() }
     }
+
+    /// As [`Self::rounds`], if the spec has dropout.
+    pub(super) fn rounds_if_dropped(self) -> String {
+        let Self { head, query, count, .. } = self;
+        let zeros = each_of(count, "var query_rounds{r} = vec4<u32>(0u);");
+        let rounds = format!("    query_rounds{{r}} = query_rounds(batch, {head}, {query});");
+        let low: Vec<String> = (0..count)
+            .map(|n| format!("is_query_low({query})").replace("+ n", &format!("+ {n}u")))
+            .collect();
+        format!(
+            "{zeros}var queries_are_low = false;
+if ({{{{HAS_DROPOUT}}}}) {{
+{}    queries_are_low = {};
+}}
+",
+            each_of(count, &rounds.replace("+ n", "+ {r}u")),
+            low.join(" && ")
+        )
+    }
 }
+
+/// Generates what 32 invocations compute of the queries of a tile for [`QueryRounds::Shared`]. A
+/// barrier must follow.
+pub(super) fn share_rounds(variant: TileVariant) -> String {
+    let condition = if variant.epilogue == Epilogue::Dropout { "" } else { "{{HAS_DROPOUT}} && " };
+    format!(
+        "if ({condition}lane < 32u) {{
+    shared_rounds[lane] = query_rounds(batch, head, column + lane);
+    shared_high[lane] = block_mask[query_at(column + lane) + 1u];
+}}
+"
+    )
+}
+
+/// Declares the variables of [`share_rounds`].
+pub(super) const SHARED_ROUNDS: &str = "var<workgroup> shared_rounds: array<vec4<u32>, 32>;
+var<workgroup> shared_high: array<u32, 32>;
+";
+
+/// Loads what [`share_rounds`] has stored, for the four queries of a register tile.
+const LOAD_SHARED_ROUNDS: &str = "let query_rounds0 = shared_rounds[4u * tx];
+let query_rounds1 = shared_rounds[4u * tx + 1u];
+let query_rounds2 = shared_rounds[4u * tx + 2u];
+let query_rounds3 = shared_rounds[4u * tx + 3u];
+let queries_are_low = ((shared_high[4u * tx] | shared_high[4u * tx + 1u])
+    | (shared_high[4u * tx + 2u] | shared_high[4u * tx + 3u])) == 0u;
+";
 
 fn has_own_rounds(variant: TileVariant) -> bool {
     variant.has_wide_products() && variant.epilogue == Epilogue::Dropout
@@ -742,7 +817,7 @@ pub(super) fn kept_rows(
     of: DropoutQueries,
 ) -> String {
     let tile = variant.used_register_tile();
-    let DropoutQueries { head, query, count } = of;
+    let DropoutQueries { head, query, count, .. } = of;
     let keys = if orientation == Orientation::RowsAreQueries { "key" } else { "row" };
     let mut text = each_of(count, "var kept{r} = vec4<f32>(1.0);");
     let is_wide = variant.has_wide_products();
@@ -759,7 +834,11 @@ pub(super) fn kept_rows(
     );
     text += &if is_wide {
         let is_own = orientation == Orientation::RowsAreQueries && has_own_rounds(variant);
-        let rounds = if is_own { String::new() } else { of.rounds() };
+        let rounds = match of.rounds {
+            QueryRounds::Shared => LOAD_SHARED_ROUNDS.to_owned(),
+            QueryRounds::Here if !is_own => of.rounds(),
+            QueryRounds::Here | QueryRounds::Own => String::new(),
+        };
         let of_block =
             each_of(count, "kept{r} = keep_factors_of_block(query_rounds{r}, of_block);");
         format!(

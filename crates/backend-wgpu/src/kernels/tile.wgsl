@@ -78,23 +78,53 @@ struct Scores {
 }
 
 fn rounded(x: vec4<f32>) -> vec4<f32> {
+#if FOUR_ROWS
+    if ({{HAS_ROUNDED_LOGITS}}) {
+        return rounded_to_half(x, {{ROUNDS_TO_F16}});
+    }
+#else
     if ({{ROUNDS_TO_BF16}}) {
         return vec4<f32>(
             from_bf16(to_bf16(x.x)), from_bf16(to_bf16(x.y)),
             from_bf16(to_bf16(x.z)), from_bf16(to_bf16(x.w)));
     }
     if ({{ROUNDS_TO_F16}}) {
-#if FOUR_ROWS
-        return rounded_to_f16(x);
-#else
         // fewer registers
         return vec4<f32>(
             from_f16(to_f16(x.x)), from_f16(to_f16(x.y)),
             from_f16(to_f16(x.z)), from_f16(to_f16(x.w)));
-#end
     }
+#end
     return x;
 }
+
+#if MATRIX
+// Offset of the biases of a query, and those of four keys: their sum is that of a pair.
+fn bias_query(batch: u32, head: u32, q: u32, mask_index: u32, k: u32) -> u32 {
+    let at = params.bias_base + batch * params.bias_batch + head * params.bias_head;
+    return at + min(q, params.queries - 1u) * params.bias_row;
+}
+
+fn bias_keys(k: u32) -> vec4<u32> {
+    let last = params.keys - 1u;
+    return vec4<u32>(
+        bias_column(min(k, last)), bias_column(min(k + 1u, last)),
+        bias_column(min(k + 2u, last)), bias_column(min(k + 3u, last)));
+}
+
+// Offset of the position bias of a query and the first of four keys. The others follow it.
+fn position_query(batch: u32, head: u32, q: u32, mask_index: u32, k: u32) -> u32 {
+    // of as many rows as a tile has queries
+    let at = params.function_at + 32u * min(params.queries, {{QUERY_ROWS}}u) * mask_index;
+    return at + 32u * (min(q, params.queries - 1u) & {{LAST_QUERY_ROW}}u) + (k & 31u);
+}
+
+// Sum of biases: −∞ if one of them is, as no sum with +∞ or NaN would be.
+fn sum_of_biases(a: vec4<f32>, b: vec4<f32>) -> vec4<f32> {
+    let is_visible = is_not_negative_infinity(min(a, b));
+    return select(bitcast<vec4<f32>>(vec4<u32>(NEGATIVE_INFINITY)), a + b, is_visible);
+}
+#end
 
 fn bias_column(k: u32) -> u32 {
     return select(block_mask[params.key_rows + 2u * k], 0u, params.bias_keys == 1u);
@@ -143,8 +173,12 @@ fn scores(batch: u32, head: u32, q: vec4<u32>, k: vec4<u32>, mask_index: u32, bi
     let after = select(bias, vec4<f32>(0.0), is_first);
     let x = fma(vec4<f32>(params.scale), rounded(product), before);
     if ({{HAS_SOFT_CAP}}) {
+#if MATRIX
+        let t = half_tangents(TWICE_LOG2_E / params.cap * x);
+#else
         let y = x / params.cap;
-        let t = {{TANGENTS}}(y);
+        let t = hyperbolic_tangents(y);
+#end
         return Scores(fma(vec4<f32>(params.cap), t, after), fma(-t, t, vec4<f32>(1.0)), visible);
     }
     return Scores(x + after, vec4<f32>(1.0), visible);
@@ -154,6 +188,10 @@ fn scores(batch: u32, head: u32, q: vec4<u32>, k: vec4<u32>, mask_index: u32, bi
 #if SOFT_CAP
 // tanh(x / cap) of four scores, from their products.
 fn tangents(product: vec4<f32>) -> vec4<f32> {
-    return {{TANGENTS}}((params.scale / params.cap) * product);
+#if MATRIX
+    return half_tangents(TWICE_LOG2_E * params.scale / params.cap * product);
+#else
+    return hyperbolic_tangents((params.scale / params.cap) * product);
+#end
 }
 #end

@@ -6,11 +6,13 @@ use super::{
     ARITHMETIC, Access, BiasAxes, DROPOUT, Epilogue, GRADIENT, Source, Storage, TILE_TEXT,
     TileVariant,
     matrices::{self, Factors, Grid},
+    matrix_epilogue,
     params::TileParams,
     products::{
-        Accumulators, DropoutQueries, Factor, InMemory, Orientation, RowStep, acc_functions,
-        accumulate, add_product, column_statistics, each, each_row, kept_rows, multiply_add,
-        product, rest_of, row_queries, row_statistics, score_gradients, store_factors, store_tile,
+        Accumulators, DropoutQueries, Factor, InMemory, Orientation, QueryRounds, RowStep,
+        SHARED_ROUNDS, acc_functions, accumulate, add_product, column_statistics, each, each_row,
+        kept_rows, multiply_add, product, rest_of, row_queries, row_statistics, score_gradients,
+        share_rounds, shares_rounds, store_factors, store_tile,
     },
     tall_tiles,
     template::Template,
@@ -88,7 +90,7 @@ if (is_partial && lane < 32u) {
 }
 
 /// Conditions of the parts of a score epilogue: constants, except in the kernel of all epilogues.
-fn conditions(epilogue: Epilogue) -> [(&'static str, &'static str); 8] {
+fn conditions(epilogue: Epilogue) -> [(&'static str, &'static str); 9] {
     let names = [
         ("HAS_BIAS", "params.has_bias != 0u"),
         ("HAS_BIAS_FUNCTION", "params.function_at != 0u"),
@@ -99,6 +101,7 @@ fn conditions(epilogue: Epilogue) -> [(&'static str, &'static str); 8] {
         ("IS_UNNORMALIZED", "params.normalize == 0u"),
         ("ROUNDS_TO_BF16", "params.logits_dtype == 1u"),
         ("ROUNDS_TO_F16", "params.logits_dtype == 2u"),
+        ("HAS_ROUNDED_LOGITS", "params.logits_dtype != 0u"),
     ];
     names.map(|(name, condition)| match epilogue {
         Epilogue::General => (name, condition),
@@ -160,7 +163,6 @@ fn assemble(
     for (name, condition) in conditions(variant.epilogue) {
         template.name(name, condition);
     }
-    template.name("TANGENTS", if on.is_some() { "half_tangents" } else { "hyperbolic_tangents" });
     template.name("EXPONENTIALS", if on.is_some() { "half_exponentials" } else { "exponentials" });
     template.name("PRODUCT", if wide { "wide_product" } else { "product_by_halves" });
     let keep_factors = if wide { "keep_factors_of_row" } else { "keep_factors" };
@@ -205,6 +207,9 @@ fn functions(variant: TileVariant, vectors: &[(&Vectors, &str)]) -> String {
 
 /// Generates the scores of a tile and their row maxima.
 fn epilogue(variant: TileVariant) -> String {
+    if matrix_epilogue::applies(variant) {
+        return matrix_epilogue::scores();
+    }
     let (of, tile) = (variant.epilogue, variant.used_register_tile());
     let words = "for (var r = 0u; r < {{TILE_ROWS}}u; r++) {
     words[r] = atomicLoad(&visible_bits[{{TILE_ROWS}}u * ty + r]);
@@ -282,16 +287,25 @@ fn probs(variant: TileVariant) -> String {
 }";
     let drop = kept_rows(variant, Orientation::RowsAreQueries, packed_queries(tile))
         + &each_row(tile, "s{r} = s{r} * kept{r};");
+    let full = "s{r} = {{EXPONENTIALS}}(s{r} - vec4<f32>(row_max[{r}]));
+sum[{r}] = sum[{r}] + sum_of(s{r});";
     if of.masks() {
-        let all = each_row(tile, partial);
+        let mut all = each_row(tile, partial);
+        if matrix_epilogue::applies(variant) {
+            let ties = "{
+    let is_tie = s{r} == vec4<f32>(row_max[{r}]);
+    ties[{r}] = ties[{r}] + sum_of(select(vec4<f32>(0.0), vec4<f32>(1.0), is_tie));
+}
+";
+            let full = each_row(tile, &format!("{ties}{full}"));
+            all = format!("if (is_partial) {{\n{all}}} else {{\n{full}}}\n");
+        }
         return if of == Epilogue::General {
             format!("{all}if ({{{{HAS_DROPOUT}}}}) {{\n{drop}}}\n")
         } else {
             all
         };
     }
-    let full = "s{r} = {{EXPONENTIALS}}(s{r} - vec4<f32>(row_max[{r}]));
-sum[{r}] = sum[{r}] + sum_of(s{r});";
     let [partial, full] = [partial, full].map(|line| each_row(tile, line));
     let mut text = format!("if (is_partial) {{\n{partial}}} else {{\n{full}}}\n");
     if of == Epilogue::Dropout {
@@ -306,6 +320,7 @@ const fn packed_queries(tile: RegisterTile) -> DropoutQueries {
         head: "head_of(head, row + n)",
         query: "query_of(first, row + n)",
         count: tile.rows(),
+        rounds: QueryRounds::Here,
     }
 }
 
@@ -360,7 +375,9 @@ if ({condition}[{{r}}]) {{
 pub(super) fn backward_queries(variant: TileVariant) -> Source {
     let (groups, tile) = (variant.head_groups, variant.used_register_tile());
     let mut text = Template::default();
-    text.name("ROW_STATISTICS", row_statistics(tile));
+    let by_parts = matrix_epilogue::applies_backward(variant, groups);
+    let shift = if by_parts { matrix_epilogue::shift_statistics() } else { String::new() };
+    text.name("ROW_STATISTICS", row_statistics(tile) + &shift);
     let load = "var o{g}_{r} = vec4<f32>(0.0);
 if (row + {r}u < params.queries) {
     o{g}_{r} = load_acc(acc + (row + {r}u) * params.acc_row, {c}, params.head_dim);
@@ -373,7 +390,13 @@ if (row + {r}u < params.queries) {
     text.name("STORE_ACC", each(tile, held, store));
     text.name(
         "OWN_ROWS",
-        Q.own_rows(variant) + &DOUT.own_rows(variant) + &row_queries(tile).own_rounds(variant),
+        Q.own_rows(variant)
+            + &DOUT.own_rows(variant)
+            + &if by_parts {
+                row_queries(tile).rounds_if_dropped()
+            } else {
+                row_queries(tile).own_rounds(variant)
+            },
     );
     text.name("SCORES", product(variant, "s", &Q, "first", &K, "column"));
     text.name("DPROBS", product(variant, "d", &DOUT, "first", &V, "column"));
@@ -382,11 +405,12 @@ if (row + {r}u < params.queries) {
         full: "s{r} = grad.ds;",
         general: "next_s = select(vec4<f32>(0.0), grad.ds * ds_dx, visible);",
     };
-    text.name(
-        "DX",
+    let gradients = if by_parts {
+        matrix_epilogue::score_gradients(variant, Orientation::RowsAreQueries)
+    } else {
         score_gradients(variant, Orientation::RowsAreQueries, step)
-            + &store_factors(variant, Factors::Gradients, "s"),
-    );
+    };
+    text.name("DX", gradients + &store_factors(variant, Factors::Gradients, "s"));
     let in_memory = Some(InMemory { held, load, store });
     let into = Accumulators { prefix: "o", groups, in_memory };
     text.name("ACCUMULATE", accumulate(variant, into, Factors::Gradients, &K, Words::OfRows));
@@ -412,6 +436,9 @@ pub(super) fn backward_keys(variant: TileVariant, from_records: bool) -> Source 
     let mut text = Template::default();
     text.flag("HALF_STATISTICS", from_records && variant.storage != Storage::F32);
     text.flag("SPLIT", splits).flag("ROWS_ARE_KEYS", true);
+    let all_groups = head_groups + value_groups;
+    let shares_rounds = shares_rounds(variant, all_groups);
+    text.name("SHARE_ROUNDS", if shares_rounds { share_rounds(variant) } else { String::new() });
     let zero = |prefix: &str, groups: usize| {
         each(tile, groups, &format!("var {prefix}{{g}}_{{r}} = vec4<f32>(0.0);"))
     };
@@ -492,7 +519,13 @@ next_d = select(vec4<f32>(0.0), grad.p_dropped, visible);",
         let of_dv = accumulate(variant, dv, Factors::Probs, &DOUT, words);
         let dk = Accumulators::held("dk", head_groups);
         let of_dk = accumulate(variant, dk, Factors::Gradients, &Q, words);
-        text.name("DX", gradients(step) + &store_factors(variant, Factors::Probs, "d"))
+        let gradients = if matrix_epilogue::applies_backward(variant, all_groups) {
+            matrix_epilogue::shift_statistics()
+                + &matrix_epilogue::score_gradients(variant, Orientation::RowsAreKeys)
+        } else {
+            gradients(step)
+        };
+        text.name("DX", gradients + &store_factors(variant, Factors::Probs, "d"))
             .name("ACCUMULATE_DV", of_dv)
             .name("STORE_TILE", store_factors(variant, Factors::Gradients, "s"))
             .name("ACCUMULATE_DK", of_dk);
@@ -500,7 +533,8 @@ next_d = select(vec4<f32>(0.0), grad.p_dropped, visible);",
     let functions = functions(
         variant,
         &[(&Q, "q_words"), (&K, "k_words"), (&V, "v_words"), (&DOUT, "dout_words")],
-    ) + &acc_functions("acc_words", variant.aligned);
+    ) + &acc_functions("acc_words", variant.aligned)
+        + if shares_rounds { SHARED_ROUNDS } else { "" };
     let bindings = [
         vectors("q_words", variant),
         vectors("k_words", variant),

@@ -128,20 +128,6 @@ const SHARED: &[Mistake] = &[
     ),
     mistake(
         Of::Epilogue,
-        "the bias is that of the next query",
-        FORWARD,
-        "bias_words[at + min(q, params.queries - 1u) * params.bias_row",
-        "bias_words[at + min(q + 1u, params.queries - 1u) * params.bias_row",
-    ),
-    mistake(
-        Of::Epilogue,
-        "the bias is added to masked pairs, too, and their −∞ is not a mask",
-        FORWARD,
-        "visible = visible & is_not_negative_infinity(bias);",
-        "",
-    ),
-    mistake(
-        Of::Epilogue,
         "the dropout of a query is that of the next",
         FORWARD,
         "return params.query_rows + 2u * min(q, params.queries - 1u);",
@@ -154,13 +140,6 @@ const SHARED: &[Mistake] = &[
         DQ,
         "o0_1 = load_acc(",
         "o0_1 = 0.0 * load_acc(",
-    ),
-    mistake(
-        Of::Epilogue,
-        "the slope of the soft cap is left out of dQ",
-        DQ,
-        "grad.ds * ds_dx",
-        "grad.ds",
     ),
     mistake(
         Of::Causal,
@@ -182,13 +161,6 @@ const SHARED: &[Mistake] = &[
         DKV,
         "min(query + 2u, params.queries - 1u)",
         "min(query + 3u, params.queries - 1u)",
-    ),
-    mistake(
-        Of::Epilogue,
-        "dropout is left out of dV",
-        DKV,
-        "return ScoreGradients(p * fma(keep, dp, -delta), keep * p);",
-        "return ScoreGradients(p * fma(keep, dp, -delta), p);",
     ),
     mistake(
         Of::TwoPass,
@@ -224,6 +196,38 @@ const SHARED: &[Mistake] = &[
         "merge_ranges",
         "let factor = factors[range];",
         "let factor = 1.0;",
+    ),
+];
+
+/// Mistakes in score epilogues that are computed row by row.
+const EPILOGUES: &[Mistake] = &[
+    mistake(
+        Of::Epilogue,
+        "the bias is that of the next query",
+        FORWARD,
+        "bias_words[at + min(q, params.queries - 1u) * params.bias_row",
+        "bias_words[at + min(q + 1u, params.queries - 1u) * params.bias_row",
+    ),
+    mistake(
+        Of::Epilogue,
+        "the bias is added to masked pairs, too, and their −∞ is not a mask",
+        FORWARD,
+        "visible = visible & is_not_negative_infinity(bias);",
+        "",
+    ),
+    mistake(
+        Of::Epilogue,
+        "the slope of the soft cap is left out of dQ",
+        DQ,
+        "grad.ds * ds_dx",
+        "grad.ds",
+    ),
+    mistake(
+        Of::Epilogue,
+        "dropout is left out of dV",
+        DKV,
+        "return ScoreGradients(p * fma(keep, dp, -delta), keep * p);",
+        "return ScoreGradients(p * fma(keep, dp, -delta), p);",
     ),
 ];
 
@@ -439,8 +443,52 @@ const SUBGROUP: &[Mistake] = &[
     ),
 ];
 
-/// Mistakes in products on matrices, and in the exponential of f16 probabilities.
+/// Mistakes in products on matrices, in the exponential of f16 probabilities, and in score epilogues
+/// that are computed part by part.
 const MATRIX: &[Mistake] = &[
+    mistake(
+        Of::Epilogue,
+        "the bias is that of the next query",
+        FORWARD,
+        "return at + min(q, params.queries - 1u) * params.bias_row;",
+        "return at + min(q + 1u, params.queries - 1u) * params.bias_row;",
+    ),
+    mistake(
+        Of::Epilogue,
+        "the bias of dK and dV is that of the next key",
+        DKV,
+        "bias_column(min(k + 2u, last))",
+        "bias_column(min(k + 3u, last))",
+    ),
+    mistake(
+        Of::Epilogue,
+        "a bias of −∞ is not a mask",
+        FORWARD,
+        "four_bits(words[2] >> (4u * tx)) & is_not_negative_infinity(bias2)",
+        "four_bits(words[2] >> (4u * tx))",
+    ),
+    mistake(
+        Of::Epilogue,
+        "the slope of the soft cap is left out of dQ",
+        DQ,
+        "d1 = d1 * slope1;",
+        "",
+    ),
+    mistake(Of::Epilogue, "dropout is left out of dV", DKV, "keep1 = keep1 * p;", "keep1 = p;"),
+    mistake(
+        Of::Epilogue,
+        "the rounds of dropout in dQ are those of the next query",
+        DQ,
+        "query_rounds2 = query_rounds(batch, head, row + 2u);",
+        "query_rounds2 = query_rounds(batch, head, row + 3u);",
+    ),
+    mistake(
+        Of::Dropout,
+        "the rounds of dropout in dK and dV are those of the next query",
+        DKV,
+        "shared_rounds[lane] = query_rounds(batch, head, column + lane);",
+        "shared_rounds[lane] = query_rounds(batch, head, column + lane + 1u);",
+    ),
     mistake(Of::Causal, "the base of the exponential", FORWARD, "1.4426950408889634", "1.4"),
     // products by multiply-adds test the mask themselves
     mistake(
@@ -641,12 +689,12 @@ fn planted_mistakes_are_caught() {
         let kernels = Kernels { level, ..PLAIN };
         match level {
             Level::Plain => {
-                let lists = [SHARED, LARGE_DIMS, MULTIPLY_ADD, FOUR_ROWS, WORKGROUP];
+                let lists = [SHARED, LARGE_DIMS, EPILOGUES, MULTIPLY_ADD, FOUR_ROWS, WORKGROUP];
                 catch(&adapter, kernels, &lists);
             }
             // backward kernels have no reductions, so that they are those of level plain
             Level::Subgroup => {
-                catch(&adapter, kernels, &[SHARED, MULTIPLY_ADD, FOUR_ROWS, SUBGROUP])
+                catch(&adapter, kernels, &[SHARED, EPILOGUES, MULTIPLY_ADD, FOUR_ROWS, SUBGROUP])
             }
             Level::Matrix => {} // `the_matrix_level_catches_planted_mistakes`
         }
