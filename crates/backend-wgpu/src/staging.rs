@@ -281,8 +281,8 @@ impl Gpu {
     }
 
     /// Starts uploading: pairs of (range of `bytes`, offset in `into`), whole words; a range may
-    /// exceed `bytes` by up to 3. Ticks while it waits and between pieces; returns early if the tick
-    /// breaks.
+    /// exceed `bytes` by up to 3. Ticks while it waits and between pieces; returns early if the
+    /// tick breaks.
     pub(crate) fn write(
         &self,
         into: &wgpu::Buffer,
@@ -314,8 +314,8 @@ impl Gpu {
         Ok(())
     }
 
-    /// As [`Gpu::write`], through one staging buffer. Waits while too many are in the queue. Returns
-    /// `Break` if the tick did; then the piece may not have been copied.
+    /// As [`Gpu::write`], through one staging buffer. Waits while too many are in the queue.
+    /// Returns `Break` if the tick did; then the piece may not have been copied.
     fn write_piece(
         &self,
         into: &wgpu::Buffer,

@@ -12,8 +12,8 @@ use annulus_core::Control;
 
 use crate::deadline;
 
-/// Minimum time between two heartbeats: the interval of the least deadline, because a transport does
-/// not know that of its ring.
+/// Minimum time between two heartbeats: the interval of the least deadline, because a transport
+/// does not know that of its ring.
 const INTERVAL: Duration = match deadline::LEAST.checked_div(deadline::HEARTBEATS) {
     Some(interval) => interval,
     None => deadline::LEAST,

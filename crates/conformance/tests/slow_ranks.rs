@@ -1,6 +1,7 @@
 //! A rank that takes longer than the deadline: to finish a pass, as one of very many sinks, or to
-//! wait for a GPU, in the middle of a ring or at its end. It sends heartbeats meanwhile, so the ranks
-//! that wait for it go on. A GPU that hangs is an error of its own rank, and ends the call on all.
+//! wait for a GPU, in the middle of a ring or at its end. It sends heartbeats meanwhile, so the
+//! ranks that wait for it go on. A GPU that hangs is an error of its own rank, and ends the call on
+//! all.
 
 use std::{
     ops::ControlFlow,

@@ -28,9 +28,9 @@ pub(crate) const SPIN: Duration = Duration::from_millis(1);
 /// has been dropped.
 const DRAIN: Duration = Duration::from_secs(120);
 
-/// Longest wait of an allocation for work that may use memory which was dropped. An allocation cannot
-/// tick, and other ranks may wait for this one: a quarter of the default deadline of a ring, so that
-/// they get the error of this rank instead of finding it silent.
+/// Longest wait of an allocation for work that may use memory which was dropped. An allocation
+/// cannot tick, and other ranks may wait for this one: a quarter of the default deadline of a ring,
+/// so that they get the error of this rank instead of finding it silent.
 const ALLOCATION_DRAIN: Duration = Duration::from_secs(30);
 
 /// Driver functions, and the context that they work in.

@@ -5,18 +5,18 @@
 //! tiles     the same tiles without messages, until all ranks have computed theirs
 //! overhead  of a pass whose tiles hide its messages: (pass − tiles) / bytes that a rank sends and
 //!           receives
-//! overlap   of a pass whose messages take longer than its tiles: the one with which it is predicted
-//!           to take as long as measured
+//! overlap   of a pass whose messages take longer than its tiles: the one with which it is
+//!           predicted to take as long as measured
 //! ```
-//! Both are medians over rounds. Overhead is what hidden messages cost a rank: copies, the network
+//! Times are medians over rounds. Overhead is what hidden messages cost a rank: copies, the network
 //! stack on the cores that compute tiles. Overlap is how fast messages move under tiles: a rank
 //! moves them between tiles, and on cores that ranks share a rank that waits for its core moves
 //! none.
 //!
 //! A round measures pass and tiles one after another, because the difference is a few percent of
-//! them: a rate that was measured at another time differs by as much on cores that ranks share. Both
-//! end when the last rank has ended: of ranks that share a core one ends first, and the median of
-//! their own times is up to a tenth less.
+//! them: a rate that was measured at another time differs by as much on cores that ranks share.
+//! Both end when the last rank has ended: of ranks that share a core one ends first, and the median
+//! of their own times is up to a tenth less.
 
 use std::time::Instant;
 
@@ -275,6 +275,7 @@ pub(super) fn measure(
     }
     if let Some(short) = case(SHORT, [0.0, MOST_SHORT]) {
         let times = short.measure(job, backend, threads, attention, rate)?;
+        // the rate at which these tiles were computed
         let faster = short.seconds(rate) / times.tiles;
         let rate = ComputeRate {
             forward: rate.forward * faster,

@@ -5,10 +5,10 @@
 //! ```
 //! MPI does not order its accesses with streams. So a message is passed to it once the device has
 //! written the bytes, and a receive once the device no longer uses the buffer. Both are found by
-//! polling events, never by waiting for them; as long as one has not passed, this rank works, and sends
-//! heartbeats that say so. What has arrived may be read by any stream. A message
-//! of several byte ranges goes through a buffer on the device, because sender and receiver may
-//! divide it differently.
+//! polling events, never by waiting for them; as long as one has not passed, this rank works, and
+//! sends heartbeats that say so. What has arrived may be read by any stream. A message of several
+//! byte ranges goes through a buffer on the device, because sender and receiver may divide it
+//! differently.
 //!
 //! The messages are those of [`Mpi`], so these ranks and ranks that stage can share a ring.
 

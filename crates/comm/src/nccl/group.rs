@@ -57,8 +57,8 @@ fn contiguous_start(header: &MessageHeader) -> Option<u64> {
     }
 }
 
-/// Returns the events after the kernels of this rank that the messages of a post wait for: those that
-/// write what is sent, and those that use the buffers of receives.
+/// Returns the events after the kernels of this rank that the messages of a post wait for: those
+/// that write what is sent, and those that use the buffers of receives.
 pub(super) fn kernels_before<S: Space<Buffer = CudaBuffer, Event = Event>>(
     sends: &[Outgoing<'_, S>],
     receives: &[Incoming<S>],

@@ -8,9 +8,10 @@
 //! A host transport carries the control messages (agreement, heartbeats, aborts), messages in host
 //! memory, and rank 0's unique id when the communicator is created. No call waits for a peer: the
 //! communicator is non-blocking, and [`Transport::progress`] polls its state, launches the next
-//! group once the one before was accepted, and polls finished groups. As long as a message waits for
-//! kernels of this rank, it sends heartbeats of a rank that works. A message of several byte ranges
-//! is gathered into a buffer on the device, because sender and receiver may divide it differently.
+//! group once the one before was accepted, and polls finished groups. As long as a message waits
+//! for kernels of this rank, it sends heartbeats of a rank that works. A message of several byte
+//! ranges is gathered into a buffer on the device, because sender and receiver may divide it
+//! differently.
 //!
 //! The messages of a group arrive together. So the parts of a block that is split
 //! (`ring/block_parts.rs`) are groups of their own, and computing on one part overlaps receiving

@@ -443,8 +443,8 @@ const SUBGROUP: &[Mistake] = &[
     ),
 ];
 
-/// Mistakes in products on matrices, in the exponential of f16 probabilities, and in score epilogues
-/// that are computed part by part.
+/// Mistakes in products on matrices, in the exponential of f16 probabilities, and in score
+/// epilogues that are computed part by part.
 const MATRIX: &[Mistake] = &[
     mistake(
         Of::Epilogue,

@@ -4,13 +4,13 @@
 //! for each step, in order:
 //!   begin     the tiles of the step before have ended, and what its messages bring has arrived
 //!   tiles     begin + seconds and delay by messages; of a block in parts, each once it is there
-//!   messages  begin when both ranks may post them and the link is free; see `pace.rs`. While one of
-//!             them computes tiles, they have the share `overlap` of the bandwidth
+//!   messages  begin when both ranks may post them and the link is free; see `pace.rs`. While one
+//!             of them computes tiles, they have the share `overlap` of the bandwidth
 //! ```
-//! A message is posted in its step or earlier, and depends on steps up to its own only, so one sweep
-//! over the steps finds all times. With an `overlap` of 1 each is a maximum, a minimum or a sum of
-//! others: nothing gets faster if something else takes longer. Exchanges move without tiles, and so
-//! at the full bandwidth.
+//! A message is posted in its step or earlier, and depends on steps up to its own only, so one
+//! sweep over the steps finds all times. With an `overlap` of 1 each is a maximum, a minimum or a
+//! sum of others: nothing gets faster if something else takes longer. Exchanges move without tiles,
+//! and so at the full bandwidth.
 //!
 //! Messages of one step share their links ([`Network::seconds`]). Those of a rank in different
 //! steps follow each other, on each kind of link and in each direction, blocks and gradients apart:
