@@ -63,7 +63,7 @@ impl Stream {
     /// Creates a stream.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`annulus_core::Error::Device`].
     pub fn new(device: &Device) -> Result<Self> {
         let mut handle: CUstream = std::ptr::null_mut();
         // SAFETY: `handle` is a local of the right type.
@@ -100,7 +100,7 @@ impl Stream {
     /// Records an event after all work queued so far.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`annulus_core::Error::Device`].
     pub fn record(&self) -> Result<Event> {
         let device = &self.0.device;
         let mut handle: CUevent = std::ptr::null_mut();
@@ -120,7 +120,7 @@ impl Stream {
     /// Makes later work of this stream wait for `event`.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`annulus_core::Error::Device`].
     pub fn wait_for(&self, event: &Event) -> Result<()> {
         // SAFETY: both handles are valid; the driver keeps what it needs of an event destroyed
         // later.
@@ -132,7 +132,7 @@ impl Stream {
     /// Blocks the host until all work queued so far is done, at most for `deadline`.
     ///
     /// # Errors
-    /// [`Error::Device`] if work failed or the deadline expired.
+    /// [`annulus_core::Error::Device`] if work failed or the deadline expired.
     pub fn synchronize(&self, deadline: Duration) -> Result<()> {
         self.wait(deadline, &mut || ControlFlow::Continue(())).map(drop)
     }
@@ -140,7 +140,7 @@ impl Stream {
     /// As [`Stream::synchronize`]; ticks about every millisecond. Returns `Break` if the tick did.
     ///
     /// # Errors
-    /// [`Error::Device`] if work failed or the deadline expired.
+    /// [`annulus_core::Error::Device`] if work failed or the deadline expired.
     pub fn wait(&self, deadline: Duration, tick: Tick<'_>) -> Result<ControlFlow<()>> {
         let event = self.record()?;
         let began = Instant::now();
@@ -168,7 +168,7 @@ impl Stream {
     /// Queues a copy of host bytes to the device. The source may be dropped after the call.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`annulus_core::Error::Device`].
     ///
     /// # Safety
     /// `to` is the address of at least as many bytes of this device's memory, which nothing else
@@ -188,7 +188,7 @@ impl Stream {
     /// Copies device bytes to the host; blocks for at most `deadline`.
     ///
     /// # Errors
-    /// [`Error::Device`] if work failed or the deadline expired.
+    /// [`annulus_core::Error::Device`] if work failed or the deadline expired.
     ///
     /// # Safety
     /// `from` is the address of at least as many bytes of this device's memory.
@@ -215,7 +215,7 @@ impl Stream {
     /// As [`Stream::copy_to_device`], from pinned memory: the copy reads the source when it runs.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`annulus_core::Error::Device`].
     ///
     /// # Safety
     /// As [`Stream::copy_to_device`]; `from` is the address of as many pinned bytes, which are
@@ -239,7 +239,7 @@ impl Stream {
     /// Queues a copy of device bytes to pinned memory.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`annulus_core::Error::Device`].
     ///
     /// # Safety
     /// `from` is the address of as many bytes of this device's memory, `to` of as many pinned
@@ -263,7 +263,7 @@ impl Stream {
     /// Queues a copy within the device.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`annulus_core::Error::Device`].
     ///
     /// # Safety
     /// Both are addresses of as many bytes of this device's memory, which nothing else writes until
@@ -286,7 +286,7 @@ impl Stream {
     /// Queues setting all bytes to one value.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`annulus_core::Error::Device`].
     ///
     /// # Safety
     /// As [`Stream::copy_to_device`].
@@ -305,7 +305,7 @@ impl Event {
     /// True if the work before the event is done. Never blocks.
     ///
     /// # Errors
-    /// [`Error::Device`] if work failed.
+    /// [`annulus_core::Error::Device`] if work failed.
     pub fn passed(&self) -> Result<bool> {
         // SAFETY: the handle is alive.
         self.0
@@ -317,7 +317,7 @@ impl Event {
     /// was recorded.
     ///
     /// # Errors
-    /// [`Error::Device`] if work failed or did not end within that bound.
+    /// [`annulus_core::Error::Device`] if work failed or did not end within that bound.
     pub fn passed_in_time(&self) -> Result<bool> {
         let has_passed = self.passed()?;
         let bound = self.0.device.hang_bound();
