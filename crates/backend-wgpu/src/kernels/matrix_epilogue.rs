@@ -91,7 +91,7 @@ fn part(condition: &str, line: &str) -> String {
     format!("if ({condition}) {{\n{}}}\n", each_row(TILE, line))
 }
 
-/// What the rows of a register tile are.
+/// Meaning of the rows of a register tile.
 #[derive(Clone, Copy, PartialEq)]
 enum Lines {
     /// Queries of forward, or packed heads.

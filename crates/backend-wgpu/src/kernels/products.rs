@@ -703,10 +703,10 @@ pub(super) struct DropoutQueries {
     pub(super) rounds: QueryRounds,
 }
 
-/// Where the rounds of Philox that depend on a query alone are computed.
+/// Place of the rounds of Philox that depend on a query alone.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum QueryRounds {
-    /// Where they are used.
+    /// At their use.
     Here,
     /// Before the loop over keys.
     Own,
