@@ -168,16 +168,7 @@ fn the_predicted_bytes_are_those_of_the_plans() {
     for ranks in [2, 3, 4, 6, 8] {
         for of in HeadGrid::candidates(&spec, ranks, true) {
             let strategy = of.strategy();
-            let options = TrafficOptions {
-                backward: true,
-                layout: None,
-                route: None,
-                balanced_route: None,
-                placement: None,
-                kv_tile: 1,
-                receive_ahead: 1,
-                batch: None,
-            };
+            let options = TrafficOptions { backward: true, ..TrafficOptions::FORWARD };
             let traffic = StrategyTraffic::of(&spec, of, &options, &mut || ()).unwrap();
             let ring = attention.clone().strategy(strategy).local_ring(DIMS, ranks).unwrap();
             for plan in ring.plans() {
@@ -212,12 +203,9 @@ fn strategies_of_documents(
     let options = TrafficOptions {
         backward: true,
         layout,
-        route: None,
         balanced_route,
-        placement: None,
-        kv_tile: 1,
-        receive_ahead: 1,
         batch: Some(&batch),
+        ..TrafficOptions::FORWARD
     };
     let mut all = StrategyTraffic::of_all(&spec, ranks, &options, &mut || ())?;
     // nodes of two ranks, on which the ring itself would have another route

@@ -31,7 +31,7 @@ fn shifted_statistics(row: vec4<f32>) -> vec4<f32> {
     return vec4<f32>(shift, row.y, row.z * factor, row.w);
 }
 
-// What e^(s − shift) = 2^(s·log2 e + …) adds. Of a query that attends to nothing all p are 0.
+// The … of e^(s − shift) = 2^(s·log2 e + …). Of a query that attends to nothing all p are 0.
 fn exponent_of(shift: f32) -> f32 {
     return select(shift * -LOG2_E, -3.4028234e38, is_negative_infinity(shift));
 }

@@ -747,11 +747,14 @@ impl DropoutQueries {
     pub(super) fn rounds(self) -> String {
         let Self { head, query, count, .. } = self;
         let rounds = format!("let query_rounds{{r}} = query_rounds(batch, {head}, {query});");
-        let low: Vec<String> = (0..count)
-            .map(|n| format!("is_query_low({query})").replace("+ n", &format!("+ {n}u")))
-            .collect();
         each_of(count, &rounds.replace("+ n", "+ {r}u"))
-            + &format!("let queries_are_low = {};\n", low.join(" && "))
+            + &format!("let queries_are_low = {};\n", self.are_low())
+    }
+
+    /// Returns the condition that the high words of the numbers of all queries are 0.
+    fn are_low(self) -> String {
+        let is_low = |n| format!("is_query_low({})", self.query).replace("+ n", &format!("+ {n}u"));
+        (0..self.count).map(is_low).collect::<Vec<_>>().join(" && ")
     }
 
     /// As [`Self::rounds`], if the variant computes them before the loop over keys.
@@ -764,9 +767,6 @@ impl DropoutQueries {
         let Self { head, query, count, .. } = self;
         let zeros = each_of(count, "var query_rounds{r} = vec4<u32>(0u);");
         let rounds = format!("    query_rounds{{r}} = query_rounds(batch, {head}, {query});");
-        let low: Vec<String> = (0..count)
-            .map(|n| format!("is_query_low({query})").replace("+ n", &format!("+ {n}u")))
-            .collect();
         format!(
             "{zeros}var queries_are_low = false;
 if ({{{{HAS_DROPOUT}}}}) {{
@@ -774,7 +774,7 @@ if ({{{{HAS_DROPOUT}}}}) {{
 }}
 ",
             each_of(count, &rounds.replace("+ n", "+ {r}u")),
-            low.join(" && ")
+            self.are_low()
         )
     }
 }

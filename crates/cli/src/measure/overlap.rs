@@ -296,16 +296,8 @@ struct PredictedPass<'a> {
 }
 
 impl<'a> PredictedPass<'a> {
-    const OPTIONS: TrafficOptions<'static> = TrafficOptions {
-        backward: true,
-        layout: None,
-        route: None,
-        balanced_route: None,
-        placement: None,
-        kv_tile: 1,
-        receive_ahead: 1,
-        batch: None,
-    };
+    const OPTIONS: TrafficOptions<'static> =
+        TrafficOptions { backward: true, ..TrafficOptions::FORWARD };
 
     fn new(spec: &'a Spec, ranks: usize) -> Result<Self> {
         let ring = HeadGrid::new(&spec.dims, ranks, 1)?;

@@ -1,10 +1,10 @@
 //! Figures of a ring, which are printed, written as JSON or drawn.
 
-use std::{cmp::Reverse, collections::BTreeSet, sync::Arc};
+use std::sync::Arc;
 
 use annulus_core::{
     Error, Layout, NeedsIndex, RankSchedule, Result, RingShards, RingTraffic, Route, RowLayout,
-    Schedule, Shard, Side, Spec, StrategyTraffic, Traffic, Work, WorkMatrix,
+    Shard, Spec, StrategyTraffic, Traffic, Work,
 };
 use serde::Serialize;
 
@@ -13,7 +13,11 @@ use super::{
     between_nodes::BetweenNodes,
     frame,
     leaves::{LeafFigures, QueryPass},
-    program::{Program, Send},
+    program::Program,
+    rank_figures::{
+        RankFigures, drawn, extremes, most_work_over_mean, rank_figures, rank_figures_of,
+    },
+    step_figures::{StepFigures, StepSums, busy_steps, checked_schedule, steps},
     strategies::{GridFigures, MOST_STEPPED_RANKS, PassBytes, Strategies, StrategyFigures},
 };
 use crate::report::{bytes, counted, grouped};
@@ -69,8 +73,8 @@ pub(super) struct Figures {
     /// Partial results of leaves, of a reproducible order.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) leaves: Option<LeafFigures>,
-    /// True if [`Schedule::check`] has proven the messages right, for a grid
-    /// [`StrategyTraffic::check`] those of all ranks: up to [`MOST_DETAILED_RANKS`].
+    /// True if [`Schedule::check`](annulus_core::Schedule::check) has proven the messages right,
+    /// for a grid [`StrategyTraffic::check`] those of all ranks: up to [`MOST_DETAILED_RANKS`].
     pub(super) schedule_checked: bool,
     /// The mask in words.
     pub(super) mask: String,
@@ -122,49 +126,6 @@ pub(super) struct Bytes {
     pub(super) full_ring: u128,
 }
 
-/// Figures of one rank.
-#[derive(Debug, Clone, Serialize)]
-pub(super) struct RankFigures {
-    /// The rank.
-    pub(super) rank: usize,
-    /// Query rows that it owns.
-    pub(super) q_rows: u64,
-    /// Key rows that it owns.
-    pub(super) kv_rows: u64,
-    /// Visible pairs of its queries, all heads and batch rows.
-    pub(super) pairs: u128,
-    /// Its pairs divided by the mean of all ranks.
-    pub(super) work_over_mean: f64,
-    /// Payload bytes that it sends in a forward pass.
-    pub(super) bytes_sent: u128,
-    /// Payload bytes that it sends in a backward pass.
-    pub(super) backward_bytes_sent: Option<u128>,
-}
-
-/// Figures of one ring step.
-#[derive(Debug, Clone, Serialize)]
-pub(super) struct StepFigures {
-    /// Number of the step.
-    pub(super) step: usize,
-    /// Figures of each rank in it.
-    pub(super) ranks: Vec<StepOfRank>,
-}
-
-/// Figures of one ring step, summed over ranks.
-#[derive(Debug, Serialize)]
-struct StepSums {
-    /// Number of the step.
-    step: usize,
-    /// Visible pairs that all ranks compute.
-    pairs: u128,
-    /// Visible pairs that the busiest rank computes.
-    busiest_pairs: u128,
-    /// Blocks sent during the step.
-    blocks_sent: usize,
-    /// Their payload bytes.
-    bytes_sent: u128,
-}
-
 /// JSON document of the figures.
 #[derive(Debug, Serialize)]
 struct Document<'a> {
@@ -184,21 +145,6 @@ enum Steps<'a> {
     Detailed(&'a [StepFigures]),
     /// Sums, for more than [`MOST_DETAILED_RANKS`] ranks.
     Summed(Vec<StepSums>),
-}
-
-/// Figures of one rank in one step.
-#[derive(Debug, Clone, Serialize)]
-pub(super) struct StepOfRank {
-    /// The rank.
-    pub(super) rank: usize,
-    /// Owner of the block that its queries attend to.
-    pub(super) owner: usize,
-    /// Number of the owner's rows in the block.
-    pub(super) rows: u64,
-    /// Visible pairs that it computes.
-    pub(super) pairs: u128,
-    /// Blocks that it sends during the step.
-    pub(super) sends: Vec<Send>,
 }
 
 impl Figures {
@@ -470,79 +416,6 @@ fn redundancy(sent: u128, needs: &NeedsIndex<'_>) -> f64 {
     if read == 0 { 1.0 } else { sent as f64 / read as f64 }
 }
 
-/// Returns the figures of every rank. `sent(rank)` are the bytes of its forward and, if there is
-/// one, of its backward pass.
-fn rank_figures(
-    shards: &RingShards,
-    work: &Work,
-    sent: impl Fn(usize) -> (u128, Option<u128>),
-) -> Vec<RankFigures> {
-    let mean = work.total() as f64 / shards.q.len() as f64;
-    let of_rank = |(rank, (q, kv)): (usize, (&Arc<Shard>, &Arc<Shard>))| {
-        let (bytes_sent, backward_bytes_sent) = sent(rank);
-        let pairs = work.of_rank(rank);
-        RankFigures {
-            rank,
-            q_rows: q.rows.len(),
-            kv_rows: kv.rows.len(),
-            pairs,
-            work_over_mean: if mean > 0.0 { pairs as f64 / mean } else { 0.0 },
-            bytes_sent,
-            backward_bytes_sent,
-        }
-    };
-    shards.q.iter().zip(&shards.kv).enumerate().map(of_rank).collect()
-}
-
-/// Returns the figures of every rank under a strategy that divides heads or keys. `pairs` are those
-/// of each rank.
-pub(super) fn rank_figures_of(
-    spec: &Spec,
-    traffic: &StrategyTraffic,
-    pairs: &[u128],
-    has_backward: bool,
-) -> Vec<RankFigures> {
-    let StrategyTraffic { layout, forward, backward, .. } = traffic;
-    let total: u128 = pairs.iter().sum();
-    let ranks = forward.len();
-    let mean = total as f64 / ranks as f64;
-    let of_rank = |(rank, &pairs): (usize, &u128)| {
-        let rows = |side, len| layout.of_ranks.shard(side, len, rank, ranks).len();
-        RankFigures {
-            rank,
-            q_rows: rows(Side::Q, spec.dims.q_len),
-            kv_rows: rows(Side::Kv, spec.dims.kv_len),
-            pairs,
-            work_over_mean: if mean > 0.0 { pairs as f64 / mean } else { 0.0 },
-            bytes_sent: forward[rank],
-            backward_bytes_sent: has_backward.then(|| backward[rank]),
-        }
-    };
-    pairs.iter().enumerate().map(of_rank).collect()
-}
-
-/// Returns the work of the busiest rank divided by the mean.
-pub(super) fn most_work_over_mean(all: &[RankFigures]) -> f64 {
-    all.iter().map(|of| of.work_over_mean).fold(0.0, f64::max)
-}
-
-/// Selects at most [`MOST_STEPPED_RANKS`] ranks at equal distances.
-pub(super) fn drawn(all: &[RankFigures]) -> Vec<RankFigures> {
-    all.iter().step_by(all.len().div_ceil(MOST_STEPPED_RANKS).max(1)).cloned().collect()
-}
-
-/// Selects the first ranks with the least and the most pairs and bytes, and `rank`.
-fn extremes(all: &[RankFigures], rank: Option<usize>) -> Vec<RankFigures> {
-    let keys: [fn(&RankFigures) -> u128; 3] =
-        [|of| of.pairs, |of| of.bytes_sent, |of| of.backward_bytes_sent.unwrap_or_default()];
-    let mut shown: BTreeSet<usize> = rank.into_iter().collect();
-    for key in keys {
-        shown.extend(all.iter().min_by_key(|of| key(of)).map(|of| of.rank));
-        shown.extend(all.iter().min_by_key(|of| Reverse(key(of))).map(|of| of.rank));
-    }
-    shown.into_iter().filter_map(|rank| all.get(rank).cloned()).collect()
-}
-
 /// Returns the bytes of a forward and of a backward pass of a grid, beside those of a full ring.
 pub(super) fn bytes_of_grid(spec: &Spec, traffic: &StrategyTraffic) -> [Bytes; 2] {
     let full_ring = |rows: usize, row: &RowLayout| {
@@ -558,39 +431,6 @@ pub(super) fn bytes_of_grid(spec: &Spec, traffic: &StrategyTraffic) -> [Bytes; 2
         Bytes { sent: sent(&traffic.forward), full_ring: block },
         Bytes { sent: sent(&traffic.backward), full_ring: block + backward },
     ]
-}
-
-/// Returns the number of steps up to the last in which a rank computes or forwards a block, at
-/// least 1; `None` without steps.
-pub(super) fn busy_steps(steps: &[StepFigures]) -> Option<usize> {
-    let busy = |step: &StepFigures| {
-        step.ranks.iter().any(|of| of.pairs > 0 || (step.step > 0 && of.rows > 0))
-    };
-    let last = steps.iter().rposition(busy).map_or(1, |last| last + 1);
-    (!steps.is_empty()).then_some(last)
-}
-
-/// Returns the messages of all ranks, of a backward pass with gradients, checked for at most
-/// [`MOST_DETAILED_RANKS`].
-pub(super) fn checked_schedule(
-    needs: &NeedsIndex<'_>,
-    route: Route,
-    gradients: bool,
-) -> Result<Schedule> {
-    let needs = needs.to_needs();
-    let schedule = Schedule::build(&needs, route, gradients);
-    if needs.held.len() <= MOST_DETAILED_RANKS {
-        schedule.check(&needs, gradients).map_err(Error::internal)?;
-    }
-    Ok(schedule)
-}
-
-/// Returns the steps of all ranks.
-pub(super) fn steps(spec: &Spec, schedule: &Schedule, shards: &RingShards) -> Vec<StepFigures> {
-    let work = WorkMatrix::of(spec.mask.as_ref(), spec.dims.q_heads, spec.dims.batch, shards);
-    let bytes = spec.kv_row_layout().bytes();
-    let steps = 0..schedule.steps.len();
-    steps.map(|step| StepFigures::new(step, schedule, &work, bytes)).collect()
 }
 
 /// Checks that there is a rank of this number.
@@ -629,36 +469,5 @@ impl Bytes {
             String::new()
         };
         format!("{} sent{share}", bytes(sent))
-    }
-}
-
-impl StepSums {
-    fn of(step: &StepFigures) -> Self {
-        let sends = || step.ranks.iter().flat_map(|of| &of.sends);
-        Self {
-            step: step.step,
-            pairs: step.ranks.iter().map(|of| of.pairs).sum(),
-            busiest_pairs: step.ranks.iter().map(|of| of.pairs).max().unwrap_or_default(),
-            blocks_sent: sends().count(),
-            bytes_sent: sends().map(|send| send.bytes).sum(),
-        }
-    }
-}
-
-impl StepFigures {
-    fn new(step: usize, schedule: &Schedule, work: &WorkMatrix, row_bytes: u64) -> Self {
-        let of_rank = |(rank, steps): (usize, &Vec<annulus_core::Step>)| {
-            let of_step = steps.get(step)?;
-            let sends = of_step.before.sends.iter().map(|message| Send::new(message, row_bytes));
-            let pairs = work.of_step(schedule.route, rank, step);
-            Some(StepOfRank {
-                rank,
-                owner: of_step.owner,
-                rows: of_step.rows.count(),
-                pairs,
-                sends: sends.collect(),
-            })
-        };
-        Self { step, ranks: schedule.steps.iter().enumerate().filter_map(of_rank).collect() }
     }
 }

@@ -3,7 +3,8 @@
 use annulus_core::{Spec, StrategyTraffic};
 
 use super::{
-    figures::{self, Bytes, Figures, RankFigures},
+    figures::{self, Bytes, Figures},
+    rank_figures::{self, RankFigures},
     strategies::{GridFigures, PassBytes, Strategies},
 };
 use crate::report::{bytes, counted};
@@ -26,7 +27,7 @@ pub(super) struct Frame {
     pub(super) pairs_total: u128,
     /// Work of the busiest rank divided by the mean.
     pub(super) work_max_over_mean: f64,
-    /// Figures of the ranks that are drawn ([`figures::drawn`]).
+    /// Figures of the ranks that are drawn ([`rank_figures::drawn`]).
     pub(super) bars: Vec<RankFigures>,
 }
 
@@ -56,7 +57,7 @@ impl Frame {
             _ => ring.hops_in_words(),
         };
         let has_backward = ring.backward.is_some();
-        let of_ranks = figures::rank_figures_of(spec, traffic, pairs, has_backward);
+        let of_ranks = rank_figures::rank_figures_of(spec, traffic, pairs, has_backward);
         Self {
             title: ring.title_of(ranks, layout.of_ranks.name()),
             subtitle: format!("{}; {hops}", division_in_words(&name, parts)),
@@ -65,8 +66,8 @@ impl Frame {
             passes: passes_in_words(parts, passes),
             ranks,
             pairs_total: pairs.iter().sum(),
-            work_max_over_mean: figures::most_work_over_mean(&of_ranks),
-            bars: figures::drawn(&of_ranks),
+            work_max_over_mean: rank_figures::most_work_over_mean(&of_ranks),
+            bars: rank_figures::drawn(&of_ranks),
         }
     }
 }

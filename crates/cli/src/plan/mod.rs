@@ -7,7 +7,9 @@ mod frame;
 mod leaves;
 mod picture;
 mod program;
+mod rank_figures;
 mod rings;
+mod step_figures;
 mod strategies;
 
 use std::path::{Path, PathBuf};

@@ -13,7 +13,8 @@ use annulus_core::{
 };
 
 use super::{
-    figures::{self, Figures, StepFigures},
+    figures::Figures,
+    step_figures::{self, StepFigures},
     strategies::{GridFigures, MOST_STEPPED_RANKS, Strategies},
 };
 
@@ -112,7 +113,7 @@ impl Rings {
                 }
             }
         }
-        let busy_steps = figures::busy_steps(&steps).unwrap_or(all.busy_steps);
+        let busy_steps = step_figures::busy_steps(&steps).unwrap_or(all.busy_steps);
         Ok(Self { keys, steps, busy_steps, ..all })
     }
 
@@ -181,6 +182,6 @@ fn steps_of_column(
     let mask = of_member.mask.as_ref();
     let needs = NeedsIndex::of_queries(mask, heads, batch_rows, &shards, &mut || ());
     // steps have no gradients
-    let schedule = figures::checked_schedule(&needs, route, false)?;
-    Ok(figures::steps(&of_member, &schedule, &shards))
+    let schedule = step_figures::checked_schedule(&needs, route, false)?;
+    Ok(step_figures::steps(&of_member, &schedule, &shards))
 }

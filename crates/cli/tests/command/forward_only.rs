@@ -13,16 +13,7 @@ fn plan(folder: &Folder, flags: &str) -> Value {
 #[test]
 fn the_choice_is_within_a_tenth_of_the_best_forward_pass() {
     let folder = Folder::new("plan_forward_choice");
-    let options = TrafficOptions {
-        backward: false,
-        layout: None,
-        route: None,
-        balanced_route: None,
-        placement: None,
-        kv_tile: 64,
-        receive_ahead: 1,
-        batch: None,
-    };
+    let options = TrafficOptions::FORWARD;
     for [heads, kv_heads] in [[32, 32], [64, 8], [8, 1]] {
         for ranks in [8, 64, 256, 1024] {
             let len = 64 * ranks;

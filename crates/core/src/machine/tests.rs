@@ -20,16 +20,8 @@ use crate::{
 };
 
 /// Both passes with the layout and the route that are chosen.
-const BOTH: TrafficOptions<'static> = TrafficOptions {
-    backward: true,
-    layout: None,
-    route: None,
-    balanced_route: None,
-    placement: None,
-    kv_tile: 64,
-    receive_ahead: 1,
-    batch: None,
-};
+const BOTH: TrafficOptions<'static> =
+    TrafficOptions { backward: true, kv_tile: 64, ..TrafficOptions::FORWARD };
 const FORWARD: TrafficOptions<'static> = TrafficOptions { backward: false, ..BOTH };
 
 /// Rows of the plans below: a block of a rank has 262,144 bytes, and the pairs of two ranks

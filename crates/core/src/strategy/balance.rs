@@ -182,14 +182,10 @@ mod tests {
         let prefix = mask::and(window.clone(), Arc::new(mask::Prefix { len: 40 }));
         let parity: SharedMask = Arc::new(Sample::Parity);
         let options = TrafficOptions {
-            backward: false,
             layout: Some(&Layout::Striped),
             route: Some(Route::RelayUp),
-            balanced_route: None,
-            placement: None,
-            kv_tile: 1,
-            receive_ahead: 1,
             batch: Some(&batch),
+            ..TrafficOptions::FORWARD
         };
         let tick = &mut || ();
         let mut in_blocks = 0;

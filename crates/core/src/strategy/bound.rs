@@ -242,16 +242,7 @@ mod tests {
     }
 
     fn options(backward: bool) -> TrafficOptions<'static> {
-        TrafficOptions {
-            backward,
-            layout: None,
-            route: None,
-            balanced_route: None,
-            placement: None,
-            kv_tile: 64,
-            receive_ahead: 1,
-            batch: None,
-        }
+        TrafficOptions { backward, kv_tile: 64, ..TrafficOptions::FORWARD }
     }
 
     #[test]

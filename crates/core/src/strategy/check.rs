@@ -307,16 +307,7 @@ mod tests {
     use crate::{Batch, CustomLayout, DType, Layout, Order, Runs, mask};
 
     fn options(batch: Option<&Batch>) -> TrafficOptions<'_> {
-        TrafficOptions {
-            backward: true,
-            layout: None,
-            route: None,
-            balanced_route: None,
-            placement: None,
-            kv_tile: 16,
-            receive_ahead: 1,
-            batch,
-        }
+        TrafficOptions { backward: true, kv_tile: 16, batch, ..TrafficOptions::FORWARD }
     }
 
     fn spec(len: usize, causal: bool) -> Spec {

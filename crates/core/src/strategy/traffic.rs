@@ -105,6 +105,21 @@ pub struct TrafficOptions<'a> {
     pub batch: Option<&'a Batch>,
 }
 
+impl TrafficOptions<'static> {
+    /// A forward pass whose layout and route are chosen, with KV tiles of one row and receives one
+    /// step ahead.
+    pub const FORWARD: Self = Self {
+        backward: false,
+        layout: None,
+        route: None,
+        balanced_route: None,
+        placement: None,
+        kv_tile: 1,
+        receive_ahead: 1,
+        batch: None,
+    };
+}
+
 impl TrafficOptions<'_> {
     /// Returns the ring steps by which a strategy posts receives of blocks ahead.
     fn receive_ahead_of(&self, strategy: Strategy) -> usize {
