@@ -31,7 +31,8 @@ fn shifted_statistics(row: vec4<f32>) -> vec4<f32> {
     return vec4<f32>(shift, row.y, row.z * factor, row.w);
 }
 
-// The … of e^(s − shift) = 2^(s·log2 e + …). Of a query that attends to nothing all p are 0.
+// Returns the addend a of e^(s − shift) = 2^(s·log2 e + a). For a query that attends to nothing it
+// is so small that all p are 0.
 fn exponent_of(shift: f32) -> f32 {
     return select(shift * -LOG2_E, -3.4028234e38, is_negative_infinity(shift));
 }

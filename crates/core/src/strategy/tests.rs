@@ -8,6 +8,8 @@ use crate::{
     mask::{self, SharedMask},
 };
 
+const FORWARD: TrafficOptions<'static> = TrafficOptions::FORWARD;
+
 fn dims(q_heads: usize, kv_heads: usize, len: usize) -> Dims {
     Dims { q_heads, ..Dims::new(1, len, q_heads, 64).kv_heads(kv_heads) }
 }
@@ -67,8 +69,7 @@ fn a_route_of_a_strategy_is_planned_for_the_ring_alone() {
     let spec =
         Spec { mask: Arc::new(mask::Causal::default()), ..Spec::new(dims(4, 4, 64), DType::F32) };
     let placement = Placement::new(vec![0, 0, 1, 1]);
-    let options =
-        TrafficOptions { backward: true, placement: Some(&placement), ..TrafficOptions::FORWARD };
+    let options = TrafficOptions { backward: true, placement: Some(&placement), ..FORWARD };
     let of = |options: &TrafficOptions<'_>| {
         let all = StrategyTraffic::of_routes(&spec, 4, options, &mut || ()).unwrap();
         all.into_iter().map(|of| of.strategy).collect::<Vec<_>>()
@@ -252,9 +253,7 @@ fn bytes_are_those_of_the_published_formula() {
         let len = 64 * ranks;
         let spec = Spec::new(dims(q_heads, kv_heads, len), DType::Bf16);
         let lse_bytes = 4;
-        for traffic in
-            StrategyTraffic::of_all(&spec, ranks, &TrafficOptions::FORWARD, &mut || ()).unwrap()
-        {
+        for traffic in StrategyTraffic::of_all(&spec, ranks, &FORWARD, &mut || ()).unwrap() {
             let grid = traffic.grid;
             let p = ranks as f64;
             let [h, a, b] =
@@ -279,11 +278,9 @@ fn bytes_are_those_of_the_published_formula() {
 fn the_fewest_bytes_are_chosen() {
     let cheapest = |q_heads, kv_heads, ranks| {
         let spec = Spec::new(dims(q_heads, kv_heads, 64 * ranks), DType::Bf16);
-        let all =
-            StrategyTraffic::of_all(&spec, ranks, &TrafficOptions::FORWARD, &mut || ()).unwrap();
+        let all = StrategyTraffic::of_all(&spec, ranks, &FORWARD, &mut || ()).unwrap();
         let ring = all[0].total() as f64;
-        let best = &all
-            [StrategyTraffic::choose(&all, &spec, &TrafficOptions::FORWARD, &mut || ()).unwrap()];
+        let best = &all[StrategyTraffic::choose(&all, &spec, &FORWARD, &mut || ()).unwrap()];
         (best.strategy, 1.0 - best.total() as f64 / ring)
     };
     let (strategy, saved) = cheapest(32, 32, 8);
@@ -324,11 +321,8 @@ fn a_grid_for_documents_is_as_balanced_as_the_ring() {
             let spec = Spec { mask, ..Spec::new(dims(q_heads, 1, 4096), DType::F32) };
             let balanced = Layout::balanced(&spec, &batch, ranks).unwrap();
             for layout in [balanced, Layout::Contiguous] {
-                let options = TrafficOptions {
-                    layout: Some(&layout),
-                    batch: Some(&batch),
-                    ..TrafficOptions::FORWARD
-                };
+                let options =
+                    TrafficOptions { layout: Some(&layout), batch: Some(&batch), ..FORWARD };
                 let tick = &mut || ();
                 let all = StrategyTraffic::of_all(&spec, ranks, &options, tick).unwrap();
                 let balance = |of: &StrategyTraffic| of.balance(&spec, &options, &mut || ());
@@ -379,16 +373,9 @@ fn the_choice_is_within_a_tenth_of_the_best_grid() {
             for dtype in [DType::F32, DType::Bf16] {
                 let len = 64 * ranks;
                 let spec = Spec::new(dims(q_heads, kv_heads, len), dtype);
-                let all =
-                    StrategyTraffic::of_all(&spec, ranks, &TrafficOptions::FORWARD, &mut || ())
-                        .unwrap();
-                let chosen = &all[StrategyTraffic::choose(
-                    &all,
-                    &spec,
-                    &TrafficOptions::FORWARD,
-                    &mut || (),
-                )
-                .unwrap()];
+                let all = StrategyTraffic::of_all(&spec, ranks, &FORWARD, &mut || ()).unwrap();
+                let chosen =
+                    &all[StrategyTraffic::choose(&all, &spec, &FORWARD, &mut || ()).unwrap()];
                 let sent = chosen.total() as f64 / ranks as f64;
                 let ratio = sent / least_bytes(q_heads, kv_heads, len, ranks, dtype);
                 let name = format!("{q_heads}:{kv_heads}, {ranks} ranks, {}", chosen.strategy);
@@ -489,11 +476,8 @@ fn strategies_of_documents_have_the_same_pairs_and_a_balance_of_their_own() -> R
     let spec = Spec { mask, ..Spec::new(Dims::new(1, 120, 4, 8), DType::F32) };
     let pairs = 4 * [40u128, 3, 77].map(|rows| rows * (rows + 1) / 2).iter().sum::<u128>();
     let tick = &mut || ();
-    let options = TrafficOptions {
-        layout: Some(&Layout::Contiguous),
-        batch: Some(&batch),
-        ..TrafficOptions::FORWARD
-    };
+    let options =
+        TrafficOptions { layout: Some(&Layout::Contiguous), batch: Some(&batch), ..FORWARD };
     let of = |heads, columns, options: &TrafficOptions<'_>, tick: &mut dyn FnMut()| {
         let grid = HeadGrid::with_columns(&spec.dims, 4, heads, columns)?;
         StrategyTraffic::of(&spec, grid, options, tick)
