@@ -567,6 +567,11 @@ impl Gpu {
         self.0.chunk_limits.alignment
     }
 
+    /// True if the adapter computes on the CPU.
+    pub(crate) fn is_software(&self) -> bool {
+        self.0.chunk_limits.loop_steps.is_some()
+    }
+
     /// Arranges workgroups in a 2-D grid within the device's limits; `None` if there are too many.
     pub(crate) fn grid(&self, groups: u32) -> Option<(u32, u32)> {
         let most = self.0.device.limits().max_compute_workgroups_per_dimension.max(1);

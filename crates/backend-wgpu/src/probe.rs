@@ -2,9 +2,11 @@
 //!
 //! * Above [`crate::Level::Plain`]: subgroups of at least 8 invocations in linear order. wgpu
 //!   reports no size on Metal. Kernel: `subgroup_probe.wgsl`.
-//! * At [`crate::Level::Matrix`]: a known product of cooperative matrices. Neither naga's
-//!   translation nor the drivers are proven on all hardware: an earlier product was wrong on an
-//!   NVIDIA H200 (benches/record/2026-11-26-h200.md). Kernel: `matrix_probe.wgsl`.
+//! * At [`crate::Level::Matrix`]: known products of cooperative matrices, by many workgroups at once
+//!   and one after another in each, because an instruction that does not wait for another one may be
+//!   right when the device is idle. Neither naga's translation nor the drivers are proven on all
+//!   hardware: an earlier product was wrong on an NVIDIA H200
+//!   (benches/record/2026-11-26-h200.md). Kernel: `matrix_probe.wgsl`.
 
 use annulus_core::{Error, Result};
 
@@ -12,7 +14,7 @@ use crate::{
     Gpu, Level,
     kernels::{
         Variant,
-        matrices::{PROBE_RESULTS, probe_result},
+        matrices::{PROBE_COUNTS, PROBE_PRODUCT, probe_product},
         params::{ProbeParams, StepParams},
     },
     launch::{Arena, BoundResource, Commands},
@@ -20,8 +22,14 @@ use crate::{
     memory::USAGE,
 };
 
-/// Steps for which every error of order or transposition changes the result.
-const PARAMS: ProbeParams = ProbeParams { left_step: 7, right_step: 5 };
+/// Steps for which every error of order or transposition changes the product.
+const STEPS: [u32; 2] = [7, 5];
+
+/// Workgroups of the probe of matrices, and products of each: on a GPU enough to occupy it, with
+/// 6.6 GFLOP. A software adapter, which computes one workgroup per core, would take seconds.
+const fn probe_size(software: bool) -> (usize, u32) {
+    if software { (4, 6) } else { (1000, 100) }
+}
 
 /// Factor of the shuffled numbers.
 const STEP: u32 = 3;
@@ -76,26 +84,28 @@ impl Gpu {
         Ok(all)
     }
 
-    /// Computes the product as the kernels do; `spoil` changes it, for tests.
+    /// Computes products as the kernels do; `spoil` changes the results, for tests.
     fn probe_as(&self, matrices: Matrices, spoil: impl FnOnce(&mut [f32])) -> Result<()> {
+        let (groups, rounds) = probe_size(self.is_software());
         let mut arena = Arena::default();
-        let bytes = 4 * PROBE_RESULTS as u64;
+        let bytes = 4 * (PROBE_PRODUCT + PROBE_COUNTS * groups) as u64;
         let result = self.create_buffer("probe", bytes, USAGE)?;
         let mut commands = Commands::new(self, &mut arena);
+        let [left_step, right_step] = STEPS;
         commands.launch(
             Variant::MatrixProbe(matrices),
-            1,
+            groups as u64,
             vec![BoundResource::whole(&result)],
-            |_| PARAMS,
+            |_| ProbeParams { left_step, right_step, rounds },
         )?;
         commands.submit()?;
-        let mut products = Vec::with_capacity(PROBE_RESULTS);
+        let mut results = Vec::new();
         self.read(&result, bytes, |bytes| {
-            products.extend(bytemuck::pod_collect_to_vec::<u8, f32>(bytes));
+            results.extend(bytemuck::pod_collect_to_vec::<u8, f32>(bytes));
             Ok(())
         })?;
-        spoil(&mut products);
-        judge(&products, matrices, self.name())
+        spoil(&mut results);
+        judge(&results, matrices, self.name())
     }
 }
 
@@ -123,20 +133,23 @@ fn judge_subgroups(results: &[u32], device: &str) -> Result<()> {
 }
 
 /// Refuses a device unless all products are right.
-fn judge(products: &[f32], matrices: Matrices, device: &str) -> Result<()> {
-    let want = probe_result(&PARAMS);
-    if products == want {
+fn judge(results: &[f32], matrices: Matrices, device: &str) -> Result<()> {
+    let want = probe_product(STEPS);
+    let (product, counts) = results.split_at(PROBE_PRODUCT.min(results.len()));
+    let wrong_later = counts.iter().sum::<f32>();
+    if product == want && wrong_later == 0.0 {
         return Ok(());
     }
     let size = matrices.size();
     let differs = |(got, want): (&f32, &f32)| got != want;
-    let wrong = products.iter().zip(&want).filter(|&pair| differs(pair)).count();
-    let first = products.iter().zip(&want).position(differs).map_or_else(String::new, |at| {
-        format!(", first row {} column {}: {}, not {}", at / 32, at % 32, products[at], want[at])
+    let wrong = product.iter().zip(&want).filter(|&pair| differs(pair)).count();
+    let first = product.iter().zip(&want).position(differs).map_or_else(String::new, |at| {
+        format!(", first row {} column {}: {}, not {}", at / 32, at % 32, product[at], want[at])
     });
     Err(Error::unsupported(
         format!(
-            "wgpu level matrix (wrong products of {size} × {size} matrices: {wrong} of {}{first})",
+            "wgpu level matrix (wrong products of {size} × {size} matrices: {wrong} of {} elements \
+             of the first one{first}; {wrong_later} of all)",
             want.len()
         ),
         device,
@@ -146,7 +159,7 @@ fn judge(products: &[f32], matrices: Matrices, device: &str) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Options;
+    use crate::{KernelEdit, Options};
 
     fn refuses(products: &[f32]) -> bool {
         [Matrices::new(8, 8), Matrices::new(16, 64)].into_iter().all(|matrices| {
@@ -219,8 +232,9 @@ mod tests {
         let factor = |step: u32, most: u32| -> Square {
             (0..1024).map(|at| (at * step % most) as f32).collect()
         };
-        let left = factor(PARAMS.left_step, 17);
-        let right = factor(PARAMS.right_step, 13);
+        let [left_step, right_step] = STEPS;
+        let left = factor(left_step, 17);
+        let right = factor(right_step, 13);
         let right_columns = transposed(&right);
         let want = product(&left, &right_columns, 32);
         assert_eq!(judge(&want, Matrices::new(16, 64), "a device"), Ok(()));
@@ -246,6 +260,12 @@ mod tests {
             assert!(refuses(&products), "{at}");
         }
         assert!(refuses(&want[..512]));
+        // a later product of another workgroup
+        let mut results = want;
+        results.resize(PROBE_PRODUCT + 3 * PROBE_COUNTS, 0.0);
+        assert!(!refuses(&results));
+        results[PROBE_PRODUCT + 2 * PROBE_COUNTS] = 1.0;
+        assert!(refuses(&results));
     }
 
     #[test]
@@ -263,10 +283,21 @@ mod tests {
         let gpu = Gpu::open(&options).unwrap();
         let matrices = gpu.matrices().unwrap();
         assert_eq!(gpu.probe(), Ok(()));
-        let refusal = gpu.probe_as(matrices, |products| products[5] = 0.0);
-        assert!(matches!(
-            refusal,
-            Err(Error::Unsupported { what, .. }) if what.contains("wrong products")
-        ));
+        let is_refusal = |found: Result<()>| {
+            let what = |error| match error {
+                Error::Unsupported { what, .. } => what,
+                error => panic!("{error}"),
+            };
+            found.map_err(what).is_err_and(|what| what.contains("wrong products"))
+        };
+        assert!(is_refusal(gpu.probe_as(matrices, |results| results[5] = 0.0)));
+        // invocations that do not wait for each other
+        for (from, to) in [
+            ("workgroupBarrier();\n        {\n", "{\n"),
+            ("}\n        workgroupBarrier();\n", "}\n"),
+        ] {
+            let edited = gpu.edited(KernelEdit { kernel: "matrix_probe", from, to }).unwrap();
+            assert!(is_refusal(edited.probe()), "without {from}");
+        }
     }
 }

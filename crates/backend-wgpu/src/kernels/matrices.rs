@@ -647,7 +647,7 @@ fn store_tile(prefix: &str, factors: &str) -> String {
     text
 }
 
-/// Kernel that multiplies two known matrices.
+/// Kernel that multiplies known matrices.
 pub(crate) fn probe(matrices: Matrices) -> Source {
     let mut text = Template::default();
     let grid = Grid { matrices, tall: None };
@@ -661,13 +661,16 @@ pub(crate) fn probe(matrices: Matrices) -> Source {
     Source { wgsl, bindings: vec![Access::Write], params: size_of::<ProbeParams>() }
 }
 
-/// Number of results of the probe.
-pub(crate) const PROBE_RESULTS: usize = 1024;
+/// Elements of the product of the probe, with which its results begin.
+pub(crate) const PROBE_PRODUCT: usize = 1024;
 
-/// Expected results of the probe in row order: integers that f16 and f32 represent exactly, so
+/// Counts of wrong elements of a workgroup that follow: one per invocation.
+pub(crate) const PROBE_COUNTS: usize = 64;
+
+/// Expected product of the probe in row order: integers that f16 and f32 represent exactly, so
 /// every order of sums gives the same bits.
-pub(crate) fn probe_result(params: &ProbeParams) -> Vec<f32> {
-    let left = |row: u32, k: u32| ((32 * row + k) * params.left_step % 17) as f32;
-    let right = |column: u32, k: u32| ((32 * column + k) * params.right_step % 13) as f32;
+pub(crate) fn probe_product([left_step, right_step]: [u32; 2]) -> Vec<f32> {
+    let left = |row: u32, k: u32| ((32 * row + k) * left_step % 17) as f32;
+    let right = |column: u32, k: u32| ((32 * column + k) * right_step % 13) as f32;
     (0..1024).map(|at| (0..32).map(|k| left(at / 32, k) * right(at % 32, k)).sum()).collect()
 }

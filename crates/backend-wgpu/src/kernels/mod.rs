@@ -13,7 +13,7 @@
 //! | copies | 64 elements | `copy.wgsl` |
 //! | counter | number of batches that ran | `count.wgsl` |
 //! | probes | shuffles; f16 to f32 | `subgroup_probe.wgsl`, `unpack_probe.wgsl` |
-//! | | one product of matrices | `matrix_probe.wgsl` |
+//! | | products of matrices | `matrix_probe.wgsl` |
 //!
 //! A template has lines `#if FLAG`, `#if !FLAG`, `#else`, `#end`, and names in double braces for
 //! generated text. Properties that cost registers are decided here (dims, element type, score

@@ -216,6 +216,8 @@ params! {
         /// Steps between elements of the left and the right operand.
         left_step: u32,
         right_step: u32,
+        /// Products of a workgroup, one after another.
+        rounds: u32,
     }
 }
 

@@ -1,4 +1,5 @@
 use std::{
+    collections::HashSet,
     num::NonZero,
     sync::atomic::{AtomicUsize, Ordering},
 };
@@ -151,7 +152,7 @@ fn translate_for_metal(
 #[test]
 fn every_variant_is_valid_and_can_be_translated() {
     // identical texts are checked once
-    let mut texts = std::collections::HashSet::new();
+    let mut texts = HashSet::new();
     let mut distinct = Vec::new();
     for variant in all_variants() {
         let Source { wgsl, bindings, .. } = variant.source();
@@ -208,6 +209,89 @@ fn check_text(variant: Variant, wgsl: &str) {
     };
     let most = tall.map_or(16 << 10, TallTile::memory_bytes);
     assert!(shared as usize <= most, "{variant:?} uses {shared} bytes of workgroup memory");
+}
+
+/// Returns the accesses to arrays in a text: `name[index]`.
+fn accesses(wgsl: &str) -> HashSet<&str> {
+    let is_of_name = |c: char| c.is_alphanumeric() || c == '_';
+    let mut all = HashSet::new();
+    for (open, _) in wgsl.match_indices('[') {
+        let name = wgsl[..open].trim_end_matches(is_of_name).len();
+        let mut depth = 0;
+        let length = wgsl[open..].find(|c| {
+            depth += match c {
+                '[' => 1,
+                ']' => -1,
+                _ => 0,
+            };
+            depth == 0
+        });
+        all.insert(&wgsl[name..=open + length.expect("a bracket that closes")]);
+    }
+    all
+}
+
+/// Changes the tile of a kernel without matrices at [`Level::Plain`]; `None` for other kernels.
+fn with_tile(variant: Variant, change: impl Fn(TileVariant) -> TileVariant) -> Option<Variant> {
+    let of = |tile: TileVariant| {
+        (tile.matrices.is_none() && tile.level == Level::Plain).then(|| change(tile))
+    };
+    Some(match variant {
+        Variant::Forward(tile) => Variant::Forward(of(tile)?),
+        Variant::BackwardQueries(tile) => Variant::BackwardQueries(of(tile)?),
+        Variant::BackwardKeys(tile, from_records) => Variant::BackwardKeys(of(tile)?, from_records),
+        Variant::BackwardBias(tile, axes) => Variant::BackwardBias(of(tile)?, axes),
+        _ => return None,
+    })
+}
+
+/// Returns the kernel of f16 for bf16; `None` for other kernels.
+fn in_bf16(variant: Variant) -> Option<Variant> {
+    let (f16, bf16) = (Storage::F16, Storage::Bf16);
+    match variant {
+        Variant::Copy(CopyMode::Rounded(of)) if of == f16 => {
+            Some(Variant::Copy(CopyMode::Rounded(bf16)))
+        }
+        Variant::Copy(CopyMode::ByRow(of)) if of == f16 => {
+            Some(Variant::Copy(CopyMode::ByRow(bf16)))
+        }
+        Variant::RowStatistics(of) if of == f16 => Some(Variant::RowStatistics(bf16)),
+        _ => {
+            let change = |tile: TileVariant| match tile.storage {
+                Storage::F16 => TileVariant { storage: bf16, ..tile },
+                _ => tile,
+            };
+            with_tile(variant, change).filter(|&changed| changed != variant)
+        }
+    }
+}
+
+/// So that checks of indices in kernels of f16 at [`Level::Plain`] (`index_checks.rs` of the
+/// conformance tests) hold for those of bf16, too, and those at `Plain` for [`Level::Subgroup`].
+#[test]
+fn kernels_of_bf16_and_of_subgroups_access_the_arrays_of_f16_and_plain() {
+    let (mut of_bf16, mut of_subgroups) = (0, 0);
+    for variant in all_variants() {
+        let text = variant.source().wgsl;
+        let found = accesses(&text);
+        if let Some(other) = in_bf16(variant) {
+            let text = other.source().wgsl;
+            let other = accesses(&text);
+            let differ: Vec<_> = other.symmetric_difference(&found).collect();
+            assert!(differ.is_empty(), "{variant:?} in bf16: {differ:?}");
+            of_bf16 += 1;
+        }
+        let at_subgroup = |tile| TileVariant { level: Level::Subgroup, ..tile };
+        if let Some(other) = with_tile(variant, at_subgroup) {
+            let text = other.source().wgsl;
+            // rows are reduced without workgroup memory
+            let other = accesses(&text);
+            let differ: Vec<_> = other.difference(&found).collect();
+            assert!(differ.is_empty(), "{variant:?} at level subgroup: {differ:?}");
+            of_subgroups += 1;
+        }
+    }
+    assert!(of_bf16 > 100 && of_subgroups > 300, "{of_bf16} and {of_subgroups} kernels");
 }
 
 #[test]
