@@ -103,8 +103,8 @@ def loss_of(choice: list[float], other: list[float]) -> Loss:
     losses = sorted(mine / its - 1 for mine, its in zip(choice, other, strict=False))
     rounds = len(losses)
     # The k-th smallest and the k-th largest enclose the median of all possible rounds unless fewer
-    # than k of them are on one side of it. With less than six rounds no k makes that rarer than
-    # 5 %; the interval is then all of them.
+    # than k of them are on one side of it. With fewer than six rounds no k makes that rarer
+    # than 5 %; the interval is then all of them.
     outside, k = 0.0, 0
     while True:
         outside += 2 * math.comb(rounds, k) / 2**rounds

@@ -1,11 +1,10 @@
 // Products of two 32 × 32 matrices, computed as in the tile kernels: left_half·right_halfᵀ. Every
 // workgroup computes them in several rounds. In each the matrices have other factors, so that an
-// element that an invocation reads too early, from the round before, makes the product wrong. An
-// element also counts as wrong if a subgroup has other invocations than those that follow the
-// subgroups before.
+// element that an invocation reads too early, from the round before, makes the product wrong.
 //
 // result: the product of the first workgroup's first round; then, for each invocation of all
-// workgroups, how many elements were wrong.
+// workgroups, how many elements were wrong, and one more if its subgroup has other invocations than
+// those that follow the subgroups before.
 
 @group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read_write> result: array<f32>;
