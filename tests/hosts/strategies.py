@@ -4,8 +4,8 @@ usage: python3 tests/hosts/strategies.py plan HOSTS N     a plan's JSON -> a lin
        python3 tests/hosts/strategies.py names [NAME...]  a plan's JSON -> names of the strategies:
                                                           of all, or of NAME and the chosen one
        python3 tests/hosts/strategies.py bench HOSTS NAME a line of `annulus bench` -> a line
-       python3 tests/hosts/strategies.py undecided        all lines -> names of the strategies of the
-                                                          last case that need another round
+       python3 tests/hosts/strategies.py undecided        all lines -> names of the strategies that
+                                                          need another round in the last case
        python3 tests/hosts/strategies.py table            all lines -> a Markdown table
 
 Reads standard input, writes standard output.
@@ -138,7 +138,7 @@ def table() -> None:
         "| 95 % |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
-    near = total = 0
+    near = total = good = unsure = 0
     largest = []
     for (hosts, ranks, n), strategies in read_cases().items():
         choice = times_of_choice(strategies)
@@ -158,14 +158,14 @@ def table() -> None:
                 f"| {len(measured)} | {ratio:.3f} | {loss.median:+.1%} "
                 f"| {loss.low:+.1%} to {loss.high:+.1%} |"
             )
-        largest.append(max(losses))
-    good = sum(loss.median <= LATE for loss in largest)
-    unsure = sum(not loss.is_decided() for loss in largest)
+        largest.append(max(loss.median for loss in losses))
+        good += largest[-1] <= LATE
+        unsure += not all(loss.is_decided() for loss in losses)
     print(
         f"\n{near} of {total} predictions are within {NEAR:.0%} of the measurement. "
         f"The choice (bold) loses at most {LATE:.0%} to any other strategy in {good} of "
         f"{len(largest)} cases ({unsure} undecided after {MOST_ROUNDS} rounds), and "
-        f"{max(largest).median:.1%} at most."
+        f"{max(largest):.1%} at most."
     )
 
 
