@@ -42,7 +42,7 @@ pub struct Adapter {
     /// Register tile that is used by default.
     pub register_tile: RegisterTile,
     /// Query tile that large forward launches have by default at [`Level::Matrix`]; `None` if the
-    /// adapter cannot run that level, the only one with a choice.
+    /// adapter cannot run that level. At other levels it is [`QueryTile::Of32`].
     pub query_tile: Option<QueryTile>,
 }
 
@@ -104,8 +104,8 @@ impl Gpu {
             let levels = levels(&adapter);
             let proof = choose(PROOFS, &AdapterKind::of(&info), &levels);
             let register_tile = RegisterTile::of_adapter(&info);
-            let has_choice = levels.contains(&Level::Matrix);
-            let query_tile = has_choice.then(|| QueryTile::of_adapter(&info));
+            let has_matrices = levels.contains(&Level::Matrix);
+            let query_tile = has_matrices.then(|| QueryTile::of_adapter(&info, Level::Matrix));
             Adapter {
                 number,
                 name: info.name,

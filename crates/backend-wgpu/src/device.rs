@@ -52,8 +52,8 @@ pub struct Options {
     /// Register tile of kernels of multiply-adds. Default: the one in [`RegisterTile::VARIABLE`],
     /// else [`crate::Adapter::register_tile`].
     pub register_tile: Option<RegisterTile>,
-    /// Queries of a tile of forward at level `matrix`, where the kernel can have them. Default:
-    /// those in [`QueryTile::VARIABLE`], else by adapter and shape.
+    /// Queries of a tile of forward, where the kernel can have them. Default: those in
+    /// [`QueryTile::VARIABLE`], else by adapter, level and shape.
     pub query_tile: Option<QueryTile>,
     /// Upper bound of a binding in bytes, to test small devices. Default: the adapter's limit.
     pub most_binding_bytes: Option<u64>,
@@ -402,7 +402,7 @@ impl Gpu {
         }
         let register_tile = shared.register_tile.unwrap_or_else(|| RegisterTile::of_adapter(&info));
         check_limits(&limits, register_tile, &info.name)?;
-        let by_default = TileChoice::Default(QueryTile::of_adapter(&info));
+        let by_default = TileChoice::Default(QueryTile::of_adapter(&info, level));
         let query_tile = shared.query_tile.map_or(by_default, TileChoice::Forced);
         let descriptor = wgpu::BufferDescriptor {
             label: Some("nothing"),
@@ -468,8 +468,8 @@ impl Gpu {
         self.0.chunk_limits.register_tile
     }
 
-    /// Queries of a tile of forward at level `matrix`: of all launches that can have them, or of
-    /// those that gain by them.
+    /// Queries of a tile of forward: of all launches that can have them, or of those that gain by
+    /// them.
     pub fn query_tile(&self) -> QueryTile {
         match self.0.query_tile {
             TileChoice::Forced(tile) | TileChoice::Default(tile) => tile,

@@ -1,23 +1,27 @@
-//! Queries of a tile of forward at level `matrix`.
+//! Queries of a tile of forward.
 
 use annulus_core::Result;
 use wgpu::AdapterInfo;
 
-use crate::forced::forced;
+use crate::{Level, forced::forced};
 
-/// Queries of a workgroup of the forward kernels with cooperative matrices. Both give the same
-/// bits.
+/// Queries of a workgroup of the forward kernels. Both give the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum QueryTile {
-    /// 32 queries, 64 invocations.
+    /// 32 queries.
     Of32,
-    /// 64 queries, 128 invocations: a third of the loads for each product up to dim 128, because K
-    /// and V serve twice as many queries and Q is loaded once.
+    /// 64 queries, so that K and V serve twice as many. With cooperative matrices 128 invocations
+    /// in place of 64, and Q is loaded once, up to dim 128: a third of the loads for each product.
+    /// Without them 64 invocations of 8 × 4 pairs: two thirds of the loads of Q, K and V, and three
+    /// quarters of the reads of workgroup memory, for each multiply-add. These kernels are for
+    /// [`crate::RegisterTile::FourRows`], value dims up to 128, and specs without dropout, bias,
+    /// rounded logits and unnormalized outputs; other launches have 32.
     Of64,
 }
 
-/// Vendors of the GPUs on which tiles of 64 queries were measured to be right and faster: NVIDIA,
-/// whose H200 took 0.59 to 0.82 of the time (benches/record/2026-11-27-h200.md).
+/// Vendors of the GPUs on which tiles of 64 queries with matrices were measured to be right and
+/// faster: NVIDIA, whose H200 took 0.59 to 0.82 of the time (benches/record/2026-11-27-h200.md).
+/// Those without matrices no GPU has measured (benches/record/2026-11-28-wgpu-eight-rows.md).
 ///
 /// By RADV's estimate AMD's gain 2 to 5 % without a bias and lose up to 30 % with one, because fewer
 /// workgroups fit workgroup memory (benches/record/2026-11-26-wgpu-tile-64.md).
@@ -63,9 +67,10 @@ impl QueryTile {
         }
     }
 
-    /// Selects the tile of large launches on an adapter.
-    pub(crate) fn of_adapter(info: &AdapterInfo) -> Self {
-        if MEASURED.contains(&info.vendor) { Self::Of64 } else { Self::Of32 }
+    /// Selects the tile of large launches on an adapter at a level.
+    pub(crate) fn of_adapter(info: &AdapterInfo, level: Level) -> Self {
+        let is_measured = level == Level::Matrix && MEASURED.contains(&info.vendor);
+        if is_measured { Self::Of64 } else { Self::Of32 }
     }
 
     /// True if a launch of this shape gains by 64 queries, on adapters that do.
@@ -99,7 +104,10 @@ mod tests {
         ] {
             let kind = wgpu::DeviceType::DiscreteGpu;
             let info = AdapterInfo { vendor, ..AdapterInfo::new(kind, wgpu::Backend::Vulkan) };
-            assert_eq!(QueryTile::of_adapter(&info), wanted, "{vendor:#x}");
+            assert_eq!(QueryTile::of_adapter(&info, Level::Matrix), wanted, "{vendor:#x}");
+            for level in [Level::Plain, Level::Subgroup] {
+                assert_eq!(QueryTile::of_adapter(&info, level), QueryTile::Of32, "{vendor:#x}");
+            }
         }
     }
 

@@ -134,10 +134,12 @@ impl TilePass<'_> {
         };
         let wanted = match self.gpu.tile_choice() {
             TileChoice::Forced(tile) => tile == QueryTile::Of64,
-            TileChoice::Default(tile) => tile == QueryTile::Of64 && QueryTile::suits(shape),
+            TileChoice::Default(tile) => {
+                let is_measured = self.tile.used_matrices().is_some();
+                tile == QueryTile::Of64 && is_measured && QueryTile::suits(shape)
+            }
         };
-        // a workgroup has twice the work of one of 32 queries, and twice the invocations: up to
-        // twice the default bound of its work
+        // a workgroup has twice the work of one of 32 queries
         let work = 2 * self.flops_per_tile_pair() * chunk.keys.1.div_ceil(TILE) as u64;
         let is_bounded = self.gpu.chunk_limits().part_work.is_none_or(|most| work <= most);
         wanted && is_bounded && self.tall_tile().is_some()
@@ -145,8 +147,9 @@ impl TilePass<'_> {
 
     /// Returns the form of tall tiles on the device; `None` if it has none.
     fn tall_tile(&self) -> Option<TallTile> {
-        let has_invocations = self.gpu.workgroup_invocations() as usize >= TallTile::INVOCATIONS;
-        self.tile.tall_tile(self.gpu.workgroup_bytes() as usize).filter(|_| has_invocations)
+        let most = self.gpu.workgroup_invocations() as usize;
+        let tall = self.tile.tall_tile(self.gpu.workgroup_bytes() as usize);
+        tall.filter(|form| form.invocations() <= most)
     }
 
     /// True if so many tiles of keys are visible to one half of a tall tile only that tiles of 32

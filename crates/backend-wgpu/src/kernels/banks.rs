@@ -223,12 +223,15 @@ fn neighbouring_invocations_access_different_banks() {
                 Variant::BackwardQueries(tile),
                 Variant::BackwardKeys(tile, false),
             ];
-            let tall = [TallTile::Held, TallTile::Kept { groups }, TallTile::Reloaded];
-            let tall = tall.into_iter().filter(|&form| match (matrices, form) {
+            let of_matrices = [TallTile::Held, TallTile::Kept { groups }, TallTile::Reloaded];
+            let of_matrices = of_matrices.into_iter().filter(|&form| match (matrices, form) {
                 (Some(matrices), TallTile::Held) => !matrices.has_smaller_subgroups(),
                 (of, _) => of.is_some(),
             });
-            let tall = tall.map(|tall| Variant::Forward(TileVariant { tall: Some(tall), ..tile }));
+            let eight_rows = tile.tall_tile(16 << 10).filter(|_| matrices.is_none());
+            let tall = of_matrices
+                .chain(eight_rows)
+                .map(|tall| Variant::Forward(TileVariant { tall: Some(tall), ..tile }));
             for variant in variants.into_iter().chain(tall) {
                 let module = wgsl::parse_str(&variant.source().wgsl).expect("a valid kernel");
                 let entry_point = &module.entry_points[0];

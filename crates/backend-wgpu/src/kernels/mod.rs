@@ -34,7 +34,7 @@ use annulus_core::{DType, Spec};
 
 use params::{CopyParams, MergeParams, RowParams, StepParams};
 use tall_tiles::TallTile;
-use template::Template;
+use template::{Half, Template};
 
 use crate::{Level, RegisterTile, level::Matrices};
 
@@ -232,7 +232,7 @@ pub(crate) struct TileVariant {
     pub(crate) level: Level,
     /// Cooperative matrices for f16 products, if any.
     pub(crate) matrices: Option<Matrices>,
-    /// Forward with matrices, without packed heads: 64 queries of a workgroup instead of 32.
+    /// Forward without packed heads: 64 queries of a workgroup instead of 32.
     pub(crate) tall: Option<TallTile>,
 }
 
@@ -287,7 +287,7 @@ impl TileVariant {
     }
 
     /// Returns the cooperative matrices that a kernel of this variant uses.
-    fn used_matrices(self) -> Option<Matrices> {
+    pub(crate) fn used_matrices(self) -> Option<Matrices> {
         self.matrices.filter(|_| self.storage == Storage::F16)
     }
 
@@ -321,15 +321,34 @@ impl TileVariant {
     }
 
     /// Returns the form of tall tiles of forward on a device with this much workgroup memory;
-    /// `None` without matrices or memory.
+    /// `None` if there is none.
     pub(crate) fn tall_tile(self, memory_bytes: usize) -> Option<TallTile> {
-        let matrices = self.used_matrices()?;
-        TallTile::fitting(self.head_groups, matrices, memory_bytes)
+        match self.used_matrices() {
+            Some(matrices) => TallTile::fitting(self.head_groups, matrices, memory_bytes),
+            None => self.has_eight_rows().then_some(TallTile::EightRows),
+        }
+    }
+
+    /// True if a tall tile of multiply-adds has a kernel: of register tiles of four rows, twice of
+    /// which leave registers for a score epilogue of few variables and accumulators of 128 columns.
+    const fn has_eight_rows(self) -> bool {
+        matches!(self.epilogue, Epilogue::Simple | Epilogue::SoftCap)
+            && matches!(self.register_tile, RegisterTile::FourRows)
+            && self.value_groups <= TallTile::MAX_SUMS
+    }
+
+    /// Halves of the queries whose rows an invocation holds by separate variables.
+    fn halves(self) -> &'static [Half] {
+        match self.tall {
+            Some(TallTile::EightRows) => &TallTile::HALVES,
+            _ => &[Half::FIRST],
+        }
     }
 
     /// Invocations of a workgroup.
     fn invocations(self) -> usize {
-        self.used_register_tile().invocations() as usize * self.query_rows() / TILE
+        let of_tile = self.used_register_tile().invocations() as usize;
+        self.tall.map_or(of_tile, TallTile::invocations)
     }
 
     /// Number of groups for `dim` elements.

@@ -77,9 +77,8 @@ impl KernelText {
                 };
                 let variants = variants.into_iter().chain(decoding);
                 all.extend(variants.map(|of| Self::new(of, name(of.name()), level)));
-                if level == Level::Matrix {
-                    let tall = tile.tall_tile(TALL_MEMORY);
-                    let of = Variant::Forward(TileVariant { tall, ..tile });
+                if let Some(tall) = tile.tall_tile(TALL_MEMORY) {
+                    let of = Variant::Forward(TileVariant { tall: Some(tall), ..tile });
                     all.push(Self::new(of, name("forward_64"), level));
                 }
             }

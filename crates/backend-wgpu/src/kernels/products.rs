@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use super::{
-    Epilogue, TileVariant,
+    Epilogue, TILE, TileVariant,
     matrices::{self, Factors},
     matrix_epilogue, matrix_sums,
     vectors::{ROW_STEP, Vectors, Words},
@@ -13,6 +13,12 @@ use crate::RegisterTile;
 /// Distance of rows `4 · t + n` and `4 · t + n + 1` in workgroup memory. Row 4 · t + n is stored as
 /// row t + 8 · n, because invocations t = 0 … 7 access the rows 4 · t + n of one n at once.
 const NEXT_ROW: usize = 8 * ROW_STEP;
+
+/// Distance in workgroup memory from the row that an invocation loads first, row 0 … 7, to that
+/// which is `rows` behind it, a multiple of 4.
+const fn stored_at(rows: usize) -> usize {
+    (rows / TILE * TILE + rows % TILE / 4) * ROW_STEP
+}
 
 const ELEMENTS: [&str; 4] = ["x", "y", "z", "w"];
 
@@ -24,8 +30,9 @@ const ELEMENTS: [&str; 4] = ["x", "y", "z", "w"];
 /// for each 32 elements:
 ///     load both sides (4 elements of each row that an invocation loads), zeros beyond the vectors
 ///     store them to `tile` and `right`
-///     for each 4 elements: read them of R + 4 rows; R × 4 × 4 multiply-adds (R: rows, 4 to 1)
+///     for each 4 elements: read them of R + 4 rows; R × 4 × 4 multiply-adds (R: rows, 8 to 1)
 /// ```
+/// A tile of two halves has the products of both, four rows of each.
 pub(super) fn product(
     variant: TileVariant,
     prefix: &str,
@@ -34,8 +41,8 @@ pub(super) fn product(
     right: &Vectors,
     right_first: &str,
 ) -> String {
-    let zeros =
-        each_row(variant.used_register_tile(), &format!("var {prefix}{{r}} = vec4<f32>(0.0);"));
+    let zero = format!("var {prefix}{{r}}{{{{H}}}} = vec4<f32>(0.0);");
+    let zeros = each_half(variant, &each_row(variant.used_register_tile(), &zero));
     zeros + &add_product(variant, prefix, left, left_first, right, right_first)
 }
 
@@ -60,7 +67,7 @@ pub(super) fn add_product(
         let (declared, offsets) = of.loaded_rows(variant, side, first);
         rows += &declared;
         for (n, offset) in offsets.iter().enumerate() {
-            let slot = n * tile.load_step() / 4 * ROW_STEP;
+            let slot = stored_at(n * tile.load_step());
             // all loads before the first store, so that they are in flight together
             let _infallible = writeln!(
                 loads,
@@ -98,16 +105,17 @@ pub(super) fn add_product(
     };
     let load = |name: &str, array: &str, index: &str, n: usize| {
         let at = n * NEXT_ROW;
-        format!("            let {name}{n} = {array}[{ROW_STEP}u * {index} + four + {at}u];\n")
+        let half = if array == "tile" { "{{HALF_VECTORS}}" } else { "" };
+        format!("            let {name} = {array}[{ROW_STEP}u * {index} + four + {at}u{half}];\n")
     };
-    let load_left = |r| load("a", "tile", left_index, r);
-    let load_right: String = (0..4).map(|n| load("b", "right", "tx", n)).collect();
+    let load_left = |r| load(&format!("a{r}{{{{H}}}}"), "tile", left_index, r);
+    let load_right: String = (0..4).map(|n| load(&format!("b{n}"), "right", "tx", n)).collect();
     let multiply_add = |r: usize, e: &str| {
         format!(
-            "            {prefix}{r} = fma(
-                vec4<f32>(a{r}.{e}),
+            "            {prefix}{r}{{{{H}}}} = fma(
+                vec4<f32>(a{r}{{{{H}}}}.{e}),
                 vec4<f32>(b0.{e}, b1.{e}, b2.{e}, b3.{e}),
-                {prefix}{r},
+                {prefix}{r}{{{{H}}}},
             );\n"
         )
     };
@@ -118,10 +126,11 @@ pub(super) fn add_product(
             text.extend(ELEMENTS.map(|e| multiply_add(r, e)));
         }
     } else {
-        text.extend((0..tile.rows()).map(load_left));
-        text += &load_right;
-        for e in ELEMENTS {
-            text.extend((0..tile.rows()).map(|r| multiply_add(r, e)));
+        // the right rows before the first half
+        for (half, right) in variant.halves().iter().zip([&*load_right, ""]) {
+            let left: String = (0..tile.rows()).map(load_left).collect();
+            let rows = |e| (0..tile.rows()).map(|r| multiply_add(r, e)).collect::<String>();
+            text += &half.expand(&(left + right + &ELEMENTS.map(rows).concat()));
         }
     }
     text.push_str("        }\n    }\n}\n");
@@ -267,7 +276,7 @@ pub(super) fn multiply_add(
         text.push_str("    workgroupBarrier();\n");
         let sums = format!("{prefix}{group}");
         text += &match tile {
-            RegisterTile::FourRows => multiply_columns(&sums, words),
+            RegisterTile::FourRows => multiply_columns(variant, &sums, words),
             RegisterTile::TwoRows | RegisterTile::OneRow => multiply_rows(tile, &sums, words),
         };
         if let Some(InMemory { store, .. }) = in_memory {
@@ -280,37 +289,39 @@ pub(super) fn multiply_add(
 }
 
 /// Generates `SUMS_{row}` += `tile`ᵀ·`right`, where `tile` is `[column][row]`: one vector has a
-/// column of the register tile.
-fn multiply_columns(sums: &str, words: Words) -> String {
+/// column of the register tile, of two halves a column of either.
+fn multiply_columns(variant: TileVariant, sums: &str, words: Words) -> String {
+    let load = |at: &str| {
+        each_half(variant, &format!("let a{{{{H}}}} = tile[{at}{{{{HALF_VECTORS}}}}];\n"))
+    };
     let line = |r: usize, b: &str| {
-        format!("{sums}_{r} = fma(vec4<f32>(a.{}), {b}, {sums}_{r});\n", ELEMENTS[r])
+        let sum = format!("{sums}_{r}{{{{H}}}}");
+        format!("{sum} = fma(vec4<f32>(a{{{{H}}}}.{}), {b}, {sum});\n", ELEMENTS[r])
     };
     let mut text = format!(
         "    if (is_partial) {{
         for (var j = 0u; j < 32u; j++) {{
-            let a = tile[{ROW_STEP}u * ((j >> 2u) + 8u * (j & 3u)) + ty];
-            let b = right[{ROW_STEP}u * j + tx];
-"
+{}let b = right[{ROW_STEP}u * j + tx];
+",
+        load(&format!("{ROW_STEP}u * ((j >> 2u) + 8u * (j & 3u)) + ty"))
     );
     if words == Words::OfColumns {
-        text.push_str("            let word = atomicLoad(&visible_bits[j]) >> (4u * ty);\n");
+        text.push_str("let word = atomicLoad(&visible_bits[j]) >> (4u * ty);\n");
     }
-    for r in 0..4 {
-        let _infallible = write!(text, "            {}", line(r, &words.masked(r)));
-    }
+    let rows: String = (0..4).map(|r| line(r, &words.masked(r))).collect();
+    text += &each_half(variant, &rows);
+    let rows: String = (0..4).map(|r| line(r, "b")).collect();
     text.push_str("        }\n    } else {\n        for (var four = 0u; four < 8u; four++) {\n");
     for n in 0..4 {
         let at = n * NEXT_ROW;
         let _infallible = writeln!(
             text,
             "            {{
-                let a = tile[{ROW_STEP}u * four + ty + {at}u];
-                let b = right[{ROW_STEP}u * (4u * four + {n}u) + tx];"
+{}let b = right[{ROW_STEP}u * (4u * four + {n}u) + tx];
+{}            }}",
+            load(&format!("{ROW_STEP}u * four + ty + {at}u")),
+            each_half(variant, &rows)
         );
-        for r in 0..4 {
-            let _infallible = write!(text, "                {}", line(r, "b"));
-        }
-        text.push_str("            }\n");
     }
     text + "        }\n    }\n"
 }
@@ -374,6 +385,11 @@ fn each_of_group(tile: RegisterTile, group: usize, line: &str) -> String {
     each_row(tile, &line)
 }
 
+/// Generates lines for each half of the queries of a tile, with the names of [`Half::expand`].
+fn each_half(variant: TileVariant, lines: &str) -> String {
+    variant.halves().iter().map(|half| half.expand(lines)).collect()
+}
+
 /// Generates a line per row `{r}` of the register tile.
 pub(super) fn each_row(tile: RegisterTile, line: &str) -> String {
     each_of(tile.rows(), line)
@@ -428,12 +444,13 @@ fn store_acc(at: u32, c: u32, dim: u32, four: vec4<f32>) {{
 /// Generates `tile` ← a register tile, once all invocations have read what was in it:
 /// `[column][row]` of four rows ([`multiply_columns`]), `[row][column]` of fewer
 /// ([`multiply_rows`]).
-pub(super) fn store_tile(tile: RegisterTile, prefix: &str) -> String {
+pub(super) fn store_tile(variant: TileVariant, prefix: &str) -> String {
+    let tile = variant.used_register_tile();
     let stores: String = match tile {
         RegisterTile::FourRows => (0..4)
             .map(|c| {
-                let column = [0, 1, 2, 3].map(|r| format!("{prefix}{r}[{c}]")).join(", ");
-                let at = format!("{ROW_STEP}u * tx + ty + {}u", c * NEXT_ROW);
+                let column = [0, 1, 2, 3].map(|r| format!("{prefix}{r}{{{{H}}}}[{c}]")).join(", ");
+                let at = format!("{ROW_STEP}u * tx + ty + {}u{{{{HALF_VECTORS}}}}", c * NEXT_ROW);
                 format!("tile[{at}] = vec4<f32>({column});\n")
             })
             .collect(),
@@ -442,13 +459,13 @@ pub(super) fn store_tile(tile: RegisterTile, prefix: &str) -> String {
             each_row(tile, &format!("tile[{at}] = {prefix}{{r}};"))
         }
     };
-    "workgroupBarrier();\n".to_owned() + &stores
+    "workgroupBarrier();\n".to_owned() + &each_half(variant, &stores)
 }
 
 /// Generates the store of P or dX for the second product.
 pub(super) fn store_factors(variant: TileVariant, factors: Factors, prefix: &str) -> String {
     match (variant.used_matrices(), factors) {
-        (None, _) => store_tile(variant.used_register_tile(), prefix),
+        (None, _) => store_tile(variant, prefix),
         (Some(_), Factors::Probs) => matrices::store_probs(prefix),
         (Some(_), Factors::Gradients) => {
             matrices::GRADIENT_FACTORS.to_owned() + &matrices::store_gradients(prefix)

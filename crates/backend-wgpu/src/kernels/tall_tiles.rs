@@ -1,5 +1,12 @@
-//! Tall tiles of forward: 64 queries of a workgroup of 128 invocations with matrices, so that a row
-//! of K or V that is loaded and staged serves twice as many queries as in a tile of 32.
+//! Tall tiles of forward: 64 queries of a workgroup, so that a row of K or V that is loaded and
+//! staged serves twice as many queries as in a tile of 32.
+//!
+//! **With multiply-adds** ([`TallTile::EightRows`]) each of 64 invocations computes 8 × 4 pairs. For
+//! four elements of a product it reads 12 vectors of 4 from workgroup memory and issues 128
+//! multiply-adds, where a register tile of 4 × 4 reads 8 for 64. The text is that of tiles of 32
+//! queries, with the variables of a row for either half ([`Half`]).
+//!
+//! **With matrices** a workgroup has 128 invocations:
 //!
 //! ```text
 //! q ← Q, 64 queries of all elements                    once, if they fit (TallTile)
@@ -24,11 +31,12 @@
 use std::fmt::Write;
 
 use super::{
-    TileVariant,
+    TILE, TileVariant,
     matrices::{
         Grid, HALF_STEP, Operands, PRODUCT_STEP, Staged, SumOverChunks, hold, multiply_held,
     },
-    vectors::{K, Q},
+    template::Half,
+    vectors::{K, Q, ROW_STEP},
 };
 use crate::level::Matrices;
 
@@ -44,14 +52,25 @@ pub(crate) enum TallTile {
     },
     /// Nothing: they are loaded again for each tile of keys, 64 elements at a time.
     Reloaded,
+    /// Nothing, and no matrices multiply them: each of 64 invocations computes 8 × 4 pairs, four
+    /// rows of either half, with multiply-adds.
+    EightRows,
 }
 
 impl TallTile {
     /// Queries.
     pub(crate) const ROWS: usize = 64;
 
-    /// Invocations of a workgroup.
-    pub(crate) const INVOCATIONS: usize = 2 * Self::ROWS;
+    /// Invocations of a workgroup with matrices.
+    const INVOCATIONS: usize = 2 * Self::ROWS;
+
+    /// Halves of the queries of [`Self::EightRows`].
+    pub(super) const HALVES: [Half; 2] =
+        [Half::FIRST, Half { suffix: "_lower", first_row: Self::ROWS / 2 }];
+
+    /// Most groups of 32 columns of the accumulators of [`Self::EightRows`], each of which takes
+    /// 32 registers of an invocation.
+    pub(super) const MAX_SUMS: usize = 4;
 
     /// Elements of K or V that are staged at once.
     pub(super) const CHUNK: usize = 64;
@@ -75,8 +94,20 @@ impl TallTile {
         forms.into_iter().find(|form| form.memory_bytes() <= memory_bytes)
     }
 
+    /// Invocations of a workgroup.
+    pub(crate) const fn invocations(self) -> usize {
+        match self {
+            Self::Held | Self::Kept { .. } | Self::Reloaded => Self::INVOCATIONS,
+            Self::EightRows => Self::ROWS,
+        }
+    }
+
     /// Upper bound of the bytes of workgroup memory of a kernel.
     pub(crate) const fn memory_bytes(self) -> usize {
+        if matches!(self, Self::EightRows) {
+            // Q or P, and K or V; the mask
+            return 16 * ROW_STEP * (Self::ROWS + TILE) + 4 * Self::ROWS;
+        }
         let staged = 8 * HALF_STEP * (Self::ROWS + Self::CHUNK);
         let products = 16 * PRODUCT_STEP * Self::ROWS;
         let mask = 4 * Self::ROWS;
@@ -88,7 +119,7 @@ impl TallTile {
     /// [`HALF_STEP`]: 36 + 32·n words of 4 bytes, so that eight rows begin in different banks.
     const fn own_step(self) -> usize {
         let chunks = match self {
-            Self::Held | Self::Reloaded => 1,
+            Self::Held | Self::Reloaded | Self::EightRows => 1,
             Self::Kept { groups } => (32 * groups).div_ceil(Self::CHUNK),
         };
         chunks * Self::CHUNK / 4 + 2
@@ -96,7 +127,7 @@ impl TallTile {
 
     const fn own_vectors(self) -> usize {
         match self {
-            Self::Held => 0,
+            Self::Held | Self::EightRows => 0,
             Self::Kept { .. } | Self::Reloaded => Self::ROWS * self.own_step(),
         }
     }
@@ -129,6 +160,7 @@ for (var c = 0u; c < params.head_dim; c = c + 64u) {{
                 )
             }
             Self::Reloaded => own_offsets(variant),
+            Self::EightRows => String::new(),
         }
     }
 
@@ -211,7 +243,7 @@ const LOAD_STEP: usize = 8;
 
 /// Rows of Q, and of K, of which an invocation loads four elements of a chunk.
 const LOADS_OF_QUERIES: usize = TallTile::ROWS / LOAD_STEP;
-const LOADS_OF_KEYS: usize = super::TILE / LOAD_STEP;
+const LOADS_OF_KEYS: usize = TILE / LOAD_STEP;
 
 /// Distance of the rows of K in `right_half`, in vectors of 4.
 const KEY_STEP: usize = TallTile::CHUNK / 4 + 2;

@@ -1,12 +1,39 @@
-//! Minimal WGSL template: conditional lines and names.
+//! Minimal WGSL template: conditional lines, names, and lines for each half of a tile.
 
 use std::collections::HashMap;
+
+use super::vectors::ROW_STEP;
 
 /// Flags and names of one template.
 #[derive(Debug, Default)]
 pub(super) struct Template {
     flags: HashMap<&'static str, bool>,
     names: HashMap<&'static str, String>,
+    /// Halves after the first.
+    halves: Vec<Half>,
+}
+
+/// A half of the queries of a tile, for the lines that each has of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Half {
+    /// End of the names of its variables.
+    pub(super) suffix: &'static str,
+    /// First row of the tile.
+    pub(super) first_row: usize,
+}
+
+impl Half {
+    /// The first half, or the whole of a tile that is not divided.
+    pub(super) const FIRST: Self = Self { suffix: "", first_row: 0 };
+
+    /// Replaces `{{H}}`, the end of names, and the addends of indices: `{{HALF_ROW}}` of rows,
+    /// `{{HALF_VECTORS}}` of their vectors of 4 in workgroup memory.
+    pub(super) fn expand(self, text: &str) -> String {
+        let addend = |of: usize| if of == 0 { String::new() } else { format!(" + {of}u") };
+        text.replace("{{H}}", self.suffix)
+            .replace("{{HALF_ROW}}", &addend(self.first_row))
+            .replace("{{HALF_VECTORS}}", &addend(self.first_row * ROW_STEP))
+    }
 }
 
 impl Template {
@@ -19,6 +46,13 @@ impl Template {
     /// Sets the text of a name in double braces.
     pub(super) fn name(&mut self, name: &'static str, text: impl Into<String>) -> &mut Self {
         self.names.insert(name, text.into());
+        self
+    }
+
+    /// Sets the halves for which the lines from `#halves` to `#end halves` are repeated; by default
+    /// the first one alone. Names of a half in other lines are those of the first.
+    pub(super) fn halves(&mut self, all: &[Half]) -> &mut Self {
+        self.halves = all.iter().skip(1).copied().collect();
         self
     }
 
@@ -52,7 +86,20 @@ impl Template {
                 expanded.push('\n');
             }
         }
-        expanded
+        self.expand_halves(&expanded)
+    }
+
+    fn expand_halves(&self, text: &str) -> String {
+        let mut expanded = String::with_capacity(text.len());
+        let mut rest = text;
+        while let Some((before, after)) = rest.split_once("#halves\n") {
+            let (lines, next) = after.split_once("#end halves\n").unwrap_or((after, ""));
+            expanded += &Half::FIRST.expand(before);
+            let halves = std::iter::once(Half::FIRST).chain(self.halves.iter().copied());
+            expanded.extend(halves.map(|half| half.expand(lines)));
+            rest = next;
+        }
+        expanded + &Half::FIRST.expand(rest)
     }
 }
 
@@ -67,5 +114,14 @@ mod tests {
         let text =
             "#if A\n{{X}}\n#if B\nno\n#else\nyes\n#end\n#else\nnever\n#end\n#if !C\nlast\n#end\n";
         assert_eq!(template.expand(text), "one two\nyes\nlast\n");
+    }
+
+    #[test]
+    fn lines_are_repeated_for_each_half() {
+        let text = "#halves\nlet a{{H}} = b{{HALF_ROW}};\n#end halves\nlast\n";
+        let mut template = Template::default();
+        assert_eq!(template.expand(text), "let a = b;\nlast\n");
+        template.halves(&[Half::FIRST, Half { suffix: "_2", first_row: 32 }]);
+        assert_eq!(template.expand(text), "let a = b;\nlet a_2 = b + 32u;\nlast\n");
     }
 }

@@ -75,13 +75,14 @@ fn all_variants() -> Vec<Variant> {
                         matrices,
                         tall: None,
                     };
-                    if matrices.is_some() {
-                        let sizes = [64 << 10, 32 << 10].map(|bytes| variant.tall_tile(bytes));
-                        let forms = sizes.into_iter().chain([Some(TallTile::Reloaded)]);
-                        all.extend(
-                            forms.map(|tall| Variant::Forward(TileVariant { tall, ..variant })),
-                        );
-                    }
+                    let sizes = [64 << 10, 32 << 10].map(|bytes| variant.tall_tile(bytes));
+                    let reloaded = matrices.map(|_| TallTile::Reloaded);
+                    let forms: HashSet<_> = sizes.into_iter().chain([reloaded]).flatten().collect();
+                    all.extend(
+                        forms.into_iter().map(|tall| {
+                            Variant::Forward(TileVariant { tall: Some(tall), ..variant })
+                        }),
+                    );
                     all.extend([Variant::Forward(variant), Variant::BackwardQueries(variant)]);
                     all.push(Variant::Forward(TileVariant { decodes: true, ..variant }));
                     all.extend(

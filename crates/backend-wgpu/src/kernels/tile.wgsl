@@ -1,9 +1,9 @@
 // Common part of the tile kernels: tiles of 32 × 32 pairs, 64 invocations with a register tile of 4
 // × 4 scores each, 128 with one of 2 × 4, or 256 with one of 1 × 4. Tall tiles of forward have 64 ×
-// 32 pairs and 128 invocations with 4 × 4 each (`tall_tiles.rs`).
+// 32 pairs: with matrices 128 invocations with 4 × 4 each, else 64 with 8 × 4 (`tall_tiles.rs`).
 //
-// `tile` and `right` stage 32 elements of 32 vectors each; then `tile` holds P or dX for the second
-// product (`store_tile` of `products.rs` has its layout). `block_mask` has a list of
+// `tile` and `right` stage 32 elements of 32 vectors each, or of 64 queries; then `tile` holds P or
+// dX for the second product (`store_tile` of `products.rs` has its layout). `block_mask` has a list of
 // runs per tile: (first tile of the other side, number of tiles, tile mask or FULL_TILE).
 // `visible_bits` has one word per query of the tile, one bit per key.
 
@@ -12,7 +12,7 @@
 
 #if !MATRIX
 var<workgroup> right: array<vec4<f32>, {{PADDED_VECTORS}}>;
-var<workgroup> tile: array<vec4<f32>, {{PADDED_VECTORS}}>;
+var<workgroup> tile: array<vec4<f32>, {{QUERY_VECTORS}}>;
 #end
 var<workgroup> visible_bits: array<atomic<u32>, {{QUERY_ROWS}}>;
 

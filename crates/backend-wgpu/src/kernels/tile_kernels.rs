@@ -82,7 +82,7 @@ if (lane < {{{{QUERY_ROWS}}}}u) {{
     }
     "let is_partial = mask_index != FULL_TILE;
 workgroupBarrier();
-if (is_partial && lane < 32u) {
+if (is_partial && lane < {{QUERY_ROWS}}u) {
     atomicStore(&visible_bits[lane], mask_word(mask_index, lane));
 }
 "
@@ -159,7 +159,9 @@ fn assemble(
     name_rows(template, variant);
     template.name("LIST_INDEX", LIST_INDEX);
     template.name("TILE_MASK", tile_mask(variant));
+    template.halves(variant.halves());
     template.name("PADDED_VECTORS", format!("{}", 32 * ROW_STEP));
+    template.name("QUERY_VECTORS", format!("{}", variant.query_rows() * ROW_STEP));
     for (name, condition) in conditions(variant.epilogue) {
         template.name(name, condition);
     }
@@ -212,7 +214,7 @@ fn epilogue(variant: TileVariant) -> String {
     }
     let (of, tile) = (variant.epilogue, variant.used_register_tile());
     let words = "for (var r = 0u; r < {{TILE_ROWS}}u; r++) {
-    words[r] = atomicLoad(&visible_bits[{{TILE_ROWS}}u * ty + r]);
+    words{{H}}[r] = atomicLoad(&visible_bits[{{TILE_ROWS}}u * ty{{HALF_ROW}} + r]);
 }
 ";
     if of.masks() {
@@ -248,19 +250,22 @@ workgroupBarrier();
         );
     }
     let score = if of == Epilogue::SoftCap {
-        "s{r} = params.cap * tangents(s{r});"
+        "s{r}{{H}} = params.cap * tangents(s{r}{{H}});"
     } else {
-        "s{r} = params.scale * s{r};"
+        "s{r}{{H}} = params.scale * s{r}{{H}};"
     };
     let partial = format!(
         "{{
     {score}
-    let visible = four_bits(words[{{r}}] >> (4u * tx));
-    let shown = select(vec4<f32>(-3.4028234e38), s{{r}}, visible);
-    tile_max[{{r}}] = max(tile_max[{{r}}], greatest(shown));
+    let visible = four_bits(words{{{{H}}}}[{{r}}] >> (4u * tx));
+    let shown = select(vec4<f32>(-3.4028234e38), s{{r}}{{{{H}}}}, visible);
+    tile_max{{{{H}}}}[{{r}}] = max(tile_max{{{{H}}}}[{{r}}], greatest(shown));
 }}"
     );
-    let full = format!("{score}\ntile_max[{{r}}] = max(tile_max[{{r}}], greatest(s{{r}}));");
+    let full = format!(
+        "{score}
+tile_max{{{{H}}}}[{{r}}] = max(tile_max{{{{H}}}}[{{r}}], greatest(s{{r}}{{{{H}}}}));"
+    );
     format!(
         "if (is_partial) {{
 {words}{}}} else {{
@@ -275,20 +280,20 @@ workgroupBarrier();
 fn probs(variant: TileVariant) -> String {
     let (of, tile) = (variant.epilogue, variant.used_register_tile());
     let partial = "{
-    let visible = four_bits(words[{r}] >> (4u * tx));
-    let all = {{EXPONENTIALS}}(s{r} - vec4<f32>(row_max[{r}]));
+    let visible = four_bits(words{{H}}[{r}] >> (4u * tx));
+    let all = {{EXPONENTIALS}}(s{r}{{H}} - vec4<f32>(row_max{{H}}[{r}]));
     let prob = select(vec4<f32>(0.0), all, visible);
-    sum[{r}] = sum[{r}] + sum_of(prob);
+    sum{{H}}[{r}] = sum{{H}}[{r}] + sum_of(prob);
 #if TIES
     let is_tie = visible & (s{r} == vec4<f32>(row_max[{r}]));
     ties[{r}] = ties[{r}] + sum_of(select(vec4<f32>(0.0), vec4<f32>(1.0), is_tie));
 #end
-    s{r} = prob;
+    s{r}{{H}} = prob;
 }";
     let drop = kept_rows(variant, Orientation::RowsAreQueries, packed_queries(tile))
         + &each_row(tile, "s{r} = s{r} * kept{r};");
-    let full = "s{r} = {{EXPONENTIALS}}(s{r} - vec4<f32>(row_max[{r}]));
-sum[{r}] = sum[{r}] + sum_of(s{r});";
+    let full = "s{r}{{H}} = {{EXPONENTIALS}}(s{r}{{H}} - vec4<f32>(row_max{{H}}[{r}]));
+sum{{H}}[{r}] = sum{{H}}[{r}] + sum_of(s{r}{{H}});";
     if of.masks() {
         let mut all = each_row(tile, partial);
         if matrix_epilogue::applies(variant) {
@@ -331,16 +336,19 @@ pub(super) fn forward(variant: TileVariant) -> Source {
     let held = variant.held_groups(groups, 2);
     let load = |condition: &str| {
         format!(
-            "var o{{g}}_{{r}} = vec4<f32>(0.0);
-if ({condition}[{{r}}]) {{
-    o{{g}}_{{r}} = load_acc(acc + acc_at(first, head, row + {{r}}u), {{c}}, params.value_dim);
+            "var o{{g}}_{{r}}{{{{H}}}} = vec4<f32>(0.0);
+if ({condition}{{{{H}}}}[{{r}}]) {{
+    let at = acc + acc_at(first, head, row{{{{H}}}} + {{r}}u);
+    o{{g}}_{{r}}{{{{H}}}} = load_acc(at, {{c}}, params.value_dim);
 }}"
         )
     };
-    let store = "if (is_row(first, row + {r}u)) {
-    store_acc(acc + acc_at(first, head, row + {r}u), {c}, params.value_dim, o{g}_{r});
+    let store = "if (is_row(first, row{{H}} + {r}u)) {
+    let at = acc + acc_at(first, head, row{{H}} + {r}u);
+    store_acc(at, {c}, params.value_dim, o{g}_{r}{{H}});
 }";
-    let rescale = "o{g}_{r} = o{g}_{r} * rescale[{r}];";
+    let rescale = "o{g}_{r}{{H}} = o{g}_{r}{{H}} * rescale{{H}}[{r}];";
+    // tiles of two halves have all accumulators in registers
     let load_in_loop = format!("{}\n{rescale}", load("was_visible"));
     let in_memory = Some(InMemory { held, load: &load_in_loop, store });
     text.flag("ACC_IN_MEMORY", held < groups);
@@ -356,7 +364,8 @@ if ({condition}[{{r}}]) {{
     text.name("OWN_ROWS", own_rows + &packed_queries(tile).own_rounds(variant));
     text.name("SCORES", scores);
     text.name("EPILOGUE", epilogue(variant));
-    text.name("PROBS", probs(variant) + &store_factors(variant, Factors::Probs, "s"));
+    text.name("PROBS", probs(variant));
+    text.name("STORE_PROBS", store_factors(variant, Factors::Probs, "s"));
     let into = Accumulators { prefix: "o", groups, in_memory };
     text.name("ACCUMULATE", accumulate(variant, into, Factors::Probs, &V, Words::OfRows));
     let functions = functions(variant, &[(&Q, "q_words"), (&K, "block"), (&V, "block")])
@@ -493,7 +502,7 @@ let acc_factor = select(params.scale, 1.0, is_dv);
             let dk = accumulate(variant, dk, Factors::Gradients, &Q, words);
             text.name("ACCUMULATE", format!("if (is_dv) {{\n{dv}}} else {{\n{dk}}}\n"));
         } else {
-            text.name("DX", gradients(step) + &store_tile(tile, "s"));
+            text.name("DX", gradients(step) + &store_tile(variant, "s"));
             let of = Factor::OfPass { dv: &DOUT, dk: &Q };
             let into = Accumulators::held("acc", groups);
             text.name("ACCUMULATE", multiply_add(variant, into, of, words));

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::{TileVariant, matrices::LOADED_ROW};
+use super::{TILE, TileVariant, matrices::LOADED_ROW};
 
 /// Distance of rows in workgroup memory, in vectors of 4: one more than the 8 of a row. Eight
 /// invocations access eight rows at once, which then lie in different banks (32 banks of 4 bytes).
@@ -165,6 +165,7 @@ fn {name}_last(batch: u32, {head}: u32) -> u32 {{
             let rows = (0..tile.loads()).map(|n| format!("own_{}_{n}", self.name));
             return (String::new(), rows.collect());
         }
+        let rows = if first == "first" { variant.query_rows() } else { TILE };
         let mut declared = String::new();
         // one register, rather than one per row
         let [row, last, step] = self.offsets(variant, first);
@@ -176,7 +177,7 @@ fn {name}_last(batch: u32, {head}: u32) -> u32 {{
 "
         );
         let row = |n| format!("min({side}_row + {n}u * {side}_step, {side}_last)");
-        (declared, (0..tile.loads()).map(row).collect())
+        (declared, (0..rows / tile.load_step()).map(row).collect())
     }
 
     /// Expressions for the offset of an invocation's first row, for that of the last row of all, and
@@ -202,7 +203,7 @@ impl Words {
     /// Expression that is odd if pair (row `r` of the invocation, `j`) is visible.
     pub(super) fn bit(self, r: usize) -> String {
         match self {
-            Self::OfRows => format!("(words[{r}] >> j) & 1u"),
+            Self::OfRows => format!("(words{{{{H}}}}[{r}] >> j) & 1u"),
             Self::OfColumns => format!("(word >> {r}u) & 1u"),
         }
     }

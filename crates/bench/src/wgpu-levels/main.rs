@@ -9,9 +9,9 @@
 //!             [dims=64,128,256] [lens=4099] [heads=8] [masks=full,causal,window,gqa,cross]
 //!             [mistake=0] [query_tiles=32,64]
 //! ```
-//! Levels are those of the adapter, unless some of them are named. With `query_tiles` level
-//! `matrix` runs once for each of these numbers of queries in a tile of forward, as levels of their
-//! own; `query_tiles=32,64 levels=matrix` compares both.
+//! Levels are those of the adapter, unless some of them are named. With `query_tiles` each level
+//! runs once for each of these numbers of queries in a tile of forward, as levels of their own;
+//! `query_tiles=32,64 levels=matrix` compares both.
 //!
 //! **Times.** Levels are timed beside a plain matrix product in the same run.
 //! Tensors stay on the device. Time is measured by the device's timestamps, or by the host's clock
@@ -49,7 +49,7 @@ struct Settings {
     device: usize,
     /// Names of levels; empty for all levels of the adapter.
     levels: Vec<Level>,
-    /// Queries of a tile at level `matrix`; empty for those that the backend chooses.
+    /// Queries of a tile of forward; empty for those that the backend chooses.
     query_tiles: Vec<QueryTile>,
     dtypes: Vec<DType>,
     dims: Vec<usize>,
@@ -232,8 +232,7 @@ fn compare(
             "clock": took[plan].first().map(|took| took.clock),
         });
         if let Some(line) = line.as_object_mut().filter(|_| !settings.query_tiles.is_empty()) {
-            let tile = (*level == Level::Matrix).then(|| gpu.query_tile().name());
-            line.insert("query_tile".into(), json!(tile));
+            line.insert("query_tile".into(), json!(gpu.query_tile().name()));
         }
         if let Some(line) = line.as_object_mut().filter(|_| software) {
             line.insert("cpu_seconds".into(), rounded(of(|took| took.cpu)));
@@ -277,7 +276,7 @@ fn run(settings: &Settings) -> Result<bool> {
     }
 }
 
-/// Returns the device at these levels, at level `matrix` with each of the query tiles, if any.
+/// Returns the device at these levels, at each with each of the query tiles, if any.
 fn at_levels(
     device: &Gpu,
     levels: &[Level],
@@ -286,11 +285,10 @@ fn at_levels(
     let mut all = Vec::new();
     for &level in levels {
         let gpu = device.at(level)?;
-        if level == Level::Matrix && !query_tiles.is_empty() {
-            for &tile in query_tiles {
-                all.push((level, gpu.with_query_tile(tile)?));
-            }
-        } else {
+        for &tile in query_tiles {
+            all.push((level, gpu.with_query_tile(tile)?));
+        }
+        if query_tiles.is_empty() {
             all.push((level, gpu));
         }
     }

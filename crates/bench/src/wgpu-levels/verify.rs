@@ -107,7 +107,7 @@ pub(crate) fn verify(gpu: &Gpu, problem: &Verification<'_>) -> Result<bool> {
             "{}",
             json!({
                 "what": "verify", "device": gpu.name(), "level": gpu.level().name(),
-                "query_tile": (gpu.level() == Level::Matrix).then(|| gpu.query_tile().name()),
+                "query_tile": gpu.query_tile().name(),
                 "dtype": dtype.name(), "dim": dim, "len": len, "mask": name,
                 "errors": found, "same_bits": same_bits, "ok": right,
             })

@@ -211,9 +211,8 @@ fn of_adapters() -> Vec<String> {
     adapters.into_iter().map(words).collect()
 }
 
-/// Describes the register tile of an adapter's kernels and, if it can run level `matrix`, the query
-/// tile of forward kernels at that level. A forced name of no query tile is an error at every
-/// level.
+/// Describes the register tile of an adapter's kernels and the query tile of forward kernels: the
+/// default only if the adapter can run level `matrix`, the one at which it may be another than 32.
 #[cfg(feature = "wgpu")]
 fn tiles(
     adapter: &annulus_wgpu::Adapter,
@@ -229,10 +228,11 @@ fn tiles(
     let chosen = adapter.query_tile.map(annulus_wgpu::QueryTile::name);
     match (query_tile, chosen) {
         (Ok(None), Some(chosen)) => tiles += &format!(", query tile {chosen}"),
-        (Ok(Some(tile)), Some(chosen)) => {
+        (Ok(Some(tile)), chosen) => {
+            let chosen = chosen.unwrap_or(annulus_wgpu::QueryTile::Of32.name());
             tiles += &format!(", query tile {} (forced; else {chosen})", tile.name());
         }
-        (Ok(_), None) => {}
+        (Ok(None), None) => {}
         (Err(wrong), _) => tiles += &format!(", no query tile: {wrong}"),
     }
     tiles
@@ -336,7 +336,10 @@ mod tests {
             tiles(&matrix, &forced.0, &forced.1),
             "register tile 2x4 (forced; else 4x4), query tile 64 (forced; else 32)"
         );
-        assert_eq!(tiles(&plain, &forced.0, &forced.1), "register tile 2x4 (forced; else 4x4)");
+        assert_eq!(
+            tiles(&plain, &forced.0, &forced.1),
+            "register tile 2x4 (forced; else 4x4), query tile 64 (forced; else 32)"
+        );
         let wrong = Err(Error::invalid(QueryTile::VARIABLE, "48", "one of 32, 64"));
         let refused = "register tile 4x4, no query tile: ANNULUS_WGPU_QUERY_TILE: got 48, want \
                        one of 32, 64";

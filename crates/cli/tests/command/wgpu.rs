@@ -181,15 +181,14 @@ fn doctor_lists_the_chosen_level_and_all_supported_ones() {
         let refused = format!("no register tile: {TILE}: got abacus, want one of 4x4, 2x4");
         assert!(line.contains(&refused), "{line}");
     }
-    // the query tile only of adapters with the level that has a choice
+    // the default query tile only of adapters with the level at which it may be another than 32
     let forced = adapters(&folder, Some((QUERY_TILE, "64")));
     for ((line, forced), adapter) in chosen.iter().zip(forced).zip(annulus_wgpu::Gpu::list()) {
         let has_choice = adapter.levels.contains(&annulus_wgpu::Level::Matrix);
         assert_eq!(adapter.query_tile, has_choice.then_some(annulus_wgpu::QueryTile::Of32));
         assert_eq!(line.contains(", query tile 32, level "), has_choice, "{line}");
         let words = ", query tile 64 (forced; else 32), level ";
-        assert_eq!(forced.contains(words), has_choice, "{forced}");
-        assert_eq!(forced.contains("query tile"), has_choice, "{forced}");
+        assert!(forced.contains(words), "{forced}");
     }
     // another name is an error at every level
     for line in adapters(&folder, Some((QUERY_TILE, "abacus"))) {
