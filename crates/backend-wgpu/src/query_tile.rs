@@ -12,8 +12,8 @@ pub enum QueryTile {
     Of32,
     /// 64 queries, so that K and V serve twice as many. With cooperative matrices 128 invocations
     /// in place of 64, and Q is loaded once, up to dim 128: a third of the loads for each product.
-    /// Without them 64 invocations of 8 × 4 pairs: two thirds of the loads of Q, K and V, and three
-    /// quarters of the reads of workgroup memory, for each multiply-add. These kernels are for
+    /// Without them 64 invocations of 8 × 4 pairs: three quarters of the loads, and of the reads of
+    /// workgroup memory, for each multiply-add. These kernels are for
     /// [`crate::RegisterTile::FourRows`], value dims up to 128, and specs without dropout, bias,
     /// rounded logits and unnormalized outputs; other launches have 32.
     Of64,

@@ -10,7 +10,8 @@ use crate::forced::forced;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum RegisterTile {
     /// 4 × 4 pairs, workgroups of 64 invocations. For every four elements of a product an
-    /// invocation reads 8 vectors of 4 from workgroup memory and issues 64 multiply-adds.
+    /// invocation reads 8 vectors of 4 from workgroup memory and issues 64 multiply-adds. Of tiles
+    /// of 64 queries it computes 8 × 4 pairs ([`crate::QueryTile::Of64`]).
     FourRows,
     /// 2 × 4 pairs, workgroups of 128 invocations: half of the accumulators, and half of the loads
     /// in flight, in each. 6 vectors for 32 multiply-adds. For GPUs whose invocations have 128

@@ -15,8 +15,9 @@
 //! | probes | shuffles; f16 to f32 | `subgroup_probe.wgsl`, `unpack_probe.wgsl` |
 //! | | products of matrices | `matrix_probe.wgsl` |
 //!
-//! A template has lines `#if FLAG`, `#if !FLAG`, `#else`, `#end`, and names in double braces for
-//! generated text. Properties that cost registers are decided here (dims, element type, score
+//! A template has lines `#if FLAG`, `#if !FLAG`, `#else`, `#end`; lines from `#halves` to `#end
+//! halves` for each half of the queries of a tile; and names in double braces for generated text.
+//!  Properties that cost registers are decided here (dims, element type, score
 //! epilogue). The others are uniform parameters, so that few pipelines are compiled.
 
 pub(crate) mod matrices;

@@ -4,7 +4,7 @@ use annulus::{
     Attention, Cpu, DType, Dims, Element, Plan, Result, Tensors, comm::threads, devices::wgpu_rank,
 };
 use annulus_core::Error;
-use annulus_wgpu::{Gpu, Level};
+use annulus_wgpu::Gpu;
 use half::{bf16, f16};
 use ndarray::Array4;
 use serde_json::json;
