@@ -1,6 +1,6 @@
 //! Row numbers, positions and segment ids of all ranks, from which a rank computes the schedule.
 
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 use crate::{Alignment, Batch, Dims, Layout, Result, Shard, Side, index, memory};
 
@@ -49,9 +49,24 @@ impl RingShards {
         ranks: usize,
         batch: &Batch,
     ) -> Result<Self> {
+        Self::of_owners(dims, alignment, layout, 0..ranks, ranks, batch)
+    }
+
+    /// As [`RingShards::of_batch`], of some of the ranks. Their shards alone are in the lists.
+    ///
+    /// # Errors
+    /// As [`RingShards::of_batch`], of these ranks.
+    pub(crate) fn of_owners(
+        dims: &Dims,
+        alignment: Alignment,
+        layout: &Layout,
+        owners: Range<usize>,
+        ranks: usize,
+        batch: &Batch,
+    ) -> Result<Self> {
         let mut shards = Self {
-            q: memory::list("the shards of all ranks", ranks)?,
-            kv: memory::list("the shards of all ranks", ranks)?,
+            q: memory::list("the shards of all ranks", owners.len())?,
+            kv: memory::list("the shards of all ranks", owners.len())?,
         };
         let differs = batch.differs_between_ranks();
         // rows, ids and positions of both sides are the same
@@ -60,7 +75,7 @@ impl RingShards {
             && dims.q_len == dims.kv_len
             && (starts[0] == starts[1] || starts.iter().any(|starts| starts.is_none()))
             && layout.has_equal_sides();
-        for rank in 0..ranks {
+        for rank in owners {
             batch.validate_layout(dims, layout, rank, ranks)?;
             let rows = |side, len| {
                 let rows = layout.shard(side, len, rank, ranks);

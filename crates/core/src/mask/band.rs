@@ -183,10 +183,15 @@ impl Band {
     /// Sums the numbers of `keys` (consecutive positions) over the queries at the positions `run`,
     /// an ascending run. `None` if the terms do not exclude queries without keys, or if hi(i) is
     /// the least of two terms.
+    #[inline]
     pub(crate) fn count_pairs(&self, run: &Run, keys: &Range<i64>) -> Option<u128> {
-        if let Some(pairs) = self.count_few_pairs(run, keys) {
-            return Some(pairs);
-        }
+        self.count_few_pairs(run, keys).or_else(|| self.count_any_pairs(run, keys))
+    }
+
+    /// As [`Band::count_pairs`], of any queries and numbers. It is not inlined, so that few
+    /// registers are saved where it is not called.
+    #[inline(never)]
+    fn count_any_pairs(&self, run: &Run, keys: &Range<i64>) -> Option<u128> {
         if !self.has_closed_form() {
             return None;
         }
@@ -211,22 +216,20 @@ impl Band {
 
     /// As [`Band::count_pairs`], of consecutive queries and small numbers: the rows of a packed
     /// document, of which there may be thousands. 128 bits take several times as long.
+    #[inline]
     fn count_few_pairs(&self, run: &Run, keys: &Range<i64>) -> Option<u128> {
         let end = self.end.filter(|_| self.chunk.is_none() && self.prefix.is_none())?;
         if run.step != 1 || self.first.is_some_and(|first| first > end) {
             return None;
         }
-        let count = small(run.count.into())?;
-        let (keys, start) = (small(keys.start.into())?..small(keys.end.into())?, run.start);
-        let sum = |offset: i128| {
-            let offset = small(offset)?;
-            Some(sum_few_clamped(small(start.into())? + offset, count, &keys))
-        };
+        let (count, start) = (small(run.count)?, small(run.start)?);
+        let keys = small(keys.start)?..small(keys.end)?;
         let starts = match self.first {
-            Some(first) => sum(first)?,
+            Some(first) => sum_few_clamped(start + small(first)?, count, &keys),
             None => count * keys.start,
         };
-        u128::try_from(sum(end)? - starts).ok()
+        let ends = sum_few_clamped(start + small(end)?, count, &keys);
+        u128::try_from(ends - starts).ok()
     }
 }
 
@@ -235,15 +238,16 @@ impl Band {
 const SMALL: i64 = 1 << 29;
 
 /// Returns a number if it is within [`SMALL`].
-fn small(number: i128) -> Option<i64> {
-    i64::try_from(number).ok().filter(|number| (-SMALL..=SMALL).contains(number))
+fn small(number: impl TryInto<i64>) -> Option<i64> {
+    number.try_into().ok().filter(|number| (-SMALL..=SMALL).contains(number))
 }
 
 /// Sums the numbers `first, first + 1, …`, each clamped to `bounds.start..=bounds.end`. All numbers
 /// are small.
+#[inline]
 fn sum_few_clamped(first: i64, count: i64, bounds: &Range<i64>) -> i64 {
-    let low = (bounds.start - first).clamp(0, count);
-    let high = (bounds.end - first).clamp(low, count);
+    let low = (bounds.start - first).max(0).min(count);
+    let high = (bounds.end - first).max(low).min(count);
     let between = (high - low) * first + (high - low) * (low + high - 1) / 2;
     low * bounds.start + between + (count - high) * bounds.end
 }

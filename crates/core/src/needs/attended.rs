@@ -65,6 +65,7 @@ impl AttendedPositions {
 }
 
 /// Returns the run of the same numbers in ascending order.
+#[inline]
 pub(crate) const fn ascending(run: &Run) -> Run {
     if run.step < 0 {
         Run { start: run.at(run.count - 1), step: run.step.wrapping_neg(), count: run.count }

@@ -8,7 +8,7 @@ use std::{
     hash::{BuildHasherDefault, Hasher},
 };
 
-use crate::{Runs, index};
+use crate::{Run, Runs, index};
 
 /// Entries of the table for each id, at most.
 const ENTRIES_PER_ID: u64 = 4;
@@ -31,12 +31,16 @@ impl IdNumbers {
     pub(crate) fn of_lists<'a>(lists: impl Iterator<Item = &'a Runs>) -> Self {
         let mut ids = 0;
         let mut end = 0;
-        for run in lists.flat_map(Runs::runs).filter(|run| run.count > 0) {
-            ids += if run.step == 0 { 1 } else { run.count };
-            let largest = run.start.max(run.at(run.count - 1));
+        let mut add = |run: &Run| {
+            let (count, largest) = match run.step {
+                0 => (1, run.start),
+                _ => (run.count, run.start.max(run.at(run.count - 1))),
+            };
+            ids += count;
             // padding, whose ids are negative, has no number
             end = end.max(largest.saturating_add(1).max(0).cast_unsigned());
-        }
+        };
+        lists.for_each(|list| list.runs().iter().filter(|run| run.count > 0).for_each(&mut add));
         let is_dense = end / ENTRIES_PER_ID <= ids;
         let of_small = if is_dense { vec![NONE; index(end)] } else { Vec::new() };
         Self { of_small, ..Self::default() }
@@ -56,6 +60,7 @@ impl IdNumbers {
     }
 
     /// Returns the number of an id, the next one if it has none.
+    #[inline]
     pub(crate) fn number(&mut self, id: i64) -> usize {
         let next = self.count;
         let number = match self.index(id) {
@@ -103,7 +108,6 @@ impl Hasher for IdHasher {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Run;
 
     #[test]
     fn ids_are_numbered_in_the_order_of_their_look_ups() {

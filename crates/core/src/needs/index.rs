@@ -35,6 +35,7 @@ impl ConsecutiveKeys<'_> {
     }
 
     /// Returns the positions of run `index`; `None` if there is no such run.
+    #[inline]
     pub(crate) fn positions(&self, index: usize) -> Option<Range<i64>> {
         self.0.get(index).map(SortedRun::positions)
     }
@@ -133,7 +134,9 @@ impl KeyIndex {
             rank: 0,
             positions: ascending(&rows.positions),
         };
-        Self::sort(owners.iter().flatten().map(key_run).collect(), segments)
+        let mut keys = Vec::with_capacity(owners.iter().map(Vec::len).sum());
+        owners.iter().for_each(|rows| keys.extend(rows.iter().map(key_run)));
+        Self::sort(keys, segments)
     }
 
     fn sort(mut keys: Vec<KeyRun>, segments: usize) -> Self {
@@ -202,6 +205,7 @@ impl KeyIndex {
 
     /// Returns the keys of `segment` if they are in runs of consecutive positions, of an index of
     /// all ranks together.
+    #[inline]
     pub(crate) fn consecutive(&self, segment: usize) -> Option<ConsecutiveKeys<'_>> {
         match &self.entries[self.first[segment]..self.first[segment + 1]] {
             [] => Some(ConsecutiveKeys(&[])),

@@ -28,7 +28,7 @@ mod tests;
 
 pub(crate) use attended::ascending;
 pub(crate) use id_numbers::IdNumbers;
-pub(crate) use index::KeyIndex;
+pub(crate) use index::{ConsecutiveKeys, KeyIndex};
 pub use needs_index::NeedsIndex;
 pub(crate) use needs_index::{BatchNeeds, UserUnion};
 pub(crate) use strided_rows::{DistinctMasks, SegmentNumbers, StridedRows, count_below};

@@ -10,14 +10,14 @@
 //! The rows that any of several users needs follow from the union of their positions, which one
 //! more user extends in little time ([`UserUnion`]). A schedule consists of such rows.
 
-use std::ops::Range;
+use std::{ops::Range, sync::Arc};
 
 use super::{
     DistinctMasks, KeyIndex, Needs, SegmentNumbers, StridedRows,
     attended::{AttendedPositions, ascending},
     position_set::{PositionIntervals, PositionSet, is_at_most, select_positions},
 };
-use crate::{Mask, RingShards, RowSet, mask::Band};
+use crate::{Mask, RingShards, RowSet, Shard, mask::Band};
 
 /// Number of evaluations of a mask after which `tick` is called: a tick costs as much as one
 /// evaluation, and a mask of the caller may take milliseconds.
@@ -51,6 +51,29 @@ pub(crate) struct BatchNeeds {
 }
 
 impl BatchNeeds {
+    /// Computes the key rows that queries of a few ranks may attend to, as
+    /// [`NeedsIndex::of_queries`]. `segments` has a number for each id of a key, and keys do not
+    /// differ between batch rows.
+    pub(crate) fn of_few(
+        mask: &dyn Mask,
+        heads: usize,
+        batch: usize,
+        shards: &RingShards,
+        segments: &SegmentNumbers,
+    ) -> Self {
+        let distinct = DistinctMasks::new(mask, heads, batch, shards);
+        let mut builder = QueryBounds::new(mask, 1);
+        let mut user = |shard: &Arc<Shard>| {
+            builder.of_rank(shard, segments, &distinct, distinct.batches(), &mut || ())
+        };
+        Self {
+            batch: 0,
+            segments: segments.len(),
+            users: shards.q.iter().map(&mut user).collect(),
+            owners: shards.kv.iter().map(|shard| segments.query_rows(shard, 0)).collect(),
+        }
+    }
+
     /// Returns an index of the rows of all owners.
     pub(crate) fn keys(&self) -> KeyIndex {
         KeyIndex::of_owners(&self.owners, self.segments)
@@ -123,23 +146,18 @@ impl<'a> NeedsIndex<'a> {
         let distinct = DistinctMasks::new(mask, heads, batch, shards);
         let keys_differ =
             shards.kv.iter().any(|shard| shard.positions.len() > 1 || shard.segments.len() > 1);
-        let mut builder = QueryBounds { mask, stride, attended: Default::default(), evaluated: 0 };
+        let mut builder = QueryBounds::new(mask, stride);
         let mut parts = Vec::new();
         for batches in distinct.parts(keys_differ) {
             let mut segments = SegmentNumbers::new(shards);
             let owners =
                 shards.kv.iter().map(|shard| segments.key_rows(shard, batches.start)).collect();
-            let mut users = Vec::with_capacity(shards.q.len());
-            for shard in &shards.q {
-                for batch in batches.clone() {
-                    let queries = segments.query_rows(shard, batch);
-                    for head in distinct.heads() {
-                        queries.iter().for_each(|rows| builder.add(rows, batch, head, tick));
-                    }
-                }
-                users.push(builder.attended.close());
+            let users = shards.q.iter().map(|shard| {
+                let user = builder.of_rank(shard, &segments, &distinct, batches.clone(), tick);
                 tick();
-            }
+                user
+            });
+            let users = users.collect();
             let segments = segments.len();
             parts.push(BatchNeeds { batch: batches.start, segments, users, owners });
         }
@@ -314,7 +332,29 @@ struct QueryBounds<'a> {
     evaluated: u64,
 }
 
-impl QueryBounds<'_> {
+impl<'a> QueryBounds<'a> {
+    fn new(mask: &'a dyn Mask, stride: usize) -> Self {
+        Self { mask, stride, attended: Default::default(), evaluated: 0 }
+    }
+
+    /// Returns the positions that queries of one rank may attend to in some batch rows.
+    fn of_rank(
+        &mut self,
+        shard: &Shard,
+        segments: &SegmentNumbers,
+        distinct: &DistinctMasks,
+        batches: Range<usize>,
+        tick: &mut dyn FnMut(),
+    ) -> Vec<(usize, Range<i64>)> {
+        for batch in batches {
+            let queries = segments.query_rows(shard, batch);
+            for head in distinct.heads() {
+                queries.iter().for_each(|rows| self.add(rows, batch, head, tick));
+            }
+        }
+        self.attended.close()
+    }
+
     /// Adds the bounds of all queries at once if there is a band, unless samples are fewer.
     fn add(&mut self, rows: &StridedRows, batch: usize, head: usize, tick: &mut dyn FnMut()) {
         let run = ascending(&rows.positions);

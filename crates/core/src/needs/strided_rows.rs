@@ -32,16 +32,6 @@ impl StridedRows {
         }
     }
 
-    /// Returns the first `count` of these rows.
-    pub(crate) const fn prefix(&self, count: u64) -> Self {
-        Self {
-            count,
-            rows: Run { count, ..self.rows },
-            positions: Run { count, ..self.positions },
-            ..*self
-        }
-    }
-
     /// Returns the local rows at `indices` in ascending order of positions.
     pub(crate) const fn local(&self, indices: Range<u64>) -> Range<u64> {
         if self.positions.step < 0 {

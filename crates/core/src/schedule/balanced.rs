@@ -42,22 +42,23 @@
 //! In the reproducible order chunks are whole leaves, of which the last round may lack some: then
 //! numbers of rows differ by up to one chunk, and no rows are exchanged.
 
-use std::{ops::Range, sync::Arc};
+use std::sync::Arc;
 
 use super::{
     Choice, Order, Route,
-    chunk_deal::{Chunk, ChunkDeal, Limits},
+    chunk_deal::{Chunk, ChunkDeal, Limits, sorted_indices},
     document_cost::DocumentCost,
     document_deal::{AFTER_WHOLE, DocumentDeal},
     query_work::QueryWork,
+    ring_traffic::needs_more,
     row_exchange::RowExchange,
     segment_exchange::SegmentExchange,
     tile_deal::{RankChunks, Shares, TILE_ROWS, TileDeal},
     tile_order::{first_rows_apart, tile_order},
 };
 use crate::{
-    Batch, CustomLayout, Layout, NeedsIndex, Result, RingShards, Run, Runs, Side, Spec, index,
-    layout::check_ranks, memory,
+    Batch, CustomLayout, Layout, NeedsIndex, Result, RingShards, Run, Runs, Shard, Side, Spec,
+    index, layout::check_ranks, memory, needs::BatchNeeds,
 };
 
 /// Imbalance, of pairs and of rows, at which no shorter chunks are tried, and up to which a grid is
@@ -99,14 +100,18 @@ impl Choice {
     /// As [`Layout::balanced`].
     pub fn balanced(spec: &Spec, batch: &Batch, ranks: usize) -> Result<Self> {
         let whole = whole_rows(spec, batch, ranks)?;
-        let layout = balanced_layout(spec, &whole, ranks)?;
-        let shards = RingShards::of_batch(&spec.dims, spec.alignment, &layout, ranks, batch)?;
-        let route = if relays_send_more(spec, &whole, &shards) {
+        let pairs = QueryWork::new(spec, &whole)?;
+        let layout = balanced_layout(spec, &whole, &pairs, ranks)?;
+        let Spec { dims, alignment, .. } = spec;
+        let shards =
+            |owners| RingShards::of_owners(dims, *alignment, &layout, owners, ranks, batch);
+        let route = if relays_send_more(spec, &whole, &pairs, &shards(0..ranks.min(2))?) {
+            (2..ranks).try_for_each(|rank| batch.validate_layout(dims, &layout, rank, ranks))?;
             Route::Direct
         } else {
-            let tick = &mut || ();
-            let (heads, batch_rows) = (spec.dims.q_heads, spec.dims.batch);
-            let needs = NeedsIndex::of_queries(&*spec.mask, heads, batch_rows, &shards, tick);
+            let (tick, shards) = (&mut || (), shards(0..ranks)?);
+            let needs =
+                NeedsIndex::of_queries(&*spec.mask, dims.q_heads, dims.batch, &shards, tick);
             Route::sending(&needs, None, tick)
         };
         Ok(Self { layout, route, order: Order::ascending(ranks) })
@@ -135,7 +140,8 @@ impl Layout {
     /// [`crate::Error::InvalidArgument`] naming `ranks` or a field of the batch,
     /// [`crate::Error::OutOfMemory`].
     pub fn balanced(spec: &Spec, batch: &Batch, ranks: usize) -> Result<Self> {
-        balanced_layout(spec, &whole_rows(spec, batch, ranks)?, ranks)
+        let whole = whole_rows(spec, batch, ranks)?;
+        balanced_layout(spec, &whole, &QueryWork::new(spec, &whole)?, ranks)
     }
 }
 
@@ -146,13 +152,18 @@ pub(super) fn whole_rows(spec: &Spec, batch: &Batch, ranks: usize) -> Result<Rin
     RingShards::of_batch(&spec.dims, spec.alignment, &Layout::Contiguous, 1, batch)
 }
 
-/// Returns the layout of [`Layout::balanced`]. `whole` has all rows on one rank.
-fn balanced_layout(spec: &Spec, whole: &RingShards, ranks: usize) -> Result<Layout> {
+/// Returns the layout of [`Layout::balanced`]. `whole` has all rows on one rank, and `pairs` their
+/// pairs.
+fn balanced_layout(
+    spec: &Spec,
+    whole: &RingShards,
+    pairs: &QueryWork,
+    ranks: usize,
+) -> Result<Layout> {
     let (q_len, kv_len) = (spec.dims.q_len, spec.dims.kv_len);
-    let pairs = QueryWork::new(spec, whole)?;
     let best = match spec.leaf_rows {
-        Some(leaf) => Dealt::best_of_leaves(q_len as u64, leaf, &pairs, ranks).join_segments(whole),
-        None => Dealt::best(Shares { rows: q_len as u64, ranks }, &pairs, whole),
+        Some(leaf) => Dealt::best_of_leaves(q_len as u64, leaf, pairs, ranks).join_segments(whole),
+        None => Dealt::best(Shares { rows: q_len as u64, ranks }, pairs, whole),
     };
     let mut q = memory::list("the rows of all ranks", ranks)?;
     q.extend(best.ranks.iter().map(|chunks| best.rows_of(chunks)));
@@ -168,23 +179,22 @@ fn balanced_layout(spec: &Spec, whole: &RingShards, ranks: usize) -> Result<Layo
 
 /// Returns true if both relays send more rows than the direct route because of the first two ranks:
 /// if each needs a row that the other neither needs nor owns. Else they may do so because of
-/// others. It saves the needs of all ranks, which take a third of the time of a choice.
-fn relays_send_more(spec: &Spec, whole: &RingShards, shards: &RingShards) -> bool {
-    let ([q0, q1, ..], [kv0, kv1, ..]) = (&shards.q[..], &shards.kv[..]) else { return false };
-    let (Some(all), none) = (whole.kv.first(), Arc::default()) else { return false };
-    // the third owner has all rows, so that its rows within positions are those that are needed
-    let sample = RingShards {
-        q: vec![Arc::clone(q0), Arc::clone(q1), none],
-        kv: vec![Arc::clone(kv0), Arc::clone(kv1), Arc::clone(all)],
-    };
+/// others. It saves the shards and the needs of all others. `whole` has all rows on one rank,
+/// `pairs` are their pairs, and `first_two` are the shards of these ranks.
+fn relays_send_more(
+    spec: &Spec,
+    whole: &RingShards,
+    pairs: &QueryWork,
+    first_two: &RingShards,
+) -> bool {
+    let differs = |kv: &Arc<Shard>| kv.positions.len() > 1 || kv.segments.len() > 1;
+    if first_two.q.len() < 2 || whole.kv.iter().any(differs) {
+        return false;
+    }
+    let Some((keys, segments)) = pairs.first_keys() else { return false };
     let (heads, batch_rows) = (spec.dims.q_heads, spec.dims.batch);
-    let needs = NeedsIndex::of_queries(&*spec.mask, heads, batch_rows, &sample, &mut || ());
-    let Some(part) = needs.only_part() else { return false };
-    [[0, 1], [1, 0]].into_iter().all(|[user, before]| {
-        let rest = part.needed_by_one(user, before);
-        let owned = part.owned_within(user, &rest) + part.owned_within(before, &rest);
-        part.owned_within(2, &rest) > owned
-    })
+    let needs = BatchNeeds::of_few(&*spec.mask, heads, batch_rows, first_two, segments);
+    [[0, 1], [1, 0]].into_iter().all(|[user, before]| needs_more(&needs, keys, user, before))
 }
 
 /// Chunks that are dealt to ranks.
@@ -207,25 +217,20 @@ impl Dealt {
     fn new(pairs: &QueryWork, edges: Vec<u64>, ranks: usize, per_rank: Option<usize>) -> Self {
         let before = pairs.before_each(edges.iter().copied());
         let work: Vec<u128> = before.windows(2).map(|sums| sums[1] - sums[0]).collect();
-        let of_own_length =
-            |chunk: usize| per_rank.is_some_and(|of| (chunk + 1).is_multiple_of(of));
-        let (tails, whole): (Vec<usize>, Vec<usize>) =
-            (0..work.len()).partition(|&chunk| of_own_length(chunk));
-        let of =
-            |chunks: &[usize]| -> Vec<u128> { chunks.iter().map(|&chunk| work[chunk]).collect() };
         let limits = limits_of(work.iter().sum(), ranks);
-        let first = ChunkDeal::new(&of(&tails), vec![0; ranks]);
-        let of_whole = of(&whole);
-        let mut deal = ChunkDeal::new(&of_whole, first.sums);
-        deal.exchange(&of_whole, limits);
-        let owned = deal.ranks.iter().zip(&first.ranks).map(|(of_whole, of_tails)| {
-            let whole = of_whole.iter().map(|&chunk| whole[chunk]);
-            let mut chunks: Vec<usize> =
-                whole.chain(of_tails.iter().map(|&chunk| tails[chunk])).collect();
-            chunks.sort_unstable();
-            chunks
-        });
-        Self::with(owned.collect(), work, edges)
+        let mut owned = match per_rank {
+            Some(per_rank) => deal_with_tails(&work, ranks, per_rank, limits),
+            None => {
+                let mut deal = ChunkDeal::new(&work, vec![0; ranks]);
+                // an exchange of all that two ranks have changes nothing
+                if work.len() > ranks {
+                    deal.exchange(&work, limits);
+                }
+                deal.ranks
+            }
+        };
+        owned.iter_mut().for_each(|chunks| chunks.sort_unstable());
+        Self::with(owned, work, edges)
     }
 
     fn with(ranks: Vec<Vec<usize>>, work: Vec<u128>, edges: Vec<u64>) -> Self {
@@ -236,13 +241,12 @@ impl Dealt {
 
     fn of_chunks(all: &RankChunks, ranks: usize) -> Self {
         // an empty chunk before the one with rows that begins at the same row
-        let key = |(index, (_, chunk)): (u128, &(usize, Chunk))| {
-            let Range { start, end } = chunk.rows;
-            u128::from(start) << 65 | u128::from(start < end) << 64 | index
+        let key = |(_, chunk): &(usize, Chunk)| {
+            // all rows are fewer than 2⁵⁹
+            chunk.rows.start << 1 | u64::from(!chunk.rows.is_empty())
         };
-        let mut order: Vec<u128> = (0..).zip(all).map(key).collect();
-        order.sort_unstable();
-        let in_order = || order.iter().map(|&key| &all[index(key as u64)]);
+        let order = sorted_indices(all.iter().map(key));
+        let in_order = || order.iter().map(|&index| &all[index]);
         let of_rank = all.len().div_ceil(ranks.max(1));
         let mut owned: Vec<Vec<usize>> = (0..ranks).map(|_| Vec::with_capacity(of_rank)).collect();
         in_order().enumerate().for_each(|(index, of)| owned[of.0].push(index));
@@ -409,11 +413,6 @@ impl Dealt {
         best
     }
 
-    /// Returns the rows of each chunk.
-    fn rows(&self) -> Vec<u128> {
-        self.edges.windows(2).map(|edge| (edge[1] - edge[0]).into()).collect()
-    }
-
     /// Returns the rows of some chunks, which ascend, in local order. Adjacent chunks are one run,
     /// but not if a document that is dealt begins between them.
     fn rows_of(&self, chunks: &[usize]) -> Runs {
@@ -425,27 +424,34 @@ impl Dealt {
             let (start, end) = (edges[first.unwrap_or(0)], edges[last.map_or(0, |last| last + 1)]);
             Run { start: start.cast_signed(), step: 1, count: end - start }
         };
-        let mut all: Vec<Run> = chunks.chunk_by(is_one).map(run).collect();
+        let mut all = Vec::with_capacity(chunks.len());
+        all.extend(chunks.chunk_by(is_one).map(run));
         if !self.documents.is_empty() {
             all = first_rows_apart(all);
         }
-        let mut rows = Runs::new();
-        tile_order(all).into_iter().for_each(|run| rows.push_run(run));
+        tile_order(&mut all);
+        let mut rows = Runs::with_capacity(all.len());
+        all.into_iter().for_each(|run| rows.push_run(run));
         rows
     }
 
     /// Returns the larger imbalance of pairs and of rows.
     fn imbalance(&self) -> f64 {
+        let [work, rows] = self.sums().map(|of| max_over_mean(of.most, of.total, self.ranks.len()));
+        work.max(rows)
+    }
+
+    /// Returns the sums of pairs and of rows.
+    fn sums(&self) -> [Sums; 2] {
         let rows_of = |&chunk: &usize| self.edges[chunk + 1] - self.edges[chunk];
-        let sums = self.ranks.iter().map(|chunks| {
+        let of_ranks = self.ranks.iter().map(|chunks| {
             let rows: u64 = chunks.iter().map(rows_of).sum();
             [sum(&self.work, chunks), rows.into()]
         });
-        let most = sums.fold([0; 2], |most, of| [most[0].max(of[0]), most[1].max(of[1])]);
+        let most = of_ranks.fold([0; 2], |most, of| [most[0].max(of[0]), most[1].max(of[1])]);
         let rows = self.edges.last().map_or(0, |end| end - self.edges[0]);
         let total = [self.work.iter().sum(), u128::from(rows)];
-        let over_mean = |of: usize| max_over_mean(most[of], total[of], self.ranks.len());
-        over_mean(0).max(over_mean(1))
+        [0, 1].map(|of: usize| Sums { most: most[of], total: total[of] })
     }
 
     /// Exchanges multiples of `unit` rows between ranks until none has more than [`BALANCED`] times
@@ -474,22 +480,48 @@ impl Dealt {
     /// Exchanges chunks so that fewer rows are sent, and the imbalance stays below [`EXCHANGED`] or
     /// does not grow. `whole` has all rows on one rank.
     fn join_segments(mut self, whole: &RingShards) -> Self {
-        let rows = self.rows();
-        let most = |of: &[u128]| {
-            let now = self.ranks.iter().map(|chunks| sum(of, chunks)).max().unwrap_or(0);
-            now.max(most_of(EXCHANGED, of.iter().sum(), self.ranks.len()))
-        };
-        let [most_work, most_rows] = [most(&self.work), most(&rows)];
         let segments = whole.q.first().and_then(|queries| queries.segments.first());
         let exchange = segments.and_then(|segments| {
             SegmentExchange::new(segments, &self.edges, &self.work, &self.ranks)
         });
         if let Some(mut exchange) = exchange {
+            let limit = |of: Sums| of.most.max(most_of(EXCHANGED, of.total, self.ranks.len()));
+            let [most_work, most_rows] = self.sums().map(limit);
             exchange.run(&mut self.ranks, most_work, most_rows);
             self.worst = self.imbalance();
         }
         self
     }
+}
+
+/// Deals chunks of which every `per_rank`-th has a length of its own: one of these to each rank,
+/// then the others. Returns the chunks of each rank.
+fn deal_with_tails(
+    work: &[u128],
+    ranks: usize,
+    per_rank: usize,
+    limits: Limits,
+) -> Vec<Vec<usize>> {
+    let (tails, whole): (Vec<usize>, Vec<usize>) =
+        (0..work.len()).partition(|chunk| (chunk + 1).is_multiple_of(per_rank));
+    let of = |chunks: &[usize]| -> Vec<u128> { chunks.iter().map(|&chunk| work[chunk]).collect() };
+    let first = ChunkDeal::new(&of(&tails), vec![0; ranks]);
+    let of_whole = of(&whole);
+    let mut deal = ChunkDeal::new(&of_whole, first.sums);
+    deal.exchange(&of_whole, limits);
+    let owned = deal.ranks.iter().zip(&first.ranks).map(|(of_whole, of_tails)| {
+        let whole = of_whole.iter().map(|&chunk| whole[chunk]);
+        whole.chain(of_tails.iter().map(|&chunk| tails[chunk])).collect()
+    });
+    owned.collect()
+}
+
+/// Pairs, or rows, of ranks.
+struct Sums {
+    /// Those of the rank with the most.
+    most: u128,
+    /// Those of all ranks.
+    total: u128,
 }
 
 /// Returns the sum over some chunks.

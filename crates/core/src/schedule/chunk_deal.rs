@@ -76,15 +76,22 @@ impl ChunkDeal {
         let mut deal = Self { ranks: lists, sums };
         // the mean of all ranks is some of these units
         let unit = (deal.sums.iter().chain(work).sum::<u128>() / (UNITS * ranks as u128)).max(1);
-        let mut keys: Vec<(u128, u64, usize)> = Vec::with_capacity(deal.sums.len());
+        // ranks in the order in which those of the same pairs take their chunks
+        let mut ties: Vec<usize> = (0..deal.sums.len()).collect();
         for (number, round) in order.chunks(ranks).enumerate() {
-            keys.clear();
-            keys.extend(deal.sums.iter().enumerate().map(|(rank, &sum)| match number {
-                0 => (sum, 0, rank),
-                _ => (divided(sum, unit), scattered(rank), rank),
-            }));
-            keys.sort_unstable();
-            for (&(.., rank), &chunk) in keys.iter().zip(round) {
+            let by_work: Vec<usize> = if number == 0 {
+                let mut by_sum = ties.clone();
+                by_sum.sort_unstable_by_key(|&rank| (deal.sums[rank], rank));
+                by_sum
+            } else {
+                if number == 1 {
+                    ties.sort_unstable_by_key(|&rank| scattered(rank));
+                }
+                // fewer than 2⁶⁴: all pairs are about as many units as 64 times the ranks
+                let units = ties.iter().map(|&rank| divided(deal.sums[rank], unit) as u64);
+                sorted_indices(units).iter().map(|&place| ties[place]).collect()
+            };
+            for (&rank, &chunk) in by_work.iter().zip(round) {
                 deal.ranks[rank].push(chunk);
                 deal.sums[rank] += work[chunk];
             }
@@ -216,11 +223,23 @@ pub(super) fn most_first(work: &[u128]) -> Vec<usize> {
         order.sort_unstable_by_key(|&index| (Reverse(work[index]), index));
         return order;
     }
-    // one number for both, because it is compared in less time than two
-    let mut keys: Vec<u128> =
-        (0..).zip(work).map(|(index, of)| (most - of) << 64 | index).collect();
-    keys.sort_unstable();
-    keys.iter().map(|&key| index(key as u64)).collect()
+    let most = work.iter().copied().max().unwrap_or(0);
+    sorted_indices(work.iter().map(|&of| (most - of) as u64))
+}
+
+/// Returns the indices of keys in the order of the keys, of equal ones the first.
+pub(super) fn sorted_indices(keys: impl ExactSizeIterator<Item = u64> + Clone) -> Vec<usize> {
+    // one number for key and index, because it is compared in less time than two
+    let bits = usize::BITS - keys.len().leading_zeros();
+    if keys.clone().fold(0, |all, key| all | key).leading_zeros() >= bits {
+        let mut order: Vec<u64> = (0..).zip(keys).map(|(index, key)| key << bits | index).collect();
+        order.sort_unstable();
+        return order.iter().map(|&both| index(both & ((1 << bits) - 1))).collect();
+    }
+    let both = |(index, key): (u128, u64)| u128::from(key) << 64 | index;
+    let mut order: Vec<u128> = (0..).zip(keys).map(both).collect();
+    order.sort_unstable();
+    order.iter().map(|&both| index(both as u64)).collect()
 }
 
 /// Returns `sum / unit`, rounded down.
@@ -288,6 +307,24 @@ mod tests {
             }
             let found = best_exchange(&sorted.of_rank[0], &sorted.of_rank[1], sums);
             prop_assert_eq!(found, want);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn indices_are_in_the_order_of_keys(
+            keys in prop::collection::vec(0u64..9, 0..40),
+            shift in prop::sample::select(&[0, 30, 58, 60][..]),
+        ) {
+            // the largest keys leave no bits for an index
+            let keys: Vec<u64> = keys.iter().map(|key| key << shift).collect();
+            let mut want: Vec<usize> = (0..keys.len()).collect();
+            want.sort_by_key(|&index| keys[index]);
+            prop_assert_eq!(sorted_indices(keys.iter().copied()), want);
+            let work: Vec<u128> = keys.iter().map(|&key| u128::from(key) << shift).collect();
+            let mut want: Vec<usize> = (0..work.len()).collect();
+            want.sort_by_key(|&index| Reverse(work[index]));
+            prop_assert_eq!(most_first(&work), want);
         }
     }
 

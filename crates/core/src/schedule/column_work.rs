@@ -77,7 +77,9 @@ impl ColumnQueries {
         for (rank, pairs) in pairs.iter_mut().enumerate() {
             if let (Some(band), Some(few)) = (&of_segments, &self.in_few_runs) {
                 let closed = few[rank].iter().filter(|rows| is_closed[rows.segment]);
-                *pairs += closed.filter_map(|rows| closed_form(band, &keys, rows)).sum::<u128>();
+                *pairs += closed
+                    .filter_map(|rows| closed_form(band, &keys, rows.segment, &rows.positions))
+                    .sum::<u128>();
             }
             *pairs += self.of_ranks[rank].count(mask, &keys, &is_closed, tick);
             *pairs *= u128::from(distinct.repeats());

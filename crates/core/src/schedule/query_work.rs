@@ -16,7 +16,7 @@ use std::{cell::OnceCell, ops::Range, sync::Arc};
 
 use super::{tile_deal::TILE_ROWS, work::closed_form};
 use crate::{
-    Mask, Result, RingShards, Shard, Spec, index,
+    Mask, Result, RingShards, Run, Spec, index,
     mask::Band,
     memory,
     needs::{DistinctMasks, KeyIndex, SegmentNumbers, StridedRows},
@@ -28,12 +28,20 @@ pub(super) struct QueryWork {
     batches: Vec<BatchWork>,
     /// Heads and batch rows that each counted pair represents.
     repeats: u128,
-    /// [`QueryWork::before`] of the first row of each whole tile, and of the end of the last.
-    tiles: OnceCell<Vec<u128>>,
+    tiles: OnceCell<Tiles>,
+}
+
+/// Pairs and runs before the first row of each whole tile, and before the end of the last.
+struct Tiles {
+    /// [`QueryWork::before`].
+    sums: Vec<u128>,
+    /// Runs that begin before, by batch row.
+    runs: Vec<Vec<usize>>,
 }
 
 /// Pairs of one batch row.
 struct BatchWork {
+    segments: SegmentNumbers,
     keys: KeyIndex,
     /// Bands of the distinct heads; of masks without a band none.
     bands: Vec<Band>,
@@ -58,12 +66,21 @@ impl QueryWork {
         let distinct = DistinctMasks::new(mask, spec.dims.q_heads, spec.dims.batch, whole);
         let batches = distinct.batches().map(|batch| {
             let mut segments = SegmentNumbers::new(whole);
-            let keys = KeyIndex::of_all_ranks(whole, batch, &mut segments);
+            let key_rows: Vec<Vec<StridedRows>> =
+                whole.kv.iter().map(|shard| segments.key_rows(shard, batch)).collect();
+            let keys = KeyIndex::of_owners(&key_rows, segments.len());
             let bands: Option<Vec<Band>> =
                 distinct.heads().map(|head| mask.band(batch, head)).collect();
-            let of_shard = |shard: &Arc<Shard>| segments.query_rows(shard, batch);
-            let runs = whole.q.first().map(of_shard).unwrap_or_default();
+            let runs = match (whole.q.first(), whole.kv.first()) {
+                // every id has keys
+                (Some(q), Some(kv)) if Arc::ptr_eq(q, kv) => {
+                    key_rows.into_iter().next().unwrap_or_default()
+                }
+                (Some(q), _) => segments.query_rows(q, batch),
+                (None, _) => Vec::new(),
+            };
             let mut work = BatchWork {
+                segments,
                 keys,
                 bands: bands.unwrap_or_default(),
                 firsts: runs.iter().map(|rows| rows.first).collect(),
@@ -74,7 +91,7 @@ impl QueryWork {
             let mut before = 0;
             for (index, rows) in work.runs.iter().enumerate() {
                 work.before.push(before);
-                before += match work.closed_form(rows) {
+                before += match work.closed_form(rows.segment, &rows.positions) {
                     Some(pairs) => pairs,
                     None => {
                         let sums = work.sums(mask, batch, &distinct, rows)?;
@@ -94,37 +111,65 @@ impl QueryWork {
         })
     }
 
+    /// Returns the keys of the first batch row, and the numbers of their segments.
+    pub(super) fn first_keys(&self) -> Option<(&KeyIndex, &SegmentNumbers)> {
+        self.batches.first().map(|batch| (&batch.keys, &batch.segments))
+    }
+
     /// Returns the pairs of the queries of all rows before `row`.
     pub(super) fn before(&self, row: u64) -> u128 {
         if let Some(sum) = self.stored(row) {
             return sum;
         }
-        let of = |batch: &BatchWork| {
-            let after = batch.firsts.partition_point(|&first| first < row);
-            batch.before(row, after)
+        let of = |(index, batch): (usize, &BatchWork)| {
+            let near = self.near(row, index, batch.firsts.len());
+            let within = batch.firsts[near.clone()].partition_point(|&first| first < row);
+            batch.before(row, near.start + within)
         };
-        self.batches.iter().map(of).sum::<u128>() * self.repeats
+        self.batches.iter().enumerate().map(of).sum::<u128>() * self.repeats
+    }
+
+    /// Returns indices of the runs of a batch row between which the last one before `row` ends: of
+    /// those that begin in its tile, if the runs before tiles are stored, else of all `runs`.
+    fn near(&self, row: u64, batch: usize, runs: usize) -> Range<usize> {
+        let Some(before) = self.tiles.get().and_then(|tiles| tiles.runs.get(batch)) else {
+            return 0..runs;
+        };
+        let tile = index(row / TILE_ROWS);
+        let at = |tile: usize| before.get(tile).copied().unwrap_or(runs);
+        at(tile.min(before.len().saturating_sub(1)))..at(tile + 1)
     }
 
     /// Returns [`QueryWork::before`] of the first row of a tile, if the sums of tiles are stored.
     fn stored(&self, row: u64) -> Option<u128> {
-        let sums = self.tiles.get().filter(|_| row.is_multiple_of(TILE_ROWS))?;
-        sums.get(index(row / TILE_ROWS)).copied()
+        let tiles = self.tiles.get().filter(|_| row.is_multiple_of(TILE_ROWS))?;
+        tiles.sums.get(index(row / TILE_ROWS)).copied()
     }
 
     /// Returns [`QueryWork::before`] of rows in ascending order, in time linear in rows and runs.
     pub(super) fn before_each(&self, rows: impl Iterator<Item = u64> + Clone) -> Vec<u128> {
-        if let Some(stored) = rows.clone().map(|row| self.stored(row)).collect() {
-            return stored;
+        match rows.clone().map(|row| self.stored(row)).collect() {
+            Some(stored) => stored,
+            None => self.sums_of(rows, |_, _| ()),
         }
+    }
+
+    /// As [`QueryWork::before_each`], computed anew. Calls `found` with each batch row and the
+    /// number of its runs that begin before each row.
+    fn sums_of(
+        &self,
+        rows: impl Iterator<Item = u64> + Clone,
+        mut found: impl FnMut(usize, usize),
+    ) -> Vec<u128> {
         let mut sums = vec![0; rows.clone().count()];
-        for batch in &self.batches {
+        for (index, batch) in self.batches.iter().enumerate() {
             let mut after = 0;
             for (sum, row) in sums.iter_mut().zip(rows.clone()) {
                 while batch.firsts.get(after).is_some_and(|&first| first < row) {
                     after += 1;
                 }
                 *sum += batch.before(row, after) * self.repeats;
+                found(index, after);
             }
         }
         sums
@@ -133,8 +178,15 @@ impl QueryWork {
     /// Returns [`QueryWork::before`] of the first row of each whole tile of `rows` rows, and of the
     /// end of the last, and stores them.
     pub(super) fn before_tiles(&self, rows: u64) -> &[u128] {
-        let edges = (0..=rows / TILE_ROWS).map(|tile| tile * TILE_ROWS);
-        self.tiles.get_or_init(|| self.before_each(edges))
+        let tiles = rows / TILE_ROWS;
+        let compute = || {
+            let edges = (0..=tiles).map(|tile| tile * TILE_ROWS);
+            let list = |_: &BatchWork| Vec::with_capacity(index(tiles) + 1);
+            let mut runs: Vec<Vec<usize>> = self.batches.iter().map(list).collect();
+            let sums = self.sums_of(edges, |batch, before| runs[batch].push(before));
+            Tiles { sums, runs }
+        };
+        &self.tiles.get_or_init(compute).sums
     }
 
     /// Returns the pairs of the queries of some rows.
@@ -151,17 +203,22 @@ impl BatchWork {
         let count = (row - run.first).min(run.count);
         let of_run = match self.sums.get(last).and_then(|sums| sums.get(index(count))) {
             Some(&sum) => sum,
-            None => self.closed_form(&run.prefix(count)).unwrap_or(0),
+            None => {
+                let positions = Run { count, ..run.positions };
+                self.closed_form(run.segment, &positions).unwrap_or(0)
+            }
         };
         self.before[last] + of_run
     }
 
-    /// Counts the pairs of `rows` in closed form. `None` if there is none, whatever the number of
-    /// rows.
-    fn closed_form(&self, rows: &StridedRows) -> Option<u128> {
-        let mut bands = self.bands.iter().peekable();
-        bands.peek()?;
-        bands.try_fold(0, |sum, band| Some(sum + closed_form(band, &self.keys, rows)?))
+    /// Counts the pairs of the queries of a segment at `positions` in closed form. `None` if there
+    /// is none, whatever the number of queries.
+    fn closed_form(&self, segment: usize, positions: &Run) -> Option<u128> {
+        if self.bands.is_empty() {
+            return None;
+        }
+        let pairs = |band| closed_form(band, &self.keys, segment, positions);
+        self.bands.iter().try_fold(0, |sum, band| Some(sum + pairs(band)?))
     }
 
     /// Counts the pairs of `rows` query by query. Returns the sums before each one, and of all.

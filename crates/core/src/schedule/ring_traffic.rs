@@ -14,6 +14,8 @@
 //! added to all ranks that they concern with a difference array, so the time is linear in the runs
 //! of all shards, but for a logarithm.
 
+use std::ops::Range;
+
 use super::{
     Route, Schedule, Traffic,
     direct_traffic::direct_traffic,
@@ -259,16 +261,17 @@ impl Route {
 /// rank before it on the relay neither needs nor owns.
 fn relay_sends_more(part: &BatchNeeds, keys: &KeyIndex, route: Route) -> bool {
     let ranks = part.users.len();
-    (0..ranks).any(|user| {
-        let before = route.owner(user, 1 % ranks, ranks);
-        let rest = part.needed_by_one(user, before);
-        let all: u64 = rest
-            .iter()
-            .map(|(segment, range)| keys.count(*segment, std::slice::from_ref(range)))
-            .sum();
-        let own = part.owned_within(user, &rest);
-        all > own + if before == user { 0 } else { part.owned_within(before, &rest) }
-    })
+    (0..ranks).any(|user| needs_more(part, keys, user, route.owner(user, 1 % ranks, ranks)))
+}
+
+/// Returns true if `user` needs a row that `before` neither needs nor owns, nor owns it itself.
+pub(super) fn needs_more(part: &BatchNeeds, keys: &KeyIndex, user: usize, before: usize) -> bool {
+    let rest = part.needed_by_one(user, before);
+    let all =
+        |(segment, range): &(usize, Range<i64>)| keys.count(*segment, std::slice::from_ref(range));
+    let own = part.owned_within(user, &rest);
+    let of_before = if before == user { 0 } else { part.owned_within(before, &rest) };
+    rest.iter().map(all).sum::<u64>() > own + of_before
 }
 
 /// Returns the block rows that all ranks send; some number above `limit` if they are more.

@@ -18,8 +18,6 @@
 //! than the best exchange so far. For each chunk a set of 64 bits has the ranks with one of its
 //! segments, so that most chunks y cost a comparison of one bit.
 
-use std::ops::RangeInclusive;
-
 use super::{
     chunk_segments::ChunkSegments,
     segment_ranks::{SegmentRanks, bit},
@@ -30,16 +28,17 @@ use crate::Runs;
 /// Sweeps over all chunks: later ones find little.
 const SWEEPS: usize = 2;
 
+/// Chunks of a rank of which it is checked first that one may be exchanged at all, at most.
+const FEW: usize = 8;
+
 /// Segments that have rows in several chunks, by chunk and by rank.
 pub(super) struct SegmentExchange<'a> {
+    /// First row of each chunk, and the end of the last.
+    edges: &'a [u64],
     /// Work of each chunk.
     work: &'a [u128],
-    /// Rows of each chunk.
-    rows: Vec<u128>,
     segments: ChunkSegments,
-    owned: SegmentRanks,
-    /// Rank of each chunk.
-    owners: Vec<usize>,
+    ranks: SegmentRanks,
     /// Bits `rank % 64` of the ranks with a segment of each chunk, and perhaps of others.
     near: Vec<u64>,
     /// All of these of the chunks that each rank has or had.
@@ -52,6 +51,21 @@ struct Exchange {
     chunks: [usize; 2],
 }
 
+/// A chunk that moves to another rank, and which chunks of that rank may move to its own.
+struct Move {
+    chunk: usize,
+    to: usize,
+    /// A chunk that stays on rank `to`.
+    stays: usize,
+    /// Least work of the chunks that may move.
+    least_work: u128,
+    /// Difference of their most and their least work.
+    span: u128,
+    /// Rows of the ranks from which and to which the chunk moves.
+    sums: [u128; 2],
+    most_rows: u128,
+}
+
 impl<'a> SegmentExchange<'a> {
     /// Prepares the exchanges of chunks that begin at the rows `edges`, the last of which is the
     /// end of the rows, and are dealt as `dealt[rank]`. `ids` has the segment id of each row in the
@@ -59,77 +73,77 @@ impl<'a> SegmentExchange<'a> {
     /// several chunks.
     pub(super) fn new(
         ids: &Runs,
-        edges: &[u64],
+        edges: &'a [u64],
         work: &'a [u128],
         dealt: &[Vec<usize>],
     ) -> Option<Self> {
-        let mut segments = ChunkSegments::new(ids, edges);
-        let mut uses = vec![0usize; segments.totals.len()];
-        segments.entries.iter().for_each(|&segment| uses[segment] += 1);
-        if uses.len() < 2 || uses.iter().all(|&uses| uses < 2) {
-            return None;
-        }
         // a segment within one chunk costs nothing, wherever it is
-        segments.retain(|segment| uses[segment] > 1);
+        let segments = ChunkSegments::new(ids, edges)?;
+        let ranks = SegmentRanks::new(&segments, dealt, work.len());
         let mut exchange = Self {
+            edges,
             work,
-            rows: edges.windows(2).map(|edge| (edge[1] - edge[0]).into()).collect(),
-            owned: SegmentRanks::new(&uses),
-            owners: vec![0; work.len()],
+            segments,
+            ranks,
             near: vec![0; work.len()],
             near_ranks: vec![0; dealt.len()],
-            segments,
         };
-        for (rank, of_rank) in dealt.iter().enumerate() {
-            for &chunk in of_rank {
-                exchange.owners[chunk] = rank;
-                for &segment in exchange.segments.of(chunk) {
-                    exchange.owned.add(segment, rank);
-                }
-            }
-        }
         (0..work.len()).for_each(|chunk| exchange.update_near(chunk));
         Some(exchange)
     }
 
     /// Computes the ranks with a segment of a chunk.
     fn update_near(&mut self, chunk: usize) {
-        let ranks = |&segment: &usize| {
-            if self.segments.is_long(segment) { u64::MAX } else { self.owned.mask(segment) }
-        };
-        let near = self.segments.of(chunk).iter().map(ranks).fold(0, |all, of| all | of);
+        let mut near = 0;
+        for &segment in self.segments.of(chunk) {
+            let is_long = self.segments.is_long(segment);
+            near |= if is_long { u64::MAX } else { self.ranks.mask(segment) };
+        }
         self.near[chunk] = near;
-        self.near_ranks[self.owners[chunk]] |= near;
+        self.near_ranks[self.ranks.owners[chunk]] |= near;
+    }
+
+    /// Returns the rows of a chunk.
+    fn rows(&self, chunk: usize) -> u64 {
+        self.edges[chunk + 1] - self.edges[chunk]
     }
 
     /// Makes exchanges after which no rank has more than `most_work` and `most_rows`, if none has
     /// before.
     pub(super) fn run(&mut self, dealt: &mut [Vec<usize>], most_work: u128, most_rows: u128) {
-        let sum = |of: &[u128], chunks: &[usize]| chunks.iter().map(|&chunk| of[chunk]).sum();
-        let mut sums: Vec<[u128; 2]> =
-            dealt.iter().map(|of| [sum(self.work, of), sum(&self.rows, of)]).collect();
+        let of_rank = |chunks: &Vec<usize>| {
+            let work = chunks.iter().map(|&chunk| self.work[chunk]).sum();
+            [work, chunks.iter().map(|&chunk| u128::from(self.rows(chunk))).sum()]
+        };
+        let mut sums: Vec<[u128; 2]> = dealt.iter().map(of_rank).collect();
+        let shared = (1..self.work.len()).filter(|&next| self.segments.share_one(next - 1, next));
+        let shared: Vec<usize> = shared.collect();
         for _ in 0..SWEEPS {
             let mut is_changed = false;
-            for chunk in 1..self.owners.len() {
-                let two = [chunk - 1, chunk];
-                let owners = two.map(|chunk| self.owners[chunk]);
-                if owners[0] == owners[1] || !self.segments.share_one(two[0], two[1]) {
+            for &next in &shared {
+                let two = [next - 1, next];
+                let owners = two.map(|chunk| self.ranks.owners[chunk]);
+                if owners[0] == owners[1] {
                     continue;
                 }
                 let mut best = Exchange { change: 0, chunks: two };
                 for side in [1, 0] {
                     let (moved, to) = (two[side], owners[1 - side]);
-                    let [from_work, from_rows] = sums[owners[side]];
-                    let [to_work, to_rows] = sums[to];
-                    let work = partners(self.work[moved], from_work, to_work, most_work);
-                    let rows = partners(self.rows[moved], from_rows, to_rows, most_rows);
-                    let is_allowed = |other: usize| {
-                        other != two[1 - side]
-                            && work.contains(&self.work[other])
-                            && rows.contains(&self.rows[other])
-                            && self.fill_equal_tiles(moved, other)
+                    let [of_from, of_to] = [owners[side], to].map(|rank| sums[rank]);
+                    // neither rank has more than the most before, nor may it after an exchange
+                    let work = self.work[moved];
+                    let least_work = (of_to[0] + work).saturating_sub(most_work);
+                    let most = (most_work + work).saturating_sub(of_from[0]);
+                    let of = Move {
+                        chunk: moved,
+                        to,
+                        stays: two[1 - side],
+                        least_work,
+                        span: most.saturating_sub(least_work),
+                        sums: [of_from[1], of_to[1]],
+                        most_rows,
                     };
-                    self.find_better(moved, to, &dealt[to], is_allowed, &mut best);
+                    self.find_better(&of, &dealt[to], &mut best);
                 }
                 if best.change < 0 {
                     self.swap(best.chunks[0], best.chunks[1], dealt, &mut sums);
@@ -143,30 +157,29 @@ impl<'a> SegmentExchange<'a> {
         dealt.iter_mut().for_each(|of_rank| of_rank.sort_unstable());
     }
 
-    /// Replaces `best` by the first exchange of `moved` with one of `others`, which are on rank
-    /// `to`, that lowers the cost most, if it does more than `best`.
-    fn find_better(
-        &self,
-        moved: usize,
-        to: usize,
-        others: &[usize],
-        is_allowed: impl Fn(usize) -> bool,
-        best: &mut Exchange,
-    ) {
-        let from = self.owners[moved];
-        let of_moved = self.change_of_one(moved, to, &[]);
-        if of_moved >= best.change && self.near_ranks[to] & bit(from) == 0 {
+    /// Replaces `best` by the first exchange of the moved chunk with one of `others`, which are on
+    /// its new rank, that lowers the cost most, if it does more than `best`.
+    fn find_better(&self, of: &Move, others: &[usize], best: &mut Exchange) {
+        // few chunks are compared in less time than segments
+        let are_few = others.len() <= FEW;
+        let allowed = if are_few { self.allowed(of, others) } else { u64::MAX };
+        if allowed == 0 {
+            return;
+        }
+        let (moved, from) = (of.chunk, self.ranks.owners[of.chunk]);
+        let of_moved = self.change_of_one(moved, of.to, &[]);
+        if of_moved >= best.change && self.near_ranks[of.to] & bit(from) == 0 {
             return;
         }
         for others in others.chunks(64) {
             // a bit for each, without a branch that is seldom taken
             let is_near = |other: usize| self.near[other] >> (from % 64) & 1;
             let near = (0..).zip(others).fold(0, |all, (bit, &of)| all | is_near(of) << bit);
-            let mut left = if of_moved < best.change { u64::MAX } else { near };
+            let mut left = allowed & if of_moved < best.change { u64::MAX } else { near };
             while let Some(&other) = others.get(left.trailing_zeros() as usize) {
                 let is_near = left & near & left.wrapping_neg() != 0;
                 left &= left - 1;
-                if !is_allowed(other) {
+                if !are_few && !self.is_allowed(of, other) {
                     continue;
                 }
                 let change = if is_near {
@@ -182,31 +195,46 @@ impl<'a> SegmentExchange<'a> {
         }
     }
 
-    /// Returns true if an exchange of two chunks leaves as many rows beyond whole tiles to each
-    /// rank.
-    fn fill_equal_tiles(&self, x: usize, y: usize) -> bool {
-        let beyond = |chunk: usize| self.rows[chunk] % u128::from(TILE_ROWS);
-        beyond(x) == beyond(y)
+    /// Returns a bit for each of few chunks, which is 1 if it may be exchanged with a moved one.
+    fn allowed(&self, of: &Move, others: &[usize]) -> u64 {
+        let is_allowed = |other| u64::from(self.is_allowed(of, other));
+        (0..).zip(others).fold(0, |all, (bit, &other)| all | is_allowed(other) << bit)
+    }
+
+    /// Returns true if a chunk may be exchanged with a moved one: if no rank exceeds its limits,
+    /// and both keep as many rows beyond whole tiles.
+    fn is_allowed(&self, of: &Move, other: usize) -> bool {
+        // first what is seldom true; less work than the least becomes large
+        if self.work[other].wrapping_sub(of.least_work) > of.span || other == of.stays {
+            return false;
+        }
+        let [moved, other] = [of.chunk, other].map(|chunk| self.rows(chunk));
+        let [from, to] = of.sums;
+        let fits = |sum: u128, got: u64, given: u64| {
+            sum + u128::from(got) <= of.most_rows + u128::from(given)
+        };
+        fits(from, other, moved) && fits(to, moved, other) && moved % TILE_ROWS == other % TILE_ROWS
     }
 
     /// Returns the change of the cost when the ranks of two chunks exchange them.
     fn change(&self, x: usize, y: usize) -> i64 {
         let [of_x, of_y] = [x, y].map(|chunk| self.segments.of(chunk));
+        let [from_x, from_y] = [x, y].map(|chunk| self.ranks.owners[chunk]);
         // both ranks keep a segment that both chunks have
-        self.change_of_one(x, self.owners[y], of_y) + self.change_of_one(y, self.owners[x], of_x)
+        self.change_of_one(x, from_y, of_y) + self.change_of_one(y, from_x, of_x)
     }
 
     /// Returns the change of the cost of the segments of a chunk, without `except`, when it moves
     /// to rank `to`.
     fn change_of_one(&self, chunk: usize, to: usize, except: &[usize]) -> i64 {
-        let from = self.owners[chunk];
+        let from = self.ranks.owners[chunk];
         let mut change = 0;
         for &segment in self.segments.of(chunk) {
-            let is_new = self.owned.chunks(segment, to) == 0;
-            let was_last = self.owned.chunks(segment, from) == 1;
+            let [of_from, of_to] = self.ranks.chunks(segment, [from, to]);
+            let (is_new, was_last) = (of_to == 0, of_from == 1);
             if is_new != was_last && !except.contains(&segment) {
                 // all rows are fewer than 2⁵⁹
-                let rows = self.segments.totals[segment].cast_signed();
+                let rows = self.segments.segments[segment].rows.cast_signed();
                 change += if is_new { rows } else { -rows };
             }
         }
@@ -214,35 +242,30 @@ impl<'a> SegmentExchange<'a> {
     }
 
     fn swap(&mut self, x: usize, y: usize, dealt: &mut [Vec<usize>], sums: &mut [[u128; 2]]) {
-        let (a, b) = (self.owners[x], self.owners[y]);
+        let (a, b) = (self.ranks.owners[x], self.ranks.owners[y]);
         for (chunk, from, to) in [(x, a, b), (y, b, a)] {
-            for index in self.segments.range(chunk) {
-                let segment = self.segments.entries[index];
-                self.owned.remove(segment, from);
-                self.owned.add(segment, to);
+            self.ranks.move_to(to, chunk, self.segments.of(chunk));
+            let own = [self.work[chunk], self.rows(chunk).into()];
+            for (of, own) in own.into_iter().enumerate() {
+                sums[from][of] -= own;
+                sums[to][of] += own;
             }
-            sums[from] = [sums[from][0] - self.work[chunk], sums[from][1] - self.rows[chunk]];
-            sums[to] = [sums[to][0] + self.work[chunk], sums[to][1] + self.rows[chunk]];
-            dealt[from].retain(|&own| own != chunk);
-            dealt[to].push(chunk);
-            self.owners[chunk] = to;
         }
+        // first the removals, so that no list gets longer
+        dealt[a].retain(|&own| own != x);
+        dealt[b].retain(|&own| own != y);
+        dealt[b].push(x);
+        dealt[a].push(y);
         for chunk in [x, y] {
-            for index in self.segments.range(chunk) {
-                let segment = self.segments.entries[index];
-                if !self.segments.is_long(segment) {
-                    let chunks = self.segments.chunks[segment].clone();
-                    chunks.for_each(|chunk| self.update_near(chunk));
-                }
-            }
+            // the chunk is between those of each of its segments, so that these are consecutive
+            let segments = self.segments.of(chunk).iter();
+            let near = segments.filter(|&&segment| !self.segments.is_long(segment));
+            let near = near.map(|&segment| &self.segments.segments[segment].chunks);
+            let all =
+                near.fold(chunk..chunk, |all, of| all.start.min(of.start)..all.end.max(of.end));
+            all.for_each(|chunk| self.update_near(chunk));
         }
     }
-}
-
-/// Returns the work, or the rows, of the chunks for which a rank with `from` can exchange one of
-/// `moved` with a rank with `to`, such that neither has more than `most`. Neither has before.
-fn partners(moved: u128, from: u128, to: u128, most: u128) -> RangeInclusive<u128> {
-    (to + moved).saturating_sub(most)..=(most + moved).saturating_sub(from)
 }
 
 #[cfg(test)]
@@ -398,28 +421,27 @@ mod tests {
 
     /// The numbers of chunks of each rank, against a count over the chunks.
     #[test]
-    fn ranks_of_a_segment_stay_ascending_and_have_their_chunks() {
+    fn ranks_of_a_segment_have_their_chunks() {
         // one document over 12 chunks, and another over the last 4 of them
         let mut chunks = vec![vec![(0, 10)]; 8];
         chunks.extend((0..4).map(|rows| vec![(0, 9 - rows), (1, 1 + rows)]));
         let ids = ids(&chunks.iter().map(Vec::as_slice).collect::<Vec<_>>());
         let work = [1u128; 12];
         let mut dealt = vec![vec![3, 11], vec![2, 7], vec![0, 10], vec![4, 6], vec![1, 8, 5, 9]];
-        let mut exchange = SegmentExchange::new(&ids, &edges(12), &work, &dealt).unwrap();
+        let edges = edges(12);
+        let mut exchange = SegmentExchange::new(&ids, &edges, &work, &dealt).unwrap();
         let mut sums = vec![[10; 2]; 5];
         let has = |chunk: usize, segment| chunks[chunk].iter().any(|of| of.0 == segment);
         for (x, y) in [(11, 0), (9, 11), (8, 3), (0, 9), (10, 2), (2, 11), (8, 10)] {
             exchange.swap(x, y, &mut dealt, &mut sums);
             for segment in 0..2 {
-                let owners = exchange.owned.of(segment);
-                assert!(owners.is_sorted_by(|a, b| a.0 < b.0), "{owners:?}");
-                let mask = owners.iter().map(|of| bit(of.0)).sum::<u64>();
-                assert_eq!(exchange.owned.mask(segment), mask);
+                let mut mask = 0;
                 for (rank, of_rank) in dealt.iter().enumerate() {
                     let own = of_rank.iter().filter(|&&chunk| has(chunk, segment as i64)).count();
-                    assert_eq!(exchange.owned.chunks(segment, rank), own, "{dealt:?}");
-                    assert_eq!(owners.iter().any(|of| of.0 == rank), own > 0);
+                    assert_eq!(exchange.ranks.chunks(segment, [rank, 0])[0], own, "{dealt:?}");
+                    mask |= if own > 0 { bit(rank) } else { 0 };
                 }
+                assert_eq!(exchange.ranks.mask(segment), mask);
             }
         }
     }

@@ -106,7 +106,7 @@ impl<'a> TileDeal<'a> {
             by_work,
             light: light.into_iter().collect(),
             mixed: Vec::new(),
-            dealt: Vec::new(),
+            dealt: Vec::with_capacity(tiles + shares.ranks),
         }
     }
 

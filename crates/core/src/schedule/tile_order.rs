@@ -15,25 +15,32 @@
 use super::tile_deal::TILE_ROWS;
 use crate::Run;
 
-/// Returns the runs of a rank in an order in which as many tiles as possible end with a run.
-pub(super) fn tile_order(runs: Vec<Run>) -> Vec<Run> {
+/// Orders the runs of a rank such that as many tiles as possible end with a run.
+pub(super) fn tile_order(runs: &mut [Run]) {
     let beyond = |run: &Run| run.count % TILE_ROWS;
-    let (mut ordered, mut parts): (Vec<Run>, Vec<Run>) =
-        runs.into_iter().partition(|run| beyond(run) == 0);
-    parts.sort_by_key(|run| std::cmp::Reverse(beyond(run)));
-    let mut rest = Vec::new();
-    while !parts.is_empty() {
-        let mut tile = vec![parts.remove(0)];
-        let mut free = TILE_ROWS - beyond(&tile[0]);
-        while let Some(fitting) = parts.iter().position(|run| beyond(run) <= free) {
-            let run = parts.remove(fitting);
-            free -= beyond(&run);
-            tile.push(run);
-        }
-        if free == 0 { &mut ordered } else { &mut rest }.append(&mut tile);
+    // free rows of the last tile
+    let free = |run: &Run| (TILE_ROWS - beyond(run)) % TILE_ROWS;
+    if runs.iter().all(|run| free(run) == 0) {
+        return;
     }
-    ordered.append(&mut rest);
-    ordered
+    runs.sort_by_key(free);
+    // end of the runs that fill whole tiles, before those that do not
+    let mut filled = runs.partition_point(|run| free(run) == 0);
+    let mut begin = filled;
+    while let Some(first) = runs.get(begin) {
+        let mut left = free(first);
+        let mut end = begin + 1;
+        while let Some(fitting) = runs[end..].iter().position(|run| beyond(run) <= left) {
+            left -= beyond(&runs[end + fitting]);
+            runs[end..=end + fitting].rotate_right(1);
+            end += 1;
+        }
+        if left == 0 {
+            runs[filled..end].rotate_right(end - begin);
+            filled += end - begin;
+        }
+        begin = end;
+    }
 }
 
 /// Divides runs of more than a tile such that all but their first rows fill whole tiles.
@@ -52,13 +59,54 @@ pub(super) fn first_rows_apart(runs: Vec<Run>) -> Vec<Run> {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
+
+    /// Orders runs as the module describes it, with a list for each tile.
+    fn plain_order(runs: Vec<Run>) -> Vec<Run> {
+        let beyond = |run: &Run| run.count % TILE_ROWS;
+        let (mut ordered, mut parts): (Vec<Run>, Vec<Run>) =
+            runs.into_iter().partition(|run| beyond(run) == 0);
+        parts.sort_by_key(|run| std::cmp::Reverse(beyond(run)));
+        let mut rest = Vec::new();
+        while !parts.is_empty() {
+            let mut tile = vec![parts.remove(0)];
+            let mut free = TILE_ROWS - beyond(&tile[0]);
+            while let Some(fitting) = parts.iter().position(|run| beyond(run) <= free) {
+                let run = parts.remove(fitting);
+                free -= beyond(&run);
+                tile.push(run);
+            }
+            if free == 0 { &mut ordered } else { &mut rest }.append(&mut tile);
+        }
+        ordered.append(&mut rest);
+        ordered
+    }
+
+    proptest! {
+        #[test]
+        fn the_order_is_that_of_lists_of_tiles(
+            counts in prop::collection::vec(1u64..200, 0..12),
+            unit in prop::sample::select(&[1, 16, 64][..]),
+        ) {
+            let counts: Vec<u64> =
+                counts.iter().map(|&count| count.next_multiple_of(unit)).collect();
+            let run = |(start, &count): (i64, &u64)| Run { start, step: 1, count };
+            let mut runs: Vec<Run> = (0..).zip(&counts).map(run).collect();
+            let want = plain_order(runs.clone());
+            tile_order(&mut runs);
+            prop_assert_eq!(runs, want);
+        }
+    }
 
     #[test]
     fn runs_fill_whole_tiles() {
         let counts = |counts: &[u64]| -> Vec<u64> {
             let run = |&count: &u64| Run { start: 0, step: 1, count };
-            tile_order(counts.iter().map(run).collect()).iter().map(|run| run.count).collect()
+            let mut runs: Vec<Run> = counts.iter().map(run).collect();
+            tile_order(&mut runs);
+            runs.iter().map(|run| run.count).collect()
         };
         assert_eq!(counts(&[10, 64, 54, 128]), [64, 128, 54, 10]);
         // 40 + 24 and 100 + 20 + 8

@@ -2,9 +2,9 @@
 
 use super::{Choice, Route, choice};
 use crate::{
-    Dims, Layout, Mask, RingShards, Spec,
+    Dims, Layout, Mask, RingShards, Run, Spec,
     mask::Band,
-    needs::{DistinctMasks, KeyIndex, SegmentNumbers, StridedRows, ascending},
+    needs::{ConsecutiveKeys, DistinctMasks, KeyIndex, SegmentNumbers, StridedRows, ascending},
 };
 
 /// Number of evaluations of a mask after which `tick` is called, as for the needs.
@@ -78,7 +78,12 @@ impl Work {
             let keys = KeyIndex::of_all_ranks(&shards, batch, &mut segments);
             for rows in shards.q.iter().flat_map(|shard| segments.query_rows(shard, batch)) {
                 for head in distinct.heads() {
-                    pairs += closed_form(&mask.band(batch, head)?, &keys, &rows)?;
+                    pairs += closed_form(
+                        &mask.band(batch, head)?,
+                        &keys,
+                        rows.segment,
+                        &rows.positions,
+                    )?;
                 }
             }
         }
@@ -119,7 +124,7 @@ pub(super) fn sampled_pairs(
     tick: &mut dyn FnMut(),
 ) -> u128 {
     let band = mask.band(batch, head);
-    let counted = band.and_then(|band| closed_form(&band, keys, rows));
+    let counted = band.and_then(|band| closed_form(&band, keys, rows.segment, &rows.positions));
     counted.unwrap_or_else(|| {
         let each = |queries, index| {
             let bound = mask.bound(&rows.query(batch, head, index));
@@ -129,34 +134,46 @@ pub(super) fn sampled_pairs(
     })
 }
 
-/// Counts the pairs of `rows` without a loop over queries, if band and keys permit it. Whether they
-/// do does not depend on the number of rows.
-///
-/// Both ends of a band ascend with the query. Runs of keys between the last query's begin and the
-/// first query's end are visible to all queries, and those outside the first query's begin and the
-/// last query's end to none. Only the others are counted one by one; or, if they are more than the
-/// queries (strided queries over keys with gaps), the keys of each query.
-pub(super) fn closed_form(band: &Band, keys: &KeyIndex, rows: &StridedRows) -> Option<u128> {
-    let keys = keys.consecutive(rows.segment)?;
-    let positions = ascending(&rows.positions);
+/// Counts the pairs of the queries of a segment at `positions` without a loop over them, if band
+/// and keys permit it. Whether they do does not depend on the number of queries.
+pub(super) fn closed_form(
+    band: &Band,
+    keys: &KeyIndex,
+    segment: usize,
+    positions: &Run,
+) -> Option<u128> {
+    let keys = keys.consecutive(segment)?;
+    let positions = ascending(positions);
     // the common case: the keys of a segment are one run
     if let (Some(run), None) = (keys.positions(0), keys.positions(1))
         && let Some(pairs) = band.count_pairs(&positions, &run)
     {
         return Some(pairs);
     }
+    closed_form_of_runs(band, &keys, &positions)
+}
+
+/// As [`closed_form`], of keys in several runs and queries at ascending positions. It is not
+/// inlined, so that few registers are saved where it is not called.
+///
+/// Both ends of a band ascend with the query. Runs of keys between the last query's begin and the
+/// first query's end are visible to all queries, and those outside the first query's begin and the
+/// last query's end to none. Only the others are counted one by one; or, if they are more than the
+/// queries (strided queries over keys with gaps), the keys of each query.
+#[inline(never)]
+fn closed_form_of_runs(band: &Band, keys: &ConsecutiveKeys<'_>, positions: &Run) -> Option<u128> {
     let first = band.at(positions.start);
     let last = band.at(positions.at(positions.count - 1));
     let begin = keys.partition_point(|run| run.end <= first.start);
     let end = keys.partition_point(|run| run.start < last.end).max(begin);
     let begin_of_full = keys.partition_point(|run| run.start < last.start).clamp(begin, end);
     let end_of_full = keys.partition_point(|run| run.end <= first.end).clamp(begin_of_full, end);
-    let full = u128::from(keys.count(begin_of_full..end_of_full)) * u128::from(rows.count);
+    let full = u128::from(keys.count(begin_of_full..end_of_full)) * u128::from(positions.count);
     let mut partial = (begin..begin_of_full).chain(end_of_full..end);
     let runs = begin_of_full - begin + end - end_of_full;
     if runs as u64 <= positions.count {
         return partial.try_fold(full, |sum, run| {
-            Some(sum + band.count_pairs(&positions, &keys.positions(run)?)?)
+            Some(sum + band.count_pairs(positions, &keys.positions(run)?)?)
         });
     }
     let of_query = |index| {

@@ -17,7 +17,7 @@ mod packing;
 mod tests;
 
 use ndarray::Array2;
-use packing::{PackedSequences, SequenceRun};
+use packing::{PackedRows, PackedSequences};
 
 use crate::{Alignment, Batch, Dims, Layout, Result, RowSet, Rows, Run, Runs, Side};
 
@@ -67,11 +67,13 @@ impl Shard {
             let segments = (ids.is_some() || packed).then(Runs::new).into_iter().collect();
             return Self { rows, positions: vec![Runs::new()], segments };
         }
-        let packed =
-            PackedSequences::of(batch, side, bottom_right).map(|packed| packed.divide(&rows));
+        let packed = PackedSequences::of(batch, side, bottom_right);
+        let packed = packed.map(|packed| packed.divide(&rows));
+        let (of_sequences, sequences) =
+            packed.map(|PackedRows { positions, sequences }| (positions, sequences)).unzip();
         let shift = if bottom_right { dims.kv_len as i64 - dims.q_len as i64 } else { 0 };
-        let positions = positions(&rows, explicit.as_ref(), packed.as_deref(), shift);
-        let segments = segments(ids, packed.as_deref());
+        let positions = positions(&rows, explicit.as_ref(), of_sequences, shift);
+        let segments = segments(ids, sequences);
         Self { rows, positions: shared_if_equal(positions), segments: shared_if_equal(segments) }
     }
 
@@ -96,52 +98,45 @@ impl Shard {
 fn positions(
     rows: &Runs,
     explicit: Option<&Array2<i64>>,
-    packed: Option<&[SequenceRun]>,
+    of_sequences: Option<Runs>,
     shift: i64,
 ) -> Vec<Runs> {
-    match (explicit, packed) {
+    match (explicit, of_sequences) {
         (Some(positions), _) => positions
             .rows()
             .into_iter()
             .map(|batch_row| compress(batch_row.iter().copied()))
             .collect(),
-        (None, Some(parts)) => vec![concatenated(parts.iter().map(|part| part.positions))],
+        (None, Some(positions)) => vec![positions],
         (None, None) => {
-            let shifted = rows.runs().iter().map(|run| Run { start: run.start + shift, ..*run });
-            vec![concatenated(shifted)]
+            let mut shifted = Runs::with_capacity(rows.runs().len());
+            for run in rows.runs() {
+                append_run(&mut shifted, Run { start: run.start + shift, ..*run });
+            }
+            vec![shifted]
         }
     }
 }
 
 /// Computes segment ids: one list per batch row if there are ids, one for all batch rows if there
 /// are only packed sequences, otherwise none. Ids of padding become −1.
-fn segments(ids: Option<&Array2<i32>>, packed: Option<&[SequenceRun]>) -> Vec<Runs> {
-    match (ids, packed) {
+fn segments(ids: Option<&Array2<i32>>, sequences: Option<Runs>) -> Vec<Runs> {
+    match (ids, sequences) {
         (None, None) => Vec::new(),
-        (None, Some(parts)) => {
-            let sequences = parts.iter().map(|part| Run {
-                start: part.sequence.unwrap_or(-1),
-                step: 0,
-                count: part.positions.count,
-            });
-            vec![concatenated(sequences)]
-        }
+        (None, Some(sequences)) => vec![sequences],
         (Some(ids), None) => ids
             .rows()
             .into_iter()
             .map(|batch_row| compress(batch_row.iter().map(|&id| i64::from(id).max(-1))))
             .collect(),
-        (Some(ids), Some(parts)) => {
-            let sequences =
-                || parts.iter().flat_map(|part| (0..part.positions.count).map(|_| part.sequence));
+        (Some(ids), Some(sequences)) => {
             // sequence in the high half, id in the low half
-            let both = |(sequence, &id): (Option<i64>, &i32)| match sequence {
-                Some(sequence) if id >= 0 => sequence << 32 | i64::from(id),
-                _ => -1,
+            let both = |(sequence, &id): (i64, &i32)| {
+                if sequence >= 0 && id >= 0 { sequence << 32 | i64::from(id) } else { -1 }
             };
             ids.rows()
                 .into_iter()
-                .map(|batch_row| compress(sequences().zip(batch_row).map(both)))
+                .map(|batch_row| compress(sequences.iter().zip(batch_row).map(both)))
                 .collect()
         }
     }
@@ -190,13 +185,9 @@ fn compress(numbers: impl Iterator<Item = i64>) -> Runs {
     runs
 }
 
-/// Concatenates runs. Runs of one number are merged with their neighbours if possible.
-fn concatenated(parts: impl ExactSizeIterator<Item = Run>) -> Runs {
-    let mut runs = Runs::with_capacity(parts.len());
-    for part in parts {
-        if part.count == 1 { runs.push(part.start) } else { runs.push_run(part) }
-    }
-    runs
+/// Appends a run. A run of one number is merged with its neighbours if possible.
+fn append_run(runs: &mut Runs, run: Run) {
+    if run.count == 1 { runs.push(run.start) } else { runs.push_run(run) }
 }
 
 /// Keeps one list if those of all batch rows are equal: tiles are then classified once for all.
