@@ -17,8 +17,8 @@
 //!
 //! A template has lines `#if FLAG`, `#if !FLAG`, `#else`, `#end`; lines from `#halves` to `#end
 //! halves` for each half of the queries of a tile; and names in double braces for generated text.
-//!  Properties that cost registers are decided here (dims, element type, score
-//! epilogue). The others are uniform parameters, so that few pipelines are compiled.
+//! Properties that cost registers are decided here (dims, element type, score epilogue). The others
+//! are uniform parameters, so that few pipelines are compiled.
 
 pub(crate) mod matrices;
 mod matrix_epilogue;
@@ -326,7 +326,10 @@ impl TileVariant {
     pub(crate) fn tall_tile(self, memory_bytes: usize) -> Option<TallTile> {
         match self.used_matrices() {
             Some(matrices) => TallTile::fitting(self.head_groups, matrices, memory_bytes),
-            None => self.has_eight_rows().then_some(TallTile::EightRows),
+            None => self
+                .has_eight_rows()
+                .then_some(TallTile::EightRows)
+                .filter(|form| form.memory_bytes() <= memory_bytes),
         }
     }
 

@@ -3,8 +3,8 @@
 // 32 pairs: with matrices 128 invocations with 4 × 4 each, else 64 with 8 × 4 (`tall_tiles.rs`).
 //
 // `tile` and `right` stage 32 elements of 32 vectors each, or of 64 queries; then `tile` holds P or
-// dX for the second product (`store_tile` of `products.rs` has its layout). `block_mask` has a list of
-// runs per tile: (first tile of the other side, number of tiles, tile mask or FULL_TILE).
+// dX for the second product (`store_tile` of `products.rs` has its layout). `block_mask` has a list
+// of runs per tile: (first tile of the other side, number of tiles, tile mask or FULL_TILE).
 // `visible_bits` has one word per query of the tile, one bit per key.
 
 @group(0) @binding(0) var<uniform> params: Params;
