@@ -333,15 +333,15 @@ impl TileVariant {
         }
     }
 
-    /// True if a tall tile of multiply-adds has a kernel: of register tiles of four rows, twice of
-    /// which leave registers for a score epilogue of few variables and accumulators of 128 columns.
+    /// True if there is a tall tile of multiply-adds. Twice four rows leave registers only for
+    /// accumulators of 128 columns and score epilogues of few variables.
     const fn has_eight_rows(self) -> bool {
         matches!(self.epilogue, Epilogue::Simple | Epilogue::SoftCap)
             && matches!(self.register_tile, RegisterTile::FourRows)
-            && self.value_groups <= TallTile::MAX_SUMS
+            && self.value_groups <= TallTile::MAX_ACC_GROUPS
     }
 
-    /// Halves of the queries whose rows an invocation holds by separate variables.
+    /// Halves of the queries: an invocation has the rows of a register tile in each.
     fn halves(self) -> &'static [Half] {
         match self.tall {
             Some(TallTile::EightRows) => &TallTile::HALVES,

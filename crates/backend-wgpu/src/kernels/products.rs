@@ -126,7 +126,7 @@ pub(super) fn add_product(
             text.extend(ELEMENTS.map(|e| multiply_add(r, e)));
         }
     } else {
-        // the right rows before the first half
+        // both halves use the right rows
         for (half, right) in variant.halves().iter().zip([&*load_right, ""]) {
             let left: String = (0..tile.rows()).map(load_left).collect();
             let rows = |e| (0..tile.rows()).map(|r| multiply_add(r, e)).collect::<String>();

@@ -1,10 +1,10 @@
 //! Tall tiles of forward: 64 queries of a workgroup, so that a row of K or V that is loaded and
 //! staged serves twice as many queries as in a tile of 32.
 //!
-//! **With multiply-adds** ([`TallTile::EightRows`]) each of 64 invocations computes 8 × 4 pairs. For
-//! four elements of a product it reads 12 vectors of 4 from workgroup memory and issues 128
-//! multiply-adds, where a register tile of 4 × 4 reads 8 for 64. The text is that of tiles of 32
-//! queries, with the variables of a row for either half ([`Half`]).
+//! **With multiply-adds** ([`TallTile::EightRows`]) each of 64 invocations computes 8 × 4 pairs:
+//! four rows of either half. For four elements of a product it reads 12 vectors of 4 from workgroup
+//! memory and issues 128 multiply-adds; a register tile of 4 × 4 reads 8 for 64. The kernel is that
+//! of tiles of 32 queries, with the lines of a row once for each half ([`Half`]).
 //!
 //! **With matrices** a workgroup has 128 invocations:
 //!
@@ -52,8 +52,8 @@ pub(crate) enum TallTile {
     },
     /// Nothing: they are loaded again for each tile of keys, 64 elements at a time.
     Reloaded,
-    /// Nothing, and no matrices multiply them: each of 64 invocations computes 8 × 4 pairs, four
-    /// rows of either half, with multiply-adds.
+    /// Nothing: they are loaded again for each tile of keys, 32 elements at a time, and multiplied
+    /// without matrices, 8 × 4 pairs an invocation.
     EightRows,
 }
 
@@ -68,9 +68,9 @@ impl TallTile {
     pub(super) const HALVES: [Half; 2] =
         [Half::FIRST, Half { suffix: "_lower", first_row: Self::ROWS / 2 }];
 
-    /// Most groups of 32 columns of the accumulators of [`Self::EightRows`], each of which takes
-    /// 32 registers of an invocation.
-    pub(super) const MAX_SUMS: usize = 4;
+    /// Most groups of 32 columns of accumulators of [`Self::EightRows`]: each group takes 32 of up
+    /// to 256 registers of an invocation.
+    pub(super) const MAX_ACC_GROUPS: usize = 4;
 
     /// Elements of K or V that are staged at once.
     pub(super) const CHUNK: usize = 64;

@@ -144,8 +144,7 @@ impl<'a> NeedsIndex<'a> {
         tick: &mut dyn FnMut(),
     ) -> Self {
         let distinct = DistinctMasks::new(mask, heads, batch, shards);
-        let keys_differ =
-            shards.kv.iter().any(|shard| shard.positions.len() > 1 || shard.segments.len() > 1);
+        let keys_differ = shards.kv.iter().any(|kv| kv.differs_between_batch_rows());
         let mut builder = QueryBounds::new(mask, stride);
         let mut parts = Vec::new();
         for batches in distinct.parts(keys_differ) {

@@ -53,9 +53,8 @@ pub(crate) struct DistinctMasks {
 
 impl DistinctMasks {
     pub(crate) fn new(mask: &dyn Mask, heads: usize, batch: usize, shards: &RingShards) -> Self {
-        let differs = |shard: &Shard| shard.positions.len() > 1 || shard.segments.len() > 1;
-        let per_batch =
-            mask.per_batch() || shards.q.iter().chain(&shards.kv).any(|shard| differs(shard));
+        let mut all = shards.q.iter().chain(&shards.kv);
+        let per_batch = mask.per_batch() || all.any(|shard| shard.differs_between_batch_rows());
         let distinct_heads = if mask.per_head() { heads } else { heads.min(1) };
         let distinct_batch = if per_batch { batch } else { batch.min(1) };
         let repeats = heads.saturating_mul(batch) as u64

@@ -57,8 +57,8 @@ use super::{
     tile_order::{first_rows_apart, tile_order},
 };
 use crate::{
-    Batch, CustomLayout, Layout, NeedsIndex, Result, RingShards, Run, Runs, Shard, Side, Spec,
-    index, layout::check_ranks, memory, needs::BatchNeeds,
+    Batch, CustomLayout, Layout, NeedsIndex, Result, RingShards, Run, Runs, Side, Spec, index,
+    layout::check_ranks, memory, needs::BatchNeeds,
 };
 
 /// Imbalance, of pairs and of rows, at which no shorter chunks are tried, and up to which a grid is
@@ -187,8 +187,7 @@ fn relays_send_more(
     pairs: &QueryWork,
     first_two: &RingShards,
 ) -> bool {
-    let differs = |kv: &Arc<Shard>| kv.positions.len() > 1 || kv.segments.len() > 1;
-    if first_two.q.len() < 2 || whole.kv.iter().any(differs) {
+    if first_two.q.len() < 2 || whole.kv.iter().any(|kv| kv.differs_between_batch_rows()) {
         return false;
     }
     let Some((keys, segments)) = pairs.first_keys() else { return false };

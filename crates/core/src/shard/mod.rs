@@ -77,6 +77,11 @@ impl Shard {
         Self { rows, positions: shared_if_equal(positions), segments: shared_if_equal(segments) }
     }
 
+    /// True if positions or segment ids differ between batch rows.
+    pub(crate) const fn differs_between_batch_rows(&self) -> bool {
+        self.positions.len() > 1 || self.segments.len() > 1
+    }
+
     /// Writes the numbers, positions and segment ids of the local rows `set` to `into`, one by one.
     ///
     /// # Errors
