@@ -2,7 +2,7 @@
 
 use annulus_core::{
     BackwardInputs, BackwardMode, BackwardPass, Block, DType, Error, ForwardPass, Gradients, Host,
-    HostBuffer, Inputs, LeafSums, Outputs, RangePairs, RankShard, Readers, Reduction, Result, Tick,
+    HostBuffer, Inputs, LeafSums, Outputs, RangePairs, RankShard, Reduction, Result, RowSet, Tick,
 };
 use half::{bf16, f16};
 
@@ -55,14 +55,14 @@ fn local_kv(
     workspace: &mut Workspace,
     inputs: &Inputs<'_, Host>,
     into: &mut HostBuffer,
-    readers: Readers,
+    sent: &RowSet,
 ) -> Result<()> {
-    let in_place = readers == Readers::Local;
-    by_sums!(workspace, |_team, state| state.in_place = in_place);
-    if in_place {
+    if sent.is_empty() {
         return Ok(());
     }
-    by_dtype!(workspace, |team, state: State<E>| records::pack::<E>(team, state, inputs, into))
+    by_dtype!(workspace, |team, state: State<E>| records::pack::<E>(
+        team, state, inputs, into, sent
+    ))
 }
 
 impl annulus_core::Workspace for Workspace {
@@ -124,9 +124,9 @@ impl Forward<'_> {
 }
 
 impl ForwardPass<Host> for Forward<'_> {
-    /// With [`Readers::Local`], copies nothing: the pass reads K and V from the caller's tensors.
-    fn local_kv(&mut self, into: &mut HostBuffer, readers: Readers) -> Result<()> {
-        local_kv(self.workspace, &self.inputs, into, readers)
+    /// Copies the keys and values `sent` only: the pass reads those of this rank from its inputs.
+    fn local_kv(&mut self, into: &mut HostBuffer, sent: &RowSet) -> Result<()> {
+        local_kv(self.workspace, &self.inputs, into, sent)
     }
 
     fn attend(&mut self, kv: &Block<'_, Host>, tick: Tick<'_>) -> Result<()> {
@@ -179,8 +179,8 @@ pub struct Backward<'p> {
 
 impl BackwardPass<Host> for Backward<'_> {
     /// As [`Forward`].
-    fn local_kv(&mut self, into: &mut HostBuffer, readers: Readers) -> Result<()> {
-        local_kv(self.workspace, &self.inputs.forward, into, readers)
+    fn local_kv(&mut self, into: &mut HostBuffer, sent: &RowSet) -> Result<()> {
+        local_kv(self.workspace, &self.inputs.forward, into, sent)
     }
 
     fn local_queries(&mut self, into: &mut HostBuffer) -> Result<()> {

@@ -14,7 +14,7 @@ use std::{
 use annulus_core::{
     Alibi, Backend, BackwardInputs, BackwardMode, BackwardPass, Batch, Block, DType, Dims, Dropout,
     ForwardPass, Gradients, Host, HostBuffer, HostView, HostViewMut, Inputs, Outputs, Passes,
-    RankShard, Readers, RowSet, Rows, Shard, Side, SinkShape, Spec, Workspace as _, mask,
+    RankShard, RowSet, Rows, Shard, Side, SinkShape, Spec, Workspace as _, mask,
 };
 use annulus_cpu::{Cpu, Workspace};
 use ndarray::{Array2, Array4};
@@ -53,6 +53,8 @@ struct Tensors {
     sinks: Array4<f32>,
     lines: Array4<f32>,
     block: HostBuffer,
+    /// All keys.
+    sent: RowSet,
     sums: HostBuffer,
 }
 
@@ -78,6 +80,7 @@ impl Tensors {
             bias: Array4::zeros((1, 1, 1, len)),
             sinks: Array4::zeros((4, 1, 1, 1)),
             lines: Array4::zeros((1, 4, len, 1)),
+            sent: RowSet::all(len as u64),
             block: HostBuffer::zeroed(spec.kv_row_layout().bytes() * len as u64).unwrap(),
             sums: HostBuffer::zeroed(spec.gradient_row_layout().bytes() * len as u64).unwrap(),
             shard: RankShard {
@@ -128,8 +131,8 @@ fn pass(workspace: &mut Workspace, t: &mut Tensors) -> usize {
         sinks: Some(HostView::F32(t.sinks.view())),
     };
     let mut forward = workspace.forward(inputs.reborrow(), &mut tick).unwrap();
-    forward.local_kv(&mut t.block, Readers::Ring).unwrap();
-    let block = Block { buffer: &t.block, ready: &(), rows: &t.shard.keys };
+    forward.local_kv(&mut t.block, &t.sent).unwrap();
+    let block = Block { buffer: &t.block, ready: &(), rows: &t.shard.keys, first_local: None };
     let outputs = &mut Outputs {
         out: HostViewMut::F32(out.view_mut()),
         lse: HostViewMut::F32(lse.view_mut()),

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use annulus_core::{
-    BackwardInputs, BackwardPass, Block, Dims, Gradients, RangePairs, Readers, Reduction, Result,
+    BackwardInputs, BackwardPass, Block, Dims, Gradients, RangePairs, Reduction, Result, RowSet,
     Tick,
 };
 use annulus_device_cuda::{CudaBuffer, CudaSpace, CudaView, Event};
@@ -103,12 +103,12 @@ impl<'p> CudaBackward<'p> {
 }
 
 impl BackwardPass<CudaSpace> for CudaBackward<'_> {
-    /// With [`Readers::Local`], copies nothing if the kernels can read K and V from the caller's
-    /// tensors.
-    fn local_kv(&mut self, into: &mut CudaBuffer, readers: Readers) -> Result<Event> {
+    /// Copies nothing if no other rank reads a record, and the kernels can read K and V from the
+    /// caller's tensors.
+    fn local_kv(&mut self, into: &mut CudaBuffer, sent: &RowSet) -> Result<Event> {
         let Self { context, inputs, .. } = self;
         let by_tma = context.kernels.backward_warpgroup_for(context.queries()).is_some();
-        self.in_place = records::can_read_in_place(context, &inputs.forward, readers, by_tma)?;
+        self.in_place = records::can_read_in_place(context, &inputs.forward, sent, by_tma)?;
         if self.in_place {
             return self.context.stream.record();
         }

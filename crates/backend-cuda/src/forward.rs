@@ -1,7 +1,7 @@
 //! Forward pass: `kernels/forward.cuh`, on tensor cores `kernels/forward_matrix.cuh`, on warpgroups
 //! `kernels/forward_warpgroup.cuh`.
 
-use annulus_core::{Block, Dims, ForwardPass, Inputs, Outputs, Readers, Result, Tick};
+use annulus_core::{Block, Dims, ForwardPass, Inputs, Outputs, Result, RowSet, Tick};
 use annulus_device_cuda::{CudaBuffer, CudaSpace, Event};
 
 use crate::{
@@ -113,11 +113,11 @@ fn launch(context: &PassContext, arguments: &Attention, grid: [u64; 3], order: u
 }
 
 impl ForwardPass<CudaSpace> for CudaForward<'_> {
-    /// With [`Readers::Local`], copies nothing if the kernel can read K and V from the caller's
-    /// tensors.
-    fn local_kv(&mut self, into: &mut CudaBuffer, readers: Readers) -> Result<Event> {
+    /// Copies nothing if no other rank reads a record, and the kernels can read K and V from the
+    /// caller's tensors.
+    fn local_kv(&mut self, into: &mut CudaBuffer, sent: &RowSet) -> Result<Event> {
         let by_tma = self.context.forward_tiles.on_warpgroups;
-        self.in_place = records::can_read_in_place(self.context, &self.inputs, readers, by_tma)?;
+        self.in_place = records::can_read_in_place(self.context, &self.inputs, sent, by_tma)?;
         if self.in_place {
             return self.context.stream.record();
         }

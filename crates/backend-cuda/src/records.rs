@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use annulus_core::{
-    BackwardInputs, Block, Dims, Error, Inputs, RangePairs, Readers, Reduction, Result, Spec,
+    BackwardInputs, Block, Dims, Error, Inputs, RangePairs, Reduction, Result, RowSet, Spec,
 };
 use annulus_device_cuda::{CudaBuffer, CudaSpace, Event, Kernel};
 
@@ -34,31 +34,35 @@ pub(crate) fn copy(
     unsafe { kernel.launch(&context.stream, grid_of(elements), THREADS, &arguments) }
 }
 
-/// True if kernels can read K and V of this rank where the caller has them: no other rank reads the
-/// block, and TMA can read them if the kernels do so (`by_tma`).
+/// True if kernels read K and V of this rank where the caller has them: no other rank reads a
+/// record, and TMA can read them if the kernels do so (`by_tma`).
 pub(crate) fn can_read_in_place(
     context: &PassContext,
     inputs: &Inputs<'_, CudaSpace>,
-    readers: Readers,
+    sent: &RowSet,
     by_tma: bool,
 ) -> Result<bool> {
     let Dims { batch, kv_heads, .. } = context.spec().dims;
     let shape = [to_u32(context.shard.keys.len())?, to_u32(kv_heads)?, to_u32(batch)?];
     let is_readable = |view| !by_tma || is_tma_readable(&tensor(view), shape);
-    Ok(readers == Readers::Local && [&inputs.k, &inputs.v].into_iter().all(is_readable))
+    Ok(sent.is_empty() && [&inputs.k, &inputs.v].into_iter().all(is_readable))
 }
 
-/// Describes K and V of a block: its records, or `in_place` the inputs.
+/// Describes K and V of a block: its records or, of local keys `in_place`, the inputs.
 pub(crate) fn kv_operands(
     context: &PassContext,
     inputs: &Inputs<'_, CudaSpace>,
     kv: &Block<'_, CudaSpace>,
     in_place: bool,
 ) -> [Tensor; 2] {
-    if in_place {
-        return [&inputs.k, &inputs.v].map(tensor);
-    }
     let spec = context.spec();
+    if let Some(first) = kv.first_local.filter(|_| in_place) {
+        return [&inputs.k, &inputs.v].map(|view| {
+            let Tensor { at, strides } = tensor(view);
+            let bytes = strides[1].wrapping_mul(first as i64 * spec.dtype.bytes() as i64);
+            Tensor { at: at.wrapping_add_signed(bytes), strides }
+        });
+    }
     let record = spec.kv_row_layout();
     [0, 1].map(|index| field(kv.buffer.address(), &record, index, spec.dtype.bytes()))
 }

@@ -2,7 +2,7 @@
 //! `finish.rs`.
 
 use annulus_core::{
-    BackwardInputs, BackwardPass, Block, Gradients, RangePairs, Readers, Reduction, Result, Tick,
+    BackwardInputs, BackwardPass, Block, Gradients, RangePairs, Reduction, Result, RowSet, Tick,
 };
 
 use crate::{
@@ -22,7 +22,7 @@ pub struct WgpuBackward<'p>(BackwardContext<'p>);
 
 impl BackwardPass<WgpuSpace> for WgpuBackward<'_> {
     /// Packs for either kind of readers, as the forward pass.
-    fn local_kv(&mut self, into: &mut GpuBuffer, _: Readers) -> Result<Queued> {
+    fn local_kv(&mut self, into: &mut GpuBuffer, _: &RowSet) -> Result<Queued> {
         pack_kv(self.0.kernels, &self.0.inputs.forward, into)
     }
 

@@ -1,6 +1,6 @@
 //! Forward pass, by query tiles. Kernel: `forward.wgsl`. Epilogue: `finish.rs`.
 
-use annulus_core::{Block, ForwardPass, Inputs, Outputs, Readers, Result, Tick, Visibility};
+use annulus_core::{Block, ForwardPass, Inputs, Outputs, Result, RowSet, Tick, Visibility};
 
 use crate::{
     finish::write_outputs,
@@ -34,7 +34,7 @@ impl<'p> WgpuForward<'p> {
 impl ForwardPass<WgpuSpace> for WgpuForward<'_> {
     /// Packs for either kind of readers: the kernels read keys and values from one binding, so not
     /// from two tensors.
-    fn local_kv(&mut self, into: &mut GpuBuffer, _: Readers) -> Result<Queued> {
+    fn local_kv(&mut self, into: &mut GpuBuffer, _: &RowSet) -> Result<Queued> {
         pack_kv(self.0.kernels, &self.0.inputs, into)
     }
 

@@ -115,7 +115,7 @@ pub(crate) mod tests {
 
     use annulus_core::{
         Backend, Block, DType, Dims, Error, ForwardPass, Inputs, Outputs, Passes, RankShard,
-        Readers, Rows, SinkShape, Spec, Workspace,
+        RowSet, Rows, SinkShape, Spec, Workspace,
     };
 
     use super::*;
@@ -162,8 +162,11 @@ pub(crate) mod tests {
         let sinks = (sinks > 0).then_some(&scores);
         let inputs = Inputs { q: &q, k: &k, v: &v, bias: None, sinks };
         let mut pass = workspace.forward(inputs, &mut *tick)?;
-        let ready = pass.local_kv(&mut block, Readers::Local)?;
-        pass.attend(&Block { rows: &rows, buffer: &block, ready: &ready }, &mut *tick)?;
+        let ready = pass.local_kv(&mut block, &RowSet::new())?;
+        pass.attend(
+            &Block { rows: &rows, buffer: &block, ready: &ready, first_local: Some(0) },
+            &mut *tick,
+        )?;
         let outputs =
             &mut Outputs { out: &mut out, lse: &mut lse, max: None, sum: None, ties: None };
         pass.finish(outputs, tick)?;

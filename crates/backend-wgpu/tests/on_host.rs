@@ -10,7 +10,7 @@ use std::{ops::ControlFlow, sync::Arc};
 use annulus_core::{
     Arrived, Backend, BackwardInputs, BackwardMode, BackwardPass, Batch, Block, DType, DeviceSpace,
     Dims, Error, ForwardPass, Gradients, HostBuffer, HostView, HostViewMut, HostViews, Inputs,
-    OnHost, OnHostWorkspace, Outputs, Passes, RankShard, Readers, Reduction, Result, Rows,
+    OnHost, OnHostWorkspace, Outputs, Passes, RankShard, Reduction, Result, RowSet, Rows,
     SinkShape, Spec, StagedSpace, Workspace, mask, oracle,
 };
 use annulus_wgpu::{
@@ -195,8 +195,8 @@ fn forward(
     let rows = shard.keys.len() as u64;
     let mut block = backend.allocate(rows * problem.spec.kv_row_layout().bytes())?;
     let mut pass = workspace.forward(problem.inputs(), &mut keep_going)?;
-    let ready = pass.local_kv(&mut block, Readers::Local)?;
-    let kv = Block { buffer: &block, ready: &ready, rows: &shard.keys };
+    let ready = pass.local_kv(&mut block, &RowSet::new())?;
+    let kv = Block { buffer: &block, ready: &ready, rows: &shard.keys, first_local: Some(0) };
     pass.attend(&kv, &mut keep_going)?;
     let outputs = &mut Outputs {
         out: HostViewMut::F32(results.out.view_mut()),
@@ -226,8 +226,8 @@ fn backward(
     let lse = results.lse.clone();
     let saved = Results { out, lse, ..Results::junk(problem) };
     let mut pass = workspace.backward(problem.backward_inputs(&saved), mode, &mut keep_going)?;
-    let ready = pass.local_kv(&mut block, Readers::Ring)?;
-    let kv = Block { buffer: &block, ready: &ready, rows: &shard.keys };
+    let ready = pass.local_kv(&mut block, &RowSet::all(shard.keys.len() as u64))?;
+    let kv = Block { buffer: &block, ready: &ready, rows: &shard.keys, first_local: Some(0) };
     match mode {
         BackwardMode::OnePass => {
             let ready = pass.attend_kv(&kv, Some(&mut fresh), &mut keep_going)?;
@@ -238,7 +238,8 @@ fn backward(
         BackwardMode::TwoPass => {
             pass.attend_kv(&kv, None, &mut keep_going)?;
             let ready = pass.local_queries(&mut queries)?;
-            let queries = Block { buffer: &queries, ready: &ready, rows: &shard.queries };
+            let queries =
+                Block { buffer: &queries, ready: &ready, rows: &shard.queries, first_local: None };
             pass.attend_queries(&queries, &mut dkv, &mut keep_going)?;
         }
     }
@@ -314,8 +315,8 @@ fn a_broken_tick_stops_the_kernels_that_follow() {
     let saved = Results::junk(&problem);
     let inputs = problem.backward_inputs(&saved);
     let mut pass = workspace.backward(inputs, BackwardMode::OnePass, &mut keep_going).unwrap();
-    let ready = pass.local_kv(&mut block, Readers::Local).unwrap();
-    let kv = Block { buffer: &block, ready: &ready, rows: &shard.keys };
+    let ready = pass.local_kv(&mut block, &RowSet::new()).unwrap();
+    let kv = Block { buffer: &block, ready: &ready, rows: &shard.keys, first_local: Some(0) };
     let mut ticks = 0;
     let mut stop = || {
         ticks += 1;

@@ -14,7 +14,7 @@ use std::{ops::ControlFlow, sync::Arc, time::Instant};
 use annulus_core::{
     Backend, BackwardInputs, BackwardMode, BackwardPass, Block, DType, Dims, Element, Error,
     ForwardPass, Gradients, Host, HostBuffer, HostView, HostViewMut, Inputs, Outputs, Passes,
-    Precision, RankShard, Readers, Result, Rows, Spec, Workspace, mask,
+    Precision, RankShard, Result, RowSet, Rows, Spec, Workspace, mask,
 };
 use annulus_cpu::Cpu;
 use half::bf16;
@@ -120,8 +120,11 @@ fn time<E: Element<Accumulator = f32>>(spec: &Spec, threads: usize, rounds: usiz
         let start = Instant::now();
         let begun = now(start);
         let mut pass = workspace.forward(inputs.reborrow(), &mut tick)?;
-        pass.local_kv(&mut buffer, Readers::Local)?;
-        pass.attend(&Block { buffer: &buffer, ready: &(), rows: &rows }, &mut tick)?;
+        pass.local_kv(&mut buffer, &RowSet::new())?;
+        pass.attend(
+            &Block { buffer: &buffer, ready: &(), rows: &rows, first_local: Some(0) },
+            &mut tick,
+        )?;
         let outputs = &mut Outputs {
             out: E::view_mut(out.view_mut()),
             lse: HostViewMut::F32(lse.view_mut()),
@@ -141,8 +144,8 @@ fn time<E: Element<Accumulator = f32>>(spec: &Spec, threads: usize, rounds: usiz
             dlse: None,
         };
         let mut pass = workspace.backward(inputs, BackwardMode::OnePass, &mut tick)?;
-        pass.local_kv(&mut buffer, Readers::Local)?;
-        let block = Block { buffer: &buffer, ready: &(), rows: &rows };
+        pass.local_kv(&mut buffer, &RowSet::new())?;
+        let block = Block { buffer: &buffer, ready: &(), rows: &rows, first_local: Some(0) };
         pass.attend_kv(&block, Some(&mut sums), &mut tick)?;
         let mut gradients = Gradients {
             dq: E::view_mut(dq.view_mut()),

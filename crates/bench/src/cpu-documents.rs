@@ -14,7 +14,7 @@ use std::{ops::ControlFlow, sync::Arc};
 
 use annulus_core::{
     Backend, BackwardInputs, BackwardMode, BackwardPass, Block, DType, Dims, Element, Error,
-    ForwardPass, Gradients, Host, HostBuffer, Inputs, Outputs, Passes, RankShard, Readers, Result,
+    ForwardPass, Gradients, Host, HostBuffer, Inputs, Outputs, Passes, RankShard, Result, RowSet,
     Rows, Spec, Workspace, mask,
 };
 use annulus_cpu::Cpu;
@@ -168,8 +168,12 @@ impl Part {
             ties: None,
         };
         let mut pass = workspace.forward(inputs.reborrow(), &mut tick)?;
-        pass.local_kv(records, Readers::Local)?;
-        pass.attend_last(&Block { buffer: records, ready: &(), rows }, &mut outputs, &mut tick)?;
+        pass.local_kv(records, &RowSet::new())?;
+        pass.attend_last(
+            &Block { buffer: records, ready: &(), rows, first_local: Some(0) },
+            &mut outputs,
+            &mut tick,
+        )?;
         pass.finish(&mut outputs, &mut tick)?;
         let inputs = BackwardInputs {
             forward: inputs,
@@ -181,8 +185,8 @@ impl Part {
             dlse: None,
         };
         let mut pass = workspace.backward(inputs, BackwardMode::OnePass, &mut tick)?;
-        pass.local_kv(records, Readers::Local)?;
-        let block = Block { buffer: records, ready: &(), rows };
+        pass.local_kv(records, &RowSet::new())?;
+        let block = Block { buffer: records, ready: &(), rows, first_local: Some(0) };
         pass.attend_kv(&block, Some(gradient_records), &mut tick)?;
         let [dq, dk, dv] = tensors
             .gradients

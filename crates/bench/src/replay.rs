@@ -12,7 +12,7 @@ use std::{
 use annulus::{Backward, Cpu, Error, Forward, Result};
 use annulus_core::{
     Backend, BackwardInputs, BackwardMode, BackwardPass, Block, ForwardPass, Gradients, Host,
-    HostBuffer, HostView, HostViewMut, Inputs, Outputs, Passes, RankShard, Readers, Rows, Tick,
+    HostBuffer, HostView, HostViewMut, Inputs, Outputs, Passes, RankShard, RowSet, Rows, Tick,
     Workspace,
 };
 use ndarray::{Array4, Axis};
@@ -37,6 +37,7 @@ struct Calls {
 struct Recorded {
     buffer: HostBuffer,
     rows: Rows,
+    first_local: Option<usize>,
 }
 
 impl TileCalls for CallLog {
@@ -57,7 +58,8 @@ impl TileCalls for CallLog {
             into.copy_from_slice(bytes);
             Ok(())
         })?;
-        let recorded = Recorded { buffer, rows: block.rows.clone() };
+        let Block { rows, first_local, .. } = *block;
+        let recorded = Recorded { buffer, rows: rows.clone(), first_local };
         let mut calls = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if products == FORWARD { &mut calls.forward } else { &mut calls.backward }.push(recorded);
         drop(calls);
@@ -125,7 +127,7 @@ impl Replay {
         let Self { calls, workspace, inputs: [q, k, v, _], out, lse, local_kv, .. } = self;
         let mut pass =
             workspace.forward(inputs_of([q, k, v]), &mut || ControlFlow::Continue(()))?;
-        pass.local_kv(local_kv, Readers::Ring)?;
+        pass.local_kv(local_kv, &RowSet::new())?;
         let mut outputs = Outputs {
             out: HostViewMut::F32(out.view_mut()),
             lse: HostViewMut::F32(lse.view_mut()),
@@ -135,11 +137,11 @@ impl Replay {
         };
         let mut taken = 0;
         let last = calls.forward.len().saturating_sub(1);
-        for (index, Recorded { buffer, rows }) in calls.forward.iter().enumerate() {
+        for (index, Recorded { buffer, rows, first_local }) in calls.forward.iter().enumerate() {
             if cached {
                 read(buffer);
             }
-            let block = Block { buffer, ready: &(), rows };
+            let block = Block { buffer, ready: &(), rows, first_local: *first_local };
             let tick: Tick<'_> = &mut || ControlFlow::Continue(());
             let start = thread_nanoseconds();
             if index == last {
@@ -166,13 +168,13 @@ impl Replay {
         };
         let mut pass =
             workspace.backward(inputs, BackwardMode::OnePass, &mut || ControlFlow::Continue(()))?;
-        pass.local_kv(local_kv, Readers::Ring)?;
+        pass.local_kv(local_kv, &RowSet::new())?;
         let mut taken = 0;
-        for Recorded { buffer, rows } in &calls.backward {
+        for Recorded { buffer, rows, first_local } in &calls.backward {
             if cached {
                 read(buffer);
             }
-            let block = Block { buffer, ready: &(), rows };
+            let block = Block { buffer, ready: &(), rows, first_local: *first_local };
             let start = thread_nanoseconds();
             pass.attend_kv(&block, Some(dkv), &mut || ControlFlow::Continue(()))?;
             taken += thread_nanoseconds() - start;

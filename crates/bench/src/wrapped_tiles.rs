@@ -2,7 +2,7 @@
 
 use annulus_core::{
     Backend, BackwardInputs, BackwardMode, BackwardPass, Block, ForwardPass, Gradients, Host,
-    HostBuffer, Inputs, Outputs, Passes, RangePairs, RankShard, Readers, Reduction, Result, Tick,
+    HostBuffer, Inputs, Outputs, Passes, RangePairs, RankShard, Reduction, Result, RowSet, Tick,
     Workspace,
 };
 use annulus_cpu::Cpu;
@@ -97,8 +97,8 @@ impl<C: TileCalls> Workspace for WrappedWorkspace<C> {
 }
 
 impl<P: ForwardPass<Host>, C: TileCalls> ForwardPass<Host> for WrappedPass<P, C> {
-    fn local_kv(&mut self, into: &mut HostBuffer, readers: Readers) -> Result<()> {
-        self.inner.local_kv(into, readers)
+    fn local_kv(&mut self, into: &mut HostBuffer, sent: &RowSet) -> Result<()> {
+        self.inner.local_kv(into, sent)
     }
 
     fn attend(&mut self, kv: &Block<'_, Host>, tick: Tick<'_>) -> Result<()> {
@@ -122,8 +122,8 @@ impl<P: ForwardPass<Host>, C: TileCalls> ForwardPass<Host> for WrappedPass<P, C>
 }
 
 impl<P: BackwardPass<Host>, C: TileCalls> BackwardPass<Host> for WrappedPass<P, C> {
-    fn local_kv(&mut self, into: &mut HostBuffer, readers: Readers) -> Result<()> {
-        self.inner.local_kv(into, readers)
+    fn local_kv(&mut self, into: &mut HostBuffer, sent: &RowSet) -> Result<()> {
+        self.inner.local_kv(into, sent)
     }
 
     fn local_queries(&mut self, into: &mut HostBuffer) -> Result<()> {

@@ -20,7 +20,7 @@ use annulus_conformance::{
 use annulus_core::{
     Backend, BackwardInputs, BackwardMode, BackwardPass, Block, DType, ForwardPass, Gradients,
     Host, HostBuffer, HostTensors, HostViews, Inputs, OnHost, Outputs, Passes, RangePairs,
-    RankShard, Readers, Reduction, Spec, Tick, Transport, Workspace,
+    RankShard, Reduction, RowSet, Spec, Tick, Transport, Workspace,
 };
 use ndarray::Array4;
 
@@ -103,8 +103,8 @@ impl Workspace for SlowWorkspace {
 }
 
 impl<P: ForwardPass<Host>> ForwardPass<Host> for SlowPass<P> {
-    fn local_kv(&mut self, into: &mut HostBuffer, readers: Readers) -> Result<()> {
-        self.inner.local_kv(into, readers)
+    fn local_kv(&mut self, into: &mut HostBuffer, sent: &RowSet) -> Result<()> {
+        self.inner.local_kv(into, sent)
     }
 
     fn attend(&mut self, kv: &Block<'_, Host>, tick: Tick<'_>) -> Result<()> {
@@ -129,8 +129,8 @@ impl<P: ForwardPass<Host>> ForwardPass<Host> for SlowPass<P> {
 }
 
 impl<P: BackwardPass<Host>> BackwardPass<Host> for SlowPass<P> {
-    fn local_kv(&mut self, into: &mut HostBuffer, readers: Readers) -> Result<()> {
-        self.inner.local_kv(into, readers)
+    fn local_kv(&mut self, into: &mut HostBuffer, sent: &RowSet) -> Result<()> {
+        self.inner.local_kv(into, sent)
     }
 
     fn local_queries(&mut self, into: &mut HostBuffer) -> Result<()> {

@@ -19,7 +19,7 @@ use std::{ops::ControlFlow, ops::Range};
 
 use crate::{
     BackwardInputs, BackwardMode, Block, DType, Gradients, Inputs, LeafSums, Outputs, RankShard,
-    Result, Space, Spec,
+    Result, RowSet, Space, Spec,
 };
 
 /// Called between tiles, and between parts of the epilogue of a pass, on the thread that called the
@@ -55,15 +55,6 @@ pub enum Passes {
     Forward,
     /// Forward and backward.
     Both,
-}
-
-/// Ranks that read the block which a pass packs from its own keys and values.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Readers {
-    /// This rank alone: the buffer need not be written if the pass reads K and V from its inputs.
-    Local,
-    /// Other ranks too.
-    Ring,
 }
 
 /// Operation of [`BackwardPass::reduce`] on the target's records.
@@ -238,12 +229,12 @@ pub trait Workspace: Send + 'static {
 pub trait ForwardPass<S: Space> {
     /// Packs this rank's keys and values as records of [`Spec::kv_row_layout`], in local order.
     ///
-    /// With [`Readers::Local`] the pass may leave `into` unwritten and read K and V from its inputs
-    /// when this block is attended to.
+    /// Other ranks read the records of the local keys `sent`. A pass that attends to the local
+    /// block by its inputs ([`Block::first_local`]) may leave the other records unwritten.
     ///
     /// # Errors
     /// [`crate::Error::Device`].
-    fn local_kv(&mut self, into: &mut S::Buffer, readers: Readers) -> Result<S::Event>;
+    fn local_kv(&mut self, into: &mut S::Buffer, sent: &RowSet) -> Result<S::Event>;
 
     /// Merges one KV block into the online softmax of every query that attends to it.
     ///
@@ -284,7 +275,7 @@ pub trait BackwardPass<S: Space> {
     ///
     /// # Errors
     /// [`crate::Error::Device`].
-    fn local_kv(&mut self, into: &mut S::Buffer, readers: Readers) -> Result<S::Event>;
+    fn local_kv(&mut self, into: &mut S::Buffer, sent: &RowSet) -> Result<S::Event>;
 
     /// Packs this rank's queries as records of [`Spec::query_row_layout`], in local order, for a
     /// two-pass backward.

@@ -67,7 +67,7 @@ mod transport;
 mod visibility;
 
 pub use backend::{
-    Backend, BackwardPass, Capabilities, ForwardPass, Passes, RangePairs, Readers, Reduction, Tick,
+    Backend, BackwardPass, Capabilities, ForwardPass, Passes, RangePairs, Reduction, Tick,
     Workspace,
 };
 pub use batch::Batch;

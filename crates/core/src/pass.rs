@@ -140,4 +140,7 @@ pub struct Block<'a, S: Space> {
     pub ready: &'a S::Event,
     /// Positions, segment ids and row numbers of the records, in the same order.
     pub rows: &'a Rows,
+    /// Local index of the first row if they are consecutive rows of this rank: of keys, a pass may
+    /// read K and V from its inputs instead of `buffer`. `None` if they are another rank's.
+    pub first_local: Option<usize>,
 }

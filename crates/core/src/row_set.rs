@@ -56,6 +56,16 @@ impl RowSet {
         self.ranges.iter().cloned().flatten()
     }
 
+    /// Returns the rows of the set that are in `rows`, in ascending order. O(log ranges) before the
+    /// first one.
+    pub fn rows_within(&self, rows: Range<u64>) -> impl Iterator<Item = u64> + '_ {
+        let first = self.ranges.partition_point(|range| range.end <= rows.start);
+        self.ranges[first..]
+            .iter()
+            .take_while(move |range| range.start < rows.end)
+            .flat_map(move |range| range.start.max(rows.start)..range.end.min(rows.end))
+    }
+
     /// Returns the rows that are in `self` or in `other`.
     pub fn union(&self, other: &Self) -> Self {
         self.ranges.iter().chain(&other.ranges).cloned().collect()
@@ -171,6 +181,10 @@ mod tests {
             prop_assert_eq!(a.contains_all(&b), x.is_superset(&y));
             for row in 0..50 {
                 prop_assert_eq!(a.contains(row), x.contains(&row));
+                for end in row..50 {
+                    let within: Vec<_> = a.rows_within(row..end).collect();
+                    prop_assert_eq!(within, x.range(row..end).copied().collect::<Vec<_>>());
+                }
             }
             for window in a.ranges().windows(2) {
                 prop_assert!(window[0].end < window[1].start);

@@ -57,6 +57,26 @@ impl TileBits {
         self.bits.resize(rows * self.words, 0);
     }
 
+    /// Returns the class of a tile of `keys` keys with this mask.
+    pub(crate) fn class(&self, keys: usize) -> TileClass {
+        let all_of_last = !0u64 >> (63 - (keys - 1) % 64);
+        let (mut some, mut missing) = (0, 0);
+        for line in self.bits.chunks_exact(self.words) {
+            let Some((last, whole)) = line.split_last() else { continue };
+            for word in whole {
+                some |= word;
+                missing |= !word;
+            }
+            some |= last;
+            missing |= last ^ all_of_last;
+        }
+        match (some, missing) {
+            (0, _) => TileClass::Empty,
+            (_, 0) => TileClass::Full,
+            _ => TileClass::Partial,
+        }
+    }
+
     pub(crate) fn line_mut(&mut self, row: usize) -> &mut [u64] {
         &mut self.bits[row * self.words..][..self.words]
     }
@@ -76,18 +96,6 @@ impl TileBits {
             [] => {}
         }
     }
-}
-
-/// Key intervals of one query by the spec's mask, and its segment id.
-#[derive(Debug, Clone)]
-pub(crate) struct QueryIntervals {
-    /// Key positions that the query attends to, or a superset of them if `is_bound`.
-    pub(crate) intervals: KeyIntervals,
-    /// True if the mask does not lower to intervals: it must be evaluated for every pair within
-    /// them.
-    pub(crate) is_bound: bool,
-    /// Segment id; 0 without segment ids.
-    pub(crate) segment: i64,
 }
 
 /// Bounds of the keys that some queries attend to. None of the queries attends to a key outside.
@@ -135,13 +143,25 @@ impl TileBounds {
 
 /// Key intervals of a tile of queries. They are computed once and then compared with many tiles of
 /// keys, see [`crate::Visibility::query_tile`].
+///
+/// Lists of the rows lie in separate arrays: a pass compares the tiles of all queries with those of
+/// a block, and whatever a tile reads comes from the second-level cache.
 #[derive(Debug, Clone)]
 pub struct QueryTile {
     pub(crate) batch: usize,
     pub(crate) head: usize,
     pub(crate) rows: Range<usize>,
-    /// One entry per row.
-    pub(crate) queries: Vec<QueryIntervals>,
+    /// Key positions that each row attends to by the spec's mask, or a superset of them if the row
+    /// [`QueryTile::is_bound`]; one row's intervals after another's.
+    ranges: Vec<Range<i64>>,
+    /// Index into `ranges` after the last interval of each row.
+    range_ends: Vec<u32>,
+    /// True for rows whose mask does not lower to intervals: it must be evaluated for every pair
+    /// within them.
+    is_bound: Vec<bool>,
+    /// Consecutive rows with one segment id (0 without segment ids): the id, and the row after
+    /// them.
+    segments: Vec<(i64, usize)>,
     /// Bounds of the keys of all rows. Tiles of keys outside are empty.
     pub(crate) bounds: TileBounds,
     /// Key positions that every row attends to if its segment id equals the key's. Tiles of keys
@@ -155,7 +175,10 @@ impl Default for QueryTile {
             batch: 0,
             head: 0,
             rows: 0..0,
-            queries: Vec::new(),
+            ranges: Vec::new(),
+            range_ends: Vec::new(),
+            is_bound: Vec::new(),
+            segments: Vec::new(),
             bounds: TileBounds::default(),
             common: KeyIntervals::nothing(),
         }
@@ -165,12 +188,69 @@ impl Default for QueryTile {
 impl QueryTile {
     /// Returns the heap bytes.
     pub const fn bytes(&self) -> usize {
-        self.queries.capacity() * size_of::<QueryIntervals>()
+        self.ranges.capacity() * size_of::<Range<i64>>()
+            + self.range_ends.capacity() * size_of::<u32>()
+            + self.is_bound.capacity()
+            + self.segments.capacity() * size_of::<(i64, usize)>()
     }
 
     /// Returns the local query rows.
     pub const fn rows(&self) -> &Range<usize> {
         &self.rows
+    }
+
+    /// Describes the queries `rows`, without their intervals, which [`QueryTile::push`] adds.
+    pub(crate) fn begin(&mut self, batch: usize, head: usize, rows: Range<usize>) {
+        self.batch = batch;
+        self.head = head;
+        self.rows = rows;
+        self.ranges.clear();
+        self.range_ends.clear();
+        self.is_bound.clear();
+        self.segments.clear();
+        self.bounds = TileBounds::default();
+        self.common = KeyIntervals::nothing();
+    }
+
+    /// Adds the intervals and the segment id of the next row.
+    pub(crate) fn push(&mut self, intervals: &KeyIntervals, is_bound: bool, segment: i64) {
+        self.ranges.extend_from_slice(intervals.ranges());
+        self.range_ends.push(self.ranges.len() as u32);
+        self.is_bound.push(is_bound);
+        let end = self.is_bound.len();
+        match self.segments.last_mut() {
+            Some((last, last_end)) if *last == segment => *last_end = end,
+            _ => self.segments.push((segment, end)),
+        }
+    }
+
+    /// Returns true if all rows were added.
+    pub(crate) const fn is_complete(&self) -> bool {
+        self.is_bound.len() == self.rows.end - self.rows.start
+    }
+
+    /// Returns the intervals of row `row` of the tile.
+    pub(crate) fn ranges(&self, row: usize) -> &[Range<i64>] {
+        let start = if row == 0 { 0 } else { self.range_ends[row - 1] };
+        &self.ranges[start as usize..self.range_ends[row] as usize]
+    }
+
+    /// Returns true if the intervals of row `row` are only a bound ([`crate::Mask::bound`]).
+    pub(crate) fn is_bound(&self, row: usize) -> bool {
+        self.is_bound[row]
+    }
+
+    /// Returns true if the intervals of a row are only a bound.
+    pub(crate) fn has_bound(&self) -> bool {
+        self.is_bound.contains(&true)
+    }
+
+    /// Iterates over consecutive rows of the tile with one segment id.
+    pub(crate) fn segments(&self) -> impl Iterator<Item = (i64, Range<usize>)> + '_ {
+        let mut start = 0;
+        self.segments
+            .iter()
+            .map(move |&(segment, end)| (segment, std::mem::replace(&mut start, end)..end))
     }
 
     /// Returns true only if every row attends to every key within `keys`.

@@ -69,13 +69,28 @@ impl TileBoundsTable {
         let first = self.first(batch, head);
         let height = self.height.max(1);
         let tiles = first + rows.start / height..first + rows.end.div_ceil(height);
-        into.batch = batch;
-        into.head = head;
-        into.rows = rows;
-        into.queries.clear();
-        into.common = KeyIntervals::nothing();
-        into.bounds = TileBounds::default();
+        into.begin(batch, head, rows);
         self.bounds[tiles].iter().for_each(|tile| into.bounds.extend(tile));
+    }
+
+    /// Returns the number of tiles that contain one of the queries `rows` and are not certainly
+    /// empty for the keys `tile`.
+    pub fn count(
+        &self,
+        batch: usize,
+        head: usize,
+        rows: &Range<usize>,
+        keys: &Rows,
+        tile: &Range<usize>,
+    ) -> usize {
+        if tile.is_empty() {
+            return 0;
+        }
+        let first = self.first(batch, head);
+        let height = self.height.max(1);
+        let tiles = first + rows.start / height..first + rows.end.div_ceil(height);
+        let key_bounds = keys.row_bounds(batch).of(tile);
+        self.bounds[tiles].iter().filter(|bounds| bounds.may_attend_to(&key_bounds)).count()
     }
 
     /// Returns the index of the first tile of a batch row and head.

@@ -18,7 +18,6 @@ use crate::{
     DenseMask, KeyIntervals, Mask, QueryTile, Rows, TileBits, TileClass,
     mask::{Key, Query},
     row_bounds::{GROUP, StridedRun},
-    tile::{QueryIntervals, TileBounds},
 };
 
 /// The complete mask between the queries of one rank and the keys of one block.
@@ -63,11 +62,7 @@ impl Visibility<'_> {
     /// Computes the key intervals of the queries `rows`. They hold for every KV block of the same
     /// batch.
     pub fn query_tile(&self, batch: usize, head: usize, rows: Range<usize>, into: &mut QueryTile) {
-        into.batch = batch;
-        into.head = head;
-        into.rows = rows.clone();
-        into.queries.clear();
-        into.bounds = TileBounds::default();
+        into.begin(batch, head, rows.clone());
         into.common = KeyIntervals::everything();
         for q in rows {
             let (intervals, is_bound) = self.intervals(batch, head, q);
@@ -85,7 +80,7 @@ impl Visibility<'_> {
             // also if the keys of this block have no ids: those of another block may have ids, if
             // this block is that of a rank without keys
             let segment = self.queries.segments(batch).map_or(0, |segments| segments[q]);
-            into.queries.push(QueryIntervals { intervals, is_bound, segment });
+            into.push(&intervals, is_bound, segment);
         }
     }
 
@@ -95,7 +90,7 @@ impl Visibility<'_> {
         if keys.is_empty() || tile.rows.is_empty() {
             return TileClass::Empty;
         }
-        debug_assert_eq!(tile.queries.len(), tile.rows.len(), "a tile without its intervals");
+        debug_assert!(tile.is_complete(), "a tile without its intervals");
         let key_bounds = self.keys.row_bounds(tile.batch).of(&keys);
         if !tile.bounds.may_attend_to(&key_bounds) {
             return TileClass::Empty;
@@ -105,26 +100,21 @@ impl Visibility<'_> {
         }
         bits.reset(tile.rows.len(), keys.len());
         self.set_interval_bits(tile, keys.clone(), bits);
-        let mut count = 0;
-        for (row, query_intervals) in tile.queries.iter().enumerate() {
-            let line = bits.line_mut(row);
-            let q = tile.rows.start + row;
-            if let Some(mask) = self.attention_mask {
-                self.retain_dense(mask.line(tile.batch, tile.head, q), &keys, line);
+        if self.attention_mask.is_some() || tile.has_bound() {
+            for (row, q) in tile.rows.clone().enumerate() {
+                let line = bits.line_mut(row);
+                if let Some(mask) = self.attention_mask {
+                    self.retain_dense(mask.line(tile.batch, tile.head, q), &keys, line);
+                }
+                if tile.is_bound(row) {
+                    let query = self.query(tile.batch, tile.head, q);
+                    retain(line, |key| {
+                        self.mask.visible(&query, &self.key(tile.batch, keys.start + key))
+                    });
+                }
             }
-            if query_intervals.is_bound {
-                let query = self.query(tile.batch, tile.head, q);
-                retain(line, |key| {
-                    self.mask.visible(&query, &self.key(tile.batch, keys.start + key))
-                });
-            }
-            count += line.iter().map(|word| word.count_ones() as usize).sum::<usize>();
         }
-        match count {
-            0 => TileClass::Empty,
-            _ if count == tile.rows.len() * keys.len() => TileClass::Full,
-            _ => TileClass::Partial,
-        }
+        bits.class(keys.len())
     }
 
     /// Returns, in ascending order, the key tiles `0..width, width..2·width, …` that are not
@@ -187,22 +177,15 @@ impl Visibility<'_> {
     fn set_interval_bits(&self, tile: &QueryTile, keys: Range<usize>, bits: &mut TileBits) {
         let segmented = self.segment(tile.batch, tile.rows.start).is_some();
         for (part, run) in self.keys.row_bounds(tile.batch).strided_runs(keys.clone()) {
-            let first_key = part.start - keys.start;
-            for (row, query) in tile.queries.iter().enumerate() {
-                if segmented && (query.segment != run.segment || query.segment < 0) {
-                    continue;
-                }
-                if part.len() == 1 {
-                    // a run of one row, as among unordered keys: needs no range
-                    bits.line_mut(row)[first_key / 64] |=
-                        u64::from(query.intervals.contains(run.position)) << (first_key % 64);
-                    continue;
-                }
-                for range in query.intervals.ranges() {
-                    let within = indices_within(&run, part.len(), range);
-                    if !within.is_empty() {
-                        bits.set(row, first_key + within.start..first_key + within.end);
-                    }
+            let part = part.start - keys.start..part.end - keys.start;
+            if !segmented {
+                set_run_bits(tile, 0..tile.rows.len(), &part, &run, bits);
+                continue;
+            }
+            for (segment, rows) in tile.segments() {
+                // padding attends to no key
+                if segment == run.segment && segment >= 0 {
+                    set_run_bits(tile, rows, &part, &run, bits);
                 }
             }
         }
@@ -232,6 +215,47 @@ impl Visibility<'_> {
 
     fn key(&self, batch: usize, k: usize) -> Key {
         Key { row: self.keys.rows()[k], position: self.keys.positions(batch)[k] }
+    }
+}
+
+/// Sets the bits of rows `rows` of a tile for those keys of a strided run that are within the rows'
+/// intervals. `part` are the keys of the run, counted from the first key of the tile.
+fn set_run_bits(
+    tile: &QueryTile,
+    rows: Range<usize>,
+    part: &Range<usize>,
+    run: &StridedRun,
+    bits: &mut TileBits,
+) {
+    let is_one_word = bits.words() == 1;
+    if is_one_word && (run.step == 1 || part.len() == 1) {
+        // positions, and so indices, ascend by 1: neither a division nor a branch
+        let index = |position: i64| {
+            position.saturating_sub(run.position).clamp(0, part.len() as i64) as u32
+        };
+        for row in rows {
+            let within =
+                |range: &Range<i64>| low_bits(index(range.end)) & !low_bits(index(range.start));
+            let visible = tile.ranges(row).iter().fold(0, |bits, range| bits | within(range));
+            bits.line_mut(row)[0] |= visible << part.start;
+        }
+        return;
+    }
+    for row in rows {
+        for range in tile.ranges(row) {
+            let within = indices_within(run, part.len(), range);
+            if !within.is_empty() {
+                bits.set(row, part.start + within.start..part.start + within.end);
+            }
+        }
+    }
+}
+
+/// Returns a word with the lowest `count` bits set, at most 64.
+const fn low_bits(count: u32) -> u64 {
+    match 1u64.checked_shl(count) {
+        Some(bit) => bit - 1,
+        None => !0,
     }
 }
 

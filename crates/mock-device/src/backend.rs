@@ -8,7 +8,7 @@ use std::{
 
 use annulus_core::{
     Backend, BackwardInputs, BackwardMode, BackwardPass, Block, Capabilities, ForwardPass,
-    Gradients, Inputs, Outputs, Passes, RangePairs, RankShard, Readers, Reduction, Result, Rows,
+    Gradients, Inputs, Outputs, Passes, RangePairs, RankShard, Reduction, Result, RowSet, Rows,
     Spec, Tick, Workspace, index, memory,
 };
 use ndarray::{Array4, Axis};
@@ -218,7 +218,7 @@ pub struct MockForward<'p> {
 }
 
 impl ForwardPass<MockSpace> for MockForward<'_> {
-    fn local_kv(&mut self, into: &mut DeviceBuffer, _: Readers) -> Result<DeviceEvent> {
+    fn local_kv(&mut self, into: &mut DeviceBuffer, _: &RowSet) -> Result<DeviceEvent> {
         self.workspace.pack_kv(self.inputs.k.tag, self.inputs.v.tag, into)
     }
 
@@ -286,7 +286,7 @@ pub struct MockBackward<'p> {
 }
 
 impl BackwardPass<MockSpace> for MockBackward<'_> {
-    fn local_kv(&mut self, into: &mut DeviceBuffer, _: Readers) -> Result<DeviceEvent> {
+    fn local_kv(&mut self, into: &mut DeviceBuffer, _: &RowSet) -> Result<DeviceEvent> {
         let Inputs { k, v, .. } = &self.inputs.forward;
         self.workspace.pack_kv(k.tag, v.tag, into)
     }

@@ -32,7 +32,6 @@ pub(crate) fn begin<E: Input<Accumulator: Summed>>(
         BackwardMode::OnePass => DqLayout::Rows,
         BackwardMode::TwoPass => DqLayout::Strips,
     };
-    state.in_place = false;
     state.arrivals.begin();
     state.query_tiles.begin();
     state.key_leaves.next = 0;

@@ -75,7 +75,6 @@ fn attend_block<E: Input<Accumulator: Summed>>(
         bias_gradient,
         ordered,
         query_tiles,
-        in_place,
         ..
     } = state;
     let State { arrivals, key_leaves, .. } = state;
@@ -86,8 +85,7 @@ fn attend_block<E: Input<Accumulator: Summed>>(
         _ => (&*geometry, *k_rows),
     };
     let spec = &*shard.spec;
-    let (k, v): (Source<'_, E>, Source<'_, E>) =
-        keys_and_values(shard, &inputs.forward, block, *in_place)?;
+    let (k, v): (Source<'_, E>, Source<'_, E>) = keys_and_values(shard, &inputs.forward, block)?;
     prefetch_first_tile(spec.dims, block.rows.len(), [&k, &v]);
     let attention_mask = shard.attention_mask.as_deref();
     let queries = &*shard.queries;

@@ -19,7 +19,7 @@
 
 use std::{ops::Range, sync::Mutex};
 
-use annulus_core::{BiasOrder, Element, LeafMerges, RowLayout, Tick, Visibility};
+use annulus_core::{BiasOrder, Element, LeafMerges, QueryTile, RowLayout, Tick, Visibility};
 
 use crate::{
     backward::{
@@ -335,7 +335,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
             }
             let keys = task.keys.start + strip.rows.start..task.keys.start + strip.rows.end;
             if !std::mem::replace(&mut filled, true) {
-                in_place = self.queries_in_place(task, head, queries);
+                in_place = self.queries_in_place(task, head, queries, tile);
                 if in_place.is_none() {
                     scratch.rows_head.fill(token, &self.q, task.batch, head, queries.clone());
                     scratch.rows_value.fill(token, &self.dout, task.batch, head, queries.clone());
@@ -382,19 +382,35 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
         PanelView::in_place(plane, &task.keys).map(|keys| keys.probed(token, dims.head_dim))
     }
 
-    /// Returns a tile of queries of one head, if it is read in place instead of packed.
+    /// Returns a tile of queries of one head, if it is read in place instead of packed. `tile` is
+    /// its visibility.
     fn queries_in_place(
         &self,
         task: &KeyTask,
         head: usize,
         queries: &Range<usize>,
+        tile: &QueryTile,
     ) -> Option<QueriesInPlace<'_, Acc<E>>> {
-        if self.geometry.strips(task.keys.len()).len() > MAX_USES_IN_PLACE {
+        if self.uses(task, tile) > MAX_USES_IN_PLACE {
             return None;
         }
         let [q, dout] = [&self.q, &self.dout].map(|source| source.plane(task.batch, head));
         let [q, dout] = [q, dout].map(|plane| PanelView::in_place(plane, queries));
         Some(QueriesInPlace { q: q?, dout: dout?, is_probed: false })
+    }
+
+    /// Returns the number of strips of a task's keys to which queries may attend.
+    fn uses(&self, task: &KeyTask, tile: &QueryTile) -> usize {
+        let mut may_attend = false;
+        let strips = self.geometry.strips(task.keys.len()).filter(|strip| {
+            if strip.rows.start.is_multiple_of(TILE) {
+                let first = task.keys.start + strip.rows.start;
+                may_attend =
+                    self.visibility.may_attend(tile, &(first..task.keys.end.min(first + TILE)));
+            }
+            may_attend
+        });
+        strips.count()
     }
 
     /// Processes one tile. `first_key` is its first key, as an index into the task.

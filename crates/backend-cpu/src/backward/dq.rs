@@ -49,17 +49,9 @@ pub(crate) fn backward_dq<E: Input<Accumulator: Summed>>(
 ) -> Result<()> {
     let task_rows = state.arrange_backward();
     let State { shard, geometry, blocks, scratch, statistics, bias_gradient, .. } = state;
-    let State { in_place, arrivals, query_tiles, .. } = state;
+    let State { arrivals, query_tiles, .. } = state;
     let inputs_forward = &inputs.forward;
-    let pass = QueryPass::<E>::new(
-        geometry,
-        task_rows,
-        shard,
-        query_tiles,
-        inputs_forward,
-        block,
-        *in_place,
-    )?;
+    let pass = QueryPass::<E>::new(geometry, task_rows, shard, query_tiles, inputs_forward, block)?;
     let dout = Source::tensor(array("dout", inputs.dout)?);
     let bias_in_blocks = bias_gradient.as_ref().is_some_and(|gradient| gradient.in_blocks());
     let pass = DqPass { pass, dout, statistics, bias_in_blocks };

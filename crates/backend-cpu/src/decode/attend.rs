@@ -30,10 +30,9 @@ pub(crate) fn attend<E: Input<Accumulator: Summed>>(
         // more blocks may follow
         state.keep_queries()?;
     }
-    let State { shard, geometry, blocks, scratch, decode, in_place, arrivals, .. } = state;
+    let State { shard, geometry, blocks, scratch, decode, arrivals, .. } = state;
     let State { query_tiles, attended, .. } = state;
-    let mut pass =
-        QueryPass::<E>::new(geometry, task_rows, shard, query_tiles, inputs, block, *in_place)?;
+    let mut pass = QueryPass::<E>::new(geometry, task_rows, shard, query_tiles, inputs, block)?;
     pass.is_only_block = !std::mem::replace(attended, true);
     QueryPass::<E>::begin_block(scratch);
     if let Some(leaves) = &shard.leaves {

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use annulus_core::{Block, Error, Host, Inputs, Result, TileBoundsTable, Visibility};
-use ndarray::ArrayView4;
+use ndarray::{ArrayView4, Axis, Slice};
 
 use crate::{
     simd::dispatch::{IsaToken, Real},
@@ -23,20 +23,23 @@ use crate::{
     },
 };
 
-/// Returns K and V of a block: from its records or, if `in_place`, from the caller's tensors.
+/// Returns K and V of a block: from its records or, of local keys, from the caller's tensors.
 pub(crate) fn keys_and_values<'a, 'i: 'a, 'b: 'a, E: Input>(
     shard: &annulus_core::RankShard,
     inputs: &Inputs<'i, Host>,
     block: &Block<'b, Host>,
-    in_place: bool,
 ) -> Result<(Source<'a, E>, Source<'a, E>)> {
-    if in_place {
-        if block.rows.rows() != shard.keys.rows() {
+    if let Some(first) = block.first_local {
+        let rows = first..first.saturating_add(block.rows.len());
+        if shard.keys.rows().get(rows.clone()) != Some(block.rows.rows()) {
             return Err(Error::internal(
                 "the rows of a block differ from this rank's, whose keys are read in place",
             ));
         }
-        return Ok((Source::tensor(array("k", inputs.k)?), Source::tensor(array("v", inputs.v)?)));
+        let rows = Slice::from(rows);
+        let local =
+            |tensor: ArrayView4<'i, E>| Source::tensor(tensor.slice_axis_move(Axis(1), rows));
+        return Ok((local(array("k", inputs.k)?), local(array("v", inputs.v)?)));
     }
     let record = shard.spec.kv_row_layout();
     let source = |field| Source::records(block.buffer.bytes(), block.rows.len(), &record, field);
@@ -52,7 +55,7 @@ pub(crate) struct QueryPass<'a, E: Input> {
     pub(crate) k: Source<'a, E>,
     pub(crate) v: Source<'a, E>,
     /// Bounds of the keys of this rank's queries.
-    bounds: &'a TileBoundsTable,
+    pub(super) bounds: &'a TileBoundsTable,
     /// See [`QueryTileCache::generation`].
     generation: u64,
     /// Strips of one head of a full task.
@@ -71,7 +74,6 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         query_tiles: &'a mut QueryTileCache,
         inputs: &Inputs<'i, Host>,
         block: &Block<'b, Host>,
-        in_place: bool,
     ) -> Result<Self> {
         let spec = &*shard.spec;
         let attention_mask = shard.attention_mask.as_deref();
@@ -79,7 +81,7 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         let keys = block.rows;
         let bias = inputs.bias.map(|bias| array::<Acc<E>>("bias", bias)).transpose()?;
         let sinks = inputs.sinks.map(|sinks| array("softmax_aux", sinks)).transpose()?;
-        let (k, v) = keys_and_values(shard, inputs, block, in_place)?;
+        let (k, v) = keys_and_values(shard, inputs, block)?;
         prefetch_first_tile(spec.dims, keys.len(), [&k, &v]);
         let visibility = Visibility { mask: &*spec.mask, attention_mask, queries, keys };
         query_tiles.update_bounds(&visibility, spec)?;

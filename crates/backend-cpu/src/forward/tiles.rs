@@ -24,7 +24,7 @@
 
 use std::ops::Range;
 
-use annulus_core::Tick;
+use annulus_core::{Tick, Visibility};
 
 use crate::{
     forward::{
@@ -54,7 +54,6 @@ use crate::{
 ///
 /// The accumulator keeps its old contents, which the first tile of a strip overwrites.
 pub(crate) fn begin<A: Real>(team: &Team, state: &mut State<A>) {
-    state.in_place = false;
     state.attended = false;
     state.arrivals.begin();
     state.query_tiles.begin();
@@ -213,7 +212,7 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
                 continue;
             }
             if let Some(next) = next.take() {
-                let uses = self.geometry.strips(task.rows.len()).len() * heads.len();
+                let uses = self.uses(task, heads, keys);
                 in_place = self.keys_in_place(task.batch, task.kv_head, keys, uses);
                 match in_place {
                     Some(_) => scratch.prefetcher.schedule_rows(next.kv_head, next.keys),
@@ -259,6 +258,18 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         }
         // a guess: the next tile of keys is packed after as many tiles as this one had
         scratch.prefetcher.spread(tiles, TILE + self.geometry.value_rows());
+    }
+
+    /// Returns the number of strips of a task's queries that may attend to `keys`, of all `heads`.
+    fn uses(
+        &self,
+        task: &QueryTask<'_, Acc<E>>,
+        heads: &Range<usize>,
+        keys: &Range<usize>,
+    ) -> usize {
+        let Visibility { keys: key_rows, .. } = self.visibility;
+        let tiles = self.bounds.count(task.batch, heads.start, &task.rows, key_rows, keys);
+        tiles * (TILE / self.geometry.strip_lanes()) * heads.len()
     }
 
     /// Loads the mask of a strip and `keys` from the cache, or computes it. Returns false if it is

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use annulus_core::{
     BackwardInputs, DenseMask, Element, Error, Host, HostBuffer, Inputs, RangePairs, RankShard,
-    Reduction, Result, RowField, RowLayout, Spec,
+    Reduction, Result, RowField, RowLayout, RowSet, Spec,
 };
 use ndarray::{ArrayView1, ArrayView4, ShapeBuilder};
 
@@ -24,12 +24,13 @@ pub(crate) fn bytes_mut(buffer: &mut HostBuffer) -> Result<&mut [u8]> {
     buffer.bytes_mut().ok_or_else(|| Error::internal("a block buffer is still in flight"))
 }
 
-/// Writes K and V as records of [`Spec::kv_row_layout`].
+/// Writes K and V of the local keys `sent` as records of [`Spec::kv_row_layout`].
 pub(crate) fn pack<E: Input<Accumulator: Summed>>(
     team: &Team,
     state: &mut State<Acc<E>>,
     inputs: &Inputs<'_, Host>,
     into: &mut HostBuffer,
+    sent: &RowSet,
 ) -> Result<()> {
     let record = state.shard.spec.kv_row_layout();
     let k = TensorRows::of(array::<E>("k", inputs.k)?);
@@ -39,10 +40,12 @@ pub(crate) fn pack<E: Input<Accumulator: Summed>>(
     let chunks =
         records_mut(into, len * state.shard.keys.len())?.chunks_mut(TILE * len).enumerate();
     team.run(&mut state.scratch, chunks, None, |_, (index, chunk), _| {
-        for (row, record) in chunk.chunks_exact_mut(len).enumerate() {
-            let (k_bytes, v_bytes) = record.split_at_mut(v_at);
-            k.write(index * TILE + row, k_bytes);
-            v.write(index * TILE + row, v_bytes);
+        let first = index * TILE;
+        for row in sent.rows_within(first as u64..(first + chunk.len() / len) as u64) {
+            let row = annulus_core::index(row);
+            let (k_bytes, v_bytes) = chunk[(row - first) * len..][..len].split_at_mut(v_at);
+            k.write(row, k_bytes);
+            v.write(row, v_bytes);
         }
     });
     Ok(())

@@ -188,8 +188,6 @@ pub(crate) struct State<A> {
     pub(crate) query_tiles: QueryTileCache,
     /// Present for workspaces of few queries without a backward pass.
     pub(crate) decode: Option<Decode<A>>,
-    /// True if the pass reads K and V of its local block from the caller's tensors.
-    pub(crate) in_place: bool,
     /// True if the forward pass has attended to a block.
     pub(crate) attended: bool,
     /// Leaves of the block that is attended to, in the reproducible order.
@@ -370,7 +368,6 @@ impl<A: Real> State<A> {
             }
             _ => KeyLeaves::none(),
         };
-        let in_place = false;
         let mut state = Self {
             shard,
             geometry,
@@ -390,7 +387,6 @@ impl<A: Real> State<A> {
             dq_layout,
             query_tiles,
             decode,
-            in_place,
             attended: false,
             arrivals: Arrivals::default(),
             key_leaves,

@@ -1,17 +1,17 @@
 //! The seam: strides, errors, stops.
 
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
 
 use annulus_core::{
     Backend, BackwardMode, BackwardPass, Block, DType, Dims, Element, Error, ForwardPass,
-    Gradients, Host, HostBuffer, Inputs, Layout, Outputs, Passes, Readers, SinkShape, Spec,
+    Gradients, Host, HostBuffer, Inputs, Layout, Outputs, Passes, RowSet, Rows, SinkShape, Spec,
     Workspace,
 };
 use annulus_cpu::Cpu;
 use ndarray::{Array4, s};
 
 use crate::{
-    ranks::{Rank, keep_going},
+    ranks::{LocalKv, Rank, keep_going},
     support::{Case, Random},
 };
 
@@ -20,20 +20,21 @@ fn forward(
     rank: &Rank<f32>,
     inputs: &Inputs<'_, Host>,
 ) -> annulus_core::Result<(Array4<f32>, Array4<f32>)> {
-    forward_of(cpu, rank, inputs, Readers::Ring)
+    forward_of(cpu, rank, inputs, LocalKv::Records)
 }
 
 fn forward_of(
     cpu: &Cpu,
     rank: &Rank<f32>,
     inputs: &Inputs<'_, Host>,
-    readers: Readers,
+    local_kv: LocalKv,
 ) -> annulus_core::Result<(Array4<f32>, Array4<f32>)> {
     let mut workspace = cpu.workspace(&rank.shard, Passes::Forward)?;
     let mut buffer = kv_buffer(rank);
     let mut pass = workspace.forward(inputs.reborrow(), &mut keep_going)?;
-    pass.local_kv(&mut buffer, readers)?;
-    let block = Block { buffer: &buffer, ready: &(), rows: &rank.shard.keys };
+    pass.local_kv(&mut buffer, &local_kv.sent(rank.shard.keys.len()))?;
+    let rows = &rank.shard.keys;
+    let block = Block { buffer: &buffer, ready: &(), rows, first_local: local_kv.first_local() };
     pass.attend(&block, &mut keep_going)?;
     finish(rank, pass)
 }
@@ -41,6 +42,11 @@ fn forward_of(
 /// A buffer for the rank's K and V.
 fn kv_buffer(rank: &Rank<f32>) -> HostBuffer {
     rank.keys_buffer(rank.shard.spec.kv_row_layout()).unwrap()
+}
+
+/// Local keys of a pass that packs all of them.
+fn all_keys(rank: &Rank<f32>) -> RowSet {
+    LocalKv::Records.sent(rank.shard.keys.len())
 }
 
 /// Returns out and lse.
@@ -95,7 +101,7 @@ fn strides_change_no_bit() {
     };
     assert_eq!(forward(&cpu, &rank, &inputs).unwrap(), want);
     // with one rank the kernels read k and v in the tensors
-    assert_eq!(forward_of(&cpu, &rank, &inputs, Readers::Local).unwrap(), want);
+    assert_eq!(forward_of(&cpu, &rank, &inputs, LocalKv::Inputs).unwrap(), want);
 }
 
 #[test]
@@ -111,8 +117,93 @@ fn a_token_reads_a_cache_of_either_order_of_heads_and_rows_with_the_same_bits() 
         v: Element::view(v.view().permuted_axes([0, 2, 1, 3])),
         ..rank.inputs()
     };
-    let want = forward_of(&cpu, &rank, &rank.inputs(), Readers::Local).unwrap();
-    assert_eq!(forward_of(&cpu, &rank, &inputs, Readers::Local).unwrap(), want);
+    let want = forward_of(&cpu, &rank, &rank.inputs(), LocalKv::Inputs).unwrap();
+    assert_eq!(forward_of(&cpu, &rank, &inputs, LocalKv::Inputs).unwrap(), want);
+}
+
+#[test]
+fn only_keys_that_other_ranks_read_are_packed() {
+    let rank = rank(Dims { q_heads: 4, ..Dims::new(2, 200, 2, 12) });
+    let cpu = Cpu::new(2).unwrap();
+    let mut workspace = cpu.workspace(&rank.shard, Passes::Forward).unwrap();
+    let mut pack = |sent: &RowSet| {
+        let mut buffer = kv_buffer(&rank);
+        buffer.bytes_mut().unwrap().fill(0x55);
+        let mut pass = workspace.forward(rank.inputs(), &mut keep_going).unwrap();
+        pass.local_kv(&mut buffer, sent).unwrap();
+        buffer.bytes().to_vec()
+    };
+    let all = pack(&all_keys(&rank));
+    let record = all.len() / 200;
+    // within a tile, over the edges of tiles, and none
+    for ranges in [[3..5, 60..131, 199..200], [0..0, 64..128, 0..0], [0..0, 0..0, 0..0]] {
+        let sent: RowSet = ranges.into_iter().collect();
+        let some = pack(&sent);
+        for (row, (got, want)) in some.chunks(record).zip(all.chunks(record)).enumerate() {
+            let want = if sent.contains(row as u64) { want } else { &vec![0x55; record][..] };
+            assert!(got == want, "row {row} of {sent:?}");
+        }
+    }
+}
+
+#[test]
+fn parts_of_the_local_keys_are_read_in_the_inputs() {
+    let rank = rank(Dims { q_heads: 4, ..Dims::new(2, 200, 2, 12) });
+    let cpu = Cpu::new(1).unwrap();
+    let run = |local_kv: LocalKv| {
+        let mut workspace = cpu.workspace(&rank.shard, Passes::Both).unwrap();
+        let mut buffer = kv_buffer(&rank);
+        let record = rank.shard.spec.kv_row_layout().bytes();
+        // not at the edge of a tile, as the tail of a local block
+        let parts = [0..70, 70..200];
+        let rows = |part: &Range<u64>| {
+            let mut rows = Rows::default();
+            let fill = |rows: &mut Vec<u64>, positions: &mut Vec<i64>, _: &mut Vec<i64>| {
+                rows.extend(part.clone());
+                positions.extend(part.clone().map(|row| row as i64));
+            };
+            rows.refill(fill).unwrap();
+            rows
+        };
+        let mut pass = workspace.forward(rank.inputs(), &mut keep_going).unwrap();
+        pass.local_kv(&mut buffer, &local_kv.sent(200)).unwrap();
+        for part in &parts {
+            let bytes = part.start * record..part.end * record;
+            let buffer = &buffer.part(bytes).unwrap();
+            let first_local = local_kv.first_local().map(|_| part.start as usize);
+            let block = Block { buffer, ready: &(), rows: &rows(part), first_local };
+            pass.attend(&block, &mut keep_going).unwrap();
+        }
+        let outputs = finish(&rank, pass).unwrap();
+        let inputs = rank.backward_inputs();
+        let mut pass = workspace.backward(inputs, BackwardMode::OnePass, &mut keep_going).unwrap();
+        pass.local_kv(&mut buffer, &local_kv.sent(200)).unwrap();
+        let sums = parts.each_ref().map(|part| {
+            let bytes = part.start * record..part.end * record;
+            let buffer = &buffer.part(bytes).unwrap();
+            let first_local = local_kv.first_local().map(|_| part.start as usize);
+            let block = Block { buffer, ready: &(), rows: &rows(part), first_local };
+            let mut dkv = rank.keys_buffer(rank.shard.spec.gradient_row_layout()).unwrap();
+            pass.attend_kv(&block, Some(&mut dkv), &mut keep_going).unwrap();
+            dkv.bytes().to_vec()
+        });
+        (outputs, sums)
+    };
+    assert!(run(LocalKv::Inputs) == run(LocalKv::Records));
+}
+
+#[test]
+fn other_rows_as_local_keys_are_a_typed_error() {
+    let rank = rank(Dims::new(1, 70, 1, 4));
+    let cpu = Cpu::new(1).unwrap();
+    let mut workspace = cpu.workspace(&rank.shard, Passes::Forward).unwrap();
+    let buffer = kv_buffer(&rank);
+    let mut pass = workspace.forward(rank.inputs(), &mut keep_going).unwrap();
+    for first in [1, 70, usize::MAX] {
+        let rows = &rank.shard.keys;
+        let block = Block { buffer: &buffer, ready: &(), rows, first_local: Some(first) };
+        assert_eq!(pass.attend(&block, &mut keep_going).unwrap_err().code(), 46);
+    }
 }
 
 #[test]
@@ -123,8 +214,9 @@ fn a_break_ends_the_call_early() {
         let mut workspace = cpu.workspace(&rank.shard, Passes::Both).unwrap();
         let mut buffer = kv_buffer(&rank);
         let mut pass = workspace.forward(rank.inputs(), &mut keep_going).unwrap();
-        pass.local_kv(&mut buffer, Readers::Ring).unwrap();
-        let block = Block { buffer: &buffer, ready: &(), rows: &rank.shard.keys };
+        pass.local_kv(&mut buffer, &all_keys(&rank)).unwrap();
+        let block =
+            Block { buffer: &buffer, ready: &(), rows: &rank.shard.keys, first_local: None };
         let mut ticks = 0;
         let mut stop = || {
             ticks += 1;
@@ -251,8 +343,9 @@ fn a_break_ends_a_backward_pass_whose_threads_wait_for_each_other() {
             let mode = BackwardMode::OnePass;
             let mut pass =
                 workspace.backward(rank.backward_inputs(), mode, &mut keep_going).unwrap();
-            pass.local_kv(&mut buffer, Readers::Ring).unwrap();
-            let block = Block { buffer: &buffer, ready: &(), rows: &rank.shard.keys };
+            pass.local_kv(&mut buffer, &all_keys(&rank)).unwrap();
+            let block =
+                Block { buffer: &buffer, ready: &(), rows: &rank.shard.keys, first_local: None };
             let mut tick = || match stopped {
                 true => ControlFlow::Break(()),
                 false => ControlFlow::Continue(()),
@@ -290,8 +383,9 @@ fn a_workspace_adopts_a_new_batch() {
         workspace.update(&rank.shard).unwrap();
         let mut buffer = kv_buffer(rank);
         let mut pass = workspace.forward(rank.inputs(), &mut keep_going).unwrap();
-        pass.local_kv(&mut buffer, Readers::Ring).unwrap();
-        let block = Block { buffer: &buffer, ready: &(), rows: &rank.shard.keys };
+        pass.local_kv(&mut buffer, &all_keys(rank)).unwrap();
+        let block =
+            Block { buffer: &buffer, ready: &(), rows: &rank.shard.keys, first_local: None };
         pass.attend(&block, &mut keep_going).unwrap();
         let want = forward(&cpu, rank, &rank.inputs()).unwrap();
         assert_eq!(finish(rank, pass).unwrap(), want);
@@ -310,7 +404,7 @@ fn a_pass_that_a_workspace_was_not_made_for_is_a_typed_error() {
     let mut pass =
         workspace.backward(rank.backward_inputs(), BackwardMode::OnePass, &mut keep_going).unwrap();
     let buffer = kv_buffer(&rank);
-    let block = Block { buffer: &buffer, ready: &(), rows: &rank.shard.keys };
+    let block = Block { buffer: &buffer, ready: &(), rows: &rank.shard.keys, first_local: None };
     assert_eq!(pass.attend_kv(&block, None, &mut keep_going).unwrap_err().code(), 46);
 }
 
@@ -323,14 +417,17 @@ fn mismatched_tensors_and_buffers_are_typed_errors() {
     let wrong = Inputs { k: Element::view(doubles.view()), ..rank.inputs() };
     let mut buffer = kv_buffer(&rank);
     let mut pass = workspace.forward(wrong, &mut keep_going).unwrap();
-    assert_eq!(pass.local_kv(&mut buffer, Readers::Ring), Err(Error::invalid("k", "f64", "f32")));
+    assert_eq!(
+        pass.local_kv(&mut buffer, &all_keys(&rank)),
+        Err(Error::invalid("k", "f64", "f32"))
+    );
     let mut pass = workspace.forward(rank.inputs(), &mut keep_going).unwrap();
     let mut short = HostBuffer::zeroed(8).unwrap();
-    assert_eq!(pass.local_kv(&mut short, Readers::Ring).unwrap_err().code(), 46);
+    assert_eq!(pass.local_kv(&mut short, &all_keys(&rank)).unwrap_err().code(), 46);
     let in_flight = buffer.clone();
-    assert_eq!(pass.local_kv(&mut buffer, Readers::Ring).unwrap_err().code(), 46);
+    assert_eq!(pass.local_kv(&mut buffer, &all_keys(&rank)).unwrap_err().code(), 46);
     drop(in_flight);
-    pass.local_kv(&mut buffer, Readers::Ring).unwrap();
+    pass.local_kv(&mut buffer, &all_keys(&rank)).unwrap();
     assert_eq!(Cpu::new(0).unwrap_err(), Error::invalid("threads", 0, "at least 1"));
 }
 

@@ -2,11 +2,14 @@
 
 use std::sync::Arc;
 
-use annulus_core::{DType, Dims, Dropout, Layout, Readers, SinkShape, Spec, mask};
+use annulus_core::{DType, Dims, Dropout, Layout, SinkShape, Spec, mask};
 use annulus_cpu::{Cpu, Isa};
 use ndarray::{Array2, s};
 
-use crate::support::{Case, Random};
+use crate::{
+    ranks::LocalKv,
+    support::{Case, Random},
+};
 
 fn isas() -> impl Iterator<Item = Isa> {
     Isa::ALL.into_iter().filter(|isa| isa.is_available())
@@ -62,14 +65,8 @@ fn any_features_forward_only() {
         for isa in isas() {
             let cpu = Cpu::new(2).unwrap().with_isa(isa).unwrap();
             let ranks = 1 + seed as usize % 3;
-            let (out, lse) = case
-                .run_forward(
-                    &cpu,
-                    &Layout::Striped,
-                    ranks,
-                    if ranks == 1 { Readers::Local } else { Readers::Ring },
-                )
-                .unwrap();
+            let (out, lse) =
+                case.run_forward(&cpu, &Layout::Striped, ranks, LocalKv::Inputs).unwrap();
             assert_close(&out, &want.out, 2e-5, &format!("seed {seed} {isa} out"));
             assert_close(&lse, &want.lse, 2e-5, &format!("seed {seed} {isa} lse"));
         }
@@ -87,21 +84,21 @@ fn few_queries_over_many_keys() {
             [(DType::F64, 1e-11), (DType::F32, 1e-5), (DType::F16, 2e-3), (DType::Bf16, 1e-2)];
         let tolerance = tolerance.into_iter().find(|(of, _)| *of == dtype).unwrap().1;
         for isa in isas() {
-            let run = |threads, ranks, readers| {
+            let run = |threads, ranks, local_kv| {
                 let cpu = Cpu::new(threads).unwrap().with_isa(isa).unwrap();
-                case.run_forward(&cpu, &Layout::Contiguous, ranks, readers).unwrap()
+                case.run_forward(&cpu, &Layout::Contiguous, ranks, local_kv).unwrap()
             };
-            let alone = run(1, 1, Readers::Local);
+            let alone = run(1, 1, LocalKv::Inputs);
             assert_close(&alone.0, &want.out, tolerance, &format!("seed {seed} {isa} out"));
             assert_close(&alone.1, &want.lse, 2e-5, &format!("seed {seed} {isa} lse"));
             // in place or packed, on any number of threads
             assert!(
-                run(1, 1, Readers::Ring) == alone
-                    && run(2, 1, Readers::Local) == alone
-                    && run(5, 1, Readers::Ring) == alone,
+                run(1, 1, LocalKv::Records) == alone
+                    && run(2, 1, LocalKv::Inputs) == alone
+                    && run(5, 1, LocalKv::Records) == alone,
                 "seed {seed} {isa}"
             );
-            let two = run(2, 2, Readers::Ring);
+            let two = run(2, 2, LocalKv::Records);
             assert_close(&two.0, &want.out, tolerance, &format!("seed {seed} {isa}, two ranks"));
         }
     }
@@ -129,7 +126,7 @@ fn few_queries_propagate_only_visible_nans() {
                     &Cpu::new(2).unwrap().with_isa(isa).unwrap(),
                     &Layout::Contiguous,
                     1,
-                    Readers::Local,
+                    LocalKv::Inputs,
                 )
                 .unwrap()
             };
@@ -173,7 +170,7 @@ fn narrow_masks_use_row_major_tasks_and_give_the_same_bits() {
                         &cpu(threads),
                         &Layout::Contiguous,
                         1,
-                        if threads == 1 { Readers::Local } else { Readers::Ring },
+                        if threads == 1 { LocalKv::Inputs } else { LocalKv::Records },
                     )
                     .unwrap();
                 assert!(

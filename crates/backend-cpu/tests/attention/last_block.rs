@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use annulus_core::{
-    Backend, Block, DType, Dims, Element, ForwardPass, HostBuffer, Layout, Outputs, Passes,
-    Readers, SinkShape, Spec, Workspace, mask,
+    Backend, Block, DType, Dims, Element, ForwardPass, HostBuffer, Layout, Outputs, Passes, RowSet,
+    SinkShape, Spec, Workspace, mask,
 };
 use annulus_cpu::Cpu;
 use half::bf16;
@@ -75,7 +75,7 @@ fn narrow_tasks_write_outputs_before_the_epilogue() {
     let mut workspace = Cpu::new(1).unwrap().workspace(&rank.shard, Passes::Forward).unwrap();
     let mut pass = workspace.forward(rank.inputs(), &mut keep_going).unwrap();
     let mut buffer = HostBuffer::zeroed(0).unwrap();
-    pass.local_kv(&mut buffer, Readers::Local).unwrap();
+    pass.local_kv(&mut buffer, &RowSet::new()).unwrap();
     // rows of out with gaps, in reversed order, and not of contiguous elements
     let mut memory = Array4::from_elem((2, 2 * LEN, 4, 18), 7f32);
     let mut out = memory.slice_mut(s![.., ..;-2, .., ..;2]);
@@ -87,7 +87,8 @@ fn narrow_tasks_write_outputs_before_the_epilogue() {
         sum: None,
         ties: None,
     };
-    let block = Block { buffer: &buffer, ready: &(), rows: &rank.shard.keys };
+    let rows = &rank.shard.keys;
+    let block = Block { buffer: &buffer, ready: &(), rows, first_local: Some(0) };
     pass.attend_last(&block, outputs, &mut keep_going).unwrap();
     // the accumulators are gone
     assert!(pass.attend(&block, &mut keep_going).is_err());

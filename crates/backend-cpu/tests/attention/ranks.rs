@@ -4,7 +4,7 @@ use std::{ops::ControlFlow, sync::Arc};
 
 use annulus_core::{
     Backend, BackwardInputs, BackwardMode, BackwardPass, Block, Dims, Element, ForwardPass,
-    Gradients, Host, HostBuffer, HostViewMut, Inputs, Layout, Outputs, Passes, RankShard, Readers,
+    Gradients, Host, HostBuffer, HostViewMut, Inputs, Layout, Outputs, Passes, RankShard,
     Reduction, Result, RowSet, Rows, Shard, Side, Workspace,
 };
 use annulus_cpu::Cpu;
@@ -43,31 +43,51 @@ impl Case {
         }
     }
 
-    /// Returns out and lse of forward-only workspaces; `in_place` for a rank whose keys no other
-    /// rank reads.
+    /// Returns out and lse of forward-only workspaces.
     pub(crate) fn run_forward(
         &self,
         cpu: &Cpu,
         layout: &Layout,
         ranks: usize,
-        readers: Readers,
+        local_kv: LocalKv,
     ) -> Result<(Array4<f64>, Array3<f64>)> {
         match self.spec.dtype {
             annulus_core::DType::F64 => {
-                Ring::<f64>::new(self, cpu, layout, ranks, Passes::Forward)?.run_forward(readers)
+                Ring::<f64>::new(self, cpu, layout, ranks, Passes::Forward)?.run_forward(local_kv)
             }
             annulus_core::DType::F32 => {
-                Ring::<f32>::new(self, cpu, layout, ranks, Passes::Forward)?.run_forward(readers)
+                Ring::<f32>::new(self, cpu, layout, ranks, Passes::Forward)?.run_forward(local_kv)
             }
             annulus_core::DType::Bf16 => {
                 Ring::<half::bf16>::new(self, cpu, layout, ranks, Passes::Forward)?
-                    .run_forward(readers)
+                    .run_forward(local_kv)
             }
             annulus_core::DType::F16 => {
                 Ring::<half::f16>::new(self, cpu, layout, ranks, Passes::Forward)?
-                    .run_forward(readers)
+                    .run_forward(local_kv)
             }
         }
+    }
+}
+
+/// Where a pass reads the keys and values of its own rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum LocalKv {
+    /// In the records that it packed.
+    Records,
+    /// In its inputs. No record is packed.
+    Inputs,
+}
+
+impl LocalKv {
+    /// Returns the local keys that are packed, of `keys` keys, if no other rank reads them.
+    pub(crate) fn sent(self, keys: usize) -> RowSet {
+        RowSet::all(if self == Self::Records { keys as u64 } else { 0 })
+    }
+
+    /// Returns [`Block::first_local`] of the block of all local keys.
+    pub(crate) fn first_local(self) -> Option<usize> {
+        (self == Self::Inputs).then_some(0)
     }
 }
 
@@ -95,7 +115,7 @@ impl Case {
         last_call: LastCall,
     ) -> Result<Vec<RankOutputs<E>>> {
         let mut ring = Ring::<E>::new(self, cpu, layout, ranks, Passes::Forward)?;
-        ring.forward(if ranks == 1 { Readers::Local } else { Readers::Ring }, last_call)?;
+        ring.forward(LocalKv::Inputs, last_call)?;
         let outputs = |rank: Rank<E>| (rank.out, rank.lse, [rank.max, rank.sum, rank.ties]);
         Ok(ring.ranks.into_iter().map(outputs).collect())
     }
@@ -258,12 +278,12 @@ impl<'a, E: Element> Ring<'a, E> {
     }
 
     fn run(mut self, fused: bool) -> Result<Outcome> {
-        self.forward(Readers::Ring, LastCall::AttendLast)?;
+        self.forward(LocalKv::Records, LastCall::AttendLast)?;
         self.backward(fused)
     }
 
-    fn run_forward(mut self, readers: Readers) -> Result<(Array4<f64>, Array3<f64>)> {
-        self.forward(readers, LastCall::AttendLast)?;
+    fn run_forward(mut self, local_kv: LocalKv) -> Result<(Array4<f64>, Array3<f64>)> {
+        self.forward(local_kv, LastCall::AttendLast)?;
         let Dims { batch, q_len, q_heads, .. } = self.case.spec.dims;
         let (mut out, mut lse) =
             (Array4::zeros(self.case.dout.raw_dim()), Array4::zeros((batch, q_heads, q_len, 1)));
@@ -274,13 +294,15 @@ impl<'a, E: Element> Ring<'a, E> {
         Ok((out, lse.index_axis_move(Axis(3), 0)))
     }
 
-    fn forward(&mut self, readers: Readers, last_call: LastCall) -> Result<()> {
+    fn forward(&mut self, local_kv: LocalKv, last_call: LastCall) -> Result<()> {
         let count = self.ranks.len();
         let mut passes = Vec::new();
         let ranks = self.ranks.iter().zip(&mut self.workspaces).zip(&mut self.blocks);
         for ((rank, workspace), block) in ranks {
             let mut pass = workspace.forward(rank.inputs(), &mut keep_going)?;
-            pass.local_kv(block, readers)?;
+            let keys = rank.shard.keys.len();
+            let sent = if count > 1 { RowSet::all(keys as u64) } else { local_kv.sent(keys) };
+            pass.local_kv(block, &sent)?;
             passes.push(pass);
         }
         let mut outputs = Vec::new();
@@ -301,7 +323,8 @@ impl<'a, E: Element> Ring<'a, E> {
                 let owner = (r + t) % count;
                 let buffer = &self.blocks[owner];
                 let rows = &*self.ranks[owner].shard.keys;
-                let block = Block { buffer, ready: &(), rows };
+                let first_local = local_kv.first_local().filter(|_| t == 0);
+                let block = Block { buffer, ready: &(), rows, first_local };
                 if t + 1 == count && last_call == LastCall::AttendLast {
                     pass.attend_last(&block, outputs_of_rank, &mut keep_going)?;
                 } else {
@@ -337,7 +360,8 @@ impl<'a, E: Element> Ring<'a, E> {
             for t in 0..ranks.len() {
                 let owner = (r + t) % ranks.len();
                 let keys = &*ranks[owner].shard.keys;
-                let block = Block { buffer: &blocks[owner], ready: &(), rows: keys };
+                let block =
+                    Block { buffer: &blocks[owner], ready: &(), rows: keys, first_local: None };
                 if spec.backward == BackwardMode::TwoPass {
                     pass.attend_kv(&block, None, &mut keep_going)?;
                     continue;
@@ -366,7 +390,7 @@ impl<'a, E: Element> Ring<'a, E> {
                     let owner = (r + t) % ranks.len();
                     let buffer = &query_blocks[owner];
                     let rows = &*ranks[owner].shard.queries;
-                    let block = Block { buffer, ready: &(), rows };
+                    let block = Block { buffer, ready: &(), rows, first_local: None };
                     pass.attend_queries(&block, &mut gradients[r], &mut keep_going)?;
                 }
             }

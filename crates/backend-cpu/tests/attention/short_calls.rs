@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use annulus_core::{
     Backend, BackwardInputs, BackwardMode, BackwardPass, Block, DType, Dims, Element, ForwardPass,
-    Gradients, Host, HostBuffer, Layout, Outputs, Passes, Readers, Spec, Workspace, mask,
+    Gradients, Host, HostBuffer, Layout, Outputs, Passes, Spec, Workspace, mask,
 };
 use annulus_cpu::Cpu;
 use ndarray::{Array4, ArrayView4, Axis, s};
 
 use crate::{
-    ranks::{Rank, keep_going},
+    ranks::{LocalKv, Rank, keep_going},
     support::{Case, Random},
 };
 
@@ -61,9 +61,9 @@ fn run(cpu: &Cpu, rank: &Rank<f32>, passes: usize, reversed: bool) -> annulus_co
             sinks: None,
         };
         // rows of a tensor, as a rank alone reads its keys
-        let readers = if reversed { Readers::Local } else { Readers::Ring };
+        let local_kv = if reversed { LocalKv::Inputs } else { LocalKv::Records };
         let [mut out, mut lse] = [rank.out.clone(), rank.lse.clone()];
-        forward(&mut workspace, rank, (&inputs, readers), &mut kv, [&mut out, &mut lse])?;
+        forward(&mut workspace, rank, (&inputs, local_kv), &mut kv, [&mut out, &mut lse])?;
         let inputs = BackwardInputs {
             forward: inputs,
             out: Element::view(out.view()),
@@ -74,8 +74,9 @@ fn run(cpu: &Cpu, rank: &Rank<f32>, passes: usize, reversed: bool) -> annulus_co
             dlse: None,
         };
         let mut backward = workspace.backward(inputs, BackwardMode::OnePass, &mut keep_going)?;
-        backward.local_kv(&mut kv, readers)?;
-        let block = Block { buffer: &kv, ready: &(), rows: &rank.shard.keys };
+        backward.local_kv(&mut kv, &local_kv.sent(rank.shard.keys.len()))?;
+        let first_local = local_kv.first_local();
+        let block = Block { buffer: &kv, ready: &(), rows: &rank.shard.keys, first_local };
         backward.attend_kv(&block, Some(&mut dkv), &mut keep_going)?;
         let mut results = [&rank.q, &rank.k, &rank.v].map(Array4::clone);
         let [dq, dk, dv] = &mut results;
@@ -97,13 +98,14 @@ fn run(cpu: &Cpu, rank: &Rank<f32>, passes: usize, reversed: bool) -> annulus_co
 fn forward(
     workspace: &mut annulus_cpu::Workspace,
     rank: &Rank<f32>,
-    (inputs, readers): (&annulus_core::Inputs<'_, Host>, Readers),
+    (inputs, local_kv): (&annulus_core::Inputs<'_, Host>, LocalKv),
     kv: &mut HostBuffer,
     [out, lse]: [&mut Array4<f32>; 2],
 ) -> annulus_core::Result<()> {
     let mut pass = workspace.forward(inputs.reborrow(), &mut keep_going)?;
-    pass.local_kv(kv, readers)?;
-    let block = Block { buffer: kv, ready: &(), rows: &rank.shard.keys };
+    pass.local_kv(kv, &local_kv.sent(rank.shard.keys.len()))?;
+    let first_local = local_kv.first_local();
+    let block = Block { buffer: kv, ready: &(), rows: &rank.shard.keys, first_local };
     let mut outputs = Outputs {
         out: Element::view_mut(out.view_mut()),
         lse: Element::view_mut(lse.view_mut()),

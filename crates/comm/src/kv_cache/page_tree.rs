@@ -199,7 +199,10 @@ impl<B: Backend<Space: HostTensors>> PageTree<B> {
         let mut pass = workspace.forward(inputs, &mut *tick)?;
         if pages.count() > 0 {
             let ready = written.as_ref().ok_or_else(too_short)?;
-            pass.attend(&Block { buffer: records, ready, rows: keys }, &mut *tick)?;
+            pass.attend(
+                &Block { buffer: records, ready, rows: keys, first_local: None },
+                &mut *tick,
+            )?;
         }
         let outputs = &mut Outputs {
             out: HostViewMut::of_bytes(values, sums, [rows, 1, 1, value_dim])?,

@@ -171,7 +171,7 @@ impl<S: Space> Segment<S> {
     /// Returns the segment as a block; `None` if it was never written.
     fn block(&self) -> Option<Block<'_, S>> {
         let ready = self.written.as_ref()?;
-        Some(Block { buffer: &self.buffer, ready, rows: &self.rows })
+        Some(Block { buffer: &self.buffer, ready, rows: &self.rows, first_local: None })
     }
 }
 

@@ -390,7 +390,8 @@ pub(super) fn circulate<S: Space>(
             }
             let Some((buffer, ready)) = blocks.current() else { break };
             let rows = rows.expand(&shards[step.owner], part_rows)?;
-            let block = Block { buffer: &buffer, ready: &ready, rows };
+            let first_local = (number == 0).then_some(0);
+            let block = Block { buffer: &buffer, ready: &ready, rows, first_local };
             let is_last = number + 1 == steps.len() && part + 1 == parts.len();
             let index = BlockIndex { step: number, is_last };
             let of_block = [part_rows.count(), step.rows.count()];

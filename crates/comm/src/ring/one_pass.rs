@@ -4,8 +4,8 @@
 //! other ranks may wait for that.
 
 use annulus_core::{
-    Arrived, BackwardPass, Block, Channel, Error, Incoming, MessageHeader, Readers, Reduction,
-    Result, RowSet, Space,
+    Arrived, BackwardPass, Block, Channel, Error, Incoming, MessageHeader, Reduction, Result,
+    RowSet, Space, index,
 };
 
 use super::{
@@ -119,7 +119,7 @@ impl<'a, S: Space, P: BackwardPass<S>> OnePass<'a, S, P> {
             }
         };
         let rows = self.rows.expand(&self.plan.shards.kv[step.owner], head)?;
-        let block = Block { buffer: &buffer, ready: &ready, rows };
+        let block = Block { buffer: &buffer, ready: &ready, rows, first_local: Some(0) };
         let Self { pass, local_dkv, in_flight, .. } = self;
         in_flight.compute(step.owner, [head.count(), step.rows.count()], |in_flight| {
             pass.attend_kv(&block, Some(&mut **local_dkv), &mut || {
@@ -141,7 +141,7 @@ impl<'a, S: Space, P: BackwardPass<S>> OnePass<'a, S, P> {
             None => self.wait_until(blocks, |_, sums| sums.next())?,
         };
         let rows = self.rows.expand(&self.plan.shards.kv[step.owner], &step.rows)?;
-        let block = Block { buffer: &buffer, ready: &ready, rows };
+        let block = Block { buffer: &buffer, ready: &ready, rows, first_local: None };
         let Self { pass, in_flight, .. } = self;
         let ready = in_flight.compute(step.owner, [step.rows.count(); 2], |in_flight| {
             pass.attend_kv(&block, Some(&mut sum), &mut || {
@@ -211,7 +211,8 @@ impl<'a, S: Space, P: BackwardPass<S>> OnePass<'a, S, P> {
     }
 
     /// Computes on the tail rows of the local block, if it has any. Returns their dK and dV. Packs
-    /// the block again unless the route kept it as `local_kv`; its buffer returns to `stock`.
+    /// the block again, now for this rank alone, unless the route kept it as `local_kv`; its buffer
+    /// returns to `stock`.
     pub(super) fn attend_tail(
         &mut self,
         ring_index: usize,
@@ -229,13 +230,14 @@ impl<'a, S: Space, P: BackwardPass<S>> OnePass<'a, S, P> {
             Some(packed) => packed,
             None => {
                 let mut kv = stock.take(stock.local())?;
-                let ready = self.pass.local_kv(&mut kv, Readers::Ring)?;
+                let ready = self.pass.local_kv(&mut kv, &RowSet::new())?;
                 (kv, ready)
             }
         };
         let part = plan.tail_of::<S>(&kv)?;
         let rows = self.rows.expand(&plan.shards.kv[ring_index], &plan.tail_set())?;
-        let block = Block { buffer: &part, ready: &ready, rows };
+        let first_local = Some(index(plan.program.head_rows));
+        let block = Block { buffer: &part, ready: &ready, rows, first_local };
         // no partial sum arrives any more
         let mut sum = self.arriving.take(0)?;
         let Self { pass, in_flight, .. } = self;

@@ -42,6 +42,8 @@ pub(crate) struct RankStep {
 #[derive(Debug, Default)]
 pub(crate) struct RankProgram {
     pub(crate) steps: Vec<RankStep>,
+    /// Rows of the local block that other ranks read from it.
+    pub(crate) sent: RowSet,
     /// Rows of the local block that are attended to in step 0 of a backward pass; the others, the
     /// tail, come after the last step. See `tail_overlap.rs`.
     pub(crate) head_rows: u64,
@@ -101,11 +103,16 @@ impl RankProgram {
         let last_block = schedule.last_block();
         let mut unwritten: RowSet = std::iter::once(head_rows..local.count()).collect();
         let mut program = Vec::with_capacity(steps.len());
+        let mut sent = Vec::new();
         for (number, step) in steps.iter().enumerate() {
             let ranks = schedule.steps.len();
             let sends_local =
                 schedule.route.keeps_local(ranks) && !schedule.route.forwards(number + 1, ranks);
             let source = if sends_local { local } else { &step.rows };
+            if sends_local || number == 0 {
+                let rows = step.before.sends.iter().flat_map(|message| message.rows.ranges());
+                sent.extend(rows.cloned());
+            }
             let addressing = Addressing { order, step: number, record_bytes: sizes.block };
             let gradients = Addressing { record_bytes: sizes.gradient, ..addressing };
             program.push(RankStep {
@@ -136,7 +143,12 @@ impl RankProgram {
             });
         }
         let tail = vec![(head_rows..local.count(), 0..local.count() - head_rows)];
-        Self { steps: program, head_rows, tail_reduce: HomeReduce::split(tail, &mut unwritten) }
+        Self {
+            steps: program,
+            sent: sent.into_iter().collect(),
+            head_rows,
+            tail_reduce: HomeReduce::split(tail, &mut unwritten),
+        }
     }
 
     /// Returns the payload bytes of the gradients that this rank sends.

@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 
 use annulus_core::{
     Backend, BackwardInputs, BackwardMode, BackwardPass, Error, ForwardPass, Gradients, Inputs,
-    LeafSums, Outputs, Readers, Result, Space, Workspace,
+    LeafSums, Outputs, Result, Space, Workspace,
 };
 
 use crate::span::span;
@@ -54,7 +54,6 @@ impl<B: Backend> Ring<B> {
         outputs: &mut Outputs<'_, B::Space>,
         first_tag: u64,
     ) -> Result<Duration> {
-        let readers = self.kv_readers();
         let Self { agreed, workspace, transport, plan, buffers, watch, ring_index, .. } = self;
         let start = Instant::now();
         let observer = watch.observer(Circulation::Forward, start, agreed, plan, *ring_index);
@@ -63,7 +62,7 @@ impl<B: Backend> Ring<B> {
         in_flight.check()?;
 
         let mut kv = buffers.blocks.take(buffers.blocks.local())?;
-        let ready = pass.local_kv(&mut kv, readers)?;
+        let ready = pass.local_kv(&mut kv, &plan.program.sent)?;
         let steps = &plan.program.steps;
         let pace = Pace::new(agreed);
         let blocks =
@@ -107,7 +106,6 @@ impl<B: Backend> Ring<B> {
         gradients: &mut Gradients<'_, B::Space>,
         first_tag: u64,
     ) -> Result<Duration> {
-        let readers = self.kv_readers();
         let Self { agreed, workspace, transport, plan, buffers, watch, ring_index, .. } = self;
         let start = Instant::now();
         let observer = watch.observer(Circulation::OnePass, start, agreed, plan, *ring_index);
@@ -117,7 +115,7 @@ impl<B: Backend> Ring<B> {
         in_flight.check()?;
 
         let mut kv = buffers.blocks.take(buffers.blocks.local())?;
-        let ready = pass.local_kv(&mut kv, readers)?;
+        let ready = pass.local_kv(&mut kv, &plan.program.sent)?;
         let steps = &plan.program.steps;
         let pace = Pace::new(agreed).with_gradients();
         let mut blocks = Blocks::new(kv, ready, steps, |step| &step.kv, pace, &mut buffers.blocks);
@@ -177,7 +175,7 @@ impl<B: Backend> Ring<B> {
         let mut pass = workspace.backward(inputs.reborrow(), mode, &mut || in_flight.tick())?;
         in_flight.check()?;
         let mut kv = buffers.blocks.take(buffers.blocks.local())?;
-        let ready = pass.local_kv(&mut kv, Readers::Ring)?;
+        let ready = pass.local_kv(&mut kv, &plan.program.sent)?;
         let steps = &plan.program.steps;
         let pace = Pace::new(agreed);
         let blocks =
@@ -229,12 +227,6 @@ impl<B: Backend> Ring<B> {
     /// Returns true if a backward pass sends queries around the ring after keys and values.
     fn has_two_passes(&self) -> bool {
         self.agreed.spec.backward == BackwardMode::TwoPass && self.ranks > 1
-    }
-
-    /// Returns the readers of the local block. On a ring of one rank only the backend reads it,
-    /// which may then use the inputs instead of a packed block.
-    const fn kv_readers(&self) -> Readers {
-        if self.ranks == 1 { Readers::Local } else { Readers::Ring }
     }
 }
 

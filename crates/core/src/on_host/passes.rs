@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     BackwardPass, Block, DeviceSpace, ForwardPass, Gradients, HostViewMut, Outputs, RangePairs,
-    Readers, Reduction, Result, Space, Tick,
+    Reduction, Result, RowSet, Space, Tick,
 };
 
 /// Slots of the outputs of a forward pass.
@@ -68,8 +68,8 @@ fn download_all<D: DeviceSpace, const N: usize>(
 }
 
 impl<P: ForwardPass<D>, D: DeviceSpace> ForwardPass<HostViews<D>> for OnHostForward<'_, P, D> {
-    fn local_kv(&mut self, into: &mut D::Buffer, readers: Readers) -> Result<D::Event> {
-        self.pass.local_kv(into, readers)
+    fn local_kv(&mut self, into: &mut D::Buffer, sent: &RowSet) -> Result<D::Event> {
+        self.pass.local_kv(into, sent)
     }
 
     fn attend(&mut self, kv: &Block<'_, HostViews<D>>, tick: Tick<'_>) -> Result<()> {
@@ -115,8 +115,8 @@ pub struct OnHostBackward<'p, P, D: DeviceSpace> {
 }
 
 impl<P: BackwardPass<D>, D: DeviceSpace> BackwardPass<HostViews<D>> for OnHostBackward<'_, P, D> {
-    fn local_kv(&mut self, into: &mut D::Buffer, readers: Readers) -> Result<D::Event> {
-        self.pass.local_kv(into, readers)
+    fn local_kv(&mut self, into: &mut D::Buffer, sent: &RowSet) -> Result<D::Event> {
+        self.pass.local_kv(into, sent)
     }
 
     fn local_queries(&mut self, into: &mut D::Buffer) -> Result<D::Event> {
@@ -181,5 +181,6 @@ impl<P: BackwardPass<D>, D: DeviceSpace> BackwardPass<HostViews<D>> for OnHostBa
 
 /// The same block in the space of the device.
 const fn on_device<'a, D: Space>(block: &Block<'a, HostViews<D>>) -> Block<'a, D> {
-    Block { buffer: block.buffer, ready: block.ready, rows: block.rows }
+    let &Block { buffer, ready, rows, first_local } = block;
+    Block { buffer, ready, rows, first_local }
 }

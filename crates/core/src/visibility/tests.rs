@@ -158,12 +158,19 @@ fn checked(
                     counts[want as usize] += 1;
                     if class != TileClass::Empty {
                         prop_assert!(listed.contains(&keys) && covered.contains(&keys));
+                        let count = bounds.count(batch, head, &rows, visibility.keys, &keys);
+                        prop_assert_eq!(count, 1);
                         prop_assert!(
                             bounds
-                                .query_tiles(batch, head, visibility.keys, keys)
+                                .query_tiles(batch, head, visibility.keys, keys.clone())
                                 .any(|tile| tile == rows)
                         );
                     }
+                    let all = 0..visibility.queries.len();
+                    prop_assert_eq!(
+                        bounds.count(batch, head, &all, visibility.keys, &keys),
+                        bounds.query_tiles(batch, head, visibility.keys, keys).count()
+                    );
                 }
                 prop_assert!(listed.is_sorted_by_key(|keys| keys.start));
             }
