@@ -32,7 +32,7 @@ struct Calls {
     backward: Vec<Recorded>,
 }
 
-/// A copy of a block.
+/// A copy of a block. Of a local one ([`Block::first_local`]) the pass reads its inputs instead.
 #[derive(Debug)]
 struct Recorded {
     buffer: HostBuffer,
@@ -137,10 +137,11 @@ impl Replay {
         };
         let mut taken = 0;
         let last = calls.forward.len().saturating_sub(1);
-        for (index, Recorded { buffer, rows, first_local }) in calls.forward.iter().enumerate() {
+        for (index, recorded) in calls.forward.iter().enumerate() {
             if cached {
-                read(buffer);
+                read(recorded, [k, v]);
             }
+            let Recorded { buffer, rows, first_local } = recorded;
             let block = Block { buffer, ready: &(), rows, first_local: *first_local };
             let tick: Tick<'_> = &mut || ControlFlow::Continue(());
             let start = thread_nanoseconds();
@@ -170,10 +171,11 @@ impl Replay {
             workspace.backward(inputs, BackwardMode::OnePass, &mut || ControlFlow::Continue(()))?;
         pass.local_kv(local_kv, &RowSet::new())?;
         let mut taken = 0;
-        for Recorded { buffer, rows, first_local } in &calls.backward {
+        for recorded in &calls.backward {
             if cached {
-                read(buffer);
+                read(recorded, [k, v]);
             }
+            let Recorded { buffer, rows, first_local } = recorded;
             let block = Block { buffer, ready: &(), rows, first_local: *first_local };
             let start = thread_nanoseconds();
             pass.attend_kv(&block, Some(dkv), &mut || ControlFlow::Continue(()))?;
@@ -202,9 +204,16 @@ impl Replay {
     }
 }
 
-/// Reads a block, so that it is in the caches as far as it fits.
-fn read(buffer: &HostBuffer) {
-    std::hint::black_box(buffer.bytes().iter().fold(0u8, |all, &byte| all ^ byte));
+/// Reads K and V of a block, local ones in the inputs, so that they are in the caches as far as they
+/// fit.
+fn read(block: &Recorded, inputs: [&Array4<f32>; 2]) {
+    if block.first_local.is_none() {
+        std::hint::black_box(block.buffer.bytes().iter().fold(0u8, |all, &byte| all ^ byte));
+        return;
+    }
+    for input in inputs {
+        std::hint::black_box(input.iter().fold(0u32, |all, element| all ^ element.to_bits()));
+    }
 }
 
 fn inputs_of([q, k, v]: [&Array4<f32>; 3]) -> Inputs<'_, Host> {

@@ -75,7 +75,7 @@ impl TileBoundsTable {
 
     /// Returns the number of tiles that contain one of the queries `rows` and are not certainly
     /// empty for the keys `tile`.
-    pub fn count(
+    pub fn count_query_tiles(
         &self,
         batch: usize,
         head: usize,

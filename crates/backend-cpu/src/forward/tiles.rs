@@ -268,7 +268,8 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         keys: &Range<usize>,
     ) -> usize {
         let Visibility { keys: key_rows, .. } = self.visibility;
-        let tiles = self.bounds.count(task.batch, heads.start, &task.rows, key_rows, keys);
+        let tiles =
+            self.bounds.count_query_tiles(task.batch, heads.start, &task.rows, key_rows, keys);
         tiles * (TILE / self.geometry.strip_lanes()) * heads.len()
     }
 

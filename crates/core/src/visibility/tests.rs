@@ -158,7 +158,8 @@ fn checked(
                     counts[want as usize] += 1;
                     if class != TileClass::Empty {
                         prop_assert!(listed.contains(&keys) && covered.contains(&keys));
-                        let count = bounds.count(batch, head, &rows, visibility.keys, &keys);
+                        let count =
+                            bounds.count_query_tiles(batch, head, &rows, visibility.keys, &keys);
                         prop_assert_eq!(count, 1);
                         prop_assert!(
                             bounds
@@ -168,7 +169,7 @@ fn checked(
                     }
                     let all = 0..visibility.queries.len();
                     prop_assert_eq!(
-                        bounds.count(batch, head, &all, visibility.keys, &keys),
+                        bounds.count_query_tiles(batch, head, &all, visibility.keys, &keys),
                         bounds.query_tiles(batch, head, visibility.keys, keys).count()
                     );
                 }
