@@ -260,7 +260,7 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         scratch.prefetcher.spread(tiles, TILE + self.geometry.value_rows());
     }
 
-    /// Returns the number of strips of a task's queries that may attend to `keys`, of all `heads`.
+    /// Returns the most strips of a task's queries that may attend to `keys`, of all `heads`.
     fn uses(
         &self,
         task: &QueryTask<'_, Acc<E>>,
@@ -270,7 +270,9 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         let Visibility { keys: key_rows, .. } = self.visibility;
         let tiles =
             self.bounds.count_query_tiles(task.batch, heads.start, &task.rows, key_rows, keys);
-        tiles * (TILE / self.geometry.strip_lanes()) * heads.len()
+        // the last tile of a task may have fewer strips than a whole one
+        let strips = self.geometry.strips(task.rows.len()).len();
+        strips.min(tiles * (TILE / self.geometry.strip_lanes())) * heads.len()
     }
 
     /// Loads the mask of a strip and `keys` from the cache, or computes it. Returns false if it is

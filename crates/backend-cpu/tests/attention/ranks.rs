@@ -70,7 +70,7 @@ impl Case {
     }
 }
 
-/// Where a pass reads the keys and values of its own rank.
+/// Source of the keys and values of a pass's own rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LocalKv {
     /// In the records that it packed.
