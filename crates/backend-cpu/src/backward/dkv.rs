@@ -333,7 +333,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
             if !non_empty || !whole_mask.strip(&strip.rows, Acc::<E>::WIDTH, tile_mask) {
                 continue;
             }
-            let keys = task.keys.start + strip.rows.start..task.keys.start + strip.rows.end;
+            let keys = strip.rows_from(task.keys.start);
             if !std::mem::replace(&mut filled, true) {
                 in_place = self.queries_in_place(task, head, queries, tile);
                 if in_place.is_none() {

@@ -51,11 +51,12 @@ pub(crate) fn backward_dq<E: Input<Accumulator: Summed>>(
     let State { shard, geometry, blocks, scratch, statistics, bias_gradient, .. } = state;
     let State { arrivals, query_tiles, .. } = state;
     let inputs_forward = &inputs.forward;
-    let pass = QueryPass::<E>::new(geometry, task_rows, shard, query_tiles, inputs_forward, block)?;
+    let threads = (team, &mut **scratch);
+    let tasks = (&*geometry, task_rows);
+    let pass = QueryPass::<E>::new(threads, tasks, shard, query_tiles, inputs_forward, block)?;
     let dout = Source::tensor(array("dout", inputs.dout)?);
     let bias_in_blocks = bias_gradient.as_ref().is_some_and(|gradient| gradient.in_blocks());
     let pass = DqPass { pass, dout, statistics, bias_in_blocks };
-    QueryPass::<E>::begin_block(scratch);
     let plan = shard.leaves.as_deref();
     if let Some(plan) = plan {
         arrivals.refill(&plan.keys, plan.rows, block.rows)?;
@@ -104,7 +105,7 @@ impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
     ) {
         scratch.filled.fill(false);
         for heads in self.pass.heads_with_one_mask(task.kv_head) {
-            self.pass.update_query_tiles(scratch, task.batch, heads.start, &task.rows);
+            self.pass.update_task_tile(scratch, task.batch, heads.start, &task.rows);
             let whole = std::mem::take(&mut scratch.task_tile);
             for keys in self.pass.visibility.key_tiles(&whole, TILE) {
                 if ticker.should_stop() {
@@ -132,7 +133,7 @@ impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
                 task.blocks().iter_mut().for_each(|block| block.close_dq_leaf(merges, step));
             }
             for heads in self.pass.heads_with_one_mask(task.kv_head) {
-                self.pass.update_query_tiles(scratch, task.batch, heads.start, &task.rows);
+                self.pass.update_task_tile(scratch, task.batch, heads.start, &task.rows);
                 let whole = std::mem::take(&mut scratch.task_tile);
                 for keys in arrivals.tiles(leaf) {
                     if ticker.should_stop() {
@@ -165,7 +166,8 @@ impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
                 non_empty = self.pass.classify(scratch, strip.rows.start, keys);
             }
             let Scratch { tile_mask, whole_mask, .. } = scratch;
-            if !non_empty || !whole_mask.strip(&strip.rows, Acc::<E>::WIDTH, tile_mask) {
+            let lanes = strip.rows_from(task.rows.start);
+            if !non_empty || !whole_mask.strip(&lanes, Acc::<E>::WIDTH, tile_mask) {
                 continue;
             }
             if !std::mem::replace(&mut filled, true) {

@@ -161,16 +161,15 @@ impl<E: Input<Accumulator: Summed>> SplitTask<'_, '_, E> {
         let pass = self.pass;
         partial.clear();
         self.pack_queries(&mut scratch.decode);
-        pass.visibility.query_tile(self.batch, 0, self.queries.clone(), &mut scratch.task_tile);
-        scratch.query_tiles_of = None;
+        let tile = pass.query_tiles.tile(self.batch, 0, self.queries.start);
         let step = tile_keys(pass.geometry);
         for first in keys.clone().step_by(step) {
             if ticker.should_stop() {
                 return;
             }
             let keys = first..keys.end.min(first + step);
-            let Scratch { tile_mask, bits, task_tile, .. } = scratch;
-            if tile_mask.classify(LaneAxis::Keys, &pass.visibility, task_tile, keys.clone(), bits) {
+            let Scratch { tile_mask, bits, .. } = scratch;
+            if tile_mask.classify(LaneAxis::Keys, &pass.visibility, tile, keys.clone(), bits) {
                 self.attend_tile(scratch, partial, &keys);
             }
         }

@@ -62,7 +62,7 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
                 }
             }
             for heads in self.heads_with_one_mask(task.kv_head) {
-                self.update_query_tiles(scratch, task.batch, heads.start, &task.rows);
+                self.update_task_tile(scratch, task.batch, heads.start, &task.rows);
                 let whole = std::mem::take(&mut scratch.task_tile);
                 if self.visibility.may_attend(&whole, &leaf.keys) {
                     for keys in arrivals.tiles(leaf) {

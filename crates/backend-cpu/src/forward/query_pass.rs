@@ -2,11 +2,12 @@
 
 use std::ops::Range;
 
-use annulus_core::{Block, Error, Host, Inputs, Result, TileBoundsTable, Visibility};
+use annulus_core::{Block, Error, Host, Inputs, QueryTile, Result, Visibility};
 use ndarray::{ArrayView4, Axis, Slice};
 
 use crate::{
     simd::dispatch::{IsaToken, Real},
+    threads::team::Team,
     tile::{
         coord::TileCoord,
         geometry::{Geometry, Strip},
@@ -18,7 +19,7 @@ use crate::{
     },
     workspace::{
         query_tiles::QueryTileCache,
-        scratch::{QueryTilesOf, Scratch},
+        scratch::{Scratch, TaskQueries},
         state::Summed,
     },
 };
@@ -54,10 +55,8 @@ pub(crate) struct QueryPass<'a, E: Input> {
     pub(crate) q: Source<'a, E>,
     pub(crate) k: Source<'a, E>,
     pub(crate) v: Source<'a, E>,
-    /// Bounds of the keys of this rank's queries.
-    pub(super) bounds: &'a TileBoundsTable,
-    /// See [`QueryTileCache::generation`].
-    generation: u64,
+    /// Visibility of this rank's queries.
+    pub(crate) query_tiles: &'a QueryTileCache,
     /// Strips of one head of a full task.
     pub(super) strips: usize,
     /// `[heads|1, sinks, 1, 1]`
@@ -67,9 +66,11 @@ pub(crate) struct QueryPass<'a, E: Input> {
 }
 
 impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
+    /// Prepares a pass over `block` in tasks of `task_rows` queries, and invalidates what the
+    /// scratch of every thread holds of the last block.
     pub(crate) fn new<'i: 'a, 'b: 'a>(
-        geometry: &'a Geometry,
-        task_rows: usize,
+        (team, scratch): (&Team, &mut [Scratch<Acc<E>>]),
+        (geometry, task_rows): (&'a Geometry, usize),
         shard: &'a annulus_core::RankShard,
         query_tiles: &'a mut QueryTileCache,
         inputs: &Inputs<'i, Host>,
@@ -84,7 +85,11 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         let (k, v) = keys_and_values(shard, inputs, block)?;
         prefetch_first_tile(spec.dims, keys.len(), [&k, &v]);
         let visibility = Visibility { mask: &*spec.mask, attention_mask, queries, keys };
-        query_tiles.update_bounds(&visibility, spec)?;
+        query_tiles.update(team, scratch, &visibility, spec)?;
+        for scratch in scratch {
+            scratch.last_keys.fill(None);
+            scratch.mask_cache.clear();
+        }
         Ok(Self {
             geometry,
             visibility,
@@ -92,8 +97,7 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
             q: Source::tensor(array("q", inputs.q)?),
             k,
             v,
-            bounds: &query_tiles.bounds,
-            generation: query_tiles.generation,
+            query_tiles,
             strips: task_rows / geometry.strip_lanes(),
             sinks,
             is_only_block: false,
@@ -111,71 +115,61 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         heads.clone().step_by(step).map(move |first| first..first + step)
     }
 
-    /// Loads the bounds of the keys of a task's rows, unless the scratch holds the visibility of a
-    /// task with the same rows and mask. That of each tile of queries is computed when it is needed
-    /// ([`QueryPass::classify`]).
-    pub(crate) fn update_query_tiles(
+    /// Loads the bounds of the keys of a task's rows into `scratch.task_tile`, unless the scratch
+    /// holds those of a task with the same rows and mask.
+    pub(crate) fn update_task_tile(
         &self,
         scratch: &mut Scratch<Acc<E>>,
         batch: usize,
         head: usize,
         rows: &Range<usize>,
     ) {
-        let wanted = QueryTilesOf {
-            generation: self.generation,
+        let wanted = TaskQueries {
+            generation: self.query_tiles.generation,
             batch: if self.visibility.per_batch() { batch } else { 0 },
             head: if self.visibility.per_head() { head } else { 0 },
             rows: rows.clone(),
         };
-        if scratch.query_tiles_of.as_ref() == Some(&wanted) {
+        if scratch.task_queries.as_ref() == Some(&wanted) {
             return;
         }
-        self.bounds.cover(wanted.batch, wanted.head, rows.clone(), &mut scratch.task_tile);
-        scratch.query_tiles_known.fill(false);
-        scratch.query_tiles_of = Some(wanted);
+        let bounds = &self.query_tiles.bounds;
+        bounds.cover(wanted.batch, wanted.head, rows.clone(), &mut scratch.task_tile);
+        scratch.task_queries = Some(wanted);
         scratch.last_keys.fill(None);
         scratch.mask_cache.clear();
     }
 
-    /// Classifies the tile of `keys` × 64 queries of the task, from its row `first` on, and writes
-    /// its mask to `scratch.whole_mask`. Returns false if it is empty.
+    /// Returns the visibility of the tile of queries that contains row `row` of the task.
+    fn query_tile(&self, task: &TaskQueries, row: usize) -> &'a QueryTile {
+        self.query_tiles.tile(task.batch, task.head, task.rows.start + row)
+    }
+
+    /// Classifies the tile of `keys` × the 64 queries that contain row `row` of the task, and
+    /// writes its mask to `scratch.whole_mask`. Returns false if it is empty.
     ///
     /// Strips narrower than 64 lanes share the tile: its bits are computed once.
     pub(crate) fn classify(
         &self,
         scratch: &mut Scratch<Acc<E>>,
-        first: usize,
+        row: usize,
         keys: &Range<usize>,
     ) -> bool {
-        let Some(QueryTilesOf { batch, head, rows, .. }) = &scratch.query_tiles_of else {
+        let Scratch { task_queries: Some(task), whole_mask, bits, .. } = scratch else {
             return false;
         };
-        let Scratch { query_tiles_known, query_tiles, whole_mask, bits, .. } = scratch;
-        let tile = &mut query_tiles[first / TILE];
-        if !std::mem::replace(&mut query_tiles_known[first / TILE], true) {
-            let queries = rows.start + first..rows.end.min(rows.start + first + TILE);
-            self.visibility.query_tile(*batch, *head, queries, tile);
-        }
+        let tile = self.query_tile(task, row);
         whole_mask.classify(LaneAxis::Queries, &self.visibility, tile, keys.clone(), bits)
     }
 
     /// Returns the first key of the block's last tile that is not certainly empty for the 64
-    /// queries of a task from its row `first` on, which were classified.
-    pub(crate) fn last_keys(&self, scratch: &mut Scratch<Acc<E>>, first: usize) -> usize {
-        let Scratch { query_tiles, last_keys, .. } = scratch;
-        *last_keys[first / TILE].get_or_insert_with(|| {
-            let last = self.visibility.key_tiles(&query_tiles[first / TILE], TILE).last();
+    /// queries that contain row `row` of the task.
+    pub(crate) fn last_keys(&self, scratch: &mut Scratch<Acc<E>>, row: usize) -> usize {
+        let Scratch { task_queries: Some(task), last_keys, .. } = scratch else { return 0 };
+        *last_keys[row / TILE].get_or_insert_with(|| {
+            let last = self.visibility.key_tiles(self.query_tile(task, row), TILE).last();
             last.map_or(0, |keys| keys.start)
         })
-    }
-
-    /// Invalidates what every scratch holds of the last block. The visibility of queries, which may
-    /// be the same for this one, is invalidated by [`QueryTileCache::generation`].
-    pub(crate) fn begin_block(scratch: &mut [Scratch<Acc<E>>]) {
-        for scratch in scratch {
-            scratch.last_keys.fill(None);
-            scratch.mask_cache.clear();
-        }
     }
 
     /// Returns the coordinates of the tile of a task's strip number `index` and `keys`.
@@ -191,7 +185,7 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         TileCoord {
             batch,
             head,
-            queries: rows.start + strip.rows.start..rows.start + strip.rows.end,
+            queries: strip.rows_from(rows.start),
             keys: keys.clone(),
             lane_axis: LaneAxis::Queries,
             strip: head % self.geometry.dims.group() * self.strips + index,

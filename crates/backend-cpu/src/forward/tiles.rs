@@ -118,7 +118,7 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         scratch.filled.fill(false);
         scratch.written.fill(false);
         for heads in self.heads_with_one_mask(task.kv_head) {
-            self.update_query_tiles(scratch, task.batch, heads.start, &task.rows);
+            self.update_task_tile(scratch, task.batch, heads.start, &task.rows);
             let whole = std::mem::take(&mut scratch.task_tile);
             scratch.mask_cache.rewind();
             let mut tiles = self.visibility.key_tiles(&whole, TILE).peekable();
@@ -208,7 +208,7 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         let mut tiles = 0;
         let mut non_empty = false;
         for (index, strip) in self.geometry.strips(task.rows.len()).enumerate() {
-            if !self.load_mask(scratch, &strip, keys, &mut non_empty) {
+            if !self.load_mask(scratch, &task.rows, &strip, keys, &mut non_empty) {
                 continue;
             }
             if let Some(next) = next.take() {
@@ -268,23 +268,26 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         keys: &Range<usize>,
     ) -> usize {
         let Visibility { keys: key_rows, .. } = self.visibility;
-        let tiles =
-            self.bounds.count_query_tiles(task.batch, heads.start, &task.rows, key_rows, keys);
+        let bounds = &self.query_tiles.bounds;
+        let tiles = bounds.count_query_tiles(task.batch, heads.start, &task.rows, key_rows, keys);
         // the last tile of a task may have fewer strips than a whole one
         let strips = self.geometry.strips(task.rows.len()).len();
         strips.min(tiles * (TILE / self.geometry.strip_lanes())) * heads.len()
     }
 
-    /// Loads the mask of a strip and `keys` from the cache, or computes it. Returns false if it is
-    /// empty. Strips of one tile of 64 queries pass on in `non_empty` that the tile is not.
+    /// Loads the mask of a strip of the queries `rows` and `keys` from the cache, or computes it.
+    /// Returns false if it is empty. Strips of one tile of 64 queries pass on in `non_empty` that
+    /// the tile is not.
     fn load_mask(
         &self,
         scratch: &mut Scratch<Acc<E>>,
+        rows: &Range<usize>,
         strip: &Strip,
         keys: &Range<usize>,
         non_empty: &mut bool,
     ) -> bool {
         let first = strip.rows.start;
+        let lanes = strip.rows_from(rows.start);
         let width = Acc::<E>::WIDTH;
         if self.geometry.strip_lanes() == TILE {
             // the strip is the tile: its own mask is cached
@@ -292,7 +295,7 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
                 return non_empty;
             }
             let non_empty = self.classify(scratch, first, keys)
-                && scratch.whole_mask.strip(&strip.rows, width, &mut scratch.tile_mask);
+                && scratch.whole_mask.strip(&lanes, width, &mut scratch.tile_mask);
             scratch.mask_cache.store(non_empty, &scratch.tile_mask);
             return non_empty;
         }
@@ -306,7 +309,7 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
                 }
             };
         }
-        *non_empty && scratch.whole_mask.strip(&strip.rows, width, &mut scratch.tile_mask)
+        *non_empty && scratch.whole_mask.strip(&lanes, width, &mut scratch.tile_mask)
     }
 
     /// Schedules the prefetch of the queries that are usually packed next: the next head's, then

@@ -48,6 +48,13 @@ pub(crate) struct Strip {
     pub(crate) width: usize,
 }
 
+impl Strip {
+    /// Returns the rows of the strip, of a block or task that starts at row `first`.
+    pub(crate) const fn rows_from(&self, first: usize) -> Range<usize> {
+        first + self.rows.start..first + self.rows.end
+    }
+}
+
 /// Lengths of one rank's shard that all kernels use.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Geometry {

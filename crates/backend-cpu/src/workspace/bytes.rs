@@ -80,17 +80,14 @@ impl<A: Real> Scratch<A> {
         let arrays = [s, dp, soft_cap_slope, extra, lse, max, delta, share].into_iter();
         let arrays = arrays.chain([q, tile, products, rescale]).chain(lanes).chain(sums);
         let panels = [&self.rows_head, &self.rows_value, &self.rows_key];
-        let tiles = self.query_tiles.iter().chain([&self.task_tile]);
         arrays.map(|array| array.bytes()).sum::<usize>()
             + panels.map(|panel| panel.bytes()).iter().sum::<usize>()
             + self.ds_tile.bytes()
             + list_bytes(&self.filled)
             + list_bytes(&self.summed)
             + list_bytes(&self.written)
-            + list_bytes(&self.query_tiles)
-            + list_bytes(&self.query_tiles_known)
             + list_bytes(&self.last_keys)
-            + tiles.map(|tile| tile.bytes()).sum::<usize>()
+            + self.task_tile.bytes()
             + self.mask_cache.bytes()
             + self.near_sums.bytes()
     }

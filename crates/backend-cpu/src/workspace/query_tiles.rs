@@ -1,4 +1,4 @@
-//! Visibility of the tiles of queries, for the passes over keys.
+//! Visibility of the tiles of queries, for all passes.
 
 use annulus_core::{QueryTile, Result, Spec, TileBoundsTable, Visibility, memory};
 
@@ -8,6 +8,9 @@ use crate::{
     tile::{aligned::list_bytes, tile_mask::TILE},
     workspace::scratch::Scratch,
 };
+
+/// Minimum tiles of a thread: waking it takes as long as computing a few of them.
+const TILES_PER_THREAD: usize = 16;
 
 /// Properties of a block on which the visibility of this rank's queries depends. They are usually
 /// the same for all blocks of a pass.
@@ -37,10 +40,8 @@ pub(crate) struct QueryTileCache {
     pub(crate) generation: u64,
     /// Bounds of the keys of each tile.
     pub(crate) bounds: TileBoundsTable,
-    /// Blocks for which `bounds` are those of this rank's queries.
-    bounds_of: Option<BlockKind>,
-    /// Blocks for which `tiles` are those of this rank's queries.
-    tiles_of: Option<BlockKind>,
+    /// Blocks for which `bounds` and `tiles` are those of this rank's queries.
+    kind: Option<BlockKind>,
     /// `[batches][heads][per_head]`
     pub(crate) tiles: Vec<QueryTile>,
     /// Number of batch rows, or 1 if the mask is the same for all.
@@ -56,19 +57,7 @@ impl QueryTileCache {
     /// since the last one.
     pub(crate) const fn begin(&mut self) {
         self.generation += 1;
-        self.bounds_of = None;
-        self.tiles_of = None;
-    }
-
-    /// Computes the bounds of this rank's queries, unless those of an earlier block hold.
-    pub(crate) fn update_bounds(&mut self, visibility: &Visibility<'_>, spec: &Spec) -> Result<()> {
-        let kind = BlockKind::of(visibility);
-        if self.bounds_of != Some(kind) {
-            self.begin();
-            self.bounds.refill(visibility, spec.dims.batch, spec.dims.q_heads, TILE)?;
-            self.bounds_of = Some(kind);
-        }
-        Ok(())
+        self.kind = None;
     }
 
     /// Computes the visibility of this rank's queries, unless that of an earlier block holds.
@@ -80,10 +69,9 @@ impl QueryTileCache {
         spec: &Spec,
     ) -> Result<()> {
         let kind = BlockKind::of(visibility);
-        if self.tiles_of != Some(kind) {
+        if self.kind != Some(kind) {
             self.refill(team, scratch, visibility, spec)?;
-            self.bounds_of = Some(kind);
-            self.tiles_of = Some(kind);
+            self.kind = Some(kind);
         }
         Ok(())
     }
@@ -111,12 +99,18 @@ impl QueryTileCache {
             memory::reserve("query tiles", &mut self.tiles, count)?;
             self.tiles.resize_with(count, QueryTile::default);
         }
+        let threads = count.div_ceil(TILES_PER_THREAD).min(scratch.len());
         let planes = (0..self.batches).flat_map(|b| (0..self.heads).map(move |h| (b, h)));
         let rows = (0..len).step_by(TILE).map(|first| first..len.min(first + TILE));
         let all = planes.flat_map(|plane| rows.clone().map(move |rows| (plane, rows)));
-        team.run(scratch, all.zip(&mut self.tiles), None, |_, (((batch, head), rows), tile), _| {
-            visibility.query_tile(batch, head, rows, tile);
-        });
+        team.run(
+            &mut scratch[..threads],
+            all.zip(&mut self.tiles),
+            None,
+            |_, (((batch, head), rows), tile), _| {
+                visibility.query_tile(batch, head, rows, tile);
+            },
+        );
         Ok(())
     }
 
@@ -126,10 +120,10 @@ impl QueryTileCache {
         self.bounds.bytes() + list_bytes(&self.tiles) + tiles
     }
 
-    /// Returns the visibility of the tile of queries that starts at `first`.
-    pub(crate) fn tile(&self, batch: usize, head: usize, first: usize) -> &QueryTile {
+    /// Returns the visibility of the tile of queries that contains the query `row`.
+    pub(crate) fn tile(&self, batch: usize, head: usize, row: usize) -> &QueryTile {
         let batch = if self.batches == 1 { 0 } else { batch };
         let head = if self.heads == 1 { 0 } else { head };
-        &self.tiles[(batch * self.heads + head) * self.per_head + first / TILE]
+        &self.tiles[(batch * self.heads + head) * self.per_head + row / TILE]
     }
 }

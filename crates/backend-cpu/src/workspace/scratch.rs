@@ -32,7 +32,7 @@ pub(crate) struct Tiles<A> {
 
 /// Queries of a task, in one version of their visibility.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct QueryTilesOf {
+pub(crate) struct TaskQueries {
     /// See [`crate::workspace::query_tiles::QueryTileCache::generation`].
     pub(crate) generation: u64,
     pub(crate) batch: usize,
@@ -71,8 +71,8 @@ pub(crate) struct Scratch<A> {
     /// Scratch of split-KV decode.
     pub(crate) decode: DecodeScratch<A>,
     pub(crate) prefetcher: Prefetcher,
-    /// Rows that `task_tile` and `query_tiles` describe.
-    pub(crate) query_tiles_of: Option<QueryTilesOf>,
+    /// Queries that `task_tile`, `last_keys` and `mask_cache` describe.
+    pub(crate) task_queries: Option<TaskQueries>,
     /// True for strips that are packed already.
     pub(crate) filled: Vec<bool>,
     /// True for strips of keys of which `sums_head` and `sums_value` hold sums, or zeros. Those of
@@ -82,9 +82,6 @@ pub(crate) struct Scratch<A> {
     pub(crate) written: Vec<bool>,
     /// Bounds of the keys of all queries of the task.
     pub(crate) task_tile: QueryTile,
-    /// Visibility of each 64 queries of the task, where `query_tiles_known`.
-    pub(crate) query_tiles: Vec<QueryTile>,
-    pub(crate) query_tiles_known: Vec<bool>,
     /// First key of the block's last tile that is not certainly empty, of each 64 queries of the
     /// task, where it is known.
     pub(crate) last_keys: Vec<Option<usize>>,
@@ -92,7 +89,7 @@ pub(crate) struct Scratch<A> {
     /// Mask of a tile of 64 queries × 64 keys, of which `tile_mask` is that of a strip.
     pub(crate) whole_mask: TileMask,
     pub(crate) tile_mask: TileMask,
-    /// Tile masks of the rows in `query_tiles_of`, reused by all heads with the same mask.
+    /// Tile masks of the task's rows, reused by all heads with the same mask.
     pub(crate) mask_cache: TileMaskCache,
     /// Accumulator of the current task in passes of one block of keys, under a narrow mask; see
     /// `forward/tiles.rs`.
@@ -150,13 +147,11 @@ impl<A: Real> Scratch<A> {
             statistics: TileStatistics::new(gradient(TILE.max(strip)))?,
             decode: DecodeScratch::new(geometry, decode_queries)?,
             prefetcher: Prefetcher::default(),
-            query_tiles_of: None,
+            task_queries: None,
             filled: vec![false; (lanes / strip).max(geometry.key_block() / A::WIDTH)],
             summed: vec![false; k_lanes.div_ceil(strip).max(geometry.key_block() / A::WIDTH)],
             written: vec![false; q_lanes.div_ceil(strip)],
             task_tile: QueryTile::default(),
-            query_tiles: (0..q_rows.div_ceil(TILE)).map(|_| QueryTile::default()).collect(),
-            query_tiles_known: vec![false; q_rows.div_ceil(TILE)],
             last_keys: vec![None; q_rows.div_ceil(TILE)],
             bits: TileBits::default(),
             whole_mask: TileMask::default(),

@@ -27,7 +27,7 @@ const MOST_LEN: usize = 8192;
 /// Time of a forward pass beside which its prologue and epilogue are short.
 const LEAST_TIME: Duration = Duration::from_millis(20);
 /// Time after which no further round starts, so that all ranks compute for as long.
-const BUDGET: Duration = Duration::from_millis(1250);
+const BUDGET: Duration = Duration::from_millis(2500);
 const LEAST_ROUNDS: usize = 3;
 /// Least seconds of a batch of rounds, of which the mean counts. Ranks that share cores change
 /// places on them within some 100 ms: most shorter rounds can have a core alone, and few wait for
