@@ -63,8 +63,10 @@ const MOST_LEN: usize = 8192;
 /// Most seconds of the tiles of a forward pass: with longer ones, fewer heads are computed.
 const LONGEST: f64 = 0.5;
 const WARM_UP: usize = 1;
-/// Seconds of the measured rounds, which bound their number. With half of them, four overheads that
-/// were measured one after another differed by a factor of two (four ranks on two cores).
+/// Seconds of the measured rounds, which bound their number. A trade-off: fewer scatter more, and
+/// both passes together take most of the time of `annulus measure`. Overheads of nine measurements
+/// of four ranks on two cores were 0.59 to 1.46 ns/byte
+/// (`benches/record/2026-11-28-strategies-files.md`).
 const BUDGET: f64 = 16.0;
 const LEAST_ROUNDS: usize = 5;
 const MOST_ROUNDS: usize = 50;
