@@ -15,7 +15,6 @@ use std::sync::Arc;
 
 use annulus_core::{
     BitmaskPolicy, BlockSparseMask, CsrTiles, Error, RankShard, Result, Rows, TileRun, Tiling,
-    Visibility,
 };
 use annulus_device_cuda::{CudaBuffer, Stream};
 
@@ -138,12 +137,7 @@ impl BlockMask {
     ) -> Result<Self> {
         let spec = &shard.spec;
         let dims = &spec.dims;
-        let visibility = Visibility {
-            mask: spec.mask.as_ref(),
-            attention_mask: shard.attention_mask.as_deref(),
-            queries,
-            keys,
-        };
+        let visibility = shard.visibility(queries, keys);
         let per_batch = visibility.per_batch();
         let per_head = visibility.per_head();
         let planes_of = |per: bool, all: usize| if per { all } else { 1 };

@@ -1,7 +1,7 @@
 //! Tiles of a forward pass, chosen when the workspace is made or gets another batch: the kernel,
 //! GQA packing, and the ranges of keys of a tile.
 
-use annulus_core::{Dims, RankShard, Visibility};
+use annulus_core::{Dims, RankShard};
 
 use crate::{
     gqa_packing::GqaPacking,
@@ -67,11 +67,5 @@ impl ForwardTiles {
 
 /// True if the query heads of a KV head have the same list of key tiles: without a per-head mask.
 fn shares_key_tiles(shard: &RankShard) -> bool {
-    let visibility = Visibility {
-        mask: shard.spec.mask.as_ref(),
-        attention_mask: shard.attention_mask.as_deref(),
-        queries: &shard.queries,
-        keys: &shard.keys,
-    };
-    !visibility.per_head()
+    !shard.visibility(&shard.queries, &shard.keys).per_head()
 }

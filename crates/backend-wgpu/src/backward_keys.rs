@@ -40,12 +40,7 @@ pub(crate) fn backward_dkv(
             .map(|(shape, tensor)| bias(Some(&tensor.buffer), shape, rows)),
         dbias: None,
     };
-    let visibility = Visibility {
-        mask: spec.mask.as_ref(),
-        attention_mask: shard.attention_mask.as_deref(),
-        queries: &shard.queries,
-        keys: kv.rows,
-    };
+    let visibility = shard.visibility(&shard.queries, kv.rows);
     TilePass {
         gpu,
         spec,

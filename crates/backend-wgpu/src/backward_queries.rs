@@ -2,7 +2,7 @@
 
 use std::ops::ControlFlow;
 
-use annulus_core::{Block, Result, Tick, Visibility};
+use annulus_core::{Block, Result, Tick};
 
 use crate::{
     memory::WgpuSpace,
@@ -44,12 +44,7 @@ pub(crate) fn backward_dq(
             .map(|(shape, acc)| dbias_operand(Some(&acc.buffer), shape, rows)),
         dv: None,
     };
-    let visibility = Visibility {
-        mask: spec.mask.as_ref(),
-        attention_mask: shard.attention_mask.as_deref(),
-        queries: &shard.queries,
-        keys: kv.rows,
-    };
+    let visibility = shard.visibility(&shard.queries, kv.rows);
     let pass = TilePass {
         gpu,
         spec,

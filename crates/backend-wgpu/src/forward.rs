@@ -1,6 +1,6 @@
 //! Forward pass, by query tiles. Kernel: `forward.wgsl`. Epilogue: `finish.rs`.
 
-use annulus_core::{Block, ForwardPass, Inputs, Outputs, Result, RowSet, Tick, Visibility};
+use annulus_core::{Block, ForwardPass, Inputs, Outputs, Result, RowSet, Tick};
 
 use crate::{
     finish::write_outputs,
@@ -53,12 +53,7 @@ impl ForwardPass<WgpuSpace> for WgpuForward<'_> {
             spec,
             tile: *tile,
             kind: TileKernel::Forward,
-            visibility: Visibility {
-                mask: spec.mask.as_ref(),
-                attention_mask: shard.attention_mask.as_deref(),
-                queries: &shard.queries,
-                keys: kv.rows,
-            },
+            visibility: shard.visibility(&shard.queries, kv.rows),
             operands: Operands {
                 q: Some(tensor(inputs.q, RowsOf::Queries)),
                 k: of_block(0),

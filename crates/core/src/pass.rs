@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::{DenseMask, RankLeaves, RowLayout, Rows, Space, Spec};
+use crate::{DenseMask, RankLeaves, RowLayout, Rows, Space, Spec, Visibility};
 
 /// One rank's part of the attention, fixed when a plan is made or updated.
 #[derive(Debug, Clone)]
@@ -35,6 +35,13 @@ impl RankShard {
         } else {
             self.spec.query_row_layout()
         }
+    }
+
+    /// Returns the complete mask between `queries` and `keys`. The rows of a dense mask are this
+    /// rank's, so that with one `queries` must be this rank's.
+    pub fn visibility<'a>(&'a self, queries: &'a Rows, keys: &'a Rows) -> Visibility<'a> {
+        let attention_mask = self.attention_mask.as_deref();
+        Visibility { mask: self.spec.mask.as_ref(), attention_mask, queries, keys }
     }
 }
 

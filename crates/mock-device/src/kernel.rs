@@ -10,8 +10,8 @@
 //! row maximum as forward.
 
 use annulus_core::{
-    BiasOrder, DType, Dims, DropoutMask, RankShard, Result, RowLayout, Rows, Spec, Visibility,
-    mask::Key, mask::Query,
+    BiasOrder, DType, Dims, DropoutMask, RankShard, Result, RowLayout, Rows, Spec, mask::Key,
+    mask::Query,
 };
 use ndarray::{Array1, Array2, Array3, Array4, ArrayView1, s};
 
@@ -315,9 +315,7 @@ impl State {
         [b, h, i]: [usize; 3],
     ) -> Vec<Pair> {
         let spec = &self.shard.spec;
-        let attention_mask = self.shard.attention_mask.as_deref();
-        let visibility =
-            Visibility { mask: spec.mask.as_ref(), attention_mask, queries: rows, keys: keys.rows };
+        let visibility = self.shard.visibility(rows, keys.rows);
         let query =
             Query { batch: b, head: h, row: rows.rows()[i], position: rows.positions(b)[i] };
         let one = |j: usize| {

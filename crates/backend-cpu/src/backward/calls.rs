@@ -62,6 +62,7 @@ fn attend_block<E: Input<Accumulator: Summed>>(
     wanted: Wanted,
     tick: Tick<'_>,
 ) -> Result<()> {
+    state.update_query_tiles(team, block.rows)?;
     let State {
         shard,
         geometry,
@@ -87,14 +88,12 @@ fn attend_block<E: Input<Accumulator: Summed>>(
     let spec = &*shard.spec;
     let (k, v): (Source<'_, E>, Source<'_, E>) = keys_and_values(shard, &inputs.forward, block)?;
     prefetch_first_tile(spec.dims, block.rows.len(), [&k, &v]);
-    let attention_mask = shard.attention_mask.as_deref();
     let queries = &*shard.queries;
     let keys = block.rows;
-    let visibility = Visibility { mask: &*spec.mask, attention_mask, queries, keys };
+    let visibility = shard.visibility(queries, keys);
     let bias = inputs.forward.bias.map(|bias| array("bias", bias)).transpose()?;
     let gradient_row_layout = spec.gradient_row_layout();
     let sums = elements_mut::<Acc<E>>(bytes_mut(partial_grad)?, keys.len(), &gradient_row_layout)?;
-    query_tiles.update(team, scratch, &visibility, spec)?;
     let in_records = |gradient: &&BiasGradient<_>| plan.is_some() && gradient.in_records();
     let pass = DkvPass {
         geometry,

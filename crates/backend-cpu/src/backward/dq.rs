@@ -48,12 +48,11 @@ pub(crate) fn backward_dq<E: Input<Accumulator: Summed>>(
     tick: Tick<'_>,
 ) -> Result<()> {
     let task_rows = state.arrange_backward();
+    state.update_query_tiles(team, block.rows)?;
     let State { shard, geometry, blocks, scratch, statistics, bias_gradient, .. } = state;
     let State { arrivals, query_tiles, .. } = state;
-    let inputs_forward = &inputs.forward;
-    let threads = (team, &mut **scratch);
-    let tasks = (&*geometry, task_rows);
-    let pass = QueryPass::<E>::new(threads, tasks, shard, query_tiles, inputs_forward, block)?;
+    let pass =
+        QueryPass::<E>::new(geometry, task_rows, shard, query_tiles, &inputs.forward, block)?;
     let dout = Source::tensor(array("dout", inputs.dout)?);
     let bias_in_blocks = bias_gradient.as_ref().is_some_and(|gradient| gradient.in_blocks());
     let pass = DqPass { pass, dout, statistics, bias_in_blocks };

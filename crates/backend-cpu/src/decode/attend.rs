@@ -30,11 +30,10 @@ pub(crate) fn attend<E: Input<Accumulator: Summed>>(
         // more blocks may follow
         state.keep_queries()?;
     }
+    state.update_query_tiles(team, block.rows)?;
     let State { shard, geometry, blocks, scratch, decode, arrivals, .. } = state;
     let State { query_tiles, attended, .. } = state;
-    let threads = (team, &mut **scratch);
-    let tasks = (&*geometry, task_rows);
-    let mut pass = QueryPass::<E>::new(threads, tasks, shard, query_tiles, inputs, block)?;
+    let mut pass = QueryPass::<E>::new(geometry, task_rows, shard, query_tiles, inputs, block)?;
     pass.is_only_block = !std::mem::replace(attended, true);
     if let Some(leaves) = &shard.leaves {
         arrivals.refill(&leaves.keys, leaves.rows, block.rows)?;

@@ -7,7 +7,6 @@ use ndarray::{ArrayView4, Axis, Slice};
 
 use crate::{
     simd::dispatch::{IsaToken, Real},
-    threads::team::Team,
     tile::{
         coord::TileCoord,
         geometry::{Geometry, Strip},
@@ -66,33 +65,26 @@ pub(crate) struct QueryPass<'a, E: Input> {
 }
 
 impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
-    /// Prepares a pass over `block` in tasks of `task_rows` queries, and invalidates what the
-    /// scratch of every thread holds of the last block.
+    /// Prepares a pass over `block` in tasks of `task_rows` queries, after
+    /// [`State::update_query_tiles`](crate::workspace::state::State::update_query_tiles).
     pub(crate) fn new<'i: 'a, 'b: 'a>(
-        (team, scratch): (&Team, &mut [Scratch<Acc<E>>]),
-        (geometry, task_rows): (&'a Geometry, usize),
+        geometry: &'a Geometry,
+        task_rows: usize,
         shard: &'a annulus_core::RankShard,
-        query_tiles: &'a mut QueryTileCache,
+        query_tiles: &'a QueryTileCache,
         inputs: &Inputs<'i, Host>,
         block: &Block<'b, Host>,
     ) -> Result<Self> {
         let spec = &*shard.spec;
-        let attention_mask = shard.attention_mask.as_deref();
         let queries = &*shard.queries;
         let keys = block.rows;
         let bias = inputs.bias.map(|bias| array::<Acc<E>>("bias", bias)).transpose()?;
         let sinks = inputs.sinks.map(|sinks| array("softmax_aux", sinks)).transpose()?;
         let (k, v) = keys_and_values(shard, inputs, block)?;
         prefetch_first_tile(spec.dims, keys.len(), [&k, &v]);
-        let visibility = Visibility { mask: &*spec.mask, attention_mask, queries, keys };
-        query_tiles.update(team, scratch, &visibility, spec)?;
-        for scratch in scratch {
-            scratch.last_keys.fill(None);
-            scratch.mask_cache.clear();
-        }
         Ok(Self {
             geometry,
-            visibility,
+            visibility: shard.visibility(queries, keys),
             scores: Scores { spec, token: geometry.token, queries, keys, bias },
             q: Source::tensor(array("q", inputs.q)?),
             k,
@@ -136,8 +128,7 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         let bounds = &self.query_tiles.bounds;
         bounds.cover(wanted.batch, wanted.head, rows.clone(), &mut scratch.task_tile);
         scratch.task_queries = Some(wanted);
-        scratch.last_keys.fill(None);
-        scratch.mask_cache.clear();
+        scratch.forget_keys();
     }
 
     /// Returns the visibility of the tile of queries that contains row `row` of the task.

@@ -161,4 +161,10 @@ impl<A: Real> Scratch<A> {
             head_mask: TileMask::default(),
         })
     }
+
+    /// Invalidates what describes the task's queries with the keys of one block.
+    pub(crate) fn forget_keys(&mut self) {
+        self.last_keys.fill(None);
+        self.mask_cache.clear();
+    }
 }

@@ -21,7 +21,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use annulus_core::{DType, DenseMask, Error, QueryTile, RankShard, Result, Visibility, memory};
+use annulus_core::{DType, DenseMask, Error, QueryTile, RankShard, Result, Rows, memory};
 
 use crate::{
     simd::{
@@ -209,12 +209,7 @@ fn is_narrow(shard: &RankShard, tile: &mut QueryTile) -> bool {
     if !may_be_narrow(shard) {
         return false;
     }
-    let visibility = Visibility {
-        mask: &*shard.spec.mask,
-        attention_mask: shard.attention_mask.as_deref(),
-        queries: &shard.queries,
-        keys: &shard.keys,
-    };
+    let visibility = shard.visibility(&shard.queries, &shard.keys);
     let first = queries / 2 / NARROW_TASK_ROWS * NARROW_TASK_ROWS;
     visibility.query_tile(0, 0, first..queries.min(first + NARROW_TASK_ROWS), tile);
     let visible_keys: usize = visibility.key_tiles(tile, TILE).map(|keys| keys.len()).sum();
@@ -425,6 +420,16 @@ impl<A: Real> State<A> {
         });
         // q and dO are packed beside dq, which is merged as often
         if self.shard.leaves.is_some() { self.q_rows } else { self.wide_rows }
+    }
+
+    /// Prepares the visibility of this rank's queries for a pass over a block with the rows `keys`,
+    /// and invalidates what the scratch of every thread holds of the last block.
+    pub(crate) fn update_query_tiles(&mut self, team: &Team, keys: &Rows) -> Result<()> {
+        let Self { shard, scratch, query_tiles, .. } = self;
+        let visibility = shard.visibility(&shard.queries, keys);
+        query_tiles.update(team, scratch, &visibility, &shard.spec)?;
+        scratch.iter_mut().for_each(Scratch::forget_keys);
+        Ok(())
     }
 
     fn arrange(&mut self, block_order: BlockOrder) {

@@ -1,5 +1,5 @@
 //! Score epilogues of kernels with matrices that have all parts: the counterpart of
-//! `tile_kernels::epilogue` and of the general part of `products::score_gradients`, which take
+//! `tile_kernels::epilogue` and of the general part of `backward_step::score_gradients`, which take
 //! fewer registers.
 //!
 //! ```text
@@ -16,7 +16,9 @@
 
 use super::{
     Epilogue, TileVariant,
-    products::{COLUMN_QUERIES, Orientation, QueryRounds, each_row, kept_rows, row_queries},
+    backward_step::Orientation,
+    dropout::{COLUMN_QUERIES, QueryRounds, kept_rows, row_queries},
+    products::each_row,
 };
 use crate::RegisterTile;
 

@@ -20,6 +20,8 @@
 //! Properties that cost registers are decided here (dims, element type, score epilogue). The others
 //! are uniform parameters, so that few pipelines are compiled.
 
+mod backward_step;
+mod dropout;
 pub(crate) mod matrices;
 mod matrix_epilogue;
 mod matrix_sums;

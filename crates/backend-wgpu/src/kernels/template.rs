@@ -30,10 +30,46 @@ impl Half {
     /// `{{HALF_VECTORS}}` of their vectors of 4 in workgroup memory.
     pub(super) fn expand(self, text: &str) -> String {
         let addend = |of: usize| if of == 0 { String::new() } else { format!(" + {of}u") };
-        text.replace("{{H}}", self.suffix)
-            .replace("{{HALF_ROW}}", &addend(self.first_row))
-            .replace("{{HALF_VECTORS}}", &addend(self.first_row * ROW_STEP))
+        let row = addend(self.first_row);
+        let vectors = addend(self.first_row * ROW_STEP);
+        let mut expanded = String::with_capacity(text.len());
+        replace_names(text, &mut expanded, |name, into| match name {
+            "H" => into.push_str(self.suffix),
+            "HALF_ROW" => into.push_str(&row),
+            "HALF_VECTORS" => into.push_str(&vectors),
+            _ => push_name(name, into),
+        });
+        expanded
     }
+}
+
+/// Depth to which texts of names may contain names.
+const MAX_NESTING: usize = 4;
+
+/// Appends a text to `into`, with `replace` called for each name in double braces.
+fn replace_names(text: &str, into: &mut String, replace: impl Fn(&str, &mut String)) {
+    let mut rest = text;
+    while let Some((before, after)) = rest.split_once("{{") {
+        into.push_str(before);
+        let end = after.find(|letter: char| !(letter.is_ascii_alphanumeric() || letter == '_'));
+        let (name, next) = after.split_at(end.unwrap_or(after.len()));
+        match next.strip_prefix("}}") {
+            Some(next) if !name.is_empty() => {
+                replace(name, into);
+                rest = next;
+            }
+            _ => {
+                into.push_str("{{");
+                rest = after;
+            }
+        }
+    }
+    into.push_str(rest);
+}
+
+/// Appends a name that has no text, in its braces.
+fn push_name(name: &str, into: &mut String) {
+    into.extend(["{{", name, "}}"]);
 }
 
 impl Template {
@@ -59,13 +95,8 @@ impl Template {
     /// Expands a template. Texts of names may contain names and conditions. An unset flag is false;
     /// an unset name is left in the text, where it fails to compile.
     pub(super) fn expand(&self, text: &str) -> String {
-        let mut named = text.to_owned();
-        // twice, because texts of names may contain names
-        for _ in 0..2 {
-            for (name, text) in &self.names {
-                named = named.replace(&format!("{{{{{name}}}}}"), text);
-            }
-        }
+        let mut named = String::with_capacity(2 * text.len());
+        self.expand_names(text, MAX_NESTING, &mut named);
         let mut expanded = String::with_capacity(named.len());
         // one element per enclosing condition
         let mut wanted = Vec::new();
@@ -87,6 +118,15 @@ impl Template {
             }
         }
         self.expand_halves(&expanded)
+    }
+
+    /// Appends a text with its names replaced, and those in their texts, to a depth of `nesting`.
+    fn expand_names(&self, text: &str, nesting: usize, into: &mut String) {
+        replace_names(text, into, |name, into| match self.names.get(name) {
+            Some(text) if nesting > 1 => self.expand_names(text, nesting - 1, into),
+            Some(text) => into.push_str(text),
+            None => push_name(name, into),
+        });
     }
 
     fn expand_halves(&self, text: &str) -> String {

@@ -5,14 +5,17 @@ use std::fmt::Write;
 use super::{
     ARITHMETIC, Access, BiasAxes, DROPOUT, Epilogue, GRADIENT, Source, Storage, TILE_TEXT,
     TileVariant,
+    backward_step::{Orientation, RowStep, column_statistics, row_statistics, score_gradients},
+    dropout::{
+        DropoutQueries, QueryRounds, SHARED_ROUNDS, kept_rows, row_queries, share_rounds,
+        shares_rounds,
+    },
     matrices::{self, Factors, Grid},
     matrix_epilogue,
     params::TileParams,
     products::{
-        Accumulators, DropoutQueries, Factor, InMemory, Orientation, QueryRounds, RowStep,
-        SHARED_ROUNDS, acc_functions, accumulate, add_product, column_statistics, each, each_row,
-        kept_rows, multiply_add, product, rest_of, row_queries, row_statistics, score_gradients,
-        share_rounds, shares_rounds, store_factors, store_tile,
+        Accumulators, Factor, InMemory, acc_functions, accumulate, add_product, each, each_row,
+        multiply_add, product, rest_of, store_factors, store_tile,
     },
     tall_tiles,
     template::Template,
