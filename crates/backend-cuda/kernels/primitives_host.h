@@ -62,7 +62,7 @@ struct Copy {
 // library do more, such as a search for cleanup handlers, and were 14 % of the CPU time of tests.
 using Jump = void* [5];
 
-// A function of its own, because g++ allows no __builtin_longjmp beside __builtin_setjmp.
+// A function of its own: with both builtins in one function programs crash.
 [[noreturn]] inline __attribute__((noinline)) void jump(Jump& to) { __builtin_longjmp(to, 1); }
 
 struct Fiber {
