@@ -15,6 +15,7 @@
 // cannot end fails at once.
 #pragma once
 
+#include <csetjmp>
 #include <cmath>
 #include <cstddef>
 #include <cstdio>
@@ -39,8 +40,8 @@ namespace {
 const u32 WARP = 32;
 // Enough for a kernel's local arrays (accumulators of 256 dims) with every call inlined.
 const size_t STACK_BYTES = 64 * 1024;
-// Distance of two stacks: no multiple of a page, so that equal parts of them lie in different sets
-// of the caches.
+// Distance of two stacks: with an odd number of cache lines (64 bytes) more, equal parts of the
+// stacks lie in different sets of the caches.
 const size_t STACK_STRIDE = STACK_BYTES + 5 * 64;
 // Static shared memory per block: CUDA's limit.
 const size_t SHARED_BYTES = 48 * 1024;
@@ -58,15 +59,8 @@ struct Copy {
     u32 group;
 };
 
-// Point in a function that `jump` returns to, set by __builtin_setjmp. setjmp and longjmp of the C
-// library do more, such as a search for cleanup handlers, and were 14 % of the CPU time of tests.
-using Jump = void* [5];
-
-// A function of its own: with both builtins in one function programs crash.
-[[noreturn]] inline __attribute__((noinline)) void jump(Jump& to) { __builtin_longjmp(to, 1); }
-
 struct Fiber {
-    Jump at;
+    jmp_buf at;
     bool started = false, done;
     Wait wait;
     size_t shared_used;
@@ -103,7 +97,7 @@ struct Block {
     // not initialized: only the stack pages that are used become resident
     std::unique_ptr<char[]> stacks{new char[THREADS * STACK_STRIDE]};
     alignas(16) char shared[SHARED_BYTES];
-    Jump scheduler;
+    jmp_buf scheduler;
     u32 index[3];
     u32 grid[3];
     u32 threads;  // of the kernel: at most THREADS
@@ -150,7 +144,7 @@ inline void pause(Wait wait) {
     Block& block = *current();
     Fiber& fiber = block.fibers[block.thread];
     fiber.wait = wait;
-    if (!__builtin_setjmp(fiber.at)) jump(block.scheduler);
+    if (!_setjmp(fiber.at)) _longjmp(block.scheduler, 1);
 }
 
 // Prints why a launch fails, if kernels are compiled with ANNULUS_TRACE.
@@ -324,7 +318,7 @@ inline void fiber_main(u32 low, u32 high, u32 thread) {
     for (;;) {
         block.kernel(block.arguments);
         fiber.done = true;
-        if (!__builtin_setjmp(fiber.at)) jump(block.scheduler);
+        if (!_setjmp(fiber.at)) _longjmp(block.scheduler, 1);
     }
 }
 
@@ -349,8 +343,8 @@ inline std::vector<u32> shuffled(u32 count, u64& seed) {
 inline __attribute__((noinline)) void resume(Block& block, u32 thread) {
     Fiber& fiber = block.fibers[thread];
     block.thread = thread;
-    if (__builtin_setjmp(block.scheduler)) return;
-    if (fiber.started) jump(fiber.at);
+    if (_setjmp(block.scheduler)) return;
+    if (fiber.started) _longjmp(fiber.at, 1);
     fiber.started = true;
     ucontext_t start;
     getcontext(&start);

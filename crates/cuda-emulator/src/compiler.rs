@@ -200,7 +200,8 @@ impl EmulatedProgram {
         if cfg!(target_arch = "x86_64") && std::arch::is_x86_feature_detected!("fma") {
             gcc.arg("-mfma");
         }
-        gcc.arg("-DANNULUS_EMULATED");
+        // fibers jump between stacks, which the fortified longjmp rejects
+        gcc.args(["-U_FORTIFY_SOURCE", "-DANNULUS_EMULATED"]);
         gcc.args(options.iter().filter(|option| option.starts_with("-D")));
         gcc.args(["-x", "c++"]).arg(folder.0.join(&self.name)).arg("-o").arg(&library);
         let output = gcc.output().map_err(|error| format!("g++: {error}").into_bytes())?;

@@ -128,7 +128,7 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         let bounds = &self.query_tiles.bounds;
         bounds.cover(wanted.batch, wanted.head, rows.clone(), &mut scratch.task_tile);
         scratch.task_queries = Some(wanted);
-        scratch.forget_keys();
+        scratch.clear_key_caches();
     }
 
     /// Returns the visibility of the tile of queries that contains row `row` of the task.

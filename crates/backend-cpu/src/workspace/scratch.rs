@@ -162,8 +162,8 @@ impl<A: Real> Scratch<A> {
         })
     }
 
-    /// Invalidates what describes the task's queries with the keys of one block.
-    pub(crate) fn forget_keys(&mut self) {
+    /// Clears what was computed for the task's queries and the keys of one block.
+    pub(crate) fn clear_key_caches(&mut self) {
         self.last_keys.fill(None);
         self.mask_cache.clear();
     }

@@ -428,7 +428,7 @@ impl<A: Real> State<A> {
         let Self { shard, scratch, query_tiles, .. } = self;
         let visibility = shard.visibility(&shard.queries, keys);
         query_tiles.update(team, scratch, &visibility, &shard.spec)?;
-        scratch.iter_mut().for_each(Scratch::forget_keys);
+        scratch.iter_mut().for_each(Scratch::clear_key_caches);
         Ok(())
     }
 

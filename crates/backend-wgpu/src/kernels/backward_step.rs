@@ -51,7 +51,8 @@ pub(super) struct RowStep<'a> {
     pub(super) masked: &'a str,
     /// As `masked`, where all pairs are visible.
     pub(super) full: &'a str,
-    /// With `r`, `e`, `grad` and `visible` in scope, in general kernels; sets `next_s` and `next_d`.
+    /// With `r`, `e`, `grad` and `visible` in scope, in general kernels; sets `next_s` and
+    /// `next_d`.
     pub(super) general: &'a str,
 }
 
@@ -149,8 +150,8 @@ pub(super) fn score_gradients(
         text.push_str("}\n");
         return text;
     }
-    // A loop, because drivers take seconds to compile four copies. Registers rotate, so that none is
-    // selected by the number of the row.
+    // A loop, because drivers take seconds to compile four copies. Registers rotate, so that none
+    // is selected by the number of the row.
     let rotate = |names: &str| -> String {
         (1..tile_rows).map(|r| format!("{names}{} = {names}{r};\n", r - 1)).collect()
     };

@@ -33,29 +33,41 @@ impl Half {
         let row = addend(self.first_row);
         let vectors = addend(self.first_row * ROW_STEP);
         let mut expanded = String::with_capacity(text.len());
-        replace_names(text, &mut expanded, |name, into| match name {
-            "H" => into.push_str(self.suffix),
-            "HALF_ROW" => into.push_str(&row),
-            "HALF_VECTORS" => into.push_str(&vectors),
-            _ => push_name(name, into),
-        });
+        let text_of = |name: &str| match name {
+            "H" => Some(self.suffix),
+            "HALF_ROW" => Some(&*row),
+            "HALF_VECTORS" => Some(&*vectors),
+            _ => None,
+        };
+        replace_names(text, &text_of, 1, &mut expanded);
         expanded
     }
 }
 
-/// Depth to which texts of names may contain names.
+/// Depth to which texts of names may contain names. The templates need 2; without a bound a name in
+/// its own text would not end.
 const MAX_NESTING: usize = 4;
 
-/// Appends a text to `into`, with `replace` called for each name in double braces.
-fn replace_names(text: &str, into: &mut String, replace: impl Fn(&str, &mut String)) {
+/// Appends a text to `into` with its names replaced, and those in their texts, to a depth of
+/// `nesting`. Names without a text stay.
+fn replace_names<'a>(
+    text: &str,
+    text_of: &impl Fn(&str) -> Option<&'a str>,
+    nesting: usize,
+    into: &mut String,
+) {
     let mut rest = text;
     while let Some((before, after)) = rest.split_once("{{") {
         into.push_str(before);
         let end = after.find(|letter: char| !(letter.is_ascii_alphanumeric() || letter == '_'));
         let (name, next) = after.split_at(end.unwrap_or(after.len()));
-        match next.strip_prefix("}}") {
-            Some(next) if !name.is_empty() => {
-                replace(name, into);
+        match (text_of(name), next.strip_prefix("}}")) {
+            (Some(text), Some(next)) => {
+                if nesting > 1 {
+                    replace_names(text, text_of, nesting - 1, into);
+                } else {
+                    into.push_str(text);
+                }
                 rest = next;
             }
             _ => {
@@ -65,11 +77,6 @@ fn replace_names(text: &str, into: &mut String, replace: impl Fn(&str, &mut Stri
         }
     }
     into.push_str(rest);
-}
-
-/// Appends a name that has no text, in its braces.
-fn push_name(name: &str, into: &mut String) {
-    into.extend(["{{", name, "}}"]);
 }
 
 impl Template {
@@ -96,7 +103,8 @@ impl Template {
     /// an unset name is left in the text, where it fails to compile.
     pub(super) fn expand(&self, text: &str) -> String {
         let mut named = String::with_capacity(2 * text.len());
-        self.expand_names(text, MAX_NESTING, &mut named);
+        let text_of = |name: &str| self.names.get(name).map(String::as_str);
+        replace_names(text, &text_of, MAX_NESTING, &mut named);
         let mut expanded = String::with_capacity(named.len());
         // one element per enclosing condition
         let mut wanted = Vec::new();
@@ -118,15 +126,6 @@ impl Template {
             }
         }
         self.expand_halves(&expanded)
-    }
-
-    /// Appends a text with its names replaced, and those in their texts, to a depth of `nesting`.
-    fn expand_names(&self, text: &str, nesting: usize, into: &mut String) {
-        replace_names(text, into, |name, into| match self.names.get(name) {
-            Some(text) if nesting > 1 => self.expand_names(text, nesting - 1, into),
-            Some(text) => into.push_str(text),
-            None => push_name(name, into),
-        });
     }
 
     fn expand_halves(&self, text: &str) -> String {
@@ -154,6 +153,14 @@ mod tests {
         let text =
             "#if A\n{{X}}\n#if B\nno\n#else\nyes\n#end\n#else\nnever\n#end\n#if !C\nlast\n#end\n";
         assert_eq!(template.expand(text), "one two\nyes\nlast\n");
+    }
+
+    #[test]
+    fn names_without_a_text_stay_and_a_name_in_its_own_text_ends() {
+        let mut template = Template::default();
+        template.name("X", "x").name("LOOP", "l{{LOOP}}");
+        assert_eq!(template.expand("{{X}}{{UNSET}}{{{X}}}\n"), "x{{UNSET}}{{{X}}}\n");
+        assert_eq!(template.expand("{{LOOP}}\n"), "llll{{LOOP}}\n");
     }
 
     #[test]
