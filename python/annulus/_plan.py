@@ -350,9 +350,8 @@ class Plan:
                 "out": memory.output("out", out, whole, self._dtype, like),
                 "lse": memory.output("lse", lse, statistics, acc, like),
             }
-            if not self._normalized:
-                for name in ("max", "sum", "ties"):
-                    arrays[name] = memory.empty(statistics, acc, like)
+            for name in ("max", "sum") if self._normalized else ("max", "sum", "ties"):
+                arrays[name] = memory.empty(statistics, acc, like)
             reports = self._plan.forward({**inputs.arrays, **arrays})
         results = {
             name: memory.given_back(array, self._dtype if name == "out" else acc, like)

@@ -31,8 +31,9 @@ class Forward:
         out: ``[batch, q_len, q_heads, value_dim]``, in the inputs' element type.
         lse: ``[batch, q_heads, q_len]``, natural logarithm, float32 (float64 for float64 inputs).
             −∞ for a query without a visible key and without sinks.
-        max: Maximum of the scores and sinks, shape of lse. Only of an unnormalised output.
-        sum: Σ e^(s − max), shape of lse. Only of an unnormalised output.
+        max: Maximum of the scores and sinks, shape of lse. None of a KV cache, as sum.
+        sum: Σ e^(s − max), shape of lse. The backward pass computes probabilities from max and sum;
+            with neither, from lse, wrong by a factor e^ε with |ε| up to 2⁻²⁴·|lse| in float32.
         ties: Number of keys and sinks that share the maximum. Only of an unnormalised output.
         reports: Times and bytes of the ranks of this process.
     """

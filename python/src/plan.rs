@@ -349,15 +349,12 @@ impl Plan {
         #[cfg(feature = "cuda")]
         if let Engine::Device(rank) = engine {
             let on = rank.number();
-            let given = annulus_core::BackwardInputs {
-                forward: inputs.on_device::<T>(on)?,
-                out: forward.out.device_view::<T>(on)?,
-                lse: forward.lse.device_view::<T::Accumulator>(on)?,
-                max: device_view::<T::Accumulator>(&forward.max, on)?,
-                ties: device_view::<T::Accumulator>(&forward.ties, on)?,
-                dout: dout.device_view::<T>(on)?,
-                dlse: device_view::<T::Accumulator>(&dlse, on)?,
-            };
+            let given = inputs.on_device::<T>(on)?;
+            let statistic = |array| device_view::<T::Accumulator>(array, on);
+            let lse = forward.lse.device_view::<T::Accumulator>(on)?;
+            let (max, sum) = (statistic(&forward.max)?, statistic(&forward.sum)?);
+            let (ties, dlse) = (statistic(&forward.ties)?, statistic(&dlse)?);
+            let (out, dout) = (forward.out.device_view::<T>(on)?, dout.device_view::<T>(on)?);
             // SAFETY: `check` has accepted the arrays, and each is viewed once
             let mut gradients = unsafe {
                 annulus_core::Gradients {
@@ -368,7 +365,15 @@ impl Plan {
                     dsinks: device_view_mut::<T::Accumulator>(&dsinks, on)?,
                 }
             };
-            let run = || rank.run(|plan| plan.backward_in_place(given, &mut gradients));
+            let run = || {
+                rank.run(|plan| {
+                    let statistics = annulus_core::max_and_sum(lse, max, sum);
+                    let (max, sum) = statistics.map_err(|error| plan.refuse(error))?;
+                    let forward = given;
+                    let given = BackwardInputs { forward, out, max, sum, ties, dout, dlse };
+                    plan.backward_in_place(given, &mut gradients)
+                })
+            };
             return Ok(vec![spelled(&self.session.run(py, run)?)]);
         }
         let tensors = inputs.tensors::<T>()?;
@@ -376,6 +381,7 @@ impl Plan {
             out: forward.out.view::<T, Ix4>()?,
             lse: forward.lse.view::<T::Accumulator, Ix3>()?,
             max: view(&forward.max)?,
+            sum: view(&forward.sum)?,
             ties: view(&forward.ties)?,
         };
         let dout: ArrayView4<'_, T> = dout.view()?;

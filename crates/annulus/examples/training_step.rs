@@ -26,7 +26,8 @@ fn main() -> Result<()> {
 
     let mut w = Array2::<f32>::zeros((DIM, DIM));
     let mut out = tensor(0.0);
-    let mut lse = Array3::zeros((1, 1, LEN));
+    let statistic = || Array3::zeros((1, 1, LEN));
+    let (mut lse, mut max, mut sum) = (statistic(), statistic(), statistic());
     let mut dq = tensor(0.0);
     let mut dk = tensor(0.0);
     let mut dv = tensor(0.0);
@@ -37,14 +38,20 @@ fn main() -> Result<()> {
         let outputs = ForwardViewMut {
             out: out.view_mut(),
             lse: lse.view_mut(),
-            max: None,
-            sum: None,
+            max: Some(max.view_mut()),
+            sum: Some(sum.view_mut()),
             ties: None,
         };
         ring.forward_into(&tensors, outputs)?;
         let dout = &out - &target; // of the loss ½ Σ (out − target)²
         losses.push(0.5 * dout.mapv(|x| x * x).sum());
-        let forward = ForwardView { out: out.view(), lse: lse.view(), max: None, ties: None };
+        let forward = ForwardView {
+            out: out.view(),
+            lse: lse.view(),
+            max: Some(max.view()),
+            sum: Some(sum.view()),
+            ties: None,
+        };
         let gradients = BackwardViewMut {
             dq: dq.view_mut(),
             dk: dk.view_mut(),

@@ -9,7 +9,7 @@ use annulus_core::{
 };
 use ndarray::{ArrayView2, ArrayView4, ArrayViewMut3, ArrayViewMut4, Axis};
 
-use crate::{Attention, Forward, environment, plan::zero_outputs, rank_cache::RankCache};
+use crate::{Attention, Forward, environment, plan::zero_results, rank_cache::RankCache};
 
 /// Lengths of a [`Cache`], equal on all ranks: batch rows, heads, dims, and rows of a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -240,7 +240,7 @@ impl Cache {
         q: ArrayView4<'_, T>,
         softmax_aux: Option<ArrayView2<'_, T::Accumulator>>,
     ) -> Result<Forward<T>> {
-        let forward = zero_outputs(self.spec(), q.dim().1);
+        let forward = zero_results(self.spec(), q.dim().1);
         let mut forward = forward.map_err(|error| self.cache.refuse(error))?;
         let report =
             self.attend_into(q, softmax_aux, forward.out.view_mut(), forward.lse.view_mut())?;

@@ -354,10 +354,10 @@ impl<B: Backend<Space: HostTensors>> RankEngine<Host> for Engine<B> {
         inputs: BackwardInputs<'_, Host>,
         gradients: &mut Gradients<'_, Host>,
     ) -> Result<Report> {
-        let BackwardInputs { forward, out, lse, max, ties, dout, dlse } = inputs;
+        let BackwardInputs { forward, out, max, sum, ties, dout, dlse } = inputs;
         let Inputs { q, k, v, bias, sinks } = forward;
         let forward = Inputs::<B::Space> { q, k, v, bias, sinks };
-        let inputs = BackwardInputs { forward, out, lse, max, ties, dout, dlse };
+        let inputs = BackwardInputs { forward, out, max, sum, ties, dout, dlse };
         let Gradients { dq, dk, dv, dbias, dsinks } = gradients;
         let mut gradients = Gradients::<B::Space> {
             dq: dq.reborrow(),

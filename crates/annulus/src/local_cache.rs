@@ -12,7 +12,7 @@ use annulus_core::{
 use annulus_cpu::Cpu;
 use ndarray::{ArrayView2, ArrayView4, ArrayViewMut3, ArrayViewMut4};
 
-use crate::{Attention, Cache, CacheShape, Forward, plan::zero_outputs};
+use crate::{Attention, Cache, CacheShape, Forward, plan::zero_results};
 
 /// A whole KV cache in this process ([`Cache`]), whose ranks are threads.
 ///
@@ -159,7 +159,7 @@ impl LocalCache {
             let want = format!("at most the {} cached rows", self.len());
             return Err(Error::invalid("q", format!("{queries} queries"), want));
         }
-        let mut forward = zero_outputs(self.spec(), queries)?;
+        let mut forward = zero_results(self.spec(), queries)?;
         let outputs = (forward.out.view_mut(), forward.lse.view_mut());
         forward.reports = self.attend_into(q, softmax_aux, outputs.0, outputs.1)?;
         Ok(forward)

@@ -545,6 +545,7 @@ impl LocalRing {
         let statistics = [
             ("lse", Some(&forward.lse)),
             ("max", forward.max.as_ref()),
+            ("sum", forward.sum.as_ref()),
             ("ties", forward.ties.as_ref()),
             ("dlse", dlse),
         ];

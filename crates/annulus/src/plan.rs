@@ -9,7 +9,7 @@ use annulus_comm::{
 use annulus_core::{
     Backend, BackwardInputs, Batch, Dims, Element, Error, Gradients, Host, HostTensors, HostView,
     HostViewMut, Inputs, Layout, Outputs, Result, Route, Runs, Schedule, Space, Spec, Strategy,
-    Transport, Work, index, memory,
+    Transport, Work, index, max_and_sum, memory,
 };
 use ndarray::{ArrayView2, ArrayView3, ArrayView4, ArrayViewMut3, Axis};
 
@@ -216,11 +216,14 @@ impl Plan {
         dlse: Option<ArrayView3<'_, T::Accumulator>>,
         gradients: BackwardViewMut<'_, T>,
     ) -> Result<Report> {
+        let statistics =
+            max_and_sum(&forward.lse, forward.max.as_ref(), forward.sum.as_ref());
+        let (max, sum) = statistics.map_err(|error| self.engine.refuse(error))?;
         let inputs = BackwardInputs::<Host> {
             forward: inputs(tensors),
             out: T::view(forward.out.view()),
-            lse: rows::<T>(forward.lse.view()),
-            max: forward.max.as_ref().map(|max| rows::<T>(max.view())),
+            max: rows::<T>(max.view()),
+            sum: sum.map(|sum| rows::<T>(sum.view())),
             ties: forward.ties.as_ref().map(|ties| rows::<T>(ties.view())),
             dout: T::view(dout),
             dlse: dlse.map(rows::<T>),
@@ -598,15 +601,25 @@ impl<S: Space> std::fmt::Display for Plan<S> {
 
 /// Zeros of the shapes of the outputs of `q_len` queries.
 pub(crate) fn zero_outputs<T: Element>(spec: &Spec, q_len: usize) -> Result<Forward<T>> {
-    let Dims { batch, q_heads, value_dim, .. } = spec.dims;
+    let Dims { batch, q_heads, .. } = spec.dims;
     let statistics = |name| memory::zeros(name, (batch, q_heads, q_len));
-    let unnormalized = |name| (!spec.normalize).then(|| statistics(name)).transpose();
+    Ok(Forward {
+        max: Some(statistics("max")?),
+        sum: Some(statistics("sum")?),
+        ties: (!spec.normalize).then(|| statistics("ties")).transpose()?,
+        ..zero_results(spec, q_len)?
+    })
+}
+
+/// Zeros of the shapes of out and lse of `q_len` queries, without what a backward pass needs.
+pub(crate) fn zero_results<T: Element>(spec: &Spec, q_len: usize) -> Result<Forward<T>> {
+    let Dims { batch, q_heads, value_dim, .. } = spec.dims;
     Ok(Forward {
         out: memory::zeros("out", (batch, q_len, q_heads, value_dim))?,
-        lse: statistics("lse")?,
-        max: unnormalized("max")?,
-        sum: unnormalized("sum")?,
-        ties: unnormalized("ties")?,
+        lse: memory::zeros("lse", (batch, q_heads, q_len))?,
+        max: None,
+        sum: None,
+        ties: None,
         reports: Vec::new(),
     })
 }

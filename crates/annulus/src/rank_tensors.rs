@@ -61,6 +61,7 @@ pub(crate) struct BackwardRankTensors<'a, T: Element> {
     out: CowArray<'a, T, Ix4>,
     lse: CowArray<'a, T::Accumulator, Ix3>,
     max: Option<CowArray<'a, T::Accumulator, Ix3>>,
+    sum: Option<CowArray<'a, T::Accumulator, Ix3>>,
     ties: Option<CowArray<'a, T::Accumulator, Ix3>>,
     pub(crate) dout: CowArray<'a, T, Ix4>,
     pub(crate) dlse: Option<CowArray<'a, T::Accumulator, Ix3>>,
@@ -79,6 +80,7 @@ impl<'a, T: Element> BackwardRankTensors<'a, T> {
             out: get_rows("out", forward.out, Axis(1), q_rows)?,
             lse: statistics("lse", forward.lse)?,
             max: forward.max.map(|max| statistics("max", max)).transpose()?,
+            sum: forward.sum.map(|sum| statistics("sum", sum)).transpose()?,
             ties: forward.ties.map(|ties| statistics("ties", ties)).transpose()?,
             dout: get_rows("dout", *dout, Axis(1), q_rows)?,
             dlse: dlse.map(|dlse| statistics("dlse", dlse)).transpose()?,
@@ -90,6 +92,7 @@ impl<'a, T: Element> BackwardRankTensors<'a, T> {
             out: self.out.view(),
             lse: self.lse.view(),
             max: self.max.as_ref().map(|max| max.view()),
+            sum: self.sum.as_ref().map(|sum| sum.view()),
             ties: self.ties.as_ref().map(|ties| ties.view()),
         }
     }

@@ -72,9 +72,9 @@ pub struct Forward<T: Element> {
     pub out: Array4<T>,
     /// lse = m + ln ℓ, natural logarithm. −∞ for a query without a visible key and without sinks.
     pub lse: Array3<T::Accumulator>,
-    /// Row maximum m of the scores and sinks. Only of an unnormalised output.
+    /// Row maximum m of the scores and sinks; −∞ where lse is. `None` of a KV cache.
     pub max: Option<Array3<T::Accumulator>>,
-    /// Row sum ℓ = Σ e^(s − m). Only of an unnormalised output.
+    /// Row sum ℓ = Σ e^(s − m); 0 where lse is −∞. `None` of a KV cache.
     pub sum: Option<Array3<T::Accumulator>>,
     /// Number of keys and sinks that share the maximum. Only of an unnormalised output.
     pub ties: Option<Array3<T::Accumulator>>,
@@ -83,6 +83,11 @@ pub struct Forward<T: Element> {
 }
 
 /// Outputs of a forward pass, borrowed as inputs of the backward pass. Any strides.
+///
+/// The backward pass computes probabilities from the maximum and the sum. Of a normalised output
+/// both may be `None`: then from lse, whose rounding makes them wrong by a factor e^ε, where |ε| is
+/// up to 2⁻²⁴·|lse| in f32 and 2⁻⁵³·|lse| in f64. Scores are rounded as much themselves, except in
+/// rows whose scores share a large constant, such as −10⁹ for masked keys.
 ///
 /// # Shapes
 /// As [`Forward`].
@@ -94,6 +99,8 @@ pub struct ForwardView<'a, T: Element> {
     pub lse: ArrayView3<'a, T::Accumulator>,
     /// As [`Forward::max`].
     pub max: Option<ArrayView3<'a, T::Accumulator>>,
+    /// As [`Forward::sum`].
+    pub sum: Option<ArrayView3<'a, T::Accumulator>>,
     /// As [`Forward::ties`].
     pub ties: Option<ArrayView3<'a, T::Accumulator>>,
 }
@@ -105,12 +112,15 @@ impl<T: Element> ForwardView<'_, T> {
             out: self.out.view(),
             lse: self.lse.view(),
             max: self.max.as_ref().map(|max| max.view()),
+            sum: self.sum.as_ref().map(|sum| sum.view()),
             ties: self.ties.as_ref().map(|ties| ties.view()),
         }
     }
 }
 
 /// Tensors of the caller's that a forward pass writes. Any strides; the contents are overwritten.
+///
+/// Of a normalised output max and sum are both given or both `None`.
 ///
 /// # Shapes
 /// As [`Forward`].
@@ -135,6 +145,7 @@ impl<T: Element> Forward<T> {
             out: self.out.view(),
             lse: self.lse.view(),
             max: self.max.as_ref().map(|max| max.view()),
+            sum: self.sum.as_ref().map(|sum| sum.view()),
             ties: self.ties.as_ref().map(|ties| ties.view()),
         }
     }

@@ -145,8 +145,8 @@ fn pass(workspace: &mut Workspace, t: &mut Tensors) -> usize {
     let inputs = BackwardInputs {
         forward: inputs,
         out: HostView::F32(out.view()),
-        lse: HostView::F32(lse.view()),
-        max: None,
+        max: HostView::F32(lse.view()),
+        sum: None,
         ties: None,
         dout: HostView::F32(t.q.view()),
         dlse: None,

@@ -115,8 +115,8 @@ impl Problem {
         BackwardInputs {
             forward: self.inputs(),
             out: HostView::F32(results.out.view()),
-            lse: HostView::F32(results.lse.view()),
-            max: None,
+            max: HostView::F32(results.lse.view()),
+            sum: None,
             ties: None,
             dout: HostView::F32(self.dout.view()),
             dlse: Some(HostView::F32(self.dlse.view())),

@@ -137,8 +137,8 @@ fn time<E: Element<Accumulator = f32>>(spec: &Spec, threads: usize, rounds: usiz
         let inputs = BackwardInputs {
             forward: inputs.reborrow(),
             out: E::view(out.view()),
-            lse: HostView::F32(lse.view()),
-            max: None,
+            max: HostView::F32(lse.view()),
+            sum: None,
             ties: None,
             dout: E::view(q.view()),
             dlse: None,

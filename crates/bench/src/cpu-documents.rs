@@ -178,8 +178,8 @@ impl Part {
         let inputs = BackwardInputs {
             forward: inputs,
             out: f32::view(tensors.out.slice_axis(Axis(1), *slice)),
-            lse: f32::view(tensors.lse.slice_axis(Axis(2), *slice)),
-            max: None,
+            max: f32::view(tensors.lse.slice_axis(Axis(2), *slice)),
+            sum: None,
             ties: None,
             dout,
             dlse: None,

@@ -161,8 +161,8 @@ impl Replay {
         let inputs = BackwardInputs {
             forward: inputs_of([q, k, v]),
             out: HostView::F32(forward.out.view()),
-            lse: HostView::F32(forward.lse.view().insert_axis(Axis(3))),
-            max: None,
+            max: HostView::F32(forward.lse.view().insert_axis(Axis(3))),
+            sum: None,
             ties: None,
             dout: HostView::F32(dout.view()),
             dlse: None,

@@ -252,6 +252,7 @@ module annulus
     type(c_ptr) :: dv = c_null_ptr
     type(c_ptr) :: dbias = c_null_ptr
     type(c_ptr) :: dsoftmax_aux = c_null_ptr
+    type(c_ptr) :: sum = c_null_ptr
   end type annulus_backward_args
 
   ! The tensors of a call of a KV cache.
@@ -1330,11 +1331,11 @@ contains
   end function forward_of
 
   ! The backward pass over the tensors q, k, v, out, lse, dout, dq, dk, dv, dlse, bias, softmax_aux,
-  ! max, ties, dbias and dsoftmax_aux, of which the last seven need not be given.
+  ! max, ties, dbias, dsoftmax_aux and sum, of which the last eight need not be given.
   function backward_of(plan, tensors, given) result(status)
     type(c_ptr), intent(in) :: plan
-    type(annulus_tensor), intent(in), target :: tensors(16)
-    logical, intent(in) :: given(10:16)
+    type(annulus_tensor), intent(in), target :: tensors(17)
+    logical, intent(in) :: given(10:17)
     integer(c_int) :: status
     type(annulus_backward_args) :: args
     args%struct_size = int(c_sizeof(args), c_int64_t)
@@ -1354,6 +1355,7 @@ contains
     if (given(14)) args%ties = c_loc(tensors(14))
     if (given(15)) args%dbias = c_loc(tensors(15))
     if (given(16)) args%dsoftmax_aux = c_loc(tensors(16))
+    if (given(17)) args%sum = c_loc(tensors(17))
     status = annulus_backward_c(plan, args)
   end function backward_of
 
@@ -1396,16 +1398,17 @@ contains
   end function forward_r32
 
   function backward_r32(plan, q, k, v, out, lse, dout, dq, dk, dv, dlse, bias, softmax_aux, max, &
-      ties, dbias, dsoftmax_aux) result(status)
+      ties, dbias, dsoftmax_aux, sum) result(status)
     type(c_ptr), intent(in) :: plan
     real(c_float), intent(in), target :: q(:, :, :, :), k(:, :, :, :), v(:, :, :, :)
     real(c_float), intent(in), target :: out(:, :, :, :), lse(:, :, :), dout(:, :, :, :)
     real(c_float), intent(inout), target :: dq(:, :, :, :), dk(:, :, :, :), dv(:, :, :, :)
     real(c_float), intent(in), target, optional :: dlse(:, :, :), bias(:, :, :, :)
     real(c_float), intent(in), target, optional :: softmax_aux(:, :), max(:, :, :), ties(:, :, :)
+    real(c_float), intent(in), target, optional :: sum(:, :, :)
     real(c_float), intent(inout), target, optional :: dbias(:, :, :, :), dsoftmax_aux(:, :)
     integer(c_int) :: status
-    type(annulus_tensor) :: tensors(16)
+    type(annulus_tensor) :: tensors(17)
     tensors(1) = annulus_tensor_of(q)
     tensors(2) = annulus_tensor_of(k)
     tensors(3) = annulus_tensor_of(v)
@@ -1422,9 +1425,10 @@ contains
     if (present(ties)) tensors(14) = annulus_tensor_of(ties)
     if (present(dbias)) tensors(15) = annulus_tensor_of(dbias)
     if (present(dsoftmax_aux)) tensors(16) = annulus_tensor_of(dsoftmax_aux)
+    if (present(sum)) tensors(17) = annulus_tensor_of(sum)
     status = backward_of(plan, tensors, [present(dlse), present(bias), present(softmax_aux), &
                                          present(max), present(ties), present(dbias), &
-                                         present(dsoftmax_aux)])
+                                         present(dsoftmax_aux), present(sum)])
   end function backward_r32
 
   function forward_r64(plan, q, k, v, out, lse, bias, softmax_aux, max, sum, ties) result(status)
@@ -1450,16 +1454,17 @@ contains
   end function forward_r64
 
   function backward_r64(plan, q, k, v, out, lse, dout, dq, dk, dv, dlse, bias, softmax_aux, max, &
-      ties, dbias, dsoftmax_aux) result(status)
+      ties, dbias, dsoftmax_aux, sum) result(status)
     type(c_ptr), intent(in) :: plan
     real(c_double), intent(in), target :: q(:, :, :, :), k(:, :, :, :), v(:, :, :, :)
     real(c_double), intent(in), target :: out(:, :, :, :), lse(:, :, :), dout(:, :, :, :)
     real(c_double), intent(inout), target :: dq(:, :, :, :), dk(:, :, :, :), dv(:, :, :, :)
     real(c_double), intent(in), target, optional :: dlse(:, :, :), bias(:, :, :, :)
     real(c_double), intent(in), target, optional :: softmax_aux(:, :), max(:, :, :), ties(:, :, :)
+    real(c_double), intent(in), target, optional :: sum(:, :, :)
     real(c_double), intent(inout), target, optional :: dbias(:, :, :, :), dsoftmax_aux(:, :)
     integer(c_int) :: status
-    type(annulus_tensor) :: tensors(16)
+    type(annulus_tensor) :: tensors(17)
     tensors(1) = annulus_tensor_of(q)
     tensors(2) = annulus_tensor_of(k)
     tensors(3) = annulus_tensor_of(v)
@@ -1476,9 +1481,10 @@ contains
     if (present(ties)) tensors(14) = annulus_tensor_of(ties)
     if (present(dbias)) tensors(15) = annulus_tensor_of(dbias)
     if (present(dsoftmax_aux)) tensors(16) = annulus_tensor_of(dsoftmax_aux)
+    if (present(sum)) tensors(17) = annulus_tensor_of(sum)
     status = backward_of(plan, tensors, [present(dlse), present(bias), present(softmax_aux), &
                                          present(max), present(ties), present(dbias), &
-                                         present(dsoftmax_aux)])
+                                         present(dsoftmax_aux), present(sum)])
   end function backward_r64
 
   function append_r32(cache, k, v) result(status)

@@ -912,11 +912,12 @@ typedef struct annulus_forward_args {
    */
   const struct annulus_tensor *lse;
   /**
-   * Output as lse: row maximum. NULL unless options.unnormalized is set.
+   * Output as lse: row maximum. NULL without sum, of a normalised output. A backward pass that
+   * is given max and sum is exact also in rows whose scores share a large constant.
    */
   const struct annulus_tensor *max;
   /**
-   * Output as lse: row sum. NULL unless options.unnormalized is set.
+   * Output as lse: row sum of e^(score - max). NULL without max, of a normalised output.
    */
   const struct annulus_tensor *sum;
   /**
@@ -963,7 +964,8 @@ typedef struct annulus_backward_args {
    */
   const struct annulus_tensor *lse;
   /**
-   * Input: output of the forward pass. NULL unless options.unnormalized is set.
+   * Input: output of the forward pass. NULL without sum, of a normalised output: probabilities
+   * are then e^(score - lse), wrong by a factor e^x with |x| up to 2^-24 |lse| in f32.
    */
   const struct annulus_tensor *max;
   /**
@@ -998,6 +1000,10 @@ typedef struct annulus_backward_args {
    * Output as softmax_aux. NULL without sinks.
    */
   const struct annulus_tensor *dsoftmax_aux;
+  /**
+   * Input: output of the forward pass. NULL without max, of a normalised output.
+   */
+  const struct annulus_tensor *sum;
 } annulus_backward_args;
 
 /**

@@ -210,6 +210,7 @@ struct backward_tensors {
   view<T> dq, dk, dv;
   std::optional<view<const A>> bias = {}, softmax_aux = {}, dlse = {}, max = {}, ties = {};
   std::optional<view<A>> dbias = {}, dsoftmax_aux = {};
+  std::optional<view<const A>> sum = {};
 };
 
 /* The tensors of a call of a KV cache: {q, out, lse}, then the sinks if the options have them. */
@@ -480,14 +481,13 @@ class plan {
     all.out = of.out.get();
     all.lse = of.lse.get();
     all.max = detail::get(of.max);
+    all.sum = detail::get(of.sum);
     all.ties = detail::get(of.ties);
     return all;
   }
   template <class T>
   static annulus_forward_args arguments(const forward_tensors<T> &of) {
-    auto all = common<annulus_forward_args>(of);
-    all.sum = detail::get(of.sum);
-    return all;
+    return common<annulus_forward_args>(of);
   }
   template <class T>
   static annulus_backward_args arguments(const backward_tensors<T> &of) {

@@ -37,9 +37,10 @@ pub struct annulus_forward_args {
     pub out: *const annulus_tensor,
     /// Output `[batch, q_heads, q_len, 1]`, A: natural logarithm of the row sum of e^score.
     pub lse: *const annulus_tensor,
-    /// Output as lse: row maximum. NULL unless options.unnormalized is set.
+    /// Output as lse: row maximum. NULL without sum, of a normalised output. A backward pass that
+    /// is given max and sum is exact also in rows whose scores share a large constant.
     pub max: *const annulus_tensor,
-    /// Output as lse: row sum. NULL unless options.unnormalized is set.
+    /// Output as lse: row sum of e^(score - max). NULL without max, of a normalised output.
     pub sum: *const annulus_tensor,
     /// Output as lse: number of keys and sinks that share the maximum. NULL unless
     /// options.unnormalized is set.
@@ -75,7 +76,8 @@ pub struct annulus_backward_args {
     pub out: *const annulus_tensor,
     /// Input: output of the forward pass.
     pub lse: *const annulus_tensor,
-    /// Input: output of the forward pass. NULL unless options.unnormalized is set.
+    /// Input: output of the forward pass. NULL without sum, of a normalised output: probabilities
+    /// are then e^(score - lse), wrong by a factor e^x with |x| up to 2^-24 |lse| in f32.
     pub max: *const annulus_tensor,
     /// Input: output of the forward pass. NULL unless options.unnormalized is set.
     pub ties: *const annulus_tensor,
@@ -93,6 +95,8 @@ pub struct annulus_backward_args {
     pub dbias: *const annulus_tensor,
     /// Output as softmax_aux. NULL without sinks.
     pub dsoftmax_aux: *const annulus_tensor,
+    /// Input: output of the forward pass. NULL without max, of a normalised output.
+    pub sum: *const annulus_tensor,
 }
 
 // SAFETY: repr(C), begins with its size, and pointers may be null
@@ -290,6 +294,7 @@ struct BackwardArgs {
     out: Checked,
     lse: Checked,
     max: Option<Checked>,
+    sum: Option<Checked>,
     ties: Option<Checked>,
     dout: Checked,
     dlse: Option<Checked>,
@@ -314,6 +319,7 @@ impl BackwardArgs {
                 out: Checked::read("out", args.out)?,
                 lse: Checked::read("lse", args.lse)?,
                 max: Checked::read_optional("max", args.max)?,
+                sum: Checked::read_optional("sum", args.sum)?,
                 ties: Checked::read_optional("ties", args.ties)?,
                 dout: Checked::read("dout", args.dout)?,
                 dlse: Checked::read_optional("dlse", args.dlse)?,
@@ -323,11 +329,11 @@ impl BackwardArgs {
                 dbias: Checked::read_optional("dbias", args.dbias)?,
                 dsoftmax_aux: Checked::read_optional("dsoftmax_aux", args.dsoftmax_aux)?,
             };
-            let Self { inputs, out, lse, max, ties, dout, dlse, .. } = &read;
+            let Self { inputs, out, lse, max, sum, ties, dout, dlse, .. } = &read;
             let gradients =
                 [Some(read.dq), Some(read.dk), Some(read.dv), read.dbias, read.dsoftmax_aux];
             overlap::check(&inputs.all(), &gradients)?;
-            let forward = [Some(*out), Some(*lse), *max, *ties, Some(*dout), *dlse];
+            let forward = [Some(*out), Some(*lse), *max, *sum, *ties, Some(*dout), *dlse];
             overlap::check(&forward, &gradients)?;
             Ok(read)
         }
@@ -371,6 +377,7 @@ unsafe fn backward_tensors<'a, T: Element>(
                 out: args.out.view4()?,
                 lse: args.lse.view3()?,
                 max: args.max.map(|max| max.view3()).transpose()?,
+                sum: args.sum.map(|sum| sum.view3()).transpose()?,
                 ties: args.ties.map(|ties| ties.view3()).transpose()?,
             },
             dout: args.dout.view4()?,
@@ -416,7 +423,7 @@ impl Planned {
 #[cfg(feature = "cuda")]
 mod on_device {
     use annulus::{Spec, cuda::device::CudaSpace};
-    use annulus_core::{BackwardInputs, Gradients, Inputs, Outputs};
+    use annulus_core::{BackwardInputs, Gradients, Inputs, Outputs, max_and_sum};
 
     use super::{BackwardArgs, Checked, Error, ForwardArgs, Planned, Result};
 
@@ -481,14 +488,17 @@ mod on_device {
             let written = |tensor: Checked| unsafe { tensor.device_view_mut(sums) };
             // SAFETY: as the caller promises
             unsafe {
+                let optional = |tensor: Option<Checked>| tensor.map(read).transpose();
+                let (max, sum) =
+                    max_and_sum(read(self.lse)?, optional(self.max)?, optional(self.sum)?)?;
                 let inputs = BackwardInputs {
                     forward: self.inputs.on_device(spec)?,
                     out: self.out.device_view(element)?,
-                    lse: read(self.lse)?,
-                    max: self.max.map(read).transpose()?,
-                    ties: self.ties.map(read).transpose()?,
+                    max,
+                    sum,
+                    ties: optional(self.ties)?,
                     dout: self.dout.device_view(element)?,
-                    dlse: self.dlse.map(read).transpose()?,
+                    dlse: optional(self.dlse)?,
                 };
                 let gradients = Gradients {
                     dq: self.dq.device_view_mut(element)?,

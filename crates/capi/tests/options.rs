@@ -182,7 +182,7 @@ fn by_c<T: Element>(case: &Case, data: &Data<T>) -> Answer {
         |tensor: &Option<annulus_tensor>| tensor.as_ref().map_or(ptr::null(), ptr::from_ref);
     let results = [tensor(&out), tensor(&lse), tensor(&max), tensor(&sum), tensor(&ties)];
     let given = |index: usize| {
-        if index < 2 || unnormalized { &raw const results[index] } else { ptr::null() }
+        if index < 4 || unnormalized { &raw const results[index] } else { ptr::null() }
     };
     let forward = annulus_forward_args {
         struct_size: size_of::<annulus_forward_args>() as u64,
@@ -216,6 +216,7 @@ fn by_c<T: Element>(case: &Case, data: &Data<T>) -> Answer {
         out: given(0),
         lse: given(1),
         max: given(2),
+        sum: given(3),
         ties: given(4),
         dout: &raw const gradients[3],
         dlse: &raw const dlse,

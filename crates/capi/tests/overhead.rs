@@ -106,7 +106,7 @@ impl Case {
         let x = self.x.view();
         let tensors = Tensors::new(x, x, x);
         let (out, lse) = (self.out.view(), self.lse.view());
-        let forward = ForwardView { out, lse, max: None, ties: None };
+        let forward = ForwardView { out, lse, max: None, sum: None, ties: None };
         let [dq, dk, dv] = self.gradients.each_mut().map(|array| array.view_mut());
         let gradients = BackwardViewMut { dq, dk, dv, dbias: None, dsoftmax_aux: None };
         ring.backward_into(&tensors, &forward, x, None, gradients).unwrap();

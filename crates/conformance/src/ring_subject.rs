@@ -192,8 +192,8 @@ impl<M: TensorMemory> RankTensors<M> {
         Ok(Answer {
             out: memory.download(&out)?,
             lse: rows(Some(lse))?.unwrap_or_default(),
-            max: rows(max)?,
-            sum: rows(sum)?,
+            max: rows(Some(max))?.unwrap_or_default(),
+            sum: rows(Some(sum))?.unwrap_or_default(),
             ties: rows(ties)?,
             dq: whole(dq)?,
             dk: whole(dk)?,
@@ -227,19 +227,18 @@ impl<M: TensorMemory> RankTensors<M> {
         let filled =
             |shape: [usize; 4], dtype| memory.upload(Array4::from_elem(shape, 77.0).view(), dtype);
         let statistics = || filled([dims.batch, dims.q_heads, self.q_rows, 1], sums);
-        let unnormalized = || (!case.spec.normalize).then(statistics).transpose();
         let mut made = ForwardTensors {
             out: filled([dims.batch, self.q_rows, dims.q_heads, dims.value_dim], dtype)?,
             lse: statistics()?,
-            max: unnormalized()?,
-            sum: unnormalized()?,
-            ties: unnormalized()?,
+            max: statistics()?,
+            sum: statistics()?,
+            ties: (!case.spec.normalize).then(statistics).transpose()?,
         };
         let mut outputs = Outputs {
             out: memory.view_mut(&mut made.out),
             lse: memory.view_mut(&mut made.lse),
-            max: made.max.as_mut().map(|max| memory.view_mut(max)),
-            sum: made.sum.as_mut().map(|sum| memory.view_mut(sum)),
+            max: Some(memory.view_mut(&mut made.max)),
+            sum: Some(memory.view_mut(&mut made.sum)),
             ties: made.ties.as_mut().map(|ties| memory.view_mut(ties)),
         };
         check_bytes("forward", &ring.forward(&self.inputs(memory), &mut outputs)?)?;
@@ -270,8 +269,8 @@ impl<M: TensorMemory> RankTensors<M> {
         let inputs = BackwardInputs {
             forward: self.inputs(memory),
             out: memory.view(&made.out),
-            lse: memory.view(&made.lse),
-            max: made.max.as_ref().map(|max| memory.view(max)),
+            max: memory.view(&made.max),
+            sum: Some(memory.view(&made.sum)),
             ties: made.ties.as_ref().map(|ties| memory.view(ties)),
             dout: memory.view(&self.dout),
             dlse: self.dlse.as_ref().map(|dlse| memory.view(dlse)),
@@ -293,8 +292,8 @@ impl<M: TensorMemory> RankTensors<M> {
 struct ForwardTensors<T> {
     out: T,
     lse: T,
-    max: Option<T>,
-    sum: Option<T>,
+    max: T,
+    sum: T,
     ties: Option<T>,
 }
 
@@ -336,13 +335,13 @@ pub(crate) fn assemble<'a>(case: &Case, answers: impl Iterator<Item = &'a RankAn
         }
     }
     let Dims { batch, q_len, q_heads, value_dim, .. } = case.spec.dims;
-    let unnormalized = || (!case.spec.normalize).then(|| Array3::zeros((batch, q_heads, q_len)));
+    let statistics = || Array3::zeros((batch, q_heads, q_len));
     let mut whole = Answer {
         out: Array4::zeros((batch, q_len, q_heads, value_dim)),
-        lse: Array3::zeros((batch, q_heads, q_len)),
-        max: unnormalized(),
-        sum: unnormalized(),
-        ties: unnormalized(),
+        lse: statistics(),
+        max: statistics(),
+        sum: statistics(),
+        ties: (!case.spec.normalize).then(statistics),
         dq: Array4::zeros(case.q.raw_dim()),
         dk: Array4::zeros(case.k.raw_dim()),
         dv: Array4::zeros(case.v.raw_dim()),
@@ -352,14 +351,10 @@ pub(crate) fn assemble<'a>(case: &Case, answers: impl Iterator<Item = &'a RankAn
     for RankAnswer { q_rows, kv_rows, answer } in answers {
         put(&mut whole.out, 1, q_rows, &answer.out);
         put(&mut whole.lse, 2, q_rows, &answer.lse);
-        for (whole, part) in [
-            (&mut whole.max, &answer.max),
-            (&mut whole.sum, &answer.sum),
-            (&mut whole.ties, &answer.ties),
-        ] {
-            if let (Some(whole), Some(part)) = (whole, part) {
-                put(whole, 2, q_rows, part);
-            }
+        put(&mut whole.max, 2, q_rows, &answer.max);
+        put(&mut whole.sum, 2, q_rows, &answer.sum);
+        if let (Some(whole), Some(part)) = (&mut whole.ties, &answer.ties) {
+            put(whole, 2, q_rows, part);
         }
         put(&mut whole.dq, 1, q_rows, &answer.dq);
         put(&mut whole.dk, 1, kv_rows, &answer.dk);

@@ -217,8 +217,8 @@ pub fn answer<T: Element>(forward: &Forward<T>, backward: &Backward<T>) -> Answe
     Answer {
         out: widen(&forward.out),
         lse: widen(&forward.lse),
-        max: forward.max.as_ref().map(widen),
-        sum: forward.sum.as_ref().map(widen),
+        max: forward.max.as_ref().map(widen).unwrap_or_default(),
+        sum: forward.sum.as_ref().map(widen).unwrap_or_default(),
         ties: forward.ties.as_ref().map(widen),
         dq: widen(&backward.dq),
         dk: widen(&backward.dk),

@@ -212,7 +212,7 @@ pub trait Workspace: Send + 'static {
     ) -> Result<Self::Forward<'p>>;
 
     /// Starts a backward pass: delta and the other row statistics ([`Spec::ROW_STATISTICS`]) from
-    /// out, lse, dout and dlse; dq, dbias ← 0. Ticks as [`Workspace::forward`].
+    /// out, max, sum, dout and dlse; dq, dbias ← 0. Ticks as [`Workspace::forward`].
     ///
     /// # Errors
     /// [`crate::Error::Device`]; [`crate::Error::Internal`] of a workspace for

@@ -78,6 +78,19 @@ impl<'a> HostView<'a> {
         }
     }
 
+    /// Returns a tensor of ones, in the type of an accumulator.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] if the shape has too many elements.
+    pub fn ones(dtype: DType, shape: [usize; 4]) -> Result<Self> {
+        let shape = ndarray::ShapeBuilder::strides(shape, [0; 4]);
+        match dtype {
+            DType::F64 => ArrayView4::from_shape(shape, &[1.0]).map(Self::F64),
+            _ => ArrayView4::from_shape(shape, &[1.0]).map(Self::F32),
+        }
+        .map_err(Error::internal)
+    }
+
     axis_methods!();
 
     /// Packs rows and heads of a tensor `[batch, rows, heads, elements]`. Returns the number of

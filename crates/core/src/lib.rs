@@ -94,7 +94,7 @@ pub use message_balance::{AgreedLengths, MessageBalance, unmatched_pair};
 pub use needs::{Needs, NeedsIndex};
 pub use on_host::{HostViews, OnHost, OnHostBackward, OnHostForward, OnHostWorkspace};
 pub use partial::Partial;
-pub use pass::{BackwardInputs, Block, Gradients, Inputs, Outputs, RankShard};
+pub use pass::{BackwardInputs, Block, Gradients, Inputs, Outputs, RankShard, max_and_sum};
 pub use ring_shards::RingShards;
 pub use row_layout::{RowField, RowLayout};
 pub use row_set::RowSet;

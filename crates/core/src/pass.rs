@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::{DenseMask, RankLeaves, RowLayout, Rows, Space, Spec, Visibility};
+use crate::{DenseMask, Error, RankLeaves, Result, RowLayout, Rows, Space, Spec, Visibility};
 
 /// One rank's part of the attention, fixed when a plan is made or updated.
 #[derive(Debug, Clone)]
@@ -80,32 +80,51 @@ pub struct Outputs<'a, S: Space> {
     /// `[b, q_heads, local q_len, 1]`, in the accumulator's type, natural logarithm. −∞ for a query
     /// without a visible key and without sinks.
     pub lse: S::ViewMut<'a>,
-    /// Row maximum of the scores, shaped as lse. Present if and only if the output is not
-    /// normalised, like the two below.
+    /// Row maximum of the scores, shaped as lse: −∞ for an empty row. `max` and `sum` are both
+    /// present or both absent; of an output that is not normalised they are present.
     pub max: Option<S::ViewMut<'a>>,
-    /// Row sum Σ e^(s − max), shaped as lse.
+    /// Row sum Σ e^(s − max), shaped as lse: 0 for an empty row.
     pub sum: Option<S::ViewMut<'a>>,
-    /// Number of keys and sinks that share the row maximum, shaped as lse.
+    /// Number of keys and sinks that share the row maximum, shaped as lse. Present if and only if
+    /// the output is not normalised.
     pub ties: Option<S::ViewMut<'a>>,
 }
 
 /// Inputs of a backward pass.
+///
+/// Probabilities are P = e^(s − max) / sum. The maximum and the sum are two numbers, because one,
+/// lse = max + ln sum, rounds ln sum away where the maximum is large: in f32 half of it at −10⁷ and
+/// all of it at −10⁹, which programs add to scores to mask them.
 pub struct BackwardInputs<'a, S: Space> {
     /// Inputs of the forward pass.
     pub forward: Inputs<'a, S>,
     /// Output of the forward pass.
     pub out: S::View<'a>,
-    /// lse of the forward pass.
-    pub lse: S::View<'a>,
-    /// Row maximum of the forward pass. Present if and only if the output is not normalised.
-    pub max: Option<S::View<'a>>,
+    /// Row maximum of the forward pass; without `sum` its lse. −∞ marks an empty row.
+    pub max: S::View<'a>,
+    /// Row sum of the forward pass; `None` is 1. Present if the output is not normalised.
+    pub sum: Option<S::View<'a>>,
     /// Ties of the forward pass. Present if and only if the output is not normalised.
     pub ties: Option<S::View<'a>>,
     /// ∂L/∂out, shaped and typed as out.
     pub dout: S::View<'a>,
-    /// ∂L/∂lse, shaped and typed as lse; `None` is 0. Ignored for rows without a visible key and
+    /// ∂L/∂lse, shaped and typed as max; `None` is 0. Ignored for rows without a visible key and
     /// without sinks.
     pub dlse: Option<S::View<'a>>,
+}
+
+/// Returns the maximum and the sum of a backward pass from the results of a forward pass that a
+/// caller has kept: both, or neither, and then lse with a sum of 1.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] for one without the other.
+pub fn max_and_sum<V>(lse: V, max: Option<V>, sum: Option<V>) -> Result<(V, Option<V>)> {
+    match (max, sum) {
+        (Some(max), Some(sum)) => Ok((max, Some(sum))),
+        (None, None) => Ok((lse, None)),
+        (Some(_), None) => Err(Error::invalid("sum", "nothing", "one, since max is given")),
+        (None, Some(_)) => Err(Error::invalid("max", "nothing", "one, since sum is given")),
+    }
 }
 
 impl<S: Space> BackwardInputs<'_, S> {
@@ -114,8 +133,8 @@ impl<S: Space> BackwardInputs<'_, S> {
         BackwardInputs {
             forward: self.forward.reborrow(),
             out: S::reborrow(&self.out),
-            lse: S::reborrow(&self.lse),
-            max: self.max.as_ref().map(S::reborrow),
+            max: S::reborrow(&self.max),
+            sum: self.sum.as_ref().map(S::reborrow),
             ties: self.ties.as_ref().map(S::reborrow),
             dout: S::reborrow(&self.dout),
             dlse: self.dlse.as_ref().map(S::reborrow),

@@ -267,12 +267,13 @@ impl Spec {
     }
 
     /// Number of row statistics of one query row and head in the backward pass:
-    /// `[lse, max, delta, share]`.
+    /// `[max, 1/sum, delta, share]`, where P = e^(s − max)·(1/sum). An empty row has max = +∞, so
+    /// that its probabilities are 0 whatever its scores.
     ///
-    /// | output | delta | max | share |
-    /// |---|---|---|---|
-    /// | normalised | ⟨dout, out⟩ − dlse | unused | unused |
-    /// | not normalised | −dlse | row maximum | ⟨dout, out⟩ / ties |
+    /// | output | delta | share |
+    /// |---|---|---|
+    /// | normalised | ⟨dout, out⟩ − dlse | unused |
+    /// | not normalised | −dlse | ⟨dout, out⟩ / ties |
     ///
     /// `share` is subtracted from dS of each score that equals the row maximum, because the output
     /// depends on the maximum too.

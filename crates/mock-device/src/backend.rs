@@ -188,23 +188,23 @@ impl Workspace for MockWorkspace {
     ) -> Result<MockBackward<'p>> {
         let read = read_inputs(&inputs.forward);
         let out = inputs.out.tag;
-        let lse = inputs.lse.tag;
+        let max = inputs.max.tag;
         let dout = inputs.dout.tag;
-        let [max, ties, dlse] = [&inputs.max, &inputs.ties, &inputs.dlse]
+        let [sum, ties, dlse] = [&inputs.sum, &inputs.ties, &inputs.dlse]
             .map(|view| view.as_ref().map(|view| view.tag));
         let mut reads = slots(&inputs.forward);
-        let more = [Some(out), Some(lse), Some(dout), max, ties, dlse];
+        let more = [Some(out), Some(max), Some(dout), sum, ties, dlse];
         reads.extend(more.into_iter().flatten().map(|tag| tag.slot));
         self.enqueue(&reads, &[], move |state, memory| {
             read(state, memory)?;
             state.dout = dout.read(memory)?;
             let mut maybe = |tag: Option<Tag>| tag.map(|tag| tag.read(memory)).transpose();
-            let max = maybe(max)?;
+            let sum = maybe(sum)?;
             let ties = maybe(ties)?;
             let dlse = maybe(dlse)?;
             let out = out.read(memory)?;
-            let lse = lse.read(memory)?;
-            state.begin_backward(&out, &lse, max.zip(ties), dlse.as_ref());
+            let max = max.read(memory)?;
+            state.begin_backward(&out, &max, sum.as_ref(), ties.as_ref(), dlse.as_ref());
             Ok(())
         })?;
         Ok(MockBackward { workspace: self, inputs })

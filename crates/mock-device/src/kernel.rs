@@ -33,7 +33,7 @@ pub(crate) struct State {
     pub(crate) sum: Array3<f64>,
     pub(crate) ties: Array3<f64>,
     pub(crate) dout: Array4<f64>,
-    /// `[b, shard q_len, q_heads, 4]`: lse, max, delta, and the gradient of max divided by ties.
+    /// `[b, shard q_len, q_heads, 4]`: see [`Spec::ROW_STATISTICS`].
     pub(crate) statistics: Array4<f64>,
     pub(crate) dq: Array4<f64>,
     pub(crate) dbias: Option<Array4<f64>>,
@@ -178,8 +178,9 @@ impl State {
     pub(crate) fn begin_backward(
         &mut self,
         out: &Array4<f64>,
-        lse: &Array4<f64>,
-        max_ties: Option<(Array4<f64>, Array4<f64>)>,
+        max: &Array4<f64>,
+        sum: Option<&Array4<f64>>,
+        ties: Option<&Array4<f64>>,
         dlse: Option<&Array4<f64>>,
     ) {
         let Dims { batch, q_heads, .. } = self.shard.spec.dims;
@@ -188,13 +189,18 @@ impl State {
         self.dq = Array4::zeros(self.q.raw_dim());
         self.dbias = self.bias.as_ref().map(|bias| Array4::zeros(bias.raw_dim()));
         for [b, h, i] in self.every_row() {
-            let lse = lse[[b, h, i, 0]];
-            let dlse =
-                dlse.filter(|_| lse != f64::NEG_INFINITY).map_or(0.0, |dlse| dlse[[b, h, i, 0]]);
+            let max = max[[b, h, i, 0]];
+            if max == f64::NEG_INFINITY {
+                let row = Array1::from_iter([f64::INFINITY, 0.0, 0.0, 0.0]);
+                self.statistics.slice_mut(s![b, i, h, ..]).assign(&row);
+                continue;
+            }
+            let inverse_sum = 1.0 / sum.map_or(1.0, |sum| sum[[b, h, i, 0]]);
+            let dlse = dlse.map_or(0.0, |dlse| dlse[[b, h, i, 0]]);
             let dout_out = self.dout.slice(s![b, i, h, ..]).dot(&out.slice(s![b, i, h, ..]));
-            let row = match &max_ties {
-                None => [lse, 0.0, dout_out - dlse, 0.0],
-                Some((max, ties)) => [lse, max[[b, h, i, 0]], -dlse, dout_out / ties[[b, h, i, 0]]],
+            let row = match ties {
+                None => [max, inverse_sum, dout_out - dlse, 0.0],
+                Some(ties) => [max, inverse_sum, -dlse, dout_out / ties[[b, h, i, 0]]],
             };
             self.statistics.slice_mut(s![b, i, h, ..]).assign(&Array1::from_iter(row));
         }
@@ -248,8 +254,8 @@ impl State {
                 sinks.row(line).iter().enumerate().filter(|(_, sink)| **sink != f64::NEG_INFINITY)
             {
                 let through_max =
-                    if !self.shard.spec.normalize && sink == row[1] { row[3] } else { 0.0 };
-                dsinks[[line, t]] -= through_max + (sink - row[0]).exp() * row[2];
+                    if !self.shard.spec.normalize && sink == row[0] { row[3] } else { 0.0 };
+                dsinks[[line, t]] -= through_max + (sink - row[0]).exp() * row[1] * row[2];
             }
         }
         Some(dsinks)
@@ -277,8 +283,8 @@ impl State {
             for h in 0..spec.dims.q_heads {
                 for i in 0..queries.rows.len() {
                     let row = queries.statistics.slice(s![b, i, h, ..]);
-                    let [lse, max, delta, share] = [row[0], row[1], row[2], row[3]];
-                    let pairs = if lse == f64::NEG_INFINITY {
+                    let [max, inverse_sum, delta, share] = [row[0], row[1], row[2], row[3]];
+                    let pairs = if max == f64::INFINITY {
                         Vec::new()
                     } else {
                         self.pairs(queries.rows, queries.q, keys, [b, h, i])
@@ -287,11 +293,11 @@ impl State {
                         let dout = queries.dout.slice(s![b, i, h, ..]);
                         let dp = pair.keep
                             * dout.dot(&keys.v.slice(s![b, pair.j, spec.dims.kv_head(h), ..]));
-                        let p = (pair.logit - lse).exp();
+                        let e = (pair.logit - max).exp();
+                        let p = e * inverse_sum;
                         let (ds, weight) = if spec.normalize {
                             (p * (dp - delta), p)
                         } else {
-                            let e = (pair.logit - max).exp();
                             (e * dp - if pair.logit == max { share } else { 0.0 } - p * delta, e)
                         };
                         visit(PairGradient {

@@ -10,14 +10,13 @@ use crate::Truth;
 pub struct Answer {
     /// `[b, q_len, q_heads, dv]`.
     pub out: Array4<f64>,
-    /// `[b, q_heads, q_len]`, as the three below, which are present if the output is not
-    /// normalised.
+    /// `[b, q_heads, q_len]`, as the three below.
     pub lse: Array3<f64>,
     /// Largest logit.
-    pub max: Option<Array3<f64>>,
+    pub max: Array3<f64>,
     /// Σ e^{s − max}.
-    pub sum: Option<Array3<f64>>,
-    /// Number of pairs and sinks that share the largest logit.
+    pub sum: Array3<f64>,
+    /// Number of pairs and sinks that share the largest logit, if the output is not normalised.
     pub ties: Option<Array3<f64>>,
     /// `[b, q_len, q_heads, d]`.
     pub dq: Array4<f64>,
@@ -32,16 +31,15 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// The oracle's answer for a case; with `normalize` it has no `max`, `sum` and `ties`.
+    /// The oracle's answer for a case; with `normalize` it has no `ties`.
     pub fn of(truth: Truth, normalize: bool) -> Self {
         let Truth { forward, backward } = truth;
-        let unnormalized = |statistics: Array3<f64>| (!normalize).then_some(statistics);
         Self {
             out: forward.out,
             lse: forward.lse,
-            max: unnormalized(forward.max),
-            sum: unnormalized(forward.sum),
-            ties: unnormalized(forward.ties),
+            max: forward.max,
+            sum: forward.sum,
+            ties: (!normalize).then_some(forward.ties),
             dq: backward.dq,
             dk: backward.dk,
             dv: backward.dv,
@@ -55,16 +53,13 @@ impl Answer {
         let mut all = vec![
             ("out", self.out.view().into_dyn()),
             ("lse", self.lse.view().into_dyn()),
+            ("max", self.max.view().into_dyn()),
+            ("sum", self.sum.view().into_dyn()),
             ("dq", self.dq.view().into_dyn()),
             ("dk", self.dk.view().into_dyn()),
             ("dv", self.dv.view().into_dyn()),
         ];
-        let statistics = [("max", &self.max), ("sum", &self.sum), ("ties", &self.ties)];
-        all.extend(
-            statistics
-                .into_iter()
-                .filter_map(|(name, array)| Some((name, array.as_ref()?.view().into_dyn()))),
-        );
+        all.extend(self.ties.iter().map(|ties| ("ties", ties.view().into_dyn())));
         all.extend(self.dbias.iter().map(|dbias| ("dbias", dbias.view().into_dyn())));
         all.extend(self.dsinks.iter().map(|dsinks| ("dsinks", dsinks.view().into_dyn())));
         all

@@ -177,8 +177,8 @@ fn floors(case: &Case, want: &Answer) -> HashMap<&'static str, f64> {
     HashMap::from([
         ("out", narrow * most(&mut case.v.iter().chain(&want.out)) * kept),
         ("lse", sums * (1.0 + most(&mut want.lse.iter()))),
-        ("max", sums * (1.0 + most(&mut want.max.iter().flatten()))),
-        ("sum", sums * (1.0 + most(&mut want.sum.iter().flatten()))),
+        ("max", sums * (1.0 + most(&mut want.max.iter()))),
+        ("sum", sums * (1.0 + most(&mut want.sum.iter()))),
         ("dq", narrow * (scale * ds * most(&mut case.k.iter()) + most(&mut want.dq.iter()))),
         ("dk", narrow * (scale * ds * most(&mut case.q.iter()) + most(&mut want.dk.iter()))),
         ("dv", narrow * (kept * most(&mut case.dout.iter()) + most(&mut want.dv.iter()))),

@@ -45,8 +45,8 @@ pub fn plain(case: &Case) -> Result<Answer> {
     let mut answer = Answer {
         out: Array4::zeros((batch, q_len, q_heads, value_dim)),
         lse: statistics(),
-        max: Some(statistics()),
-        sum: Some(statistics()),
+        max: statistics(),
+        sum: statistics(),
         ties: Some(statistics()),
         dq: Array4::zeros(case.q.raw_dim()),
         dk: Array4::zeros(case.k.raw_dim()),
@@ -68,7 +68,7 @@ pub fn plain(case: &Case) -> Result<Answer> {
     answer.dk.mapv_inplace(|x| spec.dtype.round(x));
     answer.dv.mapv_inplace(|x| spec.dtype.round(x));
     if spec.normalize {
-        (answer.max, answer.sum, answer.ties) = (None, None, None);
+        answer.ties = None;
     }
     Ok(answer)
 }
@@ -134,20 +134,19 @@ impl Row<'_> {
         let logits = || pairs.iter().map(|(_, pair)| pair.s).chain(sinks.iter().copied());
         let max =
             logits().fold(f64::NEG_INFINITY, |max, s| if s > max || s.is_nan() { s } else { max });
-        let put = |array: Option<&mut Array3<f64>>, number: f64| {
-            array.into_iter().for_each(|array| array[self.at] = number)
-        };
-        put(answer.max.as_mut(), max);
+        answer.max[self.at] = max;
         if max == f64::NEG_INFINITY {
-            put(Some(&mut answer.lse), max);
+            answer.lse[self.at] = max;
             return None;
         }
         let mut softmax = Softmax { sums, max, sum: 0.0, ties: 0.0 };
         softmax.sum = logits().fold(0.0, |sum, s| sums.round(sum + softmax.weight(s)));
         softmax.ties = logits().filter(|&s| s == max).count() as f64;
-        put(Some(&mut answer.lse), sums.round(max + sums.round(softmax.sum.ln())));
-        put(answer.sum.as_mut(), softmax.sum);
-        put(answer.ties.as_mut(), softmax.ties);
+        answer.lse[self.at] = sums.round(max + sums.round(softmax.sum.ln()));
+        answer.sum[self.at] = softmax.sum;
+        if let Some(ties) = &mut answer.ties {
+            ties[self.at] = softmax.ties;
+        }
         Some(softmax)
     }
 

@@ -1,4 +1,4 @@
-//! Prologue of the backward pass: row statistics from out, lse, dout and dlse.
+//! Prologue of the backward pass: row statistics from out, max, sum, dout and dlse.
 //!
 //! See `workspace/statistics.rs` for their definitions.
 
@@ -45,21 +45,20 @@ pub(crate) fn begin<E: Input<Accumulator: Summed>>(
         token: geometry.token,
         out: (!shard.spec.partial).then(|| array("out", inputs.out)).transpose()?,
         dout: array("dout", inputs.dout)?,
-        lse: array("lse", inputs.lse)?,
+        max: array("max", inputs.max)?,
+        sum: inputs.sum.map(|sum| array("sum", sum)).transpose()?,
         dlse: inputs.dlse.map(|dlse| array("dlse", dlse)).transpose()?,
-        max: inputs.max.map(|max| array("max", max)).transpose()?,
         ties: inputs.ties.map(|ties| array("ties", ties)).transpose()?,
         normalize: shard.spec.normalize,
     };
     let len = statistics.rows.max(1);
     let heads = shard.spec.dims.q_heads;
-    let RowStatistics { lse, max, delta, share, .. } = statistics;
-    let mut optional = (max.chunks_mut(len), share.chunks_mut(len));
-    let lines = lse.chunks_mut(len).zip(delta.chunks_mut(len)).enumerate();
-    let lines = lines.map(|(line, (lse, delta))| {
-        let (max, share) =
-            (optional.0.next().unwrap_or_default(), optional.1.next().unwrap_or_default());
-        (line, StatisticsRow { lse, delta, max, share })
+    let RowStatistics { max, inverse_sum, delta, share, .. } = statistics;
+    let mut share = share.chunks_mut(len);
+    let lines = max.chunks_mut(len).zip(inverse_sum.chunks_mut(len)).zip(delta.chunks_mut(len));
+    let lines = lines.enumerate().map(|(line, ((max, inverse_sum), delta))| {
+        let share = share.next().unwrap_or_default();
+        (line, StatisticsRow { max, inverse_sum, delta, share })
     });
     team.run(scratch, lines, None, |_, (line, mut into), _| {
         rows.fill(line / heads, line % heads, &mut into)
@@ -67,12 +66,11 @@ pub(crate) fn begin<E: Input<Accumulator: Summed>>(
     Ok(())
 }
 
-/// Row statistics of one batch row and head. `max` and `share` are empty if the output is
-/// normalised.
+/// Row statistics of one batch row and head. `share` is empty if the output is normalised.
 struct StatisticsRow<'a, A> {
-    lse: &'a mut [A],
-    delta: &'a mut [A],
     max: &'a mut [A],
+    inverse_sum: &'a mut [A],
+    delta: &'a mut [A],
     share: &'a mut [A],
 }
 
@@ -83,9 +81,9 @@ struct StatisticsInputs<'a, E: Input> {
     /// is then −⟨out, dout⟩ / ties.
     out: Option<ArrayView4<'a, E>>,
     dout: ArrayView4<'a, E>,
-    lse: ArrayView4<'a, Acc<E>>,
+    max: ArrayView4<'a, Acc<E>>,
+    sum: Option<ArrayView4<'a, Acc<E>>>,
     dlse: Option<ArrayView4<'a, Acc<E>>>,
-    max: Option<ArrayView4<'a, Acc<E>>>,
     ties: Option<ArrayView4<'a, Acc<E>>>,
     normalize: bool,
 }
@@ -100,15 +98,17 @@ impl<E: Input> StatisticsInputs<'_, E> {
                 PrefetchRows::of(source.plane(batch, head))
             })
         });
-        for row in 0..into.lse.len() {
+        for row in 0..into.max.len() {
             ahead.iter().for_each(|rows| rows.prefetch(row + ROWS_AHEAD));
             let at = [batch, head, row, 0];
             let of =
                 |view: Option<ArrayView4<'_, Acc<E>>>| view.map_or(0.0, |view| view[at].to_f64());
-            let lse = self.lse[at];
-            into.lse[row] = lse;
+            let max = self.max[at];
             // an empty row has no gradient, whatever dout and dlse are
-            let empty = lse == -Acc::<E>::INFINITY;
+            let empty = max == -Acc::<E>::INFINITY;
+            let sum = self.sum.map_or(1.0, |sum| sum[at].to_f64());
+            into.max[row] = if empty { Acc::<E>::INFINITY } else { max };
+            into.inverse_sum[row] = Acc::<E>::from_f64(if empty { 0.0 } else { 1.0 / sum });
             let product = match &out {
                 Some(out) if !empty => dot(self.token, out, &dout, [batch, row, head]),
                 _ => 0.0,
@@ -117,7 +117,6 @@ impl<E: Input> StatisticsInputs<'_, E> {
             if self.normalize {
                 into.delta[row] = Acc::<E>::from_f64(product - dlse);
             } else {
-                into.max[row] = Acc::<E>::from_f64(of(self.max));
                 into.delta[row] = Acc::<E>::from_f64(-dlse);
                 let share = if out.is_some() { product / of(self.ties) } else { -of(self.ties) };
                 into.share[row] = Acc::<E>::from_f64(if empty { 0.0 } else { share });

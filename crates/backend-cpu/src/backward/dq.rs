@@ -199,8 +199,8 @@ impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
         let line = coord.batch * geometry.dims.q_heads + coord.head;
         self.statistics.load(line, coord.queries.clone(), &mut scratch.statistics);
         // lanes without a query: probabilities of 0
-        scratch.statistics.lse[coord.queries.len()..coord.width].fill(Acc::<E>::INFINITY);
         scratch.statistics.max[coord.queries.len()..coord.width].fill(Acc::<E>::INFINITY);
+        scratch.statistics.inverse_sum[coord.queries.len()..coord.width].fill(Acc::<E>::ZERO);
     }
 
     /// Adds the contribution of one tile of one head. `first` is the strip's first row in the

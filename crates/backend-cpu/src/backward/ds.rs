@@ -62,8 +62,8 @@ pub(crate) fn score_gradients<A: Real>(
     let used = if by_row { tile_mask.rows().clone() } else { 0..coord.width };
     let queries = QueryStatistics {
         by_row,
-        lse: &statistics.lse[used.clone()],
         max: &statistics.max[used.clone()],
+        inverse_sum: &statistics.inverse_sum[used.clone()],
         delta: &statistics.delta[used.clone()],
         share: &statistics.share[used],
     };

@@ -188,9 +188,9 @@ fn write_dq<E: Input<Accumulator: Summed>>(
                 }
                 let head_index = block.batch * state.shard.spec.dims.q_heads + head;
                 for (mut into, row) in dq.outer_iter_mut().zip(block.rows.clone()) {
-                    // lse = −∞: every probability is 0, and dq is 0 even if a key is not finite
+                    // max = +∞: every probability is 0, and dq is 0 even if a key is not finite
                     // (0 · ∞ is NaN in the sums)
-                    if state.statistics.of(head_index, row)[0] == -Acc::<E>::INFINITY {
+                    if state.statistics.of(head_index, row)[0] == Acc::<E>::INFINITY {
                         into.fill(E::narrow(Acc::<E>::ZERO));
                     }
                 }

@@ -1,7 +1,7 @@
 //! Gradients of the sinks, from the statistics of the rows.
 //!
 //! ```text
-//! da_t = −Σ_i e^{a_t − lse_i}·delta_i − [a_t = max_i]·share_i        for each sink a_t
+//! da_t = −Σ_i e^{a_t − max_i}/sum_i·delta_i − [a_t = max_i]·share_i        for each sink a_t
 //! ```
 
 use std::ops::Range;
@@ -34,16 +34,18 @@ impl<A: Real> SinkGradients<'_, A> {
         if score == f64::NEG_INFINITY {
             return 0.0;
         }
-        let planes = statistics.lse.len().checked_div(statistics.rows).unwrap_or(0);
+        let planes = statistics.max.len().checked_div(statistics.rows).unwrap_or(0);
         let mut sum = 0.0;
         for plane in (0..planes).filter(|plane| lines == 1 || plane % heads == line) {
             if ticker.should_stop() {
                 break;
             }
             for row in rows.clone() {
-                let [lse, max, delta, share] = statistics.of(plane, row).map(Element::to_f64);
-                let max_term = if !statistics.max.is_empty() && score == max { share } else { 0.0 };
-                sum -= (score - lse).exp() * delta + max_term;
+                let [max, inverse_sum, delta, share] =
+                    statistics.of(plane, row).map(Element::to_f64);
+                // 0 of a normalised output
+                let max_term = if score == max { share } else { 0.0 };
+                sum -= (score - max).exp() * inverse_sum * delta + max_term;
             }
         }
         sum

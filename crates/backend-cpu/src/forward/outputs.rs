@@ -109,7 +109,7 @@ impl<'a, E: Input> OutputRows<'a, E> {
         let sums = strip_sums(geometry, block, *group_head, strip);
         let mut factors = [None; TILE];
         if sinks.is_none() && of.normalize {
-            self.write_lse(of, &mut factors);
+            self.write_sums(of, &mut factors);
         } else {
             self.write_statistics(of, &mut factors);
         }
@@ -130,21 +130,28 @@ impl<'a, E: Input> OutputRows<'a, E> {
         );
     }
 
-    /// Writes lse of a strip without sinks, and returns the factors of its rows: as
-    /// [`OutputRows::write_statistics`], in the accumulator's type. 1/ℓ rounds to the same number
-    /// as over f64, because f64 has more than twice the bits of f32.
-    fn write_lse(&mut self, of: &StripOutput<'_, Acc<E>>, factors: &mut Factors<Acc<E>>) {
+    /// Writes lse, maximum and sum of a strip without sinks, and returns the factors of its rows:
+    /// as [`OutputRows::write_statistics`], in the accumulator's type. 1/ℓ rounds to the same
+    /// number as over f64, because f64 has more than twice the bits of f32.
+    fn write_sums(&mut self, of: &StripOutput<'_, Acc<E>>, factors: &mut Factors<Acc<E>>) {
         let lanes = of.lanes();
-        let line = self.lse.slice_mut(s![of.batch, of.head, of.rows(), 0]);
+        let nan = Acc::<E>::from_f64(f64::NAN);
+        let at = |row| [of.batch, of.head, of.first_row + row, 0];
         let statistics = of.block.max[lanes.clone()].iter().zip(&of.block.sum[lanes]);
-        for ((into, factor), (&max, &sum)) in line.into_iter().zip(factors).zip(statistics) {
-            let lse = max.to_f64() + sum.to_f64().ln();
+        for (row, (factor, (&max, &sum))) in factors.iter_mut().zip(statistics).enumerate() {
             // without a visible key ℓ is 0 and m is −∞; NaN has the bits of `SoftmaxEnd`
             let is_nan = sum.to_f64().is_nan();
+            let [max, sum] = if is_nan { [nan; 2] } else { [max, sum] };
             let summed = sum != Acc::<E>::ZERO || max != -Acc::<E>::INFINITY;
-            let nan = Acc::<E>::from_f64(f64::NAN);
             *factor = summed.then(|| if is_nan { nan } else { Acc::<E>::ONE / sum });
-            *into = if is_nan { nan } else { Acc::<E>::from_f64(lse) };
+            self.lse[at(row)] =
+                if is_nan { nan } else { Acc::<E>::from_f64(max.to_f64() + sum.to_f64().ln()) };
+            if let Some(view) = &mut self.max {
+                view[at(row)] = max;
+            }
+            if let Some(view) = &mut self.sum {
+                view[at(row)] = sum;
+            }
         }
     }
 

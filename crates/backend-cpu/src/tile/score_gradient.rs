@@ -1,10 +1,9 @@
 //! Gradients of a tile's scores.
 //!
 //! ```text
-//! normalised:    p = e^{s − lse}
-//!                ds = p·(keep·dp − delta)                       prob = keep·p
-//! unnormalised:  p = e^{s − lse}     e = e^{s − max}
-//!                ds = e·keep·dp − p·delta − [s = max]·share     prob = keep·e
+//! e = e^{s − max}     p = e·(1/sum)
+//! normalised:    ds = p·(keep·dp − delta)                       prob = keep·p
+//! unnormalised:  ds = e·keep·dp − p·delta − [s = max]·share     prob = keep·e
 //! ```
 //! Masked pairs give 0, also if their operands are NaN. `prob` multiplies dO in dV.
 //!
@@ -22,10 +21,10 @@ use crate::simd::{
 #[derive(Clone, Copy)]
 pub(crate) struct QueryStatistics<'a, A> {
     pub(crate) by_row: bool,
-    pub(crate) lse: &'a [A],
-    /// `max` and `share` are read only if the output is not normalised.
     pub(crate) max: &'a [A],
+    pub(crate) inverse_sum: &'a [A],
     pub(crate) delta: &'a [A],
+    /// Read only if the output is not normalised.
     pub(crate) share: &'a [A],
 }
 
@@ -75,7 +74,7 @@ impl<A: Real> ScoreGradient<'_, A> {
         let scale = V::splat(self.scale);
         let zero = V::splat(A::ZERO);
         let lanes = !0u64 >> (u64::BITS as usize - V::WIDTH);
-        let QueryStatistics { lse, max, delta, share, .. } = self.queries;
+        let QueryStatistics { max, inverse_sum, delta, share, .. } = self.queries;
         for (row, (s, dp)) in each_row_mut::<A, V, _>(s).zip(dp).enumerate() {
             unrolled!(v < VECTORS, 'vector: {
                 // a vector without a visible pair: the usual case beside the diagonal
@@ -87,9 +86,10 @@ impl<A: Real> ScoreGradient<'_, A> {
                     break 'vector;
                 }
                 let score = V::load(&s[v]).times(scale);
-                let p = score
-                    .minus(query_statistic::<A, V, BY_ROW, VECTORS>(lse, row, v))
-                    .softmax_exp();
+                let max = query_statistic::<A, V, BY_ROW, VECTORS>(max, row, v);
+                let inverse_sum = query_statistic::<A, V, BY_ROW, VECTORS>(inverse_sum, row, v);
+                let e = score.minus(max).softmax_exp();
+                let p = e.times(inverse_sum);
                 let delta = query_statistic::<A, V, BY_ROW, VECTORS>(delta, row, v);
                 // keep·dp
                 let mut kept = V::load(&dp[v]);
@@ -101,9 +101,8 @@ impl<A: Real> ScoreGradient<'_, A> {
                     ds = p.times(kept.minus(delta));
                     prob = p;
                 } else {
-                    let max = query_statistic::<A, V, BY_ROW, VECTORS>(max, row, v);
                     let share = query_statistic::<A, V, BY_ROW, VECTORS>(share, row, v);
-                    prob = score.minus(max).softmax_exp();
+                    prob = e;
                     ds = prob
                         .times(kept)
                         .minus(p.times(delta))

@@ -55,8 +55,8 @@ impl<A: Real> QueryBlock<A> {
 
 impl<A: Real> RowStatistics<A> {
     fn bytes(&self) -> usize {
-        let Self { lse, max, delta, share, .. } = self;
-        [lse, max, delta, share].map(list_bytes).iter().sum()
+        let Self { max, inverse_sum, delta, share, .. } = self;
+        [max, inverse_sum, delta, share].map(list_bytes).iter().sum()
     }
 }
 
@@ -73,11 +73,11 @@ impl<A: Real> Decode<A> {
 impl<A: Real> Scratch<A> {
     fn bytes(&self) -> usize {
         let Tiles { s, dp, soft_cap_slope, extra } = &self.tiles;
-        let TileStatistics { lse, max, delta, share } = &self.statistics;
+        let TileStatistics { max, inverse_sum, delta, share } = &self.statistics;
         let DecodeScratch { q, tile, products, rescale } = &self.decode;
         let lanes = [&self.lanes_head, &self.lanes_value, &self.tile_max, &self.rescale];
         let sums = [&self.sums_head, &self.sums_value, &self.sums_bias];
-        let arrays = [s, dp, soft_cap_slope, extra, lse, max, delta, share].into_iter();
+        let arrays = [s, dp, soft_cap_slope, extra, max, inverse_sum, delta, share].into_iter();
         let arrays = arrays.chain([q, tile, products, rescale]).chain(lanes).chain(sums);
         let panels = [&self.rows_head, &self.rows_value, &self.rows_key];
         arrays.map(|array| array.bytes()).sum::<usize>()

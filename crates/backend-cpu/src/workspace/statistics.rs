@@ -2,11 +2,11 @@
 //! the first tile.
 //!
 //! ```text
-//! normalised:     delta = ⟨dout, out⟩ − dlse                          lse
-//! unnormalised:   delta = −dlse     share = ⟨dout, out⟩ / ties        lse, max
+//! normalised:     delta = ⟨dout, out⟩ − dlse                          max, 1/sum
+//! unnormalised:   delta = −dlse     share = ⟨dout, out⟩ / ties        max, 1/sum
 //! ```
-//! A row without visible keys and sinks has lse = −∞. Kernels receive +∞ instead, so that its
-//! probabilities are 0 whatever its scores.
+//! A row without visible keys and sinks has max = +∞ and 1/sum = 0, so that its probabilities are 0
+//! whatever its scores.
 
 use std::ops::Range;
 
@@ -15,12 +15,12 @@ use annulus_core::{Result, Spec, memory};
 use crate::{simd::dispatch::Real, tile::aligned::Aligned};
 
 /// Row statistics of all local queries, each `[b, q_heads, q rows]`; see [`Spec::ROW_STATISTICS`].
-/// `max` and `share` are empty if the output is normalised.
+/// `share` is empty if the output is normalised.
 #[derive(Debug, Default)]
 pub(crate) struct RowStatistics<A> {
     pub(crate) rows: usize,
-    pub(crate) lse: Vec<A>,
     pub(crate) max: Vec<A>,
+    pub(crate) inverse_sum: Vec<A>,
     pub(crate) delta: Vec<A>,
     pub(crate) share: Vec<A>,
 }
@@ -32,21 +32,20 @@ impl<A: Real> RowStatistics<A> {
             let len = if wanted { head_count * rows } else { 0 };
             memory::filled("row statistics", len, A::ZERO)
         };
-        let unnormalised = !spec.normalize;
         Ok(Self {
             rows,
-            lse: list(true)?,
-            max: list(unnormalised)?,
+            max: list(true)?,
+            inverse_sum: list(true)?,
             delta: list(true)?,
-            share: list(unnormalised)?,
+            share: list(!spec.normalize)?,
         })
     }
 
-    /// Returns `[lse, max, delta, share]` of one row, with 0 for quantities that are not stored.
+    /// Returns `[max, 1/sum, delta, share]` of one row, with 0 for a share that is not stored.
     /// `head_index` is batch row · q_heads + head.
     pub(crate) fn of(&self, head_index: usize, row: usize) -> [A; Spec::ROW_STATISTICS] {
         let at = |list: &[A]| list.get(head_index * self.rows + row).copied().unwrap_or(A::ZERO);
-        [at(&self.lse), at(&self.max), at(&self.delta), at(&self.share)]
+        [at(&self.max), at(&self.inverse_sum), at(&self.delta), at(&self.share)]
     }
 
     /// Loads the statistics of rows `rows` of one head.
@@ -61,8 +60,8 @@ impl<A: Real> RowStatistics<A> {
 /// array per quantity of [`annulus_core::Spec::ROW_STATISTICS`].
 #[derive(Debug)]
 pub(crate) struct TileStatistics<A> {
-    pub(crate) lse: Aligned<A>,
     pub(crate) max: Aligned<A>,
+    pub(crate) inverse_sum: Aligned<A>,
     pub(crate) delta: Aligned<A>,
     pub(crate) share: Aligned<A>,
 }
@@ -70,18 +69,17 @@ pub(crate) struct TileStatistics<A> {
 impl<A: Real> TileStatistics<A> {
     pub(crate) fn new(rows: usize) -> Result<Self> {
         let lane = || Aligned::zeroed(rows);
-        Ok(Self { lse: lane()?, max: lane()?, delta: lane()?, share: lane()? })
+        Ok(Self { max: lane()?, inverse_sum: lane()?, delta: lane()?, share: lane()? })
     }
 
-    /// Stores the statistics of one row, with −∞ replaced by +∞ for empty rows.
+    /// Stores the statistics of one row.
     pub(crate) fn set(
         &mut self,
         index: usize,
-        [lse, max, delta, share]: [A; Spec::ROW_STATISTICS],
+        [max, inverse_sum, delta, share]: [A; Spec::ROW_STATISTICS],
     ) {
-        let empty = lse == -A::INFINITY;
-        self.lse[index] = if empty { A::INFINITY } else { lse };
-        self.max[index] = if empty { A::INFINITY } else { max };
+        self.max[index] = max;
+        self.inverse_sum[index] = inverse_sum;
         self.delta[index] = delta;
         self.share[index] = share;
     }

@@ -108,12 +108,8 @@ fn a_visible_nan_propagates_and_a_masked_one_does_not() {
             // the maximum of a row with a visible NaN is unspecified
             let strip = |mut outcome: crate::support::Outcome| {
                 let nan: Vec<bool> = outcome.lse.iter().map(|x| x.is_nan()).collect();
-                outcome.max.iter_mut().for_each(|max| {
-                    max.iter_mut()
-                        .zip(&nan)
-                        .filter(|(_, nan)| **nan)
-                        .for_each(|(max, _)| *max = f64::NAN)
-                });
+                let rows = outcome.max.iter_mut().zip(&nan);
+                rows.filter(|(_, nan)| **nan).for_each(|(max, _)| *max = f64::NAN);
                 outcome
             };
             let tolerance = if dtype == DType::F32 { 2e-5 } else { 3e-2 };

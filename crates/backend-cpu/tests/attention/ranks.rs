@@ -116,7 +116,8 @@ impl Case {
     ) -> Result<Vec<RankOutputs<E>>> {
         let mut ring = Ring::<E>::new(self, cpu, layout, ranks, Passes::Forward)?;
         ring.forward(LocalKv::Inputs, last_call)?;
-        let outputs = |rank: Rank<E>| (rank.out, rank.lse, [rank.max, rank.sum, rank.ties]);
+        let outputs =
+            |rank: Rank<E>| (rank.out, rank.lse, [Some(rank.max), Some(rank.sum), rank.ties]);
         Ok(ring.ranks.into_iter().map(outputs).collect())
     }
 }
@@ -138,8 +139,8 @@ pub(crate) struct Rank<E: Element> {
     pub(crate) dlse: Option<Array4<E::Accumulator>>,
     pub(crate) out: Array4<E>,
     pub(crate) lse: Array4<E::Accumulator>,
-    pub(crate) max: Option<Array4<E::Accumulator>>,
-    pub(crate) sum: Option<Array4<E::Accumulator>>,
+    pub(crate) max: Array4<E::Accumulator>,
+    pub(crate) sum: Array4<E::Accumulator>,
     pub(crate) ties: Option<Array4<E::Accumulator>>,
 }
 
@@ -214,8 +215,8 @@ impl<E: Element> Rank<E> {
                 E::from_f64(7.0),
             ),
             lse: lines(true).unwrap(),
-            max: lines(!spec.normalize),
-            sum: lines(!spec.normalize),
+            max: lines(true).unwrap(),
+            sum: lines(true).unwrap(),
             ties: lines(!spec.normalize),
             shard: rank_shard,
         })
@@ -235,8 +236,8 @@ impl<E: Element> Rank<E> {
         BackwardInputs {
             forward: self.inputs(),
             out: E::view(self.out.view()),
-            lse: Element::view(self.lse.view()),
-            max: self.max.as_ref().map(|max| Element::view(max.view())),
+            max: Element::view(self.max.view()),
+            sum: Some(Element::view(self.sum.view())),
             ties: self.ties.as_ref().map(|ties| Element::view(ties.view())),
             dout: E::view(self.dout.view()),
             dlse: self.dlse.as_ref().map(|dlse| Element::view(dlse.view())),
@@ -315,8 +316,8 @@ impl<'a, E: Element> Ring<'a, E> {
             let outputs_of_rank = &mut Outputs::<Host> {
                 out: E::view_mut(out.view_mut()),
                 lse: Element::view_mut(lse.view_mut()),
-                max: max.as_mut().map(|max| Element::view_mut(max.view_mut())),
-                sum: sum.as_mut().map(|sum| Element::view_mut(sum.view_mut())),
+                max: Some(Element::view_mut(max.view_mut())),
+                sum: Some(Element::view_mut(sum.view_mut())),
                 ties: ties.as_mut().map(|ties| Element::view_mut(ties.view_mut())),
             };
             for t in 0..count {
@@ -413,8 +414,8 @@ impl Case {
         let mut all = Outcome {
             out: Array4::zeros(case.dout.raw_dim()),
             lse: line(),
-            max: (!case.spec.normalize).then(line),
-            sum: (!case.spec.normalize).then(line),
+            max: line(),
+            sum: line(),
             dq: Array4::zeros(case.q.raw_dim()),
             dk: Array4::zeros(case.k.raw_dim()),
             dv: Array4::zeros(case.v.raw_dim()),
@@ -446,13 +447,9 @@ impl Case {
             scatter(&dq, &mut all.dq, 1, q_rows);
             scatter(&dk, &mut all.dk, 1, kv_rows);
             scatter(&dv, &mut all.dv, 1, kv_rows);
-            let statistics = [
-                (Some(&rank.lse), Some(&mut all.lse)),
-                (rank.max.as_ref(), all.max.as_mut()),
-                (rank.sum.as_ref(), all.sum.as_mut()),
-            ];
+            let statistics =
+                [(&rank.lse, &mut all.lse), (&rank.max, &mut all.max), (&rank.sum, &mut all.sum)];
             for (from, into) in statistics {
-                let (Some(from), Some(into)) = (from, into) else { continue };
                 for (local, &row) in q_rows.iter().enumerate() {
                     let line = from.index_axis(Axis(2), local);
                     into.index_axis_mut(Axis(2), row as usize)

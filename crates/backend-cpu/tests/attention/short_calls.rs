@@ -67,8 +67,8 @@ fn run(cpu: &Cpu, rank: &Rank<f32>, passes: usize, reversed: bool) -> annulus_co
         let inputs = BackwardInputs {
             forward: inputs,
             out: Element::view(out.view()),
-            lse: Element::view(lse.view()),
-            max: None,
+            max: Element::view(lse.view()),
+            sum: None,
             ties: None,
             dout: Element::view(view(&dout)),
             dlse: None,

@@ -58,8 +58,8 @@ pub(crate) struct Case {
 pub(crate) struct Outcome {
     pub(crate) out: Array4<f64>,
     pub(crate) lse: Array3<f64>,
-    pub(crate) max: Option<Array3<f64>>,
-    pub(crate) sum: Option<Array3<f64>>,
+    pub(crate) max: Array3<f64>,
+    pub(crate) sum: Array3<f64>,
     pub(crate) dq: Array4<f64>,
     pub(crate) dk: Array4<f64>,
     pub(crate) dv: Array4<f64>,
@@ -216,12 +216,11 @@ impl Case {
             self.dlse.as_ref().map(|dlse| dlse.view()),
         )
         .unwrap();
-        let unnormalised = |array| (!self.spec.normalize).then_some(array);
         Outcome {
             out: forward.out,
             lse: forward.lse,
-            max: unnormalised(forward.max),
-            sum: unnormalised(forward.sum),
+            max: forward.max,
+            sum: forward.sum,
             dq: backward.dq,
             dk: backward.dk,
             dv: backward.dv,
@@ -241,8 +240,8 @@ impl Outcome {
             vec![
                 ("out", flat4(&outcome.out)),
                 ("lse", flat3(&outcome.lse)),
-                ("max", outcome.max.as_ref().map(flat3).unwrap_or_default()),
-                ("sum", outcome.sum.as_ref().map(flat3).unwrap_or_default()),
+                ("max", flat3(&outcome.max)),
+                ("sum", flat3(&outcome.sum)),
                 ("dq", flat4(&outcome.dq)),
                 ("dk", flat4(&outcome.dk)),
                 ("dv", flat4(&outcome.dv)),
@@ -282,10 +281,7 @@ impl Outcome {
             .into_iter()
             .chain(&self.dbias)
             .for_each(|array| add(&mut array.iter()));
-        [Some(&self.lse), self.max.as_ref(), self.sum.as_ref()]
-            .into_iter()
-            .flatten()
-            .for_each(|array| add(&mut array.iter()));
+        [&self.lse, &self.max, &self.sum].into_iter().for_each(|array| add(&mut array.iter()));
         self.dsinks.iter().for_each(|array| add(&mut array.iter()));
         bits
     }

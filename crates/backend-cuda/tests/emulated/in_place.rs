@@ -93,8 +93,8 @@ fn attend(cuda: &Cuda, ordinal: usize, apart: Apart) -> Result<Results> {
     let inputs = BackwardInputs {
         forward: inputs,
         out: view(&out_of_rows, apart.queries),
-        lse: lse.view(),
-        max: None,
+        max: lse.view(),
+        sum: None,
         ties: None,
         dout: view(&dout, apart.queries),
         dlse: None,

@@ -179,8 +179,8 @@ impl Tensors {
         let inputs = BackwardInputs {
             forward: inputs,
             out: self.view(4, HEADS),
-            lse: lse.view(),
-            max: None,
+            max: lse.view(),
+            sum: None,
             ties: None,
             dout: self.view(3, HEADS),
             dlse: None,
@@ -263,8 +263,8 @@ fn held(
         let inputs = BackwardInputs {
             forward: inputs,
             out: out.view(),
-            lse: lse.view(),
-            max: None,
+            max: lse.view(),
+            sum: None,
             ties: None,
             dout: dout.view(),
             dlse: None,

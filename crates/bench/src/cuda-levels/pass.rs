@@ -131,8 +131,8 @@ impl Passes {
         let inputs = BackwardInputs {
             forward,
             out: self.out.view(),
-            lse: self.lse.view(),
-            max: None,
+            max: self.lse.view(),
+            sum: None,
             ties: None,
             dout: dout.view(),
             dlse: None,

@@ -124,8 +124,8 @@ impl Passes {
                 let inputs = BackwardInputs {
                     forward: inputs,
                     out: &self.out,
-                    lse: &self.lse,
-                    max: None,
+                    max: &self.lse,
+                    sum: None,
                     ties: None,
                     dout: &self.dout,
                     dlse: None,

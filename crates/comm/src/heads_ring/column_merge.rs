@@ -1,10 +1,8 @@
 //! Merge of the partial results of key columns, for the own queries of a rank.
 //!
 //! ```text
-//! forward    (out, lse) of each column: an online softmax over columns, in f64
-//!            (out, max, sum, ties) of each column, if the output is not normalised:
-//!            m = max over columns    out = Σ e^(max − m)·out    sum = Σ e^(max − m)·sum
-//!            ties = Σ ties of the columns whose maximum is m    lse = m + ln sum
+//! forward    (out, max, sum) of each column, and ties if the output is not normalised: an online
+//!            softmax over columns, in f64 (`merged_softmax.rs`)
 //! backward   dq = Σ over columns of the partial dq, in the accumulator's type
 //! ```
 //! Each part is merged when it arrives: the own column first, then those before it, descending. The
@@ -29,29 +27,16 @@ pub(super) struct ColumnMerge {
     shape: [usize; 4],
     acc: Vec<f64>,
     /// Statistics of each row and head.
-    lines: Lines,
+    lines: Vec<MergedSoftmax>,
+    normalize: bool,
 }
 
-/// Statistics of the rows and heads.
-enum Lines {
-    Normalized(Vec<MergedSoftmax>),
-    Unnormalized(Vec<Statistics>),
-}
-
-/// Softmax statistics of one row of an output that is not normalised.
-#[derive(Debug, Clone, Copy, PartialEq)]
-struct Statistics {
-    max: f64,
-    sum: f64,
-    /// Scores that are equal to the maximum.
-    ties: f64,
-}
-
-/// Views of the statistics of an output that is not normalised, as `[batch, rows, heads, 1]`.
+/// Views of the statistics that the caller wants, as `[batch, rows, heads, 1]`.
 pub(super) struct StatisticViews<'a> {
-    pub(super) max: HostViewMut<'a>,
-    pub(super) sum: HostViewMut<'a>,
-    pub(super) ties: HostViewMut<'a>,
+    pub(super) lse: HostViewMut<'a>,
+    pub(super) max: Option<HostViewMut<'a>>,
+    pub(super) sum: Option<HostViewMut<'a>>,
+    pub(super) ties: Option<HostViewMut<'a>>,
 }
 
 /// Tensors of the own queries and all heads in a plan with several key columns.
@@ -122,37 +107,25 @@ impl ColumnGradients {
 
 impl ColumnMerge {
     fn new(shape: [usize; 4], normalize: bool) -> Result<Self> {
-        const NAME: &str = "the merged statistics";
         let [batch, rows, heads, dim] = shape;
         let count = batch * rows * heads;
         let acc = memory::filled("the merged output", count * dim, 0.0)?;
-        let lines = if normalize {
-            Lines::Normalized(memory::filled(NAME, count, MergedSoftmax::EMPTY)?)
-        } else {
-            Lines::Unnormalized(memory::filled(NAME, count, Statistics::EMPTY)?)
-        };
-        Ok(Self { shape, acc, lines })
+        let lines = memory::filled("the merged statistics", count, MergedSoftmax::EMPTY)?;
+        Ok(Self { shape, acc, lines, normalize })
     }
 
     fn bytes(&self) -> u64 {
-        let lines = match &self.lines {
-            Lines::Normalized(lines) => size_of_val(&lines[..]),
-            Lines::Unnormalized(lines) => size_of_val(&lines[..]),
-        };
-        (size_of_val(&self.acc[..]) + lines) as u64
+        (size_of_val(&self.acc[..]) + size_of_val(&self.lines[..])) as u64
     }
 
     /// Forgets the parts of the last pass.
     pub(super) fn begin(&mut self) {
         self.acc.fill(0.0);
-        match &mut self.lines {
-            Lines::Normalized(lines) => lines.fill(MergedSoftmax::EMPTY),
-            Lines::Unnormalized(lines) => lines.fill(Statistics::EMPTY),
-        }
+        self.lines.fill(MergedSoftmax::EMPTY);
     }
 
-    /// Merges a part: out and lse of some heads of all rows, and max, sum and ties of an output
-    /// that is not normalised, one after another, packed, in the accumulator's type.
+    /// Merges a part: out, max and sum of some heads of all rows, and ties of an output that is not
+    /// normalised, one after another, packed, in the accumulator's type.
     pub(super) fn add(&mut self, dtype: DType, heads: Range<usize>, part: &[u8]) -> Result<()> {
         match dtype {
             DType::F64 => self.add_elements::<f64>(heads, part),
@@ -166,15 +139,12 @@ impl ColumnMerge {
         let lines = batch * rows * heads.len();
         let short = || Error::internal("a message that is shorter than its partial results");
         let (out, statistics) = part.split_at_checked(lines * dim * size).ok_or_else(short)?;
-        let fields = match self.lines {
-            Lines::Normalized(_) => 1,
-            Lines::Unnormalized(_) => 4,
-        };
+        let fields = if self.normalize { 2 } else { 3 };
         if statistics.len() < fields * lines * size {
             return Err(short());
         }
         let element = |bytes: &[u8]| bytemuck::pod_read_unaligned::<T>(bytes).to_f64();
-        // lse, max, sum, ties
+        // max, sum, ties
         let number = |field: usize, index: usize| {
             let first = (field * lines + index) * size;
             element(&statistics[first..first + size])
@@ -185,68 +155,38 @@ impl ColumnMerge {
         for (index, (row, head)) in all.enumerate() {
             let line = row * q_heads + head;
             let out = outs.next().unwrap_or_default().chunks_exact(size).map(element);
-            let factors = match &mut self.lines {
-                Lines::Normalized(lines) => lines[line].add(number(0, index)),
-                Lines::Unnormalized(lines) => {
-                    let [max, sum, ties] = [1, 2, 3].map(|field| number(field, index));
-                    lines[line].add(Statistics { max, sum, ties })
-                }
-            };
+            let [max, sum] = [0, 1].map(|field| number(field, index));
+            let ties = if self.normalize { 0.0 } else { number(2, index) };
+            let factors = self.lines[line].add(MergedSoftmax { max, sum, ties });
             let Some([rescale, weight]) = factors else { continue };
+            let weight = if self.normalize { weight * sum } else { weight };
             let acc = &mut self.acc[line * dim..(line + 1) * dim];
             acc.iter_mut().zip(out).for_each(|(acc, x)| *acc = *acc * rescale + weight * x);
         }
         Ok(())
     }
 
-    /// Divides if the output is normalised, and writes out `[batch, rows, heads, value_dim]`, lse
-    /// `[batch, rows, heads, 1]` and the statistics of an output that is not, rounded once.
-    pub(super) fn finish(
-        &mut self,
-        out: &mut HostViewMut<'_>,
-        lse: &mut HostViewMut<'_>,
-        statistics: Option<StatisticViews<'_>>,
-    ) {
-        let dim = self.shape[3];
-        match &self.lines {
-            Lines::Normalized(lines) => {
-                for (line, softmax) in lines.iter().enumerate() {
-                    let acc = &mut self.acc[line * dim..(line + 1) * dim];
-                    acc.iter_mut().for_each(|acc| *acc /= softmax.normalizer());
-                }
-                lse.write_each(lines.iter().map(MergedSoftmax::lse));
-            }
-            Lines::Unnormalized(lines) => {
-                lse.write_each(lines.iter().map(|of| of.max + of.sum.ln()));
-                if let Some(StatisticViews { mut max, mut sum, mut ties }) = statistics {
-                    max.write_each(lines.iter().map(|of| of.max));
-                    sum.write_each(lines.iter().map(|of| of.sum));
-                    ties.write_each(lines.iter().map(|of| of.ties));
-                }
+    /// Divides if the output is normalised, and writes out `[batch, rows, heads, value_dim]` and the
+    /// statistics, rounded once.
+    pub(super) fn finish(&mut self, out: &mut HostViewMut<'_>, statistics: StatisticViews<'_>) {
+        let Self { shape, acc, lines, normalize } = self;
+        let dim = shape[3];
+        if *normalize {
+            for (line, softmax) in lines.iter().enumerate() {
+                let acc = &mut acc[line * dim..(line + 1) * dim];
+                acc.iter_mut().for_each(|acc| *acc /= softmax.normalizer());
             }
         }
-        out.write(&self.acc);
-    }
-}
-
-impl Statistics {
-    /// No part.
-    const EMPTY: Self = Self { max: f64::NEG_INFINITY, sum: 0.0, ties: 0.0 };
-
-    /// Adds a part to those before it. Returns the factors of the accumulator and of the part's
-    /// output; `None` if the part has no visible key and no sink, and the accumulator is unchanged.
-    fn add(&mut self, part: Self) -> Option<[f64; 2]> {
-        if part.sum == 0.0 {
-            return None;
+        let StatisticViews { mut lse, max, sum, ties } = statistics;
+        lse.write_each(lines.iter().map(MergedSoftmax::lse));
+        let numbers: [(_, fn(&MergedSoftmax) -> f64); 3] =
+            [(max, |of| of.max), (sum, |of| of.sum), (ties, |of| of.ties)];
+        for (view, number) in numbers {
+            if let Some(mut view) = view {
+                view.write_each(lines.iter().map(number));
+            }
         }
-        let is_nan = self.max.is_nan() || part.max.is_nan();
-        let max = if is_nan { f64::NAN } else { self.max.max(part.max) };
-        let factor = |of: f64| if of == max { 1.0 } else { (of - max).exp() };
-        let ties = |of: &Self| if of.max == max { of.ties } else { 0.0 };
-        let [rescale, weight] = [self.max, part.max].map(factor);
-        let sum = self.sum * rescale + part.sum * weight;
-        *self = Self { max, sum, ties: ties(self) + ties(&part) };
-        Some([rescale, weight])
+        out.write(acc);
     }
 }
 
@@ -262,7 +202,7 @@ const BUDGET: Duration = Duration::from_millis(300);
 pub fn merge_bandwidth(head_dim: usize) -> Result<f64> {
     const HEADS: usize = 4;
     const PART_BYTES: usize = 4 << 20;
-    let row = HEADS * (head_dim + 1) * size_of::<f32>();
+    let row = HEADS * (head_dim + 2) * size_of::<f32>();
     let shape = [1, (PART_BYTES / row).max(1), HEADS, head_dim];
     let part = memory::filled("partial results", shape[1] * row, 0u8)?;
     let mut merge = ColumnMerge::new(shape, true)?;
@@ -285,7 +225,8 @@ mod tests {
 
     const SHAPE: [usize; 4] = [2, 3, 4, 5];
 
-    /// Packed out and lse of heads `heads` of part `number`; row 1 has no visible key in part 1.
+    /// Packed out, max and sum of heads `heads` of part `number`; row 1 has no visible key in part
+    /// 1.
     fn part(number: usize, heads: Range<usize>) -> Vec<u8> {
         let [batch, rows, _, dim] = SHAPE;
         let lines = (0..batch * rows)
@@ -294,19 +235,24 @@ mod tests {
         let out = lines.iter().flat_map(|&(row, head)| {
             (0..dim).map(move |element| out_of(number, row, head, element))
         });
-        let lse = lines.iter().map(|&(row, head)| lse_of(number, row, head));
-        out.chain(lse).flat_map(f64::to_ne_bytes).collect()
+        let max = lines.iter().map(|&(row, head)| max_of(number, row, head));
+        let sum = lines.iter().map(|&(row, head)| sum_of(number, row, head));
+        out.chain(max).chain(sum).flat_map(f64::to_ne_bytes).collect()
     }
 
     fn out_of(number: usize, row: usize, head: usize, element: usize) -> f64 {
         ((number * 31 + row * 17 + head * 7 + element * 3) % 23) as f64 - 11.0
     }
 
-    fn lse_of(number: usize, row: usize, head: usize) -> f64 {
+    fn max_of(number: usize, row: usize, head: usize) -> f64 {
         if (number, row) == (1, 1) {
             return f64::NEG_INFINITY;
         }
         ((number * 13 + row * 5 + head) % 7) as f64 - 3.0
+    }
+
+    fn sum_of(number: usize, row: usize, head: usize) -> f64 {
+        if (number, row) == (1, 1) { 0.0 } else { 1.0 + ((number + row + head) % 3) as f64 }
     }
 
     fn merged(parts: &[usize]) -> [Array4<f64>; 2] {
@@ -322,8 +268,9 @@ mod tests {
         let mut out = Array4::zeros(SHAPE);
         let mut lse = Array4::zeros([batch, rows, heads, 1]);
         let views = [&mut out, &mut lse].map(|of| HostViewMut::F64(of.view_mut()));
-        let [mut of_out, mut of_lse] = views;
-        merge.finish(&mut of_out, &mut of_lse, None);
+        let [mut of_out, lse_view] = views;
+        let statistics = StatisticViews { lse: lse_view, max: None, sum: None, ties: None };
+        merge.finish(&mut of_out, statistics);
         [out, lse]
     }
 
@@ -336,7 +283,8 @@ mod tests {
         let [out, lse] = merged(&[0, 1, 2]);
         for (line, ((batch, row, head, element), &got)) in out.indexed_iter().enumerate() {
             let row = batch * SHAPE[1] + row;
-            let weights = [0, 1, 2].map(|number| lse_of(number, row, head).exp());
+            let weights =
+                [0, 1, 2].map(|number| max_of(number, row, head).exp() * sum_of(number, row, head));
             let sum: f64 = weights.iter().sum();
             let want: f64 =
                 (0..3).map(|number| weights[number] * out_of(number, row, head, element)).sum();
@@ -362,30 +310,8 @@ mod tests {
         let message = part(0, 0..4);
         let mut short = |len| merge.add(DType::F64, 0..4, &message[..len]).is_err();
         assert!(short(0) && short(message.len() / 2) && short(message.len() - 1));
-        // of an output that is not normalised, three statistics are missing
+        // of an output that is not normalised, the ties are missing
         let mut unnormalized = ColumnMerge::new(SHAPE, false).unwrap();
         assert!(unnormalized.add(DType::F64, 0..4, &message).is_err());
-    }
-
-    #[test]
-    fn statistics_of_parts_are_those_of_all_scores() {
-        let of = |scores: &[f64]| {
-            let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            let sum = scores.iter().map(|score| (score - max).exp()).sum();
-            let ties = scores.iter().filter(|&&score| score == max).count() as f64;
-            if scores.is_empty() { Statistics::EMPTY } else { Statistics { max, sum, ties } }
-        };
-        let parts: [&[f64]; 5] = [&[], &[1.0, 3.0], &[3.0, 3.0, 0.5], &[], &[-700.0, 2.5]];
-        let mut merged = Statistics::EMPTY;
-        let factors = parts.map(|part| merged.add(of(part)));
-        assert_eq!(factors.map(|of| of.is_some()), [false, true, true, false, true]);
-        let all = of(&parts.concat());
-        assert_eq!((merged.max, merged.ties), (all.max, 3.0));
-        assert!((merged.sum - all.sum).abs() < 1e-14);
-        // a larger maximum takes the place of those before it
-        assert_eq!(merged.add(of(&[4.0])), Some([(-1f64).exp(), 1.0]));
-        assert_eq!((merged.max, merged.ties), (4.0, 1.0));
-        merged.add(Statistics { max: f64::NAN, sum: f64::NAN, ties: 1.0 });
-        assert!(merged.max.is_nan() && merged.sum.is_nan());
     }
 }

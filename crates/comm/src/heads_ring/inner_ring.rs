@@ -31,17 +31,12 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let has_sinks = self.ring.spec().sinks.is_some();
         let tensors = &mut self.tensors;
         let of_member = tensors.inputs.of_member(inputs.reborrow(), has_sinks, &q_heads)?;
-        let [max, sum, ties] = match tensors.unnormalized.as_mut() {
-            Some(of) => [&mut of.max, &mut of.sum, &mut of.ties].map(Some),
-            None => [None, None, None],
-        };
-        let rows = |tensor: Option<_>| tensor.map(ShardTensor::heads_first_mut).transpose();
         let mut results = Outputs::<B::Space> {
             out: tensors.out.view_mut()?,
             lse: tensors.lse.heads_first_mut()?,
-            max: rows(max)?,
-            sum: rows(sum)?,
-            ties: rows(ties)?,
+            max: Some(tensors.max.heads_first_mut()?),
+            sum: Some(tensors.sum.heads_first_mut()?),
+            ties: tensors.ties.as_mut().map(ShardTensor::heads_first_mut).transpose()?,
         };
         self.ring_began.store(nanoseconds(start), Ordering::Relaxed);
         self.ring.forward_within(&of_member, &mut results)
@@ -57,14 +52,13 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let q_heads = self.grid.q_heads(self.exchange.member);
         let tensors = &mut self.tensors;
         let of_backward = tensors.backward.as_mut().ok_or_else(no_gradients)?;
-        let statistics = tensors.unnormalized.as_ref();
         let has_sinks = self.ring.spec().sinks.is_some();
         let of_member = BackwardInputs::<B::Space> {
             forward: tensors.inputs.of_member(forward.reborrow(), has_sinks, &q_heads)?,
             out: tensors.out.view()?,
-            lse: tensors.lse.heads_first()?,
-            max: statistics.map(|of| of.max.heads_first()).transpose()?,
-            ties: statistics.map(|of| of.ties.heads_first()).transpose()?,
+            max: tensors.max.heads_first()?,
+            sum: Some(tensors.sum.heads_first()?),
+            ties: tensors.ties.as_ref().map(ShardTensor::heads_first).transpose()?,
             dout: of_backward.dout.view()?,
             dlse: Some(of_backward.dlse.heads_first()?),
         };

@@ -57,23 +57,21 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             let grid = self.grid;
             let merge = |from, bytes: &[u8]| columns.merge.add(dtype, grid.q_heads(from), bytes);
             waited += self.send_outputs(pass, merge)?;
-            let statistics = match (max, sum, ties) {
-                (Some(max), Some(sum), Some(ties)) => Some(StatisticViews {
-                    max: max.reborrow().swap_rows_and_heads(),
-                    sum: sum.reborrow().swap_rows_and_heads(),
-                    ties: ties.reborrow().swap_rows_and_heads(),
-                }),
-                _ => None,
+            let statistics = StatisticViews {
+                lse: lse.reborrow().swap_rows_and_heads(),
+                max: max.as_mut().map(|max| max.reborrow().swap_rows_and_heads()),
+                sum: sum.as_mut().map(|sum| sum.reborrow().swap_rows_and_heads()),
+                ties: ties.as_mut().map(|ties| ties.reborrow().swap_rows_and_heads()),
             };
-            let mut lse = lse.reborrow().swap_rows_and_heads();
-            columns.merge.finish(out, &mut lse, statistics);
+            columns.merge.finish(out, statistics);
             self.tensors.columns = Some(columns);
             return Ok(waited);
         }
-        let statistics = [max, sum, ties].into_iter().flatten();
-        let statistics = std::iter::once(lse).chain(statistics);
-        let mut targets = vec![Target::new(out.reborrow())];
-        targets.extend(statistics.map(|of| Target::new(of.reborrow().swap_rows_and_heads())));
+        let mut targets = vec![Some(Target::new(out.reborrow()))];
+        targets.push(Some(Target::of_rows(lse)));
+        // members send the maximum and the sum also where the caller wants neither
+        targets.extend([max, sum].map(|of| of.as_mut().map(Target::of_rows)));
+        targets.extend(ties.as_mut().map(|ties| Some(Target::of_rows(ties))));
         waited += self.send_to(pass, &mut targets)?;
         Ok(waited)
     }
@@ -99,16 +97,17 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let divides_heads = of_backward.dkv.is_some();
         let dbias_field = self.backward.outputs.last().copied();
         let Gradients { dq, dk, dv, dbias, .. } = gradients;
-        let mut targets = vec![match &mut columns {
+        let mut targets = vec![Some(match &mut columns {
             Some(columns) => Target::sum(columns.dq.view_mut()?),
             None => Target::new(dq.reborrow()),
-        }];
+        })];
         match &mut sums {
             Some([dk, dv]) => {
-                targets.extend([Target::sum(dk.view_mut()?), Target::sum(dv.view_mut()?)]);
+                let sums = [Target::sum(dk.view_mut()?), Target::sum(dv.view_mut()?)];
+                targets.extend(sums.map(Some));
             }
             None if divides_heads => {
-                targets.extend([dk.reborrow(), dv.reborrow()].map(Target::new));
+                targets.extend([dk.reborrow(), dv.reborrow()].map(Target::new).map(Some));
             }
             None => {}
         }
@@ -116,7 +115,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         if let (Some(dbias), Some(field), true) = (dbias, dbias_field, has_rows) {
             let view = dbias.reborrow().swap_rows_and_heads();
             let adds = field.heads == HeadAxis::Shared || self.grid.columns() > 1;
-            targets.push(if adds { Target::sum(view) } else { Target::new(view) });
+            targets.push(Some(if adds { Target::sum(view) } else { Target::new(view) }));
         }
         waited += self.send_to(pass, &mut targets)?;
         drop(targets);
@@ -157,8 +156,12 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
                 inputs.dlse.map(rows)
             }
         };
-        given.extend([Some(rows(inputs.lse)), Some(inputs.dout), dlse]);
-        given.extend(inputs.max.map(|max| Some(rows(max))));
+        let max = rows(inputs.max);
+        let sum = match inputs.sum {
+            Some(sum) => rows(sum),
+            None => HostView::ones(max.dtype(), max.shape())?,
+        };
+        given.extend([Some(max), Some(sum), Some(inputs.dout), dlse]);
         // the share of a maximum in place of their number
         let share = columns.and_then(|columns| columns.minus_share.as_ref());
         given.extend(match share {
@@ -216,8 +219,9 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         Ok(in_flight.waited())
     }
 
-    /// Exchanges the results of the own heads for the caller's rows of all heads.
-    fn send_to(&mut self, pass: Pass, targets: &mut [Target<'_>]) -> Result<Duration> {
+    /// Exchanges the results of the own heads for the caller's rows of all heads. A result without
+    /// a target is not read.
+    fn send_to(&mut self, pass: Pass, targets: &mut [Option<Target<'_>>]) -> Result<Duration> {
         let fields = match pass.kind {
             PassKind::Forward => self.forward.outputs.clone(),
             PassKind::Backward => self.backward.outputs.clone(),
@@ -227,10 +231,18 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         }
         let grid = self.grid;
         let own = self.exchange.member;
+        let rows = self.exchange.rows[own];
         self.send_outputs(pass, |from, mut bytes| {
             for (field, target) in fields.iter().zip(targets.iter_mut()) {
                 if grid.shares(field.side, own, from) {
-                    let unpacked = target.put(field, field.heads.range(&grid, from), bytes)?;
+                    let heads = field.heads.range(&grid, from);
+                    let unpacked = match target {
+                        Some(target) => target.put(field, heads, bytes)?,
+                        None => {
+                            let part = heads.len() * field.batch * field.dim * field.dtype.bytes();
+                            part * annulus_core::index(rows[side_index(field.side)])
+                        }
+                    };
                     bytes = bytes.get(unpacked..).unwrap_or_default();
                 }
             }
@@ -285,6 +297,11 @@ impl<'a> Target<'a> {
     /// A tensor of which each part has one owner.
     const fn new(view: HostViewMut<'a>) -> Self {
         Self { view, adds: false }
+    }
+
+    /// As [`Target::new`], of a statistic `[batch, heads, rows, 1]`.
+    fn of_rows(view: &'a mut HostViewMut<'_>) -> Self {
+        Self::new(view.reborrow().swap_rows_and_heads())
     }
 
     /// A tensor of zeros to which the parts of members are added, in the order of their arrival:

@@ -10,8 +10,10 @@ pub(super) struct ShardTensors {
     pub(super) inputs: InputTensors,
     pub(super) out: ShardTensor,
     pub(super) lse: ShardTensor,
+    pub(super) max: ShardTensor,
+    pub(super) sum: ShardTensor,
     /// Of an output that is not normalised.
-    pub(super) unnormalized: Option<Unnormalized>,
+    pub(super) ties: Option<ShardTensor>,
     pub(super) backward: Option<BackwardTensors>,
     /// Of several key columns.
     pub(super) columns: Option<ColumnTensors>,
@@ -24,13 +26,6 @@ pub(super) struct InputTensors {
     pub(super) kv: Option<[ShardTensor; 2]>,
     /// A bias with a query axis.
     pub(super) bias: Option<ShardTensor>,
-}
-
-/// Statistics of an output that is not normalised.
-pub(super) struct Unnormalized {
-    pub(super) max: ShardTensor,
-    pub(super) sum: ShardTensor,
-    pub(super) ties: ShardTensor,
 }
 
 /// The further tensors of a backward pass.
@@ -67,8 +62,6 @@ impl ShardTensors {
             shape.map(of).transpose()
         };
         let statistic = || query(1, sums_dtype);
-        let unnormalized =
-            || Ok(Unnormalized { max: statistic()?, sum: statistic()?, ties: statistic()? });
         let own_keys = |dim| {
             let field =
                 HeadField { side: Side::Kv, heads: HeadAxis::Kv, batch, dim, dtype: sums_dtype };
@@ -99,7 +92,9 @@ impl ShardTensors {
             inputs: InputTensors { q: query(head_dim, spec.dtype)?, kv: kv_pair()?, bias: bias()? },
             out: query(value_dim, results_dtype)?,
             lse: statistic()?,
-            unnormalized: (!spec.normalize).then(unnormalized).transpose()?,
+            max: statistic()?,
+            sum: statistic()?,
+            ties: (!spec.normalize).then(statistic).transpose()?,
             backward: backward.then(gradients).transpose()?,
             columns: has_columns
                 .then(|| {
@@ -112,9 +107,9 @@ impl ShardTensors {
 
     /// Returns the bytes of all tensors.
     pub(super) fn bytes(&self) -> u64 {
-        let Self { inputs, out, lse, unnormalized, backward, columns } = self;
+        let Self { inputs, out, lse, max, sum, ties, backward, columns } = self;
         let InputTensors { q, kv, bias } = inputs;
-        let statistics = unnormalized.iter().flat_map(|of| [&of.max, &of.sum, &of.ties]);
+        let statistics = [max, sum].into_iter().chain(ties);
         let gradients = backward.iter().flat_map(|of| {
             let BackwardTensors { dout, dlse, dq, dkv, dbias, sums } = of;
             let pairs = dkv.iter().chain(sums).flatten();
@@ -132,19 +127,20 @@ impl ShardTensors {
 
     /// Returns the tensors that a forward pass sends, in the order of its fields.
     pub(super) fn forward_outputs(&self) -> Vec<&ShardTensor> {
-        let statistics = self.unnormalized.iter().flat_map(|of| [&of.max, &of.sum, &of.ties]);
-        [&self.out, &self.lse].into_iter().chain(statistics).collect()
+        // lse is computed from the merged statistics of columns
+        let lse = self.columns.is_none().then_some(&self.lse);
+        let statistics = [&self.max, &self.sum].into_iter().chain(&self.ties);
+        std::iter::once(&self.out).chain(lse).chain(statistics).collect()
     }
 
     /// Returns the tensors that a backward pass receives, in the order of its fields.
     pub(super) fn backward_inputs(&mut self) -> Vec<&mut ShardTensor> {
-        let Self { inputs, out, lse, unnormalized, backward, columns } = self;
+        let Self { inputs, out, max, sum, ties, backward, columns, .. } = self;
         let gradients = backward.iter_mut().flat_map(|of| [&mut of.dout, &mut of.dlse]);
-        let statistics = unnormalized.iter_mut().flat_map(|of| [&mut of.max, &mut of.ties]);
         // −delta is sent in place of out
         let out = columns.is_none().then_some(out);
-        let forward = inputs.tensors().chain(out).chain([lse]);
-        forward.chain(gradients).chain(statistics).collect()
+        let forward = inputs.tensors().chain(out).chain([max, sum]);
+        forward.chain(gradients).chain(ties).collect()
     }
 }
 

@@ -7,13 +7,13 @@ use std::{
 };
 
 use annulus_core::{
-    Backend, Channel, Dims, Error, ForwardPass, HostBuffer, HostTensors, HostView, Inputs,
-    MessageHeader, Outputs, RankShard, Result, Rows, Workspace,
+    Backend, Channel, Dims, Error, ForwardPass, HostBuffer, HostTensors, HostView, HostViewMut,
+    Inputs, MessageHeader, Outputs, RankShard, Result, Rows, Workspace,
 };
 
 use super::{
     Buffers, KvCache,
-    partials::{PartialShape, Results},
+    partials::{PartialResults, PartialShape, Results},
     rounds::Rounds,
 };
 use crate::ring::{PassKind, in_flight::InFlight, program::Transfers, step_events::Observer};
@@ -82,7 +82,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
 
         let mut own = buffers.own.take().ok_or_else(none)?;
         let message = own.bytes_mut().ok_or_else(none)?;
-        let Results { out, lse } = shape.results(message)?;
+        let PartialResults { out, max, sum } = shape.results(message)?;
         // the rank's rows are blocks: none is in the tensors of the call
         let Dims { batch, kv_heads, head_dim, value_dim, .. } = spec.dims;
         let empty = |dim| HostView::of_bytes(&[], spec.dtype, [batch, 0, kv_heads, dim]);
@@ -94,7 +94,13 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
             pass.attend(&block?, &mut || in_flight.tick())?;
             in_flight.check()?;
         }
-        let partial = &mut Outputs { out, lse, max: None, sum: None, ties: None };
+        // the rank's lse is computed, and not sent
+        let [batch, heads, queries, _] = max.shape();
+        let sums = spec.dtype.accumulator();
+        let mut lse = HostBuffer::zeroed((batch * heads * queries * sums.bytes()) as u64)?;
+        let lse = lse.bytes_mut().ok_or_else(none)?;
+        let lse = HostViewMut::of_bytes(lse, sums, max.shape())?;
+        let partial = &mut Outputs { out, lse, max: Some(max), sum: Some(sum), ties: None };
         pass.finish(partial, &mut || in_flight.tick())?;
         in_flight.check()?;
 

@@ -1,11 +1,8 @@
-//! Messages of the reduction: the normalised output and lse of some queries over the keys of one
-//! rank, and their merge.
+//! Messages of the reduction: the normalised output and the softmax statistics of some queries over
+//! the keys of one rank, and their merge (`merged_softmax.rs`).
 //!
 //! ```text
-//! message   lse [b, q_heads, queries], accumulator's type · out [b, queries, q_heads, dv]
-//! m   = max over ranks of lse, and of the sinks a
-//! ℓ   = Σ e^(lse − m) + Σ e^(a − m)
-//! out = Σ e^(lse − m)·out / ℓ        lse = m + ln ℓ
+//! message   max, sum [b, q_heads, queries], accumulator's type · out [b, queries, q_heads, dv]
 //! ```
 //! Sums are in f64 and in the order of ranks, so that all ranks have the same bits.
 //!
@@ -32,9 +29,17 @@ pub(super) struct Results<'a> {
     pub(super) lse: HostViewMut<'a>,
 }
 
+/// Tensors of a message.
+pub(super) struct PartialResults<'a> {
+    pub(super) out: HostViewMut<'a>,
+    pub(super) max: HostViewMut<'a>,
+    pub(super) sum: HostViewMut<'a>,
+}
+
 /// A message, widened.
 struct Part {
-    lse: Vec<f64>,
+    max: Vec<f64>,
+    sum: Vec<f64>,
     out: Vec<f64>,
 }
 
@@ -47,16 +52,21 @@ impl PartialShape {
     /// Returns the bytes of one query, of all batch rows and heads.
     pub(super) fn query_bytes(dims: &Dims, dtype: DType) -> u64 {
         let rows = dims.batch as u64 * dims.q_heads as u64;
-        rows * (dims.value_dim as u64 * dtype.bytes() as u64 + dtype.accumulator().bytes() as u64)
+        let statistics = 2 * dtype.accumulator().bytes() as u64;
+        rows * (dims.value_dim as u64 * dtype.bytes() as u64 + statistics)
     }
 
     /// Returns the tensors of a message for writing.
-    pub(super) fn results<'a>(&self, message: &'a mut [u8]) -> Result<Results<'a>> {
+    pub(super) fn results<'a>(&self, message: &'a mut [u8]) -> Result<PartialResults<'a>> {
         let bytes = message.get_mut(..index(self.bytes())).ok_or_else(too_short)?;
-        let (lse, out) = bytes.split_at_mut_checked(self.lse_bytes()).ok_or_else(too_short)?;
-        Ok(Results {
+        let statistic = self.statistic_bytes();
+        let (max, rest) = bytes.split_at_mut_checked(statistic).ok_or_else(too_short)?;
+        let (sum, out) = rest.split_at_mut_checked(statistic).ok_or_else(too_short)?;
+        let sums = self.dtype.accumulator();
+        Ok(PartialResults {
             out: HostViewMut::of_bytes(out, self.dtype, self.out_shape())?,
-            lse: HostViewMut::of_bytes(lse, self.dtype.accumulator(), self.lse_shape())?,
+            max: HostViewMut::of_bytes(max, sums, self.statistic_shape())?,
+            sum: HostViewMut::of_bytes(sum, sums, self.statistic_shape())?,
         })
     }
 
@@ -71,11 +81,14 @@ impl PartialShape {
         let mut parts = Vec::with_capacity(messages.len());
         for message in messages {
             let bytes = message.get(..index(self.bytes())).ok_or_else(too_short)?;
-            let (lse, out) = bytes.split_at_checked(self.lse_bytes()).ok_or_else(too_short)?;
+            let statistic = self.statistic_bytes();
+            let (max, rest) = bytes.split_at_checked(statistic).ok_or_else(too_short)?;
+            let (sum, out) = rest.split_at_checked(statistic).ok_or_else(too_short)?;
             let sums = self.dtype.accumulator();
-            let lse = HostView::of_bytes(lse, sums, self.lse_shape())?.widened()?;
+            let max = HostView::of_bytes(max, sums, self.statistic_shape())?.widened()?;
+            let sum = HostView::of_bytes(sum, sums, self.statistic_shape())?.widened()?;
             let out = HostView::of_bytes(out, self.dtype, self.out_shape())?.widened()?;
-            parts.push(Part { lse, out });
+            parts.push(Part { max, sum, out });
         }
         let sinks = sinks.map(HostView::widened).transpose()?.unwrap_or_default();
         let Dims { batch, q_heads, value_dim, .. } = self.dims;
@@ -91,16 +104,22 @@ impl PartialShape {
             let head = plane % q_heads;
             let first_sink = if per_head { head * count } else { 0 };
             let sinks = &sinks[first_sink..first_sink + count];
-            let scores = parts.iter().map(|part| part.lse[row]).chain(sinks.iter().copied());
-            let softmax = MergedSoftmax::of(scores);
             let query = row % self.queries;
             let first = ((plane / q_heads * self.queries + query) * q_heads + head) * value_dim;
             let elements = first..first + value_dim;
             let acc = &mut out[elements.clone()];
+            let mut softmax = MergedSoftmax::EMPTY;
             for part in &parts {
-                let Some(weight) = softmax.weight(part.lse[row]) else { continue };
-                let part = &part.out[elements.clone()];
-                acc.iter_mut().zip(part).for_each(|(acc, x)| *acc += weight * x);
+                // the cache has no use for ties
+                let [max, sum] = [&part.max, &part.sum].map(|list| list[row]);
+                let added = softmax.add(MergedSoftmax { max, sum, ties: 0.0 });
+                let Some([rescale, weight]) = added else { continue };
+                let out = part.out[elements.clone()].iter().map(|x| weight * sum * x);
+                acc.iter_mut().zip(out).for_each(|(acc, x)| *acc = *acc * rescale + x);
+            }
+            for &sink in sinks {
+                let Some([rescale, _]) = softmax.add(MergedSoftmax::sink(sink)) else { continue };
+                acc.iter_mut().for_each(|acc| *acc *= rescale);
             }
             acc.iter_mut().for_each(|acc| *acc /= softmax.normalizer());
             lse[row] = softmax.lse();
@@ -111,15 +130,15 @@ impl PartialShape {
         Ok(())
     }
 
-    fn lse_bytes(&self) -> usize {
-        self.lse_shape().iter().product::<usize>() * self.dtype.accumulator().bytes()
+    fn statistic_bytes(&self) -> usize {
+        self.statistic_shape().iter().product::<usize>() * self.dtype.accumulator().bytes()
     }
 
     fn results_len(&self) -> u64 {
         self.out_shape().iter().map(|&length| length as u64).product()
     }
 
-    const fn lse_shape(&self) -> [usize; 4] {
+    const fn statistic_shape(&self) -> [usize; 4] {
         [self.dims.batch, self.dims.q_heads, self.queries, 1]
     }
 

@@ -87,21 +87,27 @@ impl Shapes {
     }
 
     pub(crate) fn outputs<S: Space>(&self, outputs: &Outputs<'_, S>) -> Result<()> {
-        let statistics = (!self.normalize).then_some(self.lse);
+        let unnormalized = (!self.normalize).then_some(self.lse);
+        let [max, sum] = [&outputs.max, &outputs.sum].map(|of| of.as_ref().map(S::describe_mut));
+        // of a normalised output: both, or none
+        let wanted = if max.or(sum).is_some() { Some(self.lse) } else { unnormalized };
         check_tensor("out", S::describe_mut(&outputs.out), self.out)?;
         check_tensor("lse", S::describe_mut(&outputs.lse), self.lse)?;
-        check_optional("max", outputs.max.as_ref().map(S::describe_mut), statistics)?;
-        check_optional("sum", outputs.sum.as_ref().map(S::describe_mut), statistics)?;
-        check_optional("ties", outputs.ties.as_ref().map(S::describe_mut), statistics)
+        check_optional("max", max, wanted)?;
+        check_optional("sum", sum, wanted)?;
+        check_optional("ties", outputs.ties.as_ref().map(S::describe_mut), unnormalized)
     }
 
     pub(crate) fn backward_inputs<S: Space>(&self, inputs: &BackwardInputs<'_, S>) -> Result<()> {
         self.inputs(&inputs.forward)?;
-        let statistics = (!self.normalize).then_some(self.lse);
+        let unnormalized = (!self.normalize).then_some(self.lse);
+        let sum = inputs.sum.as_ref().map(S::describe);
+        // of a normalised output `max` may be lse, without a sum
+        let name = if self.normalize && sum.is_none() { "lse" } else { "max" };
         check_tensor("out", S::describe(&inputs.out), self.out)?;
-        check_tensor("lse", S::describe(&inputs.lse), self.lse)?;
-        check_optional("max", inputs.max.as_ref().map(S::describe), statistics)?;
-        check_optional("ties", inputs.ties.as_ref().map(S::describe), statistics)?;
+        check_tensor(name, S::describe(&inputs.max), self.lse)?;
+        check_optional("sum", sum, sum.map(|_| self.lse).or(unnormalized))?;
+        check_optional("ties", inputs.ties.as_ref().map(S::describe), unnormalized)?;
         check_tensor("dout", S::describe(&inputs.dout), self.dout)?;
         inputs
             .dlse

@@ -70,8 +70,8 @@ fn lose(doom: Doom) {
                 let inputs = BackwardInputs {
                     forward: inputs.reborrow(),
                     out: &outputs[0],
-                    lse: &outputs[1],
-                    max: None,
+                    max: &outputs[1],
+                    sum: None,
                     ties: None,
                     dout: q,
                     dlse: None,

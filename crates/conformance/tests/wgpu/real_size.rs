@@ -79,8 +79,8 @@ fn run(gpu: &Gpu, case: &Case) -> Result<Answer> {
         &BackwardInputs {
             forward: inputs,
             out: &out,
-            lse: &lse,
-            max: None,
+            max: &lse,
+            sum: None,
             ties: None,
             dout: &dout,
             dlse: None,

@@ -124,8 +124,8 @@ impl Rank {
         let inputs = BackwardInputs {
             forward: tensors.inputs(),
             out: HostView::F32(tensors.out.view()),
-            lse: HostView::F32(tensors.lse.view()),
-            max: None,
+            max: HostView::F32(tensors.lse.view()),
+            sum: None,
             ties: None,
             dout: HostView::F32(dout.view()),
             dlse: None,

@@ -106,13 +106,13 @@ impl<W: Workspace<Space = D>, D: DeviceSpace> Workspace for OnHostWorkspace<W, D
         mode: BackwardMode,
         tick: Tick<'_>,
     ) -> Result<Self::Backward<'p>> {
-        let Tensors { context, inputs: slots, out, lse, max, ties, dout, dlse, gradients, .. } =
+        let Tensors { context, inputs: slots, out, max, sum, ties, dout, dlse, gradients, .. } =
             &mut self.tensors;
         let inputs = BackwardInputs {
             forward: slots.upload(context, &inputs.forward, &mut *tick)?,
             out: out.upload(context, inputs.out, &mut *tick)?,
-            lse: lse.upload(context, inputs.lse, &mut *tick)?,
-            max: max.upload_optional(context, inputs.max, &mut *tick)?,
+            max: max.upload(context, inputs.max, &mut *tick)?,
+            sum: sum.upload_optional(context, inputs.sum, &mut *tick)?,
             ties: ties.upload_optional(context, inputs.ties, &mut *tick)?,
             dout: dout.upload(context, inputs.dout, &mut *tick)?,
             dlse: dlse.upload_optional(context, inputs.dlse, &mut *tick)?,

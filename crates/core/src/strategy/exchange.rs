@@ -35,13 +35,13 @@ pub struct HeadField {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExchangeFields {
     /// Sent as own rows of each member's heads: `[q, k, v]`, bias; of a backward pass also
-    /// `[out, lse, dout, dlse]`, and of an output that is not normalised max and ties. With several
-    /// key columns `[lse, dout, −delta]` in place of `[out, lse, dout, dlse]`, and of an output
-    /// that is not normalised `[lse, dout, dlse, max, −⟨out, dout⟩ / ties]`.
+    /// `[out, max, sum, dout, dlse]`, and of an output that is not normalised ties. With several
+    /// key columns `[max, sum, dout, −delta]` in place of `[out, max, sum, dout, dlse]`, and of an
+    /// output that is not normalised `[max, sum, dout, dlse, −⟨out, dout⟩ / ties]`.
     pub inputs: Vec<HeadField>,
-    /// Sent as each member's rows of the own heads: `[out, lse]`, and of an output that is not
-    /// normalised max, sum and ties; of a backward pass `[dq, dk, dv]`, dbias. With several key
-    /// columns out and dq are partial, in the accumulator's type.
+    /// Sent as each member's rows of the own heads: `[out, lse, max, sum]`, and of an output that is
+    /// not normalised ties; of a backward pass `[dq, dk, dv]`, dbias. With several key columns out
+    /// and dq are partial, in the accumulator's type, and lse is not sent.
     pub outputs: Vec<HeadField>,
 }
 
@@ -73,8 +73,9 @@ impl ExchangeFields {
     /// Returns the tensors of a forward pass.
     pub fn of_forward(spec: &Spec, grid: &HeadGrid) -> Self {
         let fields = Fields { spec, grid };
-        let statistics = if spec.normalize { 0 } else { 3 };
-        let mut outputs = vec![fields.result(fields.out()), fields.statistic()];
+        // max and sum; lse; ties
+        let statistics = 2 + usize::from(grid.columns() == 1) + usize::from(!spec.normalize);
+        let mut outputs = vec![fields.result(fields.out())];
         outputs.extend([fields.statistic()].repeat(statistics));
         Self { inputs: fields.inputs(), outputs }
     }
@@ -82,18 +83,17 @@ impl ExchangeFields {
     /// Returns the tensors of a backward pass.
     pub fn of_backward(spec: &Spec, grid: &HeadGrid) -> Self {
         let fields = Fields { spec, grid };
-        let statistics = if spec.normalize { 0 } else { 2 };
         let mut inputs = fields.inputs();
         // gradients have the shapes of their inputs
         let mut outputs = inputs.clone();
         outputs[0] = fields.result(outputs[0]);
         let out = fields.out();
-        let lse = fields.statistic();
+        let statistic = fields.statistic();
         if grid.columns() == 1 {
             inputs.push(out);
         }
-        inputs.extend([lse, out, lse]);
-        inputs.extend([lse].repeat(statistics));
+        inputs.extend([statistic, statistic, out, statistic]);
+        inputs.extend((!spec.normalize).then_some(statistic));
         Self { inputs, outputs }
     }
 
