@@ -69,8 +69,8 @@ impl CacheShape {
 ///
 /// A program appends the keys and values of new tokens, in chunks or one by one, and then attends
 /// with their queries. Both are known to every rank, as in a model whose other layers are
-/// replicated. Each rank computes over the rows that it has; one all-gather of (out, lse) merges
-/// the results. Its bytes depend on the queries alone: a token costs as many after 10⁶ cached rows
+/// replicated. Each rank computes over the rows that it has; one all-gather of (out, max, sum)
+/// merges the results. Its bytes depend on the queries alone: a token costs as many after 10⁶ cached rows
 /// as after 10³.
 ///
 /// Results are those of one attention over all cached rows, up to rounding: row i has the position
@@ -322,7 +322,7 @@ impl Cache {
 
     /// Returns the payload bytes that this rank sends in a call with `queries` queries.
     ///
-    /// By default they are (ranks − 1) · rows · (value_dim elements and lse), where rows is
+    /// By default they are (ranks − 1) · rows · (value_dim elements, maximum and sum), where rows is
     /// batch · queries · q_heads, and it receives as many. In the reproducible order it sends, of
     /// its pages that the queries of a round attend to, and its rows / ranks rows:
     ///

@@ -152,8 +152,10 @@ fn outputs_that_do_not_fit_are_refused_by_name_and_the_plan_still_works() {
     };
     refused(ring.forward_into(&tensors, outputs).unwrap_err(), "out");
     let mut extra = good.lse.clone();
-    let outputs = ForwardViewMut { max: Some(extra.view_mut()), ..good.view_mut() };
-    refused(ring.forward_into(&tensors, outputs).unwrap_err(), "max");
+    let outputs = ForwardViewMut { ties: Some(extra.view_mut()), ..good.view_mut() };
+    refused(ring.forward_into(&tensors, outputs).unwrap_err(), "ties");
+    let outputs = ForwardViewMut { sum: None, ..good.view_mut() };
+    refused(ring.forward_into(&tensors, outputs).unwrap_err(), "sum");
     assert!(ring.forward(&tensors).is_ok());
 }
 

@@ -36,17 +36,18 @@ pub(crate) struct Tensors {
 }
 
 impl Tensors {
-    /// Adds up query, key, value, out and lse; with `backward` also dout, dq, dk and dv.
+    /// Adds up query, key, value, out, lse, maximum and sum; with `backward` also dout, dq, dk and
+    /// dv.
     pub(crate) fn of(dims: &Dims, dtype: DType, backward: bool) -> Self {
         let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = *dims;
         let q = [batch, q_len, q_heads];
         let kv = [batch, kv_len, kv_heads];
         let times = if backward { 2 } else { 1 };
-        // the backward pass adds one gradient of the same shape for each tensor but lse
+        // the backward pass adds one gradient of the same shape for each tensor but the statistics
         Self::default()
             .and(&q, times * (head_dim + value_dim), dtype.bytes())
             .and(&kv, times * (head_dim + value_dim), dtype.bytes())
-            .and(&q, 1, dtype.accumulator().bytes())
+            .and(&q, 3, dtype.accumulator().bytes())
     }
 
     /// Adds `times` tensors of `shape` with `element` bytes per element.
@@ -149,13 +150,13 @@ mod tests {
     #[test]
     fn tensors_that_do_not_fit_are_refused_with_both_sizes() {
         let dims = Dims { kv_heads: 2, value_dim: 3, ..Dims::new(2, 10, 4, 5) };
-        // query and out, key and value, lse; twice the first two where there is a backward pass
+        // query and out, key and value, lse, maximum and sum; the first two twice with a backward pass
         let queries = 2 * 10 * 4 * (5 + 3) * 2;
         let keys = 2 * 10 * 2 * (5 + 3) * 2;
-        let lse = 2 * 10 * 4 * 4;
-        assert_eq!(Tensors::of(&dims, DType::Bf16, false).bytes, queries + keys + lse);
+        let statistics = 3 * 2 * 10 * 4 * 4;
+        assert_eq!(Tensors::of(&dims, DType::Bf16, false).bytes, queries + keys + statistics);
         let both = Tensors::of(&dims, DType::Bf16, true);
-        assert_eq!(both.bytes, 2 * (queries + keys) + lse);
+        assert_eq!(both.bytes, 2 * (queries + keys) + statistics);
         let vast = both.and(&[1 << 40, 1 << 20], 1, 8);
         assert!(vast.shared_by(4).must_fit_into(None).is_ok());
         let text = vast.must_fit_into(Some(1 << 40)).unwrap_err().to_string();

@@ -49,7 +49,7 @@ Examples:
     --prefill 4000
 
 Rank r of P has the pages r, r + P, r + 2·P … of the keys and values. A token is one all-gather of
-(out, lse), whose bytes do not depend on the number of cached rows.";
+(out, max, sum), whose bytes do not depend on the number of cached rows.";
 
 /// Tensors of an attention over files that a cache has no place for.
 const NOT_CACHED: [&str; 7] = [

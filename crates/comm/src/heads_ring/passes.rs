@@ -258,7 +258,10 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         unpack: impl FnMut(usize, &[u8]) -> Result<()>,
     ) -> Result<Duration> {
         let (fields, results) = match pass.kind {
-            PassKind::Forward => (&self.forward.outputs, self.tensors.forward_outputs()),
+            PassKind::Forward => {
+                let has_columns = self.grid.columns() > 1;
+                (&self.forward.outputs, self.tensors.forward_outputs(has_columns))
+            }
             PassKind::Backward => {
                 let of_backward = self.tensors.backward.as_ref().ok_or_else(no_gradients)?;
                 (&self.backward.outputs, of_backward.outputs())

@@ -126,9 +126,9 @@ impl ShardTensors {
     }
 
     /// Returns the tensors that a forward pass sends, in the order of its fields.
-    pub(super) fn forward_outputs(&self) -> Vec<&ShardTensor> {
+    pub(super) fn forward_outputs(&self, has_columns: bool) -> Vec<&ShardTensor> {
         // lse is computed from the merged statistics of columns
-        let lse = self.columns.is_none().then_some(&self.lse);
+        let lse = (!has_columns).then_some(&self.lse);
         let statistics = [&self.max, &self.sum].into_iter().chain(&self.ties);
         std::iter::once(&self.out).chain(lse).chain(statistics).collect()
     }

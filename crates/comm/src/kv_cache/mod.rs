@@ -2,8 +2,8 @@
 //!
 //! ```text
 //! append    own pages of the new rows -> segments                  local, no messages
-//! attend    out, lse of the queries over the rows of this rank     the same queries on all ranks
-//!           all-gather of (out, lse), merge in the order of ranks  one message to each rank
+//! attend    out, max, sum of the queries over this rank's rows     the same queries on all ranks
+//!           all-gather, merge in the order of ranks                one message to each rank
 //! ```
 //! Segments are in the memory of the backend, which writes rows into them
 //! ([`Backend::write_block`]) and attends to them there. Messages are results of a few queries.

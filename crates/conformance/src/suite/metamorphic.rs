@@ -101,6 +101,8 @@ impl Pair<'_> {
         let joined = Answer {
             out: join(&a.out, &b.out),
             lse: concatenate(Axis(2), &[a.lse.view(), b.lse.view()]).unwrap_or_default(),
+            max: concatenate(Axis(2), &[a.max.view(), b.max.view()]).unwrap_or_default(),
+            sum: concatenate(Axis(2), &[a.sum.view(), b.sum.view()]).unwrap_or_default(),
             dq: join(&a.dq, &b.dq),
             dk: join(&a.dk, &b.dk),
             dv: join(&a.dv, &b.dv),
@@ -144,6 +146,7 @@ impl Pair<'_> {
             format!("dbias sums to {dbias}")
         })?;
         got.lse -= 1.75;
+        got.max -= 1.75;
         self.same(&without, &got, &self.run(&without)?)
     }
 
@@ -161,6 +164,8 @@ impl Pair<'_> {
         let want = Answer {
             out: pick(&answer.out, 2, &heads),
             lse: pick(&answer.lse, 1, &heads),
+            max: pick(&answer.max, 1, &heads),
+            sum: pick(&answer.sum, 1, &heads),
             dq: pick(&answer.dq, 2, &heads),
             dk: pick(&answer.dk, 2, &kv_heads),
             dv: pick(&answer.dv, 2, &kv_heads),
@@ -180,6 +185,7 @@ impl Pair<'_> {
         twice.v = double(&once.v);
         let mut got = self.run(&twice)?;
         got.lse -= std::f64::consts::LN_2;
+        got.sum /= 2.0;
         // each copy receives half of the gradient
         let halves = |tensor: &Array4<f64>| {
             let (a, b) = tensor.view().split_at(Axis(1), 26);
@@ -232,6 +238,8 @@ impl Pair<'_> {
         let want = Answer {
             out: pick(&answer.out, 1, &q_order),
             lse: pick(&answer.lse, 2, &q_order),
+            max: pick(&answer.max, 2, &q_order),
+            sum: pick(&answer.sum, 2, &q_order),
             dq: pick(&answer.dq, 1, &q_order),
             dk: pick(&answer.dk, 1, &kv_order),
             dv: pick(&answer.dv, 1, &kv_order),
@@ -254,6 +262,8 @@ impl Pair<'_> {
         let want = Answer {
             out: second(&answer.out),
             lse: second(&answer.lse),
+            max: second(&answer.max),
+            sum: second(&answer.sum),
             dq: second(&answer.dq),
             dk: second(&answer.dk),
             dv: second(&answer.dv),

@@ -1,7 +1,7 @@
 //! The time of a token of a KV cache that is sharded over ranks.
 //!
 //! ```text
-//! call       agreement, tiles, all-gather of (out, lse), agreement
+//! call       agreement, tiles, all-gather of (out, max, sum), agreement
 //! tiles      keys and values that the query attends to / bandwidth, on the rank with the most, and
 //!            FLOPs of further query heads of the same KV head / their rate
 //! all-gather every rank sends its result to each other rank at once: latency + bytes / bandwidth
@@ -38,7 +38,7 @@ pub struct TokenTraffic {
     pub pairs: u128,
     /// Those beyond one pair of each KV head and key that is read, of the rank that has the most.
     pub further_pairs: u128,
-    /// Bytes of the result of a rank, out and lse, which it sends to every other rank.
+    /// Bytes of the result of a rank, out, max and sum, which it sends to every other rank.
     pub result: u128,
 }
 
@@ -124,7 +124,7 @@ impl CacheShards<'_> {
         let [rows, pairs, further_pairs] =
             [0, 1, 2].map(|which: usize| all.iter().map(|of| of[which]).max().unwrap_or(0));
         let row = (dims.head_dim + dims.value_dim) * spec.dtype.bytes();
-        let result = dims.value_dim * spec.dtype.bytes() + spec.dtype.accumulator().bytes();
+        let result = dims.value_dim * spec.dtype.bytes() + 2 * spec.dtype.accumulator().bytes();
         Ok(TokenTraffic {
             read: rows * row as u128,
             pairs,

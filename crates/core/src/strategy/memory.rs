@@ -46,15 +46,19 @@ pub(super) fn most_bytes(
     if grid.columns() > 1 {
         let own = of_ranks.iter().map(|rows| rows[0]).max().unwrap_or(0);
         tensors += merge_bytes(spec, own, backward);
+        // lse of the own heads is computed, and not exchanged
+        let lines = [spec.dims.batch, grid.q_heads(0).len(), spec.dtype.accumulator().bytes()];
+        tensors += lines.iter().fold(u128::from(rows[0]), |bytes, &len| bytes * len as u128);
     }
     if !backward {
         return ring + tensors + EXCHANGE_BUFFERS * message;
     }
     let message = message.max(of_backward.most_bytes(grid, &of_ranks));
     // dout, dlse and the gradients; the other inputs are those and results of the forward pass
-    let dout_and_dlse = of_backward.inputs.iter().rev().filter(|field| field.side == Side::Q);
+    let ties = usize::from(!spec.normalize);
+    let dout_and_dlse = of_backward.inputs.iter().rev().skip(ties).take(2);
     let further = ExchangeFields {
-        inputs: dout_and_dlse.take(2).copied().collect(),
+        inputs: dout_and_dlse.copied().collect(),
         outputs: of_backward.outputs.clone(),
     };
     tensors += further.tensor_bytes(grid, rows);
@@ -66,14 +70,14 @@ pub(super) fn most_bytes(
 }
 
 /// Returns the bytes of the merge of the partial results of `rows` own queries: out in f64, row
-/// maximum and row sum; of a backward pass −delta and dq in the accumulator's type. An output that
-/// is not normalised adds the number of maxima, and of a backward pass the share of each.
+/// maximum, row sum and number of maxima; of a backward pass −delta and dq in the accumulator's
+/// type, and of an output that is not normalised the share of each maximum.
 fn merge_bytes(spec: &Spec, rows: u64, backward: bool) -> u128 {
     let Dims { batch, q_heads, head_dim, value_dim, .. } = spec.dims;
     let ties = usize::from(!spec.normalize);
     let numbers = if backward { 1 + ties + head_dim } else { 0 };
     let of_backward = numbers * spec.dtype.accumulator().bytes();
-    let row = (value_dim + 2 + ties) * size_of::<f64>() + of_backward;
+    let row = (value_dim + 3) * size_of::<f64>() + of_backward;
     u128::from(rows) * [batch, q_heads, row].map(|len| len as u128).iter().product::<u128>()
 }
 
