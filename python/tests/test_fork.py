@@ -274,3 +274,27 @@ def test_workers_of_a_data_loader() -> None:
         Items(), num_workers=2, timeout=2 * DEADLINE, multiprocessing_context="fork"
     )
     assert sum(bool((got[0] == want).all()) for got in loader) == 4
+
+
+def test_a_child_refuses_the_gpu_of_its_parent() -> None:
+    def planned() -> annulus.Plan:
+        return annulus.Attention().plan(**LENGTHS, ranks=2, backend="wgpu")
+
+    try:
+        plan = planned()
+    except annulus.Unsupported as why:
+        if "wgpu" in os.environ.get("ANNULUS_REQUIRE", "").split(","):
+            raise
+        pytest.skip(str(why))
+    out = plan.forward(Q, Q, Q).out
+
+    def work() -> None:
+        is_refused("plan", lambda: plan.forward(Q, Q, Q))
+        plan.close()
+        with pytest.raises(annulus.Unsupported, match="^a GPU is not supported by a forked proc"):
+            planned()
+        annulus.flash_attention(Q, Q, Q, threads=2)
+
+    in_child(work)
+    assert (plan.forward(Q, Q, Q).out == out).all()
+    plan.close()

@@ -383,6 +383,7 @@ impl<S: Space> Plan<S> {
         scope: &'scope Scope<'scope, '_>,
         pass: impl FnOnce(&mut Self) -> Result<R> + Send + 'scope,
     ) -> Result<StartedPass<'scope, R>> {
+        self.engine.process().check("plan")?;
         StartedPass::of(self, scope, pass)
     }
 

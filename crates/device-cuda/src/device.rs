@@ -272,15 +272,13 @@ impl Device {
         name: &str,
         call: impl FnOnce(&Symbols) -> CUresult,
     ) -> Result<bool> {
-        // first: in a forked child another thread may have held a lock
-        self.check_process()?;
         if let Some(failure) = self.failure() {
             return Err(failure);
         }
         match self.call_unchecked(call) {
             CUresult::CUDA_SUCCESS => Ok(true),
             CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            error => Err(self.fail(driver_error(name, error))),
+            error => Err(self.fail_in(name, error)),
         }
     }
 
@@ -292,6 +290,12 @@ impl Device {
     /// Calls the driver with the context current, even after a failure; records nothing.
     pub(crate) fn call_unchecked(&self, call: impl FnOnce(&Symbols) -> CUresult) -> CUresult {
         self.0.driver.call_unchecked(call)
+    }
+
+    /// Records the failure of a driver function, as [`Device::fail`]; in a forked child, where none
+    /// is called, returns that as the error.
+    pub(crate) fn fail_in(&self, name: &str, error: CUresult) -> Error {
+        self.check_process().err().unwrap_or_else(|| self.fail(driver_error(name, error)))
     }
 
     /// Records a failure, unless there is an earlier one; returns the first.
