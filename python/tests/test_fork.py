@@ -18,7 +18,7 @@ import pytest
 from helpers import random
 
 import annulus
-from annulus import _plan_cache
+from annulus import _plan_cache, _started
 
 # more rows than one thread computes alone
 N = 300
@@ -35,12 +35,8 @@ pytestmark = [
 ]
 
 
-def in_child(work: Callable[[], object], *, exits: bool = False) -> None:
-    """Runs ``work`` in a forked child. Fails if it raises there or does not end.
-
-    Args:
-        exits: Lets the child run its exit handlers.
-    """
+def in_child(work: Callable[[], object]) -> None:
+    """Runs ``work`` in a forked child. Fails if it raises there or does not end."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -49,11 +45,6 @@ def in_child(work: Callable[[], object], *, exits: bool = False) -> None:
             status = 0
         except BaseException:
             traceback.print_exc()
-        if exits:
-            # not SystemExit, which pytest catches
-            import atexit
-
-            atexit._run_exitfuncs()
         os._exit(status)
     end = time.monotonic() + DEADLINE
     while True:
@@ -148,7 +139,6 @@ def test_calls_in_a_child_have_the_bits_of_its_parent() -> None:
             assert (got == one).all()
 
     in_child(work)
-    in_child(work, exits=True)
     in_child(lambda: (_plan_cache.clear(), work()))
     work()
 
@@ -203,8 +193,9 @@ def test_a_started_pass_is_not_waited_for_in_a_child() -> None:
         is_refused("plan", started.wait)
         plan.close()
 
-    in_child(work, exits=True)
-    in_child(lambda: None, exits=True)
+    in_child(work)
+    # the exit handler
+    in_child(_started._cancel_all)
     opened.set()
     assert (started.wait().out == out).all()
 
@@ -262,7 +253,7 @@ def test_workers_of_a_data_loader() -> None:
     def attend() -> Any:
         return flash_attention(x, x, x, causal=True, threads=2)
 
-    class Items(Dataset):  # type: ignore[misc, type-arg]
+    class Items(Dataset):
         def __len__(self) -> int:
             return 4
 
