@@ -35,7 +35,8 @@ class Cache:
     ranks pass the same queries, and get the same bits.
 
     Releases the GIL. An exception of a signal handler, such as KeyboardInterrupt, ends ``attend``
-    within about 0.1 s, and the cache with it. Two threads cannot use one cache at the same time.
+    within about 0.1 s, and the cache with it. Two threads cannot use one cache at the same time. A
+    forked child cannot use the caches of its parent: it makes its own.
 
         cache = annulus.Cache(annulus.Attention(causal=True), batch=1, q_heads=32, head_dim=128)
         cache.append(key, value)

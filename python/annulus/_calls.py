@@ -265,8 +265,8 @@ def flash_attention(
             only if not zero. Floats are refused.
         bias: ``[batch or 1, q_heads or 1, q_len or 1, kv_len or 1]``, floats; −∞ masks its pair.
         softmax_aux: Learnable sinks, ``[sinks]`` shared by all heads or ``[q_heads, sinks]``.
-        q_segment_ids, kv_segment_ids: ``[batch, len]``, integers: visible only if equal and not
-            negative. One given serves for both.
+        q_segment_ids, kv_segment_ids: ``[batch, len]``, integers that fit 32 bits: visible only if
+            equal and not negative. One given serves for both.
         q_positions, kv_positions: ``[batch, len]``, explicit positions.
         cum_seqlens_q, cum_seqlens_k: ``[sequences + 1]``, ascending from 0: packed sequences, in
             which positions restart at 0. One given serves for both.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
 from . import _annulus
-from ._errors import invalid, unsupported
+from ._errors import Error, invalid, unsupported
 
 
 class Endpoint:
@@ -57,11 +60,29 @@ def check_communicator(comm: Any) -> None:
         raise invalid("comm", repr(comm), "an mpi4py communicator")
 
 
+def check_process() -> None:
+    """Raises in a forked child of a process with MPI, where calls of MPI disturb the parent."""
+    if _annulus.HAS_MPI:
+        _annulus.check_mpi_process()
+
+
+def _note_process() -> None:
+    """Lets the module know of an MPI that it has not used yet, before this process forks."""
+    if "mpi4py.MPI" in sys.modules:
+        with suppress(Error):
+            check_process()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_note_process)
+
+
 def fortran_handle(comm: Any) -> int:
     if not _annulus.HAS_MPI:
         why = 'this build has no MPI; pip install ./python -C build-args="--features mpi"'
         raise unsupported("comm", why)
     check_communicator(comm)
+    check_process()
     from mpi4py import MPI
 
     own, is_initialised = _annulus.mpi_library()

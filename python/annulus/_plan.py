@@ -24,7 +24,7 @@ from ._attention import (
     spelled_runs,
 )
 from ._device import DeviceMemory, Place
-from ._endpoint import carrier
+from ._endpoint import carrier, check_process
 from ._errors import argument_got_want, invalid, refused, unsupported
 from ._results import Forward, Gradients, Report
 from ._started import Pass, StartedPass
@@ -45,7 +45,8 @@ class Plan:
 
     A pass releases the GIL. An exception of a signal handler, such as KeyboardInterrupt, ends the
     pass within about 0.1 s, and the plan with it; over MPI, on all ranks. Two threads cannot use
-    one plan at the same time. ``forward_start`` and ``backward_start`` run a pass on a thread of
+    one plan at the same time. A forked child cannot use the plans of its parent: it makes its own.
+    ``forward_start`` and ``backward_start`` run a pass on a thread of
     its own, while the program goes on.
 
     Args:
@@ -298,8 +299,8 @@ class Plan:
         """Adapts the plan to a batch. What is not given is removed; ``update()`` removes all.
 
         Args:
-            q_segment_ids, kv_segment_ids: ``[batch, rows]``, integers. Visible only if equal and
-                not negative. One given serves for both.
+            q_segment_ids, kv_segment_ids: ``[batch, rows]``, integers that fit 32 bits. Visible
+                only if equal and not negative. One given serves for both.
             q_positions, kv_positions: ``[batch, rows]``, explicit positions.
             attention_mask: ``[batch or 1, q_heads or 1, query rows, kv_len]``, bools or integers:
                 visible only if not zero. All keys, also with ``comm``.
@@ -491,7 +492,12 @@ class Plan:
     def _idle(self) -> _annulus.Plan:
         """Returns the plan, unless a pass is under way that another thread runs."""
         started = self._started
-        if started is not None and threading.current_thread() is not started.thread:
+        # in a forked child the module refuses the plan itself
+        if (
+            started is not None
+            and not started.is_of_parent
+            and threading.current_thread() is not started.thread
+        ):
             want = "StartedPass.wait before another call"
             raise invalid("plan", "one with a pass under way", want)
         return self._plan
@@ -578,10 +584,12 @@ def batch_arrays(given: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
 def gathered(comm: Any, work: Callable[[], T]) -> list[T]:
     """Returns the results of ``work`` of all ranks, or raises on all if it fails on one.
 
-    Collective over ``comm``. Without one, this process is the only rank.
+    Collective over ``comm``. Without one, this process is the only rank. In a forked child it
+    raises before it calls MPI.
     """
     if comm is None:
         return [work()]
+    check_process()
     result, failure = None, None
     try:
         result = work()

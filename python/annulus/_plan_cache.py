@@ -4,10 +4,14 @@ backward pass, of one layer in the next, of one step in the next.
 A plan is taken out of the cache while a pass runs, so that two threads never share one. Over a
 communicator all ranks agree, in one all-gather before each pass, on the plan that they reuse;
 without agreement they plan anew, together.
+
+A forked child starts without plans: it cannot use those of its parent, and another thread of the
+parent may have held a lock.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -54,6 +58,12 @@ class PlanCache:
         self._idle: OrderedDict[Hashable, Cached] = OrderedDict()
         self._lock = threading.Lock()
         self._made = 0
+        self._process = os.getpid()
+
+    @property
+    def is_of_parent(self) -> bool:
+        """True in a forked child of the process that made the cache."""
+        return self._process != os.getpid()
 
     def take(self, key: Hashable) -> Cached | None:
         """Removes a plan and returns it."""
@@ -79,6 +89,8 @@ class PlanCache:
 
     def clear(self) -> None:
         """Closes all idle plans."""
+        if self.is_of_parent:
+            return
         with self._lock:
             closing = list(self._idle.values())
             self._idle.clear()
@@ -95,6 +107,7 @@ _of_communicators: dict[int, PlanCache] = {}
 
 def cache_of(comm: Any) -> PlanCache:
     """Returns the cache of a communicator, which ends with it, or that of this process."""
+    _leave_parent()
     if comm is None:
         return _local
     name = id(comm)
@@ -102,6 +115,14 @@ def cache_of(comm: Any) -> PlanCache:
         cache = _of_communicators[name] = PlanCache()
         weakref.finalize(comm, _drop, name, cache)
     return _of_communicators[name]
+
+
+def _leave_parent() -> None:
+    """Forgets the caches of the parent in a forked child."""
+    global _local
+    if _local.is_of_parent:
+        _of_communicators.clear()
+        _local = PlanCache()
 
 
 def _drop(name: int, cache: PlanCache) -> None:
@@ -112,6 +133,7 @@ def _drop(name: int, cache: PlanCache) -> None:
 
 def clear() -> None:
     """Closes all idle plans."""
+    _leave_parent()
     for cache in (_local, *_of_communicators.values()):
         cache.clear()
 

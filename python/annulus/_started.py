@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -19,7 +20,8 @@ POLL = 0.05
 class Pass(Generic[T]):
     """The thread of a pass. It holds references to the plan and the arrays of the pass.
 
-    The thread does not keep the process alive: at the end of the program a pass is cancelled.
+    The thread does not keep the process alive: at the end of the program a pass is cancelled. A
+    forked child does not have the thread: there the pass has ended, without a result.
     """
 
     def __init__(self, work: Callable[[], T], interrupt: Callable[[], None]) -> None:
@@ -27,6 +29,7 @@ class Pass(Generic[T]):
         self._interrupt = interrupt
         self._result: list[T] = []
         self._error: BaseException | None = None
+        self._process = os.getpid()
         # a join that a signal interrupts may take the thread for ended
         self._ended = threading.Event()
         self.thread = threading.Thread(target=self._run, name="annulus pass", daemon=True)
@@ -45,12 +48,21 @@ class Pass(Generic[T]):
             RUNNING.discard(self)
             self._ended.set()
 
+    @property
+    def is_of_parent(self) -> bool:
+        """True in a forked child of the process that started the pass."""
+        return self._process != os.getpid()
+
     def has_ended(self) -> bool:
         """True if the pass has ended."""
-        return self._ended.is_set()
+        # another thread of the parent may have held the lock of the event
+        return self.is_of_parent or self._ended.is_set()
 
     def wait(self) -> T:
         """Waits for the end of the pass, and returns its result or raises its exception."""
+        if self.is_of_parent:
+            got = f"a pass of process {self._process}, from which this process was forked"
+            raise invalid("plan", got, "a pass of a new plan, made in this process")
         try:
             while not self._ended.wait(POLL):
                 pass

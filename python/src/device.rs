@@ -19,7 +19,7 @@ use annulus::{
         device::{CudaCopier, CudaSpace, CudaTensor, Device, Stream, Symbols},
     },
 };
-use annulus_core::{Host, Transport};
+use annulus_core::{HomeProcess, Host, Transport};
 use pyo3::{
     exceptions::{PyAttributeError, PyBufferError},
     ffi,
@@ -524,10 +524,15 @@ fn four(py: Python<'_>, name: &str, shape: &[usize]) -> PyResult<[usize; 4]> {
 /// GPUs whose primary context this process has, until it ends.
 static GPUS: Mutex<BTreeMap<usize, Device>> = Mutex::new(BTreeMap::new());
 
+/// Process that uses [`GPUS`]: its forked children can use no GPU, and may find the lock taken.
+static HOME: HomeProcess = HomeProcess::unused();
+
 /// Borrows a stream of a GPU, in the GPU's primary context, which is that of the CUDA runtime and so
 /// of torch, JAX and CuPy.
 fn borrowed_stream(number: usize, stream: usize) -> Result<Stream> {
+    HOME.check("a GPU")?;
     let symbols = Symbols::system()?;
+    HOME.note();
     let mut gpus = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
     let opened = match gpus.entry(number) {
         Entry::Occupied(opened) => opened.into_mut(),

@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use annulus::comm::mpi::{Mpi, Settings};
+use annulus::comm::mpi::{self, Mpi, Settings};
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
 use crate::errors::raise;
@@ -22,8 +22,12 @@ impl Endpoint {
         made.map(|made| Self(Mutex::new(Some(made)))).map_err(|error| raise(py, &error))
     }
 
-    /// Drops this handle. Plans and caches over the endpoint live on.
+    /// Drops this handle. Plans and caches over the endpoint live on. Does nothing in a forked
+    /// child, where another thread of the parent may have held the lock.
     fn close(&self, py: Python<'_>) {
+        if mpi::check_process().is_err() {
+            return;
+        }
         let handle = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
         py.detach(|| drop(handle));
     }
@@ -41,6 +45,7 @@ impl Carrier {
         let Ok(endpoint) = given.cast::<Endpoint>() else {
             return Ok(Self::Communicator(given.extract()?));
         };
+        mpi::check_process().map_err(|error| raise(given.py(), &error))?;
         let endpoint = endpoint.get().0.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(endpoint) = endpoint.as_ref() else {
             return Err(PyRuntimeError::new_err("the endpoint is closed"));

@@ -84,4 +84,16 @@ mod _annulus {
         let library = library.map_err(|error| super::errors::raise(py, &error))?;
         Ok((library, annulus::comm::mpi::is_alive()))
     }
+
+    /// Fails in a process that was forked from one with MPI: calls of MPI there would disturb the
+    /// parent. Called before each collective operation, and before the fork of a process that has
+    /// mpi4py, so that this module knows of an MPI that it has not used yet.
+    #[cfg(feature = "mpi")]
+    #[pyfunction]
+    fn check_mpi_process(py: Python<'_>) -> PyResult<()> {
+        // it records the process of an MPI that is alive
+        annulus::comm::mpi::is_alive();
+        let checked = annulus::comm::mpi::check_process();
+        checked.map_err(|error| super::errors::raise(py, &error))
+    }
 }

@@ -6,6 +6,7 @@ use std::sync::{
 };
 
 use annulus::{Error, Result};
+use annulus_core::Process;
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
 use crate::{errors::raise, masks::Callback, signals::Signals};
@@ -31,6 +32,9 @@ pub(crate) use by_dtype;
 pub(crate) struct Session<E> {
     /// Name of the object in errors.
     name: &'static str,
+    /// Process that made the engine. In a forked child every call is refused, before it takes a
+    /// lock that another thread of the parent may have held.
+    process: Process,
     /// `None` once closed.
     engine: Mutex<Option<E>>,
     signals: Arc<Signals>,
@@ -46,6 +50,7 @@ impl<E> Session<E> {
     pub(crate) fn new(name: &'static str, callbacks: Vec<Arc<Callback>>, elsewhere: bool) -> Self {
         Self {
             name,
+            process: Process::current(),
             engine: Mutex::default(),
             signals: Arc::default(),
             callbacks,
@@ -86,6 +91,7 @@ impl<E> Session<E> {
 
     /// Locks the engine, or refuses: a call that waits for another one would wait for the GIL too.
     pub(crate) fn lock(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Option<E>>> {
+        self.process.check(self.name).map_err(|error| raise(py, &error))?;
         match self.engine.try_lock() {
             Ok(guard) => Ok(guard),
             Err(TryLockError::WouldBlock) => {
@@ -115,7 +121,7 @@ impl<E> Session<E> {
     where
         E: Send,
     {
-        if self.entered.load(Ordering::Relaxed) {
+        if self.entered.load(Ordering::Relaxed) || !self.process.is_current() {
             return Ok(());
         }
         let mut guard = self.lock(py)?;
@@ -126,11 +132,14 @@ impl<E> Session<E> {
         })
     }
 
-    /// Drops the engine.
+    /// Drops the engine. Does nothing in a forked child, whose parent has it.
     pub(crate) fn close(&self, py: Python<'_>) -> PyResult<()>
     where
         E: Send,
     {
+        if !self.process.is_current() {
+            return Ok(());
+        }
         let engine = self.lock(py)?.take();
         py.detach(|| drop(engine));
         Ok(())

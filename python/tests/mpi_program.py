@@ -6,8 +6,11 @@ of the ranks, calls that are refused on one rank, and the ring in one call.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
+import traceback
 from typing import Any
 
 import numpy as np
@@ -295,6 +298,54 @@ def shared() -> None:
         raise AssertionError("an endpoint that is closed")
 
 
+def forked(before_use: bool = False) -> None:
+    """A forked child, which must neither call MPI nor disturb the plan of its parent."""
+    lengths: dict[str, Any] = {"batch": 1, "q_len": 40, "q_heads": 2, "head_dim": 8, "threads": 1}
+    endpoint = None if before_use else annulus.Endpoint(WORLD)
+    made = None if endpoint is None else annulus.Attention().plan(**lengths, comm=endpoint)
+    x = random(1, 40 if made is None else len(made.q_rows), 2, 8)
+    want = None if made is None else made.forward(x, x, x).out
+
+    def in_child() -> None:
+        def fails(kind: type[Exception], text: str, work: Any) -> None:
+            try:
+                work()
+            except kind as error:
+                assert text in str(error), error
+            else:
+                raise AssertionError(f"{text}: no error")
+
+        text = "MPI is not supported by a forked process"
+        attention = annulus.Attention()
+        fails(annulus.Unsupported, text, lambda: annulus.Endpoint(WORLD))
+        fails(annulus.Unsupported, text, lambda: attention.plan(**lengths, comm=WORLD))
+        fails(annulus.Unsupported, text, lambda: annulus.ring_attention(x, x, x, comm=WORLD))
+        if endpoint is not None:
+            fails(annulus.Unsupported, text, lambda: attention.plan(**lengths, comm=endpoint))
+        if made is not None and endpoint is not None:
+            refused = "plan: got one of process "
+            fails(annulus.InvalidArgument, refused, lambda: made.forward(x, x, x))
+            fails(annulus.InvalidArgument, refused, lambda: made.update())
+            made.close()
+            endpoint.close()
+        annulus.flash_attention(x, x, x, threads=2)
+
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.alarm(15)
+            in_child()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    if made is not None and endpoint is not None:
+        assert (made.forward(x, x, x).out == want).all()
+        made.close()
+        endpoint.close()
+
+
 def packed_documents() -> None:
     """Each rank asks for its rows of packed documents, loads them alone, and the strategy is chosen
     for the documents.
@@ -398,6 +449,7 @@ def one_call(length: int) -> None:
 
 
 def main() -> None:
+    forked(before_use=True)
     found = folder()
     cases = [] if found is None else read(found)
     for index, case in enumerate(cases):
@@ -411,6 +463,7 @@ def main() -> None:
     one_call(RANKS + 1)
     started()
     shared()
+    forked()
     if RANKS > 1:
         refusals()
         late()
@@ -424,7 +477,5 @@ if __name__ == "__main__":
         main()
     except BaseException as error:
         print(f"rank {RANK}: {error!r}", file=sys.stderr, flush=True)
-        import traceback
-
         traceback.print_exc()
         WORLD.Abort(1)

@@ -5,7 +5,7 @@ use annulus_comm::{
     ring::Report,
 };
 use annulus_core::{
-    Backend, Dims, Element, Error, Host, HostTensors, Result, Runs, Spec, Transport,
+    Backend, Dims, Element, Error, Host, HostTensors, ProcessOwned, Result, Runs, Spec, Transport,
 };
 use ndarray::{ArrayView2, ArrayView4, ArrayViewMut3, ArrayViewMut4, Axis};
 
@@ -70,8 +70,10 @@ impl CacheShape {
 /// A program appends the keys and values of new tokens, in chunks or one by one, and then attends
 /// with their queries. Both are known to every rank, as in a model whose other layers are
 /// replicated. Each rank computes over the rows that it has; one all-gather of (out, max, sum)
-/// merges the results. Its bytes depend on the queries alone: a token costs as many after 10⁶ cached rows
-/// as after 10³.
+/// merges the results. Its bytes depend on the queries alone: a token costs as many after 10⁶
+/// cached rows as after 10³.
+///
+/// A forked child cannot use the caches of its parent, as its plans ([`crate::Plan`]).
 ///
 /// Results are those of one attention over all cached rows, up to rounding: row i has the position
 /// i. With more than one rank the output of each rank is rounded to the element type before the
@@ -118,7 +120,7 @@ impl CacheShape {
 /// # Ok::<(), annulus::Error>(())
 /// ```
 pub struct Cache {
-    cache: Box<dyn RankCache>,
+    cache: ProcessOwned<Box<dyn RankCache>>,
 }
 
 impl Cache {
@@ -150,7 +152,7 @@ impl Cache {
         let transport = Box::new(transport);
         let page_rows = shape.page_rows.unwrap_or(attention.default_page_rows());
         let cache = KvCache::new(backend, transport, spec, page_rows, deadline_variable)?;
-        Ok(Self { cache: Box::new(cache) })
+        Ok(Self { cache: ProcessOwned::new(Box::new(cache)) })
     }
 
     /// Appends rows that every rank has: this rank copies those of its pages.
@@ -167,6 +169,7 @@ impl Cache {
     /// appended. [`Error::Device`] and [`Error::Internal`] end the cache, on the other ranks in
     /// their next call.
     pub fn append<T: Element>(&mut self, k: ArrayView4<'_, T>, v: ArrayView4<'_, T>) -> Result<()> {
+        self.check_process()?;
         self.cache.append(&T::view(k), &T::view(v))
     }
 
@@ -188,6 +191,7 @@ impl Cache {
         k: ArrayView4<'_, T>,
         v: ArrayView4<'_, T>,
     ) -> Result<()> {
+        self.check_process()?;
         self.cache.append_own(count, &T::view(k), &T::view(v))
     }
 
@@ -211,6 +215,7 @@ impl Cache {
     /// # Errors
     /// [`Error::InvalidArgument`] if there are fewer rows.
     pub fn truncate(&mut self, len: u64) -> Result<()> {
+        self.check_process()?;
         self.cache.truncate(len)
     }
 
@@ -240,6 +245,7 @@ impl Cache {
         q: ArrayView4<'_, T>,
         softmax_aux: Option<ArrayView2<'_, T::Accumulator>>,
     ) -> Result<Forward<T>> {
+        self.check_process()?;
         let forward = zero_results(self.spec(), q.dim().1);
         let mut forward = forward.map_err(|error| self.cache.refuse(error))?;
         let report =
@@ -266,6 +272,7 @@ impl Cache {
         out: ArrayViewMut4<'_, T>,
         lse: ArrayViewMut3<'_, T::Accumulator>,
     ) -> Result<Report> {
+        self.check_process()?;
         let sinks = softmax_aux
             .map(|sinks| T::Accumulator::view(sinks.insert_axis(Axis(2)).insert_axis(Axis(3))));
         self.cache.attend(Attend {
@@ -282,7 +289,12 @@ impl Cache {
     /// # Ordering
     /// Collective, in place of the call.
     pub fn refuse(&mut self, why: Error) -> Error {
-        self.cache.refuse(why)
+        self.check_process().err().unwrap_or_else(|| self.cache.refuse(why))
+    }
+
+    /// Checks that this is not a forked child of the process that made the cache.
+    fn check_process(&self) -> Result<()> {
+        self.cache.process().check("cache")
     }
 
     /// Returns the number of cached rows of all ranks.

@@ -13,7 +13,7 @@ use std::{
 };
 
 use annulus_comm::Staged;
-use annulus_core::{Backend, Host, OnHost, Result, Transport};
+use annulus_core::{Backend, Host, OnHost, Process, Result, Transport};
 
 /// A backend and the transport of its blocks, as [`crate::Plan::new`] takes them.
 pub type Rank<B> = (B, Box<dyn Transport<<B as Backend>::Space>>);
@@ -36,6 +36,7 @@ pub struct WgpuDevices {
     /// Numbers of the adapters.
     numbers: Vec<usize>,
     opened: Mutex<BTreeMap<usize, annulus_wgpu::Gpu>>,
+    process: Process,
 }
 
 #[cfg(feature = "wgpu")]
@@ -56,7 +57,7 @@ impl WgpuDevices {
                 .collect(),
             (device, _) => vec![device.unwrap_or(0)],
         };
-        let devices = Self { numbers, opened: Mutex::default() };
+        let devices = Self { numbers, opened: Mutex::default(), process: Process::current() };
         devices.get(0)?;
         Ok(devices)
     }
@@ -69,8 +70,9 @@ impl WgpuDevices {
     /// Returns the adapter of the rank with this index on its node; it is opened once.
     ///
     /// # Errors
-    /// As [`annulus_wgpu::Gpu::open`].
+    /// As [`annulus_wgpu::Gpu::open`]; [`crate::Error::InvalidArgument`] in a forked child.
     pub fn get(&self, index: usize) -> Result<annulus_wgpu::Gpu> {
+        self.process.check("device")?;
         let number = self.numbers.get(index % self.count().max(1)).copied().unwrap_or(0);
         let mut opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(gpu) = opened.get(&number) {
@@ -112,6 +114,7 @@ pub struct CudaDevices {
     device: Option<usize>,
     count: usize,
     opened: Mutex<BTreeMap<usize, annulus_cuda::Cuda>>,
+    process: Process,
 }
 
 #[cfg(feature = "cuda")]
@@ -125,7 +128,7 @@ impl CudaDevices {
     pub fn find(device: Option<usize>) -> Result<Self> {
         let count = annulus_cuda::device::Device::count()?;
         device.map_or(Ok(()), annulus_cuda::device::Device::check)?;
-        Ok(Self { device, count, opened: Mutex::default() })
+        Ok(Self { device, count, opened: Mutex::default(), process: Process::current() })
     }
 
     /// Returns the number of visible GPUs.
@@ -136,8 +139,9 @@ impl CudaDevices {
     /// Returns GPU `number`, which is opened once.
     ///
     /// # Errors
-    /// As [`annulus_cuda::Cuda::open`].
+    /// As [`annulus_cuda::Cuda::open`]; [`crate::Error::InvalidArgument`] in a forked child.
     pub fn get(&self, number: usize) -> Result<annulus_cuda::Cuda> {
+        self.process.check("device")?;
         let mut opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(cuda) = opened.get(&number) {
             return Ok(cuda.clone());

@@ -4,15 +4,18 @@
 //! |---|---|---|
 //! | [`StartedPass`] | borrowed for a [`std::thread::scope`] | with the scope |
 //! | [`Overlapped`] | owned by the pass | when it is dropped |
+//!
+//! A forked child does not have the thread of its parent's pass: there, a wait is an error, and a
+//! drop leaks the handle of the thread, which cannot be joined.
 
 use std::{
-    fmt,
+    fmt, mem,
     sync::mpsc,
     thread::{self, JoinHandle, Scope, ScopedJoinHandle},
 };
 
 use annulus_comm::{Cancellation, caught};
-use annulus_core::{Error, Result, Space};
+use annulus_core::{Error, Process, Result, Space};
 
 use crate::{LocalRing, Plan};
 
@@ -88,6 +91,7 @@ pub struct StartedPass<'scope, R> {
     /// `None` once the pass was waited for.
     thread: Option<ScopedJoinHandle<'scope, Result<R>>>,
     cancellations: Vec<Cancellation>,
+    process: Process,
 }
 
 impl<'scope, R: Send + 'scope> StartedPass<'scope, R> {
@@ -104,21 +108,24 @@ impl<'scope, R: Send + 'scope> StartedPass<'scope, R> {
         let cancellations = plan.cancellations();
         let run = move || caught(|| pass(plan));
         let thread = builder().spawn_scoped(scope, run).map_err(no_thread)?;
-        Ok(Self { thread: Some(thread), cancellations })
+        Ok(Self { thread: Some(thread), cancellations, process: Process::current() })
     }
 }
 
 impl<R> StartedPass<'_, R> {
     /// Returns true if the pass has ended, so that [`StartedPass::wait`] returns at once.
     pub fn test(&self) -> bool {
-        self.thread.as_ref().is_none_or(ScopedJoinHandle::is_finished)
+        let is_finished = self.thread.as_ref().is_none_or(ScopedJoinHandle::is_finished);
+        is_finished || !self.process.is_current()
     }
 
     /// Waits for the end of the pass and returns its result.
     ///
     /// # Errors
-    /// Those of the pass; [`Error::Internal`] if it panicked.
+    /// Those of the pass; [`Error::Internal`] if it panicked; [`Error::InvalidArgument`] in a
+    /// forked child, which cannot leave the scope of the pass either: it ends by `exec` or `_exit`.
     pub fn wait(mut self) -> Result<R> {
+        self.process.check("pass")?;
         let thread =
             self.thread.take().ok_or_else(|| Error::internal("a pass without a thread"))?;
         thread.join().unwrap_or_else(|_| Err(panicked()))
@@ -128,6 +135,9 @@ impl<R> StartedPass<'_, R> {
 impl<R> Drop for StartedPass<'_, R> {
     fn drop(&mut self) {
         let Some(thread) = self.thread.take() else { return };
+        if !self.process.is_current() {
+            return mem::forget(thread);
+        }
         let is_finished = thread.is_finished();
         cancel(&self.cancellations, is_finished, || drop(thread.join()));
     }
@@ -168,6 +178,7 @@ pub struct Overlapped<P: OverlapPlan, R> {
     /// The pass under way. The thread returns the plan.
     pass: Option<JoinHandle<Result<PassEnd<P, R>>>>,
     cancellations: Vec<Cancellation>,
+    process: Process,
 }
 
 /// The plan after a pass, and the result of the pass.
@@ -177,14 +188,15 @@ impl<P: OverlapPlan + 'static, R: Send + 'static> Overlapped<P, R> {
     /// Wraps a plan whose passes return `R`.
     pub fn new(plan: P) -> Self {
         let cancellations = plan.cancellations();
-        Self { plan: Some(plan), pass: None, cancellations }
+        Self { plan: Some(plan), pass: None, cancellations, process: Process::current() }
     }
 
     /// Returns the plan.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] while a pass is under way.
+    /// [`Error::InvalidArgument`] while a pass is under way, and in a forked child.
     pub fn plan_mut(&mut self) -> Result<&mut P> {
+        self.process.check("plan")?;
         let is_running = self.pass.is_some();
         self.plan.as_mut().ok_or_else(|| {
             if is_running {
@@ -226,15 +238,17 @@ impl<P: OverlapPlan + 'static, R: Send + 'static> Overlapped<P, R> {
 
     /// Returns true if no pass is under way, or the one that is has ended.
     pub fn test(&self) -> bool {
-        self.pass.as_ref().is_none_or(JoinHandle::is_finished)
+        let is_finished = self.pass.as_ref().is_none_or(JoinHandle::is_finished);
+        is_finished || !self.process.is_current()
     }
 
     /// Waits for the end of the pass and returns its result.
     ///
     /// # Errors
     /// Those of the pass, [`Error::Internal`] if it panicked; [`Error::InvalidArgument`] if none
-    /// was started.
+    /// was started, and in a forked child.
     pub fn wait(&mut self) -> Result<R> {
+        self.process.check("plan")?;
         let Some(pass) = self.pass.take() else {
             let want = "one with a pass that was started and not waited for";
             return Err(Error::invalid("plan", "one without a pass under way", want));
@@ -257,6 +271,9 @@ impl<P: OverlapPlan + 'static, R: Send + 'static> Overlapped<P, R> {
 impl<P: OverlapPlan, R> Drop for Overlapped<P, R> {
     fn drop(&mut self) {
         let Some(pass) = self.pass.take() else { return };
+        if !self.process.is_current() {
+            return mem::forget(pass);
+        }
         let is_finished = pass.is_finished();
         cancel(&self.cancellations, is_finished, || drop(pass.join()));
     }

@@ -8,8 +8,8 @@ use annulus_comm::{
 };
 use annulus_core::{
     Backend, BackwardInputs, Batch, Dims, Element, Error, Gradients, Host, HostTensors, HostView,
-    HostViewMut, Inputs, Layout, Outputs, Result, Route, Runs, Schedule, Space, Spec, Strategy,
-    Transport, Work, index, max_and_sum, memory,
+    HostViewMut, Inputs, Layout, Outputs, ProcessOwned, Result, Route, Runs, Schedule, Space, Spec,
+    Strategy, Transport, Work, index, max_and_sum, memory,
 };
 use ndarray::{ArrayView2, ArrayView3, ArrayView4, ArrayViewMut3, Axis};
 
@@ -25,6 +25,9 @@ use crate::{
 ///
 /// An MPI process holds one. Tensors have this rank's rows only ([`Plan::q_rows`],
 /// [`Plan::kv_rows`]).
+///
+/// A forked child cannot use the plans of its parent: collective methods return
+/// [`Error::InvalidArgument`], and a drop frees nothing. It makes its own.
 ///
 /// # Ordering
 /// Every `&mut self` method is collective: all ranks call it in the same order.
@@ -65,7 +68,7 @@ use crate::{
 /// `S` is the space of the tensors: host memory, or with [`Plan::on_device`] that of the backend.
 #[derive(Debug)]
 pub struct Plan<S: Space = Host> {
-    engine: Box<dyn RankEngine<S>>,
+    engine: ProcessOwned<Box<dyn RankEngine<S>>>,
     cancellation: Cancellation,
 }
 
@@ -361,7 +364,7 @@ impl<S: Space> Plan<S> {
         if let Some(hook) = attention.step_hook() {
             engine.on_step(hook);
         }
-        Ok(Self { engine, cancellation })
+        Ok(Self { engine: ProcessOwned::new(engine), cancellation })
     }
 
     /// Starts `pass` on a thread of its own, so that it overlaps with the program: a forward or a
@@ -382,6 +385,7 @@ impl<S: Space> Plan<S> {
         scope: &'scope Scope<'scope, '_>,
         pass: impl FnOnce(&mut Self) -> Result<R> + Send + 'scope,
     ) -> Result<StartedPass<'scope, R>> {
+        self.engine.process().check("plan")?;
         StartedPass::of(self, scope, pass)
     }
 
@@ -594,7 +598,7 @@ impl<S: Space> Plan<S> {
 impl<S: Space> std::fmt::Display for Plan<S> {
     /// Writes mask, ranks, strategy, layout, route and bytes.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        std::fmt::Display::fmt(&self.engine, f)
+        std::fmt::Display::fmt(&*self.engine, f)
     }
 }
 

@@ -145,6 +145,12 @@ impl Backend for Cpu {
             DType::F64 => Summed::wrap(State::<f64>::new(shard, token, threads, backward)?),
             _ => Summed::wrap(State::<f32>::new(shard, token, threads, backward)?),
         };
-        Ok(Workspace { team: Arc::clone(&self.team), dtype: shard.spec.dtype, state })
+        // in a forked child: threads of its own
+        let team = if self.team.has_threads() {
+            Arc::clone(&self.team)
+        } else {
+            Arc::new(Team::new(threads)?)
+        };
+        Ok(Workspace { team, dtype: shard.spec.dtype, state })
     }
 }

@@ -120,7 +120,8 @@ impl Gpu {
                 query_tile,
             }
         };
-        adapters(&turn()).into_iter().enumerate().map(describe).collect()
+        let Ok(turn) = turn() else { return Vec::new() };
+        adapters(&turn).into_iter().enumerate().map(describe).collect()
     }
 }
 

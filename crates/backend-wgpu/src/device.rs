@@ -6,6 +6,7 @@
 
 use std::{
     collections::HashMap,
+    mem,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, Mutex, OnceLock},
     time::Duration,
@@ -23,7 +24,7 @@ use crate::{
     level::Matrices,
     limits::{ChunkLimits, binding_bytes},
     lock::lock,
-    open_device::{OpenDevice, turn},
+    open_device::{OpenDevice, check_process, is_forked, turn},
     pipelines::{Compilation, KernelEdit, Pipeline, Translate, compile},
     pools::StagingPools,
     query_tile::TileChoice,
@@ -126,6 +127,14 @@ struct Parts {
     open: Arc<OpenDevice>,
 }
 
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        if is_forked() {
+            mem::forget(Arc::clone(&self.0));
+        }
+    }
+}
+
 /// Device, queue and state that handles at all levels share.
 struct Shared {
     device: wgpu::Device,
@@ -177,13 +186,14 @@ impl Gpu {
     /// [`Error::Unsupported`] if there is no such adapter, it cannot run the level, or its shuffles
     /// or matrix products are wrong; [`Error::InvalidArgument`] as [`Level::forced`],
     /// [`RegisterTile::forced`] and [`QueryTile::forced`]; [`Error::Device`] if it does not open.
+    /// [`Error::Unsupported`] also in a forked child of a process that uses wgpu.
     pub fn open(options: &Options) -> Result<Self> {
         let level = options.level.map_or_else(Level::forced, |level| Ok(Some(level)))?;
         let register_tile =
             options.register_tile.map_or_else(RegisterTile::forced, |tile| Ok(Some(tile)))?;
         let query_tile =
             options.query_tile.map_or_else(QueryTile::forced, |tile| Ok(Some(tile)))?;
-        let turn = turn();
+        let turn = turn()?;
         let found = adapters(&turn);
         let count = found.len();
         let Some(adapter) = found.into_iter().nth(options.number) else {
@@ -598,6 +608,7 @@ impl Gpu {
     }
 
     pub(crate) fn poll(&self, how: PollType) -> Result<()> {
+        check_process()?;
         self.0.lost.check()?;
         // wgpu panics if the device is lost during a poll
         let polled = catch_unwind(AssertUnwindSafe(|| self.0.device.poll(how)));
@@ -617,6 +628,7 @@ impl Gpu {
         &self,
         calls: impl FnOnce(&wgpu::Device, &wgpu::Queue) -> T,
     ) -> Result<T> {
+        check_process()?;
         self.0.lost.check()?;
         let (result, errors) =
             with_error_scopes(&self.0.device, || calls(&self.0.device, &self.0.queue));
@@ -662,6 +674,7 @@ impl Gpu {
     /// Returns a compiled kernel, shared by all plans on this device. Ranks that need the same
     /// kernel at the same time compile it once.
     pub(crate) fn pipeline(&self, variant: Variant) -> Result<Arc<Pipeline>> {
+        check_process()?;
         let slot = Arc::clone(lock(&self.0.pipelines).entry(variant).or_default());
         let mut slot = lock(&slot);
         if let Some(pipeline) = &*slot {

@@ -1,7 +1,10 @@
 //! Command batches: kernels with their uniform parameters and lists, submitted to the queue
 //! together, and counted on the device when they have run.
 
-use std::sync::{Arc, atomic::Ordering};
+use std::{
+    mem,
+    sync::{Arc, atomic::Ordering},
+};
 
 use annulus_core::{Error, Result};
 use wgpu::{BufferUsages, ComputePassTimestampWrites};
@@ -9,6 +12,7 @@ use wgpu::{BufferUsages, ComputePassTimestampWrites};
 use crate::{
     device::Gpu,
     kernels::{Variant, params::StepParams},
+    open_device::is_forked,
     pipelines::Pipeline,
     staging::UploadBuffer,
     submissions::Receipt,
@@ -23,6 +27,14 @@ pub(crate) struct Arena {
     lists: Option<wgpu::Buffer>,
     /// Accumulators and statistics of ranges of keys.
     partial_results: [Option<wgpu::Buffer>; 2],
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        if is_forked() {
+            mem::forget(mem::take(self));
+        }
+    }
 }
 
 impl Arena {

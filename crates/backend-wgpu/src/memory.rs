@@ -1,6 +1,6 @@
 //! Memory space of a device: buffers, tensors, events.
 
-use std::ops::ControlFlow;
+use std::{mem, ops::ControlFlow};
 
 use annulus_core::{
     DType, DeviceSpace, Element, Error, HostView, HostViewMut, Inputs, Result, Space, Tick,
@@ -9,7 +9,7 @@ use half::{bf16, f16};
 use ndarray::{Array4, ArrayView4, ArrayViewMut4};
 use wgpu::BufferUsages;
 
-use crate::device::Gpu;
+use crate::{device::Gpu, open_device::is_forked};
 
 /// Memory of a [`Gpu`].
 #[derive(Debug, Clone, Copy)]
@@ -118,6 +118,22 @@ impl GpuBuffer {
     /// [`Error::InvalidArgument`].
     pub(crate) fn check_on(&self, gpu: &Gpu) -> Result<()> {
         if self.gpu.is(gpu) { Ok(()) } else { Err(elsewhere("block", &self.gpu, gpu)) }
+    }
+}
+
+impl Drop for GpuBuffer {
+    fn drop(&mut self) {
+        if is_forked() {
+            mem::forget(self.buffer.clone());
+        }
+    }
+}
+
+impl Drop for Tensor {
+    fn drop(&mut self) {
+        if is_forked() {
+            mem::forget(self.buffer.clone());
+        }
     }
 }
 

@@ -7,15 +7,24 @@
 //! (github.com/gfx-rs/wgpu, issue 5930). So the process has one instance, which is never destroyed,
 //! and a lock is held while it is created and searched, and while a device opens or closes.
 //!
+//! A forked child has none of the threads of a driver and shares its connection, so no child of the
+//! process that used wgpu first opens a device or calls one: everything on it is leaked there.
+//!
 //! A device closes when the last object on it is dropped, which must therefore be an
 //! [`OpenDevice`]: every struct that holds a buffer also has a [`crate::Gpu`], as its last field.
 
 use std::{
     cell::Cell,
+    mem,
     sync::{Arc, Mutex, MutexGuard, OnceLock},
 };
 
+use annulus_core::{HomeProcess, Result};
+
 use crate::lock::lock;
+
+/// The process that used wgpu first.
+static HOME: HomeProcess = HomeProcess::unused();
 
 static INSTANCE: OnceLock<wgpu::Instance> = OnceLock::new();
 
@@ -27,9 +36,27 @@ thread_local! {
     static CLOSES: Cell<bool> = const { Cell::new(false) };
 }
 
+/// Returns true in a forked child of the process that uses wgpu.
+pub(crate) fn is_forked() -> bool {
+    HOME.is_foreign()
+}
+
+/// Checks that this is not a forked child of the process that uses wgpu.
+///
+/// # Errors
+/// [`annulus_core::Error::Unsupported`].
+pub(crate) fn check_process() -> Result<()> {
+    HOME.check("wgpu")
+}
+
 /// Waits until no other thread lists adapters, opens or closes a device of this backend.
-pub(crate) fn turn() -> MutexGuard<'static, ()> {
-    lock(&TURN)
+///
+/// # Errors
+/// As [`check_process`].
+pub(crate) fn turn() -> Result<MutexGuard<'static, ()>> {
+    check_process()?;
+    HOME.note();
+    Ok(lock(&TURN))
 }
 
 /// Returns the instance of the process. `_turn` is the guard of [`turn`].
@@ -71,6 +98,7 @@ impl OpenDevice {
         handles: &(wgpu::Device, wgpu::Queue),
         on_lost: impl Fn(wgpu::DeviceLostReason, String) + Send + 'static,
     ) -> Arc<Self> {
+        HOME.note();
         let closed_in_turn = Arc::<OnceLock<bool>>::default();
         let sentinel = Sentinel(Arc::clone(&closed_in_turn));
         // wgpu drops the callback after it has closed the device
@@ -90,7 +118,7 @@ impl OpenDevice {
 
 impl Drop for OpenDevice {
     fn drop(&mut self) {
-        let _turn = turn();
+        let Ok(_turn) = turn() else { return mem::forget(self.handles.take()) };
         CLOSES.set(true);
         drop(self.handles.take());
         CLOSES.set(false);

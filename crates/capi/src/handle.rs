@@ -4,9 +4,14 @@
 //! number that is never used twice, in the form of an address that no object can have. It is looked
 //! up in a table and never dereferenced. A handle that is foreign, destroyed or of another kind is
 //! therefore an error and not undefined behaviour.
+//!
+//! A forked child has the handles of its parent. It may use an attention, which is data; plans,
+//! caches and endpoints refuse, and destroying them frees nothing.
 
 use std::{
+    any::Any,
     collections::BTreeMap,
+    marker::PhantomData,
     ptr,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, TryLockError,
@@ -15,30 +20,50 @@ use std::{
 };
 
 use annulus::{Error, Result};
+use annulus_core::Process;
 
-/// All handles of one kind that are alive.
+/// The handles of one kind.
 pub(crate) struct Handles<T> {
     /// Name of the argument in errors.
     name: &'static str,
-    live: Mutex<BTreeMap<usize, Arc<Mutex<T>>>>,
+    values: PhantomData<Mutex<T>>,
 }
 
-/// Shared by all kinds, so that a handle of one kind is none of another.
+/// A value behind a handle.
+struct Entry<T> {
+    /// Name of its kind.
+    name: &'static str,
+    /// Process that made it.
+    process: Process,
+    value: Mutex<T>,
+}
+
+/// Entries of all kinds that are alive, by handle.
+type Live = BTreeMap<usize, Arc<dyn Any + Send + Sync>>;
+
+static LIVE: Mutex<Live> = Mutex::new(BTreeMap::new());
+
 static NEXT: AtomicUsize = AtomicUsize::new(1);
 
 /// An address between the lower and the upper half of the address space of x86-64 and AArch64,
 /// where no object lies.
 const BASE: usize = 0x00A5_0000_0000_0000;
 
-impl<T> Handles<T> {
+impl<T: Send + 'static> Handles<T> {
     pub(crate) const fn new(name: &'static str) -> Self {
-        Self { name, live: Mutex::new(BTreeMap::new()) }
+        Self { name, values: PhantomData }
     }
 
     /// Takes `value` in and returns its handle.
     pub(crate) fn insert<H>(&self, value: T) -> *mut H {
-        let address = BASE + (NEXT.fetch_add(1, Ordering::Relaxed) << 4);
-        self.table().insert(address, Arc::new(Mutex::new(value)));
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        #[cfg(unix)]
+        if number == 1 {
+            fork::register();
+        }
+        let address = BASE + (number << 4);
+        let (name, process) = (self.name, Process::current());
+        table().insert(address, Arc::new(Entry { name, process, value: Mutex::new(value) }));
         ptr::without_provenance_mut(address)
     }
 
@@ -51,15 +76,20 @@ impl<T> Handles<T> {
         handle: *const H,
         body: impl FnOnce(&mut T) -> Result<R>,
     ) -> Result<R> {
-        let value = self.table().get(&handle.addr()).map(Arc::clone);
-        let Some(value) = value else { return Err(self.not_live(handle)) };
-        match value.try_lock() {
+        let live = table().get(&handle.addr()).map(Arc::clone);
+        let entry = live.and_then(|entry| self.of_kind(entry));
+        let Some(entry) = entry else { return Err(self.not_live(handle)) };
+        match entry.value.try_lock() {
             Ok(mut value) => body(&mut value),
-            Err(TryLockError::WouldBlock) => Err(Error::invalid(
-                self.name,
-                "one that another call is using",
-                "one call at a time, and none from within a callback",
-            )),
+            Err(TryLockError::WouldBlock) => {
+                // in a forked child: a call of another thread of the parent
+                entry.process.check(self.name)?;
+                Err(Error::invalid(
+                    self.name,
+                    "one that another call is using",
+                    "one call at a time, and none from within a callback",
+                ))
+            }
             Err(TryLockError::Poisoned(_)) => {
                 Err(Error::Poisoned { first: format!("a call on this {} panicked", self.name) })
             }
@@ -71,14 +101,21 @@ impl<T> Handles<T> {
     /// # Errors
     /// [`Error::InvalidArgument`] for a handle that is not alive.
     pub(crate) fn remove<H>(&self, handle: *const H) -> Result<()> {
-        let removed = self.table().remove(&handle.addr());
+        let mut live = table();
+        let found = live.get(&handle.addr()).map(Arc::clone);
+        if found.is_none_or(|entry| self.of_kind(entry).is_none()) {
+            return Err(self.not_live(handle));
+        }
+        let removed = live.remove(&handle.addr());
+        drop(live);
         // dropped here, when the table is unlocked: dropping a plan may take a second
-        removed.map(drop).ok_or_else(|| self.not_live(handle))
+        drop(removed);
+        Ok(())
     }
 
-    fn table(&self) -> MutexGuard<'_, BTreeMap<usize, Arc<Mutex<T>>>> {
-        // the table is whole after every statement, so a panic leaves it whole
-        self.live.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Returns an entry if its handle is one of this kind.
+    fn of_kind(&self, entry: Arc<dyn Any + Send + Sync>) -> Option<Arc<Entry<T>>> {
+        entry.downcast::<Entry<T>>().ok().filter(|entry| entry.name == self.name)
     }
 
     fn not_live<H>(&self, handle: *const H) -> Error {
@@ -88,6 +125,51 @@ impl<T> Handles<T> {
             format!("{handle:p}, which is none or was destroyed")
         };
         Error::invalid(self.name, got, "a handle that annulus returned and that is not destroyed")
+    }
+}
+
+fn table() -> MutexGuard<'static, Live> {
+    // the table is whole after every statement, so a panic leaves it whole
+    LIVE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Holds the table while a process forks, so that the child finds it whole and unlocked.
+#[cfg(unix)]
+mod fork {
+    use std::{cell::UnsafeCell, ffi::c_int, sync::MutexGuard};
+
+    use super::{Live, table};
+
+    struct Held(UnsafeCell<Option<MutexGuard<'static, Live>>>);
+
+    // SAFETY: used between `before` and `after` only, by the thread that forks and so has the lock;
+    // in the child that thread is the only one
+    unsafe impl Sync for Held {}
+
+    static HELD: Held = Held(UnsafeCell::new(None));
+
+    type Handler = extern "C" fn();
+
+    unsafe extern "C" {
+        safe fn pthread_atfork(prepare: Handler, parent: Handler, child: Handler) -> c_int;
+    }
+
+    extern "C" fn before() {
+        let guard = table();
+        // SAFETY: as of `Held`
+        unsafe { *HELD.0.get() = Some(guard) };
+    }
+
+    extern "C" fn after() {
+        // SAFETY: as of `Held`; taken out before it is dropped, which releases the lock
+        let guard = unsafe { (*HELD.0.get()).take() };
+        drop(guard);
+    }
+
+    /// Registers the functions above with the C library. If there is no memory for that, a child
+    /// may find the table locked.
+    pub(super) fn register() {
+        pthread_atfork(before, after, after);
     }
 }
 

@@ -105,3 +105,9 @@ fn arguments_without_meaning_give_a_status_and_a_message() {
     let workspace = Workspace::new("bad");
     run(&mut workspace.command(&workspace.compile(&source("bad.c"))));
 }
+
+#[test]
+fn a_forked_child_computes_and_refuses_handles_of_its_parent() {
+    let workspace = Workspace::new("fork");
+    run(&mut workspace.command(&workspace.compile(&source("fork.c"))));
+}

@@ -169,3 +169,26 @@ fn refuse(error: &clap::Error, tree: &clap::Command, arguments: &[OsString]) -> 
         _ => job::refuse(refusal::of(error, tree, arguments)).report(),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use annulus_core::{CustomLayout, Layout};
+
+    use super::*;
+
+    #[test]
+    fn help_names_the_receives_ahead_of_a_balanced_layout() {
+        let rows = Arc::new(CustomLayout { q: Vec::new(), kv: Vec::new() });
+        let ahead = Layout::Balanced(rows).receive_ahead();
+        let want = format!("Default: 1; on a balanced layout {ahead}");
+        let command = CommandLine::command();
+        for name in ["attend", "bench"] {
+            let flags = command.find_subcommand(name).unwrap().get_arguments();
+            let help = flags.filter(|flag| flag.get_id() == "receive_ahead");
+            let help: Vec<_> = help.filter_map(|flag| flag.get_help()).collect();
+            assert!(matches!(help[..], [text] if text.to_string().ends_with(&want)), "{help:?}");
+        }
+    }
+}

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use annulus_core::{Error, Result};
 use cudarc::driver::sys::{CUdeviceptr, CUresult};
 
-use crate::{Device, Event, Stream, context::Retired, symbols::driver_error};
+use crate::{Device, Event, Stream, context::Retired};
 
 /// Device memory, reference counted: a clone shares the same bytes.
 ///
@@ -56,7 +56,7 @@ impl CudaBuffer {
                 last_use: Mutex::default(),
             }))),
             CUresult::CUDA_ERROR_OUT_OF_MEMORY => Err(out_of_memory()),
-            error => Err(device.fail(driver_error("cuMemAlloc", error))),
+            error => Err(device.fail_in("cuMemAlloc", error)),
         }
     }
 

@@ -12,6 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use annulus_core::Process;
 use cudarc::driver::sys::{CUcontext, CUdeviceptr, CUevent, CUmodule, CUresult, CUstream};
 
 use crate::symbols::{NO_TIMING, Symbols};
@@ -38,11 +39,17 @@ const ALLOCATION_DRAIN: Duration = Duration::from_secs(30);
 pub(crate) struct Driver {
     pub(crate) symbols: Symbols,
     pub(crate) context: CUcontext,
+    /// Process of the context. In a forked child, which cannot use it, nothing calls the driver and
+    /// nothing is freed.
+    pub(crate) process: Process,
 }
 
 impl Driver {
     /// Calls the driver with the context current.
     pub(crate) fn call_unchecked(&self, call: impl FnOnce(&Symbols) -> CUresult) -> CUresult {
+        if !self.process.is_current() {
+            return CUresult::CUDA_ERROR_NOT_INITIALIZED;
+        }
         // SAFETY: the context is alive as long as the devices that have this.
         match unsafe { (self.symbols.context_set)(self.context) } {
             CUresult::CUDA_SUCCESS => call(&self.symbols),
@@ -118,8 +125,11 @@ impl ContextState {
         self.hangs.store(true, Ordering::Relaxed);
     }
 
-    /// Frees `what` now if the context is idle, else later.
+    /// Frees `what` now if the context is idle, else later. Leaks it in a forked child.
     pub(crate) fn retire(&self, driver: &Driver, what: Retired) {
+        if !driver.process.is_current() {
+            return;
+        }
         lock(&self.retired).push(what);
         self.collect(driver, Instant::now());
     }

@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use annulus_core::{Error, Result};
+use annulus_core::{Error, HomeProcess, Process, Result};
 use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute, CUresult};
 
 use crate::{
@@ -116,7 +116,7 @@ impl Device {
             (symbols.context_retain)(&raw mut context, device)
         })?;
         Ok(Self(Arc::new(Parts {
-            driver: Driver { symbols, context },
+            driver: Driver { symbols, context, process: Process::current() },
             retained: Some(device),
             name,
             architecture,
@@ -140,7 +140,7 @@ impl Device {
         let Properties { name, architecture, multiprocessors, l2_bytes, .. } =
             describe(&symbols, ordinal)?;
         Ok(Self(Arc::new(Parts {
-            driver: Driver { symbols, context },
+            driver: Driver { symbols, context, process: Process::current() },
             retained: None,
             name,
             architecture,
@@ -243,8 +243,10 @@ impl Device {
     /// the CUDA runtime work.
     ///
     /// # Errors
-    /// [`Error::Device`] if a context cannot be read or set; the errors of `work`.
+    /// [`Error::Device`] if a context cannot be read or set; [`Error::InvalidArgument`] in a forked
+    /// child, without calling `work`; the errors of `work`.
     pub fn with_context_restored<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.check_process()?;
         let symbols = &self.0.driver.symbols;
         let mut before: CUcontext = std::ptr::null_mut();
         // SAFETY: the pointer is to a local of the right type.
@@ -276,13 +278,24 @@ impl Device {
         match self.call_unchecked(call) {
             CUresult::CUDA_SUCCESS => Ok(true),
             CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            error => Err(self.fail(driver_error(name, error))),
+            error => Err(self.fail_in(name, error)),
         }
+    }
+
+    /// Checks that this is not a forked child of the process that opened the device.
+    fn check_process(&self) -> Result<()> {
+        self.0.driver.process.check("device")
     }
 
     /// Calls the driver with the context current, even after a failure; records nothing.
     pub(crate) fn call_unchecked(&self, call: impl FnOnce(&Symbols) -> CUresult) -> CUresult {
         self.0.driver.call_unchecked(call)
+    }
+
+    /// Records the failure of a driver function, as [`Device::fail`]; in a forked child, where none
+    /// is called, returns that as the error.
+    pub(crate) fn fail_in(&self, name: &str, error: CUresult) -> Error {
+        self.check_process().err().unwrap_or_else(|| self.fail(driver_error(name, error)))
     }
 
     /// Records a failure, unless there is an earlier one; returns the first.
@@ -312,6 +325,9 @@ impl Parts {
 
     /// As [`ContextState::drain`].
     pub(crate) fn drain(&self) -> bool {
+        if !self.driver.process.is_current() {
+            return false;
+        }
         let failed = self.lock_failure().is_some();
         self.state.drain(&self.driver, failed)
     }
@@ -391,11 +407,16 @@ fn describe(symbols: &Symbols, ordinal: usize) -> Result<Properties> {
     }
 }
 
-/// Initializes the driver and counts its GPUs; an error if there is none.
+/// Process that initialised the driver, which does not work in its forked children.
+static HOME: HomeProcess = HomeProcess::unused();
+
+/// Initializes the driver and counts its GPUs; an error if there is none, and in a forked child of
+/// a process that has initialised it.
 fn start(symbols: &Symbols) -> Result<usize> {
+    HOME.check("CUDA")?;
     // SAFETY: the table's functions have the driver's signatures and semantics.
     match unsafe { (symbols.init)(0) } {
-        CUresult::CUDA_SUCCESS => {}
+        CUresult::CUDA_SUCCESS => HOME.note(),
         CUresult::CUDA_ERROR_NO_DEVICE => return Err(missing("CUDA", "no GPU")),
         error => return Err(missing("CUDA", format!("the driver does not start ({error:?})"))),
     }

@@ -3,7 +3,7 @@
 use annulus_core::{Error, HostMemory, Result};
 use cudarc::driver::sys::CUresult;
 
-use crate::{Device, context::Retired, symbols::driver_error};
+use crate::{Device, context::Retired};
 
 /// Page-locked host memory.
 #[derive(Debug)]
@@ -45,7 +45,7 @@ impl PinnedBuffer {
             CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
                 return Err(Error::out_of_memory("a pinned buffer", len as u64));
             }
-            error => return Err(device.fail(driver_error("cuMemAllocHost", error))),
+            error => return Err(device.fail_in("cuMemAllocHost", error)),
         }
         // SAFETY: the driver has just allocated these bytes.
         unsafe { std::ptr::write_bytes(start.cast::<u8>(), 0, bytes) };

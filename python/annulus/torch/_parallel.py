@@ -88,8 +88,9 @@ def context_parallel(
     Args:
         shard: Rows of this rank: ``Attention.shard``. Queries and keys have the same rows.
         comm: An mpi4py communicator of ``shard.ranks`` ranks.
-        segment_ids: ``[batch, rows]`` of this rank's rows, integers: packed documents. A token
-            attends to tokens of equal ids only, and to none if its id is negative.
+        segment_ids: ``[batch, rows]`` of this rank's rows, integers that fit 32 bits: packed
+            documents. A token attends to tokens of equal ids only, and to none if its id is
+            negative.
         route, strategy, machine, documents, kv_block_size, receive_ahead, threads, backend, device,
             stream, deadline, fused_backward: As for ``ring_attention``. Default of route: that of
             the shard. Default of documents, with the strategy ``auto``: those of the shard.

@@ -8,8 +8,12 @@
 //! that it writes, or adds to shared memory in item order (`ordered_reduction.rs`). The result
 //! therefore depends neither on the thread count nor on timing. Only the calling thread calls
 //! `tick`, because an MPI may allow calls from one thread only.
+//!
+//! A forked child has none of the threads: a team of the parent works there on the calling thread
+//! alone, and leaks its pool when dropped.
 
 use std::{
+    mem,
     ops::ControlFlow,
     sync::{
         Condvar, Mutex, PoisonError,
@@ -18,7 +22,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_core::{Error, Result, Tick, memory};
+use annulus_core::{Error, Process, Result, Tick, memory};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 /// Minimum time between two ticks, and maximum time that a thread waits for another before it
@@ -33,6 +37,8 @@ pub(crate) struct Team {
     threads: usize,
     /// All threads but the calling one. `None` for a team of one.
     others: Option<ThreadPool>,
+    /// Process that has the threads.
+    process: Process,
 }
 
 /// Polled between tiles: ticks on the calling thread and reports a stop to every thread.
@@ -93,11 +99,22 @@ impl Team {
                 what: format!("{} threads could not be started: {error}", threads - 1),
             })
         };
-        Ok(Self { threads, others: if threads > 1 { Some(pool()?) } else { None } })
+        let others = if threads > 1 { Some(pool()?) } else { None };
+        Ok(Self { threads, others, process: Process::current() })
     }
 
     pub(crate) const fn threads(&self) -> usize {
         self.threads
+    }
+
+    /// Returns the pool, unless it is that of the process which forked this one.
+    fn pool(&self) -> Option<&ThreadPool> {
+        self.others.as_ref().filter(|_| self.has_threads())
+    }
+
+    /// Returns false in a forked child of the process that made the team.
+    pub(crate) fn has_threads(&self) -> bool {
+        self.others.is_none() || self.process.is_current()
     }
 
     /// Calls `work` on every item, on each thread with its own element of `scratch`.
@@ -125,7 +142,7 @@ impl Team {
             None => None,
         };
         let mut ticker = Ticker { stop: &stop, last: Instant::now(), tick };
-        let Some(pool) = &self.others else { return work_items(own, &mut ticker) };
+        let Some(pool) = self.pool() else { return work_items(own, &mut ticker) };
         let busy =
             Busy { count: Mutex::new(others.len().min(self.threads - 1)), changed: Condvar::new() };
         pool.in_place_scope(|scope| {
@@ -153,6 +170,15 @@ impl Team {
                 }
             }
         });
+    }
+}
+
+impl Drop for Team {
+    fn drop(&mut self) {
+        // ending a pool locks its threads
+        if !self.has_threads() {
+            mem::forget(self.others.take());
+        }
     }
 }
 

@@ -8,6 +8,7 @@ mod conformance;
 mod copies;
 mod decode;
 mod failures;
+mod fork;
 mod fused_backward;
 mod in_place;
 mod kv_cache;

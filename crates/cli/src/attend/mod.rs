@@ -134,7 +134,7 @@ struct RingFlags {
     machine: Option<PathBuf>,
     /// Ring steps by which receives of blocks are posted ahead. Each step but the first takes the
     /// memory of one more block, and in a backward pass of its gradients; with 2, a rank does not
-    /// wait for a neighbour that is late by less than a step. Default: 1; on a balanced layout 3
+    /// wait for a neighbour that is late by less than a step. Default: 1; on a balanced layout 4
     #[arg(long, value_name = "STEPS", value_parser = from_one)]
     receive_ahead: Option<usize>,
     /// The same bits for any number of ranks, layout, transport and threads, on machines whose

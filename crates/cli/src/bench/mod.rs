@@ -129,7 +129,7 @@ pub(crate) struct BenchFlags {
     /// --machine or, without one, that sends the fewest bytes
     #[arg(long, value_name = "NAME", default_value = "ring", value_parser = strategy)]
     strategy: Strategy,
-    /// Ring steps by which receives of blocks are posted ahead. Default: 1; on a balanced layout 3
+    /// Ring steps by which receives of blocks are posted ahead. Default: 1; on a balanced layout 4
     #[arg(long, value_name = "STEPS", value_parser = count)]
     receive_ahead: Option<usize>,
     /// Machine file, which `annulus measure` writes, by which --strategy auto chooses

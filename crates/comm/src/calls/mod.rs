@@ -1,7 +1,7 @@
 //! Collective calls: what every engine (ring, grid, KV cache) does around the work of a call.
 //!
 //! ```text
-//! alive     an engine that has failed refuses all calls
+//! alive     an engine that has failed, or of a parent process, refuses all calls
 //! enter     all ranks make the same call with valid arguments, or none starts
 //! work      messages and tiles; an error here ends the engine on all ranks
 //! close     the call has succeeded on all ranks, or fails on all
@@ -16,7 +16,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_core::{Error, Result, Space, Transport};
+use annulus_core::{Error, Process, Result, Space, Transport};
 
 use crate::agreement;
 
@@ -43,12 +43,15 @@ pub(crate) struct Calls {
     pub(crate) next_tag: u64,
     /// Error that ended the engine.
     poisoned: Option<String>,
+    /// Process that made the engine.
+    process: Process,
 }
 
 impl Calls {
     /// Starts after `rounds` all-gathers of the transport.
-    pub(crate) const fn new(rounds: u64) -> Self {
-        Self { entries: Entries::new(rounds), next_tag: 1, poisoned: None }
+    pub(crate) fn new(rounds: u64) -> Self {
+        let entries = Entries::new(rounds);
+        Self { entries, next_tag: 1, poisoned: None, process: Process::current() }
     }
 
     /// Takes `count` tags. Returns the first.
@@ -57,8 +60,9 @@ impl Calls {
         self.next_tag - count
     }
 
-    /// Returns an error if the engine is dead.
+    /// Returns an error if the engine is dead, or was made before this process was forked.
     pub(crate) fn alive(&self) -> Result<()> {
+        self.process.check("plan")?;
         self.poisoned.as_ref().map_or(Ok(()), |first| Err(Error::Poisoned { first: first.clone() }))
     }
 

@@ -2,6 +2,7 @@
 
 use std::{
     collections::BTreeSet,
+    mem,
     sync::Arc,
     thread,
     time::{Duration, Instant},
@@ -17,7 +18,7 @@ use super::{
     endpoint::{Endpoint, SharedEndpoint},
     ffi::PeerStep,
     frame::{Frame, Leaving},
-    lifetime::check_alive,
+    lifetime::{check_alive, is_forked},
     messages::MessageKind,
     parked,
 };
@@ -28,6 +29,10 @@ const LAST_FRAMES: Duration = Duration::from_millis(100);
 
 impl Drop for Mpi {
     fn drop(&mut self) {
+        if is_forked() {
+            // the communicators and messages are those of the parent
+            return mem::forget(Arc::clone(&self.shared));
+        }
         drop_context(&self.shared, self.context);
     }
 }

@@ -6,7 +6,12 @@ use annulus_core::{
     Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Placement, Result, Transport,
 };
 
-use super::{Mpi, endpoint::Endpoint, message_buffer::MessageBuffer};
+use super::{
+    Mpi,
+    endpoint::Endpoint,
+    lifetime::{check_process, is_forked},
+    message_buffer::MessageBuffer,
+};
 
 impl Mpi {
     /// Calls `work` with the endpoint, then notes which neighbours are left.
@@ -31,10 +36,12 @@ impl Transport<Host> for Mpi {
         sends: &[Outgoing<'_, Host>],
         receives: &mut Vec<Incoming<Host>>,
     ) -> Result<()> {
+        check_process()?;
         self.with_endpoint(|endpoint, context| endpoint.post(context, sends, receives))
     }
 
     fn progress(&mut self, patience: Duration) -> Result<()> {
+        check_process()?;
         self.shared.wait(patience, &mut self.seen)?;
         self.with_endpoint(|_, _| Ok(()))
     }
@@ -76,6 +83,7 @@ impl Control for Mpi {
     }
 
     fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+        check_process()?;
         self.with_endpoint(|endpoint, context| endpoint.start_all_gather(context, round, bytes))
     }
 
@@ -88,11 +96,15 @@ impl Control for Mpi {
     }
 
     fn abort(&mut self, error: &Error) {
-        self.with_endpoint(|endpoint, _| endpoint.abort(error));
+        if !is_forked() {
+            self.with_endpoint(|endpoint, _| endpoint.abort(error));
+        }
     }
 
     fn heartbeat(&mut self, working: bool) {
-        self.with_endpoint(|endpoint, context| endpoint.heartbeat(context, working));
+        if !is_forked() {
+            self.with_endpoint(|endpoint, context| endpoint.heartbeat(context, working));
+        }
     }
 
     fn placement(&self) -> Option<&Placement> {

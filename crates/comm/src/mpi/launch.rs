@@ -13,7 +13,8 @@ use super::{
 /// nothing if the host program has initialised MPI.
 ///
 /// Dropping it finalises MPI if it has initialised it. If the thread panics, it ends the job on all
-/// ranks with status 101 instead, because the other ranks would wait for this one without end.
+/// ranks with status 101 instead, because the other ranks would wait for this one without end. In a
+/// forked child it does nothing.
 ///
 /// Below `MPI_THREAD_MULTIPLE` it belongs on the main thread, like every call of MPI.
 #[derive(Debug)]
@@ -26,9 +27,11 @@ impl Launch {
     ///
     /// # Errors
     /// [`annulus_core::Error::InvalidArgument`] if MPI was finalised already,
+    /// [`annulus_core::Error::Unsupported`] in a forked child of a process that uses MPI,
     /// [`annulus_core::Error::Comm`] if it fails.
     pub fn begin() -> Result<Self> {
         if lifetime() == Lifetime::Alive {
+            lifetime::check_process()?;
             return Ok(Self { began: false });
         }
         lifetime::initialize()?;
@@ -76,6 +79,9 @@ impl Launch {
 
 impl Drop for Launch {
     fn drop(&mut self) {
+        if lifetime::is_forked() {
+            return;
+        }
         if self.began && std::thread::panicking() {
             lifetime::abort_job(101);
         }

@@ -5,6 +5,9 @@
 //! every profile of MPI. Instead an attribute with a delete callback is attached to
 //! `MPI_COMM_SELF`: `MPI_Finalize` deletes it before anything else (MPI 3.1, 8.7.1). The callback
 //! drops the endpoints that wait for their thread, while MPI is still alive.
+//!
+//! A forked child shares the connections of its parent's MPI, so calls there would disturb the
+//! parent. The process in which MPI was alive first is recorded; in its children nothing calls MPI.
 #![expect(unsafe_code, reason = "calls of the C interface of MPI")]
 
 use std::{
@@ -16,7 +19,7 @@ use std::{
     },
 };
 
-use annulus_core::{Error, Result};
+use annulus_core::{Error, HomeProcess, Result};
 use annulus_mpi::ffi;
 
 use super::{
@@ -42,6 +45,9 @@ const FINALIZED: u8 = 2;
 
 static STATE: AtomicU8 = AtomicU8::new(UNWATCHED);
 
+/// The process whose MPI was alive first.
+static HOME: HomeProcess = HomeProcess::unused();
+
 /// Serialises [`watch`].
 static WATCHING: Mutex<()> = Mutex::new(());
 
@@ -61,7 +67,10 @@ pub(super) fn lifetime() -> Lifetime {
     }
     match (initialized != 0, finalized != 0) {
         (_, true) => Lifetime::Finalized,
-        (true, false) => Lifetime::Alive,
+        (true, false) => {
+            HOME.note();
+            Lifetime::Alive
+        }
         (false, false) => Lifetime::NotInitialized,
     }
 }
@@ -78,6 +87,20 @@ pub(super) fn check_alive() -> Result<()> {
     };
     check_loaded()?;
     Err(Error::invalid("MPI", got, "MPI between MPI_Init and MPI_Finalize"))
+}
+
+/// Returns true in a process that was forked from that of MPI: it must not call MPI, and leaks
+/// everything that would.
+pub(super) fn is_forked() -> bool {
+    HOME.is_foreign()
+}
+
+/// Checks that this process was not forked from that of MPI.
+///
+/// # Errors
+/// [`Error::Unsupported`].
+pub(super) fn check_process() -> Result<()> {
+    HOME.check("MPI")
 }
 
 /// Initialises MPI with the highest thread level that it grants.
@@ -105,12 +128,14 @@ pub(super) fn initialize() -> Result<()> {
             &raw mut granted,
         )
     };
-    check(code, PeerStep::of(0))
+    check(code, PeerStep::of(0))?;
+    HOME.note();
+    Ok(())
 }
 
 /// Finalises MPI. Only the code that has initialised it may call this.
 pub(super) fn finalize() {
-    if check_alive().is_ok() {
+    if !is_forked() && check_alive().is_ok() {
         // SAFETY: rule 1; every use of a communicator checks that MPI is alive
         unsafe { ffi::MPI_Finalize() };
     }
@@ -118,7 +143,7 @@ pub(super) fn finalize() {
 
 /// Ends the job on all ranks.
 pub(super) fn abort_job(code: i32) -> ! {
-    if check_alive().is_ok() {
+    if !is_forked() && check_alive().is_ok() {
         // SAFETY: rule 1; the world lives as long as MPI
         unsafe { ffi::MPI_Abort(ffi::RSMPI_COMM_WORLD, code) };
     }
@@ -126,8 +151,12 @@ pub(super) fn abort_job(code: i32) -> ! {
 }
 
 /// Returns the thread level that MPI has granted.
+///
+/// # Errors
+/// As [`check_alive`] and [`check_process`].
 pub(super) fn thread_level() -> Result<ThreadLevel> {
     check_alive()?;
+    check_process()?;
     let mut level = 0;
     // SAFETY: MPI is alive; any thread may inquire; the number lives through the call
     check(unsafe { ffi::MPI_Query_thread(&raw mut level) }, PeerStep::of(0))?;
@@ -191,7 +220,9 @@ unsafe extern "C" fn is_deleted(
     _: *mut c_void,
     _: *mut c_void,
 ) -> c_int {
-    parked::drop_all();
+    if !is_forked() {
+        parked::drop_all();
+    }
     STATE.store(FINALIZED, Ordering::Release);
     ffi::MPI_SUCCESS as c_int
 }

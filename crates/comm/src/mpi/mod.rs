@@ -101,6 +101,10 @@
 //! automatic ring order places the ranks of a node next to each other
 //! ([`Placement`](annulus_core::Placement)).
 //!
+//! # Forked children
+//! A child of `fork` cannot use MPI: endpoints of the parent return [`Error::Unsupported`] there,
+//! their drop calls nothing, and none can be made.
+//!
 //! # Threads
 //! If MPI grants `MPI_THREAD_MULTIPLE`, any thread may use an endpoint. Below, only MPI's main
 //! thread can create and use one, and others get [`Error::Unsupported`]. So a host program needs to
@@ -201,6 +205,15 @@ pub fn library() -> Result<String> {
 /// Returns true between `MPI_Init` and `MPI_Finalize`, by whomever MPI was initialised.
 pub fn is_alive() -> bool {
     check_alive().is_ok()
+}
+
+/// Checks that this process was not forked from one whose MPI was alive: its child cannot use MPI.
+/// A fork of a process that has neither made an endpoint nor called [`is_alive`] is not found.
+///
+/// # Errors
+/// [`Error::Unsupported`].
+pub fn check_process() -> Result<()> {
+    lifetime::check_process()
 }
 
 /// Names of the communicators of an endpoint.
@@ -395,8 +408,10 @@ impl Mpi {
     /// # Ordering
     /// Local. All ranks share an endpoint in the same order: their n-th handles belong together.
     /// # Errors
-    /// That of an endpoint that is dead; [`Error::Unsupported`] on a thread that may not use it.
+    /// That of an endpoint that is dead; [`Error::Unsupported`] on a thread that may not use it,
+    /// and in a forked child.
     pub fn share(&self) -> Result<Self> {
+        lifetime::check_process()?;
         // handles that were dropped elsewhere may make room for tags
         parked::drop_all();
         self.shared.lock().enter()?;
@@ -410,7 +425,9 @@ impl Mpi {
 
     /// Returns true if any thread may use this endpoint: if MPI grants `MPI_THREAD_MULTIPLE`.
     pub fn any_thread(&self) -> bool {
-        self.shared.lock().data.as_ref().is_some_and(Communicator::any_thread)
+        // in a forked child another thread may have held the lock
+        !lifetime::is_forked()
+            && self.shared.lock().data.as_ref().is_some_and(Communicator::any_thread)
     }
 
     /// Returns the node, host and cores of every rank of this ring.

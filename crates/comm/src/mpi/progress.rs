@@ -11,6 +11,7 @@
 //! kernel hangs would appear alive.
 
 use std::{
+    mem,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -21,7 +22,7 @@ use std::{
 
 use annulus_core::{Control, Error, Host, Result, Transport};
 
-use super::{Mpi, endpoint::SharedEndpoint};
+use super::{Mpi, endpoint::SharedEndpoint, lifetime::is_forked};
 use crate::delegate::forward_control;
 
 /// An endpoint that a thread of its own also polls.
@@ -98,6 +99,10 @@ impl Drop for Progress {
     /// Ends the thread, so that the endpoint is dropped here and not after `MPI_Finalize`.
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Release);
+        if is_forked() {
+            // a child does not have the thread
+            return mem::forget(self.thread.take());
+        }
         if let Some(thread) = self.thread.take() {
             thread.thread().unpark();
             // a panic of the thread leaves nothing to handle: a poisoned lock is accepted

@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_core::{Error, Result};
+use annulus_core::{Error, Process, Result};
 use annulus_device_cuda::{
     Device, Stream,
     nccl::{BYTES, Config, IN_PROGRESS, NcclSymbols, RawCommunicator, SUCCESS, Status, UniqueId},
@@ -70,6 +70,8 @@ pub(super) struct Communicator {
     owned: bool,
     /// True once aborted or destroyed: the handle is then invalid.
     gone: bool,
+    /// Process whose communicator it is; a forked child leaks it.
+    process: Process,
 }
 
 #[derive(Clone, Copy)]
@@ -167,8 +169,14 @@ impl Communicator {
                 Err(_) => return Err(late()),
             }
         };
-        let mut communicator =
-            Self { symbols, device: device.clone(), handle, owned: true, gone: handle.0.is_null() };
+        let mut communicator = Self {
+            symbols,
+            device: device.clone(),
+            handle,
+            owned: true,
+            gone: handle.0.is_null(),
+            process: Process::current(),
+        };
         let mut outcome =
             check(&symbols, "ncclCommInitRankConfig", status).map_err(|what| comm(rank, 0, what));
         while outcome.is_ok() {
@@ -200,7 +208,14 @@ impl Communicator {
         device: &Device,
         handle: RawCommunicator,
     ) -> Self {
-        Self { symbols, device: device.clone(), handle: Handle(handle), owned: false, gone: false }
+        Self {
+            symbols,
+            device: device.clone(),
+            handle: Handle(handle),
+            owned: false,
+            gone: false,
+            process: Process::current(),
+        }
     }
 
     /// Returns this rank and the number of ranks.
@@ -301,12 +316,17 @@ impl Communicator {
         }
     }
 
+    /// Returns true, once, if the communicator is to be ended by this.
+    fn ends_here(&mut self) -> bool {
+        self.owned && self.process.is_current() && !std::mem::replace(&mut self.gone, true)
+    }
+
     /// Aborts the communicator and its work.
     ///
     /// # Errors
     /// A description, if the abort does not return in time.
     pub(super) fn abort(&mut self) -> Result<(), String> {
-        if !self.owned || std::mem::replace(&mut self.gone, true) {
+        if !self.ends_here() {
             return Ok(());
         }
         let symbols = self.symbols;
@@ -326,7 +346,7 @@ impl Communicator {
         if under_way {
             // a drop has no caller to report a hang to
             self.abort().unwrap_or_default();
-        } else if self.owned && !std::mem::replace(&mut self.gone, true) {
+        } else if self.ends_here() {
             let symbols = self.symbols;
             let handle = self.handle;
             // SAFETY: alive, and not touched after this.
