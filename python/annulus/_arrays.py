@@ -239,8 +239,9 @@ def device_of(value: Any) -> int | None:
     if found == "torch":
         return int(value.device.index or 0) if value.device.type == "cuda" else None
     jax = sys.modules.get("jax")
-    if found == "jax" and (isinstance(value, jax.core.Tracer) or len(value.devices()) > 1):
-        return None
+    if jax is not None and found == "jax":
+        if isinstance(value, jax.core.Tracer) or len(value.devices()) > 1:
+            return None
     if hasattr(value, "__dlpack_device__"):
         kind, number = (int(part) for part in value.__dlpack_device__())
         return number if kind in DLPACK_CUDA else None

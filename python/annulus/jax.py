@@ -176,11 +176,13 @@ def attend(call: Call, tensors: Tensors, batch: dict[str, Any]) -> tuple[Any, ..
 
 def _integers(name: str, value: Any) -> Any:
     """Returns an array of a batch as one of JAX, with the same values."""
-    array = jnp.asarray(value)
-    if not isinstance(value, jax.Array) and (np.asarray(value) != np.asarray(array)).any():
-        want = f"numbers that fit {array.dtype}, or jax_enable_x64"
-        raise invalid(name, "larger numbers", want)
-    return array
+    if not isinstance(value, jax.Array):
+        value = np.asarray(value)
+        kind = jax.dtypes.canonicalize_dtype(value.dtype)
+        if value.dtype.kind in "iu" and (value.astype(kind) != value).any():
+            want = f"numbers that fit {kind}, or jax_enable_x64"
+            raise invalid(name, f"numbers {value.min()} to {value.max()}", want)
+    return jnp.asarray(value)
 
 
 def _together(*operands: Any) -> Any:
@@ -205,7 +207,7 @@ def _varying_axes(operands: Any) -> set[str]:
         kind = _type_of(array)
         # JAX before 0.10 has vma, and before 0.7 neither
         kind = getattr(kind, "manual_axis_type", kind)
-        axes |= getattr(kind, "varying", None) or getattr(kind, "vma", frozenset())
+        axes.update(getattr(kind, "varying", ()) or getattr(kind, "vma", ()))
     return axes
 
 
@@ -274,14 +276,14 @@ def _run(call: Call, given: dict[str, Any], wanted: list[Any], *, forward_only: 
         }
     )
 
-    @jax.custom_jvp
     def compute(*operands: Any) -> tuple[Any, ...]:
         results = jax.ffi.ffi_call(_TARGET, wanted, vmap_method="sequential")(*operands, call=text)
-        # the call's own results do not vary in their type
+        # results of ffi_call do not vary in their type
         return tuple(_varying(array, _varying_axes(operands)) for array in results)
 
-    compute.defjvp(_refuse_derivative)
-    return compute(*given.values())
+    differentiated = jax.custom_jvp(compute)
+    differentiated.defjvp(_refuse_derivative)
+    return differentiated(*given.values())
 
 
 def _refuse_derivative(primals: Any, tangents: Any) -> Any:
