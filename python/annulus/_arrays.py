@@ -214,6 +214,8 @@ def _as_numpy(name: str, value: Any) -> tuple[np.ndarray[Any, Any], str]:
         if places != {"cpu"}:
             raise unsupported(name, f"a JAX array on {', '.join(sorted(places))}; want one on cpu")
         array = np.asarray(value)
+    elif isinstance(value, np.ma.MaskedArray):
+        raise unsupported(name, "a masked array of NumPy; want its filled()")
     elif isinstance(value, np.ndarray):
         array = value
     elif hasattr(value, "__array_interface__") or hasattr(value, "__array__"):

@@ -132,20 +132,21 @@ def dot_product_attention(
     if isinstance(scale, jax.core.Tracer):
         query, key, value = _scaled(scale, query, key, value)
         scale = 1.0
-    out, lse = flash_attention(
-        query,
-        key,
-        value,
-        attention_mask=_checked_mask(mask, pairs),
-        bias=_checked_bias(bias, pairs),
-        causal=_check.boolean("is_causal", is_causal),
-        sliding_window=_checked_window(local_window_size),
-        softmax_scale=_check.number_or_none("scale", scale),
+    options: dict[str, Any] = {
+        "attention_mask": _checked_mask(mask, pairs),
+        "bias": _checked_bias(bias, pairs),
+        "causal": _check.boolean("is_causal", is_causal),
+        "sliding_window": _checked_window(local_window_size),
+        "softmax_scale": _check.number_or_none("scale", scale),
         # a negative segment id is padding
-        q_segment_ids=q_valid.astype(jnp.int32) - 1,
-        kv_segment_ids=kv_valid.astype(jnp.int32) - 1,
-        return_lse=True,
-    )
+        "q_segment_ids": q_valid.astype(jnp.int32) - 1,
+        "kv_segment_ids": kv_valid.astype(jnp.int32) - 1,
+    }
+    if batch == 0:
+        # a plan has at least one batch row
+        out, lse = query, jnp.zeros((0, q_heads, q_len))
+    else:
+        out, lse = flash_attention(query, key, value, **options, return_lse=True)
     lse = jax.lax.stop_gradient(lse.transpose(0, 2, 1))
     if kv_len > 0:
         mean = jnp.repeat(value.mean(1, keepdims=True), q_heads // kv_heads, 2)
@@ -164,8 +165,6 @@ def clear_plans() -> None:
 
 def attend(call: Call, tensors: Tensors, batch: dict[str, Any]) -> tuple[Any, ...]:
     """Computes a call on traced arrays: out and lse."""
-    if call.comm is not None:
-        raise unsupported("comm", "in a traced JAX call, whose order is the compiler's; use Plan")
     arrays: Any = tuple(None if array is None else jnp.asarray(array) for array in tensors)
     # shapes and types are refused here, where the error reaches the caller as it is
     Shapes.of(*arrays)
@@ -432,6 +431,6 @@ def _scaled(scale: Any, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any
     """
     if scale.ndim > 0:
         raise invalid("scale", f"shape {scale.shape}", "a number")
-    wide = jnp.promote_types(query.dtype, jnp.float32)
+    wide = _arrays.accumulator(query.dtype.name)
     query, key, value = (array.astype(wide) for array in (query, key, value))
     return query * scale.astype(wide), key, value

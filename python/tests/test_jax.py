@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from golden import Case
 from helpers import batch, check, chosen_strategies, floats, naive, random
+from test_mpi import launch, needs_mpi
 
 import annulus
 
@@ -378,6 +379,24 @@ def test_what_the_drop_in_refuses() -> None:
     refuses("return_residual", return_residual=1)
 
 
+def test_the_drop_in_of_lengths_zero() -> None:
+    attend = annulus.jax.dot_product_attention
+    for q, v in ((QUERY[:0], VALUE[:0]), (QUERY[:, :0], VALUE), (QUERY, VALUE[:, :0])):
+        for f in (attend, jax.jit(attend)):
+            assert (f(q, v, v) == jax.nn.dot_product_attention(q, v, v)).all()
+
+
+def test_the_drop_in_promotes_no_type() -> None:
+    q, v = (x.astype("bfloat16") for x in (QUERY, VALUE))
+    mask = jnp.ones((6, 6), bool)
+    attend = annulus.jax.dot_product_attention
+    with jax.numpy_dtype_promotion("strict"):
+        of = lambda s: attend(q, v, v, mask=mask, scale=s, return_residual=True)  # noqa: E731
+        for got, want in zip(jax.jit(of)(0.5), of(0.5), strict=True):
+            assert got.dtype == want.dtype == q.dtype
+            np.testing.assert_allclose(*(x.astype("f4") for x in (got, want)), rtol=1e-2)
+
+
 def test_sharded_arrays() -> None:
     """A process of its own, since the number of XLA's devices is set before jax is imported."""
     result = subprocess.run(
@@ -388,3 +407,9 @@ def test_sharded_arrays() -> None:
         env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
     )
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+@needs_mpi
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_arrays_over_ranks(ranks: int) -> None:
+    assert f"passed on {ranks} ranks" in launch(ranks, "jax_ranks_program.py")
