@@ -123,8 +123,9 @@ def dot_product_attention(
         raise unsupported("implementation", "annulus computes; jax.nn has the others")
     shape = jnp.shape(query)
     query, key, value = _checked_tensors(query, key, value)
-    dtype, (batch, q_len, q_heads, _) = query.dtype, query.shape
-    kv_len, kv_heads = key.shape[1:3]
+    dtype = query.dtype
+    batch, q_len, q_heads, _ = query.shape
+    _, kv_len, kv_heads, _ = key.shape
     pairs = (batch, q_heads, q_len, kv_len)
     with_residual = _check.boolean("return_residual", return_residual)
     q_valid = _valid_rows("query_seq_lengths", query_seq_lengths, batch, q_len)
@@ -138,10 +139,11 @@ def dot_product_attention(
         "causal": _check.boolean("is_causal", is_causal),
         "sliding_window": _checked_window(local_window_size),
         "softmax_scale": _check.number_or_none("scale", scale),
-        # a negative segment id is padding
-        "q_segment_ids": q_valid.astype(jnp.int32) - 1,
-        "kv_segment_ids": kv_valid.astype(jnp.int32) - 1,
     }
+    if query_seq_lengths is not None or key_value_seq_lengths is not None:
+        # a negative segment id is padding
+        options["q_segment_ids"] = q_valid.astype(jnp.int32) - 1
+        options["kv_segment_ids"] = kv_valid.astype(jnp.int32) - 1
     if batch == 0:
         # a plan has at least one batch row
         out, lse = query, jnp.zeros((0, q_heads, q_len))
