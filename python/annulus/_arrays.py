@@ -214,6 +214,8 @@ def _as_numpy(name: str, value: Any) -> tuple[np.ndarray[Any, Any], str]:
         if places != {"cpu"}:
             raise unsupported(name, f"a JAX array on {', '.join(sorted(places))}; want one on cpu")
         array = np.asarray(value)
+    elif isinstance(value, np.ma.MaskedArray):
+        raise unsupported(name, "a masked array of NumPy; want its filled()")
     elif isinstance(value, np.ndarray):
         array = value
     elif hasattr(value, "__array_interface__") or hasattr(value, "__array__"):
@@ -239,8 +241,9 @@ def device_of(value: Any) -> int | None:
     if found == "torch":
         return int(value.device.index or 0) if value.device.type == "cuda" else None
     jax = sys.modules.get("jax")
-    if jax is not None and isinstance(value, jax.core.Tracer):
-        return None
+    if jax is not None and found == "jax":
+        if isinstance(value, jax.core.Tracer) or len(value.devices()) > 1:
+            return None
     if hasattr(value, "__dlpack_device__"):
         kind, number = (int(part) for part in value.__dlpack_device__())
         return number if kind in DLPACK_CUDA else None

@@ -417,16 +417,21 @@ def attend(given: Arguments) -> Any:
     if comm is not None:
         check_communicator(comm)
     batch = {name: given[name] for name in BATCH}
+    traced = _is_traced(*tensors, *batch.values())
 
     def build() -> Call:
         check_returns(given)
+        if traced and comm is not None:
+            raise unsupported(
+                "comm", "in a traced JAX call, whose order is the compiler's; use Plan"
+            )
+        if traced and given["return_max_sum"]:
+            raise unsupported("return_max_sum", "max and sum have no gradient in JAX")
         return Call.of(given, lambda: _arrays.described("query", given["query"])[1])
 
     call = agreed(comm, build)
     results: tuple[Any, ...]
-    if _is_traced(*tensors, *batch.values()):
-        if given["return_max_sum"]:
-            raise unsupported("return_max_sum", "max and sum have no gradient in JAX")
+    if traced:
         from .jax import attend as attend_traced
 
         results = attend_traced(call, tensors, batch)

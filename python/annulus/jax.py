@@ -3,7 +3,7 @@
 ``annulus.flash_attention`` and ``annulus.ring_attention`` route traced arrays here. XLA's CPU
 runtime calls a pass (``jax.ffi``), which reads operands and writes results in XLA's buffers. Its
 gradient is a custom VJP, whose backward pass has the plan of the forward pass. A jitted call gives
-the bits of an eager one.
+the bits of an eager one. Forward mode and second derivatives are refused.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-from . import _annulus, _arrays, _calls, _options, _plan_cache
+from . import _annulus, _arrays, _calls, _check, _options, _plan_cache
 from ._calls import BATCH, TENSORS, Call, Shapes, Tensors
-from ._errors import unsupported
+from ._errors import invalid, unsupported
 from ._plan import Plan
 from ._plan_cache import plan_for
 from ._results import Forward
 
-__all__ = ["clear_plans", "flash_attention", "ring_attention"]
+__all__ = ["clear_plans", "dot_product_attention", "flash_attention", "ring_attention"]
 
 Array = np.ndarray[Any, Any]
 
@@ -35,6 +36,9 @@ _PROCESS = secrets.token_hex(8)
 """A part of each call's text. A cache of compiled programs outlives the process, and masks and bias
 functions do not: another process must not find a program by the text of this one.
 """
+
+_type_of = getattr(jax, "typeof", None) or jax.core.get_aval
+"""The type of an array; JAX before 0.6 has ``get_aval``."""
 
 _kept: dict[str, Call] = {}
 """The calls of compiled programs, by the text of their options: the text names masks and bias
@@ -76,6 +80,86 @@ def ring_attention(query: Any, key: Any, value: Any, *args: Any, **options: Any)
     return _calls.ring_attention(*tensors, *args, **options)
 
 
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: Any = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: None = None,
+    return_residual: bool = False,
+) -> Any:
+    """Computes ``jax.nn.dot_product_attention``, with its arguments and layout.
+
+    As there, out is 0 for a query beyond ``query_seq_lengths``, and the mean of all values for any
+    other query without a visible key.
+
+    Args:
+        query: ``[batch, q_len, q_heads, head_dim]``, or without batch.
+        key, value: ``[batch, kv_len, kv_heads, head_dim]``, or without batch.
+        bias: Added to the scores; broadcast to ``[batch, q_heads, q_len, kv_len]``.
+        mask: Bools, true where visible; broadcast like bias.
+        scale: Factor of the scores, a number or a traced one. Default: 1/√head_dim.
+        is_causal: Visible only if j ≤ i, for query row i and key row j.
+        query_seq_lengths, key_value_seq_lengths: ``[batch]``, int32: rows that are not padding.
+        local_window_size: (left, right): visible only if i − left ≤ j ≤ i + right. One integer
+            stands for both sides.
+        implementation: None; those of JAX are refused.
+        return_residual: Returns (out, lse), with lse ``[batch, q_len, q_heads]``, without gradient.
+
+    Returns:
+        out, with the shape and element type of query; or a tuple, see ``return_residual``.
+
+    Raises:
+        annulus.Error: As ``flash_attention``.
+    """
+    if implementation is not None:
+        raise unsupported("implementation", "annulus computes; jax.nn has the others")
+    shape = jnp.shape(query)
+    query, key, value = _checked_tensors(query, key, value)
+    dtype = query.dtype
+    batch, q_len, q_heads, _ = query.shape
+    _, kv_len, kv_heads, _ = key.shape
+    pairs = (batch, q_heads, q_len, kv_len)
+    with_residual = _check.boolean("return_residual", return_residual)
+    q_valid = _valid_rows("query_seq_lengths", query_seq_lengths, batch, q_len)
+    kv_valid = _valid_rows("key_value_seq_lengths", key_value_seq_lengths, batch, kv_len)
+    if isinstance(scale, jax.core.Tracer):
+        query, key, value = _scaled(scale, query, key, value)
+        scale = 1.0
+    options: dict[str, Any] = {
+        "attention_mask": _checked_mask(mask, pairs),
+        "bias": _checked_bias(bias, pairs),
+        "causal": _check.boolean("is_causal", is_causal),
+        "sliding_window": _checked_window(local_window_size),
+        "softmax_scale": _check.number_or_none("scale", scale),
+    }
+    if query_seq_lengths is not None or key_value_seq_lengths is not None:
+        # a negative segment id is padding
+        options["q_segment_ids"] = q_valid.astype(jnp.int32) - 1
+        options["kv_segment_ids"] = kv_valid.astype(jnp.int32) - 1
+    if batch == 0:
+        # a plan has at least one batch row
+        out, lse = query, jnp.zeros((0, q_heads, q_len))
+    else:
+        out, lse = flash_attention(query, key, value, **options, return_lse=True)
+    lse = jax.lax.stop_gradient(lse.transpose(0, 2, 1))
+    if kv_len > 0:
+        mean = jnp.repeat(value.mean(1, keepdims=True), q_heads // kv_heads, 2)
+        is_masked = jnp.isneginf(lse) & q_valid[:, :, None]
+        out = jnp.where(is_masked[..., None], mean, out)
+    out = out.astype(dtype).reshape(shape)
+    # the score of a masked pair in jax.nn
+    lse = jnp.maximum(lse, -0.7 * float(jnp.finfo(jnp.float32).max))
+    return (out, lse.astype(dtype).reshape(shape[:-1])) if with_residual else out
+
+
 def clear_plans() -> None:
     """Frees the plans that compiled programs keep for later calls."""
     _plan_cache.clear()
@@ -83,14 +167,59 @@ def clear_plans() -> None:
 
 def attend(call: Call, tensors: Tensors, batch: dict[str, Any]) -> tuple[Any, ...]:
     """Computes a call on traced arrays: out and lse."""
-    if call.comm is not None:
-        raise unsupported("comm", "in a traced JAX call, whose order is the compiler's; use Plan")
-    arrays = tuple(None if array is None else jnp.asarray(array) for array in tensors)
+    arrays: Any = tuple(None if array is None else jnp.asarray(array) for array in tensors)
     # shapes and types are refused here, where the error reaches the caller as it is
     Shapes.of(*arrays)
-    given = {name: jnp.asarray(array) for name, array in batch.items() if array is not None}
-    results: tuple[Any, ...] = _attend(call, arrays, given)
+    given = {name: _integers(name, array) for name, array in batch.items() if array is not None}
+    results: tuple[Any, ...] = _attend(call, *_together(arrays, given))
     return results
+
+
+def _integers(name: str, value: Any) -> Any:
+    """Returns an array of a batch as one of JAX, with the same values."""
+    if not isinstance(value, jax.Array):
+        value = np.asarray(value)
+        kind = jax.dtypes.canonicalize_dtype(value.dtype)
+        if value.dtype.kind in "iu" and (value.astype(kind) != value).any():
+            want = f"numbers that fit {kind}, or jax_enable_x64"
+            raise invalid(name, f"numbers {value.min()} to {value.max()}", want)
+    return jnp.asarray(value)
+
+
+def _together(*operands: Any) -> Any:
+    """Returns operands with one sharding: whole on every device of a mesh, or, under ``shard_map``,
+    varying over the same axes. JAX transposes both, so that a gradient has its operand's sharding.
+    """
+    axes = _varying_axes(operands)
+
+    def placed(array: Any) -> Any:
+        sharding = getattr(_type_of(array), "sharding", None)
+        if sharding is not None and any(axis is not None for axis in sharding.spec):
+            array = jax.sharding.reshard(array, NamedSharding(sharding.mesh, PartitionSpec()))
+        return _varying(array, axes)
+
+    return jax.tree.map(placed, operands)
+
+
+def _varying_axes(operands: Any) -> set[str]:
+    """Returns the mesh axes of ``shard_map`` over which one of the operands varies."""
+    axes: set[str] = set()
+    for array in jax.tree.leaves(operands):
+        kind = _type_of(array)
+        # JAX before 0.10 has vma, and before 0.7 neither
+        kind = getattr(kind, "manual_axis_type", kind)
+        axes.update(getattr(kind, "varying", ()) or getattr(kind, "vma", ()))
+    return axes
+
+
+def _varying(array: Any, axes: set[str]) -> Any:
+    """Returns an array whose type says that it varies over some mesh axes of ``shard_map``."""
+    missing = tuple(sorted(axes - _varying_axes(array)))
+    if not missing:
+        return array
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(array, missing, to="varying")
+    return jax.lax.pvary(array, missing)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -111,7 +240,7 @@ def _forward(call: Call, tensors: Tensors, batch: dict[str, Any], *, forward_onl
 
 def _attend_forward(call: Call, tensors: Tensors, batch: dict[str, Any]) -> Any:
     forward = _forward(call, tensors, batch, forward_only=False)
-    return tuple(forward[:2]), (tensors, batch, forward)
+    return forward[:2], (tensors, batch, forward)
 
 
 def _attend_backward(call: Call, saved: Any, cotangents: Any) -> Any:
@@ -147,8 +276,20 @@ def _run(call: Call, given: dict[str, Any], wanted: list[Any], *, forward_only: 
             "given": list(given),
         }
     )
-    compute = jax.ffi.ffi_call(_TARGET, wanted, vmap_method="sequential")
-    return compute(*given.values(), call=text)
+
+    def compute(*operands: Any) -> tuple[Any, ...]:
+        results = jax.ffi.ffi_call(_TARGET, wanted, vmap_method="sequential")(*operands, call=text)
+        # results of ffi_call do not vary in their type
+        return tuple(_varying(array, _varying_axes(operands)) for array in results)
+
+    differentiated = jax.custom_jvp(compute)
+    differentiated.defjvp(_refuse_derivative)
+    return differentiated(*given.values())
+
+
+def _refuse_derivative(primals: Any, tangents: Any) -> Any:
+    """Refuses to differentiate a pass, which happens in derivatives of a gradient only."""
+    raise unsupported("a second derivative", "a gradient of attention has no gradient")
 
 
 def _execute(text: str, operands: list[Any], results: list[Any]) -> None:
@@ -213,3 +354,85 @@ def _viewed(buffer: Any) -> Array:
     """Returns the array in a buffer of XLA's."""
     array = np.asarray(buffer)
     return array.view(np.dtype(jnp.bfloat16)) if buffer.is_bfloat16 else array
+
+
+def _checked_tensors(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+    """Returns query, key and value of ``dot_product_attention`` with an axis of the batch."""
+    given = {"query": query, "key": key, "value": value}
+    query, key, value = (_with_4_axes(name, jnp.asarray(array)) for name, array in given.items())
+    Shapes.of(query, key, value, None, None)
+    if _arrays.device_of(query) is not None:
+        raise unsupported("query", "an array in the memory of a GPU; use flash_attention")
+    if value.shape != key.shape:
+        raise invalid("value", f"shape {value.shape}", f"{key.shape}, as key")
+    q_heads, kv_heads = query.shape[2], key.shape[2]
+    if kv_heads == 0 or q_heads % kv_heads:
+        raise invalid("query", f"{q_heads} heads", f"a multiple of key's, which has {kv_heads}")
+    return query, key, value
+
+
+def _with_4_axes(name: str, array: Any) -> Any:
+    """Adds leading axes."""
+    if array.ndim > 4:
+        raise invalid(name, f"{array.ndim} axes", "at most 4")
+    return array.reshape((1,) * (4 - array.ndim) + array.shape)
+
+
+def _broadcastable(name: str, value: Any, pairs: tuple[int, ...]) -> Any:
+    """Returns an array over pairs of ``dot_product_attention`` with 4 axes."""
+    array = _with_4_axes(name, jnp.asarray(value))
+    if any(length not in (1, whole) for length, whole in zip(array.shape, pairs, strict=True)):
+        raise invalid(name, f"shape {array.shape}", f"{pairs}, where any length may be 1")
+    return array
+
+
+def _checked_mask(mask: Any, pairs: tuple[int, ...]) -> Any:
+    """Returns a mask of ``dot_product_attention`` as ``attention_mask``."""
+    if mask is None:
+        return None
+    mask = _broadcastable("mask", mask, pairs)
+    if mask.dtype != bool:
+        raise invalid("mask", f"elements {mask.dtype}", "bools")
+    return jnp.broadcast_to(mask, (*mask.shape[:2], *pairs[2:]))
+
+
+def _checked_bias(bias: Any, pairs: tuple[int, ...]) -> Any:
+    """Returns a bias of ``dot_product_attention`` as one of ``flash_attention``."""
+    if bias is None:
+        return None
+    bias = _broadcastable("bias", bias, pairs)
+    if jnp.iscomplexobj(bias):
+        raise invalid("bias", f"elements {bias.dtype}", "real numbers")
+    return bias if bias.dtype.name in _arrays.FLOATS else bias.astype(jnp.float32)
+
+
+def _checked_window(window: Any) -> tuple[int, ...] | None:
+    """Returns a window of ``dot_product_attention`` as (left, right)."""
+    if window is None:
+        return None
+    sides = window if isinstance(window, (tuple, list)) else (window, window)
+    if len(sides) != 2:
+        raise invalid("local_window_size", window, "an integer or (left, right)")
+    return tuple(_check.integer("local_window_size", side) for side in sides)
+
+
+def _valid_rows(name: str, lengths: Any, batch: int, rows: int) -> Any:
+    """Returns ``[batch, rows]``: true for rows that are not padding."""
+    if lengths is None:
+        return jnp.ones((batch, rows), bool)
+    lengths = jnp.asarray(lengths)
+    if lengths.dtype != jnp.int32 or lengths.shape != (batch,):
+        raise invalid(name, f"{lengths.dtype} {lengths.shape}", f"int32 {(batch,)}")
+    return jnp.arange(rows) < lengths[:, None]
+
+
+def _scaled(scale: Any, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+    """Multiplies queries by a traced scale, in a type in which the product is as exact as scores.
+
+    A plan has its scale as a constant.
+    """
+    if scale.ndim > 0:
+        raise invalid("scale", f"shape {scale.shape}", "a number")
+    wide = _arrays.accumulator(query.dtype.name)
+    query, key, value = (array.astype(wide) for array in (query, key, value))
+    return query * scale.astype(wide), key, value

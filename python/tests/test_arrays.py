@@ -208,6 +208,15 @@ def test_bfloat16_is_rounded_as_by_ml_dtypes() -> None:
     assert (back == got.astype("f4"))[~np.isnan(want)].all()
 
 
+def test_a_masked_array_is_refused() -> None:
+    q, k, v = tensors()
+    for name in ("query", "key", "value"):
+        given = {"query": q, "key": k, "value": v}
+        given[name] = np.ma.masked_less(given[name], 0)
+        with pytest.raises(annulus.Unsupported, match=f"^{name} is not supported: a masked array"):
+            annulus.flash_attention(**given)
+
+
 @pytest.mark.parametrize(("q_len", "kv_len"), [(0, 5), (5, 0), (0, 0)])
 def test_lengths_of_zero(q_len: int, kv_len: int) -> None:
     q, k = random(1, q_len, 2, 4), random(1, kv_len, 2, 4)
