@@ -228,11 +228,12 @@ def _attend(call: Call, tensors: Tensors, batch: dict[str, Any]) -> Any:
 
 
 def _forward(call: Call, tensors: Tensors, batch: dict[str, Any], *, forward_only: bool) -> Any:
-    """Returns out and lse, and of an unnormalised output max, sum and ties."""
+    """Returns out, lse, max and sum, and of an unnormalised output ties."""
     query, value = tensors[0], tensors[2]
     rows, q_len, q_heads, _ = query.shape
     statistics = jax.ShapeDtypeStruct((rows, q_heads, q_len), _arrays.accumulator(query.dtype.name))
-    count = 1 if call.attention.normalize_output else 4
+    # lse, max and sum, and ties of an unnormalised output
+    count = 3 if call.attention.normalize_output else 4
     out = jax.ShapeDtypeStruct((rows, q_len, q_heads, value.shape[3]), query.dtype)
     given = {**_named(tensors), **batch}
     return _run(call, given, [out, *[statistics] * count], forward_only=forward_only)
@@ -312,11 +313,11 @@ def _execute(text: str, operands: list[Any], results: list[Any]) -> None:
 
 
 def _write_outputs(plan: Plan, tensors: Tensors, written: list[Array]) -> None:
-    """Writes out, lse and, of an unnormalised output, max, sum and ties."""
+    """Writes out, lse, max, sum and, of an unnormalised output, ties."""
     query, key, value, bias, softmax_aux = tensors
     out, lse, *statistics = written
     done = plan.forward(query, key, value, bias=bias, softmax_aux=softmax_aux, out=out, lse=lse)
-    # a normalised output has none of them
+    # a normalised output has no ties
     for array, computed in zip(statistics, (done.max, done.sum, done.ties), strict=False):
         array[...] = computed
 
