@@ -216,8 +216,7 @@ impl Plan {
         dlse: Option<ArrayView3<'_, T::Accumulator>>,
         gradients: BackwardViewMut<'_, T>,
     ) -> Result<Report> {
-        let statistics =
-            max_and_sum(&forward.lse, forward.max.as_ref(), forward.sum.as_ref());
+        let statistics = max_and_sum(&forward.lse, forward.max.as_ref(), forward.sum.as_ref());
         let (max, sum) = statistics.map_err(|error| self.engine.refuse(error))?;
         let inputs = BackwardInputs::<Host> {
             forward: inputs(tensors),

@@ -39,6 +39,7 @@ pub fn numeric_rules_on(subject: &dyn Subject, dtype: DType, setting: &Setting) 
     rule("lse is a natural logarithm", lse_base(subject, dtype, setting))?;
     rule("a bias of −∞ masks", infinite_bias(subject, dtype, setting))?;
     rule("large logits do not overflow", extreme_logits(subject, dtype, setting))?;
+    rule("scores that share a large constant", large_constants(subject, dtype, None, setting))?;
     rule("sums are kept in the accumulator and rounded once", wide_sums(subject, dtype, setting))
 }
 
@@ -345,6 +346,60 @@ fn extreme_logits(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Ver
     ensure(judge.want().lse.iter().any(|lse| lse.abs() > 1000.0), || {
         "the logits are not large".into()
     })
+}
+
+/// Rows whose scores share a constant that programs add to mask keys, on all keys or on some: the
+/// weights are those of the scores as they are rounded, in every pass. lse as one number loses ln n
+/// to such a constant, and a backward pass that reads it has weights n times too large.
+pub(super) fn large_constants(
+    subject: &dyn Subject,
+    dtype: DType,
+    leaf_rows: Option<u64>,
+    setting: &Setting,
+) -> Verdict {
+    let [least, most] = match dtype.accumulator() {
+        DType::F64 => [f64::MIN, f64::MAX],
+        _ => [f64::from(f32::MIN), f64::from(f32::MAX)],
+    };
+    for constant in [-1e2, 1e2, -1e4, -1e9, least, most / 2.0] {
+        let mut case = large_constant(dtype, constant);
+        case.spec.leaf_rows = leaf_rows;
+        let judge = judge(&case)?;
+        let got = run(subject, &case, setting)?;
+        let bound = 0.03 + 4.0 * epsilon(dtype);
+        for ((name, got), (_, want)) in got.arrays().into_iter().zip(judge.want().arrays()) {
+            let largest = want.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
+            let wrong = got.iter().zip(&want).find(|&(got, want)| {
+                let apart = (got - want).abs();
+                apart.is_nan() || apart > bound * largest
+            });
+            ensure(wrong.is_none(), || {
+                let what = format!("{dtype} on {setting}, a constant of {constant:e}: {name}");
+                format!("{what}: got and want {wrong:?}, largest {largest:e}")
+            })?;
+        }
+    }
+    Ok(())
+}
+
+/// Returns the case of [`large_constants`].
+pub(super) fn large_constant(dtype: DType, constant: f64) -> Case {
+    let name = format!("a constant of {constant:e}");
+    // scores of 10⁻³, so that a constant that absorbs them changes weights by as much
+    let mut case = case(&name, DIMS, dtype, Masks::default(), |spec| {
+        spec.scale = f64::powi(2.0, -10);
+        spec.bias = Some([1, 1, 21, 21]);
+    });
+    let shares = |(_, _, i, j): (usize, usize, usize, usize)| match i % 4 {
+        0 | 2 => true,
+        1 => j % 3 == 0,
+        _ => false,
+    };
+    if let Some(bias) = &mut case.bias {
+        bias.indexed_iter_mut()
+            .for_each(|(at, bias)| *bias = if shares(at) { constant } else { *bias });
+    }
+    case
 }
 
 /// Ones summed over many keys and ranks: out is one, and dv the number of queries, up to the

@@ -8,7 +8,7 @@ use annulus_core::{
 };
 use ndarray::{Array, Dimension};
 
-use super::{LAYOUTS, Verdict, ensure, judge, matrix::routes, run};
+use super::{LAYOUTS, Verdict, ensure, judge, matrix::routes, numeric::large_constants, run};
 use crate::{Answer, Case, Draw, Masks, Setting, Subject};
 
 /// Rows of a leaf: those of the CPU's KV tile, so that short sequences have several leaves.
@@ -191,6 +191,9 @@ pub fn reproducible_accuracy(subject: &dyn Subject) -> Verdict {
             squares[3] += square_error(&answer.dk, &truth.dk);
             squares[4] += square_error(&answer.dv, &truth.dv);
         }
+    }
+    for setting in [Setting::ALONE, Setting::new(3, Layout::Striped)] {
+        large_constants(subject, DType::F32, Some(LEAF_ROWS), &setting)?;
     }
     let [free, leaves] = squares;
     for ((name, free), leaves) in ["out", "lse", "dq", "dk", "dv"].iter().zip(free).zip(leaves) {

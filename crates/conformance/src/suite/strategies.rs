@@ -4,7 +4,10 @@ use std::ops::Range;
 
 use annulus_core::{Error, HeadGrid, Layout, Strategy, index};
 
-use super::{LAYOUTS, Verdict, examine, judge};
+use super::{
+    LAYOUTS, Verdict, examine, judge,
+    numeric::{large_constant, large_constants},
+};
 use crate::{Case, Setting, Subject};
 
 /// Ring sizes with several divisors.
@@ -61,6 +64,14 @@ fn compute(subject: &dyn Subject, seeds: Range<u64>, is_due: impl Fn(Strategy) -
         for setting in strategy_settings(&case, ranks, index(seed)) {
             if is_due(setting.strategy) {
                 examine(subject, &judge, &case, &setting)?;
+            }
+        }
+    }
+    for ranks in [2, 3, 4] {
+        let dtype = dtypes[ranks % dtypes.len()];
+        for setting in strategy_settings(&large_constant(dtype, 0.0), ranks, ranks) {
+            if is_due(setting.strategy) {
+                large_constants(subject, dtype, None, &setting)?;
             }
         }
     }
