@@ -40,8 +40,14 @@ enum Flag {
     QUERY_POSITIONS_PER_BATCH = 128,
     KEY_POSITIONS_PER_BATCH = 256,
     EMPTY_STATE = 512,     // no block has been attended to: acc, max, sum and ties have no contents
-    WRITE_OUTPUTS = 1024,  // the last block: write out and lse instead of acc, max, sum and ties
+    WRITE_OUTPUTS = 1024,  // the last block: write outputs instead of acc, max, sum and ties
     PARTIAL = 2048,        // of the row kernels: results are partial, and not rounded
+};
+
+// Outputs of a forward pass for every row: Sum [batch, row, head]. at = 0 of max and sum if they
+// are not wanted.
+struct RowOutputs {
+    Tensor lse, max, sum;
 };
 
 // Arguments of every tile kernel: this rank's queries and one block of keys.
@@ -49,7 +55,7 @@ struct Attention {
     Tensor q, k, v, bias, dout;
     Tensor dk, dv;      // Sum
     Tensor
-        statistics;  // Sum [batch, row, head, 4]: lse, max, delta, share; strides in 2-byte units
+        statistics;  // Sum [batch, row, head, 4]: max, 1 / sum, Δ, share; strides in 2-byte units
     u64 acc;            // Sum [batch, row, head, value_dim]
     u64 dq;             // Sum [batch, row, head, head_dim]
     u64 max, sum, ties; // Sum [batch, head, row]
@@ -68,7 +74,8 @@ struct Attention {
     // GQA packing (forward only): query heads per tile, and ⌈2¹⁶ / packed_heads⌉.
     u32 packed_heads, packed_reciprocal;
     // Outputs, with WRITE_OUTPUTS: Element; Sum [batch, row, head], as in RowArguments.
-    Tensor out, lse;
+    Tensor out;
+    RowOutputs of_rows;
 };
 
 // Arguments of the kernels that process one query row without its keys (rows.cuh).
@@ -109,7 +116,8 @@ struct Combine {
 struct Merge {
     u64 acc, max, sum, ties;
     u64 split_acc, split_max, split_sum, split_ties;
-    Tensor out, lse;  // as in Attention
+    Tensor out;  // as in Attention
+    RowOutputs of_rows;
     u32 batches, queries, q_heads, value_dim;
     u32 splits, flags;
 };

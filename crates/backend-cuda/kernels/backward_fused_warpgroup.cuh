@@ -10,7 +10,7 @@
 //   consumers (warpgroups 1, 2):
 //       issue S of the first tile
 //       for each visible tile:
-//           issue dP;      P ← e^{scale·S − lse}      (overlaps dP)
+//           issue dP;      P ← e^{S − max} / sum      (overlaps dP)
 //           issue dV += Pᵀ·dO                         (at 64 dims after dX)
 //           wait for dP;   dX ← P·(dP − delta);   store dX to shared memory
 //           wait for the other consumer's half of dX
@@ -42,7 +42,7 @@
 //   streamed    2 × 2 stages × rows × dims × 2             64 K /  64 K   (rows: 128 / 64)
 //   dx          2 × 128 keys × rows × 2                    64 K /  32 K
 //   dq          rows × (dims + 8) × 4                      36 K /  34 K
-//   statistics  2 stages × rows × 8                         2 K /   1 K
+//   statistics  2 stages × rows × 12                        3 K / 1.5 K
 //   StreamedTile 2 × 16; DqTile 4 × 16; mbarriers 7 × 8    152
 //   ticket, tile                                            8
 //

@@ -9,13 +9,18 @@ struct alignas(8) ColumnPair {
     float of[2];
 };
 // Of 8 queries, number `n_tile` of a stage.
-DEVICE ColumnPair lse_pair(const StatisticsTile* statistics, u32 n_tile, const ConsumerLane& at) {
-    return *reinterpret_cast<const ColumnPair*>(statistics[n_tile / 8].lse + n_tile % 8 * 8 +
-                                                at.column);
+DEVICE ColumnPair column_pair(const float (&statistics)[64], u32 n_tile, const ConsumerLane& at) {
+    return *reinterpret_cast<const ColumnPair*>(statistics + n_tile % 8 * 8 + at.column);
+}
+DEVICE ColumnPair base_pair(const StatisticsTile* statistics, u32 n_tile, const ConsumerLane& at) {
+    return column_pair(statistics[n_tile / 8].base, n_tile, at);
+}
+DEVICE ColumnPair exponent_pair(const StatisticsTile* statistics, u32 n_tile,
+                                const ConsumerLane& at) {
+    return column_pair(statistics[n_tile / 8].exponent, n_tile, at);
 }
 DEVICE ColumnPair delta_pair(const StatisticsTile* statistics, u32 n_tile, const ConsumerLane& at) {
-    return *reinterpret_cast<const ColumnPair*>(statistics[n_tile / 8].delta + n_tile % 8 * 8 +
-                                                at.column);
+    return column_pair(statistics[n_tile / 8].delta, n_tile, at);
 }
 
 // True if is_fused holds for all queries of a stage. All lanes of the warp call it.
@@ -23,7 +28,7 @@ template <typename Storage>
 DEVICE bool are_fused(const StatisticsTile* statistics, const ConsumerLane& at) {
     bool fused = true;
     UNROLL for (u32 row = 0; row < Storage::rows; row += 32)
-        fused = fused && is_fused(statistics[row / 64].lse[row % 64 + at.lane]);
+        fused = fused && is_fused(statistics[row / 64].base[row % 64 + at.lane]);
     return !warp_any(!fused);
 }
 
@@ -37,10 +42,10 @@ DEVICE u64 visible_queries(const Attention& a, const BackwardTile& coord,
     NOT_UNROLLED for (u32 first = 0; first < Storage::rows; first += 64) {
         u32 bits = 0;
         UNROLL for (u32 n_tile = 0; n_tile < 8; ++n_tile) {
-            ColumnPair lse = lse_pair(statistics + first / 64, n_tile, at);
+            ColumnPair base = base_pair(statistics + first / 64, n_tile, at);
             UNROLL for (u32 c = 0; c < 2; ++c) {
                 u64 line = backward_mask_row(a, coord, first + 8 * n_tile + at.column + c, 0);
-                line = lse.of[c] == -infinity() ? 0 : line >> at.row;
+                line = base.of[c] == infinity() ? 0 : line >> at.row;
                 UNROLL for (u32 r = 0; r < 2; ++r)
                     bits |= u32(line >> 8 * r & 1) << (4 * n_tile + 2 * r + c);
             }
@@ -55,9 +60,9 @@ template <typename Storage>
 DEVICE void fused_key_probs(float (&scores)[Storage::pairs], const StatisticsTile* statistics,
                             float unit, const ConsumerLane& at) {
     UNROLL for (u32 n_tile = 0; n_tile < Storage::pairs / 4; ++n_tile) {
-        ColumnPair lse = lse_pair(statistics, n_tile, at);
+        ColumnPair exponent = exponent_pair(statistics, n_tile, at);
         UNROLL for (u32 e = 0; e < 4; ++e)
-            scores[4 * n_tile + e] = fused_prob(scores[4 * n_tile + e], unit, lse.of[e % 2]);
+            scores[4 * n_tile + e] = fused_prob(scores[4 * n_tile + e], unit, exponent.of[e % 2]);
     }
 }
 
@@ -66,10 +71,13 @@ template <typename Storage>
 DEVICE void masked_key_probs(float (&scores)[Storage::pairs], const StatisticsTile* statistics,
                              u64 visible, const ConsumerLane& at, const Attention& a) {
     UNROLL for (u32 n_tile = 0; n_tile < Storage::pairs / 4; ++n_tile) {
-        ColumnPair lse = lse_pair(statistics, n_tile, at);
-        UNROLL for (u32 e = 0; e < 4; ++e)
-            scores[4 * n_tile + e] = masked_prob(
-                scores[4 * n_tile + e], visible >> (4 * n_tile + e) & 1, lse.of[e % 2], a);
+        ColumnPair base = base_pair(statistics, n_tile, at);
+        ColumnPair exponent = exponent_pair(statistics, n_tile, at);
+        UNROLL for (u32 e = 0; e < 4; ++e) {
+            const QueryStatistics row = {base.of[e % 2], exponent.of[e % 2], 0};
+            float& score = scores[4 * n_tile + e];
+            score = masked_prob(score, visible >> (4 * n_tile + e) & 1, row, a);
+        }
     }
 }
 

@@ -51,8 +51,8 @@ struct KeysStorage {
     u16 stages[2 * KeysStream::stage_elements];
     // S of a lane: the partner's lane has the same elements of dP
     ScoreQuad exchange[KEYS_GROUPS][BACKWARD_ROW_TILES][KEYS_COLUMNS][32];
-    // of the tile's queries: −lse·log₂e, lse and delta
-    QueryPair minus_lse[TILE / 2], lse[TILE / 2], delta[TILE / 2];
+    // QueryStatistics of the tile's queries
+    QueryPair base[TILE / 2], exponent[TILE / 2], delta[TILE / 2];
 };
 static_assert(sizeof(KeysStorage) <= MATRIX_SHARED_BYTES, "shared memory of a block");
 
@@ -106,8 +106,8 @@ DEVICE void write_exchange(KeysStorage& memory, const KeysScores& scores, const 
 // Writes the statistics of the query that is this thread's.
 DEVICE void write_statistics(KeysStorage& memory, const QueryStatistics& own) {
     u32 pair = thread_index() / 2, c = thread_index() % 2;
-    memory.minus_lse[pair].of[c] = -own.lse * LOG2_E;
-    memory.lse[pair].of[c] = own.lse;
+    memory.base[pair].of[c] = own.base;
+    memory.exponent[pair].of[c] = own.exponent;
     memory.delta[pair].of[c] = own.delta;
 }
 
@@ -118,18 +118,18 @@ DEVICE void plain_pairs(KeysScores& products, const KeysStorage& memory, u32 par
     const float unit = float(a.scale) * LOG2_E;
     UNROLL for (u32 n = 0; n < KEYS_COLUMNS; ++n) {
         const u32 query = (part_query + 8 * n + lane.rows.column) / 2;
-        const QueryPair minus_lse = memory.minus_lse[query];
+        const QueryPair exponent = memory.exponent[query];
         if (!lane.of_dk) {
             UNROLL for (u32 m = 0; m < BACKWARD_ROW_TILES; ++m)
                 UNROLL for (u32 e = 0; e < 4; ++e)
-                    products[m][n][e] = fused_prob(products[m][n][e], unit, minus_lse.of[e % 2]);
+                    products[m][n][e] = fused_prob(products[m][n][e], unit, exponent.of[e % 2]);
             continue;
         }
         const QueryPair delta = memory.delta[query];
         UNROLL for (u32 m = 0; m < BACKWARD_ROW_TILES; ++m) {
             const ScoreQuad scores = lane.quad(memory, m, n);
             UNROLL for (u32 e = 0; e < 4; ++e)
-                products[m][n][e] = fused_prob(scores.of[e], unit, minus_lse.of[e % 2]) *
+                products[m][n][e] = fused_prob(scores.of[e], unit, exponent.of[e % 2]) *
                                     (products[m][n][e] - delta.of[e % 2]);
         }
     }
@@ -148,7 +148,8 @@ DEVICE void masked_pairs(KeysScores& products, KeysVisible& visible, const KeysS
             const ScoreQuad scores = lane.quad(memory, m, n);
             UNROLL for (u32 e = 0; e < 4; ++e) {
                 const u32 c = e % 2, key = first_row + lane.rows.row_of(m, e / 2);
-                const QueryStatistics row = {memory.lse[query / 2].of[c],
+                const QueryStatistics row = {memory.base[query / 2].of[c],
+                                             memory.exponent[query / 2].of[c],
                                              memory.delta[query / 2].of[c]};
                 float p, dx;
                 bool contributes = backward_pair(p, dx, scores.of[e], products[m][0][e], lines[c],
@@ -212,7 +213,7 @@ KERNEL_OF(BACKWARD_THREADS, 2, backward_keys_matrix, Attention) {
         TileEntry entry = stream.prefetch_tiles.entry(a);
         TileCoord coord = tile_coord(a, b, stream.prefetch_tiles.h, entry.tile, tile, entry);
         // loaded while the first product is computed
-        QueryStatistics own = {0.0f, 0.0f};
+        QueryStatistics own = {0, 0, 0};
         if (thread_index() < TILE)
             own = load_query_statistics(a, b, coord.h, coord.first_query + thread_index());
         NOT_UNROLLED for (u32 query = 0; query < TILE; query += KEYS_QUERIES) {
@@ -226,7 +227,7 @@ KERNEL_OF(BACKWARD_THREADS, 2, backward_keys_matrix, Attention) {
             // and the exchange of the previous part
             if (query == 0 && thread_index() < TILE) write_statistics(memory, own);
             if (!lane.of_dk) write_exchange(memory, products, lane);
-            const bool fused = !barrier_any(!is_fused(own.lse));
+            const bool fused = !barrier_any(!is_fused(own.base));
             KeysPairs pairs;
             KeysVisible visible = {};
             if (fused && is_plain(coord, a))

@@ -26,34 +26,40 @@ typedef RowScores<BACKWARD_ROW_TILES, QUERIES_COLUMNS> QueriesScores;
 typedef RowPairs<BACKWARD_ROW_TILES, QUERIES_COLUMNS> QueriesPairs;
 typedef VisibleBits<BACKWARD_ROW_TILES> QueriesVisible;
 
+// QueryStatistics of a row but for the base. Shared memory has no room for three numbers a row with
+// 64 and 128 dims; a block whose rows do not all have the base 0 reads theirs from global memory.
+struct QueriesRow {
+    float exponent, delta;
+};
+
 // Dynamic shared memory of a block; `Variant::dynamic_shared_bytes` (src/variant.rs) has its size.
 struct QueriesStorage {
     u16 queries[QUERIES_ROWS * ANNULUS_DIM], douts[QUERIES_ROWS * ANNULUS_DIM];
     u16 stages[2 * QueriesStream::stage_elements];
     // of the block's rows: in registers they would take what S and dP need
-    QueryStatistics statistics[QUERIES_ROWS];
+    QueriesRow statistics[QUERIES_ROWS];
 };
 static_assert(sizeof(QueriesStorage) <= MATRIX_SHARED_BYTES, "shared memory of a block");
 
 // S becomes dX in a plain tile (is_plain), whose pairs need no test.
 DEVICE void plain_dx(QueriesScores& scores, const QueriesScores& dprobs,
-                     const QueryStatistics* statistics, const RowLane& lane, const Attention& a) {
+                     const QueriesRow* statistics, const RowLane& lane, const Attention& a) {
     const float unit = float(a.scale) * LOG2_E;
     UNROLL for (u32 m = 0; m < BACKWARD_ROW_TILES; ++m)
         UNROLL for (u32 r = 0; r < 2; ++r) {
-            const QueryStatistics row = statistics[lane.row_of(m, r)];
-            const float minus_lse = -row.lse * LOG2_E;
+            const QueriesRow row = statistics[lane.row_of(m, r)];
             UNROLL for (u32 n = 0; n < QUERIES_COLUMNS; ++n)
                 UNROLL for (u32 e = 2 * r; e < 2 * r + 2; ++e)
-                    scores[m][n][e] = fused_prob(scores[m][n][e], unit, minus_lse) *
+                    scores[m][n][e] = fused_prob(scores[m][n][e], unit, row.exponent) *
                                       (dprobs[m][n][e] - row.delta);
         }
 }
 
-// S becomes dX in any tile, 0 for masked pairs. `part_key`: first key of the part in the tile.
+// S becomes dX in any tile, 0 for masked pairs. `part_key`: first key of the part in the tile;
+// `fused`: is_fused holds for all rows of the block.
 DEVICE void masked_dx(QueriesScores& scores, QueriesScores& dprobs, QueriesVisible& visible,
-                      const QueryStatistics* statistics, const TileCoord& coord, u32 part_key,
-                      const RowLane& lane, const Attention& a) {
+                      const QueriesRow* statistics, bool fused, const TileCoord& coord,
+                      u32 part_key, const RowLane& lane, const Attention& a) {
     NOT_UNROLLED for (u32 n = 0; n < QUERIES_COLUMNS; ++n) {
         NOT_UNROLLED for (u32 c = 0; c < 2; ++c) {
             // otherwise addresses and statistics of all rows were kept during the loop
@@ -63,10 +69,13 @@ DEVICE void masked_dx(QueriesScores& scores, QueriesScores& dprobs, QueriesVisib
                 UNROLL for (u32 r = 0; r < 2; ++r) {
                     const u32 query = at.row_of(m, r);
                     const u64 line = mask_row(a, coord, query, QUERIES_ROWS);
+                    QueryStatistics row = {0, statistics[query].exponent,
+                                           statistics[query].delta};
+                    if (!fused)
+                        row = load_query_statistics(a, coord.b, coord.h, coord.first_query + query);
                     float(&pair)[4] = scores[m][0], p, dx;
-                    bool contributes =
-                        backward_pair(p, dx, pair[2 * r], dprobs[m][0][2 * r], line, query, key,
-                                      statistics[query], coord, a);
+                    bool contributes = backward_pair(p, dx, pair[2 * r], dprobs[m][0][2 * r], line,
+                                                     query, key, row, coord, a);
                     visible[m] |= u32(contributes) << (4 * n + 2 * r + c);
                     // the elements of a row take turns at the first place
                     pair[2 * r] = pair[2 * r + 1];
@@ -118,8 +127,9 @@ KERNEL_OF(BACKWARD_THREADS, 2, backward_queries_matrix, Attention) {
     stream.begin(a, memory.stages, tiles);
     bool fused = true;
     for (u32 row = thread_index(); row < QUERIES_ROWS; row += BACKWARD_THREADS) {
-        memory.statistics[row] = load_query_statistics(a, b, h, first_query + row);
-        fused &= is_fused(memory.statistics[row].lse);
+        const QueryStatistics own = load_query_statistics(a, b, h, first_query + row);
+        memory.statistics[row] = {own.exponent, own.delta};
+        fused &= is_fused(own.base);
     }
     // also publishes the statistics
     fused = !barrier_any(!fused);
@@ -139,7 +149,7 @@ KERNEL_OF(BACKWARD_THREADS, 2, backward_queries_matrix, Attention) {
             if (plain)
                 plain_dx(scores, dprobs, memory.statistics, lane, a);
             else
-                masked_dx(scores, dprobs, visible, memory.statistics, coord, key, lane, a);
+                masked_dx(scores, dprobs, visible, memory.statistics, fused, coord, key, lane, a);
             narrow_left(dx, scores);
             if (!coord.is_full) mark_left(dx, visible);
             gemm_nn<2>(acc, dx, stream, a.head_dim, coord.is_full, lane, a);

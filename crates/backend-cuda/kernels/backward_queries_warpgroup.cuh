@@ -6,13 +6,13 @@
 
 // Visible pairs of a thread, one bit each; a row without gradient has none.
 template <typename Storage>
-DEVICE u64 visible_keys(const Attention& a, const BackwardTile& coord, const float (&lse)[2],
-                        const ConsumerLane& at) {
+DEVICE u64 visible_keys(const Attention& a, const BackwardTile& coord,
+                        const QueryStatistics (&rows)[2], const ConsumerLane& at) {
     u64 visible = 0;
     UNROLL for (u32 word = 0; word < Storage::rows / 64; ++word)
         UNROLL for (u32 r = 0; r < 2; ++r) {
             u64 line = backward_mask_row(a, coord, at.row + 8 * r, word);
-            line = lse[r] == -infinity() ? 0 : line >> at.column;
+            line = rows[r].base == infinity() ? 0 : line >> at.column;
             UNROLL for (u32 n_tile = 0; n_tile < 8; ++n_tile)
                 visible |= (line >> 8 * n_tile & 3) << (4 * (8 * word + n_tile) + 2 * r);
         }
@@ -22,7 +22,7 @@ DEVICE u64 visible_keys(const Attention& a, const BackwardTile& coord, const flo
 // S becomes P and dP becomes dX, each pair with its own epilogue. Returns the visible pairs.
 template <typename Storage>
 DEVICE u64 queries_pair_epilogue(float (&scores)[Storage::pairs], float (&dprobs)[Storage::pairs],
-                                 const float (&lse)[2], const float (&delta)[2],
+                                 const QueryStatistics (&rows)[2],
                                  const BackwardTile& coord, const ConsumerLane& at,
                                  const Attention& a) {
     u64 visible = 0;
@@ -30,7 +30,8 @@ DEVICE u64 queries_pair_epilogue(float (&scores)[Storage::pairs], float (&dprobs
         u32 r = e / 2 % 2, query = at.row_of(e), key = at.column_of(e);
         TileCoord pairs = pair_coord(coord, key / 64);
         u64 line = backward_mask_row(a, coord, query, key / 64);
-        QueryStatistics row = {r ? lse[1] : lse[0], r ? delta[1] : delta[0]};
+        QueryStatistics row = rows[0];
+        if (r) row = rows[1];
         UNROLL for (u32 c = 0; c < 2; ++c) {
             float p, dx;
             visible |= u64(backward_pair(p, dx, scores[c], dprobs[c], line, query, key % 64 + c,
@@ -55,12 +56,12 @@ DEVICE void backward_query_rows(Storage& memory, const BackwardAttention& argume
     u32 first_query = tile * BACKWARD_TILE + at.group * OWN_ROWS;
     load_own_rows(memory, a.q, a.head_dim, a.dout, a.value_dim, b, h, first_query, a.queries, at);
     const StatisticsTile& statistics = statistics_of_head(arguments, b, h)[first_query / 64];
-    float lse[2], delta[2];
+    QueryStatistics rows[2];
     UNROLL for (u32 r = 0; r < 2; ++r) {
-        lse[r] = statistics.lse[at.row + 8 * r];
-        delta[r] = statistics.delta[at.row + 8 * r];
+        const u32 row = at.row + 8 * r;
+        rows[r] = {statistics.base[row], statistics.exponent[row], statistics.delta[row]};
     }
-    const bool fused = !warp_any(!is_fused(lse[0]) || !is_fused(lse[1]));
+    const bool fused = !warp_any(!is_fused(rows[0].base) || !is_fused(rows[1].base));
 
     float dq[ACC_REGISTERS], scores[pairs];
     u32 dx[pairs / 8][4] = {};
@@ -90,23 +91,23 @@ DEVICE void backward_query_rows(Storage& memory, const BackwardAttention& argume
         u64 visible = ~0ull;
         if (!epilogue && plain) {
             UNROLL for (u32 e = 0; e < pairs; ++e)
-                scores[e] = fused_prob(scores[e], unit, lse[e / 2 % 2]);
+                scores[e] = fused_prob(scores[e], unit, rows[e / 2 % 2].exponent);
         } else if (!epilogue) {
-            visible = visible_keys<Storage>(a, coord, lse, at);
+            visible = visible_keys<Storage>(a, coord, rows, at);
             UNROLL for (u32 e = 0; e < pairs; ++e)
-                scores[e] = masked_prob(scores[e], visible >> e & 1, lse[e / 2 % 2], a);
+                scores[e] = masked_prob(scores[e], visible >> e & 1, rows[e / 2 % 2], a);
         }
         wgmma_wait<0>();
         fence_operand(dprobs);
         if (epilogue) {
-            visible = queries_pair_epilogue<Storage>(scores, dprobs, lse, delta, coord, at, a);
+            visible = queries_pair_epilogue<Storage>(scores, dprobs, rows, coord, at, a);
         } else if (plain) {
             UNROLL for (u32 e = 0; e < pairs; ++e)
-                dprobs[e] = scores[e] * (dprobs[e] - delta[e / 2 % 2]);
+                dprobs[e] = scores[e] * (dprobs[e] - rows[e / 2 % 2].delta);
         } else {
             UNROLL for (u32 e = 0; e < pairs; ++e)
                 dprobs[e] =
-                    visible >> e & 1 ? scores[e] * (dprobs[e] - delta[e / 2 % 2]) : 0.0f;
+                    visible >> e & 1 ? scores[e] * (dprobs[e] - rows[e / 2 % 2].delta) : 0.0f;
         }
         // the same for all threads of the consumers
         const bool finite =

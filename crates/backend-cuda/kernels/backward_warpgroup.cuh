@@ -14,7 +14,7 @@
 //   consumers (warpgroups 1, 2):
 //       issue S of the first tile
 //       for each visible tile:
-//           issue dP;      P ← e^{scale·S − lse}      (overlaps dP)
+//           issue dP;      P ← e^{S − max} / sum      (overlaps dP)
 //           dK/dV pass: issue dV += Pᵀ·dO
 //           wait for dP;   dX ← P·(dP − delta)        (overlaps dV)
 //           issue dQ += dX·K, or dK += dXᵀ·Q;  issue S of the next tile
@@ -36,7 +36,7 @@
 //   own         2 × 128 rows × dims × 2                    32 K /  64 K
 //   streamed    2 × 2 stages × 128 rows × dims × 2, or
 //               2 × 4 stages × 64 rows × dims × 2          64 K / 128 K
-//   statistics  2 stages × 128 rows × 8                     2 K
+//   statistics  2 stages × 128 rows × 12                    3 K
 //   mbarriers   2 × stages × 8                             32 or 64
 //
 // Registers of a consumer thread, of 240, at 128 dims: dQ 64, S 64, dP 64, dX 32; or dK 64, dV 64,
@@ -69,11 +69,11 @@
 // Accumulators of a thread: 64 rows × dims over 128 threads.
 #define ACC_REGISTERS (ANNULUS_DIM / 2)
 
-// lse and delta of 64 queries.
+// QueryStatistics of 64 queries.
 struct StatisticsTile {
-    float lse[64], delta[64];
+    float base[64], exponent[64], delta[64];
 };
-static_assert(sizeof(StatisticsTile) == 512, "as in src/backward_warpgroup.rs");
+static_assert(sizeof(StatisticsTile) == 768, "as in src/backward_warpgroup.rs");
 
 // Order of the additions to dQ of the fused kernel (backward_dq_order.cuh).
 struct DqOrder {
@@ -97,7 +97,7 @@ struct BackwardAttention {
     u32 section;  // heads in a section of own tiles (own_tile_of)
     DqOrder order;
 };
-static_assert(sizeof(BackwardAttention) == 1024, "as in src/arguments.rs");
+static_assert(sizeof(BackwardAttention) == 1152, "as in src/arguments.rs");
 
 // A tile of own rows: of a query head in the dQ pass, else of a KV head.
 struct OwnTile {
@@ -371,13 +371,10 @@ DEVICE void rotate(float (&values)[count]) {
     UNROLL for (u32 e = 0; e < shift; ++e) values[count - shift + e] = first[e];
 }
 
-// P of one pair as one multiply-add and one ex2; for rows for which is_fused holds.
-DEVICE float fused_prob(float score, float unit, float lse) {
-    return exp2_approx(multiply_add(score, unit, -(lse * LOG2_E)));
-}
 // P of one pair, for any row and 0 for a masked pair.
-DEVICE float masked_prob(float score, bool visible, float lse, const Attention& a) {
-    return visible && lse != -infinity() ? fast_exp(float(a.scale) * score - lse) : 0.0f;
+DEVICE float masked_prob(float product, bool visible, const QueryStatistics& row,
+                         const Attention& a) {
+    return visible && row.base != infinity() ? prob_of(float(a.scale) * product, row) : 0.0f;
 }
 
 // acc += left·streamed of the elements of a tile that are not finite, on scalar units, skipping

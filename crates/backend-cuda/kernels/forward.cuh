@@ -97,7 +97,8 @@ KERNEL_OF(THREADS, PLAIN_FORWARD_BLOCKS, forward, Attention) {
         if (i >= a.queries) continue;
         bool write_outputs = a.flags & WRITE_OUTPUTS;
         RowOutput output = row_output(max[r], sum[r]);
-        if (thread_x() == 0 && write_outputs) store_lse(a, b, h, i, output.lse);
+        if (thread_x() == 0 && write_outputs)
+            store_row_outputs(a.of_rows, b, h, i, max[r], sum[r]);
         if (thread_x() == 0 && !write_outputs) {
             u64 row = statistics_row(a, work_tile.split, b, h, i);
             reinterpret_cast<Sum*>(a.max)[row] = max[r];

@@ -165,7 +165,8 @@ DEVICE void store_rows(const typename Shape::State& state, const typename Shape:
             u64 i = first_query + packed.query;
             if (!packed.exists || i >= a.queries) continue;
             RowOutput output = row_output(state.max[m][r], sum);
-            if (lane.column == 0 && write_outputs) store_lse(a, b, packed.h, i, output.lse);
+            if (lane.column == 0 && write_outputs)
+                store_row_outputs(a.of_rows, b, packed.h, i, state.max[m][r], sum);
             if (lane.column == 0 && !write_outputs) {
                 u64 index = statistics_row(a, split, b, packed.h, i);
                 reinterpret_cast<float*>(a.max)[index] = state.max[m][r];

@@ -66,7 +66,7 @@ DEVICE void write_rows_without_tiles(const Attention& a, const ConsumerTile& par
         }
         if (at.lane != 0) continue;
         if (write_outputs) {
-            store_lse(a, part.b, own.h, own.query, output.lse);
+            store_row_outputs(a.of_rows, part.b, own.h, own.query, max, sum);
         } else {
             reinterpret_cast<float*>(a.max)[to] = max;
             reinterpret_cast<float*>(a.sum)[to] = sum;
@@ -139,7 +139,7 @@ DEVICE void write_rows(u16* tile, const float (&o)[O_PARTS][O_COLUMNS / 2],
         const ConsumerRow own = part.row(a, at.group, at.row + 8 * r);
         if (!own.exists) continue;
         if (at.lane % 4 == 0 && write_outputs)
-            store_lse(a, part.b, own.h, own.query, outputs[r].lse);
+            store_row_outputs(a.of_rows, part.b, own.h, own.query, softmax.max[r], sum);
         if (at.lane % 4 == 0 && !write_outputs) {
             u64 row_index = statistics_row(a, part.split, part.b, own.h, own.query);
             reinterpret_cast<float*>(a.max)[row_index] = softmax.max[r];

@@ -4,7 +4,7 @@
 //                    and the block starts from O = 0, m = −∞, ℓ = 0.
 //   partial results  O, m and ℓ of one range of keys, if a tile has more than one (split-KV
 //                    decoding). They start empty, too; merge_splits.cuh merges them.
-//   outputs          with WRITE_OUTPUTS out = O / ℓ and lse = m + ln ℓ, so that O is neither
+//   outputs          with WRITE_OUTPUTS out = O / ℓ, lse = m + ln ℓ, m and ℓ, so that O is neither
 //                    written nor read back. Sinks and unnormalized outputs need finish_forward
 //                    (rows.cuh).
 //
@@ -58,8 +58,8 @@ DEVICE Sum merge_factor(Sum of_part, Sum max) {
 
 // Epilogue of a row with a complete softmax.
 struct RowOutput {
-    Sum divisor, lse;  // of 16-bit elements, the divisor's reciprocal
-    bool is_zero;      // no visible key, or all scores are −∞: O may hold 0 · v, which may be NaN
+    Sum divisor;   // of 16-bit elements its reciprocal
+    bool is_zero;  // no visible key, or all scores are −∞: O may hold 0 · v, which may be NaN
 
     METHOD Sum of(Sum acc) const {
 #if ANNULUS_DTYPE >= 2
@@ -79,7 +79,6 @@ DEVICE RowOutput row_output(Sum max, Sum sum) {
     // a division has a slow path that is a call, across which ptxas serializes wgmma
     row.divisor = reciprocal_approx(row.divisor);
 #endif
-    row.lse = is_nan(sum) ? sum : max + logarithm(sum);
     return row;
 }
 
@@ -87,9 +86,12 @@ template <typename T>
 DEVICE void store_output(const T& a, u32 b, u32 h, u64 i, u32 x, Sum value) {
     *reinterpret_cast<Element*>(offset<Element>(a.out, b, i, h, x)) = narrow(value);
 }
-template <typename T>
-DEVICE void store_lse(const T& a, u32 b, u32 h, u64 i, Sum lse) {
-    *reinterpret_cast<Sum*>(offset<Sum>(a.lse, b, i, h, 0)) = lse;
+// Stores lse = m + ln ℓ, m and ℓ of a row.
+DEVICE void store_row_outputs(const RowOutputs& to, u32 b, u32 h, u64 i, Sum max, Sum sum) {
+    if (is_nan(sum)) max = sum;
+    *reinterpret_cast<Sum*>(offset<Sum>(to.lse, b, i, h, 0)) = max + logarithm(sum);
+    if (to.max.at) *reinterpret_cast<Sum*>(offset<Sum>(to.max, b, i, h, 0)) = max;
+    if (to.sum.at) *reinterpret_cast<Sum*>(offset<Sum>(to.sum, b, i, h, 0)) = sum;
 }
 
 #if ANNULUS_DTYPE >= 2

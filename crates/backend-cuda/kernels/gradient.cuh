@@ -1,8 +1,8 @@
 // Backward step of one score tile: from scores S and dP to P, dS and dX.
 //
-//   normalized output:     p = e^{s − lse},  ds = p·(keep·dp − Δ),  p_dropped = keep·p
-//   unnormalized output:   e = e^{s − max},  ds = e·keep·dp − [s = max]·share − p·Δ,
-//                          p_dropped = keep·e
+//   e = e^{s − max},  p = e·(1 / sum)
+//   normalized output:     ds = p·(keep·dp − Δ),  p_dropped = keep·p
+//   unnormalized output:   ds = e·keep·dp − [s = max]·share − p·Δ,  p_dropped = keep·e
 //   dx = ds · ∂s/∂x        gradient of the scaled product, before soft cap and bias
 //
 // keep is the dropout factor, Δ = rowsum(dO∘O) − dlse. `share` is the gradient that flows through
@@ -13,7 +13,7 @@
 #include "tile.cuh"
 
 struct Statistics {
-    Sum lse, max, delta, share;
+    Sum max, inverse_sum, delta, share;
 };
 
 DEVICE const u16* statistics_of(const Attention& a, u32 b, u32 h, u32 i) {
@@ -37,8 +37,8 @@ DEVICE u32 gradients(ScoreTile& scores, ScoreTile& dprobs, ScoreTile& dx, u32 vi
         Statistics row = {};
         if (exists) row = load_statistics(a, coord.b, coord.h, i);
         UNROLL for (u32 c = 0; c < M; ++c) {
-            // a row without a visible key (lse = −∞) has no gradient
-            if (!exists || row.lse == -Sum(infinity())) visible_bits &= ~(1u << (r * M + c));
+            // a row without a visible key (max = +∞) has no gradient
+            if (!exists || row.max == Sum(infinity())) visible_bits &= ~(1u << (r * M + c));
             if (!is_visible(visible_bits, r, c)) {
                 scores[r][c] = dprobs[r][c] = dx[r][c] = 0;
                 continue;
@@ -46,10 +46,9 @@ DEVICE u32 gradients(ScoreTile& scores, ScoreTile& dprobs, ScoreTile& dx, u32 vi
             Sum keep = 1;
             if (a.flags & HAS_DROPOUT)
                 keep = keep_factor(a, coord.b, coord.h, i, coord.first_key + key_of(c));
-            Sum s = scores[r][c], dp = keep * dprobs[r][c], p = exponential(s - row.lse), ds,
-                p_dropped;
+            Sum s = scores[r][c], dp = keep * dprobs[r][c], e = exponential(s - row.max),
+                p = e * row.inverse_sum, ds, p_dropped;
             if (a.flags & UNNORMALIZED) {
-                Sum e = exponential(s - row.max);
                 ds = e * dp - (s == row.max ? row.share : Sum(0)) - p * row.delta;
                 p_dropped = keep * e;
             } else {

@@ -96,7 +96,7 @@ KERNEL(merge_splits, Merge) {
     }
     if (thread_index() != 0) return;
     if (a.flags & WRITE_OUTPUTS) {
-        store_lse(a, b, h, i, output.lse);
+        store_row_outputs(a.of_rows, b, h, i, max, sum);
         return;
     }
     reinterpret_cast<Sum*>(a.max)[statistics] = max;

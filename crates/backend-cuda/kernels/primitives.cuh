@@ -172,6 +172,14 @@ DEVICE float exp2_approx(float x) {
     return power;
 }
 
+// log₂ x to within 2⁻²² absolutely or relatively, by the special-function unit; subnormal numbers
+// count as 0.
+DEVICE float log2_approx(float x) {
+    float power;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+    return power;
+}
+
 // 1 / x to within 1 ulp, by the special-function unit; subnormal numbers flush to 0.
 DEVICE float reciprocal_approx(float x) {
     float inverse;

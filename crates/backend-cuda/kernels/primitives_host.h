@@ -611,6 +611,7 @@ DEVICE float exp2_approx(float x) {
     return power < 1.17549435e-38f ? 0.0f : power;
 }
 
+DEVICE float log2_approx(float x) { return std::log2(x); }
 DEVICE float reciprocal_approx(float x) { return 1.0f / x; }
 DEVICE float max_or_nan(float x, float y) { return x > y || x != x ? x : y; }
 

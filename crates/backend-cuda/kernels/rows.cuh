@@ -164,29 +164,31 @@ DEVICE void lane_products(Sum (&products)[ROWS_AT_ONCE], const RowArguments& a, 
 
 // Writes the row statistics of a row whose ⟨dO, O⟩ is `product`.
 DEVICE void store_row_statistics(const RowArguments& a, const RowIndex& at, Sum product) {
-    Sum lse = *reinterpret_cast<const Sum*>(at_row(a.lse, at.b, at.h, at.i));
-    Sum dlse = 0, max = 0, delta, share = 0;
-    if (a.dlse.at && lse != -Sum(infinity()))
-        dlse = *reinterpret_cast<const Sum*>(at_row(a.dlse, at.b, at.h, at.i));
-    if (a.flags & UNNORMALIZED) {
-        max = *reinterpret_cast<const Sum*>(at_row(a.max, at.b, at.h, at.i));
-        Sum ties = *reinterpret_cast<const Sum*>(at_row(a.ties, at.b, at.h, at.i));
-        share = a.flags & PARTIAL ? -ties : product / ties;
-        delta = -dlse;
-    } else {
-        delta = product - dlse;
+    auto of_row = [&](const Tensor& tensor) {
+        return *reinterpret_cast<const Sum*>(at_row(tensor, at.b, at.h, at.i));
+    };
+    // of a row without a visible key, whose probabilities are 0
+    Sum max = infinity(), inverse_sum = 0, delta = 0, share = 0;
+    if (of_row(a.max) != -Sum(infinity())) {
+        max = of_row(a.max);
+        inverse_sum = a.sum.at ? 1 / of_row(a.sum) : Sum(1);
+        delta = a.dlse.at ? -of_row(a.dlse) : Sum(0);
+        if (a.flags & UNNORMALIZED)
+            share = a.flags & PARTIAL ? -of_row(a.ties) : product / of_row(a.ties);
+        else
+            delta += product;
     }
     u16* to = reinterpret_cast<u16*>(a.statistics.at) +
               (i64(at.b) * a.statistics.batch + i64(at.i) * a.statistics.row +
                i64(at.h) * a.statistics.head);
     const u32 apart = sizeof(Sum) / 2;
-    store_sum(to, lse);
-    store_sum(to + apart, max);
+    store_sum(to, max);
+    store_sum(to + apart, inverse_sum);
     store_sum(to + 2 * apart, delta);
     store_sum(to + 3 * apart, share);
 }
 
-// Backward prologue: row statistics [lse, max, Δ, share]; see gradient.cuh. Of partial results,
+// Backward prologue: row statistics [max, 1 / sum, Δ, share]; see gradient.cuh. Of partial results,
 // dlse and ties are −Δ and −share of the whole attention, and out is not read. Grid-stride loop
 // over rows.
 KERNEL(begin_backward, RowArguments) {
@@ -214,7 +216,8 @@ KERNEL(begin_backward, RowArguments) {
     }
 }
 
-// dsinks of one sink a: −Σ ( [a = max]·share + e^{a − lse}·Δ ) over all rows that have the sink.
+// dsinks of one sink a: −Σ ( [a = max]·share + e^{a − max}·Δ / sum ) over all rows that have the
+// sink.
 // Grid: sinks × lines.
 KERNEL(sink_gradient, RowArguments) {
     SHARED(Sum, parts, THREADS);
@@ -231,10 +234,10 @@ KERNEL(sink_gradient, RowArguments) {
             reinterpret_cast<const u16*>(a.statistics.at) +
             (i64(b) * a.statistics.batch + i64(i) * a.statistics.row + i64(h) * a.statistics.head);
         const u32 apart = sizeof(Sum) / 2;
-        Sum lse = load_sum(from), max = load_sum(from + apart), delta = load_sum(from + 2 * apart),
-            share = load_sum(from + 3 * apart);
+        Sum max = load_sum(from), inverse_sum = load_sum(from + apart),
+            delta = load_sum(from + 2 * apart), share = load_sum(from + 3 * apart);
         bool through_max = (a.flags & UNNORMALIZED) && sink == max;
-        sum -= (through_max ? share : Sum(0)) + exponential(sink - lse) * delta;
+        sum -= (through_max ? share : Sum(0)) + exponential(sink - max) * inverse_sum * delta;
     }
     parts[thread_index()] = sum;
     for (u32 half = THREADS / 2; half > 0; half /= 2) {

@@ -96,7 +96,7 @@ struct WarpgroupAttention {
     u32 stores_by_tma, reserved;  // 1: outputs are written through `out_map`
 };
 static_assert(alignof(TensorMap) == 128 && sizeof(TensorMap) == 128, "CUtensorMap");
-static_assert(sizeof(Attention) == 632 && sizeof(WarpgroupAttention) == 1152,
+static_assert(sizeof(Attention) == 712 && sizeof(WarpgroupAttention) == 1152,
               "as in src/arguments.rs");
 
 // A tile of queries that a block computes: batch row, first query head of its group, and its list

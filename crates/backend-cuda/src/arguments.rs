@@ -1,7 +1,7 @@
 //! Kernel arguments: mirrors `kernels/arguments.cuh` field by field.
 
-use annulus_core::{DType, Dims, RowLayout};
-use annulus_device_cuda::{CudaView, CudaViewMut, TensorMap};
+use annulus_core::{DType, Dims, Outputs, RowLayout};
+use annulus_device_cuda::{CudaSpace, CudaView, CudaViewMut, TensorMap};
 
 /// Address and strides of a tensor `[batch, row, head, dim]`.
 #[repr(C)]
@@ -88,7 +88,29 @@ pub(crate) struct Attention {
     pub(crate) packed_reciprocal: u32,
     /// With [`WRITE_OUTPUTS`].
     pub(crate) out: Tensor,
+    pub(crate) of_rows: RowOutputs,
+}
+
+/// Outputs of a forward pass for every row.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct RowOutputs {
     pub(crate) lse: Tensor,
+    /// Without an address if they are not wanted.
+    pub(crate) max: Tensor,
+    pub(crate) sum: Tensor,
+}
+
+impl RowOutputs {
+    /// Describes those of `outputs`.
+    pub(crate) fn new(outputs: &Outputs<'_, CudaSpace>) -> Self {
+        let rows = |view: &CudaViewMut<'_>| by_head(tensor_mut(view));
+        Self {
+            lse: rows(&outputs.lse),
+            max: outputs.max.as_ref().map(rows).unwrap_or_default(),
+            sum: outputs.sum.as_ref().map(rows).unwrap_or_default(),
+        }
+    }
 }
 
 /// Arguments of the warpgroup kernels: `kernels/warpgroup.cuh`.
@@ -110,7 +132,7 @@ pub(crate) struct WarpgroupAttention {
 }
 
 // as asserted in `kernels/warpgroup.cuh`
-const _: () = assert!(size_of::<Attention>() == 632 && size_of::<WarpgroupAttention>() == 1152);
+const _: () = assert!(size_of::<Attention>() == 712 && size_of::<WarpgroupAttention>() == 1152);
 
 /// Arguments of the backward kernels on warpgroups: `kernels/backward_warpgroup.cuh`.
 #[repr(C)]
@@ -119,7 +141,7 @@ pub(crate) struct BackwardAttention {
     /// Of the streamed operands: K and V, or Q and dO.
     pub(crate) maps: [TensorMap; 2],
     pub(crate) attention: Attention,
-    /// lse and delta of every query, in tiles of 64.
+    /// `StatisticsTile` of every 64 queries.
     pub(crate) statistics: u64,
     pub(crate) statistics_tiles: u32,
     /// Heads in a section of own tiles.
@@ -142,7 +164,7 @@ pub(crate) struct DqOrder {
 }
 
 // as asserted in `kernels/backward_warpgroup.cuh`
-const _: () = assert!(size_of::<BackwardAttention>() == 1024);
+const _: () = assert!(size_of::<BackwardAttention>() == 1152);
 
 /// Arguments of the kernels that process one query row without its keys.
 #[repr(C)]
@@ -210,7 +232,7 @@ pub(crate) struct Merge {
     pub(crate) state: StateAddresses,
     pub(crate) partial: StateAddresses,
     pub(crate) out: Tensor,
-    pub(crate) lse: Tensor,
+    pub(crate) of_rows: RowOutputs,
     pub(crate) batches: u32,
     pub(crate) queries: u32,
     pub(crate) q_heads: u32,

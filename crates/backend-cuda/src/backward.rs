@@ -46,8 +46,8 @@ impl<'p> CudaBackward<'p> {
         let arguments = RowArguments {
             out: tensor(&inputs.out),
             dout: tensor(&inputs.dout),
-            lse: by_head(tensor(&inputs.lse)),
-            max: rows(&inputs.max),
+            max: by_head(tensor(&inputs.max)),
+            sum: rows(&inputs.sum),
             ties: rows(&inputs.ties),
             dlse: rows(&inputs.dlse),
             statistics: row_statistics(context, state),

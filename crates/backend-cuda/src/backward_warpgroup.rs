@@ -1,5 +1,5 @@
 //! Backward on warpgroups: `kernels/backward_warpgroup.cuh`, with tensor maps of the streamed
-//! operands for TMA, and lse and delta as aligned arrays of f32.
+//! operands for TMA, and row statistics as aligned arrays of f32.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use crate::{
 
 /// Rows of a `StatisticsTile` of `kernels/backward_warpgroup.cuh`, and its bytes.
 const STATISTICS_ROWS: u64 = 64;
-const STATISTICS_BYTES: u64 = 2 * 4 * STATISTICS_ROWS;
+const STATISTICS_BYTES: u64 = 3 * 4 * STATISTICS_ROWS;
 
 const THREADS: u32 = BackwardWarpgroupKernels::THREADS;
 
@@ -30,7 +30,7 @@ pub(crate) struct OnWarpgroups {
 }
 
 impl OnWarpgroups {
-    /// Writes lse and delta of the queries of `arguments` to `into`, which grows to hold them.
+    /// Writes the statistics of the queries of `arguments` to `into`, which grows to hold them.
     pub(crate) fn new(
         context: &PassContext,
         kernels: Arc<BackwardWarpgroupKernels>,

@@ -1,10 +1,10 @@
 //! Forward epilogue of a row: `finish_forward` of `kernels/rows.cuh`.
 
 use annulus_core::{Inputs, Outputs, Result};
-use annulus_device_cuda::{CudaSpace, CudaViewMut};
+use annulus_device_cuda::CudaSpace;
 
 use crate::{
-    arguments::{PARTIAL, RowArguments, Tensor, UNNORMALIZED, by_head, tensor, tensor_mut},
+    arguments::{PARTIAL, RowArguments, RowOutputs, Tensor, UNNORMALIZED, by_head, tensor, tensor_mut},
     block_mask::to_u32,
     kernels::THREADS,
     pass_context::PassContext,
@@ -56,15 +56,14 @@ pub(crate) fn finish(
     inputs: &Inputs<'_, CudaSpace>,
     outputs: &mut Outputs<'_, CudaSpace>,
 ) -> Result<()> {
-    let rows = |view: &Option<CudaViewMut<'_>>| {
-        view.as_ref().map(|view| by_head(tensor_mut(view))).unwrap_or_default()
-    };
+    let RowOutputs { lse, max, sum } = RowOutputs::new(outputs);
+    let ties = outputs.ties.as_ref().map(|ties| by_head(tensor_mut(ties)));
     let arguments = RowArguments {
         out: tensor_mut(&outputs.out),
-        lse: by_head(tensor_mut(&outputs.lse)),
-        max: rows(&outputs.max),
-        sum: rows(&outputs.sum),
-        ties: rows(&outputs.ties),
+        lse,
+        max,
+        sum,
+        ties: ties.unwrap_or_default(),
         sinks: sinks_of(inputs),
         acc: state.acc.address(),
         row_max: state.max.address(),

@@ -5,7 +5,7 @@ use annulus_core::{Block, Dims, ForwardPass, Inputs, Outputs, Result, RowSet, Ti
 use annulus_device_cuda::{CudaBuffer, CudaSpace, Event};
 
 use crate::{
-    arguments::{Attention, EMPTY_STATE, WRITE_OUTPUTS, by_head, tensor, tensor_mut},
+    arguments::{Attention, EMPTY_STATE, RowOutputs, WRITE_OUTPUTS, tensor, tensor_mut},
     finish, forward_warpgroup,
     kernels::{MatrixKernels, THREADS},
     pass_context::PassContext,
@@ -66,7 +66,7 @@ impl<'p> CudaForward<'p> {
         if let Some(outputs) = outputs {
             arguments.flags |= WRITE_OUTPUTS;
             arguments.out = tensor_mut(&outputs.out);
-            arguments.lse = by_head(tensor_mut(&outputs.lse));
+            arguments.of_rows = RowOutputs::new(outputs);
         }
         let ranges = block_mask.write_ranges_to(&mut arguments);
         (arguments.packed_heads, arguments.packed_reciprocal) = tiles.packing.kernel_arguments();

@@ -65,7 +65,7 @@ impl PartialResults {
             state,
             partial: self.addresses(context, ranges),
             out: arguments.out,
-            lse: arguments.lse,
+            of_rows: arguments.of_rows,
             batches,
             queries,
             q_heads,

@@ -290,7 +290,7 @@ impl Variant {
                 };
                 let own = 2 * 128 * dim * 2;
                 let streamed = 2 * stages * rows * dim * 2;
-                fused + own + streamed + stages * rows * 8 + 2 * stages * 8
+                fused + own + streamed + stages * rows * 12 + 2 * stages * 8
             }
         };
         bytes as u32

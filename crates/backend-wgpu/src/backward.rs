@@ -86,8 +86,8 @@ impl<'p> WgpuBackward<'p> {
             gpu,
             [
                 ("out", Some(inputs.out)),
-                ("lse", Some(inputs.lse)),
-                ("max", inputs.max),
+                ("max", Some(inputs.max)),
+                ("sum", inputs.sum),
                 ("ties", inputs.ties),
                 ("dout", Some(inputs.dout)),
                 ("dlse", inputs.dlse),
@@ -116,9 +116,9 @@ impl<'p> WgpuBackward<'p> {
             let bindings = vec![
                 out,
                 dout,
-                BoundResource::whole(&inputs.lse.buffer),
+                BoundResource::whole(&inputs.max.buffer),
+                whole(inputs.sum),
                 whole(inputs.dlse),
-                whole(inputs.max),
                 whole(inputs.ties),
                 BoundResource::whole(&statistics.buffer),
             ];
@@ -142,6 +142,7 @@ impl<'p> WgpuBackward<'p> {
                     dout_base,
                     normalize: u32::from(shard.spec.normalize),
                     partial: u32::from(shard.spec.partial),
+                    has_sum: u32::from(inputs.sum.is_some()),
                     has_dlse: u32::from(inputs.dlse.is_some()),
                     ..RowParams::default()
                 },

@@ -47,14 +47,13 @@ pub(crate) fn write_outputs(
         bind_whole(inputs.sinks.map(|sinks| &sinks.buffer)),
         BoundResource::whole(&outputs.lse.buffer),
     ];
-    if !spec.normalize {
-        for view in [&outputs.max, &outputs.sum, &outputs.ties] {
-            bindings.push(bind_whole(view.as_ref().map(|view| &view.buffer)));
-        }
-    }
+    // in the order of the kernel's bindings
+    let statistics = [&outputs.max, &outputs.sum, &outputs.ties];
+    bindings.extend(statistics.into_iter().flatten().map(|view| BoundResource::whole(&view.buffer)));
     let sinks = spec.sinks;
     let count = sinks.map_or(0, |sinks| sinks.count);
-    let variant = Variant::FinishRows { normalize: spec.normalize };
+    let with_sums = outputs.max.is_some();
+    let variant = Variant::FinishRows { with_sums, normalize: spec.normalize };
     let groups = items.div_ceil(64);
     let mut parts = SinkParts::new(groups, 2 * count, gpu.most_steps(MAX_STEPS), STEP_FLOPS);
     while let Some(part) = parts.next(gpu.submissions().part_budget(variant)) {

@@ -42,7 +42,7 @@ impl ForwardState {
 pub(crate) struct BackwardState {
     /// dQ / scale, `[b, rows, q_heads, head_dim]`.
     pub(crate) dq: RowBuffers,
-    /// (lse, max, Δ, share), `[b, rows, q_heads, 4]`.
+    /// (max, 1 / sum, Δ, share), `[b, rows, q_heads, 4]`.
     pub(crate) statistics: GpuBuffer,
     /// dbias: shaped as the bias, or one number per query row if the bias has no key axis.
     pub(crate) bias: Option<GpuBuffer>,

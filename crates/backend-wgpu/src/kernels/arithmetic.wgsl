@@ -2,6 +2,7 @@
 // versions have implementation-defined accuracy.
 
 const NEGATIVE_INFINITY: u32 = 0xff800000u;
+const POSITIVE_INFINITY: u32 = 0x7f800000u;
 
 fn is_negative_infinity(x: f32) -> bool {
     return bitcast<u32>(x) == NEGATIVE_INFINITY;

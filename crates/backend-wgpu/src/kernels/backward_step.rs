@@ -74,17 +74,21 @@ pub(super) fn score_gradients(
         }
     };
     let gradient = |r: usize| {
-        let [lse, _, delta, _] = ELEMENTS.map(|element| of_stats(r, element));
+        let [max, inverse_sum, delta, _] = ELEMENTS.map(|element| of_stats(r, element));
         match epilogue {
             Epilogue::SoftCap => format!(
                 "let t = tangents(s{r});
-    var grad = score_gradients(params.cap * t, d{r}, {lse}, {delta});
+    var grad = score_gradients(params.cap * t, d{r}, {max}, {inverse_sum}, {delta});
     grad.ds = grad.ds * fma(-t, t, vec4<f32>(1.0));"
             ),
             Epilogue::Dropout => format!(
-                "let grad = score_gradients(params.scale * s{r}, d{r}, kept{r}, {lse}, {delta});"
+                "let grad = score_gradients(
+        params.scale * s{r}, d{r}, kept{r}, {max}, {inverse_sum}, {delta});"
             ),
-            _ => format!("let grad = score_gradients(params.scale * s{r}, d{r}, {lse}, {delta});"),
+            _ => format!(
+                "let grad = score_gradients(
+        params.scale * s{r}, d{r}, {max}, {inverse_sum}, {delta});"
+            ),
         }
     };
     let tile_rows = tile.rows();
@@ -221,13 +225,13 @@ for (var r = 0u; r < {{{{TILE_ROWS}}}}u; r++) {{
     } else {
         String::new()
     };
-    let [lse, max, delta, share] = ELEMENTS.map(|element| of_stats(0, element));
+    let [max, inverse_sum, delta, share] = ELEMENTS.map(|element| of_stats(0, element));
     let _infallible = write!(
         text,
-        "{words}{rows}{late}    let visible = e.visible & is_not_negative_infinity({lse});
+        "{words}{rows}{late}    let visible = e.visible & is_not_positive_infinity({max});
     let hidden = bits & !visible;
     let ds_dx = e.ds_dx;
-    let grad = score_gradients(e.s, d0, keep, {lse}, {max}, {delta}, {share});
+    let grad = score_gradients(e.s, d0, keep, {max}, {inverse_sum}, {delta}, {share});
     var next_s = s0;
     var next_d = d0;
     {}

@@ -14,9 +14,11 @@
 @group(0) @binding(1) var<storage, read_write> statistics: array<f32>;
 @group(0) @binding(2) var<storage, read> sinks: array<f32>;
 @group(0) @binding(3) var<storage, read_write> lse: array<u32>;
-#if UNNORMALIZED
+#if SUMS
 @group(0) @binding(4) var<storage, read_write> max_out: array<u32>;
 @group(0) @binding(5) var<storage, read_write> sums: array<u32>;
+#end
+#if UNNORMALIZED
 @group(0) @binding(6) var<storage, read_write> counts: array<u32>;
 #end
 
@@ -53,9 +55,11 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     if (state == 0.0) {
         statistics[at + 3u] = 0.0;
         lse[to] = NEGATIVE_INFINITY;
-#if UNNORMALIZED
+#if SUMS
         max_out[to] = NEGATIVE_INFINITY;
         sums[to] = 0u;
+#end
+#if UNNORMALIZED
         counts[to] = 0u;
 #end
         return;
@@ -96,9 +100,11 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     rescale = select(rescale, sum, bad);
     ties = select(ties, 0.0, bad);
     lse[to] = bitcast<u32>(select(row_max + logarithm(sum), sum, bad));
-#if UNNORMALIZED
+#if SUMS
     max_out[to] = bitcast<u32>(row_max);
     sums[to] = bitcast<u32>(sum);
+#end
+#if UNNORMALIZED
     counts[to] = bitcast<u32>(ties);
     statistics[at] = rescale;
 #else

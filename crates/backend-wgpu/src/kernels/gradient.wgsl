@@ -1,10 +1,11 @@
 // Backward step of four scores: from s and dp to ds and the factor of dout in dV.
 //
-//   normalized:     p = e^{s − lse};  ds = p·(keep·dp − Δ);  p_dropped = keep·p
-//   unnormalized:   p = e^{s − lse};  e = e^{s − max};  ds = e·keep·dp − p·Δ − [s = max]·share;
-//                   p_dropped = keep·e
+//   e = e^{s − max};  p = e·(1 / sum)
+//   normalized:     ds = p·(keep·dp − Δ);  p_dropped = keep·p
+//   unnormalized:   ds = e·keep·dp − p·Δ − [s = max]·share;  p_dropped = keep·e
 //
-// A row's statistics are (lse, max, Δ, share); a row with lse = −∞ attends to nothing.
+// A row's statistics are (max, 1 / sum, Δ, share); a row with max = +∞ attends to nothing. The
+// maximum is subtracted first: any product with a score may overflow or round it.
 
 fn statistics_of(at: u32) -> vec4<f32> {
 #if HALF_STATISTICS
@@ -22,19 +23,23 @@ fn statistics_of(at: u32) -> vec4<f32> {
 #end
 }
 
+#if GENERAL
+fn is_not_positive_infinity(x: vec4<f32>) -> vec4<bool> {
+    return bitcast<vec4<u32>>(x) != vec4<u32>(POSITIVE_INFINITY);
+}
+#end
+
 #if MATRIX
-// (shift, max, Δ, share) of unnormalized outputs, with which their gradients are those of
-// normalized ones, but for the share of the largest scores (`matrix_epilogue.rs`).
-fn shifted_statistics(row: vec4<f32>) -> vec4<f32> {
-    let shift = select(row.y, row.x, is_negative_infinity(row.x));
-    let factor = {{EXPONENTIALS}}(vec4<f32>(row.y - row.x)).x;
-    return vec4<f32>(shift, row.y, row.z * factor, row.w);
+fn is_positive_infinity(x: f32) -> bool {
+    return bitcast<u32>(x) == POSITIVE_INFINITY;
 }
 
-// Returns the addend a of e^(s − shift) = 2^(s·log2 e + a). For a query that attends to nothing it
-// is so small that all p are 0.
-fn exponent_of(shift: f32) -> f32 {
-    return select(shift * -LOG2_E, -3.4028234e38, is_negative_infinity(shift));
+// (max, factor, Δ / sum, share), where factor is 1 / sum, or 1 of unnormalized outputs. With these
+// the gradients of both kinds of outputs have the same formula, but for the share of the largest
+// scores (`matrix_epilogue.rs`).
+fn scaled_statistics(row: vec4<f32>) -> vec4<f32> {
+    let factor = select(row.y, 1.0, {{IS_UNNORMALIZED}});
+    return vec4<f32>(row.x, factor, row.z * row.y, row.w);
 }
 #end
 
@@ -44,10 +49,10 @@ struct ScoreGradients {
 }
 
 #if GENERAL
-fn score_gradients(s: vec4<f32>, dp: vec4<f32>, keep: vec4<f32>, lse: vec4<f32>, row_max: vec4<f32>, delta: vec4<f32>, share: vec4<f32>) -> ScoreGradients {
-    let p = {{EXPONENTIALS}}(s - lse);
+fn score_gradients(s: vec4<f32>, dp: vec4<f32>, keep: vec4<f32>, row_max: vec4<f32>, inverse_sum: vec4<f32>, delta: vec4<f32>, share: vec4<f32>) -> ScoreGradients {
+    let e = {{EXPONENTIALS}}(s - row_max);
+    let p = e * inverse_sum;
     if ({{IS_UNNORMALIZED}}) {
-        let e = {{EXPONENTIALS}}(s - row_max);
         let lost = select(vec4<f32>(0.0), share, s == row_max);
         return ScoreGradients(fma(e, keep * dp, -(p * delta)) - lost, keep * e);
     }
@@ -55,13 +60,13 @@ fn score_gradients(s: vec4<f32>, dp: vec4<f32>, keep: vec4<f32>, lse: vec4<f32>,
 }
 #else
 #if DROPOUT
-fn score_gradients(s: vec4<f32>, dp: vec4<f32>, keep: vec4<f32>, lse: vec4<f32>, delta: vec4<f32>) -> ScoreGradients {
-    let p = {{EXPONENTIALS}}(s - lse);
+fn score_gradients(s: vec4<f32>, dp: vec4<f32>, keep: vec4<f32>, row_max: vec4<f32>, inverse_sum: vec4<f32>, delta: vec4<f32>) -> ScoreGradients {
+    let p = {{EXPONENTIALS}}(s - row_max) * inverse_sum;
     return ScoreGradients(p * fma(keep, dp, -delta), keep * p);
 }
 #else
-fn score_gradients(s: vec4<f32>, dp: vec4<f32>, lse: vec4<f32>, delta: vec4<f32>) -> ScoreGradients {
-    let p = {{EXPONENTIALS}}(s - lse);
+fn score_gradients(s: vec4<f32>, dp: vec4<f32>, row_max: vec4<f32>, inverse_sum: vec4<f32>, delta: vec4<f32>) -> ScoreGradients {
+    let p = {{EXPONENTIALS}}(s - row_max) * inverse_sum;
     return ScoreGradients(p * (dp - delta), p);
 }
 #end

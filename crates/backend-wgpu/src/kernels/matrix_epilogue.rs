@@ -5,9 +5,10 @@
 //! ```text
 //! for each part of the epilogue that the spec has: a uniform branch with the part of all 16 pairs
 //! forward:    s = score, tile_max = its largest of the visible pairs of each row
-//! backward:   p = e^(s − shift);  ds = p·(keep·dp − Δ) · ∂s/∂x;  both are 0 for masked pairs
-//!             normalized:     shift = lse
-//!             unnormalized:   shift = max, Δ ← Δ·e^(max − lse);  also ds ← ds − [s = max]·share
+//! backward:   e = e^(s − max);  p = e·factor·keep;  ds = e·(factor·keep·dp − Δ / sum) · ∂s/∂x;
+//!             p and ds are 0 for masked pairs
+//!             normalized:     factor = 1 / sum
+//!             unnormalized:   factor = 1;  also ds ← ds − [s = max]·share
 //! ```
 //!
 //! So what depends on queries or keys alone, as the offsets of a bias or the first rounds of
@@ -44,11 +45,9 @@ pub(super) fn applies_backward(variant: TileVariant, groups: usize) -> bool {
     applies(variant) && groups <= MAX_GROUPS
 }
 
-/// Generates the change of the statistics of four queries that unnormalized outputs need, and
-/// `exponent0` …, which the step adds.
-pub(super) fn shift_statistics() -> String {
-    part("{{IS_UNNORMALIZED}}", "stats{r} = shifted_statistics(stats{r});")
-        + &each_row(TILE, "let exponent{r} = exponent_of(stats{r}.x);")
+/// Generates the change of the statistics of four queries that the step needs.
+pub(super) fn scale_statistics() -> String {
+    each_row(TILE, "stats{r} = scaled_statistics(stats{r});")
 }
 
 /// Generates the scores of a tile of forward, the largest of each row, and `words`.
@@ -123,11 +122,13 @@ impl Lines {
         }
     }
 
-    /// Generates the factors of dropout: `keep`, if rows are keys. In dQ only dP has them.
+    /// Generates the factors of dropout. If rows are keys, `keep` is their product with `factor`;
+    /// in dQ only dP has them.
     fn dropout(self, variant: TileVariant, orientation: Orientation) -> String {
         let (queries, declared, line) = if self == Self::Keys {
-            let declared = each_row(TILE, "var keep{r} = vec4<f32>(1.0);");
-            (COLUMN_QUERIES.with(QueryRounds::Shared), declared, "keep{r} = kept{r};")
+            let factor = self.statistics("stats{r}.y");
+            let declared = each_row(TILE, &format!("var keep{{r}} = {factor};"));
+            (COLUMN_QUERIES.with(QueryRounds::Shared), declared, "keep{r} = keep{r} * kept{r};")
         } else {
             let queries = row_queries(TILE).with(QueryRounds::Own);
             (queries, String::new(), "d{r} = d{r} * kept{r};")
@@ -202,21 +203,20 @@ tile_max[{r}] =
 
     /// Generates `d` ← dX and, if rows are keys, `keep` ← P.
     fn gradients(self) -> String {
-        let [exponent, max, delta, share] =
-            ["exponent{r}", "stats{r}.y", "stats{r}.z", "stats{r}.w"]
-                .map(|name| self.statistics(name));
+        let [max, factor, delta, share] = ["x", "y", "z", "w"]
+            .map(|element| self.statistics(&format!("stats{{r}}.{element}")));
         let step = if self == Self::Keys {
             format!(
-                "d{{r}} = p * fma(keep{{r}}, d{{r}}, -{delta});\n    keep{{r}} = keep{{r}} * p;"
+                "d{{r}} = e * fma(keep{{r}}, d{{r}}, -{delta});\n    keep{{r}} = keep{{r}} * e;"
             )
         } else {
-            format!("d{{r}} = p * (d{{r}} - {delta});")
+            format!("d{{r}} = e * fma({factor}, d{{r}}, -{delta});")
         };
         each_row(
             TILE,
             &format!(
                 "{{
-    let p = exp2(fma(s{{r}}, vec4<f32>(LOG2_E), {exponent}));
+    let e = {{{{EXPONENTIALS}}}}(s{{r}} - {max});
     {step}
 }}"
             ),
@@ -235,7 +235,7 @@ tile_max[{r}] =
             &format!(
                 "let word{{r}} =
     atomicLoad(&visible_bits[{first_query} + {{r}}u]) >> ({first_key});
-let bits{{r}} = select(word{{r}}, 0u, is_negative_infinity(stats{{r}}.x));"
+let bits{{r}} = select(word{{r}}, 0u, is_positive_infinity(stats{{r}}.x));"
             ),
         );
         let (bits, masked, full) = if self == Self::Keys {

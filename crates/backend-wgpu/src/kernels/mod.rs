@@ -373,6 +373,8 @@ pub(crate) enum Variant {
     BackwardBias(TileVariant, BiasAxes),
     Copy(CopyMode),
     FinishRows {
+        /// True if maxima and sums are written.
+        with_sums: bool,
         normalize: bool,
     },
     RowStatistics(Storage),
@@ -451,15 +453,13 @@ impl Variant {
                 tile_kernels::backward_bias(variant.fitting(), axes)
             }
             Self::Copy(mode) => copy_source(mode),
-            Self::FinishRows { normalize } => {
+            Self::FinishRows { with_sums, normalize } => {
                 let mut text = Template::default();
-                text.flag("UNNORMALIZED", !normalize);
-                let bindings: &[Access] = if normalize {
-                    &[Write, Read, Write]
-                } else {
-                    &[Write, Read, Write, Write, Write, Write]
-                };
-                of_rows(&text, include_str!("finish_rows.wgsl"), bindings)
+                text.flag("SUMS", with_sums).flag("UNNORMALIZED", !normalize);
+                let mut bindings = vec![Write, Read, Write];
+                bindings.extend([Write; 2].iter().filter(|_| with_sums));
+                bindings.extend((!normalize).then_some(Write));
+                of_rows(&text, include_str!("finish_rows.wgsl"), &bindings)
             }
             Self::RowStatistics(storage) => {
                 let mut text = Template::default();

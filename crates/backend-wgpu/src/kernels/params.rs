@@ -202,6 +202,7 @@ params! {
         normalize: u32,
         /// 1: the results are partial.
         partial: u32,
+        has_sum: u32,
         has_dlse: u32,
         /// Kernels of sinks: first workgroup of the launch; first and end of its steps.
         group_first: u32,

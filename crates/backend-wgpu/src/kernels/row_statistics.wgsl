@@ -1,4 +1,4 @@
-// Backward prologue of a row: (lse, max, Δ, share).
+// Backward prologue of a row: (max, 1 / sum, Δ, share), of an empty row (+∞, 0, 0, 0).
 //
 //   normalized:     Δ = ⟨dout, out⟩ − dlse
 //   unnormalized:   Δ = −dlse;  share = ⟨dout, out⟩ / ties
@@ -8,9 +8,9 @@
 @group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read> out_words: array<u32>;
 @group(0) @binding(2) var<storage, read> dout_words: array<u32>;
-@group(0) @binding(3) var<storage, read> lse: array<u32>;
-@group(0) @binding(4) var<storage, read> dlse: array<u32>;
-@group(0) @binding(5) var<storage, read> max_in: array<u32>;
+@group(0) @binding(3) var<storage, read> max_in: array<u32>;
+@group(0) @binding(4) var<storage, read> sums: array<u32>;
+@group(0) @binding(5) var<storage, read> dlse: array<u32>;
 @group(0) @binding(6) var<storage, read> ties: array<u32>;
 @group(0) @binding(7) var<storage, read_write> statistics: array<u32>;
 
@@ -36,19 +36,21 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     let line = (whole_batch * params.heads + head) * params.all_rows + whole_row;
     let to = 4u * ((whole_batch * params.all_rows + whole_row) * params.heads + head);
     let vector = batch * params.out_batch + row * params.out_row + head * params.value_dim;
-    let own = lse[line];
-    statistics[to] = own;
-    var largest = 0u;
-    if (params.normalize == 0u) {
-        largest = max_in[line];
-    }
-    statistics[to + 1u] = largest;
+    let row_max = max_in[line];
     // a row without a visible key has no gradient, for any dout and dlse
-    if (own == NEGATIVE_INFINITY) {
+    if (row_max == NEGATIVE_INFINITY) {
+        statistics[to] = POSITIVE_INFINITY;
+        statistics[to + 1u] = 0u;
         statistics[to + 2u] = 0u;
         statistics[to + 3u] = 0u;
         return;
     }
+    var sum = 1.0;
+    if (params.has_sum != 0u) {
+        sum = bitcast<f32>(sums[line]);
+    }
+    statistics[to] = row_max;
+    statistics[to + 1u] = bitcast<u32>(1.0 / sum);
     var product = 0.0;
     if (params.partial == 0u) {
         for (var c = 0u; c < params.value_dim; c++) {

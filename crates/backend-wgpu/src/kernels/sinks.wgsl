@@ -1,6 +1,6 @@
 // dsinks of a range of the local rows and, if all heads share the sinks, of a range of the heads
 // (the steps); one workgroup per sink:
-// da_t = −Σ_i (e^{a_t − lse_i}·Δ_i + [a_t = max_i]·share_i).
+// da_t = −Σ_i (e^{a_t − max_i}/sum_i·Δ_i + [a_t = max_i]·share_i).
 // Rows are those of all batch rows. Ranges after the first add to what those before it wrote.
 
 @group(0) @binding(0) var<uniform> params: Params;
@@ -27,9 +27,10 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
             let head_end = select(own_head + 1u, params.step_end, params.sinks_head == 0u);
             for (var head = head_begin; head < head_end; head++) {
                 let at = 4u * (row * params.heads + head);
-                let p = exponential(sink - bitcast<f32>(statistics[at]));
+                let row_max = bitcast<f32>(statistics[at]);
+                let p = exponential(sink - row_max) * bitcast<f32>(statistics[at + 1u]);
                 var part = p * bitcast<f32>(statistics[at + 2u]);
-                if (params.normalize == 0u && sink == bitcast<f32>(statistics[at + 1u])) {
+                if (params.normalize == 0u && sink == row_max) {
                     part = part + bitcast<f32>(statistics[at + 3u]);
                 }
                 sum = sum - part;

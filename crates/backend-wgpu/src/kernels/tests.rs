@@ -28,7 +28,10 @@ fn all_variants() -> Vec<Variant> {
         Variant::UnpackProbe,
     ];
     all.extend(both_matrices().map(Variant::MatrixProbe));
-    all.extend([true, false].map(|normalize| Variant::FinishRows { normalize }));
+    all.extend(
+        [(false, true), (true, true), (true, false)]
+            .map(|(with_sums, normalize)| Variant::FinishRows { with_sums, normalize }),
+    );
     all.extend(
         [CopyMode::Raw { half: false }, CopyMode::Raw { half: true }, CopyMode::Added]
             .map(Variant::Copy),

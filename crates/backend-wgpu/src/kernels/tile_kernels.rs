@@ -388,8 +388,8 @@ pub(super) fn backward_queries(variant: TileVariant) -> Source {
     let (groups, tile) = (variant.head_groups, variant.used_register_tile());
     let mut text = Template::default();
     let by_parts = matrix_epilogue::applies_backward(variant, groups);
-    let shift = if by_parts { matrix_epilogue::shift_statistics() } else { String::new() };
-    text.name("ROW_STATISTICS", row_statistics(tile) + &shift);
+    let scale = if by_parts { matrix_epilogue::scale_statistics() } else { String::new() };
+    text.name("ROW_STATISTICS", row_statistics(tile) + &scale);
     let load = "var o{g}_{r} = vec4<f32>(0.0);
 if (row + {r}u < params.queries) {
     o{g}_{r} = load_acc(acc + (row + {r}u) * params.acc_row, {c}, params.head_dim);
@@ -532,7 +532,7 @@ next_d = select(vec4<f32>(0.0), grad.p_dropped, visible);",
         let dk = Accumulators::held("dk", head_groups);
         let of_dk = accumulate(variant, dk, Factors::Gradients, &Q, words);
         let gradients = if matrix_epilogue::applies_backward(variant, all_groups) {
-            matrix_epilogue::shift_statistics()
+            matrix_epilogue::scale_statistics()
                 + &matrix_epilogue::score_gradients(variant, Orientation::RowsAreKeys)
         } else {
             gradients(step)

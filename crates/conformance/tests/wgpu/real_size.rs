@@ -67,10 +67,17 @@ fn run(gpu: &Gpu, case: &Case) -> Result<Answer> {
     let (k, v) = (small(&case.k)?, small(&case.v)?);
     let inputs = Inputs { q: &q, k: &k, v: &v, bias: None, sinks: None };
     let mut out = filled(few.value_dim)?;
-    let mut lse = Tensor::zeros(gpu, [1, few.q_heads, ROWS, 1], DType::F32)?;
+    let statistic = || Tensor::zeros(gpu, [1, few.q_heads, ROWS, 1], DType::F32);
+    let (mut lse, mut max, mut sum) = (statistic()?, statistic()?, statistic()?);
     ring.forward(
         &inputs,
-        &mut Outputs { out: &mut out, lse: &mut lse, max: None, sum: None, ties: None },
+        &mut Outputs {
+            out: &mut out,
+            lse: &mut lse,
+            max: Some(&mut max),
+            sum: Some(&mut sum),
+            ties: None,
+        },
     )?;
     let dout = Tensor::upload(gpu, whole(case.dout.view()).view())?;
     let mut dq = filled(few.head_dim)?;
@@ -79,19 +86,22 @@ fn run(gpu: &Gpu, case: &Case) -> Result<Answer> {
         &BackwardInputs {
             forward: inputs,
             out: &out,
-            max: &lse,
-            sum: None,
+            max: &max,
+            sum: Some(&sum),
             ties: None,
             dout: &dout,
             dlse: None,
         },
         &mut Gradients { dq: &mut dq, dk: &mut dk, dv: &mut dv, dbias: None, dsinks: None },
     )?;
+    let [lse, max, sum] = [lse, max, sum].map(|of| -> Result<_> {
+        Ok(of.download_widened()?.select(Axis(2), &visible()).index_axis_move(Axis(3), 0))
+    });
     Ok(Answer {
         out: rows_of(&out.download()?, "out"),
-        lse: lse.download_widened()?.select(Axis(2), &visible()).index_axis_move(Axis(3), 0),
-        max: None,
-        sum: None,
+        lse: lse?,
+        max: max?,
+        sum: sum?,
         ties: None,
         dq: rows_of(&dq.download()?, "dq"),
         dk: dk.download_widened()?,
