@@ -8,6 +8,8 @@ import inspect
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from .. import _calls, _check, _options, _plan_cache
 from .._arrays import check_memory
@@ -90,10 +92,13 @@ def _attend_over_ranks(given: Arguments) -> Any:
 def _prepare(given: Arguments) -> tuple[Any, ...]:
     """Returns the inputs of the operator, all but ``forward_only``."""
     tensors = [_tensor(name, given[name]) for name in TENSORS]
-    batch = [None if given[name] is None else torch.as_tensor(given[name]).cpu() for name in BATCH]
+    batch = [_on_host(name, given[name]) for name in BATCH]
     seed = _seed(given["dropout_seed"])
     names = [name for name in given if name not in TENSORS + BATCH and name != "dropout_seed"]
-    text = _spelled(given["query"].dtype, **{name: given[name] for name in names})
+    options = {name: given[name] for name in names}
+    if torch.compiler.is_compiling():
+        options = _constant(options)
+    text = _spelled(given["query"].dtype, **options)
     # a seed without dropout is no reason for another plan
     return *tensors, *batch, seed if given["dropout_prob"] else None, text
 
@@ -105,7 +110,7 @@ def _run(given: Arguments, inputs: tuple[Any, ...]) -> Any:
     )
     if has_gradient and given["return_max_sum"]:
         raise unsupported("return_max_sum", "max and sum have no gradient in torch")
-    results = _ops.attend(*inputs, not has_gradient)
+    results = _ops.apply(*inputs, not has_gradient)
     return _calls.chosen(given, results)
 
 
@@ -124,8 +129,31 @@ def _bound(function: str, args: tuple[Any, ...], options: Arguments) -> Argument
     return {**_DEFAULTS[function], **given, **options}
 
 
+def check_plain(name: str, value: Any) -> None:
+    """Refuses tensors that are more than their storage, which is all that is read."""
+    kind = type(value)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        if value.is_nested:
+            want = "a padded tensor, or packed rows with cum_seqlens"
+            raise unsupported(name, f"a nested tensor; want {want}")
+        return
+    function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    is_plain = (
+        kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        and function in (torch.Tensor.__torch_function__.__func__, _DISABLED)
+        and not value.is_nested
+    )
+    # a tracer stands for a plain tensor
+    if not is_plain and not isinstance(value, (FakeTensor, FunctionalTensor)):
+        raise unsupported(name, f"a tensor of the class {kind.__name__}; want a plain one")
+
+
+_DISABLED = torch._C._disabled_torch_function_impl
+
+
 def _tensor(name: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
+        check_plain(name, value)
         check_memory(name, value, on_gpu=True)
         return value
     if name in ("query", "key", "value"):
@@ -133,9 +161,20 @@ def _tensor(name: str, value: Any) -> Any:
     return None if value is None else torch.as_tensor(value)
 
 
+def _on_host(name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, torch.Tensor):
+        check_plain(name, value)
+    return torch.as_tensor(value).cpu()
+
+
 def _seed(given: Any) -> Any:
     """Returns the seed of dropout as a tensor of int64, which has the bits of the seed."""
-    if given is None or isinstance(given, torch.Tensor):
+    if given is None:
+        return None
+    if isinstance(given, torch.Tensor):
+        check_plain("dropout_seed", given)
         return given
     # an integer that the compiler traces is not checked further: it is one of 64 bits
     if isinstance(given, bool) or not isinstance(given, int):
@@ -143,6 +182,24 @@ def _seed(given: Any) -> Any:
     if not 0 <= given <= _check.LARGEST:
         raise invalid("dropout_seed", given, "an integer of 64 bits, at least 0")
     return torch.full((), given - 2**64 if given >= 2**63 else given, dtype=torch.int64)
+
+
+def _constant(value: Any) -> Any:
+    """Returns a value without symbols: numbers that a compiler traces become those of this call.
+
+    A string has no symbols, so that numbers are read from their strings.
+    """
+    if isinstance(value, dict):
+        return {name: _constant(part) for name, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple([_constant(part) for part in value])
+    if isinstance(value, list):
+        return [_constant(part) for part in value]
+    if type(value) is int:
+        return int(f"{value!r}")
+    if type(value) is float:
+        return float(f"{value!r}")
+    return value
 
 
 @torch.compiler.assume_constant_result
