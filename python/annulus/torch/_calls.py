@@ -12,11 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from .. import _calls, _check, _options, _plan_cache
+from .._agreement import check_equal, gathered
 from .._arrays import check_memory
 from .._calls import BATCH, TENSORS, Arguments, Call
 from .._endpoint import check_communicator
 from .._errors import invalid, unsupported
-from .._plan import agreed
 from . import _ops
 
 _FLASH = inspect.signature(_calls.flash_attention).parameters
@@ -47,7 +47,7 @@ def flash_attention(query: Any, key: Any, value: Any, *args: Any, **options: Any
     Returns:
         out, ``[batch, q_len, q_heads, value_dim]``, or a tuple, as ``annulus.flash_attention``.
     """
-    return attend(_bound("flash_attention", (query, key, value, *args), options))
+    return attend(bound("flash_attention", (query, key, value, *args), options))
 
 
 def ring_attention(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
@@ -64,33 +64,51 @@ def ring_attention(query: Any, key: Any, value: Any, *args: Any, **options: Any)
     Returns:
         out, ``[batch, q_len, q_heads, value_dim]``, or a tuple, as ``annulus.ring_attention``.
     """
-    return attend(_bound("ring_attention", (query, key, value, *args), options))
+    return attend(bound("ring_attention", (query, key, value, *args), options))
 
 
 def clear_plans() -> None:
     """Frees the plans that calls of torch keep for later calls.
 
-    With plans over a communicator it waits at most a second for the other ranks.
+    With plans over a communicator it waits at most a second for the other ranks. Calls over a
+    communicator that ended, since a rank did not make one in time, begin anew: all ranks clear.
     """
     _plan_cache.clear()
 
 
-def attend(given: Arguments) -> Any:
-    """Computes a call from all arguments of ``flash_attention`` or ``ring_attention``."""
+def attend(given: Arguments, *, draws_seed: bool = False) -> Any:
+    """Computes a call from all arguments of ``flash_attention`` or ``ring_attention``.
+
+    With ``draws_seed`` every rank has drawn a seed of dropout, and that of rank 0 counts.
+    """
     if given.get("comm") is not None:
-        return _attend_over_ranks(given)
-    return _run(given, _prepare(given))
+        return _attend_over_ranks(given, draws_seed=draws_seed)
+    return _calls.chosen(given, _ops.apply(*_prepare(given)))
 
 
 @torch.compiler.disable
-def _attend_over_ranks(given: Arguments) -> Any:
+def _attend_over_ranks(given: Arguments, *, draws_seed: bool) -> Any:
     # a compiler may change the order of calls, and not on all ranks alike
-    check_communicator(given["comm"])
-    return _run(given, agreed(given["comm"], lambda: _prepare(given)))
+    comm = given["comm"]
+    check_communicator(comm)
+    prepared: list[tuple[Any, ...]] = []
+
+    def prepare() -> tuple[dict[str, Any], int | None]:
+        prepared.append(_prepare(given))
+        *_, seed, _, forward_only = prepared[0]
+        fields = {"requires_grad": not forward_only, "dropout_prob": float(given["dropout_prob"])}
+        return fields, None if seed is None else int(seed)
+
+    told = gathered(comm, prepare, given["deadline"])
+    check_equal([fields for fields, _ in told], comm.rank)
+    *inputs, seed, options, forward_only = prepared[0]
+    if draws_seed and seed is not None:
+        seed = torch.tensor(told[0][1], dtype=torch.int64)
+    return _calls.chosen(given, _ops.apply(*inputs, seed, options, forward_only))
 
 
 def _prepare(given: Arguments) -> tuple[Any, ...]:
-    """Returns the inputs of the operator, all but ``forward_only``."""
+    """Returns the inputs of the operator."""
     tensors = [_tensor(name, given[name]) for name in TENSORS]
     batch = [_on_host(name, given[name]) for name in BATCH]
     seed = _seed(given["dropout_seed"])
@@ -99,22 +117,16 @@ def _prepare(given: Arguments) -> tuple[Any, ...]:
     if torch.compiler.is_compiling():
         options = _constant(options)
     text = _spelled(given["query"].dtype, **options)
-    # a seed without dropout is no reason for another plan
-    return *tensors, *batch, seed if given["dropout_prob"] else None, text
-
-
-def _run(given: Arguments, inputs: tuple[Any, ...]) -> Any:
-    tensors = inputs[: len(TENSORS)]
     has_gradient = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in tensors
     )
     if has_gradient and given["return_max_sum"]:
         raise unsupported("return_max_sum", "max and sum have no gradient in torch")
-    results = _ops.apply(*inputs, not has_gradient)
-    return _calls.chosen(given, results)
+    # a seed without dropout is no reason for another plan
+    return *tensors, *batch, seed if given["dropout_prob"] else None, text, not has_gradient
 
 
-def _bound(function: str, args: tuple[Any, ...], options: Arguments) -> Arguments:
+def bound(function: str, args: tuple[Any, ...], options: Arguments) -> Arguments:
     """Returns all arguments of a function by name, as Python binds them."""
     names = _POSITIONAL[function]
     if len(args) > len(names):
