@@ -351,13 +351,12 @@ def _four_axes(query: Any, key: Any, value: Any, mask: Any, enable_gqa: bool) ->
     axes = _broadcast("key", axes, k_axes)
     axes = _broadcast("value", axes, v_axes)
     if mask is not None:
-        mask = _checked_mask(query, key, mask)
-        axes = _broadcast("attn_mask", axes, mask.shape[:-2])
+        mask = _checked_mask(query, key, mask, axes)
     *batches, heads = axes if axes else (1,)
     batch = math.prod(batches)
 
     def whole(tensor: Any, heads: int) -> Any:
-        if tensor.ndim == 4 and tensor.shape[:2] == (batch, heads):
+        if tensor.shape[:-2] == (batch, heads):
             return tensor
         shape = tensor.shape[-2:]
         return tensor.expand(*batches, heads, *shape).reshape(batch, heads, *shape)
@@ -365,15 +364,11 @@ def _four_axes(query: Any, key: Any, value: Any, mask: Any, enable_gqa: bool) ->
     heads_of_kv = heads if kv_heads is None else kv_heads
     query, key, value = whole(query, heads), whole(key, heads_of_kv), whole(value, heads_of_kv)
     if mask is not None:
-        given = mask.shape[:-2]
-        mask = mask[(None,) * (len(axes) - len(given))]
-        if not axes:
-            mask = mask[None]
         *of_batch, of_heads, rows, keys = mask.shape
-        if len(of_batch) != 1:
-            is_shared = all(length == 1 for length in of_batch)
-            mask = mask.expand(*([1] * len(of_batch) if is_shared else batches), -1, -1, -1)
-            mask = mask.reshape(1 if is_shared else batch, of_heads, rows, keys)
+        if all(length == 1 for length in of_batch):
+            mask = mask.reshape(1, of_heads, rows, keys)
+        else:
+            mask = mask.expand(*batches, -1, -1, -1).reshape(batch, of_heads, rows, keys)
     return query, key, value, mask, axes
 
 
@@ -406,37 +401,39 @@ def _broadcast(name: str, axes: tuple[int, ...], other: tuple[int, ...]) -> tupl
     return tuple(result)
 
 
-def _checked_mask(query: Any, key: Any, mask: Any) -> Any:
-    """Returns attn_mask with at least two axes; bools for each pair."""
+def _checked_mask(query: Any, key: Any, mask: Any, axes: tuple[int, ...]) -> Any:
+    """Returns attn_mask with the last two axes and one for each other of ``axes``, at least one."""
     if not isinstance(mask, torch.Tensor):
         raise invalid("attn_mask", f"a {type(mask).__name__}", "a torch tensor")
     check_plain("attn_mask", mask)
     if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
         raise invalid("attn_mask", f"elements {mask.dtype}", "bools or floats")
-    if mask.ndim < 2:
-        mask = mask.reshape(1, -1)
-    pairs = (query.shape[-2], _whole_lengths(query, key)[1])
-    if any(got not in (1, want) for got, want in zip(mask.shape[-2:], pairs, strict=True)):
-        got = f"shape {tuple(mask.shape)}"
-        raise invalid("attn_mask", got, f"one whose last axes broadcast to {pairs}")
-    return mask.expand(*mask.shape[:-2], *pairs) if mask.dtype == torch.bool else mask
+    shape = (*(axes or (1,)), query.shape[-2], _whole_lengths(query, key)[1])
+    # torch takes a mask of four axes for tensors of three
+    extra = max(mask.ndim - len(shape), 0)
+    fits = mask.ndim <= max(len(shape), 4) and all(length == 1 for length in mask.shape[:extra])
+    for got, want in zip(mask.shape[::-1], shape[::-1], strict=False):
+        fits = fits and got in (1, want)
+    if not fits:
+        raise invalid("attn_mask", f"shape {tuple(mask.shape)}", f"one that broadcasts to {shape}")
+    mask = mask[(0,) * extra][(None,) * (len(shape) - mask.ndim)]
+    return mask.expand(*mask.shape[:-2], *shape[-2:]) if mask.dtype == torch.bool else mask
 
 
 def sharded_or_not(query: Any, key: Any, value: Any, **options: Any) -> Any:
     """Computes ``ring_attention`` inside ``context_parallel``, else ``flash_attention``.
 
-    Inside autocast, tensors are cast as for torch's attention. A dropout_prob of 1 drops all.
+    Inside autocast, tensors are cast as for torch's attention. A dropout_prob of 1 drops all pairs.
     """
     query, key, value, bias = _autocast(query, key, value, options.get("bias"))
     if bias is not None:
         options["bias"] = bias
     drops_all = options.get("dropout_prob") == 1
-    if drops_all:
-        options |= {"dropout_prob": 0.0, "dropout_seed": None}
     sharding = active()
     if sharding is None:
-        out = flash_attention(query, key, value, **options)
-        return out * 0 if drops_all else out
+        if drops_all or 0 in (query.shape[0], query.shape[2], value.shape[3]):
+            return _zeros(query, key, value, bias)
+        return flash_attention(query, key, value, **options)
     sharding.calls.append(None)
     rows = len(sharding.shard.q_rows)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -444,9 +441,18 @@ def sharded_or_not(query: Any, key: Any, value: Any, **options: Any) -> Any:
             raise invalid(name, f"{tensor.shape[1]} rows", f"{rows}, those of the shard")
     if sharding.segment_ids is not None and "q_segment_ids" not in options:
         options["q_segment_ids"] = sharding.segment_ids
+    if drops_all:
+        options |= {"dropout_prob": 0.0, "dropout_seed": None}
     given = bound("ring_attention", (query, key, value), {**options, **sharding.options})
     out = attend(given, draws_seed=True)
     return out * 0 if drops_all else out
+
+
+def _zeros(query: Any, key: Any, value: Any, bias: Any) -> Any:
+    """Returns an output of zeros, whose gradients are zeros."""
+    given = [tensor for tensor in (query, key, value, bias) if tensor is not None]
+    zero = sum(tensor.flatten()[:0].sum().to(query.dtype) for tensor in given)
+    return query.new_zeros((*query.shape[:3], value.shape[3])) + zero
 
 
 def _autocast(query: Any, *others: Any) -> tuple[Any, ...]:
