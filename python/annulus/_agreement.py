@@ -79,21 +79,24 @@ class Channel:
         self._number += 1
         return self._exchanged(position, work, deadline)
 
-    def enter(self) -> None:
-        """Begins a context."""
-        self._stretch, self._number = self._stretch + 1, 0
+    def enter(self, deadline: Any) -> None:
+        """Begins a context. The first one waits for all ranks."""
+        self._open(deadline)
+        self._begin_stretch()
 
     def leave(self, deadline: Any) -> None:
         """Ends a context on all ranks, or raises if it has failed on one."""
         fields = {"context_parallel": f"{self._number} calls"}
-        told = self._exchanged((self._stretch, EXIT), lambda: fields, deadline)
-        self.enter()
+        try:
+            told = self._exchanged((self._stretch, EXIT), lambda: fields, deadline)
+        finally:
+            self._begin_stretch()
         check_equal(told, self._rank)
 
     def abandon(self, error: BaseException) -> None:
         """Ends a context with an error, which the other ranks raise too. Waits for nobody."""
         self._send(Message((self._stretch, EXIT), _text(error)))
-        self.enter()
+        self._begin_stretch()
 
     def refuse(self, error: BaseException) -> None:
         """Refuses the next call, of which the other ranks raise an error. Waits for nobody."""
@@ -111,11 +114,7 @@ class Channel:
     def _exchanged(
         self, position: tuple[int, int], work: Callable[[], T], deadline: Any
     ) -> list[T]:
-        if self._closed is not None:
-            raise Error(self._closed, TIMEOUT)
-        end = time.monotonic() + seconds(deadline)
-        with self._closed_by_a_timeout():
-            self._await(self._is_open, end, "a rank")
+        end = self._open(deadline)
         try:
             own = Message(position, None, work())
         except BaseException as error:
@@ -130,6 +129,18 @@ class Channel:
             if message.failure is not None:
                 raise refused(rank, message.failure)
         return [told[rank].payload for rank in sorted(told)]
+
+    def _begin_stretch(self) -> None:
+        self._stretch, self._number = self._stretch + 1, 0
+
+    def _open(self, deadline: Any) -> float:
+        """Waits until messages can be sent, and returns the time at which waits end."""
+        if self._closed is not None:
+            raise Error(self._closed, TIMEOUT)
+        end = time.monotonic() + seconds(deadline)
+        with self._closed_by_a_timeout():
+            self._await(self._is_open, end, "a rank")
+        return end
 
     def _is_open(self) -> bool:
         if self._duplicating is not None and self._duplicating.Test():
@@ -146,15 +157,22 @@ class Channel:
         while True:
             self._await(lambda: self._has_message(peer), end, f"rank {peer}")
             message = self._kept[peer]
-            if message.position == CLOSED:
-                raise Error(f"rank {peer} ended its calls: {message.failure}", TIMEOUT)
+            self._check_open(peer)
             if message.position > position:
                 is_exit = message.position == (position[0], EXIT)
                 otherwise = "it has left context_parallel" if is_exit else "it makes another call"
                 raise refused(peer, (is_exit and message.failure) or otherwise)
             del self._kept[peer]
             if message.position == position:
+                # this rank is late if the other one has given up since
+                if self._has_message(peer):
+                    self._check_open(peer)
                 return message
+
+    def _check_open(self, peer: int) -> None:
+        message = self._kept[peer]
+        if message.position == CLOSED:
+            raise Error(f"rank {peer} ended its calls: {message.failure}", TIMEOUT)
 
     def _has_message(self, peer: int) -> bool:
         if peer not in self._kept:

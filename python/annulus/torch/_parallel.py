@@ -7,16 +7,19 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import BackwardCFunction
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
@@ -48,20 +51,6 @@ class Sharding:
     """Options of ``ring_attention``: comm, layout and others."""
     calls: list[None] = field(default_factory=list)
     """One element for each call of attention."""
-    functions: dict[Any, Any] = field(default_factory=dict)
-    """Classes of autograd's functions, with a backward pass that this sharding is active in."""
-
-    def carrying(self, function: Any) -> Any:
-        """Returns a class of autograd's functions whose backward pass has this sharding."""
-        if function not in self.functions:
-            carried = {
-                name: staticmethod(_carrying(self, getattr(function, name)))
-                for name in ("backward", "vjp")
-                if getattr(function, name) is not getattr(torch.autograd.Function, name)
-            }
-            carried["__module__"] = function.__module__
-            self.functions[function] = type(function)(function.__name__, (function,), carried)
-        return self.functions[function]
 
 
 _active: ContextVar[Sharding | None] = ContextVar("annulus sharding", default=None)
@@ -113,7 +102,7 @@ def context_parallel(
             the shard. Default of documents, with the strategy ``auto``: those of the shard.
     """
     check_communicator(comm)
-    channel_of(comm).enter()
+    channel_of(comm).enter(deadline)
     try:
         if (shard.rank, shard.ranks) != (comm.rank, comm.size):
             got = f"the rows of rank {shard.rank} of {shard.ranks}"
@@ -170,28 +159,37 @@ def _recomputation_carried() -> Iterator[None]:
     """
     hooks = torch.autograd.graph.saved_tensors_hooks
     make_hooks = hooks.__init__
-    apply = torch.autograd.Function.__dict__["apply"]
 
     def make_carrying_hooks(self: Any, pack: Any, unpack: Any) -> None:
-        sharding = active()
-        make_hooks(self, pack, unpack if sharding is None else _carrying(sharding, unpack))
+        make_hooks(self, pack, _carrying(active(), unpack))
 
-    def apply_carrying(function: Any, *args: Any, **kwargs: Any) -> Any:
-        sharding = active()
-        # functions of compilers and this package recompute no attention
-        if sharding is not None and not function.__module__.startswith((OWN, "torch._")):
-            function = sharding.carrying(function)
-        return apply.__get__(None, function)(*args, **kwargs)
+    def make_carrying_node(node: Any, *_: Any) -> None:
+        sharding, own = active(), weakref.ref(node)
+        # those of compilers and this package recompute no attention
+        if sharding is None or node._forward_cls.__module__.startswith((OWN, "torch._")):
+            return
+        for name in ("apply", "apply_boxed"):
+            if hasattr(node, name):
+                setattr(node, name, _carrying(sharding, partial(_backward_of, own, name)))
 
     with (
         mock.patch.object(hooks, "__init__", make_carrying_hooks),
-        mock.patch.object(torch.autograd.Function, "apply", classmethod(apply_carrying)),
+        mock.patch.object(BackwardCFunction, "__init__", make_carrying_node),
     ):
         yield
 
 
-def _carrying(sharding: Sharding, function: Any) -> Any:
-    @functools.wraps(function)
+def _backward_of(own: Any, name: str, *gradients: Any) -> Any:
+    """Runs the backward method of a node of autograd's graph."""
+    node = own()
+    return getattr(type(node), name)(node, *gradients)
+
+
+def _carrying(sharding: Sharding | None, function: Any) -> Any:
+    """Returns a function that runs with a sharding."""
+    if sharding is None:
+        return function
+
     def run(*args: Any, **kwargs: Any) -> Any:
         with _resumed(sharding):
             return function(*args, **kwargs)
