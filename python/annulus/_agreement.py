@@ -65,8 +65,11 @@ class Channel:
         self._kept: dict[int, Message] = {}
         """First message of a rank that belongs to a later call."""
         self._sends: list[Any] = []
-        # collective, but waits for nobody
-        self._comm, self._duplicating = comm.Idup() if self._peers else (None, None)
+        self._comm: Any = None
+        self._duplicating: Any = None
+        if self._peers:
+            # collective, but waits for nobody
+            self._comm, self._duplicating = comm.Idup()
 
     @property
     def position(self) -> tuple[int, int]:

@@ -6,9 +6,11 @@ process.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 import traceback
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,36 +43,36 @@ def compare(got: Any, want: Any, what: Any, bound: float = 1e-10) -> None:
         assert one.shape == other.shape and abs(one - other).max() < bound, (RANK, what)
 
 
+def gradients_of(rows: Any, bias: Any, aux: Any, **options: Any) -> list[Any]:
+    """Gradients of query, key, value, bias and sinks, of which a rank uses its rows."""
+    given = [tensor(BATCH, LENGTH, heads, DIM, seed=heads) for heads in (HEADS, KV_HEADS)]
+    given.append(tensor(BATCH, LENGTH, KV_HEADS, DIM, seed=20))
+    of_rank = [each[:, rows] for each in given]
+    given += [each for each in (bias, aux) if each is not None]
+    if bias is not None and bias.shape[2] > 1:
+        bias = bias[:, :, rows]
+    out = annulus.torch.ring_attention(
+        *of_rank, bias=bias, softmax_aux=aux, causal=True, threads=1, **options
+    )
+    weights = tensor(BATCH, LENGTH, HEADS, DIM, seed=9).detach()[:, rows]
+    return list(torch.autograd.grad((out * weights).sum(), given))
+
+
 def gradients() -> None:
     """The sum over ranks of the gradients of every tensor is the gradient of one process."""
     axes = itertools.product((1, BATCH), (1, HEADS), (1, LENGTH), (1, LENGTH))
-    biases = [None, *axes]
-    sinks = [None, (2,), (HEADS, 2)]
     strategies = ("ring", "all-to-all", "pass-q")
     shard = annulus.Attention(causal=True).shard(LENGTH, comm=WORLD)
-    weights = tensor(BATCH, LENGTH, HEADS, DIM, seed=9).detach()
-    for index, bias_shape in enumerate(biases):
-        sinks_shape, strategy = sinks[index % 3], strategies[index % 2 + index % 5 % 2]
-        # two passes have no bias with a query axis
-        is_by_query = bias_shape is not None and bias_shape[2] > 1
-        form = {"strategy": strategy, "fused_backward": is_by_query or index % 4 < 2}
-        q = tensor(BATCH, LENGTH, HEADS, DIM, seed=1)
-        k, v = (tensor(BATCH, LENGTH, KV_HEADS, DIM, seed=seed) for seed in (2, 3))
-        bias = None if bias_shape is None else tensor(*bias_shape, seed=4)
-        aux = None if sinks_shape is None else tensor(*sinks_shape, seed=5)
-        given = [each for each in (q, k, v, bias, aux) if each is not None]
-
-        def run(rows: Any, bias: Any = bias, **options: Any) -> list[Any]:
-            of_rank = [each[:, rows] for each in (q, k, v)]
-            if is_by_query:
-                bias = bias[:, :, rows]
-            out = annulus.torch.ring_attention(
-                *of_rank, bias=bias, softmax_aux=aux, causal=True, threads=1, **options
-            )
-            return list(torch.autograd.grad((out * weights[:, rows]).sum(), given))
-
-        got = run(shard.q_rows, comm=WORLD, layout=shard.layout, **form)
-        compare(summed(got), run(slice(None)), (bias_shape, sinks_shape, form))
+    for index, shape in enumerate([None, *axes]):
+        bias = None if shape is None else tensor(*shape, seed=4)
+        aux = (None, tensor(2, seed=5), tensor(HEADS, 2, seed=5))[index % 3]
+        form = {
+            "strategy": strategies[index % 2 + index % 5 % 2],
+            # two passes have no bias with a query axis
+            "fused_backward": index % 4 < 2 or (shape is not None and shape[2] > 1),
+        }
+        got = gradients_of(shard.q_rows, bias, aux, comm=WORLD, layout=shard.layout, **form)
+        compare(summed(got), gradients_of(slice(None), bias, aux), (shape, form))
 
 
 class Recomputed(torch.autograd.Function):
@@ -101,7 +103,7 @@ RECOMPUTED: dict[str, Any] = {
 
 
 def recomputation() -> None:
-    """What a backward pass recomputes is sharded as its forward pass was, also after the context."""
+    """What a backward pass recomputes is sharded as its forward pass, also after the context."""
     whole = tensor(1, 2, LENGTH, DIM, seed=1)
     weights = tensor(1, 2, LENGTH, DIM, seed=2).detach()
 
@@ -173,6 +175,14 @@ def refusals() -> None:
 
         return run
 
+    def right() -> None:
+        compare([sdpa(x, x, x)], [want], "the next call")
+
+    def caught(work: Any) -> None:
+        with contextlib.suppress(annulus.Error):
+            work()
+        right()
+
     def raise_elsewhere() -> None:
         sdpa(x, x, x)
         if is_odd:
@@ -210,16 +220,9 @@ def refusals() -> None:
     ):
         fails(code, other, text, context(work))
         # a program that catches the error goes on, in this context or in the next one
-        def caught(work: Any = work) -> None:
-            try:
-                work()
-            except annulus.Error:
-                pass
-            compare([sdpa(x, x, x)], [want], work)
-
         if text and "luck" not in text:
-            context(caught)()
-        context(lambda: compare([sdpa(x, x, x)], [want], text))()
+            context(partial(caught, work))()
+        context(right)()
 
 
 def deadlines() -> None:

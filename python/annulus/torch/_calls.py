@@ -142,22 +142,20 @@ def bound(function: str, args: tuple[Any, ...], options: Arguments) -> Arguments
 
 
 def check_plain(name: str, value: Any) -> None:
-    """Refuses tensors that are more than their storage, which is all that is read."""
+    """Refuses tensors that are more than strided memory of a device, which is all that is read."""
     kind = type(value)
-    if kind is torch.Tensor or kind is torch.nn.Parameter:
-        if value.is_nested:
-            want = "a padded tensor, or packed rows with cum_seqlens"
-            raise unsupported(name, f"a nested tensor; want {want}")
-        return
-    function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
-    is_plain = (
-        kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-        and function in (torch.Tensor.__torch_function__.__func__, _DISABLED)
-        and not value.is_nested
-    )
-    # a tracer stands for a plain tensor
-    if not is_plain and not isinstance(value, (FakeTensor, FunctionalTensor)):
-        raise unsupported(name, f"a tensor of the class {kind.__name__}; want a plain one")
+    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+        function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+        is_plain = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and function in (
+            torch.Tensor.__torch_function__.__func__,
+            _DISABLED,
+        )
+        # a tracer stands for a plain tensor
+        if not is_plain and not isinstance(value, (FakeTensor, FunctionalTensor)):
+            raise unsupported(name, f"a tensor of the class {kind.__name__}; want a plain one")
+    if value.is_nested:
+        raise unsupported(name, "a nested tensor; want padding, or packed rows with cum_seqlens")
+    check_memory(name, value, on_gpu=True)
 
 
 _DISABLED = torch._C._disabled_torch_function_impl
@@ -166,7 +164,6 @@ _DISABLED = torch._C._disabled_torch_function_impl
 def _tensor(name: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         check_plain(name, value)
-        check_memory(name, value, on_gpu=True)
         return value
     if name in ("query", "key", "value"):
         raise invalid(name, f"a {type(value).__name__}", "a torch tensor")
