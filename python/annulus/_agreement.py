@@ -3,6 +3,7 @@
 Every rank sends every other one a message, and waits for theirs, at most for the deadline:
 
     position   (stretch, number): entries and exits of contexts so far, calls since then
+    call       name of the call
     failure    text of the error with which the rank refuses the call, or None
     payload    what the ranks compare
 
@@ -49,6 +50,7 @@ class Message:
 
     position: tuple[int, int]
     failure: str | None
+    call: str = ""
     payload: Any = None
 
 
@@ -76,11 +78,11 @@ class Channel:
         """Position of the next call."""
         return self._stretch, self._number
 
-    def gathered(self, work: Callable[[], T], deadline: Any) -> list[T]:
+    def gathered(self, call: str, work: Callable[[], T], deadline: Any) -> list[T]:
         """Returns the results of ``work`` of all ranks, or raises on all if it fails on one."""
         position = self.position
         self._number += 1
-        return self._exchanged(position, work, deadline)
+        return self._exchanged(position, call, work, deadline)
 
     def enter(self, deadline: Any) -> None:
         """Begins a context. The first one waits for all ranks."""
@@ -91,7 +93,7 @@ class Channel:
         """Ends a context on all ranks, or raises if it has failed on one."""
         fields = {"context_parallel": f"{self._number} calls"}
         try:
-            told = self._exchanged((self._stretch, EXIT), lambda: fields, deadline)
+            told = self._exchanged((self._stretch, EXIT), "exit", lambda: fields, deadline)
         finally:
             self._begin_stretch()
         check_equal(told, self._rank)
@@ -115,11 +117,11 @@ class Channel:
             self._comm = None
 
     def _exchanged(
-        self, position: tuple[int, int], work: Callable[[], T], deadline: Any
+        self, position: tuple[int, int], call: str, work: Callable[[], T], deadline: Any
     ) -> list[T]:
         end = self._open(deadline)
         try:
-            own = Message(position, None, work())
+            own = Message(position, None, call, work())
         except BaseException as error:
             self._send(Message(position, _text(error)))
             raise
@@ -131,7 +133,9 @@ class Channel:
         for rank, message in told.items():
             if message.failure is not None:
                 raise refused(rank, message.failure)
-        return [told[rank].payload for rank in sorted(told)]
+        messages = [told[rank] for rank in sorted(told)]
+        check_equal([{"call": message.call} for message in messages], self._rank)
+        return [message.payload for message in messages]
 
     def _begin_stretch(self) -> None:
         self._stretch, self._number = self._stretch + 1, 0
@@ -233,20 +237,24 @@ def reset() -> None:
         _drop(name, channel)
 
 
-def gathered(comm: Any, work: Callable[[], T], deadline: Any = None) -> list[T]:
+def gathered(comm: Any, call: str, work: Callable[[], T], deadline: Any) -> list[T]:
     """Returns the results of ``work`` of all ranks, or raises on all if it fails on one.
 
     Collective over ``comm``. Without one, this process is the only rank.
+
+    Args:
+        call: Name of the call, equal on all ranks.
+        deadline: Seconds of the wait for other ranks. Default: ``DEADLINE``.
     """
-    return [work()] if comm is None else channel_of(comm).gathered(work, deadline)
+    return [work()] if comm is None else channel_of(comm).gathered(call, work, deadline)
 
 
-def agreed(comm: Any, work: Callable[[], T], deadline: Any = None) -> T:
+def agreed(comm: Any, call: str, work: Callable[[], T], deadline: Any) -> T:
     """Returns the result of ``work``, which stays on this rank, or raises on all ranks if it fails
-    on one. Collective over ``comm``, unless that is None.
+    on one. Collective as ``gathered``, which has its arguments.
     """
     results: list[T] = []
-    gathered(comm, lambda: results.append(work()), deadline)
+    gathered(comm, call, lambda: results.append(work()), deadline)
     return results[0]
 
 

@@ -116,7 +116,7 @@ class Cache:
             return checked, (name, number), own_threads
 
         handle, ranks_of_comm = carrier(comm)
-        checked, computes, own_threads = agreed(ranks_of_comm, prepare, deadline)
+        checked, computes, own_threads = agreed(ranks_of_comm, "cache", prepare, deadline)
         pages = self._page_rows
         if handle is None:
             count = 1 if ranks is None else _check.integer("ranks", ranks, least=1)

@@ -432,7 +432,7 @@ def attend(given: Arguments) -> Any:
         check_returns(given)
         return Call.of(given, lambda: _arrays.described("query", given["query"])[1])
 
-    call = agreed(comm, build, given.get("deadline"))
+    call = agreed(comm, "attention", build, given.get("deadline"))
     results: tuple[Any, ...]
     if _is_traced(*tensors, *batch.values()):
         if given["return_max_sum"]:
@@ -475,7 +475,7 @@ def plan_of(call: Call, tensors: Tensors, batch: dict[str, Any], *, forward_only
         found.append((Shapes.of(*tensors), call.place(tensors[0])))
         return found[0][0].rows
 
-    told = gathered(call.comm, rows, call.deadline)
+    told = gathered(call.comm, "rows", rows, call.deadline)
     plan = call.plan(*found[0], told, forward_only=forward_only)
     if any(value is not None for value in batch.values()):
         plan.update(**batch)

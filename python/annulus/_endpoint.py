@@ -28,7 +28,7 @@ class Endpoint:
 
         self._comm = comm
         communicator = fortran_handle(comm)
-        agreed(comm, lambda: None, deadline)
+        agreed(comm, "endpoint", lambda: None, deadline)
         self._handle = _annulus.Endpoint.over_mpi(communicator)
 
     def close(self) -> None:

@@ -198,7 +198,7 @@ class Plan:
             return checked, (name, number), own_threads, place
 
         handle, ranks_of_comm = carrier(comm)
-        checked, computes, own_threads, place = agreed(ranks_of_comm, prepare, deadline)
+        checked, computes, own_threads, place = agreed(ranks_of_comm, "plan", prepare, deadline)
         self._memory = HostMemory() if place is None else DeviceMemory(place)
         if place is not None:
             on = (place.device, place.stream)

@@ -138,11 +138,10 @@ class _RankState:
     """True if that plan is adapted to its batch already."""
 
 
-def _fields(shapes: Shapes, arrays: Arrays, of_pass: str) -> dict[str, Any]:
+def _fields(shapes: Shapes, arrays: Arrays) -> dict[str, Any]:
     """Returns what is equal on all ranks, by the argument that errors name."""
     batch, _, q_heads, head_dim = shapes.query
     return {
-        "pass": of_pass,
         "query": f"{batch} × {q_heads} heads of {head_dim} {shapes.dtype}",
         "value": f"{shapes.value[2]} heads of {shapes.value[3]}",
         "bias": None if shapes.bias is None else f"{len(shapes.bias)} axes",
@@ -211,14 +210,14 @@ def _take(
             found.append(cached)
         return _RankState(
             rows=shapes.rows,
-            fields=_fields(shapes, arrays, of_pass),
+            fields=_fields(shapes, arrays),
             made=made,
             serial=None if cached is None else cached.serial,
             is_adapted=cached is not None and _same(cached.batch, arrays),
         )
 
     try:
-        told = gathered(call.comm, prepare, call.deadline)
+        told = gathered(call.comm, of_pass, prepare, call.deadline)
         if call.comm is not None:
             check_equal([state.fields for state in told], call.comm.rank)
     except BaseException:

@@ -199,6 +199,11 @@ def refusals() -> None:
         if is_odd:
             sdpa(x, x, x)
 
+    def other_library() -> None:
+        sdpa(x, x, x)
+        given = [x.transpose(1, 2).numpy() if is_odd else x.transpose(1, 2)] * 3
+        annulus.ring_attention(*given, comm=WORLD)
+
     def lack_a_gradient() -> None:
         sdpa(x.clone().requires_grad_(is_odd), x, x)
 
@@ -214,6 +219,7 @@ def refusals() -> None:
         (3, 3, "dropout_prob differs", lambda: sdpa(x, x, x, dropout_p=0.5 if is_odd else 0.0)),
         (3, 3, "query differs", lambda: sdpa(rounded, rounded, rounded)),
         (3, 3, "requires_grad differs", lack_a_gradient),
+        (3, 3, "call differs", other_library),
         (1, 4, "out of luck", raise_elsewhere),
         (1, 4, "out of luck", raise_at_the_end),
         (4, 4, "", call_once_more),
@@ -268,7 +274,7 @@ def deadlines() -> None:
 def channels() -> None:
     """A communicator takes its channel with it."""
     part = WORLD.Dup()
-    assert np.array_equal(_agreement.gathered(part, lambda: RANK), range(RANKS))
+    assert np.array_equal(_agreement.gathered(part, "ranks", lambda: RANK, None), range(RANKS))
     name = id(part)
     assert name in _agreement._channels
     part.Free()

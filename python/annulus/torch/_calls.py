@@ -99,7 +99,7 @@ def _attend_over_ranks(given: Arguments, *, draws_seed: bool) -> Any:
         fields = {"requires_grad": not forward_only, "dropout_prob": float(given["dropout_prob"])}
         return fields, None if seed is None else int(seed)
 
-    told = gathered(comm, prepare, given["deadline"])
+    told = gathered(comm, "attention of torch", prepare, given["deadline"])
     check_equal([fields for fields, _ in told], comm.rank)
     *inputs, seed, options, forward_only = prepared[0]
     if draws_seed and seed is not None:
