@@ -8,11 +8,12 @@ from types import TracebackType
 from typing import Any
 
 from . import _annulus, _arrays, _check
+from ._agreement import agreed
 from ._arrays import HostMemory, Tensor, accumulator, given_back, tensor
 from ._attention import Attention, Numbers, config, lengths, spelled_runs
 from ._endpoint import carrier
 from ._errors import argument_got_want, invalid, unsupported
-from ._plan import BACKEND_NAMES, agreed, reports_of
+from ._plan import BACKEND_NAMES, reports_of
 from ._results import Forward
 
 PAGE_ROWS = 64
@@ -116,7 +117,7 @@ class Cache:
             return checked, (name, number), own_threads
 
         handle, ranks_of_comm = carrier(comm)
-        checked, computes, own_threads = agreed(ranks_of_comm, prepare)
+        checked, computes, own_threads = agreed(ranks_of_comm, "cache", prepare, deadline)
         pages = self._page_rows
         if handle is None:
             count = 1 if ranks is None else _check.integer("ranks", ranks, least=1)

@@ -8,12 +8,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from . import _arrays, _check
+from ._agreement import DEADLINE, agreed, gathered
 from ._annulus import BiasFunction, Mask
 from ._attention import Attention, Documents, Machine, Rows
 from ._device import Place, current_stream
 from ._endpoint import check_communicator
 from ._errors import invalid, unsupported
-from ._plan import Plan, agreed, gathered
+from ._plan import Plan
 from ._results import Forward
 
 Arguments = dict[str, Any]
@@ -136,6 +137,12 @@ class Call:
         options = {field.name for field in fields(Call)} - {"attention"}
         return Call(attention, **{name: given[name] for name in options & given.keys()})
 
+    def _arrival_deadline(self) -> float | None:
+        """Returns the arrival deadline, so that no rank waits without bound."""
+        if self.comm is None:
+            return None
+        return DEADLINE if self.deadline is None else self.deadline
+
     def place(self, query: Any) -> Place | None:
         """Returns the GPU whose memory the tensors are in, with the stream; None for the host's."""
         number = _arrays.device_of(query)
@@ -189,6 +196,9 @@ class Call:
             device=self.device if place is None else place.device,
             stream=None if place is None else place.stream,
             deadline=self.deadline,
+            arrival_deadline=self._arrival_deadline(),
+            # the program sums the gradients of its parameters over the ranks
+            local_gradients=self.comm is not None,
             backward_mode="two_pass" if self.fused_backward is False else "one_pass",
             forward_only=forward_only,
         )
@@ -429,7 +439,7 @@ def attend(given: Arguments) -> Any:
             raise unsupported("return_max_sum", "max and sum have no gradient in JAX")
         return Call.of(given, lambda: _arrays.described("query", given["query"])[1])
 
-    call = agreed(comm, build)
+    call = agreed(comm, "attention", build, given.get("deadline"))
     results: tuple[Any, ...]
     if traced:
         from .jax import attend as attend_traced
@@ -470,7 +480,7 @@ def plan_of(call: Call, tensors: Tensors, batch: dict[str, Any], *, forward_only
         found.append((Shapes.of(*tensors), call.place(tensors[0])))
         return found[0][0].rows
 
-    told = gathered(call.comm, rows)
+    told = gathered(call.comm, "rows", rows, call.deadline)
     plan = call.plan(*found[0], told, forward_only=forward_only)
     if any(value is not None for value in batch.values()):
         plan.update(**batch)

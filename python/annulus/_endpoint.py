@@ -22,11 +22,16 @@ class Endpoint:
 
     Args:
         comm: An mpi4py communicator, which lives until the last plan over the endpoint is made.
+        deadline: Seconds within which all ranks make it. Default: 120.
     """
 
-    def __init__(self, comm: Any) -> None:
+    def __init__(self, comm: Any, *, deadline: float | None = None) -> None:
+        # that module imports this one
+        from ._agreement import agreed
+
         self._comm = comm
         communicator = fortran_handle(comm)
+        agreed(comm, "endpoint", lambda: None, deadline)
         self._handle = _annulus.Endpoint.over_mpi(communicator)
 
     def close(self) -> None:

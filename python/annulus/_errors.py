@@ -47,9 +47,11 @@ class ArrivalTimeout(Error, TimeoutError):
 
 INVALID_ARGUMENT = 1
 UNSUPPORTED = 2
+RANK_MISMATCH = 3
 REFUSED = 4
 OUT_OF_MEMORY = 20
 ARRIVAL_TIMEOUT = 22
+TIMEOUT = 42
 
 
 def from_code(code: int, message: str, argument: str | None) -> Error:
@@ -86,3 +88,8 @@ def argument_got_want(error: Exception) -> tuple[str, str, str]:
 def refused(rank: int, what: str) -> Error:
     """Returns the exception of a call that another rank refused."""
     return Error(f"rank {rank} refused the call: {what}", REFUSED)
+
+
+def mismatch(field: str, theirs: str, own: str) -> Error:
+    """Returns the exception of a field that differs between ranks."""
+    return Error(f"{field} differs between ranks: {theirs}, {own}", RANK_MISMATCH, field)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from . import _annulus, _arrays, _check
+from ._agreement import agreed
 from ._arrays import HostMemory, Tensor, accumulator
 from ._attention import (
     Attention,
@@ -24,8 +25,8 @@ from ._attention import (
     spelled_runs,
 )
 from ._device import DeviceMemory, Place
-from ._endpoint import carrier, check_process
-from ._errors import argument_got_want, invalid, refused, unsupported
+from ._endpoint import carrier
+from ._errors import argument_got_want, invalid, unsupported
 from ._results import Forward, Gradients, Report
 from ._started import Pass, StartedPass
 
@@ -112,7 +113,8 @@ class Plan:
             softmax_aux, lse and dlse have the element type of ``lse``: no array is converted. The
             batch of ``update`` stays in host memory.
         deadline: Seconds of silence of a rank within a call after which the call fails. Default:
-            120; at least 1. ``ANNULUS_DEADLINE`` in the environment replaces it.
+            120; at least 1. ``ANNULUS_DEADLINE`` in the environment replaces it. A plan over
+            ``comm`` is made only if all ranks begin to make it within this time.
         arrival_deadline: Seconds that a call waits for ranks which have not made it; at least 1.
             Default: no limit. Then an update or a pass raises ``ArrivalTimeout`` and has changed
             nothing; make the same call again within the ``deadline`` of the other ranks.
@@ -197,7 +199,7 @@ class Plan:
             return checked, (name, number), own_threads, place
 
         handle, ranks_of_comm = carrier(comm)
-        checked, computes, own_threads, place = agreed(ranks_of_comm, prepare)
+        checked, computes, own_threads, place = agreed(ranks_of_comm, "plan", prepare, deadline)
         self._memory = HostMemory() if place is None else DeviceMemory(place)
         if place is not None:
             on = (place.device, place.stream)
@@ -579,38 +581,6 @@ def batch_arrays(given: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
             ids = name.endswith("segment_ids")
             arrays[name] = _arrays.integers(name, value, "int32" if ids else "int64", 2)
     return arrays
-
-
-def gathered(comm: Any, work: Callable[[], T]) -> list[T]:
-    """Returns the results of ``work`` of all ranks, or raises on all if it fails on one.
-
-    Collective over ``comm``. Without one, this process is the only rank. In a forked child it
-    raises before it calls MPI.
-    """
-    if comm is None:
-        return [work()]
-    check_process()
-    result, failure = None, None
-    try:
-        result = work()
-    except Exception as error:
-        failure = error
-    told = comm.allgather((None if failure is None else str(failure), result))
-    if failure is not None:
-        raise failure
-    for rank, (what, _) in enumerate(told):
-        if what is not None:
-            raise refused(rank, what)
-    return [given for _, given in told]
-
-
-def agreed(comm: Any, work: Callable[[], T]) -> T:
-    """Returns the result of ``work``, which stays on this rank, or raises on all ranks if it fails
-    on one. Collective over ``comm``, unless that is None.
-    """
-    results: list[T] = []
-    gathered(comm, lambda: results.append(work()))
-    return results[0]
 
 
 def reports_of(reports: list[tuple[float, float, int, int]]) -> tuple[Report, ...]:

@@ -2,7 +2,7 @@
 backward pass, of one layer in the next, of one step in the next.
 
 A plan is taken out of the cache while a pass runs, so that two threads never share one. Over a
-communicator all ranks agree, in one all-gather before each pass, on the plan that they reuse;
+communicator all ranks agree before each pass (``_agreement.py``) on the plan that they reuse;
 without agreement they plan anew, together.
 
 A forked child starts without plans: it cannot use those of its parent, and another thread of the
@@ -22,10 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from ._calls import Call, RankRows, Shapes, Tensors
+from . import _agreement
+from ._agreement import check_equal, gathered
+from ._calls import BATCH, Call, RankRows, Shapes, Tensors
 from ._device import Place
-from ._errors import Error
-from ._plan import Plan, batch_arrays, gathered
+from ._errors import ArrivalTimeout, Error
+from ._plan import Plan, batch_arrays
 
 CAPACITY = 8
 """Plans that are kept of this process, and of each communicator. Each keeps its buffers. A model
@@ -81,10 +83,14 @@ class PlanCache:
             if old is not None:
                 old.plan.close()
 
-    def next_serial(self) -> int:
-        """Returns the number of a new plan."""
+    def made(self) -> int:
+        """Returns the number of the newest plan."""
+        return self._made
+
+    def next_serial(self, made: int) -> int:
+        """Returns the number of a new plan, which follows the newest plan of all ranks."""
         with self._lock:
-            self._made += 1
+            self._made = max(self._made, made) + 1
             return self._made
 
     def clear(self) -> None:
@@ -132,10 +138,11 @@ def _drop(name: int, cache: PlanCache) -> None:
 
 
 def clear() -> None:
-    """Closes all idle plans."""
+    """Closes all idle plans, and ends the agreement of their ranks, which begins anew."""
     _leave_parent()
     for cache in (_local, *_of_communicators.values()):
         cache.clear()
+    _agreement.reset()
 
 
 @dataclass(frozen=True)
@@ -143,25 +150,47 @@ class _RankState:
     """State of a rank, which all ranks compare before a pass."""
 
     rows: RankRows
+    fields: dict[str, Any]
+    """Equal on all ranks, else the pass is refused."""
+    made: int
+    """Number of its newest plan."""
     serial: int | None
     """Number of the cached plan that fits its arguments."""
     is_adapted: bool
     """True if that plan is adapted to its batch already."""
-    has_batch: bool
+
+
+def _fields(shapes: Shapes, arrays: Arrays) -> dict[str, Any]:
+    """Returns what is equal on all ranks, by the argument that errors name."""
+    batch, _, q_heads, head_dim = shapes.query
+    return {
+        "query": f"{batch} × {q_heads} heads of {head_dim} {shapes.dtype}",
+        "value": f"{shapes.value[2]} heads of {shapes.value[3]}",
+        "bias": None if shapes.bias is None else f"{len(shapes.bias)} axes",
+        "softmax_aux": shapes.softmax_aux,
+        **{name: "given" if name in arrays else None for name in BATCH},
+    }
 
 
 @contextmanager
 def plan_for(
-    options: Hashable, call: Call, tensors: Tensors, batch: dict[str, Any], *, forward_only: bool
+    options: Hashable,
+    call: Call,
+    tensors: Tensors,
+    batch: dict[str, Any],
+    *,
+    forward_only: bool,
+    of_pass: str = "forward",
 ) -> Iterator[Plan]:
     """Lends a plan that is adapted to a batch; with a communicator, collectively.
 
     Args:
         options: Key of the options of the call, for which equal keys are the same options.
         call, tensors, batch, forward_only: As for ``plan_of``.
+        of_pass: ``forward`` or ``backward``, equal on all ranks.
     """
     cache = cache_of(call.comm)
-    key, cached, arrays = _take(cache, options, call, tensors, batch, forward_only)
+    key, cached, arrays = _take(cache, options, call, tensors, batch, forward_only, of_pass)
     try:
         if arrays is not None:
             cached.plan.update(**arrays)
@@ -169,7 +198,9 @@ def plan_for(
         yield cached.plan
     except BaseException as error:
         # an interrupt ends the plan too
-        if isinstance(error, Error) and not error.is_fatal:
+        is_usable = isinstance(error, Error) and not error.is_fatal
+        # ranks that arrive after such a timeout would be answered by another call
+        if is_usable and not isinstance(error, ArrivalTimeout):
             cache.give(key, cached)
         else:
             cached.plan.close()
@@ -184,6 +215,7 @@ def _take(
     tensors: Tensors,
     batch: dict[str, Any],
     forward_only: bool,
+    of_pass: str,
 ) -> tuple[Hashable, Cached, Arrays | None]:
     """Returns key and plan of a call, and the batch that the plan is yet to be adapted to."""
     prepared: list[tuple[Shapes, Place | None, Arrays]] = []
@@ -195,14 +227,21 @@ def _take(
     def prepare() -> _RankState:
         prepared.append((Shapes.of(*tensors), call.place(tensors[0]), batch_arrays(batch)))
         shapes, _, arrays = prepared[0]
-        cached = cache.take(key())
-        if cached is None:
-            return _RankState(shapes.rows, None, False, bool(arrays))
-        found.append(cached)
-        return _RankState(shapes.rows, cached.serial, _same(cached.batch, arrays), bool(arrays))
+        made, cached = cache.made(), cache.take(key())
+        if cached is not None:
+            found.append(cached)
+        return _RankState(
+            rows=shapes.rows,
+            fields=_fields(shapes, arrays),
+            made=made,
+            serial=None if cached is None else cached.serial,
+            is_adapted=cached is not None and _same(cached.batch, arrays),
+        )
 
     try:
-        told = gathered(call.comm, prepare)
+        told = gathered(call.comm, of_pass, prepare, call.deadline)
+        if call.comm is not None:
+            check_equal([state.fields for state in told], call.comm.rank)
     except BaseException:
         for cached in found:
             cache.give(key(), cached)
@@ -215,8 +254,8 @@ def _take(
         cache.give(key(), cached)
     plan = call.plan(shapes, place, [state.rows for state in told], forward_only=forward_only)
     objects = (call.attention.mask, call.attention.bias_function)
-    made = Cached(plan, cache.next_serial(), objects)
-    return key(), made, arrays if any(state.has_batch for state in told) else None
+    made = Cached(plan, cache.next_serial(max(state.made for state in told)), objects)
+    return key(), made, arrays or None
 
 
 def _same(one: Arrays, other: Arrays) -> bool:

@@ -94,7 +94,7 @@ impl Cache {
         let session = Session::new("cache", callbacks, false);
         let signals = session.signals();
         let cache = session.run(py, || {
-            let mut endpoint = carrier.open()?;
+            let mut endpoint = carrier.open(&attention)?;
             let backend =
                 backend::open(&backend, threads, || machine_threads(node_ranks(&endpoint)));
             let backend = backend.inspect_err(|error| endpoint.abort(error))?;

@@ -1,8 +1,15 @@
 //! The class `Endpoint`: a duplicate of a communicator that several plans and caches share.
 
-use std::sync::{Mutex, PoisonError};
+use std::{
+    sync::{Mutex, PoisonError},
+    time::Duration,
+};
 
-use annulus::comm::mpi::{self, Mpi, Settings};
+use annulus::{
+    Attention,
+    comm::mpi::{self, Mpi, Patience, Settings},
+    environment,
+};
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
 use crate::errors::raise;
@@ -18,7 +25,8 @@ impl Endpoint {
     /// The caller has compared `mpi_library` with the MPI of the communicator.
     #[staticmethod]
     fn over_mpi(py: Python<'_>, communicator: i32) -> PyResult<Self> {
-        let made = py.detach(|| over_communicator(communicator));
+        // the package has made the ranks agree on it within their deadline
+        let made = py.detach(|| over_communicator(communicator, Patience::unlimited()));
         made.map(|made| Self(Mutex::new(Some(made)))).map_err(|error| raise(py, &error))
     }
 
@@ -54,17 +62,27 @@ impl Carrier {
         Ok(Self::Shared(Box::new(shared)))
     }
 
-    /// Returns the transport of this process's rank.
-    pub(crate) fn open(self) -> annulus::Result<Mpi> {
+    /// Returns the transport of this process's rank. The other ranks make it within the deadline of
+    /// `attention`.
+    pub(crate) fn open(self, attention: &Attention) -> annulus::Result<Mpi> {
         match self {
-            Self::Communicator(communicator) => over_communicator(communicator),
+            Self::Communicator(communicator) => {
+                let patience = match environment::deadline()? {
+                    Some(Duration::ZERO) => Patience::unlimited(),
+                    variable => Patience::at_most(
+                        variable.unwrap_or_else(|| attention.effective_deadline()),
+                    ),
+                };
+                over_communicator(communicator, patience)
+            }
             Self::Shared(endpoint) => Ok(*endpoint),
         }
     }
 }
 
-fn over_communicator(communicator: i32) -> annulus::Result<Mpi> {
+fn over_communicator(communicator: i32, patience: Patience) -> annulus::Result<Mpi> {
+    let settings = Settings { patience, ..Settings::default() };
     // SAFETY: the package passes `comm.py2f()` of a communicator object that it holds, of the MPI
     // that this module is linked with, which it has compared
-    unsafe { Mpi::over_fortran(communicator, Settings::default()) }
+    unsafe { Mpi::over_fortran(communicator, settings) }
 }

@@ -113,7 +113,7 @@ impl Plan {
         let session = Session::new("plan", callbacks, false);
         let signals = session.signals();
         let plan = session.run(py, || {
-            let mut endpoint = carrier.open()?;
+            let mut endpoint = carrier.open(&attention)?;
             let backend =
                 backend::open(&backend, threads, || machine_threads(node_ranks(&endpoint)));
             let backend = backend.inspect_err(|error| endpoint.abort(error))?;
@@ -160,8 +160,9 @@ impl Plan {
         let (dtype, dims) = (config.element(py)?, Dims::from(lengths));
         let session = Session::new("plan", callbacks, false);
         let signals = session.signals();
-        let plan =
-            session.run(py, || DevicePlan::new(&attention, dims, on, carrier.open()?, signals))?;
+        let plan = session.run(py, || {
+            DevicePlan::new(&attention, dims, on, carrier.open(&attention)?, signals)
+        })?;
         Ok(Self { session: session.filled(Engine::Device(Box::new(plan))), dtype })
     }
 

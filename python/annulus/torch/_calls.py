@@ -8,13 +8,15 @@ import inspect
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from .. import _calls, _check, _options, _plan_cache
+from .._agreement import check_equal, gathered
 from .._arrays import check_memory
 from .._calls import BATCH, TENSORS, Arguments, Call
 from .._endpoint import check_communicator
 from .._errors import invalid, unsupported
-from .._plan import agreed
 from . import _ops
 
 _FLASH = inspect.signature(_calls.flash_attention).parameters
@@ -45,7 +47,7 @@ def flash_attention(query: Any, key: Any, value: Any, *args: Any, **options: Any
     Returns:
         out, ``[batch, q_len, q_heads, value_dim]``, or a tuple, as ``annulus.flash_attention``.
     """
-    return attend(_bound("flash_attention", (query, key, value, *args), options))
+    return attend(bound("flash_attention", (query, key, value, *args), options))
 
 
 def ring_attention(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
@@ -62,54 +64,69 @@ def ring_attention(query: Any, key: Any, value: Any, *args: Any, **options: Any)
     Returns:
         out, ``[batch, q_len, q_heads, value_dim]``, or a tuple, as ``annulus.ring_attention``.
     """
-    return attend(_bound("ring_attention", (query, key, value, *args), options))
+    return attend(bound("ring_attention", (query, key, value, *args), options))
 
 
 def clear_plans() -> None:
     """Frees the plans that calls of torch keep for later calls.
 
-    With plans over a communicator it waits at most a second for the other ranks.
+    With plans over a communicator it waits at most a second for the other ranks. Calls over a
+    communicator that ended, since a rank did not make one in time, begin anew: all ranks clear.
     """
     _plan_cache.clear()
 
 
-def attend(given: Arguments) -> Any:
-    """Computes a call from all arguments of ``flash_attention`` or ``ring_attention``."""
+def attend(given: Arguments, *, draws_seed: bool = False) -> Any:
+    """Computes a call from all arguments of ``flash_attention`` or ``ring_attention``.
+
+    With ``draws_seed`` every rank has drawn a seed of dropout, and that of rank 0 counts.
+    """
     if given.get("comm") is not None:
-        return _attend_over_ranks(given)
-    return _run(given, _prepare(given))
+        return _attend_over_ranks(given, draws_seed=draws_seed)
+    return _calls.chosen(given, _ops.apply(*_prepare(given)))
 
 
 @torch.compiler.disable
-def _attend_over_ranks(given: Arguments) -> Any:
+def _attend_over_ranks(given: Arguments, *, draws_seed: bool) -> Any:
     # a compiler may change the order of calls, and not on all ranks alike
-    check_communicator(given["comm"])
-    return _run(given, agreed(given["comm"], lambda: _prepare(given)))
+    comm = given["comm"]
+    check_communicator(comm)
+    prepared: list[tuple[Any, ...]] = []
+
+    def prepare() -> tuple[dict[str, Any], int | None]:
+        prepared.append(_prepare(given))
+        *_, seed, _, forward_only = prepared[0]
+        fields = {"requires_grad": not forward_only, "dropout_prob": float(given["dropout_prob"])}
+        return fields, None if seed is None else int(seed)
+
+    told = gathered(comm, "attention of torch", prepare, given["deadline"])
+    check_equal([fields for fields, _ in told], comm.rank)
+    *inputs, seed, options, forward_only = prepared[0]
+    if draws_seed and seed is not None:
+        seed = torch.tensor(told[0][1], dtype=torch.int64)
+    return _calls.chosen(given, _ops.apply(*inputs, seed, options, forward_only))
 
 
 def _prepare(given: Arguments) -> tuple[Any, ...]:
-    """Returns the inputs of the operator, all but ``forward_only``."""
+    """Returns the inputs of the operator."""
     tensors = [_tensor(name, given[name]) for name in TENSORS]
-    batch = [None if given[name] is None else torch.as_tensor(given[name]).cpu() for name in BATCH]
+    batch = [_on_host(name, given[name]) for name in BATCH]
     seed = _seed(given["dropout_seed"])
     names = [name for name in given if name not in TENSORS + BATCH and name != "dropout_seed"]
-    text = _spelled(given["query"].dtype, **{name: given[name] for name in names})
-    # a seed without dropout is no reason for another plan
-    return *tensors, *batch, seed if given["dropout_prob"] else None, text
-
-
-def _run(given: Arguments, inputs: tuple[Any, ...]) -> Any:
-    tensors = inputs[: len(TENSORS)]
+    options = {name: given[name] for name in names}
+    if torch.compiler.is_compiling():
+        options = _constant(options)
+    text = _spelled(given["query"].dtype, **options)
     has_gradient = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in tensors
     )
     if has_gradient and given["return_max_sum"]:
         raise unsupported("return_max_sum", "max and sum have no gradient in torch")
-    results = _ops.attend(*inputs, not has_gradient)
-    return _calls.chosen(given, results)
+    # a seed without dropout is no reason for another plan
+    return *tensors, *batch, seed if given["dropout_prob"] else None, text, not has_gradient
 
 
-def _bound(function: str, args: tuple[Any, ...], options: Arguments) -> Arguments:
+def bound(function: str, args: tuple[Any, ...], options: Arguments) -> Arguments:
     """Returns all arguments of a function by name, as Python binds them."""
     names = _POSITIONAL[function]
     if len(args) > len(names):
@@ -124,18 +141,49 @@ def _bound(function: str, args: tuple[Any, ...], options: Arguments) -> Argument
     return {**_DEFAULTS[function], **given, **options}
 
 
+def check_plain(name: str, value: Any) -> None:
+    """Refuses tensors that are more than strided memory of a device, which is all that is read."""
+    kind = type(value)
+    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+        function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+        is_plain = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and function in (
+            torch.Tensor.__torch_function__.__func__,
+            _DISABLED,
+        )
+        # a tracer stands for a plain tensor
+        if not is_plain and not isinstance(value, (FakeTensor, FunctionalTensor)):
+            raise unsupported(name, f"a tensor of the class {kind.__name__}; want a plain one")
+    if value.is_nested:
+        raise unsupported(name, "a nested tensor; want padding, or packed rows with cum_seqlens")
+    check_memory(name, value, on_gpu=True)
+
+
+_DISABLED = torch._C._disabled_torch_function_impl
+
+
 def _tensor(name: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        check_memory(name, value, on_gpu=True)
+        check_plain(name, value)
         return value
     if name in ("query", "key", "value"):
         raise invalid(name, f"a {type(value).__name__}", "a torch tensor")
     return None if value is None else torch.as_tensor(value)
 
 
+def _on_host(name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, torch.Tensor):
+        check_plain(name, value)
+    return torch.as_tensor(value).cpu()
+
+
 def _seed(given: Any) -> Any:
     """Returns the seed of dropout as a tensor of int64, which has the bits of the seed."""
-    if given is None or isinstance(given, torch.Tensor):
+    if given is None:
+        return None
+    if isinstance(given, torch.Tensor):
+        check_plain("dropout_seed", given)
         return given
     # an integer that the compiler traces is not checked further: it is one of 64 bits
     if isinstance(given, bool) or not isinstance(given, int):
@@ -143,6 +191,24 @@ def _seed(given: Any) -> Any:
     if not 0 <= given <= _check.LARGEST:
         raise invalid("dropout_seed", given, "an integer of 64 bits, at least 0")
     return torch.full((), given - 2**64 if given >= 2**63 else given, dtype=torch.int64)
+
+
+def _constant(value: Any) -> Any:
+    """Returns a value without symbols: numbers that a compiler traces become those of this call.
+
+    A string has no symbols, so that numbers are read from their strings.
+    """
+    if isinstance(value, dict):
+        return {name: _constant(part) for name, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple([_constant(part) for part in value])
+    if isinstance(value, list):
+        return [_constant(part) for part in value]
+    if type(value) is int:
+        return int(f"{value!r}")
+    if type(value) is float:
+        return float(f"{value!r}")
+    return value
 
 
 @torch.compiler.assume_constant_result

@@ -4,23 +4,30 @@ the sequence.
 
 from __future__ import annotations
 
+import functools
+import math
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import BackwardCFunction
+from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
+from .._agreement import channel_of, one_call
 from .._attention import Documents, Machine, Shard
 from .._endpoint import check_communicator
 from .._errors import invalid, unsupported
-from ._calls import flash_attention, ring_attention
+from ._calls import attend, bound, check_plain, flash_attention
 
 OWN = __name__.partition(".")[0] + "."
 
@@ -34,7 +41,7 @@ UNSHARDED = frozenset(
 """Functions of torch with an attention inside that nothing can shard."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sharding:
     """Arguments of ``context_parallel``."""
 
@@ -96,39 +103,99 @@ def context_parallel(
             the shard. Default of documents, with the strategy ``auto``: those of the shard.
     """
     check_communicator(comm)
-    if (shard.rank, shard.ranks) != (comm.rank, comm.size):
-        got = f"the rows of rank {shard.rank} of {shard.ranks}"
-        raise invalid("shard", got, f"those of rank {comm.rank} of {comm.size}, as comm")
-    if not np.array_equal(shard.q_rows, shard.kv_rows):
-        raise invalid("shard", "other rows of keys than of queries", "the same rows")
-    if documents is None and strategy == "auto":
-        documents = shard.documents
-    options = {
-        "comm": comm,
-        "layout": shard.layout,
-        "route": shard.route if route is None else route,
-        "strategy": strategy,
-        "machine": machine,
-        "documents": documents,
-        "kv_block_size": kv_block_size,
-        "receive_ahead": receive_ahead,
-        "threads": threads,
-        "backend": backend,
-        "device": device,
-        "stream": stream,
-        "deadline": deadline,
-        "fused_backward": fused_backward,
-    }
-    sharding = Sharding(shard, segment_ids, options)
+    channel_of(comm).enter(deadline)
+    try:
+        if (shard.rank, shard.ranks) != (comm.rank, comm.size):
+            got = f"the rows of rank {shard.rank} of {shard.ranks}"
+            raise invalid("shard", got, f"those of rank {comm.rank} of {comm.size}, as comm")
+        if not np.array_equal(shard.q_rows, shard.kv_rows):
+            raise invalid("shard", "other rows of keys than of queries", "the same rows")
+        if documents is None and strategy == "auto":
+            documents = shard.documents
+        options = {
+            "comm": comm,
+            "layout": shard.layout,
+            "route": shard.route if route is None else route,
+            "strategy": strategy,
+            "machine": machine,
+            "documents": documents,
+            "kv_block_size": kv_block_size,
+            "receive_ahead": receive_ahead,
+            "threads": threads,
+            "backend": backend,
+            "device": device,
+            "stream": stream,
+            "deadline": deadline,
+            "fused_backward": fused_backward,
+        }
+        sharding = Sharding(shard, segment_ids, options)
+        with _resumed(sharding):
+            yield
+        if not sharding.calls:
+            why = "no attention in the context was called through torch or this package"
+            raise unsupported("context_parallel", why)
+    except BaseException as error:
+        channel_of(comm).abandon(error)
+        raise
+    channel_of(comm).leave(deadline)
+
+
+@contextmanager
+def _resumed(sharding: Sharding) -> Iterator[None]:
+    """Shards the attention of this thread, in a context or in what is recomputed of it."""
     token = _active.set(sharding)
     try:
-        with _Intercept(), _other_implementations_refused():
+        with _Intercept(), _other_implementations_refused(), _recomputation_carried():
             yield
     finally:
         _active.reset(token)
-    if not sharding.calls:
-        why = "no attention in the context was called through torch or this package"
-        raise unsupported("context_parallel", why)
+
+
+@contextmanager
+def _recomputation_carried() -> Iterator[None]:
+    """Lets a backward pass recompute with the sharding of its forward pass, also after the context.
+
+    Activation checkpointing recomputes in the backward method of an ``autograd.Function``, or in
+    the unpack hook of saved tensors. The intercepting mode is off there.
+    """
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    make_hooks = hooks.__init__
+
+    def make_carrying_hooks(self: Any, pack: Any, unpack: Any) -> None:
+        make_hooks(self, pack, _carrying(active(), unpack))
+
+    def make_carrying_node(node: Any, *_: Any) -> None:
+        sharding, own = active(), weakref.ref(node)
+        # those of compilers and this package recompute no attention
+        if sharding is None or node._forward_cls.__module__.startswith((OWN, "torch._")):
+            return
+        for name in ("apply", "apply_boxed"):
+            if hasattr(node, name):
+                setattr(node, name, _carrying(sharding, partial(_backward_of, own, name)))
+
+    with (
+        mock.patch.object(hooks, "__init__", make_carrying_hooks),
+        mock.patch.object(BackwardCFunction, "__init__", make_carrying_node),
+    ):
+        yield
+
+
+def _backward_of(own: Any, name: str, *gradients: Any) -> Any:
+    """Runs the backward method of a node of autograd's graph."""
+    node = own()
+    return getattr(type(node), name)(node, *gradients)
+
+
+def _carrying(sharding: Sharding | None, function: Any) -> Any:
+    """Returns a function that runs with a sharding."""
+    if sharding is None:
+        return function
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _resumed(sharding):
+            return function(*args, **kwargs)
+
+    return run
 
 
 @contextmanager
@@ -176,6 +243,21 @@ class _Intercept(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+def collective(function: Any) -> Any:
+    """Lets the other ranks of a sharded call raise an error if this rank refuses its arguments."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        sharding = active()
+        if sharding is None:
+            return function(*args, **kwargs)
+        with one_call(sharding.options["comm"]):
+            return function(*args, **kwargs)
+
+    return call
+
+
+@collective
 def scaled_dot_product_attention(
     query: Any,
     key: Any,
@@ -188,17 +270,20 @@ def scaled_dot_product_attention(
 ) -> Any:
     """Computes ``torch.nn.functional.scaled_dot_product_attention``, with gradients.
 
-    Inside ``context_parallel`` it is collective.
+    Inside ``context_parallel`` it is collective. Inside autocast, query, key, value and a float
+    mask are cast as torch does.
 
     Args:
-        query: ``[batch, q_heads, q_len, head_dim]``.
+        query: ``[batch, q_heads, q_len, head_dim]``. All axes before the last two broadcast, and
+            there may be fewer or more of them, as in torch.
         key: ``[batch, kv_heads, kv_len, head_dim]``.
         value: ``[batch, kv_heads, kv_len, value_dim]``.
         attn_mask: Bools, visible where true, or floats, which are added to the scores and have a
             gradient; broadcast to ``[batch, q_heads, q_len, kv_len]``. Inside ``context_parallel``
-            this rank's queries × all keys, in the order of the whole sequence.
-        dropout_p: Probability of dropout, below 1. The seed comes from torch's generator; over
-            ranks, from that of rank 0.
+            this rank's queries × all keys, in the order of the whole sequence. Or a ``CausalBias``
+            of ``torch.nn.attention.bias``, there of the whole sequence.
+        dropout_p: Probability of dropout. The seed comes from torch's generator; over ranks, from
+            that of rank 0.
         is_causal: Key j is visible to query i if j ≤ i. Not with attn_mask.
         scale: Factor of the scores. Default: 1/√head_dim.
         enable_gqa: Permits fewer heads of key and value than of query.
@@ -207,33 +292,146 @@ def scaled_dot_product_attention(
         out, ``[batch, q_heads, q_len, value_dim]``. A query without a visible key has 0.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.ndim != 4:
-            raise unsupported(name, f"{tensor.ndim} axes; want [batch, heads, seq, dim]")
+        if not isinstance(tensor, torch.Tensor):
+            raise invalid(name, f"a {type(tensor).__name__}", "a torch tensor")
+        check_plain(name, tensor)
+        if tensor.ndim < 2:
+            raise invalid(name, f"{tensor.ndim} axes", "at least 2: [..., seq, dim]")
     for name, given in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if given is not True and given is not False:
             raise invalid(name, repr(given), "True or False")
-    if not enable_gqa and key.shape[1] != query.shape[1]:
-        got = f"False, with {key.shape[1]} heads of key and {query.shape[1]} of query"
-        raise invalid("enable_gqa", got, "True, or as many heads")
     if attn_mask is not None and is_causal:
         raise invalid("is_causal", True, "False, since attn_mask is given")
-    options = {
-        "causal": is_causal,
-        "softmax_scale": scale,
-        **dropout_options("dropout_p", dropout_p),
-    }
-    if attn_mask is not None:
-        options |= _mask(query, key, attn_mask)
+    options = {"softmax_scale": scale, **dropout_options("dropout_p", dropout_p)}
+    if isinstance(attn_mask, CausalBias):
+        options |= _causal_bias(query, key, attn_mask)
+        attn_mask = None
+    elif is_causal:
+        options["causal"] = True
+    query, key, value, mask, axes = _four_axes(query, key, value, attn_mask, enable_gqa)
+    if mask is not None:
+        name = "attention_mask" if mask.dtype == torch.bool else "bias"
+        options[name] = mask
     out = sharded_or_not(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **options
     )
-    return out.transpose(1, 2)
+    out = out.transpose(1, 2)
+    return out if len(axes) == 2 else out.reshape(*axes, *out.shape[2:])
+
+
+def _whole_lengths(query: Any, key: Any) -> tuple[int, int]:
+    """Returns the lengths of the sequences that ``attn_mask`` and ``CausalBias`` are about."""
+    sharding = active()
+    if sharding is None:
+        return query.shape[-2], key.shape[-2]
+    return sharding.shard.q_len, sharding.shard.kv_len
+
+
+def _causal_bias(query: Any, key: Any, bias: Any) -> dict[str, Any]:
+    """Returns the options of a ``CausalBias``."""
+    lengths = _whole_lengths(query, key)
+    if (bias.seq_len_q, bias.seq_len_kv) != lengths:
+        got = f"a CausalBias of lengths {(bias.seq_len_q, bias.seq_len_kv)}"
+        raise invalid("attn_mask", got, f"one of {lengths}")
+    is_lower_right = bias.variant == CausalVariant.LOWER_RIGHT
+    return {"causal": True, "alignment": "bottom_right" if is_lower_right else "top_left"}
+
+
+def _four_axes(query: Any, key: Any, value: Any, mask: Any, enable_gqa: bool) -> tuple[Any, ...]:
+    """Returns query, key, value and attn_mask of four axes, and the axes before the last two, as
+    torch broadcasts them.
+    """
+    q_axes, k_axes, v_axes = query.shape[:-2], key.shape[:-2], value.shape[:-2]
+    kv_heads = None
+    if enable_gqa:
+        key, value, kv_heads = _grouped_heads(query, key, value)
+        k_axes, v_axes = (*k_axes[:-1], q_axes[-1]), (*v_axes[:-1], q_axes[-1])
+    axes = _broadcast("query", (), q_axes)
+    axes = _broadcast("key", axes, k_axes)
+    axes = _broadcast("value", axes, v_axes)
+    if mask is not None:
+        mask = _checked_mask(query, key, mask, axes)
+    *batches, heads = axes if axes else (1,)
+    batch = math.prod(batches)
+
+    def whole(tensor: Any, heads: int) -> Any:
+        if tensor.shape[:-2] == (batch, heads):
+            return tensor
+        shape = tensor.shape[-2:]
+        return tensor.expand(*batches, heads, *shape).reshape(batch, heads, *shape)
+
+    heads_of_kv = heads if kv_heads is None else kv_heads
+    query, key, value = whole(query, heads), whole(key, heads_of_kv), whole(value, heads_of_kv)
+    if mask is not None:
+        *of_batch, of_heads, rows, keys = mask.shape
+        if all(length == 1 for length in of_batch):
+            mask = mask.reshape(1, of_heads, rows, keys)
+        else:
+            mask = mask.expand(*batches, -1, -1, -1).reshape(batch, of_heads, rows, keys)
+    return query, key, value, mask, axes
+
+
+def _grouped_heads(query: Any, key: Any, value: Any) -> tuple[Any, Any, int]:
+    """Returns key and value with as many heads, and their number, a divisor of that of query."""
+    heads = query.shape[-3] if query.ndim > 2 else None
+    for name, tensor in (("key", key), ("value", value)):
+        if heads is None or tensor.ndim < 3:
+            raise invalid("enable_gqa", "True, for tensors without heads", "at least 3 axes")
+        own = tensor.shape[-3]
+        if heads != own and (own == 0 or heads % own):
+            raise invalid(name, f"{own} heads", f"a divisor of {heads}, the heads of query")
+    if key.shape[-3] != value.shape[-3]:
+        key = key.repeat_interleave(heads // key.shape[-3], -3)
+        value = value.repeat_interleave(heads // value.shape[-3], -3)
+    return key, value, key.shape[-3]
+
+
+def _broadcast(name: str, axes: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the axes to which both broadcast."""
+    longer, shorter = (axes, other) if len(axes) >= len(other) else (other, axes)
+    result = list(longer)
+    for index, length in enumerate(shorter, len(longer) - len(shorter)):
+        if result[index] == 1:
+            result[index] = length
+        elif length not in (1, result[index]):
+            hint = "; enable_gqa permits fewer heads" if name in ("key", "value") else ""
+            got = f"axes {tuple(other)} before the last two"
+            raise invalid(name, got, f"axes that broadcast with {tuple(axes)}{hint}")
+    return tuple(result)
+
+
+def _checked_mask(query: Any, key: Any, mask: Any, axes: tuple[int, ...]) -> Any:
+    """Returns attn_mask with the last two axes and one for each other of ``axes``, at least one."""
+    if not isinstance(mask, torch.Tensor):
+        raise invalid("attn_mask", f"a {type(mask).__name__}", "a torch tensor")
+    check_plain("attn_mask", mask)
+    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+        raise invalid("attn_mask", f"elements {mask.dtype}", "bools or floats")
+    shape = (*(axes or (1,)), query.shape[-2], _whole_lengths(query, key)[1])
+    # torch takes a mask of four axes for tensors of three
+    extra = max(mask.ndim - len(shape), 0)
+    fits = mask.ndim <= max(len(shape), 4) and all(length == 1 for length in mask.shape[:extra])
+    for got, want in zip(mask.shape[::-1], shape[::-1], strict=False):
+        fits = fits and got in (1, want)
+    if not fits:
+        raise invalid("attn_mask", f"shape {tuple(mask.shape)}", f"one that broadcasts to {shape}")
+    mask = mask[(0,) * extra][(None,) * (len(shape) - mask.ndim)]
+    return mask.expand(*mask.shape[:-2], *shape[-2:]) if mask.dtype == torch.bool else mask
 
 
 def sharded_or_not(query: Any, key: Any, value: Any, **options: Any) -> Any:
-    """Computes ``ring_attention`` inside ``context_parallel``, else ``flash_attention``."""
+    """Computes ``ring_attention`` inside ``context_parallel``, else ``flash_attention``.
+
+    Inside autocast, tensors are cast as for torch's attention. A dropout_prob of 1 drops all pairs.
+    """
+    query, key, value, bias = _autocast(query, key, value, options.get("bias"))
+    if bias is not None:
+        options["bias"] = bias
+    drops_all = options.get("dropout_prob") == 1
     sharding = active()
     if sharding is None:
+        if drops_all or 0 in (query.shape[0], query.shape[2], value.shape[3]):
+            return _zeros(query, key, value, bias)
         return flash_attention(query, key, value, **options)
     sharding.calls.append(None)
     rows = len(sharding.shard.q_rows)
@@ -242,36 +440,45 @@ def sharded_or_not(query: Any, key: Any, value: Any, **options: Any) -> Any:
             raise invalid(name, f"{tensor.shape[1]} rows", f"{rows}, those of the shard")
     if sharding.segment_ids is not None and "q_segment_ids" not in options:
         options["q_segment_ids"] = sharding.segment_ids
-    return ring_attention(query, key, value, **options, **sharding.options)
+    if drops_all:
+        options |= {"dropout_prob": 0.0, "dropout_seed": None}
+    given = bound("ring_attention", (query, key, value), {**options, **sharding.options})
+    out = attend(given, draws_seed=True)
+    return out * 0 if drops_all else out
+
+
+def _zeros(query: Any, key: Any, value: Any, bias: Any) -> Any:
+    """Returns an output of zeros, whose gradients are zeros."""
+    given = [tensor for tensor in (query, key, value, bias) if tensor is not None]
+    zero = sum(tensor.flatten()[:0].sum().to(query.dtype) for tensor in given)
+    return query.new_zeros((*query.shape[:3], value.shape[3])) + zero
+
+
+def _autocast(query: Any, *others: Any) -> tuple[Any, ...]:
+    """Returns tensors in the type in which torch's attention has them inside autocast."""
+    kind, tensors = query.device.type, (query, *others)
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(
+        tensor.to(dtype)
+        if tensor is not None
+        and tensor.device.type == kind
+        and tensor.is_floating_point()
+        and tensor.dtype != torch.float64
+        else tensor
+        for tensor in tensors
+    )
 
 
 def dropout_options(name: str, probability: float) -> dict[str, Any]:
-    """Returns the options of dropout, with a seed of torch's generator."""
-    if not 0 <= probability < 1:
-        raise invalid(name, probability, "at least 0, and below 1")
+    """Returns the options of dropout, with a seed of torch's generator: over ranks, each its own,
+    of which ``sharded_or_not`` uses that of rank 0.
+    """
+    is_number = isinstance(probability, (int, float)) and not isinstance(probability, bool)
+    if not is_number or not 0 <= probability <= 1:
+        raise invalid(name, repr(probability), "a probability, from 0 to 1")
     if probability == 0:
         return {}
     seed = torch.randint(2**63 - 1, (), dtype=torch.int64)
-    sharding = active()
-    if sharding is not None:
-        # outside of attention the ranks may draw other numbers
-        seed = torch.tensor(sharding.options["comm"].bcast(seed.item()))
     return {"dropout_prob": probability, "dropout_seed": seed}
-
-
-def _mask(query: Any, key: Any, attn_mask: Any) -> dict[str, Any]:
-    """Returns attn_mask as attention_mask or bias of ``ring_attention``."""
-    sharding = active()
-    kv_len = key.shape[2] if sharding is None else sharding.shard.kv_len
-    shape = (query.shape[0], query.shape[1], query.shape[2], kv_len)
-    fits = attn_mask.ndim <= 4 and all(
-        got in (1, want) for got, want in zip(attn_mask.shape[::-1], shape[::-1], strict=False)
-    )
-    if not fits:
-        raise invalid("attn_mask", f"shape {tuple(attn_mask.shape)}", f"one that fits {shape}")
-    mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
-    if mask.dtype == torch.bool:
-        return {"attention_mask": mask.expand(*mask.shape[:2], *shape[2:])}
-    if not mask.dtype.is_floating_point:
-        raise invalid("attn_mask", f"elements {mask.dtype}", "bools or floats")
-    return {"bias": mask}

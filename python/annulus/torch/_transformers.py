@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .._errors import invalid, unsupported
-from ._parallel import Sharding, active, dropout_options, sharded_or_not
+from ._parallel import Sharding, active, collective, dropout_options, sharded_or_not
 
 WITHOUT_EFFECT = frozenset(("cache_position", "past_key_values", "use_cache"))
 """Arguments that models pass on to their attention, and that concern others: the cache of keys was
@@ -113,6 +113,7 @@ def _captured(function: Any, name: str) -> Any:
     return values[name]
 
 
+@collective
 def attention_forward(
     module: Any,
     query: Any,
