@@ -351,11 +351,12 @@ impl Plan {
         if let Engine::Device(rank) = engine {
             let on = rank.number();
             let given = inputs.on_device::<T>(on)?;
-            let statistic = |array| device_view::<T::Accumulator>(array, on);
+            let out = forward.out.device_view::<T>(on)?;
             let lse = forward.lse.device_view::<T::Accumulator>(on)?;
-            let (max, sum) = (statistic(&forward.max)?, statistic(&forward.sum)?);
-            let (ties, dlse) = (statistic(&forward.ties)?, statistic(&dlse)?);
-            let (out, dout) = (forward.out.device_view::<T>(on)?, dout.device_view::<T>(on)?);
+            let [max, sum, ties, dlse] = [&forward.max, &forward.sum, &forward.ties, &dlse]
+                .map(|array| device_view::<T::Accumulator>(array, on));
+            let (max, sum, ties, dlse) = (max?, sum?, ties?, dlse?);
+            let dout = dout.device_view::<T>(on)?;
             // SAFETY: `check` has accepted the arrays, and each is viewed once
             let mut gradients = unsafe {
                 annulus_core::Gradients {
@@ -370,9 +371,16 @@ impl Plan {
                 rank.run(|plan| {
                     let statistics = annulus_core::max_and_sum(lse, max, sum);
                     let (max, sum) = statistics.map_err(|error| plan.refuse(error))?;
-                    let forward = given;
-                    let given = BackwardInputs { forward, out, max, sum, ties, dout, dlse };
-                    plan.backward_in_place(given, &mut gradients)
+                    let inputs = annulus_core::BackwardInputs {
+                        forward: given,
+                        out,
+                        max,
+                        sum,
+                        ties,
+                        dout,
+                        dlse,
+                    };
+                    plan.backward_in_place(inputs, &mut gradients)
                 })
             };
             return Ok(vec![spelled(&self.session.run(py, run)?)]);
