@@ -403,7 +403,8 @@ def ring_attention(
             this GPU.
         stream: Stream of the pass, for arrays in the memory of a GPU, see ``Plan``. Default:
             torch's current stream, or the default stream.
-        deadline: Seconds of silence of the ring after which a call fails. Default: 120.
+        deadline: Seconds of silence of the ring after which a call fails, and for which it waits
+            for ranks that have not made it. Default: 120.
         axis_name, query_chunk_size, key_chunk_size, causal_block_size, fwd_params, bwd_params,
             policy, prevent_cse: Parameters of other libraries that mean nothing here; refused.
 
