@@ -6,6 +6,7 @@ the result, the next attempt keeps more of the defaults.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import math
@@ -46,6 +47,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"qk_rope_head_dim|qk_nope_head_dim", 8),
     (r"v_head_dim|head_dim$|head_size$|d_kv|attention_head_dim|kv_channels|head_width", 8),
     (r"q_lora_rank|kv_lora_rank|lora_rank|o_lora_rank|lora_dim", 16),
+    (r"rotary_dim", 4),
     (r"index_n_heads", 4),
     (r"index_topk", 4),
     (r"(intermediate|ffn|mlp_dim|d_ff|feed_?forward|d_inner|n_inner|mlp_hidden|ffw)", 48),
@@ -54,7 +56,13 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"(hidden_size|^d_model$|n_embd|^dim$|embed_dim|hidden_dim|embedding_size|embedding_dim|^width$"
      r"|projection_dim|out_hidden_size|d_embed|projector_dim|proj_dim|encoder_dim|decoder_dim)", 32),
 )
-MODEST: tuple[str, ...] = ("vocab_size", "layers$|^n_layers?$|^depth$", "experts$", "max_position")
+MODEST: tuple[tuple[str, ...], ...] = (
+    ("vocab_size", "layers$|^n_layers?$|^depth$", "experts$", "max_position"),
+    ("vocab_size", "experts$"),
+)
+"""Fields that a higher level makes small as well."""
+MISSING = {"num_experts_per_tok": 2, "prediction_length": 4, "vocab_size": WORDS, "head_dim": 8, "attn_layer_indices": [1]}
+"""Values of fields that have no default."""
 IDS = re.compile(r"(token_id|token_index|_idx|token_ids)$")
 
 
@@ -74,7 +82,7 @@ def decoder_only() -> set[str]:
     return set(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
-def _smaller(name: str, value: Any, level: int, layers: dict[int, int]) -> Any:
+def _smaller(name: str, value: Any, level: int) -> Any:
     """Returns a smaller value of a field, or None."""
     if isinstance(value, bool):
         return None
@@ -85,18 +93,25 @@ def _smaller(name: str, value: Any, level: int, layers: dict[int, int]) -> Any:
             return None if value < WORDS - 20 else WORDS - 20 + value % 19
         for pattern, small in SIZES:
             if re.search(pattern, name):
-                kept = level > 0 and not any(re.search(most, name) for most in MODEST)
-                if kept and value <= 1024:
-                    return None
-                return min(value, small if not kept else 256)
+                kept = level > 0 and not any(re.search(most, name) for most in MODEST[level - 1])
+                if kept:
+                    return None if value <= 1024 or level > 1 else 256
+                return min(value, small)
         return None
-    if isinstance(value, float) and re.search("dropout|drop_path|drop_rate|layerdrop|_drop$", name):
+    if isinstance(value, float) and re.search("dropout|drop_path|drop_rate|layerdrop|_p?drop$", name):
         return 0.0
+    if value is None and level < 2:
+        return MISSING.get(name)
     return None
 
 
-def tiny_config(cls: type[PreTrainedConfig], level: int = 0, default: Any = None) -> Any:
-    """Returns a small configuration. A higher level keeps more of the default's values."""
+def tiny_config(
+    cls: type[PreTrainedConfig], level: int = 0, sections: Any = None, default: Any = None
+) -> Any:
+    """Returns a small configuration. A higher level keeps more of the default's values.
+
+    ``sections`` are those of rotary embeddings that have axes of images.
+    """
     default = cls() if default is None else default
     fields = {field.name for field in dataclasses.fields(cls)}
     known = dict(vars(default))
@@ -110,23 +125,40 @@ def tiny_config(cls: type[PreTrainedConfig], level: int = 0, default: Any = None
         if name not in fields or name.startswith("_"):
             continue
         if isinstance(value, PreTrainedConfig):
-            given[name] = tiny_config(type(value), level, value)
+            if type(value).__name__.startswith("Timm"):
+                given[name] = backbone()
+                if "use_timm_backbone" in known:
+                    given["use_timm_backbone"] = False
+            else:
+                given[name] = tiny_config(type(value), level, sections, value)
             continue
-        small = _smaller(name, value, level, {})
+        small = _smaller(name, value, level)
+        if "key_value_heads" in name and value == known.get("num_attention_heads"):
+            small = 4 if level == 0 else None
         if small is not None:
             given[name] = small
-        elif isinstance(value, (list, tuple)) and len(value) in old_layers and len(value) > 2:
+        elif (
+            level < 2
+            and isinstance(value, (list, tuple))
+            and len(value) in old_layers
+            and len(value) > 2
+        ):
             given[name] = _some_layers(list(value))
-    _shorten_rope(known, given, level)
+    rope = known.get("rope_parameters")
+    if sections is not None and isinstance(rope, dict) and "vocab_size" in known:
+        given["rope_parameters"] = {**rope, "mrope_section": sections}
     return cls(**given)
 
 
-def _shorten_rope(known: dict[str, Any], given: dict[str, Any], level: int) -> None:
-    """Fits the sections of rotary embeddings, which have axes of images, to a head of 8."""
-    for field in ("rope_parameters", "rope_scaling"):
-        rope = known.get(field)
-        if level == 0 and isinstance(rope, dict) and "mrope_section" in rope:
-            given[field] = {**rope, "mrope_section": [2, 1, 1]}
+def backbone() -> Any:
+    """Returns a small convolutional backbone, in place of one of timm."""
+    return transformers.ResNetConfig(
+        embedding_size=8,
+        hidden_sizes=[8, 16, 32, 32],
+        depths=[1, 1, 1, 1],
+        layer_type="basic",
+        out_features=["stage2", "stage3", "stage4"],
+    )
 
 
 def _some_layers(values: list[Any]) -> list[Any]:
@@ -142,20 +174,22 @@ def build(name: str) -> tuple[Any, dict[str, Any]]:
     """
     cls = getattr(transformers, name)
     config_class = cls.config_class
-    failures = []
-    for level in (0, 1):
+    failures: list[str] = []
+    for level, sections in ((0, None), (0, [2, 1, 1]), (0, [1, 1, 0]), (1, None), (2, None)):
+        if sections is not None and "split" not in "".join(failures):
+            continue
         try:
             torch.manual_seed(0)
-            config = tiny_config(config_class, level)
+            config = tiny_config(config_class, level, sections)
             if hasattr(config, "use_cache"):
                 config.use_cache = False
+            count = parameters_of(cls, config)
+            if count > 20_000_000:
+                failures.append(f"{count} parameters")
+                continue
             model = cls._from_config(config, attn_implementation="eager")
         except Exception as error:
             failures.append(f"{type(error).__name__}: {error}")
-            continue
-        count = sum(parameter.numel() for parameter in model.parameters())
-        if count > 60_000_000:
-            failures.append(f"{count} parameters")
             continue
         spread(model)
         model = model.float().eval()
@@ -167,6 +201,16 @@ def build(name: str) -> tuple[Any, dict[str, Any]]:
             except Exception as error:
                 failures.append(f"{list(given)}: {type(error).__name__}: {error}")
     raise RuntimeError(" | ".join(str(text).replace("\n", " ")[:120] for text in failures))
+
+
+def parameters_of(cls: Any, config: Any) -> int:
+    """Returns the number of parameters of a model, or 0 if that is not known without memory."""
+    try:
+        with torch.device("meta"):
+            model = cls._from_config(copy.deepcopy(config), attn_implementation="eager")
+    except Exception:
+        return 0
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def spread(model: Any) -> None:
@@ -183,6 +227,28 @@ def spread(model: Any) -> None:
                 parameter.copy_(noise * min(scale, 1.0))
             else:
                 parameter.add_(noise * 0.1)
+
+
+def extras(config: Any, generator: Any) -> dict[str, Any]:
+    """Returns inputs that few models require."""
+    width = getattr(config, "hidden_size", 32)
+    return {
+        "query_embeds": torch.randn(2, 8, width, generator=generator),
+        "qformer_input_ids": torch.randint(5, 50, (2, 6), generator=generator),
+        "latents": torch.randn(2, LENGTH, width, generator=generator),
+        "num_frames": 4,
+        "input_features_mask": torch.ones(2, 64, dtype=torch.long),
+        "timestep": torch.tensor([3, 5]),
+        "encoder_hidden_states": torch.randn(2, LENGTH, width, generator=generator),
+    }
+
+
+def patch_widths(config: Any) -> list[int]:
+    """Returns numbers of values of a patch, as models of images of any size may take them."""
+    channels = getattr(config, "in_channels", None) or getattr(config, "num_channels", 3) or 3
+    patch = getattr(config, "patch_size", 8)
+    times = getattr(config, "temporal_patch_size", 1)
+    return [channels * patch * patch * times, channels * patch * patch, config.hidden_size]
 
 
 def inputs(model: Any) -> Iterator[dict[str, Any]]:
@@ -221,7 +287,25 @@ def inputs(model: Any) -> Iterator[dict[str, Any]]:
         base["input_ids"] = ids()
     if "decoder_input_ids" in parameters:
         base["decoder_input_ids"] = ids(LENGTH - 3)
-    yield dict(base)
+    required = {
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind is not parameter.VAR_KEYWORD
+        and name not in base
+    }
+    extra = {name: given for name, given in extras(config, generator).items() if name in required}
+    if extra:
+        base |= extra
+    if required <= base.keys():
+        yield dict(base)
+    grids = [name for name in ("grid_thw", "image_grid_thw") if name in required]
+    if grids:
+        for width in patch_widths(config):
+            patches = torch.randn(32, width, generator=generator)
+            grid = {grids[0]: torch.tensor([[1, 4, 4], [1, 4, 4]])}
+            yield {("hidden_states" if "hidden_states" in parameters else "pixel_values"): patches, **grid}
+        return
     if "bbox" in parameters:
         yield {**base, "bbox": torch.zeros(2, LENGTH, 4, dtype=torch.long)}
     if "pixel_values" in parameters:

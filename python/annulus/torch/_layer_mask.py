@@ -34,6 +34,7 @@ class LayerMask:
     sliding_window: int | None
     position_ids: Any
     position_bias: Any
+    indices: Any
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -47,9 +48,11 @@ class LayerMask:
         mask, window = self.mask, self.sliding_window
         if isinstance(mask, MaskPattern):
             if mask.refusal is not None:
+                if _is_alone():
+                    return None
                 raise mask.refusal
-            if window is not None and window not in (mask.window, mask.distance):
-                raise invalid("sliding_window", window, f"{mask.window}, as the mask")
+            if mask.arguments is None:
+                self._check_repeated(mask)
             return mask
         if mask is not None and mask.ndim != 2:
             return None
@@ -65,6 +68,15 @@ class LayerMask:
             _check_consecutive(self.position_ids)
         return MaskPattern(bool(is_causal), window, padding=None if mask is None else mask.bool())
 
+    def _check_repeated(self, mask: MaskPattern) -> None:
+        """Refuses arguments that repeat a part of a program's own pattern differently. The masks of
+        transformers are whole, and its models pass such arguments for other implementations.
+        """
+        if self.is_causal not in (None, mask.causal):
+            raise invalid("is_causal", self.is_causal, f"{mask.causal}, as the mask")
+        if self.sliding_window not in (None, mask.window):
+            raise invalid("sliding_window", self.sliding_window, f"{mask.window}, as the mask")
+
     def options(self, pattern: MaskPattern | None, left_padding: Any) -> dict[str, Any]:
         """Returns the options of the mask.
 
@@ -73,7 +85,8 @@ class LayerMask:
         options: dict[str, Any] = {}
         biases = []
         if pattern is None:
-            mask = self._broadcast("attention_mask", self.mask)
+            mask = self.mask.tensor if isinstance(self.mask, MaskPattern) else self.mask
+            mask = self._broadcast("attention_mask", mask)
             if mask.dtype == torch.bool:
                 options["attention_mask"] = mask
             else:
@@ -90,9 +103,27 @@ class LayerMask:
             options |= self._positions(pattern, left_padding)
         if self.position_bias is not None:
             biases.append(self._broadcast("position_bias", self.position_bias))
+        if self.indices is not None:
+            selected = self._selected()
+            known = options.get("attention_mask")
+            options["attention_mask"] = selected if known is None else known & selected
         if biases:
             options["bias"] = sum(biases[1:], biases[0])
         return options
+
+    def _selected(self) -> Any:
+        """Returns the pairs of ``indices``."""
+        if not _is_alone():
+            raise unsupported("indices", "they count the keys of one rank")
+        batch, _, q_len, kv_len = self.shape
+        if self.indices.ndim != 3 or self.indices.shape[:2] != (batch, q_len):
+            got = f"shape {tuple(self.indices.shape)}"
+            raise invalid("indices", got, f"[{batch}, {q_len}, n]")
+        indices = self.indices.long()
+        # negative indices select a key after the last, which is left out
+        selected = indices.new_zeros((batch, q_len, kv_len + 1), dtype=torch.bool)
+        selected.scatter_(-1, torch.where(indices < 0, kv_len, indices), True)
+        return selected[:, None, :, :kv_len]
 
     def _broadcast(self, name: str, given: Any) -> Any:
         """Returns a tensor of pairs with all queries and keys."""
@@ -153,9 +184,9 @@ class LayerMask:
             positions = self._sharded_positions(pattern, sharding)
             if left_padding is not None and positions is None:
                 positions = torch.from_numpy(sharding.shard.q_positions)[None]
-            return self._explicit(positions, positions, left_padding)
+            return self.explicit(positions, positions, left_padding)
         if pattern.positions is not None:
-            return self._explicit(pattern.positions, pattern.positions, left_padding)
+            return self.explicit(pattern.positions, pattern.positions, left_padding)
         if not pattern.compares_positions:
             return {}
         if pattern.q_length is None:
@@ -172,13 +203,14 @@ class LayerMask:
             return {}
         if not counts_from_start and shift == kv_len - q_len:
             return {"alignment": "bottom_right"}
-        return self._explicit(
+        return self.explicit(
             torch.arange(q_len)[None] + pattern.q_offset,
             torch.arange(kv_len)[None] + pattern.kv_offset,
             left_padding,
         )
 
-    def _explicit(self, q_positions: Any, kv_positions: Any, left_padding: Any) -> dict[str, Any]:
+    def explicit(self, q_positions: Any, kv_positions: Any, left_padding: Any) -> dict[str, Any]:
+        """Returns positions as options, counted from the first token."""
         if q_positions is None:
             return {}
         options = {"q_positions": q_positions, "kv_positions": kv_positions}
@@ -217,28 +249,44 @@ def mask_options(layer: LayerMask, check: Any) -> dict[str, Any]:
     raise if one does.
     """
     sharding = active()
-    if sharding is None:
-        check()
-        pattern = layer.pattern()
-        return layer.options(pattern, None if pattern is None else pattern.left_padding)
+    if sharding is not None:
+        return _agreed_options(layer, check, sharding)
+    check()
+    pattern = layer.pattern()
+    return layer.options(pattern, None if pattern is None else pattern.left_padding)
+
+
+@torch.compiler.disable
+def _agreed_options(layer: LayerMask, check: Any, sharding: Sharding) -> dict[str, Any]:
     own: list[dict[str, Any]] = []
 
-    def work() -> Any:
+    def work() -> tuple[Any, bool]:
         check()
         pattern = layer.pattern()
         first = None
         if pattern is not None and pattern.chunk is not None and sharding.segment_ids is None:
             first = _first_tokens(pattern, layer.query.shape[0], sharding)
         own.append(layer.options(pattern, None))
-        return first
+        return first, "kv_segment_ids" in own[0]
 
-    firsts = [first for first in gathered(sharding.options["comm"], work) if first is not None]
+    told = gathered(sharding.options["comm"], work)
     options = own[0]
+    if any(has_ids for _, has_ids in told) and "kv_segment_ids" not in options:
+        # padding is on other ranks
+        ids = torch.zeros(layer.query.shape[0], layer.query.shape[2], dtype=torch.int64)
+        options |= {"q_segment_ids": ids, "kv_segment_ids": ids}
+    firsts = [first for first, _ in told if first is not None]
     if firsts and (left_padding := np.min(firsts, axis=0)).any():
         # transformers has counted the padding of this rank's rows
         positions = torch.from_numpy(sharding.shard.q_positions)[None]
-        options |= layer._explicit(positions, positions, left_padding)
+        options |= layer.explicit(positions, positions, left_padding)
     return options
+
+
+def _is_alone() -> bool:
+    """Returns True outside of ``context_parallel``, and inside on one rank."""
+    sharding = active()
+    return sharding is None or sharding.shard.ranks == 1
 
 
 def _first_tokens(pattern: MaskPattern, batch: int, sharding: Sharding) -> Any:

@@ -40,7 +40,8 @@ class MaskPattern:
             or None.
         q_length, kv_length: Lengths of the tensors that the mask is for, or None.
         q_offset, kv_offset: Row numbers of the first query and of the first key: those of a cache.
-        refusal: The error of this mask, which its attention raises on all ranks; or None.
+        refusal: The part that is no pattern, as an error; or None. Attention reads ``tensor`` then,
+            and on several ranks raises.
         arguments: Those of a mask interface, or None.
     """
 
@@ -144,19 +145,16 @@ def mask_pattern(
     kv_offset: int = 0,
     attention_mask: Any = None,
     **others: Any,
-) -> Any:
+) -> MaskPattern:
     """Returns the mask of a layer; a mask interface of transformers.
 
     Arguments that say which tensor a mask interface may leave out have no effect.
-
-    Returns:
-        A ``MaskPattern``; or, where the mask has a part that is none, the bools that ``sdpa`` is
-        given. Inside ``context_parallel`` on several ranks such a mask is a pattern that its
-        attention refuses.
     """
     if isinstance(attention_mask, MaskPattern):
         # generate makes masks in advance
         return attention_mask
+    # a static cache counts its tokens in place, and a pattern may be read later
+    q_offset, kv_offset = int(q_offset), int(kv_offset)
     arguments = {
         "mask_function": mask_function,
         "q_length": q_length,
@@ -170,17 +168,14 @@ def mask_pattern(
     try:
         found = _conditions(mask_function)
     except Unsupported as error:
-        sharding = active()
-        if sharding is None or sharding.shard.ranks == 1:
-            return _tensor(arguments)
         found = {"causal": False, "refusal": error}
     return MaskPattern(
         **found,
         padding=_padding(attention_mask, kv_length, kv_offset),
         q_length=q_length,
         kv_length=kv_length,
-        q_offset=int(q_offset),
-        kv_offset=int(kv_offset),
+        q_offset=q_offset,
+        kv_offset=kv_offset,
         arguments=arguments,
     )
 

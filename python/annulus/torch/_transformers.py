@@ -6,6 +6,8 @@ and what a mask means).
 
 from __future__ import annotations
 
+import inspect
+import sys
 import warnings
 from typing import Any
 
@@ -32,6 +34,28 @@ WITHOUT_EFFECT = frozenset(
 """Arguments that models pass on to their attention, and that concern others: the cache of keys was
 updated before, and a mask has what it needs of token types.
 """
+
+OF_ATTENTION = frozenset(
+    (
+        "alibi",
+        "attn_bias",
+        "attn_mask",
+        "bias",
+        "block_indices",
+        "block_mask",
+        "block_table",
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        "cu_seqlens",
+        "head_mask",
+        "k_cache",
+        "layer_head_mask",
+        "output_attentions",
+        "score_mod",
+        "v_cache",
+    )
+)
+"""Arguments of other implementations that change what attention computes."""
 
 _warned: set[type] = set()
 """Classes of models that compute their attention themselves, and were warned of."""
@@ -89,6 +113,19 @@ def _calls_interface(model: Any) -> bool:
     return calls
 
 
+def _concerns_attention(module: Any, name: str) -> bool:
+    """Returns True if an argument may change what attention computes.
+
+    A model passes all keywords that it was given to its attention. Those of attention are
+    parameters of its own ``eager`` function, or of other implementations.
+    """
+    if name in WITHOUT_EFFECT or name in OF_ATTENTION:
+        return name in OF_ATTENTION
+    model = sys.modules.get(type(module).__module__)
+    eager = getattr(model, "eager_attention_forward", None)
+    return eager is None or name in inspect.signature(eager).parameters
+
+
 def attention_forward(
     module: Any,
     query: Any,
@@ -104,6 +141,7 @@ def attention_forward(
     is_causal: bool | None = None,
     position_ids: Any = None,
     position_bias: Any = None,
+    indices: Any = None,
     **others: Any,
 ) -> tuple[Any, None]:
     """Computes the attention of a layer; an attention interface of transformers.
@@ -123,14 +161,17 @@ def attention_forward(
             keys, ``[batch, kv_len]``, not zero for tokens, beside is_causal and sliding_window.
         scaling: Factor of the scores. Default: 1/√head_dim.
         dropout: Probability of dropout, see ``scaled_dot_product_attention``.
-        sliding_window: Number of last tokens that a query attends to, itself included. It may
-            repeat that of a MaskPattern; a tensor of pairs has its window.
+        sliding_window: Number of last tokens that a query attends to, itself included. A
+            MaskPattern or a tensor of pairs has its own.
         softcap: Soft cap of the scores.
         s_aux: One sink for each query head.
         is_causal: Overrides that of the module. A MaskPattern or a tensor of pairs has its own.
         position_ids: ``[batch or 1, q_len]``, checked.
         position_bias: Floats that are added to the scores, of a shape as attention_mask.
-        others: Refused, unless None, False or without effect on attention.
+        indices: ``[batch, q_len, n]`` keys that each query is limited to, beside its mask; negative
+            ones are none.
+        others: Refused, unless None, False, or without effect on attention, as those that the
+            model's own ``eager`` attention ignores.
 
     Returns:
         out, ``[batch, q_len, q_heads, value_dim]``, and None for the attention weights. A query
@@ -139,11 +180,19 @@ def attention_forward(
 
     def check() -> None:
         for name, given in others.items():
-            if given is not None and given is not False and name not in WITHOUT_EFFECT:
+            if given is not None and given is not False and _concerns_attention(module, name):
                 raise unsupported(name, "this attention has no such argument")
 
     layer = LayerMask(
-        module, query, key, attention_mask, is_causal, sliding_window, position_ids, position_bias
+        module,
+        query,
+        key,
+        attention_mask,
+        is_causal,
+        sliding_window,
+        position_ids,
+        position_bias,
+        indices,
     )
     out = sharded_or_not(
         query.transpose(1, 2),
