@@ -339,9 +339,9 @@ def gradients_of(logits: Any, model: Any, *, whole: bool = False) -> list[Any]:
 
 def transformers_refusals() -> None:
     """What cannot be sharded is refused, by all ranks if one has to."""
-    from test_torch_models import tiny
-    from transformers import models, masking_utils  # noqa: F401
     import transformers
+    from test_torch_models import tiny
+    from transformers import masking_utils, models  # noqa: F401
 
     words = torch.randint(5, WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     own = shard("zigzag")

@@ -171,6 +171,7 @@ def test_a_layer_of_transformers() -> None:
         ({"attention_mask": torch.ones(2, L + 1)}, "attention_mask"),
         ({"position_bias": torch.zeros(4, L, L)}, "position_bias"),
         ({"indices": torch.zeros(2, L)}, "indices"),
+        ({"sinks": torch.zeros(4)}, "sinks"),
         ({"sinks": torch.zeros(2, 4, L, 1)}, "sinks"),
         ({"is_causal": False, "sliding_window": 3}, "sliding_window"),
         ({"position_ids": torch.arange(L)[None] % 5}, "position_ids"),
@@ -329,7 +330,11 @@ def test_tensors_of_pairs() -> None:
             parts = [one for one in (mask, position_bias) if one is not None]
             total = parts[0] if parts else None
             if len(parts) == 2:
-                total = bias.where(mask, -torch.inf) if mask is MASK or mask.dtype == torch.bool else bias + mask
+                total = (
+                    bias.where(mask, -torch.inf)
+                    if mask is MASK or mask.dtype == torch.bool
+                    else bias + mask
+                )
             leaves = [q, k, *(one for one in parts if one.is_floating_point())]
             results = []
             module = SimpleNamespace(is_causal=False)
@@ -399,9 +404,7 @@ def test_cross_attention_of_any_lengths() -> None:
         for name in ("eager", "annulus"):
             model.set_attn_implementation(name)
             decoder = words[:, :1].expand(-1, length)
-            logits.append(
-                model(words, attention_mask=padding, decoder_input_ids=decoder).logits
-            )
+            logits.append(model(words, attention_mask=padding, decoder_input_ids=decoder).logits)
         assert torch.allclose(*logits, atol=1e-4), length
     assert isinstance(model, transformers.PreTrainedModel)
 

@@ -2,9 +2,9 @@
 scripts/transformers-sweep.
 
 Each class is built tiny from its own configuration. Its outputs and gradients with
-``attn_implementation="annulus"`` are compared with those of ``eager`` and ``sdpa``. A worker process
-compares one class after another; the program ends a worker that takes too long for a class, and
-starts the next one after that class.
+``attn_implementation="annulus"`` are compared with those of ``eager`` and ``sdpa``. A worker
+process compares one class after another; the program ends a worker that takes too long for a class,
+and starts the next one after that class.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import copy
 import inspect
 import json
 import os
 import queue
 import subprocess
 import sys
+import textwrap
 import threading
 import warnings
 from collections.abc import Iterator
@@ -186,7 +186,6 @@ class Sweep:
 
     def compare(self) -> str:
         """Compares everything, and returns the kind of the class."""
-        import annulus.torch
         import torch
         from tiny_transformers import build
 
@@ -362,6 +361,67 @@ class Worker:
         return None
 
 
+def table(known: dict[str, Any]) -> str:
+    """Returns the page of all results."""
+    import torch
+    import transformers
+    from tiny_transformers import decoder_only
+
+    kinds: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for name in sorted(known):
+        kinds[known[name]["kind"]].append(name)
+    calling = [*kinds["equal"], *kinds["refused"], *kinds["differs"], *kinds["crash"]]
+    decoders = [name for name in calling if name in decoder_only()]
+    equal = set(kinds["equal"])
+    lines = [
+        "# Model classes of transformers",
+        "",
+        "`scripts/transformers-sweep` wrote this page, with transformers"
+        f" {transformers.__version__} and torch {torch.__version__}.",
+        "It builds one class of each model type tiny from its own configuration, and compares",
+        '`attn_implementation="annulus"` with `eager` and `sdpa`: outputs, gradients, padding on',
+        "either side, packed positions, `generate` with a growing and with a static cache.",
+        "",
+        "| result | classes | causal language models |",
+        "|---|---:|---:|",
+    ]
+    names = {
+        "equal": "equal",
+        "refused": "a case is refused, by the name of an argument",
+        "differs": "a case differs silently",
+        "crash": "another error",
+        "eager only": "never calls the attention interface",
+        "not built": "not built from its default configuration, or without inputs",
+    }
+    for kind, text in names.items():
+        few = len([name for name in kinds[kind] if name in decoder_only()])
+        lines.append(f"| {text} | {len(kinds[kind])} | {few} |")
+    lines += [
+        "",
+        f"Of {len(calling)} classes that call the attention interface {len(equal)} are equal; of"
+        f" {len(decoders)}",
+        f"causal language models among them {len(equal & set(decoders))}.",
+    ]
+    for kind in ("refused", "differs", "crash"):
+        lines += ["", f"## {names[kind].capitalize()}", ""]
+        for name in kinds[kind]:
+            rows = known[name]["rows"]
+            bad = {case: text for case, text in rows.items() if text.startswith(kind)}
+            what = sorted(
+                {text.split("|")[0].removeprefix(kind + ":").strip() for text in bad.values()}
+            )
+            cases = "all cases" if len(bad) == len(rows) else ", ".join(bad)
+            lines += textwrap.wrap(
+                f"* {name}: {'; '.join(what)} ({cases})", 100, subsequent_indent="  "
+            )
+        if not kinds[kind]:
+            lines.append("None.")
+    for kind in ("equal", "eager only", "not built"):
+        lines += ["", f"## {names[kind].capitalize()}", ""]
+        lines += textwrap.wrap(", ".join(kinds[kind]) + ".", 100)
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("classes", nargs="*", help="default: all")
@@ -404,6 +464,9 @@ def main() -> None:
                 file.writelines(json.dumps(one) + "\n" for one in known.values())
     worker.process.stdin.close()
     print(collections.Counter(one["kind"] for one in known.values()))
+    if given.table:
+        with open(given.table, "w") as file:
+            file.write(table(known))
 
 
 if __name__ == "__main__":

@@ -4,17 +4,18 @@
     bools         attention_mask
     floats        bias
 
-A padded key has the segment id −1, and queries never do: as with ``sdpa``, a padded query attends to
-the tokens that its mask lets it attend to.
+A padded key has the segment id −1, and queries never do: as with ``sdpa``, a padded query attends
+to the tokens that its mask lets it attend to.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from .._errors import invalid, unsupported
 from .._plan import gathered
@@ -48,7 +49,7 @@ class LayerMask:
         mask, window = self.mask, self.sliding_window
         if isinstance(mask, MaskPattern):
             if mask.refusal is not None:
-                if _is_alone():
+                if not is_sharded():
                     return None
                 raise mask.refusal
             if mask.arguments is None:
@@ -113,7 +114,7 @@ class LayerMask:
 
     def _selected(self) -> Any:
         """Returns the pairs of ``indices``."""
-        if not _is_alone():
+        if is_sharded():
             raise unsupported("indices", "they count the keys of one rank")
         batch, _, q_len, kv_len = self.shape
         if self.indices.ndim != 3 or self.indices.shape[:2] != (batch, q_len):
@@ -244,13 +245,35 @@ class LayerMask:
         return None
 
 
+def with_sinks(layer: LayerMask, value: Any, sinks: Any) -> tuple[LayerMask, Any]:
+    """Returns a layer and its values with one more key, of the scores ``sinks`` and the value 0."""
+    batch, heads, q_len, kv_len = layer.shape
+    if tuple(sinks.shape) != (batch, heads, q_len, 1):
+        raise invalid("sinks", f"shape {tuple(sinks.shape)}", f"({batch}, {heads}, {q_len}, 1)")
+    mask = layer.mask.tensor if isinstance(layer.mask, MaskPattern) else layer.mask
+    if mask is None or mask.ndim != 4:
+        raise unsupported("sinks", "sinks of each query, without a mask of pairs")
+    bias = torch.zeros((), dtype=sinks.dtype, device=sinks.device)
+    if layer.position_bias is not None:
+        bias = layer.position_bias
+    row = (0, 0, 0, 1)
+    longer = replace(
+        layer,
+        key=F.pad(layer.key, row),
+        mask=F.pad(mask, (0, 1), value=float(mask.dtype == torch.bool)),
+        position_bias=torch.cat([bias.expand(batch, heads, q_len, kv_len), sinks], -1),
+    )
+    return longer, F.pad(value, row)
+
+
 def mask_options(layer: LayerMask, check: Any) -> dict[str, Any]:
     """Returns the options of a layer's mask, after ``check``. Inside ``context_parallel`` all ranks
     raise if one does.
     """
     sharding = active()
     if sharding is not None:
-        return _agreed_options(layer, check, sharding)
+        options: dict[str, Any] = _agreed_options(layer, check, sharding)
+        return options
     check()
     pattern = layer.pattern()
     return layer.options(pattern, None if pattern is None else pattern.left_padding)
@@ -283,10 +306,10 @@ def _agreed_options(layer: LayerMask, check: Any, sharding: Sharding) -> dict[st
     return options
 
 
-def _is_alone() -> bool:
-    """Returns True outside of ``context_parallel``, and inside on one rank."""
+def is_sharded() -> bool:
+    """Returns True inside ``context_parallel`` on several ranks."""
     sharding = active()
-    return sharding is None or sharding.shard.ranks == 1
+    return sharding is not None and sharding.shard.ranks > 1
 
 
 def _first_tokens(pattern: MaskPattern, batch: int, sharding: Sharding) -> Any:

@@ -121,6 +121,12 @@ class MaskPattern:
         return function(*tree_map(read, args), **tree_map(read, kwargs or {}))
 
 
+OPERATORS = (
+    "add and eq ge getitem gt invert le lt mul ne neg or radd rand rmul ror rsub sub truediv xor"
+)
+"""Operators that read elements of a mask."""
+
+
 def _operator(name: str) -> Any:
     function = getattr(torch.Tensor, name)
 
@@ -130,9 +136,8 @@ def _operator(name: str) -> Any:
     return apply
 
 
-for _name in ("getitem", "invert", "neg", "and", "rand", "or", "ror", "xor", "add", "radd", "sub",
-              "rsub", "mul", "rmul", "truediv", "eq", "ne", "lt", "le", "gt", "ge"):  # fmt: skip
-    setattr(MaskPattern, f"__{_name}__", _operator(f"__{_name}__"))
+for _operation in OPERATORS.split():
+    setattr(MaskPattern, f"__{_operation}__", _operator(f"__{_operation}__"))
 MaskPattern.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
@@ -155,7 +160,7 @@ def mask_pattern(
         return attention_mask
     # a static cache counts its tokens in place, and a pattern may be read later
     q_offset, kv_offset = int(q_offset), int(kv_offset)
-    arguments = {
+    arguments: dict[str, Any] = {
         "mask_function": mask_function,
         "q_length": q_length,
         "kv_length": kv_length,

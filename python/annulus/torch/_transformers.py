@@ -12,7 +12,7 @@ import warnings
 from typing import Any
 
 from .._errors import unsupported
-from ._layer_mask import LayerMask, mask_options
+from ._layer_mask import LayerMask, is_sharded, mask_options, with_sinks
 from ._mask_pattern import mask_pattern
 from ._parallel import dropout_options, sharded_or_not
 
@@ -142,6 +142,7 @@ def attention_forward(
     position_ids: Any = None,
     position_bias: Any = None,
     indices: Any = None,
+    sinks: Any = None,
     **others: Any,
 ) -> tuple[Any, None]:
     """Computes the attention of a layer; an attention interface of transformers.
@@ -170,6 +171,8 @@ def attention_forward(
         position_bias: Floats that are added to the scores, of a shape as attention_mask.
         indices: ``[batch, q_len, n]`` keys that each query is limited to, beside its mask; negative
             ones are none.
+        sinks: ``[batch, q_heads, q_len, 1]``, one sink for each query; beside a mask of pairs, and
+            not over ranks.
         others: Refused, unless None, False, or without effect on attention, as those that the
             model's own ``eager`` attention ignores.
 
@@ -182,6 +185,8 @@ def attention_forward(
         for name, given in others.items():
             if given is not None and given is not False and _concerns_attention(module, name):
                 raise unsupported(name, "this attention has no such argument")
+        if sinks is not None and is_sharded():
+            raise unsupported("sinks", "sinks of each query, over ranks")
 
     layer = LayerMask(
         module,
@@ -194,9 +199,11 @@ def attention_forward(
         position_bias,
         indices,
     )
+    if sinks is not None and not is_sharded():
+        layer, value = with_sinks(layer, value, sinks)
     out = sharded_or_not(
         query.transpose(1, 2),
-        key.transpose(1, 2),
+        layer.key.transpose(1, 2),
         value.transpose(1, 2),
         softmax_scale=scaling,
         logits_soft_cap=softcap,
