@@ -110,15 +110,18 @@ TWEAKS: dict[str, dict[str, Any]] = {
 IDS = re.compile(r"(token_id|token_index|_idx|token_ids)$")
 
 
-def names() -> list[tuple[str, str]]:
-    """Returns model types with a class of each: one with a head that generates if there is one."""
-    found: dict[str, str] = {}
+def names() -> list[str]:
+    """Returns classes of every model type: one with a head that generates if there is one, and
+    those of an encoder and a decoder.
+    """
+    of_kinds: dict[str, str] = {}
     for mapping in HEADS:
         for kind, name in getattr(auto, mapping).items():
             name = name[0] if isinstance(name, (list, tuple)) else name
-            if name not in found.values():
-                found.setdefault(kind, name)
-    return sorted(found.items())
+            if name not in of_kinds.values():
+                of_kinds.setdefault(kind, name)
+    pairs = [*getattr(auto, HEADS[1]).values(), *getattr(auto, HEADS[3]).values()]
+    return sorted({*of_kinds.values(), *(name for name in pairs if isinstance(name, str))})
 
 
 def decoder_only() -> set[str]:

@@ -220,7 +220,7 @@ class Sweep:
             self.case("packed", lambda: run(model, {**given, "position_ids": packed}))
         if getattr(model, "can_generate", lambda: False)() and texts:
             self.case("generate", lambda: self.generated(given, left=False))
-            if "decoder_input_ids" not in given and set(given) == {"input_ids"}:
+            if set(given) <= {"input_ids", "decoder_input_ids"}:
                 self.case("generate, padded", lambda: self.generated(given, left=True))
                 self.case("static cache", lambda: self.generated(given, static=True))
         kinds = {text.partition(":")[0] for text in self.rows.values()}
@@ -437,7 +437,7 @@ def main() -> None:
         return
     from tiny_transformers import names
 
-    classes = given.classes or sorted({name for _, name in names()})
+    classes = given.classes or names()
     index, count = map(int, given.part.split("/"))
     classes = classes[index::count]
     known: dict[str, Any] = {}

@@ -225,8 +225,6 @@ class LayerMask:
 
         Without segment ids, positions other than those of the rank's rows are refused.
         """
-        if pattern.q_offset != 0 or self.query.shape[2] != self.key.shape[2]:
-            raise unsupported("past_key_values", "a cache of keys inside context_parallel")
         given = pattern.positions if self.position_ids is None else self.position_ids
         if sharding.segment_ids is not None:
             return given
@@ -286,6 +284,12 @@ def _agreed_options(layer: LayerMask, check: Any, sharding: Sharding) -> dict[st
     def work() -> tuple[Any, bool]:
         check()
         pattern = layer.pattern()
+        if pattern is not None and pattern.q_offset != 0:
+            raise unsupported("past_key_values", "a cache of keys inside context_parallel")
+        rows = len(sharding.shard.q_rows)
+        for name, tensor in (("query", layer.query), ("key", layer.key)):
+            if tensor.shape[2] != rows:
+                raise invalid(name, f"{tensor.shape[2]} rows", f"{rows}, those of the shard")
         first = None
         if pattern is not None and pattern.chunk is not None and sharding.segment_ids is None:
             first = _first_tokens(pattern, layer.query.shape[0], sharding)
