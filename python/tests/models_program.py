@@ -341,8 +341,8 @@ def transformers_refusals() -> None:
     """What cannot be sharded is refused, by all ranks if one has to."""
     import transformers
     from test_torch_models import tiny
-    from transformers import masking_utils, models  # noqa: F401
 
+    annulus.torch.register()
     words = torch.randint(5, WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     own = shard("zigzag")
     positions = torch.from_numpy(own.q_positions)[None]
