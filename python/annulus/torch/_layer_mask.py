@@ -19,13 +19,13 @@ import torch.nn.functional as F
 
 from .._errors import invalid, unsupported
 from .._plan import gathered
-from ._mask_pattern import MaskPattern
+from ._mask_pattern import MaskPattern, is_sharded
 from ._parallel import Sharding, active
 
 
 @dataclass(frozen=True)
 class LayerMask:
-    """What a call of an attention interface says of visible pairs, and of a bias."""
+    """Mask and bias of one call of an attention interface."""
 
     module: Any
     query: Any
@@ -308,12 +308,6 @@ def _agreed_options(layer: LayerMask, check: Any, sharding: Sharding) -> dict[st
         positions = torch.from_numpy(sharding.shard.q_positions)[None]
         options |= layer.explicit(positions, positions, left_padding)
     return options
-
-
-def is_sharded() -> bool:
-    """Returns True inside ``context_parallel`` on several ranks."""
-    sharding = active()
-    return sharding is not None and sharding.shard.ranks > 1
 
 
 def _first_tokens(pattern: MaskPattern, batch: int, sharding: Sharding) -> Any:

@@ -9,11 +9,14 @@ Source: transformers 5, ``masking_utils.py`` (the parts, and the arguments of a 
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
@@ -72,14 +75,14 @@ class MaskPattern:
         """The mask as bools ``[batch, 1, q_len, kv_len]``, true where visible."""
         if self.arguments is None:
             raise unsupported("attention_mask", "elements of a MaskPattern without arguments")
-        sharding = active()
-        if sharding is not None and sharding.shard.ranks > 1:
+        if is_sharded():
             why = "the model reads elements of its mask, which has the rows of all ranks"
             raise unsupported("attention_mask", why)
         return _tensor(self.arguments)
 
     @property
     def shape(self) -> Any:
+        """Shape of ``tensor``."""
         if self.arguments is None:
             raise AttributeError("shape")
         batch = self.arguments.get("batch_size", 1)
@@ -87,18 +90,22 @@ class MaskPattern:
 
     @property
     def ndim(self) -> int:
+        """Number of axes of ``tensor``."""
         return 4
 
     @property
     def dtype(self) -> Any:
+        """Type of the elements of ``tensor``."""
         return torch.bool
 
     @property
     def device(self) -> Any:
+        """Device of ``tensor``."""
         return torch.device((self.arguments or {}).get("device", "cpu"))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or self.arguments is None:
+        # all else of a tensor, for models that read their mask
+        if name.startswith("__") or name == "tensor" or self.arguments is None:
             raise AttributeError(name)
         return getattr(self.tensor, name)
 
@@ -119,6 +126,16 @@ class MaskPattern:
             return torch.where(value.tensor, zero, torch.finfo(zero.dtype).min)
 
         return function(*tree_map(read, args), **tree_map(read, kwargs or {}))
+
+
+def is_sharded() -> bool:
+    """Returns True inside ``context_parallel`` if this rank's rows are not the whole sequence, in
+    order.
+    """
+    sharding = active()
+    if sharding is None:
+        return False
+    return not np.array_equal(sharding.shard.q_rows, np.arange(sharding.shard.kv_len))
 
 
 OPERATORS = (
@@ -150,10 +167,13 @@ def mask_pattern(
     kv_offset: int = 0,
     attention_mask: Any = None,
     **others: Any,
-) -> MaskPattern:
+) -> Any:
     """Returns the mask of a layer; a mask interface of transformers.
 
     Arguments that say which tensor a mask interface may leave out have no effect.
+
+    Returns:
+        A ``MaskPattern``; or the tensor of ``eager``, for a model that asks if its mask is one.
     """
     if isinstance(attention_mask, MaskPattern):
         # generate makes masks in advance
@@ -170,6 +190,10 @@ def mask_pattern(
         "batch_size": others.get("batch_size", 1),
         **{name: others[name] for name in ("use_vmap", "device") if name in others},
     }
+    if _asks_for_tensor(type(others.get("config")).__module__):
+        from transformers.masking_utils import eager_mask
+
+        return eager_mask(**arguments, dtype=others["dtype"])
     try:
         found = _conditions(mask_function)
     except Unsupported as error:
@@ -183,6 +207,18 @@ def mask_pattern(
         kv_offset=kv_offset,
         arguments=arguments,
     )
+
+
+@cache
+def _asks_for_tensor(configuration: str) -> bool:
+    """Returns True if a model reads the type of its mask, by the module of its configuration.
+
+    DeepSeek-V4 appends keys, and extends its mask if that is a tensor.
+    """
+    module = sys.modules.get(configuration.replace(".configuration_", ".modeling_"))
+    if module is None or not configuration.startswith("transformers.models."):
+        return False
+    return "isinstance(attention_mask, torch.Tensor)" in inspect.getsource(module)
 
 
 def _tensor(arguments: dict[str, Any]) -> Any:

@@ -12,8 +12,8 @@ import warnings
 from typing import Any
 
 from .._errors import unsupported
-from ._layer_mask import LayerMask, is_sharded, mask_options, with_sinks
-from ._mask_pattern import mask_pattern
+from ._layer_mask import LayerMask, mask_options, with_sinks
+from ._mask_pattern import is_sharded, mask_pattern
 from ._parallel import dropout_options, sharded_or_not
 
 WITHOUT_EFFECT = frozenset(
