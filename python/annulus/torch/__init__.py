@@ -5,8 +5,9 @@ under ``torch.compile``, and models whose attention is sharded by the sequence.
 """
 
 from ._calls import attend, clear_plans, flash_attention, ring_attention
+from ._mask_pattern import MaskPattern, mask_pattern
 from ._parallel import context_parallel, scaled_dot_product_attention
-from ._transformers import MaskPattern, attention_forward, mask_pattern, register
+from ._transformers import attention_forward, register
 
 __all__ = [
     "MaskPattern",

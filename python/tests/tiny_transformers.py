@@ -1,0 +1,409 @@
+"""Tiny models of transformers, from the default values of their configurations, and their inputs.
+
+A configuration is made anew with smaller values, by the names of its fields. Where a class refuses
+the result, the next attempt keeps more of the defaults.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedConfig
+from transformers.models.auto import modeling_auto as auto
+
+HEADS = (
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+    "MODEL_MAPPING_NAMES",
+)
+WORDS = 99
+LENGTH = 12
+
+# (pattern of a field's name, value); the first match counts
+SIZES: tuple[tuple[str, int], ...] = (
+    (r"vocab_size|^n_vocab|num_embeddings$", WORDS),
+    (r"(max_position|max_seq|max_source|max_target|n_positions|n_ctx|context_length)", 128),
+    (
+        r"^(num_)?(key_value|kv)_heads$|num_key_value_heads|num_kv_heads|n_kv_heads|multi_query_group",
+        2,
+    ),
+    (r"^n_head$|^n_heads$|attention_heads$|num_heads$|^num_head$|heads$", 4),
+    (r"num_experts_per_tok|moe_topk|top_k$|num_experts_per_token|moe_k$|num_selected", 2),
+    (r"^n_group$|^topk_group$|num_expert_group", 1),
+    (r"num_shared_experts|n_shared_experts", 1),
+    (r"experts$", 4),
+    (r"(num_)?nextn_predict_layers|mtp", 0),
+    (r"(num_.*layers$|^n_layers?$|_layers$|^depth$|num_.*blocks$|^layers$)", 2),
+    (r"sliding_window$|attention_window|window_size$|local_attention$", 4),
+    (r"attention_chunk_size", 5),
+    (r"qk_head_dim", 16),
+    (r"index_kpool", 2),
+    (r"qk_rope_head_dim|qk_nope_head_dim", 8),
+    (r"v_head_dim|head_dim$|head_size$|d_kv|attention_head_dim|kv_channels|head_width", 8),
+    (r"q_lora_rank|kv_lora_rank|lora_rank|o_lora_rank|lora_dim", 16),
+    (r"rotary_dim", 4),
+    (r"index_n_heads", 4),
+    (r"index_topk", 4),
+    (r"(intermediate|ffn|mlp_dim|d_ff|feed_?forward|d_inner|n_inner|mlp_hidden|ffw)", 48),
+    (r"image_size|img_size|crop_size", 32),
+    (r"^patch_size$", 8),
+    (
+        r"(hidden_size|^d_model$|n_embd|^dim$|embed_dim|hidden_dim|embedding_size|embedding_dim|^width$"
+        r"|projection_dim|out_hidden_size|d_embed|projector_dim|proj_dim|encoder_dim|decoder_dim)",
+        32,
+    ),
+)
+MODEST: tuple[tuple[str, ...], ...] = (
+    ("vocab_size", "layers$|^n_layers?$|^depth$", "experts$", "max_position"),
+    ("vocab_size", "experts$"),
+)
+"""Fields that a higher level makes small as well."""
+MISSING = {
+    "num_experts_per_tok": 2,
+    "prediction_length": 4,
+    "vocab_size": WORDS,
+    "head_dim": 8,
+    "attn_layer_indices": [1],
+}
+"""Values of fields that have no default."""
+TWEAKS: dict[str, dict[str, Any]] = {
+    "DbrxConfig": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "DoryConfig": {"n_input_layers": 1, "n_recurrent_layers": 0, "n_output_layers": 1},
+    "Dots1Config": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "NemotronConfig": {"num_key_value_heads": 2},
+    "Florence2VisionConfig": {
+        "embed_dim": [8, 16, 32, 32],
+        "depths": [1, 1, 1, 1],
+        "num_heads": [2, 2, 2, 2],
+        "num_groups": [2, 2, 2, 2],
+    },
+    "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
+    "Gemma3nTextConfig": {
+        "num_kv_shared_layers": 0,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": WORDS,
+        "activation_sparsity_pattern": [0.0, 0.0],
+    },
+    "Lfm2MoeConfig": {"layer_types": ["full_attention", "conv"]},
+}
+"""Small values of fields that agree with others, or have no default."""
+IDS = re.compile(r"(token_id|token_index|_idx|token_ids)$")
+
+
+def names() -> list[str]:
+    """Returns classes of every model type: one with a head that generates if there is one, and
+    those of an encoder and a decoder.
+    """
+    of_kinds: dict[str, str] = {}
+    for mapping in HEADS:
+        for kind, name in getattr(auto, mapping).items():
+            name = name[0] if isinstance(name, (list, tuple)) else name
+            if name not in of_kinds.values():
+                of_kinds.setdefault(kind, name)
+    pairs = [*getattr(auto, HEADS[1]).values(), *getattr(auto, HEADS[3]).values()]
+    return sorted({*of_kinds.values(), *(name for name in pairs if isinstance(name, str))})
+
+
+def decoder_only() -> set[str]:
+    """Returns the classes of causal language models."""
+    return set(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+
+
+def _smaller(name: str, value: Any, level: int) -> Any:
+    """Returns a smaller value of a field, or None."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        if name == "pad_token_id":
+            return 0
+        if IDS.search(name):
+            return None if value < WORDS - 20 else WORDS - 20 + value % 19
+        for pattern, small in SIZES:
+            if re.search(pattern, name):
+                kept = level > 0 and not any(re.search(most, name) for most in MODEST[level - 1])
+                if kept:
+                    return None if value <= 1024 or level > 1 else 256
+                return min(value, small)
+        return None
+    if isinstance(value, float) and re.search(
+        "dropout|drop_path|drop_rate|layerdrop|_p?drop$", name
+    ):
+        return 0.0
+    if value is None and level < 2:
+        return MISSING.get(name)
+    return None
+
+
+def tiny_config(
+    cls: type[PreTrainedConfig], level: int = 0, sections: Any = None, default: Any = None
+) -> Any:
+    """Returns a small configuration. A higher level keeps more of the default's values.
+
+    ``sections`` are those of rotary embeddings that have axes of images.
+    """
+    default = cls() if default is None else default
+    fields = {field.name for field in dataclasses.fields(cls)}
+    known = dict(vars(default))
+    old_layers = {
+        value
+        for name, value in known.items()
+        if isinstance(value, int) and re.search("layers$|^n_layer|^depth$|blocks$", name)
+    }
+    given: dict[str, Any] = {}
+    for name, value in known.items():
+        if name not in fields or name.startswith("_"):
+            continue
+        if isinstance(value, PreTrainedConfig):
+            if type(value).__name__.startswith("Timm"):
+                given[name] = backbone()
+                if "use_timm_backbone" in known:
+                    given["use_timm_backbone"] = False
+            else:
+                given[name] = tiny_config(type(value), level, sections, value)
+            continue
+        small = _smaller(name, value, level)
+        if "key_value_heads" in name and value == known.get("num_attention_heads"):
+            small = 4 if level == 0 else None
+        if small is not None:
+            given[name] = small
+        elif (
+            level < 2
+            and isinstance(value, (list, tuple))
+            and len(value) in old_layers
+            and len(value) > 2
+        ):
+            given[name] = _some_layers(list(value))
+    rope = known.get("rope_parameters")
+    if sections is not None and isinstance(rope, dict) and "vocab_size" in known:
+        given["rope_parameters"] = {**rope, "mrope_section": sections}
+    if level < 2:
+        given |= TWEAKS.get(cls.__name__, {})
+    return cls(**given)
+
+
+def backbone() -> Any:
+    """Returns a small convolutional backbone, in place of one of timm."""
+    return transformers.ResNetConfig(
+        embedding_size=8,
+        hidden_sizes=[8, 16, 32, 32],
+        depths=[1, 1, 1, 1],
+        layer_type="basic",
+        out_features=["stage2", "stage3", "stage4"],
+    )
+
+
+def _some_layers(values: list[Any]) -> list[Any]:
+    """Returns two layers, of two kinds if there are two."""
+    other = next((value for value in values if value != values[0]), values[1])
+    return [values[0], other]
+
+
+def build(name: str) -> tuple[Any, dict[str, Any]]:
+    """Returns a model in evaluation mode, and inputs that it accepts.
+
+    Its weights are such that attention is far from uniform.
+    """
+    cls = getattr(transformers, name)
+    config_class = cls.config_class
+    failures: list[str] = []
+    for level, sections in ((0, None), (0, [2, 1, 1]), (0, [1, 1, 0]), (1, None), (2, None)):
+        if sections is not None and not re.search("split|mrope", "".join(failures)):
+            continue
+        try:
+            torch.manual_seed(0)
+            config = tiny_config(config_class, level, sections)
+            if hasattr(config, "use_cache"):
+                config.use_cache = False
+            count = parameters_of(cls, config)
+            if count > 20_000_000:
+                failures.append(f"{count} parameters")
+                continue
+            model = cls._from_config(config, attn_implementation="eager")
+        except Exception as error:
+            failures.append(f"{type(error).__name__}: {error}")
+            continue
+        spread(model)
+        model = model.float().eval()
+        for given in inputs(model):
+            try:
+                with torch.no_grad():
+                    model(**given)
+                return model, given
+            except Exception as error:
+                failures.append(f"{list(given)}: {type(error).__name__}: {error}")
+    raise RuntimeError(
+        " | ".join(str(text).replace("\n", " ")[:260] for text in dict.fromkeys(failures))
+    )
+
+
+def parameters_of(cls: Any, config: Any) -> int:
+    """Returns the number of parameters of a model, or 0 if that is not known without memory."""
+    try:
+        with torch.device("meta"):
+            model = cls._from_config(copy.deepcopy(config), attn_implementation="eager")
+    except Exception:
+        return 0
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def spread(model: Any) -> None:
+    """Gives weights a spread by which scores of attention differ."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not parameter.is_floating_point():
+                continue
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim > 1:
+                fan_in = math.prod(parameter.shape[1:])
+                scale = 1.0 if "embed" in name.lower() else 1.5 / math.sqrt(max(fan_in, 1))
+                parameter.copy_(noise * min(scale, 1.0))
+            else:
+                parameter.add_(noise * 0.1)
+
+
+def extras(config: Any, generator: Any) -> dict[str, Any]:
+    """Returns inputs that few models require."""
+    width = getattr(config, "hidden_size", 32)
+    return {
+        "query_embeds": torch.randn(2, 8, width, generator=generator),
+        "qformer_input_ids": torch.randint(5, 50, (2, 6), generator=generator),
+        "latents": torch.randn(2, LENGTH, width, generator=generator),
+        "num_frames": 4,
+        "input_features_mask": torch.ones(2, 64, dtype=torch.long),
+        "timestep": torch.tensor([3, 5]),
+        "encoder_hidden_states": torch.randn(2, LENGTH, width, generator=generator),
+    }
+
+
+def patch_widths(config: Any) -> list[int]:
+    """Returns numbers of values of a patch, as models of images of any size may take them."""
+    channels = getattr(config, "in_channels", None) or getattr(config, "num_channels", 3) or 3
+    patch = getattr(config, "patch_size", 8)
+    times = getattr(config, "temporal_patch_size", 1)
+    return [channels * patch * patch * times, channels * patch * patch, config.hidden_size]
+
+
+def inputs(model: Any) -> Iterator[dict[str, Any]]:
+    """Yields inputs that a model may accept, the simplest first."""
+    parameters = inspect.signature(model.forward).parameters
+    generator = torch.Generator().manual_seed(2)
+    config = model.config
+    text = config.get_text_config()
+    words = min(getattr(text, "vocab_size", WORDS) or WORDS, WORDS - 20)
+
+    def ids(length: int = LENGTH) -> Any:
+        return torch.randint(5, max(words, 6), (2, length), generator=generator)
+
+    def image() -> Any:
+        vision = getattr(config, "vision_config", config)
+        size = getattr(vision, "image_size", None) or 32
+        size = size if isinstance(size, (list, tuple)) else (size, size)
+        channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", 3) or 3
+        channels = channels if isinstance(channels, int) else 3
+        return torch.randn(2, channels, *size, generator=generator)
+
+    def sound(length: int) -> Any:
+        audio = getattr(config, "audio_config", None) or getattr(config, "encoder_config", config)
+        bins = next(
+            (
+                getattr(audio, name)
+                for name in ("num_mel_bins", "feature_size", "input_dim", "input_feat_per_channel")
+                if getattr(audio, name, None)
+            ),
+            80,
+        )
+        return bins, length
+
+    base: dict[str, Any] = {}
+    if "input_ids" in parameters:
+        base["input_ids"] = ids()
+    if "decoder_input_ids" in parameters:
+        base["decoder_input_ids"] = ids(LENGTH - 3)
+    required = {
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind is not parameter.VAR_KEYWORD
+        and name not in base
+    }
+    extra = {name: given for name, given in extras(config, generator).items() if name in required}
+    if extra:
+        base |= extra
+    if required <= base.keys():
+        yield dict(base)
+    grids = [name for name in ("grid_thw", "image_grid_thw") if name in required]
+    if grids:
+        for width in patch_widths(config):
+            patches = torch.randn(32, width, generator=generator)
+            grid = {grids[0]: torch.tensor([[1, 4, 4], [1, 4, 4]])}
+            yield {
+                ("hidden_states" if "hidden_states" in parameters else "pixel_values"): patches,
+                **grid,
+            }
+        return
+    if "bbox" in parameters:
+        yield {**base, "bbox": torch.zeros(2, LENGTH, 4, dtype=torch.long)}
+    if "pixel_values" in parameters:
+        yield {**base, "pixel_values": image()}
+        yield {"pixel_values": image()}
+        yield {**base, "pixel_values": image()[:, None].expand(-1, 4, -1, -1, -1)}
+        if "decoder_input_ids" in base:
+            yield {"pixel_values": image(), "decoder_input_ids": base["decoder_input_ids"]}
+        if "pixel_mask" in parameters or True:
+            yield {"pixel_values": torch.randn(2, 3, 64, 64, generator=generator)}
+            yield {**base, "pixel_values": torch.randn(2, 3, 224, 224, generator=generator)}
+            yield {"pixel_values": torch.randn(2, 3, 224, 224, generator=generator)}
+    if "pixel_values_videos" in parameters:
+        yield {"pixel_values_videos": image()[:, None].expand(-1, 4, -1, -1, -1)}
+    decoder = {name: given for name, given in base.items() if name.startswith("decoder")}
+    if "input_features" in parameters:
+        bins, _ = sound(0)
+        frames = 2 * (getattr(config, "max_source_positions", 16) or 16)
+        for length in (frames, 3000, 64, 16):
+            yield {
+                **decoder,
+                "input_features": torch.randn(2, bins, length, generator=generator),
+            }
+            yield {
+                **decoder,
+                "input_features": torch.randn(2, length, bins, generator=generator),
+            }
+            yield {**base, "input_features": torch.randn(2, bins, length, generator=generator)}
+    if "input_values" in parameters:
+        for shape in ((2, 4000), (2, 1, 4000), (2, 1024, 128), (2, 64, 80)):
+            yield {**decoder, "input_values": torch.randn(*shape, generator=generator)}
+            yield {**base, "input_values": torch.randn(*shape, generator=generator)}
+    if "inputs_embeds" in parameters:
+        width = getattr(text, "hidden_size", 32)
+        yield {"inputs_embeds": torch.randn(2, LENGTH, width, generator=generator)}
+    if "hidden_states" in parameters:
+        width = getattr(config, "hidden_size", 32)
+        yield {"hidden_states": torch.randn(2, LENGTH, width, generator=generator)}
+    if "past_values" in parameters:
+        length = getattr(config, "context_length", 24)
+        yield {"past_values": torch.randn(2, length, generator=generator)}
+        channels = getattr(config, "num_input_channels", 1)
+        yield {"past_values": torch.randn(2, length, channels, generator=generator)}
+    if "input_points" in parameters:
+        yield {"pixel_values": image(), "input_points": torch.rand(2, 1, 1, 2) * 20}
