@@ -245,7 +245,6 @@ impl Cache {
         q: ArrayView4<'_, T>,
         softmax_aux: Option<ArrayView2<'_, T::Accumulator>>,
     ) -> Result<Forward<T>> {
-        self.check_process()?;
         let forward = zero_results(self.spec(), q.dim().1);
         let mut forward = forward.map_err(|error| self.cache.refuse(error))?;
         let report =

@@ -133,7 +133,8 @@ fn table() -> MutexGuard<'static, Live> {
     LIVE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Holds the table while a process forks, so that the child finds it whole and unlocked.
+/// Holds the table while a process forks, so that the child finds it whole and unlocked; and finds
+/// out if the parent has an MPI that the child must not call.
 #[cfg(unix)]
 mod fork {
     use std::{cell::UnsafeCell, ffi::c_int, sync::MutexGuard};
@@ -155,6 +156,11 @@ mod fork {
     }
 
     extern "C" fn before() {
+        // it records the process of an MPI that is alive; one that is not linked is not loaded here
+        #[cfg(feature = "mpi")]
+        if annulus::comm::mpi::IS_LINKED {
+            annulus::comm::mpi::is_alive();
+        }
         let guard = table();
         // SAFETY: as of `Held`
         unsafe { *HELD.0.get() = Some(guard) };

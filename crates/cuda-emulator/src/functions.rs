@@ -2,8 +2,11 @@
 
 use std::{
     ffi::{c_char, c_int, c_uchar, c_uint, c_void},
-    ptr,
-    sync::{Arc, Mutex, atomic::Ordering},
+    process, ptr,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU32, Ordering},
+    },
 };
 
 use annulus_device_cuda::cudarc::driver::sys::{
@@ -69,8 +72,18 @@ pub fn hopper_symbols() -> Symbols {
     Symbols { device_attribute: hopper_attribute, ..symbols() }
 }
 
+/// Refuses calls in a forked child of the process that called first, as the driver does.
+fn check_process() -> CUresult {
+    static HOME: AtomicU32 = AtomicU32::new(0);
+    let own = process::id();
+    match HOME.compare_exchange(0, own, Ordering::AcqRel, Ordering::Acquire) {
+        Err(home) if home != own => CUresult::CUDA_ERROR_NOT_INITIALIZED,
+        _ => CUresult::CUDA_SUCCESS,
+    }
+}
+
 unsafe extern "C" fn init(_: c_uint) -> CUresult {
-    CUresult::CUDA_SUCCESS
+    check_process()
 }
 
 unsafe extern "C" fn device_count(count: *mut c_int) -> CUresult {
@@ -150,7 +163,7 @@ unsafe extern "C" fn context_release(_: CUdevice) -> CUresult {
 unsafe extern "C" fn context_set(context: CUcontext) -> CUresult {
     // SAFETY: null, or from `context_retain` and never freed.
     CURRENT.set(unsafe { context.cast::<Context>().as_ref() });
-    CUresult::CUDA_SUCCESS
+    check_process()
 }
 
 unsafe extern "C" fn context_current(context: *mut CUcontext) -> CUresult {

@@ -39,17 +39,14 @@ const ALLOCATION_DRAIN: Duration = Duration::from_secs(30);
 pub(crate) struct Driver {
     pub(crate) symbols: Symbols,
     pub(crate) context: CUcontext,
-    /// Process of the context. In a forked child, which cannot use it, nothing calls the driver and
-    /// nothing is freed.
+    /// Process of the context. In a forked child the driver refuses to make it current, so no call
+    /// reaches it, and nothing is freed.
     pub(crate) process: Process,
 }
 
 impl Driver {
     /// Calls the driver with the context current.
     pub(crate) fn call_unchecked(&self, call: impl FnOnce(&Symbols) -> CUresult) -> CUresult {
-        if !self.process.is_current() {
-            return CUresult::CUDA_ERROR_NOT_INITIALIZED;
-        }
         // SAFETY: the context is alive as long as the devices that have this.
         match unsafe { (self.symbols.context_set)(self.context) } {
             CUresult::CUDA_SUCCESS => call(&self.symbols),

@@ -2,12 +2,16 @@
  * endpoint FILE: two plans and a cache over one endpoint of a communicator of half the ranks of the
  * job. They duplicate no further communicator, have the bits of plans of their own, run on threads
  * of their own at a time where MPI allows it, and are destroyed in another order on each rank. Rank
- * 0 of the first half writes the results of the second plan to FILE.
+ * 0 of the first half writes the results of the second plan to FILE. A forked child of each rank
+ * cannot use MPI, before and after the library has, and leaves the parent's plans as they are.
  */
 #ifndef ANNULUS_WITH_MPI
 #error "pkg-config annulus-mpi and annulus::mpi define ANNULUS_WITH_MPI"
 #endif
+#define _DEFAULT_SOURCE
 #include <mpi.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "case.h"
 #include "decode.h"
@@ -28,6 +32,33 @@ static void part_of(annulus_plan *plan, part *p) {
   make_part(p);
 }
 
+/* Handles of the parent, NULL before it has made them. */
+static void refuse_in_child(annulus_attention *attention, annulus_endpoint *endpoint,
+                            annulus_plan *plan) {
+  const char *want = "MPI is not supported by a forked process";
+  pid_t child = fork();
+  CHECK(child >= 0);
+  if (child == 0) {
+    alarm(15);
+    annulus_endpoint *none = NULL;
+    annulus_plan *made = NULL;
+    CHECK(annulus_endpoint_create_mpi(attention, MPI_COMM_WORLD, &none) == ANNULUS_UNSUPPORTED);
+    CHECK(strncmp(annulus_last_error(), want, strlen(want)) == 0);
+    CHECK(annulus_plan_create_mpi(attention, MPI_COMM_WORLD, &made) == ANNULUS_UNSUPPORTED);
+    if (plan != NULL) {
+      CHECK(annulus_plan_create_endpoint(attention, endpoint, &made) == ANNULUS_UNSUPPORTED);
+      CHECK(annulus_plan_update(plan, NULL) == ANNULUS_INVALID_ARGUMENT);
+      CHECK(strncmp(annulus_last_error(), "plan: got one of process ", 25) == 0);
+      OK(annulus_plan_destroy(plan));
+      OK(annulus_endpoint_destroy(endpoint));
+    }
+    OK(annulus_plan_create_threads(attention, 2, &made));
+    _exit(0);
+  }
+  int status = -1;
+  CHECK(waitpid(child, &status, 0) == child && status == 0);
+}
+
 int main(int count, char **arguments) {
   CHECK(count == 2);
   annulus_attention *attention = case_attention(), *of_cache = NULL;
@@ -40,6 +71,9 @@ int main(int count, char **arguments) {
   int level, world_rank, rank, ranks;
   CHECK(MPI_Init_thread(NULL, NULL, MPI_THREAD_MULTIPLE, &level) == MPI_SUCCESS);
   MPI_Comm_rank(MPI_COMM_WORLD, &world_rank);
+#ifndef ANNULUS_MPI_ABI
+  refuse_in_child(attention, NULL, NULL);
+#endif
   MPI_Comm half;
   MPI_Comm_split(MPI_COMM_WORLD, world_rank % 2, world_rank, &half);
   MPI_Comm_rank(half, &rank);
@@ -77,6 +111,7 @@ int main(int count, char **arguments) {
   CHECK(annulus_plan_create_endpoint(attention, endpoint, NULL) == ANNULUS_INVALID_ARGUMENT);
   CHECK(annulus_endpoint_destroy(NULL) == ANNULUS_INVALID_ARGUMENT);
 
+  refuse_in_child(attention, endpoint, plans[0]);
   /* plans outlive the handle */
   OK(annulus_endpoint_destroy(endpoint));
   CHECK(annulus_endpoint_destroy(endpoint) == ANNULUS_INVALID_ARGUMENT);
