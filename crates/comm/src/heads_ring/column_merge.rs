@@ -179,12 +179,14 @@ impl ColumnMerge {
         }
         let StatisticViews { mut lse, max, sum, ties } = statistics;
         lse.write_each(lines.iter().map(MergedSoftmax::lse));
-        let numbers: [(_, fn(&MergedSoftmax) -> f64); 3] =
-            [(max, |of| of.max), (sum, |of| of.sum), (ties, |of| of.ties)];
-        for (view, number) in numbers {
-            if let Some(mut view) = view {
-                view.write_each(lines.iter().map(number));
-            }
+        if let Some(mut max) = max {
+            max.write_each(lines.iter().map(|of| of.max));
+        }
+        if let Some(mut sum) = sum {
+            sum.write_each(lines.iter().map(|of| of.sum));
+        }
+        if let Some(mut ties) = ties {
+            ties.write_each(lines.iter().map(|of| of.ties));
         }
         out.write(acc);
     }
