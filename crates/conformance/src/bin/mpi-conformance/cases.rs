@@ -209,13 +209,8 @@ fn arrays_mut(answer: &mut Answer) -> Vec<ArrayViewMutD<'_, f64>> {
         .chain(dbias)
         .map(|array| array.view_mut().into_dyn())
         .collect();
-    all.extend(
-        std::iter::once(lse)
-            .chain(max)
-            .chain(sum)
-            .chain(ties)
-            .map(|array| array.view_mut().into_dyn()),
-    );
+    let statistics = [lse, max, sum].into_iter().chain(ties);
+    all.extend(statistics.map(|array| array.view_mut().into_dyn()));
     all.extend(dsinks.iter_mut().map(|array| array.view_mut().into_dyn()));
     all
 }

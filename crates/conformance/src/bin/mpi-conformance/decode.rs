@@ -36,8 +36,8 @@ pub(crate) fn tokens_on<T: Element>(
     let verdict = run::<T>(settings, backend).map_err(|error| format!("the KV cache: {error}"));
     let verdict = verdict.and_then(|(worst, bytes)| {
         ensure(worst < most, || format!("the KV cache differs from the oracle by {worst}"))?;
-        // out and lse of four heads to each of the others
-        let row_bytes = 6 * T::DTYPE.bytes() + T::DTYPE.accumulator().bytes();
+        // out, maximum and sum of four heads to each of the others
+        let row_bytes = 6 * T::DTYPE.bytes() + 2 * T::DTYPE.accumulator().bytes();
         let token = (harness.ranks() as u64 - 1) * 4 * row_bytes as u64;
         ensure(bytes.len() == 10 && bytes.iter().all(|&bytes| bytes == token), || {
             format!("tokens cost {bytes:?} bytes, want {token}")
