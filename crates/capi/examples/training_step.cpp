@@ -17,17 +17,26 @@ int main() try {
 
   std::vector<float> q(batch * len * q_heads * dim, 0.5f), out(q.size()), dq(q.size());
   std::vector<float> k(batch * len * kv_heads * dim, 0.25f), dk(k.size()), dv(k.size());
-  std::vector<float> lse(batch * q_heads * len), dout(q.size(), 1.0f);
+  std::vector<float> lse(batch * q_heads * len), maxima(lse.size()), sums(lse.size());
+  std::vector<float> dout(q.size(), 1.0f);
   const annulus::extents queries(batch, len, q_heads, dim), keys(batch, len, kv_heads, dim);
   const annulus::view<float> q_view(q.data(), queries), k_view(k.data(), keys);
   const annulus::view<float> out_view(out.data(), queries), dout_view(dout.data(), queries);
-  const annulus::view<float> lse_view(lse.data(), {batch, q_heads, len});
+  const annulus::extents statistics(batch, q_heads, len);
+  const annulus::view<float> lse_view(lse.data(), statistics);
   const annulus::view<float> dq_view(dq.data(), queries), dk_view(dk.data(), keys);
   const annulus::view<float> dv_view(dv.data(), keys);
 
-  plan.forward<float>({q_view, k_view, k_view, out_view, lse_view});
-  plan.backward<float>({q_view, k_view, k_view, out_view, lse_view, dout_view, dq_view, dk_view,
-                        dv_view});
+  // the backward pass computes probabilities from the maximum and the sum of each row
+  annulus::forward_tensors<float> forward{q_view, k_view, k_view, out_view, lse_view};
+  forward.max = annulus::view<float>(maxima.data(), statistics);
+  forward.sum = annulus::view<float>(sums.data(), statistics);
+  plan.forward(forward);
+  annulus::backward_tensors<float> backward{q_view,    k_view,  k_view,  out_view, lse_view,
+                                            dout_view, dq_view, dk_view, dv_view};
+  backward.max = annulus::view<const float>(maxima.data(), statistics);
+  backward.sum = annulus::view<const float>(sums.data(), statistics);
+  plan.backward(backward);
   std::cout << "out " << out[0] << ", lse " << lse.back() << ", dv " << dv[0] << "\n";
 } catch (const annulus::error &error) {
   std::cerr << error.what() << "\n";

@@ -236,9 +236,11 @@ fn by_c<T: Element>(case: &Case, data: &Data<T>) -> Answer {
         ("dq", bits(&dq)),
         ("dk", bits(&dk)),
         ("dv", bits(&dv)),
+        ("max", bits(&max)),
+        ("sum", bits(&sum)),
     ];
     if unnormalized {
-        answer.extend([("max", bits(&max)), ("sum", bits(&sum)), ("ties", bits(&ties))]);
+        answer.push(("ties", bits(&ties)));
     }
     answer.extend(dbias.iter().map(|dbias| ("dbias", bits(dbias))));
     answer.extend(dsinks.iter().map(|dsinks| ("dsinks", bits(dsinks))));

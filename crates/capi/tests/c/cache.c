@@ -108,8 +108,8 @@ int main(int count, char **arguments) {
   CHECK(number == LEN);
   uint64_t bytes = 1;
   OK(annulus_cache_predicted_bytes(cache, 3, &bytes));
-  /* every rank sends out and lse of each query to every other rank */
-  CHECK(bytes == (uint64_t)(ranks * (ranks - 1) * BATCH * 3 * Q_HEADS * (VALUE_DIM + 1) * 4));
+  /* every rank sends out, maximum and sum of each query to every other rank */
+  CHECK(bytes == (uint64_t)(ranks * (ranks - 1) * BATCH * 3 * Q_HEADS * (VALUE_DIM + 2) * 4));
   OK(annulus_cache_buffer_bytes(cache, &bytes));
   CHECK(bytes >= (uint64_t)(LEN * BATCH * KV_HEADS * (HEAD_DIM + VALUE_DIM) * 4));
 

@@ -76,7 +76,7 @@ static inline annulus_tensor lse_tensor(float *data, int64_t rows) {
 typedef struct {
   int64_t count;
   int64_t rows[LEN];
-  float *q, *k, *v, *out, *lse, *dout, *dlse, *dq, *dk, *dv;
+  float *q, *k, *v, *out, *lse, *max, *sum, *dout, *dlse, *dq, *dk, *dv;
 } part;
 
 static inline float *numbers(int64_t salt, const part *of, int64_t heads, int64_t dim) {
@@ -110,13 +110,16 @@ static inline void make_part(part *p) {
         p->dlse[(b * Q_HEADS + h) * p->count + i] = value(5, b, p->rows[i], h, 0);
   p->out = room(p, Q_HEADS, VALUE_DIM);
   p->lse = room(p, Q_HEADS, 1);
+  p->max = room(p, Q_HEADS, 1);
+  p->sum = room(p, Q_HEADS, 1);
   p->dq = room(p, Q_HEADS, HEAD_DIM);
   p->dk = room(p, KV_HEADS, HEAD_DIM);
   p->dv = room(p, KV_HEADS, VALUE_DIM);
 }
 
 static inline void free_part(part *p) {
-  float *all[] = {p->q, p->k, p->v, p->out, p->lse, p->dout, p->dlse, p->dq, p->dk, p->dv};
+  float *all[] = {p->q,    p->k,    p->v,  p->out, p->lse, p->max,
+                  p->sum,  p->dout, p->dlse, p->dq, p->dk, p->dv};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
@@ -140,11 +143,13 @@ static inline void run_part_by(annulus_plan *plan, part *p, int starts) {
   annulus_tensor out = rows_tensor(p->out, n, Q_HEADS, VALUE_DIM);
   annulus_tensor dout = rows_tensor(p->dout, n, Q_HEADS, VALUE_DIM);
   annulus_tensor lse = lse_tensor(p->lse, n), dlse = lse_tensor(p->dlse, n);
+  annulus_tensor max = lse_tensor(p->max, n), sum = lse_tensor(p->sum, n);
   annulus_tensor dq = rows_tensor(p->dq, n, Q_HEADS, HEAD_DIM);
   annulus_tensor dk = rows_tensor(p->dk, n, KV_HEADS, HEAD_DIM);
   annulus_tensor dv = rows_tensor(p->dv, n, KV_HEADS, VALUE_DIM);
   annulus_forward_args forward = {
-      .struct_size = sizeof forward, .q = &q, .k = &k, .v = &v, .out = &out, .lse = &lse};
+      .struct_size = sizeof forward, .q = &q, .k = &k, .v = &v, .out = &out, .lse = &lse,
+      .max = &max, .sum = &sum};
   if (starts) {
     OK(annulus_forward_start(plan, &forward));
     end_pass(plan);
@@ -153,7 +158,7 @@ static inline void run_part_by(annulus_plan *plan, part *p, int starts) {
   }
   annulus_backward_args backward = {.struct_size = sizeof backward,
                                     .q = &q, .k = &k, .v = &v, .out = &out, .lse = &lse,
-                                    .dout = &dout, .dlse = &dlse,
+                                    .max = &max, .sum = &sum, .dout = &dout, .dlse = &dlse,
                                     .dq = &dq, .dk = &dk, .dv = &dv};
   if (starts) {
     OK(annulus_backward_start(plan, &backward));

@@ -120,10 +120,11 @@ fn passes_with(
         (input(1, &rows, 2), input(2, &rows, 1), input(3, &rows, 1), input(4, &rows, 2));
     let [out, dq] = [(); 2].map(|()| Array4::<f32>::zeros(q.raw_dim()));
     let [dk, dv] = [(); 2].map(|()| Array4::<f32>::zeros(k.raw_dim()));
-    let lse = Array3::<f32>::zeros((1, 2, rows.len()));
+    let statistics = [(); 3].map(|()| Array3::<f32>::zeros((1, 2, rows.len())));
     let inputs = [&q, &k, &v, &out, &dout].map(tensor);
     let gradients = [&dq, &dk, &dv].map(tensor);
-    let lse_tensor = tensor(&lse);
+    let statistics = statistics.each_ref().map(tensor);
+    let statistics = statistics.each_ref().map(ptr::from_ref);
     // SAFETY: pointers may be null
     let mut forward: annulus_forward_args = unsafe { std::mem::zeroed() };
     forward.struct_size = size_of::<annulus_forward_args>() as u64;
@@ -131,7 +132,7 @@ fn passes_with(
     forward.k = &raw const inputs[1];
     forward.v = &raw const inputs[2];
     forward.out = &raw const inputs[3];
-    forward.lse = &raw const lse_tensor;
+    [forward.lse, forward.max, forward.sum] = statistics;
     let sinks = sinks.map(|sinks| sinks.each_ref().map(tensor));
     forward.softmax_aux = sinks.as_ref().map_or(ptr::null(), |sinks| &raw const sinks[0]);
     // SAFETY: the arrays outlive the calls, and nobody touches them meanwhile
@@ -145,7 +146,7 @@ fn passes_with(
     [backward.q, backward.k, backward.v, backward.out, backward.dout] =
         inputs.each_ref().map(ptr::from_ref);
     [backward.dq, backward.dk, backward.dv] = gradients.each_ref().map(ptr::from_ref);
-    backward.lse = &raw const lse_tensor;
+    [backward.lse, backward.max, backward.sum] = statistics;
     backward.softmax_aux = forward.softmax_aux;
     backward.dsoftmax_aux = sinks.as_ref().map_or(ptr::null(), |sinks| &raw const sinks[1]);
     // SAFETY: as above

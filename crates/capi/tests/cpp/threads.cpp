@@ -95,17 +95,23 @@ int main(int count, char **arguments) {
     for (std::int64_t head = 0; head < q_heads; head++)
       for (std::int64_t row = 0; row < len; row++) dlse.push_back(value(5, b, row, head, 0));
   std::vector<float> out(dout.size()), lse(dlse.size()), dq(q.size()), dk(k.size()), dv(v.size());
+  std::vector<float> maxima(dlse.size()), sums(dlse.size());
   using annulus::view;
   const annulus::extents of_q(batch, len, q_heads, head_dim), of_k(batch, len, kv_heads, head_dim);
   const annulus::extents of_v(batch, len, kv_heads, value_dim);
   const annulus::extents of_out(batch, len, q_heads, value_dim), of_lse(batch, q_heads, len);
   const view<const float> q_view(q.data(), of_q), k_view(k.data(), of_k), v_view(v.data(), of_v);
   const view<float> out_view(out.data(), of_out), lse_view(lse.data(), of_lse);
-  plan.forward<float>({q_view, k_view, v_view, out_view, lse_view});
+  annulus::forward_tensors<float> outputs{q_view, k_view, v_view, out_view, lse_view};
+  outputs.max = view<float>(maxima.data(), of_lse);
+  outputs.sum = view<float>(sums.data(), of_lse);
+  plan.forward(outputs);
   annulus::backward_tensors<float> tensors{
       q_view, k_view, v_view, out_view, lse_view, view<const float>(dout.data(), of_out),
       view<float>(dq.data(), of_q), view<float>(dk.data(), of_k), view<float>(dv.data(), of_v)};
   tensors.dlse = view<const float>(dlse.data(), of_lse);
+  tensors.max = view<const float>(maxima.data(), of_lse);
+  tensors.sum = view<const float>(sums.data(), of_lse);
   plan.backward(tensors);
   const auto first = dq;
   plan.forward_start<float>({q_view, k_view, v_view, out_view, lse_view});

@@ -71,7 +71,7 @@ contains
     real(c_float), intent(inout) :: dq(:, :, :, :), dk(:, :, :, :), dv(:, :, :, :)
     integer(c_int64_t), allocatable :: rows(:), keys(:)
     real(c_float), allocatable :: q(:, :, :, :), k(:, :, :, :), v(:, :, :, :), dout(:, :, :, :)
-    real(c_float), allocatable :: dlse(:, :, :), own_lse(:, :, :)
+    real(c_float), allocatable, dimension(:, :, :) :: dlse, own_lse, own_max, own_sum
     real(c_float), allocatable, dimension(:, :, :, :) :: own_out, own_dq, own_dk, own_dv
     integer :: b, i, head, row
     call ok(annulus_plan_q_rows(plan, rows))
@@ -82,7 +82,8 @@ contains
     k = numbers(2, rows, kv_heads, head_dim)
     v = numbers(3, rows, kv_heads, value_dim)
     dout = numbers(4, rows, q_heads, value_dim)
-    allocate (dlse(size(rows), q_heads, batch), own_lse(size(rows), q_heads, batch))
+    allocate (dlse(size(rows), q_heads, batch))
+    allocate (own_lse, own_max, own_sum, mold=dlse)
     do b = 1, batch
       do head = 1, q_heads
         do i = 1, size(rows)
@@ -94,8 +95,9 @@ contains
     allocate (own_dq, mold=q)
     allocate (own_dk, mold=k)
     allocate (own_dv, mold=v)
-    call ok(annulus_forward(plan, q, k, v, own_out, own_lse))
-    call ok(annulus_backward(plan, q, k, v, own_out, own_lse, dout, own_dq, own_dk, own_dv, dlse))
+    call ok(annulus_forward(plan, q, k, v, own_out, own_lse, max=own_max, sum=own_sum))
+    call ok(annulus_backward(plan, q, k, v, own_out, own_lse, dout, own_dq, own_dk, own_dv, dlse, &
+                             max=own_max, sum=own_sum))
     do i = 1, size(rows)
       row = int(rows(i)) + 1
       out(:, :, row, :) = own_out(:, :, i, :)

@@ -77,7 +77,7 @@ fn the_reproducible_order_has_the_bits_of_attend() {
     run.failed(2, &["page-rows", "256 times a power of two"]);
 }
 
-/// (ranks − 1) · (value dim + lse) · 4 bytes of each rank, with one head.
+/// (ranks − 1) · (value dim + maximum + sum) · 4 bytes of each rank, with one head.
 #[test]
 fn bytes_of_a_token_do_not_depend_on_the_cached_rows() {
     let folder = Folder::new("decode_bytes");
@@ -89,7 +89,7 @@ fn bytes_of_a_token_do_not_depend_on_the_cached_rows() {
         let tokens = &figures["tokens"];
         let number = |field: &str| tokens[field].as_u64().unwrap();
         assert_eq!((number("calls"), number("bytes_sent")), (3, number("bytes_predicted")));
-        let a_token = 8 * 7 * (4 + 1) * 4;
+        let a_token = 8 * 7 * (4 + 2) * 4;
         assert_eq!(number("bytes_per_token_least"), a_token, "{rows} rows");
         assert_eq!(number("bytes_per_token_most"), a_token, "{rows} rows");
         // rows without queries are appended without a message
@@ -105,9 +105,9 @@ fn the_summary_has_the_bytes_of_a_token() {
     let flags =
         "decode --input in.st --output out.st --causal --ranks 2 --prefill 296 --prefill-chunk 100";
     let text = folder.succeed(flags).out;
-    // 2 ranks · batch 2 · 4 heads · (12 + 1) numbers of 4 bytes
+    // 2 ranks · batch 2 · 4 heads · (12 + 2) numbers of 4 bytes
     let lines =
-        ["prefill   296 rows in 3 calls: ", "tokens    4: ", " and 832 B each, 832 B predicted"];
+        ["prefill   296 rows in 3 calls: ", "tokens    4: ", " and 896 B each, 896 B predicted"];
     for line in lines {
         assert!(text.contains(line), "no {line:?} in {text}");
     }

@@ -507,8 +507,8 @@ fn strategies_are_compared_by_bytes() {
     assert_eq!(names, [&heads[..], &grids, &["all-gather"]].concat());
     assert_eq!(strategies[2]["grid"], serde_json::json!([4, 2, 1]));
     assert_eq!(strategies[5]["grid"], serde_json::json!([2, 2, 2]));
-    // to each of 7 ranks 512 rows of 4 heads of q, k, v and out, and lse
-    assert_eq!(strategies[3]["bytes_max_rank"], 7 * 512 * 4 * (4 * 64 * 2 + 4));
+    // to each of 7 ranks 512 rows of 4 heads of q, k, v and out, lse, maximum and sum
+    assert_eq!(strategies[3]["bytes_max_rank"], 7 * 512 * 4 * (4 * 64 * 2 + 3 * 4));
     for (name, chosen) in names.iter().zip(strategies) {
         let planned = plan(&folder, &format!("{flags} --strategy {name}"));
         assert_eq!(planned["strategy"], **name);
@@ -607,11 +607,11 @@ fn the_picture_of_a_grid_has_the_bytes_and_the_exchanges_of_all_ranks() {
         (read("p.svg"), figures)
     };
     // 24 rows of q, k and v in one head of 8 elements of 4 bytes to each of 3 ranks, from 4
-    // ranks; then out and lse
+    // ranks; then out, lse, maximum and sum
     let (svg, figures) = of("all-to-all");
     assert_eq!(figures["passes"][0]["before"], 3 * 4 * 3 * 24 * 32);
     assert_eq!(figures["passes"][0]["rings"], 0);
-    assert_eq!(figures["passes"][0]["after"], 4 * 3 * 24 * (32 + 4));
+    assert_eq!(figures["passes"][0]["after"], 4 * 3 * 24 * (32 + 12));
     for words in ["4 ranks · contiguous layout", "heads are divided among 4 ranks", "27.0 KiB"] {
         assert!(svg.contains(words), "{words}: {svg}");
     }

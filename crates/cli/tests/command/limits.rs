@@ -172,7 +172,7 @@ fn a_problem_larger_than_memory_is_refused_at_once() {
     let folder = Folder::new("limits_vast");
     let bench =
         soon(&folder, "bench --q-len 16 --kv-len 1099511627776 --ds 8 --heads 1 --what fwd");
-    let size = "a problem of this size (--kv-len 1099511627776) needs 70368744178752 bytes";
+    let size = "a problem of this size (--kv-len 1099511627776) needs 70368744178880 bytes";
     bench.failed(1, &["out of memory: ", size]);
 
     // a sparse file of 4 TiB

@@ -220,8 +220,8 @@ fn an_exchange_has_a_message_for_each_member() {
     };
     // 3 messages before the pass and 3 after it
     is_near(of(&machine(link(0.5, 1e30), 1e30)).seconds, agreements(4, 0.5) + 3.0);
-    // 64 rows of one head: q, k and v there, out and lse back
-    let bytes = 3.0 * 64.0 * (3.0 * 64.0 * 4.0 + 65.0 * 4.0);
+    // 64 rows of one head: q, k and v there, out, lse, maximum and sum back
+    let bytes = 3.0 * 64.0 * (3.0 * 64.0 * 4.0 + 67.0 * 4.0);
     is_near(of(&machine(link(1e-30, 1000.0), 1e30)).seconds, bytes / 1000.0);
     is_near(of(&machine(link(1e-30, 1000.0), 1e30)).exposed, bytes / 1000.0);
 }
@@ -236,8 +236,9 @@ fn a_grid_of_queries_and_keys_has_exchanges_around_its_ring() {
     };
     let latencies = agreements(4, 0.5) + 3.0 * 0.5;
     is_near(of(&machine(link(0.5, 1e30), 1e30)).seconds, latencies);
-    // 64 rows: q there, k and v to the other rank of the column, partial out and lse back
-    let bytes = 64.0 * 4.0 * (64.0 + 128.0 + 65.0);
+    // 64 rows: q there, k and v to the other rank of the column, partial out, maximum and
+    // sum back
+    let bytes = 64.0 * 4.0 * (64.0 + 128.0 + 66.0);
     is_near(of(&machine(link(1e-30, 1000.0), 1e30)).seconds, bytes / 1000.0);
     // a rank computes 128 queries × 128 keys
     let flops = 128.0 * 128.0 * 4.0 * 64.0;
@@ -261,8 +262,9 @@ fn ranks_of_a_node_share_its_network() {
     is_near(of(&two_nodes).bytes.between_nodes, 4.0 * block);
     let shared = Machine { node_bandwidth: Some(1500.0), ..two_nodes.clone() };
     is_near(of(&shared).forward.seconds, 2.0 * block / 1500.0);
-    // the exchange is between ranks of one node: 64 rows, q, k and v of two heads, out and lse
-    let exchanged = 64.0 * 2.0 * (3.0 * 64.0 * 4.0 + 65.0 * 4.0);
+    // the exchange is between ranks of one node: 64 rows, q, k and v of two heads, out, lse, maximum
+    // and sum
+    let exchanged = 64.0 * 2.0 * (3.0 * 64.0 * 4.0 + 67.0 * 4.0);
     is_near(of(&two_nodes).bytes.inside_node, 4.0 * exchanged);
 
     // a placement replaces the order of numbers, and makes the ranks of a node neighbours
@@ -380,9 +382,9 @@ fn partial_results_of_columns_are_merged() {
     let predict =
         |machine: &Machine| Prediction::of(&traffic, &spec, &BOTH, machine, &mut || ()).unwrap();
     let got = predict(&machine);
-    // own rows of both heads: out and lse, dq, of every column, as f32
+    // own rows of both heads: out, maximum and sum, dq, of every column, as f32
     let numbers = (LEN / COLUMNS * 2 * COLUMNS) as f64;
-    is_near(got.forward.seconds, numbers * (64.0 + 1.0) * 4.0 / 1e3);
+    is_near(got.forward.seconds, numbers * (64.0 + 2.0) * 4.0 / 1e3);
     is_near(got.backward.seconds, numbers * 64.0 * 4.0 / 1e3);
     // they are the bytes that all ranks send after a pass, and a rank's own
     let fields = crate::ExchangeFields::of_forward(&spec, &grid);

@@ -243,7 +243,7 @@ fn leaves_of_a_group_are_whole() {
     }
 }
 
-/// Bytes without lse, against the elements that a rank receives: heads × query parts × key columns
+/// Bytes of tensors and statistics, against the elements that a rank receives: heads × query parts × key columns
 /// h × a × b. Partial outputs are in f32.
 #[test]
 fn bytes_are_those_of_the_published_formula() {
@@ -252,7 +252,6 @@ fn bytes_are_those_of_the_published_formula() {
     {
         let len = 64 * ranks;
         let spec = Spec::new(dims(q_heads, kv_heads, len), DType::Bf16);
-        let lse_bytes = 4;
         for traffic in StrategyTraffic::of_all(&spec, ranks, &FORWARD, &mut || ()).unwrap() {
             let grid = traffic.grid;
             let p = ranks as f64;
@@ -264,8 +263,10 @@ fn bytes_are_those_of_the_published_formula() {
             let q = q_heads as f64 / h;
             let queries = len as f64 * q * (1.0 / a - 1.0 / p);
             let keys = len as f64 * kv * (1.0 / b - 1.0 / p);
-            let want = queries * (64.0 * (2.0 + out_bytes) + f64::from(lse_bytes))
-                + keys * 2.0 * 64.0 * 2.0;
+            // maximum and sum, and lse where no columns are merged
+            let statistics = if grid.columns() == 1 { 3.0 } else { 2.0 };
+            let want =
+                queries * (64.0 * (2.0 + out_bytes) + statistics * 4.0) + keys * 2.0 * 64.0 * 2.0;
             assert_eq!(traffic.forward.len(), ranks);
             for &sent in &traffic.forward {
                 assert_eq!(sent, want.round() as u128, "{q_heads}:{kv_heads} {ranks} {grid:?}");
@@ -285,12 +286,12 @@ fn the_fewest_bytes_are_chosen() {
     };
     let (strategy, saved) = cheapest(32, 32, 8);
     assert_eq!(strategy, Strategy::HeadsRing { heads: 8 });
-    // 75 %, less the bytes of lse
+    // 75 %, less the bytes of the statistics
     assert!((0.74..0.75).contains(&saved), "{saved}");
     assert_eq!(cheapest(64, 8, 8).0, Strategy::Ring);
     let (strategy, saved) = cheapest(64, 8, 64);
     assert_eq!(strategy, Strategy::HeadsRing { heads: 8 });
-    assert!((0.76..0.765).contains(&saved), "{saved}");
+    assert!((0.755..0.765).contains(&saved), "{saved}");
     // 95 %, the same elements as 32 × 1 × 2, whose partial outputs are in f32
     let (strategy, saved) = cheapest(32, 32, 64);
     assert_eq!(strategy, Strategy::HeadsRing { heads: 32 });

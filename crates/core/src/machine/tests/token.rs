@@ -13,17 +13,17 @@ fn shards(ranks: usize) -> CacheShards<'static> {
 
 #[test]
 fn a_token_reads_the_cache_and_gathers_its_results() {
-    // GQA 8:2, dims 64 and 32: a row has 2 · (64 + 32) · 4 bytes, a result 8 · (32 + 1) · 4
+    // GQA 8:2, dims 64 and 32: a row has 2 · (64 + 32) · 4 bytes, a result 8 · (32 + 2) · 4
     let dims = Dims { q_heads: 8, value_dim: 32, ..Dims::new(1, CACHED, 8, 64).kv_heads(2) };
     let spec = Spec::new(dims, DType::F32);
     let traffic = shards(4).traffic(&spec).unwrap();
-    assert_eq!((traffic.read, traffic.pairs, traffic.result), (192 * 768, 192 * 8, 1056));
+    assert_eq!((traffic.read, traffic.pairs, traffic.result), (192 * 768, 192 * 8, 1088));
 
     assert_eq!(traffic.further_pairs, 192 * (8 - 2));
 
     // rank 0 reads 147,456 bytes in 1.5 s, and 6 of 8 heads add 4 · 48 FLOPs for each pair in 0.25
-    // s; 3 messages of 1,056 bytes at once in 0.1 + 3 · 0.5 s; two agreements of two rounds
-    let mut machine = machine(link(0.1, 2.0 * 1056.0), 1e30);
+    // s; 3 messages of 1,088 bytes at once in 0.1 + 3 · 0.5 s; two agreements of two rounds
+    let mut machine = machine(link(0.1, 2.0 * 1088.0), 1e30);
     let of_further = 192.0 * 6.0 * 4.0 * 48.0;
     let rate = TokenRate { bandwidth: 147_456.0 / 1.5, further_heads: of_further / 0.25 };
     machine.rates[0].token = Some(rate);
@@ -46,7 +46,7 @@ fn a_token_reads_the_cache_and_gathers_its_results() {
 #[test]
 fn results_cross_nodes_over_their_shared_network() {
     let spec = Spec::new(Dims::new(1, CACHED, 1, 64), DType::F32);
-    let result = 65.0 * 4.0;
+    let result = 66.0 * 4.0;
     let machine = Machine {
         ranks_per_node: 2,
         inside_node: Some(link(0.01, result)),
