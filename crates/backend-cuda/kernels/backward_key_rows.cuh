@@ -42,10 +42,10 @@ DEVICE u64 visible_queries(const Attention& a, const BackwardTile& coord,
     NOT_UNROLLED for (u32 first = 0; first < Storage::rows; first += 64) {
         u32 bits = 0;
         UNROLL for (u32 n_tile = 0; n_tile < 8; ++n_tile) {
-            ColumnPair base = base_pair(statistics + first / 64, n_tile, at);
+            ColumnPair exponent = exponent_pair(statistics + first / 64, n_tile, at);
             UNROLL for (u32 c = 0; c < 2; ++c) {
                 u64 line = backward_mask_row(a, coord, first + 8 * n_tile + at.column + c, 0);
-                line = base.of[c] == infinity() ? 0 : line >> at.row;
+                line = exponent.of[c] == -infinity() ? 0 : line >> at.row;
                 UNROLL for (u32 r = 0; r < 2; ++r)
                     bits |= u32(line >> 8 * r & 1) << (4 * n_tile + 2 * r + c);
             }
@@ -74,7 +74,7 @@ DEVICE void masked_key_probs(float (&scores)[Storage::pairs], const StatisticsTi
         ColumnPair base = base_pair(statistics, n_tile, at);
         ColumnPair exponent = exponent_pair(statistics, n_tile, at);
         UNROLL for (u32 e = 0; e < 4; ++e) {
-            const QueryStatistics row = {base.of[e % 2], exponent.of[e % 2], 0};
+            const QueryStatistics row = {{exponent.of[e % 2], 0}, base.of[e % 2]};
             float& score = scores[4 * n_tile + e];
             score = masked_prob(score, visible >> (4 * n_tile + e) & 1, row, a);
         }

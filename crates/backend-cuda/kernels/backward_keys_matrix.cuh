@@ -52,7 +52,7 @@ struct KeysStorage {
     // S of a lane: the partner's lane has the same elements of dP
     ScoreQuad exchange[KEYS_GROUPS][BACKWARD_ROW_TILES][KEYS_COLUMNS][32];
     // QueryStatistics of the tile's queries
-    QueryPair base[TILE / 2], exponent[TILE / 2], delta[TILE / 2];
+    QueryPair exponent[TILE / 2], delta[TILE / 2], base[TILE / 2];
 };
 static_assert(sizeof(KeysStorage) <= MATRIX_SHARED_BYTES, "shared memory of a block");
 
@@ -106,8 +106,8 @@ DEVICE void write_exchange(KeysStorage& memory, const KeysScores& scores, const 
 // Writes the statistics of the query that is this thread's.
 DEVICE void write_statistics(KeysStorage& memory, const QueryStatistics& own) {
     u32 pair = thread_index() / 2, c = thread_index() % 2;
-    memory.base[pair].of[c] = own.base;
     memory.exponent[pair].of[c] = own.exponent;
+    memory.base[pair].of[c] = own.base;
     memory.delta[pair].of[c] = own.delta;
 }
 
@@ -148,12 +148,12 @@ DEVICE void masked_pairs(KeysScores& products, KeysVisible& visible, const KeysS
             const ScoreQuad scores = lane.quad(memory, m, n);
             UNROLL for (u32 e = 0; e < 4; ++e) {
                 const u32 c = e % 2, key = first_row + lane.rows.row_of(m, e / 2);
-                const QueryStatistics row = {memory.base[query / 2].of[c],
-                                             memory.exponent[query / 2].of[c],
-                                             memory.delta[query / 2].of[c]};
+                const RowExponent row = {memory.exponent[query / 2].of[c],
+                                         memory.delta[query / 2].of[c]};
+                auto minus_base = [&](float s) { return s - memory.base[query / 2].of[c]; };
                 float p, dx;
                 bool contributes = backward_pair(p, dx, scores.of[e], products[m][0][e], lines[c],
-                                          query + c, key, row, coord, a);
+                                                 query + c, key, row, minus_base, coord, a);
                 products[m][0][e] = lane.of_dk ? dx : p;
                 visible[m] |= u32(contributes) << (4 * n + e);
             }
@@ -213,9 +213,10 @@ KERNEL_OF(BACKWARD_THREADS, 2, backward_keys_matrix, Attention) {
         TileEntry entry = stream.prefetch_tiles.entry(a);
         TileCoord coord = tile_coord(a, b, stream.prefetch_tiles.h, entry.tile, tile, entry);
         // loaded while the first product is computed
-        QueryStatistics own = {0, 0, 0};
+        QueryStatistics own = {};
         if (thread_index() < TILE)
-            own = load_query_statistics(a, b, coord.h, coord.first_query + thread_index());
+            own = fused_statistics(
+                load_query_statistics(a, b, coord.h, coord.first_query + thread_index()));
         NOT_UNROLLED for (u32 query = 0; query < TILE; query += KEYS_QUERIES) {
             bool fixup = !coord.is_full;
             const u16* stage = stream.next<0>(a, fixup);

@@ -18,11 +18,11 @@ DEVICE u64 keys_pair_epilogue(float (&scores)[KEYS_PAIRS], float (&dprobs)[KEYS_
         UNROLL for (u32 c = 0; c < 2; ++c) {
             u32 query = first_query + c;
             u64 line = backward_mask_row(a, coord, query, 0);
-            QueryStatistics row = {statistics.base[query], statistics.exponent[query],
-                                   statistics.delta[query]};
+            RowExponent row = {statistics.exponent[query], statistics.delta[query]};
+            auto minus_base = [&](float s) { return s - statistics.base[query]; };
             float p, dx;
-            visible |= u32(backward_pair(p, dx, scores[c], dprobs[c], line, query, key, row, pairs,
-                                         a))
+            visible |= u32(backward_pair(p, dx, scores[c], dprobs[c], line, query, key, row,
+                                         minus_base, pairs, a))
                        << (e + c);
             scores[c] = p;
             dprobs[c] = dx;

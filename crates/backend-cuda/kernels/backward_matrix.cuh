@@ -34,13 +34,13 @@ static_assert(2 * BACKWARD_THREADS * 256 <= 64 * 1024, "registers");
 // blocks fit with 64 dims; with more dims they fit 8.0 (164 KB) and 9.0.
 #define MATRIX_SHARED_BYTES ((ANNULUS_DIM <= 64 ? 49 : 81) * 1024)
 
-// Reads the statistics of a query. Beyond the end all are 0: with the zeros that are loaded for its
-// q and dO, P = 1 and dX = 0, which contribute nothing.
+// Reads the statistics of a query, with base = max. Beyond the end all are 0: with the zeros that
+// are loaded for its q and dO, P = 1 and dX = 0, which contribute nothing.
 DEVICE QueryStatistics load_query_statistics(const Attention& a, u32 b, u32 h, u32 i) {
-    if (i >= a.queries) return {0, 0, 0};
+    if (i >= a.queries) return {};
     // records of dims that are not even put the statistics at odd multiples of two bytes
     const u16* from = statistics_of(a, b, h, i);
-    return query_statistics(load_sum(from), load_sum(from + 2), load_sum(from + 4));
+    return load_exact_statistics(from);
 }
 
 #endif

@@ -26,28 +26,23 @@ typedef RowScores<BACKWARD_ROW_TILES, QUERIES_COLUMNS> QueriesScores;
 typedef RowPairs<BACKWARD_ROW_TILES, QUERIES_COLUMNS> QueriesPairs;
 typedef VisibleBits<BACKWARD_ROW_TILES> QueriesVisible;
 
-// QueryStatistics of a row but for the base. Shared memory has no room for three numbers a row with
-// 64 and 128 dims; a block whose rows do not all have the base 0 reads theirs from global memory.
-struct QueriesRow {
-    float exponent, delta;
-};
-
 // Dynamic shared memory of a block; `Variant::dynamic_shared_bytes` (src/variant.rs) has its size.
 struct QueriesStorage {
     u16 queries[QUERIES_ROWS * ANNULUS_DIM], douts[QUERIES_ROWS * ANNULUS_DIM];
     u16 stages[2 * QueriesStream::stage_elements];
-    // of the block's rows: in registers they would take what S and dP need
-    QueriesRow statistics[QUERIES_ROWS];
+    // Of the block's rows: in registers they would take what S and dP need. There is no room for
+    // their base, which is 0 for all of them, or else their maximum, in global memory.
+    RowExponent statistics[QUERIES_ROWS];
 };
 static_assert(sizeof(QueriesStorage) <= MATRIX_SHARED_BYTES, "shared memory of a block");
 
 // S becomes dX in a plain tile (is_plain), whose pairs need no test.
 DEVICE void plain_dx(QueriesScores& scores, const QueriesScores& dprobs,
-                     const QueriesRow* statistics, const RowLane& lane, const Attention& a) {
+                     const RowExponent* statistics, const RowLane& lane, const Attention& a) {
     const float unit = float(a.scale) * LOG2_E;
     UNROLL for (u32 m = 0; m < BACKWARD_ROW_TILES; ++m)
         UNROLL for (u32 r = 0; r < 2; ++r) {
-            const QueriesRow row = statistics[lane.row_of(m, r)];
+            const RowExponent row = statistics[lane.row_of(m, r)];
             UNROLL for (u32 n = 0; n < QUERIES_COLUMNS; ++n)
                 UNROLL for (u32 e = 2 * r; e < 2 * r + 2; ++e)
                     scores[m][n][e] = fused_prob(scores[m][n][e], unit, row.exponent) *
@@ -55,10 +50,19 @@ DEVICE void plain_dx(QueriesScores& scores, const QueriesScores& dprobs,
         }
 }
 
+// Maximum of a row, from the statistics of this rank's rows; beyond the end, of the last one. The
+// strides of a.statistics, in 64 bits, would take registers that masked_dx does not have.
+DEVICE float row_max(const Attention& a, const TileCoord& coord, u32 query) {
+    u32 i = coord.first_query + query;
+    if (i >= a.queries) i = a.queries - 1;
+    const u64 line = recomputed(coord.b) * a.queries + i;
+    return reinterpret_cast<const float*>(a.statistics.at)[(line * a.q_heads + coord.h) * 4];
+}
+
 // S becomes dX in any tile, 0 for masked pairs. `part_key`: first key of the part in the tile;
-// `fused`: is_fused holds for all rows of the block.
+// `fused`: the base of all rows is 0.
 DEVICE void masked_dx(QueriesScores& scores, QueriesScores& dprobs, QueriesVisible& visible,
-                      const QueriesRow* statistics, bool fused, const TileCoord& coord,
+                      const RowExponent* statistics, bool fused, const TileCoord& coord,
                       u32 part_key, const RowLane& lane, const Attention& a) {
     NOT_UNROLLED for (u32 n = 0; n < QUERIES_COLUMNS; ++n) {
         NOT_UNROLLED for (u32 c = 0; c < 2; ++c) {
@@ -69,13 +73,15 @@ DEVICE void masked_dx(QueriesScores& scores, QueriesScores& dprobs, QueriesVisib
                 UNROLL for (u32 r = 0; r < 2; ++r) {
                     const u32 query = at.row_of(m, r);
                     const u64 line = mask_row(a, coord, query, QUERIES_ROWS);
-                    QueryStatistics row = {0, statistics[query].exponent,
-                                           statistics[query].delta};
-                    if (!fused)
-                        row = load_query_statistics(a, coord.b, coord.h, coord.first_query + query);
+                    // a subtraction on a branch of its own: a base of 0 would take registers
+                    auto minus_base = [&](float score) {
+                        if (!fused) score -= row_max(a, coord, query);
+                        return score;
+                    };
                     float(&pair)[4] = scores[m][0], p, dx;
-                    bool contributes = backward_pair(p, dx, pair[2 * r], dprobs[m][0][2 * r], line,
-                                                     query, key, row, coord, a);
+                    bool contributes =
+                        backward_pair(p, dx, pair[2 * r], dprobs[m][0][2 * r], line, query, key,
+                                      statistics[query], minus_base, coord, a);
                     visible[m] |= u32(contributes) << (4 * n + 2 * r + c);
                     // the elements of a row take turns at the first place
                     pair[2 * r] = pair[2 * r + 1];
@@ -127,12 +133,15 @@ KERNEL_OF(BACKWARD_THREADS, 2, backward_queries_matrix, Attention) {
     stream.begin(a, memory.stages, tiles);
     bool fused = true;
     for (u32 row = thread_index(); row < QUERIES_ROWS; row += BACKWARD_THREADS) {
-        const QueryStatistics own = load_query_statistics(a, b, h, first_query + row);
-        memory.statistics[row] = {own.exponent, own.delta};
+        const QueryStatistics own =
+            fused_statistics(load_query_statistics(a, b, h, first_query + row));
+        memory.statistics[row] = own;
         fused &= is_fused(own.base);
     }
-    // also publishes the statistics
     fused = !barrier_any(!fused);
+    // a barrier of the stream follows before they are read
+    for (u32 row = thread_index(); row < QUERIES_ROWS && !fused; row += BACKWARD_THREADS)
+        memory.statistics[row] = load_query_statistics(a, b, h, first_query + row);
     RowAccumulators<BACKWARD_ROW_TILES> acc;
     UNROLL for (u32 panel = 0; panel < CHUNKS; ++panel) clear(acc[panel]);
 

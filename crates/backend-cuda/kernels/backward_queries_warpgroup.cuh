@@ -12,7 +12,7 @@ DEVICE u64 visible_keys(const Attention& a, const BackwardTile& coord,
     UNROLL for (u32 word = 0; word < Storage::rows / 64; ++word)
         UNROLL for (u32 r = 0; r < 2; ++r) {
             u64 line = backward_mask_row(a, coord, at.row + 8 * r, word);
-            line = rows[r].base == infinity() ? 0 : line >> at.column;
+            line = rows[r].exponent == -infinity() ? 0 : line >> at.column;
             UNROLL for (u32 n_tile = 0; n_tile < 8; ++n_tile)
                 visible |= (line >> 8 * n_tile & 3) << (4 * (8 * word + n_tile) + 2 * r);
         }
@@ -32,10 +32,11 @@ DEVICE u64 queries_pair_epilogue(float (&scores)[Storage::pairs], float (&dprobs
         u64 line = backward_mask_row(a, coord, query, key / 64);
         QueryStatistics row = rows[0];
         if (r) row = rows[1];
+        auto minus_base = [&](float s) { return s - row.base; };
         UNROLL for (u32 c = 0; c < 2; ++c) {
             float p, dx;
             visible |= u64(backward_pair(p, dx, scores[c], dprobs[c], line, query, key % 64 + c,
-                                         row, pairs, a))
+                                         row, minus_base, pairs, a))
                        << (e + c);
             scores[c] = p;
             dprobs[c] = dx;
@@ -59,7 +60,7 @@ DEVICE void backward_query_rows(Storage& memory, const BackwardAttention& argume
     QueryStatistics rows[2];
     UNROLL for (u32 r = 0; r < 2; ++r) {
         const u32 row = at.row + 8 * r;
-        rows[r] = {statistics.base[row], statistics.exponent[row], statistics.delta[row]};
+        rows[r] = {{statistics.exponent[row], statistics.delta[row]}, statistics.base[row]};
     }
     const bool fused = !warp_any(!is_fused(rows[0].base) || !is_fused(rows[1].base));
 

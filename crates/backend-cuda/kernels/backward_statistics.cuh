@@ -10,13 +10,13 @@ KERNEL(backward_statistics, BackwardAttention) {
     const Attention& all = a.attention;
     u32 row = block_x() * THREADS + thread_index(), h = block_y(), b = block_z();
     if (row >= a.statistics_tiles * 64) return;
-    QueryStatistics own = {0, 0, 0};
+    QueryStatistics own = {};
     if (row < all.queries) {
         const u16* from = reinterpret_cast<const u16*>(offset<u16>(all.statistics, b, row, h, 0));
-        own = query_statistics(load_sum(from), load_sum(from + 2), load_sum(from + 4));
+        own = fused_statistics(load_exact_statistics(from));
     }
     StatisticsTile& to = statistics_of_head(a, b, h)[row / 64];
-    to.base[row % 64] = own.base;
     to.exponent[row % 64] = own.exponent;
     to.delta[row % 64] = own.delta;
+    to.base[row % 64] = own.base;
 }

@@ -71,7 +71,7 @@
 
 // QueryStatistics of 64 queries.
 struct StatisticsTile {
-    float base[64], exponent[64], delta[64];
+    float exponent[64], delta[64], base[64];
 };
 static_assert(sizeof(StatisticsTile) == 768, "as in src/backward_warpgroup.rs");
 
@@ -374,7 +374,7 @@ DEVICE void rotate(float (&values)[count]) {
 // P of one pair, for any row and 0 for a masked pair.
 DEVICE float masked_prob(float product, bool visible, const QueryStatistics& row,
                          const Attention& a) {
-    return visible && row.base != infinity() ? prob_of(float(a.scale) * product, row) : 0.0f;
+    return visible && row.exponent != -infinity() ? prob_of(float(a.scale) * product, row) : 0.0f;
 }
 
 // acc += left·streamed of the elements of a tile that are not finite, on scalar units, skipping

@@ -409,7 +409,7 @@ pub(super) static BACKWARD: Table = Table {
             Of::Stages,
             "dK, dV: scores that are not ordered by a barrier",
             "dk[",
-            &[edit(DKV, "barrier_any(!is_fused(own.lse))", "!is_fused(own.lse)")],
+            &[edit(DKV, "barrier_any(!is_fused(own.base))", "!is_fused(own.base)")],
         ),
         mistake(
             Of::Stages,
@@ -418,10 +418,11 @@ pub(super) static BACKWARD: Table = Table {
             &[edit(
                 DKV,
                 "if (thread_index() < TILE)
-            own = load_query_statistics(a, b, coord.h, coord.first_query + thread_index());",
+            own = fused_statistics(
+                load_query_statistics(a, b, coord.h, coord.first_query + thread_index()));",
                 "if (thread_index() < TILE) {
-                     own = load_query_statistics(a, b, coord.h, coord.first_query + \
-                 thread_index());
+                     own = fused_statistics(load_query_statistics(
+                         a, b, coord.h, coord.first_query + thread_index()));
                      write_statistics(memory, own);
                  }",
             )],
