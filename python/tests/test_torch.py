@@ -118,3 +118,18 @@ def test_tensors_that_are_not_supported_are_named() -> None:
         annulus.flash_attention(
             q.requires_grad_(), k, v, normalize_output=False, return_max_sum=True
         )
+
+
+def test_max_and_sum_have_no_gradient_in_transforms() -> None:
+    def most(x: Any) -> Any:
+        options = {"normalize_output": False, "return_max_sum": True}
+        return annulus.torch.flash_attention(x, x, x, **options)[1].sum()
+
+    x = torch.tensor(random(1, 5, 2, 4, dtype="f8"))
+    for differentiate in (
+        lambda: torch.func.grad(most)(x),
+        lambda: torch.vmap(torch.func.grad(most))(x[None]),
+        lambda: torch.func.grad(lambda y: torch.vmap(most)(y).sum())(x[None]),
+    ):
+        with pytest.raises(annulus.Unsupported, match="return_max_sum"):
+            differentiate()

@@ -18,6 +18,7 @@ import torch
 from helpers import random
 from mpi4py import MPI
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
 
 import annulus.torch
@@ -137,6 +138,22 @@ def recomputation() -> None:
                     of_dropout = of_dropout or got
                     compare(got, of_dropout, (name, layout, inside, dropout))
         assert abs(of_dropout[0] - want[0]).max() > 0.01
+
+
+def masks_and_types() -> None:
+    """A mask that torch describes is about the whole sequence, and autocast casts."""
+    whole = tensor(1, 2, LENGTH, DIM, seed=1).detach()
+    want = sdpa(whole, whole, whole, is_causal=True)
+    shard = annulus.Attention(causal=True).shard(LENGTH, comm=WORLD, layout="zigzag")
+    x = whole[:, :, shard.q_rows]
+    with annulus.torch.context_parallel(shard, WORLD, threads=1):
+        for make in (causal_upper_left, causal_lower_right):
+            out = sdpa(x, x, x, attn_mask=make(LENGTH, LENGTH))
+            compare([out], [want[:, :, shard.q_rows]], make)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert sdpa(x.float(), x.float(), x.bfloat16()).dtype == torch.bfloat16
+        # every pair is dropped
+        assert not sdpa(x, x, x, dropout_p=1.0).any()
 
 
 def fails(code: int, other: int, text: str, work: Any, rank: int = 1) -> None:
@@ -286,6 +303,7 @@ def main() -> None:
     torch.set_num_threads(1)
     gradients()
     recomputation()
+    masks_and_types()
     channels()
     if RANKS > 1:
         refusals()

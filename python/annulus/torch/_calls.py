@@ -120,7 +120,7 @@ def _prepare(given: Arguments) -> tuple[Any, ...]:
     has_gradient = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in tensors
     )
-    if has_gradient and given["return_max_sum"]:
+    if given["return_max_sum"] and (has_gradient or _ops.hides_gradients()):
         raise unsupported("return_max_sum", "max and sum have no gradient in torch")
     # a seed without dropout is no reason for another plan
     return *tensors, *batch, seed if given["dropout_prob"] else None, text, not has_gradient

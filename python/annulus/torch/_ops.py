@@ -250,14 +250,25 @@ def apply(*given: Any) -> Any:
     return (_Attend.apply if is_transformed else attend)(*given)
 
 
+def _transforms() -> list[str]:
+    """Returns the kinds of the transforms of ``torch.func`` in force, such as ``Grad``."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return [interpreter.key().name for interpreter in stack]
+
+
+@torch.compiler.assume_constant_result
+def hides_gradients() -> bool:
+    """Returns true in a vmap within a grad, where tensors lack their ``requires_grad``."""
+    return {"Grad", "Vmap"} <= set(_transforms())
+
+
 @torch.compiler.assume_constant_result
 def _checked_transforms() -> bool:
     """Returns true in transforms of ``torch.func``, and refuses those that lose a derivative.
 
     A compiler calls it as it traces, within the transforms.
     """
-    stack = torch._C._functorch.get_interpreter_stack() or ()
-    kinds = [interpreter.key().name for interpreter in stack]
+    kinds = _transforms()
     if "Functionalize" in kinds:
         raise unsupported("torch.func.functionalize", "no rule for an autograd.Function")
     # outside of a graph, autograd.Function refuses tangents and second derivatives itself

@@ -131,7 +131,7 @@ def context_parallel(
             "fused_backward": fused_backward,
         }
         sharding = Sharding(shard, segment_ids, options)
-        with _resumed(sharding):
+        with _resumed(sharding), _other_implementations_refused():
             yield
         if not sharding.calls:
             why = "no attention in the context was called through torch or this package"
@@ -147,7 +147,7 @@ def _resumed(sharding: Sharding) -> Iterator[None]:
     """Shards the attention of this thread, in a context or in what is recomputed of it."""
     token = _active.set(sharding)
     try:
-        with _Intercept(), _other_implementations_refused(), _recomputation_carried():
+        with _Intercept(), _recomputation_carried():
             yield
     finally:
         _active.reset(token)
