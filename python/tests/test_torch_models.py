@@ -385,7 +385,7 @@ def test_arguments_without_effect_on_attention_pass() -> None:
 )
 def test_classes_of_transformers(name: str) -> None:
     pytest.importorskip("transformers")
-    from transformers_sweep import Sweep
+    from transformers_cases import Sweep
 
     sweep = Sweep(name)
     assert sweep.compare() == "equal" and len(sweep.rows) >= 6, sweep.rows
@@ -449,7 +449,14 @@ def test_a_class_that_computes_its_attention_itself_is_warned_of_once() -> None:
 @needs_mpi
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_models_over_ranks(ranks: int) -> None:
-    assert f"passed on {ranks} ranks" in launch(ranks, "models_program.py", limit=900)
+    assert f"passed on {ranks} ranks" in launch(ranks, "models_program.py")
+
+
+@needs_mpi
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_models_of_transformers_over_ranks(ranks: int) -> None:
+    pytest.importorskip("transformers")
+    assert f"passed on {ranks} ranks" in launch(ranks, "transformers_program.py", limit=900)
 
 
 @needs_mpi
