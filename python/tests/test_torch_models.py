@@ -249,7 +249,9 @@ def mask_of(transformers: Any, name: str, q_length: int, kv_length: int, **optio
         "full": masking.bidirectional_mask_function,
         "union": masking.or_masks(
             masking.causal_mask_function,
-            masking.blockwise_overlay(torch.tensor([[-1, 0, 0, 0, 1, 1, -1, 2, 2]] * 2)),
+            masking.blockwise_overlay(
+                torch.tensor([[-1, 0, 0, 0, 1, 1, -1, 2, 2], [0, 0, -1, -1, 1, 1, 1, 1, -1]])
+            ),
         ),
     }[name]
     given = {"mask_function": function, "batch_size": 2, **options}
@@ -283,6 +285,7 @@ MASKS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "other keys": ("full", 5, 9, {"attention_mask": PADDING}),
     "fewer keys": ("full", 9, 5, {"attention_mask": PADDING[:, 2:7]}),
     "union": ("union", 9, 9, {"attention_mask": PADDING}),
+    "union of a batch": ("union", 9, 9, {}),
 }
 
 
@@ -298,6 +301,10 @@ def test_a_pattern_masks_as_the_tensor_of_sdpa(name: str) -> None:
     for given in (pattern, mask):
         out, _ = annulus.torch.attention_forward(MODULE, q, k, v, given)
         assert torch.allclose(out, want, atol=1e-12), name
+    given = {**pattern.arguments}
+    del given["batch_size"]
+    out, _ = annulus.torch.attention_forward(MODULE, q, k, v, annulus.torch.mask_pattern(**given))
+    assert torch.allclose(out, want, atol=1e-12), name
     # a model that reads elements of its mask gets those of sdpa
     assert torch.equal(pattern[:, 0], mask[:, 0]) and torch.equal(torch.cat([pattern], -1), mask)
     assert pattern.shape == mask.shape and torch.equal(~pattern, ~mask)
