@@ -247,7 +247,9 @@ def mask_of(transformers: Any, name: str, q_length: int, kv_length: int, **optio
         "full": masking.bidirectional_mask_function,
         "union": masking.or_masks(
             masking.causal_mask_function,
-            masking.blockwise_overlay(torch.tensor([[-1, 0, 0, 0, 1, 1, -1, 2, 2]] * 2)),
+            masking.blockwise_overlay(
+                torch.tensor([[-1, 0, 0, 0, 1, 1, -1, 2, 2], [0, 0, -1, -1, 1, 1, 1, 1, -1]])
+            ),
         ),
     }[name]
     given = {"mask_function": function, "batch_size": 2, **options}
@@ -281,6 +283,7 @@ MASKS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "other keys": ("full", 5, 9, {"attention_mask": PADDING}),
     "fewer keys": ("full", 9, 5, {"attention_mask": PADDING[:, 2:7]}),
     "union": ("union", 9, 9, {"attention_mask": PADDING}),
+    "union of a batch": ("union", 9, 9, {}),
 }
 
 
@@ -296,6 +299,10 @@ def test_a_pattern_masks_as_the_tensor_of_sdpa(name: str) -> None:
     for given in (pattern, mask):
         out, _ = annulus.torch.attention_forward(MODULE, q, k, v, given)
         assert torch.allclose(out, want, atol=1e-12), name
+    given = {**pattern.arguments}
+    del given["batch_size"]
+    out, _ = annulus.torch.attention_forward(MODULE, q, k, v, annulus.torch.mask_pattern(**given))
+    assert torch.allclose(out, want, atol=1e-12), name
     # a model that reads elements of its mask gets those of sdpa
     assert torch.equal(pattern[:, 0], mask[:, 0]) and torch.equal(torch.cat([pattern], -1), mask)
     assert pattern.shape == mask.shape and torch.equal(~pattern, ~mask)
@@ -383,7 +390,7 @@ def test_arguments_without_effect_on_attention_pass() -> None:
 )
 def test_classes_of_transformers(name: str) -> None:
     pytest.importorskip("transformers")
-    from transformers_sweep import Sweep
+    from transformers_cases import Sweep
 
     sweep = Sweep(name)
     assert sweep.compare() == "equal" and len(sweep.rows) >= 6, sweep.rows
@@ -447,7 +454,14 @@ def test_a_class_that_computes_its_attention_itself_is_warned_of_once() -> None:
 @needs_mpi
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_models_over_ranks(ranks: int) -> None:
-    assert f"passed on {ranks} ranks" in launch(ranks, "models_program.py", limit=900)
+    assert f"passed on {ranks} ranks" in launch(ranks, "models_program.py")
+
+
+@needs_mpi
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_models_of_transformers_over_ranks(ranks: int) -> None:
+    pytest.importorskip("transformers")
+    assert f"passed on {ranks} ranks" in launch(ranks, "transformers_program.py", limit=900)
 
 
 @needs_mpi

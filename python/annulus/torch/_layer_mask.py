@@ -86,7 +86,8 @@ class LayerMask:
         options: dict[str, Any] = {}
         biases = []
         if pattern is None:
-            mask = self.mask.tensor if isinstance(self.mask, MaskPattern) else self.mask
+            mask = self.mask
+            mask = mask.pairs(self.shape[0]) if isinstance(mask, MaskPattern) else mask
             mask = self._broadcast("attention_mask", mask)
             if mask.dtype == torch.bool:
                 options["attention_mask"] = mask
@@ -248,7 +249,7 @@ def with_sinks(layer: LayerMask, value: Any, sinks: Any) -> tuple[LayerMask, Any
     batch, heads, q_len, kv_len = layer.shape
     if tuple(sinks.shape) != (batch, heads, q_len, 1):
         raise invalid("sinks", f"shape {tuple(sinks.shape)}", f"({batch}, {heads}, {q_len}, 1)")
-    mask = layer.mask.tensor if isinstance(layer.mask, MaskPattern) else layer.mask
+    mask = layer.mask.pairs(batch) if isinstance(layer.mask, MaskPattern) else layer.mask
     if mask is None or mask.ndim != 4:
         raise unsupported("sinks", "sinks of each query, without a mask of pairs")
     bias = torch.zeros((), dtype=sinks.dtype, device=sinks.device)

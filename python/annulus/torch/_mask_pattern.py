@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -78,7 +78,13 @@ class MaskPattern:
         if is_sharded():
             why = "the model reads elements of its mask, which has the rows of all ranks"
             raise unsupported("attention_mask", why)
-        return _tensor(self.arguments)
+        return _tensor({"batch_size": 1, **self.arguments})
+
+    def pairs(self, batch: int) -> Any:
+        """Returns ``tensor``, of a batch whose size transformers did not say if need be."""
+        if self.arguments is None or "batch_size" in self.arguments:
+            return self.tensor
+        return replace(self, arguments={**self.arguments, "batch_size": batch}).tensor
 
     @property
     def shape(self) -> Any:
@@ -187,8 +193,7 @@ def mask_pattern(
         "q_offset": q_offset,
         "kv_offset": kv_offset,
         "attention_mask": attention_mask,
-        "batch_size": others.get("batch_size", 1),
-        **{name: others[name] for name in ("use_vmap", "device") if name in others},
+        **{name: others[name] for name in ("batch_size", "use_vmap", "device") if name in others},
     }
     if _asks_for_tensor(type(others.get("config")).__module__):
         from transformers.masking_utils import eager_mask

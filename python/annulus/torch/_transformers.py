@@ -101,8 +101,12 @@ def register(name: str = "annulus") -> None:
 
 
 def _calls_interface(model: Any) -> bool:
-    """Returns True if a class of models calls an attention interface; else warns, once."""
-    calls = bool(model._can_set_attn_implementation())
+    """Returns False for a class of transformers that calls no attention interface; warns once.
+
+    transformers decides by the source of a class, which a program's own classes need not have.
+    """
+    is_known = model.__module__.startswith("transformers.")
+    calls = not is_known or bool(model._can_set_attn_implementation())
     if not calls and model not in _warned:
         _warned.add(model)
         warnings.warn(
