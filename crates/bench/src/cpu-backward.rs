@@ -109,7 +109,8 @@ fn time<E: Element<Accumulator = f32>>(spec: &Spec, threads: usize, rounds: usiz
         sinks: None,
     };
     let mut out = q.clone();
-    let mut lse = Array4::zeros((batch, q_heads, q_len, 1));
+    let statistic = || Array4::zeros((batch, q_heads, q_len, 1));
+    let (mut lse, mut max, mut sum) = (statistic(), statistic(), statistic());
     let mut dq = q.clone();
     let mut dk = k.clone();
     let mut dv = v.clone();
@@ -128,8 +129,8 @@ fn time<E: Element<Accumulator = f32>>(spec: &Spec, threads: usize, rounds: usiz
         let outputs = &mut Outputs {
             out: E::view_mut(out.view_mut()),
             lse: HostViewMut::F32(lse.view_mut()),
-            max: None,
-            sum: None,
+            max: Some(HostViewMut::F32(max.view_mut())),
+            sum: Some(HostViewMut::F32(sum.view_mut())),
             ties: None,
         };
         pass.finish(outputs, &mut tick)?;
@@ -137,8 +138,8 @@ fn time<E: Element<Accumulator = f32>>(spec: &Spec, threads: usize, rounds: usiz
         let inputs = BackwardInputs {
             forward: inputs.reborrow(),
             out: E::view(out.view()),
-            max: HostView::F32(lse.view()),
-            sum: None,
+            max: HostView::F32(max.view()),
+            sum: Some(HostView::F32(sum.view())),
             ties: None,
             dout: E::view(q.view()),
             dlse: None,
