@@ -247,7 +247,11 @@ def build(name: str) -> tuple[Any, dict[str, Any]]:
         for given in inputs(model):
             try:
                 with torch.no_grad():
-                    model(**given)
+                    outputs = model(**given)
+                if any(
+                    isinstance(one, torch.Tensor) and one.isnan().any() for one in outputs.values()
+                ):
+                    raise ValueError("outputs are not numbers")
                 return model, given
             except Exception as error:
                 failures.append(f"{list(given)}: {type(error).__name__}: {error}")
