@@ -4,7 +4,9 @@ use annulus_core::{Inputs, Outputs, Result};
 use annulus_device_cuda::CudaSpace;
 
 use crate::{
-    arguments::{PARTIAL, RowArguments, RowOutputs, Tensor, UNNORMALIZED, by_head, tensor, tensor_mut},
+    arguments::{
+        PARTIAL, RowArguments, RowOutputs, Tensor, UNNORMALIZED, by_head, tensor, tensor_mut,
+    },
     block_mask::to_u32,
     kernels::THREADS,
     pass_context::PassContext,

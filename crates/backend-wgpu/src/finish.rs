@@ -49,7 +49,8 @@ pub(crate) fn write_outputs(
     ];
     // in the order of the kernel's bindings
     let statistics = [&outputs.max, &outputs.sum, &outputs.ties];
-    bindings.extend(statistics.into_iter().flatten().map(|view| BoundResource::whole(&view.buffer)));
+    bindings
+        .extend(statistics.into_iter().flatten().map(|view| BoundResource::whole(&view.buffer)));
     let sinks = spec.sinks;
     let count = sinks.map_or(0, |sinks| sinks.count);
     let with_sums = outputs.max.is_some();

@@ -203,8 +203,8 @@ tile_max[{r}] =
 
     /// Generates `d` ← dX and, if rows are keys, `keep` ← P.
     fn gradients(self) -> String {
-        let [max, factor, delta, share] = ["x", "y", "z", "w"]
-            .map(|element| self.statistics(&format!("stats{{r}}.{element}")));
+        let [max, factor, delta, share] =
+            ["x", "y", "z", "w"].map(|element| self.statistics(&format!("stats{{r}}.{element}")));
         let step = if self == Self::Keys {
             format!(
                 "d{{r}} = e * fma(keep{{r}}, d{{r}}, -{delta});\n    keep{{r}} = keep{{r}} * e;"
