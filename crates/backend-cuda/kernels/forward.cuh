@@ -92,13 +92,21 @@ KERNEL_OF(THREADS, PLAIN_FORWARD_BLOCKS, forward, Attention) {
                           a.keys, a.value_dim, coord.is_full);
     }
 
+    // Statistics go through shared memory to one thread a row, because their addresses do not fit
+    // the registers beside the accumulators.
+    Sum* row_max = left_slice;
+    Sum* row_sum = right_slice;
+    barrier();
+    if (thread_x() == 0)
+        UNROLL for (u32 r = 0; r < M; ++r) {
+            row_max[query_of(r)] = max[r];
+            row_sum[query_of(r)] = sum[r];
+        }
     UNROLL for (u32 r = 0; r < M; ++r) {
         u64 i = u64(tile) * TILE + query_of(r);
         if (i >= a.queries) continue;
         bool write_outputs = a.flags & WRITE_OUTPUTS;
         RowOutput output = row_output(max[r], sum[r]);
-        if (thread_x() == 0 && write_outputs)
-            store_row_outputs(a.of_rows, b, h, i, max[r], sum[r]);
         if (thread_x() == 0 && !write_outputs) {
             u64 row = statistics_row(a, work_tile.split, b, h, i);
             reinterpret_cast<Sum*>(a.max)[row] = max[r];
@@ -116,4 +124,9 @@ KERNEL_OF(THREADS, PLAIN_FORWARD_BLOCKS, forward, Attention) {
                     line[x] = o[slice][r][c];
             }
     }
+    barrier();
+    u32 own = thread_index();
+    u64 i = u64(tile) * TILE + own;
+    if (own < TILE && i < a.queries && (a.flags & WRITE_OUTPUTS))
+        store_row_outputs(a.of_rows, b, h, i, row_max[own], row_sum[own]);
 }
