@@ -474,7 +474,13 @@ const MATRIX: &[Mistake] = &[
         "d1 = d1 * slope1;",
         "",
     ),
-    mistake(Of::Epilogue, "dropout is left out of dV", DKV, "keep1 = keep1 * p;", "keep1 = p;"),
+    mistake(
+        Of::Epilogue,
+        "dropout and 1 / sum are left out of dV",
+        DKV,
+        "keep1 = keep1 * e;",
+        "keep1 = e;",
+    ),
     mistake(
         Of::Epilogue,
         "the rounds of dropout in dQ are those of the next query",
