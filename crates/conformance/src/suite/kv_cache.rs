@@ -300,7 +300,8 @@ pub fn kv_cache_copies(
     let ranks = cache.ranks().len() as u64;
     let row_bytes = 2 * (8 + 6) * 4;
     let query_bytes = ranks * 4 * 8 * 4;
-    let result_bytes = ranks * 4 * (6 + 1) * 4;
+    // out, lse, maximum and sum
+    let result_bytes = ranks * 4 * (6 + 3) * 4;
     let [k, v] = [numbers::<f32>(1, [1, 500, 2, 8]), numbers::<f32>(2, [1, 500, 2, 6])];
     let q = numbers::<f32>(3, [1, 1, 4, 8]);
     let text = |error: annulus_core::Error| error.to_string();
