@@ -120,7 +120,7 @@ int main(int count, char **arguments) {
   const auto first = decode<float>(cache);
   check(cache.local_len() == len && cache.buffer_bytes() > 0, "lengths");
   check(cache.predicted_bytes(1) ==
-            static_cast<std::uint64_t>(ranks * (ranks - 1) * batch * q_heads * (value_dim + 1) * 4),
+            static_cast<std::uint64_t>(ranks * (ranks - 1) * batch * q_heads * (value_dim + 2) * 4),
         "predicted bytes");
   try {
     cache.truncate(len + 1);

@@ -31,7 +31,7 @@ program cache
   call ok(annulus_cache_local_len(decoder, count))
   call check(count == length, 'local rows')
   call ok(annulus_cache_predicted_bytes(decoder, 1_c_int64_t, count))
-  call check(count == ranks*(ranks - 1)*batch*q_heads*(value_dim + 1)*4, 'predicted bytes')
+  call check(count == ranks*(ranks - 1)*batch*q_heads*(value_dim + 2)*4, 'predicted bytes')
   call ok(annulus_cache_buffer_bytes(decoder, count))
   call check(count >= length*batch*kv_heads*(head_dim + value_dim)*4, 'bytes of buffers')
 
