@@ -150,7 +150,7 @@ mod tests {
     #[test]
     fn tensors_that_do_not_fit_are_refused_with_both_sizes() {
         let dims = Dims { kv_heads: 2, value_dim: 3, ..Dims::new(2, 10, 4, 5) };
-        // query and out, key and value, lse, maximum and sum; the first two twice with a backward pass
+        // query and out, key and value, lse, maximum and sum; the first two twice with backward
         let queries = 2 * 10 * 4 * (5 + 3) * 2;
         let keys = 2 * 10 * 2 * (5 + 3) * 2;
         let statistics = 3 * 2 * 10 * 4 * 4;

@@ -243,7 +243,7 @@ fn leaves_of_a_group_are_whole() {
     }
 }
 
-/// Bytes of tensors and statistics, against the elements that a rank receives: heads × query parts × key columns
+/// Bytes of tensors and statistics, against those of the formula: heads × query parts × key columns
 /// h × a × b. Partial outputs are in f32.
 #[test]
 fn bytes_are_those_of_the_published_formula() {
