@@ -7,11 +7,14 @@ use annulus_core::{
 use half::{bf16, f16};
 
 use crate::{
-    backward, decode, forward,
-    tile::input::Acc,
+    backward,
+    forward::{self, outputs::OutputRows, query_pass::QueryPass},
+    threads::team::Team,
+    tile::input::{Acc, Input},
     workspace::{
+        leaves::ArrivingKeys,
         records,
-        state::{Summed, TypedState, Workspace},
+        state::{BlockOrder, State, Summed, TypedState, Workspace},
     },
 };
 
@@ -132,7 +135,7 @@ impl ForwardPass<Host> for Forward<'_> {
     fn attend(&mut self, kv: &Block<'_, Host>, tick: Tick<'_>) -> Result<()> {
         self.check_not_written()?;
         let inputs = &self.inputs;
-        by_dtype!(self.workspace, |team, state: State<E>| decode::attend::attend::<E>(
+        by_dtype!(self.workspace, |team, state: State<E>| attend::<E>(
             team, state, inputs, kv, None, tick
         ))?;
         Ok(())
@@ -146,15 +149,14 @@ impl ForwardPass<Host> for Forward<'_> {
     ) -> Result<()> {
         self.check_not_written()?;
         let inputs = &self.inputs;
-        self.written =
-            by_dtype!(self.workspace, |team, state: State<E>| decode::attend::attend::<E>(
-                team,
-                state,
-                inputs,
-                kv,
-                Some(outputs),
-                tick
-            ))?;
+        self.written = by_dtype!(self.workspace, |team, state: State<E>| attend::<E>(
+            team,
+            state,
+            inputs,
+            kv,
+            Some(outputs),
+            tick
+        ))?;
         Ok(())
     }
 
@@ -168,6 +170,50 @@ impl ForwardPass<Host> for Forward<'_> {
             team, state, inputs, outputs, tick
         ))
     }
+}
+
+/// Attends to one block: updates softmax statistics and accumulators of all queries. In the
+/// reproducible order leaf by leaf; otherwise by split-KV decode where the workspace has memory for
+/// it, else by tiles.
+///
+/// With `outputs`, those of the pass whose last block it is, returns true if it has written them,
+/// unless it was stopped.
+fn attend<E: Input<Accumulator: Summed>>(
+    team: &Team,
+    state: &mut State<Acc<E>>,
+    inputs: &Inputs<'_, Host>,
+    block: &Block<'_, Host>,
+    outputs: Option<&mut Outputs<'_, Host>>,
+    tick: Tick<'_>,
+) -> Result<bool> {
+    let (task_rows, task_order) = state.arrange_forward();
+    if outputs.is_none() && state.decode.is_none() {
+        // more blocks may follow
+        state.keep_queries()?;
+    }
+    state.update_query_tiles(team, block.rows)?;
+    let State { shard, geometry, blocks, scratch, decode, arrivals, .. } = state;
+    let State { query_tiles, attended, .. } = state;
+    let mut pass = QueryPass::<E>::new(geometry, task_rows, shard, query_tiles, inputs, block)?;
+    pass.is_only_block = !std::mem::replace(attended, true);
+    if let Some(leaves) = &shard.leaves {
+        arrivals.refill(&leaves.keys, leaves.rows, block.rows)?;
+        let arriving = ArrivingKeys { merges: &leaves.keys, arrivals };
+        pass.attend_leaves(team, scratch, blocks, (task_rows, arriving), tick);
+        return Ok(false);
+    }
+    if let Some(decode) = decode
+        && decode.attend(&pass, team, scratch, blocks, &mut *tick)
+    {
+        return Ok(false);
+    }
+    // if tasks were long, rows of one head would be written apart from those of the next head,
+    // with which they share pages and cache lines; partial results are not in the inputs' type
+    let has_outputs = task_order == BlockOrder::Rows && !shard.spec.partial;
+    let outputs = outputs.filter(|_| has_outputs).map(OutputRows::of).transpose()?;
+    let has_outputs = outputs.is_some();
+    pass.attend_tiles(team, scratch, blocks, task_rows, outputs, tick);
+    Ok(has_outputs)
 }
 
 /// A backward pass.

@@ -1,5 +1,20 @@
 //! The ring loop: forward, backward in one pass, backward in two.
 //!
+//! From `Plan::forward` to the kernel:
+//!
+//! | file | step of the walk |
+//! |---|---|
+//! | `annulus/src/plan.rs` | the caller's arrays become [`Inputs`] and [`Outputs`] |
+//! | `annulus/src/engine.rs` | the ring, or a grid of heads × queries × keys whose columns are rings |
+//! | `comm/src/ring/mod.rs` | checks the arguments; all ranks agree that they make the same call |
+//! | `comm/src/ring/ring_loop.rs` | **this file**: one block of keys and values after another |
+//! | `comm/src/ring/blocks.rs` | `circulate`: receives the next block, sends this one, attends |
+//! | `backend-cpu/src/pass.rs` | the block goes to split-KV decode or, by tiles, to all threads |
+//! | `backend-cpu/src/forward/tiles.rs` | S = K·Qᵀ, online softmax, Oᵀ += Vᵀ·P of each tile |
+//! | `backend-cpu/src/tile/gemm.rs` | the micro-kernel |
+//!
+//! The loops:
+//!
 //! ```text
 //! forward                          backward, one pass                 backward, two passes
 //! kv = pack(k, v)                  kv = pack(k, v)                    kv = pack(k, v)
