@@ -1,9 +1,9 @@
-//! Element types of the tensors, and the types of their accumulators.
+//! Element types of the tensors, the types of their accumulators, and tensors of any of them.
 
 use half::{bf16, f16};
 use ndarray::{ArrayView4, ArrayViewMut4};
 
-use crate::{HostView, HostViewMut};
+use crate::{Result, memory};
 
 /// The element type of q, k, v, out and their gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -187,6 +187,120 @@ fn to_odd(value: f64) -> f32 {
     }
     let away = f64::from(nearest).abs() > value.abs();
     f32::from_bits((nearest.to_bits() - u32::from(away)) | 1)
+}
+
+macro_rules! views {
+    ($(#[$doc:meta])* $name:ident, $array:ident, $($derive:ident),*) => {
+        $(#[$doc])*
+        #[derive(Debug, $($derive),*)]
+        pub enum $name<'a> {
+            /// f64 elements.
+            F64($array<'a, f64>),
+            /// f32 elements.
+            F32($array<'a, f32>),
+            /// bf16 elements.
+            Bf16($array<'a, half::bf16>),
+            /// f16 elements.
+            F16($array<'a, half::f16>),
+        }
+
+        impl $name<'_> {
+            /// Returns the element type.
+            pub const fn dtype(&self) -> DType {
+                match self {
+                    Self::F64(_) => DType::F64,
+                    Self::F32(_) => DType::F32,
+                    Self::Bf16(_) => DType::Bf16,
+                    Self::F16(_) => DType::F16,
+                }
+            }
+
+            /// Returns the four lengths.
+            pub fn shape(&self) -> [usize; 4] {
+                let shape = match self {
+                    Self::F64(view) => view.shape(),
+                    Self::F32(view) => view.shape(),
+                    Self::Bf16(view) => view.shape(),
+                    Self::F16(view) => view.shape(),
+                };
+                [shape[0], shape[1], shape[2], shape[3]]
+            }
+        }
+    };
+}
+
+views!(
+    /// A four-dimensional tensor in host memory, borrowed, of any element type and strides.
+    ///
+    /// Tensors of fewer dimensions have axes of length 1: lse is `[b, heads, q_len, 1]`, sinks are
+    /// `[heads|1, sinks, 1, 1]`.
+    HostView, ArrayView4, Clone, Copy
+);
+impl HostView<'_> {
+    /// Borrows the same tensor for a shorter time.
+    pub fn reborrow(&self) -> HostView<'_> {
+        match self {
+            Self::F64(view) => HostView::F64(view.view()),
+            Self::F32(view) => HostView::F32(view.view()),
+            Self::Bf16(view) => HostView::Bf16(view.view()),
+            Self::F16(view) => HostView::F16(view.view()),
+        }
+    }
+}
+
+views!(
+    /// A four-dimensional tensor in host memory, borrowed for writing.
+    HostViewMut, ArrayViewMut4,
+);
+
+impl HostViewMut<'_> {
+    /// Borrows the same tensor for a shorter time.
+    pub fn reborrow(&mut self) -> HostViewMut<'_> {
+        match self {
+            Self::F64(view) => HostViewMut::F64(view.view_mut()),
+            Self::F32(view) => HostViewMut::F32(view.view_mut()),
+            Self::Bf16(view) => HostViewMut::Bf16(view.view_mut()),
+            Self::F16(view) => HostViewMut::F16(view.view_mut()),
+        }
+    }
+
+    /// Replaces the elements in logical order, at most `chunk` at a time: widens them to f64, calls
+    /// `map`, and rounds the results to the element type.
+    ///
+    /// # Errors
+    /// Those of `map`; [`crate::Error::OutOfMemory`].
+    pub fn map_widened(
+        &mut self,
+        chunk: usize,
+        map: impl FnMut(&mut [f64]) -> Result<()>,
+    ) -> Result<()> {
+        match self {
+            Self::F64(view) => map_widened(view, chunk, map),
+            Self::F32(view) => map_widened(view, chunk, map),
+            Self::Bf16(view) => map_widened(view, chunk, map),
+            Self::F16(view) => map_widened(view, chunk, map),
+        }
+    }
+}
+
+fn map_widened<T: Element>(
+    view: &mut ArrayViewMut4<'_, T>,
+    chunk: usize,
+    mut map: impl FnMut(&mut [f64]) -> Result<()>,
+) -> Result<()> {
+    let mut widened = memory::filled("a chunk of a tensor", chunk.min(view.len()), 0.0)?;
+    let mut elements = view.iter_mut();
+    while elements.len() > 0 {
+        let part = chunk.min(elements.len());
+        let elements: Vec<&mut T> = elements.by_ref().take(part).collect();
+        widened.iter_mut().zip(&elements).for_each(|(wide, element)| *wide = element.to_f64());
+        map(&mut widened[..part])?;
+        elements
+            .into_iter()
+            .zip(&widened)
+            .for_each(|(element, &wide)| *element = T::from_f64(wide));
+    }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -79,7 +79,7 @@ pub use dense_mask::{DenseMask, MaskElement};
 pub use device_space::{DeviceSpace, StagedSpace};
 pub use dims::Dims;
 pub use dropout::{DropoutMask, philox4x32_10};
-pub use dtype::{DType, Element};
+pub use dtype::{DType, Element, HostView, HostViewMut};
 pub use error::{Error, Result};
 pub use fingerprint::Fingerprint;
 pub use key_intervals::KeyIntervals;
@@ -91,7 +91,7 @@ pub use machine::{
     TokenPrediction, TokenRate, TokenTraffic,
 };
 pub use mask::Mask;
-pub use message_balance::{AgreedLengths, MessageBalance, unmatched_pair};
+pub use message_balance::{MessageBalance, unmatched_pair};
 pub use needs::{Needs, NeedsIndex};
 pub use on_host::{HostViews, OnHost, OnHostBackward, OnHostForward, OnHostWorkspace};
 pub use partial::Partial;
@@ -108,7 +108,7 @@ pub use schedule::{
 };
 pub use shard::Shard;
 pub use softmax_end::SoftmaxEnd;
-pub use space::{Host, HostBuffer, HostMemory, HostTensors, HostView, HostViewMut, Space};
+pub use space::{Host, HostBuffer, HostMemory, HostTensors, Space};
 pub use spec::{Alignment, BackwardMode, BiasOrder, Dropout, Precision, SinkShape, Spec};
 pub use strategy::{
     ExchangeFields, GridViolation, GroupLayout, HeadAxis, HeadField, HeadGrid, HeadShard, RingRows,
@@ -116,7 +116,9 @@ pub use strategy::{
 };
 pub use tile::{QueryTile, TileBits, TileClass};
 pub use tile_bounds_table::TileBoundsTable;
-pub use transport::{Arrived, Channel, Control, Incoming, MessageHeader, Outgoing, Transport};
+pub use transport::{
+    AgreedLengths, Arrived, Channel, Control, Incoming, MessageHeader, Outgoing, Transport,
+};
 pub use visibility::Visibility;
 
 /// Converts a 64-bit number to an index. The conversion is exact, because the crate compiles only

@@ -78,20 +78,6 @@ pub fn unmatched_pair(encoded: &[Vec<u8>]) -> Option<[usize; 2]> {
     Some(pair.map(crate::index))
 }
 
-/// Proof that every rank's messages of a plan have a send and a receive of the same length, with
-/// which a transport may receive a message before it has learnt the message's length.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct AgreedLengths(());
-
-impl AgreedLengths {
-    /// Returns the proof if the [`MessageBalance::sum`]s of all ranks add up to `total` = 0.
-    /// `total` must come from an all-gather: a transport may write past a buffer where a message is
-    /// longer than its receive.
-    pub fn of_total(total: u64) -> Option<Self> {
-        (total == 0).then_some(Self(()))
-    }
-}
-
 /// Digests a message, so that sums of digests are unlikely to be equal if the messages are not.
 ///
 /// # Source
@@ -115,6 +101,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
+    use crate::AgreedLengths;
 
     /// (from, to, channel, tag, bytes)
     type Message = (usize, usize, Channel, u64, u64);

@@ -12,7 +12,25 @@ use std::{
 
 use annulus_core::Fingerprint;
 
-use crate::{Image, ImageKind};
+/// Kinds of images.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ImageKind {
+    /// Machine code for one architecture.
+    Cubin,
+    /// PTX, which the driver compiles for the GPU.
+    Ptx,
+}
+
+/// A compiled program.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Image {
+    /// Kind of `bytes`.
+    pub kind: ImageKind,
+    /// The image.
+    pub bytes: Vec<u8>,
+    /// Log of the compiler: registers, shared memory, spills.
+    pub log: String,
+}
 
 /// Folder of cached images.
 #[derive(Debug, Clone)]

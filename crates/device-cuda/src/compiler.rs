@@ -9,7 +9,7 @@ use std::{
 use annulus_core::{Error, Result};
 use cudarc::nvrtc::sys::{nvrtcProgram, nvrtcResult};
 
-use crate::{Architecture, Cache, CompilerSymbols, library::missing};
+use crate::{Architecture, Cache, CompilerSymbols, Image, ImageKind, library::missing};
 
 /// Source of a compilation: one file and its headers, by name and text.
 #[derive(Debug, Clone, Copy)]
@@ -20,26 +20,6 @@ pub struct Program<'a> {
     pub source: &'a str,
     /// Names and texts of the headers.
     pub headers: &'a [(&'a str, &'a str)],
-}
-
-/// Kinds of images.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ImageKind {
-    /// Machine code for one architecture.
-    Cubin,
-    /// PTX, which the driver compiles for the GPU.
-    Ptx,
-}
-
-/// A compiled program.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Image {
-    /// Kind of `bytes`.
-    pub kind: ImageKind,
-    /// The image.
-    pub bytes: Vec<u8>,
-    /// Log of the compiler: registers, shared memory, spills.
-    pub log: String,
 }
 
 /// NVRTC with a disk cache; or the cache alone, with the images that NVRTC has left there.

@@ -38,8 +38,8 @@ mod tensor;
 mod tensor_map;
 
 pub use buffer::CudaBuffer;
-pub use cache::Cache;
-pub use compiler::{Compiler, Image, ImageKind, Program};
+pub use cache::{Cache, Image, ImageKind};
+pub use compiler::{Compiler, Program};
 pub use cudarc;
 pub use device::{Architecture, Device};
 pub use module::{Kernel, Module};
