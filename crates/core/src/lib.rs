@@ -109,9 +109,11 @@ pub use schedule::{
 pub use shard::Shard;
 pub use softmax_end::SoftmaxEnd;
 pub use space::{Host, HostBuffer, HostMemory, HostTensors, Space};
-pub use spec::{Alignment, BackwardMode, BiasOrder, Dropout, Precision, SinkShape, Spec};
+pub use spec::{
+    Alignment, BackwardMode, BiasOrder, Dropout, HeadShard, Precision, SinkShape, Spec,
+};
 pub use strategy::{
-    ExchangeFields, GridViolation, GroupLayout, HeadAxis, HeadField, HeadGrid, HeadShard, RingRows,
+    ExchangeFields, GridViolation, GroupLayout, HeadAxis, HeadField, HeadGrid, RingRows,
     RowSegment, Strategy, StrategyBalance, StrategyTraffic, TrafficOptions,
 };
 pub use tile::{QueryTile, TileBits, TileClass};

@@ -2,9 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::{
-    Batch, BiasFunction, DType, Dims, Error, HeadShard, Mask, Result, RowField, RowLayout,
-};
+use crate::{Batch, BiasFunction, DType, Dims, Error, Mask, Result, RowField, RowLayout};
 
 /// Position i' of query row i, if q_len and kv_len differ and the batch has no explicit positions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -138,6 +136,15 @@ pub struct Spec {
     /// type. A backward pass reads the statistics of all keys: lse, and −delta in place of dlse, so
     /// that it does not read out.
     pub partial: bool,
+}
+
+/// Query heads of a spec as a part of a whole attention's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HeadShard {
+    /// Number of the first head in the whole attention.
+    pub first: usize,
+    /// Query heads of the whole attention.
+    pub q_heads: usize,
 }
 
 impl Spec {
@@ -320,5 +327,13 @@ impl Spec {
     fn key_and_value_layout(&self, dtype: DType) -> RowLayout {
         let Dims { batch, kv_heads: heads, head_dim, value_dim, .. } = self.dims;
         RowLayout::new([head_dim, value_dim].map(|dim| RowField { batch, heads, dim, dtype }))
+    }
+
+    /// Returns the number of query head `head` in the whole attention and the number of its query
+    /// heads, which determine the dropout mask.
+    pub fn whole_head(&self, head: usize) -> (usize, usize) {
+        let HeadShard { first, q_heads } =
+            self.head_shard.unwrap_or(HeadShard { first: 0, q_heads: self.dims.q_heads });
+        (first + head, q_heads)
     }
 }

@@ -5,28 +5,11 @@ use std::{ops::Range, sync::Arc};
 
 use super::HeadGrid;
 use crate::{
-    BiasFunction, Dims, Fingerprint, KeyIntervals, Mask, Result, Spec,
+    BiasFunction, Dims, Fingerprint, HeadShard, KeyIntervals, Mask, Result, Spec,
     mask::{Band, Key, Query, SharedMask},
 };
 
-/// Query heads of a spec as a part of a whole attention's.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct HeadShard {
-    /// Number of the first head in the whole attention.
-    pub first: usize,
-    /// Query heads of the whole attention.
-    pub q_heads: usize,
-}
-
 impl Spec {
-    /// Returns the number of query head `head` in the whole attention and the number of its query
-    /// heads, which determine the dropout mask.
-    pub fn whole_head(&self, head: usize) -> (usize, usize) {
-        let HeadShard { first, q_heads } =
-            self.head_shard.unwrap_or(HeadShard { first: 0, q_heads: self.dims.q_heads });
-        (first + head, q_heads)
-    }
-
     /// Returns the spec of what a member of each group of `grid` computes: its heads, and with
     /// several key columns the partial results of its column. Sinks are scores of the first column.
     #[must_use]

@@ -43,7 +43,6 @@ pub(crate) use exchange::backward_mode;
 pub use exchange::{ExchangeFields, HeadAxis, HeadField};
 pub use group_layout::{GroupLayout, RowSegment};
 pub use head_grid::HeadGrid;
-pub use head_shard::HeadShard;
 pub(crate) use traffic::PassTraffic;
 pub use traffic::{RingRows, StrategyTraffic, TrafficOptions};
 
