@@ -13,6 +13,7 @@ use annulus_cpu::Isa;
 use proptest::prelude::*;
 
 #[test]
+#[ignore = "long: scripts/test --whole"]
 fn the_whole_matrix_holds_on_the_cpu() {
     suite::matrix(&cpu(), Scale::Full).unwrap();
 }
@@ -68,6 +69,7 @@ fn receives_further_ahead_change_no_bit() {
 }
 
 #[test]
+#[ignore = "long: scripts/test --whole"]
 fn messages_that_overtake_each_other_change_no_bit_on_the_cpu() {
     suite::same_bits_under_delay(&cpu(), &cpu_delayed(Duration::from_micros(500)), 100).unwrap();
 }

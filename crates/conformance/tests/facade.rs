@@ -15,11 +15,13 @@ fn a_sample_of_everything_holds_through_the_facade() {
 }
 
 #[test]
+#[ignore = "long: scripts/test --whole"]
 fn random_cases_hold_under_every_strategy() {
     suite::strategies(&Facade, 0..120).unwrap();
 }
 
 #[test]
+#[ignore = "long: scripts/test --whole"]
 fn a_sample_of_golden_cases_holds_under_every_strategy() {
     let Some(folder) = golden::folder().unwrap() else { return };
     for (number, golden) in golden::read(&folder).unwrap().into_iter().enumerate() {

@@ -23,11 +23,13 @@ fn a_sample_of_the_matrix_holds_on_the_mock_device() {
 }
 
 #[test]
+#[ignore = "long: scripts/test --whole"]
 fn the_numeric_rules_hold_on_the_mock_device() {
     suite::numeric_rules(&mock()).unwrap();
 }
 
 #[test]
+#[ignore = "long: scripts/test --whole"]
 fn a_visible_nan_does_not_depend_on_the_ranks_on_the_mock_device() {
     suite::nonfinite(&mock(), Poison::NanAndInfinities).unwrap();
     suite::infinite_scores(&mock()).unwrap();

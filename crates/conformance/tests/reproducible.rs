@@ -15,6 +15,7 @@ use annulus_core::{
 use proptest::prelude::*;
 
 #[test]
+#[ignore = "long: scripts/test --whole"]
 fn bits_depend_on_neither_ranks_nor_layout_nor_threads() {
     let delayed = cpu_delayed(Duration::from_micros(200));
     suite::reproducible_bits(&[&cpu(), &delayed], 0..24).unwrap();
@@ -89,6 +90,7 @@ impl Backend for Planted {
 }
 
 #[test]
+#[ignore = "long: scripts/test --whole"]
 fn mistakes_in_the_merges_are_found() {
     let verdict = |mistake| {
         let planted = RingSubject::new(format!("{mistake:?}"), move |ranks| {
@@ -113,6 +115,7 @@ fn gradients_of_bias_and_sinks_have_the_same_bits() {
 }
 
 #[test]
+#[ignore = "long: scripts/test --whole"]
 fn the_error_is_not_larger_than_in_the_free_order() {
     suite::reproducible_accuracy(&cpu()).unwrap();
 }

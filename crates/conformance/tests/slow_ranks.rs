@@ -239,6 +239,7 @@ fn a_rank_whose_download_waits_for_long_is_not_silent() {
 }
 
 #[test]
+#[ignore = "long: scripts/test --whole"]
 fn a_rank_whose_staged_blocks_wait_for_long_kernels_is_not_silent() {
     for mode in [BackwardMode::OnePass, BackwardMode::TwoPass] {
         let results = on_each_rank(|rank, endpoint| {
