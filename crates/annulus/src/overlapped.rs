@@ -7,6 +7,11 @@
 //!
 //! A forked child does not have the thread of its parent's pass: there, a wait is an error, and a
 //! drop leaks the handle of the thread, which cannot be joined.
+//!
+//! A started pass is a thread and not a state machine, because kernels and the ring loop have no
+//! points at which they could return to the program. Borrowed tensors need a thread scope, because
+//! a value that ends a borrow when it is dropped can be leaked. The deadline wrapper, which every
+//! wait polls, reads the flag that cancels a pass.
 
 use std::{
     fmt, mem,
