@@ -241,7 +241,7 @@ impl<P: OverlapPlan + 'static, R: Send + 'static> Overlapped<P, R> {
         Ok(())
     }
 
-    /// Returns true if no pass is under way, or the one that is has ended.
+    /// Returns true if no pass is under way, or the pass has ended.
     pub fn test(&self) -> bool {
         let is_finished = self.pass.as_ref().is_none_or(JoinHandle::is_finished);
         is_finished || !self.process.is_current()
