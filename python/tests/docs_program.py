@@ -19,7 +19,7 @@ from helpers import random
 import annulus
 
 ROOT = Path(__file__).parents[2]
-PAGES = {"README.md": "## Python", "docs/python.md": "# Python", "python/README.md": "# annulus"}
+PAGES = {"README.md": "### Python", "docs/python.md": "# Python", "python/README.md": "# annulus"}
 LENGTHS = {"q_len": 64, "q_heads": 4, "head_dim": 16}
 TOKENS = 4096
 """Length of the sequence that the examples shard."""

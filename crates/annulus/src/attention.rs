@@ -461,11 +461,11 @@ impl Attention {
     /// one block while it computes on another, and 4 on a balanced layout
     /// ([`Attention::balanced`]), whose steps are uneven.
     ///
-    /// With 2 a rank whose neighbour is late by less than a step does not wait for it. Each step but
-    /// the first takes the memory of one more block. On a direct route, more receives are posted
-    /// ahead if blocks are so small that they fit into the same memory
-    /// ([`annulus_core::block_buffers`]). Up to the fourth, a step also takes, for a one-pass
-    /// backward, that of its gradients twice, where they are computed and where they arrive
+    /// With 2 a rank whose neighbour is late by less than a step does not wait for it. Each step
+    /// but the first takes the memory of one more block. On a direct route, more receives are
+    /// posted ahead if blocks are so small that they fit into the same memory
+    /// ([`annulus_core::block_buffers`]). In a one-pass backward each of the first four steps also
+    /// takes two buffers of gradients: where they are computed, and where they arrive
     /// ([`Plan::buffer_bytes`](crate::Plan)). Messages and results are the same, bit for bit. Over
     /// NCCL a one-pass backward receives one step ahead.
     #[must_use]

@@ -173,8 +173,8 @@ impl Cache {
         self.cache.append(&T::view(k), &T::view(v))
     }
 
-    /// Appends `count` rows, of which this rank passes only those of its pages
-    /// ([`Cache::own_rows`]): a prefill whose keys and values are sharded.
+    /// Appends `count` rows of a prefill whose keys and values are sharded: this rank passes the
+    /// rows of its own pages ([`Cache::own_rows`]).
     ///
     /// # Shapes
     /// k `[batch, own rows, kv_heads, head_dim]`, v `[batch, own rows, kv_heads, value_dim]`, in

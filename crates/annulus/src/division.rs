@@ -1,4 +1,8 @@
 //! Division of the attention among ranks, as the caller requests it.
+//!
+//! A strategy is chosen by documents only if the division has them: a plan is made before its first
+//! batch, which an update brings. The batch is not part of the agreement of the ranks, because the
+//! strategy, which depends on it, is.
 
 use std::{borrow::Cow, sync::Arc};
 

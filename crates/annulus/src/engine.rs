@@ -5,6 +5,9 @@
 //! |---|---|---|
 //! | [`Engine`] | all | in host memory |
 //! | [`DeviceRing`] | the ring | in the memory of the backend |
+//!
+//! Programs that use plans (the command, C, Python) are therefore compiled once, not once for each
+//! backend. A pass makes one virtual call.
 
 use std::{fmt, num::NonZeroUsize};
 

@@ -75,3 +75,12 @@ pub use rank_rows::RankRows;
 pub use tensors::{Backward, BackwardViewMut, Forward, ForwardView, ForwardViewMut, Tensors};
 /// Crates whose types are in this interface.
 pub use {half, ndarray};
+
+/// Examples of the pages in `docs`, run as tests.
+#[cfg(doctest)]
+mod pages {
+    #[doc = include_str!("../../../docs/first-ring.md")]
+    struct FirstRing;
+    #[doc = include_str!("../../../docs/rust.md")]
+    struct Rust;
+}

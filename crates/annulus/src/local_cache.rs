@@ -82,8 +82,8 @@ impl LocalCache {
         })
     }
 
-    /// Creates an empty cache; `cache` creates that of one rank on its endpoint. It runs on the
-    /// thread of the rank.
+    /// Creates an empty cache. `cache` creates the part of one rank on its endpoint, on the thread
+    /// of the rank.
     pub(crate) fn of_caches(
         attention: &Attention,
         ranks: usize,

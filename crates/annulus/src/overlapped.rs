@@ -7,6 +7,11 @@
 //!
 //! A forked child does not have the thread of its parent's pass: there, a wait is an error, and a
 //! drop leaks the handle of the thread, which cannot be joined.
+//!
+//! A started pass is a thread and not a state machine, because kernels and the ring loop have no
+//! points at which they could return to the program. Borrowed tensors need a thread scope, because
+//! a value that ends a borrow when it is dropped can be leaked. The deadline wrapper, which every
+//! wait polls, reads the flag that cancels a pass.
 
 use std::{
     fmt, mem,
@@ -236,7 +241,7 @@ impl<P: OverlapPlan + 'static, R: Send + 'static> Overlapped<P, R> {
         Ok(())
     }
 
-    /// Returns true if no pass is under way, or the one that is has ended.
+    /// Returns true if no pass is under way, or the pass has ended.
     pub fn test(&self) -> bool {
         let is_finished = self.pass.as_ref().is_none_or(JoinHandle::is_finished);
         is_finished || !self.process.is_current()

@@ -587,9 +587,8 @@ impl<S: Space> Plan<S> {
         self.engine.facts().blocks_received()
     }
 
-    /// Derives the schedule of keys and values, as [`crate::Ring::schedule`]. With a strategy other than
-    /// the ring it is that of the ring of this rank's heads and key column, whose ranks are the
-    /// groups.
+    /// Derives the schedule of keys and values, as [`crate::Ring::schedule`]. With a grid, the
+    /// schedule of the ring over the groups, for this rank's heads and key column.
     pub fn schedule(&self) -> Schedule {
         self.engine.facts().schedule()
     }

@@ -100,8 +100,8 @@ mod tests {
         }
     }
 
-    /// A row of the table of docs/cuda.md: `queries` queries of a group of eight heads at level
-    /// `warpgroup`.
+    /// A row of the table of benches/record/cuda-model.md: `queries` queries of a group of eight
+    /// heads at level `warpgroup`.
     fn row_of_the_page(queries: usize) -> String {
         let tiles = |heads: usize| queries.div_ceil(128 / heads) * (8 / heads);
         let fewest = [1, 2, 4, 8].map(tiles).into_iter().min().unwrap();
@@ -113,12 +113,12 @@ mod tests {
     }
 
     #[test]
-    fn the_tiles_in_docs_cuda_md_are_those_of_the_packing() {
-        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/cuda.md");
+    fn the_tiles_in_the_record_are_those_of_the_packing() {
+        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/record/cuda-model.md");
         let page = std::fs::read_to_string(page).unwrap();
         for queries in [16, 64, 120, 200, 260] {
             let line = row_of_the_page(queries);
-            assert!(page.contains(&line), "docs/cuda.md lacks {line}");
+            assert!(page.contains(&line), "benches/record/cuda-model.md lacks {line}");
         }
     }
 }

@@ -191,8 +191,8 @@ mod tests {
         assert_eq!(divide(&[], LIMITS), None);
     }
 
-    /// A row of the table of docs/cuda.md: one query of bf16 on an H100, whose 132 multiprocessors
-    /// run two blocks each.
+    /// A row of the table of benches/record/cuda-model.md: one query of bf16 on an H100, whose 132
+    /// multiprocessors run two blocks each.
     fn predicted([batch, q_heads, kv_heads, dim, keys]: [usize; 5]) -> String {
         let group = q_heads / kv_heads;
         let grid = ForwardGrid {
@@ -228,8 +228,8 @@ mod tests {
     }
 
     #[test]
-    fn the_prediction_for_decoding_in_docs_cuda_md_follows_from_the_limits() {
-        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/cuda.md");
+    fn the_prediction_for_decoding_in_the_record_follows_from_the_limits() {
+        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/record/cuda-model.md");
         let page = std::fs::read_to_string(page).unwrap();
         for shape in [
             [2, 64, 8, 128, 131_072],
@@ -241,7 +241,7 @@ mod tests {
             [32, 32, 8, 128, 4_096],
         ] {
             let line = predicted(shape);
-            assert!(page.contains(&line), "docs/cuda.md lacks {line}");
+            assert!(page.contains(&line), "benches/record/cuda-model.md lacks {line}");
         }
         // all stages but the one that is consumed; a block's share of the 3.35 TB/s of an H100
         let in_flight = |dim: usize| Variant::DECODE_STAGE_BYTES - Variant::decode_chunk_bytes(dim);
@@ -256,6 +256,6 @@ mod tests {
             covered(64)
         );
         let words = page.split_whitespace().collect::<Vec<_>>().join(" ");
-        assert!(words.contains(&text), "docs/cuda.md lacks {text}");
+        assert!(words.contains(&text), "benches/record/cuda-model.md lacks {text}");
     }
 }

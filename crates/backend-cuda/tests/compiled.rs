@@ -4,10 +4,10 @@
 //!
 //! All variants take minutes. The table has a digest of the sources and options from which it was
 //! written. The same compiler makes the same code from them, so if they have not changed, a sample
-//! proves enough: the variants of bf16 for 9.0, of which `scripts/cuda-model` reads the machine
-//! code, and those of f16 and f32 of dim 128 for 8.0. Otherwise all of 8.0, those of dim 128, and
-//! all that only 9.0 has are compiled, and the test fails in any case, because the table must be
-//! written anew. `ANNULUS_VARIANTS=all` compiles every variant.
+//! proves enough: for 9.0 the variants of bf16, whose machine code `scripts/cuda-model` reads, for
+//! 8.0 the variants of f16 and f32 of dim 128. Otherwise all variants of 8.0, the variants of dim
+//! 128, and all that only 9.0 has are compiled, and the test fails in any case, because the table
+//! must be written anew. `ANNULUS_VARIANTS=all` compiles every variant.
 
 use std::{
     num::NonZero,

@@ -46,11 +46,11 @@ impl RegisterTile {
     ///
     /// * On Intel's GPUs an invocation of the narrowest subgroups, of 8 invocations or, from Xe2
     ///   on, 16, has 128 registers. Kernels of two rows, or of one in their place, do not spill
-    ///   there, by Mesa's compiler (benches/record/2026-11-26-wgpu-anv-no-spills.md). Metal reports
+    ///   there, by Mesa's compiler (benches/record/wgpu-compilers.md). Metal reports
     ///   no vendor.
     /// * RADV of Mesa 22.3 cannot encode 16-bit operands in the upper half of the 256 registers of
     ///   RDNA3 and uses the lower half only: `vgpr_limit` of `init_program` in its `aco_ir.cpp`.
-    ///   Mesa 23.0 uses all (benches/record/2026-11-26-wgpu-radv-22.3.md).
+    ///   Mesa 23.0 uses all (benches/record/wgpu-compilers.md).
     pub fn of_adapter(info: &AdapterInfo) -> Self {
         let is_intel = match info.backend {
             Backend::Metal => info.name.starts_with("Intel"),
@@ -78,7 +78,7 @@ pub(crate) struct Proof {
 /// On an NVIDIA H200 `subgroup` is as fast as `plain`, and `matrix`, whose kernels are of f16,
 /// takes 0.33 to 0.56 of the time. No GPU of another vendor has been measured. On Mesa's lavapipe
 /// `subgroup` saves a few per cent of forward in one version and nothing in another, and `matrix`
-/// takes a third longer (benches/record/2026-11-21-wgpu-lavapipe.md), so software adapters use
+/// takes a third longer (benches/record/wgpu.md), so software adapters use
 /// `plain`.
 pub(crate) const PROOFS: &[Proof] = &[Proof {
     adapters: AdapterKind {
@@ -89,7 +89,7 @@ pub(crate) const PROOFS: &[Proof] = &[Proof {
         driver: "NVIDIA",
     },
     level: Level::Matrix,
-    record: "benches/record/2026-11-27-h200.md",
+    record: "benches/record/wgpu.md",
 }];
 
 /// Returns the proof of the highest available level for this kind of adapter; without one, the
@@ -205,7 +205,7 @@ mod tests {
     fn every_proof_has_its_record() {
         let record = |record| Proof { record, ..proof(HERE, Level::Matrix) };
         assert!(!is_shown(&record("benches/record/nothing.md")) && !is_shown(&record("README.md")));
-        assert!(is_shown(&record("benches/record/2026-11-21-wgpu-lavapipe.md")));
+        assert!(is_shown(&record("benches/record/wgpu.md")));
         assert!(PROOFS.iter().all(is_shown));
     }
 }

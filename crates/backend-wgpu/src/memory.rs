@@ -1,4 +1,7 @@
 //! Memory space of a device: buffers, tensors, events.
+//!
+//! A buffer stores its device: wgpu identifies a buffer by a number that denotes another buffer in
+//! another instance, and the stored device makes a buffer of another device a typed error.
 
 use std::{mem, ops::ControlFlow};
 

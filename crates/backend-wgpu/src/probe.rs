@@ -6,7 +6,7 @@
 //!   once and one after another in each, because an instruction that does not wait for another one
 //!   may be right when the device is idle. Neither naga's translation nor the drivers are proven on
 //!   all hardware: an earlier product was wrong on an NVIDIA H200
-//!   (benches/record/2026-11-26-h200.md). Kernel: `matrix_probe.wgsl`.
+//!   (benches/record/wgpu.md). Kernel: `matrix_probe.wgsl`.
 
 use annulus_core::{Error, Result};
 

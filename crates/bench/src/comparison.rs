@@ -60,7 +60,7 @@ const WORST_ROW: f64 = 2.0;
 ///
 /// Rounding is relative to the terms of a sum, and rows differ in them by an order of magnitude:
 /// under a causal mask the first outputs are means of few values. Against the mean norm of a row
-/// their rounding would look like an error; against its own norm, that of a sum whose terms cancel.
+/// their rounding would look like an error. Against its own norm a sum whose terms cancel would.
 pub(crate) fn errors(got: &[f64], want: &[f64], row: usize) -> [f64; 2] {
     let square = |numbers: &[f64]| numbers.iter().map(|x| x * x).sum::<f64>();
     let mut sum = 0.0;

@@ -7,16 +7,16 @@ use annulus_core::{
 };
 use annulus_cpu::Cpu;
 
-/// Matrix products of a pass over those of forward: forward has 2, backward 5.
+/// Matrix products of a pass / 2, the products of a forward pass. A backward pass has 5.
 pub(crate) const FORWARD: f64 = 1.0;
 const BACKWARD: f64 = 2.5;
 
 /// Runs the tiles of a block.
 pub(crate) trait TileCalls: Clone + Send + 'static {
-    /// Notes the shard of a workspace, that of its current batch.
+    /// Notes the shard of a workspace, for its current batch.
     fn adopt(&self, _shard: &RankShard) {}
 
-    /// Calls `work` on `block`, or replaces it. `products` are the matrix products over those of a
+    /// Calls `work` on `block`, or replaces it. `products` are the matrix products, in units of a
     /// forward pass.
     fn run(
         &self,

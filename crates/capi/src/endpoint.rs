@@ -1,4 +1,7 @@
 //! The handle of an endpoint: a communicator of MPI that several plans and caches share.
+//!
+//! An endpoint is a handle of its own and not a plan that others share: no plan has to outlive
+//! another, and the n-th plan over it is the same plan on all ranks.
 
 use std::ffi::c_int;
 

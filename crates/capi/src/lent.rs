@@ -1,4 +1,7 @@
 //! Resources that a host lends to plans: a CUDA context, a stream, an NCCL communicator.
+//!
+//! annulus enqueues its work in the host's stream, and never creates, aborts or destroys what it
+//! was lent. Pointers stay `void *` in the header, which includes neither cuda.h nor nccl.h.
 
 /// CUDA context and stream that the host lends, and perhaps an NCCL communicator, as addresses.
 #[derive(Debug, Clone, Copy)]

@@ -14,6 +14,7 @@
 //!   found in a table and never dereferenced ([`handle`]).
 //! * A struct that may grow begins with its size ([`versioned`]).
 //! * A tensor is checked before a view of it is made ([`tensor`], [`overlap`]).
+//! * It starts no thread that was not requested: a rank computes with one thread by default.
 #![allow(non_camel_case_types, reason = "types of the C interface have the names of C")]
 
 mod attention;

@@ -1,7 +1,7 @@
 //! Delegation of methods that a wrapper leaves to its inner transport.
 
 /// Expands, inside `impl Control for Wrapper<T>`, to the named methods of
-/// [`Control`](annulus_core::Control), each of which calls that of `self.inner`. `last_heard`
+/// [`Control`](annulus_core::Control), which call the same methods of `self.inner`. `last_heard`
 /// stands for `watched`, too, because the two belong together, `start_all_gather` for
 /// `start_entry`, and `placement` for `any_thread`.
 ///
@@ -90,7 +90,7 @@ macro_rules! forward_control {
 
 /// Expands, inside `impl Transport<Host> for Wrapper<T>`, to `control`, to
 /// [`messages_are_blocks`](annulus_core::messages_are_blocks), and to the named methods of
-/// [`Transport`](annulus_core::Transport), each of which calls that of `self.inner`.
+/// [`Transport`](annulus_core::Transport), which call the same methods of `self.inner`.
 ///
 /// A wrapper of a transport of any space `S` names it, as `of S:` before the methods. Messages in
 /// host memory then have methods of their own, `post_host` and `take_host`.

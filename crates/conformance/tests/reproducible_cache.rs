@@ -349,8 +349,9 @@ fn long_prefills_are_computed_in_rounds() {
     compare_prefill(&window, 700, 54, pages);
 }
 
-/// Compares a prefill of 17 pages on two ranks, whose last `queries` rows attend in rounds of
-/// `round`, with one attention, and its bytes with those of `pages` of a rank in a round.
+/// Prefills 17 pages on two ranks; the last `queries` rows attend in rounds of `round` queries.
+/// Compares the result with one attention, and the bytes with the `pages` that a rank sends in each
+/// round.
 fn compare_prefill(
     attention: &Attention,
     queries: usize,

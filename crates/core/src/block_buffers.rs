@@ -28,7 +28,7 @@ pub fn block_buffers(blocks: &[u64], ahead: usize, further: bool) -> Vec<u64> {
 
 /// Most buffers for final gradients that arrive in a one-pass backward, and for sums that are sent,
 /// of the size of the largest: as many as `receive_ahead`, up to this number. In the simulation of
-/// `benches/record/2026-11-24-ring-jitter.md` a fourth buffer gains little on a relay; on packed
+/// `benches/record/ring.md` a fourth buffer gains little on a relay; on packed
 /// documents, whose gradients have different sizes, it takes the place of several.
 pub const GRADIENT_BUFFERS: usize = 4;
 

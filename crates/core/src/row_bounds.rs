@@ -151,7 +151,7 @@ impl RowBounds {
         Chunk { bounds, first_run }
     }
 
-    /// Returns bounds of `rows`: those of all chunks that contain one of them.
+    /// Returns bounds of `rows`: the union of the bounds of all chunks that they touch.
     pub(crate) fn of(&self, rows: &Range<usize>) -> Bounds {
         union_of(&self.chunks[rows.start / CHUNK..rows.end.div_ceil(CHUNK)])
     }

@@ -1,5 +1,7 @@
 //! Wire format of one row. It is independent of the backend, so that ranks with different backends
 //! can exchange blocks.
+//!
+//! Keys and values of a row are adjacent, so that any run of rows is one byte range of a block.
 
 use crate::DType;
 

@@ -1,4 +1,7 @@
 //! Arithmetic runs: the compact representation of row numbers, positions and segment ids.
+//!
+//! Ranks exchange segment ids and positions exactly, as runs, not as summaries of fixed groups of
+//! rows. So blocks are trimmed to single rows, and a packed document is one run.
 
 /// An arithmetic sequence: `count` numbers `start, start + step, start + 2·step, …`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

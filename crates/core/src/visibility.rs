@@ -77,8 +77,8 @@ impl Visibility<'_> {
             } else {
                 into.common.intersect(&intervals);
             }
-            // also if the keys of this block have no ids: those of another block may have ids, if
-            // this block is that of a rank without keys
+            // also if the keys of this block have no ids: a rank without keys has none, while the
+            // keys of other ranks have
             let segment = self.queries.segments(batch).map_or(0, |segments| segments[q]);
             into.push(&intervals, is_bound, segment);
         }

@@ -1,5 +1,9 @@
 //! State that all devices of one context share: streams that may have work, resources to free
 //! after it, and what other modules keep for a context ([`ContextState::shared`]).
+//!
+//! Nothing of CUDA's is freed while work may hang, because the driver waits for all work before it
+//! frees memory, without a deadline. What is dropped is kept until the streams of the context are
+//! idle, and leaked after a failure.
 
 use std::{
     any::{Any, TypeId},

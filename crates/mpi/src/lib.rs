@@ -12,6 +12,9 @@
 //!
 //! [`loaded`] returns the error of a missing library. Functions of [`ffi`] that are called without
 //! one return an error code, so no call can be wrong before the error was read.
+//!
+//! Linking is the feature, and not loading, because Cargo unites the features of all crates of a
+//! program: if one crate links MPI, all of them use the linked one.
 
 mod gpu;
 #[cfg(feature = "link-mpi")]

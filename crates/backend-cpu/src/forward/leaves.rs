@@ -9,7 +9,8 @@
 //! ```
 //! The result of a row does not depend on the other rows of its strip or task: every operation on a
 //! lane depends on that lane alone, and a tile that is empty for the strip changes no bit of a
-//! lane.
+//! lane. Probabilities are not rounded to bf16 in this order: `VDPBF16PS` adds pairs of rows of a
+//! block, so that a result would depend on the blocks.
 //!
 //! # Source
 //! The merge of partial results: Milakov and Gimelshein 2018, section 3.1.

@@ -80,8 +80,8 @@ pub(crate) trait Bf16Pairs: Vector<f32> {
     /// Rounds both to nearest, ties to even, and pairs each lane of `low` with the same lane of
     /// `high`.
     fn interleaved(low: Self, high: Self) -> Self;
-    /// Rounds both to nearest, ties to even, and pairs neighbouring lanes: those of `first`, then
-    /// those of `second`.
+    /// Rounds both to nearest, ties to even, and pairs neighbouring lanes, first of `first`, then
+    /// of `second`.
     fn in_order(first: Self, second: Self) -> Self;
     /// Keeps the bits of every lane that are set in `word`.
     fn masked(self, word: u32) -> Self;

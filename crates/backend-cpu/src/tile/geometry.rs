@@ -34,7 +34,7 @@ const MAX_TASK_LANES: usize = 2048;
 const KEY_BLOCK_ELEMENTS: usize = 1 << 17;
 
 /// Maximum tiles of a [`Geometry::key_block`]: 512 keys. Against 128 keys this saved 5 % of forward
-/// and backward (`docs/performance.md`).
+/// and backward (`benches/record/cpu.md`).
 const MAX_KEY_BLOCK_TILES: usize = 8;
 
 /// Rows of a block that lie in the lanes of one register tile.

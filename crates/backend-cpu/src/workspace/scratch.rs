@@ -86,7 +86,7 @@ pub(crate) struct Scratch<A> {
     /// task, where it is known.
     pub(crate) last_keys: Vec<Option<usize>>,
     pub(crate) bits: TileBits,
-    /// Mask of a tile of 64 queries × 64 keys, of which `tile_mask` is that of a strip.
+    /// Mask of a tile of 64 queries × 64 keys. `tile_mask` is the part of one strip.
     pub(crate) whole_mask: TileMask,
     pub(crate) tile_mask: TileMask,
     /// Tile masks of the task's rows, reused by all heads with the same mask.

@@ -36,7 +36,7 @@ pub(super) const HALF_STEP: usize = 10;
 /// Distance of rows of `products`, in vectors of 4: two more than the 8 of a row. NVIDIA's GPUs
 /// store a matrix of f32 two elements an invocation, four rows at once, which then lie in different
 /// banks; one more would put half of them in the same, and an H200 ran forward at 0.97 of the speed
-/// (benches/record/2026-11-27-h200.md).
+/// (benches/record/wgpu.md).
 pub(super) const PRODUCT_STEP: usize = 10;
 
 /// The same on devices with several subgroup sizes, as AMD's have, which store rows of 16 elements:
@@ -51,13 +51,13 @@ pub(super) const LOADED_ROW: &str = "((lane >> 4u) | ((lane & 8u) >> 1u))";
 /// Workgroup memory and functions that read it. `left_half`: `[row][element]`, then P or dX;
 /// `right_half`: `[column][element]`, then `[element][vector]`. All are arrays of vectors of 4,
 /// because compilers need not join accesses to neighbouring elements: with arrays of scalars a GPU
-/// ran forward at 0.90 to 0.97 of the speed (benches/record/2026-11-26-h100.md).
+/// ran forward at 0.90 to 0.97 of the speed (benches/record/wgpu.md).
 ///
 /// # Alignment
 /// Vulkan requires that matrices are loaded and stored at multiples of 16 bytes, and WGSL cannot
 /// align a variable. So every variable in workgroup memory is of a multiple of 16 bytes: in
 /// whichever order a driver places them, arrays begin at such. NVIDIA's places small ones first:
-/// behind a `u32` all products were wrong on an H200 (benches/record/2026-11-26-h200.md).
+/// behind a `u32` all products were wrong on an H200 (benches/record/wgpu.md).
 pub(super) fn declarations(grid: Grid) -> String {
     let rounds = if grid.matrices.has_smaller_subgroups() {
         "var<workgroup> rounds: vec4<u32>;\n"

@@ -23,7 +23,7 @@
 //! Workgroup memory decides how many workgroups a multiprocessor runs: NVIDIA's driver gives all of
 //! them 48 KiB together. That is room for two of a tall tile that holds Q in matrices, and for one
 //! of a tile that keeps Q there, which took 1.6 to 1.9 times as long on an H200
-//! (benches/record/2026-11-27-h200.md).
+//! (benches/record/wgpu.md).
 //!
 //! Source: padded rows and 128 invocations are those of llama.cpp's `flash_attn_cm1.comp`, whose
 //! tiles have 16 queries and 64 keys; Q in workgroup memory as well.

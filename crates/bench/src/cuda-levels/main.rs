@@ -21,10 +21,10 @@
 //!   `warpgroup` with and without wide tiles of the forward pass; `warpgroup-split` is `warpgroup`
 //!   with a backward kernel for dQ, and one for dK and dV; `warpgroup-fused` with one for all.
 //! * **verify** compares each level with level `plain` in f32 from the same inputs rounded to 16
-//!   bits: the relative error of out, dq, dk and dv stays below 5·10⁻³ (bf16) or 10⁻³ (f16), that
-//!   of lse below 10⁻⁴, that of each row against the largest one below twice as much, and a second
-//!   pass has the same bits. The exit status is 1 if one is not. With `mistake=1` the window of the
-//!   reference is a key too long, which must be found.
+//!   bits: the relative error of out, dq, dk and dv stays below 5·10⁻³ (bf16) or 10⁻³ (f16), and of
+//!   lse below 10⁻⁴. The error of a row, relative to the largest row, stays below twice as much. A
+//!   second pass has the same bits. The exit status is 1 if a check fails. With `mistake=1` the
+//!   window of the reference is a key too long, which must be found.
 //! * **compile** compiles every kernel for a compute capability into the kernel cache
 //!   (`ANNULUS_KERNEL_CACHE`), without a GPU, or only those of some element types and dims; the
 //!   cubins of bf16 also into a folder, for a disassembler (`scripts/cuda-model`).

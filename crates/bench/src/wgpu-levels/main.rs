@@ -23,9 +23,9 @@
 //!
 //! **verify** compares each level with the CPU backend in f32, from the same inputs, for tensors in
 //! host memory: the relative error of out, dq, dk and dv stays below 2·10⁻⁵ (f32), 5·10⁻³ (bf16) or
-//! 10⁻³ (f16), that of lse below 10⁻⁴, that of each row against the largest one below twice as
-//! much, and a second pass has the same bits. The exit status is 1 if one is not. With `mistake=1`
-//! the window of the reference is one key too long, which must be found.
+//! 10⁻³ (f16), and of lse below 10⁻⁴. The error of a row, relative to the largest row, stays below
+//! twice as much. A second pass has the same bits. The exit status is 1 if a check fails. With
+//! `mistake=1` the window of the reference is one key too long, which must be found.
 
 mod clock;
 #[path = "../comparison.rs"]

@@ -66,7 +66,7 @@ const WARM_UP: usize = 1;
 /// Seconds of the measured rounds, which bound their number. A trade-off: fewer scatter more, and
 /// both passes together take most of the time of `annulus measure`. Overheads of nine measurements
 /// of four ranks on two cores were 0.59 to 1.46 ns/byte
-/// (`benches/record/2026-11-28-strategies-files.md`).
+/// (`benches/record/strategies.md`).
 const BUDGET: f64 = 16.0;
 const LEAST_ROUNDS: usize = 5;
 const MOST_ROUNDS: usize = 50;

@@ -1,12 +1,12 @@
-//! Runs the command lines of the README in order, starting from an empty folder.
+//! Runs the command lines of docs/command.md in order, starting from an empty folder.
 
 use crate::{check::write_cases, support::Folder};
 
-/// Returns the lines of the fenced blocks in the README's section on the command.
+/// Returns the lines of the fenced blocks in the page's section "In order".
 fn lines() -> Vec<String> {
-    let readme = concat!(env!("CARGO_MANIFEST_DIR"), "/../../README.md");
-    let text = std::fs::read_to_string(readme).unwrap();
-    let section = text.split("\n## The command\n").nth(1).unwrap().split("\n## ").next().unwrap();
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/command.md");
+    let text = std::fs::read_to_string(page).unwrap();
+    let section = text.split("\n## In order\n").nth(1).unwrap().split("\n## ").next().unwrap();
     // every second part is a fenced block
     section
         .split("```")
@@ -19,7 +19,7 @@ fn lines() -> Vec<String> {
 }
 
 #[test]
-fn lines_of_the_readme_run_in_order_from_an_empty_folder() {
+fn lines_of_the_page_run_in_order_from_an_empty_folder() {
     let lines = lines();
     let under_a_launcher = lines.iter().position(|line| line.starts_with("mpirun ")).unwrap();
     assert!(under_a_launcher >= 7, "{lines:?}");
@@ -39,6 +39,6 @@ fn lines_of_the_readme_run_in_order_from_an_empty_folder() {
     let run: Vec<String> = lines[..under_a_launcher].iter().map(subcommand).collect();
     let all = ["doctor", "make", "attend", "decode", "trace", "plan", "bench", "measure", "check"];
     for wanted in all {
-        assert!(run.iter().any(|name| name == wanted), "{wanted} is not in the README");
+        assert!(run.iter().any(|name| name == wanted), "{wanted} is not in docs/command.md");
     }
 }

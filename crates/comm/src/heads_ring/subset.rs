@@ -1,7 +1,12 @@
 //! A transport of some ranks of another one, renumbered from 0.
 //!
-//! Several handles share one transport, on one thread at a time: that of all ranks, and that of an
-//! inner ring. Rounds of all-gathers are numbered anew in the order in which they are started.
+//! Several handles share one transport, on one thread at a time: a handle for all ranks, and one
+//! for each inner ring. Rounds of all-gathers are numbered anew, in the order of their starts.
+//!
+//! An all-gather of an inner ring is an all-gather of all ranks; each inner ring reads the parts of
+//! its members. So no transport needs groups. All inner rings make the same all-gathers in
+//! the same order: all ranks agree on all arguments before an inner ring receives them, so that
+//! none refuses alone.
 
 use std::{
     collections::BTreeMap,

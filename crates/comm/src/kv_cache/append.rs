@@ -33,8 +33,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         self.write(local, count, KeysValues { k: k.reborrow(), v: v.reborrow() }, sources)
     }
 
-    /// Appends `count` rows, of which this rank has those of its pages only
-    /// ([`KvCache::own_rows`]).
+    /// Appends `count` rows. This rank has the rows of its own pages ([`KvCache::own_rows`]).
     ///
     /// # Shapes
     /// k `[b, own rows, kv_heads, d]`, v `[b, own rows, kv_heads, dv]`, in ascending order.

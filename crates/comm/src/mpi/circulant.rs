@@ -91,8 +91,8 @@ impl Barrier {
         self.arrived >> round & 1 == 1
     }
 
-    /// Returns the messages that may be sent now: that of round k once those of all earlier rounds
-    /// have arrived.
+    /// Returns the messages that may be sent now: in round k, once the messages of all earlier
+    /// rounds have arrived.
     fn advance(&mut self) -> Vec<BarrierMessage> {
         let mut messages = Vec::new();
         while self.entered

@@ -3,6 +3,12 @@
 //! Blocks, all-gathers and last frames carry the number of their context, so messages of different
 //! plans are never matched. Everything else belongs to the endpoint: communicators, locations,
 //! heartbeats, aborts.
+//!
+//! Contexts are numbers, not communicators: a further plan costs no message. Ranks drop plans at
+//! different times, so they could agree on a free slot of tags (`wire_tags.rs`) only by a message.
+//! Instead the number of a plan determines its slot, and a plan whose slot is taken on any rank
+//! announces its messages on all. A fatal error ends all plans of an endpoint, because messages of
+//! the plan that failed may still be in flight.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 

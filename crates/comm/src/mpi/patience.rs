@@ -1,4 +1,8 @@
 //! Waits for the ranks of a program while an endpoint is made.
+//!
+//! A collective operation on the host's communicator must not be abandoned, because MPI would match
+//! it with the host's next one. So the one duplication waits as long as the host does, unless the
+//! caller sets a limit; the error then says that the operation stays pending.
 
 use std::{fmt, sync::Arc, time::Duration};
 

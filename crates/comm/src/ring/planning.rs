@@ -1,4 +1,8 @@
 //! Planning: agreement on what is computed, then everything that a plan keeps.
+//!
+//! A rank that plans sends heartbeats ([`PlanningTicks`]), because the others wait for it in the
+//! agreement at the end, and a caller's mask may be slow. Only the creation of the backend's
+//! workspace sends none.
 
 use std::{
     sync::Arc,

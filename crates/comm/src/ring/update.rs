@@ -26,8 +26,8 @@ use super::{
 };
 use crate::agreement::{self, all_gather};
 
-/// Bytes that planning allocates per byte of an encoded shard: those of [`Batch::planning_bytes`]
-/// per run, of which each takes at least three bytes.
+/// Bytes that planning allocates per byte of an encoded shard: [`Batch::planning_bytes`] per run,
+/// and an encoded run has at least three bytes.
 const BYTES_PER_ENCODED: u64 = 86;
 
 /// A new batch before all ranks have agreed to put it in force.

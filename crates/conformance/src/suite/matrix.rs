@@ -118,8 +118,8 @@ pub fn random_cases(subject: &dyn Subject, seeds: impl Iterator<Item = u64>) -> 
     Ok(())
 }
 
-/// The routes of a ring of this many ranks, and `None`. Routes over nodes are over the largest
-/// nodes of which there are several, if there are such.
+/// Returns the routes of a ring of this many ranks, and `None`. Routes over nodes have the largest
+/// nodes that divide the ranks into at least two.
 pub fn routes(ranks: usize) -> Vec<Option<Route>> {
     let divides = |size: &usize| ranks.is_multiple_of(*size);
     let node_ranks = (1..ranks).rev().find(divides).unwrap_or(1);

@@ -116,7 +116,7 @@ fn empty_rows(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdict
     Ok(())
 }
 
-/// out = 0, lse = ln Σ e^sink, whose gradient is that of the sinks; a sink of −∞ counts as none.
+/// out = 0 and lse = ln Σ e^sink; dsinks is the gradient of lse. A sink of −∞ counts as none.
 fn sinks_only(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdict {
     for per_head in [false, true] {
         let mut case = case("padding with sinks", DIMS, dtype, Masks::default(), |spec| {

@@ -265,7 +265,7 @@ fn more_sinks_than_iterations_of_a_software_adapter_are_added() {
 #[test]
 fn many_sinks_give_the_same_bits_in_submissions_of_bounded_work() {
     let Some(whole) = gpu() else { return };
-    // 5,859 steps of a workgroup: below those of a row, above those of 70 rows of one sink
+    // 5,859 steps of a workgroup: fewer than one row takes, more than 70 rows of one sink take
     let flops = Some(12_000_000);
     let Some(slow) = open(&Options { most_part_flops: flops, ..Options::default() }) else {
         return;

@@ -317,8 +317,8 @@ fn catch(gpu: &Gpu, dims: Dims, dtype: DType, mistakes: &[Mistake]) {
     }
 }
 
-/// Workgroup memory with which kernels for subgroups of any size, whose matrices hold no queries,
-/// load those of more than 64 elements again for each tile of keys.
+/// Workgroup memory too small for queries of more than 64 elements, in kernels for subgroups of any
+/// size, whose matrices hold no queries: they load such queries again for each tile of keys.
 const SMALL_MEMORY: u32 = 32 << 10;
 
 /// Workgroup memory with which they keep queries of 128 elements.

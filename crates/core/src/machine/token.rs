@@ -10,7 +10,7 @@
 //! Rank r of P has the pages r, r + P, r + 2·P …; the queries are those of the last row. Both terms
 //! of the tiles add up, because a CPU core hides few of its reads under products: tokens of 1 to 16
 //! query heads of a KV head are linear in their number within 14 %
-//! (`benches/record/2026-11-26-tokens.md`). Without a [`TokenRate`] tiles are assumed to run at the
+//! (`benches/record/strategies.md`). Without a [`TokenRate`] tiles are assumed to run at the
 //! compute rate of a pass, which is too fast for few query heads of each KV head.
 
 use std::ops::Range;

@@ -75,13 +75,13 @@ const DEAL_PAIRS: [u128; 2] = [8_000, 40_000];
 
 /// Rows that a rank sends or receives which count as much as a tile of 64 queries and 64 keys, when
 /// layouts are compared. On a core of an AMD EPYC a tile takes as long as reading 100 rows of a
-/// block (`benches/record/2026-11-26-balanced-kernels-release.md`). On a GPU of 400 TFLOP/s a tile
+/// block (`benches/record/documents.md`). On a GPU of 400 TFLOP/s a tile
 /// of 32 heads of dim 128 takes as long as half a row of 8 KV heads in 16 bits at 12.5 GB/s. This
 /// is about their geometric mean.
 const TILE_COST: u64 = 8;
 
 /// Rows of a rank up to which parts of tiles are dealt if nothing else is balanced. With more,
-/// exchanges of rows balanced all of 5,040 draws (`benches/record/2026-11-26-balanced.md`).
+/// exchanges of rows balanced all of 5,040 draws (`benches/record/documents.md`).
 const FEW_ROWS: u64 = 512;
 
 /// Tiles of a chunk up to which the pairs before each tile are counted, once for this and all

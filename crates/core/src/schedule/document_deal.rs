@@ -27,7 +27,7 @@
 //! a rank. At least W(j) / B ranks have one of these queries, and all but the owner of key j
 //! receive it. So any layout sends at least the sum of ⌈W(j) / B⌉ − 1 over all rows j. This does
 //! not count that the other rows of these ranks have pairs too
-//! (`benches/record/2026-11-26-document-deal.md` has figures).
+//! (`benches/record/documents.md` has figures).
 
 use std::ops::Range;
 
@@ -141,7 +141,7 @@ impl<'a> DocumentDeal<'a> {
     }
 
     /// Returns the steps of a deal, each of which takes about 1 µs
-    /// (`benches/record/2026-11-26-document-deal.md`).
+    /// (`benches/record/documents.md`).
     pub(super) fn steps(&self) -> u128 {
         steps(self.begins.len(), self.shares.ranks)
     }

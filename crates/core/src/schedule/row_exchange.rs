@@ -28,7 +28,7 @@ use super::{
 };
 
 /// Ranks with few pairs that are considered for an exchange, fewest first. With 8 of them, and of
-/// [`CHUNK_PAIRS`], 20 draws each of `benches/record/2026-11-25-balanced.md` were balanced alike in
+/// [`CHUNK_PAIRS`], 20 draws each of `benches/record/documents.md` were balanced alike in
 /// 1.3 times the time.
 const LIGHT_RANKS: usize = 4;
 

@@ -145,7 +145,7 @@ pub(crate) struct OfThreads<'a> {
 }
 
 /// Runs a case through every subject on all ranks. Rank 0 compares the first merged answer with the
-/// oracle, and the bits of all of them with those of a ring of threads.
+/// oracle, and the bits of every answer with a ring of threads.
 pub(crate) fn examine(
     harness: &mut Harness,
     subjects: &[impl Subject],

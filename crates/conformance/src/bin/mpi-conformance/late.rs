@@ -6,8 +6,8 @@
 //! | the host's | shorter | an error on every rank, which forbids further use of it where a duplication is pending; other communicators work |
 //! | a duplicate that the host made | shorter | an error on every rank; the host's communicator works |
 //!
-//! In the second case the communicator is lost: Open MPI duplicates it in several rounds, and
-//! matches a collective operation that the host starts meanwhile with one of them.
+//! In the second case the communicator is lost: Open MPI duplicates it in several rounds, and would
+//! match a collective operation of the host with one of these rounds.
 
 use std::{
     ffi::{c_int, c_void},

@@ -61,9 +61,11 @@ fn plan(harness: &Harness, settings: &Settings, route: Option<Route>) -> Result<
     Plan::new(&attention, dims, Cpu::new(1)?, Mpi::world(settings.clone())?)
 }
 
-/// Returns true if the links carry what the route says, within 10 % for headers and control
-/// messages: on rails every rank's its node's share of the blocks, once per node its own block for
-/// each other node, which are as many, on a relay the last rank's of each node all blocks but one.
+/// Returns true if the links carry the blocks of the route, within 10 % for headers and control
+/// messages. Blocks that leave a rank over its link:
+///
+/// * rails, once per node: nodes − 1;
+/// * relay: ranks − 1 from the last rank of each node, 0 from others.
 fn is_expected(route: Route, all: &[u64], block: u64) -> bool {
     let near = |bytes: u64, blocks: usize| {
         let want = PASSES * block * blocks as u64;

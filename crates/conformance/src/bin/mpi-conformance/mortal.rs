@@ -13,8 +13,8 @@ use rustix::process::{Signal, getpid, kill_process};
 /// Sends and receives posted since the last endpoint was created or [`forget_transfers`] was
 /// called.
 ///
-/// Their number in a pass is that of its schedule. The number of groups is not: a receive is posted
-/// when a buffer is free and a send when its block has arrived, together or one after the other.
+/// The schedule of a pass determines their number, but not the number of groups: a receive is
+/// posted when a buffer is free, a send when its block has arrived, together or one after the other.
 static TRANSFERS: AtomicU64 = AtomicU64::new(0);
 
 /// Returns the number of sends and receives posted since then.
