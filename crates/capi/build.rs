@@ -3,6 +3,6 @@
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     if std::env::var("CARGO_CFG_TARGET_OS").as_deref() == Ok("linux") {
-        println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,libannulus.so.0");
+        println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,libannulus.so.1");
     }
 }

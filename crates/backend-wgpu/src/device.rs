@@ -209,6 +209,7 @@ impl Gpu {
         };
         // without its features, which a device has only on request, the level cannot be chosen
         let level = level.or_else(|| proven_level(&adapter));
+        // with SUBGROUP the driver chooses the size of a kernel's subgroups
         let mut wanted = Features::SUBGROUP | Features::TIMESTAMP_QUERY | Features::SHADER_INT64;
         let mut experimental_features = wgpu::ExperimentalFeatures::disabled();
         if level == Some(Level::Matrix) {

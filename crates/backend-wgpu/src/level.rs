@@ -10,18 +10,15 @@ use crate::forced::forced;
 pub enum Level {
     /// Row reductions through workgroup memory: any device.
     Plain,
-    /// Row reductions by subgroup shuffles: devices with subgroups of at least 8. Used on request,
-    /// or if a record shows that it is faster.
-    Subgroup,
-    /// Also cooperative matrices (experimental in wgpu) for f16 inputs: all products of both passes
-    /// but those of dbias, with f32 accumulators. Everything else as at [`Level::Subgroup`]. Used
-    /// on request, or if a record shows that it is faster.
+    /// Row reductions by subgroup shuffles and, for f16 inputs, cooperative matrices (experimental
+    /// in wgpu): all products of both passes but those of dbias, with f32 accumulators. Used on
+    /// request, or if a record shows that it is faster.
     Matrix,
 }
 
 impl Level {
     /// All levels, lowest first.
-    pub const ALL: [Self; 3] = [Self::Plain, Self::Subgroup, Self::Matrix];
+    pub const ALL: [Self; 2] = [Self::Plain, Self::Matrix];
 
     /// Environment variable that names the level, if the caller requests none.
     pub const VARIABLE: &'static str = "ANNULUS_WGPU_LEVEL";
@@ -38,7 +35,6 @@ impl Level {
     pub const fn name(self) -> &'static str {
         match self {
             Self::Plain => "plain",
-            Self::Subgroup => "subgroup",
             Self::Matrix => "matrix",
         }
     }
@@ -49,12 +45,10 @@ impl Level {
         smallest_subgroup: u32,
         matrices: Option<Matrices>,
     ) -> Vec<Self> {
-        let shuffles = features.contains(Features::SUBGROUP) && smallest_subgroup >= 8;
-        let multiplies = shuffles && features.contains(Matrices::FEATURES) && matrices.is_some();
+        let multiplies = features.contains(Matrices::FEATURES) && matrices.is_some();
         let runs = |level: &Self| match level {
             Self::Plain => true,
-            Self::Subgroup => shuffles,
-            Self::Matrix => multiplies,
+            Self::Matrix => smallest_subgroup >= 8 && multiplies,
         };
         Self::ALL.into_iter().filter(runs).collect()
     }
@@ -180,15 +174,15 @@ mod tests {
         for (smallest, largest, levels) in [
             (4, 4, 1),
             (4, 32, 1),
-            (8, 8, 3),
-            (8, 32, 3),
-            (16, 16, 3),
-            (32, 32, 3),
-            (32, 64, 3),
-            (64, 64, 3),
+            (8, 8, 2),
+            (8, 32, 2),
+            (16, 16, 2),
+            (32, 32, 2),
+            (32, 64, 2),
+            (64, 64, 2),
             // a subgroup is larger than a workgroup, which matrices need whole
-            (64, 128, 2),
-            (128, 128, 2),
+            (64, 128, 1),
+            (128, 128, 1),
         ] {
             let matrices = Matrices::of_device(&both, smallest, largest);
             let found = Level::of_device(Matrices::FEATURES, smallest, matrices);
@@ -201,9 +195,7 @@ mod tests {
         assert_eq!(Level::of_device(Matrices::FEATURES, 8, Some(Matrices::new(8, 8))), Level::ALL);
         assert_eq!(Level::of_device(Features::empty(), 32, None), [Level::Plain]);
         assert_eq!(Level::of_device(Matrices::FEATURES, 4, None), [Level::Plain]);
-        assert_eq!(
-            Level::of_device(Features::SUBGROUP, 8, Some(Matrices::new(8, 8))),
-            [Level::Plain, Level::Subgroup]
-        );
+        let without_matrices = Level::of_device(Features::SUBGROUP, 8, Some(Matrices::new(8, 8)));
+        assert_eq!(without_matrices, [Level::Plain]);
     }
 }

@@ -95,7 +95,8 @@ pub use kernels::offline::KernelText;
 pub use level::Level;
 pub use memory::{GpuBuffer, Queued, Tensor, WgpuSpace};
 #[doc(hidden)]
-pub use pipelines::{KernelEdit, Translate, Translation, runtime_checks};
+pub use memory_model::Translation;
+pub use pipelines::{KernelEdit, Translate, runtime_checks};
 pub use query_tile::QueryTile;
 pub use register_tile::RegisterTile;
 pub use staged::{Copier, Download, Upload};

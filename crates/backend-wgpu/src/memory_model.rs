@@ -15,7 +15,15 @@ use wgpu::naga::{
     valid::{Capabilities, ValidationFlags, Validator},
 };
 
-use crate::pipelines::Translation;
+/// A translated kernel.
+#[doc(hidden)]
+#[derive(Debug)]
+pub struct Translation {
+    /// Words of the SPIR-V module.
+    pub spirv: Vec<u32>,
+    /// Invocations of a workgroup by axis, as in the text.
+    pub workgroup_size: [u32; 3],
+}
 
 /// Words before the first instruction: magic number, version, generator, bound of ids, schema.
 const HEADER: usize = 5;

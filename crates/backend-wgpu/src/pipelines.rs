@@ -5,7 +5,7 @@ use annulus_core::{Error, Result};
 use crate::{
     errors::device_error,
     kernels::{Access, Source, matrices},
-    memory_model,
+    memory_model::{self, Translation},
 };
 
 /// A change of the text of the kernels with one name, by which tests plant a mistake
@@ -39,16 +39,6 @@ impl KernelEdit {
 /// checks of indices that wgpu does not offer ([`crate::Options::translate`]).
 #[doc(hidden)]
 pub type Translate = fn(&str) -> std::result::Result<Translation, String>;
-
-/// A translated kernel.
-#[doc(hidden)]
-#[derive(Debug)]
-pub struct Translation {
-    /// Words of the SPIR-V module.
-    pub spirv: Vec<u32>,
-    /// Invocations of a workgroup by axis, as in the text.
-    pub workgroup_size: [u32; 3],
-}
 
 /// Checks and translation with which the text of a kernel is compiled.
 #[derive(Debug, Clone, Copy)]

@@ -1,8 +1,10 @@
 //! Checks what a level requires on the device before it is used at that level.
 //!
-//! * Above [`crate::Level::Plain`]: subgroups of at least 8 invocations in linear order. wgpu
-//!   reports no size on Metal. Kernel: `subgroup_probe.wgsl`.
-//! * At [`crate::Level::Matrix`]: known products of cooperative matrices, by many workgroups at
+//! [`crate::Level::Matrix`] requires:
+//!
+//! * Subgroups of at least 8 invocations in linear order. wgpu reports no size on Metal. Kernel:
+//!   `subgroup_probe.wgsl`.
+//! * Known products of cooperative matrices, by many workgroups at
 //!   once and one after another in each, because an instruction that does not wait for another one
 //!   may be right when the device is idle. Neither naga's translation nor the drivers are proven on
 //!   all hardware: an earlier product was wrong on an NVIDIA H200
@@ -11,7 +13,7 @@
 use annulus_core::{Error, Result};
 
 use crate::{
-    Gpu, Level,
+    Gpu,
     kernels::{
         Variant,
         matrices::{PROBE_COUNTS, PROBE_PRODUCT, probe_product},
@@ -47,10 +49,9 @@ impl Gpu {
     /// # Errors
     /// [`Error::Unsupported`] if subgroups are too small, or a shuffle or a product is wrong.
     pub(crate) fn probe(&self) -> Result<()> {
-        if self.level() > Level::Plain {
-            judge_subgroups(&self.shuffled()?, self.name())?;
-        }
-        self.matrices().map_or(Ok(()), |matrices| self.probe_as(matrices, |_| {}))
+        let Some(matrices) = self.matrices() else { return Ok(()) };
+        judge_subgroups(&self.shuffled()?, self.name())?;
+        self.probe_as(matrices, |_| {})
     }
 
     /// Shuffles numbers on the device.
@@ -129,7 +130,7 @@ fn judge_subgroups(results: &[u32], device: &str) -> Result<()> {
         return Ok(());
     }
     let why = if least < 8 { format!("subgroups of {least}") } else { "wrong shuffles".to_owned() };
-    Err(Error::unsupported(format!("wgpu level subgroup ({why})"), device))
+    Err(Error::unsupported(format!("wgpu level matrix ({why})"), device))
 }
 
 /// Refuses a device unless all products are right.
@@ -159,7 +160,7 @@ fn judge(results: &[f32], matrices: Matrices, device: &str) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{KernelEdit, Options};
+    use crate::{KernelEdit, Level, Options};
 
     fn refuses(products: &[f32]) -> bool {
         [Matrices::new(8, 8), Matrices::new(16, 64)].into_iter().all(|matrices| {
@@ -208,8 +209,8 @@ mod tests {
         assert!(refused(&[], "subgroups of 0"));
         // the device's own
         let Some(adapter) = Gpu::list().into_iter().next() else { return };
-        if adapter.levels.contains(&Level::Subgroup) {
-            let gpu = Gpu::open(&Options { level: Some(Level::Subgroup), ..Options::default() });
+        if adapter.levels.contains(&Level::Matrix) {
+            let gpu = Gpu::open(&Options { level: Some(Level::Matrix), ..Options::default() });
             assert_eq!(judge_subgroups(&gpu.unwrap().shuffled().unwrap(), "a device"), Ok(()));
         }
     }

@@ -12,7 +12,7 @@ use crate::{
     copy::Layout,
     device::Gpu,
     gqa_packing::GqaPacking,
-    kernels::{TILE, TileVariant, params::TileParams, tall_tiles::TallTile},
+    kernels::{TILE, TileVariant, params::TileParams, tall_tile::TallTile},
     launch::{Arena, BoundResource, Commands, ElementRange},
     operands::{Bases, Operand, Operands, TileKernel},
     parts::{Workgroups, flops_per_tile_pair},
@@ -134,10 +134,7 @@ impl TilePass<'_> {
         };
         let wanted = match self.gpu.tile_choice() {
             TileChoice::Forced(tile) => tile == QueryTile::Of64,
-            TileChoice::Default(tile) => {
-                let is_measured = self.tile.used_matrices().is_some();
-                tile == QueryTile::Of64 && is_measured && QueryTile::suits(shape)
-            }
+            TileChoice::Default(tile) => tile == QueryTile::Of64 && QueryTile::suits(shape),
         };
         // a workgroup has twice the work of one of 32 queries
         let work = 2 * self.flops_per_tile_pair() * chunk.keys.1.div_ceil(TILE) as u64;
@@ -147,9 +144,8 @@ impl TilePass<'_> {
 
     /// Returns the form of tall tiles on the device; `None` if it has none.
     fn tall_tile(&self) -> Option<TallTile> {
-        let most = self.gpu.workgroup_invocations() as usize;
-        let tall = self.tile.tall_tile(self.gpu.workgroup_bytes() as usize);
-        tall.filter(|form| form.invocations() <= most)
+        let has_invocations = TallTile::INVOCATIONS <= self.gpu.workgroup_invocations() as usize;
+        self.tile.tall_tile(self.gpu.workgroup_bytes() as usize).filter(|_| has_invocations)
     }
 
     /// True if so many tiles of keys are visible to one half of a tall tile only that tiles of 32

@@ -6,7 +6,6 @@ use annulus_core::{
 };
 
 use crate::{
-    Level,
     backward::WgpuBackward,
     block_mask::BlockMask,
     chunks::ProblemSize,
@@ -139,7 +138,7 @@ fn tile_variant(gpu: &Gpu, spec: &Spec, storage: Storage) -> Result<TileVariant>
         has_u64: gpu.device().features().contains(wgpu::Features::SHADER_INT64),
         decodes: false,
         register_tile: gpu.register_tile(),
-        level: gpu.level().min(Level::Subgroup),
+        level: gpu.level(),
         matrices: matrices(gpu, spec),
         // each launch decides, by the shape of its chunk
         tall: None,

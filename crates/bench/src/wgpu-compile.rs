@@ -81,8 +81,6 @@ fn open() -> Result<Opened> {
     let mut offered = adapter.capabilities.cooperative_matrix_properties.iter();
     let level = if features == OPTIONAL && offered.any(is_of_kernels) {
         Level::Matrix
-    } else if features.contains(Features::SUBGROUP) {
-        Level::Subgroup
     } else {
         Level::Plain
     };

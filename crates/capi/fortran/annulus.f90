@@ -14,7 +14,7 @@ module annulus
   implicit none
   private
 
-  public :: annulus_options, annulus_tensor, annulus_batch, annulus_pair, annulus_transport
+  public :: annulus_options, annulus_tensor, annulus_batch, annulus_pair
   public :: annulus_step_event
   public :: annulus_forward_args, annulus_backward_args, annulus_attend_args
   public :: annulus_options_default, annulus_message, annulus_error_text, annulus_version_text
@@ -27,7 +27,7 @@ module annulus
   public :: annulus_attention_set_cuda_stream, annulus_attention_set_nccl_communicator
   public :: annulus_endpoint_create_mpi, annulus_endpoint_destroy
   public :: annulus_plan_create_endpoint, annulus_cache_create_endpoint
-  public :: annulus_plan_create_threads, annulus_plan_create_mpi, annulus_plan_create_callbacks
+  public :: annulus_plan_create_threads, annulus_plan_create_mpi
   public :: annulus_plan_destroy, annulus_plan_rank, annulus_plan_ranks, annulus_plan_layout
   public :: annulus_plan_route, annulus_plan_strategy, annulus_plan_grid
   public :: annulus_plan_workspace_bytes
@@ -35,7 +35,7 @@ module annulus
   public :: annulus_plan_kv_rows, annulus_plan_update, annulus_tensor_of
   public :: annulus_forward, annulus_backward, annulus_forward_c, annulus_backward_c
   public :: annulus_forward_start, annulus_backward_start, annulus_plan_test, annulus_plan_wait
-  public :: annulus_cache_create_threads, annulus_cache_create_mpi, annulus_cache_create_callbacks
+  public :: annulus_cache_create_threads, annulus_cache_create_mpi
   public :: annulus_cache_destroy, annulus_cache_append, annulus_cache_append_own
   public :: annulus_cache_own_rows, annulus_cache_truncate, annulus_cache_attend, annulus_cache_len
   public :: annulus_cache_local_len, annulus_cache_page_rows, annulus_cache_rank
@@ -57,7 +57,7 @@ module annulus
   integer(c_int32_t), parameter, public :: ANNULUS_ABORTED = 44
   integer(c_int32_t), parameter, public :: ANNULUS_POISONED = 45
   integer(c_int32_t), parameter, public :: ANNULUS_INTERNAL = 46
-  integer(c_int32_t), parameter, public :: ANNULUS_ABI_VERSION = 0
+  integer(c_int32_t), parameter, public :: ANNULUS_ABI_VERSION = 1
   integer(c_int32_t), parameter, public :: ANNULUS_F32 = 1
   integer(c_int32_t), parameter, public :: ANNULUS_F64 = 2
   integer(c_int32_t), parameter, public :: ANNULUS_F16 = 3
@@ -109,7 +109,6 @@ module annulus
   integer(c_int32_t), parameter, public :: ANNULUS_ACTIVITY_COMPUTE = 0
   integer(c_int32_t), parameter, public :: ANNULUS_ACTIVITY_SEND = 1
   integer(c_int32_t), parameter, public :: ANNULUS_ACTIVITY_WAIT = 2
-  integer(c_int32_t), parameter, public :: ANNULUS_TRANSPORT_TAGS = 5
 
   ! The definition of an attention. annulus_options_default sets the defaults.
   type, bind(c) :: annulus_options
@@ -205,18 +204,6 @@ module annulus
     real(c_double) :: begin_seconds = 0.0_c_double
     real(c_double) :: end_seconds = 0.0_c_double
   end type annulus_step_event
-
-  ! The host's functions that carry messages.
-  type, bind(c) :: annulus_transport
-    integer(c_int64_t) :: struct_size = 0
-    type(c_ptr) :: context = c_null_ptr
-    integer(c_int64_t) :: rank = 0
-    integer(c_int64_t) :: ranks = 0
-    type(c_funptr) :: send = c_null_funptr
-    type(c_funptr) :: recv = c_null_funptr
-    type(c_funptr) :: test = c_null_funptr
-    type(c_funptr) :: cancel = c_null_funptr
-  end type annulus_transport
 
   ! The tensors of a forward pass.
   type, bind(c) :: annulus_forward_args
@@ -428,14 +415,6 @@ module annulus
       type(c_ptr), intent(out) :: plan
       integer(c_int) :: status
     end function annulus_plan_create_endpoint
-
-    function annulus_plan_create_callbacks(attention, transport, plan) bind(c) result(status)
-      import :: annulus_transport, c_int, c_ptr
-      type(c_ptr), value :: attention
-      type(annulus_transport), intent(in) :: transport
-      type(c_ptr), intent(out) :: plan
-      integer(c_int) :: status
-    end function annulus_plan_create_callbacks
 
     function annulus_plan_destroy(plan) bind(c) result(status)
       import :: c_int, c_ptr
@@ -657,14 +636,6 @@ module annulus
       type(c_ptr), intent(out) :: cache
       integer(c_int) :: status
     end function annulus_cache_create_endpoint
-
-    function annulus_cache_create_callbacks(attention, transport, cache) bind(c) result(status)
-      import :: annulus_transport, c_int, c_ptr
-      type(c_ptr), value :: attention
-      type(annulus_transport), intent(in) :: transport
-      type(c_ptr), intent(out) :: cache
-      integer(c_int) :: status
-    end function annulus_cache_create_callbacks
 
     function annulus_cache_destroy(cache) bind(c) result(status)
       import :: c_int, c_ptr

@@ -112,7 +112,7 @@
  * It changes when a function, a constant or a field of a struct changes or disappears. Added
  * functions, and fields at the end of structs that begin with their size, do not change it.
  */
-#define ANNULUS_ABI_VERSION 0
+#define ANNULUS_ABI_VERSION 1
 
 /**
  * 32-bit IEEE; sums, lse, bias and sinks in f32.
@@ -376,11 +376,6 @@
  * The mask depends on the batch row other than through positions.
  */
 #define ANNULUS_MASK_PER_BATCH 2
-
-/**
- * Number of tags that annulus_transport is called with: 0 to 4.
- */
-#define ANNULUS_TRANSPORT_TAGS 5
 
 /**
  * The description of an attention. Opaque.
@@ -710,7 +705,7 @@ typedef struct annulus_tensor {
 /**
  * The part of a batch that decides which pairs are visible. NULL: no such condition.
  *
- * Over MPI or callbacks, `rows` are the rows of the calling rank in its local order; in an
+ * Over MPI, `rows` are the rows of the calling rank in its local order; in an
  * in-process ring they are all rows.
  */
 typedef struct annulus_batch {
@@ -815,63 +810,6 @@ typedef struct annulus_step_event {
  * no function of annulus. `event` is valid during the call.
  */
 typedef void (*annulus_step_function)(void *context, const struct annulus_step_event *event);
-
-/**
- * The host's functions that carry messages between ranks.
- *
- * Every function returns 0, or another number if it failed, which ends the plan and is named in
- * its error. Messages from one rank to another with the same tag are received in the order in
- * which they were sent; a message has the length of its receive. None of the functions waits. They
- * are called on the thread that calls annulus, within that call, or on that of a pass that was
- * started; never two at once for one plan. They do not unwind and call no function of annulus.
- *
- * The messages of one plan meet no others: another plan, or the host's own traffic, has another
- * context with another communicator or other tags.
- */
-typedef struct annulus_transport {
-  /**
-   * sizeof(annulus_transport).
-   */
-  uint64_t struct_size;
-  /**
-   * Passed to every function.
-   */
-  void *context;
-  /**
-   * This rank.
-   */
-  int64_t rank;
-  /**
-   * Number of ranks.
-   */
-  int64_t ranks;
-  /**
-   * Starts sending `bytes` bytes from `data` to rank `peer`, and writes a request to `*request`.
-   * The bytes stay unchanged until the request is done. If it fails there is no request.
-   */
-  int (*send)(void *context,
-              int64_t peer,
-              int32_t tag,
-              const void *data,
-              uint64_t bytes,
-              void **request);
-  /**
-   * Starts receiving `bytes` bytes from rank `peer` into `data`, and writes a request to
-   * `*request`. Nobody else uses the bytes until the request is done. If it fails there is no
-   * request.
-   */
-  int (*recv)(void *context, int64_t peer, int32_t tag, void *data, uint64_t bytes, void **request);
-  /**
-   * Moves messages, and writes 1 to `*done` if the request is done, else 0. A request that is
-   * done, or failed, does not exist any more, and its bytes are not touched any more.
-   */
-  int (*test)(void *context, void *request, int32_t *done);
-  /**
-   * Ends a request that is not done. After it returned 0 the request does not exist any more and
-   * its bytes are not touched any more; if it fails annulus leaks the bytes.
-   */
-  int (*cancel)(void *context, void *request);
-} annulus_transport;
 
 /**
  * The tensors of a forward pass. q_len and kv_len are those of the whole sequence in an in-process
@@ -1246,7 +1184,7 @@ int annulus_attention_set_documents(struct annulus_attention *attention,
  * their number to `*count`, before there is a plan. Local.
  *
  * `rows` has room for `capacity` numbers. With NULL as `rows` and 0 as `capacity` only the number
- * is written. A plan of `ranks` ranks has these rows, over MPI or callbacks.
+ * is written. A plan of `ranks` ranks has these rows, over MPI.
  *
  * Errors
  * ANNULUS_INVALID_ARGUMENT: `layout` if it is ANNULUS_LAYOUT_AUTO, which a plan chooses together
@@ -1332,7 +1270,7 @@ int annulus_attention_destroy(struct annulus_attention *attention);
  * given before, and may return before its own work is done: results are complete in the order of
  * the stream, and tensors live until then. The batch of annulus_plan_update stays in host memory.
  *
- * Such a plan has the strategy ring. It is a rank over MPI or callbacks, or an in-process ring of
+ * Such a plan has the strategy ring. It is a rank over MPI, or an in-process ring of
  * one rank. Its calls leave `context` the current one of the thread. A context and a stream are
  * neither created nor destroyed, and live until all plans of this attention are destroyed.
  *
@@ -1349,8 +1287,8 @@ int annulus_attention_set_cuda_stream(struct annulus_attention *attention,
 
 /**
  * Lets keys, values and gradients travel over an NCCL communicator of the host's, after
- * annulus_attention_set_cuda_stream. Its ranks are those of the plan, which still needs MPI or
- * callbacks for control messages.
+ * annulus_attention_set_cuda_stream. Its ranks are those of the plan, which still needs MPI for
+ * control messages.
  *
  * The communicator is neither aborted nor destroyed: after a pass has failed, that is up to the
  * host. It lives until all plans of this attention are destroyed, and is used by one of them at a
@@ -1499,24 +1437,6 @@ int annulus_plan_create_mpi(const struct annulus_attention *attention,
 int annulus_plan_create_endpoint(const struct annulus_attention *attention,
                                  const struct annulus_endpoint *endpoint,
                                  struct annulus_plan **plan);
-
-/**
- * Plans this rank of a ring whose messages the host carries.
- *
- * Collective over the ranks. `transport` is copied; its functions and its context live until the
- * plan is destroyed. `*plan` is NULL if the call fails.
- *
- * Errors
- * ANNULUS_INVALID_ARGUMENT here and ANNULUS_REFUSED elsewhere; ANNULUS_RANK_MISMATCH;
- * ANNULUS_OUT_OF_MEMORY; ANNULUS_COMM if a function of the host fails; ANNULUS_TIMEOUT.
- *
- * Safety
- * `transport` points to an initialised transport, whose functions do what annulus_transport
- * says. `plan` points to a writable pointer.
- */
-int annulus_plan_create_callbacks(const struct annulus_attention *attention,
-                                  const struct annulus_transport *transport,
-                                  struct annulus_plan **plan);
 
 /**
  * Writes this rank to `*rank`; 0 for an in-process ring. Local.
@@ -1696,7 +1616,7 @@ int annulus_plan_update(struct annulus_plan *plan, const struct annulus_batch *b
  * started is cancelled, which ends it on all ranks, unless it has ended; afterwards nothing uses
  * its tensors.
  *
- * Local: a rank that failed can do it alone. Over MPI and callbacks it waits up to one second for
+ * Local: a rank that failed can do it alone. Over MPI it waits up to one second for
  * the other ranks to do the same, so that nothing is in flight. After MPI_Finalize it is harmless.
  *
  * Errors
@@ -1748,7 +1668,7 @@ int annulus_backward(struct annulus_plan *plan, const struct annulus_backward_ar
  * structs are copied; the elements are not.
  *
  * Collective over the ranks, which may start or call the pass. Over MPI it needs
- * MPI_THREAD_MULTIPLE. Over callbacks, the host's functions are called on the thread of the pass.
+ * MPI_THREAD_MULTIPLE.
  *
  * Errors
  * ANNULUS_INVALID_ARGUMENT for a plan that is not alive or has a pass under way,
@@ -1867,23 +1787,6 @@ int annulus_cache_create_mpi(const struct annulus_attention *attention,
 int annulus_cache_create_endpoint(const struct annulus_attention *attention,
                                   const struct annulus_endpoint *endpoint,
                                   struct annulus_cache **cache);
-
-/**
- * Creates this rank of an empty KV cache whose messages the host carries.
- *
- * Collective over the ranks. `transport` is copied; its functions and its context live until the
- * cache is destroyed. `*cache` is NULL if the call fails.
- *
- * Errors
- * As annulus_cache_create_threads and
- * annulus_plan_create_callbacks.
- *
- * Safety
- * As annulus_plan_create_callbacks.
- */
-int annulus_cache_create_callbacks(const struct annulus_attention *attention,
-                                   const struct annulus_transport *transport,
-                                   struct annulus_cache **cache);
 
 /**
  * Appends rows that every rank passes: each rank copies those of its pages.
@@ -2062,7 +1965,7 @@ int annulus_cache_buffer_bytes(const struct annulus_cache *cache, uint64_t *byte
 /**
  * Destroys a cache. If a call is using it, it is destroyed when that call ends.
  *
- * Local: a rank that failed can do it alone. Over MPI and callbacks it waits up to one second for
+ * Local: a rank that failed can do it alone. Over MPI it waits up to one second for
  * the other ranks to do the same, so that nothing is in flight. After MPI_Finalize it is harmless.
  *
  * Errors

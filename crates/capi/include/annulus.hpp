@@ -379,10 +379,6 @@ class plan {
     return made(
         of, [&](auto out) { return annulus_plan_create_endpoint(of.get(), shared.get(), out); });
   }
-  /* This rank of a ring over functions of the host, whose context outlives the plan. Collective. */
-  static plan over_callbacks(const attention &of, const annulus_transport &host) {
-    return made(of, [&](auto out) { return annulus_plan_create_callbacks(of.get(), &host, out); });
-  }
 
   std::int64_t rank() const { return number<std::int64_t>(annulus_plan_rank); }
   std::int64_t ranks() const { return number<std::int64_t>(annulus_plan_ranks); }
@@ -537,10 +533,6 @@ class cache {
   static cache over_endpoint(const attention &of, const endpoint &shared) {
     return made(
         of, [&](auto out) { return annulus_cache_create_endpoint(of.get(), shared.get(), out); });
-  }
-  /* This rank of a cache over functions of the host, whose context outlives it. Collective. */
-  static cache over_callbacks(const attention &of, const annulus_transport &host) {
-    return made(of, [&](auto out) { return annulus_cache_create_callbacks(of.get(), &host, out); });
   }
 
   /* Appends rows that every rank passes: [batch, rows, kv_heads, head_dim or value_dim]. Local. */

@@ -365,7 +365,7 @@ unsafe fn copied(batch: *const annulus_batch) -> Result<Option<Batch>> {
 /// their number to `*count`, before there is a plan. Local.
 ///
 /// `rows` has room for `capacity` numbers. With NULL as `rows` and 0 as `capacity` only the number
-/// is written. A plan of `ranks` ranks has these rows, over MPI or callbacks.
+/// is written. A plan of `ranks` ranks has these rows, over MPI.
 ///
 /// # Errors
 /// ANNULUS_INVALID_ARGUMENT: `layout` if it is ANNULUS_LAYOUT_AUTO, which a plan chooses together

@@ -14,7 +14,7 @@ use crate::{
 
 /// The part of a batch that decides which pairs are visible. NULL: no such condition.
 ///
-/// Over MPI or callbacks, `rows` are the rows of the calling rank in its local order; in an
+/// Over MPI, `rows` are the rows of the calling rank in its local order; in an
 /// in-process ring they are all rows.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]

@@ -3,6 +3,7 @@
 use std::ffi::c_int;
 
 use annulus::{Cache, Element, Error, LocalCache, Result, Runs, Spec};
+#[cfg(any(feature = "mpi", test))]
 use annulus_core::{Host, Transport};
 use ndarray::{ArrayView2, ArrayView4, ArrayViewMut3, ArrayViewMut4};
 
@@ -17,7 +18,6 @@ use crate::{
     passes::by_dtype,
     status::guard,
     tensor::{Checked, annulus_tensor},
-    transport::{HostTransport, annulus_transport},
     versioned::{self, Versioned, check_pointer},
 };
 
@@ -33,6 +33,10 @@ enum CacheState {
     /// All ranks, as threads of this process.
     Ring(LocalCache),
     /// One rank.
+    #[cfg_attr(
+        not(any(feature = "mpi", test)),
+        expect(dead_code, reason = "a library without MPI has caches of threads only")
+    )]
     Rank(Box<Cache>),
 }
 
@@ -116,6 +120,7 @@ fn description(attention: *const annulus_attention) -> Result<Description> {
 
 /// Makes one rank of a cache over a transport. The transport comes first, so that ranks with other
 /// options do not wait for one whose options have no cache.
+#[cfg(any(feature = "mpi", test))]
 fn over<T: Transport<Host> + 'static>(
     description: &Description,
     transport: T,
@@ -265,33 +270,15 @@ fn over_endpoint(_: &Description, endpoint: Endpoint) -> Result<*mut annulus_cac
     match endpoint {}
 }
 
-/// Creates this rank of an empty KV cache whose messages the host carries.
-///
-/// Collective over the ranks. `transport` is copied; its functions and its context live until the
-/// cache is destroyed. `*cache` is NULL if the call fails.
-///
-/// # Errors
-/// As [`annulus_cache_create_threads`] and
-/// [`annulus_plan_create_callbacks`](crate::annulus_plan_create_callbacks).
-///
-/// # Safety
-/// As [`annulus_plan_create_callbacks`](crate::annulus_plan_create_callbacks).
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn annulus_cache_create_callbacks(
+/// Creates the cache of one rank over a transport, as the functions over MPI do, for tests.
+#[cfg(test)]
+pub(crate) fn cache_over(
     attention: *const annulus_attention,
-    transport: *const annulus_transport,
-    cache: *mut *mut annulus_cache,
+    transport: impl Transport<Host> + 'static,
+    cache: &mut *mut annulus_cache,
 ) -> c_int {
-    guard(|| {
-        let make = || {
-            let description = description(attention)?;
-            // SAFETY: as the caller promises
-            let transport = unsafe { HostTransport::new(versioned::read(transport)?) }?;
-            over(&description, transport)
-        };
-        // SAFETY: as the caller promises
-        unsafe { create("cache", cache, make) }
-    })
+    // SAFETY: a reference to a writable pointer
+    guard(|| unsafe { create("cache", cache, || over(&description(attention)?, transport)) })
 }
 
 /// Reads and views keys and values.
@@ -646,7 +633,7 @@ pub unsafe extern "C" fn annulus_cache_buffer_bytes(
 
 /// Destroys a cache. If a call is using it, it is destroyed when that call ends.
 ///
-/// Local: a rank that failed can do it alone. Over MPI and callbacks it waits up to one second for
+/// Local: a rank that failed can do it alone. Over MPI it waits up to one second for
 /// the other ranks to do the same, so that nothing is in flight. After MPI_Finalize it is harmless.
 ///
 /// # Errors

@@ -21,7 +21,7 @@ use crate::{
 /// given before, and may return before its own work is done: results are complete in the order of
 /// the stream, and tensors live until then. The batch of annulus_plan_update stays in host memory.
 ///
-/// Such a plan has the strategy ring. It is a rank over MPI or callbacks, or an in-process ring of
+/// Such a plan has the strategy ring. It is a rank over MPI, or an in-process ring of
 /// one rank. Its calls leave `context` the current one of the thread. A context and a stream are
 /// neither created nor destroyed, and live until all plans of this attention are destroyed.
 ///
@@ -63,8 +63,8 @@ pub unsafe extern "C" fn annulus_attention_set_cuda_stream(
 }
 
 /// Lets keys, values and gradients travel over an NCCL communicator of the host's, after
-/// [`annulus_attention_set_cuda_stream`]. Its ranks are those of the plan, which still needs MPI or
-/// callbacks for control messages.
+/// [`annulus_attention_set_cuda_stream`]. Its ranks are those of the plan, which still needs MPI for
+/// control messages.
 ///
 /// The communicator is neither aborted nor destroyed: after a pass has failed, that is up to the
 /// host. It lives until all plans of this attention are destroyed, and is used by one of them at a

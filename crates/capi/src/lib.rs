@@ -31,9 +31,10 @@ mod options;
 mod overlap;
 mod passes;
 mod plan;
+#[cfg(test)]
+mod ranks;
 mod status;
 mod tensor;
-mod transport;
 mod versioned;
 
 pub use attention::*;
@@ -50,4 +51,3 @@ pub use passes::*;
 pub use plan::*;
 pub use status::*;
 pub use tensor::*;
-pub use transport::*;

@@ -543,7 +543,7 @@ mod on_device {
 /// structs are copied; the elements are not.
 ///
 /// Collective over the ranks, which may start or call the pass. Over MPI it needs
-/// MPI_THREAD_MULTIPLE. Over callbacks, the host's functions are called on the thread of the pass.
+/// MPI_THREAD_MULTIPLE.
 ///
 /// # Errors
 /// ANNULUS_INVALID_ARGUMENT for a plan that is not alive or has a pass under way,

@@ -30,7 +30,6 @@ use crate::{
         ANNULUS_STRATEGY_HEADS_RING, ANNULUS_STRATEGY_RING, Description, length,
     },
     status::guard,
-    transport::{HostTransport, annulus_transport},
     versioned::{self, check_pointer},
 };
 
@@ -46,6 +45,10 @@ pub(crate) enum Planned {
     /// All ranks, as threads of this process, over whole tensors.
     Ring(LocalRing),
     /// One rank, over its own rows.
+    #[cfg_attr(
+        not(any(feature = "mpi", feature = "emulator", test)),
+        expect(dead_code, reason = "a library without MPI has rings of threads only")
+    )]
     Rank(Box<Plan>),
     /// One rank, over its own rows in device memory.
     #[cfg(feature = "cuda")]
@@ -325,39 +328,27 @@ pub unsafe extern "C" fn annulus_plan_create_endpoint(
     })
 }
 
-/// Plans this rank of a ring whose messages the host carries.
-///
-/// Collective over the ranks. `transport` is copied; its functions and its context live until the
-/// plan is destroyed. `*plan` is NULL if the call fails.
-///
-/// # Errors
-/// ANNULUS_INVALID_ARGUMENT here and ANNULUS_REFUSED elsewhere; ANNULUS_RANK_MISMATCH;
-/// ANNULUS_OUT_OF_MEMORY; ANNULUS_COMM if a function of the host fails; ANNULUS_TIMEOUT.
-///
-/// # Safety
-/// `transport` points to an initialised transport, whose functions do what [`annulus_transport`]
-/// says. `plan` points to a writable pointer.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn annulus_plan_create_callbacks(
+/// Plans one rank over a transport, as the functions over MPI do, for tests.
+#[cfg(any(test, feature = "emulator"))]
+#[doc(hidden)]
+pub fn plan_over<T: annulus_core::Transport<annulus_core::Host> + 'static>(
     attention: *const annulus_attention,
-    transport: *const annulus_transport,
-    plan: *mut *mut annulus_plan,
+    transport: T,
+    plan: &mut *mut annulus_plan,
 ) -> c_int {
     guard(|| {
         let make = || {
             let description = description(attention)?;
-            // SAFETY: as the caller promises
-            let transport = unsafe { HostTransport::new(versioned::read(transport)?) }?;
             #[cfg(feature = "cuda")]
             if let Some(lent) = description.lent {
-                let plan = Box::new(cuda::over(&description, lent, transport)?);
-                return Ok(PLANS.insert(PlanState::new(Planned::Device(plan))));
+                let planned = Planned::Device(Box::new(cuda::over(&description, lent, transport)?));
+                return Ok(PLANS.insert(PlanState::new(planned)));
             }
             let Description { attention, dims, backend, .. } = &description;
-            let plan = Box::new(backend.plan(attention, *dims, transport)?);
-            Ok(PLANS.insert(PlanState::new(Planned::Rank(plan))))
+            let planned = Planned::Rank(Box::new(backend.plan(attention, *dims, transport)?));
+            Ok(PLANS.insert(PlanState::new(planned)))
         };
-        // SAFETY: as the caller promises
+        // SAFETY: a reference to a writable pointer
         unsafe { create("plan", plan, make) }
     })
 }
@@ -717,7 +708,7 @@ pub unsafe extern "C" fn annulus_plan_update(
 /// started is cancelled, which ends it on all ranks, unless it has ended; afterwards nothing uses
 /// its tensors.
 ///
-/// Local: a rank that failed can do it alone. Over MPI and callbacks it waits up to one second for
+/// Local: a rank that failed can do it alone. Over MPI it waits up to one second for
 /// the other ranks to do the same, so that nothing is in flight. After MPI_Finalize it is harmless.
 ///
 /// # Errors

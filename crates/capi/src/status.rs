@@ -112,7 +112,7 @@ const fn text(status: i32) -> &'static CStr {
 ///
 /// It changes when a function, a constant or a field of a struct changes or disappears. Added
 /// functions, and fields at the end of structs that begin with their size, do not change it.
-pub const ANNULUS_ABI_VERSION: i32 = 0;
+pub const ANNULUS_ABI_VERSION: i32 = 1;
 
 /// Returns [`ANNULUS_ABI_VERSION`] of the library that is loaded. A program compares it with that
 /// of its header.

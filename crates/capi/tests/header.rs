@@ -10,14 +10,13 @@ use std::{fs, path::Path};
 use cbindgen::{Builder, Config, DocumentationStyle, EnumConfig, Language, Style};
 
 /// Sources in the order of the header.
-const SOURCES: [&str; 10] = [
+const SOURCES: [&str; 9] = [
     "status.rs",
     "tensor.rs",
     "options.rs",
     "callbacks.rs",
     "attention.rs",
     "cuda.rs",
-    "transport/mod.rs",
     "endpoint.rs",
     "batch.rs",
     "plan.rs",
@@ -167,7 +166,6 @@ fn the_fortran_module_has_the_constants_and_fields_of_the_header() {
         "annulus_batch",
         "annulus_pair",
         "annulus_step_event",
-        "annulus_transport",
         "annulus_forward_args",
         "annulus_backward_args",
         "annulus_attend_args",

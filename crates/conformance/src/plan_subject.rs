@@ -7,8 +7,8 @@ use ndarray::{Array4, Axis};
 
 use crate::{
     Answer, Case, Setting, Subject,
-    ring_subject::{RankAnswer, assemble, check_bytes},
-    subject::{answer, narrow, options},
+    ring_subject::{RankAnswer, assemble},
+    subject::{answer, check_bytes, narrow, options},
 };
 
 /// This process's rank of the plan that `plan(attention, dims)` returns. Rows of other ranks are 0

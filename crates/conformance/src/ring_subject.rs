@@ -10,7 +10,10 @@ use annulus_core::{
 };
 use ndarray::{Array3, Array4, ArrayView4, Axis, Dimension, RemoveAxis};
 
-use crate::{Answer, Case, Setting, Subject, TensorMemory, subject::attention};
+use crate::{
+    Answer, Case, Setting, Subject, TensorMemory,
+    subject::{attention, check_bytes},
+};
 
 /// Everything that one rank of a [`RingSubject`] is built from.
 pub struct RankSetup<M: TensorMemory, B: Backend<Space = M::Space>> {
@@ -295,19 +298,6 @@ struct ForwardTensors<T> {
     max: T,
     sum: T,
     ties: Option<T>,
-}
-
-/// Returns an error unless the bytes sent are those that the schedule predicts.
-pub(crate) fn check_bytes(pass: &str, report: &annulus::Report) -> Result<()> {
-    if report.bytes_sent == report.bytes_predicted {
-        return Ok(());
-    }
-    Err(Error::Device {
-        what: format!(
-            "{pass} sent {} bytes, the schedule predicts {}",
-            report.bytes_sent, report.bytes_predicted
-        ),
-    })
 }
 
 /// Sums every rank's contribution, rounded to the type of the gradient.

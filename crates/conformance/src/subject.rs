@@ -9,7 +9,7 @@ use annulus_core::{
 use half::{bf16, f16};
 use ndarray::{Array, Dimension};
 
-use crate::{Answer, Case, Masks, ring_subject::check_bytes};
+use crate::{Answer, Case, Masks};
 
 /// The ranks, layout and route on which a case is computed.
 #[derive(Debug, Clone)]
@@ -122,6 +122,19 @@ fn run_facade(
         DType::Bf16 => run_plan::<bf16>(case, setting, times, plan),
         DType::F16 => run_plan::<f16>(case, setting, times, plan),
     }
+}
+
+/// Returns an error unless the bytes sent are those that the schedule predicts.
+pub(crate) fn check_bytes(pass: &str, report: &annulus::Report) -> Result<()> {
+    if report.bytes_sent == report.bytes_predicted {
+        return Ok(());
+    }
+    Err(Error::Device {
+        what: format!(
+            "{pass} sent {} bytes, the schedule predicts {}",
+            report.bytes_sent, report.bytes_predicted
+        ),
+    })
 }
 
 /// The options of a case, as a user sets them.

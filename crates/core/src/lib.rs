@@ -10,7 +10,7 @@
 //! | what is computed | [`Spec`] | `spec.rs` |
 //! | visible pairs of query and key | [`Mask`], [`KeyIntervals`], [`Batch`], [`Visibility`], [`BlockSparseMask`] | `mask/`, `key_intervals.rs`, `batch.rs`, `visibility.rs`, `block_sparse_mask.rs` |
 //! | rows of a rank | [`Layout`], [`Rows`], [`Shard`] | `layout.rs`, `rows.rs`, `shard/` |
-//! | merge of partial results | [`Partial`], [`SoftmaxEnd`] | `partial.rs`, `softmax_end.rs` |
+//! | merge of partial results | [`SoftmaxEnd`] | `softmax_end.rs` |
 //! | division among ranks | [`Strategy`], [`HeadGrid`], [`StrategyTraffic`] | `strategy/` |
 //! | predicted time on a machine | [`Machine`], [`Prediction`] | `machine/` |
 //! | messages of the ring | [`Needs`], [`Schedule`], [`RowLayout`] | `needs/`, `schedule/`, `row_layout.rs` |
@@ -46,7 +46,6 @@ mod message_balance;
 mod needs;
 mod on_host;
 pub mod oracle;
-mod partial;
 mod pass;
 mod process;
 mod ring_shards;
@@ -94,7 +93,6 @@ pub use mask::Mask;
 pub use message_balance::{MessageBalance, unmatched_pair};
 pub use needs::{Needs, NeedsIndex};
 pub use on_host::{HostViews, OnHost, OnHostBackward, OnHostForward, OnHostWorkspace};
-pub use partial::Partial;
 pub use pass::{BackwardInputs, Block, Gradients, Inputs, Outputs, RankShard, max_and_sum};
 pub use process::{HomeProcess, Process, ProcessOwned};
 pub use ring_shards::RingShards;

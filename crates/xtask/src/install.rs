@@ -11,7 +11,7 @@ use crate::common::{Result, root, told};
 /// Version of the package, which is that of the library.
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 /// The number in the SONAME: ANNULUS_ABI_VERSION of `crates/capi`.
-const ABI_VERSION: &str = "0";
+const ABI_VERSION: &str = "1";
 
 /// Options of the command line.
 #[derive(Debug, PartialEq, Eq)]

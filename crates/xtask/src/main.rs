@@ -14,7 +14,7 @@ Usage: cargo xtask install --prefix DIR [--features LIST] [--profile NAME] [--of
 
 Builds libannulus and installs it below DIR:
 
-  lib/libannulus.so, .so.0, .so.0.1.0   the shared library, with its SONAME
+  lib/libannulus.so, .so.1, .so.0.1.0   the shared library, with its SONAME
   lib/libannulus.a                      the static library
   include/annulus.h, annulus.hpp        for C and C++17
   lib/pkgconfig/annulus.pc              and annulus-mpi.pc with the feature mpi or mpi-abi

@@ -4,7 +4,7 @@
 use std::fmt::Write;
 
 use super::{
-    Epilogue, TileVariant,
+    Epilogue, Orientation, TileVariant,
     dropout::{column_queries, kept_rows, row_queries},
     products::{ELEMENTS, each_of, rest_of},
 };
@@ -35,13 +35,6 @@ pub(super) fn column_statistics(variant: TileVariant) -> String {
 /// during the score epilogue. Only one row can: others would load them for each of their rows.
 fn loads_statistics_late(variant: TileVariant) -> bool {
     variant.epilogue.masks() && variant.used_register_tile() == RegisterTile::OneRow
-}
-
-/// Orientation of a tile of the backward pass.
-#[derive(Clone, Copy, PartialEq)]
-pub(super) enum Orientation {
-    RowsAreQueries,
-    RowsAreKeys,
 }
 
 /// Statements of the backward step for a row of four pairs.

@@ -179,7 +179,7 @@ fn conflicts_are_counted() {
 /// access different banks.
 #[test]
 fn rows_of_matrices_begin_in_different_banks() {
-    let [operand, result] = [matrices::HALF_STEP * 8, matrices::PRODUCT_STEP * 16];
+    let [operand, result] = [vectors::HALF_STEP * 8, vectors::PRODUCT_STEP * 16];
     assert_eq!([operand % 16, result % 16], [0, 0]);
     let loaded: Vec<u32> = (0..8).map(|row| (row * operand / 16) as u32).collect();
     assert_eq!(passes(&loaded, 16), 1, "{loaded:?}");
@@ -195,11 +195,11 @@ fn neighbouring_invocations_access_different_banks() {
         (four, Level::Plain, 1, None),
         (two, Level::Plain, 1, None),
         (one, Level::Plain, 1, None),
-        (four, Level::Subgroup, 2, None),
-        (two, Level::Subgroup, 2, None),
-        (one, Level::Subgroup, 2, None),
-        (four, Level::Subgroup, 2, Some(Matrices::new(16, 64).with_smaller_subgroups())),
-        (four, Level::Subgroup, 8, Some(Matrices::new(8, 8))),
+        (four, Level::Matrix, 2, None),
+        (two, Level::Matrix, 2, None),
+        (one, Level::Matrix, 2, None),
+        (four, Level::Matrix, 2, Some(Matrices::new(16, 64).with_smaller_subgroups())),
+        (four, Level::Matrix, 8, Some(Matrices::new(8, 8))),
     ];
     for epilogue in Epilogue::ALL {
         for (register_tile, level, groups, matrices) in levels {
@@ -228,10 +228,8 @@ fn neighbouring_invocations_access_different_banks() {
                 (Some(matrices), TallTile::Held) => !matrices.has_smaller_subgroups(),
                 (of, _) => of.is_some(),
             });
-            let eight_rows = tile.tall_tile(16 << 10).filter(|_| matrices.is_none());
-            let tall = of_matrices
-                .chain(eight_rows)
-                .map(|tall| Variant::Forward(TileVariant { tall: Some(tall), ..tile }));
+            let tall =
+                of_matrices.map(|tall| Variant::Forward(TileVariant { tall: Some(tall), ..tile }));
             for variant in variants.into_iter().chain(tall) {
                 let module = wgsl::parse_str(&variant.source().wgsl).expect("a valid kernel");
                 let entry_point = &module.entry_points[0];

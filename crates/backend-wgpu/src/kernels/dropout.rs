@@ -2,9 +2,7 @@
 //! of Philox that depend on queries alone.
 
 use super::{
-    Epilogue, TileVariant,
-    backward_step::Orientation,
-    matrix_epilogue,
+    Epilogue, Orientation, TileVariant,
     products::{each_of, each_row},
 };
 use crate::RegisterTile;
@@ -36,8 +34,7 @@ pub(super) const COLUMN_QUERIES: DropoutQueries =
 /// True if the kernel of dK and dV shares the rounds of its queries.
 pub(super) fn shares_rounds(variant: TileVariant, groups: usize) -> bool {
     let is_dropout = variant.epilogue == Epilogue::Dropout && variant.has_wide_products();
-    variant.used_matrices().is_some() && is_dropout
-        || matrix_epilogue::applies_backward(variant, groups)
+    variant.used_matrices().is_some() && is_dropout || variant.has_backward_by_parts(groups)
 }
 
 /// Queries in the columns of a register tile of dropout alone.

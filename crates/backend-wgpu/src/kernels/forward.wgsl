@@ -99,9 +99,7 @@ fn main(
     let first = {{QUERY_ROWS}}u * tile_index;
 #end
     // row of the tile
-#halves
-    let row{{H}} = {{TILE_ROWS}}u * ty{{HALF_ROW}};
-#end halves
+    let row = {{TILE_ROWS}}u * ty;
 {{COUNT_MATRICES}}
 
     let list = batch * params.plane_batch + head * params.plane_head + list_index;
@@ -119,22 +117,21 @@ fn main(
     let state = params.statistics_base + batch * params.statistics_batch;
     let acc = params.acc_base + batch * params.acc_batch;
 #end
-#halves
-    var row_max{{H}} = {{ROW_FLOATS}}(0.0);
-    var sum{{H}} = {{ROW_FLOATS}}(0.0);
+    var row_max = {{ROW_FLOATS}}(0.0);
+    var sum = {{ROW_FLOATS}}(0.0);
 #if TIES
     var ties = {{ROW_FLOATS}}(0.0);
 #end
-    var any_visible{{H}} = {{ROW_BOOLS}}(false);
+    var any_visible = {{ROW_BOOLS}}(false);
     for (var r = 0u; r < {{TILE_ROWS}}u; r++) {
-        if (is_row(first, row{{H}} + r)) {
-            let at = state + statistics_at(first, head, row{{H}} + r);
-            any_visible{{H}}[r] = statistics[at + 3u] != 0.0;
-            if (any_visible{{H}}[r]) {
-                row_max{{H}}[r] = statistics[at];
+        if (is_row(first, row + r)) {
+            let at = state + statistics_at(first, head, row + r);
+            any_visible[r] = statistics[at + 3u] != 0.0;
+            if (any_visible[r]) {
+                row_max[r] = statistics[at];
                 // the first of eight invocations starts from the stored partial sum
                 if (tx == 0u) {
-                    sum{{H}}[r] = statistics[at + 1u];
+                    sum[r] = statistics[at + 1u];
 #if TIES
                     ties[r] = statistics[at + 2u];
 #end
@@ -143,7 +140,6 @@ fn main(
         }
     }
 {{LOAD_ACC}}
-#end halves
 {{OWN_ROWS}}
 
     for (var run = begin; run < end; run++) {
@@ -156,54 +152,49 @@ fn main(
 {{SCORES}}
             // invocation (ty, tx) holds keys column + 4·tx … + 3 of its rows
             let key = column + 4u * tx;
-#halves
-            var tile_max{{H}} = {{ROW_FLOATS}}(-3.4028234e38);
-            var words{{H}} = {{ROW_WORDS}}(0xffffffffu);
+            var tile_max = {{ROW_FLOATS}}(-3.4028234e38);
+            var words = {{ROW_WORDS}}(0xffffffffu);
 {{EPILOGUE}}
-            tile_max{{H}} = largest(ty, tx, tile_max{{H}});
-            let tile_visible{{H}} = words{{H}} != {{ROW_WORDS}}(0u);
-            let new_max{{H}} = select(
-                tile_max{{H}},
-                select(row_max{{H}}, max(row_max{{H}}, tile_max{{H}}), tile_visible{{H}}),
-                any_visible{{H}},
+            tile_max = largest(ty, tx, tile_max);
+            let tile_visible = words != {{ROW_WORDS}}(0u);
+            let new_max = select(
+                tile_max,
+                select(row_max, max(row_max, tile_max), tile_visible),
+                any_visible,
             );
-            let is_same{{H}} = (row_max{{H}} == new_max{{H}}) & any_visible{{H}};
-            let factor{{H}} = select(
+            let is_same = (row_max == new_max) & any_visible;
+            let factor = select(
                 {{ROW_FLOATS}}(0.0),
-                {{EXPONENTIALS}}((row_max{{H}} - new_max{{H}}){{AS_FOUR}}){{ROW_PART}},
-                any_visible{{H}},
+                {{EXPONENTIALS}}((row_max - new_max){{AS_FOUR}}){{ROW_PART}},
+                any_visible,
             );
-            let rescale{{H}} = select(factor{{H}}, {{ROW_FLOATS}}(1.0), is_same{{H}});
+            let rescale = select(factor, {{ROW_FLOATS}}(1.0), is_same);
 #if TIES
             ties = select({{ROW_FLOATS}}(0.0), ties, is_same);
 #end
-            row_max{{H}} = new_max{{H}};
+            row_max = new_max;
 #if ACC_IN_MEMORY
             let was_visible = any_visible;
 #end
-            any_visible{{H}} = any_visible{{H}} | tile_visible{{H}};
-            sum{{H}} = sum{{H}} * rescale{{H}};
+            any_visible = any_visible | tile_visible;
+            sum = sum * rescale;
 {{PROBS}}
-#end halves
 {{STORE_PROBS}}
-#halves
 {{RESCALE_ACC}}
-#end halves
 {{ACCUMULATE}}
         }
     }
 
-#halves
-    sum{{H}} = total(ty, tx, sum{{H}});
+    sum = total(ty, tx, sum);
 #if TIES
     ties = total(ty, tx, ties);
 #end
     for (var r = 0u; r < {{TILE_ROWS}}u; r++) {
-        if (is_row(first, row{{H}} + r) && any_visible{{H}}[r]) {
+        if (is_row(first, row + r) && any_visible[r]) {
             if (tx == 0u) {
-                let at = state + statistics_at(first, head, row{{H}} + r);
-                statistics[at] = row_max{{H}}[r];
-                statistics[at + 1u] = sum{{H}}[r];
+                let at = state + statistics_at(first, head, row + r);
+                statistics[at] = row_max[r];
+                statistics[at + 1u] = sum[r];
 #if TIES
                 statistics[at + 2u] = ties[r];
 #end
@@ -212,5 +203,4 @@ fn main(
         }
     }
 {{STORE_ACC}}
-#end halves
 }

@@ -16,9 +16,9 @@ use std::fmt::Write;
 use super::{
     Access, Source, TILE, TileVariant,
     params::ProbeParams,
-    tall_tiles::TallTile,
+    tall_tile::TallTile,
     template::Template,
-    vectors::{ROW_STEP, Vectors},
+    vectors::{HALF_STEP, LOADED_ROW, PRODUCT_STEP, ROW_STEP, Vectors},
 };
 use crate::level::Matrices;
 
@@ -29,24 +29,11 @@ pub(crate) const ENABLED: &str = "enable f16;\nenable wgpu_cooperative_matrix;\n
 /// 65,504, so there is no overflow.
 const PROB_SCALE: f32 = 1024.0;
 
-/// Distance of rows of f16 elements in workgroup memory, in vectors of 4: two more than the 8 of a
-/// row, so that eight rows lie in different banks and begin at multiples of 16 bytes.
-pub(super) const HALF_STEP: usize = 10;
-
-/// Distance of rows of `products`, in vectors of 4: two more than the 8 of a row. NVIDIA's GPUs
-/// store a matrix of f32 two elements an invocation, four rows at once, which then lie in different
-/// banks; one more would put half of them in the same, and an H200 ran forward at 0.97 of the speed
-/// (benches/record/wgpu.md).
-pub(super) const PRODUCT_STEP: usize = 10;
-
-/// The same on devices with several subgroup sizes, as AMD's have, which store rows of 16 elements:
-/// two rows share banks at either distance. By RADV a SIMD of navi31 has 8 subgroups of most
-/// kernels up to dim 128 with this one and 6 with the other, which takes more workgroup memory.
+/// Distance of rows of `products` on devices with several subgroup sizes, as AMD's have, which store
+/// rows of 16 elements: two rows share banks at either distance. By RADV a SIMD of navi31 has 8
+/// subgroups of most kernels up to dim 128 with this one and 6 with the other, which takes more
+/// workgroup memory.
 const NARROW_PRODUCT_STEP: usize = ROW_STEP;
-
-/// Row of a tile, of the first eight, that an invocation loads for the first products. Sixteen
-/// neighbours store rows r and r + 4, which lie in different banks; r and r + 1 would share some.
-pub(super) const LOADED_ROW: &str = "((lane >> 4u) | ((lane & 8u) >> 1u))";
 
 /// Workgroup memory and functions that read it. `left_half`: `[row][element]`, then P or dX;
 /// `right_half`: `[column][element]`, then `[element][vector]`. All are arrays of vectors of 4,

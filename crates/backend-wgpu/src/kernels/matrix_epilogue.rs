@@ -16,8 +16,7 @@
 //! instead of one for each row; and full tiles without a bias have no work of masks.
 
 use super::{
-    Epilogue, TileVariant,
-    backward_step::Orientation,
+    Orientation, TileVariant,
     dropout::{COLUMN_QUERIES, QueryRounds, kept_rows, row_queries},
     products::each_row,
 };
@@ -29,21 +28,6 @@ const TILE: RegisterTile = RegisterTile::FourRows;
 /// same largest scores as the backward pass of larger dims.
 const CAPPED: &str = "s{r} =
     fma(vec4<f32>(params.cap), t{r}, select(bias{r}, vec4<f32>(0.0), {{IS_BIAS_FIRST}}));";
-
-/// Groups of accumulators beside which the values of 16 pairs of the backward pass fit registers.
-const MAX_GROUPS: usize = 4;
-
-/// True if forward has these parts.
-pub(super) fn applies(variant: TileVariant) -> bool {
-    variant.used_matrices().is_some()
-        && variant.epilogue == Epilogue::General
-        && variant.has_wide_products()
-}
-
-/// True if a kernel of the backward pass with so many groups of accumulators has these parts.
-pub(super) fn applies_backward(variant: TileVariant, groups: usize) -> bool {
-    applies(variant) && groups <= MAX_GROUPS
-}
 
 /// Generates the change of the statistics of four queries that the step needs.
 pub(super) fn scale_statistics() -> String {

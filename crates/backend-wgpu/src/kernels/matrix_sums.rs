@@ -19,8 +19,8 @@ use std::{fmt::Write, ops::Range};
 
 use super::{
     TileVariant,
-    matrices::{Factors, Grid, HALF_STEP, Operands, RIGHT, Staged, multiply_and_store},
-    vectors::{Vectors, Words},
+    matrices::{Factors, Grid, Operands, RIGHT, Staged, multiply_and_store},
+    vectors::{HALF_STEP, Vectors, Words},
 };
 
 /// Generates accumulators += P·`of` or dX·`of`; `None` if the variant has no matrices.

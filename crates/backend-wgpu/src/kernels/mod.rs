@@ -28,7 +28,8 @@ mod matrix_sums;
 pub(crate) mod offline;
 pub(crate) mod params;
 mod products;
-pub(crate) mod tall_tiles;
+pub(crate) mod tall_tile;
+mod tall_tiles;
 mod template;
 mod tile_kernels;
 mod vectors;
@@ -36,8 +37,8 @@ mod vectors;
 use annulus_core::{DType, Spec};
 
 use params::{CopyParams, MergeParams, RowParams, StepParams};
-use tall_tiles::TallTile;
-use template::{Half, Template};
+use tall_tile::TallTile;
+use template::Template;
 
 use crate::{Level, RegisterTile, level::Matrices};
 
@@ -211,6 +212,13 @@ impl Epilogue {
     }
 }
 
+/// Orientation of a tile of the backward pass.
+#[derive(Clone, Copy, PartialEq)]
+enum Orientation {
+    RowsAreQueries,
+    RowsAreKeys,
+}
+
 /// Parameters of a tile kernel's text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct TileVariant {
@@ -231,7 +239,7 @@ pub(crate) struct TileVariant {
     pub(crate) decodes: bool,
     /// Register tile of kernels of multiply-adds.
     pub(crate) register_tile: RegisterTile,
-    /// Plain or subgroup.
+    /// Rows are reduced through workgroup memory, or at level matrix by subgroup shuffles.
     pub(crate) level: Level,
     /// Cooperative matrices for f16 products, if any.
     pub(crate) matrices: Option<Matrices>,
@@ -294,6 +302,20 @@ impl TileVariant {
         self.matrices.filter(|_| self.storage == Storage::F16)
     }
 
+    /// True if forward computes the parts of the score epilogue one after the other
+    /// ([`matrix_epilogue`]).
+    fn has_epilogue_by_parts(self) -> bool {
+        self.used_matrices().is_some()
+            && self.epilogue == Epilogue::General
+            && self.has_wide_products()
+    }
+
+    /// True if a kernel of the backward pass with so many groups of accumulators does: beside four
+    /// the values of 16 pairs fit registers.
+    fn has_backward_by_parts(self, groups: usize) -> bool {
+        self.has_epilogue_by_parts() && groups <= 4
+    }
+
     /// Returns the kernel's register tile. With matrices, whose subgroups divide 64 invocations, it
     /// has four rows.
     fn used_register_tile(self) -> RegisterTile {
@@ -324,37 +346,17 @@ impl TileVariant {
     }
 
     /// Returns the form of tall tiles of forward on a device with this much workgroup memory;
-    /// `None` if there is none.
+    /// `None` if there is none, as without matrices.
     pub(crate) fn tall_tile(self, memory_bytes: usize) -> Option<TallTile> {
-        match self.used_matrices() {
-            Some(matrices) => TallTile::fitting(self.head_groups, matrices, memory_bytes),
-            None => self
-                .has_eight_rows()
-                .then_some(TallTile::EightRows)
-                .filter(|form| form.memory_bytes() <= memory_bytes),
-        }
-    }
-
-    /// True if there is a tall tile of multiply-adds. Twice four rows leave registers only for
-    /// accumulators of 128 columns and score epilogues of few variables.
-    const fn has_eight_rows(self) -> bool {
-        matches!(self.epilogue, Epilogue::Simple | Epilogue::SoftCap)
-            && matches!(self.register_tile, RegisterTile::FourRows)
-            && self.value_groups <= TallTile::MAX_ACC_GROUPS
-    }
-
-    /// Halves of the queries: an invocation has the rows of a register tile in each.
-    fn halves(self) -> &'static [Half] {
-        match self.tall {
-            Some(TallTile::EightRows) => &TallTile::HALVES,
-            _ => &[Half::FIRST],
-        }
+        TallTile::fitting(self.head_groups, self.used_matrices()?, memory_bytes)
     }
 
     /// Invocations of a workgroup.
     fn invocations(self) -> usize {
-        let of_tile = self.used_register_tile().invocations() as usize;
-        self.tall.map_or(of_tile, TallTile::invocations)
+        match self.tall {
+            Some(_) => TallTile::INVOCATIONS,
+            None => self.used_register_tile().invocations() as usize,
+        }
     }
 
     /// Number of groups for `dim` elements.

@@ -23,10 +23,10 @@ pub struct KernelText {
 }
 
 impl KernelText {
-    /// Generates the kernels of both passes, at each level at which they differ, for one type and
-    /// one dim of heads and values; empty for f64. Dims above 128, and decoding, with the simplest
-    /// and the most general epilogue only. Matrices with [`RegisterTile::FourRows`] only; of their
-    /// forward kernels those of 32 queries and those of 64, `forward_64`.
+    /// Generates the kernels of both passes at level plain and, for f16, with matrices, for one type
+    /// and one dim of heads and values; empty for f64. Dims above 128, and decoding, with the
+    /// simplest and the most general epilogue only. Matrices with [`RegisterTile::FourRows`] only;
+    /// of their forward kernels those of 32 queries and those of 64, `forward_64`.
     pub fn of_passes(dtype: DType, dim: usize, register_tile: RegisterTile) -> Vec<Self> {
         let Some(storage) = Storage::of(dtype) else { return Vec::new() };
         let mut all = Vec::new();
@@ -35,12 +35,15 @@ impl KernelText {
             if dim > 128 && !is_usual {
                 continue;
             }
-            for (level, matrices) in [
-                (Level::Plain, None),
-                (Level::Subgroup, None),
+            for level in Level::ALL {
+                let has_matrices =
+                    storage == Storage::F16 && register_tile == RegisterTile::FourRows;
+                if level == Level::Matrix && !has_matrices {
+                    continue;
+                }
                 // of navi31, whose subgroups have 32 or 64 invocations
-                (Level::Matrix, Some(Matrices::new(16, 64).with_smaller_subgroups())),
-            ] {
+                let matrices = (level == Level::Matrix)
+                    .then(|| Matrices::new(16, 64).with_smaller_subgroups());
                 let tile = TileVariant {
                     storage,
                     unpacks: storage == Storage::F16,
@@ -52,30 +55,21 @@ impl KernelText {
                     decodes: false,
                     register_tile,
                     tall: None,
-                    level: if level == Level::Plain { level } else { Level::Subgroup },
+                    level,
                     matrices,
                 };
-                let forward = Variant::Forward(tile);
-                let backward = [Variant::BackwardQueries(tile), Variant::BackwardKeys(tile, false)];
+                let passes = [
+                    Variant::Forward(tile),
+                    Variant::BackwardQueries(tile),
+                    Variant::BackwardKeys(tile, false),
+                ];
                 let decode = Variant::Forward(TileVariant { decodes: true, ..tile });
-                let variants = match level {
-                    // only forward has reductions
-                    Level::Subgroup => vec![forward],
-                    Level::Matrix
-                        if storage != Storage::F16 || register_tile != RegisterTile::FourRows =>
-                    {
-                        continue;
-                    }
-                    Level::Plain | Level::Matrix => {
-                        std::iter::once(forward).chain(backward).collect()
-                    }
-                };
                 let decoding = is_usual.then_some(decode);
                 let name = |of: &str| {
                     let level = level.name();
                     format!("{of} {level} {dtype} {dim} {}", epilogue.name())
                 };
-                let variants = variants.into_iter().chain(decoding);
+                let variants = passes.into_iter().chain(decoding);
                 all.extend(variants.map(|of| Self::new(of, name(of.name()), level)));
                 if let Some(tall) = tile.tall_tile(TALL_MEMORY) {
                     let of = Variant::Forward(TileVariant { tall: Some(tall), ..tile });

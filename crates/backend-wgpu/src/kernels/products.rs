@@ -32,7 +32,6 @@ pub(super) const ELEMENTS: [&str; 4] = ["x", "y", "z", "w"];
 ///     store them to `tile` and `right`
 ///     for each 4 elements: read them of R + 4 rows; R × 4 × 4 multiply-adds (R: rows, 8 to 1)
 /// ```
-/// A tile of two halves has the products of both, four rows of each.
 pub(super) fn product(
     variant: TileVariant,
     prefix: &str,
@@ -41,8 +40,8 @@ pub(super) fn product(
     right: &Vectors,
     right_first: &str,
 ) -> String {
-    let zero = format!("var {prefix}{{r}}{{{{H}}}} = vec4<f32>(0.0);");
-    let zeros = each_half(variant, &each_row(variant.used_register_tile(), &zero));
+    let zero = format!("var {prefix}{{r}} = vec4<f32>(0.0);");
+    let zeros = each_row(variant.used_register_tile(), &zero);
     zeros + &add_product(variant, prefix, left, left_first, right, right_first)
 }
 
@@ -105,17 +104,16 @@ pub(super) fn add_product(
     };
     let load = |name: &str, array: &str, index: &str, n: usize| {
         let at = n * NEXT_ROW;
-        let half = if array == "tile" { "{{HALF_VECTORS}}" } else { "" };
-        format!("            let {name} = {array}[{ROW_STEP}u * {index} + four + {at}u{half}];\n")
+        format!("            let {name} = {array}[{ROW_STEP}u * {index} + four + {at}u];\n")
     };
-    let load_left = |r| load(&format!("a{r}{{{{H}}}}"), "tile", left_index, r);
+    let load_left = |r| load(&format!("a{r}"), "tile", left_index, r);
     let load_right: String = (0..4).map(|n| load(&format!("b{n}"), "right", "tx", n)).collect();
     let multiply_add = |r: usize, e: &str| {
         format!(
-            "            {prefix}{r}{{{{H}}}} = fma(
-                vec4<f32>(a{r}{{{{H}}}}.{e}),
+            "            {prefix}{r} = fma(
+                vec4<f32>(a{r}.{e}),
                 vec4<f32>(b0.{e}, b1.{e}, b2.{e}, b3.{e}),
-                {prefix}{r}{{{{H}}}},
+                {prefix}{r},
             );\n"
         )
     };
@@ -126,12 +124,10 @@ pub(super) fn add_product(
             text.extend(ELEMENTS.map(|e| multiply_add(r, e)));
         }
     } else {
-        // both halves use the right rows
-        for (half, right) in variant.halves().iter().zip([&*load_right, ""]) {
-            let left: String = (0..tile.rows()).map(load_left).collect();
-            let rows = |e| (0..tile.rows()).map(|r| multiply_add(r, e)).collect::<String>();
-            text += &half.expand(&(left + right + &ELEMENTS.map(rows).concat()));
-        }
+        text.extend((0..tile.rows()).map(load_left));
+        text += &load_right;
+        let rows = |e| (0..tile.rows()).map(|r| multiply_add(r, e)).collect::<String>();
+        text.extend(ELEMENTS.map(rows));
     }
     text.push_str("        }\n    }\n}\n");
     text
@@ -276,7 +272,7 @@ pub(super) fn multiply_add(
         text.push_str("    workgroupBarrier();\n");
         let sums = format!("{prefix}{group}");
         text += &match tile {
-            RegisterTile::FourRows => multiply_columns(variant, &sums, words),
+            RegisterTile::FourRows => multiply_columns(&sums, words),
             RegisterTile::TwoRows | RegisterTile::OneRow => multiply_rows(tile, &sums, words),
         };
         if let Some(InMemory { store, .. }) = in_memory {
@@ -289,14 +285,12 @@ pub(super) fn multiply_add(
 }
 
 /// Generates `SUMS_{row}` += `tile`ᵀ·`right`, where `tile` is `[column][row]`: one vector has a
-/// column of the register tile, of two halves a column of either.
-fn multiply_columns(variant: TileVariant, sums: &str, words: Words) -> String {
-    let load = |at: &str| {
-        each_half(variant, &format!("let a{{{{H}}}} = tile[{at}{{{{HALF_VECTORS}}}}];\n"))
-    };
+/// column of the register tile.
+fn multiply_columns(sums: &str, words: Words) -> String {
+    let load = |at: &str| format!("let a = tile[{at}];\n");
     let line = |r: usize, b: &str| {
-        let sum = format!("{sums}_{r}{{{{H}}}}");
-        format!("{sum} = fma(vec4<f32>(a{{{{H}}}}.{}), {b}, {sum});\n", ELEMENTS[r])
+        let sum = format!("{sums}_{r}");
+        format!("{sum} = fma(vec4<f32>(a.{}), {b}, {sum});\n", ELEMENTS[r])
     };
     let mut text = format!(
         "    if (is_partial) {{
@@ -309,7 +303,7 @@ fn multiply_columns(variant: TileVariant, sums: &str, words: Words) -> String {
         text.push_str("let word = atomicLoad(&visible_bits[j]) >> (4u * ty);\n");
     }
     let rows: String = (0..4).map(|r| line(r, &words.masked(r))).collect();
-    text += &each_half(variant, &rows);
+    text += &rows;
     let rows: String = (0..4).map(|r| line(r, "b")).collect();
     text.push_str("        }\n    } else {\n        for (var four = 0u; four < 8u; four++) {\n");
     for n in 0..4 {
@@ -320,7 +314,7 @@ fn multiply_columns(variant: TileVariant, sums: &str, words: Words) -> String {
 {}let b = right[{ROW_STEP}u * (4u * four + {n}u) + tx];
 {}            }}",
             load(&format!("{ROW_STEP}u * four + ty + {at}u")),
-            each_half(variant, &rows)
+            rows
         );
     }
     text + "        }\n    }\n"
@@ -385,11 +379,6 @@ fn each_of_group(tile: RegisterTile, group: usize, line: &str) -> String {
     each_row(tile, &line)
 }
 
-/// Generates lines for each half of the queries of a tile, with the names of [`Half::expand`].
-fn each_half(variant: TileVariant, lines: &str) -> String {
-    variant.halves().iter().map(|half| half.expand(lines)).collect()
-}
-
 /// Generates a line per row `{r}` of the register tile.
 pub(super) fn each_row(tile: RegisterTile, line: &str) -> String {
     each_of(tile.rows(), line)
@@ -449,8 +438,8 @@ pub(super) fn store_tile(variant: TileVariant, prefix: &str) -> String {
     let stores: String = match tile {
         RegisterTile::FourRows => (0..4)
             .map(|c| {
-                let column = [0, 1, 2, 3].map(|r| format!("{prefix}{r}{{{{H}}}}[{c}]")).join(", ");
-                let at = format!("{ROW_STEP}u * tx + ty + {}u{{{{HALF_VECTORS}}}}", c * NEXT_ROW);
+                let column = [0, 1, 2, 3].map(|r| format!("{prefix}{r}[{c}]")).join(", ");
+                let at = format!("{ROW_STEP}u * tx + ty + {}u", c * NEXT_ROW);
                 format!("tile[{at}] = vec4<f32>({column});\n")
             })
             .collect(),
@@ -459,7 +448,7 @@ pub(super) fn store_tile(variant: TileVariant, prefix: &str) -> String {
             each_row(tile, &format!("tile[{at}] = {prefix}{{r}};"))
         }
     };
-    "workgroupBarrier();\n".to_owned() + &each_half(variant, &stores)
+    "workgroupBarrier();\n".to_owned() + &stores
 }
 
 /// Generates the store of P or dX for the second product.

@@ -1,12 +1,7 @@
 //! Tall tiles of forward: 64 queries of a workgroup, so that a row of K or V that is loaded and
 //! staged serves twice as many queries as in a tile of 32.
 //!
-//! **With multiply-adds** ([`TallTile::EightRows`]) each of 64 invocations computes 8 × 4 pairs:
-//! four rows of either half. For four elements of a product it reads 12 vectors of 4 from workgroup
-//! memory and issues 128 multiply-adds; a register tile of 4 × 4 reads 8 for 64. The kernel is that
-//! of tiles of 32 queries, with the lines of a row once for each half ([`Half`]).
-//!
-//! **With matrices** a workgroup has 128 invocations:
+//! They need cooperative matrices. A workgroup has 128 invocations:
 //!
 //! ```text
 //! q ← Q, 64 queries of all elements                    once, if they fit (TallTile)
@@ -32,114 +27,12 @@ use std::fmt::Write;
 
 use super::{
     TILE, TileVariant,
-    matrices::{
-        Grid, HALF_STEP, Operands, PRODUCT_STEP, Staged, SumOverChunks, hold, multiply_held,
-    },
-    template::Half,
-    vectors::{K, Q, ROW_STEP},
+    matrices::{Grid, Operands, Staged, SumOverChunks, hold, multiply_held},
+    tall_tile::TallTile,
+    vectors::{HALF_STEP, K, Q},
 };
-use crate::level::Matrices;
-
-/// A tall tile, by what holds its queries during the loop over keys.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum TallTile {
-    /// Matrices of the subgroups that multiply them.
-    Held,
-    /// Workgroup memory.
-    Kept {
-        /// Groups of 32 elements.
-        groups: usize,
-    },
-    /// Nothing: they are loaded again for each tile of keys, 64 elements at a time.
-    Reloaded,
-    /// Nothing: they are loaded again for each tile of keys, 32 elements at a time, and multiplied
-    /// without matrices, 8 × 4 pairs an invocation.
-    EightRows,
-}
 
 impl TallTile {
-    /// Queries.
-    pub(crate) const ROWS: usize = 64;
-
-    /// Invocations of a workgroup with matrices.
-    const INVOCATIONS: usize = 2 * Self::ROWS;
-
-    /// Halves of the queries of [`Self::EightRows`].
-    pub(super) const HALVES: [Half; 2] =
-        [Half::FIRST, Half { suffix: "_lower", first_row: Self::ROWS / 2 }];
-
-    /// Most groups of 32 columns of accumulators of [`Self::EightRows`]: each group takes 32 of up
-    /// to 256 registers of an invocation.
-    pub(super) const MAX_ACC_GROUPS: usize = 4;
-
-    /// Elements of K or V that are staged at once.
-    pub(super) const CHUNK: usize = 64;
-
-    /// Most groups of 32 elements that matrices hold: in subgroups of 32 a quarter of the elements
-    /// of Q, two a register, takes 32 registers of an invocation.
-    const MAX_HELD: usize = 4;
-
-    /// Selects the form of kernels of dims with `head_groups` groups for a device with these
-    /// matrices and this much workgroup memory; `None` if it has too little.
-    ///
-    /// Subgroups of any size, whose matrices the text does not know, hold none.
-    pub(crate) fn fitting(
-        head_groups: usize,
-        matrices: Matrices,
-        memory_bytes: usize,
-    ) -> Option<Self> {
-        let can_hold = head_groups <= Self::MAX_HELD && !matrices.has_smaller_subgroups();
-        let kept = [Self::Kept { groups: head_groups }, Self::Reloaded];
-        let forms = can_hold.then_some(Self::Held).into_iter().chain(kept);
-        forms.into_iter().find(|form| form.memory_bytes() <= memory_bytes)
-    }
-
-    /// Invocations of a workgroup.
-    pub(crate) const fn invocations(self) -> usize {
-        match self {
-            Self::Held | Self::Kept { .. } | Self::Reloaded => Self::INVOCATIONS,
-            Self::EightRows => Self::ROWS,
-        }
-    }
-
-    /// Upper bound of the bytes of workgroup memory of a kernel.
-    pub(crate) const fn memory_bytes(self) -> usize {
-        if matches!(self, Self::EightRows) {
-            // Q or P, and K or V; the mask
-            return 16 * ROW_STEP * (Self::ROWS + TILE) + 4 * Self::ROWS;
-        }
-        let staged = 8 * HALF_STEP * (Self::ROWS + Self::CHUNK);
-        let products = 16 * PRODUCT_STEP * Self::ROWS;
-        let mask = 4 * Self::ROWS;
-        // number of matrices and flag of non-finite elements
-        8 * self.own_vectors() + staged + products + mask + 32
-    }
-
-    /// Distance of rows of `own_half` in vectors of 4. Two more than a row has, as of
-    /// [`HALF_STEP`]: 36 + 32·n words of 4 bytes, so that eight rows begin in different banks.
-    const fn own_step(self) -> usize {
-        let chunks = match self {
-            Self::Held | Self::Reloaded | Self::EightRows => 1,
-            Self::Kept { groups } => (32 * groups).div_ceil(Self::CHUNK),
-        };
-        chunks * Self::CHUNK / 4 + 2
-    }
-
-    const fn own_vectors(self) -> usize {
-        match self {
-            Self::Held | Self::EightRows => 0,
-            Self::Kept { .. } | Self::Reloaded => Self::ROWS * self.own_step(),
-        }
-    }
-
-    /// Generates the declaration of `own_half`.
-    pub(super) fn declaration(self) -> String {
-        match self.own_vectors() {
-            0 => String::new(),
-            vectors => format!("var<workgroup> own_half: array<vec4<f16>, {vectors}>;\n"),
-        }
-    }
-
     /// Generates what is done with the queries before the loop over keys: the matrices that hold
     /// them, `own_half` ← Q, or the offsets of the rows that an invocation loads.
     pub(super) fn own_rows(self, variant: TileVariant, grid: Grid) -> String {
@@ -160,7 +53,6 @@ for (var c = 0u; c < params.head_dim; c = c + 64u) {{
                 )
             }
             Self::Reloaded => own_offsets(variant),
-            Self::EightRows => String::new(),
         }
     }
 

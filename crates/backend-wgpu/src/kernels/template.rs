@@ -1,47 +1,12 @@
-//! Minimal WGSL template: conditional lines, names, and lines for each half of a tile.
+//! Minimal WGSL template: conditional lines and names.
 
 use std::collections::HashMap;
-
-use super::vectors::ROW_STEP;
 
 /// Flags and names of one template.
 #[derive(Debug, Default)]
 pub(super) struct Template {
     flags: HashMap<&'static str, bool>,
     names: HashMap<&'static str, String>,
-    /// Halves after the first.
-    halves: Vec<Half>,
-}
-
-/// A half of the queries of a tile, for the lines that each has of its own.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Half {
-    /// End of the names of its variables.
-    pub(super) suffix: &'static str,
-    /// First row of the tile.
-    pub(super) first_row: usize,
-}
-
-impl Half {
-    /// The first half, or the whole of a tile that is not divided.
-    pub(super) const FIRST: Self = Self { suffix: "", first_row: 0 };
-
-    /// Replaces `{{H}}`, the end of names, and the addends of indices: `{{HALF_ROW}}` of rows,
-    /// `{{HALF_VECTORS}}` of their vectors of 4 in workgroup memory.
-    pub(super) fn expand(self, text: &str) -> String {
-        let addend = |of: usize| if of == 0 { String::new() } else { format!(" + {of}u") };
-        let row = addend(self.first_row);
-        let vectors = addend(self.first_row * ROW_STEP);
-        let mut expanded = String::with_capacity(text.len());
-        let text_of = |name: &str| match name {
-            "H" => Some(self.suffix),
-            "HALF_ROW" => Some(&*row),
-            "HALF_VECTORS" => Some(&*vectors),
-            _ => None,
-        };
-        replace_names(text, &text_of, 1, &mut expanded);
-        expanded
-    }
 }
 
 /// Depth to which texts of names may contain names. The templates need 2; without a bound a name in
@@ -92,13 +57,6 @@ impl Template {
         self
     }
 
-    /// Sets the halves for which the lines from `#halves` to `#end halves` are repeated; by default
-    /// the first one alone. Names of a half in other lines are those of the first.
-    pub(super) fn halves(&mut self, all: &[Half]) -> &mut Self {
-        self.halves = all.iter().skip(1).copied().collect();
-        self
-    }
-
     /// Expands a template. Texts of names may contain names and conditions. An unset flag is false;
     /// an unset name is left in the text, where it fails to compile.
     pub(super) fn expand(&self, text: &str) -> String {
@@ -125,20 +83,7 @@ impl Template {
                 expanded.push('\n');
             }
         }
-        self.expand_halves(&expanded)
-    }
-
-    fn expand_halves(&self, text: &str) -> String {
-        let mut expanded = String::with_capacity(text.len());
-        let mut rest = text;
-        while let Some((before, after)) = rest.split_once("#halves\n") {
-            let (lines, next) = after.split_once("#end halves\n").unwrap_or((after, ""));
-            expanded += &Half::FIRST.expand(before);
-            let halves = std::iter::once(Half::FIRST).chain(self.halves.iter().copied());
-            expanded.extend(halves.map(|half| half.expand(lines)));
-            rest = next;
-        }
-        expanded + &Half::FIRST.expand(rest)
+        expanded
     }
 }
 
@@ -161,14 +106,5 @@ mod tests {
         template.name("X", "x").name("LOOP", "l{{LOOP}}");
         assert_eq!(template.expand("{{X}}{{UNSET}}{{{X}}}\n"), "x{{UNSET}}{{{X}}}\n");
         assert_eq!(template.expand("{{LOOP}}\n"), "llll{{LOOP}}\n");
-    }
-
-    #[test]
-    fn lines_are_repeated_for_each_half() {
-        let text = "#halves\nlet a{{H}} = b{{HALF_ROW}};\n#end halves\nlast\n";
-        let mut template = Template::default();
-        assert_eq!(template.expand(text), "let a = b;\nlast\n");
-        template.halves(&[Half::FIRST, Half { suffix: "_2", first_row: 32 }]);
-        assert_eq!(template.expand(text), "let a = b;\nlet a_2 = b + 32u;\nlast\n");
     }
 }

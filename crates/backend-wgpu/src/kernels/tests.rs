@@ -49,10 +49,10 @@ fn all_variants() -> Vec<Variant> {
                 }
                 let [four, ..] = RegisterTile::ALL;
                 let of_matrices =
-                    both_matrices().map(|matrices| (Level::Subgroup, Some(matrices), four));
+                    both_matrices().map(|matrices| (Level::Matrix, Some(matrices), four));
                 let with = RegisterTile::ALL
                     .into_iter()
-                    .flat_map(|tile| [(Level::Plain, None, tile), (Level::Subgroup, None, tile)])
+                    .flat_map(|tile| [(Level::Plain, None, tile), (Level::Matrix, None, tile)])
                     .chain(of_matrices);
                 for (level, matrices, register_tile) in
                     with.filter(|(_, matrices, _)| matrices.is_none() || storage == Storage::F16)
@@ -289,11 +289,11 @@ fn same_but_for(text: &str, other: &str, parts: &[&str]) -> Result<(), String> {
     Err(format!("other lines {new:?}, other accesses {new_accesses:?}"))
 }
 
-/// So that checks of indices in kernels of f16 at [`Level::Plain`] (`index_checks.rs` of the
-/// conformance tests) hold for those of bf16, too, and those at `Plain` for [`Level::Subgroup`].
+/// So that checks of indices in kernels of f16 at [`Level::Plain`] (`tests/wgpu/index_checks.rs`)
+/// hold for those of bf16, too, and for those without matrices at [`Level::Matrix`].
 #[test]
-fn kernels_of_bf16_and_of_subgroups_access_the_arrays_of_f16_and_plain() {
-    let (mut of_bf16, mut of_subgroups) = (0, 0);
+fn kernels_of_bf16_and_of_shuffles_access_the_arrays_of_f16_and_plain() {
+    let (mut of_bf16, mut of_shuffles) = (0, 0);
     for variant in all_variants() {
         let text = variant.source().wgsl;
         if let Some(other) = in_bf16(variant) {
@@ -301,15 +301,15 @@ fn kernels_of_bf16_and_of_subgroups_access_the_arrays_of_f16_and_plain() {
             same.unwrap_or_else(|why| panic!("{variant:?} in bf16: {why}"));
             of_bf16 += 1;
         }
-        let at_subgroup = |tile| TileVariant { level: Level::Subgroup, ..tile };
-        if let Some(other) = with_tile(variant, at_subgroup) {
+        let at_matrix = |tile| TileVariant { level: Level::Matrix, ..tile };
+        if let Some(other) = with_tile(variant, at_matrix) {
             // rows are reduced without workgroup memory
             let same = same_but_for(&text, &other.source().wgsl, &["subgroup"]);
-            same.unwrap_or_else(|why| panic!("{variant:?} at level subgroup: {why}"));
-            of_subgroups += 1;
+            same.unwrap_or_else(|why| panic!("{variant:?} at level matrix: {why}"));
+            of_shuffles += 1;
         }
     }
-    assert!(of_bf16 > 100 && of_subgroups > 300, "{of_bf16} and {of_subgroups} kernels");
+    assert!(of_bf16 > 100 && of_shuffles > 300, "{of_bf16} and {of_shuffles} kernels");
 }
 
 #[test]
@@ -325,7 +325,7 @@ fn kernels_have_a_path_for_smaller_subgroups_only_if_a_device_has_them() {
             has_u64: true,
             decodes: false,
             register_tile: RegisterTile::FourRows,
-            level: Level::Subgroup,
+            level: Level::Matrix,
             matrices: Some(matrices),
             tall: None,
         };

@@ -3,9 +3,9 @@
 use std::fmt::Write;
 
 use super::{
-    ARITHMETIC, Access, BiasAxes, DROPOUT, Epilogue, GRADIENT, Source, Storage, TILE_TEXT,
-    TileVariant,
-    backward_step::{Orientation, RowStep, column_statistics, row_statistics, score_gradients},
+    ARITHMETIC, Access, BiasAxes, DROPOUT, Epilogue, GRADIENT, Orientation, Source, Storage,
+    TILE_TEXT, TileVariant,
+    backward_step::{RowStep, column_statistics, row_statistics, score_gradients},
     dropout::{
         DropoutQueries, QueryRounds, SHARED_ROUNDS, kept_rows, row_queries, share_rounds,
         shares_rounds,
@@ -156,13 +156,12 @@ fn assemble(
         .flag("DROPOUT", variant.epilogue == Epilogue::Dropout)
         .flag("WIDE_PRODUCTS", wide)
         .flag("FOUR_ROWS", variant.used_register_tile() == RegisterTile::FourRows)
-        .flag("SUBGROUP", variant.level != Level::Plain)
+        .flag("SUBGROUP", variant.level == Level::Matrix)
         .flag("MATRIX", on.is_some())
         .flag("DECODE", variant.decodes);
     name_rows(template, variant);
     template.name("LIST_INDEX", LIST_INDEX);
     template.name("TILE_MASK", tile_mask(variant));
-    template.halves(variant.halves());
     template.name("PADDED_VECTORS", format!("{}", 32 * ROW_STEP));
     template.name("QUERY_VECTORS", format!("{}", variant.query_rows() * ROW_STEP));
     for (name, condition) in conditions(variant.epilogue) {
@@ -212,12 +211,12 @@ fn functions(variant: TileVariant, vectors: &[(&Vectors, &str)]) -> String {
 
 /// Generates the scores of a tile and their row maxima.
 fn epilogue(variant: TileVariant) -> String {
-    if matrix_epilogue::applies(variant) {
+    if variant.has_epilogue_by_parts() {
         return matrix_epilogue::scores();
     }
     let (of, tile) = (variant.epilogue, variant.used_register_tile());
     let words = "for (var r = 0u; r < {{TILE_ROWS}}u; r++) {
-    words{{H}}[r] = atomicLoad(&visible_bits[{{TILE_ROWS}}u * ty{{HALF_ROW}} + r]);
+    words[r] = atomicLoad(&visible_bits[{{TILE_ROWS}}u * ty + r]);
 }
 ";
     if of.masks() {
@@ -253,21 +252,21 @@ workgroupBarrier();
         );
     }
     let score = if of == Epilogue::SoftCap {
-        "s{r}{{H}} = params.cap * tangents(s{r}{{H}});"
+        "s{r} = params.cap * tangents(s{r});"
     } else {
-        "s{r}{{H}} = params.scale * s{r}{{H}};"
+        "s{r} = params.scale * s{r};"
     };
     let partial = format!(
         "{{
     {score}
-    let visible = four_bits(words{{{{H}}}}[{{r}}] >> (4u * tx));
-    let shown = select(vec4<f32>(-3.4028234e38), s{{r}}{{{{H}}}}, visible);
-    tile_max{{{{H}}}}[{{r}}] = max(tile_max{{{{H}}}}[{{r}}], greatest(shown));
+    let visible = four_bits(words[{{r}}] >> (4u * tx));
+    let shown = select(vec4<f32>(-3.4028234e38), s{{r}}, visible);
+    tile_max[{{r}}] = max(tile_max[{{r}}], greatest(shown));
 }}"
     );
     let full = format!(
         "{score}
-tile_max{{{{H}}}}[{{r}}] = max(tile_max{{{{H}}}}[{{r}}], greatest(s{{r}}{{{{H}}}}));"
+tile_max[{{r}}] = max(tile_max[{{r}}], greatest(s{{r}}));"
     );
     format!(
         "if (is_partial) {{
@@ -283,23 +282,23 @@ tile_max{{{{H}}}}[{{r}}] = max(tile_max{{{{H}}}}[{{r}}], greatest(s{{r}}{{{{H}}}
 fn probs(variant: TileVariant) -> String {
     let (of, tile) = (variant.epilogue, variant.used_register_tile());
     let partial = "{
-    let visible = four_bits(words{{H}}[{r}] >> (4u * tx));
-    let all = {{EXPONENTIALS}}(s{r}{{H}} - vec4<f32>(row_max{{H}}[{r}]));
+    let visible = four_bits(words[{r}] >> (4u * tx));
+    let all = {{EXPONENTIALS}}(s{r} - vec4<f32>(row_max[{r}]));
     let prob = select(vec4<f32>(0.0), all, visible);
-    sum{{H}}[{r}] = sum{{H}}[{r}] + sum_of(prob);
+    sum[{r}] = sum[{r}] + sum_of(prob);
 #if TIES
     let is_tie = visible & (s{r} == vec4<f32>(row_max[{r}]));
     ties[{r}] = ties[{r}] + sum_of(select(vec4<f32>(0.0), vec4<f32>(1.0), is_tie));
 #end
-    s{r}{{H}} = prob;
+    s{r} = prob;
 }";
     let drop = kept_rows(variant, Orientation::RowsAreQueries, packed_queries(tile))
         + &each_row(tile, "s{r} = s{r} * kept{r};");
-    let full = "s{r}{{H}} = {{EXPONENTIALS}}(s{r}{{H}} - vec4<f32>(row_max{{H}}[{r}]));
-sum{{H}}[{r}] = sum{{H}}[{r}] + sum_of(s{r}{{H}});";
+    let full = "s{r} = {{EXPONENTIALS}}(s{r} - vec4<f32>(row_max[{r}]));
+sum[{r}] = sum[{r}] + sum_of(s{r});";
     if of.masks() {
         let mut all = each_row(tile, partial);
-        if matrix_epilogue::applies(variant) {
+        if variant.has_epilogue_by_parts() {
             let ties = "{
     let is_tie = s{r} == vec4<f32>(row_max[{r}]);
     ties[{r}] = ties[{r}] + sum_of(select(vec4<f32>(0.0), vec4<f32>(1.0), is_tie));
@@ -339,19 +338,18 @@ pub(super) fn forward(variant: TileVariant) -> Source {
     let held = variant.held_groups(groups, 2);
     let load = |condition: &str| {
         format!(
-            "var o{{g}}_{{r}}{{{{H}}}} = vec4<f32>(0.0);
-if ({condition}{{{{H}}}}[{{r}}]) {{
-    let at = acc + acc_at(first, head, row{{{{H}}}} + {{r}}u);
-    o{{g}}_{{r}}{{{{H}}}} = load_acc(at, {{c}}, params.value_dim);
+            "var o{{g}}_{{r}} = vec4<f32>(0.0);
+if ({condition}[{{r}}]) {{
+    let at = acc + acc_at(first, head, row + {{r}}u);
+    o{{g}}_{{r}} = load_acc(at, {{c}}, params.value_dim);
 }}"
         )
     };
-    let store = "if (is_row(first, row{{H}} + {r}u)) {
-    let at = acc + acc_at(first, head, row{{H}} + {r}u);
-    store_acc(at, {c}, params.value_dim, o{g}_{r}{{H}});
+    let store = "if (is_row(first, row + {r}u)) {
+    let at = acc + acc_at(first, head, row + {r}u);
+    store_acc(at, {c}, params.value_dim, o{g}_{r});
 }";
-    let rescale = "o{g}_{r}{{H}} = o{g}_{r}{{H}} * rescale{{H}}[{r}];";
-    // tiles of two halves have all accumulators in registers
+    let rescale = "o{g}_{r} = o{g}_{r} * rescale[{r}];";
     let load_in_loop = format!("{}\n{rescale}", load("was_visible"));
     let in_memory = Some(InMemory { held, load: &load_in_loop, store });
     text.flag("ACC_IN_MEMORY", held < groups);
@@ -387,7 +385,7 @@ if ({condition}{{{{H}}}}[{{r}}]) {{
 pub(super) fn backward_queries(variant: TileVariant) -> Source {
     let (groups, tile) = (variant.head_groups, variant.used_register_tile());
     let mut text = Template::default();
-    let by_parts = matrix_epilogue::applies_backward(variant, groups);
+    let by_parts = variant.has_backward_by_parts(groups);
     let scale = if by_parts { matrix_epilogue::scale_statistics() } else { String::new() };
     text.name("ROW_STATISTICS", row_statistics(tile) + &scale);
     let load = "var o{g}_{r} = vec4<f32>(0.0);
@@ -531,7 +529,7 @@ next_d = select(vec4<f32>(0.0), grad.p_dropped, visible);",
         let of_dv = accumulate(variant, dv, Factors::Probs, &DOUT, words);
         let dk = Accumulators::held("dk", head_groups);
         let of_dk = accumulate(variant, dk, Factors::Gradients, &Q, words);
-        let gradients = if matrix_epilogue::applies_backward(variant, all_groups) {
+        let gradients = if variant.has_backward_by_parts(all_groups) {
             matrix_epilogue::scale_statistics()
                 + &matrix_epilogue::score_gradients(variant, Orientation::RowsAreKeys)
         } else {

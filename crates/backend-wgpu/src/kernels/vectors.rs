@@ -2,11 +2,25 @@
 
 use std::fmt::Write;
 
-use super::{TILE, TileVariant, matrices::LOADED_ROW};
+use super::{TILE, TileVariant};
 
 /// Distance of rows in workgroup memory, in vectors of 4: one more than the 8 of a row. Eight
 /// invocations access eight rows at once, which then lie in different banks (32 banks of 4 bytes).
 pub(super) const ROW_STEP: usize = 9;
+
+/// Distance of rows of f16 elements in workgroup memory, in vectors of 4: two more than the 8 of a
+/// row, so that eight rows lie in different banks and begin at multiples of 16 bytes.
+pub(super) const HALF_STEP: usize = 10;
+
+/// Distance of rows of `products`, in vectors of 4: two more than the 8 of a row. NVIDIA's GPUs
+/// store a matrix of f32 two elements an invocation, four rows at once, which then lie in different
+/// banks; one more would put half of them in the same, and an H200 ran forward at 0.97 of the speed
+/// (benches/record/wgpu.md).
+pub(super) const PRODUCT_STEP: usize = 10;
+
+/// Row of a tile, of the first eight, that an invocation loads for the first products. Sixteen
+/// neighbours store rows r and r + 4, which lie in different banks; r and r + 1 would share some.
+pub(super) const LOADED_ROW: &str = "((lane >> 4u) | ((lane & 8u) >> 1u))";
 
 /// A tensor of vectors: name in the text, number of rows, length of vectors.
 pub(super) struct Vectors {
@@ -203,7 +217,7 @@ impl Words {
     /// Expression that is odd if pair (row `r` of the invocation, `j`) is visible.
     pub(super) fn bit(self, r: usize) -> String {
         match self {
-            Self::OfRows => format!("(words{{{{H}}}}[{r}] >> j) & 1u"),
+            Self::OfRows => format!("(words[{r}] >> j) & 1u"),
             Self::OfColumns => format!("(word >> {r}u) & 1u"),
         }
     }

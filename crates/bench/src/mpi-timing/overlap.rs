@@ -7,12 +7,12 @@
 //! | T_compute | the same pass with its tiles, gathers and buffers, but without messages ([`NoMessages`]) |
 //! | T_comm | the same pass without tiles, less its time without tiles and without messages |
 //!
-//! T_ring is measured three times: with progress by the kernels' ticks, by a progress thread only,
-//! and by nothing until a step ends. The cost of the ticks is T_compute against the same with
+//! T_ring is measured twice: with progress by the kernels' ticks, and by nothing until a step ends.
+//! The cost of the ticks is T_compute against the same with
 //! kernels that never tick.
 
 use annulus::Forward;
-use annulus_comm::mpi::{Mpi, Progress, Settings};
+use annulus_comm::mpi::{Mpi, Settings};
 use annulus_core::Result;
 use annulus_cpu::Cpu;
 use serde_json::json;
@@ -25,8 +25,8 @@ use crate::{
 };
 
 /// The variants of the pass, in the order of a round.
-const WAYS: [&str; 7] =
-    ["ticks", "nothing", "thread", "compute", "compute without ticks", "messages", "neither"];
+const WAYS: [&str; 6] =
+    ["ticks", "nothing", "compute", "compute without ticks", "messages", "neither"];
 
 /// Prints one line for the forward and one for the backward pass.
 pub(crate) fn measure(problem: &Problem) -> Result<()> {
@@ -69,7 +69,6 @@ fn rings(problem: &Problem) -> Result<Vec<Timed>> {
     Ok(vec![
         Timed::new(problem, backend(tiles, true)?, mpi()?)?,
         Timed::new(problem, backend(tiles, false)?, mpi()?)?,
-        Timed::new(problem, backend(tiles, false)?, Progress::new(mpi()?, Progress::EVERY)?)?,
         Timed::new(problem, backend(tiles, true)?, NoMessages::new(mpi()?))?,
         Timed::new(problem, backend(tiles, false)?, NoMessages::new(mpi()?))?,
         Timed::new(problem, backend(Tiles::Absent, true)?, mpi()?)?,
@@ -101,7 +100,7 @@ impl Round {
         Ok(())
     }
 
-    /// Returns the hidden part of the communication in one of the first three variants.
+    /// Returns the hidden part of the communication in one of the first two variants.
     fn hidden(&self, way: usize) -> f64 {
         let [.., compute, _, messages, neither] = self.seconds;
         1.0 - (self.seconds[way] - compute) / (messages - neither)
@@ -111,9 +110,9 @@ impl Round {
 fn print(problem: &Problem, ranks: usize, what: &str, rounds: &[Round]) {
     let median = |of: &dyn Fn(&Round) -> f64| middle(&rounds.iter().map(of).collect::<Vec<_>>());
     let seconds = |way: usize| median(&|round| round.seconds[way]).0;
-    let [compute, without_ticks, messages, neither] = [3, 4, 5, 6].map(seconds);
+    let [compute, without_ticks, messages, neither] = [2, 3, 4, 5].map(seconds);
     let communication = messages - neither;
-    let ways: serde_json::Map<_, _> = WAYS[..3]
+    let ways: serde_json::Map<_, _> = WAYS[..2]
         .iter()
         .enumerate()
         .map(|(way, name)| {
@@ -149,7 +148,7 @@ fn print(problem: &Problem, ranks: usize, what: &str, rounds: &[Round]) {
             "communication_seconds": communication,
             "compute_of_communication": compute / communication,
             "compute_without_ticks_seconds": without_ticks,
-            "ticks_cost": median(&|round| round.seconds[3] / round.seconds[4] - 1.0).0,
+            "ticks_cost": median(&|round| round.seconds[2] / round.seconds[3] - 1.0).0,
             "moved_by": ways,
         })
     );

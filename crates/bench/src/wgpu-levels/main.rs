@@ -2,10 +2,10 @@
 //! `benches/wgpu-levels.sh` and `scripts/wgpu-lease` run it.
 //!
 //! ```text
-//! wgpu-levels [device=0] [levels=plain,subgroup,matrix] [dtypes=f32,f16] [dims=64,128]
+//! wgpu-levels [device=0] [levels=plain,matrix] [dtypes=f32,f16] [dims=64,128]
 //!             [lens=4096,8192,16384,32768] [heads=16] [seconds=2] [rounds=7] [roof=4096]
 //!             [query_tiles=32,64]
-//! wgpu-levels verify=1 [device=0] [levels=plain,subgroup,matrix] [dtypes=f32,bf16,f16]
+//! wgpu-levels verify=1 [device=0] [levels=plain,matrix] [dtypes=f32,bf16,f16]
 //!             [dims=64,128,256] [lens=4099] [heads=8] [masks=full,causal,window,gqa,cross]
 //!             [mistake=0] [query_tiles=32,64]
 //! ```

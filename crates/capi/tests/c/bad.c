@@ -149,14 +149,6 @@ static void handles_are_checked(void) {
   REFUSED(annulus_plan_create_threads(attention, 0, &plan), "ranks");
   REFUSED(annulus_plan_create_threads(attention, -3, &plan), "ranks");
   REFUSED(annulus_plan_create_threads(attention, 1, NULL), "plan: got NULL");
-  REFUSED(annulus_plan_create_callbacks(attention, NULL, &plan), "transport: got NULL");
-  annulus_transport transport = {.struct_size = sizeof transport, .rank = 0, .ranks = 2};
-  REFUSED(annulus_plan_create_callbacks(attention, &transport, &plan), "transport.send");
-  transport.ranks = 0;
-  REFUSED(annulus_plan_create_callbacks(attention, &transport, &plan), "transport.ranks");
-  transport.ranks = 2;
-  transport.rank = 2;
-  REFUSED(annulus_plan_create_callbacks(attention, &transport, &plan), "transport.rank");
   if (strstr(annulus_features(), "mpi") == NULL)
     UNSUPPORTED(annulus_plan_create_mpi_f(attention, 0, &plan), "a ring over the MPI");
   else /* MPI is not initialised */
@@ -260,9 +252,6 @@ static void caches_are_checked(void) {
   REFUSED(annulus_cache_create_threads(attention, 0, &cache), "ranks");
   REFUSED(annulus_cache_create_threads(attention, -3, &cache), "ranks");
   REFUSED(annulus_cache_create_threads(attention, 1, NULL), "cache: got NULL");
-  REFUSED(annulus_cache_create_callbacks(attention, NULL, &cache), "transport: got NULL");
-  annulus_transport transport = {.struct_size = sizeof transport, .rank = 0, .ranks = 2};
-  REFUSED(annulus_cache_create_callbacks(attention, &transport, &cache), "transport.send");
   if (strstr(annulus_features(), "mpi") == NULL)
     UNSUPPORTED(annulus_cache_create_mpi_f(attention, 0, &cache), "a ring over the MPI");
   else /* MPI is not initialised */

@@ -1,12 +1,11 @@
 /*
- * cache_mpi FILE: decoding over a communicator of half the ranks of the job, by MPI_Comm, by
- * MPI_Fint of a communicator with the ranks in reverse, and by callbacks over MPI. Rank 0 of the
- * first half writes its results to FILE.
+ * cache_mpi FILE: decoding over a communicator of half the ranks of the job, by MPI_Comm, and by
+ * MPI_Fint of a communicator with the ranks in reverse. Rank 0 of the first half writes its results
+ * to FILE.
  */
 #ifndef ANNULUS_WITH_MPI
 #error "pkg-config annulus-mpi and annulus::mpi define ANNULUS_WITH_MPI"
 #endif
-#include "carrier.h"
 #include "decode.h"
 
 int main(int count, char **arguments) {
@@ -16,7 +15,7 @@ int main(int count, char **arguments) {
   OK(annulus_attention_create(&options, &attention));
   options.adopt_communicator = 1;
   OK(annulus_attention_create(&options, &adopter));
-  annulus_cache *caches[3] = {(annulus_cache *)attention, NULL, NULL};
+  annulus_cache *caches[2] = {(annulus_cache *)attention, NULL};
   int status = annulus_cache_create_mpi(attention, MPI_COMM_WORLD, &caches[0]);
   CHECK(status == ANNULUS_INVALID_ARGUMENT && caches[0] == NULL); /* before MPI_Init */
 
@@ -30,27 +29,20 @@ int main(int count, char **arguments) {
   MPI_Comm_split(half, 0, -rank, &backwards);
   OK(annulus_cache_create_mpi(attention, half, &caches[0]));
   OK(annulus_cache_create_mpi_f(adopter, MPI_Comm_c2f(backwards), &caches[1]));
-  carrier host = {MPI_COMM_NULL, 0};
-  MPI_Comm_dup(half, &host.comm);
-  annulus_transport transport = {sizeof transport, &host,      rank,       ranks,
-                                 carry_send,       carry_recv, carry_test, carry_cancel};
-  OK(annulus_cache_create_callbacks(attention, &transport, &caches[2]));
   int64_t number = -1;
   OK(annulus_cache_rank(caches[1], &number));
   CHECK(number == ranks - 1 - rank);
   OK(annulus_cache_ranks(caches[1], &number));
   CHECK(number == ranks);
 
-  static decoded all[3];
-  for (int i = 0; i < 3; i++) {
+  static decoded all[2];
+  for (int i = 0; i < 2; i++) {
     decode(caches[i], &all[i]);
     int64_t own = -1, sum = 0;
     OK(annulus_cache_local_len(caches[i], &own));
     MPI_Allreduce(&own, &sum, 1, MPI_INT64_T, MPI_SUM, half);
     CHECK(sum == LEN && (ranks == 1 || own < LEN));
   }
-  CHECK(memcmp(&all[0], &all[2], sizeof all[0]) == 0);
-  CHECK(ranks == 1 || host.calls > 0);
   /* all ranks get the same bits */
   static decoded of_rank_0;
   of_rank_0 = all[0];
@@ -79,9 +71,7 @@ int main(int count, char **arguments) {
   decode_rows(caches[0], LEN - 1, LEN, 0, &all[1]);
   CHECK(memcmp(&all[0], &all[1], sizeof all[0]) == 0);
 
-  OK(annulus_cache_destroy(caches[2]));
   OK(annulus_cache_destroy(caches[1]));
-  MPI_Comm_free(&host.comm);
   MPI_Comm_free(&half);
   MPI_Finalize();
   /* one cache is left: it can be destroyed, and neither used nor made */

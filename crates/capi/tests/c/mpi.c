@@ -1,12 +1,11 @@
 /*
- * mpi FILE: both passes over a communicator of half the ranks of the job, by MPI_Comm, by
- * MPI_Fint of another communicator with the ranks in reverse, and by callbacks over MPI, all at once.
- * The host's error handler stays. Rank 0 of the first half writes its results to FILE.
+ * mpi FILE: both passes over a communicator of half the ranks of the job, by MPI_Comm, and by
+ * MPI_Fint of another communicator with the ranks in reverse, at once. The host's error handler
+ * stays. Rank 0 of the first half writes its results to FILE.
  */
 #ifndef ANNULUS_WITH_MPI
 #error "pkg-config annulus-mpi and annulus::mpi define ANNULUS_WITH_MPI"
 #endif
-#include "carrier.h"
 #include "case.h"
 
 /* Collects the parts of all ranks on rank 0. */
@@ -26,7 +25,7 @@ static void part_of(annulus_plan *plan, part *p) {
 int main(int count, char **arguments) {
   CHECK(count == 2);
   annulus_attention *attention = case_attention();
-  annulus_plan *plan = (annulus_plan *)attention, *reversed = NULL, *carried = NULL;
+  annulus_plan *plan = (annulus_plan *)attention, *reversed = NULL;
   int status = annulus_plan_create_mpi(attention, MPI_COMM_WORLD, &plan);
   CHECK(status == ANNULUS_INVALID_ARGUMENT && plan == NULL); /* before MPI_Init */
 
@@ -51,11 +50,6 @@ int main(int count, char **arguments) {
   OK(annulus_attention_create(&adopting, &adopter));
   OK(annulus_plan_create_mpi_f(adopter, MPI_Comm_c2f(backwards), &reversed));
   OK(annulus_attention_destroy(adopter));
-  carrier host = {MPI_COMM_NULL, 0};
-  MPI_Comm_dup(half, &host.comm);
-  annulus_transport transport = {sizeof transport, &host,      rank,       ranks,
-                                 carry_send,       carry_recv, carry_test, carry_cancel};
-  OK(annulus_plan_create_callbacks(attention, &transport, &carried));
   MPI_Comm_get_errhandler(half, &after);
   CHECK(before == after);
 
@@ -64,11 +58,11 @@ int main(int count, char **arguments) {
   OK(annulus_plan_ranks(reversed, &plan_ranks));
   CHECK(plan_rank == ranks - 1 - rank && plan_ranks == ranks);
 
-  /* three plans at once, used in turn, beside traffic of the host's on the same communicator */
-  annulus_plan *plans[] = {plan, reversed, carried};
-  static results own[3], all[3];
+  /* two plans at once, used in turn, beside traffic of the host's on the same communicator */
+  annulus_plan *plans[] = {plan, reversed};
+  static results own[2], all[2];
   for (int turn = 0; turn < 2; turn++)
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 2; i++) {
       int token = world_rank, sum = 0;
       MPI_Request request;
       MPI_Iallreduce(&token, &sum, 1, MPI_INT, MPI_SUM, half, &request);
@@ -80,11 +74,10 @@ int main(int count, char **arguments) {
       free_part(&p);
       MPI_Wait(&request, MPI_STATUS_IGNORE);
     }
-  for (int i = 0; i < 3; i++) {
+  for (int i = 0; i < 2; i++) {
     collect(half, &own[i], &all[i]);
     CHECK(rank != 0 || memcmp(&all[0], &all[i], sizeof all[0]) == 0);
   }
-  CHECK(ranks == 1 || host.calls > 0);
   if (world_rank == 0) write_results(arguments[1], &all[0]);
 
   /* bad arguments of one rank are refused on all ranks of its plan, and the plan lives */
@@ -103,7 +96,7 @@ int main(int count, char **arguments) {
     CHECK(annulus_forward(plan, &args) == ANNULUS_REFUSED);
     free_part(&p);
   }
-  /* a pass on a thread of its own needs MPI_THREAD_MULTIPLE, over callbacks only the host's */
+  /* a pass on a thread of its own needs MPI_THREAD_MULTIPLE */
   part p = {.count = 0};
   part_of(plan, &p);
   if (level < MPI_THREAD_MULTIPLE) {
@@ -117,9 +110,7 @@ int main(int count, char **arguments) {
   put_part(&again, &p);
   CHECK(memcmp(&again, &own[0], sizeof again) == 0);
 
-  OK(annulus_plan_destroy(carried));
   OK(annulus_plan_destroy(reversed));
-  MPI_Comm_free(&host.comm);
   MPI_Comm_free(&half);
   MPI_Finalize();
 

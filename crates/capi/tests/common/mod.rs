@@ -18,7 +18,7 @@ impl Workspace {
             Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
         fs::create_dir_all(&folder).unwrap();
         let library = library();
-        for link in ["libannulus.so", "libannulus.so.0"] {
+        for link in ["libannulus.so", "libannulus.so.1"] {
             symlink(&library, folder.join(link)).unwrap();
         }
         Self { folder }

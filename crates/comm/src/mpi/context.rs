@@ -79,7 +79,7 @@ impl Context {
     }
 
     /// Returns true while any send or receive is in flight.
-    pub(super) fn has_transfers(&self) -> bool {
+    fn has_transfers(&self) -> bool {
         self.has_unsent()
             || self.receives.iter().any(|receive| receive.stage != ReceiveStage::Arrived)
     }

@@ -82,11 +82,6 @@ impl Endpoint {
         Ok(endpoint)
     }
 
-    /// Returns true while a send or receive of a block is in flight.
-    pub(super) fn has_transfers(&self) -> bool {
-        self.contexts.values().any(Context::has_transfers)
-    }
-
     /// Creates an endpoint without communicators, which can neither send nor receive.
     pub(super) fn detached(rank: usize, ranks: usize) -> Self {
         let now = Instant::now();
@@ -202,7 +197,7 @@ impl Context {
     }
 }
 
-/// An endpoint that handles, progress threads and the list of parked handles share.
+/// An endpoint that handles and the list of parked handles share.
 pub(super) struct SharedEndpoint(Mutex<Endpoint>);
 
 impl SharedEndpoint {
@@ -213,11 +208,6 @@ impl SharedEndpoint {
     /// Locks the endpoint. A poisoned lock is no error: the endpoint records its own failures.
     pub(super) fn lock(&self) -> MutexGuard<'_, Endpoint> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Locks the endpoint, unless it is in use.
-    pub(super) fn try_lock(&self) -> Option<MutexGuard<'_, Endpoint>> {
-        self.0.try_lock().ok()
     }
 }
 

@@ -152,7 +152,6 @@ mod nodes;
 mod parked;
 mod patience;
 mod peers;
-mod progress;
 mod pump;
 mod requests;
 mod thread_level;
@@ -178,7 +177,6 @@ pub use self::{
     launch::Launch,
     nodes::{NodeMap, RankLocation},
     patience::Patience,
-    progress::Progress,
     thread_level::ThreadLevel,
 };
 

@@ -11,7 +11,7 @@
 
 use annulus_core::{Backend, Result, Space, block_buffers};
 
-use super::{block_parts::MAX_PARTS, blocks::Pace, places::Places, program::RankStep};
+use super::{block_parts::MAX_PARTS, pace::Pace, places::Places, program::RankStep};
 
 /// Bytes of the blocks of one circulation.
 pub(super) struct BlockSizes {

@@ -5,8 +5,8 @@ use annulus_core::{Backend, BackwardMode, LeafSums, Result, Space};
 use super::{
     block_rows::BlockRows,
     block_stock::{BlockSizes, BlockStock},
-    blocks::Pace,
     gradient_stock::{GradientSizes, GradientStock},
+    pace::Pace,
     plan::{Agreed, RingPlan},
 };
 

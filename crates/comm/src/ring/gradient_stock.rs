@@ -9,7 +9,7 @@
 
 use annulus_core::{Backend, Channel, GRADIENT_BUFFERS, Result, Space, gradient_buffers};
 
-use super::{blocks::Pace, places::Places, program::RankStep};
+use super::{pace::Pace, places::Places, program::RankStep};
 
 /// Bytes of the gradients of a pass.
 pub(super) struct GradientSizes {

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `ring_loop.rs` | the loops: forward, backward in one pass, backward in two |
 //! | `one_pass.rs`, `final_gradients.rs` | a step of the one-pass backward; gradients that arrive |
-//! | `blocks.rs` | receives ahead and forwarding of blocks |
+//! | `blocks.rs`, `pace.rs` | receives ahead and forwarding of blocks |
 //! | `buffers.rs`, `block_stock.rs`, `gradient_stock.rs`, `places.rs` | the plan's memory |
 //! | `in_flight.rs` | transfers in flight; the only place that waits |
 //! | `plan.rs`, `program.rs`, `planning.rs`, `update.rs` | from rows to the messages of one rank |
@@ -35,6 +35,7 @@ pub(crate) mod in_flight;
 mod leaf_reduce;
 mod message_balance;
 mod one_pass;
+mod pace;
 mod places;
 mod plan;
 pub(crate) mod planning;

@@ -51,11 +51,12 @@ use crate::span::span;
 
 use super::{
     Ring, block_parts,
-    blocks::{Blocks, Pace, circulate},
+    blocks::{Blocks, circulate},
     final_gradients::FinalGradients,
     gradient_stock::GradientStock,
     in_flight::InFlight,
     one_pass::{OnePass, Sums},
+    pace::Pace,
     plan::RingPlan,
     program,
     step_events::{Circulation, PassKind},

@@ -1,5 +1,5 @@
-//! Tiles of 64 queries of forward, with matrices and with multiply-adds: the bits of those of 32, a
-//! sample of the suite, and planted mistakes. By default small launches have 32.
+//! Tiles of 64 queries of forward, which kernels with matrices have: the bits of those of 32, a sample
+//! of the suite, and planted mistakes. By default small launches have 32.
 
 use std::sync::Arc;
 
@@ -10,23 +10,16 @@ use annulus_conformance::{
     wgpu::WgpuRing,
 };
 use annulus_core::{Alibi, DType, Dropout};
-use annulus_wgpu::{Gpu, KernelEdit, Level, Options, QueryTile, RegisterTile};
+use annulus_wgpu::{Gpu, KernelEdit, Level, Options, QueryTile};
 use ndarray::s;
 
-use super::{F16, F32, adapter, gpu_of};
+use super::{F16, adapter, gpu_of};
 
 /// Opens level `matrix` with this tile; `None` if the adapter does not have the level, which
 /// `the_matrix_level_holds_if_the_adapter_has_it` reports.
 fn gpu_with_tile(tile: QueryTile) -> Option<Gpu> {
-    gpu_at(Level::Matrix, tile)
-}
-
-/// Opens a level with this tile, and the register tile for which there are tiles of 64 queries;
-/// `None` if the adapter does not have the level.
-fn gpu_at(level: Level, tile: QueryTile) -> Option<Gpu> {
-    let has_level = adapter()?.levels.contains(&level);
-    let four = Some(RegisterTile::FourRows);
-    let gpu = has_level.then(|| gpu_of(level, four, Some(tile))).flatten()?;
+    let has_level = adapter()?.levels.contains(&Level::Matrix);
+    let gpu = has_level.then(|| gpu_of(Level::Matrix, None, Some(tile))).flatten()?;
     assert_eq!(gpu.query_tile(), tile);
     Some(gpu)
 }
@@ -126,98 +119,6 @@ fn the_matrix_level_holds_with_tiles_of_64_queries() {
     suite::matrix(&ring, Scale::OneIn(241)).unwrap();
     suite::sizes(&ring, Scale::OneIn(23)).unwrap();
     suite::numeric_rules_on(&ring, DType::F16, &Setting::new(3, Layout::Contiguous)).unwrap();
-}
-
-/// Cases of the kernels of multiply-adds, each with its type.
-fn cases_of_multiply_adds() -> Vec<(Case, Setting)> {
-    let causal = || Masks { causal: true, ..Masks::default() };
-    let window = Masks { window: Some([Some(40), Some(0)]), ..causal() };
-    let of_dims = |head_dim, value_dim| Dims { head_dim, value_dim, ..DIMS };
-    let capped = |spec: &mut Spec| spec.soft_cap = Some(2.0);
-    let ring = || Setting::new(3, Layout::Zigzag);
-    let alone = || Setting::ALONE;
-    let cases = [
-        (case("full", of_dims(64, 64), Masks::default(), |_| {}), DType::F32, alone()),
-        // one element after another
-        (case("unaligned dims", of_dims(33, 31), causal(), |_| {}), DType::F32, ring()),
-        (case("window, soft cap", DIMS, window, capped), DType::F32, alone()),
-        (case("f16", of_dims(64, 64), causal(), |_| {}), DType::F16, alone()),
-        (case("bf16", of_dims(64, 64), causal(), |_| {}), DType::Bf16, ring()),
-    ];
-    cases.into_iter().map(|(case, dtype, setting)| (case.in_dtype(dtype), setting)).collect()
-}
-
-#[test]
-fn multiply_adds_give_the_same_bits_with_tiles_of_64_queries() {
-    // levels differ in how rows are reduced, for every type and mask alike
-    for (level, count) in [(Level::Plain, usize::MAX), (Level::Subgroup, 1)] {
-        let [Some(of_32), Some(of_64)] = QueryTile::ALL.map(|tile| gpu_at(level, tile)) else {
-            return;
-        };
-        for (case, setting) in cases_of_multiply_adds().into_iter().take(count) {
-            let want = answer(&of_32, &case, &setting);
-            let judged = Judge::new(&case).expect("a truth").check(&want);
-            judged.unwrap_or_else(|wrong| panic!("{}: {wrong}", case.name));
-            let same = answer(&of_64, &case, &setting).same_bits(&want);
-            same.unwrap_or_else(|wrong| panic!("{level:?}, {}: {wrong}", case.name));
-        }
-    }
-}
-
-#[test]
-fn multiply_adds_hold_with_tiles_of_64_queries() {
-    let Some(gpu) = gpu_at(Level::Plain, QueryTile::Of64) else { return };
-    let ring = WgpuRing::new(gpu).only(F32);
-    suite::random_cases(&ring, 300..308).unwrap();
-    suite::sizes(&ring, Scale::OneIn(23)).unwrap();
-    suite::numeric_rules_on(&ring, DType::F32, &Setting::new(3, Layout::Contiguous)).unwrap();
-}
-
-/// In kernels of multiply-adds.
-const EIGHT_ROWS: &[Mistake] = &[
-    mistake(
-        "tiles begin 32 queries apart",
-        "let first = 64u * tile_index;",
-        "let first = 32u * tile_index;",
-    ),
-    mistake(
-        "the lower half has the tile mask of the upper one",
-        "visible_bits[4u * ty + 32u + r]",
-        "visible_bits[4u * ty + r]",
-    ),
-    mistake(
-        "the last words of the tile mask are not stored",
-        "if (is_partial && lane < 64u) {",
-        "if (is_partial && lane < 32u) {",
-    ),
-    mistake(
-        "the lower half has the queries of the upper one",
-        "let a0_lower = tile[9u * ty + four + 0u + 288u];",
-        "let a0_lower = tile[9u * ty + four + 0u];",
-    ),
-    mistake("the last queries are not loaded", "tile[slot + 342u] = left_7;", ""),
-    mistake(
-        "the lower half has the probabilities of the upper one",
-        "let a_lower = tile[9u * four + ty + 72u + 288u];",
-        "let a_lower = tile[9u * four + ty + 72u];",
-    ),
-    mistake("of partial tiles, too", "8u * (j & 3u)) + ty + 288u];", "8u * (j & 3u)) + ty];"),
-    mistake(
-        "sums of the lower half are rescaled by the upper one",
-        "sum_lower = sum_lower * rescale_lower;",
-        "sum_lower = sum_lower * rescale;",
-    ),
-    mistake(
-        "accumulators of the lower half are not rescaled",
-        "o0_3_lower = o0_3_lower * rescale_lower[3];",
-        "",
-    ),
-];
-
-#[test]
-fn mistakes_planted_in_tiles_of_64_queries_of_multiply_adds_are_caught() {
-    let Some(gpu) = gpu_at(Level::Plain, QueryTile::Of64) else { return };
-    catch(&gpu, DIMS, DType::F32, EIGHT_ROWS);
 }
 
 /// A mistake in what the kernel of 64 queries has alone, wrong for the causal case of these dims.

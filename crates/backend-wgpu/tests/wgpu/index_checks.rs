@@ -6,8 +6,8 @@
 //! that tests on Vulkan translate kernels with the checks of buffers themselves.
 //!
 //! A software driver compiles a kernel with checks for seconds. So kernels of bf16 have none here:
-//! they access arrays at the indices of those of f16; nor have kernels of level `subgroup`, which
-//! have the indices of `plain` (`crates/backend-wgpu/src/kernels/tests.rs`).
+//! they access arrays at the indices of those of f16; nor have kernels without matrices at
+//! level `matrix`, which have the indices of `plain` (`crates/backend-wgpu/src/kernels/tests.rs`).
 
 use annulus::{Dims, Spec};
 use annulus_conformance::{Answer, Case, Draw, Judge, Masks, Setting, Subject, wgpu::WgpuRing};
@@ -217,8 +217,6 @@ fn checks_of_indices_change_no_bit_of_register_tiles_of_four_rows() {
     let Some(devices) = of_plain(four, &[Checks::OfTheOption], F32) else { return };
     let dims = Dims { q_len: 41, value_dim: 36, ..Dims::new(1, 70, 3, 12) };
     holds(&devices, &of_dims("aligned", dims, |_| {}));
-    let tall = devices.with_query_tile(QueryTile::Of64).expect("the same devices");
-    holds(&tall, &of_dims("tiles of 64 queries", dims, |_| {}));
     let dims = Dims { q_len: 2, kv_heads: 1, value_dim: 35, ..Dims::new(1, 700, 3, 9) };
     holds(&devices, &of_dims("decode", dims, |_| {}));
 }

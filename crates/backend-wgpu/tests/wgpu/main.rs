@@ -5,49 +5,27 @@
 //! Without a Vulkan, Metal or DX12 driver these tests print NOT RUN; with `ANNULUS_REQUIRE=wgpu`
 //! they fail instead. `ANNULUS_REQUIRE=matrix` does the same for an adapter without cooperative
 //! matrices. `ANNULUS_DEVICE` is the number of the adapter (default: 0).
-#![cfg(feature = "wgpu")]
 
-#[path = "wgpu/absence.rs"]
 mod absence;
-#[path = "wgpu/decode.rs"]
 mod decode;
-#[path = "wgpu/features.rs"]
 mod features;
-#[path = "wgpu/golden.rs"]
 mod golden;
-#[path = "wgpu/handed_in.rs"]
 mod handed_in;
-#[path = "wgpu/index_checks.rs"]
 mod index_checks;
-#[path = "wgpu/kv_cache.rs"]
 mod kv_cache;
-#[path = "wgpu/limits.rs"]
 mod limits;
-#[path = "wgpu/losses.rs"]
 mod losses;
-#[path = "wgpu/memory.rs"]
 mod memory;
-#[path = "wgpu/opening.rs"]
 mod opening;
-#[path = "wgpu/overlap.rs"]
 mod overlap;
-#[path = "wgpu/planted.rs"]
 mod planted;
-#[path = "wgpu/query_tiles.rs"]
 mod query_tiles;
-#[path = "wgpu/real_size.rs"]
 mod real_size;
-#[path = "wgpu/register_tiles.rs"]
 mod register_tiles;
-#[path = "wgpu/several.rs"]
 mod several;
-#[path = "wgpu/strategies.rs"]
 mod strategies;
-#[path = "wgpu/transfers.rs"]
 mod transfers;
-#[path = "wgpu/unchosen.rs"]
 mod unchosen;
-#[path = "wgpu/validation.rs"]
 mod validation;
 
 use std::{

@@ -2,19 +2,9 @@
 //! loads them alone, and both passes give what one rank computes; the strategy is chosen for the
 //! documents.
 
-use std::ptr;
+use annulus::Batch;
 
-use annulus::{
-    Attention, Batch, Tensors,
-    ndarray::{Array4, Axis},
-};
-use annulus_capi::*;
-
-use super::{
-    DIMS, Share,
-    host::{Host, on_all, transport},
-    input, ok, passes, rows,
-};
+use super::*;
 
 /// First rows of four documents, and the end of the last. On contiguous shards of 2 and 4 ranks no
 /// document is divided.
@@ -66,9 +56,10 @@ fn rows_before_plan(attention: *const annulus_attention, ranks: i64, rank: i64) 
 }
 
 /// Runs both passes of one rank over the documents of [`STARTS`].
-fn run(host: &Host, ranks: i64, layout: i32) -> Share {
+fn run(endpoint: Threads, ranks: usize, layout: i32) -> Share {
     let attention = described(layout, None);
-    let transport = transport(host, ranks);
+    let rank = endpoint.rank() as i64;
+    let ranks = ranks as i64;
     let mut plan = ptr::null_mut();
     // SAFETY: the batch lives through the calls
     packed(&STARTS, |batch| unsafe {
@@ -78,11 +69,10 @@ fn run(host: &Host, ranks: i64, layout: i32) -> Share {
             ok(annulus_attention_set_documents(attention, batch));
         }
     });
-    let own =
-        (layout != ANNULUS_LAYOUT_AUTO).then(|| rows_before_plan(attention, ranks, host.rank));
+    let own = (layout != ANNULUS_LAYOUT_AUTO).then(|| rows_before_plan(attention, ranks, rank));
     // SAFETY: pointers to locals, and a batch that lives through the call
     unsafe {
-        ok(annulus_plan_create_callbacks(attention, &raw const transport, &raw mut plan));
+        ok(plan_over(attention, endpoint, &mut plan));
         packed(&STARTS, |batch| ok(annulus_plan_update(plan, batch)));
     }
     assert!(own.is_none_or(|own| own == rows(plan)), "layout {layout}");
@@ -132,7 +122,7 @@ fn ranks_ask_for_their_rows_and_compute_what_one_rank_does() {
     let want = on_one_rank();
     for ranks in [2, 4] {
         for layout in [ANNULUS_LAYOUT_BALANCED, ANNULUS_LAYOUT_CONTIGUOUS, ANNULUS_LAYOUT_AUTO] {
-            let (of_ranks, _) = on_all(ranks, |_| usize::MAX, |host| run(host, ranks, layout));
+            let of_ranks = on_all(ranks, |endpoint| run(endpoint, ranks, layout));
             let mut held = vec![0; DIMS.q_len];
             for (rows, parts) in &of_ranks {
                 rows.iter().for_each(|&row| held[row as usize] += 1);
