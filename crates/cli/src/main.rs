@@ -87,7 +87,6 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    memory::limit_arenas();
     let parsed = arguments::with_negative_numbers(CommandLine::command())
         .try_get_matches()
         .and_then(|matches| CommandLine::from_arg_matches(&matches));
