@@ -63,12 +63,13 @@ impl Failure {
         if what.is_empty() {
             return ExitCode::from(self.code());
         }
-        if is_leader_output() {
-            complain!("{what}");
-        } else {
-            std::thread::sleep(SILENT_EXIT_DELAY);
-        }
-        interrupt::set_reported(self.code());
+        interrupt::report(self.code(), || {
+            if is_leader_output() {
+                complain!("{what}");
+            } else {
+                std::thread::sleep(SILENT_EXIT_DELAY);
+            }
+        });
         ExitCode::from(self.code())
     }
 

@@ -51,18 +51,24 @@ pub(crate) fn complete<T>(name: impl FnOnce() -> T) -> T {
     name()
 }
 
-/// Records that the failure with which the command ends has been printed. A signal then prints
-/// nothing more and does not change the exit code: a launcher sends SIGTERM to the processes of a
-/// job as soon as one of them has ended with an error.
-pub(crate) fn set_reported(code: u8) {
+/// Calls `print`, which prints the failure with which the command ends, unless a signal has ended
+/// it before. A later signal prints nothing more and does not change the exit code: a launcher
+/// sends SIGTERM to the processes of a job as soon as one of them has ended with an error.
+pub(crate) fn report(code: u8, print: impl FnOnce()) {
+    let _lock = lock();
+    print();
     REPORTED.get_or_init(|| code);
 }
 
-/// Removes all temporary files and exits. The lock is held until the process ends, so no file gets
-/// its final name meanwhile.
+/// Removes all temporary files and exits.
 pub(crate) fn exit(code: i32) -> ! {
-    let all = lock();
-    for path in all.iter() {
+    exit_with(&lock(), code)
+}
+
+/// As [`exit`]. The lock is held until the process ends, so no file gets its final name meanwhile,
+/// and no error that a removed file causes is printed.
+fn exit_with(temporary: &[PathBuf], code: i32) -> ! {
+    for path in temporary {
         // one that is missing has its final name, or was removed
         drop(if path.is_dir() {
             std::fs::remove_dir_all(path)
@@ -94,14 +100,15 @@ pub(crate) fn watch() {
 
 /// Ends the command after a signal.
 fn end_by(signal: i32) -> ! {
+    let all = lock();
     end_progress();
     if let Some(&code) = REPORTED.get() {
-        exit(code.into());
+        exit_with(&all, code.into());
     }
     if is_leader_output() {
         complain!("interrupted");
     }
-    exit(128 + signal)
+    exit_with(&all, 128 + signal)
 }
 
 /// Parses the mask of ignored signals in `/proc/self/status` of Linux: bit n − 1 for signal n. 0 on
