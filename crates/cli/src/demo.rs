@@ -10,6 +10,7 @@ use annulus_core::{
 };
 use clap::Args;
 use ndarray::{Array, Array4};
+use tempfile::TempDir;
 
 use crate::{
     arguments::{
@@ -19,10 +20,10 @@ use crate::{
     },
     attend::AttendRun,
     backend::BackendChoice,
-    failure::{Failure, Outcome},
+    failure::{Failure, Outcome, io},
     file::Tensors,
     input::Input,
-    interrupt::Scratch,
+    interrupt,
     job::{DEFAULT_DEADLINE, Job},
     make::{Recipe, bytes, make},
     memory::{self, must_fit_on_disk},
@@ -114,7 +115,7 @@ pub(crate) fn run(flags: &DemoFlags) -> Outcome {
         BackendChoice::open(BackendName::Cpu, None, TransportName::Threads, DEFAULT_DEADLINE)?;
     let (tokens, length) = (flags.tokens()?, flags.length());
     let dims = Dims { kv_heads: 2, ..Dims::new(1, tokens, 8, 64) };
-    let named = |error| names::of_size(names::of_flags(error, &dims, length), &dims, length);
+    let named = |error| names::of_flags(error, length);
     dims.validate().map_err(named)?;
     flags.check()?;
     // the oracle needs all rows of queries, keys and values in f64
@@ -123,13 +124,19 @@ pub(crate) fn run(flags: &DemoFlags) -> Outcome {
         .and(&[dims.kv_len, dims.kv_heads, dims.head_dim + dims.value_dim], 1, size_of::<f64>());
     inputs.must_fit().map_err(named)?;
     memory::Tensors::of(&dims, DType::F32, false).must_fit().map_err(named)?;
-    let scratch = match &flags.dir {
-        Some(folder) => Scratch::kept(folder)?,
-        None => Scratch::temporary("annulus-demo")?,
+    let (folder, _temporary) = match &flags.dir {
+        Some(folder) => {
+            std::fs::create_dir_all(folder).map_err(|error| io(folder, error))?;
+            (folder.clone(), None)
+        }
+        None => {
+            let made = temporary_folder()?;
+            (made.path().to_owned(), Some(made))
+        }
     };
     let documents = flags.documents.clone();
     let recipe = Recipe { documents, ..Recipe::new(dims, DType::F32, 0) };
-    let [input, output] = FILES.map(|name| scratch.path().join(name));
+    let [input, output] = FILES.map(|name| folder.join(name));
     // out has the size of query, and the input is larger than query: twice the input is enough
     must_fit_on_disk(&input, bytes(&recipe).saturating_mul(2)).map_err(named)?;
     let made = make(&recipe, &input)?;
@@ -170,6 +177,12 @@ pub(crate) fn run(flags: &DemoFlags) -> Outcome {
         say!("removing both files; --dir keeps them");
     }
     Ok(())
+}
+
+/// Creates a folder that is removed at the end, or by a signal.
+fn temporary_folder() -> annulus_core::Result<TempDir> {
+    let made = || tempfile::Builder::new().prefix("annulus-demo-").tempdir();
+    interrupt::temporary(made).map_err(|error| io(&std::env::temp_dir(), error))
 }
 
 /// Compares a sample of output rows with the oracle.

@@ -5,21 +5,7 @@ use std::{path::Path, process::ExitCode, time::Duration};
 use annulus_core::Error;
 
 pub(crate) use crate::message::one_line;
-use crate::{
-    interrupt,
-    launcher::is_leader_output,
-    message::{self, fitted},
-    report::complain,
-};
-
-/// The most bytes of a quoted value. With the other two limits the longest message fits a screen,
-/// [`message::MOST_MESSAGE_BYTES`].
-const MOST_QUOTED_BYTES: usize = 400;
-/// The most bytes of a sentence that the library, the system or another rank wrote.
-const MOST_SENTENCE_BYTES: usize = 1000;
-/// The most bytes of an argument's name: a path of at most 640 bytes and a tensor's name of at most
-/// 160.
-const MOST_ARGUMENT_BYTES: usize = 820;
+use crate::{interrupt, launcher::is_leader_output, message, report::complain};
 
 /// Delay before a process exits that prints nothing. A launcher may kill the job as soon as one
 /// process fails, so the process that prints the error needs time to do so.
@@ -59,8 +45,6 @@ impl Failure {
         got: impl std::fmt::Display,
         want: impl std::fmt::Display,
     ) -> Self {
-        let got = fitted(&got.to_string(), MOST_QUOTED_BYTES);
-        let want = fitted(&want.to_string(), MOST_SENTENCE_BYTES);
         Self::Usage(format!("{flag}: got {got}, want {want}"))
     }
 
@@ -68,7 +52,7 @@ impl Failure {
     /// argument is an invalid command line.
     pub(crate) fn of_flags(error: Error) -> Self {
         match error {
-            Error::InvalidArgument { .. } => Self::Usage(bounded(&error).to_string()),
+            Error::InvalidArgument { .. } => Self::Usage(error.to_string()),
             _ => Self::Library(error),
         }
     }
@@ -79,12 +63,13 @@ impl Failure {
         if what.is_empty() {
             return ExitCode::from(self.code());
         }
-        if is_leader_output() {
-            complain!("{what}");
-        } else {
-            std::thread::sleep(SILENT_EXIT_DELAY);
-        }
-        interrupt::set_reported(self.code());
+        interrupt::report(self.code(), || {
+            if is_leader_output() {
+                complain!("{what}");
+            } else {
+                std::thread::sleep(SILENT_EXIT_DELAY);
+            }
+        });
         ExitCode::from(self.code())
     }
 
@@ -105,7 +90,7 @@ impl Failure {
             Self::Library(error) => {
                 let advice = advice(error);
                 let separator = if advice.is_empty() { "" } else { "; " };
-                one_line(&format!("{}{separator}{advice}", bounded(error)))
+                one_line(&format!("{error}{separator}{advice}"))
             }
             Self::Reported => String::new(),
             #[cfg(feature = "mpi")]
@@ -146,35 +131,7 @@ pub(crate) fn of_file(
 
 /// Formats an error as one line, without advice.
 pub(crate) fn text(error: &Error) -> String {
-    one_line(&bounded(error).to_string())
-}
-
-/// Truncates the texts of an error to the limits above.
-fn bounded(error: &Error) -> Error {
-    let quoted = |text: &str| fitted(text, MOST_QUOTED_BYTES);
-    let sentence = |text: &str| fitted(text, MOST_SENTENCE_BYTES);
-    match error.clone() {
-        Error::InvalidArgument { argument, got, want } => Error::InvalidArgument {
-            argument: fitted(&argument, MOST_ARGUMENT_BYTES),
-            got: quoted(&got),
-            want: quoted(&want),
-        },
-        Error::Unsupported { what, by } => {
-            Error::Unsupported { what: quoted(&what), by: sentence(&by) }
-        }
-        Error::RankMismatch { field, rank, got, rank0 } => Error::RankMismatch {
-            field: quoted(&field),
-            rank,
-            got: quoted(&got),
-            rank0: quoted(&rank0),
-        },
-        Error::Refused { rank, what } => Error::Refused { rank, what: sentence(&what) },
-        Error::Aborted { rank, what } => Error::Aborted { rank, what: sentence(&what) },
-        Error::Io { path, what } => {
-            Error::Io { path: fitted(&path, MOST_ARGUMENT_BYTES), what: sentence(&what) }
-        }
-        other => other,
-    }
+    one_line(&error.to_string())
 }
 
 /// Advice for errors that do not already name a valid value.
@@ -197,27 +154,6 @@ fn advice(error: &Error) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn long_arguments_are_truncated_and_keep_got_and_want() {
-        let long = "x".repeat(1 << 20);
-        let error = Error::invalid(&long, format!("shape {:?}", vec![1; 100_000]), "4 dimensions");
-        let text = Failure::Library(error).text();
-        assert!(text.len() < message::MOST_MESSAGE_BYTES, "{}", text.len());
-        assert!(
-            text.contains("(1048576 bytes)")
-                && text.contains("got shape [1, 1, ")
-                && text.ends_with("want 4 dimensions"),
-            "{text}"
-        );
-        let text = Failure::usage("--case", &long, "a pattern").text();
-        assert!(
-            text.len() < message::MOST_MESSAGE_BYTES && text.ends_with("want a pattern"),
-            "{text}"
-        );
-        let text = Failure::Library(io(Path::new(&long), &long)).text();
-        assert!(text.len() < message::MOST_MESSAGE_BYTES, "{}", text.len());
-    }
 
     #[test]
     fn advice_on_features_is_for_what_a_build_or_a_machine_lacks() {

@@ -1,6 +1,7 @@
 //! The `annulus` command: exact ring attention over files, with planning, checking and benchmarks.
 //!
-//! Every subcommand is one file or folder of this crate. An error is one line on standard error.
+//! Every subcommand is one file or folder of this crate. An error is one line on standard error,
+//! except for those of clap.
 //!
 //! | exit code | meaning |
 //! |---|---|
@@ -39,11 +40,11 @@ mod report;
 mod stdout;
 mod trace;
 
-use std::{ffi::OsString, path::Path, process::ExitCode};
+use std::{path::Path, process::ExitCode};
 
-use clap::{CommandFactory, FromArgMatches, Parser, Subcommand, error::ErrorKind};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
-use arguments::{names, refusal};
+use arguments::names;
 use failure::{Failure, Outcome};
 
 /// Version and, if the build script found it, the commit.
@@ -86,15 +87,12 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    memory::limit_arenas();
-    let arguments: Vec<OsString> = std::env::args_os().collect();
-    let mut tree = refusal::with_negative_numbers(CommandLine::command());
-    let parsed = tree
-        .try_get_matches_from_mut(&arguments)
+    let parsed = arguments::with_negative_numbers(CommandLine::command())
+        .try_get_matches()
         .and_then(|matches| CommandLine::from_arg_matches(&matches));
     let command = match parsed {
         Ok(line) => line.command,
-        Err(error) => return refuse(&error, &tree, &arguments),
+        Err(error) => return refuse(&error),
     };
     interrupt::watch();
     match run(&command).map_err(|failure| names::of_paths(failure, &command.paths())) {
@@ -150,24 +148,21 @@ fn require_single(subcommand: &str) -> Outcome {
     })
 }
 
-/// Prints help or the version, or an error of the command line as one line.
-fn refuse(error: &clap::Error, tree: &clap::Command, arguments: &[OsString]) -> ExitCode {
-    let print = || if launcher::is_leader_output() { error.print() } else { Ok(()) };
-    match error.kind() {
-        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => match print() {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(error) => {
-                stdout::complain_of(&error);
-                ExitCode::FAILURE
-            }
-        },
-        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
-            // to standard error, so that a failure cannot be reported
-            let _ = print();
-            ExitCode::from(2)
-        }
-        _ => job::refuse(refusal::of(error, tree, arguments)).report(),
+/// Prints help, the version, or an error of the command line: once per job.
+fn refuse(error: &clap::Error) -> ExitCode {
+    if error.use_stderr() && launcher::one_of_several().is_some() {
+        let what = error.to_string();
+        let what = what.trim_start_matches("error: ").to_owned();
+        return job::refuse(Failure::Usage(what)).report();
     }
+    let printed = if launcher::is_leader_output() { error.print() } else { Ok(()) };
+    if let Err(unprinted) = printed
+        && !error.use_stderr()
+    {
+        stdout::complain_of(&unprinted);
+        return ExitCode::FAILURE;
+    }
+    u8::try_from(error.exit_code()).map_or(ExitCode::FAILURE, ExitCode::from)
 }
 
 #[cfg(test)]

@@ -4,30 +4,12 @@
 //! A system that overcommits memory kills the process that touches too much of it. So a run whose
 //! tensors alone exceed the available memory is refused before any file is read or created.
 
-use std::{os::unix::process::CommandExt, path::Path, process::Command};
+use std::path::Path;
 
 use annulus_core::{DType, Dims, Error, Result};
 use rustix::process::{Resource, getrlimit};
 
 use crate::failure::io;
-
-/// Executes this program again with one arena of glibc's allocator if the address space is limited
-/// (`ulimit -v`). By default glibc reserves 64 MiB of address space for each thread that allocates,
-/// which can exhaust the limit. Does nothing if `MALLOC_ARENA_MAX` is set.
-pub(crate) fn limit_arenas() {
-    const ARENAS: &str = "MALLOC_ARENA_MAX";
-    if getrlimit(Resource::As).current.is_none() || std::env::var_os(ARENAS).is_some() {
-        return;
-    }
-    let Ok(program) = std::env::current_exe() else { return };
-    let mut arguments = std::env::args_os();
-    let mut command = Command::new(program);
-    if let Some(name) = arguments.next() {
-        command.arg0(name);
-    }
-    // returns only on failure, after which the program runs with the default arenas
-    drop(command.args(arguments).env(ARENAS, "1").exec());
-}
 
 /// Size of the tensors that this process holds at the same time, for all its ranks.
 #[derive(Debug, Clone, Copy, Default)]

@@ -8,9 +8,8 @@ use crate::{interrupt, message, report::complain};
 /// unfinished files.
 pub(crate) fn print_line(text: std::fmt::Arguments<'_>) {
     let mut out = std::io::stdout().lock();
-    let written =
-        message::write_visible(&mut out, format_args!("{text}\n")).and_then(|()| out.flush());
-    if let Err(error) = written {
+    let text = message::visible(&format!("{text}\n"));
+    if let Err(error) = out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         complain_of(&error);
         interrupt::exit(1);
     }

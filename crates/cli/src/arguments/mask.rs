@@ -4,10 +4,7 @@ use annulus::{Alignment, Attention};
 use clap::{Args, ValueEnum};
 
 use super::values::{Window, count, count_u64, whole_u64};
-use crate::{
-    failure::{Failure, Outcome},
-    report::counted,
-};
+use crate::report::counted;
 
 /// Mask flags. A pair is visible if every condition holds.
 #[derive(Debug, Clone, Default, Args)]
@@ -21,7 +18,7 @@ pub(crate) struct MaskFlags {
     #[arg(long, value_name = "L,R", allow_hyphen_values = true)]
     pub(crate) window: Option<Window>,
     /// Exempt the first N keys from the window (attention sinks of StreamingLLM); needs --window
-    #[arg(long, value_name = "N", value_parser = whole_u64)]
+    #[arg(long, value_name = "N", requires = "window", value_parser = whole_u64)]
     pub(crate) first_visible: Option<u64>,
     /// Chunked causal: visible if i and j are in the same chunk of C rows and j <= i
     #[arg(long, value_name = "C", value_parser = count_u64)]
@@ -62,21 +59,6 @@ impl MaskFlags {
                 AlignmentName::TopLeft => Alignment::TopLeft,
                 AlignmentName::BottomRight => Alignment::BottomRight,
             })
-    }
-
-    /// Refuses `--first-visible` without `--window`.
-    ///
-    /// # Errors
-    /// [`Failure::Usage`] naming both flags.
-    pub(crate) fn check(&self) -> Outcome {
-        if self.first_visible.is_some() && self.window.is_none() {
-            return Err(Failure::usage(
-                "--first-visible",
-                "no --window",
-                "a --window, from which the first keys are exempt",
-            ));
-        }
-        Ok(())
     }
 
     /// Describes the mask in words.

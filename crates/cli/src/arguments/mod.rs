@@ -4,7 +4,17 @@ pub(crate) mod device;
 pub(crate) mod documents;
 pub(crate) mod mask;
 pub(crate) mod names;
-pub(crate) mod refusal;
 pub(crate) mod ring;
 pub(crate) mod scores;
 pub(crate) mod values;
+
+/// Allows negative numbers as values of all flags, so that the flag's parser refuses them with a
+/// message that names the flag.
+pub(crate) fn with_negative_numbers(command: clap::Command) -> clap::Command {
+    command
+        .mut_args(|argument| {
+            let takes_value = argument.get_action().takes_values();
+            if takes_value { argument.allow_negative_numbers(true) } else { argument }
+        })
+        .mut_subcommands(with_negative_numbers)
+}

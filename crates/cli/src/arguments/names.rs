@@ -30,24 +30,11 @@ pub(crate) type Others = &'static [(&'static str, &'static str)];
 
 /// Converts an error of a subcommand whose lengths come from flags. An invalid argument becomes an
 /// invalid command line that names the flag.
-pub(crate) fn of_flags(error: Error, dims: &Dims, others: Others) -> Failure {
+pub(crate) fn of_flags(error: Error, others: Others) -> Failure {
     let Error::InvalidArgument { argument, got, want } = error else { return error.into() };
     let flag = |name: &str| {
         others.iter().chain(&FLAGS).find(|(known, _)| *known == name).map(|(_, flag)| *flag)
     };
-    // a tensor of too many bytes: its largest length is most likely the mistake
-    if want.contains("2^63 bytes") {
-        let batch = ("batch", dims.batch);
-        let lengths = if argument == "kv_len" {
-            [("kv_len", dims.kv_len), batch, ("kv_heads", dims.kv_heads)]
-        } else {
-            [(argument.as_str(), dims.q_len), batch, ("q_heads", dims.q_heads)]
-        };
-        let largest = lengths.into_iter().max_by_key(|(_, len)| *len);
-        if let Some((flag, got)) = largest.and_then(|(name, len)| Some((flag(name)?, len))) {
-            return Failure::usage(flag, got, want);
-        }
-    }
     let want = want.replace("kv_heads (", &format!("{} (", flag("kv_heads").unwrap_or("kv_heads")));
     Failure::usage(flag(&argument).unwrap_or(&argument), got, want)
 }
@@ -58,41 +45,6 @@ pub(crate) fn of_flags(error: Error, dims: &Dims, others: Others) -> Failure {
 /// [`Failure::Usage`] naming the flag.
 pub(crate) fn check_strategy(strategy: Strategy, dims: &Dims, ranks: usize) -> Outcome {
     Ok(HeadGrid::of(dims, ranks, strategy).map(drop)?)
-}
-
-/// Adds the flag of the largest length to the error of a problem that is too large for the memory,
-/// or of a file that is too large for the disk.
-pub(crate) fn of_size(failure: Failure, dims: &Dims, others: Others) -> Failure {
-    let lengths = [
-        ("batch", dims.batch),
-        ("q_len", dims.q_len),
-        ("kv_len", dims.kv_len),
-        ("q_heads", dims.q_heads),
-        ("kv_heads", dims.kv_heads),
-    ];
-    // reversed: of equal lengths `max_by_key` returns the last
-    let largest = lengths.into_iter().rev().max_by_key(|(_, len)| *len);
-    let Some((name, len)) = largest else { return failure };
-    let flag = others
-        .iter()
-        .chain(&FLAGS)
-        .find(|(known, _)| *known == name)
-        .map_or(name, |(_, flag)| *flag);
-    match failure {
-        Failure::Library(Error::OutOfMemory { what, asked, free }) => {
-            Failure::Library(Error::OutOfMemory {
-                what: format!("{what} ({flag} {len})"),
-                asked,
-                free,
-            })
-        }
-        Failure::Library(Error::Io { path, what })
-            if what.starts_with("needs ") || what.starts_with("would have ") =>
-        {
-            Failure::Library(Error::Io { path, what: format!("{what} ({flag} {len})") })
-        }
-        failure => failure,
-    }
 }
 
 /// Adds the flag to an error of a file whose path is the value of a flag, or of several flags.
@@ -134,7 +86,7 @@ mod tests {
     use super::*;
 
     fn text_of(dims: Dims, others: Others) -> String {
-        of_flags(dims.validate().unwrap_err(), &dims, others).text()
+        of_flags(dims.validate().unwrap_err(), others).text()
     }
 
     #[test]
@@ -149,12 +101,7 @@ mod tests {
             text_of(Dims { head_dim: 513, ..dims }, &[("head_dim", "--ds")])
                 .starts_with("--ds: got 513, ")
         );
-        assert!(
-            text_of(Dims { batch: 1 << 63, ..dims }, &[])
-                .starts_with("--batch: got 9223372036854775808, ")
-        );
         assert!(text_of(Dims { kv_len: 1 << 62, ..dims }, &[]).starts_with("--kv-len: got "));
-        assert!(text_of(Dims { q_heads: 1 << 62, ..dims }, &[]).starts_with("--heads: got "));
     }
 
     #[test]

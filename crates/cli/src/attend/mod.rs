@@ -68,11 +68,10 @@ pub(crate) struct AttendFlags {
     input: PathBuf,
     /// File to write. It appears only when it is complete, and it may be the input
     ///
-    /// An existing file is replaced. The new file has its permissions, and its owner and group
-    /// where the system allows that; other hard links keep the old content. A file without write
-    /// permission is an error. A symbolic link is kept, and its target is created or replaced.
-    /// Pipes, devices and standard output are refused, because the file is not written
-    /// sequentially.
+    /// An existing file is replaced. The new file has its permissions; other hard links keep the
+    /// old content. A file without write permission is an error. A symbolic link is kept, and its
+    /// target is replaced. Pipes, devices and standard output are refused, because the file is not
+    /// written sequentially.
     #[arg(long, alias = "out", value_name = "FILE")]
     output: PathBuf,
     /// Also compute the gradients; the input must have dout (`annulus make --backward` writes it)
@@ -93,7 +92,7 @@ pub(crate) struct AttendFlags {
     scores: ScoreFlags,
     /// Add the bias before or after the soft cap; needs --soft-cap and an input with a bias.
     /// Default: after
-    #[arg(long, value_enum, help_heading = "Scores and probabilities")]
+    #[arg(long, value_enum, requires = "soft_cap", help_heading = "Scores and probabilities")]
     bias_order: Option<BiasOrderName>,
     /// Write the unnormalized output, and the softmax statistics max and sum
     #[arg(long, help_heading = "Scores and probabilities")]
@@ -172,7 +171,6 @@ enum BiasOrderName {
 
 /// Runs `annulus attend`.
 pub(crate) fn run(flags: &AttendFlags) -> Outcome {
-    flags.check()?;
     let backend = flags.ring.open_backend()?;
     let mut job = Job::start("attend", flags.ring.transport, flags.ring.deadline)?;
     let done = flags.attend(&mut job, backend);
@@ -180,19 +178,6 @@ pub(crate) fn run(flags: &AttendFlags) -> Outcome {
 }
 
 impl AttendFlags {
-    /// Refuses flags that have no effect without another flag.
-    fn check(&self) -> Outcome {
-        self.mask.check()?;
-        if self.bias_order.is_some() && self.scores.soft_cap.is_none() {
-            return Err(Failure::usage(
-                "--bias-order",
-                "no --soft-cap",
-                "a --soft-cap, before or after which the bias is added",
-            ));
-        }
-        Ok(())
-    }
-
     fn attend(&self, job: &mut Job, backend: BackendChoice) -> Outcome {
         let RingFlags { ranks, threads, trace, .. } = &self.ring;
         job.set_ranks(*ranks, 1)?;

@@ -5,7 +5,7 @@ use annulus_core::{Dims, Element, Error, Result, Runs, Spec};
 use ndarray::{Array, Dimension};
 
 use crate::{
-    file::{Kind, Output, Part, Planned},
+    file::{Output, Part, Planned, of_floats},
     input::Input,
 };
 
@@ -23,9 +23,9 @@ pub(super) struct Given<'a, G> {
 /// [`Error::InvalidArgument`] with `backward` if the input has no `dout`.
 pub(super) fn planned(spec: &Spec, input: &Input, backward: bool) -> Result<Vec<Planned>> {
     let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = spec.dims;
-    let data = Kind::Float(spec.dtype);
-    let sums = Kind::Float(spec.dtype.accumulator());
-    let planned = |name, kind, shape: &[usize]| Planned { name, kind, shape: shape.to_vec() };
+    let data = of_floats(spec.dtype);
+    let sums = of_floats(spec.dtype.accumulator());
+    let planned = |name, dtype, shape: &[usize]| Planned { name, dtype, shape: shape.to_vec() };
     let rows = [batch, q_heads, q_len];
     let mut all = vec![
         planned("out", data, &[batch, q_len, q_heads, value_dim]),

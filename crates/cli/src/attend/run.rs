@@ -175,7 +175,7 @@ impl AttendRun<'_> {
             complain!(
                 "note: {}: not an input tensor, ignored: {}",
                 message::path(self.input.path()),
-                message::list(unknown)
+                message::list(unknown.iter().map(String::as_str))
             );
         }
     }

@@ -3,43 +3,29 @@
 use std::{ffi::OsStr, os::unix::ffi::OsStrExt, path::Path};
 
 use annulus::comm::Descriptor;
+use annulus_core::Fingerprint;
 
 use crate::{
     failure::{Failure, Outcome},
-    file::{self, Output, Planned, Staging},
+    file::{Output, Planned},
     job::Job,
 };
 
-/// Opens the output file of all ranks: rank 0 creates it, the others open it.
+/// Opens the output file of all ranks: rank 0 creates it, the others open it by its temporary name.
 ///
 /// # Ordering
 /// Collective over the processes of the job.
 pub(crate) fn open(job: &mut Job, target: &Path, tensors: &[Planned]) -> Outcome<Output> {
-    if job.is_on_one_node() {
-        // on one node all ranks must name the same file; paths on other nodes may differ
-        let identity = file::identity(target).unwrap_or_default();
-        job.require_same(Descriptor::new().field_as("output", identity, target.display()))?;
-        // fails on some file systems, and where a process may not open another one's files
-        if let Ok(output) = open_as(job, target, tensors, Staging::Unnamed) {
-            return Ok(output);
-        }
-    }
-    // other nodes can open the file only by its name
-    let staging = if job.is_mpi() { Staging::Named } else { Staging::Best };
-    open_as(job, target, tensors, staging)
-}
-
-fn open_as(job: &mut Job, target: &Path, tensors: &[Planned], staging: Staging) -> Outcome<Output> {
-    let made = if job.is_leader() {
-        Output::create_staged(target, tensors, staging).map(Some)
-    } else {
-        Ok(None)
-    };
+    // paths of its folder may differ between nodes
+    let name = target.file_name().unwrap_or_default();
+    let name = Fingerprint::new().bytes(name.as_bytes()).finish();
+    job.require_same(Descriptor::new().field_as("output", name, target.display()))?;
+    let made = if job.is_leader() { Output::create(target, tensors).map(Some) } else { Ok(None) };
     let made = job.agree(made.map_err(Failure::from))?;
-    let mine = made.as_ref().map(Output::handle).unwrap_or_default();
-    let handles = job.all_gather(mine.as_bytes())?;
-    let handle = OsStr::from_bytes(handles.first().map_or(&[], Vec::as_slice));
-    let opened = made.map_or_else(|| Output::join(target, tensors, handle), Ok);
+    let mine = made.as_ref().map(Output::temporary_name).unwrap_or_default();
+    let names = job.all_gather(mine.as_bytes())?;
+    let name = OsStr::from_bytes(names.first().map_or(&[], Vec::as_slice));
+    let opened = made.map_or_else(|| Output::join(target, tensors, name), Ok);
     job.agree(opened.map_err(Failure::from))
 }
 
@@ -54,6 +40,6 @@ pub(crate) fn finish(job: &mut Job, output: Output) -> Outcome {
         return job.agree(finished.map_err(Failure::from));
     }
     job.agree(Ok(()))?;
-    output.forget();
+    output.release();
     Ok(())
 }

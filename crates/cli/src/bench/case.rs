@@ -105,13 +105,7 @@ impl<'a> Case<'a> {
         backend: &BackendChoice,
     ) -> Outcome {
         let clock = &Clock::of(backend, job)?;
-        let named = |error| {
-            names::of_size(
-                names::of_flags(error, &self.dims, self.flags.names()),
-                &self.dims,
-                self.flags.names(),
-            )
-        };
+        let named = |error| names::of_flags(error, self.flags.names());
         let processes = if job.is_mpi() { job.ranks() } else { 1 };
         // before the pairs, whose count takes O(sequence length)
         job.agree(self.attention().spec(self.dims).map(drop).map_err(named))?;

@@ -9,12 +9,7 @@ use annulus::{Alignment, Attention, BiasOrder};
 use annulus_core::{DType, Dims, Error, Result};
 use serde::Deserialize;
 
-use crate::{
-    failure::io,
-    file::{Object, read_text},
-    input::SinksForm,
-    message,
-};
+use crate::{failure::io, file::read_text, input::SinksForm, message};
 
 /// Name of the format.
 const FORMAT: &str = "annulus-cases-1";
@@ -34,8 +29,8 @@ pub(super) struct Case {
     _id: String,
     /// Safetensors file, relative to the folder of the index.
     pub(super) file: String,
-    dims: Object<CaseDims>,
-    params: Object<Params>,
+    dims: CaseDims,
+    params: Params,
     /// Tolerance of each expected array, by element type.
     pub(super) tolerance: BTreeMap<String, BTreeMap<String, f64>>,
 }
@@ -100,10 +95,9 @@ impl Index {
         let path = Self::path(folder);
         let text = read_text(&path)?;
         let mut json = serde_json::Deserializer::from_str(&text);
-        let index: std::result::Result<Object<Self>, _> =
-            serde_path_to_error::deserialize(&mut json);
+        let index: std::result::Result<Self, _> = serde_path_to_error::deserialize(&mut json);
         let wrong = |what: String| io(&path, format!("is not an index of cases: {what}"));
-        let Object(index) = index.map_err(|error| wrong(message::of_json(&error)))?;
+        let index = index.map_err(|error| wrong(message::of_json(&error)))?;
         json.end().map_err(|error| wrong(error.to_string()))?;
         if index.format == FORMAT {
             Ok(index)
@@ -124,21 +118,21 @@ impl Case {
     /// # Errors
     /// [`Error::Io`] naming the index, the case and the field.
     pub(super) fn read(path: &Path, id: &str, value: &serde_json::Value) -> Result<Self> {
-        let case: std::result::Result<Object<Self>, _> = serde_path_to_error::deserialize(value);
+        let case: std::result::Result<Self, _> = serde_path_to_error::deserialize(value);
         let wrong =
             |error| io(path, format!("case {}: {}", message::name(id), message::of_json(&error)));
-        case.map(|Object(case)| case).map_err(wrong)
+        case.map_err(wrong)
     }
 
     /// Lengths.
     pub(super) const fn dims(&self) -> Dims {
-        let CaseDims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = self.dims.0;
+        let CaseDims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = self.dims;
         Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim }
     }
 
     /// Form of its sink logits.
     pub(super) fn sinks_form(&self) -> Option<SinksForm> {
-        self.params.0.softmax_aux.map(|sinks| match sinks {
+        self.params.softmax_aux.map(|sinks| match sinks {
             Sinks::Shared => SinksForm::Shared,
             Sinks::PerHead => SinksForm::PerHead,
         })
@@ -150,7 +144,7 @@ impl Case {
     /// [`Error::Unsupported`] for unknown parameters; [`Error::InvalidArgument`] for a dropout
     /// without a seed.
     pub(super) fn attention(&self, dtype: DType) -> Result<Attention> {
-        let Object(params) = &self.params;
+        let params = &self.params;
         if !params.unknown.is_empty() {
             let names = params.unknown.keys().map(String::as_str);
             return Err(Error::unsupported(

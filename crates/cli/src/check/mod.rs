@@ -86,7 +86,8 @@ pub(crate) struct CheckFlags {
     #[arg(long)]
     reproducible: bool,
     /// Threads per rank with --reproducible, each 1 to 1024. Default: 1,2
-    #[arg(long, value_name = "N,N,...", value_delimiter = ',', value_parser = threads)]
+    #[arg(long, value_name = "N,N,...", value_delimiter = ',', requires = "reproducible",
+        value_parser = threads)]
     threads: Vec<usize>,
     /// Count unsupported cases separately instead of as failed
     #[arg(long)]
@@ -196,14 +197,8 @@ impl CheckFlags {
         vec![("DIR", &self.folder)]
     }
 
-    /// Refuses `--threads` without `--reproducible`, and to compare bits over MPI, where no process
-    /// has the outputs of all ranks.
+    /// Refuses to compare bits over MPI, where no process has the outputs of all ranks.
     fn check_bits(&self, job: &Job) -> Outcome {
-        if let Some(threads) = self.threads.first()
-            && !self.reproducible
-        {
-            return Err(Failure::usage("--threads", threads, "none without --reproducible"));
-        }
         if self.reproducible && job.is_mpi() {
             let by =
                 "check over MPI; the output files of `annulus attend --reproducible` are equal";

@@ -25,7 +25,7 @@ use crate::{
     attend::shared_output,
     backend::BackendChoice,
     failure::{Failure, Outcome, of_file},
-    file::{Kind, Part, Planned},
+    file::{Part, Planned, of_floats},
     input::Input,
     job::Job,
     memory, message,
@@ -122,7 +122,6 @@ pub(crate) struct DecodeFlags {
 
 /// Runs `annulus decode`.
 pub(crate) fn run(flags: &DecodeFlags) -> Outcome {
-    flags.mask.check()?;
     flags.check_page_rows()?;
     if !flags.mask.documents.is_empty() {
         let want = "none: a KV cache has one sequence for each batch row";
@@ -273,12 +272,12 @@ impl Decoding<'_> {
             memory::Tensors::of(&dims, T::DTYPE, false).shared_by(processes).must_fit()
         });
         job.agree(prepared.map_err(Failure::from))?;
-        let planned = |name, kind, shape: &[usize]| Planned { name, kind, shape: shape.to_vec() };
-        let sums = Kind::Float(T::DTYPE.accumulator());
+        let planned = |name, dtype, shape: &[usize]| Planned { name, dtype, shape: shape.to_vec() };
+        let sums = of_floats(T::DTYPE.accumulator());
         let tensors = [
             planned(
                 "out",
-                Kind::Float(T::DTYPE),
+                of_floats(T::DTYPE),
                 &[dims.batch, dims.q_len, dims.q_heads, dims.value_dim],
             ),
             planned("lse", sums, &[dims.batch, dims.q_heads, dims.q_len]),

@@ -3,23 +3,18 @@
 //!
 //! A safetensors file is `[u64 header length][JSON header][data]`, little-endian. It is never held
 //! in memory as a whole: the header is parsed, and each rank reads only its rows of each tensor. An
-//! output has no name, or a temporary one, until it is complete.
+//! output has a temporary name until it is complete.
 
-mod header;
-mod kind;
-mod object;
+mod dtype;
 mod read;
 mod regular;
 mod rows;
-mod stage;
-mod target;
+mod staged;
 mod text;
 mod write;
 
-pub(crate) use kind::Kind;
-pub(crate) use object::Object;
+pub(crate) use dtype::{element_bytes, float, of_floats};
 pub(crate) use read::Tensors;
 pub(crate) use regular::read_text;
-pub(crate) use stage::Staging;
 pub(crate) use text::{Document, is_standard_output, write_text};
-pub(crate) use write::{Output, Part, Planned, identity};
+pub(crate) use write::{Output, Part, Planned};

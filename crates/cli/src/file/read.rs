@@ -7,13 +7,10 @@ use std::{
 };
 
 use annulus_core::{Element, Error, Result, Runs, memory};
+use safetensors::tensor::{Metadata, TensorInfo};
 
 use super::{
-    header,
-    header::{Entry, Header},
-    kind,
-    kind::Kind,
-    regular,
+    dtype, regular,
     rows::{StridedRows, for_each_strided},
 };
 use crate::{
@@ -30,24 +27,63 @@ const SPAN_BYTES: usize = 1 << 20;
 /// as a system call.
 const GAP_BYTES: u64 = 1 << 14;
 
+/// The largest header, the limit of the format's reference implementation.
+const MOST_HEADER_BYTES: u64 = 100_000_000;
+
 /// Open safetensors file. Ranks share it, because all reads are positioned.
 #[derive(Debug)]
 pub(crate) struct Tensors {
     path: PathBuf,
     file: File,
-    header: Header,
+    metadata: Metadata,
+    /// Offset of the data from the start of the file.
+    start: u64,
 }
 
 impl Tensors {
-    /// Opens a file and checks its header.
+    /// Opens a file and checks its header: the ranges of the tensors cover its data without gaps,
+    /// and the bytes of each match its shape.
     ///
     /// # Errors
-    /// [`Error::Io`] if it cannot be read or is malformed; [`Error::InvalidArgument`] naming a
-    /// malformed tensor.
+    /// [`Error::Io`] if it cannot be read, is malformed or truncated.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let file = regular::open(path)?;
-        let header = header::read(&file, path)?;
-        Ok(Self { path: path.to_owned(), file, header })
+        let bytes = file.metadata().map_err(|error| io(path, error))?.len();
+        let wrong = |what: String| io(path, format!("is not a safetensors file: {what}"));
+        let truncated = |end| io(path, format!("is truncated: has {bytes} bytes, want {end}"));
+        if bytes < 8 {
+            return Err(truncated(8));
+        }
+        let mut length = [0; 8];
+        file.read_exact_at(&mut length, 0).map_err(|error| io(path, error))?;
+        let length = u64::from_le_bytes(length);
+        if length > MOST_HEADER_BYTES {
+            return Err(wrong(format!(
+                "header of {length} bytes, want at most {MOST_HEADER_BYTES}"
+            )));
+        }
+        let start = 8 + length;
+        if start > bytes {
+            return Err(truncated(start));
+        }
+        let mut text = vec![0; annulus_core::index(length)];
+        file.read_exact_at(&mut text, 8).map_err(|error| io(path, error))?;
+        let metadata: Metadata =
+            serde_json::from_slice(&text).map_err(|error| wrong(error.to_string()))?;
+        let end = start.saturating_add(metadata.data_len() as u64);
+        if end > bytes {
+            return Err(truncated(end));
+        }
+        if end < bytes {
+            return Err(wrong(format!("{} bytes after its last tensor", bytes - end)));
+        }
+        for (name, info) in metadata.tensors() {
+            if dtype::bytes(info.dtype, &info.shape).is_none() {
+                let shape = format!("shape {:?}", info.shape);
+                return Err(of_file(path, &name, shape, "fewer than 2^61 bytes"));
+            }
+        }
+        Ok(Self { path: path.to_owned(), file, metadata, start })
     }
 
     /// Checks that the tensors of these names have a supported dtype.
@@ -55,7 +91,16 @@ impl Tensors {
     /// # Errors
     /// [`Error::InvalidArgument`] naming the first that has not.
     pub(crate) fn check_dtypes(&self, names: &[&str]) -> Result<()> {
-        names.iter().find_map(|name| self.unsupported(name)).map_or(Ok(()), Err)
+        for name in names {
+            if let Some(TensorInfo { dtype, .. }) = self.get(name)
+                && dtype::float(*dtype).is_none()
+                && !dtype::is_integer(*dtype)
+            {
+                let want = "a float of 16, 32 or 64 bits, an integer or bool dtype";
+                return Err(self.invalid(name, format!("dtype {dtype}"), want));
+            }
+        }
+        Ok(())
     }
 
     /// Creates an error about the tensor `name` of this file.
@@ -68,31 +113,23 @@ impl Tensors {
         of_file(&self.path, name, got, want)
     }
 
-    /// Returns the error for a tensor of an unsupported dtype, if `name` is one.
-    fn unsupported(&self, name: &str) -> Option<Error> {
-        let dtype = self.header.unsupported.get(name)?;
-        Some(self.invalid(
-            name,
-            format!("dtype {}", message::name(dtype)),
-            format!("one of {}", Kind::names()),
-        ))
-    }
-
     /// Returns the tensor `name`, if the file has it.
-    pub(crate) fn get(&self, name: &str) -> Option<&Entry> {
-        self.header.entries.get(name)
+    pub(crate) fn get(&self, name: &str) -> Option<&TensorInfo> {
+        self.metadata.info(name)
     }
 
-    /// Lists the names of all tensors.
-    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
-        self.header.entries.keys().chain(self.header.unsupported.keys()).map(String::as_str)
+    /// Lists the names of all tensors, sorted.
+    pub(crate) fn names(&self) -> Vec<String> {
+        let mut names = self.metadata.offset_keys();
+        names.sort();
+        names
     }
 
     /// Returns the tensor `name`, which must have `dimensions` axes.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] naming it.
-    pub(crate) fn need(&self, name: &str, dimensions: usize) -> Result<&Entry> {
+    pub(crate) fn need(&self, name: &str, dimensions: usize) -> Result<&TensorInfo> {
         let entry = self.entry(name)?;
         if entry.shape.len() != dimensions {
             return Err(self.invalid(
@@ -115,10 +152,8 @@ impl Tensors {
         rows: &Runs,
     ) -> Result<Vec<T>> {
         let entry = self.entry(name)?;
-        let from = entry
-            .kind
-            .float()
-            .ok_or_else(|| self.invalid(name, entry.kind.name(), "a float dtype"))?;
+        let from = dtype::float(entry.dtype)
+            .ok_or_else(|| self.invalid(name, entry.dtype, "a float dtype"))?;
         let mut values = memory::zeroed::<T>(name, local_elements(entry, axis, rows))?;
         let mut rest = &mut values[..];
         let mut scratch = Scratch::default();
@@ -128,7 +163,7 @@ impl Tensors {
             if from == T::DTYPE {
                 let raw = bytemuck::cast_slice_mut(into);
                 self.read_strided(name, entry, strided, raw, &mut scratch.span)?;
-                kind::swap_if_big_endian(raw, T::DTYPE.bytes());
+                dtype::swap_if_big_endian(raw, T::DTYPE.bytes());
                 return Ok(());
             }
             let mut into = into;
@@ -137,7 +172,7 @@ impl Tensors {
                 into = after;
                 scratch.dense.resize(some.len() * from.bytes(), 0);
                 self.read_strided(name, entry, part, &mut scratch.dense, &mut scratch.span)?;
-                kind::floats(from, &scratch.dense, some);
+                dtype::floats(from, &scratch.dense, some);
             }
             Ok(())
         })?;
@@ -152,17 +187,17 @@ impl Tensors {
     pub(crate) fn integers(&self, name: &str, axis: usize, rows: &Runs) -> Result<Vec<i64>> {
         let entry = self.entry(name)?;
         self.refuse_floats(name)?;
-        let mut bytes =
-            memory::zeroed::<u8>(name, local_elements(entry, axis, rows) * entry.kind.bytes())?;
+        let element = dtype::element_bytes(entry.dtype);
+        let mut bytes = memory::zeroed::<u8>(name, local_elements(entry, axis, rows) * element)?;
         let mut rest = &mut bytes[..];
         let mut span = Vec::new();
         for_each_strided(&entry.shape, axis, rows, |strided| {
             let (into, after) =
-                std::mem::take(&mut rest).split_at_mut(strided.elements() * entry.kind.bytes());
+                std::mem::take(&mut rest).split_at_mut(strided.elements() * element);
             rest = after;
             self.read_strided(name, entry, strided, into, &mut span)
         })?;
-        kind::integers(name, entry.kind, &bytes)?
+        dtype::integers(name, entry.dtype, &bytes)?
             .ok_or_else(|| self.invalid(name, "a number of 2^63 or more", "numbers below 2^63"))
     }
 
@@ -197,8 +232,8 @@ impl Tensors {
     /// [`Error::InvalidArgument`] naming it.
     pub(crate) fn refuse_floats(&self, name: &str) -> Result<()> {
         match self.get(name) {
-            Some(Entry { kind: kind @ Kind::Float(_), .. }) => {
-                Err(self.invalid(name, kind.name(), "an integer or bool dtype"))
+            Some(TensorInfo { dtype, .. }) if !dtype::is_integer(*dtype) => {
+                Err(self.invalid(name, dtype, "an integer or bool dtype"))
             }
             _ => Ok(()),
         }
@@ -208,11 +243,11 @@ impl Tensors {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] naming it.
-    pub(crate) fn entry(&self, name: &str) -> Result<&Entry> {
+    pub(crate) fn entry(&self, name: &str) -> Result<&TensorInfo> {
         let missing = || {
             self.invalid(name, "no such tensor", format!("a tensor named {}", message::name(name)))
         };
-        self.get(name).ok_or_else(|| self.unsupported(name).unwrap_or_else(missing))
+        self.get(name).ok_or_else(missing)
     }
 
     /// Reads strided rows densely into `into`. Rows with small gaps are read together into `span`
@@ -220,12 +255,12 @@ impl Tensors {
     fn read_strided(
         &self,
         name: &str,
-        entry: &Entry,
+        entry: &TensorInfo,
         strided: StridedRows,
         into: &mut [u8],
         span: &mut Vec<u8>,
     ) -> Result<()> {
-        let element = entry.kind.bytes();
+        let element = dtype::element_bytes(entry.dtype);
         let row_bytes = strided.row * element;
         let gap_bytes = (strided.stride - strided.row as u64).saturating_mul(element as u64);
         if strided.rows == 1 || gap_bytes > GAP_BYTES || row_bytes > SPAN_BYTES / 4 {
@@ -248,8 +283,9 @@ impl Tensors {
     }
 
     /// Reads bytes from element `first` of `entry` on.
-    fn read(&self, name: &str, into: &mut [u8], entry: &Entry, first: u64) -> Result<()> {
-        let offset = entry.offset + first * entry.kind.bytes() as u64;
+    fn read(&self, name: &str, into: &mut [u8], entry: &TensorInfo, first: u64) -> Result<()> {
+        let element = dtype::element_bytes(entry.dtype) as u64;
+        let offset = self.start + entry.data_offsets.0 as u64 + first * element;
         self.file.read_exact_at(into, offset).map_err(|error| match error.kind() {
             std::io::ErrorKind::UnexpectedEof => {
                 let end = self.file.metadata().map_or_else(
@@ -281,7 +317,7 @@ struct Scratch {
 
 /// Number of elements of the given rows. Cannot overflow: the header has been checked to describe
 /// as many bytes as the file has for the whole tensor.
-fn local_elements(entry: &Entry, axis: usize, rows: &Runs) -> usize {
+fn local_elements(entry: &TensorInfo, axis: usize, rows: &Runs) -> usize {
     let others =
         entry.shape.iter().enumerate().filter(|&(index, _)| index != axis).map(|(_, &len)| len);
     others.product::<usize>() * annulus_core::index(rows.len())
@@ -291,7 +327,8 @@ fn local_elements(entry: &Entry, axis: usize, rows: &Runs) -> usize {
 mod tests {
     use super::*;
     use crate::file::{Output, Part, Planned};
-    use annulus_core::{DType, Run};
+    use annulus_core::Run;
+    use safetensors::Dtype;
 
     /// Returns the rows of one rank of a striped layout.
     fn every(step: u64, start: u64, len: u64) -> Runs {
@@ -305,7 +342,7 @@ mod tests {
     }
 
     fn planned(shape: &[usize]) -> Vec<Planned> {
-        vec![Planned { name: "x", kind: Kind::Float(DType::F32), shape: shape.to_vec() }]
+        vec![Planned { name: "x", dtype: Dtype::F32, shape: shape.to_vec() }]
     }
 
     /// Returns the numbers of read and write system calls of this thread.

@@ -2,19 +2,14 @@
 //! output).
 
 use std::{
-    fs::{File, OpenOptions},
-    io::{Seek, SeekFrom, Write},
-    os::unix::fs::OpenOptionsExt,
+    fs::File,
+    io::Write,
     path::{Path, PathBuf},
 };
 
 use annulus_core::Result;
-use rustix::fs::OFlags;
 
-use super::{
-    stage::{Staged, Staging},
-    target::{Target, resolve},
-};
+use super::staged::{Staged, Target};
 use crate::failure::io;
 
 /// Text output under construction. If it is dropped before [`Document::finish`], no file is left.
@@ -28,10 +23,9 @@ pub(crate) struct Document {
 /// Opened destination of a text.
 #[derive(Debug)]
 enum Sink {
-    File(Box<Staged>),
+    File(Staged),
     Stream(File),
     Stdout,
-    Stderr,
 }
 
 impl Document {
@@ -41,21 +35,12 @@ impl Document {
     /// [`annulus_core::Error::Io`] if the folder is missing or not writable, or the file is not
     /// writable.
     pub(crate) fn create(named: &Path) -> Result<Self> {
-        let sink = match resolve(named)? {
-            Target::File { folder, path, exists } => {
-                Sink::File(Box::new(Staged::create_in(named, folder, path, exists, Staging::Best)?))
-            }
+        let sink = match Target::of(named)? {
+            Target::File(target) => Sink::File(Staged::create_for(named, target)?),
             Target::Stdout => Sink::Stdout,
-            Target::Stderr => Sink::Stderr,
             Target::Stream(_) => {
-                let flags = OFlags::NOCTTY.bits().cast_signed();
-                Sink::Stream(
-                    OpenOptions::new()
-                        .write(true)
-                        .custom_flags(flags)
-                        .open(named)
-                        .map_err(|error| io(named, error))?,
-                )
+                let opened = File::options().write(true).open(named);
+                Sink::Stream(opened.map_err(|error| io(named, error))?)
             }
         };
         Ok(Self { named: named.to_owned(), sink })
@@ -67,28 +52,24 @@ impl Document {
     /// [`annulus_core::Error::Io`]; then no file is left.
     pub(crate) fn finish(self, text: &[u8]) -> Result<()> {
         let Self { named, sink } = self;
-        let written = match sink {
+        let failed = |error| io(&named, error);
+        match sink {
             Sink::File(staged) => {
-                let mut file = staged.file();
-                file.seek(SeekFrom::Start(0))
-                    .and_then(|_| file.write_all(text))
-                    .map_err(|error| io(&named, error))?;
-                return staged.commit();
+                staged.file().write_all(text).map_err(failed)?;
+                staged.commit()
             }
-            Sink::Stream(mut stream) => stream.write_all(text),
+            Sink::Stream(mut stream) => stream.write_all(text).map_err(failed),
             Sink::Stdout => {
                 let mut out = std::io::stdout().lock();
-                out.write_all(text).and_then(|()| out.flush())
+                out.write_all(text).and_then(|()| out.flush()).map_err(failed)
             }
-            Sink::Stderr => std::io::stderr().lock().write_all(text),
-        };
-        written.map_err(|error| io(&named, error))
+        }
     }
 }
 
 /// True if a path names standard output, such as `/dev/stdout`.
 pub(crate) fn is_standard_output(named: &Path) -> bool {
-    matches!(resolve(named), Ok(Target::Stdout))
+    matches!(Target::of(named), Ok(Target::Stdout))
 }
 
 /// Writes a text file or a stream.

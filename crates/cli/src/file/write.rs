@@ -1,23 +1,14 @@
 //! Writes safetensors files, which appear only when they are complete.
 
-use std::{
-    collections::BTreeMap,
-    ffi::{OsStr, OsString},
-    ops::Range,
-    os::unix::fs::{FileExt, MetadataExt},
-    path::Path,
+use std::{cmp::Reverse, ffi::OsStr, ops::Range, os::unix::fs::FileExt, path::Path};
+
+use annulus_core::{Element, Error, Result, Run, Runs};
+use safetensors::{
+    Dtype,
+    tensor::{Metadata, TensorInfo},
 };
 
-use annulus_core::{DType, Element, Error, Fingerprint, Result, Run, Runs};
-
-use super::{
-    header::Entry,
-    kind,
-    kind::Kind,
-    rows::for_each_strided,
-    stage::{Staged, Staging},
-    target::{Target, resolve},
-};
+use super::{dtype, rows::for_each_strided, staged::Staged};
 use crate::failure::io;
 
 /// Bytes of one write of rows that alternate between ranks: large enough that the time of the
@@ -30,20 +21,20 @@ pub(crate) struct Planned {
     /// Name.
     pub(crate) name: &'static str,
     /// Element type.
-    pub(crate) kind: Kind,
+    pub(crate) dtype: Dtype,
     /// Global shape.
     pub(crate) shape: Vec<usize>,
 }
 
 impl Planned {
-    /// Returns the bytes of the tensor; 0 from 2⁶³ on, which [`Output::create`] refuses.
+    /// Returns the bytes of the tensor; 0 from 2⁶¹ on, which [`Output::create`] refuses.
     pub(crate) fn bytes(&self) -> u64 {
-        Entry::bytes(self.kind, &self.shape).unwrap_or_default()
+        dtype::bytes(self.dtype, &self.shape).unwrap_or_default()
     }
 
     /// Returns the number of elements.
     pub(crate) fn elements(&self) -> usize {
-        annulus_core::index(self.bytes()) / self.kind.bytes()
+        annulus_core::index(self.bytes()) / dtype::element_bytes(self.dtype)
     }
 }
 
@@ -61,56 +52,47 @@ pub(crate) struct Part<'a, T> {
 #[derive(Debug)]
 pub(crate) struct Output {
     staged: Staged,
-    entries: BTreeMap<&'static str, Entry>,
+    metadata: Metadata,
+    /// Offset of the data from the start of the file.
+    start: u64,
 }
 
 impl Output {
-    /// Creates the file in its full size, with its header, as [`Staging::Best`].
+    /// Creates the file in its full size, with its header.
     ///
     /// # Errors
     /// [`Error::Io`] if the folder is missing or not writable, the target is not a regular file or
     /// not writable, or the disk is full.
     pub(crate) fn create(target: &Path, tensors: &[Planned]) -> Result<Self> {
-        Self::create_staged(target, tensors, Staging::Best)
-    }
-
-    /// As [`Output::create`], with the given staging.
-    ///
-    /// # Errors
-    /// As [`Output::create`]; [`Error::Io`] if the file system does not support the staging.
-    pub(crate) fn create_staged(
-        target: &Path,
-        tensors: &[Planned],
-        staging: Staging,
-    ) -> Result<Self> {
-        let (header, entries, end) =
-            header(tensors).ok_or_else(|| io(target, "would have 2^63 bytes or more"))?;
-        let staged = Staged::create(target, staging)?;
+        let (metadata, header) = header(tensors).map_err(|what| io(target, what))?;
+        let start = header.len() as u64;
+        let staged = Staged::create(target)?;
         let file = staged.file();
-        file.set_len(end)
+        file.set_len(start + metadata.data_len() as u64)
             .and_then(|()| file.write_all_at(&header, 0))
             .map_err(|error| io(target, error))?;
-        Ok(Self { staged, entries })
+        Ok(Self { staged, metadata, start })
     }
 
     /// Opens the file that another process has created for the same target and tensors, by its
-    /// [`Output::handle`].
+    /// [`Output::temporary_name`].
     ///
     /// # Errors
     /// [`Error::Io`] if this process cannot open it, or the file has another size.
-    pub(crate) fn join(target: &Path, tensors: &[Planned], handle: &OsStr) -> Result<Self> {
-        let (_, entries, end) =
-            header(tensors).ok_or_else(|| io(target, "would have 2^63 bytes or more"))?;
-        let staged = Staged::join(target, handle)?;
+    pub(crate) fn join(target: &Path, tensors: &[Planned], name: &OsStr) -> Result<Self> {
+        let (metadata, header) = header(tensors).map_err(|what| io(target, what))?;
+        let start = header.len() as u64;
+        let end = start + metadata.data_len() as u64;
+        let staged = Staged::join(target, name)?;
         match staged.file().metadata().map_err(|error| io(target, error))?.len() {
-            bytes if bytes == end => Ok(Self { staged, entries }),
+            bytes if bytes == end => Ok(Self { staged, metadata, start }),
             bytes => Err(io(target, format!("has {bytes} bytes, rank 0 created it with {end}"))),
         }
     }
 
-    /// Returns the handle by which another process can open the unfinished file.
-    pub(crate) fn handle(&self) -> OsString {
-        self.staged.handle()
+    /// Name by which another process can open the unfinished file.
+    pub(crate) fn temporary_name(&self) -> &OsStr {
+        self.staged.name()
     }
 
     /// Writes rows along `axis` of the tensor `name`. `parts` has the rows of all ranks of this
@@ -129,7 +111,7 @@ impl Output {
         parts: &[Part<'_, T>],
         own: usize,
     ) -> Result<()> {
-        let entry = self.entry(name, Some(T::DTYPE))?;
+        let entry = self.entry(name, Some(dtype::of_floats(T::DTYPE)))?;
         let Some(part) = parts.get(own) else { return Ok(()) };
         let mut rest = part.values;
         for_each_strided(&entry.shape, axis, part.rows, |strided| {
@@ -150,7 +132,7 @@ impl Output {
     /// Writes the strided rows of all parts in the range of the tensor of rank number `own`.
     fn write_strided<T: Element>(
         &self,
-        entry: &Entry,
+        entry: &TensorInfo,
         axis: usize,
         parts: &[Part<'_, T>],
         own: usize,
@@ -210,7 +192,7 @@ impl Output {
         first: usize,
         values: &[T],
     ) -> Result<()> {
-        self.write(self.entry(name, Some(T::DTYPE))?, first as u64, values)
+        self.write(self.entry(name, Some(dtype::of_floats(T::DTYPE)))?, first as u64, values)
     }
 
     /// Writes little-endian elements of the tensor `name` from element `first` on.
@@ -219,20 +201,14 @@ impl Output {
     /// As [`Output::write_rows`].
     pub(crate) fn write_bytes(&self, name: &str, first: usize, bytes: &[u8]) -> Result<()> {
         let entry = self.entry(name, None)?;
-        self.write_at(bytes, entry.offset + (first * entry.kind.bytes()) as u64)
+        self.write_at(bytes, entry, first as u64 * dtype::element_bytes(entry.dtype) as u64)
     }
 
-    fn entry(&self, name: &str, dtype: Option<DType>) -> Result<&Entry> {
-        let entry = self
-            .entries
-            .get(name)
-            .filter(|entry| dtype.is_none_or(|dtype| entry.kind == Kind::Float(dtype)));
-        entry.ok_or_else(|| {
-            Error::invalid(
-                name,
-                dtype.map_or("bytes", DType::name),
-                "a tensor that the file was created with",
-            )
+    fn entry(&self, name: &str, dtype: Option<Dtype>) -> Result<&TensorInfo> {
+        let info = self.metadata.info(name);
+        info.filter(|info| dtype.is_none_or(|dtype| info.dtype == dtype)).ok_or_else(|| {
+            let got = dtype.map_or_else(|| "bytes".to_owned(), |dtype| dtype.to_string());
+            Error::invalid(name, got, "a tensor that the file was created with")
         })
     }
 
@@ -254,25 +230,26 @@ impl Output {
     }
 
     /// Releases a file that another process has completed.
-    pub(crate) fn forget(self) {
-        self.staged.forget();
+    pub(crate) fn release(self) {
+        self.staged.release();
     }
 
-    fn write<T: Element>(&self, entry: &Entry, first: u64, values: &[T]) -> Result<()> {
+    fn write<T: Element>(&self, entry: &TensorInfo, first: u64, values: &[T]) -> Result<()> {
         let bytes: &[u8] = bytemuck::cast_slice(values);
-        let offset = entry.offset + first * T::DTYPE.bytes() as u64;
+        let offset = first * T::DTYPE.bytes() as u64;
         if cfg!(target_endian = "little") {
-            return self.write_at(bytes, offset);
+            return self.write_at(bytes, entry, offset);
         }
         let mut swapped = bytes.to_vec();
-        kind::swap_if_big_endian(&mut swapped, T::DTYPE.bytes());
-        self.write_at(&swapped, offset)
+        dtype::swap_if_big_endian(&mut swapped, T::DTYPE.bytes());
+        self.write_at(&swapped, entry, offset)
     }
 
-    fn write_at(&self, bytes: &[u8], offset: u64) -> Result<()> {
+    /// Writes bytes from byte `offset` of `entry` on.
+    fn write_at(&self, bytes: &[u8], entry: &TensorInfo, offset: u64) -> Result<()> {
         self.staged
             .file()
-            .write_all_at(bytes, offset)
+            .write_all_at(bytes, self.start + entry.data_offsets.0 as u64 + offset)
             .map_err(|error| io(self.staged.named(), error))
     }
 }
@@ -328,43 +305,29 @@ impl<'a, T: Element> StridedRun<'a, T> {
     }
 }
 
-/// Identifies a target on this machine independently of how its path is written: by the device and
-/// inode of its folder and its name. `None` if the folder does not exist.
-pub(crate) fn identity(target: &Path) -> Option<u64> {
-    let Ok(Target::File { folder, path, .. }) = resolve(target) else { return None };
-    let folder = std::fs::metadata(folder).ok()?;
-    let name = path.file_name()?.as_encoded_bytes();
-    Some(Fingerprint::new().number(folder.dev()).number(folder.ino()).bytes(name).finish())
-}
-
-/// Returns the header's bytes, the entries and the size of the file; `None` from 2⁶³ bytes on.
-/// Tensors are ordered by descending element size and the header is padded, so that all are
-/// aligned.
-fn header(tensors: &[Planned]) -> Option<(Vec<u8>, BTreeMap<&'static str, Entry>, u64)> {
+/// Returns the tensors with their offsets, and the bytes before the data. Tensors are ordered by
+/// descending element size and the header is padded, so that all are aligned.
+///
+/// # Errors
+/// As text, if a tensor or the file would have 2⁶¹ bytes or more.
+fn header(tensors: &[Planned]) -> std::result::Result<(Metadata, Vec<u8>), String> {
+    let too_large = || "would have 2^61 bytes or more".to_owned();
     let mut ordered: Vec<&Planned> = tensors.iter().collect();
-    ordered.sort_by_key(|tensor| (std::cmp::Reverse(tensor.kind.bytes()), tensor.name));
-    let mut json = serde_json::Map::new();
-    let mut entries = BTreeMap::new();
+    ordered.sort_by_key(|tensor| (Reverse(tensor.dtype.bitsize()), tensor.name));
+    let mut infos = Vec::new();
     let mut end = 0u64;
-    for tensor in ordered {
+    for Planned { name, dtype, shape } in ordered {
         let begin = end;
-        end = begin.checked_add(Entry::bytes(tensor.kind, &tensor.shape)?)?;
-        let entry = serde_json::json!({
-            "dtype": tensor.kind.name(),
-            "shape": tensor.shape,
-            "data_offsets": [begin, end],
-        });
-        json.insert(tensor.name.to_owned(), entry);
-        entries.insert(
-            tensor.name,
-            Entry { kind: tensor.kind, shape: tensor.shape.clone(), offset: begin },
-        );
+        let bytes = dtype::bytes(*dtype, shape).ok_or_else(too_large)?;
+        end = begin.checked_add(bytes).filter(|&end| end < 1 << 61).ok_or_else(too_large)?;
+        let data_offsets = (annulus_core::index(begin), annulus_core::index(end));
+        let info = TensorInfo { dtype: *dtype, shape: shape.clone(), data_offsets };
+        infos.push(((*name).to_owned(), info));
     }
-    let mut text = serde_json::Value::Object(json).to_string().into_bytes();
+    let metadata = Metadata::new(None, infos).map_err(|error| error.to_string())?;
+    let mut text = serde_json::to_vec(&metadata).map_err(|error| error.to_string())?;
     text.resize(text.len().next_multiple_of(8), b' ');
-    let data = 8 + text.len() as u64;
-    entries.values_mut().for_each(|entry| entry.offset += data);
     let mut bytes = (text.len() as u64).to_le_bytes().to_vec();
     bytes.extend(text);
-    Some((bytes, entries, end.checked_add(data).filter(|&end| end <= i64::MAX as u64)?))
+    Ok((metadata, bytes))
 }

@@ -3,7 +3,7 @@
 use annulus_core::{Dims, Error, Result};
 
 use super::Input;
-use crate::file::Kind;
+use crate::file::{float, of_floats};
 
 impl Input {
     /// Checks that the shapes of all tensors match those of query, key and value.
@@ -63,21 +63,18 @@ impl Input {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] naming the first tensor of a wrong type.
-    pub(super) fn check_kinds(&self) -> Result<()> {
+    pub(super) fn check_dtypes(&self) -> Result<()> {
         for name in ["key", "value", "dout", "dlse", "bias", "softmax_aux"] {
-            if let Some(entry) = self.tensors.get(name).filter(|entry| entry.kind.float().is_none())
+            if let Some(entry) = self.tensors.get(name).filter(|entry| float(entry.dtype).is_none())
             {
-                return Err(Error::invalid(name, entry.kind.name(), "a float dtype"));
+                return Err(Error::invalid(name, entry.dtype, "a float dtype"));
             }
         }
         for name in ["key", "value"] {
-            let got = self.tensors.need(name, 4)?.kind;
-            if got != Kind::Float(self.dtype) {
-                return Err(Error::invalid(
-                    name,
-                    got.name(),
-                    format!("{}, the dtype of query", Kind::Float(self.dtype).name()),
-                ));
+            let got = self.tensors.need(name, 4)?.dtype;
+            let want = of_floats(self.dtype);
+            if got != want {
+                return Err(Error::invalid(name, got, format!("{want}, the dtype of query")));
             }
         }
         let integers = [

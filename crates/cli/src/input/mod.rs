@@ -16,7 +16,7 @@ use ndarray::{Array, Array2, Array3, Array4, ArrayView3, IntoDimension};
 use crate::{
     arguments::documents,
     failure::{Outcome, of_file},
-    file::{Kind, Tensors},
+    file::{Tensors, element_bytes, float},
 };
 
 /// Names of input tensors.
@@ -147,13 +147,12 @@ impl Input {
             (shape4("query")?, shape4("key")?, shape4("value")?);
         let dims = Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim };
         let bias = tensors.get("bias").map(|_| shape4("bias")).transpose()?;
-        let dtype = match tensors.need("query", 4)?.kind {
-            Kind::Float(dtype) => dtype,
-            other => return Err(Error::invalid("query", other.name(), "a float dtype")),
-        };
+        let of_query = tensors.need("query", 4)?.dtype;
+        let dtype =
+            float(of_query).ok_or_else(|| Error::invalid("query", of_query, "a float dtype"))?;
         let input = Self { path: path.to_owned(), tensors, dims, dtype, bias, documents: None };
         input.check_shapes()?;
-        input.check_kinds()?;
+        input.check_dtypes()?;
         dims.validate()?;
         Ok(input)
     }
@@ -176,11 +175,9 @@ impl Input {
     }
 
     /// Lists tensors with unknown names, which are most likely misspelled.
-    pub(crate) fn unknown_names(&self) -> Vec<&str> {
-        self.tensors
-            .names()
-            .filter(|name| !INPUT_NAMES.contains(name) && !OUTPUT_NAMES.contains(name))
-            .collect()
+    pub(crate) fn unknown_names(&self) -> Vec<String> {
+        let is_known = |name: &str| INPUT_NAMES.contains(&name) || OUTPUT_NAMES.contains(&name);
+        self.tensors.names().into_iter().filter(|name| !is_known(name)).collect()
     }
 
     /// Path of the file.
@@ -380,7 +377,7 @@ impl Input {
             annulus_core::index(q_rows.len()),
             q_rows.iter().map(i64::cast_unsigned),
         )?;
-        let element = entry.kind.bytes();
+        let element = element_bytes(entry.dtype);
         let line = RefCell::new((None, memory::zeroed::<u8>(NAME, kv_len * element)?));
         let failed = RefCell::new(None);
         let mask = DenseMask::try_from_fn([batch, heads, rows.len(), kv_len], |[b, h, q, k]| {

@@ -167,15 +167,6 @@ impl Job {
         return false;
     }
 
-    /// True if the ranks are MPI processes of one node.
-    pub(crate) fn is_on_one_node(&self) -> bool {
-        #[cfg(feature = "mpi")]
-        if let Some(world) = &self.world {
-            return world.nodes().nodes() == 1;
-        }
-        false
-    }
-
     /// True if this process has rank 0, which prints the results and creates the output file.
     pub(crate) fn is_leader(&self) -> bool {
         self.first_rank() == 0

@@ -264,29 +264,31 @@ impl World {
     pub(super) fn fail(mut self, failure: Failure) -> Failure {
         let rank = self.rank();
         if let Failure::Agreed { rank: failed, what, code } = &failure {
-            if rank == 0 && !what.is_empty() {
-                match failed {
-                    Some(failed) => complain!("rank {failed}: {what}"),
-                    None => complain!("{what}"),
-                };
-            }
             let code = *code;
-            interrupt::set_reported(code);
+            interrupt::report(code, || match failed {
+                _ if rank != 0 || what.is_empty() => {}
+                Some(failed) => {
+                    complain!("rank {failed}: {what}");
+                }
+                None => {
+                    complain!("{what}");
+                }
+            });
             self.finalize(code);
             return Failure::Printed(code);
         }
         if let Failure::Library(error) = &failure {
             self.endpoint.abort(error);
         }
-        if rank == 0 || is_loss_of_rank_0(&failure) {
-            match &failure {
-                Failure::Library(Error::Aborted { rank, what }) => complain!("rank {rank}: {what}"),
-                failure => complain!("rank {rank}: {}", failure.text()),
-            };
-        } else {
-            thread::sleep(SILENT_EXIT_DELAY);
-        }
-        interrupt::set_reported(failure.code());
+        interrupt::report(failure.code(), || match &failure {
+            _ if rank != 0 && !is_loss_of_rank_0(&failure) => thread::sleep(SILENT_EXIT_DELAY),
+            Failure::Library(Error::Aborted { rank, what }) => {
+                complain!("rank {rank}: {what}");
+            }
+            failure => {
+                complain!("rank {rank}: {}", failure.text());
+            }
+        });
         let Self { endpoint, launch, .. } = self;
         drop(endpoint);
         launch.abandon();

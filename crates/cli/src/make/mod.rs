@@ -135,7 +135,7 @@ pub(crate) fn run(flags: &MakeFlags) -> Outcome {
         head_dim,
         value_dim: flags.value_dim.unwrap_or(head_dim),
     };
-    dims.validate().map_err(|error| names::of_flags(error, &dims, &[]))?;
+    dims.validate().map_err(|error| names::of_flags(error, &[]))?;
     let packed = flags.documents.iter().try_fold(0usize, |sum, &len| sum.checked_add(len));
     if packed.is_none_or(|packed| packed > dims.q_len.min(dims.kv_len)) {
         let want = format!("at most {} together (--q-len, --kv-len)", dims.q_len.min(dims.kv_len));
@@ -150,8 +150,7 @@ pub(crate) fn run(flags: &MakeFlags) -> Outcome {
         documents: flags.documents.clone(),
         ..Recipe::new(dims, flags.dtype.into(), flags.seed)
     };
-    let bytes = tensors::write(&recipe, &flags.output)
-        .map_err(|error| names::of_size(error.into(), &dims, &[]))?;
+    let bytes = tensors::write(&recipe, &flags.output)?;
     if !flags.quiet {
         say!("wrote {} ({})", crate::message::path(&flags.output), crate::report::bytes(bytes));
     }

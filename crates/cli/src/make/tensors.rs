@@ -4,10 +4,11 @@ use std::path::Path;
 
 use annulus_core::{DType, Dims, Element, Result};
 use half::{bf16, f16};
+use safetensors::Dtype;
 
 use super::Recipe;
 use crate::{
-    file::{Kind, Output, Planned},
+    file::{Output, Planned, element_bytes, float, of_floats},
     input::SinksForm,
     memory::must_fit_on_disk,
     random::Stream,
@@ -36,9 +37,9 @@ pub(super) fn bytes(recipe: &Recipe) -> u64 {
 
 fn planned(recipe: &Recipe) -> Vec<Planned> {
     let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = recipe.dims;
-    let data = Kind::Float(recipe.dtype);
-    let sums = Kind::Float(recipe.dtype.accumulator());
-    let planned = |name, kind, shape: &[usize]| Planned { name, kind, shape: shape.to_vec() };
+    let data = of_floats(recipe.dtype);
+    let sums = of_floats(recipe.dtype.accumulator());
+    let planned = |name, dtype, shape: &[usize]| Planned { name, dtype, shape: shape.to_vec() };
     let mut all = vec![
         planned("query", data, &[batch, q_len, q_heads, head_dim]),
         planned("key", data, &[batch, kv_len, kv_heads, head_dim]),
@@ -62,26 +63,26 @@ fn planned(recipe: &Recipe) -> Vec<Planned> {
         None => {}
     }
     if recipe.mask.is_some() {
-        all.push(planned("attention_mask", Kind::U8, &[1, 1, q_len, kv_len]));
+        all.push(planned("attention_mask", Dtype::U8, &[1, 1, q_len, kv_len]));
     }
     if recipe.segments.is_some() {
-        all.push(planned("q_segment_ids", Kind::I32, &[batch, q_len]));
-        all.push(planned("kv_segment_ids", Kind::I32, &[batch, kv_len]));
+        all.push(planned("q_segment_ids", Dtype::I32, &[batch, q_len]));
+        all.push(planned("kv_segment_ids", Dtype::I32, &[batch, kv_len]));
     }
     if !recipe.documents.is_empty() {
-        all.push(planned("cum_seqlens_q", Kind::I64, &[recipe.documents.len() + 1]));
-        all.push(planned("cum_seqlens_k", Kind::I64, &[recipe.documents.len() + 1]));
+        all.push(planned("cum_seqlens_q", Dtype::I64, &[recipe.documents.len() + 1]));
+        all.push(planned("cum_seqlens_k", Dtype::I64, &[recipe.documents.len() + 1]));
     }
     all
 }
 
 fn fill(output: &Output, tensor: &Planned, recipe: &Recipe) -> Result<()> {
     let stream = Stream::new(recipe.seed, tensor.name);
-    match (tensor.name, tensor.kind) {
-        (_, Kind::Float(DType::F64)) => floats::<f64>(output, tensor, stream),
-        (_, Kind::Float(DType::F32)) => floats::<f32>(output, tensor, stream),
-        (_, Kind::Float(DType::Bf16)) => floats::<bf16>(output, tensor, stream),
-        (_, Kind::Float(DType::F16)) => floats::<f16>(output, tensor, stream),
+    match (tensor.name, float(tensor.dtype)) {
+        (_, Some(DType::F64)) => floats::<f64>(output, tensor, stream),
+        (_, Some(DType::F32)) => floats::<f32>(output, tensor, stream),
+        (_, Some(DType::Bf16)) => floats::<bf16>(output, tensor, stream),
+        (_, Some(DType::F16)) => floats::<f16>(output, tensor, stream),
         ("attention_mask", _) => {
             let probability = recipe.mask.unwrap_or_default();
             numbers(output, tensor, |index| i64::from(stream.uniform(index) < probability))
@@ -129,7 +130,7 @@ fn floats<T: Element>(output: &Output, tensor: &Planned, stream: Stream) -> Resu
 /// Writes the integers `number(index)`, called in order, in the width of the tensor's type.
 fn numbers(output: &Output, tensor: &Planned, mut number: impl FnMut(u64) -> i64) -> Result<()> {
     let elements = tensor.elements();
-    let width = tensor.kind.bytes();
+    let width = element_bytes(tensor.dtype);
     let mut chunk = Vec::with_capacity(CHUNK.min(elements) * width);
     for first in (0..elements).step_by(CHUNK) {
         chunk.clear();

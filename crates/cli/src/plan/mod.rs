@@ -146,10 +146,9 @@ const PAGE_ROWS: u64 = KvCache::<Cpu>::PAGE_ROWS;
 
 /// Runs `annulus plan`.
 pub(crate) fn run(flags: &PlanFlags) -> Outcome {
-    flags.mask.check()?;
     names::check_different_files(&flags.paths())?;
     let dims = flags.dims()?;
-    let named = |error| names::of_flags(error, &dims, flags.names());
+    let named = |error| names::of_flags(error, flags.names());
     let spec = flags.spec(dims).map_err(named)?;
     documents::check(&flags.mask.documents, &dims)?;
     figures::check_queries(&spec).map_err(named)?;

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     failure::io,
-    file::{Document, Object, read_text},
+    file::{Document, read_text},
     message,
 };
 
@@ -20,7 +20,7 @@ use crate::{
 #[derive(Debug, Deserialize)]
 struct Trace<'a> {
     #[serde(rename = "otherData")]
-    run: Object<RunMark>,
+    run: RunMark,
     #[serde(borrow, rename = "traceEvents")]
     events: Vec<&'a RawValue>,
 }
@@ -51,7 +51,7 @@ pub(super) fn merge(folder: &Path, out: &Path) -> Result<(usize, usize)> {
         let path = folder.join(rank_file(rank));
         let content = read_text(&path)?;
         let trace = parse(&path, &content)?;
-        let Object(run) = trace.run;
+        let run = trace.run;
         let of = first.get_or_insert_with(|| run.clone());
         if *of != run {
             let own = message::name(&run.run);
@@ -91,10 +91,10 @@ pub(super) fn merge(folder: &Path, out: &Path) -> Result<(usize, usize)> {
 fn parse<'a>(path: &Path, content: &'a str) -> Result<Trace<'a>> {
     let wrong = |what: String| io(path, format!("is not a trace of a rank: {what}"));
     let mut text = serde_json::Deserializer::from_str(content);
-    let Object(trace): Object<Trace<'_>> = serde_path_to_error::deserialize(&mut text)
+    let trace: Trace<'_> = serde_path_to_error::deserialize(&mut text)
         .map_err(|error| wrong(message::of_json(&error)))?;
     text.end().map_err(|error| wrong(error.to_string()))?;
-    if trace.run.0.ranks == 0 {
+    if trace.run.ranks == 0 {
         return Err(wrong("otherData.ranks: got 0, want at least 1".to_owned()));
     }
     match trace.events.iter().position(|event| !event.get().starts_with('{')) {

@@ -14,7 +14,6 @@ use clap::{Args, Subcommand};
 use crate::{
     failure::{Failure, Outcome, io},
     file::Document,
-    interrupt::MadeFolders,
     job::Job,
     message,
     report::counted,
@@ -109,13 +108,10 @@ impl RunId {
 }
 
 /// Trace files of this process's ranks. They are created before the passes, so that a folder that
-/// cannot be written is an early error. They get their names when they are complete; if they never
-/// are, a folder created for them is removed.
+/// cannot be written is an early error. They get their names when they are complete.
 #[derive(Debug)]
 pub(crate) struct Traces {
     files: Vec<Document>,
-    // dropped after the files in it
-    _folder: MadeFolders,
 }
 
 impl Traces {
@@ -129,11 +125,11 @@ impl Traces {
         let own =
             if job.is_mpi() { job.first_rank()..job.first_rank() + 1 } else { 0..job.ranks() };
         let make = || {
-            let made = MadeFolders::create(folder)?;
+            std::fs::create_dir_all(folder).map_err(|error| io(folder, error))?;
             let files = own
                 .map(|rank| Document::create(&folder.join(rank_file(rank))))
                 .collect::<annulus_core::Result<_>>()?;
-            Ok(Self { files, _folder: made })
+            Ok(Self { files })
         };
         job.agree(make().map_err(|error: annulus_core::Error| error.into()))
     }

@@ -161,8 +161,8 @@ fn documents_that_do_not_fit_are_refused() {
     let fails = |line: &str, words: &[&str]| folder.run(line).failed(2, words);
     fails("plan --q-len 9 --documents 4,4 --ranks 2", &["--documents", "8 rows", "9"]);
     fails("plan --kv-len 9 --documents 4,4 --ranks 2", &["--documents", "8 rows", "9", "keys"]);
-    fails("plan --documents 4,0 --ranks 2", &["--documents: got 0"]);
-    fails("demo --documents 4,0", &["--documents: got 0"]);
+    fails("plan --documents 4,0 --ranks 2", &["--documents", "from 1"]);
+    fails("demo --documents 4,0", &["--documents", "from 1"]);
     let plan = "plan --documents 4,4 --layout balanced --heads 3 --strategy";
     let heads = "--strategy: got heads in groups of 2 ranks, want groups whose size divides the 3";
     fails(&format!("{plan} heads:2 --ranks 2"), &[heads]);

@@ -7,8 +7,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use safetensors::{Dtype, tensor::TensorView};
-
 use crate::support::{Folder, RunResult};
 
 /// The longest time of a command that is refused at once, on a busy machine.
@@ -39,6 +37,8 @@ fn limited(folder: &Folder, kibibytes: usize, arguments: &str) -> RunResult {
     let mut command = Command::new("sh");
     command.args(["-c", "ulimit -v \"$1\" && shift && exec \"$@\"", "sh", &kibibytes.to_string()]);
     command.arg(inner.get_program()).args(inner.get_args());
+    // else each thread reserves 64 MiB of address space
+    command.env("MALLOC_ARENA_MAX", "1");
     for (name, value) in inner.get_envs() {
         match value {
             Some(value) => command.env(name, value),
@@ -78,59 +78,21 @@ fn attend_without_memory_ends_in_one_line() {
     );
     let mut failed = 0;
     let mut succeeded = 0;
-    for limit in limits(&folder, 6 << 10, 24) {
-        for flags in ["--ranks 1 --threads 1", "--ranks 2 --threads 1", "--ranks 3 --threads 2"] {
-            let result = limited(
-                &folder,
-                limit,
-                &format!("attend --input in.st --output o.st {flags} --backward"),
-            );
-            let there = folder.path("o.st").exists();
-            if ended_well(&folder, &result, &format!("{limit} KiB, {flags}")) {
-                assert!(there);
-                std::fs::remove_file(folder.path("o.st")).unwrap();
-                succeeded += 1;
-            } else {
-                assert!(!there, "{result:?}");
-                failed += 1;
-            }
+    let attend = "attend --input in.st --output o.st --ranks 2 --threads 1 --backward";
+    for limit in limits(&folder, 16 << 10, 12) {
+        let result = limited(&folder, limit, attend);
+        let there = folder.path("o.st").exists();
+        if ended_well(&folder, &result, &format!("{limit} KiB")) {
+            assert!(there);
+            std::fs::remove_file(folder.path("o.st")).unwrap();
+            succeeded += 1;
+        } else {
+            assert!(!there, "{result:?}");
+            failed += 1;
         }
     }
     // the limits must include both outcomes
-    assert!(failed > 6 && succeeded > 6, "{failed} failed, {succeeded} succeeded");
-}
-
-#[test]
-fn ids_in_no_order_without_memory_end_in_one_line() {
-    let folder = Folder::new("limits_ids");
-    // A run of ids per row is the most that planning allocates. Rows are few, because ids in no
-    // order leave no tile out.
-    let len = 1 << 14;
-    let numbers = |scale: i64| (0..len as i64).map(move |row| row * row % 1009 * scale);
-    let ids: Vec<u8> = numbers(1).flat_map(|id| (id as i32).to_le_bytes()).collect();
-    let positions: Vec<u8> = numbers(3).flat_map(i64::to_le_bytes).collect();
-    let rows = vec![0u8; len * 4];
-    let tensors = [
-        ("query", Dtype::F32, vec![1, len, 1, 1], &rows),
-        ("key", Dtype::F32, vec![1, len, 1, 1], &rows),
-        ("value", Dtype::F32, vec![1, len, 1, 1], &rows),
-        ("q_segment_ids", Dtype::I32, vec![1, len], &ids),
-        ("q_positions", Dtype::I64, vec![1, len], &positions),
-        ("kv_positions", Dtype::I64, vec![1, len], &positions),
-    ];
-    let tensors = tensors
-        .map(|(name, dtype, shape, bytes)| (name, TensorView::new(dtype, shape, bytes).unwrap()));
-    safetensors::serialize_to_file(tensors, None, &folder.path("in.st")).unwrap();
-    let mut failed = 0;
-    for limit in limits(&folder, 2 << 10, 16) {
-        let said = limited(
-            &folder,
-            limit,
-            "attend --input in.st --output o.st --causal --window 4 --threads 1 --ranks 1",
-        );
-        failed += usize::from(!ended_well(&folder, &said, &format!("{limit} KiB")));
-    }
-    assert!(failed > 4, "{failed} failed");
+    assert!(failed > 2 && succeeded > 2, "{failed} failed, {succeeded} succeeded");
 }
 
 #[test]
@@ -151,29 +113,11 @@ fn an_allocation_that_fails_names_its_tensor() {
 }
 
 #[test]
-fn other_subcommands_without_memory_end_in_one_line() {
-    let folder = Folder::new("limits_others");
-    for limit in limits(&folder, 8 << 10, 8) {
-        for arguments in [
-            "bench --q-len 512 --kv-len 8192 --heads 4 --ds 16 --what fwd+bwd --causal false \
-             --ranks 2",
-            "make --output m.st --q-len 4096 --heads 2 --head-dim 32 --backward",
-            "plan --causal --q-len 100000 --ranks 64",
-            "demo --len 512 --ranks 2",
-        ] {
-            let result = limited(&folder, limit, arguments);
-            ended_well(&folder, &result, &format!("{limit} KiB, {arguments}"));
-        }
-    }
-}
-
-#[test]
 fn a_problem_larger_than_memory_is_refused_at_once() {
     let folder = Folder::new("limits_vast");
     let bench =
         soon(&folder, "bench --q-len 16 --kv-len 1099511627776 --ds 8 --heads 1 --what fwd");
-    let size = "a problem of this size (--kv-len 1099511627776) needs 70368744178880 bytes";
-    bench.failed(1, &["out of memory: ", size]);
+    bench.failed(1, &["out of memory: a problem of this size needs 70368744178880 bytes"]);
 
     // a sparse file of 4 TiB
     let rows = 1u64 << 38;

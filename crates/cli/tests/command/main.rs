@@ -2,7 +2,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 
-mod abuse;
 mod arguments;
 mod attend;
 mod check;
@@ -17,7 +16,6 @@ mod interrupt;
 mod launcher;
 mod limits;
 mod machine;
-mod malformed;
 mod messages;
 mod odd_files;
 mod outputs;

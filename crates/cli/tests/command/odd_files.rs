@@ -33,7 +33,7 @@ fn files_that_are_not_safetensors_files_are_refused() {
     std::fs::remove_dir(folder.path("in.safetensors")).unwrap();
 
     let tensor = r#""query":{"dtype":"F32","shape":[1,1,1,1],"data_offsets":[0,4]}"#;
-    let second = |begin, end| {
+    let second = |begin: u64, end: u64| {
         let shape = "[1,1,1,1]";
         format!(
             r#"{{{tensor},"key":{{"dtype":"F32","shape":{shape},"data_offsets":[{begin},{end}]}}}}"#
@@ -44,34 +44,161 @@ fn files_that_are_not_safetensors_files_are_refused() {
     };
     let mut not_text = raw("{??}", 0);
     not_text[9] = 0xff;
+    let malformed = "is not a safetensors file";
     let cases: Vec<(Vec<u8>, &str)> = vec![
         (Vec::new(), "truncated"),
         (vec![1, 2, 3], "truncated"),
-        (u64::MAX.to_le_bytes().to_vec(), "is not a safetensors file"),
-        (100_000_001u64.to_le_bytes().to_vec(), "is not a safetensors file"),
+        (u64::MAX.to_le_bytes().to_vec(), malformed),
+        (100_000_001u64.to_le_bytes().to_vec(), malformed),
         (1000u64.to_le_bytes().to_vec(), "truncated"),
-        (raw("not json", 0), "malformed"),
-        (raw("[]", 0), "malformed"),
-        (raw(r#"{"query":{"dtype":"F32"}}"#, 0), "malformed"),
-        (raw(r#"{"query":{"dtype":"F32","shape":[-1],"data_offsets":[0,0]}}"#, 0), "malformed"),
-        (not_text, "malformed"),
+        (raw("not json", 0), malformed),
+        (raw("[]", 0), malformed),
+        (raw(&"[".repeat(100_000), 0), malformed),
+        (raw(&format!("{{\"query\":{}", "{\"a\":".repeat(100_000)), 0), malformed),
+        (raw(r#"{"query":{"dtype":"F32"}}"#, 0), "missing field"),
+        (raw(r#"{"query":{"dtype":"F32","shape":[-1],"data_offsets":[0,0]}}"#, 0), malformed),
+        (raw(r#"{"__metadata__":{"a":1}}"#, 0), malformed),
+        (not_text, malformed),
         (raw(&format!("{{{tensor}}}"), 3), "truncated"),
         (raw(&format!("{{{tensor}}}"), 5), "after its last tensor"),
-        (raw(&second(2, 6), 6), "overlaps"),
-        (raw(&second(0, 4), 4), "overlaps"),
-        (raw(&second(5, 9), 9), "gap"),
-        (raw(&format!("{{{tensor},{tensor}}}"), 4), "two tensors"),
-        (raw(&one("F8_E4M3", "[1,1,1,1]", "1"), 1), "F8_E4M3"),
-        (raw(&one("C64", "[1,1,1,1]", "8"), 8), "C64"),
-        (raw(&one("F32", "[1,1,1,2]", "4"), 4), "shape"),
-        (raw(&one("F32", "[4294967296,4294967296,4294967296]", "4"), 4), "shape"),
-        (raw(r#"{"query":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}}"#, 4), "4..0"),
+        (raw(&second(2, 6), 6), "invalid offset"),
+        (raw(&second(0, 4), 4), "invalid offset"),
+        (raw(&second(5, 9), 9), "invalid offset for tensor `key`"),
+        (raw(&second(4, u64::MAX), 8), "invalid shape"),
+        (raw(&one("F8_E4M3", "[1,1,1,1]", "1"), 1), "query: got dtype F8_E4M3"),
+        (raw(&one("C64", "[1,1,1,1]", "8"), 8), "query: got dtype C64"),
+        (raw(&one("Q99", "[1,1,1,1]", "8"), 8), "Q99"),
+        (raw(&one("F32", "[1,1,1,2]", "4"), 4), "invalid shape"),
+        (raw(&one("F32", "[4294967296,4294967296,4294967296]", "4"), 4), "overflow"),
+        (raw(&one("F32", "[0,4294967296,4294967296,4]", "0"), 0), "query: got shape"),
+        (raw(r#"{"query":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}}"#, 4), "invalid offset"),
         (raw("{}", 0), "query"),
     ];
     for (bytes, word) in cases {
         std::fs::write(folder.path("in.safetensors"), bytes).unwrap();
         refused(&folder, "", &[word]);
     }
+}
+
+#[test]
+fn inputs_that_are_not_regular_files_are_refused() {
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
+    let folder = Folder::new("no_regular_files");
+    let path = folder.path("in.safetensors");
+    for (kind, word) in [(FileType::Fifo, "a pipe"), (FileType::Socket, "a socket")] {
+        mknodat(CWD, &path, kind, Mode::RUSR | Mode::WUSR, 0).unwrap();
+        refused(&folder, "", &[word]);
+        std::fs::remove_file(&path).unwrap();
+    }
+    for (target, word) in [("/dev/zero", "a device"), ("in.safetensors", "symbolic links")] {
+        std::os::unix::fs::symlink(target, &path).unwrap();
+        refused(&folder, "", &[word]);
+        std::fs::remove_file(&path).unwrap();
+    }
+}
+
+/// Header of query, key and value, with `more` entries and their bytes before the data.
+fn header(more: &str, first: u64) -> String {
+    let entry = |name: &str, index: u64| {
+        let [begin, end] = [first + 64 * index, first + 64 * (index + 1)];
+        format!(r#""{name}":{{"data_offsets":[{begin},{end}],"shape":[1,4,2,2],"dtype":"F32"}}"#)
+    };
+    // in another order than the data
+    format!("{{{}{more},{},{}}}", entry("value", 2), entry("key", 1), entry("query", 0))
+}
+
+#[test]
+fn unusual_files_are_accepted() {
+    let folder = Folder::new("unusual_files");
+    for (more, first) in [
+        ("", 0),
+        (r#","__metadata__":{"format":"pt"}"#, 0),
+        // not aligned, of a type without a kernel, without elements, with a later field
+        (r#","a":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}"#, 3),
+        (r#","a":{"dtype":"F8_E4M3","shape":[8],"data_offsets":[0,8]}"#, 8),
+        (r#","a":{"dtype":"F64","shape":[3,0],"data_offsets":[0,0]}"#, 0),
+        (r#","a":{"dtype":"F64","shape":[],"data_offsets":[0,8],"later":[{}]}"#, 8),
+    ] {
+        for text in [header(more, first), format!(" \n{}\t ", header(more, first))] {
+            let bytes = raw(&text, 192 + usize::try_from(first).unwrap());
+            std::fs::write(folder.path("in.safetensors"), bytes).unwrap();
+            let result = folder.run(ATTEND);
+            assert_eq!(result.code, 0, "{text}: {result:?}");
+        }
+    }
+}
+
+/// Damaged headers and texts: an error of one line that names the file, or success.
+#[test]
+fn damaged_files_end_in_one_line() {
+    let folder = Folder::new("damaged_files");
+    folder.succeed("make --output in.safetensors --q-len 6 --heads 2 --head-dim 4 --bias 11qk");
+    let input = std::fs::read(folder.path("in.safetensors")).unwrap();
+    let text = 8 + usize::try_from(u64::from_le_bytes(*input.first_chunk().unwrap())).unwrap();
+    folder.succeed(&format!("{ATTEND} --trace ."));
+    let trace = std::fs::read(folder.path("rank-0.json")).unwrap();
+    let index = br#"{"format":"annulus-cases-1","cases":[{"id":"a","file":"in.safetensors"}]}"#;
+    let files = [
+        ("in.safetensors", &input[..], 8..text, ATTEND),
+        ("rank-0.json", &trace[..], 0..trace.len(), "trace merge . --output all.json"),
+        ("index.json", &index[..], 0..index.len(), "check . --ranks 1 --layout contiguous"),
+    ];
+    // a linear congruential generator (Knuth, MMIX)
+    let mut state = 20_261_129u64;
+    let mut below = |end: usize| {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as usize % end
+    };
+    for (name, good, damaged, arguments) in files {
+        for number in 0..40 {
+            let mut bytes = good.to_vec();
+            let at = damaged.start + below(damaged.len());
+            match number % 3 {
+                0 => bytes[at] = below(256) as u8,
+                1 => drop(bytes.drain(at..(at + 1 + below(12)).min(good.len()))),
+                _ => bytes.truncate(at),
+            }
+            std::fs::write(folder.path(name), bytes).unwrap();
+            let result = folder.run(arguments);
+            if result.code != 0 {
+                result.failed(1, &[]);
+            }
+            assert!(!folder.names().iter().any(|name| name.contains("partial")), "{result:?}");
+        }
+        std::fs::write(folder.path(name), good).unwrap();
+    }
+}
+
+#[test]
+fn malformed_indexes_and_traces_name_the_file_and_the_field() {
+    let folder = Folder::new("malformed_texts");
+    std::fs::create_dir(folder.path("traces")).unwrap();
+    for (text, words) in [
+        ("", &["EOF"][..]),
+        ("[", &["EOF"]),
+        ("{\"cases\":[]}", &["missing field `format`"]),
+        ("{\"format\":3,\"cases\":[]}", &["format: invalid type"]),
+        ("{\"format\":\"other\",\"cases\":[]}", &["format: got other"]),
+        ("{\"format\":\"annulus-cases-1\",\"cases\":{}}", &["cases: invalid type"]),
+        ("{\"format\":\"annulus-cases-1\",\"cases\":[]} x", &["trailing"]),
+    ] {
+        std::fs::write(folder.path("index.json"), text).unwrap();
+        folder.run("check .").failed(1, &[&["index.json"], words].concat());
+    }
+    for (text, words) in [
+        ("", &["EOF"][..]),
+        ("{\"traceEvents\":[]}", &["missing field `otherData`"]),
+        ("{\"otherData\":{\"run\":3,\"ranks\":1},\"traceEvents\":[]}", &["otherData.run"]),
+        ("{\"otherData\":{\"run\":\"1\",\"ranks\":0},\"traceEvents\":[]}", &["ranks: got 0"]),
+        ("{\"otherData\":{\"run\":\"1\",\"ranks\":2},\"traceEvents\":[]}", &["rank-1.json"]),
+        ("{\"otherData\":{\"run\":\"1\",\"ranks\":1},\"traceEvents\":[3]}", &["traceEvents[0]"]),
+    ] {
+        std::fs::write(folder.path("traces/rank-0.json"), text).unwrap();
+        let result = folder.run("trace merge traces --output all.json");
+        result.failed(1, &[&["rank-"], words].concat());
+    }
+    assert_eq!(folder.names(), ["index.json", "traces"]);
 }
 
 #[test]

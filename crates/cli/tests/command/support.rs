@@ -154,16 +154,14 @@ impl From<Output> for RunResult {
 }
 
 impl RunResult {
-    /// Checks that the command failed with this code and one line that has all of `words`.
+    /// Checks that the command failed with this code and one line, or an error of clap, that has
+    /// all of `words`.
     #[track_caller]
     pub(crate) fn failed(&self, code: i32, words: &[&str]) {
         assert_eq!(self.code, code, "{self:?}");
-        assert!(
-            self.err.starts_with("annulus: ")
-                && self.err.ends_with('\n')
-                && self.err.lines().count() == 1,
-            "{self:?}"
-        );
+        let of_clap = code == 2 && self.err.starts_with("error: ");
+        let is_line = self.err.starts_with("annulus: ") && self.err.lines().count() == 1;
+        assert!(self.err.ends_with('\n') && (of_clap || is_line), "{self:?}");
         for word in words {
             assert!(self.err.contains(word), "no {word:?} in {self:?}");
         }

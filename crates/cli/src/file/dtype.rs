@@ -2,83 +2,46 @@
 
 use annulus_core::{DType, Element, Result, memory};
 use half::{bf16, f16};
+use safetensors::Dtype;
 
-/// Element type of a tensor in a file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
-    /// Bool of one byte, 0 or 1.
-    Bool,
-    /// Unsigned, 8 bits.
-    U8,
-    /// Signed, 8 bits.
-    I8,
-    /// Unsigned, 16 bits.
-    U16,
-    /// Signed, 16 bits.
-    I16,
-    /// Unsigned, 32 bits.
-    U32,
-    /// Signed, 32 bits.
-    I32,
-    /// Unsigned, 64 bits.
-    U64,
-    /// Signed, 64 bits.
-    I64,
-    /// Float.
-    Float(DType),
+/// Returns the float type in which a plan computes with a tensor; `None` for all other types.
+pub(crate) const fn float(dtype: Dtype) -> Option<DType> {
+    match dtype {
+        Dtype::F64 => Some(DType::F64),
+        Dtype::F32 => Some(DType::F32),
+        Dtype::BF16 => Some(DType::Bf16),
+        Dtype::F16 => Some(DType::F16),
+        _ => None,
+    }
 }
 
-/// Kinds with their names in a header.
-const NAMES: [(Kind, &str); 13] = [
-    (Kind::Bool, "BOOL"),
-    (Kind::U8, "U8"),
-    (Kind::I8, "I8"),
-    (Kind::U16, "U16"),
-    (Kind::I16, "I16"),
-    (Kind::U32, "U32"),
-    (Kind::I32, "I32"),
-    (Kind::U64, "U64"),
-    (Kind::I64, "I64"),
-    (Kind::Float(DType::F16), "F16"),
-    (Kind::Float(DType::Bf16), "BF16"),
-    (Kind::Float(DType::F32), "F32"),
-    (Kind::Float(DType::F64), "F64"),
-];
-
-impl Kind {
-    /// Returns the kind with this name in a header.
-    pub(crate) fn named(name: &str) -> Option<Self> {
-        NAMES.iter().find(|(_, known)| *known == name).map(|&(kind, _)| kind)
+/// Returns the type of a tensor of floats.
+pub(crate) const fn of_floats(dtype: DType) -> Dtype {
+    match dtype {
+        DType::F64 => Dtype::F64,
+        DType::F32 => Dtype::F32,
+        DType::Bf16 => Dtype::BF16,
+        DType::F16 => Dtype::F16,
     }
+}
 
-    /// Lists all names, for errors.
-    pub(crate) fn names() -> String {
-        NAMES.map(|(_, name)| name).join(", ")
-    }
+/// True for the types of masks, ids, positions and packed lengths.
+pub(crate) const fn is_integer(dtype: Dtype) -> bool {
+    use Dtype::{BOOL, I8, I16, I32, I64, U8, U16, U32, U64};
+    matches!(dtype, BOOL | U8 | I8 | U16 | I16 | U32 | I32 | U64 | I64)
+}
 
-    /// Name in a header.
-    pub(crate) fn name(self) -> &'static str {
-        NAMES.iter().find(|(kind, _)| *kind == self).map_or("", |&(_, name)| name)
-    }
+/// Bytes of an element of one of the types above.
+pub(crate) fn element_bytes(dtype: Dtype) -> usize {
+    dtype.bitsize() / 8
+}
 
-    /// Bytes of one element.
-    pub(crate) const fn bytes(self) -> usize {
-        match self {
-            Self::Bool | Self::U8 | Self::I8 => 1,
-            Self::U16 | Self::I16 => 2,
-            Self::U32 | Self::I32 => 4,
-            Self::U64 | Self::I64 => 8,
-            Self::Float(dtype) => dtype.bytes(),
-        }
-    }
-
-    /// Returns the float type, if it is one.
-    pub(crate) const fn float(self) -> Option<DType> {
-        match self {
-            Self::Float(dtype) => Some(dtype),
-            _ => None,
-        }
-    }
+/// Returns the bytes of a tensor; `None` from 2⁶¹ on. Lengths of 0 count as 1 in this check, so
+/// that the product of any of the lengths fits.
+pub(crate) fn bytes(dtype: Dtype, shape: &[usize]) -> Option<u64> {
+    let lengths = shape.iter().map(|&len| len.max(1) as u64);
+    let bits = lengths.chain([dtype.bitsize() as u64]).try_fold(1u64, u64::checked_mul)?;
+    Some(if shape.contains(&0) { 0 } else { bits / 8 })
 }
 
 /// Converts little-endian bytes to the host's byte order, or back, in place.
@@ -107,24 +70,24 @@ pub(crate) fn floats<T: Element>(from: DType, bytes: &[u8], into: &mut [T]) {
     }
 }
 
-/// Converts integers of type `from`. `None` if they are floats, or if one does not fit: an unsigned
+/// Converts integers of type `from`. `None` if they are none, or if one does not fit: an unsigned
 /// number of 2⁶³ or more.
 ///
 /// # Errors
 /// [`annulus_core::Error::OutOfMemory`] naming the tensor `name`.
-pub(crate) fn integers(name: &str, from: Kind, bytes: &[u8]) -> Result<Option<Vec<i64>>> {
-    let mut wide = memory::list(name, bytes.len() / from.bytes())?;
+pub(crate) fn integers(name: &str, from: Dtype, bytes: &[u8]) -> Result<Option<Vec<i64>>> {
+    let mut wide = memory::list(name, bytes.len() / element_bytes(from))?;
     let mut each = Widen { bytes, wide: &mut wide };
     let fits = match from {
-        Kind::Bool | Kind::U8 => each.by(|bytes| Some(i64::from(u8::from_le_bytes(bytes)))),
-        Kind::I8 => each.by(|bytes| Some(i64::from(i8::from_le_bytes(bytes)))),
-        Kind::U16 => each.by(|bytes| Some(i64::from(u16::from_le_bytes(bytes)))),
-        Kind::I16 => each.by(|bytes| Some(i64::from(i16::from_le_bytes(bytes)))),
-        Kind::U32 => each.by(|bytes| Some(i64::from(u32::from_le_bytes(bytes)))),
-        Kind::I32 => each.by(|bytes| Some(i64::from(i32::from_le_bytes(bytes)))),
-        Kind::I64 => each.by(|bytes| Some(i64::from_le_bytes(bytes))),
-        Kind::U64 => each.by(|bytes| i64::try_from(u64::from_le_bytes(bytes)).ok()),
-        Kind::Float(_) => false,
+        Dtype::BOOL | Dtype::U8 => each.by(|bytes| Some(i64::from(u8::from_le_bytes(bytes)))),
+        Dtype::I8 => each.by(|bytes| Some(i64::from(i8::from_le_bytes(bytes)))),
+        Dtype::U16 => each.by(|bytes| Some(i64::from(u16::from_le_bytes(bytes)))),
+        Dtype::I16 => each.by(|bytes| Some(i64::from(i16::from_le_bytes(bytes)))),
+        Dtype::U32 => each.by(|bytes| Some(i64::from(u32::from_le_bytes(bytes)))),
+        Dtype::I32 => each.by(|bytes| Some(i64::from(i32::from_le_bytes(bytes)))),
+        Dtype::I64 => each.by(|bytes| Some(i64::from_le_bytes(bytes))),
+        Dtype::U64 => each.by(|bytes| i64::try_from(u64::from_le_bytes(bytes)).ok()),
+        _ => false,
     };
     Ok(fits.then_some(wide))
 }
@@ -148,12 +111,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kinds_and_names_correspond() {
-        for (kind, name) in NAMES {
-            assert_eq!(Kind::named(name), Some(kind));
-            assert_eq!(kind.name(), name);
+    fn a_length_of_zero_does_not_hide_overflow() {
+        let bytes = |shape: &[usize]| bytes(Dtype::F32, shape);
+        assert_eq!(bytes(&[2, 3]), Some(24));
+        assert_eq!(bytes(&[1 << 40, 0, 2, 4]), Some(0));
+        for zero in 0..3 {
+            let mut shape = [1 << 62, 1 << 62, 1 << 62];
+            shape[zero] = 0;
+            assert_eq!(bytes(&shape), None);
         }
-        assert_eq!(Kind::named("F8_E4M3"), None);
+        assert_eq!(bytes(&[1 << 59]), None);
+        assert_eq!(bytes(&[(1 << 59) - 1]), Some((1 << 61) - 4));
     }
 
     /// Checks values just above a tie, which a second rounding would round down.
@@ -190,9 +158,9 @@ mod tests {
         assert_eq!(into[0], bf16::ONE);
         assert!(into[1].is_nan());
         let integers = |from, bytes: &[u8]| integers("ids", from, bytes).unwrap();
-        assert_eq!(integers(Kind::I8, &[0xff, 2]), Some(vec![-1, 2]));
-        assert_eq!(integers(Kind::U64, &7u64.to_le_bytes()), Some(vec![7]));
-        assert_eq!(integers(Kind::U64, &u64::MAX.to_le_bytes()), None);
-        assert_eq!(integers(Kind::Float(DType::F32), &[0; 4]), None);
+        assert_eq!(integers(Dtype::I8, &[0xff, 2]), Some(vec![-1, 2]));
+        assert_eq!(integers(Dtype::U64, &7u64.to_le_bytes()), Some(vec![7]));
+        assert_eq!(integers(Dtype::U64, &u64::MAX.to_le_bytes()), None);
+        assert_eq!(integers(Dtype::F32, &[0; 4]), None);
     }
 }
