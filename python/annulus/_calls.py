@@ -494,6 +494,12 @@ def pass_forward(plan: Plan, tensors: Tensors) -> Forward:
     return plan.forward(query, key, value, bias=bias, softmax_aux=softmax_aux)
 
 
+def keeps_out_residual(dtype: str, backend: str | None, *, forward_only: bool) -> bool:
+    """Returns true if a call keeps the rounding residual of out for its backward pass."""
+    is_on_cpu = backend in (None, "cpu")
+    return is_on_cpu and dtype in ("bfloat16", "float16") and not forward_only
+
+
 def _is_traced(*values: Any) -> bool:
     jax = sys.modules.get("jax")
     return jax is not None and any(isinstance(value, jax.core.Tracer) for value in values)

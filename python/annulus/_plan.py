@@ -215,6 +215,7 @@ class Plan:
                 checked, self._lengths, handle, computes, own_threads
             )
         self._started: Pass[Any] | None = None
+        self._has_out_residual = self._plan.has_out_residual()
         self._q_rows = spelled_runs(self._plan.q_rows())
         self._kv_rows = spelled_runs(self._plan.kv_rows())
 
@@ -355,9 +356,12 @@ class Plan:
             }
             for name in ("max", "sum") if self._normalized else ("max", "sum", "ties"):
                 arrays[name] = memory.empty(statistics, acc, like)
+            if self._has_out_residual:
+                arrays["out_residual"] = memory.empty(whole, self._dtype, like)
             reports = self._plan.forward({**inputs.arrays, **arrays})
+        of_out = ("out", "out_residual")
         results = {
-            name: memory.given_back(array, self._dtype if name == "out" else acc, like)
+            name: memory.given_back(array, self._dtype if name in of_out else acc, like)
             for name, array in arrays.items()
             if {"out": out, "lse": lse}.get(name) is None
         }
@@ -397,6 +401,9 @@ class Plan:
             memory, like = self._memory, inputs.query.library
             arrays["out"] = self._of_dtype("out", forward.out).array
             arrays["dout"] = self._of_dtype("dout", dout).array
+            if forward.out_residual is not None:
+                residual = self._of_dtype("out_residual", forward.out_residual)
+                arrays["out_residual"] = residual.array
             given = {
                 "lse": forward.lse,
                 "max": forward.max,

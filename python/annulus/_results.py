@@ -35,6 +35,10 @@ class Forward:
         sum: Σ e^(s − max), shape of lse. The backward pass computes probabilities from max and sum;
             with neither, from lse, wrong by a factor e^ε with |ε| up to 2⁻²⁴·|lse| in float32.
         ties: Number of keys and sinks that share the maximum. Only of an unnormalised output.
+        out_residual: Rounding residual of out, shape and element type of out: out before it was
+            rounded − out, rounded. Of bfloat16 and float16 on the CPU, of plans with a backward
+            pass. Without it the backward pass computes ⟨dout, out⟩ from the rounded out, and dq is
+            off where all keys share a large component.
         reports: Times and bytes of the ranks of this process.
     """
 
@@ -43,6 +47,7 @@ class Forward:
     max: Any = None
     sum: Any = None
     ties: Any = None
+    out_residual: Any = None
     reports: tuple[Report, ...] = ()
 
 

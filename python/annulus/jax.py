@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from . import _annulus, _arrays, _calls, _check, _options, _plan_cache
-from ._calls import BATCH, TENSORS, Call, Shapes, Tensors
+from ._calls import BATCH, TENSORS, Call, Shapes, Tensors, keeps_out_residual
 from ._errors import invalid, unsupported
 from ._plan import Plan
 from ._plan_cache import plan_for
@@ -228,15 +228,24 @@ def _attend(call: Call, tensors: Tensors, batch: dict[str, Any]) -> Any:
 
 
 def _forward(call: Call, tensors: Tensors, batch: dict[str, Any], *, forward_only: bool) -> Any:
-    """Returns out, lse, max and sum, and of an unnormalised output ties."""
+    """Returns the outputs of a forward pass, by name in the order of ``_results``."""
     query, value = tensors[0], tensors[2]
     rows, q_len, q_heads, _ = query.shape
     statistics = jax.ShapeDtypeStruct((rows, q_heads, q_len), _arrays.accumulator(query.dtype.name))
-    # lse, max and sum, and ties of an unnormalised output
-    count = 3 if call.attention.normalize_output else 4
     out = jax.ShapeDtypeStruct((rows, q_len, q_heads, value.shape[3]), query.dtype)
+    names = _results(call, query.dtype, forward_only=forward_only)
+    wanted = [out if name.startswith("out") else statistics for name in names]
     given = {**_named(tensors), **batch}
-    return _run(call, given, [out, *[statistics] * count], forward_only=forward_only)
+    return _run(call, given, wanted, forward_only=forward_only)
+
+
+def _results(call: Call, dtype: Any, *, forward_only: bool) -> tuple[str, ...]:
+    """Returns the names of the outputs of a forward pass: ties only of an unnormalised output, the
+    rounding residual of out only where the backward pass reads it.
+    """
+    ties = () if call.attention.normalize_output else ("ties",)
+    keeps = keeps_out_residual(dtype.name, call.backend, forward_only=forward_only)
+    return ("out", "lse", "max", "sum", *ties, *(("out_residual",) if keeps else ()))
 
 
 def _attend_forward(call: Call, tensors: Tensors, batch: dict[str, Any]) -> Any:
@@ -248,7 +257,8 @@ def _attend_backward(call: Call, saved: Any, cotangents: Any) -> Any:
     tensors, batch, forward = saved
     named = _named(tensors)
     wanted = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in named.values()]
-    results = dict(zip(("out", "lse", "max", "sum", "ties"), forward, strict=False))
+    names = _results(call, tensors[0].dtype, forward_only=False)
+    results = dict(zip(names, forward, strict=True))
     given = {**named, **batch, **results, **dict(zip(("dout", "dlse"), cotangents, strict=True))}
     gradients = dict(zip(named, _run(call, given, wanted, forward_only=False), strict=True))
     # a batch has no gradient
@@ -313,13 +323,14 @@ def _execute(text: str, operands: list[Any], results: list[Any]) -> None:
 
 
 def _write_outputs(plan: Plan, tensors: Tensors, written: list[Array]) -> None:
-    """Writes out, lse, max, sum and, of an unnormalised output, ties."""
+    """Writes the outputs of a forward pass, in the order of ``_results``."""
     query, key, value, bias, softmax_aux = tensors
     out, lse, *statistics = written
     done = plan.forward(query, key, value, bias=bias, softmax_aux=softmax_aux, out=out, lse=lse)
-    # a normalised output has no ties
-    for array, computed in zip(statistics, (done.max, done.sum, done.ties), strict=False):
-        array[...] = computed
+    computed = (done.max, done.sum, done.ties, done.out_residual)
+    given = [array for array in computed if array is not None]
+    for array, values in zip(statistics, given, strict=False):
+        array[...] = values
 
 
 def _write_gradients(
@@ -333,6 +344,7 @@ def _write_gradients(
         max=given.get("max"),
         sum=given.get("sum"),
         ties=given.get("ties"),
+        out_residual=given.get("out_residual"),
     )
     gradients = plan.backward(
         query,

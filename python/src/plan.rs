@@ -241,6 +241,13 @@ impl Plan {
         Ok(of_plan!(engine, plan => plan.any_thread()))
     }
 
+    /// True if a backward pass reads the rounding residual of out, which a forward pass writes.
+    fn has_out_residual(&self, py: Python<'_>) -> PyResult<bool> {
+        let guard = self.session.lock(py)?;
+        let engine = self.session.opened(guard.as_ref())?;
+        Ok(of_plan!(engine, plan => plan.has_out_residual()))
+    }
+
     /// Ends the pass that another thread runs, if it has reached the ring.
     fn interrupt(&self) {
         self.session.signals().interrupt();
@@ -313,6 +320,7 @@ impl Plan {
                 max: view_mut(&outputs.max)?,
                 sum: view_mut(&outputs.sum)?,
                 ties: view_mut(&outputs.ties)?,
+                out_residual: view_mut::<T, Ix4>(&outputs.out_residual)?,
             }
         };
         let reports = self.session.run(py, || match engine {
@@ -356,6 +364,7 @@ impl Plan {
             let [max, sum, ties, dlse] = [&forward.max, &forward.sum, &forward.ties, &dlse]
                 .map(|array| device_view::<T::Accumulator>(array, on));
             let (max, sum, ties, dlse) = (max?, sum?, ties?, dlse?);
+            let out_residual = device_view::<T>(&forward.out_residual, on)?;
             let dout = dout.device_view::<T>(on)?;
             // SAFETY: `check` has accepted the arrays, and each is viewed once
             let mut gradients = unsafe {
@@ -377,6 +386,7 @@ impl Plan {
                         max,
                         sum,
                         ties,
+                        out_residual,
                         dout,
                         dlse,
                     };
@@ -392,6 +402,7 @@ impl Plan {
             max: view(&forward.max)?,
             sum: view(&forward.sum)?,
             ties: view(&forward.ties)?,
+            out_residual: view::<T, Ix4>(&forward.out_residual)?,
         };
         let dout: ArrayView4<'_, T> = dout.view()?;
         let dlse = view::<T::Accumulator, Ix3>(&dlse)?;
@@ -487,6 +498,7 @@ struct Statistics<'py> {
     max: Option<Array<'py>>,
     sum: Option<Array<'py>>,
     ties: Option<Array<'py>>,
+    out_residual: Option<Array<'py>>,
 }
 
 impl<'py> Statistics<'py> {
@@ -497,6 +509,7 @@ impl<'py> Statistics<'py> {
             max: array(arrays, "max")?,
             sum: array(arrays, "sum")?,
             ties: array(arrays, "ties")?,
+            out_residual: array(arrays, "out_residual")?,
         })
     }
 
@@ -505,6 +518,7 @@ impl<'py> Statistics<'py> {
         all.extend(&self.max);
         all.extend(&self.sum);
         all.extend(&self.ties);
+        all.extend(&self.out_residual);
         all
     }
 }
@@ -528,6 +542,7 @@ impl Statistics<'_> {
                 max: device_view_mut::<T::Accumulator>(&self.max, on)?,
                 sum: device_view_mut::<T::Accumulator>(&self.sum, on)?,
                 ties: device_view_mut::<T::Accumulator>(&self.ties, on)?,
+                out_residual: device_view_mut::<T>(&self.out_residual, on)?,
             })
         }
     }

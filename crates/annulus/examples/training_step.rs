@@ -41,6 +41,7 @@ fn main() -> Result<()> {
             max: Some(max.view_mut()),
             sum: Some(sum.view_mut()),
             ties: None,
+            out_residual: None,
         };
         ring.forward_into(&tensors, outputs)?;
         let dout = &out - &target; // of the loss ½ Σ (out − target)²
@@ -51,6 +52,7 @@ fn main() -> Result<()> {
             max: Some(max.view()),
             sum: Some(sum.view()),
             ties: None,
+            out_residual: None,
         };
         let gradients = BackwardViewMut {
             dq: dq.view_mut(),

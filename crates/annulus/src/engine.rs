@@ -49,6 +49,7 @@ pub(crate) trait RankFacts {
     fn route(&self) -> Route;
     fn strategy(&self) -> Strategy;
     fn any_thread(&self) -> bool;
+    fn has_out_residual(&self) -> bool;
     fn ring_index(&self) -> usize;
     fn q_rows(&self) -> &Runs;
     fn kv_rows(&self) -> &Runs;
@@ -83,6 +84,9 @@ macro_rules! common_facts {
         }
         fn any_thread(&self) -> bool {
             Self::any_thread(self)
+        }
+        fn has_out_residual(&self) -> bool {
+            Self::has_out_residual(self)
         }
         fn q_rows(&self) -> &Runs {
             Self::q_rows(self)
@@ -341,13 +345,14 @@ impl<B: Backend<Space: HostTensors>> RankEngine<Host> for Engine<B> {
         // the views of all these spaces are the same types
         let Inputs { q, k, v, bias, sinks } = inputs;
         let inputs = Inputs::<B::Space> { q, k, v, bias, sinks };
-        let Outputs { out, lse, max, sum, ties } = outputs;
+        let Outputs { out, lse, max, sum, ties, out_residual } = outputs;
         let mut outputs = Outputs::<B::Space> {
             out: out.reborrow(),
             lse: lse.reborrow(),
             max: max.as_mut().map(HostViewMut::reborrow),
             sum: sum.as_mut().map(HostViewMut::reborrow),
             ties: ties.as_mut().map(HostViewMut::reborrow),
+            out_residual: out_residual.as_mut().map(HostViewMut::reborrow),
         };
         either!(&mut self.form, of => of.forward(&inputs, &mut outputs))
     }
@@ -357,10 +362,10 @@ impl<B: Backend<Space: HostTensors>> RankEngine<Host> for Engine<B> {
         inputs: BackwardInputs<'_, Host>,
         gradients: &mut Gradients<'_, Host>,
     ) -> Result<Report> {
-        let BackwardInputs { forward, out, max, sum, ties, dout, dlse } = inputs;
+        let BackwardInputs { forward, out, max, sum, ties, out_residual, dout, dlse } = inputs;
         let Inputs { q, k, v, bias, sinks } = forward;
         let forward = Inputs::<B::Space> { q, k, v, bias, sinks };
-        let inputs = BackwardInputs { forward, out, max, sum, ties, dout, dlse };
+        let inputs = BackwardInputs { forward, out, max, sum, ties, out_residual, dout, dlse };
         let Gradients { dq, dk, dv, dbias, dsinks } = gradients;
         let mut gradients = Gradients::<B::Space> {
             dq: dq.reborrow(),

@@ -181,7 +181,8 @@ impl LocalRing {
     /// Liu et al. 2023, Ring Attention with Blockwise Transformers, section 3.
     pub fn forward<T: Element>(&mut self, tensors: &Tensors<'_, T>) -> Result<Forward<T>> {
         self.check(tensors)?;
-        let mut forward = zero_outputs(self.plan().spec(), self.dims.q_len)?;
+        let plan = self.plan();
+        let mut forward = zero_outputs(plan.spec(), self.dims.q_len, plan.has_out_residual())?;
         forward.reports = self.forward_into(tensors, forward.view_mut())?.to_vec();
         Ok(forward)
     }
@@ -214,7 +215,9 @@ impl LocalRing {
             let reports = self.forward_parts(tensors, outputs.split(&blocks))?;
             return Ok(self.keep_reports(reports));
         }
-        let zeros = |plan: &Plan| zero_outputs(plan.spec(), index(plan.q_rows().len()));
+        let has_residual = outputs.out_residual.is_some();
+        let zeros =
+            |plan: &Plan| zero_outputs(plan.spec(), index(plan.q_rows().len()), has_residual);
         let mut parts = self.ranks.iter().map(zeros).collect::<Result<Vec<Forward<T>>>>()?;
         let views = parts.iter_mut().map(Forward::view_mut).collect();
         let reports = self.forward_parts(tensors, views)?;
@@ -230,6 +233,9 @@ impl LocalRing {
                 if let (Some(whole), Some(part)) = (whole, part) {
                     put_rows(whole, Axis(2), rows, part.view());
                 }
+            }
+            if let (Some(whole), Some(part)) = (&mut outputs.out_residual, &part.out_residual) {
+                put_rows(whole, Axis(1), rows, part.view());
             }
         }
         Ok(self.keep_reports(reports))
@@ -518,8 +524,11 @@ impl LocalRing {
 
     fn check_outputs<T: Element>(&self, outputs: &ForwardViewMut<'_, T>) -> Result<()> {
         let Dims { batch, q_len, q_heads, value_dim, .. } = self.dims;
-        let ForwardViewMut { out, lse, max, sum, ties } = outputs;
+        let ForwardViewMut { out, lse, max, sum, ties, out_residual } = outputs;
         same_shape("out", out.shape(), &[batch, q_len, q_heads, value_dim])?;
+        if let Some(residual) = out_residual {
+            same_shape("out_residual", residual.shape(), out.shape())?;
+        }
         let statistics = [
             ("lse", Some(lse)),
             ("max", max.as_ref()),
@@ -541,6 +550,9 @@ impl LocalRing {
     ) -> Result<()> {
         let Dims { batch, q_len, q_heads, value_dim, .. } = self.dims;
         same_shape("out", forward.out.shape(), &[batch, q_len, q_heads, value_dim])?;
+        if let Some(residual) = &forward.out_residual {
+            same_shape("out_residual", residual.shape(), forward.out.shape())?;
+        }
         same_shape("dout", dout.shape(), &[batch, q_len, q_heads, value_dim])?;
         let statistics = [
             ("lse", Some(&forward.lse)),

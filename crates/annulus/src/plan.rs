@@ -157,13 +157,14 @@ impl Plan {
         tensors: &Tensors<'_, T>,
         outputs: ForwardViewMut<'_, T>,
     ) -> Result<Report> {
-        let ForwardViewMut { out, lse, max, sum, ties } = outputs;
+        let ForwardViewMut { out, lse, max, sum, ties, out_residual } = outputs;
         let mut outputs = Outputs {
             out: T::view_mut(out),
             lse: rows_mut::<T>(lse),
             max: max.map(rows_mut::<T>),
             sum: sum.map(rows_mut::<T>),
             ties: ties.map(rows_mut::<T>),
+            out_residual: out_residual.map(T::view_mut),
         };
         self.engine.forward(inputs(tensors), &mut outputs)
     }
@@ -227,6 +228,7 @@ impl Plan {
             max: rows::<T>(max.view()),
             sum: sum.map(|sum| rows::<T>(sum.view())),
             ties: forward.ties.as_ref().map(|ties| rows::<T>(ties.view())),
+            out_residual: forward.out_residual.as_ref().map(|of| T::view(of.view())),
             dout: T::view(dout),
             dlse: dlse.map(rows::<T>),
         };
@@ -306,7 +308,7 @@ impl Plan {
 
     /// Returns zeros for this rank's rows of every output of a forward pass.
     fn zero_outputs<T: Element>(&self) -> Result<Forward<T>> {
-        zero_outputs(self.spec(), index(self.q_rows().len()))
+        zero_outputs(self.spec(), index(self.q_rows().len()), self.has_out_residual())
     }
 }
 
@@ -475,6 +477,13 @@ impl<S: Space> Plan<S> {
         self.engine.refuse(why)
     }
 
+    /// Returns true if the plan has a backward pass whose error of dq the rounding residual of out
+    /// removes ([`Forward::out_residual`]): of bf16 and f16 on the CPU, and on grids of several key
+    /// columns on every backend.
+    pub fn has_out_residual(&self) -> bool {
+        self.engine.facts().has_out_residual()
+    }
+
     /// Returns true if passes may run on another thread than the one that made the plan: false over
     /// an MPI below `MPI_THREAD_MULTIPLE`.
     pub fn any_thread(&self) -> bool {
@@ -601,14 +610,21 @@ impl<S: Space> std::fmt::Display for Plan<S> {
     }
 }
 
-/// Zeros of the shapes of the outputs of `q_len` queries.
-pub(crate) fn zero_outputs<T: Element>(spec: &Spec, q_len: usize) -> Result<Forward<T>> {
-    let Dims { batch, q_heads, .. } = spec.dims;
+/// Zeros of the shapes of the outputs of `q_len` queries, with `has_residual` also of the rounding
+/// residual of out.
+pub(crate) fn zero_outputs<T: Element>(
+    spec: &Spec,
+    q_len: usize,
+    has_residual: bool,
+) -> Result<Forward<T>> {
+    let Dims { batch, q_heads, value_dim, .. } = spec.dims;
+    let residual = || memory::zeros("out_residual", (batch, q_len, q_heads, value_dim));
     let statistics = |name| memory::zeros(name, (batch, q_heads, q_len));
     Ok(Forward {
         max: Some(statistics("max")?),
         sum: Some(statistics("sum")?),
         ties: (!spec.normalize).then(|| statistics("ties")).transpose()?,
+        out_residual: has_residual.then(residual).transpose()?,
         ..zero_results(spec, q_len)?
     })
 }
@@ -622,6 +638,7 @@ pub(crate) fn zero_results<T: Element>(spec: &Spec, q_len: usize) -> Result<Forw
         max: None,
         sum: None,
         ties: None,
+        out_residual: None,
         reports: Vec::new(),
     })
 }

@@ -63,6 +63,7 @@ pub(crate) struct BackwardRankTensors<'a, T: Element> {
     max: Option<CowArray<'a, T::Accumulator, Ix3>>,
     sum: Option<CowArray<'a, T::Accumulator, Ix3>>,
     ties: Option<CowArray<'a, T::Accumulator, Ix3>>,
+    out_residual: Option<CowArray<'a, T, Ix4>>,
     pub(crate) dout: CowArray<'a, T, Ix4>,
     pub(crate) dlse: Option<CowArray<'a, T::Accumulator, Ix3>>,
 }
@@ -82,6 +83,10 @@ impl<'a, T: Element> BackwardRankTensors<'a, T> {
             max: forward.max.map(|max| statistics("max", max)).transpose()?,
             sum: forward.sum.map(|sum| statistics("sum", sum)).transpose()?,
             ties: forward.ties.map(|ties| statistics("ties", ties)).transpose()?,
+            out_residual: forward
+                .out_residual
+                .map(|residual| get_rows("out_residual", residual, Axis(1), q_rows))
+                .transpose()?,
             dout: get_rows("dout", *dout, Axis(1), q_rows)?,
             dlse: dlse.map(|dlse| statistics("dlse", dlse)).transpose()?,
         })
@@ -94,6 +99,7 @@ impl<'a, T: Element> BackwardRankTensors<'a, T> {
             max: self.max.as_ref().map(|max| max.view()),
             sum: self.sum.as_ref().map(|sum| sum.view()),
             ties: self.ties.as_ref().map(|ties| ties.view()),
+            out_residual: self.out_residual.as_ref().map(|residual| residual.view()),
         }
     }
 }
@@ -107,10 +113,12 @@ pub(crate) struct SharedGradients<T: Element> {
 impl<'a, T: Element> ForwardViewMut<'a, T> {
     /// Splits the outputs into the rows of each rank.
     pub(crate) fn split(self, blocks: &[Range<usize>]) -> Vec<Self> {
-        let Self { out, lse, max, sum, ties } = self;
+        let Self { out, lse, max, sum, ties, out_residual } = self;
         let mut max = max.map(|max| split_rows(max, Axis(2), blocks).into_iter());
         let mut sum = sum.map(|sum| split_rows(sum, Axis(2), blocks).into_iter());
         let mut ties = ties.map(|ties| split_rows(ties, Axis(2), blocks).into_iter());
+        let mut out_residual =
+            out_residual.map(|residual| split_rows(residual, Axis(1), blocks).into_iter());
         let parts = split_rows(out, Axis(1), blocks).into_iter();
         parts
             .zip(split_rows(lse, Axis(2), blocks))
@@ -120,6 +128,7 @@ impl<'a, T: Element> ForwardViewMut<'a, T> {
                 max: max.as_mut().and_then(Iterator::next),
                 sum: sum.as_mut().and_then(Iterator::next),
                 ties: ties.as_mut().and_then(Iterator::next),
+                out_residual: out_residual.as_mut().and_then(Iterator::next),
             })
             .collect()
     }

@@ -78,6 +78,11 @@ pub struct Forward<T: Element> {
     pub sum: Option<Array3<T::Accumulator>>,
     /// Number of keys and sinks that share the maximum. Only of an unnormalised output.
     pub ties: Option<Array3<T::Accumulator>>,
+    /// Rounding residual of out, `[batch, q_len, q_heads, dv]`: out before it was rounded − out,
+    /// rounded. Of plans with [`Plan::has_out_residual`].
+    ///
+    /// [`Plan::has_out_residual`]: crate::Plan::has_out_residual
+    pub out_residual: Option<Array4<T>>,
     /// Times and bytes, one report per rank of this process.
     pub reports: Vec<Report>,
 }
@@ -88,6 +93,10 @@ pub struct Forward<T: Element> {
 /// both may be `None`: then from lse, whose rounding makes them wrong by a factor e^ε, where |ε| is
 /// up to 2⁻²⁴·|lse| in f32 and 2⁻⁵³·|lse| in f64. Scores are rounded as much themselves, except in
 /// rows whose scores share a large constant, such as −10⁹ for masked keys.
+///
+/// It computes ⟨dout, out⟩ from out and its rounding residual. Without the residual ⟨dout, out⟩ of
+/// bf16 and f16 has the error of the rounding of out, and dq that error times the mean of the keys:
+/// see "Gradients" in `docs/semantics.md`.
 ///
 /// # Shapes
 /// As [`Forward`].
@@ -103,6 +112,8 @@ pub struct ForwardView<'a, T: Element> {
     pub sum: Option<ArrayView3<'a, T::Accumulator>>,
     /// As [`Forward::ties`].
     pub ties: Option<ArrayView3<'a, T::Accumulator>>,
+    /// As [`Forward::out_residual`]; `None` is 0.
+    pub out_residual: Option<ArrayView4<'a, T>>,
 }
 
 impl<T: Element> ForwardView<'_, T> {
@@ -114,6 +125,7 @@ impl<T: Element> ForwardView<'_, T> {
             max: self.max.as_ref().map(|max| max.view()),
             sum: self.sum.as_ref().map(|sum| sum.view()),
             ties: self.ties.as_ref().map(|ties| ties.view()),
+            out_residual: self.out_residual.as_ref().map(|of| of.view()),
         }
     }
 }
@@ -136,6 +148,8 @@ pub struct ForwardViewMut<'a, T: Element> {
     pub sum: Option<ArrayViewMut3<'a, T::Accumulator>>,
     /// As [`Forward::ties`].
     pub ties: Option<ArrayViewMut3<'a, T::Accumulator>>,
+    /// As [`Forward::out_residual`]; `None` if there is no use for it.
+    pub out_residual: Option<ArrayViewMut4<'a, T>>,
 }
 
 impl<T: Element> Forward<T> {
@@ -147,6 +161,7 @@ impl<T: Element> Forward<T> {
             max: self.max.as_ref().map(|max| max.view()),
             sum: self.sum.as_ref().map(|sum| sum.view()),
             ties: self.ties.as_ref().map(|ties| ties.view()),
+            out_residual: self.out_residual.as_ref().map(|of| of.view()),
         }
     }
 
@@ -158,6 +173,7 @@ impl<T: Element> Forward<T> {
             max: self.max.as_mut().map(|max| max.view_mut()),
             sum: self.sum.as_mut().map(|sum| sum.view_mut()),
             ties: self.ties.as_mut().map(|ties| ties.view_mut()),
+            out_residual: self.out_residual.as_mut().map(|of| of.view_mut()),
         }
     }
 }

@@ -95,6 +95,7 @@ fn the_callers_tensors_get_the_bits_of_new_ones() {
                             max: Some(max.view_mut()),
                             sum: Some(sum.view_mut()),
                             ties: unnormalized.then(|| ties.view_mut()),
+                            out_residual: None,
                         },
                     )
                     .unwrap();
@@ -116,6 +117,7 @@ fn the_callers_tensors_get_the_bits_of_new_ones() {
                     max: Some(max.view()),
                     sum: Some(sum.view()),
                     ties: unnormalized.then(|| ties.view()),
+                    out_residual: None,
                 };
                 let gradients = BackwardViewMut {
                     dq: order.view_mut(&mut dq),

@@ -121,6 +121,7 @@ impl Backend for Cpu {
             probs_dtype: rounds.then_some(DType::Bf16),
             kv_tile: TILE as u64,
             reproducible: true,
+            out_residual: true,
         })
     }
 

@@ -139,6 +139,7 @@ fn pass(workspace: &mut Workspace, t: &mut Tensors) -> usize {
         max: None,
         sum: None,
         ties: None,
+        out_residual: None,
     };
     forward.attend_last(&block, outputs, &mut tick).unwrap();
     forward.finish(outputs, &mut tick).unwrap();
@@ -150,6 +151,7 @@ fn pass(workspace: &mut Workspace, t: &mut Tensors) -> usize {
         ties: None,
         dout: HostView::F32(t.q.view()),
         dlse: None,
+        out_residual: None,
     };
     let mut backward = workspace.backward(inputs, BackwardMode::OnePass, &mut tick).unwrap();
     backward.attend_kv(&block, Some(&mut t.sums), &mut tick).unwrap();

@@ -332,6 +332,7 @@ impl Backend for Cuda {
             probs_dtype: None,
             kv_tile: Variant::kv_tile(variants),
             reproducible: false,
+            out_residual: false,
         })
     }
 

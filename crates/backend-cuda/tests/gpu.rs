@@ -171,7 +171,14 @@ fn keys_past_two_to_the_31_elements_are_attended_to() {
     let inputs = Inputs { q: q.view(), k: k.view(), v: v.view(), bias: None, sinks: None };
     ring.forward(
         &inputs,
-        &mut Outputs { out: out.view_mut(), lse: lse.view_mut(), max: None, sum: None, ties: None },
+        &mut Outputs {
+            out: out.view_mut(),
+            lse: lse.view_mut(),
+            max: None,
+            sum: None,
+            ties: None,
+            out_residual: None,
+        },
     )
     .unwrap();
     let bytes = out.download().unwrap();

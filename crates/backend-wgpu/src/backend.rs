@@ -77,6 +77,7 @@ impl Backend for Wgpu {
             probs_dtype: matrices(&self.gpu, spec).map(|_| DType::F16),
             kv_tile: TILE as u64,
             reproducible: false,
+            out_residual: false,
         })
     }
 

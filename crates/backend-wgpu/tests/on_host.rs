@@ -120,6 +120,7 @@ impl Problem {
             ties: None,
             dout: HostView::F32(self.dout.view()),
             dlse: Some(HostView::F32(self.dlse.view())),
+            out_residual: None,
         }
     }
 
@@ -204,6 +205,7 @@ fn forward(
         max: None,
         sum: None,
         ties: None,
+        out_residual: None,
     };
     pass.finish(outputs, &mut keep_going)
 }

@@ -132,6 +132,7 @@ fn time<E: Element<Accumulator = f32>>(spec: &Spec, threads: usize, rounds: usiz
             max: Some(HostViewMut::F32(max.view_mut())),
             sum: Some(HostViewMut::F32(sum.view_mut())),
             ties: None,
+            out_residual: None,
         };
         pass.finish(outputs, &mut tick)?;
         let between = now(start);
@@ -143,6 +144,7 @@ fn time<E: Element<Accumulator = f32>>(spec: &Spec, threads: usize, rounds: usiz
             ties: None,
             dout: E::view(q.view()),
             dlse: None,
+            out_residual: None,
         };
         let mut pass = workspace.backward(inputs, BackwardMode::OnePass, &mut tick)?;
         pass.local_kv(&mut buffer, &RowSet::new())?;

@@ -166,6 +166,7 @@ impl Part {
             max: None,
             sum: None,
             ties: None,
+            out_residual: None,
         };
         let mut pass = workspace.forward(inputs.reborrow(), &mut tick)?;
         pass.local_kv(records, &RowSet::new())?;
@@ -183,6 +184,7 @@ impl Part {
             ties: None,
             dout,
             dlse: None,
+            out_residual: None,
         };
         let mut pass = workspace.backward(inputs, BackwardMode::OnePass, &mut tick)?;
         pass.local_kv(records, &RowSet::new())?;

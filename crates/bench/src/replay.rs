@@ -134,6 +134,7 @@ impl Replay {
             max: None,
             sum: None,
             ties: None,
+            out_residual: None,
         };
         let mut taken = 0;
         let last = calls.forward.len().saturating_sub(1);
@@ -166,6 +167,7 @@ impl Replay {
             ties: None,
             dout: HostView::F32(dout.view()),
             dlse: None,
+            out_residual: None,
         };
         let mut pass =
             workspace.backward(inputs, BackwardMode::OnePass, &mut || ControlFlow::Continue(()))?;

@@ -218,6 +218,8 @@ module annulus
     type(c_ptr) :: max = c_null_ptr
     type(c_ptr) :: sum = c_null_ptr
     type(c_ptr) :: ties = c_null_ptr
+    ! of 16-bit elements only, which Fortran has none of
+    type(c_ptr) :: out_residual = c_null_ptr
   end type annulus_forward_args
 
   ! The tensors of a backward pass.
@@ -240,6 +242,7 @@ module annulus
     type(c_ptr) :: dbias = c_null_ptr
     type(c_ptr) :: dsoftmax_aux = c_null_ptr
     type(c_ptr) :: sum = c_null_ptr
+    type(c_ptr) :: out_residual = c_null_ptr
   end type annulus_backward_args
 
   ! The tensors of a call of a KV cache.

@@ -863,6 +863,12 @@ typedef struct annulus_forward_args {
    * options.unnormalized is set.
    */
   const struct annulus_tensor *ties;
+  /**
+   * Output as out: rounding residual of out, which is out before it was rounded - out, rounded.
+   * NULL if it is not wanted; of f16 and bf16 only. A backward pass that is given it has no
+   * error of the rounding of out.
+   */
+  const struct annulus_tensor *out_residual;
 } annulus_forward_args;
 
 /**
@@ -942,6 +948,11 @@ typedef struct annulus_backward_args {
    * Input: output of the forward pass. NULL without max, of a normalised output.
    */
   const struct annulus_tensor *sum;
+  /**
+   * Input: output of the forward pass. NULL: 0, so that dq of f16 and bf16 is off where all keys
+   * share a large component.
+   */
+  const struct annulus_tensor *out_residual;
 } annulus_backward_args;
 
 /**

@@ -198,6 +198,7 @@ struct forward_tensors {
   view<A> lse;
   std::optional<view<const A>> bias = {}, softmax_aux = {};
   std::optional<view<A>> max = {}, sum = {}, ties = {};
+  std::optional<view<T>> out_residual = {};
 };
 
 /* The tensors of a backward pass: {q, k, v, out, lse, dout, dq, dk, dv}, then the optional ones. */
@@ -211,6 +212,7 @@ struct backward_tensors {
   std::optional<view<const A>> bias = {}, softmax_aux = {}, dlse = {}, max = {}, ties = {};
   std::optional<view<A>> dbias = {}, dsoftmax_aux = {};
   std::optional<view<const A>> sum = {};
+  std::optional<view<const T>> out_residual = {};
 };
 
 /* The tensors of a call of a KV cache: {q, out, lse}, then the sinks if the options have them. */
@@ -478,6 +480,7 @@ class plan {
     all.lse = of.lse.get();
     all.max = detail::get(of.max);
     all.sum = detail::get(of.sum);
+    all.out_residual = detail::get(of.out_residual);
     all.ties = detail::get(of.ties);
     return all;
   }

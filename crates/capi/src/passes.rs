@@ -45,6 +45,10 @@ pub struct annulus_forward_args {
     /// Output as lse: number of keys and sinks that share the maximum. NULL unless
     /// options.unnormalized is set.
     pub ties: *const annulus_tensor,
+    /// Output as out: rounding residual of out, which is out before it was rounded - out, rounded.
+    /// NULL if it is not wanted; of f16 and bf16 only. A backward pass that is given it has no
+    /// error of the rounding of out.
+    pub out_residual: *const annulus_tensor,
 }
 
 // SAFETY: repr(C), begins with its size, and pointers may be null
@@ -97,6 +101,9 @@ pub struct annulus_backward_args {
     pub dsoftmax_aux: *const annulus_tensor,
     /// Input: output of the forward pass. NULL without max, of a normalised output.
     pub sum: *const annulus_tensor,
+    /// Input: output of the forward pass. NULL: 0, so that dq of f16 and bf16 is off where all keys
+    /// share a large component.
+    pub out_residual: *const annulus_tensor,
 }
 
 // SAFETY: repr(C), begins with its size, and pointers may be null
@@ -262,6 +269,7 @@ struct ForwardArgs {
     max: Option<Checked>,
     sum: Option<Checked>,
     ties: Option<Checked>,
+    out_residual: Option<Checked>,
 }
 
 impl ForwardArgs {
@@ -280,9 +288,11 @@ impl ForwardArgs {
                 max: Checked::read_optional("max", args.max)?,
                 sum: Checked::read_optional("sum", args.sum)?,
                 ties: Checked::read_optional("ties", args.ties)?,
+                out_residual: Checked::read_optional("out_residual", args.out_residual)?,
             };
-            let Self { inputs, out, lse, max, sum, ties } = &read;
-            overlap::check(&inputs.all(), &[Some(*out), Some(*lse), *max, *sum, *ties])?;
+            let Self { inputs, out, lse, max, sum, ties, out_residual } = &read;
+            let outputs = [Some(*out), Some(*lse), *max, *sum, *ties, *out_residual];
+            overlap::check(&inputs.all(), &outputs)?;
             Ok(read)
         }
     }
@@ -296,6 +306,7 @@ struct BackwardArgs {
     max: Option<Checked>,
     sum: Option<Checked>,
     ties: Option<Checked>,
+    out_residual: Option<Checked>,
     dout: Checked,
     dlse: Option<Checked>,
     dq: Checked,
@@ -321,6 +332,7 @@ impl BackwardArgs {
                 max: Checked::read_optional("max", args.max)?,
                 sum: Checked::read_optional("sum", args.sum)?,
                 ties: Checked::read_optional("ties", args.ties)?,
+                out_residual: Checked::read_optional("out_residual", args.out_residual)?,
                 dout: Checked::read("dout", args.dout)?,
                 dlse: Checked::read_optional("dlse", args.dlse)?,
                 dq: Checked::read("dq", args.dq)?,
@@ -329,12 +341,13 @@ impl BackwardArgs {
                 dbias: Checked::read_optional("dbias", args.dbias)?,
                 dsoftmax_aux: Checked::read_optional("dsoftmax_aux", args.dsoftmax_aux)?,
             };
-            let Self { inputs, out, lse, max, sum, ties, dout, dlse, .. } = &read;
+            let Self { inputs, out, lse, max, sum, ties, out_residual, dout, dlse, .. } = &read;
             let gradients =
                 [Some(read.dq), Some(read.dk), Some(read.dv), read.dbias, read.dsoftmax_aux];
             overlap::check(&inputs.all(), &gradients)?;
-            let forward = [Some(*out), Some(*lse), *max, *sum, *ties, Some(*dout), *dlse];
+            let forward = [Some(*out), Some(*lse), *max, *sum, *ties, *out_residual];
             overlap::check(&forward, &gradients)?;
+            overlap::check(&[Some(*dout), *dlse], &gradients)?;
             Ok(read)
         }
     }
@@ -349,13 +362,15 @@ unsafe fn forward_tensors<'a, T: Element>(
 ) -> Result<ForwardTensors<'a, T>> {
     // SAFETY: as the caller promises; the views of outputs share no element with another view
     unsafe {
-        let ForwardArgs { inputs, out, lse, max, sum, ties } = ForwardArgs::read(args)?;
+        let ForwardArgs { inputs, out, lse, max, sum, ties, out_residual } =
+            ForwardArgs::read(args)?;
         let outputs = ForwardViewMut {
             out: out.view4_mut()?,
             lse: lse.view3_mut()?,
             max: max.map(|max| max.view3_mut()).transpose()?,
             sum: sum.map(|sum| sum.view3_mut()).transpose()?,
             ties: ties.map(|ties| ties.view3_mut()).transpose()?,
+            out_residual: out_residual.map(|residual| residual.view4_mut()).transpose()?,
         };
         Ok((inputs.view()?, outputs))
     }
@@ -379,6 +394,7 @@ unsafe fn backward_tensors<'a, T: Element>(
                 max: args.max.map(|max| max.view3()).transpose()?,
                 sum: args.sum.map(|sum| sum.view3()).transpose()?,
                 ties: args.ties.map(|ties| ties.view3()).transpose()?,
+                out_residual: args.out_residual.map(|residual| residual.view4()).transpose()?,
             },
             dout: args.dout.view4()?,
             dlse: args.dlse.map(|dlse| dlse.view3()).transpose()?,
@@ -469,6 +485,10 @@ mod on_device {
                     max: self.max.map(of_sums).transpose()?,
                     sum: self.sum.map(of_sums).transpose()?,
                     ties: self.ties.map(of_sums).transpose()?,
+                    out_residual: self
+                        .out_residual
+                        .map(|residual| residual.device_view_mut(spec.dtype))
+                        .transpose()?,
                 };
                 Ok((self.inputs.on_device(spec)?, outputs))
             }
@@ -499,6 +519,10 @@ mod on_device {
                     ties: optional(self.ties)?,
                     dout: self.dout.device_view(element)?,
                     dlse: optional(self.dlse)?,
+                    out_residual: self
+                        .out_residual
+                        .map(|residual| residual.device_view(element))
+                        .transpose()?,
                 };
                 let gradients = Gradients {
                     dq: self.dq.device_view_mut(element)?,

@@ -129,6 +129,7 @@ fn by_facade<T: Element>(
     answer.extend(forward.max.iter().map(|max| ("max", bits(max))));
     answer.extend(forward.sum.iter().map(|sum| ("sum", bits(sum))));
     answer.extend(forward.ties.iter().map(|ties| ("ties", bits(ties))));
+    answer.extend(forward.out_residual.iter().map(|residual| ("out_residual", bits(residual))));
     answer.extend(gradients.dbias.iter().map(|dbias| ("dbias", bits(dbias))));
     answer.extend(gradients.dsoftmax_aux.iter().map(|dsinks| ("dsinks", bits(dsinks))));
     Answer(answer)
@@ -180,10 +181,14 @@ fn by_c<T: Element>(case: &Case, data: &Data<T>) -> Answer {
     let sinks = data.sinks.as_ref().map(tensor);
     let pointer =
         |tensor: &Option<annulus_tensor>| tensor.as_ref().map_or(ptr::null(), ptr::from_ref);
+    let is_narrow = matches!(T::DTYPE, DType::Bf16 | DType::F16);
+    let has_residual = is_narrow && matches!(case.backend, BackendName::Cpu);
+    let residual = has_residual.then(|| out.clone());
     let results = [tensor(&out), tensor(&lse), tensor(&max), tensor(&sum), tensor(&ties)];
     let given = |index: usize| {
         if index < 4 || unnormalized { &raw const results[index] } else { ptr::null() }
     };
+    let residual_tensor = residual.as_ref().map(tensor);
     let forward = annulus_forward_args {
         struct_size: size_of::<annulus_forward_args>() as u64,
         q,
@@ -196,6 +201,7 @@ fn by_c<T: Element>(case: &Case, data: &Data<T>) -> Answer {
         max: given(2),
         sum: given(3),
         ties: given(4),
+        out_residual: pointer(&residual_tensor),
     };
     // SAFETY: the arrays outlive the call, and nobody touches them meanwhile
     ok(unsafe { annulus_forward(plan, &raw const forward) });
@@ -218,6 +224,7 @@ fn by_c<T: Element>(case: &Case, data: &Data<T>) -> Answer {
         max: given(2),
         sum: given(3),
         ties: given(4),
+        out_residual: pointer(&residual_tensor),
         dout: &raw const gradients[3],
         dlse: &raw const dlse,
         dq: &raw const gradients[0],
@@ -242,6 +249,7 @@ fn by_c<T: Element>(case: &Case, data: &Data<T>) -> Answer {
     if unnormalized {
         answer.push(("ties", bits(&ties)));
     }
+    answer.extend(residual.iter().map(|residual| ("out_residual", bits(residual))));
     answer.extend(dbias.iter().map(|dbias| ("dbias", bits(dbias))));
     answer.extend(dsinks.iter().map(|dsinks| ("dsinks", bits(dsinks))));
     Answer(answer)

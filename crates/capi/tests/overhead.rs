@@ -98,7 +98,8 @@ impl Case {
     fn forward(&mut self, ring: &mut LocalRing) {
         let tensors = Tensors::new(self.x.view(), self.x.view(), self.x.view());
         let (out, lse) = (self.out.view_mut(), self.lse.view_mut());
-        let outputs = ForwardViewMut { out, lse, max: None, sum: None, ties: None };
+        let outputs =
+            ForwardViewMut { out, lse, max: None, sum: None, ties: None, out_residual: None };
         ring.forward_into(&tensors, outputs).unwrap();
     }
 
@@ -106,7 +107,8 @@ impl Case {
         let x = self.x.view();
         let tensors = Tensors::new(x, x, x);
         let (out, lse) = (self.out.view(), self.lse.view());
-        let forward = ForwardView { out, lse, max: None, sum: None, ties: None };
+        let forward =
+            ForwardView { out, lse, max: None, sum: None, ties: None, out_residual: None };
         let [dq, dk, dv] = self.gradients.each_mut().map(|array| array.view_mut());
         let gradients = BackwardViewMut { dq, dk, dv, dbias: None, dsoftmax_aux: None };
         ring.backward_into(&tensors, &forward, x, None, gradients).unwrap();

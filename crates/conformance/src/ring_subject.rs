@@ -118,7 +118,7 @@ pub(crate) fn run_rank<M: TensorMemory, B: Backend<Space = M::Space>>(
     let tensors = RankTensors::upload(&memory, case, &q_rows, &kv_rows)?;
     let mut answers = Vec::new();
     for _ in 0..times {
-        let answer = tensors.compute(&memory, &mut ring, case)?;
+        let answer = tensors.compute(&memory, &mut ring, case, setting.out_residual)?;
         answers.push(RankAnswer { q_rows: q_rows.clone(), kv_rows: kv_rows.clone(), answer });
     }
     Ok(answers)
@@ -171,10 +171,11 @@ impl<M: TensorMemory> RankTensors<M> {
         memory: &M,
         ring: &mut Ring<B>,
         case: &Case,
+        out_residual: bool,
     ) -> Result<Answer> {
         let sums = case.spec.dtype.accumulator();
         let made = self.forward(memory, ring, case)?;
-        let [dq, dk, dv, dbias, dsinks] = self.backward(memory, ring, case, &made)?;
+        let [dq, dk, dv, dbias, dsinks] = self.backward(memory, ring, case, &made, out_residual)?;
         let download =
             |tensor: Option<M::Tensor>| tensor.map(|tensor| memory.download(&tensor)).transpose();
         let whole = |tensor: Option<M::Tensor>| download(tensor).map(Option::unwrap_or_default);
@@ -191,7 +192,7 @@ impl<M: TensorMemory> RankTensors<M> {
         if let Some(dsinks) = dsinks.as_mut().filter(|_| is_local) {
             sum_over_ranks(ring, sums, dsinks)?;
         }
-        let ForwardTensors { out, lse, max, sum, ties } = made;
+        let ForwardTensors { out, lse, max, sum, ties, out_residual: _ } = made;
         Ok(Answer {
             out: memory.download(&out)?,
             lse: rows(Some(lse))?.unwrap_or_default(),
@@ -236,6 +237,10 @@ impl<M: TensorMemory> RankTensors<M> {
             max: statistics()?,
             sum: statistics()?,
             ties: (!case.spec.normalize).then(statistics).transpose()?,
+            out_residual: ring
+                .has_out_residual()
+                .then(|| filled([dims.batch, self.q_rows, dims.q_heads, dims.value_dim], dtype))
+                .transpose()?,
         };
         let mut outputs = Outputs {
             out: memory.view_mut(&mut made.out),
@@ -243,6 +248,7 @@ impl<M: TensorMemory> RankTensors<M> {
             max: Some(memory.view_mut(&mut made.max)),
             sum: Some(memory.view_mut(&mut made.sum)),
             ties: made.ties.as_mut().map(|ties| memory.view_mut(ties)),
+            out_residual: made.out_residual.as_mut().map(|of| memory.view_mut(of)),
         };
         check_bytes("forward", &ring.forward(&self.inputs(memory), &mut outputs)?)?;
         drop(outputs);
@@ -256,6 +262,7 @@ impl<M: TensorMemory> RankTensors<M> {
         ring: &mut Ring<B>,
         case: &Case,
         made: &ForwardTensors<M::Tensor>,
+        out_residual: bool,
     ) -> Result<[Option<M::Tensor>; 5]> {
         let dtype = case.spec.dtype;
         let sums = case.spec.dtype.accumulator();
@@ -269,6 +276,7 @@ impl<M: TensorMemory> RankTensors<M> {
         let mut dbias = self.bias_shape.map(|shape| filled(shape, sums)).transpose()?;
         let sinks_shape = case.sinks.as_ref().map(|sinks| [sinks.nrows(), sinks.ncols(), 1, 1]);
         let mut dsinks = sinks_shape.map(|shape| filled(shape, sums)).transpose()?;
+        let residual = made.out_residual.as_ref().filter(|_| out_residual);
         let inputs = BackwardInputs {
             forward: self.inputs(memory),
             out: memory.view(&made.out),
@@ -277,6 +285,7 @@ impl<M: TensorMemory> RankTensors<M> {
             ties: made.ties.as_ref().map(|ties| memory.view(ties)),
             dout: memory.view(&self.dout),
             dlse: self.dlse.as_ref().map(|dlse| memory.view(dlse)),
+            out_residual: residual.map(|of| memory.view(of)),
         };
         let mut gradients = Gradients {
             dq: memory.view_mut(&mut dq),
@@ -298,6 +307,7 @@ struct ForwardTensors<T> {
     max: T,
     sum: T,
     ties: Option<T>,
+    out_residual: Option<T>,
 }
 
 /// Sums every rank's contribution, rounded to the type of the gradient.

@@ -24,12 +24,20 @@ pub struct Setting {
     pub strategy: Strategy,
     /// `None`: the default of the library.
     pub receive_ahead: Option<usize>,
+    /// False to drop the rounding residual of out between the passes.
+    pub out_residual: bool,
 }
 
 impl Setting {
     /// One rank.
-    pub const ALONE: Self =
-        Self { ranks: 1, layout: None, route: None, strategy: Strategy::Ring, receive_ahead: None };
+    pub const ALONE: Self = Self {
+        ranks: 1,
+        layout: None,
+        route: None,
+        strategy: Strategy::Ring,
+        receive_ahead: None,
+        out_residual: true,
+    };
 
     /// `ranks` ranks with this layout.
     pub const fn new(ranks: usize, layout: Layout) -> Self {
@@ -41,7 +49,8 @@ impl std::fmt::Display for Setting {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let layout = self.layout.as_ref().map_or("auto", Layout::name);
         let Self { ranks, route, strategy, receive_ahead, .. } = self;
-        write!(f, "{ranks} ranks, {layout}, {route:?}, {strategy}, ahead {receive_ahead:?}")
+        write!(f, "{ranks} ranks, {layout}, {route:?}, {strategy}, ahead {receive_ahead:?}")?;
+        if self.out_residual { Ok(()) } else { write!(f, ", no residual of out") }
     }
 }
 
@@ -214,7 +223,8 @@ fn run_plan<T: Element>(
         ..Tensors::new(q.view(), k.view(), v.view())
     };
     let once = |plan: &mut LocalRing| {
-        let forward = plan.forward(&tensors)?;
+        let mut forward = plan.forward(&tensors)?;
+        forward.out_residual.take_if(|_| !setting.out_residual);
         let backward =
             plan.backward(&tensors, &forward, dout.view(), dlse.as_ref().map(|dlse| dlse.view()))?;
         for (pass, reports) in [("forward", &forward.reports), ("backward", &backward.reports)] {

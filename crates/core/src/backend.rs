@@ -46,6 +46,9 @@ pub struct Capabilities {
     /// ([`RankShard::leaves`]), in a forward pass, in a backward pass in two passes over several
     /// ranks, and in one pass on one rank.
     pub reproducible: bool,
+    /// True if the backend writes and reads the rounding residual of out
+    /// ([`Outputs::out_residual`]).
+    pub out_residual: bool,
 }
 
 /// Passes that a [`Workspace`] is allocated for.

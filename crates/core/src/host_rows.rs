@@ -216,6 +216,18 @@ impl<'a> HostViewMut<'a> {
         self.write_each(elements.iter().copied());
     }
 
+    /// Writes the rounding residuals of elements in logical order: element − its rounding to this
+    /// type, rounded; 0 where the rounding is not finite.
+    pub fn write_residual(&mut self, elements: &[f64]) {
+        with_array!(Self, self, array => {
+            for (into, &element) in array.iter_mut().zip(elements) {
+                *into = Element::from_f64(element);
+                let rounded = into.to_f64();
+                *into = Element::from_f64(if rounded.is_finite() { element - rounded } else { 0.0 });
+            }
+        });
+    }
+
     /// As [`HostViewMut::write`].
     pub fn write_each(&mut self, elements: impl Iterator<Item = f64>) {
         with_array!(Self, self, array => {

@@ -88,6 +88,10 @@ pub struct Outputs<'a, S: Space> {
     /// Number of keys and sinks that share the row maximum, shaped as lse. Present if and only if
     /// the output is not normalised.
     pub ties: Option<S::ViewMut<'a>>,
+    /// Rounding residual of out: out before it was rounded − out, rounded too; 0 where out is not
+    /// finite. Shaped and typed as out. Only of 16-bit inputs, and of backends with
+    /// [`crate::Capabilities::out_residual`].
+    pub out_residual: Option<S::ViewMut<'a>>,
 }
 
 /// Inputs of a backward pass.
@@ -95,6 +99,9 @@ pub struct Outputs<'a, S: Space> {
 /// Probabilities are P = e^(s − max) / sum. The maximum and the sum are two numbers, because one,
 /// lse = max + ln sum, rounds ln sum away where the maximum is large: in f32 half of it at −10⁷ and
 /// all of it at −10⁹, which programs add to scores to mask them.
+///
+/// ⟨dout, out⟩ is a small difference of large terms where all keys share a large component, and out
+/// in 16 bits has lost that difference. With `out_residual` it is ⟨dout, out⟩ + ⟨dout, out_residual⟩.
 pub struct BackwardInputs<'a, S: Space> {
     /// Inputs of the forward pass.
     pub forward: Inputs<'a, S>,
@@ -106,6 +113,8 @@ pub struct BackwardInputs<'a, S: Space> {
     pub sum: Option<S::View<'a>>,
     /// Ties of the forward pass. Present if and only if the output is not normalised.
     pub ties: Option<S::View<'a>>,
+    /// Rounding residual of out; `None` is 0. As [`Outputs::out_residual`].
+    pub out_residual: Option<S::View<'a>>,
     /// ∂L/∂out, shaped and typed as out.
     pub dout: S::View<'a>,
     /// ∂L/∂lse, shaped and typed as max; `None` is 0. Ignored for rows without a visible key and
@@ -136,6 +145,7 @@ impl<S: Space> BackwardInputs<'_, S> {
             max: S::reborrow(&self.max),
             sum: self.sum.as_ref().map(S::reborrow),
             ties: self.ties.as_ref().map(S::reborrow),
+            out_residual: self.out_residual.as_ref().map(S::reborrow),
             dout: S::reborrow(&self.dout),
             dlse: self.dlse.as_ref().map(S::reborrow),
         }

@@ -124,6 +124,7 @@ impl Backend for MockBackend {
             // other than that of any other backend: a mixed ring must agree on the largest
             kv_tile: 16,
             reproducible: false,
+            out_residual: true,
         })
     }
 
@@ -190,10 +191,11 @@ impl Workspace for MockWorkspace {
         let out = inputs.out.tag;
         let max = inputs.max.tag;
         let dout = inputs.dout.tag;
-        let [sum, ties, dlse] = [&inputs.sum, &inputs.ties, &inputs.dlse]
-            .map(|view| view.as_ref().map(|view| view.tag));
+        let [sum, ties, residual, dlse] =
+            [&inputs.sum, &inputs.ties, &inputs.out_residual, &inputs.dlse]
+                .map(|view| view.as_ref().map(|view| view.tag));
         let mut reads = slots(&inputs.forward);
-        let more = [Some(out), Some(max), Some(dout), sum, ties, dlse];
+        let more = [Some(out), Some(max), Some(dout), sum, ties, residual, dlse];
         reads.extend(more.into_iter().flatten().map(|tag| tag.slot));
         self.enqueue(&reads, &[], move |state, memory| {
             read(state, memory)?;
@@ -201,8 +203,12 @@ impl Workspace for MockWorkspace {
             let mut maybe = |tag: Option<Tag>| tag.map(|tag| tag.read(memory)).transpose();
             let sum = maybe(sum)?;
             let ties = maybe(ties)?;
+            let residual = maybe(residual)?;
             let dlse = maybe(dlse)?;
-            let out = out.read(memory)?;
+            let mut out = out.read(memory)?;
+            if let Some(residual) = residual {
+                out += &residual;
+            }
             let max = max.read(memory)?;
             state.begin_backward(&out, &max, sum.as_ref(), ties.as_ref(), dlse.as_ref());
             Ok(())
@@ -252,9 +258,10 @@ impl ForwardPass<MockSpace> for MockForward<'_> {
         }
         let out = outputs.out.tag;
         let lse = outputs.lse.tag;
-        let [max, sum, ties] = [&outputs.max, &outputs.sum, &outputs.ties]
-            .map(|view| view.as_ref().map(|view| view.tag));
-        let writes: Vec<u64> = [Some(out), Some(lse), max, sum, ties]
+        let [max, sum, ties, residual] =
+            [&outputs.max, &outputs.sum, &outputs.ties, &outputs.out_residual]
+                .map(|view| view.as_ref().map(|view| view.tag));
+        let writes: Vec<u64> = [Some(out), Some(lse), max, sum, ties, residual]
             .into_iter()
             .flatten()
             .map(|tag| tag.slot)
@@ -263,6 +270,14 @@ impl ForwardPass<MockSpace> for MockForward<'_> {
             .enqueue(&[], &writes, move |state, memory| {
                 let lse_numbers = state.finish();
                 out.write(memory, state.acc.view())?;
+                if let Some(residual) = residual {
+                    let rounded = out.read(memory)?;
+                    let mut exact = state.acc.clone();
+                    exact.zip_mut_with(&rounded, |exact, &rounded| {
+                        *exact = if rounded.is_finite() { *exact - rounded } else { 0.0 };
+                    });
+                    residual.write(memory, exact.view())?;
+                }
                 for (tag, numbers) in [
                     (Some(lse), &lse_numbers),
                     (max, &state.max),

@@ -1,6 +1,7 @@
 """Attention as operators of torch, which ``torch.compile`` puts into its graph unopened.
 
-    annulus::attend           out, lse, max, sum and ties; ties is empty if normalised
+    annulus::attend           out, lse, max, sum, ties and out_residual; ties is empty if
+                              normalised, out_residual if there is no use for it
     annulus::attend_backward  dq, dk, dv, then dbias and dsoftmax_aux of those that are given
 
 An operator takes tensors and simple types. The options of a call are a text (``_options.py``), and
@@ -22,7 +23,7 @@ from torch.autograd import forward_ad
 
 from .. import _options
 from .._arrays import accumulator
-from .._calls import BATCH, Call, Shapes, pass_forward
+from .._calls import BATCH, Call, Shapes, keeps_out_residual, pass_forward
 from .._errors import invalid, unsupported
 from .._plan_cache import plan_for
 from .._results import Forward
@@ -34,7 +35,7 @@ _INPUTS = ", ".join(
         "Tensor? dropout_seed, str options, bool forward_only",
     )
 )
-_STATISTICS = "Tensor lse, Tensor max, Tensor sum, Tensor ties"
+_STATISTICS = "Tensor lse, Tensor max, Tensor sum, Tensor ties, Tensor out_residual"
 
 
 def _read(given: tuple[Any, ...]) -> tuple[Call, Any, Any, dict[str, Any], bool]:
@@ -55,7 +56,7 @@ def _read(given: tuple[Any, ...]) -> tuple[Call, Any, Any, dict[str, Any], bool]
     "annulus::attend",
     mutates_args=(),
     device_types=("cpu", "cuda"),
-    schema=f"({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def attend(*given: Any) -> Any:
     """Computes a forward pass."""
@@ -63,13 +64,22 @@ def attend(*given: Any) -> Any:
     with plan_for(key, call, tensors, batch, forward_only=forward_only) as plan:
         forward = pass_forward(plan, tensors)
     ties = forward.lse.new_empty(0) if forward.ties is None else forward.ties
-    return forward.out, forward.lse, forward.max, forward.sum, ties
+    residual = forward.out.new_empty(0)
+    if forward.out_residual is not None and _keeps_residual(tensors[0], given[13], forward_only):
+        residual = forward.out_residual
+    return forward.out, forward.lse, forward.max, forward.sum, ties, residual
+
+
+def _keeps_residual(query: Any, options: str, forward_only: bool) -> bool:
+    dtype = str(query.dtype).removeprefix("torch.")
+    backend = json.loads(options)["backend"] if query.device.type == "cpu" else "cuda"
+    return keeps_out_residual(dtype, backend, forward_only=forward_only)
 
 
 @attend.register_fake
 def _(*given: Any) -> Any:
     query, key, value, bias, softmax_aux = given[:5]
-    options = given[13]
+    options, forward_only = given[13:]
     shapes = Shapes.of(query, key, value, bias, softmax_aux)
     batch, q_len, q_heads, _ = shapes.query
     acc = getattr(torch, accumulator(shapes.dtype))
@@ -77,7 +87,9 @@ def _(*given: Any) -> Any:
     lse = (batch, q_heads, q_len)
     statistics = [lse, lse, lse, (0,) if is_normalized else lse]
     out = query.new_empty((batch, q_len, q_heads, shapes.value[3]))
-    return out, *(query.new_empty(shape, dtype=acc) for shape in statistics)
+    keeps = _keeps_residual(query, options, forward_only)
+    residual = query.new_empty(out.shape if keeps else (0,))
+    return out, *(query.new_empty(shape, dtype=acc) for shape in statistics), residual
 
 
 @torch.library.custom_op(
@@ -90,8 +102,15 @@ def attend_backward(*given: Any) -> Any:
     """Computes a backward pass."""
     call, options, tensors, batch, forward_only = _read(given[:15])
     query, key, value, bias, softmax_aux = tensors
-    out, lse, max, sum, ties, dout, dlse = given[15:]
-    forward = Forward(out, lse, max, sum, None if call.attention.normalize_output else ties)
+    out, lse, max, sum, ties, residual, dout, dlse = given[15:]
+    forward = Forward(
+        out,
+        lse,
+        max,
+        sum,
+        None if call.attention.normalize_output else ties,
+        residual if residual.shape == out.shape else None,
+    )
     with plan_for(
         options, call, tensors, batch, forward_only=forward_only, of_pass="backward"
     ) as plan:
@@ -171,7 +190,7 @@ _library.impl("attend_backward", _backward_of_batched_gradients, "Batched")
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     *tensors, ctx.options, _ = inputs
-    # max, sum and ties are never returned with a gradient
+    # only out and lse are returned with a gradient
     ctx.save_for_backward(*tensors, *output)
 
 

@@ -1,4 +1,5 @@
-//! Prologue of the backward pass: row statistics from out, max, sum, dout and dlse.
+//! Prologue of the backward pass: row statistics from out and its rounding residual, max, sum, dout
+//! and dlse.
 //!
 //! See `workspace/statistics.rs` for their definitions.
 
@@ -44,6 +45,10 @@ pub(crate) fn begin<E: Input<Accumulator: Summed>>(
     let rows = StatisticsInputs::<E> {
         token: geometry.token,
         out: (!shard.spec.partial).then(|| array("out", inputs.out)).transpose()?,
+        out_residual: inputs
+            .out_residual
+            .map(|residual| array("out_residual", residual))
+            .transpose()?,
         dout: array("dout", inputs.dout)?,
         max: array("max", inputs.max)?,
         sum: inputs.sum.map(|sum| array("sum", sum)).transpose()?,
@@ -80,6 +85,7 @@ struct StatisticsInputs<'a, E: Input> {
     /// None of partial results, of which dlse is −delta; of an output that is not normalised ties
     /// is then −⟨out, dout⟩ / ties.
     out: Option<ArrayView4<'a, E>>,
+    out_residual: Option<ArrayView4<'a, E>>,
     dout: ArrayView4<'a, E>,
     max: ArrayView4<'a, Acc<E>>,
     sum: Option<ArrayView4<'a, Acc<E>>>,
@@ -92,6 +98,7 @@ impl<E: Input> StatisticsInputs<'_, E> {
     /// Computes the statistics of one batch row and head.
     fn fill(&self, batch: usize, head: usize, into: &mut StatisticsRow<'_, Acc<E>>) {
         let out = self.out.map(Source::tensor);
+        let residual = self.out_residual.map(Source::tensor);
         let dout = Source::tensor(self.dout);
         let ahead = [out.as_ref(), Some(&dout)].map(|source| {
             source.map_or(PrefetchRows::default(), |source| {
@@ -110,7 +117,10 @@ impl<E: Input> StatisticsInputs<'_, E> {
             into.max[row] = if empty { Acc::<E>::INFINITY } else { max };
             into.inverse_sum[row] = Acc::<E>::from_f64(if empty { 0.0 } else { 1.0 / sum });
             let product = match &out {
-                Some(out) if !empty => dot(self.token, out, &dout, [batch, row, head]),
+                Some(out) if !empty => {
+                    let dot = |of| dot(self.token, of, &dout, [batch, row, head]);
+                    dot(out) + residual.as_ref().map_or(0.0, dot)
+                }
                 _ => 0.0,
             };
             let dlse = if empty { 0.0 } else { of(self.dlse) };

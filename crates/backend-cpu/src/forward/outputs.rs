@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! out = acc·e^{m − m'} / ℓ'      lse = m' + ln ℓ'      max = m'      sum = ℓ'
+//! out_residual = acc·e^{m − m'} / ℓ' − out, rounded
 //! ```
 //! with the statistics of [`SoftmaxEnd`]; out is not divided if the output is not normalised.
 
@@ -37,8 +38,9 @@ pub(crate) enum OutputAxis {
 
 /// Outputs of some batch rows, heads and rows.
 pub(crate) struct OutputRows<'a, E: Input> {
-    /// `[batch, rows, heads, value_dim]`
+    /// `[batch, rows, heads, value_dim]`, as the residual.
     out: ArrayViewMut4<'a, E>,
+    out_residual: Option<ArrayViewMut4<'a, E>>,
     /// `[batch, heads, rows, 1]`, as the three below.
     lse: ArrayViewMut4<'a, Acc<E>>,
     max: Option<ArrayViewMut4<'a, Acc<E>>>,
@@ -51,6 +53,11 @@ impl<'a, E: Input> OutputRows<'a, E> {
     pub(crate) fn of(outputs: &'a mut Outputs<'_, Host>) -> Result<Self> {
         Ok(Self {
             out: array_mut("out", &mut outputs.out)?,
+            out_residual: outputs
+                .out_residual
+                .as_mut()
+                .map(|residual| array_mut("out_residual", residual))
+                .transpose()?,
             lse: array_mut("lse", &mut outputs.lse)?,
             max: outputs.max.as_mut().map(|max| array_mut("max", max)).transpose()?,
             sum: outputs.sum.as_mut().map(|sum| array_mut("sum", sum)).transpose()?,
@@ -88,13 +95,21 @@ impl<'a, E: Input> OutputRows<'a, E> {
             view.map(|view| view.split_at(of_lse, index)).unzip()
         };
         let (out, out_rest) = self.out.split_at(of_out, index);
+        let (out_residual, residual_rest) =
+            self.out_residual.map(|view| view.split_at(of_out, index)).unzip();
         let (lse, lse_rest) = self.lse.split_at(of_lse, index);
         let (max, max_rest) = split(self.max);
         let (sum, sum_rest) = split(self.sum);
         let (ties, ties_rest) = split(self.ties);
-        let rest =
-            Self { out: out_rest, lse: lse_rest, max: max_rest, sum: sum_rest, ties: ties_rest };
-        (Self { out, lse, max, sum, ties }, rest)
+        let rest = Self {
+            out: out_rest,
+            out_residual: residual_rest,
+            lse: lse_rest,
+            max: max_rest,
+            sum: sum_rest,
+            ties: ties_rest,
+        };
+        (Self { out, out_residual, lse, max, sum, ties }, rest)
     }
 
     /// Returns the rows of out of one batch row and head, for prefetches.
@@ -119,6 +134,8 @@ impl<'a, E: Input> OutputRows<'a, E> {
             });
             NextPrefetch { out, sums: next.chunks((sums.len() / strip.rows.len()).max(1)) }
         });
+        let residual = self.out_residual.as_mut();
+        let residual = residual.map(|view| view.slice_mut(s![of.batch, rows.clone(), of.head, ..]));
         let out = self.out.slice_mut(s![of.batch, rows, of.head, ..]);
         each_lane(
             geometry.token,
@@ -126,7 +143,7 @@ impl<'a, E: Input> OutputRows<'a, E> {
             strip.width,
             strip.rows.len(),
             geometry.dims.value_dim,
-            WriteOut { out, factors: &factors, next },
+            WriteOut { out, residual, factors: &factors, next },
         );
     }
 
@@ -277,6 +294,8 @@ pub(crate) fn strip_sums<'a, A: Real>(
 struct WriteOut<'v, E: Input> {
     /// `[rows of the strip, value_dim]`
     out: ArrayViewMut2<'v, E>,
+    /// As out.
+    residual: Option<ArrayViewMut2<'v, E>>,
     factors: &'v Factors<Acc<E>>,
     next: Option<NextPrefetch<'v, Acc<E>>>,
 }
@@ -314,7 +333,23 @@ impl<E: Input> TakeLane<Acc<E>> for WriteOut<'_, E> {
                 *out = E::narrow(factor.map_or(Acc::<E>::ZERO, |factor| factor * sum));
             }),
         }
+        let Some(residual) = &mut self.residual else { return };
+        let out = self.out.row(lane);
+        let mut residual = residual.row_mut(lane);
+        let rounded = out.slice(s![first..]);
+        let residual = residual.slice_mut(s![first..]);
+        for ((into, &out), &sum) in residual.into_iter().zip(&rounded).zip(sums) {
+            let exact = factor.map_or(Acc::<E>::ZERO, |factor| factor * sum);
+            *into = rounding_residual(exact, out);
+        }
     }
+}
+
+/// Returns `exact` − `rounded`, rounded; 0 if `rounded` is not finite.
+fn rounding_residual<E: Input>(exact: Acc<E>, rounded: E) -> E {
+    let rounded = rounded.widen();
+    let is_finite = rounded.to_f64().is_finite();
+    E::narrow(if is_finite { exact - rounded } else { Acc::<E>::ZERO })
 }
 
 #[cfg(test)]
@@ -327,6 +362,7 @@ mod tests {
     #[test]
     fn parts_cover_all_outputs_once() {
         let mut out = Array4::<f32>::zeros((2, 7, 3, 4));
+        let mut residual = out.clone();
         let mut lse = Array4::<f32>::zeros((2, 3, 7, 1));
         let mut ties = lse.clone();
         let mut outputs = Outputs {
@@ -335,6 +371,7 @@ mod tests {
             max: None,
             sum: None,
             ties: Some(HostViewMut::F32(ties.view_mut())),
+            out_residual: Some(HostViewMut::F32(residual.view_mut())),
         };
         let all = OutputRows::<f32>::of(&mut outputs).unwrap();
         let mut rows = Vec::new();
@@ -343,6 +380,8 @@ mod tests {
                 for (index, mut part) in of_heads.parts(OutputAxis::Rows, 3).enumerate() {
                     let number = (100 * batch + 10 * heads + index) as f32;
                     part.out.mapv_inplace(|old| old + number + 1.0);
+                    let residual = part.out_residual.as_mut().unwrap();
+                    residual.mapv_inplace(|old| old + number + 2.0);
                     part.lse.mapv_inplace(|old| old + number + 1.0);
                     part.ties.iter_mut().for_each(|ties| ties.mapv_inplace(|old| old + number));
                     assert!(part.max.is_none() && part.sum.is_none());
@@ -354,6 +393,7 @@ mod tests {
         for ((batch, row, head, _), &number) in out.indexed_iter() {
             let want = 100 * batch + 10 * (head / 2) + row / 3 + 1;
             assert_eq!(number, want as f32);
+            assert_eq!(residual[[batch, row, head, 0]], want as f32 + 1.0);
             assert_eq!(lse[[batch, head, row, 0]], want as f32);
             assert_eq!(ties[[batch, head, row, 0]], want as f32 - 1.0);
         }

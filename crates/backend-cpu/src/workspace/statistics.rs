@@ -5,6 +5,7 @@
 //! normalised:     delta = ⟨dout, out⟩ − dlse                          max, 1/sum
 //! unnormalised:   delta = −dlse     share = ⟨dout, out⟩ / ties        max, 1/sum
 //! ```
+//! ⟨dout, out⟩ is ⟨dout, out⟩ + ⟨dout, out_residual⟩ if the caller has kept the rounding residual.
 //! A row without visible keys and sinks has max = +∞ and 1/sum = 0, so that its probabilities are 0
 //! whatever its scores.
 

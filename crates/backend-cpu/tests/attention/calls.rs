@@ -62,6 +62,7 @@ fn finish(
         max: None,
         sum: None,
         ties: None,
+        out_residual: None,
     };
     pass.finish(outputs, &mut keep_going)?;
     Ok((out, lse))
@@ -249,6 +250,7 @@ fn ticks_of_finish(threads: usize, flow: ControlFlow<()>) -> [usize; 2] {
         max: None,
         sum: None,
         ties: None,
+        out_residual: None,
     };
     let tick = &mut || {
         ticks[0] += 1;

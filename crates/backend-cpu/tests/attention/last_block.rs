@@ -86,6 +86,7 @@ fn narrow_tasks_write_outputs_before_the_epilogue() {
         max: None,
         sum: None,
         ties: None,
+        out_residual: None,
     };
     let rows = &rank.shard.keys;
     let block = Block { buffer: &buffer, ready: &(), rows, first_local: Some(0) };

@@ -241,6 +241,7 @@ impl<E: Element> Rank<E> {
             ties: self.ties.as_ref().map(|ties| Element::view(ties.view())),
             dout: E::view(self.dout.view()),
             dlse: self.dlse.as_ref().map(|dlse| Element::view(dlse.view())),
+            out_residual: None,
         }
     }
 
@@ -319,6 +320,7 @@ impl<'a, E: Element> Ring<'a, E> {
                 max: Some(Element::view_mut(max.view_mut())),
                 sum: Some(Element::view_mut(sum.view_mut())),
                 ties: ties.as_mut().map(|ties| Element::view_mut(ties.view_mut())),
+                out_residual: None,
             };
             for t in 0..count {
                 let owner = (r + t) % count;

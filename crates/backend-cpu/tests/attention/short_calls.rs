@@ -72,6 +72,7 @@ fn run(cpu: &Cpu, rank: &Rank<f32>, passes: usize, reversed: bool) -> annulus_co
             ties: None,
             dout: Element::view(view(&dout)),
             dlse: None,
+            out_residual: None,
         };
         let mut backward = workspace.backward(inputs, BackwardMode::OnePass, &mut keep_going)?;
         backward.local_kv(&mut kv, &local_kv.sent(rank.shard.keys.len()))?;
@@ -112,6 +113,7 @@ fn forward(
         max: None,
         sum: None,
         ties: None,
+        out_residual: None,
     };
     pass.attend(&block, &mut keep_going)?;
     pass.attend_last(&block, &mut outputs, &mut keep_going)?;

@@ -82,7 +82,14 @@ fn attend(cuda: &Cuda, ordinal: usize, apart: Apart) -> Result<Results> {
     let (k, v) = (view(&k, apart.kv), view(&v, apart.kv));
     let inputs = Inputs { q: view(&q, apart.queries), k, v, bias: None, sinks: None };
     let (out_view, lse_view) = (out.view_mut(), lse.view_mut());
-    let mut outputs = Outputs { out: out_view, lse: lse_view, max: None, sum: None, ties: None };
+    let mut outputs = Outputs {
+        out: out_view,
+        lse: lse_view,
+        max: None,
+        sum: None,
+        ties: None,
+        out_residual: None,
+    };
     ring.forward(&inputs, &mut outputs)?;
     cuda.stream().synchronize(DEADLINE)?;
     let blocks = |kernel| emulator::blocks(ordinal, kernel);
@@ -98,6 +105,7 @@ fn attend(cuda: &Cuda, ordinal: usize, apart: Apart) -> Result<Results> {
         ties: None,
         dout: view(&dout, apart.queries),
         dlse: None,
+        out_residual: None,
     };
     let [mut dq, mut dk, mut dv] = [dense()?, dense()?, dense()?];
     let mut gradients = Gradients {

@@ -200,7 +200,14 @@ fn out_with(apart: usize, value_dim: usize) -> Result<Vec<u8>> {
         CudaViewMut::from_raw(first, DType::Bf16, [1, ROWS, HEADS, value_dim], strides)
     };
     let inputs = Inputs { q: q.view(), k: k.view(), v: v.view(), bias: None, sinks: None };
-    let mut outputs = Outputs { out: view, lse: lse.view_mut(), max: None, sum: None, ties: None };
+    let mut outputs = Outputs {
+        out: view,
+        lse: lse.view_mut(),
+        max: None,
+        sum: None,
+        ties: None,
+        out_residual: None,
+    };
     ring.forward(&inputs, &mut outputs)?;
     cuda.stream().synchronize(DEADLINE)?;
     out.download()

@@ -174,6 +174,7 @@ impl Tensors {
             max: None,
             sum: None,
             ties: None,
+            out_residual: None,
         };
         ring.forward(&inputs, &mut outputs)?;
         let inputs = BackwardInputs {
@@ -184,6 +185,7 @@ impl Tensors {
             ties: None,
             dout: self.view(3, HEADS),
             dlse: None,
+            out_residual: None,
         };
         let dq = self.view_mut(5, HEADS);
         let dk = self.view_mut(6, 1);
@@ -257,7 +259,14 @@ fn held(
     let inputs = Inputs { q: q.view(), k: k.view(), v: v.view(), bias: None, sinks: None };
     ring.forward(
         &inputs,
-        &mut Outputs { out: out.view_mut(), lse: lse.view_mut(), max: None, sum: None, ties: None },
+        &mut Outputs {
+            out: out.view_mut(),
+            lse: lse.view_mut(),
+            max: None,
+            sum: None,
+            ties: None,
+            out_residual: None,
+        },
     )?;
     if backward {
         let inputs = BackwardInputs {
@@ -268,6 +277,7 @@ fn held(
             ties: None,
             dout: dout.view(),
             dlse: None,
+            out_residual: None,
         };
         let gradients = &mut Gradients {
             dq: dq.view_mut(),

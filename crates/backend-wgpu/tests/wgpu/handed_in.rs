@@ -112,7 +112,14 @@ fn a_tensor_of_another_device_is_an_error_that_ends_the_plan() {
         let inputs = Inputs { q: &q, k: &k, v: &v, bias: None, sinks: None };
         ring.forward(
             &inputs,
-            &mut Outputs { out: &mut out, lse: &mut lse, max: None, sum: None, ties: None },
+            &mut Outputs {
+                out: &mut out,
+                lse: &mut lse,
+                max: None,
+                sum: None,
+                ties: None,
+                out_residual: None,
+            },
         )
         .err()
     };

@@ -56,7 +56,10 @@ fn lose(doom: Doom) {
         let [q, k, v] = &inputs;
         let inputs = Inputs { q, k, v, bias: None, sinks: None };
         let [out, lse] = &mut outputs;
-        ring.forward(&inputs, &mut Outputs { out, lse, max: None, sum: None, ties: None })?;
+        ring.forward(
+            &inputs,
+            &mut Outputs { out, lse, max: None, sum: None, ties: None, out_residual: None },
+        )?;
         let start = Instant::now();
         if rank == 1 {
             match doom {
@@ -75,6 +78,7 @@ fn lose(doom: Doom) {
                     ties: None,
                     dout: q,
                     dlse: None,
+                    out_residual: None,
                 };
                 let [dq, dk, dv] = &mut gradients;
                 ring.backward(&inputs, &mut Gradients { dq, dk, dv, dbias: None, dsinks: None })
@@ -82,8 +86,11 @@ fn lose(doom: Doom) {
             }
             _ => {
                 let [out, lse] = &mut outputs;
-                ring.forward(&inputs, &mut Outputs { out, lse, max: None, sum: None, ties: None })
-                    .err()
+                ring.forward(
+                    &inputs,
+                    &mut Outputs { out, lse, max: None, sum: None, ties: None, out_residual: None },
+                )
+                .err()
             }
         };
         let errors = (pass(), pass());

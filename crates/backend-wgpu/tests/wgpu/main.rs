@@ -328,7 +328,14 @@ fn forward(gpu: &Gpu, ring: &mut Ring<Wgpu>, dims: Dims) -> Result<()> {
     let inputs = Inputs { q: &q, k: &k, v: &v, bias: None, sinks: None };
     ring.forward(
         &inputs,
-        &mut Outputs { out: &mut out, lse: &mut lse, max: None, sum: None, ties: None },
+        &mut Outputs {
+            out: &mut out,
+            lse: &mut lse,
+            max: None,
+            sum: None,
+            ties: None,
+            out_residual: None,
+        },
     )?;
     let lse = lse.download::<f32>()?;
     assert!(lse.iter().all(|lse| (lse - (dims.kv_len as f32).ln()).abs() < 1e-5));

@@ -77,6 +77,7 @@ fn run(gpu: &Gpu, case: &Case) -> Result<Answer> {
             max: Some(&mut max),
             sum: Some(&mut sum),
             ties: None,
+            out_residual: None,
         },
     )?;
     let dout = Tensor::upload(gpu, whole(case.dout.view()).view())?;
@@ -91,6 +92,7 @@ fn run(gpu: &Gpu, case: &Case) -> Result<Answer> {
             ties: None,
             dout: &dout,
             dlse: None,
+            out_residual: None,
         },
         &mut Gradients { dq: &mut dq, dk: &mut dk, dv: &mut dv, dbias: None, dsinks: None },
     )?;

@@ -109,6 +109,7 @@ impl Rank {
             max: None,
             sum: None,
             ties: None,
+            out_residual: None,
         };
         let report = self.ring.forward(&self.tensors.inputs(), &mut outputs)?;
         // equal scores: every output is the mean of equal values
@@ -129,6 +130,7 @@ impl Rank {
             ties: None,
             dout: HostView::F32(dout.view()),
             dlse: None,
+            out_residual: None,
         };
         let report = ring.backward(
             &inputs,

@@ -120,7 +120,8 @@ impl Passes {
         let [q, k, v, _] = &self.inputs;
         let inputs = Inputs { q: q.view(), k: k.view(), v: v.view(), bias: None, sinks: None };
         let (out, lse) = (self.out.view_mut(), self.lse.view_mut());
-        let mut outputs = Outputs { out, lse, max: None, sum: None, ties: None };
+        let mut outputs =
+            Outputs { out, lse, max: None, sum: None, ties: None, out_residual: None };
         self.ring.forward(&inputs, &mut outputs).map(drop)
     }
 
@@ -136,6 +137,7 @@ impl Passes {
             ties: None,
             dout: dout.view(),
             dlse: None,
+            out_residual: None,
         };
         let [dq, dk, dv] = &mut self.gradients;
         let (dq, dk, dv) = (dq.view_mut(), dk.view_mut(), dv.view_mut());

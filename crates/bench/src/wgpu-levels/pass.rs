@@ -117,6 +117,7 @@ impl Passes {
                     max: None,
                     sum: None,
                     ties: None,
+                    out_residual: None,
                 };
                 ring.forward(&inputs, &mut outputs).map(drop)
             }
@@ -129,6 +130,7 @@ impl Passes {
                     ties: None,
                     dout: &self.dout,
                     dlse: None,
+                    out_residual: None,
                 };
                 let mut gradients = Gradients {
                     dq: &mut self.dq,

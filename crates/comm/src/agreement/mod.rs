@@ -27,7 +27,7 @@ pub use self::descriptor::Descriptor;
 use self::descriptor::{Combination, Contribution, EncodedFields, cut, decode, encode, take};
 
 /// Version of everything that ranks send to each other: descriptors, records, tags, rounds.
-pub const WIRE_VERSION: u64 = 5;
+pub const WIRE_VERSION: u64 = 6;
 
 /// Numbers of a rank in one all-gather of a sum over ranks: a gradient of any size then takes 64
 /// KiB per rank, 8 MiB on 128 ranks.

@@ -87,19 +87,23 @@ impl ColumnGradients {
     /// # Errors
     /// [`Error::Internal`] without ties of an output that is not normalised.
     pub(super) fn compute<S: HostTensors>(&mut self, inputs: &BackwardInputs<'_, S>) -> Result<()> {
+        let subtract = |into: &mut HostViewMut<'_>| {
+            let parts = std::iter::once(&inputs.out).chain(&inputs.out_residual);
+            parts.for_each(|out| into.subtract_row_products(out, &inputs.dout));
+        };
         let mut into = self.minus_delta.view_mut()?;
         match inputs.dlse {
             Some(dlse) => into.round_from(&dlse.swap_rows_and_heads()),
             None => into.fill_zero(),
         }
         let Some(share) = &mut self.minus_share else {
-            into.subtract_row_products(&inputs.out, &inputs.dout);
+            subtract(&mut into);
             return Ok(());
         };
         let ties = inputs.ties.ok_or_else(|| Error::internal("no ties"))?;
         let mut into = share.view_mut()?;
         into.fill_zero();
-        into.subtract_row_products(&inputs.out, &inputs.dout);
+        subtract(&mut into);
         into.divide(&ties.swap_rows_and_heads());
         Ok(())
     }
@@ -167,8 +171,13 @@ impl ColumnMerge {
     }
 
     /// Divides if the output is normalised, and writes out `[batch, rows, heads, value_dim]` and the
-    /// statistics, rounded once.
-    pub(super) fn finish(&mut self, out: &mut HostViewMut<'_>, statistics: StatisticViews<'_>) {
+    /// statistics, rounded once, and the rounding residual of out.
+    pub(super) fn finish(
+        &mut self,
+        out: &mut HostViewMut<'_>,
+        out_residual: Option<&mut HostViewMut<'_>>,
+        statistics: StatisticViews<'_>,
+    ) {
         let Self { shape, acc, lines, normalize } = self;
         let dim = shape[3];
         if *normalize {
@@ -189,6 +198,9 @@ impl ColumnMerge {
             ties.write_each(lines.iter().map(|of| of.ties));
         }
         out.write(acc);
+        if let Some(residual) = out_residual {
+            residual.write_residual(acc);
+        }
     }
 }
 
@@ -272,7 +284,7 @@ mod tests {
         let views = [&mut out, &mut lse].map(|of| HostViewMut::F64(of.view_mut()));
         let [mut of_out, lse_view] = views;
         let statistics = StatisticViews { lse: lse_view, max: None, sum: None, ties: None };
-        merge.finish(&mut of_out, statistics);
+        merge.finish(&mut of_out, None, statistics);
         [out, lse]
     }
 

@@ -25,18 +25,21 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     pub(super) fn ring_forward(
         &mut self,
         inputs: &Inputs<'_, B::Space>,
+        wants_residual: bool,
         start: Instant,
     ) -> Result<Duration> {
         let q_heads = self.grid.q_heads(self.exchange.member);
         let has_sinks = self.ring.spec().sinks.is_some();
         let tensors = &mut self.tensors;
         let of_member = tensors.inputs.of_member(inputs.reborrow(), has_sinks, &q_heads)?;
+        let residual = tensors.out_residual.as_mut().filter(|_| wants_residual);
         let mut results = Outputs::<B::Space> {
             out: tensors.out.view_mut()?,
             lse: tensors.lse.heads_first_mut()?,
             max: Some(tensors.max.heads_first_mut()?),
             sum: Some(tensors.sum.heads_first_mut()?),
             ties: tensors.ties.as_mut().map(ShardTensor::heads_first_mut).transpose()?,
+            out_residual: residual.map(ShardTensor::view_mut).transpose()?,
         };
         self.ring_began.store(nanoseconds(start), Ordering::Relaxed);
         self.ring.forward_within(&of_member, &mut results)
@@ -46,6 +49,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     pub(super) fn ring_backward(
         &mut self,
         forward: &Inputs<'_, B::Space>,
+        has_residual: bool,
         gradients: &mut Gradients<'_, B::Space>,
         start: Instant,
     ) -> Result<Duration> {
@@ -53,6 +57,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let tensors = &mut self.tensors;
         let of_backward = tensors.backward.as_mut().ok_or_else(no_gradients)?;
         let has_sinks = self.ring.spec().sinks.is_some();
+        let residual = tensors.out_residual.as_ref().filter(|_| has_residual);
         let of_member = BackwardInputs::<B::Space> {
             forward: tensors.inputs.of_member(forward.reborrow(), has_sinks, &q_heads)?,
             out: tensors.out.view()?,
@@ -61,6 +66,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             ties: tensors.ties.as_ref().map(ShardTensor::heads_first).transpose()?,
             dout: of_backward.dout.view()?,
             dlse: Some(of_backward.dlse.heads_first()?),
+            out_residual: residual.map(ShardTensor::view).transpose()?,
         };
         let Gradients { dk, dv, dbias, dsinks, .. } = gradients;
         let [dk, dv] = match &mut of_backward.dkv {

@@ -70,8 +70,8 @@ use std::{
 
 use annulus_core::{
     AgreedLengths, Backend, BackwardInputs, Batch, Control, Error, ExchangeFields, Gradients,
-    GroupLayout, HeadGrid, HostTensors, Inputs, Layout, Outputs, Result, Route, Runs, Side, Spec,
-    Strategy, Transport,
+    GroupLayout, HeadField, HeadGrid, HostTensors, Inputs, Layout, Outputs, Result, Route, Runs,
+    Side, Spec, Strategy, Transport,
 };
 
 pub use column_merge::merge_bandwidth;
@@ -79,6 +79,7 @@ pub use column_merge::merge_bandwidth;
 use self::{
     exchange::Exchange,
     prepare::{Prepared, check},
+    shard_tensor::ShardTensor,
     shard_tensors::ShardTensors,
     subset::Subset,
 };
@@ -87,7 +88,7 @@ use crate::{
     calls::{Calls, Collective, Report, caught},
     ring::{
         PassKind, Ring, RingOptions, StepEvent, StepHook,
-        check::{Shapes, forward_only},
+        check::{Shapes, forward_only, has_residual},
         describe::{self, Combined, TransportFields},
         planning::PlanningTicks,
     },
@@ -116,6 +117,9 @@ pub struct HeadsRing<B: Backend> {
     tensors: ShardTensors,
     forward: ExchangeFields,
     backward: ExchangeFields,
+    /// Rounding residual of out, if it is exchanged when callers ask for it: of 16-bit types and
+    /// one key column. With several, the merge of the columns computes it.
+    residual: Option<HeadField>,
     /// Proof that all ranks derive the same messages, if transports make use of it.
     lengths: Option<AgreedLengths>,
     calls: Calls,
@@ -201,6 +205,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             local_gradients: options.local_gradients || grid.columns() > 1,
             ..options.clone()
         };
+        let residual = prepare::residual(&spec, &grid, &forward);
         let of_member = spec.of_member(&grid, member);
         // all arguments are agreed upon, so that all inner rings make the same all-gathers
         let ring = Ring::new(backend, Box::new(of_ring), Ok(of_member), inner);
@@ -223,6 +228,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             tensors,
             forward,
             backward,
+            residual,
             lengths: posts_ahead.then_some(lengths),
             calls: Calls::new(PLAN_ROUNDS),
             batch: Batch::default(),
@@ -248,7 +254,8 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     ) -> Result<Report> {
         let shapes = self.shapes();
         let checked = shapes.inputs(inputs).and_then(|()| shapes.outputs(outputs));
-        self.call(PassKind::Forward, checked, |plan, start| {
+        let has_residual = outputs.out_residual.is_some();
+        self.call(PassKind::Forward, checked, has_residual, |plan, start| {
             plan.forward_pass(inputs, outputs, start)
         })
     }
@@ -274,7 +281,8 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         } else {
             Err(forward_only())
         };
-        self.call(PassKind::Backward, checked, |plan, start| {
+        let has_residual = inputs.out_residual.is_some();
+        self.call(PassKind::Backward, checked, has_residual, |plan, start| {
             let waited = plan.backward_pass(inputs, gradients, start)?;
             Ok(waited + plan.sum_gradients(gradients)?)
         })
@@ -381,7 +389,29 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
 
     fn shapes(&self) -> Shapes {
         let index = annulus_core::index;
-        Shapes::new(&self.spec, index(self.q_rows.len()), index(self.kv_rows.len()))
+        let shapes = Shapes::new(&self.spec, index(self.q_rows.len()), index(self.kv_rows.len()));
+        shapes.on(self.no_out_residual())
+    }
+
+    /// Returns the name of the backend if it lacks the rounding residual of out and computes out.
+    fn no_out_residual(&self) -> Option<&'static str> {
+        self.ring.no_out_residual().filter(|_| self.grid.columns() == 1)
+    }
+
+    /// Returns true if passes write and read the rounding residual of out, as
+    /// [`Ring::has_out_residual`].
+    pub fn has_out_residual(&self) -> bool {
+        self.options.backward && has_residual(self.spec.dtype) && self.no_out_residual().is_none()
+    }
+
+    /// Returns the payload bytes that this rank sends of the residual in a pass.
+    fn residual_bytes(&self, pass: PassKind) -> u64 {
+        let field = || self.residual.into_iter().collect();
+        let fields = match pass {
+            PassKind::Forward => ExchangeFields { inputs: Vec::new(), outputs: field() },
+            PassKind::Backward => ExchangeFields { inputs: field(), outputs: Vec::new() },
+        };
+        self.exchange.bytes_sent(&fields)
     }
 
     /// Runs one pass, as the ring does: all ranks make the same call with valid arguments, or none
@@ -390,16 +420,33 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         &mut self,
         kind: PassKind,
         checked: Result<()>,
+        has_residual: bool,
         pass: impl FnOnce(&mut Self, Instant) -> Result<Duration>,
     ) -> Result<Report> {
         self.calls.alive()?;
         let name = kind.name();
         span!("pass", name, rank = self.rank);
         let start = Instant::now();
-        let described = checked.map(|()| describe::call(name));
+        let reserved = checked.and_then(|()| self.reserve_residual(has_residual));
+        // a message of its own, which all ranks send or none
+        let described = reserved.map(|()| {
+            describe::call(name).field_as("out_residual", u64::from(has_residual), has_residual)
+        });
         let agreed = self.calls.entries.enter(&mut self.transport, &described).map(drop);
         self.entered(agreed)?;
-        self.run(start, self.bytes_predicted(kind), |plan| pass(plan, start))
+        let residual = if has_residual { self.residual_bytes(kind) } else { 0 };
+        self.run(start, self.bytes_predicted(kind) + residual, |plan| pass(plan, start))
+    }
+
+    /// Allocates the residual of the own heads in the first pass that exchanges it.
+    fn reserve_residual(&mut self, is_wanted: bool) -> Result<()> {
+        let Some(field) = self.residual.filter(|_| is_wanted) else { return Ok(()) };
+        if self.tensors.out_residual.is_none() {
+            let rows = self.exchange.group_rows(Side::Q);
+            let heads = field.heads.count(&self.grid);
+            self.tensors.out_residual = Some(ShardTensor::new(&field, rows, heads)?);
+        }
+        Ok(())
     }
 }
 

@@ -20,8 +20,29 @@ use crate::{
     ring::{PassKind, in_flight::InFlight, step_events::Observer},
 };
 
-/// Messages of a pass between two members: one before the ring and one after it.
-const TAGS: u64 = 2;
+/// Messages of a pass between two members: one before the ring, one after it, and one of the
+/// rounding residual of out, if the callers have asked for it.
+const TAGS: u64 = 3;
+
+/// Returns the tags of the messages of the results, and of the residual, relative to the first of
+/// the pass. Tags grow in the order of the messages: the residual is sent after the results of a
+/// forward pass, and before those of a backward pass.
+pub(super) const fn later_tags(kind: PassKind) -> [u64; 2] {
+    match kind {
+        PassKind::Forward => [1, 2],
+        PassKind::Backward => [2, 1],
+    }
+}
+
+/// Tensors of one exchange.
+#[derive(Clone, Copy)]
+enum Exchanged {
+    /// Those of [`ExchangeFields`](annulus_core::ExchangeFields).
+    All,
+    /// The rounding residual of out: after the ring of a forward pass, before that of a backward
+    /// pass.
+    Residual,
+}
 
 /// One pass.
 #[derive(Clone, Copy)]
@@ -48,22 +69,23 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     ) -> Result<Duration> {
         let pass = self.new_pass(PassKind::Forward, start);
         let given = self.forward_views(inputs);
-        let mut waited = self.receive_inputs(pass, &given)?;
-        waited += self.ring_forward(inputs, start)?;
-        let Outputs { out, lse, max, sum, ties } = outputs;
+        let mut waited = self.receive_inputs(pass, Exchanged::All, &given)?;
+        let wants_residual = outputs.out_residual.is_some();
+        waited += self.ring_forward(inputs, wants_residual, start)?;
+        let Outputs { out, lse, max, sum, ties, out_residual } = outputs;
         if let Some(mut columns) = self.tensors.columns.take() {
             columns.merge.begin();
             let dtype = self.spec.dtype.accumulator();
             let grid = self.grid;
             let merge = |from, bytes: &[u8]| columns.merge.add(dtype, grid.q_heads(from), bytes);
-            waited += self.send_outputs(pass, merge)?;
+            waited += self.send_outputs(pass, Exchanged::All, merge)?;
             let statistics = StatisticViews {
                 lse: lse.reborrow().swap_rows_and_heads(),
                 max: max.as_mut().map(|max| max.reborrow().swap_rows_and_heads()),
                 sum: sum.as_mut().map(|sum| sum.reborrow().swap_rows_and_heads()),
                 ties: ties.as_mut().map(|ties| ties.reborrow().swap_rows_and_heads()),
             };
-            columns.merge.finish(out, statistics);
+            columns.merge.finish(out, out_residual.as_mut(), statistics);
             self.tensors.columns = Some(columns);
             return Ok(waited);
         }
@@ -72,7 +94,11 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         // members send the maximum and the sum also where the caller wants neither
         targets.extend([max, sum].map(|of| of.as_mut().map(Target::of_rows)));
         targets.extend(ties.as_mut().map(|ties| Some(Target::of_rows(ties))));
-        waited += self.send_to(pass, &mut targets)?;
+        waited += self.send_to(pass, Exchanged::All, &mut targets)?;
+        if let Some(residual) = out_residual {
+            let target = Some(Target::new(residual.reborrow()));
+            waited += self.send_to(pass, Exchanged::Residual, &mut [target])?;
+        }
         Ok(waited)
     }
 
@@ -90,8 +116,13 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         }
         let exchanged = inputs.reborrow();
         let given = self.backward_views(&exchanged, columns.as_ref())?;
-        let mut waited = self.receive_inputs(pass, &given)?;
-        waited += self.ring_backward(&inputs.forward, gradients, start)?;
+        let mut waited = self.receive_inputs(pass, Exchanged::All, &given)?;
+        // with key columns it is in −delta
+        let residual = inputs.out_residual.filter(|_| columns.is_none());
+        if residual.is_some() {
+            waited += self.receive_inputs(pass, Exchanged::Residual, &[residual])?;
+        }
+        waited += self.ring_backward(&inputs.forward, residual.is_some(), gradients, start)?;
         let of_backward = self.tensors.backward.as_mut().ok_or_else(no_gradients)?;
         let mut sums = of_backward.sums.take();
         let divides_heads = of_backward.dkv.is_some();
@@ -117,7 +148,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             let adds = field.heads == HeadAxis::Shared || self.grid.columns() > 1;
             targets.push(Some(if adds { Target::sum(view) } else { Target::new(view) }));
         }
-        waited += self.send_to(pass, &mut targets)?;
+        waited += self.send_to(pass, Exchanged::All, &mut targets)?;
         drop(targets);
         if let Some([sum_dk, sum_dv]) = &sums {
             dk.round_from(&sum_dk.view()?);
@@ -173,10 +204,24 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
 
     /// Exchanges the caller's tensors, `given` as `[batch, rows, heads, elements]`, for those of
     /// the own heads. `None` is a tensor of zeros.
-    fn receive_inputs(&mut self, pass: Pass, given: &[Option<HostView<'_>>]) -> Result<Duration> {
-        let (fields, mut tensors) = match pass.kind {
-            PassKind::Forward => (&self.forward.inputs, self.tensors.forward_inputs()),
-            PassKind::Backward => (&self.backward.inputs, self.tensors.backward_inputs()),
+    fn receive_inputs(
+        &mut self,
+        pass: Pass,
+        exchanged: Exchanged,
+        given: &[Option<HostView<'_>>],
+    ) -> Result<Duration> {
+        let residual = self.residual;
+        let [_, residual_tag] = later_tags(pass.kind);
+        let (fields, mut tensors, tag) = match (exchanged, pass.kind) {
+            (Exchanged::All, PassKind::Forward) => {
+                (&self.forward.inputs[..], self.tensors.forward_inputs(), 0)
+            }
+            (Exchanged::All, PassKind::Backward) => {
+                (&self.backward.inputs[..], self.tensors.backward_inputs(), 0)
+            }
+            (Exchanged::Residual, _) => {
+                (residual.as_slice(), self.tensors.out_residual.iter_mut().collect(), residual_tag)
+            }
         };
         if given.len() != fields.len() || tensors.len() != fields.len() {
             return Err(Error::internal("other tensors than those that are exchanged"));
@@ -186,7 +231,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let mut in_flight = InFlight::new(&mut transport, pass.first_tag, self.lengths, observer);
         let bytes = self.exchange.input_bytes(fields);
         let Exchange { grid, member, ranks, rows, segments, buffers } = &mut self.exchange;
-        let messages = Messages { ranks, member: *member, bytes, tag: 0, step: 0 };
+        let messages = Messages { ranks, member: *member, bytes, tag, step: 0 };
         let own = rows[*member];
         let pack = |to: usize, mut into: &mut [u8]| {
             for (field, view) in fields.iter().zip(given) {
@@ -221,10 +266,16 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
 
     /// Exchanges the results of the own heads for the caller's rows of all heads. A result without
     /// a target is not read.
-    fn send_to(&mut self, pass: Pass, targets: &mut [Option<Target<'_>>]) -> Result<Duration> {
-        let fields = match pass.kind {
-            PassKind::Forward => self.forward.outputs.clone(),
-            PassKind::Backward => self.backward.outputs.clone(),
+    fn send_to(
+        &mut self,
+        pass: Pass,
+        exchanged: Exchanged,
+        targets: &mut [Option<Target<'_>>],
+    ) -> Result<Duration> {
+        let fields = match (exchanged, pass.kind) {
+            (Exchanged::All, PassKind::Forward) => self.forward.outputs.clone(),
+            (Exchanged::All, PassKind::Backward) => self.backward.outputs.clone(),
+            (Exchanged::Residual, _) => self.residual.into_iter().collect(),
         };
         if targets.len() != fields.len() {
             return Err(Error::internal("other targets than the results that are exchanged"));
@@ -232,7 +283,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let grid = self.grid;
         let own = self.exchange.member;
         let rows = self.exchange.rows[own];
-        self.send_outputs(pass, |from, mut bytes| {
+        self.send_outputs(pass, exchanged, |from, mut bytes| {
             for (field, target) in fields.iter().zip(targets.iter_mut()) {
                 if grid.shares(field.side, own, from) {
                     let heads = field.heads.range(&grid, from);
@@ -255,16 +306,22 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     fn send_outputs(
         &mut self,
         pass: Pass,
+        exchanged: Exchanged,
         unpack: impl FnMut(usize, &[u8]) -> Result<()>,
     ) -> Result<Duration> {
-        let (fields, results) = match pass.kind {
-            PassKind::Forward => {
+        let [results_tag, residual_tag] = later_tags(pass.kind);
+        let (fields, results, tag) = match (exchanged, pass.kind) {
+            (Exchanged::All, PassKind::Forward) => {
                 let has_columns = self.grid.columns() > 1;
-                (&self.forward.outputs, self.tensors.forward_outputs(has_columns))
+                (&self.forward.outputs[..], self.tensors.forward_outputs(has_columns), results_tag)
             }
-            PassKind::Backward => {
+            (Exchanged::All, PassKind::Backward) => {
                 let of_backward = self.tensors.backward.as_ref().ok_or_else(no_gradients)?;
-                (&self.backward.outputs, of_backward.outputs())
+                (&self.backward.outputs[..], of_backward.outputs(), results_tag)
+            }
+            (Exchanged::Residual, _) => {
+                let results = self.tensors.out_residual.iter().collect();
+                (self.residual.as_slice(), results, residual_tag)
             }
         };
         if results.len() != fields.len() {
@@ -276,7 +333,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let bytes = self.exchange.output_bytes(fields);
         let Exchange { grid, member, ranks, segments, buffers, .. } = &mut self.exchange;
         // the step after the last one of the ring
-        let messages = Messages { ranks, member: *member, bytes, tag: 1, step: grid.groups() };
+        let messages = Messages { ranks, member: *member, bytes, tag, step: grid.groups() };
         let pack = |to: usize, mut into: &mut [u8]| {
             for (field, tensor) in fields.iter().zip(&results) {
                 let rows = &segments[to][side_index(field.side)];

@@ -1,16 +1,17 @@
 //! Planning of one rank: its arguments, its layout, and the memory of its exchange.
 
 use annulus_core::{
-    Backend, Capabilities, Error, ExchangeFields, GroupLayout, HeadGrid, MessageBalance, Placement,
-    Result, Spec, Strategy,
+    Backend, Capabilities, Error, ExchangeFields, GroupLayout, HeadField, HeadGrid, MessageBalance,
+    Placement, Result, Spec, Strategy,
 };
 
 use super::{
     exchange::{Exchange, Messages},
     member_gradients,
+    passes::later_tags,
     shard_tensors::ShardTensors,
 };
-use crate::ring::{RingOptions, planning::check_plan};
+use crate::ring::{PassKind, RingOptions, check::has_residual, planning::check_plan};
 
 /// Part of a plan that a rank derives and allocates alone, before ranks agree that all succeeded.
 pub(super) struct Prepared {
@@ -51,23 +52,40 @@ impl Prepared {
         rank: usize,
     ) -> MessageBalance {
         let mut balance = MessageBalance::of_rank(rank);
-        let passes = [Some(&self.forward), options.backward.then_some(&self.backward)];
-        for (pass, fields) in passes.into_iter().flatten().enumerate() {
+        let backward = options.backward.then_some((PassKind::Backward, &self.backward));
+        let passes = std::iter::once((PassKind::Forward, &self.forward)).chain(backward);
+        let residual = residual(spec, &self.exchange.grid, &self.forward);
+        for (pass, (kind, fields)) in passes.enumerate() {
+            let [results_tag, residual_tag] = later_tags(kind);
+            let residual = residual.as_slice();
+            let of_residual = match kind {
+                PassKind::Forward => self.exchange.output_bytes(residual),
+                PassKind::Backward => self.exchange.input_bytes(residual),
+            };
             for (tag, bytes) in [
-                self.exchange.input_bytes(&fields.inputs),
-                self.exchange.output_bytes(&fields.outputs),
-            ]
-            .into_iter()
-            .enumerate()
-            {
+                (0, self.exchange.input_bytes(&fields.inputs)),
+                (results_tag, self.exchange.output_bytes(&fields.outputs)),
+                (residual_tag, of_residual),
+            ] {
                 let Exchange { ranks, member, .. } = &self.exchange;
-                let (member, tag) = (*member, tag as u64);
-                Messages { ranks, member, bytes, tag, step: 0 }.add_to(&mut balance, pass as u64);
+                let messages = Messages { ranks, member: *member, bytes, tag, step: 0 };
+                messages.add_to(&mut balance, pass as u64);
             }
         }
         member_gradients::add_sums_to(&mut balance, spec, options, &self.layout.order, rank);
         balance
     }
+}
+
+/// Returns the rounding residual of out if it is exchanged: a tensor like out, of 16-bit types and
+/// one key column.
+pub(super) fn residual(
+    spec: &Spec,
+    grid: &HeadGrid,
+    forward: &ExchangeFields,
+) -> Option<HeadField> {
+    let out = forward.outputs.first().copied();
+    out.filter(|_| grid.columns() == 1 && has_residual(spec.dtype))
 }
 
 /// Checks a plan before any rank waits for another.

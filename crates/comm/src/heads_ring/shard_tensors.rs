@@ -9,6 +9,8 @@ use super::{column_merge::ColumnTensors, exchange::Exchange, shard_tensor::Shard
 pub(super) struct ShardTensors {
     pub(super) inputs: InputTensors,
     pub(super) out: ShardTensor,
+    /// Rounding residual of out, allocated by the first pass that asks for it.
+    pub(super) out_residual: Option<ShardTensor>,
     pub(super) lse: ShardTensor,
     pub(super) max: ShardTensor,
     pub(super) sum: ShardTensor,
@@ -91,6 +93,7 @@ impl ShardTensors {
         Ok(Self {
             inputs: InputTensors { q: query(head_dim, spec.dtype)?, kv: kv_pair()?, bias: bias()? },
             out: query(value_dim, results_dtype)?,
+            out_residual: None,
             lse: statistic()?,
             max: statistic()?,
             sum: statistic()?,
@@ -107,9 +110,9 @@ impl ShardTensors {
 
     /// Returns the bytes of all tensors.
     pub(super) fn bytes(&self) -> u64 {
-        let Self { inputs, out, lse, max, sum, ties, backward, columns } = self;
+        let Self { inputs, out, out_residual, lse, max, sum, ties, backward, columns } = self;
         let InputTensors { q, kv, bias } = inputs;
-        let statistics = [max, sum].into_iter().chain(ties);
+        let statistics = [max, sum].into_iter().chain(ties).chain(out_residual);
         let gradients = backward.iter().flat_map(|of| {
             let BackwardTensors { dout, dlse, dq, dkv, dbias, sums } = of;
             let pairs = dkv.iter().chain(sums).flatten();

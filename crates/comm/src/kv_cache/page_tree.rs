@@ -210,6 +210,7 @@ impl<B: Backend<Space: HostTensors>> PageTree<B> {
             lse: statistic()?,
             sum: Some(statistic()?),
             ties: Some(statistic()?),
+            out_residual: None,
         };
         pass.finish(outputs, tick)?;
         let values = HostView::of_bytes(values, sums, [rows, 1, 1, value_dim])?.widened()?;

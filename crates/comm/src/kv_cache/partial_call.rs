@@ -100,7 +100,14 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         let mut lse = HostBuffer::zeroed((batch * heads * queries * sums.bytes()) as u64)?;
         let lse = lse.bytes_mut().ok_or_else(none)?;
         let lse = HostViewMut::of_bytes(lse, sums, max.shape())?;
-        let partial = &mut Outputs { out, lse, max: Some(max), sum: Some(sum), ties: None };
+        let partial = &mut Outputs {
+            out,
+            lse,
+            max: Some(max),
+            sum: Some(sum),
+            ties: None,
+            out_residual: None,
+        };
         pass.finish(partial, &mut || in_flight.tick())?;
         in_flight.check()?;
 

@@ -209,6 +209,7 @@ impl PageResults {
             sum: Some(statistic()?),
             lse: statistic()?,
             ties: Some(statistic()?),
+            out_residual: None,
         })
     }
 

@@ -22,6 +22,8 @@ pub(crate) struct Shapes {
     bias: Option<Described>,
     sinks: Option<Described>,
     normalize: bool,
+    /// Name of the backend if it has no rounding residual of out.
+    no_out_residual: Option<&'static str>,
 }
 
 impl Shapes {
@@ -47,7 +49,13 @@ impl Shapes {
                 (sums, [if sinks.per_head { dims.q_heads } else { 1 }, sinks.count, 1, 1])
             }),
             normalize: spec.normalize,
+            no_out_residual: None,
         }
+    }
+
+    /// Refuses `out_residual` if `no_out_residual` names a backend, which has none.
+    pub(crate) const fn on(self, no_out_residual: Option<&'static str>) -> Self {
+        Self { no_out_residual, ..self }
     }
 
     pub(crate) fn inputs<S: Space>(&self, inputs: &Inputs<'_, S>) -> Result<()> {
@@ -95,7 +103,8 @@ impl Shapes {
         check_tensor("lse", S::describe_mut(&outputs.lse), self.lse)?;
         check_optional("max", max, wanted)?;
         check_optional("sum", sum, wanted)?;
-        check_optional("ties", outputs.ties.as_ref().map(S::describe_mut), unnormalized)
+        check_optional("ties", outputs.ties.as_ref().map(S::describe_mut), unnormalized)?;
+        self.out_residual(outputs.out_residual.as_ref().map(S::describe_mut))
     }
 
     pub(crate) fn backward_inputs<S: Space>(&self, inputs: &BackwardInputs<'_, S>) -> Result<()> {
@@ -108,11 +117,27 @@ impl Shapes {
         check_tensor(name, S::describe(&inputs.max), self.lse)?;
         check_optional("sum", sum, sum.map(|_| self.lse).or(unnormalized))?;
         check_optional("ties", inputs.ties.as_ref().map(S::describe), unnormalized)?;
+        self.out_residual(inputs.out_residual.as_ref().map(S::describe))?;
         check_tensor("dout", S::describe(&inputs.dout), self.dout)?;
         inputs
             .dlse
             .as_ref()
             .map_or(Ok(()), |dlse| check_tensor("dlse", S::describe(dlse), self.lse))
+    }
+
+    /// Checks the rounding residual of out.
+    fn out_residual(&self, got: Option<Described>) -> Result<()> {
+        let Some(got) = got else { return Ok(()) };
+        if !has_residual(self.out.0) {
+            let want = format!("nothing: out of {} is not rounded to 16 bits", self.out.0);
+            return Err(Error::invalid("out_residual", describe(got), want));
+        }
+        match self.no_out_residual {
+            Some(backend) => {
+                Err(Error::unsupported("out_residual", format!("the {backend} backend")))
+            }
+            None => check_tensor("out_residual", got, self.out),
+        }
     }
 
     pub(crate) fn gradients<S: Space>(&self, gradients: &Gradients<'_, S>) -> Result<()> {
@@ -122,6 +147,11 @@ impl Shapes {
         check_optional("dbias", gradients.dbias.as_ref().map(S::describe_mut), self.bias)?;
         check_optional("dsoftmax_aux", gradients.dsinks.as_ref().map(S::describe_mut), self.sinks)
     }
+}
+
+/// Returns true if out of this type has a rounding residual: in 16 bits.
+pub(crate) const fn has_residual(dtype: DType) -> bool {
+    matches!(dtype, DType::Bf16 | DType::F16)
 }
 
 /// Returns the error of a backward pass of a plan without one.

@@ -230,7 +230,7 @@ impl<B: Backend> Ring<B> {
         inputs: &Inputs<'_, B::Space>,
         outputs: &Outputs<'_, B::Space>,
     ) -> Result<()> {
-        let shapes = check::Shapes::of(&self.shard);
+        let shapes = check::Shapes::of(&self.shard).on(self.agreed.no_out_residual);
         shapes.inputs(inputs).and_then(|()| shapes.outputs(outputs))
     }
 
@@ -275,7 +275,7 @@ impl<B: Backend> Ring<B> {
         if !self.agreed.backward {
             return Err(check::forward_only());
         }
-        let shapes = check::Shapes::of(&self.shard);
+        let shapes = check::Shapes::of(&self.shard).on(self.agreed.no_out_residual);
         shapes.backward_inputs(inputs).and_then(|()| shapes.gradients(gradients))
     }
 
@@ -373,6 +373,18 @@ impl<B: Backend> Ring<B> {
     /// on all machines with the same one; ranks with different ones are refused then.
     pub fn numerics(&self) -> &str {
         &self.agreed.numerics
+    }
+
+    /// Returns the name of the backend if it has no rounding residual of out.
+    pub(crate) const fn no_out_residual(&self) -> Option<&'static str> {
+        self.agreed.no_out_residual
+    }
+
+    /// Returns true if forward passes write the rounding residual of out on request
+    /// ([`Outputs::out_residual`]), and there are backward passes, which read it.
+    pub fn has_out_residual(&self) -> bool {
+        let Agreed { spec, backward, no_out_residual, .. } = &self.agreed;
+        *backward && check::has_residual(spec.dtype) && no_out_residual.is_none()
     }
 
     /// Returns the memory that the backend keeps between passes.

@@ -43,6 +43,8 @@ pub(super) struct Agreed {
     pub(super) receive_ahead: usize,
     /// Fingerprint of this rank's arithmetic. Equal on all ranks only if the order is reproducible.
     pub(super) numerics: String,
+    /// Name of this rank's backend if it has no rounding residual of out.
+    pub(super) no_out_residual: Option<&'static str>,
 }
 
 /// The plan of a batch.

@@ -170,6 +170,7 @@ impl<B: Backend> Planned<B> {
             receive_ahead: options.receive_ahead_steps().min(ranks.saturating_sub(1).max(1)),
             reduces,
             backward: options.backward,
+            no_out_residual: (!capabilities.out_residual).then_some(capabilities.name),
             numerics: capabilities.numerics_id,
         };
         let planned = match route_error {

@@ -108,6 +108,7 @@ mod tests {
                 reduces: false,
                 receive_ahead: 1,
                 numerics: String::new(),
+                no_out_residual: None,
             };
             let plan = RingPlan::derive::<Host>(&agreed, rank, coordinates, None, &mut || ());
             let plan = plan.unwrap();

@@ -6,6 +6,7 @@ mod matrix;
 mod metamorphic;
 mod nonfinite;
 mod numeric;
+mod out_residual;
 mod pairwise;
 mod reproducible;
 mod strategies;
@@ -16,6 +17,7 @@ pub use matrix::{Scale, matrix, random_cases, routes, sizes};
 pub use metamorphic::metamorphic;
 pub use nonfinite::{Poison, infinite_scores, infinite_scores_on, nonfinite, nonfinite_on};
 pub use numeric::{numeric_rules, numeric_rules_on};
+pub use out_residual::out_residual;
 pub use pairwise::{Configuration, pairwise, pairwise_cases};
 pub use reproducible::{
     reproducible_accuracy, reproducible_bits, reproducible_gradients, reproducible_ranks,

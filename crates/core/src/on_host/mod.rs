@@ -94,9 +94,10 @@ impl<W: Workspace<Space = D>, D: DeviceSpace> Workspace for OnHostWorkspace<W, D
         inputs: Inputs<'p, HostViews<D>>,
         tick: Tick<'_>,
     ) -> Result<Self::Forward<'p>> {
-        let Tensors { context, inputs: slots, out, lse, max, sum, ties, .. } = &mut self.tensors;
+        let Tensors { context, inputs: slots, out, lse, max, sum, ties, out_residual, .. } =
+            &mut self.tensors;
         let inputs = slots.upload(context, &inputs, &mut *tick)?;
-        let outputs = OutputSlots { out, lse, max, sum, ties };
+        let outputs = OutputSlots { out, lse, max, sum, ties, out_residual };
         Ok(OnHostForward { pass: self.inner.forward(inputs, tick)?, context, outputs })
     }
 
@@ -106,14 +107,26 @@ impl<W: Workspace<Space = D>, D: DeviceSpace> Workspace for OnHostWorkspace<W, D
         mode: BackwardMode,
         tick: Tick<'_>,
     ) -> Result<Self::Backward<'p>> {
-        let Tensors { context, inputs: slots, out, max, sum, ties, dout, dlse, gradients, .. } =
-            &mut self.tensors;
+        let Tensors {
+            context,
+            inputs: slots,
+            out,
+            lse: _,
+            max,
+            sum,
+            ties,
+            out_residual,
+            dout,
+            dlse,
+            gradients,
+        } = &mut self.tensors;
         let inputs = BackwardInputs {
             forward: slots.upload(context, &inputs.forward, &mut *tick)?,
             out: out.upload(context, inputs.out, &mut *tick)?,
             max: max.upload(context, inputs.max, &mut *tick)?,
             sum: sum.upload_optional(context, inputs.sum, &mut *tick)?,
             ties: ties.upload_optional(context, inputs.ties, &mut *tick)?,
+            out_residual: out_residual.upload_optional(context, inputs.out_residual, &mut *tick)?,
             dout: dout.upload(context, inputs.dout, &mut *tick)?,
             dlse: dlse.upload_optional(context, inputs.dlse, &mut *tick)?,
         };

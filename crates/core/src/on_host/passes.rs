@@ -16,6 +16,7 @@ pub(super) struct OutputSlots<'p, D: DeviceSpace> {
     pub(super) max: &'p mut Slot<D>,
     pub(super) sum: &'p mut Slot<D>,
     pub(super) ties: &'p mut Slot<D>,
+    pub(super) out_residual: &'p mut Slot<D>,
 }
 
 /// Forward pass of [`crate::OnHost`].
@@ -93,6 +94,8 @@ impl<P: ForwardPass<D>, D: DeviceSpace> ForwardPass<HostViews<D>> for OnHostForw
         let mut max = Output::optional(context, slots.max, outputs.max.as_mut())?;
         let mut sum = Output::optional(context, slots.sum, outputs.sum.as_mut())?;
         let mut ties = Output::optional(context, slots.ties, outputs.ties.as_mut())?;
+        let mut out_residual =
+            Output::optional(context, slots.out_residual, outputs.out_residual.as_mut())?;
         pass.finish(
             &mut Outputs {
                 out: out.view(),
@@ -100,10 +103,11 @@ impl<P: ForwardPass<D>, D: DeviceSpace> ForwardPass<HostViews<D>> for OnHostForw
                 max: max.as_mut().map(Output::view),
                 sum: sum.as_mut().map(Output::view),
                 ties: ties.as_mut().map(Output::view),
+                out_residual: out_residual.as_mut().map(Output::view),
             },
             &mut *tick,
         )?;
-        download_all(context, [Some(out), Some(lse), max, sum, ties], tick)
+        download_all(context, [Some(out), Some(lse), max, sum, ties, out_residual], tick)
     }
 }
 

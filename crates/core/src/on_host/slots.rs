@@ -60,6 +60,7 @@ pub(super) struct Tensors<D: DeviceSpace> {
     pub(super) max: Slot<D>,
     pub(super) sum: Slot<D>,
     pub(super) ties: Slot<D>,
+    pub(super) out_residual: Slot<D>,
     pub(super) dout: Slot<D>,
     pub(super) dlse: Slot<D>,
     pub(super) gradients: GradientSlots<D>,
@@ -92,6 +93,7 @@ impl<D: DeviceSpace> Tensors<D> {
             max: slot(),
             sum: slot(),
             ties: slot(),
+            out_residual: slot(),
             dout: slot(),
             dlse: slot(),
             gradients: GradientSlots {
@@ -108,11 +110,12 @@ impl<D: DeviceSpace> Tensors<D> {
 impl<D: DeviceSpace> Tensors<D> {
     /// Returns the bytes of all tensors that there are.
     pub(super) fn bytes(&self) -> u64 {
-        let Self { context: _, inputs, out, lse, max, sum, ties, dout, dlse, gradients } = self;
+        let Self { context: _, inputs, out, lse, max, sum, ties, dout, dlse, gradients, .. } = self;
         let InputSlots { q, k, v, bias, sinks } = inputs;
         let GradientSlots { dq, dk, dv, dbias, dsinks } = gradients;
         let of_inputs = [q, k, v, bias, sinks, dout, dlse];
-        let of_outputs = [out, lse, max, sum, ties, dq, dk, dv, dbias, dsinks];
+        let out_residual = &self.out_residual;
+        let of_outputs = [out, lse, max, sum, ties, out_residual, dq, dk, dv, dbias, dsinks];
         of_inputs.into_iter().chain(of_outputs).map(Slot::bytes).sum()
     }
 }
