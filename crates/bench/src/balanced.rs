@@ -8,21 +8,15 @@
 //! Prints one JSON line per distribution of lengths and number of ranks, for `rows` rows (default:
 //! 2²⁰) of 32 heads of dim 128. `gflops` is the rate of a rank, from which the time of a forward
 //! and a backward pass is predicted; `seed` draws the lengths (default: 7), and `draws` is the
-//! number of seeds from it on (default: 1). `mean` is the mean length of documents in rows; of
-//! `one long` only the short ones count (default: the distribution's own mean). `ranks` are the
-//! numbers of ranks, separated by commas (default: 8,16,64). `mask` is `causal` (the default) or
-//! `full`, both within documents. Figures, with t = tiles of 64 × 64 with a visible pair:
-//!
-//! | field | figure |
-//! |---|---|
-//! | `tiles_of_one_rank` | t on one rank with all rows / t of all ranks |
-//! | `tiles_over_contiguous` | t of all ranks / t of contiguous shards |
-//! | `tiles_max_over_mean` | t of the busiest rank / mean of the ranks |
-//! | `tiles_bound` | least t of any balanced layout / tiles that the pairs fill (`tile_bound.rs`) |
-//! | `sent`, `sent_max_rank` | rows sent by all ranks, and by the rank with the most |
-//! | `sent_bound` | fewest rows that any balanced layout sends (`document_deal.rs`) |
-//!
-//! `ring-documents` measures the rate of packed passes.
+//! number of seeds from it on (default: 1). `mean` is the mean length of documents in rows, of `one
+//! long` that of the short ones (default: that of each distribution). `ranks` are the numbers of
+//! ranks, separated by commas (default: 8,16,64). `mask` is `causal` (the default) or `full`, both
+//! within documents. `tiles_of_one_rank` is the number of tiles with a visible pair on one rank,
+//! divided by that of all ranks, and `tiles_over_contiguous` the latter divided by that of
+//! contiguous shards. `tiles_max_over_mean` is that of the busiest rank over the mean. `sent` are
+//! the rows sent, `sent_max_rank` those of the rank with the most, and `sent_bound` the fewest that
+//! any balanced layout sends (`document_deal.rs` in core). `ring-documents` measures the rate of
+//! packed passes.
 
 mod distributions;
 mod tiles;
@@ -142,7 +136,6 @@ fn solver(name: &str, lens: &[usize], ranks: usize, rate: f64, causal: bool) -> 
         by_rank.iter().max().copied().unwrap_or_default() as f64 * ranks as f64 / of_ranks;
     let filled = tiles(&Layout::Contiguous, 1) as f64 / of_ranks;
     let over_contiguous = of_ranks / tiles(&Layout::Contiguous, ranks) as f64;
-    let bound = Layout::least_tiles(&spec, &documents, ranks)?;
     let mask = if causal { "causal" } else { "full" };
     println!(
         "{{\"what\":\"balanced\",\"documents\":\"{name}\",\"mask\":\"{mask}\",\"count\":{},\
@@ -150,7 +143,7 @@ fn solver(name: &str, lens: &[usize], ranks: usize, rate: f64, causal: bool) -> 
          \"rows_max_over_mean\":{balance:.4},\"redundancy\":{redundancy:.3},\"sent\":{sent},\
          \"sent_max_rank\":{most_sent},\"sent_bound\":{:.0},\"tiles_of_one_rank\":{filled:.4},\
          \"tiles_over_contiguous\":{over_contiguous:.4},\
-         \"tiles_bound\":{bound:.4},\"tiles_max_over_mean\":{slowest:.4},\
+         \"tiles_max_over_mean\":{slowest:.4},\
          \"seconds\":{seconds:.7},\"pass_seconds\":{pass:.6},\"share\":{:.6}}}",
         lens.len(),
         shards.q.iter().map(|shard| shard.rows.runs().len()).sum::<usize>(),

@@ -1,6 +1,6 @@
 //! Row numbers, positions and segment ids of all ranks, from which a rank computes the schedule.
 
-use std::{ops::Range, sync::Arc};
+use std::sync::Arc;
 
 use crate::{Alignment, Batch, Dims, Layout, Result, Shard, Side, index, memory};
 
@@ -49,24 +49,9 @@ impl RingShards {
         ranks: usize,
         batch: &Batch,
     ) -> Result<Self> {
-        Self::of_owners(dims, alignment, layout, 0..ranks, ranks, batch)
-    }
-
-    /// As [`RingShards::of_batch`], of some of the ranks. Their shards alone are in the lists.
-    ///
-    /// # Errors
-    /// As [`RingShards::of_batch`], of these ranks.
-    pub(crate) fn of_owners(
-        dims: &Dims,
-        alignment: Alignment,
-        layout: &Layout,
-        owners: Range<usize>,
-        ranks: usize,
-        batch: &Batch,
-    ) -> Result<Self> {
         let mut shards = Self {
-            q: memory::list("the shards of all ranks", owners.len())?,
-            kv: memory::list("the shards of all ranks", owners.len())?,
+            q: memory::list("the shards of all ranks", ranks)?,
+            kv: memory::list("the shards of all ranks", ranks)?,
         };
         let differs = batch.differs_between_ranks();
         // rows, ids and positions of both sides are the same
@@ -75,7 +60,7 @@ impl RingShards {
             && dims.q_len == dims.kv_len
             && (starts[0] == starts[1] || starts.iter().any(|starts| starts.is_none()))
             && layout.has_equal_sides();
-        for rank in owners {
+        for rank in 0..ranks {
             batch.validate_layout(dims, layout, rank, ranks)?;
             let rows = |side, len| {
                 let rows = layout.shard(side, len, rank, ranks);
@@ -98,30 +83,5 @@ impl RingShards {
             shards.q.push(q);
         }
         Ok(shards)
-    }
-
-    /// Returns the shards of a layout with the same queries of each rank, and other keys.
-    ///
-    /// # Errors
-    /// As [`RingShards::of_batch`].
-    pub(crate) fn with_keys_of(
-        &self,
-        dims: &Dims,
-        alignment: Alignment,
-        layout: &Layout,
-        batch: Option<&Batch>,
-    ) -> Result<Self> {
-        let ranks = self.q.len();
-        let none = Batch::default();
-        let batch = batch.unwrap_or(&none);
-        if batch.differs_between_ranks() {
-            return Self::of_batch(dims, alignment, layout, ranks, batch);
-        }
-        let mut kv = memory::list("the shards of all ranks", ranks)?;
-        for rank in 0..ranks {
-            let shard = Shard::local(dims, alignment, layout, Side::Kv, rank, ranks, batch);
-            kv.push(Arc::new(shard));
-        }
-        Ok(Self { q: self.q.clone(), kv })
     }
 }

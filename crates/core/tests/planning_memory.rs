@@ -64,7 +64,9 @@ fn plan(ranks: usize, rows_per_rank: usize, layout: &Layout) {
         assert_eq!(schedule.steps.len(), ranks);
     }
     let needs = NeedsIndex::of_queries(&causal, 8, 1, &shards, tick);
-    assert_eq!(RingTraffic::of(&needs, Route::RelayDown, tick).of_rank.len(), ranks);
+    if ranks * rows_per_rank <= 1 << 13 {
+        assert_eq!(RingTraffic::of(&needs, Route::RelayDown, tick).of_rank.len(), ranks);
+    }
     assert!(Work::of(&causal, 8, 1, &shards).total() > 0);
 }
 

@@ -3,27 +3,25 @@
 use std::sync::Arc;
 
 use annulus_core::{
-    Error, Layout, NeedsIndex, RankSchedule, Result, RingShards, RingTraffic, Route, RowLayout,
-    Shard, Spec, StrategyTraffic, Traffic, Work,
+    Error, NeedsIndex, Result, RingShards, RingTraffic, Route, RowLayout, Shard, Spec,
+    StrategyTraffic, Traffic, Work,
 };
 use serde::Serialize;
 
 use super::{
     Planned,
     between_nodes::BetweenNodes,
-    frame,
+    division::{division_in_words, passes_in_words},
     leaves::{LeafFigures, QueryPass},
+    limits::{MOST_DETAILED_RANKS, MOST_STEPPED_RANKS},
     program::Program,
     rank_figures::{
         RankFigures, drawn, extremes, most_work_over_mean, rank_figures, rank_figures_of,
     },
     step_figures::{StepFigures, StepSums, busy_steps, checked_schedule, steps},
-    strategies::{GridFigures, MOST_STEPPED_RANKS, PassBytes, Strategies, StrategyFigures},
+    strategies::{GridFigures, PassBytes, Strategies, StrategyFigures},
 };
 use crate::report::{bytes, counted, grouped};
-
-/// The most ranks for which every step of every rank is written and drawn, up to 5 MB of each.
-pub(super) const MOST_DETAILED_RANKS: usize = 128;
 
 /// The most queries of a plan. The visible pairs are counted query by query, which takes about a
 /// minute for 10⁹ queries in an optimised build, and some seconds for these.
@@ -60,10 +58,6 @@ pub(super) struct Figures {
     pub(super) work_max_over_mean: f64,
     /// Rows of the longest shard divided by the mean, of queries or keys.
     rows_max_over_mean: f64,
-    /// Least number of tiles of any layout as balanced as this one, divided by the number that its
-    /// pairs fill, of the balanced layout.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) tiles_bound: Option<f64>,
     /// Rows that rings send in a forward pass, divided by the rows that their ranks need of each
     /// other.
     redundancy: f64,
@@ -214,25 +208,19 @@ impl Figures {
         let backward = |traffic: Traffic| traffic.bytes(&block, &gradient);
         let query_pass = QueryPass::new(spec, route, &shards)?;
         let query_pass = query_pass.as_ref();
+        let of_queries = query_pass.map(QueryPass::bytes_of_ranks);
         let all = rank_figures(&shards, &work, |rank| {
             let sent = traffic.of_rank.get(rank).copied().unwrap_or_default();
-            let of_backward = || match query_pass {
-                Some(queries) => forward(sent) + queries.bytes_of_rank(rank),
+            let of_backward = || match &of_queries {
+                Some(queries) => forward(sent) + queries.get(rank).copied().unwrap_or(0),
                 None => backward(sent),
             };
             (forward(sent), has_backward.then(of_backward))
         });
         let program = rank.map(|rank| {
-            let gradients = has_backward && query_pass.is_none();
-            let schedule = RankSchedule::derive(&needs, route, gradients, rank, tick);
-            let queries = query_pass
-                .filter(|_| has_backward)
-                .map(|pass| (pass.schedule(rank), pass.row_bytes()));
-            Program::new(rank, &schedule, queries, &block, &gradient)
+            let queries = query_pass.filter(|_| has_backward);
+            Program::derive(spec, &needs, route, rank, has_backward, queries)
         });
-        let tiles_bound = matches!(layout, Layout::Balanced(_))
-            .then(|| Layout::least_tiles(spec, &documents, ranks))
-            .transpose()?;
         let leaves = query_pass
             .map(|queries| LeafFigures::new(spec, &needs, route, &shards, queries, has_backward))
             .transpose()?;
@@ -240,10 +228,10 @@ impl Figures {
         let total = traffic.total();
         let pass = |of: &dyn Fn(Traffic) -> u128| Bytes { sent: of(total), full_ring: of(full) };
         let forward_bytes = pass(&forward);
-        let backward = || match query_pass.map(QueryPass::bytes_of_all) {
-            Some([sent, full_ring]) => Bytes {
-                sent: forward_bytes.sent + sent,
-                full_ring: forward_bytes.full_ring + full_ring,
+        let backward = || match query_pass.zip(of_queries.as_ref()) {
+            Some((pass, queries)) => Bytes {
+                sent: forward_bytes.sent + queries.iter().sum::<u128>(),
+                full_ring: forward_bytes.full_ring + pass.bytes_of_full_ring(),
             },
             None => pass(&backward),
         };
@@ -267,7 +255,6 @@ impl Figures {
             bytes_full_ring_total: forward_bytes.full_ring,
             work_max_over_mean: work.max_over_mean(),
             rows_max_over_mean: rows_max_over_mean(&shards),
-            tiles_bound,
             redundancy: redundancy(total.block_rows, &needs),
             documents: documents.cum_seqlens_q.as_ref().map(|starts| starts.len() - 1),
             leaves,
@@ -295,12 +282,12 @@ impl Figures {
         if ranks == ring_ranks {
             return strategy.clone();
         }
-        frame::division_in_words(strategy, self.grid())
+        division_in_words(strategy, self.grid())
     }
 
     /// Describes the parts of each pass of a grid; of a ring none.
     pub(super) fn passes_in_words(&self) -> Vec<[String; 3]> {
-        self.passes.iter().flat_map(|of| frame::passes_in_words(self.grid(), of)).collect()
+        self.passes.iter().flat_map(|of| passes_in_words(self.grid(), of)).collect()
     }
 
     /// Returns the parts of heads, queries and keys.

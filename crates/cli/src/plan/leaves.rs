@@ -35,7 +35,6 @@ pub(super) struct LeafFigures {
 pub(super) struct QueryPass<'a> {
     needs: NeedsIndex<'a>,
     route: Route,
-    traffic: RingTraffic,
     row_bytes: u64,
 }
 
@@ -54,10 +53,8 @@ impl<'a> QueryPass<'a> {
         let mask = spec.mask.as_ref();
         let needs = NeedsIndex::of_keys(mask, spec.dims.q_heads, spec.dims.batch, shards, tick);
         let needs = needs.in_tiles(tile);
-        let route = route.opposite();
-        let traffic = RingTraffic::of(&needs, route, tick);
         let row_bytes = spec.query_row_layout().bytes();
-        Ok(Some(Self { needs, route, traffic, row_bytes }))
+        Ok(Some(Self { needs, route: route.opposite(), row_bytes }))
     }
 
     /// Returns the steps of one rank.
@@ -65,15 +62,15 @@ impl<'a> QueryPass<'a> {
         RankSchedule::derive(&self.needs, self.route, false, rank, &mut || ())
     }
 
-    /// Returns the bytes that a rank sends.
-    pub(super) fn bytes_of_rank(&self, rank: usize) -> u128 {
-        self.traffic.of_rank.get(rank).map_or(0, |&sent| self.bytes(sent))
+    /// Returns the bytes that each rank sends.
+    pub(super) fn bytes_of_ranks(&self) -> Vec<u128> {
+        let traffic = RingTraffic::of(&self.needs, self.route, &mut || ());
+        traffic.of_rank.into_iter().map(|sent| self.bytes(sent)).collect()
     }
 
-    /// Returns the bytes that all ranks send, and those if every row went to every rank.
-    pub(super) fn bytes_of_all(&self) -> [u128; 2] {
-        let full = Traffic::full_ring(self.needs.held(), false);
-        [self.traffic.total(), full].map(|traffic| self.bytes(traffic))
+    /// Returns the bytes that all ranks send if every row goes to every rank.
+    pub(super) fn bytes_of_full_ring(&self) -> u128 {
+        self.bytes(Traffic::full_ring(self.needs.held(), false))
     }
 
     const fn bytes(&self, traffic: Traffic) -> u128 {

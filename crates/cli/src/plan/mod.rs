@@ -2,9 +2,12 @@
 
 mod between_nodes;
 mod decode;
+mod division;
 mod figures;
 mod frame;
 mod leaves;
+mod limits;
+mod one_rank;
 mod picture;
 mod program;
 mod rank_figures;
@@ -17,8 +20,8 @@ use std::path::{Path, PathBuf};
 use annulus::Attention;
 use annulus_comm::kv_cache::KvCache;
 use annulus_core::{
-    Batch, CacheShards, Choice, Dims, Error, Layout, Machine, Placement, Route, Spec, Strategy,
-    StrategyTraffic,
+    Batch, CacheShards, Choice, Dims, Error, Layout, Machine, Placement, RingTraffic, Route, Spec,
+    Strategy, StrategyTraffic,
 };
 use annulus_cpu::Cpu;
 use clap::Args;
@@ -41,6 +44,7 @@ use crate::{
 use decode::TokenFigures;
 use figures::Figures;
 use frame::Frame;
+use one_rank::OneRank;
 use rings::Rings;
 use strategies::{Requested, Strategies};
 
@@ -64,7 +68,8 @@ pub(crate) struct PlanFlags {
     /// Keys, or cached rows with --decode. Default: as many as queries
     #[arg(long, value_name = "N", value_parser = whole)]
     kv_len: Option<usize>,
-    /// Ranks of the ring, 1 to 65536
+    /// Ranks of the ring, 1 to 65536; more than 1024 only with --rank, for a ring without picture
+    /// and predicted times
     #[arg(long, value_name = "P", value_parser = planned_ranks)]
     ranks: usize,
     /// Plan a token of a KV cache of --kv-len rows, that of the token included: the keys and values
@@ -76,7 +81,8 @@ pub(crate) struct PlanFlags {
     #[arg(long, value_name = "ROWS", value_parser = page_rows, requires = "decode",
         conflicts_with_all = ["q_len", "documents"])]
     page_rows: Option<usize>,
-    /// Also show the program of this rank: its ring steps and the messages that it sends
+    /// Also show the program of this rank: its ring steps and the messages that it sends. For more
+    /// than 1024 ranks only this program is shown
     #[arg(long, value_name = "R", value_parser = whole)]
     rank: Option<usize>,
     /// Assignment of rows to ranks; auto chooses it from the mask, balanced from the mask and
@@ -158,6 +164,10 @@ pub(crate) fn run(flags: &PlanFlags) -> Outcome {
     }
     let balanced = flags.balanced(&spec).map_err(named)?;
     let balanced = balanced.as_ref();
+    if flags.ranks > RingTraffic::MOST_RANKS {
+        let one = flags.one_rank(&spec, balanced).map_err(named)?;
+        return flags.write(&one);
+    }
     let strategies = flags.strategies(&spec, balanced, machine.as_ref()).map_err(named)?;
     let (of_ring, planned) =
         flags.ring(&spec, &strategies, balanced, machine.as_ref()).map_err(named)?;
@@ -230,12 +240,20 @@ impl PlanFlags {
     /// Flags of arguments that other subcommands set by another flag.
     const fn names(&self) -> names::Others {
         if self.q_len.is_some() {
-            &[("rank", "--rank"), ("strategy", "--strategy"), ("machine", "--machine")]
-        } else {
             &[
+                ("ranks", "--ranks"),
                 ("rank", "--rank"),
                 ("strategy", "--strategy"),
                 ("machine", "--machine"),
+                ("svg", "--svg"),
+            ]
+        } else {
+            &[
+                ("ranks", "--ranks"),
+                ("rank", "--rank"),
+                ("strategy", "--strategy"),
+                ("machine", "--machine"),
+                ("svg", "--svg"),
                 ("q_len", documents::FLAG),
                 ("kv_len", documents::FLAG),
             ]
@@ -319,6 +337,76 @@ impl PlanFlags {
         (of_node < self.ranks).then(|| Placement::new(nodes))
     }
 
+    /// Plans one rank of a ring over whose ranks no figures are summed.
+    fn one_rank(&self, spec: &Spec, balanced: Option<&Choice>) -> annulus_core::Result<OneRank> {
+        let most = RingTraffic::MOST_RANKS;
+        let refused = |argument, got: &dyn std::fmt::Display, want: String| {
+            Err(Error::invalid(argument, got, want))
+        };
+        let Some(rank) = self.rank else {
+            let want = format!("at most {most}, or --rank R for the program of one rank");
+            return refused("ranks", &self.ranks, want);
+        };
+        for (argument, path) in [("svg", &self.svg), ("machine", &self.machine)] {
+            if let Some(path) = path {
+                return refused(argument, &path.display(), format!("at most {most} ranks"));
+            }
+        }
+        let placement = self.placement(None);
+        let of_node = placement.as_ref().map(|_| self.ranks_of_node(None));
+        let choice = match balanced {
+            Some(choice) => choice.clone(),
+            None => self.layout.choice(spec, self.ranks, placement.as_ref()),
+        };
+        let strategy = match (self.strategy, of_node) {
+            (Strategy::OncePerNode { node_ranks: 0 }, Some(node_ranks)) => {
+                Strategy::OncePerNode { node_ranks }
+            }
+            (given, _) => given,
+        };
+        let given = strategy.route().filter(|route| route.fits(self.ranks));
+        let route = match strategy {
+            Strategy::Ring => choice.route,
+            _ => match given {
+                Some(route) => route,
+                None => {
+                    let want = format!(
+                        "ring, all-gather, or once-per-node with nodes of a divisor of the ranks, \
+                         for more than {most} ranks"
+                    );
+                    return refused("strategy", &strategy, want);
+                }
+            },
+        };
+        let planned = Planned {
+            strategy,
+            ranks: self.ranks,
+            backward: !self.forward_only,
+            layout: choice.layout,
+            route,
+            node_ranks: of_node,
+            batch: documents::batch(&self.mask.documents),
+            mask: self.mask.describe(),
+            rank: self.rank,
+        };
+        OneRank::new(spec, planned, rank)
+    }
+
+    /// Writes or prints the program of one rank.
+    fn write(&self, one: &OneRank) -> Outcome {
+        match self.json.as_deref() {
+            Some(path) if path == Path::new("-") => say!("{}", one.json().trim_end()),
+            Some(path) => {
+                file::write_text(path, &one.json())?;
+                if !file::is_standard_output(path) {
+                    one.print();
+                }
+            }
+            None => one.print(),
+        }
+        Ok(())
+    }
+
     /// Returns the ring whose steps are shown: of a grid that of the first member of each group.
     fn ring(
         &self,
@@ -398,11 +486,6 @@ fn print(figures: &Figures) {
     }
     say!("work      the busiest rank has {:.3} times the mean", figures.work_max_over_mean);
     say!("rows      {}", figures.rows_in_words());
-    if let Some(bound) = figures.tiles_bound {
-        say!(
-            "tiles     any layout as balanced has at least {bound:.3} times those that pairs fill"
-        );
-    }
     if figures.schedule_checked {
         let gradients = figures.backward.map(|_| "; each gradient reaches its owner once");
         let gradients = gradients.unwrap_or_default();

@@ -1,8 +1,9 @@
 //! Program of one rank: its ring steps, with the messages that it sends in them.
 
-use annulus_core::{Message, RankSchedule, RowLayout};
+use annulus_core::{Message, NeedsIndex, RankSchedule, Route, Spec};
 use serde::Serialize;
 
+use super::leaves::QueryPass;
 use crate::{
     report::{bytes, grouped},
     stdout::say,
@@ -65,19 +66,34 @@ impl Send {
 }
 
 impl Program {
-    pub(super) fn new(
+    /// Derives the program of a forward pass, and with `backward` that of a backward pass, in which
+    /// `queries` are sent in the reproducible order and gradients in any other.
+    pub(super) fn derive(
+        spec: &Spec,
+        needs: &NeedsIndex<'_>,
+        route: Route,
         rank: usize,
-        schedule: &RankSchedule,
-        queries: Option<(RankSchedule, u64)>,
-        block: &RowLayout,
-        gradient: &RowLayout,
+        backward: bool,
+        queries: Option<&QueryPass<'_>>,
     ) -> Self {
-        let query_steps = queries.map(|(schedule, bytes)| steps(&schedule, bytes, 0));
+        let gradients = backward && queries.is_none();
+        let schedule = RankSchedule::derive(needs, route, gradients, rank, &mut || ());
+        let [block, gradient] = [spec.kv_row_layout(), spec.gradient_row_layout()];
+        let of_queries = |pass: &QueryPass<'_>| steps(&pass.schedule(rank), pass.row_bytes(), 0);
         Self {
             rank,
-            steps: steps(schedule, block.bytes(), gradient.bytes()),
-            query_steps: query_steps.unwrap_or_default(),
+            steps: steps(&schedule, block.bytes(), gradient.bytes()),
+            query_steps: queries.map(of_queries).unwrap_or_default(),
         }
+    }
+
+    /// Returns the payload bytes that the rank sends in a forward and in a backward pass.
+    pub(super) fn bytes_sent(&self) -> [u128; 2] {
+        let sum = |sends: &[Send]| sends.iter().map(|send| send.bytes).sum::<u128>();
+        let blocks: u128 = self.steps.iter().map(|step| sum(&step.sends)).sum();
+        let gradients: u128 = self.steps.iter().map(|step| sum(&step.sends_gradients)).sum();
+        let queries: u128 = self.query_steps.iter().map(|step| sum(&step.sends)).sum();
+        [blocks, blocks + gradients + queries]
     }
 
     /// Prints the program as one table, or as one for each pass of blocks around the ring.

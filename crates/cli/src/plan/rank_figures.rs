@@ -5,7 +5,7 @@ use std::{cmp::Reverse, collections::BTreeSet, sync::Arc};
 use annulus_core::{RingShards, Shard, Side, Spec, StrategyTraffic, Work};
 use serde::Serialize;
 
-use super::strategies::MOST_STEPPED_RANKS;
+use super::limits::MOST_STEPPED_RANKS;
 
 /// Figures of one rank.
 #[derive(Debug, Clone, Serialize)]

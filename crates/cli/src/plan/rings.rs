@@ -14,8 +14,9 @@ use annulus_core::{
 
 use super::{
     figures::Figures,
+    limits::MOST_STEPPED_RANKS,
     step_figures::{self, StepFigures},
-    strategies::{GridFigures, MOST_STEPPED_RANKS, Strategies},
+    strategies::{GridFigures, Strategies},
 };
 
 /// Rings over the same groups of ranks, one of each key column. A ring over all ranks has groups of

@@ -5,7 +5,7 @@ use annulus_core::{
 };
 use serde::Serialize;
 
-use super::{figures::MOST_DETAILED_RANKS, program::Send};
+use super::{limits::MOST_DETAILED_RANKS, program::Send};
 
 /// Figures of one ring step.
 #[derive(Debug, Clone, Serialize)]

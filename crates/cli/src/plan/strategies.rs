@@ -7,12 +7,8 @@ use annulus_core::{
 };
 use serde::Serialize;
 
-use super::figures::MOST_DETAILED_RANKS;
+use super::limits::{MOST_DETAILED_RANKS, MOST_STEPPED_RANKS};
 use crate::report::bytes;
-
-/// The most ranks for which steps are written and drawn. They take O(ranks²) time and memory, all
-/// other figures O(ranks).
-pub(super) const MOST_STEPPED_RANKS: usize = 256;
 
 /// Figures of one strategy.
 #[derive(Debug, Clone, Serialize)]
@@ -121,8 +117,7 @@ pub(super) struct PassBytes {
 impl Strategies {
     /// Plans every strategy of `spec` with the requested passes. For more than
     /// [`MOST_STEPPED_RANKS`] ranks a strategy by its name is planned alone, and of all strategies
-    /// those that a lower bound does not exclude from the choice, because all of them take minutes
-    /// for 65,536 ranks.
+    /// those that a lower bound does not exclude from the choice.
     ///
     /// # Errors
     /// [`annulus_core::Error::InvalidArgument`] naming `strategy` if it does not fit ranks and

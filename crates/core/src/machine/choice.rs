@@ -5,7 +5,7 @@ use super::{
     steps::{GridPlan, MOST_STEPPED_RANKS},
 };
 use crate::{
-    Error, GroupLayout, HeadGrid, Result, Spec, StrategyTraffic, TrafficOptions,
+    Error, GroupLayout, HeadGrid, Result, RingTraffic, Spec, StrategyTraffic, TrafficOptions,
     strategy::{Bounds, best_first},
 };
 
@@ -54,6 +54,7 @@ impl Machine {
         admits: &dyn Fn(&HeadGrid) -> bool,
         tick: &mut dyn FnMut(),
     ) -> Result<Comparison> {
+        RingTraffic::check_ranks(ranks)?;
         let mut grids = HeadGrid::candidates(spec, ranks, options.backward);
         grids.retain(admits);
         let search = Search { machine: self, spec, options, grids };

@@ -18,7 +18,7 @@ const NONE: usize = usize::MAX;
 
 /// Numbers of segment ids.
 #[derive(Default)]
-pub(crate) struct IdNumbers {
+pub(super) struct IdNumbers {
     /// Numbers of the ids below its length.
     of_small: Vec<usize>,
     /// Numbers of the other ids.

@@ -184,25 +184,6 @@ impl KeyIndex {
         all
     }
 
-    /// Returns the number of keys of `segment`.
-    pub(crate) fn total(&self, segment: usize) -> u64 {
-        let entries = &self.entries[self.first[segment]..self.first[segment + 1]];
-        let of_entry = |entry: &Entry| {
-            let last = self.runs[entry.runs.clone()].last();
-            last.map_or(0, |sorted| sorted.before + sorted.run.count)
-        };
-        entries.iter().map(of_entry).sum()
-    }
-
-    /// Calls `found` with the position of every key of `segment`.
-    pub(crate) fn for_each_key(&self, segment: usize, mut found: impl FnMut(i64)) {
-        for entry in &self.entries[self.first[segment]..self.first[segment + 1]] {
-            for SortedRun { run, .. } in &self.runs[entry.runs.clone()] {
-                (0..run.count).for_each(|index| found(run.at(index)));
-            }
-        }
-    }
-
     /// Returns the keys of `segment` if they are in runs of consecutive positions, of an index of
     /// all ranks together.
     #[inline]

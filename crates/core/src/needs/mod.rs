@@ -27,7 +27,6 @@ mod strided_rows;
 mod tests;
 
 pub(crate) use attended::ascending;
-pub(crate) use id_numbers::IdNumbers;
 pub(crate) use index::{ConsecutiveKeys, KeyIndex};
 pub use needs_index::NeedsIndex;
 pub(crate) use needs_index::{BatchNeeds, UserUnion};

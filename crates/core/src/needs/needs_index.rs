@@ -10,7 +10,7 @@
 //! The rows that any of several users needs follow from the union of their positions, which one
 //! more user extends in little time ([`UserUnion`]). A schedule consists of such rows.
 
-use std::{ops::Range, sync::Arc};
+use std::ops::Range;
 
 use super::{
     DistinctMasks, KeyIndex, Needs, SegmentNumbers, StridedRows,
@@ -51,29 +51,6 @@ pub(crate) struct BatchNeeds {
 }
 
 impl BatchNeeds {
-    /// Computes the key rows that queries of a few ranks may attend to, as
-    /// [`NeedsIndex::of_queries`]. `segments` has a number for each id of a key, and keys do not
-    /// differ between batch rows.
-    pub(crate) fn of_few(
-        mask: &dyn Mask,
-        heads: usize,
-        batch: usize,
-        shards: &RingShards,
-        segments: &SegmentNumbers,
-    ) -> Self {
-        let distinct = DistinctMasks::new(mask, heads, batch, shards);
-        let mut builder = QueryBounds::new(mask, 1);
-        let mut user = |shard: &Arc<Shard>| {
-            builder.of_rank(shard, segments, &distinct, distinct.batches(), &mut || ())
-        };
-        Self {
-            batch: 0,
-            segments: segments.len(),
-            users: shards.q.iter().map(&mut user).collect(),
-            owners: shards.kv.iter().map(|shard| segments.query_rows(shard, 0)).collect(),
-        }
-    }
-
     /// Returns an index of the rows of all owners.
     pub(crate) fn keys(&self) -> KeyIndex {
         KeyIndex::of_owners(&self.owners, self.segments)

@@ -21,58 +21,18 @@ impl Schedule {
         let steps = (0..ranks).map(|rank| (0..ranks).map(|t| step(rank, t)).collect()).collect();
         let mut schedule = Self { route, steps };
         for owner in 0..ranks {
-            let path = BlockPath::new(needs, route, owner);
-            schedule.send_blocks(&path);
-            if gradients {
-                schedule.send_gradients(&path);
+            let path = BlockPath::new(ranks, route, owner, |user| needs.of(user, owner).clone());
+            for step in 1..ranks {
+                schedule.steps[path.users[step]][step].rows.clone_from(&path.present[step]);
             }
+            path.for_each_message(gradients, |sent| schedule.post(&sent));
         }
         schedule
     }
 
-    fn send_blocks(&mut self, path: &BlockPath<'_>) {
-        for t in 1..path.ranks() {
-            let forwarded = self.route.forwards(t, path.ranks());
-            let from = if forwarded { path.users[t - 1] } else { path.owner };
-            self.post(t - 1, from, path.users[t], Channel::Kv, path.owner, &path.present[t]);
-            self.steps[path.users[t]][t].rows.clone_from(&path.present[t]);
-        }
-    }
-
-    fn send_gradients(&mut self, path: &BlockPath<'_>) {
-        let no_rows = RowSet::new();
-        let mut partial = RowSet::new();
-        for t in 1..path.ranks() {
-            let forwarded = self.route.forwards(t + 1, path.ranks());
-            let later = path.present.get(t + 1).filter(|_| forwarded).unwrap_or(&no_rows);
-            partial = partial.union(path.needed[t]).intersection(later);
-            if let Some(&next) = path.users.get(t + 1) {
-                self.post(t, path.users[t], next, Channel::PartialGrad, path.owner, &partial);
-            }
-            self.post(
-                t,
-                path.users[t],
-                path.owner,
-                Channel::FinalGrad,
-                path.owner,
-                &path.needed[t].difference(later),
-            );
-        }
-    }
-
-    /// Adds a message to the same group of the same step on both ranks, unless it has no rows.
-    fn post(
-        &mut self,
-        step: usize,
-        from: usize,
-        to: usize,
-        channel: Channel,
-        owner: usize,
-        rows: &RowSet,
-    ) {
-        if rows.is_empty() {
-            return;
-        }
+    /// Adds a message to the same group of the same step on both ranks.
+    fn post(&mut self, sent: &Sent<'_>) {
+        let Sent { step, from, to, channel, owner, rows } = *sent;
         let message = |peer| Message { peer, channel, owner, rows: rows.clone() };
         self.steps[from][step].group_mut(channel).sends.push(message(to));
         self.steps[to][step].group_mut(channel).receives.push(message(from));
@@ -88,30 +48,73 @@ impl Step {
     }
 }
 
+/// A message between two ranks.
+pub(super) struct Sent<'a> {
+    pub(super) step: usize,
+    pub(super) from: usize,
+    pub(super) to: usize,
+    pub(super) channel: Channel,
+    pub(super) owner: usize,
+    /// At least one.
+    pub(super) rows: &'a RowSet,
+}
+
 /// Path of one owner's rows over all ranks. Entry t of each list belongs to the rank that computes
 /// on them in step t.
-struct BlockPath<'a> {
+pub(super) struct BlockPath {
+    route: Route,
     owner: usize,
     users: Vec<usize>,
-    needed: Vec<&'a RowSet>,
+    needed: Vec<RowSet>,
     present: Vec<RowSet>,
 }
 
-impl<'a> BlockPath<'a> {
-    fn new(needs: &'a Needs, route: Route, owner: usize) -> Self {
-        let ranks = needs.held.len();
+impl BlockPath {
+    /// Derives the path. `needed(user)` are the rows of the owner that a rank needs.
+    pub(super) fn new(
+        ranks: usize,
+        route: Route,
+        owner: usize,
+        needed: impl FnMut(usize) -> RowSet,
+    ) -> Self {
         let users: Vec<usize> = (0..ranks).map(|t| route.user(owner, t, ranks)).collect();
-        let needed: Vec<&RowSet> = users.iter().map(|&user| needs.of(user, owner)).collect();
-        let mut present: Vec<RowSet> = needed.iter().map(|&rows| rows.clone()).collect();
+        let needed: Vec<RowSet> = users.iter().copied().map(needed).collect();
+        let mut present = needed.clone();
         for t in (1..ranks.saturating_sub(1)).rev() {
             if route.forwards(t + 1, ranks) {
                 present[t] = present[t].union(&present[t + 1]);
             }
         }
-        Self { owner, users, needed, present }
+        Self { route, owner, users, needed, present }
     }
 
-    fn ranks(&self) -> usize {
-        self.users.len()
+    /// Calls `found` with every message: blocks, then with `gradients` those of each step.
+    pub(super) fn for_each_message(&self, gradients: bool, mut found: impl FnMut(Sent<'_>)) {
+        let Self { route, owner, ref users, .. } = *self;
+        let ranks = users.len();
+        let mut post = |step, from, to, channel, rows: &RowSet| {
+            if !rows.is_empty() {
+                found(Sent { step, from, to, channel, owner, rows });
+            }
+        };
+        for t in 1..ranks {
+            let from = if route.forwards(t, ranks) { users[t - 1] } else { owner };
+            post(t - 1, from, users[t], Channel::Kv, &self.present[t]);
+        }
+        if !gradients {
+            return;
+        }
+        let no_rows = RowSet::new();
+        let mut partial = RowSet::new();
+        for t in 1..ranks {
+            let needed = &self.needed[t];
+            let later = self.present.get(t + 1).filter(|_| route.forwards(t + 1, ranks));
+            let later = later.unwrap_or(&no_rows);
+            partial = partial.union(needed).intersection(later);
+            if let Some(&next) = users.get(t + 1) {
+                post(t, users[t], next, Channel::PartialGrad, &partial);
+            }
+            post(t, users[t], owner, Channel::FinalGrad, &needed.difference(later));
+        }
     }
 }

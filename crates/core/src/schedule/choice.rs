@@ -1,7 +1,7 @@
 //! The automatic choice of layout, route and ring order: first balanced work, then the fewest
 //! bytes, then the fewest hops between nodes.
 
-use super::{Order, Placement, Route, Work, ring_traffic::block_rows};
+use super::{Order, Placement, Route, Work, ring_traffic::estimated_block_rows};
 use crate::{Layout, NeedsIndex, RingShards, Spec};
 
 /// Layout, route and ring order of a plan.
@@ -101,7 +101,7 @@ impl Choice {
             let mask = &*spec.mask;
             let needs = NeedsIndex::of_sampled_queries(mask, heads, batch, &shards, stride, tick);
             let most = rows.saturating_add(rows / Self::EXCESS_OVER_NODES);
-            if block_rows(&needs, over_nodes, most, tick) <= most {
+            if estimated_block_rows(&needs, over_nodes, tick) <= most {
                 return Self { layout, route: over_nodes, order };
             }
         }

@@ -43,8 +43,8 @@
 //! and there are no messages without rows.
 //!
 //! [`Schedule`] has the steps of all ranks, for figures of few ranks and for the checker. A rank of
-//! a ring derives only its own steps ([`RankSchedule`]), and sums over ranks are computed without
-//! messages ([`RingTraffic`], [`Work`]): in O(ranks + runs) instead of O(ranks²) time and memory.
+//! a ring derives only its own steps ([`RankSchedule`]), in O(ranks + runs) instead of O(ranks²)
+//! time and memory. Messages are summed over up to [`RingTraffic::MOST_RANKS`] ranks.
 //!
 //! A rank of a schedule is a ring index; an [`Order`] maps ring indices to ranks.
 //!
@@ -57,33 +57,16 @@ mod balanced;
 mod build;
 mod check;
 mod choice;
-mod chunk_deal;
-mod chunk_segments;
-mod circle;
-mod column_work;
-mod direct_traffic;
-mod document_cost;
 mod document_deal;
 mod document_ends;
-mod document_rows;
-mod last_users;
-mod node_traffic;
-mod node_users;
-mod owner_runs;
-mod painted;
 mod placement;
 mod query_work;
-mod rails_users;
 mod rank_schedule;
 mod ring_traffic;
 mod route;
 mod row_exchange;
-mod segment_exchange;
-mod segment_ranks;
 #[cfg(test)]
 mod tests;
-mod tile_bound;
-mod tile_deal;
 mod tile_order;
 mod traffic;
 mod violation;
@@ -91,7 +74,6 @@ mod work;
 
 pub(crate) use balanced::BALANCED;
 pub use choice::Choice;
-pub(crate) use column_work::ColumnQueries;
 pub use placement::{Order, Placement};
 pub use rank_schedule::RankSchedule;
 pub use ring_traffic::RingTraffic;

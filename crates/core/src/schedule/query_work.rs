@@ -8,13 +8,11 @@
 //! ```
 //! A run has queries of one segment at evenly spaced positions. Pairs of a run of a mask with a
 //! [`Band`] have a closed form, so that `before` takes O(log runs) time. The pairs of other masks
-//! are counted query by query, once, and their sums are stored. Where short chunks or tiles are
-//! dealt, the sums before each tile are stored too: deals of shorter chunks, and exchanges of whole
-//! tiles, read them again.
+//! are counted query by query, once, and their sums are stored.
 
-use std::{cell::OnceCell, ops::Range, sync::Arc};
+use std::{ops::Range, sync::Arc};
 
-use super::{tile_deal::TILE_ROWS, work::closed_form};
+use super::work::closed_form;
 use crate::{
     Mask, Result, RingShards, Run, Spec, index,
     mask::Band,
@@ -28,20 +26,41 @@ pub(super) struct QueryWork {
     batches: Vec<BatchWork>,
     /// Heads and batch rows that each counted pair represents.
     repeats: u128,
-    tiles: OnceCell<Tiles>,
 }
 
-/// Pairs and runs before the first row of each whole tile, and before the end of the last.
-struct Tiles {
-    /// [`QueryWork::before`].
-    sums: Vec<u128>,
-    /// Runs that begin before, by batch row.
-    runs: Vec<Vec<usize>>,
+/// Pairs of units of rows, which are single rows or leaves.
+pub(super) struct UnitWork<'a> {
+    pub(super) pairs: &'a QueryWork,
+    /// Rows of a unit.
+    pub(super) unit: u64,
+    /// All rows; the last unit may lack some.
+    pub(super) rows: u64,
+}
+
+impl UnitWork<'_> {
+    /// Returns the number of units.
+    pub(super) const fn units(&self) -> u64 {
+        self.rows.div_ceil(self.unit)
+    }
+
+    /// Returns the first row of a unit, or the end of all rows.
+    pub(super) fn row(&self, unit: u64) -> u64 {
+        unit.saturating_mul(self.unit).min(self.rows)
+    }
+
+    /// Returns the pairs of the queries of all units before `unit`.
+    pub(super) fn before(&self, unit: u64) -> u128 {
+        self.pairs.before(self.row(unit))
+    }
+
+    /// Returns the pairs of the queries of some units.
+    pub(super) fn between(&self, units: &Range<u64>) -> u128 {
+        if units.is_empty() { 0 } else { self.before(units.end) - self.before(units.start) }
+    }
 }
 
 /// Pairs of one batch row.
 struct BatchWork {
-    segments: SegmentNumbers,
     keys: KeyIndex,
     /// Bands of the distinct heads; of masks without a band none.
     bands: Vec<Band>,
@@ -80,7 +99,6 @@ impl QueryWork {
                 (None, _) => Vec::new(),
             };
             let mut work = BatchWork {
-                segments,
                 keys,
                 bands: bands.unwrap_or_default(),
                 firsts: runs.iter().map(|rows| rows.first).collect(),
@@ -104,94 +122,15 @@ impl QueryWork {
             }
             Ok(work)
         });
-        Ok(Self {
-            batches: batches.collect::<Result<_>>()?,
-            repeats: distinct.repeats().into(),
-            tiles: OnceCell::new(),
-        })
-    }
-
-    /// Returns the keys of the first batch row, and the numbers of their segments.
-    pub(super) fn first_keys(&self) -> Option<(&KeyIndex, &SegmentNumbers)> {
-        self.batches.first().map(|batch| (&batch.keys, &batch.segments))
+        Ok(Self { batches: batches.collect::<Result<_>>()?, repeats: distinct.repeats().into() })
     }
 
     /// Returns the pairs of the queries of all rows before `row`.
     pub(super) fn before(&self, row: u64) -> u128 {
-        if let Some(sum) = self.stored(row) {
-            return sum;
-        }
-        let of = |(index, batch): (usize, &BatchWork)| {
-            let near = self.near(row, index, batch.firsts.len());
-            let within = batch.firsts[near.clone()].partition_point(|&first| first < row);
-            batch.before(row, near.start + within)
+        let of = |batch: &BatchWork| {
+            batch.before(row, batch.firsts.partition_point(|&first| first < row))
         };
-        self.batches.iter().enumerate().map(of).sum::<u128>() * self.repeats
-    }
-
-    /// Returns indices of the runs of a batch row between which the last one before `row` ends: of
-    /// those that begin in its tile, if the runs before tiles are stored, else of all `runs`.
-    fn near(&self, row: u64, batch: usize, runs: usize) -> Range<usize> {
-        let Some(before) = self.tiles.get().and_then(|tiles| tiles.runs.get(batch)) else {
-            return 0..runs;
-        };
-        let tile = index(row / TILE_ROWS);
-        let at = |tile: usize| before.get(tile).copied().unwrap_or(runs);
-        at(tile.min(before.len().saturating_sub(1)))..at(tile + 1)
-    }
-
-    /// Returns [`QueryWork::before`] of the first row of a tile, if the sums of tiles are stored.
-    fn stored(&self, row: u64) -> Option<u128> {
-        let tiles = self.tiles.get().filter(|_| row.is_multiple_of(TILE_ROWS))?;
-        tiles.sums.get(index(row / TILE_ROWS)).copied()
-    }
-
-    /// Returns [`QueryWork::before`] of rows in ascending order, in time linear in rows and runs.
-    pub(super) fn before_each(&self, rows: impl Iterator<Item = u64> + Clone) -> Vec<u128> {
-        match rows.clone().map(|row| self.stored(row)).collect() {
-            Some(stored) => stored,
-            None => self.sums_of(rows, |_, _| ()),
-        }
-    }
-
-    /// As [`QueryWork::before_each`], computed anew. Calls `found` with each batch row and the
-    /// number of its runs that begin before each row.
-    fn sums_of(
-        &self,
-        rows: impl Iterator<Item = u64> + Clone,
-        mut found: impl FnMut(usize, usize),
-    ) -> Vec<u128> {
-        let mut sums = vec![0; rows.clone().count()];
-        for (index, batch) in self.batches.iter().enumerate() {
-            let mut after = 0;
-            for (sum, row) in sums.iter_mut().zip(rows.clone()) {
-                while batch.firsts.get(after).is_some_and(|&first| first < row) {
-                    after += 1;
-                }
-                *sum += batch.before(row, after) * self.repeats;
-                found(index, after);
-            }
-        }
-        sums
-    }
-
-    /// Returns [`QueryWork::before`] of the first row of each whole tile of `rows` rows, and of the
-    /// end of the last, and stores them.
-    pub(super) fn before_tiles(&self, rows: u64) -> &[u128] {
-        let tiles = rows / TILE_ROWS;
-        let compute = || {
-            let edges = (0..=tiles).map(|tile| tile * TILE_ROWS);
-            let list = |_: &BatchWork| Vec::with_capacity(index(tiles) + 1);
-            let mut runs: Vec<Vec<usize>> = self.batches.iter().map(list).collect();
-            let sums = self.sums_of(edges, |batch, before| runs[batch].push(before));
-            Tiles { sums, runs }
-        };
-        &self.tiles.get_or_init(compute).sums
-    }
-
-    /// Returns the pairs of the queries of some rows.
-    pub(super) fn between(&self, rows: &Range<u64>) -> u128 {
-        self.before(rows.end) - self.before(rows.start)
+        self.batches.iter().map(of).sum::<u128>() * self.repeats
     }
 }
 
@@ -304,12 +243,6 @@ mod tests {
                 prop_assert_eq!(work.before(0), 0);
                 prop_assert_eq!(work.before(cut), want.of_rank(0), "{:?}", &spec.mask);
                 prop_assert_eq!(work.before(len as u64), want.total());
-                let each: Vec<u128> = (0..=len as u64).map(|row| work.before(row)).collect();
-                prop_assert_eq!(work.before_each(0..=len as u64), each.clone());
-                // sums of tiles are the same when they are stored
-                let tiles: Vec<u128> = each.iter().copied().step_by(64).collect();
-                prop_assert_eq!(work.before_tiles(len as u64), tiles);
-                prop_assert!((0..=len as u64).all(|row| work.before(row) == each[row as usize]));
             }
         }
     }

@@ -104,11 +104,6 @@ impl Route {
         }
     }
 
-    /// Returns true if each rank forwards all blocks to the same rank.
-    pub(super) const fn is_simple_relay(self) -> bool {
-        matches!(self, Self::RelayUp | Self::RelayDown)
-    }
-
     /// Returns the number of steps after which blocks make the same move again: 1, or on rails and
     /// once per node the ranks of a node. Without nodes that [fit](Self::fits), rails are a relay,
     /// and once per node is direct.

@@ -22,10 +22,7 @@
 
 use std::ops::{Range, RangeInclusive};
 
-use super::{
-    chunk_deal::{Chunk, Limits, divided},
-    query_work::QueryWork,
-};
+use super::query_work::UnitWork;
 
 /// Ranks with few pairs that are considered for an exchange, fewest first. With 8 of them, and of
 /// [`CHUNK_PAIRS`], 20 draws each of `benches/record/documents.md` were balanced alike in
@@ -34,6 +31,24 @@ const LIGHT_RANKS: usize = 4;
 
 /// Pairs of chunks of two ranks that are considered for an exchange.
 const CHUNK_PAIRS: usize = 4;
+
+/// Consecutive rows, or leaves, of one rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Chunk {
+    pub(super) rows: Range<u64>,
+    /// Visible pairs of the queries.
+    pub(super) work: u128,
+}
+
+/// Pairs of a rank.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Limits {
+    /// Pairs above which a rank gives rows away.
+    pub(super) balanced: u128,
+    /// Pairs that a rank has at most when it has received rows.
+    pub(super) target: u128,
+    pub(super) mean: u128,
+}
 
 /// Rows of an exchange: as many at one end of a chunk of each rank.
 struct Exchange {
@@ -46,7 +61,7 @@ struct Exchange {
 
 /// The chunks of all ranks.
 pub(super) struct RowExchange<'a> {
-    work: &'a QueryWork,
+    work: &'a UnitWork<'a>,
     limits: Limits,
     /// Rows of an exchange are a multiple of these.
     unit: u64,
@@ -69,7 +84,7 @@ struct RowMean {
 type Candidate = ([u128; 3], usize, usize);
 
 impl<'a> RowExchange<'a> {
-    pub(super) fn new(work: &'a QueryWork, ranks: Vec<Vec<Chunk>>, limits: Limits) -> Self {
+    pub(super) fn new(work: &'a UnitWork<'a>, ranks: Vec<Vec<Chunk>>, limits: Limits) -> Self {
         let sum = |chunks: &Vec<Chunk>| chunks.iter().map(|chunk| chunk.work).sum();
         let sums: Vec<u128> = ranks.iter().map(sum).collect();
         let mut by_work: Vec<usize> = (0..sums.len()).collect();
@@ -78,22 +93,16 @@ impl<'a> RowExchange<'a> {
     }
 
     /// Exchanges multiples of `unit` rows until no rank has too many pairs, or no exchange helps.
-    /// Returns the chunks of each rank; `None` if there was no exchange.
-    pub(super) fn run(mut self, unit: u64) -> Option<Vec<Vec<Chunk>>> {
-        self.unit = unit.max(1);
-        let mut is_changed = false;
+    /// Returns the chunks of each rank.
+    pub(super) fn run(mut self, unit: u64) -> Vec<Vec<Chunk>> {
+        self.unit = unit;
         for _ in 0..2 * self.ranks.len() {
-            match self.by_work.last() {
-                Some(&heavy) if self.sums[heavy] > self.limits.balanced => {
-                    if !self.relieve(heavy) {
-                        break;
-                    }
-                    is_changed = true;
-                }
-                _ => break,
+            let Some(&heavy) = self.by_work.last() else { break };
+            if self.sums[heavy] <= self.limits.balanced || !self.relieve(heavy) {
+                break;
             }
         }
-        is_changed.then_some(self.ranks)
+        self.ranks
     }
 
     /// Exchanges rows of `heavy` with a rank of few pairs. Returns false if there is no exchange.
@@ -220,7 +229,7 @@ impl<'a> RowExchange<'a> {
 impl RowMean {
     fn of(chunk: &Chunk) -> Self {
         let rows = chunk.rows.end - chunk.rows.start;
-        Self { rows, pairs: divided(chunk.work, rows.max(1).into()) }
+        Self { rows, pairs: chunk.work / u128::from(rows.max(1)) }
     }
 }
 
@@ -265,13 +274,13 @@ mod tests {
 
     use ndarray::Array2;
 
-    use super::*;
+    use super::{super::query_work::QueryWork, *};
     use crate::{
         Batch, DType, Dims, Layout, RingShards, Spec,
         mask::{Causal, Everything, SharedMask},
     };
 
-    fn work(len: usize, mask: SharedMask, batch: &Batch) -> QueryWork {
+    fn pairs(len: usize, mask: SharedMask, batch: &Batch) -> QueryWork {
         let spec = Spec { mask, ..Spec::new(Dims::new(1, len, 1, 1), DType::F32) };
         let dims = &spec.dims;
         let whole = RingShards::of_batch(dims, spec.alignment, &Layout::Contiguous, 1, batch);
@@ -279,20 +288,20 @@ mod tests {
     }
 
     /// Exchanges rows between ranks with one chunk of `rows` rows each. Returns the chunks of each.
-    fn exchanged(work: &QueryWork, ranks: u64, rows: u64) -> Vec<Vec<Chunk>> {
+    fn exchanged(pairs: &QueryWork, ranks: u64, rows: u64) -> Vec<Vec<Chunk>> {
+        let work = UnitWork { pairs, unit: 1, rows: ranks * rows };
         let chunk = |rank| {
             let rows = rank * rows..(rank + 1) * rows;
             vec![Chunk { work: work.before(rows.end) - work.before(rows.start), rows }]
         };
         let mean = work.before(ranks * rows) / u128::from(ranks);
         let limits = Limits { balanced: mean * 102 / 100, target: mean * 101 / 100, mean };
-        let before: Vec<Vec<Chunk>> = (0..ranks).map(chunk).collect();
-        RowExchange::new(work, before.clone(), limits).run(1).unwrap_or(before)
+        RowExchange::new(&work, (0..ranks).map(chunk).collect(), limits).run(1)
     }
 
     #[test]
     fn parts_of_chunks_are_exchanged_until_the_work_is_balanced() {
-        let work = work(4096, Arc::new(Causal::default()), &Batch::default());
+        let work = pairs(4096, Arc::new(Causal::default()), &Batch::default());
         for ranks in [2, 8, 64] {
             let rows = 4096 / ranks;
             let mean = work.before(4096) / u128::from(ranks);
@@ -338,7 +347,7 @@ mod tests {
             kv_segment_ids: Some(Array2::zeros((1, 64))),
             ..Batch::default()
         };
-        let work = work(64, Arc::new(Everything), &batch);
+        let work = pairs(64, Arc::new(Everything), &batch);
         let chunks = |of: Vec<Vec<Chunk>>| -> Vec<_> {
             of.into_iter().flatten().map(|chunk| (chunk.rows, chunk.work)).collect()
         };

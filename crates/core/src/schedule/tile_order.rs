@@ -12,8 +12,10 @@
 //! A tile of a kernel is 64 consecutive local rows. Rows of two documents in one tile cost the key
 //! tiles of both, and rows of one run in two tiles cost its key tiles twice.
 
-use super::tile_deal::TILE_ROWS;
 use crate::Run;
+
+/// Rows of a tile of the CPU kernels.
+pub(super) const TILE_ROWS: u64 = 64;
 
 /// Orders the runs of a rank such that as many tiles as possible end with a run.
 pub(super) fn tile_order(runs: &mut [Run]) {

@@ -2,7 +2,7 @@
 //! transport measures must be equal to them.
 
 use super::Schedule;
-use crate::{Channel, RowLayout};
+use crate::{Channel, RowLayout, RowSet};
 
 /// Rows sent; a row counts once for every message that carries it. The counts have 128 bits,
 /// because 2⁵⁹ rows exceed 2⁶⁴ on a ring of 64 ranks.
@@ -31,6 +31,15 @@ impl Traffic {
             partial_gradient_rows: if gradients { rows } else { 0 },
             final_gradient_rows: 0,
         }
+    }
+
+    /// Adds the rows of a message.
+    pub(super) fn add(&mut self, channel: Channel, rows: &RowSet) {
+        *match channel {
+            Channel::Kv => &mut self.block_rows,
+            Channel::PartialGrad => &mut self.partial_gradient_rows,
+            Channel::FinalGrad => &mut self.final_gradient_rows,
+        } += u128::from(rows.count());
     }
 
     /// Returns the rows of partial and final gradients.
@@ -73,11 +82,7 @@ impl Schedule {
             .flatten()
             .flat_map(|step| step.before.sends.iter().chain(&step.after.sends))
         {
-            *match message.channel {
-                Channel::Kv => &mut traffic.block_rows,
-                Channel::PartialGrad => &mut traffic.partial_gradient_rows,
-                Channel::FinalGrad => &mut traffic.final_gradient_rows,
-            } += u128::from(message.rows.count());
+            traffic.add(message.channel, &message.rows);
         }
         traffic
     }

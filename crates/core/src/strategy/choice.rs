@@ -7,7 +7,7 @@
 //! layout was given.
 
 use super::{Bounds, HeadGrid, Strategy, StrategyTraffic, TrafficOptions, best_first};
-use crate::{Error, GroupLayout, Result, Spec, schedule::BALANCED};
+use crate::{Error, GroupLayout, Result, RingTraffic, Spec, schedule::BALANCED};
 
 impl StrategyTraffic {
     /// Returns the index of the ring or grid that sends the fewest bytes in all passes, of ties the
@@ -51,6 +51,7 @@ impl StrategyTraffic {
         admits: &dyn Fn(&HeadGrid) -> bool,
         tick: &mut dyn FnMut(),
     ) -> Result<(Vec<Self>, usize)> {
+        RingTraffic::check_ranks(ranks)?;
         let mut grids = HeadGrid::candidates(spec, ranks, options.backward);
         grids.retain(admits);
         let bounds = Bounds::new(spec, ranks, options);

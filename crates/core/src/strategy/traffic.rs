@@ -136,22 +136,6 @@ impl TrafficOptions<'_> {
             Some(batch) => RingShards::of_batch(&spec.dims, spec.alignment, layout, groups, batch),
         }
     }
-}
-
-impl TrafficOptions<'_> {
-    /// Returns the shards of the ring of another key column than that of `other`, whose queries are
-    /// the same.
-    ///
-    /// # Errors
-    /// As [`RingShards::of_batch`].
-    pub(super) fn shards_of_column(
-        &self,
-        spec: &Spec,
-        layout: &Layout,
-        other: &RingShards,
-    ) -> Result<RingShards> {
-        other.with_keys_of(&spec.dims, spec.alignment, layout, self.batch)
-    }
 
     /// Returns the ranks of a node, if all nodes have as many and they are neighbours.
     fn node_ranks(&self, ranks: usize) -> Option<usize> {
@@ -178,8 +162,8 @@ impl StrategyTraffic {
     /// Dims, layout and batch must have been validated.
     ///
     /// # Errors
-    /// [`crate::Error::InvalidArgument`] for a batch that does not fit the layout;
-    /// [`crate::Error::OutOfMemory`].
+    /// [`crate::Error::InvalidArgument`] naming `ranks` for more than [`RingTraffic::MOST_RANKS`],
+    /// or for a batch that does not fit the layout; [`crate::Error::OutOfMemory`].
     pub fn of(
         spec: &Spec,
         grid: HeadGrid,
@@ -260,6 +244,7 @@ impl StrategyTraffic {
         options: &TrafficOptions<'_>,
         tick: &mut dyn FnMut(),
     ) -> Result<Self> {
+        RingTraffic::check_ranks(grid.groups() * grid.members())?;
         let TrafficOptions { layout, placement, .. } = *options;
         let layout = GroupLayout::choose(&spec.of_member(&grid, 0), &grid, layout, placement, tick);
         let without = Self::without_bytes(spec, strategy, grid, options, layout);

@@ -8,11 +8,10 @@ use super::{
 };
 use crate::{
     plan::{
-        figures::MOST_DETAILED_RANKS,
+        limits::{MOST_DETAILED_RANKS, MOST_STEPPED_RANKS},
         program::Send,
         rings::Rings,
         step_figures::{StepFigures, StepOfRank},
-        strategies::MOST_STEPPED_RANKS,
     },
     report::{bytes, counted},
 };
