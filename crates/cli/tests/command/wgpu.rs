@@ -201,9 +201,7 @@ fn doctor_lists_the_chosen_level_and_all_supported_ones() {
     }
     for line in adapters(&folder, Some((LEVEL, "abacus"))) {
         assert!(
-            line.contains(
-                "no level: ANNULUS_WGPU_LEVEL: got abacus, want one of plain, matrix"
-            ),
+            line.contains("no level: ANNULUS_WGPU_LEVEL: got abacus, want one of plain, matrix"),
             "{line}"
         );
     }
@@ -222,8 +220,7 @@ fn unsupported_requests_on_wgpu_are_refused() {
     run(&folder, &format!("{attend} --device 1000"), None)
         .failed(1, &["wgpu device 1000", "counted from 0"]);
     run(&folder, &format!("{attend} --device first"), None).failed(2, &["--device", "first"]);
-    run(&folder, attend, Some((LEVEL, "abacus")))
-        .failed(2, &[LEVEL, "abacus", "plain, matrix"]);
+    run(&folder, attend, Some((LEVEL, "abacus"))).failed(2, &[LEVEL, "abacus", "plain, matrix"]);
     run(&folder, attend, Some((TILE, "abacus"))).failed(2, &[TILE, "abacus", "4x4, 2x4"]);
     run(&folder, attend, Some((QUERY_TILE, "abacus"))).failed(2, &[QUERY_TILE, "abacus", "32, 64"]);
     assert_eq!(folder.names(), ["in.safetensors"]);
