@@ -62,12 +62,12 @@ pub(crate) fn report(code: u8, print: impl FnOnce()) {
 
 /// Removes all temporary files and exits.
 pub(crate) fn exit(code: i32) -> ! {
-    exit_with(&lock(), code)
+    let all = lock();
+    remove(&all);
+    std::process::exit(code)
 }
 
-/// As [`exit`]. The lock is held until the process ends, so no file gets its final name meanwhile,
-/// and no error that a removed file causes is printed.
-fn exit_with(temporary: &[PathBuf], code: i32) -> ! {
+fn remove(temporary: &[PathBuf]) {
     for path in temporary {
         // one that is missing has its final name, or was removed
         drop(if path.is_dir() {
@@ -76,7 +76,6 @@ fn exit_with(temporary: &[PathBuf], code: i32) -> ! {
             std::fs::remove_file(path)
         });
     }
-    std::process::exit(code)
 }
 
 /// Installs the handlers of signals.
@@ -98,17 +97,17 @@ pub(crate) fn watch() {
     }
 }
 
-/// Ends the command after a signal.
+/// Ends the command after a signal. The lock is held until the process ends, so no file gets its
+/// final name meanwhile, and no error that a removed file causes is printed.
 fn end_by(signal: i32) -> ! {
     let all = lock();
+    remove(&all);
     end_progress();
-    if let Some(&code) = REPORTED.get() {
-        exit_with(&all, code.into());
-    }
-    if is_leader_output() {
+    let reported = REPORTED.get().copied();
+    if reported.is_none() && is_leader_output() {
         complain!("interrupted");
     }
-    exit_with(&all, 128 + signal)
+    std::process::exit(reported.map_or(128 + signal, i32::from))
 }
 
 /// Parses the mask of ignored signals in `/proc/self/status` of Linux: bit n − 1 for signal n. 0 on

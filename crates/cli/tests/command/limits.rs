@@ -13,7 +13,7 @@ use crate::support::{Folder, RunResult};
 const SOON: Duration = Duration::from_secs(60);
 
 /// Runs the command, and kills it after [`SOON`].
-fn soon(folder: &Folder, arguments: &str) -> RunResult {
+pub(crate) fn soon(folder: &Folder, arguments: &str) -> RunResult {
     let mut command = folder.command(arguments);
     let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     RunResult::from(wait(child, arguments).wait_with_output().unwrap())
