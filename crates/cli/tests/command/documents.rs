@@ -99,6 +99,7 @@ fn attention_over_documents_of_flags_and_files_is_the_same() {
 }
 
 #[test]
+#[ignore = "long: scripts/test --whole"]
 fn attend_sends_the_bytes_that_plan_lists_for_each_strategy() {
     let folder = Folder::new("documents_strategies");
     let make = "--q-len 400 --heads 4 --kv-heads 2 --head-dim 8 --backward --quiet";

@@ -71,6 +71,7 @@ fn limits(folder: &Folder, step: usize, count: usize) -> Vec<usize> {
 }
 
 #[test]
+#[ignore = "long: scripts/test --whole"]
 fn attend_without_memory_ends_in_one_line() {
     let folder = Folder::new("limits_attend");
     folder.succeed(

@@ -284,6 +284,7 @@ fn a_token_of_a_cache_is_predicted() {
 }
 
 #[test]
+#[ignore = "long: scripts/test --whole"]
 fn measure_writes_a_machine_that_plan_reads() {
     let folder = Folder::new("measure");
     // a head dim that is named twice is measured once

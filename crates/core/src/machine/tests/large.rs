@@ -164,6 +164,7 @@ fn rings_under_a_window_take_as_long_on_more_ranks() {
 
 /// The choice among all estimates is that of the search, which leaves out most of them.
 #[test]
+#[ignore = "long: scripts/test --whole"]
 fn the_search_of_many_ranks_finds_the_least_estimate() {
     let tick = &mut || ();
     let mut left_out = 0;
