@@ -334,22 +334,33 @@ impl<E: Input> TakeLane<Acc<E>> for WriteOut<'_, E> {
             }),
         }
         let Some(residual) = &mut self.residual else { return };
+        let factor = factor.unwrap_or(Acc::<E>::ZERO);
         let out = self.out.row(lane);
         let mut residual = residual.row_mut(lane);
-        let rounded = out.slice(s![first..]);
-        let residual = residual.slice_mut(s![first..]);
-        for ((into, &out), &sum) in residual.into_iter().zip(&rounded).zip(sums) {
-            let exact = factor.map_or(Acc::<E>::ZERO, |factor| factor * sum);
+        let write = |((into, &out), &sum): ((&mut E, &E), &Acc<E>)| {
+            // without a factor the sum is unspecified, and out is 0
+            let exact = if factor == Acc::<E>::ZERO { factor } else { factor * sum };
             *into = rounding_residual(exact, out);
+        };
+        match (residual.as_slice_mut(), out.as_slice()) {
+            (Some(residual), Some(out)) => {
+                residual[first..].iter_mut().zip(&out[first..]).zip(sums).for_each(write);
+            }
+            _ => {
+                let residual = residual.slice_mut(s![first..]);
+                residual.into_iter().zip(out.slice(s![first..])).zip(sums).for_each(write);
+            }
         }
     }
 }
 
 /// Returns `exact` − `rounded`, rounded; 0 if `rounded` is not finite.
+#[inline(always)]
 fn rounding_residual<E: Input>(exact: Acc<E>, rounded: E) -> E {
-    let rounded = rounded.widen();
-    let is_finite = rounded.to_f64().is_finite();
-    E::narrow(if is_finite { exact - rounded } else { Acc::<E>::ZERO })
+    let residual = exact - rounded.widen();
+    let infinity = Acc::<E>::INFINITY;
+    let is_finite = -infinity < residual && residual < infinity;
+    E::narrow(if is_finite { residual } else { Acc::<E>::ZERO })
 }
 
 #[cfg(test)]
