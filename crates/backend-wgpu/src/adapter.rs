@@ -5,20 +5,20 @@ use std::sync::MutexGuard;
 use wgpu::AdapterInfo;
 
 use crate::{
-    Gpu, Level, QueryTile, RegisterTile,
+    Level, QueryTile, RegisterTile,
     choice::{AdapterKind, PROOFS, choose},
     level::Matrices,
     open_device::{instance, turn},
 };
 
-/// Reason why [`Gpu::list`] is empty.
+/// Reason why [`crate::Gpu::list`] is empty.
 pub const NO_ADAPTER: &str = "no Vulkan, Metal or DX12 driver found (wgpu lists no adapter without \
      a graphics queue, such as AMD Instinct, and DX12 needs dxcompiler.dll)";
 
 /// Subgroup size of all Apple GPUs. wgpu reports 4 to 64 for any Metal device.
 const APPLE_SUBGROUP: u32 = 32;
 
-/// An adapter of this machine, as returned by [`Gpu::list`].
+/// An adapter of this machine, as returned by [`crate::Gpu::list`].
 #[derive(Debug, Clone)]
 pub struct Adapter {
     /// Index for [`crate::Options::number`].
@@ -95,34 +95,32 @@ pub(crate) fn proven_level(adapter: &wgpu::Adapter) -> Option<Level> {
     choose(PROOFS, &AdapterKind::of(&adapter.get_info()), &levels(adapter)).map(|proof| proof.level)
 }
 
-impl Gpu {
-    /// Lists the adapters of this machine; empty without a driver.
-    pub fn list() -> Vec<Adapter> {
-        let describe = |(number, adapter): (usize, wgpu::Adapter)| {
-            let info = adapter.get_info();
-            let subgroups = subgroup_sizes(&info);
-            let levels = levels(&adapter);
-            let proof = choose(PROOFS, &AdapterKind::of(&info), &levels);
-            let register_tile = RegisterTile::of_adapter(&info);
-            let has_matrices = levels.contains(&Level::Matrix);
-            let query_tile = has_matrices.then(|| QueryTile::of_adapter(&info, Level::Matrix));
-            Adapter {
-                number,
-                name: info.name,
-                driver: format!("{} {}", info.driver, info.driver_info),
-                api: info.backend.to_string(),
-                software: info.device_type == wgpu::DeviceType::Cpu,
-                subgroups,
-                levels,
-                chosen: proof.map_or(Level::Plain, |proof| proof.level),
-                record: proof.map(|proof| proof.record),
-                register_tile,
-                query_tile,
-            }
-        };
-        let Ok(turn) = turn() else { return Vec::new() };
-        adapters(&turn).into_iter().enumerate().map(describe).collect()
-    }
+/// Lists the adapters of this machine; empty without a driver.
+pub(crate) fn list() -> Vec<Adapter> {
+    let describe = |(number, adapter): (usize, wgpu::Adapter)| {
+        let info = adapter.get_info();
+        let subgroups = subgroup_sizes(&info);
+        let levels = levels(&adapter);
+        let proof = choose(PROOFS, &AdapterKind::of(&info), &levels);
+        let register_tile = RegisterTile::of_adapter(&info);
+        let has_matrices = levels.contains(&Level::Matrix);
+        let query_tile = has_matrices.then(|| QueryTile::of_adapter(&info, Level::Matrix));
+        Adapter {
+            number,
+            name: info.name,
+            driver: format!("{} {}", info.driver, info.driver_info),
+            api: info.backend.to_string(),
+            software: info.device_type == wgpu::DeviceType::Cpu,
+            subgroups,
+            levels,
+            chosen: proof.map_or(Level::Plain, |proof| proof.level),
+            record: proof.map(|proof| proof.record),
+            register_tile,
+            query_tile,
+        }
+    };
+    let Ok(turn) = turn() else { return Vec::new() };
+    adapters(&turn).into_iter().enumerate().map(describe).collect()
 }
 
 #[cfg(test)]

@@ -17,7 +17,7 @@ use wgpu::{BufferUsages, Features, PollType};
 
 use crate::{
     Level, QueryTile, RegisterTile,
-    adapter::{NO_ADAPTER, adapters, matrices, proven_level, subgroup_sizes},
+    adapter::{Adapter, NO_ADAPTER, adapters, list, matrices, proven_level, subgroup_sizes},
     choice::{AdapterKind, PROOFS, choose},
     errors::{device_error, with_error_scopes},
     kernels::Variant,
@@ -180,6 +180,11 @@ impl LostReason {
 type PipelineSlot = Arc<Mutex<Option<Arc<Pipeline>>>>;
 
 impl Gpu {
+    /// Lists the adapters of this machine; empty without a driver.
+    pub fn list() -> Vec<Adapter> {
+        list()
+    }
+
     /// Opens an adapter with its full limits.
     ///
     /// # Errors

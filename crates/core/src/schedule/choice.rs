@@ -1,7 +1,7 @@
 //! The automatic choice of layout, route and ring order: first balanced work, then the fewest
 //! bytes, then the fewest hops between nodes.
 
-use super::{Order, Placement, Route, Work, ring_traffic::estimated_block_rows};
+use super::{Order, Placement, Route, Work, ring_traffic::estimated_block_rows, work::stride};
 use crate::{Layout, NeedsIndex, RingShards, Spec};
 
 /// Layout, route and ring order of a plan.
@@ -30,10 +30,6 @@ impl Choice {
     /// [`Band`](crate::mask::Band) is evaluated for the needs. Longer sequences are sampled at
     /// equal distances.
     const SAMPLES_OF_NEEDS: usize = 1 << 16;
-    /// As [`Choice::SAMPLES_OF_NEEDS`] for the work: fewer, because the number of visible keys
-    /// changes less from one query to the next than the sets of needed rows.
-    pub(super) const SAMPLES_OF_WORK: usize = 1 << 14;
-
     /// Chooses layout and route, or only the route of a fixed `layout`.
     ///
     /// Candidates are those of contiguous, zigzag and striped whose [`Work::max_over_mean`] is at
@@ -121,7 +117,7 @@ fn balanced_layouts(
             spec.dims.q_heads,
             spec.dims.batch,
             shards,
-            stride(spec, Choice::SAMPLES_OF_WORK),
+            stride(spec, Work::SAMPLES),
             tick,
         )
         .max_over_mean()
@@ -141,12 +137,4 @@ fn balanced_layouts(
 fn with_shards(spec: &Spec, ranks: usize, layout: Layout) -> (Layout, RingShards) {
     let shards = RingShards::plain(&spec.dims, spec.alignment, &layout, ranks);
     (layout, shards)
-}
-
-/// Returns the distance of queries of which at most `samples` are evaluated.
-pub(super) fn stride(spec: &Spec, samples: usize) -> usize {
-    let mask = &*spec.mask;
-    let distinct_masks = if mask.per_head() { spec.dims.q_heads } else { 1 }
-        * if mask.per_batch() { spec.dims.batch } else { 1 };
-    spec.dims.q_len.saturating_mul(distinct_masks).div_ceil(samples).max(1)
 }

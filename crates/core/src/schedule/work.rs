@@ -1,6 +1,6 @@
 //! Visible pairs of each rank, and the load balance of a layout.
 
-use super::{Choice, Route, choice};
+use super::Route;
 use crate::{
     Dims, Layout, Mask, RingShards, Run, Spec,
     mask::Band,
@@ -22,6 +22,12 @@ pub struct Work {
 }
 
 impl Work {
+    /// Most queries (× heads and batch rows with masks of their own) for which the visible keys are
+    /// counted; longer sequences are sampled at equal distances. Fewer than for the needs, because
+    /// the number of visible keys changes less from one query to the next than the sets of needed
+    /// rows.
+    pub(super) const SAMPLES: usize = 1 << 14;
+
     /// Counts the pairs: exactly for masks that lower to [`crate::KeyIntervals`], otherwise all
     /// pairs within [`Mask::bound`]. The time is almost linear in the runs for masks with a
     /// [`Band`] over runs of consecutive keys, and in the rows for others.
@@ -61,7 +67,7 @@ impl Work {
 
     /// As [`Work::of`], but estimated as [`WorkMatrix::estimate`] is.
     pub(crate) fn estimate(spec: &Spec, shards: &RingShards, tick: &mut dyn FnMut()) -> Self {
-        let stride = choice::stride(spec, Choice::SAMPLES_OF_WORK);
+        let stride = stride(spec, Work::SAMPLES);
         let Dims { q_heads, batch, .. } = spec.dims;
         Self::of_sampled_queries(spec.mask.as_ref(), q_heads, batch, shards, stride, tick)
     }
@@ -242,10 +248,10 @@ impl WorkMatrix {
         Self::of_sampled_queries(mask, heads, batch, shards, 1, &mut || ())
     }
 
-    /// As [`WorkMatrix::of`], but estimated: from at most [`Choice::SAMPLES_OF_WORK`] queries at
+    /// As [`WorkMatrix::of`], but estimated: from at most [`Work::SAMPLES`] queries at
     /// equal distances, each of which represents the queries up to the next.
     pub(crate) fn estimate(spec: &Spec, shards: &RingShards, tick: &mut dyn FnMut()) -> Self {
-        let stride = choice::stride(spec, Choice::SAMPLES_OF_WORK);
+        let stride = stride(spec, Work::SAMPLES);
         let Dims { q_heads, batch, .. } = spec.dims;
         Self::of_sampled_queries(spec.mask.as_ref(), q_heads, batch, shards, stride, tick)
     }
@@ -297,6 +303,14 @@ impl WorkMatrix {
             0
         }
     }
+}
+
+/// Returns the distance of queries of which at most `samples` are evaluated.
+pub(super) fn stride(spec: &Spec, samples: usize) -> usize {
+    let mask = &*spec.mask;
+    let distinct_masks = if mask.per_head() { spec.dims.q_heads } else { 1 }
+        * if mask.per_batch() { spec.dims.batch } else { 1 };
+    spec.dims.q_len.saturating_mul(distinct_masks).div_ceil(samples).max(1)
 }
 
 #[cfg(test)]
