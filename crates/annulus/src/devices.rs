@@ -152,9 +152,6 @@ impl CudaDevices {
     }
 
     /// Returns the GPU of the rank at this end of `transport`.
-    ///
-    /// # Errors
-    /// As [`CudaDevices::get`].
     pub(crate) fn of_rank<T: Transport<Host>>(&self, transport: &T) -> Result<annulus_cuda::Cuda> {
         let nodes = transport.placement().map(annulus_core::Placement::nodes);
         let index = index_on_node(transport.rank(), nodes);

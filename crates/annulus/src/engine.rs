@@ -161,9 +161,6 @@ impl<B: Backend> DeviceRing<B> {
     ///
     /// # Ordering
     /// Collective.
-    ///
-    /// # Errors
-    /// As [`Ring::new`]; [`Error::Unsupported`] for another strategy.
     pub(crate) fn new(
         backend: B,
         transport: Box<dyn Transport<B::Space>>,
@@ -269,9 +266,6 @@ impl<B: Backend<Space: HostTensors>> Engine<B> {
     ///
     /// # Ordering
     /// Collective.
-    ///
-    /// # Errors
-    /// As [`Ring::new`] and [`HeadsRing::new`].
     pub(crate) fn new(
         backend: B,
         transport: Box<dyn Transport<B::Space>>,
@@ -421,9 +415,6 @@ fn of_strategy(error: Error, division: &Division) -> Error {
 /// Returns the strategy with the least predicted time on a machine, or that sends the fewest bytes:
 /// the ring if an argument is wrong, which the ring then reports. It depends on nothing that ranks
 /// do not agree upon: the strategy itself is a field of the agreement.
-///
-/// # Errors
-/// As [`annulus_core::Machine::choose`].
 fn choose<B: Backend>(
     backend: &B,
     transport: &dyn Transport<B::Space>,

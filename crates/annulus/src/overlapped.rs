@@ -101,9 +101,6 @@ pub struct StartedPass<'scope, R> {
 
 impl<'scope, R: Send + 'scope> StartedPass<'scope, R> {
     /// Starts `pass` with `plan` on a thread of `scope`.
-    ///
-    /// # Errors
-    /// As [`Plan::start`].
     pub(crate) fn of<P: OverlapPlan>(
         plan: &'scope mut P,
         scope: &'scope Scope<'scope, '_>,

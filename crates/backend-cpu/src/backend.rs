@@ -106,9 +106,6 @@ impl Backend for Cpu {
     /// Accepts every valid spec. Products of f32 inputs are computed in f32 at every
     /// [`Spec::precision`]. P and dS are rounded to bf16 for bf16 inputs on [`Isa::Avx512Bf16`],
     /// but not in the reproducible order.
-    ///
-    /// # Errors
-    /// As [`Spec::validate`] and [`Isa::chosen`].
     fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
         let isa = self.isa()?;
         spec.validate()?;

@@ -103,9 +103,6 @@ pub unsafe extern "C" fn annulus_attention_set_nccl_communicator(
 
 impl Description {
     /// Checks that nothing is in device memory.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`].
     pub(crate) fn check_host_tensors(&self, by: &str) -> Result<()> {
         match self.lent {
             Some(_) => Err(Error::unsupported("tensors in device memory", by)),

@@ -442,10 +442,6 @@ impl Description {
     }
 
     /// Checks that a plan can be made of this.
-    ///
-    /// # Errors
-    /// Those of [`Description::check_listed`]; [`Error::InvalidArgument`] naming an option of
-    /// caches.
     pub(crate) fn check_plan(&self) -> Result<()> {
         if self.page_rows > 0 {
             return Err(Error::invalid("page_rows", self.page_rows, "0: a plan has no pages"));

@@ -94,25 +94,16 @@ impl PlanState {
     }
 
     /// The plan.
-    ///
-    /// # Errors
-    /// As [`Overlapped::plan_mut`].
     pub(crate) fn planned(&mut self) -> Result<&mut Planned> {
         self.0.plan_mut()
     }
 
     /// Starts a pass on a thread of its own.
-    ///
-    /// # Errors
-    /// As [`Overlapped::start`].
     pub(crate) fn start(&mut self, pass: Pass) -> Result<()> {
         self.0.start(pass)
     }
 
     /// Ends the pass under way; `None` if it is not done and `waits` is false.
-    ///
-    /// # Errors
-    /// As [`Overlapped::wait`].
     pub(crate) fn finish(&mut self, waits: bool) -> Result<Option<()>> {
         if !waits && !self.0.test() {
             return Ok(None);

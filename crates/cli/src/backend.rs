@@ -134,8 +134,6 @@ impl BackendChoice {
     ///
     /// # Ordering
     /// Collective over the ranks.
-    /// # Errors
-    /// Those of the backend and of [`Plan::new`].
     pub(crate) fn plan(
         &self,
         threads: usize,
@@ -153,8 +151,6 @@ impl BackendChoice {
     ///
     /// # Ordering
     /// Collective over the ranks.
-    /// # Errors
-    /// Those of the backend and of [`Cache::new`].
     pub(crate) fn cache(
         &self,
         threads: usize,

@@ -95,9 +95,6 @@ impl Gpus {
     ///
     /// # Ordering
     /// With NCCL, collective over the ranks.
-    /// # Errors
-    /// As [`Gpus::open`] and `Nccl::open`; [`annulus_core::Error::Unsupported`] if NCCL has no GPU
-    /// for each rank of this process.
     pub(crate) fn rank(&self, endpoint: Endpoint) -> Result<RankBackend<OnHost<Cuda>>> {
         // the abort sends the reason to the ranks that wait for this one
         let cuda = match self.of_rank(&endpoint) {
@@ -128,10 +125,6 @@ impl Gpus {
     }
 
     /// Returns the GPU of a rank.
-    ///
-    /// # Errors
-    /// As [`Gpus::open`]; [`annulus_core::Error::Unsupported`] if NCCL has no GPU for each rank of
-    /// this process.
     pub(crate) fn of_rank(&self, endpoint: &Endpoint) -> Result<Cuda> {
         let number = number(self.link, self.first, node_rank(endpoint), self.devices.count())?;
         self.devices.get(number)

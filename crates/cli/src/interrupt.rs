@@ -34,9 +34,6 @@ fn lock() -> MutexGuard<'static, Vec<PathBuf>> {
 }
 
 /// Creates a temporary file or folder, which a signal removes.
-///
-/// # Errors
-/// Those of `create`.
 pub(crate) fn temporary<T: AsRef<Path>>(create: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     let mut all = lock();
     let made = create()?;

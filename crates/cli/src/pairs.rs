@@ -47,9 +47,6 @@ pub(crate) fn whole(spec: &Spec, side: Side, batch: &Batch) -> Shard {
 }
 
 /// Expands a shard to the position and ids of each row.
-///
-/// # Errors
-/// [`annulus_core::Error::OutOfMemory`].
 pub(crate) fn rows(shard: &Shard) -> Result<Rows> {
     let mut rows = Rows::default();
     shard.expand(&RowSet::all(shard.rows.len()), &mut rows)?;

@@ -16,15 +16,9 @@ pub trait TensorMemory: Send {
     type Tensor;
 
     /// Rounds numbers to `dtype` and copies them to a new tensor.
-    ///
-    /// # Errors
-    /// Those of the device.
     fn upload(&self, numbers: ArrayView4<'_, f64>, dtype: DType) -> Result<Self::Tensor>;
 
     /// Waits for the queued work, then returns a tensor's numbers widened to f64.
-    ///
-    /// # Errors
-    /// Those of the device.
     fn download(&self, tensor: &Self::Tensor) -> Result<Array4<f64>>;
 
     /// Borrows a tensor as input of a pass.

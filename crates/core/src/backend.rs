@@ -86,9 +86,6 @@ pub trait Backend: Send + 'static {
     fn capabilities(&self, spec: &Spec) -> Result<Capabilities>;
 
     /// Allocates a block of `bytes` bytes.
-    ///
-    /// # Errors
-    /// [`crate::Error::OutOfMemory`], [`crate::Error::Device`].
     fn allocate(&self, bytes: u64) -> Result<<Self::Space as Space>::Buffer>;
 
     /// Writes `bytes` of a block from host memory. `fill` writes them, once: in place if the host
@@ -109,9 +106,6 @@ pub trait Backend: Send + 'static {
     ) -> Result<<Self::Space as Space>::Event>;
 
     /// Allocates the workspace of a plan.
-    ///
-    /// # Errors
-    /// As [`Backend::allocate`].
     fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<Self::Workspace>;
 }
 
@@ -193,10 +187,6 @@ pub trait Workspace: Send + 'static {
     /// Adapts the workspace to a new batch of the same spec. Reuses memory if possible.
     ///
     /// If another rank then rejects the batch, the ring calls this again with the old one.
-    ///
-    /// # Errors
-    /// As [`Backend::allocate`]. The ring then updates the workspace again or replaces it before it
-    /// is used.
     fn update(&mut self, shard: &RankShard) -> Result<()>;
 
     /// Returns the bytes of memory that it keeps between passes, on the device or the host. Later
@@ -205,9 +195,6 @@ pub trait Workspace: Send + 'static {
 
     /// Starts a forward pass: acc ← 0, m ← −∞, ℓ ← 0. Ticks while inputs are copied to a device;
     /// after a break the results of the pass are never read.
-    ///
-    /// # Errors
-    /// [`crate::Error::Device`].
     fn forward<'p>(
         &'p mut self,
         inputs: Inputs<'p, Self::Space>,
@@ -234,18 +221,12 @@ pub trait ForwardPass<S: Space> {
     ///
     /// Other ranks read the records of the local keys `sent`. A pass that attends to the local
     /// block by its inputs ([`Block::first_local`]) may leave the other records unwritten.
-    ///
-    /// # Errors
-    /// [`crate::Error::Device`].
     fn local_kv(&mut self, into: &mut S::Buffer, sent: &RowSet) -> Result<S::Event>;
 
     /// Merges one KV block into the online softmax of every query that attends to it.
     ///
     /// S = scale·QKᵀ, m' = max(m, rowmax S), acc ← acc·e^(m − m') + e^(S − m')·V,
     /// ℓ ← ℓ·e^(m − m') + rowsum e^(S − m'), m ← m'
-    ///
-    /// # Errors
-    /// [`crate::Error::Device`].
     fn attend(&mut self, kv: &Block<'_, S>, tick: Tick<'_>) -> Result<()>;
 
     /// As [`ForwardPass::attend`], for the last block of the pass.
@@ -253,9 +234,6 @@ pub trait ForwardPass<S: Space> {
     /// The pass may write the outputs of rows whose softmax is complete while their accumulators
     /// are in a near cache. [`ForwardPass::finish`] is called with the same outputs and writes
     /// those that are missing.
-    ///
-    /// # Errors
-    /// [`crate::Error::Device`].
     fn attend_last(
         &mut self,
         kv: &Block<'_, S>,
@@ -265,9 +243,6 @@ pub trait ForwardPass<S: Space> {
 
     /// Merges the sinks, once, and writes the outputs. The work is O(rows · (dim + sinks)), during
     /// which the other ranks wait for the end of the call, so it ticks like the tiles.
-    ///
-    /// # Errors
-    /// [`crate::Error::Device`].
     fn finish(self, outputs: &mut Outputs<'_, S>, tick: Tick<'_>) -> Result<()>;
 }
 
@@ -275,24 +250,15 @@ pub trait ForwardPass<S: Space> {
 /// block; in two passes, the queries travel after the keys, and dK and dV never leave their rank.
 pub trait BackwardPass<S: Space> {
     /// As [`ForwardPass::local_kv`].
-    ///
-    /// # Errors
-    /// [`crate::Error::Device`].
     fn local_kv(&mut self, into: &mut S::Buffer, sent: &RowSet) -> Result<S::Event>;
 
     /// Packs this rank's queries as records of [`Spec::query_row_layout`], in local order, for a
     /// two-pass backward.
-    ///
-    /// # Errors
-    /// [`crate::Error::Device`].
     fn local_queries(&mut self, into: &mut S::Buffer) -> Result<S::Event>;
 
     /// Accumulates dQ and dbias of one KV block. With `dkv`, also **writes** (does not add) the
     /// local queries' contribution to its dK and dV as records of [`Spec::gradient_row_layout`], in
     /// the block's order. `dkv` is `None` only in a two-pass backward, for blocks of other ranks.
-    ///
-    /// # Errors
-    /// [`crate::Error::Device`].
     fn attend_kv(
         &mut self,
         kv: &Block<'_, S>,
@@ -304,9 +270,6 @@ pub trait BackwardPass<S: Space> {
     /// [`Spec::gradient_row_layout`] of all local keys, for a two-pass backward. In the
     /// reproducible order, where `dkv` is the same buffer in all calls of a pass, it holds the root
     /// of the tree after the last call, and is unspecified before.
-    ///
-    /// # Errors
-    /// [`crate::Error::Device`].
     fn attend_queries(
         &mut self,
         queries: &Block<'_, S>,
@@ -315,9 +278,6 @@ pub trait BackwardPass<S: Space> {
     ) -> Result<()>;
 
     /// Copies or adds gradient records: `into[pair.0] ← from[pair.1]` or `+=`.
-    ///
-    /// # Errors
-    /// [`crate::Error::Device`].
     fn reduce(
         &mut self,
         into: &mut S::Buffer,
@@ -345,9 +305,6 @@ pub trait BackwardPass<S: Space> {
     /// local keys), dq, and this rank's parts of dbias and dsinks. In the reproducible order the
     /// ring writes what [`BackwardPass::leaf_sums`] returned the terms of. Ticks as
     /// [`ForwardPass::finish`].
-    ///
-    /// # Errors
-    /// [`crate::Error::Device`].
     fn finish(
         self,
         dkv: &S::Buffer,

@@ -22,9 +22,6 @@ pub trait DeviceSpace: Space {
     /// Copies a host tensor of the same type and shape to the device, after the work enqueued so
     /// far. Ticks during a long copy and while it waits: other ranks may wait for this one. Returns
     /// early if the tick breaks; then the contents of `into` are unspecified.
-    ///
-    /// # Errors
-    /// [`crate::Error::InvalidArgument`], [`crate::Error::Device`].
     fn upload(
         context: &Self::Context,
         from: HostView<'_>,
@@ -64,18 +61,12 @@ pub trait StagedSpace: Space {
     type Upload: Send;
 
     /// Allocates host memory of `bytes` bytes from and to which the device copies at full speed.
-    ///
-    /// # Errors
-    /// [`crate::Error::OutOfMemory`], [`crate::Error::Device`].
     fn staging_buffer(_: &mut Self::Copier, bytes: u64) -> Result<HostBuffer> {
         HostBuffer::zeroed(bytes)
     }
 
     /// Starts copying byte ranges of a device buffer, after `ready`, one after another to the front
     /// of `into`, which is a [staging buffer](StagedSpace::staging_buffer).
-    ///
-    /// # Errors
-    /// [`crate::Error::Device`].
     fn download(
         copier: &mut Self::Copier,
         from: &Self::Buffer,
@@ -98,9 +89,6 @@ pub trait StagedSpace: Space {
     /// Starts copying the front of `from` into byte ranges of a device buffer, one after another.
     /// Fast if `from` is a [staging buffer](StagedSpace::staging_buffer). Ticks if it waits for
     /// earlier copies to the device; what is copied after a break is unspecified.
-    ///
-    /// # Errors
-    /// [`crate::Error::Device`].
     fn upload(
         copier: &mut Self::Copier,
         from: HostBuffer,
@@ -111,9 +99,6 @@ pub trait StagedSpace: Space {
 
     /// Returns both buffers, which have no other owner, and the event after which the device may
     /// read, once the copy has finished. Returns them once; never waits.
-    ///
-    /// # Errors
-    /// As [`StagedSpace::downloaded`].
     fn uploaded(
         copier: &mut Self::Copier,
         copy: &mut Self::Upload,

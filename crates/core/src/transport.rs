@@ -97,9 +97,6 @@ pub trait Transport<S: Space>: Control {
     ///
     /// Does not block. The schedule pairs each send with a receive of the same group on the peer,
     /// so a transport may use synchronous sends.
-    ///
-    /// # Errors
-    /// [`Error::Comm`], [`Error::PeerLost`].
     fn post(&mut self, sends: &[Outgoing<'_, S>], receives: &mut Vec<Incoming<S>>) -> Result<()>;
 
     /// Advances the posted transfers. Waits at most `patience` if none can be advanced.
@@ -111,17 +108,11 @@ pub trait Transport<S: Space>: Control {
 
     /// Returns the buffer of a posted receive once it has arrived, and only once. `None` before
     /// that. Does not block.
-    ///
-    /// # Errors
-    /// As [`Transport::progress`].
     fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<S>>>;
 
     /// As [`Transport::post`], for messages in host memory, whatever the memory of blocks. A
     /// transport of host memory moves both alike
     /// ([`messages_are_blocks`](crate::messages_are_blocks)).
-    ///
-    /// # Errors
-    /// As [`Transport::post`].
     fn post_host(
         &mut self,
         sends: &[Outgoing<'_, Host>],
@@ -129,9 +120,6 @@ pub trait Transport<S: Space>: Control {
     ) -> Result<()>;
 
     /// As [`Transport::take`], of a receive of [`Transport::post_host`].
-    ///
-    /// # Errors
-    /// As [`Transport::progress`].
     fn take_host(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>>;
 
     /// Returns true if a send is in flight. The ring waits for all sends before a call returns.
@@ -187,25 +175,16 @@ pub trait Control: Send {
     /// Starts all-gather number `round` with this rank's bytes. Does not block.
     ///
     /// Collective: all ranks start the same rounds in ascending order.
-    ///
-    /// # Errors
-    /// [`Error::Comm`], [`Error::PeerLost`].
     fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()>;
 
     /// Starts all-gather `round` as the entry of a collective call, which some ranks may make much
     /// later than others. Default: [`Control::start_all_gather`].
-    ///
-    /// # Errors
-    /// As [`Control::start_all_gather`].
     fn start_entry(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
         self.start_all_gather(round, bytes)
     }
 
     /// Returns the bytes of every rank, by rank, once all-gather `round` is complete; `None` before
     /// that. Does not block; [`Transport::progress`] advances it.
-    ///
-    /// # Errors
-    /// [`Error::Aborted`], [`Error::PeerLost`].
     fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>>;
 
     /// Returns the ranks whose bytes of all-gather `round` have not arrived.

@@ -72,9 +72,6 @@ impl Isa {
     }
 
     /// Returns the instruction set, or an error if this machine lacks it.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`].
     pub(crate) fn require(self) -> Result<Self> {
         if self.is_available() {
             Ok(self)
@@ -99,9 +96,6 @@ impl Isa {
     }
 
     /// Returns the instruction set that [`Isa::VARIABLE`] forces, if it is set.
-    ///
-    /// # Errors
-    /// As [`Isa::chosen`].
     pub(crate) fn forced() -> Result<Option<Self>> {
         Self::named(
             std::env::var_os(Self::VARIABLE)

@@ -214,9 +214,6 @@ impl QueryRecord {
 
     /// Reads the rows of the dense mask that were sent with `rows` queries into `mask`. Returns
     /// false if there are none.
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`].
     pub(crate) fn mask(
         &self,
         bytes: &[u8],

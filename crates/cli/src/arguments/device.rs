@@ -24,9 +24,6 @@ pub(crate) struct DeviceFlags {
 
 impl DeviceFlags {
     /// Opens the backend.
-    ///
-    /// # Errors
-    /// As [`BackendChoice::open`].
     pub(crate) fn open(
         &self,
         transport: TransportName,

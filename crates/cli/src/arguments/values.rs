@@ -122,9 +122,6 @@ impl LayoutName {
 
     /// Sets the layout of an attention on `ranks` ranks, and with `balanced` its route. `batch` is
     /// called for the balanced layout only; it returns the batch of all rows.
-    ///
-    /// # Errors
-    /// As [`Attention::balanced`], and those of `batch`.
     pub(crate) fn apply(
         self,
         attention: Attention,

@@ -54,9 +54,6 @@ pub(super) fn planned(spec: &Spec, input: &Input, backward: bool) -> Result<Vec<
 }
 
 /// Writes the arrays of a forward pass: the part of rank number `own` of this process.
-///
-/// # Errors
-/// [`Error::Io`].
 pub(super) fn write_forward<T: Element>(
     output: &Output,
     all: &[Given<'_, Forward<T>>],
@@ -74,9 +71,6 @@ pub(super) fn write_forward<T: Element>(
 
 /// Writes the gradients: the part of rank number `own` of this process, which has `rank` on the
 /// ring. Gradients that are equal on all ranks are written by rank 0.
-///
-/// # Errors
-/// [`Error::Io`].
 pub(super) fn write_backward<T: Element>(
     output: &Output,
     spec: &Spec,

@@ -59,8 +59,6 @@ impl AttendRun<'_> {
     ///
     /// # Ordering
     /// Collective over the processes of the job.
-    /// # Errors
-    /// Those of the ranks and of the files.
     pub(super) fn run_as<T: Element>(&self, job: &mut Job) -> Outcome<Summary> {
         let progress = if job.is_leader() && !self.quiet {
             Progress::on_terminal()

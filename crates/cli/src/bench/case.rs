@@ -96,8 +96,6 @@ impl<'a> Case<'a> {
     ///
     /// # Ordering
     /// Collective over the processes.
-    /// # Errors
-    /// Those of the ranks.
     pub(super) fn run<T: Element>(
         &self,
         job: &mut Job,
@@ -225,9 +223,6 @@ impl<'a> Case<'a> {
 
 impl<T: Element> Rank<T> {
     /// Creates a rank with random tensors. Their values do not depend on the number of ranks.
-    ///
-    /// # Errors
-    /// [`annulus_core::Error::OutOfMemory`].
     fn new(plan: Plan, dims: &Dims) -> Result<Self> {
         let normal = |name: &str, rows: &Runs, heads, dim| {
             let stream = Stream::new(0, name);

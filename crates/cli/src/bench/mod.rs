@@ -224,9 +224,6 @@ impl BenchFlags {
     }
 
     /// Returns the lengths to measure.
-    ///
-    /// # Errors
-    /// Those of [`documents::rows`].
     fn lengths(&self) -> Outcome<Vec<Lengths>> {
         if !self.documents.is_empty() {
             let total = documents::rows(&self.documents)?;

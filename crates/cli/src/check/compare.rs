@@ -25,9 +25,6 @@ impl Expected {
     }
 
     /// Reads the rows `rows` along `axis` of the array `name` of a case's file.
-    ///
-    /// # Errors
-    /// As [`Expected::whole`].
     pub(super) fn rows(input: &Input, name: &str, axis: usize, rows: &Runs) -> Result<Self> {
         let mut shape = Self::entry_shape(input, name)?;
         let numbers = input.tensors().floats(name, axis, rows)?;

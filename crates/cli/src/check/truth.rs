@@ -62,9 +62,6 @@ impl<'a> Truth<'a> {
     }
 
     /// Returns a whole array.
-    ///
-    /// # Errors
-    /// As [`Expected::whole`].
     pub(super) fn whole(&self, name: &str) -> Result<Expected> {
         match self {
             Self::File(input, _) => Expected::whole(input, name),
@@ -73,9 +70,6 @@ impl<'a> Truth<'a> {
     }
 
     /// Returns the rows `rows` along `axis` of an array.
-    ///
-    /// # Errors
-    /// As [`Expected::rows`].
     #[cfg(feature = "mpi")]
     pub(super) fn rows(&self, name: &str, axis: usize, rows: &Runs) -> Result<Expected> {
         match self {

@@ -135,9 +135,6 @@ pub(crate) fn run(flags: &DecodeFlags) -> Outcome {
 
 impl DecodeFlags {
     /// Opens the backend.
-    ///
-    /// # Errors
-    /// As [`BackendChoice::open`]; [`Error::Unsupported`] for NCCL.
     fn open_backend(&self) -> Outcome<BackendChoice> {
         if self.transport == TransportName::Nccl {
             let by = "the KV cache, whose messages are in host memory";

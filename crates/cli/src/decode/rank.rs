@@ -41,9 +41,6 @@ struct Results<T: Element> {
 
 impl<T: Element> Rank<T> {
     /// Wraps an empty cache.
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`].
     pub(super) fn new(cache: Cache, keeps_results: bool, dims: &Dims) -> Result<Self> {
         let &Dims { batch, q_len, q_heads, value_dim, .. } = dims;
         let results = keeps_results.then(|| {
@@ -62,9 +59,6 @@ impl<T: Element> Rank<T> {
     ///
     /// # Ordering
     /// Collective.
-    ///
-    /// # Errors
-    /// As [`Cache::append_own`] and [`Cache::attend`]; those of the file.
     pub(super) fn decode(
         mut self,
         input: &Input,

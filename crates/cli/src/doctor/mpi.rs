@@ -11,9 +11,6 @@ use crate::{failure::Outcome, job::World};
 const OPENMPI_YIELDS: &str = "OMPI_MCA_mpi_yield_when_idle";
 
 /// Adds the findings about the job to the report.
-///
-/// # Errors
-/// Those of MPI.
 pub(super) fn add_findings(world: &World, findings: &mut Findings) -> Outcome {
     let mut line = |name: &str, what: &str| findings.line(name, what);
     let launch = world.launch();

@@ -202,9 +202,6 @@ impl Tensors {
     }
 
     /// As [`Tensors::integers`], for numbers of 32 bits.
-    ///
-    /// # Errors
-    /// As [`Tensors::integers`]; [`Error::InvalidArgument`] for a number that does not fit.
     pub(crate) fn narrow_integers(&self, name: &str, axis: usize, rows: &Runs) -> Result<Vec<i32>> {
         let wide = self.integers(name, axis, rows)?;
         let mut narrow = memory::list(name, wide.len())?;
@@ -218,9 +215,6 @@ impl Tensors {
     }
 
     /// Reads raw little-endian elements of the tensor `name` from element `first` on into `line`.
-    ///
-    /// # Errors
-    /// [`Error::Io`].
     pub(crate) fn line(&self, name: &str, first: u64, line: &mut [u8]) -> Result<()> {
         let entry = self.entry(name)?;
         self.read(name, line, entry, first)

@@ -86,10 +86,6 @@ pub(super) struct Staged {
 
 impl Staged {
     /// Creates the file.
-    ///
-    /// # Errors
-    /// As [`Target::of`]; [`annulus_core::Error::Io`] if the target is not a regular file, or no
-    /// file can be created in its folder.
     pub(super) fn create(named: &Path) -> Result<Self> {
         match Target::of(named)? {
             Target::File(target) => Self::create_for(named, target),

@@ -73,9 +73,6 @@ pub(crate) fn is_standard_output(named: &Path) -> bool {
 }
 
 /// Writes a text file or a stream.
-///
-/// # Errors
-/// As [`Document::create`] and [`Document::finish`].
 pub(crate) fn write_text(named: &Path, text: &str) -> Result<()> {
     Document::create(named)?.finish(text.as_bytes())
 }

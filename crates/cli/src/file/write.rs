@@ -183,9 +183,6 @@ impl Output {
     }
 
     /// Writes elements of the tensor `name` from element `first` on, in row-major order.
-    ///
-    /// # Errors
-    /// As [`Output::write_rows`].
     pub(crate) fn write_flat<T: Element>(
         &self,
         name: &str,
@@ -196,9 +193,6 @@ impl Output {
     }
 
     /// Writes little-endian elements of the tensor `name` from element `first` on.
-    ///
-    /// # Errors
-    /// As [`Output::write_rows`].
     pub(crate) fn write_bytes(&self, name: &str, first: usize, bytes: &[u8]) -> Result<()> {
         let entry = self.entry(name, None)?;
         self.write_at(bytes, entry, first as u64 * dtype::element_bytes(entry.dtype) as u64)
@@ -213,9 +207,6 @@ impl Output {
     }
 
     /// Waits until the writes of this process are on the disk.
-    ///
-    /// # Errors
-    /// [`Error::Io`].
     pub(crate) fn sync(&self) -> Result<()> {
         self.staged.file().sync_all().map_err(|error| io(self.staged.named(), error))
     }

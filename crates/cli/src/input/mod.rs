@@ -128,9 +128,6 @@ fn name_file(path: &Path, error: Error) -> Error {
 
 impl Input {
     /// Opens a file and checks that its tensors are complete and consistent. Reads only the header.
-    ///
-    /// # Errors
-    /// As [`Tensors::open`]; [`Error::InvalidArgument`] naming the tensor.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         Self::of_tensors(path).map_err(|error| name_file(path, error))
     }
@@ -239,9 +236,6 @@ impl Input {
     }
 
     /// Reads one rank's rows of the float tensors, rounded once to `T`.
-    ///
-    /// # Errors
-    /// [`Error::Io`], [`Error::OutOfMemory`].
     pub(crate) fn share<T: Element>(
         &self,
         sinks: Option<SinkShape>,
@@ -311,9 +305,6 @@ impl Input {
 
     /// Reads ids, positions and packed lengths of all rows, without the dense mask: O(sequence
     /// length).
-    ///
-    /// # Errors
-    /// As [`Input::batch`]; [`Error::InvalidArgument`] if they are inconsistent.
     pub(crate) fn coordinates(&self) -> Result<Batch> {
         let all = |len: usize| Runs::counting(0, len as u64);
         let batch = self.coordinates_of(&all(self.dims.q_len), &all(self.dims.kv_len))?;

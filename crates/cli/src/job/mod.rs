@@ -79,9 +79,6 @@ impl Job {
     ///
     /// # Ordering
     /// Collective over the processes.
-    /// # Errors
-    /// As [`TransportName::rank_kind`]; errors of MPI; the same failure on all processes if one of
-    /// them runs another subcommand.
     pub(crate) fn start(
         subcommand: &'static str,
         transport: TransportName,
@@ -138,8 +135,6 @@ impl Job {
     ///
     /// # Ordering
     /// Collective over the processes.
-    /// # Errors
-    /// As [`threads_per_rank`], for the ranks that share the cores of this process.
     pub(crate) fn threads(&mut self, requested: Option<usize>) -> Outcome<usize> {
         let threads = threads_per_rank(requested, self.ranks_sharing_cores());
         self.agree(threads)
@@ -204,8 +199,6 @@ impl Job {
     ///
     /// # Ordering
     /// Collective over the processes.
-    /// # Errors
-    /// As [`FirstRanks::of_world`].
     #[cfg(feature = "mpi")]
     pub(crate) fn first_ranks(&mut self, count: usize) -> Outcome<Option<FirstRanks>> {
         let part = self.world.as_ref().map_or(Ok(None), |world| world.first_ranks(count));
@@ -265,8 +258,6 @@ impl Job {
     ///
     /// # Ordering
     /// Collective over the processes.
-    /// # Errors
-    /// As [`Job::all_gather`]; [`Error::Comm`] if the lengths differ.
     pub(crate) fn all_gather_numbers(&mut self, numbers: &[f64]) -> Outcome<Vec<Vec<f64>>> {
         let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
         let decoded = |(peer, bytes): (usize, Vec<u8>)| {
@@ -318,8 +309,6 @@ impl Job {
     ///
     /// # Ordering
     /// Collective over the processes.
-    /// # Errors
-    /// As [`Job::agree`].
     pub(crate) fn run_phase<I: Send, T: Send>(
         &mut self,
         items: impl IntoIterator<Item = I>,
@@ -340,8 +329,6 @@ impl Job {
     ///
     /// # Ordering
     /// Collective over the processes.
-    /// # Errors
-    /// As [`Job::agree`].
     pub(crate) fn run_local_phase<I: Send, T: Send>(
         &mut self,
         items: impl IntoIterator<Item = I, IntoIter: Send>,

@@ -149,8 +149,6 @@ impl World {
     ///
     /// # Ordering
     /// Collective over the processes.
-    /// # Errors
-    /// As [`FirstRanks::of_world`].
     pub(crate) fn first_ranks(&self, count: usize) -> Result<Option<FirstRanks>> {
         FirstRanks::of_world(count, self.settings.patience.clone())
     }

@@ -152,8 +152,6 @@ impl Case {
     ///
     /// # Ordering
     /// Collective over the ranks.
-    /// # Errors
-    /// Those of the ranks.
     fn measure(
         &self,
         job: &mut Job,
@@ -253,8 +251,6 @@ fn seconds_per_byte(links: &Links) -> f64 {
 ///
 /// # Ordering
 /// Collective over the ranks.
-/// # Errors
-/// Those of the ranks.
 pub(super) fn measure(
     job: &mut Job,
     backend: &BackendChoice,

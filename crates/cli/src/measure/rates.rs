@@ -46,8 +46,6 @@ const GROUP: usize = 8;
 ///
 /// # Ordering
 /// Collective over the processes.
-/// # Errors
-/// Those of the ranks.
 pub(super) fn measure<T: Element>(
     job: &mut Job,
     backend: &BackendChoice,
@@ -71,8 +69,6 @@ pub(super) fn measure<T: Element>(
 ///
 /// # Ordering
 /// Collective over the processes.
-/// # Errors
-/// Those of the ranks.
 pub(super) fn merge_bandwidth(job: &mut Job, head_dims: &[usize]) -> Outcome<f64> {
     let own_ranks = if job.is_mpi() { 1 } else { job.ranks() };
     let own = job.run_local_phase(0..own_ranks, |_, _| {
@@ -88,8 +84,6 @@ pub(super) fn merge_bandwidth(job: &mut Job, head_dims: &[usize]) -> Outcome<f64
 ///
 /// # Ordering
 /// Collective over the processes.
-/// # Errors
-/// Those of the ranks.
 fn token<T: Element>(
     job: &mut Job,
     backend: &BackendChoice,
@@ -137,8 +131,6 @@ fn token<T: Element>(
 ///
 /// # Ordering
 /// Collective over the processes, which have as many ranks each.
-/// # Errors
-/// Those of the job.
 fn mean_of_ranks<const N: usize>(job: &mut Job, own: &[[f64; N]]) -> Outcome<[f64; N]> {
     fn mean(numbers: impl ExactSizeIterator<Item = f64>) -> f64 {
         let count = numbers.len().max(1) as f64;
@@ -150,9 +142,6 @@ fn mean_of_ranks<const N: usize>(job: &mut Job, own: &[[f64; N]]) -> Outcome<[f6
 }
 
 /// Returns the seconds of each part of a round, of rounds one after another for [`BUDGET`].
-///
-/// # Errors
-/// Those of `round`.
 fn seconds_of<const N: usize>(
     mut round: impl FnMut() -> Result<[Duration; N]>,
 ) -> Result<[f64; N]> {

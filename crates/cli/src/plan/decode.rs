@@ -36,9 +36,6 @@ pub(super) struct TokenFigures {
 
 impl TokenFigures {
     /// Computes the figures, with the times on a machine.
-    ///
-    /// # Errors
-    /// As [`Machine::token`].
     pub(super) fn new(
         spec: &Spec,
         shards: &CacheShards<'_>,

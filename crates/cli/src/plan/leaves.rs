@@ -40,10 +40,6 @@ pub(super) struct QueryPass<'a> {
 
 impl<'a> QueryPass<'a> {
     /// Plans the pass; `None` if the order is not reproducible.
-    ///
-    /// # Errors
-    /// As [`annulus_cpu::Cpu::capabilities`], whose KV tile the queries of a message are rounded
-    /// to.
     pub(super) fn new(spec: &'a Spec, route: Route, shards: &RingShards) -> Result<Option<Self>> {
         if spec.leaf_rows.is_none() {
             return Ok(None);
@@ -85,9 +81,6 @@ impl<'a> QueryPass<'a> {
 
 impl LeafFigures {
     /// Plans the merges of the ranks.
-    ///
-    /// # Errors
-    /// [`annulus_core::Error::OutOfMemory`].
     pub(super) fn new(
         spec: &Spec,
         needs: &NeedsIndex<'_>,

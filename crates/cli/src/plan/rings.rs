@@ -46,9 +46,6 @@ pub(super) struct Rings {
 impl Rings {
     /// Returns the rings of a plan. `first` is that of the first key column, `batch` that of all
     /// rows.
-    ///
-    /// # Errors
-    /// As [`Figures::new`].
     pub(super) fn new(
         spec: &Spec,
         batch: &Batch,

@@ -110,10 +110,6 @@ pub fn agree<S: Space>(
 }
 
 /// As [`agree`], at the entry of a collective call, which other ranks may make much later.
-///
-/// # Errors
-/// As [`agree`]; [`Error::ArrivalTimeout`], after which this rank's contribution cannot be changed
-/// and the all-gather can only be finished.
 pub(crate) fn enter<S: Space>(
     transport: &mut dyn Transport<S>,
     round: u64,
@@ -166,9 +162,6 @@ const PLANNED: u8 = 2;
 /// Ends planning, as [`close`], and checks that each message that a rank sends in a pass has a
 /// receive of the same length. `local` is the balance of this rank. `next_round` returns the number
 /// of the all-gather that names the ranks whose messages differ.
-///
-/// # Errors
-/// As [`close`]; the same [`Error::Comm`] on all ranks if they derive different messages.
 pub(crate) fn close_plan<S: Space>(
     transport: &mut dyn Transport<S>,
     round: u64,

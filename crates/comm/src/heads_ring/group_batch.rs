@@ -28,9 +28,6 @@ impl Number for i64 {}
 
 impl GroupBatch {
     /// Allocates the batch of the group for this rank's `own` part.
-    ///
-    /// # Errors
-    /// [`annulus_core::Error::OutOfMemory`].
     pub(super) fn new(own: &Batch, exchange: &Exchange) -> Result<Self> {
         let rows = |side| index(exchange.group_rows(side));
         let ids = |own: &Option<Array2<i32>>, side| zeros("segment ids", own, rows(side));
@@ -102,9 +99,6 @@ impl GroupBatch {
     }
 
     /// Reads the part of a member, whose rows are `segments` of the group's.
-    ///
-    /// # Errors
-    /// [`annulus_core::Error::OutOfMemory`].
     pub(super) fn unpack(
         &mut self,
         from: usize,
@@ -125,9 +119,6 @@ impl GroupBatch {
     }
 
     /// Returns the batch of the group, of whose members all parts have been read.
-    ///
-    /// # Errors
-    /// [`annulus_core::Error::OutOfMemory`].
     pub(super) fn finish(mut self, exchange: &Exchange) -> Result<Batch> {
         let (Some(mask), Some([batch, heads, _, keys])) =
             (&mut self.batch.attention_mask, self.mask_shape)

@@ -46,9 +46,6 @@ pub(super) struct PageTree<B: Backend> {
 impl<B: Backend<Space: HostTensors>> PageTree<B> {
     /// Adapts `stored` to the longest round of a call and to the pages of all its rounds. Without
     /// score rows of this rank nothing is stored.
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`], [`Error::Device`].
     pub(super) fn prepare(
         stored: &mut Option<Self>,
         backend: &B,
@@ -88,9 +85,6 @@ impl<B: Backend<Space: HostTensors>> PageTree<B> {
 
     /// Adapts the attention to `pages`, of which there are at most as many as in a call that was
     /// prepared.
-    ///
-    /// # Errors
-    /// As [`PageTree::prepare`].
     pub(super) fn attend_to(&mut self, pages: &Arc<PageSet>) -> Result<()> {
         if self.pages != *pages {
             self.workspace.update(&Self::shard(&self.spec, pages)?)?;
@@ -161,9 +155,6 @@ impl<B: Backend<Space: HostTensors>> PageTree<B> {
 
     /// Merges the pages and writes the results of this rank's score rows, as a message. The sinks
     /// are `[q_heads|1, count, 1, 1]`.
-    ///
-    /// # Errors
-    /// Those of the backend.
     pub(super) fn merge(
         &mut self,
         messages: &TreeMessages,

@@ -20,9 +20,6 @@ use crate::ring::{PassKind, in_flight::InFlight, program::Transfers, step_events
 
 impl<B: Backend<Space: HostTensors>> KvCache<B> {
     /// Allocates what a call with these rounds needs.
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`], [`Error::Device`].
     pub(super) fn prepare_partials(&mut self, rounds: &Rounds) -> Result<()> {
         let rows = rounds.rows(0);
         self.attend_to_queries(&rows)?;
@@ -39,9 +36,6 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
     }
 
     /// Adapts the workspace to the queries with the row numbers `rows`.
-    ///
-    /// # Errors
-    /// As [`KvCache::prepare_partials`].
     pub(super) fn attend_to_queries(&mut self, rows: &Range<u64>) -> Result<()> {
         let shard = self.shard(self.query_rows(rows)?);
         self.attend_to_shard(&shard)

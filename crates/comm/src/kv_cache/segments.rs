@@ -87,9 +87,6 @@ impl<S: HostTensors> Segments<S> {
 
     /// Writes rows of `tensors` to the local rows `local`, for which memory is reserved. `sources`
     /// are the rows of the tensors.
-    ///
-    /// # Errors
-    /// As [`Backend::write_block`]; rows before `local` stay.
     pub(super) fn write<B: Backend<Space = S>>(
         &mut self,
         backend: &B,

@@ -42,9 +42,6 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
     }
 
     /// Allocates what a call with these rounds needs.
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`], [`Error::Device`].
     pub(super) fn prepare_tree(&mut self, rounds: &Rounds) -> Result<()> {
         let rows = rounds.rows(0);
         let of_queries = self.query_rows(&rows)?;
@@ -77,9 +74,6 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
 
     /// Computes the queries `q`, which have the row numbers `rows`, over this rank's pages,
     /// exchanges the results and merges them.
-    ///
-    /// # Errors
-    /// As [`KvCache::attend`].
     pub(super) fn tree_round(
         &mut self,
         q: HostView<'_>,

@@ -206,9 +206,6 @@ impl TreeMessages {
 
     /// Returns the tensors of the message with the results of `rank`, for writing: lse
     /// `[rows, 1, 1, 1]`, out `[rows, 1, 1, dv]`.
-    ///
-    /// # Errors
-    /// As [`TreeMessages::write_page`].
     pub(super) fn results<'a>(&self, message: &'a mut [u8], rank: u64) -> Result<Results<'a>> {
         let (rows, lse_bytes) = self.lengths_of_results(rank);
         let bytes = message.get_mut(..index(self.results_of(rank))).ok_or_else(too_short)?;
@@ -222,9 +219,6 @@ impl TreeMessages {
 
     /// Copies the results of `rank` to `out` `[b, queries, q_heads, dv]` and `lse`
     /// `[b, q_heads, queries]`.
-    ///
-    /// # Errors
-    /// As [`TreeMessages::write_page`].
     pub(super) fn read_results(
         &self,
         rank: u64,
@@ -257,9 +251,6 @@ impl TreeMessages {
     /// Copies the page results of `owner` for this rank into the records of all pages that the
     /// queries attend to, ascending, each of `rows` score rows; further rows keep their contents.
     /// `write` copies bytes to an offset in the records.
-    ///
-    /// # Errors
-    /// As [`TreeMessages::write_page`]; those of `write`.
     pub(super) fn gather(
         &self,
         owner: u64,

@@ -89,9 +89,6 @@ impl Communicator {
     }
 
     /// Takes over a communicator that no other code uses. Local.
-    ///
-    /// # Errors
-    /// As [`Communicator::duplicate`].
     pub(super) fn adopt(communicator: ParentCommunicator, name: &CStr) -> Result<Self> {
         Self::inspect(communicator)?.prepare(name)
     }
@@ -183,9 +180,6 @@ impl Communicator {
     ///
     /// Collective, by a function of MPI that cannot be cancelled: call it right after all ranks
     /// have taken part in another collective operation.
-    ///
-    /// # Errors
-    /// As [`Communicator::enter`]; [`Error::Comm`] if MPI fails.
     pub(super) fn first_ranks(&self, count: usize) -> Result<Option<Self>> {
         self.enter()?;
         // SAFETY: constants of the linked MPI

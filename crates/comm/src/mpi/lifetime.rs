@@ -96,9 +96,6 @@ pub(super) fn is_forked() -> bool {
 }
 
 /// Checks that this process was not forked from that of MPI.
-///
-/// # Errors
-/// [`Error::Unsupported`].
 pub(super) fn check_process() -> Result<()> {
     HOME.check("MPI")
 }
@@ -151,9 +148,6 @@ pub(super) fn abort_job(code: i32) -> ! {
 }
 
 /// Returns the thread level that MPI has granted.
-///
-/// # Errors
-/// As [`check_alive`] and [`check_process`].
 pub(super) fn thread_level() -> Result<ThreadLevel> {
     check_alive()?;
     check_process()?;

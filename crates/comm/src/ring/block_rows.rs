@@ -17,9 +17,6 @@ pub(super) struct BlockRows {
 
 impl BlockRows {
     /// Lists the local rows `set` of a shard.
-    ///
-    /// # Errors
-    /// As [`Shard::expand`].
     pub(super) fn expand(&mut self, shard: &Arc<Shard>, set: &RowSet) -> Result<&Rows> {
         let is_same = self.shard.as_ref().is_some_and(|same| Arc::ptr_eq(same, shard));
         if !is_same || self.set != *set {

@@ -47,9 +47,6 @@ impl BlockSizes {
     }
 
     /// Allocates buffers for the blocks.
-    ///
-    /// # Errors
-    /// As [`Backend::allocate`].
     pub(super) fn allocate<B: Backend>(&self, backend: &B) -> Result<BlockStock<B::Space>> {
         let Self { blocks, later_parts, kept, pace } = self;
         let blocks = block_buffers(blocks, pace.ahead, pace.is_unbounded());
@@ -88,9 +85,6 @@ impl<S: Space> BlockStock<S> {
     }
 
     /// Takes the buffer of a place.
-    ///
-    /// # Errors
-    /// As [`Places::take`].
     pub(super) fn take(&mut self, place: usize) -> Result<S::Buffer> {
         self.places.take(place)
     }

@@ -57,9 +57,6 @@ impl Sizes {
 
 impl<S: Space> Buffers<S> {
     /// Allocates the buffers of a plan.
-    ///
-    /// # Errors
-    /// As [`Backend::allocate`].
     pub(super) fn allocate<B: Backend<Space = S>>(
         backend: &B,
         agreed: &Agreed,

@@ -44,9 +44,6 @@ impl GradientSizes {
     }
 
     /// Allocates buffers for the gradients.
-    ///
-    /// # Errors
-    /// As [`Backend::allocate`].
     pub(super) fn allocate<B: Backend>(&self, backend: &B) -> Result<GradientStock<B::Space>> {
         let Self { sums, arriving, finals, pace } = self;
         let [sums, finals] = gradient_buffers(sums, finals, pace.ahead, pace.is_unbounded());

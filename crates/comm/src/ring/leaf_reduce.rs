@@ -34,9 +34,6 @@ pub(super) struct LeafOwners {
 
 impl LeafOwners {
     /// Derives the owners of leaves of `leaf_rows` rows, for the rank at `ring_index`.
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`].
     pub(super) fn new(leaf_rows: u64, shards: &[Arc<Shard>], ring_index: usize) -> Result<Self> {
         let of = |shard: &Shard| {
             let mut own =

@@ -7,9 +7,6 @@ pub(super) struct Places<S: Space>(Vec<Option<S::Buffer>>);
 
 impl<S: Space> Places<S> {
     /// Allocates buffers of these sizes.
-    ///
-    /// # Errors
-    /// As [`Backend::allocate`].
     pub(super) fn allocate<B: Backend<Space = S>>(
         backend: &B,
         sizes: impl IntoIterator<Item = u64>,

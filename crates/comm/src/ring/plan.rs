@@ -81,9 +81,6 @@ impl RingPlan {
     /// Derives the plan of the rank at `ring_index` for a batch whose dense mask has the shape
     /// `attention_mask`. Calls `tick` after every few microseconds of
     /// work, or after the caller's mask has been evaluated some times.
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`].
     pub(super) fn derive<S: Space>(
         agreed: &Agreed,
         ring_index: usize,

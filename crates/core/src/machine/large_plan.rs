@@ -29,9 +29,6 @@ pub(super) struct MemberWork {
 }
 
 /// Predicts the time of a plan.
-///
-/// # Errors
-/// As [`GridPlan::pair_seconds`].
 pub(super) fn predict(
     plan: &GridPlan<'_>,
     network: &Network<'_>,

@@ -100,9 +100,6 @@ impl Prediction {
 
     /// Predicts the time of a strategy as that of many ranks. The traffic may lack the bytes of
     /// ranks.
-    ///
-    /// # Errors
-    /// As [`Prediction::of`].
     pub(super) fn estimate(plan: &GridPlan<'_>, tick: &mut dyn FnMut()) -> Result<Self> {
         large_plan::predict(plan, &plan.network()?, tick)
     }

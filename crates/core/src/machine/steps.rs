@@ -83,9 +83,6 @@ impl<'a> GridPlan<'a> {
     }
 
     /// Returns the steps of the forward and of the backward pass; the latter has none without one.
-    ///
-    /// # Errors
-    /// As [`GridPlan::pair_seconds`].
     pub(super) fn of_passes(&self, tick: &mut dyn FnMut()) -> Result<[Vec<TimedStep>; 2]> {
         let passes = self.steps(self.pair_seconds()?, tick)?;
         let ranks = self.ranks();

@@ -52,9 +52,6 @@ impl StrategyTraffic {
     }
 
     /// Computes [`StrategyBalance::work_max_over_mean`], which needs no bytes of ranks.
-    ///
-    /// # Errors
-    /// As [`StrategyTraffic::of`].
     pub(super) fn work_max_over_mean(
         &self,
         spec: &Spec,

@@ -113,9 +113,6 @@ impl<'a> Bounds<'a> {
 
     /// Returns the least seconds that a grid of many ranks can take on a machine, whose ranks have
     /// the rows of `layout`.
-    ///
-    /// # Errors
-    /// As [`Bounds::seconds`].
     pub(crate) fn seconds_of_many(
         &self,
         grid: &HeadGrid,

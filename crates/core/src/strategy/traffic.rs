@@ -127,9 +127,6 @@ impl TrafficOptions<'_> {
     }
 
     /// Returns the shards of a ring over `groups` ranks with this layout.
-    ///
-    /// # Errors
-    /// As [`RingShards::of_batch`].
     pub(crate) fn shards(&self, spec: &Spec, layout: &Layout, groups: usize) -> Result<RingShards> {
         match self.batch {
             None => Ok(RingShards::plain(&spec.dims, spec.alignment, layout, groups)),
@@ -269,9 +266,6 @@ impl StrategyTraffic {
     }
 
     /// Counts the bytes of ranks.
-    ///
-    /// # Errors
-    /// As [`StrategyTraffic::of`].
     pub(crate) fn counted(
         mut self,
         spec: &Spec,
