@@ -7,7 +7,7 @@ use std::{
 
 use annulus::{
     Attention,
-    comm::mpi::{self, Mpi, Patience, Settings},
+    comm::mpi::{self, Mpi, Timeout, Settings},
     environment,
 };
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
@@ -26,7 +26,7 @@ impl Endpoint {
     #[staticmethod]
     fn over_mpi(py: Python<'_>, communicator: i32) -> PyResult<Self> {
         // the package has made the ranks agree on it within their deadline
-        let made = py.detach(|| over_communicator(communicator, Patience::unlimited()));
+        let made = py.detach(|| over_communicator(communicator, Timeout::unlimited()));
         made.map(|made| Self(Mutex::new(Some(made)))).map_err(|error| raise(py, &error))
     }
 
@@ -67,21 +67,21 @@ impl Carrier {
     pub(crate) fn open(self, attention: &Attention) -> annulus::Result<Mpi> {
         match self {
             Self::Communicator(communicator) => {
-                let patience = match environment::deadline()? {
-                    Some(Duration::ZERO) => Patience::unlimited(),
-                    variable => Patience::at_most(
+                let timeout = match environment::deadline()? {
+                    Some(Duration::ZERO) => Timeout::unlimited(),
+                    variable => Timeout::at_most(
                         variable.unwrap_or_else(|| attention.effective_deadline()),
                     ),
                 };
-                over_communicator(communicator, patience)
+                over_communicator(communicator, timeout)
             }
             Self::Shared(endpoint) => Ok(*endpoint),
         }
     }
 }
 
-fn over_communicator(communicator: i32, patience: Patience) -> annulus::Result<Mpi> {
-    let settings = Settings { patience, ..Settings::default() };
+fn over_communicator(communicator: i32, timeout: Timeout) -> annulus::Result<Mpi> {
+    let settings = Settings { timeout, ..Settings::default() };
     // SAFETY: the package passes `comm.py2f()` of a communicator object that it holds, of the MPI
     // that this module is linked with, which it has compared
     unsafe { Mpi::over_fortran(communicator, settings) }

@@ -159,8 +159,8 @@ impl<T: Transport<Host>> Transport<Host> for Interruptible<T> {
         post take pending bytes_sent posts_ahead runs_groups_in_order
     }
 
-    fn progress(&mut self, patience: Duration) -> Result<()> {
+    fn progress(&mut self, timeout: Duration) -> Result<()> {
         self.signals.poll()?;
-        self.inner.progress(patience)
+        self.inner.progress(timeout)
     }
 }

@@ -269,11 +269,11 @@ impl Transport<Host> for Funneled {
         post take pending bytes_sent posts_ahead runs_groups_in_order
     }
 
-    fn progress(&mut self, patience: Duration) -> Result<()> {
+    fn progress(&mut self, timeout: Duration) -> Result<()> {
         if thread::current().id() != self.thread {
             self.foreign.fetch_add(1, Ordering::Relaxed);
         }
-        self.inner.progress(patience)
+        self.inner.progress(timeout)
     }
 }
 

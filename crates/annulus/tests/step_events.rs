@@ -33,9 +33,9 @@ impl Transport<Host> for Late {
         post take bytes_sent posts_ahead runs_groups_in_order
     }
 
-    fn progress(&mut self, patience: Duration) -> Result<()> {
+    fn progress(&mut self, timeout: Duration) -> Result<()> {
         self.asked.store(0, Ordering::Relaxed);
-        Transport::<Host>::progress(&mut self.inner, patience)
+        Transport::<Host>::progress(&mut self.inner, timeout)
     }
 
     fn pending(&self) -> bool {

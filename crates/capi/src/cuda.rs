@@ -6,7 +6,7 @@ use annulus::{BackendName, Error, Result};
 
 use crate::{
     attention::{ATTENTIONS, annulus_attention},
-    lent::Lent,
+    host_stream::HostStream,
     options::Description,
     status::guard,
 };
@@ -54,9 +54,9 @@ pub unsafe extern "C" fn annulus_attention_set_cuda_stream(
             if context.is_null() {
                 return Err(Error::invalid("context", "NULL", "a CUcontext"));
             }
-            let communicator = description.lent.and_then(|lent| lent.communicator);
+            let communicator = description.host_stream.and_then(|stream| stream.communicator);
             let (context, stream) = (context.expose_provenance(), stream.expose_provenance());
-            description.lent = Some(Lent { context, stream, communicator });
+            description.host_stream = Some(HostStream { context, stream, communicator });
             Ok(())
         })
     })
@@ -88,14 +88,14 @@ pub unsafe extern "C" fn annulus_attention_set_nccl_communicator(
                 let what = "an NCCL communicator of the host's";
                 return Err(Error::unsupported(what, "a library without the feature nccl"));
             }
-            let Some(lent) = &mut description.lent else {
+            let Some(stream) = &mut description.host_stream else {
                 let want = "annulus_attention_set_cuda_stream before";
                 return Err(Error::invalid("stream", "none", want));
             };
             if communicator.is_null() {
                 return Err(Error::invalid("communicator", "NULL", "an ncclComm_t"));
             }
-            lent.communicator = Some(communicator.expose_provenance());
+            stream.communicator = Some(communicator.expose_provenance());
             Ok(())
         })
     })
@@ -104,7 +104,7 @@ pub unsafe extern "C" fn annulus_attention_set_nccl_communicator(
 impl Description {
     /// Checks that nothing is in device memory.
     pub(crate) fn check_host_tensors(&self, by: &str) -> Result<()> {
-        match self.lent {
+        match self.host_stream {
             Some(_) => Err(Error::unsupported("tensors in device memory", by)),
             None => Ok(()),
         }
@@ -130,7 +130,7 @@ mod on_device {
     };
     use annulus_core::{DType, Host, Transport};
 
-    use super::{Error, Lent, Result};
+    use super::{Error, HostStream, Result};
     use crate::{driver, options::Description, tensor::Checked};
 
     /// One rank, on tensors in device memory.
@@ -139,26 +139,26 @@ mod on_device {
     /// Transport of blocks in device memory.
     type Link = Box<dyn Transport<CudaSpace>>;
 
-    /// Plans one rank over a transport of host memory. Blocks travel over the lent communicator, or
-    /// are staged.
+    /// Plans one rank over a transport of host memory. Blocks travel over the borrowed
+    /// communicator, or are staged.
     pub(crate) fn over<T: Transport<Host> + 'static>(
         description: &Description,
-        lent: Lent,
+        stream: HostStream,
         transport: T,
     ) -> Result<DevicePlan> {
-        plan(description, lent, transport, staged)
+        plan(description, stream, transport, staged)
     }
 
     /// Plans one rank over MPI, which sends from device memory if it takes it.
     #[cfg(feature = "mpi")]
     pub(crate) fn over_mpi(
         description: &Description,
-        lent: Lent,
+        stream: HostStream,
         transport: annulus::comm::mpi::Mpi,
     ) -> Result<DevicePlan> {
         use annulus::comm::mpi::{DeviceMpi, GpuAwareness};
 
-        plan(description, lent, transport, |transport, device| {
+        plan(description, stream, transport, |transport, device| {
             if GpuAwareness::of_library().decides()? {
                 Ok(Box::new(DeviceMpi::new(transport, device)?))
             } else {
@@ -169,14 +169,14 @@ mod on_device {
 
     fn plan<T: Transport<Host> + 'static>(
         description: &Description,
-        lent: Lent,
+        stream: HostStream,
         mut transport: T,
         link: impl FnOnce(T, &Device) -> Result<Link>,
     ) -> Result<DevicePlan> {
         // the other ranks wait for this one
-        let cuda = cuda(description, lent).inspect_err(|error| transport.abort(error))?;
+        let cuda = cuda(description, stream).inspect_err(|error| transport.abort(error))?;
         let device = cuda.stream().device().clone();
-        let link = match lent.communicator {
+        let link = match stream.communicator {
             Some(communicator) => over_nccl(transport, &device, communicator)?,
             None => link(transport, &device)?,
         };
@@ -187,11 +187,11 @@ mod on_device {
         Ok(Box::new(Staged::new(transport, CudaCopier::new(device)?)))
     }
 
-    /// Opens the backend in the lent context and stream.
-    fn cuda(description: &Description, lent: Lent) -> Result<Cuda> {
+    /// Opens the backend in the borrowed context and stream.
+    fn cuda(description: &Description, stream: HostStream) -> Result<Cuda> {
         let ordinal = description.device.ok_or_else(|| Error::internal("a stream of no device"))?;
-        let context = ptr::with_exposed_provenance_mut(lent.context);
-        let stream = ptr::with_exposed_provenance_mut(lent.stream);
+        let context = ptr::with_exposed_provenance_mut(stream.context);
+        let stream = ptr::with_exposed_provenance_mut(stream.stream);
         // SAFETY: the host has promised both: a context of this GPU and its stream, which outlive
         // the plans
         let stream = unsafe {

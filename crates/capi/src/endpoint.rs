@@ -9,7 +9,7 @@ use std::ffi::c_int;
 use annulus::Error;
 use annulus::Result;
 #[cfg(feature = "mpi")]
-use annulus::comm::mpi::{self, Mpi, Patience};
+use annulus::comm::mpi::{self, Mpi, Timeout};
 
 #[cfg(feature = "mpi")]
 use crate::options::MpiOptions;
@@ -183,10 +183,10 @@ pub(crate) fn no_mpi(communicator: i32) -> Error {
 fn settings(description: &Description) -> mpi::Settings {
     let MpiOptions { adopts, arrival_deadline, silence } = &description.mpi;
     let limit = arrival_deadline.filter(|_| *adopts);
-    let patience = limit.map_or_else(Patience::unlimited, Patience::at_most);
-    let patience = match *silence {
-        Some(hook) => patience.with_warning(move |waited| hook.call(None, 0, waited)),
-        None => patience,
+    let timeout = limit.map_or_else(Timeout::unlimited, Timeout::at_most);
+    let timeout = match *silence {
+        Some(hook) => timeout.with_warning(move |waited| hook.call(None, 0, waited)),
+        None => timeout,
     };
-    mpi::Settings { patience, ..Default::default() }
+    mpi::Settings { timeout, ..Default::default() }
 }

@@ -26,7 +26,7 @@ mod cuda;
 mod driver;
 mod endpoint;
 mod handle;
-mod lent;
+mod host_stream;
 mod options;
 mod overlap;
 mod passes;

@@ -10,7 +10,7 @@ use annulus::{
 #[cfg(feature = "mpi")]
 use crate::callbacks::SilenceHook;
 use crate::{
-    lent::Lent,
+    host_stream::HostStream,
     status::guard,
     tensor::{ANNULUS_F32, dtype},
     versioned::{self, Versioned},
@@ -336,7 +336,7 @@ pub(crate) struct Description {
     pub(crate) device: Option<usize>,
     pub(crate) backend: AnyBackend,
     /// CUDA stream of the host's, for tensors in device memory.
-    pub(crate) lent: Option<Lent>,
+    pub(crate) host_stream: Option<HostStream>,
     /// Layout whose rows are listed, if one is chosen.
     pub(crate) listed_layout: Option<ListedLayout>,
     pub(crate) strategy: Strategy,
@@ -415,7 +415,7 @@ impl Description {
             backend_name,
             device,
             backend: open(backend_name, device, options.threads)?,
-            lent: None,
+            host_stream: None,
             listed_layout,
             strategy: strategy(options)?,
             page_rows: length("page_rows", options.page_rows)?,

@@ -167,8 +167,8 @@ fn description(attention: *const annulus_attention) -> Result<Description> {
 fn over_mpi(description: &Description, ring: Endpoint) -> Result<*mut annulus_plan> {
     let Description { attention, dims, backend, .. } = description;
     #[cfg(feature = "cuda")]
-    if let Some(lent) = description.lent {
-        let planned = Planned::Device(Box::new(cuda::over_mpi(description, lent, ring)?));
+    if let Some(stream) = description.host_stream {
+        let planned = Planned::Device(Box::new(cuda::over_mpi(description, stream, ring)?));
         return Ok(PLANS.insert(PlanState::new(planned)));
     }
     let planned = Planned::Rank(Box::new(backend.plan_over_mpi(attention, *dims, ring)?));
@@ -204,9 +204,9 @@ pub unsafe extern "C" fn annulus_plan_create_threads(
             let description = description(attention)?;
             let ranks = length("ranks", ranks)?;
             #[cfg(feature = "cuda")]
-            if let (Some(lent), 1) = (description.lent, ranks) {
+            if let (Some(stream), 1) = (description.host_stream, ranks) {
                 let alone = threads::ring(1).pop().ok_or_else(|| Error::internal("no rank"))?;
-                let planned = Planned::Device(Box::new(cuda::over(&description, lent, alone)?));
+                let planned = Planned::Device(Box::new(cuda::over(&description, stream, alone)?));
                 return Ok(PLANS.insert(PlanState::new(planned)));
             }
             description.check_host_tensors("an in-process ring of other than one rank")?;
@@ -331,8 +331,9 @@ pub fn plan_over<T: annulus_core::Transport<annulus_core::Host> + 'static>(
         let make = || {
             let description = description(attention)?;
             #[cfg(feature = "cuda")]
-            if let Some(lent) = description.lent {
-                let planned = Planned::Device(Box::new(cuda::over(&description, lent, transport)?));
+            if let Some(stream) = description.host_stream {
+                let planned =
+                    Planned::Device(Box::new(cuda::over(&description, stream, transport)?));
                 return Ok(PLANS.insert(PlanState::new(planned)));
             }
             let Description { attention, dims, backend, .. } = &description;

@@ -161,10 +161,10 @@ impl<T: Transport<Host>> Transport<Host> for Checksum<T> {
         Ok(())
     }
 
-    fn progress(&mut self, patience: Duration) -> Result<()> {
+    fn progress(&mut self, timeout: Duration) -> Result<()> {
         match &self.failed {
             Some(error) => Err(error.clone()),
-            None => self.inner.progress(patience),
+            None => self.inner.progress(timeout),
         }
     }
 

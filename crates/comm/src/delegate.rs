@@ -136,8 +136,8 @@ macro_rules! forward_transport {
         }
     };
     (@ $space:ty, progress) => {
-        fn progress(&mut self, patience: std::time::Duration) -> $crate::core::Result<()> {
-            $crate::core::Transport::<$space>::progress(&mut self.inner, patience)
+        fn progress(&mut self, timeout: std::time::Duration) -> $crate::core::Result<()> {
+            $crate::core::Transport::<$space>::progress(&mut self.inner, timeout)
         }
     };
     (@ $space:ty, take) => {

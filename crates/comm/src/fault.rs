@@ -256,7 +256,7 @@ impl<T: Transport<Host>> Transport<Host> for Fault<T> {
         self.post_now(&now, receives)
     }
 
-    fn progress(&mut self, patience: Duration) -> Result<()> {
+    fn progress(&mut self, timeout: Duration) -> Result<()> {
         self.check_alive()?;
         let now = Instant::now();
         let due: Vec<Sending> = self
@@ -268,7 +268,7 @@ impl<T: Transport<Host>> Transport<Host> for Fault<T> {
             self.post_now(&due, &mut Vec::new())?;
         }
         let next = self.delayed.iter().map(|(due, _)| due.saturating_duration_since(now)).min();
-        self.inner.progress(next.map_or(patience, |next| next.min(patience)))
+        self.inner.progress(next.map_or(timeout, |next| next.min(timeout)))
     }
 
     fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {

@@ -32,8 +32,8 @@ impl<S: Space> Transport<Host> for HostMessages<'_, S> {
         self.inner.post_host(sends, receives)
     }
 
-    fn progress(&mut self, patience: Duration) -> Result<()> {
-        self.inner.progress(patience)
+    fn progress(&mut self, timeout: Duration) -> Result<()> {
+        self.inner.progress(timeout)
     }
 
     fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {

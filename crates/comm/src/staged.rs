@@ -199,18 +199,18 @@ impl<T: Transport<Host>, D: StagedSpace> Transport<D> for Staged<T, D> {
         self.remember(posted)
     }
 
-    fn progress(&mut self, patience: Duration) -> Result<()> {
+    fn progress(&mut self, timeout: Duration) -> Result<()> {
         self.check_alive()?;
         let pumped = self.pump();
         let moved = self.remember(pumped)?;
         let copying = !self.downloads.is_empty() || !self.uploads.is_empty();
         self.heartbeat.poll(copying, &mut self.inner);
-        let patience = match (moved, copying) {
+        let timeout = match (moved, copying) {
             (true, _) => Duration::ZERO,
-            (false, true) => patience.min(POLL),
-            (false, false) => patience,
+            (false, true) => timeout.min(POLL),
+            (false, false) => timeout,
         };
-        self.inner.progress(patience)?;
+        self.inner.progress(timeout)?;
         let pumped = self.pump();
         self.remember(pumped).map(drop)
     }

@@ -339,10 +339,10 @@ impl<S: Space, T: Transport<S>> Transport<S> for Trace<T> {
         Ok(())
     }
 
-    fn progress(&mut self, patience: Duration) -> Result<()> {
+    fn progress(&mut self, timeout: Duration) -> Result<()> {
         let begin = Instant::now();
-        let progressed = self.inner.progress(patience);
-        if !patience.is_zero() {
+        let progressed = self.inner.progress(timeout);
+        if !timeout.is_zero() {
             self.log.push(EventKind::Wait, self.step, 0, begin);
         }
         self.pending();

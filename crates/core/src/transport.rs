@@ -1,6 +1,6 @@
 //! Interface of a transport, which moves blocks between the ranks of a ring.
 //!
-//! Both traits are object safe. Only [`Transport::progress`] blocks, for at most its `patience`.
+//! Both traits are object safe. Only [`Transport::progress`] blocks, for at most its `timeout`.
 //! Deadlines, checksums, traces and fault injection are wrappers of the same trait instead of
 //! options of each transport, so that each is implemented once.
 
@@ -99,12 +99,12 @@ pub trait Transport<S: Space>: Control {
     /// so a transport may use synchronous sends.
     fn post(&mut self, sends: &[Outgoing<'_, S>], receives: &mut Vec<Incoming<S>>) -> Result<()>;
 
-    /// Advances the posted transfers. Waits at most `patience` if none can be advanced.
+    /// Advances the posted transfers. Waits at most `timeout` if none can be advanced.
     ///
     /// # Errors
     /// [`Error::Comm`], [`Error::Timeout`], [`Error::PeerLost`] of a failed transfer;
     /// [`Error::Aborted`] if another rank failed.
-    fn progress(&mut self, patience: Duration) -> Result<()>;
+    fn progress(&mut self, timeout: Duration) -> Result<()>;
 
     /// Returns the buffer of a posted receive once it has arrived, and only once. `None` before
     /// that. Does not block.
@@ -276,8 +276,8 @@ impl<S: Space, T: Transport<S> + ?Sized> Transport<S> for Box<T> {
     fn post(&mut self, sends: &[Outgoing<'_, S>], receives: &mut Vec<Incoming<S>>) -> Result<()> {
         (**self).post(sends, receives)
     }
-    fn progress(&mut self, patience: Duration) -> Result<()> {
-        (**self).progress(patience)
+    fn progress(&mut self, timeout: Duration) -> Result<()> {
+        (**self).progress(timeout)
     }
     fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<S>>> {
         (**self).take(header)

@@ -147,15 +147,15 @@ impl Transport<MockSpace> for DeviceTransport {
         Ok(())
     }
 
-    fn progress(&mut self, patience: Duration) -> Result<()> {
+    fn progress(&mut self, timeout: Duration) -> Result<()> {
         // what is sent may wait for it
         if self.device.runs_kernel() {
             self.control.heartbeat(true);
         }
         // a posted send wakes no receiver, so the wait for control messages must be short
-        let patience =
-            if self.pump()? { Duration::ZERO } else { patience.min(Duration::from_micros(200)) };
-        Transport::<Host>::progress(&mut self.control, patience)?;
+        let timeout =
+            if self.pump()? { Duration::ZERO } else { timeout.min(Duration::from_micros(200)) };
+        Transport::<Host>::progress(&mut self.control, timeout)?;
         self.pump().map(drop)
     }
 

@@ -57,9 +57,9 @@ impl Transport<Host> for Recorded {
         self.inner.post(sends, receives)
     }
 
-    fn progress(&mut self, patience: Duration) -> Result<()> {
-        self.record(if patience.is_zero() { Call::Tick } else { Call::Wait });
-        Transport::<Host>::progress(&mut self.inner, patience)
+    fn progress(&mut self, timeout: Duration) -> Result<()> {
+        self.record(if timeout.is_zero() { Call::Tick } else { Call::Wait });
+        Transport::<Host>::progress(&mut self.inner, timeout)
     }
 }
 

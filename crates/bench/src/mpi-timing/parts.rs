@@ -87,8 +87,8 @@ impl<T: Transport<Host>> Transport<Host> for NoMessages<T> {
         Ok(())
     }
 
-    fn progress(&mut self, patience: Duration) -> Result<()> {
-        self.inner.progress(if self.arrived.is_empty() { patience } else { Duration::ZERO })
+    fn progress(&mut self, timeout: Duration) -> Result<()> {
+        self.inner.progress(if self.arrived.is_empty() { timeout } else { Duration::ZERO })
     }
 
     fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {

@@ -20,7 +20,7 @@ use std::{
 use annulus::environment;
 use annulus_comm::{
     Deadline, Descriptor, agreement,
-    mpi::{FirstRanks, Launch, Mpi, NodeMap, Patience, RankLocation, Settings},
+    mpi::{FirstRanks, Launch, Mpi, NodeMap, RankLocation, Settings, Timeout},
 };
 use annulus_core::{Control, Error, Host, Result, Transport};
 
@@ -67,11 +67,11 @@ impl World {
     pub(super) fn init(deadline: Duration) -> Result<Self> {
         let launch = Launch::begin()?;
         let variable = environment::deadline()?;
-        let patience = match variable {
-            Some(Duration::ZERO) => Patience::unlimited(),
-            variable => Patience::at_most(variable.unwrap_or(deadline)),
+        let timeout = match variable {
+            Some(Duration::ZERO) => Timeout::unlimited(),
+            variable => Timeout::at_most(variable.unwrap_or(deadline)),
         };
-        let settings = Settings { patience, ..Settings::default() };
+        let settings = Settings { timeout, ..Settings::default() };
         let endpoint = Mpi::world(settings.clone())?;
         let nodes = endpoint.nodes().clone();
         let last_tag = endpoint.last_tag();
@@ -150,7 +150,7 @@ impl World {
     /// # Ordering
     /// Collective over the processes.
     pub(crate) fn first_ranks(&self, count: usize) -> Result<Option<FirstRanks>> {
-        FirstRanks::of_world(count, self.settings.patience.clone())
+        FirstRanks::of_world(count, self.settings.timeout.clone())
     }
 
     /// Settings of this job's endpoints.

@@ -230,16 +230,16 @@ impl Rank {
             receives.push(Incoming { header: expected.clone(), buffer });
         }
         self.transport.post(&sends, &mut receives)?;
-        let mut patience = Duration::ZERO;
+        let mut timeout = Duration::ZERO;
         loop {
-            self.transport.progress(patience)?;
+            self.transport.progress(timeout)?;
             if self.incoming.is_none() {
                 self.incoming = self.transport.take(&expected)?.map(|arrived| arrived.buffer);
             }
             if self.incoming.is_some() && !self.transport.pending() {
                 return Ok(());
             }
-            patience = PATIENCE;
+            timeout = PATIENCE;
         }
     }
 

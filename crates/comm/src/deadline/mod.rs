@@ -259,13 +259,13 @@ impl<T: Transport<S>, S: Space> Transport<S> for Deadline<T, S> {
         Ok(())
     }
 
-    fn progress(&mut self, patience: Duration) -> Result<()> {
+    fn progress(&mut self, timeout: Duration) -> Result<()> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
         self.cancellation.check()?;
         self.heartbeat(false);
-        self.inner.progress(patience.min(self.heartbeat_interval()).min(LONGEST_POLL))?;
+        self.inner.progress(timeout.min(self.heartbeat_interval()).min(LONGEST_POLL))?;
         self.collect_arrived()?;
         self.pass_on_work();
         self.check_clocks()

@@ -136,8 +136,8 @@ impl<S: Space> Transport<S> for Subset<S> {
         self.shared().transport.post(&sends, receives)
     }
 
-    fn progress(&mut self, patience: Duration) -> Result<()> {
-        self.shared().transport.progress(patience)
+    fn progress(&mut self, timeout: Duration) -> Result<()> {
+        self.shared().transport.progress(timeout)
     }
 
     fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<S>>> {

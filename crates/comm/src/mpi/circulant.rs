@@ -3,7 +3,7 @@
 //!
 //! | message | path |
 //! |---|---|
-//! | heartbeat | to all neighbours; the youngest work in it travels on from neighbour to neighbour |
+//! | heartbeat | to all neighbours; the latest work in it travels on from neighbour to neighbour |
 //! | abort | flooding: every rank forwards the first one that it receives to its neighbours |
 //! | last frame of a rank that leaves | to its neighbours; flooded by ranks that wait for others |
 //! | barrier before the communicators are freed | dissemination: in round k to rank r + 2^k |

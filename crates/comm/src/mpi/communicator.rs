@@ -12,10 +12,9 @@ use annulus_core::{Error, Result};
 use annulus_mpi::ffi;
 
 use super::{
-    Patience,
+    Timeout, deferred_drops,
     ffi::{PeerStep, check, count},
     lifetime::{check_alive, thread_level, watch},
-    parked,
     thread_level::ThreadLevel,
 };
 use crate::observed::ObservedClock;
@@ -72,7 +71,7 @@ pub(super) struct Communicator {
 unsafe impl Send for Communicator {}
 
 impl Communicator {
-    /// Duplicates `parent` within `patience`, under a name that debuggers and profilers show.
+    /// Duplicates `parent` within `timeout`, under a name that debuggers and profilers show.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a null or an inter-communicator or an MPI that is not alive,
@@ -81,10 +80,10 @@ impl Communicator {
     pub(super) fn duplicate(
         parent: ParentCommunicator,
         name: &CStr,
-        patience: &Patience,
+        timeout: &Timeout,
     ) -> Result<Self> {
         let Self { rank, ranks, owner, .. } = Self::inspect(parent)?;
-        let raw = idup(parent, rank, patience)?;
+        let raw = idup(parent, rank, timeout)?;
         Self { raw, rank, ranks, last_tag: 0, owner }.prepare(name)
     }
 
@@ -98,7 +97,7 @@ impl Communicator {
         check_alive()?;
         let owner = owner_thread()?;
         watch()?;
-        parked::drop_all();
+        deferred_drops::drop_all();
         // SAFETY: a constant of the linked MPI
         if parent.raw == unsafe { ffi::RSMPI_COMM_NULL } {
             return Err(Error::invalid("communicator", "MPI_COMM_NULL", "a communicator"));
@@ -242,7 +241,7 @@ fn wrong_thread() -> Error {
 }
 
 /// Calls `MPI_Comm_idup`, so that the wait for a rank that does not come can warn and end.
-fn idup(parent: ParentCommunicator, rank: usize, patience: &Patience) -> Result<ffi::MPI_Comm> {
+fn idup(parent: ParentCommunicator, rank: usize, timeout: &Timeout) -> Result<ffi::MPI_Comm> {
     // SAFETY: constants of the linked MPI
     let (null, mut request) = unsafe { (ffi::RSMPI_COMM_NULL, ffi::RSMPI_REQUEST_NULL) };
     // on the heap, and leaked if it fails: MPI may write there whenever the last rank comes
@@ -260,7 +259,7 @@ fn idup(parent: ParentCommunicator, rank: usize, patience: &Patience) -> Result<
         },
         error => error,
     };
-    complete(&mut request, rank, patience, "the communicator could not be duplicated")
+    complete(&mut request, rank, timeout, "the communicator could not be duplicated")
         .map_err(late)?;
     let raw = *duplicate;
     // SAFETY: `duplicate` came out of `Box::leak`, and the operation that wrote to it is complete
@@ -268,16 +267,16 @@ fn idup(parent: ParentCommunicator, rank: usize, patience: &Patience) -> Result<
     Ok(raw)
 }
 
-/// Waits for a collective operation that this rank has started, as long as `patience` allows in
+/// Waits for a collective operation that this rank has started, as long as `timeout` allows in
 /// observed time. The caller has entered its communicator.
 pub(super) fn complete(
     request: &mut ffi::MPI_Request,
     rank: usize,
-    patience: &Patience,
+    timeout: &Timeout,
     failure: &str,
 ) -> Result<()> {
     let started = Instant::now();
-    let limit = patience.limit;
+    let limit = timeout.limit;
     let mut observed = ObservedClock::new(started, LONGEST_POLL, limit.unwrap_or_default());
     let mut warned = started;
     loop {
@@ -301,9 +300,9 @@ pub(super) fn complete(
                 what: format!("{failure} within {limit:?}: not all of its ranks came"),
             });
         }
-        if now - warned >= patience.warning_interval {
+        if now - warned >= timeout.warning_interval {
             warned = now;
-            patience.warn(now - started);
+            timeout.warn(now - started);
         }
         thread::sleep(Duration::from_micros(100));
     }

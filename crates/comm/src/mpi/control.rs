@@ -9,7 +9,7 @@ use super::{
     all_gather::{AllGather, GatherMessage},
     endpoint::Endpoint,
     frame::Frame,
-    known_work::RankWork,
+    latest_work::RankWork,
     message_buffer::MessageBuffer,
     messages::MessageKind,
     requests::{Address, LONGEST_PIECE, Mode},
@@ -100,7 +100,7 @@ impl Endpoint {
 
     /// Sends a heartbeat to the neighbours that answer.
     fn send_heartbeats(&mut self, now: Instant) -> Result<()> {
-        let RankWork { rank, count, at } = self.work.youngest();
+        let RankWork { rank, count, at } = self.work.latest();
         let age = now.saturating_duration_since(at).as_nanos();
         let age = u64::try_from(age).unwrap_or(u64::MAX);
         let frame = Frame::Heartbeat { rank: rank as u64, count, age };

@@ -257,15 +257,15 @@ impl<S: Space<Buffer = CudaBuffer, Event = Event>> Transport<S> for DeviceMpi {
         self.remember(posted)
     }
 
-    fn progress(&mut self, patience: Duration) -> Result<()> {
+    fn progress(&mut self, timeout: Duration) -> Result<()> {
         self.check_alive()?;
         let pumped = self.pump();
         self.remember(pumped)?;
         let waits = !self.sends.is_empty() || !self.waiting.is_empty();
         self.heartbeat.poll(waits, &mut self.inner);
-        let patience = if waits { patience.min(POLL) } else { patience };
+        let timeout = if waits { timeout.min(POLL) } else { timeout };
         let moved =
-            Transport::<Host>::progress(&mut self.inner, patience).and_then(|()| self.pump());
+            Transport::<Host>::progress(&mut self.inner, timeout).and_then(|()| self.pump());
         self.remember(moved)
     }
 

@@ -15,12 +15,12 @@ use super::{
     all_gather::AllGather,
     circulant::BarrierMessage,
     communicator::Communicator,
+    deferred_drops,
     endpoint::{Endpoint, SharedEndpoint},
     ffi::PeerStep,
     frame::{Frame, Leaving},
     lifetime::{check_alive, is_forked},
     messages::MessageKind,
-    parked,
 };
 
 /// Time for which a rank that failed stays to send its last frames and to cancel its receives:
@@ -43,7 +43,7 @@ fn drop_context(shared: &Arc<SharedEndpoint>, context: u64) {
     let mut endpoint = shared.lock();
     if endpoint.is_on_another_thread() {
         let shared = Arc::clone(shared);
-        parked::park(move || drop_context(&shared, context));
+        deferred_drops::defer(move || drop_context(&shared, context));
         return;
     }
     if endpoint.enter().is_err() {

@@ -14,7 +14,7 @@ use super::{
     communicator::Communicator,
     context::Context,
     departures::Departure,
-    known_work::KnownWork,
+    latest_work::LatestWork,
     messages::MessageKind,
     nodes::{NodeMap, gather_records},
     peers::Peers,
@@ -48,7 +48,7 @@ pub(super) struct Endpoint {
     pub(super) announced: u64,
     /// True if a message was sent that no receive will match: the communicators cannot be freed.
     pub(super) has_unmatched: bool,
-    pub(super) work: KnownWork,
+    pub(super) work: LatestWork,
     /// Barrier of the drop.
     pub(super) barrier: Barrier,
     pub(super) last_heartbeat: Option<Instant>,
@@ -65,7 +65,7 @@ impl Endpoint {
     /// and without contexts.
     pub(super) fn new(data: Communicator, settings: Settings) -> Result<Self> {
         // a duplicate of `data`, so that at most one operation is ever pending on the caller's
-        let control = Communicator::duplicate(data.as_parent(), CONTROL, &settings.patience)?;
+        let control = Communicator::duplicate(data.as_parent(), CONTROL, &settings.timeout)?;
         let rank = data.rank();
         let ranks = data.ranks();
         let tags = WireTags::new(data.last_tag(), ranks).ok_or_else(|| {
@@ -101,7 +101,7 @@ impl Endpoint {
             next_context: 0,
             announced: 0,
             has_unmatched: false,
-            work: KnownWork::new(rank, now),
+            work: LatestWork::new(rank, now),
             barrier: Barrier::new(rank, ranks),
             last_heartbeat: None,
             idle_since: now,
@@ -124,7 +124,7 @@ impl Endpoint {
     pub(super) fn gather_records(&mut self) -> Result<()> {
         let (_, communicator) = self.enter()?;
         let messages = self.settings.message_format();
-        let records = gather_records(communicator, &messages, &self.settings.patience)?;
+        let records = gather_records(communicator, &messages, &self.settings.timeout)?;
         let is_same = records.iter().all(|record| record.messages == messages);
         self.posts_ahead = is_same && !self.settings.announce;
         self.nodes = Arc::new(NodeMap::new(records));
@@ -197,7 +197,7 @@ impl Context {
     }
 }
 
-/// An endpoint that handles and the list of parked handles share.
+/// An endpoint that handles and the list of deferred drops share.
 pub(super) struct SharedEndpoint(Mutex<Endpoint>);
 
 impl SharedEndpoint {

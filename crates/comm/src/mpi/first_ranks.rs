@@ -5,7 +5,7 @@ use std::sync::Arc;
 use annulus_core::{Error, Result};
 
 use super::{
-    Mpi, NodeMap, Patience, Settings,
+    Mpi, NodeMap, Settings, Timeout,
     communicator::{Communicator, ParentCommunicator},
 };
 
@@ -26,12 +26,11 @@ impl FirstRanks {
     /// # Errors
     /// [`Error::InvalidArgument`] if the job has fewer ranks or MPI is not alive,
     /// [`Error::Unsupported`] on a thread that may not call MPI, [`Error::Comm`] if MPI fails or
-    /// not all ranks come within `patience`.
-    pub fn of_world(count: usize, patience: Patience) -> Result<Option<Self>> {
+    /// not all ranks come within `timeout`.
+    pub fn of_world(count: usize, timeout: Timeout) -> Result<Option<Self>> {
         // the wait for a duplicate warns and may end, that for a split does not: once the duplicate
         // exists all ranks have come, so the split follows at once
-        let world =
-            Communicator::duplicate(ParentCommunicator::world(), c"annulus job", &patience)?;
+        let world = Communicator::duplicate(ParentCommunicator::world(), c"annulus job", &timeout)?;
         if !(1..=world.ranks()).contains(&count) {
             return Err(Error::invalid(
                 "ranks",
@@ -43,7 +42,7 @@ impl FirstRanks {
         world.free();
         let Some(communicator) = first else { return Ok(None) };
         let ring =
-            Mpi::over(communicator.as_parent(), Settings { patience, ..Settings::default() })?;
+            Mpi::over(communicator.as_parent(), Settings { timeout, ..Settings::default() })?;
         let nodes = Arc::clone(&ring.nodes);
         Ok(Some(Self { communicator, nodes }))
     }

@@ -9,7 +9,7 @@ use super::wire_tags::number as channel_number;
 /// A control message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Frame {
-    /// The sender lives. The youngest work that it knows of is number `count` of `rank`, and
+    /// The sender lives. The latest work that it knows of is number `count` of `rank`, and
     /// `age` nanoseconds old.
     Heartbeat { rank: u64, count: u64, age: u64 },
     /// The sender starts sending a message of `bytes` bytes in pieces of `piece` bytes, its

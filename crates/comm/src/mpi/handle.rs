@@ -40,12 +40,12 @@ impl Transport<Host> for Mpi {
         self.with_endpoint(|endpoint, context| endpoint.post(context, sends, receives))
     }
 
-    fn progress(&mut self, patience: Duration) -> Result<()> {
+    fn progress(&mut self, timeout: Duration) -> Result<()> {
         // not in the polls between tiles
-        if !patience.is_zero() {
+        if !timeout.is_zero() {
             check_process()?;
         }
-        self.shared.wait(patience, &mut self.seen)?;
+        self.shared.wait(timeout, &mut self.seen)?;
         self.with_endpoint(|_, _| Ok(()))
     }
 
@@ -127,6 +127,6 @@ impl Control for Mpi {
     }
 
     fn last_work(&self) -> Instant {
-        self.shared.lock().work.youngest().at
+        self.shared.lock().work.latest().at
     }
 }

@@ -23,8 +23,8 @@ use annulus_core::{Error, HomeProcess, Result};
 use annulus_mpi::ffi;
 
 use super::{
+    deferred_drops,
     ffi::{PeerStep, check, check_loaded},
-    parked,
     thread_level::ThreadLevel,
 };
 
@@ -215,7 +215,7 @@ unsafe extern "C" fn is_deleted(
     _: *mut c_void,
 ) -> c_int {
     if !is_forked() {
-        parked::drop_all();
+        deferred_drops::drop_all();
     }
     STATE.store(FINALIZED, Ordering::Release);
     ffi::MPI_SUCCESS as c_int

@@ -35,7 +35,7 @@
 //! # Lifetime
 //! The caller's communicator is duplicated once, and neither used afterwards nor freed. By default
 //! that waits for all of its ranks, as the host's own collective operations do. If the caller sets
-//! a limit ([`Patience::at_most`]) and it runs out, that duplication stays pending: the host must
+//! a limit ([`Timeout::at_most`]) and it runs out, that duplication stays pending: the host must
 //! start no further collective operation on the communicator, because MPI would match the two.
 //!
 //! [`Mpi::adopt`] takes over a communicator that the host has made for the endpoint, so that no
@@ -49,9 +49,9 @@
 //! of receives whose messages have begun to arrive. Dropping one after `MPI_Finalize` only leaks.
 //!
 //! Below `MPI_THREAD_MULTIPLE`, an endpoint that is dropped on another thread than its own waits,
-//! and is dropped when its thread makes the next endpoint or finalises MPI (`parked.rs`). Until
-//! then the other ranks do not learn of it. MPI's communicators have names: "annulus data" and
-//! "annulus control".
+//! and is dropped when its thread makes the next endpoint or finalises MPI (`deferred_drops.rs`).
+//! Until then the other ranks do not learn of it. MPI's communicators have names: "annulus data"
+//! and "annulus control".
 //!
 //! # Sharing
 //! A host with many plans makes one endpoint and a handle for each plan ([`Mpi::share`]). A handle
@@ -133,6 +133,7 @@ mod circulant;
 mod communicator;
 mod context;
 mod control;
+mod deferred_drops;
 mod departures;
 #[cfg(feature = "cuda")]
 mod device;
@@ -143,18 +144,17 @@ mod first_ranks;
 mod frame;
 mod gpu_awareness;
 mod handle;
-mod known_work;
+mod latest_work;
 mod launch;
 mod lifetime;
 mod message_buffer;
 mod messages;
 mod nodes;
-mod parked;
-mod patience;
 mod peers;
 mod pump;
 mod requests;
 mod thread_level;
+mod timeout;
 mod topology;
 mod transfers;
 mod wire_tags;
@@ -176,8 +176,8 @@ pub use self::{
     gpu_awareness::{GpuAwareness, GpuRuntime},
     launch::Launch,
     nodes::{NodeMap, RankLocation},
-    patience::Patience,
     thread_level::ThreadLevel,
+    timeout::Timeout,
 };
 
 /// Communicator handle of C.
@@ -222,7 +222,7 @@ const CONTROL: &CStr = c"annulus control";
 #[derive(Debug, Clone)]
 pub struct Settings {
     /// Time to wait for the other ranks when the endpoint is created. Default: no limit.
-    pub patience: Patience,
+    pub timeout: Timeout,
     /// Time to wait for the other ranks when the endpoint is dropped. Default: 1 s.
     pub drop_patience: Duration,
     /// True if a send completes only once its receive has started. Default: false.
@@ -237,7 +237,7 @@ pub struct Settings {
 impl Default for Settings {
     fn default() -> Self {
         Self {
-            patience: Patience::unlimited(),
+            timeout: Timeout::unlimited(),
             drop_patience: Duration::from_secs(1),
             synchronous: false,
             piece_bytes: LONGEST_PIECE,
@@ -285,7 +285,7 @@ impl Mpi {
     /// # Errors
     /// [`Error::InvalidArgument`] if MPI is not alive or a setting is out of range;
     /// [`Error::Unsupported`] on a thread that may not call MPI, or for more ranks than MPI has
-    /// tags for; [`Error::Comm`] if MPI fails or [`Settings::patience`] runs out.
+    /// tags for; [`Error::Comm`] if MPI fails or [`Settings::timeout`] runs out.
     pub fn world(settings: Settings) -> Result<Self> {
         Self::over(ParentCommunicator::world(), settings)
     }
@@ -372,7 +372,7 @@ impl Mpi {
     /// Creates the endpoint of a duplicate of `parent`, without the records of the other ranks.
     fn unmapped(parent: ParentCommunicator, settings: Settings) -> Result<Endpoint> {
         settings.check()?;
-        let data = Communicator::duplicate(parent, DATA, &settings.patience)?;
+        let data = Communicator::duplicate(parent, DATA, &settings.timeout)?;
         Endpoint::new(data, settings)
     }
 
@@ -411,7 +411,7 @@ impl Mpi {
     pub fn share(&self) -> Result<Self> {
         lifetime::check_process()?;
         // handles that were dropped elsewhere may make room for tags
-        parked::drop_all();
+        deferred_drops::drop_all();
         self.shared.lock().enter()?;
         Self::sharing(&self.shared)
     }

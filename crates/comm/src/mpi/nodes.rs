@@ -5,7 +5,7 @@ use std::{collections::HashMap, ops::RangeInclusive};
 
 use annulus_core::{Error, Placement, Result};
 
-use super::{Patience, communicator::Communicator, topology};
+use super::{Timeout, communicator::Communicator, topology};
 
 /// Bytes of a rank's record. A longer host name is cut.
 const RECORD: usize = 1024;
@@ -89,12 +89,12 @@ impl NodeMap {
 pub(super) fn gather_records(
     communicator: &Communicator,
     messages: &str,
-    patience: &Patience,
+    timeout: &Timeout,
 ) -> Result<Vec<Record>> {
     let host = topology::processor_name()?;
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mine = encode(&node_id(&host), allowed_cores(&status), messages, &host);
-    let all = topology::all_gather(communicator, mine, patience)?;
+    let all = topology::all_gather(communicator, mine, timeout)?;
     let decode = |(peer, record): (usize, &[u8; RECORD])| {
         let malformed =
             || Error::Comm { peer, step: 0, what: "the record of its node is malformed".into() };

@@ -32,12 +32,12 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(1);
 const MOST_FRAMES: usize = 256;
 
 impl SharedEndpoint {
-    /// Does everything that can be done; waits at most `patience` for something to do. The endpoint
+    /// Does everything that can be done; waits at most `timeout` for something to do. The endpoint
     /// is not locked during pauses.
     ///
     /// `seen` is the number of moves that the caller has seen; it may be another thread that makes
     /// the next one.
-    pub(super) fn wait(&self, patience: Duration, seen: &mut u64) -> Result<()> {
+    pub(super) fn wait(&self, timeout: Duration, seen: &mut u64) -> Result<()> {
         let started = Instant::now();
         loop {
             let (moves, idle) = {
@@ -45,7 +45,7 @@ impl SharedEndpoint {
                 endpoint.pump()?;
                 (endpoint.moves, endpoint.idle_since.elapsed())
             };
-            let left = patience.saturating_sub(started.elapsed());
+            let left = timeout.saturating_sub(started.elapsed());
             if std::mem::replace(seen, moves) != moves || left.is_zero() {
                 return Ok(());
             }

@@ -11,7 +11,7 @@ use annulus_core::Result;
 use annulus_mpi::ffi;
 
 use super::{
-    Patience,
+    Timeout,
     communicator::{Communicator, complete},
     ffi::{PeerStep, check, count},
 };
@@ -42,11 +42,11 @@ pub(super) fn processor_name() -> Result<String> {
 /// costs a descriptor for each.
 ///
 /// Collective over the ranks of `communicator`, which the caller has entered; waits for at most
-/// `patience` in each round.
+/// `timeout` in each round.
 pub(super) fn all_gather<const LENGTH: usize>(
     communicator: &Communicator,
     mine: [u8; LENGTH],
-    patience: &Patience,
+    timeout: &Timeout,
 ) -> Result<Vec<[u8; LENGTH]>> {
     let (rank, ranks) = (communicator.rank(), communicator.ranks());
     // records of `rank`, `rank + 1`, …; on the heap, and leaked if a round fails: MPI may read and
@@ -80,8 +80,8 @@ pub(super) fn all_gather<const LENGTH: usize>(
             ffi::MPI_Isend(records.cast(), bytes(count), byte, peer, TAG, raw, &raw mut send)
         };
         check(started, PeerStep::of(target))?;
-        complete(&mut receive, rank, patience, failure)?;
-        complete(&mut send, rank, patience, failure)?;
+        complete(&mut receive, rank, timeout, failure)?;
+        complete(&mut send, rank, timeout, failure)?;
         reach *= 2;
     }
     // SAFETY: the allocation of `ranks` records that was leaked above; all operations that used it

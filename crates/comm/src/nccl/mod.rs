@@ -344,13 +344,13 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
         self.remember(pumped)
     }
 
-    fn progress(&mut self, patience: Duration) -> Result<()> {
+    fn progress(&mut self, timeout: Duration) -> Result<()> {
         self.check_alive()?;
         let pumped = self.pump();
         self.remember(pumped)?;
         self.heartbeat.poll(!self.kernels.is_empty(), &mut self.inner);
-        let patience = if self.is_busy() { patience.min(POLL) } else { patience };
-        let progressed = self.inner.progress(patience);
+        let timeout = if self.is_busy() { timeout.min(POLL) } else { timeout };
+        let progressed = self.inner.progress(timeout);
         self.remember(progressed)?;
         let pumped = self.pump();
         self.remember(pumped)

@@ -174,8 +174,8 @@ impl<'a, S: Space> InFlight<'a, S> {
     }
 
     /// Moves messages, and makes the events of those that have been sent.
-    fn poll(&mut self, patience: Duration) -> Result<()> {
-        self.transport.progress(patience)?;
+    fn poll(&mut self, timeout: Duration) -> Result<()> {
+        self.transport.progress(timeout)?;
         if !self.posts.is_empty() && !self.transport.pending() {
             self.record_sent();
         }
@@ -198,13 +198,13 @@ impl<'a, S: Space> InFlight<'a, S> {
         self.check()?;
         self.transport.control().heartbeat(true);
         let start = Instant::now();
-        let mut patience = Duration::ZERO;
+        let mut timeout = Duration::ZERO;
         let value = loop {
-            self.poll(patience)?;
+            self.poll(timeout)?;
             if let Some(value) = result(self)? {
                 break value;
             }
-            patience = PATIENCE;
+            timeout = PATIENCE;
         };
         self.waited += start.elapsed();
         self.observer.waited(self.step, start);

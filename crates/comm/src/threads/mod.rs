@@ -210,17 +210,17 @@ impl Transport<Host> for Threads {
         Ok(())
     }
 
-    fn progress(&mut self, patience: Duration) -> Result<()> {
-        if self.pump()? || patience.is_zero() {
+    fn progress(&mut self, timeout: Duration) -> Result<()> {
+        if self.pump()? || timeout.is_zero() {
             return Ok(());
         }
         // no message tells when a full inbox has space again, so an outbox is polled
         let blocked = self.outboxes.iter().any(|outbox| !outbox.is_empty());
-        let patience = if blocked { patience.min(Duration::from_millis(1)) } else { patience };
+        let timeout = if blocked { timeout.min(Duration::from_millis(1)) } else { timeout };
         self.mailboxes.mark_asleep(self.rank);
         let moved = self.pump();
         let envelope =
-            if let Ok(false) = moved { self.inbox.recv_timeout(patience).ok() } else { None };
+            if let Ok(false) = moved { self.inbox.recv_timeout(timeout).ok() } else { None };
         self.mailboxes.mark_awake(self.rank);
         moved?;
         if let Some(envelope) = envelope {

@@ -43,23 +43,23 @@ fn a_send_completes_once_received_and_frees_its_buffer() {
 fn a_message_and_a_receipt_end_a_wait() {
     watched(|| {
         let (mut a, mut b) = pair();
-        let patience = Duration::from_secs(20);
+        let timeout = Duration::from_secs(20);
         let started = Instant::now();
         let sender = thread::spawn(move || {
             thread::sleep(Duration::from_millis(30));
             send(&mut a, header(1, Kv, 1, &[0..4]), &buffer(&[1, 2, 3, 4])).unwrap();
             while a.pending() {
-                a.progress(patience).unwrap();
+                a.progress(timeout).unwrap();
             }
         });
         let wanted = header(0, Kv, 1, &[0..4]);
-        b.progress(patience).unwrap();
+        b.progress(timeout).unwrap();
         thread::sleep(Duration::from_millis(30));
         receive(&mut b, &wanted, 4).unwrap();
         assert_eq!(wait_for(&mut b, &wanted).unwrap().bytes(), [1, 2, 3, 4]);
         sender.join().unwrap();
         assert!(
-            started.elapsed() < patience / 2,
+            started.elapsed() < timeout / 2,
             "a message and a receipt both wake a waiting rank"
         );
     });

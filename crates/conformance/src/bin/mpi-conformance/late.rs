@@ -1,6 +1,6 @@
 //! A rank that makes a ring after the others.
 //!
-//! | communicator | patience | result |
+//! | communicator | timeout | result |
 //! |---|---|---|
 //! | the host's | no limit | the others wait and warn; the host's communicator works afterwards |
 //! | the host's | shorter | an error on every rank, which forbids further use of it where a duplication is pending; other communicators work |
@@ -22,7 +22,7 @@ use std::{
 
 use annulus_comm::{
     barrier,
-    mpi::{Mpi, Patience, Settings},
+    mpi::{Mpi, Settings, Timeout},
 };
 use annulus_core::{Error, Host, Result};
 use annulus_mpi::rsmpi::{self as mpi, ffi, topology::Communicator};
@@ -70,10 +70,10 @@ fn is_late(host: &impl Communicator) -> bool {
 fn waits(settings: &Settings, host: &impl Communicator) -> Verdict {
     let warnings = Arc::new(AtomicU32::new(0));
     let counted = Arc::clone(&warnings);
-    let patience = Patience::unlimited().with_warning_every(PATIENCE / 2, move |_| {
+    let timeout = Timeout::unlimited().with_warning_every(PATIENCE / 2, move |_| {
         counted.fetch_add(1, Ordering::Relaxed);
     });
-    let settings = Settings { patience, ..settings.clone() };
+    let settings = Settings { timeout, ..settings.clone() };
     let last = is_late(host);
     // SAFETY: the communicator is live, and of the MPI that this program is linked with
     let mut ring = unsafe { Mpi::over_communicator(host.as_raw(), settings) }
@@ -89,7 +89,7 @@ fn waits(settings: &Settings, host: &impl Communicator) -> Verdict {
 #[expect(unsafe_code, reason = "the handle of a live communicator")]
 fn gives_up(settings: &Settings, host: &impl Communicator) -> Verdict {
     let last = is_late(host);
-    let settings = Settings { patience: Patience::at_most(PATIENCE), ..settings.clone() };
+    let settings = Settings { timeout: Timeout::at_most(PATIENCE), ..settings.clone() };
     // SAFETY: the communicator is live, and of the MPI that this program is linked with
     let made = unsafe { Mpi::over_communicator(host.as_raw(), settings) };
     refused(made, !last, host)
@@ -100,7 +100,7 @@ fn gives_up(settings: &Settings, host: &impl Communicator) -> Verdict {
 #[expect(unsafe_code, reason = "the handle of a live communicator")]
 fn gives_up_adopted(settings: &Settings, given: &impl Communicator) -> Verdict {
     is_late(given);
-    let settings = Settings { patience: Patience::at_most(PATIENCE), ..settings.clone() };
+    let settings = Settings { timeout: Timeout::at_most(PATIENCE), ..settings.clone() };
     // SAFETY: the communicator is live, of the MPI that this program is linked with, and used by no
     // other code
     refused(unsafe { Mpi::adopt(given.as_raw(), settings) }, false, given)

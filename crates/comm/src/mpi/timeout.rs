@@ -14,13 +14,13 @@ type Warning = Arc<dyn Fn(Duration) + Send + Sync>;
 /// Time to wait for the other ranks when an endpoint is created. Default: as long as it takes, as
 /// any collective operation of MPI does, without warnings.
 #[derive(Clone)]
-pub struct Patience {
+pub struct Timeout {
     pub(super) limit: Option<Duration>,
     pub(super) warning_interval: Duration,
     warning: Option<Warning>,
 }
 
-impl Patience {
+impl Timeout {
     /// Waits without a limit.
     pub const fn unlimited() -> Self {
         Self { limit: None, warning_interval: WARNING_INTERVAL, warning: None }
@@ -58,14 +58,14 @@ impl Patience {
     }
 }
 
-impl Default for Patience {
+impl Default for Timeout {
     fn default() -> Self {
         Self::unlimited()
     }
 }
 
-impl fmt::Debug for Patience {
+impl fmt::Debug for Timeout {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.debug_struct("Patience").field("limit", &self.limit).finish_non_exhaustive()
+        formatter.debug_struct("Timeout").field("limit", &self.limit).finish_non_exhaustive()
     }
 }

@@ -1,6 +1,6 @@
 //! The latest work of any rank, as far as this rank has been informed.
 //!
-//! A heartbeat contains the youngest work that its sender knows of: the rank that did it, that
+//! A heartbeat contains the latest work that its sender knows of: the rank that did it, that
 //! rank's work count, and the age, because clocks of different nodes do not agree. Its receiver
 //! passes it on in its own heartbeats. The count tells new work from work that comes back by
 //! another path: without it, two idle ranks would pass the same work to each other, younger each
@@ -22,23 +22,23 @@ pub(super) struct RankWork {
 
 /// The latest work of any rank that `rank` knows of.
 #[derive(Debug)]
-pub(super) struct KnownWork {
+pub(super) struct LatestWork {
     rank: usize,
-    youngest: RankWork,
+    latest: RankWork,
     /// Highest known work count of each rank of which work is known.
     counts: HashMap<usize, u64>,
 }
 
-impl KnownWork {
+impl LatestWork {
     pub(super) fn new(rank: usize, now: Instant) -> Self {
-        Self { rank, youngest: RankWork { rank, count: 0, at: now }, counts: HashMap::new() }
+        Self { rank, latest: RankWork { rank, count: 0, at: now }, counts: HashMap::new() }
     }
 
     /// Records that this rank works.
     pub(super) fn work(&mut self, now: Instant) {
         let count = self.counts.entry(self.rank).or_default();
         *count += 1;
-        self.youngest = RankWork { rank: self.rank, count: *count, at: now };
+        self.latest = RankWork { rank: self.rank, count: *count, at: now };
     }
 
     /// Records work that a heartbeat reports as `age` old.
@@ -48,14 +48,14 @@ impl KnownWork {
             return;
         }
         *known = count;
-        let at = now.checked_sub(age).unwrap_or(self.youngest.at);
-        if at > self.youngest.at {
-            self.youngest = RankWork { rank, count, at };
+        let at = now.checked_sub(age).unwrap_or(self.latest.at);
+        if at > self.latest.at {
+            self.latest = RankWork { rank, count, at };
         }
     }
 
-    pub(super) const fn youngest(&self) -> RankWork {
-        self.youngest
+    pub(super) const fn latest(&self) -> RankWork {
+        self.latest
     }
 }
 
@@ -68,15 +68,15 @@ mod tests {
         let start = Instant::now();
         let after = |milliseconds| start + Duration::from_millis(milliseconds);
         let age = |work: RankWork, now: Instant| now - work.at;
-        let mut ranks = [KnownWork::new(0, start), KnownWork::new(1, start)];
+        let mut ranks = [LatestWork::new(0, start), LatestWork::new(1, start)];
         ranks[0].work(after(5));
-        let worked = ranks[0].youngest();
+        let worked = ranks[0].latest();
         assert_eq!(worked, RankWork { rank: 0, count: 1, at: after(5) });
         // both pass it on every 10 ms; each message takes 3 ms
         for round in 1..100 {
             for sender in 0..2 {
                 let sent = after(10 * round + 5 * sender as u64);
-                let work = ranks[sender].youngest();
+                let work = ranks[sender].latest();
                 ranks[1 - sender].learn(
                     work.rank,
                     work.count,
@@ -85,14 +85,14 @@ mod tests {
                 );
             }
         }
-        assert_eq!(ranks[0].youngest(), worked);
-        assert_eq!(ranks[1].youngest(), RankWork { at: after(8), ..worked });
+        assert_eq!(ranks[0].latest(), worked);
+        assert_eq!(ranks[1].latest(), RankWork { at: after(8), ..worked });
         // new work of the same rank is
         ranks[0].work(after(2000));
         ranks[1].learn(0, 2, Duration::ZERO, after(2003));
-        assert_eq!(ranks[1].youngest(), RankWork { rank: 0, count: 2, at: after(2003) });
-        // and older work of another one is not the youngest
+        assert_eq!(ranks[1].latest(), RankWork { rank: 0, count: 2, at: after(2003) });
+        // and older work of another one is not the latest
         ranks[1].learn(2, 9, Duration::from_secs(1), after(2010));
-        assert_eq!(ranks[1].youngest().rank, 0);
+        assert_eq!(ranks[1].latest().rank, 0);
     }
 }

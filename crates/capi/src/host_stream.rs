@@ -6,7 +6,7 @@
 /// CUDA context and stream that the host lends, and perhaps an NCCL communicator, as addresses.
 #[derive(Debug, Clone, Copy)]
 #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "refused without the feature"))]
-pub(crate) struct Lent {
+pub(crate) struct HostStream {
     pub(crate) context: usize,
     pub(crate) stream: usize,
     pub(crate) communicator: Option<usize>,
