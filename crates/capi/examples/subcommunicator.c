@@ -32,7 +32,8 @@ int main(int argc, char **argv) {
   annulus_tensor q = {x, ANNULUS_F32, {1, n, 4, 16}, {n * 64, 64, 16, 1}}, o = q;
   annulus_tensor l = {lse, ANNULUS_F32, {1, 4, n, 1}, {4 * n, n, 1, 1}};
   o.data = out;
-  annulus_forward_args args = {sizeof args, &q, &q, &q, NULL, NULL, &o, &l, NULL, NULL, NULL};
+  annulus_forward_args args = {
+      .struct_size = sizeof args, .q = &q, .k = &q, .v = &q, .out = &o, .lse = &l};
   check(annulus_forward(plan, &args));
   printf("rank %d has row %d: out %g, lse %g\n", rank, (int)rows[0], out[0], lse[0]);
   free(x), free(out), free(lse), annulus_plan_destroy(plan), annulus_attention_destroy(attention);
