@@ -8,15 +8,20 @@
 //! Prints one JSON line per distribution of lengths and number of ranks, for `rows` rows (default:
 //! 2²⁰) of 32 heads of dim 128. `gflops` is the rate of a rank, from which the time of a forward
 //! and a backward pass is predicted; `seed` draws the lengths (default: 7), and `draws` is the
-//! number of seeds from it on (default: 1). `mean` is the mean length of documents in rows, of `one
-//! long` that of the short ones (default: that of each distribution). `ranks` are the numbers of
-//! ranks, separated by commas (default: 8,16,64). `mask` is `causal` (the default) or `full`, both
-//! within documents. `tiles_of_one_rank` is the number of tiles with a visible pair on one rank,
-//! divided by that of all ranks, and `tiles_over_contiguous` the latter divided by that of
-//! contiguous shards. `tiles_max_over_mean` is that of the busiest rank over the mean. `sent` are
-//! the rows sent, `sent_max_rank` those of the rank with the most, and `sent_bound` the fewest that
-//! any balanced layout sends (`document_deal.rs` in core). `ring-documents` measures the rate of
-//! packed passes.
+//! number of seeds from it on (default: 1). `mean` is the mean length of documents in rows; in `one
+//! long` only the short ones count (default: the distribution's own mean). `ranks` are the numbers
+//! of ranks, separated by commas (default: 8,16,64). `mask` is `causal` (the default) or `full`,
+//! both within documents. Figures, with t = tiles of 64 × 64 with a visible pair:
+//!
+//! | field | figure |
+//! |---|---|
+//! | `tiles_of_one_rank` | t on one rank with all rows / t of all ranks |
+//! | `tiles_over_contiguous` | t of all ranks / t of contiguous shards |
+//! | `tiles_max_over_mean` | t of the busiest rank / mean of the ranks |
+//! | `sent`, `sent_max_rank` | rows sent by all ranks, and by the rank with the most |
+//! | `sent_bound` | fewest rows that any balanced layout sends (`document_deal.rs` in core) |
+//!
+//! `ring-documents` measures the rate of packed passes.
 
 mod distributions;
 mod tiles;
