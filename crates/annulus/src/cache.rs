@@ -9,7 +9,12 @@ use annulus_core::{
 };
 use ndarray::{ArrayView2, ArrayView4, ArrayViewMut3, ArrayViewMut4, Axis};
 
-use crate::{Attention, Forward, environment, plan::zero_results, rank_cache::RankCache};
+use crate::{
+    Attention, Cpu, Forward, Runtime,
+    backend::{Opened, or_abort},
+    plan::zero_results,
+    rank_cache::RankCache,
+};
 
 /// Lengths of a [`Cache`], equal on all ranks: batch rows, heads, dims, and rows of a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -92,7 +97,7 @@ impl CacheShape {
 /// # Examples
 /// Four ranks, here as threads: a prefill of 100 rows, then tokens.
 /// ```
-/// use annulus::{Attention, Cache, CacheShape, Cpu, Dims, Tensors};
+/// use annulus::{Attention, Cache, CacheShape, Dims, LocalRing, Runtime, Tensors};
 /// use annulus::comm::threads::{each_rank, ring};
 /// use ndarray::{Array4, s};
 ///
@@ -102,7 +107,7 @@ impl CacheShape {
 /// let attention = Attention::new().causal(true);
 /// let outs = each_rank(ring(4), |_, transport| {
 ///     let shape = CacheShape::new(1, 4, 16).page_rows(16);
-///     let mut cache = Cache::new(&attention, shape, Cpu::new(1)?, transport)?;
+///     let mut cache = Cache::new(&attention, &Runtime::new(), shape, transport)?;
 ///     let mut step = |rows: std::ops::Range<usize>| {
 ///         let rows = x.slice(s![.., rows, .., ..]);
 ///         cache.append(rows, rows)?;
@@ -113,7 +118,7 @@ impl CacheShape {
 ///     step(101..102)?;
 ///     Ok(step(102..103)?.out)
 /// })?;
-/// let mut whole = attention.local_ring(Dims::new(1, 103, 4, 16), 1)?;
+/// let mut whole = LocalRing::new(&attention, Dims::new(1, 103, 4, 16), 1)?;
 /// let whole = whole.forward(&Tensors::new(x.view(), x.view(), x.view()))?;
 /// let token = whole.out.slice(s![.., 102.., .., ..]);
 /// assert!(outs.iter().all(|out| (out - &token).iter().all(|x| x.abs() < 1e-5)));
@@ -124,17 +129,56 @@ pub struct Cache {
 }
 
 impl Cache {
-    /// Creates an empty cache on this rank of `transport`. Memory is allocated by appends. Ranks
-    /// may have different backends.
+    /// Creates one rank of an empty cache over a transport of host memory, on the backend of the
+    /// runtime ([`Runtime::backend`]). Memory is allocated by appends. Ranks may have different
+    /// backends.
     ///
     /// # Ordering
     /// Collective.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] and [`Error::Unsupported`] here, then [`Error::Refused`]
-    /// elsewhere; [`Error::RankMismatch`] on all ranks; [`Error::ArrivalTimeout`].
-    pub fn new<B, T>(
+    /// elsewhere; [`Error::RankMismatch`] on all ranks; [`Error::ArrivalTimeout`]. Those of the
+    /// device: then [`Error::Aborted`] on the other ranks.
+    pub fn new<T: Transport<Host> + 'static>(
         attention: &Attention,
+        runtime: &Runtime,
+        shape: CacheShape,
+        mut transport: T,
+    ) -> Result<Self> {
+        let opened = or_abort(runtime.backend_of(None), &mut transport)?;
+        // the opened backend has them
+        let runtime = runtime.clone().backend(None).threads(None);
+        match &opened.0 {
+            Opened::Cpu(threads) => {
+                let cpu = or_abort(Cpu::new(*threads), &mut transport)?;
+                Self::with_backend(attention, &runtime, shape, cpu, transport)
+            }
+            #[cfg(feature = "wgpu")]
+            Opened::Wgpu(devices) => {
+                let gpu = or_abort(devices.of_rank(&transport), &mut transport)?;
+                let wgpu = annulus_wgpu::Wgpu::on_host(gpu);
+                Self::with_backend(attention, &runtime, shape, wgpu, transport)
+            }
+            #[cfg(feature = "cuda")]
+            Opened::Cuda(devices) => {
+                let cuda = or_abort(devices.of_rank(&transport), &mut transport)?;
+                Self::with_backend(attention, &runtime, shape, cuda.on_host(), transport)
+            }
+        }
+    }
+
+    /// Creates one rank as [`Cache::new`] does, on a backend of the program's own.
+    /// [`Runtime::backend`] and [`Runtime::threads`] are refused.
+    ///
+    /// # Ordering
+    /// Collective.
+    ///
+    /// # Errors
+    /// As [`Cache::new`].
+    pub fn with_backend<B, T>(
+        attention: &Attention,
+        runtime: &Runtime,
         shape: CacheShape,
         backend: B,
         transport: T,
@@ -144,10 +188,12 @@ impl Cache {
         T: Transport<Host> + 'static,
     {
         // a value that cannot be read enters the agreement, so that no rank waits for this one
-        let variable = environment::deadline();
+        let variable = Runtime::deadline_variable();
         let deadline_variable = variable.clone().unwrap_or_default();
-        let transport = attention.bounded(transport, deadline_variable)?;
-        let spec = variable.and_then(|_| attention.check_cache());
+        let transport = runtime.bounded(transport, deadline_variable)?;
+        let spec = variable.and_then(|_| runtime.check_own_backend());
+        let spec = spec.and_then(|()| runtime.check_cache());
+        let spec = spec.and_then(|()| attention.check_cache());
         let spec = spec.and_then(|()| attention.spec(shape.dims()));
         let transport = Box::new(transport);
         let page_rows = shape.page_rows.unwrap_or(attention.default_page_rows());
@@ -234,7 +280,7 @@ impl Cache {
     /// [`Error::InvalidArgument`] and [`Error::OutOfMemory`] here and [`Error::Refused`] elsewhere;
     /// [`Error::RankMismatch`] if the ranks have different numbers of cached rows or of queries:
     /// nothing was done on any rank. [`Error::ArrivalTimeout`]: likewise; make the same call again
-    /// ([`Attention::arrival_deadline`]). [`Error::Comm`], [`Error::Timeout`], [`Error::PeerLost`],
+    /// ([`Runtime::arrival_deadline`]). [`Error::Comm`], [`Error::Timeout`], [`Error::PeerLost`],
     /// [`Error::Aborted`], [`Error::Device`] and [`Error::Internal`] end the cache; later calls
     /// return [`Error::Poisoned`].
     ///

@@ -21,7 +21,7 @@ use annulus_core::{
     TrafficOptions, Transport, Work, Workspace,
 };
 
-use crate::division::Division;
+use crate::Division;
 
 /// One rank of a plan whose tensors are in the space `S`, on any backend. Methods are as those of
 /// [`crate::Plan`].
@@ -168,7 +168,7 @@ impl<B: Backend> DeviceRing<B> {
         options: RingOptions,
         division: &Division,
     ) -> Result<Self> {
-        let strategy = division.strategy;
+        let strategy = division.given_strategy();
         let ranks = transport.ranks();
         let form = spec.and_then(|spec| {
             HeadGrid::of(&spec.dims, ranks, strategy)?;
@@ -271,10 +271,10 @@ impl<B: Backend<Space: HostTensors>> Engine<B> {
         transport: Box<dyn Transport<B::Space>>,
         spec: Result<Spec>,
         options: RingOptions,
-        division: Division,
+        division: &Division,
     ) -> Result<Self> {
-        let chosen = match division.strategy {
-            Strategy::Auto => choose(&backend, transport.as_ref(), &spec, &options, &division),
+        let chosen = match division.given_strategy() {
+            Strategy::Auto => choose(&backend, transport.as_ref(), &spec, &options, division),
             fixed => Ok(Chosen { strategy: fixed, route: None }),
         };
         // an error enters the agreement of the ring
@@ -302,7 +302,7 @@ impl<B: Backend<Space: HostTensors>> Engine<B> {
         };
         let form = if is_ring {
             let ring = Ring::new(backend, transport, spec, options);
-            Form::Ring(Box::new(ring.map_err(|error| of_strategy(error, &division))?))
+            Form::Ring(Box::new(ring.map_err(|error| of_strategy(error, division))?))
         } else {
             let engine = HeadsRing::new(backend, transport, spec, options, strategy)?;
             Form::HeadsRing(Box::new(engine))
@@ -401,10 +401,12 @@ impl Chosen {
 /// Names the strategy in the refusal of the route that is a part of it, unless the caller set the
 /// route too.
 fn of_strategy(error: Error, division: &Division) -> Error {
-    let &Division { strategy, route, .. } = division;
+    let strategy = division.given_strategy();
     match error {
         Error::InvalidArgument { argument, want, .. }
-            if argument == "route" && route.is_none() && strategy.route().is_some() =>
+            if argument == "route"
+                && division.given_route().is_none()
+                && strategy.route().is_some() =>
         {
             Error::invalid("strategy", strategy, want)
         }
@@ -440,8 +442,8 @@ fn choose<B: Backend>(
     let traffic = TrafficOptions {
         backward: options.backward,
         layout,
-        route: division.route,
-        balanced_route: division.balanced_route,
+        route: division.given_route(),
+        balanced_route: division.balanced_route(),
         placement: transport.placement(),
         kv_tile: capabilities.kv_tile.max(1),
         receive_ahead: options.receive_ahead.map_or(1, NonZeroUsize::get),

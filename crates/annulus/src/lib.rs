@@ -11,13 +11,20 @@
 //!
 //! The result equals ordinary attention up to the order of rounding.
 //!
-//! * [`Attention`] is the builder: masks, scale, bias, sinks, dropout.
-//! * [`Attention::local_ring`] plans a [`LocalRing`], a whole ring in this process.
-//! * [`Plan`] is one rank of a ring over any transport, which is what an MPI process holds.
-//! * [`StartedPass`] and [`Overlapped`] run passes while the program computes.
-//! * [`Cache`] is one rank of a KV cache for decoding, [`LocalCache`] a whole one in this process.
-//! * [`AnyBackend`] makes all of them on a backend that is chosen at run time.
-//! * [`flash_attention`] and [`ring_attention`] plan and compute in one call.
+//! Three values make a plan ([`Setup`]), two of them optional:
+//!
+//! * [`Attention`], the mathematics: masks, scale, bias, sinks, dropout, precision;
+//! * [`Division`] among ranks: layout, route, strategy;
+//! * [`Runtime`]: backend, threads, deadlines, hooks.
+//!
+//! Four types compute:
+//!
+//! * [`LocalRing`] is a whole ring in this process; [`Plan`] is one rank over any transport, which
+//!   is what an MPI process holds.
+//! * [`LocalCache`] is a whole KV cache for decoding in this process; [`Cache`] is one rank.
+//!
+//! [`StartedPass`] and [`Overlapped`] run passes while the program computes. [`flash_attention`]
+//! and [`ring_attention`] plan and compute in one call.
 //!
 //! # Shapes
 //! Tensors are ndarray views, `[batch, seq, heads, dim]`; lse is `[batch, heads, seq]`.
@@ -38,16 +45,15 @@ mod cache;
 pub mod devices;
 mod division;
 mod engine;
-pub mod environment;
-mod hook;
 mod local_cache;
 mod local_ring;
 mod one_call;
 mod overlapped;
 mod plan;
 mod rank_cache;
-mod rank_rows;
 mod rank_tensors;
+mod runtime;
+mod setup;
 mod tensors;
 
 pub use annulus_comm::ring::{Activity, PassKind, Report, Ring, RingOptions, StepEvent};
@@ -66,12 +72,14 @@ pub use annulus_wgpu as wgpu;
 pub use attention::Attention;
 pub use backend::{AnyBackend, BackendName};
 pub use cache::{Cache, CacheShape};
+pub use division::{Division, RankRows};
 pub use local_cache::LocalCache;
 pub use local_ring::LocalRing;
 pub use one_call::{Options, flash_attention, ring_attention};
 pub use overlapped::{OverlapPlan, Overlapped, StartedPass};
 pub use plan::Plan;
-pub use rank_rows::RankRows;
+pub use runtime::Runtime;
+pub use setup::Setup;
 pub use tensors::{Backward, BackwardViewMut, Forward, ForwardView, ForwardViewMut, Tensors};
 /// Crates whose types are in this interface.
 pub use {half, ndarray};

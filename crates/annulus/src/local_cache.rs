@@ -6,39 +6,36 @@ use annulus_comm::{
     ring::Report,
     threads::{self, Threads, each_rank},
 };
-use annulus_core::{
-    Backend, Control, Element, Error, Host, HostTensors, Result, Runs, Spec, Transport,
-};
-use annulus_cpu::Cpu;
+use annulus_core::{Element, Error, Result, Runs, Spec};
 use ndarray::{ArrayView2, ArrayView4, ArrayViewMut3, ArrayViewMut4};
 
-use crate::{Attention, Cache, CacheShape, Forward, plan::zero_results};
+use crate::{Attention, Cache, CacheShape, Forward, Runtime, plan::zero_results};
 
 /// A whole KV cache in this process ([`Cache`]), whose ranks are threads.
 ///
-/// [`Attention::local_cache`] creates one of CPU ranks, [`crate::AnyBackend::local_cache`] one on a
-/// backend that is chosen at run time. A call of [`LocalCache::attend`] starts one
-/// thread per rank (none for one rank) and returns when all ranks have ended; appends start none.
-/// An error that ends the cache of one rank ends the whole: later calls return [`Error::Poisoned`].
+/// A call of [`LocalCache::attend`] starts one thread per rank (none for one rank) and returns when
+/// all ranks have ended; appends start none. An error that ends the cache of one rank ends the
+/// whole: later calls return [`Error::Poisoned`].
 ///
 /// # Examples
 /// Three ranks: a prefill of 100 rows, then tokens.
 /// ```
-/// use annulus::{Attention, CacheShape, Dims, Tensors};
+/// use annulus::{Attention, CacheShape, Dims, LocalCache, LocalRing, Runtime, Tensors};
 /// use ndarray::{Array4, s};
 ///
 /// let x = Array4::<f32>::from_shape_fn((1, 103, 4, 16), |(_, i, h, c)| {
 ///     ((i * 7 + h * 3 + c) % 11) as f32 * 0.1
 /// });
 /// let attention = Attention::new().causal(true);
-/// let mut cache = attention.local_cache(CacheShape::new(1, 4, 16).page_rows(16), 3)?;
+/// let shape = CacheShape::new(1, 4, 16).page_rows(16);
+/// let mut cache = LocalCache::new(&attention, &Runtime::new(), shape, 3)?;
 /// let mut out = None;
 /// for rows in [0..100, 100..101, 101..102, 102..103] {
 ///     let rows = x.slice(s![.., rows, .., ..]);
 ///     cache.append(rows, rows)?;
 ///     out = Some(cache.attend(rows, None)?.out);
 /// }
-/// let mut whole = attention.local_ring(Dims::new(1, 103, 4, 16), 1)?;
+/// let mut whole = LocalRing::new(&attention, Dims::new(1, 103, 4, 16), 1)?;
 /// let whole = whole.forward(&Tensors::new(x.view(), x.view(), x.view()))?;
 /// let token = whole.out.slice(s![.., 102.., .., ..]);
 /// assert!(out.is_some_and(|out| (out - &token).iter().all(|x| x.abs() < 1e-5)));
@@ -50,50 +47,45 @@ pub struct LocalCache {
 }
 
 impl LocalCache {
-    pub(crate) fn of_cpus(attention: &Attention, shape: CacheShape, ranks: usize) -> Result<Self> {
-        let threads = attention.rank_threads(ranks)?;
-        let attention = attention.clone().threads(None);
-        Self::with_transports(&attention, shape, ranks, |_, endpoint| {
-            Ok((Cpu::new(threads)?, endpoint))
-        })
-    }
-
-    /// Creates an empty cache of `ranks` ranks in this process. `make` returns the backend of a
-    /// rank and the transport of its messages, built on the rank's endpoint of a ring of threads.
+    /// Creates an empty cache of `ranks` ranks in this process, on the backend of the runtime
+    /// ([`Runtime::backend`]). Ranks share a GPU if its number was given, or if they are more than
+    /// the GPUs.
     ///
     /// # Ordering
-    /// Local. `make` runs on the thread of the rank, concurrently with those of the other ranks.
+    /// Local: all ranks are threads of this process.
     ///
     /// # Errors
-    /// As [`Attention::local_cache`], and the errors of `make`.
-    pub fn with_transports<B, T>(
+    /// [`Error::InvalidArgument`] and [`Error::Unsupported`], which name the parameter;
+    /// [`Error::OutOfMemory`]; those of the device.
+    pub fn new(
         attention: &Attention,
+        runtime: &Runtime,
         shape: CacheShape,
         ranks: usize,
-        make: impl Fn(usize, Threads) -> Result<(B, T)> + Sync,
-    ) -> Result<Self>
-    where
-        B: Backend<Space: HostTensors>,
-        T: Transport<Host> + 'static,
-    {
-        Self::of_caches(attention, ranks, |attention, endpoint| {
-            let (backend, transport) = make(Control::rank(&endpoint), endpoint)?;
-            Cache::new(attention, shape, backend, transport)
+    ) -> Result<Self> {
+        let backend = runtime.backend_of(Some(ranks))?;
+        let runtime = runtime.clone().backend(backend).threads(None);
+        Self::from_caches(&runtime, ranks, |_, runtime, endpoint| {
+            Cache::new(attention, runtime, shape, endpoint)
         })
     }
 
-    /// Creates an empty cache. `cache` creates the part of one rank on its endpoint, on the thread
-    /// of the rank.
-    pub(crate) fn of_caches(
-        attention: &Attention,
+    /// Creates an empty cache of ranks in this process; `cache` creates one of them from its
+    /// number, its runtime and its endpoint of a ring of threads.
+    ///
+    /// # Ordering
+    /// Local. `cache` runs on the thread of the rank, concurrently with those of the other ranks.
+    ///
+    /// # Errors
+    /// As [`LocalCache::new`], and the errors of `cache`.
+    pub fn from_caches(
+        runtime: &Runtime,
         ranks: usize,
-        cache: impl Fn(&Attention, Threads) -> Result<Cache> + Sync,
+        cache: impl Fn(usize, &Runtime, Threads) -> Result<Cache> + Sync,
     ) -> Result<Self> {
         let ring = threads::checked_ring(ranks)?;
-        // the threads of a call begin together, so a rank that does not enter has failed
-        let deadline = attention.arrival_deadline_or(attention.effective_deadline());
-        let attention = attention.clone().arrival_deadline(deadline);
-        let ranks = each_rank(ring, |_, endpoint| cache(&attention, endpoint))?;
+        let runtime = runtime.of_threads();
+        let ranks = each_rank(ring, |rank, endpoint| cache(rank, &runtime, endpoint))?;
         Ok(Self { ranks })
     }
 
@@ -238,7 +230,7 @@ mod tests {
     use ndarray::{Array4, Axis, Slice};
 
     use super::*;
-    use crate::{BackwardMode, Layout, Precision, Strategy};
+    use crate::{BackwardMode, Precision};
 
     fn numbers(rows: usize, heads: usize) -> Array4<f32> {
         Array4::from_shape_fn((2, rows, heads, 8), |(b, i, h, c)| {
@@ -252,10 +244,11 @@ mod tests {
 
     #[test]
     fn refused_appends_and_queries_change_nothing() {
-        let attention = Attention::new().causal(true).threads(1);
+        let attention = Attention::new().causal(true);
+        let runtime = Runtime::new().threads(1);
         let shape = CacheShape::new(2, 4, 8).kv_heads(2).page_rows(4);
         let (q, kv) = (numbers(21, 4), numbers(21, 2));
-        let mut cache = attention.local_cache(shape, 3).unwrap();
+        let mut cache = LocalCache::new(&attention, &runtime, shape, 3).unwrap();
         cache.append(kv.view(), kv.view()).unwrap();
         let whole = cache.attend(q.view(), None).unwrap();
         assert_eq!(whole.reports.len(), 3);
@@ -282,31 +275,26 @@ mod tests {
     #[test]
     fn what_a_cache_does_not_have_is_refused_by_name() {
         let shape = CacheShape::new(1, 4, 8);
-        let refused = |attention: Attention, name: &str| {
-            let told = text(attention.local_cache(shape, 2));
+        let cache = |attention: &Attention, runtime: &Runtime, shape, ranks| {
+            LocalCache::new(attention, runtime, shape, ranks)
+        };
+        let refused = |attention: Attention, runtime: Runtime, name: &str| {
+            let told = text(cache(&attention, &runtime, shape, 2));
             assert_eq!(told, format!("{name} is not supported by the KV cache"));
         };
-        let new = Attention::new;
-        refused(new().layout(Layout::Zigzag), "layout");
-        refused(new().route(crate::Route::Direct), "route");
-        refused(new().strategy(Strategy::Auto), "strategy");
-        refused(new().kv_block_size(64), "kv_block_size");
-        refused(new().on_step(|_| {}), "on_step");
-        refused(new().backward_mode(BackwardMode::TwoPass), "backward_mode");
-        refused(new().local_gradients(true), "local_gradients");
-        refused(new().bias([1, 1, 1, 1]), "bias");
-        refused(new().unnormalized(true), "unnormalized");
-        assert!(new().precision(Precision::Default).local_cache(shape, 2).is_ok());
-        assert_eq!(text(new().local_cache(shape, 0)), "ranks: got 0, want at least 1");
-        let most = "ranks: got 1025, want at most 1024 in one process";
-        assert_eq!(text(new().local_cache(shape, 1025)), most);
-        let dims = crate::Dims::new(1, 4, 1, 4);
-        for ranks in [1025, 1 << 40] {
-            let error = new().local_ring(dims, ranks).unwrap_err().to_string();
-            assert_eq!(error, format!("ranks: got {ranks}, want at most 1024 in one process"));
-        }
-        let no_page = text(new().local_cache(shape.page_rows(0), 1));
-        assert_eq!(no_page, "page_rows: got 0, want 1 to 2^32");
-        assert_eq!(text(new().threads(0).local_cache(shape, 1)), "threads: got 0, want at least 1");
+        let (new, runtime) = (Attention::new, Runtime::new());
+        refused(new(), runtime.clone().on_step(|_| {}), "on_step");
+        refused(new().backward_mode(BackwardMode::TwoPass), runtime.clone(), "backward_mode");
+        refused(new().local_gradients(true), runtime.clone(), "local_gradients");
+        refused(new().bias([1, 1, 1, 1]), runtime.clone(), "bias");
+        refused(new().unnormalized(true), runtime.clone(), "unnormalized");
+        assert!(cache(&new().precision(Precision::Default), &runtime, shape, 2).is_ok());
+        let told = |shape, ranks| text(cache(&new(), &runtime, shape, ranks));
+        assert_eq!(told(shape, 0), "ranks: got 0, want at least 1");
+        assert_eq!(told(shape, 1025), "ranks: got 1025, want at most 1024 in one process");
+        assert_eq!(told(shape.page_rows(0), 1), "page_rows: got 0, want 1 to 2^32");
+        let no_threads = Runtime::new().threads(0);
+        let told = text(cache(&new(), &no_threads, shape, 1));
+        assert_eq!(told, "threads: got 0, want at least 1");
     }
 }

@@ -3,29 +3,26 @@
 use std::thread::Scope;
 
 use annulus_comm::{
+    Cancellation,
     ring::Report,
     threads::{self, Threads, each_rank},
 };
-use annulus_core::{
-    Backend, Batch, Control, Dims, Element, Error, Host, HostTensors, Result, Runs, Transport,
-    index, memory,
-};
-use annulus_cpu::Cpu;
+use annulus_core::{Batch, Dims, Element, Error, Result, Runs, index, memory};
 use ndarray::{ArrayView3, ArrayView4, Axis};
 
 use crate::{
-    Attention, Backward, BackwardViewMut, Forward, ForwardView, ForwardViewMut, Plan, StartedPass,
-    Tensors,
+    Backward, BackwardViewMut, Forward, ForwardView, ForwardViewMut, OverlapPlan, Plan, Setup,
+    StartedPass, Tensors,
     plan::{zero_gradients, zero_outputs},
     rank_tensors::{
-        BackwardRankTensors, BackwardTensors, RankTensors, SharedGradients, contiguous, only_rank,
-        put_rows,
+        BackwardRankTensors, BackwardTensors, RankTensors, SharedGradients, contiguous,
+        counts_from, put_rows,
     },
 };
 
 /// A whole ring in this process, planned once and used for many passes.
 ///
-/// [`Attention::local_ring`] creates one of CPU ranks. Every call starts one thread per rank (none
+/// Every call starts one thread per rank (none
 /// for one rank) and returns when all ranks have ended. An error that ends the plan of one rank
 /// ends the whole: later calls return [`Error::Poisoned`].
 ///
@@ -41,76 +38,50 @@ pub struct LocalRing {
 }
 
 impl LocalRing {
-    pub(crate) fn of_cpus(attention: &Attention, dims: Dims, ranks: usize) -> Result<Self> {
-        let threads = attention.rank_threads(ranks)?;
-        let attention = attention.clone().threads(None);
-        Self::with_backends(&attention, dims, ranks, |_| Cpu::new(threads))
-    }
-
-    /// Plans an in-process ring of `ranks` ranks; `make` returns the backend of each rank.
+    /// Plans an in-process ring of `ranks` ranks over whole tensors, on the backend of the runtime
+    /// ([`Runtime::backend`](crate::Runtime::backend)). Ranks share a GPU if its number was given,
+    /// or if they are more than the GPUs.
     ///
     /// # Ordering
     /// Local: all ranks are threads of this process.
     ///
     /// # Errors
-    /// As [`Attention::local_ring`], and the errors of `make`.
-    pub fn with_backends<B: Backend<Space = Host>>(
-        attention: &Attention,
-        dims: Dims,
-        ranks: usize,
-        make: impl Fn(usize) -> Result<B> + Sync,
-    ) -> Result<Self> {
-        Self::with_transports(attention, dims, ranks, |rank, endpoint| Ok((make(rank)?, endpoint)))
+    /// [`Error::InvalidArgument`], [`Error::Unsupported`], [`Error::OutOfMemory`]; those of the
+    /// device.
+    pub fn new(setup: impl Into<Setup>, dims: Dims, ranks: usize) -> Result<Self> {
+        let mut setup = setup.into();
+        let backend = setup.runtime.backend_of(Some(ranks))?;
+        setup.runtime = setup.runtime.backend(backend).threads(None);
+        Self::from_plans(setup, dims, ranks, |_, setup, endpoint| Plan::new(setup, dims, endpoint))
     }
 
-    /// Plans an in-process ring on backends whose blocks are not in host memory.
-    ///
-    /// `make` returns the backend of a rank and the transport of its blocks, built on the rank's
-    /// endpoint of a ring of threads.
+    /// Plans an in-process ring of ranks of `plan`, which plans one of them from its number, its
+    /// setup and its endpoint of a ring of threads: on a backend of the program's own, or over a
+    /// transport built on the endpoint.
     ///
     /// # Ordering
-    /// As [`LocalRing::with_backends`]. `make` runs on the thread of the rank, concurrently with
-    /// those of the other ranks, so it may call collectives.
+    /// Local. `plan` runs on the thread of the rank, concurrently with those of the other ranks, so
+    /// it may call collectives.
     ///
     /// # Errors
-    /// As [`LocalRing::with_backends`].
-    pub fn with_transports<B, T>(
-        attention: &Attention,
+    /// As [`LocalRing::new`], and the errors of `plan`.
+    pub fn from_plans(
+        setup: impl Into<Setup>,
         dims: Dims,
         ranks: usize,
-        make: impl Fn(usize, Threads) -> Result<(B, T)> + Sync,
-    ) -> Result<Self>
-    where
-        B: Backend<Space: HostTensors>,
-        T: Transport<B::Space> + 'static,
-    {
-        Self::of_plans(attention, dims, ranks, |attention, endpoint| {
-            let (backend, transport) = make(Control::rank(&endpoint), endpoint)?;
-            Plan::new(attention, dims, backend, transport)
-        })
-    }
-
-    /// Plans an in-process ring; `plan` plans one rank on its endpoint. It runs on the thread of
-    /// the rank.
-    pub(crate) fn of_plans(
-        attention: &Attention,
-        dims: Dims,
-        ranks: usize,
-        plan: impl Fn(&Attention, Threads) -> Result<Plan> + Sync,
+        plan: impl Fn(usize, &Setup, Threads) -> Result<Plan> + Sync,
     ) -> Result<Self> {
+        let mut setup = setup.into();
         let ring = threads::checked_ring(ranks)?;
-        let ring_options = attention.ring_options();
-        if ring_options.local_gradients {
+        if setup.attention.local_gradients {
             return Err(Error::invalid(
                 "local_gradients",
                 true,
                 "false: a ring in one process returns whole gradients",
             ));
         }
-        // the threads of a call begin together, so a rank that does not enter has failed
-        let deadline = attention.arrival_deadline_or(attention.effective_deadline());
-        let attention = attention.clone().arrival_deadline(deadline);
-        let ranks = each_rank(ring, |_, endpoint| plan(&attention, endpoint))?;
+        setup.runtime = setup.runtime.of_threads();
+        let ranks = each_rank(ring, |rank, endpoint| plan(rank, &setup, endpoint))?;
         Ok(Self { dims, ranks, reports: Vec::new() })
     }
 
@@ -132,11 +103,11 @@ impl LocalRing {
     /// # Examples
     /// Two documents of 5 and 3 tokens in one row, which do not attend to each other.
     /// ```
-    /// use annulus::{Attention, Batch, Dims, Tensors};
+    /// use annulus::{Attention, Batch, Dims, LocalRing, Tensors};
     /// use ndarray::{Array4, array};
     ///
     /// let x = Array4::<f32>::ones((1, 8, 2, 4));
-    /// let mut ring = Attention::new().local_ring(Dims::new(1, 8, 2, 4), 2)?;
+    /// let mut ring = LocalRing::new(Attention::new(), Dims::new(1, 8, 2, 4), 2)?;
     /// // the ids of the queries serve for the keys too; a negative id is padding
     /// let q_segment_ids = Some(array![[0, 0, 0, 0, 0, 1, 1, 1]]);
     /// ring.update(&Batch { q_segment_ids, ..Batch::default() })?;
@@ -211,7 +182,7 @@ impl LocalRing {
             let report = plan.forward_into(tensors, outputs)?;
             return Ok(self.keep_reports([report]));
         }
-        if let Some(blocks) = contiguous(&self.ranks, Plan::q_rows) {
+        if let Some(blocks) = contiguous(self.ranks.iter().map(Plan::q_rows)) {
             let reports = self.forward_parts(tensors, outputs.split(&blocks))?;
             return Ok(self.keep_reports(reports));
         }
@@ -272,13 +243,13 @@ impl LocalRing {
     /// # Examples
     /// One learnable sink per head, and its gradient.
     /// ```
-    /// use annulus::{Attention, Dims, SinkShape, Tensors};
+    /// use annulus::{Attention, Dims, LocalRing, SinkShape, Tensors};
     /// use ndarray::{Array2, Array4};
     ///
     /// let x = Array4::<f32>::ones((1, 8, 2, 4));
     /// let sinks = Array2::<f32>::from_elem((2, 1), 2.0); // [q_heads, sinks]
     /// let attention = Attention::new().causal(true).softmax_aux(SinkShape::per_head(1));
-    /// let mut ring = attention.local_ring(Dims::new(1, 8, 2, 4), 3)?;
+    /// let mut ring = LocalRing::new(&attention, Dims::new(1, 8, 2, 4), 3)?;
     /// let tensors = Tensors::new(x.view(), x.view(), x.view()).with_softmax_aux(sinks.view());
     /// let forward = ring.forward(&tensors)?;
     /// // one key and one sink with equal scores: each has probability 1/2
@@ -338,8 +309,8 @@ impl LocalRing {
             dout: dout.view(),
             dlse: dlse.as_ref().map(|dlse| dlse.view()),
         };
-        let blocks =
-            contiguous(&self.ranks, Plan::q_rows).zip(contiguous(&self.ranks, Plan::kv_rows));
+        let blocks = contiguous(self.ranks.iter().map(Plan::q_rows))
+            .zip(contiguous(self.ranks.iter().map(Plan::kv_rows)));
         // every rank has the whole of a gradient that is summed over ranks
         let bias_is_shared = tensors.bias.as_ref().is_some_and(|bias| bias.dim().2 == 1);
         if let Some((q_blocks, kv_blocks)) = blocks {
@@ -569,10 +540,28 @@ impl LocalRing {
     }
 }
 
+impl OverlapPlan for LocalRing {
+    fn any_thread(&self) -> bool {
+        true
+    }
+
+    fn cancellations(&self) -> Vec<Cancellation> {
+        self.ranks.iter().flat_map(Plan::cancellations).collect()
+    }
+}
+
 impl std::fmt::Display for LocalRing {
     /// Writes mask, ranks, strategy, layout, route and bytes of rank 0.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         std::fmt::Display::fmt(self.plan(), f)
+    }
+}
+
+/// Returns the rank of a ring of one rank, if its tensors are the whole tensors.
+fn only_rank(ranks: &mut [Plan]) -> Option<&mut Plan> {
+    match ranks {
+        [plan] if counts_from(0, plan.q_rows()) && counts_from(0, plan.kv_rows()) => Some(plan),
+        _ => None,
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use annulus_core::{Batch, Dims, Element, Layout, Result, SinkShape};
 use ndarray::{ArrayView2, ArrayView4};
 
-use crate::{Attention, Forward, Tensors};
+use crate::{Attention, Division, Forward, LocalRing, Tensors};
 
 /// Parameters of [`flash_attention`] and [`ring_attention`], named as in other libraries.
 ///
@@ -117,7 +117,8 @@ pub fn ring_attention<T: Element>(
     let (batch, q_len, q_heads, head_dim) = q.dim();
     let (_, kv_len, kv_heads, value_dim) = v.dim();
     let dims = Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim };
-    let mut ring = options.attention::<T>().local_ring(dims, ranks)?;
+    let division = Division::new().layout(options.layout.clone());
+    let mut ring = LocalRing::new((options.attention::<T>(), division), dims, ranks)?;
     if options.batch != Batch::default() {
         ring.update(&options.batch)?;
     }
@@ -142,8 +143,7 @@ impl<A> Options<'_, A> {
             .softmax_aux(self.softmax_aux.as_ref().map(|sinks| match sinks.dim() {
                 (1, count) => SinkShape::shared(count),
                 (_, count) => SinkShape::per_head(count),
-            }))
-            .layout(self.layout.clone());
+            }));
         self.mask_builder.iter().fold(attention, |all, mask| all.mask(Arc::clone(mask)))
     }
 }

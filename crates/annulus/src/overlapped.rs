@@ -20,9 +20,7 @@ use std::{
 };
 
 use annulus_comm::{Cancellation, caught};
-use annulus_core::{Error, Process, Result, Space};
-
-use crate::{LocalRing, Plan};
+use annulus_core::{Error, Process, Result};
 
 /// A plan whose passes can run on a thread of their own.
 pub trait OverlapPlan: Send {
@@ -31,26 +29,6 @@ pub trait OverlapPlan: Send {
 
     /// Returns the flags that end a pass of the ranks of this process.
     fn cancellations(&self) -> Vec<Cancellation>;
-}
-
-impl<S: Space> OverlapPlan for Plan<S> {
-    fn any_thread(&self) -> bool {
-        Self::any_thread(self)
-    }
-
-    fn cancellations(&self) -> Vec<Cancellation> {
-        vec![self.cancellation()]
-    }
-}
-
-impl OverlapPlan for LocalRing {
-    fn any_thread(&self) -> bool {
-        true
-    }
-
-    fn cancellations(&self) -> Vec<Cancellation> {
-        self.plans().map(Plan::cancellation).collect()
-    }
 }
 
 /// A pass under way on a thread of its own. It borrows its plan and its tensors, so that the
@@ -63,11 +41,12 @@ impl OverlapPlan for LocalRing {
 /// # Examples
 /// The program computes while the pass runs.
 /// ```
-/// use annulus::{Attention, Dims, Tensors};
+/// use annulus::{Attention, Dims, LocalRing, Tensors};
 /// use ndarray::Array4;
 ///
 /// let x = Array4::<f32>::ones((1, 64, 2, 16));
-/// let mut ring = Attention::new().causal(true).local_ring(Dims::new(1, 64, 2, 16), 2)?;
+/// let attention = Attention::new().causal(true);
+/// let mut ring = LocalRing::new(&attention, Dims::new(1, 64, 2, 16), 2)?;
 /// let mut work = 0;
 /// let forward = std::thread::scope(|scope| {
 ///     let tensors = Tensors::new(x.view(), x.view(), x.view());
@@ -82,9 +61,9 @@ impl OverlapPlan for LocalRing {
 /// ```
 /// A second pass of the plan is refused by the compiler until the scope has ended.
 /// ```compile_fail,E0499
-/// # use annulus::{Attention, Dims, Tensors};
+/// # use annulus::{Attention, Dims, LocalRing, Tensors};
 /// # let x = ndarray::Array4::<f32>::ones((1, 64, 2, 16));
-/// # let mut ring = Attention::new().local_ring(Dims::new(1, 64, 2, 16), 2).unwrap();
+/// # let mut ring = LocalRing::new(Attention::new(), Dims::new(1, 64, 2, 16), 2).unwrap();
 /// # let tensors = Tensors::new(x.view(), x.view(), x.view());
 /// std::thread::scope(|scope| {
 ///     let first = ring.forward_start(scope, tensors.clone()).unwrap();
@@ -161,7 +140,7 @@ impl<R> fmt::Debug for StartedPass<'_, R> {
 /// use annulus::{Attention, Dims, Forward, LocalRing, Overlapped, Tensors};
 /// use ndarray::Array4;
 ///
-/// let ring = Attention::new().local_ring(Dims::new(1, 64, 2, 16), 2)?;
+/// let ring = LocalRing::new(Attention::new(), Dims::new(1, 64, 2, 16), 2)?;
 /// let mut ring = Overlapped::<LocalRing, Forward<f32>>::new(ring);
 /// let x = Array4::ones((1, 64, 2, 16));
 /// ring.start(move |ring| ring.forward(&Tensors::new(x.view(), x.view(), x.view())))?;

@@ -14,11 +14,10 @@ use annulus_core::{
 use ndarray::{ArrayView2, ArrayView3, ArrayView4, ArrayViewMut3, Axis};
 
 use crate::{
-    Attention, Backward, BackwardViewMut, Forward, ForwardView, ForwardViewMut, StartedPass,
-    Tensors,
-    division::Division,
+    Backward, BackwardViewMut, Cpu, Division, Forward, ForwardView, ForwardViewMut, OverlapPlan,
+    Runtime, Setup, StartedPass, Tensors,
+    backend::{Opened, or_abort},
     engine::{DeviceRing, Engine, RankEngine},
-    environment,
 };
 
 /// Plan of one rank of a ring, made once and used for many passes.
@@ -37,7 +36,7 @@ use crate::{
 /// A process of an MPI program runs the body of `rank` with its own transport.
 /// ```
 /// use annulus::{
-///     Attention, Cpu, Dims, Plan, Result, Tensors,
+///     Attention, Dims, Plan, Result, Tensors,
 ///     comm::threads::{Threads, each_rank, ring},
 /// };
 /// use ndarray::Array4;
@@ -45,7 +44,7 @@ use crate::{
 /// fn rank(transport: Threads) -> Result<f32> {
 ///     let dims = Dims::new(1, 64, 4, 16); // of the whole sequence, the same on every rank
 ///     let attention = Attention::new().causal(true);
-///     let mut plan = Plan::new(&attention, dims, Cpu::new(1)?, transport)?;
+///     let mut plan = Plan::new(&attention, dims, transport)?; // on one CPU thread
 ///
 ///     // the rows that the layout assigns to this rank, in the order of its tensors
 ///     let rows: Vec<i64> = plan.q_rows().iter().collect();
@@ -73,9 +72,12 @@ pub struct Plan<S: Space = Host> {
 }
 
 impl Plan {
-    /// Plans `attention` on this rank of `transport`. With the default layout and route, the ranks
-    /// of a node are adjacent on the ring. [`Attention::threads`] is refused: the backend has its
-    /// own.
+    /// Plans one rank over a transport of host memory, on the backend of the runtime
+    /// ([`Runtime::backend`]). With the default layout and route, the ranks of a node are adjacent
+    /// on the ring.
+    ///
+    /// Blocks of a GPU are staged through host memory, except that over MPI, an NVIDIA GPU sends
+    /// them from device memory if the library takes it.
     ///
     /// # Shapes
     /// `dims` are the global lengths, the same on every rank.
@@ -86,20 +88,65 @@ impl Plan {
     /// # Errors
     /// [`Error::InvalidArgument`] and [`Error::Unsupported`] here, then [`Error::Refused`]
     /// elsewhere; [`Error::RankMismatch`] on all ranks; [`Error::OutOfMemory`];
-    /// [`Error::ArrivalTimeout`].
+    /// [`Error::ArrivalTimeout`]. Those of the device: then [`Error::Aborted`] on the other ranks.
     ///
+    /// [`Error::Aborted`]: crate::Error::Aborted
     /// [`Error::ArrivalTimeout`]: crate::Error::ArrivalTimeout
     /// [`Error::InvalidArgument`]: crate::Error::InvalidArgument
     /// [`Error::OutOfMemory`]: crate::Error::OutOfMemory
     /// [`Error::RankMismatch`]: crate::Error::RankMismatch
     /// [`Error::Refused`]: crate::Error::Refused
     /// [`Error::Unsupported`]: crate::Error::Unsupported
-    pub fn new<B, T>(attention: &Attention, dims: Dims, backend: B, transport: T) -> Result<Self>
+    pub fn new<T: Transport<Host> + 'static>(
+        setup: impl Into<Setup>,
+        dims: Dims,
+        mut transport: T,
+    ) -> Result<Self> {
+        let mut setup = setup.into();
+        let opened = or_abort(setup.runtime.backend_of(None), &mut transport)?;
+        // the opened backend has them
+        setup.runtime = setup.runtime.backend(None).threads(None);
+        match &opened.0 {
+            Opened::Cpu(threads) => {
+                let cpu = or_abort(Cpu::new(*threads), &mut transport)?;
+                Self::with_backend(setup, dims, cpu, transport)
+            }
+            #[cfg(feature = "wgpu")]
+            Opened::Wgpu(devices) => {
+                let (backend, transport) = devices.rank(transport)?;
+                Self::with_backend(setup, dims, backend, transport)
+            }
+            #[cfg(feature = "cuda")]
+            Opened::Cuda(devices) => {
+                let cuda = or_abort(devices.of_rank(&transport), &mut transport)?;
+                let (backend, transport) = crate::devices::cuda_rank(cuda, transport)?;
+                Self::with_backend(setup, dims, backend, transport)
+            }
+        }
+    }
+
+    /// Plans one rank as [`Plan::new`] does, on a backend of the program's own and a transport of
+    /// its blocks. [`Runtime::backend`] and [`Runtime::threads`] are refused.
+    ///
+    /// # Shapes
+    /// As [`Plan::new`].
+    ///
+    /// # Ordering
+    /// Collective.
+    ///
+    /// # Errors
+    /// As [`Plan::new`].
+    pub fn with_backend<B, T>(
+        setup: impl Into<Setup>,
+        dims: Dims,
+        backend: B,
+        transport: T,
+    ) -> Result<Self>
     where
         B: Backend<Space: HostTensors>,
         T: Transport<B::Space> + 'static,
     {
-        Self::of(attention, dims, transport, |transport, spec, options, division| {
+        Self::of(&setup.into(), dims, transport, |transport, spec, options, division| {
             Ok(Box::new(Engine::new(backend, Box::new(transport), spec, options, division)?))
         })
     }
@@ -116,7 +163,7 @@ impl Plan {
     /// [`Error::InvalidArgument`] here and [`Error::Refused`] elsewhere if a tensor does not fit
     /// the plan, and [`Error::RankMismatch`]: nothing was done on any rank.
     /// [`Error::ArrivalTimeout`]: nothing was done, make the same call again
-    /// ([`Attention::arrival_deadline`]). [`Error::Comm`],
+    /// ([`Runtime::arrival_deadline`]). [`Error::Comm`],
     /// [`Error::Timeout`], [`Error::PeerLost`], [`Error::Aborted`], [`Error::Device`] and
     /// [`Error::Internal`] end the plan; later calls return [`Error::Poisoned`].
     ///
@@ -172,7 +219,7 @@ impl Plan {
     /// Computes this rank's gradients from the result of [`Plan::forward`], ∂L/∂out and ∂L/∂lse.
     ///
     /// dsoftmax_aux, and dbias if it is broadcast over queries, are summed over all ranks, unless
-    /// [`Attention::local_gradients`] is set.
+    /// [`Attention::local_gradients`](crate::Attention::local_gradients) is set.
     ///
     /// # Shapes
     /// `dout` as out, `dlse` as lse; [`Backward`] with this rank's rows. `None` as `dlse` is 0.
@@ -313,8 +360,8 @@ impl Plan {
 }
 
 impl<S: Space> Plan<S> {
-    /// Plans `attention` on this rank of `transport`, as [`Plan::new`], of tensors in the memory of
-    /// the backend. The only strategy is the ring.
+    /// Plans one rank as [`Plan::with_backend`] does, of tensors in the memory of the backend. The
+    /// only strategy is the ring.
     ///
     /// # Shapes
     /// As [`Plan::new`].
@@ -327,7 +374,7 @@ impl<S: Space> Plan<S> {
     ///
     /// [`Error::Unsupported`]: crate::Error::Unsupported
     pub fn on_device<B, T>(
-        attention: &Attention,
+        setup: impl Into<Setup>,
         dims: Dims,
         backend: B,
         transport: T,
@@ -336,34 +383,34 @@ impl<S: Space> Plan<S> {
         B: Backend<Space = S>,
         T: Transport<S> + 'static,
     {
-        Self::of(attention, dims, transport, |transport, spec, options, division| {
-            Ok(Box::new(DeviceRing::new(backend, Box::new(transport), spec, options, &division)?))
+        Self::of(&setup.into(), dims, transport, |transport, spec, options, division| {
+            Ok(Box::new(DeviceRing::new(backend, Box::new(transport), spec, options, division)?))
         })
     }
 
     /// Plans with the engine that `make` returns.
     fn of<T: Transport<N> + 'static, N: Space>(
-        attention: &Attention,
+        setup: &Setup,
         dims: Dims,
         transport: T,
         make: impl FnOnce(
             Deadline<T, N>,
             Result<Spec>,
             RingOptions,
-            Division,
+            &Division,
         ) -> Result<Box<dyn RankEngine<S>>>,
     ) -> Result<Self> {
         // a value that cannot be read enters the agreement, so that no rank waits for this one
-        let variable = environment::deadline();
+        let variable = Runtime::deadline_variable();
         let deadline_variable = variable.clone().unwrap_or_default();
         let cancellation = Cancellation::default();
-        let transport = attention.bounded(transport, deadline_variable)?;
+        let transport = setup.runtime.bounded(transport, deadline_variable)?;
         let transport = transport.with_cancellation(cancellation.clone());
-        let spec = variable.and_then(|_| attention.check_threads());
-        let spec = spec.and_then(|()| attention.spec(dims));
-        let options = RingOptions { deadline_variable, ..attention.ring_options() };
-        let mut engine = make(transport, spec, options, attention.division())?;
-        if let Some(hook) = attention.step_hook() {
+        let spec = variable.and_then(|_| setup.runtime.check_own_backend());
+        let spec = spec.and_then(|()| setup.spec(dims));
+        let options = RingOptions { deadline_variable, ..setup.ring_options() };
+        let mut engine = make(transport, spec, options, &setup.division)?;
+        if let Some(hook) = setup.runtime.step_hook() {
             engine.on_step(hook);
         }
         Ok(Self { engine: ProcessOwned::new(engine), cancellation })
@@ -463,7 +510,7 @@ impl<S: Space> Plan<S> {
         self.engine.facts().kv_rows()
     }
 
-    /// Returns the fingerprint of this rank's arithmetic ([`Attention::reproducible`]).
+    /// Returns the fingerprint of this rank's arithmetic ([`Attention::reproducible`](crate::Attention::reproducible)).
     pub fn numerics(&self) -> &str {
         self.engine.facts().numerics()
     }
@@ -488,11 +535,6 @@ impl<S: Space> Plan<S> {
     /// an MPI below `MPI_THREAD_MULTIPLE`.
     pub fn any_thread(&self) -> bool {
         self.engine.facts().any_thread()
-    }
-
-    /// Returns the flag by which another thread ends a pass.
-    pub(crate) fn cancellation(&self) -> Cancellation {
-        self.cancellation.clone()
     }
 
     /// Returns this rank.
@@ -521,16 +563,17 @@ impl<S: Space> Plan<S> {
     ///
     /// # Examples
     /// ```
-    /// use annulus::{Attention, Dims, Strategy};
+    /// use annulus::{Attention, Dims, Division, LocalRing, Strategy};
     ///
-    /// let attention = Attention::new().strategy(Strategy::AllGather);
-    /// let ring = attention.local_ring(Dims::new(1, 64, 2, 16), 4)?;
+    /// let (attention, dims) = (Attention::new(), Dims::new(1, 64, 2, 16));
+    /// let division = Division::new().strategy(Strategy::AllGather);
+    /// let ring = LocalRing::new((&attention, division), dims, 4)?;
     /// assert_eq!(ring.plan().strategy(), Strategy::Ring);
     /// assert_eq!(ring.plan().named_strategy(), Strategy::AllGather);
     ///
     /// let columns = Strategy::Grid { heads: 1, queries: 1, keys: 4 };
-    /// let attention = Attention::new().strategy(columns);
-    /// let ring = attention.local_ring(Dims::new(1, 64, 2, 16), 4)?;
+    /// let division = Division::new().strategy(columns);
+    /// let ring = LocalRing::new((&attention, division), dims, 4)?;
     /// assert_eq!(ring.plan().strategy(), columns);
     /// assert_eq!(ring.plan().named_strategy(), Strategy::PassQ);
     /// # Ok::<(), annulus::Error>(())
@@ -600,6 +643,16 @@ impl<S: Space> Plan<S> {
     /// schedule of the ring over the groups, for this rank's heads and key column.
     pub fn schedule(&self) -> Schedule {
         self.engine.facts().schedule()
+    }
+}
+
+impl<S: Space> OverlapPlan for Plan<S> {
+    fn any_thread(&self) -> bool {
+        Self::any_thread(self)
+    }
+
+    fn cancellations(&self) -> Vec<Cancellation> {
+        vec![self.cancellation.clone()]
     }
 }
 

@@ -9,7 +9,7 @@ use ndarray::{
     Dimension, Ix3, Ix4, RemoveAxis, Slice,
 };
 
-use crate::{BackwardViewMut, ForwardView, ForwardViewMut, Plan, Tensors};
+use crate::{BackwardViewMut, ForwardView, ForwardViewMut, Tensors};
 
 /// One rank's rows of the inputs of a forward pass: views, or copies if the rows are several runs.
 pub(crate) struct RankTensors<'a, T: Element> {
@@ -172,14 +172,12 @@ impl<'a, T: Element> BackwardViewMut<'a, T> {
 }
 
 /// Returns the rows of each rank if every rank's are contiguous and in the order of ranks.
-pub(crate) fn contiguous(
-    ranks: &[Plan],
-    rows: impl Fn(&Plan) -> &Runs,
+pub(crate) fn contiguous<'a>(
+    rows_of_ranks: impl Iterator<Item = &'a Runs>,
 ) -> Option<Vec<Range<usize>>> {
     let mut next = 0;
-    let mut blocks = Vec::with_capacity(ranks.len());
-    for plan in ranks {
-        let rows = rows(plan);
+    let mut blocks = Vec::new();
+    for rows in rows_of_ranks {
         if !counts_from(next, rows) {
             return None;
         }
@@ -190,16 +188,8 @@ pub(crate) fn contiguous(
     Some(blocks)
 }
 
-/// Returns the rank of a ring of one rank, if its tensors are the whole tensors.
-pub(crate) fn only_rank(ranks: &mut [Plan]) -> Option<&mut Plan> {
-    match ranks {
-        [plan] if counts_from(0, plan.q_rows()) && counts_from(0, plan.kv_rows()) => Some(plan),
-        _ => None,
-    }
-}
-
 /// Returns true if the rows are `first`, `first` + 1, …
-fn counts_from(first: i64, rows: &Runs) -> bool {
+pub(crate) fn counts_from(first: i64, rows: &Runs) -> bool {
     match rows.runs() {
         [] => true,
         [run] => run.start == first && (run.step == 1 || run.count == 1),

@@ -1,0 +1,88 @@
+//! The three values that make a plan.
+
+use std::borrow::Borrow;
+
+use annulus_comm::ring::RingOptions;
+use annulus_core::{Dims, Result, Spec};
+
+use crate::{Attention, Division, Runtime};
+
+/// What is computed, how the ranks divide it, and how they run.
+///
+/// Constructors of plans take whatever converts to it: `&attention`, `(&attention, &division)` or
+/// `(&attention, &division, &runtime)`, by value or by reference. What is left out has its default.
+#[derive(Debug, Clone, Default)]
+pub struct Setup {
+    /// The mathematics.
+    pub attention: Attention,
+    /// The division among ranks.
+    pub division: Division,
+    /// Backend, threads, deadlines and hooks.
+    pub runtime: Runtime,
+}
+
+impl Setup {
+    /// Returns the checked definition for tensors of these lengths, after checking all parameters.
+    ///
+    /// # Errors
+    /// [`annulus_core::Error::InvalidArgument`], which names the parameter.
+    pub fn spec(&self, dims: Dims) -> Result<Spec> {
+        let spec = self.attention.spec(dims)?;
+        self.division.check(&spec)?;
+        self.runtime.check()?;
+        Ok(spec)
+    }
+
+    /// Returns the options of the ring engine, for a [`Ring`](crate::comm::ring::Ring) made by
+    /// hand.
+    pub fn ring_options(&self) -> RingOptions {
+        RingOptions {
+            backward: !self.attention.forward_only,
+            local_gradients: self.attention.local_gradients,
+            ..self.division.ring_options()
+        }
+    }
+}
+
+impl From<Attention> for Setup {
+    fn from(attention: Attention) -> Self {
+        Self { attention, ..Self::default() }
+    }
+}
+
+impl From<&Attention> for Setup {
+    fn from(attention: &Attention) -> Self {
+        attention.clone().into()
+    }
+}
+
+impl From<&Setup> for Setup {
+    fn from(setup: &Setup) -> Self {
+        setup.clone()
+    }
+}
+
+impl<A: Borrow<Attention>, D: Borrow<Division>> From<(A, D)> for Setup {
+    fn from((attention, division): (A, D)) -> Self {
+        Self {
+            attention: attention.borrow().clone(),
+            division: division.borrow().clone(),
+            ..Self::default()
+        }
+    }
+}
+
+impl<A, D, R> From<(A, D, R)> for Setup
+where
+    A: Borrow<Attention>,
+    D: Borrow<Division>,
+    R: Borrow<Runtime>,
+{
+    fn from((attention, division, runtime): (A, D, R)) -> Self {
+        Self {
+            attention: attention.borrow().clone(),
+            division: division.borrow().clone(),
+            runtime: runtime.borrow().clone(),
+        }
+    }
+}
