@@ -60,14 +60,17 @@ impl Cache {
         backend: PyBackend,
         threads: Option<usize>,
     ) -> PyResult<Self> {
-        let (attention, callbacks) = config.attention(py)?;
+        let (setup, callbacks) = config.setup(py)?;
         let (dtype, shape) = (config.element(py)?, CacheShape::from(lengths).page_rows(page_rows));
         let session = Session::new("cache", callbacks, ranks > 1);
         let signals = session.signals();
         let cache = session.run(py, || {
             let backend = backend::open(&backend, threads, || machine_threads(ranks))?;
-            let wrap = |endpoint| Interruptible::new(endpoint, Arc::clone(signals));
-            backend.local_cache_over(&attention, shape, ranks, wrap)
+            let runtime = setup.runtime.backend(backend);
+            LocalCache::from_caches(&runtime, ranks, |_, runtime, endpoint| {
+                let endpoint = Interruptible::new(endpoint, Arc::clone(signals));
+                annulus::Cache::new(&setup.attention, runtime, shape, endpoint)
+            })
         })?;
         Ok(Self { session: session.filled(Engine::Local(cache)), dtype })
     }
@@ -89,17 +92,18 @@ impl Cache {
     ) -> PyResult<Self> {
         // first: all ranks share an endpoint in the same order
         let carrier = Carrier::read(communicator)?;
-        let (attention, callbacks) = config.attention(py)?;
+        let (setup, callbacks) = config.setup(py)?;
         let (dtype, shape) = (config.element(py)?, CacheShape::from(lengths).page_rows(page_rows));
         let session = Session::new("cache", callbacks, false);
         let signals = session.signals();
         let cache = session.run(py, || {
-            let mut endpoint = carrier.open(&attention)?;
+            let mut endpoint = carrier.open(&setup.runtime)?;
             let backend =
                 backend::open(&backend, threads, || machine_threads(node_ranks(&endpoint)));
             let backend = backend.inspect_err(|error| endpoint.abort(error))?;
             let endpoint = Interruptible::new(endpoint, Arc::clone(signals));
-            backend.cache(&attention, shape, endpoint)
+            let runtime = setup.runtime.backend(backend);
+            annulus::Cache::new(&setup.attention, &runtime, shape, endpoint)
         })?;
         Ok(Self { session: session.filled(Engine::Rank(Box::new(cache))), dtype })
     }

@@ -5,7 +5,8 @@ use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use annulus::{
     Alignment, Attention, BackwardMode, Batch, BiasOrder, CacheShape, CustomLayout, DType, Dims,
-    Error, Layout, Machine, Precision, Route, Run, Runs, SinkShape, Strategy,
+    Division, Error, Layout, Machine, Precision, Route, Run, Runs, Runtime, Setup, SinkShape,
+    Strategy,
     ndarray::{Array2, Ix1, Ix2},
 };
 use pyo3::{prelude::*, types::PyDict};
@@ -71,8 +72,14 @@ enum LayoutConfig {
 }
 
 impl Config<'_> {
-    /// Returns the builder, and the functions of Python's that its masks and biases call.
-    pub(crate) fn attention(&self, py: Python<'_>) -> PyResult<(Attention, Vec<Arc<Callback>>)> {
+    /// Returns the setup, and the functions of Python's that its masks and biases call.
+    pub(crate) fn setup(&self, py: Python<'_>) -> PyResult<(Setup, Vec<Arc<Callback>>)> {
+        let mut callbacks = Vec::new();
+        let attention = self.attention(py, &mut callbacks)?;
+        Ok((Setup::from((attention, self.division(py)?, self.runtime(py)?)), callbacks))
+    }
+
+    fn attention(&self, py: Python<'_>, callbacks: &mut Vec<Arc<Callback>>) -> PyResult<Attention> {
         let mut attention = Attention::new()
             .dtype(self.element(py)?)
             .causal(self.causal)
@@ -92,20 +99,10 @@ impl Config<'_> {
             .reproducible(self.reproducible)
             .backward_mode(self.backward_mode(py)?)
             .forward_only(self.forward_only)
-            .local_gradients(self.local_gradients)
-            .layout(self.layout(py)?)
-            .route(self.route(py)?)
-            .strategy(self.strategy(py)?)
-            .machine(self.machine(py)?)
-            .documents(self.documents.as_ref().map(|given| batch(py, given)).transpose()?)
-            .kv_block_size(self.kv_block_size)
-            .receive_ahead(self.receive_ahead)
-            .deadline(seconds(py, "deadline", self.deadline)?)
-            .arrival_deadline(seconds(py, "arrival_deadline", self.arrival_deadline)?);
+            .local_gradients(self.local_gradients);
         if let Some(name) = &self.logits_dtype {
             attention = attention.logits_dtype(dtype(py, "logits_dtype", name)?);
         }
-        let mut callbacks = Vec::new();
         if let Some(mask) = &self.mask {
             attention = attention.mask(mask.get().shared());
             callbacks.extend(mask.get().callbacks().iter().cloned());
@@ -114,7 +111,24 @@ impl Config<'_> {
             attention = attention.bias_function(function.get().shared());
             callbacks.extend(function.get().callbacks().iter().cloned());
         }
-        Ok((attention, callbacks))
+        Ok(attention)
+    }
+
+    fn division(&self, py: Python<'_>) -> PyResult<Division> {
+        Ok(Division::new()
+            .layout(self.layout(py)?)
+            .route(self.route(py)?)
+            .strategy(self.strategy(py)?)
+            .machine(self.machine(py)?)
+            .documents(self.documents.as_ref().map(|given| batch(py, given)).transpose()?)
+            .kv_block_size(self.kv_block_size)
+            .receive_ahead(self.receive_ahead))
+    }
+
+    fn runtime(&self, py: Python<'_>) -> PyResult<Runtime> {
+        Ok(Runtime::new()
+            .deadline(seconds(py, "deadline", self.deadline)?)
+            .arrival_deadline(seconds(py, "arrival_deadline", self.arrival_deadline)?))
     }
 
     /// Returns the element type of q, k, v, out and their gradients.

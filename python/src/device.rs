@@ -12,7 +12,7 @@ use std::{
 };
 
 use annulus::{
-    Attention, DType, Dims, Plan, Result,
+    DType, Dims, Plan, Result, Setup,
     comm::Staged,
     cuda::{
         Cuda,
@@ -577,7 +577,7 @@ impl DevicePlan {
     /// Plans a rank on GPU `on.0` whose passes run in stream `on.1` of the caller's. Blocks are
     /// staged over `transport`.
     pub(crate) fn new<T: Transport<Host> + 'static>(
-        attention: &Attention,
+        setup: &Setup,
         dims: Dims,
         (number, stream): (usize, usize),
         mut transport: T,
@@ -592,7 +592,7 @@ impl DevicePlan {
                 .inspect_err(|error| transport.abort(error))?;
             let (cuda, copier) = opened;
             let transport = Interruptible::new(transport, Arc::clone(signals));
-            Plan::on_device(attention, dims, cuda, Staged::new(transport, copier))
+            Plan::on_device(setup, dims, cuda, Staged::new(transport, copier))
         })?;
         Ok(Self { plan: ManuallyDrop::new(plan), device, number })
     }

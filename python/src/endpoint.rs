@@ -6,9 +6,8 @@ use std::{
 };
 
 use annulus::{
-    Attention,
-    comm::mpi::{self, Mpi, Timeout, Settings},
-    environment,
+    Runtime,
+    comm::mpi::{self, Mpi, Settings, Timeout},
 };
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
@@ -63,15 +62,15 @@ impl Carrier {
     }
 
     /// Returns the transport of this process's rank. The other ranks make it within the deadline of
-    /// `attention`.
-    pub(crate) fn open(self, attention: &Attention) -> annulus::Result<Mpi> {
+    /// `runtime`.
+    pub(crate) fn open(self, runtime: &Runtime) -> annulus::Result<Mpi> {
         match self {
             Self::Communicator(communicator) => {
-                let timeout = match environment::deadline()? {
+                let timeout = match Runtime::deadline_variable()? {
                     Some(Duration::ZERO) => Timeout::unlimited(),
-                    variable => Timeout::at_most(
-                        variable.unwrap_or_else(|| attention.effective_deadline()),
-                    ),
+                    variable => {
+                        Timeout::at_most(variable.unwrap_or_else(|| runtime.effective_deadline()))
+                    }
                 };
                 over_communicator(communicator, timeout)
             }

@@ -80,14 +80,16 @@ impl Plan {
         backend: PyBackend,
         threads: Option<usize>,
     ) -> PyResult<Self> {
-        let (attention, callbacks) = config.attention(py)?;
+        let (setup, callbacks) = config.setup(py)?;
         let (dtype, dims) = (config.element(py)?, Dims::from(lengths));
         let session = Session::new("plan", callbacks, ranks > 1);
         let signals = session.signals();
         let ring = session.run(py, || {
             let backend = backend::open(&backend, threads, || machine_threads(ranks))?;
-            let wrap = |endpoint| Interruptible::new(endpoint, Arc::clone(signals));
-            backend.local_ring_over(&attention, dims, ranks, wrap)
+            let setup = setup.map_runtime(|runtime| runtime.backend(backend));
+            LocalRing::from_plans(setup, dims, ranks, |_, setup, endpoint| {
+                annulus::Plan::new(setup, dims, Interruptible::new(endpoint, Arc::clone(signals)))
+            })
         })?;
         Ok(Self { session: session.filled(Engine::Local(ring)), dtype })
     }
@@ -108,17 +110,18 @@ impl Plan {
     ) -> PyResult<Self> {
         // first: all ranks share an endpoint in the same order
         let carrier = Carrier::read(communicator)?;
-        let (attention, callbacks) = config.attention(py)?;
+        let (setup, callbacks) = config.setup(py)?;
         let (dtype, dims) = (config.element(py)?, Dims::from(lengths));
         let session = Session::new("plan", callbacks, false);
         let signals = session.signals();
         let plan = session.run(py, || {
-            let mut endpoint = carrier.open(&attention)?;
+            let mut endpoint = carrier.open(&setup.runtime)?;
             let backend =
                 backend::open(&backend, threads, || machine_threads(node_ranks(&endpoint)));
             let backend = backend.inspect_err(|error| endpoint.abort(error))?;
             let endpoint = Interruptible::new(endpoint, Arc::clone(signals));
-            backend.plan(&attention, dims, endpoint)
+            let setup = setup.map_runtime(|runtime| runtime.backend(backend));
+            annulus::Plan::new(setup, dims, endpoint)
         })?;
         Ok(Self { session: session.filled(Engine::Rank(plan)), dtype })
     }
@@ -132,14 +135,14 @@ impl Plan {
         lengths: Lengths,
         on: (usize, usize),
     ) -> PyResult<Self> {
-        let (attention, callbacks) = config.attention(py)?;
+        let (setup, callbacks) = config.setup(py)?;
         let (dtype, dims) = (config.element(py)?, Dims::from(lengths));
         let session = Session::new("plan", callbacks, false);
         let signals = session.signals();
         let plan = session.run(py, || {
             let alone = annulus::comm::threads::ring(1).pop();
             let alone = alone.ok_or_else(|| annulus::Error::internal("a ring of no rank"))?;
-            DevicePlan::new(&attention, dims, on, alone, signals)
+            DevicePlan::new(&setup, dims, on, alone, signals)
         })?;
         Ok(Self { session: session.filled(Engine::Device(Box::new(plan))), dtype })
     }
@@ -156,12 +159,12 @@ impl Plan {
     ) -> PyResult<Self> {
         // first: all ranks share an endpoint in the same order
         let carrier = Carrier::read(communicator)?;
-        let (attention, callbacks) = config.attention(py)?;
+        let (setup, callbacks) = config.setup(py)?;
         let (dtype, dims) = (config.element(py)?, Dims::from(lengths));
         let session = Session::new("plan", callbacks, false);
         let signals = session.signals();
         let plan = session.run(py, || {
-            DevicePlan::new(&attention, dims, on, carrier.open(&attention)?, signals)
+            DevicePlan::new(&setup, dims, on, carrier.open(&setup.runtime)?, signals)
         })?;
         Ok(Self { session: session.filled(Engine::Device(Box::new(plan))), dtype })
     }
@@ -610,13 +613,13 @@ pub(crate) fn shard<'py>(
     documents: &Bound<'py, PyDict>,
     balanced: bool,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let (attention, _) = config.attention(py)?;
+    let (setup, _) = config.setup(py)?;
     let dims = Dims::from(lengths);
     let batch = batch(py, documents)?;
     let placed = py.detach(|| {
-        let spec = attention.spec(dims)?;
+        let spec = setup.spec(dims)?;
         batch.validate(&dims, dims.q_len, dims.kv_len)?;
-        let (layout, route) = match attention.ring_options().layout {
+        let (layout, route) = match setup.ring_options().layout {
             _ if balanced => {
                 let Choice { layout, route, .. } = Choice::balanced(&spec, &batch, ranks)?;
                 (layout, Some(route))

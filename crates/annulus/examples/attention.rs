@@ -4,7 +4,7 @@
 //! cargo run --release -p annulus --example attention
 //! ```
 
-use annulus::{Attention, Dims, Result, Tensors, ndarray::Array4};
+use annulus::{Attention, Dims, LocalRing, Result, Tensors, ndarray::Array4};
 
 fn main() -> Result<()> {
     // batch, length, query heads, head dim; 2 heads of keys and values for 8 of queries
@@ -14,7 +14,7 @@ fn main() -> Result<()> {
     let v = tensor(1000, 2, 64, 1.1);
     let dout = tensor(1000, 8, 64, 0.9); // ∂L/∂out, of the layers that follow
 
-    let mut ring = Attention::new().causal(true).local_ring(dims, 4)?;
+    let mut ring = LocalRing::new(Attention::new().causal(true), dims, 4)?;
     println!("{ring}");
     let tensors = Tensors::new(q.view(), k.view(), v.view());
     let forward = ring.forward(&tensors)?;
@@ -24,7 +24,7 @@ fn main() -> Result<()> {
     println!("dq {:?}, dk {:?}", gradients.dq.dim(), gradients.dk.dim());
 
     // one rank computes the same, up to the order of rounding
-    let mut alone = Attention::new().causal(true).local_ring(dims, 1)?;
+    let mut alone = LocalRing::new(Attention::new().causal(true), dims, 1)?;
     let difference = (&alone.forward(&tensors)?.out - &forward.out).mapv(f32::abs);
     let largest = difference.fold(0.0, |largest: f32, &x| largest.max(x));
     println!("largest difference from one rank: {largest:e}");

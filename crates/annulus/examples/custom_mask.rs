@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use annulus::{
-    Attention, Dims, Fingerprint, KeyIntervals, Mask, Result, Tensors,
+    Attention, Dims, Fingerprint, KeyIntervals, LocalRing, Mask, Result, Tensors,
     mask::{Key, Predicate, Query},
     ndarray::Array4,
 };
@@ -40,16 +40,17 @@ fn main() -> Result<()> {
     });
     let tensors = Tensors::new(x.view(), x.view(), x.view());
 
-    let band = Attention::new().mask(Arc::new(Band)).local_ring(dims, 2)?.forward(&tensors)?;
+    let band = LocalRing::new(Attention::new().mask(Arc::new(Band)), dims, 2)?.forward(&tensors)?;
 
     // ranks compare closures by name: different closures need different names
     let closure = Predicate::of_positions("band of 7", |i, j| i.abs_diff(j) <= 7);
-    let same = Attention::new().mask(Arc::new(closure)).local_ring(dims, 2)?.forward(&tensors)?;
+    let same =
+        LocalRing::new(Attention::new().mask(Arc::new(closure)), dims, 2)?.forward(&tensors)?;
     assert_eq!(band.lse, same.lse);
 
     // masks combine: visible only if all allow it
     let attention = Attention::new().mask(Arc::new(Band)).causal(true);
-    let causal = attention.local_ring(dims, 2)?.forward(&tensors)?;
+    let causal = LocalRing::new(&attention, dims, 2)?.forward(&tensors)?;
     println!(
         "lse of query 100: {} with 15 keys, {} with 8",
         band.lse[[0, 0, 100]],

@@ -8,7 +8,7 @@
 use std::ops::Range;
 
 use annulus::{
-    Attention, Cache, CacheShape, Cpu, Result,
+    Attention, Cache, CacheShape, Result, Runtime,
     comm::threads::{Threads, each_rank, ring},
     ndarray::Array4,
 };
@@ -39,7 +39,7 @@ fn step(cache: &mut Cache, tokens: Range<u64>) -> Result<(f32, u64)> {
 fn rank(transport: Threads) -> Result<()> {
     let attention = Attention::new().causal(true);
     let shape = CacheShape::new(1, HEADS, DIM).kv_heads(KV_HEADS);
-    let mut cache = Cache::new(&attention, shape, Cpu::new(1)?, transport)?;
+    let mut cache = Cache::new(&attention, &Runtime::new(), shape, transport)?;
     for prefill in [500, 5_000] {
         // a prefill in chunks, then tokens one by one
         while cache.len() < prefill {

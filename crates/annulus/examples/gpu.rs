@@ -6,7 +6,7 @@
 //! ```
 
 use annulus::{
-    Attention, Dims, LocalRing, Result, Tensors,
+    Attention, Dims, LocalRing, Plan, Result, Tensors,
     devices::wgpu_rank,
     ndarray::Array4,
     wgpu::{Gpu, Options},
@@ -17,8 +17,9 @@ fn main() -> Result<()> {
     println!("{}", gpu.name());
     let attention = Attention::new().causal(true);
     let dims = Dims::new(1, 512, 4, 64);
-    let mut ring = LocalRing::with_transports(&attention, dims, 2, |_, endpoint| {
-        Ok(wgpu_rank(&gpu, endpoint))
+    let mut ring = LocalRing::from_plans(&attention, dims, 2, |_, setup, endpoint| {
+        let (backend, transport) = wgpu_rank(&gpu, endpoint);
+        Plan::with_backend(setup, dims, backend, transport)
     })?;
 
     let x = Array4::<f32>::from_shape_fn((1, 512, 4, 64), |(_, i, h, c)| {
@@ -28,7 +29,7 @@ fn main() -> Result<()> {
     let forward = ring.forward(&tensors)?;
     let gradients = ring.backward(&tensors, &forward, x.view(), None)?;
 
-    let mut cpu = attention.local_ring(dims, 1)?;
+    let mut cpu = LocalRing::new(&attention, dims, 1)?;
     let difference = (&cpu.forward(&tensors)?.out - &forward.out).mapv(f32::abs);
     let largest = difference.fold(0.0, |largest: f32, &x| largest.max(x));
     println!("dq {:?}; largest difference from the CPU: {largest:e}", gradients.dq.dim());

@@ -5,7 +5,7 @@
 //! cargo run --release -p annulus --example gqa_window
 //! ```
 
-use annulus::{Attention, DType, Dims, Result, Tensors, half::bf16, ndarray::Array4};
+use annulus::{Attention, DType, Dims, LocalRing, Result, Tensors, half::bf16, ndarray::Array4};
 
 fn main() -> Result<()> {
     let len = 4096;
@@ -20,7 +20,7 @@ fn main() -> Result<()> {
         .sliding_window(1023, 0) // itself and the 1,023 keys before
         .attention_sink_size(4) // and the first 4 keys, for every query
         .forward_only(true);
-    let mut ring = attention.local_ring(dims, 2)?;
+    let mut ring = LocalRing::new(&attention, dims, 2)?;
     println!("{ring}");
     let forward = ring.forward(&Tensors::new(q.view(), k.view(), v.view()))?;
     for (rank, report) in forward.reports.iter().enumerate() {

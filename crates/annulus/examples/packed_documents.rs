@@ -6,7 +6,7 @@
 //! ```
 
 use annulus::{
-    Attention, Batch, Dims, Result, Tensors,
+    Attention, Batch, Dims, LocalRing, Result, Tensors,
     ndarray::{Array2, Array4},
 };
 
@@ -17,7 +17,7 @@ fn main() -> Result<()> {
     });
     let tensors = Tensors::new(x.view(), x.view(), x.view());
     let attention = Attention::new().causal(true).sliding_window(127, 0);
-    let mut ring = attention.local_ring(Dims::new(1, len, 2, 32), 3)?;
+    let mut ring = LocalRing::new(&attention, Dims::new(1, len, 2, 32), 3)?;
 
     for lengths in [[250, 50, 300], [100, 400, 100]] {
         // documents 0, 1 and 2; a negative id would be padding

@@ -6,7 +6,7 @@
 //! ```
 
 use annulus::{
-    Attention, BackwardViewMut, Dims, ForwardView, ForwardViewMut, Result, Tensors,
+    Attention, BackwardViewMut, Dims, ForwardView, ForwardViewMut, LocalRing, Result, Tensors,
     ndarray::{Array2, Array3, Array4, ArrayView2, Axis},
 };
 
@@ -17,7 +17,7 @@ fn main() -> Result<()> {
     let x = tensor(0.3);
     let k = tensor(0.7);
     let v = tensor(1.1);
-    let mut ring = Attention::new().causal(true).local_ring(Dims::new(1, LEN, 1, DIM), 2)?;
+    let mut ring = LocalRing::new(Attention::new().causal(true), Dims::new(1, LEN, 1, DIM), 2)?;
 
     // what attention returns with the true projection is the target
     let truth = Array2::from_shape_fn((DIM, DIM), |(i, j)| if i == j { 1.0 } else { 0.1 });

@@ -6,15 +6,16 @@
 //! ```
 
 use annulus::{
-    Attention, Cpu, Dims, Layout, Plan, Result, Tensors,
+    Attention, Dims, Division, Layout, Plan, Result, Setup, Tensors,
     comm::threads::{Threads, each_rank, ring},
     ndarray::Array4,
 };
 
 fn rank(transport: Threads) -> Result<()> {
     let dims = Dims::new(1, 512, 4, 32); // of the whole sequence, the same on every rank
-    let attention = Attention::new().causal(true).layout(Layout::Zigzag);
-    let mut plan = Plan::new(&attention, dims, Cpu::new(1)?, transport)?;
+    let attention =
+        Setup::from((Attention::new().causal(true), Division::new().layout(Layout::Zigzag)));
+    let mut plan = Plan::new(&attention, dims, transport)?;
 
     // the rows that the layout assigns to this rank, in the order of its tensors
     let rows: Vec<i64> = plan.q_rows().iter().collect();

@@ -216,6 +216,29 @@ pub fn cuda_rank_over_mpi(
     Ok(((cuda.on_host(), Box::new(device)), true))
 }
 
+/// Creates a rank on an NVIDIA GPU over any host transport, over MPI by [`cuda_rank_over_mpi`].
+///
+/// # Errors
+/// As [`cuda_rank`] and [`cuda_rank_over_mpi`].
+#[cfg(feature = "cuda")]
+pub(crate) fn cuda_rank_over<T: Transport<Host> + 'static>(
+    cuda: annulus_cuda::Cuda,
+    transport: T,
+) -> Result<Rank<OnHost<annulus_cuda::Cuda>>> {
+    let mut transport = Some(transport);
+    #[cfg(feature = "mpi")]
+    {
+        let any: &mut dyn std::any::Any = &mut transport;
+        let mpi = any.downcast_mut::<Option<annulus_comm::mpi::Mpi>>();
+        if let Some(mpi) = mpi.and_then(Option::take) {
+            return Ok(cuda_rank_over_mpi(cuda, mpi)?.0);
+        }
+    }
+    let transport =
+        transport.take().ok_or_else(|| annulus_core::Error::internal("no transport"))?;
+    cuda_rank(cuda, transport)
+}
+
 #[cfg(all(test, feature = "cuda"))]
 mod tests {
     use super::*;

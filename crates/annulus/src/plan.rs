@@ -119,7 +119,7 @@ impl Plan {
             #[cfg(feature = "cuda")]
             Opened::Cuda(devices) => {
                 let cuda = or_abort(devices.of_rank(&transport), &mut transport)?;
-                let (backend, transport) = crate::devices::cuda_rank(cuda, transport)?;
+                let (backend, transport) = crate::devices::cuda_rank_over(cuda, transport)?;
                 Self::with_backend(setup, dims, backend, transport)
             }
         }

@@ -22,6 +22,24 @@ pub struct Setup {
 }
 
 impl Setup {
+    /// Changes the mathematics.
+    #[must_use]
+    pub fn map_attention(self, change: impl FnOnce(Attention) -> Attention) -> Self {
+        Self { attention: change(self.attention), ..self }
+    }
+
+    /// Changes the division among ranks.
+    #[must_use]
+    pub fn map_division(self, change: impl FnOnce(Division) -> Division) -> Self {
+        Self { division: change(self.division), ..self }
+    }
+
+    /// Changes the runtime.
+    #[must_use]
+    pub fn map_runtime(self, change: impl FnOnce(Runtime) -> Runtime) -> Self {
+        Self { runtime: change(self.runtime), ..self }
+    }
+
     /// Returns the checked definition for tensors of these lengths, after checking all parameters.
     ///
     /// # Errors

@@ -16,8 +16,8 @@ use std::{
 };
 
 use annulus::{
-    Attention, BackendName, Cache, CacheShape, Cpu, Dims, Error, Forward, LocalRing, Overlapped,
-    Plan, Result, Tensors, comm::threads::ring,
+    Attention, BackendName, Cache, CacheShape, Cpu, Dims, Division, Error, Forward, LocalCache,
+    LocalRing, Overlapped, Plan, Result, Runtime, Tensors, comm::threads::ring,
 };
 use ndarray::Array4;
 
@@ -74,7 +74,12 @@ fn tensors(x: &Array4<f32>) -> Tensors<'_, f32> {
 }
 
 fn new_ring(ranks: usize, threads: usize) -> LocalRing {
-    Attention::new().causal(true).threads(threads).local_ring(dims(), ranks).unwrap()
+    LocalRing::new(
+        (Attention::new().causal(true), Division::new(), Runtime::new().threads(threads)),
+        dims(),
+        ranks,
+    )
+    .unwrap()
 }
 
 /// Computes both passes.
@@ -122,14 +127,16 @@ fn a_child_plans_anew_and_refuses_plans_of_its_parent() {
 #[test]
 fn a_backend_of_the_parent_computes_on_threads_of_the_child() {
     let x = input();
-    let cpu = annulus::AnyBackend::open(BackendName::Cpu, None, 3).unwrap();
     let attention = Attention::new().causal(true);
-    let want = bits(&mut cpu.local_ring(&attention, dims(), 1).unwrap(), &x);
+    let runtime =
+        Runtime::new().backend(annulus::AnyBackend::open(BackendName::Cpu, None, 3).unwrap());
+    let setup = (&attention, &Division::new(), &runtime);
+    let want = bits(&mut LocalRing::new(setup, dims(), 1).unwrap(), &x);
     let threads = Cpu::new(3).unwrap();
     in_child("a backend", || {
-        assert!(bits(&mut cpu.local_ring(&attention, dims(), 1).unwrap(), &x) == want);
+        assert!(bits(&mut LocalRing::new(setup, dims(), 1).unwrap(), &x) == want);
         let endpoint = ring(1).pop().unwrap();
-        let mut plan = Plan::new(&attention, dims(), threads, endpoint).unwrap();
+        let mut plan = Plan::with_backend(&attention, dims(), threads, endpoint).unwrap();
         assert!(plan.forward(&tensors(&x)).unwrap().out == want.0);
     });
 }
@@ -137,11 +144,11 @@ fn a_backend_of_the_parent_computes_on_threads_of_the_child() {
 #[test]
 fn a_child_refuses_caches_of_its_parent() {
     let x = input();
-    let attention = Attention::new().causal(true).threads(2);
+    let (attention, runtime) = (Attention::new().causal(true), Runtime::new().threads(2));
     let shape = CacheShape::new(1, 4, 16);
     for ranks in [1, 3] {
         let filled = || {
-            let mut cache = attention.local_cache(shape, ranks).unwrap();
+            let mut cache = LocalCache::new(&attention, &runtime, shape, ranks).unwrap();
             cache.append(x.view(), x.view()).unwrap();
             cache
         };
@@ -159,7 +166,9 @@ fn a_child_refuses_caches_of_its_parent() {
         assert!(cache.unwrap().attend(x.view(), None).unwrap().out == want);
     }
     let cpu = Cpu::new(2).unwrap();
-    let mut rank = Cache::new(&Attention::new(), shape, cpu, ring(1).pop().unwrap()).unwrap();
+    let mut rank =
+        Cache::with_backend(&Attention::new(), &Runtime::new(), shape, cpu, ring(1).pop().unwrap())
+            .unwrap();
     in_child("a rank of a cache", || {
         let refused = rank.refuse(Error::invalid("q", 1, 2));
         is_refused("cache", Err::<(), _>(refused));

@@ -2,8 +2,8 @@
 //! layout, and the same bits as the calls that return new tensors.
 
 use annulus::{
-    Attention, BackwardViewMut, Dims, Error, ForwardView, ForwardViewMut, Layout, SinkShape,
-    Tensors,
+    Attention, BackwardViewMut, Dims, Division, Error, ForwardView, ForwardViewMut, Layout,
+    LocalRing, Plan, Runtime, Setup, SinkShape, Tensors,
     ndarray::{Array2, Array3, Array4, ArrayView4, ArrayViewMut4},
 };
 
@@ -60,15 +60,20 @@ fn the_callers_tensors_get_the_bits_of_new_ones() {
             (Layout::Zigzag, 3),
             (Layout::Striped, 4),
         ] {
-            let mut ring = Attention::new()
-                .dtype(annulus::DType::F64)
-                .causal(true)
-                .bias([1, 4, bias_rows, LEN])
-                .softmax_aux(SinkShape::per_head(1))
-                .unnormalized(unnormalized)
-                .layout(layout.clone())
-                .local_ring(Dims::new(2, LEN, 4, 8).kv_heads(2), ranks)
-                .unwrap();
+            let mut ring = LocalRing::new(
+                (
+                    Attention::new()
+                        .dtype(annulus::DType::F64)
+                        .causal(true)
+                        .bias([1, 4, bias_rows, LEN])
+                        .softmax_aux(SinkShape::per_head(1))
+                        .unnormalized(unnormalized),
+                    Division::new().layout(layout.clone()),
+                ),
+                Dims::new(2, LEN, 4, 8).kv_heads(2),
+                ranks,
+            )
+            .unwrap();
             let tensors = Tensors::new(q.view(), k.view(), v.view())
                 .with_bias(bias.view())
                 .with_softmax_aux(sinks.view());
@@ -142,7 +147,8 @@ fn outputs_that_do_not_fit_are_refused_by_name_and_the_plan_still_works() {
     let x = tensor(2, 0.3);
     let tensors = Tensors::new(x.view(), x.view(), x.view());
     let mut ring =
-        Attention::new().dtype(annulus::DType::F64).local_ring(Dims::new(2, LEN, 2, 8), 2).unwrap();
+        LocalRing::new(Attention::new().dtype(annulus::DType::F64), Dims::new(2, LEN, 2, 8), 2)
+            .unwrap();
     let mut good = ring.forward(&tensors).unwrap();
     let mut short = Array4::zeros((2, LEN - 1, 2, 8));
     let outputs = ForwardViewMut { out: short.view_mut(), ..good.view_mut() };
@@ -169,8 +175,11 @@ fn a_bias_that_was_not_declared_is_refused_and_the_ring_lives() {
     let tensors = Tensors::new(x.view(), x.view(), x.view());
     let biased = Tensors::new(x.view(), x.view(), x.view()).with_bias(small.view());
     for layout in [Layout::Contiguous, Layout::Zigzag] {
-        let attention = Attention::new().dtype(annulus::DType::F64).layout(layout);
-        let mut ring = attention.local_ring(Dims::new(2, LEN, 2, 8), 3).unwrap();
+        let attention = Setup::from((
+            Attention::new().dtype(annulus::DType::F64),
+            Division::new().layout(layout),
+        ));
+        let mut ring = LocalRing::new(&attention, Dims::new(2, LEN, 2, 8), 3).unwrap();
         let name = |error: Error| match error {
             Error::InvalidArgument { argument, .. } => argument,
             other => panic!("{other}"),
@@ -190,16 +199,22 @@ fn a_bias_that_was_not_declared_is_refused_and_the_ring_lives() {
 #[test]
 fn options_without_effect_are_refused() {
     let dims = Dims::new(1, 8, 1, 4);
-    let name = |attention: Attention| match attention.local_ring(dims, 2) {
+    let name = |setup: Setup| match LocalRing::new(setup, dims, 2) {
         Err(Error::InvalidArgument { argument, .. }) => argument,
         other => panic!("{other:?}"),
     };
-    assert_eq!(name(Attention::new().attention_sink_size(2)), "attention_sink_size");
-    assert_eq!(name(Attention::new().local_gradients(true)), "local_gradients");
-    assert_eq!(name(Attention::new().threads(0)), "threads");
-    let own = annulus::LocalRing::with_backends(&Attention::new().threads(2), dims, 2, |_| {
-        annulus::Cpu::new(1)
-    });
+    assert_eq!(name(Attention::new().attention_sink_size(2).into()), "attention_sink_size");
+    assert_eq!(name(Attention::new().local_gradients(true).into()), "local_gradients");
+    assert_eq!(
+        name(Setup::from((Attention::new(), Division::new(), Runtime::new().threads(0)))),
+        "threads"
+    );
+    let own = annulus::LocalRing::from_plans(
+        &Setup::from((Attention::new(), Division::new(), Runtime::new().threads(2))),
+        dims,
+        2,
+        |_, setup, endpoint| Plan::with_backend(setup, dims, annulus::Cpu::new(1)?, endpoint),
+    );
     assert!(matches!(own, Err(Error::InvalidArgument { argument, .. }) if argument == "threads"));
 }
 
@@ -208,8 +223,12 @@ fn a_prefix_is_exempt_from_the_causal_mask() {
     let x = tensor(1, 0.3);
     let tensors = Tensors::new(x.view(), x.view(), x.view());
     let lse = |attention: Attention| {
-        let mut ring =
-            attention.dtype(annulus::DType::F64).local_ring(Dims::new(2, LEN, 1, 8), 2).unwrap();
+        let mut ring = LocalRing::new(
+            attention.clone().dtype(annulus::DType::F64),
+            Dims::new(2, LEN, 1, 8),
+            2,
+        )
+        .unwrap();
         ring.forward(&tensors).unwrap().lse
     };
     let prefix = lse(Attention::new().prefix_len(10));
@@ -222,9 +241,11 @@ fn a_block_size_changes_messages_and_no_result() {
     let q = tensor(2, 0.3);
     let tensors = Tensors::new(q.view(), q.view(), q.view());
     let dims = Dims::new(2, LEN, 2, 8);
-    let attention = Attention::new().dtype(annulus::DType::F64).layout(Layout::Contiguous);
+    let attention = Attention::new().dtype(annulus::DType::F64);
+    let contiguous = Division::new().layout(Layout::Contiguous);
     let outputs = |size: Option<u64>| {
-        let mut ring = attention.clone().kv_block_size(size).local_ring(dims, 2).unwrap();
+        let division = contiguous.clone().kv_block_size(size);
+        let mut ring = LocalRing::new((&attention, division), dims, 2).unwrap();
         let forward = ring.forward(&tensors).unwrap();
         let gradients = ring.backward(&tensors, &forward, q.view(), None).unwrap();
         (forward.out, gradients.dq, gradients.dk)
@@ -236,17 +257,19 @@ fn a_block_size_changes_messages_and_no_result() {
     assert_ne!(one_part.0, default.0, "the order of sums is another");
     let pairs = [(&one_part.0, &default.0), (&one_part.1, &default.1), (&one_part.2, &default.2)];
     assert!(pairs.iter().all(|(a, b)| (*a - *b).iter().all(|difference| difference.abs() < 1e-13)));
-    let refused = attention.clone().kv_block_size(0).local_ring(dims, 2).unwrap_err();
+    let refused =
+        LocalRing::new((&attention, Division::new().kv_block_size(0)), dims, 2).unwrap_err();
     assert!(refused.to_string().contains("kv_block_size"), "{refused}");
 }
 
 #[test]
 fn a_ring_displays_its_mask_ranks_layout_and_route() {
-    let ring = Attention::new()
-        .causal(true)
-        .layout(Layout::Zigzag)
-        .local_ring(Dims::new(1, 1024, 2, 16), 4)
-        .unwrap();
+    let ring = LocalRing::new(
+        (Attention::new().causal(true), Division::new().layout(Layout::Zigzag)),
+        Dims::new(1, 1024, 2, 16),
+        4,
+    )
+    .unwrap();
     assert_eq!(
         ring.to_string(),
         "Causal { offset: 0 }, 4 ranks, zigzag, relay-down, 3 hops, 96.0 KiB sent forward, \

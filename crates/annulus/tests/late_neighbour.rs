@@ -19,7 +19,8 @@ use std::{
 };
 
 use annulus::{
-    Attention, Batch, BiasFunction, Dims, Fingerprint, Layout, Result, Route, Tensors,
+    Attention, Batch, BiasFunction, Dims, Division, Fingerprint, Layout, LocalRing, Result, Route,
+    Runtime, Setup, Tensors,
     mask::{Key, Query},
 };
 use ndarray::Array4;
@@ -110,14 +111,17 @@ fn reached(of: Lateness, receive_ahead: usize, goal: usize, most: Duration) -> R
         seen: AtomicUsize::new(0),
     });
     let rows = RANKS * ROWS as usize;
-    let mut ring = Attention::new()
-        .bias_function(Arc::clone(&watch) as Arc<dyn BiasFunction>)
-        .layout(Layout::Contiguous)
-        .route(of.route)
-        .forward_only(!of.backward)
-        .receive_ahead(receive_ahead)
-        .threads(1)
-        .local_ring(Dims::new(1, rows, 1, 8), RANKS)?;
+    let mut ring = LocalRing::new(
+        (
+            Attention::new()
+                .bias_function(Arc::clone(&watch) as Arc<dyn BiasFunction>)
+                .forward_only(!of.backward),
+            Division::new().layout(Layout::Contiguous).route(of.route).receive_ahead(receive_ahead),
+            Runtime::new().threads(1),
+        ),
+        Dims::new(1, rows, 1, 8),
+        RANKS,
+    )?;
     let x = Array4::<f32>::ones((1, rows, 1, 8));
     let tensors = Tensors::new(x.view(), x.view(), x.view());
     let forward = ring.forward(&tensors)?;
@@ -151,9 +155,9 @@ fn no_step_waits_for_final_gradients() {
 }
 
 /// Returns the buffers of each rank's plan, in bytes.
-fn buffer_bytes(attention: &Attention) -> Vec<u64> {
+fn buffer_bytes(setup: impl Into<Setup>) -> Vec<u64> {
     let dims = Dims::new(1, RANKS * ROWS as usize, 1, 8);
-    let ring = attention.local_ring(dims, RANKS).expect("a ring");
+    let ring = LocalRing::new(setup, dims, RANKS).expect("a ring");
     ring.plans().map(|plan| plan.buffer_bytes()).collect()
 }
 
@@ -164,9 +168,9 @@ fn each_step_ahead_takes_one_more_block_and_up_to_the_fourth_its_gradients() {
     for route in Route::ALL {
         for forward_only in [true, false] {
             let bytes = |receive_ahead: usize| {
-                let attention = Attention::new().layout(Layout::Contiguous).route(route);
-                let attention = attention.forward_only(forward_only);
-                buffer_bytes(&attention.receive_ahead(receive_ahead))
+                let division = Division::new().layout(Layout::Contiguous).route(route);
+                let division = division.receive_ahead(receive_ahead);
+                buffer_bytes((Attention::new().forward_only(forward_only), division))
             };
             let one = bytes(1);
             for steps in 2..=5 {
@@ -186,8 +190,9 @@ fn each_step_ahead_takes_one_more_block_and_up_to_the_fourth_its_gradients() {
 fn a_balanced_layout_receives_four_steps_ahead_unless_told_otherwise() {
     let dims = Dims::new(1, RANKS * ROWS as usize, 1, 8);
     let documents = Batch { cum_seqlens_q: Some(vec![0, 9, 14, 32]), ..Batch::default() };
-    let balanced = Attention::new().causal(true).balanced(dims, &documents, RANKS).unwrap();
-    let bytes = |steps: usize| buffer_bytes(&balanced.clone().receive_ahead(steps));
-    assert_eq!(buffer_bytes(&balanced), bytes(4));
+    let attention = Attention::new().causal(true);
+    let balanced = Division::new().balanced(&attention, dims, &documents, RANKS).unwrap();
+    let bytes = |steps: usize| buffer_bytes((&attention, balanced.clone().receive_ahead(steps)));
+    assert_eq!(buffer_bytes((&attention, &balanced)), bytes(4));
     assert_ne!(bytes(1), bytes(4));
 }

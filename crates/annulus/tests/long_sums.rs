@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use annulus::{
-    Attention, Cpu, Dims, Layout, Plan, Report, Result, SinkShape, Strategy, Tensors,
+    Attention, Dims, Division, Layout, Plan, Report, Result, Setup, SinkShape, Strategy, Tensors,
     comm::threads::{each_rank, ring},
 };
 use ndarray::{Array2, Array4, Axis};
@@ -37,14 +37,15 @@ fn gradients_by(
     // few queries, so that the pass is short, and a key bias that is longer than a chunk
     let q_len = 2 * ranks;
     let dims = Dims::new(1, q_len, HEADS, 8).kv_len(kv_len);
-    let attention = Attention::new()
-        .bias([1, HEADS, 1, kv_len])
-        .softmax_aux(SinkShape::per_head(1))
-        .layout(layout.clone())
-        .strategy(strategy)
-        .local_gradients(local);
+    let attention = Setup::from((
+        Attention::new()
+            .bias([1, HEADS, 1, kv_len])
+            .softmax_aux(SinkShape::per_head(1))
+            .local_gradients(local),
+        Division::new().layout(layout.clone()).strategy(strategy),
+    ));
     each_rank(ring(ranks), |_, transport| -> Result<Gradients> {
-        let mut plan = Plan::new(&attention, dims, Cpu::new(1)?, transport)?;
+        let mut plan = Plan::new(&attention, dims, transport)?;
         let rows = |seed, rows: &annulus::Runs| {
             let rows: Vec<usize> = rows.iter().map(|row| row as usize).collect();
             Array4::from_shape_fn((1, rows.len(), HEADS, 8), |(_, row, head, element)| {

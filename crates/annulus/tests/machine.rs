@@ -2,7 +2,8 @@
 //! machines that are refused.
 
 use annulus::{
-    Attention, ComputeRate, Cpu, DType, Dims, Error, Link, Machine, Plan, Result, Strategy,
+    Attention, ComputeRate, DType, Dims, Division, Error, Link, LocalRing, Machine, Plan, Result,
+    Setup, Strategy,
     comm::threads::{each_rank, ring},
 };
 
@@ -46,15 +47,15 @@ fn slow_network() -> Machine {
     machine(link(1e-6, 1e11), link(1e-3, 1e6), 1e13)
 }
 
-fn auto() -> Attention {
-    Attention::new().causal(true).strategy(Strategy::Auto)
+fn auto(machine: Option<Machine>) -> Setup {
+    let division = Division::new().strategy(Strategy::Auto).machine(machine);
+    Setup::from((Attention::new().causal(true), division))
 }
 
 /// Strategy of each rank, which has the machine of its number.
 fn plan(machine_of: impl Fn(usize) -> Option<Machine> + Sync) -> Vec<Result<Strategy>> {
     let rank = |rank, transport| {
-        let attention = auto().machine(machine_of(rank));
-        Ok(Plan::new(&attention, DIMS, Cpu::new(1)?, transport).map(|plan| plan.strategy()))
+        Ok(Plan::new(auto(machine_of(rank)), DIMS, transport).map(|plan| plan.strategy()))
     };
     each_rank(ring(RANKS), rank).expect("no rank fails outside of its plan")
 }
@@ -62,7 +63,7 @@ fn plan(machine_of: impl Fn(usize) -> Option<Machine> + Sync) -> Vec<Result<Stra
 #[test]
 fn the_least_predicted_time_is_taken() {
     let of = |machine: Option<Machine>| {
-        let ring = auto().machine(machine).local_ring(DIMS, RANKS).unwrap();
+        let ring = LocalRing::new(auto(machine), DIMS, RANKS).unwrap();
         ring.plan().strategy()
     };
     assert_eq!(of(Some(slow_ranks())), Strategy::Ring);
@@ -73,8 +74,8 @@ fn the_least_predicted_time_is_taken() {
         assert_eq!(strategy, Ok(Strategy::HeadsRing { heads: 4 }));
     }
     // a strategy that is not auto would ignore the machine
-    let ring = auto().strategy(Strategy::Ring).machine(slow_network());
-    let refused = ring.local_ring(DIMS, RANKS).unwrap_err().to_string();
+    let ring = Division::new().machine(slow_network());
+    let refused = LocalRing::new((Attention::new(), ring), DIMS, RANKS).unwrap_err().to_string();
     assert_eq!(
         refused,
         "machine: got one, for ring, want none: the strategy auto alone depends on it"
@@ -101,20 +102,21 @@ fn ranks_with_other_machines_are_refused() {
 
 #[test]
 fn machines_that_do_not_fit_are_refused() {
-    let error = |attention: Attention, machine| {
-        let attention = attention.machine(machine);
-        attention.local_ring(DIMS, RANKS).unwrap_err().to_string()
-    };
+    let error = |setup: Setup| LocalRing::new(setup, DIMS, RANKS).unwrap_err().to_string();
     let wrong = Machine { memory: 0, ..slow_network() };
-    assert_eq!(error(auto(), wrong.clone()), "machine.memory: got 0, want at least 1");
+    assert_eq!(error(auto(Some(wrong.clone()))), "machine.memory: got 0, want at least 1");
     // also where it has no effect
-    assert!(error(Attention::new(), wrong).starts_with("machine.memory: got 0"));
-    let refused = error(auto().dtype(DType::Bf16), slow_network());
+    assert!(
+        error((Attention::new(), Division::new().machine(wrong)).into())
+            .starts_with("machine.memory: got 0")
+    );
+    let auto_on = auto(Some(slow_network()));
+    let refused = error((auto_on.attention.dtype(DType::Bf16), auto_on.division).into());
     assert!(refused.starts_with("machine: got no rate of bf16"), "{refused}");
     let one_node = Machine { between_nodes: None, node_bandwidth: None, ..slow_network() };
-    let refused = error(auto(), one_node.clone());
+    let refused = error(auto(Some(one_node.clone())));
     assert!(refused.starts_with("machine: got no link between_nodes"), "{refused}");
-    let ring = auto().machine(one_node).local_ring(DIMS, 4);
+    let ring = LocalRing::new(auto(Some(one_node)), DIMS, 4);
     assert!(ring.is_ok(), "{ring:?}");
     // one rank alone refuses, and the others return its error
     let planned = plan(|rank| {

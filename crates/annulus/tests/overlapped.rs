@@ -12,7 +12,8 @@ use std::{
 };
 
 use annulus::{
-    Attention, Backward, Cpu, Dims, Error, Forward, LocalRing, Overlapped, Plan, Result, Tensors,
+    Attention, Backward, Dims, Division, Error, Forward, LocalRing, Overlapped, Plan, Result,
+    Runtime, Setup, Tensors,
     comm::{
         forward_control, forward_transport,
         threads::{Threads, each_rank, ring},
@@ -39,8 +40,7 @@ fn tensors(x: &Array4<f32>) -> Tensors<'_, f32> {
 
 fn plans(ranks: usize) -> Vec<Plan> {
     let attention = Attention::new().causal(true);
-    each_rank(ring(ranks), |_, endpoint| Plan::new(&attention, dims(), Cpu::new(1)?, endpoint))
-        .unwrap()
+    each_rank(ring(ranks), |_, endpoint| Plan::new(&attention, dims(), endpoint)).unwrap()
 }
 
 fn rank_input(plan: &Plan) -> Array4<f32> {
@@ -88,7 +88,7 @@ fn passes_of_one_rank_each_have_the_bits_of_calls() {
 
 #[test]
 fn passes_of_a_ring_have_the_bits_of_calls_and_overlap_with_the_program() {
-    let mut local = Attention::new().causal(true).local_ring(dims(), 3).unwrap();
+    let mut local = LocalRing::new(Attention::new().causal(true), dims(), 3).unwrap();
     let x = input(LEN);
     let forward = local.forward(&tensors(&x)).unwrap();
     let gradients = local.backward(&tensors(&x), &forward, x.view(), None).unwrap();
@@ -115,7 +115,7 @@ fn passes_of_a_ring_have_the_bits_of_calls_and_overlap_with_the_program() {
 
 #[test]
 fn a_plan_of_its_own_refuses_what_does_not_fit_its_pass() {
-    let local = Attention::new().local_ring(dims(), 2).unwrap();
+    let local = LocalRing::new(Attention::new(), dims(), 2).unwrap();
     let mut plan = Overlapped::<LocalRing, Forward<f32>>::new(local);
     let refused = |result: Result<()>, what: &str| match result.unwrap_err() {
         Error::InvalidArgument { argument, got, .. } => {
@@ -152,7 +152,7 @@ fn a_panic_is_the_error_of_the_pass() {
     let want = |error: Error| {
         assert!(matches!(&error, Error::Internal { what } if what.contains("of the program")));
     };
-    let mut plan = Overlapped::new(Attention::new().local_ring(dims(), 2).unwrap());
+    let mut plan = Overlapped::new(LocalRing::new(Attention::new(), dims(), 2).unwrap());
     plan.start(panics).unwrap();
     want(plan.wait().unwrap_err());
     // the ranks were not called, so the plan lives
@@ -163,8 +163,12 @@ fn a_panic_is_the_error_of_the_pass() {
     want(scoped.unwrap_err());
     local.forward(&tensors(&x)).unwrap();
     // a panic on a rank ends the plan
-    let attention = Attention::new().on_step(|_| panic!("of the program"));
-    let mut local = attention.local_ring(dims(), 2).unwrap();
+    let attention = Setup::from((
+        Attention::new(),
+        Division::new(),
+        Runtime::new().on_step(|_| panic!("of the program")),
+    ));
+    let mut local = LocalRing::new(&attention, dims(), 2).unwrap();
     let pass = thread::scope(|scope| local.forward_start(scope, tensors(&x)).unwrap().wait());
     want(pass.unwrap_err());
 }
@@ -237,7 +241,7 @@ fn plan_is_dead() -> Result<()> {
 #[test]
 fn dropping_a_pass_that_has_ended_leaves_the_plan_usable() {
     let x = input(LEN);
-    let mut local = Attention::new().local_ring(dims(), 2).unwrap();
+    let mut local = LocalRing::new(Attention::new(), dims(), 2).unwrap();
     thread::scope(|scope| {
         let pass = local.forward_start(scope, tensors(&x)).unwrap();
         while !pass.test() {
@@ -281,11 +285,14 @@ impl Transport<Host> for Funneled {
 fn a_transport_of_one_thread_refuses_a_pass_on_another_and_the_call_takes_its_place() {
     let foreign = Arc::new(AtomicUsize::new(0));
     for heads in [1, 2] {
-        let attention = Attention::new().strategy(annulus::Strategy::HeadsRing { heads });
+        let attention = Setup::from((
+            Attention::new(),
+            Division::new().strategy(annulus::Strategy::HeadsRing { heads }),
+        ));
         let results = each_rank(ring(2), |_, inner| {
             let foreign = Arc::clone(&foreign);
             let transport = Funneled { inner, thread: thread::current().id(), foreign };
-            let mut plan = Plan::new(&attention, dims(), Cpu::new(1)?, transport)?;
+            let mut plan = Plan::new(&attention, dims(), transport)?;
             let x = rank_input(&plan);
             let refused = thread::scope(|scope| plan.forward_start(scope, tensors(&x)).map(drop));
             let forward = plan.forward(&tensors(&x))?;
@@ -308,7 +315,7 @@ fn a_transport_of_one_thread_refuses_a_pass_on_another_and_the_call_takes_its_pl
 fn a_started_pass_borrows_views() {
     let x = input(LEN);
     let view: ArrayView4<'_, f32> = x.view();
-    let mut local = Attention::new().local_ring(dims(), 2).unwrap();
+    let mut local = LocalRing::new(Attention::new(), dims(), 2).unwrap();
     let sum = thread::scope(|scope| {
         let pass = local.forward_start(scope, Tensors::new(view, view, view))?;
         let forward = pass.wait()?;

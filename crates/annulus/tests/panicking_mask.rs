@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus::{Attention, Dims, Error, Tensors, mask::Predicate};
+use annulus::{Attention, Dims, Error, LocalRing, Tensors, mask::Predicate};
 use ndarray::Array4;
 
 #[test]
@@ -16,7 +16,7 @@ fn a_panicking_mask_is_an_error_and_not_a_hang() {
         key <= query
     });
     let mut plan =
-        Attention::new().mask(Arc::new(mask)).local_ring(Dims::new(1, 16, 2, 8), 4).unwrap();
+        LocalRing::new(Attention::new().mask(Arc::new(mask)), Dims::new(1, 16, 2, 8), 4).unwrap();
     let x = Array4::<f32>::ones((1, 16, 2, 8));
     let tensors = Tensors::new(x.view(), x.view(), x.view());
     let start = Instant::now();

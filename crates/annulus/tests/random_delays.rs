@@ -10,7 +10,8 @@ use std::{
 };
 
 use annulus::{
-    Attention, Batch, BiasFunction, Dims, Fingerprint, Result, Route, Tensors,
+    Attention, Batch, BiasFunction, Dims, Division, Fingerprint, LocalRing, Result, Route, Runtime,
+    Tensors,
     mask::{Key, Query},
 };
 use ndarray::{Array2, Array4};
@@ -68,14 +69,13 @@ fn gradients(
 ) -> Result<[Array4<f32>; 4]> {
     let dims = Dims::new(1, ROWS, 2, 8);
     let documents = Batch { cum_seqlens_q: Some(ends.to_vec()), ..Batch::default() };
-    let attention = Attention::new()
-        .causal(true)
-        .bias_function(Arc::new(delays))
-        .balanced(dims, &documents, RANKS)?
+    let attention = Attention::new().causal(true).bias_function(Arc::new(delays));
+    let division = Division::new()
+        .balanced(&attention, dims, &documents, RANKS)?
         .route(route)
-        .receive_ahead(receive_ahead)
-        .threads(1);
-    let mut ring = attention.local_ring(dims, RANKS)?;
+        .receive_ahead(receive_ahead);
+    let runtime = Runtime::new().threads(1);
+    let mut ring = LocalRing::new((attention, division, runtime), dims, RANKS)?;
     let ids = (0..ROWS).map(|row| ends.partition_point(|&end| end <= row as i64) as i32);
     let ids = Array2::from_shape_fn((1, ROWS), {
         let ids: Vec<i32> = ids.collect();

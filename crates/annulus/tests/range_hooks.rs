@@ -7,7 +7,8 @@ use std::{
 };
 
 use annulus::{
-    Attention, Cpu, Dims, LocalRing, Tensors, comm::profiler::set_range_hooks, ndarray::Array4,
+    Attention, Cpu, Dims, LocalRing, Plan, Tensors, comm::profiler::set_range_hooks,
+    ndarray::Array4,
 };
 
 type Calls = Arc<Mutex<Vec<(ThreadId, bool, &'static str)>>>;
@@ -31,7 +32,10 @@ fn ranges_nest_on_each_thread_and_cover_passes_steps_and_waits() {
     assert!(again.to_string().starts_with("range hooks: got a second pair"), "{again}");
 
     let dims = Dims::new(1, 64, 2, 8);
-    let mut ring = LocalRing::with_backends(&Attention::new(), dims, 2, |_| Cpu::new(1)).unwrap();
+    let mut ring = LocalRing::from_plans(&Attention::new(), dims, 2, |_, setup, endpoint| {
+        Plan::with_backend(setup, dims, Cpu::new(1)?, endpoint)
+    })
+    .unwrap();
     let x = Array4::<f32>::ones((1, 64, 2, 8));
     let tensors = Tensors::new(x.view(), x.view(), x.view());
     let forward = ring.forward(&tensors).unwrap();

@@ -8,7 +8,9 @@ use std::{
     time::Duration,
 };
 
-use annulus::{Activity, Attention, Dims, LocalRing, Result, Tensors};
+use annulus::{
+    Activity, Attention, Dims, Division, LocalRing, Plan, Result, Runtime, Setup, Tensors,
+};
 use annulus_comm::{forward_control, forward_transport, threads::Threads};
 use annulus_core::{Control, Host, Transport};
 use annulus_cpu::Cpu;
@@ -47,15 +49,25 @@ impl Transport<Host> for Late {
 fn the_last_message_of_a_pass_has_an_event() {
     let sent = Arc::new(AtomicU64::new(0));
     let sum = Arc::clone(&sent);
-    let attention = Attention::new().on_step(move |event| {
-        if event.activity == Activity::Send {
-            sum.fetch_add(event.bytes, Ordering::Relaxed);
-        }
-    });
-    let mut ring = LocalRing::with_transports(&attention, Dims::new(1, 64, 2, 8), 2, |_, inner| {
-        Ok((Cpu::new(1)?, Late { inner, asked: AtomicU32::new(0) }))
-    })
-    .unwrap();
+    let attention = Setup::from((
+        Attention::new(),
+        Division::new(),
+        Runtime::new().on_step(move |event| {
+            if event.activity == Activity::Send {
+                sum.fetch_add(event.bytes, Ordering::Relaxed);
+            }
+        }),
+    ));
+    let mut ring =
+        LocalRing::from_plans(&attention, Dims::new(1, 64, 2, 8), 2, |_, setup, inner| {
+            Plan::with_backend(
+                setup,
+                Dims::new(1, 64, 2, 8),
+                Cpu::new(1)?,
+                Late { inner, asked: AtomicU32::new(0) },
+            )
+        })
+        .unwrap();
     let x = Array4::<f32>::ones((1, 64, 2, 8));
     let forward = ring.forward(&Tensors::new(x.view(), x.view(), x.view())).unwrap();
     let predicted: u64 = forward.reports.iter().map(|report| report.bytes_predicted).sum();

@@ -7,7 +7,7 @@ use std::sync::{
     atomic::{AtomicU64, Ordering},
 };
 
-use annulus::{Attention, Dims, Tensors, ndarray::Array4};
+use annulus::{Attention, Dims, LocalRing, Tensors, ndarray::Array4};
 use tracing::{Event, Metadata, Subscriber, span};
 
 /// Records the names of annulus' spans.
@@ -41,7 +41,7 @@ fn every_pass_step_and_wait_has_a_span() {
     tracing::subscriber::set_global_default(names).unwrap();
     let x = Array4::<f32>::ones((1, 48, 1, 8));
     let tensors = Tensors::new(x.view(), x.view(), x.view());
-    let mut ring = Attention::new().local_ring(Dims::new(1, 48, 1, 8), 3).unwrap();
+    let mut ring = LocalRing::new(Attention::new(), Dims::new(1, 48, 1, 8), 3).unwrap();
     let forward = ring.forward(&tensors).unwrap();
     let count = |name| opened.lock().unwrap().iter().filter(|&&other| other == name).count();
     // full attention on 3 ranks: each has 1 pass, 3 steps and at least 2 waits

@@ -5,7 +5,7 @@ mod common;
 
 use std::time::Duration;
 
-use annulus::{Attention, Dims, Ring};
+use annulus::{Attention, Dims, Ring, Setup};
 use annulus_comm::{
     Deadline, Staged,
     nccl::Nccl,
@@ -160,14 +160,14 @@ fn keys_past_two_to_the_31_elements_are_attended_to() {
         (tensor(64, &first), tensor(dims.kv_len, &first), tensor(dims.kv_len, &|x| x as f32));
     let mut out = CudaTensor::uninitialized(stream, DType::Bf16, [1, 64, 1, 128]).unwrap();
     let mut lse = CudaTensor::uninitialized(stream, DType::F32, [1, 1, 64, 1]).unwrap();
-    let attention = Attention::new().dtype(DType::Bf16).forward_only(true);
+    let setup = Setup::from(Attention::new().dtype(DType::Bf16).forward_only(true));
     let staged = Staged::<_, CudaSpace>::new(
         threads::ring(1).remove(0),
         CudaCopier::new(stream.device()).unwrap(),
     );
     let transport = Box::new(Deadline::new(staged, DEADLINE).unwrap());
     let mut ring =
-        Ring::new(cuda.clone(), transport, attention.spec(dims), attention.ring_options()).unwrap();
+        Ring::new(cuda.clone(), transport, setup.spec(dims), setup.ring_options()).unwrap();
     let inputs = Inputs { q: q.view(), k: k.view(), v: v.view(), bias: None, sinks: None };
     ring.forward(
         &inputs,

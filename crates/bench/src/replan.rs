@@ -10,7 +10,7 @@
 
 use std::time::Instant;
 
-use annulus::{Attention, Batch, Dims, Result, Tensors};
+use annulus::{Attention, Batch, Dims, LocalRing, Result, Tensors};
 use ndarray::{Array2, Array4};
 
 const TOKENS: usize = 65_536;
@@ -24,10 +24,11 @@ fn main() -> Result<()> {
     });
     let tensors = Tensors::new(x.view(), x.view(), x.view());
     for document in [1024, 4096] {
-        let mut plan = Attention::new()
-            .causal(true)
-            .forward_only(true)
-            .local_ring(Dims::new(1, TOKENS, HEADS, DIM), RANKS)?;
+        let mut plan = LocalRing::new(
+            Attention::new().causal(true).forward_only(true),
+            Dims::new(1, TOKENS, HEADS, DIM),
+            RANKS,
+        )?;
         // documents that start at other rows in each batch, so that the first and last differ in
         // length
         let ids = |shift: usize| {

@@ -12,7 +12,7 @@
 //! times. A first pair is not counted. With `backward=false`, plans are made for forward passes
 //! only. Ranks are threads of this process, with one thread each.
 
-use annulus::{Attention, Cpu, Dims, Error, LocalRing, Result, Tensors};
+use annulus::{Attention, Cpu, Dims, Error, LocalRing, Plan, Result, Tensors};
 use ndarray::Array4;
 use rustix::time::{ClockId, clock_gettime};
 
@@ -100,7 +100,9 @@ fn measure(
     let plan = |reproducible| {
         let attention =
             Attention::new().causal(causal).reproducible(reproducible).forward_only(!backward);
-        LocalRing::with_backends(&attention, dims, ranks, |_| Cpu::new(1))
+        LocalRing::from_plans(&attention, dims, ranks, |_, setup, endpoint| {
+            Plan::with_backend(setup, dims, Cpu::new(1)?, endpoint)
+        })
     };
     let mut plans = [plan(false)?, plan(true)?];
     let mut times = <[[Vec<f64>; 2]; 2]>::default();

@@ -17,7 +17,7 @@
 mod distributions;
 
 use annulus::{
-    Attention, Backward, Cpu, Dims, Error, Forward, Plan, Result, Tensors,
+    Attention, Backward, Dims, Division, Error, Forward, Plan, Result, Tensors,
     comm::threads::{each_rank, ring},
 };
 use annulus_core::index;
@@ -113,9 +113,10 @@ impl Case {
     fn packed(&self, inputs: &[Array4<f32>; 4], lens: &[usize]) -> Result<Vec<Passes>> {
         let batch = distributions::packed(lens);
         let dims = self.dims(self.rows);
-        let attention = Attention::new().causal(true).balanced(dims, &batch, self.ranks)?;
+        let attention = Attention::new().causal(true);
+        let division = Division::new().balanced(&attention, dims, &batch, self.ranks)?;
         each_rank(ring(self.ranks), |_, transport| {
-            let mut plan = Plan::new(&attention, dims, Cpu::new(1)?, transport)?;
+            let mut plan = Plan::new((&attention, &division), dims, transport)?;
             plan.update(&batch)?;
             let rows: Vec<usize> =
                 plan.q_rows().iter().map(|row| index(row.unsigned_abs())).collect();
@@ -135,7 +136,7 @@ impl Case {
         let mut first = 0;
         for &len in lens {
             let of_ranks = each_rank(ring(ranks), |_, transport| {
-                let plan = Plan::new(&attention, self.dims(len), Cpu::new(1)?, transport)?;
+                let plan = Plan::new(&attention, self.dims(len), transport)?;
                 let rows = plan.q_rows().iter().map(|row| first + index(row.unsigned_abs()));
                 let rows = rows.collect();
                 Ok(Passes::new(plan, rows, inputs))

@@ -5,7 +5,7 @@
 //! cargo run --release -p annulus-bench --features plan --bin ring-jitter
 //! ```
 //!
-//! Every event of a rank is a maximum of earlier ones. With k steps ahead (`Attention::receive_ahead`)
+//! Every event of a rank is a maximum of earlier ones. With k steps ahead (`Division::receive_ahead`)
 //! a rank has k + 1 buffers, and of block t + 1 of rank r, with p and n the ranks before and after
 //! it on the path of that block and of block t + 1 − k:
 //!

@@ -8,7 +8,9 @@ use std::{
     sync::Arc,
 };
 
-use annulus::{Alibi, Batch, CustomLayout, Error, Layout, Result, Runs, StepEvent, Strategy};
+use annulus::{
+    Alibi, Batch, CustomLayout, Error, Layout, Result, Runs, Setup, StepEvent, Strategy,
+};
 
 use crate::{
     batch::annulus_batch,
@@ -129,7 +131,7 @@ pub unsafe extern "C" fn annulus_attention_add_mask(
                 return Err(Error::invalid("flags", flags, "a sum of ANNULUS_MASK_* constants"));
             }
             let mask = HostMask { name, flags, visible, context: Context::new(context) };
-            description.attention = description.attention.clone().mask(Arc::new(mask));
+            description.set_attention(|attention| attention.mask(Arc::new(mask)));
             Ok(())
         })
     })
@@ -160,7 +162,7 @@ pub unsafe extern "C" fn annulus_attention_set_bias_function(
                 return Err(Error::invalid("bias", "NULL", "a function"));
             };
             let function = HostBias { name, bias, context: Context::new(context) };
-            description.attention = description.attention.clone().bias_function(Arc::new(function));
+            description.set_attention(|attention| attention.bias_function(Arc::new(function)));
             Ok(())
         })
     })
@@ -192,7 +194,7 @@ pub unsafe extern "C" fn annulus_attention_set_alibi(
                 return Err(Error::invalid("slopes", got, format!("{heads}, one per query head")));
             }
             let alibi = Alibi { slopes: slopes.to_vec() };
-            description.attention = description.attention.clone().bias_function(Arc::new(alibi));
+            description.set_attention(|attention| attention.bias_function(Arc::new(alibi)));
             Ok(())
         })
     })
@@ -221,7 +223,7 @@ pub unsafe extern "C" fn annulus_attention_set_custom_layout(
 ) -> c_int {
     guard(|| {
         ATTENTIONS.with(attention, |description| {
-            description.list(ListedKind::Custom, |attention, dims| {
+            description.list(ListedKind::Custom, |division, _, dims| {
                 // SAFETY: as the caller promises
                 let (q, kv) = unsafe {
                     let q_counts = list("q_counts", q_counts, ranks)?;
@@ -230,7 +232,7 @@ pub unsafe extern "C" fn annulus_attention_set_custom_layout(
                 };
                 let layout = Layout::Custom(Arc::new(CustomLayout { q, kv }));
                 layout.validate(dims.q_len, dims.kv_len, length("ranks", ranks)?)?;
-                Ok(attention.layout(layout))
+                Ok(division.layout(layout))
             })
         })
     })
@@ -264,7 +266,7 @@ pub unsafe extern "C" fn annulus_attention_set_machine(
                 return Err(Error::invalid("machine", path.display(), want));
             }
             let machine = annulus_machine_file::read(path)?;
-            description.attention = description.attention.clone().machine(machine);
+            description.set_division(|division| division.machine(machine));
             Ok(())
         })
     })
@@ -296,11 +298,11 @@ pub unsafe extern "C" fn annulus_attention_set_balanced_layout(
 ) -> c_int {
     guard(|| {
         ATTENTIONS.with(attention, |description| {
-            description.list(ListedKind::Balanced, |attention, dims| {
+            description.list(ListedKind::Balanced, |division, attention, dims| {
                 let ranks = length("ranks", ranks)?;
                 // SAFETY: as the caller promises
                 let batch = unsafe { copied(batch) }?.unwrap_or_default();
-                attention.balanced(dims, &batch, ranks)
+                division.balanced(attention, dims, &batch, ranks)
             })
         })
     })
@@ -340,9 +342,10 @@ pub unsafe extern "C" fn annulus_attention_set_documents(
                 let want = "none, or options.strategy = ANNULUS_STRATEGY_AUTO";
                 return Err(Error::invalid("documents", got, want));
             }
-            let attention = description.attention.clone().documents(batch);
-            attention.spec(description.dims)?;
-            description.attention = attention;
+            let mut changed = description.clone();
+            changed.set_division(|division| division.documents(batch));
+            changed.setup.spec(changed.dims)?;
+            *description = changed;
             Ok(())
         })
     })
@@ -417,7 +420,8 @@ fn rows_of_rank(
     ATTENTIONS.with(attention, |description| {
         description.check_listed()?;
         let (ranks, rank) = (length("ranks", ranks)?, length("rank", rank)?);
-        description.attention.rank_rows(description.dims, ranks, rank)
+        let Setup { attention, division, .. } = &description.setup;
+        division.rank_rows(attention, description.dims, ranks, rank)
     })
 }
 
@@ -498,7 +502,7 @@ pub unsafe extern "C" fn annulus_attention_on_silence(
             let call = move |silence: annulus::comm::Silence| {
                 hook.call(Some(silence.peer), silence.step, silence.waited);
             };
-            description.attention = description.attention.clone().on_silence(call);
+            description.set_runtime(|runtime| runtime.on_silence(call));
             #[cfg(feature = "mpi")]
             {
                 description.mpi.silence = Some(hook);
@@ -537,7 +541,7 @@ pub unsafe extern "C" fn annulus_attention_on_step(
                 // thread as long as a plan has it; the event lives through the call
                 unsafe { step(context.pointer(), &raw const event) };
             };
-            description.attention = description.attention.clone().on_step(hook);
+            description.set_runtime(|runtime| runtime.on_step(hook));
             Ok(())
         })
     })

@@ -2,7 +2,7 @@
 
 use std::ffi::c_int;
 
-use annulus::{Cache, Element, Error, LocalCache, Result, Runs, Spec};
+use annulus::{Cache, Element, Error, LocalCache, Result, Runs, Setup, Spec};
 #[cfg(any(feature = "mpi", test))]
 use annulus_core::{Host, Transport};
 use ndarray::{ArrayView2, ArrayView4, ArrayViewMut3, ArrayViewMut4};
@@ -125,8 +125,8 @@ fn over<T: Transport<Host> + 'static>(
     description: &Description,
     transport: T,
 ) -> Result<*mut annulus_cache> {
-    let Description { attention, backend, .. } = description;
-    let cache = backend.cache(attention, description.cache_shape()?, transport)?;
+    let Setup { attention, runtime, .. } = &description.setup;
+    let cache = Cache::new(attention, runtime, description.cache_shape()?, transport)?;
     Ok(CACHES.insert(CacheState::Rank(Box::new(cache))))
 }
 
@@ -157,8 +157,8 @@ pub unsafe extern "C" fn annulus_cache_create_threads(
         let make = || {
             let description = description(attention)?;
             let shape = description.cache_shape()?;
-            let Description { attention, backend, .. } = description;
-            let ring = backend.local_cache(&attention, shape, length("ranks", ranks)?)?;
+            let Setup { attention, runtime, .. } = &description.setup;
+            let ring = LocalCache::new(attention, runtime, shape, length("ranks", ranks)?)?;
             Ok(CACHES.insert(CacheState::Ring(ring)))
         };
         // SAFETY: as the caller promises

@@ -180,7 +180,10 @@ mod on_device {
             Some(communicator) => over_nccl(transport, &device, communicator)?,
             None => link(transport, &device)?,
         };
-        Plan::on_device(&description.attention, description.dims, cuda, link)
+        let mut setup = description.setup.clone();
+        // the backend is this one
+        setup.runtime = setup.runtime.backend(None);
+        Plan::on_device(setup, description.dims, cuda, link)
     }
 
     fn staged<T: Transport<Host> + 'static>(transport: T, device: &Device) -> Result<Link> {

@@ -1,10 +1,10 @@
 //! The options of an attention, and what the builder makes of them.
 
-use std::time::Duration;
+use std::{mem, time::Duration};
 
 use annulus::{
     Alignment, AnyBackend, Attention, BackendName, BackwardMode, BiasOrder, CacheShape, Dims,
-    Error, Layout, Precision, Result, Route, SinkShape, Strategy,
+    Division, Error, Layout, Precision, Result, Route, Runtime, Setup, SinkShape, Strategy,
 };
 
 #[cfg(feature = "mpi")]
@@ -329,12 +329,11 @@ fn one_of<T: Copy>(name: &str, value: i32, all: &[T]) -> Result<T> {
 pub(crate) struct Description {
     #[cfg(feature = "mpi")]
     pub(crate) mpi: MpiOptions,
-    pub(crate) attention: Attention,
+    pub(crate) setup: Setup,
     pub(crate) dims: Dims,
     pub(crate) backend_name: BackendName,
     /// Number of the GPU.
     pub(crate) device: Option<usize>,
-    pub(crate) backend: AnyBackend,
     /// CUDA stream of the host's, for tensors in device memory.
     pub(crate) host_stream: Option<HostStream>,
     /// Layout whose rows are listed, if one is chosen.
@@ -395,14 +394,17 @@ impl Description {
         };
         let attention = masks(Attention::new(), options)?;
         let attention = scores(attention, options)?;
-        let attention = ring(attention, options)?;
-        attention.spec(dims)?;
+        let attention = passes(attention, options)?;
+        let (backend_name, device) = backend(options)?;
+        let backend = open(backend_name, device, options.threads)?;
+        let runtime = runtime(options)?.backend(backend);
+        let setup = Setup { attention, division: division(options)?, runtime };
+        setup.spec(dims)?;
         let kind = match options.layout {
             ANNULUS_LAYOUT_CUSTOM => Some(ListedKind::Custom),
             ANNULUS_LAYOUT_BALANCED => Some(ListedKind::Balanced),
             _ => None,
         };
-        let (backend_name, device) = backend(options)?;
         let listed_layout = kind.map(|kind| ListedLayout { kind, given: false });
         let adopts = adopts(options)?;
         #[cfg(not(feature = "mpi"))]
@@ -410,11 +412,10 @@ impl Description {
         Ok(Self {
             #[cfg(feature = "mpi")]
             mpi: MpiOptions { adopts, arrival_deadline: arrival_deadline(options)?, silence: None },
-            attention,
+            setup,
             dims,
             backend_name,
             device,
-            backend: open(backend_name, device, options.threads)?,
             host_stream: None,
             listed_layout,
             strategy: strategy(options)?,
@@ -422,7 +423,22 @@ impl Description {
         })
     }
 
-    /// Sets the rows of the listed layout: `place` returns the attention that has them.
+    /// Changes the mathematics.
+    pub(crate) fn set_attention(&mut self, set: impl FnOnce(Attention) -> Attention) {
+        self.setup = mem::take(&mut self.setup).map_attention(set);
+    }
+
+    /// Changes the division among ranks.
+    pub(crate) fn set_division(&mut self, set: impl FnOnce(Division) -> Division) {
+        self.setup = mem::take(&mut self.setup).map_division(set);
+    }
+
+    /// Changes the runtime.
+    pub(crate) fn set_runtime(&mut self, set: impl FnOnce(Runtime) -> Runtime) {
+        self.setup = mem::take(&mut self.setup).map_runtime(set);
+    }
+
+    /// Sets the rows of the listed layout: `place` returns the division that has them.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] naming `layout` if the options chose another one; those of
@@ -430,13 +446,14 @@ impl Description {
     pub(crate) fn list(
         &mut self,
         kind: ListedKind,
-        place: impl FnOnce(Attention, Dims) -> Result<Attention>,
+        place: impl FnOnce(Division, &Attention, Dims) -> Result<Division>,
     ) -> Result<()> {
         let Some(listed) = self.listed_layout.as_mut().filter(|listed| listed.kind == kind) else {
             let want = format!("options.layout = {}", kind.names()[0]);
             return Err(Error::invalid("layout", "another layout", want));
         };
-        self.attention = place(self.attention.clone(), self.dims)?;
+        let division = self.setup.division.clone();
+        self.setup.division = place(division, &self.setup.attention, self.dims)?;
         listed.given = true;
         Ok(())
     }
@@ -460,8 +477,9 @@ impl Description {
                 return Err(Error::invalid(name, len, "0: a cache has the rows that are appended"));
             }
         }
-        if self.listed_layout.is_some() {
-            return Err(Error::unsupported("layout", "the KV cache"));
+        let layout = self.listed_layout.map(|_| "layout");
+        if let Some(name) = layout.or(self.setup.division.first_set()) {
+            return Err(Error::unsupported(name, "the KV cache"));
         }
         self.check_host_tensors("the KV cache")?;
         let shape = CacheShape::new(batch, q_heads, head_dim);
@@ -549,10 +567,24 @@ fn scores(attention: Attention, options: &annulus_options) -> Result<Attention> 
         .precision(one_of("precision", options.precision, &precisions)?))
 }
 
-fn ring(attention: Attention, options: &annulus_options) -> Result<Attention> {
+fn passes(attention: Attention, options: &annulus_options) -> Result<Attention> {
+    let modes = [BackwardMode::OnePass, BackwardMode::TwoPass];
+    Ok(attention
+        .backward_mode(one_of("backward_mode", options.backward_mode, &modes)?)
+        .forward_only(flag("forward_only", options.forward_only)?)
+        .local_gradients(flag("local_gradients", options.local_gradients)?)
+        .reproducible(flag("reproducible", options.reproducible)?))
+}
+
+fn runtime(options: &annulus_options) -> Result<Runtime> {
+    Ok(Runtime::new()
+        .deadline(seconds("deadline_seconds", options.deadline_seconds)?)
+        .arrival_deadline(arrival_deadline(options)?))
+}
+
+fn division(options: &annulus_options) -> Result<Division> {
     let kv_block_size = length("kv_block_size", options.kv_block_size)? as u64;
     let receive_ahead = length("receive_ahead", options.receive_ahead)?;
-    let modes = [BackwardMode::OnePass, BackwardMode::TwoPass];
     let layout = match options.layout {
         ANNULUS_LAYOUT_AUTO | ANNULUS_LAYOUT_CUSTOM | ANNULUS_LAYOUT_BALANCED => None,
         ANNULUS_LAYOUT_CONTIGUOUS => Some(Layout::Contiguous),
@@ -571,18 +603,12 @@ fn ring(attention: Attention, options: &annulus_options) -> Result<Attention> {
         Some(rails[1]),
         Some(Route::OncePerNode { node_ranks: 0 }),
     ];
-    Ok(attention
-        .backward_mode(one_of("backward_mode", options.backward_mode, &modes)?)
-        .forward_only(flag("forward_only", options.forward_only)?)
-        .local_gradients(flag("local_gradients", options.local_gradients)?)
-        .reproducible(flag("reproducible", options.reproducible)?)
+    Ok(Division::new()
         .layout(layout)
         .strategy(strategy(options)?)
         .kv_block_size((kv_block_size > 0).then_some(kv_block_size))
         .receive_ahead((receive_ahead > 0).then_some(receive_ahead))
-        .route(one_of("route", options.route, &routes)?)
-        .deadline(seconds("deadline_seconds", options.deadline_seconds)?)
-        .arrival_deadline(arrival_deadline(options)?))
+        .route(one_of("route", options.route, &routes)?))
 }
 
 /// Opens the backend.

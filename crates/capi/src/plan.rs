@@ -165,13 +165,12 @@ fn description(attention: *const annulus_attention) -> Result<Description> {
 /// Plans one rank over MPI.
 #[cfg(feature = "mpi")]
 fn over_mpi(description: &Description, ring: Endpoint) -> Result<*mut annulus_plan> {
-    let Description { attention, dims, backend, .. } = description;
     #[cfg(feature = "cuda")]
     if let Some(stream) = description.host_stream {
         let planned = Planned::Device(Box::new(cuda::over_mpi(description, stream, ring)?));
         return Ok(PLANS.insert(PlanState::new(planned)));
     }
-    let planned = Planned::Rank(Box::new(backend.plan_over_mpi(attention, *dims, ring)?));
+    let planned = Planned::Rank(Box::new(Plan::new(&description.setup, description.dims, ring)?));
     Ok(PLANS.insert(PlanState::new(planned)))
 }
 
@@ -210,8 +209,7 @@ pub unsafe extern "C" fn annulus_plan_create_threads(
                 return Ok(PLANS.insert(PlanState::new(planned)));
             }
             description.check_host_tensors("an in-process ring of other than one rank")?;
-            let Description { attention, dims, backend, .. } = description;
-            let ring = backend.local_ring(&attention, dims, ranks)?;
+            let ring = LocalRing::new(description.setup, description.dims, ranks)?;
             Ok(PLANS.insert(PlanState::new(Planned::Ring(ring))))
         };
         // SAFETY: as the caller promises
@@ -336,8 +334,8 @@ pub fn plan_over<T: annulus_core::Transport<annulus_core::Host> + 'static>(
                     Planned::Device(Box::new(cuda::over(&description, stream, transport)?));
                 return Ok(PLANS.insert(PlanState::new(planned)));
             }
-            let Description { attention, dims, backend, .. } = &description;
-            let planned = Planned::Rank(Box::new(backend.plan(attention, *dims, transport)?));
+            let plan = Plan::new(description.setup, description.dims, transport)?;
+            let planned = Planned::Rank(Box::new(plan));
             Ok(PLANS.insert(PlanState::new(planned)))
         };
         // SAFETY: a reference to a writable pointer

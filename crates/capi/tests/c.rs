@@ -7,7 +7,7 @@ mod common;
 use std::{fs, path::Path};
 
 use annulus::{
-    Attention, CacheShape, Dims, Tensors,
+    Attention, CacheShape, Dims, Division, LocalCache, LocalRing, Runtime, Tensors,
     ndarray::{Array3, Array4, s},
 };
 use common::{Workspace, run};
@@ -37,7 +37,12 @@ fn by_rust(ranks: usize) -> Vec<u8> {
     let dlse = Array3::from_shape_fn((batch, q_heads, q_len), |(b, head, row)| {
         value(5, [b, row, head, 0])
     });
-    let mut ring = Attention::new().causal(true).threads(1).local_ring(DIMS, ranks).unwrap();
+    let mut ring = LocalRing::new(
+        (Attention::new().causal(true), Division::new(), Runtime::new().threads(1)),
+        DIMS,
+        ranks,
+    )
+    .unwrap();
     let tensors = Tensors::new(q.view(), k.view(), v.view());
     let forward = ring.forward(&tensors).unwrap();
     let gradients = ring.backward(&tensors, &forward, dout.view(), Some(dlse.view())).unwrap();
@@ -67,8 +72,8 @@ fn decoded_by_rust(ranks: usize) -> Vec<u8> {
     let k = numbers(2, (batch, kv_len, kv_heads, head_dim));
     let v = numbers(3, (batch, kv_len, kv_heads, value_dim));
     let shape = CacheShape::new(batch, q_heads, head_dim).kv_heads(kv_heads).value_dim(value_dim);
-    let attention = Attention::new().causal(true).threads(1);
-    let mut cache = attention.local_cache(shape.page_rows(4), ranks).unwrap();
+    let (attention, runtime) = (Attention::new().causal(true), Runtime::new().threads(1));
+    let mut cache = LocalCache::new(&attention, &runtime, shape.page_rows(4), ranks).unwrap();
     let mut out = Array4::<f32>::zeros((batch, q_len, q_heads, value_dim));
     let mut lse = Array3::<f32>::zeros((batch, q_heads, q_len));
     let tokens = (24..q_len).map(|row| row..row + 1);

@@ -13,7 +13,7 @@ use std::{
 };
 
 use annulus::{
-    Attention, DType, Dims, Result, Tensors,
+    Attention, DType, Dims, Division, LocalRing, Result, Runtime, Setup, Tensors,
     comm::threads::{Threads, each_rank, ring},
     cuda::device::{
         CudaTensor, Device, Stream,
@@ -264,8 +264,12 @@ fn compare<T: Element>(shares: &[Share], tolerance: f64) {
     let [q, k, v, dout] =
         [(1, DIMS.q_heads), (2, DIMS.kv_heads), (3, DIMS.kv_heads), (4, DIMS.q_heads)]
             .map(|(salt, heads)| input::<T>(salt, &all, heads));
-    let attention = Attention::new().causal(true).dtype(T::DTYPE).threads(1);
-    let mut ring = attention.local_ring(DIMS, 1).unwrap();
+    let attention = Setup::from((
+        Attention::new().causal(true).dtype(T::DTYPE),
+        Division::new(),
+        Runtime::new().threads(1),
+    ));
+    let mut ring = LocalRing::new(&attention, DIMS, 1).unwrap();
     let tensors = Tensors::new(q.view(), k.view(), v.view());
     let forward = ring.forward(&tensors).unwrap();
     let gradients = ring.backward(&tensors, &forward, dout.view(), None).unwrap();

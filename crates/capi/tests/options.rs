@@ -10,8 +10,8 @@ use std::{
 
 use annulus::{
     Alibi, Alignment, AnyBackend, Attention, BackendName, BackwardMode, Batch, BiasOrder,
-    CustomLayout, DType, DenseMask, Dims, Element, Layout, Precision, Route, Runs, SinkShape,
-    Strategy, Tensors,
+    CustomLayout, DType, DenseMask, Dims, Division, Element, Layout, LocalRing, Precision, Route,
+    Runs, Runtime, Setup, SinkShape, Strategy, Tensors,
     half::{bf16, f16},
     mask::Predicate,
 };
@@ -103,15 +103,18 @@ fn bits<T: Element, D: Dimension>(array: &Array<T, D>) -> Vec<u64> {
 
 /// The answer of the facade.
 fn by_facade<T: Element>(
-    attention: &Attention,
+    setup: &Setup,
     dims: Dims,
     data: &Data<T>,
     batch: &Batch,
     backend: BackendName,
 ) -> Answer {
-    let attention = attention.clone().dtype(T::DTYPE);
     let backend = AnyBackend::open(backend, None, 0).unwrap();
-    let mut ring = backend.local_ring(&attention, dims, RANKS).unwrap();
+    let setup = setup
+        .clone()
+        .map_attention(|attention| attention.dtype(T::DTYPE))
+        .map_runtime(|runtime| runtime.backend(backend));
+    let mut ring = LocalRing::new(setup, dims, RANKS).unwrap();
     ring.update(batch).unwrap();
     let mut tensors = Tensors::new(data.q.view(), data.k.view(), data.v.view());
     tensors.bias = data.bias.as_ref().map(|bias| bias.view());
@@ -290,7 +293,7 @@ struct Case {
     options: fn(&mut annulus_options),
     /// Adds the option to the handle.
     add: fn(*mut annulus_attention),
-    attention: Attention,
+    setup: Setup,
     bias: Option<[usize; 4]>,
     sinks: Option<SinkShape>,
     batch: Batch,
@@ -300,13 +303,13 @@ struct Case {
 }
 
 impl Case {
-    fn new(name: &'static str, options: fn(&mut annulus_options), attention: Attention) -> Self {
+    fn new(name: &'static str, options: fn(&mut annulus_options), setup: impl Into<Setup>) -> Self {
         Self {
             name,
             dims: DIMS,
             options,
             add: |_| {},
-            attention,
+            setup: setup.into(),
             bias: None,
             sinks: None,
             batch: Batch::default(),
@@ -518,7 +521,7 @@ fn rings() -> Vec<Case> {
                 o.causal = 1;
                 o.layout = ANNULUS_LAYOUT_CONTIGUOUS;
             },
-            new().layout(Layout::Contiguous),
+            (new(), Division::new().layout(Layout::Contiguous)),
         ),
         Case::new(
             "zigzag, relay down",
@@ -527,7 +530,7 @@ fn rings() -> Vec<Case> {
                 o.layout = ANNULUS_LAYOUT_ZIGZAG;
                 o.route = ANNULUS_ROUTE_RELAY_DOWN;
             },
-            new().layout(Layout::Zigzag).route(Route::RelayDown),
+            (new(), Division::new().layout(Layout::Zigzag).route(Route::RelayDown)),
         ),
         Case::new(
             "striped, relay up",
@@ -536,7 +539,7 @@ fn rings() -> Vec<Case> {
                 o.layout = ANNULUS_LAYOUT_STRIPED;
                 o.route = ANNULUS_ROUTE_RELAY_UP;
             },
-            new().layout(Layout::Striped).route(Route::RelayUp),
+            (new(), Division::new().layout(Layout::Striped).route(Route::RelayUp)),
         ),
         Case {
             // SAFETY: the lists have the lengths that are said
@@ -554,9 +557,15 @@ fn rings() -> Vec<Case> {
                     o.layout = ANNULUS_LAYOUT_CUSTOM;
                     o.route = ANNULUS_ROUTE_DIRECT;
                 },
-                new()
-                    .layout(Layout::Custom(Arc::new(CustomLayout { q: shards(), kv: shards() })))
-                    .route(Route::Direct),
+                (
+                    new(),
+                    Division::new()
+                        .layout(Layout::Custom(Arc::new(CustomLayout {
+                            q: shards(),
+                            kv: shards(),
+                        })))
+                        .route(Route::Direct),
+                ),
             )
         },
         Case {
@@ -577,12 +586,12 @@ fn rings() -> Vec<Case> {
                 };
                 ok(annulus_attention_set_balanced_layout(attention, 3, &raw const batch));
                 let expected = Attention::new().causal(true);
-                let expected = expected.balanced(DIMS, &documents(), 3).unwrap();
+                let balanced = Division::new().balanced(&expected, DIMS, &documents(), 3).unwrap();
                 for rank in 0..3 {
                     let (mut rows, mut count) = ([-1; 23], 0);
                     let first = rows.as_mut_ptr();
                     ok(annulus_attention_q_rows(attention, 3, rank, first, 23, &raw mut count));
-                    let want = expected.rank_rows(DIMS, 3, rank as usize).unwrap().q;
+                    let want = balanced.rank_rows(&expected, DIMS, 3, rank as usize).unwrap().q;
                     assert_eq!(rows[..count as usize], want.iter().collect::<Vec<_>>());
                 }
             },
@@ -592,7 +601,7 @@ fn rings() -> Vec<Case> {
                     o.causal = 1;
                     o.layout = ANNULUS_LAYOUT_BALANCED;
                 },
-                new().balanced(DIMS, &documents(), RANKS).unwrap(),
+                (new(), Division::new().balanced(&new(), DIMS, &documents(), RANKS).unwrap()),
             )
         },
         Case::new(
@@ -614,7 +623,10 @@ fn rings() -> Vec<Case> {
                     o.strategy = ANNULUS_STRATEGY_HEADS_RING;
                     o.strategy_heads = 3;
                 },
-                Attention::new().strategy(Strategy::HeadsRing { heads: 3 }),
+                Setup::from((
+                    Attention::new(),
+                    Division::new().strategy(Strategy::HeadsRing { heads: 3 }),
+                )),
             )
         },
         Case::new(
@@ -625,25 +637,34 @@ fn rings() -> Vec<Case> {
                 o.strategy_queries = 1;
                 o.strategy_keys = 3;
             },
-            Attention::new().strategy(Strategy::Grid { heads: 1, queries: 1, keys: 3 }),
+            Setup::from((
+                Attention::new(),
+                Division::new().strategy(Strategy::Grid { heads: 1, queries: 1, keys: 3 }),
+            )),
         ),
         Case::new(
             "strategy: all-gather",
             |o| o.strategy = ANNULUS_STRATEGY_ALL_GATHER,
-            Attention::new().strategy(Strategy::AllGather),
+            Setup::from((Attention::new(), Division::new().strategy(Strategy::AllGather))),
         ),
         Case {
             dims: HEADS_DIMS,
             ..Case::new(
                 "strategy: all-to-all",
                 |o| o.strategy = ANNULUS_STRATEGY_ALL_TO_ALL,
-                Attention::new().strategy(Strategy::HeadsRing { heads: 3 }),
+                Setup::from((
+                    Attention::new(),
+                    Division::new().strategy(Strategy::HeadsRing { heads: 3 }),
+                )),
             )
         },
         Case::new(
             "strategy: pass-q",
             |o| o.strategy = ANNULUS_STRATEGY_PASS_Q,
-            Attention::new().strategy(Strategy::Grid { heads: 1, queries: 1, keys: 3 }),
+            Setup::from((
+                Attention::new(),
+                Division::new().strategy(Strategy::Grid { heads: 1, queries: 1, keys: 3 }),
+            )),
         ),
         Case {
             // three leaves
@@ -656,11 +677,15 @@ fn rings() -> Vec<Case> {
             ..Case::new(
                 "kv_block_size",
                 |o| o.kv_block_size = 64,
-                Attention::new().kv_block_size(64),
+                Setup::from((Attention::new(), Division::new().kv_block_size(64))),
             )
         },
-        Case::new("receive_ahead", |o| o.receive_ahead = 2, Attention::new().receive_ahead(2))
-            .same(),
+        Case::new(
+            "receive_ahead",
+            |o| o.receive_ahead = 2,
+            Setup::from((Attention::new(), Division::new().receive_ahead(2))),
+        )
+        .same(),
         Case::new(
             "precision",
             |o| {
@@ -716,7 +741,7 @@ fn batches() -> Vec<Case> {
 fn check<T: Element>(cases: &[Case]) {
     for case in cases {
         let data = Data::<T>::of(case.dims, case.bias, case.sinks);
-        let want = by_facade(&case.attention, case.dims, &data, &case.batch, case.backend);
+        let want = by_facade(&case.setup, case.dims, &data, &case.batch, case.backend);
         let got = by_c(case, &data);
         let names = |answer: &Answer| answer.0.iter().map(|(name, _)| *name).collect::<Vec<_>>();
         assert_eq!(names(&got), names(&want), "{}", case.name);
@@ -729,7 +754,7 @@ fn check<T: Element>(cases: &[Case]) {
         // the inputs alone give another answer
         let plain = Data { bias: None, sinks: None, ..Data::<T>::of(case.dims, None, None) };
         let without =
-            by_facade(&Attention::new(), case.dims, &plain, &Batch::default(), case.backend);
+            by_facade(&Setup::default(), case.dims, &plain, &Batch::default(), case.backend);
         let has_effect = got.0[..5] != without.0[..5];
         assert!(has_effect, "{} has no effect in {}", case.name, T::DTYPE);
     }
@@ -833,7 +858,8 @@ fn decoded_by_facade(backend: BackendName) -> Vec<u32> {
         .kv_heads(DIMS.kv_heads)
         .value_dim(DIMS.value_dim);
     let backend = AnyBackend::open(backend, None, 0).unwrap();
-    let mut cache = backend.local_cache(&Attention::new().causal(true), shape, RANKS).unwrap();
+    let (attention, runtime) = (Attention::new().causal(true), Runtime::new().backend(backend));
+    let mut cache = annulus::LocalCache::new(&attention, &runtime, shape, RANKS).unwrap();
     let mut decoded = Vec::new();
     for rows in [0..22, 22..23] {
         let rows = ndarray::s![.., rows, .., ..];
@@ -938,7 +964,12 @@ fn a_batch_of_32_bit_lengths_is_that_of_64_bits_and_null_removes_it() {
 fn a_plan_tells_what_it_chose() {
     let options = annulus_options { causal: 1, ..options(DIMS) };
     let (mut attention, mut plan) = (ptr::null_mut(), ptr::null_mut());
-    let facade = Attention::new().causal(true).threads(1).local_ring(DIMS, RANKS).unwrap();
+    let facade = LocalRing::new(
+        (Attention::new().causal(true), Division::new(), Runtime::new().threads(1)),
+        DIMS,
+        RANKS,
+    )
+    .unwrap();
     let (mut rank, mut ranks, mut count) = (7, 7, 7);
     let (mut layout, mut route, mut bytes) = (7, 7, 7);
     let mut rows = [7; 23];
@@ -1006,7 +1037,12 @@ fn a_plan_tells_its_strategy() {
     let options = options(HEADS_DIMS);
     assert_eq!(chosen(options), (ANNULUS_STRATEGY_RING, 1));
     let auto = annulus_options { strategy: ANNULUS_STRATEGY_AUTO, ..options };
-    let fewest = Attention::new().strategy(Strategy::Auto).local_ring(HEADS_DIMS, RANKS).unwrap();
+    let fewest = LocalRing::new(
+        (Attention::new(), Division::new().strategy(Strategy::Auto)),
+        HEADS_DIMS,
+        RANKS,
+    )
+    .unwrap();
     let fewest = fewest.plan().strategy();
     let constant = match fewest {
         Strategy::Ring => ANNULUS_STRATEGY_RING,

@@ -13,8 +13,8 @@ use std::{
 };
 
 use annulus::{
-    Attention, BackwardViewMut, Dims, ForwardView, ForwardViewMut, Layout as RowLayout, LocalRing,
-    Tensors, ndarray::Array3, ndarray::Array4,
+    Attention, BackwardViewMut, Dims, Division, ForwardView, ForwardViewMut, Layout as RowLayout,
+    LocalRing, Runtime, Setup, Tensors, ndarray::Array3, ndarray::Array4,
 };
 use annulus_capi::*;
 
@@ -174,8 +174,12 @@ fn a_warm_pass_of_one_rank_allocates_nothing() {
     let _alone = alone();
     let mut case = Case::new(64, 1, 16);
     for causal in [false, true] {
-        let attention = Attention::new().threads(1).causal(causal);
-        let mut ring = attention.local_ring(case.dims, 1).unwrap();
+        let attention = Setup::from((
+            Attention::new().causal(causal),
+            Division::new(),
+            Runtime::new().threads(1),
+        ));
+        let mut ring = LocalRing::new(&attention, case.dims, 1).unwrap();
         assert_eq!(allocations(|| case.forward(&mut ring)), 0, "forward");
         assert_eq!(allocations(|| case.backward(&mut ring)), 0, "backward");
     }
@@ -202,8 +206,12 @@ fn allocations_of_a_ring_of_threads_do_not_depend_on_the_length() {
         for layout in [RowLayout::Contiguous, RowLayout::Striped, RowLayout::Zigzag] {
             let counts = [96, 960].map(|len| {
                 let mut case = Case::new(len, 1, 16);
-                let attention = Attention::new().threads(1).causal(true).layout(layout.clone());
-                let mut ring = attention.local_ring(case.dims, ranks).unwrap();
+                let attention = Setup::from((
+                    Attention::new().causal(true),
+                    Division::new().layout(layout.clone()),
+                    Runtime::new().threads(1),
+                ));
+                let mut ring = LocalRing::new(&attention, case.dims, ranks).unwrap();
                 let forward = allocations(|| case.forward(&mut ring));
                 [forward, allocations(|| case.backward(&mut ring))]
             });
@@ -246,8 +254,9 @@ fn the_bytes_of_a_plan_are_what_the_allocator_counts() {
 fn a_call_by_c_takes_the_time_of_a_call_by_rust() {
     let _alone = alone();
     let mut case = Case::new(64, 1, 16);
-    let attention = Attention::new().threads(1).causal(true);
-    let mut ring = attention.local_ring(case.dims, 1).unwrap();
+    let attention =
+        Setup::from((Attention::new().causal(true), Division::new(), Runtime::new().threads(1)));
+    let mut ring = LocalRing::new(&attention, case.dims, 1).unwrap();
     let by_rust = fastest(|| case.forward(&mut ring));
     let plan = case.plan(1);
     let mut by_c = Duration::MAX;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use annulus::{Attention, Cache, CacheShape, Dims, Plan};
+use annulus::{Attention, Cache, CacheShape, Dims, Plan, Runtime, Setup};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use annulus_core::Control;
 use annulus_core::{Error, Result};
@@ -138,12 +138,12 @@ impl BackendChoice {
         &self,
         threads: usize,
         endpoint: Endpoint,
-        attention: &Attention,
+        setup: &Setup,
         dims: Dims,
     ) -> Result<Plan> {
         with_backend!(self, threads, make => {
             let (backend, transport) = make(endpoint)?;
-            Plan::new(attention, dims, backend, transport)
+            Plan::with_backend(setup, dims, backend, transport)
         })
     }
 
@@ -156,12 +156,13 @@ impl BackendChoice {
         threads: usize,
         endpoint: Endpoint,
         attention: &Attention,
+        runtime: &Runtime,
         shape: CacheShape,
     ) -> Result<Cache> {
         match self {
             Self::Cpu => {
                 let cpu = annulus::Cpu::new(threads)?;
-                Cache::new(attention, shape, cpu, endpoint.of_host())
+                Cache::with_backend(attention, runtime, shape, cpu, endpoint.of_host())
             }
             #[cfg(feature = "wgpu")]
             Self::Wgpu(devices) => {
@@ -169,14 +170,20 @@ impl BackendChoice {
                 // the abort sends the reason to the ranks that wait for this one
                 let gpu = devices.of_rank(&transport);
                 let gpu = gpu.inspect_err(|error| transport.abort(error))?;
-                Cache::new(attention, shape, annulus::wgpu::Wgpu::on_host(gpu), transport)
+                Cache::with_backend(
+                    attention,
+                    &Runtime::new(),
+                    shape,
+                    annulus::wgpu::Wgpu::on_host(gpu),
+                    transport,
+                )
             }
             #[cfg(feature = "cuda")]
             Self::Cuda(gpus) => {
                 let cuda = gpus.of_rank(&endpoint);
                 let mut transport = endpoint.of_host();
                 let cuda = cuda.inspect_err(|error| transport.abort(error))?;
-                Cache::new(attention, shape, cuda.on_host(), transport)
+                Cache::with_backend(attention, runtime, shape, cuda.on_host(), transport)
             }
         }
     }

@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use annulus::Attention;
+use annulus::{Attention, Division, Setup};
 use annulus_core::{
     Batch, DType, Dims, Error, Runs,
     oracle::{Problem, forward_rows},
@@ -155,8 +155,10 @@ pub(crate) fn run(flags: &DemoFlags) -> Outcome {
     let source = Input::open(&input)?;
     let layout = if flags.documents.is_empty() { LayoutName::Auto } else { LayoutName::Balanced };
     let batch = source.coordinates()?;
+    let division = Division::new();
+    let division = layout.apply(division, &attention, dims, flags.ranks, || Ok(batch.clone()))?;
     let run = AttendRun {
-        attention: layout.apply(attention.clone(), dims, flags.ranks, || Ok(batch.clone()))?,
+        setup: Setup::from((&attention, division)),
         sinks: None,
         backend,
         threads: threads_per_rank(None, flags.ranks)?,

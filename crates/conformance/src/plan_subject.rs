@@ -1,6 +1,6 @@
 //! One rank of the facade, such as an MPI process: a [`Plan`] of its own rows.
 
-use annulus::{Attention, Plan, Tensors};
+use annulus::{Plan, Setup, Tensors};
 use annulus_core::{Batch, DType, Dims, Element, Result, Runs, index};
 use half::{bf16, f16};
 use ndarray::{Array4, Axis};
@@ -19,7 +19,7 @@ pub struct PlanSubject<F> {
     plan: F,
 }
 
-impl<F: Fn(&Attention, Dims) -> Result<Plan>> PlanSubject<F> {
+impl<F: Fn(&Setup, Dims) -> Result<Plan>> PlanSubject<F> {
     /// Creates a subject of this name for these element types.
     pub fn new(name: impl Into<String>, dtypes: &[DType], plan: F) -> Self {
         Self { name: name.into(), dtypes: dtypes.to_vec(), plan }
@@ -31,8 +31,7 @@ impl<F: Fn(&Attention, Dims) -> Result<Plan>> PlanSubject<F> {
         setting: &Setting,
         times: usize,
     ) -> Result<Vec<Answer>> {
-        let attention = options(case, setting).layout(setting.layout.clone());
-        let mut plan = (self.plan)(&attention, case.spec.dims)?;
+        let mut plan = (self.plan)(&options(case, setting), case.spec.dims)?;
         let tensors = OwnTensors::<T>::of(case, &plan);
         if case.batch != Batch::default() {
             let rows = |runs: &Runs| runs.iter().map(i64::cast_unsigned).collect::<Vec<_>>();
@@ -43,7 +42,7 @@ impl<F: Fn(&Attention, Dims) -> Result<Plan>> PlanSubject<F> {
     }
 }
 
-impl<F: Fn(&Attention, Dims) -> Result<Plan>> Subject for PlanSubject<F> {
+impl<F: Fn(&Setup, Dims) -> Result<Plan>> Subject for PlanSubject<F> {
     fn name(&self) -> String {
         self.name.clone()
     }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use annulus::{Attention, Backward, Forward, LocalRing, Tensors};
+use annulus::{Attention, Backward, Division, Forward, LocalRing, Runtime, Setup, Tensors};
 use annulus_core::{
     Batch, DType, Dims, Element, Error, LEAF_ROWS, Layout, Result, Route, Strategy,
 };
@@ -81,28 +81,29 @@ impl Subject for Facade {
     }
 
     fn run(&self, case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>> {
-        let plan = |attention: &Attention, dims, ranks| {
-            attention.clone().threads(1).local_ring(dims, ranks)
+        let plan = |setup: &Setup, dims, ranks| {
+            let runtime = Runtime::new().threads(1);
+            LocalRing::new((&setup.attention, &setup.division, runtime), dims, ranks)
         };
         run_facade(case, setting, times, &plan)
     }
 }
 
-/// As [`Facade`], on the backend and transport of `plan(attention, dims, ranks)`.
+/// As [`Facade`], on the backend and transport of `plan(setup, dims, ranks)`.
 pub struct FacadeOn<F> {
     name: String,
     dtypes: Vec<DType>,
     plan: F,
 }
 
-impl<F: Fn(&Attention, Dims, usize) -> Result<LocalRing>> FacadeOn<F> {
+impl<F: Fn(&Setup, Dims, usize) -> Result<LocalRing>> FacadeOn<F> {
     /// Creates a subject of this name for these element types.
     pub fn new(name: impl Into<String>, dtypes: &[DType], plan: F) -> Self {
         Self { name: name.into(), dtypes: dtypes.to_vec(), plan }
     }
 }
 
-impl<F: Fn(&Attention, Dims, usize) -> Result<LocalRing>> Subject for FacadeOn<F> {
+impl<F: Fn(&Setup, Dims, usize) -> Result<LocalRing>> Subject for FacadeOn<F> {
     fn name(&self) -> String {
         self.name.clone()
     }
@@ -117,7 +118,7 @@ impl<F: Fn(&Attention, Dims, usize) -> Result<LocalRing>> Subject for FacadeOn<F
 }
 
 /// Plans a ring of this process.
-type PlanRing<'a> = &'a dyn Fn(&Attention, Dims, usize) -> Result<LocalRing>;
+type PlanRing<'a> = &'a dyn Fn(&Setup, Dims, usize) -> Result<LocalRing>;
 
 fn run_facade(
     case: &Case,
@@ -187,11 +188,14 @@ fn masked(attention: Attention, masks: &Masks) -> Attention {
 }
 
 /// The options of a case and setting, as a user sets them.
-pub(crate) fn options(case: &Case, setting: &Setting) -> Attention {
-    let attention = attention(case).strategy(setting.strategy);
-    let attention = attention.receive_ahead(setting.receive_ahead);
-    let attention = attention.reproducible(case.spec.leaf_rows.is_some());
-    setting.route.map_or(attention.clone(), |route| attention.route(route))
+pub(crate) fn options(case: &Case, setting: &Setting) -> Setup {
+    let attention = attention(case).reproducible(case.spec.leaf_rows.is_some());
+    let division = Division::new()
+        .layout(setting.layout.clone())
+        .route(setting.route)
+        .strategy(setting.strategy)
+        .receive_ahead(setting.receive_ahead);
+    Setup::from((attention, division))
 }
 
 fn run_plan<T: Element>(
@@ -203,8 +207,7 @@ fn run_plan<T: Element>(
     if let Some(rows) = case.spec.leaf_rows.filter(|&rows| rows != LEAF_ROWS) {
         return Err(Error::unsupported(format!("leaves of {rows} rows"), "the facade"));
     }
-    let attention = options(case, setting).layout(setting.layout.clone());
-    let mut plan = plan(&attention, case.spec.dims, setting.ranks)?;
+    let mut plan = plan(&options(case, setting), case.spec.dims, setting.ranks)?;
     if case.batch != Batch::default() {
         plan.update(&case.batch)?;
     }

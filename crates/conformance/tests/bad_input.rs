@@ -5,8 +5,8 @@
 use std::{sync::Arc, thread, time::Duration};
 
 use annulus::{
-    Attention, BackwardMode, Batch, CustomLayout, DType, DenseMask, Dims, Error, Layout, LocalRing,
-    Plan, Result, Runs, SinkShape, Tensors,
+    Attention, BackwardMode, Batch, CustomLayout, DType, DenseMask, Dims, Division, Error, Layout,
+    LocalRing, Plan, Result, Runs, Runtime, Setup, SinkShape, Tensors,
     comm::threads,
     mask::{Causal, Dense, PerHead},
 };
@@ -42,8 +42,9 @@ fn unsupported<T: std::fmt::Debug>(what: &str, result: Result<T>) {
 }
 
 /// Plans a ring of one rank, and one of three.
-fn plans(attention: &Attention, dims: Dims) -> [Result<LocalRing>; 2] {
-    [1, 3].map(|ranks| attention.clone().layout(Layout::Zigzag).local_ring(dims, ranks))
+fn plans(setup: impl Into<Setup>, dims: Dims) -> [Result<LocalRing>; 2] {
+    let setup = setup.into().map_division(|division| division.layout(Layout::Zigzag));
+    [1, 3].map(|ranks| LocalRing::new(&setup, dims, ranks))
 }
 
 #[test]
@@ -87,9 +88,6 @@ fn numbers_without_meaning() {
         ("bias", attention().bias([0, 4, 6, 6])),
         ("softmax_aux", attention().softmax_aux(SinkShape::shared(0))),
         ("softmax_aux", attention().softmax_aux(SinkShape::per_head(0))),
-        ("deadline", attention().deadline(Duration::from_millis(10))),
-        ("deadline", attention().deadline(Duration::ZERO)),
-        ("threads", attention().threads(0)),
         ("mask", attention().mask(Arc::new(PerHead(vec![Arc::new(Causal { offset: 0 })])))),
         (
             "mask",
@@ -105,11 +103,20 @@ fn numbers_without_meaning() {
             .into_iter()
             .for_each(|plan| refused(&format!("case {number}"), argument, plan));
     }
+    for (argument, runtime) in [
+        ("deadline", Runtime::new().deadline(Duration::from_millis(10))),
+        ("deadline", Runtime::new().deadline(Duration::ZERO)),
+        ("threads", Runtime::new().threads(0)),
+    ] {
+        plans((attention(), Division::new(), runtime), DIMS)
+            .into_iter()
+            .for_each(|plan| refused(argument, argument, plan));
+    }
 }
 
 #[test]
 fn rings_without_meaning() {
-    refused("no ranks", "ranks", Attention::new().local_ring(DIMS, 0));
+    refused("no ranks", "ranks", LocalRing::new(Attention::new(), DIMS, 0));
     let shards = |shards: &[&[i64]]| {
         shards.iter().map(|rows| rows.iter().copied().collect::<Runs>()).collect::<Vec<_>>()
     };
@@ -126,12 +133,16 @@ fn rings_without_meaning() {
         ("a negative row", layout(&[&[0, 2, 4, -1], &[1, 3, 5]], good)),
     ];
     for (what, layout) in cases {
-        refused(what, "layout", Attention::new().layout(layout).local_ring(DIMS, 2));
+        refused(
+            what,
+            "layout",
+            LocalRing::new((Attention::new(), Division::new().layout(layout)), DIMS, 2),
+        );
     }
     let two_pass = Attention::new().backward_mode(BackwardMode::TwoPass);
     unsupported(
         "a bias with queries in two passes",
-        two_pass.bias([1, 1, 6, 6]).local_ring(DIMS, 2),
+        LocalRing::new(two_pass.bias([1, 1, 6, 6]), DIMS, 2),
     );
 }
 
@@ -190,8 +201,7 @@ fn batches_that_do_not_fit() {
     let two_pass = Attention::new().backward_mode(BackwardMode::TwoPass);
     unsupported(
         "a dense mask in two passes",
-        two_pass
-            .local_ring(DIMS, 2)
+        LocalRing::new(two_pass, DIMS, 2)
             .unwrap()
             .update(&Batch { attention_mask: dense([1, 1, 6, 6]), ..batch() }),
     );
@@ -356,12 +366,7 @@ fn ring(attentions: &[Attention], dims: &[Dims], layout: &[Option<Layout>]) -> V
             .zip(attentions.iter().zip(dims).zip(layout))
             .map(|(transport, ((attention, dims), layout))| {
                 scope.spawn(move || {
-                    Plan::new(
-                        &attention.clone().layout(layout.clone()),
-                        *dims,
-                        annulus::Cpu::new(1)?,
-                        transport,
-                    )
+                    Plan::new((attention, Division::new().layout(layout.clone())), *dims, transport)
                 })
             })
             .collect();
@@ -379,7 +384,12 @@ fn ranks_that_would_round_weights_differently() {
     let plan = |isa, transport| {
         let cpu = annulus::Cpu::new(1).and_then(|cpu| cpu.with_isa(isa));
         cpu.and_then(|cpu| {
-            Plan::new(&attention.clone().layout(Layout::Contiguous), DIMS, cpu, transport)
+            Plan::with_backend(
+                (&attention, Division::new().layout(Layout::Contiguous)),
+                DIMS,
+                cpu,
+                transport,
+            )
         })
         .map(drop)
     };

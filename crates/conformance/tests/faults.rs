@@ -8,7 +8,8 @@ use std::{
 };
 
 use annulus::{
-    Attention, Batch, Cpu, Dims, Error, Layout, Plan, Result, Ring, RingOptions, Strategy, Tensors,
+    Attention, Batch, Cpu, Dims, Division, Error, Layout, Plan, Result, Ring, RingOptions, Runtime,
+    Setup, Strategy, Tensors,
     comm::{Checksum, Fault, Injection, threads},
 };
 use ndarray::Array4;
@@ -36,9 +37,12 @@ fn run_with(strategy: Strategy, injection: Injection) -> Vec<Fate> {
     let rank = |(rank, endpoint)| {
         let injections = if rank == 1 { vec![injection] } else { Vec::new() };
         let transport = Checksum::new(Fault::new(endpoint, 5, injections));
-        let attention = Attention::new().deadline(DEADLINE).layout(Layout::Contiguous);
-        let attention = attention.strategy(strategy);
-        let plan = Plan::new(&attention, DIMS, Cpu::new(1)?, transport);
+        let attention = Setup::from((
+            Attention::new(),
+            Division::new().layout(Layout::Contiguous).strategy(strategy),
+            Runtime::new().deadline(DEADLINE),
+        ));
+        let plan = Plan::new(&attention, DIMS, transport);
         let start = Instant::now();
         Ok::<_, Error>(match plan {
             Err(error) => Fate { error: Some(error), after: start.elapsed(), next: None },
@@ -216,11 +220,14 @@ fn messages_that_arrive_late_cause_no_failure() {
 
 /// Plans on each of two ranks and runs `body`.
 fn on_two<T: Send>(
-    attention: &Attention,
+    setup: impl Into<Setup>,
     body: impl Fn(usize, Plan) -> Result<T> + Sync,
 ) -> Vec<Result<T>> {
-    let attention = attention.clone().deadline(DEADLINE).layout(Layout::Contiguous);
-    let rank = |(rank, endpoint)| body(rank, Plan::new(&attention, DIMS, Cpu::new(1)?, endpoint)?);
+    let setup = setup
+        .into()
+        .map_division(|division| division.layout(Layout::Contiguous))
+        .map_runtime(|runtime| runtime.deadline(DEADLINE));
+    let rank = |(rank, endpoint)| body(rank, Plan::new(&setup, DIMS, endpoint)?);
     thread::scope(|scope| {
         let ranks: Vec<_> = threads::ring(2)
             .into_iter()
@@ -267,7 +274,11 @@ fn a_call_that_ended_at_its_arrival_deadline_is_made_again() {
 }
 
 fn again_after_arrival_deadline(strategy: Strategy) {
-    let attention = Attention::new().arrival_deadline(DEADLINE).strategy(strategy);
+    let attention = Setup::from((
+        Attention::new(),
+        Division::new().strategy(strategy),
+        Runtime::new().arrival_deadline(DEADLINE),
+    ));
     let results = on_two(&attention, |rank, mut plan| {
         let first = forward(&mut plan)?;
         if rank == 1 {
@@ -288,33 +299,37 @@ fn again_after_arrival_deadline(strategy: Strategy) {
 /// it is the next one of both.
 #[test]
 fn a_refusal_that_ended_at_its_arrival_deadline_ends_one_call() {
-    let results = on_two(&Attention::new().arrival_deadline(DEADLINE), |rank, mut plan| {
-        let first = forward(&mut plan)?;
-        if rank == 1 {
-            thread::sleep(DEADLINE * 3 / 2);
-            let refused = forward(&mut plan).map(drop);
-            assert!(matches!(refused, Err(Error::Refused { rank: 0, .. })), "{refused:?}");
-        } else {
-            let wrong = Array4::<f32>::zeros((1, 1, 1, 1));
-            let tensors = Tensors::new(wrong.view(), wrong.view(), wrong.view());
-            let own = plan.forward(&tensors).map(drop);
-            assert!(matches!(own, Err(Error::InvalidArgument { .. })), "{own:?}");
-        }
-        Ok(forward(&mut plan)? == first)
-    });
+    let results = on_two(
+        (Attention::new(), Division::new(), Runtime::new().arrival_deadline(DEADLINE)),
+        |rank, mut plan| {
+            let first = forward(&mut plan)?;
+            if rank == 1 {
+                thread::sleep(DEADLINE * 3 / 2);
+                let refused = forward(&mut plan).map(drop);
+                assert!(matches!(refused, Err(Error::Refused { rank: 0, .. })), "{refused:?}");
+            } else {
+                let wrong = Array4::<f32>::zeros((1, 1, 1, 1));
+                let tensors = Tensors::new(wrong.view(), wrong.view(), wrong.view());
+                let own = plan.forward(&tensors).map(drop);
+                assert!(matches!(own, Err(Error::InvalidArgument { .. })), "{own:?}");
+            }
+            Ok(forward(&mut plan)? == first)
+        },
+    );
     assert_eq!(results, [Ok(true), Ok(true)]);
 }
 
 #[test]
 fn a_plan_that_ended_at_its_arrival_deadline_is_lost_to_the_late_rank() {
-    let attention = Attention::new().arrival_deadline(DEADLINE);
+    let attention =
+        Setup::from((Attention::new(), Division::new(), Runtime::new().arrival_deadline(DEADLINE)));
     let ranks = threads::ring(2).into_iter().enumerate();
     let results: Vec<_> = thread::scope(|scope| {
         let plan = |(rank, endpoint)| {
             if rank == 1 {
                 thread::sleep(DEADLINE * 3 / 2);
             }
-            Plan::new(&attention, DIMS, Cpu::new(1)?, endpoint).map(drop)
+            Plan::new(&attention, DIMS, endpoint).map(drop)
         };
         let ranks: Vec<_> = ranks.map(|endpoint| scope.spawn(move || plan(endpoint))).collect();
         ranks.into_iter().map(|rank| rank.join().expect("no rank panics")).collect()
@@ -328,10 +343,10 @@ fn ranks_with_different_deadlines_of_the_environment_are_refused() {
     let ranks = threads::ring(2).into_iter().zip([None, Some(Duration::ZERO)]);
     let results: Vec<_> = thread::scope(|scope| {
         let plan = |(endpoint, deadline_variable)| {
-            let attention = Attention::new();
-            let options = RingOptions { deadline_variable, ..attention.ring_options() };
+            let setup = Setup::default();
+            let options = RingOptions { deadline_variable, ..setup.ring_options() };
             let cpu = Cpu::new(1)?;
-            Ring::new(cpu, Box::new(endpoint), attention.spec(DIMS), options).map(drop)
+            Ring::new(cpu, Box::new(endpoint), setup.spec(DIMS), options).map(drop)
         };
         let ranks: Vec<_> = ranks.map(|rank| scope.spawn(move || plan(rank))).collect();
         ranks.into_iter().map(|rank| rank.join().expect("no rank panics")).collect()

@@ -1,7 +1,7 @@
 //! Grids of queries × keys against the f64 oracle: every shape on 2, 3, 4, 6 and 8 ranks, every
 //! layout, masks and options that depend on positions, and what a grid refuses.
 
-use annulus::{Attention, LocalRing, PassKind, Tensors};
+use annulus::{Attention, Division, LocalRing, PassKind, Tensors};
 use annulus_conformance::{Case, Draw, Facade, Judge, Masks, Setting, Subject};
 use annulus_core::{
     BackwardMode, Batch, BiasOrder, Choice, DType, Dims, Dropout, Error, HeadGrid, Layout,
@@ -170,7 +170,9 @@ fn the_predicted_bytes_are_those_of_the_plans() {
             let strategy = of.strategy();
             let options = TrafficOptions { backward: true, ..TrafficOptions::FORWARD };
             let traffic = StrategyTraffic::of(&spec, of, &options, &mut || ()).unwrap();
-            let ring = attention.clone().strategy(strategy).local_ring(DIMS, ranks).unwrap();
+            let ring =
+                LocalRing::new((&attention, Division::new().strategy(strategy)), DIMS, ranks)
+                    .unwrap();
             for plan in ring.plans() {
                 assert_eq!(plan.strategy(), strategy);
                 let predicted = [PassKind::Forward, PassKind::Backward]
@@ -218,7 +220,7 @@ fn strategies_of_documents(
 /// Runs both passes over the documents, and compares the bytes sent with the prediction and the
 /// output with that of one rank.
 fn check_documents(
-    attention: &Attention,
+    division: &Division,
     traffic: &StrategyTraffic,
     ranks: usize,
 ) -> annulus::Result<()> {
@@ -232,7 +234,8 @@ fn check_documents(
     let v = tensor(DIMS.kv_heads, DIMS.value_dim, 3);
     let tensors = Tensors::new(q.view(), k.view(), v.view());
     let name = format!("{} of {ranks} ranks on {:?}", traffic.strategy, traffic.layout.of_ranks);
-    let mut ring = attention.clone().strategy(traffic.strategy).local_ring(DIMS, ranks)?;
+    let division = division.clone().strategy(traffic.strategy);
+    let mut ring = LocalRing::new((Attention::new().causal(true), division), DIMS, ranks)?;
     ring.update(&documents())?;
     let forward = ring.forward(&tensors)?;
     let dout = tensor(DIMS.q_heads, DIMS.value_dim, 4);
@@ -243,7 +246,7 @@ fn check_documents(
         let want = [traffic.forward[index], traffic.backward[index]];
         assert_eq!(sent, want, "{name}, rank {rank}");
     }
-    let mut one = Attention::new().causal(true).local_ring(DIMS, 1)?;
+    let mut one = LocalRing::new(Attention::new().causal(true), DIMS, 1)?;
     one.update(&documents())?;
     let want = one.forward(&tensors)?;
     let error = (&forward.out - &want.out).fold(0.0f32, |most, error| most.max(error.abs()));
@@ -262,12 +265,13 @@ fn the_predicted_bytes_of_documents_are_those_sent() -> annulus::Result<()> {
         layouts.push((Some(layout), Some(route)));
         for (layout, balanced_route) in layouts {
             let all = strategies_of_documents(&causal, layout.as_ref(), balanced_route, ranks)?;
-            let attention = match balanced_route {
-                Some(_) => causal.clone().balanced(DIMS, &documents(), ranks)?,
-                None => causal.clone().layout(layout),
+            let division = Division::new();
+            let division = match balanced_route {
+                Some(_) => division.balanced(&causal, DIMS, &documents(), ranks)?,
+                None => division.layout(layout),
             };
             for traffic in &all {
-                check_documents(&attention, traffic, ranks)?;
+                check_documents(&division, traffic, ranks)?;
                 checked[usize::from(traffic.grid.columns() > 1)] += 1;
             }
         }
@@ -284,22 +288,23 @@ fn the_strategy_of_documents_is_chosen_by_their_bytes() -> annulus::Result<()> {
     let starts = Some((0..=4).map(|rank| rank * 16).collect());
     let documents = Batch { cum_seqlens_q: starts, ..Batch::default() };
     let dims = Dims::new(1, 64, 8, 8);
-    let auto = Attention::new().causal(true).strategy(Strategy::Auto).layout(Layout::Contiguous);
-    let chosen = |attention: &Attention| -> annulus::Result<Strategy> {
-        let ring = attention.local_ring(dims, 4)?;
+    let causal = Attention::new().causal(true);
+    let auto = Division::new().strategy(Strategy::Auto).layout(Layout::Contiguous);
+    let chosen = |division: Division| -> annulus::Result<Strategy> {
+        let ring = LocalRing::new((&causal, division), dims, 4)?;
         Ok(ring.plan().strategy())
     };
-    assert_eq!(chosen(&auto)?, Strategy::Grid { heads: 1, queries: 2, keys: 2 });
-    assert_eq!(chosen(&auto.clone().documents(documents.clone()))?, Strategy::Ring);
-    assert_eq!(chosen(&auto.clone().balanced(dims, &documents, 4)?)?, Strategy::Ring);
+    assert_eq!(chosen(auto.clone())?, Strategy::Grid { heads: 1, queries: 2, keys: 2 });
+    assert_eq!(chosen(auto.clone().documents(documents.clone()))?, Strategy::Ring);
+    assert_eq!(chosen(auto.clone().balanced(&causal, dims, &documents, 4)?)?, Strategy::Ring);
     // ids of one side serve for both, also where a key column has other rows than the queries
     let ids = ndarray::Array2::from_shape_fn((1, 64), |(_, row)| (row / 16) as i32);
     let ids = Batch { kv_segment_ids: Some(ids), ..Batch::default() };
-    assert_eq!(chosen(&auto.clone().documents(ids))?, Strategy::Ring);
+    assert_eq!(chosen(auto.clone().documents(ids))?, Strategy::Ring);
     let wrong = Batch { cum_seqlens_q: Some(vec![0, 65]), ..Batch::default() };
-    let error = chosen(&auto.clone().documents(wrong)).unwrap_err().to_string();
+    let error = chosen(auto.clone().documents(wrong)).unwrap_err().to_string();
     assert!(error.starts_with("cum_seqlens_q: got 65 as the last number"), "{error}");
-    let error = chosen(&auto.strategy(Strategy::Ring).documents(documents)).unwrap_err();
+    let error = chosen(auto.strategy(Strategy::Ring).documents(documents)).unwrap_err();
     let want = "documents: got one, for ring, want none: the strategy auto alone depends on it";
     assert_eq!(error.to_string(), want);
     Ok(())
@@ -307,20 +312,21 @@ fn the_strategy_of_documents_is_chosen_by_their_bytes() -> annulus::Result<()> {
 
 #[test]
 fn what_a_grid_does_not_compute_is_refused_with_the_plan() {
-    let refused = |attention: Attention, ranks: usize| -> Error {
-        let plan: Result<LocalRing, Error> = attention.local_ring(DIMS, ranks);
+    let refused = |setup: (Attention, Division), ranks: usize| -> Error {
+        let plan: Result<LocalRing, Error> = LocalRing::new(setup, DIMS, ranks);
         plan.map(drop).unwrap_err()
     };
-    let grid = |shape| Attention::new().strategy(grid(shape));
-    let error = refused(grid([2, 2]).reproducible(true), 4);
+    let grid = |shape| Division::new().strategy(grid(shape));
+    let reproducible = Attention::new().reproducible(true);
+    let error = refused((reproducible.clone(), grid([2, 2])), 4);
     assert!(matches!(error, Error::Unsupported { .. }), "{error}");
     let want = "reproducible is not supported by keys in 2 columns";
     assert!(error.to_string().contains(want), "{error}");
-    for (attention, ranks) in [(grid([2, 2]), 3), (grid([0, 4]), 4), (grid([3, 1]), 4)] {
-        let error = refused(attention, ranks);
+    for (division, ranks) in [(grid([2, 2]), 3), (grid([0, 4]), 4), (grid([3, 1]), 4)] {
+        let error = refused((Attention::new(), division), ranks);
         assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
         assert!(error.to_string().starts_with("strategy: got grid:"), "{error}");
     }
     // one key column is the ring, which does all of this
-    grid([4, 1]).reproducible(true).local_ring(DIMS, 4).unwrap();
+    LocalRing::new((reproducible, grid([4, 1])), DIMS, 4).unwrap();
 }

@@ -8,8 +8,8 @@ use std::{
 };
 
 use annulus::{
-    Attention, BackwardMode, Cache, CacheShape, Cpu, DType, Dims, Error, Layout, Result, Route,
-    Strategy,
+    Attention, BackwardMode, Cache, CacheShape, Cpu, DType, Dims, Error, LocalRing, Result,
+    Runtime,
     comm::{
         Checksum, Fault, Injection, Trace,
         threads::{Threads, each_rank, ring},
@@ -90,7 +90,7 @@ fn masked_rows_of_the_future_are_only_those_of_the_mask() {
     let all = Sequence::<f64>::new(DIMS, None);
     let token = |attention: &Attention| {
         let of_ranks = each_rank(ring(3), |_, transport| {
-            let mut cache = Cache::new(attention, SHAPE, Cpu::new(1)?, transport)?;
+            let mut cache = Cache::new(attention, &Runtime::new(), SHAPE, transport)?;
             all.step(&mut cache, 0..60)?;
             Ok(all.step(&mut cache, 60..61)?.out)
         });
@@ -105,7 +105,7 @@ fn sharded_prefill_and_truncation_give_the_same_cache() {
     let all = Sequence::<f64>::new(DIMS, None);
     let other = numbers::<f64>(9, [2, 7, 2, 8]);
     let of_ranks = each_rank(ring(3), |_, transport| {
-        let mut cache = Cache::new(&attention, SHAPE, Cpu::new(1)?, transport)?;
+        let mut cache = Cache::new(&attention, &Runtime::new(), SHAPE, transport)?;
         // rows that a rank does not have are never passed
         let mut first = 0;
         for count in [33, 0, 20] {
@@ -131,7 +131,7 @@ fn sharded_prefill_and_truncation_give_the_same_cache() {
     .unwrap();
     assert_eq!(of_ranks.iter().map(|(_, rows)| rows).sum::<u64>(), 61);
     let whole = each_rank(ring(3), |_, transport| {
-        let mut cache = Cache::new(&attention, SHAPE, Cpu::new(1)?, transport)?;
+        let mut cache = Cache::new(&attention, &Runtime::new(), SHAPE, transport)?;
         all.step(&mut cache, 0..53)?;
         Ok(all.step(&mut cache, 53..61)?.out)
     });
@@ -148,7 +148,7 @@ fn bytes_of_a_token_are_the_same_after_a_thousand_and_a_million_rows() {
     let of_ranks = each_rank(ring(RANKS), |_, transport| {
         let transport = Trace::new(transport, Instant::now());
         let log = transport.log();
-        let mut cache = Cache::new(&attention, shape, Cpu::new(1)?, transport)?;
+        let mut cache = Cache::new(&attention, &Runtime::new(), shape, transport)?;
         let mut bytes = Vec::new();
         for rows in [1_000, 30_000, 1_000_000] {
             while cache.len() < rows {
@@ -185,11 +185,11 @@ fn long_prefills_are_computed_in_rounds() {
     let dims = Dims::new(1, 2000, 32, 1).kv_heads(1).value_dim(9);
     let all = Sequence::<f32>::new(dims, None);
     let of_ranks = each_rank(ring(2), |_, transport| {
-        let mut cache = Cache::new(&attention, shape, Cpu::new(1)?, transport)?;
+        let mut cache = Cache::new(&attention, &Runtime::new(), shape, transport)?;
         all.step(&mut cache, 0..2000)
     })
     .unwrap();
-    let mut whole = attention.local_ring(dims, 1).unwrap();
+    let mut whole = LocalRing::new(&attention, dims, 1).unwrap();
     let tensors = annulus::Tensors::new(all.q.view(), all.k.view(), all.v.view());
     let whole = whole.forward(&tensors).unwrap();
     for forward in of_ranks {
@@ -212,7 +212,7 @@ proptest! {
         let shape = CacheShape::new(1, 1, 2).page_rows(page_rows);
         let of_ranks = each_rank(ring(ranks), |_, transport| {
             let attention = Attention::new().causal(true);
-            let mut cache = Cache::new(&attention, shape, Cpu::new(1)?, transport)?;
+            let mut cache = Cache::new(&attention, &Runtime::new(), shape, transport)?;
             let mut local = Vec::new();
             for &(count, sharded) in &appends {
                 let rows = if sharded {
@@ -249,7 +249,7 @@ fn on_two_ranks<T: Send>(
         |rank| if rank == 0 { Attention::new().causal(true) } else { attention.clone() };
     each_rank(ring(2), |rank, transport: Threads| {
         let own = if rank == 0 { SHAPE } else { shape };
-        Ok(work(rank, Cache::new(&attention(rank), own, Cpu::new(1)?, transport)))
+        Ok(work(rank, Cache::new(&attention(rank), &Runtime::new(), own, transport)))
     })
     .unwrap()
 }
@@ -260,11 +260,6 @@ fn what_a_cache_does_not_have_is_refused_when_it_is_made() {
     let unsupported = [
         ("bias", new().bias([1, 1, 1, 1])),
         ("unnormalized", new().unnormalized(true)),
-        ("layout", new().layout(Layout::Zigzag)),
-        ("route", new().route(Route::Direct)),
-        ("strategy", new().strategy(Strategy::Auto)),
-        ("kv_block_size", new().kv_block_size(64)),
-        ("on_step", new().on_step(|_| ())),
         ("local_gradients", new().local_gradients(true)),
         ("backward_mode", new().backward_mode(BackwardMode::TwoPass)),
     ];
@@ -274,7 +269,6 @@ fn what_a_cache_does_not_have_is_refused_when_it_is_made() {
         assert!(matches!(errors[0], Error::Refused { rank: 1, .. }), "{what}: {:?}", errors[0]);
     }
     let invalid = [
-        ("threads", new().threads(2), SHAPE),
         ("page_rows", new(), SHAPE.page_rows(0)),
         ("page_rows", new(), SHAPE.page_rows(u64::MAX)),
         ("kv_heads", new(), CacheShape::new(1, 4, 8).kv_heads(0)),
@@ -375,10 +369,9 @@ fn a_rank_that_is_missing_ends_the_call_within_the_deadline() {
             .map(|(rank, transport)| {
                 let all = &all;
                 scope.spawn(move || {
-                    let attention = Attention::new().causal(true).deadline(deadline);
-                    let attention = attention.arrival_deadline(deadline);
-                    let cpu = Cpu::new(1).unwrap();
-                    let mut cache = Cache::new(&attention, SHAPE, cpu, transport).unwrap();
+                    let attention = Attention::new().causal(true);
+                    let runtime = Runtime::new().deadline(deadline).arrival_deadline(deadline);
+                    let mut cache = Cache::new(&attention, &runtime, SHAPE, transport).unwrap();
                     if rank == 1 {
                         thread::sleep(3 * deadline);
                         return None;
@@ -399,8 +392,9 @@ fn a_rank_that_is_missing_ends_the_call_within_the_deadline() {
     }
     // a rank that ends is a lost peer, and the cache is dead
     let fates = each_rank(ring(3), |rank, transport| {
-        let attention = Attention::new().causal(true).deadline(deadline);
-        let mut cache = Cache::new(&attention, SHAPE, Cpu::new(1)?, transport)?;
+        let attention = Attention::new().causal(true);
+        let runtime = Runtime::new().deadline(deadline);
+        let mut cache = Cache::new(&attention, &runtime, SHAPE, transport)?;
         if rank == 1 {
             return Ok(None);
         }
@@ -427,8 +421,9 @@ fn faults_of_messages_end_the_cache_on_every_rank() {
         let work = |rank, transport| {
             let faults = if rank == 1 { vec![injection] } else { Vec::new() };
             let transport = Checksum::new(Fault::new(transport, 3, faults));
-            let attention = Attention::new().causal(true).deadline(deadline);
-            let mut cache = Cache::new(&attention, SHAPE, Cpu::new(1)?, transport)?;
+            let attention = Attention::new().causal(true);
+            let runtime = Runtime::new().deadline(deadline);
+            let mut cache = Cache::new(&attention, &runtime, SHAPE, transport)?;
             let start = Instant::now();
             let error = all.step(&mut cache, 0..9).unwrap_err();
             let after = start.elapsed();

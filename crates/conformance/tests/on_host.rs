@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use annulus::LocalRing;
+use annulus::{LocalRing, Plan};
 use annulus_comm::{Checksum, Deadline, Staged, threads};
 use annulus_conformance::{
     FacadeOn, HostViewMemory, RankSetup, RingSubject, Subject,
@@ -35,11 +35,16 @@ fn subject() -> impl Subject {
 fn facade() -> impl Subject {
     let dtypes = [DType::F32, DType::F64, DType::Bf16, DType::F16];
     FacadeOn::new("facade on the mock device", &dtypes, |attention, dims, ranks| {
-        LocalRing::with_transports(attention, dims, ranks, |_, endpoint| {
+        LocalRing::from_plans(attention, dims, ranks, |_, setup, endpoint| {
             let device = Device::new();
             let staged =
                 Staged::<_, HostViews<MockSpace>>::new(Checksum::new(endpoint), device.clone());
-            Ok((OnHost::new(MockBackend::new(device.clone()), device), staged))
+            Plan::with_backend(
+                setup,
+                dims,
+                OnHost::new(MockBackend::new(device.clone()), device),
+                staged,
+            )
         })
     })
 }

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use annulus::{Attention, Plan, Tensors, comm::threads};
+use annulus::{Attention, Division, LocalRing, Plan, Setup, Tensors, comm::threads};
 use annulus_conformance::{
     Facade, Setting,
     subjects::{cpu, mock, mock_staged},
@@ -85,7 +85,7 @@ fn both_passes<T: Element>(
 ) -> Result<[Result<()>; 2]> {
     let attention = Attention::new().dtype(T::DTYPE);
     let transport = threads::ring(1).remove(0);
-    let mut plan = Plan::new(&attention, Dims::new(1, 8, 2, 4), backend, transport)?;
+    let mut plan = Plan::with_backend(&attention, Dims::new(1, 8, 2, 4), backend, transport)?;
     let x = Array4::from_elem((1, 8, 2, 4), T::from_f64(0.5));
     let tensors = Tensors::new(x.view(), x.view(), x.view());
     let mut forward = plan.forward(&tensors)?;
@@ -130,10 +130,13 @@ fn wide_types_have_no_residual() {
 #[test]
 fn ranks_that_differ_in_the_residual_are_refused_where_it_is_a_message() {
     let dims = Dims::new(1, 8, 2, 4);
-    let attention = Attention::new().dtype(DType::F16).strategy(Strategy::HeadsRing { heads: 2 });
+    let attention = Setup::from((
+        Attention::new().dtype(DType::F16),
+        Division::new().strategy(Strategy::HeadsRing { heads: 2 }),
+    ));
     let x = Array4::from_elem((1, 8, 2, 4), f16::from_f64(0.5));
     let errors = threads::each_rank(threads::ring(2), |rank, transport| {
-        let mut plan = Plan::new(&attention, dims, Cpu::new(1)?, transport)?;
+        let mut plan = Plan::new(&attention, dims, transport)?;
         let rows = x.slice(s![.., ..4, .., ..]);
         let tensors = Tensors::new(rows, rows, rows);
         let mut forward = plan.forward(&tensors)?;
@@ -160,9 +163,9 @@ fn a_residual_of_any_strides_is_out_before_rounding() {
     let (q, k, v) = (draw(1), draw(2), draw(3));
     let wide = |x: &Array4<f16>| x.mapv(f64::from);
     let attention = Attention::new();
-    let mut ring = attention.clone().dtype(DType::F16).local_ring(dims, 1).unwrap();
+    let mut ring = LocalRing::new(attention.clone().dtype(DType::F16), dims, 1).unwrap();
     let forward = ring.forward(&Tensors::new(q.view(), k.view(), v.view())).unwrap();
-    let mut exact = attention.dtype(DType::F64).local_ring(dims, 1).unwrap();
+    let mut exact = LocalRing::new(attention.clone().dtype(DType::F64), dims, 1).unwrap();
     let (q64, k64, v64) = (wide(&q), wide(&k), wide(&v));
     let want = exact.forward(&Tensors::new(q64.view(), k64.view(), v64.view())).unwrap().out;
     let mut strided = Array4::from_elem((6, 2, 21, 1), f16::NAN);

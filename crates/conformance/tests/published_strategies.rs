@@ -1,7 +1,7 @@
 //! Strategies by their published names on 2, 3, 4 and 8 ranks: against the f64 oracle, with the
 //! bytes and bits of their forms, and what they refuse.
 
-use annulus::{Attention, LocalRing, PassKind, Tensors};
+use annulus::{Attention, Division, LocalRing, PassKind, Setup, Tensors};
 use annulus_conformance::{Case, Draw, Facade, Judge, Masks, Setting, Subject};
 use annulus_core::{BackwardMode, DType, Dims, Error, Layout, Result, Route, Spec, Strategy};
 use ndarray::Array4;
@@ -56,7 +56,7 @@ fn every_published_strategy_is_the_oracle() {
 /// out, dq and dk of all ranks, and the bytes that each rank sends in both passes.
 type Results = ([Array4<f32>; 3], Vec<[u64; 2]>);
 
-fn run(attention: &Attention, dims: Dims, ranks: usize) -> Result<Results> {
+fn run(setup: &Setup, dims: Dims, ranks: usize) -> Result<Results> {
     let tensor = |heads: usize, dim: usize| {
         let of = |(b, i, h, c)| ((b * 3 + i * 7 + h * 5 + c) % 13) as f32 * 0.125 - 0.75;
         Array4::from_shape_fn((dims.batch, dims.q_len, heads, dim), of)
@@ -64,7 +64,7 @@ fn run(attention: &Attention, dims: Dims, ranks: usize) -> Result<Results> {
     let [q, k, v] = [tensor(8, 8), tensor(2, 8), tensor(2, 6)];
     let dout = tensor(8, 6);
     let tensors = Tensors::new(q.view(), k.view(), v.view());
-    let mut ring = attention.local_ring(dims, ranks)?;
+    let mut ring = LocalRing::new(setup, dims, ranks)?;
     let forward = ring.forward(&tensors)?;
     let gradients = ring.backward(&tensors, &forward, dout.view(), None)?;
     let reports = forward.reports.iter().zip(&gradients.reports);
@@ -85,23 +85,35 @@ fn a_name_has_the_bits_and_the_bytes_of_its_form() {
         let node_ranks = ranks / 2;
         let once_per_node = Route::OncePerNode { node_ranks };
         let forms = [
-            (Strategy::AllToAll, causal.clone().strategy(Strategy::HeadsRing { heads: ranks })),
+            (
+                Strategy::AllToAll,
+                Setup::from((
+                    &causal,
+                    Division::new().strategy(Strategy::HeadsRing { heads: ranks }),
+                )),
+            ),
             (
                 Strategy::PassQ,
-                causal.clone().strategy(Strategy::Grid { heads: 1, queries: 1, keys: ranks }),
+                Setup::from((
+                    &causal,
+                    Division::new().strategy(Strategy::Grid { heads: 1, queries: 1, keys: ranks }),
+                )),
             ),
-            (Strategy::AllGather, causal.clone().route(Route::Direct)),
-            (Strategy::OncePerNode { node_ranks }, causal.clone().route(once_per_node)),
+            (Strategy::AllGather, Setup::from((&causal, Division::new().route(Route::Direct)))),
+            (
+                Strategy::OncePerNode { node_ranks },
+                Setup::from((&causal, Division::new().route(once_per_node))),
+            ),
         ];
         for (name, form) in forms {
-            let by_name = causal.clone().strategy(name);
+            let by_name = Setup::from((&causal, Division::new().strategy(name)));
             assert_eq!(
                 run(&by_name, DIMS, ranks),
                 run(&form, DIMS, ranks),
                 "{name}, {ranks} ranks"
             );
             let [plan, of_form] =
-                [&by_name, &form].map(|of| of.local_ring(DIMS, ranks).expect("a plan"));
+                [&by_name, &form].map(|of| LocalRing::new(of, DIMS, ranks).expect("a plan"));
             let [plan, of_form] = [&plan, &of_form].map(LocalRing::plan);
             assert_eq!((plan.strategy(), plan.route()), (of_form.strategy(), of_form.route()));
             assert_eq!(plan.strategy(), name.on_ranks(ranks));
@@ -116,8 +128,9 @@ fn a_name_has_the_bits_and_the_bytes_of_its_form() {
 #[test]
 fn a_row_and_its_gradient_cross_once_between_two_nodes() {
     let route = Route::OncePerNode { node_ranks: 2 };
-    let ring = Attention::new().route(route).layout(Layout::Contiguous);
-    let ring = ring.local_ring(DIMS, 4).expect("a plan");
+    let ring =
+        Setup::from((Attention::new(), Division::new().route(route).layout(Layout::Contiguous)));
+    let ring = LocalRing::new(ring, DIMS, 4).expect("a plan");
     let schedule = ring.plan().schedule();
     let mut crossed = [0, 0];
     for (rank, steps) in schedule.steps.iter().enumerate() {
@@ -135,7 +148,8 @@ fn a_row_and_its_gradient_cross_once_between_two_nodes() {
 #[test]
 fn what_a_name_does_not_fit_is_refused_with_the_plan() {
     let refused = |strategy, ranks: usize, want: &str| {
-        let plan = Attention::new().strategy(strategy).local_ring(DIMS, ranks);
+        let plan =
+            LocalRing::new((Attention::new(), Division::new().strategy(strategy)), DIMS, ranks);
         let error = plan.map(drop).unwrap_err();
         assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
         assert_eq!(error.to_string(), want);
@@ -157,14 +171,20 @@ fn what_a_name_does_not_fit_is_refused_with_the_plan() {
         "strategy: got once-per-node, want several nodes with as many ranks each, which are \
          neighbours on the ring",
     );
-    let other = Attention::new().strategy(Strategy::AllGather).route(Route::RelayUp);
-    let error = other.local_ring(DIMS, 4).map(drop).unwrap_err();
+    let other = Setup::from((
+        Attention::new(),
+        Division::new().strategy(Strategy::AllGather).route(Route::RelayUp),
+    ));
+    let error = LocalRing::new(other, DIMS, 4).map(drop).unwrap_err();
     assert_eq!(
         error.to_string(),
         "route: got relay-up, want none, or direct: that of strategy all-gather"
     );
-    let reproducible = Attention::new().strategy(Strategy::PassQ).reproducible(true);
-    let error = reproducible.local_ring(DIMS, 4).map(drop).unwrap_err();
+    let reproducible = Setup::from((
+        Attention::new().reproducible(true),
+        Division::new().strategy(Strategy::PassQ),
+    ));
+    let error = LocalRing::new(reproducible, DIMS, 4).map(drop).unwrap_err();
     assert!(matches!(error, Error::Unsupported { .. }), "{error}");
 }
 
@@ -174,9 +194,11 @@ fn the_reproducible_order_has_the_bits_of_the_ring() {
     let attention = Attention::new().causal(true).reproducible(true);
     // five leaves of 256 rows
     let dims = Dims { batch: 1, q_len: 1100, kv_len: 1100, ..DIMS };
-    let (of_ring, _) = run(&attention, dims, 1).expect("results");
+    let (of_ring, _) = run(&(&attention).into(), dims, 1).expect("results");
     for strategy in [Strategy::AllGather, Strategy::OncePerNode { node_ranks: 2 }] {
-        let (results, _) = run(&attention.clone().strategy(strategy), dims, 4).expect("results");
+        let (results, _) =
+            run(&Setup::from((&attention, Division::new().strategy(strategy))), dims, 4)
+                .expect("results");
         assert_eq!(results, of_ring, "{strategy}");
     }
 }

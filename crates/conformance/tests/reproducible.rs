@@ -2,7 +2,9 @@
 
 use std::{sync::Arc, time::Duration};
 
-use annulus::{Attention, Cpu, Dims, Error, Layout, Plan, Ring, comm::threads};
+use annulus::{
+    Attention, Cpu, Dims, Division, Error, Layout, LocalRing, Plan, Ring, Setup, comm::threads,
+};
 use annulus_conformance::{
     Case, Draw, Facade, HostMemory, Masks, RankSetup, RingSubject, Setting, Subject,
     subjects::{cpu, cpu_delayed, mock},
@@ -144,9 +146,10 @@ fn what_is_not_reproducible_is_refused() {
         let shards = || -> Vec<Runs> { vec![(0..cut).collect(), (cut..600).collect()] };
         Layout::Custom(std::sync::Arc::new(CustomLayout { q: shards(), kv: shards() }))
     };
-    attention().layout(custom(256)).local_ring(DIMS, 2).unwrap();
+    let ring = |cut| LocalRing::new((attention(), Division::new().layout(custom(cut))), DIMS, 2);
+    ring(256).unwrap();
     for cut in [255, 300] {
-        let error = attention().layout(custom(cut)).local_ring(DIMS, 2).unwrap_err();
+        let error = ring(cut).unwrap_err();
         assert!(error.to_string().contains("whole leaves of 256 rows"), "{error}");
     }
 }
@@ -173,10 +176,11 @@ fn ranks_with_other_arithmetic_are_refused() {
         let attention = attention().reproducible(reproducible);
         threads::each_rank(threads::ring(2), |rank, transport| {
             if rank == other {
-                let plan = Plan::new(&attention, DIMS, Other { inner: Cpu::new(1)? }, transport)?;
+                let plan =
+                    Plan::with_backend(&attention, DIMS, Other { inner: Cpu::new(1)? }, transport)?;
                 Ok(plan.numerics().to_owned())
             } else {
-                let plan = Plan::new(&attention, DIMS, Cpu::new(1)?, transport)?;
+                let plan = Plan::new(&attention, DIMS, transport)?;
                 Ok(plan.numerics().to_owned())
             }
         })
@@ -214,16 +218,20 @@ fn bits_do_not_depend_on_the_strategy() {
 #[test]
 fn sums_over_heads_are_refused() {
     let dims = Dims { q_heads: 4, ..Dims::new(1, 600, 4, 8).kv_heads(2) };
-    let heads = |heads| Attention::new().reproducible(true).strategy(Strategy::HeadsRing { heads });
-    let refused = |attention: Attention| {
-        let error = attention.local_ring(dims, 4).unwrap_err();
+    let ring = |attention: Attention, heads| {
+        let division = Division::new().strategy(Strategy::HeadsRing { heads });
+        LocalRing::new((attention, division), dims, 4)
+    };
+    let refused = |attention: Attention, heads| {
+        let error = ring(attention, heads).unwrap_err();
         assert!(matches!(error, Error::Unsupported { .. }), "{error}");
     };
-    refused(heads(4));
-    refused(heads(2).softmax_aux(SinkShape::shared(1)));
-    refused(heads(2).bias([1, 1, 1, 600]));
-    heads(4).forward_only(true).local_ring(dims, 4).unwrap();
-    heads(2).local_ring(dims, 4).unwrap();
+    let attention = || Attention::new().reproducible(true);
+    refused(attention(), 4);
+    refused(attention().softmax_aux(SinkShape::shared(1)), 2);
+    refused(attention().bias([1, 1, 1, 600]), 2);
+    ring(attention().forward_only(true), 4).unwrap();
+    ring(attention(), 2).unwrap();
 }
 
 #[test]
@@ -235,7 +243,8 @@ fn a_backend_without_leaves_refuses() {
 #[test]
 fn layouts_are_cut_at_leaves() {
     for layout in [None, Some(Layout::Contiguous), Some(Layout::Zigzag), Some(Layout::Striped)] {
-        let ring = attention().causal(true).layout(layout.clone()).local_ring(DIMS, 2).unwrap();
+        let division = Division::new().layout(layout.clone());
+        let ring = LocalRing::new((attention().causal(true), division), DIMS, 2).unwrap();
         let name = ring.plan().layout().name();
         assert!(layout.is_none_or(|layout| layout.name() == name), "{name}");
     }
@@ -245,9 +254,12 @@ fn layouts_are_cut_at_leaves() {
 fn partial_results_take_the_memory_that_was_predicted() {
     let dims = Dims::new(1, 2048, 2, 64);
     for (ranks, layout) in [(1, Layout::Contiguous), (3, Layout::Zigzag), (4, Layout::Striped)] {
-        let attention = Attention::new().causal(true).reproducible(true).layout(layout);
+        let attention = Setup::from((
+            Attention::new().causal(true).reproducible(true),
+            Division::new().layout(layout),
+        ));
         for forward_only in [false, true] {
-            let attention = attention.clone().forward_only(forward_only);
+            let attention = attention.clone().map_attention(|of| of.forward_only(forward_only));
             let bytes = threads::each_rank(threads::ring(ranks), |_, transport| {
                 let spec = attention.spec(dims);
                 let options = attention.ring_options();

@@ -4,8 +4,8 @@
 use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
 use annulus::{
-    Alibi, Attention, Cache, CacheShape, Cpu, DType, Dims, Element, Error, Result, SinkShape,
-    Tensors,
+    Alibi, Attention, Cache, CacheShape, Cpu, DType, Dims, Division, Element, Error, LocalCache,
+    LocalRing, Result, Runtime, Setup, SinkShape, Tensors,
     comm::threads::{each_rank, ring},
 };
 use annulus_core::{
@@ -106,8 +106,12 @@ impl<T: Element> Sequence<T> {
     /// `queries` queries.
     fn one_shot(&self, attention: &Attention, end: usize, queries: usize) -> Bits {
         let dims = Dims { q_len: end, kv_len: end, ..DIMS };
-        let attention = attention.clone().dtype(T::DTYPE).threads(1);
-        let mut whole = attention.local_ring(dims, 1).unwrap();
+        let attention = Setup::from((
+            attention.clone().dtype(T::DTYPE),
+            Division::new(),
+            Runtime::new().threads(1),
+        ));
+        let mut whole = LocalRing::new(&attention, dims, 1).unwrap();
         let rows = s![.., ..end, .., ..];
         let tensors = Tensors::new(self.q.slice(rows), self.k.slice(rows), self.v.slice(rows));
         let tensors = match &self.sinks {
@@ -165,7 +169,7 @@ fn compare<T: Element>(
         for &page_rows in page_rows {
             let of_ranks = each_rank(ring(ranks), |_, transport| {
                 let shape = SHAPE.page_rows(page_rows);
-                let mut cache = Cache::new(&attention, shape, Cpu::new(1)?, transport)?;
+                let mut cache = Cache::new(&attention, &Runtime::new(), shape, transport)?;
                 let mut end = 0;
                 let step = |step: &Append| {
                     let rows = end..end + step.rows;
@@ -232,7 +236,7 @@ fn not_finite_and_invisible_rows_have_the_bits_of_one_attention() {
             let end = row + queries;
             let want = all.one_shot(&attention, end, queries);
             let work = |_, transport| {
-                let mut cache = Cache::new(&attention, SHAPE, Cpu::new(1)?, transport)?;
+                let mut cache = Cache::new(&attention, &Runtime::new(), SHAPE, transport)?;
                 all.step(&mut cache, 0..end, queries, false)
             };
             for of_rank in each_rank(ring(3), work).unwrap() {
@@ -316,7 +320,8 @@ fn a_wrong_tree_over_pages_changes_bits() {
     for mistake in [Mistake::None, Mistake::Shifted, Mistake::Mirrored] {
         let work = |_, transport| {
             let backend = Planted { inner: Cpu::new(1)?, mistake };
-            let mut cache = Cache::new(&attention, SHAPE, backend, transport)?;
+            let mut cache =
+                Cache::with_backend(&attention, &Runtime::new(), SHAPE, backend, transport)?;
             all.step(&mut cache, 0..ROWS, 1, false)
         };
         for of_rank in each_rank(ring(2), work).unwrap() {
@@ -326,7 +331,7 @@ fn a_wrong_tree_over_pages_changes_bits() {
     // the default order has other bits
     let default = Attention::new().causal(true);
     let work = |_, transport| {
-        let mut cache = Cache::new(&default, SHAPE, Cpu::new(1)?, transport)?;
+        let mut cache = Cache::new(&default, &Runtime::new(), SHAPE, transport)?;
         all.step(&mut cache, 0..ROWS, 1, false)
     };
     assert!(each_rank(ring(2), work).unwrap()[0] != want);
@@ -371,7 +376,7 @@ fn compare_prefill(
     };
     let bytes = [bytes(0) as u64, bytes(1) as u64];
     let of_ranks = each_rank(ring(2), |rank, transport| {
-        let mut cache = Cache::new(attention, shape, Cpu::new(1)?, transport)?;
+        let mut cache = Cache::new(attention, &Runtime::new(), shape, transport)?;
         cache.append(k.view(), v.view())?;
         assert_eq!(cache.bytes_predicted(queries), bytes[rank], "rank {rank}");
         let forward = cache.attend(q.slice(last), None)?;
@@ -381,7 +386,8 @@ fn compare_prefill(
         Ok(bits(forward.out.iter()))
     })
     .unwrap();
-    let mut whole = attention.clone().threads(2).local_ring(dims, 1).unwrap();
+    let mut whole =
+        LocalRing::new((attention, Division::new(), Runtime::new().threads(2)), dims, 1).unwrap();
     let forward = whole.forward(&Tensors::new(q.view(), k.view(), v.view())).unwrap();
     let want = bits(forward.out.slice(last).iter());
     assert!(of_ranks.iter().all(|of_rank| *of_rank == want));
@@ -416,7 +422,7 @@ fn pages_without_visible_keys_are_not_sent() {
     let attention = Attention::new().reproducible(true).mask(Arc::new(FirstPage));
     let all = Sequence::<f32>::new(&attention);
     let of_ranks = each_rank(ring(3), |_, transport| {
-        let mut cache = Cache::new(&attention, SHAPE, Cpu::new(1)?, transport)?;
+        let mut cache = Cache::new(&attention, &Runtime::new(), SHAPE, transport)?;
         all.step(&mut cache, 0..590, 1, false)?;
         let visible = cache.bytes_predicted(1);
         all.step(&mut cache, 590..1300, 1, false)?;
@@ -442,7 +448,7 @@ fn bytes_of_a_token_grow_with_the_pages() {
     let work = |page_rows| {
         each_rank(ring(4), |rank, transport| {
             let shape = shape.page_rows(page_rows);
-            let mut cache = Cache::new(&attention, shape, Cpu::new(1)?, transport)?;
+            let mut cache = Cache::new(&attention, &Runtime::new(), shape, transport)?;
             let predicted = cache.bytes_predicted_at(4096, 1);
             cache.append(chunk.view(), chunk.view())?;
             let forward = cache.attend(token.view(), None)?;
@@ -466,21 +472,25 @@ fn bytes_of_a_token_grow_with_the_pages() {
 fn pages_that_are_no_nodes_of_the_tree_are_refused() {
     let attention = reproducible();
     for page_rows in [0, 1, 64, 128, 255, 257, 768, 1280] {
-        let error = attention.local_cache(SHAPE.page_rows(page_rows), 2).unwrap_err();
+        let error = LocalCache::new(&attention, &Runtime::new(), SHAPE.page_rows(page_rows), 2)
+            .unwrap_err();
         let named =
             matches!(error, Error::InvalidArgument { argument, .. } if argument == "page_rows");
         assert!(named, "{page_rows}");
     }
     let wide = CacheShape::new(1, 1, 8).value_dim(512);
-    let error = attention.local_cache(wide, 1).unwrap_err().to_string();
+    let error = LocalCache::new(&attention, &Runtime::new(), wide, 1).unwrap_err().to_string();
     assert_eq!(error, "value_dim: got 512, want at most 511 in the reproducible order");
-    assert!(attention.local_cache(wide.value_dim(511), 1).is_ok());
-    assert_eq!(attention.local_cache(SHAPE, 2).unwrap().page_rows(), LEAF_ROWS);
+    assert!(LocalCache::new(&attention, &Runtime::new(), wide.value_dim(511), 1).is_ok());
+    assert_eq!(
+        LocalCache::new(&attention, &Runtime::new(), SHAPE, 2).unwrap().page_rows(),
+        LEAF_ROWS
+    );
     // a rank in the other order is named on both
     let of_ranks = each_rank(ring(2), |rank, transport| {
         let attention = attention.clone().reproducible(rank == 0);
         let shape = SHAPE.page_rows(256);
-        Ok(Cache::new(&attention, shape, Cpu::new(1)?, transport).map(drop).unwrap_err())
+        Ok(Cache::new(&attention, &Runtime::new(), shape, transport).map(drop).unwrap_err())
     });
     for error in of_ranks.unwrap() {
         assert!(matches!(error, Error::RankMismatch { .. }), "{error:?}");

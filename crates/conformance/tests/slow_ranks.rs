@@ -10,7 +10,7 @@ use std::{
 };
 
 use annulus::{
-    Attention, Cpu, Dims, Error, Layout, Plan, Result, Tensors,
+    Attention, Cpu, Dims, Division, Error, Layout, Plan, Result, Runtime, Setup, Tensors,
     comm::{Deadline, Staged, threads},
 };
 use annulus_conformance::{
@@ -185,9 +185,12 @@ where
     B: Backend<Space: HostTensors>,
     T: Transport<B::Space> + 'static,
 {
-    let attention = Attention::new().deadline(DEADLINE).layout(Layout::Contiguous);
-    let attention = attention.backward_mode(mode);
-    let mut plan = Plan::new(&attention, DIMS, backend, transport)?;
+    let attention = Setup::from((
+        Attention::new().backward_mode(mode),
+        Division::new().layout(Layout::Contiguous),
+        Runtime::new().deadline(DEADLINE),
+    ));
+    let mut plan = Plan::with_backend(&attention, DIMS, backend, transport)?;
     let rows = annulus_core::index(plan.q_rows().len());
     let tensor = Array4::<f32>::from_elem((1, rows, 2, 4), 0.5);
     let tensors = Tensors::new(tensor.view(), tensor.view(), tensor.view());

@@ -9,7 +9,7 @@ use std::sync::{
     atomic::{AtomicU64, AtomicUsize, Ordering},
 };
 
-use annulus::{Attention, Dims, LocalRing, Result};
+use annulus::{Dims, LocalRing, Plan, Result, Setup};
 use annulus_comm::{forward_control, forward_transport, threads::Threads};
 use annulus_core::{Control, Host, Incoming, Outgoing, Transport};
 use annulus_cpu::Cpu;
@@ -32,14 +32,9 @@ struct Counted {
 }
 
 /// Creates a ring of threads whose messages are counted.
-fn ring(
-    attention: &Attention,
-    dims: Dims,
-    ranks: usize,
-    counts: &Arc<Counts>,
-) -> Result<LocalRing> {
-    LocalRing::with_transports(attention, dims, ranks, |_, inner| {
-        Ok((Cpu::new(1)?, Counted { inner, counts: Arc::clone(counts) }))
+fn ring(setup: &Setup, dims: Dims, ranks: usize, counts: &Arc<Counts>) -> Result<LocalRing> {
+    LocalRing::from_plans(setup, dims, ranks, |_, setup, inner| {
+        Plan::with_backend(setup, dims, Cpu::new(1)?, Counted { inner, counts: Arc::clone(counts) })
     })
 }
 

@@ -7,7 +7,8 @@ use std::sync::{
 };
 
 use annulus::{
-    Attention, BiasFunction, CustomLayout, Dims, Fingerprint, Layout, Result, Route, Runs, Tensors,
+    Attention, BiasFunction, CustomLayout, Dims, Division, Fingerprint, Layout, Result, Route,
+    Runs, Setup, Tensors,
     mask::{Key, Query},
 };
 use ndarray::Array4;
@@ -52,12 +53,13 @@ fn posted_and_buffers(keys: [u64; RANKS], receive_ahead: usize) -> Result<(usize
     });
     let queries = (0..RANKS as i64).map(|row| Runs::counting(row, 1));
     let layout = CustomLayout { q: queries.collect(), kv: shards.into() };
-    let attention = Attention::new()
-        .bias_function(Arc::new(first_pair))
-        .layout(Layout::Custom(layout.into()))
-        .route(Route::Direct)
-        .receive_ahead(receive_ahead)
-        .forward_only(true);
+    let attention = Setup::from((
+        Attention::new().bias_function(Arc::new(first_pair)).forward_only(true),
+        Division::new()
+            .layout(Layout::Custom(layout.into()))
+            .route(Route::Direct)
+            .receive_ahead(receive_ahead),
+    ));
     let kv_len = next as usize;
     let dims = Dims { kv_len, ..Dims::new(1, RANKS, 1, 8) };
     let mut ring = ring(&attention, dims, RANKS, &counts)?;

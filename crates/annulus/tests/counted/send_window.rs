@@ -15,7 +15,7 @@ use std::{
 };
 
 use annulus::{
-    Attention, BiasFunction, Dims, Fingerprint, Layout, Result, Route, Tensors,
+    Attention, BiasFunction, Dims, Division, Fingerprint, Layout, Result, Route, Setup, Tensors,
     mask::{Key, Query},
 };
 use ndarray::Array4;
@@ -65,12 +65,10 @@ impl BiasFunction for Stay {
 /// Returns the blocks of `keys` keys that rank 0 has in flight at the end of step 0.
 fn in_flight(keys: usize) -> Result<u64> {
     let watch = Arc::new(Watch { keys: keys as u64, ..Watch::default() });
-    let attention = Attention::new()
-        .bias_function(Arc::new(Stay(Arc::clone(&watch))))
-        .layout(Layout::Contiguous)
-        .route(Route::Direct)
-        .receive_ahead(RANKS - 1)
-        .forward_only(true);
+    let attention = Setup::from((
+        Attention::new().bias_function(Arc::new(Stay(Arc::clone(&watch)))).forward_only(true),
+        Division::new().layout(Layout::Contiguous).route(Route::Direct).receive_ahead(RANKS - 1),
+    ));
     let dims = Dims { kv_len: RANKS * keys, ..Dims::new(1, RANKS * QUERIES, 1, DIM) };
     let mut ring = ring(&attention, dims, RANKS, &watch.counts)?;
     let [q, kv] =

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use annulus::LocalRing;
+use annulus::{LocalRing, Plan};
 use annulus_comm::Staged;
 use annulus_conformance::{
     Case, FacadeOn, Judge, Setting, Subject,
@@ -63,10 +63,15 @@ fn random_cases_hold_for_tensors_in_host_memory() {
 fn strategies_hold_for_tensors_in_host_memory() {
     let dtypes = [DType::F16, DType::F32, DType::Bf16, DType::F64];
     let facade = FacadeOn::new("facade on emulated cuda", &dtypes, |attention, dims, ranks| {
-        LocalRing::with_transports(attention, dims, ranks, |_, endpoint| {
+        LocalRing::from_plans(attention, dims, ranks, |_, setup, endpoint| {
             let cuda = emulated()?;
             let copier = CudaCopier::new(cuda.stream().device())?;
-            Ok((cuda.on_host(), Staged::<_, HostViews<CudaSpace>>::new(endpoint, copier)))
+            Plan::with_backend(
+                setup,
+                dims,
+                cuda.on_host(),
+                Staged::<_, HostViews<CudaSpace>>::new(endpoint, copier),
+            )
         })
     });
     suite::strategies(&facade, 4..10).unwrap();

@@ -6,7 +6,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
 };
 
-use annulus::{Attention, LocalRing, Tensors};
+use annulus::{Attention, LocalRing, Plan, Tensors};
 use annulus_comm::nccl::Nccl;
 use annulus_core::{DType, Dims, Error, Result};
 use annulus_cuda::device::{CudaTensor, Device, Stream};
@@ -48,11 +48,11 @@ fn is_refused<T>(result: Result<T>) {
 
 fn nccl_ring() -> Result<LocalRing> {
     let attention = Attention::new().causal(true);
-    LocalRing::with_transports(&attention, Dims::new(1, 70, 2, 16), 2, |_, inner| {
+    LocalRing::from_plans(&attention, Dims::new(1, 70, 2, 16), 2, |_, setup, inner| {
         let cuda = emulated()?;
         let device = cuda.stream().device().clone();
         let nccl = Nccl::with_symbols(inner, &device, Ok(nccl_symbols()), DEADLINE)?;
-        Ok((cuda.on_host(), nccl))
+        Plan::with_backend(setup, Dims::new(1, 70, 2, 16), cuda.on_host(), nccl)
     })
 }
 

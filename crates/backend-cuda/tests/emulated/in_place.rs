@@ -2,7 +2,7 @@
 //! and only if it cannot read them; the last kernel of a forward pass writes the outputs. The bits
 //! are the same, as they are for all strides.
 
-use annulus::{Attention, Dims, Ring};
+use annulus::{Attention, Dims, Ring, Setup};
 use annulus_comm::{Deadline, Staged, threads};
 use annulus_core::{BackwardInputs, DType, Gradients, Inputs, Outputs, Result};
 use annulus_cuda::{
@@ -65,14 +65,14 @@ struct Results {
 
 /// Runs both passes on device `ordinal`.
 fn attend(cuda: &Cuda, ordinal: usize, apart: Apart) -> Result<Results> {
-    let attention = Attention::new().causal(true).dtype(DType::Bf16);
+    let setup = Setup::from(Attention::new().causal(true).dtype(DType::Bf16));
     let copier = CudaCopier::new(cuda.stream().device())?;
     let staged = Staged::<_, CudaSpace>::new(threads::ring(1).remove(0), copier);
     let mut ring = Ring::new(
         cuda.clone(),
         Box::new(Deadline::new(staged, DEADLINE)?),
-        attention.spec(Dims::new(1, ROWS, HEADS, DIM)),
-        attention.ring_options(),
+        setup.spec(Dims::new(1, ROWS, HEADS, DIM)),
+        setup.ring_options(),
     )?;
     let dense = || CudaTensor::uninitialized(cuda.stream(), DType::Bf16, [1, ROWS, HEADS, DIM]);
     let q = tensor(cuda, 1, apart.queries)?;

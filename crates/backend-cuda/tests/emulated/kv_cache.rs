@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use annulus::{
-    Attention, Cache, CacheShape, Error, LocalCache,
+    Attention, Cache, CacheShape, Error, LocalCache, Runtime,
     comm::threads::{each_rank, ring},
 };
 use annulus_conformance::suite::{
@@ -51,7 +51,13 @@ fn refused_tokens_are_overwritten_on_cuda() {
     let other = numbers::<f32>(9, [2, 7, 2, 8]);
     let decode = |speculates: bool| {
         let outs = each_rank(ring(2), |rank, transport| {
-            let mut cache = Cache::new(&attention, CACHED.shape(), cuda(rank)?, transport)?;
+            let mut cache = Cache::with_backend(
+                &attention,
+                &Runtime::new(),
+                CACHED.shape(),
+                cuda(rank)?,
+                transport,
+            )?;
             all.step(&mut cache, 0..53)?;
             if speculates {
                 // it has been computed when it is refused
@@ -78,8 +84,10 @@ fn a_token_copies_its_own_rows_to_the_device_whatever_is_cached() {
 fn copies_of_a_token(attention: &Attention, ranks: &[usize]) {
     let ordinals = [next_device(), next_device()];
     for &ranks in ranks {
-        let make = |rank: usize, endpoint| Ok((emulated_on(ordinals[rank])?.on_host(), endpoint));
-        let cache = LocalCache::with_transports(attention, COPIED, ranks, make);
+        let cache = LocalCache::from_caches(&Runtime::new(), ranks, |rank, runtime, endpoint| {
+            let backend = emulated_on(ordinals[rank])?.on_host();
+            Cache::with_backend(attention, runtime, COPIED, backend, endpoint)
+        });
         let copied = || {
             let to_device = ordinals.map(emulator::bytes_to_device).iter().sum();
             Copied { to_device, lists: None, to_host: None }
@@ -98,7 +106,13 @@ fn a_device_that_fails_ends_the_kv_cache_on_all_ranks() {
     let errors = each_rank(ring(2), |rank, transport| {
         let made = emulated()?;
         let stream = made.stream().clone();
-        let mut cache = Cache::new(&attention, CACHED.shape(), made.on_host(), transport)?;
+        let mut cache = Cache::with_backend(
+            &attention,
+            &Runtime::new(),
+            CACHED.shape(),
+            made.on_host(),
+            transport,
+        )?;
         // the abort may arrive before rank 0 has closed its first call
         let failed = all.step(&mut cache, 0..53).and_then(|_| {
             if rank == 1 {
@@ -122,8 +136,8 @@ fn a_device_that_fails_ends_the_kv_cache_on_all_ranks() {
 #[test]
 fn what_a_kv_cache_on_cuda_does_not_have_is_refused() {
     let attention = Attention::new().reproducible(true);
-    let error = LocalCache::with_transports(&attention, CacheShape::new(1, 2, 8), 1, |rank, to| {
-        Ok((cuda(rank)?, to))
+    let error = LocalCache::from_caches(&Runtime::new(), 1, |rank, runtime, to| {
+        Cache::with_backend(&attention, runtime, CacheShape::new(1, 2, 8), cuda(rank)?, to)
     });
     let error = error.map(drop).unwrap_err();
     let named = matches!(&error, Error::Unsupported { .. });

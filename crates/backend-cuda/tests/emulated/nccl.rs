@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus::{Attention, LocalRing, Tensors};
+use annulus::{Attention, LocalRing, Plan, Tensors};
 use annulus_comm::{
     Deadline, Threads,
     nccl::Nccl,
@@ -93,13 +93,13 @@ fn typed_tensors_in_host_memory_hold_over_nccl() {
     let dout = x(2, 3);
     let tensors = Tensors::new(q.view(), k.view(), v.view());
     let attention = Attention::new().causal(true);
-    let mut ring = LocalRing::with_transports(&attention, dims, 3, |_, inner| {
+    let mut ring = LocalRing::from_plans(&attention, dims, 3, |_, setup, inner| {
         let cuda = emulated()?;
         let nccl = Nccl::with_symbols(inner, cuda.stream().device(), Ok(nccl_symbols()), DEADLINE)?;
-        Ok((cuda.on_host(), nccl))
+        Plan::with_backend(setup, dims, cuda.on_host(), nccl)
     })
     .unwrap();
-    let mut alone = attention.local_ring(dims, 1).unwrap();
+    let mut alone = LocalRing::new(&attention, dims, 1).unwrap();
     let out = ring.forward(&tensors).unwrap();
     let want = alone.forward(&tensors).unwrap();
     let gradients = ring.backward(&tensors, &out, dout.view(), None).unwrap();
@@ -120,11 +120,11 @@ fn typed_tensors_in_host_memory_hold_over_nccl() {
 fn strategies_hold_over_nccl() {
     let dtypes = [DType::F32, DType::Bf16];
     let facade = FacadeOn::new("facade over nccl", &dtypes, |attention, dims, ranks| {
-        LocalRing::with_transports(attention, dims, ranks, |_, inner| {
+        LocalRing::from_plans(attention, dims, ranks, |_, setup, inner| {
             let cuda = emulated()?;
             let device = cuda.stream().device();
             let nccl = Nccl::with_symbols(inner, device, Ok(nccl_symbols()), DEADLINE)?;
-            Ok((cuda.on_host(), nccl))
+            Plan::with_backend(setup, dims, cuda.on_host(), nccl)
         })
     });
     suite::strategies(&facade, 0..4).unwrap();

@@ -1,7 +1,7 @@
 //! dX beyond the range of f16: on tensor cores dX is rounded to the element type before the
 //! products with K and Q.
 
-use annulus::{Attention, Backward, Dims, Element, LocalRing, Result, Tensors};
+use annulus::{Attention, Backward, Dims, Element, LocalRing, Plan, Result, Tensors};
 use annulus_comm::Staged;
 use annulus_core::HostViews;
 use annulus_cuda::device::{CudaCopier, CudaSpace};
@@ -32,12 +32,17 @@ fn gradients<T: Element>() -> Result<[Backward<T>; 2]> {
     });
     let tensors = Tensors::new(q.view(), k.view(), v.view());
     let attention = Attention::new().dtype(T::DTYPE);
-    let mut on_device = LocalRing::with_transports(&attention, dims, 1, |_, endpoint| {
+    let mut on_device = LocalRing::from_plans(&attention, dims, 1, |_, setup, endpoint| {
         let cuda = emulated()?;
         let copier = CudaCopier::new(cuda.stream().device())?;
-        Ok((cuda.on_host(), Staged::<_, HostViews<CudaSpace>>::new(endpoint, copier)))
+        Plan::with_backend(
+            setup,
+            dims,
+            cuda.on_host(),
+            Staged::<_, HostViews<CudaSpace>>::new(endpoint, copier),
+        )
     })?;
-    let mut on_cpu = attention.local_ring(dims, 1)?;
+    let mut on_cpu = LocalRing::new(&attention, dims, 1)?;
     let forward = on_device.forward(&tensors)?;
     let want = on_cpu.forward(&tensors)?;
     Ok([

@@ -4,7 +4,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use annulus::{Attention, Ring};
+use annulus::{Attention, Ring, Setup};
 use annulus_comm::{Deadline, Staged, threads};
 use annulus_conformance::{Answer, Case, Draw, Judge, Masks, Setting, Subject};
 use annulus_core::{Alibi, Alignment, DType, Dims, Dropout, Error, Inputs, Outputs, Result, Spec};
@@ -171,15 +171,15 @@ fn out_with(apart: usize, value_dim: usize) -> Result<Vec<u8>> {
     const ROWS: usize = 200;
     const HEADS: usize = 2;
     let cuda: Cuda = hopper_on(next_device(), None, 0)?;
-    let attention = Attention::new().causal(true).dtype(DType::Bf16);
+    let setup = Setup::from(Attention::new().causal(true).dtype(DType::Bf16));
     let copier = CudaCopier::new(cuda.stream().device())?;
     let staged = Staged::<_, CudaSpace>::new(threads::ring(1).remove(0), copier);
     let dims = Dims { value_dim, ..Dims::new(1, ROWS, HEADS, 16) };
     let mut ring = Ring::new(
         cuda.clone(),
         Box::new(Deadline::new(staged, DEADLINE)?),
-        attention.spec(dims),
-        attention.ring_options(),
+        setup.spec(dims),
+        setup.ring_options(),
     )?;
     let tensor = |salt: usize, dim: usize| {
         let number = |index: usize| half::bf16::from_f32((index * 7 + salt) as f32 % 23.0 * 0.1);

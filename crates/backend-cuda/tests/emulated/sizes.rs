@@ -1,6 +1,6 @@
 //! Large sizes: offsets beyond 2³¹ and 2³² elements, and memory besides the caller's tensors.
 
-use annulus::{Attention, Dims, Ring};
+use annulus::{Attention, Dims, Ring, Setup};
 use annulus_comm::{Deadline, Staged, threads};
 use annulus_core::{BackwardInputs, DType, Error, Gradients, Inputs, Outputs, Result};
 use annulus_cuda::{
@@ -28,11 +28,12 @@ fn ring(cuda: &Cuda, attention: &Attention, dims: Dims) -> Result<Ring<Cuda>> {
         threads::ring(1).remove(0),
         CudaCopier::new(cuda.stream().device())?,
     );
+    let setup = Setup::from(attention);
     Ring::new(
         cuda.clone(),
         Box::new(Deadline::new(staged, DEADLINE)?),
-        attention.spec(dims),
-        attention.ring_options(),
+        setup.spec(dims),
+        setup.ring_options(),
     )
 }
 

@@ -3,7 +3,7 @@
 use std::{path::PathBuf, time::Duration};
 
 use annulus::{
-    Attention, Dims, Error, Layout, Plan, Result, Tensors,
+    Attention, Dims, Division, Error, Layout, LocalRing, Plan, Result, Runtime, Setup, Tensors,
     comm::{
         Staged,
         mpi::{DeviceMpi, Mpi, Settings},
@@ -85,8 +85,12 @@ fn plan_over(
     let cache = Cache::new(PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("emulated-kernels"));
     let compiler = Compiler::with_symbols(emulator::compiler_symbols(), Some(cache))?;
     let cuda = Cuda::on(Stream::new(device)?, compiler);
-    let attention = Attention::new().causal(true).layout(layout).deadline(deadline);
-    Plan::new(
+    let attention = Setup::from((
+        Attention::new().causal(true),
+        Division::new().layout(layout),
+        Runtime::new().deadline(deadline),
+    ));
+    Plan::with_backend(
         &attention,
         Dims { kv_heads: 1, ..Dims::new(1, LEN, 2, 16) },
         cuda.on_host(),
@@ -109,9 +113,11 @@ pub(crate) fn attend(mut plan: Plan, between: impl FnOnce()) -> Result<[[Array4<
     let forward = plan.forward(&tensors)?;
     between();
     let backward = plan.backward(&tensors, &forward, share.3.view(), None)?;
-    let mut alone = Attention::new()
-        .causal(true)
-        .local_ring(Dims { kv_heads: 1, ..Dims::new(1, LEN, 2, 16) }, 1)?;
+    let mut alone = LocalRing::new(
+        Attention::new().causal(true),
+        Dims { kv_heads: 1, ..Dims::new(1, LEN, 2, 16) },
+        1,
+    )?;
     let tensors = Tensors::new(q.view(), k.view(), v.view());
     let want = alone.forward(&tensors)?;
     let wanted = alone.backward(&tensors, &want, dout.view(), None)?;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use annulus::{
-    AnyBackend, Attention, BackendName, Cache, CacheShape, Cpu, Error, LocalCache,
+    AnyBackend, Attention, BackendName, Cache, CacheShape, Error, LocalCache, Runtime,
     comm::threads::{each_rank, ring},
 };
 use annulus_conformance::suite::{
@@ -50,7 +50,13 @@ fn refused_tokens_are_overwritten_on_wgpu() {
     let all = Sequence::<f32>::new(CACHED.dims, None);
     let other = numbers::<f32>(9, [2, 7, 2, 8]);
     let outs = each_rank(ring(2), |_, transport| {
-        let mut cache = Cache::new(&attention, CACHED.shape(), on(&gpu)(0)?, transport)?;
+        let mut cache = Cache::with_backend(
+            &attention,
+            &Runtime::new(),
+            CACHED.shape(),
+            on(&gpu)(0)?,
+            transport,
+        )?;
         all.step(&mut cache, 0..53)?;
         // a speculation, which has been computed when it is refused
         cache.append(other.view(), other.slice(s![.., .., .., ..6]))?;
@@ -59,7 +65,13 @@ fn refused_tokens_are_overwritten_on_wgpu() {
         Ok([refused.out, all.step(&mut cache, 53..61)?.out])
     });
     let want = each_rank(ring(2), |_, transport| {
-        let mut cache = Cache::new(&attention, CACHED.shape(), on(&gpu)(0)?, transport)?;
+        let mut cache = Cache::with_backend(
+            &attention,
+            &Runtime::new(),
+            CACHED.shape(),
+            on(&gpu)(0)?,
+            transport,
+        )?;
         all.step(&mut cache, 0..53)?;
         Ok(all.step(&mut cache, 53..61)?.out)
     });
@@ -76,9 +88,15 @@ fn ranks_on_the_cpu_and_on_wgpu_share_a_kv_cache() {
     let of_ranks = |gpus: bool| {
         let computed = each_rank(ring(3), |rank, transport| {
             let mut cache = if gpus && rank > 0 {
-                Cache::new(&attention, CACHED.shape(), on(&gpu)(rank)?, transport)?
+                Cache::with_backend(
+                    &attention,
+                    &Runtime::new(),
+                    CACHED.shape(),
+                    on(&gpu)(rank)?,
+                    transport,
+                )?
             } else {
-                Cache::new(&attention, CACHED.shape(), Cpu::new(1)?, transport)?
+                Cache::new(&attention, &Runtime::new(), CACHED.shape(), transport)?
             };
             all.step(&mut cache, 0..50)?;
             Ok(all.step(&mut cache, 50..61)?.out)
@@ -96,9 +114,11 @@ fn a_token_copies_its_own_rows_to_the_device_whatever_is_cached() {
     for ranks in [1, 2] {
         // a device of its own, on which no other test copies
         let Some(gpu) = open(&Options::default()) else { return };
-        let make = |_, endpoint| Ok((Wgpu::on_host(gpu.clone()), endpoint));
         let causal = Attention::new().causal(true);
-        let mut cache = LocalCache::with_transports(&causal, COPIED, ranks, make).unwrap();
+        let make = |_, runtime: &Runtime, endpoint| {
+            Cache::with_backend(&causal, runtime, COPIED, Wgpu::on_host(gpu.clone()), endpoint)
+        };
+        let mut cache = LocalCache::from_caches(&Runtime::new(), ranks, make).unwrap();
         let copied = || {
             let bytes = gpu.transfers();
             let lists = Some(gpu.mask_bytes());
@@ -114,8 +134,10 @@ fn a_token_copies_a_bias_of_a_function_once_for_each_cached_row_and_head() {
     let Some(gpu) = open(&Options::default()) else { return };
     let attention = Attention::new().causal(true).bias_function(Arc::new(Alibi::published(4)));
     let shape = CacheShape::new(1, 4, 8).kv_heads(2).value_dim(6);
-    let make = |_, endpoint| Ok((Wgpu::on_host(gpu.clone()), endpoint));
-    let mut cache = LocalCache::with_transports(&attention, shape, 1, make).unwrap();
+    let make = |_, runtime: &Runtime, endpoint| {
+        Cache::with_backend(&attention, runtime, shape, Wgpu::on_host(gpu.clone()), endpoint)
+    };
+    let mut cache = LocalCache::from_caches(&Runtime::new(), 1, make).unwrap();
     let rows = 1_000;
     let [k, v] = [8, 6].map(|dim| numbers::<f32>(1, [1, rows, 2, dim]));
     cache.append(k.view(), v.view()).unwrap();
@@ -132,7 +154,9 @@ fn what_a_kv_cache_on_wgpu_does_not_have_is_refused() {
     let Some(gpu) = gpu() else { return };
     let refused = |attention: Attention, shape: CacheShape, words: &str| {
         let errors = each_rank(ring(2), |rank, transport| {
-            Ok(Cache::new(&attention, shape, on(&gpu)(rank)?, transport).map(drop).unwrap_err())
+            Ok(Cache::with_backend(&attention, &Runtime::new(), shape, on(&gpu)(rank)?, transport)
+                .map(drop)
+                .unwrap_err())
         });
         for error in errors.unwrap() {
             let named = matches!(error, Error::Unsupported { .. } | Error::Refused { .. });
@@ -152,9 +176,10 @@ fn a_kv_cache_is_made_on_a_backend_that_is_named() {
     }
     let x = numbers::<f32>(1, [1, 9, 2, 8]);
     let attend = |name| -> Array4<f32> {
-        let backend = AnyBackend::open(name, None, 0).unwrap();
+        let runtime = Runtime::new().backend(AnyBackend::open(name, None, 0).unwrap());
         let attention = Attention::new().causal(true);
-        let mut cache = backend.local_cache(&attention, CacheShape::new(1, 2, 8), 2).unwrap();
+        let shape = CacheShape::new(1, 2, 8);
+        let mut cache = LocalCache::new(&attention, &runtime, shape, 2).unwrap();
         cache.append(x.view(), x.view()).unwrap();
         cache.attend(x.view(), None).unwrap().out
     };

@@ -23,7 +23,7 @@ mod adapters {
     use std::path::{Path, PathBuf};
 
     use annulus::{
-        AnyBackend, Attention, BackendName, Dims, Plan, Tensors,
+        AnyBackend, Attention, BackendName, Dims, Division, LocalRing, Plan, Runtime, Tensors,
         comm::threads::{self, each_rank},
         devices::WgpuDevices,
     };
@@ -60,7 +60,7 @@ mod adapters {
         let ranks = devices.count() + 1;
         each_rank(threads::ring(ranks), |_, transport| {
             let (backend, transport) = devices.rank(transport)?;
-            let mut plan = Plan::new(&attention, DIMS, backend, transport)?;
+            let mut plan = Plan::with_backend(&attention, DIMS, backend, transport)?;
             let rows = annulus_core::index(plan.q_rows().len());
             let zeros = Array4::<f32>::zeros((1, rows, DIMS.q_heads, DIMS.head_dim));
             plan.forward(&Tensors::new(zeros.view(), zeros.view(), zeros.view())).map(drop)
@@ -72,7 +72,9 @@ mod adapters {
         assert!(uploaded(0) > uploaded(1) && uploaded(1) > 0);
 
         let compute = |backend: AnyBackend| {
-            let mut ring = backend.local_ring(&attention, DIMS, ranks).expect("a plan");
+            let runtime = Runtime::new().backend(backend);
+            let setup = (&attention, Division::new(), runtime);
+            let mut ring = LocalRing::new(setup, DIMS, ranks).expect("a plan");
             let forward = ring.forward(&tensors).expect("a pass");
             let backward = ring.backward(&tensors, &forward, dout.view(), None).expect("a pass");
             [forward.out, backward.dq, backward.dk, backward.dv]

@@ -2,7 +2,7 @@
 //! memory, the blocks of their rings are on the device.
 
 use annulus::{
-    LocalRing,
+    LocalRing, Plan,
     comm::{Checksum, Staged},
 };
 use annulus_conformance::{FacadeOn, suite};
@@ -17,11 +17,11 @@ fn strategies_are_the_oracle() {
     // two element types: each has its own kernels, which a driver compiles for seconds
     let facade =
         FacadeOn::new("facade on wgpu", &[DType::F32, DType::Bf16], |attention, dims, ranks| {
-            LocalRing::with_transports(attention, dims, ranks, |_, endpoint| {
+            LocalRing::from_plans(attention, dims, ranks, |_, setup, endpoint| {
                 let copier = Copier::new(gpu.clone());
                 let staged =
                     Staged::<_, HostViews<WgpuSpace>>::new(Checksum::new(endpoint), copier);
-                Ok((Wgpu::on_host(gpu.clone()), staged))
+                Plan::with_backend(setup, dims, Wgpu::on_host(gpu.clone()), staged)
             })
         });
     suite::strategies(&facade, 0..6).unwrap();

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use annulus::{Attention, DType, Dims, Result, Ring};
+use annulus::{Attention, DType, Dims, Result, Ring, Setup};
 use annulus_comm::{Staged, threads};
 use annulus_core::{BackwardInputs, Element, Gradients, Inputs, Outputs};
 use annulus_cuda::{
@@ -92,8 +92,9 @@ impl Passes {
         let attention = attention.clone().dtype(dtype);
         let copier = CudaCopier::new(stream.device())?;
         let transport = Staged::<_, CudaSpace>::new(threads::ring(1).remove(0), copier);
-        let spec = attention.spec(dims);
-        let ring = Ring::new(cuda.clone(), Box::new(transport), spec, attention.ring_options())?;
+        let setup = Setup::from(attention);
+        let (spec, options) = (setup.spec(dims), setup.ring_options());
+        let ring = Ring::new(cuda.clone(), Box::new(transport), spec, options)?;
         let shapes = shapes(dims);
         let upload = |index: usize| {
             let bytes = bytes_of(&numbers.0[index], dtype);

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use annulus::{Attention, Backward, Dims, Forward, Plan, Tensors};
+use annulus::{Attention, Backward, Dims, Division, Forward, Plan, Runtime, Tensors};
 use annulus_comm::{
     Deadline, all_gather,
     mpi::{Mpi, Settings},
@@ -22,8 +22,7 @@ impl Problem {
     }
 
     fn attention(&self) -> Attention {
-        let attention = Attention::new().deadline(DEADLINE);
-        if self.causal { attention.causal(true) } else { attention }
+        Attention::new().causal(self.causal)
     }
 
     /// Returns the FLOPs of the matrix products of a forward pass: 4·heads·dim for each visible
@@ -48,8 +47,12 @@ impl Timed {
         backend: B,
         transport: T,
     ) -> Result<Self> {
-        let plan = Plan::new(
-            &problem.attention().layout(problem.layout.clone()),
+        let plan = Plan::with_backend(
+            (
+                problem.attention(),
+                Division::new().layout(problem.layout.clone()),
+                Runtime::new().deadline(DEADLINE),
+            ),
             problem.dims(),
             backend,
             transport,

@@ -59,7 +59,7 @@ fn compute_twice<T: Element>(
 ) -> Result<([Vec<f64>; 5], bool)> {
     let attention = attention.clone().dtype(T::DTYPE);
     let (backend, transport) = wgpu_rank(gpu, threads::ring(1).remove(0));
-    let mut plan = Plan::new(&attention, dims, backend, transport)?;
+    let mut plan = Plan::with_backend(&attention, dims, backend, transport)?;
     let first = compute::<T>(&mut plan, numbers)?;
     let second = compute::<T>(&mut plan, numbers)?;
     let bits =
@@ -90,7 +90,7 @@ pub(crate) fn verify(gpu: &Gpu, problem: &Verification<'_>) -> Result<bool> {
         let (got, same_bits) = run(gpu, &attention, dims, &numbers)?;
         let transport = threads::ring(1).remove(0);
         let attention = reference.attention.dtype(DType::F32);
-        let mut plan = Plan::new(&attention, dims, Cpu::new(threads)?, transport)?;
+        let mut plan = Plan::with_backend(&attention, dims, Cpu::new(threads)?, transport)?;
         let want = compute::<f32>(&mut plan, &numbers)?;
         let mut right = same_bits;
         let mut found = serde_json::Map::new();

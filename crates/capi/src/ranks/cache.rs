@@ -1,6 +1,6 @@
 //! Caches of one rank.
 
-use annulus::CacheShape;
+use annulus::{CacheShape, LocalCache, Runtime};
 
 use super::*;
 
@@ -49,8 +49,9 @@ fn caches_of_single_ranks_give_the_bits_of_a_cache_of_threads() {
     let chunks: [Vec<i64>; 3] = [(0..20).collect(), vec![20], vec![21]];
     for ranks in [1, 2, 3] {
         let shape = CacheShape::new(1, 2, 4).kv_heads(1).page_rows(3);
-        let attention = Attention::new().causal(true).threads(1);
-        let mut threads = attention.local_cache(shape, ranks).unwrap();
+        let attention = Attention::new().causal(true);
+        let runtime = Runtime::new().threads(1);
+        let mut threads = LocalCache::new(&attention, &runtime, shape, ranks).unwrap();
         let mut by_threads = |rows: &Vec<i64>| {
             threads.append(input(2, rows, 1).view(), input(3, rows, 1).view()).unwrap();
             threads.attend(input(1, rows, 2).view(), None).unwrap().out

@@ -2,7 +2,7 @@
 //! loads them alone, and both passes give what one rank computes; the strategy is chosen for the
 //! documents.
 
-use annulus::Batch;
+use annulus::{Batch, Division, LocalRing, Runtime};
 
 use super::*;
 
@@ -90,7 +90,12 @@ fn on_one_rank() -> [Array4<f32>; 4] {
         // as the ranks of `passes` have them
         input(salt, &all, heads)
     });
-    let mut ring = Attention::new().causal(true).threads(1).local_ring(DIMS, 1).unwrap();
+    let mut ring = LocalRing::new(
+        (Attention::new().causal(true), Division::new(), Runtime::new().threads(1)),
+        DIMS,
+        1,
+    )
+    .unwrap();
     ring.update(&documents()).unwrap();
     let tensors = Tensors::new(q.view(), k.view(), v.view());
     let forward = ring.forward(&tensors).unwrap();

@@ -14,7 +14,7 @@ use std::{
 };
 
 use annulus::{
-    Attention, BackwardMode, Dims, Layout, Route, Tensors,
+    Attention, BackwardMode, Dims, Division, Layout, LocalRing, Route, Setup, Tensors,
     comm::threads::{Threads, each_rank, ring},
 };
 use annulus_core::Control;
@@ -154,11 +154,12 @@ fn passes_with(
     (status, (rows, [out, dq, dk, dv]))
 }
 
-fn by_rust(attention: &Attention, ranks: usize) -> [Array4<f32>; 4] {
+fn by_rust(setup: &Setup, ranks: usize) -> [Array4<f32>; 4] {
     let all: Vec<i64> = (0..DIMS.q_len as i64).collect();
     let (q, k, v, dout) =
         (input(1, &all, 2), input(2, &all, 1), input(3, &all, 1), input(4, &all, 2));
-    let mut ring = attention.clone().threads(1).local_ring(DIMS, ranks).unwrap();
+    let setup = setup.clone().map_runtime(|runtime| runtime.threads(1));
+    let mut ring = LocalRing::new(setup, DIMS, ranks).unwrap();
     let tensors = Tensors::new(q.view(), k.view(), v.view());
     let forward = ring.forward(&tensors).unwrap();
     let gradients = ring.backward(&tensors, &forward, dout.view(), None).unwrap();
@@ -166,8 +167,8 @@ fn by_rust(attention: &Attention, ranks: usize) -> [Array4<f32>; 4] {
 }
 
 /// Compares plans of single ranks with an in-process ring of as many ranks.
-fn compare(name: &str, ranks: usize, attention: &Attention, set: fn(&mut annulus_options)) {
-    let want = by_rust(attention, ranks);
+fn compare(name: &str, ranks: usize, setup: &Setup, set: fn(&mut annulus_options)) {
+    let want = by_rust(setup, ranks);
     let run = |endpoint: Threads| {
         let (status, plan) = plan_with(endpoint, set);
         ok(status);
@@ -196,24 +197,44 @@ fn compare(name: &str, ranks: usize, attention: &Attention, set: fn(&mut annulus
 #[test]
 fn plans_of_single_ranks_give_the_bits_of_a_ring_of_threads() {
     for ranks in [1, 2, 3, 5] {
-        compare("causal", ranks, &Attention::new().causal(true), |options| options.causal = 1);
+        compare("causal", ranks, &Attention::new().causal(true).into(), |options| {
+            options.causal = 1
+        });
     }
     // hops of several ranges of rows, in every direction
-    let striped = Attention::new().sliding_window(5, 2).layout(Layout::Striped);
-    compare("striped, direct", 3, &striped.clone().route(Route::Direct), |options| {
-        options.window_left = 5;
-        options.window_right = 2;
-        options.layout = ANNULUS_LAYOUT_STRIPED;
-        options.route = ANNULUS_ROUTE_DIRECT;
-    });
-    let zigzag = Attention::new().sliding_window(9, 0).layout(Layout::Zigzag);
-    compare("zigzag, down", 4, &zigzag.clone().route(Route::RelayDown), |options| {
-        options.window_left = 9;
-        options.window_right = 0;
-        options.layout = ANNULUS_LAYOUT_ZIGZAG;
-        options.route = ANNULUS_ROUTE_RELAY_DOWN;
-    });
-    let two_pass = zigzag.route(Route::Direct).backward_mode(BackwardMode::TwoPass);
+    let striped = Setup::from((
+        Attention::new().sliding_window(5, 2),
+        Division::new().layout(Layout::Striped),
+    ));
+    compare(
+        "striped, direct",
+        3,
+        &striped.map_division(|division| division.route(Route::Direct)),
+        |options| {
+            options.window_left = 5;
+            options.window_right = 2;
+            options.layout = ANNULUS_LAYOUT_STRIPED;
+            options.route = ANNULUS_ROUTE_DIRECT;
+        },
+    );
+    let zigzag = Setup::from((
+        Attention::new().sliding_window(9, 0),
+        Division::new().layout(Layout::Zigzag),
+    ));
+    compare(
+        "zigzag, down",
+        4,
+        &zigzag.clone().map_division(|of| of.route(Route::RelayDown)),
+        |options| {
+            options.window_left = 9;
+            options.window_right = 0;
+            options.layout = ANNULUS_LAYOUT_ZIGZAG;
+            options.route = ANNULUS_ROUTE_RELAY_DOWN;
+        },
+    );
+    let two_pass = zigzag
+        .map_division(|division| division.route(Route::Direct))
+        .map_attention(|attention| attention.backward_mode(BackwardMode::TwoPass));
     compare("zigzag, direct, two passes", 4, &two_pass, |options| {
         options.window_left = 9;
         options.window_right = 0;

@@ -2,7 +2,7 @@
 
 use std::{str::FromStr, time::Duration};
 
-use annulus::{Attention, comm::deadline};
+use annulus::{Attention, Division, comm::deadline};
 use annulus_core::{
     Batch, Choice, DType, Dims, Layout, Placement, Precision, Result as LibraryResult, Spec,
     Strategy,
@@ -120,18 +120,19 @@ impl LayoutName {
         }
     }
 
-    /// Sets the layout of an attention on `ranks` ranks, and with `balanced` its route. `batch` is
+    /// Sets the layout of a division among `ranks` ranks, and with `balanced` its route. `batch` is
     /// called for the balanced layout only; it returns the batch of all rows.
     pub(crate) fn apply(
         self,
-        attention: Attention,
+        division: Division,
+        attention: &Attention,
         dims: Dims,
         ranks: usize,
         batch: impl FnOnce() -> LibraryResult<Batch>,
-    ) -> LibraryResult<Attention> {
+    ) -> LibraryResult<Division> {
         match self {
-            Self::Balanced => attention.balanced(dims, &batch()?, ranks),
-            _ => Ok(attention.layout(self.layout())),
+            Self::Balanced => division.balanced(attention, dims, &batch()?, ranks),
+            _ => Ok(division.layout(self.layout())),
         }
     }
 

@@ -12,7 +12,7 @@ use std::{
     time::Duration,
 };
 
-use annulus::{Attention, BiasOrder};
+use annulus::{Attention, BiasOrder, Division, Runtime, Setup};
 use annulus_core::{Batch, DType, Machine, SinkShape, Strategy};
 use clap::{Args, ValueEnum};
 use half::{bf16, f16};
@@ -195,11 +195,15 @@ impl AttendFlags {
         let attention = self.attention(&input, dtype, sinks);
         // the whole batch is read for the balanced layout and the strategy auto only
         let layout = self.ring.layout;
-        let attention = layout.apply(attention, input.dims, job.ranks(), || input.coordinates());
-        let attention = attention.and_then(|attention| self.divided(attention, machine, &input));
-        let attention = job.agree(attention.map_err(|error| input.named(error).into()))?;
+        let division = self.division(&input, machine).and_then(|division| {
+            layout.apply(division, &attention, input.dims, job.ranks(), || input.coordinates())
+        });
+        let division = job.agree(division.map_err(|error| input.named(error).into()))?;
+        // all ranks read their parts of one file before a call, so a late one is lost
+        let deadline = self.ring.deadline;
+        let runtime = Runtime::new().deadline(deadline).arrival_deadline(deadline);
         let run = AttendRun {
-            attention,
+            setup: Setup { attention, division, runtime },
             sinks,
             backend,
             threads,
@@ -220,21 +224,17 @@ impl AttendFlags {
         summary.untraced.map_or(Ok(()), Err)
     }
 
-    /// Sets the strategy, and what auto chooses it by.
-    fn divided(
-        &self,
-        attention: Attention,
-        machine: Option<Machine>,
-        input: &Input,
-    ) -> annulus_core::Result<Attention> {
-        let RingFlags { strategy, layout, .. } = self.ring;
-        let attention = attention.strategy(strategy).machine(machine);
-        // the balanced layout has set them
+    /// Returns the strategy, and what auto chooses it by.
+    fn division(&self, input: &Input, machine: Option<Machine>) -> annulus_core::Result<Division> {
+        let RingFlags { strategy, layout, receive_ahead, .. } = self.ring;
+        let division =
+            Division::new().strategy(strategy).machine(machine).receive_ahead(receive_ahead);
+        // the balanced layout sets them
         if strategy != Strategy::Auto || layout == LayoutName::Balanced {
-            return Ok(attention);
+            return Ok(division);
         }
         let batch = Some(input.coordinates()?);
-        Ok(attention.documents(batch.filter(|batch| *batch != Batch::default())))
+        Ok(division.documents(batch.filter(|batch| *batch != Batch::default())))
     }
 
     /// Checks that the input has the tensors that the flags require.
@@ -267,7 +267,7 @@ impl AttendFlags {
 }
 
 impl AttendRun<'_> {
-    /// Computes attention in `dtype`, which must be that of `self.attention`.
+    /// Computes attention in `dtype`, which must be that of `self.setup`.
     ///
     /// # Ordering
     /// Collective over the processes of the job.
@@ -288,11 +288,7 @@ impl AttendFlags {
             Some(BiasOrderName::Before) => BiasOrder::BeforeSoftCap,
             Some(BiasOrderName::After) | None => BiasOrder::AfterSoftCap,
         };
-        // all ranks read their parts of one file before a call, so a late one is lost
-        let deadline = self.ring.deadline;
         let attention = self.mask.apply(Attention::new()).dtype(dtype).bias_order(bias_order);
-        let attention = attention.deadline(deadline).arrival_deadline(deadline);
-        let attention = attention.receive_ahead(self.ring.receive_ahead);
         self.scores
             .apply(attention, sinks)
             .bias(input.bias)

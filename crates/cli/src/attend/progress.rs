@@ -133,7 +133,7 @@ impl<T: Control> Control for Watched<T> {
 #[cfg(test)]
 mod tests {
     use annulus::{
-        Attention, Cpu, Dims, Plan, Tensors,
+        Attention, Dims, Plan, Tensors,
         comm::threads::{each_rank, ring},
     };
     use ndarray::Array4;
@@ -146,7 +146,7 @@ mod tests {
         let dims = Dims::new(1, len, 2, 8);
         let progress = Progress::hidden();
         let mut plans = each_rank(ring(ranks), |_, endpoint| {
-            Plan::new(attention, dims, Cpu::new(1)?, Watched::new(endpoint, progress.clone()))
+            Plan::new(attention, dims, Watched::new(endpoint, progress.clone()))
         })
         .unwrap();
         let [of_forward, of_backward] = blocks(plans.iter());

@@ -6,7 +6,7 @@
 use std::{path::Path, time::Instant};
 
 use annulus::{
-    Attention, Plan,
+    Plan, Setup,
     comm::{Descriptor, trace::Trace},
 };
 use annulus_core::{
@@ -34,8 +34,8 @@ use crate::{
 /// Arguments of one attention over files.
 #[derive(Debug)]
 pub(crate) struct AttendRun<'a> {
-    /// Definition of the attention, with its layout.
-    pub(crate) attention: Attention,
+    /// The attention, its layout and its deadlines.
+    pub(crate) setup: Setup,
     /// Shape of its sink logits.
     pub(crate) sinks: Option<SinkShape>,
     /// Opened backend.
@@ -181,7 +181,7 @@ impl AttendRun<'_> {
     /// Returns the definition and the tensors of the output.
     fn prepare(&self) -> Result<(Spec, Vec<file::Planned>)> {
         let named = |error| self.input.named(error);
-        let spec = self.attention.spec(self.input.dims).map_err(named)?;
+        let spec = self.setup.spec(self.input.dims).map_err(named)?;
         let tensors = planned(&spec, self.input, self.backward).map_err(named)?;
         Ok((spec, tensors))
     }
@@ -205,12 +205,11 @@ impl AttendRun<'_> {
     ) -> Result<PlannedRank> {
         let transport = Trace::new(transport, start);
         let log = transport.log();
-        let attention = self
-            .attention
-            .clone()
-            .on_silence(report::warn_of_silence(transport.rank(), transport.ranks()));
+        let mut setup = self.setup.clone();
+        let warn = report::warn_of_silence(transport.rank(), transport.ranks());
+        setup.runtime = setup.runtime.on_silence(warn);
         let transport = Watched::new(transport, progress.clone());
-        let plan = Plan::new(&attention, self.input.dims, backend, transport)?;
+        let plan = Plan::with_backend(setup, self.input.dims, backend, transport)?;
         Ok(PlannedRank { plan, log })
     }
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use annulus::{Attention, Backward, Forward, Plan, Tensors};
+use annulus::{Attention, Backward, Division, Forward, Plan, Runtime, Setup, Tensors};
 use annulus_core::{Batch, DType, Dims, Element, Machine, Result, Runs, Strategy, index};
 use ndarray::Array4;
 use serde_json::{Map, Value, json};
@@ -106,20 +106,23 @@ impl<'a> Case<'a> {
         let named = |error| names::of_flags(error, self.flags.names());
         let processes = if job.is_mpi() { job.ranks() } else { 1 };
         // before the pairs, whose count takes O(sequence length)
-        job.agree(self.attention().spec(self.dims).map(drop).map_err(named))?;
+        job.agree(self.setup().spec(self.dims).map(drop).map_err(named))?;
         job.agree(names::check_strategy(self.flags.strategy, &self.dims, job.ranks()))?;
         let held =
             memory::Tensors::of(&self.dims, self.dtype, passes.contains(&Passes::ForwardBackward));
         job.agree(held.shared_by(processes).must_fit().map_err(named))?;
         let pairs = job.agree(self.pairs().map_err(named))?;
         let batch = || Ok(self.batch.clone());
-        let placed = self.flags.layout.apply(self.attention(), self.dims, job.ranks(), batch);
-        let placed = job.agree(placed.map_err(named))?;
+        let Setup { attention, division, runtime } = self.setup();
+        let layout = self.flags.layout;
+        let placed = layout.apply(division, &attention, self.dims, job.ranks(), batch);
+        let division = job.agree(placed.map_err(named))?;
         for &passes in passes {
-            let attention = placed.clone().forward_only(passes == Passes::Forward);
+            let attention = attention.clone().forward_only(passes == Passes::Forward);
+            let setup = Setup::from((attention, &division, &runtime));
             let endpoints = job.endpoints()?;
             let mut ranks = job.run_phase(endpoints, |_, endpoint| {
-                let mut plan = backend.plan(self.flags.threads, endpoint, &attention, self.dims)?;
+                let mut plan = backend.plan(self.flags.threads, endpoint, &setup, self.dims)?;
                 if self.batch != Batch::default() {
                     plan.update(&self.batch)?;
                 }
@@ -148,13 +151,22 @@ impl<'a> Case<'a> {
             align: self.flags.align,
             ..MaskFlags::default()
         };
-        let attention = flags.apply(Attention::new().arrival_deadline(DEFAULT_DEADLINE));
-        let attention = attention.reproducible(self.flags.reproducible);
-        let attention = attention.strategy(self.flags.strategy).machine(self.machine.cloned());
+        flags
+            .apply(Attention::new())
+            .reproducible(self.flags.reproducible)
+            .dtype(self.dtype)
+            .precision(self.flags.precision.into())
+    }
+
+    fn setup(&self) -> Setup {
         let is_chosen = self.flags.strategy == Strategy::Auto && !self.flags.documents.is_empty();
-        let attention = attention.documents(is_chosen.then(|| self.batch.clone()));
-        let attention = attention.receive_ahead(self.flags.receive_ahead);
-        attention.dtype(self.dtype).precision(self.flags.precision.into())
+        let division = Division::new()
+            .strategy(self.flags.strategy)
+            .machine(self.machine.cloned())
+            .documents(is_chosen.then(|| self.batch.clone()))
+            .receive_ahead(self.flags.receive_ahead);
+        let runtime = Runtime::new().arrival_deadline(DEFAULT_DEADLINE);
+        Setup::from((self.attention(), division, runtime))
     }
 
     /// Counts the visible pairs, all heads and batch rows; n²/2 for plain causal, as the benchmarks

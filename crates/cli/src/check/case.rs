@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, path::Path, time::Duration};
 
-use annulus::{Attention, Backward, Forward, LocalRing};
+use annulus::{Attention, Backward, Division, Forward, LocalRing, Plan, Runtime, Setup};
 use annulus_core::{Batch, Dims, Element, Error, HeadGrid, Result, Runs, SinkShape, Strategy};
 use ndarray::{Array, Dimension};
 
@@ -39,6 +39,19 @@ pub(super) struct Ring {
 }
 
 impl Ring {
+    /// Returns the setup of a case on this ring. `batch` returns the batch of all rows.
+    pub(super) fn setup(
+        &self,
+        attention: &Attention,
+        dims: Dims,
+        batch: impl FnOnce() -> Result<Batch>,
+    ) -> Result<Setup> {
+        let division = Division::new().strategy(self.strategy);
+        let division = self.layout.apply(division, attention, dims, self.ranks, batch)?;
+        let runtime = Runtime::new().deadline(DEADLINE).arrival_deadline(DEADLINE);
+        Ok(Setup::from((attention, division, runtime)))
+    }
+
     /// Checks that the strategy can divide the heads of a case among the ranks.
     ///
     /// # Errors
@@ -137,12 +150,7 @@ impl Opened {
             ));
         }
         let sinks = input.sinks(case.sinks_form()).map_err(|error| input.named(error))?;
-        let attention = case
-            .attention(T::DTYPE)?
-            .deadline(DEADLINE)
-            .arrival_deadline(DEADLINE)
-            .bias(input.bias)
-            .softmax_aux(sinks);
+        let attention = case.attention(T::DTYPE)?.bias(input.bias).softmax_aux(sinks);
         Ok(Self { input, sinks, attention })
     }
 }
@@ -190,14 +198,14 @@ impl<T: Element> Loaded<T> {
         first: &mut Option<Results<T>>,
     ) -> Result<Verdict> {
         let attention = self.attention.clone().reproducible(ring.reproducible);
-        let attention = attention.strategy(ring.strategy);
         ring.check_heads(&case.dims())?;
-        let batch = || Ok(self.batch.clone());
-        let attention = ring.layout.apply(attention, case.dims(), ring.ranks, batch);
-        let attention = attention.map_err(|error| self.input.named(error))?;
+        let setup = ring.setup(&attention, case.dims(), || Ok(self.batch.clone()));
+        let setup = setup.map_err(|error| self.input.named(error))?;
         let plan = with_backend!(backend, ring.threads, make => {
-            let make = |_, endpoint| make(Endpoint::Thread(Box::new(endpoint)));
-            LocalRing::with_transports(&attention, case.dims(), ring.ranks, make)
+            LocalRing::from_plans(setup, case.dims(), ring.ranks, |_, setup, endpoint| {
+                let (backend, transport) = make(Endpoint::Thread(Box::new(endpoint)))?;
+                Plan::with_backend(setup, case.dims(), backend, transport)
+            })
         })?;
         self.judge_ring(plan, ring.reproducible.then_some(first))
     }

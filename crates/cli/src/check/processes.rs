@@ -116,10 +116,9 @@ fn try_judge<T: Element>(
     let Opened { input, sinks, attention } = opened?;
     ring.check_heads(&input.dims)?;
     let truth = Truth::new::<T>(&input, case, sinks, &attention)?;
-    let attention = attention.strategy(ring.strategy);
-    let attention = ring.layout.apply(attention, input.dims, ring.ranks, || input.coordinates());
-    let attention = attention.map_err(|error| input.named(error))?;
-    let mut plan = backend.plan(1, endpoint, &attention, input.dims)?;
+    let setup = ring.setup(&attention, input.dims, || input.coordinates());
+    let setup = setup.map_err(|error| input.named(error))?;
+    let mut plan = backend.plan(1, endpoint, &setup, input.dims)?;
     let q_rows = plan.q_rows().clone();
     let kv_rows = plan.kv_rows().clone();
     let named = |error| input.named(error);

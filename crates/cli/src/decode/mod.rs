@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use annulus::{Attention, CacheShape, comm::Descriptor};
+use annulus::{Attention, CacheShape, Runtime, comm::Descriptor};
 use annulus_core::{DType, Element, Error, LEAF_ROWS, Run, Runs, SinkShape, index};
 use clap::Args;
 use half::{bf16, f16};
@@ -198,13 +198,15 @@ impl DecodeFlags {
     }
 
     fn attention(&self, dtype: DType, sinks: Option<SinkShape>) -> Attention {
-        // all ranks read their rows of one file before a call, so a late one is lost
         self.scores
             .apply(self.mask.apply(Attention::new()), sinks)
             .dtype(dtype)
             .reproducible(self.reproducible)
-            .deadline(self.deadline)
-            .arrival_deadline(self.deadline)
+    }
+
+    fn runtime(&self) -> Runtime {
+        // all ranks read their rows of one file before a call, so a late one is lost
+        Runtime::new().deadline(self.deadline).arrival_deadline(self.deadline)
     }
 
     /// Returns the rows of a page, if they are given. A page that is longer than a cache of `rows`
@@ -264,6 +266,7 @@ impl Decoding<'_> {
         let start = job.synchronized_now()?;
         let attention = flags.attention(T::DTYPE, self.sinks);
         let prepared = attention.spec(dims).map_err(|error| input.named(error));
+        let runtime = flags.runtime();
         let processes = if job.is_mpi() { job.ranks() } else { 1 };
         let prepared = prepared.and_then(|_| {
             memory::Tensors::of(&dims, T::DTYPE, false).shared_by(processes).must_fit()
@@ -288,7 +291,7 @@ impl Decoding<'_> {
         let shape = page_rows.map_or(shape, |rows| shape.page_rows(rows));
         let endpoints = job.endpoints()?;
         let ranks = job.run_phase(endpoints, |rank, endpoint| {
-            let cache = backend.cache(self.threads, endpoint, &attention, shape)?;
+            let cache = backend.cache(self.threads, endpoint, &attention, &runtime, shape)?;
             Rank::new(cache, rank == 0, &dims)
         })?;
         let ranks: Vec<Decoded<T>> = job.run_phase(ranks, |_, rank: Rank<T>| {

@@ -17,7 +17,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus::environment;
+use annulus::Runtime;
 use annulus_comm::{
     Deadline, Descriptor, agreement,
     mpi::{FirstRanks, Launch, Mpi, NodeMap, RankLocation, Settings, Timeout},
@@ -66,7 +66,7 @@ impl World {
     /// than the launcher started.
     pub(super) fn init(deadline: Duration) -> Result<Self> {
         let launch = Launch::begin()?;
-        let variable = environment::deadline()?;
+        let variable = Runtime::deadline_variable()?;
         let timeout = match variable {
             Some(Duration::ZERO) => Timeout::unlimited(),
             variable => Timeout::at_most(variable.unwrap_or(deadline)),

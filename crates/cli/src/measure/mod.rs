@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use annulus::Attention;
+use annulus::Runtime;
 use annulus_comm::Descriptor;
 use annulus_core::{DType, Error, Fingerprint, Machine};
 use clap::Args;
@@ -127,10 +127,10 @@ fn measure(flags: &MeasureFlags, job: &mut Job, backend: &BackendChoice) -> Outc
             all_rates.push(rate);
         }
     }
-    let attention = Attention::new().deadline(flags.deadline);
+    let runtime = Runtime::new().deadline(flags.deadline);
     let rate = all_rates.first().ok_or_else(|| Error::internal("no rate was measured"))?;
     let Overlap { message_overhead, overlap } =
-        overlap::measure(job, backend, threads, &attention, &links, rate)?;
+        overlap::measure(job, backend, threads, &runtime, &links, rate)?;
     let Links { ranks_per_node, inside_node, between_nodes, node_bandwidth } = links;
     let merge_bandwidth = Some(rates::merge_bandwidth(job, &flags.ds)?);
     let memory = memory_of_rank(job, ranks_per_node)?;

@@ -20,7 +20,7 @@
 
 use std::time::Instant;
 
-use annulus::{Attention, Batch, Plan};
+use annulus::{Attention, Batch, Division, Plan, Runtime, Setup};
 use annulus_comm::{ring::PassKind, threads::ring};
 use annulus_core::{
     ComputeRate, DType, Dims, Element, Error, HeadGrid, Link, Machine, Prediction, Result, Spec,
@@ -157,18 +157,19 @@ impl Case {
         job: &mut Job,
         backend: &BackendChoice,
         threads: usize,
-        attention: &Attention,
+        runtime: &Runtime,
         rate: &ComputeRate,
     ) -> Outcome<Times> {
         let dims = |ranks: usize| Dims::new(1, ranks * self.len, self.heads, self.head_dim);
-        let attention = attention.clone().dtype(rate.dtype);
+        let attention = Attention::new().dtype(rate.dtype);
+        let setup = Setup::from((attention, Division::new(), runtime));
         let rounds = self.rounds(rate);
         let of_rank = |_, endpoint: Endpoint| {
             let none = || Error::internal("a ring has no rank");
             let alone = Endpoint::Thread(Box::new(ring(1).pop().ok_or_else(none)?));
             let plans = Plans {
-                of_ring: backend.plan(threads, endpoint, &attention, dims(self.ranks))?,
-                alone: backend.plan(threads, alone, &attention, dims(1))?,
+                of_ring: backend.plan(threads, endpoint, &setup, dims(self.ranks))?,
+                alone: backend.plan(threads, alone, &setup, dims(1))?,
             };
             match rate.dtype {
                 DType::F64 => self.times_of_rank::<f64>(plans, rounds),
@@ -247,7 +248,7 @@ fn seconds_per_byte(links: &Links) -> f64 {
 
 /// Measures the overhead of a byte and the overlap, with tiles of `rate`. Without a pass that hides
 /// its messages in a short time, as of one rank, the overhead is 0; without one whose messages take
-/// longer than its tiles, the overlap is 1. `attention` has the deadline.
+/// longer than its tiles, the overlap is 1. `runtime` has the deadline.
 ///
 /// # Ordering
 /// Collective over the ranks.
@@ -255,7 +256,7 @@ pub(super) fn measure(
     job: &mut Job,
     backend: &BackendChoice,
     threads: usize,
-    attention: &Attention,
+    runtime: &Runtime,
     links: &Links,
     rate: &ComputeRate,
 ) -> Outcome<Overlap> {
@@ -268,12 +269,12 @@ pub(super) fn measure(
         case.filter(|case| (least..=most).contains(&cover(case)))
     };
     if let Some(long) = case(LONG, [LEAST_LONG, f64::INFINITY]) {
-        let Times { delay, bytes, .. } = long.measure(job, backend, threads, attention, rate)?;
+        let Times { delay, bytes, .. } = long.measure(job, backend, threads, runtime, rate)?;
         // a rank receives as many bytes as it sends
         measured.message_overhead = (delay / (2.0 * bytes)).max(0.0);
     }
     if let Some(short) = case(SHORT, [0.0, MOST_SHORT]) {
-        let times = short.measure(job, backend, threads, attention, rate)?;
+        let times = short.measure(job, backend, threads, runtime, rate)?;
         // the rate at which these tiles were computed
         let faster = short.seconds(rate) / times.tiles;
         let rate = ComputeRate {

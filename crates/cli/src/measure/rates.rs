@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus::{Attention, CacheShape, Plan, Tensors};
+use annulus::{Attention, CacheShape, Plan, Runtime, Tensors};
 use annulus_comm::{heads_ring, threads::ring};
 use annulus_core::{ComputeRate, Dims, Element, Error, Result, TokenRate};
 use ndarray::Array4;
@@ -56,7 +56,7 @@ pub(super) fn measure<T: Element>(
     let own = job.run_local_phase(0..own_ranks, |_, _| {
         rates_of_rank::<T>(head_dim, |attention, dims| {
             let alone = ring(1).pop().ok_or_else(|| Error::internal("a ring has no rank"))?;
-            backend.plan(threads, Endpoint::Thread(Box::new(alone)), attention, dims)
+            backend.plan(threads, Endpoint::Thread(Box::new(alone)), &attention.into(), dims)
         })
     })?;
     let [forward, backward] = mean_of_ranks(job, &own)?;
@@ -100,7 +100,7 @@ fn token<T: Element>(
             let endpoint = Endpoint::Thread(Box::new(alone));
             let shape = CacheShape::new(1, heads, head_dim).kv_heads(HEADS);
             let attention = Attention::new().dtype(T::DTYPE);
-            let mut cache = backend.cache(threads, endpoint, &attention, shape)?;
+            let mut cache = backend.cache(threads, endpoint, &attention, &Runtime::new(), shape)?;
             for _ in 0..CHUNKS {
                 cache.append(chunk.view(), chunk.view())?;
             }

@@ -1,6 +1,6 @@
 //! Figures of `plan`, `bench` and `make`.
 
-use annulus::{Attention, Dims, Layout, PassKind, Plan};
+use annulus::{Attention, Dims, Division, Layout, LocalRing, PassKind, Plan, Setup};
 use serde_json::Value;
 
 use crate::{files::Tensors, support::Folder};
@@ -521,8 +521,11 @@ fn a_reproducible_plan_has_the_memory_of_partial_results() {
     assert!(text.contains("queries of a backward pass, rank 3"), "{text}");
 
     // what the ring itself predicts, and allocates
-    let attention = Attention::new().causal(true).reproducible(true).layout(Layout::Contiguous);
-    let ring = attention.local_ring(Dims::new(1, 8192, 2, 16), 8).unwrap();
+    let attention = Setup::from((
+        Attention::new().causal(true).reproducible(true),
+        Division::new().layout(Layout::Contiguous),
+    ));
+    let ring = LocalRing::new(&attention, Dims::new(1, 8192, 2, 16), 8).unwrap();
     let most = ring.plans().map(Plan::leaf_bytes).max();
     assert_eq!(leaves["most_bytes_with_backward"].as_u64(), most);
     for (pass, name) in [(PassKind::Forward, "forward"), (PassKind::Backward, "backward")] {
@@ -569,7 +572,12 @@ fn strategies_are_compared_by_bytes() {
     let planned = plan(&folder, &format!("{flags} --strategy ring"));
     for of in planned["strategies"].as_array().unwrap() {
         let strategy = of["name"].as_str().unwrap().parse().unwrap();
-        let ring = Attention::new().causal(true).strategy(strategy).local_ring(dims, 8).unwrap();
+        let ring = LocalRing::new(
+            (Attention::new().causal(true), Division::new().strategy(strategy)),
+            dims,
+            8,
+        )
+        .unwrap();
         let passes = [PassKind::Forward, PassKind::Backward];
         let sent = |pass| ring.plans().map(|plan| plan.bytes_predicted(pass)).sum::<u64>();
         assert_eq!(of["bytes_sent_total"], sent(passes[0]), "{strategy}");

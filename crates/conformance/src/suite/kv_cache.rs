@@ -3,7 +3,7 @@
 
 use std::{ops::Range, sync::Arc};
 
-use annulus::{Alignment, Attention, Cache, CacheShape, Forward, LocalCache};
+use annulus::{Alignment, Attention, Cache, CacheShape, Forward, LocalCache, Runtime};
 use annulus_comm::threads::{each_rank, ring};
 use annulus_core::{
     Alibi, Backend, Batch, DType, Dims, Element, HostTensors, Result, SinkShape,
@@ -136,7 +136,13 @@ impl Decoding<'_> {
         let all = Sequence::<T>::new(self.dims, sinks);
         let want = all.truth(&attention, self.dims).map_err(text)?;
         let of_ranks = each_rank(ring(self.ranks), |rank, transport| {
-            let mut cache = Cache::new(&attention, self.shape(), make(rank)?, transport)?;
+            let mut cache = Cache::with_backend(
+                &attention,
+                &Runtime::new(),
+                self.shape(),
+                make(rank)?,
+                transport,
+            )?;
             let starts = [0].iter().chain(self.ends);
             let steps = starts.zip(self.ends).map(|(&first, &end)| {
                 let forward = all.step(&mut cache, first..end)?;

@@ -15,7 +15,7 @@ use std::{
 };
 
 use annulus::{
-    Attention, LocalRing, Plan, Result, Tensors,
+    Attention, Division, LocalRing, Plan, Result, Runtime, Setup, Tensors,
     comm::threads::{each_rank, ring},
 };
 use annulus_conformance::{Answer, Case, Draw, Judge, Masks, answer, narrow};
@@ -70,10 +70,13 @@ fn scripts(ranks: usize) -> Vec<Script> {
     (0..ranks).map(|_| Script::default()).collect()
 }
 
-fn plan_of(attention: &Attention, scripts: &[Script]) -> LocalRing {
-    let make = |rank: usize| Ok(Refusing { inner: Cpu::new(1)?, script: scripts[rank].clone() });
-    let attention = attention.clone().layout(Layout::Contiguous);
-    LocalRing::with_backends(&attention, DIMS, scripts.len(), make).expect("a plan")
+fn plan_of(setup: &Setup, scripts: &[Script]) -> LocalRing {
+    let setup = setup.clone().map_division(|division| division.layout(Layout::Contiguous));
+    let ring = LocalRing::from_plans(setup, DIMS, scripts.len(), |rank, setup, endpoint| {
+        let backend = Refusing { inner: Cpu::new(1)?, script: scripts[rank].clone() };
+        Plan::with_backend(setup, DIMS, backend, endpoint)
+    });
+    ring.expect("a plan")
 }
 
 /// Runs forward and backward of a case.
@@ -87,21 +90,16 @@ fn compute(plan: &mut LocalRing, case: &Case) -> Result<Answer> {
 
 /// Refuses on `rank` the update from each batch to each other one, with these acts, and compares
 /// every answer with the oracle.
-fn refuse_everywhere(attention: &Attention, backward: BackwardMode, rank: usize, acts: &[Act]) {
-    refuse_on(attention, backward, [RANKS, rank], acts);
+fn refuse_everywhere(setup: &Setup, backward: BackwardMode, rank: usize, acts: &[Act]) {
+    refuse_on(setup, backward, [RANKS, rank], acts);
 }
 
 /// As [`refuse_everywhere`], on a rank of `ranks`.
-fn refuse_on(
-    attention: &Attention,
-    backward: BackwardMode,
-    [ranks, rank]: [usize; 2],
-    acts: &[Act],
-) {
+fn refuse_on(setup: &Setup, backward: BackwardMode, [ranks, rank]: [usize; 2], acts: &[Act]) {
     let cases = batches().map(|batch| case(&batch, backward));
     let judges = cases.each_ref().map(|case| Judge::new(case).expect("a valid case"));
     let scripts = scripts(ranks);
-    let mut plan = plan_of(attention, &scripts);
+    let mut plan = plan_of(setup, &scripts);
     for old in 0..cases.len() {
         for new in (0..cases.len()).filter(|&new| new != old) {
             let check = |plan: &mut LocalRing, batch: usize, when: &str| {
@@ -126,7 +124,7 @@ fn refuse_on(
 
 #[test]
 fn an_update_that_one_rank_refuses_leaves_the_old_batch_in_force_on_all() {
-    let attention = Attention::new().dtype(DType::F64).causal(true);
+    let attention = Setup::from(Attention::new().dtype(DType::F64).causal(true));
     for rank in 0..RANKS {
         refuse_everywhere(&attention, BackwardMode::OnePass, rank, &[Act::Refuse]);
         refuse_everywhere(&attention, BackwardMode::OnePass, rank, &[Act::ApplyThenRefuse]);
@@ -144,13 +142,13 @@ fn an_update_that_one_rank_refuses_leaves_the_old_batch_in_force_on_all() {
 fn it_does_so_on_the_direct_route_and_in_a_two_pass_backward() {
     let attention = Attention::new().dtype(DType::F64).causal(true);
     refuse_everywhere(
-        &attention.clone().route(Route::Direct),
+        &Setup::from((&attention, Division::new().route(Route::Direct))),
         BackwardMode::OnePass,
         1,
         &[Act::ApplyThenRefuse],
     );
     refuse_everywhere(
-        &attention.backward_mode(BackwardMode::TwoPass),
+        &attention.backward_mode(BackwardMode::TwoPass).into(),
         BackwardMode::TwoPass,
         1,
         &[Act::ApplyThenRefuse],
@@ -162,7 +160,8 @@ fn it_does_so_on_the_direct_route_and_in_a_two_pass_backward() {
 fn it_does_so_with_heads_divided_in_groups() {
     for (heads, rank) in [(2, 0), (2, 3), (4, 1)] {
         let attention = Attention::new().dtype(DType::F64).causal(true);
-        let attention = attention.strategy(Strategy::HeadsRing { heads });
+        let attention =
+            Setup::from((&attention, Division::new().strategy(Strategy::HeadsRing { heads })));
         let backward = BackwardMode::OnePass;
         for acts in
             [&[Act::Refuse][..], &[Act::ApplyThenRefuse], &[Act::ApplyThenRefuse, Act::Refuse]]
@@ -177,7 +176,10 @@ fn it_does_so_with_heads_divided_in_groups() {
 fn it_does_so_with_keys_divided_in_columns() {
     for (queries, keys, rank) in [(2, 2, 0), (2, 2, 3), (1, 4, 1)] {
         let attention = Attention::new().dtype(DType::F64).causal(true);
-        let attention = attention.strategy(Strategy::Grid { heads: 1, queries, keys });
+        let attention = Setup::from((
+            &attention,
+            Division::new().strategy(Strategy::Grid { heads: 1, queries, keys }),
+        ));
         for acts in [&[Act::Refuse][..], &[Act::ApplyThenRefuse, Act::Refuse]] {
             refuse_on(&attention, BackwardMode::OnePass, [4, rank], acts);
         }
@@ -201,14 +203,12 @@ fn state(plan: &Plan) -> String {
 fn an_argument_that_one_rank_refuses_changes_nothing_on_any() {
     let bad = |batch: Batch| Batch { q_positions: Some(Array2::zeros((DIMS.batch, 1))), ..batch };
     each_rank(ring(RANKS), |rank, transport| {
-        let attention =
-            Attention::new().dtype(DType::F64).causal(true).deadline(Duration::from_secs(10));
-        let mut plan = Plan::new(
-            &attention.clone().layout(Layout::Contiguous),
-            DIMS,
-            Cpu::new(1)?,
-            transport,
-        )?;
+        let attention = Setup::from((
+            Attention::new().dtype(DType::F64).causal(true),
+            Division::new().layout(Layout::Contiguous),
+            Runtime::new().deadline(Duration::from_secs(10)),
+        ));
+        let mut plan = Plan::new(&attention, DIMS, transport)?;
         let rows: Vec<u64> = plan.q_rows().iter().map(i64::cast_unsigned).collect();
         let x = Array4::from_shape_fn(
             (DIMS.batch, rows.len(), DIMS.q_heads, DIMS.head_dim),
@@ -248,12 +248,15 @@ fn doomed<B: Backend<Space = Host>>(
     choke: impl Fn(usize) -> Option<u64> + Sync,
     before_update: impl Fn(usize) + Sync,
 ) -> Vec<[Error; 2]> {
-    let attention = attention.clone().dtype(DType::F64).deadline(Duration::from_secs(10));
+    let attention = Setup::from((
+        attention.clone().dtype(DType::F64),
+        Division::new().layout(Layout::Contiguous),
+        Runtime::new().deadline(Duration::from_secs(10)),
+    ));
     let started = Instant::now();
     let errors = each_rank(ring(RANKS), |rank, transport| {
         let transport = Choking { inner: transport, round: choke(rank) };
-        let mut plan =
-            Plan::new(&attention.clone().layout(Layout::Contiguous), DIMS, make(rank)?, transport)?;
+        let mut plan = Plan::with_backend(&attention, DIMS, make(rank)?, transport)?;
         let rows: Vec<u64> = plan.q_rows().iter().map(i64::cast_unsigned).collect();
         before_update(rank);
         let update = plan
@@ -356,10 +359,13 @@ fn ids_that_cannot_be_sent_on_one_rank_do_not_leave_the_others_waiting() {
 #[test]
 fn a_mask_that_panics_during_planning_is_an_error_on_all_ranks() {
     let mask = Arc::new(Panicking(AtomicBool::new(true)));
-    let attention = Attention::new().mask(mask).deadline(Duration::from_secs(10));
+    let attention = Setup::from((
+        Attention::new().mask(mask),
+        Division::new().layout(Layout::Contiguous),
+        Runtime::new().deadline(Duration::from_secs(10)),
+    ));
     let errors = each_rank(ring(RANKS), |_, transport| {
-        let made =
-            Plan::new(&attention.clone().layout(Layout::Contiguous), DIMS, Cpu::new(1)?, transport);
+        let made = Plan::new(&attention, DIMS, transport);
         Ok(made.map(drop).unwrap_err())
     });
     let errors = errors.unwrap();
@@ -398,14 +404,14 @@ impl Mask for SlowToPlan {
 fn a_rank_that_plans_for_several_deadlines_is_alive() {
     let dims = Dims { q_len: 1200, kv_len: 1200, batch: 1, ..DIMS };
     let deadline = Duration::from_secs(1);
-    let attention = Attention::new()
-        .mask(Arc::new(SlowToPlan))
-        .layout(Layout::Contiguous)
-        .route(Route::RelayUp)
-        .deadline(deadline);
+    let attention = Setup::from((
+        Attention::new().mask(Arc::new(SlowToPlan)),
+        Division::new().layout(Layout::Contiguous).route(Route::RelayUp),
+        Runtime::new().deadline(deadline),
+    ));
     let slow = each_rank(ring(RANKS), |rank, transport| {
         let started = Instant::now();
-        let mut plan = Plan::new(&attention, dims, Cpu::new(1)?, transport)?;
+        let mut plan = Plan::new(&attention, dims, transport)?;
         let planned = started.elapsed();
         let segments = Some(Array2::from_elem((1, 400), 1));
         plan.update(&Batch { q_segment_ids: segments, ..Batch::default() })?;

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus::{Attention, Cpu, Dims, Layout, Plan, Tensors};
+use annulus::{Attention, Dims, Division, Layout, Plan, Runtime, Setup, Tensors};
 use annulus_comm::mpi::{Mpi, Settings};
 use annulus_core::{Error, Result};
 use ndarray::Array4;
@@ -41,10 +41,13 @@ fn passes(plan: &mut Plan) -> Result<Bits> {
     Ok(all.map(|number| number.to_bits()).collect())
 }
 
-fn plan(settings: &Settings, end: Option<(Moment, End)>, attention: &Attention) -> Result<Plan> {
+fn plan(settings: &Settings, end: Option<(Moment, End)>, setup: &Setup) -> Result<Plan> {
     let transport = Mortal::new(Mpi::world(settings.clone())?, end);
-    let attention = attention.clone().deadline(DEADLINE).layout(Layout::Contiguous);
-    Plan::new(&attention, DIMS, Cpu::new(1)?, transport)
+    let setup = setup
+        .clone()
+        .map_division(|division| division.layout(Layout::Contiguous))
+        .map_runtime(|runtime| runtime.deadline(DEADLINE));
+    Plan::new(setup, DIMS, transport)
 }
 
 /// The last rank, then the first one, makes a call two deadlines after the others: nothing fails.
@@ -52,7 +55,11 @@ fn plan(settings: &Settings, end: Option<(Moment, End)>, attention: &Attention) 
 pub(crate) fn away(harness: &mut Harness, settings: &Settings) -> Verdict {
     let last = harness.ranks() - 1;
     for arrival_deadline in [None, Some(DEADLINE)] {
-        let attention = Attention::new().arrival_deadline(arrival_deadline);
+        let attention = Setup::from((
+            Attention::new(),
+            Division::new(),
+            Runtime::new().arrival_deadline(arrival_deadline),
+        ));
         let late = |plan: &mut Plan, late: usize| {
             if harness.rank() == late {
                 thread::sleep(DEADLINE * 2);
@@ -90,7 +97,7 @@ pub(crate) fn away(harness: &mut Harness, settings: &Settings) -> Verdict {
 /// machine does it: the same bits.
 pub(crate) fn suspended(harness: &mut Harness, settings: &Settings) -> Verdict {
     let work = || -> Result<Verdict> {
-        let attention = Attention::new();
+        let attention = Setup::default();
         let first = passes(&mut plan(settings, None, &attention)?)?;
         let end = (Moment::Transfer(2), End::Suspended(DEADLINE * 5 / 2));
         let bits = passes(&mut plan(settings, Some(end), &attention)?)?;
@@ -102,13 +109,13 @@ pub(crate) fn suspended(harness: &mut Harness, settings: &Settings) -> Verdict {
 /// One rank is stopped within a pass for longer than the deadline, as by a debugger, and
 /// `ANNULUS_DEADLINE` is 0: the others wait, and get the same bits.
 pub(crate) fn debugged(harness: &mut Harness, settings: &Settings) -> Verdict {
-    let variable = std::env::var(annulus::environment::DEADLINE);
+    let variable = std::env::var(Runtime::DEADLINE_VARIABLE);
     ensure(variable.as_deref() == Ok("0"), || {
-        format!("{}: got {variable:?}, want 0", annulus::environment::DEADLINE)
+        format!("{}: got {variable:?}, want 0", Runtime::DEADLINE_VARIABLE)
     })?;
     let stopped = harness.rank() == harness.ranks() - 1;
     let work = || -> Result<Verdict> {
-        let attention = Attention::new();
+        let attention = Setup::default();
         let first = passes(&mut plan(settings, None, &attention)?)?;
         let end = (Moment::Transfer(2), End::Suspended(DEADLINE * 5 / 2));
         let started = Instant::now();

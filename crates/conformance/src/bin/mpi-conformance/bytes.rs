@@ -7,7 +7,7 @@
 
 use std::collections::BTreeSet;
 
-use annulus::{Attention, Batch, Cpu, Dims, Layout, Plan, Route, Tensors};
+use annulus::{Attention, Batch, Dims, Division, Layout, Plan, Route, Tensors};
 use annulus_comm::mpi::{Mpi, Settings};
 use annulus_core::{
     Mask, Result, index,
@@ -132,9 +132,8 @@ fn measure(
 ) -> Result<(Route, usize, [Bytes; 2])> {
     let dims = dims(ranks);
     let mut plan = Plan::new(
-        &scenario.attention.clone().layout(scenario.layout.clone()),
+        (&scenario.attention, Division::new().layout(scenario.layout.clone())),
         dims,
-        Cpu::new(1)?,
         Mpi::world(settings.clone())?,
     )?;
     let rows: Vec<i64> = plan.q_rows().iter().collect();

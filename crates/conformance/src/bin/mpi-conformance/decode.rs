@@ -2,7 +2,8 @@
 //! any backend, and the bits of one attention in the reproducible order.
 
 use annulus::{
-    AnyBackend, Attention, Batch, Cache, CacheShape, Cpu, DType, Dims, Element, Result, Tensors,
+    AnyBackend, Attention, Batch, Cache, CacheShape, DType, Dims, Element, LocalRing, Result,
+    Runtime, Tensors,
 };
 use annulus_comm::mpi::{Mpi, Settings};
 use annulus_core::oracle::{self, Problem};
@@ -62,11 +63,14 @@ fn reproducible(settings: &Settings) -> Result<bool> {
     let k = tensor(q_len, 2, kv_heads, head_dim);
     let v = tensor(q_len, 3, kv_heads, value_dim);
     let attention = Attention::new().dtype(DType::F64).causal(true).reproducible(true);
-    let whole =
-        attention.local_ring(dims, 1)?.forward(&Tensors::new(q.view(), k.view(), v.view()))?;
+    let whole = LocalRing::new(&attention, dims, 1)?.forward(&Tensors::new(
+        q.view(),
+        k.view(),
+        v.view(),
+    ))?;
     let shape = CacheShape::new(1, q_heads, head_dim).kv_heads(kv_heads).value_dim(value_dim);
     let transport = Mpi::world(settings.clone())?;
-    let mut cache = Cache::new(&attention, shape, Cpu::new(1)?, transport)?;
+    let mut cache = Cache::new(&attention, &Runtime::new(), shape, transport)?;
     let mut same = true;
     let mut first = 0;
     for end in [700, 1290].into_iter().chain(1291..=q_len) {
@@ -101,7 +105,8 @@ fn run<T: Element>(settings: &Settings, backend: &AnyBackend) -> Result<(f64, Ve
 
     let shape = CacheShape::new(1, q_heads, head_dim).kv_heads(kv_heads).value_dim(value_dim);
     let transport = Mpi::world(settings.clone())?;
-    let mut cache = backend.cache(&attention, shape.page_rows(16), transport)?;
+    let runtime = Runtime::new().backend(backend.clone());
+    let mut cache = Cache::new(&attention, &runtime, shape.page_rows(16), transport)?;
     let mut worst: f64 = 0.0;
     let mut bytes = Vec::new();
     let mut first = 0;

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus::{Attention, Cpu, Dims, Layout, Plan, Tensors};
+use annulus::{Attention, Dims, Division, Layout, Plan, Runtime, Setup, Tensors};
 use annulus_comm::{
     Deadline, Silence, barrier,
     mpi::{Launch, Mpi, Settings},
@@ -135,9 +135,12 @@ pub(crate) fn lost(
 fn plan(settings: &Settings, end: Option<(Moment, End)>, deadline: Duration) -> Result<Plan> {
     let transport = Mortal::new(Mpi::world(settings.clone())?, end);
     Plan::new(
-        &Attention::new().deadline(deadline).layout(Layout::Contiguous),
+        &Setup::from((
+            Attention::new(),
+            Division::new().layout(Layout::Contiguous),
+            Runtime::new().deadline(deadline),
+        )),
         DIMS,
-        Cpu::new(1)?,
         transport,
     )
 }

@@ -3,7 +3,7 @@
 
 use std::{mem::ManuallyDrop, thread, time::Duration};
 
-use annulus::{Attention, Cpu, Dims, Layout, Plan, Tensors};
+use annulus::{Attention, Dims, Division, Layout, Plan, Runtime, Setup, Tensors};
 use annulus_comm::{
     barrier,
     mpi::{Launch, Mpi, Settings},
@@ -115,8 +115,12 @@ fn rings(settings: &Settings, world: &impl Communicator, level: Threading) -> Ve
 }
 
 fn plan(transport: Mpi) -> Result<Plan> {
-    let attention = Attention::new().causal(true).deadline(Duration::from_secs(20));
-    Plan::new(&attention.clone().layout(Layout::Zigzag), DIMS, Cpu::new(1)?, transport)
+    let attention = Setup::from((
+        Attention::new().causal(true),
+        Division::new().layout(Layout::Zigzag),
+        Runtime::new().deadline(Duration::from_secs(20)),
+    ));
+    Plan::new(&attention, DIMS, transport)
 }
 
 /// Runs forward and backward with all values 0.5: whatever the weights, every output is 0.5.

@@ -2,7 +2,7 @@
 //! per node.
 //! `tests/hosts/rails` makes such hosts.
 
-use annulus::{Attention, Cpu, Dims, Layout, Plan, Route, Tensors};
+use annulus::{Attention, Dims, Division, Layout, Plan, Route, Tensors};
 use annulus_comm::mpi::{Mpi, Settings};
 use annulus_core::Result;
 use ndarray::Array4;
@@ -53,12 +53,9 @@ pub(crate) fn all(harness: &mut Harness, settings: &Settings) -> Verdict {
 /// Plans full attention: every block passes all ranks.
 fn plan(harness: &Harness, settings: &Settings, route: Option<Route>) -> Result<Plan> {
     let dims = Dims::new(1, ROWS * harness.ranks(), HEADS, HEAD_DIM);
-    let attention = Attention::new().layout(Layout::Contiguous).forward_only(true);
-    let attention = match route {
-        Some(route) => attention.route(route),
-        None => attention,
-    };
-    Plan::new(&attention, dims, Cpu::new(1)?, Mpi::world(settings.clone())?)
+    let attention = Attention::new().forward_only(true);
+    let division = Division::new().layout(Layout::Contiguous).route(route);
+    Plan::new((attention, division), dims, Mpi::world(settings.clone())?)
 }
 
 /// Returns true if the links carry the blocks of the route, within 10 % for headers and control

@@ -10,7 +10,7 @@ use std::{
 
 use annulus::{
     Alibi, Alignment, Attention, BackwardMode, Batch, BiasOrder, Cpu, DType, DenseMask, Dims,
-    Layout, Plan, Precision, Route, SinkShape, Strategy, Tensors,
+    Division, Layout, Plan, Precision, Route, Runtime, SinkShape, Strategy, Tensors,
 };
 use annulus_comm::{
     Descriptor, WIRE_VERSION, agree,
@@ -36,8 +36,8 @@ const DEADLINE: Duration = Duration::from_secs(20);
 #[derive(Clone)]
 struct Arguments {
     attention: Attention,
+    division: Division,
     dims: Dims,
-    layout: Option<Layout>,
     isa: Isa,
     /// True if the placement has all ranks on one node, false if each has its own.
     together: bool,
@@ -47,9 +47,9 @@ impl Arguments {
     fn of(attention: Attention) -> Self {
         let isa = Isa::Portable;
         Self {
-            attention: attention.deadline(DEADLINE),
+            attention,
+            division: Division::new().layout(Layout::Contiguous),
             dims: DIMS,
-            layout: Some(Layout::Contiguous),
             isa,
             together: true,
         }
@@ -63,6 +63,9 @@ fn plans() -> Vec<(&'static str, Arguments, Arguments)> {
     let dims = |name, dims| (name, plain(), Arguments { dims, ..plain() });
     let odd = |name, change: fn(Attention) -> Attention| {
         (name, plain(), Arguments::of(change(Attention::new())))
+    };
+    let divided = |name, change: fn(Division) -> Division| {
+        (name, plain(), Arguments { division: change(plain().division), ..plain() })
     };
     let both = |name, usual: fn(Attention) -> Attention, odd: fn(Attention) -> Attention| {
         (name, Arguments::of(usual(Attention::new())), Arguments::of(odd(Attention::new())))
@@ -100,9 +103,9 @@ fn plans() -> Vec<(&'static str, Arguments, Arguments)> {
         odd("logits_dtype", |a| a.logits_dtype(DType::Bf16)),
         odd("precision", |a| a.precision(Precision::High)),
         odd("backward_mode", |a| a.backward_mode(BackwardMode::TwoPass)),
-        ("layout", plain(), Arguments { layout: Some(Layout::Zigzag), ..plain() }),
-        odd("route", |a| a.route(Route::Direct)),
-        odd("strategy", |a| a.strategy(Strategy::HeadsRing { heads: 2 })),
+        divided("layout", |division| division.layout(Layout::Zigzag)),
+        divided("route", |division| division.route(Route::Direct)),
+        divided("strategy", |division| division.strategy(Strategy::HeadsRing { heads: 2 })),
         both(
             "reproducible leaf rows",
             |a| a.backward_mode(BackwardMode::TwoPass),
@@ -187,8 +190,8 @@ fn plan(arguments: &Arguments, settings: &Settings, ranks: usize) -> Result<Plan
     let placed =
         Placed::new(Mpi::world(settings.clone())?, Placement::new(nodes), Crossings::default());
     let transport = Mortal::new(placed, None);
-    Plan::new(
-        &arguments.attention.clone().layout(arguments.layout.clone()),
+    Plan::with_backend(
+        (&arguments.attention, &arguments.division, Runtime::new().deadline(DEADLINE)),
         arguments.dims,
         Cpu::new(1)?.with_isa(arguments.isa)?,
         transport,

@@ -3,7 +3,7 @@
 
 use std::{thread, time::Duration};
 
-use annulus::{Attention, Cpu, Dims, Layout, Plan, Tensors};
+use annulus::{Attention, Dims, Division, Layout, Plan, Runtime, Setup, Tensors};
 use annulus_comm::{
     barrier,
     mpi::{Mpi, Settings},
@@ -37,13 +37,16 @@ pub(crate) fn all(harness: &mut Harness, settings: &Settings) -> Verdict {
 }
 
 /// Two attentions with different masks, layouts and messages.
-fn attentions() -> [Attention; 2] {
-    let base = Attention::new().deadline(DEADLINE);
-    [base.clone().causal(true).layout(Layout::Zigzag), base.layout(Layout::Contiguous)]
+fn attentions() -> [Setup; 2] {
+    let of = |attention: Attention, layout| {
+        let runtime = Runtime::new().deadline(DEADLINE);
+        Setup::from((attention, Division::new().layout(layout), runtime))
+    };
+    [of(Attention::new().causal(true), Layout::Zigzag), of(Attention::new(), Layout::Contiguous)]
 }
 
-fn plan(attention: &Attention, transport: Mpi) -> Result<Plan> {
-    Plan::new(attention, DIMS, Cpu::new(1)?, transport)
+fn plan(setup: &Setup, transport: Mpi) -> Result<Plan> {
+    Plan::new(setup, DIMS, transport)
 }
 
 /// Plans of both attentions over one endpoint, and the endpoint.
@@ -80,7 +83,7 @@ fn passes(plan: &mut Plan) -> Result<Bits> {
 /// Bits of both attentions over endpoints of their own.
 fn separate(settings: &Settings) -> Result<[Bits; 2]> {
     let [first, second] = attentions();
-    let bits = |attention: &Attention| passes(&mut plan(attention, Mpi::world(settings.clone())?)?);
+    let bits = |setup: &Setup| passes(&mut plan(setup, Mpi::world(settings.clone())?)?);
     Ok([bits(&first)?, bits(&second)?])
 }
 

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use annulus::{Attention, Cpu, Dims, Layout, Plan, Tensors};
+use annulus::{Attention, Dims, Division, Layout, Plan, Runtime, Setup, Tensors};
 use annulus_comm::mpi::{Mpi, Settings};
 use annulus_core::{Error, Result, index};
 use annulus_mpi::rsmpi::{
@@ -51,9 +51,12 @@ fn split(settings: &Settings, world: &impl Communicator) -> Verdict {
 
 /// Runs forward with all values 0.5: whatever the weights, every output is 0.5.
 fn pass(transport: Mpi) -> Result<()> {
-    let attention = Attention::new().causal(true).deadline(Duration::from_secs(20));
-    let mut plan =
-        Plan::new(&attention.clone().layout(Layout::Zigzag), DIMS, Cpu::new(1)?, transport)?;
+    let attention = Setup::from((
+        Attention::new().causal(true),
+        Division::new().layout(Layout::Zigzag),
+        Runtime::new().deadline(Duration::from_secs(20)),
+    ));
+    let mut plan = Plan::new(&attention, DIMS, transport)?;
     let tensor = |heads| Array4::<f32>::from_elem((1, index(plan.q_rows().len()), heads, 4), 0.5);
     let q = tensor(2);
     let kv = tensor(1);

@@ -1,7 +1,7 @@
 //! Strategies over processes, on a backend that is chosen by name: the oracle's numbers, the bits
 //! of a ring of threads on the same backend, and the predicted bytes.
 
-use annulus::{AnyBackend, BackendName};
+use annulus::{AnyBackend, BackendName, LocalRing, Plan, Setup};
 use annulus_comm::mpi::{Mpi, Settings};
 use annulus_conformance::{Case, FacadeOn, PlanSubject, Setting, suite};
 use annulus_core::{DType, HeadGrid, Strategy};
@@ -25,12 +25,14 @@ pub(crate) fn all(
         _ => &[DType::F32, DType::F64, DType::Bf16, DType::F16],
     };
     let name = backend.name();
-    let over_mpi = PlanSubject::new(format!("{name} over mpi"), dtypes, |attention, dims| {
-        backend.plan_over_mpi(attention, dims, Mpi::world(settings.clone())?)
+    let on_backend =
+        |setup: &Setup| setup.clone().map_runtime(|runtime| runtime.backend(backend.clone()));
+    let over_mpi = PlanSubject::new(format!("{name} over mpi"), dtypes, |setup: &Setup, dims| {
+        Plan::new(on_backend(setup), dims, Mpi::world(settings.clone())?)
     });
     let threads =
-        FacadeOn::new(format!("{name} over threads"), dtypes, |attention, dims, ranks| {
-            backend.local_ring(attention, dims, ranks)
+        FacadeOn::new(format!("{name} over threads"), dtypes, |setup: &Setup, dims, ranks| {
+            LocalRing::new(on_backend(setup), dims, ranks)
         });
     for seed in 0..seeds {
         let dtype = dtypes[annulus_core::index(seed) % dtypes.len()];

@@ -1,7 +1,7 @@
 //! Gradients that are summed over ranks by slices: the bits of a ring of threads, and the bytes of
 //! the plan.
 
-use annulus::{Attention, Cpu, Dims, Layout, PassKind, Plan, Report, Tensors};
+use annulus::{Attention, Dims, Division, Layout, PassKind, Plan, Report, Setup, Tensors};
 use annulus_comm::mpi::{Mpi, Settings};
 use annulus_core::{Result, Runs, index};
 use ndarray::Array4;
@@ -38,15 +38,18 @@ fn run(plan: &mut Plan, q_rows: &Runs, kv_rows: &Runs) -> Result<(Array4<f32>, R
 pub(crate) fn all(harness: &mut Harness, settings: &Settings) -> Verdict {
     let ranks = harness.ranks();
     let dims = Dims::new(1, 2 * ranks, HEADS, DIM).kv_len(KEYS);
-    let attention = Attention::new().bias([1, HEADS, 1, KEYS]).layout(Layout::Contiguous);
+    let attention = Setup::from((
+        Attention::new().bias([1, HEADS, 1, KEYS]),
+        Division::new().layout(Layout::Contiguous),
+    ));
     let compared = || -> Result<Verdict> {
-        let mut plan = Plan::new(&attention, dims, Cpu::new(1)?, Mpi::world(settings.clone())?)?;
+        let mut plan = Plan::new(&attention, dims, Mpi::world(settings.clone())?)?;
         let (q_rows, kv_rows) = (plan.q_rows().clone(), plan.kv_rows().clone());
         let (dbias, report, predicted) = run(&mut plan, &q_rows, &kv_rows)?;
         let of_threads = annulus_comm::threads::each_rank(
             annulus_comm::threads::ring(ranks),
             |_, transport| {
-                let mut plan = Plan::new(&attention, dims, Cpu::new(1)?, transport)?;
+                let mut plan = Plan::new(&attention, dims, transport)?;
                 let (q_rows, kv_rows) = (plan.q_rows().clone(), plan.kv_rows().clone());
                 run(&mut plan, &q_rows, &kv_rows)
             },
