@@ -22,9 +22,13 @@ pub mod suite;
 pub mod wgpu;
 
 pub use annulus_mock_device as device;
-pub use annulus_test_cases::{Answer, Case, Draw, Judge, Masks, Truth, epsilon, golden, plain};
+pub use annulus_test_cases::{
+    Answer, Case, Draw, Judge, Masks, Truth, epsilon,
+    facade::{answer, narrow},
+    golden, plain,
+};
 pub use memory::{HostMemory, HostTensor, HostViewMemory, TensorMemory};
 pub use placed::{Crossings, Placed};
 pub use plan_subject::PlanSubject;
 pub use ring_subject::{RankSetup, RingSubject};
-pub use subject::{Facade, FacadeOn, Setting, Subject, answer, narrow, widen};
+pub use subject::{Facade, FacadeOn, Setting, Subject};

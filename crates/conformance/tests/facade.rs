@@ -26,13 +26,15 @@ fn a_sample_of_golden_cases_holds_under_every_strategy() {
     let Some(folder) = golden::folder().unwrap() else { return };
     for (number, golden) in golden::read(&folder).unwrap().into_iter().enumerate() {
         let case = golden.case.in_dtype(DType::F32);
+        let expected = golden.expected(DType::F32).unwrap();
         let ranks = [2, 4, 8][number % 3];
         for setting in suite::strategy_settings(&case, ranks, number) {
             let answers = Facade
                 .run(&case, &setting, 2)
                 .unwrap_or_else(|error| panic!("{} on {setting}: {error}", case.name));
             for answer in &answers {
-                golden::check(answer, &golden.expected, &golden.tolerance_f32)
+                expected
+                    .check(answer)
                     .unwrap_or_else(|wrong| panic!("{} on {setting}: {wrong}", case.name));
             }
         }
@@ -54,13 +56,13 @@ fn every_golden_case_holds_through_the_facade() {
     for golden in golden::read(&folder).unwrap() {
         for dtype in [DType::F32, DType::F64] {
             let case = golden.case.in_dtype(dtype);
-            let tolerance =
-                if dtype == DType::F32 { &golden.tolerance_f32 } else { &golden.tolerance_f64 };
+            let expected = golden.expected(dtype).unwrap();
             for setting in &settings {
                 let answers = Facade
                     .run(&case, setting, 1)
                     .unwrap_or_else(|error| panic!("{} on {setting}: {error}", case.name));
-                golden::check(&answers[0], &golden.expected, tolerance)
+                expected
+                    .check(&answers[0])
                     .unwrap_or_else(|wrong| panic!("{} on {setting}: {wrong}", case.name));
             }
         }

@@ -61,7 +61,7 @@ impl Answer {
         ];
         all.extend(self.ties.iter().map(|ties| ("ties", ties.view().into_dyn())));
         all.extend(self.dbias.iter().map(|dbias| ("dbias", dbias.view().into_dyn())));
-        all.extend(self.dsinks.iter().map(|dsinks| ("dsinks", dsinks.view().into_dyn())));
+        all.extend(self.dsinks.iter().map(|dsinks| ("dsoftmax_aux", dsinks.view().into_dyn())));
         all
     }
 

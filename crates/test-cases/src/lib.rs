@@ -2,12 +2,13 @@
 //!
 //! A [`Case`] is one attention with all its tensors in f64. A [`Judge`] holds the
 //! [oracle](annulus_core::oracle)'s answer to a case and the error that an answer in a given
-//! element type may have. What computes the cases is in the crate `annulus-conformance`. The two
-//! are separate crates because this one is compiled with optimisation, once, and the other without
-//! it, once more for each MPI.
+//! element type may have. The suite that runs cases on backends and transports is in the crate
+//! `annulus-conformance`, which is compiled without optimisation. `annulus check` uses this crate
+//! too.
 //!
 //! | noun | file |
 //! |---|---|
+//! | a case computed by the facade: [`facade`] | `facade.rs` |
 //! | [`Case`], [`Truth`], [`Masks`] | `case.rs`, `masks.rs` |
 //! | sources of cases: random ([`Case::random`]), computed elsewhere ([`golden`]) | `random.rs`, `golden.rs`, `draw.rs` |
 //! | [`Answer`], [`Judge`], and the plain computation that bounds the error: [`plain()`] | `answer.rs`, `judge.rs`, `plain.rs` |
@@ -15,6 +16,7 @@
 mod answer;
 mod case;
 mod draw;
+pub mod facade;
 pub mod golden;
 mod judge;
 mod masks;
@@ -24,6 +26,7 @@ mod random;
 pub use answer::Answer;
 pub use case::{Case, Truth};
 pub use draw::Draw;
+pub use facade::RankAnswer;
 pub use judge::{Judge, epsilon};
 pub use masks::Masks;
 pub use plain::plain;
