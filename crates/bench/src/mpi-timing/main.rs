@@ -22,7 +22,6 @@ mod parts;
 mod ring;
 mod tax;
 mod ticks;
-#[path = "../wrapped_tiles.rs"]
 mod wrapped_tiles;
 
 use std::process::ExitCode;

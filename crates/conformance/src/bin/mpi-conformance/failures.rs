@@ -1,7 +1,9 @@
-//! Failures of ranks, not of messages: slow, panicking, killed and stopped ranks.
+//! Failures of ranks, not of messages: slow, panicking, killed and stopped ranks. And ranks that are
+//! away and have not failed: busy between two calls, suspended within one, or stopped by a debugger.
 
 use std::{
     sync::{Arc, Mutex, PoisonError},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -20,7 +22,7 @@ use crate::{
 
 const DIMS: Dims =
     Dims { batch: 1, q_len: 24, kv_len: 24, q_heads: 2, kv_heads: 1, head_dim: 4, value_dim: 4 };
-/// Deadline of the plans that lose a rank.
+/// Deadline of the plans that lose or wait for a rank.
 const DEADLINE: Duration = Duration::from_secs(1);
 /// Deadline of the ring with a slow rank, which is silent for half of it.
 const SLOW_DEADLINE: Duration = Duration::from_secs(3);
@@ -85,7 +87,8 @@ pub(crate) fn lost(
     moment: &str,
 ) -> Verdict {
     // with full attention every rank posts the same number of sends and receives
-    let counts = plan(settings, None, Duration::from_secs(30))
+    let attention = |deadline| Attention::new().deadline(deadline);
+    let counts = plan(settings, None, &attention(Duration::from_secs(30)))
         .and_then(|mut plan| passes(&mut plan))
         .map_err(|error| error.to_string());
     harness.share(counts.as_ref().map(drop).map_err(Clone::clone))?;
@@ -107,7 +110,7 @@ pub(crate) fn lost(
     };
     let is_late = pass == "entry" && harness.rank() == harness.ranks() - 1;
     let end = (harness.rank() == 1).then_some(end);
-    let mut plan = plan(settings, end, DEADLINE).map_err(|error| error.to_string())?;
+    let mut plan = plan(settings, end, &attention(DEADLINE)).map_err(|error| error.to_string())?;
     if is_late {
         std::thread::sleep(DEADLINE * 2);
     }
@@ -132,14 +135,10 @@ pub(crate) fn lost(
     std::process::exit(i32::from(!right))
 }
 
-fn plan(settings: &Settings, end: Option<(Moment, End)>, deadline: Duration) -> Result<Plan> {
+fn plan(settings: &Settings, end: Option<(Moment, End)>, attention: &Attention) -> Result<Plan> {
     let transport = Mortal::new(Mpi::world(settings.clone())?, end);
-    Plan::new(
-        &Attention::new().deadline(deadline).layout(Layout::Contiguous),
-        DIMS,
-        Cpu::new(1)?,
-        transport,
-    )
+    let attention = attention.clone().layout(Layout::Contiguous);
+    Plan::new(&attention, DIMS, Cpu::new(1)?, transport)
 }
 
 /// Runs forward and backward of full attention; returns the number of sends and receives posted
@@ -153,4 +152,100 @@ fn passes(plan: &mut Plan) -> Result<[u64; 2]> {
     let after_forward = mortal::transfers();
     plan.backward(&tensors, &forward, q.view(), None)?;
     Ok([after_forward, mortal::transfers()])
+}
+
+/// out, lse, dq, dk and dv of a rank, as bits.
+type Bits = Vec<u32>;
+
+/// Runs forward and backward.
+fn bits(plan: &mut Plan) -> Result<Bits> {
+    let rows: Vec<i64> = plan.q_rows().iter().collect();
+    let tensor = |heads| {
+        Array4::from_shape_fn((1, rows.len(), heads, 4), |(_, row, head, dim)| {
+            ((rows[row] * 7 + (head * 3 + dim) as i64) % 11) as f32 * 0.1
+        })
+    };
+    let q = tensor(2);
+    let kv = tensor(1);
+    let tensors = Tensors::new(q.view(), kv.view(), kv.view());
+    let forward = plan.forward(&tensors)?;
+    let backward = plan.backward(&tensors, &forward, q.view(), None)?;
+    let all = forward.out.iter().chain(&forward.lse);
+    let all = all.chain(&backward.dq).chain(&backward.dk).chain(&backward.dv);
+    Ok(all.map(|number| number.to_bits()).collect())
+}
+
+/// The last rank, then the first one, makes a call two deadlines after the others: nothing fails.
+/// With an arrival deadline the others make their call again.
+pub(crate) fn away(harness: &mut Harness, settings: &Settings) -> Verdict {
+    let last = harness.ranks() - 1;
+    for arrival_deadline in [None, Some(DEADLINE)] {
+        let attention = Attention::new().deadline(DEADLINE).arrival_deadline(arrival_deadline);
+        let late = |plan: &mut Plan, late: usize| {
+            if harness.rank() == late {
+                thread::sleep(DEADLINE * 2);
+            }
+            // a plan is refused until the late rank has come, but no longer
+            let mut timeouts = 0;
+            loop {
+                match bits(plan) {
+                    Err(Error::ArrivalTimeout { .. }) if timeouts < 10 => timeouts += 1,
+                    result => return result.map(|bits| (bits, timeouts)),
+                }
+            }
+        };
+        let work = || -> Result<Verdict> {
+            let mut plan = plan(settings, None, &attention)?;
+            let first = bits(&mut plan)?;
+            for rank in [last, 0] {
+                let (bits, timeouts) = late(&mut plan, rank)?;
+                let waits = arrival_deadline.is_some() && harness.rank() != rank;
+                let expected = if waits { 1..=2 } else { 0..=0 };
+                if bits != first || !expected.contains(&timeouts) {
+                    let equal = bits == first;
+                    return Ok(Err(format!("equal bits: {equal}, {timeouts} timeouts")));
+                }
+            }
+            Ok(Ok(()))
+        };
+        let verdict = work().unwrap_or_else(|error| Err(error.to_string()));
+        harness.share(verdict.map_err(|wrong| format!("{arrival_deadline:?}: {wrong}")))?;
+    }
+    Ok(())
+}
+
+/// All ranks are stopped within a pass for longer than the deadline, as a scheduler or a paused
+/// machine does it: the same bits.
+pub(crate) fn suspended(harness: &mut Harness, settings: &Settings) -> Verdict {
+    let work = || -> Result<Verdict> {
+        let attention = Attention::new().deadline(DEADLINE);
+        let first = bits(&mut plan(settings, None, &attention)?)?;
+        let end = (Moment::Transfer(2), End::Suspended(DEADLINE * 5 / 2));
+        let bits = bits(&mut plan(settings, Some(end), &attention)?)?;
+        Ok(ensure(bits == first, || "other bits after a suspension".to_owned()))
+    };
+    harness.share(work().unwrap_or_else(|error| Err(error.to_string())))
+}
+
+/// One rank is stopped within a pass for longer than the deadline, as by a debugger, and
+/// `ANNULUS_DEADLINE` is 0: the others wait, and get the same bits.
+pub(crate) fn debugged(harness: &mut Harness, settings: &Settings) -> Verdict {
+    let variable = std::env::var(annulus::environment::DEADLINE);
+    ensure(variable.as_deref() == Ok("0"), || {
+        format!("{}: got {variable:?}, want 0", annulus::environment::DEADLINE)
+    })?;
+    let stopped = harness.rank() == harness.ranks() - 1;
+    let work = || -> Result<Verdict> {
+        let attention = Attention::new().deadline(DEADLINE);
+        let first = bits(&mut plan(settings, None, &attention)?)?;
+        let end = (Moment::Transfer(2), End::Suspended(DEADLINE * 5 / 2));
+        let started = Instant::now();
+        let bits = bits(&mut plan(settings, stopped.then_some(end), &attention)?)?;
+        let waited = started.elapsed();
+        let is_same = bits == first;
+        Ok(ensure(is_same && waited > DEADLINE * 2, || {
+            format!("the same bits: {is_same}, after {waited:?}")
+        }))
+    };
+    harness.share(work().unwrap_or_else(|error| Err(error.to_string())))
 }
