@@ -1,10 +1,11 @@
-//! Subjects of the suite: anything that can compute a case over a ring.
+//! Subjects of the suite: anything that can compute a case over a ring; the facade, whole and one
+//! rank of it.
 
-use annulus::{Attention, LocalRing};
+use annulus::{Attention, LocalRing, Plan};
 use annulus_core::{DType, Dims, Error, LEAF_ROWS, Layout, Result, Route, Strategy};
-use annulus_test_cases::facade::{attention, compute};
+use annulus_test_cases::facade::{attention, compute, compute_rank};
 
-use crate::{Answer, Case};
+use crate::{Answer, Case, ring_subject::assemble};
 
 /// The ranks, layout and route on which a case is computed.
 #[derive(Debug, Clone)]
@@ -134,4 +135,36 @@ fn run_facade(
     let attention = options(case, setting).layout(setting.layout.clone());
     let mut ring = plan(&attention, case.spec.dims, setting.ranks)?;
     compute(case, &mut ring, times, setting.out_residual)
+}
+
+/// This process's rank of the plan that `plan(attention, dims)` returns. Rows of other ranks are 0
+/// in an answer.
+pub struct PlanSubject<F> {
+    name: String,
+    dtypes: Vec<DType>,
+    plan: F,
+}
+
+impl<F: Fn(&Attention, Dims) -> Result<Plan>> PlanSubject<F> {
+    /// Creates a subject of this name for these element types.
+    pub fn new(name: impl Into<String>, dtypes: &[DType], plan: F) -> Self {
+        Self { name: name.into(), dtypes: dtypes.to_vec(), plan }
+    }
+}
+
+impl<F: Fn(&Attention, Dims) -> Result<Plan>> Subject for PlanSubject<F> {
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+
+    fn dtypes(&self) -> &[DType] {
+        &self.dtypes
+    }
+
+    fn run(&self, case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>> {
+        let attention = options(case, setting).layout(setting.layout.clone());
+        let mut plan = (self.plan)(&attention, case.spec.dims)?;
+        let answers = compute_rank(case, &mut plan, times)?;
+        Ok(answers.iter().map(|answer| assemble(case, std::iter::once(answer))).collect())
+    }
 }

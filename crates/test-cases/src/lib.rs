@@ -9,24 +9,21 @@
 //! | noun | file |
 //! |---|---|
 //! | a case computed by the facade: [`facade`] | `facade.rs` |
-//! | [`Case`], [`Truth`], [`Masks`] | `case.rs`, `masks.rs` |
-//! | sources of cases: random ([`Case::random`]), computed elsewhere ([`golden`]) | `random.rs`, `golden.rs`, `draw.rs` |
-//! | [`Answer`], [`Judge`], and the plain computation that bounds the error: [`plain()`] | `answer.rs`, `judge.rs`, `plain.rs` |
+//! | [`Case`], [`Masks`]; the oracle's results: [`Truth`]; those of a subject: [`Answer`] | `case.rs` |
+//! | sources of cases: random ([`Case::random`]), computed elsewhere ([`golden`]) | `random.rs`, `golden.rs`, `expected.rs` |
+//! | [`Judge`], and the plain computation that bounds the error: [`plain()`] | `judge.rs`, `plain.rs` |
 
-mod answer;
 mod case;
-mod draw;
+mod expected;
 pub mod facade;
 pub mod golden;
 mod judge;
-mod masks;
 mod plain;
 mod random;
 
-pub use answer::Answer;
-pub use case::{Case, Truth};
-pub use draw::Draw;
+pub use case::{Answer, Case, Masks, Truth};
+pub use expected::{Expected, WrongArray};
 pub use facade::RankAnswer;
 pub use judge::{Judge, epsilon};
-pub use masks::Masks;
 pub use plain::plain;
+pub use random::Draw;

@@ -4,10 +4,7 @@ use std::time::Duration;
 
 use annulus::{Attention, LocalRing};
 use annulus_core::{DType, Error, HeadGrid, Result, Strategy};
-use annulus_test_cases::{
-    Answer, Case, facade,
-    golden::{Expected, Index, WrongArray},
-};
+use annulus_test_cases::{Answer, Case, Expected, WrongArray, facade, golden::Index};
 use ndarray::Dimension;
 
 use crate::{

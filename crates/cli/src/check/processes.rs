@@ -9,10 +9,7 @@ use std::collections::{BTreeMap, btree_map::Entry};
 
 use annulus::comm::mpi::{FirstRanks, Settings};
 use annulus_core::{Error, Result};
-use annulus_test_cases::{
-    facade,
-    golden::{Index, WrongArray},
-};
+use annulus_test_cases::{WrongArray, facade, golden::Index};
 use serde::{Deserialize, Serialize};
 
 use super::{

@@ -9,11 +9,12 @@ mod numeric;
 mod out_residual;
 mod pairwise;
 mod reproducible;
-mod strategies;
 
 pub use determinism::{same_bits_over_repeats, same_bits_received_ahead, same_bits_under_delay};
 pub use kv_cache::{kv_cache, kv_cache_copies, kv_cache_segments};
-pub use matrix::{Scale, matrix, random_cases, routes, sizes};
+pub use matrix::{
+    Scale, head_strategies, matrix, random_cases, routes, sizes, strategies, strategy_settings,
+};
 pub use metamorphic::metamorphic;
 pub use nonfinite::{Poison, infinite_scores, infinite_scores_on, nonfinite, nonfinite_on};
 pub use numeric::{numeric_rules, numeric_rules_on};
@@ -22,7 +23,6 @@ pub use pairwise::{Configuration, pairwise, pairwise_cases};
 pub use reproducible::{
     reproducible_accuracy, reproducible_bits, reproducible_gradients, reproducible_ranks,
 };
-pub use strategies::{head_strategies, strategies, strategy_settings};
 
 use annulus_core::Layout;
 

@@ -1,5 +1,4 @@
 //! The KV cache in the reproducible order: its bits are those of one attention over all rows.
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
@@ -8,12 +7,15 @@ use annulus::{
     Tensors,
     comm::threads::{each_rank, ring},
 };
+use annulus_conformance::{
+    Altered,
+    suite::kv_cache::{Sequence, numbers},
+};
 use annulus_core::{
-    Backend, Fingerprint, Host, KeyIntervals, LEAF_ROWS, LeafMerges, Mask, Passes, RankLeaves,
-    RankShard, mask,
+    Fingerprint, KeyIntervals, LEAF_ROWS, LeafMerges, Mask, RankLeaves, RankShard, mask,
 };
 use half::bf16;
-use ndarray::{Array2, Array4, s};
+use ndarray::{Array4, s};
 use proptest::prelude::*;
 
 /// Rows of the sequence: 6 leaves, of which the last one is short.
@@ -31,24 +33,6 @@ const DIMS: Dims = Dims {
 
 const SHAPE: CacheShape = CacheShape::new(2, 4, 8).kv_heads(2).value_dim(6);
 
-/// Numbers that look random and are the same everywhere.
-fn numbers<T: Element>(seed: u64, shape: [usize; 4]) -> Array4<T> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    Array4::from_shape_simple_fn(shape, || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        T::from_f64((state >> 11) as f64 / (1u64 << 51) as f64 - 2.0)
-    })
-}
-
-struct Sequence<T: Element> {
-    q: Array4<T>,
-    k: Array4<T>,
-    v: Array4<T>,
-    sinks: Option<Array2<T::Accumulator>>,
-}
-
 /// Bits of out `[b, queries, q_heads, dv]` and lse `[b, q_heads, queries]`.
 type Bits = (Vec<u64>, Vec<u64>);
 
@@ -56,70 +40,64 @@ fn bits<'a, T: Element>(numbers: impl Iterator<Item = &'a T>) -> Vec<u64> {
     numbers.map(|x| x.to_f64().to_bits()).collect()
 }
 
-impl<T: Element> Sequence<T> {
-    fn new(attention: &Attention) -> Self {
-        let Dims { batch, q_heads, kv_heads, head_dim, value_dim, .. } = DIMS;
-        let sinks = attention.spec(DIMS).unwrap().sinks.map(|sinks| {
-            let heads = if sinks.per_head { q_heads } else { 1 };
-            numbers::<T::Accumulator>(4, [heads, sinks.count, 1, 1]).slice_move(s![.., .., 0, 0])
-        });
-        Self {
-            q: numbers(1, [batch, ROWS, q_heads, head_dim]),
-            k: numbers(2, [batch, ROWS, kv_heads, head_dim]),
-            v: numbers(3, [batch, ROWS, kv_heads, value_dim]),
-            sinks,
-        }
-    }
+/// Returns the tensors of the whole sequence.
+fn sequence<T: Element>(attention: &Attention) -> Sequence<T> {
+    Sequence::new(DIMS, attention.spec(DIMS).unwrap().sinks)
+}
 
-    /// Appends rows, which every rank has or each rank its own, and attends with the queries of the
-    /// last `queries` of them.
-    fn step(
-        &self,
-        cache: &mut Cache,
-        rows: Range<usize>,
-        queries: usize,
-        sharded: bool,
-    ) -> Result<Bits> {
-        let own: Vec<usize> = if sharded {
-            let own = cache.own_rows(rows.len())?;
-            own.iter().map(|row| rows.start + row as usize).collect()
-        } else {
-            rows.clone().collect()
-        };
-        let of_rows = |x: &Array4<T>| x.select(ndarray::Axis(1), &own);
-        let (k, v) = (of_rows(&self.k), of_rows(&self.v));
-        if sharded {
-            cache.append_own(rows.len(), k.view(), v.view())?;
-        } else {
-            cache.append(k.view(), v.view())?;
-        }
-        let q = self.q.slice(s![.., rows.end - queries..rows.end, .., ..]);
-        let predicted = cache.bytes_predicted(queries);
-        assert_eq!(predicted, cache.bytes_predicted_at(cache.len(), queries));
-        let forward = cache.attend(q, self.sinks.as_ref().map(|sinks| sinks.view()))?;
-        let report = forward.reports[0];
-        assert_eq!((report.bytes_sent, report.bytes_predicted), (predicted, predicted));
-        Ok((bits(forward.out.iter()), bits(forward.lse.iter())))
+/// Appends rows, which every rank has or each rank its own, and attends with the queries of the
+/// last `queries` of them.
+fn step<T: Element>(
+    all: &Sequence<T>,
+    cache: &mut Cache,
+    rows: Range<usize>,
+    queries: usize,
+    sharded: bool,
+) -> Result<Bits> {
+    let own: Vec<usize> = if sharded {
+        let own = cache.own_rows(rows.len())?;
+        own.iter().map(|row| rows.start + row as usize).collect()
+    } else {
+        rows.clone().collect()
+    };
+    let of_rows = |x: &Array4<T>| x.select(ndarray::Axis(1), &own);
+    let (k, v) = (of_rows(&all.k), of_rows(&all.v));
+    if sharded {
+        cache.append_own(rows.len(), k.view(), v.view())?;
+    } else {
+        cache.append(k.view(), v.view())?;
     }
+    let q = all.q.slice(s![.., rows.end - queries..rows.end, .., ..]);
+    let predicted = cache.bytes_predicted(queries);
+    assert_eq!(predicted, cache.bytes_predicted_at(cache.len(), queries));
+    let forward = cache.attend(q, all.sinks.as_ref().map(|sinks| sinks.view()))?;
+    let report = forward.reports[0];
+    assert_eq!((report.bytes_sent, report.bytes_predicted), (predicted, predicted));
+    Ok((bits(forward.out.iter()), bits(forward.lse.iter())))
+}
 
-    /// Returns the bits of one reproducible attention over the first `end` rows, of their last
-    /// `queries` queries.
-    fn one_shot(&self, attention: &Attention, end: usize, queries: usize) -> Bits {
-        let dims = Dims { q_len: end, kv_len: end, ..DIMS };
-        let attention = attention.clone().dtype(T::DTYPE).threads(1);
-        let mut whole = attention.local_ring(dims, 1).unwrap();
-        let rows = s![.., ..end, .., ..];
-        let tensors = Tensors::new(self.q.slice(rows), self.k.slice(rows), self.v.slice(rows));
-        let tensors = match &self.sinks {
-            Some(sinks) => tensors.with_softmax_aux(sinks.view()),
-            None => tensors,
-        };
-        let forward = whole.forward(&tensors).unwrap();
-        (
-            bits(forward.out.slice(s![.., end - queries.., .., ..]).iter()),
-            bits(forward.lse.slice(s![.., .., end - queries..]).iter()),
-        )
-    }
+/// Returns the bits of one reproducible attention over the first `end` rows, of their last
+/// `queries` queries.
+fn one_shot<T: Element>(
+    all: &Sequence<T>,
+    attention: &Attention,
+    end: usize,
+    queries: usize,
+) -> Bits {
+    let dims = Dims { q_len: end, kv_len: end, ..DIMS };
+    let attention = attention.clone().dtype(T::DTYPE).threads(1);
+    let mut whole = attention.local_ring(dims, 1).unwrap();
+    let rows = s![.., ..end, .., ..];
+    let tensors = Tensors::new(all.q.slice(rows), all.k.slice(rows), all.v.slice(rows));
+    let tensors = match &all.sinks {
+        Some(sinks) => tensors.with_softmax_aux(sinks.view()),
+        None => tensors,
+    };
+    let forward = whole.forward(&tensors).unwrap();
+    (
+        bits(forward.out.slice(s![.., end - queries.., .., ..]).iter()),
+        bits(forward.lse.slice(s![.., .., end - queries..]).iter()),
+    )
 }
 
 /// Rows that are appended, and how many of them attend.
@@ -159,7 +137,7 @@ fn compare<T: Element>(
     steps: &[Append],
 ) {
     let attention = attention.clone().dtype(T::DTYPE);
-    let all = Sequence::<T>::new(&attention);
+    let all = sequence::<T>(&attention);
     let mut want: BTreeMap<usize, Bits> = BTreeMap::new();
     for &ranks in ranks {
         for &page_rows in page_rows {
@@ -170,7 +148,7 @@ fn compare<T: Element>(
                 let step = |step: &Append| {
                     let rows = end..end + step.rows;
                     end = rows.end;
-                    all.step(&mut cache, rows, step.queries, step.sharded)
+                    self::step(&all, &mut cache, rows, step.queries, step.sharded)
                 };
                 steps.iter().map(step).collect::<Result<Vec<Bits>>>()
             })
@@ -178,7 +156,7 @@ fn compare<T: Element>(
             let mut end = 0;
             for (number, step) in steps.iter().enumerate() {
                 end += step.rows;
-                let one_shot = || all.one_shot(&attention, end, step.queries);
+                let one_shot = || one_shot(&all, &attention, end, step.queries);
                 let want = want.entry(end).or_insert_with(one_shot);
                 for (rank, of_rank) in of_ranks.iter().enumerate() {
                     let place = format!("{name}, step {number}, rank {rank} of {ranks}");
@@ -225,15 +203,15 @@ fn not_finite_and_invisible_rows_have_the_bits_of_one_attention() {
         ("infinite key", f64::INFINITY, 1023),
         ("-inf key", f64::NEG_INFINITY, 520),
     ] {
-        let mut all = Sequence::<f32>::new(&attention);
+        let mut all = sequence::<f32>(&attention);
         all.k.slice_mut(s![0, row, 0, ..]).fill(number as f32);
         all.v.slice_mut(s![1, row, 1, 2]).fill(f32::NAN);
         for queries in [1, 200] {
             let end = row + queries;
-            let want = all.one_shot(&attention, end, queries);
+            let want = one_shot(&all, &attention, end, queries);
             let work = |_, transport| {
                 let mut cache = Cache::new(&attention, SHAPE, Cpu::new(1)?, transport)?;
-                all.step(&mut cache, 0..end, queries, false)
+                step(&all, &mut cache, 0..end, queries, false)
             };
             for of_rank in each_rank(ring(3), work).unwrap() {
                 assert!(of_rank == want, "{name}, {queries} queries");
@@ -267,12 +245,6 @@ proptest! {
     }
 }
 
-/// The CPU backend, whose tree over pages is wrong.
-struct Planted {
-    inner: Cpu,
-    mistake: Mistake,
-}
-
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Mistake {
     None,
@@ -282,42 +254,39 @@ enum Mistake {
     Mirrored,
 }
 
-impl Backend for Planted {
-    type Space = Host;
-    type Workspace = <Cpu as Backend>::Workspace;
-
-    annulus_core::forward_backend! { capabilities allocate write_block }
-
-    fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<Self::Workspace> {
+impl Mistake {
+    /// Returns a shard whose tree over pages is wrong.
+    fn of_shard(self, shard: &RankShard) -> Result<RankShard> {
         let mut shard = shard.clone();
         // the attention over pages has one query of dim 1
         if shard.spec.dims.head_dim == 1
             && let Some(leaves) = &shard.leaves
         {
             let numbers = || leaves.keys.steps().iter().map(|step| step.leaf);
-            let wrong = match self.mistake {
-                Mistake::None => leaves.keys.clone(),
-                Mistake::Shifted => LeafMerges::of_arrivals(numbers().map(|leaf| leaf + 1))?,
-                Mistake::Mirrored => LeafMerges::of_arrivals(numbers().map(|leaf| 7 - leaf))?,
+            let wrong = match self {
+                Self::None => leaves.keys.clone(),
+                Self::Shifted => LeafMerges::of_arrivals(numbers().map(|leaf| leaf + 1))?,
+                Self::Mirrored => LeafMerges::of_arrivals(numbers().map(|leaf| 7 - leaf))?,
             };
             let keys = wrong.with_leaves(numbers());
             let leaves = RankLeaves { keys, ..RankLeaves::clone(leaves) };
             shard.leaves = Some(Arc::new(leaves));
         }
-        self.inner.workspace(&shard, passes)
+        Ok(shard)
     }
 }
 
 #[test]
 fn a_wrong_tree_over_pages_changes_bits() {
     let attention = reproducible();
-    let all = Sequence::<f32>::new(&attention);
-    let want = all.one_shot(&attention, ROWS, 1);
+    let all = sequence::<f32>(&attention);
+    let want = one_shot(&all, &attention, ROWS, 1);
     for mistake in [Mistake::None, Mistake::Shifted, Mistake::Mirrored] {
         let work = |_, transport| {
-            let backend = Planted { inner: Cpu::new(1)?, mistake };
+            let shard = move |shard: &RankShard| mistake.of_shard(shard);
+            let backend = Altered::new(|same| same, shard)?;
             let mut cache = Cache::new(&attention, SHAPE, backend, transport)?;
-            all.step(&mut cache, 0..ROWS, 1, false)
+            step(&all, &mut cache, 0..ROWS, 1, false)
         };
         for of_rank in each_rank(ring(2), work).unwrap() {
             assert_eq!(of_rank == want, mistake == Mistake::None, "{mistake:?}");
@@ -327,7 +296,7 @@ fn a_wrong_tree_over_pages_changes_bits() {
     let default = Attention::new().causal(true);
     let work = |_, transport| {
         let mut cache = Cache::new(&default, SHAPE, Cpu::new(1)?, transport)?;
-        all.step(&mut cache, 0..ROWS, 1, false)
+        step(&all, &mut cache, 0..ROWS, 1, false)
     };
     assert!(each_rank(ring(2), work).unwrap()[0] != want);
 }
@@ -414,12 +383,12 @@ fn pages_without_visible_keys_are_not_sent() {
     let steps = [append(599, 2), append(2, 2), append(300, 5), append(1, 1)];
     compare::<f32>("first page", &sinks, &[1, 2, 3], &[256, 512], &steps);
     let attention = Attention::new().reproducible(true).mask(Arc::new(FirstPage));
-    let all = Sequence::<f32>::new(&attention);
+    let all = sequence::<f32>(&attention);
     let of_ranks = each_rank(ring(3), |_, transport| {
         let mut cache = Cache::new(&attention, SHAPE, Cpu::new(1)?, transport)?;
-        all.step(&mut cache, 0..590, 1, false)?;
+        step(&all, &mut cache, 0..590, 1, false)?;
         let visible = cache.bytes_predicted(1);
-        all.step(&mut cache, 590..1300, 1, false)?;
+        step(&all, &mut cache, 590..1300, 1, false)?;
         Ok((visible, cache.bytes_predicted(1), cache.bytes_predicted(1301)))
     });
     // 8 score rows on 3 ranks: 2, 3 and 3. A page has 8 numbers of each, a result 7, for two ranks

@@ -1,16 +1,19 @@
 //! The mock device over its own transport and over a staged one: no code between the backend and
 //! transport traits assumes host memory, or that work is done when a call returns. A fifth of the
-//! matrix, 300 random cases, and every rule; over the staged transport a smaller sample.
+//! matrix, 300 random cases, and every rule; over the staged transport a smaller sample. And host
+//! tensors for a device backend: [`OnHost`] over the mock device.
 
 use std::time::Duration;
 
+use annulus::LocalRing;
+use annulus_comm::{Checksum, Deadline, Staged, threads};
 use annulus_conformance::{
-    Case, RankSetup, RingSubject, Setting, Subject,
-    device::{Device, DeviceTransport, MockBackend, device_ring},
+    Case, FacadeOn, HostViewMemory, RankSetup, RingSubject, Setting, Subject,
+    device::{Device, DeviceTransport, MockBackend, MockSpace, device_ring},
     subjects::{mock, mock_staged},
     suite::{self, Poison, Scale},
 };
-use annulus_core::{Layout, Result};
+use annulus_core::{DType, HostViews, Layout, OnHost, Result};
 
 #[test]
 fn random_cases_hold_on_the_mock_device() {
@@ -80,4 +83,56 @@ fn a_dropped_plan_frees_its_memory() {
         device.synchronize().unwrap();
         assert_eq!(device.allocations(), 0);
     }
+}
+
+/// Tensors in host memory, blocks on the mock device.
+type Rank = RankSetup<HostViewMemory<MockSpace>, OnHost<MockBackend>>;
+
+fn for_host_tensors() -> impl Subject {
+    RingSubject::new("mock for host tensors", |ranks| -> Result<Vec<Rank>> {
+        let rank = |transport| {
+            let device = Device::new();
+            let staged =
+                Staged::<_, HostViews<MockSpace>>::new(Checksum::new(transport), device.clone());
+            Ok(RankSetup {
+                memory: HostViewMemory::new(),
+                backend: OnHost::new(MockBackend::new(device.clone()), device),
+                transport: Box::new(Deadline::new(staged, Duration::from_secs(60))?),
+            })
+        };
+        threads::ring(ranks).into_iter().map(rank).collect()
+    })
+}
+
+/// The facade for host tensors.
+fn facade() -> impl Subject {
+    let dtypes = [DType::F32, DType::F64, DType::Bf16, DType::F16];
+    FacadeOn::new("facade on the mock device", &dtypes, |attention, dims, ranks| {
+        LocalRing::with_transports(attention, dims, ranks, |_, endpoint| {
+            let device = Device::new();
+            let staged =
+                Staged::<_, HostViews<MockSpace>>::new(Checksum::new(endpoint), device.clone());
+            Ok((OnHost::new(MockBackend::new(device.clone()), device), staged))
+        })
+    })
+}
+
+#[test]
+fn strategies_hold_for_host_tensors() {
+    suite::head_strategies(&facade(), 0..24).unwrap();
+}
+
+#[test]
+fn random_cases_hold_for_host_tensors() {
+    suite::random_cases(&for_host_tensors(), 3000..3100).unwrap();
+}
+
+#[test]
+fn bits_repeat_for_host_tensors() {
+    suite::same_bits_over_repeats(&for_host_tensors(), 10).unwrap();
+}
+
+#[test]
+fn receives_further_ahead_change_no_bit_for_host_tensors() {
+    suite::same_bits_received_ahead(&for_host_tensors()).unwrap();
 }

@@ -4,13 +4,13 @@ use std::{sync::Arc, time::Duration};
 
 use annulus::{Attention, Cpu, Dims, Error, Layout, Plan, Ring, comm::threads};
 use annulus_conformance::{
-    Case, Draw, Facade, HostMemory, Masks, RankSetup, RingSubject, Setting, Subject,
+    Altered, Case, Draw, Facade, HostMemory, Masks, RankSetup, RingSubject, Setting, Subject,
     subjects::{cpu, cpu_delayed, mock},
     suite,
 };
 use annulus_core::{
-    Alibi, Backend, Capabilities, CustomLayout, DType, Dropout, Host, LEAF_ROWS, LeafMerges,
-    Passes, RankLeaves, RankShard, Result, Runs, SinkShape, Spec, Strategy,
+    Alibi, Capabilities, CustomLayout, DType, Dropout, LEAF_ROWS, LeafMerges, RankLeaves,
+    RankShard, Result, Runs, SinkShape, Spec, Strategy,
 };
 use proptest::prelude::*;
 
@@ -39,7 +39,7 @@ proptest! {
     }
 }
 
-/// Mistake of a [`Planted`] backend.
+/// Mistake of a planted backend.
 #[derive(Debug, Clone, Copy)]
 enum Mistake {
     /// None, so that the test fails if the backend itself changes bits.
@@ -50,52 +50,40 @@ enum Mistake {
     LeavesShifted,
 }
 
-/// The CPU backend with a mistake in its merges.
-struct Planted {
-    inner: Cpu,
-    mistake: Mistake,
-    rank: usize,
-}
-
-impl Planted {
-    fn plant(&self, merges: &LeafMerges) -> Result<LeafMerges> {
+impl Mistake {
+    fn plant(self, rank: usize, merges: &LeafMerges) -> Result<LeafMerges> {
         let arrivals = || merges.steps().iter().map(|step| step.leaf);
-        let wrong = match self.mistake {
-            Mistake::ArrivalOrder => LeafMerges::of_arrivals(0..merges.steps().len() as u64)?,
-            Mistake::LeavesShifted if self.rank == 0 => {
+        let wrong = match self {
+            Self::ArrivalOrder => LeafMerges::of_arrivals(0..merges.steps().len() as u64)?,
+            Self::LeavesShifted if rank == 0 => {
                 LeafMerges::of_arrivals(arrivals().map(|leaf| leaf + 1))?
             }
             _ => return Ok(merges.clone()),
         };
         Ok(wrong.with_leaves(arrivals()))
     }
-}
 
-impl Backend for Planted {
-    type Space = Host;
-    type Workspace = <Cpu as Backend>::Workspace;
-
-    annulus_core::forward_backend! { capabilities allocate write_block }
-
-    fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<Self::Workspace> {
+    /// Returns a shard with the mistake in its merges.
+    fn of_shard(self, rank: usize, shard: &RankShard) -> Result<RankShard> {
         let mut shard = shard.clone();
         if let Some(leaves) = &shard.leaves {
             let mut wrong = RankLeaves::clone(leaves);
-            wrong.keys = self.plant(&leaves.keys)?;
-            wrong.queries = self.plant(&leaves.queries)?;
+            wrong.keys = self.plant(rank, &leaves.keys)?;
+            wrong.queries = self.plant(rank, &leaves.queries)?;
             shard.leaves = Some(Arc::new(wrong));
         }
-        self.inner.workspace(&shard, passes)
+        Ok(shard)
     }
 }
 
 #[test]
 #[ignore = "long: scripts/test --whole"]
 fn mistakes_in_the_merges_are_found() {
-    let verdict = |mistake| {
+    let verdict = |mistake: Mistake| {
         let planted = RingSubject::new(format!("{mistake:?}"), move |ranks| {
             let setup = |(rank, transport)| {
-                let backend = Planted { inner: Cpu::new(1)?, mistake, rank };
+                let shard = move |shard: &RankShard| mistake.of_shard(rank, shard);
+                let backend = Altered::new(|same| same, shard)?;
                 Ok(RankSetup { memory: HostMemory, backend, transport: Box::new(transport) })
             };
             threads::ring(ranks).into_iter().enumerate().map(setup).collect()
@@ -151,29 +139,16 @@ fn what_is_not_reproducible_is_refused() {
     }
 }
 
-/// The CPU backend with another fingerprint.
-struct Other {
-    inner: Cpu,
-}
-
-impl Backend for Other {
-    type Space = Host;
-    type Workspace = <Cpu as Backend>::Workspace;
-
-    fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
-        Ok(Capabilities { numerics_id: "other".into(), ..self.inner.capabilities(spec)? })
-    }
-
-    annulus_core::forward_backend! { allocate write_block workspace }
-}
-
 #[test]
 fn ranks_with_other_arithmetic_are_refused() {
     let numerics = |reproducible: bool, other: usize| {
         let attention = attention().reproducible(reproducible);
         threads::each_rank(threads::ring(2), |rank, transport| {
             if rank == other {
-                let plan = Plan::new(&attention, DIMS, Other { inner: Cpu::new(1)? }, transport)?;
+                let other =
+                    |capabilities| Capabilities { numerics_id: "other".into(), ..capabilities };
+                let backend = Altered::new(other, |shard| Ok(shard.clone()))?;
+                let plan = Plan::new(&attention, DIMS, backend, transport)?;
                 Ok(plan.numerics().to_owned())
             } else {
                 let plan = Plan::new(&attention, DIMS, Cpu::new(1)?, transport)?;

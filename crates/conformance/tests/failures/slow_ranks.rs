@@ -1,183 +1,31 @@
-//! A rank that takes longer than the deadline: to finish a pass, as one of very many sinks, or to
-//! wait for a GPU, in the middle of a ring or at its end. It sends heartbeats meanwhile, so the
+//! A rank that takes longer than the deadline to wait for a GPU, in the middle of a pass or at its
+//! end. It sends heartbeats meanwhile, so the
 //! ranks that wait for it go on. A GPU that hangs is an error of its own rank, and ends the call on
 //! all.
 
 use std::{
-    ops::ControlFlow,
     thread,
     time::{Duration, Instant},
 };
 
 use annulus::{
-    Attention, Cpu, Dims, Error, Layout, Plan, Result, Tensors,
+    Attention, Dims, Error, Layout, Plan, Result, Tensors,
     comm::{Deadline, Staged, threads},
 };
 use annulus_conformance::{
     Case, Draw, Masks, RankSetup, RingSubject, Setting, Subject,
     device::{Device, MockBackend, MockSpace, device_ring},
 };
-use annulus_core::{
-    Backend, BackwardInputs, BackwardMode, BackwardPass, Block, DType, ForwardPass, Gradients,
-    Host, HostBuffer, HostTensors, HostViews, Inputs, OnHost, Outputs, Passes, RangePairs,
-    RankShard, Reduction, RowSet, Spec, Tick, Transport, Workspace,
-};
+use annulus_core::{Backend, BackwardMode, DType, HostTensors, HostViews, OnHost, Spec, Transport};
 use ndarray::Array4;
 
 const RANKS: usize = 3;
 const DEADLINE: Duration = Duration::from_secs(1);
-/// Time that rank 1 takes to finish, or to wait for its device.
+/// Time that rank 1 waits for its device.
 const SLOW: Duration = Duration::from_millis(1_700);
 /// Time of each tile kernel of rank 1, of which a pass has several.
 const SLOW_KERNEL: Duration = Duration::from_millis(1_250);
 const DIMS: Dims = Dims::new(1, 24, 2, 4);
-
-/// The CPU backend, with passes that take `delay` to finish.
-struct SlowFinish {
-    inner: Cpu,
-    delay: Duration,
-}
-
-struct SlowWorkspace {
-    inner: annulus_cpu::Workspace,
-    delay: Duration,
-}
-
-struct SlowPass<P> {
-    inner: P,
-    delay: Duration,
-}
-
-impl<P> SlowPass<P> {
-    /// Ticks for the time of the delay, or until a tick breaks.
-    fn wait(&self, tick: Tick<'_>) -> ControlFlow<()> {
-        let start = Instant::now();
-        while start.elapsed() < self.delay {
-            tick()?;
-            thread::sleep(Duration::from_millis(5));
-        }
-        ControlFlow::Continue(())
-    }
-}
-
-impl Backend for SlowFinish {
-    type Space = Host;
-    type Workspace = SlowWorkspace;
-
-    annulus_core::forward_backend! { capabilities allocate write_block }
-
-    fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<SlowWorkspace> {
-        Ok(SlowWorkspace { inner: self.inner.workspace(shard, passes)?, delay: self.delay })
-    }
-}
-
-impl Workspace for SlowWorkspace {
-    type Space = Host;
-    type Forward<'p> = SlowPass<annulus_cpu::Forward<'p>>;
-    type Backward<'p> = SlowPass<annulus_cpu::Backward<'p>>;
-
-    fn update(&mut self, shard: &RankShard) -> Result<()> {
-        self.inner.update(shard)
-    }
-
-    fn bytes(&self) -> u64 {
-        self.inner.bytes()
-    }
-
-    fn forward<'p>(
-        &'p mut self,
-        inputs: Inputs<'p, Host>,
-        tick: Tick<'_>,
-    ) -> Result<Self::Forward<'p>> {
-        Ok(SlowPass { inner: self.inner.forward(inputs, tick)?, delay: self.delay })
-    }
-
-    fn backward<'p>(
-        &'p mut self,
-        inputs: BackwardInputs<'p, Host>,
-        mode: BackwardMode,
-        tick: Tick<'_>,
-    ) -> Result<Self::Backward<'p>> {
-        Ok(SlowPass { inner: self.inner.backward(inputs, mode, tick)?, delay: self.delay })
-    }
-}
-
-impl<P: ForwardPass<Host>> ForwardPass<Host> for SlowPass<P> {
-    fn local_kv(&mut self, into: &mut HostBuffer, sent: &RowSet) -> Result<()> {
-        self.inner.local_kv(into, sent)
-    }
-
-    fn attend(&mut self, kv: &Block<'_, Host>, tick: Tick<'_>) -> Result<()> {
-        self.inner.attend(kv, tick)
-    }
-
-    fn attend_last(
-        &mut self,
-        kv: &Block<'_, Host>,
-        outputs: &mut Outputs<'_, Host>,
-        tick: Tick<'_>,
-    ) -> Result<()> {
-        self.inner.attend_last(kv, outputs, tick)
-    }
-
-    fn finish(self, outputs: &mut Outputs<'_, Host>, tick: Tick<'_>) -> Result<()> {
-        match self.wait(&mut *tick) {
-            ControlFlow::Continue(()) => self.inner.finish(outputs, tick),
-            ControlFlow::Break(()) => Ok(()),
-        }
-    }
-}
-
-impl<P: BackwardPass<Host>> BackwardPass<Host> for SlowPass<P> {
-    fn local_kv(&mut self, into: &mut HostBuffer, sent: &RowSet) -> Result<()> {
-        self.inner.local_kv(into, sent)
-    }
-
-    fn local_queries(&mut self, into: &mut HostBuffer) -> Result<()> {
-        self.inner.local_queries(into)
-    }
-
-    fn attend_kv(
-        &mut self,
-        kv: &Block<'_, Host>,
-        dkv: Option<&mut HostBuffer>,
-        tick: Tick<'_>,
-    ) -> Result<()> {
-        self.inner.attend_kv(kv, dkv, tick)
-    }
-
-    fn attend_queries(
-        &mut self,
-        queries: &Block<'_, Host>,
-        dkv: &mut HostBuffer,
-        tick: Tick<'_>,
-    ) -> Result<()> {
-        self.inner.attend_queries(queries, dkv, tick)
-    }
-
-    fn reduce(
-        &mut self,
-        into: &mut HostBuffer,
-        from: &HostBuffer,
-        ready: &(),
-        pairs: &RangePairs,
-        reduction: Reduction,
-    ) -> Result<()> {
-        self.inner.reduce(into, from, ready, pairs, reduction)
-    }
-
-    fn finish(
-        self,
-        dkv: &HostBuffer,
-        gradients: &mut Gradients<'_, Host>,
-        tick: Tick<'_>,
-    ) -> Result<()> {
-        match self.wait(&mut *tick) {
-            ControlFlow::Continue(()) => self.inner.finish(dkv, gradients, tick),
-            ControlFlow::Break(()) => Ok(()),
-        }
-    }
-}
 
 /// Runs forward and backward of one rank.
 fn run_rank<B, T>(mode: BackwardMode, backend: B, transport: T) -> Result<()>
@@ -216,17 +64,7 @@ fn on_each_rank(rank: impl Fn(usize, threads::Threads) -> Result<()> + Sync) -> 
     })
 }
 
-#[test]
-fn a_rank_that_finishes_slowly_and_ticks_is_not_silent() {
-    for mode in [BackwardMode::OnePass, BackwardMode::TwoPass] {
-        let results = on_each_rank(|rank, endpoint| {
-            let delay = if rank == 1 { SLOW } else { Duration::ZERO };
-            run_rank(mode, SlowFinish { inner: Cpu::new(1)?, delay }, endpoint)
-        });
-        assert!(results.iter().all(Result::is_ok), "{mode:?}: {results:?}");
-    }
-}
-
+/// The passes of rank 1 wait in `finish`, whose ticks send heartbeats.
 #[test]
 fn a_rank_whose_download_waits_for_long_is_not_silent() {
     for mode in [BackwardMode::OnePass, BackwardMode::TwoPass] {

@@ -5,13 +5,12 @@ use std::time::Duration;
 
 use annulus::{Attention, Plan, Tensors, comm::threads};
 use annulus_conformance::{
-    Facade, Setting,
+    Altered, Facade, Setting,
     subjects::{cpu, mock, mock_staged},
     suite,
 };
 use annulus_core::{
-    Backend, Capabilities, DType, Dims, Element, Error, Host, LEAF_ROWS, Layout, Result, Spec,
-    Strategy,
+    Backend, Capabilities, DType, Dims, Element, Error, Host, LEAF_ROWS, Layout, Result, Strategy,
 };
 use annulus_cpu::Cpu;
 use half::{bf16, f16};
@@ -62,19 +61,9 @@ fn dq_has_no_error_of_the_rounding_of_out_on_grids() {
 }
 
 /// The CPU backend without the residual.
-struct Without {
-    inner: Cpu,
-}
-
-impl Backend for Without {
-    type Space = Host;
-    type Workspace = <Cpu as Backend>::Workspace;
-
-    fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
-        Ok(Capabilities { out_residual: false, ..self.inner.capabilities(spec)? })
-    }
-
-    annulus_core::forward_backend! { allocate write_block workspace }
+fn without() -> impl Backend<Space = Host> {
+    let without = |capabilities| Capabilities { out_residual: false, ..capabilities };
+    Altered::new(without, |shard| Ok(shard.clone())).unwrap()
 }
 
 /// Runs both passes of a plan on one rank, with a residual if `given`, whatever the plan has.
@@ -102,12 +91,12 @@ fn both_passes<T: Element>(
 #[test]
 fn a_backend_without_the_residual_refuses_it_by_name() {
     let cpu = || Cpu::new(1).unwrap();
-    for result in both_passes::<bf16>(Without { inner: cpu() }, true).unwrap() {
+    for result in both_passes::<bf16>(without(), true).unwrap() {
         let error = result.unwrap_err();
         assert!(matches!(error, Error::Unsupported { .. }), "{error}");
         assert!(error.to_string().contains("out_residual"), "{error}");
     }
-    let without = both_passes::<bf16>(Without { inner: cpu() }, false).unwrap();
+    let without = both_passes::<bf16>(without(), false).unwrap();
     let with = both_passes::<bf16>(cpu(), true).unwrap();
     for result in without.into_iter().chain(with) {
         result.unwrap();

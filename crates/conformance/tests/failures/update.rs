@@ -3,8 +3,6 @@
 //! The three ranks have unequal shards, so that batches differ in their messages and in the memory
 //! that they need.
 
-mod refusing;
-
 use std::{
     sync::{
         Arc,
@@ -27,7 +25,7 @@ use annulus_core::{
 use annulus_cpu::Cpu;
 use ndarray::{Array2, Array4};
 
-use refusing::{Act, Choking, Refusing, Script};
+use super::refusing::{Act, Choking, Refusing, Script};
 
 const RANKS: usize = 3;
 /// Shards of 4, 3 and 3 rows.
