@@ -1,15 +1,22 @@
 //! One attention on one device: its ring of one rank and its tensors.
+//! And the comparison of a level with level `plain` in f32, from the same inputs rounded to 16 bits.
 
 use std::time::{Duration, Instant};
 
-use annulus::{Attention, DType, Dims, Result, Ring};
+use annulus::{Attention, DType, Dims, Error, Result, Ring};
 use annulus_comm::{Staged, threads};
 use annulus_core::{BackwardInputs, Element, Gradients, Inputs, Outputs};
 use annulus_cuda::{
-    Cuda,
+    Cuda, Level,
     device::{CudaCopier, CudaSpace, CudaTensor, Stream},
 };
 use half::{bf16, f16};
+use serde_json::json;
+
+use crate::{
+    Setup,
+    comparison::{NAMES, Shape, Verification, are_within, errors, shapes},
+};
 
 /// Longest wait for the device.
 const DEADLINE: Duration = Duration::from_secs(120);
@@ -50,7 +57,7 @@ pub(crate) struct Numbers(pub(crate) [Vec<f32>; 4]);
 impl Numbers {
     /// Draws the inputs of an attention, rounded to `dtype`.
     pub(crate) fn draw(dims: Dims, dtype: DType) -> Self {
-        let shapes = shapes(dims);
+        let shapes = tensor_shapes(dims);
         Self(
             [0, 1, 2, 3].map(|index| {
                 normal_numbers(shapes[index].iter().product(), dtype, index as u64 + 1)
@@ -60,7 +67,7 @@ impl Numbers {
 }
 
 /// Shapes of q, k, v and dout.
-const fn shapes(dims: Dims) -> [[usize; 4]; 4] {
+const fn tensor_shapes(dims: Dims) -> [[usize; 4]; 4] {
     let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = dims;
     [
         [batch, q_len, q_heads, head_dim],
@@ -94,7 +101,7 @@ impl Passes {
         let transport = Staged::<_, CudaSpace>::new(threads::ring(1).remove(0), copier);
         let spec = attention.spec(dims);
         let ring = Ring::new(cuda.clone(), Box::new(transport), spec, attention.ring_options())?;
-        let shapes = shapes(dims);
+        let shapes = tensor_shapes(dims);
         let upload = |index: usize| {
             let bytes = bytes_of(&numbers.0[index], dtype);
             CudaTensor::upload(&stream, &bytes, dtype, shapes[index])
@@ -178,4 +185,67 @@ fn numbers_of(bytes: &[u8], dtype: DType) -> Vec<f64> {
         _ => f64::NAN,
     };
     bytes.chunks_exact(dtype.bytes()).map(number).collect()
+}
+
+/// Results of two passes, which must have the same bits.
+fn compute(passes: &mut Passes) -> Result<([Vec<f64>; 5], bool)> {
+    let mut once = || {
+        passes.forward()?;
+        passes.backward()?;
+        passes.results()
+    };
+    let first = once()?;
+    let second = once()?;
+    let bits = |numbers: &[f64]| numbers.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    let same = first.iter().zip(&second).all(|(first, second)| bits(first) == bits(second));
+    Ok((first, same))
+}
+
+/// Verifies the chosen masks of one element type, length and dim. Prints a line for each; false if
+/// one is wrong.
+pub(crate) fn verify(setup: &Setup, problem: &Verification<'_>) -> Result<bool> {
+    let Setup { name: level, cuda } = setup;
+    let &Verification { dtype, len, heads, dim, masks, mistake } = problem;
+    let bound = match dtype {
+        DType::Bf16 => 5e-3,
+        DType::F16 => 1e-3,
+        _ => return Err(Error::invalid("dtypes", dtype, "bf16 or f16: f32 is the reference")),
+    };
+    let plain = cuda.clone().at_level(Level::Plain)?;
+    let mut all_right = true;
+    let references = shapes(len, heads, dim, mistake);
+    for (shape, reference) in shapes(len, heads, dim, 0).into_iter().zip(references) {
+        let Shape { name, attention, dims } = shape;
+        if !masks.contains(&name) {
+            continue;
+        }
+        let numbers = Numbers::draw(dims, dtype);
+        let mut passes = Passes::new(cuda, &attention, dtype, dims, &numbers)?;
+        let (got, same_bits) = compute(&mut passes)?;
+        drop(passes);
+        let mut passes = Passes::new(&plain, &reference.attention, DType::F32, dims, &numbers)?;
+        passes.forward()?;
+        passes.backward()?;
+        let want = passes.results()?;
+        let mut right = same_bits;
+        let mut found = serde_json::Map::new();
+        for (index, name) in NAMES.into_iter().enumerate() {
+            // lse stays f32: only the order of sums and e^x differ
+            let is_lse = name == "lse";
+            let errors = errors(&got[index], &want[index], if is_lse { 1 } else { dim });
+            let bound = if is_lse { 1e-4 } else { bound };
+            right &= are_within(errors, bound);
+            found.insert(name.into(), json!(errors.map(|error| format!("{error:.1e}"))));
+        }
+        all_right &= right;
+        println!(
+            "{}",
+            json!({
+                "what": "verify", "gpu": cuda.to_string(), "level": level,
+                "dtype": dtype.name(), "head_dim": dim, "n": len, "mask": name,
+                "errors": found, "same_bits": same_bits, "ok": right,
+            })
+        );
+    }
+    Ok(all_right)
 }
