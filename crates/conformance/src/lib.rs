@@ -9,9 +9,8 @@
 //! |---|---|
 //! | [`Subject`], [`Setting`], [`Facade`]; one rank of it: [`PlanSubject`] | `subject.rs` |
 //! | any backend × transport: [`RingSubject`] | `ring_subject.rs`, `memory.rs` |
-//! | invented placements of ranks on nodes: [`Placed`]; planted mistakes: [`Altered`] | `subjects.rs`, `altered.rs` |
+//! | invented placements of ranks on nodes: [`Placed`]; planted mistakes: [`Altered`] | `subjects.rs` |
 
-mod altered;
 mod memory;
 mod ring_subject;
 mod subject;
@@ -20,7 +19,6 @@ pub mod suite;
 #[cfg(feature = "wgpu")]
 pub mod wgpu;
 
-pub use altered::Altered;
 pub use annulus_mock_device as device;
 pub use annulus_test_cases::{
     Answer, Case, Draw, Judge, Masks, Truth, epsilon,
@@ -30,4 +28,4 @@ pub use annulus_test_cases::{
 pub use memory::{HostMemory, HostTensor, HostViewMemory, TensorMemory};
 pub use ring_subject::{RankSetup, RingSubject};
 pub use subject::{Facade, FacadeOn, PlanSubject, Setting, Subject};
-pub use subjects::{Crossings, Placed};
+pub use subjects::{Altered, Crossings, Placed};

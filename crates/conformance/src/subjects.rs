@@ -1,5 +1,8 @@
-//! The pairs of backend and transport that the suite examines, and a transport that reports an
-//! invented placement of its ranks, and records the blocks that cross nodes.
+//! The pairs of backend and transport that the suite examines.
+//!
+//! And what tests wrap: a transport that reports an invented placement of its ranks and records the
+//! blocks that cross nodes, and the CPU backend with other capabilities or shards than the ring's,
+//! for mistakes that tests plant.
 
 use std::{
     collections::BTreeSet,
@@ -9,8 +12,8 @@ use std::{
 
 use annulus_comm::{Checksum, Deadline, Fault, Staged, Threads, threads};
 use annulus_core::{
-    BackwardMode, Channel, Control, Host, Incoming, MessageHeader, Outgoing, Placement, Result,
-    Space, Transport,
+    Backend, BackwardMode, Capabilities, Channel, Control, Host, Incoming, MessageHeader, Outgoing,
+    Passes, Placement, RankShard, Result, Space, Spec, Transport,
 };
 use annulus_cpu::{Cpu, Isa};
 
@@ -231,5 +234,46 @@ impl<T: Control> Control for Placed<T> {
 
     fn any_thread(&self) -> bool {
         self.inner.any_thread()
+    }
+}
+
+/// The CPU backend, whose capabilities `capabilities` changes, and whose workspaces get the shard
+/// that `shard` returns.
+pub struct Altered<C, S> {
+    inner: Cpu,
+    capabilities: C,
+    shard: S,
+}
+
+impl<C, S> Altered<C, S>
+where
+    C: Fn(Capabilities) -> Capabilities,
+    S: Fn(&RankShard) -> Result<RankShard>,
+{
+    /// Creates a backend of one thread.
+    ///
+    /// # Errors
+    /// As [`Cpu::new`].
+    pub fn new(capabilities: C, shard: S) -> Result<Self> {
+        Ok(Self { inner: Cpu::new(1)?, capabilities, shard })
+    }
+}
+
+impl<C, S> Backend for Altered<C, S>
+where
+    C: Fn(Capabilities) -> Capabilities + Send + 'static,
+    S: Fn(&RankShard) -> Result<RankShard> + Send + 'static,
+{
+    type Space = Host;
+    type Workspace = <Cpu as Backend>::Workspace;
+
+    fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
+        Ok((self.capabilities)(self.inner.capabilities(spec)?))
+    }
+
+    annulus_core::forward_backend! { allocate write_block }
+
+    fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<Self::Workspace> {
+        self.inner.workspace(&(self.shard)(shard)?, passes)
     }
 }

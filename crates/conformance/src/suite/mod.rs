@@ -1,6 +1,6 @@
 //! The checks that any [`Subject`] must pass. Each is a function that returns the first failure.
 
-mod determinism;
+mod bits;
 pub mod kv_cache;
 mod matrix;
 mod metamorphic;
@@ -8,9 +8,11 @@ mod nonfinite;
 mod numeric;
 mod out_residual;
 mod pairwise;
-mod reproducible;
 
-pub use determinism::{same_bits_over_repeats, same_bits_received_ahead, same_bits_under_delay};
+pub use bits::{
+    reproducible_accuracy, reproducible_bits, reproducible_gradients, reproducible_ranks,
+    same_bits_over_repeats, same_bits_received_ahead, same_bits_under_delay,
+};
 pub use kv_cache::{kv_cache, kv_cache_copies, kv_cache_segments};
 pub use matrix::{
     Scale, head_strategies, matrix, random_cases, routes, sizes, strategies, strategy_settings,
@@ -20,9 +22,6 @@ pub use nonfinite::{Poison, infinite_scores, infinite_scores_on, nonfinite, nonf
 pub use numeric::{numeric_rules, numeric_rules_on};
 pub use out_residual::out_residual;
 pub use pairwise::{Configuration, pairwise, pairwise_cases};
-pub use reproducible::{
-    reproducible_accuracy, reproducible_bits, reproducible_gradients, reproducible_ranks,
-};
 
 use annulus_core::Layout;
 

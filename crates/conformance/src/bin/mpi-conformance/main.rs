@@ -28,15 +28,13 @@
 
 mod ahead;
 mod cases;
-mod control;
 mod failures;
 mod harness;
 #[cfg(feature = "link-mpi")]
 mod host;
-mod links;
 mod messages;
 mod mismatch;
-mod mortal;
+mod scale;
 mod shared;
 
 use std::process::ExitCode;
@@ -100,9 +98,9 @@ fn run(words: &[String], settings: &Settings) -> Verdict {
         ["backend", name, seeds] => on_backend(&mut harness, settings, name, seeds),
         ["sums"] => ahead::sums(&mut harness, settings),
         ["ahead"] => ahead::all(&mut harness, settings),
-        ["links"] => links::all(&mut harness, settings),
+        ["links"] => scale::links(&mut harness, settings),
         ["shared"] => shared::all(&mut harness, settings),
-        ["control"] => control::all(&mut harness, settings),
+        ["control"] => scale::control(&mut harness, settings),
         ["away"] => failures::away(&mut harness, settings),
         ["suspended"] => failures::suspended(&mut harness, settings),
         ["debugged"] => failures::debugged(&mut harness, settings),
