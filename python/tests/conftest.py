@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from golden import Case, folder, read
+from helpers import Case, folder, read
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

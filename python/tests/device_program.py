@@ -5,11 +5,11 @@ mpirun -n 2 python tests/device_program.py
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import cuda_driver
 import numpy as np
+from helpers import run_rank
 from mpi4py import MPI
 
 import annulus
@@ -58,17 +58,7 @@ def main() -> None:
     lent = [gpu.upload(array[:, rows]) for array in whole[:3]]
     out = annulus.ring_attention(*lent, causal=True, comm=WORLD, stream=gpu.stream)
     near(gpu, out, want.out[:, rows])
-    WORLD.Barrier()
-    if RANK == 0:
-        print(f"passed on {RANKS} ranks", flush=True)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException as error:
-        print(f"rank {RANK}: {error!r}", file=sys.stderr, flush=True)
-        import traceback
-
-        traceback.print_exc()
-        WORLD.Abort(1)
+    run_rank(main, WORLD)

@@ -1,14 +1,22 @@
-"""Arguments of golden cases, comparison, and a naive attention in float64."""
+"""Golden cases, their arguments and comparison; a naive attention in float64; ranks of programs.
+
+Golden cases have the format annulus-cases-1: inputs, parameters and expected arrays, which this
+project did not compute.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import os
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
-from golden import Case
 
 import annulus
 from annulus._calls import Call
@@ -35,6 +43,66 @@ ATTENTION = (
     "dropout_prob",
     "dropout_seed",
 )
+
+TYPES = {"F32": "<f4", "F64": "<f8", "U8": "u1", "BOOL": "?", "I32": "<i4", "I64": "<i8"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A case: parameters of ``ring_attention``, tensors, and what is expected."""
+
+    name: str
+    arguments: dict[str, Any]
+    tensors: dict[str, np.ndarray[Any, Any]]
+    expected: dict[str, np.ndarray[Any, Any]]
+    tolerance: dict[str, dict[str, float]]
+
+
+def folder() -> Path | None:
+    """The folder of cases: ``ANNULUS_GOLDEN``, else ``shared/golden`` beside the repository."""
+    given = os.environ.get("ANNULUS_GOLDEN")
+    if given == "skip":
+        return None
+    repository = Path(__file__).resolve().parents[2]
+    found = repository / (given or "../shared/golden")
+    if not (found / "index.json").is_file():
+        raise FileNotFoundError(f"no index.json in {found}; ANNULUS_GOLDEN=skip does without")
+    return found
+
+
+def read(path: Path) -> list[Case]:
+    """Reads every case of a folder."""
+    index = json.loads((path / "index.json").read_text())
+    assert index["format"] == "annulus-cases-1"
+    return [_case(path, entry) for entry in index["cases"]]
+
+
+def safetensors(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """Reads the tensors of a file."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    tensors = {}
+    for name, about in json.loads(data[8 : 8 + length]).items():
+        if name != "__metadata__":
+            first, last = about["data_offsets"]
+            part = data[8 + length + first : 8 + length + last]
+            array = np.frombuffer(part, TYPES[about["dtype"]])
+            tensors[name] = array.reshape(about["shape"])
+    return tensors
+
+
+def _case(path: Path, entry: dict[str, Any]) -> Case:
+    params = dict(entry["params"])
+    tensors = safetensors(path / entry["file"])
+    expected = {name: tensors.pop(name) for name in entry["tolerance"]["f64"]}
+    window = params.pop("sliding_window")
+    sinks = params.pop("softmax_aux")
+    # the form of the sinks is their number of axes
+    assert {None: 0, "shared": 1, "per_head": 2}[sinks] == getattr(
+        tensors.get("softmax_aux"), "ndim", 0
+    )
+    arguments = {**params, "sliding_window": None if window is None else tuple(window)}
+    return Case(entry["id"], arguments, tensors, expected, entry["tolerance"])
 
 
 def floats(case: Case, dtype: str) -> dict[str, np.ndarray[Any, Any]]:
@@ -122,3 +190,18 @@ def chosen_strategies() -> Iterator[list[str]]:
 def random(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
     """Normally distributed numbers."""
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def run_rank(main: Callable[[], str | None], world: Any) -> None:
+    """Runs the program of one rank of mpi4py's communicator. If it fails, all ranks end; if it
+    does not, rank 0 prints so with what ``main`` returns.
+    """
+    try:
+        told = main()
+        world.Barrier()
+        if world.rank == 0:
+            print(f"passed on {world.size} ranks{told or ''}", flush=True)
+    except BaseException as error:
+        print(f"rank {world.rank}: {error!r}", flush=True)
+        traceback.print_exc()
+        world.Abort(1)

@@ -5,12 +5,11 @@ mpirun -n 2 python tests/models_program.py
 
 from __future__ import annotations
 
-import traceback
 from typing import Any
 
 import numpy as np
 import torch
-from helpers import chosen_strategies
+from helpers import chosen_strategies, run_rank
 from mpi4py import MPI
 from torch import nn
 
@@ -279,14 +278,7 @@ def main() -> None:
     strategy_of_documents()
     refusals()
     plans()
-    WORLD.Barrier()
-    if RANK == 0:
-        print(f"passed on {RANKS} ranks", flush=True)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:
-        traceback.print_exc()
-        WORLD.Abort(1)
+    run_rank(main, WORLD)

@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 import traceback
 from typing import Any
 
 import numpy as np
-from golden import Case, folder, read
-from helpers import batch, check, chosen_strategies, floats, naive, plan, random
+from helpers import (
+    Case,
+    batch,
+    check,
+    chosen_strategies,
+    floats,
+    folder,
+    naive,
+    plan,
+    random,
+    read,
+    run_rank,
+)
 from mpi4py import MPI
 
 import annulus
@@ -448,7 +458,7 @@ def one_call(length: int) -> None:
             raise AssertionError("one row may be a rank's own, or that of all")
 
 
-def main() -> None:
+def main() -> str:
     forked(before_use=True)
     found = folder()
     cases = [] if found is None else read(found)
@@ -467,15 +477,8 @@ def main() -> None:
     if RANKS > 1:
         refusals()
         late()
-    WORLD.Barrier()
-    if RANK == 0:
-        print(f"passed on {RANKS} ranks: {len(cases)} golden cases", flush=True)
+    return f": {len(cases)} golden cases"
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException as error:
-        print(f"rank {RANK}: {error!r}", file=sys.stderr, flush=True)
-        traceback.print_exc()
-        WORLD.Abort(1)
+    run_rank(main, WORLD)

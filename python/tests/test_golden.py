@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from golden import Case
-from helpers import batch, check, floats, plan
+from helpers import Case, batch, check, floats, plan
 
 import annulus
 

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from golden import Case
-from helpers import batch, check, chosen_strategies, floats, naive, random
+from helpers import Case, batch, check, chosen_strategies, floats, naive, random
 from test_mpi import launch, needs_mpi
 
 import annulus
@@ -398,7 +397,7 @@ def test_the_drop_in_promotes_no_type() -> None:
 def test_sharded_arrays() -> None:
     """A process of its own, since the number of XLA's devices is set before jax is imported."""
     result = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "sharded_program.py")],
+        [sys.executable, str(Path(__file__).parent / "jax_program.py"), "sharded"],
         capture_output=True,
         text=True,
         timeout=300,
@@ -410,4 +409,6 @@ def test_sharded_arrays() -> None:
 @needs_mpi
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_arrays_over_ranks(ranks: int) -> None:
-    assert f"passed on {ranks} ranks" in launch(ranks, "jax_ranks_program.py")
+    assert f"passed on {ranks} ranks" in launch(
+        ranks, "jax_program.py", program_arguments=["ranks"]
+    )

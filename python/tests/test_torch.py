@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from golden import Case
-from helpers import batch, check, floats, naive, random
+from helpers import Case, batch, check, floats, naive, random
+from test_mpi import launch, needs_mpi
 
 import annulus
 
@@ -133,3 +133,15 @@ def test_max_and_sum_have_no_gradient_in_transforms() -> None:
     ):
         with pytest.raises(annulus.Unsupported, match="return_max_sum"):
             differentiate()
+
+
+@needs_mpi
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_losses_follow_those_of_one_process(ranks: int) -> None:
+    assert f"passed on {ranks} ranks" in launch(ranks, "training_program.py")
+
+
+@needs_mpi
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_agree_and_have_the_gradients_of_one_process(ranks: int) -> None:
+    assert f"passed on {ranks} ranks" in launch(ranks, "torch_ranks_program.py")

@@ -6,12 +6,12 @@ mpirun -n 2 python tests/transformers_program.py
 
 from __future__ import annotations
 
-import traceback
 from functools import partial
 from typing import Any
 
 import torch
 import transformers
+from helpers import run_rank
 from models_program import (
     DIM,
     HEADS,
@@ -157,14 +157,7 @@ def main() -> None:
     transformers_refusals()
     padded_models()
     transformers_models()
-    WORLD.Barrier()
-    if RANK == 0:
-        print(f"passed on {RANKS} ranks", flush=True)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:
-        traceback.print_exc()
-        WORLD.Abort(1)
+    run_rank(main, WORLD)

@@ -7,13 +7,11 @@
 //!
 //! | noun | file |
 //! |---|---|
-//! | [`Subject`], [`Setting`], [`Facade`]; one rank of it: [`PlanSubject`] | `subject.rs`, `plan_subject.rs` |
+//! | [`Subject`], [`Setting`], [`Facade`]; one rank of it: [`PlanSubject`] | `subject.rs` |
 //! | any backend × transport: [`RingSubject`] | `ring_subject.rs`, `memory.rs` |
-//! | invented placements of ranks on nodes: [`Placed`] | `placed.rs` |
+//! | invented placements of ranks on nodes: [`Placed`]; planted mistakes: [`Altered`] | `subjects.rs` |
 
 mod memory;
-mod placed;
-mod plan_subject;
 mod ring_subject;
 mod subject;
 pub mod subjects;
@@ -22,9 +20,12 @@ pub mod suite;
 pub mod wgpu;
 
 pub use annulus_mock_device as device;
-pub use annulus_test_cases::{Answer, Case, Draw, Judge, Masks, Truth, epsilon, golden, plain};
+pub use annulus_test_cases::{
+    Answer, Case, Draw, Judge, Masks, Truth, epsilon,
+    facade::{answer, narrow},
+    golden, plain,
+};
 pub use memory::{HostMemory, HostTensor, HostViewMemory, TensorMemory};
-pub use placed::{Crossings, Placed};
-pub use plan_subject::PlanSubject;
 pub use ring_subject::{RankSetup, RingSubject};
-pub use subject::{Facade, FacadeOn, Setting, Subject, answer, narrow, widen};
+pub use subject::{Facade, FacadeOn, PlanSubject, Setting, Subject};
+pub use subjects::{Altered, Crossings, Placed};

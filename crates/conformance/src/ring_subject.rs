@@ -8,12 +8,10 @@ use annulus_core::{
     Backend, BackwardInputs, Batch, DType, Dims, Error, Gradients, Inputs, Outputs, Result, Runs,
     Spec, Strategy, Transport, index,
 };
+use annulus_test_cases::facade::{RankAnswer, attention, check_bytes};
 use ndarray::{Array3, Array4, ArrayView4, Axis, Dimension, RemoveAxis};
 
-use crate::{
-    Answer, Case, Setting, Subject, TensorMemory,
-    subject::{attention, check_bytes},
-};
+use crate::{Answer, Case, Setting, Subject, TensorMemory};
 
 /// Everything that one rank of a [`RingSubject`] is built from.
 pub struct RankSetup<M: TensorMemory, B: Backend<Space = M::Space>> {
@@ -74,13 +72,6 @@ pub(crate) fn run_ranks(case: &Case, times: usize, ranks: Vec<RankJob<'_>>) -> R
     Ok((0..times)
         .map(|time| assemble(case, answers.iter().map(|of_rank| &of_rank[time])))
         .collect())
-}
-
-/// The answer for the rows of one rank.
-pub(crate) struct RankAnswer {
-    pub(crate) q_rows: Vec<usize>,
-    pub(crate) kv_rows: Vec<usize>,
-    pub(crate) answer: Answer,
 }
 
 /// Plans on this rank, then computes its rows `times` times.

@@ -1,15 +1,11 @@
-//! Subjects of the suite: anything that can compute a case over a ring.
+//! Subjects of the suite: anything that can compute a case over a ring; the facade, whole and one
+//! rank of it.
 
-use std::sync::Arc;
+use annulus::{Division, LocalRing, Plan, Runtime, Setup};
+use annulus_core::{DType, Dims, Error, LEAF_ROWS, Layout, Result, Route, Strategy};
+use annulus_test_cases::facade::{attention, compute, compute_rank};
 
-use annulus::{Attention, Backward, Division, Forward, LocalRing, Runtime, Setup, Tensors};
-use annulus_core::{
-    Batch, DType, Dims, Element, Error, LEAF_ROWS, Layout, Result, Route, Strategy,
-};
-use half::{bf16, f16};
-use ndarray::{Array, Dimension};
-
-use crate::{Answer, Case, Masks};
+use crate::{Answer, Case, ring_subject::assemble};
 
 /// The ranks, layout and route on which a case is computed.
 #[derive(Debug, Clone)]
@@ -120,73 +116,6 @@ impl<F: Fn(&Setup, Dims, usize) -> Result<LocalRing>> Subject for FacadeOn<F> {
 /// Plans a ring of this process.
 type PlanRing<'a> = &'a dyn Fn(&Setup, Dims, usize) -> Result<LocalRing>;
 
-fn run_facade(
-    case: &Case,
-    setting: &Setting,
-    times: usize,
-    plan: PlanRing<'_>,
-) -> Result<Vec<Answer>> {
-    match case.spec.dtype {
-        DType::F64 => run_plan::<f64>(case, setting, times, plan),
-        DType::F32 => run_plan::<f32>(case, setting, times, plan),
-        DType::Bf16 => run_plan::<bf16>(case, setting, times, plan),
-        DType::F16 => run_plan::<f16>(case, setting, times, plan),
-    }
-}
-
-/// Returns an error unless the bytes sent are those that the schedule predicts.
-pub(crate) fn check_bytes(pass: &str, report: &annulus::Report) -> Result<()> {
-    if report.bytes_sent == report.bytes_predicted {
-        return Ok(());
-    }
-    Err(Error::Device {
-        what: format!(
-            "{pass} sent {} bytes, the schedule predicts {}",
-            report.bytes_sent, report.bytes_predicted
-        ),
-    })
-}
-
-/// The options of a case, as a user sets them.
-pub(crate) fn attention(case: &Case) -> Attention {
-    let spec = &case.spec;
-    let attention = Attention::new()
-        .dtype(spec.dtype)
-        .align(spec.alignment)
-        .softmax_scale(spec.scale)
-        .logits_soft_cap(spec.soft_cap)
-        .bias(spec.bias)
-        .bias_order(spec.bias_order)
-        .softmax_aux(spec.sinks)
-        .logits_dtype(spec.logits_dtype)
-        .precision(spec.precision)
-        .backward_mode(spec.backward)
-        .unnormalized(!spec.normalize);
-    let attention = match &spec.bias_function {
-        Some(function) => attention.bias_function(Arc::clone(function)),
-        None => attention,
-    };
-    let attention = match spec.dropout {
-        Some(dropout) => attention.dropout(dropout.probability, dropout.seed),
-        None => attention,
-    };
-    masked(attention, &case.masks)
-}
-
-/// Sets the masks of a case as options.
-fn masked(attention: Attention, masks: &Masks) -> Attention {
-    let [left, right] = masks.window.unwrap_or_default();
-    // an attention sink size without a window is refused
-    let windowed = left.is_some() || right.is_some();
-    let attention = attention
-        .causal(masks.causal)
-        .sliding_window(left, right)
-        .attention_sink_size(if windowed { masks.first_visible } else { 0 })
-        .chunk_size(masks.chunk)
-        .prefix_len(masks.prefix);
-    masks.objects.iter().fold(attention, |attention, mask| attention.mask(Arc::clone(mask)))
-}
-
 /// The options of a case and setting, as a user sets them.
 pub(crate) fn options(case: &Case, setting: &Setting) -> Setup {
     let attention = attention(case).reproducible(case.spec.leaf_rows.is_some());
@@ -198,7 +127,7 @@ pub(crate) fn options(case: &Case, setting: &Setting) -> Setup {
     Setup::from((attention, division))
 }
 
-fn run_plan<T: Element>(
+fn run_facade(
     case: &Case,
     setting: &Setting,
     times: usize,
@@ -207,59 +136,37 @@ fn run_plan<T: Element>(
     if let Some(rows) = case.spec.leaf_rows.filter(|&rows| rows != LEAF_ROWS) {
         return Err(Error::unsupported(format!("leaves of {rows} rows"), "the facade"));
     }
-    let mut plan = plan(&options(case, setting), case.spec.dims, setting.ranks)?;
-    if case.batch != Batch::default() {
-        plan.update(&case.batch)?;
-    }
-    let (q, k, v, dout) = (
-        narrow::<T, _>(&case.q),
-        narrow::<T, _>(&case.k),
-        narrow::<T, _>(&case.v),
-        narrow::<T, _>(&case.dout),
-    );
-    let bias = case.bias.as_ref().map(narrow::<T::Accumulator, _>);
-    let sinks = case.sinks.as_ref().map(narrow::<T::Accumulator, _>);
-    let dlse = case.dlse.as_ref().map(narrow::<T::Accumulator, _>);
-    let tensors = Tensors {
-        bias: bias.as_ref().map(|bias| bias.view()),
-        softmax_aux: sinks.as_ref().map(|sinks| sinks.view()),
-        ..Tensors::new(q.view(), k.view(), v.view())
-    };
-    let once = |plan: &mut LocalRing| {
-        let mut forward = plan.forward(&tensors)?;
-        forward.out_residual.take_if(|_| !setting.out_residual);
-        let backward =
-            plan.backward(&tensors, &forward, dout.view(), dlse.as_ref().map(|dlse| dlse.view()))?;
-        for (pass, reports) in [("forward", &forward.reports), ("backward", &backward.reports)] {
-            reports.iter().try_for_each(|report| check_bytes(pass, report))?;
-        }
-        Ok(answer(&forward, &backward))
-    };
-    (0..times).map(|_| once(&mut plan)).collect()
+    let mut ring = plan(&options(case, setting), case.spec.dims, setting.ranks)?;
+    compute(case, &mut ring, times, setting.out_residual)
 }
 
-/// Widens the results of the facade to f64.
-pub fn answer<T: Element>(forward: &Forward<T>, backward: &Backward<T>) -> Answer {
-    Answer {
-        out: widen(&forward.out),
-        lse: widen(&forward.lse),
-        max: forward.max.as_ref().map(widen).unwrap_or_default(),
-        sum: forward.sum.as_ref().map(widen).unwrap_or_default(),
-        ties: forward.ties.as_ref().map(widen),
-        dq: widen(&backward.dq),
-        dk: widen(&backward.dk),
-        dv: widen(&backward.dv),
-        dbias: backward.dbias.as_ref().map(widen),
-        dsinks: backward.dsoftmax_aux.as_ref().map(widen),
+/// This process's rank of the plan that `plan(setup, dims)` returns. Rows of other ranks are 0
+/// in an answer.
+pub struct PlanSubject<F> {
+    name: String,
+    dtypes: Vec<DType>,
+    plan: F,
+}
+
+impl<F: Fn(&Setup, Dims) -> Result<Plan>> PlanSubject<F> {
+    /// Creates a subject of this name for these element types.
+    pub fn new(name: impl Into<String>, dtypes: &[DType], plan: F) -> Self {
+        Self { name: name.into(), dtypes: dtypes.to_vec(), plan }
     }
 }
 
-/// Rounds to an element type.
-pub fn narrow<T: Element, D: Dimension>(array: &Array<f64, D>) -> Array<T, D> {
-    array.mapv(T::from_f64)
-}
+impl<F: Fn(&Setup, Dims) -> Result<Plan>> Subject for PlanSubject<F> {
+    fn name(&self) -> String {
+        self.name.clone()
+    }
 
-/// Widens to f64.
-pub fn widen<T: Element, D: Dimension>(array: &Array<T, D>) -> Array<f64, D> {
-    array.mapv(T::to_f64)
+    fn dtypes(&self) -> &[DType] {
+        &self.dtypes
+    }
+
+    fn run(&self, case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>> {
+        let mut plan = (self.plan)(&options(case, setting), case.spec.dims)?;
+        let answers = compute_rank(case, &mut plan, times)?;
+        Ok(answers.iter().map(|answer| assemble(case, std::iter::once(answer))).collect())
+    }
 }

@@ -27,9 +27,9 @@ pub fn block_buffers(blocks: &[u64], ahead: usize, further: bool) -> Vec<u64> {
 }
 
 /// Most buffers for final gradients that arrive in a one-pass backward, and for sums that are sent,
-/// of the size of the largest: as many as `receive_ahead`, up to this number. In the simulation of
-/// `benches/record/ring.md` a fourth buffer gains little on a relay; on packed
-/// documents, whose gradients have different sizes, it takes the place of several.
+/// of the size of the largest: as many as `receive_ahead`, up to this number. In a simulation of a
+/// relay with random delays a fourth buffer gains little; on packed documents, whose gradients have
+/// different sizes, it takes the place of several.
 pub const GRADIENT_BUFFERS: usize = 4;
 
 /// Returns the sizes of the buffers of a one-pass backward for sums of these sizes, which are

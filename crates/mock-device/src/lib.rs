@@ -9,18 +9,16 @@
 //!   event has passed is an error and never gives stale bytes;
 //! * **tensors** (`tensor.rs`): the views of a pass are tags: a handle, a type and a shape;
 //! * **backend** (`backend.rs`, `kernel.rs`): every feature, computed pair by pair in f64;
-//! * **transport** (`transport.rs`): copies from one device to another; `staged.rs` connects
-//!   [`annulus_comm::Staged`], which copies through host memory.
+//! * **transport** (`transport.rs`): copies from one device to another, and those of
+//!   [`annulus_comm::Staged`] through host memory.
 
 mod backend;
 mod kernel;
 mod memory;
-mod staged;
 mod tensor;
 mod transport;
 
 pub use backend::{MockBackend, MockBackward, MockForward, MockWorkspace};
 pub use memory::{Device, DeviceBuffer, DeviceEvent};
-pub use staged::{Download, Upload};
 pub use tensor::{DeviceTensor, DeviceView, DeviceViewMut, MockSpace};
-pub use transport::{DeviceTransport, device_ring};
+pub use transport::{DeviceTransport, Download, Upload, device_ring};

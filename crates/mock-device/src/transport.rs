@@ -1,9 +1,11 @@
-//! A transport for the memory of the mock device: copies from one device to another without a host
-//! buffer.
+//! Transports for the memory of the mock device.
 //!
-//! A send posts a handle, the ranges and the event after which they may be read. The receiver polls
-//! that event. Its own device then queues the write to the posted receive, and the event of that
-//! work is the arrival's. Control messages go over a ring of threads.
+//! [`DeviceTransport`] copies from one device to another without a host buffer. A send posts a
+//! handle, the ranges and the event after which they may be read. The receiver polls that event. Its
+//! own device then queues the write to the posted receive, and the event of that work is the
+//! arrival's. Control messages go over a ring of threads.
+//!
+//! [`StagedSpace`] is for [`annulus_comm::Staged`]: copies that are started, then polled.
 
 use std::{
     collections::HashMap,
@@ -17,11 +19,12 @@ use std::{
 
 use annulus_comm::{Threads, threads};
 use annulus_core::{
-    Arrived, Channel, Control, Error, Host, Incoming, MessageHeader, Outgoing, Result, Transport,
+    Arrived, Channel, Control, Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result,
+    StagedSpace, Tick, Transport,
 };
 
 use super::{
-    memory::{Device, DeviceBuffer, DeviceEvent, lock},
+    memory::{Device, DeviceBuffer, DeviceEvent, fault, lock},
     tensor::MockSpace,
 };
 
@@ -245,5 +248,85 @@ impl Control for DeviceTransport {
 
     fn last_work(&self) -> Instant {
         self.control.last_work()
+    }
+}
+
+/// A copy to the host in progress.
+pub struct Download {
+    from: DeviceBuffer,
+    ready: DeviceEvent,
+    ranges: Vec<Range<u64>>,
+    into: Option<HostBuffer>,
+}
+
+/// A copy from the host in progress.
+pub struct Upload {
+    done: DeviceEvent,
+    sides: Option<(HostBuffer, DeviceBuffer)>,
+}
+
+impl StagedSpace for MockSpace {
+    type Copier = Device;
+    type Download = Download;
+    type Upload = Upload;
+
+    fn download(
+        _: &mut Device,
+        from: &DeviceBuffer,
+        ready: &DeviceEvent,
+        ranges: &[Range<u64>],
+        into: HostBuffer,
+    ) -> Result<Download> {
+        Ok(Download {
+            from: from.clone(),
+            ready: ready.clone(),
+            ranges: ranges.to_vec(),
+            into: Some(into),
+        })
+    }
+
+    fn downloaded(copier: &mut Device, copy: &mut Download) -> Result<Option<HostBuffer>> {
+        if !copy.ready.poll()? {
+            return Ok(None);
+        }
+        let Some(mut into) = copy.into.take() else {
+            return Err(fault("a download was polled after its end"));
+        };
+        let bytes = copier.read(&copy.from, &copy.ranges)?;
+        let target = into.bytes_mut().and_then(|target| target.get_mut(..bytes.len()));
+        target
+            .ok_or_else(|| fault("a staging buffer that is shared or too small"))?
+            .copy_from_slice(&bytes);
+        Ok(Some(into))
+    }
+
+    fn upload(
+        copier: &mut Device,
+        from: HostBuffer,
+        into: DeviceBuffer,
+        ranges: &[Range<u64>],
+        _: Tick<'_>,
+    ) -> Result<Upload> {
+        let slot = into.slot();
+        let ranges = ranges.to_vec();
+        let bytes: u64 = ranges.iter().map(|range| range.end - range.start).sum();
+        let front = from
+            .bytes()
+            .get(..annulus_core::index(bytes))
+            .ok_or_else(|| fault("a staging buffer that is too small"))?
+            .to_vec();
+        let done =
+            copier.enqueue(&[], &[slot], move |memory| memory.scatter(slot, &ranges, &front))?;
+        Ok(Upload { done, sides: Some((from, into)) })
+    }
+
+    fn uploaded(_: &mut Device, copy: &mut Upload) -> Result<Option<(HostBuffer, Arrived<Self>)>> {
+        if !copy.done.poll()? {
+            return Ok(None);
+        }
+        let Some((from, buffer)) = copy.sides.take() else {
+            return Err(fault("an upload was polled after its end"));
+        };
+        Ok(Some((from, Arrived { buffer, ready: copy.done.clone() })))
     }
 }

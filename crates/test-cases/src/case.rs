@@ -1,14 +1,18 @@
-//! One attention with all its tensors in f64, and the oracle's results for it.
+//! One attention with all its tensors in f64: its masks, the oracle's results for it, and their
+//! comparison with the outputs and gradients that one subject computed.
+//!
+//! The predicate of the masks is written down from the definitions in `docs/semantics.md`.
 
 use std::{borrow::Cow, sync::Arc};
 
 use annulus_core::{
-    Batch, DType, Result, Spec,
+    Batch, DType, Fingerprint, KeyIntervals, Mask, Result, Spec,
+    mask::{Key, Query},
     oracle::{self, Backward, Forward, Problem},
 };
-use ndarray::{Array, Array2, Array3, Array4, Dimension};
+use ndarray::{Array, Array2, Array3, Array4, ArrayViewD, Dimension};
 
-use crate::{Draw, Masks};
+use crate::Draw;
 
 /// Spec, batch and global tensors.
 #[derive(Debug, Clone)]
@@ -161,5 +165,174 @@ impl Case {
             self.dlse.as_ref().map(|dlse| dlse.view()),
         )?;
         Ok(Truth { forward: oracle::forward(&problem)?, backward })
+    }
+}
+
+/// The mask conditions of a case besides those of its batch. A pair is visible if all hold.
+#[derive(Debug, Clone, Default)]
+pub struct Masks {
+    /// Positions j' ≤ i'.
+    pub causal: bool,
+    /// i' − l ≤ j' ≤ i' + r; `None` is unbounded.
+    pub window: Option<[Option<u64>; 2]>,
+    /// Keys with j' below this number are exempt from the window.
+    pub first_visible: u64,
+    /// ⌊i'/C⌋ = ⌊j'/C⌋ and j' ≤ i'.
+    pub chunk: Option<u64>,
+    /// j' < n or j' ≤ i'.
+    pub prefix: Option<u64>,
+    /// Mask objects.
+    pub objects: Vec<Arc<dyn Mask>>,
+}
+
+/// The predicate only. It has no intervals, so that the oracle does not share the code of subjects.
+impl Mask for Masks {
+    fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
+        // constant: fingerprints are compared between ranks, and the oracle runs on none
+        into.text("conformance")
+    }
+
+    fn visible(&self, query: &Query, key: &Key) -> bool {
+        let i = i128::from(query.position);
+        let j = i128::from(key.position);
+        let near = |[left, right]: [Option<u64>; 2]| {
+            left.is_none_or(|left| i - i128::from(left) <= j)
+                && right.is_none_or(|right| j <= i + i128::from(right))
+        };
+        let exempt = self.first_visible > 0 && j < i128::from(self.first_visible);
+        let same_chunk =
+            |size: u64| i.div_euclid(size.into()) == j.div_euclid(size.into()) && j <= i;
+        (!self.causal || self.prefix.is_some() || j <= i)
+            && (self.window.is_none_or(near) || exempt)
+            && self.chunk.is_none_or(same_chunk)
+            && self.prefix.is_none_or(|prefix| j < i128::from(prefix) || j <= i)
+            && self.objects.iter().all(|mask| mask.visible(query, key))
+    }
+
+    fn intervals(&self, _: &Query) -> Option<KeyIntervals> {
+        None
+    }
+
+    fn per_head(&self) -> bool {
+        self.objects.iter().any(|mask| mask.per_head())
+    }
+
+    fn per_batch(&self) -> bool {
+        self.objects.iter().any(|mask| mask.per_batch())
+    }
+}
+
+/// Outputs and gradients of one case.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Answer {
+    /// `[b, q_len, q_heads, dv]`.
+    pub out: Array4<f64>,
+    /// `[b, q_heads, q_len]`, as the three below.
+    pub lse: Array3<f64>,
+    /// Largest logit.
+    pub max: Array3<f64>,
+    /// Σ e^{s − max}.
+    pub sum: Array3<f64>,
+    /// Number of pairs and sinks that share the largest logit, if the output is not normalised.
+    pub ties: Option<Array3<f64>>,
+    /// `[b, q_len, q_heads, d]`.
+    pub dq: Array4<f64>,
+    /// `[b, kv_len, kv_heads, d]`.
+    pub dk: Array4<f64>,
+    /// `[b, kv_len, kv_heads, dv]`.
+    pub dv: Array4<f64>,
+    /// Shape of the bias.
+    pub dbias: Option<Array4<f64>>,
+    /// Shape of the sinks.
+    pub dsinks: Option<Array2<f64>>,
+}
+
+impl Answer {
+    /// The oracle's answer for a case; with `normalize` it has no `ties`.
+    pub fn of(truth: Truth, normalize: bool) -> Self {
+        let Truth { forward, backward } = truth;
+        Self {
+            out: forward.out,
+            lse: forward.lse,
+            max: forward.max,
+            sum: forward.sum,
+            ties: (!normalize).then_some(forward.ties),
+            dq: backward.dq,
+            dk: backward.dk,
+            dv: backward.dv,
+            dbias: backward.dbias,
+            dsinks: backward.dsinks,
+        }
+    }
+
+    /// Returns every array that is present, with its name.
+    pub fn arrays(&self) -> Vec<(&'static str, ArrayViewD<'_, f64>)> {
+        let mut all = vec![
+            ("out", self.out.view().into_dyn()),
+            ("lse", self.lse.view().into_dyn()),
+            ("max", self.max.view().into_dyn()),
+            ("sum", self.sum.view().into_dyn()),
+            ("dq", self.dq.view().into_dyn()),
+            ("dk", self.dk.view().into_dyn()),
+            ("dv", self.dv.view().into_dyn()),
+        ];
+        all.extend(self.ties.iter().map(|ties| ("ties", ties.view().into_dyn())));
+        all.extend(self.dbias.iter().map(|dbias| ("dbias", dbias.view().into_dyn())));
+        all.extend(self.dsinks.iter().map(|dsinks| ("dsoftmax_aux", dsinks.view().into_dyn())));
+        all
+    }
+
+    /// Compares array by array. `within` is the largest difference allowed in an array of that
+    /// name. An infinity equals only itself; NaN equals NaN.
+    ///
+    /// # Errors
+    /// The first difference, as text.
+    pub fn compare(&self, want: &Self, within: impl Fn(&str) -> f64) -> Result<(), String> {
+        let got = self.arrays();
+        let want = want.arrays();
+        let names = |arrays: &[(&'static str, ArrayViewD<'_, f64>)]| {
+            arrays.iter().map(|(name, _)| *name).collect::<Vec<_>>()
+        };
+        if names(&got) != names(&want) {
+            return Err(format!("arrays {:?}, want {:?}", names(&got), names(&want)));
+        }
+        for ((name, got), (_, want)) in got.iter().zip(&want) {
+            if got.shape() != want.shape() {
+                return Err(format!(
+                    "{name} has the shape {:?}, want {:?}",
+                    got.shape(),
+                    want.shape()
+                ));
+            }
+            let bound = within(name);
+            let wrong = |(_, (got, want)): &(usize, (&f64, &f64))| {
+                let same = got == want || (got.is_nan() && want.is_nan());
+                let apart = (**got - **want).abs();
+                !same && (apart.is_nan() || apart > bound)
+            };
+            if let Some((index, (got, want))) = got.iter().zip(want).enumerate().find(wrong) {
+                return Err(format!(
+                    "{name}[{index}]: got {got:e}, want {want:e}, at most {bound:e} apart"
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Compares bit for bit; every NaN counts as the same NaN.
+    ///
+    /// # Errors
+    /// The first array that differs, as text.
+    pub fn same_bits(&self, other: &Self) -> Result<(), String> {
+        let bits = |x: &f64| if x.is_nan() { u64::MAX } else { x.to_bits() };
+        for ((name, a), (other_name, b)) in self.arrays().iter().zip(&other.arrays()) {
+            if name != other_name
+                || a.shape() != b.shape()
+                || a.iter().map(bits).ne(b.iter().map(bits))
+            {
+                return Err(format!("{name} differs in its bits"));
+            }
+        }
+        Ok(())
     }
 }

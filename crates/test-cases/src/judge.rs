@@ -183,6 +183,6 @@ fn floors(case: &Case, want: &Answer) -> HashMap<&'static str, f64> {
         ("dk", narrow * (scale * ds * most(&mut case.q.iter()) + most(&mut want.dk.iter()))),
         ("dv", narrow * (kept * most(&mut case.dout.iter()) + most(&mut want.dv.iter()))),
         ("dbias", sums * (ds * sink_rows + most(&mut want.dbias.iter().flatten()))),
-        ("dsinks", sums * (ds * sink_rows + most(&mut want.dsinks.iter().flatten()))),
+        ("dsoftmax_aux", sums * (ds * sink_rows + most(&mut want.dsinks.iter().flatten()))),
     ])
 }

@@ -34,9 +34,7 @@
 
 #[path = "../comparison.rs"]
 mod comparison;
-mod kernel_clock;
 mod pass;
-mod verify;
 
 use std::{
     collections::BTreeMap,
@@ -121,14 +119,14 @@ impl Settings {
         let device = self.get("device").unwrap_or("0");
         let open = |level: Level| -> Result<Cuda> {
             if device == "emulated" {
-                let driver = kernel_clock::watched(emulator::hopper_symbols());
+                let driver = pass::watched(emulator::hopper_symbols());
                 let nvrtc = || Ok(emulator::hopper_compiler_symbols());
                 let cuda = Cuda::with_symbols(Ok(driver), nvrtc, Cache::of_user(), 0)?;
                 return cuda.with_min_warpgroup_rows(0).at_level(level);
             }
             let number =
                 device.parse().map_err(|_| Error::invalid("device", device, "a GPU's number"))?;
-            let driver = Symbols::system().map(kernel_clock::watched);
+            let driver = Symbols::system().map(pass::watched);
             let cuda =
                 Cuda::with_symbols(driver, CompilerSymbols::system, Cache::of_user(), number)?;
             cuda.at_level(level)
@@ -212,7 +210,7 @@ fn measure(levels: &[Setup], problem: Problem) -> Result<()> {
         }
         for _ in 0..rounds {
             for (passes, kernels) in all.iter_mut().zip(&mut kernels) {
-                let (passed, spent) = kernel_clock::times(|| passes.timed(is_forward));
+                let (passed, spent) = pass::times(|| passes.timed(is_forward));
                 passed?;
                 spent.into_iter().for_each(|(name, ms)| kernels.entry(name).or_default().push(ms));
             }
@@ -305,7 +303,7 @@ fn run() -> Result<bool> {
                     let (heads, masks) = (settings.number("heads", 8)?, &masks);
                     let problem = Verification { dtype, len, heads, dim, masks, mistake };
                     for setup in &levels {
-                        all_right &= verify::verify(setup, &problem)?;
+                        all_right &= pass::verify(setup, &problem)?;
                     }
                 }
             }

@@ -1,15 +1,31 @@
 //! One attention on one device: its ring of one rank and its tensors.
+//! And the comparison of a level with level `plain` in f32, from the same inputs rounded to 16 bits.
+//! And times of single kernels: driver functions that record events around every launch.
 
-use std::time::{Duration, Instant};
+use std::{
+    collections::BTreeMap,
+    ffi::{c_char, c_uint, c_void},
+    sync::{
+        Mutex, OnceLock, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
 
-use annulus::{Attention, DType, Dims, Result, Ring, Setup};
+use annulus::{Attention, DType, Dims, Error, Result, Ring, Setup};
 use annulus_comm::{Staged, threads};
 use annulus_core::{BackwardInputs, Element, Gradients, Inputs, Outputs};
 use annulus_cuda::{
-    Cuda,
-    device::{CudaCopier, CudaSpace, CudaTensor, Stream},
+    Cuda, Level,
+    device::{
+        CudaCopier, CudaSpace, CudaTensor, Stream, Symbols,
+        cudarc::driver::sys::{CUevent, CUfunction, CUmodule, CUresult, CUstream},
+    },
 };
 use half::{bf16, f16};
+use serde_json::json;
+
+use crate::comparison::{NAMES, Shape, Verification, are_within, errors, shapes};
 
 /// Longest wait for the device.
 const DEADLINE: Duration = Duration::from_secs(120);
@@ -50,7 +66,7 @@ pub(crate) struct Numbers(pub(crate) [Vec<f32>; 4]);
 impl Numbers {
     /// Draws the inputs of an attention, rounded to `dtype`.
     pub(crate) fn draw(dims: Dims, dtype: DType) -> Self {
-        let shapes = shapes(dims);
+        let shapes = tensor_shapes(dims);
         Self(
             [0, 1, 2, 3].map(|index| {
                 normal_numbers(shapes[index].iter().product(), dtype, index as u64 + 1)
@@ -60,7 +76,7 @@ impl Numbers {
 }
 
 /// Shapes of q, k, v and dout.
-const fn shapes(dims: Dims) -> [[usize; 4]; 4] {
+const fn tensor_shapes(dims: Dims) -> [[usize; 4]; 4] {
     let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = dims;
     [
         [batch, q_len, q_heads, head_dim],
@@ -92,10 +108,10 @@ impl Passes {
         let attention = attention.clone().dtype(dtype);
         let copier = CudaCopier::new(stream.device())?;
         let transport = Staged::<_, CudaSpace>::new(threads::ring(1).remove(0), copier);
-        let setup = Setup::from(attention);
+        let setup = annulus::Setup::from(attention);
         let (spec, options) = (setup.spec(dims), setup.ring_options());
         let ring = Ring::new(cuda.clone(), Box::new(transport), spec, options)?;
-        let shapes = shapes(dims);
+        let shapes = tensor_shapes(dims);
         let upload = |index: usize| {
             let bytes = bytes_of(&numbers.0[index], dtype);
             CudaTensor::upload(&stream, &bytes, dtype, shapes[index])
@@ -179,4 +195,174 @@ fn numbers_of(bytes: &[u8], dtype: DType) -> Vec<f64> {
         _ => f64::NAN,
     };
     bytes.chunks_exact(dtype.bytes()).map(number).collect()
+}
+
+/// Results of two passes, which must have the same bits.
+fn compute(passes: &mut Passes) -> Result<([Vec<f64>; 5], bool)> {
+    let mut once = || {
+        passes.forward()?;
+        passes.backward()?;
+        passes.results()
+    };
+    let first = once()?;
+    let second = once()?;
+    let bits = |numbers: &[f64]| numbers.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    let same = first.iter().zip(&second).all(|(first, second)| bits(first) == bits(second));
+    Ok((first, same))
+}
+
+/// Verifies the chosen masks of one element type, length and dim. Prints a line for each; false if
+/// one is wrong.
+pub(crate) fn verify(setup: &Setup, problem: &Verification<'_>) -> Result<bool> {
+    let Setup { name: level, cuda } = setup;
+    let &Verification { dtype, len, heads, dim, masks, mistake } = problem;
+    let bound = match dtype {
+        DType::Bf16 => 5e-3,
+        DType::F16 => 1e-3,
+        _ => return Err(Error::invalid("dtypes", dtype, "bf16 or f16: f32 is the reference")),
+    };
+    let plain = cuda.clone().at_level(Level::Plain)?;
+    let mut all_right = true;
+    let references = shapes(len, heads, dim, mistake);
+    for (shape, reference) in shapes(len, heads, dim, 0).into_iter().zip(references) {
+        let Shape { name, attention, dims } = shape;
+        if !masks.contains(&name) {
+            continue;
+        }
+        let numbers = Numbers::draw(dims, dtype);
+        let mut passes = Passes::new(cuda, &attention, dtype, dims, &numbers)?;
+        let (got, same_bits) = compute(&mut passes)?;
+        drop(passes);
+        let mut passes = Passes::new(&plain, &reference.attention, DType::F32, dims, &numbers)?;
+        passes.forward()?;
+        passes.backward()?;
+        let want = passes.results()?;
+        let mut right = same_bits;
+        let mut found = serde_json::Map::new();
+        for (index, name) in NAMES.into_iter().enumerate() {
+            // lse stays f32: only the order of sums and e^x differ
+            let is_lse = name == "lse";
+            let errors = errors(&got[index], &want[index], if is_lse { 1 } else { dim });
+            let bound = if is_lse { 1e-4 } else { bound };
+            right &= are_within(errors, bound);
+            found.insert(name.into(), json!(errors.map(|error| format!("{error:.1e}"))));
+        }
+        all_right &= right;
+        println!(
+            "{}",
+            json!({
+                "what": "verify", "gpu": cuda.to_string(), "level": level,
+                "dtype": dtype.name(), "head_dim": dim, "n": len, "mask": name,
+                "errors": found, "same_bits": same_bits, "ok": right,
+            })
+        );
+    }
+    Ok(all_right)
+}
+
+static DRIVER: OnceLock<Symbols> = OnceLock::new();
+/// Names of kernels by handle.
+static KERNEL_NAMES: Mutex<BTreeMap<usize, String>> = Mutex::new(BTreeMap::new());
+/// Kernel and both events of every launch.
+static LAUNCHES: Mutex<Vec<(usize, [usize; 2])>> = Mutex::new(Vec::new());
+static RUNS: AtomicBool = AtomicBool::new(false);
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Returns the driver with launches that can be timed.
+pub(crate) fn watched(driver: Symbols) -> Symbols {
+    let driver = *DRIVER.get_or_init(|| driver);
+    Symbols { module_function, launch, ..driver }
+}
+
+/// Calls `work`, which waits for its kernels, and returns the milliseconds of each kernel.
+pub(crate) fn times<R>(work: impl FnOnce() -> R) -> (R, BTreeMap<String, f64>) {
+    lock(&LAUNCHES).clear();
+    RUNS.store(true, Ordering::Relaxed);
+    let result = work();
+    RUNS.store(false, Ordering::Relaxed);
+    let mut times = BTreeMap::new();
+    let names = lock(&KERNEL_NAMES).clone();
+    for (kernel, [before, after]) in std::mem::take(&mut *lock(&LAUNCHES)) {
+        let mut ms = f32::NAN;
+        let elapsed = DRIVER.get().and_then(|driver| driver.event_elapsed);
+        let (before, after) = (before as CUevent, after as CUevent);
+        if let (Some(driver), Some(elapsed)) = (DRIVER.get(), elapsed) {
+            // SAFETY: both events were recorded and have passed; they are destroyed once.
+            unsafe {
+                elapsed(&raw mut ms, before, after);
+                (driver.event_destroy)(before);
+                (driver.event_destroy)(after);
+            }
+        }
+        let name = names.get(&kernel).cloned().unwrap_or_default();
+        *times.entry(name).or_default() += f64::from(ms);
+    }
+    (result, times)
+}
+
+unsafe extern "C" fn module_function(
+    function: *mut CUfunction,
+    module: CUmodule,
+    name: *const c_char,
+) -> CUresult {
+    let Some(driver) = DRIVER.get() else { return CUresult::CUDA_ERROR_NOT_INITIALIZED };
+    // SAFETY: the arguments are those of the driver's function; the name ends in 0.
+    unsafe {
+        let found = (driver.module_function)(function, module, name);
+        if found == CUresult::CUDA_SUCCESS {
+            let name = std::ffi::CStr::from_ptr(name).to_string_lossy().into_owned();
+            lock(&KERNEL_NAMES).insert(*function as usize, name);
+        }
+        found
+    }
+}
+
+unsafe extern "C" fn launch(
+    function: CUfunction,
+    x: c_uint,
+    y: c_uint,
+    z: c_uint,
+    threads_x: c_uint,
+    threads_y: c_uint,
+    threads_z: c_uint,
+    shared_bytes: c_uint,
+    stream: CUstream,
+    parameters: *mut *mut c_void,
+    extra: *mut *mut c_void,
+) -> CUresult {
+    let Some(driver) = DRIVER.get() else { return CUresult::CUDA_ERROR_NOT_INITIALIZED };
+    let runs = RUNS.load(Ordering::Relaxed);
+    let mark = || {
+        let mut event: CUevent = std::ptr::null_mut();
+        // SAFETY: a local of the right type, and a valid stream. Flags 0: with a time.
+        unsafe {
+            (driver.event_create)(&raw mut event, 0);
+            (driver.event_record)(event, stream);
+        }
+        event as usize
+    };
+    let before = runs.then(mark);
+    // SAFETY: the arguments are those of the driver's function.
+    let launched = unsafe {
+        (driver.launch)(
+            function,
+            x,
+            y,
+            z,
+            threads_x,
+            threads_y,
+            threads_z,
+            shared_bytes,
+            stream,
+            parameters,
+            extra,
+        )
+    };
+    if let Some(before) = before {
+        lock(&LAUNCHES).push((function as usize, [before, mark()]));
+    }
+    launched
 }

@@ -20,10 +20,6 @@
 mod overlap;
 mod parts;
 mod ring;
-mod tax;
-mod ticks;
-#[path = "../wrapped_tiles.rs"]
-mod wrapped_tiles;
 
 use std::process::ExitCode;
 
@@ -102,8 +98,8 @@ fn run(words: &[String]) -> Result<(), String> {
     let _launch = Launch::begin().map_err(|error| error.to_string())?;
     match what.as_str() {
         "overlap" => overlap::measure(&problem),
-        "tax" => tax::measure(&problem),
-        "ticks" => ticks::measure(&problem),
+        "tax" => ring::tax(&problem),
+        "ticks" => ring::ticks(&problem),
         _ => return Err("want overlap, tax or ticks".to_owned()),
     }
     .map_err(|error| error.to_string())

@@ -19,9 +19,8 @@ use serde_json::json;
 
 use crate::{
     Problem,
-    parts::{NoMessages, Pace, Tiles},
+    parts::{NoMessages, Pace, Tiles, WrappedTiles},
     ring::{Everybody, Timed, middle},
-    wrapped_tiles::WrappedTiles,
 };
 
 /// The variants of the pass, in the order of a round.

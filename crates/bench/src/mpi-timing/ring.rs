@@ -1,5 +1,11 @@
 //! One rank of a timed ring, and the common start and exchange of times of all ranks of a
 //! measurement.
+//!
+//! `tax`: the cost of a ring: forward and backward on all ranks, in turn with rank 0 alone, which
+//! then has as many threads as all ranks together.
+//!
+//! `ticks`: the cost of message progress from within tiles while there are no messages: the CPU time
+//! of one check of the transport, as a tick makes it.
 
 use std::time::{Duration, Instant};
 
@@ -7,9 +13,12 @@ use annulus::{Attention, Backward, Dims, Division, Forward, Plan, Runtime, Tenso
 use annulus_comm::{
     Deadline, all_gather,
     mpi::{Mpi, Settings},
+    threads,
 };
-use annulus_core::{Backend, Control, Host, Result, Transport};
+use annulus_core::{Backend, Control, Error, Host, Result, Transport};
+use annulus_cpu::Cpu;
 use ndarray::Array4;
+use serde_json::json;
 
 use crate::Problem;
 
@@ -169,4 +178,132 @@ pub(crate) fn middle(numbers: &[f64]) -> (f64, f64) {
         below + (above - below) * position.fract()
     };
     (at(0.5), (at(0.75) - at(0.25)) / 2.0)
+}
+
+/// Prints the medians of times and ratios, and the ratio of every round.
+pub(crate) fn tax(problem: &Problem) -> Result<()> {
+    let mut everybody = Everybody::new()?;
+    let rank = everybody.rank();
+    let ranks = everybody.ranks();
+    let mut ring =
+        Timed::new(problem, Cpu::new(problem.threads)?, Mpi::world(Settings::default())?)?;
+    let mut alone = if rank == 0 {
+        let single = threads::ring(1)
+            .pop()
+            .ok_or_else(|| Error::Device { what: "a ring of one without a rank".into() })?;
+        Some(Timed::new(problem, Cpu::new(problem.threads * ranks)?, single)?)
+    } else {
+        None
+    };
+    let mut times: [Vec<f64>; 6] = Default::default();
+    // the first round warms up
+    for round in 0..=problem.rounds {
+        let (of_ring, _) = everybody.time(|| {
+            let forward = ring.forward()?;
+            ring.backward(&forward)
+        })?;
+        let (of_alone, _) = everybody.time(|| {
+            alone.as_mut().map_or(Ok(()), |alone| {
+                let forward = alone.forward()?;
+                alone.backward(&forward).map(|_| ())
+            })
+        })?;
+        if round > 0 {
+            for (times, time) in times.iter_mut().zip([
+                of_ring.seconds,
+                of_alone.seconds,
+                of_alone.seconds / of_ring.seconds,
+                of_ring.core_seconds,
+                of_alone.core_seconds,
+                of_alone.core_seconds / of_ring.core_seconds,
+            ]) {
+                times.push(time);
+            }
+        }
+    }
+    if rank == 0 {
+        print_tax(problem, ranks, &times);
+    }
+    Ok(())
+}
+
+/// Prints the line of a measurement. `times` are seconds of the ring, seconds alone and their
+/// ratio, then the same of CPU seconds.
+fn print_tax(problem: &Problem, ranks: usize, times: &[Vec<f64>; 6]) {
+    let [
+        (of_ring, ring_spread),
+        (of_alone, alone_spread),
+        (ratio, ratio_spread),
+        (ring_cores, _),
+        (alone_cores, _),
+        (of_cores, _),
+    ] = times.each_ref().map(|times| middle(times));
+    // backward has 2.5 times the products of forward
+    let gflops = 3.5 * problem.forward_flops() / 1e9;
+    println!(
+        "{}",
+        json!({
+            "what": "ring-tax",
+            "ranks": ranks,
+            "threads_of_a_rank": problem.threads,
+            "threads_alone": problem.threads * ranks,
+            "q_len": problem.q_len,
+            "heads": problem.heads,
+            "head_dim": problem.dim,
+            "causal": problem.causal,
+            "layout": problem.layout.name(),
+            "dtype": "f32",
+            "rounds": problem.rounds,
+            "ring_seconds": of_ring,
+            "ring_spread": ring_spread,
+            "ring_gflops": gflops / of_ring,
+            "alone_seconds": of_alone,
+            "alone_spread": alone_spread,
+            "alone_gflops": gflops / of_alone,
+            "ring_of_alone": ratio,
+            "ring_of_alone_spread": ratio_spread,
+            "ring_of_alone_rounds": times[2],
+            "ring_core_seconds": ring_cores,
+            "alone_core_seconds": alone_cores,
+            "ring_of_alone_by_core_seconds": of_cores,
+        })
+    );
+}
+
+/// Least time between two checks of a kernel: `TICK_EVERY` of the ring.
+const TICK_EVERY: Duration = Duration::from_micros(200);
+/// Checks in a round.
+const CHECKS: u32 = 20_000;
+
+/// Prints the median over rounds, and its fraction of the time between two checks.
+pub(crate) fn ticks(problem: &Problem) -> Result<()> {
+    let mut everybody = Everybody::new()?;
+    let mut idle: Deadline<Mpi, Host> =
+        Deadline::new(Mpi::world(Settings::default())?, Duration::from_secs(60))?;
+    let mut checks = Vec::new();
+    // the first round warms up
+    for round in 0..=problem.rounds {
+        let (taken, ()) = everybody.time(|| {
+            (0..CHECKS).try_for_each(|_| {
+                idle.heartbeat(true);
+                idle.progress(Duration::ZERO)
+            })
+        })?;
+        if round > 0 {
+            checks.push(taken.core_seconds / everybody.ranks() as f64 / f64::from(CHECKS));
+        }
+    }
+    let (check, spread) = middle(&checks);
+    if everybody.rank() == 0 {
+        let line = json!({
+            "what": "ticks",
+            "ranks": everybody.ranks(),
+            "rounds": problem.rounds,
+            "microseconds_a_look": check * 1e6,
+            "spread": spread * 1e6,
+            "share_of_time": check / TICK_EVERY.as_secs_f64(),
+        });
+        println!("{line}");
+    }
+    Ok(())
 }

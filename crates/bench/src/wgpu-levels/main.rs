@@ -27,12 +27,10 @@
 //! twice as much. A second pass has the same bits. The exit status is 1 if a check fails. With
 //! `mistake=1` the window of the reference is one key too long, which must be found.
 
-mod clock;
 #[path = "../comparison.rs"]
 mod comparison;
 mod pass;
 mod roof;
-mod verify;
 
 use std::process::ExitCode;
 
@@ -41,8 +39,8 @@ use annulus_core::{Error, Result};
 use annulus_wgpu::{Gpu, Level, Options, QueryTile};
 use serde_json::{Value, json};
 
-use clock::{Took, median, repetitions, time};
 use pass::{Passes, Problem, What};
+use roof::{Took, median, repetitions, time};
 
 /// Problems and durations of the measurement.
 struct Settings {
@@ -309,7 +307,7 @@ fn verify_all(gpus: &[(Level, Gpu)], settings: &Settings) -> Result<bool> {
                 }
                 let (heads, mistake) = (*heads, *mistake);
                 let problem = comparison::Verification { dtype, len, heads, dim, masks, mistake };
-                all_right &= verify::verify(gpu, &problem)?;
+                all_right &= pass::verify(gpu, &problem)?;
             }
         }
     }

@@ -1,27 +1,21 @@
-//! One case in one element type: loads it once and computes it on every ring, forward and backward.
+//! One case in one element type: reads it once and computes it on every ring, forward and backward.
 
-use std::{collections::BTreeMap, path::Path, time::Duration};
+use std::time::Duration;
 
-use annulus::{Attention, Backward, Division, Forward, LocalRing, Plan, Runtime, Setup};
-use annulus_core::{Batch, Dims, Element, Error, HeadGrid, Result, Runs, SinkShape, Strategy};
-use ndarray::{Array, Dimension};
+use annulus::{Division, LocalRing, Plan, Runtime, Setup};
+use annulus_core::{DType, Error, HeadGrid, Result, Strategy};
+use annulus_test_cases::{Answer, Case, Expected, WrongArray, facade, golden::Index};
+use ndarray::Dimension;
 
-use super::{
-    compare::{Expected, largest_error},
-    index::Case,
-    truth::Truth,
-};
 use crate::{
     arguments::values::LayoutName,
     backend::{BackendChoice, with_backend},
-    failure::of_file,
-    input::{Input, OutputGradients, Share},
     job::Endpoint,
 };
 
 /// Deadline of the rings. Cases compute in well under a second, and kernels compile in less than a
 /// minute, so a longer silence is a deadlock.
-pub(super) const DEADLINE: Duration = Duration::from_secs(120);
+const DEADLINE: Duration = Duration::from_secs(120);
 
 /// Ring to compute on.
 #[derive(Debug, Clone, Copy)]
@@ -39,27 +33,22 @@ pub(super) struct Ring {
 }
 
 impl Ring {
-    /// Returns the setup of a case on this ring. `batch` returns the batch of all rows.
-    pub(super) fn setup(
-        &self,
-        attention: &Attention,
-        dims: Dims,
-        batch: impl FnOnce() -> Result<Batch>,
-    ) -> Result<Setup> {
-        let division = Division::new().strategy(self.strategy);
-        let division = self.layout.apply(division, attention, dims, self.ranks, batch)?;
-        let runtime = Runtime::new().deadline(DEADLINE).arrival_deadline(DEADLINE);
-        Ok(Setup::from((attention, division, runtime)))
-    }
-
-    /// Checks that the strategy can divide the heads of a case among the ranks.
+    /// Returns the setup of a case on this ring.
     ///
     /// # Errors
-    /// [`Error::Unsupported`], so that a folder of cases with different heads can be checked.
-    pub(super) fn check_heads(&self, dims: &Dims) -> Result<()> {
-        HeadGrid::of(dims, self.ranks, self.strategy).map(drop).map_err(|error| {
+    /// [`Error::Unsupported`] if the strategy cannot divide the heads, so that a folder of cases
+    /// with different heads can be checked.
+    pub(super) fn setup(&self, case: &Case) -> Result<Setup> {
+        let dims = case.spec.dims;
+        HeadGrid::of(&dims, self.ranks, self.strategy).map_err(|error| {
             Error::unsupported(format!("strategy {}", self.strategy), error.to_string())
-        })
+        })?;
+        let attention = facade::attention(case).reproducible(self.reproducible);
+        let division = Division::new().strategy(self.strategy);
+        let batch = || Ok(case.batch.clone());
+        let division = self.layout.apply(division, &attention, dims, self.ranks, batch)?;
+        let runtime = Runtime::new().deadline(DEADLINE).arrival_deadline(DEADLINE);
+        Ok(Setup::from((attention, division, runtime)))
     }
 }
 
@@ -76,15 +65,11 @@ pub(super) enum Verdict {
     Failed(Error),
 }
 
-/// Array whose error exceeds its tolerance.
-#[derive(Debug, Clone, PartialEq)]
-pub(super) struct WrongArray {
-    /// Name of the array.
-    pub(super) name: String,
-    /// Its largest error; NaN or infinite where it cannot be compared.
-    pub(super) error: f64,
-    /// The largest error that passes.
-    pub(super) tolerance: f64,
+impl Verdict {
+    /// The verdict of the arrays that exceed their tolerance.
+    pub(super) fn of(wrong: Vec<WrongArray>) -> Self {
+        if wrong.is_empty() { Self::Passed } else { Self::Wrong(wrong) }
+    }
 }
 
 /// First element whose bits differ from those of the first ring.
@@ -100,253 +85,101 @@ pub(super) struct Difference {
     pub(super) first: f64,
 }
 
-/// Case with all its arrays in memory.
-struct Loaded<T: Element> {
-    input: Input,
-    attention: Attention,
-    share: Share<T>,
-    batch: Batch,
-    gradients: OutputGradients<T>,
-    /// Tolerance and expected values, by array.
-    expected: BTreeMap<String, (f64, Expected)>,
+/// Case with its expected arrays.
+pub(super) struct Loaded {
+    pub(super) case: Case,
+    pub(super) expected: Expected,
 }
 
-/// Computes `case` in `T` on every ring and returns a verdict for each.
-pub(super) fn run<T: Element>(
-    folder: &Path,
-    case: &Case,
+impl Loaded {
+    /// Reads case `number` of the index, to be computed in `dtype`.
+    pub(super) fn read(index: &Index, number: usize, dtype: DType) -> Result<Self> {
+        let golden = index.golden(number)?;
+        Ok(Self { case: golden.case.in_dtype(dtype), expected: golden.expected(dtype)? })
+    }
+}
+
+/// Computes case `number` in `dtype` on every ring and returns a verdict for each.
+pub(super) fn run(
+    index: &Index,
+    number: usize,
+    dtype: DType,
     rings: &[Ring],
     backend: &BackendChoice,
 ) -> Vec<Verdict> {
-    match Loaded::<T>::new(folder, case) {
-        Ok(loaded) => {
-            let mut first = None;
-            let mut judge = |ring| loaded.judge(case, ring, backend, &mut first);
-            rings.iter().map(|ring| judge(ring).unwrap_or_else(Verdict::Failed)).collect()
-        }
-        Err(error) => rings.iter().map(|_| Verdict::Failed(error.clone())).collect(),
-    }
+    let loaded = match Loaded::read(index, number, dtype) {
+        Ok(loaded) => loaded,
+        Err(error) => return rings.iter().map(|_| Verdict::Failed(error.clone())).collect(),
+    };
+    let mut first = None;
+    let mut judge = |ring| loaded.judge(ring, backend, &mut first);
+    rings.iter().map(|ring| judge(ring).unwrap_or_else(Verdict::Failed)).collect()
 }
 
-/// Opened file of a case, with the attention that it defines.
-pub(super) struct Opened {
-    pub(super) input: Input,
-    pub(super) sinks: Option<SinkShape>,
-    pub(super) attention: Attention,
-}
-
-impl Opened {
-    /// Opens the file of a case to be computed in `T`.
-    pub(super) fn new<T: Element>(folder: &Path, case: &Case) -> Result<Self> {
-        let input = Input::open(&folder.join(&case.file))?;
-        if input.dims != case.dims() {
-            let got = lengths(case.dims());
-            let want = lengths(input.dims);
-            return Err(of_file(
-                &folder.join(&case.file),
-                "dims",
-                format!("{got} in the index"),
-                format!("{want}, the lengths of its tensors"),
-            ));
-        }
-        let sinks = input.sinks(case.sinks_form()).map_err(|error| input.named(error))?;
-        let attention = case.attention(T::DTYPE)?.bias(input.bias).softmax_aux(sinks);
-        Ok(Self { input, sinks, attention })
-    }
-}
-
-/// Formats lengths with their names.
-fn lengths(dims: Dims) -> String {
-    let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = dims;
-    format!(
-        "batch {batch}, q_len {q_len}, kv_len {kv_len}, q_heads {q_heads}, kv_heads {kv_heads}, \
-         head_dim {head_dim}, value_dim {value_dim}"
-    )
-}
-
-impl<T: Element> Loaded<T> {
-    fn new(folder: &Path, case: &Case) -> Result<Self> {
-        let Opened { input, sinks, attention } = Opened::new::<T>(folder, case)?;
-        let all = |len: usize| Runs::counting(0, len as u64);
-        let q_rows = all(input.dims.q_len);
-        let kv_rows = all(input.dims.kv_len);
-        let named = |error| input.named(error);
-        let expected = Self::expected(&Truth::new::<T>(&input, case, sinks, &attention)?)?;
-        Ok(Self {
-            attention,
-            share: input.share(sinks, &q_rows, &kv_rows).map_err(named)?,
-            batch: input.batch(&q_rows, &kv_rows).map_err(named)?,
-            gradients: input.output_gradients(&q_rows).map_err(named)?,
-            expected,
-            input,
-        })
-    }
-
-    /// Loads the expected values of every array that the case has a tolerance for.
-    fn expected(truth: &Truth<'_>) -> Result<BTreeMap<String, (f64, Expected)>> {
-        let load =
-            |(name, tolerance): (&str, f64)| Ok((name.into(), (tolerance, truth.whole(name)?)));
-        truth.tolerances().into_iter().map(load).collect()
-    }
-
-    /// Computes the case on a ring. `first` is the result of the first reproducible ring.
+impl Loaded {
+    /// Computes the case on a ring, and compares the results with the expected ones. `first` is
+    /// the result of the first reproducible ring, which the bits of later ones must equal.
     fn judge(
         &self,
-        case: &Case,
         ring: &Ring,
         backend: &BackendChoice,
-        first: &mut Option<Results<T>>,
+        first: &mut Option<Answer>,
     ) -> Result<Verdict> {
-        let attention = self.attention.clone().reproducible(ring.reproducible);
-        ring.check_heads(&case.dims())?;
-        let setup = ring.setup(&attention, case.dims(), || Ok(self.batch.clone()));
-        let setup = setup.map_err(|error| self.input.named(error))?;
-        let plan = with_backend!(backend, ring.threads, make => {
-            LocalRing::from_plans(setup, case.dims(), ring.ranks, |_, setup, endpoint| {
+        let setup = ring.setup(&self.case)?;
+        let mut plan = with_backend!(backend, ring.threads, make => {
+            let dims = self.case.spec.dims;
+            LocalRing::from_plans(setup, dims, ring.ranks, |_, setup, endpoint| {
                 let (backend, transport) = make(Endpoint::Thread(Box::new(endpoint)))?;
-                Plan::with_backend(setup, case.dims(), backend, transport)
+                Plan::with_backend(setup, dims, backend, transport)
             })
         })?;
-        self.judge_ring(plan, ring.reproducible.then_some(first))
-    }
-
-    /// Compares the results with the expected ones and, with `first`, their bits with those of the
-    /// first ring.
-    fn judge_ring(
-        &self,
-        mut ring: LocalRing,
-        first: Option<&mut Option<Results<T>>>,
-    ) -> Result<Verdict> {
-        if self.batch != Batch::default() {
-            ring.update(&self.batch).map_err(|error| self.input.named(error))?;
+        let mut verdict = Verdict::Passed;
+        for answer in facade::compute(&self.case, &mut plan, 1, true)? {
+            verdict = Verdict::of(self.expected.wrong(&answer)?);
+            if !matches!(verdict, Verdict::Passed) || !ring.reproducible {
+                continue;
+            }
+            let different = first.as_ref().and_then(|first| first_difference(&answer, first));
+            verdict = different.map_or(Verdict::Passed, Verdict::Different);
+            first.get_or_insert(answer);
         }
-        let tensors = self.share.tensors();
-        let forward = ring.forward(&tensors)?;
-        let backward = ring.backward(
-            &tensors,
-            &forward,
-            self.gradients.dout.view(),
-            self.gradients.dlse_view(),
-        )?;
-        let mut wrong = Vec::new();
-        for (name, (tolerance, want)) in &self.expected {
-            let error = error_of(name, want, &forward, &backward)?;
-            wrong.extend(exceeding(name, error, *tolerance));
-        }
-        if !wrong.is_empty() {
-            return Ok(Verdict::Wrong(wrong));
-        }
-        let Some(first) = first else { return Ok(Verdict::Passed) };
-        let results = Results { forward, backward };
-        let Some(first) = first else {
-            *first = Some(results);
-            return Ok(Verdict::Passed);
-        };
-        Ok(results.first_difference(first).map_or(Verdict::Passed, Verdict::Different))
+        Ok(verdict)
     }
 }
 
-/// Returns a [`WrongArray`] if the error exceeds the tolerance, as a NaN always does.
-pub(super) fn exceeding(name: &str, error: f64, tolerance: f64) -> Option<WrongArray> {
-    let within = error <= tolerance;
-    (!within).then(|| WrongArray { name: name.to_owned(), error, tolerance })
-}
-
-/// Returns the largest error of one array of a forward or a backward pass.
-///
-/// # Errors
-/// [`Error::InvalidArgument`] if this attention has no such array; [`Error::Unsupported`] if no
-/// attention has.
-pub(super) fn error_of<T: Element>(
-    name: &str,
-    want: &Expected,
-    forward: &Forward<T>,
-    backward: &Backward<T>,
-) -> Result<f64> {
-    let missing = || missing(name);
-    Ok(match name {
-        "out" => largest_error(&forward.out, want),
-        "lse" => largest_error(&forward.lse, want),
-        "max" => largest_error(forward.max.as_ref().ok_or_else(missing)?, want),
-        "sum" => largest_error(forward.sum.as_ref().ok_or_else(missing)?, want),
-        "dq" => largest_error(&backward.dq, want),
-        "dk" => largest_error(&backward.dk, want),
-        "dv" => largest_error(&backward.dv, want),
-        "dbias" => largest_error(backward.dbias.as_ref().ok_or_else(missing)?, want),
-        "dsoftmax_aux" => largest_error(backward.dsoftmax_aux.as_ref().ok_or_else(missing)?, want),
-        _ => return Err(Error::unsupported(format!("expected array {name}"), "this version")),
-    })
-}
-
-fn missing(name: &str) -> Error {
-    Error::invalid(name, "nothing", "an array that this attention computes")
-}
-
-/// Results of a reproducible ring.
-struct Results<T: Element> {
-    forward: Forward<T>,
-    backward: Backward<T>,
-}
-
-impl<T: Element> Results<T> {
-    /// Returns the first element of which the bits differ from those of `first`.
-    fn first_difference(&self, first: &Self) -> Option<Difference> {
-        let (got, want) = (&self.forward, &first.forward);
-        let statistics = [("max", &got.max, &want.max), ("sum", &got.sum, &want.sum)];
-        let mut statistics = statistics.into_iter().filter_map(|(name, got, first)| {
-            different_element(name, got.as_ref()?, first.as_ref()?)
-        });
-        different_element("out", &got.out, &want.out)
-            .or_else(|| different_element("lse", &got.lse, &want.lse))
-            .or_else(|| statistics.next())
-            .or_else(|| self.first_difference_backward(&first.backward))
-    }
-
-    fn first_difference_backward(&self, want: &Backward<T>) -> Option<Difference> {
-        let got = &self.backward;
-        let sinks = (got.dsoftmax_aux.as_ref(), want.dsoftmax_aux.as_ref());
-        different_element("dq", &got.dq, &want.dq)
-            .or_else(|| different_element("dk", &got.dk, &want.dk))
-            .or_else(|| different_element("dv", &got.dv, &want.dv))
-            .or_else(|| different_element("dbias", got.dbias.as_ref()?, want.dbias.as_ref()?))
-            .or_else(|| different_element("dsoftmax_aux", sinks.0?, sinks.1?))
-    }
-}
-
-fn different_element<T: Element, D: Dimension>(
-    name: &'static str,
-    got: &Array<T, D>,
-    first: &Array<T, D>,
-) -> Option<Difference> {
+/// Returns the first element of which the bits differ from those of `first`.
+fn first_difference(answer: &Answer, first: &Answer) -> Option<Difference> {
     // widening is exact, and keeps the sign of zero and the bits of a NaN apart
-    let (got, first) = (got.view().into_dyn(), first.view().into_dyn());
-    got.indexed_iter().zip(first).find_map(|((index, got), first)| {
-        let got = got.to_f64();
-        let first = first.to_f64();
-        let index = || index.as_array_view().to_vec();
-        (got.to_bits() != first.to_bits()).then(|| Difference { name, index: index(), got, first })
+    answer.arrays().into_iter().zip(first.arrays()).find_map(|((name, got), (_, first))| {
+        got.indexed_iter().zip(&first).find_map(|((index, &got), &first)| {
+            let index = || index.as_array_view().to_vec();
+            let different = got.to_bits() != first.to_bits();
+            different.then(|| Difference { name, index: index(), got, first })
+        })
     })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ndarray::arr2;
+    use annulus_core::{Dims, Spec};
+    use annulus_test_cases::{Draw, Masks};
 
     #[test]
     fn the_first_element_with_other_bits_is_found() {
-        let first = arr2(&[[1.0f32, 0.0], [f32::NAN, 2.0]]);
-        assert_eq!(different_element("out", &first, &first), None);
-        for (index, number) in [([0, 1], -0.0), ([1, 1], 2.0 + f32::EPSILON * 2.0)] {
-            let mut other = first.clone();
-            other[index] = number;
-            let want = Difference {
-                name: "out",
-                index: index.to_vec(),
-                got: number.into(),
-                first: first[index].into(),
-            };
-            assert_eq!(different_element("out", &other, &first), Some(want));
-        }
+        let spec = Spec::new(Dims::new(1, 4, 2, 2), DType::F64);
+        let case = Case::new("bits", spec, Masks::default(), &mut Draw::new(1));
+        let first = Answer::of(case.truth().unwrap(), true);
+        assert_eq!(first_difference(&first, &first), None);
+        let mut negated = first.clone();
+        negated.lse[[0, 1, 2]] = 0.0;
+        let mut first_zero = first.clone();
+        first_zero.lse[[0, 1, 2]] = -0.0;
+        let want = Difference { name: "lse", index: vec![0, 1, 2], got: 0.0, first: -0.0 };
+        assert_eq!(first_difference(&negated, &first_zero), Some(want));
+        let mut other = first.clone();
+        other.dk[[0, 3, 1, 1]] = 7.0;
+        let found = first_difference(&other, &first).unwrap();
+        assert_eq!((found.name, found.index), ("dk", vec![0, 3, 1, 1]));
     }
 }

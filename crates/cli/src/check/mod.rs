@@ -1,12 +1,8 @@
 //! `annulus check`: computes every case of a folder on every requested ring, forward and backward.
 
 mod case;
-mod compare;
-mod glob;
-mod index;
 #[cfg(feature = "mpi")]
 mod processes;
-mod truth;
 
 use std::{
     path::{Path, PathBuf},
@@ -14,9 +10,9 @@ use std::{
 };
 
 use annulus_comm::threads::each_rank;
-use annulus_core::{Error, Result, Strategy};
+use annulus_core::{DType, Error, Result, Strategy};
+use annulus_test_cases::golden::Index;
 use clap::{Args, ValueEnum};
-use half::{bf16, f16};
 
 use crate::{
     arguments::{
@@ -31,8 +27,7 @@ use crate::{
     report::complain,
     stdout::say,
 };
-use case::{Difference, Ring, Verdict, WrongArray};
-use index::{Case, Index};
+use case::{Difference, Ring, Verdict};
 
 const EXAMPLES: &str = "Examples:
   annulus check cases/
@@ -108,12 +103,12 @@ enum CheckedDType {
 }
 
 impl CheckedDType {
-    const fn name(self) -> &'static str {
+    const fn dtype(self) -> DType {
         match self {
-            Self::F32 => "f32",
-            Self::F64 => "f64",
-            Self::F16 => "f16",
-            Self::Bf16 => "bf16",
+            Self::F32 => DType::F32,
+            Self::F64 => DType::F64,
+            Self::F16 => DType::F16,
+            Self::Bf16 => DType::Bf16,
         }
     }
 }
@@ -132,9 +127,9 @@ struct Count {
 struct Unit {
     /// Id as it is printed.
     id: String,
-    /// The case, or the error of parsing it.
-    case: Result<Case>,
-    dtype: CheckedDType,
+    /// Number in the index.
+    number: usize,
+    dtype: DType,
 }
 
 /// Default ring sizes of threads: a prime and a power of two beside the smallest.
@@ -172,7 +167,7 @@ fn check(flags: &CheckFlags, job: &mut Job, backend: &BackendChoice) -> Outcome 
         }
         return Err(Failure::Reported);
     }
-    let verdicts = compute(&flags.folder, &units, &rings, job, backend)?;
+    let verdicts = compute(&index, &units, &rings, job, backend)?;
     let mut count = Count::default();
     for (unit, verdicts) in units.iter().zip(verdicts) {
         count.unit(unit, &rings, verdicts, flags.skip_unsupported);
@@ -251,16 +246,16 @@ impl CheckFlags {
 /// Returns every matching case in every element type. A malformed case becomes a unit that fails.
 fn units(index: &Index, flags: &CheckFlags) -> Vec<Unit> {
     let mut units = Vec::new();
-    let path = Index::path(&flags.folder);
-    for (number, value) in index.cases.iter().enumerate() {
+    for (number, id) in index.ids().enumerate() {
         // a case without an id is malformed and fails
-        let id = value.get("id").and_then(serde_json::Value::as_str);
         let id = id.map_or_else(|| format!("(no id, number {number})"), str::to_owned);
-        if !glob::matches(&flags.case, &id) {
-            continue;
-        }
-        for &dtype in &flags.dtype {
-            units.push(Unit { id: message::name(&id), case: Case::read(&path, &id, value), dtype });
+        if matches(&flags.case, &id) {
+            let unit = |dtype: &CheckedDType| Unit {
+                id: message::name(&id),
+                number,
+                dtype: dtype.dtype(),
+            };
+            units.extend(flags.dtype.iter().map(unit));
         }
     }
     units
@@ -271,7 +266,7 @@ fn units(index: &Index, flags: &CheckFlags) -> Vec<Unit> {
 /// # Ordering
 /// Collective over the processes.
 fn compute(
-    folder: &Path,
+    index: &Index,
     units: &[Unit],
     rings: &[(Ring, String)],
     job: &mut Job,
@@ -280,39 +275,33 @@ fn compute(
     let rings: Vec<Ring> = rings.iter().map(|(ring, _)| *ring).collect();
     #[cfg(feature = "mpi")]
     if job.is_mpi() {
-        return processes::compute(folder, units, &rings, job, backend);
+        return processes::compute(index, units, &rings, job, backend);
     }
     #[cfg(not(feature = "mpi"))]
     let _: &Job = job;
-    Ok(compute_on_threads(folder, units, &rings, backend)?)
+    Ok(compute_on_threads(index, units, &rings, backend)?)
 }
 
 /// As [`compute`] for rings of threads, with one worker thread per core.
 fn compute_on_threads(
-    folder: &Path,
+    index: &Index,
     units: &[Unit],
     rings: &[Ring],
     backend: &BackendChoice,
 ) -> Result<Vec<Vec<Verdict>>> {
     let next = AtomicUsize::new(0);
-    let judge = |unit: &Unit| match (&unit.case, unit.dtype) {
-        (Ok(case), CheckedDType::F32) => case::run::<f32>(folder, case, rings, backend),
-        (Ok(case), CheckedDType::F64) => case::run::<f64>(folder, case, rings, backend),
-        (Ok(case), CheckedDType::F16) => case::run::<f16>(folder, case, rings, backend),
-        (Ok(case), CheckedDType::Bf16) => case::run::<bf16>(folder, case, rings, backend),
-        (Err(error), _) => rings.iter().map(|_| Verdict::Failed(error.clone())).collect(),
-    };
+    let judge = |unit: &Unit| case::run(index, unit.number, unit.dtype, rings, backend);
     let worker = |_, ()| {
         let mut done = Vec::new();
         loop {
-            let index = next.fetch_add(1, Ordering::Relaxed);
-            let Some(unit) = units.get(index) else { return Ok(done) };
-            done.push((index, judge(unit)));
+            let at = next.fetch_add(1, Ordering::Relaxed);
+            let Some(unit) = units.get(at) else { return Ok(done) };
+            done.push((at, judge(unit)));
         }
     };
     let mut verdicts: Vec<_> =
         each_rank(vec![(); cores()], worker)?.into_iter().flatten().collect();
-    verdicts.sort_by_key(|&(index, _)| index);
+    verdicts.sort_by_key(|&(at, _)| at);
     Ok(verdicts.into_iter().map(|(_, verdicts)| verdicts).collect())
 }
 
@@ -321,14 +310,13 @@ impl Count {
     /// and is printed once.
     fn unit(
         &mut self,
-        Unit { id, case, dtype }: &Unit,
+        Unit { id, dtype, .. }: &Unit,
         rings: &[(Ring, String)],
         verdicts: Vec<Verdict>,
         skip_unsupported: bool,
     ) {
-        let dtype = dtype.name();
         let alike = match verdicts.split_first() {
-            Some((Verdict::Failed(error), rest)) if case.is_err() || !rest.is_empty() => {
+            Some((Verdict::Failed(error), rest)) if !rest.is_empty() => {
                 rest.iter().all(|other| matches!(other, Verdict::Failed(same) if same == error))
             }
             _ => false,
@@ -358,11 +346,8 @@ impl Count {
             }
             Verdict::Wrong(arrays) => {
                 self.failed += 1;
-                for WrongArray { name: array, error, tolerance } in arrays {
-                    self.fail(format!(
-                        "{name}: {} error {error:.3e} tolerance {tolerance:.3e}",
-                        message::name(array)
-                    ));
+                for wrong in arrays {
+                    self.fail(format!("{name}: {}", message::one_line(&wrong.to_string())));
                 }
             }
         }
@@ -371,5 +356,56 @@ impl Count {
     fn fail(&mut self, what: String) {
         say!("FAIL {what}");
         self.first.get_or_insert(what);
+    }
+}
+
+/// True if `pattern` matches the whole of `name`: `*` matches any characters, `?` one. Backtracks to
+/// the last `*` only, so the time is O(pattern length · name length).
+fn matches(pattern: &str, name: &str) -> bool {
+    let (pattern, name): (Vec<char>, Vec<char>) =
+        (pattern.chars().collect(), name.chars().collect());
+    let (mut p, mut n) = (0, 0);
+    // (pattern index after the last `*`, name index at which its match ended)
+    let mut retry = None;
+    while n < name.len() {
+        match pattern.get(p) {
+            Some('*') => {
+                p += 1;
+                retry = Some((p, n));
+            }
+            Some(&letter) if letter == '?' || letter == name[n] => (p, n) = (p + 1, n + 1),
+            _ => match &mut retry {
+                Some((after, from)) => {
+                    *from += 1;
+                    (p, n) = (*after, *from);
+                }
+                None => return false,
+            },
+        }
+    }
+    pattern[p..].iter().all(|&letter| letter == '*')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::matches;
+
+    #[test]
+    fn patterns() {
+        for (pattern, name) in [
+            ("*", ""),
+            ("*", "causal"),
+            ("ca*al", "causal"),
+            ("c?usal", "causal"),
+            ("*_gqa*", "mask_causal_gqa"),
+            ("a*b*c", "abbbc"),
+        ] {
+            assert!(matches(pattern, name), "{pattern} {name}");
+        }
+        for (pattern, name) in
+            [("", "a"), ("causal", "causal2"), ("c?", "c"), ("*b", "abc"), ("a*b*c", "acb")]
+        {
+            assert!(!matches(pattern, name), "{pattern} {name}");
+        }
     }
 }

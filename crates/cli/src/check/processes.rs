@@ -5,21 +5,16 @@
 //! So a process outside a ring waits no longer than one case takes, and a failure of several ranks
 //! is counted once.
 
-use std::{
-    collections::{BTreeMap, btree_map::Entry},
-    path::Path,
-};
+use std::collections::{BTreeMap, btree_map::Entry};
 
 use annulus::comm::mpi::{FirstRanks, Settings};
-use annulus_core::{Batch, Element, Error, Result};
-use half::{bf16, f16};
+use annulus_core::{Error, Result};
+use annulus_test_cases::{WrongArray, facade, golden::Index};
 use serde::{Deserialize, Serialize};
 
 use super::{
-    CheckedDType, Unit,
-    case::{Opened, Ring, Verdict, WrongArray, error_of, exceeding},
-    index::Case,
-    truth::Truth,
+    Unit,
+    case::{Loaded, Ring, Verdict},
 };
 use crate::{
     backend::BackendChoice,
@@ -47,7 +42,7 @@ enum RankVerdict {
 /// # Errors
 /// The loss of a process.
 pub(super) fn compute(
-    folder: &Path,
+    index: &Index,
     units: &[Unit],
     rings: &[Ring],
     job: &mut Job,
@@ -61,23 +56,14 @@ pub(super) fn compute(
     }
     let settings = job.settings();
     let mut verdicts = Vec::new();
-    for Unit { case, dtype, .. } in units {
+    for unit in units {
         let mut own = Vec::new();
         for ring in rings {
             let group = groups.get(&ring.ranks).and_then(Option::as_ref);
-            own.push(match (group, case, dtype) {
-                (None, ..) => RankVerdict::Passed,
-                (_, Err(error), _) => RankVerdict::of(&Verdict::Failed(error.clone())),
-                (Some(group), Ok(case), dtype) => {
-                    let judge = match dtype {
-                        CheckedDType::F64 => judge::<f64>,
-                        CheckedDType::F32 => judge::<f32>,
-                        CheckedDType::Bf16 => judge::<bf16>,
-                        CheckedDType::F16 => judge::<f16>,
-                    };
-                    judge(folder, case, ring, group, &settings, backend)
-                }
-            });
+            own.push(group.map_or(RankVerdict::Passed, |group| {
+                let verdict = judge(index, unit, ring, group, &settings, backend);
+                RankVerdict::of(&verdict.unwrap_or_else(Verdict::Failed))
+            }));
             job.heartbeat()?;
         }
         let own = serde_json::to_vec(&own).unwrap_or_default();
@@ -89,63 +75,26 @@ pub(super) fn compute(
     Ok(verdicts)
 }
 
-fn judge<T: Element>(
-    folder: &Path,
-    case: &Case,
-    ring: &Ring,
-    group: &FirstRanks,
-    settings: &Settings,
-    backend: &BackendChoice,
-) -> RankVerdict {
-    let verdict = try_judge::<T>(folder, case, ring, group, settings, backend);
-    RankVerdict::of(&verdict.unwrap_or_else(Verdict::Failed))
-}
-
-fn try_judge<T: Element>(
-    folder: &Path,
-    case: &Case,
+/// Computes the rows of this rank, and compares them with the expected ones.
+fn judge(
+    index: &Index,
+    unit: &Unit,
     ring: &Ring,
     group: &FirstRanks,
     settings: &Settings,
     backend: &BackendChoice,
 ) -> Result<Verdict> {
-    let opened = Opened::new::<T>(folder, case);
-    // created even if the file could not be opened: dropping it tells the other ranks to stop
+    let loaded = Loaded::read(index, unit.number, unit.dtype);
+    // created even if the case could not be read: dropping it tells the other ranks to stop
     // waiting
     let endpoint = Endpoint::Process(Box::new(group.ring(settings.clone())?));
-    let Opened { input, sinks, attention } = opened?;
-    ring.check_heads(&input.dims)?;
-    let truth = Truth::new::<T>(&input, case, sinks, &attention)?;
-    let setup = ring.setup(&attention, input.dims, || input.coordinates());
-    let setup = setup.map_err(|error| input.named(error))?;
-    let mut plan = backend.plan(1, endpoint, &setup, input.dims)?;
-    let q_rows = plan.q_rows().clone();
-    let kv_rows = plan.kv_rows().clone();
-    let named = |error| input.named(error);
-    let share = input.share::<T>(sinks, &q_rows, &kv_rows).map_err(named)?;
-    let batch = input.batch(&q_rows, &kv_rows).map_err(named)?;
-    let gradients = input.output_gradients::<T>(&q_rows).map_err(named)?;
-    if batch != Batch::default() {
-        plan.update(&batch).map_err(named)?;
-    }
-    let tensors = share.tensors();
-    let forward = plan.forward(&tensors)?;
-    let backward =
-        plan.backward(&tensors, &forward, gradients.dout.view(), gradients.dlse_view())?;
-    // the gradient of a bias without a query axis is equal on all ranks
-    let is_reduced = input.bias.is_some_and(|shape| shape[2] == 1);
+    let Loaded { case, expected } = loaded?;
+    let mut plan = backend.plan(1, endpoint, &ring.setup(&case)?, case.spec.dims)?;
     let mut wrong = Vec::new();
-    for (name, tolerance) in truth.tolerances() {
-        let want = match name {
-            "out" | "dq" => truth.rows(name, 1, &q_rows)?,
-            "dk" | "dv" => truth.rows(name, 1, &kv_rows)?,
-            "lse" | "max" | "sum" => truth.rows(name, 2, &q_rows)?,
-            "dbias" if !is_reduced => truth.rows(name, 2, &q_rows)?,
-            _ => truth.whole(name)?,
-        };
-        wrong.extend(exceeding(name, error_of(name, &want, &forward, &backward)?, tolerance));
+    for answer in facade::compute_rank(&case, &mut plan, 1)? {
+        wrong.extend(expected.wrong_rows(&answer)?);
     }
-    Ok(if wrong.is_empty() { Verdict::Passed } else { Verdict::Wrong(wrong) })
+    Ok(Verdict::of(wrong))
 }
 
 impl RankVerdict {

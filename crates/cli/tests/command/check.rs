@@ -5,10 +5,7 @@ use annulus_core::{Batch, DType, Dims, oracle};
 use ndarray::Array4;
 use serde_json::{Value, json};
 
-use crate::{
-    files::Tensors,
-    support::{Folder, RunResult},
-};
+use crate::support::{Folder, RunResult, Tensors};
 
 const DIMS: Dims =
     Dims { batch: 1, q_len: 7, kv_len: 5, q_heads: 2, kv_heads: 1, head_dim: 4, value_dim: 3 };

@@ -2,7 +2,10 @@
 
 use serde_json::Value;
 
-use crate::{check::write_cases, files::Tensors, support::Folder};
+use crate::{
+    check::write_cases,
+    support::{Folder, Tensors},
+};
 
 /// One long document and many short ones, 4096 rows.
 fn documents() -> String {

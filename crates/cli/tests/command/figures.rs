@@ -3,7 +3,7 @@
 use annulus::{Attention, Dims, Division, Layout, LocalRing, PassKind, Plan, Setup};
 use serde_json::Value;
 
-use crate::{files::Tensors, support::Folder};
+use crate::support::{Folder, Tensors};
 
 fn plan(folder: &Folder, flags: &str) -> Value {
     serde_json::from_str(&folder.succeed(&format!("plan {flags} --json -")).out).unwrap()

@@ -7,21 +7,15 @@ mod attend;
 mod check;
 #[cfg(feature = "cuda")]
 mod cuda;
-mod decode;
 mod documents;
 mod figures;
-mod files;
 mod forward_only;
-mod interrupt;
-mod launcher;
 mod limits;
 mod machine;
-mod messages;
 mod odd_files;
 mod outputs;
 mod readme;
+mod running;
 mod support;
-mod terminal;
-mod trace;
 #[cfg(feature = "wgpu")]
 mod wgpu;

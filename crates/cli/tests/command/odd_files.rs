@@ -3,7 +3,10 @@
 
 use safetensors::Dtype;
 
-use crate::{files::Tensors, limits::soon, support::Folder};
+use crate::{
+    limits::soon,
+    support::{Folder, Tensors},
+};
 
 const ATTEND: &str = "attend --input in.safetensors --output out.safetensors";
 

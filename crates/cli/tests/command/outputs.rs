@@ -1,4 +1,5 @@
-//! Output files: replacement, permissions, links, streams, and no partial files after errors.
+//! Output files: replacement, permissions, links, streams, and no partial files after errors; traces
+//! of ranks, and their merge.
 
 use std::{
     ffi::OsString,
@@ -13,11 +14,9 @@ use std::{
 };
 
 use rustix::fs::{CWD, FileType, Mode, mknodat};
+use serde_json::Value;
 
-use crate::{
-    files::Tensors,
-    support::{Folder, RunResult},
-};
+use crate::support::{Folder, RunResult, Tensors};
 
 const ATTEND: &str = "attend --input in.safetensors --output";
 
@@ -303,35 +302,6 @@ fn a_trace_that_fails_leaves_the_output_complete() {
 }
 
 #[test]
-fn striped_layouts_give_the_result_of_one_rank() {
-    let folder = Folder::new("output_turns");
-    folder.succeed(
-        "make --output in.safetensors --batch 2 --q-len 613 --kv-len 401 --heads 4 --kv-heads 2 \
-         --head-dim 8 --backward --segments 3 --bias 1hqk",
-    );
-    let attend = |layout: &str, ranks: usize| {
-        folder.succeed(&format!(
-            "attend --input in.safetensors --output out.safetensors --backward --dtype f64 \
-             --layout {layout} --ranks {ranks} --unnormalized"
-        ));
-        Tensors::read(&folder.path("out.safetensors"))
-    };
-    let whole = attend("contiguous", 1);
-    for ranks in [2, 3, 7, 128] {
-        let striped = attend("striped", ranks);
-        assert_eq!(striped.all.len(), whole.all.len());
-        for name in whole.all.keys() {
-            for (got, want) in striped.numbers(name).iter().zip(whole.numbers(name)) {
-                assert!(
-                    (got - want).abs() <= 1e-9 * want.abs().max(1.0) || *got == want,
-                    "{name} on {ranks} ranks: {got} for {want}"
-                );
-            }
-        }
-    }
-}
-
-#[test]
 fn files_of_a_plan_are_different_ones() {
     let folder = folder("same_output");
     symlink("a.json", folder.path("link.json")).unwrap();
@@ -362,4 +332,55 @@ fn control_characters_of_a_path_are_escaped() {
         "{result:?}"
     );
     assert!(folder.path(name).exists());
+}
+
+const TRACED: &str =
+    "attend --input in.safetensors --output out.safetensors --trace traces --ranks";
+
+fn events(folder: &Folder, name: &str) -> Vec<Value> {
+    let trace: Value = serde_json::from_slice(&std::fs::read(folder.path(name)).unwrap()).unwrap();
+    trace["traceEvents"].as_array().unwrap().clone()
+}
+
+#[test]
+fn traces_of_one_run_are_merged() {
+    let folder = Folder::new("trace_merge");
+    folder.succeed("make --output in.safetensors --q-len 24 --heads 2 --head-dim 4");
+    folder.succeed(&format!("{TRACED} 3"));
+    let result = folder.succeed("trace merge traces --output all.json");
+    let all = events(&folder, "all.json");
+    assert_eq!(result.out, format!("wrote all.json: {} events of 3 ranks\n", all.len()));
+    let parts: Vec<Value> =
+        (0..3).flat_map(|rank| events(&folder, &format!("traces/rank-{rank}.json"))).collect();
+    assert_eq!(all, parts);
+    for rank in 0..3 {
+        assert!(
+            all.iter().any(|event| event["pid"] == rank && event["name"] == "forward"),
+            "rank {rank}"
+        );
+    }
+    // the third file is left from the run before
+    folder.succeed(&format!("{TRACED} 2"));
+    assert!(folder.succeed("trace merge traces --output all.json").out.contains("of 2 ranks"));
+    assert!(events(&folder, "all.json").iter().all(|event| event["pid"] != 2));
+}
+
+#[test]
+fn traces_of_other_runs_and_malformed_ones_are_refused() {
+    let folder = Folder::new("trace_refused");
+    folder.run("trace merge traces --output all.json").failed(1, &["rank-0.json", "No such file"]);
+    folder.succeed("make --output in.safetensors --q-len 24 --heads 2 --head-dim 4");
+    folder.succeed(&format!("{TRACED} 2"));
+    let old = std::fs::read(folder.path("traces/rank-1.json")).unwrap();
+    folder.succeed(&format!("{TRACED} 2"));
+    std::fs::write(folder.path("traces/rank-1.json"), old).unwrap();
+    folder.run("trace merge traces --output all.json").failed(1, &["rank-1.json", "another run"]);
+    std::fs::write(folder.path("traces/rank-1.json"), "{\"traceEvents\":[]}").unwrap();
+    folder
+        .run("trace merge traces --output all.json")
+        .failed(1, &["rank-1.json", "not a trace of a rank"]);
+    std::fs::remove_file(folder.path("traces/rank-1.json")).unwrap();
+    folder.run("trace merge traces --output all.json").failed(1, &["rank-1.json", "No such file"]);
+    folder.run("trace merge traces").failed(2, &["--output", "trace merge"]);
+    assert!(!folder.path("all.json").exists());
 }

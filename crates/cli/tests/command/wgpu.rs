@@ -3,10 +3,7 @@
 
 use serde_json::Value;
 
-use crate::{
-    files::Tensors,
-    support::{Folder, RunResult},
-};
+use crate::support::{Folder, RunResult, Tensors};
 
 /// Variable that forces a level.
 const LEVEL: &str = "ANNULUS_WGPU_LEVEL";

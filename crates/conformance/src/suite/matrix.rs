@@ -5,17 +5,22 @@
 //! dims (raggedness, GQA, odd head dims), element type and other features at random. Any two values
 //! of two of them are therefore combined almost certainly, but not all combinations are. [`sizes`]
 //! are fewer and larger; [`random_cases`] combine everything at random.
+//!
+//! Strategies other than the ring run over every grid that ranks and heads admit.
 
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 use annulus_core::{
-    Alignment, BackwardMode, Batch, BiasOrder, CustomLayout, DType, DenseMask, Dims, Layout, Mask,
-    Route, Runs, SinkShape, Spec,
+    Alignment, BackwardMode, Batch, BiasOrder, CustomLayout, DType, DenseMask, Dims, Error,
+    HeadGrid, Layout, Mask, Route, Runs, SinkShape, Spec, Strategy, index,
     mask::{Causal, Dense, PerHead, Predicate, Window, or},
 };
 use ndarray::Array2;
 
-use super::{LAYOUTS, Verdict, examine, judge};
+use super::{
+    LAYOUTS, Verdict, examine, judge,
+    numeric::{large_constant, large_constants},
+};
 use crate::{Case, Draw, Masks, Setting, Subject};
 
 /// Sampled part of a product.
@@ -266,4 +271,76 @@ pub(super) fn random_layout(dims: &Dims, ranks: usize, draw: &mut Draw) -> Layou
         shards.into_iter().map(|shard| shard.into_iter().collect::<Runs>()).collect()
     };
     Layout::Custom(Arc::new(CustomLayout { q: deal(dims.q_len), kv: deal(dims.kv_len) }))
+}
+
+/// Ring sizes with several divisors.
+const GRID_RANKS: [usize; 5] = [2, 3, 4, 6, 8];
+
+/// Returns a setting for each grid of heads × queries × keys that `ranks` and a case admit, but the
+/// ring; layouts in turn, from number `first` on.
+pub fn strategy_settings(case: &Case, ranks: usize, first: usize) -> Vec<Setting> {
+    let grids = HeadGrid::candidates(&case.spec, ranks, true);
+    let strategies = grids.iter().map(HeadGrid::strategy);
+    let setting = |(number, strategy): (usize, Strategy)| {
+        let layout: Option<Layout> = LAYOUTS.get((first + number) % 4).cloned();
+        Setting { ranks, layout, strategy, ..Setting::ALONE }
+    };
+    strategies.filter(|&strategy| strategy != Strategy::Ring).enumerate().map(setting).collect()
+}
+
+/// Computes random cases in all element types of the subject, over rings of several sizes.
+///
+/// # Errors
+/// The first wrong answer.
+pub fn strategies(subject: &dyn Subject, seeds: Range<u64>) -> Verdict {
+    compute_grids(subject, seeds, |_| true)
+}
+
+/// As [`strategies`], only those that divide heads alone, for backends that compute no partial
+/// results of key columns. The others must be refused.
+///
+/// # Errors
+/// The first wrong answer, or an answer where a refusal is due.
+pub fn head_strategies(subject: &dyn Subject, seeds: Range<u64>) -> Verdict {
+    let is_of_heads = |strategy: Strategy| matches!(strategy, Strategy::HeadsRing { .. });
+    compute_grids(subject, seeds.clone(), is_of_heads)?;
+    for seed in seeds {
+        let case = Case::random_heads(seed).in_dtype(subject.dtypes()[0]);
+        let settings = strategy_settings(&case, 2, 0);
+        for setting in settings.iter().filter(|setting| !is_of_heads(setting.strategy)) {
+            match subject.run(&case, setting, 1) {
+                Err(Error::Unsupported { .. }) => {}
+                Err(error) => return Err(format!("{} on {setting}: {error}", case.name)),
+                Ok(_) => return Err(format!("{} on {setting}: not refused", case.name)),
+            }
+        }
+    }
+    Ok(())
+}
+
+fn compute_grids(
+    subject: &dyn Subject,
+    seeds: Range<u64>,
+    is_due: impl Fn(Strategy) -> bool,
+) -> Verdict {
+    let dtypes = subject.dtypes();
+    for seed in seeds {
+        let case = Case::random_heads(seed).in_dtype(dtypes[index(seed) % dtypes.len()]);
+        let judge = judge(&case)?;
+        let ranks = GRID_RANKS[index(seed) % GRID_RANKS.len()];
+        for setting in strategy_settings(&case, ranks, index(seed)) {
+            if is_due(setting.strategy) {
+                examine(subject, &judge, &case, &setting)?;
+            }
+        }
+    }
+    for ranks in [2, 3, 4] {
+        let dtype = dtypes[ranks % dtypes.len()];
+        for setting in strategy_settings(&large_constant(dtype, 0.0), ranks, ranks) {
+            if is_due(setting.strategy) {
+                large_constants(subject, dtype, None, &setting)?;
+            }
+        }
+    }
+    Ok(())
 }

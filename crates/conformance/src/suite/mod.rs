@@ -1,6 +1,6 @@
 //! The checks that any [`Subject`] must pass. Each is a function that returns the first failure.
 
-mod determinism;
+mod bits;
 pub mod kv_cache;
 mod matrix;
 mod metamorphic;
@@ -8,21 +8,20 @@ mod nonfinite;
 mod numeric;
 mod out_residual;
 mod pairwise;
-mod reproducible;
-mod strategies;
 
-pub use determinism::{same_bits_over_repeats, same_bits_received_ahead, same_bits_under_delay};
+pub use bits::{
+    reproducible_accuracy, reproducible_bits, reproducible_gradients, reproducible_ranks,
+    same_bits_over_repeats, same_bits_received_ahead, same_bits_under_delay,
+};
 pub use kv_cache::{kv_cache, kv_cache_copies, kv_cache_segments};
-pub use matrix::{Scale, matrix, random_cases, routes, sizes};
+pub use matrix::{
+    Scale, head_strategies, matrix, random_cases, routes, sizes, strategies, strategy_settings,
+};
 pub use metamorphic::metamorphic;
 pub use nonfinite::{Poison, infinite_scores, infinite_scores_on, nonfinite, nonfinite_on};
 pub use numeric::{numeric_rules, numeric_rules_on};
 pub use out_residual::out_residual;
 pub use pairwise::{Configuration, pairwise, pairwise_cases};
-pub use reproducible::{
-    reproducible_accuracy, reproducible_bits, reproducible_gradients, reproducible_ranks,
-};
-pub use strategies::{head_strategies, strategies, strategy_settings};
 
 use annulus_core::Layout;
 

@@ -1,21 +1,28 @@
 //! Cases over a ring of processes: the oracle's numbers, and the bits of the ring of threads. Every
-//! run also compares the bytes sent with the prediction.
+//! run also compares the bytes sent with the prediction. Strategies and KV caches run on a backend
+//! that is chosen by name.
 
 use std::sync::Arc;
 
+use annulus::{
+    AnyBackend, Attention, BackendName, Batch, Cache, CacheShape, Cpu, DType, Dims, Element,
+    LocalRing, Plan, Result, Runtime, Setup, Tensors,
+};
 use annulus_comm::{
     Deadline,
     mpi::{Mpi, Settings},
 };
 use annulus_conformance::{
-    Answer, Case, Crossings, Draw, HostMemory, Judge, Placed, RankSetup, RingSubject, Setting,
-    Subject, subjects, suite,
+    Answer, Case, Crossings, Draw, FacadeOn, HostMemory, Judge, Placed, PlanSubject, RankSetup,
+    RingSubject, Setting, Subject, subjects, suite,
 };
-use annulus_core::{CustomLayout, DType, Host, Layout, Placement, Result, Route, Runs, Transport};
-use annulus_cpu::Cpu;
-use ndarray::ArrayViewMutD;
+use annulus_core::{
+    CustomLayout, HeadGrid, Host, Layout, Placement, Route, Runs, Strategy, Transport,
+    oracle::{self, Problem},
+};
+use ndarray::{Array4, ArrayViewMutD, s};
 
-use crate::harness::{Harness, Verdict};
+use crate::harness::{Harness, Verdict, ensure};
 
 /// Longest wait for a silent peer: far above the time of any case.
 const DEADLINE: std::time::Duration = std::time::Duration::from_secs(60);
@@ -226,4 +233,172 @@ fn random_layout(case: &Case, ranks: usize, draw: &mut Draw) -> Layout {
     };
     let dims = &case.spec.dims;
     Layout::Custom(Arc::new(CustomLayout { q: deal(dims.q_len), kv: deal(dims.kv_len) }))
+}
+
+/// Runs random cases under the ring, every grid of heads × queries × keys that the ranks admit, and
+/// every published strategy that the case admits.
+pub(crate) fn strategies(
+    harness: &mut Harness,
+    settings: &Settings,
+    backend: &AnyBackend,
+    seeds: u64,
+) -> Verdict {
+    let dtypes: &[DType] = match backend.name() {
+        // each element type has kernels of its own, which a driver compiles for seconds
+        BackendName::Wgpu => &[DType::F32, DType::Bf16],
+        _ => &[DType::F32, DType::F64, DType::Bf16, DType::F16],
+    };
+    let name = backend.name();
+    let on_backend =
+        |setup: &Setup| setup.clone().map_runtime(|runtime| runtime.backend(backend.clone()));
+    let over_mpi = PlanSubject::new(format!("{name} over mpi"), dtypes, |setup: &Setup, dims| {
+        Plan::new(on_backend(setup), dims, Mpi::world(settings.clone())?)
+    });
+    let threads =
+        FacadeOn::new(format!("{name} over threads"), dtypes, |setup: &Setup, dims, ranks| {
+            LocalRing::new(on_backend(setup), dims, ranks)
+        });
+    for seed in 0..seeds {
+        let dtype = dtypes[annulus_core::index(seed) % dtypes.len()];
+        let case = Case::random_heads(seed).in_dtype(dtype);
+        for setting in settings_of(&case, harness.ranks(), seed) {
+            let of_threads = OfThreads { subject: &threads, setting: &setting };
+            let subjects = std::slice::from_ref(&over_mpi);
+            let verdict = examine(harness, subjects, &case, &setting, &of_threads);
+            let context = |wrong| format!("seed {seed} on {setting}, {name}: {wrong}");
+            harness.share(verdict.map_err(context))?;
+        }
+    }
+    Ok(())
+}
+
+/// Returns a setting for each strategy that `ranks` ranks and the case admit.
+fn settings_of(case: &Case, ranks: usize, seed: u64) -> Vec<Setting> {
+    let published = [
+        Strategy::Ring,
+        Strategy::AllGather,
+        Strategy::AllToAll,
+        Strategy::OncePerNode { node_ranks: 1 },
+        Strategy::OncePerNode { node_ranks: 2 },
+        Strategy::PassQ,
+    ];
+    let admits = |strategy: &Strategy| HeadGrid::of(&case.spec.dims, ranks, *strategy).is_ok();
+    let with = |strategy| Setting { ranks, strategy, ..Setting::ALONE };
+    let mut all: Vec<Setting> = published.into_iter().filter(admits).map(with).collect();
+    all.extend(suite::strategy_settings(case, ranks, annulus_core::index(seed)));
+    all
+}
+
+const DIMS: Dims =
+    Dims { batch: 1, q_len: 300, kv_len: 300, q_heads: 4, kv_heads: 2, head_dim: 8, value_dim: 6 };
+
+/// Tokens in f64 on the CPU, and the reproducible order.
+pub(crate) fn tokens(harness: &mut Harness, settings: &Settings) -> Verdict {
+    let cpu =
+        AnyBackend::open(annulus::BackendName::Cpu, None, 1).map_err(|error| error.to_string());
+    cpu.and_then(|cpu| tokens_on::<f64>(harness, settings, &cpu, 1e-13))?;
+    let same = reproducible(settings).map_err(|error| format!("reproducible: {error}"));
+    let verdict = same.and_then(|same| {
+        ensure(same, || "the reproducible KV cache has other bits than one attention".into())
+    });
+    harness.share(verdict)
+}
+
+/// Requires that tokens in `T` on a backend differ from the oracle by less than `most`, and that
+/// each of them sends the same bytes.
+pub(crate) fn tokens_on<T: Element>(
+    harness: &mut Harness,
+    settings: &Settings,
+    backend: &AnyBackend,
+    most: f64,
+) -> Verdict {
+    let verdict =
+        run_cache::<T>(settings, backend).map_err(|error| format!("the KV cache: {error}"));
+    let verdict = verdict.and_then(|(worst, bytes)| {
+        ensure(worst < most, || format!("the KV cache differs from the oracle by {worst}"))?;
+        // out, maximum and sum of four heads to each of the others
+        let row_bytes = 6 * T::DTYPE.bytes() + 2 * T::DTYPE.accumulator().bytes();
+        let token = (harness.ranks() as u64 - 1) * 4 * row_bytes as u64;
+        ensure(bytes.len() == 10 && bytes.iter().all(|&bytes| bytes == token), || {
+            format!("tokens cost {bytes:?} bytes, want {token}")
+        })
+    });
+    harness.share(verdict)
+}
+
+/// Returns `[1, rows, heads, dim]` numbers that are the same on all ranks.
+fn tensor(rows: usize, salt: usize, heads: usize, dim: usize) -> Array4<f64> {
+    Array4::from_shape_fn((1, rows, heads, dim), |(_, i, h, c)| {
+        (0.7 * (i * 31 + h * 7 + c * 3 + salt * 11) as f64).sin()
+    })
+}
+
+/// Returns true if decoding in the reproducible order has the bits of one attention, and sends the
+/// predicted bytes.
+fn reproducible(settings: &Settings) -> Result<bool> {
+    let dims = Dims { q_len: 1300, kv_len: 1300, ..DIMS };
+    let Dims { q_len, q_heads, kv_heads, head_dim, value_dim, .. } = dims;
+    let q = tensor(q_len, 1, q_heads, head_dim);
+    let k = tensor(q_len, 2, kv_heads, head_dim);
+    let v = tensor(q_len, 3, kv_heads, value_dim);
+    let attention = Attention::new().dtype(DType::F64).causal(true).reproducible(true);
+    let whole = LocalRing::new(&attention, dims, 1)?.forward(&Tensors::new(
+        q.view(),
+        k.view(),
+        v.view(),
+    ))?;
+    let shape = CacheShape::new(1, q_heads, head_dim).kv_heads(kv_heads).value_dim(value_dim);
+    let transport = Mpi::world(settings.clone())?;
+    let mut cache = Cache::new(&attention, &Runtime::new(), shape, transport)?;
+    let mut same = true;
+    let mut first = 0;
+    for end in [700, 1290].into_iter().chain(1291..=q_len) {
+        let rows = s![.., first..end, .., ..];
+        cache.append(k.slice(rows), v.slice(rows))?;
+        let predicted = cache.bytes_predicted(end - first);
+        let forward = cache.attend(q.slice(rows), None)?;
+        same &= forward.out == whole.out.slice(rows)
+            && forward.lse == whole.lse.slice(s![.., .., first..end])
+            && forward.reports[0].bytes_sent == predicted;
+        first = end;
+    }
+    Ok(same)
+}
+
+/// Returns the worst difference from the oracle, and the bytes of each token.
+fn run_cache<T: Element>(settings: &Settings, backend: &AnyBackend) -> Result<(f64, Vec<u64>)> {
+    let Dims { q_len, q_heads, kv_heads, head_dim, value_dim, .. } = DIMS;
+    let tensor = |salt, heads, dim| tensor(q_len, salt, heads, dim).mapv(T::from_f64);
+    let q = tensor(1, q_heads, head_dim);
+    let k = tensor(2, kv_heads, head_dim);
+    let v = tensor(3, kv_heads, value_dim);
+    let attention = Attention::new().dtype(T::DTYPE).causal(true).sliding_window(200, 0);
+    let spec = attention.spec(DIMS)?;
+    let batch = Batch::default();
+    let (bias, sinks) = (None, None);
+    let [wide_q, wide_k, wide_v] = [&q, &k, &v].map(|tensor| tensor.mapv(T::to_f64));
+    let [q_view, k_view, v_view] = [wide_q.view(), wide_k.view(), wide_v.view()];
+    let problem =
+        Problem { spec: &spec, batch: &batch, q: q_view, k: k_view, v: v_view, bias, sinks };
+    let want = oracle::forward(&problem)?;
+
+    let shape = CacheShape::new(1, q_heads, head_dim).kv_heads(kv_heads).value_dim(value_dim);
+    let transport = Mpi::world(settings.clone())?;
+    let runtime = Runtime::new().backend(backend.clone());
+    let mut cache = Cache::new(&attention, &runtime, shape.page_rows(16), transport)?;
+    let mut worst: f64 = 0.0;
+    let mut bytes = Vec::new();
+    let mut first = 0;
+    for end in [150, 290].into_iter().chain(291..=q_len) {
+        let rows = s![.., first..end, .., ..];
+        cache.append(k.slice(rows), v.slice(rows))?;
+        let forward = cache.attend(q.slice(rows), None)?;
+        let pairs = forward.out.iter().zip(want.out.slice(rows));
+        worst = pairs.map(|(got, want)| (got.to_f64() - want).abs()).fold(worst, f64::max);
+        if end == first + 1 {
+            bytes.push(forward.reports[0].bytes_sent);
+        }
+        first = end;
+    }
+    Ok((worst, bytes))
 }

@@ -1,7 +1,15 @@
-//! Failures of ranks, not of messages: slow, panicking, killed and stopped ranks.
+//! Failures of ranks, not of messages: slow, panicking, killed and stopped ranks. And ranks that are
+//! away and have not failed: busy between two calls, suspended within one, or stopped by a debugger.
+//!
+//! [`Mortal`] counts the transfers that it posts, and can kill or stop its process at one of them.
 
 use std::{
-    sync::{Arc, Mutex, PoisonError},
+    process::Command,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread,
     time::{Duration, Instant},
 };
 
@@ -10,17 +18,15 @@ use annulus_comm::{
     Deadline, Silence, barrier,
     mpi::{Launch, Mpi, Settings},
 };
-use annulus_core::{Control, Error, Host, Result, index};
+use annulus_core::{Control, Error, Host, Incoming, Outgoing, Result, Transport, index};
 use ndarray::Array4;
+use rustix::process::{Signal, getpid, kill_process};
 
-use crate::{
-    harness::{Harness, Verdict, ensure},
-    mortal::{self, End, Moment, Mortal},
-};
+use crate::harness::{Harness, Verdict, ensure};
 
 const DIMS: Dims =
     Dims { batch: 1, q_len: 24, kv_len: 24, q_heads: 2, kv_heads: 1, head_dim: 4, value_dim: 4 };
-/// Deadline of the plans that lose a rank.
+/// Deadline of the plans that lose or wait for a rank.
 const DEADLINE: Duration = Duration::from_secs(1);
 /// Deadline of the ring with a slow rank, which is silent for half of it.
 const SLOW_DEADLINE: Duration = Duration::from_secs(3);
@@ -85,7 +91,10 @@ pub(crate) fn lost(
     moment: &str,
 ) -> Verdict {
     // with full attention every rank posts the same number of sends and receives
-    let counts = plan(settings, None, Duration::from_secs(30))
+    let attention = |deadline| {
+        Setup::from((Attention::new(), Division::new(), Runtime::new().deadline(deadline)))
+    };
+    let counts = plan(settings, None, &attention(Duration::from_secs(30)))
         .and_then(|mut plan| passes(&mut plan))
         .map_err(|error| error.to_string());
     harness.share(counts.as_ref().map(drop).map_err(Clone::clone))?;
@@ -107,7 +116,7 @@ pub(crate) fn lost(
     };
     let is_late = pass == "entry" && harness.rank() == harness.ranks() - 1;
     let end = (harness.rank() == 1).then_some(end);
-    let mut plan = plan(settings, end, DEADLINE).map_err(|error| error.to_string())?;
+    let mut plan = plan(settings, end, &attention(DEADLINE)).map_err(|error| error.to_string())?;
     if is_late {
         std::thread::sleep(DEADLINE * 2);
     }
@@ -132,17 +141,10 @@ pub(crate) fn lost(
     std::process::exit(i32::from(!right))
 }
 
-fn plan(settings: &Settings, end: Option<(Moment, End)>, deadline: Duration) -> Result<Plan> {
+fn plan(settings: &Settings, end: Option<(Moment, End)>, setup: &Setup) -> Result<Plan> {
     let transport = Mortal::new(Mpi::world(settings.clone())?, end);
-    Plan::new(
-        &Setup::from((
-            Attention::new(),
-            Division::new().layout(Layout::Contiguous),
-            Runtime::new().deadline(deadline),
-        )),
-        DIMS,
-        transport,
-    )
+    let setup = setup.clone().map_division(|division| division.layout(Layout::Contiguous));
+    Plan::new(setup, DIMS, transport)
 }
 
 /// Runs forward and backward of full attention; returns the number of sends and receives posted
@@ -153,7 +155,226 @@ fn passes(plan: &mut Plan) -> Result<[u64; 2]> {
     let kv = tensor(rows, 1);
     let tensors = Tensors::new(q.view(), kv.view(), kv.view());
     let forward = plan.forward(&tensors)?;
-    let after_forward = mortal::transfers();
+    let after_forward = transfers();
     plan.backward(&tensors, &forward, q.view(), None)?;
-    Ok([after_forward, mortal::transfers()])
+    Ok([after_forward, transfers()])
+}
+
+/// out, lse, dq, dk and dv of a rank, as bits.
+type Bits = Vec<u32>;
+
+/// Runs forward and backward.
+fn bits(plan: &mut Plan) -> Result<Bits> {
+    let rows: Vec<i64> = plan.q_rows().iter().collect();
+    let tensor = |heads| {
+        Array4::from_shape_fn((1, rows.len(), heads, 4), |(_, row, head, dim)| {
+            ((rows[row] * 7 + (head * 3 + dim) as i64) % 11) as f32 * 0.1
+        })
+    };
+    let q = tensor(2);
+    let kv = tensor(1);
+    let tensors = Tensors::new(q.view(), kv.view(), kv.view());
+    let forward = plan.forward(&tensors)?;
+    let backward = plan.backward(&tensors, &forward, q.view(), None)?;
+    let all = forward.out.iter().chain(&forward.lse);
+    let all = all.chain(&backward.dq).chain(&backward.dk).chain(&backward.dv);
+    Ok(all.map(|number| number.to_bits()).collect())
+}
+
+/// The last rank, then the first one, makes a call two deadlines after the others: nothing fails.
+/// With an arrival deadline the others make their call again.
+pub(crate) fn away(harness: &mut Harness, settings: &Settings) -> Verdict {
+    let last = harness.ranks() - 1;
+    for arrival_deadline in [None, Some(DEADLINE)] {
+        let attention = Setup::from((
+            Attention::new(),
+            Division::new(),
+            Runtime::new().deadline(DEADLINE).arrival_deadline(arrival_deadline),
+        ));
+        let late = |plan: &mut Plan, late: usize| {
+            if harness.rank() == late {
+                thread::sleep(DEADLINE * 2);
+            }
+            // a plan is refused until the late rank has come, but no longer
+            let mut timeouts = 0;
+            loop {
+                match bits(plan) {
+                    Err(Error::ArrivalTimeout { .. }) if timeouts < 10 => timeouts += 1,
+                    result => return result.map(|bits| (bits, timeouts)),
+                }
+            }
+        };
+        let work = || -> Result<Verdict> {
+            let mut plan = plan(settings, None, &attention)?;
+            let first = bits(&mut plan)?;
+            for rank in [last, 0] {
+                let (bits, timeouts) = late(&mut plan, rank)?;
+                let waits = arrival_deadline.is_some() && harness.rank() != rank;
+                let expected = if waits { 1..=2 } else { 0..=0 };
+                if bits != first || !expected.contains(&timeouts) {
+                    let equal = bits == first;
+                    return Ok(Err(format!("equal bits: {equal}, {timeouts} timeouts")));
+                }
+            }
+            Ok(Ok(()))
+        };
+        let verdict = work().unwrap_or_else(|error| Err(error.to_string()));
+        harness.share(verdict.map_err(|wrong| format!("{arrival_deadline:?}: {wrong}")))?;
+    }
+    Ok(())
+}
+
+/// All ranks are stopped within a pass for longer than the deadline, as a scheduler or a paused
+/// machine does it: the same bits.
+pub(crate) fn suspended(harness: &mut Harness, settings: &Settings) -> Verdict {
+    let work = || -> Result<Verdict> {
+        let attention =
+            Setup::from((Attention::new(), Division::new(), Runtime::new().deadline(DEADLINE)));
+        let first = bits(&mut plan(settings, None, &attention)?)?;
+        let end = (Moment::Transfer(2), End::Suspended(DEADLINE * 5 / 2));
+        let bits = bits(&mut plan(settings, Some(end), &attention)?)?;
+        Ok(ensure(bits == first, || "other bits after a suspension".to_owned()))
+    };
+    harness.share(work().unwrap_or_else(|error| Err(error.to_string())))
+}
+
+/// One rank is stopped within a pass for longer than the deadline, as by a debugger, and
+/// `ANNULUS_DEADLINE` is 0: the others wait, and get the same bits.
+pub(crate) fn debugged(harness: &mut Harness, settings: &Settings) -> Verdict {
+    let variable = std::env::var(Runtime::DEADLINE_VARIABLE);
+    ensure(variable.as_deref() == Ok("0"), || {
+        format!("{}: got {variable:?}, want 0", Runtime::DEADLINE_VARIABLE)
+    })?;
+    let stopped = harness.rank() == harness.ranks() - 1;
+    let work = || -> Result<Verdict> {
+        let attention =
+            Setup::from((Attention::new(), Division::new(), Runtime::new().deadline(DEADLINE)));
+        let first = bits(&mut plan(settings, None, &attention)?)?;
+        let end = (Moment::Transfer(2), End::Suspended(DEADLINE * 5 / 2));
+        let started = Instant::now();
+        let bits = bits(&mut plan(settings, stopped.then_some(end), &attention)?)?;
+        let waited = started.elapsed();
+        let is_same = bits == first;
+        Ok(ensure(is_same && waited > DEADLINE * 2, || {
+            format!("the same bits: {is_same}, after {waited:?}")
+        }))
+    };
+    harness.share(work().unwrap_or_else(|error| Err(error.to_string())))
+}
+
+/// Sends and receives posted since the last endpoint was created or [`forget_transfers`] was
+/// called.
+///
+/// The schedule of a pass determines their number, but not the number of groups: a receive is
+/// posted when a buffer is free, a send when its block has arrived, together or one after the other.
+static TRANSFERS: AtomicU64 = AtomicU64::new(0);
+
+/// Returns the number of sends and receives posted since then.
+pub(crate) fn transfers() -> u64 {
+    TRANSFERS.load(Ordering::Relaxed)
+}
+
+/// Resets the count to 0.
+pub(crate) fn forget_transfers() {
+    TRANSFERS.store(0, Ordering::Relaxed);
+}
+
+/// Time after which a process that stops for ever is killed, so that its job ends: several
+/// deadlines of the ranks that wait for it.
+const FOR_EVER: Duration = Duration::from_secs(5);
+
+/// Moment at which a process ends or stops.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Moment {
+    /// Before it posts the group with this send or receive, counted from 0.
+    Transfer(u64),
+    /// After it has entered the call whose agreement is this round.
+    Entry(u64),
+}
+
+/// End of a process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum End {
+    /// By SIGKILL.
+    Killed,
+    /// By SIGSTOP, without a SIGCONT.
+    Stopped,
+    /// None: it is stopped for this time.
+    Suspended(Duration),
+}
+
+impl End {
+    /// Kills or stops this process. Returns once it was continued.
+    fn bring(self) -> Result<()> {
+        let failed = |what: &dyn std::fmt::Debug| Error::Device {
+            what: format!("this process could not be {self:?}: {what:?}"),
+        };
+        let (signal, later) = match self {
+            Self::Killed => (Signal::KILL, None),
+            Self::Stopped => (Signal::STOP, Some(("KILL", FOR_EVER))),
+            Self::Suspended(time) => (Signal::STOP, Some(("CONT", time))),
+        };
+        if let Some((name, after)) = later {
+            // a process of its own, because this one is stopped
+            let script =
+                format!("sleep {}; kill -{name} {}", after.as_secs_f64(), std::process::id());
+            Command::new("sh").args(["-c", &script]).spawn().map_err(|error| failed(&error))?;
+        }
+        kill_process(getpid(), signal).map_err(|error| failed(&error))
+    }
+}
+
+/// Forwards to `inner`, and ends or stops its process at a moment.
+pub(crate) struct Mortal<T> {
+    inner: T,
+    end: Option<(Moment, End)>,
+}
+
+impl<T> Mortal<T> {
+    pub(crate) fn new(inner: T, end: Option<(Moment, End)>) -> Self {
+        forget_transfers();
+        Self { inner, end }
+    }
+
+    /// Ends or stops this process if `is_now` is true of the moment of its end.
+    fn reach(&self, is_now: impl FnOnce(Moment) -> bool) -> Result<()> {
+        match self.end {
+            Some((moment, end)) if is_now(moment) => end.bring(),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl<T: Transport<Host>> Transport<Host> for Mortal<T> {
+    annulus_comm::forward_transport! {
+        progress take pending bytes_sent posts_ahead runs_groups_in_order
+    }
+
+    fn post(
+        &mut self,
+        sends: &[Outgoing<'_, Host>],
+        receives: &mut Vec<Incoming<Host>>,
+    ) -> Result<()> {
+        let count = (sends.len() + receives.len()) as u64;
+        let first = TRANSFERS.fetch_add(count, Ordering::Relaxed);
+        self.reach(
+            |moment| matches!(moment, Moment::Transfer(at) if (first..first + count).contains(&at)),
+        )?;
+        self.inner.post(sends, receives)
+    }
+}
+
+impl<T: Control> Control for Mortal<T> {
+    annulus_comm::forward_control! {
+        rank ranks try_all_gather stragglers abort heartbeat placement last_heard last_work
+    }
+
+    fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+        self.inner.start_all_gather(round, bytes)
+    }
+
+    fn start_entry(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+        self.inner.start_entry(round, bytes)?;
+        self.reach(|moment| moment == Moment::Entry(round))
+    }
 }

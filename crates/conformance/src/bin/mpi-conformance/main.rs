@@ -6,12 +6,11 @@
 //! | `messages` | the transport's contract: any pattern arrives intact; every misuse is its typed error; all-gathers, aborts, dropped endpoints |
 //! | `cases SEEDS` | random cases over the ring: the oracle's numbers, the bits of the ring of threads, the predicted bytes (golden cases: `annulus check`) |
 //! | `pairs` | a covering array of all choices: as `cases`, every other time with an invented placement on two nodes; with standard sends, synchronous sends and announced messages |
-//! | `bytes` | the transport's count = the schedule's prediction = a count of every visible pair, and the published fractions; a KV cache: the oracle's numbers, and constant bytes per token |
+//! | `cache` | a KV cache: the oracle's numbers, and constant bytes per token |
 //! | `backend NAME SEEDS` | every strategy on this backend: the oracle's numbers, the bits of the ring of threads, the predicted bytes; a KV cache in f32 |
 //! | `sums` | gradients that are summed over ranks by slices: the bits of a ring of threads, and the predicted bytes |
 //! | `mismatch` | a field that differs on one rank is the same error on all, in under a second, before any data moves |
-//! | `host` | a host program's own `MPI_Init_thread(FUNNELED)` and sub-communicators, two rings at once, one dropped after `MPI_Finalize` |
-//! | `host-split` | a communicator from a split has the world's highest tag, and a ring over it works |
+//! | `host` | a host program's own `MPI_Init_thread(FUNNELED)` and sub-communicators with the world's highest tag, two rings at once, one dropped after `MPI_Finalize` |
 //! | `host-late` | the last rank comes late: the others wait and the host's communicator works; with a limit, an error on all ranks; a limit on an adopted communicator leaves the host's intact |
 //! | `lost PASS MOMENT` | rank 1 is killed, or stopped for ever: every other rank names it by deadline + 1 s (the launcher must keep them running) |
 //! | `ahead` | receives with agreed lengths start when they are posted, unless a rank announces its messages |
@@ -28,26 +27,15 @@
 //! `--announce` announces every message.
 
 mod ahead;
-mod away;
-mod bytes;
 mod cases;
-mod control;
-mod decode;
 mod failures;
 mod harness;
 #[cfg(feature = "link-mpi")]
 mod host;
-#[cfg(feature = "link-mpi")]
-mod late;
-mod links;
 mod messages;
 mod mismatch;
-mod mortal;
+mod scale;
 mod shared;
-#[cfg(feature = "link-mpi")]
-mod split;
-mod strategies;
-mod sums;
 
 use std::process::ExitCode;
 
@@ -56,8 +44,8 @@ use annulus_comm::mpi::{Launch, Settings};
 
 use self::harness::{Harness, Verdict};
 
-const USAGE: &str = "want messages, cases SEEDS, pairs, bytes, backend NAME SEEDS, sums, \
-    mismatch, host, host-split, host-late, ahead, links, shared, control, away, suspended, \
+const USAGE: &str = "want messages, cases SEEDS, pairs, cache, backend NAME SEEDS, sums, \
+    mismatch, host, host-late, ahead, links, shared, control, away, suspended, \
     debugged, lost PASS MOMENT, slow or panic";
 
 fn main() -> ExitCode {
@@ -97,8 +85,7 @@ fn run(words: &[String], settings: &Settings) -> Verdict {
     #[cfg(feature = "link-mpi")]
     match words[..] {
         ["host"] => return host::host(settings),
-        ["host-split"] => return split::host_split(settings),
-        ["host-late"] => return late::host_late(settings),
+        ["host-late"] => return host::host_late(settings),
         _ => {}
     }
     let launch = Launch::begin().map_err(|error| error.to_string())?;
@@ -107,18 +94,16 @@ fn run(words: &[String], settings: &Settings) -> Verdict {
         ["messages"] => messages::all(&mut harness, settings),
         ["cases", seeds] => cases::random(&mut harness, settings, number(seeds)?),
         ["pairs"] => cases::pairs(&mut harness, settings),
-        ["bytes"] => {
-            bytes::all(&mut harness, settings).and_then(|()| decode::tokens(&mut harness, settings))
-        }
+        ["cache"] => cases::tokens(&mut harness, settings),
         ["backend", name, seeds] => on_backend(&mut harness, settings, name, seeds),
-        ["sums"] => sums::all(&mut harness, settings),
+        ["sums"] => ahead::sums(&mut harness, settings),
         ["ahead"] => ahead::all(&mut harness, settings),
-        ["links"] => links::all(&mut harness, settings),
+        ["links"] => scale::links(&mut harness, settings),
         ["shared"] => shared::all(&mut harness, settings),
-        ["control"] => control::all(&mut harness, settings),
-        ["away"] => away::away(&mut harness, settings),
-        ["suspended"] => away::suspended(&mut harness, settings),
-        ["debugged"] => away::debugged(&mut harness, settings),
+        ["control"] => scale::control(&mut harness, settings),
+        ["away"] => failures::away(&mut harness, settings),
+        ["suspended"] => failures::suspended(&mut harness, settings),
+        ["debugged"] => failures::debugged(&mut harness, settings),
         ["slow"] => failures::slow(&mut harness, settings),
         ["mismatch"] => mismatch::all(&mut harness, settings),
         ["lost", pass, moment] => return failures::lost(launch, harness, settings, pass, moment),
@@ -153,6 +138,6 @@ fn on_backend(harness: &mut Harness, settings: &Settings, name: &str, seeds: &st
     let opened = opened.map_err(|error| error.to_string());
     harness.share(opened.as_ref().map(drop).map_err(Clone::clone))?;
     let backend = opened?;
-    strategies::all(harness, settings, &backend, seeds)?;
-    decode::tokens_on::<f32>(harness, settings, &backend, 2e-6)
+    cases::strategies(harness, settings, &backend, seeds)?;
+    cases::tokens_on::<f32>(harness, settings, &backend, 2e-6)
 }

@@ -1,0 +1,7 @@
+//! Ranks, messages, devices and updates that fail or are late. A program of its own, because its
+//! deadlines are short beside the computations of the suite.
+
+mod faults;
+mod refusing;
+mod slow_ranks;
+mod update;

@@ -1,0 +1,134 @@
+//! A rank that takes longer than the deadline to wait for a GPU, in the middle of a pass or at its
+//! end. It sends heartbeats meanwhile, so the
+//! ranks that wait for it go on. A GPU that hangs is an error of its own rank, and ends the call on
+//! all.
+
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
+use annulus::{
+    Attention, Dims, Division, Error, Layout, Plan, Result, Runtime, Setup, Tensors,
+    comm::{Deadline, Staged, threads},
+};
+use annulus_conformance::{
+    Case, Draw, Masks, RankSetup, RingSubject, Setting, Subject,
+    device::{Device, MockBackend, MockSpace, device_ring},
+};
+use annulus_core::{Backend, BackwardMode, DType, HostTensors, HostViews, OnHost, Spec, Transport};
+use ndarray::Array4;
+
+const RANKS: usize = 3;
+const DEADLINE: Duration = Duration::from_secs(1);
+/// Time that rank 1 waits for its device.
+const SLOW: Duration = Duration::from_millis(1_700);
+/// Time of each tile kernel of rank 1, of which a pass has several.
+const SLOW_KERNEL: Duration = Duration::from_millis(1_250);
+const DIMS: Dims = Dims::new(1, 24, 2, 4);
+
+/// Runs forward and backward of one rank.
+fn run_rank<B, T>(mode: BackwardMode, backend: B, transport: T) -> Result<()>
+where
+    B: Backend<Space: HostTensors>,
+    T: Transport<B::Space> + 'static,
+{
+    let attention = Setup::from((
+        Attention::new().backward_mode(mode),
+        Division::new().layout(Layout::Contiguous),
+        Runtime::new().deadline(DEADLINE),
+    ));
+    let mut plan = Plan::with_backend(&attention, DIMS, backend, transport)?;
+    let rows = annulus_core::index(plan.q_rows().len());
+    let tensor = Array4::<f32>::from_elem((1, rows, 2, 4), 0.5);
+    let tensors = Tensors::new(tensor.view(), tensor.view(), tensor.view());
+    let forward = plan.forward(&tensors)?;
+    plan.backward(&tensors, &forward, tensor.view(), None).map(drop)
+}
+
+/// Runs forward and backward of one rank on a device, whose blocks are staged through host memory.
+fn run_staged(mode: BackwardMode, device: Device, endpoint: threads::Threads) -> Result<()> {
+    let staged = Staged::<_, HostViews<MockSpace>>::new(endpoint, device.clone());
+    run_rank(mode, OnHost::new(MockBackend::new(device.clone()), device), staged)
+}
+
+/// Calls `rank` on a thread for each rank.
+fn on_each_rank(rank: impl Fn(usize, threads::Threads) -> Result<()> + Sync) -> Vec<Result<()>> {
+    thread::scope(|scope| {
+        let ranks: Vec<_> = threads::ring(RANKS)
+            .into_iter()
+            .enumerate()
+            .map(|(number, endpoint)| {
+                let rank = &rank;
+                scope.spawn(move || rank(number, endpoint))
+            })
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().expect("no rank panics")).collect()
+    })
+}
+
+/// The passes of rank 1 wait in `finish`, whose ticks send heartbeats.
+#[test]
+fn a_rank_whose_download_waits_for_long_is_not_silent() {
+    for mode in [BackwardMode::OnePass, BackwardMode::TwoPass] {
+        let results = on_each_rank(|rank, endpoint| {
+            let device = if rank == 1 { Device::busy(SLOW) } else { Device::new() };
+            run_staged(mode, device, endpoint)
+        });
+        assert!(results.iter().all(Result::is_ok), "{mode:?}: {results:?}");
+    }
+}
+
+#[test]
+#[ignore = "long: scripts/test --whole"]
+fn a_rank_whose_staged_blocks_wait_for_long_kernels_is_not_silent() {
+    for mode in [BackwardMode::OnePass, BackwardMode::TwoPass] {
+        let results = on_each_rank(|rank, endpoint| {
+            let device = if rank == 1 { Device::slow(SLOW_KERNEL) } else { Device::new() };
+            run_staged(mode, device, endpoint)
+        });
+        assert!(results.iter().all(Result::is_ok), "{mode:?}: {results:?}");
+    }
+}
+
+/// The mock device over copies from device to device, with the least deadline. Tile kernels of rank
+/// 1 take `kernel_time`.
+fn mock_ring(kernel_time: Duration) -> impl Subject {
+    RingSubject::new("mock", move |ranks| -> Result<Vec<RankSetup<Device, MockBackend>>> {
+        let device = |rank| if rank == 1 { Device::slow(kernel_time) } else { Device::new() };
+        let devices: Vec<Device> = (0..ranks).map(device).collect();
+        let setup = |(endpoint, memory): (_, Device)| {
+            let backend = MockBackend::new(memory.clone());
+            let transport = Box::new(Deadline::new(endpoint, DEADLINE)?);
+            Ok(RankSetup { memory, backend, transport })
+        };
+        device_ring(&devices).into_iter().zip(devices.clone()).map(setup).collect()
+    })
+}
+
+#[test]
+fn a_rank_whose_copies_between_devices_wait_for_long_kernels_is_not_silent() {
+    let spec = Spec::new(DIMS, DType::F64);
+    let case = Case::new("slow kernels", spec, Masks::default(), &mut Draw::new(1));
+    let setting = Setting::new(RANKS, Layout::Contiguous);
+    let want = mock_ring(Duration::ZERO).run(&case, &setting, 1).unwrap().remove(0);
+    let slow = mock_ring(SLOW_KERNEL).run(&case, &setting, 1).unwrap().remove(0);
+    slow.same_bits(&want).unwrap();
+}
+
+#[test]
+fn a_device_that_hangs_in_a_ring_ends_the_call_with_its_own_error() {
+    let began = Instant::now();
+    let results = on_each_rank(|rank, endpoint| {
+        let device = if rank == 1 { Device::hanging(2 * DEADLINE) } else { Device::new() };
+        run_staged(BackwardMode::OnePass, device, endpoint)
+    });
+    // later than the deadline, which the heartbeats of the wait have kept
+    assert!(began.elapsed() >= 2 * DEADLINE, "{:?}", began.elapsed());
+    let hung = |what: &str| what.contains("did not end within");
+    assert!(matches!(&results[1], Err(Error::Device { what }) if hung(what)), "{results:?}");
+    for rank in [0, 2] {
+        let is_abort = matches!(&results[rank], Err(Error::Aborted { rank: 1, .. }));
+        assert!(is_abort, "{results:?}");
+    }
+}

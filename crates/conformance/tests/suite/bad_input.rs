@@ -1,0 +1,390 @@
+//! Bad input through the facade: each gives a typed error that names the argument, its value and
+//! the values allowed. Nothing is computed, no rank panics or hangs, and a plan that refused a call
+//! still works.
+
+use std::{sync::Arc, thread, time::Duration};
+
+use annulus::{
+    Attention, BackwardMode, Batch, CustomLayout, DenseMask, Dims, Division, Error, Layout,
+    LocalRing, Plan, Result, Runs, Runtime, Setup, SinkShape, Tensors,
+    comm::threads,
+    mask::{Causal, Dense, PerHead},
+};
+use ndarray::{Array2, Array3, Array4};
+
+const DIMS: Dims =
+    Dims { batch: 2, q_len: 6, kv_len: 6, q_heads: 4, kv_heads: 2, head_dim: 3, value_dim: 5 };
+
+/// Requires that `result` refuses this argument, with its value and the values allowed.
+#[track_caller]
+fn refused<T: std::fmt::Debug>(what: &str, argument: &str, result: Result<T>) {
+    match result {
+        Err(error @ Error::InvalidArgument { .. }) => {
+            let Error::InvalidArgument { argument: named, got, want } = &error else {
+                unreachable!()
+            };
+            assert_eq!(named, argument, "{what}: {error}");
+            assert!(!got.is_empty() && !want.is_empty() && got != want, "{what}: {error}");
+            assert_eq!(error.code(), 1);
+            assert!(!error.is_fatal() && !error.to_string().contains('\n'));
+        }
+        other => panic!("{what}: {other:?}"),
+    }
+}
+
+#[track_caller]
+fn unsupported<T: std::fmt::Debug>(what: &str, result: Result<T>) {
+    assert!(
+        matches!(&result, Err(error @ Error::Unsupported { .. }) if error.code() == 2),
+        "{what}: {result:?}"
+    );
+}
+
+/// Plans a ring of one rank, and one of three.
+fn plans(setup: impl Into<Setup>, dims: Dims) -> [Result<LocalRing>; 2] {
+    let setup = setup.into().map_division(|division| division.layout(Layout::Zigzag));
+    [1, 3].map(|ranks| LocalRing::new(&setup, dims, ranks))
+}
+
+#[test]
+fn dims_without_meaning() {
+    let cases = [
+        ("batch", Dims { batch: 0, ..DIMS }),
+        ("q_heads", Dims { q_heads: 0, ..DIMS }),
+        ("kv_heads", Dims { kv_heads: 0, ..DIMS }),
+        ("q_heads", Dims { q_heads: 3, ..DIMS }),
+        ("head_dim", Dims { head_dim: 0, ..DIMS }),
+        ("head_dim", Dims { head_dim: 513, ..DIMS }),
+        ("value_dim", Dims { value_dim: 0, ..DIMS }),
+        ("value_dim", Dims { value_dim: 513, ..DIMS }),
+        ("q_len", Dims { q_len: usize::MAX, ..DIMS }),
+        ("kv_len", Dims { kv_len: 1 << 60, ..DIMS }),
+    ];
+    for (argument, dims) in cases {
+        plans(&Attention::new(), dims)
+            .into_iter()
+            .for_each(|plan| refused(&format!("{dims:?}"), argument, plan));
+    }
+}
+
+#[test]
+fn numbers_without_meaning() {
+    let attention = Attention::new;
+    let cases = [
+        ("softmax_scale", attention().softmax_scale(f64::NAN)),
+        ("softmax_scale", attention().softmax_scale(f64::INFINITY)),
+        ("softmax_scale", attention().softmax_scale(f64::NEG_INFINITY)),
+        ("logits_soft_cap", attention().logits_soft_cap(0.0)),
+        ("logits_soft_cap", attention().logits_soft_cap(-1.0)),
+        ("logits_soft_cap", attention().logits_soft_cap(f64::NAN)),
+        ("logits_soft_cap", attention().logits_soft_cap(f64::INFINITY)),
+        ("dropout_prob", attention().dropout(-0.1, 0)),
+        ("dropout_prob", attention().dropout(1.0, 0)),
+        ("dropout_prob", attention().dropout(f64::NAN, 0)),
+        ("chunk_size", attention().chunk_size(0)),
+        ("bias", attention().bias([2, 4, 6, 7])),
+        ("bias", attention().bias([2, 3, 6, 6])),
+        ("bias", attention().bias([0, 4, 6, 6])),
+        ("softmax_aux", attention().softmax_aux(SinkShape::shared(0))),
+        ("softmax_aux", attention().softmax_aux(SinkShape::per_head(0))),
+        ("mask", attention().mask(Arc::new(PerHead(vec![Arc::new(Causal { offset: 0 })])))),
+        (
+            "mask",
+            attention().mask(Arc::new(Dense(Arc::new(DenseMask::from_fn([1, 1, 6, 5], |_| true))))),
+        ),
+        (
+            "mask",
+            attention().mask(Arc::new(Dense(Arc::new(DenseMask::from_fn([3, 1, 6, 6], |_| true))))),
+        ),
+    ];
+    for (number, (argument, attention)) in cases.into_iter().enumerate() {
+        plans(&attention, DIMS)
+            .into_iter()
+            .for_each(|plan| refused(&format!("case {number}"), argument, plan));
+    }
+    for (argument, runtime) in [
+        ("deadline", Runtime::new().deadline(Duration::from_millis(10))),
+        ("deadline", Runtime::new().deadline(Duration::ZERO)),
+        ("threads", Runtime::new().threads(0)),
+    ] {
+        plans((attention(), Division::new(), runtime), DIMS)
+            .into_iter()
+            .for_each(|plan| refused(argument, argument, plan));
+    }
+}
+
+#[test]
+fn rings_without_meaning() {
+    refused("no ranks", "ranks", LocalRing::new(Attention::new(), DIMS, 0));
+    let shards = |shards: &[&[i64]]| {
+        shards.iter().map(|rows| rows.iter().copied().collect::<Runs>()).collect::<Vec<_>>()
+    };
+    let good: &[&[i64]] = &[&[0, 2, 4], &[1, 3, 5]];
+    let layout = |q: &[&[i64]], kv: &[&[i64]]| {
+        Layout::Custom(Arc::new(CustomLayout { q: shards(q), kv: shards(kv) }))
+    };
+    let cases = [
+        ("one shard too few", layout(good, &[&[0, 1, 2, 3, 4, 5]])),
+        ("one shard too many", layout(&[good[0], good[1], &[]], good)),
+        ("a row twice", layout(&[&[0, 2, 4], &[1, 3, 5, 0]], good)),
+        ("a row on no rank", layout(good, &[&[0, 2, 4], &[1, 3]])),
+        ("a row that does not exist", layout(good, &[&[0, 2, 4], &[1, 3, 5, 6]])),
+        ("a negative row", layout(&[&[0, 2, 4, -1], &[1, 3, 5]], good)),
+    ];
+    for (what, layout) in cases {
+        refused(
+            what,
+            "layout",
+            LocalRing::new((Attention::new(), Division::new().layout(layout)), DIMS, 2),
+        );
+    }
+    let two_pass = Attention::new().backward_mode(BackwardMode::TwoPass);
+    unsupported(
+        "a bias with queries in two passes",
+        LocalRing::new(two_pass.bias([1, 1, 6, 6]), DIMS, 2),
+    );
+}
+
+#[test]
+fn batches_that_do_not_fit() {
+    let batch = Batch::default;
+    let ids = |rows: usize, len: usize| Some(Array2::<i32>::zeros((rows, len)));
+    let positions = |rows: usize, len: usize| Some(Array2::<i64>::zeros((rows, len)));
+    let dense = |shape| Some(DenseMask::from_fn(shape, |_| true));
+    let far = Some(Array2::from_elem((2, 6), i64::MAX / 2));
+    let lens = |lens: &[i64]| Some(lens.to_vec());
+    let cases = [
+        ("q_segment_ids", Batch { q_segment_ids: ids(2, 5), kv_segment_ids: ids(2, 6), ..batch() }),
+        ("q_segment_ids", Batch { q_segment_ids: ids(1, 6), kv_segment_ids: ids(2, 6), ..batch() }),
+        (
+            "kv_segment_ids",
+            Batch { q_segment_ids: ids(2, 6), kv_segment_ids: ids(2, 7), ..batch() },
+        ),
+        ("kv_segment_ids", Batch { kv_segment_ids: ids(3, 6), ..batch() }),
+        ("q_positions", Batch { q_positions: positions(2, 7), ..batch() }),
+        ("q_positions", Batch { q_positions: far.clone(), ..batch() }),
+        ("kv_positions", Batch { kv_positions: positions(1, 6), ..batch() }),
+        ("kv_positions", Batch { kv_positions: far, ..batch() }),
+        ("attention_mask", Batch { attention_mask: dense([1, 1, 6, 5]), ..batch() }),
+        ("attention_mask", Batch { attention_mask: dense([1, 1, 5, 6]), ..batch() }),
+        ("attention_mask", Batch { attention_mask: dense([1, 3, 6, 6]), ..batch() }),
+        ("attention_mask", Batch { attention_mask: dense([3, 1, 6, 6]), ..batch() }),
+        ("cum_seqlens_q", Batch { cum_seqlens_q: lens(&[1, 6]), ..batch() }),
+        ("cum_seqlens_q", Batch { cum_seqlens_q: lens(&[]), ..batch() }),
+        ("cum_seqlens_q", Batch { cum_seqlens_q: lens(&[0, 4, 3]), ..batch() }),
+        ("cum_seqlens_k", Batch { cum_seqlens_k: lens(&[0, 7]), ..batch() }),
+        (
+            "cum_seqlens_k",
+            Batch { cum_seqlens_q: lens(&[0, 3, 6]), cum_seqlens_k: lens(&[0, 6]), ..batch() },
+        ),
+    ];
+    for (number, (argument, batch)) in cases.iter().enumerate() {
+        for plan in plans(&Attention::new(), DIMS) {
+            let mut plan = plan.unwrap();
+            refused(&format!("case {number}"), argument, plan.update(batch));
+            works(&mut plan);
+        }
+    }
+    // given for one side only, while the lengths differ
+    let unequal = Dims { kv_len: 7, ..DIMS };
+    let cases = [
+        ("q_segment_ids", Batch { q_segment_ids: ids(2, 6), ..batch() }),
+        ("kv_segment_ids", Batch { kv_segment_ids: ids(2, 7), ..batch() }),
+        ("cum_seqlens_q", Batch { cum_seqlens_q: lens(&[0, 6]), ..batch() }),
+    ];
+    for (argument, batch) in cases {
+        plans(&Attention::new(), unequal)
+            .into_iter()
+            .for_each(|plan| refused("one side only", argument, plan.unwrap().update(&batch)));
+    }
+    let two_pass = Attention::new().backward_mode(BackwardMode::TwoPass);
+    unsupported(
+        "a dense mask in two passes",
+        LocalRing::new(two_pass, DIMS, 2)
+            .unwrap()
+            .update(&Batch { attention_mask: dense([1, 1, 6, 6]), ..batch() }),
+    );
+}
+
+/// Tensors of the whole sequence for [`DIMS`].
+struct Whole {
+    q: Array4<f32>,
+    k: Array4<f32>,
+    v: Array4<f32>,
+    dout: Array4<f32>,
+}
+
+impl Whole {
+    fn new() -> Self {
+        let tensor = |shape| {
+            Array4::from_shape_fn(shape, |(b, i, h, c)| {
+                ((b * 5 + i * 7 + h * 3 + c) % 11) as f32 * 0.1
+            })
+        };
+        Self {
+            q: tensor((2, 6, 4, 3)),
+            k: tensor((2, 6, 2, 3)),
+            v: tensor((2, 6, 2, 5)),
+            dout: tensor((2, 6, 4, 5)),
+        }
+    }
+
+    fn tensors(&self) -> Tensors<'_, f32> {
+        Tensors::new(self.q.view(), self.k.view(), self.v.view())
+    }
+}
+
+/// Requires that a plan without bias and sinks still computes.
+#[track_caller]
+fn works(plan: &mut LocalRing) {
+    let whole = Whole::new();
+    let forward = plan.forward(&whole.tensors()).expect("a plan works after a refusal");
+    let backward = plan
+        .backward(&whole.tensors(), &forward, whole.dout.view(), None)
+        .expect("a plan works after a refusal");
+    assert!(forward.out.iter().chain(&backward.dk).all(|x| x.is_finite()));
+}
+
+#[test]
+fn tensors_that_do_not_fit() {
+    let whole = Whole::new();
+    let good = whole.tensors();
+    let q = Array4::<f32>::zeros((2, 5, 4, 3));
+    let k = Array4::<f32>::zeros((2, 6, 4, 3));
+    let v = Array4::<f32>::zeros((1, 6, 2, 5));
+    let per_head = Array2::<f32>::zeros((4, 2));
+    let other_bias = Array4::<f32>::zeros((1, 1, 6, 5));
+    let bias = Array4::<f32>::zeros((1, 1, 6, 6));
+    let sinks = Array2::<f32>::zeros((1, 2));
+    for plan in plans(&Attention::new(), DIMS) {
+        let mut plan = plan.unwrap();
+        refused("q of another length", "q", plan.forward(&Tensors::new(q.view(), good.k, good.v)));
+        refused("k of other heads", "k", plan.forward(&Tensors::new(good.q, k.view(), good.v)));
+        refused("v of another batch", "v", plan.forward(&Tensors::new(good.q, good.k, v.view())));
+        refused(
+            "a bias that was not planned",
+            "bias",
+            plan.forward(&good.clone().with_bias(bias.view())),
+        );
+        refused(
+            "sinks that were not planned",
+            "softmax_aux",
+            plan.forward(&good.clone().with_softmax_aux(sinks.view())),
+        );
+        let wide = Array4::<f64>::zeros((2, 6, 4, 3));
+        let wide_k = Array4::<f64>::zeros((2, 6, 2, 3));
+        let wide_v = Array4::<f64>::zeros((2, 6, 2, 5));
+        refused(
+            "f64 for an f32 plan",
+            "q",
+            plan.forward(&Tensors::new(wide.view(), wide_k.view(), wide_v.view())),
+        );
+        works(&mut plan);
+    }
+    for plan in
+        plans(&Attention::new().bias([1, 1, 6, 6]).softmax_aux(SinkShape::per_head(2)), DIMS)
+    {
+        let mut plan = plan.unwrap();
+        refused("no bias", "bias", plan.forward(&good.clone().with_softmax_aux(per_head.view())));
+        refused("no sinks", "softmax_aux", plan.forward(&good.clone().with_bias(bias.view())));
+        refused(
+            "a bias of another shape",
+            "bias",
+            plan.forward(
+                &good.clone().with_bias(other_bias.view()).with_softmax_aux(per_head.view()),
+            ),
+        );
+        refused(
+            "shared sinks for sinks per head",
+            "softmax_aux",
+            plan.forward(&good.clone().with_bias(bias.view()).with_softmax_aux(sinks.view())),
+        );
+        plan.forward(&good.clone().with_bias(bias.view()).with_softmax_aux(per_head.view()))
+            .unwrap();
+    }
+}
+
+#[test]
+fn gradients_that_do_not_fit() {
+    let whole = Whole::new();
+    let good = whole.tensors();
+    for plan in plans(&Attention::new(), DIMS) {
+        let mut plan = plan.unwrap();
+        let forward = plan.forward(&good).unwrap();
+        let dout = Array4::<f32>::zeros((2, 6, 4, 3));
+        let dlse = Array3::<f32>::zeros((2, 4, 5));
+        refused("dout of another dim", "dout", plan.backward(&good, &forward, dout.view(), None));
+        refused(
+            "dlse of another length",
+            "dlse",
+            plan.backward(&good, &forward, whole.dout.view(), Some(dlse.view())),
+        );
+        let mut other = forward.clone();
+        other.out = Array4::zeros((2, 6, 2, 5));
+        refused("out of other heads", "out", plan.backward(&good, &other, whole.dout.view(), None));
+        let mut other = forward.clone();
+        other.lse = Array3::zeros((2, 4, 7));
+        refused(
+            "lse of another length",
+            "lse",
+            plan.backward(&good, &other, whole.dout.view(), None),
+        );
+        let mut other = forward.clone();
+        other.sum = None;
+        refused(
+            "a max without a sum",
+            "sum",
+            plan.backward(&good, &other, whole.dout.view(), None),
+        );
+        works(&mut plan);
+    }
+    for plan in plans(&Attention::new().unnormalized(true), DIMS) {
+        let mut plan = plan.unwrap();
+        let mut forward = plan.forward(&good).unwrap();
+        forward.ties = None;
+        refused("no ties", "ties", plan.backward(&good, &forward, whole.dout.view(), None));
+        forward.max = None;
+        refused("no max", "max", plan.backward(&good, &forward, whole.dout.view(), None));
+    }
+    for plan in plans(&Attention::new().forward_only(true), DIMS) {
+        let mut plan = plan.unwrap();
+        let forward = plan.forward(&good).unwrap();
+        refused(
+            "a plan for forward only",
+            "backward",
+            plan.backward(&good, &forward, whole.dout.view(), None),
+        );
+    }
+}
+
+/// Plans on every rank of a ring at once. `mpi-conformance mismatch` has every field in which ranks
+/// may disagree.
+fn ring(attentions: &[Attention]) -> Vec<Result<Plan>> {
+    thread::scope(|scope| {
+        let ranks: Vec<_> = threads::ring(attentions.len())
+            .into_iter()
+            .zip(attentions)
+            .map(|(transport, attention)| {
+                scope.spawn(move || Plan::new(attention, DIMS, transport))
+            })
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().expect("no rank panics")).collect()
+    })
+}
+
+#[test]
+fn a_rank_that_is_refused_stops_all() {
+    let bad = Attention::new().softmax_scale(f64::NAN);
+    let results = ring(&[Attention::new(), bad, Attention::new()]);
+    for (rank, result) in results.into_iter().enumerate() {
+        match result {
+            Err(Error::InvalidArgument { argument, .. }) if rank == 1 => {
+                assert_eq!(argument, "softmax_scale")
+            }
+            Err(Error::Refused { rank: 1, what }) => {
+                assert!(rank != 1 && what.contains("softmax_scale"), "{what}")
+            }
+            other => panic!("rank {rank} has {other:?}"),
+        }
+    }
+}

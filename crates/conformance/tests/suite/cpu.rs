@@ -1,0 +1,100 @@
+//! The CPU backend over threads. In full: mask family × ranks × layout at tiny sizes (dims, element
+//! types and other features at random, see `suite/matrix.rs`), the awkward sizes, every numeric
+//! rule, every relation. Sampled: random configurations, and all instruction sets of the machine.
+
+use std::time::Duration;
+
+use annulus_conformance::{
+    Setting, Subject,
+    subjects::{Mixed, cpu, cpu_delayed, cpu_with_isa},
+    suite::{self, Poison, Scale},
+};
+use annulus_cpu::Isa;
+use proptest::prelude::*;
+
+#[test]
+#[ignore = "long: scripts/test --whole"]
+fn the_whole_matrix_holds_on_the_cpu() {
+    suite::matrix(&cpu(), Scale::Full).unwrap();
+}
+
+#[test]
+fn every_pair_of_choices_holds_on_the_cpu() {
+    suite::pairwise_cases(&cpu(), &[1, 2, 3, 4, 7]).unwrap();
+}
+
+#[test]
+fn awkward_sizes_hold_on_the_cpu() {
+    suite::sizes(&cpu(), Scale::Full).unwrap();
+}
+
+#[test]
+fn the_numeric_rules_hold_on_the_cpu() {
+    suite::numeric_rules(&cpu()).unwrap();
+}
+
+/// Strips have other widths in each instruction set, and so have partial strips.
+#[test]
+fn every_instruction_set_of_this_machine_holds() {
+    let isas = Isa::ALL.into_iter().filter(|isa| isa.is_available());
+    for isa in isas.filter(|&isa| isa != Isa::Avx512Bf16) {
+        let subject = cpu_with_isa(isa);
+        for &dtype in subject.dtypes() {
+            suite::numeric_rules_on(&subject, dtype, &Setting::ALONE).unwrap();
+        }
+        suite::matrix(&subject, Scale::OneIn(23)).unwrap();
+        suite::random_cases(&subject, 0..60).unwrap();
+    }
+}
+
+#[test]
+fn a_visible_nan_does_not_depend_on_the_ranks_on_the_cpu() {
+    suite::nonfinite(&cpu(), Poison::NanAndInfinities).unwrap();
+    suite::infinite_scores(&cpu()).unwrap();
+}
+
+#[test]
+fn the_metamorphic_relations_hold_on_the_cpu() {
+    suite::metamorphic(&cpu()).unwrap();
+}
+
+#[test]
+fn bits_repeat_on_the_cpu() {
+    suite::same_bits_over_repeats(&cpu(), 100).unwrap();
+}
+
+#[test]
+fn receives_further_ahead_change_no_bit() {
+    suite::same_bits_received_ahead(&cpu()).unwrap();
+}
+
+#[test]
+#[ignore = "long: scripts/test --whole"]
+fn messages_that_overtake_each_other_change_no_bit_on_the_cpu() {
+    suite::same_bits_under_delay(&cpu(), &cpu_delayed(Duration::from_micros(500)), 100).unwrap();
+}
+
+#[test]
+fn known_random_cases_hold_on_the_cpu() {
+    suite::random_cases(&cpu(), (0..400).chain([854_477_961_711_389_023])).unwrap();
+}
+
+#[test]
+fn different_backends_share_a_ring() {
+    suite::random_cases(&Mixed, 2000..2100).unwrap();
+    suite::matrix(&Mixed, Scale::OneIn(17)).unwrap();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: 64,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
+
+    /// A failing seed is to be added to `known_random_cases_hold_on_the_cpu`.
+    #[test]
+    fn any_random_case_holds_on_the_cpu(seed in any::<u64>()) {
+        prop_assert_eq!(suite::random_cases(&cpu(), std::iter::once(seed)), Ok(()));
+    }
+}

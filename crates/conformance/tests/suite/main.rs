@@ -1,0 +1,12 @@
+//! Results of every backend, transport and strategy, and what is refused.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod bad_input;
+mod cpu;
+mod facade;
+mod grid;
+mod mock;
+mod out_residual;
+mod reproducible;
+mod reproducible_cache;
+mod strategies;

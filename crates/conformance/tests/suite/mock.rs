@@ -1,0 +1,139 @@
+//! The mock device over its own transport and over a staged one: no code between the backend and
+//! transport traits assumes host memory, or that work is done when a call returns. A fifth of the
+//! matrix, 300 random cases, and every rule; over the staged transport a smaller sample. And host
+//! tensors for a device backend: [`OnHost`] over the mock device.
+
+use std::time::Duration;
+
+use annulus::{LocalRing, Plan};
+use annulus_comm::{Checksum, Deadline, Staged, threads};
+use annulus_conformance::{
+    Case, FacadeOn, HostViewMemory, RankSetup, RingSubject, Setting, Subject,
+    device::{Device, DeviceTransport, MockBackend, MockSpace, device_ring},
+    subjects::{mock, mock_staged},
+    suite::{self, Poison, Scale},
+};
+use annulus_core::{DType, HostViews, Layout, OnHost, Result};
+
+#[test]
+fn random_cases_hold_on_the_mock_device() {
+    suite::random_cases(&mock(), 0..300).unwrap();
+}
+
+#[test]
+fn a_sample_of_the_matrix_holds_on_the_mock_device() {
+    suite::matrix(&mock(), Scale::OneIn(5)).unwrap();
+}
+
+#[test]
+#[ignore = "long: scripts/test --whole"]
+fn the_numeric_rules_hold_on_the_mock_device() {
+    suite::numeric_rules(&mock()).unwrap();
+}
+
+#[test]
+#[ignore = "long: scripts/test --whole"]
+fn a_visible_nan_does_not_depend_on_the_ranks_on_the_mock_device() {
+    suite::nonfinite(&mock(), Poison::NanAndInfinities).unwrap();
+    suite::infinite_scores(&mock()).unwrap();
+}
+
+#[test]
+fn the_metamorphic_relations_hold_on_the_mock_device() {
+    suite::metamorphic(&mock()).unwrap();
+}
+
+#[test]
+fn bits_repeat_on_the_mock_device() {
+    suite::same_bits_over_repeats(&mock(), 5).unwrap();
+}
+
+#[test]
+fn receives_further_ahead_change_no_bit() {
+    suite::same_bits_received_ahead(&mock()).unwrap();
+}
+
+#[test]
+fn a_sample_holds_on_the_mock_device_through_host_memory() {
+    let staged = mock_staged(Duration::from_micros(300));
+    suite::random_cases(&staged, 1000..1060).unwrap();
+    suite::matrix(&staged, Scale::OneIn(29)).unwrap();
+}
+
+#[test]
+fn messages_that_overtake_each_other_change_no_bit_on_the_mock_device() {
+    suite::same_bits_under_delay(&mock(), &mock_staged(Duration::from_millis(1)), 5).unwrap();
+}
+
+#[test]
+fn a_dropped_plan_frees_its_memory() {
+    let devices: Vec<Device> = (0..3).map(|_| Device::new()).collect();
+    let kept = devices.clone();
+    let ring = RingSubject::new("mock", move |_| -> Result<Vec<RankSetup<Device, MockBackend>>> {
+        let endpoints = device_ring(&devices).into_iter().zip(devices.clone());
+        let setup = |(transport, memory): (DeviceTransport, Device)| RankSetup {
+            backend: MockBackend::new(memory.clone()),
+            memory,
+            transport: Box::new(transport),
+        };
+        Ok(endpoints.map(setup).collect())
+    });
+    ring.run(&Case::random(4), &Setting::new(3, Layout::Zigzag), 2).unwrap();
+    for device in kept {
+        device.synchronize().unwrap();
+        assert_eq!(device.allocations(), 0);
+    }
+}
+
+/// Tensors in host memory, blocks on the mock device.
+type Rank = RankSetup<HostViewMemory<MockSpace>, OnHost<MockBackend>>;
+
+fn for_host_tensors() -> impl Subject {
+    RingSubject::new("mock for host tensors", |ranks| -> Result<Vec<Rank>> {
+        let rank = |transport| {
+            let device = Device::new();
+            let staged =
+                Staged::<_, HostViews<MockSpace>>::new(Checksum::new(transport), device.clone());
+            Ok(RankSetup {
+                memory: HostViewMemory::new(),
+                backend: OnHost::new(MockBackend::new(device.clone()), device),
+                transport: Box::new(Deadline::new(staged, Duration::from_secs(60))?),
+            })
+        };
+        threads::ring(ranks).into_iter().map(rank).collect()
+    })
+}
+
+/// The facade for host tensors.
+fn facade() -> impl Subject {
+    let dtypes = [DType::F32, DType::F64, DType::Bf16, DType::F16];
+    FacadeOn::new("facade on the mock device", &dtypes, |setup, dims, ranks| {
+        LocalRing::from_plans(setup, dims, ranks, |_, setup, endpoint| {
+            let device = Device::new();
+            let staged =
+                Staged::<_, HostViews<MockSpace>>::new(Checksum::new(endpoint), device.clone());
+            let backend = OnHost::new(MockBackend::new(device.clone()), device);
+            Plan::with_backend(setup, dims, backend, staged)
+        })
+    })
+}
+
+#[test]
+fn strategies_hold_for_host_tensors() {
+    suite::head_strategies(&facade(), 0..24).unwrap();
+}
+
+#[test]
+fn random_cases_hold_for_host_tensors() {
+    suite::random_cases(&for_host_tensors(), 3000..3100).unwrap();
+}
+
+#[test]
+fn bits_repeat_for_host_tensors() {
+    suite::same_bits_over_repeats(&for_host_tensors(), 10).unwrap();
+}
+
+#[test]
+fn receives_further_ahead_change_no_bit_for_host_tensors() {
+    suite::same_bits_received_ahead(&for_host_tensors()).unwrap();
+}

@@ -1,0 +1,355 @@
+//! Strategies by their published names on 2, 3, 4 and 8 ranks: against the f64 oracle, with the
+//! bytes and bits of their forms, and what they refuse. And ranks assigned to nodes round robin: a
+//! ring whose order is free passes each node once, and computes the same bits as without nodes.
+
+use std::{collections::BTreeSet, time::Duration};
+
+use annulus::{Attention, Division, LocalRing, PassKind, Setup, Tensors};
+use annulus_comm::{Deadline, threads};
+use annulus_conformance::{
+    Case, Crossings, Draw, Facade, HostMemory, Judge, Masks, Placed, RankSetup, RingSubject,
+    Setting, Subject, subjects, suite,
+};
+use annulus_core::{
+    BackwardMode, DType, Dims, Error, Layout, Placement, Result, Route, Spec, Strategy,
+};
+use annulus_cpu::Cpu;
+use ndarray::Array4;
+
+const DIMS: Dims =
+    Dims { batch: 2, q_len: 61, kv_len: 61, q_heads: 8, kv_heads: 2, head_dim: 8, value_dim: 6 };
+
+/// The published strategies on this many ranks, with nodes of every size that divides them.
+fn strategies(ranks: usize) -> Vec<Strategy> {
+    let nodes = (1..=ranks).filter(|&node_ranks| ranks.is_multiple_of(node_ranks));
+    let mut all: Vec<Strategy> =
+        nodes.map(|node_ranks| Strategy::OncePerNode { node_ranks }).collect();
+    all.extend([Strategy::AllGather, Strategy::PassQ]);
+    // KV heads are replicated among 4 and 8 ranks; 3 ranks do not divide 8 heads
+    all.extend((ranks != 3).then_some(Strategy::AllToAll));
+    all
+}
+
+fn masks() -> [(&'static str, Masks); 3] {
+    let window = Masks { window: Some([Some(9), Some(9)]), ..Masks::default() };
+    let causal = Masks { causal: true, ..Masks::default() };
+    [("full", Masks::default()), ("causal", causal), ("window", window)]
+}
+
+#[test]
+fn every_published_strategy_is_the_oracle() {
+    for (number, (name, masks)) in masks().into_iter().enumerate() {
+        let backward = [BackwardMode::OnePass, BackwardMode::TwoPass][number % 2];
+        let draw = &mut Draw::new(31);
+        let spec = Spec { backward, ..Spec::new(DIMS, DType::F64) };
+        let mut case = Case::new(name, spec, masks, draw);
+        case.draw_tensors(draw);
+        for ranks in [2, 3, 4, 8] {
+            for (offset, strategy) in strategies(ranks).into_iter().enumerate() {
+                let dtypes = [DType::F32, DType::F64, DType::Bf16];
+                let case = case.in_dtype(dtypes[(number + offset) % 3]);
+                let layout = [None, Some(Layout::Striped)][offset % 2].clone();
+                let setting = Setting { ranks, layout, strategy, ..Setting::ALONE };
+                let judge = Judge::new(&case).expect("a valid case");
+                let answers = Facade.run(&case, &setting, 2);
+                let answers =
+                    answers.unwrap_or_else(|error| panic!("{name} on {setting}: {error}"));
+                for answer in &answers {
+                    let verdict = judge.check(answer);
+                    verdict.unwrap_or_else(|wrong| panic!("{name} on {setting}: {wrong}"));
+                }
+            }
+        }
+    }
+}
+
+/// out, dq and dk of all ranks, and the bytes that each rank sends in both passes.
+type Results = ([Array4<f32>; 3], Vec<[u64; 2]>);
+
+fn run(setup: &Setup, dims: Dims, ranks: usize) -> Result<Results> {
+    let tensor = |heads: usize, dim: usize| {
+        let of = |(b, i, h, c)| ((b * 3 + i * 7 + h * 5 + c) % 13) as f32 * 0.125 - 0.75;
+        Array4::from_shape_fn((dims.batch, dims.q_len, heads, dim), of)
+    };
+    let [q, k, v] = [tensor(8, 8), tensor(2, 8), tensor(2, 6)];
+    let dout = tensor(8, 6);
+    let tensors = Tensors::new(q.view(), k.view(), v.view());
+    let mut ring = LocalRing::new(setup, dims, ranks)?;
+    let forward = ring.forward(&tensors)?;
+    let gradients = ring.backward(&tensors, &forward, dout.view(), None)?;
+    let reports = forward.reports.iter().zip(&gradients.reports);
+    let sent = reports.map(|reports| {
+        <[_; 2]>::from(reports).map(|report| {
+            assert_eq!(report.bytes_sent, report.bytes_predicted);
+            report.bytes_sent
+        })
+    });
+    let sent = sent.collect();
+    Ok(([forward.out, gradients.dq, gradients.dk], sent))
+}
+
+#[test]
+fn a_name_has_the_bits_and_the_bytes_of_its_form() {
+    let causal = Attention::new().causal(true);
+    for ranks in [2, 4, 8] {
+        let node_ranks = ranks / 2;
+        let once_per_node = Route::OncePerNode { node_ranks };
+        let forms = [
+            (
+                Strategy::AllToAll,
+                Setup::from((
+                    &causal,
+                    Division::new().strategy(Strategy::HeadsRing { heads: ranks }),
+                )),
+            ),
+            (
+                Strategy::PassQ,
+                Setup::from((
+                    &causal,
+                    Division::new().strategy(Strategy::Grid { heads: 1, queries: 1, keys: ranks }),
+                )),
+            ),
+            (Strategy::AllGather, Setup::from((&causal, Division::new().route(Route::Direct)))),
+            (
+                Strategy::OncePerNode { node_ranks },
+                Setup::from((&causal, Division::new().route(once_per_node))),
+            ),
+        ];
+        for (name, form) in forms {
+            let by_name = Setup::from((&causal, Division::new().strategy(name)));
+            assert_eq!(
+                run(&by_name, DIMS, ranks),
+                run(&form, DIMS, ranks),
+                "{name}, {ranks} ranks"
+            );
+            let [plan, of_form] =
+                [&by_name, &form].map(|of| LocalRing::new(of, DIMS, ranks).expect("a plan"));
+            let [plan, of_form] = [&plan, &of_form].map(LocalRing::plan);
+            assert_eq!((plan.strategy(), plan.route()), (of_form.strategy(), of_form.route()));
+            assert_eq!(plan.strategy(), name.on_ranks(ranks));
+            let more = plan.buffer_bytes() > of_form.buffer_bytes();
+            // with two ranks there is one block to receive
+            assert_eq!(more, name == Strategy::AllGather && ranks > 2, "{name}, {ranks} ranks");
+        }
+    }
+}
+
+/// A full mask, so that each of 2 nodes of 2 ranks needs all rows of the other.
+#[test]
+fn a_row_and_its_gradient_cross_once_between_two_nodes() {
+    let route = Route::OncePerNode { node_ranks: 2 };
+    let ring =
+        Setup::from((Attention::new(), Division::new().route(route).layout(Layout::Contiguous)));
+    let ring = LocalRing::new(ring, DIMS, 4).expect("a plan");
+    let schedule = ring.plan().schedule();
+    let mut crossed = [0, 0];
+    for (rank, steps) in schedule.steps.iter().enumerate() {
+        for step in steps {
+            for (group, crossed) in [&step.before, &step.after].into_iter().zip(&mut crossed) {
+                let others = group.sends.iter().filter(|send| send.peer / 2 != rank / 2);
+                *crossed += others.map(|send| send.rows.count()).sum::<u64>();
+            }
+        }
+    }
+    assert_eq!(crossed, [DIMS.kv_len as u64; 2]);
+    assert!(ring.plan().bytes_predicted(PassKind::Backward) > 0);
+}
+
+#[test]
+fn what_a_name_does_not_fit_is_refused_with_the_plan() {
+    let refused = |strategy, ranks: usize, want: &str| {
+        let plan =
+            LocalRing::new((Attention::new(), Division::new().strategy(strategy)), DIMS, ranks);
+        let error = plan.map(drop).unwrap_err();
+        assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
+        assert_eq!(error.to_string(), want);
+    };
+    refused(
+        Strategy::AllToAll,
+        3,
+        "strategy: got heads in groups of 3 ranks, want groups whose size divides the 8 query heads",
+    );
+    refused(
+        Strategy::OncePerNode { node_ranks: 2 },
+        3,
+        "strategy: got once-per-node:2, want nodes of a divisor of 3 ranks",
+    );
+    // threads are on one node
+    refused(
+        Strategy::OncePerNode { node_ranks: 0 },
+        4,
+        "strategy: got once-per-node, want several nodes with as many ranks each, which are \
+         neighbours on the ring",
+    );
+    let other = Setup::from((
+        Attention::new(),
+        Division::new().strategy(Strategy::AllGather).route(Route::RelayUp),
+    ));
+    let error = LocalRing::new(other, DIMS, 4).map(drop).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "route: got relay-up, want none, or direct: that of strategy all-gather"
+    );
+    let reproducible = Setup::from((
+        Attention::new().reproducible(true),
+        Division::new().strategy(Strategy::PassQ),
+    ));
+    let error = LocalRing::new(reproducible, DIMS, 4).map(drop).unwrap_err();
+    assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+}
+
+/// The other names are the ring's order, or that of its heads.
+#[test]
+fn the_reproducible_order_has_the_bits_of_the_ring() {
+    let attention = Attention::new().causal(true).reproducible(true);
+    // five leaves of 256 rows
+    let dims = Dims { batch: 1, q_len: 1100, kv_len: 1100, ..DIMS };
+    let (of_ring, _) = run(&(&attention).into(), dims, 1).expect("results");
+    for strategy in [Strategy::AllGather, Strategy::OncePerNode { node_ranks: 2 }] {
+        let (results, _) =
+            run(&Setup::from((&attention, Division::new().strategy(strategy))), dims, 4)
+                .expect("results");
+        assert_eq!(results, of_ring, "{strategy}");
+    }
+}
+
+/// The CPU over threads, with rank r on node r mod `nodes`.
+fn round_robin(nodes: usize, crossings: &Crossings) -> impl Subject + use<> {
+    let crossings = crossings.clone();
+    RingSubject::new(
+        "cpu over threads on nodes",
+        move |ranks| -> Result<Vec<RankSetup<HostMemory, Cpu>>> {
+            let placement = Placement::new((0..ranks).map(|rank| rank % nodes).collect());
+            let setup = |endpoint| {
+                let transport = Deadline::new(
+                    Placed::new(endpoint, placement.clone(), crossings.clone()),
+                    Duration::from_secs(60),
+                )?;
+                Ok(RankSetup {
+                    memory: HostMemory,
+                    backend: Cpu::new(1)?,
+                    transport: Box::new(transport),
+                })
+            };
+            threads::ring(ranks).into_iter().map(setup).collect()
+        },
+    )
+}
+
+#[test]
+fn a_relay_enters_each_node_once() {
+    let dims = Dims::new(1, 24, 2, 4);
+    let case = Case::new("full", Spec::new(dims, DType::F32), Masks::default(), &mut Draw::new(1));
+    let pairs = |ranks, nodes, layout, route| -> BTreeSet<(usize, usize)> {
+        let crossings = Crossings::default();
+        round_robin(nodes, &crossings)
+            .run(&case, &Setting { ranks, layout, route, ..Setting::ALONE }, 1)
+            .unwrap();
+        crossings.pairs()
+    };
+    for (ranks, nodes) in [(4, 2), (6, 2), (6, 3), (7, 3), (5, 5)] {
+        for route in [Route::RelayUp, Route::RelayDown] {
+            assert_eq!(
+                pairs(ranks, nodes, None, Some(route)).len(),
+                nodes,
+                "{ranks} ranks on {nodes} nodes, {route:?}"
+            );
+        }
+    }
+    // a given layout fixes the ring order, whatever the nodes
+    assert_eq!(pairs(6, 2, Some(Layout::Contiguous), Some(Route::RelayUp)).len(), 6);
+    assert_eq!(pairs(6, 1, None, None).len(), 0);
+}
+
+#[test]
+fn nodes_change_no_bit_of_a_given_route() {
+    let plain = subjects::cpu();
+    let placed = [2, 3].map(|nodes| round_robin(nodes, &Crossings::default()));
+    for (number, configuration) in suite::pairwise().into_iter().enumerate() {
+        let case = configuration.case();
+        let setting = Setting { layout: None, ..configuration.setting([4, 6, 7][number % 3]) };
+        let route = Some(setting.route.unwrap_or(Route::RelayUp));
+        let setting = Setting { route, ..setting };
+        let run = |subject: &dyn Subject| subject.run(&case, &setting, 1).unwrap().remove(0);
+        let answer = run(&placed[number % 2]);
+        answer
+            .same_bits(&run(&plain))
+            .unwrap_or_else(|wrong| panic!("{configuration} on {setting}: {wrong}"));
+        if number % 5 == 0 {
+            Judge::new(&case).unwrap().check(&answer).unwrap();
+        }
+    }
+}
+
+/// Rails of given nodes over one process, and by name over nodes that a transport reports.
+#[test]
+fn rails_compute_the_attention_over_any_nodes() {
+    let plain = subjects::cpu();
+    let placed = [2, 3].map(|nodes| round_robin(nodes, &Crossings::default()));
+    for (number, configuration) in suite::pairwise().into_iter().enumerate() {
+        let case = configuration.case();
+        let (ranks, nodes) = [(4, 2), (6, 2), (6, 3), (8, 2), (9, 3)][number % 5];
+        let rails = |node_ranks| {
+            let up = number % 2 == 0;
+            if up { Route::RailsUp { node_ranks } } else { Route::RailsDown { node_ranks } }
+        };
+        let setting = Setting { layout: None, ..configuration.setting(ranks) };
+        let run = |subject: &dyn Subject, node_ranks| {
+            let setting = Setting { route: Some(rails(node_ranks)), ..setting.clone() };
+            let answers = subject.run(&case, &setting, 1);
+            answers
+                .unwrap_or_else(|error| panic!("{configuration} on {setting}: {error}"))
+                .remove(0)
+        };
+        let answer = run(&plain, ranks / nodes);
+        run(&placed[nodes - 2], 0)
+            .same_bits(&answer)
+            .unwrap_or_else(|wrong| panic!("{configuration} on {setting}: {wrong}"));
+        Judge::new(&case)
+            .unwrap()
+            .check(&answer)
+            .unwrap_or_else(|wrong| panic!("{configuration} on {setting}: {wrong}"));
+    }
+}
+
+#[test]
+fn on_rails_every_rank_of_a_node_sends_to_the_next_node() {
+    let dims = Dims::new(1, 48, 2, 4);
+    let case = Case::new("full", Spec::new(dims, DType::F32), Masks::default(), &mut Draw::new(1));
+    let pairs = |ranks, nodes, route| -> BTreeSet<(usize, usize)> {
+        let crossings = Crossings::default();
+        let setting = Setting { ranks, route, ..Setting::ALONE };
+        round_robin(nodes, &crossings).run(&case, &setting, 1).unwrap();
+        crossings.pairs()
+    };
+    // ranks of a node are every second one, in ascending order: rank r sends to the rank after it
+    let up: BTreeSet<_> = [(0, 1), (1, 0), (2, 3), (3, 2), (4, 5), (5, 4)].into();
+    assert_eq!(pairs(6, 2, Some(Route::RailsUp { node_ranks: 0 })), up);
+    assert_eq!(pairs(6, 2, None), up, "chosen for full attention");
+    let down: BTreeSet<_> = [(0, 2), (1, 0), (2, 1), (3, 5), (4, 3), (5, 4)].into();
+    assert_eq!(pairs(6, 3, Some(Route::RailsDown { node_ranks: 0 })), down);
+}
+
+#[test]
+fn rails_that_do_not_fit_the_nodes_are_refused() {
+    let dims = Dims::new(1, 24, 2, 4);
+    let case = Case::new("full", Spec::new(dims, DType::F32), Masks::default(), &mut Draw::new(1));
+    let refusal = |subject: &dyn Subject, ranks, layout, node_ranks| {
+        let route = Some(Route::RailsUp { node_ranks });
+        let setting = Setting { ranks, layout, route, ..Setting::ALONE };
+        subject.run(&case, &setting, 1).map(drop).unwrap_err().to_string()
+    };
+    let nodes = |nodes| round_robin(nodes, &Crossings::default());
+    let contiguous = Some(Layout::Contiguous);
+    for (why, refused) in [
+        ("no nodes", refusal(&subjects::cpu(), 4, None, 0)),
+        ("one node", refusal(&nodes(1), 4, None, 0)),
+        ("uneven nodes", refusal(&nodes(2), 5, None, 0)),
+        ("nodes that alternate on the ring", refusal(&nodes(2), 4, contiguous, 0)),
+    ] {
+        let want = "route: got rails-up, want several nodes with as many ranks each";
+        assert!(refused.contains(want), "{why}: {refused}");
+    }
+    let refused = refusal(&subjects::cpu(), 4, None, 3);
+    assert!(refused.contains("want nodes of a divisor of 4 ranks"), "{refused}");
+}
