@@ -56,7 +56,7 @@ pub(crate) trait RankFacts {
     fn numerics(&self) -> &str;
     fn schedule(&self) -> Schedule;
     fn work(&self) -> (Work, usize);
-    fn blocks_received(&self) -> [usize; 2];
+    fn blocks_computed(&self) -> [usize; 2];
     fn bytes_predicted(&self, pass: PassKind) -> u64;
     fn buffer_bytes(&self) -> u64;
     fn workspace_bytes(&self) -> u64;
@@ -106,8 +106,8 @@ macro_rules! common_facts {
         fn schedule(&self) -> Schedule {
             $ring(self).schedule()
         }
-        fn blocks_received(&self) -> [usize; 2] {
-            $ring(self).blocks_received()
+        fn blocks_computed(&self) -> [usize; 2] {
+            $ring(self).blocks_computed()
         }
         fn workspace_bytes(&self) -> u64 {
             $ring(self).workspace().bytes()

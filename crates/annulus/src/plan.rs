@@ -590,10 +590,10 @@ impl<S: Space> Plan<S> {
         self.engine.facts().leaf_bytes()
     }
 
-    /// Returns the messages that this rank receives in a forward and a backward pass, as
-    /// [`crate::Ring::blocks_received`].
-    pub fn blocks_received(&self) -> [usize; 2] {
-        self.engine.facts().blocks_received()
+    /// Returns the blocks that this rank computes on in a forward and a backward pass, as
+    /// [`crate::Ring::blocks_computed`].
+    pub fn blocks_computed(&self) -> [usize; 2] {
+        self.engine.facts().blocks_computed()
     }
 
     /// Derives the schedule of keys and values, as [`crate::Ring::schedule`]. With a grid, the

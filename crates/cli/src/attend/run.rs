@@ -15,7 +15,7 @@ use annulus_core::{
 
 use super::{
     output::{planned, write_backward, write_forward},
-    progress::{Progress, Watched},
+    progress::Progress,
     ranks::{self, PlannedRank, Rank},
     shared_output,
     summary::{Pass, RankFigures, Summary},
@@ -196,7 +196,8 @@ impl AttendRun<'_> {
         held.shared_by(processes)
     }
 
-    /// Creates the plan of one rank, with a trace and the progress bar around its transport.
+    /// Creates the plan of one rank, with a trace around its transport, observed by the progress
+    /// bar.
     fn plan<B: Backend<Space: HostTensors>>(
         &self,
         (backend, transport): RankBackend<B>,
@@ -209,7 +210,7 @@ impl AttendRun<'_> {
             .attention
             .clone()
             .on_silence(report::warn_of_silence(transport.rank(), transport.ranks()));
-        let transport = Watched::new(transport, progress.clone());
+        let attention = progress.observe(attention);
         let plan = Plan::new(&attention, self.input.dims, backend, transport)?;
         Ok(PlannedRank { plan, log })
     }

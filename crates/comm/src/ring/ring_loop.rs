@@ -241,7 +241,7 @@ impl<B: Backend> Ring<B> {
     }
 
     /// Returns true if a backward pass sends queries around the ring after keys and values.
-    fn has_two_passes(&self) -> bool {
+    pub(super) fn has_two_passes(&self) -> bool {
         self.agreed.spec.backward == BackwardMode::TwoPass && self.ranks > 1
     }
 }
