@@ -9,7 +9,7 @@ use annulus_comm::{
 use annulus_core::{
     Backend, BackwardInputs, Batch, Dims, Element, Error, Gradients, Host, HostTensors, HostView,
     HostViewMut, Inputs, Layout, Outputs, ProcessOwned, Result, Route, Runs, Schedule, Space, Spec,
-    Strategy, Transport, Work, index, max_and_sum, memory,
+    Strategy, Transport, View, ViewMut, Work, index, max_and_sum, memory,
 };
 use ndarray::{ArrayView2, ArrayView3, ArrayView4, ArrayViewMut3, Axis};
 
@@ -222,7 +222,7 @@ impl Plan {
     ) -> Result<Report> {
         let statistics = max_and_sum(&forward.lse, forward.max.as_ref(), forward.sum.as_ref());
         let (max, sum) = statistics.map_err(|error| self.engine.refuse(error))?;
-        let inputs = BackwardInputs::<Host> {
+        let inputs = BackwardInputs {
             forward: inputs(tensors),
             out: T::view(forward.out.view()),
             max: rows::<T>(max.view()),
@@ -233,7 +233,7 @@ impl Plan {
             dlse: dlse.map(rows::<T>),
         };
         let BackwardViewMut { dq, dk, dv, dbias, dsoftmax_aux } = gradients;
-        let mut gradients = Gradients::<Host> {
+        let mut gradients = Gradients {
             dq: T::view_mut(dq),
             dk: T::view_mut(dk),
             dv: T::view_mut(dv),
@@ -428,8 +428,8 @@ impl<S: Space> Plan<S> {
     /// As [`Plan::forward`].
     pub fn forward_in_place(
         &mut self,
-        inputs: Inputs<'_, S>,
-        outputs: &mut Outputs<'_, S>,
+        inputs: Inputs<View<'_, S>>,
+        outputs: &mut Outputs<ViewMut<'_, S>>,
     ) -> Result<Report> {
         self.engine.forward(inputs, outputs)
     }
@@ -447,8 +447,8 @@ impl<S: Space> Plan<S> {
     /// As [`Plan::backward`].
     pub fn backward_in_place(
         &mut self,
-        inputs: BackwardInputs<'_, S>,
-        gradients: &mut Gradients<'_, S>,
+        inputs: BackwardInputs<View<'_, S>>,
+        gradients: &mut Gradients<ViewMut<'_, S>>,
     ) -> Result<Report> {
         self.engine.backward(inputs, gradients)
     }
@@ -658,7 +658,7 @@ pub(crate) fn zero_gradients<T: Element>(tensors: &Tensors<'_, T>) -> Result<Bac
     })
 }
 
-fn inputs<'a, T: Element>(tensors: &'a Tensors<'_, T>) -> Inputs<'a, Host> {
+fn inputs<'a, T: Element>(tensors: &'a Tensors<'_, T>) -> Inputs<HostView<'a>> {
     let sinks = |sinks: &'a ArrayView2<'_, T::Accumulator>| {
         T::Accumulator::view(sinks.view().insert_axis(Axis(2)).insert_axis(Axis(3)))
     };

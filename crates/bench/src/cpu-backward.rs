@@ -101,7 +101,7 @@ fn time<E: Element<Accumulator = f32>>(spec: &Spec, threads: usize, rounds: usiz
     let mut buffer = HostBuffer::zeroed(spec.kv_row_layout().bytes() * most)?;
     let mut sums = HostBuffer::zeroed(spec.gradient_row_layout().bytes() * most)?;
     let views = [&q, &k, &v].map(|array| E::view(array.view()));
-    let inputs = Inputs::<Host> {
+    let inputs = Inputs {
         q: views[0],
         k: views[1],
         v: views[2],
@@ -120,7 +120,7 @@ fn time<E: Element<Accumulator = f32>>(spec: &Spec, threads: usize, rounds: usiz
     for _ in 0..rounds.max(1) {
         let start = Instant::now();
         let begun = now(start);
-        let mut pass = workspace.forward(inputs.reborrow(), &mut tick)?;
+        let mut pass = workspace.forward(inputs.as_ref().map(HostView::reborrow), &mut tick)?;
         pass.local_kv(&mut buffer, &RowSet::new())?;
         pass.attend(
             &Block { buffer: &buffer, ready: &(), rows: &rows, first_local: Some(0) },
@@ -137,7 +137,7 @@ fn time<E: Element<Accumulator = f32>>(spec: &Spec, threads: usize, rounds: usiz
         pass.finish(outputs, &mut tick)?;
         let between = now(start);
         let inputs = BackwardInputs {
-            forward: inputs.reborrow(),
+            forward: inputs.as_ref().map(HostView::reborrow),
             out: E::view(out.view()),
             max: HostView::F32(max.view()),
             sum: Some(HostView::F32(sum.view())),

@@ -2,8 +2,8 @@
 
 use annulus_core::{
     Backend, BackwardInputs, BackwardMode, BackwardPass, Block, ForwardPass, Gradients, Host,
-    HostBuffer, Inputs, Outputs, Passes, RangePairs, RankShard, Reduction, Result, RowSet, Tick,
-    Workspace,
+    HostBuffer, HostView, HostViewMut, Inputs, Outputs, Passes, RangePairs, RankShard, Reduction,
+    Result, RowSet, Tick, Workspace,
 };
 use annulus_cpu::Cpu;
 
@@ -77,7 +77,7 @@ impl<C: TileCalls> Workspace for WrappedWorkspace<C> {
 
     fn forward<'p>(
         &'p mut self,
-        inputs: Inputs<'p, Host>,
+        inputs: Inputs<HostView<'p>>,
         tick: Tick<'_>,
     ) -> Result<Self::Forward<'p>> {
         Ok(WrappedPass { inner: self.inner.forward(inputs, tick)?, calls: self.calls.clone() })
@@ -85,7 +85,7 @@ impl<C: TileCalls> Workspace for WrappedWorkspace<C> {
 
     fn backward<'p>(
         &'p mut self,
-        inputs: BackwardInputs<'p, Host>,
+        inputs: BackwardInputs<HostView<'p>>,
         mode: BackwardMode,
         tick: Tick<'_>,
     ) -> Result<Self::Backward<'p>> {
@@ -109,14 +109,14 @@ impl<P: ForwardPass<Host>, C: TileCalls> ForwardPass<Host> for WrappedPass<P, C>
     fn attend_last(
         &mut self,
         kv: &Block<'_, Host>,
-        outputs: &mut Outputs<'_, Host>,
+        outputs: &mut Outputs<HostViewMut<'_>>,
         tick: Tick<'_>,
     ) -> Result<()> {
         let Self { inner, calls } = self;
         calls.run(kv, FORWARD, tick, |tick| inner.attend_last(kv, outputs, tick))
     }
 
-    fn finish(self, outputs: &mut Outputs<'_, Host>, tick: Tick<'_>) -> Result<()> {
+    fn finish(self, outputs: &mut Outputs<HostViewMut<'_>>, tick: Tick<'_>) -> Result<()> {
         self.inner.finish(outputs, tick)
     }
 }
@@ -165,7 +165,7 @@ impl<P: BackwardPass<Host>, C: TileCalls> BackwardPass<Host> for WrappedPass<P, 
     fn finish(
         self,
         dkv: &HostBuffer,
-        gradients: &mut Gradients<'_, Host>,
+        gradients: &mut Gradients<HostViewMut<'_>>,
         tick: Tick<'_>,
     ) -> Result<()> {
         self.inner.finish(dkv, gradients, tick)

@@ -19,8 +19,8 @@ use annulus_conformance::{
 };
 use annulus_core::{
     Backend, BackwardInputs, BackwardMode, BackwardPass, Block, DType, ForwardPass, Gradients,
-    Host, HostBuffer, HostTensors, HostViews, Inputs, OnHost, Outputs, Passes, RangePairs,
-    RankShard, Reduction, RowSet, Spec, Tick, Transport, Workspace,
+    Host, HostBuffer, HostTensors, HostView, HostViewMut, HostViews, Inputs, OnHost, Outputs,
+    Passes, RangePairs, RankShard, Reduction, RowSet, Spec, Tick, Transport, Workspace,
 };
 use ndarray::Array4;
 
@@ -86,7 +86,7 @@ impl Workspace for SlowWorkspace {
 
     fn forward<'p>(
         &'p mut self,
-        inputs: Inputs<'p, Host>,
+        inputs: Inputs<HostView<'p>>,
         tick: Tick<'_>,
     ) -> Result<Self::Forward<'p>> {
         Ok(SlowPass { inner: self.inner.forward(inputs, tick)?, delay: self.delay })
@@ -94,7 +94,7 @@ impl Workspace for SlowWorkspace {
 
     fn backward<'p>(
         &'p mut self,
-        inputs: BackwardInputs<'p, Host>,
+        inputs: BackwardInputs<HostView<'p>>,
         mode: BackwardMode,
         tick: Tick<'_>,
     ) -> Result<Self::Backward<'p>> {
@@ -114,13 +114,13 @@ impl<P: ForwardPass<Host>> ForwardPass<Host> for SlowPass<P> {
     fn attend_last(
         &mut self,
         kv: &Block<'_, Host>,
-        outputs: &mut Outputs<'_, Host>,
+        outputs: &mut Outputs<HostViewMut<'_>>,
         tick: Tick<'_>,
     ) -> Result<()> {
         self.inner.attend_last(kv, outputs, tick)
     }
 
-    fn finish(self, outputs: &mut Outputs<'_, Host>, tick: Tick<'_>) -> Result<()> {
+    fn finish(self, outputs: &mut Outputs<HostViewMut<'_>>, tick: Tick<'_>) -> Result<()> {
         match self.wait(&mut *tick) {
             ControlFlow::Continue(()) => self.inner.finish(outputs, tick),
             ControlFlow::Break(()) => Ok(()),
@@ -169,7 +169,7 @@ impl<P: BackwardPass<Host>> BackwardPass<Host> for SlowPass<P> {
     fn finish(
         self,
         dkv: &HostBuffer,
-        gradients: &mut Gradients<'_, Host>,
+        gradients: &mut Gradients<HostViewMut<'_>>,
         tick: Tick<'_>,
     ) -> Result<()> {
         match self.wait(&mut *tick) {

@@ -93,7 +93,9 @@ pub use mask::Mask;
 pub use message_balance::{MessageBalance, unmatched_pair};
 pub use needs::{Needs, NeedsIndex};
 pub use on_host::{HostViews, OnHost, OnHostBackward, OnHostForward, OnHostWorkspace};
-pub use pass::{BackwardInputs, Block, Gradients, Inputs, Outputs, RankShard, max_and_sum};
+pub use pass::{
+    BackwardInputs, Block, Gradients, Inputs, Outputs, RankShard, View, ViewMut, max_and_sum,
+};
 pub use process::{HomeProcess, Process, ProcessOwned};
 pub use ring_shards::RingShards;
 pub use row_layout::{RowField, RowLayout};

@@ -9,7 +9,7 @@ use std::{
 use annulus_core::{
     Backend, BackwardInputs, BackwardMode, BackwardPass, Block, Capabilities, ForwardPass,
     Gradients, Inputs, Outputs, Passes, RangePairs, RankShard, Reduction, Result, RowSet, Rows,
-    Spec, Tick, Workspace, index, memory,
+    Spec, Tick, View, ViewMut, Workspace, index, memory,
 };
 use ndarray::{Array4, Axis};
 
@@ -169,7 +169,7 @@ impl Workspace for MockWorkspace {
 
     fn forward<'p>(
         &'p mut self,
-        inputs: Inputs<'p, MockSpace>,
+        inputs: Inputs<View<'p, MockSpace>>,
         _: Tick<'_>,
     ) -> Result<MockForward<'p>> {
         let read = read_inputs(&inputs);
@@ -183,7 +183,7 @@ impl Workspace for MockWorkspace {
 
     fn backward<'p>(
         &'p mut self,
-        inputs: BackwardInputs<'p, MockSpace>,
+        inputs: BackwardInputs<View<'p, MockSpace>>,
         _: BackwardMode,
         _: Tick<'_>,
     ) -> Result<MockBackward<'p>> {
@@ -220,7 +220,7 @@ impl Workspace for MockWorkspace {
 /// A forward pass on the mock device.
 pub struct MockForward<'p> {
     workspace: &'p MockWorkspace,
-    inputs: Inputs<'p, MockSpace>,
+    inputs: Inputs<View<'p, MockSpace>>,
 }
 
 impl ForwardPass<MockSpace> for MockForward<'_> {
@@ -246,13 +246,13 @@ impl ForwardPass<MockSpace> for MockForward<'_> {
     fn attend_last(
         &mut self,
         kv: &Block<'_, MockSpace>,
-        _: &mut Outputs<'_, MockSpace>,
+        _: &mut Outputs<ViewMut<'_, MockSpace>>,
         tick: Tick<'_>,
     ) -> Result<()> {
         self.attend(kv, tick)
     }
 
-    fn finish(self, outputs: &mut Outputs<'_, MockSpace>, tick: Tick<'_>) -> Result<()> {
+    fn finish(self, outputs: &mut Outputs<ViewMut<'_, MockSpace>>, tick: Tick<'_>) -> Result<()> {
         if tick().is_break() {
             return Ok(());
         }
@@ -297,7 +297,7 @@ impl ForwardPass<MockSpace> for MockForward<'_> {
 /// A backward pass on the mock device.
 pub struct MockBackward<'p> {
     workspace: &'p MockWorkspace,
-    inputs: BackwardInputs<'p, MockSpace>,
+    inputs: BackwardInputs<View<'p, MockSpace>>,
 }
 
 impl BackwardPass<MockSpace> for MockBackward<'_> {
@@ -436,7 +436,7 @@ impl BackwardPass<MockSpace> for MockBackward<'_> {
     fn finish(
         self,
         dkv: &DeviceBuffer,
-        gradients: &mut Gradients<'_, MockSpace>,
+        gradients: &mut Gradients<ViewMut<'_, MockSpace>>,
         tick: Tick<'_>,
     ) -> Result<()> {
         if tick().is_break() {
@@ -480,7 +480,7 @@ impl BackwardPass<MockSpace> for MockBackward<'_> {
 
 /// Returns work that reads q, bias and sinks into the state.
 fn read_inputs(
-    inputs: &Inputs<'_, MockSpace>,
+    inputs: &Inputs<View<'_, MockSpace>>,
 ) -> impl FnOnce(&mut State, &mut SlotTable) -> Result<()> + Send + use<> {
     let q = inputs.q.tag;
     let bias = inputs.bias.map(|bias| bias.tag);
@@ -496,7 +496,7 @@ fn read_inputs(
 }
 
 /// Returns the slots that [`read_inputs`] reads.
-fn slots(inputs: &Inputs<'_, MockSpace>) -> Vec<u64> {
+fn slots(inputs: &Inputs<View<'_, MockSpace>>) -> Vec<u64> {
     [Some(inputs.q), inputs.bias, inputs.sinks]
         .into_iter()
         .flatten()

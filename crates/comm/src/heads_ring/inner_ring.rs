@@ -24,16 +24,20 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     /// Runs the forward pass of the ring of this rank's heads and key column.
     pub(super) fn ring_forward(
         &mut self,
-        inputs: &Inputs<'_, B::Space>,
+        inputs: &Inputs<HostView<'_>>,
         wants_residual: bool,
         start: Instant,
     ) -> Result<Duration> {
         let q_heads = self.grid.q_heads(self.exchange.member);
         let has_sinks = self.ring.spec().sinks.is_some();
         let tensors = &mut self.tensors;
-        let of_member = tensors.inputs.of_member(inputs.reborrow(), has_sinks, &q_heads)?;
+        let of_member = tensors.inputs.of_member(
+            inputs.as_ref().map(HostView::reborrow),
+            has_sinks,
+            &q_heads,
+        )?;
         let residual = tensors.out_residual.as_mut().filter(|_| wants_residual);
-        let mut results = Outputs::<B::Space> {
+        let mut results = Outputs {
             out: tensors.out.view_mut()?,
             lse: tensors.lse.heads_first_mut()?,
             max: Some(tensors.max.heads_first_mut()?),
@@ -48,9 +52,9 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     /// Runs the backward pass of the ring of this rank's heads and key column.
     pub(super) fn ring_backward(
         &mut self,
-        forward: &Inputs<'_, B::Space>,
+        forward: &Inputs<HostView<'_>>,
         has_residual: bool,
-        gradients: &mut Gradients<'_, B::Space>,
+        gradients: &mut Gradients<HostViewMut<'_>>,
         start: Instant,
     ) -> Result<Duration> {
         let q_heads = self.grid.q_heads(self.exchange.member);
@@ -58,8 +62,12 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let of_backward = tensors.backward.as_mut().ok_or_else(no_gradients)?;
         let has_sinks = self.ring.spec().sinks.is_some();
         let residual = tensors.out_residual.as_ref().filter(|_| has_residual);
-        let of_member = BackwardInputs::<B::Space> {
-            forward: tensors.inputs.of_member(forward.reborrow(), has_sinks, &q_heads)?,
+        let of_member = BackwardInputs {
+            forward: tensors.inputs.of_member(
+                forward.as_ref().map(HostView::reborrow),
+                has_sinks,
+                &q_heads,
+            )?,
             out: tensors.out.view()?,
             max: tensors.max.heads_first()?,
             sum: Some(tensors.sum.heads_first()?),
@@ -74,7 +82,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             None => [dk.reborrow(), dv.reborrow()],
         };
         let of_all_heads = if of_backward.dbias.is_some() { None } else { dbias.as_mut() };
-        let mut results = Gradients::<B::Space> {
+        let mut results = Gradients {
             dq: of_backward.dq.view_mut()?,
             dk,
             dv,
@@ -99,12 +107,12 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
 
 impl InputTensors {
     /// Returns the inputs of a member: sinks only if they are scores of its key column.
-    fn of_member<'a, S: HostTensors>(
+    fn of_member<'a>(
         &'a self,
-        callers: Inputs<'a, S>,
+        callers: Inputs<HostView<'a>>,
         has_sinks: bool,
         q_heads: &Range<usize>,
-    ) -> Result<Inputs<'a, S>> {
+    ) -> Result<Inputs<HostView<'a>>> {
         let [k, v] = match &self.kv {
             Some([k, v]) => [k.view()?, v.view()?],
             None => [callers.k, callers.v],

@@ -27,7 +27,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     /// Collective.
     pub(super) fn sum_gradients(
         &mut self,
-        gradients: &mut Gradients<'_, B::Space>,
+        gradients: &mut Gradients<HostViewMut<'_>>,
     ) -> Result<Duration> {
         let mut waited = Duration::ZERO;
         if self.options.local_gradients {

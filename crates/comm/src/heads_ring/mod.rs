@@ -70,8 +70,8 @@ use std::{
 
 use annulus_core::{
     AgreedLengths, Backend, BackwardInputs, Batch, Control, Error, ExchangeFields, Gradients,
-    GroupLayout, HeadField, HeadGrid, HostTensors, Inputs, Layout, Outputs, Result, Route, Runs,
-    Side, Spec, Strategy, Transport,
+    GroupLayout, HeadField, HeadGrid, Host, HostTensors, HostView, HostViewMut, Inputs, Layout,
+    Outputs, Result, Route, Runs, Side, Space, Spec, Strategy, Transport,
 };
 
 pub use column_merge::merge_bandwidth;
@@ -249,11 +249,13 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     /// As [`Ring::forward`].
     pub fn forward(
         &mut self,
-        inputs: &Inputs<'_, B::Space>,
-        outputs: &mut Outputs<'_, B::Space>,
+        inputs: &Inputs<HostView<'_>>,
+        outputs: &mut Outputs<HostViewMut<'_>>,
     ) -> Result<Report> {
         let shapes = self.shapes();
-        let checked = shapes.inputs(inputs).and_then(|()| shapes.outputs(outputs));
+        let checked = shapes
+            .inputs(&inputs.as_ref().map(Host::describe))
+            .and_then(|()| shapes.outputs(&outputs.as_ref().map(Host::describe_mut)));
         let has_residual = outputs.out_residual.is_some();
         self.call(PassKind::Forward, checked, has_residual, |plan, start| {
             plan.forward_pass(inputs, outputs, start)
@@ -272,12 +274,14 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     /// As [`Ring::backward`].
     pub fn backward(
         &mut self,
-        inputs: &BackwardInputs<'_, B::Space>,
-        gradients: &mut Gradients<'_, B::Space>,
+        inputs: &BackwardInputs<HostView<'_>>,
+        gradients: &mut Gradients<HostViewMut<'_>>,
     ) -> Result<Report> {
         let shapes = self.shapes();
         let checked = if self.options.backward {
-            shapes.backward_inputs(inputs).and_then(|()| shapes.gradients(gradients))
+            shapes
+                .backward_inputs(&inputs.as_ref().map(Host::describe))
+                .and_then(|()| shapes.gradients(&gradients.as_ref().map(Host::describe_mut)))
         } else {
             Err(forward_only())
         };

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use annulus_core::{Backend, Error, HostTensors, HostView, Result, Runs};
+use annulus_core::{Backend, Error, Host, HostTensors, HostView, Result, Runs, Space};
 
 use super::{KvCache, segments::KeysValues};
 use crate::{calls::Collective, ring::check::Shapes};
@@ -116,6 +116,6 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
     }
 
     fn check_rows(&self, k: &HostView<'_>, v: &HostView<'_>, rows: usize) -> Result<()> {
-        Shapes::new(&self.spec, 0, rows).keys_values::<B::Space>(k, v)
+        Shapes::new(&self.spec, 0, rows).keys_values(Host::describe(k), Host::describe(v))
     }
 }

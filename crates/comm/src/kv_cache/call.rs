@@ -7,8 +7,8 @@ use std::{
 };
 
 use annulus_core::{
-    AgreedLengths, Backend, Error, HostTensors, HostView, HostViewMut, MessageBalance, Passes,
-    RankShard, Result, Rows, Runs, Transport, Workspace,
+    AgreedLengths, Backend, Error, Host, HostTensors, HostView, HostViewMut, MessageBalance,
+    Passes, RankShard, Result, Rows, Runs, Space, Transport, Workspace,
 };
 
 use super::{
@@ -106,8 +106,10 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
     fn check(&self, tensors: &Attend<'_>) -> Result<()> {
         let queries = tensors.q.shape()[1];
         let shapes = Shapes::new(&self.spec, queries, 0);
-        shapes.queries::<B::Space>(&tensors.q, tensors.sinks.as_ref())?;
-        shapes.results::<B::Space>(&tensors.out, &tensors.lse)?;
+        let sinks = tensors.sinks.as_ref().map(Host::describe);
+        shapes.queries(Host::describe(&tensors.q), sinks)?;
+        let [out, lse] = [&tensors.out, &tensors.lse].map(Host::describe_mut);
+        shapes.results(out, lse)?;
         if queries as u64 > self.len {
             let want = format!("at most the {} cached rows", self.len);
             return Err(Error::invalid("q", format!("{queries} queries"), want));

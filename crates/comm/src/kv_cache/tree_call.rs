@@ -184,7 +184,7 @@ impl PageResults {
     }
 
     /// Returns the outputs of a pass.
-    fn outputs<S: HostTensors>(&mut self) -> Result<Outputs<'_, S>> {
+    fn outputs(&mut self) -> Result<Outputs<HostViewMut<'_>>> {
         let Dims { batch, q_heads, value_dim, .. } = self.messages.dims;
         let queries = index(self.messages.queries);
         let sums = self.messages.dtype.accumulator();

@@ -55,7 +55,7 @@ use std::{
 
 use annulus_core::{
     Backend, BackwardInputs, Batch, Error, Gradients, Inputs, Layout, Machine, Order, Outputs,
-    RankShard, Result, Route, Runs, Schedule, Spec, Transport, Work,
+    RankShard, Result, Route, Runs, Schedule, Space, Spec, Transport, View, ViewMut, Work,
 };
 
 pub use crate::calls::Report;
@@ -203,8 +203,8 @@ impl<B: Backend> Ring<B> {
     /// [`Error::PeerLost`], [`Error::Aborted`], [`Error::Device`]: the plan is dead.
     pub fn forward(
         &mut self,
-        inputs: &Inputs<'_, B::Space>,
-        outputs: &mut Outputs<'_, B::Space>,
+        inputs: &Inputs<View<'_, B::Space>>,
+        outputs: &mut Outputs<ViewMut<'_, B::Space>>,
     ) -> Result<Report> {
         let checked = self.check_forward(inputs, outputs);
         self.call(PassKind::Forward, checked, |ring| {
@@ -217,8 +217,8 @@ impl<B: Backend> Ring<B> {
     /// communication.
     pub(crate) fn forward_within(
         &mut self,
-        inputs: &Inputs<'_, B::Space>,
-        outputs: &mut Outputs<'_, B::Space>,
+        inputs: &Inputs<View<'_, B::Space>>,
+        outputs: &mut Outputs<ViewMut<'_, B::Space>>,
     ) -> Result<Duration> {
         self.check_forward(inputs, outputs)?;
         let first_tag = self.take_tags();
@@ -227,11 +227,13 @@ impl<B: Backend> Ring<B> {
 
     fn check_forward(
         &self,
-        inputs: &Inputs<'_, B::Space>,
-        outputs: &Outputs<'_, B::Space>,
+        inputs: &Inputs<View<'_, B::Space>>,
+        outputs: &Outputs<ViewMut<'_, B::Space>>,
     ) -> Result<()> {
         let shapes = check::Shapes::of(&self.shard).on(self.agreed.no_out_residual);
-        shapes.inputs(inputs).and_then(|()| shapes.outputs(outputs))
+        shapes
+            .inputs(&inputs.as_ref().map(B::Space::describe))
+            .and_then(|()| shapes.outputs(&outputs.as_ref().map(B::Space::describe_mut)))
     }
 
     /// Computes the gradients of this rank's rows.
@@ -249,8 +251,8 @@ impl<B: Backend> Ring<B> {
     /// As [`Ring::forward`]; [`Error::InvalidArgument`] also if the plan is forward only.
     pub fn backward(
         &mut self,
-        inputs: &BackwardInputs<'_, B::Space>,
-        gradients: &mut Gradients<'_, B::Space>,
+        inputs: &BackwardInputs<View<'_, B::Space>>,
+        gradients: &mut Gradients<ViewMut<'_, B::Space>>,
     ) -> Result<Report> {
         let checked = self.check_backward(inputs, gradients);
         self.call(PassKind::Backward, checked, |ring| ring.compute_gradients(inputs, gradients))
@@ -260,8 +262,8 @@ impl<B: Backend> Ring<B> {
     /// communication.
     pub(crate) fn backward_within(
         &mut self,
-        inputs: &BackwardInputs<'_, B::Space>,
-        gradients: &mut Gradients<'_, B::Space>,
+        inputs: &BackwardInputs<View<'_, B::Space>>,
+        gradients: &mut Gradients<ViewMut<'_, B::Space>>,
     ) -> Result<Duration> {
         self.check_backward(inputs, gradients)?;
         self.compute_gradients(inputs, gradients)
@@ -269,20 +271,22 @@ impl<B: Backend> Ring<B> {
 
     fn check_backward(
         &self,
-        inputs: &BackwardInputs<'_, B::Space>,
-        gradients: &Gradients<'_, B::Space>,
+        inputs: &BackwardInputs<View<'_, B::Space>>,
+        gradients: &Gradients<ViewMut<'_, B::Space>>,
     ) -> Result<()> {
         if !self.agreed.backward {
             return Err(check::forward_only());
         }
         let shapes = check::Shapes::of(&self.shard).on(self.agreed.no_out_residual);
-        shapes.backward_inputs(inputs).and_then(|()| shapes.gradients(gradients))
+        shapes
+            .backward_inputs(&inputs.as_ref().map(B::Space::describe))
+            .and_then(|()| shapes.gradients(&gradients.as_ref().map(B::Space::describe_mut)))
     }
 
     fn compute_gradients(
         &mut self,
-        inputs: &BackwardInputs<'_, B::Space>,
-        gradients: &mut Gradients<'_, B::Space>,
+        inputs: &BackwardInputs<View<'_, B::Space>>,
+        gradients: &mut Gradients<ViewMut<'_, B::Space>>,
     ) -> Result<Duration> {
         let first_tag = self.take_tags();
         let waited = self.backward_loop(inputs, gradients, first_tag)?;

@@ -12,7 +12,8 @@ use std::{
 };
 
 use annulus_core::{
-    AgreedLengths, Backend, Error, Gradients, Order, Result, Space, Spec, Transport, memory,
+    AgreedLengths, Backend, Error, Gradients, Order, Result, Space, Spec, Transport, ViewMut,
+    memory,
 };
 
 use super::{
@@ -40,7 +41,7 @@ impl<B: Backend> Ring<B> {
     /// Sums dsinks and a shared dbias over all ranks. Returns the exposed communication of slices.
     pub(super) fn reduce_gradients(
         &mut self,
-        gradients: &mut Gradients<'_, B::Space>,
+        gradients: &mut Gradients<ViewMut<'_, B::Space>>,
     ) -> Result<Duration> {
         let mut waited = Duration::ZERO;
         if let Some(dsinks) = &mut gradients.dsinks {

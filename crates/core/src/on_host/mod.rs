@@ -17,11 +17,10 @@ pub use space::HostViews;
 use std::ops::Range;
 
 use crate::{
-    Backend, BackwardInputs, BackwardMode, Capabilities, DeviceSpace, Inputs, Passes, RankShard,
-    Result, Space, Spec, Tick, Workspace,
+    Backend, BackwardInputs, BackwardMode, Capabilities, DeviceSpace, HostView, Inputs, Outputs,
+    Passes, RankShard, Result, Space, Spec, Tick, Workspace,
 };
-use passes::OutputSlots;
-use slots::Tensors;
+use slots::PassTensors;
 
 /// A device backend for tensors in host memory.
 #[derive(Debug, Clone)]
@@ -65,7 +64,7 @@ impl<B: Backend<Space: DeviceSpace>> Backend for OnHost<B> {
 
     fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<Self::Workspace> {
         let inner = self.inner.workspace(shard, passes)?;
-        Ok(OnHostWorkspace { inner, tensors: Tensors::new(self.context.clone()) })
+        Ok(OnHostWorkspace { inner, tensors: PassTensors::new(self.context.clone()) })
     }
 }
 
@@ -73,7 +72,7 @@ impl<B: Backend<Space: DeviceSpace>> Backend for OnHost<B> {
 /// device. They are allocated by the first pass and reused by later ones.
 pub struct OnHostWorkspace<W, D: DeviceSpace> {
     inner: W,
-    tensors: Tensors<D>,
+    tensors: PassTensors<D>,
 }
 
 impl<W: Workspace<Space = D>, D: DeviceSpace> Workspace for OnHostWorkspace<W, D> {
@@ -91,45 +90,39 @@ impl<W: Workspace<Space = D>, D: DeviceSpace> Workspace for OnHostWorkspace<W, D
 
     fn forward<'p>(
         &'p mut self,
-        inputs: Inputs<'p, HostViews<D>>,
+        inputs: Inputs<HostView<'p>>,
         tick: Tick<'_>,
     ) -> Result<Self::Forward<'p>> {
-        let Tensors { context, inputs: slots, out, lse, max, sum, ties, out_residual, .. } =
-            &mut self.tensors;
-        let inputs = slots.upload(context, &inputs, &mut *tick)?;
-        let outputs = OutputSlots { out, lse, max, sum, ties, out_residual };
+        let PassTensors { context, inputs: slots, outputs, .. } = &mut self.tensors;
+        let inputs = slots
+            .as_mut()
+            .zip(inputs)
+            .try_map(|(slot, tensor)| slot.upload(context, tensor, &mut *tick))?;
         Ok(OnHostForward { pass: self.inner.forward(inputs, tick)?, context, outputs })
     }
 
     fn backward<'p>(
         &'p mut self,
-        inputs: BackwardInputs<'p, HostViews<D>>,
+        inputs: BackwardInputs<HostView<'p>>,
         mode: BackwardMode,
         tick: Tick<'_>,
     ) -> Result<Self::Backward<'p>> {
-        let Tensors {
-            context,
-            inputs: slots,
+        let PassTensors { context, inputs: slots, outputs, dout, dlse, gradients } =
+            &mut self.tensors;
+        let Outputs { out, lse, max: _, sum, ties, out_residual } = outputs.as_mut();
+        let slots = BackwardInputs {
+            forward: slots.as_mut(),
             out,
-            lse: _,
-            max,
+            // shaped as lse, which is an input in its place if there is no sum
+            max: lse,
             sum,
             ties,
             out_residual,
             dout,
-            dlse,
-            gradients,
-        } = &mut self.tensors;
-        let inputs = BackwardInputs {
-            forward: slots.upload(context, &inputs.forward, &mut *tick)?,
-            out: out.upload(context, inputs.out, &mut *tick)?,
-            max: max.upload(context, inputs.max, &mut *tick)?,
-            sum: sum.upload_optional(context, inputs.sum, &mut *tick)?,
-            ties: ties.upload_optional(context, inputs.ties, &mut *tick)?,
-            out_residual: out_residual.upload_optional(context, inputs.out_residual, &mut *tick)?,
-            dout: dout.upload(context, inputs.dout, &mut *tick)?,
-            dlse: dlse.upload_optional(context, inputs.dlse, &mut *tick)?,
+            dlse: Some(dlse),
         };
+        let inputs =
+            slots.zip(inputs).try_map(|(slot, tensor)| slot.upload(context, tensor, &mut *tick))?;
         Ok(OnHostBackward { pass: self.inner.backward(inputs, mode, tick)?, context, gradients })
     }
 }

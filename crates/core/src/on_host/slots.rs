@@ -1,7 +1,6 @@
 //! Tensors of a pass on the device, which [`crate::OnHostWorkspace`] keeps from pass to pass.
 
-use super::HostViews;
-use crate::{DType, DeviceSpace, HostView, Inputs, Result, Tick};
+use crate::{DType, DeviceSpace, Gradients, HostView, Inputs, Outputs, Result, Tick};
 
 /// A tensor on the device, allocated when it is first used and again when its shape changes.
 pub(super) struct Slot<D: DeviceSpace>(Option<D::Tensor>);
@@ -33,15 +32,6 @@ impl<D: DeviceSpace> Slot<D> {
         Ok(D::view(tensor))
     }
 
-    pub(super) fn upload_optional<'a>(
-        &'a mut self,
-        context: &D::Context,
-        from: Option<HostView<'_>>,
-        tick: Tick<'_>,
-    ) -> Result<Option<D::View<'a>>> {
-        from.map(|from| self.upload(context, from, tick)).transpose()
-    }
-
     fn bytes(&self) -> u64 {
         self.0.as_ref().map_or(0, |tensor| {
             let (dtype, shape) = D::describe(&D::view(tensor));
@@ -50,89 +40,49 @@ impl<D: DeviceSpace> Slot<D> {
     }
 }
 
-/// The tensors of a pass. Outputs of the forward pass are inputs of the backward pass and share
-/// their slots.
-pub(super) struct Tensors<D: DeviceSpace> {
+/// The tensors of passes, with a slot for every optional one. Outputs of the forward pass are inputs
+/// of the backward pass and share their slots.
+pub(super) struct PassTensors<D: DeviceSpace> {
     pub(super) context: D::Context,
-    pub(super) inputs: InputSlots<D>,
-    pub(super) out: Slot<D>,
-    pub(super) lse: Slot<D>,
-    pub(super) max: Slot<D>,
-    pub(super) sum: Slot<D>,
-    pub(super) ties: Slot<D>,
-    pub(super) out_residual: Slot<D>,
+    pub(super) inputs: Inputs<Slot<D>>,
+    pub(super) outputs: Outputs<Slot<D>>,
     pub(super) dout: Slot<D>,
     pub(super) dlse: Slot<D>,
-    pub(super) gradients: GradientSlots<D>,
+    pub(super) gradients: Gradients<Slot<D>>,
 }
 
-pub(super) struct InputSlots<D: DeviceSpace> {
-    pub(super) q: Slot<D>,
-    pub(super) k: Slot<D>,
-    pub(super) v: Slot<D>,
-    pub(super) bias: Slot<D>,
-    pub(super) sinks: Slot<D>,
-}
-
-pub(super) struct GradientSlots<D: DeviceSpace> {
-    pub(super) dq: Slot<D>,
-    pub(super) dk: Slot<D>,
-    pub(super) dv: Slot<D>,
-    pub(super) dbias: Slot<D>,
-    pub(super) dsinks: Slot<D>,
-}
-
-impl<D: DeviceSpace> Tensors<D> {
+impl<D: DeviceSpace> PassTensors<D> {
     pub(super) fn new(context: D::Context) -> Self {
         let slot = || Slot(None);
+        let optional = || Some(slot());
         Self {
             context,
-            inputs: InputSlots { q: slot(), k: slot(), v: slot(), bias: slot(), sinks: slot() },
-            out: slot(),
-            lse: slot(),
-            max: slot(),
-            sum: slot(),
-            ties: slot(),
-            out_residual: slot(),
+            inputs: Inputs { q: slot(), k: slot(), v: slot(), bias: optional(), sinks: optional() },
+            outputs: Outputs {
+                out: slot(),
+                lse: slot(),
+                max: optional(),
+                sum: optional(),
+                ties: optional(),
+                out_residual: optional(),
+            },
             dout: slot(),
             dlse: slot(),
-            gradients: GradientSlots {
+            gradients: Gradients {
                 dq: slot(),
                 dk: slot(),
                 dv: slot(),
-                dbias: slot(),
-                dsinks: slot(),
+                dbias: optional(),
+                dsinks: optional(),
             },
         }
     }
-}
 
-impl<D: DeviceSpace> Tensors<D> {
     /// Returns the bytes of all tensors that there are.
     pub(super) fn bytes(&self) -> u64 {
-        let Self { context: _, inputs, out, lse, max, sum, ties, dout, dlse, gradients, .. } = self;
-        let InputSlots { q, k, v, bias, sinks } = inputs;
-        let GradientSlots { dq, dk, dv, dbias, dsinks } = gradients;
-        let of_inputs = [q, k, v, bias, sinks, dout, dlse];
-        let out_residual = &self.out_residual;
-        let of_outputs = [out, lse, max, sum, ties, out_residual, dq, dk, dv, dbias, dsinks];
-        of_inputs.into_iter().chain(of_outputs).map(Slot::bytes).sum()
-    }
-}
-
-impl<D: DeviceSpace> InputSlots<D> {
-    pub(super) fn upload<'a>(
-        &'a mut self,
-        context: &D::Context,
-        inputs: &Inputs<'_, HostViews<D>>,
-        tick: Tick<'_>,
-    ) -> Result<Inputs<'a, D>> {
-        Ok(Inputs {
-            q: self.q.upload(context, inputs.q, &mut *tick)?,
-            k: self.k.upload(context, inputs.k, &mut *tick)?,
-            v: self.v.upload(context, inputs.v, &mut *tick)?,
-            bias: self.bias.upload_optional(context, inputs.bias, &mut *tick)?,
-            sinks: self.sinks.upload_optional(context, inputs.sinks, &mut *tick)?,
-        })
+        let Self { context: _, inputs, outputs, dout, dlse, gradients } = self;
+        let passes = inputs.as_ref().into_tensors().chain(outputs.as_ref().into_tensors());
+        let slots = passes.chain(gradients.as_ref().into_tensors()).chain([dout, dlse]);
+        slots.map(Slot::bytes).sum()
     }
 }
