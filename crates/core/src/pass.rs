@@ -51,7 +51,7 @@ pub type View<'a, S> = <S as Space>::View<'a>;
 pub type ViewMut<'a, S> = <S as Space>::ViewMut<'a>;
 
 /// Inputs of a forward pass. q_len and kv_len of q, k and v count the rows of this rank.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub struct Inputs<V> {
     /// `[b, local q_len, q_heads, d]`.
     pub q: V,
