@@ -47,9 +47,7 @@ mod observed;
 pub mod profiler;
 mod ranges;
 pub mod ring;
-mod span;
 pub mod staged;
-mod staging;
 pub mod threads;
 pub mod trace;
 

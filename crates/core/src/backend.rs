@@ -40,7 +40,8 @@ pub struct Capabilities {
     /// accumulator's and depends on the machine. Must be equal on all ranks.
     pub probs_dtype: Option<DType>,
     /// Rows of a KV tile. Blocks are divided at multiples of the largest tile of all ranks, so that
-    /// no kernel computes a tile in two parts.
+    /// no kernel computes a tile in two parts. In a space with parts ([`Space::HAS_PARTS`]) a
+    /// multiple of 8, so that records of any length are divided at multiples of 8 bytes.
     pub kv_tile: u64,
     /// True if the backend folds and merges leaves in the reproducible order
     /// ([`RankShard::leaves`]), in a forward pass, in a backward pass in two passes over several

@@ -42,7 +42,8 @@ impl Backend for Pairwise {
             name: "pairwise",
             numerics_id: "pairwise".into(),
             probs_dtype: None,
-            kv_tile: 1,
+            // any: the kernel has no tiles
+            kv_tile: 8,
             reproducible: false,
             out_residual: true,
         })

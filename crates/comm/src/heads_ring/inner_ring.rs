@@ -12,7 +12,7 @@ use annulus_core::{
 };
 
 use super::{
-    HeadsRing, passes::no_gradients, shard_tensor::ShardTensor, shard_tensors::InputTensors,
+    HeadsRing, passes::no_gradients, shard_tensors::InputTensors, shard_tensors::ShardTensor,
 };
 
 /// Axis of the heads of a bias tensor.

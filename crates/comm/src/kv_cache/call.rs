@@ -13,14 +13,14 @@ use annulus_core::{
 
 use super::{
     KvCache,
+    partial_call::{MESSAGE_BYTES, ROUND_TAGS, Rounds},
     partials::{PartialShape, Results},
-    rounds::{MESSAGE_BYTES, ROUND_TAGS, Rounds},
 };
 use crate::{
     agreement::mid_call,
     calls::{Collective, Report, caught},
+    profiler::span,
     ring::{check::Shapes, describe},
-    span::span,
 };
 
 /// Tensors of [`KvCache::attend`].

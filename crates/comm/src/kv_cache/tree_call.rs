@@ -23,10 +23,10 @@ use annulus_core::{
 use super::{
     Buffers, KvCache,
     page_set::PageSet,
+    page_set::Pages,
     page_tree::PageTree,
-    pages::Pages,
+    partial_call::Rounds,
     partials::Results,
-    rounds::Rounds,
     tree_messages::{PageResult, TreeMessages, too_short},
 };
 use crate::ring::{PassKind, in_flight::InFlight, step_events::Observer};

@@ -3,40 +3,31 @@
 //! | file | content |
 //! |---|---|
 //! | `ring_loop.rs` | the loops: forward, backward in one pass, backward in two |
-//! | `one_pass.rs`, `final_gradients.rs` | a step of the one-pass backward; gradients that arrive |
-//! | `blocks.rs`, `pace.rs` | receives ahead and forwarding of blocks |
-//! | `buffers.rs`, `block_stock.rs`, `gradient_stock.rs`, `places.rs` | the plan's memory |
+//! | `one_pass.rs` | a step of the one-pass backward |
+//! | `final_gradients.rs` | gradients that arrive, and their reduction into the local dK/dV |
+//! | `blocks.rs` | receives ahead and forwarding of blocks |
+//! | `buffers.rs` | the plan's memory |
 //! | `in_flight.rs` | transfers in flight; the only place that waits |
-//! | `plan.rs`, `program.rs`, `planning.rs`, `update.rs` | from rows to the messages of one rank |
+//! | `plan.rs`, `program.rs` | from rows to the messages of one rank |
+//! | `planning.rs` | a plan or a new batch on all ranks; the proof that all lengths match |
 //! | `block_parts.rs`, `tail_overlap.rs` | overlap of the last block, and of the last gradients |
-//! | `home_reduce.rs` | reduction of final gradients into the local dK/dV |
-//! | `reduce.rs`, `leaf_reduce.rs` | sums of dsinks and dbias over ranks, or over leaves |
+//! | `reduce.rs` | sums of dsinks and dbias over ranks, or over leaves |
 //! | `slices.rs` | the reduce-scatter of long sums |
-//! | `message_balance.rs` | the proof that the lengths of all messages match |
 //! | `step_events.rs` | events for a caller that shows progress |
-//! | `check.rs`, `describe.rs` | arguments, before anything is sent |
-//! | `display.rs` | the plan as text |
+//! | `check.rs`, `describe.rs` | arguments, before anything is sent; the plan as text |
 //!
 //! The engine is independent of what a tile computes ([`Backend`]) and of how bytes move
 //! ([`Transport`]).
 
 pub(crate) mod block_parts;
-mod block_rows;
-mod block_stock;
 mod blocks;
 mod buffers;
 pub(crate) mod check;
 pub(crate) mod describe;
-mod display;
 mod final_gradients;
-mod gradient_stock;
-mod home_reduce;
 pub(crate) mod in_flight;
 mod leaf_reduce;
-mod message_balance;
 mod one_pass;
-mod pace;
-mod places;
 mod plan;
 pub(crate) mod planning;
 pub(crate) mod program;
@@ -61,7 +52,7 @@ use annulus_core::{
 pub use crate::calls::Report;
 use crate::{
     calls::{Calls, Collective, caught},
-    span::span,
+    profiler::span,
 };
 use buffers::Buffers;
 use plan::{Agreed, RingPlan};

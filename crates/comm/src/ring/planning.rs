@@ -10,8 +10,8 @@ use std::{
 };
 
 use annulus_core::{
-    Backend, BackwardMode, Capabilities, Choice, Error, Order, Passes, Placement, RankShard,
-    Result, RingShards, Route, Space, Spec, Strategy, Transport,
+    Backend, BackwardMode, Capabilities, Choice, Error, MessageBalance, Order, Passes, Placement,
+    RankShard, Result, RingShards, Route, Space, Spec, Strategy, Transport,
 };
 
 use super::{
@@ -21,7 +21,8 @@ use super::{
     check,
     describe::{self, Combined, TransportFields},
     plan::{Agreed, RingPlan},
-    reduce,
+    reduce::{self, slices_of_pass},
+    slices::Exchange,
 };
 use crate::agreement;
 
@@ -205,5 +206,27 @@ impl<B: Backend> Planned<B> {
         let workspace = backend.workspace(&shard, passes)?;
         let buffers = Buffers::allocate(backend, &agreed, &plan)?;
         Ok(Self { agreed, plan, shard, workspace, buffers })
+    }
+}
+
+impl RingPlan {
+    /// Returns the balance of the messages of all passes of `rank`, by which all ranks prove that
+    /// their lengths match.
+    pub(super) fn message_balance(&self, agreed: &Agreed, rank: usize) -> MessageBalance {
+        let mut balance = MessageBalance::of_rank(rank);
+        for (list, slices) in (4..).zip(slices_of_pass(agreed, self)) {
+            let exchange = Exchange::new(&slices, &agreed.order, rank, 0);
+            exchange.all_transfers().add_to(&mut balance, list);
+        }
+        let of_keys = self
+            .program
+            .steps
+            .iter()
+            .flat_map(|step| [(0, &step.kv), (1, &step.kv_in_parts), (2, &step.gradients)]);
+        let of_queries = self.query_steps.iter().map(|step| (3, &step.kv_in_parts));
+        for (list, transfers) in of_keys.chain(of_queries) {
+            transfers.add_to(&mut balance, list);
+        }
+        balance
     }
 }

@@ -47,16 +47,16 @@ use annulus_core::{
     LeafSums, Outputs, Result, Space, View, ViewMut, Workspace,
 };
 
-use crate::span::span;
+use crate::profiler::span;
 
 use super::{
     Ring, block_parts,
+    blocks::Pace,
     blocks::{Blocks, circulate},
+    buffers::GradientStock,
     final_gradients::FinalGradients,
-    gradient_stock::GradientStock,
     in_flight::InFlight,
     one_pass::{OnePass, Sums},
-    pace::Pace,
     plan::RingPlan,
     program,
     step_events::{Circulation, PassKind},
