@@ -50,7 +50,6 @@ mod column_merge;
 mod exchange;
 mod group_batch;
 mod inner_ring;
-mod member_gradients;
 mod passes;
 mod prepare;
 mod shard_tensors;

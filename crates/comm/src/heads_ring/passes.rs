@@ -16,7 +16,7 @@ use super::{
     exchange::{Exchange, Messages, count_bytes, side_index},
 };
 use crate::{
-    host_messages::HostMessages,
+    delegate::HostMessages,
     ring::{PassKind, in_flight::InFlight, step_events::Observer},
 };
 

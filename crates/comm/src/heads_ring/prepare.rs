@@ -21,14 +21,14 @@ use super::{
     HeadsRing,
     exchange::{Exchange, MessageBuffers, Messages},
     group_batch::GroupBatch,
-    member_gradients,
+    inner_ring::add_sums_to,
     passes::later_tags,
     shard_tensors::ShardTensors,
 };
 use crate::{
     agreement,
     calls::{Collective, caught},
-    host_messages::HostMessages,
+    delegate::HostMessages,
     ring::{
         PassKind, RingOptions,
         check::{self, has_residual},
@@ -98,7 +98,7 @@ impl Prepared {
                 messages.add_to(&mut balance, pass as u64);
             }
         }
-        member_gradients::add_sums_to(&mut balance, spec, options, &self.layout.order, rank);
+        add_sums_to(&mut balance, spec, options, &self.layout.order, rank);
         balance
     }
 }

@@ -14,7 +14,7 @@ use annulus_core::{
 use super::{
     KvCache,
     partial_call::{MESSAGE_BYTES, ROUND_TAGS, Rounds},
-    partials::{PartialShape, Results},
+    partial_call::{PartialShape, Results},
 };
 use crate::{
     agreement::mid_call,

@@ -29,7 +29,6 @@ mod call;
 mod page_set;
 mod page_tree;
 mod partial_call;
-mod partials;
 mod segments;
 mod tree_call;
 mod tree_messages;

@@ -25,8 +25,8 @@ use super::{
     page_set::PageSet,
     page_set::Pages,
     page_tree::PageTree,
+    partial_call::Results,
     partial_call::Rounds,
-    partials::Results,
     tree_messages::{PageResult, TreeMessages, too_short},
 };
 use crate::ring::{PassKind, in_flight::InFlight, step_events::Observer};

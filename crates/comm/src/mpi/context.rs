@@ -5,7 +5,7 @@
 //! heartbeats, aborts.
 //!
 //! Contexts are numbers, not communicators: a further plan costs no message. Ranks drop plans at
-//! different times, so they could agree on a free slot of tags (`wire_tags.rs`) only by a message.
+//! different times, so they could agree on a free slot of tags (`messages.rs`) only by a message.
 //! Instead the number of a plan determines its slot, and a plan whose slot is taken on any rank
 //! announces its messages on all. A fatal error ends all plans of an endpoint, because messages of
 //! the plan that failed may still be in flight.
@@ -34,7 +34,7 @@ pub(super) struct Context {
     /// False before this rank has created the context: frames of others may arrive earlier.
     pub(super) is_open: bool,
     /// True if receives with agreed lengths start when they are posted. Then the context has its
-    /// slot of tags (`wire_tags.rs`) for itself.
+    /// slot of tags (`messages.rs`) for itself.
     pub(super) posts_ahead: bool,
     /// Sends that have not completed.
     pub(super) sends: Vec<SendKey>,

@@ -15,11 +15,11 @@ use super::{
     context::Context,
     control::LatestWork,
     messages::MessageKind,
+    messages::WireTags,
     nodes::{NodeMap, gather_records},
     peers::Departure,
     peers::Peers,
     requests::Requests,
-    wire_tags::WireTags,
 };
 use crate::staged::Staging;
 

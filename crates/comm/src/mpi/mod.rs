@@ -3,7 +3,7 @@
 //! ```text
 //! caller's communicator ──idup, or adopted──▶ data ──idup──▶ control
 //!
-//! data      bytes of blocks; MPI tag: `wire_tags.rs`; pieces of at most 1 GiB
+//! data      bytes of blocks; MPI tag: `messages.rs`; pieces of at most 1 GiB
 //! control   frames of any length, in order per peer, matched by MPI_Improbe
 //! ```
 //! * A message whose bytes are contiguous is sent from, and received into, the caller's buffer. Any
@@ -147,7 +147,6 @@ mod peers;
 mod pump;
 mod requests;
 mod transfers;
-mod wire_tags;
 
 use std::{ffi::CStr, sync::Arc, time::Duration};
 

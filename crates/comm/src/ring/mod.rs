@@ -26,7 +26,6 @@ pub(crate) mod check;
 pub(crate) mod describe;
 mod final_gradients;
 pub(crate) mod in_flight;
-mod leaf_reduce;
 mod one_pass;
 mod plan;
 pub(crate) mod planning;
@@ -36,7 +35,6 @@ mod ring_loop;
 pub(crate) mod slices;
 pub(crate) mod step_events;
 mod tail_overlap;
-mod update;
 
 use std::{
     num::NonZeroUsize,

@@ -12,8 +12,8 @@ use annulus_core::{
 use super::{
     Ring,
     block_parts::SplitSize,
-    leaf_reduce::LeafOwners,
     program::{RankProgram, RankStep, RecordSizes, Transfers},
+    reduce::LeafOwners,
     tail_overlap,
 };
 
