@@ -3,7 +3,7 @@
 use std::{num::NonZero, sync::Arc, thread};
 
 #[cfg(feature = "cuda")]
-use annulus::cuda::device::{CudaSpace, CudaView, CudaViewMut};
+use annulus::cuda::device::{CudaView, CudaViewMut};
 use annulus::{
     BackwardViewMut, Batch, DType, Dims, Element, ForwardView, ForwardViewMut, Layout, LocalRing,
     Report, Runs, Tensors,
@@ -479,7 +479,7 @@ impl<'py> Inputs<'py> {
 #[cfg(feature = "cuda")]
 impl Inputs<'_> {
     /// Views the arrays in the memory of GPU `on`.
-    fn on_device<T>(&self, on: usize) -> PyResult<annulus_core::Inputs<'_, CudaSpace>>
+    fn on_device<T>(&self, on: usize) -> PyResult<annulus_core::Inputs<CudaView<'_>>>
     where
         T: Element + Plain,
         T::Accumulator: Element + Plain,
@@ -532,7 +532,7 @@ impl Statistics<'_> {
     ///
     /// # Safety
     /// As [`Array::view_mut`].
-    unsafe fn on_device<T>(&self, on: usize) -> PyResult<annulus_core::Outputs<'_, CudaSpace>>
+    unsafe fn on_device<T>(&self, on: usize) -> PyResult<annulus_core::Outputs<CudaViewMut<'_>>>
     where
         T: Element + Plain,
         T::Accumulator: Element + Plain,

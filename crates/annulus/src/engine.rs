@@ -16,9 +16,9 @@ use annulus_comm::{
     ring::{PassKind, Report, Ring, RingOptions, StepHook},
 };
 use annulus_core::{
-    Backend, BackwardInputs, Batch, Error, Gradients, HeadGrid, Host, HostTensors, HostViewMut,
-    Inputs, Layout, Outputs, Result, Route, Runs, Schedule, Space, Spec, Strategy, StrategyTraffic,
-    TrafficOptions, Transport, Work, Workspace,
+    Backend, BackwardInputs, Batch, Error, Gradients, HeadGrid, Host, HostTensors, HostView,
+    HostViewMut, Inputs, Layout, Outputs, Result, Route, Runs, Schedule, Space, Spec, Strategy,
+    StrategyTraffic, TrafficOptions, Transport, View, ViewMut, Work, Workspace,
 };
 
 use crate::Division;
@@ -31,11 +31,15 @@ pub(crate) trait RankEngine<S: Space>: fmt::Debug + fmt::Display + Send {
     fn given_strategy(&self) -> Strategy;
     fn on_step(&mut self, hook: StepHook);
     fn update(&mut self, batch: &Batch) -> Result<()>;
-    fn forward(&mut self, inputs: Inputs<'_, S>, outputs: &mut Outputs<'_, S>) -> Result<Report>;
+    fn forward(
+        &mut self,
+        inputs: Inputs<View<'_, S>>,
+        outputs: &mut Outputs<ViewMut<'_, S>>,
+    ) -> Result<Report>;
     fn backward(
         &mut self,
-        inputs: BackwardInputs<'_, S>,
-        gradients: &mut Gradients<'_, S>,
+        inputs: BackwardInputs<View<'_, S>>,
+        gradients: &mut Gradients<ViewMut<'_, S>>,
     ) -> Result<Report>;
     fn refuse(&mut self, why: Error) -> Error;
 }
@@ -56,7 +60,7 @@ pub(crate) trait RankFacts {
     fn numerics(&self) -> &str;
     fn schedule(&self) -> Schedule;
     fn work(&self) -> (Work, usize);
-    fn blocks_received(&self) -> [usize; 2];
+    fn blocks_computed(&self) -> [usize; 2];
     fn bytes_predicted(&self, pass: PassKind) -> u64;
     fn buffer_bytes(&self) -> u64;
     fn workspace_bytes(&self) -> u64;
@@ -106,8 +110,8 @@ macro_rules! common_facts {
         fn schedule(&self) -> Schedule {
             $ring(self).schedule()
         }
-        fn blocks_received(&self) -> [usize; 2] {
-            $ring(self).blocks_received()
+        fn blocks_computed(&self) -> [usize; 2] {
+            $ring(self).blocks_computed()
         }
         fn workspace_bytes(&self) -> u64 {
             $ring(self).workspace().bytes()
@@ -220,16 +224,16 @@ impl<B: Backend> RankEngine<B::Space> for DeviceRing<B> {
 
     fn forward(
         &mut self,
-        inputs: Inputs<'_, B::Space>,
-        outputs: &mut Outputs<'_, B::Space>,
+        inputs: Inputs<View<'_, B::Space>>,
+        outputs: &mut Outputs<ViewMut<'_, B::Space>>,
     ) -> Result<Report> {
         self.ring.forward(&inputs, outputs)
     }
 
     fn backward(
         &mut self,
-        inputs: BackwardInputs<'_, B::Space>,
-        gradients: &mut Gradients<'_, B::Space>,
+        inputs: BackwardInputs<View<'_, B::Space>>,
+        gradients: &mut Gradients<ViewMut<'_, B::Space>>,
     ) -> Result<Report> {
         self.ring.backward(&inputs, gradients)
     }
@@ -333,42 +337,18 @@ impl<B: Backend<Space: HostTensors>> RankEngine<Host> for Engine<B> {
 
     fn forward(
         &mut self,
-        inputs: Inputs<'_, Host>,
-        outputs: &mut Outputs<'_, Host>,
+        inputs: Inputs<HostView<'_>>,
+        outputs: &mut Outputs<HostViewMut<'_>>,
     ) -> Result<Report> {
-        // the views of all these spaces are the same types
-        let Inputs { q, k, v, bias, sinks } = inputs;
-        let inputs = Inputs::<B::Space> { q, k, v, bias, sinks };
-        let Outputs { out, lse, max, sum, ties, out_residual } = outputs;
-        let mut outputs = Outputs::<B::Space> {
-            out: out.reborrow(),
-            lse: lse.reborrow(),
-            max: max.as_mut().map(HostViewMut::reborrow),
-            sum: sum.as_mut().map(HostViewMut::reborrow),
-            ties: ties.as_mut().map(HostViewMut::reborrow),
-            out_residual: out_residual.as_mut().map(HostViewMut::reborrow),
-        };
-        either!(&mut self.form, of => of.forward(&inputs, &mut outputs))
+        either!(&mut self.form, of => of.forward(&inputs, outputs))
     }
 
     fn backward(
         &mut self,
-        inputs: BackwardInputs<'_, Host>,
-        gradients: &mut Gradients<'_, Host>,
+        inputs: BackwardInputs<HostView<'_>>,
+        gradients: &mut Gradients<HostViewMut<'_>>,
     ) -> Result<Report> {
-        let BackwardInputs { forward, out, max, sum, ties, out_residual, dout, dlse } = inputs;
-        let Inputs { q, k, v, bias, sinks } = forward;
-        let forward = Inputs::<B::Space> { q, k, v, bias, sinks };
-        let inputs = BackwardInputs { forward, out, max, sum, ties, out_residual, dout, dlse };
-        let Gradients { dq, dk, dv, dbias, dsinks } = gradients;
-        let mut gradients = Gradients::<B::Space> {
-            dq: dq.reborrow(),
-            dk: dk.reborrow(),
-            dv: dv.reborrow(),
-            dbias: dbias.as_mut().map(HostViewMut::reborrow),
-            dsinks: dsinks.as_mut().map(HostViewMut::reborrow),
-        };
-        either!(&mut self.form, of => of.backward(&inputs, &mut gradients))
+        either!(&mut self.form, of => of.backward(&inputs, gradients))
     }
 
     fn refuse(&mut self, why: Error) -> Error {

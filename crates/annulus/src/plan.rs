@@ -9,7 +9,7 @@ use annulus_comm::{
 use annulus_core::{
     Backend, BackwardInputs, Batch, Dims, Element, Error, Gradients, Host, HostTensors, HostView,
     HostViewMut, Inputs, Layout, Outputs, ProcessOwned, Result, Route, Runs, Schedule, Space, Spec,
-    Strategy, Transport, Work, index, max_and_sum, memory,
+    Strategy, Transport, View, ViewMut, Work, index, max_and_sum, memory,
 };
 use ndarray::{ArrayView2, ArrayView3, ArrayView4, ArrayViewMut3, Axis};
 
@@ -269,7 +269,7 @@ impl Plan {
     ) -> Result<Report> {
         let statistics = max_and_sum(&forward.lse, forward.max.as_ref(), forward.sum.as_ref());
         let (max, sum) = statistics.map_err(|error| self.engine.refuse(error))?;
-        let inputs = BackwardInputs::<Host> {
+        let inputs = BackwardInputs {
             forward: inputs(tensors),
             out: T::view(forward.out.view()),
             max: rows::<T>(max.view()),
@@ -280,7 +280,7 @@ impl Plan {
             dlse: dlse.map(rows::<T>),
         };
         let BackwardViewMut { dq, dk, dv, dbias, dsoftmax_aux } = gradients;
-        let mut gradients = Gradients::<Host> {
+        let mut gradients = Gradients {
             dq: T::view_mut(dq),
             dk: T::view_mut(dk),
             dv: T::view_mut(dv),
@@ -475,8 +475,8 @@ impl<S: Space> Plan<S> {
     /// As [`Plan::forward`].
     pub fn forward_in_place(
         &mut self,
-        inputs: Inputs<'_, S>,
-        outputs: &mut Outputs<'_, S>,
+        inputs: Inputs<View<'_, S>>,
+        outputs: &mut Outputs<ViewMut<'_, S>>,
     ) -> Result<Report> {
         self.engine.forward(inputs, outputs)
     }
@@ -494,8 +494,8 @@ impl<S: Space> Plan<S> {
     /// As [`Plan::backward`].
     pub fn backward_in_place(
         &mut self,
-        inputs: BackwardInputs<'_, S>,
-        gradients: &mut Gradients<'_, S>,
+        inputs: BackwardInputs<View<'_, S>>,
+        gradients: &mut Gradients<ViewMut<'_, S>>,
     ) -> Result<Report> {
         self.engine.backward(inputs, gradients)
     }
@@ -633,10 +633,10 @@ impl<S: Space> Plan<S> {
         self.engine.facts().leaf_bytes()
     }
 
-    /// Returns the messages that this rank receives in a forward and a backward pass, as
-    /// [`crate::Ring::blocks_received`].
-    pub fn blocks_received(&self) -> [usize; 2] {
-        self.engine.facts().blocks_received()
+    /// Returns the blocks that this rank computes on in a forward and a backward pass, as
+    /// [`crate::Ring::blocks_computed`].
+    pub fn blocks_computed(&self) -> [usize; 2] {
+        self.engine.facts().blocks_computed()
     }
 
     /// Derives the schedule of keys and values, as [`crate::Ring::schedule`]. With a grid, the
@@ -711,7 +711,7 @@ pub(crate) fn zero_gradients<T: Element>(tensors: &Tensors<'_, T>) -> Result<Bac
     })
 }
 
-fn inputs<'a, T: Element>(tensors: &'a Tensors<'_, T>) -> Inputs<'a, Host> {
+fn inputs<'a, T: Element>(tensors: &'a Tensors<'_, T>) -> Inputs<HostView<'a>> {
     let sinks = |sinks: &'a ArrayView2<'_, T::Accumulator>| {
         T::Accumulator::view(sinks.view().insert_axis(Axis(2)).insert_axis(Axis(3)))
     };

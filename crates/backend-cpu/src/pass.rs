@@ -2,7 +2,8 @@
 
 use annulus_core::{
     BackwardInputs, BackwardMode, BackwardPass, Block, DType, Error, ForwardPass, Gradients, Host,
-    HostBuffer, Inputs, LeafSums, Outputs, RangePairs, RankShard, Reduction, Result, RowSet, Tick,
+    HostBuffer, HostView, HostViewMut, Inputs, LeafSums, Outputs, RangePairs, RankShard, Reduction,
+    Result, RowSet, Tick,
 };
 use half::{bf16, f16};
 
@@ -56,7 +57,7 @@ macro_rules! by_sums {
 /// Packs K and V of the local block, or notes that the pass reads them from the caller's tensors.
 fn local_kv(
     workspace: &mut Workspace,
-    inputs: &Inputs<'_, Host>,
+    inputs: &Inputs<HostView<'_>>,
     into: &mut HostBuffer,
     sent: &RowSet,
 ) -> Result<()> {
@@ -87,14 +88,14 @@ impl annulus_core::Workspace for Workspace {
         Self::bytes(self)
     }
 
-    fn forward<'p>(&'p mut self, inputs: Inputs<'p, Host>, _: Tick<'_>) -> Result<Forward<'p>> {
+    fn forward<'p>(&'p mut self, inputs: Inputs<HostView<'p>>, _: Tick<'_>) -> Result<Forward<'p>> {
         by_sums!(self, |team, state| forward::tiles::begin(team, state));
         Ok(Forward { workspace: self, inputs, written: false })
     }
 
     fn backward<'p>(
         &'p mut self,
-        inputs: BackwardInputs<'p, Host>,
+        inputs: BackwardInputs<HostView<'p>>,
         mode: BackwardMode,
         _: Tick<'_>,
     ) -> Result<Backward<'p>> {
@@ -111,7 +112,7 @@ impl annulus_core::Workspace for Workspace {
 /// A forward pass.
 pub struct Forward<'p> {
     workspace: &'p mut Workspace,
-    inputs: Inputs<'p, Host>,
+    inputs: Inputs<HostView<'p>>,
     /// True if the outputs are written.
     written: bool,
 }
@@ -144,7 +145,7 @@ impl ForwardPass<Host> for Forward<'_> {
     fn attend_last(
         &mut self,
         kv: &Block<'_, Host>,
-        outputs: &mut Outputs<'_, Host>,
+        outputs: &mut Outputs<HostViewMut<'_>>,
         tick: Tick<'_>,
     ) -> Result<()> {
         self.check_not_written()?;
@@ -160,7 +161,7 @@ impl ForwardPass<Host> for Forward<'_> {
         Ok(())
     }
 
-    fn finish(self, outputs: &mut Outputs<'_, Host>, tick: Tick<'_>) -> Result<()> {
+    fn finish(self, outputs: &mut Outputs<HostViewMut<'_>>, tick: Tick<'_>) -> Result<()> {
         if self.written {
             return Ok(());
         }
@@ -181,9 +182,9 @@ impl ForwardPass<Host> for Forward<'_> {
 fn attend<E: Input<Accumulator: Summed>>(
     team: &Team,
     state: &mut State<Acc<E>>,
-    inputs: &Inputs<'_, Host>,
+    inputs: &Inputs<HostView<'_>>,
     block: &Block<'_, Host>,
-    outputs: Option<&mut Outputs<'_, Host>>,
+    outputs: Option<&mut Outputs<HostViewMut<'_>>>,
     tick: Tick<'_>,
 ) -> Result<bool> {
     let (task_rows, task_order) = state.arrange_forward();
@@ -219,7 +220,7 @@ fn attend<E: Input<Accumulator: Summed>>(
 /// A backward pass.
 pub struct Backward<'p> {
     workspace: &'p mut Workspace,
-    inputs: BackwardInputs<'p, Host>,
+    inputs: BackwardInputs<HostView<'p>>,
     mode: BackwardMode,
 }
 
@@ -295,7 +296,7 @@ impl BackwardPass<Host> for Backward<'_> {
     fn finish(
         self,
         dkv: &HostBuffer,
-        gradients: &mut Gradients<'_, Host>,
+        gradients: &mut Gradients<HostViewMut<'_>>,
         tick: Tick<'_>,
     ) -> Result<()> {
         let inputs = &self.inputs.forward;

@@ -13,8 +13,8 @@ use std::{
 
 use annulus_core::{
     Alibi, Backend, BackwardInputs, BackwardMode, BackwardPass, Batch, Block, DType, Dims, Dropout,
-    ForwardPass, Gradients, Host, HostBuffer, HostView, HostViewMut, Inputs, Outputs, Passes,
-    RankShard, RowSet, Rows, Shard, Side, SinkShape, Spec, Workspace as _, mask,
+    ForwardPass, Gradients, HostBuffer, HostView, HostViewMut, Inputs, Outputs, Passes, RankShard,
+    RowSet, Rows, Shard, Side, SinkShape, Spec, Workspace as _, mask,
 };
 use annulus_cpu::{Cpu, Workspace};
 use ndarray::{Array2, Array4};
@@ -123,14 +123,15 @@ fn pass(workspace: &mut Workspace, t: &mut Tensors) -> usize {
         (t.q.clone(), t.k.clone(), t.v.clone(), t.bias.clone(), t.sinks.clone());
     let mut tick = || ControlFlow::Continue(());
     let before = BYTES.load(Ordering::Relaxed);
-    let inputs = Inputs::<Host> {
+    let inputs = Inputs {
         q: HostView::F32(t.q.view()),
         k: HostView::F32(t.k.view()),
         v: HostView::F32(t.v.view()),
         bias: t.shard.spec.bias.map(|_| HostView::F32(t.bias.view())),
         sinks: Some(HostView::F32(t.sinks.view())),
     };
-    let mut forward = workspace.forward(inputs.reborrow(), &mut tick).unwrap();
+    let mut forward =
+        workspace.forward(inputs.as_ref().map(HostView::reborrow), &mut tick).unwrap();
     forward.local_kv(&mut t.block, &t.sent).unwrap();
     let block = Block { buffer: &t.block, ready: &(), rows: &t.shard.keys, first_local: None };
     let outputs = &mut Outputs {

@@ -1,6 +1,6 @@
 //! Kernel arguments: mirrors `kernels/arguments.cuh` field by field.
 
-use annulus_core::{DType, Dims, Outputs, RowLayout};
+use annulus_core::{DType, Dims, Outputs, RowLayout, ViewMut};
 use annulus_device_cuda::{CudaSpace, CudaView, CudaViewMut, TensorMap};
 
 /// Address and strides of a tensor `[batch, row, head, dim]`.
@@ -103,7 +103,7 @@ pub(crate) struct RowOutputs {
 
 impl RowOutputs {
     /// Describes those of `outputs`.
-    pub(crate) fn new(outputs: &Outputs<'_, CudaSpace>) -> Self {
+    pub(crate) fn new(outputs: &Outputs<ViewMut<'_, CudaSpace>>) -> Self {
         let rows = |view: &CudaViewMut<'_>| by_head(tensor_mut(view));
         Self {
             lse: rows(&outputs.lse),

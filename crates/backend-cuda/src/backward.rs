@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use annulus_core::{
     BackwardInputs, BackwardPass, Block, Dims, Gradients, RangePairs, Reduction, Result, RowSet,
-    Tick,
+    Tick, View, ViewMut,
 };
 use annulus_device_cuda::{CudaBuffer, CudaSpace, CudaView, Event};
 
@@ -28,7 +28,7 @@ use crate::{
 pub struct CudaBackward<'p> {
     context: &'p mut PassContext,
     state: &'p mut BackwardState,
-    inputs: BackwardInputs<'p, CudaSpace>,
+    inputs: BackwardInputs<View<'p, CudaSpace>>,
     /// True if K and V are read from the inputs, because no other rank reads them.
     in_place: bool,
 }
@@ -38,7 +38,7 @@ impl<'p> CudaBackward<'p> {
     pub(crate) fn begin(
         context: &'p mut PassContext,
         state: &'p mut BackwardState,
-        inputs: BackwardInputs<'p, CudaSpace>,
+        inputs: BackwardInputs<View<'p, CudaSpace>>,
     ) -> Result<Self> {
         let rows = |view: &Option<CudaView<'_>>| {
             view.as_ref().map(|view| by_head(tensor(view))).unwrap_or_default()
@@ -227,7 +227,7 @@ impl BackwardPass<CudaSpace> for CudaBackward<'_> {
     fn finish(
         self,
         dkv: &CudaBuffer,
-        gradients: &mut Gradients<'_, CudaSpace>,
+        gradients: &mut Gradients<ViewMut<'_, CudaSpace>>,
         tick: Tick<'_>,
     ) -> Result<()> {
         if tick().is_break() {

@@ -1,6 +1,6 @@
 //! Forward epilogue of a row: `finish_forward` of `kernels/rows.cuh`.
 
-use annulus_core::{Inputs, Outputs, Result};
+use annulus_core::{Inputs, Outputs, Result, View, ViewMut};
 use annulus_device_cuda::CudaSpace;
 
 use crate::{
@@ -41,7 +41,7 @@ pub(crate) fn row_arguments(context: &PassContext) -> Result<RowArguments> {
 }
 
 /// Describes the caller's sinks `[line, sink, 1, 1]` with lines as heads and sinks as rows.
-pub(crate) fn sinks_of(inputs: &Inputs<'_, CudaSpace>) -> Tensor {
+pub(crate) fn sinks_of(inputs: &Inputs<View<'_, CudaSpace>>) -> Tensor {
     inputs.sinks.as_ref().map(|sinks| by_line(tensor(sinks))).unwrap_or_default()
 }
 
@@ -55,8 +55,8 @@ pub(crate) fn by_line(tensor: Tensor) -> Tensor {
 pub(crate) fn finish(
     context: &PassContext,
     state: &ForwardState,
-    inputs: &Inputs<'_, CudaSpace>,
-    outputs: &mut Outputs<'_, CudaSpace>,
+    inputs: &Inputs<View<'_, CudaSpace>>,
+    outputs: &mut Outputs<ViewMut<'_, CudaSpace>>,
 ) -> Result<()> {
     let RowOutputs { lse, max, sum } = RowOutputs::new(outputs);
     let ties = outputs.ties.as_ref().map(|ties| by_head(tensor_mut(ties)));

@@ -1,7 +1,9 @@
 //! Forward pass: `kernels/forward.cuh`, on tensor cores `kernels/forward_matrix.cuh`, on warpgroups
 //! `kernels/forward_warpgroup.cuh`.
 
-use annulus_core::{Block, Dims, ForwardPass, Inputs, Outputs, Result, RowSet, Tick};
+use annulus_core::{
+    Block, Dims, ForwardPass, Inputs, Outputs, Result, RowSet, Tick, View, ViewMut,
+};
 use annulus_device_cuda::{CudaBuffer, CudaSpace, Event};
 
 use crate::{
@@ -17,7 +19,7 @@ use crate::{
 pub struct CudaForward<'p> {
     context: &'p mut PassContext,
     state: &'p ForwardState,
-    inputs: Inputs<'p, CudaSpace>,
+    inputs: Inputs<View<'p, CudaSpace>>,
     /// True if K and V are read from the inputs, because no other rank reads them.
     in_place: bool,
     /// True if no block has been attended to: the state has no contents.
@@ -32,7 +34,7 @@ impl<'p> CudaForward<'p> {
     pub(crate) const fn begin(
         context: &'p mut PassContext,
         state: &'p ForwardState,
-        inputs: Inputs<'p, CudaSpace>,
+        inputs: Inputs<View<'p, CudaSpace>>,
     ) -> Self {
         Self { context, state, inputs, in_place: false, is_empty: true, written: false }
     }
@@ -42,7 +44,7 @@ impl<'p> CudaForward<'p> {
     fn attend_block(
         &mut self,
         kv: &Block<'_, CudaSpace>,
-        outputs: Option<&Outputs<'_, CudaSpace>>,
+        outputs: Option<&Outputs<ViewMut<'_, CudaSpace>>>,
         tick: Tick<'_>,
     ) -> Result<()> {
         self.written = false;
@@ -132,7 +134,7 @@ impl ForwardPass<CudaSpace> for CudaForward<'_> {
     fn attend_last(
         &mut self,
         kv: &Block<'_, CudaSpace>,
-        outputs: &mut Outputs<'_, CudaSpace>,
+        outputs: &mut Outputs<ViewMut<'_, CudaSpace>>,
         tick: Tick<'_>,
     ) -> Result<()> {
         let spec = self.context.spec();
@@ -140,7 +142,7 @@ impl ForwardPass<CudaSpace> for CudaForward<'_> {
         self.attend_block(kv, is_plain.then_some(&*outputs), tick)
     }
 
-    fn finish(self, outputs: &mut Outputs<'_, CudaSpace>, tick: Tick<'_>) -> Result<()> {
+    fn finish(self, outputs: &mut Outputs<ViewMut<'_, CudaSpace>>, tick: Tick<'_>) -> Result<()> {
         let Self { context, state, inputs, is_empty, written, .. } = self;
         if written || tick().is_break() {
             return Ok(());

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use annulus_core::{
     BiasOrder, Block, DType, Dims, DropoutMask, Error, Inputs, Passes, RankShard, Result, Rows,
-    Spec,
+    Spec, View,
 };
 use annulus_device_cuda::{CudaBuffer, CudaSpace, Event, Stream};
 
@@ -139,7 +139,10 @@ impl PassContext {
     }
 
     /// Arguments common to all tile kernels and blocks; the caller sets operands and outputs.
-    pub(crate) fn common_arguments(&self, inputs: &Inputs<'_, CudaSpace>) -> Result<Attention> {
+    pub(crate) fn common_arguments(
+        &self,
+        inputs: &Inputs<View<'_, CudaSpace>>,
+    ) -> Result<Attention> {
         let spec = self.spec();
         let Dims { batch, q_heads, kv_heads, head_dim, value_dim, .. } = spec.dims;
         let bias = inputs.bias.as_ref().map(|bias| by_head(tensor(bias)));

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use annulus_core::{
-    BackwardInputs, Block, Dims, Error, Inputs, RangePairs, Reduction, Result, RowSet, Spec,
+    BackwardInputs, Block, Dims, Error, Inputs, RangePairs, Reduction, Result, RowSet, Spec, View,
 };
 use annulus_device_cuda::{CudaBuffer, CudaSpace, Event, Kernel};
 
@@ -38,7 +38,7 @@ pub(crate) fn copy(
 /// record, and TMA can read them if the kernels do so (`by_tma`).
 pub(crate) fn can_read_in_place(
     context: &PassContext,
-    inputs: &Inputs<'_, CudaSpace>,
+    inputs: &Inputs<View<'_, CudaSpace>>,
     sent: &RowSet,
     by_tma: bool,
 ) -> Result<bool> {
@@ -51,7 +51,7 @@ pub(crate) fn can_read_in_place(
 /// Describes K and V of a block: its records or, of local keys `in_place`, the inputs.
 pub(crate) fn kv_operands(
     context: &PassContext,
-    inputs: &Inputs<'_, CudaSpace>,
+    inputs: &Inputs<View<'_, CudaSpace>>,
     kv: &Block<'_, CudaSpace>,
     in_place: bool,
 ) -> [Tensor; 2] {
@@ -70,7 +70,7 @@ pub(crate) fn kv_operands(
 /// Writes this rank's K and V as records in wire order.
 pub(crate) fn pack_kv(
     context: &PassContext,
-    inputs: &Inputs<'_, CudaSpace>,
+    inputs: &Inputs<View<'_, CudaSpace>>,
     into: &CudaBuffer,
 ) -> Result<Event> {
     let spec = context.spec();
@@ -91,7 +91,7 @@ pub(crate) fn pack_kv(
 /// Writes this rank's Q, dO and row statistics as records in wire order.
 pub(crate) fn pack_queries(
     context: &PassContext,
-    inputs: &BackwardInputs<'_, CudaSpace>,
+    inputs: &BackwardInputs<View<'_, CudaSpace>>,
     statistics: Tensor,
     into: &CudaBuffer,
 ) -> Result<Event> {

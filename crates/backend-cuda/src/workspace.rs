@@ -1,7 +1,7 @@
 //! Device memory of one rank over all ring steps.
 
 use annulus_core::{
-    BackwardInputs, BackwardMode, Error, Inputs, Passes, RankShard, Result, Tick, Workspace,
+    BackwardInputs, BackwardMode, Error, Inputs, Passes, RankShard, Result, Tick, View, Workspace,
 };
 use annulus_device_cuda::{CudaSpace, Stream};
 
@@ -66,7 +66,7 @@ impl Workspace for CudaWorkspace {
 
     fn forward<'p>(
         &'p mut self,
-        inputs: Inputs<'p, CudaSpace>,
+        inputs: Inputs<View<'p, CudaSpace>>,
         _: Tick<'_>,
     ) -> Result<CudaForward<'p>> {
         Ok(CudaForward::begin(&mut self.context, &self.forward, inputs))
@@ -74,7 +74,7 @@ impl Workspace for CudaWorkspace {
 
     fn backward<'p>(
         &'p mut self,
-        inputs: BackwardInputs<'p, CudaSpace>,
+        inputs: BackwardInputs<View<'p, CudaSpace>>,
         _: BackwardMode,
         _: Tick<'_>,
     ) -> Result<CudaBackward<'p>> {

@@ -3,6 +3,7 @@
 
 use annulus_core::{
     BackwardInputs, BackwardPass, Block, Gradients, RangePairs, Reduction, Result, RowSet, Tick,
+    View, ViewMut,
 };
 
 use crate::{
@@ -66,7 +67,7 @@ impl BackwardPass<WgpuSpace> for WgpuBackward<'_> {
     fn finish(
         self,
         dkv: &GpuBuffer,
-        gradients: &mut Gradients<'_, WgpuSpace>,
+        gradients: &mut Gradients<ViewMut<'_, WgpuSpace>>,
         tick: Tick<'_>,
     ) -> Result<()> {
         write_gradients(self.0, dkv, gradients, tick)
@@ -78,7 +79,7 @@ impl<'p> WgpuBackward<'p> {
     pub(crate) fn start(
         kernels: &'p mut RankKernels,
         state: &'p BackwardState,
-        inputs: BackwardInputs<'p, WgpuSpace>,
+        inputs: BackwardInputs<View<'p, WgpuSpace>>,
     ) -> Result<Self> {
         let RankKernels { gpu, shard, tile, arena, .. } = &mut *kernels;
         check_inputs(gpu, &inputs.forward)?;

@@ -3,7 +3,7 @@
 
 use std::ops::ControlFlow;
 
-use annulus_core::{Gradients, Outputs, Result, Spec, Tick};
+use annulus_core::{Gradients, Outputs, Result, Spec, Tick, ViewMut};
 
 use crate::{
     copy::{Copy, Layout, LinearCopy, Side, bind_whole, launch_linear, rounding},
@@ -21,7 +21,7 @@ use crate::{
 /// Writes out and statistics. Ticks between the parts of the kernel of sinks.
 pub(crate) fn write_outputs(
     pass: ForwardContext<'_>,
-    outputs: &mut Outputs<'_, WgpuSpace>,
+    outputs: &mut Outputs<ViewMut<'_, WgpuSpace>>,
     tick: Tick<'_>,
 ) -> Result<()> {
     let ForwardContext { kernels, state, inputs } = pass;
@@ -123,7 +123,7 @@ const fn results_storage(spec: &Spec, of_inputs: Storage) -> Storage {
 pub(crate) fn write_gradients(
     pass: BackwardContext<'_>,
     dkv: &GpuBuffer,
-    into: &Gradients<'_, WgpuSpace>,
+    into: &Gradients<ViewMut<'_, WgpuSpace>>,
     tick: Tick<'_>,
 ) -> Result<()> {
     let BackwardContext { kernels, state, inputs } = pass;

@@ -1,6 +1,6 @@
 //! Forward pass, by query tiles. Kernel: `forward.wgsl`. Epilogue: `finish.rs`.
 
-use annulus_core::{Block, ForwardPass, Inputs, Outputs, Result, RowSet, Tick};
+use annulus_core::{Block, ForwardPass, Inputs, Outputs, Result, RowSet, Tick, View, ViewMut};
 
 use crate::{
     finish::write_outputs,
@@ -21,7 +21,7 @@ impl<'p> WgpuForward<'p> {
     pub(crate) fn start(
         kernels: &'p mut RankKernels,
         state: &'p ForwardState,
-        inputs: Inputs<'p, WgpuSpace>,
+        inputs: Inputs<View<'p, WgpuSpace>>,
     ) -> Result<Self> {
         check_inputs(&kernels.gpu, &inputs)?;
         let mut commands = Commands::new(&kernels.gpu, &mut kernels.arena);
@@ -74,13 +74,13 @@ impl ForwardPass<WgpuSpace> for WgpuForward<'_> {
     fn attend_last(
         &mut self,
         kv: &Block<'_, WgpuSpace>,
-        _: &mut Outputs<'_, WgpuSpace>,
+        _: &mut Outputs<ViewMut<'_, WgpuSpace>>,
         tick: Tick<'_>,
     ) -> Result<()> {
         self.attend(kv, tick)
     }
 
-    fn finish(self, outputs: &mut Outputs<'_, WgpuSpace>, tick: Tick<'_>) -> Result<()> {
+    fn finish(self, outputs: &mut Outputs<ViewMut<'_, WgpuSpace>>, tick: Tick<'_>) -> Result<()> {
         write_outputs(self.0, outputs, tick)
     }
 }

@@ -6,7 +6,7 @@
 use std::{mem, ops::ControlFlow};
 
 use annulus_core::{
-    DType, DeviceSpace, Element, Error, HostView, HostViewMut, Inputs, Result, Space, Tick,
+    DType, DeviceSpace, Element, Error, HostView, HostViewMut, Inputs, Result, Space, Tick, View,
 };
 use half::{bf16, f16};
 use ndarray::{Array4, ArrayView4, ArrayViewMut4};
@@ -339,7 +339,7 @@ pub(crate) fn check_tensors<'a>(
 }
 
 /// As [`check_tensors`], of the inputs of a forward pass.
-pub(crate) fn check_inputs(gpu: &Gpu, inputs: &Inputs<'_, WgpuSpace>) -> Result<()> {
+pub(crate) fn check_inputs(gpu: &Gpu, inputs: &Inputs<View<'_, WgpuSpace>>) -> Result<()> {
     check_tensors(
         gpu,
         [

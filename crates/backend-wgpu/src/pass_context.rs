@@ -1,6 +1,6 @@
 //! State of one rank and of its passes in device memory.
 
-use annulus_core::{BackwardInputs, Inputs, RankShard};
+use annulus_core::{BackwardInputs, Inputs, RankShard, View};
 
 use crate::{
     block_mask::BlockMask,
@@ -59,14 +59,14 @@ impl BackwardState {
 pub(crate) struct ForwardContext<'p> {
     pub(crate) kernels: &'p mut RankKernels,
     pub(crate) state: &'p ForwardState,
-    pub(crate) inputs: Inputs<'p, WgpuSpace>,
+    pub(crate) inputs: Inputs<View<'p, WgpuSpace>>,
 }
 
 /// A backward pass in progress: state and inputs.
 pub(crate) struct BackwardContext<'p> {
     pub(crate) kernels: &'p mut RankKernels,
     pub(crate) state: &'p BackwardState,
-    pub(crate) inputs: BackwardInputs<'p, WgpuSpace>,
+    pub(crate) inputs: BackwardInputs<View<'p, WgpuSpace>>,
 }
 
 /// Reduction of the gradient of a bias of this shape.

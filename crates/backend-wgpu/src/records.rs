@@ -1,6 +1,6 @@
 //! Wire records: packing of the local rows, and sums of gradient records.
 
-use annulus_core::{Inputs, RangePairs, Reduction, Result, RowLayout, Spec, index};
+use annulus_core::{Inputs, RangePairs, Reduction, Result, RowLayout, Spec, View, index};
 
 use crate::{
     copy::{Copy, Layout, LinearCopy, Side, launch_linear},
@@ -39,7 +39,7 @@ fn launch_field(
 /// Writes K and V as records of [`Spec::kv_row_layout`].
 pub(crate) fn pack_kv(
     kernels: &mut RankKernels,
-    inputs: &Inputs<'_, WgpuSpace>,
+    inputs: &Inputs<View<'_, WgpuSpace>>,
     into: &GpuBuffer,
 ) -> Result<Queued> {
     let RankKernels { gpu, shard, arena, .. } = kernels;

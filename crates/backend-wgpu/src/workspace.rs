@@ -2,7 +2,7 @@
 
 use annulus_core::{
     BackwardInputs, BackwardMode, DType, Error, Inputs, Passes, RankShard, Result, Spec, Tick,
-    Workspace,
+    View, Workspace,
 };
 
 use crate::{
@@ -105,7 +105,7 @@ impl Workspace for WgpuWorkspace {
 
     fn forward<'p>(
         &'p mut self,
-        inputs: Inputs<'p, WgpuSpace>,
+        inputs: Inputs<View<'p, WgpuSpace>>,
         _: Tick<'_>,
     ) -> Result<WgpuForward<'p>> {
         WgpuForward::start(&mut self.kernels, &self.forward, inputs)
@@ -114,7 +114,7 @@ impl Workspace for WgpuWorkspace {
     /// Both modes are the same kernels: the ring decides which of them it calls.
     fn backward<'p>(
         &'p mut self,
-        inputs: BackwardInputs<'p, WgpuSpace>,
+        inputs: BackwardInputs<View<'p, WgpuSpace>>,
         _: BackwardMode,
         _: Tick<'_>,
     ) -> Result<WgpuBackward<'p>> {

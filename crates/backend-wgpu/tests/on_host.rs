@@ -98,7 +98,7 @@ impl Problem {
         }
     }
 
-    fn inputs(&self) -> Inputs<'_, HostViews<WgpuSpace>> {
+    fn inputs(&self) -> Inputs<HostView<'_>> {
         Inputs {
             q: HostView::F32(self.q.view()),
             k: HostView::F32(self.k.view()),
@@ -108,10 +108,7 @@ impl Problem {
         }
     }
 
-    fn backward_inputs<'a>(
-        &'a self,
-        results: &'a Results,
-    ) -> BackwardInputs<'a, HostViews<WgpuSpace>> {
+    fn backward_inputs<'a>(&'a self, results: &'a Results) -> BackwardInputs<HostView<'a>> {
         BackwardInputs {
             forward: self.inputs(),
             out: HostView::F32(results.out.view()),

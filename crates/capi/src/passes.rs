@@ -438,20 +438,23 @@ impl Planned {
 /// Passes on tensors in device memory.
 #[cfg(feature = "cuda")]
 mod on_device {
-    use annulus::{Spec, cuda::device::CudaSpace};
+    use annulus::{
+        Spec,
+        cuda::device::{CudaView, CudaViewMut},
+    };
     use annulus_core::{BackwardInputs, Gradients, Inputs, Outputs, max_and_sum};
 
     use super::{BackwardArgs, Checked, Error, ForwardArgs, Planned, Result};
 
-    type Forward = (Inputs<'static, CudaSpace>, Outputs<'static, CudaSpace>);
-    type Backward = (BackwardInputs<'static, CudaSpace>, Gradients<'static, CudaSpace>);
+    type Forward = (Inputs<CudaView<'static>>, Outputs<CudaViewMut<'static>>);
+    type Backward = (BackwardInputs<CudaView<'static>>, Gradients<CudaViewMut<'static>>);
 
     impl super::Inputs {
         /// Views them.
         ///
         /// # Safety
         /// As [`Checked::device_view`], for each.
-        unsafe fn on_device(&self, spec: &Spec) -> Result<Inputs<'static, CudaSpace>> {
+        unsafe fn on_device(&self, spec: &Spec) -> Result<Inputs<CudaView<'static>>> {
             let (element, sums) = (spec.dtype, spec.dtype.accumulator());
             // SAFETY: as the caller promises
             let of_sums = |tensor: Checked| unsafe { tensor.device_view(sums) };

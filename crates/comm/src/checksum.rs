@@ -15,7 +15,7 @@ use annulus_core::{
 use crate::{
     delegate::forward_control,
     ranges,
-    staging::{StagedReceive, Staging, is_same_message},
+    staged::{StagedReceive, Staging, is_same_message},
 };
 
 /// Bytes of a checksum.

@@ -31,7 +31,6 @@ mod delegate;
 mod device_heartbeat;
 pub mod fault;
 pub mod heads_ring;
-mod host_messages;
 pub mod kv_cache;
 mod merged_softmax;
 #[cfg(feature = "mpi")]
@@ -47,9 +46,7 @@ mod observed;
 pub mod profiler;
 mod ranges;
 pub mod ring;
-mod span;
 pub mod staged;
-mod staging;
 pub mod threads;
 pub mod trace;
 

@@ -10,6 +10,8 @@
 //!
 //! Ranges nest, and each ends on the thread on which it began. Without functions a range costs one
 //! load of an atomic.
+//!
+//! With the feature `tracing`, passes, ring steps and waits are also spans of that crate.
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -79,3 +81,20 @@ impl Drop for Range {
 fn call(hook: &RangeHook, name: &'static str) {
     drop(catch_unwind(AssertUnwindSafe(|| hook(name))));
 }
+
+/// Opens a span that ends with the scope. The range of a pass has the name of the pass. Without the
+/// feature, fields are not evaluated.
+macro_rules! span {
+    ("pass", $pass:ident $(, $($field:tt)*)?) => {
+        let _range = $crate::profiler::Range::begin($pass);
+        #[cfg(feature = "tracing")]
+        let _span = tracing::debug_span!(target: "annulus", "pass", $pass $(, $($field)*)?).entered();
+    };
+    ($name:literal $(, $($field:tt)*)?) => {
+        let _range = $crate::profiler::Range::begin($name);
+        #[cfg(feature = "tracing")]
+        let _span = tracing::debug_span!(target: "annulus", $name $(, $($field)*)?).entered();
+    };
+}
+
+pub(crate) use span;

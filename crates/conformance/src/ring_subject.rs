@@ -6,7 +6,7 @@ use std::{marker::PhantomData, num::NonZeroUsize};
 use annulus::{Ring, RingOptions, comm::threads::each_rank};
 use annulus_core::{
     Backend, BackwardInputs, Batch, DType, Dims, Error, Gradients, Inputs, Outputs, Result, Runs,
-    Spec, Strategy, Transport, index,
+    Spec, Strategy, Transport, View, index,
 };
 use annulus_test_cases::facade::{RankAnswer, attention, check_bytes};
 use ndarray::{Array3, Array4, ArrayView4, Axis, Dimension, RemoveAxis};
@@ -198,7 +198,7 @@ impl<M: TensorMemory> RankTensors<M> {
         })
     }
 
-    fn inputs(&self, memory: &M) -> Inputs<'_, M::Space> {
+    fn inputs(&self, memory: &M) -> Inputs<View<'_, M::Space>> {
         Inputs {
             q: memory.view(&self.q),
             k: memory.view(&self.k),

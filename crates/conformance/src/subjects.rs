@@ -19,7 +19,7 @@ use annulus_cpu::{Cpu, Isa};
 
 use crate::{
     Answer, Case, HostMemory, RankSetup, RingSubject, Setting, Subject,
-    device::{Device, MockBackend, MockSpace, device_ring},
+    device::{Device, MockBackend, MockSpace, Pairwise, device_ring},
     ring_subject::{RankJob, run_rank, run_ranks},
 };
 
@@ -60,6 +60,17 @@ pub fn mock_staged(delay: Duration) -> impl Subject {
                 .collect()
         },
     )
+}
+
+/// The smallest complete backend over a ring of threads.
+pub fn pairwise() -> impl Subject {
+    RingSubject::new("pairwise over threads", |ranks| {
+        let setup = |transport| -> Result<RankSetup<HostMemory, Pairwise>> {
+            let transport = Box::new(Deadline::new(transport, DEADLINE)?);
+            Ok(RankSetup { memory: HostMemory, backend: Pairwise, transport })
+        };
+        threads::ring(ranks).into_iter().map(setup).collect()
+    })
 }
 
 /// The CPU over a ring of threads.

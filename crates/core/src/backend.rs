@@ -19,7 +19,7 @@ use std::{ops::ControlFlow, ops::Range};
 
 use crate::{
     BackwardInputs, BackwardMode, Block, DType, Gradients, Inputs, LeafSums, Outputs, RankShard,
-    Result, RowSet, Space, Spec,
+    Result, RowSet, Space, Spec, View, ViewMut,
 };
 
 /// Called between tiles, and between parts of the epilogue of a pass, on the thread that called the
@@ -40,7 +40,8 @@ pub struct Capabilities {
     /// accumulator's and depends on the machine. Must be equal on all ranks.
     pub probs_dtype: Option<DType>,
     /// Rows of a KV tile. Blocks are divided at multiples of the largest tile of all ranks, so that
-    /// no kernel computes a tile in two parts.
+    /// no kernel computes a tile in two parts. In a space with parts ([`Space::HAS_PARTS`]) a
+    /// multiple of 8, so that records of any length are divided at multiples of 8 bytes.
     pub kv_tile: u64,
     /// True if the backend folds and merges leaves in the reproducible order
     /// ([`RankShard::leaves`]), in a forward pass, in a backward pass in two passes over several
@@ -197,7 +198,7 @@ pub trait Workspace: Send + 'static {
     /// after a break the results of the pass are never read.
     fn forward<'p>(
         &'p mut self,
-        inputs: Inputs<'p, Self::Space>,
+        inputs: Inputs<View<'p, Self::Space>>,
         tick: Tick<'_>,
     ) -> Result<Self::Forward<'p>>;
 
@@ -209,7 +210,7 @@ pub trait Workspace: Send + 'static {
     /// [`Passes::Forward`].
     fn backward<'p>(
         &'p mut self,
-        inputs: BackwardInputs<'p, Self::Space>,
+        inputs: BackwardInputs<View<'p, Self::Space>>,
         mode: BackwardMode,
         tick: Tick<'_>,
     ) -> Result<Self::Backward<'p>>;
@@ -229,7 +230,7 @@ pub trait ForwardPass<S: Space> {
     /// ℓ ← ℓ·e^(m − m') + rowsum e^(S − m'), m ← m'
     fn attend(&mut self, kv: &Block<'_, S>, tick: Tick<'_>) -> Result<()>;
 
-    /// As [`ForwardPass::attend`], for the last block of the pass.
+    /// As [`ForwardPass::attend`], for the last block of the pass; by default the same.
     ///
     /// The pass may write the outputs of rows whose softmax is complete while their accumulators
     /// are in a near cache. [`ForwardPass::finish`] is called with the same outputs and writes
@@ -237,13 +238,16 @@ pub trait ForwardPass<S: Space> {
     fn attend_last(
         &mut self,
         kv: &Block<'_, S>,
-        outputs: &mut Outputs<'_, S>,
+        outputs: &mut Outputs<ViewMut<'_, S>>,
         tick: Tick<'_>,
-    ) -> Result<()>;
+    ) -> Result<()> {
+        let _ = outputs;
+        self.attend(kv, tick)
+    }
 
     /// Merges the sinks, once, and writes the outputs. The work is O(rows · (dim + sinks)), during
     /// which the other ranks wait for the end of the call, so it ticks like the tiles.
-    fn finish(self, outputs: &mut Outputs<'_, S>, tick: Tick<'_>) -> Result<()>;
+    fn finish(self, outputs: &mut Outputs<ViewMut<'_, S>>, tick: Tick<'_>) -> Result<()>;
 }
 
 /// A backward pass. In one pass, dK and dV of a KV block are computed with dQ and travel with the
@@ -308,7 +312,7 @@ pub trait BackwardPass<S: Space> {
     fn finish(
         self,
         dkv: &S::Buffer,
-        gradients: &mut Gradients<'_, S>,
+        gradients: &mut Gradients<ViewMut<'_, S>>,
         tick: Tick<'_>,
     ) -> Result<()>;
 }

@@ -28,7 +28,6 @@ mod bias;
 mod block_buffers;
 mod block_sparse_mask;
 mod dense_mask;
-mod device_space;
 mod dims;
 mod dropout;
 mod dtype;
@@ -75,7 +74,6 @@ pub use bias::{Alibi, BiasFunction, PositionBias};
 pub use block_buffers::{GRADIENT_BUFFERS, block_buffers, gradient_buffers};
 pub use block_sparse_mask::{BitmaskPolicy, BlockSparseMask, CsrTiles, TileRun, Tiling};
 pub use dense_mask::{DenseMask, MaskElement};
-pub use device_space::{DeviceSpace, StagedSpace};
 pub use dims::Dims;
 pub use dropout::{DropoutMask, philox4x32_10};
 pub use dtype::{DType, Element, HostView, HostViewMut};
@@ -93,7 +91,9 @@ pub use mask::Mask;
 pub use message_balance::{MessageBalance, unmatched_pair};
 pub use needs::{Needs, NeedsIndex};
 pub use on_host::{HostViews, OnHost, OnHostBackward, OnHostForward, OnHostWorkspace};
-pub use pass::{BackwardInputs, Block, Gradients, Inputs, Outputs, RankShard, max_and_sum};
+pub use pass::{
+    BackwardInputs, Block, Gradients, Inputs, Outputs, RankShard, View, ViewMut, max_and_sum,
+};
 pub use process::{HomeProcess, Process, ProcessOwned};
 pub use ring_shards::RingShards;
 pub use row_layout::{RowField, RowLayout};
@@ -106,7 +106,7 @@ pub use schedule::{
 };
 pub use shard::Shard;
 pub use softmax_end::SoftmaxEnd;
-pub use space::{Host, HostBuffer, HostMemory, HostTensors, Space};
+pub use space::{DeviceSpace, Host, HostBuffer, HostMemory, HostTensors, Space, StagedSpace};
 pub use spec::{
     Alignment, BackwardMode, BiasOrder, Dropout, HeadShard, Precision, SinkShape, Spec,
 };

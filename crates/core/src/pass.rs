@@ -45,53 +45,46 @@ impl RankShard {
     }
 }
 
-/// Inputs of a forward pass. q_len and kv_len of q, k and v count the rows of this rank.
-pub struct Inputs<'a, S: Space> {
-    /// `[b, local q_len, q_heads, d]`.
-    pub q: S::View<'a>,
-    /// `[b, local kv_len, kv_heads, d]`.
-    pub k: S::View<'a>,
-    /// `[b, local kv_len, kv_heads, dv]`.
-    pub v: S::View<'a>,
-    /// `[b|1, q_heads|1, local q_len|1, global kv_len|1]`, in the accumulator's type.
-    pub bias: Option<S::View<'a>>,
-    /// `[q_heads|1, sinks, 1, 1]`, in the accumulator's type.
-    pub sinks: Option<S::View<'a>>,
-}
+/// Tensor of the caller in the space `S`, borrowed for reading.
+pub type View<'a, S> = <S as Space>::View<'a>;
+/// Tensor of the caller in the space `S`, borrowed for writing.
+pub type ViewMut<'a, S> = <S as Space>::ViewMut<'a>;
 
-impl<S: Space> Inputs<'_, S> {
-    /// Borrows the same tensors for a shorter time. A pass borrows its inputs and its workspace for
-    /// one lifetime, and `Inputs` is invariant in its own.
-    pub fn reborrow(&self) -> Inputs<'_, S> {
-        Inputs {
-            q: S::reborrow(&self.q),
-            k: S::reborrow(&self.k),
-            v: S::reborrow(&self.v),
-            bias: self.bias.as_ref().map(S::reborrow),
-            sinks: self.sinks.as_ref().map(S::reborrow),
-        }
-    }
+/// Inputs of a forward pass. q_len and kv_len of q, k and v count the rows of this rank.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Inputs<V> {
+    /// `[b, local q_len, q_heads, d]`.
+    pub q: V,
+    /// `[b, local kv_len, kv_heads, d]`.
+    pub k: V,
+    /// `[b, local kv_len, kv_heads, dv]`.
+    pub v: V,
+    /// `[b|1, q_heads|1, local q_len|1, global kv_len|1]`, in the accumulator's type.
+    pub bias: Option<V>,
+    /// `[q_heads|1, sinks, 1, 1]`, in the accumulator's type.
+    pub sinks: Option<V>,
 }
 
 /// Outputs of a forward pass. Their contents before the pass have no effect.
-pub struct Outputs<'a, S: Space> {
+#[derive(Debug, Clone, Copy)]
+pub struct Outputs<V> {
     /// `[b, local q_len, q_heads, dv]`, in the inputs' type.
-    pub out: S::ViewMut<'a>,
+    pub out: V,
     /// `[b, q_heads, local q_len, 1]`, in the accumulator's type, natural logarithm. −∞ for a query
     /// without a visible key and without sinks.
-    pub lse: S::ViewMut<'a>,
+    pub lse: V,
     /// Row maximum of the scores, shaped as lse: −∞ for an empty row. `max` and `sum` are both
     /// present or both absent; of an output that is not normalised they are present.
-    pub max: Option<S::ViewMut<'a>>,
+    pub max: Option<V>,
     /// Row sum Σ e^(s − max), shaped as lse: 0 for an empty row.
-    pub sum: Option<S::ViewMut<'a>>,
+    pub sum: Option<V>,
     /// Number of keys and sinks that share the row maximum, shaped as lse. Present if and only if
     /// the output is not normalised.
-    pub ties: Option<S::ViewMut<'a>>,
+    pub ties: Option<V>,
     /// Rounding residual of out: out before it was rounded − out, rounded too; 0 where out is not
     /// finite. Shaped and typed as out. Only of 16-bit inputs, and of backends with
     /// [`crate::Capabilities::out_residual`].
-    pub out_residual: Option<S::ViewMut<'a>>,
+    pub out_residual: Option<V>,
 }
 
 /// Inputs of a backward pass.
@@ -102,24 +95,25 @@ pub struct Outputs<'a, S: Space> {
 ///
 /// ⟨dout, out⟩ is a small difference of large terms where all keys share a large component, and out
 /// in 16 bits has lost that difference. With `out_residual` it is ⟨dout, out⟩ + ⟨dout, out_residual⟩.
-pub struct BackwardInputs<'a, S: Space> {
+#[derive(Debug, Clone, Copy)]
+pub struct BackwardInputs<V> {
     /// Inputs of the forward pass.
-    pub forward: Inputs<'a, S>,
+    pub forward: Inputs<V>,
     /// Output of the forward pass.
-    pub out: S::View<'a>,
+    pub out: V,
     /// Row maximum of the forward pass; without `sum` its lse. −∞ marks an empty row.
-    pub max: S::View<'a>,
+    pub max: V,
     /// Row sum of the forward pass; `None` is 1. Present if the output is not normalised.
-    pub sum: Option<S::View<'a>>,
+    pub sum: Option<V>,
     /// Ties of the forward pass. Present if and only if the output is not normalised.
-    pub ties: Option<S::View<'a>>,
+    pub ties: Option<V>,
     /// Rounding residual of out; `None` is 0. As [`Outputs::out_residual`].
-    pub out_residual: Option<S::View<'a>>,
+    pub out_residual: Option<V>,
     /// ∂L/∂out, shaped and typed as out.
-    pub dout: S::View<'a>,
+    pub dout: V,
     /// ∂L/∂lse, shaped and typed as max; `None` is 0. Ignored for rows without a visible key and
     /// without sinks.
-    pub dlse: Option<S::View<'a>>,
+    pub dlse: Option<V>,
 }
 
 /// Returns the maximum and the sum of a backward pass from the results of a forward pass that a
@@ -136,37 +130,94 @@ pub fn max_and_sum<V>(lse: V, max: Option<V>, sum: Option<V>) -> Result<(V, Opti
     }
 }
 
-impl<S: Space> BackwardInputs<'_, S> {
-    /// Borrows the same tensors for a shorter time, as [`Inputs::reborrow`].
-    pub fn reborrow(&self) -> BackwardInputs<'_, S> {
-        BackwardInputs {
-            forward: self.forward.reborrow(),
-            out: S::reborrow(&self.out),
-            max: S::reborrow(&self.max),
-            sum: self.sum.as_ref().map(S::reborrow),
-            ties: self.ties.as_ref().map(S::reborrow),
-            out_residual: self.out_residual.as_ref().map(S::reborrow),
-            dout: S::reborrow(&self.dout),
-            dlse: self.dlse.as_ref().map(S::reborrow),
-        }
-    }
-}
-
 /// Outputs of a backward pass. Their contents before the pass have no effect.
-pub struct Gradients<'a, S: Space> {
+#[derive(Debug, Clone, Copy)]
+pub struct Gradients<V> {
     /// Shaped and typed as q.
-    pub dq: S::ViewMut<'a>,
+    pub dq: V,
     /// Shaped and typed as k.
-    pub dk: S::ViewMut<'a>,
+    pub dk: V,
     /// Shaped and typed as v.
-    pub dv: S::ViewMut<'a>,
+    pub dv: V,
     /// This rank's part of ∂L/∂bias, shaped and typed as its bias. Present if and only if there is
     /// a bias.
-    pub dbias: Option<S::ViewMut<'a>>,
+    pub dbias: Option<V>,
     /// This rank's part of ∂L/∂sinks, shaped and typed as the sinks. Present if and only if there
     /// are sinks.
-    pub dsinks: Option<S::ViewMut<'a>>,
+    pub dsinks: Option<V>,
 }
+
+/// Implements the conversions of a set of tensors: a nested set, tensors, optional tensors.
+macro_rules! tensor_set {
+    ($set:ident { $($nested:ident)? } { $($field:ident)* } { $($optional:ident)* }) => {
+        impl<V> $set<V> {
+            /// Borrows every tensor.
+            pub fn as_ref(&self) -> $set<&V> {
+                $set {
+                    $($nested: self.$nested.as_ref(),)?
+                    $($field: &self.$field,)*
+                    $($optional: self.$optional.as_ref(),)*
+                }
+            }
+
+            /// Borrows every tensor for writing.
+            pub fn as_mut(&mut self) -> $set<&mut V> {
+                $set {
+                    $($nested: self.$nested.as_mut(),)?
+                    $($field: &mut self.$field,)*
+                    $($optional: self.$optional.as_mut(),)*
+                }
+            }
+
+            /// Converts every tensor.
+            pub fn map<W>(self, mut convert: impl FnMut(V) -> W) -> $set<W> {
+                $set {
+                    $($nested: self.$nested.map(&mut convert),)?
+                    $($field: convert(self.$field),)*
+                    $($optional: self.$optional.map(&mut convert),)*
+                }
+            }
+
+            /// Converts every tensor, in the order of the fields, up to the first error.
+            ///
+            /// # Errors
+            /// Those of `convert`.
+            pub fn try_map<W>(
+                self,
+                mut convert: impl FnMut(V) -> Result<W>,
+            ) -> Result<$set<W>> {
+                Ok($set {
+                    $($nested: self.$nested.try_map(&mut convert)?,)?
+                    $($field: convert(self.$field)?,)*
+                    $($optional: self.$optional.map(&mut convert).transpose()?,)*
+                })
+            }
+
+            /// Pairs every tensor with that of `other`. An optional one is present if both are.
+            pub fn zip<W>(self, other: $set<W>) -> $set<(V, W)> {
+                $set {
+                    $($nested: self.$nested.zip(other.$nested),)?
+                    $($field: (self.$field, other.$field),)*
+                    $($optional: self.$optional.zip(other.$optional),)*
+                }
+            }
+
+            /// Returns the tensors that there are, in the order of the fields.
+            pub fn into_tensors(self) -> impl Iterator<Item = V> {
+                let nested = std::iter::empty();
+                $(let nested = nested.chain(self.$nested.into_tensors());)?
+                nested
+                    .chain([$(self.$field),*])
+                    .chain([$(self.$optional),*].into_iter().flatten())
+            }
+        }
+    };
+}
+
+tensor_set!(Inputs {} { q k v } { bias sinks });
+tensor_set!(Outputs {} { out lse } { max sum ties out_residual });
+tensor_set!(BackwardInputs { forward } { out max dout } { sum ties out_residual dlse });
+tensor_set!(Gradients {} { dq dk dv } { dbias dsinks });
 
 /// A block of rows in wire order: records of [`Spec::kv_row_layout`] or [`Spec::query_row_layout`].
 pub struct Block<'a, S: Space> {

@@ -1,5 +1,5 @@
-//! The arithmetic of the mock backend: attention pair by pair in f64, on numbers that were read
-//! from device memory.
+//! Attention pair by pair in f64: the arithmetic of the backends of this crate, on numbers and on
+//! the bytes of blocks.
 //!
 //! ```text
 //! forward    acc ← acc·e^{m − m'} + Σ_j keep·e^{s_j − m'}·v_j
@@ -10,61 +10,43 @@
 //! row maximum as forward.
 
 use annulus_core::{
-    BiasOrder, DType, Dims, DropoutMask, RankShard, Result, RowLayout, Rows, Spec, mask::Key,
-    mask::Query,
+    BackwardInputs, BiasOrder, DType, Dims, DropoutMask, Element, Error, Gradients, Inputs,
+    Outputs, RangePairs, RankShard, Reduction, Result, RowLayout, Rows, Spec, index,
+    mask::{Key, Query},
 };
-use ndarray::{Array1, Array2, Array3, Array4, ArrayView1, s};
-
-use super::{
-    memory::fault,
-    tensor::{decode, encode},
-};
+use half::{bf16, f16};
+use ndarray::{Array1, Array3, Array4, Axis, s};
 
 /// The data of a pass that stay on the device over all ring steps.
 pub(crate) struct State {
-    pub(crate) shard: RankShard,
-    pub(crate) q: Array4<f64>,
-    pub(crate) bias: Option<Array4<f64>>,
-    pub(crate) sinks: Option<Array2<f64>>,
+    shard: RankShard,
+    inputs: Inputs<Array4<f64>>,
     /// Accumulator, `[b, shard q_len, q_heads, dv]`.
-    pub(crate) acc: Array4<f64>,
+    acc: Array4<f64>,
     /// Row maximum, `[b, q_heads, shard q_len]`; sum and ties have the same shape.
-    pub(crate) max: Array3<f64>,
-    pub(crate) sum: Array3<f64>,
-    pub(crate) ties: Array3<f64>,
-    pub(crate) dout: Array4<f64>,
+    max: Array3<f64>,
+    sum: Array3<f64>,
+    ties: Array3<f64>,
+    dout: Array4<f64>,
     /// `[b, shard q_len, q_heads, 4]`: see [`Spec::ROW_STATISTICS`].
-    pub(crate) statistics: Array4<f64>,
-    pub(crate) dq: Array4<f64>,
-    pub(crate) dbias: Option<Array4<f64>>,
-}
-
-impl State {
-    /// Returns the bytes of its arrays.
-    pub(crate) fn bytes(&self) -> u64 {
-        let Self { q, bias, sinks, acc, max, sum, ties, dout, statistics, dq, dbias, .. } = self;
-        let lens = [q, acc, dout, statistics, dq].map(Array4::len);
-        let of_rows = [max, sum, ties].map(Array3::len);
-        let optional = [bias, dbias].map(|array| array.as_ref().map_or(0, Array4::len));
-        let sinks = sinks.as_ref().map_or(0, Array2::len);
-        let all = lens.iter().chain(&of_rows).chain(&optional).sum::<usize>() + sinks;
-        all as u64 * size_of::<f64>() as u64
-    }
+    statistics: Array4<f64>,
+    dq: Array4<f64>,
+    dbias: Option<Array4<f64>>,
 }
 
 /// A block of keys `[b, rows, kv_heads, d]` and values `[b, rows, kv_heads, dv]`, unpacked.
-pub(crate) struct Keys<'a> {
-    pub(crate) rows: &'a Rows,
-    pub(crate) k: Array4<f64>,
-    pub(crate) v: Array4<f64>,
+struct Keys<'a> {
+    rows: &'a Rows,
+    k: Array4<f64>,
+    v: Array4<f64>,
 }
 
 /// Queries of a backward pass: those of this rank, or a block of another's.
-pub(crate) struct Queries<'a> {
-    pub(crate) rows: &'a Rows,
-    pub(crate) q: &'a Array4<f64>,
-    pub(crate) dout: &'a Array4<f64>,
-    pub(crate) statistics: &'a Array4<f64>,
+struct Queries<'a> {
+    rows: &'a Rows,
+    q: &'a Array4<f64>,
+    dout: &'a Array4<f64>,
+    statistics: &'a Array4<f64>,
 }
 
 /// A visible pair: key index, logit, ∂s/∂x and dropout factor.
@@ -87,39 +69,56 @@ struct PairGradient {
 
 impl State {
     pub(crate) fn new(shard: RankShard) -> Self {
-        let empty = || Array4::zeros((0, 0, 0, 0));
-        let none = || Array3::zeros((0, 0, 0));
         Self {
             shard,
-            q: empty(),
-            bias: None,
-            sinks: None,
-            acc: empty(),
-            max: none(),
-            sum: none(),
-            ties: none(),
-            dout: empty(),
-            statistics: empty(),
-            dq: empty(),
+            inputs: Inputs::default(),
+            acc: Default::default(),
+            max: Default::default(),
+            sum: Default::default(),
+            ties: Default::default(),
+            dout: Default::default(),
+            statistics: Default::default(),
+            dq: Default::default(),
             dbias: None,
         }
     }
 
-    /// Resets the accumulator and the softmax statistics.
-    pub(crate) fn begin(&mut self) {
+    /// Returns the bytes of its arrays.
+    pub(crate) fn bytes(&self) -> u64 {
+        let Self { inputs, acc, max, sum, ties, dout, statistics, dq, dbias, .. } = self;
+        let arrays = inputs.as_ref().into_tensors().chain([acc, dout, statistics, dq]).chain(dbias);
+        let rows = [max, sum, ties].map(Array3::len);
+        (arrays.map(Array4::len).chain(rows).sum::<usize>() * size_of::<f64>()) as u64
+    }
+
+    /// Starts a forward pass: resets the accumulator and the softmax statistics.
+    pub(crate) fn begin(&mut self, inputs: Inputs<Array4<f64>>) {
         let Dims { batch, q_heads, value_dim, .. } = self.shard.spec.dims;
         let rows = self.shard.queries.len();
+        self.inputs = inputs;
         self.acc = Array4::zeros((batch, rows, q_heads, value_dim));
         self.max = Array3::from_elem((batch, q_heads, rows), f64::NEG_INFINITY);
         self.sum = Array3::zeros((batch, q_heads, rows));
         self.ties = Array3::zeros((batch, q_heads, rows));
     }
 
+    /// Returns the local keys and values as records.
+    pub(crate) fn packed_kv(&self) -> Vec<u8> {
+        pack(&self.shard.spec.kv_row_layout(), &[&self.inputs.k, &self.inputs.v])
+    }
+
+    /// Returns the local queries as records of a two-pass backward.
+    pub(crate) fn packed_queries(&self) -> Vec<u8> {
+        let fields = [&self.inputs.q, &self.dout, &self.statistics];
+        pack(&self.shard.spec.query_row_layout(), &fields)
+    }
+
     /// Adds one KV block to the online softmax.
-    pub(crate) fn attend(&mut self, keys: &Keys<'_>) {
+    pub(crate) fn attend(&mut self, rows: &Rows, records: &[u8]) -> Result<()> {
+        let keys = &self.keys(rows, records)?;
         let dims = self.shard.spec.dims;
         for [b, h, i] in self.every_row() {
-            let pairs = self.pairs(&self.shard.queries, &self.q, keys, [b, h, i]);
+            let pairs = self.pairs(&self.shard.queries, &self.inputs.q, keys, [b, h, i]);
             let logits: Vec<f64> = pairs.iter().map(|pair| pair.logit).collect();
             let max = self.rescale([b, h, i], &logits);
             for pair in &pairs {
@@ -131,10 +130,11 @@ impl State {
                     .scaled_add(weight, &keys.v.slice(s![b, pair.j, dims.kv_head(h), ..]));
             }
         }
+        Ok(())
     }
 
-    /// Adds the sinks, divides by the sum if the output is normalised, and returns lse.
-    pub(crate) fn finish(&mut self) -> Array3<f64> {
+    /// Adds the sinks, divides by the sum if the output is normalised, and returns all outputs.
+    pub(crate) fn finish(&mut self) -> Outputs<Array4<f64>> {
         for [b, h, i] in self.every_row() {
             let sinks = self.sinks_of(h);
             self.rescale([b, h, i], &sinks);
@@ -150,7 +150,20 @@ impl State {
                 self.acc.slice_mut(s![b, i, h, ..]).mapv_inplace(|x| x / sum);
             }
         }
-        &self.max + &self.sum.ln()
+        let dtype = self.shard.spec.dtype;
+        let residual = |exact: f64| {
+            let rounded = dtype.round(exact);
+            if rounded.is_finite() { exact - rounded } else { 0.0 }
+        };
+        let statistic = |of: &Array3<f64>| of.clone().insert_axis(Axis(3));
+        Outputs {
+            out: self.acc.clone(),
+            lse: statistic(&(&self.max + &self.sum.ln())),
+            max: Some(statistic(&self.max)),
+            sum: Some(statistic(&self.sum)),
+            ties: Some(statistic(&self.ties)),
+            out_residual: Some(self.acc.mapv(residual)),
+        }
     }
 
     /// Adds logits to a row's maximum, sum and ties, rescales its accumulator to the new maximum,
@@ -174,20 +187,19 @@ impl State {
         max
     }
 
-    /// Computes the row statistics from the results of forward; sets dq and dbias to 0.
-    pub(crate) fn begin_backward(
-        &mut self,
-        out: &Array4<f64>,
-        max: &Array4<f64>,
-        sum: Option<&Array4<f64>>,
-        ties: Option<&Array4<f64>>,
-        dlse: Option<&Array4<f64>>,
-    ) {
+    /// Starts a backward pass: computes the row statistics from the results of forward.
+    pub(crate) fn begin_backward(&mut self, inputs: BackwardInputs<Array4<f64>>) {
+        let BackwardInputs { forward, mut out, max, sum, ties, out_residual, dout, dlse } = inputs;
         let Dims { batch, q_heads, .. } = self.shard.spec.dims;
+        if let Some(residual) = out_residual {
+            out += &residual;
+        }
         self.statistics =
             Array4::zeros((batch, self.shard.queries.len(), q_heads, Spec::ROW_STATISTICS));
-        self.dq = Array4::zeros(self.q.raw_dim());
-        self.dbias = self.bias.as_ref().map(|bias| Array4::zeros(bias.raw_dim()));
+        self.dq = Array4::zeros(forward.q.raw_dim());
+        self.dbias = forward.bias.as_ref().map(|bias| Array4::zeros(bias.raw_dim()));
+        self.inputs = forward;
+        self.dout = dout;
         for [b, h, i] in self.every_row() {
             let max = max[[b, h, i, 0]];
             if max == f64::NEG_INFINITY {
@@ -195,10 +207,10 @@ impl State {
                 self.statistics.slice_mut(s![b, i, h, ..]).assign(&row);
                 continue;
             }
-            let inverse_sum = 1.0 / sum.map_or(1.0, |sum| sum[[b, h, i, 0]]);
-            let dlse = dlse.map_or(0.0, |dlse| dlse[[b, h, i, 0]]);
+            let inverse_sum = 1.0 / sum.as_ref().map_or(1.0, |sum| sum[[b, h, i, 0]]);
+            let dlse = dlse.as_ref().map_or(0.0, |dlse| dlse[[b, h, i, 0]]);
             let dout_out = self.dout.slice(s![b, i, h, ..]).dot(&out.slice(s![b, i, h, ..]));
-            let row = match ties {
+            let row = match &ties {
                 None => [max, inverse_sum, dout_out - dlse, 0.0],
                 Some(ties) => [max, inverse_sum, -dlse, dout_out / ties[[b, h, i, 0]]],
             };
@@ -207,7 +219,8 @@ impl State {
     }
 
     /// Adds one block's terms to dq and dbias of this rank's queries.
-    pub(crate) fn backward_dq(&mut self, keys: &Keys<'_>) {
+    pub(crate) fn attend_kv(&mut self, rows: &Rows, records: &[u8]) -> Result<()> {
+        let keys = &self.keys(rows, records)?;
         let spec = &self.shard.spec;
         let mut dq = std::mem::take(&mut self.dq);
         let mut dbias = self.dbias.take();
@@ -216,19 +229,75 @@ impl State {
             let k = keys.k.slice(s![b, j, spec.dims.kv_head(h), ..]);
             dq.slice_mut(s![b, i, h, ..]).scaled_add(spec.scale * dx, &k);
             if let Some(dbias) = &mut dbias {
-                let index = broadcast(
-                    dbias.dim().into(),
-                    [b, h, i, annulus_core::index(keys.rows.rows()[j])],
-                );
-                dbias[index] += if spec.bias_order == BiasOrder::BeforeSoftCap { dx } else { ds };
+                let at = broadcast(dbias.dim().into(), [b, h, i, index(keys.rows.rows()[j])]);
+                dbias[at] += if spec.bias_order == BiasOrder::BeforeSoftCap { dx } else { ds };
             }
         });
         self.dq = dq;
         self.dbias = dbias;
+        Ok(())
+    }
+
+    /// Returns dk and dv of one block from this rank's queries, as records.
+    pub(crate) fn packed_dkv(&self, rows: &Rows, records: &[u8]) -> Result<Vec<u8>> {
+        let dkv = self.dkv(&self.local_queries(), &self.keys(rows, records)?);
+        Ok(pack(&self.shard.spec.gradient_row_layout(), &dkv.each_ref()))
+    }
+
+    /// Adds the terms of a block of queries to the records `dkv` of all local keys.
+    pub(crate) fn attend_queries(&self, rows: &Rows, records: &[u8], dkv: &mut [u8]) -> Result<()> {
+        let Self { shard, inputs, .. } = self;
+        let Inputs { k, v, .. } = inputs.clone();
+        let [q, dout, statistics] =
+            &self.unpack(&shard.spec.query_row_layout(), rows.len(), records)?;
+        let keys = Keys { rows: &shard.keys, k, v };
+        let [dk, dv] = self.dkv(&Queries { rows, q, dout, statistics }, &keys);
+        let layout = shard.spec.gradient_row_layout();
+        let [old_dk, old_dv] = self.unpack(&layout, shard.keys.len(), dkv)?;
+        let sums = pack(&layout, &[&(old_dk + dk), &(old_dv + dv)]);
+        dkv[..sums.len()].copy_from_slice(&sums);
+        Ok(())
+    }
+
+    /// Copies or adds gradient records.
+    pub(crate) fn reduce(
+        &self,
+        into: &mut [u8],
+        from: &[u8],
+        pairs: &RangePairs,
+        reduction: Reduction,
+    ) -> Result<()> {
+        let layout = self.shard.spec.gradient_row_layout();
+        let record = index(layout.bytes());
+        for (to, source) in pairs {
+            let [to, source] = [to, source].map(|of| index(of.start)..index(of.end));
+            let bytes = |of: std::ops::Range<usize>| of.start * record..of.end * record;
+            let (rows, source_rows) = (to.len(), source.len());
+            let source = from.get(bytes(source)).filter(|_| source_rows == rows);
+            let (Some(new), Some(old)) = (source, into.get_mut(bytes(to))) else {
+                return Err(Error::internal("records past the end, or other rows than records"));
+            };
+            let [mut dk, mut dv] = self.unpack(&layout, rows, new)?;
+            if reduction == Reduction::Add {
+                let [old_dk, old_dv] = self.unpack(&layout, rows, old)?;
+                dk += &old_dk;
+                dv += &old_dv;
+            }
+            old.copy_from_slice(&pack(&layout, &[&dk, &dv]));
+        }
+        Ok(())
+    }
+
+    /// Returns the gradients; `dkv` has records of all local keys.
+    pub(crate) fn gradients(&self, dkv: &[u8]) -> Result<Gradients<Array4<f64>>> {
+        let layout = self.shard.spec.gradient_row_layout();
+        let [dk, dv] = self.unpack(&layout, self.shard.keys.len(), dkv)?;
+        let dsinks = self.dsinks();
+        Ok(Gradients { dq: self.dq.clone(), dk, dv, dbias: self.dbias.clone(), dsinks })
     }
 
     /// Returns dk and dv of a block from these queries.
-    pub(crate) fn backward_dkv(&self, queries: &Queries<'_>, keys: &Keys<'_>) -> [Array4<f64>; 2] {
+    fn dkv(&self, queries: &Queries<'_>, keys: &Keys<'_>) -> [Array4<f64>; 2] {
         let spec = &self.shard.spec;
         let mut dk = Array4::zeros(keys.k.raw_dim());
         let mut dv = Array4::zeros(keys.v.raw_dim());
@@ -244,31 +313,61 @@ impl State {
     }
 
     /// Returns the sum of dsinks over this rank's queries.
-    pub(crate) fn dsinks(&self) -> Option<Array2<f64>> {
-        let sinks = self.sinks.as_ref()?;
-        let mut dsinks = Array2::zeros(sinks.raw_dim());
+    fn dsinks(&self) -> Option<Array4<f64>> {
+        let sinks = self.inputs.sinks.as_ref()?;
+        let mut dsinks = Array4::zeros(sinks.raw_dim());
         for [b, h, i] in self.every_row() {
             let row = self.statistics.slice(s![b, i, h, ..]);
-            let line = if sinks.nrows() == 1 { 0 } else { h };
-            for (t, &sink) in
-                sinks.row(line).iter().enumerate().filter(|(_, sink)| **sink != f64::NEG_INFINITY)
-            {
+            let line = if sinks.dim().0 == 1 { 0 } else { h };
+            for (t, sink) in (0..).zip(sinks.slice(s![line, .., 0, 0])) {
+                if *sink == f64::NEG_INFINITY {
+                    continue;
+                }
                 let through_max =
-                    if !self.shard.spec.normalize && sink == row[0] { row[3] } else { 0.0 };
-                dsinks[[line, t]] -= through_max + (sink - row[0]).exp() * row[1] * row[2];
+                    if !self.shard.spec.normalize && *sink == row[0] { row[3] } else { 0.0 };
+                dsinks[[line, t, 0, 0]] -= through_max + (sink - row[0]).exp() * row[1] * row[2];
             }
         }
         Some(dsinks)
     }
 
     /// Returns this rank's queries.
-    pub(crate) fn local_queries(&self) -> Queries<'_> {
+    fn local_queries(&self) -> Queries<'_> {
         Queries {
             rows: &self.shard.queries,
-            q: &self.q,
+            q: &self.inputs.q,
             dout: &self.dout,
             statistics: &self.statistics,
         }
+    }
+
+    /// Unpacks a block of keys and values.
+    fn keys<'a>(&self, rows: &'a Rows, records: &[u8]) -> Result<Keys<'a>> {
+        let [k, v] = self.unpack(&self.shard.spec.kv_row_layout(), rows.len(), records)?;
+        Ok(Keys { rows, k, v })
+    }
+
+    /// Unpacks the `N` fields of `rows` records, each `[b, rows, heads, dim]`.
+    fn unpack<const N: usize>(
+        &self,
+        layout: &RowLayout,
+        rows: usize,
+        records: &[u8],
+    ) -> Result<[Array4<f64>; N]> {
+        let fields = layout.fields();
+        let batch = self.shard.spec.dims.batch;
+        let record = index(layout.bytes());
+        if fields.len() != N || records.len() < rows * record {
+            return Err(Error::internal("a block with too few records or fields"));
+        }
+        Ok(std::array::from_fn(|number| {
+            let field = &fields[number];
+            let size = field.dtype.bytes();
+            Array4::from_shape_fn((batch, rows, field.heads, field.dim), |(b, row, head, x)| {
+                let at = row * record + index(layout.offset(number, b, head)) + x * size;
+                decode(field.dtype, &records[at..at + size])
+            })
+        }))
     }
 
     /// Calls `visit` for every visible pair of these queries and keys.
@@ -347,9 +446,9 @@ impl State {
     }
 
     fn bias(&self, query: &Query, key: &Key, i: usize) -> Option<f64> {
-        let index = [query.batch, query.head, i, annulus_core::index(key.row)];
+        let at = [query.batch, query.head, i, index(key.row)];
         let tensor =
-            self.bias.as_ref().map_or(0.0, |bias| bias[broadcast(bias.dim().into(), index)]);
+            self.inputs.bias.as_ref().map_or(0.0, |bias| bias[broadcast(bias.dim().into(), at)]);
         let computed = self
             .shard
             .spec
@@ -360,8 +459,9 @@ impl State {
     }
 
     fn sinks_of(&self, h: usize) -> Vec<f64> {
-        let Some(sinks) = &self.sinks else { return Vec::new() };
-        let line: ArrayView1<'_, f64> = sinks.row(if sinks.nrows() == 1 { 0 } else { h });
+        let Some(sinks) = &self.inputs.sinks else { return Vec::new() };
+        let line = if sinks.dim().0 == 1 { 0 } else { h };
+        let line = sinks.slice(s![line, .., 0, 0]);
         line.iter().copied().filter(|&sink| sink != f64::NEG_INFINITY).collect()
     }
 
@@ -390,43 +490,37 @@ fn broadcast(shape: [usize; 4], index: [usize; 4]) -> [usize; 4] {
     std::array::from_fn(|axis| if shape[axis] == 1 { 0 } else { index[axis] })
 }
 
-/// Unpacks the fields of `rows` rows of a block, each `[b, rows, heads, dim]`.
-pub(crate) fn unpack(
-    record: &RowLayout,
-    batch: usize,
-    rows: usize,
-    bytes: &[u8],
-) -> Result<Vec<Array4<f64>>> {
-    let number = |field: usize, dtype: DType, [b, row, head, x]: [usize; 4]| {
-        let at = annulus_core::index(row as u64 * record.bytes() + record.offset(field, b, head))
-            + x * dtype.bytes();
-        bytes
-            .get(at..at + dtype.bytes())
-            .map(|bytes| decode(dtype, bytes))
-            .ok_or_else(|| fault("a block with too few records"))
-    };
-    let fields = record.fields().iter().enumerate();
-    fields
-        .map(|(index, field)| {
-            let mut array = Array4::zeros((batch, rows, field.heads, field.dim));
-            for (at, element) in array.indexed_iter_mut() {
-                *element = number(index, field.dtype, at.into())?;
-            }
-            Ok(array)
-        })
-        .collect()
-}
-
-/// Packs these fields as the rows of a block, in shard order.
-pub(crate) fn pack(record: &RowLayout, rows: usize, fields: &[&Array4<f64>]) -> Vec<u8> {
+/// Packs these fields `[b, rows, heads, dim]` as records.
+fn pack(layout: &RowLayout, fields: &[&Array4<f64>]) -> Vec<u8> {
     let mut bytes = Vec::new();
-    for row in 0..rows {
-        for (field, array) in record.fields().iter().zip(fields) {
-            array
-                .slice(s![.., row, .., ..])
-                .iter()
-                .for_each(|&number| encode(number, field.dtype, &mut bytes));
+    for row in 0..fields[0].dim().1 {
+        for (field, array) in layout.fields().iter().zip(fields) {
+            let numbers = array.slice(s![.., row, .., ..]);
+            numbers.iter().for_each(|&number| encode(number, field.dtype, &mut bytes));
         }
     }
     bytes
+}
+
+/// Rounds a number and appends its bytes.
+pub(crate) fn encode(number: f64, dtype: DType, into: &mut Vec<u8>) {
+    match dtype {
+        DType::F64 => into.extend(number.to_ne_bytes()),
+        DType::F32 => into.extend(<f32 as Element>::from_f64(number).to_ne_bytes()),
+        DType::Bf16 => into.extend(<bf16 as Element>::from_f64(number).to_ne_bytes()),
+        DType::F16 => into.extend(<f16 as Element>::from_f64(number).to_ne_bytes()),
+    }
+}
+
+/// Widens the number in these bytes, of which there are as many as it has.
+pub(crate) fn decode(dtype: DType, bytes: &[u8]) -> f64 {
+    fn read<T: Element>(bytes: &[u8]) -> f64 {
+        bytemuck::pod_read_unaligned::<T>(bytes).to_f64()
+    }
+    match dtype {
+        DType::F64 => read::<f64>(bytes),
+        DType::F32 => read::<f32>(bytes),
+        DType::Bf16 => read::<bf16>(bytes),
+        DType::F16 => read::<f16>(bytes),
+    }
 }

@@ -1,4 +1,5 @@
-//! A mock device: its memory is inaccessible to the host, and its work is asynchronous.
+//! The smallest complete backend, [`Pairwise`] (`pairwise.rs`, `kernel.rs`), and a mock device that
+//! computes with it: its memory is inaccessible to the host, and its work is asynchronous.
 //!
 //! It proves that no code between the backend and transport traits assumes host memory, or that
 //! work is done when a call returns:
@@ -8,17 +9,19 @@
 //!   event is a number in that order. Reading or writing a buffer from outside before its last
 //!   event has passed is an error and never gives stale bytes;
 //! * **tensors** (`tensor.rs`): the views of a pass are tags: a handle, a type and a shape;
-//! * **backend** (`backend.rs`, `kernel.rs`): every feature, computed pair by pair in f64;
+//! * **backend** (`backend.rs`): every call queues work of [`Pairwise`]'s arithmetic;
 //! * **transport** (`transport.rs`): copies from one device to another, and those of
 //!   [`annulus_comm::Staged`] through host memory.
 
 mod backend;
 mod kernel;
 mod memory;
+mod pairwise;
 mod tensor;
 mod transport;
 
-pub use backend::{MockBackend, MockBackward, MockForward, MockWorkspace};
+pub use backend::{MockBackend, MockPass, MockWorkspace};
 pub use memory::{Device, DeviceBuffer, DeviceEvent};
+pub use pairwise::{Pairwise, PairwisePass, PairwiseWorkspace};
 pub use tensor::{DeviceTensor, DeviceView, DeviceViewMut, MockSpace};
 pub use transport::{DeviceTransport, Download, Upload, device_ring};

@@ -2,13 +2,14 @@
 
 use std::marker::PhantomData;
 
-use annulus_core::{
-    DType, DeviceSpace, Element, Error, HostView, HostViewMut, Result, Space, Tick,
-};
-use half::{bf16, f16};
+use annulus_core::{DType, DeviceSpace, Error, HostView, HostViewMut, Result, Space, Tick};
 use ndarray::{Array4, ArrayView4};
 
-use super::memory::{Device, DeviceBuffer, DeviceEvent, SlotTable, fault};
+use super::{
+    kernel::{decode, encode},
+    memory::{Device, DeviceBuffer, DeviceEvent, SlotTable, fault},
+    pairwise::widened,
+};
 
 /// The memory space of the mock device.
 #[derive(Debug, Clone, Copy)]
@@ -59,7 +60,7 @@ impl DeviceSpace for MockSpace {
             return Ok(());
         }
         // replaced, not overwritten: queued work may still use the old tensor
-        *into = DeviceTensor::upload(device, widened(from).view(), from.dtype())?;
+        *into = DeviceTensor::upload(device, widened(from)?.view(), from.dtype())?;
         Ok(())
     }
 
@@ -72,13 +73,7 @@ impl DeviceSpace for MockSpace {
         if device.wait(tick)?.is_break() {
             return Ok(());
         }
-        let numbers = from.download()?;
-        match into {
-            HostViewMut::F64(view) => view.assign(&numbers),
-            HostViewMut::F32(view) => view.assign(&numbers.mapv(<f32 as Element>::from_f64)),
-            HostViewMut::Bf16(view) => view.assign(&numbers.mapv(<bf16 as Element>::from_f64)),
-            HostViewMut::F16(view) => view.assign(&numbers.mapv(<f16 as Element>::from_f64)),
-        }
+        into.write_each(from.download()?.iter().copied());
         Ok(())
     }
 
@@ -88,16 +83,6 @@ impl DeviceSpace for MockSpace {
 
     fn view_mut(tensor: &mut DeviceTensor) -> DeviceViewMut<'_> {
         tensor.view_mut()
-    }
-}
-
-/// Widens a host tensor to f64.
-fn widened(view: HostView<'_>) -> Array4<f64> {
-    match view {
-        HostView::F64(view) => view.to_owned(),
-        HostView::F32(view) => view.mapv(Element::to_f64),
-        HostView::Bf16(view) => view.mapv(Element::to_f64),
-        HostView::F16(view) => view.mapv(Element::to_f64),
     }
 }
 
@@ -198,28 +183,4 @@ fn numbers(tag: Tag, bytes: &[u8]) -> Result<Array4<f64>> {
         bytes.chunks_exact(tag.dtype.bytes()).map(|bytes| decode(tag.dtype, bytes)).collect();
     Array4::from_shape_vec(tag.shape, numbers)
         .map_err(|error| Error::Device { what: error.to_string() })
-}
-
-/// Rounds a number and appends its bytes.
-pub(crate) fn encode(number: f64, dtype: DType, into: &mut Vec<u8>) {
-    match dtype {
-        DType::F64 => into.extend(number.to_le_bytes()),
-        DType::F32 => into.extend(<f32 as Element>::from_f64(number).to_le_bytes()),
-        DType::Bf16 => into.extend(<bf16 as Element>::from_f64(number).to_le_bytes()),
-        DType::F16 => into.extend(<f16 as Element>::from_f64(number).to_le_bytes()),
-    }
-}
-
-/// Widens the number in these bytes; NaN if there are too few.
-pub(crate) fn decode(dtype: DType, bytes: &[u8]) -> f64 {
-    match dtype {
-        DType::F64 => bytes.try_into().map_or(f64::NAN, f64::from_le_bytes),
-        DType::F32 => {
-            bytes.try_into().map_or(f64::NAN, |bytes| f64::from(f32::from_le_bytes(bytes)))
-        }
-        DType::Bf16 => {
-            bytes.try_into().map_or(f64::NAN, |bytes| bf16::from_le_bytes(bytes).to_f64())
-        }
-        DType::F16 => bytes.try_into().map_or(f64::NAN, |bytes| f16::from_le_bytes(bytes).to_f64()),
-    }
 }

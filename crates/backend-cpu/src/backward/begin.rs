@@ -3,7 +3,7 @@
 //!
 //! See `workspace/statistics.rs` for their definitions.
 
-use annulus_core::{BackwardInputs, BackwardMode, Element, Host, Result};
+use annulus_core::{BackwardInputs, BackwardMode, Element, HostView, Result};
 use ndarray::ArrayView4;
 
 use crate::{
@@ -26,7 +26,7 @@ use crate::{
 pub(crate) fn begin<E: Input<Accumulator: Summed>>(
     team: &Team,
     state: &mut State<Acc<E>>,
-    inputs: &BackwardInputs<'_, Host>,
+    inputs: &BackwardInputs<HostView<'_>>,
     mode: BackwardMode,
 ) -> Result<()> {
     state.dq_layout = match mode {

@@ -2,8 +2,8 @@
 //! from received queries.
 
 use annulus_core::{
-    BackwardInputs, Block, Error, Host, HostBuffer, Inputs, RankLeaves, RankShard, Result, Rows,
-    Tick, Visibility,
+    BackwardInputs, Block, Error, Host, HostBuffer, HostView, Inputs, RankLeaves, RankShard,
+    Result, Rows, Tick, Visibility,
 };
 
 use crate::{
@@ -34,7 +34,7 @@ use crate::{
 fn backward_dkv<E: Input<Accumulator: Summed>>(
     team: &Team,
     state: &mut State<Acc<E>>,
-    inputs: &BackwardInputs<'_, Host>,
+    inputs: &BackwardInputs<HostView<'_>>,
     block: &Block<'_, Host>,
     partial_grad: &mut HostBuffer,
     tick: Tick<'_>,
@@ -56,7 +56,7 @@ enum Wanted {
 fn attend_block<E: Input<Accumulator: Summed>>(
     team: &Team,
     state: &mut State<Acc<E>>,
-    inputs: &BackwardInputs<'_, Host>,
+    inputs: &BackwardInputs<HostView<'_>>,
     block: &Block<'_, Host>,
     partial_grad: &mut HostBuffer,
     wanted: Wanted,
@@ -157,7 +157,7 @@ fn arrive<A: Real>(
 pub(crate) fn backward_dkv_from_queries<E: Input<Accumulator: Summed>>(
     team: &Team,
     state: &mut State<Acc<E>>,
-    inputs: &Inputs<'_, Host>,
+    inputs: &Inputs<HostView<'_>>,
     block: &Block<'_, Host>,
     final_grad: &mut HostBuffer,
     tick: Tick<'_>,
@@ -230,7 +230,7 @@ fn reject_missing_rows(shard: &RankShard, has_bias: bool, has_mask: bool) -> Res
 pub(crate) fn backward_fused<E: Input<Accumulator: Summed>>(
     team: &Team,
     state: &mut State<Acc<E>>,
-    inputs: &BackwardInputs<'_, Host>,
+    inputs: &BackwardInputs<HostView<'_>>,
     block: &Block<'_, Host>,
     partial_grad: &mut HostBuffer,
     tick: Tick<'_>,
@@ -251,7 +251,7 @@ pub(crate) fn backward_fused<E: Input<Accumulator: Summed>>(
 pub(crate) fn backward_separate<E: Input<Accumulator: Summed>>(
     team: &Team,
     state: &mut State<Acc<E>>,
-    inputs: &BackwardInputs<'_, Host>,
+    inputs: &BackwardInputs<HostView<'_>>,
     block: &Block<'_, Host>,
     partial_grad: Option<&mut HostBuffer>,
     tick: Tick<'_>,

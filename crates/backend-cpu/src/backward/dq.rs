@@ -14,7 +14,7 @@
 
 use std::ops::Range;
 
-use annulus_core::{BackwardInputs, BiasOrder, Block, Host, Result, Tick};
+use annulus_core::{BackwardInputs, BiasOrder, Block, Host, HostView, Result, Tick};
 
 use crate::{
     backward::ds::{Operands, apply_soft_cap_slope, score_gradients},
@@ -43,7 +43,7 @@ use crate::{
 pub(crate) fn backward_dq<E: Input<Accumulator: Summed>>(
     team: &Team,
     state: &mut State<Acc<E>>,
-    inputs: &BackwardInputs<'_, Host>,
+    inputs: &BackwardInputs<HostView<'_>>,
     block: &Block<'_, Host>,
     tick: Tick<'_>,
 ) -> Result<()> {

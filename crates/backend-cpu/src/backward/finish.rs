@@ -5,7 +5,7 @@
 //! dbias from its sums (`leaf_sums.rs`)      dsinks from the statistics of the rows (`sinks.rs`)
 //! ```
 
-use annulus_core::{Element, Gradients, Host, HostBuffer, Inputs, Result, Tick};
+use annulus_core::{Element, Gradients, HostBuffer, HostView, HostViewMut, Inputs, Result, Tick};
 use ndarray::{ArrayView1, ArrayViewMut1, ArrayViewMut4, Axis};
 
 use crate::{
@@ -32,9 +32,9 @@ use crate::{
 pub(crate) fn finish<E: Input<Accumulator: Summed + Input<Accumulator = Acc<E>>>>(
     team: &Team,
     state: &mut State<Acc<E>>,
-    inputs: &Inputs<'_, Host>,
+    inputs: &Inputs<HostView<'_>>,
     final_grad: &HostBuffer,
-    gradients: &mut Gradients<'_, Host>,
+    gradients: &mut Gradients<HostViewMut<'_>>,
     tick: Tick<'_>,
 ) -> Result<()> {
     let (mut dk, mut dv) =

@@ -10,7 +10,9 @@
 
 use std::ops::Range;
 
-use annulus_core::{Element, Host, HostBuffer, Inputs, LeafSums, Result, Rows, Spec, Tick, memory};
+use annulus_core::{
+    Element, HostBuffer, HostView, Inputs, LeafSums, Result, Rows, Spec, Tick, memory,
+};
 use ndarray::ArrayViewMut4;
 
 use crate::{
@@ -43,7 +45,7 @@ fn each_leaf(
 pub(crate) fn leaf_sums<E: Input<Accumulator: Summed>>(
     team: &Team,
     state: &mut State<Acc<E>>,
-    inputs: &Inputs<'_, Host>,
+    inputs: &Inputs<HostView<'_>>,
     final_grad: &HostBuffer,
     into: &mut LeafSums,
     tick: Tick<'_>,

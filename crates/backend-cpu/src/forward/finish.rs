@@ -3,7 +3,7 @@
 //! Runs after the last block of the pass, unless the tasks of that block have written the outputs
 //! ([`crate::forward::tiles`]).
 
-use annulus_core::{Host, Inputs, Outputs, Result, Tick};
+use annulus_core::{HostView, HostViewMut, Inputs, Outputs, Result, Tick};
 
 use crate::{
     forward::{
@@ -20,8 +20,8 @@ use crate::{
 pub(crate) fn finish<E: Input<Accumulator: Summed>>(
     team: &Team,
     state: &mut State<Acc<E>>,
-    inputs: &Inputs<'_, Host>,
-    outputs: &mut Outputs<'_, Host>,
+    inputs: &Inputs<HostView<'_>>,
+    outputs: &mut Outputs<HostViewMut<'_>>,
     tick: Tick<'_>,
 ) -> Result<()> {
     finish_leaves(team, state, &mut *tick);

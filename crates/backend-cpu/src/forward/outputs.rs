@@ -8,7 +8,7 @@
 
 use std::{ops::Range, slice::Chunks};
 
-use annulus_core::{Element, Host, Outputs, Result, SoftmaxEnd};
+use annulus_core::{Element, HostViewMut, Outputs, Result, SoftmaxEnd};
 use ndarray::{ArrayView4, ArrayViewMut2, ArrayViewMut4, Axis, s};
 
 use crate::{
@@ -50,7 +50,7 @@ pub(crate) struct OutputRows<'a, E: Input> {
 
 impl<'a, E: Input> OutputRows<'a, E> {
     /// Returns all outputs of a pass.
-    pub(crate) fn of(outputs: &'a mut Outputs<'_, Host>) -> Result<Self> {
+    pub(crate) fn of(outputs: &'a mut Outputs<HostViewMut<'_>>) -> Result<Self> {
         Ok(Self {
             out: array_mut("out", &mut outputs.out)?,
             out_residual: outputs

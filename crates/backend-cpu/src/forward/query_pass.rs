@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use annulus_core::{Block, Error, Host, Inputs, QueryTile, Result, Visibility};
+use annulus_core::{Block, Error, Host, HostView, Inputs, QueryTile, Result, Visibility};
 use ndarray::{ArrayView4, Axis, Slice};
 
 use crate::{
@@ -26,7 +26,7 @@ use crate::{
 /// Returns K and V of a block: from its records or, of local keys, from the caller's tensors.
 pub(crate) fn keys_and_values<'a, 'i: 'a, 'b: 'a, E: Input>(
     shard: &annulus_core::RankShard,
-    inputs: &Inputs<'i, Host>,
+    inputs: &Inputs<HostView<'i>>,
     block: &Block<'b, Host>,
 ) -> Result<(Source<'a, E>, Source<'a, E>)> {
     if let Some(first) = block.first_local {
@@ -72,7 +72,7 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         task_rows: usize,
         shard: &'a annulus_core::RankShard,
         query_tiles: &'a QueryTileCache,
-        inputs: &Inputs<'i, Host>,
+        inputs: &Inputs<HostView<'i>>,
         block: &Block<'b, Host>,
     ) -> Result<Self> {
         let spec = &*shard.spec;

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use annulus_core::{
-    BackwardInputs, DenseMask, Element, Error, Host, HostBuffer, Inputs, RangePairs, RankShard,
+    BackwardInputs, DenseMask, Element, Error, HostBuffer, HostView, Inputs, RangePairs, RankShard,
     Reduction, Result, RowField, RowLayout, RowSet, Spec,
 };
 use ndarray::{ArrayView1, ArrayView4, ShapeBuilder};
@@ -28,7 +28,7 @@ pub(crate) fn bytes_mut(buffer: &mut HostBuffer) -> Result<&mut [u8]> {
 pub(crate) fn pack<E: Input<Accumulator: Summed>>(
     team: &Team,
     state: &mut State<Acc<E>>,
-    inputs: &Inputs<'_, Host>,
+    inputs: &Inputs<HostView<'_>>,
     into: &mut HostBuffer,
     sent: &RowSet,
 ) -> Result<()> {
@@ -106,7 +106,7 @@ fn write_vector<E: Element>(vector: ArrayView1<'_, E>, into: &mut [u8]) {
 pub(crate) fn pack_queries<E: Input<Accumulator: Summed>>(
     team: &Team,
     state: &mut State<Acc<E>>,
-    inputs: &BackwardInputs<'_, Host>,
+    inputs: &BackwardInputs<HostView<'_>>,
     into: &mut HostBuffer,
 ) -> Result<()> {
     let State { shard, statistics, scratch, .. } = state;

@@ -4,8 +4,8 @@ use std::ops::{ControlFlow, Range};
 
 use annulus_core::{
     Backend, BackwardMode, BackwardPass, Block, DType, Dims, Element, Error, ForwardPass,
-    Gradients, Host, HostBuffer, Inputs, Layout, Outputs, Passes, RowSet, Rows, SinkShape, Spec,
-    Workspace,
+    Gradients, HostBuffer, HostView, Inputs, Layout, Outputs, Passes, RowSet, Rows, SinkShape,
+    Spec, Workspace,
 };
 use annulus_cpu::Cpu;
 use ndarray::{Array4, s};
@@ -18,7 +18,7 @@ use crate::{
 fn forward(
     cpu: &Cpu,
     rank: &Rank<f32>,
-    inputs: &Inputs<'_, Host>,
+    inputs: &Inputs<HostView<'_>>,
 ) -> annulus_core::Result<(Array4<f32>, Array4<f32>)> {
     forward_of(cpu, rank, inputs, LocalKv::Records)
 }
@@ -26,12 +26,12 @@ fn forward(
 fn forward_of(
     cpu: &Cpu,
     rank: &Rank<f32>,
-    inputs: &Inputs<'_, Host>,
+    inputs: &Inputs<HostView<'_>>,
     local_kv: LocalKv,
 ) -> annulus_core::Result<(Array4<f32>, Array4<f32>)> {
     let mut workspace = cpu.workspace(&rank.shard, Passes::Forward)?;
     let mut buffer = kv_buffer(rank);
-    let mut pass = workspace.forward(inputs.reborrow(), &mut keep_going)?;
+    let mut pass = workspace.forward(inputs.as_ref().map(HostView::reborrow), &mut keep_going)?;
     pass.local_kv(&mut buffer, &local_kv.sent(rank.shard.keys.len()))?;
     let rows = &rank.shard.keys;
     let block = Block { buffer: &buffer, ready: &(), rows, first_local: local_kv.first_local() };
@@ -262,7 +262,7 @@ fn ticks_of_finish(threads: usize, flow: ControlFlow<()>) -> [usize; 2] {
     let mut dk = rank.k.clone();
     let mut dv = rank.v.clone();
     let mut dsinks = rank.sinks.clone().unwrap();
-    let gradients = &mut Gradients::<Host> {
+    let gradients = &mut Gradients {
         dq: Element::view_mut(dq.view_mut()),
         dk: Element::view_mut(dk.view_mut()),
         dv: Element::view_mut(dv.view_mut()),
@@ -303,7 +303,7 @@ fn ticks_of_bias(shape: [usize; 4], flow: ControlFlow<()>) -> usize {
     let mut dk = rank.k.clone();
     let mut dv = rank.v.clone();
     let mut dbias = rank.bias.clone().unwrap();
-    let gradients = &mut Gradients::<Host> {
+    let gradients = &mut Gradients {
         dq: Element::view_mut(dq.view_mut()),
         dk: Element::view_mut(dk.view_mut()),
         dv: Element::view_mut(dv.view_mut()),
@@ -359,7 +359,7 @@ fn a_break_ends_a_backward_pass_whose_threads_wait_for_each_other() {
             let mut dq = rank.q.clone();
             let mut dk = rank.k.clone();
             let mut dv = rank.v.clone();
-            let mut gradients = Gradients::<Host> {
+            let mut gradients = Gradients {
                 dq: Element::view_mut(dq.view_mut()),
                 dk: Element::view_mut(dk.view_mut()),
                 dv: Element::view_mut(dv.view_mut()),

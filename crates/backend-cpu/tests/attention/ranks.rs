@@ -4,7 +4,7 @@ use std::{ops::ControlFlow, sync::Arc};
 
 use annulus_core::{
     Backend, BackwardInputs, BackwardMode, BackwardPass, Block, Dims, Element, ForwardPass,
-    Gradients, Host, HostBuffer, HostViewMut, Inputs, Layout, Outputs, Passes, RankShard,
+    Gradients, HostBuffer, HostView, HostViewMut, Inputs, Layout, Outputs, Passes, RankShard,
     Reduction, Result, RowSet, Rows, Shard, Side, Workspace,
 };
 use annulus_cpu::Cpu;
@@ -222,7 +222,7 @@ impl<E: Element> Rank<E> {
         })
     }
 
-    pub(crate) fn inputs(&self) -> Inputs<'_, Host> {
+    pub(crate) fn inputs(&self) -> Inputs<HostView<'_>> {
         Inputs {
             q: E::view(self.q.view()),
             k: E::view(self.k.view()),
@@ -232,7 +232,7 @@ impl<E: Element> Rank<E> {
         }
     }
 
-    pub(crate) fn backward_inputs(&self) -> BackwardInputs<'_, Host> {
+    pub(crate) fn backward_inputs(&self) -> BackwardInputs<HostView<'_>> {
         BackwardInputs {
             forward: self.inputs(),
             out: E::view(self.out.view()),
@@ -314,7 +314,7 @@ impl<'a, E: Element> Ring<'a, E> {
             let mut lse = rank.lse.clone();
             let (mut max, mut sum, mut ties) =
                 (rank.max.clone(), rank.sum.clone(), rank.ties.clone());
-            let outputs_of_rank = &mut Outputs::<Host> {
+            let outputs_of_rank = &mut Outputs {
                 out: E::view_mut(out.view_mut()),
                 lse: Element::view_mut(lse.view_mut()),
                 max: Some(Element::view_mut(max.view_mut())),
@@ -431,7 +431,7 @@ impl Case {
             let mut dv = full(&rank.v);
             let mut dbias = rank.bias.clone();
             let mut dsinks = rank.sinks.clone();
-            let mut gradients = Gradients::<Host> {
+            let mut gradients = Gradients {
                 dq: E::view_mut(dq.view_mut()),
                 dk: E::view_mut(dk.view_mut()),
                 dv: E::view_mut(dv.view_mut()),

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use annulus_core::{
     Backend, BackwardInputs, BackwardMode, BackwardPass, Block, DType, Dims, Element, ForwardPass,
-    Gradients, Host, HostBuffer, Layout, Outputs, Passes, Spec, Workspace, mask,
+    Gradients, HostBuffer, HostView, Layout, Outputs, Passes, Spec, Workspace, mask,
 };
 use annulus_cpu::Cpu;
 use ndarray::{Array4, ArrayView4, Axis, s};
@@ -81,7 +81,7 @@ fn run(cpu: &Cpu, rank: &Rank<f32>, passes: usize, reversed: bool) -> annulus_co
         backward.attend_kv(&block, Some(&mut dkv), &mut keep_going)?;
         let mut results = [&rank.q, &rank.k, &rank.v].map(Array4::clone);
         let [dq, dk, dv] = &mut results;
-        let mut gradients = Gradients::<Host> {
+        let mut gradients = Gradients {
             dq: Element::view_mut(dq.view_mut()),
             dk: Element::view_mut(dk.view_mut()),
             dv: Element::view_mut(dv.view_mut()),
@@ -99,11 +99,11 @@ fn run(cpu: &Cpu, rank: &Rank<f32>, passes: usize, reversed: bool) -> annulus_co
 fn forward(
     workspace: &mut annulus_cpu::Workspace,
     rank: &Rank<f32>,
-    (inputs, local_kv): (&annulus_core::Inputs<'_, Host>, LocalKv),
+    (inputs, local_kv): (&annulus_core::Inputs<HostView<'_>>, LocalKv),
     kv: &mut HostBuffer,
     [out, lse]: [&mut Array4<f32>; 2],
 ) -> annulus_core::Result<()> {
-    let mut pass = workspace.forward(inputs.reborrow(), &mut keep_going)?;
+    let mut pass = workspace.forward(inputs.as_ref().map(HostView::reborrow), &mut keep_going)?;
     pass.local_kv(kv, &local_kv.sent(rank.shard.keys.len()))?;
     let first_local = local_kv.first_local();
     let block = Block { buffer: kv, ready: &(), rows: &rank.shard.keys, first_local };

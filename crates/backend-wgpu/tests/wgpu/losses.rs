@@ -71,7 +71,7 @@ fn lose(doom: Doom) {
         let mut pass = || match doom {
             Doom::DuringBackward => {
                 let inputs = BackwardInputs {
-                    forward: inputs.reborrow(),
+                    forward: inputs,
                     out: &outputs[0],
                     max: &outputs[1],
                     sum: None,

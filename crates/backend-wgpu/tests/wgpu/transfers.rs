@@ -60,7 +60,7 @@ impl Tensors {
         }
     }
 
-    fn inputs(&self) -> Inputs<'_, HostViews<WgpuSpace>> {
+    fn inputs(&self) -> Inputs<HostView<'_>> {
         Inputs {
             q: HostView::F32(self.q.view()),
             k: HostView::F32(self.k.view()),

@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus::{Attention, DType, Dims, Error, Result, Ring, Setup};
+use annulus::{Attention, DType, Dims, Error, Result, Ring};
 use annulus_comm::{Staged, threads};
 use annulus_core::{BackwardInputs, Element, Gradients, Inputs, Outputs};
 use annulus_cuda::{
@@ -25,6 +25,7 @@ use annulus_cuda::{
 use half::{bf16, f16};
 use serde_json::json;
 
+use crate::Setup;
 use crate::comparison::{NAMES, Shape, Verification, are_within, errors, shapes};
 
 /// Longest wait for the device.

@@ -9,8 +9,8 @@ use std::{
 
 use annulus_core::{
     Arrived, Backend, BackwardInputs, BackwardMode, BackwardPass, Block, Control, ForwardPass,
-    Gradients, Host, HostBuffer, Incoming, Inputs, MessageHeader, Outgoing, Outputs, Passes,
-    RangePairs, RankShard, Reduction, Result, RowSet, Tick, Transport, Workspace,
+    Gradients, Host, HostBuffer, HostView, HostViewMut, Incoming, Inputs, MessageHeader, Outgoing,
+    Outputs, Passes, RangePairs, RankShard, Reduction, Result, RowSet, Tick, Transport, Workspace,
 };
 use annulus_cpu::Cpu;
 
@@ -193,7 +193,7 @@ impl<C: TileCalls> Workspace for WrappedWorkspace<C> {
 
     fn forward<'p>(
         &'p mut self,
-        inputs: Inputs<'p, Host>,
+        inputs: Inputs<HostView<'p>>,
         tick: Tick<'_>,
     ) -> Result<Self::Forward<'p>> {
         Ok(WrappedPass { inner: self.inner.forward(inputs, tick)?, calls: self.calls.clone() })
@@ -201,7 +201,7 @@ impl<C: TileCalls> Workspace for WrappedWorkspace<C> {
 
     fn backward<'p>(
         &'p mut self,
-        inputs: BackwardInputs<'p, Host>,
+        inputs: BackwardInputs<HostView<'p>>,
         mode: BackwardMode,
         tick: Tick<'_>,
     ) -> Result<Self::Backward<'p>> {
@@ -225,14 +225,14 @@ impl<P: ForwardPass<Host>, C: TileCalls> ForwardPass<Host> for WrappedPass<P, C>
     fn attend_last(
         &mut self,
         kv: &Block<'_, Host>,
-        outputs: &mut Outputs<'_, Host>,
+        outputs: &mut Outputs<HostViewMut<'_>>,
         tick: Tick<'_>,
     ) -> Result<()> {
         let Self { inner, calls } = self;
         calls.run(kv, FORWARD, tick, |tick| inner.attend_last(kv, outputs, tick))
     }
 
-    fn finish(self, outputs: &mut Outputs<'_, Host>, tick: Tick<'_>) -> Result<()> {
+    fn finish(self, outputs: &mut Outputs<HostViewMut<'_>>, tick: Tick<'_>) -> Result<()> {
         self.inner.finish(outputs, tick)
     }
 }
@@ -281,7 +281,7 @@ impl<P: BackwardPass<Host>, C: TileCalls> BackwardPass<Host> for WrappedPass<P, 
     fn finish(
         self,
         dkv: &HostBuffer,
-        gradients: &mut Gradients<'_, Host>,
+        gradients: &mut Gradients<HostViewMut<'_>>,
         tick: Tick<'_>,
     ) -> Result<()> {
         self.inner.finish(dkv, gradients, tick)

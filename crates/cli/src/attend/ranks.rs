@@ -123,9 +123,9 @@ pub(super) fn write<T: Element, G: Sync>(
     Ok(())
 }
 
-/// Number of blocks that these ranks receive in a forward and in a backward pass.
+/// Number of blocks that these ranks compute on in a forward and in a backward pass.
 pub(crate) fn blocks<'a>(plans: impl Iterator<Item = &'a Plan>) -> [usize; 2] {
     plans
-        .map(Plan::blocks_received)
+        .map(Plan::blocks_computed)
         .fold([0, 0], |sum, blocks| [sum[0] + blocks[0], sum[1] + blocks[1]])
 }

@@ -15,7 +15,7 @@ use annulus_core::{
 
 use super::{
     output::{planned, write_backward, write_forward},
-    progress::{Progress, Watched},
+    progress::Progress,
     ranks::{self, PlannedRank, Rank},
     shared_output,
     summary::{Pass, RankFigures, Summary},
@@ -196,7 +196,8 @@ impl AttendRun<'_> {
         held.shared_by(processes)
     }
 
-    /// Creates the plan of one rank, with a trace and the progress bar around its transport.
+    /// Creates the plan of one rank, with a trace around its transport, observed by the progress
+    /// bar.
     fn plan<B: Backend<Space: HostTensors>>(
         &self,
         (backend, transport): RankBackend<B>,
@@ -205,10 +206,9 @@ impl AttendRun<'_> {
     ) -> Result<PlannedRank> {
         let transport = Trace::new(transport, start);
         let log = transport.log();
-        let mut setup = self.setup.clone();
         let warn = report::warn_of_silence(transport.rank(), transport.ranks());
-        setup.runtime = setup.runtime.on_silence(warn);
-        let transport = Watched::new(transport, progress.clone());
+        let setup = self.setup.clone().map_runtime(|runtime| runtime.on_silence(warn));
+        let setup = progress.observe(setup);
         let plan = Plan::with_backend(setup, self.input.dims, backend, transport)?;
         Ok(PlannedRank { plan, log })
     }

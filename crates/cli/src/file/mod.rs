@@ -4,17 +4,127 @@
 //! A safetensors file is `[u64 header length][JSON header][data]`, little-endian. It is never held
 //! in memory as a whole: the header is parsed, and each rank reads only its rows of each tensor. An
 //! output has a temporary name until it is complete.
+//! Text goes to a file that appears when it is complete, or to a stream (pipe, device, standard
+//! output).
+
+use std::{
+    fs::{File, FileType},
+    io::Write,
+    os::unix::fs::FileTypeExt,
+    path::{Path, PathBuf},
+};
+
+use annulus_core::Result;
+
+use self::staged::{Staged, Target};
+use crate::failure::io;
 
 mod dtype;
 mod read;
-mod regular;
 mod rows;
 mod staged;
-mod text;
 mod write;
 
 pub(crate) use dtype::{element_bytes, float, of_floats};
 pub(crate) use read::Tensors;
-pub(crate) use regular::read_text;
-pub(crate) use text::{Document, is_standard_output, write_text};
 pub(crate) use write::{Output, Part, Planned};
+
+/// Text output under construction. If it is dropped before [`Document::finish`], no file is left.
+#[derive(Debug)]
+pub(crate) struct Document {
+    /// Path as the user wrote it, for messages.
+    named: PathBuf,
+    sink: Sink,
+}
+
+/// Opened destination of a text.
+#[derive(Debug)]
+enum Sink {
+    File(Staged),
+    Stream(File),
+    Stdout,
+}
+
+impl Document {
+    /// Opens the destination, so that an error is found before the text is computed.
+    ///
+    /// # Errors
+    /// [`annulus_core::Error::Io`] if the folder is missing or not writable, or the file is not
+    /// writable.
+    pub(crate) fn create(named: &Path) -> Result<Self> {
+        let sink = match Target::of(named)? {
+            Target::File(target) => Sink::File(Staged::create_for(named, target)?),
+            Target::Stdout => Sink::Stdout,
+            Target::Stream(_) => {
+                let opened = File::options().write(true).open(named);
+                Sink::Stream(opened.map_err(|error| io(named, error))?)
+            }
+        };
+        Ok(Self { named: named.to_owned(), sink })
+    }
+
+    /// Writes the text, and gives a file its final name.
+    ///
+    /// # Errors
+    /// [`annulus_core::Error::Io`]; then no file is left.
+    pub(crate) fn finish(self, text: &[u8]) -> Result<()> {
+        let Self { named, sink } = self;
+        let failed = |error| io(&named, error);
+        match sink {
+            Sink::File(staged) => {
+                staged.file().write_all(text).map_err(failed)?;
+                staged.commit()
+            }
+            Sink::Stream(mut stream) => stream.write_all(text).map_err(failed),
+            Sink::Stdout => {
+                let mut out = std::io::stdout().lock();
+                out.write_all(text).and_then(|()| out.flush()).map_err(failed)
+            }
+        }
+    }
+}
+
+/// True if a path names standard output, such as `/dev/stdout`.
+pub(crate) fn is_standard_output(named: &Path) -> bool {
+    matches!(Target::of(named), Ok(Target::Stdout))
+}
+
+/// Writes a text file or a stream.
+pub(crate) fn write_text(named: &Path, text: &str) -> Result<()> {
+    Document::create(named)?.finish(text.as_bytes())
+}
+
+/// Opens a regular file. Pipes, devices, sockets and folders are refused before they are opened:
+/// opening a pipe blocks, and opening a device may have effects.
+///
+/// # Errors
+/// [`annulus_core::Error::Io`] naming the file.
+pub(crate) fn open_regular(path: &Path) -> Result<File> {
+    check(path)?;
+    File::open(path).map_err(|error| io(path, error))
+}
+
+/// Reads a regular file of UTF-8 text.
+///
+/// # Errors
+/// [`annulus_core::Error::Io`] naming the file.
+pub(crate) fn read_text(path: &Path) -> Result<String> {
+    check(path)?;
+    std::fs::read_to_string(path).map_err(|error| io(path, error))
+}
+
+fn check(path: &Path) -> Result<()> {
+    let kind = std::fs::metadata(path).map_err(|error| io(path, error))?.file_type();
+    if kind.is_file() { Ok(()) } else { Err(io(path, not_regular(kind))) }
+}
+
+/// Formats the error for a file that is not regular, with its kind.
+fn not_regular(kind: FileType) -> String {
+    let name = match () {
+        () if kind.is_dir() => "a directory",
+        () if kind.is_fifo() => "a pipe",
+        () if kind.is_socket() => "a socket",
+        () => "a device",
+    };
+    format!("is {name}, want a regular file")
+}

@@ -10,7 +10,7 @@ use annulus_core::{Element, Error, Result, Runs, memory};
 use safetensors::tensor::{Metadata, TensorInfo};
 
 use super::{
-    dtype, regular,
+    dtype, open_regular,
     rows::{StridedRows, for_each_strided},
 };
 use crate::{
@@ -47,7 +47,7 @@ impl Tensors {
     /// # Errors
     /// [`Error::Io`] if it cannot be read, is malformed or truncated.
     pub(crate) fn open(path: &Path) -> Result<Self> {
-        let file = regular::open(path)?;
+        let file = open_regular(path)?;
         let bytes = file.metadata().map_err(|error| io(path, error))?.len();
         let wrong = |what: String| io(path, format!("is not a safetensors file: {what}"));
         let truncated = |end| io(path, format!("is truncated: has {bytes} bytes, want {end}"));

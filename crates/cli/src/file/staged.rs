@@ -14,7 +14,7 @@ use std::{
 use annulus_core::Result;
 use tempfile::{Builder, TempPath};
 
-use super::regular::not_regular;
+use super::not_regular;
 use crate::{failure::io, interrupt};
 
 /// Destination of an output.

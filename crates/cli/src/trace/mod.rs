@@ -1,6 +1,5 @@
 //! `annulus trace`, and the trace files of `annulus attend --trace`, one for each rank.
 
-mod align;
 mod merge;
 
 use std::{

@@ -41,7 +41,6 @@
 
 mod arrivals;
 mod checks;
-mod receives;
 
 use std::{
     collections::BTreeMap,
@@ -52,7 +51,7 @@ use annulus_core::{
     Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Result, Space, Transport,
 };
 
-use self::{arrivals::Arrivals, receives::Receives};
+use self::{arrivals::Arrivals, checks::Receives};
 use crate::{Cancellation, delegate::forward_control, observed::ObservedClock};
 
 /// A peer that this rank waits for and that is silent.

@@ -14,11 +14,11 @@ use std::{
 };
 
 use annulus_core::{
-    BackwardInputs, DType, Dims, Element, Error, HostTensors, HostViewMut, Result, Spec, index,
-    memory,
+    BackwardInputs, DType, Dims, Element, Error, HostView, HostViewMut, Outputs, Result, Spec,
+    index, memory,
 };
 
-use super::shard_tensor::ShardTensor;
+use super::shard_tensors::ShardTensor;
 use crate::merged_softmax::MergedSoftmax;
 
 /// Results of the own queries while the parts of the columns arrive.
@@ -29,14 +29,6 @@ pub(super) struct ColumnMerge {
     /// Statistics of each row and head.
     lines: Vec<MergedSoftmax>,
     normalize: bool,
-}
-
-/// Views of the statistics that the caller wants, as `[batch, rows, heads, 1]`.
-pub(super) struct StatisticViews<'a> {
-    pub(super) lse: HostViewMut<'a>,
-    pub(super) max: Option<HostViewMut<'a>>,
-    pub(super) sum: Option<HostViewMut<'a>>,
-    pub(super) ties: Option<HostViewMut<'a>>,
 }
 
 /// Tensors of the own queries and all heads in a plan with several key columns.
@@ -86,7 +78,7 @@ impl ColumnGradients {
     ///
     /// # Errors
     /// [`Error::Internal`] without ties of an output that is not normalised.
-    pub(super) fn compute<S: HostTensors>(&mut self, inputs: &BackwardInputs<'_, S>) -> Result<()> {
+    pub(super) fn compute(&mut self, inputs: &BackwardInputs<HostView<'_>>) -> Result<()> {
         let subtract = |into: &mut HostViewMut<'_>| {
             let parts = std::iter::once(&inputs.out).chain(&inputs.out_residual);
             parts.for_each(|out| into.subtract_row_products(out, &inputs.dout));
@@ -170,14 +162,8 @@ impl ColumnMerge {
         Ok(())
     }
 
-    /// Divides if the output is normalised, and writes out `[batch, rows, heads, value_dim]` and the
-    /// statistics, rounded once, and the rounding residual of out.
-    pub(super) fn finish(
-        &mut self,
-        out: &mut HostViewMut<'_>,
-        out_residual: Option<&mut HostViewMut<'_>>,
-        statistics: StatisticViews<'_>,
-    ) {
+    /// Divides if the output is normalised, and writes the outputs, rounded once.
+    pub(super) fn finish(&mut self, outputs: &mut Outputs<HostViewMut<'_>>) {
         let Self { shape, acc, lines, normalize } = self;
         let dim = shape[3];
         if *normalize {
@@ -186,17 +172,16 @@ impl ColumnMerge {
                 acc.iter_mut().for_each(|acc| *acc /= softmax.normalizer());
             }
         }
-        let StatisticViews { mut lse, max, sum, ties } = statistics;
-        lse.write_each(lines.iter().map(MergedSoftmax::lse));
-        if let Some(mut max) = max {
-            max.write_each(lines.iter().map(|of| of.max));
-        }
-        if let Some(mut sum) = sum {
-            sum.write_each(lines.iter().map(|of| of.sum));
-        }
-        if let Some(mut ties) = ties {
-            ties.write_each(lines.iter().map(|of| of.ties));
-        }
+        let write = |into: Option<&mut HostViewMut<'_>>, of: fn(&MergedSoftmax) -> f64| {
+            if let Some(into) = into {
+                into.reborrow().swap_rows_and_heads().write_each(lines.iter().map(of));
+            }
+        };
+        let Outputs { out, lse, max, sum, ties, out_residual } = outputs.as_mut();
+        write(Some(lse), MergedSoftmax::lse);
+        write(max, |line| line.max);
+        write(sum, |line| line.sum);
+        write(ties, |line| line.ties);
         out.write(acc);
         if let Some(residual) = out_residual {
             residual.write_residual(acc);
@@ -280,11 +265,16 @@ mod tests {
             }
         }
         let mut out = Array4::zeros(SHAPE);
-        let mut lse = Array4::zeros([batch, rows, heads, 1]);
-        let views = [&mut out, &mut lse].map(|of| HostViewMut::F64(of.view_mut()));
-        let [mut of_out, lse_view] = views;
-        let statistics = StatisticViews { lse: lse_view, max: None, sum: None, ties: None };
-        merge.finish(&mut of_out, None, statistics);
+        let mut lse = Array4::zeros([batch, heads, rows, 1]);
+        let [out_view, lse_view] = [&mut out, &mut lse].map(|of| HostViewMut::F64(of.view_mut()));
+        merge.finish(&mut Outputs {
+            out: out_view,
+            lse: lse_view,
+            max: None,
+            sum: None,
+            ties: None,
+            out_residual: None,
+        });
         [out, lse]
     }
 
@@ -303,7 +293,7 @@ mod tests {
             let want: f64 =
                 (0..3).map(|number| weights[number] * out_of(number, row, head, element)).sum();
             assert!((got - want / sum).abs() < 1e-13, "{line}");
-            assert!((lse[[batch, row % SHAPE[1], head, 0]] - sum.ln()).abs() < 1e-14);
+            assert!((lse[[batch, head, row % SHAPE[1], 0]] - sum.ln()).abs() < 1e-14);
         }
     }
 

@@ -1,5 +1,11 @@
 //! The passes of the ring of a member: the tensors of its group and heads, and the caller's where
 //! they are not exchanged.
+//!
+//! Gradients of which every rank has all heads are dsinks, and dbias without a query axis. Each is a
+//! sum over all ranks, to which a rank adds zeros for the heads that it does not have
+//! (`ring/reduce.rs`: few numbers are gathered whole, of more each rank sums a slice). With one key
+//! column the ring has summed over the groups, so only the first group contributes. With several,
+//! all ranks have terms.
 
 use std::{
     ops::Range,
@@ -8,11 +14,19 @@ use std::{
 };
 
 use annulus_core::{
-    Backend, BackwardInputs, Gradients, HostTensors, HostView, HostViewMut, Inputs, Outputs, Result,
+    Backend, BackwardInputs, Gradients, HostTensors, HostView, HostViewMut, Inputs, MessageBalance,
+    Order, Outputs, Result, Spec,
 };
 
 use super::{
-    HeadsRing, passes::no_gradients, shard_tensor::ShardTensor, shard_tensors::InputTensors,
+    HeadsRing,
+    passes::no_gradients,
+    shard_tensors::{InputTensors, ShardTensor},
+};
+use crate::ring::{
+    RingOptions,
+    reduce::{AllReduce, bias_is_shared, shared_bias_numbers, sink_numbers},
+    slices::{Exchange, Slices, Slicing},
 };
 
 /// Axis of the heads of a bias tensor.
@@ -24,16 +38,20 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     /// Runs the forward pass of the ring of this rank's heads and key column.
     pub(super) fn ring_forward(
         &mut self,
-        inputs: &Inputs<'_, B::Space>,
+        inputs: &Inputs<HostView<'_>>,
         wants_residual: bool,
         start: Instant,
     ) -> Result<Duration> {
         let q_heads = self.grid.q_heads(self.exchange.member);
         let has_sinks = self.ring.spec().sinks.is_some();
         let tensors = &mut self.tensors;
-        let of_member = tensors.inputs.of_member(inputs.reborrow(), has_sinks, &q_heads)?;
+        let of_member = tensors.inputs.of_member(
+            inputs.as_ref().map(HostView::reborrow),
+            has_sinks,
+            &q_heads,
+        )?;
         let residual = tensors.out_residual.as_mut().filter(|_| wants_residual);
-        let mut results = Outputs::<B::Space> {
+        let mut results = Outputs {
             out: tensors.out.view_mut()?,
             lse: tensors.lse.heads_first_mut()?,
             max: Some(tensors.max.heads_first_mut()?),
@@ -48,9 +66,9 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     /// Runs the backward pass of the ring of this rank's heads and key column.
     pub(super) fn ring_backward(
         &mut self,
-        forward: &Inputs<'_, B::Space>,
+        forward: &Inputs<HostView<'_>>,
         has_residual: bool,
-        gradients: &mut Gradients<'_, B::Space>,
+        gradients: &mut Gradients<HostViewMut<'_>>,
         start: Instant,
     ) -> Result<Duration> {
         let q_heads = self.grid.q_heads(self.exchange.member);
@@ -58,8 +76,12 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let of_backward = tensors.backward.as_mut().ok_or_else(no_gradients)?;
         let has_sinks = self.ring.spec().sinks.is_some();
         let residual = tensors.out_residual.as_ref().filter(|_| has_residual);
-        let of_member = BackwardInputs::<B::Space> {
-            forward: tensors.inputs.of_member(forward.reborrow(), has_sinks, &q_heads)?,
+        let of_member = BackwardInputs {
+            forward: tensors.inputs.of_member(
+                forward.as_ref().map(HostView::reborrow),
+                has_sinks,
+                &q_heads,
+            )?,
             out: tensors.out.view()?,
             max: tensors.max.heads_first()?,
             sum: Some(tensors.sum.heads_first()?),
@@ -74,7 +96,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             None => [dk.reborrow(), dv.reborrow()],
         };
         let of_all_heads = if of_backward.dbias.is_some() { None } else { dbias.as_mut() };
-        let mut results = Gradients::<B::Space> {
+        let mut results = Gradients {
             dq: of_backward.dq.view_mut()?,
             dk,
             dv,
@@ -99,12 +121,12 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
 
 impl InputTensors {
     /// Returns the inputs of a member: sinks only if they are scores of its key column.
-    fn of_member<'a, S: HostTensors>(
+    fn of_member<'a>(
         &'a self,
-        callers: Inputs<'a, S>,
+        callers: Inputs<HostView<'a>>,
         has_sinks: bool,
         q_heads: &Range<usize>,
-    ) -> Result<Inputs<'a, S>> {
+    ) -> Result<Inputs<HostView<'a>>> {
         let [k, v] = match &self.kv {
             Some([k, v]) => [k.view()?, v.view()?],
             None => [callers.k, callers.v],
@@ -135,4 +157,92 @@ fn own_heads_mut<'a>(view: HostViewMut<'a>, axis: usize, heads: &Range<usize>) -
 
 fn nanoseconds(start: Instant) -> u64 {
     u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX)
+}
+
+impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
+    /// Writes dsinks, and a dbias without a query axis, of all heads, unless the caller sums them.
+    /// The ring has written the terms of the own heads, and zeros. Returns the exposed
+    /// communication of slices.
+    ///
+    /// # Ordering
+    /// Collective.
+    pub(super) fn sum_gradients(
+        &mut self,
+        gradients: &mut Gradients<HostViewMut<'_>>,
+    ) -> Result<Duration> {
+        let mut waited = Duration::ZERO;
+        if self.options.local_gradients {
+            return Ok(waited);
+        }
+        if let Some(dsinks) = &mut gradients.dsinks {
+            waited += self.sum(dsinks)?;
+        }
+        match &mut gradients.dbias {
+            Some(dbias) if bias_is_shared(&self.spec) => waited += self.sum(dbias)?,
+            _ => {}
+        }
+        Ok(waited)
+    }
+
+    /// Sums a gradient over all ranks.
+    fn sum(&mut self, view: &mut HostViewMut<'_>) -> Result<Duration> {
+        if self.grid.columns() == 1 && self.grid.group(self.ring_index) > 0 {
+            view.fill_zero();
+        }
+        let slicing = Slicing::new(self.ranks);
+        // tags of the rings, whose sums over groups are between some of the same ranks
+        let next_tag = self.ring.next_tag_mut();
+        let mut waited = Duration::ZERO;
+        view.map_widened(slicing.numbers_at_once(), |numbers| {
+            let sum = AllReduce {
+                slicing,
+                transport: &mut self.transport,
+                entries: &mut self.calls.entries,
+                next_tag: &mut *next_tag,
+                order: &self.layout.order,
+                rank: self.rank,
+                // the step after the last one of the ring
+                step: self.grid.groups(),
+                lengths: self.lengths,
+                hook: self.hook.as_ref(),
+            };
+            waited += sum.run(numbers)?;
+            Ok(())
+        })?;
+        Ok(waited)
+    }
+
+    /// Returns the bytes of slices that this rank sends in a backward pass.
+    pub(super) fn sum_bytes(&self) -> u64 {
+        slices_of_pass(&self.spec, &self.options, self.ranks)
+            .map(|slices| slices.bytes_sent(self.ring_index))
+            .sum()
+    }
+}
+
+/// Adds the slices that `rank` exchanges in a backward pass to its balance.
+pub(super) fn add_sums_to(
+    balance: &mut MessageBalance,
+    spec: &Spec,
+    options: &RingOptions,
+    order: &Order,
+    rank: usize,
+) {
+    let ranks = order.ranks().len();
+    // passes 0 and 1 are those of the exchange
+    for (pass, slices) in (2..).zip(slices_of_pass(spec, options, ranks)) {
+        Exchange::new(&slices, order, rank, 0).all_transfers().add_to(balance, pass);
+    }
+}
+
+/// Returns the slices of the sums of a backward pass.
+fn slices_of_pass(
+    spec: &Spec,
+    options: &RingOptions,
+    ranks: usize,
+) -> impl Iterator<Item = Slices> {
+    let is_needed = options.backward && !options.local_gradients;
+    let sums = [sink_numbers(spec), shared_bias_numbers(spec)];
+    let sums = sums.into_iter().filter(move |_| is_needed);
+    sums.flat_map(move |numbers| Slicing::new(ranks).of_sum(numbers))
 }

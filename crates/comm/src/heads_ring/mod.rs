@@ -34,13 +34,12 @@
 //! |---|---|
 //! | `subset.rs` | the transport of one inner ring: some ranks of a transport, renumbered |
 //! | `exchange.rs` | the messages within a group |
-//! | `shard_tensor.rs` | a tensor of the own heads |
-//! | `shard_tensors.rs` | all of them |
-//! | `passes.rs`, `inner_ring.rs` | forward and backward; their rings |
-//! | `prepare.rs` | planning of one rank |
+//! | `shard_tensors.rs` | the tensors of the own heads |
+//! | `passes.rs` | forward and backward |
+//! | `inner_ring.rs` | their rings; dsinks, and dbias without a query axis, of all heads |
+//! | `prepare.rs` | planning of one rank, and a new batch |
 //! | `column_merge.rs` | merge of the partial results of key columns |
-//! | `member_gradients.rs` | dsinks, and dbias without a query axis, of all heads |
-//! | `update.rs`, `group_batch.rs` | a new batch |
+//! | `group_batch.rs` | the batch of a group |
 //!
 //! The ring is a [`Ring`] like any other, whose passes run within the calls of this engine. All
 //! agreements are between all ranks; those of the inner rings on a plan or a batch come after them
@@ -48,17 +47,13 @@
 //! all-gathers of all ranks, which every inner ring makes in the same order.
 
 mod column_merge;
-mod display;
 mod exchange;
 mod group_batch;
 mod inner_ring;
-mod member_gradients;
 mod passes;
 mod prepare;
-mod shard_tensor;
 mod shard_tensors;
 mod subset;
-mod update;
 
 use std::{
     sync::{
@@ -70,8 +65,8 @@ use std::{
 
 use annulus_core::{
     AgreedLengths, Backend, BackwardInputs, Batch, Control, Error, ExchangeFields, Gradients,
-    GroupLayout, HeadField, HeadGrid, HostTensors, Inputs, Layout, Outputs, Result, Route, Runs,
-    Side, Spec, Strategy, Transport,
+    GroupLayout, HeadField, HeadGrid, Host, HostTensors, HostView, HostViewMut, Inputs, Layout,
+    Outputs, Result, Route, Runs, Side, Space, Spec, Strategy, Transport,
 };
 
 pub use column_merge::merge_bandwidth;
@@ -79,20 +74,20 @@ pub use column_merge::merge_bandwidth;
 use self::{
     exchange::Exchange,
     prepare::{Prepared, check},
-    shard_tensor::ShardTensor,
+    shard_tensors::ShardTensor,
     shard_tensors::ShardTensors,
     subset::Subset,
 };
 use crate::{
     agreement,
     calls::{Calls, Collective, Report, caught},
+    profiler::span,
     ring::{
         PassKind, Ring, RingOptions, StepEvent, StepHook,
         check::{Shapes, forward_only, has_residual},
         describe::{self, Combined, TransportFields},
         planning::PlanningTicks,
     },
-    span::span,
 };
 
 /// All-gathers of a plan before its first call: entry, allocation, status.
@@ -249,11 +244,13 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     /// As [`Ring::forward`].
     pub fn forward(
         &mut self,
-        inputs: &Inputs<'_, B::Space>,
-        outputs: &mut Outputs<'_, B::Space>,
+        inputs: &Inputs<HostView<'_>>,
+        outputs: &mut Outputs<HostViewMut<'_>>,
     ) -> Result<Report> {
         let shapes = self.shapes();
-        let checked = shapes.inputs(inputs).and_then(|()| shapes.outputs(outputs));
+        let checked = shapes
+            .inputs(&inputs.as_ref().map(Host::describe))
+            .and_then(|()| shapes.outputs(&outputs.as_ref().map(Host::describe_mut)));
         let has_residual = outputs.out_residual.is_some();
         self.call(PassKind::Forward, checked, has_residual, |plan, start| {
             plan.forward_pass(inputs, outputs, start)
@@ -272,12 +269,14 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     /// As [`Ring::backward`].
     pub fn backward(
         &mut self,
-        inputs: &BackwardInputs<'_, B::Space>,
-        gradients: &mut Gradients<'_, B::Space>,
+        inputs: &BackwardInputs<HostView<'_>>,
+        gradients: &mut Gradients<HostViewMut<'_>>,
     ) -> Result<Report> {
         let shapes = self.shapes();
         let checked = if self.options.backward {
-            shapes.backward_inputs(inputs).and_then(|()| shapes.gradients(gradients))
+            shapes
+                .backward_inputs(&inputs.as_ref().map(Host::describe))
+                .and_then(|()| shapes.gradients(&gradients.as_ref().map(Host::describe_mut)))
         } else {
             Err(forward_only())
         };

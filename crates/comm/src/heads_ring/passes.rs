@@ -12,11 +12,11 @@ use annulus_core::{
 
 use super::{
     HeadsRing,
-    column_merge::{ColumnGradients, StatisticViews},
+    column_merge::ColumnGradients,
     exchange::{Exchange, Messages, count_bytes, side_index},
 };
 use crate::{
-    host_messages::HostMessages,
+    delegate::HostMessages,
     ring::{PassKind, in_flight::InFlight, step_events::Observer},
 };
 
@@ -63,8 +63,8 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     /// Runs the forward pass. Returns the exposed communication.
     pub(super) fn forward_pass(
         &mut self,
-        inputs: &Inputs<'_, B::Space>,
-        outputs: &mut Outputs<'_, B::Space>,
+        inputs: &Inputs<HostView<'_>>,
+        outputs: &mut Outputs<HostViewMut<'_>>,
         start: Instant,
     ) -> Result<Duration> {
         let pass = self.new_pass(PassKind::Forward, start);
@@ -72,23 +72,17 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let mut waited = self.receive_inputs(pass, Exchanged::All, &given)?;
         let wants_residual = outputs.out_residual.is_some();
         waited += self.ring_forward(inputs, wants_residual, start)?;
-        let Outputs { out, lse, max, sum, ties, out_residual } = outputs;
         if let Some(mut columns) = self.tensors.columns.take() {
             columns.merge.begin();
             let dtype = self.spec.dtype.accumulator();
             let grid = self.grid;
             let merge = |from, bytes: &[u8]| columns.merge.add(dtype, grid.q_heads(from), bytes);
             waited += self.send_outputs(pass, Exchanged::All, merge)?;
-            let statistics = StatisticViews {
-                lse: lse.reborrow().swap_rows_and_heads(),
-                max: max.as_mut().map(|max| max.reborrow().swap_rows_and_heads()),
-                sum: sum.as_mut().map(|sum| sum.reborrow().swap_rows_and_heads()),
-                ties: ties.as_mut().map(|ties| ties.reborrow().swap_rows_and_heads()),
-            };
-            columns.merge.finish(out, out_residual.as_mut(), statistics);
+            columns.merge.finish(outputs);
             self.tensors.columns = Some(columns);
             return Ok(waited);
         }
+        let Outputs { out, lse, max, sum, ties, out_residual } = outputs;
         let mut targets = vec![Some(Target::new(out.reborrow()))];
         targets.push(Some(Target::of_rows(lse)));
         // members send the maximum and the sum also where the caller wants neither
@@ -105,8 +99,8 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     /// Runs the backward pass. Returns the exposed communication.
     pub(super) fn backward_pass(
         &mut self,
-        inputs: &BackwardInputs<'_, B::Space>,
-        gradients: &mut Gradients<'_, B::Space>,
+        inputs: &BackwardInputs<HostView<'_>>,
+        gradients: &mut Gradients<HostViewMut<'_>>,
         start: Instant,
     ) -> Result<Duration> {
         let pass = self.new_pass(PassKind::Backward, start);
@@ -114,7 +108,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         if let Some(columns) = &mut columns {
             columns.compute(inputs)?;
         }
-        let exchanged = inputs.reborrow();
+        let exchanged = inputs.as_ref().map(HostView::reborrow);
         let given = self.backward_views(&exchanged, columns.as_ref())?;
         let mut waited = self.receive_inputs(pass, Exchanged::All, &given)?;
         // with key columns it is in −delta
@@ -164,7 +158,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
 
     /// Returns the caller's tensors of a forward pass that are exchanged, as
     /// `[batch, rows, heads, elements]`.
-    fn forward_views<'a>(&self, inputs: &Inputs<'a, B::Space>) -> Vec<Option<HostView<'a>>> {
+    fn forward_views<'a>(&self, inputs: &Inputs<HostView<'a>>) -> Vec<Option<HostView<'a>>> {
         let has_rows = self.spec.bias.is_some_and(|shape| shape[2] != 1);
         let bias = inputs.bias.filter(|_| has_rows).map(HostView::swap_rows_and_heads);
         let kv = self.tensors.inputs.kv.as_ref().map(|_| [inputs.k, inputs.v]);
@@ -175,7 +169,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     /// sent in place of no dlse, so that sizes do not depend on arguments.
     fn backward_views<'a>(
         &self,
-        inputs: &BackwardInputs<'a, B::Space>,
+        inputs: &BackwardInputs<HostView<'a>>,
         columns: Option<&'a ColumnGradients>,
     ) -> Result<Vec<Option<HostView<'a>>>> {
         let rows = HostView::swap_rows_and_heads;

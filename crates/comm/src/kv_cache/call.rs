@@ -7,20 +7,20 @@ use std::{
 };
 
 use annulus_core::{
-    AgreedLengths, Backend, Error, HostTensors, HostView, HostViewMut, MessageBalance, Passes,
-    RankShard, Result, Rows, Runs, Transport, Workspace,
+    AgreedLengths, Backend, Error, Host, HostTensors, HostView, HostViewMut, MessageBalance,
+    Passes, RankShard, Result, Rows, Runs, Space, Transport, Workspace,
 };
 
 use super::{
     KvCache,
-    partials::{PartialShape, Results},
-    rounds::{MESSAGE_BYTES, ROUND_TAGS, Rounds},
+    partial_call::{MESSAGE_BYTES, ROUND_TAGS, Rounds},
+    partial_call::{PartialShape, Results},
 };
 use crate::{
     agreement::mid_call,
     calls::{Collective, Report, caught},
+    profiler::span,
     ring::{check::Shapes, describe},
-    span::span,
 };
 
 /// Tensors of [`KvCache::attend`].
@@ -106,8 +106,10 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
     fn check(&self, tensors: &Attend<'_>) -> Result<()> {
         let queries = tensors.q.shape()[1];
         let shapes = Shapes::new(&self.spec, queries, 0);
-        shapes.queries::<B::Space>(&tensors.q, tensors.sinks.as_ref())?;
-        shapes.results::<B::Space>(&tensors.out, &tensors.lse)?;
+        let sinks = tensors.sinks.as_ref().map(Host::describe);
+        shapes.queries(Host::describe(&tensors.q), sinks)?;
+        let [out, lse] = [&tensors.out, &tensors.lse].map(Host::describe_mut);
+        shapes.results(out, lse)?;
         if queries as u64 > self.len {
             let want = format!("at most the {} cached rows", self.len);
             return Err(Error::invalid("q", format!("{queries} queries"), want));

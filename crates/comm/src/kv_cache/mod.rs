@@ -15,28 +15,20 @@
 //!
 //! | file | content |
 //! |---|---|
-//! | `create.rs` | checks and agreement of a new cache |
-//! | `append.rs` | appends and removals |
-//! | `pages.rs` | rows of each rank |
+//! | `append.rs` | a new cache, appends and removals |
+//! | `page_set.rs` | rows of each rank; the pages that the queries of a call attend to |
 //! | `segments.rs` | their memory, in wire order |
 //! | `call.rs` | a call: agreement, rounds, bytes |
-//! | `rounds.rs` | its division into rounds |
-//! | `partial_call.rs` | a round in the default order |
-//! | `partials.rs` | its messages, and their merge |
+//! | `partial_call.rs` | its division into rounds; a round in the default order, and its merge |
 //! | `tree_call.rs` | a round in the reproducible order |
-//! | `page_set.rs` | the pages that its queries attend to |
 //! | `tree_messages.rs` | its messages |
 //! | `page_tree.rs` | its merge |
 
 mod append;
 mod call;
-mod create;
 mod page_set;
 mod page_tree;
-mod pages;
 mod partial_call;
-mod partials;
-mod rounds;
 mod segments;
 mod tree_call;
 mod tree_messages;
@@ -48,7 +40,7 @@ use annulus_core::{
 };
 
 pub use self::call::Attend;
-use self::{page_tree::PageTree, pages::Pages, segments::Segments};
+use self::{page_set::Pages, page_tree::PageTree, segments::Segments};
 use crate::calls::{Calls, Collective, caught};
 
 /// Keys and values of one sequence (per batch row), appended row by row or in chunks, of which each
@@ -119,7 +111,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         let rank = transport.control().rank();
         let ranks = transport.control().ranks();
         let agreed = caught(|| {
-            create::agree(&backend, transport.as_mut(), spec, page_rows, deadline_variable)
+            append::agree(&backend, transport.as_mut(), spec, page_rows, deadline_variable)
         });
         let (spec, posts_ahead) = agreed.inspect_err(|error| {
             if error.is_fatal() {

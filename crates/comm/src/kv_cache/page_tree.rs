@@ -24,7 +24,7 @@ use annulus_core::{
 
 use super::{
     page_set::PageSet,
-    partials::Results,
+    partial_call::Results,
     tree_messages::{TreeMessages, too_short},
 };
 

@@ -10,7 +10,7 @@ use annulus_core::{
     Shard, Space, index, memory,
 };
 
-use super::pages::Pages;
+use super::page_set::Pages;
 
 /// Rows of a segment, rounded up to whole pages. Row numbers of the last segment are listed anew
 /// for every call, which takes some microseconds; a kernel attends to 4,096 rows as fast as to

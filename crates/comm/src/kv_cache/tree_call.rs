@@ -23,10 +23,10 @@ use annulus_core::{
 use super::{
     Buffers, KvCache,
     page_set::PageSet,
+    page_set::Pages,
     page_tree::PageTree,
-    pages::Pages,
-    partials::Results,
-    rounds::Rounds,
+    partial_call::Results,
+    partial_call::Rounds,
     tree_messages::{PageResult, TreeMessages, too_short},
 };
 use crate::ring::{PassKind, in_flight::InFlight, step_events::Observer};
@@ -184,7 +184,7 @@ impl PageResults {
     }
 
     /// Returns the outputs of a pass.
-    fn outputs<S: HostTensors>(&mut self) -> Result<Outputs<'_, S>> {
+    fn outputs(&mut self) -> Result<Outputs<HostViewMut<'_>>> {
         let Dims { batch, q_heads, value_dim, .. } = self.messages.dims;
         let queries = index(self.messages.queries);
         let sums = self.messages.dtype.accumulator();

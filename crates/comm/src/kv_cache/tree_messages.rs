@@ -16,7 +16,7 @@ use annulus_core::{
     Channel, DType, Dims, Error, HostView, HostViewMut, MessageHeader, Result, index,
 };
 
-use super::{page_set::PageSet, pages::Pages, partials::Results};
+use super::{page_set::PageSet, page_set::Pages, partial_call::Results};
 use crate::ring::program::Transfers;
 
 /// Messages of `queries` queries.

@@ -1,9 +1,15 @@
-//! Communicators: duplicated, adopted, split and freed. Relies on the rules of [`super::ffi`].
+//! Communicators: duplicated, adopted, split and freed, and the waits for the ranks of a program
+//! while an endpoint is made. Relies on the rules of [`super::ffi`].
+//!
+//! A collective operation on the host's communicator must not be abandoned, because MPI would match
+//! it with the host's next one. So the one duplication waits as long as the host does, unless the
+//! caller sets a limit; the error then says that the operation stays pending.
 #![expect(unsafe_code, reason = "calls of the C interface of MPI")]
 
 use std::{
     ffi::{CStr, c_int, c_void},
-    ptr,
+    fmt, ptr,
+    sync::Arc,
     thread::{self, ThreadId},
     time::{Duration, Instant},
 };
@@ -12,10 +18,9 @@ use annulus_core::{Error, Result};
 use annulus_mpi::ffi;
 
 use super::{
-    Timeout, deferred_drops,
+    context::ThreadLevel,
     ffi::{PeerStep, check, count},
-    lifetime::{check_alive, thread_level, watch},
-    thread_level::ThreadLevel,
+    lifetime::{check_alive, drop_deferred, thread_level, watch},
 };
 use crate::observed::ObservedClock;
 
@@ -97,7 +102,7 @@ impl Communicator {
         check_alive()?;
         let owner = owner_thread()?;
         watch()?;
-        deferred_drops::drop_all();
+        drop_deferred();
         // SAFETY: a constant of the linked MPI
         if parent.raw == unsafe { ffi::RSMPI_COMM_NULL } {
             return Err(Error::invalid("communicator", "MPI_COMM_NULL", "a communicator"));
@@ -329,4 +334,68 @@ fn last_tag(raw: ffi::MPI_Comm) -> u64 {
     // SAFETY: a constant of the linked MPI
     let world = unsafe { ffi::RSMPI_COMM_WORLD };
     attribute(world).or_else(|| attribute(raw)).unwrap_or(32_767)
+}
+
+/// Interval of warnings.
+const WARNING_INTERVAL: Duration = Duration::from_secs(30);
+
+type Warning = Arc<dyn Fn(Duration) + Send + Sync>;
+
+/// Time to wait for the other ranks when an endpoint is created. Default: as long as it takes, as
+/// any collective operation of MPI does, without warnings.
+#[derive(Clone)]
+pub struct Timeout {
+    pub(super) limit: Option<Duration>,
+    pub(super) warning_interval: Duration,
+    warning: Option<Warning>,
+}
+
+impl Timeout {
+    /// Waits without a limit.
+    pub const fn unlimited() -> Self {
+        Self { limit: None, warning_interval: WARNING_INTERVAL, warning: None }
+    }
+
+    /// Waits for at most `limit`.
+    ///
+    /// If it runs out, a duplication stays pending on the caller's communicator, which therefore
+    /// cannot be used for collective operations any more. It has no such effect on a communicator
+    /// that is adopted ([`Mpi::adopt`](super::Mpi::adopt)).
+    pub const fn at_most(limit: Duration) -> Self {
+        Self { limit: Some(limit), warning_interval: WARNING_INTERVAL, warning: None }
+    }
+
+    /// Calls `warning` with the time waited, every 30 s.
+    #[must_use]
+    pub fn with_warning(self, warning: impl Fn(Duration) + Send + Sync + 'static) -> Self {
+        self.with_warning_every(WARNING_INTERVAL, warning)
+    }
+
+    /// Calls `warning` with the time waited, once in each interval.
+    #[must_use]
+    pub fn with_warning_every(
+        self,
+        interval: Duration,
+        warning: impl Fn(Duration) + Send + Sync + 'static,
+    ) -> Self {
+        Self { warning_interval: interval, warning: Some(Arc::new(warning)), ..self }
+    }
+
+    pub(super) fn warn(&self, waited: Duration) {
+        if let Some(warning) = &self.warning {
+            warning(waited);
+        }
+    }
+}
+
+impl Default for Timeout {
+    fn default() -> Self {
+        Self::unlimited()
+    }
+}
+
+impl fmt::Debug for Timeout {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.debug_struct("Timeout").field("limit", &self.limit).finish_non_exhaustive()
+    }
 }

@@ -21,7 +21,7 @@ use annulus_device_cuda::{CudaBuffer, Device, Event, Stream};
 
 use super::{
     Mpi,
-    message_buffer::MessageBuffer,
+    messages::MessageBuffer,
     transfers::{ReceiveRequest, contiguous},
 };
 use crate::{
@@ -29,7 +29,7 @@ use crate::{
     delegate::{forward_control, host_messages_of_inner},
     device_heartbeat::DeviceHeartbeat,
     ranges,
-    staging::is_same_message,
+    staged::is_same_message,
 };
 
 /// Interval between polls of events while no other call polls them: small beside the transfer of a

@@ -13,15 +13,15 @@ use super::{
     circulant::Barrier,
     communicator::Communicator,
     context::Context,
-    departures::Departure,
-    latest_work::LatestWork,
+    control::LatestWork,
     messages::MessageKind,
+    messages::WireTags,
     nodes::{NodeMap, gather_records},
+    peers::Departure,
     peers::Peers,
     requests::Requests,
-    wire_tags::WireTags,
 };
-use crate::staging::Staging;
+use crate::staged::Staging;
 
 /// State of one rank that its contexts share.
 pub(super) struct Endpoint {

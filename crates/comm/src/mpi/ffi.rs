@@ -1,7 +1,7 @@
 //! Calls of MPI that concern the library: its presence and version, return codes.
 //!
 //! Rules, on which every `SAFETY` comment here, in [`super::lifetime`], [`super::communicator`],
-//! [`super::topology`] and [`super::requests`] relies:
+//! [`super::nodes`] and [`super::requests`] relies:
 //!
 //! 1. **Alive.** MPI is called only between `MPI_Init` and `MPI_Finalize`
 //!    ([`check_alive`](super::lifetime::check_alive)). The exceptions are the inquiries that MPI

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use annulus_core::{Channel, Error, HostBuffer, Result};
 
-use super::wire_tags::number as channel_number;
+use super::messages::number as channel_number;
 
 /// A control message.
 #[derive(Debug, Clone, PartialEq, Eq)]

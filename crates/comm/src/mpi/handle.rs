@@ -10,7 +10,7 @@ use super::{
     Mpi,
     endpoint::Endpoint,
     lifetime::{check_process, is_forked},
-    message_buffer::MessageBuffer,
+    messages::MessageBuffer,
 };
 
 impl Mpi {

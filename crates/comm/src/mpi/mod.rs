@@ -3,7 +3,7 @@
 //! ```text
 //! caller's communicator ──idup, or adopted──▶ data ──idup──▶ control
 //!
-//! data      bytes of blocks; MPI tag: `wire_tags.rs`; pieces of at most 1 GiB
+//! data      bytes of blocks; MPI tag: `messages.rs`; pieces of at most 1 GiB
 //! control   frames of any length, in order per peer, matched by MPI_Improbe
 //! ```
 //! * A message whose bytes are contiguous is sent from, and received into, the caller's buffer. Any
@@ -49,7 +49,7 @@
 //! of receives whose messages have begun to arrive. Dropping one after `MPI_Finalize` only leaks.
 //!
 //! Below `MPI_THREAD_MULTIPLE`, an endpoint that is dropped on another thread than its own waits,
-//! and is dropped when its thread makes the next endpoint or finalises MPI (`deferred_drops.rs`).
+//! and is dropped when its thread makes the next endpoint or finalises MPI (`lifetime.rs`).
 //! Until then the other ranks do not learn of it. MPI's communicators have names: "annulus data"
 //! and "annulus control".
 //!
@@ -133,31 +133,20 @@ mod circulant;
 mod communicator;
 mod context;
 mod control;
-mod deferred_drops;
-mod departures;
 #[cfg(feature = "cuda")]
 mod device;
-mod drop;
 mod endpoint;
 mod ffi;
-mod first_ranks;
 mod frame;
 mod gpu_awareness;
 mod handle;
-mod latest_work;
-mod launch;
 mod lifetime;
-mod message_buffer;
 mod messages;
 mod nodes;
 mod peers;
 mod pump;
 mod requests;
-mod thread_level;
-mod timeout;
-mod topology;
 mod transfers;
-mod wire_tags;
 
 use std::{ffi::CStr, sync::Arc, time::Duration};
 
@@ -165,19 +154,19 @@ use annulus_core::{Error, Result};
 
 #[cfg(feature = "cuda")]
 pub use self::device::DeviceMpi;
+pub use self::{
+    communicator::Timeout,
+    context::Launch,
+    context::ThreadLevel,
+    gpu_awareness::{GpuAwareness, GpuRuntime},
+    nodes::FirstRanks,
+    nodes::{NodeMap, RankLocation},
+};
 use self::{
     communicator::{Communicator, ParentCommunicator},
     endpoint::{Endpoint, SharedEndpoint},
     lifetime::check_alive,
     requests::LONGEST_PIECE,
-};
-pub use self::{
-    first_ranks::FirstRanks,
-    gpu_awareness::{GpuAwareness, GpuRuntime},
-    launch::Launch,
-    nodes::{NodeMap, RankLocation},
-    thread_level::ThreadLevel,
-    timeout::Timeout,
 };
 
 /// Communicator handle of C.
@@ -411,7 +400,7 @@ impl Mpi {
     pub fn share(&self) -> Result<Self> {
         lifetime::check_process()?;
         // handles that were dropped elsewhere may make room for tags
-        deferred_drops::drop_all();
+        lifetime::drop_deferred();
         self.shared.lock().enter()?;
         Self::sharing(&self.shared)
     }

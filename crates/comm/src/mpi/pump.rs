@@ -9,12 +9,12 @@ use std::{
 use annulus_core::{Channel, Error, MessageHeader, Result};
 
 use super::{
-    departures::Departure,
     endpoint::{Endpoint, SharedEndpoint},
     ffi::PeerStep,
     frame::{Frame, Leaving},
-    message_buffer::MessageBuffer,
+    messages::MessageBuffer,
     messages::{Announcement, MessageKind, PostedReceive, ReceiveStage},
+    peers::Departure,
     requests::{Completed, MessageError},
     transfers::WireForm,
 };

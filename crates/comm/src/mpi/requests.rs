@@ -29,7 +29,7 @@ use annulus_mpi::ffi;
 use super::{
     communicator::Communicator,
     ffi::{MpiError, PeerStep, check, count, is_error_in_status},
-    message_buffer::MessageBuffer,
+    messages::MessageBuffer,
 };
 
 /// Longest piece of a message, in bytes. MPI 3 counts in C ints, and 2³⁰ is the largest power of

@@ -7,7 +7,7 @@ use annulus_core::{Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing, R
 use super::{
     endpoint::Endpoint,
     frame::Frame,
-    message_buffer::MessageBuffer,
+    messages::MessageBuffer,
     messages::{MessageKind, PostedReceive, QueuedSend, ReceiveStage, SendKey},
     requests::{Address, Mode},
 };

@@ -55,7 +55,7 @@ use crate::{
     delegate::{forward_control, host_messages_of_inner},
     device_heartbeat::DeviceHeartbeat,
     ranges,
-    staging::is_same_message,
+    staged::is_same_message,
 };
 
 /// Time for NCCL's start, beside the deadline of silence: NCCL reports no progress meanwhile, and

@@ -58,71 +58,54 @@ impl Shapes {
         Self { no_out_residual, ..self }
     }
 
-    pub(crate) fn inputs<S: Space>(&self, inputs: &Inputs<'_, S>) -> Result<()> {
-        check_tensor("q", S::describe(&inputs.q), self.q)?;
-        self.keys_values::<S>(&inputs.k, &inputs.v)?;
-        check_optional("bias", inputs.bias.as_ref().map(S::describe), self.bias)?;
-        self.sinks::<S>(inputs.sinks.as_ref())
+    pub(crate) fn inputs(&self, got: &Inputs<Described>) -> Result<()> {
+        check_tensor("q", got.q, self.q)?;
+        self.keys_values(got.k, got.v)?;
+        check_optional("bias", got.bias, self.bias)?;
+        check_optional("softmax_aux", got.sinks, self.sinks)
     }
 
-    pub(crate) fn keys_values<S: Space>(&self, k: &S::View<'_>, v: &S::View<'_>) -> Result<()> {
-        check_tensor("k", S::describe(k), self.k)?;
-        check_tensor("v", S::describe(v), self.v)
-    }
-
-    fn sinks<S: Space>(&self, sinks: Option<&S::View<'_>>) -> Result<()> {
-        check_optional("softmax_aux", sinks.map(S::describe), self.sinks)
+    pub(crate) fn keys_values(&self, k: Described, v: Described) -> Result<()> {
+        check_tensor("k", k, self.k)?;
+        check_tensor("v", v, self.v)
     }
 
     /// Checks the queries and sinks of a KV cache.
-    pub(crate) fn queries<S: Space>(
-        &self,
-        q: &S::View<'_>,
-        sinks: Option<&S::View<'_>>,
-    ) -> Result<()> {
-        check_tensor("q", S::describe(q), self.q)?;
-        self.sinks::<S>(sinks)
+    pub(crate) fn queries(&self, q: Described, sinks: Option<Described>) -> Result<()> {
+        check_tensor("q", q, self.q)?;
+        check_optional("softmax_aux", sinks, self.sinks)
     }
 
     /// Checks the results of a KV cache.
-    pub(crate) fn results<S: Space>(
-        &self,
-        out: &S::ViewMut<'_>,
-        lse: &S::ViewMut<'_>,
-    ) -> Result<()> {
-        check_tensor("out", S::describe_mut(out), self.out)?;
-        check_tensor("lse", S::describe_mut(lse), self.lse)
+    pub(crate) fn results(&self, out: Described, lse: Described) -> Result<()> {
+        check_tensor("out", out, self.out)?;
+        check_tensor("lse", lse, self.lse)
     }
 
-    pub(crate) fn outputs<S: Space>(&self, outputs: &Outputs<'_, S>) -> Result<()> {
+    pub(crate) fn outputs(&self, got: &Outputs<Described>) -> Result<()> {
         let unnormalized = (!self.normalize).then_some(self.lse);
-        let [max, sum] = [&outputs.max, &outputs.sum].map(|of| of.as_ref().map(S::describe_mut));
         // of a normalised output: both, or none
-        let wanted = if max.or(sum).is_some() { Some(self.lse) } else { unnormalized };
-        check_tensor("out", S::describe_mut(&outputs.out), self.out)?;
-        check_tensor("lse", S::describe_mut(&outputs.lse), self.lse)?;
-        check_optional("max", max, wanted)?;
-        check_optional("sum", sum, wanted)?;
-        check_optional("ties", outputs.ties.as_ref().map(S::describe_mut), unnormalized)?;
-        self.out_residual(outputs.out_residual.as_ref().map(S::describe_mut))
+        let wanted = if got.max.or(got.sum).is_some() { Some(self.lse) } else { unnormalized };
+        check_tensor("out", got.out, self.out)?;
+        check_tensor("lse", got.lse, self.lse)?;
+        check_optional("max", got.max, wanted)?;
+        check_optional("sum", got.sum, wanted)?;
+        check_optional("ties", got.ties, unnormalized)?;
+        self.out_residual(got.out_residual)
     }
 
-    pub(crate) fn backward_inputs<S: Space>(&self, inputs: &BackwardInputs<'_, S>) -> Result<()> {
-        self.inputs(&inputs.forward)?;
+    pub(crate) fn backward_inputs(&self, got: &BackwardInputs<Described>) -> Result<()> {
+        self.inputs(&got.forward)?;
         let unnormalized = (!self.normalize).then_some(self.lse);
-        let sum = inputs.sum.as_ref().map(S::describe);
         // of a normalised output `max` may be lse, without a sum
-        let name = if self.normalize && sum.is_none() { "lse" } else { "max" };
-        check_tensor("out", S::describe(&inputs.out), self.out)?;
-        check_tensor(name, S::describe(&inputs.max), self.lse)?;
-        check_optional("sum", sum, sum.map(|_| self.lse).or(unnormalized))?;
-        check_optional("ties", inputs.ties.as_ref().map(S::describe), unnormalized)?;
-        self.out_residual(inputs.out_residual.as_ref().map(S::describe))?;
-        check_tensor("dout", S::describe(&inputs.dout), self.dout)?;
-        inputs
-            .dlse
-            .as_ref()
-            .map_or(Ok(()), |dlse| check_tensor("dlse", S::describe(dlse), self.lse))
+        let name = if self.normalize && got.sum.is_none() { "lse" } else { "max" };
+        check_tensor("out", got.out, self.out)?;
+        check_tensor(name, got.max, self.lse)?;
+        check_optional("sum", got.sum, got.sum.map(|_| self.lse).or(unnormalized))?;
+        check_optional("ties", got.ties, unnormalized)?;
+        self.out_residual(got.out_residual)?;
+        check_tensor("dout", got.dout, self.dout)?;
+        check_optional("dlse", got.dlse, got.dlse.map(|_| self.lse))
     }
 
     /// Checks the rounding residual of out.
@@ -140,12 +123,12 @@ impl Shapes {
         }
     }
 
-    pub(crate) fn gradients<S: Space>(&self, gradients: &Gradients<'_, S>) -> Result<()> {
-        check_tensor("dq", S::describe_mut(&gradients.dq), self.dq)?;
-        check_tensor("dk", S::describe_mut(&gradients.dk), self.k)?;
-        check_tensor("dv", S::describe_mut(&gradients.dv), self.v)?;
-        check_optional("dbias", gradients.dbias.as_ref().map(S::describe_mut), self.bias)?;
-        check_optional("dsoftmax_aux", gradients.dsinks.as_ref().map(S::describe_mut), self.sinks)
+    pub(crate) fn gradients(&self, got: &Gradients<Described>) -> Result<()> {
+        check_tensor("dq", got.dq, self.dq)?;
+        check_tensor("dk", got.dk, self.k)?;
+        check_tensor("dv", got.dv, self.v)?;
+        check_optional("dbias", got.dbias, self.bias)?;
+        check_optional("dsoftmax_aux", got.dsinks, self.sinks)
     }
 }
 

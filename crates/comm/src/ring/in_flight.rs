@@ -9,7 +9,7 @@ use annulus_core::{
     AgreedLengths, Arrived, Error, Incoming, MessageHeader, Outgoing, Result, Space, Transport,
 };
 
-use crate::span::span;
+use crate::profiler::span;
 
 use super::{program::Transfers, step_events::Observer};
 

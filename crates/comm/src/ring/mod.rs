@@ -3,40 +3,30 @@
 //! | file | content |
 //! |---|---|
 //! | `ring_loop.rs` | the loops: forward, backward in one pass, backward in two |
-//! | `one_pass.rs`, `final_gradients.rs` | a step of the one-pass backward; gradients that arrive |
-//! | `blocks.rs`, `pace.rs` | receives ahead and forwarding of blocks |
-//! | `buffers.rs`, `block_stock.rs`, `gradient_stock.rs`, `places.rs` | the plan's memory |
+//! | `one_pass.rs` | a step of the one-pass backward |
+//! | `final_gradients.rs` | gradients that arrive, and their reduction into the local dK/dV |
+//! | `blocks.rs` | receives ahead and forwarding of blocks |
+//! | `buffers.rs` | the plan's memory |
 //! | `in_flight.rs` | transfers in flight; the only place that waits |
-//! | `plan.rs`, `program.rs`, `planning.rs`, `update.rs` | from rows to the messages of one rank |
+//! | `plan.rs`, `program.rs` | from rows to the messages of one rank |
+//! | `planning.rs` | a plan or a new batch on all ranks; the proof that all lengths match |
 //! | `block_parts.rs`, `tail_overlap.rs` | overlap of the last block, and of the last gradients |
-//! | `home_reduce.rs` | reduction of final gradients into the local dK/dV |
-//! | `reduce.rs`, `leaf_reduce.rs` | sums of dsinks and dbias over ranks, or over leaves |
+//! | `reduce.rs` | sums of dsinks and dbias over ranks, or over leaves |
 //! | `slices.rs` | the reduce-scatter of long sums |
-//! | `message_balance.rs` | the proof that the lengths of all messages match |
 //! | `step_events.rs` | events for a caller that shows progress |
-//! | `check.rs`, `describe.rs` | arguments, before anything is sent |
-//! | `display.rs` | the plan as text |
+//! | `check.rs`, `describe.rs` | arguments, before anything is sent; the plan as text |
 //!
 //! The engine is independent of what a tile computes ([`Backend`]) and of how bytes move
 //! ([`Transport`]).
 
 pub(crate) mod block_parts;
-mod block_rows;
-mod block_stock;
 mod blocks;
 mod buffers;
 pub(crate) mod check;
 pub(crate) mod describe;
-mod display;
 mod final_gradients;
-mod gradient_stock;
-mod home_reduce;
 pub(crate) mod in_flight;
-mod leaf_reduce;
-mod message_balance;
 mod one_pass;
-mod pace;
-mod places;
 mod plan;
 pub(crate) mod planning;
 pub(crate) mod program;
@@ -45,7 +35,6 @@ mod ring_loop;
 pub(crate) mod slices;
 pub(crate) mod step_events;
 mod tail_overlap;
-mod update;
 
 use std::{
     num::NonZeroUsize,
@@ -55,13 +44,13 @@ use std::{
 
 use annulus_core::{
     Backend, BackwardInputs, Batch, Error, Gradients, Inputs, Layout, Machine, Order, Outputs,
-    RankShard, Result, Route, Runs, Schedule, Spec, Transport, Work,
+    RankShard, Result, Route, Runs, Schedule, Space, Spec, Transport, View, ViewMut, Work,
 };
 
 pub use crate::calls::Report;
 use crate::{
     calls::{Calls, Collective, caught},
-    span::span,
+    profiler::span,
 };
 use buffers::Buffers;
 use plan::{Agreed, RingPlan};
@@ -203,8 +192,8 @@ impl<B: Backend> Ring<B> {
     /// [`Error::PeerLost`], [`Error::Aborted`], [`Error::Device`]: the plan is dead.
     pub fn forward(
         &mut self,
-        inputs: &Inputs<'_, B::Space>,
-        outputs: &mut Outputs<'_, B::Space>,
+        inputs: &Inputs<View<'_, B::Space>>,
+        outputs: &mut Outputs<ViewMut<'_, B::Space>>,
     ) -> Result<Report> {
         let checked = self.check_forward(inputs, outputs);
         self.call(PassKind::Forward, checked, |ring| {
@@ -217,8 +206,8 @@ impl<B: Backend> Ring<B> {
     /// communication.
     pub(crate) fn forward_within(
         &mut self,
-        inputs: &Inputs<'_, B::Space>,
-        outputs: &mut Outputs<'_, B::Space>,
+        inputs: &Inputs<View<'_, B::Space>>,
+        outputs: &mut Outputs<ViewMut<'_, B::Space>>,
     ) -> Result<Duration> {
         self.check_forward(inputs, outputs)?;
         let first_tag = self.take_tags();
@@ -227,11 +216,13 @@ impl<B: Backend> Ring<B> {
 
     fn check_forward(
         &self,
-        inputs: &Inputs<'_, B::Space>,
-        outputs: &Outputs<'_, B::Space>,
+        inputs: &Inputs<View<'_, B::Space>>,
+        outputs: &Outputs<ViewMut<'_, B::Space>>,
     ) -> Result<()> {
         let shapes = check::Shapes::of(&self.shard).on(self.agreed.no_out_residual);
-        shapes.inputs(inputs).and_then(|()| shapes.outputs(outputs))
+        shapes
+            .inputs(&inputs.as_ref().map(B::Space::describe))
+            .and_then(|()| shapes.outputs(&outputs.as_ref().map(B::Space::describe_mut)))
     }
 
     /// Computes the gradients of this rank's rows.
@@ -249,8 +240,8 @@ impl<B: Backend> Ring<B> {
     /// As [`Ring::forward`]; [`Error::InvalidArgument`] also if the plan is forward only.
     pub fn backward(
         &mut self,
-        inputs: &BackwardInputs<'_, B::Space>,
-        gradients: &mut Gradients<'_, B::Space>,
+        inputs: &BackwardInputs<View<'_, B::Space>>,
+        gradients: &mut Gradients<ViewMut<'_, B::Space>>,
     ) -> Result<Report> {
         let checked = self.check_backward(inputs, gradients);
         self.call(PassKind::Backward, checked, |ring| ring.compute_gradients(inputs, gradients))
@@ -260,8 +251,8 @@ impl<B: Backend> Ring<B> {
     /// communication.
     pub(crate) fn backward_within(
         &mut self,
-        inputs: &BackwardInputs<'_, B::Space>,
-        gradients: &mut Gradients<'_, B::Space>,
+        inputs: &BackwardInputs<View<'_, B::Space>>,
+        gradients: &mut Gradients<ViewMut<'_, B::Space>>,
     ) -> Result<Duration> {
         self.check_backward(inputs, gradients)?;
         self.compute_gradients(inputs, gradients)
@@ -269,20 +260,22 @@ impl<B: Backend> Ring<B> {
 
     fn check_backward(
         &self,
-        inputs: &BackwardInputs<'_, B::Space>,
-        gradients: &Gradients<'_, B::Space>,
+        inputs: &BackwardInputs<View<'_, B::Space>>,
+        gradients: &Gradients<ViewMut<'_, B::Space>>,
     ) -> Result<()> {
         if !self.agreed.backward {
             return Err(check::forward_only());
         }
         let shapes = check::Shapes::of(&self.shard).on(self.agreed.no_out_residual);
-        shapes.backward_inputs(inputs).and_then(|()| shapes.gradients(gradients))
+        shapes
+            .backward_inputs(&inputs.as_ref().map(B::Space::describe))
+            .and_then(|()| shapes.gradients(&gradients.as_ref().map(B::Space::describe_mut)))
     }
 
     fn compute_gradients(
         &mut self,
-        inputs: &BackwardInputs<'_, B::Space>,
-        gradients: &mut Gradients<'_, B::Space>,
+        inputs: &BackwardInputs<View<'_, B::Space>>,
+        gradients: &mut Gradients<ViewMut<'_, B::Space>>,
     ) -> Result<Duration> {
         let first_tag = self.take_tags();
         let waited = self.backward_loop(inputs, gradients, first_tag)?;

@@ -9,12 +9,12 @@ use annulus_core::{
 };
 
 use super::{
-    block_rows::BlockRows,
-    block_stock::BlockStock,
     blocks::{Blocks, Ready},
+    buffers::BlockRows,
+    buffers::BlockStock,
+    buffers::Places,
     final_gradients::FinalGradients,
     in_flight::InFlight,
-    places::Places,
     plan::RingPlan,
     program::RankStep,
 };

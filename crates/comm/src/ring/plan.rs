@@ -12,8 +12,8 @@ use annulus_core::{
 use super::{
     Ring,
     block_parts::SplitSize,
-    leaf_reduce::LeafOwners,
-    program::{RankProgram, RankStep, RecordSizes},
+    program::{RankProgram, RankStep, RecordSizes, Transfers},
+    reduce::LeafOwners,
     tail_overlap,
 };
 
@@ -228,13 +228,23 @@ impl RingPlan {
 }
 
 impl<B: Backend> Ring<B> {
-    /// Returns the numbers of blocks that this rank receives in a forward and in a backward pass. A
-    /// block that arrives in parts counts once.
-    pub fn blocks_received(&self) -> [usize; 2] {
-        let steps = &self.plan.program.steps;
-        let blocks: usize = steps.iter().map(|step| step.kv.receives.len()).sum();
-        let gradients: usize = steps.iter().map(|step| step.gradients.receives.len()).sum();
-        [blocks, blocks + gradients]
+    /// Returns the number of [`Activity::Compute`](super::Activity::Compute) events of a forward
+    /// and of a backward pass: one for each block, or part of one, that this rank computes on.
+    pub fn blocks_computed(&self) -> [usize; 2] {
+        let RingPlan { program, query_steps, .. } = &self.plan;
+        let arrives = |transfers: &Transfers| !transfers.receives.is_empty();
+        let in_parts = |steps: &[RankStep]| -> usize {
+            let later = steps.windows(2).filter(|pair| arrives(&pair[0].kv_in_parts));
+            1 + later.map(|pair| pair[1].parts.len().max(1)).sum::<usize>()
+        };
+        let forward = in_parts(&program.steps);
+        let backward = if self.has_two_passes() {
+            forward + in_parts(query_steps)
+        } else {
+            let later = program.steps.iter().filter(|step| arrives(&step.kv)).count();
+            1 + later + usize::from(self.plan.tail_rows() > 0)
+        };
+        [forward, backward]
     }
 }
 

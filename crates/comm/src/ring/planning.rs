@@ -3,6 +3,18 @@
 //! A rank that plans sends heartbeats ([`PlanningTicks`]), because the others wait for it in the
 //! agreement at the end, and a caller's mask may be slow. Only the creation of the backend's
 //! workspace sends none.
+//!
+//! A new batch is set on all ranks or on none:
+//!
+//! ```text
+//!  agree              same kind of batch, valid arguments         a refusal here changes nothing
+//!  all-gather         ids and positions of all ranks
+//!  stage              schedule, rows, buffers: new ones beside the old ones
+//!  Workspace::update  in place
+//!  close              all succeeded?   yes: commit                no: the workspace is restored
+//! ```
+//! A rank that cannot restore its workspace aborts: then the plan is dead on all ranks. So no
+//! forward pass ever combines queries of one batch with keys of another.
 
 use std::{
     sync::Arc,
@@ -10,20 +22,22 @@ use std::{
 };
 
 use annulus_core::{
-    Backend, BackwardMode, Capabilities, Choice, Error, Order, Passes, Placement, RankShard,
-    Result, RingShards, Route, Space, Spec, Strategy, Transport,
+    Backend, BackwardMode, Batch, Capabilities, Choice, DenseMask, Error, MessageBalance, Order,
+    Passes, Placement, RankShard, Result, RingShards, Route, Shard, Side, Space, Spec, Strategy,
+    Transport, Workspace, memory,
 };
 
 use super::{
-    RingOptions,
+    Ring, RingOptions,
     block_parts::SplitSize,
     buffers::Buffers,
     check,
     describe::{self, Combined, TransportFields},
-    plan::{Agreed, RingPlan},
-    reduce,
+    plan::{self, Agreed, RingPlan},
+    reduce::{self, slices_of_pass},
+    slices::Exchange,
 };
-use crate::agreement;
+use crate::agreement::{self, all_gather};
 
 /// Minimum time between two heartbeats of a rank that plans. Planning ticks after some
 /// microseconds, far more often than deadlines require.
@@ -206,4 +220,154 @@ impl<B: Backend> Planned<B> {
         let buffers = Buffers::allocate(backend, &agreed, &plan)?;
         Ok(Self { agreed, plan, shard, workspace, buffers })
     }
+}
+
+impl RingPlan {
+    /// Returns the balance of the messages of all passes of `rank`, by which all ranks prove that
+    /// their lengths match.
+    pub(super) fn message_balance(&self, agreed: &Agreed, rank: usize) -> MessageBalance {
+        let mut balance = MessageBalance::of_rank(rank);
+        for (list, slices) in (4..).zip(slices_of_pass(agreed, self)) {
+            let exchange = Exchange::new(&slices, &agreed.order, rank, 0);
+            exchange.all_transfers().add_to(&mut balance, list);
+        }
+        let of_keys = self
+            .program
+            .steps
+            .iter()
+            .flat_map(|step| [(0, &step.kv), (1, &step.kv_in_parts), (2, &step.gradients)]);
+        let of_queries = self.query_steps.iter().map(|step| (3, &step.kv_in_parts));
+        for (list, transfers) in of_keys.chain(of_queries) {
+            transfers.add_to(&mut balance, list);
+        }
+        balance
+    }
+}
+
+/// Bytes that planning allocates per byte of an encoded shard: [`Batch::planning_bytes`] per run,
+/// and an encoded run has at least three bytes.
+const BYTES_PER_ENCODED: u64 = 86;
+
+/// A new batch before all ranks have agreed to put it in force.
+struct StagedBatch<S: Space> {
+    plan: RingPlan,
+    shard: RankShard,
+    /// Present if those of the batch in force are too small.
+    buffers: Option<Buffers<S>>,
+}
+
+impl<B: Backend> Ring<B> {
+    /// Checks this rank's part of a batch.
+    pub(crate) fn check_batch(&self, batch: &Batch) -> Result<()> {
+        let Agreed { spec, layout, .. } = &self.agreed;
+        spec.validate_batch(batch, self.shard.queries.len(), self.shard.keys.len())?;
+        batch.validate_layout(&spec.dims, layout, self.ring_index, self.ranks)?;
+        check::two_pass_mask(spec, batch, self.ranks)?;
+        memory::check_available("segment ids and positions", batch.planning_bytes())
+    }
+
+    /// Adapts the plan to `batch`; an error that is not fatal leaves the old batch in force.
+    pub(super) fn try_update(&mut self, batch: &Batch, checked: Result<()>) -> Result<()> {
+        let described = checked.map(|()| describe::batch(batch));
+        self.calls.entries.enter(self.transport.as_mut(), &described)?;
+
+        let dims = self.agreed.spec.dims;
+        let agreed = &self.agreed;
+        let shard = |side| {
+            let alignment = agreed.spec.alignment;
+            let layout = &agreed.layout;
+            Shard::local(&dims, alignment, layout, side, self.ring_index, self.ranks, batch)
+        };
+        let message = plan::encode_shards([Side::Q, Side::Kv].map(shard));
+        let round = self.calls.entries.round();
+        // from here to the closing status no rank may return: the others would wait for it
+        let gathered = all_gather(self.transport.as_mut(), round, &message);
+        let gathered = gathered.map_err(agreement::mid_call)?;
+        let mut ticks = PlanningTicks::new(self.transport.as_mut());
+        let mut tick = || ticks.tick();
+        let mask = batch.attention_mask.as_ref().map(DenseMask::shape);
+        let plan = derive::<B::Space>(&self.agreed, self.ring_index, &gathered, mask, &mut tick);
+        let staged = ticks.finish(plan).and_then(|plan| self.stage(batch, plan));
+        // the workspace comes last, because it is the only part that is changed in place
+        let touched = staged.is_ok();
+        let staged = staged.and_then(|staged| {
+            self.workspace.update(&staged.shard)?;
+            Ok(staged)
+        });
+        let balance =
+            staged.as_ref().map(|staged| staged.plan.message_balance(&self.agreed, self.rank));
+        let status = balance.as_ref().map_err(|&error| Error::clone(error));
+        let round = self.calls.entries.round();
+        let transport = self.transport.as_mut();
+        let closed = agreement::close_plan(transport, round, || self.calls.entries.round(), status);
+        match (closed, staged) {
+            (Ok(lengths), Ok(mut staged)) => {
+                staged.plan.agree_on_lengths(&self.agreed, lengths);
+                self.commit(staged);
+                Ok(())
+            }
+            (Err(refusal), _) | (_, Err(refusal)) => {
+                if touched && !refusal.is_fatal() {
+                    self.restore_workspace(&refusal)?;
+                }
+                Err(refusal)
+            }
+        }
+    }
+
+    /// Creates everything that a new batch needs besides its plan, and changes nothing of the batch
+    /// in force.
+    fn stage(&self, batch: &Batch, plan: RingPlan) -> Result<StagedBatch<B::Space>> {
+        let mask = batch.attention_mask.as_ref().map(DenseMask::try_clone).transpose()?;
+        let shard = plan.rank_shard(mask.map(Arc::new));
+        let buffers = if self.buffers.fit(&self.agreed, &plan) {
+            None
+        } else {
+            Some(Buffers::allocate(&self.backend, &self.agreed, &plan)?)
+        };
+        Ok(StagedBatch { plan, shard, buffers })
+    }
+
+    /// Puts a new batch in force. Cannot fail: all ranks have agreed to do this.
+    fn commit(&mut self, staged: StagedBatch<B::Space>) {
+        let StagedBatch { plan, shard, buffers } = staged;
+        self.plan = plan;
+        self.shard = shard;
+        if let Some(buffers) = buffers {
+            self.buffers = buffers;
+        }
+    }
+
+    /// Adapts the workspace to the batch in force again, after an update that some rank refused.
+    ///
+    /// # Errors
+    /// [`Error::Device`], which ends the plan: the workspace serves neither batch.
+    fn restore_workspace(&mut self, refusal: &Error) -> Result<()> {
+        let restored = self.workspace.update(&self.shard).or_else(|_| {
+            let passes = if self.agreed.backward { Passes::Both } else { Passes::Forward };
+            self.workspace = self.backend.workspace(&self.shard, passes)?;
+            Ok(())
+        });
+        let lost = |error: Error| {
+            let what = format!(
+                "the old batch could not be restored: {error}; the new one failed: {refusal}"
+            );
+            Error::Device { what }
+        };
+        restored.map_err(lost)
+    }
+}
+
+/// Derives the plan of the rank at `ring_index` from the encoded shards of all ranks.
+fn derive<S: Space>(
+    agreed: &Agreed,
+    ring_index: usize,
+    gathered: &[Vec<u8>],
+    attention_mask: Option<[usize; 4]>,
+    tick: &mut dyn FnMut(),
+) -> Result<RingPlan> {
+    let bytes = gathered.iter().map(|shards| shards.len() as u64).sum::<u64>();
+    memory::check_available("the rows of all ranks", bytes.saturating_mul(BYTES_PER_ENCODED))?;
+    let shards = plan::decode_shards(gathered, &agreed.order)?;
+    RingPlan::derive::<S>(agreed, ring_index, shards, attention_mask, tick)
 }

@@ -9,7 +9,7 @@ use annulus_core::{
 
 use super::{
     block_parts::{self, SplitSize},
-    home_reduce::{HomeReduce, RangePairs},
+    final_gradients::{HomeReduce, RangePairs},
 };
 
 /// One ring step of a rank.

@@ -44,19 +44,19 @@ use std::time::{Duration, Instant};
 
 use annulus_core::{
     Backend, BackwardInputs, BackwardMode, BackwardPass, Error, ForwardPass, Gradients, Inputs,
-    LeafSums, Outputs, Result, Space, Workspace,
+    LeafSums, Outputs, Result, Space, View, ViewMut, Workspace,
 };
 
-use crate::span::span;
+use crate::profiler::span;
 
 use super::{
     Ring, block_parts,
+    blocks::Pace,
     blocks::{Blocks, circulate},
+    buffers::GradientStock,
     final_gradients::FinalGradients,
-    gradient_stock::GradientStock,
     in_flight::InFlight,
     one_pass::{OnePass, Sums},
-    pace::Pace,
     plan::RingPlan,
     program,
     step_events::{Circulation, PassKind},
@@ -66,15 +66,16 @@ impl<B: Backend> Ring<B> {
     /// Runs the forward pass. Returns the exposed communication.
     pub(super) fn forward_loop(
         &mut self,
-        inputs: &Inputs<'_, B::Space>,
-        outputs: &mut Outputs<'_, B::Space>,
+        inputs: &Inputs<View<'_, B::Space>>,
+        outputs: &mut Outputs<ViewMut<'_, B::Space>>,
         first_tag: u64,
     ) -> Result<Duration> {
         let Self { agreed, workspace, transport, plan, buffers, watch, ring_index, .. } = self;
         let start = Instant::now();
         let observer = watch.observer(Circulation::Forward, start, agreed, plan, *ring_index);
         let mut in_flight = InFlight::new(transport.as_mut(), first_tag, plan.lengths, observer);
-        let mut pass = workspace.forward(inputs.reborrow(), &mut || in_flight.tick())?;
+        let mut pass =
+            workspace.forward(inputs.as_ref().map(B::Space::reborrow), &mut || in_flight.tick())?;
         in_flight.check()?;
 
         let mut kv = buffers.blocks.take(buffers.blocks.local())?;
@@ -97,8 +98,8 @@ impl<B: Backend> Ring<B> {
     /// Returns the exposed communication.
     pub(super) fn backward_loop(
         &mut self,
-        inputs: &BackwardInputs<'_, B::Space>,
-        gradients: &mut Gradients<'_, B::Space>,
+        inputs: &BackwardInputs<View<'_, B::Space>>,
+        gradients: &mut Gradients<ViewMut<'_, B::Space>>,
         first_tag: u64,
     ) -> Result<Duration> {
         let mut local_dkv = self
@@ -117,9 +118,9 @@ impl<B: Backend> Ring<B> {
 
     fn backward_one_pass(
         &mut self,
-        inputs: &BackwardInputs<'_, B::Space>,
+        inputs: &BackwardInputs<View<'_, B::Space>>,
         local_dkv: &mut <B::Space as Space>::Buffer,
-        gradients: &mut Gradients<'_, B::Space>,
+        gradients: &mut Gradients<ViewMut<'_, B::Space>>,
         first_tag: u64,
     ) -> Result<Duration> {
         let Self { agreed, workspace, transport, plan, buffers, watch, ring_index, .. } = self;
@@ -127,7 +128,10 @@ impl<B: Backend> Ring<B> {
         let observer = watch.observer(Circulation::OnePass, start, agreed, plan, *ring_index);
         let mut in_flight = InFlight::new(transport.as_mut(), first_tag, plan.lengths, observer);
         let mode = BackwardMode::OnePass;
-        let mut pass = workspace.backward(inputs.reborrow(), mode, &mut || in_flight.tick())?;
+        let mut pass =
+            workspace.backward(inputs.as_ref().map(B::Space::reborrow), mode, &mut || {
+                in_flight.tick()
+            })?;
         in_flight.check()?;
 
         let mut kv = buffers.blocks.take(buffers.blocks.local())?;
@@ -175,9 +179,9 @@ impl<B: Backend> Ring<B> {
 
     fn backward_two_pass(
         &mut self,
-        inputs: &BackwardInputs<'_, B::Space>,
+        inputs: &BackwardInputs<View<'_, B::Space>>,
         local_dkv: &mut <B::Space as Space>::Buffer,
-        gradients: &mut Gradients<'_, B::Space>,
+        gradients: &mut Gradients<ViewMut<'_, B::Space>>,
         first_tag: u64,
     ) -> Result<Duration> {
         let Self { agreed, workspace, transport, plan, buffers, watch, ring_index, ranks, .. } =
@@ -188,7 +192,10 @@ impl<B: Backend> Ring<B> {
         let reproducible = agreed.spec.leaf_rows.is_some();
         let mut in_flight = InFlight::new(transport.as_mut(), first_tag, plan.lengths, observer);
         let mode = BackwardMode::TwoPass;
-        let mut pass = workspace.backward(inputs.reborrow(), mode, &mut || in_flight.tick())?;
+        let mut pass =
+            workspace.backward(inputs.as_ref().map(B::Space::reborrow), mode, &mut || {
+                in_flight.tick()
+            })?;
         in_flight.check()?;
         let mut kv = buffers.blocks.take(buffers.blocks.local())?;
         let ready = pass.local_kv(&mut kv, &plan.program.sent)?;
@@ -241,7 +248,7 @@ impl<B: Backend> Ring<B> {
     }
 
     /// Returns true if a backward pass sends queries around the ring after keys and values.
-    fn has_two_passes(&self) -> bool {
+    pub(super) fn has_two_passes(&self) -> bool {
         self.agreed.spec.backward == BackwardMode::TwoPass && self.ranks > 1
     }
 }
@@ -252,7 +259,7 @@ fn finish_backward<S: Space, P: BackwardPass<S>>(
     mut pass: P,
     dkv: &S::Buffer,
     leaf_sums: Option<&mut LeafSums>,
-    gradients: &mut Gradients<'_, S>,
+    gradients: &mut Gradients<ViewMut<'_, S>>,
     in_flight: &mut InFlight<'_, S>,
 ) -> Result<()> {
     if let Some(sums) = leaf_sums {

@@ -6,8 +6,8 @@ use std::{
 };
 
 use annulus_core::{
-    Backend, BackwardInputs, BackwardMode, Control, Error, Host, Inputs, Passes, RankShard, Result,
-    Tick, Transport, Workspace,
+    Backend, BackwardInputs, BackwardMode, Control, Error, Host, HostView, Inputs, Passes,
+    RankShard, Result, Tick, Transport, Workspace,
 };
 use annulus_cpu::Cpu;
 
@@ -92,7 +92,7 @@ impl Workspace for RefusingWorkspace {
 
     fn forward<'p>(
         &'p mut self,
-        inputs: Inputs<'p, Host>,
+        inputs: Inputs<HostView<'p>>,
         tick: Tick<'_>,
     ) -> Result<Self::Forward<'p>> {
         self.inner.forward(inputs, tick)
@@ -100,7 +100,7 @@ impl Workspace for RefusingWorkspace {
 
     fn backward<'p>(
         &'p mut self,
-        inputs: BackwardInputs<'p, Host>,
+        inputs: BackwardInputs<HostView<'p>>,
         mode: BackwardMode,
         tick: Tick<'_>,
     ) -> Result<Self::Backward<'p>> {

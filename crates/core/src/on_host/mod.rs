@@ -7,21 +7,16 @@
 //! Inputs are uploaded when a pass starts and outputs are downloaded when it finishes. Between them
 //! nothing is copied: queries, accumulators, gradients and blocks stay on the device.
 
-mod passes;
-mod slots;
 mod space;
 
-pub use passes::{OnHostBackward, OnHostForward};
 pub use space::HostViews;
 
-use std::ops::Range;
-
 use crate::{
-    Backend, BackwardInputs, BackwardMode, Capabilities, DeviceSpace, Inputs, Passes, RankShard,
-    Result, Space, Spec, Tick, Workspace,
+    Backend, BackwardInputs, BackwardMode, BackwardPass, Block, Capabilities, DType, DeviceSpace,
+    ForwardPass, Gradients, HostView, HostViewMut, Inputs, Outputs, Passes, RangePairs, RankShard,
+    Reduction, Result, RowSet, Space, Spec, Tick, Workspace,
 };
-use passes::OutputSlots;
-use slots::Tensors;
+use std::ops::Range;
 
 /// A device backend for tensors in host memory.
 #[derive(Debug, Clone)]
@@ -65,7 +60,7 @@ impl<B: Backend<Space: DeviceSpace>> Backend for OnHost<B> {
 
     fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<Self::Workspace> {
         let inner = self.inner.workspace(shard, passes)?;
-        Ok(OnHostWorkspace { inner, tensors: Tensors::new(self.context.clone()) })
+        Ok(OnHostWorkspace { inner, tensors: PassTensors::new(self.context.clone()) })
     }
 }
 
@@ -73,7 +68,7 @@ impl<B: Backend<Space: DeviceSpace>> Backend for OnHost<B> {
 /// device. They are allocated by the first pass and reused by later ones.
 pub struct OnHostWorkspace<W, D: DeviceSpace> {
     inner: W,
-    tensors: Tensors<D>,
+    tensors: PassTensors<D>,
 }
 
 impl<W: Workspace<Space = D>, D: DeviceSpace> Workspace for OnHostWorkspace<W, D> {
@@ -91,45 +86,244 @@ impl<W: Workspace<Space = D>, D: DeviceSpace> Workspace for OnHostWorkspace<W, D
 
     fn forward<'p>(
         &'p mut self,
-        inputs: Inputs<'p, HostViews<D>>,
+        inputs: Inputs<HostView<'p>>,
         tick: Tick<'_>,
     ) -> Result<Self::Forward<'p>> {
-        let Tensors { context, inputs: slots, out, lse, max, sum, ties, out_residual, .. } =
-            &mut self.tensors;
-        let inputs = slots.upload(context, &inputs, &mut *tick)?;
-        let outputs = OutputSlots { out, lse, max, sum, ties, out_residual };
+        let PassTensors { context, inputs: slots, outputs, .. } = &mut self.tensors;
+        let inputs = slots
+            .as_mut()
+            .zip(inputs)
+            .try_map(|(slot, tensor)| slot.upload(context, tensor, &mut *tick))?;
         Ok(OnHostForward { pass: self.inner.forward(inputs, tick)?, context, outputs })
     }
 
     fn backward<'p>(
         &'p mut self,
-        inputs: BackwardInputs<'p, HostViews<D>>,
+        inputs: BackwardInputs<HostView<'p>>,
         mode: BackwardMode,
         tick: Tick<'_>,
     ) -> Result<Self::Backward<'p>> {
-        let Tensors {
-            context,
-            inputs: slots,
+        let PassTensors { context, inputs: slots, outputs, dout, dlse, gradients } =
+            &mut self.tensors;
+        let Outputs { out, lse, max: _, sum, ties, out_residual } = outputs.as_mut();
+        let slots = BackwardInputs {
+            forward: slots.as_mut(),
             out,
-            lse: _,
-            max,
+            // shaped as lse, which is an input in its place if there is no sum
+            max: lse,
             sum,
             ties,
             out_residual,
             dout,
-            dlse,
-            gradients,
-        } = &mut self.tensors;
-        let inputs = BackwardInputs {
-            forward: slots.upload(context, &inputs.forward, &mut *tick)?,
-            out: out.upload(context, inputs.out, &mut *tick)?,
-            max: max.upload(context, inputs.max, &mut *tick)?,
-            sum: sum.upload_optional(context, inputs.sum, &mut *tick)?,
-            ties: ties.upload_optional(context, inputs.ties, &mut *tick)?,
-            out_residual: out_residual.upload_optional(context, inputs.out_residual, &mut *tick)?,
-            dout: dout.upload(context, inputs.dout, &mut *tick)?,
-            dlse: dlse.upload_optional(context, inputs.dlse, &mut *tick)?,
+            dlse: Some(dlse),
         };
+        let inputs =
+            slots.zip(inputs).try_map(|(slot, tensor)| slot.upload(context, tensor, &mut *tick))?;
         Ok(OnHostBackward { pass: self.inner.backward(inputs, mode, tick)?, context, gradients })
+    }
+}
+
+/// Forward pass of [`crate::OnHost`].
+pub struct OnHostForward<'p, P, D: DeviceSpace> {
+    pass: P,
+    context: &'p D::Context,
+    outputs: &'p mut Outputs<Slot<D>>,
+}
+
+/// An output of the pass on the device and the caller's tensor that it is downloaded to.
+struct Output<'a, 'b, D: DeviceSpace> {
+    on_device: &'a mut D::Tensor,
+    on_host: &'a mut HostViewMut<'b>,
+}
+
+impl<'a, 'b, D: DeviceSpace> Output<'a, 'b, D> {
+    fn new(
+        context: &D::Context,
+        slot: &'a mut Slot<D>,
+        on_host: &'a mut HostViewMut<'b>,
+    ) -> Result<Self> {
+        let on_device = slot.reserve(context, on_host.dtype(), on_host.shape())?;
+        Ok(Self { on_device, on_host })
+    }
+
+    fn view(&mut self) -> D::ViewMut<'_> {
+        D::view_mut(self.on_device)
+    }
+
+    fn download(self, context: &D::Context, tick: Tick<'_>) -> Result<()> {
+        D::download(context, self.on_device, self.on_host, tick)
+    }
+}
+
+impl<P: ForwardPass<D>, D: DeviceSpace> ForwardPass<HostViews<D>> for OnHostForward<'_, P, D> {
+    fn local_kv(&mut self, into: &mut D::Buffer, sent: &RowSet) -> Result<D::Event> {
+        self.pass.local_kv(into, sent)
+    }
+
+    fn attend(&mut self, kv: &Block<'_, HostViews<D>>, tick: Tick<'_>) -> Result<()> {
+        self.pass.attend(&on_device(kv), tick)
+    }
+
+    /// Downloads the outputs. The first download waits for the kernels of the pass.
+    fn finish(self, outputs: &mut Outputs<HostViewMut<'_>>, tick: Tick<'_>) -> Result<()> {
+        let Self { pass, context, outputs: slots } = self;
+        let mut outputs = slots
+            .as_mut()
+            .zip(outputs.as_mut())
+            .try_map(|(slot, on_host)| Output::new(context, slot, on_host))?;
+        pass.finish(&mut outputs.as_mut().map(Output::view), &mut *tick)?;
+        outputs.into_tensors().try_for_each(|output| output.download(context, &mut *tick))
+    }
+}
+
+/// Backward pass of [`crate::OnHost`].
+pub struct OnHostBackward<'p, P, D: DeviceSpace> {
+    pass: P,
+    context: &'p D::Context,
+    gradients: &'p mut Gradients<Slot<D>>,
+}
+
+impl<P: BackwardPass<D>, D: DeviceSpace> BackwardPass<HostViews<D>> for OnHostBackward<'_, P, D> {
+    fn local_kv(&mut self, into: &mut D::Buffer, sent: &RowSet) -> Result<D::Event> {
+        self.pass.local_kv(into, sent)
+    }
+
+    fn local_queries(&mut self, into: &mut D::Buffer) -> Result<D::Event> {
+        self.pass.local_queries(into)
+    }
+
+    fn attend_kv(
+        &mut self,
+        kv: &Block<'_, HostViews<D>>,
+        dkv: Option<&mut D::Buffer>,
+        tick: Tick<'_>,
+    ) -> Result<D::Event> {
+        self.pass.attend_kv(&on_device(kv), dkv, tick)
+    }
+
+    fn attend_queries(
+        &mut self,
+        queries: &Block<'_, HostViews<D>>,
+        dkv: &mut D::Buffer,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        self.pass.attend_queries(&on_device(queries), dkv, tick)
+    }
+
+    fn reduce(
+        &mut self,
+        into: &mut D::Buffer,
+        from: &D::Buffer,
+        ready: &D::Event,
+        pairs: &RangePairs,
+        reduction: Reduction,
+    ) -> Result<D::Event> {
+        self.pass.reduce(into, from, ready, pairs, reduction)
+    }
+
+    fn finish(
+        self,
+        dkv: &D::Buffer,
+        gradients: &mut Gradients<HostViewMut<'_>>,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        let Self { pass, context, gradients: slots } = self;
+        let mut outputs = slots
+            .as_mut()
+            .zip(gradients.as_mut())
+            .try_map(|(slot, on_host)| Output::new(context, slot, on_host))?;
+        pass.finish(dkv, &mut outputs.as_mut().map(Output::view), &mut *tick)?;
+        outputs.into_tensors().try_for_each(|output| output.download(context, &mut *tick))
+    }
+}
+
+/// The same block in the space of the device.
+const fn on_device<'a, D: Space>(block: &Block<'a, HostViews<D>>) -> Block<'a, D> {
+    let &Block { buffer, ready, rows, first_local } = block;
+    Block { buffer, ready, rows, first_local }
+}
+
+/// A tensor on the device, allocated when it is first used and again when its shape changes.
+struct Slot<D: DeviceSpace>(Option<D::Tensor>);
+
+impl<D: DeviceSpace> Slot<D> {
+    /// Returns a tensor of this type and shape; its contents are unspecified.
+    fn reserve(
+        &mut self,
+        context: &D::Context,
+        dtype: DType,
+        shape: [usize; 4],
+    ) -> Result<&mut D::Tensor> {
+        let tensor = match self.0.take() {
+            Some(tensor) if D::describe(&D::view(&tensor)) == (dtype, shape) => tensor,
+            _ => D::tensor(context, dtype, shape)?,
+        };
+        Ok(self.0.insert(tensor))
+    }
+
+    /// Uploads a tensor and returns its view.
+    fn upload<'a>(
+        &'a mut self,
+        context: &D::Context,
+        from: HostView<'_>,
+        tick: Tick<'_>,
+    ) -> Result<D::View<'a>> {
+        let tensor = self.reserve(context, from.dtype(), from.shape())?;
+        D::upload(context, from, tensor, tick)?;
+        Ok(D::view(tensor))
+    }
+
+    fn bytes(&self) -> u64 {
+        self.0.as_ref().map_or(0, |tensor| {
+            let (dtype, shape) = D::describe(&D::view(tensor));
+            shape.iter().product::<usize>() as u64 * dtype.bytes() as u64
+        })
+    }
+}
+
+/// The tensors of passes, with a slot for every optional one. Outputs of the forward pass are inputs
+/// of the backward pass and share their slots.
+struct PassTensors<D: DeviceSpace> {
+    context: D::Context,
+    inputs: Inputs<Slot<D>>,
+    outputs: Outputs<Slot<D>>,
+    dout: Slot<D>,
+    dlse: Slot<D>,
+    gradients: Gradients<Slot<D>>,
+}
+
+impl<D: DeviceSpace> PassTensors<D> {
+    fn new(context: D::Context) -> Self {
+        let slot = || Slot(None);
+        let optional = || Some(slot());
+        Self {
+            context,
+            inputs: Inputs { q: slot(), k: slot(), v: slot(), bias: optional(), sinks: optional() },
+            outputs: Outputs {
+                out: slot(),
+                lse: slot(),
+                max: optional(),
+                sum: optional(),
+                ties: optional(),
+                out_residual: optional(),
+            },
+            dout: slot(),
+            dlse: slot(),
+            gradients: Gradients {
+                dq: slot(),
+                dk: slot(),
+                dv: slot(),
+                dbias: optional(),
+                dsinks: optional(),
+            },
+        }
+    }
+
+    /// Returns the bytes of all tensors that there are.
+    fn bytes(&self) -> u64 {
+        let Self { context: _, inputs, outputs, dout, dlse, gradients } = self;
+        let passes = inputs.as_ref().into_tensors().chain(outputs.as_ref().into_tensors());
+        let slots = passes.chain(gradients.as_ref().into_tensors()).chain([dout, dlse]);
+        slots.map(Slot::bytes).sum()
     }
 }

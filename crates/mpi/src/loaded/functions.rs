@@ -14,7 +14,7 @@ use super::{
         MPI_ERR_OTHER, MPI_Errhandler, MPI_Message, MPI_Request, MPI_Status, RSMPI_COMM_NULL,
         RSMPI_Fint,
     },
-    library::{OpenedLibrary, opened},
+    {OpenedLibrary, opened},
 };
 
 /// Major version of the ABI that this module describes.
