@@ -146,25 +146,10 @@ pub(crate) struct BackwardAttention {
     pub(crate) statistics_tiles: u32,
     /// Heads in a section of own tiles.
     pub(crate) section: u32,
-    pub(crate) order: DqOrder,
-}
-
-/// Order of the additions to dQ of the fused backward kernel: `kernels/backward_dq_order.cuh`.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct DqOrder {
-    /// Lists by query tile, as in [`BlockMaskAddresses`], and the tiles before each run.
-    pub(crate) starts: u64,
-    pub(crate) runs: u64,
-    pub(crate) first_of_run: u64,
-    pub(crate) semaphores: u64,
-    pub(crate) tickets: u64,
-    pub(crate) query_tiles: u32,
-    pub(crate) key_tiles: u32,
 }
 
 // as asserted in `kernels/backward_warpgroup.cuh`
-const _: () = assert!(size_of::<BackwardAttention>() == 1152);
+const _: () = assert!(size_of::<BackwardAttention>() == 1024);
 
 /// Arguments of the kernels that process one query row without its keys.
 #[repr(C)]

@@ -13,7 +13,7 @@ use annulus_device_cuda::{
 
 use crate::{
     Level,
-    kernels::{BackwardOptions, BackwardWarpgroupKernels, Kernels, THREADS, WarpgroupKernels},
+    kernels::{BackwardWarpgroupKernels, Kernels, THREADS, WarpgroupKernels},
     pass_context::slopes,
     programs::KernelEdit,
     variant::{Family, Variant, needs_epilogue},
@@ -40,7 +40,6 @@ pub struct Cuda {
     min_warpgroup_rows: usize,
     /// `None`: the multiprocessors of the GPU.
     forward_blocks: Option<usize>,
-    fused_backward: bool,
     wide_tiles: bool,
     cache: Arc<Mutex<KernelCache>>,
 }
@@ -116,7 +115,6 @@ impl Cuda {
             level,
             min_warpgroup_rows: Self::MIN_WARPGROUP_ROWS,
             forward_blocks: None,
-            fused_backward: Self::FUSED_BACKWARD,
             wide_tiles: Self::WIDE_TILES,
             cache: Arc::default(),
         }
@@ -145,20 +143,6 @@ impl Cuda {
     #[must_use]
     pub fn with_forward_blocks(self, blocks: usize) -> Self {
         Self { forward_blocks: Some(blocks.max(1)), cache: Arc::default(), ..self }
-    }
-
-    /// Default of [`Cuda::with_fused_backward`]: on an H200 the split kernels were faster at 64 and
-    /// 128 dims (`docs/cuda.md`).
-    pub const FUSED_BACKWARD: bool = false;
-
-    /// Chooses between the backward kernels on warpgroups: one of five products for dQ, dK and dV,
-    /// whose thread blocks add to dQ in a fixed order, or two of seven. The fused one serves KV
-    /// blocks whose dK and dV are wanted too, of a spec without score epilogue (bias, soft cap,
-    /// dropout, rounding), and queries that TMA can read; the split ones serve the rest. Default:
-    /// [`Cuda::FUSED_BACKWARD`].
-    #[must_use]
-    pub fn with_fused_backward(self, fused: bool) -> Self {
-        Self { fused_backward: fused, cache: Arc::default(), ..self }
     }
 
     /// Chooses between the tiles of the forward pass on warpgroups, of queries × keys: with `true`
@@ -250,11 +234,8 @@ impl Cuda {
         let backward_on_warpgroups = (backward != variant)
             .then(|| {
                 get_or_make(&mut cache.backward_on_warpgroups, backward, || {
-                    let chosen = BackwardOptions {
-                        min_rows: self.min_warpgroup_rows,
-                        is_fused: self.fused_backward,
-                    };
-                    BackwardWarpgroupKernels::new(device, compiler, backward, chosen, edit)
+                    let rows = self.min_warpgroup_rows;
+                    BackwardWarpgroupKernels::new(device, compiler, backward, rows, edit)
                         .map(Arc::new)
                 })
             })

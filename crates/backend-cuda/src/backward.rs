@@ -120,8 +120,7 @@ impl BackwardPass<CudaSpace> for CudaBackward<'_> {
         records::pack_queries(self.context, &self.inputs, statistics, into)
     }
 
-    /// Launches a kernel for dQ, one for dbias if there is a bias, and one for dK and dV; or one
-    /// for dQ, dK and dV ([`crate::Cuda::with_fused_backward`]).
+    /// Launches a kernel for dQ, one for dbias if there is a bias, and one for dK and dV.
     fn attend_kv(
         &mut self,
         kv: &Block<'_, CudaSpace>,
@@ -153,17 +152,6 @@ impl BackwardPass<CudaSpace> for CudaBackward<'_> {
                 OnWarpgroups::new(self.context, kernels, &arguments, statistics)
             })
             .transpose()?;
-        let fused = warpgroups.as_ref().filter(|on| on.is_fused(self.context, &arguments));
-        if let Some(on) = fused
-            && let Some(dkv) = dkv.as_deref()
-            && !block_mask.is_empty()
-        {
-            dkv.wait_on(&self.context.stream)?;
-            backward_keys::write_to(&mut arguments, self.context, &block_mask, dkv);
-            let order = &mut self.state.dq_order;
-            on.launch_fused(self.context, &arguments, &block_mask, order)?;
-            return self.context.record_use(&[kv.buffer, dkv]);
-        }
         if !block_mask.is_empty() {
             let on = warpgroups.as_ref();
             backward_queries::launch(self.context, &mut arguments, &block_mask, on)?;

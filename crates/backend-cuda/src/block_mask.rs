@@ -20,7 +20,7 @@ use annulus_device_cuda::{CudaBuffer, Stream};
 
 use crate::{
     arguments::{
-        Attention, BlockMaskAddresses, DqOrder, KEY_POSITIONS_PER_BATCH, QUERY_POSITIONS_PER_BATCH,
+        Attention, BlockMaskAddresses, KEY_POSITIONS_PER_BATCH, QUERY_POSITIONS_PER_BATCH,
     },
     key_numbers::KeyNumbers,
     key_ranges::{self, RangeLimits, RangeLists},
@@ -35,8 +35,6 @@ pub(crate) struct BlockMask {
     by_queries: [u64; 2],
     /// Without [`ListForm::by_keys`] no kernel reads these.
     by_keys: [u64; 2],
-    /// Byte offset of the number of tiles before each run of `by_queries` in its list.
-    first_of_run: u64,
     /// As `by_queries`, with a list for each range of keys of a tile: see [`crate::key_ranges`].
     by_ranges: [u64; 2],
     /// Byte offset of the numbers of these lists in the order in which they are computed.
@@ -162,9 +160,6 @@ impl BlockMask {
             block_sparse.by_keys(&mut lists)?;
         }
         let by_keys = upload.lists(&lists);
-        let lists = block_sparse.by_queries();
-        let first_of_run = tiles_before_runs(lists.starts(), lists.runs());
-        let first_of_run = upload.u32s(first_of_run.into_iter());
         let [query_tiles, key_tiles] = tiling.tiles();
         let by_query_tile: Vec<&[TileRun]> = (0..tiling.planes() * query_tiles)
             .map(|list| block_sparse.by_queries().list(list))
@@ -209,7 +204,6 @@ impl BlockMask {
             buffer,
             by_queries,
             by_keys,
-            first_of_run,
             by_ranges,
             order,
             ranges,
@@ -261,14 +255,6 @@ impl BlockMask {
         self.buffer.address() + self.order
     }
 
-    /// Sets the fields of the order in which key tiles add to the same queries: ascending.
-    pub(crate) fn write_order_to(&self, order: &mut DqOrder) {
-        let at = |offset: u64| self.buffer.address() + offset;
-        [order.starts, order.runs] = self.by_queries.map(at);
-        order.first_of_run = at(self.first_of_run);
-        order.query_tiles = self.query_tiles;
-    }
-
     fn write_lists_to(
         &self,
         arguments: &mut Attention,
@@ -296,20 +282,6 @@ impl BlockMask {
         arguments.keys = self.keys;
         arguments.flags |= self.flags;
     }
-}
-
-/// Counts the tiles before each run in its list.
-fn tiles_before_runs(starts: &[u32], runs: &[TileRun]) -> Vec<u32> {
-    let of_list = |bounds: &[u32]| {
-        let mut before = 0;
-        let runs = runs[bounds[0] as usize..bounds[1] as usize].iter();
-        let add = |run: &TileRun| {
-            before += run.count;
-            before - run.count
-        };
-        runs.map(add).collect::<Vec<_>>()
-    };
-    starts.windows(2).flat_map(of_list).collect()
 }
 
 /// Numbers the lists of each plane by their tiles, most first; lists of equally many in their
@@ -370,12 +342,6 @@ pub(crate) fn to_u32(count: usize) -> Result<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn tiles_are_counted_before_each_run_of_a_list() {
-        let run = |count| TileRun { first: 0, count, bitmask: TileRun::FULL };
-        assert_eq!(tiles_before_runs(&[0, 3, 3, 4], &[2, 1, 4, 5].map(run)), [0, 2, 3, 0]);
-    }
 
     #[test]
     fn lists_of_most_tiles_come_first_in_each_plane() {

@@ -114,13 +114,6 @@ impl WarpgroupKernels {
     }
 }
 
-/// Choices of a backend for the backward pass on warpgroups.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct BackwardOptions {
-    pub(crate) min_rows: usize,
-    pub(crate) is_fused: bool,
-}
-
 /// Backward kernels on warpgroups.
 #[derive(Debug)]
 pub(crate) struct BackwardWarpgroupKernels {
@@ -129,10 +122,6 @@ pub(crate) struct BackwardWarpgroupKernels {
     /// Without and with a score epilogue.
     pub(crate) queries: [Kernel; 2],
     pub(crate) keys: [Kernel; 2],
-    /// dQ, dK and dV in one pass, without a score epilogue.
-    pub(crate) fused: Kernel,
-    /// Use it where it serves.
-    pub(crate) is_fused: bool,
     /// Fewest queries for which they are used: see [`crate::Cuda::MIN_WARPGROUP_ROWS`].
     min_rows: usize,
 }
@@ -146,12 +135,11 @@ impl BackwardWarpgroupKernels {
         device: &Device,
         compiler: &Compiler,
         variant: Variant,
-        options: BackwardOptions,
+        min_rows: usize,
         edit: Option<KernelEdit>,
     ) -> Result<Self> {
-        let BackwardOptions { min_rows, is_fused } = options;
         let module = load(device, compiler, variant, edit)?;
-        let [statistics, queries, queries_epilogue, keys, keys_epilogue, fused] =
+        let [statistics, queries, queries_epilogue, keys, keys_epilogue] =
             WARPGROUP_BACKWARD_KERNELS
                 .map(|name| module.kernel(name)?.with_shared(variant.dynamic_shared_bytes(name)));
         Ok(Self {
@@ -159,8 +147,6 @@ impl BackwardWarpgroupKernels {
             statistics: statistics?,
             queries: [queries?, queries_epilogue?],
             keys: [keys?, keys_epilogue?],
-            fused: fused?,
-            is_fused,
             min_rows,
         })
     }

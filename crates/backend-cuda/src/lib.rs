@@ -15,7 +15,7 @@
 //! | [`annulus_core::BackwardPass`]: prologue, blocks, end | `backward.rs` |
 //! | backward: dQ; dbias | `backward_queries.rs`; `bias_gradient.rs` |
 //! | backward: dK and dV | `backward_keys.rs` |
-//! | backward on warpgroups: statistics, fused and split kernels | `backward_warpgroup.rs` |
+//! | backward on warpgroups: statistics, kernels | `backward_warpgroup.rs` |
 //! | warpgroups: tensor maps for TMA | `tma.rs` |
 //! | stream, kernels and masks of both passes; their memory | `pass_context.rs`, `state.rs` |
 //! | block-sparse mask, numbers of keys; GQA packing | `block_mask.rs`, `key_numbers.rs`; `gqa_packing.rs` |

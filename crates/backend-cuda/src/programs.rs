@@ -66,16 +66,13 @@ const WARPGROUP_FORWARD_HEADERS: [Header; 6] = [
 ];
 
 /// Further headers of [`Family::WarpgroupBackward`].
-const WARPGROUP_BACKWARD_HEADERS: [Header; 9] = [
+const WARPGROUP_BACKWARD_HEADERS: [Header; 6] = [
     ("head_tiles.cuh", include_str!("../kernels/head_tiles.cuh")),
     ("backward_pair.cuh", include_str!("../kernels/backward_pair.cuh")),
     ("backward_warpgroup.cuh", include_str!("../kernels/backward_warpgroup.cuh")),
     ("backward_statistics.cuh", include_str!("../kernels/backward_statistics.cuh")),
     ("backward_queries_warpgroup.cuh", include_str!("../kernels/backward_queries_warpgroup.cuh")),
-    ("backward_key_rows.cuh", include_str!("../kernels/backward_key_rows.cuh")),
     ("backward_keys_warpgroup.cuh", include_str!("../kernels/backward_keys_warpgroup.cuh")),
-    ("backward_dq_order.cuh", include_str!("../kernels/backward_dq_order.cuh")),
-    ("backward_fused_warpgroup.cuh", include_str!("../kernels/backward_fused_warpgroup.cuh")),
 ];
 
 /// Changes the text of a kernel file, given its name and its text, by which tests plant mistakes

@@ -28,9 +28,6 @@ pub(crate) struct BackwardState {
     pub(crate) statistics: CudaBuffer,
     /// lse and delta for kernels on warpgroups: see [`crate::backward_warpgroup`]. Grows on use.
     pub(crate) statistics_tiles: CudaBuffer,
-    /// Tickets and semaphores of the fused kernel on warpgroups, 0 between launches: see
-    /// [`crate::backward_warpgroup`]. Grows on use.
-    pub(crate) dq_order: CudaBuffer,
     /// `[b, local q_len, q_heads, head_dim]`.
     pub(crate) dq: CudaBuffer,
     /// Shape of this rank's bias.
@@ -76,8 +73,8 @@ impl ForwardState {
 
 impl BackwardState {
     pub(crate) fn bytes(&self) -> u64 {
-        let Self { statistics, statistics_tiles, dq_order, dq, dbias, ranges } = self;
-        [statistics, statistics_tiles, dq_order, dq, ranges]
+        let Self { statistics, statistics_tiles, dq, dbias, ranges } = self;
+        [statistics, statistics_tiles, dq, ranges]
             .into_iter()
             .chain(dbias)
             .map(CudaBuffer::len)
@@ -88,7 +85,6 @@ impl BackwardState {
         Ok(Self {
             statistics: sizes.buffer(device, sizes.statistics)?,
             statistics_tiles: CudaBuffer::new(device, 0)?,
-            dq_order: CudaBuffer::new(device, 0)?,
             dq: sizes.buffer(device, sizes.dq)?,
             dbias: sizes.dbias.map(|sums| sizes.buffer(device, sums)).transpose()?,
             ranges: CudaBuffer::new(device, 0)?,

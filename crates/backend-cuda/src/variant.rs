@@ -18,13 +18,12 @@ pub(crate) const DECODE_KERNEL: &str = "forward_decode";
 pub(crate) const WARPGROUP_KERNELS: [&str; 2] = ["forward_warpgroup", "forward_warpgroup_epilogue"];
 
 /// Backward kernels on warpgroups.
-pub(crate) const WARPGROUP_BACKWARD_KERNELS: [&str; 6] = [
+pub(crate) const WARPGROUP_BACKWARD_KERNELS: [&str; 5] = [
     "backward_statistics",
     "backward_queries_warpgroup",
     "backward_queries_warpgroup_epilogue",
     "backward_keys_warpgroup",
     "backward_keys_warpgroup_epilogue",
-    "backward_fused_warpgroup",
 ];
 
 /// Kernels that every general variant has.
@@ -247,8 +246,7 @@ impl Variant {
     /// warpgroups: `SharedStorage` of `kernels/warpgroup.cuh` (q; K and V, two stages each; two
     /// work tiles; 12 mbarriers). Backward: `BackwardStorage` of `kernels/backward_warpgroup.cuh`
     /// (own rows of two operands; their streamed rows, two stages of 128 or four of 64; statistics
-    /// of two floats per streamed row; two mbarriers per stage). Fused: `FusedStorage` of
-    /// `kernels/backward_fused_warpgroup.cuh` (also two buffers of dX, and a tile of dQ).
+    /// of two floats per streamed row; two mbarriers per stage).
     pub fn dynamic_shared_bytes(self, kernel: &str) -> u32 {
         let ([queries, keys], dim) = (self.tile(), self.dim);
         let bytes = match self.family {
@@ -275,22 +273,14 @@ impl Variant {
                 tiles + 2 * 16 + 12 * 8
             }
             Family::WarpgroupBackward => {
-                let fused_rows = fused_rows(dim) as usize;
-                let (rows, stages, fused) = match kernel {
+                let (rows, stages) = match kernel {
                     "backward_statistics" => return 0,
-                    "backward_queries_warpgroup" => (128, 2, 0),
-                    "backward_fused_warpgroup" => {
-                        let dx = 2 * keys * fused_rows * 2;
-                        // a dQ tile; two `StreamedTile`, four `DqTile`; three mbarriers; ticket and
-                        // tile
-                        let others = 6 * 16 + 3 * 8 + 8;
-                        (fused_rows, 2, dx + fused_rows * (dim + 8) * 4 + others)
-                    }
-                    _ => (64, 4, 0),
+                    "backward_queries_warpgroup" => (128, 2),
+                    _ => (64, 4),
                 };
                 let own = 2 * 128 * dim * 2;
                 let streamed = 2 * stages * rows * dim * 2;
-                fused + own + streamed + stages * rows * 12 + 2 * stages * 8
+                own + streamed + stages * rows * 12 + 2 * stages * 8
             }
         };
         bytes as u32
@@ -362,12 +352,6 @@ impl std::fmt::Display for Variant {
         };
         write!(f, "{} {}{family}", self.dtype, self.dim)
     }
-}
-
-/// Queries per tile of the fused backward kernel; `FUSED_ROWS` of
-/// `kernels/backward_fused_warpgroup.cuh`.
-pub(crate) const fn fused_rows(dim: usize) -> u32 {
-    if dim == 64 { 128 } else { 64 }
 }
 
 /// True if the QKᵀ products need an epilogue: bias, soft cap or rounding; or a scale that is not

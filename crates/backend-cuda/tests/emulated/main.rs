@@ -9,7 +9,6 @@ mod copies;
 mod decode;
 mod failures;
 mod fork;
-mod fused_backward;
 mod in_place;
 mod kv_cache;
 mod matrix_backward;

@@ -18,8 +18,7 @@
 //!   `gbps` is the rate at which keys and values are read, in GB/s.
 //!   Level `warpgroup-tiles` is `warpgroup` with a thread block for each tile of a forward launch,
 //!   instead of one for each multiprocessor; `warpgroup-wide` and `warpgroup-narrow` are
-//!   `warpgroup` with and without wide tiles of the forward pass; `warpgroup-split` is `warpgroup`
-//!   with a backward kernel for dQ, and one for dK and dV; `warpgroup-fused` with one for all.
+//!   `warpgroup` with and without wide tiles of the forward pass.
 //! * **verify** compares each level with level `plain` in f32 from the same inputs rounded to 16
 //!   bits: the relative error of out, dq, dk and dv stays below 5·10⁻³ (bf16) or 10⁻³ (f16), and of
 //!   lse below 10⁻⁴. The error of a row, relative to the largest row, stays below twice as much. A
@@ -112,7 +111,7 @@ impl Settings {
     /// Opens the device at each level, with one stream for each.
     fn open(&self) -> Result<Vec<Setup>> {
         let named = |word: &str| {
-            let is_form = [TILES, SPLIT, FUSED, WIDE, NARROW].contains(&word);
+            let is_form = [TILES, WIDE, NARROW].contains(&word);
             let level = if is_form { Level::Warpgroup.name() } else { word };
             let level = Level::ALL.into_iter().find(|found| found.name() == level)?;
             Some((word.to_owned(), level))
@@ -137,8 +136,6 @@ impl Settings {
             let cuda = open(level)?;
             let cuda = match name.as_str() {
                 TILES => cuda.with_forward_blocks(usize::MAX),
-                SPLIT => cuda.with_fused_backward(false),
-                FUSED => cuda.with_fused_backward(true),
                 WIDE => cuda.with_wide_tiles(true),
                 NARROW => cuda.with_wide_tiles(false),
                 _ => cuda,
@@ -151,12 +148,6 @@ impl Settings {
 
 /// Name of level `warpgroup` with a thread block for each tile.
 const TILES: &str = "warpgroup-tiles";
-
-/// Name of level `warpgroup` with two backward kernels.
-const SPLIT: &str = "warpgroup-split";
-
-/// Name of level `warpgroup` with one backward kernel.
-const FUSED: &str = "warpgroup-fused";
 
 /// Name of level `warpgroup` with wide tiles of the forward pass.
 const WIDE: &str = "warpgroup-wide";

@@ -18,10 +18,9 @@ use crate::support::with_seed;
 pub(crate) use edits::{Edit, edit};
 
 /// Signs of a mistake besides the first array with a wrong element (`out[`, `dq[` …): a failed
-/// launch, a deadlock, or other bits if threads and blocks run in another order.
+/// launch or a deadlock.
 pub(crate) const FAILED: &str = "CUDA_ERROR_LAUNCH_FAILED";
 pub(crate) const DEADLOCK: &str = "deadlock";
-pub(crate) const OTHER_BITS: &str = "bits";
 
 /// Cases, by the code that they execute or the property that shows a mistake. Each check has its
 /// own.
@@ -55,8 +54,6 @@ pub(crate) struct Mistake {
     what: &'static str,
     /// Part of the message of the failure.
     sign: &'static str,
-    /// Likewise in the fused backward kernel, if that has the same code as the split ones.
-    fused_sign: Option<&'static str>,
     /// True if only copies that complete when they are issued show it: one warp then runs ahead.
     early_copies: bool,
     edits: &'static [Edit],
@@ -68,17 +65,12 @@ const fn mistake(
     sign: &'static str,
     edits: &'static [Edit],
 ) -> Mistake {
-    Mistake { of, what, sign, fused_sign: None, early_copies: false, edits }
+    Mistake { of, what, sign, early_copies: false, edits }
 }
 
 /// A mistake that early copies show.
 const fn early(mistake: Mistake) -> Mistake {
     Mistake { early_copies: true, ..mistake }
-}
-
-/// A mistake that the fused backward kernel has, too.
-const fn also_fused(sign: &'static str, mistake: Mistake) -> Mistake {
-    Mistake { fused_sign: Some(sign), ..mistake }
 }
 
 /// Edited kernels, and the mistake that a device plants.
@@ -193,7 +185,6 @@ family! { WARPGROUP:
     mistakes_in_stages_and_products_are_caught => forward::STAGES,
     mistakes_of_the_scheduler_and_of_outputs_are_caught => forward::SCHEDULER,
     mistakes_in_backward_are_caught => backward::BACKWARD,
-    mistakes_of_the_fused_kernel_are_caught => backward::FUSED,
 }
 
 family! { GENERAL:
