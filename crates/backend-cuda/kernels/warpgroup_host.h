@@ -27,7 +27,7 @@ namespace {
 const u32 REGISTERS = 64 * 1024 / THREADS / 8 * 8;
 const u32 SWIZZLE_128 = 1;
 
-// Layout of the emulated driver's tensor map: mirrored in crates/cuda-emulator/src/maps.rs.
+// Layout of the emulated driver's tensor map: mirrored in crates/cuda-emulator/src/memory.rs.
 const u64 MAP_MAGIC = 0x70616d736e6e61ull;
 struct Map {
     u64 magic, address;

@@ -1,7 +1,9 @@
 //! Kernel arguments: mirrors `kernels/arguments.cuh` field by field.
+//!
+//! Tensor maps of the operands and outputs of the warpgroup kernels, for TMA.
 
-use annulus_core::{DType, Dims, Outputs, RowLayout};
-use annulus_device_cuda::{CudaSpace, CudaView, CudaViewMut, TensorMap};
+use annulus_core::{DType, Dims, Outputs, Result, RowLayout};
+use annulus_device_cuda::{CudaSpace, CudaView, CudaViewMut, Device, TensorMap};
 
 /// Address and strides of a tensor `[batch, row, head, dim]`.
 #[repr(C)]
@@ -83,7 +85,7 @@ pub(crate) struct Attention {
     pub(crate) dropout_q_heads: u32,
     /// Batch, heads, rows, keys.
     pub(crate) bias_shape: [u32; 4],
-    /// GQA packing: see [`crate::gqa_packing`].
+    /// GQA packing: see [`crate::forward_tiles`].
     pub(crate) packed_heads: u32,
     pub(crate) packed_reciprocal: u32,
     /// With [`WRITE_OUTPUTS`].
@@ -288,4 +290,46 @@ pub(crate) fn row_statistics(at: u64, rows: usize, dims: &Dims, sums: DType) -> 
     let unit = (sums.bytes() / 2) as i64;
     let Tensor { at, strides } = dense(at, rows, dims.q_heads, annulus_core::Spec::ROW_STATISTICS);
     Tensor { at, strides: strides.map(|stride| stride * unit) }
+}
+
+/// Bytes of an element: the warpgroup kernels serve 16-bit types only.
+const ELEMENT: u64 = 2;
+
+/// Stride of an axis of length 1, in bytes: TMA does not use it, but it must be a positive multiple
+/// of 16.
+const UNUSED_STRIDE: u64 = 16;
+
+/// True if TMA can read or write a caller's tensor of 16-bit elements with `shape` rows, heads and
+/// batch rows: contiguous dims, and rows, heads and batch rows at multiples of 16 bytes. An axis of
+/// length 1 has stride 0 ([`crate::arguments`]).
+pub(crate) fn is_tma_readable(tensor: &Tensor, shape: [u32; 3]) -> bool {
+    let [batch, row, head, dim] = tensor.strides;
+    let [rows, heads, batches] = shape;
+    let fits = |stride: i64, length: u32| {
+        length == 1 || (stride > 0 && stride % 8 == 0 && stride < 1 << 39)
+    };
+    (dim == 1 || dim == 0)
+        && tensor.at.is_multiple_of(16)
+        && fits(row, rows)
+        && fits(head, heads)
+        && fits(batch, batches)
+}
+
+/// Encodes the tensor map of a tensor with `shape` rows, heads and batch rows, in boxes of `rows`
+/// rows.
+pub(crate) fn tma_boxes(
+    device: &Device,
+    tensor: &Tensor,
+    dim: u32,
+    shape: [u32; 3],
+    rows: u32,
+) -> Result<TensorMap> {
+    let [batch, row, head, _] = tensor.strides;
+    let in_bytes = |stride: i64| match stride.cast_unsigned() * ELEMENT {
+        0 => UNUSED_STRIDE,
+        bytes => bytes,
+    };
+    let [rows_of, heads, batches] = shape.map(u64::from);
+    let lengths = [u64::from(dim), rows_of, heads, batches];
+    TensorMap::new(device, tensor.at, lengths, [row, head, batch].map(in_bytes), rows)
 }

@@ -7,11 +7,10 @@ use annulus_core::{Dims, Result};
 use annulus_device_cuda::{CudaBuffer, Device, TensorMap};
 
 use crate::{
-    arguments::{Attention, BackwardAttention},
+    arguments::{Attention, BackwardAttention, is_tma_readable, tma_boxes},
     block_mask::to_u32,
     kernels::BackwardWarpgroupKernels,
     pass_context::PassContext,
-    tma::{is_tma_readable, tma_boxes},
     variant::needs_epilogue,
 };
 

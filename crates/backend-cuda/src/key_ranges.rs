@@ -1,4 +1,4 @@
-//! Division of the keys of a query tile into ranges: split-KV decoding (`split_kv.rs`).
+//! Division of the keys of a query tile into ranges: split-KV decoding (`state.rs`).
 
 use annulus_core::TileRun;
 

@@ -8,11 +8,10 @@ use annulus_core::{
 use annulus_device_cuda::{CudaBuffer, CudaSpace, Event, Kernel};
 
 use crate::{
-    arguments::{Combine, Copy, Tensor, field, tensor},
+    arguments::{Combine, Copy, Tensor, field, is_tma_readable, tensor},
     block_mask::to_u32,
     kernels::{MAX_BLOCKS, THREADS, grid_of},
     pass_context::PassContext,
-    tma::is_tma_readable,
 };
 
 /// Copies a tensor to another of the shape `[batch, rows, heads, dim]`.

@@ -3,10 +3,10 @@
 use annulus_core::{Error, Result, Spec};
 
 use crate::{
+    adapter::ChunkLimits,
     block_mask::{Owner, WorkChunk, max_words_per_tile},
     kernels::{TILE, TileVariant},
     launch::ElementRange,
-    limits::ChunkLimits,
     operands::{Operand, Operands, RowsOf, TileKernel},
     parts::flops_per_tile_pair,
 };

@@ -12,24 +12,22 @@ use std::{
     time::Duration,
 };
 
-use annulus_core::{Error, Result, index};
+use annulus_core::{Error, Result};
 use wgpu::{BufferUsages, Features, PollType};
 
 use crate::{
     Level, QueryTile, RegisterTile,
-    adapter::{Adapter, NO_ADAPTER, adapters, list, matrices, proven_level, subgroup_sizes},
-    choice::{AdapterKind, PROOFS, choose},
+    adapter::{
+        Adapter, ChunkLimits, NO_ADAPTER, adapters, binding_bytes, list, matrices, proven_level,
+        subgroup_sizes,
+    },
+    choice::{AdapterKind, PROOFS, TileChoice, choose},
     errors::{device_error, with_error_scopes},
     kernels::Variant,
     level::Matrices,
-    limits::{ChunkLimits, binding_bytes},
-    lock::lock,
-    open_device::{OpenDevice, check_process, is_forked, turn},
+    open_device::{OpenDevice, check_process, is_forked, lock, turn},
     pipelines::{Compilation, KernelEdit, Pipeline, Translate, compile},
-    pools::StagingPools,
-    query_tile::TileChoice,
-    sink_parts::STEP_FLOPS,
-    submissions::Submissions,
+    submissions::{StagingPools, Submissions},
 };
 
 /// Longest time for which a wait continues although no submission completes: far longer than any
@@ -526,13 +524,6 @@ impl Gpu {
     /// Cooperative matrices that the level uses for f16 products.
     pub(crate) fn matrices(&self) -> Option<Matrices> {
         self.0.matrices.filter(|_| self.0.level == Level::Matrix)
-    }
-
-    /// Returns the upper bound of the steps of an invocation of the kernels of sinks and of dbias
-    /// over rows: `most`, or fewer by [`Options::most_part_flops`].
-    pub(crate) fn most_steps(&self, most: usize) -> usize {
-        let of_option = self.0.chunk_limits.part_work;
-        of_option.map_or(most, |work| index(work / STEP_FLOPS).min(most))
     }
 
     /// Limits of the chunks of tile kernels.

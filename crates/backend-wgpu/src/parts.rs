@@ -88,10 +88,10 @@ mod tests {
 
     use super::*;
     use crate::{
+        adapter::ChunkLimits,
         block_mask::{ListForm, Owner, WorkChunk},
         chunks::ProblemSize,
         kernels::BiasAxes,
-        limits::ChunkLimits,
         operands::Operands,
     };
 

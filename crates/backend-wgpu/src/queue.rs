@@ -119,7 +119,9 @@ pub(crate) mod tests {
     };
 
     use super::*;
-    use crate::{Options, Tensor, Wgpu, pacing::MAX_QUEUED, pools::MAX_IDLE, staging::pooled};
+    use crate::{
+        Options, Tensor, Wgpu, pacing::MAX_QUEUED, staging::pooled, submissions::MAX_IDLE,
+    };
 
     /// A device of its own, or `None` if there is none.
     pub(crate) fn gpu(options: &Options) -> Option<Gpu> {

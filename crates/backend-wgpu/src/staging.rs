@@ -15,10 +15,9 @@ use wgpu::{BufferUsages, MapMode};
 
 use crate::{
     device::Gpu,
-    lock::lock,
+    open_device::lock,
     pacing::Silence,
-    pools::{StagingPools, keep, take_fitting},
-    submissions::Receipt,
+    submissions::{Receipt, StagingPools, keep, take_fitting},
 };
 
 /// Bytes of a staging buffer for tensors: large beside the cost of a submission (64 MiB take 4 ms

@@ -8,17 +8,16 @@ use annulus_core::{BiasOrder, DType, DropoutMask, Result, Spec, Tick, Visibility
 use crate::{
     QueryTile,
     block_mask::{BlockMask, ListForm, Owner, WorkChunk, max_words_per_tile},
+    choice::{LaunchShape, TileChoice},
     chunks::{ProblemSize, element_span, first_element, most_list_words},
     copy::Layout,
     device::Gpu,
-    gqa_packing::GqaPacking,
     kernels::{TILE, TileVariant, params::TileParams, tall_tile::TallTile},
     launch::{Arena, BoundResource, Commands, ElementRange},
     operands::{Bases, Operand, Operands, TileKernel},
     parts::{Workgroups, flops_per_tile_pair},
-    query_tile::{LaunchShape, TileChoice},
-    row_buffers::RowBuffers,
-    split_kv::{ChunkPlanes, MergeTarget, PartialResults, PartialShape},
+    pass_context::RowBuffers,
+    split_kv::{ChunkPlanes, GqaPacking, MergeTarget, PartialResults, PartialShape},
 };
 
 /// One pass of a tile kernel over all visible pairs.

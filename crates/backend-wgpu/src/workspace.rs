@@ -17,8 +17,7 @@ use crate::{
     level::Matrices,
     memory::{GpuBuffer, WgpuSpace},
     operands::{Operand, Operands, RowsOf, TileKernel, bias, records},
-    pass_context::{BackwardState, ForwardState, RankKernels},
-    row_buffers::RowBuffers,
+    pass_context::{BackwardState, ForwardState, RankKernels, RowBuffers},
 };
 
 /// Workspace on the device: softmax statistics, accumulators, gradients in f32, and scratch for

@@ -9,7 +9,7 @@ use std::{
 use annulus_core::{Error, Result};
 use cudarc::nvrtc::sys::{nvrtcProgram, nvrtcResult};
 
-use crate::{Architecture, Cache, CompilerSymbols, Image, ImageKind, library::missing};
+use crate::{Architecture, Cache, CompilerSymbols, Image, ImageKind, symbols::missing};
 
 /// Source of a compilation: one file and its headers, by name and text.
 #[derive(Debug, Clone, Copy)]

@@ -1,7 +1,7 @@
 //! Prologue of the backward pass: row statistics from out and its rounding residual, max, sum, dout
 //! and dlse.
 //!
-//! See `workspace/statistics.rs` for their definitions.
+//! See `workspace/decode.rs` for their definitions.
 
 use annulus_core::{BackwardInputs, BackwardMode, Element, Host, Result};
 use ndarray::ArrayView4;
@@ -9,7 +9,7 @@ use ndarray::ArrayView4;
 use crate::{
     simd::{
         dispatch::{ArrayKernel, IsaToken, Real},
-        float::Float,
+        element::Float,
     },
     threads::team::Team,
     tile::{
@@ -17,8 +17,8 @@ use crate::{
         prefetch::{PrefetchRows, ROWS_AHEAD},
     },
     workspace::{
+        decode::RowStatistics,
         state::{DqLayout, State, Summed},
-        statistics::RowStatistics,
     },
 };
 

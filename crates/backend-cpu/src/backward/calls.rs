@@ -10,8 +10,7 @@ use crate::{
     backward::{
         dkv::{DkvPass, QueryStatisticsSource},
         dq::backward_dq,
-        fused::{FusedMemory, run_fused},
-        fused_leaves::{LeafMemory, fuses_leaves, run_fused_leaves},
+        fused::{FusedMemory, LeafMemory, fuses_leaves, run_fused, run_fused_leaves},
         kv_split::KvSplit,
     },
     forward::query_pass::keys_and_values,
@@ -24,7 +23,7 @@ use crate::{
     },
     workspace::{
         bias_gradient::BiasGradient,
-        key_leaves::KeyLeaves,
+        leaves::KeyLeaves,
         records::{QueryRecord, bytes_mut},
         state::{DqLayout, State, Summed},
     },

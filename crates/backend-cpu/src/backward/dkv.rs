@@ -26,16 +26,15 @@ use crate::{
         ds::{Operands, apply_soft_cap_slope, score_gradients},
         reduction::{DqSums, KeyTask},
     },
-    simd::{dispatch::Real, float::Float},
+    simd::{dispatch::Real, element::Float},
     threads::{
-        lock::lock,
+        ordered_reduction::lock,
         team::{Team, Ticker},
     },
     tile::{
         bf16_pairs::interleave_rows,
-        coord::TileCoord,
         gemm::{Previous, gemm_tn},
-        geometry::{Geometry, Strip},
+        geometry::{Geometry, Strip, TileCoord},
         input::{Acc, Input, Source},
         pack::{LaneRows, MAX_USES_IN_PLACE, PanelView},
         prefetch::{PrefetchRows, SHORT_BLOCK_KEYS},
@@ -44,13 +43,12 @@ use crate::{
     },
     workspace::{
         bias_gradient::BiasGradient,
-        key_leaves::{KeyLeaves, TaskLeaves},
-        leaves::unify,
+        decode::{RowStatistics, TileStatistics},
+        leaves::{KeyLeaves, TaskLeaves, unify},
         query_tiles::QueryTileCache,
         records::QueryRecord,
         scratch::Scratch,
         state::Summed,
-        statistics::{RowStatistics, TileStatistics},
     },
 };
 

@@ -19,23 +19,23 @@ use annulus_core::{BackwardInputs, BiasOrder, Block, Host, Result, Tick};
 use crate::{
     backward::ds::{Operands, apply_soft_cap_slope, score_gradients},
     forward::query_pass::QueryPass,
-    simd::float::Float,
+    simd::element::Float,
     threads::team::{Team, Ticker},
     tile::{
         bf16_pairs::interleave_rows,
-        coord::TileCoord,
         gemm::{Previous, gemm_tn},
+        geometry::TileCoord,
         input::{Acc, Input, Source, array},
         prefetch::PrefetchRows,
         tile_mask::TILE,
     },
     workspace::{
         bias_gradient::BiasPartial,
+        decode::RowStatistics,
         leaves::ArrivingKeys,
         query_block::{QueryBlock, QueryTask},
         scratch::Scratch,
         state::{State, Summed},
-        statistics::RowStatistics,
     },
 };
 

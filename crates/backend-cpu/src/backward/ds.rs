@@ -10,16 +10,16 @@ use std::ops::Range;
 use crate::{
     simd::dispatch::Real,
     tile::{
-        coord::TileCoord,
+        ds_tile::{QueryStatistics, ScoreGradient},
         gemm::gemm_nn,
+        geometry::TileCoord,
         pack::PanelView,
         prefetch::PrefetchCursor,
-        score_gradient::{QueryStatistics, ScoreGradient},
         scores::Scores,
         softmax::MultiplyTile,
         tile_mask::{LaneAxis, TileMask},
     },
-    workspace::{scratch::Tiles, statistics::TileStatistics},
+    workspace::{decode::TileStatistics, scratch::Tiles},
 };
 
 /// Operands of a tile's products, as (rows, lanes): for the scores and for dP.

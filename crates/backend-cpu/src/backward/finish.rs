@@ -12,8 +12,8 @@ use crate::{
     backward::{leaf_sums::write_dbias, sinks::SinkGradients},
     simd::{
         dispatch::{ArrayKernel, IsaToken, Real},
-        float::Float,
-        hints::prefetch_l1,
+        element::Float,
+        isa::prefetch_l1,
     },
     threads::team::Team,
     tile::{

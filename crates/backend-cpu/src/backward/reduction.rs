@@ -7,7 +7,10 @@ use annulus_core::{LeafMerges, Rows};
 use crate::{
     backward::kv_split::KvSplit,
     simd::dispatch::{IsaToken, Real},
-    threads::{lock::lock, ordered_reduction::TaskSlot, team::Ticker},
+    threads::{
+        ordered_reduction::{TaskSlot, lock},
+        team::Ticker,
+    },
     tile::{
         aligned::Aligned,
         ds_tile::DqUpdate,

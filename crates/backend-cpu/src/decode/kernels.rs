@@ -19,8 +19,8 @@ use crate::{
     decode::packed_queries::{MAX_PACKED, ONE, PackedQueries, TWO},
     simd::{
         dispatch::{Kernel, Real},
-        float::Float,
-        hints::prefetch_l2,
+        element::Float,
+        isa::prefetch_l2,
         lanes::unrolled,
         vector::{MAX_LANES, Vector},
     },

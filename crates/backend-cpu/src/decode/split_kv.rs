@@ -31,11 +31,10 @@ use crate::{
         packed_queries::PackedQueries,
     },
     forward::query_pass::QueryPass,
-    simd::{dispatch::Real, float::Float},
+    simd::{dispatch::Real, element::Float},
     threads::team::{Team, Ticker},
     tile::{
-        coord::TileCoord,
-        geometry::Geometry,
+        geometry::{Geometry, TileCoord},
         input::{Acc, Input},
         pack::padded_dim,
         softmax::{MultiplyTile, OnlineSoftmaxRows},

@@ -15,8 +15,8 @@ use crate::{
     forward::sink_line::sink_line,
     simd::{
         dispatch::Real,
-        float::Float,
-        hints::{prefetch_l1, prefetch_l2},
+        element::Float,
+        isa::{prefetch_l1, prefetch_l2},
     },
     tile::{
         geometry::{Geometry, Strip},

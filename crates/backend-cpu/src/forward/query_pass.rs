@@ -8,8 +8,7 @@ use ndarray::{ArrayView4, Axis, Slice};
 use crate::{
     simd::dispatch::{IsaToken, Real},
     tile::{
-        coord::TileCoord,
-        geometry::{Geometry, Strip},
+        geometry::{Geometry, Strip, TileCoord},
         input::{Acc, Input, Source, array},
         pack::{MAX_USES_IN_PLACE, PanelView},
         prefetch::prefetch_first_tile,

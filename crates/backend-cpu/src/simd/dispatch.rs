@@ -17,7 +17,7 @@
 use annulus_core::Result;
 
 use crate::simd::{
-    float::Float,
+    element::Float,
     isa::Isa,
     vector::{Array, Bf16Pairs, Vector},
 };

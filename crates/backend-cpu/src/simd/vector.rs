@@ -10,7 +10,7 @@
 
 use half::bf16;
 
-use crate::simd::{element::Widen, float::Float};
+use crate::simd::element::{Float, Widen};
 
 /// Maximum lanes of a vector: 64 bytes of f32.
 pub(crate) const MAX_LANES: usize = 16;

@@ -17,7 +17,7 @@ use crate::{
         dispatch::{IsaToken, Kernel, Real},
         vector::{MAX_LANES, Vector},
     },
-    tile::{coord::TileCoord, tile_mask::LaneAxis},
+    tile::{geometry::TileCoord, tile_mask::LaneAxis},
 };
 
 /// Returns the biases of one query, by key row, or one for all keys. Axes of length 1 are

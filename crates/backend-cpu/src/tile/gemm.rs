@@ -635,7 +635,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        simd::{float::Float, isa::Isa},
+        simd::{element::Float, isa::Isa},
         tile::{
             input::Source,
             pack::{Panel, PanelFormat},

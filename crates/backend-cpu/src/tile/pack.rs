@@ -18,8 +18,8 @@ use annulus_core::Result;
 use crate::{
     simd::{
         dispatch::{IsaToken, Kernel, MAX_REGISTER_ROWS, Real},
-        float::Float,
-        hints::prefetch_l1,
+        element::Float,
+        isa::prefetch_l1,
         lanes::unrolled,
         vector::{MAX_LANES, Vector},
     },

@@ -19,7 +19,7 @@ use annulus_core::{Dims, Element};
 use ndarray::ArrayView2;
 
 use crate::{
-    simd::{hints::prefetch_l1_at, vector::MAX_LANES},
+    simd::{isa::prefetch_l1_at, vector::MAX_LANES},
     tile::{
         gemm::Epilogue,
         input::{Plane, Source},

@@ -22,8 +22,8 @@ use crate::{
     },
     tile::{
         bias::load_bias,
-        coord::{Pairs, TileCoord},
         dropout::{ExpandKeepBits, keep_bits},
+        geometry::{Pairs, TileCoord},
         tile_mask::{LaneAxis, TILE, TileMask, transpose},
     },
 };

@@ -20,11 +20,11 @@ use ndarray::{ArrayViewMut4, Axis, s};
 
 use crate::{
     simd::dispatch::Real,
-    threads::lock::{get_mut, lock},
+    threads::ordered_reduction::{get_mut, lock},
     tile::{
         aligned::list_bytes,
         bias::bias_column,
-        coord::{Pairs, TileCoord},
+        geometry::{Pairs, TileCoord},
         tile_mask::TILE,
     },
     workspace::{leaves::unify, query_block::QueryBlock},

@@ -9,11 +9,10 @@ use crate::{
     simd::dispatch::Real,
     tile::aligned::list_bytes,
     workspace::{
-        decode::{Decode, DecodeScratch},
+        decode::{Decode, DecodeScratch, RowStatistics, TileStatistics},
         query_block::QueryBlock,
         scratch::{Scratch, Tiles},
         state::State,
-        statistics::{RowStatistics, TileStatistics},
     },
 };
 

@@ -14,7 +14,10 @@ use crate::{
         prefetch::Prefetcher,
         tile_mask::{TILE, TileMask, TileMaskCache},
     },
-    workspace::{bias_gradient::BiasGradient, decode::DecodeScratch, statistics::TileStatistics},
+    workspace::{
+        bias_gradient::BiasGradient,
+        decode::{DecodeScratch, TileStatistics},
+    },
 };
 
 /// Tiles of one thread: [`TILE`] rows, one strip wide.

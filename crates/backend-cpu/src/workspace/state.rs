@@ -37,13 +37,11 @@ use crate::{
     },
     workspace::{
         bias_gradient::{BiasGradient, owner},
-        decode::{self, Decode},
-        key_leaves::KeyLeaves,
-        leaves::{Arrivals, BlockLeaves},
+        decode::{self, Decode, RowStatistics},
+        leaves::{Arrivals, BlockLeaves, KeyLeaves},
         query_block::{KeptQueries, QueryBlock},
         query_tiles::QueryTileCache,
         scratch::Scratch,
-        statistics::RowStatistics,
     },
 };
 

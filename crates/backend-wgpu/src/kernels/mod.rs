@@ -235,7 +235,7 @@ pub(crate) struct TileVariant {
     /// True if the products of dropout's Philox are computed in 64 bits.
     pub(crate) has_u64: bool,
     /// Forward of few queries: rows of a tile are packed heads, and a tile has several ranges of
-    /// keys (`gqa_packing.rs`, `split_kv.rs`).
+    /// keys (`split_kv.rs`).
     pub(crate) decodes: bool,
     /// Register tile of kernels of multiply-adds.
     pub(crate) register_tile: RegisterTile,
