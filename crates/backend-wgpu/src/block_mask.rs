@@ -18,7 +18,7 @@ use annulus_core::{
     mask::Query,
 };
 
-use crate::kernels::{TILE, tall_tile::TallTile};
+use crate::kernels::{TILE, TallTile};
 
 /// Work of one submission: (first, count) of each axis. Queries and keys begin at whole tiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

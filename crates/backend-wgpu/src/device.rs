@@ -63,10 +63,6 @@ pub struct Options {
     /// Checks indices in shaders, at the cost of a fifth of their instructions. Always done on
     /// Metal, where the device does not bound accesses to buffers.
     pub check_bounds: bool,
-    /// Bytes of workgroup memory that tiles of 64 queries may take, so that tests can run both
-    /// forms of their kernels. Default: the adapter's limit.
-    #[doc(hidden)]
-    pub workgroup_bytes: Option<u32>,
     /// Translation of kernels to SPIR-V in place of wgpu's, on Vulkan.
     #[doc(hidden)]
     pub translate: Option<Translate>,
@@ -119,8 +115,6 @@ struct Parts {
     nothing: wgpu::Buffer,
     edit: Option<KernelEdit>,
     query_tile: TileChoice,
-    /// Bytes of workgroup memory that tiles of 64 queries may take.
-    workgroup_bytes: u32,
     /// Closes the device; the last field, so that it is dropped after all other objects on it.
     open: Arc<OpenDevice>,
 }
@@ -143,8 +137,6 @@ struct Shared {
     register_tile: Option<RegisterTile>,
     /// `None`: by adapter and shape.
     query_tile: Option<QueryTile>,
-    /// See [`Options::workgroup_bytes`].
-    workgroup_bytes: Option<u32>,
     /// See [`Options::most_part_flops`].
     part_work: Option<u64>,
     compilation: Compilation,
@@ -260,7 +252,6 @@ impl Gpu {
             submissions,
             register_tile,
             query_tile,
-            workgroup_bytes: options.workgroup_bytes,
             part_work,
             compilation,
             open,
@@ -360,7 +351,6 @@ impl Gpu {
                 TileChoice::Forced(tile) => Some(tile),
                 TileChoice::Default(_) => None,
             },
-            workgroup_bytes: Some(self.0.workgroup_bytes),
             part_work: self.0.chunk_limits.part_work,
             compilation: self.0.compilation,
             open: Arc::clone(&self.0.open),
@@ -389,7 +379,6 @@ impl Gpu {
             submissions,
             register_tile: None,
             query_tile: None,
-            workgroup_bytes: None,
             part_work: None,
             compilation,
             open,
@@ -458,9 +447,6 @@ impl Gpu {
             nothing,
             edit: None,
             query_tile,
-            workgroup_bytes: shared
-                .workgroup_bytes
-                .unwrap_or(limits.max_compute_workgroup_storage_size),
             device,
             queue,
             open,
@@ -492,16 +478,6 @@ impl Gpu {
 
     pub(crate) fn tile_choice(&self) -> TileChoice {
         self.0.query_tile
-    }
-
-    /// Bytes of workgroup memory that tiles of 64 queries may take.
-    pub(crate) fn workgroup_bytes(&self) -> u32 {
-        self.0.workgroup_bytes
-    }
-
-    /// Upper bound of the invocations of a workgroup.
-    pub(crate) fn workgroup_invocations(&self) -> u32 {
-        self.0.device.limits().max_compute_invocations_per_workgroup
     }
 
     /// The wgpu device, for sharing.

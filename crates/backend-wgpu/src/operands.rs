@@ -81,7 +81,7 @@ impl TileKernel {
     /// Selects the kernel variant.
     pub(crate) fn variant(self, tile: TileVariant) -> Variant {
         // only forward reduces over rows, so the others are the same at every level
-        let alike = TileVariant { level: Level::Plain, tall: None, ..tile };
+        let alike = TileVariant { level: Level::Plain, tall: false, ..tile };
         match self {
             Self::Forward => Variant::Forward(tile),
             Self::Queries => Variant::BackwardQueries(alike),

@@ -12,7 +12,7 @@ use crate::{
     chunks::{ProblemSize, element_span, first_element, most_list_words},
     copy::Layout,
     device::Gpu,
-    kernels::{TILE, TileVariant, params::TileParams, tall_tile::TallTile},
+    kernels::{TILE, TallTile, TileVariant, params::TileParams},
     launch::{Arena, BoundResource, Commands, ElementRange},
     operands::{Bases, Operand, Operands, TileKernel},
     parts::{Workgroups, flops_per_tile_pair},
@@ -138,13 +138,11 @@ impl TilePass<'_> {
         // a workgroup has twice the work of one of 32 queries
         let work = 2 * self.flops_per_tile_pair() * chunk.keys.1.div_ceil(TILE) as u64;
         let is_bounded = self.gpu.chunk_limits().part_work.is_none_or(|most| work <= most);
-        wanted && is_bounded && self.tall_tile().is_some()
-    }
-
-    /// Returns the form of tall tiles on the device; `None` if it has none.
-    fn tall_tile(&self) -> Option<TallTile> {
-        let has_invocations = TallTile::INVOCATIONS <= self.gpu.workgroup_invocations() as usize;
-        self.tile.tall_tile(self.gpu.workgroup_bytes() as usize).filter(|_| has_invocations)
+        let limits = self.gpu.device().limits();
+        wanted
+            && is_bounded
+            && TallTile::INVOCATIONS <= limits.max_compute_invocations_per_workgroup as usize
+            && self.tile.can_be_tall(limits.max_compute_workgroup_storage_size as usize)
     }
 
     /// True if so many tiles of keys are visible to one half of a tall tile only that tiles of 32
@@ -198,8 +196,8 @@ impl TilePass<'_> {
         let workgroups = self.workgroups(work);
         let aligned = self.operands_at(0).are_aligned(self.gpu.alignment());
         let decodes = packing != GqaPacking::NONE || partial.is_some();
-        let tall = if form.is_tall() { self.tall_tile() } else { None };
-        let variant = self.kind.variant(TileVariant { aligned, decodes, tall, ..self.tile });
+        let variant =
+            self.kind.variant(TileVariant { aligned, decodes, tall: form.is_tall(), ..self.tile });
         let mut bound = None;
         let mut first = 0;
         while first < workgroups.count() {

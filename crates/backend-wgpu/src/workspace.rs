@@ -140,7 +140,7 @@ fn tile_variant(gpu: &Gpu, spec: &Spec, storage: Storage) -> Result<TileVariant>
         level: gpu.level(),
         matrices: matrices(gpu, spec),
         // each launch decides, by the shape of its chunk
-        tall: None,
+        tall: false,
     })
 }
 

@@ -19,7 +19,7 @@ use std::{fmt::Write, ops::Range};
 
 use super::{
     TileVariant,
-    matrices::{Factors, Grid, Operands, RIGHT, Staged, multiply_and_store},
+    matrices::{Factors, Grid, RightOperand, multiply_and_store},
     vectors::{HALF_STEP, Vectors, Words},
 };
 
@@ -149,8 +149,8 @@ if (lane == 0u) {{ atomicStore(&non_finite[0], 0u); }}
                 );
                 at = format!("{}u + ", 32 * staged * HALF_STEP);
             }
-            let right = Staged { at: &at, ..RIGHT };
-            text += &multiply_and_store(self.grid, Operands { right, ..Operands::NARROW });
+            let right = RightOperand { at: &at, ..RightOperand::NARROW };
+            text += &multiply_and_store(self.grid, right);
             let _infallible = writeln!(text, "    {row_barrier}");
             for r in 0..4 {
                 let sum = format!("{prefix}{group}_{r}");

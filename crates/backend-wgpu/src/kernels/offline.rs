@@ -5,9 +5,6 @@ use annulus_core::{DType, Error, Result};
 use super::{Access, Epilogue, Source, Storage, TileVariant, Variant, matrices};
 use crate::{Level, RegisterTile, level::Matrices, memory_model};
 
-/// Bytes of workgroup memory for tiles of 64 queries: those of NVIDIA's GPUs. AMD's have 64 KiB.
-const TALL_MEMORY: usize = 48 << 10;
-
 /// A kernel as it is passed to a driver.
 #[derive(Debug, Clone)]
 pub struct KernelText {
@@ -25,8 +22,8 @@ pub struct KernelText {
 impl KernelText {
     /// Generates the kernels of both passes at level plain and, for f16, with matrices, for one type
     /// and one dim of heads and values; empty for f64. Dims above 128, and decoding, with the
-    /// simplest and the most general epilogue only. Matrices with [`RegisterTile::FourRows`] only;
-    /// of their forward kernels those of 32 queries and those of 64, `forward_64`.
+    /// simplest and the most general epilogue only. Matrices with [`RegisterTile::FourRows`] only,
+    /// for tiles of 32 queries.
     pub fn of_passes(dtype: DType, dim: usize, register_tile: RegisterTile) -> Vec<Self> {
         let Some(storage) = Storage::of(dtype) else { return Vec::new() };
         let mut all = Vec::new();
@@ -54,7 +51,7 @@ impl KernelText {
                     has_u64: true,
                     decodes: false,
                     register_tile,
-                    tall: None,
+                    tall: false,
                     level,
                     matrices,
                 };
@@ -71,10 +68,6 @@ impl KernelText {
                 };
                 let variants = passes.into_iter().chain(decoding);
                 all.extend(variants.map(|of| Self::new(of, name(of.name()), level)));
-                if let Some(tall) = tile.tall_tile(TALL_MEMORY) {
-                    let of = Variant::Forward(TileVariant { tall: Some(tall), ..tile });
-                    all.push(Self::new(of, name("forward_64"), level));
-                }
             }
         }
         all

@@ -76,16 +76,11 @@ fn all_variants() -> Vec<Variant> {
                         register_tile,
                         level,
                         matrices,
-                        tall: None,
+                        tall: false,
                     };
-                    let sizes = [64 << 10, 32 << 10].map(|bytes| variant.tall_tile(bytes));
-                    let reloaded = matrices.map(|_| TallTile::Reloaded);
-                    let forms: HashSet<_> = sizes.into_iter().chain([reloaded]).flatten().collect();
-                    all.extend(
-                        forms.into_iter().map(|tall| {
-                            Variant::Forward(TileVariant { tall: Some(tall), ..variant })
-                        }),
-                    );
+                    if variant.can_be_tall(32 << 10) {
+                        all.push(Variant::Forward(TileVariant { tall: true, ..variant }));
+                    }
                     all.extend([Variant::Forward(variant), Variant::BackwardQueries(variant)]);
                     all.push(Variant::Forward(TileVariant { decodes: true, ..variant }));
                     all.extend(
@@ -209,9 +204,9 @@ fn check_text(variant: Variant, wgsl: &str) {
     let shared: u32 = sizes.iter().sum();
     let tall = match variant {
         Variant::Forward(TileVariant { tall, .. }) => tall,
-        _ => None,
+        _ => false,
     };
-    let most = tall.map_or(16 << 10, TallTile::memory_bytes);
+    let most = if tall { TallTile::MEMORY_BYTES } else { 16 << 10 };
     assert!(shared as usize <= most, "{variant:?} uses {shared} bytes of workgroup memory");
 }
 
@@ -327,12 +322,9 @@ fn kernels_have_a_path_for_smaller_subgroups_only_if_a_device_has_them() {
             register_tile: RegisterTile::FourRows,
             level: Level::Matrix,
             matrices: Some(matrices),
-            tall: None,
+            tall: false,
         };
-        let tall = TileVariant { tall: tile.tall_tile(64 << 10), ..tile };
-        for variant in
-            [Variant::MatrixProbe(matrices), Variant::Forward(tile), Variant::Forward(tall)]
-        {
+        for variant in [Variant::MatrixProbe(matrices), Variant::Forward(tile)] {
             let wgsl = variant.source().wgsl;
             let has_path = wgsl.contains("matrix_rounds") && wgsl.contains("matrices_are_owned");
             assert_eq!(has_path, matrices.has_smaller_subgroups(), "{matrices:?}: {wgsl}");

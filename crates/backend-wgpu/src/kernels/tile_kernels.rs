@@ -356,10 +356,8 @@ if ({condition}[{{r}}]) {{
     text.name("LOAD_ACC", each(tile, held, &load("any_visible")));
     text.name("STORE_ACC", each(tile, held, store));
     text.name("RESCALE_ACC", each(tile, held, rescale));
-    let (own_rows, scores) = match variant.tall.zip(Grid::of(variant)) {
-        Some((tall, grid)) => {
-            (tall.own_rows(variant, grid), tall_tiles::scores(variant, tall, grid))
-        }
+    let (own_rows, scores) = match Grid::of(variant).filter(|_| variant.tall) {
+        Some(grid) => (tall_tiles::held_queries(variant, grid), tall_tiles::scores(variant, grid)),
         None => (Q.own_rows(variant), product(variant, "s", &Q, "first", &K, "column")),
     };
     text.name("OWN_ROWS", own_rows + &packed_queries(tile).own_rounds(variant));

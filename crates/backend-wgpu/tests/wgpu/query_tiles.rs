@@ -63,7 +63,6 @@ fn cases() -> Vec<(Case, Setting)> {
         case("full", of_dims(64, 64), all(), |_| {}),
         // one element after another, and one group of 32
         case("unaligned dims", of_dims(33, 31), causal(), |_| {}),
-        case("large dims", of_dims(200, 132), causal(), |_| {}),
         case("window", DIMS, Masks { window: Some([Some(40), Some(0)]), ..causal() }, |_| {}),
         case("soft cap", DIMS, causal(), |spec| spec.soft_cap = Some(2.0)),
         case("dropout", DIMS, causal(), |spec| spec.dropout = dropout),
@@ -93,20 +92,6 @@ fn the_matrix_level_gives_the_same_bits_with_tiles_of_64_queries() {
         let same = answer(&of_64, &case, &setting).same_bits(&want);
         same.unwrap_or_else(|wrong| panic!("{}: {wrong}", case.name));
     }
-    let of_any_size = of_64.with_smaller_subgroups().expect("the same device");
-    assert_eq!(of_any_size.query_tile(), QueryTile::Of64);
-    let edit = KernelEdit {
-        kernel: "forward",
-        from: "let matrices_are_owned = matrix_rounds ==",
-        to: "let matrices_are_owned = 64u + matrix_rounds ==",
-    };
-    let in_memory = of_any_size.edited(edit).expect("the same device");
-    let (case, setting) = cases().remove(0);
-    let want = answer(&of_32, &case, &setting);
-    for (name, gpu) in [("the largest subgroups", &of_any_size), ("smaller ones", &in_memory)] {
-        let same = answer(gpu, &case, &setting).same_bits(&want);
-        same.unwrap_or_else(|wrong| panic!("the path of {name}: {wrong}"));
-    }
 }
 
 #[test]
@@ -133,8 +118,7 @@ const fn mistake(what: &'static str, from: &'static str, to: &'static str) -> Mi
     Mistake { what, from, to }
 }
 
-/// In kernels of all forms.
-const ANY: &[Mistake] = &[
+const MISTAKES: &[Mistake] = &[
     mistake(
         "the upper half has no tile mask of its own",
         "word = mask_word(mask_index, lane);",
@@ -161,10 +145,6 @@ const ANY: &[Mistake] = &[
         "k_step, k_end), c + element",
         "k_step, k_end), element",
     ),
-];
-
-/// In kernels that hold queries in matrices.
-const HELD: &[Mistake] = &[
     mistake(
         "the last queries are not loaded",
         "left_half[stored_q + 480u] =",
@@ -177,91 +157,17 @@ const HELD: &[Mistake] = &[
     ),
 ];
 
-/// In kernels that load queries again for each tile of keys.
-const RELOADED: &[Mistake] = &[mistake(
-    "the last queries are not loaded",
-    "own_half[own_at + 1008u] =",
-    "own_half[own_at + 0u] =",
-)];
-
-/// In kernels that keep queries of up to 64 elements in workgroup memory.
-const KEPT: &[Mistake] = &[mistake(
-    "the last queries are not loaded",
-    "own_half[own_at + ((c >> 6u) << 4u) + 1008u] =",
-    "own_half[own_at] =",
-)];
-
-/// In kernels that keep queries of 65 to 128 elements there.
-const KEPT_CHUNKS: &[Mistake] = &[
-    mistake(
-        "each chunk of a product has the first elements of queries",
-        "(matrix_row + 0u) + ((c >> 6u) << 4u) + k]",
-        "(matrix_row + 0u) + k]",
-    ),
-    mistake(
-        "the last queries are not loaded",
-        "own_half[own_at + ((c >> 6u) << 4u) + 1904u] =",
-        "own_half[own_at + ((c >> 6u) << 4u)] =",
-    ),
-];
-
-/// Requires that the causal case of these dims is right, and wrong with each of the mistakes.
-fn catch(gpu: &Gpu, dims: Dims, dtype: DType, mistakes: &[Mistake]) {
+#[test]
+fn the_matrix_level_catches_planted_mistakes_in_tiles_of_64_queries() {
+    let Some(gpu) = gpu_with_tile(QueryTile::Of64) else { return };
     let causal = Masks { causal: true, ..Masks::default() };
-    let case = case("causal", dims, causal, |_| {}).in_dtype(dtype);
+    let case = case("causal", DIMS, causal, |_| {}).in_dtype(DType::F16);
     let judge = Judge::new(&case).expect("a truth");
-    judge.check(&answer(gpu, &case, &Setting::ALONE)).expect("a right answer");
-    for &Mistake { what, from, to } in mistakes {
+    judge.check(&answer(&gpu, &case, &Setting::ALONE)).expect("a right answer");
+    for &Mistake { what, from, to } in MISTAKES {
         let edited = gpu.edited(KernelEdit { kernel: "forward", from, to }).expect("the device");
         let judged = judge.check(&answer(&edited, &case, &Setting::ALONE));
         assert!(judged.is_err(), "{what}: the answer is right");
-    }
-}
-
-/// Workgroup memory too small for queries of more than 64 elements, in kernels for subgroups of any
-/// size, whose matrices hold no queries: they load such queries again for each tile of keys.
-const SMALL_MEMORY: u32 = 32 << 10;
-
-/// Workgroup memory with which they keep queries of 128 elements.
-const LARGE_MEMORY: u32 = 48 << 10;
-
-fn gpu_with_memory(workgroup_bytes: u32) -> Option<Gpu> {
-    let has_matrices = adapter()?.levels.contains(&Level::Matrix);
-    let options = Options {
-        level: Some(Level::Matrix),
-        query_tile: Some(QueryTile::Of64),
-        workgroup_bytes: Some(workgroup_bytes),
-        ..Options::default()
-    };
-    has_matrices.then(|| super::open(&options)).flatten()
-}
-
-#[test]
-fn the_matrix_level_catches_planted_mistakes_in_tiles_of_64_queries() {
-    let Some(gpu) = gpu_with_memory(SMALL_MEMORY) else { return };
-    catch(&gpu, DIMS, DType::F16, &[ANY, HELD].concat());
-    let of_any_size = gpu.with_smaller_subgroups().expect("the same device");
-    catch(&of_any_size, DIMS, DType::F16, RELOADED);
-    let dims = Dims { head_dim: 60, value_dim: 52, ..DIMS };
-    catch(&of_any_size, dims, DType::F16, KEPT);
-}
-
-/// lavapipe gives a kernel the workgroup memory that it declares, beyond the limit of 32 KiB that
-/// it reports, which validation layers report as an error.
-#[test]
-#[ignore = "exceeds the workgroup memory that lavapipe reports: scripts/wgpu-test runs it"]
-fn the_matrix_level_keeps_queries_of_128_elements() {
-    let Some(gpu) = gpu_with_memory(LARGE_MEMORY) else { return };
-    let gpu = gpu.with_smaller_subgroups().expect("the same device");
-    catch(&gpu, DIMS, DType::F16, KEPT_CHUNKS);
-    let Some(of_32) = gpu_with_tile(QueryTile::Of32) else { return };
-    let dropout = Some(Dropout { probability: 0.3, seed: 7 });
-    for dims in [DIMS, Dims { head_dim: 128, value_dim: 128, ..DIMS }] {
-        let causal = Masks { causal: true, ..Masks::default() };
-        let case = case("kept", dims, causal, |spec| spec.dropout = dropout).in_dtype(DType::F16);
-        let want = answer(&of_32, &case, &Setting::ALONE);
-        let same = answer(&gpu, &case, &Setting::ALONE).same_bits(&want);
-        same.unwrap_or_else(|wrong| panic!("{dims:?}: {wrong}"));
     }
 }
 
