@@ -7,15 +7,14 @@
 // consumers with 64 query rows each. Every stage has two mbarriers: `full` counts the bytes of the
 // tile, `empty` the consumer warps that released it.
 //
-// There are two sizes of tiles, rows × keys (`Variant::tile` of src/variant.rs):
+// Tiles, rows × keys (`Variant::tile` of src/variant.rs):
 //
-//   dims        64          128         256
-//   narrow  128 × 128   128 × 128   128 × 64     with and without score epilogue
-//   wide    192 × 128   128 × 176   128 × 80     without
+//   dims                     64          128         256
+//   without score epilogue   192 × 128   128 × 176   128 × 80
+//   with                     128 × 128   128 × 128
 //
-// Wide tiles are those of FlashAttention-3. An element of K or V in shared memory serves more rows,
-// or one of Q more keys, and steps that a tile takes once are fewer. At 64 dims they have three
-// consumers.
+// Those without are FlashAttention-3's; at 64 dims they have three consumers. With an epilogue the
+// registers of larger tiles would spill.
 //
 // A tile is stored in panels of 64 dims: rows of 128 bytes in the 128-byte swizzle of TMA and
 // wgmma, which exchanges 16-byte pieces according to the row number, so that any eight rows that
@@ -23,10 +22,10 @@
 //
 // Shared memory of one block (SharedStorage), bytes at 64 / 128 / 256 dims:
 //
-//                                                      narrow tiles         wide tiles
-//   q         consumers × 64 rows × dims × 2        16 K /  32 K /  64 K  24 K /  32 K /  64 K
+//                                                 without epilogue      with
+//   q         consumers × 64 rows × dims × 2        24 K /  32 K /  64 K  16 K /  32 K
 //             (after the last product with K: outputs, for TMA stores)
-//   k, v      2 × 2 stages × KV_ROWS × dims × 2     64 K / 128 K / 128 K  64 K / 176 K / 160 K
+//   k, v      2 × 2 stages × KV_ROWS × dims × 2     64 K / 176 K / 160 K  64 K / 128 K
 //   work      2 slots × 16                          32                    32
 //   mbarriers 12 × 8                                96                    96
 //

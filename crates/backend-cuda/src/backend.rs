@@ -16,7 +16,7 @@ use crate::{
     kernels::{BackwardWarpgroupKernels, Kernels, THREADS, WarpgroupKernels},
     pass_context::slopes,
     programs::KernelEdit,
-    variant::{Family, Variant, needs_epilogue},
+    variant::Variant,
     workspace::CudaWorkspace,
 };
 
@@ -40,7 +40,6 @@ pub struct Cuda {
     min_warpgroup_rows: usize,
     /// `None`: the multiprocessors of the GPU.
     forward_blocks: Option<usize>,
-    wide_tiles: bool,
     cache: Arc<Mutex<KernelCache>>,
 }
 
@@ -115,7 +114,6 @@ impl Cuda {
             level,
             min_warpgroup_rows: Self::MIN_WARPGROUP_ROWS,
             forward_blocks: None,
-            wide_tiles: Self::WIDE_TILES,
             cache: Arc::default(),
         }
     }
@@ -145,19 +143,6 @@ impl Cuda {
         Self { forward_blocks: Some(blocks.max(1)), cache: Arc::default(), ..self }
     }
 
-    /// Chooses between the tiles of the forward pass on warpgroups, of queries × keys: with `true`
-    /// 192 × 128, 128 × 176 and 128 × 80 at up to 64, 128 and 256 dims, otherwise 128 × 128, and
-    /// 128 × 64 above 128 dims. Specs with a score epilogue (bias, soft cap, dropout, rounding)
-    /// have the latter in any case. Default: [`Cuda::WIDE_TILES`].
-    #[must_use]
-    pub fn with_wide_tiles(self, wide: bool) -> Self {
-        Self { wide_tiles: wide, cache: Arc::default(), ..self }
-    }
-
-    /// Default of [`Cuda::with_wide_tiles`]: on an H200 wide tiles were at least as fast at 64, 128
-    /// and 256 dims, with a full and with a causal mask (`docs/cuda.md`).
-    pub const WIDE_TILES: bool = true;
-
     /// Compiles kernels whose texts a test has changed.
     #[doc(hidden)]
     #[must_use]
@@ -178,10 +163,7 @@ impl Cuda {
     pub fn forward_variant(&self, spec: &Spec) -> Result<Variant> {
         let on_warpgroups =
             if self.level == Level::Warpgroup { Variant::on_warpgroups(spec)? } else { None };
-        let Some(on_warpgroups) = on_warpgroups else { return Variant::of(spec) };
-        let is_wide = self.wide_tiles && !needs_epilogue(spec);
-        let family = if is_wide { Family::WarpgroupWide } else { Family::Warpgroup };
-        Ok(Variant { family, ..on_warpgroups })
+        on_warpgroups.map_or_else(|| Variant::of(spec), Ok)
     }
 
     /// As [`Cuda::forward_variant`], for the kernels of dQ, dK and dV.

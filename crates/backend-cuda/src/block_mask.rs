@@ -20,7 +20,8 @@
 use std::sync::Arc;
 
 use annulus_core::{
-    BitmaskPolicy, BlockSparseMask, CsrTiles, Error, RankShard, Result, Rows, TileRun, Tiling,
+    BitmaskPolicy, BlockSparseMask, CsrTiles, Error, RangeLists, RankShard, Result, Rows, TileRun,
+    Tiling,
 };
 use annulus_device_cuda::{CudaBuffer, Stream};
 
@@ -28,7 +29,7 @@ use crate::{
     arguments::{
         Attention, BlockMaskAddresses, KEY_POSITIONS_PER_BATCH, QUERY_POSITIONS_PER_BATCH,
     },
-    key_ranges::{self, RangeLimits, RangeLists},
+    key_ranges::{self, RangeLimits},
 };
 
 /// Visible tiles by query tile and by key tile, and per-row numbers of queries that kernels need,
@@ -169,15 +170,14 @@ impl BlockMask {
         let by_query_tile: Vec<&[TileRun]> = (0..tiling.planes() * query_tiles)
             .map(|list| block_sparse.by_queries().list(list))
             .collect();
-        let (by_ranges, order, ranges) = match key_ranges::divide(&by_query_tile, form.limits) {
-            Some(RangeLists { ranges, starts, runs }) => {
-                let order = longest_first(&starts, &runs, query_tiles * ranges);
-                (upload.csr(&starts, &runs), order, ranges)
-            }
-            None => {
-                let lists = block_sparse.by_queries();
-                (by_queries, longest_first(lists.starts(), lists.runs(), query_tiles), 1)
-            }
+        let ranges = key_ranges::ranges(&by_query_tile, form.limits);
+        let (by_ranges, order) = if ranges > 1 {
+            let RangeLists { starts, runs } = RangeLists::of(by_query_tile, ranges);
+            let order = longest_first(&starts, &runs, query_tiles * ranges);
+            (upload.csr(&starts, &runs), order)
+        } else {
+            let lists = block_sparse.by_queries();
+            (by_queries, longest_first(lists.starts(), lists.runs(), query_tiles))
         };
         let order = upload.u32s(order.into_iter());
         let bits = upload.u64s(block_sparse.bits().iter().copied());

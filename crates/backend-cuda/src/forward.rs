@@ -13,11 +13,11 @@ use crate::{
     },
     block_mask::to_u32,
     finish,
+    forward_tiles::packing_arguments,
     kernels::{MatrixKernels, THREADS, WarpgroupKernels},
     pass_context::PassContext,
     records,
     state::ForwardState,
-    variant::needs_epilogue,
 };
 
 /// A forward pass in progress.
@@ -76,7 +76,7 @@ impl<'p> CudaForward<'p> {
             arguments.of_rows = RowOutputs::new(outputs);
         }
         let ranges = block_mask.write_ranges_to(&mut arguments);
-        (arguments.packed_heads, arguments.packed_reciprocal) = tiles.packing.kernel_arguments();
+        (arguments.packed_heads, arguments.packed_reciprocal) = packing_arguments(tiles.packing);
         let Dims { batch, q_heads, .. } = spec.dims;
         let grid = [
             u64::from(block_mask.tiles()[0]) * ranges as u64,
@@ -204,8 +204,7 @@ fn launch_on_warpgroups(
         stores_by_tma: stores_by_tma.into(),
         reserved: 0,
     };
-    let epilogue = kernels.with_epilogue.as_ref().filter(|_| needs_epilogue(spec));
-    let kernel = epilogue.unwrap_or(&kernels.forward);
+    let kernel = &kernels.forward;
     let grid = [tiles.min(kernels.blocks as u64), 1, 1];
     // SAFETY: the engine has validated every tensor's shape; memory is freed only after queued
     // work.

@@ -1,22 +1,8 @@
 //! Tiles of a forward pass, chosen when the workspace is made or gets another batch: the kernel,
-//! GQA packing, and the ranges of keys of a tile.
-//!
-//! GQA packing: several query heads of one KV head share the rows of a forward tile.
-//!
-//! ```text
-//! row of the tile       0        1        2        3        4        5      …
-//! 3 packed heads        q₀ h₀    q₀ h₁    q₀ h₂    q₁ h₀    q₁ h₁    q₁ h₂  …
-//! ```
-//! With few queries (decoding) a tile of one head is mostly empty, and every head of the group
-//! reads the same keys and values again. Packed tiles are full and read them once. The order of a
-//! row's sums does not change, so the output of the same kernel is bitwise the same. (Few rows have
-//! another one: [`crate::forward_tiles::ForwardTiles::has_few_rows`].) Level `plain` does not pack:
-//! the registers for a row's query and head would prevent a second block per multiprocessor at some
-//! dims.
-//!
-//! Source: the same layout as `pack_gqa` of FlashAttention-3.
+//! GQA packing, and the ranges of keys of a tile. Level `plain` does not pack: the registers for a
+//! row's query and head would prevent a second block per multiprocessor at some dims.
 
-use annulus_core::{Dims, RankShard};
+use annulus_core::{Dims, GqaPacking, RankShard};
 
 use crate::{
     kernels::Kernels,
@@ -84,85 +70,24 @@ fn shares_key_tiles(shard: &RankShard) -> bool {
     !shard.visibility(&shard.queries, &shard.keys).per_head()
 }
 
-/// Assignment of a tile's rows to heads.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct GqaPacking {
-    rows: usize,
-    heads: usize,
-}
-
-impl GqaPacking {
-    /// No packing: one head per tile of `rows` rows.
-    pub(crate) const fn none(rows: usize) -> Self {
-        Self { rows, heads: 1 }
-    }
-
-    /// Chooses the packing for `queries` queries and a group of `group` heads per KV head.
-    ///
-    /// Takes the divisor of the group that needs the fewest tiles, the least such number. Packed
-    /// tiles have fewer queries each, hence longer lists of key tiles and more partial tiles. So
-    /// packing must save a quarter of the tiles; with many queries it never does.
-    pub(crate) fn of(queries: usize, group: usize, rows: usize) -> Self {
-        let tiles = |heads: usize| queries.div_ceil(rows / heads) * (group / heads);
-        let shares = (1..=group.min(rows)).filter(|&heads| group.is_multiple_of(heads));
-        let heads = shares
-            .min_by_key(|&heads| tiles(heads))
-            .filter(|&heads| 4 * tiles(heads) <= 3 * tiles(1))
-            .unwrap_or(1);
-        Self { rows, heads }
-    }
-
-    /// Query heads per tile.
-    pub(crate) const fn heads(self) -> usize {
-        self.heads
-    }
-
-    /// Queries per tile.
-    pub(crate) const fn queries(self) -> usize {
-        self.rows / self.heads
-    }
-
-    /// Kernel arguments: heads per tile, and ⌈2¹⁶ / heads⌉, by which kernels divide with one
-    /// multiply. Exact for up to 2¹⁵ rows.
-    pub(crate) const fn kernel_arguments(self) -> (u32, u32) {
-        let heads = self.heads as u32;
-        (heads, (1u32 << 16).div_ceil(heads))
-    }
+/// Arguments of kernels for a packing: heads per tile, and ⌈2¹⁶ / heads⌉, by which they divide with
+/// one multiply. Exact for up to 2¹⁵ rows.
+pub(crate) const fn packing_arguments(packing: GqaPacking) -> (u32, u32) {
+    let heads = packing.heads() as u32;
+    (heads, (1u32 << 16).div_ceil(heads))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn heads(queries: usize, group: usize) -> usize {
-        GqaPacking::of(queries, group, 64).heads()
-    }
-
-    #[test]
-    fn few_queries_are_packed_with_as_many_heads_as_fit() {
-        assert_eq!([1, 8, 16].map(|queries| heads(queries, 4)), [4; 3]);
-        // two heads of 32 queries fill a tile: four heads would not save one
-        assert_eq!(heads(33, 4), 4);
-        // any divisor is possible; of a group larger than a tile, the largest divisor that fits
-        assert_eq!([3, 5, 6, 7, 14].map(|group| heads(1, group)), [3, 5, 6, 7, 14]);
-        assert_eq!(heads(1, 128), 64);
-        assert_eq!(heads(1, 71), 1);
-    }
-
-    #[test]
-    fn packing_that_saves_little_is_not_used() {
-        assert_eq!([1, 20, 5000].map(|queries| heads(queries, 1)), [1; 3]);
-        // 7 tiles instead of 8
-        assert_eq!(heads(100, 4), 1);
-        assert!((200..3000).all(|queries| heads(queries, 8) == 1));
-    }
-
     #[test]
     fn kernels_divide_rows_by_heads_exactly() {
         for rows in [64, 128, 192] {
-            for heads in 1..=rows {
-                let packing = GqaPacking { rows, heads };
-                let (heads, reciprocal) = packing.kernel_arguments();
+            for group in 1..=rows {
+                let packing = GqaPacking::of(1, group, rows);
+                let (heads, reciprocal) = packing_arguments(packing);
+                assert_eq!(heads as usize, group);
                 for row in 0..=rows as u32 {
                     assert_eq!((row * reciprocal) >> 16, row / heads, "{row} by {heads}");
                 }

@@ -8,10 +8,7 @@ use annulus_device_cuda::{Compiler, Device, Kernel, Module};
 use crate::{
     Level,
     programs::{KernelEdit, compile},
-    variant::{
-        DECODE_KERNEL, MATRIX_KERNELS, SPLIT_KERNEL, Variant, WARPGROUP_BACKWARD_KERNELS,
-        WARPGROUP_KERNELS,
-    },
+    variant::{DECODE_KERNEL, MATRIX_KERNELS, SPLIT_KERNEL, Variant, WARPGROUP_BACKWARD_KERNELS},
 };
 
 /// Threads per block of the general kernels, except those on tensor cores; `THREADS` of
@@ -74,8 +71,6 @@ pub(crate) struct MatrixKernels {
 pub(crate) struct WarpgroupKernels {
     pub(crate) variant: Variant,
     pub(crate) forward: Kernel,
-    /// Forward of scores with an epilogue, or with dropout, if [`Variant::has_epilogue`].
-    pub(crate) with_epilogue: Option<Kernel>,
     /// Threads per block.
     pub(crate) threads: u32,
     /// Most blocks of a launch, which fetch tiles until all are computed.
@@ -95,12 +90,10 @@ impl WarpgroupKernels {
         edit: Option<KernelEdit>,
     ) -> Result<Self> {
         let module = load(device, compiler, variant, edit)?;
-        let kernel = |name| module.kernel(name)?.with_shared(variant.dynamic_shared_bytes(name));
-        let [forward, with_epilogue] = WARPGROUP_KERNELS;
+        let name = variant.forward_on_warpgroups();
         Ok(Self {
             variant,
-            forward: kernel(forward)?,
-            with_epilogue: variant.has_epilogue().then(|| kernel(with_epilogue)).transpose()?,
+            forward: module.kernel(name)?.with_shared(variant.dynamic_shared_bytes(name))?,
             threads: variant.warpgroup_threads(),
             blocks,
             min_rows,

@@ -97,7 +97,7 @@ pub fn compile(
             ("kernels.cu", include_str!("../kernels/kernels.cu")),
             [&HEADERS[..], &GENERAL_HEADERS].concat(),
         ),
-        Family::Warpgroup | Family::WarpgroupWide => (
+        Family::Warpgroup | Family::WarpgroupEpilogue => (
             ("warpgroup.cu", include_str!("../kernels/warpgroup.cu")),
             [&HEADERS[..], &WARPGROUP_HEADERS, &WARPGROUP_FORWARD_HEADERS].concat(),
         ),

@@ -18,9 +18,6 @@ pub(crate) const SPLIT_KERNEL: &str = "forward_matrix_split";
 /// Forward kernel on tensor cores for up to [`Variant::DECODE_ROWS`] rows.
 pub(crate) const DECODE_KERNEL: &str = "forward_decode";
 
-/// Kernels on warpgroups.
-pub(crate) const WARPGROUP_KERNELS: [&str; 2] = ["forward_warpgroup", "forward_warpgroup_epilogue"];
-
 /// Backward kernels on warpgroups.
 pub(crate) const WARPGROUP_BACKWARD_KERNELS: [&str; 5] = [
     "backward_statistics",
@@ -54,11 +51,12 @@ const GENERAL_KERNELS: [&str; 15] = [
 pub enum Family {
     /// All kernels for any architecture.
     General,
-    /// Forward kernels on warpgroups, for [`Architecture::HOPPER`] only; [`Family::General`] has
-    /// the others.
+    /// Forward kernel on warpgroups, for [`Architecture::HOPPER`] only; [`Family::General`] has the
+    /// others.
     Warpgroup,
-    /// As [`Family::Warpgroup`] with larger tiles, without a kernel for scores with an epilogue.
-    WarpgroupWide,
+    /// As [`Family::Warpgroup`], for scores with an epilogue, and dropout: with the tiles of wider
+    /// ones its registers would spill.
+    WarpgroupEpilogue,
     /// Backward kernels on warpgroups, for [`Architecture::HOPPER`] only.
     WarpgroupBackward,
 }
@@ -99,10 +97,11 @@ impl Variant {
         let hopper = architecture == Architecture::HOPPER;
         let on_warpgroups =
             move || Self::all().filter(move |variant| hopper && variant.has_matrix());
+        let epilogue = on_warpgroups().filter(|variant| variant.dim <= Self::MOST_EPILOGUE_DIMS);
         let backward = on_warpgroups().filter(|variant| variant.dim <= Self::MAX_BACKWARD_DIM);
-        let forward = [Family::Warpgroup, Family::WarpgroupWide]
-            .into_iter()
-            .flat_map(move |family| on_warpgroups().map(move |variant| Self { family, ..variant }));
+        let forward = on_warpgroups()
+            .map(|variant| Self { family: Family::Warpgroup, ..variant })
+            .chain(epilogue.map(|variant| Self { family: Family::WarpgroupEpilogue, ..variant }));
         Self::all()
             .chain(forward)
             .chain(backward.map(|variant| Self { family: Family::WarpgroupBackward, ..variant }))
@@ -131,12 +130,6 @@ impl Variant {
     /// rounding, a scale that is not positive) and dropout: at 256, registers would spill.
     pub const MOST_EPILOGUE_DIMS: usize = 128;
 
-    /// True if a forward variant on warpgroups has a kernel for scores with an epilogue;
-    /// `HAS_EPILOGUE_KERNEL` of `kernels/warpgroup_scores.cuh`.
-    pub(crate) const fn has_epilogue(self) -> bool {
-        matches!(self.family, Family::Warpgroup) && self.dim <= Self::MOST_EPILOGUE_DIMS
-    }
-
     /// Selects the warpgroup variant for a spec's forward pass, if it can serve it: 16-bit
     /// elements, a normalized output, head and value dims that are multiples of 8 (TMA needs
     /// strides that are multiples of 16 bytes), no score epilogue beyond
@@ -151,7 +144,9 @@ impl Variant {
             && spec.dims.head_dim.is_multiple_of(8)
             && spec.dims.value_dim.is_multiple_of(8)
             && (any.dim <= Self::MOST_EPILOGUE_DIMS || !needs_epilogue(spec));
-        Ok(fits.then_some(Self { family: Family::Warpgroup, ..any }))
+        let family =
+            if needs_epilogue(spec) { Family::WarpgroupEpilogue } else { Family::Warpgroup };
+        Ok(fits.then_some(Self { family, ..any }))
     }
 
     /// Selects the warpgroup variant for a spec's backward pass, if it can serve it: as
@@ -169,9 +164,8 @@ impl Variant {
     /// memory) or the dims are few (accumulators are small, and more tiles fill the GPU).
     pub(crate) const fn tile(self) -> [usize; 2] {
         match self.family {
-            Family::Warpgroup if self.dim == 256 => [128, 64],
-            Family::Warpgroup | Family::WarpgroupBackward => [128, 128],
-            Family::WarpgroupWide => match self.dim {
+            Family::WarpgroupEpilogue | Family::WarpgroupBackward => [128, 128],
+            Family::Warpgroup => match self.dim {
                 64 => [192, 128],
                 128 => [128, 176],
                 _ => [128, 80],
@@ -213,8 +207,8 @@ impl Variant {
     }
 
     /// Rows of the largest KV tile of these kernels, at multiples of which the ring splits a block
-    /// into up to four parts. Other tiles that are powers of two are then whole, too. Wide tiles
-    /// are not multiples of those of the backward pass, which then has up to three partial tiles
+    /// into up to four parts. Other tiles that are powers of two are then whole, too. Tiles of 176
+    /// or 80 keys are not multiples of those of the backward pass, which then has up to three partial tiles
     /// more, in the last block that a rank receives: of 8,192 keys and 128 dims 66 tiles instead of
     /// 64. Parts of whole backward tiles would cost the forward pass as much: 48 tiles instead of
     /// 47.
@@ -272,7 +266,7 @@ impl Variant {
                 }
                 _ => 0,
             },
-            Family::Warpgroup | Family::WarpgroupWide => {
+            Family::Warpgroup | Family::WarpgroupEpilogue => {
                 let tiles = queries * dim * 2 + 4 * keys * dim * 2;
                 tiles + 2 * 16 + 12 * 8
             }
@@ -306,11 +300,19 @@ impl Variant {
         self.has_matrix() && self.dim > 64
     }
 
+    /// Name of the forward kernel of a variant on warpgroups.
+    pub(crate) const fn forward_on_warpgroups(self) -> &'static str {
+        if matches!(self.family, Family::WarpgroupEpilogue) {
+            "forward_warpgroup_epilogue"
+        } else {
+            "forward_warpgroup"
+        }
+    }
+
     /// Names of its kernels.
     pub fn kernels(self) -> Vec<&'static str> {
         match self.family {
-            Family::Warpgroup if self.has_epilogue() => WARPGROUP_KERNELS.to_vec(),
-            Family::Warpgroup | Family::WarpgroupWide => vec!["forward_warpgroup"],
+            Family::Warpgroup | Family::WarpgroupEpilogue => vec![self.forward_on_warpgroups()],
             Family::WarpgroupBackward => WARPGROUP_BACKWARD_KERNELS.to_vec(),
             Family::General => {
                 let matrix = MATRIX_KERNELS.into_iter().filter(|_| self.has_matrix());
@@ -341,6 +343,9 @@ impl Variant {
         if self.family != Family::General {
             options.push(define("CONSUMERS", self.consumers()));
         }
+        if self.family == Family::WarpgroupEpilogue {
+            options.push("-DANNULUS_EPILOGUE".into());
+        }
         options
     }
 }
@@ -351,7 +356,7 @@ impl std::fmt::Display for Variant {
         let family = match self.family {
             Family::General => "",
             Family::Warpgroup => " warpgroup",
-            Family::WarpgroupWide => " warpgroup wide",
+            Family::WarpgroupEpilogue => " warpgroup epilogue",
             Family::WarpgroupBackward => " warpgroup backward",
         };
         write!(f, "{} {}{family}", self.dtype, self.dim)

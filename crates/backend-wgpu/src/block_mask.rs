@@ -14,8 +14,8 @@
 //! takes this form, so a new mask needs no new kernel.
 
 use annulus_core::{
-    BitmaskPolicy, BlockSparseMask, CsrTiles, Result, Spec, TileRun, Tiling, Visibility, mask::Key,
-    mask::Query,
+    BitmaskPolicy, BlockSparseMask, CsrTiles, RangeLists, Result, Spec, TileRun, Tiling,
+    Visibility, mask::Key, mask::Query,
 };
 
 use crate::kernels::{TILE, TallTile};
@@ -230,9 +230,10 @@ impl BlockMask {
         self.ranges = (longest / MIN_RANGE_TILES).min(form.most_ranges).max(1);
         let divided;
         let (starts, runs) = if self.ranges > 1 {
-            divided = divide(&lists.starts, &lists.runs, &self.pairs, self.ranges as u32);
-            count_pairs(&mut self.pairs, &divided.0, &divided.1);
-            (&*divided.0, &*divided.1)
+            let list = |ends: &[u32]| &lists.runs[ends[0] as usize..ends[1] as usize];
+            divided = RangeLists::of(lists.starts.windows(2).map(list), self.ranges);
+            count_pairs(&mut self.pairs, &divided.starts, &divided.runs);
+            (&*divided.starts, &*divided.runs)
         } else {
             (&*lists.starts, &*lists.runs)
         };
@@ -285,41 +286,6 @@ fn is_ascending(pairs: &[u32], lists_per_plane: usize) -> bool {
     });
     let [first, last] = halves.fold([0, 0], |[a, b], [first, last]| [a + first, b + last]);
     last > first
-}
-
-/// Divides each list of `pairs` tiles into lists of `ranges` consecutive ranges, of as many tiles
-/// but for one. Returns their starts and runs.
-fn divide(
-    of_lists: &[u32],
-    all_runs: &[TileRun],
-    pairs: &[u32],
-    ranges: u32,
-) -> (Vec<u32>, Vec<TileRun>) {
-    let mut starts = Vec::with_capacity(pairs.len() * ranges as usize + 1);
-    let mut runs = Vec::with_capacity(all_runs.len() + pairs.len() * ranges as usize);
-    starts.push(0);
-    for (list, &count) in pairs.iter().enumerate() {
-        let end_of = |range: u32| (u64::from(count) * u64::from(range) / u64::from(ranges)) as u32;
-        let mut range = 1;
-        let mut done = 0;
-        for run in &all_runs[of_lists[list] as usize..of_lists[list + 1] as usize] {
-            let mut rest = *run;
-            while rest.count > 0 {
-                while done == end_of(range) {
-                    starts.push(runs.len() as u32);
-                    range += 1;
-                }
-                let count = rest.count.min(end_of(range) - done);
-                runs.push(TileRun { count, ..rest });
-                rest = TileRun { first: rest.first + count, count: rest.count - count, ..rest };
-                done += count;
-            }
-        }
-        for _ in range..=ranges {
-            starts.push(runs.len() as u32);
-        }
-    }
-    (starts, runs)
 }
 
 /// Appends the bias function's values for every listed tile, in the order of the tile masks: 32
@@ -491,32 +457,6 @@ mod tests {
             assert_eq!(*want, got.concat());
             assert!(got.iter().all(|range| range.len().abs_diff(want.len() / 3) <= 1));
         }
-    }
-
-    #[test]
-    fn a_list_may_have_fewer_tiles_than_ranges() {
-        // one query, which attends to the first of three tiles of keys
-        let queries = Rows::counting(1, 0).unwrap();
-        let keys = Rows::counting(96, 0).unwrap();
-        let mask = Causal { offset: 0 };
-        let visibility =
-            Visibility { mask: &mask, attention_mask: None, queries: &queries, keys: &keys };
-        let mut sparse = BlockSparseMask::default();
-        let tiling = Tiling {
-            batches: 0..1,
-            heads: 0..1,
-            queries: 0..1,
-            keys: 0..96,
-            tile: [TILE, TILE],
-            bitmasks: BitmaskPolicy::Partial,
-        };
-        sparse.refill(&visibility, &tiling).unwrap();
-        let mut of_keys = CsrTiles::default();
-        sparse.by_keys(&mut of_keys).unwrap();
-        assert_eq!(of_keys.starts(), [0, 1, 1, 1]);
-        let (starts, runs) = divide(of_keys.starts(), of_keys.runs(), &[1, 0, 0], 4);
-        assert_eq!(starts, [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1]);
-        assert_eq!(runs, of_keys.runs());
     }
 
     #[test]

@@ -3,7 +3,7 @@
 
 use std::ops::ControlFlow;
 
-use annulus_core::{BiasOrder, DType, DropoutMask, Result, Spec, Tick, Visibility};
+use annulus_core::{BiasOrder, DType, DropoutMask, GqaPacking, Result, Spec, Tick, Visibility};
 
 use crate::{
     QueryTile,
@@ -17,7 +17,7 @@ use crate::{
     operands::{Bases, Operand, Operands, TileKernel},
     parts::{Workgroups, flops_per_tile_pair},
     pass_context::RowBuffers,
-    split_kv::{ChunkPlanes, GqaPacking, MergeTarget, PartialResults, PartialShape},
+    split_kv::{ChunkPlanes, MergeTarget, PartialResults, PartialShape},
 };
 
 /// One pass of a tile kernel over all visible pairs.
@@ -86,7 +86,7 @@ impl TilePass<'_> {
     /// Chooses the packing of heads and the form of the lists of a chunk: with few queries, forward
     /// packs heads and divides the keys.
     fn list_form(&self, chunk: &WorkChunk, size: ProblemSize) -> (GqaPacking, ListForm) {
-        let default = (GqaPacking::NONE, ListForm::DEFAULT);
+        let default = (GqaPacking::none(TILE), ListForm::DEFAULT);
         if self.kind != TileKernel::Forward {
             return default;
         }
@@ -95,9 +95,9 @@ impl TilePass<'_> {
         let has_whole_groups = first_head.is_multiple_of(group) && heads.is_multiple_of(group);
         // the heads of a tile share its list
         let packing = if has_whole_groups && !size.per_head {
-            GqaPacking::of(chunk.queries.1, group)
+            GqaPacking::of(chunk.queries.1, group, TILE)
         } else {
-            GqaPacking::NONE
+            GqaPacking::none(TILE)
         };
         let tiles = chunk.queries.1.div_ceil(packing.queries());
         let workgroups = tiles * (heads / packing.heads()) * chunk.batches.1;
@@ -114,11 +114,11 @@ impl TilePass<'_> {
             words as u64 <= most_list_words(self.gpu.chunk_limits())
         };
         let tall_tiles = chunk.queries.1.div_ceil(TallTile::ROWS);
-        if packing == GqaPacking::NONE
+        if packing == GqaPacking::none(TILE)
             && self.can_be_tall(chunk, tall_tiles)
             && fits(tall_tiles, ListForm::TALL)
         {
-            return (GqaPacking::NONE, ListForm::TALL);
+            return (GqaPacking::none(TILE), ListForm::TALL);
         }
         let form = ListForm { queries: packing.queries(), most_ranges };
         if fits(tiles, form) { (packing, form) } else { default }
@@ -195,7 +195,7 @@ impl TilePass<'_> {
             .transpose()?;
         let workgroups = self.workgroups(work);
         let aligned = self.operands_at(0).are_aligned(self.gpu.alignment());
-        let decodes = packing != GqaPacking::NONE || partial.is_some();
+        let decodes = packing != GqaPacking::none(TILE) || partial.is_some();
         let variant =
             self.kind.variant(TileVariant { aligned, decodes, tall: form.is_tall(), ..self.tile });
         let mut bound = None;

@@ -22,4 +22,3 @@ mod slow_kernels;
 mod support;
 mod warpgroup;
 mod warpgroup_backward;
-mod wide_tiles;

@@ -146,17 +146,10 @@ pub(crate) fn hopper_on(ordinal: usize, planted: Option<Planted>, rows: usize) -
     cuda.at_level(Level::Warpgroup)
 }
 
-/// As [`plain`] on warpgroups without wide tiles: see [`hopper`].
+/// As [`plain`] on warpgroups: see [`hopper`].
 pub(crate) fn on_warpgroups(planted: Option<Planted>) -> impl Subject {
     staged("emulated cuda on warpgroups over staged threads", Duration::ZERO, move || {
-        Ok(hopper(planted)?.with_wide_tiles(false))
-    })
-}
-
-/// As [`on_warpgroups`], with wide tiles of the forward pass.
-pub(crate) fn on_wide_tiles(planted: Option<Planted>) -> impl Subject {
-    staged("emulated cuda on wide tiles over staged threads", Duration::ZERO, move || {
-        Ok(hopper(planted)?.with_wide_tiles(true))
+        hopper(planted)
     })
 }
 

@@ -8,24 +8,16 @@
 
 mod absence;
 mod decode;
+mod devices;
 mod features;
-mod golden;
-mod handed_in;
 mod index_checks;
-mod kv_cache;
 mod limits;
-mod losses;
 mod memory;
-mod opening;
-mod overlap;
 mod planted;
-mod query_tiles;
 mod real_size;
-mod register_tiles;
 mod several;
-mod strategies;
+mod tiles;
 mod transfers;
-mod unchosen;
 mod validation;
 
 use std::{

@@ -17,8 +17,7 @@
 //!   as many. With `queries` there are fewer queries than keys, no mask and no backward pass, and
 //!   `gbps` is the rate at which keys and values are read, in GB/s.
 //!   Level `warpgroup-tiles` is `warpgroup` with a thread block for each tile of a forward launch,
-//!   instead of one for each multiprocessor; `warpgroup-wide` and `warpgroup-narrow` are
-//!   `warpgroup` with and without wide tiles of the forward pass.
+//!   instead of one for each multiprocessor.
 //! * **verify** compares each level with level `plain` in f32 from the same inputs rounded to 16
 //!   bits: the relative error of out, dq, dk and dv stays below 5·10⁻³ (bf16) or 10⁻³ (f16), and of
 //!   lse below 10⁻⁴. The error of a row, relative to the largest row, stays below twice as much. A
@@ -111,7 +110,7 @@ impl Settings {
     /// Opens the device at each level, with one stream for each.
     fn open(&self) -> Result<Vec<Setup>> {
         let named = |word: &str| {
-            let is_form = [TILES, WIDE, NARROW].contains(&word);
+            let is_form = word == TILES;
             let level = if is_form { Level::Warpgroup.name() } else { word };
             let level = Level::ALL.into_iter().find(|found| found.name() == level)?;
             Some((word.to_owned(), level))
@@ -134,12 +133,7 @@ impl Settings {
         };
         let open = |(name, level): (String, Level)| {
             let cuda = open(level)?;
-            let cuda = match name.as_str() {
-                TILES => cuda.with_forward_blocks(usize::MAX),
-                WIDE => cuda.with_wide_tiles(true),
-                NARROW => cuda.with_wide_tiles(false),
-                _ => cuda,
-            };
+            let cuda = if name == TILES { cuda.with_forward_blocks(usize::MAX) } else { cuda };
             Ok(Setup { name, cuda })
         };
         levels.into_iter().map(open).collect()
@@ -148,12 +142,6 @@ impl Settings {
 
 /// Name of level `warpgroup` with a thread block for each tile.
 const TILES: &str = "warpgroup-tiles";
-
-/// Name of level `warpgroup` with wide tiles of the forward pass.
-const WIDE: &str = "warpgroup-wide";
-
-/// Name of level `warpgroup` without wide tiles.
-const NARROW: &str = "warpgroup-narrow";
 
 /// A level that is timed or verified.
 struct Setup {
