@@ -13,7 +13,7 @@ use crate::{
     simd::{dispatch::IsaToken, isa::Isa},
     threads::team::Team,
     tile::tile_mask::TILE,
-    workspace::state::{State, Summed, Workspace},
+    workspace::state::{CpuWorkspace, PassState, Summed},
 };
 
 /// Tiled exact attention on the threads of one host.
@@ -103,7 +103,7 @@ impl Cpu {
 
 impl Backend for Cpu {
     type Space = Host;
-    type Workspace = Workspace;
+    type Workspace = CpuWorkspace;
 
     /// Accepts every valid spec. Products of f32 inputs are computed in f32 at every
     /// [`Spec::precision`]. P and dS are rounded to bf16 for bf16 inputs on [`Isa::Avx512Bf16`],
@@ -137,13 +137,13 @@ impl Backend for Cpu {
         into.write(bytes, fill)
     }
 
-    fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<Workspace> {
+    fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<CpuWorkspace> {
         let token = IsaToken::new(self.isa_for(&shard.spec)?)?;
         let threads = self.team.threads();
         let backward = passes == Passes::Both;
         let state = match shard.spec.dtype.accumulator() {
-            DType::F64 => Summed::wrap(State::<f64>::new(shard, token, threads, backward)?),
-            _ => Summed::wrap(State::<f32>::new(shard, token, threads, backward)?),
+            DType::F64 => Summed::wrap(PassState::<f64>::new(shard, token, threads, backward)?),
+            _ => Summed::wrap(PassState::<f32>::new(shard, token, threads, backward)?),
         };
         // in a forked child: threads of its own
         let team = if self.team.has_threads() {
@@ -151,7 +151,7 @@ impl Backend for Cpu {
         } else {
             Arc::new(Team::new(threads)?)
         };
-        Ok(Workspace { team, dtype: shard.spec.dtype, state })
+        Ok(CpuWorkspace { team, dtype: shard.spec.dtype, state })
     }
 }
 

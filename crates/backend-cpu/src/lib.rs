@@ -34,6 +34,6 @@ mod workspace;
 
 pub use backend::Cpu;
 pub use backend::id as numerics_id;
-pub use pass::{Backward, Forward};
+pub use pass::{CpuBackward, CpuForward};
 pub use simd::isa::Isa;
-pub use workspace::state::Workspace;
+pub use workspace::state::CpuWorkspace;

@@ -8,7 +8,7 @@ use annulus_device_cuda::{CudaSpace, CudaView, CudaViewMut, Device, TensorMap};
 /// Address and strides of a tensor `[batch, row, head, dim]`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Tensor {
+pub(crate) struct TensorArgument {
     pub(crate) at: u64,
     /// Batch, row, head, dim; in elements, or in 2-byte units for statistics.
     pub(crate) strides: [i64; 4],
@@ -45,15 +45,15 @@ pub(crate) const PARTIAL: u32 = 2048;
 /// Arguments of the tile kernels: this rank's queries and one block of keys.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Attention {
-    pub(crate) q: Tensor,
-    pub(crate) k: Tensor,
-    pub(crate) v: Tensor,
-    pub(crate) bias: Tensor,
-    pub(crate) dout: Tensor,
-    pub(crate) dk: Tensor,
-    pub(crate) dv: Tensor,
-    pub(crate) statistics: Tensor,
+pub(crate) struct AttentionArguments {
+    pub(crate) q: TensorArgument,
+    pub(crate) k: TensorArgument,
+    pub(crate) v: TensorArgument,
+    pub(crate) bias: TensorArgument,
+    pub(crate) dout: TensorArgument,
+    pub(crate) dk: TensorArgument,
+    pub(crate) dv: TensorArgument,
+    pub(crate) statistics: TensorArgument,
     pub(crate) acc: u64,
     pub(crate) dq: u64,
     pub(crate) max: u64,
@@ -89,7 +89,7 @@ pub(crate) struct Attention {
     pub(crate) packed_heads: u32,
     pub(crate) packed_reciprocal: u32,
     /// With [`WRITE_OUTPUTS`].
-    pub(crate) out: Tensor,
+    pub(crate) out: TensorArgument,
     pub(crate) of_rows: RowOutputs,
 }
 
@@ -97,10 +97,10 @@ pub(crate) struct Attention {
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct RowOutputs {
-    pub(crate) lse: Tensor,
+    pub(crate) lse: TensorArgument,
     /// Without an address if they are not wanted.
-    pub(crate) max: Tensor,
-    pub(crate) sum: Tensor,
+    pub(crate) max: TensorArgument,
+    pub(crate) sum: TensorArgument,
 }
 
 impl RowOutputs {
@@ -122,7 +122,7 @@ pub(crate) struct WarpgroupAttention {
     pub(crate) k_map: TensorMap,
     pub(crate) v_map: TensorMap,
     pub(crate) out_map: TensorMap,
-    pub(crate) attention: Attention,
+    pub(crate) attention: AttentionArguments,
     /// Of the tile scheduler: `kernels/forward_scheduler.cuh`.
     pub(crate) order: u64,
     pub(crate) counter: u64,
@@ -134,7 +134,8 @@ pub(crate) struct WarpgroupAttention {
 }
 
 // as asserted in `kernels/warpgroup.cuh`
-const _: () = assert!(size_of::<Attention>() == 712 && size_of::<WarpgroupAttention>() == 1152);
+const _: () =
+    assert!(size_of::<AttentionArguments>() == 712 && size_of::<WarpgroupAttention>() == 1152);
 
 /// Arguments of the backward kernels on warpgroups: `kernels/backward_warpgroup.cuh`.
 #[repr(C)]
@@ -142,7 +143,7 @@ const _: () = assert!(size_of::<Attention>() == 712 && size_of::<WarpgroupAttent
 pub(crate) struct BackwardAttention {
     /// Of the streamed operands: K and V, or Q and dO.
     pub(crate) maps: [TensorMap; 2],
-    pub(crate) attention: Attention,
+    pub(crate) attention: AttentionArguments,
     /// `StatisticsTile` of every 64 queries.
     pub(crate) statistics: u64,
     pub(crate) statistics_tiles: u32,
@@ -157,16 +158,16 @@ const _: () = assert!(size_of::<BackwardAttention>() == 1024);
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct RowArguments {
-    pub(crate) out: Tensor,
-    pub(crate) dout: Tensor,
-    pub(crate) lse: Tensor,
-    pub(crate) max: Tensor,
-    pub(crate) sum: Tensor,
-    pub(crate) ties: Tensor,
-    pub(crate) dlse: Tensor,
-    pub(crate) sinks: Tensor,
-    pub(crate) dsinks: Tensor,
-    pub(crate) statistics: Tensor,
+    pub(crate) out: TensorArgument,
+    pub(crate) dout: TensorArgument,
+    pub(crate) lse: TensorArgument,
+    pub(crate) max: TensorArgument,
+    pub(crate) sum: TensorArgument,
+    pub(crate) ties: TensorArgument,
+    pub(crate) dlse: TensorArgument,
+    pub(crate) sinks: TensorArgument,
+    pub(crate) dsinks: TensorArgument,
+    pub(crate) statistics: TensorArgument,
     pub(crate) acc: u64,
     pub(crate) row_max: u64,
     pub(crate) row_sum: u64,
@@ -184,9 +185,9 @@ pub(crate) struct RowArguments {
 /// Copies one tensor to another of the same shape.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Copy {
-    pub(crate) from: Tensor,
-    pub(crate) to: Tensor,
+pub(crate) struct CopyArguments {
+    pub(crate) from: TensorArgument,
+    pub(crate) to: TensorArgument,
     /// Batch, rows, heads, dim.
     pub(crate) shape: [u32; 4],
 }
@@ -218,7 +219,7 @@ pub(crate) struct Combine {
 pub(crate) struct Merge {
     pub(crate) state: StateAddresses,
     pub(crate) partial: StateAddresses,
-    pub(crate) out: Tensor,
+    pub(crate) out: TensorArgument,
     pub(crate) of_rows: RowOutputs,
     pub(crate) batches: u32,
     pub(crate) queries: u32,
@@ -238,7 +239,7 @@ pub(crate) struct StateAddresses {
     pub(crate) ties: u64,
 }
 
-impl Attention {
+impl AttentionArguments {
     /// Sets the accumulators and softmax statistics that a forward kernel reads and writes.
     pub(crate) const fn set_state(&mut self, state: StateAddresses) {
         let StateAddresses { acc, max, sum, ties } = state;
@@ -247,49 +248,50 @@ impl Attention {
 }
 
 /// Describes a caller's tensor `[batch, row, head, dim]`; an axis of length 1 gets stride 0.
-pub(crate) fn tensor(view: &CudaView<'_>) -> Tensor {
+pub(crate) fn tensor(view: &CudaView<'_>) -> TensorArgument {
     let shape = view.shape();
     let strides = view.strides();
     let strides = std::array::from_fn(|axis| if shape[axis] == 1 { 0 } else { strides[axis] });
-    Tensor { at: view.address(), strides }
+    TensorArgument { at: view.address(), strides }
 }
 
 /// As [`tensor`], for outputs.
-pub(crate) fn tensor_mut(view: &CudaViewMut<'_>) -> Tensor {
+pub(crate) fn tensor_mut(view: &CudaViewMut<'_>) -> TensorArgument {
     let shape = view.shape();
     let strides = view.strides();
     let strides = std::array::from_fn(|axis| if shape[axis] == 1 { 0 } else { strides[axis] });
-    Tensor { at: view.address(), strides }
+    TensorArgument { at: view.address(), strides }
 }
 
 /// Permutes the strides of a caller's tensor `[batch, head, row, dim]`, such as lse and bias.
-pub(crate) fn by_head(view: Tensor) -> Tensor {
+pub(crate) fn by_head(view: TensorArgument) -> TensorArgument {
     let [batch, head, row, dim] = view.strides;
-    Tensor { strides: [batch, row, head, dim], ..view }
+    TensorArgument { strides: [batch, row, head, dim], ..view }
 }
 
 /// Describes a dense tensor `[batch, row, head, dim]`.
-pub(crate) const fn dense(at: u64, rows: usize, heads: usize, dim: usize) -> Tensor {
+pub(crate) const fn dense(at: u64, rows: usize, heads: usize, dim: usize) -> TensorArgument {
     let rows = rows as i64;
     let heads = heads as i64;
     let dim = dim as i64;
-    Tensor { at, strides: [rows * heads * dim, heads * dim, dim, 1] }
+    TensorArgument { at, strides: [rows * heads * dim, heads * dim, dim, 1] }
 }
 
 /// Describes field `field` of records at `at`, with strides in units of `unit` bytes.
-pub(crate) fn field(at: u64, record: &RowLayout, field: usize, unit: usize) -> Tensor {
+pub(crate) fn field(at: u64, record: &RowLayout, field: usize, unit: usize) -> TensorArgument {
     let shape = record.fields()[field];
     let bytes = |elements: usize| (elements * shape.dtype.bytes() / unit) as i64;
     let row = (record.bytes() / unit as u64).cast_signed();
     let strides = [bytes(shape.heads * shape.dim), row, bytes(shape.dim), bytes(1)];
-    Tensor { at: at + record.offset(field, 0, 0), strides }
+    TensorArgument { at: at + record.offset(field, 0, 0), strides }
 }
 
 /// Describes a workspace's row statistics, with strides in 2-byte units.
-pub(crate) fn row_statistics(at: u64, rows: usize, dims: &Dims, sums: DType) -> Tensor {
+pub(crate) fn row_statistics(at: u64, rows: usize, dims: &Dims, sums: DType) -> TensorArgument {
     let unit = (sums.bytes() / 2) as i64;
-    let Tensor { at, strides } = dense(at, rows, dims.q_heads, annulus_core::Spec::ROW_STATISTICS);
-    Tensor { at, strides: strides.map(|stride| stride * unit) }
+    let TensorArgument { at, strides } =
+        dense(at, rows, dims.q_heads, annulus_core::Spec::ROW_STATISTICS);
+    TensorArgument { at, strides: strides.map(|stride| stride * unit) }
 }
 
 /// Bytes of an element: the warpgroup kernels serve 16-bit types only.
@@ -302,7 +304,7 @@ const UNUSED_STRIDE: u64 = 16;
 /// True if TMA can read or write a caller's tensor of 16-bit elements with `shape` rows, heads and
 /// batch rows: contiguous dims, and rows, heads and batch rows at multiples of 16 bytes. An axis of
 /// length 1 has stride 0 ([`crate::arguments`]).
-pub(crate) fn is_tma_readable(tensor: &Tensor, shape: [u32; 3]) -> bool {
+pub(crate) fn is_tma_readable(tensor: &TensorArgument, shape: [u32; 3]) -> bool {
     let [batch, row, head, dim] = tensor.strides;
     let [rows, heads, batches] = shape;
     let fits = |stride: i64, length: u32| {
@@ -319,7 +321,7 @@ pub(crate) fn is_tma_readable(tensor: &Tensor, shape: [u32; 3]) -> bool {
 /// rows.
 pub(crate) fn tma_boxes(
     device: &Device,
-    tensor: &Tensor,
+    tensor: &TensorArgument,
     dim: u32,
     shape: [u32; 3],
     rows: u32,

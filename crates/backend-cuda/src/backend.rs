@@ -8,14 +8,14 @@ use std::{
 
 use annulus_core::{Backend, Capabilities, OnHost, Passes, RankShard, Result, Spec, index, memory};
 use annulus_device_cuda::{
-    Cache, Compiler, CompilerSymbols, CudaBuffer, CudaSpace, Device, Event, Stream, Symbols,
+    Compiler, CompilerSymbols, CudaBuffer, CudaSpace, Device, Event, ImageCache, Stream, Symbols,
 };
 
 use crate::{
     Level,
     kernels::{BackwardWarpgroupKernels, Kernels, THREADS, WarpgroupKernels},
     pass_context::slopes,
-    programs::KernelEdit,
+    programs::SourceEdit,
     variant::Variant,
     workspace::CudaWorkspace,
 };
@@ -35,7 +35,7 @@ pub struct Cuda {
     stream: Stream,
     compiler: Compiler,
     /// `None`: the kernel files as they are.
-    edit: Option<KernelEdit>,
+    edit: Option<SourceEdit>,
     level: Level,
     min_warpgroup_rows: usize,
     /// `None`: the multiprocessors of the GPU.
@@ -68,7 +68,7 @@ impl Cuda {
         let made = Self::with_symbols(
             Symbols::system(),
             CompilerSymbols::system,
-            Cache::of_user(),
+            ImageCache::of_user(),
             ordinal,
         )?;
         Level::forced()?.map_or(Ok(made.clone()), |level| made.at_level(level))
@@ -80,7 +80,7 @@ impl Cuda {
     /// # Errors
     /// As [`Cuda::open`].
     pub fn on_stream(stream: Stream) -> Result<Self> {
-        let compiler = compiler(CompilerSymbols::system, Cache::of_user())?;
+        let compiler = compiler(CompilerSymbols::system, ImageCache::of_user())?;
         compiler.target(stream.device().architecture())?;
         let made = Self::on(stream, compiler);
         Level::forced()?.map_or(Ok(made.clone()), |level| made.at_level(level))
@@ -95,7 +95,7 @@ impl Cuda {
     pub fn with_symbols(
         driver: Result<Symbols>,
         compiler: impl FnOnce() -> Result<CompilerSymbols>,
-        cache: Option<Cache>,
+        cache: Option<ImageCache>,
         ordinal: usize,
     ) -> Result<Self> {
         let device = Device::with_symbols(driver?, ordinal)?;
@@ -146,7 +146,7 @@ impl Cuda {
     /// Compiles kernels whose texts a test has changed.
     #[doc(hidden)]
     #[must_use]
-    pub fn edited(self, edit: KernelEdit) -> Self {
+    pub fn edited(self, edit: SourceEdit) -> Self {
         Self { edit: Some(edit), cache: Arc::default(), ..self }
     }
 
@@ -264,7 +264,7 @@ impl std::fmt::Display for Cuda {
 /// Returns the compiler, or one that finds images in the cache only.
 fn compiler(
     symbols: impl FnOnce() -> Result<CompilerSymbols>,
-    cache: Option<Cache>,
+    cache: Option<ImageCache>,
 ) -> Result<Compiler> {
     match symbols() {
         Ok(symbols) => Compiler::with_symbols(symbols, cache),

@@ -19,7 +19,8 @@ use annulus_device_cuda::{CudaBuffer, CudaSpace, CudaView, Event};
 
 use crate::{
     arguments::{
-        self, ADD, Attention, RowArguments, Tensor, by_head, dense, field, tensor, tensor_mut,
+        self, ADD, AttentionArguments, RowArguments, TensorArgument, by_head, dense, field, tensor,
+        tensor_mut,
     },
     backward_warpgroup::OnWarpgroups,
     block_mask::BlockMask,
@@ -76,10 +77,10 @@ impl<'p> CudaBackward<'p> {
     }
 
     /// Arguments of a block of keys, but for the lists of its block mask.
-    fn kv_arguments(&self, kv: &Block<'_, CudaSpace>) -> Result<Attention> {
+    fn kv_arguments(&self, kv: &Block<'_, CudaSpace>) -> Result<AttentionArguments> {
         let Self { context, state, inputs, in_place } = self;
         let [k, v] = records::kv_operands(context, &inputs.forward, kv, *in_place);
-        Ok(Attention {
+        Ok(AttentionArguments {
             q: tensor(&inputs.forward.q),
             dout: tensor(&inputs.dout),
             k,
@@ -92,12 +93,12 @@ impl<'p> CudaBackward<'p> {
     }
 
     /// Arguments of a block of queries, but for the lists of its block mask.
-    fn query_arguments(&self, queries: &Block<'_, CudaSpace>) -> Result<Attention> {
+    fn query_arguments(&self, queries: &Block<'_, CudaSpace>) -> Result<AttentionArguments> {
         let Self { context, inputs, .. } = self;
         let record = context.spec().query_row_layout();
         let bytes = context.spec().dtype.bytes();
         let at = queries.buffer.address();
-        Ok(Attention {
+        Ok(AttentionArguments {
             q: field(at, &record, 0, bytes),
             dout: field(at, &record, 1, bytes),
             // in 2-byte units, because a record's statistics are only 2-byte aligned
@@ -234,7 +235,7 @@ impl BackwardPass<CudaSpace> for CudaBackward<'_> {
         let Dims { batch, q_heads, kv_heads, head_dim, value_dim, .. } = spec.dims;
         let queries = context.queries();
         let keys = context.shard.keys.len();
-        let round = |from: Tensor, to: Tensor, shape: [usize; 4]| {
+        let round = |from: TensorArgument, to: TensorArgument, shape: [usize; 4]| {
             records::copy(context, &kernels.round_sums, from, to, shape)
         };
         let dq = dense(state.dq.address(), queries, q_heads, head_dim);
@@ -277,7 +278,7 @@ fn grid_of_products(rows: u64) -> [u64; 3] {
 }
 
 /// Describes the statistics of this rank's rows.
-fn row_statistics(context: &PassContext, state: &BackwardState) -> Tensor {
+fn row_statistics(context: &PassContext, state: &BackwardState) -> TensorArgument {
     let at = state.statistics.address();
     arguments::row_statistics(at, context.queries(), &context.spec().dims, context.sums())
 }
@@ -287,7 +288,7 @@ fn row_statistics(context: &PassContext, state: &BackwardState) -> Tensor {
 /// kernels, if given, else of the general ones.
 fn launch_dkv(
     context: &PassContext,
-    arguments: &mut Attention,
+    arguments: &mut AttentionArguments,
     block_mask: &BlockMask,
     records: &CudaBuffer,
     warpgroups: Option<&OnWarpgroups>,
@@ -314,7 +315,7 @@ fn launch_dkv(
 
 /// Sets the block mask by key tile, and dK and dV as fields of gradient records.
 pub(crate) fn write_to(
-    arguments: &mut Attention,
+    arguments: &mut AttentionArguments,
     context: &PassContext,
     block_mask: &BlockMask,
     records: &CudaBuffer,
@@ -330,7 +331,7 @@ pub(crate) fn write_to(
 /// those of the warpgroup kernels, if given, else of [`tile`].
 fn launch_dq(
     context: &PassContext,
-    arguments: &mut Attention,
+    arguments: &mut AttentionArguments,
     block_mask: &BlockMask,
     warpgroups: Option<&OnWarpgroups>,
 ) -> Result<()> {
@@ -363,7 +364,7 @@ fn dq_tile(context: &PassContext) -> [usize; 2] {
 /// Adds the block's contribution to dbias, if there is a bias.
 fn launch_dbias(
     context: &PassContext,
-    arguments: &mut Attention,
+    arguments: &mut AttentionArguments,
     block_mask: &BlockMask,
 ) -> Result<()> {
     let Some([batches, heads, rows, keys]) = local_bias(&context.shard) else { return Ok(()) };

@@ -7,7 +7,7 @@ use annulus_core::{Dims, Result};
 use annulus_device_cuda::{CudaBuffer, Device, TensorMap};
 
 use crate::{
-    arguments::{Attention, BackwardAttention, is_tma_readable, tma_boxes},
+    arguments::{AttentionArguments, BackwardAttention, is_tma_readable, tma_boxes},
     block_mask::to_u32,
     kernels::BackwardWarpgroupKernels,
     pass_context::PassContext,
@@ -33,7 +33,7 @@ impl OnWarpgroups {
     pub(crate) fn new(
         context: &PassContext,
         kernels: Arc<BackwardWarpgroupKernels>,
-        attention: &Attention,
+        attention: &AttentionArguments,
         into: &mut CudaBuffer,
     ) -> Result<Self> {
         let Dims { batch, q_heads, .. } = context.spec().dims;
@@ -58,7 +58,7 @@ impl OnWarpgroups {
         Ok(made)
     }
 
-    fn arguments(&self, attention: &Attention, maps: [TensorMap; 2]) -> BackwardAttention {
+    fn arguments(&self, attention: &AttentionArguments, maps: [TensorMap; 2]) -> BackwardAttention {
         BackwardAttention {
             maps,
             attention: *attention,
@@ -72,7 +72,7 @@ impl OnWarpgroups {
     pub(crate) fn launch_queries(
         &self,
         context: &PassContext,
-        attention: &Attention,
+        attention: &AttentionArguments,
         grid: [u64; 3],
     ) -> Result<()> {
         let epilogue = needs_epilogue(context.spec());
@@ -96,7 +96,7 @@ impl OnWarpgroups {
     }
 
     /// True if the kernel for dK and dV can stream these queries: always those of records.
-    pub(crate) fn can_stream_queries(attention: &Attention) -> bool {
+    pub(crate) fn can_stream_queries(attention: &AttentionArguments) -> bool {
         let shape = [attention.queries, attention.q_heads, attention.batches];
         [&attention.q, &attention.dout].into_iter().all(|tensor| is_tma_readable(tensor, shape))
     }
@@ -105,7 +105,7 @@ impl OnWarpgroups {
     pub(crate) fn launch_keys(
         &self,
         context: &PassContext,
-        attention: &Attention,
+        attention: &AttentionArguments,
         grid: [u64; 3],
     ) -> Result<()> {
         let shape = [attention.queries, attention.q_heads, attention.batches];

@@ -27,7 +27,7 @@ use annulus_device_cuda::{CudaBuffer, Stream};
 
 use crate::{
     arguments::{
-        Attention, BlockMaskAddresses, KEY_POSITIONS_PER_BATCH, QUERY_POSITIONS_PER_BATCH,
+        AttentionArguments, BlockMaskAddresses, KEY_POSITIONS_PER_BATCH, QUERY_POSITIONS_PER_BATCH,
     },
     key_ranges::{self, RangeLimits},
 };
@@ -39,7 +39,7 @@ pub(crate) struct BlockMask {
     buffer: CudaBuffer,
     /// Byte offsets in the buffer: starts and runs of the lists.
     by_queries: [u64; 2],
-    /// Without [`ListForm::by_keys`] no kernel reads these.
+    /// Without [`MaskForm::by_keys`] no kernel reads these.
     by_keys: [u64; 2],
     /// As `by_queries`, with a list for each range of keys of a tile: see [`crate::key_ranges`].
     by_ranges: [u64; 2],
@@ -64,7 +64,7 @@ pub(crate) struct BlockMask {
 
 /// Form of the lists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct ListForm {
+pub(crate) struct MaskForm {
     /// Queries and keys of a tile.
     pub(crate) tile: [usize; 2],
     /// Limits of ranges of keys.
@@ -76,15 +76,15 @@ pub(crate) struct ListForm {
 /// Block masks of the blocks that this rank has attended to.
 #[derive(Debug, Default)]
 pub(crate) struct BlockMaskCache {
-    entries: Vec<Entry>,
+    entries: Vec<CachedMask>,
     key_numbers: KeyNumbers,
 }
 
 #[derive(Debug)]
-struct Entry {
+struct CachedMask {
     queries: Rows,
     keys: Rows,
-    form: ListForm,
+    form: MaskForm,
     block_mask: Arc<BlockMask>,
 }
 
@@ -106,11 +106,12 @@ impl BlockMaskCache {
         shard: &RankShard,
         queries: &Rows,
         keys: &Rows,
-        form: ListForm,
+        form: MaskForm,
         stream: &Stream,
     ) -> Result<Arc<BlockMask>> {
-        let is_wanted =
-            |entry: &&Entry| entry.form == form && entry.queries == *queries && entry.keys == *keys;
+        let is_wanted = |entry: &&CachedMask| {
+            entry.form == form && entry.queries == *queries && entry.keys == *keys
+        };
         if let Some(entry) = self.entries.iter().find(is_wanted) {
             return Ok(Arc::clone(&entry.block_mask));
         }
@@ -120,7 +121,7 @@ impl BlockMaskCache {
         if self.entries.len() >= CAPACITY {
             self.entries.remove(0);
         }
-        self.entries.push(Entry {
+        self.entries.push(CachedMask {
             queries: queries.clone(),
             keys: keys.clone(),
             form,
@@ -135,7 +136,7 @@ impl BlockMask {
         shard: &RankShard,
         queries: &Rows,
         keys: &Rows,
-        form: ListForm,
+        form: MaskForm,
         key_numbers: &mut KeyNumbers,
         stream: &Stream,
     ) -> Result<Self> {
@@ -159,7 +160,7 @@ impl BlockMask {
         };
         let mut block_sparse = BlockSparseMask::default();
         block_sparse.refill(&visibility, &tiling)?;
-        let mut upload = Upload::default();
+        let mut upload = MaskUpload::default();
         let by_queries = upload.lists(block_sparse.by_queries());
         let mut lists = CsrTiles::default();
         if form.by_keys {
@@ -238,7 +239,7 @@ impl BlockMask {
     }
 
     /// Sets the mask fields of the arguments, with the lists by query tile or by key tile.
-    pub(crate) fn write_to(&self, arguments: &mut Attention, by_keys: bool) {
+    pub(crate) fn write_to(&self, arguments: &mut AttentionArguments, by_keys: bool) {
         if by_keys {
             self.write_lists_to(arguments, self.by_keys, self.key_tiles, 1);
         } else {
@@ -248,7 +249,7 @@ impl BlockMask {
 
     /// Sets the mask fields of the arguments, with the lists by query tile and range of keys.
     /// Returns the number of ranges per tile, 1 if keys are not divided.
-    pub(crate) fn write_ranges_to(&self, arguments: &mut Attention) -> usize {
+    pub(crate) fn write_ranges_to(&self, arguments: &mut AttentionArguments) -> usize {
         // at most `key_ranges::MAX_RANGES`
         self.write_lists_to(arguments, self.by_ranges, self.query_tiles, self.ranges as u32);
         self.ranges
@@ -262,7 +263,7 @@ impl BlockMask {
 
     fn write_lists_to(
         &self,
-        arguments: &mut Attention,
+        arguments: &mut AttentionArguments,
         [starts, runs]: [u64; 2],
         tiles: u32,
         splits: u32,
@@ -307,9 +308,9 @@ fn longest_first(starts: &[u32], runs: &[TileRun], lists: usize) -> Vec<u32> {
 
 /// Bytes of the device buffer; every part starts at a multiple of 8.
 #[derive(Default)]
-struct Upload(Vec<u8>);
+struct MaskUpload(Vec<u8>);
 
-impl Upload {
+impl MaskUpload {
     fn u64s(&mut self, values: impl Iterator<Item = u64>) -> u64 {
         self.0.resize(self.0.len().next_multiple_of(8), 0);
         let start = self.0.len() as u64;

@@ -8,8 +8,8 @@ use annulus_device_cuda::{CudaBuffer, CudaSpace, Event, TensorMap};
 
 use crate::{
     arguments::{
-        Attention, EMPTY_STATE, RowOutputs, WRITE_OUTPUTS, WarpgroupAttention, is_tma_readable,
-        tensor, tensor_mut, tma_boxes,
+        AttentionArguments, EMPTY_STATE, RowOutputs, WRITE_OUTPUTS, WarpgroupAttention,
+        is_tma_readable, tensor, tensor_mut, tma_boxes,
     },
     block_mask::to_u32,
     finish,
@@ -66,7 +66,7 @@ impl<'p> CudaForward<'p> {
         let [k, v] = records::kv_operands(context, inputs, kv, *in_place);
         let spec = context.spec();
         let mut arguments =
-            Attention { q: tensor(&inputs.q), k, v, ..context.common_arguments(inputs)? };
+            AttentionArguments { q: tensor(&inputs.q), k, v, ..context.common_arguments(inputs)? };
         if self.is_empty {
             arguments.flags |= EMPTY_STATE;
         }
@@ -102,7 +102,12 @@ impl<'p> CudaForward<'p> {
 
 /// Launches the forward kernel of the pass. On warpgroups blocks fetch their tiles in an `order`
 /// ([`crate::block_mask::BlockMask::order`]); else `grid` is that of all tiles.
-fn launch(context: &PassContext, arguments: &Attention, grid: [u64; 3], order: u64) -> Result<()> {
+fn launch(
+    context: &PassContext,
+    arguments: &AttentionArguments,
+    grid: [u64; 3],
+    order: u64,
+) -> Result<()> {
     let PassContext { kernels, stream, forward_tiles, .. } = context;
     if let Some(warpgroup) = kernels.warpgroup.as_ref().filter(|_| forward_tiles.on_warpgroups) {
         return launch_on_warpgroups(context, warpgroup, arguments, order);
@@ -171,15 +176,15 @@ const OUTPUT_ROWS: u32 = 64;
 fn launch_on_warpgroups(
     context: &PassContext,
     kernels: &WarpgroupKernels,
-    attention: &Attention,
+    attention: &AttentionArguments,
     order: u64,
 ) -> Result<()> {
     let device = context.stream.device();
     let spec = context.spec();
     let [_, rows] = kernels.variant.tile();
     let rows = to_u32(rows)?;
-    let Attention { queries, keys, q_heads, kv_heads, batches, .. } = *attention;
-    let Attention { head_dim, value_dim, packed_heads, .. } = *attention;
+    let AttentionArguments { queries, keys, q_heads, kv_heads, batches, .. } = *attention;
+    let AttentionArguments { head_dim, value_dim, packed_heads, .. } = *attention;
     let kv_shape = [keys, kv_heads, batches];
     let out_shape = [queries, q_heads, batches];
     let stores_by_tma = attention.flags & WRITE_OUTPUTS != 0
@@ -213,8 +218,9 @@ fn launch_on_warpgroups(
 
 /// Groups of packed heads in a section of the tile scheduler, of `groups` in all: those of as many
 /// KV heads as have their keys and values in `most_bytes` together.
-fn section(attention: &Attention, spec: &Spec, most_bytes: u64, groups: u64) -> u32 {
-    let Attention { keys, head_dim, value_dim, q_heads, kv_heads, packed_heads, .. } = *attention;
+fn section(attention: &AttentionArguments, spec: &Spec, most_bytes: u64, groups: u64) -> u32 {
+    let AttentionArguments { keys, head_dim, value_dim, q_heads, kv_heads, packed_heads, .. } =
+        *attention;
     let dims = u64::from(head_dim) + u64::from(value_dim);
     let bytes = (u64::from(keys) * dims * spec.dtype.bytes() as u64).max(1);
     let of_kv_head = u64::from(q_heads / kv_heads / packed_heads);

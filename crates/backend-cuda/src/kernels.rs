@@ -7,7 +7,7 @@ use annulus_device_cuda::{Compiler, Device, Kernel, Module};
 
 use crate::{
     Level,
-    programs::{KernelEdit, compile},
+    programs::{SourceEdit, compile},
     variant::{DECODE_KERNEL, MATRIX_KERNELS, SPLIT_KERNEL, Variant, WARPGROUP_BACKWARD_KERNELS},
 };
 
@@ -87,7 +87,7 @@ impl WarpgroupKernels {
         variant: Variant,
         blocks: usize,
         min_rows: usize,
-        edit: Option<KernelEdit>,
+        edit: Option<SourceEdit>,
     ) -> Result<Self> {
         let module = load(device, compiler, variant, edit)?;
         let name = variant.forward_on_warpgroups();
@@ -129,7 +129,7 @@ impl BackwardWarpgroupKernels {
         compiler: &Compiler,
         variant: Variant,
         min_rows: usize,
-        edit: Option<KernelEdit>,
+        edit: Option<SourceEdit>,
     ) -> Result<Self> {
         let module = load(device, compiler, variant, edit)?;
         let [statistics, queries, queries_epilogue, keys, keys_epilogue] =
@@ -149,7 +149,7 @@ fn load(
     device: &Device,
     compiler: &Compiler,
     variant: Variant,
-    edit: Option<KernelEdit>,
+    edit: Option<SourceEdit>,
 ) -> Result<Module> {
     let (kind, target) = compiler.target(device.architecture())?;
     Module::load(device, &compile(compiler, variant, edit, kind, &target)?)
@@ -208,7 +208,7 @@ impl Kernels {
         compiler: &Compiler,
         variant: Variant,
         level: Level,
-        edit: Option<KernelEdit>,
+        edit: Option<SourceEdit>,
     ) -> Result<Self> {
         let module = load(device, compiler, variant, edit)?;
         let has_matrix = variant.has_matrix() && level >= Level::Matrix;

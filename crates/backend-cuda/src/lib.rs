@@ -56,7 +56,7 @@ pub use annulus_device_cuda as device;
 pub use backend::Cuda;
 pub use backward::CudaBackward;
 pub use forward::CudaForward;
-pub use programs::{KernelEdit, compile};
+pub use programs::{SourceEdit, compile};
 pub use variant::Level;
 pub use variant::{Family, Variant};
 pub use workspace::CudaWorkspace;

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 use annulus_core::Result;
-use annulus_device_cuda::{Compiler, Image, ImageKind, Program};
+use annulus_device_cuda::{Compiler, Image, ImageKind, KernelProgram};
 
 use crate::variant::{Family, Variant};
 
@@ -78,7 +78,7 @@ const WARPGROUP_BACKWARD_HEADERS: [Header; 6] = [
 /// Changes the text of a kernel file, given its name and its text, by which tests plant mistakes
 /// ([`crate::Cuda::edited`]).
 #[doc(hidden)]
-pub type KernelEdit = fn(file: &str, text: &str) -> Result<String>;
+pub type SourceEdit = fn(file: &str, text: &str) -> Result<String>;
 
 /// Compiles a variant for a [target](Compiler::target), with the texts of its files as they are or
 /// as `edit` changes them.
@@ -88,7 +88,7 @@ pub type KernelEdit = fn(file: &str, text: &str) -> Result<String>;
 pub fn compile(
     compiler: &Compiler,
     variant: Variant,
-    edit: Option<KernelEdit>,
+    edit: Option<SourceEdit>,
     kind: ImageKind,
     target: &str,
 ) -> Result<Image> {
@@ -115,6 +115,6 @@ pub fn compile(
     // the cache key covers all headers passed: only those that the program includes are
     let headers: Vec<(&str, &str)> =
         headers.iter().zip(&texts).map(|((name, _), text)| (*name, text.as_ref())).collect();
-    let program = Program { name: main.0, source: &source, headers: &headers };
+    let program = KernelProgram { name: main.0, source: &source, headers: &headers };
     compiler.compile(&program, &variant.options(), kind, target)
 }

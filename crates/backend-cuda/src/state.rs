@@ -16,7 +16,7 @@ use annulus_core::{Dims, RankShard, Result, Spec};
 use annulus_device_cuda::{CudaBuffer, Device};
 
 use crate::{
-    arguments::{Attention, Merge, StateAddresses},
+    arguments::{AttentionArguments, Merge, StateAddresses},
     kernels::THREADS,
     key_ranges::partial_sums,
     pass_context::{PassContext, local_bias},
@@ -32,7 +32,7 @@ pub(crate) struct ForwardState {
     pub(crate) sum: CudaBuffer,
     pub(crate) ties: CudaBuffer,
     /// Of split-KV decoding; empty if keys are not divided.
-    pub(crate) partial: PartialResults,
+    pub(crate) partial: SplitResults,
 }
 
 /// State of the backward pass.
@@ -62,24 +62,24 @@ impl ForwardState {
         StateAddresses { acc, max, sum, ties }
     }
 
-    pub(crate) fn new(sizes: &Sizes, device: &Device) -> Result<Self> {
+    pub(crate) fn new(sizes: &StateSizes, device: &Device) -> Result<Self> {
         Ok(Self {
             acc: sizes.buffer(device, sizes.acc)?,
             max: sizes.buffer(device, sizes.rows)?,
             sum: sizes.buffer(device, sizes.rows)?,
             ties: sizes.buffer(device, sizes.rows)?,
-            partial: PartialResults::new(device, sizes.partial_bytes())?,
+            partial: SplitResults::new(device, sizes.partial_bytes())?,
         })
     }
 
     /// Replaces the buffers that are too small.
-    pub(crate) fn grow(&mut self, sizes: &Sizes, device: &Device) -> Result<()> {
+    pub(crate) fn grow(&mut self, sizes: &StateSizes, device: &Device) -> Result<()> {
         sizes.grow(device, &mut self.acc, sizes.acc)?;
         for rows in [&mut self.max, &mut self.sum, &mut self.ties] {
             sizes.grow(device, rows, sizes.rows)?;
         }
         if self.partial.bytes() < sizes.partial_bytes() {
-            self.partial = PartialResults::new(device, sizes.partial_bytes())?;
+            self.partial = SplitResults::new(device, sizes.partial_bytes())?;
         }
         Ok(())
     }
@@ -95,7 +95,7 @@ impl BackwardState {
             .sum()
     }
 
-    pub(crate) fn new(sizes: &Sizes, device: &Device) -> Result<Self> {
+    pub(crate) fn new(sizes: &StateSizes, device: &Device) -> Result<Self> {
         Ok(Self {
             statistics: sizes.buffer(device, sizes.statistics)?,
             statistics_tiles: CudaBuffer::new(device, 0)?,
@@ -106,7 +106,7 @@ impl BackwardState {
     }
 
     /// Replaces the buffers that are too small.
-    pub(crate) fn grow(&mut self, sizes: &Sizes, device: &Device) -> Result<()> {
+    pub(crate) fn grow(&mut self, sizes: &StateSizes, device: &Device) -> Result<()> {
         sizes.grow(device, &mut self.statistics, sizes.statistics)?;
         sizes.grow(device, &mut self.dq, sizes.dq)?;
         match (&mut self.dbias, sizes.dbias) {
@@ -117,7 +117,7 @@ impl BackwardState {
 }
 
 /// Numbers of sums per buffer.
-pub(crate) struct Sizes {
+pub(crate) struct StateSizes {
     sum_bytes: u64,
     rows: usize,
     acc: usize,
@@ -128,7 +128,7 @@ pub(crate) struct Sizes {
     dbias: Option<usize>,
 }
 
-impl Sizes {
+impl StateSizes {
     /// Sizes for a shard and up to `most_ranges` ranges of keys per tile.
     pub(crate) fn of(shard: &RankShard, most_ranges: usize) -> Self {
         let Dims { batch, q_heads, head_dim, value_dim, .. } = shard.spec.dims;
@@ -167,12 +167,12 @@ impl Sizes {
 /// Device memory of the partial results of all ranges: accumulators, then maxima, sums and ties,
 /// each range after range.
 #[derive(Debug)]
-pub(crate) struct PartialResults {
+pub(crate) struct SplitResults {
     buffer: CudaBuffer,
 }
 
-impl PartialResults {
-    /// Allocates `bytes` bytes ([`crate::state::Sizes::partial_bytes`]).
+impl SplitResults {
+    /// Allocates `bytes` bytes ([`crate::state::StateSizes::partial_bytes`]).
     pub(crate) fn new(device: &Device, bytes: u64) -> Result<Self> {
         Ok(Self { buffer: CudaBuffer::new(device, bytes)? })
     }
@@ -192,7 +192,12 @@ impl PartialResults {
     }
 
     /// Makes a forward kernel write the partial results of `ranges` ranges.
-    pub(crate) fn write_to(&self, context: &PassContext, ranges: usize, arguments: &mut Attention) {
+    pub(crate) fn write_to(
+        &self,
+        context: &PassContext,
+        ranges: usize,
+        arguments: &mut AttentionArguments,
+    ) {
         arguments.set_state(self.addresses(context, ranges));
     }
 
@@ -202,10 +207,10 @@ impl PartialResults {
         &self,
         context: &PassContext,
         ranges: usize,
-        arguments: &Attention,
+        arguments: &AttentionArguments,
         state: StateAddresses,
     ) -> Result<()> {
-        let Attention { batches, queries, q_heads, value_dim, .. } = *arguments;
+        let AttentionArguments { batches, queries, q_heads, value_dim, .. } = *arguments;
         let merge = Merge {
             state,
             partial: self.addresses(context, ranges),

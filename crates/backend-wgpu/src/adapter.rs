@@ -7,7 +7,7 @@ use std::sync::MutexGuard;
 use wgpu::AdapterInfo;
 
 use crate::{
-    Level, QueryTile, RegisterTile,
+    Level, QueryTileSize, RegisterTile,
     choice::{AdapterKind, PROOFS, choose},
     level::Matrices,
     open_device::{instance, turn},
@@ -44,8 +44,8 @@ pub struct Adapter {
     /// Register tile that is used by default.
     pub register_tile: RegisterTile,
     /// Query tile that large forward launches have by default at [`Level::Matrix`]; `None` if the
-    /// adapter cannot run that level. At other levels it is [`QueryTile::Of32`].
-    pub query_tile: Option<QueryTile>,
+    /// adapter cannot run that level. At other levels it is [`QueryTileSize::Of32`].
+    pub query_tile: Option<QueryTileSize>,
 }
 
 impl Adapter {
@@ -106,7 +106,7 @@ pub(crate) fn list() -> Vec<Adapter> {
         let proof = choose(PROOFS, &AdapterKind::of(&info), &levels);
         let register_tile = RegisterTile::of_adapter(&info);
         let has_matrices = levels.contains(&Level::Matrix);
-        let query_tile = has_matrices.then(|| QueryTile::of_adapter(&info, Level::Matrix));
+        let query_tile = has_matrices.then(|| QueryTileSize::of_adapter(&info, Level::Matrix));
         Adapter {
             number,
             name: info.name,

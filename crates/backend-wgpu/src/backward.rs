@@ -10,13 +10,13 @@ use annulus_core::{
 };
 
 use crate::{
-    copy::{Layout, Window, bind_whole},
+    copy::{ElementStrides, RowWindow, bind_whole},
     finish::write_gradients,
-    kernels::{Variant, params::RowParams},
+    kernels::{KernelVariant, params::RowParams},
     launch::{BoundResource, Commands, ElementRange},
     memory::{GpuBuffer, Queued, Tensor, WgpuSpace, check_inputs, check_tensors},
     operands::{Operands, RowsOf, TileKernel, bias, dbias_operand, floats, records, tensor},
-    pass_context::{BackwardContext, BackwardState, RankKernels, bias_axes},
+    pass_context::{BackwardBuffers, BackwardContext, RankKernels, bias_axes},
     records::{pack_kv, pack_queries, reduce_gradients},
     tiles::TilePass,
 };
@@ -81,7 +81,7 @@ impl<'p> WgpuBackward<'p> {
     /// Computes the row statistics; sets dQ and dbias to 0.
     pub(crate) fn start(
         kernels: &'p mut RankKernels,
-        state: &'p BackwardState,
+        state: &'p BackwardBuffers,
         inputs: BackwardInputs<'p, WgpuSpace>,
     ) -> Result<Self> {
         let RankKernels { gpu, shard, tile, arena, .. } = &mut *kernels;
@@ -97,7 +97,7 @@ impl<'p> WgpuBackward<'p> {
                 ("dlse", inputs.dlse),
             ],
         )?;
-        let BackwardState { dq, statistics, bias } = state;
+        let BackwardBuffers { dq, statistics, bias } = state;
         let dims = shard.spec.dims;
         let rows = shard.queries.len();
         let storage = tile.storage;
@@ -105,16 +105,16 @@ impl<'p> WgpuBackward<'p> {
         let mut commands = Commands::new(gpu, arena);
         dq.clear(&mut commands);
         bias.iter().for_each(|bias| commands.clear(&bias.buffer));
-        let layout = Layout::dense(rows, dims.q_heads, dims.value_dim);
-        let element_range = |window: &Window| {
+        let layout = ElementStrides::dense(rows, dims.q_heads, dims.value_dim);
+        let element_range = |window: &RowWindow| {
             layout.element_range(window, dims.q_heads as u64, dims.value_dim as u64, bytes)
         };
-        let fits = |window: &Window| {
+        let fits = |window: &RowWindow| {
             ElementRange::bound_bytes(element_range(window).count, bytes, gpu.alignment())
                 <= gpu.max_binding_bytes()
         };
         let whole = |view: Option<&Tensor>| bind_whole(view.map(|view| &view.buffer));
-        for window in Window::cut(dims.batch as u64, rows as u64, fits) {
+        for window in RowWindow::cut(dims.batch as u64, rows as u64, fits) {
             let (out, out_base) = element_range(&window).bind(gpu, &inputs.out.buffer)?;
             let (dout, dout_base) = element_range(&window).bind(gpu, &inputs.dout.buffer)?;
             let bindings = vec![
@@ -128,7 +128,7 @@ impl<'p> WgpuBackward<'p> {
             ];
             let count = window.batches.1 * window.rows.1 * dims.q_heads as u64;
             commands.launch(
-                Variant::RowStatistics(storage),
+                KernelVariant::RowStatistics(storage),
                 count.div_ceil(64),
                 bindings,
                 |grid_width| RowParams {
@@ -166,7 +166,7 @@ fn backward_dkv(
 ) -> Result<()> {
     let BackwardContext { kernels, state, inputs } = pass;
     let RankKernels { gpu, shard, tile, arena, block_mask } = &mut **kernels;
-    let BackwardState { statistics, .. } = state;
+    let BackwardBuffers { statistics, .. } = state;
     let spec = &shard.spec;
     let rows = shard.queries.len();
     let (record, gradient, bytes) =
@@ -259,7 +259,7 @@ fn backward_dq(
 ) -> Result<ControlFlow<()>> {
     let BackwardContext { kernels, state, inputs } = pass;
     let RankKernels { gpu, shard, tile, arena, block_mask } = &mut **kernels;
-    let BackwardState { dq, statistics, bias: dbias } = state;
+    let BackwardBuffers { dq, statistics, bias: dbias } = state;
     let spec = &shard.spec;
     let rows = shard.queries.len();
     let record = shard.spec.kv_row_layout();

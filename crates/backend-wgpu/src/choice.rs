@@ -213,7 +213,7 @@ mod tests {
 
 /// Queries of a workgroup of the forward kernels. Both give the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum QueryTile {
+pub enum QueryTileSize {
     /// 32 queries.
     Of32,
     /// 64 queries, so that K and V serve twice as many, for kernels with cooperative matrices: 128
@@ -247,14 +247,14 @@ pub(crate) struct LaunchShape {
     pub(crate) workgroups: usize,
 }
 
-impl QueryTile {
+impl QueryTileSize {
     /// All tiles.
     pub const ALL: [Self; 2] = [Self::Of32, Self::Of64];
 
     /// Environment variable that names the tile, if the caller requests none.
     pub const VARIABLE: &'static str = "ANNULUS_WGPU_QUERY_TILE";
 
-    /// Reads the tile from [`QueryTile::VARIABLE`]; `None` if it is not set.
+    /// Reads the tile from [`QueryTileSize::VARIABLE`]; `None` if it is not set.
     ///
     /// # Errors
     /// [`annulus_core::Error::InvalidArgument`] if its value names none.
@@ -262,7 +262,7 @@ impl QueryTile {
         forced(Self::VARIABLE, Self::ALL, Self::name)
     }
 
-    /// Name in [`QueryTile::VARIABLE`] and in messages.
+    /// Name in [`QueryTileSize::VARIABLE`] and in messages.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Of32 => "32",
@@ -287,9 +287,9 @@ impl QueryTile {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TileChoice {
     /// Requested: of all launches that can have it.
-    Forced(QueryTile),
+    Forced(QueryTileSize),
     /// Of launches that it suits.
-    Default(QueryTile),
+    Default(QueryTileSize),
 }
 
 #[cfg(test)]
@@ -299,23 +299,23 @@ mod query_tile_tests {
     #[test]
     fn gpus_of_measured_vendors_have_64_queries_by_default() {
         for (vendor, wanted) in [
-            (0x10de, QueryTile::Of64),
-            (0x1002, QueryTile::Of32),
-            (0x8086, QueryTile::Of32),
-            (0x10005, QueryTile::Of32),
-            (0, QueryTile::Of32),
+            (0x10de, QueryTileSize::Of64),
+            (0x1002, QueryTileSize::Of32),
+            (0x8086, QueryTileSize::Of32),
+            (0x10005, QueryTileSize::Of32),
+            (0, QueryTileSize::Of32),
         ] {
             let kind = wgpu::DeviceType::DiscreteGpu;
             let info = AdapterInfo { vendor, ..AdapterInfo::new(kind, wgpu::Backend::Vulkan) };
-            assert_eq!(QueryTile::of_adapter(&info, Level::Matrix), wanted, "{vendor:#x}");
-            let at_plain = QueryTile::of_adapter(&info, Level::Plain);
-            assert_eq!(at_plain, QueryTile::Of32, "{vendor:#x}");
+            assert_eq!(QueryTileSize::of_adapter(&info, Level::Matrix), wanted, "{vendor:#x}");
+            let at_plain = QueryTileSize::of_adapter(&info, Level::Plain);
+            assert_eq!(at_plain, QueryTileSize::Of32, "{vendor:#x}");
         }
     }
 
     #[test]
     fn large_launches_of_medium_dims_suit_64_queries() {
-        let suits = |dim, workgroups| QueryTile::suits(LaunchShape { dim, workgroups });
+        let suits = |dim, workgroups| QueryTileSize::suits(LaunchShape { dim, workgroups });
         assert!(suits(64, 512) && suits(128, 4096));
         assert!(!suits(64, 511) && !suits(32, 4096) && !suits(129, 4096));
     }
@@ -328,7 +328,7 @@ mod query_tile_tests {
 pub enum RegisterTile {
     /// 4 × 4 pairs, workgroups of 64 invocations. For every four elements of a product an
     /// invocation reads 8 vectors of 4 from workgroup memory and issues 64 multiply-adds. Of tiles
-    /// of 64 queries it computes 8 × 4 pairs ([`crate::QueryTile::Of64`]).
+    /// of 64 queries it computes 8 × 4 pairs ([`crate::QueryTileSize::Of64`]).
     FourRows,
     /// 2 × 4 pairs, workgroups of 128 invocations: half of the accumulators, and half of the loads
     /// in flight, in each. 6 vectors for 32 multiply-adds. For GPUs whose invocations have 128

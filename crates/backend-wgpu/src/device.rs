@@ -16,14 +16,14 @@ use annulus_core::{Error, Result};
 use wgpu::{BufferUsages, Features, PollType};
 
 use crate::{
-    Level, QueryTile, RegisterTile,
+    Level, QueryTileSize, RegisterTile,
     adapter::{
         Adapter, ChunkLimits, NO_ADAPTER, adapters, binding_bytes, list, matrices, proven_level,
         subgroup_sizes,
     },
     choice::{AdapterKind, PROOFS, TileChoice, choose},
     errors::{device_error, with_error_scopes},
-    kernels::Variant,
+    kernels::KernelVariant,
     level::Matrices,
     open_device::{OpenDevice, check_process, is_forked, lock, turn},
     pipelines::{Compilation, KernelEdit, Pipeline, Translate, compile},
@@ -52,8 +52,8 @@ pub struct Options {
     /// else [`crate::Adapter::register_tile`].
     pub register_tile: Option<RegisterTile>,
     /// Queries of a tile of forward, where the kernel can have them. Default: those in
-    /// [`QueryTile::VARIABLE`], else by adapter, level and shape.
-    pub query_tile: Option<QueryTile>,
+    /// [`QueryTileSize::VARIABLE`], else by adapter, level and shape.
+    pub query_tile: Option<QueryTileSize>,
     /// Upper bound of a binding in bytes, to test small devices. Default: the adapter's limit.
     pub most_binding_bytes: Option<u64>,
     /// Upper bound of a buffer in bytes. Default: the adapter's limit.
@@ -92,9 +92,9 @@ impl Options {
 
 /// A device and its queue. A clone refers to the same device.
 #[derive(Debug, Clone)]
-pub struct Gpu(Arc<Parts>);
+pub struct Gpu(Arc<GpuParts>);
 
-struct Parts {
+struct GpuParts {
     device: wgpu::Device,
     queue: wgpu::Queue,
     name: String,
@@ -102,7 +102,7 @@ struct Parts {
     /// Cooperative matrices of the device, even if the level does not use them.
     matrices: Option<Matrices>,
     chunk_limits: ChunkLimits,
-    pipelines: Mutex<HashMap<Variant, PipelineSlot>>,
+    pipelines: Mutex<HashMap<KernelVariant, PipelineSlot>>,
     staging: StagingPools,
     submissions: Arc<Submissions>,
     compilation: Compilation,
@@ -128,7 +128,7 @@ impl Drop for Gpu {
 }
 
 /// Device, queue and state that handles at all levels share.
-struct Shared {
+struct SharedParts {
     device: wgpu::Device,
     queue: wgpu::Queue,
     lost: LostReason,
@@ -136,7 +136,7 @@ struct Shared {
     /// `None`: that of the adapter's kind.
     register_tile: Option<RegisterTile>,
     /// `None`: by adapter and shape.
-    query_tile: Option<QueryTile>,
+    query_tile: Option<QueryTileSize>,
     /// See [`Options::most_part_flops`].
     part_work: Option<u64>,
     compilation: Compilation,
@@ -180,14 +180,14 @@ impl Gpu {
     /// # Errors
     /// [`Error::Unsupported`] if there is no such adapter, it cannot run the level, or its shuffles
     /// or matrix products are wrong; [`Error::InvalidArgument`] as [`Level::forced`],
-    /// [`RegisterTile::forced`] and [`QueryTile::forced`]; [`Error::Device`] if it does not open.
+    /// [`RegisterTile::forced`] and [`QueryTileSize::forced`]; [`Error::Device`] if it does not open.
     /// [`Error::Unsupported`] also in a forked child of a process that uses wgpu.
     pub fn open(options: &Options) -> Result<Self> {
         let level = options.level.map_or_else(Level::forced, |level| Ok(Some(level)))?;
         let register_tile =
             options.register_tile.map_or_else(RegisterTile::forced, |tile| Ok(Some(tile)))?;
         let query_tile =
-            options.query_tile.map_or_else(QueryTile::forced, |tile| Ok(Some(tile)))?;
+            options.query_tile.map_or_else(QueryTileSize::forced, |tile| Ok(Some(tile)))?;
         let turn = turn()?;
         let found = adapters(&turn);
         let count = found.len();
@@ -245,7 +245,7 @@ impl Gpu {
         let submissions = Arc::new(Submissions::new(&device, part_work)?);
         let compilation =
             Compilation { checked: options.check_bounds, translate: options.translate };
-        let shared = Shared {
+        let shared = SharedParts {
             device,
             queue,
             lost,
@@ -276,8 +276,8 @@ impl Gpu {
     ///
     /// # Errors
     /// As [`Gpu::open`].
-    pub fn with_query_tile(&self, tile: QueryTile) -> Result<Self> {
-        let shared = Shared { query_tile: Some(tile), ..self.shared() };
+    pub fn with_query_tile(&self, tile: QueryTileSize) -> Result<Self> {
+        let shared = SharedParts { query_tile: Some(tile), ..self.shared() };
         let gpu = Self::assemble(shared, Some(self.0.level), self.0.matrices)?;
         gpu.probe()?;
         Ok(gpu)
@@ -339,9 +339,9 @@ impl Gpu {
     }
 
     /// Returns what other handles to this device share with it.
-    fn shared(&self) -> Shared {
-        let Parts { device, queue, lost, submissions, .. } = &*self.0;
-        Shared {
+    fn shared(&self) -> SharedParts {
+        let GpuParts { device, queue, lost, submissions, .. } = &*self.0;
+        SharedParts {
             device: device.clone(),
             queue: queue.clone(),
             lost: lost.clone(),
@@ -372,7 +372,7 @@ impl Gpu {
         let (device, queue) = given;
         let submissions = Arc::new(Submissions::new(&device, None)?);
         let compilation = Compilation { checked: false, translate: None };
-        let shared = Shared {
+        let shared = SharedParts {
             device,
             queue,
             lost,
@@ -388,9 +388,14 @@ impl Gpu {
         Ok(gpu)
     }
 
-    fn assemble(shared: Shared, level: Option<Level>, matrices: Option<Matrices>) -> Result<Self> {
+    fn assemble(
+        shared: SharedParts,
+        level: Option<Level>,
+        matrices: Option<Matrices>,
+    ) -> Result<Self> {
         // `open` first, so that an error drops it last
-        let Shared { open, device, queue, lost, submissions, part_work, compilation, .. } = shared;
+        let SharedParts { open, device, queue, lost, submissions, part_work, compilation, .. } =
+            shared;
         let info = device.adapter_info();
         let limits = device.limits();
         let (least, _) = subgroup_sizes(&info);
@@ -405,7 +410,7 @@ impl Gpu {
         }
         let register_tile = shared.register_tile.unwrap_or_else(|| RegisterTile::of_adapter(&info));
         check_limits(&limits, register_tile, &info.name)?;
-        let by_default = TileChoice::Default(QueryTile::of_adapter(&info, level));
+        let by_default = TileChoice::Default(QueryTileSize::of_adapter(&info, level));
         let query_tile = shared.query_tile.map_or(by_default, TileChoice::Forced);
         let descriptor = wgpu::BufferDescriptor {
             label: Some("nothing"),
@@ -416,7 +421,7 @@ impl Gpu {
         let (nothing, errors) = with_error_scopes(&device, || device.create_buffer(&descriptor));
         lost.check()?;
         errors.into_error().map_or(Ok(()), Err)?;
-        Ok(Self(Arc::new(Parts {
+        Ok(Self(Arc::new(GpuParts {
             name: format!("{} ({} {})", info.name, info.driver, info.driver_info),
             level,
             matrices,
@@ -470,7 +475,7 @@ impl Gpu {
 
     /// Queries of a tile of forward: of all launches that can have them, or of those that gain by
     /// them.
-    pub fn query_tile(&self) -> QueryTile {
+    pub fn query_tile(&self) -> QueryTileSize {
         match self.0.query_tile {
             TileChoice::Forced(tile) | TileChoice::Default(tile) => tile,
         }
@@ -646,7 +651,7 @@ impl Gpu {
 
     /// Returns a compiled kernel, shared by all plans on this device. Ranks that need the same
     /// kernel at the same time compile it once.
-    pub(crate) fn pipeline(&self, variant: Variant) -> Result<Arc<Pipeline>> {
+    pub(crate) fn pipeline(&self, variant: KernelVariant) -> Result<Arc<Pipeline>> {
         check_process()?;
         let slot = Arc::clone(lock(&self.0.pipelines).entry(variant).or_default());
         let mut slot = lock(&slot);
@@ -684,7 +689,7 @@ fn check_limits(limits: &wgpu::Limits, tile: RegisterTile, name: &str) -> Result
     Ok(())
 }
 
-impl std::fmt::Debug for Parts {
+impl std::fmt::Debug for GpuParts {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Gpu")
             .field("name", &self.name)

@@ -9,13 +9,13 @@ use std::ops::{ControlFlow, Range};
 use annulus_core::{Gradients, Outputs, Result, Spec, Tick};
 
 use crate::{
-    copy::{Copy, Layout, LinearCopy, Side, bind_whole, launch_linear, rounding},
+    copy::{Copy, CopySide, ElementStrides, LinearCopy, bind_whole, launch_linear, rounding},
     device::Gpu,
-    kernels::{BiasAxes, CopyMode, Storage, Variant, params::RowParams},
+    kernels::{BiasAxes, CopyMode, KernelVariant, Storage, params::RowParams},
     launch::{BoundResource, Commands},
     memory::{GpuBuffer, Tensor, WgpuSpace, check_tensors},
     pass_context::{
-        BackwardContext, BackwardState, ForwardContext, ForwardState, RankKernels, RowTarget,
+        BackwardBuffers, BackwardContext, ForwardBuffers, ForwardContext, RankKernels, RowTarget,
         bias_axes,
     },
 };
@@ -28,7 +28,7 @@ pub(crate) fn write_outputs(
 ) -> Result<()> {
     let ForwardContext { kernels, state, inputs } = pass;
     let RankKernels { gpu, shard, tile, arena, .. } = kernels;
-    let ForwardState { acc, softmax_statistics } = state;
+    let ForwardBuffers { acc, softmax_statistics } = state;
     check_tensors(
         gpu,
         [
@@ -56,7 +56,7 @@ pub(crate) fn write_outputs(
     let sinks = spec.sinks;
     let count = sinks.map_or(0, |sinks| sinks.count);
     let with_sums = outputs.max.is_some();
-    let variant = Variant::FinishRows { with_sums, normalize: spec.normalize };
+    let variant = KernelVariant::FinishRows { with_sums, normalize: spec.normalize };
     let groups = items.div_ceil(64);
     let mut parts = SinkParts::new(groups, 2 * count, gpu.most_steps(MAX_STEPS), STEP_FLOPS);
     while let Some(part) = parts.next(gpu.submissions().part_budget(variant)) {
@@ -82,13 +82,13 @@ pub(crate) fn write_outputs(
             commands = Commands::new(gpu, arena);
         }
     }
-    let vectors = Layout::dense(rows, dims.q_heads, dims.value_dim);
+    let vectors = ElementStrides::dense(rows, dims.q_heads, dims.value_dim);
     let storage = results_storage(spec, tile.storage);
     let target = RowTarget {
-        into: Side { buffer: &outputs.out.buffer, layout: vectors, bytes: storage.bytes() },
-        factors: Some(Side {
+        into: CopySide { buffer: &outputs.out.buffer, layout: vectors, bytes: storage.bytes() },
+        factors: Some(CopySide {
             buffer: &softmax_statistics.buffer,
-            layout: Layout::dense(rows, dims.q_heads, 4),
+            layout: ElementStrides::dense(rows, dims.q_heads, 4),
             bytes: 4,
         }),
         batches: dims.batch as u64,
@@ -104,7 +104,7 @@ pub(crate) fn write_outputs(
 fn submit_part(
     gpu: &Gpu,
     commands: Commands<'_>,
-    (variant, work): (Variant, u64),
+    (variant, work): (KernelVariant, u64),
     tick: Tick<'_>,
 ) -> Result<ControlFlow<()>> {
     if tick().is_break() || gpu.wait_for_room(tick)?.is_break() {
@@ -130,7 +130,7 @@ pub(crate) fn write_gradients(
 ) -> Result<()> {
     let BackwardContext { kernels, state, inputs } = pass;
     let RankKernels { gpu, shard, tile, arena, .. } = kernels;
-    let BackwardState { dq, statistics, bias } = state;
+    let BackwardBuffers { dq, statistics, bias } = state;
     check_tensors(
         gpu,
         [
@@ -147,10 +147,10 @@ pub(crate) fn write_gradients(
     let queries = shard.queries.len();
     let keys = shard.keys.len();
     let mut commands = Commands::new(gpu, arena);
-    let vectors = Layout::dense(queries, dims.q_heads, dims.head_dim);
+    let vectors = ElementStrides::dense(queries, dims.q_heads, dims.head_dim);
     let storage = results_storage(spec, tile.storage);
     let target = RowTarget {
-        into: Side { buffer: &into.dq.buffer, layout: vectors, bytes: storage.bytes() },
+        into: CopySide { buffer: &into.dq.buffer, layout: vectors, bytes: storage.bytes() },
         factors: None,
         batches: dims.batch as u64,
         mode: rounding(storage, false),
@@ -160,14 +160,14 @@ pub(crate) fn write_gradients(
     let record = spec.gradient_row_layout();
     for (field, tensor, dim) in [(0, &into.dk, dims.head_dim), (1, &into.dv, dims.value_dim)] {
         let copy = Copy {
-            from: Side {
+            from: CopySide {
                 buffer: &dkv.buffer,
-                layout: Layout::records(&record, field, 4),
+                layout: ElementStrides::records(&record, field, 4),
                 bytes: 4,
             },
-            into: Side {
+            into: CopySide {
                 buffer: &tensor.buffer,
-                layout: Layout::dense(keys, dims.kv_heads, dim),
+                layout: ElementStrides::dense(keys, dims.kv_heads, dim),
                 bytes,
             },
             batches: dims.batch as u64,
@@ -207,7 +207,7 @@ fn write_dbias(
         let each = rows_of_part(1, gpu.most_steps(MAX_STEPS));
         // the kernel writes zeros if there are no rows
         for first in (0..queries.max(1)).step_by(each) {
-            commands.launch(Variant::BiasRows, lines, bindings.clone(), |grid_width| {
+            commands.launch(KernelVariant::BiasRows, lines, bindings.clone(), |grid_width| {
                 RowParams {
                     count: lines as u32,
                     grid_width,
@@ -249,7 +249,7 @@ fn write_dsinks(
         let rows_each = (end - first).div_ceil(64).max(1);
         let flops = STEP_FLOPS * rows_each as u64;
         let mut parts = SinkParts::new(count, heads, most_steps / rows_each, flops);
-        while let Some(part) = parts.next(gpu.submissions().part_budget(Variant::Sinks)) {
+        while let Some(part) = parts.next(gpu.submissions().part_budget(KernelVariant::Sinks)) {
             let mut commands = Commands::new(gpu, arena);
             let bindings =
                 [&statistics.buffer, &sinks.buffer, &dsinks.buffer].map(BoundResource::whole);
@@ -268,8 +268,8 @@ fn write_dsinks(
                 ..RowParams::default()
             };
             let groups = part.groups.len() as u64;
-            commands.launch(Variant::Sinks, groups, bindings.into(), params)?;
-            if submit_part(gpu, commands, (Variant::Sinks, part.work), tick)?.is_break() {
+            commands.launch(KernelVariant::Sinks, groups, bindings.into(), params)?;
+            if submit_part(gpu, commands, (KernelVariant::Sinks, part.work), tick)?.is_break() {
                 return Ok(());
             }
         }

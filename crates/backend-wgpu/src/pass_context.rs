@@ -7,8 +7,8 @@
 use annulus_core::{BackwardInputs, Error, Inputs, RankShard, Result};
 
 use crate::{
-    block_mask::BlockMask,
-    copy::{self, Layout, Side},
+    block_mask::ChunkMask,
+    copy::{self, CopySide, ElementStrides},
     device::Gpu,
     kernels::{BiasAxes, CopyMode, TILE, TileVariant},
     launch::{Arena, Commands},
@@ -23,20 +23,20 @@ pub(crate) struct RankKernels {
     pub(crate) shard: RankShard,
     pub(crate) tile: TileVariant,
     pub(crate) arena: Arena,
-    pub(crate) block_mask: BlockMask,
+    pub(crate) block_mask: ChunkMask,
     pub(crate) gpu: Gpu,
 }
 
 /// State of a forward pass.
 #[derive(Debug)]
-pub(crate) struct ForwardState {
+pub(crate) struct ForwardBuffers {
     /// Accumulator of O, `[b, rows, q_heads, value_dim]`.
     pub(crate) acc: RowBuffers,
     /// (m, ℓ, ties, any key attended to), `[b, rows, q_heads, 4]`.
     pub(crate) softmax_statistics: GpuBuffer,
 }
 
-impl ForwardState {
+impl ForwardBuffers {
     pub(crate) fn bytes(&self) -> u64 {
         self.acc.bytes() + self.softmax_statistics.size()
     }
@@ -44,7 +44,7 @@ impl ForwardState {
 
 /// State of a backward pass.
 #[derive(Debug)]
-pub(crate) struct BackwardState {
+pub(crate) struct BackwardBuffers {
     /// dQ / scale, `[b, rows, q_heads, head_dim]`.
     pub(crate) dq: RowBuffers,
     /// (max, 1 / sum, Δ, share), `[b, rows, q_heads, 4]`.
@@ -53,7 +53,7 @@ pub(crate) struct BackwardState {
     pub(crate) bias: Option<GpuBuffer>,
 }
 
-impl BackwardState {
+impl BackwardBuffers {
     pub(crate) fn bytes(&self) -> u64 {
         let bias = self.bias.as_ref().map_or(0, GpuBuffer::size);
         self.dq.bytes() + self.statistics.size() + bias
@@ -63,14 +63,14 @@ impl BackwardState {
 /// A forward pass in progress: state and inputs.
 pub(crate) struct ForwardContext<'p> {
     pub(crate) kernels: &'p mut RankKernels,
-    pub(crate) state: &'p ForwardState,
+    pub(crate) state: &'p ForwardBuffers,
     pub(crate) inputs: Inputs<'p, WgpuSpace>,
 }
 
 /// A backward pass in progress: state and inputs.
 pub(crate) struct BackwardContext<'p> {
     pub(crate) kernels: &'p mut RankKernels,
-    pub(crate) state: &'p BackwardState,
+    pub(crate) state: &'p BackwardBuffers,
     pub(crate) inputs: BackwardInputs<'p, WgpuSpace>,
 }
 
@@ -98,8 +98,8 @@ pub(crate) struct RowBuffers {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RowTarget<'a> {
     /// Layouts of all rows.
-    pub(crate) into: Side<'a>,
-    pub(crate) factors: Option<Side<'a>>,
+    pub(crate) into: CopySide<'a>,
+    pub(crate) factors: Option<CopySide<'a>>,
     pub(crate) batches: u64,
     pub(crate) mode: CopyMode,
     pub(crate) factor: f32,
@@ -160,8 +160,8 @@ impl RowBuffers {
     }
 
     /// Layout of the buffer that begins at row `first`.
-    fn layout(&self, first: usize) -> Layout {
-        Layout::dense(self.rows_each.min(self.rows - first), self.heads, self.dim)
+    fn layout(&self, first: usize) -> ElementStrides {
+        ElementStrides::dense(self.rows_each.min(self.rows - first), self.heads, self.dim)
     }
 
     /// Records a copy of all vectors.
@@ -173,21 +173,21 @@ impl RowBuffers {
     ) -> Result<()> {
         for (number, buffer) in self.buffers.iter().enumerate() {
             let first = number * self.rows_each;
-            let after = |side: Side<'_>| {
+            let after = |side: CopySide<'_>| {
                 let base = side.layout.base + first as u64 * side.layout.row;
-                Layout { base, ..side.layout }
+                ElementStrides { base, ..side.layout }
             };
             let RowTarget { into, factors, batches, mode, factor } = *target;
             copy::Copy {
-                from: Side { buffer: &buffer.buffer, layout: self.layout(first), bytes: 4 },
-                into: Side { layout: after(into), ..into },
+                from: CopySide { buffer: &buffer.buffer, layout: self.layout(first), bytes: 4 },
+                into: CopySide { layout: after(into), ..into },
                 batches,
                 rows: self.rows_each.min(self.rows - first) as u64,
                 heads: self.heads as u64,
                 dim: self.dim as u64,
                 mode,
                 factor,
-                factors: factors.map(|side| Side { layout: after(side), ..side }),
+                factors: factors.map(|side| CopySide { layout: after(side), ..side }),
             }
             .launch(gpu, commands)?;
         }

@@ -13,7 +13,7 @@ use wgpu::{CommandEncoder, Device};
 use crate::{
     device::{Gpu, PATIENCE},
     errors::device_error,
-    pacing::Silence,
+    pacing::QueueSilence,
     submissions::Receipt,
 };
 
@@ -68,15 +68,15 @@ impl Gpu {
     }
 
     /// Starts to measure the time without a completed submission.
-    pub(crate) fn silence(&self) -> Silence {
-        Silence::new(self.submissions().completed(), Instant::now())
+    pub(crate) fn silence(&self) -> QueueSilence {
+        QueueSilence::new(self.submissions().completed(), Instant::now())
     }
 
     /// Checks that a submission has completed within [`PATIENCE`]. Called after a poll.
     ///
     /// # Errors
     /// [`annulus_core::Error::Device`].
-    pub(crate) fn check_silence(&self, silence: &mut Silence) -> Result<()> {
+    pub(crate) fn check_silence(&self, silence: &mut QueueSilence) -> Result<()> {
         if !silence.exceeds(PATIENCE, self.submissions().completed(), Instant::now()) {
             return Ok(());
         }

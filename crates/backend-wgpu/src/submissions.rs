@@ -18,12 +18,12 @@ use std::{
 use annulus_core::Result;
 use wgpu::{BufferUsages, Device};
 
-use crate::{errors::with_error_scopes, kernels::Variant, open_device::lock, pacing::Pacer};
+use crate::{errors::with_error_scopes, kernels::KernelVariant, open_device::lock, pacing::Pacer};
 
 /// Submissions of a device, shared by all its handles.
 #[derive(Debug)]
 pub(crate) struct Submissions {
-    order: Mutex<Order>,
+    order: Mutex<QueueOrder>,
     /// Number of the latest submission known to be complete.
     completed: Arc<AtomicU64>,
     pacer: Mutex<Pacer>,
@@ -33,7 +33,7 @@ pub(crate) struct Submissions {
 
 /// Numbers of submissions, in the order of the queue.
 #[derive(Debug, Default)]
-struct Order {
+struct QueueOrder {
     submissions: u64,
     /// Submissions that count themselves.
     batches: u32,
@@ -97,12 +97,12 @@ impl Submissions {
     }
 
     /// Records a submission as a part of a tile kernel of `work` FLOPs.
-    pub(crate) fn add_part(&self, receipt: Receipt, variant: Variant, work: u64) {
+    pub(crate) fn add_part(&self, receipt: Receipt, variant: KernelVariant, work: u64) {
         lock(&self.pacer).add(receipt.submission, variant, work, Instant::now());
     }
 
     /// Returns the bound of the next part of a kernel in FLOPs.
-    pub(crate) fn part_budget(&self, variant: Variant) -> u64 {
+    pub(crate) fn part_budget(&self, variant: KernelVariant) -> u64 {
         lock(&self.pacer).budget(variant)
     }
 

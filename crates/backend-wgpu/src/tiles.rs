@@ -6,18 +6,18 @@ use std::ops::ControlFlow;
 use annulus_core::{BiasOrder, DType, DropoutMask, GqaPacking, Result, Spec, Tick, Visibility};
 
 use crate::{
-    QueryTile,
-    block_mask::{BlockMask, ListForm, Owner, WorkChunk, max_words_per_tile},
+    QueryTileSize,
+    block_mask::{ChunkMask, ListForm, ListOwner, WorkChunk, max_words_per_tile},
     choice::{LaunchShape, TileChoice},
     chunks::{ProblemSize, element_span, first_element, most_list_words},
-    copy::Layout,
+    copy::ElementStrides,
     device::Gpu,
     kernels::{TILE, TallTile, TileVariant, params::TileParams},
     launch::{Arena, BoundResource, Commands, ElementRange},
     operands::{Bases, Operand, Operands, TileKernel},
     parts::{Workgroups, flops_per_tile_pair},
     pass_context::RowBuffers,
-    split_kv::{ChunkPlanes, MergeTarget, PartialResults, PartialShape},
+    split_kv::{ChunkPlanes, MergeTarget, RangeResults, RangeShape},
 };
 
 /// One pass of a tile kernel over all visible pairs.
@@ -38,7 +38,7 @@ impl TilePass<'_> {
     pub(crate) fn run(
         &self,
         arena: &mut Arena,
-        block_mask: &mut BlockMask,
+        block_mask: &mut ChunkMask,
         tick: Tick<'_>,
     ) -> Result<ControlFlow<()>> {
         let function = self.spec.bias_function.is_some();
@@ -101,7 +101,7 @@ impl TilePass<'_> {
         };
         let tiles = chunk.queries.1.div_ceil(packing.queries());
         let workgroups = tiles * (heads / packing.heads()) * chunk.batches.1;
-        let shape = PartialShape::of(&self.spec.dims, chunk.queries.1);
+        let shape = RangeShape::of(&self.spec.dims, chunk.queries.1);
         let most_ranges = shape.most_ranges(self.gpu.max_binding_bytes(), workgroups);
         let planes = if size.per_batch { chunk.batches.1 } else { 1 }
             * if size.per_head { heads } else { 1 };
@@ -132,8 +132,8 @@ impl TilePass<'_> {
             workgroups: tiles * chunk.heads.1 * chunk.batches.1,
         };
         let wanted = match self.gpu.tile_choice() {
-            TileChoice::Forced(tile) => tile == QueryTile::Of64,
-            TileChoice::Default(tile) => tile == QueryTile::Of64 && QueryTile::suits(shape),
+            TileChoice::Forced(tile) => tile == QueryTileSize::Of64,
+            TileChoice::Default(tile) => tile == QueryTileSize::Of64 && QueryTileSize::suits(shape),
         };
         // a workgroup has twice the work of one of 32 queries
         let work = 2 * self.flops_per_tile_pair() * chunk.keys.1.div_ceil(TILE) as u64;
@@ -147,7 +147,7 @@ impl TilePass<'_> {
 
     /// True if so many tiles of keys are visible to one half of a tall tile only that tiles of 32
     /// queries compute at least 1/16 less. A forced tile is kept.
-    fn wastes_halves(&self, block_mask: &BlockMask) -> bool {
+    fn wastes_halves(&self, block_mask: &ChunkMask) -> bool {
         matches!(self.gpu.tile_choice(), TileChoice::Default(_))
             && 8 * block_mask.idle_halves() >= block_mask.listed()
     }
@@ -189,8 +189,8 @@ impl TilePass<'_> {
         let &ChunkWork { block_mask, chunk, packing, form } = work;
         let partial = (block_mask.ranges > 1)
             .then(|| {
-                let shape = PartialShape::of(&self.spec.dims, chunk.queries.1);
-                PartialResults::new(self.gpu, arena, shape, block_mask.ranges)
+                let shape = RangeShape::of(&self.spec.dims, chunk.queries.1);
+                RangeResults::new(self.gpu, arena, shape, block_mask.ranges)
             })
             .transpose()?;
         let workgroups = self.workgroups(work);
@@ -245,7 +245,7 @@ impl TilePass<'_> {
         &self,
         commands: &mut Commands<'_>,
         work: &ChunkWork<'_>,
-        partial: Option<&PartialResults>,
+        partial: Option<&RangeResults>,
     ) -> Result<Bound> {
         let ChunkWork { block_mask, chunk, .. } = work;
         let mut bases = Bases::default();
@@ -289,8 +289,8 @@ impl TilePass<'_> {
     fn workgroups(&self, work: &ChunkWork<'_>) -> Workgroups {
         let &ChunkWork { block_mask, chunk, packing, form } = work;
         let tiles = match self.kind.owner() {
-            Owner::Queries => chunk.queries.1.div_ceil(form.queries),
-            Owner::Keys => chunk.keys.1.div_ceil(TILE),
+            ListOwner::Queries => chunk.queries.1.div_ceil(form.queries),
+            ListOwner::Keys => chunk.keys.1.div_ceil(TILE),
         };
         let (batches, heads) = (chunk.batches.1, chunk.heads.1);
         let shared = |axis: usize| self.spec.bias.is_some_and(|shape| shape[axis] == 1);
@@ -436,7 +436,7 @@ impl TilePass<'_> {
 
 /// A chunk, its lists, and the heads of its query tiles.
 struct ChunkWork<'a> {
-    block_mask: &'a BlockMask,
+    block_mask: &'a ChunkMask,
     chunk: &'a WorkChunk,
     packing: GqaPacking,
     form: ListForm,
@@ -456,9 +456,9 @@ struct GridShape<'a> {
     first: u32,
     end: u32,
     add: bool,
-    partial: Option<&'a PartialResults>,
+    partial: Option<&'a RangeResults>,
 }
 
-fn layout_of(operand: &Option<Operand<'_>>) -> Layout {
-    operand.map_or_else(Layout::default, |operand| operand.layout)
+fn layout_of(operand: &Option<Operand<'_>>) -> ElementStrides {
+    operand.map_or_else(ElementStrides::default, |operand| operand.layout)
 }

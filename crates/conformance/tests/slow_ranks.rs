@@ -39,7 +39,7 @@ struct SlowFinish {
 }
 
 struct SlowWorkspace {
-    inner: annulus_cpu::Workspace,
+    inner: annulus_cpu::CpuWorkspace,
     delay: Duration,
 }
 
@@ -73,8 +73,8 @@ impl Backend for SlowFinish {
 
 impl Workspace for SlowWorkspace {
     type Space = Host;
-    type Forward<'p> = SlowPass<annulus_cpu::Forward<'p>>;
-    type Backward<'p> = SlowPass<annulus_cpu::Backward<'p>>;
+    type Forward<'p> = SlowPass<annulus_cpu::CpuForward<'p>>;
+    type Backward<'p> = SlowPass<annulus_cpu::CpuBackward<'p>>;
 
     fn update(&mut self, shard: &RankShard) -> Result<()> {
         self.inner.update(shard)

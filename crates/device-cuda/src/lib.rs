@@ -33,8 +33,8 @@ mod tensor;
 
 pub use buffer::CudaBuffer;
 pub use buffer::PinnedBuffer;
-pub use cache::{Cache, Image, ImageKind};
-pub use compiler::{Compiler, Program};
+pub use cache::{Image, ImageCache, ImageKind};
+pub use compiler::{Compiler, KernelProgram};
 pub use cudarc;
 pub use device::{Architecture, Device};
 pub use module::{Kernel, Module};

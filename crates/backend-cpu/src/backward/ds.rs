@@ -23,7 +23,7 @@ use crate::{
 };
 
 /// Operands of a tile's products, as (rows, lanes): for the scores and for dP.
-pub(crate) struct Operands<'a, A> {
+pub(crate) struct DsOperands<'a, A> {
     pub(crate) s: (PanelView<'a, A>, &'a [A]),
     pub(crate) dp: (PanelView<'a, A>, &'a [A]),
 }
@@ -34,7 +34,7 @@ pub(crate) fn score_gradients<A: Real>(
     scores: &Scores<'_, A>,
     coord: &TileCoord,
     tile_mask: &mut TileMask,
-    operands: Operands<'_, A>,
+    operands: DsOperands<'_, A>,
     statistics: &TileStatistics<A>,
     tiles: &mut Tiles<A>,
     cursor: &mut PrefetchCursor<'_>,

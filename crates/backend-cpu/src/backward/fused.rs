@@ -44,7 +44,7 @@ use crate::{
     backward::{
         dkv::{ArrivingQueries, DkvPass},
         kv_split::KvSplit,
-        reduction::{KeyTask, PlaneLeaves, SharedGradients, TaskReduction},
+        reduction::{GroupGradients, KeyTask, PlaneLeaves, TaskReduction},
     },
     simd::dispatch::Real,
     threads::{
@@ -53,23 +53,23 @@ use crate::{
     },
     tile::{
         aligned::Aligned,
-        input::{Acc, Input},
+        input::{Acc, TileInput},
         tile_mask::TILE,
     },
     workspace::{
         bias_gradient::BiasGradient,
-        leaves::{Arrivals, KeyLeaves},
+        leaves::{KeyLeaves, LeafArrivals},
         query_block::QueryBlock,
-        scratch::Scratch,
-        state::{State, Summed},
+        scratch::ThreadScratch,
+        state::{PassState, Summed},
     },
 };
 
 /// Runs all tasks. `records` are the gradient records.
-pub(super) fn run_fused<E: Input<Accumulator: Summed>>(
+pub(super) fn run_fused<E: TileInput<Accumulator: Summed>>(
     pass: &DkvPass<'_, E>,
     team: &Team,
-    scratch: &mut [Scratch<Acc<E>>],
+    scratch: &mut [ThreadScratch<Acc<E>>],
     records: &mut [Acc<E>],
     memory: FusedMemory<'_, Acc<E>>,
     tick: Tick<'_>,
@@ -80,7 +80,7 @@ pub(super) fn run_fused<E: Input<Accumulator: Summed>>(
         .iter_mut()
         .zip(&mut *shared_dq)
         .for_each(|(block, shared_dq)| std::mem::swap(&mut block.sums, get_mut(shared_dq)));
-    let to = &SharedGradients {
+    let to = &GroupGradients {
         token: pass.geometry.token,
         width: pass.geometry.padded_head_dim(),
         group: pass.geometry.dims.group(),
@@ -109,7 +109,7 @@ pub(super) fn run_fused<E: Input<Accumulator: Summed>>(
             let task = KeyTask { batch, kv_head, keys: first..keys.end.min(first + pass.k_rows) };
             reduction.keys_in_place = pass.keys_in_place(&task);
             if reduction.keys_in_place.is_none() {
-                let Scratch { rows_key, .. } = scratch;
+                let ThreadScratch { rows_key, .. } = scratch;
                 rows_key.fill(pass.geometry.token, &pass.k, batch, kv_head, task.keys.clone());
             }
             DkvPass::<E>::begin(scratch);
@@ -147,8 +147,8 @@ const PRODUCTS: [usize; 2] = [7, 5];
 
 /// True if the fused pass can compute the gradients of a block, and takes less time than separate
 /// passes. Those divide a plane among threads, and the fused one does not.
-pub(super) fn fuses_leaves<A: Real>(state: &State<A>, threads: usize, keys: &Rows) -> bool {
-    let State { shard, geometry, k_rows, bias_gradient, .. } = state;
+pub(super) fn fuses_leaves<A: Real>(state: &PassState<A>, threads: usize, keys: &Rows) -> bool {
+    let PassState { shard, geometry, k_rows, bias_gradient, .. } = state;
     let Some(plan) = &shard.leaves else { return false };
     let planes = geometry.dims.batch * geometry.dims.kv_heads;
     let [separate, fused] = PRODUCTS;
@@ -161,10 +161,10 @@ pub(super) fn fuses_leaves<A: Real>(state: &State<A>, threads: usize, keys: &Row
 }
 
 /// Runs all tasks. `records` are the gradient records.
-pub(super) fn run_fused_leaves<E: Input<Accumulator: Summed>>(
+pub(super) fn run_fused_leaves<E: TileInput<Accumulator: Summed>>(
     pass: &DkvPass<'_, E>,
     plan: &RankLeaves,
-    (team, scratch): (&Team, &mut [Scratch<Acc<E>>]),
+    (team, scratch): (&Team, &mut [ThreadScratch<Acc<E>>]),
     records: &mut [Acc<E>],
     memory: LeafMemory<'_, Acc<E>>,
     tick: Tick<'_>,
@@ -196,7 +196,7 @@ pub(super) fn run_fused_leaves<E: Input<Accumulator: Summed>>(
             }
             for first in leaf.keys.clone().step_by(pass.k_rows) {
                 let keys = first..leaf.keys.end.min(first + pass.k_rows);
-                let Scratch { rows_key, .. } = scratch;
+                let ThreadScratch { rows_key, .. } = scratch;
                 rows_key.fill(pass.geometry.token, &pass.k, batch, kv_head, keys.clone());
                 let task = KeyTask { batch, kv_head, keys };
                 let leaves = (arriving, &mut leaves[first / pass.k_rows]);
@@ -215,6 +215,6 @@ pub(super) struct LeafMemory<'a, A> {
     pub(super) blocks: &'a mut [QueryBlock<A>],
     pub(super) block_index: &'a [usize],
     pub(super) q_rows: usize,
-    pub(super) arrivals: &'a Arrivals,
+    pub(super) arrivals: &'a LeafArrivals,
     pub(super) key_leaves: &'a mut KeyLeaves<A>,
 }

@@ -13,14 +13,14 @@ use half::{bf16, f16};
 use crate::simd::exp::{exp64, softmax_exp32, tanh32};
 
 /// Element type of q, k, v and out.
-pub(crate) trait Widen: Element<Accumulator: Float> {
+pub(crate) trait WidenTo: Element<Accumulator: Float> {
     /// Widens exactly.
     fn widen(self) -> Self::Accumulator;
     /// Rounds to nearest, ties to even.
     fn narrow(value: Self::Accumulator) -> Self;
 }
 
-impl Widen for f64 {
+impl WidenTo for f64 {
     #[inline(always)]
     fn widen(self) -> f64 {
         self
@@ -32,7 +32,7 @@ impl Widen for f64 {
     }
 }
 
-impl Widen for f32 {
+impl WidenTo for f32 {
     #[inline(always)]
     fn widen(self) -> f32 {
         self
@@ -44,7 +44,7 @@ impl Widen for f32 {
     }
 }
 
-impl Widen for bf16 {
+impl WidenTo for bf16 {
     #[inline(always)]
     fn widen(self) -> f32 {
         f32::from_bits(u32::from(self.to_bits()) << 16)
@@ -56,7 +56,7 @@ impl Widen for bf16 {
     }
 }
 
-impl Widen for f16 {
+impl WidenTo for f16 {
     /// Rebases the exponent by a multiplication, which also normalises subnormals. Branch-free, so
     /// that the compiler vectorises it.
     #[inline(always)]

@@ -14,7 +14,7 @@ use ndarray::{ArrayView1, ArrayView4, s};
 
 use crate::{
     simd::{
-        dispatch::{IsaToken, Kernel, Real},
+        dispatch::{IsaToken, Real, SimdKernel},
         vector::{MAX_LANES, Vector},
     },
     tile::{geometry::TileCoord, tile_mask::LaneAxis},
@@ -95,7 +95,7 @@ struct LoadBiasRows<'a, A, F> {
     into: &'a mut [A],
 }
 
-impl<'s, A: Real, F: Fn(usize) -> &'s [A]> Kernel<A> for LoadBiasRows<'_, A, F> {
+impl<'s, A: Real, F: Fn(usize) -> &'s [A]> SimdKernel<A> for LoadBiasRows<'_, A, F> {
     type Output = bool;
 
     #[inline(always)]

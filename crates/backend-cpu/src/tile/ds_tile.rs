@@ -27,7 +27,7 @@ use annulus_core::Result;
 
 use crate::{
     simd::{
-        dispatch::{ArrayKernel, IsaToken, Kernel, MAX_REGISTER_ROWS, Real},
+        dispatch::{ArrayKernel, IsaToken, MAX_REGISTER_ROWS, Real, SimdKernel},
         lanes::{strip, strip_mut, unrolled},
         vector::{Vector, each_row_mut},
     },
@@ -221,7 +221,7 @@ struct DqProducts<'a, A> {
     column: usize,
 }
 
-impl<A: Real> Kernel<A> for DqProducts<'_, A> {
+impl<A: Real> SimdKernel<A> for DqProducts<'_, A> {
     type Output = ();
 
     #[inline(always)]
@@ -330,7 +330,7 @@ pub(crate) struct ScoreGradient<'a, A> {
     pub(crate) words: Option<&'a [u64]>,
 }
 
-impl<A: Real> Kernel<A> for ScoreGradient<'_, A> {
+impl<A: Real> SimdKernel<A> for ScoreGradient<'_, A> {
     type Output = ();
 
     #[inline(always)]

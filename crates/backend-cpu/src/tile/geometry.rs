@@ -12,7 +12,7 @@ use crate::{
         isa::Isa,
     },
     tile::{
-        input::{Input, Plane},
+        input::{Plane, TileInput},
         pack::{PanelFormat, pack_lanes, padded},
         tile_mask::{LaneAxis, TILE},
     },
@@ -177,7 +177,7 @@ impl Geometry {
 
     /// Packs the vectors `rows` of one head, transposed, into a strip of `width` lanes
     /// ([`pack_lanes`]).
-    pub(crate) fn pack_strip<E: Input>(
+    pub(crate) fn pack_strip<E: TileInput>(
         &self,
         plane: Plane<'_, E>,
         rows: Range<usize>,
@@ -227,17 +227,19 @@ pub(crate) struct TileCoord {
 
 /// Pairs of each of some queries with each of some keys of a tile, both counted from its first.
 #[derive(Debug, Clone)]
-pub(crate) struct Pairs {
+pub(crate) struct QueryKeyPairs {
     pub(crate) queries: Range<usize>,
     pub(crate) keys: Range<usize>,
 }
 
 impl TileCoord {
     /// Returns the queries and keys in the rows `rows` of the tile.
-    pub(crate) fn pairs(&self, rows: &Range<usize>) -> Pairs {
+    pub(crate) fn pairs(&self, rows: &Range<usize>) -> QueryKeyPairs {
         match self.lane_axis {
-            LaneAxis::Queries => Pairs { queries: 0..self.queries.len(), keys: rows.clone() },
-            LaneAxis::Keys => Pairs { queries: rows.clone(), keys: 0..self.keys.len() },
+            LaneAxis::Queries => {
+                QueryKeyPairs { queries: 0..self.queries.len(), keys: rows.clone() }
+            }
+            LaneAxis::Keys => QueryKeyPairs { queries: rows.clone(), keys: 0..self.keys.len() },
         }
     }
 

@@ -25,7 +25,7 @@
 
 use crate::{
     simd::{
-        dispatch::{ArrayKernel, Kernel, Real},
+        dispatch::{ArrayKernel, Real, SimdKernel},
         lanes::{each_row_mut, strip, strip_mut, unrolled, zip},
         vector::{self, MAX_LANES, Vector},
     },
@@ -52,7 +52,7 @@ pub(crate) struct OnlineSoftmax<'a, A> {
     pub(crate) rescale: &'a mut [A],
 }
 
-impl<A: Real> Kernel<A> for OnlineSoftmax<'_, A> {
+impl<A: Real> SimdKernel<A> for OnlineSoftmax<'_, A> {
     /// True if a maximum changed, so that the accumulator must be rescaled.
     type Output = bool;
 
@@ -163,7 +163,7 @@ pub(crate) struct OnlineSoftmaxRows<'a, A> {
     pub(crate) rescale: &'a mut [A],
 }
 
-impl<A: Real> Kernel<A> for OnlineSoftmaxRows<'_, A> {
+impl<A: Real> SimdKernel<A> for OnlineSoftmaxRows<'_, A> {
     /// True if a maximum changed, so that the accumulator must be rescaled.
     type Output = bool;
 
@@ -246,7 +246,7 @@ pub(crate) struct MergeSoftmax<'a, A> {
     pub(crate) other_is_left: bool,
 }
 
-impl<A: Real> Kernel<A> for MergeSoftmax<'_, A> {
+impl<A: Real> SimdKernel<A> for MergeSoftmax<'_, A> {
     type Output = ();
 
     #[inline(always)]

@@ -26,7 +26,7 @@ use crate::{
 
 /// Partial result of one query block.
 #[derive(Debug)]
-pub(crate) struct Slot<A> {
+pub(crate) struct LeafSlot<A> {
     pub(crate) sums: Aligned<A>,
     pub(crate) max: Aligned<A>,
     pub(crate) sum: Aligned<A>,
@@ -38,8 +38,8 @@ pub(crate) struct Slot<A> {
 /// Partial results of one query block.
 #[derive(Debug)]
 pub(crate) struct BlockLeaves<A> {
-    pub(crate) slots: Vec<Slot<A>>,
-    /// [`Slot::filled`] of the current partial result.
+    pub(crate) slots: Vec<LeafSlot<A>>,
+    /// [`LeafSlot::filled`] of the current partial result.
     pub(crate) filled: bool,
 }
 
@@ -49,7 +49,7 @@ impl<A: Real> BlockLeaves<A> {
         let mut all = memory::list("the partial results of leaves", slots)?;
         for _ in 0..slots {
             let [sums, max, sum, ties] = lists()?;
-            all.push(Slot { sums, max, sum, ties, filled: false });
+            all.push(LeafSlot { sums, max, sum, ties, filled: false });
         }
         Ok(Self { slots: all, filled: false })
     }
@@ -61,7 +61,7 @@ impl<A: Real> BlockLeaves<A> {
 
     /// Returns the heap bytes.
     pub(crate) fn bytes(&self) -> usize {
-        let of_slot = |slot: &Slot<A>| {
+        let of_slot = |slot: &LeafSlot<A>| {
             [&slot.sums, &slot.max, &slot.sum, &slot.ties]
                 .map(|list| list.bytes())
                 .iter()
@@ -78,13 +78,13 @@ pub(crate) struct LeafKeys {
     pub(crate) closes: Option<usize>,
     /// Keys of the block.
     pub(crate) keys: Range<usize>,
-    /// KV tiles, as a range of [`Arrivals::tiles`].
+    /// KV tiles, as a range of [`LeafArrivals::tiles`].
     tiles: Range<usize>,
 }
 
 /// Leaves of one block of keys, and the leaf that the pass has reached.
 #[derive(Debug, Default)]
-pub(crate) struct Arrivals {
+pub(crate) struct LeafArrivals {
     /// Number of the step whose leaf is current.
     open: Option<usize>,
     leaves: Vec<LeafKeys>,
@@ -96,10 +96,10 @@ pub(crate) struct Arrivals {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ArrivingKeys<'a> {
     pub(crate) merges: &'a LeafMerges,
-    pub(crate) arrivals: &'a Arrivals,
+    pub(crate) arrivals: &'a LeafArrivals,
 }
 
-impl Arrivals {
+impl LeafArrivals {
     /// Starts a pass.
     pub(crate) const fn begin(&mut self) {
         self.open = None;
@@ -220,7 +220,7 @@ mod tests {
     #[test]
     fn blocks_are_divided_by_row_numbers() {
         let merges = LeafMerges::of_arrivals([1, 2, 0]).unwrap();
-        let mut arrivals = Arrivals::default();
+        let mut arrivals = LeafArrivals::default();
         let mut divide = |numbers: Vec<u64>| {
             arrivals.refill(&merges, 128, &rows(numbers))?;
             let ends = |tile: &Range<usize>| [tile.start, tile.end];

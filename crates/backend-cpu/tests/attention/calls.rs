@@ -3,9 +3,9 @@
 use std::ops::{ControlFlow, Range};
 
 use annulus_core::{
-    Backend, BackwardMode, BackwardPass, Block, DType, Dims, Element, Error, ForwardPass,
-    Gradients, Host, HostBuffer, Inputs, Layout, Outputs, Passes, RowSet, Rows, SinkShape, Spec,
-    Workspace,
+    Backend, BackwardMode, BackwardPass, Block, CpuWorkspace, DType, Dims, Element, Error,
+    ForwardPass, Gradients, Host, HostBuffer, Inputs, Layout, Outputs, Passes, RowSet, Rows,
+    SinkShape, Spec,
 };
 use annulus_cpu::Cpu;
 use ndarray::{Array4, s};
@@ -52,7 +52,7 @@ fn all_keys(rank: &Rank<f32>) -> RowSet {
 /// Returns out and lse.
 fn finish(
     rank: &Rank<f32>,
-    pass: annulus_cpu::Forward<'_>,
+    pass: annulus_cpu::CpuForward<'_>,
 ) -> annulus_core::Result<(Array4<f32>, Array4<f32>)> {
     let mut out = rank.out.clone();
     let mut lse = rank.lse.clone();

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use annulus_core::{
-    Backend, Block, DType, Dims, Element, ForwardPass, HostBuffer, Layout, Outputs, Passes, RowSet,
-    SinkShape, Spec, Workspace, mask,
+    Backend, Block, CpuWorkspace, DType, Dims, Element, ForwardPass, HostBuffer, Layout, Outputs,
+    Passes, RowSet, SinkShape, Spec, mask,
 };
 use annulus_cpu::Cpu;
 use half::bf16;

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use annulus_core::{
-    Backend, BackwardInputs, BackwardMode, BackwardPass, Block, DType, Dims, Element, ForwardPass,
-    Gradients, Host, HostBuffer, Layout, Outputs, Passes, Spec, Workspace, mask,
+    Backend, BackwardInputs, BackwardMode, BackwardPass, Block, CpuWorkspace, DType, Dims, Element,
+    ForwardPass, Gradients, Host, HostBuffer, Layout, Outputs, Passes, Spec, mask,
 };
 use annulus_cpu::Cpu;
 use ndarray::{Array4, ArrayView4, Axis, s};
@@ -97,7 +97,7 @@ fn run(cpu: &Cpu, rank: &Rank<f32>, passes: usize, reversed: bool) -> annulus_co
 
 /// A forward pass in two calls of the same block, of which the first keeps packed queries.
 fn forward(
-    workspace: &mut annulus_cpu::Workspace,
+    workspace: &mut annulus_cpu::CpuWorkspace,
     rank: &Rank<f32>,
     (inputs, local_kv): (&annulus_core::Inputs<'_, Host>, LocalKv),
     kv: &mut HostBuffer,

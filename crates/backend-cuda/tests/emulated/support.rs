@@ -14,7 +14,7 @@ use annulus_conformance::{Case, Draw, Masks, Setting, Subject};
 use annulus_core::{DType, Dims, Result, Spec, mask::Predicate};
 use annulus_cuda::{
     Cuda, Level,
-    device::{Cache, Compiler, Device, Stream},
+    device::{Compiler, Device, ImageCache, Stream},
 };
 use annulus_cuda_emulator as emulator;
 use ndarray::Axis;
@@ -96,8 +96,8 @@ pub(crate) fn compiler() -> Result<Compiler> {
     Compiler::with_symbols(emulator::compiler_symbols(), Some(cache()))
 }
 
-fn cache() -> Cache {
-    Cache::new(PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("emulated-kernels"))
+fn cache() -> ImageCache {
+    ImageCache::new(PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("emulated-kernels"))
 }
 
 /// A backend on a new emulated device.

@@ -17,7 +17,7 @@ use super::*;
 type Lanes = Vec<u32>;
 
 /// A function as it is called.
-struct Frame<'a> {
+struct AccessFrame<'a> {
     module: &'a Module,
     function: &'a Function,
     /// Invocations of a workgroup.
@@ -30,7 +30,7 @@ struct Frame<'a> {
     matrices: HashSet<Handle<Expression>>,
 }
 
-impl<'a> Frame<'a> {
+impl<'a> AccessFrame<'a> {
     fn new(
         module: &'a Module,
         function: &'a Function,
@@ -212,14 +212,14 @@ fn neighbouring_invocations_access_different_banks() {
                 tall: false,
             };
             let variants = [
-                Variant::Forward(tile),
-                Variant::Forward(TileVariant { decodes: true, ..tile }),
-                Variant::BackwardQueries(tile),
-                Variant::BackwardKeys(tile, false),
+                KernelVariant::Forward(tile),
+                KernelVariant::Forward(TileVariant { decodes: true, ..tile }),
+                KernelVariant::BackwardQueries(tile),
+                KernelVariant::BackwardKeys(tile, false),
             ];
             let tall = tile
                 .can_be_tall(32 << 10)
-                .then_some(Variant::Forward(TileVariant { tall: true, ..tile }));
+                .then_some(KernelVariant::Forward(TileVariant { tall: true, ..tile }));
             for variant in variants.into_iter().chain(tall) {
                 let module = wgsl::parse_str(&variant.source().wgsl).expect("a valid kernel");
                 let entry_point = &module.entry_points[0];
@@ -230,7 +230,7 @@ fn neighbouring_invocations_access_different_banks() {
                     (argument.binding.as_ref() == Some(&lane)).then(|| (0..invocations).collect())
                 });
                 let frame =
-                    Frame::new(&module, function, invocations as usize, arguments.collect());
+                    AccessFrame::new(&module, function, invocations as usize, arguments.collect());
                 frame.each_access(&mut |array, at| {
                     let (name, bytes) = ARRAYS[array];
                     counts[array] += 1;

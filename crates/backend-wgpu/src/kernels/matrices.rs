@@ -559,7 +559,7 @@ fn zero_products(grid: Grid) -> String {
 
 /// Left factors of the second products.
 #[derive(Clone, Copy, PartialEq)]
-pub(super) enum Factors {
+pub(super) enum ProductFactors {
     Probs,
     Gradients,
 }

@@ -19,7 +19,7 @@ use std::{fmt::Write, ops::Range};
 
 use super::{
     TileVariant,
-    matrices::{Factors, Grid, RightOperand, multiply_and_store},
+    matrices::{Grid, ProductFactors, RightOperand, multiply_and_store},
     vectors::{HALF_STEP, Vectors, Words},
 };
 
@@ -31,7 +31,7 @@ pub(super) fn accumulate(
     variant: TileVariant,
     prefix: &str,
     groups: usize,
-    factors: Factors,
+    factors: ProductFactors,
     of: &Vectors,
     words: Words,
 ) -> Option<String> {
@@ -63,12 +63,12 @@ struct MatrixSum<'a> {
 
 impl MatrixSum<'_> {
     /// Generates the begin of a block and the variables that all groups share.
-    fn declarations(&self, factors: Factors) -> String {
+    fn declarations(&self, factors: ProductFactors) -> String {
         let Vectors { name, rows, .. } = *self.of;
         let head = self.of.head();
         let product_factors = match factors {
-            Factors::Probs => "vec4<f32>(params.keep_scale / PROB_SCALE)",
-            Factors::Gradients => "gradient_factors",
+            ProductFactors::Probs => "vec4<f32>(params.keep_scale / PROB_SCALE)",
+            ProductFactors::Gradients => "gradient_factors",
         };
         format!(
             "{{

@@ -1,4 +1,4 @@
-//! The kernels: one WGSL text per [`Variant`], expanded from a template.
+//! The kernels: one WGSL text per [`KernelVariant`], expanded from a template.
 //!
 //! | kernel | output of a workgroup | file |
 //! |---|---|---|
@@ -396,7 +396,7 @@ impl TallTile {
 
 /// A kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Variant {
+pub(crate) enum KernelVariant {
     Forward(TileVariant),
     BackwardQueries(TileVariant),
     /// The flag: queries are wire records.
@@ -439,7 +439,7 @@ const TILE_TEXT: &str = include_str!("tile.wgsl");
 const GRADIENT: &str = include_str!("gradient.wgsl");
 const DROPOUT: &str = include_str!("dropout.wgsl");
 
-impl Variant {
+impl KernelVariant {
     /// Name for labels and errors.
     pub(crate) const fn name(self) -> &'static str {
         match self {

@@ -2,7 +2,7 @@
 
 use annulus_core::{DType, Error, Result};
 
-use super::{Access, Epilogue, Source, Storage, TileVariant, Variant, matrices};
+use super::{Access, Epilogue, KernelVariant, Source, Storage, TileVariant, matrices};
 use crate::{Level, RegisterTile, level::Matrices, memory_model};
 
 /// A kernel as it is passed to a driver.
@@ -56,11 +56,11 @@ impl KernelText {
                     matrices,
                 };
                 let passes = [
-                    Variant::Forward(tile),
-                    Variant::BackwardQueries(tile),
-                    Variant::BackwardKeys(tile, false),
+                    KernelVariant::Forward(tile),
+                    KernelVariant::BackwardQueries(tile),
+                    KernelVariant::BackwardKeys(tile, false),
                 ];
-                let decode = Variant::Forward(TileVariant { decodes: true, ..tile });
+                let decode = KernelVariant::Forward(TileVariant { decodes: true, ..tile });
                 let decoding = is_usual.then_some(decode);
                 let name = |of: &str| {
                     let level = level.name();
@@ -120,7 +120,7 @@ impl KernelText {
         })
     }
 
-    fn new(variant: Variant, name: String, level: Level) -> Self {
+    fn new(variant: KernelVariant, name: String, level: Level) -> Self {
         let Source { wgsl, bindings, .. } = variant.source();
         let read_only = bindings.into_iter().map(|access| access == Access::Read).collect();
         Self { name, level, wgsl, read_only }

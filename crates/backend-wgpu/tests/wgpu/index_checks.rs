@@ -17,7 +17,7 @@ use annulus::{Dims, Spec};
 use annulus_conformance::{Answer, Case, Draw, Judge, Masks, Setting, Subject, wgpu::WgpuRing};
 use annulus_core::{DType, Dropout, Error, Result};
 use annulus_wgpu::{
-    Adapter, Gpu, KernelEdit, Level, Options, QueryTile, RegisterTile, Translate, Translation,
+    Adapter, Gpu, KernelEdit, Level, Options, QueryTileSize, RegisterTile, Translate, Translation,
     wgpu::{
         Features,
         naga::{
@@ -87,7 +87,7 @@ impl IndexChecks {
     }
 
     /// Returns the same devices with these queries of a tile.
-    fn with_query_tile(&self, tile: QueryTile) -> Result<Self> {
+    fn with_query_tile(&self, tile: QueryTileSize) -> Result<Self> {
         let of_tile = |(checks, gpu): &(Checks, Gpu)| Ok((*checks, gpu.with_query_tile(tile)?));
         Ok(Self {
             unchecked: self.unchecked.with_query_tile(tile)?,
@@ -257,7 +257,7 @@ fn the_matrix_level_gives_the_same_bits_without_checks_of_indices() {
         let Some(devices) = devices else { return };
         holds(&devices, &case("simple", |_| {}));
         holds(&devices, &case("all epilogues", all_epilogues));
-        let tall = devices.with_query_tile(QueryTile::Of64).expect("the same devices");
+        let tall = devices.with_query_tile(QueryTileSize::Of64).expect("the same devices");
         holds(&tall, &case("all epilogues", all_epilogues));
     }
 }

@@ -39,7 +39,7 @@ use annulus_conformance::{
 };
 use annulus_core::{DType, Inputs, Layout, Outputs, Result};
 use annulus_wgpu::{
-    Adapter, Copier, Gpu, Level, Options, QueryTile, RegisterTile, Stopwatch, Tensor, Wgpu,
+    Adapter, Copier, Gpu, Level, Options, QueryTileSize, RegisterTile, Stopwatch, Tensor, Wgpu,
     WgpuSpace, wgpu::Features,
 };
 
@@ -118,9 +118,9 @@ fn gpu_with(level: Level, register_tile: Option<RegisterTile>) -> Option<Gpu> {
 fn gpu_of(
     level: Level,
     register_tile: Option<RegisterTile>,
-    query_tile: Option<QueryTile>,
+    query_tile: Option<QueryTileSize>,
 ) -> Option<Gpu> {
-    type Key = (Level, Option<RegisterTile>, Option<QueryTile>);
+    type Key = (Level, Option<RegisterTile>, Option<QueryTileSize>);
     static OPENED: Mutex<Vec<(Key, Gpu)>> = Mutex::new(Vec::new());
     let wanted = (level, register_tile, query_tile);
     // a test that failed while it opened a device has left the others

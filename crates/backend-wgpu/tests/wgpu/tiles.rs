@@ -12,14 +12,14 @@ use annulus_conformance::{
     wgpu::WgpuRing,
 };
 use annulus_core::{Alibi, BackwardMode, DType, Dropout};
-use annulus_wgpu::{Gpu, KernelEdit, Level, Options, QueryTile, RegisterTile};
+use annulus_wgpu::{Gpu, KernelEdit, Level, Options, QueryTileSize, RegisterTile};
 use ndarray::s;
 
 use crate::{F16, F32, adapter, decode, gpu_of, gpu_with, open};
 
 /// Opens level `matrix` with this tile; `None` if the adapter does not have the level, which
 /// `the_matrix_level_holds_if_the_adapter_has_it` reports.
-fn gpu_with_tile(tile: QueryTile) -> Option<Gpu> {
+fn gpu_with_tile(tile: QueryTileSize) -> Option<Gpu> {
     let has_level = adapter()?.levels.contains(&Level::Matrix);
     let gpu = has_level.then(|| gpu_of(Level::Matrix, None, Some(tile))).flatten()?;
     assert_eq!(gpu.query_tile(), tile);
@@ -86,7 +86,7 @@ fn answer(gpu: &Gpu, case: &Case, setting: &Setting) -> Answer {
 
 #[test]
 fn the_matrix_level_gives_the_same_bits_with_tiles_of_64_queries() {
-    let [Some(of_32), Some(of_64)] = QueryTile::ALL.map(gpu_with_tile) else { return };
+    let [Some(of_32), Some(of_64)] = QueryTileSize::ALL.map(gpu_with_tile) else { return };
     for (case, setting) in cases() {
         let want = answer(&of_32, &case, &setting);
         let judge = Judge::new(&case).expect("a truth");
@@ -98,7 +98,7 @@ fn the_matrix_level_gives_the_same_bits_with_tiles_of_64_queries() {
 
 #[test]
 fn the_matrix_level_holds_with_tiles_of_64_queries() {
-    let Some(gpu) = gpu_with_tile(QueryTile::Of64) else { return };
+    let Some(gpu) = gpu_with_tile(QueryTileSize::Of64) else { return };
     let ring = WgpuRing::new(gpu).only(F16);
     // bits that are those of tiles of 32 need no more:
     // `the_matrix_level_holds_if_the_adapter_has_it`
@@ -161,7 +161,7 @@ const MISTAKES: &[Mistake] = &[
 
 #[test]
 fn the_matrix_level_catches_planted_mistakes_in_tiles_of_64_queries() {
-    let Some(gpu) = gpu_with_tile(QueryTile::Of64) else { return };
+    let Some(gpu) = gpu_with_tile(QueryTileSize::Of64) else { return };
     let causal = Masks { causal: true, ..Masks::default() };
     let case = case("causal", DIMS, causal, |_| {}).in_dtype(DType::F16);
     let judge = Judge::new(&case).expect("a truth");
@@ -175,14 +175,14 @@ fn the_matrix_level_catches_planted_mistakes_in_tiles_of_64_queries() {
 
 #[test]
 fn the_matrix_level_has_the_query_tile_that_is_forced() {
-    let Some(gpu) = gpu_with_tile(QueryTile::Of64) else { return };
+    let Some(gpu) = gpu_with_tile(QueryTileSize::Of64) else { return };
     // other handles to a device keep it
-    assert_eq!(gpu.at(Level::Matrix).map(|gpu| gpu.query_tile()), Ok(QueryTile::Of64));
+    assert_eq!(gpu.at(Level::Matrix).map(|gpu| gpu.query_tile()), Ok(QueryTileSize::Of64));
     let options = Options { level: Some(Level::Matrix), ..Options::default() };
     let by_default = super::open(&options).expect("the adapter").query_tile();
     let software = adapter().expect("the adapter").software;
-    let wanted = QueryTile::forced().unwrap();
-    assert!(!software || by_default == wanted.unwrap_or(QueryTile::Of32));
+    let wanted = QueryTileSize::forced().unwrap();
+    assert!(!software || by_default == wanted.unwrap_or(QueryTileSize::Of32));
 }
 
 /// Fewer cases of one row, the default of no adapter, which also gives the bits of the others.

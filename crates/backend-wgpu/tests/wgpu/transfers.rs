@@ -20,7 +20,7 @@ use annulus_core::{
     BackwardInputs, BackwardMode, Channel, Control, Gradients, Host, HostView, HostViewMut,
     HostViews, Incoming, Inputs, OnHost, Outgoing, Outputs, Result, Transport,
 };
-use annulus_wgpu::{Copier, Gpu, Options, Transfers, Wgpu, WgpuSpace};
+use annulus_wgpu::{Copier, Gpu, Options, TransferredBytes, Wgpu, WgpuSpace};
 use ndarray::Array4;
 
 use crate::{DEADLINE, open};
@@ -161,14 +161,14 @@ fn measure(
     gpu: &Gpu,
     ranks: Vec<Rank>,
     pass: fn(&mut Rank) -> Result<Report>,
-) -> (Vec<Rank>, Transfers, u64) {
+) -> (Vec<Rank>, TransferredBytes, u64) {
     let before = gpu.transfers();
     let done = each_rank(ranks, |_, mut rank| {
         let report = pass(&mut rank)?;
         Ok((rank, report.bytes_sent))
     });
     let after = gpu.transfers();
-    let copied = Transfers {
+    let copied = TransferredBytes {
         to_device: after.to_device - before.to_device,
         to_host: after.to_host - before.to_host,
     };
@@ -192,12 +192,13 @@ fn only_the_callers_tensors_and_sent_blocks_are_copied_to_the_host() {
 
             let (ranks, copied, sent) = measure(&gpu, ranks, Rank::forward);
             assert_eq!(sent > 0, count > 1);
-            let want = Transfers { to_device: input_bytes + sent, to_host: output_bytes + sent };
+            let want =
+                TransferredBytes { to_device: input_bytes + sent, to_host: output_bytes + sent };
             assert_eq!(copied, want, "forward, {count} ranks");
 
             let (_, copied, sent) = measure(&gpu, ranks, Rank::backward);
             assert_eq!(sent > 0, count > 1);
-            let want = Transfers {
+            let want = TransferredBytes {
                 to_device: input_bytes + output_bytes + dout_bytes + sent,
                 to_host: input_bytes + sent,
             };

@@ -47,7 +47,7 @@ use std::{
 use annulus::{Attention, DType, Dims, Error, Result};
 use annulus_cuda::{
     Cuda, Level, Variant,
-    device::{Architecture, Cache, Compiler, CompilerSymbols, Symbols},
+    device::{Architecture, Compiler, CompilerSymbols, ImageCache, Symbols},
 };
 use annulus_cuda_emulator as emulator;
 use serde_json::json;
@@ -121,14 +121,14 @@ impl Settings {
             if device == "emulated" {
                 let driver = kernel_clock::watched(emulator::hopper_symbols());
                 let nvrtc = || Ok(emulator::hopper_compiler_symbols());
-                let cuda = Cuda::with_symbols(Ok(driver), nvrtc, Cache::of_user(), 0)?;
+                let cuda = Cuda::with_symbols(Ok(driver), nvrtc, ImageCache::of_user(), 0)?;
                 return cuda.with_min_warpgroup_rows(0).at_level(level);
             }
             let number =
                 device.parse().map_err(|_| Error::invalid("device", device, "a GPU's number"))?;
             let driver = Symbols::system().map(kernel_clock::watched);
             let cuda =
-                Cuda::with_symbols(driver, CompilerSymbols::system, Cache::of_user(), number)?;
+                Cuda::with_symbols(driver, CompilerSymbols::system, ImageCache::of_user(), number)?;
             cuda.at_level(level)
         };
         let open = |(name, level): (String, Level)| {
@@ -228,8 +228,8 @@ fn compile(capability: &str, settings: &Settings) -> Result<()> {
     let (major, minor) = capability.split_once('.').ok_or_else(wrong)?;
     let number = |text: &str| text.parse::<i32>().map_err(|_| wrong());
     let architecture = Architecture { major: number(major)?, minor: number(minor)? };
-    let folder = || Error::invalid(Cache::VARIABLE, "no folder", "a folder for the images");
-    let cache = Cache::of_user().ok_or_else(folder)?;
+    let folder = || Error::invalid(ImageCache::VARIABLE, "no folder", "a folder for the images");
+    let cache = ImageCache::of_user().ok_or_else(folder)?;
     let compiler = Compiler::new(Some(cache))?;
     let (kind, target) = compiler.target(architecture)?;
     let is_wanted =

@@ -11,7 +11,7 @@ mod edits;
 mod forward;
 mod general;
 
-use annulus_cuda::KernelEdit;
+use annulus_cuda::SourceEdit;
 use annulus_cuda_emulator as emulator;
 
 use crate::support::with_seed;
@@ -76,12 +76,12 @@ const fn early(mistake: Mistake) -> Mistake {
 /// Edited kernels, and the mistake that a device plants.
 #[derive(Clone, Copy)]
 pub(crate) struct Planted {
-    edit: KernelEdit,
+    edit: SourceEdit,
     number: u32,
 }
 
 impl Planted {
-    pub(crate) const fn edit(self) -> KernelEdit {
+    pub(crate) const fn edit(self) -> SourceEdit {
         self.edit
     }
 
@@ -116,7 +116,7 @@ pub(crate) struct Table {
 /// Tables of mistakes that are compiled into the same programs.
 pub(crate) struct Family {
     tables: &'static [&'static Table],
-    edit: KernelEdit,
+    edit: SourceEdit,
 }
 
 impl Family {
