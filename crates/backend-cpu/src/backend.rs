@@ -1,17 +1,19 @@
 //! The backend: threads, instruction set, capabilities.
+//!
+//! Fingerprint of the arithmetic: ranks with the same one compute the same bits.
 
 use std::{ops::Range, sync::Arc};
 
 use annulus_core::{
-    Backend, Capabilities, DType, Host, HostBuffer, Passes, Precision, RankShard, Result, Spec,
+    Backend, Capabilities, DType, Fingerprint, Host, HostBuffer, Passes, Precision, RankShard,
+    Result, Spec,
 };
 
 use crate::{
-    numerics,
     simd::{dispatch::IsaToken, isa::Isa},
     threads::team::Team,
     tile::tile_mask::TILE,
-    workspace::state::{State, Summed, Workspace},
+    workspace::state::{CpuWorkspace, PassState, Summed},
 };
 
 /// Tiled exact attention on the threads of one host.
@@ -101,7 +103,7 @@ impl Cpu {
 
 impl Backend for Cpu {
     type Space = Host;
-    type Workspace = Workspace;
+    type Workspace = CpuWorkspace;
 
     /// Accepts every valid spec. Products of f32 inputs are computed in f32 at every
     /// [`Spec::precision`]. P and dS are rounded to bf16 for bf16 inputs on [`Isa::Avx512Bf16`],
@@ -114,7 +116,7 @@ impl Backend for Cpu {
             && self.isa_for(spec)? == Isa::Avx512Bf16;
         Ok(Capabilities {
             name: "cpu",
-            numerics_id: numerics::id(isa),
+            numerics_id: id(isa),
             probs_dtype: rounds.then_some(DType::Bf16),
             kv_tile: TILE as u64,
             reproducible: true,
@@ -135,13 +137,13 @@ impl Backend for Cpu {
         into.write(bytes, fill)
     }
 
-    fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<Workspace> {
+    fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<CpuWorkspace> {
         let token = IsaToken::new(self.isa_for(&shard.spec)?)?;
         let threads = self.team.threads();
         let backward = passes == Passes::Both;
         let state = match shard.spec.dtype.accumulator() {
-            DType::F64 => Summed::wrap(State::<f64>::new(shard, token, threads, backward)?),
-            _ => Summed::wrap(State::<f32>::new(shard, token, threads, backward)?),
+            DType::F64 => Summed::wrap(PassState::<f64>::new(shard, token, threads, backward)?),
+            _ => Summed::wrap(PassState::<f32>::new(shard, token, threads, backward)?),
         };
         // in a forked child: threads of its own
         let team = if self.team.has_threads() {
@@ -149,6 +151,34 @@ impl Backend for Cpu {
         } else {
             Arc::new(Team::new(threads)?)
         };
-        Ok(Workspace { team, dtype: shard.spec.dtype, state })
+        Ok(CpuWorkspace { team, dtype: shard.spec.dtype, state })
+    }
+}
+
+/// Version of the kernels' arithmetic. Increased by every change that alters a bit of a result: the
+/// order of a sum, the size of a KV tile, a coefficient of e^x.
+const VERSION: u32 = 2;
+
+/// Returns the fingerprint of the kernels on `isa`.
+///
+/// The epilogue computes e^x and ln x of f64 by the C library, whose variants round differently on
+/// different processors: its results at some points are part of the fingerprint.
+pub fn id(isa: Isa) -> String {
+    let points = (0..512u32).map(|index| f64::from(index) * 0.043 + 1e-3);
+    let of_library = points.fold(Fingerprint::new(), |all, x| {
+        all.number((-x).exp().to_bits()).number(x.ln().to_bits())
+    });
+    format!("cpu {} v{VERSION} libm {:016x}", isa.name(), of_library.finish())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn instruction_sets_have_their_own_fingerprint() {
+        let ids = Isa::ALL.map(id);
+        assert!(ids.iter().enumerate().all(|(index, id)| !ids[..index].contains(id)), "{ids:?}");
+        assert_eq!(id(Isa::Portable), ids[0]);
     }
 }

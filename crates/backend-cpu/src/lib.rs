@@ -4,8 +4,7 @@
 //!
 //! | folder | role |
 //! |---|---|
-//! | `backend.rs`, `pass.rs` | the seam: [`annulus_core::Backend`] and its passes |
-//! | `numerics.rs` | fingerprint of the arithmetic |
+//! | `backend.rs`, `pass.rs` | the seam: [`annulus_core::Backend`], its passes, fingerprint of the arithmetic |
 //! | `backward/` | prologue, dq pass, dkv pass, fused pass, epilogue |
 //! | `decode/` | split-KV decode of few queries |
 //! | `forward/` | forward pass tile by tile, epilogue |
@@ -27,7 +26,6 @@ mod backend;
 mod backward;
 mod decode;
 mod forward;
-mod numerics;
 mod pass;
 mod simd;
 mod threads;
@@ -35,7 +33,7 @@ mod tile;
 mod workspace;
 
 pub use backend::Cpu;
-pub use numerics::id as numerics_id;
-pub use pass::{Backward, Forward};
+pub use backend::id as numerics_id;
+pub use pass::{CpuBackward, CpuForward};
 pub use simd::isa::Isa;
-pub use workspace::state::Workspace;
+pub use workspace::state::CpuWorkspace;

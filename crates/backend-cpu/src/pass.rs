@@ -9,26 +9,26 @@ use half::{bf16, f16};
 
 use crate::{
     backward,
-    forward::{self, outputs::OutputRows, query_pass::QueryPass},
+    forward::{self, outputs::OutputRows, query_pass::ForwardQueryPass},
     threads::team::Team,
-    tile::input::{Acc, Input},
+    tile::input::{Acc, TileInput},
     workspace::{
         leaves::ArrivingKeys,
         records,
-        state::{BlockOrder, State, Summed, TypedState, Workspace},
+        state::{BlockOrder, CpuWorkspace, PassState, Summed, TypedState},
     },
 };
 
 /// Evaluates `$call` with `$team` bound to the workspace's threads, `$state` to its state and
 /// `$element` to its element type.
 macro_rules! by_dtype {
-    ($workspace:expr, |$team:ident, $state:ident: State<$element:ident>| $call:expr) => {{
+    ($workspace:expr, |$team:ident, $state:ident: PassState<$element:ident>| $call:expr) => {{
         let dtype = $workspace.dtype;
-        by_dtype!(dtype, $workspace, |$team, $state: State<$element>| $call)
+        by_dtype!(dtype, $workspace, |$team, $state: PassState<$element>| $call)
     }};
-    ($dtype:expr, $workspace:expr, |$team:ident, $state:ident: State<$element:ident>| $call:expr) => {{
+    ($dtype:expr, $workspace:expr, |$team:ident, $state:ident: PassState<$element:ident>| $call:expr) => {{
         let dtype = $dtype;
-        let Workspace { team: $team, state, .. } = &mut *$workspace;
+        let CpuWorkspace { team: $team, state, .. } = &mut *$workspace;
         match dtype {
             DType::F64 => by_dtype!(@ state, $state, $element, f64, $call),
             DType::F32 => by_dtype!(@ state, $state, $element, f32, $call),
@@ -46,7 +46,7 @@ macro_rules! by_dtype {
 /// Evaluates `$call` with `$state` bound to the state of either accumulator type.
 macro_rules! by_sums {
     ($workspace:expr, |$team:ident, $state:ident| $call:expr) => {{
-        let Workspace { team: $team, state, .. } = &mut *$workspace;
+        let CpuWorkspace { team: $team, state, .. } = &mut *$workspace;
         match state {
             TypedState::F32($state) => $call,
             TypedState::F64($state) => $call,
@@ -56,7 +56,7 @@ macro_rules! by_sums {
 
 /// Packs K and V of the local block, or notes that the pass reads them from the caller's tensors.
 fn local_kv(
-    workspace: &mut Workspace,
+    workspace: &mut CpuWorkspace,
     inputs: &Inputs<HostView<'_>>,
     into: &mut HostBuffer,
     sent: &RowSet,
@@ -64,15 +64,15 @@ fn local_kv(
     if sent.is_empty() {
         return Ok(());
     }
-    by_dtype!(workspace, |team, state: State<E>| records::pack::<E>(
+    by_dtype!(workspace, |team, state: PassState<E>| records::pack::<E>(
         team, state, inputs, into, sent
     ))
 }
 
-impl annulus_core::Workspace for Workspace {
+impl annulus_core::Workspace for CpuWorkspace {
     type Space = Host;
-    type Forward<'p> = Forward<'p>;
-    type Backward<'p> = Backward<'p>;
+    type Forward<'p> = CpuForward<'p>;
+    type Backward<'p> = CpuBackward<'p>;
 
     fn update(&mut self, shard: &RankShard) -> Result<()> {
         let threads = self.team.threads();
@@ -88,9 +88,13 @@ impl annulus_core::Workspace for Workspace {
         Self::bytes(self)
     }
 
-    fn forward<'p>(&'p mut self, inputs: Inputs<HostView<'p>>, _: Tick<'_>) -> Result<Forward<'p>> {
+    fn forward<'p>(
+        &'p mut self,
+        inputs: Inputs<HostView<'p>>,
+        _: Tick<'_>,
+    ) -> Result<CpuForward<'p>> {
         by_sums!(self, |team, state| forward::tiles::begin(team, state));
-        Ok(Forward { workspace: self, inputs, written: false })
+        Ok(CpuForward { workspace: self, inputs, written: false })
     }
 
     fn backward<'p>(
@@ -98,26 +102,26 @@ impl annulus_core::Workspace for Workspace {
         inputs: BackwardInputs<HostView<'p>>,
         mode: BackwardMode,
         _: Tick<'_>,
-    ) -> Result<Backward<'p>> {
+    ) -> Result<CpuBackward<'p>> {
         if !by_sums!(self, |_team, state| state.backward) {
             return Err(Error::internal("a backward pass in a workspace for forward only"));
         }
-        by_dtype!(self, |team, state: State<E>| backward::begin::begin::<E>(
+        by_dtype!(self, |team, state: PassState<E>| backward::begin::begin::<E>(
             team, state, &inputs, mode
         ))?;
-        Ok(Backward { workspace: self, inputs, mode })
+        Ok(CpuBackward { workspace: self, inputs, mode })
     }
 }
 
 /// A forward pass.
-pub struct Forward<'p> {
-    workspace: &'p mut Workspace,
+pub struct CpuForward<'p> {
+    workspace: &'p mut CpuWorkspace,
     inputs: Inputs<HostView<'p>>,
     /// True if the outputs are written.
     written: bool,
 }
 
-impl Forward<'_> {
+impl CpuForward<'_> {
     /// Returns an error after the last block, whose tasks need not keep the accumulators.
     fn check_not_written(&self) -> Result<()> {
         if self.written {
@@ -127,7 +131,7 @@ impl Forward<'_> {
     }
 }
 
-impl ForwardPass<Host> for Forward<'_> {
+impl ForwardPass<Host> for CpuForward<'_> {
     /// Copies the keys and values `sent` only: the pass reads those of this rank from its inputs.
     fn local_kv(&mut self, into: &mut HostBuffer, sent: &RowSet) -> Result<()> {
         local_kv(self.workspace, &self.inputs, into, sent)
@@ -136,7 +140,7 @@ impl ForwardPass<Host> for Forward<'_> {
     fn attend(&mut self, kv: &Block<'_, Host>, tick: Tick<'_>) -> Result<()> {
         self.check_not_written()?;
         let inputs = &self.inputs;
-        by_dtype!(self.workspace, |team, state: State<E>| attend::<E>(
+        by_dtype!(self.workspace, |team, state: PassState<E>| attend::<E>(
             team, state, inputs, kv, None, tick
         ))?;
         Ok(())
@@ -150,7 +154,7 @@ impl ForwardPass<Host> for Forward<'_> {
     ) -> Result<()> {
         self.check_not_written()?;
         let inputs = &self.inputs;
-        self.written = by_dtype!(self.workspace, |team, state: State<E>| attend::<E>(
+        self.written = by_dtype!(self.workspace, |team, state: PassState<E>| attend::<E>(
             team,
             state,
             inputs,
@@ -167,9 +171,13 @@ impl ForwardPass<Host> for Forward<'_> {
         }
         let inputs = &self.inputs;
         let results = self.workspace.results_dtype();
-        by_dtype!(results, self.workspace, |team, state: State<E>| forward::finish::finish::<E>(
-            team, state, inputs, outputs, tick
-        ))
+        by_dtype!(
+            results,
+            self.workspace,
+            |team, state: PassState<E>| forward::finish::finish::<E>(
+                team, state, inputs, outputs, tick
+            )
+        )
     }
 }
 
@@ -179,9 +187,9 @@ impl ForwardPass<Host> for Forward<'_> {
 ///
 /// With `outputs`, those of the pass whose last block it is, returns true if it has written them,
 /// unless it was stopped.
-fn attend<E: Input<Accumulator: Summed>>(
+fn attend<E: TileInput<Accumulator: Summed>>(
     team: &Team,
-    state: &mut State<Acc<E>>,
+    state: &mut PassState<Acc<E>>,
     inputs: &Inputs<HostView<'_>>,
     block: &Block<'_, Host>,
     outputs: Option<&mut Outputs<HostViewMut<'_>>>,
@@ -193,9 +201,10 @@ fn attend<E: Input<Accumulator: Summed>>(
         state.keep_queries()?;
     }
     state.update_query_tiles(team, block.rows)?;
-    let State { shard, geometry, blocks, scratch, decode, arrivals, .. } = state;
-    let State { query_tiles, attended, .. } = state;
-    let mut pass = QueryPass::<E>::new(geometry, task_rows, shard, query_tiles, inputs, block)?;
+    let PassState { shard, geometry, blocks, scratch, decode, arrivals, .. } = state;
+    let PassState { query_tiles, attended, .. } = state;
+    let mut pass =
+        ForwardQueryPass::<E>::new(geometry, task_rows, shard, query_tiles, inputs, block)?;
     pass.is_only_block = !std::mem::replace(attended, true);
     if let Some(leaves) = &shard.leaves {
         arrivals.refill(&leaves.keys, leaves.rows, block.rows)?;
@@ -218,21 +227,21 @@ fn attend<E: Input<Accumulator: Summed>>(
 }
 
 /// A backward pass.
-pub struct Backward<'p> {
-    workspace: &'p mut Workspace,
+pub struct CpuBackward<'p> {
+    workspace: &'p mut CpuWorkspace,
     inputs: BackwardInputs<HostView<'p>>,
     mode: BackwardMode,
 }
 
-impl BackwardPass<Host> for Backward<'_> {
-    /// As [`Forward`].
+impl BackwardPass<Host> for CpuBackward<'_> {
+    /// As [`CpuForward`].
     fn local_kv(&mut self, into: &mut HostBuffer, sent: &RowSet) -> Result<()> {
         local_kv(self.workspace, &self.inputs.forward, into, sent)
     }
 
     fn local_queries(&mut self, into: &mut HostBuffer) -> Result<()> {
         let inputs = &self.inputs;
-        by_dtype!(self.workspace, |team, state: State<E>| records::pack_queries::<E>(
+        by_dtype!(self.workspace, |team, state: PassState<E>| records::pack_queries::<E>(
             team, state, inputs, into
         ))
     }
@@ -248,16 +257,18 @@ impl BackwardPass<Host> for Backward<'_> {
         let inputs = &self.inputs;
         match (self.mode, dkv) {
             (BackwardMode::OnePass, Some(dkv)) => {
-                by_dtype!(self.workspace, |team, state: State<E>| {
+                by_dtype!(self.workspace, |team, state: PassState<E>| {
                     backward::calls::backward_fused::<E>(team, state, inputs, kv, dkv, tick)
                 })
             }
             (BackwardMode::OnePass, None) => {
                 Err(Error::internal("dQ without dK and dV in a one-pass backward"))
             }
-            (BackwardMode::TwoPass, dkv) => by_dtype!(self.workspace, |team, state: State<E>| {
-                backward::calls::backward_separate::<E>(team, state, inputs, kv, dkv, tick)
-            }),
+            (BackwardMode::TwoPass, dkv) => {
+                by_dtype!(self.workspace, |team, state: PassState<E>| {
+                    backward::calls::backward_separate::<E>(team, state, inputs, kv, dkv, tick)
+                })
+            }
         }
     }
 
@@ -268,7 +279,7 @@ impl BackwardPass<Host> for Backward<'_> {
         tick: Tick<'_>,
     ) -> Result<()> {
         let inputs = &self.inputs.forward;
-        by_dtype!(self.workspace, |team, state: State<E>| {
+        by_dtype!(self.workspace, |team, state: PassState<E>| {
             backward::calls::backward_dkv_from_queries::<E>(team, state, inputs, queries, dkv, tick)
         })
     }
@@ -288,7 +299,7 @@ impl BackwardPass<Host> for Backward<'_> {
 
     fn leaf_sums(&mut self, dkv: &HostBuffer, sums: &mut LeafSums, tick: Tick<'_>) -> Result<()> {
         let inputs = &self.inputs.forward;
-        by_dtype!(self.workspace, |team, state: State<E>| {
+        by_dtype!(self.workspace, |team, state: PassState<E>| {
             backward::leaf_sums::leaf_sums::<E>(team, state, inputs, dkv, sums, tick)
         })
     }
@@ -300,7 +311,7 @@ impl BackwardPass<Host> for Backward<'_> {
         tick: Tick<'_>,
     ) -> Result<()> {
         let inputs = &self.inputs.forward;
-        by_dtype!(self.workspace, |team, state: State<E>| backward::finish::finish::<E>(
+        by_dtype!(self.workspace, |team, state: PassState<E>| backward::finish::finish::<E>(
             team, state, inputs, dkv, gradients, tick
         ))
     }

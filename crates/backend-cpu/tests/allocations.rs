@@ -16,7 +16,7 @@ use annulus_core::{
     ForwardPass, Gradients, HostBuffer, HostView, HostViewMut, Inputs, Outputs, Passes, RankShard,
     RowSet, Rows, Shard, Side, SinkShape, Spec, Workspace as _, mask,
 };
-use annulus_cpu::{Cpu, Workspace};
+use annulus_cpu::{Cpu, CpuWorkspace};
 use ndarray::{Array2, Array4};
 
 /// Counts the bytes requested from the system allocator.
@@ -116,7 +116,7 @@ fn rows_of(spec: &Spec, document: Option<usize>) -> Arc<Rows> {
 }
 
 /// Runs forward and backward; returns the bytes that they allocate.
-fn pass(workspace: &mut Workspace, t: &mut Tensors) -> usize {
+fn pass(workspace: &mut CpuWorkspace, t: &mut Tensors) -> usize {
     let mut out = t.q.clone();
     let mut lse = t.lines.clone();
     let (mut dq, mut dk, mut dv, mut dbias, mut dsinks) =

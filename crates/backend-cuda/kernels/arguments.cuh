@@ -123,7 +123,7 @@ struct Merge {
 };
 
 // Copies several byte ranges of a buffer to the front of another one, or back. Mirrored in
-// `range_copy.rs` of annulus-device-cuda.
+// `staged.rs` of annulus-device-cuda.
 struct ByteRange {
     u64 start, at, bytes;  // offset in the buffer, offset in the packed one, length
 };
@@ -133,4 +133,4 @@ struct RangeCopy {
     u32 gathers, reserved;  // 1: from the buffer to the packed one; 0: back
     ByteRange few[32];
 };
-static_assert(sizeof(RangeCopy) == 800, "as in range_copy.rs");
+static_assert(sizeof(RangeCopy) == 800, "as in staged.rs");

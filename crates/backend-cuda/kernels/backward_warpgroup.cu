@@ -5,4 +5,3 @@
 #include "backward_statistics.cuh"
 #include "backward_queries_warpgroup.cuh"
 #include "backward_keys_warpgroup.cuh"
-#include "backward_fused_warpgroup.cuh"

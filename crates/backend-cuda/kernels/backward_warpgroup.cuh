@@ -1,5 +1,5 @@
 // Backward on warpgroups, compute capability 9.0 only: storage, pipeline and GEMMs of the kernels
-// for dQ and for dK and dV, which the fused kernel (backward_fused_warpgroup.cuh) uses too.
+// for dQ and for dK and dV.
 //
 // A block owns 128 rows of one side, 64 for each of two consumer warpgroups, and streams tiles of
 // the other side. Both operands of its own rows stay in shared memory:
@@ -75,17 +75,6 @@ struct StatisticsTile {
 };
 static_assert(sizeof(StatisticsTile) == 768, "as in src/backward_warpgroup.rs");
 
-// Order of the additions to dQ of the fused kernel (backward_dq_order.cuh).
-struct DqOrder {
-    // visible tiles of keys by tile of queries, as BlockMask; of each run the tiles before it in
-    // its list, u32 []
-    u64 starts, runs, first_of_run;
-    u64 semaphores;   // u32 [batch, q_heads, statistics_tiles]; 0 before and after a launch
-    u64 tickets;      // u32: tickets that blocks have taken; 0 before and after a launch
-    u32 query_tiles;  // lists of a plane
-    u32 key_tiles;    // of the launch: lists × KV heads × batch rows
-};
-
 // Argument of the backward kernels: mirrored in src/arguments.rs. The maps are those of K and V, or
 // of Q and dO.
 struct BackwardAttention {
@@ -95,9 +84,8 @@ struct BackwardAttention {
     u64 statistics;
     u32 statistics_tiles;
     u32 section;  // heads in a section of own tiles (own_tile_of)
-    DqOrder order;
 };
-static_assert(sizeof(BackwardAttention) == 1152, "as in src/arguments.rs");
+static_assert(sizeof(BackwardAttention) == 1024, "as in src/arguments.rs");
 
 // A tile of own rows: of a query head in the dQ pass, else of a KV head.
 struct OwnTile {

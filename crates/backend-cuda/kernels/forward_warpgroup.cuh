@@ -295,10 +295,10 @@ DEVICE void forward_on_warpgroups(const WarpgroupAttention& a) {
     }
 }
 
-// For scores scale·⟨q, k⟩ with a positive scale, which the softmax applies.
-KERNEL(forward_warpgroup, WarpgroupAttention) { forward_on_warpgroups<false>(a); }
-
-#if HAS_EPILOGUE_KERNEL
+#ifdef ANNULUS_EPILOGUE
 // For scores with an epilogue, and dropout: see `needs_epilogue` of src/variant.rs.
 KERNEL(forward_warpgroup_epilogue, WarpgroupAttention) { forward_on_warpgroups<true>(a); }
+#else
+// For scores scale·⟨q, k⟩ with a positive scale, which the softmax applies.
+KERNEL(forward_warpgroup, WarpgroupAttention) { forward_on_warpgroups<false>(a); }
 #endif

@@ -1,4 +1,4 @@
-// Rows of a forward tile under GQA packing (src/gqa_packing.rs). With few queries, `packed_heads`
+// Rows of a forward tile under GQA packing (src/forward_tiles.rs). With few queries, `packed_heads`
 // heads of one KV head share a tile, so that each key is read once for all of them:
 //
 //   row = query · packed_heads + head        left-over rows do not exist
@@ -22,7 +22,7 @@ DEVICE u32 packed_queries(const Attention& a) {
 template <u32 rows>
 DEVICE PackedRow packed_row(const Attention& a, u32 first_head, u32 row) {
     PackedRow at;
-    // row / packed_heads; exact, because row ≤ 2¹⁵ (src/gqa_packing.rs)
+    // row / packed_heads; exact, because row ≤ 2¹⁵ (src/forward_tiles.rs)
     at.query = row * a.packed_reciprocal >> 16;
     at.h = first_head + (row - at.query * a.packed_heads);
     at.exists = at.query < packed_queries<rows>(a);

@@ -4,7 +4,7 @@
 //   ℓ' = f·ℓ + Σ_s f_s·ℓ_s;  O' = f·O + Σ_s f_s·O_s
 //
 // With few queries a grid of query tiles leaves most multiprocessors idle, so that ranges of keys
-// are blocks of their own (src/split_kv.rs). One block merges one row: thread s computes f_s, warp
+// are blocks of their own (src/state.rs). One block merges one row: thread s computes f_s, warp
 // w adds the terms s = w, w + 8, …, and the sums of the warps are added in order. The order of all
 // sums is fixed, hence the bits repeat. Shared memory, in elements of Sum: `factors` f_s, 256;
 // `of_warps` maxima, sums and ties of 8 warps, 24; `terms` of O of 8 warps, 8 × dims. A barrier

@@ -8,8 +8,7 @@
 //       if no fiber can run:  complete one asynchronous operation of the block
 //       if neither has happened in any resident block:  fail (deadlock)
 //
-// A fiber runs until it must wait: at a barrier for the block, at a shuffle for its warp, at a
-// semaphore for another block. A warp runs ahead of the others as far as barriers allow, so that a
+// A fiber runs until it must wait: at a barrier for the block, at a shuffle for its warp. A warp runs ahead of the others as far as barriers allow, so that a
 // missing barrier makes it read data that is not written yet. Shared memory is filled with NaN when
 // a block starts. Every wait is for a condition that the scheduler can test, so that a launch that
 // cannot end fails at once.
@@ -119,7 +118,6 @@ struct Block {
     u32 alive;
     std::vector<u32> warps_order, lanes_order;
     // the blocks that run at the same time, this one among them
-    const std::vector<std::unique_ptr<Block>>* resident;
     std::shared_ptr<AsyncUnits> async_units;
 };
 
@@ -503,7 +501,6 @@ extern "C" int annulus_emulate(void (*kernel)(const void*), u32 threads, const v
         block->threads = threads;
         block->arguments = arguments;
         block->seed = &seed;
-        block->resident = &running;
         for (int axis = 0; axis < 3; ++axis) block->grid[axis] = size[axis];
         grid.start_next(*block);
         running.push_back(std::move(block));

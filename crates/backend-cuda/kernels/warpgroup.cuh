@@ -7,15 +7,14 @@
 // consumers with 64 query rows each. Every stage has two mbarriers: `full` counts the bytes of the
 // tile, `empty` the consumer warps that released it.
 //
-// There are two sizes of tiles, rows × keys (`Variant::tile` of src/variant.rs):
+// Tiles, rows × keys (`Variant::tile` of src/variant.rs):
 //
-//   dims        64          128         256
-//   narrow  128 × 128   128 × 128   128 × 64     with and without score epilogue
-//   wide    192 × 128   128 × 176   128 × 80     without
+//   dims                     64          128         256
+//   without score epilogue   192 × 128   128 × 176   128 × 80
+//   with                     128 × 128   128 × 128
 //
-// Wide tiles are those of FlashAttention-3. An element of K or V in shared memory serves more rows,
-// or one of Q more keys, and steps that a tile takes once are fewer. At 64 dims they have three
-// consumers.
+// Those without are FlashAttention-3's; at 64 dims they have three consumers. With an epilogue the
+// registers of larger tiles would spill.
 //
 // A tile is stored in panels of 64 dims: rows of 128 bytes in the 128-byte swizzle of TMA and
 // wgmma, which exchanges 16-byte pieces according to the row number, so that any eight rows that
@@ -23,10 +22,10 @@
 //
 // Shared memory of one block (SharedStorage), bytes at 64 / 128 / 256 dims:
 //
-//                                                      narrow tiles         wide tiles
-//   q         consumers × 64 rows × dims × 2        16 K /  32 K /  64 K  24 K /  32 K /  64 K
+//                                                 without epilogue      with
+//   q         consumers × 64 rows × dims × 2        24 K /  32 K /  64 K  16 K /  32 K
 //             (after the last product with K: outputs, for TMA stores)
-//   k, v      2 × 2 stages × KV_ROWS × dims × 2     64 K / 128 K / 128 K  64 K / 176 K / 160 K
+//   k, v      2 × 2 stages × KV_ROWS × dims × 2     64 K / 176 K / 160 K  64 K / 128 K
 //   work      2 slots × 16                          32                    32
 //   mbarriers 12 × 8                                96                    96
 //
@@ -241,12 +240,12 @@ DEVICE void scheduler_arrive(u32 consumer) {
 // Copies a consumer's 64 rows of `dim` elements to shared memory for wgmma, zeros beyond the ends.
 // By threads rather than TMA, because the caller's tensor may have any strides. `line_of` returns
 // the address of the first element of a row, null if there is no such row. With `aligned` eight
-// elements are loaded by one instruction. A thread issues up to `in_flight` such loads before the
+// elements are loaded by one instruction. A thread issues up to eight such loads before the
 // first store, so that their latencies overlap.
-template <u32 in_flight = 8, typename LineOf>
+template <typename LineOf>
 DEVICE void load_rows(u16* to, const LineOf& line_of, i64 stride, u32 dim, bool aligned) {
     const u32 row_pieces = ANNULUS_DIM / 8, pieces = Q_TILE / 8 / WARPGROUP;
-    const u32 batch = pieces < in_flight ? pieces : in_flight, thread = thread_index() % WARPGROUP;
+    const u32 batch = pieces < 8 ? pieces : 8, thread = thread_index() % WARPGROUP;
     NOT_UNROLLED for (u32 first = 0; first < pieces; first += batch) {
         u32 words[batch][4];
         UNROLL for (u32 c = 0; c < batch; ++c) {
@@ -272,7 +271,6 @@ DEVICE void load_rows(u16* to, const LineOf& line_of, i64 stride, u32 dim, bool 
 }
 
 // As load_rows, of one head of a tensor from row `first` on; rows from `rows` on do not exist.
-template <u32 in_flight = 8>
 DEVICE void load_q(u16* to, const Tensor& tensor, u32 b, u32 head, u32 first, u32 rows, u32 dim) {
     const u64 at = offset<u16>(tensor, b, 0, head, 0);
     const bool aligned = tensor.dim == 1 && at % 16 == 0 && tensor.row % 8 == 0 && dim % 8 == 0;
@@ -281,7 +279,7 @@ DEVICE void load_q(u16* to, const Tensor& tensor, u32 b, u32 head, u32 first, u3
                    ? reinterpret_cast<const u16*>(at) + i64(first + row) * tensor.row
                    : nullptr;
     };
-    load_rows<in_flight>(to, line_of, tensor.dim, dim, aligned);
+    load_rows(to, line_of, tensor.dim, dim, aligned);
 }
 
 DEVICE void wgmma_ss(float (&o)[KV_ROWS / 2], u64 left, u64 right, bool add) {

@@ -8,15 +8,13 @@
 //   async stores   (store_for_async_proxy) take effect at the thread's fence_proxy_async
 //   TMA stores     write global memory when their bulk group is waited for; until then their shared
 //                  memory may not change
-//   bulk additions (bulk_reduce_add) take effect at bulk_wait; until bulk_wait_read their shared
-//                  memory may not change
 //
 // Descriptors are decoded bit by bit and shared memory is read through the swizzle, so a wrong
 // descriptor gives wrong numbers. A violation fails the launch: an mbarrier used before
 // mbarrier_init or fence_mbarrier_init, an arrival too many, wgmma without wgmma_fence, registers
 // of a wgmma used again without fence_operand, an operand overwritten in flight, an address out of
 // bounds or misaligned, more registers than there are, an arrival left at a named barrier at the
-// end of the block, a semaphore and a bulk addition without a proxy fence between them.
+// end of the block.
 #pragma once
 
 #include <algorithm>
@@ -29,7 +27,7 @@ namespace {
 const u32 REGISTERS = 64 * 1024 / THREADS / 8 * 8;
 const u32 SWIZZLE_128 = 1;
 
-// Layout of the emulated driver's tensor map: mirrored in crates/cuda-emulator/src/maps.rs.
+// Layout of the emulated driver's tensor map: mirrored in crates/cuda-emulator/src/memory.rs.
 const u64 MAP_MAGIC = 0x70616d736e6e61ull;
 struct Map {
     u64 magic, address;
@@ -70,14 +68,6 @@ struct TmaStore {
 };
 
 // A bulk addition: what it adds to global memory.
-struct Addition {
-    float* to;
-    const float* from;
-    std::vector<float> terms;  // as they were when it was issued
-    u32 group;
-    bool is_read;
-};
-
 // Most columns of a product of the kernels.
 const u32 MOST_COLUMNS = 176;
 
@@ -91,8 +81,6 @@ struct Operands {
 // Form of a product.
 struct ProductForm {
     bool add, is_f16;
-    // operands in shared memory: rows are the summed index
-    bool mn_major;
 };
 
 // A wgmma of one warp.
@@ -130,10 +118,6 @@ struct Lane {
     std::vector<RegisterOperand> unpinned;
     std::vector<Store> stores;
     std::vector<TmaStore> tma_stores;
-    std::vector<Addition> additions;
-    // of this thread's warp: a semaphore was waited for, or an addition was, and fence_proxy_async
-    // has not followed
-    bool acquired, added;
     u32 issued, groups, bulk_groups, registers;
     bool wgmma_fenced;
     const Mbarrier* awaited;
@@ -183,8 +167,6 @@ void init_async_units(Block& block) {
         lane.unpinned.clear();
         lane.stores.clear();
         lane.tma_stores.clear();
-        lane.additions.clear();
-        lane.acquired = lane.added = false;
         lane.issued = lane.groups = lane.bulk_groups = 0;
         lane.registers = REGISTERS;
         lane.wgmma_fenced = false;
@@ -202,8 +184,7 @@ bool finish_async_units(Block& block) {
     // a load or a store that was not waited for
     bool whole = all.copies.empty();
     for (const Lane& lane : all.lanes) {
-        whole = whole && lane.pending.empty() && lane.stores.empty() && lane.tma_stores.empty() &&
-                lane.additions.empty();
+        whole = whole && lane.pending.empty() && lane.stores.empty() && lane.tma_stores.empty();
         for (const RegisterOperand& one : lane.unpinned) whole = whole && !one.is_acc;
     }
     for (const NamedBarrier& barrier : all.named) whole = whole && barrier.arrived == 0;
@@ -327,37 +308,6 @@ inline void complete_tma_stores(Lane& lane, u32 open) {
         });
         lane.tma_stores.erase(lane.tma_stores.begin());
     }
-}
-
-// Additions whose shared memory may be overwritten from now on.
-inline void read_additions(Lane& lane, u32 open) {
-    for (Addition& addition : lane.additions) {
-        if (addition.is_read || addition.group + open >= lane.bulk_groups) continue;
-        addition.is_read = true;
-        if (std::memcmp(addition.from, addition.terms.data(), 4 * addition.terms.size()) != 0)
-            fault("bulk addition: shared memory was overwritten before it was waited for");
-    }
-}
-
-inline void complete_additions(Lane& lane) {
-    read_additions(lane, 0);
-    std::vector<Addition> open;
-    for (Addition& addition : lane.additions) {
-        // one that is not committed is not waited for
-        if (!addition.is_read) {
-            open.push_back(std::move(addition));
-            continue;
-        }
-        for (u64 index = 0; index < addition.terms.size(); ++index)
-            addition.to[index] += addition.terms[index];
-    }
-    lane.added = lane.added || open.size() < lane.additions.size();
-    lane.additions = std::move(open);
-}
-
-// Lanes of the calling thread's warp.
-inline Lane* lanes_of_warp() {
-    return async_units().lanes.data() + current()->thread / WARP * WARP;
 }
 
 bool step_async_units(Block& block) {
@@ -495,41 +445,6 @@ DEVICE void bulk_commit() { ++emulated::own_lane().bulk_groups; }
 template <u32 open>
 DEVICE void bulk_wait_read() {
     emulated::complete_tma_stores(emulated::own_lane(), open);
-    emulated::read_additions(emulated::own_lane(), open);
-}
-
-DEVICE void bulk_reduce_add(float* to, const float* from, u32 bytes) {
-    emulated::Lane& lane = emulated::own_lane();
-    if (emulated::offset_in_block(from, bytes) % 16 != 0 || reinterpret_cast<u64>(to) % 16 != 0 ||
-        bytes % 16 != 0)
-        emulated::fault("bulk addition: misaligned");
-    if (lane.acquired) emulated::fault("bulk addition: no fence.proxy.async after the semaphore");
-    lane.additions.push_back(
-        {to, from, std::vector<float>(from, from + bytes / 4), lane.bulk_groups, false});
-}
-DEVICE void bulk_wait() {
-    emulated::complete_tma_stores(emulated::own_lane(), 0);
-    emulated::complete_additions(emulated::own_lane());
-}
-DEVICE void fence_proxy_async_global() {
-    emulated::own_lane().acquired = emulated::own_lane().added = false;
-}
-
-DEVICE void semaphore_wait(const u32* at, u32 value) {
-    emulated::wait_until([&] { return *at == value; });
-    for (u32 lane = 0; lane < emulated::WARP; ++lane)
-        emulated::lanes_of_warp()[lane].acquired = true;
-}
-DEVICE void semaphore_set(u32* at, u32 value) {
-    for (u32 lane = 0; lane < emulated::WARP; ++lane) {
-        const emulated::Lane& of_warp = emulated::lanes_of_warp()[lane];
-        if (!of_warp.additions.empty() || of_warp.added)
-            emulated::fault("semaphore: set before a bulk addition is complete and fenced");
-    }
-    *at = value;
-    for (const auto& block : *emulated::current()->resident) ++block->changes;
-    // other blocks may run before this thread does anything else
-    emulated::pause(emulated::Wait::others);
 }
 
 DEVICE u32 atomic_add(u32* at, u32 number) {
@@ -557,15 +472,6 @@ DEVICE void store_pair_for_async_proxy(u16* to, u32 pair) {
     if (emulated::offset_in_block(to, 4) % 4 != 0)
         emulated::fault("4-byte store at a misaligned address");
     emulated::own_lane().stores.push_back({to, {pair, 0, 0, 0}, 4});
-}
-DEVICE void store_pair_for_async_proxy(u32 to, u32 pair) {
-    store_pair_for_async_proxy(reinterpret_cast<u16*>(dynamic_shared() + to), pair);
-}
-DEVICE void store_floats_for_async_proxy(u32 to, float first, float second) {
-    u16* at = reinterpret_cast<u16*>(dynamic_shared() + to);
-    if (emulated::offset_in_block(at, 8) % 8 != 0)
-        emulated::fault("8-byte store at a misaligned address");
-    emulated::own_lane().stores.push_back({at, {bits_of(first), bits_of(second), 0, 0}, 8});
 }
 DEVICE void fence_proxy_async() {
     for (const emulated::Store& store : emulated::own_lane().stores)
@@ -611,27 +517,19 @@ DEVICE void fence_operand(u32 (&fragments)[count][4]) {
 
 template <u32 count>
 DEVICE void wgmma_ss_bf16(float (&acc)[count], u64 left, u64 right, bool add) {
-    emulated::issue_product(acc, count, nullptr, left, right, {add, false, false});
+    emulated::issue_product(acc, count, nullptr, left, right, {add, false});
 }
 template <u32 count>
 DEVICE void wgmma_ss_f16(float (&acc)[count], u64 left, u64 right, bool add) {
-    emulated::issue_product(acc, count, nullptr, left, right, {add, true, false});
-}
-template <u32 count>
-DEVICE void wgmma_tt_bf16(float (&acc)[count], u64 left, u64 right, bool add) {
-    emulated::issue_product(acc, count, nullptr, left, right, {add, false, true});
-}
-template <u32 count>
-DEVICE void wgmma_tt_f16(float (&acc)[count], u64 left, u64 right, bool add) {
-    emulated::issue_product(acc, count, nullptr, left, right, {add, true, true});
+    emulated::issue_product(acc, count, nullptr, left, right, {add, true});
 }
 template <u32 count>
 DEVICE void wgmma_rs_bf16(float (&acc)[count], const u32 (&left)[4], u64 right) {
-    emulated::issue_product(acc, count, left, 0, right, {true, false, true});
+    emulated::issue_product(acc, count, left, 0, right, {true, false});
 }
 template <u32 count>
 DEVICE void wgmma_rs_f16(float (&acc)[count], const u32 (&left)[4], u64 right) {
-    emulated::issue_product(acc, count, left, 0, right, {true, true, true});
+    emulated::issue_product(acc, count, left, 0, right, {true, true});
 }
 
 DEVICE float tanh_approx(float x) { return std::tanh(x); }

@@ -153,38 +153,6 @@ DEVICE void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" : : "n"(open) : "memory");
 }
 
-// Adds `bytes` of f32 in shared memory to as many in global memory, as part of the thread's next
-// bulk group; both addresses and the length are multiples of 16. The shared memory may be
-// overwritten after bulk_wait_read, and the sums are written after bulk_wait.
-DEVICE void bulk_reduce_add(float* to, const float* from, u32 bytes) {
-    asm volatile(
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
-        :
-        : "l"(to), "r"(shared_address(from)), "r"(bytes)
-        : "memory");
-}
-// Waits until this thread's groups are complete: what they write is visible to this thread.
-DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" : : : "memory"); }
-
-// Waits until a number in global memory is `value`; what the thread that wrote it had written
-// before semaphore_set is then visible. Other threads of the warp see it after warp_barrier.
-DEVICE void semaphore_wait(const u32* at, u32 value) {
-    u32 found;
-    do {
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(found) : "l"(at) : "memory");
-    } while (found != value);
-}
-// Writes a number in global memory, after all that this thread has written, or that others of its
-// warp had written before warp_barrier.
-DEVICE void semaphore_set(u32* at, u32 value) {
-    asm volatile("st.release.gpu.global.u32 [%0], %1;" : : "l"(at), "r"(value) : "memory");
-}
-// Orders accesses to global memory by this thread and by its bulk operations: after a semaphore was
-// waited for and before the operations, and after these were waited for and before one is set.
-DEVICE void fence_proxy_async_global() {
-    asm volatile("fence.proxy.async.global;" : : : "memory");
-}
-
 // Adds to a number in global memory; returns what it was.
 DEVICE u32 atomic_add(u32* at, u32 number) { return atomicAdd(at, number); }
 
@@ -200,18 +168,6 @@ DEVICE void store_for_async_proxy(u16* to, const u32 (&words)[4]) {
 // As store_for_async_proxy, of 4 bytes, 4-byte aligned, that wgmma or a TMA store will read.
 DEVICE void store_pair_for_async_proxy(u16* to, u32 pair) {
     asm volatile("st.shared.b32 [%0], %1;" : : "r"(shared_address(to)), "r"(pair) : "memory");
-}
-// As above, at a shared_address. Stores at constant distances then share one computed address.
-DEVICE void store_pair_for_async_proxy(u32 to, u32 pair) {
-    asm volatile("st.shared.b32 [%0], %1;" : : "r"(to), "r"(pair) : "memory");
-}
-// As store_for_async_proxy, of two adjacent f32, at a shared_address that is a multiple of 8, which
-// a bulk operation will read.
-DEVICE void store_floats_for_async_proxy(u32 to, float first, float second) {
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};"
-                 :
-                 : "r"(to), "f"(first), "f"(second)
-                 : "memory");
 }
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" : : : "memory"); }
 
@@ -255,7 +211,6 @@ DEVICE void fence_operand(u32 (&fragments)[count][4]) {
 // acc in rows l / 4 and l / 4 + 8, columns 2·(l mod 4) and the next. Names as in CUTLASS:
 //
 //   wgmma_ss   both operands in shared memory, K-major: left·rightᵀ
-//   wgmma_tt   both operands in shared memory, MN-major: leftᵀ·right
 //   wgmma_rs   left in registers (fragments as for mma_bf16), right in shared memory, MN-major
 //
 // An operand in shared memory is passed as a matrix descriptor (warpgroup.cuh).
@@ -277,13 +232,11 @@ DEVICE void fence_operand(u32 (&fragments)[count][4]) {
     ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
     "%80, %81, %82, %83, %84, %85, %86, %87"
 
-// `transposed`: 1, 1 for MN-major operands
-#define WGMMA_SS(name, type, columns, transposed, names, count, left_name, right_name, add_name, \
-                 ...)                                                                            \
+#define WGMMA_SS(name, type, columns, names, count, left_name, right_name, add_name, ...)        \
     DEVICE void name(float (&acc)[count], u64 left, u64 right, bool add) {                       \
         asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " add_name ", 0;\n"                   \
                      "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." type "." type " {"   \
-                     names "}, " left_name ", " right_name ", add, 1, 1, " transposed ";\n}"     \
+                     names "}, " left_name ", " right_name ", add, 1, 1, 0, 0;\n}"               \
                      : __VA_ARGS__                                                               \
                      : "l"(left), "l"(right), "r"(u32(add)));                                    \
     }
@@ -296,22 +249,20 @@ DEVICE void fence_operand(u32 (&fragments)[count][4]) {
                      : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right));    \
     }
 
-WGMMA_SS(wgmma_ss_bf16, "bf16", "64", "0, 0", OPERANDS_32, 32, "%32", "%33", "%34", ACC_32(acc, 0))
-WGMMA_SS(wgmma_ss_bf16, "bf16", "128", "0, 0", OPERANDS_64, 64, "%64", "%65", "%66",
+WGMMA_SS(wgmma_ss_bf16, "bf16", "64", OPERANDS_32, 32, "%32", "%33", "%34", ACC_32(acc, 0))
+WGMMA_SS(wgmma_ss_bf16, "bf16", "128", OPERANDS_64, 64, "%64", "%65", "%66",
          ACC_32(acc, 0), ACC_32(acc, 32))
-WGMMA_SS(wgmma_ss_bf16, "bf16", "80", "0, 0", OPERANDS_40, 40, "%40", "%41", "%42",
+WGMMA_SS(wgmma_ss_bf16, "bf16", "80", OPERANDS_40, 40, "%40", "%41", "%42",
          ACC_32(acc, 0), ACC_8(acc, 32))
-WGMMA_SS(wgmma_ss_bf16, "bf16", "176", "0, 0", OPERANDS_88, 88, "%88", "%89", "%90",
+WGMMA_SS(wgmma_ss_bf16, "bf16", "176", OPERANDS_88, 88, "%88", "%89", "%90",
          ACC_32(acc, 0), ACC_32(acc, 32), ACC_24(acc, 64))
-WGMMA_SS(wgmma_ss_f16, "f16", "64", "0, 0", OPERANDS_32, 32, "%32", "%33", "%34", ACC_32(acc, 0))
-WGMMA_SS(wgmma_ss_f16, "f16", "80", "0, 0", OPERANDS_40, 40, "%40", "%41", "%42",
+WGMMA_SS(wgmma_ss_f16, "f16", "64", OPERANDS_32, 32, "%32", "%33", "%34", ACC_32(acc, 0))
+WGMMA_SS(wgmma_ss_f16, "f16", "80", OPERANDS_40, 40, "%40", "%41", "%42",
          ACC_32(acc, 0), ACC_8(acc, 32))
-WGMMA_SS(wgmma_ss_f16, "f16", "176", "0, 0", OPERANDS_88, 88, "%88", "%89", "%90",
+WGMMA_SS(wgmma_ss_f16, "f16", "176", OPERANDS_88, 88, "%88", "%89", "%90",
          ACC_32(acc, 0), ACC_32(acc, 32), ACC_24(acc, 64))
-WGMMA_SS(wgmma_ss_f16, "f16", "128", "0, 0", OPERANDS_64, 64, "%64", "%65", "%66",
+WGMMA_SS(wgmma_ss_f16, "f16", "128", OPERANDS_64, 64, "%64", "%65", "%66",
          ACC_32(acc, 0), ACC_32(acc, 32))
-WGMMA_SS(wgmma_tt_bf16, "bf16", "64", "1, 1", OPERANDS_32, 32, "%32", "%33", "%34", ACC_32(acc, 0))
-WGMMA_SS(wgmma_tt_f16, "f16", "64", "1, 1", OPERANDS_32, 32, "%32", "%33", "%34", ACC_32(acc, 0))
 WGMMA_RS(wgmma_rs_bf16, "bf16", "64", OPERANDS_32, 32, "%32, %33, %34, %35", "%36", ACC_32(acc, 0))
 WGMMA_RS(wgmma_rs_bf16, "bf16", "128", OPERANDS_64, 64, "%64, %65, %66, %67", "%68", ACC_32(acc, 0),
          ACC_32(acc, 32))

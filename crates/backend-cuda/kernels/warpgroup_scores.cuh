@@ -9,10 +9,6 @@
 
 #include "warpgroup_tile.cuh"
 
-// Beyond 128 dims and 128 × 128 tiles the accumulators leave too few registers of a consumer: it
-// would spill. As `Variant::has_epilogue` of src/variant.rs.
-#define HAS_EPILOGUE_KERNEL (ANNULUS_DIM <= 128 && TILE_ROWS == 128 && KV_ROWS == 128)
-
 // Adds the bias and applies the soft cap, in the order of the spec, as pair_epilogue does for one
 // pair. Bits of pairs with a bias of −∞ are cleared.
 DEVICE void bias_and_cap(float (&scores)[S_REGISTERS], VisiblePairs& visible_pairs,

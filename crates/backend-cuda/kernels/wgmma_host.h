@@ -26,12 +26,10 @@ inline void read_eight(Block& block, u64 descriptor, u32 y, u32 x, u16* to) {
     std::memcpy(to, block.dynamic_shared + swizzled_128(at), 16);
 }
 
-// Reads the operands of a product as they are now. Left: 64 rows of 16 dims, 16 summed rows of 64
-// elements (MN-major), or the A fragments of all lanes. Right: `columns` rows of 16 (K-major), or
-// 16 summed rows of `columns` elements.
+// Reads the operands of a product as they are now. Left: 64 rows of 16 dims, or the A fragments of
+// all lanes. Right: `columns` rows of 16 (K-major), or 16 summed rows of `columns` elements.
 inline void read_operands(Block& block, const Product& product, Operands& to) {
-    const bool in_shared = product.left[0] == nullptr;
-    if (!product.form.mn_major) {
+    if (product.left[0] == nullptr) {
         for (u32 row = 0; row < 64; ++row)
             for (u32 x = 0; x < 16; x += 8)
                 read_eight(block, product.left_descriptor, row, x, to.left + 16 * row + x);
@@ -40,11 +38,8 @@ inline void read_operands(Block& block, const Product& product, Operands& to) {
                 read_eight(block, product.right, column, x, to.right + 16 * column + x);
         return;
     }
-    for (u32 lane = 0; lane < WARP && !in_shared; ++lane)
+    for (u32 lane = 0; lane < WARP; ++lane)
         std::memcpy(to.left + 8 * lane, product.left[lane], 16);
-    for (u32 k = 0; k < 16 && in_shared; ++k)
-        for (u32 row = 0; row < 64; row += 8)
-            read_eight(block, product.left_descriptor, k, row, to.left + 64 * k + row);
     for (u32 k = 0; k < 16; ++k)
         for (u32 column = 0; column < product.columns; column += 8)
             read_eight(block, product.right, k, column, to.right + product.columns * k + column);
@@ -86,12 +81,11 @@ inline void complete_product(Block& block, u32 warp, const Product& product) {
         // A fragment: lane 4·(row mod 8) + k mod 8 / 2, register row / 8 + 2·(k / 8), half k mod 2
         if (from_registers)
             return 8 * (row % 8 * 4 + k % 8 / 2) + 2 * (row / 8 + 2 * (k / 8)) + k % 2;
-        u32 of_warpgroup = warp % 4 * 16 + row;
-        return product.form.mn_major ? 64 * k + of_warpgroup : 16 * of_warpgroup + k;
+        return 16 * (warp % 4 * 16 + row) + k;
     };
     for (u32 k = 0; k < 16; ++k) {
         for (u32 column = 0; column < product.columns; ++column)
-            right[k][column] = widened(issued.right[product.form.mn_major
+            right[k][column] = widened(issued.right[from_registers
                                                         ? product.columns * k + column
                                                         : 16 * column + k]);
         for (u32 row = 0; row < 16; ++row) left[row][k] = widened(issued.left[left_at(row, k)]);

@@ -8,15 +8,15 @@ use std::{
 
 use annulus_core::{Backend, Capabilities, OnHost, Passes, RankShard, Result, Spec, index, memory};
 use annulus_device_cuda::{
-    Cache, Compiler, CompilerSymbols, CudaBuffer, CudaSpace, Device, Event, Stream, Symbols,
+    Compiler, CompilerSymbols, CudaBuffer, CudaSpace, Device, Event, ImageCache, Stream, Symbols,
 };
 
 use crate::{
     Level,
-    kernels::{BackwardOptions, BackwardWarpgroupKernels, Kernels, THREADS, WarpgroupKernels},
+    kernels::{BackwardWarpgroupKernels, Kernels, THREADS, WarpgroupKernels},
     pass_context::slopes,
-    programs::KernelEdit,
-    variant::{Family, Variant, needs_epilogue},
+    programs::SourceEdit,
+    variant::Variant,
     workspace::CudaWorkspace,
 };
 
@@ -35,13 +35,11 @@ pub struct Cuda {
     stream: Stream,
     compiler: Compiler,
     /// `None`: the kernel files as they are.
-    edit: Option<KernelEdit>,
+    edit: Option<SourceEdit>,
     level: Level,
     min_warpgroup_rows: usize,
     /// `None`: the multiprocessors of the GPU.
     forward_blocks: Option<usize>,
-    fused_backward: bool,
-    wide_tiles: bool,
     cache: Arc<Mutex<KernelCache>>,
 }
 
@@ -70,7 +68,7 @@ impl Cuda {
         let made = Self::with_symbols(
             Symbols::system(),
             CompilerSymbols::system,
-            Cache::of_user(),
+            ImageCache::of_user(),
             ordinal,
         )?;
         Level::forced()?.map_or(Ok(made.clone()), |level| made.at_level(level))
@@ -82,7 +80,7 @@ impl Cuda {
     /// # Errors
     /// As [`Cuda::open`].
     pub fn on_stream(stream: Stream) -> Result<Self> {
-        let compiler = compiler(CompilerSymbols::system, Cache::of_user())?;
+        let compiler = compiler(CompilerSymbols::system, ImageCache::of_user())?;
         compiler.target(stream.device().architecture())?;
         let made = Self::on(stream, compiler);
         Level::forced()?.map_or(Ok(made.clone()), |level| made.at_level(level))
@@ -97,7 +95,7 @@ impl Cuda {
     pub fn with_symbols(
         driver: Result<Symbols>,
         compiler: impl FnOnce() -> Result<CompilerSymbols>,
-        cache: Option<Cache>,
+        cache: Option<ImageCache>,
         ordinal: usize,
     ) -> Result<Self> {
         let device = Device::with_symbols(driver?, ordinal)?;
@@ -116,8 +114,6 @@ impl Cuda {
             level,
             min_warpgroup_rows: Self::MIN_WARPGROUP_ROWS,
             forward_blocks: None,
-            fused_backward: Self::FUSED_BACKWARD,
-            wide_tiles: Self::WIDE_TILES,
             cache: Arc::default(),
         }
     }
@@ -147,37 +143,10 @@ impl Cuda {
         Self { forward_blocks: Some(blocks.max(1)), cache: Arc::default(), ..self }
     }
 
-    /// Default of [`Cuda::with_fused_backward`]: on an H200 the split kernels were faster at 64 and
-    /// 128 dims (`docs/cuda.md`).
-    pub const FUSED_BACKWARD: bool = false;
-
-    /// Chooses between the backward kernels on warpgroups: one of five products for dQ, dK and dV,
-    /// whose thread blocks add to dQ in a fixed order, or two of seven. The fused one serves KV
-    /// blocks whose dK and dV are wanted too, of a spec without score epilogue (bias, soft cap,
-    /// dropout, rounding), and queries that TMA can read; the split ones serve the rest. Default:
-    /// [`Cuda::FUSED_BACKWARD`].
-    #[must_use]
-    pub fn with_fused_backward(self, fused: bool) -> Self {
-        Self { fused_backward: fused, cache: Arc::default(), ..self }
-    }
-
-    /// Chooses between the tiles of the forward pass on warpgroups, of queries × keys: with `true`
-    /// 192 × 128, 128 × 176 and 128 × 80 at up to 64, 128 and 256 dims, otherwise 128 × 128, and
-    /// 128 × 64 above 128 dims. Specs with a score epilogue (bias, soft cap, dropout, rounding)
-    /// have the latter in any case. Default: [`Cuda::WIDE_TILES`].
-    #[must_use]
-    pub fn with_wide_tiles(self, wide: bool) -> Self {
-        Self { wide_tiles: wide, cache: Arc::default(), ..self }
-    }
-
-    /// Default of [`Cuda::with_wide_tiles`]: on an H200 wide tiles were at least as fast at 64, 128
-    /// and 256 dims, with a full and with a causal mask (`docs/cuda.md`).
-    pub const WIDE_TILES: bool = true;
-
     /// Compiles kernels whose texts a test has changed.
     #[doc(hidden)]
     #[must_use]
-    pub fn edited(self, edit: KernelEdit) -> Self {
+    pub fn edited(self, edit: SourceEdit) -> Self {
         Self { edit: Some(edit), cache: Arc::default(), ..self }
     }
 
@@ -194,10 +163,7 @@ impl Cuda {
     pub fn forward_variant(&self, spec: &Spec) -> Result<Variant> {
         let on_warpgroups =
             if self.level == Level::Warpgroup { Variant::on_warpgroups(spec)? } else { None };
-        let Some(on_warpgroups) = on_warpgroups else { return Variant::of(spec) };
-        let is_wide = self.wide_tiles && !needs_epilogue(spec);
-        let family = if is_wide { Family::WarpgroupWide } else { Family::Warpgroup };
-        Ok(Variant { family, ..on_warpgroups })
+        on_warpgroups.map_or_else(|| Variant::of(spec), Ok)
     }
 
     /// As [`Cuda::forward_variant`], for the kernels of dQ, dK and dV.
@@ -250,11 +216,8 @@ impl Cuda {
         let backward_on_warpgroups = (backward != variant)
             .then(|| {
                 get_or_make(&mut cache.backward_on_warpgroups, backward, || {
-                    let chosen = BackwardOptions {
-                        min_rows: self.min_warpgroup_rows,
-                        is_fused: self.fused_backward,
-                    };
-                    BackwardWarpgroupKernels::new(device, compiler, backward, chosen, edit)
+                    let rows = self.min_warpgroup_rows;
+                    BackwardWarpgroupKernels::new(device, compiler, backward, rows, edit)
                         .map(Arc::new)
                 })
             })
@@ -301,7 +264,7 @@ impl std::fmt::Display for Cuda {
 /// Returns the compiler, or one that finds images in the cache only.
 fn compiler(
     symbols: impl FnOnce() -> Result<CompilerSymbols>,
-    cache: Option<Cache>,
+    cache: Option<ImageCache>,
 ) -> Result<Compiler> {
     match symbols() {
         Ok(symbols) => Compiler::with_symbols(symbols, cache),

@@ -1,5 +1,13 @@
 //! Backward pass: prologue and end (`begin_backward` and `sink_gradient` of `kernels/rows.cuh`,
 //! copies of the results), and the operands of each block.
+//!
+//! dK and dV: `kernels/backward_keys.cuh`, on tensor cores `kernels/backward_keys_matrix.cuh`,
+//! on warpgroups `kernels/backward_keys_warpgroup.cuh`.
+//!
+//! dQ from one block of keys: `kernels/backward_queries.cuh`, on tensor cores
+//! `kernels/backward_queries_matrix.cuh`, on warpgroups `kernels/backward_queries_warpgroup.cuh`.
+//!
+//! dbias from one block of keys: `kernels/bias_gradient.cuh`.
 
 use std::sync::Arc;
 
@@ -7,17 +15,17 @@ use annulus_core::{
     BackwardInputs, BackwardPass, Block, Dims, Gradients, RangePairs, Reduction, Result, RowSet,
     Tick, View, ViewMut,
 };
-use annulus_device_cuda::{CudaBuffer, CudaSpace, CudaView, Event};
+use annulus_device_cuda::{CudaBuffer, CudaSpace, Event};
 
 use crate::{
     arguments::{
-        self, ADD, Attention, RowArguments, Tensor, by_head, dense, field, tensor, tensor_mut,
+        self, ADD, AttentionArguments, RowArguments, TensorArgument, by_head, dense, field, tensor,
+        tensor_mut,
     },
-    backward_keys, backward_queries,
     backward_warpgroup::OnWarpgroups,
-    bias_gradient,
+    block_mask::BlockMask,
     finish::{by_line, row_arguments, sinks_of},
-    kernels::{MAX_BLOCKS, THREADS},
+    kernels::{MAX_BLOCKS, MatrixKernels, THREADS},
     key_ranges::RangeLimits,
     pass_context::{PassContext, local_bias},
     records,
@@ -40,7 +48,7 @@ impl<'p> CudaBackward<'p> {
         state: &'p mut BackwardState,
         inputs: BackwardInputs<View<'p, CudaSpace>>,
     ) -> Result<Self> {
-        let rows = |view: &Option<CudaView<'_>>| {
+        let rows = |view: &Option<View<'_, CudaSpace>>| {
             view.as_ref().map(|view| by_head(tensor(view))).unwrap_or_default()
         };
         let arguments = RowArguments {
@@ -69,10 +77,10 @@ impl<'p> CudaBackward<'p> {
     }
 
     /// Arguments of a block of keys, but for the lists of its block mask.
-    fn kv_arguments(&self, kv: &Block<'_, CudaSpace>) -> Result<Attention> {
+    fn kv_arguments(&self, kv: &Block<'_, CudaSpace>) -> Result<AttentionArguments> {
         let Self { context, state, inputs, in_place } = self;
         let [k, v] = records::kv_operands(context, &inputs.forward, kv, *in_place);
-        Ok(Attention {
+        Ok(AttentionArguments {
             q: tensor(&inputs.forward.q),
             dout: tensor(&inputs.dout),
             k,
@@ -85,12 +93,12 @@ impl<'p> CudaBackward<'p> {
     }
 
     /// Arguments of a block of queries, but for the lists of its block mask.
-    fn query_arguments(&self, queries: &Block<'_, CudaSpace>) -> Result<Attention> {
+    fn query_arguments(&self, queries: &Block<'_, CudaSpace>) -> Result<AttentionArguments> {
         let Self { context, inputs, .. } = self;
         let record = context.spec().query_row_layout();
         let bytes = context.spec().dtype.bytes();
         let at = queries.buffer.address();
-        Ok(Attention {
+        Ok(AttentionArguments {
             q: field(at, &record, 0, bytes),
             dout: field(at, &record, 1, bytes),
             // in 2-byte units, because a record's statistics are only 2-byte aligned
@@ -120,8 +128,7 @@ impl BackwardPass<CudaSpace> for CudaBackward<'_> {
         records::pack_queries(self.context, &self.inputs, statistics, into)
     }
 
-    /// Launches a kernel for dQ, one for dbias if there is a bias, and one for dK and dV; or one
-    /// for dQ, dK and dV ([`crate::Cuda::with_fused_backward`]).
+    /// Launches a kernel for dQ, one for dbias if there is a bias, and one for dK and dV.
     fn attend_kv(
         &mut self,
         kv: &Block<'_, CudaSpace>,
@@ -132,7 +139,7 @@ impl BackwardPass<CudaSpace> for CudaBackward<'_> {
             return self.context.stream.record();
         }
         let tile = self.context.kernels.variant.tile();
-        let queries_tile = backward_queries::tile(self.context);
+        let queries_tile = dq_tile(self.context);
         let mut arguments = self.kv_arguments(kv)?;
         let warpgroups = self.context.kernels.backward_warpgroup_for(self.context.queries());
         // masks are uploaded before the stream waits for the block
@@ -153,21 +160,10 @@ impl BackwardPass<CudaSpace> for CudaBackward<'_> {
                 OnWarpgroups::new(self.context, kernels, &arguments, statistics)
             })
             .transpose()?;
-        let fused = warpgroups.as_ref().filter(|on| on.is_fused(self.context, &arguments));
-        if let Some(on) = fused
-            && let Some(dkv) = dkv.as_deref()
-            && !block_mask.is_empty()
-        {
-            dkv.wait_on(&self.context.stream)?;
-            backward_keys::write_to(&mut arguments, self.context, &block_mask, dkv);
-            let order = &mut self.state.dq_order;
-            on.launch_fused(self.context, &arguments, &block_mask, order)?;
-            return self.context.record_use(&[kv.buffer, dkv]);
-        }
         if !block_mask.is_empty() {
             let on = warpgroups.as_ref();
-            backward_queries::launch(self.context, &mut arguments, &block_mask, on)?;
-            bias_gradient::launch(self.context, &mut arguments, &general_mask)?;
+            launch_dq(self.context, &mut arguments, &block_mask, on)?;
+            launch_dbias(self.context, &mut arguments, &general_mask)?;
         }
         let Some(dkv) = dkv.filter(|_| tick().is_continue()) else {
             return self.context.record_use(&[kv.buffer]);
@@ -176,7 +172,7 @@ impl BackwardPass<CudaSpace> for CudaBackward<'_> {
         // without local queries the kernel still writes zeros
         let on = warpgroups.as_ref().filter(|_| keys_on_warpgroups);
         let block_mask = if on.is_some() { &block_mask } else { &general_mask };
-        backward_keys::launch(self.context, &mut arguments, block_mask, dkv, on)?;
+        launch_dkv(self.context, &mut arguments, block_mask, dkv, on)?;
         self.context.record_use(&[kv.buffer, dkv])
     }
 
@@ -207,7 +203,7 @@ impl BackwardPass<CudaSpace> for CudaBackward<'_> {
             })
             .transpose()?;
         let on = warpgroups.as_ref();
-        backward_keys::launch(self.context, &mut arguments, &block_mask, dkv, on)?;
+        launch_dkv(self.context, &mut arguments, &block_mask, dkv, on)?;
         self.context.record_use(&[queries.buffer, dkv]).map(|_| ())
     }
 
@@ -239,7 +235,7 @@ impl BackwardPass<CudaSpace> for CudaBackward<'_> {
         let Dims { batch, q_heads, kv_heads, head_dim, value_dim, .. } = spec.dims;
         let queries = context.queries();
         let keys = context.shard.keys.len();
-        let round = |from: Tensor, to: Tensor, shape: [usize; 4]| {
+        let round = |from: TensorArgument, to: TensorArgument, shape: [usize; 4]| {
             records::copy(context, &kernels.round_sums, from, to, shape)
         };
         let dq = dense(state.dq.address(), queries, q_heads, head_dim);
@@ -282,7 +278,104 @@ fn grid_of_products(rows: u64) -> [u64; 3] {
 }
 
 /// Describes the statistics of this rank's rows.
-fn row_statistics(context: &PassContext, state: &BackwardState) -> Tensor {
+fn row_statistics(context: &PassContext, state: &BackwardState) -> TensorArgument {
     let at = state.statistics.address();
     arguments::row_statistics(at, context.queries(), &context.spec().dims, context.sums())
+}
+
+/// Computes dK and dV of the block's keys from its queries, and writes them to gradient records, or
+/// adds them with [`crate::arguments::ADD`]. The tiles of the block mask are those of the warpgroup
+/// kernels, if given, else of the general ones.
+fn launch_dkv(
+    context: &PassContext,
+    arguments: &mut AttentionArguments,
+    block_mask: &BlockMask,
+    records: &CudaBuffer,
+    warpgroups: Option<&OnWarpgroups>,
+) -> Result<()> {
+    let spec = context.spec();
+    let kernels = &context.kernels;
+    write_to(arguments, context, block_mask, records);
+    let Dims { batch, kv_heads, .. } = spec.dims;
+    let mut grid = [u64::from(block_mask.tiles()[1]), kv_heads as u64, batch as u64];
+    if let Some(warpgroups) = warpgroups {
+        return warpgroups.launch_keys(context, arguments, grid);
+    }
+    let (kernel, threads) = match kernels.matrix_for(spec) {
+        Some(matrix) => {
+            grid[0] *= (kernels.variant.tile()[1] / kernels.variant.keys_matrix_rows()) as u64;
+            (&matrix.backward_keys, MatrixKernels::THREADS)
+        }
+        None => (&kernels.backward_keys, THREADS),
+    };
+    // SAFETY: the engine has validated every tensor's shape; memory is freed only after queued
+    // work.
+    unsafe { kernel.launch(&context.stream, grid, threads, arguments) }
+}
+
+/// Sets the block mask by key tile, and dK and dV as fields of gradient records.
+pub(crate) fn write_to(
+    arguments: &mut AttentionArguments,
+    context: &PassContext,
+    block_mask: &BlockMask,
+    records: &CudaBuffer,
+) {
+    let record = context.spec().gradient_row_layout();
+    let bytes = context.sums().bytes();
+    block_mask.write_to(arguments, true);
+    [arguments.dk, arguments.dv] =
+        [0, 1].map(|index| field(records.address(), &record, index, bytes));
+}
+
+/// Adds the block's contribution to dQ of this rank's queries. The tiles of the block mask are
+/// those of the warpgroup kernels, if given, else of [`tile`].
+fn launch_dq(
+    context: &PassContext,
+    arguments: &mut AttentionArguments,
+    block_mask: &BlockMask,
+    warpgroups: Option<&OnWarpgroups>,
+) -> Result<()> {
+    let spec = context.spec();
+    let kernels = &context.kernels;
+    block_mask.write_to(arguments, false);
+    let Dims { batch, q_heads, .. } = spec.dims;
+    let grid = [u64::from(block_mask.tiles()[0]), q_heads as u64, batch as u64];
+    if let Some(warpgroups) = warpgroups {
+        return warpgroups.launch_queries(context, arguments, grid);
+    }
+    let (kernel, threads) = match kernels.matrix_for(spec) {
+        Some(matrix) => (&matrix.backward_queries, MatrixKernels::THREADS),
+        None => (&kernels.backward_queries, THREADS),
+    };
+    // SAFETY: the engine has validated every tensor's shape; memory is freed only after queued
+    // work.
+    unsafe { kernel.launch(&context.stream, grid, threads, arguments) }
+}
+
+/// Queries and keys per tile of the kernel, unless it is one on warpgroups.
+fn dq_tile(context: &PassContext) -> [usize; 2] {
+    let variant = context.kernels.variant;
+    match context.kernels.matrix_for(context.spec()) {
+        Some(_) => variant.queries_matrix_tile(),
+        None => variant.tile(),
+    }
+}
+
+/// Adds the block's contribution to dbias, if there is a bias.
+fn launch_dbias(
+    context: &PassContext,
+    arguments: &mut AttentionArguments,
+    block_mask: &BlockMask,
+) -> Result<()> {
+    let Some([batches, heads, rows, keys]) = local_bias(&context.shard) else { return Ok(()) };
+    block_mask.write_to(arguments, false);
+    let [query_tiles, key_tiles] = block_mask.tiles();
+    let tiles = |shared: bool, tiles: u32| if shared { 1 } else { u64::from(tiles) };
+    // as in the kernel: an axis of one row is one tile, broadcast or not
+    let grid =
+        [tiles(rows == 1, query_tiles), tiles(keys == 1, key_tiles), (batches * heads) as u64];
+    let kernel = &context.kernels.bias_gradient;
+    // SAFETY: the engine has validated every tensor's shape; memory is freed only after queued
+    // work.
+    unsafe { kernel.launch(&context.stream, grid, THREADS, arguments) }
 }

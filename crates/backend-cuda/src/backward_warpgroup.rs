@@ -7,12 +7,11 @@ use annulus_core::{Dims, Result};
 use annulus_device_cuda::{CudaBuffer, Device, TensorMap};
 
 use crate::{
-    arguments::{Attention, BackwardAttention, DqOrder},
-    block_mask::{BlockMask, to_u32},
+    arguments::{AttentionArguments, BackwardAttention, is_tma_readable, tma_boxes},
+    block_mask::to_u32,
     kernels::BackwardWarpgroupKernels,
     pass_context::PassContext,
-    tma::{is_tma_readable, tma_boxes},
-    variant::{fused_rows, needs_epilogue},
+    variant::needs_epilogue,
 };
 
 /// Rows of a `StatisticsTile` of `kernels/backward_warpgroup.cuh`, and its bytes.
@@ -34,7 +33,7 @@ impl OnWarpgroups {
     pub(crate) fn new(
         context: &PassContext,
         kernels: Arc<BackwardWarpgroupKernels>,
-        attention: &Attention,
+        attention: &AttentionArguments,
         into: &mut CudaBuffer,
     ) -> Result<Self> {
         let Dims { batch, q_heads, .. } = context.spec().dims;
@@ -59,72 +58,21 @@ impl OnWarpgroups {
         Ok(made)
     }
 
-    fn arguments(&self, attention: &Attention, maps: [TensorMap; 2]) -> BackwardAttention {
+    fn arguments(&self, attention: &AttentionArguments, maps: [TensorMap; 2]) -> BackwardAttention {
         BackwardAttention {
             maps,
             attention: *attention,
             statistics: self.statistics,
             statistics_tiles: self.statistics_tiles,
             section: 1,
-            order: DqOrder::default(),
         }
-    }
-
-    /// True if one kernel computes dQ, dK and dV of these queries.
-    pub(crate) fn is_fused(&self, context: &PassContext, attention: &Attention) -> bool {
-        self.kernels.is_fused
-            && !needs_epilogue(context.spec())
-            && Self::can_stream_queries(attention)
-    }
-
-    /// Launches the kernel for dQ, dK and dV: Q and dO are streamed, and thread blocks add to dQ in
-    /// a fixed order. The lists of `attention` are those of `block_mask` by key tile. `state`,
-    /// which grows, holds tickets and semaphores; they are 0 before and after every launch.
-    pub(crate) fn launch_fused(
-        &self,
-        context: &PassContext,
-        attention: &Attention,
-        block_mask: &BlockMask,
-        state: &mut CudaBuffer,
-    ) -> Result<()> {
-        let Dims { batch, q_heads, kv_heads, .. } = context.spec().dims;
-        let semaphores = (batch * q_heads) as u64 * u64::from(self.statistics_tiles);
-        let bytes = (1 + semaphores) * size_of::<u32>() as u64;
-        if state.len() < bytes {
-            *state = CudaBuffer::new(context.stream.device(), bytes)?;
-            context.fill(state, 0.0)?;
-        }
-        let device = context.stream.device();
-        let rows = fused_rows(self.kernels.variant.dim);
-        let shape = [attention.queries, attention.q_heads, attention.batches];
-        let maps = [
-            tma_boxes(device, &attention.q, attention.head_dim, shape, rows)?,
-            tma_boxes(device, &attention.dout, attention.value_dim, shape, rows)?,
-        ];
-        let heads = (batch * kv_heads) as u64;
-        let blocks = u64::from(attention.block_mask.lists) * heads;
-        let mut arguments = self.arguments(attention, maps);
-        block_mask.write_order_to(&mut arguments.order);
-        arguments.order.tickets = state.address();
-        arguments.order.semaphores = state.address() + size_of::<u32>() as u64;
-        arguments.order.key_tiles = to_u32(blocks as usize)?;
-        // 16-bit elements of Q and dO, and f32 for dQ
-        let dims = u64::from(attention.head_dim) + u64::from(attention.value_dim);
-        let row_bytes = 2 * dims + 4 * u64::from(attention.head_dim);
-        let group = u64::from(attention.q_heads / attention.kv_heads);
-        let bytes = u64::from(attention.queries) * group * row_bytes;
-        arguments.section = section(device, bytes, heads);
-        let kernel = &self.kernels.fused;
-        let grid = [blocks, 1, 1];
-        // SAFETY: as for `launch_queries`; the buffer holds the counter and all semaphores.
-        unsafe { kernel.launch(&context.stream, grid, THREADS, &arguments) }
     }
 
     /// Launches the kernel for dQ: K and V are streamed, from records.
     pub(crate) fn launch_queries(
         &self,
         context: &PassContext,
-        attention: &Attention,
+        attention: &AttentionArguments,
         grid: [u64; 3],
     ) -> Result<()> {
         let epilogue = needs_epilogue(context.spec());
@@ -148,7 +96,7 @@ impl OnWarpgroups {
     }
 
     /// True if the kernel for dK and dV can stream these queries: always those of records.
-    pub(crate) fn can_stream_queries(attention: &Attention) -> bool {
+    pub(crate) fn can_stream_queries(attention: &AttentionArguments) -> bool {
         let shape = [attention.queries, attention.q_heads, attention.batches];
         [&attention.q, &attention.dout].into_iter().all(|tensor| is_tma_readable(tensor, shape))
     }
@@ -157,7 +105,7 @@ impl OnWarpgroups {
     pub(crate) fn launch_keys(
         &self,
         context: &PassContext,
-        attention: &Attention,
+        attention: &AttentionArguments,
         grid: [u64; 3],
     ) -> Result<()> {
         let shape = [attention.queries, attention.q_heads, attention.batches];

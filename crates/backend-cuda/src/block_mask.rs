@@ -8,22 +8,28 @@
 //! Lists of consecutive full tiles are short, whatever the number of keys. What grows with the rows
 //! is therefore copied only for the kernels that read it: row numbers for a bias tensor and
 //! dropout, positions for ALiBi, lists by key tile for backward passes. The numbers of keys are
-//! shared by block masks (`key_numbers.rs`). So a token over a long KV cache copies no more to the
+//! shared by block masks ([`KeyNumbers`]). So a token over a long KV cache copies no more to the
 //! device than one over a short cache.
+//!
+//! Numbers of key rows in device memory: row numbers for a bias tensor and dropout, positions for
+//! ALiBi.
+//!
+//! The keys of a KV cache get a few rows more with every call. A list that is the beginning of one
+//! in device memory shares its memory, and one that continues it copies only its new numbers.
 
 use std::sync::Arc;
 
 use annulus_core::{
-    BitmaskPolicy, BlockSparseMask, CsrTiles, Error, RankShard, Result, Rows, TileRun, Tiling,
+    BitmaskPolicy, BlockSparseMask, CsrTiles, Error, RangeLists, RankShard, Result, Rows, TileRun,
+    Tiling,
 };
 use annulus_device_cuda::{CudaBuffer, Stream};
 
 use crate::{
     arguments::{
-        Attention, BlockMaskAddresses, DqOrder, KEY_POSITIONS_PER_BATCH, QUERY_POSITIONS_PER_BATCH,
+        AttentionArguments, BlockMaskAddresses, KEY_POSITIONS_PER_BATCH, QUERY_POSITIONS_PER_BATCH,
     },
-    key_numbers::KeyNumbers,
-    key_ranges::{self, RangeLimits, RangeLists},
+    key_ranges::{self, RangeLimits},
 };
 
 /// Visible tiles by query tile and by key tile, and per-row numbers of queries that kernels need,
@@ -33,10 +39,8 @@ pub(crate) struct BlockMask {
     buffer: CudaBuffer,
     /// Byte offsets in the buffer: starts and runs of the lists.
     by_queries: [u64; 2],
-    /// Without [`ListForm::by_keys`] no kernel reads these.
+    /// Without [`MaskForm::by_keys`] no kernel reads these.
     by_keys: [u64; 2],
-    /// Byte offset of the number of tiles before each run of `by_queries` in its list.
-    first_of_run: u64,
     /// As `by_queries`, with a list for each range of keys of a tile: see [`crate::key_ranges`].
     by_ranges: [u64; 2],
     /// Byte offset of the numbers of these lists in the order in which they are computed.
@@ -60,7 +64,7 @@ pub(crate) struct BlockMask {
 
 /// Form of the lists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct ListForm {
+pub(crate) struct MaskForm {
     /// Queries and keys of a tile.
     pub(crate) tile: [usize; 2],
     /// Limits of ranges of keys.
@@ -72,15 +76,15 @@ pub(crate) struct ListForm {
 /// Block masks of the blocks that this rank has attended to.
 #[derive(Debug, Default)]
 pub(crate) struct BlockMaskCache {
-    entries: Vec<Entry>,
+    entries: Vec<CachedMask>,
     key_numbers: KeyNumbers,
 }
 
 #[derive(Debug)]
-struct Entry {
+struct CachedMask {
     queries: Rows,
     keys: Rows,
-    form: ListForm,
+    form: MaskForm,
     block_mask: Arc<BlockMask>,
 }
 
@@ -102,11 +106,12 @@ impl BlockMaskCache {
         shard: &RankShard,
         queries: &Rows,
         keys: &Rows,
-        form: ListForm,
+        form: MaskForm,
         stream: &Stream,
     ) -> Result<Arc<BlockMask>> {
-        let is_wanted =
-            |entry: &&Entry| entry.form == form && entry.queries == *queries && entry.keys == *keys;
+        let is_wanted = |entry: &&CachedMask| {
+            entry.form == form && entry.queries == *queries && entry.keys == *keys
+        };
         if let Some(entry) = self.entries.iter().find(is_wanted) {
             return Ok(Arc::clone(&entry.block_mask));
         }
@@ -116,7 +121,7 @@ impl BlockMaskCache {
         if self.entries.len() >= CAPACITY {
             self.entries.remove(0);
         }
-        self.entries.push(Entry {
+        self.entries.push(CachedMask {
             queries: queries.clone(),
             keys: keys.clone(),
             form,
@@ -131,7 +136,7 @@ impl BlockMask {
         shard: &RankShard,
         queries: &Rows,
         keys: &Rows,
-        form: ListForm,
+        form: MaskForm,
         key_numbers: &mut KeyNumbers,
         stream: &Stream,
     ) -> Result<Self> {
@@ -155,29 +160,25 @@ impl BlockMask {
         };
         let mut block_sparse = BlockSparseMask::default();
         block_sparse.refill(&visibility, &tiling)?;
-        let mut upload = Upload::default();
+        let mut upload = MaskUpload::default();
         let by_queries = upload.lists(block_sparse.by_queries());
         let mut lists = CsrTiles::default();
         if form.by_keys {
             block_sparse.by_keys(&mut lists)?;
         }
         let by_keys = upload.lists(&lists);
-        let lists = block_sparse.by_queries();
-        let first_of_run = tiles_before_runs(lists.starts(), lists.runs());
-        let first_of_run = upload.u32s(first_of_run.into_iter());
         let [query_tiles, key_tiles] = tiling.tiles();
         let by_query_tile: Vec<&[TileRun]> = (0..tiling.planes() * query_tiles)
             .map(|list| block_sparse.by_queries().list(list))
             .collect();
-        let (by_ranges, order, ranges) = match key_ranges::divide(&by_query_tile, form.limits) {
-            Some(RangeLists { ranges, starts, runs }) => {
-                let order = longest_first(&starts, &runs, query_tiles * ranges);
-                (upload.csr(&starts, &runs), order, ranges)
-            }
-            None => {
-                let lists = block_sparse.by_queries();
-                (by_queries, longest_first(lists.starts(), lists.runs(), query_tiles), 1)
-            }
+        let ranges = key_ranges::ranges(&by_query_tile, form.limits);
+        let (by_ranges, order) = if ranges > 1 {
+            let RangeLists { starts, runs } = RangeLists::of(by_query_tile, ranges);
+            let order = longest_first(&starts, &runs, query_tiles * ranges);
+            (upload.csr(&starts, &runs), order)
+        } else {
+            let lists = block_sparse.by_queries();
+            (by_queries, longest_first(lists.starts(), lists.runs(), query_tiles))
         };
         let order = upload.u32s(order.into_iter());
         let bits = upload.u64s(block_sparse.bits().iter().copied());
@@ -209,7 +210,6 @@ impl BlockMask {
             buffer,
             by_queries,
             by_keys,
-            first_of_run,
             by_ranges,
             order,
             ranges,
@@ -239,7 +239,7 @@ impl BlockMask {
     }
 
     /// Sets the mask fields of the arguments, with the lists by query tile or by key tile.
-    pub(crate) fn write_to(&self, arguments: &mut Attention, by_keys: bool) {
+    pub(crate) fn write_to(&self, arguments: &mut AttentionArguments, by_keys: bool) {
         if by_keys {
             self.write_lists_to(arguments, self.by_keys, self.key_tiles, 1);
         } else {
@@ -249,7 +249,7 @@ impl BlockMask {
 
     /// Sets the mask fields of the arguments, with the lists by query tile and range of keys.
     /// Returns the number of ranges per tile, 1 if keys are not divided.
-    pub(crate) fn write_ranges_to(&self, arguments: &mut Attention) -> usize {
+    pub(crate) fn write_ranges_to(&self, arguments: &mut AttentionArguments) -> usize {
         // at most `key_ranges::MAX_RANGES`
         self.write_lists_to(arguments, self.by_ranges, self.query_tiles, self.ranges as u32);
         self.ranges
@@ -261,17 +261,9 @@ impl BlockMask {
         self.buffer.address() + self.order
     }
 
-    /// Sets the fields of the order in which key tiles add to the same queries: ascending.
-    pub(crate) fn write_order_to(&self, order: &mut DqOrder) {
-        let at = |offset: u64| self.buffer.address() + offset;
-        [order.starts, order.runs] = self.by_queries.map(at);
-        order.first_of_run = at(self.first_of_run);
-        order.query_tiles = self.query_tiles;
-    }
-
     fn write_lists_to(
         &self,
-        arguments: &mut Attention,
+        arguments: &mut AttentionArguments,
         [starts, runs]: [u64; 2],
         tiles: u32,
         splits: u32,
@@ -298,20 +290,6 @@ impl BlockMask {
     }
 }
 
-/// Counts the tiles before each run in its list.
-fn tiles_before_runs(starts: &[u32], runs: &[TileRun]) -> Vec<u32> {
-    let of_list = |bounds: &[u32]| {
-        let mut before = 0;
-        let runs = runs[bounds[0] as usize..bounds[1] as usize].iter();
-        let add = |run: &TileRun| {
-            before += run.count;
-            before - run.count
-        };
-        runs.map(add).collect::<Vec<_>>()
-    };
-    starts.windows(2).flat_map(of_list).collect()
-}
-
 /// Numbers the lists of each plane by their tiles, most first; lists of equally many in their
 /// order.
 fn longest_first(starts: &[u32], runs: &[TileRun], lists: usize) -> Vec<u32> {
@@ -330,9 +308,9 @@ fn longest_first(starts: &[u32], runs: &[TileRun], lists: usize) -> Vec<u32> {
 
 /// Bytes of the device buffer; every part starts at a multiple of 8.
 #[derive(Default)]
-struct Upload(Vec<u8>);
+struct MaskUpload(Vec<u8>);
 
-impl Upload {
+impl MaskUpload {
     fn u64s(&mut self, values: impl Iterator<Item = u64>) -> u64 {
         self.0.resize(self.0.len().next_multiple_of(8), 0);
         let start = self.0.len() as u64;
@@ -372,12 +350,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tiles_are_counted_before_each_run_of_a_list() {
-        let run = |count| TileRun { first: 0, count, bitmask: TileRun::FULL };
-        assert_eq!(tiles_before_runs(&[0, 3, 3, 4], &[2, 1, 4, 5].map(run)), [0, 2, 3, 0]);
-    }
-
-    #[test]
     fn lists_of_most_tiles_come_first_in_each_plane() {
         let run = |count| TileRun { first: 0, count, bitmask: TileRun::FULL };
         // two planes of three lists: 1, 5 and 3 tiles; 2, none and 2
@@ -386,4 +358,81 @@ mod tests {
         assert_eq!(longest_first(&starts, &runs, 3), [1, 2, 0, 0, 2, 1]);
         assert_eq!(longest_first(&[0], &[], 0), [0; 0]);
     }
+}
+
+/// Lists in device memory, the one that was used last at the end.
+#[derive(Debug, Default)]
+pub(crate) struct KeyNumbers {
+    lists: Vec<List>,
+}
+
+#[derive(Debug)]
+struct List {
+    /// Numbers in the buffer, which may have room for more.
+    numbers: Vec<u64>,
+    buffer: Arc<CudaBuffer>,
+    /// True if it was used since the last [`KeyNumbers::drop_unused`].
+    is_used: bool,
+}
+
+/// Lists kept: row numbers and positions of as many blocks as [`crate::block_mask`] keeps. Beyond
+/// it the list that was not used for longest is dropped.
+const MAX_LISTS: usize = 512;
+
+const NUMBER_BYTES: usize = size_of::<u64>();
+
+impl KeyNumbers {
+    /// Drops the lists that were not used since the last call, as those of earlier batches.
+    pub(crate) fn drop_unused(&mut self) {
+        self.lists.retain_mut(|list| std::mem::take(&mut list.is_used));
+    }
+
+    /// Returns memory that begins with these numbers.
+    pub(crate) fn of(&mut self, numbers: Vec<u64>, stream: &Stream) -> Result<Arc<CudaBuffer>> {
+        let is_same = |list: &List| {
+            let common = list.numbers.len().min(numbers.len());
+            common > 0 && list.numbers[..common] == numbers[..common]
+        };
+        let mut list = match self.lists.iter().position(is_same) {
+            Some(found) => self.lists.remove(found).continued(numbers, stream)?,
+            None => List::new(numbers, stream)?,
+        };
+        list.is_used = true;
+        let buffer = Arc::clone(&list.buffer);
+        if self.lists.len() >= MAX_LISTS {
+            self.lists.remove(0);
+        }
+        self.lists.push(list);
+        Ok(buffer)
+    }
+}
+
+impl List {
+    /// Copies a list to new memory, which has room for more numbers: a growing list is copied as a
+    /// whole only when it has grown to a power of two.
+    fn new(numbers: Vec<u64>, stream: &Stream) -> Result<Self> {
+        let capacity = (numbers.len() + 1).next_power_of_two();
+        let buffer = CudaBuffer::new(stream.device(), (capacity * NUMBER_BYTES) as u64)?;
+        // SAFETY: the buffer is new and has at least as many bytes.
+        unsafe { stream.copy_to_device(buffer.address(), &bytes(&numbers))? };
+        Ok(Self { numbers, buffer: Arc::new(buffer), is_used: true })
+    }
+
+    /// Copies those of `numbers` that are not there. They begin as this list does.
+    fn continued(mut self, numbers: Vec<u64>, stream: &Stream) -> Result<Self> {
+        let present = self.numbers.len();
+        let Some(new) = numbers.get(present..) else { return Ok(self) };
+        if (numbers.len() * NUMBER_BYTES) as u64 > self.buffer.len() {
+            return Self::new(numbers, stream);
+        }
+        let to = self.buffer.address() + (present * NUMBER_BYTES) as u64;
+        // SAFETY: these bytes are in the buffer, and behind all that kernels read so far.
+        unsafe { stream.copy_to_device(to, &bytes(new))? };
+        self.numbers = numbers;
+        Ok(self)
+    }
+}
+
+fn bytes(numbers: &[u64]) -> Vec<u8> {
+    numbers.iter().flat_map(|number| number.to_ne_bytes()).collect()
 }

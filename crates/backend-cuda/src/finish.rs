@@ -5,7 +5,8 @@ use annulus_device_cuda::CudaSpace;
 
 use crate::{
     arguments::{
-        PARTIAL, RowArguments, RowOutputs, Tensor, UNNORMALIZED, by_head, tensor, tensor_mut,
+        PARTIAL, RowArguments, RowOutputs, TensorArgument, UNNORMALIZED, by_head, tensor,
+        tensor_mut,
     },
     block_mask::to_u32,
     kernels::THREADS,
@@ -41,14 +42,14 @@ pub(crate) fn row_arguments(context: &PassContext) -> Result<RowArguments> {
 }
 
 /// Describes the caller's sinks `[line, sink, 1, 1]` with lines as heads and sinks as rows.
-pub(crate) fn sinks_of(inputs: &Inputs<View<'_, CudaSpace>>) -> Tensor {
+pub(crate) fn sinks_of(inputs: &Inputs<View<'_, CudaSpace>>) -> TensorArgument {
     inputs.sinks.as_ref().map(|sinks| by_line(tensor(sinks))).unwrap_or_default()
 }
 
 /// Permutes the strides of `[line, sink, 1, 1]`: lines as heads, sinks as rows.
-pub(crate) fn by_line(tensor: Tensor) -> Tensor {
+pub(crate) fn by_line(tensor: TensorArgument) -> TensorArgument {
     let [line, sink, ..] = tensor.strides;
-    Tensor { strides: [0, sink, line, 0], ..tensor }
+    TensorArgument { strides: [0, sink, line, 0], ..tensor }
 }
 
 /// Adds the sinks, normalizes, rounds, and writes out and statistics.

@@ -1,15 +1,22 @@
 //! Forward pass: `kernels/forward.cuh`, on tensor cores `kernels/forward_matrix.cuh`, on warpgroups
 //! `kernels/forward_warpgroup.cuh`.
+//!
+//! Forward on warpgroups: `kernels/forward_warpgroup.cuh`, with tensor maps of K and V for TMA.
 
 use annulus_core::{
-    Block, Dims, ForwardPass, Inputs, Outputs, Result, RowSet, Tick, View, ViewMut,
+    Block, Dims, ForwardPass, Inputs, Outputs, Result, RowSet, Spec, Tick, View, ViewMut,
 };
-use annulus_device_cuda::{CudaBuffer, CudaSpace, Event};
+use annulus_device_cuda::{CudaBuffer, CudaSpace, Event, TensorMap};
 
 use crate::{
-    arguments::{Attention, EMPTY_STATE, RowOutputs, WRITE_OUTPUTS, tensor, tensor_mut},
-    finish, forward_warpgroup,
-    kernels::{MatrixKernels, THREADS},
+    arguments::{
+        AttentionArguments, EMPTY_STATE, RowOutputs, WRITE_OUTPUTS, WarpgroupAttention,
+        is_tma_readable, tensor, tensor_mut, tma_boxes,
+    },
+    block_mask::to_u32,
+    finish,
+    forward_tiles::packing_arguments,
+    kernels::{MatrixKernels, THREADS, WarpgroupKernels},
     pass_context::PassContext,
     records,
     state::ForwardState,
@@ -61,7 +68,7 @@ impl<'p> CudaForward<'p> {
         let [k, v] = records::kv_operands(context, inputs, kv, *in_place);
         let spec = context.spec();
         let mut arguments =
-            Attention { q: tensor(&inputs.q), k, v, ..context.common_arguments(inputs)? };
+            AttentionArguments { q: tensor(&inputs.q), k, v, ..context.common_arguments(inputs)? };
         if self.is_empty {
             arguments.flags |= EMPTY_STATE;
         }
@@ -71,7 +78,7 @@ impl<'p> CudaForward<'p> {
             arguments.of_rows = RowOutputs::new(outputs);
         }
         let ranges = block_mask.write_ranges_to(&mut arguments);
-        (arguments.packed_heads, arguments.packed_reciprocal) = tiles.packing.kernel_arguments();
+        (arguments.packed_heads, arguments.packed_reciprocal) = packing_arguments(tiles.packing);
         let Dims { batch, q_heads, .. } = spec.dims;
         let grid = [
             u64::from(block_mask.tiles()[0]) * ranges as u64,
@@ -97,10 +104,15 @@ impl<'p> CudaForward<'p> {
 
 /// Launches the forward kernel of the pass. On warpgroups blocks fetch their tiles in an `order`
 /// ([`crate::block_mask::BlockMask::order`]); else `grid` is that of all tiles.
-fn launch(context: &PassContext, arguments: &Attention, grid: [u64; 3], order: u64) -> Result<()> {
+fn launch(
+    context: &PassContext,
+    arguments: &AttentionArguments,
+    grid: [u64; 3],
+    order: u64,
+) -> Result<()> {
     let PassContext { kernels, stream, forward_tiles, .. } = context;
     if let Some(warpgroup) = kernels.warpgroup.as_ref().filter(|_| forward_tiles.on_warpgroups) {
-        return forward_warpgroup::launch(context, warpgroup, arguments, order);
+        return launch_on_warpgroups(context, warpgroup, arguments, order);
     }
     let (kernel, threads) = match kernels.matrix_for(context.spec()) {
         Some(matrix) => {
@@ -155,4 +167,65 @@ impl ForwardPass<CudaSpace> for CudaForward<'_> {
         }
         finish::finish(context, state, &inputs, outputs)
     }
+}
+
+/// Rows of a box of outputs: those of a consumer, `Q_ROWS` of `kernels/warpgroup.cuh`.
+const OUTPUT_ROWS: u32 = 64;
+
+/// Attends to one block of keys, stored as records or [readable](is_tma_readable) in the caller's
+/// tensors. Strides of records are multiples of 16 bytes: see [`crate::Variant::on_warpgroups`].
+/// `order` is the address of [`crate::block_mask::BlockMask::order`].
+fn launch_on_warpgroups(
+    context: &PassContext,
+    kernels: &WarpgroupKernels,
+    attention: &AttentionArguments,
+    order: u64,
+) -> Result<()> {
+    let device = context.stream.device();
+    let spec = context.spec();
+    let [_, rows] = kernels.variant.tile();
+    let rows = to_u32(rows)?;
+    let AttentionArguments { queries, keys, q_heads, kv_heads, batches, .. } = *attention;
+    let AttentionArguments { head_dim, value_dim, packed_heads, .. } = *attention;
+    let kv_shape = [keys, kv_heads, batches];
+    let out_shape = [queries, q_heads, batches];
+    let stores_by_tma = attention.flags & WRITE_OUTPUTS != 0
+        && packed_heads == 1
+        && is_tma_readable(&attention.out, out_shape);
+    let out_map = if stores_by_tma {
+        tma_boxes(device, &attention.out, value_dim, out_shape, OUTPUT_ROWS)?
+    } else {
+        TensorMap::UNUSED
+    };
+    let groups = u64::from(q_heads / packed_heads) * u64::from(batches);
+    let tiles = u64::from(attention.block_mask.lists) * groups;
+    let arguments = WarpgroupAttention {
+        k_map: tma_boxes(device, &attention.k, head_dim, kv_shape, rows)?,
+        v_map: tma_boxes(device, &attention.v, value_dim, kv_shape, rows)?,
+        out_map,
+        attention: *attention,
+        order,
+        counter: context.tile_counter()?,
+        tiles: to_u32(tiles as usize)?,
+        section: section(attention, spec, device.l2_bytes() / 2, groups),
+        stores_by_tma: stores_by_tma.into(),
+        reserved: 0,
+    };
+    let kernel = &kernels.forward;
+    let grid = [tiles.min(kernels.blocks as u64), 1, 1];
+    // SAFETY: the engine has validated every tensor's shape; memory is freed only after queued
+    // work.
+    unsafe { kernel.launch(&context.stream, grid, kernels.threads, &arguments) }
+}
+
+/// Groups of packed heads in a section of the tile scheduler, of `groups` in all: those of as many
+/// KV heads as have their keys and values in `most_bytes` together.
+fn section(attention: &AttentionArguments, spec: &Spec, most_bytes: u64, groups: u64) -> u32 {
+    let AttentionArguments { keys, head_dim, value_dim, q_heads, kv_heads, packed_heads, .. } =
+        *attention;
+    let dims = u64::from(head_dim) + u64::from(value_dim);
+    let bytes = (u64::from(keys) * dims * spec.dtype.bytes() as u64).max(1);
+    let of_kv_head = u64::from(q_heads / kv_heads / packed_heads);
+    // at most the number of tiles, which is a u32
+    ((most_bytes / bytes).max(1) * of_kv_head).min(groups) as u32
 }

@@ -7,11 +7,8 @@ use annulus_device_cuda::{Compiler, Device, Kernel, Module};
 
 use crate::{
     Level,
-    programs::{KernelEdit, compile},
-    variant::{
-        DECODE_KERNEL, MATRIX_KERNELS, SPLIT_KERNEL, Variant, WARPGROUP_BACKWARD_KERNELS,
-        WARPGROUP_KERNELS,
-    },
+    programs::{SourceEdit, compile},
+    variant::{DECODE_KERNEL, MATRIX_KERNELS, SPLIT_KERNEL, Variant, WARPGROUP_BACKWARD_KERNELS},
 };
 
 /// Threads per block of the general kernels, except those on tensor cores; `THREADS` of
@@ -74,8 +71,6 @@ pub(crate) struct MatrixKernels {
 pub(crate) struct WarpgroupKernels {
     pub(crate) variant: Variant,
     pub(crate) forward: Kernel,
-    /// Forward of scores with an epilogue, or with dropout, if [`Variant::has_epilogue`].
-    pub(crate) with_epilogue: Option<Kernel>,
     /// Threads per block.
     pub(crate) threads: u32,
     /// Most blocks of a launch, which fetch tiles until all are computed.
@@ -92,15 +87,13 @@ impl WarpgroupKernels {
         variant: Variant,
         blocks: usize,
         min_rows: usize,
-        edit: Option<KernelEdit>,
+        edit: Option<SourceEdit>,
     ) -> Result<Self> {
         let module = load(device, compiler, variant, edit)?;
-        let kernel = |name| module.kernel(name)?.with_shared(variant.dynamic_shared_bytes(name));
-        let [forward, with_epilogue] = WARPGROUP_KERNELS;
+        let name = variant.forward_on_warpgroups();
         Ok(Self {
             variant,
-            forward: kernel(forward)?,
-            with_epilogue: variant.has_epilogue().then(|| kernel(with_epilogue)).transpose()?,
+            forward: module.kernel(name)?.with_shared(variant.dynamic_shared_bytes(name))?,
             threads: variant.warpgroup_threads(),
             blocks,
             min_rows,
@@ -114,13 +107,6 @@ impl WarpgroupKernels {
     }
 }
 
-/// Choices of a backend for the backward pass on warpgroups.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct BackwardOptions {
-    pub(crate) min_rows: usize,
-    pub(crate) is_fused: bool,
-}
-
 /// Backward kernels on warpgroups.
 #[derive(Debug)]
 pub(crate) struct BackwardWarpgroupKernels {
@@ -129,10 +115,6 @@ pub(crate) struct BackwardWarpgroupKernels {
     /// Without and with a score epilogue.
     pub(crate) queries: [Kernel; 2],
     pub(crate) keys: [Kernel; 2],
-    /// dQ, dK and dV in one pass, without a score epilogue.
-    pub(crate) fused: Kernel,
-    /// Use it where it serves.
-    pub(crate) is_fused: bool,
     /// Fewest queries for which they are used: see [`crate::Cuda::MIN_WARPGROUP_ROWS`].
     min_rows: usize,
 }
@@ -146,12 +128,11 @@ impl BackwardWarpgroupKernels {
         device: &Device,
         compiler: &Compiler,
         variant: Variant,
-        options: BackwardOptions,
-        edit: Option<KernelEdit>,
+        min_rows: usize,
+        edit: Option<SourceEdit>,
     ) -> Result<Self> {
-        let BackwardOptions { min_rows, is_fused } = options;
         let module = load(device, compiler, variant, edit)?;
-        let [statistics, queries, queries_epilogue, keys, keys_epilogue, fused] =
+        let [statistics, queries, queries_epilogue, keys, keys_epilogue] =
             WARPGROUP_BACKWARD_KERNELS
                 .map(|name| module.kernel(name)?.with_shared(variant.dynamic_shared_bytes(name)));
         Ok(Self {
@@ -159,8 +140,6 @@ impl BackwardWarpgroupKernels {
             statistics: statistics?,
             queries: [queries?, queries_epilogue?],
             keys: [keys?, keys_epilogue?],
-            fused: fused?,
-            is_fused,
             min_rows,
         })
     }
@@ -170,7 +149,7 @@ fn load(
     device: &Device,
     compiler: &Compiler,
     variant: Variant,
-    edit: Option<KernelEdit>,
+    edit: Option<SourceEdit>,
 ) -> Result<Module> {
     let (kind, target) = compiler.target(device.architecture())?;
     Module::load(device, &compile(compiler, variant, edit, kind, &target)?)
@@ -229,7 +208,7 @@ impl Kernels {
         compiler: &Compiler,
         variant: Variant,
         level: Level,
-        edit: Option<KernelEdit>,
+        edit: Option<SourceEdit>,
     ) -> Result<Self> {
         let module = load(device, compiler, variant, edit)?;
         let has_matrix = variant.has_matrix() && level >= Level::Matrix;

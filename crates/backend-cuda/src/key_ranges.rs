@@ -1,4 +1,4 @@
-//! Division of the keys of a query tile into ranges: split-KV decoding (`split_kv.rs`).
+//! Division of the keys of a query tile into ranges: split-KV decoding (`state.rs`).
 
 use annulus_core::TileRun;
 
@@ -63,46 +63,11 @@ impl RangeLimits {
     }
 }
 
-/// Lists of key tiles, divided into ranges of equally many tiles.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) struct RangeLists {
-    /// Ranges of each list.
-    pub(crate) ranges: usize,
-    /// First run of each range, and the number of all runs.
-    pub(crate) starts: Vec<u32>,
-    pub(crate) runs: Vec<TileRun>,
-}
-
-/// Divides each list of key tiles into ranges; `None` if the limits allow one range only.
-pub(crate) fn divide(lists: &[&[TileRun]], limits: RangeLimits) -> Option<RangeLists> {
-    let tiles_of = |list: &[TileRun]| list.iter().map(|run| run.count as usize).sum();
-    let longest: usize = lists.iter().map(|list| tiles_of(list)).max().unwrap_or(0);
-    let ranges = limits.most.min(longest / limits.min_tiles);
-    if ranges < 2 {
-        return None;
-    }
-    let mut divided = RangeLists { ranges, starts: vec![0], runs: Vec::new() };
-    for list in lists {
-        let count: usize = tiles_of(list);
-        let mut rest = list.iter().copied();
-        let mut run = rest.next();
-        for range in 0..ranges {
-            // as equal as possible: they differ by at most one tile
-            let mut wanted = (range + 1) * count / ranges - range * count / ranges;
-            while let Some(current) = run.as_mut().filter(|_| wanted > 0) {
-                let taken = wanted.min(current.count as usize) as u32;
-                divided.runs.push(TileRun { count: taken, ..*current });
-                wanted -= taken as usize;
-                current.first += taken;
-                current.count -= taken;
-                if current.count == 0 {
-                    run = rest.next();
-                }
-            }
-            divided.starts.push(divided.runs.len() as u32);
-        }
-    }
-    Some(divided)
+/// Returns the number of ranges of each list of key tiles; 1 if the limits allow no more.
+pub(crate) fn ranges(lists: &[&[TileRun]], limits: RangeLimits) -> usize {
+    let tiles_of = |list: &&[TileRun]| list.iter().map(|run| run.count as usize).sum();
+    let longest: usize = lists.iter().map(tiles_of).max().unwrap_or(0);
+    limits.most.min(longest / limits.min_tiles).max(1)
 }
 
 /// Numbers of one row of a partial result: accumulator, maximum, sum and ties.
@@ -166,29 +131,13 @@ mod tests {
 
     const LIMITS: RangeLimits = RangeLimits { most: 100, min_tiles: 2 };
 
-    const fn run(first: u32, count: u32, bitmask: u32) -> TileRun {
-        TileRun { first, count, bitmask }
-    }
-
-    #[test]
-    fn ranges_have_equally_many_tiles_in_order() {
-        const FULL: u32 = TileRun::FULL;
-        let long = [run(0, 5, FULL), run(5, 1, 7), run(6, 1, 8)];
-        let short = [run(3, 1, 9)];
-        let divided = divide(&[&long, &short, &[]], LIMITS).unwrap();
-        assert_eq!(divided.ranges, 3);
-        // 2, 2 and 3 tiles; of the short list all in the last range; of the empty one none
-        assert_eq!(divided.starts, [0, 1, 2, 5, 5, 5, 6, 6, 6, 6]);
-        let first = [run(0, 2, FULL), run(2, 2, FULL), run(4, 1, FULL), run(5, 1, 7), run(6, 1, 8)];
-        assert_eq!(divided.runs, [&first[..], &short].concat());
-    }
-
     #[test]
     fn few_tiles_are_not_divided() {
-        let three = [run(0, 3, TileRun::FULL)];
-        assert_eq!(divide(&[&three], LIMITS), None);
-        assert_eq!(divide(&[&[run(0, 99, TileRun::FULL)]], RangeLimits::NONE), None);
-        assert_eq!(divide(&[], LIMITS), None);
+        let full = |count| [TileRun { first: 0, count, bitmask: TileRun::FULL }];
+        assert_eq!(ranges(&[&full(7), &full(1)], LIMITS), 3);
+        assert_eq!(ranges(&[&full(3)], LIMITS), 1);
+        assert_eq!(ranges(&[&full(99)], RangeLimits::NONE), 1);
+        assert_eq!(ranges(&[], LIMITS), 1);
     }
 
     /// A row of the table of benches/record/cuda-model.md: one query of bf16 on an H100, whose 132

@@ -8,19 +8,15 @@
 //! | role | file |
 //! |---|---|
 //! | [`annulus_core::Backend`], [`annulus_core::Workspace`] | `backend.rs`, `workspace.rs` |
-//! | [`annulus_core::ForwardPass`]: tiles | `forward.rs`, `forward_warpgroup.rs` |
-//! | forward: choice of tiles and of ranges of keys | `forward_tiles.rs`, `key_ranges.rs` |
-//! | forward: partial results of ranges (split-KV decoding) | `split_kv.rs` |
+//! | [`annulus_core::ForwardPass`]: tiles | `forward.rs` |
+//! | forward: choice of tiles, GQA packing; ranges of keys | `forward_tiles.rs`; `key_ranges.rs` |
 //! | forward: row epilogue | `finish.rs` |
-//! | [`annulus_core::BackwardPass`]: prologue, blocks, end | `backward.rs` |
-//! | backward: dQ; dbias | `backward_queries.rs`; `bias_gradient.rs` |
-//! | backward: dK and dV | `backward_keys.rs` |
-//! | backward on warpgroups: statistics, fused and split kernels | `backward_warpgroup.rs` |
-//! | warpgroups: tensor maps for TMA | `tma.rs` |
+//! | [`annulus_core::BackwardPass`]: prologue, dQ, dbias, dK and dV, end | `backward.rs` |
+//! | backward on warpgroups: statistics, kernels | `backward_warpgroup.rs` |
 //! | stream, kernels and masks of both passes; their memory | `pass_context.rs`, `state.rs` |
-//! | block-sparse mask, numbers of keys; GQA packing | `block_mask.rs`, `key_numbers.rs`; `gqa_packing.rs` |
-//! | wire records, kernel arguments | `records.rs`, `arguments.rs` |
-//! | kernel variants; compilation; loading | `variant.rs`, `level.rs`; `programs.rs`; `kernels.rs` |
+//! | block-sparse mask, numbers of keys | `block_mask.rs` |
+//! | wire records; kernel arguments, tensor maps for TMA | `records.rs`; `arguments.rs` |
+//! | levels and variants; compilation; loading | `variant.rs`; `programs.rs`; `kernels.rs` |
 //!
 //! Level `plain` computes with scalar multiply-adds on any architecture. It serves f64, f32, the
 //! bias gradient and unnormalized outputs. Forward and backward of 16-bit elements use tensor cores
@@ -42,26 +38,17 @@
 mod arguments;
 mod backend;
 mod backward;
-mod backward_keys;
-mod backward_queries;
 mod backward_warpgroup;
-mod bias_gradient;
 mod block_mask;
 mod finish;
 mod forward;
 mod forward_tiles;
-mod forward_warpgroup;
-mod gqa_packing;
 mod kernels;
-mod key_numbers;
 mod key_ranges;
-mod level;
 mod pass_context;
 mod programs;
 mod records;
-mod split_kv;
 mod state;
-mod tma;
 mod variant;
 mod workspace;
 
@@ -69,7 +56,7 @@ pub use annulus_device_cuda as device;
 pub use backend::Cuda;
 pub use backward::CudaBackward;
 pub use forward::CudaForward;
-pub use level::Level;
-pub use programs::{KernelEdit, compile};
+pub use programs::{SourceEdit, compile};
+pub use variant::Level;
 pub use variant::{Family, Variant};
 pub use workspace::CudaWorkspace;

@@ -10,10 +10,10 @@ use annulus_device_cuda::{CudaBuffer, CudaSpace, Event, Stream};
 
 use crate::{
     arguments::{
-        Attention, BIAS_BEFORE_CAP, Fill, HAS_BIAS, HAS_CAP, HAS_DROPOUT, HAS_SLOPES, UNNORMALIZED,
-        by_head, tensor,
+        AttentionArguments, BIAS_BEFORE_CAP, Fill, HAS_BIAS, HAS_CAP, HAS_DROPOUT, HAS_SLOPES,
+        UNNORMALIZED, by_head, tensor,
     },
-    block_mask::{BlockMask, BlockMaskCache, ListForm, to_u32},
+    block_mask::{BlockMask, BlockMaskCache, MaskForm, to_u32},
     forward_tiles::ForwardTiles,
     kernels::{Kernels, THREADS, grid_of},
     key_ranges::RangeLimits,
@@ -101,7 +101,7 @@ impl PassContext {
         limits: RangeLimits,
     ) -> Result<Arc<BlockMask>> {
         let Self { stream, shard, block_masks, passes, .. } = self;
-        let form = ListForm { tile, limits, by_keys: *passes == Passes::Both };
+        let form = MaskForm { tile, limits, by_keys: *passes == Passes::Both };
         block_masks.of(shard, &shard.queries, keys, form, stream)
     }
 
@@ -112,7 +112,7 @@ impl PassContext {
         tile: [usize; 2],
     ) -> Result<Arc<BlockMask>> {
         let Self { stream, shard, block_masks, .. } = self;
-        let form = ListForm { tile, limits: RangeLimits::NONE, by_keys: true };
+        let form = MaskForm { tile, limits: RangeLimits::NONE, by_keys: true };
         block_masks.of(shard, queries, &shard.keys, form, stream)
     }
 
@@ -142,7 +142,7 @@ impl PassContext {
     pub(crate) fn common_arguments(
         &self,
         inputs: &Inputs<View<'_, CudaSpace>>,
-    ) -> Result<Attention> {
+    ) -> Result<AttentionArguments> {
         let spec = self.spec();
         let Dims { batch, q_heads, kv_heads, head_dim, value_dim, .. } = spec.dims;
         let bias = inputs.bias.as_ref().map(|bias| by_head(tensor(bias)));
@@ -156,7 +156,7 @@ impl PassContext {
             | flag(!spec.normalize, UNNORMALIZED)
             | flag(self.slopes.is_some(), HAS_SLOPES);
         let shape = local_bias(&self.shard).unwrap_or([1; 4]);
-        Ok(Attention {
+        Ok(AttentionArguments {
             bias: bias.unwrap_or_default(),
             slopes: self.slopes.as_ref().map_or(0, CudaBuffer::address),
             scale: spec.scale,
@@ -179,7 +179,7 @@ impl PassContext {
                 to_u32(shape[2])?,
                 to_u32(shape[3])?,
             ],
-            ..Attention::default()
+            ..AttentionArguments::default()
         })
     }
 }

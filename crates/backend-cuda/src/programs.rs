@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 use annulus_core::Result;
-use annulus_device_cuda::{Compiler, Image, ImageKind, Program};
+use annulus_device_cuda::{Compiler, Image, ImageKind, KernelProgram};
 
 use crate::variant::{Family, Variant};
 
@@ -66,22 +66,19 @@ const WARPGROUP_FORWARD_HEADERS: [Header; 6] = [
 ];
 
 /// Further headers of [`Family::WarpgroupBackward`].
-const WARPGROUP_BACKWARD_HEADERS: [Header; 9] = [
+const WARPGROUP_BACKWARD_HEADERS: [Header; 6] = [
     ("head_tiles.cuh", include_str!("../kernels/head_tiles.cuh")),
     ("backward_pair.cuh", include_str!("../kernels/backward_pair.cuh")),
     ("backward_warpgroup.cuh", include_str!("../kernels/backward_warpgroup.cuh")),
     ("backward_statistics.cuh", include_str!("../kernels/backward_statistics.cuh")),
     ("backward_queries_warpgroup.cuh", include_str!("../kernels/backward_queries_warpgroup.cuh")),
-    ("backward_key_rows.cuh", include_str!("../kernels/backward_key_rows.cuh")),
     ("backward_keys_warpgroup.cuh", include_str!("../kernels/backward_keys_warpgroup.cuh")),
-    ("backward_dq_order.cuh", include_str!("../kernels/backward_dq_order.cuh")),
-    ("backward_fused_warpgroup.cuh", include_str!("../kernels/backward_fused_warpgroup.cuh")),
 ];
 
 /// Changes the text of a kernel file, given its name and its text, by which tests plant mistakes
 /// ([`crate::Cuda::edited`]).
 #[doc(hidden)]
-pub type KernelEdit = fn(file: &str, text: &str) -> Result<String>;
+pub type SourceEdit = fn(file: &str, text: &str) -> Result<String>;
 
 /// Compiles a variant for a [target](Compiler::target), with the texts of its files as they are or
 /// as `edit` changes them.
@@ -91,7 +88,7 @@ pub type KernelEdit = fn(file: &str, text: &str) -> Result<String>;
 pub fn compile(
     compiler: &Compiler,
     variant: Variant,
-    edit: Option<KernelEdit>,
+    edit: Option<SourceEdit>,
     kind: ImageKind,
     target: &str,
 ) -> Result<Image> {
@@ -100,7 +97,7 @@ pub fn compile(
             ("kernels.cu", include_str!("../kernels/kernels.cu")),
             [&HEADERS[..], &GENERAL_HEADERS].concat(),
         ),
-        Family::Warpgroup | Family::WarpgroupWide => (
+        Family::Warpgroup | Family::WarpgroupEpilogue => (
             ("warpgroup.cu", include_str!("../kernels/warpgroup.cu")),
             [&HEADERS[..], &WARPGROUP_HEADERS, &WARPGROUP_FORWARD_HEADERS].concat(),
         ),
@@ -118,6 +115,6 @@ pub fn compile(
     // the cache key covers all headers passed: only those that the program includes are
     let headers: Vec<(&str, &str)> =
         headers.iter().zip(&texts).map(|((name, _), text)| (*name, text.as_ref())).collect();
-    let program = Program { name: main.0, source: &source, headers: &headers };
+    let program = KernelProgram { name: main.0, source: &source, headers: &headers };
     compiler.compile(&program, &variant.options(), kind, target)
 }

@@ -8,19 +8,18 @@ use annulus_core::{
 use annulus_device_cuda::{CudaBuffer, CudaSpace, Event, Kernel};
 
 use crate::{
-    arguments::{Combine, Copy, Tensor, field, tensor},
+    arguments::{Combine, CopyArguments, TensorArgument, field, is_tma_readable, tensor},
     block_mask::to_u32,
     kernels::{MAX_BLOCKS, THREADS, grid_of},
     pass_context::PassContext,
-    tma::is_tma_readable,
 };
 
 /// Copies a tensor to another of the shape `[batch, rows, heads, dim]`.
 pub(crate) fn copy(
     context: &PassContext,
     kernel: &Kernel,
-    from: Tensor,
-    to: Tensor,
+    from: TensorArgument,
+    to: TensorArgument,
     shape: [usize; 4],
 ) -> Result<()> {
     let elements = shape.iter().map(|&len| len as u64).product();
@@ -28,7 +27,7 @@ pub(crate) fn copy(
     for (length, &len) in lengths.iter_mut().zip(&shape) {
         *length = to_u32(len)?;
     }
-    let arguments = Copy { from, to, shape: lengths };
+    let arguments = CopyArguments { from, to, shape: lengths };
     // SAFETY: the engine has checked both tensors against this shape; memory is freed only after
     // queued work.
     unsafe { kernel.launch(&context.stream, grid_of(elements), THREADS, &arguments) }
@@ -54,13 +53,13 @@ pub(crate) fn kv_operands(
     inputs: &Inputs<View<'_, CudaSpace>>,
     kv: &Block<'_, CudaSpace>,
     in_place: bool,
-) -> [Tensor; 2] {
+) -> [TensorArgument; 2] {
     let spec = context.spec();
     if let Some(first) = kv.first_local.filter(|_| in_place) {
         return [&inputs.k, &inputs.v].map(|view| {
-            let Tensor { at, strides } = tensor(view);
+            let TensorArgument { at, strides } = tensor(view);
             let bytes = strides[1].wrapping_mul(first as i64 * spec.dtype.bytes() as i64);
-            Tensor { at: at.wrapping_add_signed(bytes), strides }
+            TensorArgument { at: at.wrapping_add_signed(bytes), strides }
         });
     }
     let record = spec.kv_row_layout();
@@ -92,7 +91,7 @@ pub(crate) fn pack_kv(
 pub(crate) fn pack_queries(
     context: &PassContext,
     inputs: &BackwardInputs<View<'_, CudaSpace>>,
-    statistics: Tensor,
+    statistics: TensorArgument,
     into: &CudaBuffer,
 ) -> Result<Event> {
     let spec = context.spec();

@@ -1,8 +1,12 @@
 //! Kernel variants: which programs there are, their tiles, shared memory and compiler options, and
 //! the one that serves a spec.
+//!
+//! GPU features that the kernels use.
+
+use std::ffi::OsStr;
 
 use annulus_core::{DType, Error, Result, Spec};
-use annulus_device_cuda::Architecture;
+use annulus_device_cuda::{Architecture, Compiler, Device, ImageKind};
 
 /// Kernels on tensor cores: forward, dQ, dK and dV.
 pub(crate) const MATRIX_KERNELS: [&str; 3] =
@@ -14,17 +18,13 @@ pub(crate) const SPLIT_KERNEL: &str = "forward_matrix_split";
 /// Forward kernel on tensor cores for up to [`Variant::DECODE_ROWS`] rows.
 pub(crate) const DECODE_KERNEL: &str = "forward_decode";
 
-/// Kernels on warpgroups.
-pub(crate) const WARPGROUP_KERNELS: [&str; 2] = ["forward_warpgroup", "forward_warpgroup_epilogue"];
-
 /// Backward kernels on warpgroups.
-pub(crate) const WARPGROUP_BACKWARD_KERNELS: [&str; 6] = [
+pub(crate) const WARPGROUP_BACKWARD_KERNELS: [&str; 5] = [
     "backward_statistics",
     "backward_queries_warpgroup",
     "backward_queries_warpgroup_epilogue",
     "backward_keys_warpgroup",
     "backward_keys_warpgroup_epilogue",
-    "backward_fused_warpgroup",
 ];
 
 /// Kernels that every general variant has.
@@ -51,11 +51,12 @@ const GENERAL_KERNELS: [&str; 15] = [
 pub enum Family {
     /// All kernels for any architecture.
     General,
-    /// Forward kernels on warpgroups, for [`Architecture::HOPPER`] only; [`Family::General`] has
-    /// the others.
+    /// Forward kernel on warpgroups, for [`Architecture::HOPPER`] only; [`Family::General`] has the
+    /// others.
     Warpgroup,
-    /// As [`Family::Warpgroup`] with larger tiles, without a kernel for scores with an epilogue.
-    WarpgroupWide,
+    /// As [`Family::Warpgroup`], for scores with an epilogue, and dropout: with the tiles of wider
+    /// ones its registers would spill.
+    WarpgroupEpilogue,
     /// Backward kernels on warpgroups, for [`Architecture::HOPPER`] only.
     WarpgroupBackward,
 }
@@ -96,10 +97,11 @@ impl Variant {
         let hopper = architecture == Architecture::HOPPER;
         let on_warpgroups =
             move || Self::all().filter(move |variant| hopper && variant.has_matrix());
+        let epilogue = on_warpgroups().filter(|variant| variant.dim <= Self::MOST_EPILOGUE_DIMS);
         let backward = on_warpgroups().filter(|variant| variant.dim <= Self::MAX_BACKWARD_DIM);
-        let forward = [Family::Warpgroup, Family::WarpgroupWide]
-            .into_iter()
-            .flat_map(move |family| on_warpgroups().map(move |variant| Self { family, ..variant }));
+        let forward = on_warpgroups()
+            .map(|variant| Self { family: Family::Warpgroup, ..variant })
+            .chain(epilogue.map(|variant| Self { family: Family::WarpgroupEpilogue, ..variant }));
         Self::all()
             .chain(forward)
             .chain(backward.map(|variant| Self { family: Family::WarpgroupBackward, ..variant }))
@@ -128,12 +130,6 @@ impl Variant {
     /// rounding, a scale that is not positive) and dropout: at 256, registers would spill.
     pub const MOST_EPILOGUE_DIMS: usize = 128;
 
-    /// True if a forward variant on warpgroups has a kernel for scores with an epilogue;
-    /// `HAS_EPILOGUE_KERNEL` of `kernels/warpgroup_scores.cuh`.
-    pub(crate) const fn has_epilogue(self) -> bool {
-        matches!(self.family, Family::Warpgroup) && self.dim <= Self::MOST_EPILOGUE_DIMS
-    }
-
     /// Selects the warpgroup variant for a spec's forward pass, if it can serve it: 16-bit
     /// elements, a normalized output, head and value dims that are multiples of 8 (TMA needs
     /// strides that are multiples of 16 bytes), no score epilogue beyond
@@ -148,7 +144,9 @@ impl Variant {
             && spec.dims.head_dim.is_multiple_of(8)
             && spec.dims.value_dim.is_multiple_of(8)
             && (any.dim <= Self::MOST_EPILOGUE_DIMS || !needs_epilogue(spec));
-        Ok(fits.then_some(Self { family: Family::Warpgroup, ..any }))
+        let family =
+            if needs_epilogue(spec) { Family::WarpgroupEpilogue } else { Family::Warpgroup };
+        Ok(fits.then_some(Self { family, ..any }))
     }
 
     /// Selects the warpgroup variant for a spec's backward pass, if it can serve it: as
@@ -166,9 +164,8 @@ impl Variant {
     /// memory) or the dims are few (accumulators are small, and more tiles fill the GPU).
     pub(crate) const fn tile(self) -> [usize; 2] {
         match self.family {
-            Family::Warpgroup if self.dim == 256 => [128, 64],
-            Family::Warpgroup | Family::WarpgroupBackward => [128, 128],
-            Family::WarpgroupWide => match self.dim {
+            Family::WarpgroupEpilogue | Family::WarpgroupBackward => [128, 128],
+            Family::Warpgroup => match self.dim {
                 64 => [192, 128],
                 128 => [128, 176],
                 _ => [128, 80],
@@ -210,8 +207,8 @@ impl Variant {
     }
 
     /// Rows of the largest KV tile of these kernels, at multiples of which the ring splits a block
-    /// into up to four parts. Other tiles that are powers of two are then whole, too. Wide tiles
-    /// are not multiples of those of the backward pass, which then has up to three partial tiles
+    /// into up to four parts. Other tiles that are powers of two are then whole, too. Tiles of 176
+    /// or 80 keys are not multiples of those of the backward pass, which then has up to three partial tiles
     /// more, in the last block that a rank receives: of 8,192 keys and 128 dims 66 tiles instead of
     /// 64. Parts of whole backward tiles would cost the forward pass as much: 48 tiles instead of
     /// 47.
@@ -247,8 +244,7 @@ impl Variant {
     /// warpgroups: `SharedStorage` of `kernels/warpgroup.cuh` (q; K and V, two stages each; two
     /// work tiles; 12 mbarriers). Backward: `BackwardStorage` of `kernels/backward_warpgroup.cuh`
     /// (own rows of two operands; their streamed rows, two stages of 128 or four of 64; statistics
-    /// of two floats per streamed row; two mbarriers per stage). Fused: `FusedStorage` of
-    /// `kernels/backward_fused_warpgroup.cuh` (also two buffers of dX, and a tile of dQ).
+    /// of two floats per streamed row; two mbarriers per stage).
     pub fn dynamic_shared_bytes(self, kernel: &str) -> u32 {
         let ([queries, keys], dim) = (self.tile(), self.dim);
         let bytes = match self.family {
@@ -270,27 +266,19 @@ impl Variant {
                 }
                 _ => 0,
             },
-            Family::Warpgroup | Family::WarpgroupWide => {
+            Family::Warpgroup | Family::WarpgroupEpilogue => {
                 let tiles = queries * dim * 2 + 4 * keys * dim * 2;
                 tiles + 2 * 16 + 12 * 8
             }
             Family::WarpgroupBackward => {
-                let fused_rows = fused_rows(dim) as usize;
-                let (rows, stages, fused) = match kernel {
+                let (rows, stages) = match kernel {
                     "backward_statistics" => return 0,
-                    "backward_queries_warpgroup" => (128, 2, 0),
-                    "backward_fused_warpgroup" => {
-                        let dx = 2 * keys * fused_rows * 2;
-                        // a dQ tile; two `StreamedTile`, four `DqTile`; three mbarriers; ticket and
-                        // tile
-                        let others = 6 * 16 + 3 * 8 + 8;
-                        (fused_rows, 2, dx + fused_rows * (dim + 8) * 4 + others)
-                    }
-                    _ => (64, 4, 0),
+                    "backward_queries_warpgroup" => (128, 2),
+                    _ => (64, 4),
                 };
                 let own = 2 * 128 * dim * 2;
                 let streamed = 2 * stages * rows * dim * 2;
-                fused + own + streamed + stages * rows * 12 + 2 * stages * 8
+                own + streamed + stages * rows * 12 + 2 * stages * 8
             }
         };
         bytes as u32
@@ -312,11 +300,19 @@ impl Variant {
         self.has_matrix() && self.dim > 64
     }
 
+    /// Name of the forward kernel of a variant on warpgroups.
+    pub(crate) const fn forward_on_warpgroups(self) -> &'static str {
+        if matches!(self.family, Family::WarpgroupEpilogue) {
+            "forward_warpgroup_epilogue"
+        } else {
+            "forward_warpgroup"
+        }
+    }
+
     /// Names of its kernels.
     pub fn kernels(self) -> Vec<&'static str> {
         match self.family {
-            Family::Warpgroup if self.has_epilogue() => WARPGROUP_KERNELS.to_vec(),
-            Family::Warpgroup | Family::WarpgroupWide => vec!["forward_warpgroup"],
+            Family::Warpgroup | Family::WarpgroupEpilogue => vec![self.forward_on_warpgroups()],
             Family::WarpgroupBackward => WARPGROUP_BACKWARD_KERNELS.to_vec(),
             Family::General => {
                 let matrix = MATRIX_KERNELS.into_iter().filter(|_| self.has_matrix());
@@ -347,6 +343,9 @@ impl Variant {
         if self.family != Family::General {
             options.push(define("CONSUMERS", self.consumers()));
         }
+        if self.family == Family::WarpgroupEpilogue {
+            options.push("-DANNULUS_EPILOGUE".into());
+        }
         options
     }
 }
@@ -357,17 +356,11 @@ impl std::fmt::Display for Variant {
         let family = match self.family {
             Family::General => "",
             Family::Warpgroup => " warpgroup",
-            Family::WarpgroupWide => " warpgroup wide",
+            Family::WarpgroupEpilogue => " warpgroup epilogue",
             Family::WarpgroupBackward => " warpgroup backward",
         };
         write!(f, "{} {}{family}", self.dtype, self.dim)
     }
-}
-
-/// Queries per tile of the fused backward kernel; `FUSED_ROWS` of
-/// `kernels/backward_fused_warpgroup.cuh`.
-pub(crate) const fn fused_rows(dim: usize) -> u32 {
-    if dim == 64 { 128 } else { 64 }
 }
 
 /// True if the QKᵀ products need an epilogue: bias, soft cap or rounding; or a scale that is not
@@ -382,4 +375,98 @@ pub(crate) fn needs_epilogue(spec: &Spec) -> bool {
         || spec.dropout.is_some()
         || spec.logits_dtype != spec.dtype.accumulator()
         || !is_deferred
+}
+
+/// GPU features that the kernels for 16-bit elements use. f32 and f64 are the same at every level.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Level {
+    /// Scalar multiply-adds: any supported GPU.
+    Plain,
+    /// Tensor cores by `mma.sync`, forward and backward: any supported GPU.
+    Matrix,
+    /// Also forward and backward on warpgroups (`wgmma`, TMA): compute capability 9.0 only. What
+    /// these cannot serve is computed as at [`Level::Matrix`]: specs beyond
+    /// [`crate::Variant::on_warpgroups`] and [`crate::Variant::backward_on_warpgroups`], passes of
+    /// few queries ([`crate::Cuda::MIN_WARPGROUP_ROWS`]), and dK and dV of a rank whose own queries
+    /// TMA cannot read (address and strides of q and dout that are multiples of 16 bytes).
+    Warpgroup,
+}
+
+impl Level {
+    /// All levels, lowest first.
+    pub const ALL: [Self; 3] = [Self::Plain, Self::Matrix, Self::Warpgroup];
+
+    /// Environment variable that names the level of [`crate::Cuda::open`].
+    pub const VARIABLE: &'static str = "ANNULUS_CUDA_LEVEL";
+
+    /// Reads the level from [`Level::VARIABLE`]; `None` if it is not set.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if its value names no level.
+    pub fn forced() -> Result<Option<Self>> {
+        std::env::var_os(Self::VARIABLE).map(|value| Self::named(&value)).transpose()
+    }
+
+    fn named(value: &OsStr) -> Result<Self> {
+        let names = Self::ALL.map(Self::name).join(", ");
+        let found = Self::ALL.into_iter().find(|level| value == level.name());
+        found.ok_or_else(|| {
+            Error::invalid(Self::VARIABLE, value.display(), format!("one of {names}"))
+        })
+    }
+
+    /// Name in [`Level::VARIABLE`] and in messages.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Plain => "plain",
+            Self::Matrix => "matrix",
+            Self::Warpgroup => "warpgroup",
+        }
+    }
+
+    /// Returns the highest level that the device and the compiler support: the level if none is
+    /// requested. It was the fastest one on an H200 (`docs/cuda.md`).
+    pub(crate) fn highest(device: &Device, compiler: &Compiler) -> Self {
+        match Self::Warpgroup.check(device, compiler) {
+            Ok(()) => Self::Warpgroup,
+            Err(_) => Self::Matrix,
+        }
+    }
+
+    /// Checks that the device and the compiler support the level.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`]; as [`Compiler::target`].
+    pub(crate) fn check(self, device: &Device, compiler: &Compiler) -> Result<()> {
+        if self < Self::Warpgroup {
+            return Ok(());
+        }
+        let what = format!("cuda level {}", self.name());
+        if !device.has_tensor_maps() {
+            return Err(Error::unsupported(what, "a driver without cuTensorMapEncodeTiled"));
+        }
+        let architecture = device.architecture();
+        let (kind, _) = compiler.target(architecture)?;
+        // PTX for an older architecture has no wgmma or TMA
+        if architecture != Architecture::HOPPER || kind != ImageKind::Cubin {
+            let device = format!("{} (compute capability {architecture})", device.name());
+            return Err(Error::unsupported(what, device));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn levels_parse_from_their_names_only() {
+        for level in Level::ALL {
+            assert_eq!(Level::named(level.name().as_ref()), Ok(level));
+        }
+        let error = Level::named("4".as_ref()).unwrap_err();
+        let Error::InvalidArgument { argument, .. } = &error else { panic!("{error}") };
+        assert_eq!(argument, Level::VARIABLE);
+    }
 }

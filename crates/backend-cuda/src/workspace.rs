@@ -11,7 +11,7 @@ use crate::{
     forward_tiles::ForwardTiles,
     kernels::Kernels,
     pass_context::PassContext,
-    state::{BackwardState, ForwardState, Sizes},
+    state::{BackwardState, ForwardState, StateSizes},
 };
 
 /// Softmax statistics, accumulators, gradients in the sums' type, and cached block masks.
@@ -31,7 +31,7 @@ impl CudaWorkspace {
         kernels: Kernels,
     ) -> Result<Self> {
         let context = PassContext::new(stream, kernels, shard, passes)?;
-        let sizes = Sizes::of(shard, context.forward_tiles.ranges.most);
+        let sizes = StateSizes::of(shard, context.forward_tiles.ranges.most);
         let device = stream.device();
         let backward = match passes {
             Passes::Forward => None,
@@ -49,7 +49,7 @@ impl Workspace for CudaWorkspace {
     /// Buffers that are large enough are kept.
     fn update(&mut self, shard: &RankShard) -> Result<()> {
         let tiles = ForwardTiles::of(&self.context.kernels, shard);
-        let sizes = Sizes::of(shard, tiles.ranges.most);
+        let sizes = StateSizes::of(shard, tiles.ranges.most);
         let device = self.context.stream.device();
         self.forward.grow(&sizes, device)?;
         if let Some(state) = &mut self.backward {

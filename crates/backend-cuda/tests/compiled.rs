@@ -21,7 +21,7 @@ use std::{
 use annulus_core::{DType, Result};
 use annulus_cuda::{
     Family, Variant, compile,
-    device::{Architecture, Cache, Compiler, ImageKind},
+    device::{Architecture, Compiler, ImageCache, ImageKind},
 };
 
 const ARCHITECTURES: [(i32, i32); 4] = [(8, 0), (8, 6), (8, 9), (9, 0)];
@@ -98,12 +98,13 @@ fn sources(every: &[((i32, i32), Variant)]) -> std::io::Result<String> {
     let mut texts =
         files.iter().map(std::fs::read_to_string).collect::<std::io::Result<Vec<_>>>()?;
     texts.extend(every.iter().flat_map(|(_, variant)| variant.options()));
-    Ok(Cache::key(texts.iter().map(String::as_str)))
+    Ok(ImageCache::key(texts.iter().map(String::as_str)))
 }
 
 #[test]
 fn variants_compile_for_every_architecture_as_recorded() {
-    let cache = Cache::new(PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("compiled-kernels"));
+    let cache =
+        ImageCache::new(PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("compiled-kernels"));
     let compiler = Compiler::new(Some(cache)).unwrap();
     let on = |&(major, minor): &(i32, i32)| {
         Variant::all_on(Architecture { major, minor }).map(move |variant| ((major, minor), variant))

@@ -189,17 +189,12 @@ fn keys_past_two_to_the_31_elements_are_attended_to() {
     assert!(last.iter().enumerate().all(|(x, &value)| (value - x as f32).abs() < 0.5), "{last:?}");
 }
 
-/// Runs a check at the warpgroup level on compute capability 9.0, with the backward kernels that
-/// are the default; elsewhere the level must be refused.
+/// Runs a check at the warpgroup level on compute capability 9.0; elsewhere the level must be
+/// refused.
 fn on_warpgroups(holds: impl Fn(&dyn Subject) -> Verdict) -> Verdict {
-    on_warpgroups_with(Cuda::FUSED_BACKWARD, holds)
-}
-
-/// As [`on_warpgroups`], with one backward kernel or two.
-fn on_warpgroups_with(fused: bool, holds: impl Fn(&dyn Subject) -> Verdict) -> Verdict {
     let cuda = open().map_err(|error| error.to_string())?;
     if cuda.stream().device().architecture() == Architecture::HOPPER {
-        let make = || Ok(open()?.at_level(Level::Warpgroup)?.with_fused_backward(fused));
+        let make = || open()?.at_level(Level::Warpgroup);
         return holds(&OnMultiplesOfEight(common::staged(
             "cuda on warpgroups over staged threads",
             Duration::ZERO,
@@ -241,15 +236,10 @@ fn every_variant_holds_on_warpgroups() {
             |Variant { dtype, dim, .. }| common::wide(subject, dtype, dim, causal, false),
         )
     };
-    for fused in [false, true] {
-        let both = |subject: &dyn Subject| hold(subject, false).and_then(|()| hold(subject, true));
-        on_warpgroups_with(fused, both).unwrap();
-    }
+    on_warpgroups(|subject| hold(subject, false).and_then(|()| hold(subject, true))).unwrap();
 }
 
 #[test]
 fn bits_repeat_on_warpgroups() {
-    for fused in [false, true] {
-        on_warpgroups_with(fused, |subject| suite::same_bits_over_repeats(subject, 20)).unwrap();
-    }
+    on_warpgroups(|subject| suite::same_bits_over_repeats(subject, 20)).unwrap();
 }

@@ -1,11 +1,13 @@
 //! Adapters of this machine and their capabilities.
+//!
+//! Limits of a device that the launches of tile kernels obey.
 
 use std::sync::MutexGuard;
 
 use wgpu::AdapterInfo;
 
 use crate::{
-    Level, QueryTile, RegisterTile,
+    Level, QueryTileSize, RegisterTile,
     choice::{AdapterKind, PROOFS, choose},
     level::Matrices,
     open_device::{instance, turn},
@@ -42,8 +44,8 @@ pub struct Adapter {
     /// Register tile that is used by default.
     pub register_tile: RegisterTile,
     /// Query tile that large forward launches have by default at [`Level::Matrix`]; `None` if the
-    /// adapter cannot run that level. At other levels it is [`QueryTile::Of32`].
-    pub query_tile: Option<QueryTile>,
+    /// adapter cannot run that level. At other levels it is [`QueryTileSize::Of32`].
+    pub query_tile: Option<QueryTileSize>,
 }
 
 impl Adapter {
@@ -104,7 +106,7 @@ pub(crate) fn list() -> Vec<Adapter> {
         let proof = choose(PROOFS, &AdapterKind::of(&info), &levels);
         let register_tile = RegisterTile::of_adapter(&info);
         let has_matrices = levels.contains(&Level::Matrix);
-        let query_tile = has_matrices.then(|| QueryTile::of_adapter(&info, Level::Matrix));
+        let query_tile = has_matrices.then(|| QueryTileSize::of_adapter(&info, Level::Matrix));
         Adapter {
             number,
             name: info.name,
@@ -158,5 +160,48 @@ mod tests {
         assert_eq!(sizes(Backend::Metal, "Apple M3 Max"), (32, 32));
         assert_eq!(sizes(Backend::Metal, "AMD Radeon Pro 5500M"), (4, 64));
         assert_eq!(sizes(Backend::Vulkan, "Apple M1 (G13G B1)"), (4, 64));
+    }
+}
+
+/// Limits of a device that chunks obey.
+#[derive(Debug, Clone)]
+pub(crate) struct ChunkLimits {
+    /// Name of the device.
+    pub(crate) device: String,
+    /// Upper bound of a binding in bytes.
+    pub(crate) binding_bytes: u64,
+    /// Alignment of binding offsets in bytes.
+    pub(crate) alignment: u64,
+    /// Upper bound of loop iterations per kernel, if any.
+    pub(crate) loop_steps: Option<u64>,
+    /// Upper bound of the work of a part in FLOPs, if it is less than the default.
+    pub(crate) part_work: Option<u64>,
+    /// Register tile of the kernels, which determines their work.
+    pub(crate) register_tile: RegisterTile,
+}
+
+/// Returns the upper bound of a binding in bytes. Kernels compute offsets within a binding in 32
+/// bits, in elements of at least 2 bytes: a bound of 2^32 bytes leaves half of the range to offsets
+/// of rows beyond the last, which are computed before they are clamped.
+pub(crate) fn binding_bytes(limits: &wgpu::Limits) -> u64 {
+    limits.max_storage_buffer_binding_size.min(limits.max_buffer_size).min(1 << 32)
+}
+
+#[cfg(test)]
+mod limits_tests {
+    use super::*;
+
+    #[test]
+    fn offsets_within_a_binding_have_31_bits() {
+        let limits = |binding, buffer| wgpu::Limits {
+            max_storage_buffer_binding_size: binding,
+            max_buffer_size: buffer,
+            ..wgpu::Limits::default()
+        };
+        for large in [1 << 32, 1 << 33, 1 << 40] {
+            assert_eq!((binding_bytes(&limits(large, large)) / 2 - 1) >> 31, 0, "{large}");
+        }
+        assert_eq!(binding_bytes(&limits(1000, 1 << 40)), 1000);
+        assert_eq!(binding_bytes(&limits(1 << 40, 1000)), 1000);
     }
 }

@@ -14,11 +14,11 @@
 //! takes this form, so a new mask needs no new kernel.
 
 use annulus_core::{
-    BitmaskPolicy, BlockSparseMask, CsrTiles, Result, Spec, TileRun, Tiling, Visibility, mask::Key,
-    mask::Query,
+    BitmaskPolicy, BlockSparseMask, CsrTiles, RangeLists, Result, Spec, TileRun, Tiling,
+    Visibility, mask::Key, mask::Query,
 };
 
-use crate::kernels::{TILE, tall_tile::TallTile};
+use crate::kernels::{TILE, TallTile};
 
 /// Work of one submission: (first, count) of each axis. Queries and keys begin at whole tiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,7 +31,7 @@ pub(crate) struct WorkChunk {
 
 /// Side whose tiles own the lists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Owner {
+pub(crate) enum ListOwner {
     Queries,
     Keys,
 }
@@ -64,7 +64,7 @@ impl ListForm {
 
 /// Block-sparse mask of one chunk, and the offsets of its parts in `words`.
 #[derive(Debug, Default)]
-pub(crate) struct BlockMask {
+pub(crate) struct ChunkMask {
     pub(crate) words: Vec<u32>,
     pub(crate) runs: u32,
     pub(crate) bits: u32,
@@ -153,7 +153,7 @@ fn planes(spec: &Spec, visibility: &Visibility<'_>, chunk: &WorkChunk) -> (usize
     (of(visibility.per_batch(), chunk.batches.1), of(visibility.per_head(), chunk.heads.1))
 }
 
-impl BlockMask {
+impl ChunkMask {
     /// Returns the number of visible tiles of the other side, of a tile of the owning side.
     pub(crate) fn pairs(&self, batch: usize, head: usize, tile: usize) -> u64 {
         let list = batch * self.plane_batch as usize + head * self.plane_head as usize + tile;
@@ -187,7 +187,7 @@ impl BlockMask {
         spec: &Spec,
         visibility: &Visibility<'_>,
         chunk: &WorkChunk,
-        owner: Owner,
+        owner: ListOwner,
         form: ListForm,
     ) -> Result<()> {
         let (batches, heads) = planes(spec, visibility, chunk);
@@ -208,8 +208,8 @@ impl BlockMask {
         };
         self.block_sparse.refill(visibility, &tiling)?;
         let lists = match owner {
-            Owner::Queries => self.block_sparse.by_queries(),
-            Owner::Keys => {
+            ListOwner::Queries => self.block_sparse.by_queries(),
+            ListOwner::Keys => {
                 self.block_sparse.by_keys(&mut self.by_keys)?;
                 &self.by_keys
             }
@@ -222,7 +222,7 @@ impl BlockMask {
             spec.bias_function.is_none(),
         );
         let lists = &self.merged;
-        let owned = tiling.tiles()[usize::from(owner == Owner::Keys)];
+        let owned = tiling.tiles()[usize::from(owner == ListOwner::Keys)];
         self.is_empty = lists.runs.is_empty();
         count_pairs(&mut self.pairs, &lists.starts, &lists.runs);
         self.is_ascending = is_ascending(&self.pairs, owned);
@@ -230,9 +230,10 @@ impl BlockMask {
         self.ranges = (longest / MIN_RANGE_TILES).min(form.most_ranges).max(1);
         let divided;
         let (starts, runs) = if self.ranges > 1 {
-            divided = divide(&lists.starts, &lists.runs, &self.pairs, self.ranges as u32);
-            count_pairs(&mut self.pairs, &divided.0, &divided.1);
-            (&*divided.0, &*divided.1)
+            let list = |ends: &[u32]| &lists.runs[ends[0] as usize..ends[1] as usize];
+            divided = RangeLists::of(lists.starts.windows(2).map(list), self.ranges);
+            count_pairs(&mut self.pairs, &divided.starts, &divided.runs);
+            (&*divided.starts, &*divided.runs)
         } else {
             (&*lists.starts, &*lists.runs)
         };
@@ -285,41 +286,6 @@ fn is_ascending(pairs: &[u32], lists_per_plane: usize) -> bool {
     });
     let [first, last] = halves.fold([0, 0], |[a, b], [first, last]| [a + first, b + last]);
     last > first
-}
-
-/// Divides each list of `pairs` tiles into lists of `ranges` consecutive ranges, of as many tiles
-/// but for one. Returns their starts and runs.
-fn divide(
-    of_lists: &[u32],
-    all_runs: &[TileRun],
-    pairs: &[u32],
-    ranges: u32,
-) -> (Vec<u32>, Vec<TileRun>) {
-    let mut starts = Vec::with_capacity(pairs.len() * ranges as usize + 1);
-    let mut runs = Vec::with_capacity(all_runs.len() + pairs.len() * ranges as usize);
-    starts.push(0);
-    for (list, &count) in pairs.iter().enumerate() {
-        let end_of = |range: u32| (u64::from(count) * u64::from(range) / u64::from(ranges)) as u32;
-        let mut range = 1;
-        let mut done = 0;
-        for run in &all_runs[of_lists[list] as usize..of_lists[list + 1] as usize] {
-            let mut rest = *run;
-            while rest.count > 0 {
-                while done == end_of(range) {
-                    starts.push(runs.len() as u32);
-                    range += 1;
-                }
-                let count = rest.count.min(end_of(range) - done);
-                runs.push(TileRun { count, ..rest });
-                rest = TileRun { first: rest.first + count, count: rest.count - count, ..rest };
-                done += count;
-            }
-        }
-        for _ in range..=ranges {
-            starts.push(runs.len() as u32);
-        }
-    }
-    (starts, runs)
 }
 
 /// Appends the bias function's values for every listed tile, in the order of the tile masks: 32
@@ -380,10 +346,10 @@ mod tests {
             Visibility { mask: &mask, attention_mask: None, queries: &queries, keys: &keys };
         let spec = Spec::new(Dims::new(1, 100, 1, 8), DType::F32);
         let chunk = WorkChunk { batches: (0, 1), heads: (0, 1), queries: (0, 70), keys: (0, 100) };
-        for owner in [Owner::Queries, Owner::Keys] {
-            let mut block_mask = BlockMask::default();
+        for owner in [ListOwner::Queries, ListOwner::Keys] {
+            let mut block_mask = ChunkMask::default();
             block_mask.rebuild(&spec, &visibility, &chunk, owner, ListForm::DEFAULT).unwrap();
-            let owned = if owner == Owner::Queries { 3 } else { 4 };
+            let owned = if owner == ListOwner::Queries { 3 } else { 4 };
             let mut block_sparse = vec![vec![false; 100]; 70];
             for own in 0..owned {
                 for run in block_mask.words[own]..block_mask.words[own + 1] {
@@ -392,7 +358,7 @@ mod tests {
                         (block_mask.words[at], block_mask.words[at + 1], block_mask.words[at + 2]);
                     for other in (first..first + count).map(|tile| tile as usize) {
                         let (q, k) =
-                            if owner == Owner::Queries { (own, other) } else { (other, own) };
+                            if owner == ListOwner::Queries { (own, other) } else { (other, own) };
                         for row in 0..TILE {
                             let bits = block_mask.bits as usize + row;
                             let word = if edge == TileRun::FULL {
@@ -424,8 +390,8 @@ mod tests {
             Visibility { mask: &causal, attention_mask: None, queries: &rows, keys: &rows };
         let spec = Spec::new(Dims::new(1, 300, 1, 8), DType::F16);
         let chunk = WorkChunk { batches: (0, 1), heads: (0, 1), queries: (0, 300), keys: (0, 300) };
-        let mut mask = BlockMask::default();
-        mask.rebuild(&spec, &visibility, &chunk, Owner::Queries, ListForm::TALL).unwrap();
+        let mut mask = ChunkMask::default();
+        mask.rebuild(&spec, &visibility, &chunk, ListOwner::Queries, ListForm::TALL).unwrap();
         let mut pairs = vec![vec![false; 300]; 300];
         for tile in 0..5 {
             let runs = mask.words[tile]..mask.words[tile + 1];
@@ -464,8 +430,8 @@ mod tests {
         let spec = Spec::new(Dims::new(1, 1000, 1, 8), DType::F32);
         let chunk = WorkChunk { batches: (0, 1), heads: (0, 1), queries: (0, 40), keys: (0, 1000) };
         let tiles = |form: ListForm| {
-            let mut mask = BlockMask::default();
-            mask.rebuild(&spec, &visibility, &chunk, Owner::Queries, form).unwrap();
+            let mut mask = ChunkMask::default();
+            mask.rebuild(&spec, &visibility, &chunk, ListOwner::Queries, form).unwrap();
             let lists = mask.runs as usize - 1;
             let of_list = |list: usize| -> Vec<(u32, bool)> {
                 let runs = mask.words[list]..mask.words[list + 1];
@@ -494,32 +460,6 @@ mod tests {
     }
 
     #[test]
-    fn a_list_may_have_fewer_tiles_than_ranges() {
-        // one query, which attends to the first of three tiles of keys
-        let queries = Rows::counting(1, 0).unwrap();
-        let keys = Rows::counting(96, 0).unwrap();
-        let mask = Causal { offset: 0 };
-        let visibility =
-            Visibility { mask: &mask, attention_mask: None, queries: &queries, keys: &keys };
-        let mut sparse = BlockSparseMask::default();
-        let tiling = Tiling {
-            batches: 0..1,
-            heads: 0..1,
-            queries: 0..1,
-            keys: 0..96,
-            tile: [TILE, TILE],
-            bitmasks: BitmaskPolicy::Partial,
-        };
-        sparse.refill(&visibility, &tiling).unwrap();
-        let mut of_keys = CsrTiles::default();
-        sparse.by_keys(&mut of_keys).unwrap();
-        assert_eq!(of_keys.starts(), [0, 1, 1, 1]);
-        let (starts, runs) = divide(of_keys.starts(), of_keys.runs(), &[1, 0, 0], 4);
-        assert_eq!(starts, [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1]);
-        assert_eq!(runs, of_keys.runs());
-    }
-
-    #[test]
     fn a_token_takes_as_many_words_for_any_number_of_keys() {
         // a tile of one query is partial everywhere, because it has fewer queries than a tile
         let words = |keys: usize| {
@@ -531,9 +471,9 @@ mod tests {
             let spec = Spec::new(Dims::new(1, keys, 1, 8), DType::F32);
             let chunk =
                 WorkChunk { batches: (0, 1), heads: (0, 1), queries: (0, 1), keys: (0, keys) };
-            let mut mask = BlockMask::default();
+            let mut mask = ChunkMask::default();
             let form = ListForm { queries: 16, most_ranges: 4 };
-            mask.rebuild(&spec, &visibility, &chunk, Owner::Queries, form).unwrap();
+            mask.rebuild(&spec, &visibility, &chunk, ListOwner::Queries, form).unwrap();
             (mask.words, mask.pairs)
         };
         // the last keys have a tile mask of their own
@@ -548,7 +488,7 @@ mod tests {
 
     #[test]
     fn lists_grow_with_rows() {
-        let words = |rows: usize, owner: Owner| {
+        let words = |rows: usize, owner: ListOwner| {
             let all = Rows::counting(rows as u64, 0).unwrap();
             let mask = Causal { offset: 0 };
             let visibility =
@@ -556,11 +496,11 @@ mod tests {
             let spec = Spec::new(Dims::new(1, rows, 1, 8), DType::F32);
             let chunk =
                 WorkChunk { batches: (0, 1), heads: (0, 1), queries: (0, rows), keys: (0, rows) };
-            let mut block_mask = BlockMask::default();
+            let mut block_mask = ChunkMask::default();
             block_mask.rebuild(&spec, &visibility, &chunk, owner, ListForm::DEFAULT).unwrap();
             block_mask.words.len()
         };
-        for owner in [Owner::Queries, Owner::Keys] {
+        for owner in [ListOwner::Queries, ListOwner::Keys] {
             let [small, large] = [4096, 8192].map(|rows| words(rows, owner));
             let grows_with_rows = |small: usize, large: usize| 10 * large <= 21 * small;
             assert!(grows_with_rows(small, large), "{owner:?}: {small} words, then {large}");

@@ -3,10 +3,10 @@
 use annulus_core::{Error, Result, Spec};
 
 use crate::{
-    block_mask::{Owner, WorkChunk, max_words_per_tile},
+    adapter::ChunkLimits,
+    block_mask::{ListOwner, WorkChunk, max_words_per_tile},
     kernels::{TILE, TileVariant},
     launch::ElementRange,
-    limits::ChunkLimits,
     operands::{Operand, Operands, RowsOf, TileKernel},
     parts::flops_per_tile_pair,
 };
@@ -48,7 +48,7 @@ fn tiles_per_workgroup(
         // a bias shared by all batch rows and heads is owned by one workgroup
         TileKernel::Bias(_) => batches * heads,
     };
-    let tiles = if kind.owner() == Owner::Queries { keys } else { queries };
+    let tiles = if kind.owner() == ListOwner::Queries { keys } else { queries };
     planes * tiles.div_ceil(TILE)
 }
 
@@ -124,7 +124,7 @@ impl Operands<'_> {
 /// unchanged if no axis can be split further.
 fn halved(mut step: [usize; 4], kind: TileKernel, walk_fits: bool, lists_fit: bool) -> [usize; 4] {
     let halve = |rows: usize| rows.div_ceil(2).next_multiple_of(TILE);
-    let walked = if kind.owner() == Owner::Queries { 3 } else { 2 };
+    let walked = if kind.owner() == ListOwner::Queries { 3 } else { 2 };
     if !walk_fits {
         if step[walked] > TILE {
             step[walked] = halve(step[walked]);
@@ -220,7 +220,7 @@ mod tests {
     use annulus_core::{DType, Dims};
 
     use super::*;
-    use crate::{RegisterTile, copy::Layout};
+    use crate::{RegisterTile, copy::ElementStrides};
 
     /// Limits of a device whose bindings have 2^31 bytes.
     fn limits() -> ChunkLimits {
@@ -242,7 +242,7 @@ mod tests {
         let spec = Spec::new(dims, DType::F16);
         let operand = |rows: RowsOf, count, heads| Operand {
             buffer: None,
-            layout: Layout::dense(count, heads, dim),
+            layout: ElementStrides::dense(count, heads, dim),
             dim,
             bytes: 2,
             rows,

@@ -4,21 +4,21 @@ use annulus_core::{Result, index};
 
 use crate::{
     device::Gpu,
-    kernels::{CopyMode, Storage, Variant, params::CopyParams},
+    kernels::{CopyMode, KernelVariant, Storage, params::CopyParams},
     launch::{Arena, BoundResource, Commands, ElementRange},
 };
 
 /// Layout of `[batch, row, head, element]` in a buffer: offset of the first element, and strides,
 /// in elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct Layout {
+pub(crate) struct ElementStrides {
     pub(crate) base: u64,
     pub(crate) batch: u64,
     pub(crate) row: u64,
     pub(crate) head: u64,
 }
 
-impl Layout {
+impl ElementStrides {
     /// Layout of a dense tensor `[batch, rows, heads, dim]`.
     pub(crate) const fn dense(rows: usize, heads: usize, dim: usize) -> Self {
         let row = heads as u64 * dim as u64;
@@ -40,7 +40,7 @@ impl Layout {
     /// Returns the range of elements that contains the window `batches` × `rows` × `heads` × `dim`.
     pub(crate) fn element_range(
         self,
-        window: &Window,
+        window: &RowWindow,
         heads: u64,
         dim: u64,
         bytes: u64,
@@ -58,12 +58,12 @@ impl Layout {
 
 /// Batch rows and rows, each as (first, count).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Window {
+pub(crate) struct RowWindow {
     pub(crate) batches: (u64, u64),
     pub(crate) rows: (u64, u64),
 }
 
-impl Window {
+impl RowWindow {
     /// Splits a tensor into windows that `fits` accepts: the whole, else one batch row each, else
     /// fewer rows each.
     pub(crate) fn cut(batches: u64, rows: u64, fits: impl Fn(&Self) -> bool) -> Vec<Self> {
@@ -91,9 +91,9 @@ impl Window {
 
 /// Source or target of a copy.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Side<'a> {
+pub(crate) struct CopySide<'a> {
     pub(crate) buffer: &'a wgpu::Buffer,
-    pub(crate) layout: Layout,
+    pub(crate) layout: ElementStrides,
     /// Bytes per element.
     pub(crate) bytes: u64,
 }
@@ -101,8 +101,8 @@ pub(crate) struct Side<'a> {
 /// A strided copy.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Copy<'a> {
-    pub(crate) from: Side<'a>,
-    pub(crate) into: Side<'a>,
+    pub(crate) from: CopySide<'a>,
+    pub(crate) into: CopySide<'a>,
     pub(crate) batches: u64,
     pub(crate) rows: u64,
     pub(crate) heads: u64,
@@ -110,19 +110,19 @@ pub(crate) struct Copy<'a> {
     pub(crate) mode: CopyMode,
     pub(crate) factor: f32,
     /// Row statistics `[batch, row, head, 4]`, whose first element is the factor of a row.
-    pub(crate) factors: Option<Side<'a>>,
+    pub(crate) factors: Option<CopySide<'a>>,
 }
 
 impl Copy<'_> {
     /// Records the launches.
     pub(crate) fn launch(&self, gpu: &Gpu, commands: &mut Commands<'_>) -> Result<()> {
         let Copy { from, into, heads, dim, .. } = *self;
-        let element_ranges = |window: &Window| {
+        let element_ranges = |window: &RowWindow| {
             let of =
-                |side: Side<'_>, dim| side.layout.element_range(window, heads, dim, side.bytes);
+                |side: CopySide<'_>, dim| side.layout.element_range(window, heads, dim, side.bytes);
             (of(from, dim), of(into, dim), self.factors.map(|side| (side, of(side, 4))))
         };
-        let fits = |window: &Window| {
+        let fits = |window: &RowWindow| {
             let (from, into, factors) = element_ranges(window);
             [Some(from), Some(into), factors.map(|(_, element_range)| element_range)]
                 .into_iter()
@@ -135,13 +135,13 @@ impl Copy<'_> {
                     ) <= gpu.max_binding_bytes()
                 })
         };
-        for window in Window::cut(self.batches, self.rows, fits) {
+        for window in RowWindow::cut(self.batches, self.rows, fits) {
             let (of_from, of_into, of_factors) = element_ranges(&window);
             let (from_bound, from_base) = of_from.bind(gpu, from.buffer)?;
             let (into_bound, into_base) = of_into.bind(gpu, into.buffer)?;
             let mut bindings = vec![from_bound, into_bound];
             let mut factors_base = 0;
-            let mut factors = Layout::default();
+            let mut factors = ElementStrides::default();
             if let Some((side, element_range)) = of_factors {
                 let (bound, base) = element_range.bind(gpu, side.buffer)?;
                 bindings.push(bound);
@@ -156,7 +156,7 @@ impl Copy<'_> {
             let dim = if pairs { dim / 2 } else { dim };
             let count = window.batches.1 * window.rows.1 * heads * dim;
             commands.launch(
-                Variant::Copy(self.mode),
+                KernelVariant::Copy(self.mode),
                 count.div_ceil(64),
                 bindings,
                 |grid_width| CopyParams {
@@ -204,10 +204,10 @@ pub(crate) fn launch_linear(
     bytes: u64,
     mode: CopyMode,
 ) -> Result<()> {
-    let layout = |base| Layout { base, batch: 0, row: 1, head: 0 };
+    let layout = |base| ElementStrides { base, batch: 0, row: 1, head: 0 };
     let copy = Copy {
-        from: Side { buffer: from, layout: layout(linear.from), bytes },
-        into: Side { buffer: into, layout: layout(linear.into), bytes },
+        from: CopySide { buffer: from, layout: layout(linear.from), bytes },
+        into: CopySide { buffer: into, layout: layout(linear.into), bytes },
         batches: 1,
         rows: linear.count,
         heads: 1,
@@ -251,11 +251,11 @@ mod tests {
     #[test]
     fn windows_of_more_than_two_to_the_32_elements_are_located_in_64_bits() {
         let (rows, heads, dim) = (1 << 21, 32, 128);
-        let layout = Layout::dense(rows, heads, dim);
+        let layout = ElementStrides::dense(rows, heads, dim);
         let row = (heads * dim) as u64;
-        let of = |window: &Window| layout.element_range(window, heads as u64, dim as u64, 2);
-        let fits = |window: &Window| of(window).count <= 1 << 30;
-        let windows = Window::cut(2, rows as u64, fits);
+        let of = |window: &RowWindow| layout.element_range(window, heads as u64, dim as u64, 2);
+        let fits = |window: &RowWindow| of(window).count <= 1 << 30;
+        let windows = RowWindow::cut(2, rows as u64, fits);
         let mut ends = vec![0];
         for window in &windows {
             let ElementRange { first, count, .. } = of(window);

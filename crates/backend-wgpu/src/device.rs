@@ -12,24 +12,22 @@ use std::{
     time::Duration,
 };
 
-use annulus_core::{Error, Result, index};
+use annulus_core::{Error, Result};
 use wgpu::{BufferUsages, Features, PollType};
 
 use crate::{
-    Level, QueryTile, RegisterTile,
-    adapter::{Adapter, NO_ADAPTER, adapters, list, matrices, proven_level, subgroup_sizes},
-    choice::{AdapterKind, PROOFS, choose},
+    Level, QueryTileSize, RegisterTile,
+    adapter::{
+        Adapter, ChunkLimits, NO_ADAPTER, adapters, binding_bytes, list, matrices, proven_level,
+        subgroup_sizes,
+    },
+    choice::{AdapterKind, PROOFS, TileChoice, choose},
     errors::{device_error, with_error_scopes},
-    kernels::Variant,
+    kernels::KernelVariant,
     level::Matrices,
-    limits::{ChunkLimits, binding_bytes},
-    lock::lock,
-    open_device::{OpenDevice, check_process, is_forked, turn},
+    open_device::{OpenDevice, check_process, is_forked, lock, turn},
     pipelines::{Compilation, KernelEdit, Pipeline, Translate, compile},
-    pools::StagingPools,
-    query_tile::TileChoice,
-    sink_parts::STEP_FLOPS,
-    submissions::Submissions,
+    submissions::{StagingPools, Submissions},
 };
 
 /// Longest time for which a wait continues although no submission completes: far longer than any
@@ -54,8 +52,8 @@ pub struct Options {
     /// else [`crate::Adapter::register_tile`].
     pub register_tile: Option<RegisterTile>,
     /// Queries of a tile of forward, where the kernel can have them. Default: those in
-    /// [`QueryTile::VARIABLE`], else by adapter, level and shape.
-    pub query_tile: Option<QueryTile>,
+    /// [`QueryTileSize::VARIABLE`], else by adapter, level and shape.
+    pub query_tile: Option<QueryTileSize>,
     /// Upper bound of a binding in bytes, to test small devices. Default: the adapter's limit.
     pub most_binding_bytes: Option<u64>,
     /// Upper bound of a buffer in bytes. Default: the adapter's limit.
@@ -65,10 +63,6 @@ pub struct Options {
     /// Checks indices in shaders, at the cost of a fifth of their instructions. Always done on
     /// Metal, where the device does not bound accesses to buffers.
     pub check_bounds: bool,
-    /// Bytes of workgroup memory that tiles of 64 queries may take, so that tests can run both
-    /// forms of their kernels. Default: the adapter's limit.
-    #[doc(hidden)]
-    pub workgroup_bytes: Option<u32>,
     /// Translation of kernels to SPIR-V in place of wgpu's, on Vulkan.
     #[doc(hidden)]
     pub translate: Option<Translate>,
@@ -98,9 +92,9 @@ impl Options {
 
 /// A device and its queue. A clone refers to the same device.
 #[derive(Debug, Clone)]
-pub struct Gpu(Arc<Parts>);
+pub struct Gpu(Arc<GpuParts>);
 
-struct Parts {
+struct GpuParts {
     device: wgpu::Device,
     queue: wgpu::Queue,
     name: String,
@@ -108,7 +102,7 @@ struct Parts {
     /// Cooperative matrices of the device, even if the level does not use them.
     matrices: Option<Matrices>,
     chunk_limits: ChunkLimits,
-    pipelines: Mutex<HashMap<Variant, PipelineSlot>>,
+    pipelines: Mutex<HashMap<KernelVariant, PipelineSlot>>,
     staging: StagingPools,
     submissions: Arc<Submissions>,
     compilation: Compilation,
@@ -121,8 +115,6 @@ struct Parts {
     nothing: wgpu::Buffer,
     edit: Option<KernelEdit>,
     query_tile: TileChoice,
-    /// Bytes of workgroup memory that tiles of 64 queries may take.
-    workgroup_bytes: u32,
     /// Closes the device; the last field, so that it is dropped after all other objects on it.
     open: Arc<OpenDevice>,
 }
@@ -136,7 +128,7 @@ impl Drop for Gpu {
 }
 
 /// Device, queue and state that handles at all levels share.
-struct Shared {
+struct SharedParts {
     device: wgpu::Device,
     queue: wgpu::Queue,
     lost: LostReason,
@@ -144,9 +136,7 @@ struct Shared {
     /// `None`: that of the adapter's kind.
     register_tile: Option<RegisterTile>,
     /// `None`: by adapter and shape.
-    query_tile: Option<QueryTile>,
-    /// See [`Options::workgroup_bytes`].
-    workgroup_bytes: Option<u32>,
+    query_tile: Option<QueryTileSize>,
     /// See [`Options::most_part_flops`].
     part_work: Option<u64>,
     compilation: Compilation,
@@ -190,14 +180,14 @@ impl Gpu {
     /// # Errors
     /// [`Error::Unsupported`] if there is no such adapter, it cannot run the level, or its shuffles
     /// or matrix products are wrong; [`Error::InvalidArgument`] as [`Level::forced`],
-    /// [`RegisterTile::forced`] and [`QueryTile::forced`]; [`Error::Device`] if it does not open.
+    /// [`RegisterTile::forced`] and [`QueryTileSize::forced`]; [`Error::Device`] if it does not open.
     /// [`Error::Unsupported`] also in a forked child of a process that uses wgpu.
     pub fn open(options: &Options) -> Result<Self> {
         let level = options.level.map_or_else(Level::forced, |level| Ok(Some(level)))?;
         let register_tile =
             options.register_tile.map_or_else(RegisterTile::forced, |tile| Ok(Some(tile)))?;
         let query_tile =
-            options.query_tile.map_or_else(QueryTile::forced, |tile| Ok(Some(tile)))?;
+            options.query_tile.map_or_else(QueryTileSize::forced, |tile| Ok(Some(tile)))?;
         let turn = turn()?;
         let found = adapters(&turn);
         let count = found.len();
@@ -255,14 +245,13 @@ impl Gpu {
         let submissions = Arc::new(Submissions::new(&device, part_work)?);
         let compilation =
             Compilation { checked: options.check_bounds, translate: options.translate };
-        let shared = Shared {
+        let shared = SharedParts {
             device,
             queue,
             lost,
             submissions,
             register_tile,
             query_tile,
-            workgroup_bytes: options.workgroup_bytes,
             part_work,
             compilation,
             open,
@@ -287,8 +276,8 @@ impl Gpu {
     ///
     /// # Errors
     /// As [`Gpu::open`].
-    pub fn with_query_tile(&self, tile: QueryTile) -> Result<Self> {
-        let shared = Shared { query_tile: Some(tile), ..self.shared() };
+    pub fn with_query_tile(&self, tile: QueryTileSize) -> Result<Self> {
+        let shared = SharedParts { query_tile: Some(tile), ..self.shared() };
         let gpu = Self::assemble(shared, Some(self.0.level), self.0.matrices)?;
         gpu.probe()?;
         Ok(gpu)
@@ -350,9 +339,9 @@ impl Gpu {
     }
 
     /// Returns what other handles to this device share with it.
-    fn shared(&self) -> Shared {
-        let Parts { device, queue, lost, submissions, .. } = &*self.0;
-        Shared {
+    fn shared(&self) -> SharedParts {
+        let GpuParts { device, queue, lost, submissions, .. } = &*self.0;
+        SharedParts {
             device: device.clone(),
             queue: queue.clone(),
             lost: lost.clone(),
@@ -362,7 +351,6 @@ impl Gpu {
                 TileChoice::Forced(tile) => Some(tile),
                 TileChoice::Default(_) => None,
             },
-            workgroup_bytes: Some(self.0.workgroup_bytes),
             part_work: self.0.chunk_limits.part_work,
             compilation: self.0.compilation,
             open: Arc::clone(&self.0.open),
@@ -384,14 +372,13 @@ impl Gpu {
         let (device, queue) = given;
         let submissions = Arc::new(Submissions::new(&device, None)?);
         let compilation = Compilation { checked: false, translate: None };
-        let shared = Shared {
+        let shared = SharedParts {
             device,
             queue,
             lost,
             submissions,
             register_tile: None,
             query_tile: None,
-            workgroup_bytes: None,
             part_work: None,
             compilation,
             open,
@@ -401,9 +388,14 @@ impl Gpu {
         Ok(gpu)
     }
 
-    fn assemble(shared: Shared, level: Option<Level>, matrices: Option<Matrices>) -> Result<Self> {
+    fn assemble(
+        shared: SharedParts,
+        level: Option<Level>,
+        matrices: Option<Matrices>,
+    ) -> Result<Self> {
         // `open` first, so that an error drops it last
-        let Shared { open, device, queue, lost, submissions, part_work, compilation, .. } = shared;
+        let SharedParts { open, device, queue, lost, submissions, part_work, compilation, .. } =
+            shared;
         let info = device.adapter_info();
         let limits = device.limits();
         let (least, _) = subgroup_sizes(&info);
@@ -418,7 +410,7 @@ impl Gpu {
         }
         let register_tile = shared.register_tile.unwrap_or_else(|| RegisterTile::of_adapter(&info));
         check_limits(&limits, register_tile, &info.name)?;
-        let by_default = TileChoice::Default(QueryTile::of_adapter(&info, level));
+        let by_default = TileChoice::Default(QueryTileSize::of_adapter(&info, level));
         let query_tile = shared.query_tile.map_or(by_default, TileChoice::Forced);
         let descriptor = wgpu::BufferDescriptor {
             label: Some("nothing"),
@@ -429,7 +421,7 @@ impl Gpu {
         let (nothing, errors) = with_error_scopes(&device, || device.create_buffer(&descriptor));
         lost.check()?;
         errors.into_error().map_or(Ok(()), Err)?;
-        Ok(Self(Arc::new(Parts {
+        Ok(Self(Arc::new(GpuParts {
             name: format!("{} ({} {})", info.name, info.driver, info.driver_info),
             level,
             matrices,
@@ -460,9 +452,6 @@ impl Gpu {
             nothing,
             edit: None,
             query_tile,
-            workgroup_bytes: shared
-                .workgroup_bytes
-                .unwrap_or(limits.max_compute_workgroup_storage_size),
             device,
             queue,
             open,
@@ -486,7 +475,7 @@ impl Gpu {
 
     /// Queries of a tile of forward: of all launches that can have them, or of those that gain by
     /// them.
-    pub fn query_tile(&self) -> QueryTile {
+    pub fn query_tile(&self) -> QueryTileSize {
         match self.0.query_tile {
             TileChoice::Forced(tile) | TileChoice::Default(tile) => tile,
         }
@@ -494,16 +483,6 @@ impl Gpu {
 
     pub(crate) fn tile_choice(&self) -> TileChoice {
         self.0.query_tile
-    }
-
-    /// Bytes of workgroup memory that tiles of 64 queries may take.
-    pub(crate) fn workgroup_bytes(&self) -> u32 {
-        self.0.workgroup_bytes
-    }
-
-    /// Upper bound of the invocations of a workgroup.
-    pub(crate) fn workgroup_invocations(&self) -> u32 {
-        self.0.device.limits().max_compute_invocations_per_workgroup
     }
 
     /// The wgpu device, for sharing.
@@ -526,13 +505,6 @@ impl Gpu {
     /// Cooperative matrices that the level uses for f16 products.
     pub(crate) fn matrices(&self) -> Option<Matrices> {
         self.0.matrices.filter(|_| self.0.level == Level::Matrix)
-    }
-
-    /// Returns the upper bound of the steps of an invocation of the kernels of sinks and of dbias
-    /// over rows: `most`, or fewer by [`Options::most_part_flops`].
-    pub(crate) fn most_steps(&self, most: usize) -> usize {
-        let of_option = self.0.chunk_limits.part_work;
-        of_option.map_or(most, |work| index(work / STEP_FLOPS).min(most))
     }
 
     /// Limits of the chunks of tile kernels.
@@ -679,7 +651,7 @@ impl Gpu {
 
     /// Returns a compiled kernel, shared by all plans on this device. Ranks that need the same
     /// kernel at the same time compile it once.
-    pub(crate) fn pipeline(&self, variant: Variant) -> Result<Arc<Pipeline>> {
+    pub(crate) fn pipeline(&self, variant: KernelVariant) -> Result<Arc<Pipeline>> {
         check_process()?;
         let slot = Arc::clone(lock(&self.0.pipelines).entry(variant).or_default());
         let mut slot = lock(&slot);
@@ -717,7 +689,7 @@ fn check_limits(limits: &wgpu::Limits, tile: RegisterTile, name: &str) -> Result
     Ok(())
 }
 
-impl std::fmt::Debug for Parts {
+impl std::fmt::Debug for GpuParts {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Gpu")
             .field("name", &self.name)

@@ -7,7 +7,7 @@ use crate::{
     launch::Commands,
     memory::{GpuBuffer, Queued, WgpuSpace, check_inputs},
     operands::{Operands, RowsOf, TileKernel, bias, floats, records, tensor},
-    pass_context::{ForwardContext, ForwardState, RankKernels},
+    pass_context::{ForwardBuffers, ForwardContext, RankKernels},
     records::pack_kv,
     tiles::TilePass,
 };
@@ -20,7 +20,7 @@ impl<'p> WgpuForward<'p> {
     /// it is not cleared.
     pub(crate) fn start(
         kernels: &'p mut RankKernels,
-        state: &'p ForwardState,
+        state: &'p ForwardBuffers,
         inputs: Inputs<View<'p, WgpuSpace>>,
     ) -> Result<Self> {
         check_inputs(&kernels.gpu, &inputs)?;
@@ -41,7 +41,7 @@ impl ForwardPass<WgpuSpace> for WgpuForward<'_> {
     fn attend(&mut self, kv: &Block<'_, WgpuSpace>, tick: Tick<'_>) -> Result<()> {
         let ForwardContext { kernels, state, inputs } = &mut self.0;
         let RankKernels { gpu, shard, tile, arena, block_mask } = &mut **kernels;
-        let ForwardState { acc, softmax_statistics } = state;
+        let ForwardBuffers { acc, softmax_statistics } = state;
         let spec = &shard.spec;
         let rows = shard.queries.len();
         let record = shard.spec.kv_row_layout();

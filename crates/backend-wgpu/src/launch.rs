@@ -11,7 +11,7 @@ use wgpu::{BufferUsages, ComputePassTimestampWrites};
 
 use crate::{
     device::Gpu,
-    kernels::{Variant, params::StepParams},
+    kernels::{KernelVariant, params::StepParams},
     open_device::is_forked,
     pipelines::Pipeline,
     staging::UploadBuffer,
@@ -121,7 +121,7 @@ impl ElementRange {
     }
 }
 
-struct Launch {
+struct KernelLaunch {
     pipeline: Arc<Pipeline>,
     params: u64,
     bindings: Vec<BoundResource>,
@@ -135,7 +135,7 @@ pub(crate) struct Commands<'a> {
     clears: Vec<wgpu::Buffer>,
     /// Filled staging buffers, their targets and sizes.
     uploads: Vec<(UploadBuffer, wgpu::Buffer, u64)>,
-    launches: Vec<Launch>,
+    launches: Vec<KernelLaunch>,
 }
 
 impl<'a> Commands<'a> {
@@ -164,7 +164,7 @@ impl<'a> Commands<'a> {
     /// Appends a kernel. `params` computes its parameters from the width of the grid.
     pub(crate) fn launch<N: bytemuck::Pod>(
         &mut self,
-        variant: Variant,
+        variant: KernelVariant,
         groups: u64,
         bindings: Vec<BoundResource>,
         params: impl FnOnce(u32) -> N,
@@ -192,7 +192,7 @@ impl<'a> Commands<'a> {
             )));
         }
         let params = self.append(bytes);
-        self.launches.push(Launch { pipeline, params, bindings, grid });
+        self.launches.push(KernelLaunch { pipeline, params, bindings, grid });
         Ok(())
     }
 
@@ -226,7 +226,7 @@ impl<'a> Commands<'a> {
         timestamp_writes: Option<ComputePassTimestampWrites<'_>>,
     ) -> Result<Receipt> {
         let counter = BoundResource::whole(&self.gpu.submissions().counter);
-        self.launch(Variant::Count, 1, vec![counter], |_| StepParams { step: 1 })?;
+        self.launch(KernelVariant::Count, 1, vec![counter], |_| StepParams { step: 1 })?;
         let Self { gpu, arena, clears, mut uploads, launches } = self;
         let size = arena.bytes.len() as u64;
         let buffer = of_size(gpu, &mut arena.buffer, "parameters", size)?;
@@ -262,7 +262,7 @@ fn bind_group(
     gpu: &Gpu,
     device: &wgpu::Device,
     arena: &wgpu::Buffer,
-    launch: &Launch,
+    launch: &KernelLaunch,
 ) -> wgpu::BindGroup {
     let part = |buffer, offset, size| {
         wgpu::BindingResource::Buffer(wgpu::BufferBinding {

@@ -1,9 +1,9 @@
 //! Device features that the kernels use.
+//!
+//! Values that a user forces by environment variables.
 
-use annulus_core::Result;
+use annulus_core::{Error, Result};
 use wgpu::{CooperativeMatrixProperties, CooperativeScalarType, Features};
-
-use crate::forced::forced;
 
 /// Device features that the tile kernels use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -198,4 +198,21 @@ mod tests {
         let without_matrices = Level::of_device(Features::SUBGROUP, 8, Some(Matrices::new(8, 8)));
         assert_eq!(without_matrices, [Level::Plain]);
     }
+}
+
+/// Reads the one of `all` that the environment variable `variable` names; `None` if it is not set.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] if its value names none.
+pub(crate) fn forced<T: Copy, const COUNT: usize>(
+    variable: &'static str,
+    all: [T; COUNT],
+    name: impl Fn(T) -> &'static str,
+) -> Result<Option<T>> {
+    let Some(value) = std::env::var_os(variable) else { return Ok(None) };
+    let named = all.into_iter().find(|&one| value == name(one));
+    let names = all.map(name).join(", ");
+    named
+        .map(Some)
+        .ok_or_else(|| Error::invalid(variable, value.display(), format!("one of {names}")))
 }

@@ -4,26 +4,22 @@
 //! | role | file |
 //! |---|---|
 //! | [`annulus_core::Backend`], [`annulus_core::Workspace`] | `backend.rs`, `workspace.rs` |
-//! | state of a rank and of a pass | `pass_context.rs` |
+//! | state of a rank and of a pass; accumulators in several buffers | `pass_context.rs` |
 //! | forward pass: tiles | `forward.rs` |
-//! | backward pass: prologue; dQ and dbias | `backward.rs`; `backward_queries.rs` |
-//! | backward pass: dK and dV | `backward_keys.rs` |
+//! | backward pass: prologue; dQ and dbias; dK and dV | `backward.rs` |
 //! | epilogues of both | `finish.rs` |
 //! | tile kernels: launch, chunks, block-sparse mask | `tiles.rs`, `chunks.rs`, `block_mask.rs` |
-//! | few queries: packed heads, ranges of keys | `gqa_packing.rs`, `split_kv.rs` |
+//! | few queries: packed heads, ranges of keys | `split_kv.rs` |
 //! | operands, wire records, strided copies | `operands.rs`, `records.rs`, `copy.rs` |
 //! | device memory: [`annulus_core::DeviceSpace`] | `memory.rs` |
-//! | accumulators in several buffers | `row_buffers.rs` |
 //! | copies from and to the host: [`annulus_core::StagedSpace`] | `staged.rs`, `staging.rs` |
-//! | idle staging buffers | `pools.rs` |
-//! | adapters, device, pipelines | `adapter.rs`, `device.rs`, `pipelines.rs` |
-//! | devices open and close one at a time | `open_device.rs` |
+//! | adapters and limits, device, pipelines | `adapter.rs`, `device.rs`, `pipelines.rs` |
+//! | devices open and close one at a time; locks | `open_device.rs` |
 //! | command batches | `launch.rs` |
-//! | their order, proof that they ran; waits for them | `submissions.rs`; `queue.rs` |
+//! | their order, proof that they ran, idle staging buffers; waits for them | `submissions.rs`; `queue.rs` |
 //! | work per submission | `parts.rs`, `pacing.rs` |
 //! | errors, timing | `errors.rs`, `stopwatch.rs` |
-//! | limits of a device; locks | `limits.rs`; `lock.rs` |
-//! | levels, register tiles; the default of both | `level.rs`, `register_tile.rs`; `choice.rs` |
+//! | levels; register and query tiles, and the default of all | `level.rs`; `choice.rs` |
 //! | checks of subgroups, matrices and conversions | `probe.rs` |
 //! | kernels in WGSL | `kernels/` |
 //!
@@ -45,8 +41,6 @@
 mod adapter;
 mod backend;
 mod backward;
-mod backward_keys;
-mod backward_queries;
 mod block_mask;
 mod choice;
 mod chunks;
@@ -54,14 +48,10 @@ mod copy;
 mod device;
 mod errors;
 mod finish;
-mod forced;
 mod forward;
-mod gqa_packing;
 mod kernels;
 mod launch;
 mod level;
-mod limits;
-mod lock;
 mod memory;
 mod memory_model;
 mod open_device;
@@ -70,14 +60,9 @@ mod pacing;
 mod parts;
 mod pass_context;
 mod pipelines;
-mod pools;
 mod probe;
-mod query_tile;
 mod queue;
 mod records;
-mod register_tile;
-mod row_buffers;
-mod sink_parts;
 mod split_kv;
 mod staged;
 mod staging;
@@ -89,6 +74,8 @@ mod workspace;
 pub use adapter::{Adapter, NO_ADAPTER};
 pub use backend::Wgpu;
 pub use backward::WgpuBackward;
+pub use choice::QueryTileSize;
+pub use choice::RegisterTile;
 pub use device::{Gpu, Options, PATIENCE};
 pub use forward::WgpuForward;
 pub use kernels::offline::KernelText;
@@ -97,10 +84,8 @@ pub use memory::{GpuBuffer, Queued, Tensor, WgpuSpace};
 #[doc(hidden)]
 pub use memory_model::Translation;
 pub use pipelines::{KernelEdit, Translate, runtime_checks};
-pub use query_tile::QueryTile;
-pub use register_tile::RegisterTile;
 pub use staged::{Copier, Download, Upload};
-pub use staging::Transfers;
+pub use staging::TransferredBytes;
 pub use stopwatch::Stopwatch;
 pub use wgpu;
 pub use workspace::WgpuWorkspace;

@@ -12,16 +12,16 @@
 //!
 //! A device closes when the last object on it is dropped, which must therefore be an
 //! [`OpenDevice`]: every struct that holds a buffer also has a [`crate::Gpu`], as its last field.
+//!
+//! Locks that ignore poison.
 
 use std::{
     cell::Cell,
     mem,
-    sync::{Arc, Mutex, MutexGuard, OnceLock},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
 };
 
 use annulus_core::{HomeProcess, Result};
-
-use crate::lock::lock;
 
 /// The process that used wgpu first.
 static HOME: HomeProcess = HomeProcess::unused();
@@ -123,4 +123,9 @@ impl Drop for OpenDevice {
         drop(self.handles.take());
         CLOSES.set(false);
     }
+}
+
+/// Locks, ignoring poison: entries are complete or absent even if a holder panicked.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -5,9 +5,9 @@ use annulus_core::{Dims, Spec};
 
 use crate::{
     Level, RegisterTile,
-    block_mask::Owner,
-    copy::Layout,
-    kernels::{BiasAxes, Epilogue, Storage, TileVariant, Variant},
+    block_mask::ListOwner,
+    copy::ElementStrides,
+    kernels::{BiasAxes, Epilogue, KernelVariant, Storage, TileVariant},
     memory::Tensor,
 };
 
@@ -16,7 +16,7 @@ use crate::{
 pub(crate) struct Operand<'a> {
     /// `None` if only the size matters.
     pub(crate) buffer: Option<&'a wgpu::Buffer>,
-    pub(crate) layout: Layout,
+    pub(crate) layout: ElementStrides,
     /// Elements per vector.
     pub(crate) dim: usize,
     /// Bytes per element.
@@ -67,29 +67,29 @@ pub(crate) enum TileKernel {
 
 impl TileKernel {
     /// Rows that a workgroup owns, so that it alone writes their outputs.
-    pub(crate) const fn owner(self) -> Owner {
+    pub(crate) const fn owner(self) -> ListOwner {
         match self {
-            Self::Forward | Self::Queries => Owner::Queries,
-            Self::Keys { .. } => Owner::Keys,
+            Self::Forward | Self::Queries => ListOwner::Queries,
+            Self::Keys { .. } => ListOwner::Keys,
             Self::Bias(axes) => match axes {
-                BiasAxes::Keys => Owner::Keys,
-                _ => Owner::Queries,
+                BiasAxes::Keys => ListOwner::Keys,
+                _ => ListOwner::Queries,
             },
         }
     }
 
     /// Selects the kernel variant.
-    pub(crate) fn variant(self, tile: TileVariant) -> Variant {
+    pub(crate) fn variant(self, tile: TileVariant) -> KernelVariant {
         // only forward reduces over rows, so the others are the same at every level
-        let alike = TileVariant { level: Level::Plain, tall: None, ..tile };
+        let alike = TileVariant { level: Level::Plain, tall: false, ..tile };
         match self {
-            Self::Forward => Variant::Forward(tile),
-            Self::Queries => Variant::BackwardQueries(alike),
+            Self::Forward => KernelVariant::Forward(tile),
+            Self::Queries => KernelVariant::BackwardQueries(alike),
             Self::Keys { from_records, .. } => {
-                Variant::BackwardKeys(alike, from_records && tile.storage != Storage::F32)
+                KernelVariant::BackwardKeys(alike, from_records && tile.storage != Storage::F32)
             }
             Self::Bias(axes) => {
-                Variant::BackwardBias(TileVariant { matrices: None, ..alike }, axes)
+                KernelVariant::BackwardBias(TileVariant { matrices: None, ..alike }, axes)
             }
         }
     }
@@ -139,7 +139,7 @@ pub(crate) type BindingGroup<'a> = (Vec<Operand<'a>>, Vec<fn(&mut Bases) -> &mut
 impl Operand<'_> {
     /// True if all vectors begin at multiples of 4 elements and consist of whole fours.
     const fn is_aligned(&self) -> bool {
-        let Layout { base, batch, row, head } = self.layout;
+        let ElementStrides { base, batch, row, head } = self.layout;
         // first_row changes the base by whole rows
         (base | batch | row | head | self.dim as u64).is_multiple_of(4)
     }
@@ -201,7 +201,7 @@ impl<'a> Operands<'a> {
 /// Operand for a dense tensor.
 pub(crate) fn tensor(tensor: &Tensor, rows: RowsOf) -> Operand<'_> {
     let [_, len, heads, dim] = tensor.shape;
-    let layout = Layout::dense(len, heads, dim);
+    let layout = ElementStrides::dense(len, heads, dim);
     let bytes = tensor.dtype.bytes() as u64;
     Operand { buffer: Some(&tensor.buffer), layout, dim, bytes, rows, first_row: 0 }
 }
@@ -215,7 +215,7 @@ pub(crate) const fn floats(
 ) -> Operand<'_> {
     Operand {
         buffer: Some(buffer),
-        layout: Layout::dense(rows, heads, dim),
+        layout: ElementStrides::dense(rows, heads, dim),
         dim,
         bytes: 4,
         rows: RowsOf::Queries,
@@ -233,7 +233,7 @@ pub(crate) fn records<'a>(
 ) -> Operand<'a> {
     let annulus_core::RowField { dim, dtype, .. } = record.fields()[field];
     let scale = annulus_core::index(dtype.bytes() as u64 / bytes);
-    let layout = Layout::records(record, field, bytes);
+    let layout = ElementStrides::records(record, field, bytes);
     Operand { buffer, layout, dim: dim * scale, bytes, rows, first_row: 0 }
 }
 
@@ -242,7 +242,7 @@ pub(crate) fn bias(buffer: Option<&wgpu::Buffer>, shape: [usize; 4], rows: usize
     let [batches, heads, queries, keys] = shape;
     let rows = if queries == 1 { 1 } else { rows as u64 };
     let distance = |len: usize, distance: u64| if len == 1 { 0 } else { distance };
-    let layout = Layout {
+    let layout = ElementStrides {
         base: 0,
         batch: distance(batches, heads as u64 * rows * keys as u64),
         row: distance(queries, keys as u64),
@@ -274,7 +274,7 @@ mod tests {
     #[test]
     fn fours_are_loaded_at_once_only_where_all_vectors_consist_of_them() {
         let of = |base: u64, dim: usize| {
-            let layout = Layout { base, ..Layout::dense(7, 3, dim) };
+            let layout = ElementStrides { base, ..ElementStrides::dense(7, 3, dim) };
             let rows = RowsOf::Queries;
             Some(Operand { buffer: None, layout, dim, bytes: 4, rows, first_row: 0 })
         };

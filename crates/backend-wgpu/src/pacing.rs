@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::kernels::Variant;
+use crate::kernels::KernelVariant;
 
 /// Time that a part should take: a twentieth of the shortest watchdog, so that a part may take
 /// several times as long as measured before, and long beside the cost of a submission (below 0.1
@@ -33,10 +33,10 @@ pub(crate) const MAX_QUEUED: usize = 4;
 
 /// A part of a tile kernel in the queue.
 #[derive(Debug)]
-struct Part {
+struct QueuedPart {
     /// Number of its submission.
     submission: u64,
-    variant: Variant,
+    variant: KernelVariant,
     /// FLOPs.
     work: u64,
     submitted: Instant,
@@ -47,8 +47,8 @@ struct Part {
 pub(crate) struct Pacer {
     /// Upper bound of every budget, if any.
     most_work: Option<u64>,
-    budgets: HashMap<Variant, u64>,
-    queued: VecDeque<Part>,
+    budgets: HashMap<KernelVariant, u64>,
+    queued: VecDeque<QueuedPart>,
     /// Time of the latest poll.
     polled: Instant,
     /// Time before which the latest completed part had not ended.
@@ -68,7 +68,7 @@ impl Pacer {
     }
 
     /// Returns the bound of the next part of a kernel in FLOPs.
-    pub(crate) fn budget(&self, variant: Variant) -> u64 {
+    pub(crate) fn budget(&self, variant: KernelVariant) -> u64 {
         let budget = self.budgets.get(&variant).copied().unwrap_or(FIRST_WORK);
         self.most_work.map_or(budget, |most| budget.min(most))
     }
@@ -85,8 +85,8 @@ impl Pacer {
     }
 
     /// Records the submission of a part.
-    pub(crate) fn add(&mut self, submission: u64, variant: Variant, work: u64, now: Instant) {
-        self.queued.push_back(Part { submission, variant, work, submitted: now });
+    pub(crate) fn add(&mut self, submission: u64, variant: KernelVariant, work: u64, now: Instant) {
+        self.queued.push_back(QueuedPart { submission, variant, work, submitted: now });
     }
 
     /// Removes the parts that a poll at `now` reports as completed, up to submission `completed`,
@@ -126,12 +126,12 @@ fn adapted(budget: u64, work: u64, time: Duration) -> u64 {
 /// Time without a completed submission. The time of all queued work has no bound, but that of one
 /// submission does.
 #[derive(Debug)]
-pub(crate) struct Silence {
+pub(crate) struct QueueSilence {
     completed: u64,
     since: Instant,
 }
 
-impl Silence {
+impl QueueSilence {
     /// Starts at `now`, with `completed` submissions so far.
     pub(crate) const fn new(completed: u64, now: Instant) -> Self {
         Self { completed, since: now }
@@ -150,7 +150,7 @@ impl Silence {
 mod tests {
     use super::*;
 
-    const KERNEL: Variant = Variant::Sinks;
+    const KERNEL: KernelVariant = KernelVariant::Sinks;
 
     /// Device that computes `rate` FLOPs per second, one part after the other, polled every `poll`.
     fn simulate(rate: f64, poll: Duration, parts: usize) -> (Pacer, Vec<(u64, Duration)>) {
@@ -208,7 +208,7 @@ mod tests {
         pacer.poll(u64::MAX, now + 10 * TARGET);
         assert!(pacer.budget(KERNEL) <= before / 9, "{} after {before}", pacer.budget(KERNEL));
         // other kernels have budgets of their own
-        assert_eq!(pacer.budget(Variant::BiasRows), FIRST_WORK);
+        assert_eq!(pacer.budget(KernelVariant::BiasRows), FIRST_WORK);
     }
 
     #[test]
@@ -267,7 +267,7 @@ mod tests {
     fn only_silence_ends_the_patience() {
         let start = Instant::now();
         let patience = Duration::from_secs(60);
-        let mut silence = Silence::new(3, start);
+        let mut silence = QueueSilence::new(3, start);
         let mut now = start;
         // an hour of work, of which something completes every 50 s
         for completed in 4..76 {

@@ -4,7 +4,7 @@ use annulus_core::Spec;
 
 use crate::{
     RegisterTile,
-    block_mask::BlockMask,
+    block_mask::ChunkMask,
     kernels::TILE,
     operands::{TileKernel, dims_of_products},
 };
@@ -48,7 +48,7 @@ impl Workgroups {
 
     /// Returns the FLOPs of workgroup `number`. It iterates over `heads_each` heads from its own
     /// on, fewer at the end, whose tile pairs are as many if all heads share their lists.
-    fn work(&self, block_mask: &BlockMask, number: usize) -> u64 {
+    fn work(&self, block_mask: &ChunkMask, number: usize) -> u64 {
         let list = number % self.tiles;
         let tile = if self.is_reversed { self.tiles - 1 - list } else { list };
         let head = number / self.tiles % self.heads * self.heads_each;
@@ -69,7 +69,7 @@ impl Workgroups {
 
     /// Returns the end of the part that begins at workgroup `first`, and its FLOPs: as many
     /// workgroups as `budget` FLOPs allow, but at least one.
-    pub(crate) fn part(&self, block_mask: &BlockMask, first: usize, budget: u64) -> (usize, u64) {
+    pub(crate) fn part(&self, block_mask: &ChunkMask, first: usize, budget: u64) -> (usize, u64) {
         let mut total = 0;
         for number in first..self.count() {
             let work = self.work(block_mask, number);
@@ -88,10 +88,10 @@ mod tests {
 
     use super::*;
     use crate::{
-        block_mask::{ListForm, Owner, WorkChunk},
+        adapter::ChunkLimits,
+        block_mask::{ListForm, ListOwner, WorkChunk},
         chunks::ProblemSize,
         kernels::BiasAxes,
-        limits::ChunkLimits,
         operands::Operands,
     };
 
@@ -112,11 +112,11 @@ mod tests {
         let spec = Spec::new(Dims::new(2, 1000, 6, 64), DType::F32);
         let chunk =
             WorkChunk { batches: (0, 2), heads: (0, 6), queries: (0, 1000), keys: (0, 1000) };
-        for owner in [Owner::Queries, Owner::Keys] {
-            let mut mask = BlockMask::default();
+        for owner in [ListOwner::Queries, ListOwner::Keys] {
+            let mut mask = ChunkMask::default();
             mask.rebuild(&spec, &visibility, &chunk, owner, ListForm::DEFAULT).unwrap();
             // the last queries and the first keys of a causal mask have most pairs
-            assert_eq!(mask.is_ascending, owner == Owner::Queries);
+            assert_eq!(mask.is_ascending, owner == ListOwner::Queries);
             for (heads_each, batches_each) in [(1, 1), (3, 1), (6, 2)] {
                 let all = Workgroups {
                     tiles: 32,
@@ -182,8 +182,11 @@ mod tests {
                 let worst = chunks
                     .iter()
                     .map(|chunk| {
-                        let other =
-                            if kind.owner() == Owner::Queries { chunk.keys } else { chunk.queries };
+                        let other = if kind.owner() == ListOwner::Queries {
+                            chunk.keys
+                        } else {
+                            chunk.queries
+                        };
                         flops * (planes(chunk) * other.1.div_ceil(TILE)) as u64
                     })
                     .max();

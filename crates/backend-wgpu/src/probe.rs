@@ -15,7 +15,7 @@ use annulus_core::{Error, Result};
 use crate::{
     Gpu,
     kernels::{
-        Variant,
+        KernelVariant,
         matrices::{PROBE_COUNTS, PROBE_PRODUCT, probe_product},
         params::{ProbeParams, StepParams},
     },
@@ -56,12 +56,12 @@ impl Gpu {
 
     /// Shuffles numbers on the device.
     fn shuffled(&self) -> Result<Vec<u32>> {
-        self.results(Variant::SubgroupProbe, SUBGROUP_RESULTS, STEP)
+        self.results(KernelVariant::SubgroupProbe, SUBGROUP_RESULTS, STEP)
     }
 
     /// True if the device's conversion from f16 keeps subnormal numbers.
     pub(crate) fn probe_unpacking(&self) -> Result<bool> {
-        match self.results(Variant::UnpackProbe, 64, UNPACK_STEP) {
+        match self.results(KernelVariant::UnpackProbe, 64, UNPACK_STEP) {
             Ok(results) => Ok(keeps_subnormals(&results)),
             // a device without the conversion rejects the kernel
             Err(error) => self.check_lost().map_or(Err(error), |()| Ok(false)),
@@ -69,7 +69,7 @@ impl Gpu {
     }
 
     /// Runs one workgroup of a probe that writes `count` numbers.
-    fn results(&self, variant: Variant, count: usize, step: u32) -> Result<Vec<u32>> {
+    fn results(&self, variant: KernelVariant, count: usize, step: u32) -> Result<Vec<u32>> {
         let mut arena = Arena::default();
         let bytes = 4 * count as u64;
         let result = self.create_buffer("probe", bytes, USAGE)?;
@@ -94,7 +94,7 @@ impl Gpu {
         let mut commands = Commands::new(self, &mut arena);
         let [left_step, right_step] = STEPS;
         commands.launch(
-            Variant::MatrixProbe(matrices),
+            KernelVariant::MatrixProbe(matrices),
             groups as u64,
             vec![BoundResource::whole(&result)],
             |_| ProbeParams { left_step, right_step, rounds },

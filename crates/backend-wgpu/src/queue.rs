@@ -13,7 +13,7 @@ use wgpu::{CommandEncoder, Device};
 use crate::{
     device::{Gpu, PATIENCE},
     errors::device_error,
-    pacing::Silence,
+    pacing::QueueSilence,
     submissions::Receipt,
 };
 
@@ -68,15 +68,15 @@ impl Gpu {
     }
 
     /// Starts to measure the time without a completed submission.
-    pub(crate) fn silence(&self) -> Silence {
-        Silence::new(self.submissions().completed(), Instant::now())
+    pub(crate) fn silence(&self) -> QueueSilence {
+        QueueSilence::new(self.submissions().completed(), Instant::now())
     }
 
     /// Checks that a submission has completed within [`PATIENCE`]. Called after a poll.
     ///
     /// # Errors
     /// [`annulus_core::Error::Device`].
-    pub(crate) fn check_silence(&self, silence: &mut Silence) -> Result<()> {
+    pub(crate) fn check_silence(&self, silence: &mut QueueSilence) -> Result<()> {
         if !silence.exceeds(PATIENCE, self.submissions().completed(), Instant::now()) {
             return Ok(());
         }
@@ -119,7 +119,9 @@ pub(crate) mod tests {
     };
 
     use super::*;
-    use crate::{Options, Tensor, Wgpu, pacing::MAX_QUEUED, pools::MAX_IDLE, staging::pooled};
+    use crate::{
+        Options, Tensor, Wgpu, pacing::MAX_QUEUED, staging::pooled, submissions::MAX_IDLE,
+    };
 
     /// A device of its own, or `None` if there is none.
     pub(crate) fn gpu(options: &Options) -> Option<Gpu> {

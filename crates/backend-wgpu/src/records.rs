@@ -3,7 +3,7 @@
 use annulus_core::{Inputs, RangePairs, Reduction, Result, RowLayout, Spec, View, index};
 
 use crate::{
-    copy::{Copy, Layout, LinearCopy, Side, launch_linear},
+    copy::{Copy, CopySide, ElementStrides, LinearCopy, launch_linear},
     device::Gpu,
     kernels::CopyMode,
     launch::Commands,
@@ -23,8 +23,16 @@ fn launch_field(
     let [batch, rows, heads, dim] = tensor.shape;
     let bytes = tensor.dtype.bytes() as u64;
     let copy = Copy {
-        from: Side { buffer: &tensor.buffer, layout: Layout::dense(rows, heads, dim), bytes },
-        into: Side { buffer: &into.buffer, layout: Layout::records(record, field, bytes), bytes },
+        from: CopySide {
+            buffer: &tensor.buffer,
+            layout: ElementStrides::dense(rows, heads, dim),
+            bytes,
+        },
+        into: CopySide {
+            buffer: &into.buffer,
+            layout: ElementStrides::records(record, field, bytes),
+            bytes,
+        },
         batches: batch as u64,
         rows: rows as u64,
         heads: heads as u64,
@@ -64,12 +72,16 @@ pub(crate) fn pack_queries(pass: &mut BackwardContext<'_>, into: &GpuBuffer) -> 
     // in records of 2-byte elements an f32 may straddle two words: copied by halves
     let numbers = Spec::ROW_STATISTICS * index(4 / bytes);
     let copy = Copy {
-        from: Side {
+        from: CopySide {
             buffer: &state.statistics.buffer,
-            layout: Layout::dense(rows, dims.q_heads, numbers),
+            layout: ElementStrides::dense(rows, dims.q_heads, numbers),
             bytes,
         },
-        into: Side { buffer: &into.buffer, layout: Layout::records(&record, 2, bytes), bytes },
+        into: CopySide {
+            buffer: &into.buffer,
+            layout: ElementStrides::records(&record, 2, bytes),
+            bytes,
+        },
         batches: dims.batch as u64,
         rows: rows as u64,
         heads: dims.q_heads as u64,

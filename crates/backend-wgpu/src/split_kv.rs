@@ -15,9 +15,9 @@ use annulus_core::{Dims, Error, Result};
 
 use crate::{
     block_mask::WorkChunk,
-    copy::Layout,
+    copy::ElementStrides,
     device::Gpu,
-    kernels::{MAX_RANGES, Variant, params::MergeParams},
+    kernels::{KernelVariant, MAX_RANGES, params::MergeParams},
     launch::{Arena, BoundResource, Commands},
 };
 
@@ -33,14 +33,14 @@ fn wanted_ranges(workgroups: usize) -> usize {
 
 /// Shape of the partial results of one range: all batch rows and heads, the queries of a chunk.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct PartialShape {
+pub(crate) struct RangeShape {
     pub(crate) batch: usize,
     pub(crate) queries: usize,
     pub(crate) heads: usize,
     pub(crate) dim: usize,
 }
 
-impl PartialShape {
+impl RangeShape {
     pub(crate) const fn of(dims: &Dims, queries: usize) -> Self {
         Self { batch: dims.batch, queries, heads: dims.q_heads, dim: dims.value_dim }
     }
@@ -71,7 +71,7 @@ impl ChunkPlanes {
     }
 
     /// Returns the first element of these planes.
-    pub(crate) const fn first_element(self, layout: Layout) -> u32 {
+    pub(crate) const fn first_element(self, layout: ElementStrides) -> u32 {
         (self.batches.0 as u64 * layout.batch + self.heads.0 as u64 * layout.head) as u32
     }
 }
@@ -82,13 +82,13 @@ pub(crate) struct MergeTarget {
     pub(crate) bound: BoundResource,
     /// Offset of the first element of the chunk in the binding.
     pub(crate) base: u32,
-    pub(crate) layout: Layout,
+    pub(crate) layout: ElementStrides,
 }
 
 /// Partial results of all ranges of a launch.
 #[derive(Debug)]
-pub(crate) struct PartialResults {
-    shape: PartialShape,
+pub(crate) struct RangeResults {
+    shape: RangeShape,
     ranges: usize,
     /// `[range, batch, query, head, dim]`.
     acc: wgpu::Buffer,
@@ -96,11 +96,11 @@ pub(crate) struct PartialResults {
     statistics: wgpu::Buffer,
 }
 
-impl PartialResults {
+impl RangeResults {
     pub(crate) fn new(
         gpu: &Gpu,
         arena: &mut Arena,
-        shape: PartialShape,
+        shape: RangeShape,
         ranges: usize,
     ) -> Result<Self> {
         let [acc, statistics] = arena.partial_results(gpu, Self::bytes(shape, ranges))?;
@@ -108,14 +108,14 @@ impl PartialResults {
     }
 
     /// Bytes of accumulators and of statistics.
-    fn bytes(shape: PartialShape, ranges: usize) -> [u64; 2] {
+    fn bytes(shape: RangeShape, ranges: usize) -> [u64; 2] {
         [shape.dim, 4].map(|dim| 4 * (ranges * shape.rows() * dim) as u64)
     }
 
     /// Layouts of one range's accumulators and statistics.
-    pub(crate) fn layouts(&self) -> [Layout; 2] {
-        let PartialShape { queries, heads, dim, .. } = self.shape;
-        [dim, 4].map(|dim| Layout::dense(queries, heads, dim))
+    pub(crate) fn layouts(&self) -> [ElementStrides; 2] {
+        let RangeShape { queries, heads, dim, .. } = self.shape;
+        [dim, 4].map(|dim| ElementStrides::dense(queries, heads, dim))
     }
 
     /// Elements of accumulators, and of statistics, from one range to the next.
@@ -150,31 +150,33 @@ impl PartialResults {
         let [of_acc, of_statistics] = self.resources();
         let count = planes.batches.1 * self.shape.queries * planes.heads.1;
         let bindings = vec![of_statistics, of_acc, statistics.bound.clone(), acc.bound.clone()];
-        commands.launch(Variant::MergeRanges, count as u64, bindings, |grid_width| MergeParams {
-            count: count as u32,
-            grid_width,
-            rows: self.shape.queries as u32,
-            heads: planes.heads.1 as u32,
-            ranges: self.ranges as u32,
-            dim: self.shape.dim as u32,
-            statistics_base: statistics.base,
-            statistics_row: statistics.layout.row as u32,
-            statistics_batch: statistics.layout.batch as u32,
-            statistics_head: statistics.layout.head as u32,
-            acc_base: acc.base,
-            acc_row: acc.layout.row as u32,
-            acc_batch: acc.layout.batch as u32,
-            acc_head: acc.layout.head as u32,
-            range_statistics_base: planes.first_element(range_statistics),
-            range_statistics_row: range_statistics.row as u32,
-            range_statistics_batch: range_statistics.batch as u32,
-            range_statistics_head: range_statistics.head as u32,
-            statistics_range,
-            range_acc_base: planes.first_element(range_acc),
-            range_acc_row: range_acc.row as u32,
-            range_acc_batch: range_acc.batch as u32,
-            range_acc_head: range_acc.head as u32,
-            acc_range,
+        commands.launch(KernelVariant::MergeRanges, count as u64, bindings, |grid_width| {
+            MergeParams {
+                count: count as u32,
+                grid_width,
+                rows: self.shape.queries as u32,
+                heads: planes.heads.1 as u32,
+                ranges: self.ranges as u32,
+                dim: self.shape.dim as u32,
+                statistics_base: statistics.base,
+                statistics_row: statistics.layout.row as u32,
+                statistics_batch: statistics.layout.batch as u32,
+                statistics_head: statistics.layout.head as u32,
+                acc_base: acc.base,
+                acc_row: acc.layout.row as u32,
+                acc_batch: acc.layout.batch as u32,
+                acc_head: acc.layout.head as u32,
+                range_statistics_base: planes.first_element(range_statistics),
+                range_statistics_row: range_statistics.row as u32,
+                range_statistics_batch: range_statistics.batch as u32,
+                range_statistics_head: range_statistics.head as u32,
+                statistics_range,
+                range_acc_base: planes.first_element(range_acc),
+                range_acc_row: range_acc.row as u32,
+                range_acc_batch: range_acc.batch as u32,
+                range_acc_head: range_acc.head as u32,
+                acc_range,
+            }
         })
     }
 }
@@ -196,10 +198,10 @@ mod tests {
 
     #[test]
     fn partial_results_fit_a_binding() {
-        let shape = PartialShape { batch: 2, queries: 3, heads: 5, dim: 8 };
+        let shape = RangeShape { batch: 2, queries: 3, heads: 5, dim: 8 };
         assert_eq!(shape.most_ranges(4 * 2 * 3 * 5 * 8 * 7 + 1, 1), 7);
         // statistics are longer than vectors of dim 1
-        assert_eq!(PartialShape { dim: 1, ..shape }.most_ranges(4 * 2 * 3 * 5 * 4 * 3, 1), 3);
+        assert_eq!(RangeShape { dim: 1, ..shape }.most_ranges(4 * 2 * 3 * 5 * 4 * 3, 1), 3);
         assert_eq!(shape.most_ranges(100, 1), 1);
         assert_eq!(shape.most_ranges(u64::MAX, 8), 64);
     }

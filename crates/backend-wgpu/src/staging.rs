@@ -15,10 +15,9 @@ use wgpu::{BufferUsages, MapMode};
 
 use crate::{
     device::Gpu,
-    lock::lock,
-    pacing::Silence,
-    pools::{StagingPools, keep, take_fitting},
-    submissions::Receipt,
+    open_device::lock,
+    pacing::QueueSilence,
+    submissions::{Receipt, StagingPools, keep, take_fitting},
 };
 
 /// Bytes of a staging buffer for tensors: large beside the cost of a submission (64 MiB take 4 ms
@@ -33,7 +32,7 @@ const COUNTER_BYTES: u64 = 4;
 
 /// Bytes copied between host and device, as returned by [`Gpu::transfers`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Transfers {
+pub struct TransferredBytes {
     /// Tensors and blocks. Not counted: parameters of kernels, and their block-sparse masks
     /// ([`Gpu::mask_bytes`]).
     pub to_device: u64,
@@ -73,7 +72,7 @@ pub(crate) struct PendingRead {
     receipt: Receipt,
     mapped: Arc<Mutex<Option<Result<(), String>>>>,
     /// Time without a completed submission, for waits that poll.
-    silence: Mutex<Silence>,
+    silence: Mutex<QueueSilence>,
     /// Keeps the device open.
     _gpu: Gpu,
 }
@@ -81,9 +80,9 @@ pub(crate) struct PendingRead {
 impl Gpu {
     /// Returns the bytes copied through this handle and its clones so far, in whole words of 4
     /// bytes.
-    pub fn transfers(&self) -> Transfers {
+    pub fn transfers(&self) -> TransferredBytes {
         let StagingPools { bytes_to_device, bytes_to_host, .. } = self.staging();
-        Transfers {
+        TransferredBytes {
             to_device: bytes_to_device.load(Ordering::Relaxed),
             to_host: bytes_to_host.load(Ordering::Relaxed),
         }
@@ -420,7 +419,7 @@ mod tests {
         copy.mapped = Arc::default();
         assert!(gpu.try_read(&copy, |_| Ok(())).unwrap().is_none());
         let since = Instant::now().checked_sub(PATIENCE + Duration::from_secs(1)).unwrap();
-        copy.silence = Mutex::new(Silence::new(gpu.submissions().completed(), since));
+        copy.silence = Mutex::new(QueueSilence::new(gpu.submissions().completed(), since));
         let error = gpu.try_read(&copy, |_| Ok(())).unwrap_err();
         let named = |what: &str| what.contains("completed nothing for 60 s");
         assert!(matches!(&error, Error::Device { what } if named(what)), "{error:?}");

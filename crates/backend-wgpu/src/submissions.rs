@@ -4,6 +4,8 @@
 //! complete. The last kernel of each batch therefore adds 1 to a counter on the device (kernel:
 //! `count.wgsl`; Metal runs the kernels of a pass in order). Every download includes the counter,
 //! and is an error unless it equals the number of batches submitted before.
+//!
+//! Idle staging buffers of one device.
 
 use std::{
     sync::{
@@ -16,12 +18,12 @@ use std::{
 use annulus_core::Result;
 use wgpu::{BufferUsages, Device};
 
-use crate::{errors::with_error_scopes, kernels::Variant, lock::lock, pacing::Pacer};
+use crate::{errors::with_error_scopes, kernels::KernelVariant, open_device::lock, pacing::Pacer};
 
 /// Submissions of a device, shared by all its handles.
 #[derive(Debug)]
 pub(crate) struct Submissions {
-    order: Mutex<Order>,
+    order: Mutex<QueueOrder>,
     /// Number of the latest submission known to be complete.
     completed: Arc<AtomicU64>,
     pacer: Mutex<Pacer>,
@@ -31,7 +33,7 @@ pub(crate) struct Submissions {
 
 /// Numbers of submissions, in the order of the queue.
 #[derive(Debug, Default)]
-struct Order {
+struct QueueOrder {
     submissions: u64,
     /// Submissions that count themselves.
     batches: u32,
@@ -95,12 +97,12 @@ impl Submissions {
     }
 
     /// Records a submission as a part of a tile kernel of `work` FLOPs.
-    pub(crate) fn add_part(&self, receipt: Receipt, variant: Variant, work: u64) {
+    pub(crate) fn add_part(&self, receipt: Receipt, variant: KernelVariant, work: u64) {
         lock(&self.pacer).add(receipt.submission, variant, work, Instant::now());
     }
 
     /// Returns the bound of the next part of a kernel in FLOPs.
-    pub(crate) fn part_budget(&self, variant: Variant) -> u64 {
+    pub(crate) fn part_budget(&self, variant: KernelVariant) -> u64 {
         lock(&self.pacer).budget(variant)
     }
 
@@ -132,5 +134,41 @@ impl Submissions {
     #[cfg(test)]
     pub(crate) fn lose_a_batch(&self) {
         lock(&self.order).batches += 1;
+    }
+}
+
+/// Upper bound of the buffers of a pool: a few plans at a time, each with a few in the queue.
+pub(crate) const MAX_IDLE: usize = 8;
+
+/// Pools of one device, and the bytes that went through them.
+#[derive(Debug, Default)]
+pub(crate) struct StagingPools {
+    /// Mapped for writing.
+    pub(crate) uploads: Arc<Mutex<Vec<wgpu::Buffer>>>,
+    /// Unmapped.
+    pub(crate) downloads: Mutex<Vec<wgpu::Buffer>>,
+    /// Bytes of upload buffers that queued work has not read.
+    pub(crate) uploading: Arc<AtomicU64>,
+    pub(crate) bytes_to_device: AtomicU64,
+    pub(crate) bytes_to_host: AtomicU64,
+    pub(crate) mask_bytes: AtomicU64,
+}
+
+/// Removes the smallest buffer of a pool that holds `bytes`.
+pub(crate) fn take_fitting(pool: &mut Vec<wgpu::Buffer>, bytes: u64) -> Option<wgpu::Buffer> {
+    let fitting = pool.iter().enumerate().filter(|(_, buffer)| buffer.size() >= bytes);
+    let index = fitting.min_by_key(|(_, buffer)| buffer.size()).map(|(index, _)| index)?;
+    Some(pool.swap_remove(index))
+}
+
+/// Returns a buffer to its pool. Drops the smallest one if there are too many, because large ones
+/// take longest to create.
+pub(crate) fn keep(pool: &mut Vec<wgpu::Buffer>, buffer: wgpu::Buffer) {
+    pool.push(buffer);
+    if pool.len() > MAX_IDLE {
+        let sizes = pool.iter().map(wgpu::Buffer::size).enumerate();
+        if let Some((smallest, _)) = sizes.min_by_key(|&(_, size)| size) {
+            pool.swap_remove(smallest);
+        }
     }
 }

@@ -3,22 +3,21 @@
 
 use std::ops::ControlFlow;
 
-use annulus_core::{BiasOrder, DType, DropoutMask, Result, Spec, Tick, Visibility};
+use annulus_core::{BiasOrder, DType, DropoutMask, GqaPacking, Result, Spec, Tick, Visibility};
 
 use crate::{
-    QueryTile,
-    block_mask::{BlockMask, ListForm, Owner, WorkChunk, max_words_per_tile},
+    QueryTileSize,
+    block_mask::{ChunkMask, ListForm, ListOwner, WorkChunk, max_words_per_tile},
+    choice::{LaunchShape, TileChoice},
     chunks::{ProblemSize, element_span, first_element, most_list_words},
-    copy::Layout,
+    copy::ElementStrides,
     device::Gpu,
-    gqa_packing::GqaPacking,
-    kernels::{TILE, TileVariant, params::TileParams, tall_tile::TallTile},
+    kernels::{TILE, TallTile, TileVariant, params::TileParams},
     launch::{Arena, BoundResource, Commands, ElementRange},
     operands::{Bases, Operand, Operands, TileKernel},
     parts::{Workgroups, flops_per_tile_pair},
-    query_tile::{LaunchShape, TileChoice},
-    row_buffers::RowBuffers,
-    split_kv::{ChunkPlanes, MergeTarget, PartialResults, PartialShape},
+    pass_context::RowBuffers,
+    split_kv::{ChunkPlanes, MergeTarget, RangeResults, RangeShape},
 };
 
 /// One pass of a tile kernel over all visible pairs.
@@ -39,7 +38,7 @@ impl TilePass<'_> {
     pub(crate) fn run(
         &self,
         arena: &mut Arena,
-        block_mask: &mut BlockMask,
+        block_mask: &mut ChunkMask,
         tick: Tick<'_>,
     ) -> Result<ControlFlow<()>> {
         let function = self.spec.bias_function.is_some();
@@ -87,7 +86,7 @@ impl TilePass<'_> {
     /// Chooses the packing of heads and the form of the lists of a chunk: with few queries, forward
     /// packs heads and divides the keys.
     fn list_form(&self, chunk: &WorkChunk, size: ProblemSize) -> (GqaPacking, ListForm) {
-        let default = (GqaPacking::NONE, ListForm::DEFAULT);
+        let default = (GqaPacking::none(TILE), ListForm::DEFAULT);
         if self.kind != TileKernel::Forward {
             return default;
         }
@@ -96,13 +95,13 @@ impl TilePass<'_> {
         let has_whole_groups = first_head.is_multiple_of(group) && heads.is_multiple_of(group);
         // the heads of a tile share its list
         let packing = if has_whole_groups && !size.per_head {
-            GqaPacking::of(chunk.queries.1, group)
+            GqaPacking::of(chunk.queries.1, group, TILE)
         } else {
-            GqaPacking::NONE
+            GqaPacking::none(TILE)
         };
         let tiles = chunk.queries.1.div_ceil(packing.queries());
         let workgroups = tiles * (heads / packing.heads()) * chunk.batches.1;
-        let shape = PartialShape::of(&self.spec.dims, chunk.queries.1);
+        let shape = RangeShape::of(&self.spec.dims, chunk.queries.1);
         let most_ranges = shape.most_ranges(self.gpu.max_binding_bytes(), workgroups);
         let planes = if size.per_batch { chunk.batches.1 } else { 1 }
             * if size.per_head { heads } else { 1 };
@@ -115,11 +114,11 @@ impl TilePass<'_> {
             words as u64 <= most_list_words(self.gpu.chunk_limits())
         };
         let tall_tiles = chunk.queries.1.div_ceil(TallTile::ROWS);
-        if packing == GqaPacking::NONE
+        if packing == GqaPacking::none(TILE)
             && self.can_be_tall(chunk, tall_tiles)
             && fits(tall_tiles, ListForm::TALL)
         {
-            return (GqaPacking::NONE, ListForm::TALL);
+            return (GqaPacking::none(TILE), ListForm::TALL);
         }
         let form = ListForm { queries: packing.queries(), most_ranges };
         if fits(tiles, form) { (packing, form) } else { default }
@@ -133,24 +132,22 @@ impl TilePass<'_> {
             workgroups: tiles * chunk.heads.1 * chunk.batches.1,
         };
         let wanted = match self.gpu.tile_choice() {
-            TileChoice::Forced(tile) => tile == QueryTile::Of64,
-            TileChoice::Default(tile) => tile == QueryTile::Of64 && QueryTile::suits(shape),
+            TileChoice::Forced(tile) => tile == QueryTileSize::Of64,
+            TileChoice::Default(tile) => tile == QueryTileSize::Of64 && QueryTileSize::suits(shape),
         };
         // a workgroup has twice the work of one of 32 queries
         let work = 2 * self.flops_per_tile_pair() * chunk.keys.1.div_ceil(TILE) as u64;
         let is_bounded = self.gpu.chunk_limits().part_work.is_none_or(|most| work <= most);
-        wanted && is_bounded && self.tall_tile().is_some()
-    }
-
-    /// Returns the form of tall tiles on the device; `None` if it has none.
-    fn tall_tile(&self) -> Option<TallTile> {
-        let has_invocations = TallTile::INVOCATIONS <= self.gpu.workgroup_invocations() as usize;
-        self.tile.tall_tile(self.gpu.workgroup_bytes() as usize).filter(|_| has_invocations)
+        let limits = self.gpu.device().limits();
+        wanted
+            && is_bounded
+            && TallTile::INVOCATIONS <= limits.max_compute_invocations_per_workgroup as usize
+            && self.tile.can_be_tall(limits.max_compute_workgroup_storage_size as usize)
     }
 
     /// True if so many tiles of keys are visible to one half of a tall tile only that tiles of 32
     /// queries compute at least 1/16 less. A forced tile is kept.
-    fn wastes_halves(&self, block_mask: &BlockMask) -> bool {
+    fn wastes_halves(&self, block_mask: &ChunkMask) -> bool {
         matches!(self.gpu.tile_choice(), TileChoice::Default(_))
             && 8 * block_mask.idle_halves() >= block_mask.listed()
     }
@@ -192,15 +189,15 @@ impl TilePass<'_> {
         let &ChunkWork { block_mask, chunk, packing, form } = work;
         let partial = (block_mask.ranges > 1)
             .then(|| {
-                let shape = PartialShape::of(&self.spec.dims, chunk.queries.1);
-                PartialResults::new(self.gpu, arena, shape, block_mask.ranges)
+                let shape = RangeShape::of(&self.spec.dims, chunk.queries.1);
+                RangeResults::new(self.gpu, arena, shape, block_mask.ranges)
             })
             .transpose()?;
         let workgroups = self.workgroups(work);
         let aligned = self.operands_at(0).are_aligned(self.gpu.alignment());
-        let decodes = packing != GqaPacking::NONE || partial.is_some();
-        let tall = if form.is_tall() { self.tall_tile() } else { None };
-        let variant = self.kind.variant(TileVariant { aligned, decodes, tall, ..self.tile });
+        let decodes = packing != GqaPacking::none(TILE) || partial.is_some();
+        let variant =
+            self.kind.variant(TileVariant { aligned, decodes, tall: form.is_tall(), ..self.tile });
         let mut bound = None;
         let mut first = 0;
         while first < workgroups.count() {
@@ -248,7 +245,7 @@ impl TilePass<'_> {
         &self,
         commands: &mut Commands<'_>,
         work: &ChunkWork<'_>,
-        partial: Option<&PartialResults>,
+        partial: Option<&RangeResults>,
     ) -> Result<Bound> {
         let ChunkWork { block_mask, chunk, .. } = work;
         let mut bases = Bases::default();
@@ -292,8 +289,8 @@ impl TilePass<'_> {
     fn workgroups(&self, work: &ChunkWork<'_>) -> Workgroups {
         let &ChunkWork { block_mask, chunk, packing, form } = work;
         let tiles = match self.kind.owner() {
-            Owner::Queries => chunk.queries.1.div_ceil(form.queries),
-            Owner::Keys => chunk.keys.1.div_ceil(TILE),
+            ListOwner::Queries => chunk.queries.1.div_ceil(form.queries),
+            ListOwner::Keys => chunk.keys.1.div_ceil(TILE),
         };
         let (batches, heads) = (chunk.batches.1, chunk.heads.1);
         let shared = |axis: usize| self.spec.bias.is_some_and(|shape| shape[axis] == 1);
@@ -439,7 +436,7 @@ impl TilePass<'_> {
 
 /// A chunk, its lists, and the heads of its query tiles.
 struct ChunkWork<'a> {
-    block_mask: &'a BlockMask,
+    block_mask: &'a ChunkMask,
     chunk: &'a WorkChunk,
     packing: GqaPacking,
     form: ListForm,
@@ -459,9 +456,9 @@ struct GridShape<'a> {
     first: u32,
     end: u32,
     add: bool,
-    partial: Option<&'a PartialResults>,
+    partial: Option<&'a RangeResults>,
 }
 
-fn layout_of(operand: &Option<Operand<'_>>) -> Layout {
-    operand.map_or_else(Layout::default, |operand| operand.layout)
+fn layout_of(operand: &Option<Operand<'_>>) -> ElementStrides {
+    operand.map_or_else(ElementStrides::default, |operand| operand.layout)
 }

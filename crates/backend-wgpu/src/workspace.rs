@@ -7,9 +7,9 @@ use annulus_core::{
 
 use crate::{
     backward::WgpuBackward,
-    block_mask::BlockMask,
+    block_mask::ChunkMask,
     chunks::ProblemSize,
-    copy::Layout,
+    copy::ElementStrides,
     device::Gpu,
     forward::WgpuForward,
     kernels::{Epilogue, Storage, TileVariant},
@@ -17,8 +17,7 @@ use crate::{
     level::Matrices,
     memory::{GpuBuffer, WgpuSpace},
     operands::{Operand, Operands, RowsOf, TileKernel, bias, records},
-    pass_context::{BackwardState, ForwardState, RankKernels},
-    row_buffers::RowBuffers,
+    pass_context::{BackwardBuffers, ForwardBuffers, RankKernels, RowBuffers},
 };
 
 /// Workspace on the device: softmax statistics, accumulators, gradients in f32, and scratch for
@@ -26,9 +25,9 @@ use crate::{
 #[derive(Debug)]
 pub struct WgpuWorkspace {
     kernels: RankKernels,
-    forward: ForwardState,
+    forward: ForwardBuffers,
     /// `None` in a workspace for [`Passes::Forward`].
-    backward: Option<BackwardState>,
+    backward: Option<BackwardBuffers>,
 }
 
 impl WgpuWorkspace {
@@ -55,7 +54,7 @@ impl WgpuWorkspace {
                 let rows = if keys == 1 || queries != 1 { shard.queries.len() } else { 1 };
                 floats("dbias", (batches * heads * rows * keys) as u64)
             });
-            Some(BackwardState {
+            Some(BackwardBuffers {
                 dq: of_queries("dq", dims.head_dim)?,
                 statistics: floats("row statistics", vectors * 4)?,
                 bias: bias.transpose()?,
@@ -69,9 +68,9 @@ impl WgpuWorkspace {
                 shard: shard.clone(),
                 tile,
                 arena: Arena::default(),
-                block_mask: BlockMask::default(),
+                block_mask: ChunkMask::default(),
             },
-            forward: ForwardState {
+            forward: ForwardBuffers {
                 acc: of_queries("acc", dims.value_dim)?,
                 softmax_statistics: floats("running softmax", vectors * 4)?,
             },
@@ -99,7 +98,7 @@ impl Workspace for WgpuWorkspace {
 
     fn bytes(&self) -> u64 {
         let Self { kernels, forward, backward } = self;
-        let backward = backward.as_ref().map_or(0, BackwardState::bytes);
+        let backward = backward.as_ref().map_or(0, BackwardBuffers::bytes);
         forward.bytes() + backward + kernels.arena.bytes()
     }
 
@@ -141,7 +140,7 @@ fn tile_variant(gpu: &Gpu, spec: &Spec, storage: Storage) -> Result<TileVariant>
         level: gpu.level(),
         matrices: matrices(gpu, spec),
         // each launch decides, by the shape of its chunk
-        tall: None,
+        tall: false,
     })
 }
 
@@ -156,7 +155,7 @@ pub(crate) fn matrices(gpu: &Gpu, spec: &Spec) -> Option<Matrices> {
 fn check_fits(gpu: &Gpu, spec: &Spec, storage: Storage, passes: Passes) -> Result<()> {
     let dims = &spec.dims;
     let queries = |dim, bytes| {
-        let layout = Layout::dense(dims.q_len, dims.q_heads, dim);
+        let layout = ElementStrides::dense(dims.q_len, dims.q_heads, dim);
         Some(Operand { buffer: None, layout, dim, bytes, rows: RowsOf::Queries, first_row: 0 })
     };
     let record = spec.kv_row_layout();

@@ -14,7 +14,8 @@ use annulus_core::{
     SinkShape, Spec, StagedSpace, Workspace, mask, oracle,
 };
 use annulus_wgpu::{
-    Copier, Gpu, GpuBuffer, Options, PATIENCE, Queued, Transfers, Wgpu, WgpuSpace, WgpuWorkspace,
+    Copier, Gpu, GpuBuffer, Options, PATIENCE, Queued, TransferredBytes, Wgpu, WgpuSpace,
+    WgpuWorkspace,
 };
 use half::bf16;
 use ndarray::{Array, Array4, Axis, Dimension};
@@ -261,11 +262,11 @@ fn bytes<const N: usize>(tensors: [&Array4<f32>; N]) -> u64 {
 }
 
 /// Returns the copies that `work` makes.
-fn transfers(gpu: &Gpu, work: impl FnOnce()) -> Transfers {
+fn transfers(gpu: &Gpu, work: impl FnOnce()) -> TransferredBytes {
     let before = gpu.transfers();
     work();
     let after = gpu.transfers();
-    Transfers {
+    TransferredBytes {
         to_device: after.to_device - before.to_device,
         to_host: after.to_host - before.to_host,
     }
@@ -287,11 +288,11 @@ fn a_rank_alone_copies_its_inputs_and_outputs_only() {
         });
         let inputs = bytes([q, k, v, bias, sinks]);
         let outputs = bytes([&results.out, &results.lse]);
-        assert_eq!(copied, Transfers { to_device: inputs, to_host: outputs }, "{mode:?}");
+        assert_eq!(copied, TransferredBytes { to_device: inputs, to_host: outputs }, "{mode:?}");
         let copied = transfers(&gpu, || {
             backward(&backend, &mut workspace, &problem, &mut results, mode).unwrap();
         });
-        let want = Transfers {
+        let want = TransferredBytes {
             to_device: inputs + outputs + bytes([dout, dlse]),
             to_host: bytes([q, k, v, bias, sinks]),
         };
@@ -408,5 +409,5 @@ fn blocks_of_host_views_are_staged() {
         };
         assert_eq!(downloaded.bytes(), [[0; 8], [7; 8], [7, 7, 7, 7, 0, 0, 0, 0]].concat());
     });
-    assert_eq!(copied, Transfers { to_device: 16, to_host: 24 });
+    assert_eq!(copied, TransferredBytes { to_device: 16, to_host: 24 });
 }

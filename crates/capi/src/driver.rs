@@ -34,7 +34,7 @@ pub use emulated::{emulate_cuda, is_emulated};
 mod emulated {
     use std::{path::PathBuf, sync::OnceLock};
 
-    use annulus::cuda::device::{Cache, Compiler};
+    use annulus::cuda::device::{Compiler, ImageCache};
     use annulus_cuda_emulator as emulator;
 
     use super::{Cuda, Result, Stream, Symbols};
@@ -58,7 +58,7 @@ mod emulated {
 
     pub(crate) fn cuda_on(stream: Stream) -> Result<Cuda> {
         let Some(kernels) = KERNELS.get() else { return Cuda::on_stream(stream) };
-        let cache = Some(Cache::new(kernels.clone()));
+        let cache = Some(ImageCache::new(kernels.clone()));
         let compiler = Compiler::with_symbols(emulator::compiler_symbols(), cache)?;
         Ok(Cuda::on(stream, compiler))
     }

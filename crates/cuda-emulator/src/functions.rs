@@ -17,10 +17,10 @@ use super::{
     context::{
         CURRENT, Context, DEVICES, EmulatedStream, context_of, drain, lock, push, with_context,
     },
-    maps::tensor_map,
     modules::{function_attribute, launch, module_function, module_load, module_unload},
     work::{Mark, Step, Work},
 };
+use crate::memory::tensor_map;
 use annulus_device_cuda::Symbols;
 
 /// Object behind an event's handle; without a mark until it is recorded.

@@ -12,7 +12,7 @@
 //!   ([`deadlocks`]).
 //! * **NCCL** (`nccl`, on Linux): sends and receives between threads or
 //!   processes of one machine; a message moves when both streams have reached it.
-//! * **Compute capability 9.0** (`maps.rs`, the `hopper_` tables): tensor maps in the emulator's
+//! * **Compute capability 9.0** (`memory.rs`, the `hopper_` tables): tensor maps in the emulator's
 //!   own layout, decoded by `warpgroup_host.h` of the kernels, where TMA, wgmma and mbarriers
 //!   complete as late as the rules allow.
 //! * **Failure** (`context.rs`): a failed device returns its error from every later call, like
@@ -23,7 +23,6 @@
 mod compiler;
 mod context;
 mod functions;
-mod maps;
 mod memory;
 mod modules;
 #[cfg(target_os = "linux")]

@@ -34,7 +34,7 @@ pub struct Image {
 
 /// Folder of cached images.
 #[derive(Debug, Clone)]
-pub struct Cache {
+pub struct ImageCache {
     folder: PathBuf,
 }
 
@@ -42,7 +42,7 @@ const MAGIC: &[u8; 8] = b"annulus1";
 /// Begins the name of the file that records a compiler.
 const COMPILER: &str = "nvrtc-";
 
-impl Cache {
+impl ImageCache {
     /// Environment variable that sets the folder; "none" disables the cache.
     pub const VARIABLE: &'static str = "ANNULUS_KERNEL_CACHE";
 
@@ -51,7 +51,7 @@ impl Cache {
         Self { folder }
     }
 
-    /// Returns the user's cache: [`Cache::VARIABLE`], else `annulus` in `$XDG_CACHE_HOME` or
+    /// Returns the user's cache: [`ImageCache::VARIABLE`], else `annulus` in `$XDG_CACHE_HOME` or
     /// `~/.cache`; `None` if neither is set.
     pub fn of_user() -> Option<Self> {
         if let Some(folder) = std::env::var_os(Self::VARIABLE) {
@@ -160,10 +160,10 @@ mod tests {
     #[test]
     fn images_round_trip_and_damaged_ones_are_ignored() {
         let folder = folder("damage");
-        let cache = Cache::new(folder.clone());
+        let cache = ImageCache::new(folder.clone());
         let image =
             Image { kind: ImageKind::Cubin, bytes: vec![7; 100], log: "12 registers".into() };
-        let key = Cache::key(["a", "b"].into_iter());
+        let key = ImageCache::key(["a", "b"].into_iter());
         assert_eq!(cache.get(&key, ImageKind::Cubin), None);
         cache.put(&key, &image);
         assert_eq!(cache.get(&key, ImageKind::Cubin), Some(image.clone()));
@@ -187,7 +187,7 @@ mod tests {
 
     #[test]
     fn keys_differ_for_different_inputs() {
-        let key = |texts: &[&str]| Cache::key(texts.iter().copied());
+        let key = |texts: &[&str]| ImageCache::key(texts.iter().copied());
         assert_ne!(key(&["ab", "c"]), key(&["a", "bc"]));
         assert_ne!(key(&["a"]), key(&["a", ""]));
         assert_eq!(key(&["a", "b"]), key(&["a", "b"]));
@@ -195,7 +195,7 @@ mod tests {
 
     #[test]
     fn a_folder_that_cannot_be_made_is_no_failure() {
-        let cache = Cache::new(PathBuf::from("/proc/annulus"));
+        let cache = ImageCache::new(PathBuf::from("/proc/annulus"));
         cache.put("key", &Image { kind: ImageKind::Ptx, bytes: Vec::new(), log: String::new() });
         assert_eq!(cache.get("key", ImageKind::Ptx), None);
     }

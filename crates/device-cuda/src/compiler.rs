@@ -9,11 +9,11 @@ use std::{
 use annulus_core::{Error, Result};
 use cudarc::nvrtc::sys::{nvrtcProgram, nvrtcResult};
 
-use crate::{Architecture, Cache, CompilerSymbols, Image, ImageKind, library::missing};
+use crate::{Architecture, CompilerSymbols, Image, ImageCache, ImageKind, symbols::missing};
 
 /// Source of a compilation: one file and its headers, by name and text.
 #[derive(Debug, Clone, Copy)]
-pub struct Program<'a> {
+pub struct KernelProgram<'a> {
     /// File name in messages.
     pub name: &'a str,
     /// Text.
@@ -30,7 +30,7 @@ pub struct Compiler {
     version: (i32, i32),
     /// Supported architectures, sorted.
     architectures: Vec<i32>,
-    cache: Option<Cache>,
+    cache: Option<ImageCache>,
 }
 
 impl Compiler {
@@ -38,7 +38,7 @@ impl Compiler {
     ///
     /// # Errors
     /// [`Error::Unsupported`] if there is none.
-    pub fn new(cache: Option<Cache>) -> Result<Self> {
+    pub fn new(cache: Option<ImageCache>) -> Result<Self> {
         Self::with_symbols(CompilerSymbols::system()?, cache)
     }
 
@@ -46,7 +46,7 @@ impl Compiler {
     ///
     /// # Errors
     /// [`Error::Device`] if a call fails.
-    pub fn with_symbols(symbols: CompilerSymbols, cache: Option<Cache>) -> Result<Self> {
+    pub fn with_symbols(symbols: CompilerSymbols, cache: Option<ImageCache>) -> Result<Self> {
         let mut major = 0;
         let mut minor = 0;
         let mut count = 0;
@@ -67,7 +67,7 @@ impl Compiler {
 
     /// Uses images of the cache only, as the newest compiler that has used it compiled them; `None`
     /// if none has.
-    pub fn of_cache(cache: Cache) -> Option<Self> {
+    pub fn of_cache(cache: ImageCache) -> Option<Self> {
         let (version, architectures) = cache.newest_compiler()?;
         Some(Self { symbols: None, version, architectures, cache: Some(cache) })
     }
@@ -116,7 +116,7 @@ impl Compiler {
     /// image in the cache.
     pub fn compile(
         &self,
-        program: &Program<'_>,
+        program: &KernelProgram<'_>,
         options: &[String],
         kind: ImageKind,
         target: &str,
@@ -129,7 +129,7 @@ impl Compiler {
         all.extend_from_slice(options);
         let version = format!("{:?} {kind:?}", self.version);
         let texts = program.headers.iter().flat_map(|(name, text)| [*name, *text]);
-        let key = Cache::key(
+        let key = ImageCache::key(
             [program.name, program.source, &version]
                 .into_iter()
                 .chain(texts)
@@ -168,7 +168,7 @@ impl Compiler {
 
     fn compile_uncached(
         &self,
-        program: &Program<'_>,
+        program: &KernelProgram<'_>,
         options: &[String],
         kind: ImageKind,
     ) -> Result<Image> {

@@ -13,8 +13,7 @@ use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute, CUresult};
 use crate::{
     Symbols,
     context::{ContextState, Driver, Retired},
-    library::missing,
-    symbols::{EncodeTensorMap, driver_error},
+    symbols::{EncodeTensorMap, driver_error, missing},
 };
 
 /// Compute capability, such as 8.0 or 9.0.

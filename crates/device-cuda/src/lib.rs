@@ -8,46 +8,40 @@
 //!
 //! | type | file |
 //! |---|---|
-//! | function tables (feature `nccl`: NCCL's), loading | `symbols.rs`, `nccl.rs`, `library.rs` |
+//! | function tables (feature `nccl`: NCCL's), loading | `symbols.rs`, `nccl.rs` |
 //! | [`Device`]: a context and its first failure | `device.rs` |
 //! | what the devices of a context share; deferred frees | `context.rs` |
 //! | [`Stream`], [`Event`] | `stream.rs` |
-//! | [`CudaBuffer`], pinned host memory | `buffer.rs`, `pinned.rs` |
-//! | copies of byte ranges in one launch | `range_copy.rs` |
-//! | [`CudaSpace`], [`CudaTensor`] and its views | `space.rs`, `tensor.rs` |
-//! | [`CudaCopier`]: blocks staged through host memory | `staged.rs` |
+//! | [`CudaBuffer`], pinned host memory | `buffer.rs` |
+//! | [`CudaSpace`]; [`CudaTensor`] and its views, [`TensorMap`] for TMA | `space.rs`, `tensor.rs` |
+//! | [`CudaCopier`]: blocks staged through host memory; copies of byte ranges in one launch | `staged.rs` |
 //! | [`Compiler`], disk cache, [`Module`], [`Kernel`] | `compiler.rs`, `cache.rs`, `module.rs` |
-//! | [`TensorMap`] for TMA | `tensor_map.rs` |
 
 mod buffer;
 mod cache;
 mod compiler;
 mod context;
 mod device;
-mod library;
 mod module;
 #[cfg(feature = "nccl")]
 pub mod nccl;
-mod pinned;
-mod range_copy;
 mod space;
 mod staged;
 mod stream;
 mod symbols;
 mod tensor;
-mod tensor_map;
 
 pub use buffer::CudaBuffer;
-pub use cache::{Cache, Image, ImageKind};
-pub use compiler::{Compiler, Program};
+pub use buffer::PinnedBuffer;
+pub use cache::{Image, ImageCache, ImageKind};
+pub use compiler::{Compiler, KernelProgram};
 pub use cudarc;
 pub use device::{Architecture, Device};
 pub use module::{Kernel, Module};
-pub use pinned::PinnedBuffer;
-pub use range_copy::{RangeDirection, RangeTransfer};
 pub use space::CudaSpace;
 pub use staged::{CudaCopier, CudaDownload, CudaUpload};
+pub use staged::{RangeDirection, RangeTransfer};
 pub use stream::{Event, Stream};
 pub use symbols::{CompilerSymbols, Symbols};
+pub use tensor::TensorMap;
 pub use tensor::{CudaTensor, CudaView, CudaViewMut};
-pub use tensor_map::TensorMap;

@@ -7,7 +7,7 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 use annulus_core::Result;
 use cudarc::driver::sys::CUstream;
 
-use crate::library::{missing, open, table};
+use crate::symbols::{missing, open, table};
 
 /// Result of a call: [`SUCCESS`], [`IN_PROGRESS`], or an error code.
 pub type Status = c_int;

@@ -1,7 +1,7 @@
 //! Prologue of the backward pass: row statistics from out and its rounding residual, max, sum, dout
 //! and dlse.
 //!
-//! See `workspace/statistics.rs` for their definitions.
+//! See `workspace/decode.rs` for their definitions.
 
 use annulus_core::{BackwardInputs, BackwardMode, Element, HostView, Result};
 use ndarray::ArrayView4;
@@ -9,23 +9,23 @@ use ndarray::ArrayView4;
 use crate::{
     simd::{
         dispatch::{ArrayKernel, IsaToken, Real},
-        float::Float,
+        element::Float,
     },
     threads::team::Team,
     tile::{
-        input::{Acc, Input, Source, array},
+        input::{Acc, TileInput, TileSource, array},
         prefetch::{PrefetchRows, ROWS_AHEAD},
     },
     workspace::{
-        state::{DqLayout, State, Summed},
-        statistics::RowStatistics,
+        decode::RowStatistics,
+        state::{DqLayout, PassState, Summed},
     },
 };
 
 /// Computes the row statistics and zeroes all accumulators.
-pub(crate) fn begin<E: Input<Accumulator: Summed>>(
+pub(crate) fn begin<E: TileInput<Accumulator: Summed>>(
     team: &Team,
-    state: &mut State<Acc<E>>,
+    state: &mut PassState<Acc<E>>,
     inputs: &BackwardInputs<HostView<'_>>,
     mode: BackwardMode,
 ) -> Result<()> {
@@ -36,7 +36,7 @@ pub(crate) fn begin<E: Input<Accumulator: Summed>>(
     state.arrivals.begin();
     state.query_tiles.begin();
     state.key_leaves.next = 0;
-    let State { shard, geometry, blocks, scratch, statistics, bias_gradient, .. } = state;
+    let PassState { shard, geometry, blocks, scratch, statistics, bias_gradient, .. } = state;
     team.run(scratch, blocks.iter_mut(), None, |_, block, _| {
         block.sums.fill(Acc::<E>::ZERO);
         block.leaves.begin();
@@ -80,7 +80,7 @@ struct StatisticsRow<'a, A> {
 }
 
 /// Inputs of the row statistics.
-struct StatisticsInputs<'a, E: Input> {
+struct StatisticsInputs<'a, E: TileInput> {
     token: IsaToken,
     /// None of partial results, of which dlse is −delta; of an output that is not normalised ties
     /// is then −⟨out, dout⟩ / ties.
@@ -94,12 +94,12 @@ struct StatisticsInputs<'a, E: Input> {
     normalize: bool,
 }
 
-impl<E: Input> StatisticsInputs<'_, E> {
+impl<E: TileInput> StatisticsInputs<'_, E> {
     /// Computes the statistics of one batch row and head.
     fn fill(&self, batch: usize, head: usize, into: &mut StatisticsRow<'_, Acc<E>>) {
-        let out = self.out.map(Source::tensor);
-        let residual = self.out_residual.map(Source::tensor);
-        let dout = Source::tensor(self.dout);
+        let out = self.out.map(TileSource::tensor);
+        let residual = self.out_residual.map(TileSource::tensor);
+        let dout = TileSource::tensor(self.dout);
         let ahead = [out.as_ref(), Some(&dout)].map(|source| {
             source.map_or(PrefetchRows::default(), |source| {
                 PrefetchRows::of(source.plane(batch, head))
@@ -136,10 +136,10 @@ impl<E: Input> StatisticsInputs<'_, E> {
 }
 
 /// Computes ⟨a, b⟩ of one row with eight partial sums, in the same order for every memory layout.
-fn dot<E: Input>(
+fn dot<E: TileInput>(
     token: IsaToken,
-    a: &Source<'_, E>,
-    b: &Source<'_, E>,
+    a: &TileSource<'_, E>,
+    b: &TileSource<'_, E>,
     [batch, row, head]: [usize; 3],
 ) -> f64 {
     let a = a.vector(batch, row, head);
@@ -163,7 +163,7 @@ struct Dot<'a, E> {
     b: &'a [E],
 }
 
-impl<E: Input> ArrayKernel for Dot<'_, E> {
+impl<E: TileInput> ArrayKernel for Dot<'_, E> {
     type Output = f64;
 
     #[inline(always)]

@@ -10,30 +10,29 @@ use crate::{
     backward::{
         dkv::{DkvPass, QueryStatisticsSource},
         dq::backward_dq,
-        fused::{FusedMemory, run_fused},
-        fused_leaves::{LeafMemory, fuses_leaves, run_fused_leaves},
+        fused::{FusedMemory, LeafMemory, fuses_leaves, run_fused, run_fused_leaves},
         kv_split::KvSplit,
     },
     forward::query_pass::keys_and_values,
     simd::dispatch::Real,
     threads::team::Team,
     tile::{
-        input::{Acc, Input, Source, array, elements_mut},
+        input::{Acc, TileInput, TileSource, array, elements_mut},
         prefetch::prefetch_first_tile,
         scores::Scores,
     },
     workspace::{
         bias_gradient::BiasGradient,
-        key_leaves::KeyLeaves,
+        leaves::KeyLeaves,
         records::{QueryRecord, bytes_mut},
-        state::{DqLayout, State, Summed},
+        state::{DqLayout, PassState, Summed},
     },
 };
 
 /// Computes the contribution of this rank's queries to dk and dv of a block, into `partial_grad`.
-fn backward_dkv<E: Input<Accumulator: Summed>>(
+fn backward_dkv<E: TileInput<Accumulator: Summed>>(
     team: &Team,
-    state: &mut State<Acc<E>>,
+    state: &mut PassState<Acc<E>>,
     inputs: &BackwardInputs<HostView<'_>>,
     block: &Block<'_, Host>,
     partial_grad: &mut HostBuffer,
@@ -53,9 +52,9 @@ enum Wanted {
 
 /// Computes the contribution of this rank's queries to dk and dv of a block and, with
 /// [`Wanted::All`], adds that of the block to dq and dbias.
-fn attend_block<E: Input<Accumulator: Summed>>(
+fn attend_block<E: TileInput<Accumulator: Summed>>(
     team: &Team,
-    state: &mut State<Acc<E>>,
+    state: &mut PassState<Acc<E>>,
     inputs: &BackwardInputs<HostView<'_>>,
     block: &Block<'_, Host>,
     partial_grad: &mut HostBuffer,
@@ -63,7 +62,7 @@ fn attend_block<E: Input<Accumulator: Summed>>(
     tick: Tick<'_>,
 ) -> Result<()> {
     state.update_query_tiles(team, block.rows)?;
-    let State {
+    let PassState {
         shard,
         geometry,
         q_rows,
@@ -78,7 +77,7 @@ fn attend_block<E: Input<Accumulator: Summed>>(
         query_tiles,
         ..
     } = state;
-    let State { arrivals, key_leaves, .. } = state;
+    let PassState { arrivals, key_leaves, .. } = state;
     let tile_aligned = geometry.with_tile_aligned_strips();
     let plan = shard.leaves.as_deref();
     let (geometry, k_rows) = match (plan, wanted) {
@@ -86,7 +85,8 @@ fn attend_block<E: Input<Accumulator: Summed>>(
         _ => (&*geometry, *k_rows),
     };
     let spec = &*shard.spec;
-    let (k, v): (Source<'_, E>, Source<'_, E>) = keys_and_values(shard, &inputs.forward, block)?;
+    let (k, v): (TileSource<'_, E>, TileSource<'_, E>) =
+        keys_and_values(shard, &inputs.forward, block)?;
     prefetch_first_tile(spec.dims, block.rows.len(), [&k, &v]);
     let queries = &*shard.queries;
     let keys = block.rows;
@@ -103,8 +103,8 @@ fn attend_block<E: Input<Accumulator: Summed>>(
         scores: Scores { spec, token: geometry.token, queries, keys, bias },
         k,
         v,
-        q: Source::tensor(array("q", inputs.forward.q)?),
-        dout: Source::tensor(array("dout", inputs.dout)?),
+        q: TileSource::tensor(array("q", inputs.forward.q)?),
+        dout: TileSource::tensor(array("dout", inputs.dout)?),
         statistics: QueryStatisticsSource::Local(statistics),
         gradient_row_layout,
         add: false,
@@ -154,22 +154,22 @@ fn arrive<A: Real>(
 }
 
 /// Adds the contribution of received queries to dk and dv of this rank's keys in `final_grad`.
-pub(crate) fn backward_dkv_from_queries<E: Input<Accumulator: Summed>>(
+pub(crate) fn backward_dkv_from_queries<E: TileInput<Accumulator: Summed>>(
     team: &Team,
-    state: &mut State<Acc<E>>,
+    state: &mut PassState<Acc<E>>,
     inputs: &Inputs<HostView<'_>>,
     block: &Block<'_, Host>,
     final_grad: &mut HostBuffer,
     tick: Tick<'_>,
 ) -> Result<()> {
-    let State { shard, geometry, k_rows, scratch, query_tiles, .. } = state;
-    let State { key_leaves, bias_gradient, received_mask, .. } = state;
+    let PassState { shard, geometry, k_rows, scratch, query_tiles, .. } = state;
+    let PassState { key_leaves, bias_gradient, received_mask, .. } = state;
     let spec = &*shard.spec;
     let record = QueryRecord::of(shard);
     let bytes = block.buffer.bytes();
     let queries = block.rows;
     let keys = &*shard.keys;
-    let source = |field| Source::<E>::records(bytes, queries.len(), &record.layout, field);
+    let source = |field| TileSource::<E>::records(bytes, queries.len(), &record.layout, field);
     let bias_was_sent = record.bias::<Acc<E>>(bytes, queries.len())?;
     let mask_was_sent = record.mask(bytes, queries.len(), spec.dims.kv_len, received_mask)?;
     if queries.rows() != shard.queries.rows() {
@@ -190,8 +190,8 @@ pub(crate) fn backward_dkv_from_queries<E: Input<Accumulator: Summed>>(
         visibility,
         query_tiles,
         scores: Scores { spec, token: geometry.token, queries, keys, bias },
-        k: Source::tensor(array("k", inputs.k)?),
-        v: Source::tensor(array("v", inputs.v)?),
+        k: TileSource::tensor(array("k", inputs.k)?),
+        v: TileSource::tensor(array("v", inputs.v)?),
         q: source(0)?,
         dout: source(1)?,
         statistics: QueryStatisticsSource::Received { bytes, record: &record },
@@ -227,9 +227,9 @@ fn reject_missing_rows(shard: &RankShard, has_bias: bool, has_mask: bool) -> Res
 
 /// Adds the contribution of a block of keys to dq and dbias, and writes that of this rank's queries
 /// to dk and dv.
-pub(crate) fn backward_fused<E: Input<Accumulator: Summed>>(
+pub(crate) fn backward_fused<E: TileInput<Accumulator: Summed>>(
     team: &Team,
-    state: &mut State<Acc<E>>,
+    state: &mut PassState<Acc<E>>,
     inputs: &BackwardInputs<HostView<'_>>,
     block: &Block<'_, Host>,
     partial_grad: &mut HostBuffer,
@@ -248,9 +248,9 @@ pub(crate) fn backward_fused<E: Input<Accumulator: Summed>>(
 
 /// As [`backward_fused`], with one pass for dq and dbias, and another for dk and dv if they are
 /// wanted.
-pub(crate) fn backward_separate<E: Input<Accumulator: Summed>>(
+pub(crate) fn backward_separate<E: TileInput<Accumulator: Summed>>(
     team: &Team,
-    state: &mut State<Acc<E>>,
+    state: &mut PassState<Acc<E>>,
     inputs: &BackwardInputs<HostView<'_>>,
     block: &Block<'_, Host>,
     partial_grad: Option<&mut HostBuffer>,

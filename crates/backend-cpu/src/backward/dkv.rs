@@ -23,20 +23,19 @@ use annulus_core::{BiasOrder, Element, LeafMerges, QueryTile, RowLayout, Tick, V
 
 use crate::{
     backward::{
-        ds::{Operands, apply_soft_cap_slope, score_gradients},
+        ds::{DsOperands, apply_soft_cap_slope, score_gradients},
         reduction::{DqSums, KeyTask},
     },
-    simd::{dispatch::Real, float::Float},
+    simd::{dispatch::Real, element::Float},
     threads::{
-        lock::lock,
+        ordered_reduction::lock,
         team::{Team, Ticker},
     },
     tile::{
         bf16_pairs::interleave_rows,
-        coord::TileCoord,
         gemm::{Previous, gemm_tn},
-        geometry::{Geometry, Strip},
-        input::{Acc, Input, Source},
+        geometry::{Geometry, Strip, TileCoord},
+        input::{Acc, TileInput, TileSource},
         pack::{LaneRows, MAX_USES_IN_PLACE, PanelView},
         prefetch::{PrefetchRows, SHORT_BLOCK_KEYS},
         scores::Scores,
@@ -44,13 +43,12 @@ use crate::{
     },
     workspace::{
         bias_gradient::BiasGradient,
-        key_leaves::{KeyLeaves, TaskLeaves},
-        leaves::unify,
+        decode::{RowStatistics, TileStatistics},
+        leaves::{KeyLeaves, TaskLeaves, unify},
         query_tiles::QueryTileCache,
         records::QueryRecord,
-        scratch::Scratch,
+        scratch::ThreadScratch,
         state::Summed,
-        statistics::{RowStatistics, TileStatistics},
     },
 };
 
@@ -82,16 +80,16 @@ pub(super) struct ArrivingQueries<'a> {
 }
 
 /// Inputs that all tasks of a pass over keys read.
-pub(crate) struct DkvPass<'a, E: Input> {
+pub(crate) struct DkvPass<'a, E: TileInput> {
     pub(crate) geometry: &'a Geometry,
     pub(crate) k_rows: usize,
     pub(crate) visibility: Visibility<'a>,
     pub(super) query_tiles: &'a QueryTileCache,
     pub(super) scores: Scores<'a, Acc<E>>,
-    pub(crate) k: Source<'a, E>,
-    pub(super) v: Source<'a, E>,
-    pub(super) q: Source<'a, E>,
-    pub(super) dout: Source<'a, E>,
+    pub(crate) k: TileSource<'a, E>,
+    pub(super) v: TileSource<'a, E>,
+    pub(super) q: TileSource<'a, E>,
+    pub(super) dout: TileSource<'a, E>,
     pub(super) statistics: QueryStatisticsSource<'a, Acc<E>>,
     pub(super) gradient_row_layout: RowLayout,
     /// True if results are added to the records, false if they overwrite them.
@@ -100,12 +98,12 @@ pub(crate) struct DkvPass<'a, E: Input> {
     pub(super) bias_in_records: Option<&'a BiasGradient<Acc<E>>>,
 }
 
-impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
+impl<E: TileInput<Accumulator: Summed>> DkvPass<'_, E> {
     /// Runs all tasks of the pass.
     pub(super) fn run(
         &self,
         team: &Team,
-        scratch: &mut [Scratch<Acc<E>>],
+        scratch: &mut [ThreadScratch<Acc<E>>],
         sums: &mut [Acc<E>],
         tick: Tick<'_>,
     ) {
@@ -152,7 +150,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
     pub(super) fn run_leaves(
         &self,
         team: &Team,
-        scratch: &mut [Scratch<Acc<E>>],
+        scratch: &mut [ThreadScratch<Acc<E>>],
         (merges, leaves): (&LeafMerges, &mut KeyLeaves<Acc<E>>),
         records: &mut [Acc<E>],
         tick: Tick<'_>,
@@ -170,7 +168,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
     /// roots after the last leaf of the pass. With `dq`, adds to dq. Returns false on a stop.
     pub(super) fn accumulate_leaves(
         &self,
-        scratch: &mut Scratch<Acc<E>>,
+        scratch: &mut ThreadScratch<Acc<E>>,
         task: &KeyTask,
         (arriving, leaves): (ArrivingQueries<'_>, &mut TaskLeaves<Acc<E>>),
         mut dq: Option<&mut dyn DqSums<Acc<E>>>,
@@ -190,7 +188,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
             if ticker.should_stop() {
                 return false;
             }
-            let Scratch { sums_head, sums_value, sums_bias, .. } = scratch;
+            let ThreadScratch { sums_head, sums_value, sums_bias, .. } = scratch;
             let sums = [&mut sums_head[..], &mut sums_value[..], &mut sums_bias[..]];
             is_clear = !filled && merges.merges(*step).is_empty();
             if leaves.close_leaf(merges, *step, filled, sums) {
@@ -204,15 +202,15 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
     }
 
     /// Starts a task: the first products of each strip of keys overwrite its sums.
-    pub(super) fn begin(scratch: &mut Scratch<Acc<E>>) {
+    pub(super) fn begin(scratch: &mut ThreadScratch<Acc<E>>) {
         scratch.filled.fill(false);
         scratch.summed.fill(false);
         scratch.sums_bias.fill(Acc::<E>::ZERO);
     }
 
     /// Zeroes the sums of strips of keys to which no query attends.
-    pub(super) fn complete(&self, scratch: &mut Scratch<Acc<E>>, task: &KeyTask) {
-        let Scratch { summed, sums_head, sums_value, .. } = scratch;
+    pub(super) fn complete(&self, scratch: &mut ThreadScratch<Acc<E>>, task: &KeyTask) {
+        let ThreadScratch { summed, sums_head, sums_value, .. } = scratch;
         for (strip, _) in self.geometry.strips(task.keys.len()).zip(summed).filter(|of| !*of.1) {
             let of_strip = |rows| strip.rows.start * rows..(strip.rows.start + strip.width) * rows;
             sums_head[of_strip(self.geometry.head_rows())].fill(Acc::<E>::ZERO);
@@ -221,7 +219,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
     }
 
     /// Zeroes the sums of all keys of the longest task, which are merged as a whole.
-    fn clear(scratch: &mut Scratch<Acc<E>>) {
+    fn clear(scratch: &mut ThreadScratch<Acc<E>>) {
         scratch.summed.fill(true);
         scratch.sums_head.fill(Acc::<E>::ZERO);
         scratch.sums_value.fill(Acc::<E>::ZERO);
@@ -232,7 +230,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
     /// with `dq`, adds to dq and dbias. Returns true if some query attends to a key.
     pub(crate) fn accumulate(
         &self,
-        scratch: &mut Scratch<Acc<E>>,
+        scratch: &mut ThreadScratch<Acc<E>>,
         task: &KeyTask,
         rows: &Range<usize>,
         mut dq: Option<&mut dyn DqSums<Acc<E>>>,
@@ -302,7 +300,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
     /// meanwhile. Returns true unless every strip is empty.
     fn accumulate_queries(
         &self,
-        scratch: &mut Scratch<Acc<E>>,
+        scratch: &mut ThreadScratch<Acc<E>>,
         task: &KeyTask,
         (head, next): (usize, &NextRows),
         queries: &Range<usize>,
@@ -324,7 +322,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
                 scratch.ds_tile.complete();
                 dq.accumulate_dq(scratch, head, task, before, queries);
             }
-            let Scratch { tile_mask, whole_mask, bits, .. } = scratch;
+            let ThreadScratch { tile_mask, whole_mask, bits, .. } = scratch;
             if strip.rows.start == tile_start {
                 let keys = task.keys.start + tile_start
                     ..task.keys.end.min(task.keys.start + tile_start + TILE);
@@ -416,7 +414,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
     /// Processes one tile. `first_key` is its first key, as an index into the task.
     fn accumulate_tile(
         &self,
-        scratch: &mut Scratch<Acc<E>>,
+        scratch: &mut ThreadScratch<Acc<E>>,
         task: &KeyTask,
         (coord, next): (&TileCoord, &NextRows),
         dq: Option<&dyn DqSums<Acc<E>>>,
@@ -426,7 +424,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
         let geometry = self.geometry;
         let head_dim = geometry.packed_rows(geometry.dims.head_dim);
         let value_dim = geometry.packed_rows(geometry.dims.value_dim);
-        let Scratch {
+        let ThreadScratch {
             rows_head,
             rows_value,
             lanes_head,
@@ -437,7 +435,8 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
             statistics,
             ..
         } = scratch;
-        let Scratch { tile_mask, filled, summed, ds_tile, sums_bias, prefetcher, .. } = scratch;
+        let ThreadScratch { tile_mask, filled, summed, ds_tile, sums_bias, prefetcher, .. } =
+            scratch;
         let k_strip = &mut lanes_head[geometry.strip_range(coord, head_dim)];
         let v_strip = &mut lanes_value[geometry.strip_range(coord, value_dim)];
         if !std::mem::replace(&mut filled[coord.strip], true) {
@@ -458,7 +457,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
             Some(tile) => tile.operands(geometry, tile_mask),
             None => [rows_head.view(), rows_value.view()],
         };
-        let operands = Operands { s: (rows_head, k_strip), dp: (rows_value, v_strip) };
+        let operands = DsOperands { s: (rows_head, k_strip), dp: (rows_value, v_strip) };
         let next_rows = match *next {
             NextRows::Queries { head, .. } => {
                 [&self.q, &self.dout].map(|source| source.plane(task.batch, head))
@@ -528,7 +527,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
     /// records.
     pub(crate) fn write(
         &self,
-        scratch: &Scratch<Acc<E>>,
+        scratch: &ThreadScratch<Acc<E>>,
         task: &KeyTask,
         scale: Acc<E>,
         records: &mut [Acc<E>],

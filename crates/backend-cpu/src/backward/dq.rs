@@ -17,43 +17,49 @@ use std::ops::Range;
 use annulus_core::{BackwardInputs, BiasOrder, Block, Host, HostView, Result, Tick};
 
 use crate::{
-    backward::ds::{Operands, apply_soft_cap_slope, score_gradients},
-    forward::query_pass::QueryPass,
-    simd::float::Float,
+    backward::ds::{DsOperands, apply_soft_cap_slope, score_gradients},
+    forward::query_pass::ForwardQueryPass,
+    simd::element::Float,
     threads::team::{Team, Ticker},
     tile::{
         bf16_pairs::interleave_rows,
-        coord::TileCoord,
         gemm::{Previous, gemm_tn},
-        input::{Acc, Input, Source, array},
+        geometry::TileCoord,
+        input::{Acc, TileInput, TileSource, array},
         prefetch::PrefetchRows,
         tile_mask::TILE,
     },
     workspace::{
         bias_gradient::BiasPartial,
+        decode::RowStatistics,
         leaves::ArrivingKeys,
         query_block::{QueryBlock, QueryTask},
-        scratch::Scratch,
-        state::{State, Summed},
-        statistics::RowStatistics,
+        scratch::ThreadScratch,
+        state::{PassState, Summed},
     },
 };
 
 /// Adds the contribution of one block of keys to dq and dbias.
-pub(crate) fn backward_dq<E: Input<Accumulator: Summed>>(
+pub(crate) fn backward_dq<E: TileInput<Accumulator: Summed>>(
     team: &Team,
-    state: &mut State<Acc<E>>,
+    state: &mut PassState<Acc<E>>,
     inputs: &BackwardInputs<HostView<'_>>,
     block: &Block<'_, Host>,
     tick: Tick<'_>,
 ) -> Result<()> {
     let task_rows = state.arrange_backward();
     state.update_query_tiles(team, block.rows)?;
-    let State { shard, geometry, blocks, scratch, statistics, bias_gradient, .. } = state;
-    let State { arrivals, query_tiles, .. } = state;
-    let pass =
-        QueryPass::<E>::new(geometry, task_rows, shard, query_tiles, &inputs.forward, block)?;
-    let dout = Source::tensor(array("dout", inputs.dout)?);
+    let PassState { shard, geometry, blocks, scratch, statistics, bias_gradient, .. } = state;
+    let PassState { arrivals, query_tiles, .. } = state;
+    let pass = ForwardQueryPass::<E>::new(
+        geometry,
+        task_rows,
+        shard,
+        query_tiles,
+        &inputs.forward,
+        block,
+    )?;
+    let dout = TileSource::tensor(array("dout", inputs.dout)?);
     let bias_in_blocks = bias_gradient.as_ref().is_some_and(|gradient| gradient.in_blocks());
     let pass = DqPass { pass, dout, statistics, bias_in_blocks };
     let plan = shard.leaves.as_deref();
@@ -85,19 +91,19 @@ pub(crate) fn backward_dq<E: Input<Accumulator: Summed>>(
     Ok(())
 }
 
-struct DqPass<'a, E: Input> {
-    pass: QueryPass<'a, E>,
-    dout: Source<'a, E>,
+struct DqPass<'a, E: TileInput> {
+    pass: ForwardQueryPass<'a, E>,
+    dout: TileSource<'a, E>,
     statistics: &'a RowStatistics<Acc<E>>,
     /// [`crate::workspace::bias_gradient::BiasGradient::in_blocks`].
     bias_in_blocks: bool,
 }
 
-impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
+impl<E: TileInput<Accumulator: Summed>> DqPass<'_, E> {
     /// Adds the contributions of all tiles of the block to one task.
     fn accumulate(
         &self,
-        scratch: &mut Scratch<Acc<E>>,
+        scratch: &mut ThreadScratch<Acc<E>>,
         task: &mut QueryTask<'_, Acc<E>>,
         mut bias_partial: Option<&mut BiasPartial<Acc<E>>>,
         ticker: &mut Ticker<'_>,
@@ -120,7 +126,7 @@ impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
     /// `forward/leaves.rs`.
     fn accumulate_leaves(
         &self,
-        scratch: &mut Scratch<Acc<E>>,
+        scratch: &mut ThreadScratch<Acc<E>>,
         task: &mut QueryTask<'_, Acc<E>>,
         ArrivingKeys { merges, arrivals }: ArrivingKeys<'_>,
         mut bias_partial: Option<&mut BiasPartial<Acc<E>>>,
@@ -152,7 +158,7 @@ impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
     /// Adds the contribution of one tile of keys to all strips and the given heads of a task.
     fn accumulate_kv_tile(
         &self,
-        scratch: &mut Scratch<Acc<E>>,
+        scratch: &mut ThreadScratch<Acc<E>>,
         task: &mut QueryTask<'_, Acc<E>>,
         mut bias_partial: Option<&mut BiasPartial<Acc<E>>>,
         heads: &Range<usize>,
@@ -164,7 +170,7 @@ impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
             if strip.rows.start.is_multiple_of(TILE) {
                 non_empty = self.pass.classify(scratch, strip.rows.start, keys);
             }
-            let Scratch { tile_mask, whole_mask, .. } = scratch;
+            let ThreadScratch { tile_mask, whole_mask, .. } = scratch;
             let lanes = strip.rows_from(task.rows.start);
             if !non_empty || !whole_mask.strip(&lanes, Acc::<E>::WIDTH, tile_mask) {
                 continue;
@@ -184,7 +190,7 @@ impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
 
     /// Packs q and dout of a strip of one head, once per task, and loads the statistics of its
     /// rows.
-    fn fill_queries(&self, scratch: &mut Scratch<Acc<E>>, coord: &TileCoord) {
+    fn fill_queries(&self, scratch: &mut ThreadScratch<Acc<E>>, coord: &TileCoord) {
         let geometry = self.pass.geometry;
         if !std::mem::replace(&mut scratch.filled[coord.strip], true) {
             let q_strip = &mut scratch.lanes_head
@@ -207,7 +213,7 @@ impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
     /// block.
     fn accumulate_tile(
         &self,
-        scratch: &mut Scratch<Acc<E>>,
+        scratch: &mut ThreadScratch<Acc<E>>,
         block: &mut QueryBlock<Acc<E>>,
         bias_partial: Option<&mut BiasPartial<Acc<E>>>,
         first: usize,
@@ -215,7 +221,7 @@ impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
     ) {
         let geometry = self.pass.geometry;
         let scores = &self.pass.scores;
-        let Scratch {
+        let ThreadScratch {
             rows_head,
             rows_value,
             lanes_head,
@@ -243,7 +249,7 @@ impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
         let mut cursor =
             prefetcher.cursor([k, v], PrefetchRows::default(), PrefetchRows::default());
         let operands =
-            Operands { s: (rows_head.view(), q_strip), dp: (rows_value.view(), dout_strip) };
+            DsOperands { s: (rows_head.view(), q_strip), dp: (rows_value.view(), dout_strip) };
         score_gradients(scores, coord, tile_mask, operands, statistics, tiles, &mut cursor);
 
         let span = coord.span(tile_mask.rows());

@@ -10,20 +10,20 @@ use std::ops::Range;
 use crate::{
     simd::dispatch::Real,
     tile::{
-        coord::TileCoord,
+        ds_tile::{QueryStatistics, ScoreGradient},
         gemm::gemm_nn,
+        geometry::TileCoord,
         pack::PanelView,
         prefetch::PrefetchCursor,
-        score_gradient::{QueryStatistics, ScoreGradient},
         scores::Scores,
         softmax::MultiplyTile,
         tile_mask::{LaneAxis, TileMask},
     },
-    workspace::{scratch::Tiles, statistics::TileStatistics},
+    workspace::{decode::TileStatistics, scratch::Tiles},
 };
 
 /// Operands of a tile's products, as (rows, lanes): for the scores and for dP.
-pub(crate) struct Operands<'a, A> {
+pub(crate) struct DsOperands<'a, A> {
     pub(crate) s: (PanelView<'a, A>, &'a [A]),
     pub(crate) dp: (PanelView<'a, A>, &'a [A]),
 }
@@ -34,7 +34,7 @@ pub(crate) fn score_gradients<A: Real>(
     scores: &Scores<'_, A>,
     coord: &TileCoord,
     tile_mask: &mut TileMask,
-    operands: Operands<'_, A>,
+    operands: DsOperands<'_, A>,
     statistics: &TileStatistics<A>,
     tiles: &mut Tiles<A>,
     cursor: &mut PrefetchCursor<'_>,

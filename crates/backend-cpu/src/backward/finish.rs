@@ -12,26 +12,26 @@ use crate::{
     backward::{leaf_sums::write_dbias, sinks::SinkGradients},
     simd::{
         dispatch::{ArrayKernel, IsaToken, Real},
-        float::Float,
-        hints::prefetch_l1,
+        element::Float,
+        isa::prefetch_l1,
     },
     threads::team::Team,
     tile::{
-        input::{Acc, Input, Source, array, array_mut},
+        input::{Acc, TileInput, TileSource, array, array_mut},
         prefetch::ROWS_AHEAD,
         tile_mask::TILE,
     },
     workspace::{
         bias_gradient::BiasPartial,
-        scratch::Scratch,
-        state::{DqLayout, State, Summed},
+        scratch::ThreadScratch,
+        state::{DqLayout, PassState, Summed},
     },
 };
 
 /// Writes dq, dk, dv, dbias and dsinks. A partial dq is not rounded.
-pub(crate) fn finish<E: Input<Accumulator: Summed + Input<Accumulator = Acc<E>>>>(
+pub(crate) fn finish<E: TileInput<Accumulator: Summed + TileInput<Accumulator = Acc<E>>>>(
     team: &Team,
-    state: &mut State<Acc<E>>,
+    state: &mut PassState<Acc<E>>,
     inputs: &Inputs<HostView<'_>>,
     final_grad: &HostBuffer,
     gradients: &mut Gradients<HostViewMut<'_>>,
@@ -53,7 +53,7 @@ pub(crate) fn finish<E: Input<Accumulator: Summed + Input<Accumulator = Acc<E>>>
     let rows = state.shard.keys.len();
     let token = state.geometry.token;
     for (field, tensor) in [(0, &mut dk), (1, &mut dv)] {
-        let source = Source::<Acc<E>>::records(final_grad.bytes(), rows, &record, field)?;
+        let source = TileSource::<Acc<E>>::records(final_grad.bytes(), rows, &record, field)?;
         let chunks = tensor.axis_chunks_iter_mut(Axis(1), TILE).enumerate();
         team.run(&mut scratch, chunks, Some(&mut *tick), |_, (index, mut chunk), _| {
             for (batch, mut chunk) in chunk.outer_iter_mut().enumerate() {
@@ -76,7 +76,7 @@ pub(crate) fn finish<E: Input<Accumulator: Summed + Input<Accumulator = Acc<E>>>
     if let (Some(sinks), Some(dsinks), false) =
         (inputs.sinks, gradients.dsinks.as_mut(), reproducible)
     {
-        let State { shard, statistics, .. } = &*state;
+        let PassState { shard, statistics, .. } = &*state;
         let sinks = array("softmax_aux", sinks)?;
         let heads = shard.spec.dims.q_heads;
         let rows = 0..statistics.rows;
@@ -96,8 +96,8 @@ pub(crate) fn finish<E: Input<Accumulator: Summed + Input<Accumulator = Acc<E>>>
 
 /// Closes the last leaf of keys, so that the root of the tree is dq of every query, and gives zeros
 /// and NaN of dbias the same bits. Does nothing if the order is not reproducible.
-fn finish_leaves<A: Real>(team: &Team, state: &mut State<A>, tick: Tick<'_>) {
-    let State { shard, blocks, scratch, arrivals, bias_gradient, .. } = state;
+fn finish_leaves<A: Real>(team: &Team, state: &mut PassState<A>, tick: Tick<'_>) {
+    let PassState { shard, blocks, scratch, arrivals, bias_gradient, .. } = state;
     let Some(plan) = &shard.leaves else { return };
     if let Some(partials) = bias_gradient.as_mut().and_then(|gradient| gradient.partials()) {
         partials.for_each(BiasPartial::unify);
@@ -111,7 +111,7 @@ fn finish_leaves<A: Real>(team: &Team, state: &mut State<A>, tick: Tick<'_>) {
 }
 
 /// Writes factor·sums, rounded to the inputs' type.
-fn write_row<E: Input>(
+fn write_row<E: TileInput>(
     token: IsaToken,
     mut into: ArrayViewMut1<'_, E>,
     sums: ArrayView1<'_, E::Accumulator>,
@@ -126,13 +126,13 @@ fn write_row<E: Input>(
 }
 
 /// Scales and rounds contiguous elements.
-struct ScaleAndRound<'a, E: Input> {
+struct ScaleAndRound<'a, E: TileInput> {
     into: &'a mut [E],
     sums: &'a [E::Accumulator],
     factor: E::Accumulator,
 }
 
-impl<E: Input> ArrayKernel for ScaleAndRound<'_, E> {
+impl<E: TileInput> ArrayKernel for ScaleAndRound<'_, E> {
     type Output = ();
 
     #[inline(always)]
@@ -144,10 +144,10 @@ impl<E: Input> ArrayKernel for ScaleAndRound<'_, E> {
 }
 
 /// Writes dq, scaled and rounded, from either layout.
-fn write_dq<E: Input<Accumulator: Summed>>(
+fn write_dq<E: TileInput<Accumulator: Summed>>(
     team: &Team,
-    state: &State<Acc<E>>,
-    scratch: &mut [Scratch<Acc<E>>],
+    state: &PassState<Acc<E>>,
+    scratch: &mut [ThreadScratch<Acc<E>>],
     dq: &mut ArrayViewMut4<'_, E>,
     tick: Tick<'_>,
 ) {

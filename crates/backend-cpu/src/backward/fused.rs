@@ -21,36 +21,55 @@
 //!
 //! # Source
 //! Dao et al. 2022, algorithm 4, with an ordered reduction in place of atomic additions.
+//!
+//! Fused backward in the reproducible order: dq, dk and dv of a ring of one rank.
+//!
+//! ```text
+//! for each (batch row, KV head) plane:                                       parallel
+//!     for each leaf of keys:
+//!         for each range of its keys that is a task, for each leaf of queries:
+//!             as in `fused.rs`:  dq += …, dk = …, dv = …
+//!             merge dk and dv with the leaves of queries before
+//!         merge dq with the leaves of keys before
+//! ```
+//! Five products per tile. dq, dk and dv have the bits of the separate passes, which a ring of
+//! several ranks takes: the kernels sum the same terms in the same order, and the merges are those
+//! of the same trees.
 
 use std::sync::Mutex;
 
-use annulus_core::Tick;
+use annulus_core::{RankLeaves, Rows, Tick};
 
 use crate::{
     backward::{
-        dkv::DkvPass,
+        dkv::{ArrivingQueries, DkvPass},
         kv_split::KvSplit,
-        reduction::{KeyTask, SharedGradients, TaskReduction},
+        reduction::{GroupGradients, KeyTask, PlaneLeaves, TaskReduction},
     },
+    simd::dispatch::Real,
     threads::{
-        lock::{get_mut, lock},
-        ordered_reduction::OrderedReduction,
+        ordered_reduction::{OrderedReduction, get_mut, lock},
         team::Team,
     },
     tile::{
         aligned::Aligned,
-        input::{Acc, Input},
+        input::{Acc, TileInput},
+        tile_mask::TILE,
     },
     workspace::{
-        bias_gradient::BiasGradient, query_block::QueryBlock, scratch::Scratch, state::Summed,
+        bias_gradient::BiasGradient,
+        leaves::{KeyLeaves, LeafArrivals},
+        query_block::QueryBlock,
+        scratch::ThreadScratch,
+        state::{PassState, Summed},
     },
 };
 
 /// Runs all tasks. `records` are the gradient records.
-pub(super) fn run_fused<E: Input<Accumulator: Summed>>(
+pub(super) fn run_fused<E: TileInput<Accumulator: Summed>>(
     pass: &DkvPass<'_, E>,
     team: &Team,
-    scratch: &mut [Scratch<Acc<E>>],
+    scratch: &mut [ThreadScratch<Acc<E>>],
     records: &mut [Acc<E>],
     memory: FusedMemory<'_, Acc<E>>,
     tick: Tick<'_>,
@@ -61,7 +80,7 @@ pub(super) fn run_fused<E: Input<Accumulator: Summed>>(
         .iter_mut()
         .zip(&mut *shared_dq)
         .for_each(|(block, shared_dq)| std::mem::swap(&mut block.sums, get_mut(shared_dq)));
-    let to = &SharedGradients {
+    let to = &GroupGradients {
         token: pass.geometry.token,
         width: pass.geometry.padded_head_dim(),
         group: pass.geometry.dims.group(),
@@ -90,7 +109,7 @@ pub(super) fn run_fused<E: Input<Accumulator: Summed>>(
             let task = KeyTask { batch, kv_head, keys: first..keys.end.min(first + pass.k_rows) };
             reduction.keys_in_place = pass.keys_in_place(&task);
             if reduction.keys_in_place.is_none() {
-                let Scratch { rows_key, .. } = scratch;
+                let ThreadScratch { rows_key, .. } = scratch;
                 rows_key.fill(pass.geometry.token, &pass.k, batch, kv_head, task.keys.clone());
             }
             DkvPass::<E>::begin(scratch);
@@ -121,4 +140,81 @@ pub(super) struct FusedMemory<'a, A> {
     pub(crate) bias: Option<&'a BiasGradient<A>>,
     pub(crate) ordered: &'a OrderedReduction,
     pub(crate) split: KvSplit,
+}
+
+/// Products of a tile in the separate passes, and in the fused one.
+const PRODUCTS: [usize; 2] = [7, 5];
+
+/// True if the fused pass can compute the gradients of a block, and takes less time than separate
+/// passes. Those divide a plane among threads, and the fused one does not.
+pub(super) fn fuses_leaves<A: Real>(state: &PassState<A>, threads: usize, keys: &Rows) -> bool {
+    let PassState { shard, geometry, k_rows, bias_gradient, .. } = state;
+    let Some(plan) = &shard.leaves else { return false };
+    let planes = geometry.dims.batch * geometry.dims.kv_heads;
+    let [separate, fused] = PRODUCTS;
+    let is_shorter = planes.div_ceil(threads) * threads * fused <= planes * separate;
+    // a task is whole tiles of one leaf
+    let divides = k_rows.is_multiple_of(TILE) && plan.rows.is_multiple_of(*k_rows as u64);
+    let ascends = (0..).zip(keys.rows()).all(|(index, &row)| index == row);
+    let is_empty = shard.queries.is_empty() || keys.is_empty();
+    is_shorter && divides && ascends && !is_empty && bias_gradient.is_none()
+}
+
+/// Runs all tasks. `records` are the gradient records.
+pub(super) fn run_fused_leaves<E: TileInput<Accumulator: Summed>>(
+    pass: &DkvPass<'_, E>,
+    plan: &RankLeaves,
+    (team, scratch): (&Team, &mut [ThreadScratch<Acc<E>>]),
+    records: &mut [Acc<E>],
+    memory: LeafMemory<'_, Acc<E>>,
+    tick: Tick<'_>,
+) {
+    let LeafMemory { blocks, block_index, q_rows, arrivals, key_leaves } = memory;
+    let dims = pass.geometry.dims;
+    let planes = dims.batch * dims.kv_heads;
+    let arriving = ArrivingQueries { merges: &plan.queries, steps: &key_leaves.steps };
+    // tasks write disjoint elements of the same records, under a lock held once per task
+    let records = Mutex::new(records);
+    let blocks = blocks.chunks_mut(blocks.len() / planes);
+    let tasks = key_leaves.tasks.len() / planes;
+    let leaves = key_leaves.tasks.chunks_mut(tasks);
+    let tasks = blocks.zip(leaves).enumerate();
+    team.run(scratch, tasks, Some(tick), |scratch, (plane, (blocks, leaves)), ticker| {
+        let (batch, kv_head) = (plane / dims.kv_heads, plane % dims.kv_heads);
+        let mut dq = PlaneLeaves {
+            token: pass.geometry.token,
+            width: pass.geometry.padded_head_dim(),
+            group: dims.group(),
+            plane: (plane, planes),
+            blocks,
+            block_index,
+            q_rows,
+        };
+        for leaf in arrivals.leaves() {
+            if let Some(step) = leaf.closes {
+                dq.close_leaf(&plan.keys, step);
+            }
+            for first in leaf.keys.clone().step_by(pass.k_rows) {
+                let keys = first..leaf.keys.end.min(first + pass.k_rows);
+                let ThreadScratch { rows_key, .. } = scratch;
+                rows_key.fill(pass.geometry.token, &pass.k, batch, kv_head, keys.clone());
+                let task = KeyTask { batch, kv_head, keys };
+                let leaves = (arriving, &mut leaves[first / pass.k_rows]);
+                let dq = Some(&mut dq as _);
+                if !pass.accumulate_leaves(scratch, &task, leaves, dq, &records, ticker) {
+                    return;
+                }
+            }
+        }
+    });
+}
+
+/// Memory of a workspace for [`run_fused_leaves`].
+pub(super) struct LeafMemory<'a, A> {
+    /// In the order of planes.
+    pub(super) blocks: &'a mut [QueryBlock<A>],
+    pub(super) block_index: &'a [usize],
+    pub(super) q_rows: usize,
+    pub(super) arrivals: &'a LeafArrivals,
+    pub(super) key_leaves: &'a mut KeyLeaves<A>,
 }

@@ -19,10 +19,10 @@ use crate::{
     backward::sinks::SinkGradients,
     simd::dispatch::Real,
     threads::team::Team,
-    tile::input::{Acc, Input, Source, array},
+    tile::input::{Acc, TileInput, TileSource, array},
     workspace::{
         bias_gradient::BiasGradient,
-        state::{State, Summed},
+        state::{PassState, Summed},
     },
 };
 
@@ -42,16 +42,16 @@ fn each_leaf(
 
 /// Computes the terms of dsinks, and of dbias with one row and one column, of each leaf. Ticks
 /// between sinks, and of dbias between leaves and every [`KEYS_PER_TICK`] keys.
-pub(crate) fn leaf_sums<E: Input<Accumulator: Summed>>(
+pub(crate) fn leaf_sums<E: TileInput<Accumulator: Summed>>(
     team: &Team,
-    state: &mut State<Acc<E>>,
+    state: &mut PassState<Acc<E>>,
     inputs: &Inputs<HostView<'_>>,
     final_grad: &HostBuffer,
     into: &mut LeafSums,
     tick: Tick<'_>,
 ) -> Result<()> {
     const WHAT: &str = "the sums of leaves";
-    let State { shard, statistics, scratch, .. } = &mut *state;
+    let PassState { shard, statistics, scratch, .. } = &mut *state;
     let statistics = &*statistics;
     let spec = &shard.spec;
     let LeafSums { sinks: of_sinks, bias: of_bias } = into;
@@ -96,7 +96,7 @@ const KEYS_PER_TICK: usize = 4096;
 
 /// dbias of each local key, plane and head, from the records of dk and dv.
 struct RecordSums<'a, A> {
-    source: Source<'a, A>,
+    source: TileSource<'a, A>,
     gradient: &'a BiasGradient<A>,
     /// Numbers of batch rows, KV heads and sums per KV head.
     shape: [usize; 3],
@@ -104,14 +104,14 @@ struct RecordSums<'a, A> {
 
 impl<'a, A: Real> RecordSums<'a, A> {
     fn new(
-        state: &State<A>,
+        state: &PassState<A>,
         gradient: &'a BiasGradient<A>,
         final_grad: &'a HostBuffer,
     ) -> Result<Self> {
         let spec = &state.shard.spec;
         let record = spec.gradient_row_layout();
         let keys = state.shard.keys.len();
-        let source = Source::records(final_grad.bytes(), keys, &record, 2)?;
+        let source = TileSource::records(final_grad.bytes(), keys, &record, 2)?;
         let shape = [spec.dims.batch, spec.dims.kv_heads, spec.bias_heads_per_kv_head()];
         Ok(Self { source, gradient, shape })
     }
@@ -145,7 +145,7 @@ impl<'a, A: Real> RecordSums<'a, A> {
 /// keys, and 0 in the others. The ring writes a bias with one row and one column. Ends early if the
 /// tick breaks.
 pub(super) fn write_dbias<A: Real>(
-    state: &State<A>,
+    state: &PassState<A>,
     gradient: &BiasGradient<A>,
     final_grad: &HostBuffer,
     mut into: ArrayViewMut4<'_, A>,

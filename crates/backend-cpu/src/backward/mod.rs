@@ -7,7 +7,6 @@ pub(crate) mod dq;
 pub(crate) mod ds;
 pub(crate) mod finish;
 pub(crate) mod fused;
-pub(crate) mod fused_leaves;
 pub(crate) mod kv_split;
 pub(crate) mod leaf_sums;
 pub(crate) mod reduction;

@@ -7,14 +7,17 @@ use annulus_core::{LeafMerges, Rows};
 use crate::{
     backward::kv_split::KvSplit,
     simd::dispatch::{IsaToken, Real},
-    threads::{lock::lock, ordered_reduction::TaskSlot, team::Ticker},
+    threads::{
+        ordered_reduction::{TaskSlot, lock},
+        team::Ticker,
+    },
     tile::{
         aligned::Aligned,
         ds_tile::DqUpdate,
         pack::{PanelView, padded},
         tile_mask::TILE,
     },
-    workspace::{bias_gradient::BiasGradient, query_block::QueryBlock, scratch::Scratch},
+    workspace::{bias_gradient::BiasGradient, query_block::QueryBlock, scratch::ThreadScratch},
 };
 
 /// Task: a range of keys of one (batch row, KV head) plane.
@@ -33,7 +36,7 @@ pub(crate) trait DqSums<A> {
     /// key `first_key` of the task. dS and K are in `scratch`.
     fn accumulate_dq(
         &mut self,
-        scratch: &Scratch<A>,
+        scratch: &ThreadScratch<A>,
         head: usize,
         task: &KeyTask,
         first_key: usize,
@@ -45,7 +48,7 @@ pub(crate) trait DqSums<A> {
 }
 
 /// dq and dbias accumulators that all threads share.
-pub(crate) struct SharedGradients<'a, A> {
+pub(crate) struct GroupGradients<'a, A> {
     pub(super) token: IsaToken,
     /// Elements of a row of dq.
     pub(super) width: usize,
@@ -56,7 +59,7 @@ pub(crate) struct SharedGradients<'a, A> {
     pub(super) blocks: &'a [QueryBlock<A>],
     /// dq of each block, behind a lock.
     pub(super) sums: &'a [Mutex<Aligned<A>>],
-    /// See [`crate::workspace::state::State::block_index`].
+    /// See [`crate::workspace::state::PassState::block_index`].
     pub(super) block_index: &'a [usize],
     /// Rows of every block but the last of a plane.
     pub(super) q_rows: usize,
@@ -66,7 +69,7 @@ pub(crate) struct SharedGradients<'a, A> {
 
 /// A task's access to the shared accumulators, in task order.
 pub(crate) struct TaskReduction<'a, A> {
-    pub(crate) to: &'a SharedGradients<'a, A>,
+    pub(crate) to: &'a GroupGradients<'a, A>,
     pub(super) slot: TaskSlot<'a>,
     pub(super) plane: usize,
     /// Keys of the task, if they are read in place instead of packed.
@@ -80,7 +83,7 @@ impl<A: Real> DqSums<A> for TaskReduction<'_, A> {
 
     fn accumulate_dq(
         &mut self,
-        scratch: &Scratch<A>,
+        scratch: &ThreadScratch<A>,
         head: usize,
         task: &KeyTask,
         first_key: usize,
@@ -122,7 +125,7 @@ impl TileRows<'_> {
     /// Adds dS·K to `sums`, dq of a block, from its row `at` on. `panel` are the task's keys.
     fn accumulate<A: Real>(
         self,
-        scratch: &Scratch<A>,
+        scratch: &ThreadScratch<A>,
         panel: PanelView<'_, A>,
         task: &KeyTask,
         at: usize,
@@ -152,7 +155,7 @@ pub(super) struct PlaneLeaves<'a, A> {
     pub(super) plane: (usize, usize),
     /// Blocks of the plane, which follow those of the planes before it.
     pub(super) blocks: &'a mut [QueryBlock<A>],
-    /// See [`crate::workspace::state::State::block_index`].
+    /// See [`crate::workspace::state::PassState::block_index`].
     pub(super) block_index: &'a [usize],
     /// Rows of every block but the last.
     pub(super) q_rows: usize,
@@ -173,7 +176,7 @@ impl<A: Real> DqSums<A> for PlaneLeaves<'_, A> {
 
     fn accumulate_dq(
         &mut self,
-        scratch: &Scratch<A>,
+        scratch: &ThreadScratch<A>,
         head: usize,
         task: &KeyTask,
         first_key: usize,
@@ -205,7 +208,7 @@ impl<A: Real> TaskReduction<'_, A> {
     /// to dbias. Returns false on a stop.
     pub(super) fn finish(
         &self,
-        scratch: &Scratch<A>,
+        scratch: &ThreadScratch<A>,
         task: &KeyTask,
         keys: &Rows,
         ticker: &mut Ticker<'_>,

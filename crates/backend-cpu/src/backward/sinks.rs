@@ -9,7 +9,7 @@ use std::ops::Range;
 use annulus_core::Element;
 use ndarray::ArrayView4;
 
-use crate::{simd::dispatch::Real, threads::team::Ticker, workspace::statistics::RowStatistics};
+use crate::{simd::dispatch::Real, threads::team::Ticker, workspace::decode::RowStatistics};
 
 /// The sinks of a backward pass, and what their gradients are computed from.
 pub(super) struct SinkGradients<'a, A> {

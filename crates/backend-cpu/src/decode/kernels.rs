@@ -18,14 +18,14 @@ use std::ops::Range;
 use crate::{
     decode::packed_queries::{MAX_PACKED, ONE, PackedQueries, TWO},
     simd::{
-        dispatch::{Kernel, Real},
-        float::Float,
-        hints::prefetch_l2,
+        dispatch::{Real, SimdKernel},
+        element::Float,
+        isa::prefetch_l2,
         lanes::unrolled,
         vector::{MAX_LANES, Vector},
     },
     tile::{
-        input::{Input, Plane, Source},
+        input::{Plane, TileInput, TileSource},
         tile_mask::TileMask,
     },
 };
@@ -63,7 +63,7 @@ impl DecodeTile {
 /// after V. They are prefetched in parts during the arithmetic, so that memory is never idle.
 #[derive(Debug)]
 pub(crate) struct PrefetchStream<'a, 's, E> {
-    pub(crate) source: &'a Source<'s, E>,
+    pub(crate) source: &'a TileSource<'s, E>,
     /// Distance in rows from the current row to the prefetched one.
     pub(crate) after: usize,
 }
@@ -76,12 +76,12 @@ struct HeadVectors<'s, E> {
     after: usize,
 }
 
-impl<'s, E: Input> HeadVectors<'s, E> {
+impl<'s, E: TileInput> HeadVectors<'s, E> {
     #[inline(always)]
     fn new(
         tile: &DecodeTile,
         kv_head: usize,
-        source: &Source<'s, E>,
+        source: &TileSource<'s, E>,
         prefetch: &PrefetchStream<'_, 's, E>,
     ) -> Self {
         Self {
@@ -134,9 +134,9 @@ impl<'s, E> LockstepChunks<'s, E> for [&'s [E]; KEY_UNROLL] {
 }
 
 /// Computes tile\[packed row\]\[key\] = q·k.
-pub(crate) struct QkDots<'a, 's, E: Input> {
+pub(crate) struct QkDots<'a, 's, E: TileInput> {
     pub(crate) tile: &'a DecodeTile,
-    pub(crate) source: &'a Source<'s, E>,
+    pub(crate) source: &'a TileSource<'s, E>,
     pub(crate) dim: usize,
     /// Rows that are read next.
     pub(crate) prefetch: PrefetchStream<'a, 's, E>,
@@ -147,7 +147,7 @@ pub(crate) struct QkDots<'a, 's, E: Input> {
     pub(crate) into: &'a mut [E::Accumulator],
 }
 
-impl<E: Input> Kernel<E::Accumulator> for QkDots<'_, '_, E> {
+impl<E: TileInput> SimdKernel<E::Accumulator> for QkDots<'_, '_, E> {
     type Output = ();
 
     #[inline(always)]
@@ -176,7 +176,7 @@ impl<E: Input> Kernel<E::Accumulator> for QkDots<'_, '_, E> {
     }
 }
 
-impl<E: Input> QkDots<'_, '_, E> {
+impl<E: TileInput> QkDots<'_, '_, E> {
     /// Computes the products of one block of packed rows with a group of keys, except for the
     /// reduction across lanes. Meanwhile prefetches, if `prefetch`.
     #[inline(always)]
@@ -222,7 +222,7 @@ impl<E: Input> QkDots<'_, '_, E> {
 /// Computes q·k except for the reduction across lanes, for one block. q is padded with zeros to
 /// whole vectors. The products of a packed row begin `lanes` vectors after those of the one before.
 #[inline(always)]
-fn dots<'s, E: Input, V: Vector<E::Accumulator>, const ROWS: usize, const PACKED: usize>(
+fn dots<'s, E: TileInput, V: Vector<E::Accumulator>, const ROWS: usize, const PACKED: usize>(
     keys: [&'s [E]; ROWS],
     q: &[E::Accumulator],
     into: &mut [E::Accumulator],
@@ -247,7 +247,7 @@ fn dots<'s, E: Input, V: Vector<E::Accumulator>, const ROWS: usize, const PACKED
 
 /// Adds the products of one vector.
 #[inline(always)]
-fn add_products<E: Input, V: Vector<E::Accumulator>, const ROWS: usize, const PACKED: usize>(
+fn add_products<E: TileInput, V: Vector<E::Accumulator>, const ROWS: usize, const PACKED: usize>(
     sums: &mut [[V; ROWS]; PACKED],
     q: &[V::Memory; PACKED],
     keys: [&[E]; ROWS],
@@ -281,9 +281,9 @@ fn totals<A: Real, V: Vector<A>>(vectors: &[A]) -> V {
 }
 
 /// Computes out\[packed row\] += Σ_key probs\[packed row\]\[key\]·v over the visible pairs.
-pub(crate) struct PvSums<'a, 's, E: Input> {
+pub(crate) struct PvSums<'a, 's, E: TileInput> {
     pub(crate) tile: &'a DecodeTile,
-    pub(crate) source: &'a Source<'s, E>,
+    pub(crate) source: &'a TileSource<'s, E>,
     pub(crate) dim: usize,
     /// Rows that are read next.
     pub(crate) prefetch: PrefetchStream<'a, 's, E>,
@@ -294,7 +294,7 @@ pub(crate) struct PvSums<'a, 's, E: Input> {
     pub(crate) all: u64,
 }
 
-impl<E: Input> Kernel<E::Accumulator> for PvSums<'_, '_, E> {
+impl<E: TileInput> SimdKernel<E::Accumulator> for PvSums<'_, '_, E> {
     type Output = ();
 
     #[inline(always)]
@@ -320,7 +320,7 @@ impl<E: Input> Kernel<E::Accumulator> for PvSums<'_, '_, E> {
     }
 }
 
-impl<E: Input> PvSums<'_, '_, E> {
+impl<E: TileInput> PvSums<'_, '_, E> {
     /// Adds the values of a group of keys to one block of packed rows: that which begins `block`
     /// packed rows after `start`, the first of its KV head.
     #[inline(always)]
@@ -368,7 +368,7 @@ impl<E: Input> PvSums<'_, '_, E> {
 /// Computes out += prob·value for the packed rows of a block that attend to the values. out is
 /// padded to whole vectors; the probabilities of a packed row are contiguous.
 #[inline(always)]
-fn add_values<'s, E: Input, V: Vector<E::Accumulator>, const ROWS: usize, const PACKED: usize>(
+fn add_values<'s, E: TileInput, V: Vector<E::Accumulator>, const ROWS: usize, const PACKED: usize>(
     out: &mut [E::Accumulator],
     (probs, width): (&[E::Accumulator], usize),
     values: [&'s [E]; ROWS],
@@ -390,7 +390,7 @@ fn add_values<'s, E: Input, V: Vector<E::Accumulator>, const ROWS: usize, const 
 
 /// Adds the products of one vector.
 #[inline(always)]
-fn add_weighted<E: Input, V: Vector<E::Accumulator>, const ROWS: usize, const PACKED: usize>(
+fn add_weighted<E: TileInput, V: Vector<E::Accumulator>, const ROWS: usize, const PACKED: usize>(
     out: &mut [V::Memory; PACKED],
     factors: &[[V; ROWS]; PACKED],
     values: [&[E]; ROWS],

@@ -30,13 +30,12 @@ use crate::{
         kernels::{DecodeTile, PrefetchStream, PvSums, QkDots},
         packed_queries::PackedQueries,
     },
-    forward::query_pass::QueryPass,
-    simd::{dispatch::Real, float::Float},
+    forward::query_pass::ForwardQueryPass,
+    simd::{dispatch::Real, element::Float},
     threads::team::{Team, Ticker},
     tile::{
-        coord::TileCoord,
-        geometry::Geometry,
-        input::{Acc, Input},
+        geometry::{Geometry, TileCoord},
+        input::{Acc, TileInput},
         pack::padded_dim,
         softmax::{MultiplyTile, OnlineSoftmaxRows},
         tile_mask::{LaneAxis, TILE},
@@ -44,7 +43,7 @@ use crate::{
     workspace::{
         decode::{Decode, DecodeScratch, SplitPartial, split_keys, tile_keys},
         query_block::QueryBlock,
-        scratch::Scratch,
+        scratch::ThreadScratch,
         state::Summed,
     },
 };
@@ -54,11 +53,11 @@ impl<A: Real> Decode<A> {
     ///
     /// Returns false, and does nothing, if vectors of K or V are not contiguous, if heads have
     /// different masks, or if there is a bias.
-    pub(crate) fn attend<E: Input<Accumulator = A>>(
+    pub(crate) fn attend<E: TileInput<Accumulator = A>>(
         &mut self,
-        pass: &QueryPass<'_, E>,
+        pass: &ForwardQueryPass<'_, E>,
         team: &Team,
-        scratch: &mut [Scratch<A>],
+        scratch: &mut [ThreadScratch<A>],
         blocks: &mut [QueryBlock<A>],
         tick: Tick<'_>,
     ) -> bool
@@ -144,16 +143,16 @@ impl<A: Real> SplitPartial<A> {
 }
 
 /// Task of one split.
-struct SplitTask<'a, 'p, E: Input> {
-    pass: &'a QueryPass<'p, E>,
+struct SplitTask<'a, 'p, E: TileInput> {
+    pass: &'a ForwardQueryPass<'p, E>,
     batch: usize,
     queries: Range<usize>,
 }
 
-impl<E: Input<Accumulator: Summed>> SplitTask<'_, '_, E> {
+impl<E: TileInput<Accumulator: Summed>> SplitTask<'_, '_, E> {
     fn attend_split(
         &self,
-        scratch: &mut Scratch<Acc<E>>,
+        scratch: &mut ThreadScratch<Acc<E>>,
         partial: &mut SplitPartial<Acc<E>>,
         keys: Range<usize>,
         ticker: &mut Ticker<'_>,
@@ -168,7 +167,7 @@ impl<E: Input<Accumulator: Summed>> SplitTask<'_, '_, E> {
                 return;
             }
             let keys = first..keys.end.min(first + step);
-            let Scratch { tile_mask, bits, .. } = scratch;
+            let ThreadScratch { tile_mask, bits, .. } = scratch;
             if tile_mask.classify(LaneAxis::Keys, &pass.visibility, tile, keys.clone(), bits) {
                 self.attend_tile(scratch, partial, &keys);
             }
@@ -196,14 +195,14 @@ impl<E: Input<Accumulator: Summed>> SplitTask<'_, '_, E> {
 
     fn attend_tile(
         &self,
-        scratch: &mut Scratch<Acc<E>>,
+        scratch: &mut ThreadScratch<Acc<E>>,
         partial: &mut SplitPartial<Acc<E>>,
         keys: &Range<usize>,
     ) {
         let pass = self.pass;
         let token = pass.geometry.token;
         let dims = pass.geometry.dims;
-        let Scratch { decode, tiles, tile_mask, .. } = scratch;
+        let ThreadScratch { decode, tiles, tile_mask, .. } = scratch;
         let queries = self.queries.len();
         let packed = PackedQueries::of_group(pass.geometry, queries);
         let (some, all) = tile_mask.visible_lanes(queries, keys.len());

@@ -11,15 +11,15 @@ use crate::{
         outputs::{NextStrip, OutputAxis, OutputRows, StripOutput, strip_sums},
     },
     threads::team::Team,
-    tile::input::{Acc, Input, array},
-    workspace::state::{State, Summed},
+    tile::input::{Acc, TileInput, array},
+    workspace::state::{PassState, Summed},
 };
 
 /// Adds the sinks and writes the outputs. The workspace is unchanged. Ticks between ranges of rows,
 /// and with sinks, of which there may be many, between strips.
-pub(crate) fn finish<E: Input<Accumulator: Summed>>(
+pub(crate) fn finish<E: TileInput<Accumulator: Summed>>(
     team: &Team,
-    state: &mut State<Acc<E>>,
+    state: &mut PassState<Acc<E>>,
     inputs: &Inputs<HostView<'_>>,
     outputs: &mut Outputs<HostViewMut<'_>>,
     tick: Tick<'_>,

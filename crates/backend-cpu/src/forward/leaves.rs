@@ -18,24 +18,24 @@
 use annulus_core::Tick;
 
 use crate::{
-    forward::query_pass::QueryPass,
+    forward::query_pass::ForwardQueryPass,
     simd::dispatch::Real,
     threads::team::{Team, Ticker},
-    tile::input::{Acc, Input},
+    tile::input::{Acc, TileInput},
     workspace::{
         leaves::ArrivingKeys,
         query_block::{QueryBlock, QueryTask},
-        scratch::Scratch,
-        state::{State, Summed},
+        scratch::ThreadScratch,
+        state::{PassState, Summed},
     },
 };
 
-impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
+impl<E: TileInput<Accumulator: Summed>> ForwardQueryPass<'_, E> {
     /// Attends to the block leaf by leaf, with all queries.
     pub(crate) fn attend_leaves(
         &self,
         team: &Team,
-        scratch: &mut [Scratch<Acc<E>>],
+        scratch: &mut [ThreadScratch<Acc<E>>],
         blocks: &mut [QueryBlock<Acc<E>>],
         (task_rows, arriving): (usize, ArrivingKeys<'_>),
         tick: Tick<'_>,
@@ -49,7 +49,7 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
     /// Attends to all leaves of the block for one task.
     fn attend_task_leaves(
         &self,
-        scratch: &mut Scratch<Acc<E>>,
+        scratch: &mut ThreadScratch<Acc<E>>,
         task: &mut QueryTask<'_, Acc<E>>,
         ArrivingKeys { merges, arrivals }: ArrivingKeys<'_>,
         ticker: &mut Ticker<'_>,
@@ -85,8 +85,8 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
 
 /// Closes the last leaf, so that the root of the tree is the result of every query. Does nothing if
 /// the order is not reproducible.
-pub(crate) fn finish_leaves<A: Real>(team: &Team, state: &mut State<A>, tick: Tick<'_>) {
-    let State { shard, geometry, blocks, scratch, arrivals, .. } = state;
+pub(crate) fn finish_leaves<A: Real>(team: &Team, state: &mut PassState<A>, tick: Tick<'_>) {
+    let PassState { shard, geometry, blocks, scratch, arrivals, .. } = state;
     let Some(plan) = &shard.leaves else { return };
     team.run(scratch, blocks.iter_mut(), Some(tick), |_, block, _| {
         if let Some(step) = arrivals.open() {

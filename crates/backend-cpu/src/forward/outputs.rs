@@ -15,12 +15,12 @@ use crate::{
     forward::sink_line::sink_line,
     simd::{
         dispatch::Real,
-        float::Float,
-        hints::{prefetch_l1, prefetch_l2},
+        element::Float,
+        isa::{prefetch_l1, prefetch_l2},
     },
     tile::{
         geometry::{Geometry, Strip},
-        input::{Acc, Input, array_mut},
+        input::{Acc, TileInput, array_mut},
         pack::{TakeLane, each_lane},
         prefetch::{PrefetchRows, ROWS_AHEAD},
         tile_mask::TILE,
@@ -37,7 +37,7 @@ pub(crate) enum OutputAxis {
 }
 
 /// Outputs of some batch rows, heads and rows.
-pub(crate) struct OutputRows<'a, E: Input> {
+pub(crate) struct OutputRows<'a, E: TileInput> {
     /// `[batch, rows, heads, value_dim]`, as the residual.
     out: ArrayViewMut4<'a, E>,
     out_residual: Option<ArrayViewMut4<'a, E>>,
@@ -48,7 +48,7 @@ pub(crate) struct OutputRows<'a, E: Input> {
     ties: Option<ArrayViewMut4<'a, Acc<E>>>,
 }
 
-impl<'a, E: Input> OutputRows<'a, E> {
+impl<'a, E: TileInput> OutputRows<'a, E> {
     /// Returns all outputs of a pass.
     pub(crate) fn of(outputs: &'a mut Outputs<HostViewMut<'_>>) -> Result<Self> {
         Ok(Self {
@@ -214,13 +214,13 @@ type Factors<A> = [Option<A>; TILE];
 type Value = fn(&SoftmaxEnd) -> f64;
 
 /// Parts of outputs; see [`OutputRows::parts`].
-pub(crate) struct OutputParts<'a, E: Input> {
+pub(crate) struct OutputParts<'a, E: TileInput> {
     rest: Option<OutputRows<'a, E>>,
     axis: OutputAxis,
     len: usize,
 }
 
-impl<'a, E: Input> Iterator for OutputParts<'a, E> {
+impl<'a, E: TileInput> Iterator for OutputParts<'a, E> {
     type Item = OutputRows<'a, E>;
 
     fn next(&mut self) -> Option<Self::Item> {
@@ -291,7 +291,7 @@ pub(crate) fn strip_sums<'a, A: Real>(
 }
 
 /// Writes the rows of one strip and head, divided by the sums of their softmax.
-struct WriteOut<'v, E: Input> {
+struct WriteOut<'v, E: TileInput> {
     /// `[rows of the strip, value_dim]`
     out: ArrayViewMut2<'v, E>,
     /// As out.
@@ -308,7 +308,7 @@ struct NextPrefetch<'v, A> {
     sums: Chunks<'v, A>,
 }
 
-impl<E: Input> TakeLane<Acc<E>> for WriteOut<'_, E> {
+impl<E: TileInput> TakeLane<Acc<E>> for WriteOut<'_, E> {
     #[inline(always)]
     fn take(&mut self, lane: usize, first: usize, sums: &[Acc<E>]) {
         if let Some(next) = self.next.as_mut().filter(|_| first == 0) {
@@ -356,7 +356,7 @@ impl<E: Input> TakeLane<Acc<E>> for WriteOut<'_, E> {
 
 /// Returns `exact` − `rounded`, rounded; 0 if `rounded` is not finite.
 #[inline(always)]
-fn rounding_residual<E: Input>(exact: Acc<E>, rounded: E) -> E {
+fn rounding_residual<E: TileInput>(exact: Acc<E>, rounded: E) -> E {
     let residual = exact - rounded.widen();
     let infinity = Acc::<E>::INFINITY;
     let is_finite = -infinity < residual && residual < infinity;

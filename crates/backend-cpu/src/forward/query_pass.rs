@@ -8,9 +8,8 @@ use ndarray::{ArrayView4, Axis, Slice};
 use crate::{
     simd::dispatch::{IsaToken, Real},
     tile::{
-        coord::TileCoord,
-        geometry::{Geometry, Strip},
-        input::{Acc, Input, Source, array},
+        geometry::{Geometry, Strip, TileCoord},
+        input::{Acc, TileInput, TileSource, array},
         pack::{MAX_USES_IN_PLACE, PanelView},
         prefetch::prefetch_first_tile,
         scores::Scores,
@@ -18,17 +17,17 @@ use crate::{
     },
     workspace::{
         query_tiles::QueryTileCache,
-        scratch::{Scratch, TaskQueries},
+        scratch::{TaskQueries, ThreadScratch},
         state::Summed,
     },
 };
 
 /// Returns K and V of a block: from its records or, of local keys, from the caller's tensors.
-pub(crate) fn keys_and_values<'a, 'i: 'a, 'b: 'a, E: Input>(
+pub(crate) fn keys_and_values<'a, 'i: 'a, 'b: 'a, E: TileInput>(
     shard: &annulus_core::RankShard,
     inputs: &Inputs<HostView<'i>>,
     block: &Block<'b, Host>,
-) -> Result<(Source<'a, E>, Source<'a, E>)> {
+) -> Result<(TileSource<'a, E>, TileSource<'a, E>)> {
     if let Some(first) = block.first_local {
         let rows = first..first.saturating_add(block.rows.len());
         if shard.keys.rows().get(rows.clone()) != Some(block.rows.rows()) {
@@ -38,22 +37,23 @@ pub(crate) fn keys_and_values<'a, 'i: 'a, 'b: 'a, E: Input>(
         }
         let rows = Slice::from(rows);
         let local =
-            |tensor: ArrayView4<'i, E>| Source::tensor(tensor.slice_axis_move(Axis(1), rows));
+            |tensor: ArrayView4<'i, E>| TileSource::tensor(tensor.slice_axis_move(Axis(1), rows));
         return Ok((local(array("k", inputs.k)?), local(array("v", inputs.v)?)));
     }
     let record = shard.spec.kv_row_layout();
-    let source = |field| Source::records(block.buffer.bytes(), block.rows.len(), &record, field);
+    let source =
+        |field| TileSource::records(block.buffer.bytes(), block.rows.len(), &record, field);
     Ok((source(0)?, source(1)?))
 }
 
 /// Inputs that all tasks of a pass over queries read.
-pub(crate) struct QueryPass<'a, E: Input> {
+pub(crate) struct ForwardQueryPass<'a, E: TileInput> {
     pub(crate) geometry: &'a Geometry,
     pub(crate) visibility: Visibility<'a>,
     pub(crate) scores: Scores<'a, Acc<E>>,
-    pub(crate) q: Source<'a, E>,
-    pub(crate) k: Source<'a, E>,
-    pub(crate) v: Source<'a, E>,
+    pub(crate) q: TileSource<'a, E>,
+    pub(crate) k: TileSource<'a, E>,
+    pub(crate) v: TileSource<'a, E>,
     /// Visibility of this rank's queries.
     pub(crate) query_tiles: &'a QueryTileCache,
     /// Strips of one head of a full task.
@@ -64,9 +64,9 @@ pub(crate) struct QueryPass<'a, E: Input> {
     pub(crate) is_only_block: bool,
 }
 
-impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
+impl<'a, E: TileInput<Accumulator: Summed>> ForwardQueryPass<'a, E> {
     /// Prepares a pass over `block` in tasks of `task_rows` queries, after
-    /// [`State::update_query_tiles`](crate::workspace::state::State::update_query_tiles).
+    /// [`PassState::update_query_tiles`](crate::workspace::state::State::update_query_tiles).
     pub(crate) fn new<'i: 'a, 'b: 'a>(
         geometry: &'a Geometry,
         task_rows: usize,
@@ -86,7 +86,7 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
             geometry,
             visibility: shard.visibility(queries, keys),
             scores: Scores { spec, token: geometry.token, queries, keys, bias },
-            q: Source::tensor(array("q", inputs.q)?),
+            q: TileSource::tensor(array("q", inputs.q)?),
             k,
             v,
             query_tiles,
@@ -111,7 +111,7 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
     /// holds those of a task with the same rows and mask.
     pub(crate) fn update_task_tile(
         &self,
-        scratch: &mut Scratch<Acc<E>>,
+        scratch: &mut ThreadScratch<Acc<E>>,
         batch: usize,
         head: usize,
         rows: &Range<usize>,
@@ -142,11 +142,11 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
     /// Strips narrower than 64 lanes share the tile: its bits are computed once.
     pub(crate) fn classify(
         &self,
-        scratch: &mut Scratch<Acc<E>>,
+        scratch: &mut ThreadScratch<Acc<E>>,
         row: usize,
         keys: &Range<usize>,
     ) -> bool {
-        let Scratch { task_queries: Some(task), whole_mask, bits, .. } = scratch else {
+        let ThreadScratch { task_queries: Some(task), whole_mask, bits, .. } = scratch else {
             return false;
         };
         let tile = self.query_tile(task, row);
@@ -155,8 +155,8 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
 
     /// Returns the first key of the block's last tile that is not certainly empty for the 64
     /// queries that contain row `row` of the task.
-    pub(crate) fn last_keys(&self, scratch: &mut Scratch<Acc<E>>, row: usize) -> usize {
-        let Scratch { task_queries: Some(task), last_keys, .. } = scratch else { return 0 };
+    pub(crate) fn last_keys(&self, scratch: &mut ThreadScratch<Acc<E>>, row: usize) -> usize {
+        let ThreadScratch { task_queries: Some(task), last_keys, .. } = scratch else { return 0 };
         *last_keys[row / TILE].get_or_insert_with(|| {
             let last = self.visibility.key_tiles(self.query_tile(task, row), TILE).last();
             last.map_or(0, |keys| keys.start)
@@ -188,7 +188,7 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
     /// Packs a tile of keys and values, and schedules the prefetch of the tile `next`.
     pub(crate) fn fill_keys(
         &self,
-        scratch: &mut Scratch<Acc<E>>,
+        scratch: &mut ThreadScratch<Acc<E>>,
         batch: usize,
         kv_head: usize,
         keys: &Range<usize>,

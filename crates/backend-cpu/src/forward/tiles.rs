@@ -29,31 +29,30 @@ use annulus_core::{Tick, Visibility};
 use crate::{
     forward::{
         outputs::{NextStrip, OutputAxis, OutputRows, StripOutput},
-        query_pass::{KvInPlace, NextTile, QueryPass},
+        query_pass::{ForwardQueryPass, KvInPlace, NextTile},
     },
-    simd::{dispatch::Real, float::Float},
+    simd::{dispatch::Real, element::Float},
     threads::team::{Team, Ticker},
     tile::{
         bf16_pairs::interleave_rows,
-        coord::TileCoord,
         gemm::{Previous, gemm_nn, gemm_tn},
-        geometry::Strip,
-        input::{Acc, Input},
+        geometry::{Strip, TileCoord},
+        input::{Acc, TileInput},
         prefetch::{PrefetchRows, Prefetcher},
         softmax::{MultiplyTile, OnlineSoftmax},
         tile_mask::TILE,
     },
     workspace::{
         query_block::{QueryBlock, QueryTask},
-        scratch::Scratch,
-        state::{State, Summed},
+        scratch::ThreadScratch,
+        state::{PassState, Summed},
     },
 };
 
 /// Resets the softmax statistics of every row.
 ///
 /// The accumulator keeps its old contents, which the first tile of a strip overwrites.
-pub(crate) fn begin<A: Real>(team: &Team, state: &mut State<A>) {
+pub(crate) fn begin<A: Real>(team: &Team, state: &mut PassState<A>) {
     state.attended = false;
     state.arrivals.begin();
     state.query_tiles.begin();
@@ -66,14 +65,14 @@ pub(crate) fn begin<A: Real>(team: &Team, state: &mut State<A>) {
     });
 }
 
-impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
+impl<E: TileInput<Accumulator: Summed>> ForwardQueryPass<'_, E> {
     /// Attends to the block tile by tile, with all queries. With `outputs`, writes those of all
     /// rows, unless it is stopped; tasks are then one query block each, in the order
     /// [`crate::workspace::state::BlockOrder::Rows`].
     pub(crate) fn attend_tiles(
         &self,
         team: &Team,
-        scratch: &mut [Scratch<Acc<E>>],
+        scratch: &mut [ThreadScratch<Acc<E>>],
         blocks: &mut [QueryBlock<Acc<E>>],
         task_rows: usize,
         outputs: Option<OutputRows<'_, E>>,
@@ -110,7 +109,7 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
     /// Attends to all tiles of the block for one task, whose `outputs` are written.
     fn attend_task(
         &self,
-        scratch: &mut Scratch<Acc<E>>,
+        scratch: &mut ThreadScratch<Acc<E>>,
         task: &mut QueryTask<'_, Acc<E>>,
         mut outputs: Option<&mut OutputRows<'_, E>>,
         ticker: &mut Ticker<'_>,
@@ -197,7 +196,7 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
     /// writes those of strips whose last tile it is.
     pub(super) fn attend_kv_tile(
         &self,
-        scratch: &mut Scratch<Acc<E>>,
+        scratch: &mut ThreadScratch<Acc<E>>,
         task: &mut QueryTask<'_, Acc<E>>,
         heads: &Range<usize>,
         (keys, next): (&Range<usize>, NextTile),
@@ -224,7 +223,7 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
                 let coord = self.coord(task.batch, head, &task.rows, index, &strip, keys);
                 let rows = task.rows.clone();
                 let (block, first) = task.block(strip.rows.start);
-                let Scratch { lanes_head, filled, prefetcher, .. } = scratch;
+                let ThreadScratch { lanes_head, filled, prefetcher, .. } = scratch;
                 let range = self.geometry.strip_range(&coord, self.packed_q_rows());
                 let scratch_strip = (&mut lanes_head[range], &mut filled[coord.strip]);
                 let group_head = head % self.geometry.dims.group();
@@ -280,7 +279,7 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
     /// the tile is not.
     fn load_mask(
         &self,
-        scratch: &mut Scratch<Acc<E>>,
+        scratch: &mut ThreadScratch<Acc<E>>,
         rows: &Range<usize>,
         strip: &Strip,
         keys: &Range<usize>,
@@ -343,7 +342,7 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
     /// unless they are `in_place`.
     fn attend_tile(
         &self,
-        scratch: &mut Scratch<Acc<E>>,
+        scratch: &mut ThreadScratch<Acc<E>>,
         block: &mut QueryBlock<Acc<E>>,
         first: usize,
         (coord, out): (&TileCoord, PrefetchRows),
@@ -351,7 +350,7 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
     ) {
         let token = self.geometry.token;
         let vectors = coord.vectors;
-        let Scratch {
+        let ThreadScratch {
             rows_head,
             rows_value,
             lanes_head,

@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 use annulus_core::DType;
 
 use crate::simd::{
-    element::Widen,
+    element::WidenTo,
     exp::EXP2_COEFFICIENTS,
     lanes::{strip, strip_mut, unrolled},
     vector::{Bf16Pairs, MAX_LANES, Vector, widened},
@@ -71,7 +71,7 @@ impl<const PAIRS: bool> Vector<f32> for Zmm<PAIRS> {
 
     /// Uses intrinsics: compiled from scalar code, a vector goes through memory element by element.
     #[inline(always)]
-    fn widen<E: Widen<Accumulator = f32>>(from: &[E]) -> Self {
+    fn widen<E: WidenTo<Accumulator = f32>>(from: &[E]) -> Self {
         match (E::DTYPE, from.first_chunk::<16>()) {
             (DType::F32, Some(whole)) => Self::load(bytemuck::cast_ref(whole)),
             (DType::Bf16, Some(whole)) => {

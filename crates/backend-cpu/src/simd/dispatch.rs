@@ -6,7 +6,7 @@
 //! avx512:  #[target_feature(enable = …)] fn { kernel.run::<FUSED, ROWS, VECTORS, WIDTH>() }
 //! ```
 //! Hot loops are generic bodies, compiled once per instruction set. An [`ArrayKernel`] works on
-//! fixed-size arrays that the compiler vectorises. A [`Kernel`], for the hottest loops, works on
+//! fixed-size arrays that the compiler vectorises. A [`SimdKernel`], for the hottest loops, works on
 //! [`Vector`]s that stay in registers. An [`IsaToken`] proves that the machine has the
 //! instructions: its only constructor checks the processor.
 //!
@@ -17,7 +17,7 @@
 use annulus_core::Result;
 
 use crate::simd::{
-    float::Float,
+    element::Float,
     isa::Isa,
     vector::{Array, Bf16Pairs, Vector},
 };
@@ -50,7 +50,7 @@ pub(crate) trait ArrayKernel {
 ///
 /// The body must be `#[inline(always)]`, as for an [`ArrayKernel`]. Register tiles have `ROWS` ×
 /// `VECTORS` vectors.
-pub(crate) trait Kernel<A: Float> {
+pub(crate) trait SimdKernel<A: Float> {
     type Output;
     fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) -> Self::Output;
 }
@@ -131,7 +131,7 @@ impl IsaToken {
     }
 
     /// Runs `kernel` on a strip of `vectors` vectors of f32.
-    pub(crate) fn run_f32<K: Kernel<f32>>(self, vectors: usize, kernel: K) -> K::Output {
+    pub(crate) fn run_f32<K: SimdKernel<f32>>(self, vectors: usize, kernel: K) -> K::Output {
         assert!((1..=self.max_vectors()).contains(&vectors));
         match self.isa {
             #[cfg(target_arch = "x86_64")]
@@ -156,7 +156,11 @@ impl IsaToken {
 
     /// Runs a product kernel on a strip of `vectors` vectors of bf16 pairs, on [`Isa::Avx512Bf16`]
     /// only. A product step then adds two products.
-    pub(crate) fn run_bf16_products<K: Kernel<f32>>(self, vectors: usize, kernel: K) -> K::Output {
+    pub(crate) fn run_bf16_products<K: SimdKernel<f32>>(
+        self,
+        vectors: usize,
+        kernel: K,
+    ) -> K::Output {
         assert!(self.isa == Isa::Avx512Bf16);
         match self.isa {
             #[cfg(target_arch = "x86_64")]
@@ -194,12 +198,12 @@ impl IsaToken {
     }
 
     /// Runs `kernel` on a strip of `vectors` vectors of f64.
-    pub(crate) fn run_f64<K: Kernel<f64>>(self, vectors: usize, kernel: K) -> K::Output {
+    pub(crate) fn run_f64<K: SimdKernel<f64>>(self, vectors: usize, kernel: K) -> K::Output {
         self.run_arrays::<_, _, 8>(vectors, kernel)
     }
 
     /// Runs `kernel` over [`Array`]s, whose registers the compiler allocates.
-    fn run_arrays<K: Kernel<A>, A: Float, const WIDTH: usize>(
+    fn run_arrays<K: SimdKernel<A>, A: Float, const WIDTH: usize>(
         self,
         vectors: usize,
         kernel: K,
@@ -211,7 +215,7 @@ impl IsaToken {
 /// Adapts a kernel over vectors to a kernel over arrays.
 struct OnArrays<K, A>(K, std::marker::PhantomData<A>);
 
-impl<K: Kernel<A>, A: Float> ArrayKernel for OnArrays<K, A> {
+impl<K: SimdKernel<A>, A: Float> ArrayKernel for OnArrays<K, A> {
     type Output = K::Output;
 
     #[inline(always)]
@@ -224,13 +228,13 @@ impl<K: Kernel<A>, A: Float> ArrayKernel for OnArrays<K, A> {
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512vl,avx512bw,avx512dq,avx2,fma")]
-fn avx512_f32<K: Kernel<f32>, const ROWS: usize, const VECTORS: usize>(kernel: K) -> K::Output {
+fn avx512_f32<K: SimdKernel<f32>, const ROWS: usize, const VECTORS: usize>(kernel: K) -> K::Output {
     kernel.run::<avx512::Zmm<false>, ROWS, VECTORS>()
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512bf16,avx512f,avx512vl,avx512bw,avx512dq,avx2,fma")]
-fn avx512_bf16_products<K: Kernel<f32>, const ROWS: usize, const VECTORS: usize>(
+fn avx512_bf16_products<K: SimdKernel<f32>, const ROWS: usize, const VECTORS: usize>(
     kernel: K,
 ) -> K::Output {
     kernel.run::<avx512::Zmm<true>, ROWS, VECTORS>()
@@ -250,7 +254,7 @@ fn neon<K: ArrayKernel, const WIDTH: usize>(kernel: K) -> K::Output {
 
 #[cfg(target_arch = "aarch64")]
 #[target_feature(enable = "neon")]
-fn neon_f32<K: Kernel<f32>>(kernel: K) -> K::Output {
+fn neon_f32<K: SimdKernel<f32>>(kernel: K) -> K::Output {
     kernel.run::<neon::Quad, 4, 1>()
 }
 
@@ -262,7 +266,7 @@ fn avx2<K: ArrayKernel, const WIDTH: usize>(kernel: K) -> K::Output {
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn avx2_f32<K: Kernel<f32>>(kernel: K) -> K::Output {
+fn avx2_f32<K: SimdKernel<f32>>(kernel: K) -> K::Output {
     kernel.run::<Ymms, 6, 1>()
 }
 
@@ -277,9 +281,9 @@ pub(crate) trait Real: Float {
     /// Runs an array kernel on a strip of `vectors` vectors of [`Float::WIDTH`] elements.
     fn run<K: ArrayKernel>(token: IsaToken, vectors: usize, kernel: K) -> K::Output;
     /// Runs a kernel on a strip of `vectors` vectors of [`Float::WIDTH`] elements.
-    fn run_kernel<K: Kernel<Self>>(token: IsaToken, vectors: usize, kernel: K) -> K::Output;
+    fn run_kernel<K: SimdKernel<Self>>(token: IsaToken, vectors: usize, kernel: K) -> K::Output;
     /// Runs a product kernel, over pairs of bf16 if `pairs` (only on [`crate::Isa::Avx512Bf16`]).
-    fn run_products<K: Kernel<Self>>(
+    fn run_products<K: SimdKernel<Self>>(
         token: IsaToken,
         pairs: bool,
         vectors: usize,
@@ -292,11 +296,11 @@ impl Real for f32 {
         token.run::<K, 16>(vectors, kernel)
     }
 
-    fn run_kernel<K: Kernel<Self>>(token: IsaToken, vectors: usize, kernel: K) -> K::Output {
+    fn run_kernel<K: SimdKernel<Self>>(token: IsaToken, vectors: usize, kernel: K) -> K::Output {
         token.run_f32(vectors, kernel)
     }
 
-    fn run_products<K: Kernel<Self>>(
+    fn run_products<K: SimdKernel<Self>>(
         token: IsaToken,
         pairs: bool,
         vectors: usize,
@@ -315,12 +319,12 @@ impl Real for f64 {
         token.run::<K, 8>(vectors, kernel)
     }
 
-    fn run_kernel<K: Kernel<Self>>(token: IsaToken, vectors: usize, kernel: K) -> K::Output {
+    fn run_kernel<K: SimdKernel<Self>>(token: IsaToken, vectors: usize, kernel: K) -> K::Output {
         token.run_f64(vectors, kernel)
     }
 
     /// Ignores `pairs`: accumulators of type f64 have f64 inputs.
-    fn run_products<K: Kernel<Self>>(
+    fn run_products<K: SimdKernel<Self>>(
         token: IsaToken,
         _: bool,
         vectors: usize,

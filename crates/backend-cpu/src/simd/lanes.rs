@@ -1,6 +1,6 @@
 //! Arithmetic on arrays of `W` elements, in a form that the compiler keeps in vector registers.
 
-use crate::simd::float::Float;
+use crate::simd::element::Float;
 
 /// Repeats `body` for each of the first few indices, unrolled by hand.
 ///

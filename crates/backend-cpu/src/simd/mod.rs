@@ -3,8 +3,6 @@
 pub(crate) mod dispatch;
 pub(crate) mod element;
 pub(crate) mod exp;
-pub(crate) mod float;
-pub(crate) mod hints;
 pub(crate) mod isa;
 pub(crate) mod lanes;
 pub(crate) mod vector;

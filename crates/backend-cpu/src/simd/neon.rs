@@ -5,7 +5,7 @@ use std::arch::aarch64::*;
 use annulus_core::DType;
 
 use crate::simd::{
-    element::Widen,
+    element::WidenTo,
     exp::EXP2_COEFFICIENTS,
     lanes::{strip, strip_mut},
     vector::{MAX_LANES, Vector, widened},
@@ -125,7 +125,7 @@ impl Vector<f32> for Quad {
     }
 
     #[inline(always)]
-    fn widen<E: Widen<Accumulator = f32>>(from: &[E]) -> Self {
+    fn widen<E: WidenTo<Accumulator = f32>>(from: &[E]) -> Self {
         match (E::DTYPE, from.first_chunk::<16>()) {
             (DType::F32, Some(whole)) => Self::load(bytemuck::cast_ref(whole)),
             (DType::Bf16, Some(whole)) => {

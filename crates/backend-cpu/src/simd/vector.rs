@@ -1,6 +1,6 @@
 //! SIMD vectors: the operations from which the hot loops are built.
 //!
-//! A [`crate::simd::dispatch::Kernel`] is written once over [`Vector`] and compiled for each
+//! A [`crate::simd::dispatch::SimdKernel`] is written once over [`Vector`] and compiled for each
 //! instruction set. [`Array`] is the portable vector, vectorised by the compiler. Where the
 //! compiler does not keep it in registers, an instruction set has its own leaf (`avx512.rs`,
 //! `neon.rs`).
@@ -10,7 +10,7 @@
 
 use half::bf16;
 
-use crate::simd::{element::Widen, float::Float};
+use crate::simd::element::{Float, WidenTo};
 
 /// Maximum lanes of a vector: 64 bytes of f32.
 pub(crate) const MAX_LANES: usize = 16;
@@ -33,7 +33,7 @@ pub(crate) trait Vector<A: Float>: Copy {
     fn store(self, into: &mut Self::Memory);
     fn splat(element: A) -> Self;
     /// Loads and widens the first elements of a slice, with 0 beyond its end.
-    fn widen<E: Widen<Accumulator = A>>(from: &[E]) -> Self;
+    fn widen<E: WidenTo<Accumulator = A>>(from: &[E]) -> Self;
 
     fn plus(self, b: Self) -> Self;
     fn minus(self, b: Self) -> Self;
@@ -106,7 +106,7 @@ pub(crate) fn each_row_mut<A: Float, V: Vector<A>, T>(
 
 /// Widens the first elements of a slice, with 0 beyond its end.
 #[inline(always)]
-pub(crate) fn widened<E: Widen, const W: usize>(from: &[E]) -> [E::Accumulator; W] {
+pub(crate) fn widened<E: WidenTo, const W: usize>(from: &[E]) -> [E::Accumulator; W] {
     let mut widened = [E::Accumulator::ZERO; W];
     if let Some(from) = from.first_chunk::<W>() {
         for i in 0..W {
@@ -163,7 +163,7 @@ impl<A: Float, const FUSED: bool, const W: usize> Vector<A> for Array<A, FUSED, 
     }
 
     #[inline(always)]
-    fn widen<E: Widen<Accumulator = A>>(from: &[E]) -> Self {
+    fn widen<E: WidenTo<Accumulator = A>>(from: &[E]) -> Self {
         Self(widened(from))
     }
 

@@ -11,6 +11,8 @@
 //! There is no deadlock: a task waits only for tasks handed out before it, and the first active
 //! task waits for none. A waiting thread still ticks, and returns on a stop. A task that ends, also
 //! by a panic, leaves the queue.
+//!
+//! Mutex access without poison.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
@@ -204,4 +206,14 @@ mod tests {
         });
         assert_eq!(finished.into_inner().unwrap(), [3, 4]);
     }
+}
+
+/// Locks, ignoring poison: a panic ends the pass, and its results are never read.
+pub(crate) fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
+    shared.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Returns the contents of a mutex that no other thread can hold.
+pub(crate) fn get_mut<T>(shared: &mut Mutex<T>) -> &mut T {
+    shared.get_mut().unwrap_or_else(PoisonError::into_inner)
 }

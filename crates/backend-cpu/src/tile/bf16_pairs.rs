@@ -22,7 +22,7 @@ use crate::{
         lanes::unrolled,
         vector::Bf16Pairs,
     },
-    tile::input::{Input, Plane, Source},
+    tile::input::{Plane, TileInput, TileSource},
 };
 
 /// Lanes of a vector of pairs.
@@ -209,14 +209,14 @@ impl PairKernel for MaskedPairRow<'_> {
 
 /// Returns the bits of a 16-bit element.
 #[inline(always)]
-fn bits<E: Input>(element: &E) -> u16 {
+fn bits<E: TileInput>(element: &E) -> u16 {
     bytemuck::pod_read_unaligned(&bytemuck::bytes_of(element)[..size_of::<u16>()])
 }
 
 /// Packs vectors without widening, two dims per pair, and if `interleaved` has room also two
 /// vectors per line.
-pub(crate) struct PackPairs<'a, 's, E: Input> {
-    pub(crate) source: &'a Source<'s, E>,
+pub(crate) struct PackPairs<'a, 's, E: TileInput> {
+    pub(crate) source: &'a TileSource<'s, E>,
     pub(crate) batch: usize,
     pub(crate) head: usize,
     pub(crate) rows: Range<usize>,
@@ -228,7 +228,7 @@ pub(crate) struct PackPairs<'a, 's, E: Input> {
     pub(crate) interleaved_stride: usize,
 }
 
-impl<E: Input> ArrayKernel for PackPairs<'_, '_, E> {
+impl<E: TileInput> ArrayKernel for PackPairs<'_, '_, E> {
     /// True if no element is NaN or infinite.
     type Output = bool;
 
@@ -277,14 +277,14 @@ impl<E: Input> ArrayKernel for PackPairs<'_, '_, E> {
 
 /// Packs the vectors `rows`, transposed, into a strip of `width` lanes of pairs. Lanes without a
 /// vector are 0.
-pub(crate) struct PackPairLanes<'a, 's, E: Input> {
+pub(crate) struct PackPairLanes<'a, 's, E: TileInput> {
     pub(crate) plane: Plane<'s, E>,
     pub(crate) rows: Range<usize>,
     pub(crate) width: usize,
     pub(crate) strip: &'a mut [E::Accumulator],
 }
 
-impl<E: Input> ArrayKernel for PackPairLanes<'_, '_, E> {
+impl<E: TileInput> ArrayKernel for PackPairLanes<'_, '_, E> {
     type Output = ();
 
     #[inline(always)]

@@ -14,10 +14,10 @@ use ndarray::{ArrayView1, ArrayView4, s};
 
 use crate::{
     simd::{
-        dispatch::{IsaToken, Kernel, Real},
+        dispatch::{IsaToken, Real, SimdKernel},
         vector::{MAX_LANES, Vector},
     },
-    tile::{coord::TileCoord, tile_mask::LaneAxis},
+    tile::{geometry::TileCoord, tile_mask::LaneAxis},
 };
 
 /// Returns the biases of one query, by key row, or one for all keys. Axes of length 1 are
@@ -95,7 +95,7 @@ struct LoadBiasRows<'a, A, F> {
     into: &'a mut [A],
 }
 
-impl<'s, A: Real, F: Fn(usize) -> &'s [A]> Kernel<A> for LoadBiasRows<'_, A, F> {
+impl<'s, A: Real, F: Fn(usize) -> &'s [A]> SimdKernel<A> for LoadBiasRows<'_, A, F> {
     type Output = bool;
 
     #[inline(always)]

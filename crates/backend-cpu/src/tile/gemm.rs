@@ -25,7 +25,7 @@ use std::ops::Range;
 
 use crate::{
     simd::{
-        dispatch::{ArrayKernel, IsaToken, Kernel, MAX_REGISTER_ROWS, Real},
+        dispatch::{ArrayKernel, IsaToken, MAX_REGISTER_ROWS, Real, SimdKernel},
         lanes::{multiply_add, scaled_add, select, strip, strip_mut, unrolled, zip},
         vector::Vector,
     },
@@ -62,13 +62,13 @@ pub(crate) use each_register_tile;
 
 /// Work after each register tile of a product: short, and without a result that the next tile waits
 /// for.
-pub(crate) trait Epilogue {
+pub(crate) trait GemmEpilogue {
     /// Called after each register tile.
     fn after_register_tile(&mut self);
 }
 
 /// No epilogue.
-impl Epilogue for () {
+impl GemmEpilogue for () {
     #[inline(always)]
     fn after_register_tile(&mut self) {}
 }
@@ -100,7 +100,7 @@ pub(crate) fn gemm_nn<A: Real>(
     lanes: &[A],
     tile: &mut [A],
     tile_max: Option<&mut [A]>,
-    epilogue: &mut impl Epilogue,
+    epilogue: &mut impl GemmEpilogue,
 ) -> TileProducts {
     let width = vectors * A::WIDTH;
     let rows = tile_mask.rows();
@@ -159,7 +159,7 @@ pub(crate) fn gemm_tn<A: Real>(
     probs: &[A],
     sums: &mut [A],
     previous: Previous<'_, A>,
-    epilogue: &mut impl Epilogue,
+    epilogue: &mut impl GemmEpilogue,
 ) {
     let rows = tile_mask.rows();
     let a = panel.reduction_rows(rows);
@@ -241,7 +241,7 @@ struct GemmNn<'a, A, B> {
     epilogue: &'a mut B,
 }
 
-impl<A: Real, B: Epilogue> Kernel<A> for GemmNn<'_, A, B> {
+impl<A: Real, B: GemmEpilogue> SimdKernel<A> for GemmNn<'_, A, B> {
     type Output = ();
 
     #[inline(always)]
@@ -256,7 +256,7 @@ impl<A: Real, B: Epilogue> Kernel<A> for GemmNn<'_, A, B> {
     }
 }
 
-impl<A: Real, B: Epilogue> GemmNn<'_, A, B> {
+impl<A: Real, B: GemmEpilogue> GemmNn<'_, A, B> {
     /// Computes the rows of C from `first` on, and updates the maximum of each column.
     #[inline(always)]
     fn register_tile<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(
@@ -305,7 +305,7 @@ struct PartialGemmNn<'a, A, B> {
     row_ranges: RowRanges,
 }
 
-impl<A: Real, B: Epilogue> Kernel<A> for PartialGemmNn<'_, A, B> {
+impl<A: Real, B: GemmEpilogue> SimdKernel<A> for PartialGemmNn<'_, A, B> {
     type Output = ();
 
     #[inline(always)]
@@ -337,7 +337,7 @@ impl<A: Real, B: Epilogue> Kernel<A> for PartialGemmNn<'_, A, B> {
     }
 }
 
-impl<A: Real, B: Epilogue> GemmNn<'_, A, B> {
+impl<A: Real, B: GemmEpilogue> GemmNn<'_, A, B> {
     /// Computes `ROWS` rows of C from `row` on, of the `COUNT` vectors from `first` on, and updates
     /// the maximum of each column.
     #[inline(always)]
@@ -393,7 +393,7 @@ struct GemmTn<'a, A, B> {
     epilogue: &'a mut B,
 }
 
-impl<A: Real, B: Epilogue> Kernel<A> for GemmTn<'_, A, B> {
+impl<A: Real, B: GemmEpilogue> SimdKernel<A> for GemmTn<'_, A, B> {
     type Output = ();
 
     #[inline(always)]
@@ -404,7 +404,7 @@ impl<A: Real, B: Epilogue> Kernel<A> for GemmTn<'_, A, B> {
     }
 }
 
-impl<A: Real, B: Epilogue> GemmTn<'_, A, B> {
+impl<A: Real, B: GemmEpilogue> GemmTn<'_, A, B> {
     /// Computes the rows of C from `first` on.
     #[inline(always)]
     fn register_tile<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(
@@ -460,7 +460,7 @@ struct PartialGemmTn<'a, A, B> {
     row_ranges: RowRanges,
 }
 
-impl<A: Real, B: Epilogue> Kernel<A> for PartialGemmTn<'_, A, B> {
+impl<A: Real, B: GemmEpilogue> SimdKernel<A> for PartialGemmTn<'_, A, B> {
     type Output = ();
 
     #[inline(always)]
@@ -475,7 +475,7 @@ impl<A: Real, B: Epilogue> Kernel<A> for PartialGemmTn<'_, A, B> {
     }
 }
 
-impl<A: Real, B: Epilogue> GemmTn<'_, A, B> {
+impl<A: Real, B: GemmEpilogue> GemmTn<'_, A, B> {
     /// Computes vector `FIRST` of all rows of C, from the rows `rows` of B.
     #[inline(always)]
     fn one_vector<V: Vector<A>, const VECTORS: usize, const FIRST: usize>(
@@ -635,9 +635,9 @@ mod tests {
 
     use super::*;
     use crate::{
-        simd::{float::Float, isa::Isa},
+        simd::{element::Float, isa::Isa},
         tile::{
-            input::Source,
+            input::TileSource,
             pack::{Panel, PanelFormat},
         },
     };
@@ -703,7 +703,7 @@ mod tests {
             return;
         };
         let mut panel = Panel::<f32>::new(DIM, PanelFormat::Widened).unwrap();
-        panel.fill(token, &Source::tensor(rows.view()), 0, 0, 0..TILE);
+        panel.fill(token, &TileSource::tensor(rows.view()), 0, 0, 0..TILE);
         let lanes: Vec<f32> = (0..DIM * width).map(|i| number(7000 + i)).collect();
         let mut tile = vec![f32::NAN; TILE * width];
         let mut tile_max = vec![f32::NAN; width];

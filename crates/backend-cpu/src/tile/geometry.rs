@@ -1,4 +1,6 @@
 //! Blocking parameters: splits rows into tasks, and tasks into strips one register tile wide.
+//!
+//! RingShards of a tile: its queries, keys and strip, and where a pair lies in it.
 
 use std::ops::Range;
 
@@ -10,10 +12,9 @@ use crate::{
         isa::Isa,
     },
     tile::{
-        coord::TileCoord,
-        input::{Input, Plane},
+        input::{Plane, TileInput},
         pack::{PanelFormat, pack_lanes, padded},
-        tile_mask::TILE,
+        tile_mask::{LaneAxis, TILE},
     },
 };
 
@@ -176,7 +177,7 @@ impl Geometry {
 
     /// Packs the vectors `rows` of one head, transposed, into a strip of `width` lanes
     /// ([`pack_lanes`]).
-    pub(crate) fn pack_strip<E: Input>(
+    pub(crate) fn pack_strip<E: TileInput>(
         &self,
         plane: Plane<'_, E>,
         rows: Range<usize>,
@@ -202,5 +203,62 @@ impl Geometry {
     /// tiles.
     pub(crate) const fn value_rows(&self) -> usize {
         padded(self.dims.value_dim)
+    }
+}
+
+/// RingShards of a tile within a task.
+#[derive(Debug, Clone)]
+pub(crate) struct TileCoord {
+    pub(crate) batch: usize,
+    /// Query head.
+    pub(crate) head: usize,
+    /// Local query rows.
+    pub(crate) queries: Range<usize>,
+    /// Key rows, as indices into the block.
+    pub(crate) keys: Range<usize>,
+    pub(crate) lane_axis: LaneAxis,
+    /// Index of the strip among all strips of the task.
+    pub(crate) strip: usize,
+    /// Vectors of the strip.
+    pub(crate) vectors: usize,
+    /// Elements of a row of the tile.
+    pub(crate) width: usize,
+}
+
+/// Pairs of each of some queries with each of some keys of a tile, both counted from its first.
+#[derive(Debug, Clone)]
+pub(crate) struct QueryKeyPairs {
+    pub(crate) queries: Range<usize>,
+    pub(crate) keys: Range<usize>,
+}
+
+impl TileCoord {
+    /// Returns the queries and keys in the rows `rows` of the tile.
+    pub(crate) fn pairs(&self, rows: &Range<usize>) -> QueryKeyPairs {
+        match self.lane_axis {
+            LaneAxis::Queries => {
+                QueryKeyPairs { queries: 0..self.queries.len(), keys: rows.clone() }
+            }
+            LaneAxis::Keys => QueryKeyPairs { queries: rows.clone(), keys: 0..self.keys.len() },
+        }
+    }
+
+    /// Returns row and lane of a (query, key) pair.
+    pub(crate) const fn row_and_lane(&self, query: usize, key: usize) -> (usize, usize) {
+        match self.lane_axis {
+            LaneAxis::Queries => (key, query),
+            LaneAxis::Keys => (query, key),
+        }
+    }
+
+    /// Returns the range of elements of the rows `rows`.
+    pub(crate) const fn span(&self, rows: &Range<usize>) -> Range<usize> {
+        rows.start * self.width..rows.end * self.width
+    }
+
+    /// Returns the element index of a (query, key) pair.
+    pub(crate) const fn element(&self, query: usize, key: usize) -> usize {
+        let (row, lane) = self.row_and_lane(query, key);
+        row * self.width + lane
     }
 }

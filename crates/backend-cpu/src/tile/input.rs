@@ -3,19 +3,19 @@
 use annulus_core::{Element, Error, HostView, HostViewMut, Result, RowLayout};
 use ndarray::{ArrayView1, ArrayView2, ArrayView4, ArrayViewMut4, Axis, s};
 
-use crate::simd::{dispatch::Real, element::Widen};
+use crate::simd::{dispatch::Real, element::WidenTo};
 
 /// Accumulator type of an input type.
 pub(crate) type Acc<E> = <E as Element>::Accumulator;
 
 /// Element type of q, k, v and out.
-pub(crate) trait Input: Widen<Accumulator: Real> {}
+pub(crate) trait TileInput: WidenTo<Accumulator: Real> {}
 
-impl<E: Widen<Accumulator: Real>> Input for E {}
+impl<E: WidenTo<Accumulator: Real>> TileInput for E {}
 
 /// Rows of one tensor: the caller's, or a field of the records of a block.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Source<'a, E> {
+pub(crate) enum TileSource<'a, E> {
     /// `[b, rows, heads, dim]`, any strides.
     Tensor(ArrayView4<'a, E>),
     /// The same with contiguous vectors, or a field of records:
@@ -31,7 +31,7 @@ pub(crate) enum Source<'a, E> {
     },
 }
 
-impl<'a, E: Element> Source<'a, E> {
+impl<'a, E: Element> TileSource<'a, E> {
     /// Describes a caller's tensor, as vectors if its strides allow it.
     pub(crate) fn tensor(tensor: ArrayView4<'a, E>) -> Self {
         let (_, _, heads, dim) = tensor.dim();
@@ -229,9 +229,9 @@ mod tests {
             (part, false),
         ];
         for (view, side_by_side) in views {
-            let source = Source::tensor(view);
+            let source = TileSource::tensor(view);
             assert_eq!(
-                matches!(source, Source::Vectors { .. }),
+                matches!(source, TileSource::Vectors { .. }),
                 side_by_side,
                 "{:?}",
                 view.strides()

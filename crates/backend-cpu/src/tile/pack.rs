@@ -17,16 +17,16 @@ use annulus_core::Result;
 
 use crate::{
     simd::{
-        dispatch::{IsaToken, Kernel, MAX_REGISTER_ROWS, Real},
-        float::Float,
-        hints::prefetch_l1,
+        dispatch::{IsaToken, MAX_REGISTER_ROWS, Real, SimdKernel},
+        element::Float,
+        isa::prefetch_l1,
         lanes::unrolled,
         vector::{MAX_LANES, Vector},
     },
     tile::{
         aligned::Aligned,
         bf16_pairs::{PackPairLanes, PackPairs, pairs_of},
-        input::{Input, Plane, Source},
+        input::{Plane, TileInput, TileSource},
         tile_mask::TILE,
     },
 };
@@ -113,10 +113,10 @@ impl<A: Real> Panel<A> {
     }
 
     /// Packs the vectors `rows` of one head, at most as many as there is room for.
-    pub(crate) fn fill<E: Input<Accumulator = A>>(
+    pub(crate) fn fill<E: TileInput<Accumulator = A>>(
         &mut self,
         token: IsaToken,
-        source: &Source<'_, E>,
+        source: &TileSource<'_, E>,
         batch: usize,
         head: usize,
         rows: Range<usize>,
@@ -170,7 +170,7 @@ impl<'a, A: Real> PanelView<'a, A> {
     ///
     /// * they are not contiguous vectors of the accumulator's type, or
     /// * they are not whole register tiles, which kernels read.
-    pub(crate) fn in_place<E: Input<Accumulator = A>>(
+    pub(crate) fn in_place<E: TileInput<Accumulator = A>>(
         plane: Plane<'a, E>,
         rows: &Range<usize>,
     ) -> Option<Self> {
@@ -244,7 +244,7 @@ struct ProbeRows<'a, A> {
     dim: usize,
 }
 
-impl<A: Real> Kernel<A> for ProbeRows<'_, A> {
+impl<A: Real> SimdKernel<A> for ProbeRows<'_, A> {
     /// As [`PackPanel`].
     type Output = bool;
 
@@ -269,14 +269,14 @@ impl<A: Real> Kernel<A> for ProbeRows<'_, A> {
     }
 }
 
-struct PackPanel<'a, 's, E: Input> {
+struct PackPanel<'a, 's, E: TileInput> {
     plane: Plane<'s, E>,
     rows: Range<usize>,
     stride: usize,
     into: &'a mut [E::Accumulator],
 }
 
-impl<E: Input> Kernel<E::Accumulator> for PackPanel<'_, '_, E> {
+impl<E: TileInput> SimdKernel<E::Accumulator> for PackPanel<'_, '_, E> {
     /// True if no element is NaN or infinite: Σ 0·x is NaN exactly if some x is not finite.
     type Output = bool;
 
@@ -321,7 +321,7 @@ const UNROLL: usize = 2;
 ///
 /// With `pairs`, each row of the strip holds pairs of neighbouring dims. Lanes without a vector are
 /// 0.
-pub(crate) fn pack_lanes<E: Input>(
+pub(crate) fn pack_lanes<E: TileInput>(
     token: IsaToken,
     plane: Plane<'_, E>,
     rows: Range<usize>,
@@ -336,14 +336,14 @@ pub(crate) fn pack_lanes<E: Input>(
     }
 }
 
-struct PackLanes<'a, 's, E: Input> {
+struct PackLanes<'a, 's, E: TileInput> {
     plane: Plane<'s, E>,
     rows: Range<usize>,
     width: usize,
     strip: &'a mut [E::Accumulator],
 }
 
-impl<E: Input> Kernel<E::Accumulator> for PackLanes<'_, '_, E> {
+impl<E: TileInput> SimdKernel<E::Accumulator> for PackLanes<'_, '_, E> {
     type Output = ();
 
     #[inline(always)]
@@ -413,7 +413,7 @@ struct EachLane<'a, A, F> {
 /// at the price of a larger buffer.
 const VECTORS_PER_CALL: usize = 4;
 
-impl<A: Real, F: TakeLane<A>> Kernel<A> for EachLane<'_, A, F> {
+impl<A: Real, F: TakeLane<A>> SimdKernel<A> for EachLane<'_, A, F> {
     type Output = ();
 
     #[inline(always)]
@@ -476,7 +476,7 @@ struct WriteLanes<'a, A> {
     into: LaneRows<'a, A>,
 }
 
-impl<A: Real> Kernel<A> for WriteLanes<'_, A> {
+impl<A: Real> SimdKernel<A> for WriteLanes<'_, A> {
     type Output = ();
 
     /// Stores blocks from registers, without a buffer for whole vectors.

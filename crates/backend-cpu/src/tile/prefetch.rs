@@ -19,10 +19,10 @@ use annulus_core::{Dims, Element};
 use ndarray::ArrayView2;
 
 use crate::{
-    simd::{hints::prefetch_l1_at, vector::MAX_LANES},
+    simd::{isa::prefetch_l1_at, vector::MAX_LANES},
     tile::{
-        gemm::Epilogue,
-        input::{Plane, Source},
+        gemm::GemmEpilogue,
+        input::{Plane, TileSource},
         tile_mask::TILE,
     },
 };
@@ -49,7 +49,7 @@ pub(crate) const SHORT_BLOCK_KEYS: usize = 2 * TILE;
 pub(crate) fn prefetch_first_tile<E: Element>(
     dims: Dims,
     keys: usize,
-    sources: [&Source<'_, E>; 2],
+    sources: [&TileSource<'_, E>; 2],
 ) {
     if keys <= SHORT_BLOCK_KEYS && dims.batch * dims.kv_heads > 0 {
         for source in sources {
@@ -213,7 +213,7 @@ impl PrefetchCursor<'_> {
     }
 }
 
-impl Epilogue for PrefetchCursor<'_> {
+impl GemmEpilogue for PrefetchCursor<'_> {
     #[inline(always)]
     fn after_register_tile(&mut self) {
         if self.prefetcher.countdown == 0 {

@@ -22,8 +22,8 @@ use crate::{
     },
     tile::{
         bias::load_bias,
-        coord::{Pairs, TileCoord},
         dropout::{ExpandKeepBits, keep_bits},
+        geometry::{QueryKeyPairs, TileCoord},
         tile_mask::{LaneAxis, TILE, TileMask, transpose},
     },
 };
@@ -158,7 +158,7 @@ impl<A: Real> Scores<'_, A> {
         bias: ArrayView4<'_, A>,
         coord: &TileCoord,
         tile_mask: &mut TileMask,
-        Pairs { queries, keys }: Pairs,
+        QueryKeyPairs { queries, keys }: QueryKeyPairs,
         into: &mut [A],
     ) {
         let key_rows = &self.keys.rows()[coord.keys.clone()][keys.clone()];
@@ -179,7 +179,7 @@ impl<A: Real> Scores<'_, A> {
         function: &dyn BiasFunction,
         coord: &TileCoord,
         tile_mask: &mut TileMask,
-        Pairs { queries, keys }: Pairs,
+        QueryKeyPairs { queries, keys }: QueryKeyPairs,
         into: &mut [A],
     ) {
         let positions = (self.queries.positions(coord.batch), self.keys.positions(coord.batch));

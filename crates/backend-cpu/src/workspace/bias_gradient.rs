@@ -20,11 +20,11 @@ use ndarray::{ArrayViewMut4, Axis, s};
 
 use crate::{
     simd::dispatch::Real,
-    threads::lock::{get_mut, lock},
+    threads::ordered_reduction::{get_mut, lock},
     tile::{
         aligned::list_bytes,
         bias::bias_column,
-        coord::{Pairs, TileCoord},
+        geometry::{QueryKeyPairs, TileCoord},
         tile_mask::TILE,
     },
     workspace::{leaves::unify, query_block::QueryBlock},
@@ -332,7 +332,7 @@ impl<A: Real> BiasPartial<A> {
         tile: &[A],
         key_rows: &[u64],
     ) {
-        let Pairs { queries, keys } = coord.pairs(rows);
+        let QueryKeyPairs { queries, keys } = coord.pairs(rows);
         for query in queries {
             let len = self.keys;
             let line = self.row_sums(coord.head, coord.queries.start + query);

@@ -9,15 +9,14 @@ use crate::{
     simd::dispatch::Real,
     tile::aligned::list_bytes,
     workspace::{
-        decode::{Decode, DecodeScratch},
+        decode::{Decode, DecodeScratch, RowStatistics, TileStatistics},
         query_block::QueryBlock,
-        scratch::{Scratch, Tiles},
-        state::State,
-        statistics::{RowStatistics, TileStatistics},
+        scratch::{ThreadScratch, Tiles},
+        state::PassState,
     },
 };
 
-impl<A: Real> State<A> {
+impl<A: Real> PassState<A> {
     /// Returns the bytes of this state.
     pub(crate) fn bytes(&self) -> usize {
         let lists = list_bytes(&self.blocks)
@@ -26,7 +25,7 @@ impl<A: Real> State<A> {
             + list_bytes(&self.scratch);
         lists
             + self.blocks.iter().map(QueryBlock::bytes).sum::<usize>()
-            + self.scratch.iter().map(Scratch::bytes).sum::<usize>()
+            + self.scratch.iter().map(ThreadScratch::bytes).sum::<usize>()
             + self.statistics.bytes()
             + self.bias_gradient.as_ref().map_or(0, |gradient| gradient.bytes())
             + self.query_tiles.bytes()
@@ -37,7 +36,7 @@ impl<A: Real> State<A> {
     }
 }
 
-impl<A: Real> State<A> {
+impl<A: Real> PassState<A> {
     /// Returns the bytes of partial results of leaves.
     pub(crate) fn leaf_bytes(&self) -> usize {
         let of_queries = self.blocks.iter().map(|block| block.leaves.bytes()).sum::<usize>();
@@ -70,7 +69,7 @@ impl<A: Real> Decode<A> {
     }
 }
 
-impl<A: Real> Scratch<A> {
+impl<A: Real> ThreadScratch<A> {
     fn bytes(&self) -> usize {
         let Tiles { s, dp, soft_cap_slope, extra } = &self.tiles;
         let TileStatistics { max, inverse_sum, delta, share } = &self.statistics;

@@ -3,22 +3,30 @@
 //! The accumulators and statistics of a query block are the partial result of the current leaf.
 //! Results that wait for a sibling lie in slots, and are exchanged with the current one without a
 //! copy. A block without a visible key in a leaf is neither reset nor merged.
+//!
+//! Partial dK and dV of leaves of queries, and dbias summed over queries, in the reproducible
+//! order.
+//!
+//! Each task over keys has partial results of its own, in the layout of its sums in scratch. A task
+//! computes all leaves of a block one after another, so that its packed keys and partial results
+//! stay in a near cache, and no thread waits for another.
 
 use std::ops::Range;
 
-use annulus_core::{Error, LeafMerges, Result, Rows, memory};
+use annulus_core::{Error, LeafMerges, RankLeaves, Result, Rows, Spec, memory};
 
 use crate::{
     simd::dispatch::Real,
     tile::{
         aligned::{Aligned, list_bytes},
+        geometry::Geometry,
         tile_mask::TILE,
     },
 };
 
 /// Partial result of one query block.
 #[derive(Debug)]
-pub(crate) struct Slot<A> {
+pub(crate) struct LeafSlot<A> {
     pub(crate) sums: Aligned<A>,
     pub(crate) max: Aligned<A>,
     pub(crate) sum: Aligned<A>,
@@ -30,8 +38,8 @@ pub(crate) struct Slot<A> {
 /// Partial results of one query block.
 #[derive(Debug)]
 pub(crate) struct BlockLeaves<A> {
-    pub(crate) slots: Vec<Slot<A>>,
-    /// [`Slot::filled`] of the current partial result.
+    pub(crate) slots: Vec<LeafSlot<A>>,
+    /// [`LeafSlot::filled`] of the current partial result.
     pub(crate) filled: bool,
 }
 
@@ -41,7 +49,7 @@ impl<A: Real> BlockLeaves<A> {
         let mut all = memory::list("the partial results of leaves", slots)?;
         for _ in 0..slots {
             let [sums, max, sum, ties] = lists()?;
-            all.push(Slot { sums, max, sum, ties, filled: false });
+            all.push(LeafSlot { sums, max, sum, ties, filled: false });
         }
         Ok(Self { slots: all, filled: false })
     }
@@ -53,7 +61,7 @@ impl<A: Real> BlockLeaves<A> {
 
     /// Returns the heap bytes.
     pub(crate) fn bytes(&self) -> usize {
-        let of_slot = |slot: &Slot<A>| {
+        let of_slot = |slot: &LeafSlot<A>| {
             [&slot.sums, &slot.max, &slot.sum, &slot.ties]
                 .map(|list| list.bytes())
                 .iter()
@@ -70,13 +78,13 @@ pub(crate) struct LeafKeys {
     pub(crate) closes: Option<usize>,
     /// Keys of the block.
     pub(crate) keys: Range<usize>,
-    /// KV tiles, as a range of [`Arrivals::tiles`].
+    /// KV tiles, as a range of [`LeafArrivals::tiles`].
     tiles: Range<usize>,
 }
 
 /// Leaves of one block of keys, and the leaf that the pass has reached.
 #[derive(Debug, Default)]
-pub(crate) struct Arrivals {
+pub(crate) struct LeafArrivals {
     /// Number of the step whose leaf is current.
     open: Option<usize>,
     leaves: Vec<LeafKeys>,
@@ -88,10 +96,10 @@ pub(crate) struct Arrivals {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ArrivingKeys<'a> {
     pub(crate) merges: &'a LeafMerges,
-    pub(crate) arrivals: &'a Arrivals,
+    pub(crate) arrivals: &'a LeafArrivals,
 }
 
-impl Arrivals {
+impl LeafArrivals {
     /// Starts a pass.
     pub(crate) const fn begin(&mut self) {
         self.open = None;
@@ -180,10 +188,7 @@ pub(crate) fn unify<A: Real>(sums: &mut [A]) {
 ///
 /// # Errors
 /// [`Error::Internal`] if a tile is not whole.
-pub(crate) fn query_leaves(
-    rows: &Rows,
-    leaf_rows: u64,
-) -> Result<impl Iterator<Item = (u64, Range<usize>)>> {
+fn query_leaves(rows: &Rows, leaf_rows: u64) -> Result<impl Iterator<Item = (u64, Range<usize>)>> {
     let numbers = rows.rows();
     let is_tile = |tile: &[u64]| {
         tile[0].is_multiple_of(TILE as u64) && tile[tile.len() - 1] - tile[0] < TILE as u64
@@ -215,7 +220,7 @@ mod tests {
     #[test]
     fn blocks_are_divided_by_row_numbers() {
         let merges = LeafMerges::of_arrivals([1, 2, 0]).unwrap();
-        let mut arrivals = Arrivals::default();
+        let mut arrivals = LeafArrivals::default();
         let mut divide = |numbers: Vec<u64>| {
             arrivals.refill(&merges, 128, &rows(numbers))?;
             let ends = |tile: &Range<usize>| [tile.start, tile.end];
@@ -232,5 +237,139 @@ mod tests {
         assert!(divide(vec![]).unwrap().is_empty());
         let error = divide(vec![130]).unwrap_err();
         assert!(error.to_string().contains("leaf 1 arrives out of order"), "{error}");
+    }
+}
+
+const WHAT: &str = "the partial gradients of leaves";
+
+/// Sums of one task: dKᵀ and dVᵀ in strips, and dbias.
+type TaskSums<'a, A> = [&'a mut [A]; 3];
+
+/// Partial result of one task that waits for its sibling.
+#[derive(Debug)]
+struct KeySlot<A> {
+    sums: [Aligned<A>; 3],
+    /// False if no query attended to a key of the task; the sums are then unspecified.
+    filled: bool,
+}
+
+/// Partial results of one task.
+#[derive(Debug)]
+pub(crate) struct TaskLeaves<A>(Vec<KeySlot<A>>);
+
+impl<A: Real> TaskLeaves<A> {
+    /// Merges the sums of the complete leaf of step number `step`, which are 0 unless `filled`,
+    /// with those that wait for it, and stores them unless they are the root. Returns true if a
+    /// root is left in the sums.
+    pub(crate) fn close_leaf(
+        &mut self,
+        merges: &LeafMerges,
+        step: usize,
+        mut filled: bool,
+        mut sums: TaskSums<'_, A>,
+    ) -> bool {
+        for at in merges.merges(step) {
+            let slot = &mut self.0[at.slot];
+            if !std::mem::take(&mut slot.filled) {
+                continue;
+            }
+            for (sums, stored) in sums.iter_mut().zip(&slot.sums) {
+                if filled {
+                    sums.iter_mut().zip(&stored[..]).for_each(|(sum, &stored)| *sum += stored);
+                } else {
+                    sums[..stored.len()].copy_from_slice(stored);
+                }
+            }
+            filled = true;
+        }
+        let Some(slot) = merges.steps().get(step).and_then(|step| step.store) else { return true };
+        let slot = &mut self.0[slot];
+        slot.filled = filled;
+        if filled {
+            for (sums, into) in sums.iter().zip(&mut slot.sums) {
+                let len = into.len();
+                into.copy_from_slice(&sums[..len]);
+            }
+        }
+        false
+    }
+}
+
+/// Partial results of all tasks.
+#[derive(Debug)]
+pub(crate) struct KeyLeaves<A> {
+    /// One per task: keys of the first (batch row, KV head) plane in ascending order, then those of
+    /// the next plane.
+    pub(crate) tasks: Vec<TaskLeaves<A>>,
+    /// Number of the step that arrives next.
+    pub(crate) next: usize,
+    /// Steps of the current block, and their queries.
+    pub(crate) steps: Vec<(usize, Range<usize>)>,
+}
+
+impl<A: Real> KeyLeaves<A> {
+    /// Returns none, for an order that is not reproducible.
+    pub(crate) const fn none() -> Self {
+        Self { tasks: Vec::new(), next: 0, steps: Vec::new() }
+    }
+
+    /// Allocates the slots of `leaves` for tasks of `k_rows` of `keys` keys.
+    pub(crate) fn new(
+        spec: &Spec,
+        geometry: &Geometry,
+        leaves: &RankLeaves,
+        keys: usize,
+        k_rows: usize,
+        bias_lanes: usize,
+    ) -> Result<Self> {
+        let planes = spec.dims.batch * spec.dims.kv_heads;
+        let mut tasks = memory::list(WHAT, keys.div_ceil(k_rows) * planes)?;
+        for _ in 0..planes {
+            for first in (0..keys).step_by(k_rows) {
+                let lanes = geometry.lanes(k_rows.min(keys - first));
+                let mut slots = memory::list(WHAT, leaves.queries.slots())?;
+                for _ in 0..leaves.queries.slots() {
+                    let sums = [
+                        Aligned::zeroed(lanes * geometry.head_rows())?,
+                        Aligned::zeroed(lanes * geometry.value_rows())?,
+                        Aligned::zeroed(bias_lanes)?,
+                    ];
+                    slots.push(KeySlot { sums, filled: false });
+                }
+                tasks.push(TaskLeaves(slots));
+            }
+        }
+        Ok(Self { tasks, next: 0, steps: Vec::new() })
+    }
+
+    /// Divides the next block of queries into leaves.
+    ///
+    /// # Errors
+    /// [`annulus_core::Error::Internal`] for a leaf that the plan does not expect here, and of
+    /// [`query_leaves`].
+    pub(crate) fn arrive(&mut self, plan: &RankLeaves, queries: &Rows) -> Result<()> {
+        self.steps.clear();
+        for (leaf, queries) in query_leaves(queries, plan.rows)? {
+            let number = self.next;
+            if plan.queries.steps().get(number).is_none_or(|step| step.leaf != leaf) {
+                return Err(Error::internal(format!(
+                    "leaf {leaf} of queries arrives out of order"
+                )));
+            }
+            self.next += 1;
+            memory::reserve("the leaves of a block", &mut self.steps, 1)?;
+            self.steps.push((number, queries));
+        }
+        Ok(())
+    }
+
+    /// Returns the heap bytes.
+    pub(crate) fn bytes(&self) -> usize {
+        let of_slot = |slot: &KeySlot<A>| slot.sums.iter().map(Aligned::bytes).sum::<usize>();
+        let of_task =
+            |task: &TaskLeaves<A>| list_bytes(&task.0) + task.0.iter().map(of_slot).sum::<usize>();
+        list_bytes(&self.tasks)
+            + list_bytes(&self.steps)
+            + self.tasks.iter().map(of_task).sum::<usize>()
     }
 }

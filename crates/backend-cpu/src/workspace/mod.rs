@@ -3,11 +3,9 @@
 pub(crate) mod bias_gradient;
 pub(crate) mod bytes;
 pub(crate) mod decode;
-pub(crate) mod key_leaves;
 pub(crate) mod leaves;
 pub(crate) mod query_block;
 pub(crate) mod query_tiles;
 pub(crate) mod records;
 pub(crate) mod scratch;
 pub(crate) mod state;
-pub(crate) mod statistics;

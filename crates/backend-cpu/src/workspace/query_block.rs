@@ -8,9 +8,8 @@ use crate::{
     simd::dispatch::Real,
     tile::{
         aligned::{Aligned, list_bytes},
-        coord::TileCoord,
-        geometry::Geometry,
-        merge_partials::{MergeSoftmax, StripPartial},
+        geometry::{Geometry, TileCoord},
+        softmax::{MergeSoftmax, StripPartial},
     },
     workspace::leaves::{BlockLeaves, unify},
 };

@@ -6,7 +6,7 @@ use crate::{
     simd::dispatch::Real,
     threads::team::Team,
     tile::{aligned::list_bytes, tile_mask::TILE},
-    workspace::scratch::Scratch,
+    workspace::scratch::ThreadScratch,
 };
 
 /// Minimum tiles of a thread: waking it takes as long as computing a few of them.
@@ -64,7 +64,7 @@ impl QueryTileCache {
     pub(crate) fn update<A: Real>(
         &mut self,
         team: &Team,
-        scratch: &mut [Scratch<A>],
+        scratch: &mut [ThreadScratch<A>],
         visibility: &Visibility<'_>,
         spec: &Spec,
     ) -> Result<()> {
@@ -80,7 +80,7 @@ impl QueryTileCache {
     pub(crate) fn refill<A: Real>(
         &mut self,
         team: &Team,
-        scratch: &mut [Scratch<A>],
+        scratch: &mut [ThreadScratch<A>],
         visibility: &Visibility<'_>,
         spec: &Spec,
     ) -> Result<()> {

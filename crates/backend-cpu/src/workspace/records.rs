@@ -12,10 +12,10 @@ use crate::{
     simd::dispatch::Real,
     threads::team::Team,
     tile::{
-        input::{Acc, Input, Source, array, elements, elements_mut},
+        input::{Acc, TileInput, TileSource, array, elements, elements_mut},
         tile_mask::TILE,
     },
-    workspace::state::{State, Summed},
+    workspace::state::{PassState, Summed},
 };
 
 /// Returns the bytes of a buffer, or an error if another owner (a transfer in flight) still holds
@@ -25,9 +25,9 @@ pub(crate) fn bytes_mut(buffer: &mut HostBuffer) -> Result<&mut [u8]> {
 }
 
 /// Writes K and V of the local keys `sent` as records of [`Spec::kv_row_layout`].
-pub(crate) fn pack<E: Input<Accumulator: Summed>>(
+pub(crate) fn pack<E: TileInput<Accumulator: Summed>>(
     team: &Team,
-    state: &mut State<Acc<E>>,
+    state: &mut PassState<Acc<E>>,
     inputs: &Inputs<HostView<'_>>,
     into: &mut HostBuffer,
     sent: &RowSet,
@@ -64,12 +64,12 @@ fn records_mut(buffer: &mut HostBuffer, len: usize) -> Result<&mut [u8]> {
 #[derive(Clone, Copy)]
 struct TensorRows<'a, E> {
     tensor: ArrayView4<'a, E>,
-    source: Source<'a, E>,
+    source: TileSource<'a, E>,
 }
 
 impl<'a, E: Element> TensorRows<'a, E> {
     fn of(tensor: ArrayView4<'a, E>) -> Self {
-        Self { tensor, source: Source::tensor(tensor) }
+        Self { tensor, source: TileSource::tensor(tensor) }
     }
 
     /// Writes row `row` of every batch row and head: all heads in one copy if they are contiguous.
@@ -103,13 +103,13 @@ fn write_vector<E: Element>(vector: ArrayView1<'_, E>, into: &mut [u8]) {
 
 /// Writes q, dout and row statistics, and rows of the bias and the dense mask that are sent with
 /// them, as records of [`RankShard::query_row_layout`].
-pub(crate) fn pack_queries<E: Input<Accumulator: Summed>>(
+pub(crate) fn pack_queries<E: TileInput<Accumulator: Summed>>(
     team: &Team,
-    state: &mut State<Acc<E>>,
+    state: &mut PassState<Acc<E>>,
     inputs: &BackwardInputs<HostView<'_>>,
     into: &mut HostBuffer,
 ) -> Result<()> {
-    let State { shard, statistics, scratch, .. } = state;
+    let PassState { shard, statistics, scratch, .. } = state;
     let q = TensorRows::of(array::<E>("q", inputs.forward.q)?);
     let dout = TensorRows::of(array::<E>("dout", inputs.dout)?);
     let QueryRecord { len, dout_at, statistics_at, layout } = &QueryRecord::of(shard);
@@ -251,7 +251,7 @@ const MIN_PARALLEL_ELEMENTS: usize = 1 << 18;
 /// Computes `into[to] ← from[of]`, or `+=` with `add`, for pairs of row ranges of gradient records.
 pub(crate) fn reduce_gradients<A: Real>(
     team: &Team,
-    state: &mut State<A>,
+    state: &mut PassState<A>,
     into: &mut HostBuffer,
     from: &HostBuffer,
     pairs: &RangePairs,

@@ -14,7 +14,10 @@ use crate::{
         prefetch::Prefetcher,
         tile_mask::{TILE, TileMask, TileMaskCache},
     },
-    workspace::{bias_gradient::BiasGradient, decode::DecodeScratch, statistics::TileStatistics},
+    workspace::{
+        bias_gradient::BiasGradient,
+        decode::{DecodeScratch, TileStatistics},
+    },
 };
 
 /// Tiles of one thread: [`TILE`] rows, one strip wide.
@@ -42,7 +45,7 @@ pub(crate) struct TaskQueries {
 
 /// Scratch memory of one thread.
 #[derive(Debug)]
-pub(crate) struct Scratch<A> {
+pub(crate) struct ThreadScratch<A> {
     /// Vectors of length head_dim, one per row: keys, or queries where keys lie in lanes.
     pub(crate) rows_head: Panel<A>,
     /// Vectors of length value_dim, one per row: values, or dO.
@@ -98,7 +101,7 @@ pub(crate) struct Scratch<A> {
     pub(crate) head_mask: TileMask,
 }
 
-impl<A: Real> Scratch<A> {
+impl<A: Real> ThreadScratch<A> {
     /// Allocates scratch for tasks of `q_rows` queries and `k_rows` keys, with `backward` also for
     /// gradients, and for a decode pass of `decode_queries` queries (0: none).
     pub(crate) fn new(

@@ -37,26 +37,24 @@ use crate::{
     },
     workspace::{
         bias_gradient::{BiasGradient, owner},
-        decode::{self, Decode},
-        key_leaves::KeyLeaves,
-        leaves::{Arrivals, BlockLeaves},
+        decode::{self, Decode, RowStatistics},
+        leaves::{BlockLeaves, KeyLeaves, LeafArrivals},
         query_block::{KeptQueries, QueryBlock},
         query_tiles::QueryTileCache,
-        scratch::Scratch,
-        statistics::RowStatistics,
+        scratch::ThreadScratch,
     },
 };
 
 /// State of one plan on one rank, typed by its accumulators.
 #[derive(Debug)]
-pub struct Workspace {
+pub struct CpuWorkspace {
     /// Threads of the backend that created it.
     pub(crate) team: Arc<Team>,
     pub(crate) dtype: DType,
     pub(crate) state: TypedState,
 }
 
-impl Workspace {
+impl CpuWorkspace {
     /// Returns the type of out and dq.
     pub(crate) fn results_dtype(&self) -> DType {
         match &self.state {
@@ -98,26 +96,26 @@ impl Workspace {
 /// State by accumulator type.
 #[derive(Debug)]
 pub(crate) enum TypedState {
-    F32(Box<State<f32>>),
-    F64(Box<State<f64>>),
+    F32(Box<PassState<f32>>),
+    F64(Box<PassState<f64>>),
 }
 
 /// Accumulator types of a workspace: wraps a typed state and takes it out again.
 pub(crate) trait Summed: Real {
     /// Wraps a state of this type.
-    fn wrap(state: State<Self>) -> TypedState;
+    fn wrap(state: PassState<Self>) -> TypedState;
     /// Returns the typed state, or [`Error::Internal`] if its accumulators have the other type.
-    fn state(state: &mut TypedState) -> Result<&mut State<Self>>;
+    fn state(state: &mut TypedState) -> Result<&mut PassState<Self>>;
 }
 
 macro_rules! impl_summed {
     ($($type:ty => $variant:ident, not $other:ident);*) => { $(
         impl Summed for $type {
-            fn wrap(state: State<Self>) -> TypedState {
+            fn wrap(state: PassState<Self>) -> TypedState {
                 TypedState::$variant(Box::new(state))
             }
 
-            fn state(state: &mut TypedState) -> Result<&mut State<Self>> {
+            fn state(state: &mut TypedState) -> Result<&mut PassState<Self>> {
                 match state {
                     TypedState::$variant(state) => Ok(state),
                     TypedState::$other(_) => {
@@ -157,7 +155,7 @@ pub(crate) enum DqLayout {
 
 /// State of a workspace with accumulators of type `A`.
 #[derive(Debug)]
-pub(crate) struct State<A> {
+pub(crate) struct PassState<A> {
     pub(crate) shard: RankShard,
     pub(crate) geometry: Geometry,
     pub(crate) backward: bool,
@@ -179,7 +177,7 @@ pub(crate) struct State<A> {
     /// Index into `blocks`:
     /// `block_index[(block of rows · batch + batch row) · kv_heads + kv head]`.
     pub(crate) block_index: Vec<usize>,
-    pub(crate) scratch: Vec<Scratch<A>>,
+    pub(crate) scratch: Vec<ThreadScratch<A>>,
     pub(crate) statistics: RowStatistics<A>,
     pub(crate) bias_gradient: Option<BiasGradient<A>>,
     /// Layout of dq in the current backward pass.
@@ -191,7 +189,7 @@ pub(crate) struct State<A> {
     /// True if the forward pass has attended to a block.
     pub(crate) attended: bool,
     /// Leaves of the block that is attended to, in the reproducible order.
-    pub(crate) arrivals: Arrivals,
+    pub(crate) arrivals: LeafArrivals,
     /// Partial dK and dV, in the reproducible order.
     pub(crate) key_leaves: KeyLeaves<A>,
     /// Dense mask of the queries that were received last.
@@ -246,7 +244,7 @@ fn sort<A>(blocks: &mut [QueryBlock<A>], block_order: BlockOrder, wide_rows: usi
     }
 }
 
-impl<A: Real> State<A> {
+impl<A: Real> PassState<A> {
     pub(crate) fn new(
         shard: &RankShard,
         token: IsaToken,
@@ -339,8 +337,10 @@ impl<A: Real> State<A> {
         } else {
             None
         };
-        let mut scratch: Vec<Scratch<A>> = (0..threads)
-            .map(|_| Scratch::new(spec, &geometry, wide_rows, k_rows, backward, decode_queries))
+        let mut scratch: Vec<ThreadScratch<A>> = (0..threads)
+            .map(|_| {
+                ThreadScratch::new(spec, &geometry, wide_rows, k_rows, backward, decode_queries)
+            })
             .collect::<Result<_>>()?;
         if may_be_narrow(shard) {
             let most = blocks.iter().map(|block| block.sums.len()).max().unwrap_or(0);
@@ -383,7 +383,7 @@ impl<A: Real> State<A> {
             query_tiles,
             decode,
             attended: false,
-            arrivals: Arrivals::default(),
+            arrivals: LeafArrivals::default(),
             key_leaves,
             received_mask: DenseMask::default(),
         };
@@ -428,7 +428,7 @@ impl<A: Real> State<A> {
         let Self { shard, scratch, query_tiles, .. } = self;
         let visibility = shard.visibility(&shard.queries, keys);
         query_tiles.update(team, scratch, &visibility, &shard.spec)?;
-        scratch.iter_mut().for_each(Scratch::clear_key_caches);
+        scratch.iter_mut().for_each(ThreadScratch::clear_key_caches);
         Ok(())
     }
 

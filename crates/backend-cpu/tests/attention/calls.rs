@@ -52,7 +52,7 @@ fn all_keys(rank: &Rank<f32>) -> RowSet {
 /// Returns out and lse.
 fn finish(
     rank: &Rank<f32>,
-    pass: annulus_cpu::Forward<'_>,
+    pass: annulus_cpu::CpuForward<'_>,
 ) -> annulus_core::Result<(Array4<f32>, Array4<f32>)> {
     let mut out = rank.out.clone();
     let mut lse = rank.lse.clone();

@@ -254,7 +254,7 @@ impl<E: Element> Rank<E> {
 struct Ring<'a, E: Element> {
     case: &'a Case,
     ranks: Vec<Rank<E>>,
-    workspaces: Vec<annulus_cpu::Workspace>,
+    workspaces: Vec<annulus_cpu::CpuWorkspace>,
     /// K and V of each rank as records.
     blocks: Vec<HostBuffer>,
 }
@@ -407,7 +407,7 @@ impl Case {
     fn gather<E: Element>(
         &self,
         ranks: &[Rank<E>],
-        passes: Vec<annulus_cpu::Backward<'_>>,
+        passes: Vec<annulus_cpu::CpuBackward<'_>>,
         dkv: &[HostBuffer],
     ) -> Result<Outcome> {
         let case = self;

@@ -97,7 +97,7 @@ fn run(cpu: &Cpu, rank: &Rank<f32>, passes: usize, reversed: bool) -> annulus_co
 
 /// A forward pass in two calls of the same block, of which the first keeps packed queries.
 fn forward(
-    workspace: &mut annulus_cpu::Workspace,
+    workspace: &mut annulus_cpu::CpuWorkspace,
     rank: &Rank<f32>,
     (inputs, local_kv): (&annulus_core::Inputs<HostView<'_>>, LocalKv),
     kv: &mut HostBuffer,

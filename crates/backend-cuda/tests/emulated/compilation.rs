@@ -13,7 +13,7 @@ use annulus_core::{DType, Dims, Error, Layout, Result, Spec};
 use annulus_cuda::{
     Cuda,
     device::{
-        Architecture, Cache, Compiler, CompilerSymbols, Device, Stream, Symbols,
+        Architecture, Compiler, CompilerSymbols, Device, ImageCache, Stream, Symbols,
         cudarc::{
             driver::sys::{CUmodule, CUresult},
             nvrtc::sys::{nvrtcProgram, nvrtcResult},
@@ -100,7 +100,7 @@ fn ranks_of_a_process_share_a_compilation_and_those_of_a_context_a_module() {
 #[test]
 fn without_a_compiler_cached_images_are_used() {
     let folder = Folder::new("cache-only");
-    let cache = || Cache::new(folder.0.clone());
+    let cache = || ImageCache::new(folder.0.clone());
     assert!(Compiler::of_cache(cache()).is_none());
     let open = |compiler: Compiler| -> Result<Cuda> {
         let device = Device::with_symbols(emulator::symbols(), next_device())?;

@@ -15,7 +15,7 @@ use annulus_cuda::{
     Cuda, Level, Variant,
     device::{
         Architecture, Compiler, CompilerSymbols, CudaBuffer, CudaSpace, CudaTensor, Device,
-        ImageKind, Module, PinnedBuffer, Program, Stream, Symbols, TensorMap,
+        ImageKind, KernelProgram, Module, PinnedBuffer, Stream, Symbols, TensorMap,
         cudarc::{
             driver::sys::{CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUmodule, CUresult},
             nvrtc::sys::nvrtcResult,
@@ -291,7 +291,7 @@ fn what_hanging_work_may_use_is_leaked() {
     let buffer = CudaBuffer::new(&device, 8).unwrap();
     let pinned = PinnedBuffer::zeroed(&device, 8).unwrap();
     let (source, headers) = ("#include \"primitives.cuh\"\n", [("primitives.cuh", "")]);
-    let program = Program { name: "empty.cu", source, headers: &headers };
+    let program = KernelProgram { name: "empty.cu", source, headers: &headers };
     let image = compiler().unwrap().compile(&program, &[], ImageKind::Cubin, "sm_80").unwrap();
     let module = Module::load(&device, &image).unwrap();
     let began = Instant::now();
@@ -319,7 +319,7 @@ fn without_a_function_for_tensor_maps_only_warpgroups_are_refused() {
 
 #[test]
 fn a_compiler_error_names_the_file() {
-    let program = Program { name: "broken.cu", source: "this is no program", headers: &[] };
+    let program = KernelProgram { name: "broken.cu", source: "this is no program", headers: &[] };
     let error = compiler().unwrap().compile(&program, &[], ImageKind::Cubin, "sm_80").unwrap_err();
     assert!(error.to_string().contains("broken.cu"), "{error}");
     let mut symbols = emulator::compiler_symbols();

@@ -14,7 +14,7 @@ use annulus_conformance::{Case, Draw, Masks, Setting, Subject};
 use annulus_core::{DType, Dims, Result, Spec, mask::Predicate};
 use annulus_cuda::{
     Cuda, Level,
-    device::{Cache, Compiler, Device, Stream},
+    device::{Compiler, Device, ImageCache, Stream},
 };
 use annulus_cuda_emulator as emulator;
 use ndarray::Axis;
@@ -96,8 +96,8 @@ pub(crate) fn compiler() -> Result<Compiler> {
     Compiler::with_symbols(emulator::compiler_symbols(), Some(cache()))
 }
 
-fn cache() -> Cache {
-    Cache::new(PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("emulated-kernels"))
+fn cache() -> ImageCache {
+    ImageCache::new(PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("emulated-kernels"))
 }
 
 /// A backend on a new emulated device.
@@ -146,17 +146,10 @@ pub(crate) fn hopper_on(ordinal: usize, planted: Option<Planted>, rows: usize) -
     cuda.at_level(Level::Warpgroup)
 }
 
-/// As [`plain`] on warpgroups without wide tiles: see [`hopper`].
+/// As [`plain`] on warpgroups: see [`hopper`].
 pub(crate) fn on_warpgroups(planted: Option<Planted>) -> impl Subject {
     staged("emulated cuda on warpgroups over staged threads", Duration::ZERO, move || {
-        Ok(hopper(planted)?.with_wide_tiles(false))
-    })
-}
-
-/// As [`on_warpgroups`], with wide tiles of the forward pass.
-pub(crate) fn on_wide_tiles(planted: Option<Planted>) -> impl Subject {
-    staged("emulated cuda on wide tiles over staged threads", Duration::ZERO, move || {
-        Ok(hopper(planted)?.with_wide_tiles(true))
+        hopper(planted)
     })
 }
 

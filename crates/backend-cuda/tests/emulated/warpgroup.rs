@@ -16,8 +16,11 @@ use annulus_cuda_emulator as emulator;
 use ndarray::s;
 
 use crate::{
-    common::{multiples::OnMultiplesOfEight, staged, wide},
-    support::{compiler, emulated, hopper, hopper_on, next_device, on_warpgroups, with_seed},
+    common::{multiples::OnMultiplesOfEight, staged},
+    support::{
+        compiler, emulated, hopper, hopper_on, masked_rows_change_no_bit, next_device,
+        on_warpgroups, with_seed,
+    },
 };
 
 #[test]
@@ -30,22 +33,24 @@ fn unsupported_levels_are_refused_and_variants_name_the_kernels() {
         cuda.to_string(),
         "emulated GPU, compute capability 9.0, NVRTC 0.0, level warpgroup"
     );
-    assert_eq!(name(&cuda, &spec(DType::Bf16, 72)), "bf16 128 warpgroup wide");
+    assert_eq!(name(&cuda, &spec(DType::Bf16, 72)), "bf16 128 warpgroup");
     // strides that are no multiples of 16 bytes; 32-bit products; unnormalized outputs
     assert_eq!(name(&cuda, &spec(DType::Bf16, 71)), "bf16 128");
     assert_eq!(name(&cuda, &spec(DType::F32, 72)), "f32 128");
     assert_eq!(name(&cuda, &Spec { normalize: false, ..spec(DType::F16, 72) }), "f16 128");
     // a score epilogue at 256 dims
     let capped = |dim| Spec { soft_cap: Some(2.0), ..spec(DType::Bf16, dim) };
-    assert_eq!(name(&cuda, &spec(DType::Bf16, 136)), "bf16 256 warpgroup wide");
+    assert_eq!(name(&cuda, &spec(DType::Bf16, 136)), "bf16 256 warpgroup");
     assert_eq!(name(&cuda, &capped(136)), "bf16 256");
-    assert_eq!(name(&cuda, &capped(128)), "bf16 128 warpgroup");
+    assert_eq!(name(&cuda, &capped(128)), "bf16 128 warpgroup epilogue");
+    assert_eq!(cuda.capabilities(&capped(128)).unwrap().kv_tile, 128);
     // of the forward and backward kernels' KV tiles, the larger
     let tile = |cuda: &Cuda, spec: &Spec| cuda.capabilities(spec).unwrap().kv_tile;
     let dims = [(DType::Bf16, 72, 176), (DType::F16, 256, 80), (DType::F32, 72, 64)];
     for (dtype, head_dim, want) in dims {
         assert_eq!(tile(&cuda, &spec(dtype, head_dim)), want, "{dtype} {head_dim}");
     }
+    assert_eq!(tile(&cuda, &Spec::new(Dims::new(1, 8, 2, 64), DType::F16)), 128);
     assert_eq!(tile(&cuda, &Spec::new(Dims::new(1, 8, 2, 32), DType::F32)), 32);
     // the default of this GPU and compiler; refused by other architectures
     let hopper_symbols = emulator::hopper_compiler_symbols();
@@ -83,17 +88,34 @@ fn layouts_that_tma_does_not_support_are_refused() {
     }
 }
 
+/// A case of two tiles of queries, and of more tiles of keys than stages, of which the last one
+/// ends within a word of the tile mask.
+fn several_tiles(dim: usize, masks: Masks) -> Case {
+    let dims = Dims {
+        batch: 1,
+        q_len: 203,
+        kv_len: 390,
+        q_heads: 2,
+        kv_heads: 1,
+        head_dim: dim,
+        value_dim: dim / 2 + 8,
+    };
+    Case::new(format!("dim {dim}"), Spec::new(dims, DType::F64), masks, &mut Draw::new(dim as u64))
+}
+
 #[test]
 fn every_dim_holds_on_warpgroups() {
-    for (dtype, dim, causal) in [
-        (DType::Bf16, 64, true),
-        (DType::F16, 64, false),
-        (DType::Bf16, 128, true),
-        (DType::F16, 128, false),
-        (DType::Bf16, 256, true),
-    ] {
-        wide(&on_warpgroups(None), dtype, dim, causal, false)
-            .unwrap_or_else(|wrong| panic!("{dtype} {dim}: {wrong}"));
+    let causal = Masks { causal: true, ..Masks::default() };
+    let window = Masks { window: Some([Some(150), Some(40)]), ..Masks::default() };
+    for dim in [64, 128, 256] {
+        for (dtype, masks) in [
+            (DType::Bf16, causal.clone()),
+            (DType::F16, window.clone()),
+            (DType::Bf16, Masks::default()),
+        ] {
+            verdict(&on_warpgroups(None), &several_tiles(dim, masks).in_dtype(dtype))
+                .unwrap_or_else(|wrong| panic!("{dtype} {dim}: {wrong}"));
+        }
     }
 }
 
@@ -257,6 +279,11 @@ fn masked_non_finite_values_change_nothing_in_a_later_tile() {
     for (name, change) in changes {
         non_finite_verdict(&on_warpgroups(None), name, change).unwrap();
     }
+}
+
+#[test]
+fn masked_rows_that_are_not_finite_change_no_bit_on_warpgroups() {
+    masked_rows_change_no_bit(&warpgroups(), DType::F16, [300, 64]).unwrap();
 }
 
 /// Blocks of the kernels without and with an epilogue.

@@ -1,6 +1,5 @@
-//! Warpgroup backward in split kernels on emulated GPUs of compute capability 9.0: which kernels
-//! serve a pass, masks, score options, and numbers that are not finite. The suite of `warpgroup.rs`
-//! runs the fused kernel where that serves (`fused_backward.rs`).
+//! Warpgroup backward on emulated GPUs of compute capability 9.0: which kernels serve a pass, masks,
+//! score options, and numbers that are not finite.
 
 use std::{sync::Arc, time::Duration};
 
@@ -43,7 +42,7 @@ fn dims(queries: usize, dim: usize) -> Dims {
 /// Emulated GPUs with split backward kernels, perhaps with a planted mistake.
 fn split_kernels(planted: Option<Planted>) -> impl Subject {
     staged("emulated cuda with split backward kernels", Duration::ZERO, move || {
-        Ok(hopper(planted)?.with_fused_backward(false))
+        Ok(hopper(planted)?)
     })
 }
 
@@ -55,7 +54,7 @@ fn text(error: Error) -> String {
 fn run_on(case: &Case, fewest_rows: usize) -> Result<[[u64; 3]; 2], String> {
     let ordinal = next_device();
     let subject = staged("one emulated gpu", Duration::ZERO, move || {
-        Ok(hopper_on(ordinal, None, fewest_rows)?.with_fused_backward(false))
+        Ok(hopper_on(ordinal, None, fewest_rows)?)
     });
     let answers = subject.run(case, &Setting::ALONE, 1).map_err(text)?;
     Judge::new(case).map_err(text)?.check(&answers[0])?;
@@ -278,7 +277,7 @@ fn tensors_that_tma_cannot_read_run_on_mma_sync() {
     let ordinal = next_device();
     let subject = RingSubject::new("ragged rows", move |ranks| -> Result<Vec<_>> {
         let setup = |transport| {
-            let backend = hopper_on(ordinal, None, 0)?.with_fused_backward(false);
+            let backend = hopper_on(ordinal, None, 0)?;
             let copier = CudaCopier::new(backend.stream().device())?;
             let staged = Staged::<_, CudaSpace>::new(transport, copier);
             let memory = RaggedRows(CudaMemory(backend.stream().clone()));

@@ -14,7 +14,7 @@ use annulus_core::{Control, HostViews, Transport};
 use annulus_cuda::{
     Cuda,
     device::{
-        Cache, Compiler, CudaCopier, CudaSpace, Device, Stream, Symbols,
+        Compiler, CudaCopier, CudaSpace, Device, ImageCache, Stream, Symbols,
         cudarc::driver::sys::CUresult, nccl::NcclSymbols,
     },
 };
@@ -82,7 +82,8 @@ fn plan_over(
     transport: Box<dyn Transport<HostViews<CudaSpace>>>,
     deadline: Duration,
 ) -> Result<Plan> {
-    let cache = Cache::new(PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("emulated-kernels"));
+    let cache =
+        ImageCache::new(PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("emulated-kernels"));
     let compiler = Compiler::with_symbols(emulator::compiler_symbols(), Some(cache))?;
     let cuda = Cuda::on(Stream::new(device)?, compiler);
     let attention = Setup::from((

@@ -14,9 +14,8 @@
 use std::fmt::Write;
 
 use super::{
-    Access, Source, TILE, TileVariant,
+    Access, Source, TILE, TallTile, TileVariant,
     params::ProbeParams,
-    tall_tile::TallTile,
     template::Template,
     vectors::{HALF_STEP, LOADED_ROW, PRODUCT_STEP, ROW_STEP, Vectors},
 };
@@ -52,7 +51,6 @@ pub(super) fn declarations(grid: Grid) -> String {
         ""
     };
     let [left, right] = grid.staged_vectors();
-    let own = grid.tall.map_or_else(String::new, |tall| tall.declaration());
     format!(
         "const PROB_SCALE: f32 = {PROB_SCALE:?};
 const NON_FINITE: u32 = 0x7f800000u;
@@ -61,7 +59,7 @@ const TWICE_LOG2_E: f32 = 2.8853900817779268;
 
 var<workgroup> left_half: array<vec4<f16>, {left}>;
 var<workgroup> right_half: array<vec4<f16>, {right}>;
-{own}var<workgroup> products: array<vec4<f32>, {products}>;
+var<workgroup> products: array<vec4<f32>, {products}>;
 {rounds}var<workgroup> non_finite: array<atomic<u32>, 4>;
 
 // Factors of vector `j` in four rows.
@@ -102,7 +100,7 @@ fn half_tangents(x: vec4<f32>) -> vec4<f32> {{
 #[derive(Clone, Copy)]
 pub(super) struct Grid {
     matrices: Matrices,
-    tall: Option<TallTile>,
+    tall: bool,
 }
 
 impl Grid {
@@ -112,7 +110,7 @@ impl Grid {
     }
 
     const fn rows(self) -> usize {
-        if self.tall.is_some() { TallTile::ROWS } else { TILE }
+        if self.tall { TallTile::ROWS } else { TILE }
     }
 
     /// Invocations of a workgroup: a register tile of 4 × 4 pairs each.
@@ -123,7 +121,7 @@ impl Grid {
     /// Vectors of 4 of `left_half` and `right_half`.
     const fn staged_vectors(self) -> [usize; 2] {
         // of a tall tile 64 elements of 32 values, which take more than 32 keys of 64 elements
-        let right = if self.tall.is_some() { TallTile::CHUNK } else { TILE };
+        let right = if self.tall { TallTile::CHUNK } else { TILE };
         [self.rows() * HALF_STEP, right * HALF_STEP]
     }
 
@@ -143,7 +141,7 @@ impl Grid {
     pub(super) fn owns_rows(self) -> bool {
         let Owned { columns, size, .. } = Owned::of(self);
         let are_whole = columns * size == TILE as u32;
-        self.tall.is_some() && are_whole && !self.matrices.has_smaller_subgroups()
+        self.tall && are_whole
     }
 
     /// Barrier between writes and reads of `left_half` and `products`, of which a subgroup that
@@ -164,29 +162,17 @@ impl Grid {
     }
 }
 
-/// An operand in workgroup memory: the array, the distance of its rows, and the expression that is
-/// added to the offset of an element, or none.
+/// A right operand in `right_half`: the distance of its rows, and the expression that is added to
+/// the offset of an element, or none.
 #[derive(Clone, Copy)]
-pub(super) struct Staged<'a> {
-    pub(super) array: &'a str,
+pub(super) struct RightOperand<'a> {
     pub(super) step: usize,
     pub(super) at: &'a str,
 }
 
-const LEFT: Staged<'_> = Staged { array: "left_half", step: HALF_STEP, at: "" };
-pub(super) const RIGHT: Staged<'_> = Staged { array: "right_half", step: HALF_STEP, at: "" };
-
-/// Operands of a product, and the number of elements over which it sums.
-#[derive(Clone, Copy)]
-pub(super) struct Operands<'a> {
-    pub(super) left: Staged<'a>,
-    pub(super) right: Staged<'a>,
-    pub(super) elements: usize,
-}
-
-impl Operands<'_> {
-    /// 32 elements in `left_half` and `right_half`.
-    pub(super) const NARROW: Self = Operands { left: LEFT, right: RIGHT, elements: 32 };
+impl RightOperand<'_> {
+    /// 32 elements of each row.
+    pub(super) const NARROW: Self = RightOperand { step: HALF_STEP, at: "" };
 }
 
 /// Matrices of a tile that a subgroup of the largest size owns: `rows` × `columns` of them, from
@@ -210,7 +196,7 @@ struct Owned {
 impl Owned {
     fn of(grid: Grid) -> Self {
         let (size, subgroups) = (grid.matrices.size(), grid.subgroups());
-        if grid.tall.is_some() {
+        if grid.tall {
             return Self::by_rows(grid);
         }
         let line = 32 / size;
@@ -283,19 +269,18 @@ impl Owned {
         self.each(&format!("    var c_{{i}}_{{j}} = {}();\n", self.kind("C")))
     }
 
-    /// Load of a left operand, from `row` and element 4·`k` on.
-    fn load_left(&self, of: Staged<'_>, row: &str, k: &str) -> String {
-        let Staged { array, step, at } = of;
+    /// Load of the left operand, from `row` and element 4·`k` on.
+    fn load_left(&self, row: &str, k: &str) -> String {
         let kind = self.kind("A");
-        format!("coopLoadT<{kind}>(&{array}[{step}u * {row} + {at}{k}], {step}u)")
+        format!("coopLoadT<{kind}>(&left_half[{HALF_STEP}u * {row} + {k}], {HALF_STEP}u)")
     }
 
     /// Load of a right operand, stored by columns: an invocation loads the consecutive elements of
     /// one column. By rows it would load them one by one.
-    fn load_right(&self, of: Staged<'_>, column: &str, k: &str) -> String {
-        let Staged { array, step, at } = of;
+    fn load_right(&self, right: RightOperand<'_>, column: &str, k: &str) -> String {
+        let RightOperand { step, at } = right;
         let kind = self.kind("B");
-        format!("coopLoad<{kind}>(&{array}[{step}u * {column} + {at}{k}], {step}u)")
+        format!("coopLoad<{kind}>(&right_half[{step}u * {column} + {at}{k}], {step}u)")
     }
 
     /// Generates `q_{i}_{n}`, matrices of 32 elements of the rows in `left_half`, which are those
@@ -306,7 +291,7 @@ impl Owned {
             let (n, k) = ((first + element) / self.size, element / 4);
             for i in 0..self.rows {
                 let row = format!("(matrix_row + {}u)", self.row_step * i);
-                let load = self.load_left(LEFT, &row, &format!("{k}u"));
+                let load = self.load_left(&row, &format!("{k}u"));
                 let _infallible = writeln!(text, "let q_{i}_{n} = {load};");
             }
         }
@@ -315,7 +300,7 @@ impl Owned {
 
     /// Generates c_{i}_{j} += A·B, where A are the matrices of [`Self::hold`] for `elements`
     /// elements from `first` on. B begins at element 0.
-    fn multiply_held(&self, right: Staged<'_>, first: u32, elements: u32) -> String {
+    fn multiply_held(&self, right: RightOperand<'_>, first: u32, elements: u32) -> String {
         let mut text = String::new();
         for element in (0..elements).step_by(self.size as usize) {
             let (n, k) = ((first + element) / self.size, element / 4);
@@ -334,17 +319,16 @@ impl Owned {
     }
 
     /// Generates c_{i}_{j} += A·B.
-    fn multiply(&self, of: Operands<'_>) -> String {
-        let (size, end) = (self.size, of.elements / 4);
+    fn multiply(&self, right: RightOperand<'_>) -> String {
+        let (size, end) = (self.size, TILE / 4);
         let mut text = format!("    for (var k = 0u; k < {end}u; k = k + {}u) {{\n", size / 4);
         for i in 0..self.rows {
-            let load =
-                self.load_left(of.left, &format!("(matrix_row + {}u)", self.row_step * i), "k");
+            let load = self.load_left(&format!("(matrix_row + {}u)", self.row_step * i), "k");
             let _infallible = writeln!(text, "        let a_{i} = {load};");
         }
         for j in 0..self.columns {
             let column = format!("(matrix_column + {}u)", self.column_step * j);
-            let load = self.load_right(of.right, &column, "k");
+            let load = self.load_right(right, &column, "k");
             let _infallible = writeln!(text, "        let b_{j} = {load};");
         }
         text += &self.each("        c_{i}_{j} = coopMultiplyAdd(a_{i}, b_{j}, c_{i}_{j});\n");
@@ -371,10 +355,10 @@ impl Owned {
     /// Generates `products` ← A·B, or `products` + A·B if it `adds`, by subgroups of any size: each
     /// computes every `subgroups`-th matrix of the tile. How many, the text does not know, so their
     /// accumulators are in memory.
-    fn multiply_in_memory(&self, of: Operands<'_>, adds: bool) -> String {
+    fn multiply_in_memory(&self, right: RightOperand<'_>, adds: bool) -> String {
         let (size, line, kind) = (self.size, 32 / self.size, self.kind("C"));
-        let left = self.load_left(of.left, "any_row", "k");
-        let right = self.load_right(of.right, "any_column", "k");
+        let left = self.load_left("any_row", "k");
+        let right = self.load_right(right, "any_column", "k");
         let first = if adds {
             format!("coopLoadT<{kind}>(&products[start], {}u)", self.product_step)
         } else {
@@ -396,7 +380,7 @@ impl Owned {
     }}
 ",
             step = size / 4,
-            end = of.elements / 4,
+            end = TILE / 4,
             row_step = self.product_step,
         )
     }
@@ -415,10 +399,10 @@ fn by_subgroup_size(matrices: Matrices, owned: &str, in_memory: &str) -> String 
 
 /// Generates `products` ← A·B. The accumulators are declared where they are used, or compilers copy
 /// all of them at every branch.
-pub(super) fn multiply_and_store(grid: Grid, operands: Operands<'_>) -> String {
+pub(super) fn multiply_and_store(grid: Grid, right: RightOperand<'_>) -> String {
     let of = Owned::of(grid);
-    let owned = of.zeros() + &of.multiply(operands) + &of.store();
-    by_subgroup_size(grid.matrices, &owned, &of.multiply_in_memory(operands, false))
+    let owned = of.zeros() + &of.multiply(right) + &of.store();
+    by_subgroup_size(grid.matrices, &owned, &of.multiply_in_memory(right, false))
 }
 
 /// Generates the first matrix of a subgroup. If the device has subgroups of several sizes, also the
@@ -482,7 +466,7 @@ pub(super) fn add_product(
         }
     }
     let dim = left.dim;
-    let parts = SumOverChunks::of(grid, Operands::NARROW);
+    let parts = SumOverChunks::of(grid);
     let text = format!(
         "{{
     let element = 4u * (lane & 7u);
@@ -514,7 +498,7 @@ pub(super) fn hold(grid: Grid, first: usize) -> String {
 /// elements of `right`.
 pub(super) fn multiply_held(
     grid: Grid,
-    right: Staged<'_>,
+    right: RightOperand<'_>,
     first: usize,
     elements: usize,
 ) -> String {
@@ -532,12 +516,13 @@ pub(super) struct SumOverChunks {
 }
 
 impl SumOverChunks {
-    pub(super) fn of(grid: Grid, operands: Operands<'_>) -> Self {
+    pub(super) fn of(grid: Grid) -> Self {
         let (owned, matrices) = (Owned::of(grid), grid.matrices);
-        let in_memory = owned.multiply_in_memory(operands, true);
+        let operand = RightOperand::NARROW;
+        let in_memory = owned.multiply_in_memory(operand, true);
         Self {
             begin: owned.zeros() + &zero_products(grid),
-            multiply: by_subgroup_size(matrices, &owned.multiply(operands), &in_memory),
+            multiply: by_subgroup_size(matrices, &owned.multiply(operand), &in_memory),
             store: by_subgroup_size(matrices, &owned.store(), ""),
             grid,
         }
@@ -574,7 +559,7 @@ fn zero_products(grid: Grid) -> String {
 
 /// Left factors of the second products.
 #[derive(Clone, Copy, PartialEq)]
-pub(super) enum Factors {
+pub(super) enum ProductFactors {
     Probs,
     Gradients,
 }
@@ -637,10 +622,10 @@ fn store_tile(prefix: &str, factors: &str) -> String {
 /// Kernel that multiplies known matrices.
 pub(crate) fn probe(matrices: Matrices) -> Source {
     let mut text = Template::default();
-    let grid = Grid { matrices, tall: None };
+    let grid = Grid { matrices, tall: false };
     text.name("DECLARATIONS", declarations(grid))
         .name("COUNT_MATRICES", count(grid))
-        .name("PRODUCT", multiply_and_store(grid, Operands::NARROW))
+        .name("PRODUCT", multiply_and_store(grid, RightOperand::NARROW))
         .name("HALF_STEP", HALF_STEP.to_string())
         .name("PRODUCT_STEP", grid.product_step().to_string());
     let wgsl =

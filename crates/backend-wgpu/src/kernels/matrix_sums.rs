@@ -19,7 +19,7 @@ use std::{fmt::Write, ops::Range};
 
 use super::{
     TileVariant,
-    matrices::{Factors, Grid, Operands, RIGHT, Staged, multiply_and_store},
+    matrices::{Grid, ProductFactors, RightOperand, multiply_and_store},
     vectors::{HALF_STEP, Vectors, Words},
 };
 
@@ -31,7 +31,7 @@ pub(super) fn accumulate(
     variant: TileVariant,
     prefix: &str,
     groups: usize,
-    factors: Factors,
+    factors: ProductFactors,
     of: &Vectors,
     words: Words,
 ) -> Option<String> {
@@ -63,12 +63,12 @@ struct MatrixSum<'a> {
 
 impl MatrixSum<'_> {
     /// Generates the begin of a block and the variables that all groups share.
-    fn declarations(&self, factors: Factors) -> String {
+    fn declarations(&self, factors: ProductFactors) -> String {
         let Vectors { name, rows, .. } = *self.of;
         let head = self.of.head();
         let product_factors = match factors {
-            Factors::Probs => "vec4<f32>(params.keep_scale / PROB_SCALE)",
-            Factors::Gradients => "gradient_factors",
+            ProductFactors::Probs => "vec4<f32>(params.keep_scale / PROB_SCALE)",
+            ProductFactors::Gradients => "gradient_factors",
         };
         format!(
             "{{
@@ -149,8 +149,8 @@ if (lane == 0u) {{ atomicStore(&non_finite[0], 0u); }}
                 );
                 at = format!("{}u + ", 32 * staged * HALF_STEP);
             }
-            let right = Staged { at: &at, ..RIGHT };
-            text += &multiply_and_store(self.grid, Operands { right, ..Operands::NARROW });
+            let right = RightOperand { at: &at, ..RightOperand::NARROW };
+            text += &multiply_and_store(self.grid, right);
             let _infallible = writeln!(text, "    {row_barrier}");
             for r in 0..4 {
                 let sum = format!("{prefix}{group}_{r}");

@@ -1,4 +1,4 @@
-//! The kernels: one WGSL text per [`Variant`], expanded from a template.
+//! The kernels: one WGSL text per [`KernelVariant`], expanded from a template.
 //!
 //! | kernel | output of a workgroup | file |
 //! |---|---|---|
@@ -28,7 +28,6 @@ mod matrix_sums;
 pub(crate) mod offline;
 pub(crate) mod params;
 mod products;
-pub(crate) mod tall_tile;
 mod tall_tiles;
 mod template;
 mod tile_kernels;
@@ -37,8 +36,8 @@ mod vectors;
 use annulus_core::{DType, Spec};
 
 use params::{CopyParams, MergeParams, RowParams, StepParams};
-use tall_tile::TallTile;
 use template::Template;
+use vectors::{HALF_STEP, PRODUCT_STEP};
 
 use crate::{Level, RegisterTile, level::Matrices};
 
@@ -235,7 +234,7 @@ pub(crate) struct TileVariant {
     /// True if the products of dropout's Philox are computed in 64 bits.
     pub(crate) has_u64: bool,
     /// Forward of few queries: rows of a tile are packed heads, and a tile has several ranges of
-    /// keys (`gqa_packing.rs`, `split_kv.rs`).
+    /// keys (`split_kv.rs`).
     pub(crate) decodes: bool,
     /// Register tile of kernels of multiply-adds.
     pub(crate) register_tile: RegisterTile,
@@ -244,7 +243,7 @@ pub(crate) struct TileVariant {
     /// Cooperative matrices for f16 products, if any.
     pub(crate) matrices: Option<Matrices>,
     /// Forward without packed heads: 64 queries of a workgroup instead of 32.
-    pub(crate) tall: Option<TallTile>,
+    pub(crate) tall: bool,
 }
 
 impl TileVariant {
@@ -342,20 +341,25 @@ impl TileVariant {
 
     /// Queries of a tile.
     const fn query_rows(self) -> usize {
-        if self.tall.is_some() { TallTile::ROWS } else { TILE }
+        if self.tall { TallTile::ROWS } else { TILE }
     }
 
-    /// Returns the form of tall tiles of forward on a device with this much workgroup memory;
-    /// `None` if there is none, as without matrices.
-    pub(crate) fn tall_tile(self, memory_bytes: usize) -> Option<TallTile> {
-        TallTile::fitting(self.head_groups, self.used_matrices()?, memory_bytes)
+    /// True if forward can have tall tiles on a device with this much workgroup memory: with
+    /// matrices of subgroups of one size, which hold the queries.
+    pub(crate) fn can_be_tall(self, memory_bytes: usize) -> bool {
+        let are_owned =
+            self.used_matrices().is_some_and(|matrices| !matrices.has_smaller_subgroups());
+        are_owned
+            && self.head_groups <= TallTile::MAX_GROUPS
+            && TallTile::MEMORY_BYTES <= memory_bytes
     }
 
     /// Invocations of a workgroup.
     fn invocations(self) -> usize {
-        match self.tall {
-            Some(_) => TallTile::INVOCATIONS,
-            None => self.used_register_tile().invocations() as usize,
+        if self.tall {
+            TallTile::INVOCATIONS
+        } else {
+            self.used_register_tile().invocations() as usize
         }
     }
 
@@ -365,9 +369,34 @@ impl TileVariant {
     }
 }
 
+/// A tall tile of forward (`tall_tiles.rs`), whose queries matrices of the subgroups hold.
+pub(crate) struct TallTile;
+
+impl TallTile {
+    /// Queries.
+    pub(crate) const ROWS: usize = 64;
+
+    /// Invocations of a workgroup.
+    pub(crate) const INVOCATIONS: usize = 2 * Self::ROWS;
+
+    /// Elements of K or V that are staged at once.
+    const CHUNK: usize = 64;
+
+    /// Most groups of 32 elements that matrices hold: in subgroups of 32 a quarter of the elements
+    /// of Q, two a register, takes 32 registers of an invocation.
+    const MAX_GROUPS: usize = 4;
+
+    /// Upper bound of the bytes of workgroup memory of a kernel: staged rows, products, tile mask,
+    /// and the flag of non-finite elements.
+    const MEMORY_BYTES: usize = 8 * HALF_STEP * (Self::ROWS + Self::CHUNK)
+        + 16 * PRODUCT_STEP * Self::ROWS
+        + 4 * Self::ROWS
+        + 16;
+}
+
 /// A kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Variant {
+pub(crate) enum KernelVariant {
     Forward(TileVariant),
     BackwardQueries(TileVariant),
     /// The flag: queries are wire records.
@@ -410,7 +439,7 @@ const TILE_TEXT: &str = include_str!("tile.wgsl");
 const GRADIENT: &str = include_str!("gradient.wgsl");
 const DROPOUT: &str = include_str!("dropout.wgsl");
 
-impl Variant {
+impl KernelVariant {
     /// Name for labels and errors.
     pub(crate) const fn name(self) -> &'static str {
         match self {

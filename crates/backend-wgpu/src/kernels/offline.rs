@@ -2,11 +2,8 @@
 
 use annulus_core::{DType, Error, Result};
 
-use super::{Access, Epilogue, Source, Storage, TileVariant, Variant, matrices};
+use super::{Access, Epilogue, KernelVariant, Source, Storage, TileVariant, matrices};
 use crate::{Level, RegisterTile, level::Matrices, memory_model};
-
-/// Bytes of workgroup memory for tiles of 64 queries: those of NVIDIA's GPUs. AMD's have 64 KiB.
-const TALL_MEMORY: usize = 48 << 10;
 
 /// A kernel as it is passed to a driver.
 #[derive(Debug, Clone)]
@@ -25,8 +22,8 @@ pub struct KernelText {
 impl KernelText {
     /// Generates the kernels of both passes at level plain and, for f16, with matrices, for one type
     /// and one dim of heads and values; empty for f64. Dims above 128, and decoding, with the
-    /// simplest and the most general epilogue only. Matrices with [`RegisterTile::FourRows`] only;
-    /// of their forward kernels those of 32 queries and those of 64, `forward_64`.
+    /// simplest and the most general epilogue only. Matrices with [`RegisterTile::FourRows`] only,
+    /// for tiles of 32 queries.
     pub fn of_passes(dtype: DType, dim: usize, register_tile: RegisterTile) -> Vec<Self> {
         let Some(storage) = Storage::of(dtype) else { return Vec::new() };
         let mut all = Vec::new();
@@ -54,16 +51,16 @@ impl KernelText {
                     has_u64: true,
                     decodes: false,
                     register_tile,
-                    tall: None,
+                    tall: false,
                     level,
                     matrices,
                 };
                 let passes = [
-                    Variant::Forward(tile),
-                    Variant::BackwardQueries(tile),
-                    Variant::BackwardKeys(tile, false),
+                    KernelVariant::Forward(tile),
+                    KernelVariant::BackwardQueries(tile),
+                    KernelVariant::BackwardKeys(tile, false),
                 ];
-                let decode = Variant::Forward(TileVariant { decodes: true, ..tile });
+                let decode = KernelVariant::Forward(TileVariant { decodes: true, ..tile });
                 let decoding = is_usual.then_some(decode);
                 let name = |of: &str| {
                     let level = level.name();
@@ -71,10 +68,6 @@ impl KernelText {
                 };
                 let variants = passes.into_iter().chain(decoding);
                 all.extend(variants.map(|of| Self::new(of, name(of.name()), level)));
-                if let Some(tall) = tile.tall_tile(TALL_MEMORY) {
-                    let of = Variant::Forward(TileVariant { tall: Some(tall), ..tile });
-                    all.push(Self::new(of, name("forward_64"), level));
-                }
             }
         }
         all
@@ -127,7 +120,7 @@ impl KernelText {
         })
     }
 
-    fn new(variant: Variant, name: String, level: Level) -> Self {
+    fn new(variant: KernelVariant, name: String, level: Level) -> Self {
         let Source { wgsl, bindings, .. } = variant.source();
         let read_only = bindings.into_iter().map(|access| access == Access::Read).collect();
         Self { name, level, wgsl, read_only }

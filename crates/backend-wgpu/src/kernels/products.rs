@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use super::{
     TILE, TileVariant,
-    matrices::{self, Factors},
+    matrices::{self, ProductFactors},
     matrix_sums,
     vectors::{ROW_STEP, Vectors, Words},
 };
@@ -174,7 +174,7 @@ impl<'a> Accumulators<'a> {
 pub(super) fn accumulate(
     variant: TileVariant,
     into: Accumulators<'_>,
-    factors: Factors,
+    factors: ProductFactors,
     of: &Vectors,
     words: Words,
 ) -> String {
@@ -452,11 +452,11 @@ pub(super) fn store_tile(variant: TileVariant, prefix: &str) -> String {
 }
 
 /// Generates the store of P or dX for the second product.
-pub(super) fn store_factors(variant: TileVariant, factors: Factors, prefix: &str) -> String {
+pub(super) fn store_factors(variant: TileVariant, factors: ProductFactors, prefix: &str) -> String {
     match (variant.used_matrices(), factors) {
         (None, _) => store_tile(variant, prefix),
-        (Some(_), Factors::Probs) => matrices::store_probs(prefix),
-        (Some(_), Factors::Gradients) => {
+        (Some(_), ProductFactors::Probs) => matrices::store_probs(prefix),
+        (Some(_), ProductFactors::Gradients) => {
             matrices::GRADIENT_FACTORS.to_owned() + &matrices::store_gradients(prefix)
         }
     }

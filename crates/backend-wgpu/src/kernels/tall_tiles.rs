@@ -1,10 +1,11 @@
 //! Tall tiles of forward: 64 queries of a workgroup, so that a row of K or V that is loaded and
 //! staged serves twice as many queries as in a tile of 32.
 //!
-//! They need cooperative matrices. A workgroup has 128 invocations:
+//! They need cooperative matrices, of subgroups of one size, and hold up to 128 elements of a query
+//! in them. A workgroup has 128 invocations:
 //!
 //! ```text
-//! q ← Q, 64 queries of all elements                    once, if they fit (TallTile)
+//! q ← Q, 64 queries of all elements, in matrices       once
 //! for each tile of 32 keys:
 //!     for each 64 elements:  right_half[key][element] ← K;  S += q · right_halfᵀ
 //!     softmax of S, 4 × 4 pairs an invocation;  left_half ← P
@@ -16,82 +17,23 @@
 //! of matrices, as far as there are enough; then only K and V pass between subgroups.
 //!
 //! Workgroup memory decides how many workgroups a multiprocessor runs: NVIDIA's driver gives all of
-//! them 48 KiB together. That is room for two of a tall tile that holds Q in matrices, and for one
-//! of a tile that keeps Q there, which took 1.6 to 1.9 times as long on an H200
-//! (benches/record/wgpu.md).
+//! them 48 KiB together, room for two of a tall tile. A tile that keeps Q there, too, has room for
+//! one, and took 1.6 to 1.9 times as long on an H200 (benches/record/wgpu.md).
 //!
 //! Source: padded rows and 128 invocations are those of llama.cpp's `flash_attn_cm1.comp`, whose
-//! tiles have 16 queries and 64 keys; Q in workgroup memory as well.
+//! tiles have 16 queries and 64 keys.
 
 use std::fmt::Write;
 
 use super::{
-    TILE, TileVariant,
-    matrices::{Grid, Operands, Staged, SumOverChunks, hold, multiply_held},
-    tall_tile::TallTile,
+    TILE, TallTile, TileVariant,
+    matrices::{Grid, RightOperand, SumOverChunks, hold, multiply_held},
     vectors::{HALF_STEP, K, Q},
 };
 
-impl TallTile {
-    /// Generates what is done with the queries before the loop over keys: the matrices that hold
-    /// them, `own_half` ← Q, or the offsets of the rows that an invocation loads.
-    pub(super) fn own_rows(self, variant: TileVariant, grid: Grid) -> String {
-        match self {
-            Self::Held => held_queries(variant, grid),
-            Self::Kept { .. } => {
-                let [loads, stores] = self.queries(OF_CHUNK);
-                format!(
-                    "{{
-{}let element = 4u * (lane & 15u);
-let own_at = {}u * (lane >> 4u) + (lane & 15u);
-for (var c = 0u; c < params.head_dim; c = c + 64u) {{
-{loads}{stores}}}
-}}
-",
-                    own_offsets(variant),
-                    self.own_step(),
-                )
-            }
-            Self::Reloaded => own_offsets(variant),
-        }
-    }
-
-    /// Generates loads and stores of `own_half` ← 64 elements of Q from `c` on, zeros beyond the
-    /// vectors.
-    fn queries(self, at: &str) -> [String; 2] {
-        let mut loads = "        let q_inside =
-            vec4<u32>(c + element) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(params.head_dim);\n"
-            .to_owned();
-        let mut stores = String::new();
-        for n in 0..LOADS_OF_QUERIES {
-            let row = n * LOAD_STEP * self.own_step();
-            let _infallible =
-                writeln!(loads, "        let q_{n} = q_halves(own_q_{n}, c + element);");
-            let _infallible = writeln!(
-                stores,
-                "        own_half[own_at + {at}{row}u] = select(vec4<f16>(0.0h), q_{n}, q_inside);"
-            );
-        }
-        [loads, stores]
-    }
-}
-
-/// Generates the offsets of the rows of Q that an invocation loads, sixteen invocations a row.
-fn own_offsets(variant: TileVariant) -> String {
-    (0..LOADS_OF_QUERIES)
-        .map(|n| {
-            let step = Q.distance(variant, n * LOAD_STEP);
-            format!(
-                "let own_q_{n} =
-    min(q_row(batch, head, first + (lane >> 4u)) + {step}, q_last(batch, head));\n"
-            )
-        })
-        .collect()
-}
-
 /// Generates the matrices of all elements of the queries, zeros beyond the vectors. They pass
 /// through `left_half`, 32 elements at a time, of which eight invocations load a row.
-fn held_queries(variant: TileVariant, grid: Grid) -> String {
+pub(super) fn held_queries(variant: TileVariant, grid: Grid) -> String {
     /// Rows that are loaded at once.
     const STEP: usize = TallTile::INVOCATIONS / 8;
     // sixteen neighbours store rows r and r + 4, as of `LOADED_ROW`
@@ -126,22 +68,17 @@ let inside = vec4<u32>(element) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(params.h
     text
 }
 
-/// Offset of the chunk at element `c` in a row of `own_half`, as a multiple of 16 vectors, so that
-/// compilers load matrices 16 bytes at a time.
-const OF_CHUNK: &str = "((c >> 6u) << 4u) + ";
-
 /// Sixteen invocations load 64 elements of a row: distance of the rows that one loads.
 const LOAD_STEP: usize = 8;
 
-/// Rows of Q, and of K, of which an invocation loads four elements of a chunk.
-const LOADS_OF_QUERIES: usize = TallTile::ROWS / LOAD_STEP;
+/// Rows of K of which an invocation loads four elements of a chunk.
 const LOADS_OF_KEYS: usize = TILE / LOAD_STEP;
 
 /// Distance of the rows of K in `right_half`, in vectors of 4.
 const KEY_STEP: usize = TallTile::CHUNK / 4 + 2;
 
 /// Counterpart of `matrices::add_product` for the scores of a tall tile: `s0` ….
-pub(super) fn scores(variant: TileVariant, tall: TallTile, grid: Grid) -> String {
+pub(super) fn scores(variant: TileVariant, grid: Grid) -> String {
     let (mut loads, mut zeros, mut stores) = (String::new(), String::new(), String::new());
     let step = K.distance(variant, LOAD_STEP);
     for n in 0..LOADS_OF_KEYS {
@@ -154,21 +91,8 @@ pub(super) fn scores(variant: TileVariant, tall: TallTile, grid: Grid) -> String
             writeln!(zeros, "            k_{n} = select(vec4<f16>(0.0h), k_{n}, inside);");
         let _infallible = writeln!(stores, "        right_half[stored_at + {at}u] = k_{n};");
     }
-    let (mut own_at, mut at) = (String::new(), OF_CHUNK);
-    if tall == TallTile::Reloaded {
-        own_at = format!("    let own_at = {}u * vector + (lane & 15u);\n", tall.own_step());
-        at = "";
-        let [of_queries, into] = tall.queries("");
-        loads += &of_queries;
-        stores += &into;
-    }
-    let right = Staged { array: "right_half", step: KEY_STEP, at: "" };
-    let operands = Operands {
-        left: Staged { array: "own_half", step: tall.own_step(), at },
-        right,
-        elements: TallTile::CHUNK,
-    };
-    let parts = SumOverChunks::of(grid, operands);
+    let right = RightOperand { step: KEY_STEP, at: "" };
+    let parts = SumOverChunks::of(grid);
     let stage = format!(
         "{loads}        if (c + 64u > params.head_dim) {{
             let inside =
@@ -178,30 +102,21 @@ pub(super) fn scores(variant: TileVariant, tall: TallTile, grid: Grid) -> String
 {stores}        workgroupBarrier();
 "
     );
-    let chunks = if tall == TallTile::Held {
-        // matrices have no index
-        let elements = 32 * variant.head_groups;
-        let chunk = |c| {
-            let count = TallTile::CHUNK.min(elements - c);
-            let multiply = multiply_held(grid, right, c, count);
-            format!("    {{\n    let c = {c}u;\n{stage}    }}\n{multiply}")
-        };
-        (0..elements).step_by(TallTile::CHUNK).map(chunk).collect()
-    } else {
-        format!(
-            "    for (var c = 0u; c < params.head_dim; c = c + 64u) {{
-{stage}{}    }}
-",
-            parts.multiply
-        )
+    // matrices have no index
+    let elements = 32 * variant.head_groups;
+    let chunk = |c| {
+        let count = TallTile::CHUNK.min(elements - c);
+        let multiply = multiply_held(grid, right, c, count);
+        format!("    {{\n    let c = {c}u;\n{stage}    }}\n{multiply}")
     };
+    let chunks: String = (0..elements).step_by(TallTile::CHUNK).map(chunk).collect();
     let zeroed: String = (0..4).map(|r| format!("var s{r} = vec4<f32>(0.0);\n")).collect();
     format!(
         "{zeroed}{{
     let element = 4u * (lane & 15u);
     let vector = lane >> 4u;
     let stored_at = {KEY_STEP}u * vector + (lane & 15u);
-{own_at}    let k_first = k_row(batch, kv_head, column + vector);
+    let k_first = k_row(batch, kv_head, column + vector);
     let k_end = k_last(batch, kv_head);
     let k_step = {step};
 {begin}{chunks}{end}}}

@@ -18,27 +18,27 @@ fn both_matrices() -> [Matrices; 2] {
 }
 
 /// Lists every kernel that a plan can use.
-fn all_variants() -> Vec<Variant> {
+fn all_variants() -> Vec<KernelVariant> {
     let mut all = vec![
-        Variant::Sinks,
-        Variant::BiasRows,
-        Variant::MergeRanges,
-        Variant::Count,
-        Variant::SubgroupProbe,
-        Variant::UnpackProbe,
+        KernelVariant::Sinks,
+        KernelVariant::BiasRows,
+        KernelVariant::MergeRanges,
+        KernelVariant::Count,
+        KernelVariant::SubgroupProbe,
+        KernelVariant::UnpackProbe,
     ];
-    all.extend(both_matrices().map(Variant::MatrixProbe));
+    all.extend(both_matrices().map(KernelVariant::MatrixProbe));
     all.extend(
         [(false, true), (true, true), (true, false)]
-            .map(|(with_sums, normalize)| Variant::FinishRows { with_sums, normalize }),
+            .map(|(with_sums, normalize)| KernelVariant::FinishRows { with_sums, normalize }),
     );
     all.extend(
         [CopyMode::Raw { half: false }, CopyMode::Raw { half: true }, CopyMode::Added]
-            .map(Variant::Copy),
+            .map(KernelVariant::Copy),
     );
     for storage in [Storage::F32, Storage::F16, Storage::Bf16] {
-        all.push(Variant::RowStatistics(storage));
-        all.extend([CopyMode::Rounded(storage), CopyMode::ByRow(storage)].map(Variant::Copy));
+        all.push(KernelVariant::RowStatistics(storage));
+        all.extend([CopyMode::Rounded(storage), CopyMode::ByRow(storage)].map(KernelVariant::Copy));
         for (head_groups, value_groups) in
             [1, 2, 4, 8].into_iter().flat_map(|head| [1, 2, 4, 8].map(|value| (head, value)))
         {
@@ -76,26 +76,24 @@ fn all_variants() -> Vec<Variant> {
                         register_tile,
                         level,
                         matrices,
-                        tall: None,
+                        tall: false,
                     };
-                    let sizes = [64 << 10, 32 << 10].map(|bytes| variant.tall_tile(bytes));
-                    let reloaded = matrices.map(|_| TallTile::Reloaded);
-                    let forms: HashSet<_> = sizes.into_iter().chain([reloaded]).flatten().collect();
-                    all.extend(
-                        forms.into_iter().map(|tall| {
-                            Variant::Forward(TileVariant { tall: Some(tall), ..variant })
-                        }),
-                    );
-                    all.extend([Variant::Forward(variant), Variant::BackwardQueries(variant)]);
-                    all.push(Variant::Forward(TileVariant { decodes: true, ..variant }));
+                    if variant.can_be_tall(32 << 10) {
+                        all.push(KernelVariant::Forward(TileVariant { tall: true, ..variant }));
+                    }
+                    all.extend([
+                        KernelVariant::Forward(variant),
+                        KernelVariant::BackwardQueries(variant),
+                    ]);
+                    all.push(KernelVariant::Forward(TileVariant { decodes: true, ..variant }));
                     all.extend(
                         [false, true]
-                            .map(|from_records| Variant::BackwardKeys(variant, from_records)),
+                            .map(|from_records| KernelVariant::BackwardKeys(variant, from_records)),
                     );
                     if epilogue.masks() {
                         all.extend(
                             [BiasAxes::Pairs, BiasAxes::Queries, BiasAxes::Keys]
-                                .map(|axes| Variant::BackwardBias(variant, axes)),
+                                .map(|axes| KernelVariant::BackwardBias(variant, axes)),
                         );
                     }
                 }
@@ -181,7 +179,7 @@ fn every_variant_is_valid_and_can_be_translated() {
 }
 
 /// Checks that a kernel's text is valid and can be translated, and its workgroup memory.
-fn check_text(variant: Variant, wgsl: &str) {
+fn check_text(variant: KernelVariant, wgsl: &str) {
     let module = wgsl::parse_str(wgsl)
         .unwrap_or_else(|error| panic!("{variant:?}: {}", error.emit_to_string(wgsl)));
     let mut capabilities = Capabilities::SUBGROUP
@@ -208,10 +206,10 @@ fn check_text(variant: Variant, wgsl: &str) {
     assert!(are_aligned || !matrices, "{variant:?}: workgroup memory of {sizes:?} bytes");
     let shared: u32 = sizes.iter().sum();
     let tall = match variant {
-        Variant::Forward(TileVariant { tall, .. }) => tall,
-        _ => None,
+        KernelVariant::Forward(TileVariant { tall, .. }) => tall,
+        _ => false,
     };
-    let most = tall.map_or(16 << 10, TallTile::memory_bytes);
+    let most = if tall { TallTile::MEMORY_BYTES } else { 16 << 10 };
     assert!(shared as usize <= most, "{variant:?} uses {shared} bytes of workgroup memory");
 }
 
@@ -236,30 +234,35 @@ fn accesses(wgsl: &str) -> HashSet<&str> {
 }
 
 /// Changes the tile of a kernel without matrices at [`Level::Plain`]; `None` for other kernels.
-fn with_tile(variant: Variant, change: impl Fn(TileVariant) -> TileVariant) -> Option<Variant> {
+fn with_tile(
+    variant: KernelVariant,
+    change: impl Fn(TileVariant) -> TileVariant,
+) -> Option<KernelVariant> {
     let of = |tile: TileVariant| {
         (tile.matrices.is_none() && tile.level == Level::Plain).then(|| change(tile))
     };
     Some(match variant {
-        Variant::Forward(tile) => Variant::Forward(of(tile)?),
-        Variant::BackwardQueries(tile) => Variant::BackwardQueries(of(tile)?),
-        Variant::BackwardKeys(tile, from_records) => Variant::BackwardKeys(of(tile)?, from_records),
-        Variant::BackwardBias(tile, axes) => Variant::BackwardBias(of(tile)?, axes),
+        KernelVariant::Forward(tile) => KernelVariant::Forward(of(tile)?),
+        KernelVariant::BackwardQueries(tile) => KernelVariant::BackwardQueries(of(tile)?),
+        KernelVariant::BackwardKeys(tile, from_records) => {
+            KernelVariant::BackwardKeys(of(tile)?, from_records)
+        }
+        KernelVariant::BackwardBias(tile, axes) => KernelVariant::BackwardBias(of(tile)?, axes),
         _ => return None,
     })
 }
 
 /// Returns the kernel of f16 for bf16; `None` for other kernels.
-fn in_bf16(variant: Variant) -> Option<Variant> {
+fn in_bf16(variant: KernelVariant) -> Option<KernelVariant> {
     let (f16, bf16) = (Storage::F16, Storage::Bf16);
     match variant {
-        Variant::Copy(CopyMode::Rounded(of)) if of == f16 => {
-            Some(Variant::Copy(CopyMode::Rounded(bf16)))
+        KernelVariant::Copy(CopyMode::Rounded(of)) if of == f16 => {
+            Some(KernelVariant::Copy(CopyMode::Rounded(bf16)))
         }
-        Variant::Copy(CopyMode::ByRow(of)) if of == f16 => {
-            Some(Variant::Copy(CopyMode::ByRow(bf16)))
+        KernelVariant::Copy(CopyMode::ByRow(of)) if of == f16 => {
+            Some(KernelVariant::Copy(CopyMode::ByRow(bf16)))
         }
-        Variant::RowStatistics(of) if of == f16 => Some(Variant::RowStatistics(bf16)),
+        KernelVariant::RowStatistics(of) if of == f16 => Some(KernelVariant::RowStatistics(bf16)),
         _ => {
             let change = |tile: TileVariant| match tile.storage {
                 Storage::F16 => TileVariant { storage: bf16, ..tile },
@@ -327,12 +330,9 @@ fn kernels_have_a_path_for_smaller_subgroups_only_if_a_device_has_them() {
             register_tile: RegisterTile::FourRows,
             level: Level::Matrix,
             matrices: Some(matrices),
-            tall: None,
+            tall: false,
         };
-        let tall = TileVariant { tall: tile.tall_tile(64 << 10), ..tile };
-        for variant in
-            [Variant::MatrixProbe(matrices), Variant::Forward(tile), Variant::Forward(tall)]
-        {
+        for variant in [KernelVariant::MatrixProbe(matrices), KernelVariant::Forward(tile)] {
             let wgsl = variant.source().wgsl;
             let has_path = wgsl.contains("matrix_rounds") && wgsl.contains("matrices_are_owned");
             assert_eq!(has_path, matrices.has_smaller_subgroups(), "{matrices:?}: {wgsl}");

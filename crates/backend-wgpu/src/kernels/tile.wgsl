@@ -19,7 +19,7 @@ var<workgroup> visible_bits: array<atomic<u32>, {{QUERY_ROWS}}>;
 const FULL_TILE: u32 = 0xffffffffu;
 
 #if DECODE
-// Rows of a tile are pairs of a query and one of `packed_heads` heads (`gqa_packing.rs`).
+// Rows of a tile are pairs of a query and one of `packed_heads` heads (`split_kv.rs`).
 fn query_of(first: u32, row: u32) -> u32 {
     return first + row / params.packed_heads;
 }

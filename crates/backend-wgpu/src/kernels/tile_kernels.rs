@@ -10,7 +10,7 @@ use super::{
         DropoutQueries, QueryRounds, SHARED_ROUNDS, kept_rows, row_queries, share_rounds,
         shares_rounds,
     },
-    matrices::{self, Factors, Grid},
+    matrices::{self, Grid, ProductFactors},
     matrix_epilogue,
     params::TileParams,
     products::{
@@ -356,19 +356,17 @@ if ({condition}[{{r}}]) {{
     text.name("LOAD_ACC", each(tile, held, &load("any_visible")));
     text.name("STORE_ACC", each(tile, held, store));
     text.name("RESCALE_ACC", each(tile, held, rescale));
-    let (own_rows, scores) = match variant.tall.zip(Grid::of(variant)) {
-        Some((tall, grid)) => {
-            (tall.own_rows(variant, grid), tall_tiles::scores(variant, tall, grid))
-        }
+    let (own_rows, scores) = match Grid::of(variant).filter(|_| variant.tall) {
+        Some(grid) => (tall_tiles::held_queries(variant, grid), tall_tiles::scores(variant, grid)),
         None => (Q.own_rows(variant), product(variant, "s", &Q, "first", &K, "column")),
     };
     text.name("OWN_ROWS", own_rows + &packed_queries(tile).own_rounds(variant));
     text.name("SCORES", scores);
     text.name("EPILOGUE", epilogue(variant));
     text.name("PROBS", probs(variant));
-    text.name("STORE_PROBS", store_factors(variant, Factors::Probs, "s"));
+    text.name("STORE_PROBS", store_factors(variant, ProductFactors::Probs, "s"));
     let into = Accumulators { prefix: "o", groups, in_memory };
-    text.name("ACCUMULATE", accumulate(variant, into, Factors::Probs, &V, Words::OfRows));
+    text.name("ACCUMULATE", accumulate(variant, into, ProductFactors::Probs, &V, Words::OfRows));
     let functions = functions(variant, &[(&Q, "q_words"), (&K, "block"), (&V, "block")])
         + &acc_functions("acc_words", variant.aligned);
     let bindings = [
@@ -420,10 +418,13 @@ if (row + {r}u < params.queries) {
     } else {
         score_gradients(variant, Orientation::RowsAreQueries, step)
     };
-    text.name("DX", gradients + &store_factors(variant, Factors::Gradients, "s"));
+    text.name("DX", gradients + &store_factors(variant, ProductFactors::Gradients, "s"));
     let in_memory = Some(InMemory { held, load, store });
     let into = Accumulators { prefix: "o", groups, in_memory };
-    text.name("ACCUMULATE", accumulate(variant, into, Factors::Gradients, &K, Words::OfRows));
+    text.name(
+        "ACCUMULATE",
+        accumulate(variant, into, ProductFactors::Gradients, &K, Words::OfRows),
+    );
     let functions =
         functions(variant, &[(&Q, "q_words"), (&K, "block"), (&V, "block"), (&DOUT, "dout_words")])
             + &acc_functions("acc_words", variant.aligned);
@@ -499,8 +500,8 @@ let acc_factor = select(params.scale, 1.0, is_dv);
             let store = format!("if (is_dv) {{\n{dv}}} else {{\n{dk}}}\n");
             text.name("DX", gradients(step) + matrices::GRADIENT_FACTORS + &store);
             let [dv, dk] = [value_groups, head_groups].map(|of| Accumulators::held("acc", of));
-            let dv = accumulate(variant, dv, Factors::Probs, &DOUT, words);
-            let dk = accumulate(variant, dk, Factors::Gradients, &Q, words);
+            let dv = accumulate(variant, dv, ProductFactors::Probs, &DOUT, words);
+            let dk = accumulate(variant, dk, ProductFactors::Gradients, &Q, words);
             text.name("ACCUMULATE", format!("if (is_dv) {{\n{dv}}} else {{\n{dk}}}\n"));
         } else {
             text.name("DX", gradients(step) + &store_tile(variant, "s"));
@@ -526,18 +527,18 @@ next_d = select(vec4<f32>(0.0), grad.p_dropped, visible);",
         };
         let words = Words::OfColumns;
         let dv = Accumulators::held("dv", value_groups);
-        let of_dv = accumulate(variant, dv, Factors::Probs, &DOUT, words);
+        let of_dv = accumulate(variant, dv, ProductFactors::Probs, &DOUT, words);
         let dk = Accumulators::held("dk", head_groups);
-        let of_dk = accumulate(variant, dk, Factors::Gradients, &Q, words);
+        let of_dk = accumulate(variant, dk, ProductFactors::Gradients, &Q, words);
         let gradients = if variant.has_backward_by_parts(all_groups) {
             matrix_epilogue::scale_statistics()
                 + &matrix_epilogue::score_gradients(variant, Orientation::RowsAreKeys)
         } else {
             gradients(step)
         };
-        text.name("DX", gradients + &store_factors(variant, Factors::Probs, "d"))
+        text.name("DX", gradients + &store_factors(variant, ProductFactors::Probs, "d"))
             .name("ACCUMULATE_DV", of_dv)
-            .name("STORE_TILE", store_factors(variant, Factors::Gradients, "s"))
+            .name("STORE_TILE", store_factors(variant, ProductFactors::Gradients, "s"))
             .name("ACCUMULATE_DK", of_dk);
     }
     let functions = functions(

@@ -1,15 +1,26 @@
 //! Features that random cases are unlikely to cover: head dims up to the largest, pairs of choices,
 //! the exact pairs that dropout drops.
+//!
+//! Golden cases in element types of two bytes, at every level. Their expected arrays are for f32
+//! and f64; the oracle, which gives these arrays (`tests/golden_oracle.rs`), computes those of the
+//! rounded inputs. `annulus check --backend wgpu` runs the cases in f32.
+//!
+//! Strategies other than the ring, for tensors in host memory: their exchanges are messages in host
+//! memory, the blocks of their rings are on the device.
 
-use annulus::{Dims, Layout, Spec};
-use annulus_conformance::{
-    Case, Draw, Judge, Masks, Setting, Subject, subjects::cpu, suite, wgpu::WgpuRing,
+use annulus::{
+    Dims, Layout, LocalRing, Plan, Spec,
+    comm::{Checksum, Staged},
 };
-use annulus_core::{Backend, BackwardMode, DType, Dropout, Precision};
-use annulus_wgpu::{Level, Wgpu};
+use annulus_conformance::{
+    Case, Draw, FacadeOn, Judge, Masks, Setting, Subject, golden, subjects::cpu, suite,
+    wgpu::WgpuRing,
+};
+use annulus_core::{Backend, BackwardMode, DType, Dropout, HostViews, Precision};
+use annulus_wgpu::{Copier, Level, Options, Wgpu, WgpuSpace};
 use ndarray::{Array1, Array4, ArrayView1, ArrayView2, s};
 
-use super::{adapter, gpu, gpu_at};
+use crate::{adapter, gpu, gpu_at, open};
 
 /// Requires that the device's answer agrees with the oracle's.
 fn holds(ring: &WgpuRing, case: &Case, setting: &Setting) {
@@ -217,4 +228,60 @@ fn the_matrix_level_holds_for_values_whose_sum_overflows() {
     let case = case.in_dtype(DType::F16);
     assert!(case.v.iter().all(|&v| v < 65504.0 && 4.0 * v > 65504.0));
     holds(&ring, &case, &Setting::new(2, Layout::Contiguous));
+}
+
+/// Requires that every `step`-th case is right at this level, on one rank or three.
+fn hold(level: Level, dtypes: &[DType], step: usize) {
+    let Some(folder) = golden::folder().expect("a readable setting") else { return };
+    let Some(gpu) = gpu_at(level) else { return };
+    let ring = WgpuRing::new(gpu);
+    let settings = [Setting::ALONE, Setting::new(3, Layout::Zigzag)];
+    let mut wrong = Vec::new();
+    let mut count = 0;
+    for (number, golden) in
+        golden::read(&folder).expect("golden cases").iter().enumerate().step_by(step)
+    {
+        let dtype = dtypes[count % dtypes.len()];
+        let case = golden.case.in_dtype(dtype);
+        let judge = Judge::new(&case).expect("a truth");
+        let answer = ring.run(&case, &settings[number % 2], 1);
+        let judged = answer.map_err(|error| error.to_string()).and_then(|all| judge.check(&all[0]));
+        wrong.extend(judged.err().map(|why| format!("{}: {why}", case.name)));
+        count += 1;
+    }
+    assert!(count >= 15, "only {count} cases");
+    assert!(wrong.is_empty(), "{}:\n{}", level.name(), wrong.join("\n"));
+}
+
+#[test]
+fn golden_cases_hold_in_two_bytes() {
+    let Some(adapter) = adapter() else { return };
+    for &level in adapter.levels.iter().filter(|&&level| level != Level::Matrix) {
+        hold(level, &[DType::F16, DType::Bf16], 7);
+    }
+}
+
+#[test]
+fn the_matrix_level_holds_for_golden_cases() {
+    let Some(adapter) = adapter() else { return };
+    // without: `the_matrix_level_holds_if_the_adapter_has_it`
+    if adapter.levels.contains(&Level::Matrix) {
+        hold(Level::Matrix, &[DType::F16], 1);
+    }
+}
+
+#[test]
+fn strategies_are_the_oracle() {
+    let Some(gpu) = open(&Options::default()) else { return };
+    // two element types: each has its own kernels, which a driver compiles for seconds
+    let facade =
+        FacadeOn::new("facade on wgpu", &[DType::F32, DType::Bf16], |attention, dims, ranks| {
+            LocalRing::from_plans(attention, dims, ranks, |_, setup, endpoint| {
+                let copier = Copier::new(gpu.clone());
+                let staged =
+                    Staged::<_, HostViews<WgpuSpace>>::new(Checksum::new(endpoint), copier);
+                Plan::with_backend(setup, dims, Wgpu::on_host(gpu.clone()), staged)
+            })
+        });
+    suite::strategies(&facade, 0..6).unwrap();
 }

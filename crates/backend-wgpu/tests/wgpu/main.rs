@@ -8,24 +8,16 @@
 
 mod absence;
 mod decode;
+mod devices;
 mod features;
-mod golden;
-mod handed_in;
 mod index_checks;
-mod kv_cache;
 mod limits;
-mod losses;
 mod memory;
-mod opening;
-mod overlap;
 mod planted;
-mod query_tiles;
 mod real_size;
-mod register_tiles;
 mod several;
-mod strategies;
+mod tiles;
 mod transfers;
-mod unchosen;
 mod validation;
 
 use std::{
@@ -47,7 +39,7 @@ use annulus_conformance::{
 };
 use annulus_core::{DType, Inputs, Layout, Outputs, Result};
 use annulus_wgpu::{
-    Adapter, Copier, Gpu, Level, Options, QueryTile, RegisterTile, Stopwatch, Tensor, Wgpu,
+    Adapter, Copier, Gpu, Level, Options, QueryTileSize, RegisterTile, Stopwatch, Tensor, Wgpu,
     WgpuSpace, wgpu::Features,
 };
 
@@ -126,9 +118,9 @@ fn gpu_with(level: Level, register_tile: Option<RegisterTile>) -> Option<Gpu> {
 fn gpu_of(
     level: Level,
     register_tile: Option<RegisterTile>,
-    query_tile: Option<QueryTile>,
+    query_tile: Option<QueryTileSize>,
 ) -> Option<Gpu> {
-    type Key = (Level, Option<RegisterTile>, Option<QueryTile>);
+    type Key = (Level, Option<RegisterTile>, Option<QueryTileSize>);
     static OPENED: Mutex<Vec<(Key, Gpu)>> = Mutex::new(Vec::new());
     let wanted = (level, register_tile, query_tile);
     // a test that failed while it opened a device has left the others

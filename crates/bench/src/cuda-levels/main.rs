@@ -17,9 +17,7 @@
 //!   as many. With `queries` there are fewer queries than keys, no mask and no backward pass, and
 //!   `gbps` is the rate at which keys and values are read, in GB/s.
 //!   Level `warpgroup-tiles` is `warpgroup` with a thread block for each tile of a forward launch,
-//!   instead of one for each multiprocessor; `warpgroup-wide` and `warpgroup-narrow` are
-//!   `warpgroup` with and without wide tiles of the forward pass; `warpgroup-split` is `warpgroup`
-//!   with a backward kernel for dQ, and one for dK and dV; `warpgroup-fused` with one for all.
+//!   instead of one for each multiprocessor.
 //! * **verify** compares each level with level `plain` in f32 from the same inputs rounded to 16
 //!   bits: the relative error of out, dq, dk and dv stays below 5·10⁻³ (bf16) or 10⁻³ (f16), and of
 //!   lse below 10⁻⁴. The error of a row, relative to the largest row, stays below twice as much. A
@@ -47,7 +45,7 @@ use std::{
 use annulus::{Attention, DType, Dims, Error, Result};
 use annulus_cuda::{
     Cuda, Level, Variant,
-    device::{Architecture, Cache, Compiler, CompilerSymbols, Symbols},
+    device::{Architecture, Compiler, CompilerSymbols, ImageCache, Symbols},
 };
 use annulus_cuda_emulator as emulator;
 use serde_json::json;
@@ -110,7 +108,7 @@ impl Settings {
     /// Opens the device at each level, with one stream for each.
     fn open(&self) -> Result<Vec<Setup>> {
         let named = |word: &str| {
-            let is_form = [TILES, SPLIT, FUSED, WIDE, NARROW].contains(&word);
+            let is_form = word == TILES;
             let level = if is_form { Level::Warpgroup.name() } else { word };
             let level = Level::ALL.into_iter().find(|found| found.name() == level)?;
             Some((word.to_owned(), level))
@@ -121,26 +119,19 @@ impl Settings {
             if device == "emulated" {
                 let driver = pass::watched(emulator::hopper_symbols());
                 let nvrtc = || Ok(emulator::hopper_compiler_symbols());
-                let cuda = Cuda::with_symbols(Ok(driver), nvrtc, Cache::of_user(), 0)?;
+                let cuda = Cuda::with_symbols(Ok(driver), nvrtc, ImageCache::of_user(), 0)?;
                 return cuda.with_min_warpgroup_rows(0).at_level(level);
             }
             let number =
                 device.parse().map_err(|_| Error::invalid("device", device, "a GPU's number"))?;
             let driver = Symbols::system().map(pass::watched);
             let cuda =
-                Cuda::with_symbols(driver, CompilerSymbols::system, Cache::of_user(), number)?;
+                Cuda::with_symbols(driver, CompilerSymbols::system, ImageCache::of_user(), number)?;
             cuda.at_level(level)
         };
         let open = |(name, level): (String, Level)| {
             let cuda = open(level)?;
-            let cuda = match name.as_str() {
-                TILES => cuda.with_forward_blocks(usize::MAX),
-                SPLIT => cuda.with_fused_backward(false),
-                FUSED => cuda.with_fused_backward(true),
-                WIDE => cuda.with_wide_tiles(true),
-                NARROW => cuda.with_wide_tiles(false),
-                _ => cuda,
-            };
+            let cuda = if name == TILES { cuda.with_forward_blocks(usize::MAX) } else { cuda };
             Ok(Setup { name, cuda })
         };
         levels.into_iter().map(open).collect()
@@ -149,18 +140,6 @@ impl Settings {
 
 /// Name of level `warpgroup` with a thread block for each tile.
 const TILES: &str = "warpgroup-tiles";
-
-/// Name of level `warpgroup` with two backward kernels.
-const SPLIT: &str = "warpgroup-split";
-
-/// Name of level `warpgroup` with one backward kernel.
-const FUSED: &str = "warpgroup-fused";
-
-/// Name of level `warpgroup` with wide tiles of the forward pass.
-const WIDE: &str = "warpgroup-wide";
-
-/// Name of level `warpgroup` without wide tiles.
-const NARROW: &str = "warpgroup-narrow";
 
 /// A level that is timed or verified.
 struct Setup {
@@ -247,8 +226,8 @@ fn compile(capability: &str, settings: &Settings) -> Result<()> {
     let (major, minor) = capability.split_once('.').ok_or_else(wrong)?;
     let number = |text: &str| text.parse::<i32>().map_err(|_| wrong());
     let architecture = Architecture { major: number(major)?, minor: number(minor)? };
-    let folder = || Error::invalid(Cache::VARIABLE, "no folder", "a folder for the images");
-    let cache = Cache::of_user().ok_or_else(folder)?;
+    let folder = || Error::invalid(ImageCache::VARIABLE, "no folder", "a folder for the images");
+    let cache = ImageCache::of_user().ok_or_else(folder)?;
     let compiler = Compiler::new(Some(cache))?;
     let (kind, target) = compiler.target(architecture)?;
     let is_wanted =

@@ -153,7 +153,7 @@ pub(crate) struct WrappedTiles<C> {
 /// Workspace of [`WrappedTiles`].
 #[derive(Debug)]
 pub(crate) struct WrappedWorkspace<C> {
-    inner: annulus_cpu::Workspace,
+    inner: annulus_cpu::CpuWorkspace,
     calls: C,
 }
 
@@ -178,8 +178,8 @@ impl<C: TileCalls> Backend for WrappedTiles<C> {
 
 impl<C: TileCalls> Workspace for WrappedWorkspace<C> {
     type Space = Host;
-    type Forward<'p> = WrappedPass<annulus_cpu::Forward<'p>, C>;
-    type Backward<'p> = WrappedPass<annulus_cpu::Backward<'p>, C>;
+    type Forward<'p> = WrappedPass<annulus_cpu::CpuForward<'p>, C>;
+    type Backward<'p> = WrappedPass<annulus_cpu::CpuBackward<'p>, C>;
 
     fn update(&mut self, shard: &RankShard) -> Result<()> {
         self.inner.update(shard)?;

@@ -36,7 +36,7 @@ use std::process::ExitCode;
 
 use annulus::DType;
 use annulus_core::{Error, Result};
-use annulus_wgpu::{Gpu, Level, Options, QueryTile};
+use annulus_wgpu::{Gpu, Level, Options, QueryTileSize};
 use serde_json::{Value, json};
 
 use pass::{Passes, Problem, What};
@@ -48,7 +48,7 @@ struct Settings {
     /// Names of levels; empty for all levels of the adapter.
     levels: Vec<Level>,
     /// Queries of a tile of forward; empty for those that the backend chooses.
-    query_tiles: Vec<QueryTile>,
+    query_tiles: Vec<QueryTileSize>,
     dtypes: Vec<DType>,
     dims: Vec<usize>,
     lens: Vec<usize>,
@@ -107,7 +107,7 @@ impl Settings {
                 "device" => all.device = number()?,
                 "levels" => all.levels = named(value, Level::ALL, Level::name).ok_or_else(wrong)?,
                 "query_tiles" => {
-                    let tiles = named(value, QueryTile::ALL, QueryTile::name);
+                    let tiles = named(value, QueryTileSize::ALL, QueryTileSize::name);
                     all.query_tiles = tiles.ok_or_else(wrong)?;
                 }
                 "dtypes" => {
@@ -278,7 +278,7 @@ fn run(settings: &Settings) -> Result<bool> {
 fn at_levels(
     device: &Gpu,
     levels: &[Level],
-    query_tiles: &[QueryTile],
+    query_tiles: &[QueryTileSize],
 ) -> Result<Vec<(Level, Gpu)>> {
     let mut all = Vec::new();
     for &level in levels {

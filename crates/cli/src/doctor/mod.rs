@@ -196,7 +196,7 @@ fn of_adapters() -> Vec<String> {
     }
     let forced = annulus_wgpu::Level::forced();
     let register_tile = annulus_wgpu::RegisterTile::forced();
-    let query_tile = annulus_wgpu::QueryTile::forced();
+    let query_tile = annulus_wgpu::QueryTileSize::forced();
     let words = |adapter: annulus_wgpu::Adapter| {
         let kind = if adapter.software { ", software" } else { "" };
         let (least, most) = adapter.subgroups;
@@ -217,7 +217,7 @@ fn of_adapters() -> Vec<String> {
 fn tiles(
     adapter: &annulus_wgpu::Adapter,
     register_tile: &annulus_core::Result<Option<annulus_wgpu::RegisterTile>>,
-    query_tile: &annulus_core::Result<Option<annulus_wgpu::QueryTile>>,
+    query_tile: &annulus_core::Result<Option<annulus_wgpu::QueryTileSize>>,
 ) -> String {
     let chosen = adapter.register_tile.name();
     let mut tiles = match register_tile {
@@ -225,11 +225,11 @@ fn tiles(
         Ok(Some(tile)) => format!("register tile {} (forced; else {chosen})", tile.name()),
         Err(wrong) => format!("no register tile: {wrong}"),
     };
-    let chosen = adapter.query_tile.map(annulus_wgpu::QueryTile::name);
+    let chosen = adapter.query_tile.map(annulus_wgpu::QueryTileSize::name);
     match (query_tile, chosen) {
         (Ok(None), Some(chosen)) => tiles += &format!(", query tile {chosen}"),
         (Ok(Some(tile)), chosen) => {
-            let chosen = chosen.unwrap_or(annulus_wgpu::QueryTile::Of32.name());
+            let chosen = chosen.unwrap_or(annulus_wgpu::QueryTileSize::Of32.name());
             tiles += &format!(", query tile {} (forced; else {chosen})", tile.name());
         }
         (Ok(None), None) => {}
@@ -308,7 +308,7 @@ fn listed(features: &[(&str, bool)]) -> String {
 #[cfg(all(test, feature = "wgpu"))]
 mod tests {
     use annulus_core::Error;
-    use annulus_wgpu::{Adapter, Level, QueryTile, RegisterTile};
+    use annulus_wgpu::{Adapter, Level, QueryTileSize, RegisterTile};
 
     use super::*;
 
@@ -328,10 +328,10 @@ mod tests {
             register_tile: four,
             query_tile,
         };
-        let [matrix, plain] = [Some(QueryTile::Of32), None].map(adapter);
+        let [matrix, plain] = [Some(QueryTileSize::Of32), None].map(adapter);
         assert_eq!(tiles(&matrix, &Ok(None), &Ok(None)), "register tile 4x4, query tile 32");
         assert_eq!(tiles(&plain, &Ok(None), &Ok(None)), "register tile 4x4");
-        let forced = (Ok(Some(two)), Ok(Some(QueryTile::Of64)));
+        let forced = (Ok(Some(two)), Ok(Some(QueryTileSize::Of64)));
         assert_eq!(
             tiles(&matrix, &forced.0, &forced.1),
             "register tile 2x4 (forced; else 4x4), query tile 64 (forced; else 32)"
@@ -340,7 +340,7 @@ mod tests {
             tiles(&plain, &forced.0, &forced.1),
             "register tile 2x4 (forced; else 4x4), query tile 64 (forced; else 32)"
         );
-        let wrong = Err(Error::invalid(QueryTile::VARIABLE, "48", "one of 32, 64"));
+        let wrong = Err(Error::invalid(QueryTileSize::VARIABLE, "48", "one of 32, 64"));
         let refused = "register tile 4x4, no query tile: ANNULUS_WGPU_QUERY_TILE: got 48, want \
                        one of 32, 64";
         assert_eq!(tiles(&matrix, &Ok(None), &wrong), refused);

@@ -182,7 +182,7 @@ fn doctor_lists_the_chosen_level_and_all_supported_ones() {
     let forced = adapters(&folder, Some((QUERY_TILE, "64")));
     for ((line, forced), adapter) in chosen.iter().zip(forced).zip(annulus_wgpu::Gpu::list()) {
         let has_choice = adapter.levels.contains(&annulus_wgpu::Level::Matrix);
-        assert_eq!(adapter.query_tile, has_choice.then_some(annulus_wgpu::QueryTile::Of32));
+        assert_eq!(adapter.query_tile, has_choice.then_some(annulus_wgpu::QueryTileSize::Of32));
         assert_eq!(line.contains(", query tile 32, level "), has_choice, "{line}");
         let words = ", query tile 64 (forced; else 32), level ";
         assert!(forced.contains(words), "{forced}");

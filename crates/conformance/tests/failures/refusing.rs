@@ -61,7 +61,7 @@ fn follow<T>(act: Act, work: impl FnOnce() -> Result<T>) -> Result<T> {
 
 /// The workspace of a CPU rank that follows a script.
 pub(crate) struct RefusingWorkspace {
-    inner: annulus_cpu::Workspace,
+    inner: annulus_cpu::CpuWorkspace,
     script: Script,
 }
 
@@ -79,8 +79,8 @@ impl Backend for Refusing {
 
 impl Workspace for RefusingWorkspace {
     type Space = Host;
-    type Forward<'p> = annulus_cpu::Forward<'p>;
-    type Backward<'p> = annulus_cpu::Backward<'p>;
+    type Forward<'p> = annulus_cpu::CpuForward<'p>;
+    type Backward<'p> = annulus_cpu::CpuBackward<'p>;
 
     fn update(&mut self, shard: &RankShard) -> Result<()> {
         follow(self.script.next(), || self.inner.update(shard))

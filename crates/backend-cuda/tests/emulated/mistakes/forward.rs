@@ -6,7 +6,7 @@ use annulus_core::DType;
 use super::{Check, DEFAULT_ORDER, FAILED, Of, Planted, Table, early, edit, mistake};
 use crate::{
     persistent::{self, Launch, full, mostly_empty, packed, stairs},
-    support::{on_warpgroups, on_wide_tiles},
+    support::on_warpgroups,
     warpgroup::{TWO_PANELS, case, verdict},
 };
 
@@ -25,27 +25,21 @@ fn stages(of: Of, subject: &dyn Subject, dims: [usize; 2], queries: usize) -> Re
 pub(super) static STAGES: Table = Table {
     checks: &[
         Check {
-            name: "128 dims",
+            name: "64 dims: three consumers with queries of their own",
+            sign: |mistake| (mistake.of != Of::Panels).then_some(mistake.sign),
+            verdict: |of, planted| stages(of, &on_warpgroups(Some(planted)), [40, 48], 190),
+            seeds: DEFAULT_ORDER,
+        },
+        Check {
+            name: "128 dims: 176 keys",
             sign: |mistake| Some(mistake.sign),
             verdict: |of, planted| stages(of, &on_warpgroups(Some(planted)), TWO_PANELS, 120),
             seeds: DEFAULT_ORDER,
         },
         Check {
-            name: "wide tiles, 64 dims: three consumers with queries of their own",
-            sign: |mistake| (mistake.of != Of::Panels).then_some(mistake.sign),
-            verdict: |of, planted| stages(of, &on_wide_tiles(Some(planted)), [40, 48], 190),
-            seeds: DEFAULT_ORDER,
-        },
-        Check {
-            name: "wide tiles, 128 dims: 176 keys",
-            sign: |mistake| Some(mistake.sign),
-            verdict: |of, planted| stages(of, &on_wide_tiles(Some(planted)), TWO_PANELS, 120),
-            seeds: DEFAULT_ORDER,
-        },
-        Check {
-            name: "wide tiles, 256 dims: 80 keys, and two products for O",
+            name: "256 dims: 80 keys, and two products for O",
             sign: |mistake| Some(if mistake.of == Of::QueryRows { "out[" } else { mistake.sign }),
-            verdict: |of, planted| stages(of, &on_wide_tiles(Some(planted)), [136, 200], 120),
+            verdict: |of, planted| stages(of, &on_warpgroups(Some(planted)), [136, 200], 120),
             seeds: DEFAULT_ORDER,
         },
     ],
@@ -229,33 +223,25 @@ const AWAIT_PV_IN_LOOP: &str = "«await_pv(o, probs);»
         // the next P is rounded from S";
 
 /// One block computes all tiles of a case.
-fn scheduled(of: Of, planted: Planted, wide: bool) -> Result<(), String> {
+fn scheduled(of: Of, planted: Planted) -> Result<(), String> {
     let case: Case = match of {
         Of::Packed => packed(DType::Bf16),
-        Of::MostlyEmpty => mostly_empty(wide),
+        Of::MostlyEmpty => mostly_empty(),
         Of::Full => full(),
         _ => stairs(),
     };
-    let launched = persistent::verdict(&case, Launch::alone(Some(planted), wide))?;
+    let launched = persistent::verdict(&case, Launch::alone(Some(planted)))?;
     if launched == 0 { Err("forward_warpgroup was not launched".into()) } else { Ok(()) }
 }
 
 /// The tile scheduler, packed heads, and outputs through shared memory.
 pub(super) static SCHEDULER: Table = Table {
-    checks: &[
-        Check {
-            name: "narrow tiles",
-            sign: |mistake| Some(mistake.sign),
-            verdict: |of, planted| scheduled(of, planted, false),
-            seeds: DEFAULT_ORDER,
-        },
-        Check {
-            name: "wide tiles",
-            sign: |mistake| Some(mistake.sign),
-            verdict: |of, planted| scheduled(of, planted, true),
-            seeds: DEFAULT_ORDER,
-        },
-    ],
+    checks: &[Check {
+        name: "one block",
+        sign: |mistake| Some(mistake.sign),
+        verdict: scheduled,
+        seeds: DEFAULT_ORDER,
+    }],
     mistakes: &[
         mistake(
             Of::Packed,

@@ -11,17 +11,16 @@ mod edits;
 mod forward;
 mod general;
 
-use annulus_cuda::KernelEdit;
+use annulus_cuda::SourceEdit;
 use annulus_cuda_emulator as emulator;
 
 use crate::support::with_seed;
 pub(crate) use edits::{Edit, edit};
 
 /// Signs of a mistake besides the first array with a wrong element (`out[`, `dq[` …): a failed
-/// launch, a deadlock, or other bits if threads and blocks run in another order.
+/// launch or a deadlock.
 pub(crate) const FAILED: &str = "CUDA_ERROR_LAUNCH_FAILED";
 pub(crate) const DEADLOCK: &str = "deadlock";
-pub(crate) const OTHER_BITS: &str = "bits";
 
 /// Cases, by the code that they execute or the property that shows a mistake. Each check has its
 /// own.
@@ -55,8 +54,6 @@ pub(crate) struct Mistake {
     what: &'static str,
     /// Part of the message of the failure.
     sign: &'static str,
-    /// Likewise in the fused backward kernel, if that has the same code as the split ones.
-    fused_sign: Option<&'static str>,
     /// True if only copies that complete when they are issued show it: one warp then runs ahead.
     early_copies: bool,
     edits: &'static [Edit],
@@ -68,7 +65,7 @@ const fn mistake(
     sign: &'static str,
     edits: &'static [Edit],
 ) -> Mistake {
-    Mistake { of, what, sign, fused_sign: None, early_copies: false, edits }
+    Mistake { of, what, sign, early_copies: false, edits }
 }
 
 /// A mistake that early copies show.
@@ -76,20 +73,15 @@ const fn early(mistake: Mistake) -> Mistake {
     Mistake { early_copies: true, ..mistake }
 }
 
-/// A mistake that the fused backward kernel has, too.
-const fn also_fused(sign: &'static str, mistake: Mistake) -> Mistake {
-    Mistake { fused_sign: Some(sign), ..mistake }
-}
-
 /// Edited kernels, and the mistake that a device plants.
 #[derive(Clone, Copy)]
 pub(crate) struct Planted {
-    edit: KernelEdit,
+    edit: SourceEdit,
     number: u32,
 }
 
 impl Planted {
-    pub(crate) const fn edit(self) -> KernelEdit {
+    pub(crate) const fn edit(self) -> SourceEdit {
         self.edit
     }
 
@@ -124,7 +116,7 @@ pub(crate) struct Table {
 /// Tables of mistakes that are compiled into the same programs.
 pub(crate) struct Family {
     tables: &'static [&'static Table],
-    edit: KernelEdit,
+    edit: SourceEdit,
 }
 
 impl Family {
@@ -193,7 +185,6 @@ family! { WARPGROUP:
     mistakes_in_stages_and_products_are_caught => forward::STAGES,
     mistakes_of_the_scheduler_and_of_outputs_are_caught => forward::SCHEDULER,
     mistakes_in_backward_are_caught => backward::BACKWARD,
-    mistakes_of_the_fused_kernel_are_caught => backward::FUSED,
 }
 
 family! { GENERAL:

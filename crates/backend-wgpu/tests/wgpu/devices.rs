@@ -1,23 +1,230 @@
+//! Devices that several threads open and close: one at a time, whoever drops the last object.
+//!
+//! Devices that are lost, before a pass and during one.
+//!
 //! Devices, buffers and errors of a caller or of another library.
 
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::Instant,
+};
+
 use annulus::{
-    Attention, Dims, Error,
+    Attention, Dims, Error, Ring,
     comm::{
         Deadline, Staged,
         threads::{self, Threads, each_rank},
     },
 };
 use annulus_conformance::{suite, wgpu::WgpuRing};
-use annulus_core::{DType, Inputs, Outputs};
+use annulus_core::{BackwardInputs, DType, Gradients, Inputs, Outputs, Result, mask::Predicate};
 use annulus_wgpu::{
-    Copier, Gpu, Level, Options, Tensor, Wgpu, WgpuSpace,
+    Copier, Gpu, Level, Options, Stopwatch, Tensor, Wgpu, WgpuSpace,
     wgpu::{
         Backends, BufferDescriptor, BufferUsages, Device, DeviceDescriptor, Instance,
         InstanceDescriptor, InstanceFlags, Limits, Queue,
     },
 };
+use ndarray::Array4;
 
-use super::{DEADLINE, F32, adapter, forward, gpu, number, open, ring};
+use crate::{DEADLINE, F32, adapter, forward, gpu, number, open, ring};
+
+/// Opens a device and uses it. Returns true if it was then closed in turn, false if it was closed
+/// otherwise, `Some(None)` if it is open, and `None` without an adapter.
+fn used(by: impl FnOnce(Gpu)) -> Option<Option<bool>> {
+    let gpu = open(&Options::default())?;
+    let closed_in_turn = gpu.closed_in_turn();
+    assert_eq!(closed_in_turn.get(), None);
+    by(gpu);
+    Some(closed_in_turn.get().copied())
+}
+
+#[test]
+fn devices_close_in_turn_whatever_is_dropped_last() {
+    let passes: [fn(Gpu); 5] = [
+        drop,
+        |gpu| suite::random_cases(&WgpuRing::new(gpu).only(F32), 0..2).unwrap(),
+        |gpu| suite::random_cases(&WgpuRing::on_host(gpu).only(&[DType::F16]), 0..2).unwrap(),
+        |gpu| {
+            let numbers = Array4::<f32>::zeros((1, 4, 1, 4));
+            let tensor = Tensor::upload(&gpu, numbers.view()).unwrap();
+            drop(gpu);
+            drop(tensor);
+        },
+        |gpu| {
+            let watch = Stopwatch::start(&gpu).unwrap();
+            let copier = Copier::new(gpu.clone());
+            let other = gpu.at(gpu.level()).unwrap();
+            drop((gpu, other));
+            drop(copier);
+            drop(watch);
+        },
+    ];
+    for (number, by) in passes.into_iter().enumerate() {
+        let Some(closed) = used(by) else { return };
+        assert_eq!(closed, Some(true), "pass {number}");
+    }
+    // a handle of the caller's own keeps the device open, and closes it out of turn
+    let mut kept = None;
+    let mut closed_in_turn = None;
+    let closed = used(|gpu| {
+        closed_in_turn = Some(gpu.closed_in_turn());
+        kept = Some(gpu.device().clone());
+    });
+    assert_eq!(closed, Some(None));
+    drop(kept);
+    assert_eq!(closed_in_turn.unwrap().get(), Some(&false));
+}
+
+#[test]
+fn threads_open_and_close_devices_at_the_same_time() {
+    if open(&Options::default()).is_none() {
+        return;
+    }
+    thread::scope(|scope| {
+        let threads: Vec<_> = (0..4)
+            .map(|_| {
+                scope.spawn(|| {
+                    for _ in 0..4 {
+                        let closed = used(|gpu| {
+                            Tensor::zeros(&gpu, [1, 4, 1, 4], DType::F32).unwrap();
+                        });
+                        assert_eq!(closed, Some(Some(true)));
+                    }
+                })
+            })
+            .collect();
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+    });
+}
+
+/// Time at which rank 1's device is destroyed: before a pass, or during one, when the mask is
+/// evaluated for keys of another rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Doom {
+    BeforeThePass,
+    DuringForward,
+    DuringBackward,
+}
+
+/// Destroys rank 1's device; checks every rank's errors of the pass that fails and of the next.
+fn lose(doom: Doom) {
+    let dims = Dims::new(1, 96, 2, 8);
+    let Some(healthy) = gpu() else { return };
+    let Some(doomed) = open(&Options::default()) else { return };
+    let armed = Arc::new(AtomicBool::new(false));
+    let attention = || {
+        let gpu = doomed.clone();
+        let armed = Arc::clone(&armed);
+        // every pair is visible; rank 1 owns rows 32 … 63
+        let visible = move |i: i64, j: i64| {
+            if (32..64).contains(&i)
+                && !(32..64).contains(&j)
+                && armed.swap(false, Ordering::SeqCst)
+            {
+                gpu.device().destroy();
+            }
+            true
+        };
+        Attention::new().mask(Arc::new(Predicate::of_positions("all", visible)))
+    };
+    let fates = each_rank(threads::ring(3), |rank, transport| {
+        let gpu = if rank == 1 { &doomed } else { &healthy };
+        let mut ring = ring(gpu, transport, &attention(), dims)?;
+        let inputs = tensors(gpu, &ring, dims)?;
+        let mut outputs = outputs(gpu, &ring, dims)?;
+        let mut gradients = tensors(gpu, &ring, dims)?;
+        let [q, k, v] = &inputs;
+        let inputs = Inputs { q, k, v, bias: None, sinks: None };
+        let [out, lse] = &mut outputs;
+        ring.forward(
+            &inputs,
+            &mut Outputs { out, lse, max: None, sum: None, ties: None, out_residual: None },
+        )?;
+        let start = Instant::now();
+        if rank == 1 {
+            match doom {
+                Doom::BeforeThePass => gpu.device().destroy(),
+                Doom::DuringForward | Doom::DuringBackward => armed.store(true, Ordering::SeqCst),
+            }
+        }
+        // the tensors exist already, so the error is the ring's
+        let mut pass = || match doom {
+            Doom::DuringBackward => {
+                let inputs = BackwardInputs {
+                    forward: inputs,
+                    out: &outputs[0],
+                    max: &outputs[1],
+                    sum: None,
+                    ties: None,
+                    dout: q,
+                    dlse: None,
+                    out_residual: None,
+                };
+                let [dq, dk, dv] = &mut gradients;
+                ring.backward(&inputs, &mut Gradients { dq, dk, dv, dbias: None, dsinks: None })
+                    .err()
+            }
+            _ => {
+                let [out, lse] = &mut outputs;
+                ring.forward(
+                    &inputs,
+                    &mut Outputs { out, lse, max: None, sum: None, ties: None, out_residual: None },
+                )
+                .err()
+            }
+        };
+        let errors = (pass(), pass());
+        Ok((errors, start.elapsed()))
+    })
+    .expect("every rank returns");
+    assert!(!armed.load(Ordering::SeqCst), "{doom:?}: the mask was not evaluated");
+    for (rank, ((first, second), after)) in fates.iter().enumerate() {
+        assert!(*after < DEADLINE, "rank {rank} took {after:?}");
+        assert!(first.as_ref().is_some_and(Error::is_fatal), "rank {rank}: {first:?}");
+        assert!(matches!(second, Some(Error::Poisoned { .. })), "rank {rank}: {second:?}");
+    }
+    assert!(
+        matches!(&fates[1].0.0, Some(Error::Device { what }) if what.contains("lost")),
+        "{:?}",
+        fates[1].0
+    );
+}
+
+#[test]
+fn a_device_that_is_destroyed_ends_every_plan_before_the_deadline() {
+    lose(Doom::BeforeThePass);
+}
+
+#[test]
+fn a_device_that_is_destroyed_during_forward_ends_every_plan_before_the_deadline() {
+    lose(Doom::DuringForward);
+}
+
+#[test]
+fn a_device_that_is_destroyed_during_backward_ends_every_plan_before_the_deadline() {
+    lose(Doom::DuringBackward);
+}
+
+fn tensors(gpu: &Gpu, ring: &Ring<Wgpu>, dims: Dims) -> Result<[Tensor; 3]> {
+    let rows = annulus_core::index(ring.q_rows().len());
+    let tensor = |heads, dim| Tensor::zeros(gpu, [dims.batch, rows, heads, dim], DType::F32);
+    Ok([
+        tensor(dims.q_heads, dims.head_dim)?,
+        tensor(dims.kv_heads, dims.head_dim)?,
+        tensor(dims.kv_heads, dims.value_dim)?,
+    ])
+}
+
+fn outputs(gpu: &Gpu, ring: &Ring<Wgpu>, dims: Dims) -> Result<[Tensor; 2]> {
+    let rows = annulus_core::index(ring.q_rows().len());
+    let out = Tensor::zeros(gpu, [dims.batch, rows, dims.q_heads, dims.value_dim], DType::F32)?;
+    Ok([out, Tensor::zeros(gpu, [dims.batch, dims.q_heads, rows, 1], DType::F32)?])
+}
 
 /// Opens a device as an unrelated program does: with these limits and without features.
 fn foreign(limits: Limits) -> Option<(Device, Queue)> {
