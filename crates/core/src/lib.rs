@@ -86,8 +86,7 @@ pub use layout::{CustomLayout, Layout, LeafLayout, MOST_RANKS, Side};
 pub use leaf_sums::{AbsentLeaves, LeafNode, LeafSums, complete_nodes, merge_nodes};
 pub use leaf_tree::{LEAF_ROWS, LeafMerge, LeafMerges, LeafStep, RankLeaves, leaves_of};
 pub use machine::{
-    CacheShards, Comparison, ComputeRate, Link, LinkBytes, Machine, PassTime, Prediction,
-    TokenPrediction, TokenRate, TokenTraffic,
+    CacheShards, ComputeRate, Link, Machine, Prediction, TokenPrediction, TokenRate, TokenTraffic,
 };
 pub use mask::Mask;
 pub use message_balance::{MessageBalance, unmatched_pair};

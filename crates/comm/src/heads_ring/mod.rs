@@ -74,8 +74,6 @@ use annulus_core::{
     Side, Spec, Strategy, Transport,
 };
 
-pub use column_merge::merge_bandwidth;
-
 use self::{
     exchange::Exchange,
     prepare::{Prepared, check},

@@ -50,18 +50,9 @@ impl GroupLayout {
             None => Choice::auto(spec, grid.groups() * grid.columns(), None, None, tick).layout,
         };
         let of_ranks = spec.leaf_rows.map_or(chosen.clone(), |rows| chosen.at_leaves(rows));
-        Self::of_grid(&spec.dims, grid, of_ranks, order)
-    }
-
-    fn of_grid(dims: &Dims, grid: &HeadGrid, of_ranks: Layout, order: Order) -> Self {
-        let of_columns = (0..grid.columns()).map(|column| of_column(dims, grid, &of_ranks, column));
+        let columns = 0..grid.columns();
+        let of_columns = columns.map(|column| of_column(&spec.dims, grid, &of_ranks, column));
         Self { of_columns: of_columns.collect(), of_ranks, order }
-    }
-
-    /// Returns the layouts that [`GroupLayout::choose`] chooses for a grid with as many ranks and
-    /// head parts as that of `self`: the layout of ranks depends on nothing else.
-    pub(crate) fn of_same_parts(&self, dims: &Dims, grid: &HeadGrid) -> Self {
-        Self::of_grid(dims, grid, self.of_ranks.clone(), self.order.clone())
     }
 
     /// Returns the layout of the ring of a member of each group, over the groups.

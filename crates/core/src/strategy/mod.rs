@@ -23,7 +23,6 @@
 //! arXiv 2503.15758, and Mesh-Attention 2025, arXiv 2512.20968 (queries × keys).
 
 mod balance;
-mod bound;
 mod check;
 mod choice;
 mod exchange;
@@ -37,13 +36,13 @@ mod traffic;
 use std::{fmt, str::FromStr};
 
 pub use balance::StrategyBalance;
-pub(crate) use bound::{Bounds, best_first};
+pub(crate) use balance::work_of_ranks;
 pub use check::GridViolation;
 pub(crate) use exchange::backward_mode;
 pub use exchange::{ExchangeFields, HeadAxis, HeadField};
 pub use group_layout::{GroupLayout, RowSegment};
 pub use head_grid::HeadGrid;
-pub(crate) use traffic::PassTraffic;
+pub(crate) use traffic::PassMessage;
 pub use traffic::{RingRows, StrategyTraffic, TrafficOptions};
 
 use crate::{Error, Result};
