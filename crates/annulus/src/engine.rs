@@ -448,7 +448,7 @@ fn choose<B: Backend>(
         batch: batch.as_deref(),
     };
     // not every backend computes partial results of key columns
-    let admits = |grid: &HeadGrid| backend.capabilities(&spec.of_member(grid, 0)).is_ok();
+    let admits = |grid: &HeadGrid| backend.capabilities(&grid.spec_of(spec, 0)).is_ok();
     let tick = &mut || ();
     let grids = HeadGrid::candidates(spec, ranks, options.backward).into_iter().filter(admits);
     let all = grids.map(|grid| StrategyTraffic::of(spec, grid, &traffic, tick));

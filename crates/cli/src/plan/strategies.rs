@@ -291,7 +291,7 @@ fn routes_of_columns(
     let StrategyTraffic { grid, .. } = of;
     let route = |column| {
         let member = grid.of_column(column).start;
-        of.route(&spec.of_member(grid, member), member, options, &mut || ())
+        of.route(&grid.spec_of(spec, member), member, options, &mut || ())
     };
     if grid.columns() * grid.groups() > MOST_STEPPED_RANKS {
         return vec![route(0); grid.columns()];

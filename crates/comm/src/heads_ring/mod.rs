@@ -204,7 +204,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             ..options.clone()
         };
         let residual = prepare::residual(&spec, &grid, &forward);
-        let of_member = spec.of_member(&grid, member);
+        let of_member = grid.spec_of(&spec, member);
         // all arguments are agreed upon, so that all inner rings make the same all-gathers
         let ring = Ring::new(backend, Box::new(of_ring), Ok(of_member), inner);
         let status = ring.as_ref().map_err(Error::clone).map(|_| ());

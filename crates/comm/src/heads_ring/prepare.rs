@@ -33,7 +33,7 @@ impl Prepared {
         placement: Option<&Placement>,
         tick: &mut dyn FnMut(),
     ) -> Result<Self> {
-        let first = spec.of_member(&grid, 0);
+        let first = grid.spec_of(spec, 0);
         let layout = GroupLayout::choose(&first, &grid, options.layout.as_ref(), placement, tick);
         let ring_index = layout.order.ring_index(rank);
         let forward = ExchangeFields::of_forward(spec, &grid);
@@ -108,6 +108,6 @@ pub(super) fn check<B: Backend>(
         }
     }
     let inner = RingOptions { layout: None, ..options.clone() };
-    let (_, capabilities) = check_plan(backend, spec.of_member(&grid, 0), &inner, grid.groups())?;
+    let (_, capabilities) = check_plan(backend, grid.spec_of(&spec, 0), &inner, grid.groups())?;
     Ok((spec, grid, capabilities))
 }

@@ -22,7 +22,7 @@ use crate::{
     dtype::DType,
     error::{Error, Result},
     fingerprint::Fingerprint,
-    schedule::Placement,
+    placement::Placement,
 };
 
 /// Figures of a machine: links, compute rates and memory of its ranks.

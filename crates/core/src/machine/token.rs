@@ -20,7 +20,7 @@ use crate::{
     error::{Error, Result},
     key_intervals::KeyIntervals,
     mask::Query,
-    schedule::Placement,
+    placement::Placement,
     spec::Spec,
 };
 

@@ -114,7 +114,7 @@ fn each_ring(
     let alike = if per_head { 1 } else { grid.head_parts() };
     let mut pairs = vec![0; traffic.ranks()];
     for member in grid.distinct_members(per_head) {
-        let of_member = spec.of_member(grid, member);
+        let of_member = grid.spec_of(spec, member);
         let layout = traffic.layout.of_member(grid, member);
         let work = work(&of_member, layout)?;
         for member in member..member + alike {

@@ -3,7 +3,9 @@
 use std::{borrow::Cow, ops::Range, sync::Arc};
 
 use super::HeadGrid;
-use crate::{Choice, CustomLayout, Dims, Layout, Order, Placement, Run, Runs, Side, Spec, index};
+use crate::{
+    Choice, CustomLayout, Dims, Layout, Order, Placement, RowSegment, Run, Runs, Side, Spec, index,
+};
 
 /// Rows of ranks and of groups.
 ///
@@ -18,16 +20,6 @@ pub struct GroupLayout {
     pub of_columns: Vec<Layout>,
     /// Rank of each ring index.
     pub order: Order,
-}
-
-/// Consecutive local rows of a rank that are consecutive in its group's rows, of keys in those of
-/// its column.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RowSegment {
-    /// Index of the first row in the group's rows.
-    pub first: usize,
-    /// Number of rows.
-    pub count: usize,
 }
 
 impl GroupLayout {

@@ -451,7 +451,7 @@ fn heads_keep_their_numbers() {
         ..Spec::new(dims(4, 4, 16), DType::F32)
     };
     let grid = HeadGrid::new(&spec.dims, 4, 2).unwrap();
-    let shard = spec.of_member(&grid, 1);
+    let shard = grid.spec_of(&spec, 1);
     shard.validate().unwrap();
     assert_eq!(shard.whole_head(1), (3, 4));
     assert_eq!(spec.whole_head(1), (1, 4));

@@ -214,7 +214,7 @@ impl StrategyTraffic {
     ) -> Result<Self> {
         RingTraffic::check_ranks(grid.groups() * grid.members())?;
         let TrafficOptions { layout, placement, .. } = *options;
-        let layout = GroupLayout::choose(&spec.of_member(&grid, 0), &grid, layout, placement, tick);
+        let layout = GroupLayout::choose(&grid.spec_of(spec, 0), &grid, layout, placement, tick);
         let mut traffic = Self::without_bytes(spec, strategy, grid, options, layout);
         let (mut forward, mut backward) = (traffic.forward.clone(), traffic.backward.clone());
         traffic.ring_rows = traffic.for_each_message(spec, options, tick, &mut |message| {
@@ -385,7 +385,7 @@ impl StrategyTraffic {
         let TrafficOptions { backward, kv_tile, .. } = *options;
         let grid = &self.grid;
         let first = members.start;
-        let spec = &spec.of_member(grid, first);
+        let spec = &grid.spec_of(spec, first);
         let layout = self.layout.of_member(grid, first);
         let route = self.route(spec, first, options, tick);
         // the bytes depend on the sets of rows alone, unless these are extended to tiles
