@@ -11,7 +11,7 @@ use annulus::{
 };
 #[cfg(feature = "mpi")]
 use annulus_core::Control;
-use annulus_core::{Choice, Shard, Side};
+use annulus_core::{Choice, Side};
 use pyo3::{prelude::*, types::PyDict};
 
 #[cfg(feature = "cuda")]
@@ -637,7 +637,7 @@ pub(crate) fn shard<'py>(
             cum_seqlens_k: batch.cum_seqlens_k,
             ..Batch::default()
         };
-        let local = |side| Shard::local(&dims, spec.alignment, &layout, side, rank, ranks, &packed);
+        let local = |side| layout.local_shard(&dims, spec.alignment, side, rank, ranks, &packed);
         Ok::<_, annulus::Error>((local(Side::Q), local(Side::Kv), layout, route))
     });
     let (q, kv, layout, route) = placed.map_err(|error| raise(py, &error))?;

@@ -188,8 +188,8 @@ def test_refused_calls_change_nothing() -> None:
 MACHINE: dict[str, Any] = {
     "version": 1,
     "ranks_per_node": 2,
-    "inside_node": {"latency": 1e-6, "bandwidth": 1e11, "full_duplex": True},
-    "between_nodes": {"latency": 1e-6, "bandwidth": 1e7, "full_duplex": True},
+    "inside_node": {"latency": 1e-6, "bandwidth": 1e11},
+    "between_nodes": {"latency": 1e-6, "bandwidth": 1e7},
     "node_bandwidth": 2e7,
     "rates": [{"dtype": "f32", "head_dim": 8, "forward": 1e13, "backward": 1e13}],
     "memory": 2**30,

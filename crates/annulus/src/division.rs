@@ -131,15 +131,12 @@ impl Division {
     ///     Attention, ComputeRate, DType, Dims, Division, Link, LocalRing, Machine, Strategy,
     /// };
     ///
-    /// let link = |bandwidth| Some(Link { latency: 1e-6, bandwidth, is_full_duplex: true });
+    /// let link = |bandwidth| Some(Link { latency: 1e-6, bandwidth });
     /// let machine = Machine {
     ///     ranks_per_node: 2,
     ///     inside_node: link(1e11),
     ///     between_nodes: link(1e7),
     ///     node_bandwidth: Some(2e7),
-    ///     message_overhead: 0.0,
-    ///     overlap: 1.0,
-    ///     merge_bandwidth: None,
     ///     rates: vec![ComputeRate {
     ///         dtype: DType::F32,
     ///         head_dim: 8,

@@ -430,17 +430,18 @@ fn choose<B: Backend>(
         batch: batch.as_deref(),
     };
     // not every backend computes partial results of key columns
-    let admits = |grid: &HeadGrid| backend.capabilities(&spec.of_member(grid, 0)).is_ok();
-    let strategy = match &options.machine {
+    let admits = |grid: &HeadGrid| backend.capabilities(&grid.spec_of(spec, 0)).is_ok();
+    let tick = &mut || ();
+    let grids = HeadGrid::candidates(spec, ranks, options.backward).into_iter().filter(admits);
+    let all = grids.map(|grid| StrategyTraffic::of(spec, grid, &traffic, tick));
+    let mut all = all.collect::<Result<Vec<_>>>()?;
+    let chosen = match &options.machine {
         Some(machine) => {
-            let of = machine.fastest(spec, ranks, &traffic, &admits, &mut || ())?;
-            of.all.get(of.chosen).map(|best| best.strategy)
+            all.extend(StrategyTraffic::of_routes(spec, ranks, &traffic, tick)?);
+            machine.choose(&all, spec, &traffic, tick)?.0
         }
-        None => {
-            let (all, chosen) =
-                StrategyTraffic::of_fewest_bytes(spec, ranks, &traffic, &admits, &mut || ())?;
-            all.get(chosen).map(|best| best.strategy)
-        }
+        None => StrategyTraffic::choose(&all, spec, &traffic, tick)?,
     };
+    let strategy = all.get(chosen).map(|best| best.strategy);
     Ok(strategy.map_or(Chosen::RING, |strategy| Chosen { strategy, route: strategy.route() }))
 }

@@ -61,8 +61,8 @@ pub use annulus_comm::{self as comm, Cancellation};
 pub use annulus_core::{
     Alibi, Alignment, BackwardMode, Batch, BiasFunction, BiasOrder, ComputeRate, CustomLayout,
     DType, DenseMask, Dims, Dropout, Element, Error, Fingerprint, KeyIntervals, Layout, Link,
-    LinkBytes, Machine, Mask, PassTime, Precision, Prediction, Result, Route, Run, Runs, SinkShape,
-    Spec, Strategy, StrategyTraffic, TokenRate, TrafficOptions, mask,
+    Machine, Mask, Precision, Prediction, Result, Route, Run, Runs, SinkShape, Spec, Strategy,
+    StrategyTraffic, TokenRate, TrafficOptions, mask,
 };
 pub use annulus_cpu::Cpu;
 #[cfg(feature = "cuda")]

@@ -13,7 +13,7 @@ const DIMS: Dims =
 const RANKS: usize = 8;
 
 fn link(latency: f64, bandwidth: f64) -> Link {
-    Link { latency, bandwidth, is_full_duplex: true }
+    Link { latency, bandwidth }
 }
 
 /// Two nodes of four ranks.
@@ -23,9 +23,6 @@ fn machine(inside: Link, between: Link, flops: f64) -> Machine {
         inside_node: Some(inside),
         between_nodes: Some(between),
         node_bandwidth: Some(4.0 * between.bandwidth),
-        message_overhead: 0.0,
-        overlap: 1.0,
-        merge_bandwidth: None,
         rates: vec![ComputeRate {
             dtype: DType::F32,
             head_dim: 64,

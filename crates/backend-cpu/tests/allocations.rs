@@ -14,7 +14,7 @@ use std::{
 use annulus_core::{
     Alibi, Backend, BackwardInputs, BackwardMode, BackwardPass, Batch, Block, DType, Dims, Dropout,
     ForwardPass, Gradients, HostBuffer, HostView, HostViewMut, Inputs, Outputs, Passes, RankShard,
-    RowSet, Rows, Shard, Side, SinkShape, Spec, Workspace as _, mask,
+    RowSet, Rows, Side, SinkShape, Spec, Workspace as _, mask,
 };
 use annulus_cpu::{Cpu, CpuWorkspace};
 use ndarray::{Array2, Array4};
@@ -101,10 +101,9 @@ fn rows_of(spec: &Spec, document: Option<usize>) -> Arc<Rows> {
     let ids = document
         .map(|len| Array2::from_shape_fn((1, spec.dims.q_len), |(_, row)| (row / len) as i32));
     let batch = Batch { q_segment_ids: ids.clone(), kv_segment_ids: ids, ..Batch::default() };
-    let shard = Shard::local(
+    let shard = annulus_core::Layout::Contiguous.local_shard(
         &spec.dims,
         spec.alignment,
-        &annulus_core::Layout::Contiguous,
         Side::Q,
         0,
         1,

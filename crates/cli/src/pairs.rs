@@ -43,7 +43,7 @@ pub(crate) fn visible_under(dense: &DenseMask, spec: &Spec, queries: &Rows, keys
 
 /// Shard that holds all rows of one side.
 pub(crate) fn whole(spec: &Spec, side: Side, batch: &Batch) -> Shard {
-    Shard::local(&spec.dims, spec.alignment, &Layout::Contiguous, side, 0, 1, batch)
+    Layout::Contiguous.local_shard(&spec.dims, spec.alignment, side, 0, 1, batch)
 }
 
 /// Expands a shard to the position and ids of each row.

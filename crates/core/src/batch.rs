@@ -3,7 +3,7 @@
 
 use ndarray::Array2;
 
-use crate::{DenseMask, Dims, Error, Layout, Result, Side, memory};
+use crate::{DenseMask, Dims, Error, Result, Runs, Side, memory};
 
 /// Inputs of a batch that restrict the mask, in addition to the spec's.
 ///
@@ -166,26 +166,18 @@ impl Batch {
         }
     }
 
-    /// Checks that segment ids of one side alone can be used for both: this rank must own the same
-    /// rows of both sides.
+    /// Checks that segment ids of one side alone can be used for both: a rank must own the same rows
+    /// of both sides.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] naming the ids that were given.
-    pub fn validate_layout(
-        &self,
-        dims: &Dims,
-        layout: &Layout,
-        rank: usize,
-        ranks: usize,
-    ) -> Result<()> {
+    pub fn validate_rows(&self, rows: impl Fn(Side) -> Runs) -> Result<()> {
         let (given, missing) = match (&self.q_segment_ids, &self.kv_segment_ids) {
             (Some(_), None) => ("q_segment_ids", "kv_segment_ids"),
             (None, Some(_)) => ("kv_segment_ids", "q_segment_ids"),
             _ => return Ok(()),
         };
-        let rows = |side, len| layout.shard(side, len, rank, ranks);
-        let q_rows = rows(Side::Q, dims.q_len);
-        let kv_rows = rows(Side::Kv, dims.kv_len);
+        let [q_rows, kv_rows] = [rows(Side::Q), rows(Side::Kv)];
         // equal runs are equal rows, which is the common case; different runs may be equal rows too
         if q_rows == kv_rows || q_rows.iter().eq(kv_rows.iter()) {
             return Ok(());

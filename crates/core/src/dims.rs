@@ -26,7 +26,24 @@ pub struct Dims {
     pub value_dim: usize,
 }
 
+/// One of the two sequences.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Side {
+    /// Queries.
+    Q,
+    /// Keys and values.
+    Kv,
+}
+
 impl Dims {
+    /// Returns the length of a side.
+    pub const fn len(&self, side: Side) -> usize {
+        match side {
+            Side::Q => self.q_len,
+            Side::Kv => self.kv_len,
+        }
+    }
+
     /// Largest head dim or value dim. It bounds the shared memory and the registers that kernels
     /// need for a tile; the limit of FlashAttention is 256.
     pub const MAX_DIM: usize = 512;

@@ -8,7 +8,16 @@ use std::ops::Range;
 use half::{bf16, f16};
 use ndarray::{ArrayView3, ArrayView4, ArrayViewMut3, ArrayViewMut4, Axis, Slice};
 
-use crate::{DType, Element, Error, HostView, HostViewMut, Result, RowSegment};
+use crate::{DType, Element, Error, HostView, HostViewMut, Result};
+
+/// Consecutive rows of a rank that are consecutive in a larger tensor, such as the rows of its group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RowSegment {
+    /// Index of the first row in the larger tensor.
+    pub first: usize,
+    /// Number of rows.
+    pub count: usize,
+}
 
 /// Evaluates an expression for the array of a view, whatever its element type.
 macro_rules! with_array {

@@ -2,7 +2,7 @@
 
 use std::{num::NonZeroUsize, sync::Arc};
 
-use crate::{Error, Result, Run, Runs, memory};
+use crate::{Alignment, Batch, Dims, Error, Result, Run, Runs, Shard, Side, memory};
 
 /// The most ranks of a layout. A rank plans in O(ranks) time and memory: 65,536 ranks take about a
 /// second, and a number that is a mistake must not take all memory.
@@ -55,15 +55,6 @@ pub struct CustomLayout {
     pub q: Vec<Runs>,
     /// Key rows, `kv[rank]`.
     pub kv: Vec<Runs>,
-}
-
-/// One of the two sequences.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Side {
-    /// Queries.
-    Q,
-    /// Keys and values.
-    Kv,
 }
 
 impl Layout {
@@ -168,6 +159,38 @@ impl Layout {
             Self::Leaves(leaves) => return leaves.shard(side, len, rank, ranks),
         }
         runs
+    }
+
+    /// Computes the shard of `rank` from its part of the batch.
+    ///
+    /// Dims, layout and batch must have been validated, the batch also by
+    /// [`Layout::validate_batch`].
+    pub fn local_shard(
+        &self,
+        dims: &Dims,
+        alignment: Alignment,
+        side: Side,
+        rank: usize,
+        ranks: usize,
+        batch: &Batch,
+    ) -> Shard {
+        let rows = self.shard(side, dims.len(side), rank, ranks);
+        Shard::of_rows(dims, alignment, side, rows, batch)
+    }
+
+    /// Checks that segment ids of one side alone can be used for both
+    /// ([`Batch::validate_rows`]): the rank must own the same rows of both sides.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] naming the ids that were given.
+    pub fn validate_batch(
+        &self,
+        batch: &Batch,
+        dims: &Dims,
+        rank: usize,
+        ranks: usize,
+    ) -> Result<()> {
+        batch.validate_rows(|side| self.shard(side, dims.len(side), rank, ranks))
     }
 
     /// Checks that there are 1 to [`MOST_RANKS`] ranks and that a custom or balanced layout assigns
@@ -299,6 +322,9 @@ fn check_partition(name: &str, shards: &[Runs], len: usize, may_lack: bool) -> R
 }
 
 #[cfg(test)]
+mod shard_tests;
+
+#[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
@@ -332,6 +358,9 @@ mod tests {
                 // chunks differ by at most one row, and a zigzag shard has two chunks
                 let chunks = if matches!(layout, Layout::Zigzag) { 2 } else { 1 };
                 prop_assert!(most - least <= chunks, "{layout:?} {counts:?}");
+                let of_leaves = as_custom(&layout.at_leaves(8), len, ranks);
+                of_leaves.validate(len, len, ranks).unwrap();
+                of_leaves.validate_leaves(len, len, 8).unwrap();
             }
         }
     }

@@ -34,6 +34,7 @@ mod dtype;
 mod error;
 mod fingerprint;
 mod gpu_tiles;
+mod head_shard;
 mod host_rows;
 mod key_intervals;
 mod layout;
@@ -47,6 +48,7 @@ mod needs;
 mod on_host;
 pub mod oracle;
 mod pass;
+mod placement;
 mod process;
 mod ring_shards;
 mod row_bounds;
@@ -75,19 +77,19 @@ pub use bias::{Alibi, BiasFunction, PositionBias};
 pub use block_buffers::{GRADIENT_BUFFERS, block_buffers, gradient_buffers};
 pub use block_sparse_mask::{BitmaskPolicy, BlockSparseMask, CsrTiles, TileRun, Tiling};
 pub use dense_mask::{DenseMask, MaskElement};
-pub use dims::Dims;
+pub use dims::{Dims, Side};
 pub use dropout::{DropoutMask, philox4x32_10};
 pub use dtype::{DType, Element, HostView, HostViewMut};
 pub use error::{Error, Result};
 pub use fingerprint::Fingerprint;
 pub use gpu_tiles::{GqaPacking, RangeLists};
+pub use host_rows::RowSegment;
 pub use key_intervals::KeyIntervals;
-pub use layout::{CustomLayout, Layout, LeafLayout, MOST_RANKS, Side};
+pub use layout::{CustomLayout, Layout, LeafLayout, MOST_RANKS};
 pub use leaf_sums::{AbsentLeaves, LeafNode, LeafSums, complete_nodes, merge_nodes};
 pub use leaf_tree::{LEAF_ROWS, LeafMerge, LeafMerges, LeafStep, RankLeaves, leaves_of};
 pub use machine::{
-    CacheShards, Comparison, ComputeRate, Link, LinkBytes, Machine, PassTime, Prediction,
-    TokenPrediction, TokenRate, TokenTraffic,
+    CacheShards, ComputeRate, Link, Machine, Prediction, TokenPrediction, TokenRate, TokenTraffic,
 };
 pub use mask::Mask;
 pub use message_balance::{MessageBalance, unmatched_pair};
@@ -96,6 +98,7 @@ pub use on_host::{HostViews, OnHost, OnHostBackward, OnHostForward, OnHostWorksp
 pub use pass::{
     BackwardInputs, Block, Gradients, Inputs, Outputs, RankShard, View, ViewMut, max_and_sum,
 };
+pub use placement::{Order, Placement};
 pub use process::{HomeProcess, Process, ProcessOwned};
 pub use ring_shards::RingShards;
 pub use row_layout::{RowField, RowLayout};
@@ -103,8 +106,8 @@ pub use row_set::RowSet;
 pub use rows::Rows;
 pub use run::{Run, Runs};
 pub use schedule::{
-    Choice, Group, Message, Order, Placement, RankSchedule, RingTraffic, Route, Schedule, Step,
-    Traffic, Transfer, Violation, Work, WorkMatrix,
+    Choice, Group, Message, RankSchedule, RingTraffic, Route, Schedule, Step, Traffic, Transfer,
+    Violation, Work, WorkMatrix,
 };
 pub use shard::Shard;
 pub use softmax_end::SoftmaxEnd;
@@ -113,8 +116,8 @@ pub use spec::{
     Alignment, BackwardMode, BiasOrder, Dropout, HeadShard, Precision, SinkShape, Spec,
 };
 pub use strategy::{
-    ExchangeFields, GridViolation, GroupLayout, HeadAxis, HeadField, HeadGrid, RingRows,
-    RowSegment, Strategy, StrategyBalance, StrategyTraffic, TrafficOptions,
+    ExchangeFields, GridViolation, GroupLayout, HeadAxis, HeadField, HeadGrid, RingRows, Strategy,
+    StrategyBalance, StrategyTraffic, TrafficOptions,
 };
 pub use tile::{QueryTile, TileBits, TileClass};
 pub use tile_bounds_table::TileBoundsTable;

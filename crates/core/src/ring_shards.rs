@@ -19,10 +19,9 @@ impl RingShards {
         let shards = |side| {
             (0..ranks)
                 .map(|rank| {
-                    Arc::new(Shard::local(
+                    Arc::new(layout.local_shard(
                         dims,
                         alignment,
-                        layout,
                         side,
                         rank,
                         ranks,
@@ -61,7 +60,7 @@ impl RingShards {
             && (starts[0] == starts[1] || starts.iter().any(|starts| starts.is_none()))
             && layout.has_equal_sides();
         for rank in 0..ranks {
-            batch.validate_layout(dims, layout, rank, ranks)?;
+            layout.validate_batch(&batch, dims, rank, ranks)?;
             let rows = |side, len| {
                 let rows = layout.shard(side, len, rank, ranks);
                 memory::collect(
@@ -77,7 +76,7 @@ impl RingShards {
                 None
             };
             let own = selected.as_ref().unwrap_or(batch);
-            let local = |side| Shard::local(dims, alignment, layout, side, rank, ranks, own);
+            let local = |side| layout.local_shard(dims, alignment, side, rank, ranks, own);
             let q = Arc::new(local(Side::Q));
             shards.kv.push(if are_equal { Arc::clone(&q) } else { Arc::new(local(Side::Kv)) });
             shards.q.push(q);

@@ -27,13 +27,6 @@ struct MachineFields {
     between_nodes: Option<LinkFields>,
     #[serde(deserialize_with = "required")]
     node_bandwidth: Option<f64>,
-    #[serde(default)]
-    message_overhead: f64,
-    #[serde(default = "whole_bandwidth")]
-    overlap: f64,
-    /// Files of earlier versions lack it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    merge_bandwidth: Option<f64>,
     rates: Vec<RateFields>,
     #[serde(deserialize_with = "whole")]
     memory: u64,
@@ -44,7 +37,6 @@ struct MachineFields {
 struct LinkFields {
     latency: f64,
     bandwidth: f64,
-    full_duplex: bool,
 }
 
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
@@ -73,11 +65,6 @@ enum DTypeName {
     F32,
     Bf16,
     F16,
-}
-
-/// Overlap of a file that does not state it.
-const fn whole_bandwidth() -> f64 {
-    1.0
 }
 
 /// Deserializes a field that may be null and may not be missing.
@@ -141,7 +128,7 @@ pub fn read(path: &Path) -> Result<Machine> {
 /// # Examples
 /// ```
 /// let text = r#"{ "version": 1, "ranks_per_node": 1, "inside_node": null,
-///     "between_nodes": { "latency": 5e-6, "bandwidth": 1.25e10, "full_duplex": true },
+///     "between_nodes": { "latency": 5e-6, "bandwidth": 1.25e10 },
 ///     "node_bandwidth": 1.25e10, "memory": 68719476736,
 ///     "rates": [{ "dtype": "f32", "head_dim": 64, "forward": 1e12, "backward": 8e11 }] }"#;
 /// let machine = annulus_machine_file::parse(text, "machine")?;
@@ -200,11 +187,7 @@ fn visible(text: &str) -> String {
 
 impl From<MachineFields> for Machine {
     fn from(fields: MachineFields) -> Self {
-        let link = |LinkFields { latency, bandwidth, full_duplex }| Link {
-            latency,
-            bandwidth,
-            is_full_duplex: full_duplex,
-        };
+        let link = |LinkFields { latency, bandwidth }| Link { latency, bandwidth };
         let rate = |RateFields { dtype, head_dim, forward, backward, token }| ComputeRate {
             dtype: match dtype {
                 DTypeName::F64 => DType::F64,
@@ -222,9 +205,6 @@ impl From<MachineFields> for Machine {
             inside_node: fields.inside_node.map(link),
             between_nodes: fields.between_nodes.map(link),
             node_bandwidth: fields.node_bandwidth,
-            message_overhead: fields.message_overhead,
-            overlap: fields.overlap,
-            merge_bandwidth: fields.merge_bandwidth,
             rates: fields.rates.into_iter().map(rate).collect(),
             memory: fields.memory,
         }
@@ -245,11 +225,7 @@ impl From<TokenRate> for TokenFields {
 
 impl From<&Machine> for MachineFields {
     fn from(machine: &Machine) -> Self {
-        let link = |Link { latency, bandwidth, is_full_duplex }| LinkFields {
-            latency,
-            bandwidth,
-            full_duplex: is_full_duplex,
-        };
+        let link = |Link { latency, bandwidth }| LinkFields { latency, bandwidth };
         let rate = |rate: &ComputeRate| RateFields {
             dtype: match rate.dtype {
                 DType::F64 => DTypeName::F64,
@@ -268,9 +244,6 @@ impl From<&Machine> for MachineFields {
             inside_node: machine.inside_node.map(link),
             between_nodes: machine.between_nodes.map(link),
             node_bandwidth: machine.node_bandwidth,
-            message_overhead: machine.message_overhead,
-            overlap: machine.overlap,
-            merge_bandwidth: machine.merge_bandwidth,
             rates: machine.rates.iter().map(rate).collect(),
             memory: machine.memory,
         }
@@ -295,7 +268,7 @@ mod tests {
 
     #[test]
     fn a_machine_is_read_back() {
-        let link = Link { latency: 1.5e-6, bandwidth: 1.25e10, is_full_duplex: false };
+        let link = Link { latency: 1.5e-6, bandwidth: 1.25e10 };
         let rate = ComputeRate {
             dtype: DType::Bf16,
             head_dim: 128,
@@ -308,9 +281,6 @@ mod tests {
             inside_node: Some(link),
             between_nodes: None,
             node_bandwidth: None,
-            message_overhead: 0.0,
-            overlap: 1.0,
-            merge_bandwidth: None,
             rates: vec![
                 rate,
                 ComputeRate { dtype: DType::F16, forward: 1e14, token: None, ..rate },
@@ -318,20 +288,20 @@ mod tests {
             memory: 64 << 30,
         };
         let nodes = Machine {
-            between_nodes: Some(Link { is_full_duplex: true, latency: 1e-5, ..link }),
+            between_nodes: Some(Link { latency: 1e-5, ..link }),
             node_bandwidth: Some(2.5e10),
-            message_overhead: 1e-9,
-            overlap: 0.75,
-            merge_bandwidth: Some(3.5e9),
             ..one_node.clone()
         };
         for machine in [&one_node, &nodes] {
             assert_eq!(parse(&format(machine), "machine").as_ref(), Ok(machine));
         }
-        let without = format(&one_node).replace("\"message_overhead\": 0.0,", "");
-        let without = without.replace("\"overlap\": 1.0,", "");
-        assert!(!without.contains("overhead") && !without.contains("overlap"), "{without}");
-        assert_eq!(parse(&without, "machine"), Ok(one_node));
+        // figures that earlier versions measured
+        let link = "\"latency\": 1.5e-6,";
+        for earlier in ["\"full_duplex\": true,", "\"overlap\": 0.5,"] {
+            let text = format(&one_node).replace(link, &format!("{link} {earlier}"));
+            let refused = parse(&text, "machine").unwrap_err().to_string();
+            assert!(refused.contains("inside_node: unknown field"), "{refused}");
+        }
         let memory = |written: &str| {
             let written = format!("\"memory\": {written}");
             parse(&format(&nodes).replace("\"memory\": 68719476736", &written), "machine")
@@ -351,8 +321,5 @@ mod tests {
             assert!(refused.contains(want) && !refused.contains('\n'), "{refused}");
         }
         assert!(memory("0.0").unwrap_err().to_string().contains("memory: got 0, want at least 1"));
-        let negative = format(&nodes).replace("1e-9", "-1e-9");
-        let refused = parse(&negative, "machine").unwrap_err().to_string();
-        assert!(refused.starts_with("machine: message_overhead: got -0.000000001"), "{refused}");
     }
 }

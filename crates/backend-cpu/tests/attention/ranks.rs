@@ -5,7 +5,7 @@ use std::{ops::ControlFlow, sync::Arc};
 use annulus_core::{
     Backend, BackwardInputs, BackwardMode, BackwardPass, Block, Dims, Element, ForwardPass,
     Gradients, HostBuffer, HostView, HostViewMut, Inputs, Layout, Outputs, Passes, RankShard,
-    Reduction, Result, RowSet, Rows, Shard, Side, Workspace,
+    Reduction, Result, RowSet, Rows, Side, Workspace,
 };
 use annulus_cpu::Cpu;
 use ndarray::{Array2, Array3, Array4, Axis};
@@ -164,7 +164,7 @@ impl<E: Element> Rank<E> {
         let kv_rows = numbers(Side::Kv, dims.kv_len);
         let batch = case.batch.select(&q_rows, &kv_rows).unwrap();
         let shard = |side| {
-            let shard = Shard::local(&dims, spec.alignment, layout, side, rank, ranks, &batch);
+            let shard = layout.local_shard(&dims, spec.alignment, side, rank, ranks, &batch);
             let mut rows = Rows::default();
             shard.expand(&RowSet::all(shard.rows.len()), &mut rows).unwrap();
             Arc::new(rows)

@@ -9,9 +9,7 @@ use annulus::{
     Plan, Setup,
     comm::{Descriptor, trace::Trace},
 };
-use annulus_core::{
-    Backend, Control, Element, HostTensors, Result, Rows, Shard, Side, SinkShape, Spec,
-};
+use annulus_core::{Backend, Control, Element, HostTensors, Result, Rows, Side, SinkShape, Spec};
 
 use super::{
     output::{planned, write_backward, write_forward},
@@ -229,10 +227,9 @@ impl AttendRun<'_> {
                 Side::Kv,
                 &self.input.coordinates().map_err(named)?,
             ))?;
-            let queries = Shard::local(
+            let queries = plan.layout().local_shard(
                 &spec.dims,
                 spec.alignment,
-                plan.layout(),
                 Side::Q,
                 plan.ring_index(),
                 ranks,

@@ -1,9 +1,8 @@
-//! Times of messages between pairs of ranks.
+//! Times of messages between pairs of ranks, both of which send and receive at the same time.
 //!
 //! ```text
-//! latency         half the time of a short message and its answer
-//! bandwidth       bytes / (half the time of a long message and its answer − latency)
-//! full duplex     long messages in both directions at once take less than 1.5 times as long
+//! latency         time of a short message
+//! bandwidth       bytes / (time of a long message − latency)
 //! node bandwidth  all ranks of a node at once; bytes of all / time of the slowest
 //! ```
 //! All pairs of a kind are measured at the same time: those inside nodes, then one between each two
@@ -23,8 +22,8 @@ use super::median;
 /// Bytes of a short message.
 const SHORT: u64 = 8;
 /// Bytes of a long message, of the size of KV blocks: 4 MiB, or 16 MiB where 1 MiB takes less than
-/// [`SHORT_TIME`]. With 1 MiB a link may look half duplex: over TCP the reply that a message waits
-/// for before it is sent queues behind buffers of data, for as long as some 100 KiB take.
+/// [`SHORT_TIME`]. 1 MiB may take too long: over TCP the reply that a message waits for before it is
+/// sent queues behind buffers of data, for as long as some 100 KiB take.
 const LONG: [u64; 2] = [4 << 20, 16 << 20];
 /// Bytes by which the length of the long message is chosen.
 const PROBE: u64 = 1 << 20;
@@ -35,9 +34,6 @@ const WARM_UP: usize = 3;
 const BUDGET: f64 = 0.3;
 const LEAST_ROUNDS: usize = 5;
 const MOST_ROUNDS: usize = 201;
-/// Ratio of the times of both directions at once and of one, above which the directions share the
-/// bandwidth: half way between 1 and 2.
-const SHARED: f64 = 1.5;
 /// Longest wait of one poll.
 const PATIENCE: Duration = Duration::from_millis(20);
 
@@ -52,15 +48,6 @@ pub(super) struct Links {
 
 /// Partner of each rank; `None` for a rank that has none.
 type Pairs = Vec<Option<usize>>;
-
-/// One message of a round: bytes to the partner and from it, `[first rank, second rank]` of a pair.
-#[derive(Clone, Copy)]
-enum Exchange {
-    /// The first rank sends, then the second answers.
-    PingPong(u64),
-    /// Both send at the same time.
-    Both(u64),
-}
 
 impl Links {
     /// Measures the links of this rank of `transport`.
@@ -142,22 +129,17 @@ impl Rank {
         if pairs.iter().all(Option::is_none) {
             return Ok(None);
         }
-        let latency = self.median(pairs, Exchange::PingPong(SHORT))?;
+        let latency = median(self.seconds(pairs, SHORT)?);
         let [shorter, longer] = LONG;
-        let probe = self.median(pairs, Exchange::PingPong(PROBE))?;
+        let probe = median(self.seconds(pairs, PROBE)?);
         let bytes = if probe < SHORT_TIME { longer } else { shorter };
-        let seconds = self.median(pairs, Exchange::PingPong(bytes))?;
-        let both = self.median(pairs, Exchange::Both(bytes))?;
-        Ok(Some(Link {
-            latency,
-            bandwidth: bandwidth(bytes, seconds, latency),
-            is_full_duplex: both < SHARED * seconds,
-        }))
+        let seconds = median(self.seconds(pairs, bytes)?);
+        Ok(Some(Link { latency, bandwidth: bandwidth(bytes, seconds, latency) }))
     }
 
     /// Measures the bytes per second between two nodes if all pairs send at once.
     fn node_bandwidth(&mut self, nodes: &[Vec<usize>], pairs: &Pairs, latency: f64) -> Result<f64> {
-        let slowest = self.seconds(pairs, Exchange::PingPong(PROBE))?;
+        let slowest = self.seconds(pairs, PROBE)?;
         let slowest = slowest.into_iter().fold(0.0, f64::max);
         let senders =
             |node: &Vec<usize>| node.iter().filter(|&&rank| pairs[rank].is_some()).count();
@@ -165,54 +147,29 @@ impl Rank {
         Ok(most as f64 * bandwidth(PROBE, slowest, latency))
     }
 
-    fn median(&mut self, pairs: &Pairs, exchange: Exchange) -> Result<f64> {
-        self.seconds(pairs, exchange).map(median)
-    }
-
-    /// Returns the median seconds of one direction of each pair, equal on all ranks.
-    fn seconds(&mut self, pairs: &Pairs, exchange: Exchange) -> Result<Vec<f64>> {
+    /// Returns the median seconds of a message of each pair, equal on all ranks.
+    fn seconds(&mut self, pairs: &Pairs, bytes: u64) -> Result<Vec<f64>> {
         let partner = pairs.get(self.transport.rank()).copied().flatten();
         for _ in 0..WARM_UP {
-            self.exchange(partner, exchange)?;
+            self.exchange(partner, bytes)?;
         }
-        let once = self.exchange(partner, exchange)?;
+        let once = self.exchange(partner, bytes)?;
         let slowest = self.gather(once)?.into_iter().flatten().fold(0.0, f64::max);
         let rounds = (BUDGET / slowest.max(1e-9)) as usize;
         let rounds = rounds.clamp(LEAST_ROUNDS, MOST_ROUNDS);
         let times: Result<Vec<Option<f64>>> =
-            (0..rounds).map(|_| self.exchange(partner, exchange)).collect();
+            (0..rounds).map(|_| self.exchange(partner, bytes)).collect();
         let times: Vec<f64> = times?.into_iter().flatten().collect();
         let mine = (!times.is_empty()).then(|| median(times));
         Ok(self.gather(mine)?.into_iter().flatten().collect())
     }
 
-    /// Makes one exchange with the partner. Returns the seconds of one direction on the first rank
-    /// of a pair.
-    fn exchange(&mut self, partner: Option<usize>, exchange: Exchange) -> Result<Option<f64>> {
-        let Some(partner) = partner else { return Ok(None) };
-        let is_first = self.transport.rank() < partner;
+    /// Sends to the partner and receives from it. Returns the seconds on the first rank of a pair.
+    fn exchange(&mut self, partner: Option<usize>, bytes: u64) -> Result<Option<f64>> {
+        let Some(peer) = partner else { return Ok(None) };
         let begin = Instant::now();
-        let directions = match exchange {
-            Exchange::PingPong(bytes) => {
-                let there_and_back = [[bytes, 0], [0, bytes]];
-                let [one, other] = if is_first { [0, 1] } else { [1, 0] };
-                self.transfer(partner, there_and_back[one])?;
-                self.transfer(partner, there_and_back[other])?;
-                2.0
-            }
-            Exchange::Both(bytes) => {
-                self.transfer(partner, [bytes; 2])?;
-                1.0
-            }
-        };
-        let seconds = begin.elapsed().as_secs_f64() / directions;
-        Ok(is_first.then(|| seconds.max(f64::MIN_POSITIVE)))
-    }
-
-    /// Sends and receives a message of these bytes, or none of 0 bytes.
-    fn transfer(&mut self, peer: usize, [sent, received]: [u64; 2]) -> Result<()> {
         self.tag += 1;
-        let header = |bytes: u64| MessageHeader {
+        let header = MessageHeader {
             peer,
             channel: Channel::Kv,
             tag: self.tag,
@@ -220,24 +177,20 @@ impl Rank {
             ranges: std::iter::once(0..bytes).collect(),
             agreed: None,
         };
-        let send = Outgoing { header: header(sent), buffer: &self.outgoing, ready: &() };
-        let sends = if sent > 0 { vec![send] } else { Vec::new() };
-        let expected = header(received);
-        let mut receives = Vec::new();
-        if received > 0 {
-            let none = || Error::internal("the buffer of the last message is missing");
-            let buffer = self.incoming.take().ok_or_else(none)?;
-            receives.push(Incoming { header: expected.clone(), buffer });
-        }
-        self.transport.post(&sends, &mut receives)?;
+        let send = Outgoing { header: header.clone(), buffer: &self.outgoing, ready: &() };
+        let none = || Error::internal("the buffer of the last message is missing");
+        let buffer = self.incoming.take().ok_or_else(none)?;
+        let mut receives = vec![Incoming { header: header.clone(), buffer }];
+        self.transport.post(&[send], &mut receives)?;
         let mut timeout = Duration::ZERO;
         loop {
             self.transport.progress(timeout)?;
             if self.incoming.is_none() {
-                self.incoming = self.transport.take(&expected)?.map(|arrived| arrived.buffer);
+                self.incoming = self.transport.take(&header)?.map(|arrived| arrived.buffer);
             }
             if self.incoming.is_some() && !self.transport.pending() {
-                return Ok(());
+                let seconds = begin.elapsed().as_secs_f64().max(f64::MIN_POSITIVE);
+                return Ok((self.transport.rank() < peer).then_some(seconds));
             }
             timeout = PATIENCE;
         }

@@ -1,19 +1,16 @@
-//! `annulus measure`: measures links, compute rates of passes and tokens, overhead and overlap of
-//! messages, merges and memory, and writes the machine file.
+//! `annulus measure`: measures links, compute rates of passes and tokens, and memory, and writes the
+//! machine file.
 
 mod links;
-mod overlap;
 mod rates;
-mod summary;
 
 use std::{
     path::{Path, PathBuf},
     time::Duration,
 };
 
-use annulus::Runtime;
 use annulus_comm::Descriptor;
-use annulus_core::{DType, Error, Fingerprint, Machine};
+use annulus_core::{DType, Error, Fingerprint, Link, Machine, TokenRate};
 use clap::Args;
 use half::{bf16, f16};
 
@@ -27,19 +24,17 @@ use crate::{
     failure::Outcome,
     file::Document,
     job::Job,
-    memory, message,
+    memory, message, report,
     stdout::say,
 };
 use links::Links;
-use overlap::Overlap;
 
 const EXAMPLES: &str = "\
 The file has the version of its format, ranks_per_node, the links inside_node and between_nodes
-(latency in s, bandwidth in bytes/s of one rank in one direction, full_duplex), node_bandwidth in
-bytes/s of all ranks of a node, message_overhead in s/byte, overlap as a share of the bandwidth,
-merge_bandwidth in bytes/s of partial results, rates in FLOP/s of one rank and, for a token of a KV
-cache, also in bytes/s of cached keys and values, and memory in bytes of one rank. A link that the
-ranks do not have is null. docs/machine.md describes how each figure is measured.
+(latency in s, bandwidth in bytes/s that one rank sends while it receives as many), node_bandwidth
+in bytes/s of all ranks of a node, rates in FLOP/s of one rank and, for a token of a KV cache, also
+in bytes/s of cached keys and values, and memory in bytes of one rank. A link that the ranks do not
+have is null. docs/machine.md describes how each figure is measured.
 
 Examples:
   annulus measure --out machine.json
@@ -47,7 +42,7 @@ Examples:
   mpirun -n 8 annulus measure --threads 4 --out machine.json
   annulus plan --causal --q-len 131072 --ranks 64 --machine machine.json --strategy auto";
 
-/// Measures links, compute rates, overlap and memory of the ranks and writes a machine file, with
+/// Measures links, compute rates and memory of the ranks and writes a machine file, with
 /// which `plan` predicts times
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
@@ -127,21 +122,13 @@ fn measure(flags: &MeasureFlags, job: &mut Job, backend: &BackendChoice) -> Outc
             all_rates.push(rate);
         }
     }
-    let runtime = Runtime::new().deadline(flags.deadline);
-    let rate = all_rates.first().ok_or_else(|| Error::internal("no rate was measured"))?;
-    let Overlap { message_overhead, overlap } =
-        overlap::measure(job, backend, threads, &runtime, &links, rate)?;
     let Links { ranks_per_node, inside_node, between_nodes, node_bandwidth } = links;
-    let merge_bandwidth = Some(rates::merge_bandwidth(job, &flags.ds)?);
     let memory = memory_of_rank(job, ranks_per_node)?;
     let machine = Machine {
         ranks_per_node,
         inside_node,
         between_nodes,
         node_bandwidth,
-        message_overhead,
-        overlap,
-        merge_bandwidth,
         rates: all_rates,
         memory,
     };
@@ -151,10 +138,35 @@ fn measure(flags: &MeasureFlags, job: &mut Job, backend: &BackendChoice) -> Outc
     });
     job.agree(written.map_err(Into::into))?;
     if let Some(path) = flags.out.as_ref().filter(|_| job.is_leader()) {
-        say!("{}", summary::Summary(&machine));
+        print(&machine);
         say!("wrote {}", message::path(path));
     }
     Ok(())
+}
+
+/// Prints a line for each link, rate and the memory.
+fn print(machine: &Machine) {
+    let Machine { ranks_per_node, inside_node, between_nodes, node_bandwidth, .. } = machine;
+    for (name, link) in [("inside nodes", inside_node), ("between nodes", between_nodes)] {
+        let Some(Link { latency, bandwidth }) = link else { continue };
+        say!("{name:<14} {:.1} µs, {:.2} GB/s", latency * 1e6, bandwidth / 1e9);
+    }
+    if let Some(bandwidth) = node_bandwidth {
+        say!("{:<14} {:.2} GB/s of all its ranks", "of a node", bandwidth / 1e9);
+    }
+    for rate in &machine.rates {
+        let name = format!("{} dim {}", rate.dtype, rate.head_dim);
+        let [forward, backward] = [rate.forward / 1e9, rate.backward / 1e9];
+        say!("{name:<14} {forward:.1} GFLOP/s forward, {backward:.1} backward");
+        if let Some(TokenRate { bandwidth, further_heads }) = rate.token {
+            let [bandwidth, further] = [bandwidth / 1e9, further_heads / 1e9];
+            let of_further = format!("{further:.1} GFLOP/s of further query heads");
+            say!("  token        {bandwidth:.2} GB/s of a KV cache, {of_further}");
+        }
+    }
+    let ranks = if *ranks_per_node == 1 { "rank" } else { "ranks" };
+    let memory = report::bytes(machine.memory);
+    say!("{:<14} {memory} per rank, {ranks_per_node} {ranks} per node", "memory");
 }
 
 /// Returns the least memory of a node, divided by its ranks.

@@ -7,7 +7,7 @@ use std::{
 };
 
 use annulus::{Attention, CacheShape, Plan, Runtime, Tensors};
-use annulus_comm::{heads_ring, threads::ring};
+use annulus_comm::threads::ring;
 use annulus_core::{ComputeRate, Dims, Element, Error, Result, TokenRate};
 use ndarray::Array4;
 
@@ -20,7 +20,7 @@ use crate::{
 };
 
 /// Query and KV heads.
-pub(super) const HEADS: usize = 4;
+const HEADS: usize = 4;
 /// Queries and keys: the least is doubled until a forward pass takes [`LEAST_TIME`].
 const LEAST_LEN: usize = 512;
 const MOST_LEN: usize = 8192;
@@ -62,21 +62,6 @@ pub(super) fn measure<T: Element>(
     let [forward, backward] = mean_of_ranks(job, &own)?;
     let token = Some(token::<T>(job, backend, threads, head_dim)?);
     Ok(ComputeRate { dtype: T::DTYPE, head_dim, forward, backward, token })
-}
-
-/// Measures the rate at which partial results are merged: the least of the head dims, while all
-/// ranks merge.
-///
-/// # Ordering
-/// Collective over the processes.
-pub(super) fn merge_bandwidth(job: &mut Job, head_dims: &[usize]) -> Outcome<f64> {
-    let own_ranks = if job.is_mpi() { 1 } else { job.ranks() };
-    let own = job.run_local_phase(0..own_ranks, |_, _| {
-        let mut rates = head_dims.iter().map(|&head_dim| heads_ring::merge_bandwidth(head_dim));
-        rates.try_fold([f64::INFINITY], |[least], rate| Ok([least.min(rate?)]))
-    })?;
-    let [bandwidth] = mean_of_ranks(job, &own)?;
-    Ok(bandwidth)
 }
 
 /// Measures a token of a KV cache of one rank that no processor cache holds, while all ranks read
@@ -209,7 +194,7 @@ fn rates_of_rank<T: Element>(
 }
 
 /// Returns normally distributed numbers, shape (1, `len`, `heads`, `head_dim`).
-pub(super) fn tensor<T: Element>(len: usize, heads: usize, head_dim: usize) -> Array4<T> {
+fn tensor<T: Element>(len: usize, heads: usize, head_dim: usize) -> Array4<T> {
     let stream = Stream::new(0, "measure");
     Array4::from_shape_fn((1, len, heads, head_dim), |(_, row, head, column)| {
         T::from_f64(stream.normal(((row * heads + head) * head_dim + column) as u64))
@@ -217,7 +202,7 @@ pub(super) fn tensor<T: Element>(len: usize, heads: usize, head_dim: usize) -> A
 }
 
 /// Returns the times of a forward and a backward pass.
-pub(super) fn round<T: Element>(plan: &mut Plan, x: &Array4<T>) -> Result<[Duration; 2]> {
+fn round<T: Element>(plan: &mut Plan, x: &Array4<T>) -> Result<[Duration; 2]> {
     let tensors = Tensors::new(x.view(), x.view(), x.view());
     let begin = Instant::now();
     let forward = plan.forward::<T>(&tensors)?;

@@ -434,7 +434,7 @@ impl PlanFlags {
             return Ok((spec.clone(), planned));
         };
         figures::check_rank(self.rank, self.ranks)?;
-        let of_member = spec.of_member(grid, 0);
+        let of_member = grid.spec_of(spec, 0);
         let ranks = grid.groups();
         let layout = layout.of_member(grid, 0).clone();
         let route = figures.routes[0];

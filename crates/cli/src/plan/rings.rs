@@ -172,7 +172,7 @@ fn steps_of_column(
 ) -> Result<Vec<StepFigures>> {
     let StrategyTraffic { grid, layout, .. } = traffic;
     let member = grid.of_column(column).start;
-    let of_member = spec.of_member(grid, member);
+    let of_member = grid.spec_of(spec, member);
     let layout = layout.of_member(grid, member);
     let shards =
         RingShards::of_batch(&of_member.dims, spec.alignment, layout, grid.groups(), batch)?;

@@ -1,9 +1,8 @@
 //! Figures of every strategy that ranks and heads admit.
 
 use annulus_core::{
-    Backend, Batch, Comparison, ExchangeFields, HeadField, HeadGrid, Layout, Machine, Placement,
-    Prediction, Result, Route, Side, Spec, Strategy, StrategyBalance, StrategyTraffic,
-    TrafficOptions,
+    Backend, Batch, ExchangeFields, HeadField, HeadGrid, Layout, Machine, Placement, Prediction,
+    Result, Route, Side, Spec, Strategy, StrategyBalance, StrategyTraffic, TrafficOptions,
 };
 use serde::Serialize;
 
@@ -116,8 +115,7 @@ pub(super) struct PassBytes {
 
 impl Strategies {
     /// Plans every strategy of `spec` with the requested passes. For more than
-    /// [`MOST_STEPPED_RANKS`] ranks a strategy by its name is planned alone, and of all strategies
-    /// those that a lower bound does not exclude from the choice.
+    /// [`MOST_STEPPED_RANKS`] ranks a strategy by its name is planned alone.
     ///
     /// # Errors
     /// [`annulus_core::Error::InvalidArgument`] naming `strategy` if it does not fit ranks and
@@ -186,7 +184,7 @@ struct Compared {
 }
 
 impl Compared {
-    /// Computes a strategy that is given. Of many ranks others may take hours to execute.
+    /// Computes a strategy that is given.
     fn alone(
         spec: &Spec,
         ranks: usize,
@@ -201,8 +199,7 @@ impl Compared {
         Ok(Self { all: vec![traffic], predictions, chosen: 0 })
     }
 
-    /// Computes all strategies or, for more than [`MOST_STEPPED_RANKS`] ranks, those of which no
-    /// lower bound exceeds the best. The `given` one is chosen, if there is one.
+    /// Computes all strategies. The `given` one is chosen, if there is one.
     fn new(
         spec: &Spec,
         ranks: usize,
@@ -211,17 +208,6 @@ impl Compared {
         machine: Option<&Machine>,
     ) -> Result<Self> {
         let tick = &mut || ();
-        if ranks > MOST_STEPPED_RANKS {
-            let admits = |_: &HeadGrid| true;
-            let Some(machine) = machine else {
-                let (all, chosen) =
-                    StrategyTraffic::of_fewest_bytes(spec, ranks, options, &admits, tick)?;
-                return Ok(Self { all, predictions: Vec::new(), chosen });
-            };
-            let Comparison { all, predictions, chosen } =
-                machine.fastest(spec, ranks, options, &admits, tick)?;
-            return Ok(Self { all, predictions, chosen });
-        }
         let mut all = StrategyTraffic::of_all(spec, ranks, options, tick)?;
         all.extend(StrategyTraffic::of_routes(spec, ranks, options, tick)?);
         let of_given = |given| position(&mut all, spec, ranks, given, options);
@@ -305,7 +291,7 @@ fn routes_of_columns(
     let StrategyTraffic { grid, .. } = of;
     let route = |column| {
         let member = grid.of_column(column).start;
-        of.route(&spec.of_member(grid, member), member, options, &mut || ())
+        of.route(&grid.spec_of(spec, member), member, options, &mut || ())
     };
     if grid.columns() * grid.groups() > MOST_STEPPED_RANKS {
         return vec![route(0); grid.columns()];
@@ -359,10 +345,10 @@ impl StrategyFigures {
             backward_bytes_sent_total: backward.map(|sent| sent.iter().sum()),
             backward_bytes_max_rank: backward.map(|sent| most(sent)),
             memory_max_rank: traffic.memory_max_rank,
-            time_predicted: predicted.map(Prediction::seconds),
-            exposed_predicted: predicted.map(Prediction::exposed),
-            bytes_inside_node: predicted.map(|of| of.bytes.inside_node as u128),
-            bytes_between_nodes: predicted.map(|of| of.bytes.between_nodes as u128),
+            time_predicted: predicted.map(|of| of.seconds),
+            exposed_predicted: predicted.map(|of| of.exposed),
+            bytes_inside_node: predicted.map(|of| of.bytes_inside_nodes),
+            bytes_between_nodes: predicted.map(|of| of.bytes_between_nodes),
             fits_memory: predicted.map(|of| of.fits),
             balance: None,
         }

@@ -39,8 +39,8 @@ fn figures_of_a_backward_pass_are_null() {
     let machine = json!({
         "version": 1,
         "ranks_per_node": 4,
-        "inside_node": { "latency": 2e-6, "bandwidth": 2e10, "full_duplex": true },
-        "between_nodes": { "latency": 5e-6, "bandwidth": 1e10, "full_duplex": true },
+        "inside_node": { "latency": 2e-6, "bandwidth": 2e10 },
+        "between_nodes": { "latency": 5e-6, "bandwidth": 1e10 },
         "node_bandwidth": 2e10,
         "rates": [{ "dtype": "f32", "head_dim": 64, "forward": 1e12, "backward": 1e12 }],
         "memory": 1u64 << 40,

@@ -9,8 +9,8 @@ fn machine(between: f64, flops: f64) -> Value {
     json!({
         "version": 1,
         "ranks_per_node": 4,
-        "inside_node": { "latency": 1e-6, "bandwidth": 1e11, "full_duplex": true },
-        "between_nodes": { "latency": 1e-6, "bandwidth": between, "full_duplex": true },
+        "inside_node": { "latency": 1e-6, "bandwidth": 1e11 },
+        "between_nodes": { "latency": 1e-6, "bandwidth": between },
         "node_bandwidth": 4.0 * between,
         "rates": [{ "dtype": "f32", "head_dim": 64, "forward": flops, "backward": flops }],
         "memory": 1u64 << 40,
@@ -50,7 +50,6 @@ fn wrong_fields_name_the_file_and_the_field() {
         "/inside_node",
         "/inside_node/latency",
         "/inside_node/bandwidth",
-        "/inside_node/full_duplex",
         "/between_nodes",
         "/between_nodes/latency",
         "/node_bandwidth",
@@ -202,9 +201,10 @@ fn seconds_are_those_of_the_model() {
     let seconds = planned["strategies"][0]["time_predicted"].as_f64().unwrap();
     // and a latency before and after each pass
     let agreements = 4.0 * 0.1;
-    assert!((seconds - (agreements + 4.225 + 10.7)).abs() < 1e-9, "{seconds}");
+    let passes = 5.1 + 4.1 + 5.0 / 3.0 + 4.0;
+    assert!((seconds - (agreements + passes)).abs() < 1e-9, "{seconds}");
     let text = folder.succeed("plan --q-len 1024 --ranks 2 --heads 1 --machine machine.json").out;
-    assert!(text.contains("* ring ") && text.contains("predicted 15.325 s"), "{text}");
+    assert!(text.contains("* ring ") && text.contains("predicted 15.267 s"), "{text}");
     // a ring of many ranks is predicted, too
     let planned = plan(&folder, "--q-len 4096 --ranks 512 --heads 1 --machine machine.json");
     let seconds = planned["strategies"][0]["time_predicted"].as_f64().unwrap();
@@ -290,8 +290,7 @@ fn measure_writes_a_machine_that_plan_reads() {
     // a head dim that is named twice is measured once
     let flags = "measure --ranks 2 --threads 1 --dtype f32,bf16 --ds 4,8,4";
     let printed = folder.succeed(&format!("{flags} --out machine.json")).out;
-    let lines =
-        ["inside nodes", "merge", "f32 dim 4", "bf16 dim 8", "memory", "wrote machine.json"];
+    let lines = ["inside nodes", "f32 dim 4", "bf16 dim 8", "memory", "wrote machine.json"];
     for line in lines {
         let count = printed.lines().filter(|printed| printed.starts_with(line)).count();
         assert_eq!(count, 1, "{line}: {printed}");
@@ -303,11 +302,6 @@ fn measure_writes_a_machine_that_plan_reads() {
         (&machine["between_nodes"], &machine["node_bandwidth"]),
         (&Value::Null, &Value::Null)
     );
-    let overhead = machine["message_overhead"].as_f64().unwrap();
-    assert!((0.0..1.0).contains(&overhead), "{overhead} s/byte");
-    let overlap = machine["overlap"].as_f64().unwrap();
-    assert!((0.0..=1.0).contains(&overlap), "{overlap}");
-    assert!(machine["merge_bandwidth"].as_f64().unwrap() > 1e6, "{machine}");
     let rates = machine["rates"].as_array().unwrap();
     let of: Vec<(&str, u64)> = rates
         .iter()

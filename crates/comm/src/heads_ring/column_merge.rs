@@ -8,10 +8,7 @@
 //! Each part is merged when it arrives: the own column first, then those before it, descending. The
 //! order depends on the grid alone. Memory does not depend on the number of columns.
 
-use std::{
-    ops::Range,
-    time::{Duration, Instant},
-};
+use std::ops::Range;
 
 use annulus_core::{
     BackwardInputs, DType, Dims, Element, Error, HostView, HostViewMut, Outputs, Result, Spec,
@@ -187,33 +184,6 @@ impl ColumnMerge {
             residual.write_residual(acc);
         }
     }
-}
-
-/// Time of the merges of [`merge_bandwidth`]: several turns of ranks that share a core.
-const BUDGET: Duration = Duration::from_millis(300);
-
-/// Measures the bytes per second of partial results of `head_dim` that a rank merges, as
-/// [`annulus_core::Machine::merge_bandwidth`] defines them: parts of 4 MiB in f32, the accumulator
-/// of all types but f64.
-///
-/// # Errors
-/// [`Error::OutOfMemory`].
-pub fn merge_bandwidth(head_dim: usize) -> Result<f64> {
-    const HEADS: usize = 4;
-    const PART_BYTES: usize = 4 << 20;
-    let row = HEADS * (head_dim + 2) * size_of::<f32>();
-    let shape = [1, (PART_BYTES / row).max(1), HEADS, head_dim];
-    let part = memory::filled("partial results", shape[1] * row, 0u8)?;
-    let mut merge = ColumnMerge::new(shape, true)?;
-    // the first one touches new memory
-    merge.add(DType::F32, 0..HEADS, &part)?;
-    let begin = Instant::now();
-    let mut bytes = 0.0;
-    while begin.elapsed() < BUDGET {
-        merge.add(DType::F32, 0..HEADS, &part)?;
-        bytes += part.len() as f64;
-    }
-    Ok(bytes / begin.elapsed().as_secs_f64())
 }
 
 #[cfg(test)]

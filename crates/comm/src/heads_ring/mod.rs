@@ -69,8 +69,6 @@ use annulus_core::{
     Outputs, Result, Route, Runs, Side, Space, Spec, Strategy, Transport,
 };
 
-pub use column_merge::merge_bandwidth;
-
 use self::{
     exchange::Exchange,
     prepare::{Prepared, check},
@@ -201,7 +199,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             ..options.clone()
         };
         let residual = prepare::residual(&spec, &grid, &forward);
-        let of_member = spec.of_member(&grid, member);
+        let of_member = grid.spec_of(&spec, member);
         // all arguments are agreed upon, so that all inner rings make the same all-gathers
         let ring = Ring::new(backend, Box::new(of_ring), Ok(of_member), inner);
         let status = ring.as_ref().map_err(Error::clone).map(|_| ());

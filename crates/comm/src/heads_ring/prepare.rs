@@ -59,7 +59,7 @@ impl Prepared {
         placement: Option<&Placement>,
         tick: &mut dyn FnMut(),
     ) -> Result<Self> {
-        let first = spec.of_member(&grid, 0);
+        let first = grid.spec_of(spec, 0);
         let layout = GroupLayout::choose(&first, &grid, options.layout.as_ref(), placement, tick);
         let ring_index = layout.order.ring_index(rank);
         let forward = ExchangeFields::of_forward(spec, &grid);
@@ -134,7 +134,7 @@ pub(super) fn check<B: Backend>(
         }
     }
     let inner = RingOptions { layout: None, ..options.clone() };
-    let (_, capabilities) = check_plan(backend, spec.of_member(&grid, 0), &inner, grid.groups())?;
+    let (_, capabilities) = check_plan(backend, grid.spec_of(&spec, 0), &inner, grid.groups())?;
     Ok((spec, grid, capabilities))
 }
 
@@ -190,7 +190,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let kv_rows = index(self.kv_rows.len());
         self.spec.validate_batch(batch, q_rows, kv_rows)?;
         let layout = &self.layout.of_ranks;
-        batch.validate_layout(&self.spec.dims, layout, self.ring_index, self.ranks)?;
+        layout.validate_batch(&batch, &self.spec.dims, self.ring_index, self.ranks)?;
         check::two_pass_mask(self.ring.spec(), batch, self.grid.groups())?;
         memory::check_available("segment ids and positions", batch.planning_bytes())
     }

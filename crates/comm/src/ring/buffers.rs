@@ -389,7 +389,7 @@ mod tests {
         let shard = || {
             let batch = Batch::default();
             let layout = Layout::Contiguous;
-            Arc::new(Shard::local(&dims, Alignment::TopLeft, &layout, Side::Kv, 0, 1, &batch))
+            Arc::new(layout.local_shard(&dims, Alignment::TopLeft, Side::Kv, 0, 1, &batch))
         };
         let (first, other) = (shard(), shard());
         let (all, some) = (RowSet::all(100), RowSet::all(40));

@@ -23,7 +23,7 @@ use std::{
 
 use annulus_core::{
     Backend, BackwardMode, Batch, Capabilities, Choice, DenseMask, Error, MessageBalance, Order,
-    Passes, Placement, RankShard, Result, RingShards, Route, Shard, Side, Space, Spec, Strategy,
+    Passes, Placement, RankShard, Result, RingShards, Route, Side, Space, Spec, Strategy,
     Transport, Workspace, memory,
 };
 
@@ -261,7 +261,7 @@ impl<B: Backend> Ring<B> {
     pub(crate) fn check_batch(&self, batch: &Batch) -> Result<()> {
         let Agreed { spec, layout, .. } = &self.agreed;
         spec.validate_batch(batch, self.shard.queries.len(), self.shard.keys.len())?;
-        batch.validate_layout(&spec.dims, layout, self.ring_index, self.ranks)?;
+        layout.validate_batch(&batch, &spec.dims, self.ring_index, self.ranks)?;
         check::two_pass_mask(spec, batch, self.ranks)?;
         memory::check_available("segment ids and positions", batch.planning_bytes())
     }
@@ -276,7 +276,7 @@ impl<B: Backend> Ring<B> {
         let shard = |side| {
             let alignment = agreed.spec.alignment;
             let layout = &agreed.layout;
-            Shard::local(&dims, alignment, layout, side, self.ring_index, self.ranks, batch)
+            layout.local_shard(&dims, alignment, side, self.ring_index, self.ranks, batch)
         };
         let message = plan::encode_shards([Side::Q, Side::Kv].map(shard));
         let round = self.calls.entries.round();

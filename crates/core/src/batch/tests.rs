@@ -153,20 +153,20 @@ fn invalid_packed_lengths_are_refused() {
 
 #[test]
 fn ids_of_one_side_alone_are_refused_if_a_rank_owns_other_rows_of_the_other_side() {
-    use crate::{CustomLayout, Runs};
-    let custom = CustomLayout {
-        q: vec![Runs::counting(0, 4), Runs::counting(4, 4)],
-        kv: vec![Runs::counting(4, 4), Runs::counting(0, 4)],
+    let zigzag: Runs = [0, 1, 6, 7].into_iter().collect();
+    let equal = |_| zigzag.clone();
+    let other = |side| match side {
+        Side::Q => Runs::counting(0, 4),
+        Side::Kv => Runs::counting(4, 4),
     };
-    let custom = Layout::Custom(std::sync::Arc::new(custom));
     let batch = Batch { kv_segment_ids: zeros(2, 4), ..Batch::default() };
-    assert_eq!(batch.validate_layout(&DIMS, &Layout::Zigzag, 1, 2), Ok(()));
+    assert_eq!(batch.validate_rows(equal), Ok(()));
     assert!(matches!(
-        batch.validate_layout(&DIMS, &custom, 1, 2),
+        batch.validate_rows(other),
         Err(Error::InvalidArgument { argument, .. }) if argument == "kv_segment_ids"
     ));
     let both = Batch { q_segment_ids: zeros(2, 4), ..batch };
-    assert_eq!(both.validate_layout(&DIMS, &custom, 1, 2), Ok(()));
+    assert_eq!(both.validate_rows(other), Ok(()));
 }
 
 #[test]
@@ -200,9 +200,8 @@ fn runs_are_counted_as_shards_compress_them() {
             ..Batch::default()
         };
         let dims = Dims::new(1, ids.len(), 1, 1);
-        let layout = crate::Layout::Contiguous;
-        let (alignment, side) = (crate::Alignment::TopLeft, crate::Side::Q);
-        let shard = crate::Shard::local(&dims, alignment, &layout, side, 0, 1, &batch);
+        let rows = Runs::counting(0, ids.len() as u64);
+        let shard = crate::Shard::of_rows(&dims, crate::Alignment::TopLeft, Side::Q, rows, &batch);
         let runs = shard.segments[0].runs().len() as u64;
         assert_eq!(batch.planning_bytes(), runs * PLANNING_BYTES_PER_RUN, "{ids:?}");
     }

@@ -3,7 +3,6 @@ use std::collections::BTreeSet;
 use proptest::prelude::*;
 
 use super::*;
-use crate::Layout;
 
 /// A partial result as text, which shows the grouping and the order of its terms.
 type Term = Option<String>;
@@ -57,7 +56,7 @@ proptest! {
     }
 
     #[test]
-    fn layouts_cut_at_leaves_execute_the_same_tree(
+    fn shards_of_leaves_execute_the_same_tree(
         leaves in 0usize..60,
         rest in 0usize..8,
         ranks in 1usize..17,
@@ -66,10 +65,13 @@ proptest! {
         let len = leaves * ROWS as usize + rest;
         let all: BTreeSet<u64> = (0..(len as u64).div_ceil(ROWS)).collect();
         let want = node(&all, 6, 0);
-        for layout in [Layout::Contiguous, Layout::Zigzag, Layout::Striped] {
-            let layout = layout.at_leaves(ROWS);
-            layout.validate(len, len, ranks).unwrap();
-            let shard = |rank| layout.shard(crate::Side::Kv, len, rank, ranks);
+        // of contiguous and of strided leaves
+        for is_strided in [false, true] {
+            let owner = |leaf: usize| if is_strided { leaf % ranks } else { leaf * ranks / all.len() };
+            let shard = |rank| -> Runs {
+                let own = (0..len).filter(|row| owner(row / ROWS as usize) == rank);
+                own.map(|row| row as i64).collect()
+            };
             for rank in 0..ranks {
                 let mut arrivals = Vec::new();
                 for step in 0..ranks {
@@ -77,7 +79,7 @@ proptest! {
                     leaves_of(&rows, &RowSet::all(rows.len()), ROWS, |leaf| arrivals.push(leaf));
                 }
                 let merges = LeafMerges::of_arrivals(arrivals).unwrap();
-                prop_assert_eq!(&execute(&merges), &want, "{:?} rank {}", layout, rank);
+                prop_assert_eq!(&execute(&merges), &want, "{} rank {}", is_strided, rank);
             }
         }
     }
@@ -119,9 +121,8 @@ fn a_leaf_in_pieces_is_one_leaf_and_a_second_arrival_is_an_error() {
 
 #[test]
 fn leaves_follow_from_local_rows() {
-    let rows = Layout::Zigzag.at_leaves(8).shard(crate::Side::Kv, 50, 0, 2);
-    // 7 leaves in 4 chunks: 0..1, 1..3, 3..5, 5..7
-    assert_eq!(rows.iter().collect::<Vec<_>>(), (0..8).chain(40..50).collect::<Vec<_>>());
+    // of a zigzag layout over two ranks: leaves 0, 5 and 6
+    let rows: Runs = (0..8).chain(40..50).collect();
     let leaves = |set: RowSet| {
         let mut leaves = Vec::new();
         leaves_of(&rows, &set, 8, |leaf| leaves.push(leaf));

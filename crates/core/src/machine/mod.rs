@@ -1,50 +1,29 @@
 //! A machine as data, and the time that a strategy takes on it.
 //!
-//! A [`Machine`] has the figures of its links, its ranks and their memory. [`Prediction`] executes
-//! the steps of a plan on these figures, without running a pass:
-//!
-//! ```text
-//! ring step   post blocks of later steps, compute the tiles, wait for the block of the next step
-//! tiles       FLOPs / rate
-//! message     latency + bytes / bandwidth; messages of a step share ports and networks of nodes
-//! overlap     share of the bandwidth that messages have while tiles are computed
-//! overhead    tiles are delayed by each byte that the rank sends or receives in their step
-//! transfer    begins when both ends have posted it: blocks up to `receive_ahead` steps ahead, if
-//!             there is a buffer; messages of an exchange when both have reached its round
-//! agreement   all-gather before and after a pass: ⌈log₂ ranks⌉ short messages, one after another
-//! merge       bytes of the partial results of each key column / rate; that of a part overlaps the
-//!             message of the next
-//! ```
-//! The time of a pass beyond the tiles and merges of the rank that has the most of them is exposed.
-//! The prologue and the epilogue of a pass are not modelled.
+//! A [`Machine`] has latency and bandwidth of its two kinds of links, and the rates and the memory
+//! of its ranks. [`Prediction`] adds up the messages and the tiles of each rank (`prediction.rs`),
+//! and [`Machine::token`] those of a token of a KV cache (`token.rs`).
 //!
 //! # Source
-//! The latency-bandwidth model: Hockney 1994, The communication challenge for MPI. The overhead of
-//! a byte is O of LogGOPS (Hoefler et al. 2010). The selection of a division by its predicted time
-//! is that of COSMA (Kwasniewski et al. 2019), applied to attention.
+//! The latency-bandwidth model: Hockney 1994, The communication challenge for MPI. The selection of
+//! a division by its predicted time is that of COSMA (Kwasniewski et al. 2019), applied to
+//! attention.
 
-mod choice;
-mod exchange_rounds;
-mod execution;
-mod large_plan;
-mod mean_steps;
 mod network;
-mod pace;
 mod prediction;
-mod ring_steps;
-mod steps;
 #[cfg(test)]
 mod tests;
-mod timed_step;
 mod token;
 
-pub use choice::Comparison;
-pub(crate) use exchange_rounds::{ExchangeRounds, Exchanged, agreement};
-pub use prediction::{LinkBytes, PassTime, Prediction};
-pub(crate) use steps::{MOST_STEPPED_RANKS, pair_seconds};
+pub use prediction::Prediction;
 pub use token::{CacheShards, TokenPrediction, TokenTraffic};
 
-use crate::{DType, Error, Fingerprint, Placement, Result};
+use crate::{
+    dtype::DType,
+    error::{Error, Result},
+    fingerprint::Fingerprint,
+    placement::Placement,
+};
 
 /// Figures of a machine: links, compute rates and memory of its ranks.
 ///
@@ -55,12 +34,9 @@ use crate::{DType, Error, Fingerprint, Placement, Result};
 ///
 /// let machine = Machine {
 ///     ranks_per_node: 4,
-///     inside_node: Some(Link { latency: 2e-6, bandwidth: 2e10, is_full_duplex: true }),
-///     between_nodes: Some(Link { latency: 5e-6, bandwidth: 1.25e10, is_full_duplex: true }),
+///     inside_node: Some(Link { latency: 2e-6, bandwidth: 2e10 }),
+///     between_nodes: Some(Link { latency: 5e-6, bandwidth: 1.25e10 }),
 ///     node_bandwidth: Some(1.25e10),
-///     message_overhead: 0.0,
-///     overlap: 1.0,
-///     merge_bandwidth: Some(4e9),
 ///     rates: vec![ComputeRate {
 ///         dtype: DType::F32,
 ///         head_dim: 64,
@@ -84,19 +60,9 @@ pub struct Machine {
     pub inside_node: Option<Link>,
     /// Link between two ranks of different nodes; `None` if there is one node.
     pub between_nodes: Option<Link>,
-    /// Bytes per second that all ranks of a node together send to other nodes, in one direction;
-    /// `None` if there is one node.
+    /// Bytes per second that all ranks of a node together send to other nodes, while they receive
+    /// as many; `None` if there is one node.
     pub node_bandwidth: Option<f64>,
-    /// Seconds by which each byte that a rank sends or receives delays the tiles that it computes
-    /// meanwhile, at least 0: copies and the network stack use the same cores.
-    pub message_overhead: f64,
-    /// Share of the bandwidth of its link that a message has while its sender or its receiver
-    /// computes tiles, 0 to 1: ranks move messages between tiles, and not at all while another
-    /// process has their core.
-    pub overlap: f64,
-    /// Bytes per second of partial results of key columns that a rank merges, in the accumulator's
-    /// type; `None` if that is not known, and merges take no time.
-    pub merge_bandwidth: Option<f64>,
     /// Compute rates, at least one.
     pub rates: Vec<ComputeRate>,
     /// Memory of a rank in bytes, at least 1.
@@ -108,11 +74,8 @@ pub struct Machine {
 pub struct Link {
     /// Seconds from the post of a short message to its arrival, above 0.
     pub latency: f64,
-    /// Bytes per second that a rank sends in one direction, above 0.
+    /// Bytes per second that a rank sends while it receives as many, above 0.
     pub bandwidth: f64,
-    /// True if a rank sends and receives at the full bandwidth at the same time. Otherwise both
-    /// directions share it.
-    pub is_full_duplex: bool,
 }
 
 /// Rate of the tiles of one rank while all ranks of its node compute.
@@ -156,7 +119,7 @@ impl Machine {
         };
         at_least_1("ranks_per_node", *ranks_per_node as u64)?;
         for (name, link) in [("inside_node", inside_node), ("between_nodes", between_nodes)] {
-            if let Some(Link { latency, bandwidth, .. }) = link {
+            if let Some(Link { latency, bandwidth }) = link {
                 above_0(&format!("{name}.latency"), *latency)?;
                 above_0(&format!("{name}.bandwidth"), *bandwidth)?;
             }
@@ -178,16 +141,6 @@ impl Machine {
                 };
                 return Err(Error::invalid("node_bandwidth", got, want));
             }
-        }
-        if !(self.message_overhead.is_finite() && self.message_overhead >= 0.0) {
-            let want = "a finite number of at least 0";
-            return Err(Error::invalid("message_overhead", self.message_overhead, want));
-        }
-        if !(0.0..=1.0).contains(&self.overlap) {
-            return Err(Error::invalid("overlap", self.overlap, "0 to 1"));
-        }
-        if let Some(bandwidth) = self.merge_bandwidth {
-            above_0("merge_bandwidth", bandwidth)?;
         }
         if self.rates.is_empty() {
             return Err(Error::invalid("rates", "none", "at least one"));
@@ -222,18 +175,14 @@ impl Machine {
     /// Returns a digest of all figures, by which ranks compare their machines.
     pub fn fingerprint(&self) -> u64 {
         let link = |into: Fingerprint, link: &Option<Link>| match link {
-            Some(link) => into
-                .number(1)
-                .number(link.latency.to_bits())
-                .number(link.bandwidth.to_bits())
-                .number(u64::from(link.is_full_duplex)),
+            Some(link) => {
+                into.number(1).number(link.latency.to_bits()).number(link.bandwidth.to_bits())
+            }
             None => into.number(0),
         };
         let into = Fingerprint::new().number(self.ranks_per_node as u64).number(self.memory);
         let into = link(link(into, &self.inside_node), &self.between_nodes);
         let into = into.optional(self.node_bandwidth.map(f64::to_bits));
-        let into = into.number(self.message_overhead.to_bits()).number(self.overlap.to_bits());
-        let into = into.optional(self.merge_bandwidth.map(f64::to_bits));
         let rate = |into: Fingerprint, rate: &ComputeRate| {
             into.text(rate.dtype.name())
                 .number(rate.head_dim as u64)
@@ -243,23 +192,6 @@ impl Machine {
                 .optional(rate.token.map(|token| token.further_heads.to_bits()))
         };
         self.rates.iter().fold(into.number(self.rates.len() as u64), rate).finish()
-    }
-
-    /// Returns the seconds in which all of `ranks` ranks agree: ⌈log₂ ranks⌉ short messages, one
-    /// after another. A node has at most `node_ranks` of them.
-    pub(crate) fn agreement_seconds(&self, ranks: usize, node_ranks: usize) -> f64 {
-        let latency = |link: Option<Link>| link.map_or(0.0, |link| link.latency);
-        let inside = latency(self.inside_node.filter(|_| node_ranks > 1));
-        let between = latency(self.between_nodes.filter(|_| node_ranks < ranks));
-        f64::from(ranks.next_power_of_two().ilog2()) * inside.max(between)
-    }
-
-    /// Returns the most ranks of a node, of `ranks` ranks that are placed as
-    /// [`Machine::nodes`] places them.
-    pub(crate) fn node_ranks(&self, ranks: usize, placement: Option<&Placement>) -> usize {
-        let mut nodes = self.nodes(ranks, placement);
-        nodes.sort_unstable();
-        nodes.chunk_by(|a, b| a == b).map(<[usize]>::len).max().unwrap_or(1)
     }
 
     /// Returns the node of each of `ranks` ranks: by `placement` if it is of as many ranks, else by

@@ -1,23 +1,7 @@
-//! Messages of one step over the links of a machine.
+//! Messages of a phase of a pass over the links of a machine.
 
-use super::{Link, LinkBytes, Machine, pace::Pace};
-use crate::{Error, Result};
-
-/// A message between two ranks.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Transfer {
-    pub(super) from: usize,
-    pub(super) to: usize,
-    pub(super) bytes: f64,
-    pub(super) pace: Pace,
-}
-
-impl Transfer {
-    /// Creates a message that begins and ends in its step.
-    pub(super) const fn in_step(from: usize, to: usize, bytes: f64) -> Self {
-        Self { from, to, bytes, pace: Pace::InStep }
-    }
-}
+use super::{Link, Machine};
+use crate::error::{Error, Result};
 
 /// Links between the ranks of a plan, in the order of the caller's numbers.
 pub(super) struct Network<'a> {
@@ -25,15 +9,20 @@ pub(super) struct Network<'a> {
     /// Node of each rank, as a number below the number of nodes.
     nodes: Vec<usize>,
     node_count: usize,
-    /// Ranks of its node that each rank stands for, itself included: they send as much.
-    weights: Vec<f64>,
 }
 
-/// Bytes that ranks and nodes send and receive in one step, `[sent, received]`.
-struct Loads {
-    inside: Vec<[f64; 2]>,
-    between: Vec<[f64; 2]>,
-    of_node: Vec<[f64; 2]>,
+/// Kinds of links: 0 inside a node, 1 between nodes.
+const LINKS: [usize; 2] = [0, 1];
+
+/// Messages of a phase, by rank and kind of link.
+pub(super) struct Loads<'a> {
+    network: &'a Network<'a>,
+    /// Messages that each rank receives and whose latency it waits for.
+    messages: Vec<[u32; 2]>,
+    /// Bytes `[sent, received]`.
+    bytes: Vec<[[f64; 2]; 2]>,
+    /// Bytes that leave and enter each node.
+    of_nodes: Vec<[f64; 2]>,
 }
 
 impl<'a> Network<'a> {
@@ -58,138 +47,90 @@ impl<'a> Network<'a> {
             return lacks("inside_node");
         }
         let number = |node: &usize| names.binary_search(node).unwrap_or(0);
-        let nodes = nodes.iter().map(number).collect();
-        Ok(Self { machine, nodes, node_count: names.len(), weights: vec![1.0; ranks] })
+        Ok(Self { machine, nodes: nodes.iter().map(number).collect(), node_count: names.len() })
     }
 
-    /// Returns the network of some `ranks`, each of which stands for `weights` ranks of its node.
-    pub(super) fn of_some(&self, ranks: &[usize], weights: Vec<f64>) -> Self {
-        let Self { machine, ref nodes, node_count, .. } = *self;
-        Self {
-            machine,
-            nodes: ranks.iter().map(|&rank| nodes[rank]).collect(),
-            node_count,
-            weights,
-        }
-    }
-
-    /// Returns the node of a rank.
-    pub(super) fn node(&self, rank: usize) -> usize {
-        self.nodes[rank]
-    }
-
-    /// Returns the most ranks of a node.
-    pub(super) fn node_ranks(&self) -> usize {
-        self.ranks_of_nodes().into_iter().max().unwrap_or(1)
-    }
-
-    fn ranks_of_nodes(&self) -> Vec<usize> {
-        let mut counts = vec![0; self.node_count];
-        self.nodes.iter().for_each(|&node| counts[node] += 1);
-        counts
+    /// Returns the seconds of the agreements before and after a pass: ⌈log₂ ranks⌉ short messages,
+    /// one after another, in each.
+    pub(super) fn agreements(&self) -> f64 {
+        let latency = |link: Option<Link>| link.map_or(0.0, |link| link.latency);
+        let Machine { inside_node, between_nodes, .. } = *self.machine;
+        let inside = latency(inside_node.filter(|_| self.node_count < self.nodes.len()));
+        let between = latency(between_nodes.filter(|_| self.node_count > 1));
+        2.0 * f64::from(self.nodes.len().next_power_of_two().ilog2()) * inside.max(between)
     }
 
     /// Returns the seconds in which every rank sends so many bytes to each other rank, all messages
-    /// at the same time: those of [`Network::seconds`], without a list of them.
-    pub(super) fn all_gather_seconds(&self, bytes: f64) -> f64 {
-        let ranks = self.nodes.len();
-        let seconds = |is_inside: bool, peers: usize, leaving: usize| {
-            let Some(link) = self.link(is_inside).filter(|_| peers > 0) else { return 0.0 };
-            let both = if link.is_full_duplex { 1.0 } else { 2.0 };
-            let of_rank = both * bytes * peers as f64 / link.bandwidth;
-            let of_node = self.machine.node_bandwidth.filter(|_| leaving > 0);
-            let of_node = of_node.map_or(0.0, |of| both * bytes * leaving as f64 / of);
-            link.latency + of_rank.max(of_node)
-        };
+    /// at the same time.
+    pub(super) fn all_gather(&self, bytes: f64) -> f64 {
+        let mut counts = vec![0; self.node_count];
+        self.nodes.iter().for_each(|&node| counts[node] += 1);
         let of_node = |count: usize| {
-            let others = ranks - count;
-            seconds(true, count - 1, 0).max(seconds(false, others, count * others))
+            let [peers, others] = [count - 1, self.nodes.len() - count].map(|ranks| ranks as f64);
+            let inside = self.seconds(0, peers.min(1.0), bytes * peers, 0.0);
+            let leaving = count as f64 * bytes * others;
+            inside.max(self.seconds(1, others.min(1.0), bytes * others, leaving))
         };
-        self.ranks_of_nodes().into_iter().map(of_node).fold(0.0, f64::max)
+        counts.into_iter().map(of_node).fold(0.0, f64::max)
     }
 
-    /// Returns true if both ranks are on one node.
-    pub(super) fn is_inside(&self, from: usize, to: usize) -> bool {
-        self.nodes[from] == self.nodes[to]
-    }
-
-    fn link(&self, inside: bool) -> Option<&Link> {
-        let Machine { inside_node, between_nodes, .. } = self.machine;
-        if inside { inside_node.as_ref() } else { between_nodes.as_ref() }
-    }
-
-    /// Returns the share of the bandwidth that a message has under tiles ([`Machine::overlap`]).
-    pub(super) const fn overlap(&self) -> f64 {
-        self.machine.overlap
-    }
-
-    /// Adds the bytes of a message to those of its link.
-    pub(super) fn count(&self, transfer: &Transfer, into: &mut LinkBytes) {
-        let of_link = if self.is_inside(transfer.from, transfer.to) {
-            &mut into.inside_node
-        } else {
-            &mut into.between_nodes
+    /// Returns the seconds of the messages of a rank over a kind of link: latency · messages +
+    /// bytes / bandwidth, or as long as its node takes for the bytes of all its ranks.
+    fn seconds(&self, link: usize, messages: f64, bytes: f64, of_node: f64) -> f64 {
+        let Machine { inside_node, between_nodes, node_bandwidth, .. } = *self.machine;
+        let Some(Link { latency, bandwidth }) = [inside_node, between_nodes][link] else {
+            return 0.0;
         };
-        *of_link += transfer.bytes;
+        let of_node = node_bandwidth.map_or(0.0, |of| of_node / of);
+        latency * messages + (bytes / bandwidth).max(of_node)
     }
 
-    /// Returns the seconds by which the messages of a step delay the tiles of each rank.
-    pub(super) fn delays(&self, transfers: &[Transfer]) -> Vec<f64> {
-        let mut delays = vec![0.0; self.nodes.len()];
-        for transfer in transfers {
-            let seconds = transfer.bytes * self.machine.message_overhead;
-            delays[transfer.from] += seconds;
-            delays[transfer.to] += seconds;
-        }
-        delays
+    /// Returns the kind of the link between two ranks: 0 inside a node, 1 between nodes.
+    pub(super) fn link(&self, [from, to]: [usize; 2]) -> usize {
+        usize::from(self.nodes[from] != self.nodes[to])
     }
 
-    /// Returns latency and seconds of the bytes of each message, if all move at the same time.
-    ///
-    /// All messages of a rank in one direction over one kind of link share its bandwidth, as do
-    /// both directions of a link that is not full duplex, and all messages that leave or enter a
-    /// node.
-    pub(super) fn seconds(&self, transfers: &[Transfer]) -> Vec<[f64; 2]> {
-        let loads = self.loads(transfers);
-        transfers.iter().map(|transfer| self.seconds_of(transfer, &loads)).collect()
-    }
-
-    fn loads(&self, transfers: &[Transfer]) -> Loads {
+    /// Returns the loads of no message.
+    pub(super) fn loads(&'a self) -> Loads<'a> {
         let ranks = self.nodes.len();
-        let mut loads = Loads {
-            inside: vec![[0.0; 2]; ranks],
-            between: vec![[0.0; 2]; ranks],
-            of_node: vec![[0.0; 2]; self.node_count],
-        };
-        for &Transfer { from, to, bytes, .. } in transfers {
-            let ports = if self.is_inside(from, to) {
-                &mut loads.inside
-            } else {
-                loads.of_node[self.nodes[from]][0] += bytes * self.weights[from];
-                loads.of_node[self.nodes[to]][1] += bytes * self.weights[to];
-                &mut loads.between
-            };
-            ports[from][0] += bytes;
-            ports[to][1] += bytes;
+        Loads {
+            network: self,
+            messages: vec![[0; 2]; ranks],
+            bytes: vec![[[0.0; 2]; 2]; ranks],
+            of_nodes: vec![[0.0; 2]; self.node_count],
         }
-        loads
+    }
+}
+
+impl Loads<'_> {
+    /// Adds a message. The receiver waits for its latency, unless other messages hide it.
+    pub(super) fn add(&mut self, [from, to]: [usize; 2], bytes: f64, waits: bool) {
+        let link = self.network.link([from, to]);
+        self.messages[to][link] += u32::from(waits);
+        self.bytes[from][link][0] += bytes;
+        self.bytes[to][link][1] += bytes;
+        if link == 1 {
+            self.of_nodes[self.network.nodes[from]][0] += bytes;
+            self.of_nodes[self.network.nodes[to]][1] += bytes;
+        }
     }
 
-    fn seconds_of(&self, transfer: &Transfer, loads: &Loads) -> [f64; 2] {
-        let Transfer { from, to, .. } = *transfer;
-        let inside = self.is_inside(from, to);
-        let Some(link) = self.link(inside) else { return [0.0; 2] };
-        let ports = if inside { &loads.inside } else { &loads.between };
-        let shared = |[one, other]: [f64; 2]| if link.is_full_duplex { one } else { one + other };
-        let [sent, received] = ports[to];
-        let bytes = shared(ports[from]).max(shared([received, sent]));
-        let mut seconds = bytes / link.bandwidth;
-        if let Some(bandwidth) = self.machine.node_bandwidth.filter(|_| !inside) {
-            let leaving = loads.of_node[self.nodes[from]];
-            let [sent, received] = loads.of_node[self.nodes[to]];
-            let bytes = shared(leaving).max(shared([received, sent]));
-            seconds = seconds.max(bytes / bandwidth);
-        }
-        [link.latency, seconds]
+    /// Returns the number of messages that a rank receives and waits for.
+    pub(super) fn messages(&self, rank: usize) -> usize {
+        self.messages[rank].iter().map(|&count| count as usize).sum()
+    }
+
+    /// Returns the seconds of the messages of a rank over each kind of link, of the direction with
+    /// more bytes.
+    pub(super) fn seconds(&self, rank: usize) -> [f64; 2] {
+        let larger = |[sent, received]: [f64; 2]| sent.max(received);
+        LINKS.map(|link| {
+            let messages = self.messages[rank][link] as f64;
+            let bytes = larger(self.bytes[rank][link]);
+            let is_shared = link == 1 && bytes > 0.0;
+            let of_node =
+                if is_shared { larger(self.of_nodes[self.network.nodes[rank]]) } else { 0.0 };
+            self.network.seconds(link, messages, bytes, of_node)
+        })
     }
 }

@@ -15,8 +15,14 @@
 
 use std::ops::Range;
 
-use super::{ComputeRate, Machine, TokenRate, network::Network, timed_step::PairSeconds};
-use crate::{Error, KeyIntervals, Placement, Result, Spec, mask::Query};
+use super::{Machine, TokenRate, network::Network, prediction::forward_seconds};
+use crate::{
+    error::{Error, Result},
+    key_intervals::KeyIntervals,
+    mask::Query,
+    placement::Placement,
+    spec::Spec,
+};
 
 /// Ranks and pages of a KV cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -144,10 +150,7 @@ impl Machine {
         self.check()?;
         let traffic = shards.traffic(spec)?;
         let rate = self.rate(spec.dtype, spec.dims.head_dim)?;
-        let seconds = |pairs: u128, forward: f64| {
-            let rate = ComputeRate { forward, ..rate };
-            pairs as f64 * PairSeconds::new(spec, &rate).forward_pass()
-        };
+        let seconds = |pairs: u128, forward: f64| pairs as f64 * forward_seconds(spec, forward);
         let tiles = match rate.token {
             Some(TokenRate { bandwidth, further_heads }) => {
                 traffic.read as f64 / bandwidth + seconds(traffic.further_pairs, further_heads)
@@ -155,8 +158,7 @@ impl Machine {
             None => seconds(traffic.pairs, rate.forward),
         };
         let network = Network::new(self, &self.nodes(shards.ranks, shards.placement))?;
-        let agreement = self.agreement_seconds(shards.ranks, network.node_ranks());
-        let exposed = network.all_gather_seconds(traffic.result as f64) + 2.0 * agreement;
+        let exposed = network.all_gather(traffic.result as f64) + network.agreements();
         let reads_are_assumed = rate.token.is_none();
         Ok(TokenPrediction { seconds: tiles + exposed, tiles, exposed, reads_are_assumed })
     }

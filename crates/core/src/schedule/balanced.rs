@@ -20,7 +20,7 @@
 use std::{ops::Range, sync::Arc};
 
 use super::{
-    Choice, Order, Route,
+    Choice, Route,
     document_deal::DocumentDeal,
     document_ends::DocumentEnds,
     query_work::{QueryWork, UnitWork},
@@ -28,7 +28,7 @@ use super::{
     tile_order::{TILE_ROWS, first_rows_apart, tile_order},
 };
 use crate::{
-    Batch, CustomLayout, Layout, NeedsIndex, Result, RingShards, Run, Runs, Side, Spec,
+    Batch, CustomLayout, Layout, NeedsIndex, Order, Result, RingShards, Run, Runs, Side, Spec,
     layout::check_ranks, memory,
 };
 

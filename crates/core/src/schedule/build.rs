@@ -49,14 +49,14 @@ impl Step {
 }
 
 /// A message between two ranks.
-pub(super) struct Sent<'a> {
-    pub(super) step: usize,
-    pub(super) from: usize,
-    pub(super) to: usize,
-    pub(super) channel: Channel,
-    pub(super) owner: usize,
+pub(crate) struct Sent<'a> {
+    pub(crate) step: usize,
+    pub(crate) from: usize,
+    pub(crate) to: usize,
+    pub(crate) channel: Channel,
+    pub(crate) owner: usize,
     /// At least one.
-    pub(super) rows: &'a RowSet,
+    pub(crate) rows: &'a RowSet,
 }
 
 /// Path of one owner's rows over all ranks. Entry t of each list belongs to the rank that computes

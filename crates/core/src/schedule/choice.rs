@@ -1,8 +1,8 @@
 //! The automatic choice of layout, route and ring order: first balanced work, then the fewest
 //! bytes, then the fewest hops between nodes.
 
-use super::{Order, Placement, Route, Work, ring_traffic::estimated_block_rows, work::stride};
-use crate::{Layout, NeedsIndex, RingShards, Spec};
+use super::{Route, Work, ring_traffic::estimated_block_rows, work::stride};
+use crate::{Layout, NeedsIndex, Order, Placement, RingShards, Spec};
 
 /// Layout, route and ring order of a plan.
 #[derive(Debug, Clone, PartialEq, Eq)]

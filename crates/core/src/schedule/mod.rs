@@ -59,7 +59,6 @@ mod check;
 mod choice;
 mod document_deal;
 mod document_ends;
-mod placement;
 mod query_work;
 mod rank_schedule;
 mod ring_traffic;
@@ -74,7 +73,6 @@ mod work;
 
 pub(crate) use balanced::BALANCED;
 pub use choice::Choice;
-pub use placement::{Order, Placement};
 pub use rank_schedule::RankSchedule;
 pub use ring_traffic::RingTraffic;
 pub use route::Route;

@@ -5,7 +5,10 @@
 
 use std::ops::Range;
 
-use super::{RankSchedule, Route, Traffic, build::BlockPath};
+use super::{
+    RankSchedule, Route, Traffic,
+    build::{BlockPath, Sent},
+};
 use crate::{
     Channel, Error, NeedsIndex, Result,
     needs::{BatchNeeds, KeyIndex},
@@ -27,18 +30,28 @@ impl RingTraffic {
     /// Sums the messages of [`Schedule::build`](super::Schedule::build) with gradients. Calls `tick`
     /// after each owner.
     pub fn of(needs: &NeedsIndex<'_>, route: Route, tick: &mut dyn FnMut()) -> Self {
+        let mut of_rank = vec![Traffic::default(); needs.ranks()];
+        let mut is_hop = vec![false; needs.ranks()];
+        Self::for_each_message(needs, route, tick, |sent| {
+            of_rank[sent.from].add(sent.channel, sent.rows);
+            is_hop[sent.step] |= sent.channel == Channel::Kv;
+        });
+        Self { of_rank, hops: is_hop.into_iter().filter(|&is_hop| is_hop).count() }
+    }
+
+    /// Calls `found` with every message of [`RingTraffic::of`].
+    pub(crate) fn for_each_message(
+        needs: &NeedsIndex<'_>,
+        route: Route,
+        tick: &mut dyn FnMut(),
+        mut found: impl FnMut(Sent<'_>),
+    ) {
         let ranks = needs.ranks();
-        let mut of_rank = vec![Traffic::default(); ranks];
-        let mut is_hop = vec![false; ranks];
         for owner in 0..ranks {
             let path = BlockPath::new(ranks, route, owner, |user| needs.rows(user, owner));
-            path.for_each_message(true, |sent| {
-                of_rank[sent.from].add(sent.channel, sent.rows);
-                is_hop[sent.step] |= sent.channel == Channel::Kv;
-            });
+            path.for_each_message(true, &mut found);
             tick();
         }
-        Self { of_rank, hops: is_hop.into_iter().filter(|&is_hop| is_hop).count() }
     }
 
     /// Checks that messages are summed over at most [`RingTraffic::MOST_RANKS`] ranks.

@@ -2,7 +2,7 @@
 
 use super::Route;
 use crate::{
-    Dims, Layout, Mask, RingShards, Run, Spec,
+    Dims, Mask, RingShards, Run, Spec,
     mask::Band,
     needs::{ConsecutiveKeys, DistinctMasks, KeyIndex, SegmentNumbers, StridedRows, ascending},
 };
@@ -65,35 +65,12 @@ impl Work {
         Self { pairs }
     }
 
-    /// As [`Work::of`], but estimated as [`WorkMatrix::estimate`] is.
+    /// As [`Work::of`], but estimated from at most [`Work::SAMPLES`] queries at equal distances, each
+    /// of which represents the queries up to the next.
     pub(crate) fn estimate(spec: &Spec, shards: &RingShards, tick: &mut dyn FnMut()) -> Self {
         let stride = stride(spec, Work::SAMPLES);
         let Dims { q_heads, batch, .. } = spec.dims;
         Self::of_sampled_queries(spec.mask.as_ref(), q_heads, batch, shards, stride, tick)
-    }
-
-    /// Counts the pairs of all queries and keys of `spec` without a batch; `None` if they have no
-    /// closed form.
-    pub(crate) fn closed_form_total(spec: &Spec) -> Option<u128> {
-        let shards = RingShards::plain(&spec.dims, spec.alignment, &Layout::Contiguous, 1);
-        let mask = &*spec.mask;
-        let distinct = DistinctMasks::new(mask, spec.dims.q_heads, spec.dims.batch, &shards);
-        let mut pairs = 0;
-        for batch in distinct.batches() {
-            let mut segments = SegmentNumbers::new(&shards);
-            let keys = KeyIndex::of_all_ranks(&shards, batch, &mut segments);
-            for rows in shards.q.iter().flat_map(|shard| segments.query_rows(shard, batch)) {
-                for head in distinct.heads() {
-                    pairs += closed_form(
-                        &mask.band(batch, head)?,
-                        &keys,
-                        rows.segment,
-                        &rows.positions,
-                    )?;
-                }
-            }
-        }
-        Some(pairs * u128::from(distinct.repeats()))
     }
 
     /// Returns the pairs of one rank's queries; 0 if it is outside the ring.
@@ -245,25 +222,6 @@ impl WorkMatrix {
     /// Counts the pairs as [`Work::of`]. The time is O(ranks² · runs of a rank) for masks with a
     /// [`Band`] over runs of consecutive keys, and O(rows · ranks) for others.
     pub fn of(mask: &dyn Mask, heads: usize, batch: usize, shards: &RingShards) -> Self {
-        Self::of_sampled_queries(mask, heads, batch, shards, 1, &mut || ())
-    }
-
-    /// As [`WorkMatrix::of`], but estimated: from at most [`Work::SAMPLES`] queries at
-    /// equal distances, each of which represents the queries up to the next.
-    pub(crate) fn estimate(spec: &Spec, shards: &RingShards, tick: &mut dyn FnMut()) -> Self {
-        let stride = stride(spec, Work::SAMPLES);
-        let Dims { q_heads, batch, .. } = spec.dims;
-        Self::of_sampled_queries(spec.mask.as_ref(), q_heads, batch, shards, stride, tick)
-    }
-
-    fn of_sampled_queries(
-        mask: &dyn Mask,
-        heads: usize,
-        batch: usize,
-        shards: &RingShards,
-        stride: usize,
-        tick: &mut dyn FnMut(),
-    ) -> Self {
         let distinct = DistinctMasks::new(mask, heads, batch, shards);
         let repeats = u128::from(distinct.repeats());
         let mut pairs = vec![vec![0u128; shards.kv.len()]; shards.q.len()];
@@ -279,16 +237,14 @@ impl WorkMatrix {
                             }
                             continue;
                         }
-                        for index in (0..rows.count).step_by(stride) {
-                            let queries = u128::from((rows.count - index).min(stride as u64));
+                        for index in 0..rows.count {
                             let bound = mask.bound(&rows.query(batch, head, index));
                             keys.count_by_rank(rows.segment, bound.ranges(), |owner, keys| {
-                                pairs[owner] += u128::from(keys) * queries * repeats;
+                                pairs[owner] += u128::from(keys) * repeats;
                             });
                         }
                     }
                 }
-                tick();
             }
         }
         Self { pairs }

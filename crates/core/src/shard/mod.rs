@@ -1,6 +1,6 @@
 //! One rank's rows of one side: row numbers, positions and segment ids, as arithmetic runs.
 //!
-//! A shard is computed from the layout and the rank's part of the batch. For row i:
+//! A shard is computed from the numbers of its rows and their part of the batch. For row i:
 //!
 //! ```text
 //! position     explicit positions    as given
@@ -13,13 +13,11 @@
 
 mod encoding;
 mod packing;
-#[cfg(test)]
-mod tests;
 
 use ndarray::Array2;
 use packing::{PackedRows, PackedSequences};
 
-use crate::{Alignment, Batch, Dims, Layout, Result, RowSet, Rows, Run, Runs, Side};
+use crate::{Alignment, Batch, Dims, Result, RowSet, Rows, Run, Runs, Side};
 
 /// One rank's rows of one side, in compact form. Every list has one number per row, in local order.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -34,32 +32,21 @@ pub struct Shard {
 }
 
 impl Shard {
-    /// Computes shard `rank` of `layout` from its owner's part of the batch.
+    /// Computes the shard of these row numbers from their part of the batch.
     ///
-    /// Dims, layout and batch must have been validated, the batch also by
-    /// [`Batch::validate_layout`].
-    pub fn local(
+    /// Dims and batch must have been validated, the batch also by [`Batch::validate_rows`].
+    pub fn of_rows(
         dims: &Dims,
         alignment: Alignment,
-        layout: &Layout,
         side: Side,
-        rank: usize,
-        ranks: usize,
+        rows: Runs,
         batch: &Batch,
     ) -> Self {
-        let (len, ids, explicit) = match side {
-            Side::Q => (
-                dims.q_len,
-                batch.q_segment_ids.as_ref().or(batch.kv_segment_ids.as_ref()),
-                &batch.q_positions,
-            ),
-            Side::Kv => (
-                dims.kv_len,
-                batch.kv_segment_ids.as_ref().or(batch.q_segment_ids.as_ref()),
-                &batch.kv_positions,
-            ),
+        let Batch { q_segment_ids, kv_segment_ids, .. } = batch;
+        let (ids, explicit) = match side {
+            Side::Q => (q_segment_ids.as_ref().or(kv_segment_ids.as_ref()), &batch.q_positions),
+            Side::Kv => (kv_segment_ids.as_ref().or(q_segment_ids.as_ref()), &batch.kv_positions),
         };
-        let rows = layout.shard(side, len, rank, ranks);
         let bottom_right = side == Side::Q && alignment == Alignment::BottomRight;
         if rows.is_empty() {
             // without rows, the lists of all batch rows are equal: one empty list of each kind

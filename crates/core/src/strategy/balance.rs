@@ -58,7 +58,7 @@ impl StrategyTraffic {
         options: &TrafficOptions<'_>,
         tick: &mut dyn FnMut(),
     ) -> Result<f64> {
-        Ok(max_over_mean(&estimated_work(self, spec, options, tick)?))
+        Ok(max_over_mean(&work_of_ranks(self, spec, options, tick)?))
     }
 
     /// Counts the visible pairs that each rank computes, by ring index, as [`Work::of`] does.
@@ -67,7 +67,7 @@ impl StrategyTraffic {
     /// As [`StrategyTraffic::of`].
     pub fn pairs_of_ranks(&self, spec: &Spec, options: &TrafficOptions<'_>) -> Result<Vec<u128>> {
         let groups = self.grid.groups();
-        work_of_ranks(self, spec, |of_member, layout| {
+        each_ring(self, spec, |of_member, layout| {
             let shards = options.shards(of_member, layout, groups)?;
             let Dims { q_heads, batch, .. } = of_member.dims;
             let work = Work::of(&*of_member.mask, q_heads, batch, &shards);
@@ -88,14 +88,14 @@ fn max_over_mean(of: &[u128]) -> f64 {
 }
 
 /// Estimates the work of each rank, by ring index, from its rows in few runs.
-fn estimated_work(
+pub(crate) fn work_of_ranks(
     traffic: &StrategyTraffic,
     spec: &Spec,
     options: &TrafficOptions<'_>,
     tick: &mut dyn FnMut(),
 ) -> Result<Vec<u128>> {
     let groups = traffic.grid.groups();
-    work_of_ranks(traffic, spec, |of_member, layout| {
+    each_ring(traffic, spec, |of_member, layout| {
         let layout = in_few_runs(layout, options.sequences());
         let work = Work::estimate(of_member, &options.shards(of_member, &layout, groups)?, tick);
         Ok((0..groups).map(|group| work.of_rank(group)).collect())
@@ -104,7 +104,7 @@ fn estimated_work(
 
 /// Calls `work` with spec and layout of every ring that differs, for the work of each of its ranks.
 /// Returns the work of all ranks, by ring index.
-fn work_of_ranks(
+fn each_ring(
     traffic: &StrategyTraffic,
     spec: &Spec,
     mut work: impl FnMut(&Spec, &Layout) -> Result<Vec<u128>>,
@@ -114,7 +114,7 @@ fn work_of_ranks(
     let alike = if per_head { 1 } else { grid.head_parts() };
     let mut pairs = vec![0; traffic.ranks()];
     for member in grid.distinct_members(per_head) {
-        let of_member = spec.of_member(grid, member);
+        let of_member = grid.spec_of(spec, member);
         let layout = traffic.layout.of_member(grid, member);
         let work = work(&of_member, layout)?;
         for member in member..member + alike {
@@ -162,7 +162,7 @@ mod tests {
             for traffic in StrategyTraffic::of_all(&spec, ranks, &options, tick)? {
                 let groups = traffic.grid.groups();
                 let mut sent = 0;
-                let want = work_of_ranks(&traffic, &spec, |of_member, layout| {
+                let want = each_ring(&traffic, &spec, |of_member, layout| {
                     let few = in_few_runs(layout, options.sequences());
                     in_blocks += usize::from(matches!(few, Cow::Owned(_)));
                     let shards = options.shards(of_member, layout, groups)?;
@@ -175,7 +175,7 @@ mod tests {
                     let work = Work::of(mask, heads, 1, &shards);
                     Ok((0..groups).map(|group| work.of_rank(group)).collect())
                 })?;
-                let got = estimated_work(&traffic, &spec, &options, tick)?;
+                let got = work_of_ranks(&traffic, &spec, &options, tick)?;
                 let name = format!("{} {:?}", traffic.strategy, spec.mask);
                 // from samples, if there is no closed form
                 let [balance, exact] = [&got, &want].map(|of| max_over_mean(of));

@@ -13,9 +13,10 @@
 //!
 //! Results return by the same segments of rows: those of a query by one from each column.
 
-use super::{GroupLayout, HeadGrid, RowSegment, StrategyTraffic, TrafficOptions, backward_mode};
+use super::{GroupLayout, HeadGrid, StrategyTraffic, TrafficOptions, backward_mode};
 use crate::{
-    BackwardMode, Dims, Error, NeedsIndex, Result, Route, Schedule, Side, Spec, schedule::Violation,
+    BackwardMode, Dims, Error, NeedsIndex, Result, Route, RowSegment, Schedule, Side, Spec,
+    schedule::Violation,
 };
 
 /// Error that [`GroupLayout::check`] finds in a grid and its layouts.
@@ -119,7 +120,7 @@ impl StrategyTraffic {
         let grid = &self.grid;
         self.layout.check(&spec.dims, grid).map_err(Error::internal)?;
         for member in grid.distinct_members(spec.mask.per_head()) {
-            let spec = spec.of_member(grid, member);
+            let spec = grid.spec_of(spec, member);
             let route = self.route(&spec, member, options, tick);
             let layout = self.layout.of_member(grid, member);
             let shards = options.shards(&spec, layout, grid.groups())?;

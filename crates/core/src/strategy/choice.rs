@@ -6,8 +6,8 @@
 //! grid is chosen for documents only if it is balanced, or no less than the ring, to which the
 //! layout was given.
 
-use super::{Bounds, HeadGrid, Strategy, StrategyTraffic, TrafficOptions, best_first};
-use crate::{Error, GroupLayout, Result, RingTraffic, Spec, schedule::BALANCED};
+use super::{HeadGrid, Strategy, StrategyTraffic, TrafficOptions};
+use crate::{Error, GroupLayout, Result, Spec, schedule::BALANCED};
 
 impl StrategyTraffic {
     /// Returns the index of the ring or grid that sends the fewest bytes in all passes, of ties the
@@ -35,49 +35,6 @@ impl StrategyTraffic {
             }
         }
         order.first().copied().ok_or_else(|| Error::invalid("ranks", 0, "at least 1"))
-    }
-
-    /// Returns the traffic of grids of which one is that of [`StrategyTraffic::choose`] among all
-    /// that [`StrategyTraffic::of_all`] returns and `admits` accepts, in its order; and the index
-    /// of this one. Grids of which a lower bound already exceeds the fewest bytes are left out: the
-    /// time is that of a few.
-    ///
-    /// # Errors
-    /// As [`StrategyTraffic::choose`].
-    pub fn of_fewest_bytes(
-        spec: &Spec,
-        ranks: usize,
-        options: &TrafficOptions<'_>,
-        admits: &dyn Fn(&HeadGrid) -> bool,
-        tick: &mut dyn FnMut(),
-    ) -> Result<(Vec<Self>, usize)> {
-        RingTraffic::check_ranks(ranks)?;
-        let mut grids = HeadGrid::candidates(spec, ranks, options.backward);
-        grids.retain(admits);
-        let bounds = Bounds::new(spec, ranks, options);
-        let bounds: Vec<u128> = grids.iter().map(|grid| bounds.bytes(grid)).collect();
-        let mut all: Vec<Option<Self>> = grids.iter().map(|_| None).collect();
-        let mut limit = WorkLimit::new(spec, options);
-        // bytes and index of the best so far: of ties the first, in whatever order they are computed
-        let mut best: Option<(u128, usize)> = None;
-        best_first(&bounds, |index| {
-            let traffic = Self::of(spec, grids[index], options, tick)?;
-            let found = (traffic.total(), index);
-            let is_best = best.is_none_or(|best| found < best) && limit.admits(&traffic, tick)?;
-            all[index] = Some(traffic);
-            if is_best {
-                best = Some(found);
-            }
-            Ok(is_best.then_some(found.0))
-        })?;
-        let computed: Vec<usize> = (0..all.len()).filter(|&index| all[index].is_some()).collect();
-        let all: Vec<Self> = all.into_iter().flatten().collect();
-        let chosen = best.and_then(|(_, index)| computed.binary_search(&index).ok());
-        match chosen {
-            Some(chosen) => Ok((all, chosen)),
-            // none is balanced
-            None => Self::choose(&all, spec, options, tick).map(|chosen| (all, chosen)),
-        }
     }
 }
 

@@ -97,12 +97,6 @@ impl ExchangeFields {
         Self { inputs, outputs }
     }
 
-    /// Returns the outputs of which a rank merges those of all key columns: out and statistics of a
-    /// forward pass, dq of a backward pass.
-    pub(crate) fn partial(&self, is_forward: bool) -> &[HeadField] {
-        if is_forward { &self.outputs } else { &self.outputs[..1] }
-    }
-
     /// Returns the bytes that a member sends: before the pass its own rows to each other member,
     /// after it to each the rows of that member. `rows` are the query and the key rows of every
     /// member.
@@ -115,30 +109,6 @@ impl ExchangeFields {
                     + Self::bytes_between(&self.outputs, grid, [member, other], of_other)
             })
             .sum()
-    }
-
-    /// Returns [`ExchangeFields::bytes_sent`] of every member, in O(members) time.
-    ///
-    /// Bytes are proportional to rows, so those of all messages after the pass are those of the sum
-    /// of the other members' rows.
-    pub(super) fn bytes_sent_by_members(&self, grid: &HeadGrid, rows: &[[u64; 2]]) -> Vec<u128> {
-        let queries: u64 = rows.iter().map(|of| of[0]).sum();
-        let keys = |column| rows[grid.of_column(column)].iter().map(|of| of[1]).sum();
-        let keys: Vec<u64> = (0..grid.columns()).map(keys).collect();
-        let of_member = |(member, own): (usize, &[u64; 2])| {
-            let others = |side| match side {
-                Side::Q => (rows.len() - 1, queries - own[0]),
-                Side::Kv => (grid.head_parts() - 1, keys[grid.column(member)] - own[1]),
-            };
-            let input = |field: &HeadField| {
-                let (others, _) = others(field.side);
-                field.bytes(grid, own[usize::from(field.side == Side::Kv)]) * others as u128
-            };
-            let output = |field: &HeadField| field.bytes(grid, others(field.side).1);
-            self.inputs.iter().map(input).sum::<u128>()
-                + self.outputs.iter().map(output).sum::<u128>()
-        };
-        rows.iter().enumerate().map(of_member).collect()
     }
 
     /// Returns the bytes of `rows`, query and key rows, of the heads of one member, in a message

@@ -3,7 +3,9 @@
 use std::{borrow::Cow, ops::Range, sync::Arc};
 
 use super::HeadGrid;
-use crate::{Choice, CustomLayout, Dims, Layout, Order, Placement, Run, Runs, Side, Spec, index};
+use crate::{
+    Choice, CustomLayout, Dims, Layout, Order, Placement, RowSegment, Run, Runs, Side, Spec, index,
+};
 
 /// Rows of ranks and of groups.
 ///
@@ -18,16 +20,6 @@ pub struct GroupLayout {
     pub of_columns: Vec<Layout>,
     /// Rank of each ring index.
     pub order: Order,
-}
-
-/// Consecutive local rows of a rank that are consecutive in its group's rows, of keys in those of
-/// its column.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RowSegment {
-    /// Index of the first row in the group's rows.
-    pub first: usize,
-    /// Number of rows.
-    pub count: usize,
 }
 
 impl GroupLayout {
@@ -50,18 +42,9 @@ impl GroupLayout {
             None => Choice::auto(spec, grid.groups() * grid.columns(), None, None, tick).layout,
         };
         let of_ranks = spec.leaf_rows.map_or(chosen.clone(), |rows| chosen.at_leaves(rows));
-        Self::of_grid(&spec.dims, grid, of_ranks, order)
-    }
-
-    fn of_grid(dims: &Dims, grid: &HeadGrid, of_ranks: Layout, order: Order) -> Self {
-        let of_columns = (0..grid.columns()).map(|column| of_column(dims, grid, &of_ranks, column));
+        let columns = 0..grid.columns();
+        let of_columns = columns.map(|column| of_column(&spec.dims, grid, &of_ranks, column));
         Self { of_columns: of_columns.collect(), of_ranks, order }
-    }
-
-    /// Returns the layouts that [`GroupLayout::choose`] chooses for a grid with as many ranks and
-    /// head parts as that of `self`: the layout of ranks depends on nothing else.
-    pub(crate) fn of_same_parts(&self, dims: &Dims, grid: &HeadGrid) -> Self {
-        Self::of_grid(dims, grid, self.of_ranks.clone(), self.order.clone())
     }
 
     /// Returns the layout of the ring of a member of each group, over the groups.

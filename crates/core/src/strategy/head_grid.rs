@@ -129,6 +129,17 @@ impl HeadGrid {
         Ok(())
     }
 
+    /// Returns the spec of what a member of each group computes: its heads, and with several key
+    /// columns the partial results of its column. Sinks are scores of the first column.
+    pub fn spec_of(&self, spec: &Spec, member: usize) -> Spec {
+        let of_heads = spec.of_heads(self.q_heads(member), self.kv_heads(member).len());
+        if self.columns == 1 {
+            return of_heads;
+        }
+        let sinks = of_heads.sinks.filter(|_| self.column(member) == 0);
+        Spec { partial: true, sinks, ..of_heads }
+    }
+
     /// Returns the grids over which `spec` can be divided, by ascending number of key columns, then
     /// of head parts. The first is the ring.
     pub fn candidates(spec: &Spec, ranks: usize, backward: bool) -> Vec<Self> {

@@ -29,7 +29,7 @@ pub(super) fn most_bytes(
         layout.of_columns.iter().filter_map(of_column).max().unwrap_or(0)
     };
     let rows = [most(Side::Q, q_len), most(Side::Kv, kv_len)];
-    let ring = ring_bytes(&spec.of_member(grid, 0), groups, rows, receive_ahead, backward);
+    let ring = ring_bytes(&grid.spec_of(spec, 0), groups, rows, receive_ahead, backward);
     if grid.members() == 1 {
         return ring;
     }

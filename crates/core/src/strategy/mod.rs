@@ -23,13 +23,11 @@
 //! arXiv 2503.15758, and Mesh-Attention 2025, arXiv 2512.20968 (queries × keys).
 
 mod balance;
-mod bound;
 mod check;
 mod choice;
 mod exchange;
 mod group_layout;
 mod head_grid;
-mod head_shard;
 mod memory;
 mod published;
 mod traffic;
@@ -37,13 +35,13 @@ mod traffic;
 use std::{fmt, str::FromStr};
 
 pub use balance::StrategyBalance;
-pub(crate) use bound::{Bounds, best_first};
+pub(crate) use balance::work_of_ranks;
 pub use check::GridViolation;
 pub(crate) use exchange::backward_mode;
 pub use exchange::{ExchangeFields, HeadAxis, HeadField};
-pub use group_layout::{GroupLayout, RowSegment};
+pub use group_layout::GroupLayout;
 pub use head_grid::HeadGrid;
-pub(crate) use traffic::PassTraffic;
+pub(crate) use traffic::PassMessage;
 pub use traffic::{RingRows, StrategyTraffic, TrafficOptions};
 
 use crate::{Error, Result};

@@ -1,14 +1,14 @@
 //! Bytes that every rank sends under a strategy.
 
-use std::{borrow::Cow, num::NonZeroUsize};
+use std::{borrow::Cow, num::NonZeroUsize, ops::Range};
 
 use super::{
     ExchangeFields, GroupLayout, HeadGrid, Strategy, exchange::backward_mode,
     group_layout::in_few_runs, memory,
 };
 use crate::{
-    BackwardMode, Batch, Choice, Error, Layout, NeedsIndex, Order, Placement, Result, RingShards,
-    RingTraffic, Route, Side, Spec, machine::MOST_STEPPED_RANKS,
+    BackwardMode, Batch, Channel, Choice, Error, Layout, NeedsIndex, Order, Placement, Result,
+    RingShards, RingTraffic, Route, Side, Spec,
 };
 
 /// Bytes that every rank sends under a strategy.
@@ -40,46 +40,17 @@ pub struct RingRows {
     pub needed: u128,
 }
 
-/// Figures of the ring of one member over groups.
-#[derive(Debug, Clone)]
-pub(crate) struct MemberTraffic {
-    pub(crate) forward: PassTraffic,
-    /// Of no messages if there is no backward pass.
-    pub(crate) backward: PassTraffic,
-    pub(crate) rows: RingRows,
-}
-
-/// Messages of one ring in one pass.
-#[derive(Debug, Clone)]
-pub(crate) struct PassTraffic {
-    /// Bytes that each group sends.
-    pub(crate) bytes: Vec<u128>,
-    /// Steps in which some group sends a message, at most as many as there are other groups.
-    pub(crate) message_steps: usize,
-    /// Bytes with which the messages of one group share the links of their receivers, besides
-    /// `bytes`: see [`crowded_bytes`].
-    pub(crate) crowded: u128,
-}
-
-/// Returns the bytes of final gradients of a one-pass backward that arrive together with a block
-/// and a partial gradient, all sent by one group. On a relay under a window the last group is the
-/// last user of whole shards, one in each of hops − 1 steps, whose owners still receive the blocks
-/// and the partial gradients of others; other owners receive their rows in several steps. On a ring
-/// without a window all final gradients move in the last step.
-fn crowded_bytes(route: Route, groups: usize, hops: usize, shard: u128) -> u128 {
-    let is_window = route.is_relay() && hops + 1 < groups;
-    if is_window { hops.saturating_sub(1) as u128 * shard } else { 0 }
-}
-
-impl PassTraffic {
-    fn none(groups: usize) -> Self {
-        Self { bytes: vec![0; groups], message_steps: 0, crowded: 0 }
-    }
-
-    fn new(bytes: Vec<u128>, message_steps: usize) -> Self {
-        let message_steps = message_steps.min(bytes.len().saturating_sub(1));
-        Self { bytes, message_steps, crowded: 0 }
-    }
+/// A message of a pass, between ring indices.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PassMessage {
+    pub(crate) is_backward: bool,
+    /// Step in which it circulates, up to 2 · groups; `None` if members of a group exchange it.
+    pub(crate) step: Option<usize>,
+    /// True if it has gradients that follow a block.
+    pub(crate) has_gradients: bool,
+    pub(crate) from: usize,
+    pub(crate) to: usize,
+    pub(crate) bytes: u128,
 }
 
 /// Options of a plan that determine its traffic.
@@ -173,7 +144,7 @@ impl StrategyTraffic {
 
     /// Returns the traffic of the ring on the routes of [`Strategy::AllGather`] and, if there are
     /// several nodes with as many ranks each, [`Strategy::OncePerNode`]. None if another route is
-    /// given, or if there are more ranks than are predicted step by step.
+    /// given.
     ///
     /// # Errors
     /// As [`StrategyTraffic::of`].
@@ -187,7 +158,7 @@ impl StrategyTraffic {
         let once_per_node = once_per_node.map(|node_ranks| Strategy::OncePerNode { node_ranks });
         let is_open = |strategy: &Strategy| {
             let is_given = options.route.is_none() || options.route == strategy.route();
-            is_given && (2..=MOST_STEPPED_RANKS).contains(&ranks)
+            is_given && ranks > 1
         };
         std::iter::once(Strategy::AllGather)
             .chain(once_per_node)
@@ -243,14 +214,18 @@ impl StrategyTraffic {
     ) -> Result<Self> {
         RingTraffic::check_ranks(grid.groups() * grid.members())?;
         let TrafficOptions { layout, placement, .. } = *options;
-        let layout = GroupLayout::choose(&spec.of_member(&grid, 0), &grid, layout, placement, tick);
-        let without = Self::without_bytes(spec, strategy, grid, options, layout);
-        without.counted(spec, options, tick)
+        let layout = GroupLayout::choose(&grid.spec_of(spec, 0), &grid, layout, placement, tick);
+        let mut traffic = Self::without_bytes(spec, strategy, grid, options, layout);
+        let (mut forward, mut backward) = (traffic.forward.clone(), traffic.backward.clone());
+        traffic.ring_rows = traffic.for_each_message(spec, options, tick, &mut |message| {
+            let of_pass = if message.is_backward { &mut backward } else { &mut forward };
+            of_pass[message.from] += message.bytes;
+        })?;
+        Ok(Self { forward, backward, ..traffic })
     }
 
-    /// Returns the memory of the form `grid` of a strategy on a layout, without the bytes of ranks,
-    /// which a prediction of many ranks does not need.
-    pub(crate) fn without_bytes(
+    /// Returns the memory of the form `grid` of a strategy on a layout, without the bytes of ranks.
+    pub(super) fn without_bytes(
         spec: &Spec,
         strategy: Strategy,
         grid: HeadGrid,
@@ -260,43 +235,10 @@ impl StrategyTraffic {
         let backward = options.backward;
         let receive_ahead = options.receive_ahead_of(strategy);
         let memory_max_rank = memory::most_bytes(spec, &grid, &layout, receive_ahead, backward);
-        let (forward, backward) = (Vec::new(), Vec::new());
+        let none = vec![0; grid.groups() * grid.members()];
+        let (forward, backward) = (none.clone(), none);
         let ring_rows = RingRows::default();
         Self { strategy, grid, layout, forward, backward, ring_rows, memory_max_rank }
-    }
-
-    /// Counts the bytes of ranks.
-    pub(crate) fn counted(
-        mut self,
-        spec: &Spec,
-        options: &TrafficOptions<'_>,
-        tick: &mut dyn FnMut(),
-    ) -> Result<Self> {
-        let grid = self.grid;
-        self.add_exchange(spec, options.backward);
-        // heads with the same mask have the same rings
-        let distinct = |member: usize| match (spec.mask.per_head(), grid.column(member)) {
-            (true, _) => member,
-            (false, column) => grid.of_column(column).start,
-        };
-        let mut rings: Vec<MemberTraffic> = Vec::new();
-        for member in 0..grid.members() {
-            let of_member = spec.of_member(&grid, member);
-            rings.push(match rings.get(distinct(member)) {
-                Some(same) => same.clone(),
-                None => self.of_ring(&of_member, member, options, tick)?,
-            });
-        }
-        for ring_index in 0..self.forward.len() {
-            let MemberTraffic { forward, backward, .. } = &rings[grid.member(ring_index)];
-            self.forward[ring_index] += forward.bytes[grid.group(ring_index)];
-            self.backward[ring_index] += backward.bytes[grid.group(ring_index)];
-        }
-        for MemberTraffic { rows, .. } in &rings {
-            self.ring_rows.sent += rows.sent;
-            self.ring_rows.needed += rows.needed;
-        }
-        Ok(self)
     }
 
     /// Returns the traffic of every grid over which `spec` can be divided, the ring first.
@@ -315,9 +257,9 @@ impl StrategyTraffic {
             .collect()
     }
 
-    /// Returns the ring steps by which receives of blocks are posted ahead.
+    /// Returns the ring steps by which receives of blocks are posted ahead, at least 1.
     pub(crate) fn receive_ahead(&self, options: &TrafficOptions<'_>) -> usize {
-        options.receive_ahead_of(self.strategy)
+        options.receive_ahead_of(self.strategy).max(1)
     }
 
     /// Returns the bytes that all ranks send in all passes.
@@ -331,24 +273,74 @@ impl StrategyTraffic {
         ranks.map(|(forward, backward)| forward + backward).max().unwrap_or(0)
     }
 
-    fn add_exchange(&mut self, spec: &Spec, backward: bool) {
+    /// Calls `found` with every message of all passes: those of the exchanges, then those of the
+    /// rings. Returns the block rows of the rings in a forward pass.
+    pub(crate) fn for_each_message(
+        &self,
+        spec: &Spec,
+        options: &TrafficOptions<'_>,
+        tick: &mut dyn FnMut(),
+        found: &mut dyn FnMut(PassMessage),
+    ) -> Result<RingRows> {
         let grid = &self.grid;
-        let ranks = grid.groups() * grid.members();
-        let fields =
-            [ExchangeFields::of_forward(spec, grid), ExchangeFields::of_backward(spec, grid)];
-        for group in 0..grid.groups() {
-            let rows = |member| {
-                let of = |side, len| {
-                    let ring_index = grid.ring_index(group, member);
-                    self.layout.of_ranks.shard(side, len, ring_index, ranks).len()
-                };
-                [of(Side::Q, spec.dims.q_len), of(Side::Kv, spec.dims.kv_len)]
-            };
-            let rows: Vec<[u64; 2]> = (0..grid.members()).map(rows).collect();
-            let [forward, of_backward] =
-                fields.each_ref().map(|fields| fields.bytes_sent_by_members(grid, &rows));
-            self.forward.extend(forward);
-            self.backward.extend(of_backward.iter().map(|&sent| if backward { sent } else { 0 }));
+        self.exchange(&ExchangeFields::of_forward(spec, grid), false, spec, found);
+        if options.backward {
+            self.exchange(&ExchangeFields::of_backward(spec, grid), true, spec, found);
+        }
+        let mut rows = RingRows::default();
+        if grid.groups() == 1 {
+            return Ok(rows);
+        }
+        // heads with the same mask have the same rings
+        let per_head = spec.mask.per_head();
+        let alike = if per_head { 1 } else { grid.head_parts() };
+        for first in grid.distinct_members(per_head) {
+            let RingRows { sent, needed } =
+                self.rings(first..first + alike, spec, options, tick, found)?;
+            rows.sent += sent * alike as u128;
+            rows.needed += needed * alike as u128;
+        }
+        Ok(rows)
+    }
+
+    /// Calls `found` with the messages between the members of each group before and after a pass:
+    /// own rows of another member's heads, then another member's rows of the own heads.
+    fn exchange(
+        &self,
+        fields: &ExchangeFields,
+        is_backward: bool,
+        spec: &Spec,
+        found: &mut dyn FnMut(PassMessage),
+    ) {
+        let grid = &self.grid;
+        let members = grid.members();
+        let ranks = grid.groups() * members;
+        let sides = [(Side::Q, spec.dims.q_len), (Side::Kv, spec.dims.kv_len)];
+        let rows = |ring_index| {
+            sides.map(|(side, len)| self.layout.of_ranks.shard(side, len, ring_index, ranks).len())
+        };
+        let rows: Vec<[u64; 2]> = (0..ranks).map(rows).collect();
+        // bytes are proportional to rows
+        let [before, after] = [&fields.inputs, &fields.outputs].map(|fields| {
+            sides.map(|(side, _)| -> u128 {
+                let of_side = fields.iter().filter(|field| field.side == side);
+                of_side.map(|field| field.bytes(grid, 1)).sum()
+            })
+        });
+        for from in 0..ranks {
+            let own = grid.member(from);
+            for other in (0..members).filter(|&other| other != own) {
+                let to = grid.ring_index(grid.group(from), other);
+                let has_keys = grid.shares(Side::Kv, own, other);
+                for (row_bytes, [q, kv]) in [(before, rows[from]), (after, rows[to])] {
+                    let keys = if has_keys { row_bytes[1] * u128::from(kv) } else { 0 };
+                    let bytes = row_bytes[0] * u128::from(q) + keys;
+                    if bytes > 0 {
+                        let (step, has_gradients) = (None, false);
+                        found(PassMessage { is_backward, step, has_gradients, from, to, bytes });
+                    }
+                }
+            }
         }
     }
 
@@ -380,66 +372,70 @@ impl StrategyTraffic {
         given.filter(|route| route.fits(self.grid.groups())).unwrap_or_else(|| chosen(tick))
     }
 
-    /// Returns the figures of the ring of one member. `spec` is that of the member.
-    pub(crate) fn of_ring(
+    /// Calls `found` with the messages of the rings of `members`, which are alike. Returns the block
+    /// rows of one of them in a forward pass.
+    fn rings(
         &self,
+        members: Range<usize>,
         spec: &Spec,
-        member: usize,
         options: &TrafficOptions<'_>,
         tick: &mut dyn FnMut(),
-    ) -> Result<MemberTraffic> {
+        found: &mut dyn FnMut(PassMessage),
+    ) -> Result<RingRows> {
         let TrafficOptions { backward, kv_tile, .. } = *options;
-        let groups = self.grid.groups();
-        if groups == 1 {
-            let rows = RingRows::default();
-            let none = PassTraffic::none(1);
-            return Ok(MemberTraffic { forward: none.clone(), backward: none, rows });
-        }
-        let layout = self.layout.of_member(&self.grid, member);
-        let route = self.route(spec, member, options, tick);
+        let grid = &self.grid;
+        let first = members.start;
+        let spec = &grid.spec_of(spec, first);
+        let layout = self.layout.of_member(grid, first);
+        let route = self.route(spec, first, options, tick);
         // the bytes depend on the sets of rows alone, unless these are extended to tiles
         let layout = match spec.leaf_rows {
             None => in_few_runs(layout, options.sequences()),
             Some(_) => Cow::Borrowed(layout),
         };
-        let shards = options.shards(spec, &layout, groups)?;
+        let shards = options.shards(spec, &layout, grid.groups())?;
+        let mut post = |is_backward, step, has_gradients, ends: [usize; 2], bytes| {
+            for member in members.clone() {
+                let [from, to] = ends.map(|group| grid.ring_index(group, member));
+                let step = Some(step);
+                found(PassMessage { is_backward, step, has_gradients, from, to, bytes });
+            }
+        };
         let mask = spec.mask.as_ref();
         let heads = spec.dims.q_heads;
         let batch = spec.dims.batch;
         let needs = NeedsIndex::of_queries(mask, heads, batch, &shards, tick);
-        let traffic = RingTraffic::of(&needs, route, tick);
-        let sent = traffic.total().block_rows;
-        let rows = RingRows { sent, needed: RingTraffic::rows_read(&needs, tick) };
-        let RingTraffic { of_rank: traffic, hops } = traffic;
-        let block = spec.kv_row_layout();
-        let kv = |rows: u128| rows * u128::from(block.bytes());
-        let bytes = traffic.iter().map(|sent| kv(sent.block_rows)).collect();
-        let forward = PassTraffic::new(bytes, hops);
-        let backward = if !backward {
-            PassTraffic::none(groups)
-        } else if backward_mode(spec) == BackwardMode::OnePass {
-            let gradient = spec.gradient_row_layout();
-            let bytes = traffic.iter().map(|sent| sent.bytes(&block, &gradient)).collect();
-            let longest = needs.held().iter().copied().max().unwrap_or(0);
-            let shard = u128::from(longest) * u128::from(gradient.bytes());
-            let crowded = crowded_bytes(route, groups, hops, shard);
-            // the last gradients move a step after the last block
-            let steps = if hops == 0 { 0 } else { hops + 1 };
-            PassTraffic { crowded, ..PassTraffic::new(bytes, steps) }
-        } else {
+        let [block, gradient] = [spec.kv_row_layout(), spec.gradient_row_layout()];
+        let one_pass = backward_mode(spec) == BackwardMode::OnePass;
+        let mut sent = 0;
+        RingTraffic::for_each_message(&needs, route, tick, |message| {
+            let rows = u128::from(message.rows.count());
+            let ends = [message.from, message.to];
+            if message.channel == Channel::Kv {
+                sent += rows;
+                post(false, message.step, false, ends, rows * u128::from(block.bytes()));
+                if backward {
+                    post(true, message.step, false, ends, rows * u128::from(block.bytes()));
+                }
+            } else if backward && one_pass {
+                // under the tiles of the next step
+                post(true, message.step + 1, true, ends, rows * u128::from(gradient.bytes()));
+            }
+        });
+        if backward && !one_pass {
             let needs = NeedsIndex::of_keys(mask, heads, batch, &shards, tick);
             let (needs, row) = match spec.leaf_rows {
                 Some(_) => (needs.in_tiles(kv_tile), spec.whole_query_row_layout(None)),
                 None => (needs, spec.query_row_layout()),
             };
-            let queries = RingTraffic::of(&needs, route.opposite(), tick);
-            let of_queries = |rows: u128| rows * u128::from(row.bytes());
-            let sent = traffic.iter().zip(&queries.of_rank);
-            let bytes = sent
-                .map(|(keys, queries)| kv(keys.block_rows) + of_queries(queries.block_rows))
-                .collect();
-            PassTraffic::new(bytes, hops + queries.hops)
-        };
-        Ok(MemberTraffic { forward, backward, rows })
+            RingTraffic::for_each_message(&needs, route.opposite(), tick, |message| {
+                if message.channel == Channel::Kv {
+                    let step = grid.groups() + message.step;
+                    let bytes = u128::from(message.rows.count()) * u128::from(row.bytes());
+                    post(true, step, false, [message.from, message.to], bytes);
+                }
+            });
+        }
+        Ok(RingRows { sent, needed: RingTraffic::rows_read(&needs, tick) })
     }
 }

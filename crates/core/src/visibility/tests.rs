@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::{
-    Alignment, Batch, Dims, Layout, RowSet, Shard, Side, TileBoundsTable,
+    Alignment, Batch, Dims, RowSet, Runs, Shard, Side, TileBoundsTable,
     mask::{Causal, Dense, Everything, Predicate, SharedMask, Window, and, tests::any_mask},
 };
 
@@ -204,11 +204,7 @@ proptest! {
         sizes in prop::collection::vec((0i64..60, 0i64..60), 1..5),
         spare in (0usize..20, 0usize..20),
         mask in any_mask(),
-        layout in prop_oneof![
-            Just(Layout::Contiguous),
-            Just(Layout::Zigzag),
-            Just(Layout::Striped)
-        ],
+        layout in 0usize..3,
         bottom_right in any::<bool>(),
         ranks in 1usize..5,
         trim in 0u64..30,
@@ -234,7 +230,21 @@ proptest! {
             ..Batch::default()
         };
         let alignment = if bottom_right { Alignment::BottomRight } else { Alignment::TopLeft };
-        let shard = |side, rank| Shard::local(&dims, alignment, &layout, side, rank, ranks, &batch);
+        // contiguous, striped, zigzag
+        let owner = |row: usize, len: usize| match layout {
+            0 => row * ranks / len,
+            1 => row % ranks,
+            _ => {
+                let chunk = row * 2 * ranks / len;
+                chunk.min(2 * ranks - 1 - chunk)
+            }
+        };
+        let shard = |side, rank| {
+            let len = dims.len(side);
+            let own = (0..len).filter(|&row| owner(row, len) == rank);
+            let rows: Runs = own.map(|row| row as i64).collect();
+            Shard::of_rows(&dims, alignment, side, rows, &batch)
+        };
         let mut queries = Rows::default();
         let q = shard(Side::Q, 0);
         q.expand(&RowSet::all(q.rows.len()), &mut queries).unwrap();

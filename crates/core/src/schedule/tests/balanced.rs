@@ -10,7 +10,7 @@ use proptest::prelude::*;
 
 use crate::{
     Alignment, Batch, Choice, DType, Dims, Error, Layout, Mask, NeedsIndex, RingShards,
-    RingTraffic, Shard, Side, Spec, Work, mask,
+    RingTraffic, Side, Spec, Work, mask,
 };
 
 /// Heads with which passes take long enough to deal documents.
@@ -381,8 +381,7 @@ fn shards_of_a_batch_are_those_of_its_ranks() {
                     layout.shard(Side::Q, 90, rank, 4).iter().map(i64::cast_unsigned).collect();
                 let own = batch.select(&rows, &rows).unwrap();
                 for (side, of_side) in [(Side::Q, &shards.q), (Side::Kv, &shards.kv)] {
-                    let local =
-                        Shard::local(&dims, Alignment::TopLeft, &layout, side, rank, 4, &own);
+                    let local = layout.local_shard(&dims, Alignment::TopLeft, side, rank, 4, &own);
                     assert_eq!(*of_side[rank], local, "{layout:?}, rank {rank}, {side:?}");
                 }
             }

@@ -3,35 +3,21 @@
 
 use std::{ops::Range, sync::Arc};
 
-use super::HeadGrid;
 use crate::{
     BiasFunction, Dims, Fingerprint, HeadShard, KeyIntervals, Mask, Result, Spec,
     mask::{Band, Key, Query, SharedMask},
 };
 
 impl Spec {
-    /// Returns the spec of what a member of each group of `grid` computes: its heads, and with
-    /// several key columns the partial results of its column. Sinks are scores of the first column.
+    /// Returns the spec of the query heads `heads`, which have `kv_heads` KV heads.
     #[must_use]
-    pub fn of_member(&self, grid: &HeadGrid, member: usize) -> Self {
-        let of_heads = self.of_heads(grid, member);
-        if grid.columns() == 1 {
-            return of_heads;
-        }
-        let sinks = of_heads.sinks.filter(|_| grid.column(member) == 0);
-        Self { partial: true, sinks, ..of_heads }
-    }
-
-    /// Returns the spec of the heads of a member.
-    fn of_heads(&self, grid: &HeadGrid, member: usize) -> Self {
-        if grid.head_parts() == 1 {
+    pub fn of_heads(&self, heads: Range<usize>, kv_heads: usize) -> Self {
+        let q_heads = self.dims.q_heads;
+        if heads.len() == q_heads {
             return self.clone();
         }
-        let heads = grid.q_heads(member);
         let Range { start: first, .. } = heads;
-        let q_heads = self.dims.q_heads;
-        let dims =
-            Dims { q_heads: heads.len(), kv_heads: grid.kv_heads(member).len(), ..self.dims };
+        let dims = Dims { q_heads: heads.len(), kv_heads, ..self.dims };
         let mask: SharedMask = if self.mask.per_head() {
             Arc::new(HeadShardMask { whole: Arc::clone(&self.mask), first, q_heads })
         } else {

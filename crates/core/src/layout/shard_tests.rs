@@ -1,4 +1,4 @@
-//! Shards are compared with the definition, which is evaluated for each row on the whole batch.
+//! Shards of layouts are compared with the definition, which is evaluated for each row on the whole batch.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use ndarray::Array2;
 use proptest::prelude::*;
 
 use super::*;
-use crate::{CustomLayout, Error};
+use crate::{RowSet, Rows};
 
 const BATCH: usize = 2;
 
@@ -173,9 +173,9 @@ proptest! {
             let kv_rows = rows(Side::Kv, dims.kv_len);
             let local = batch.select(&q_rows, &kv_rows).unwrap();
             prop_assert_eq!(local.validate(&dims, q_rows.len(), kv_rows.len()), Ok(()));
-            prop_assert_eq!(local.validate_layout(&dims, &layout, rank, ranks), Ok(()));
+            prop_assert_eq!(layout.validate_batch(&local, &dims, rank, ranks), Ok(()));
             for (side, rows) in [(Side::Q, &q_rows), (Side::Kv, &kv_rows)] {
-                let shard = Shard::local(&dims, alignment, &layout, side, rank, ranks, &local);
+                let shard = layout.local_shard(&dims, alignment, side, rank, ranks, &local);
                 shard.expand(&RowSet::all(rows.len() as u64), &mut expanded).unwrap();
                 prop_assert_eq!(expanded.rows(), &rows[..]);
                 let clipped =
@@ -218,7 +218,7 @@ proptest! {
         noise in prop::collection::vec(any::<u8>(), 0..40),
     ) {
         let layout = Layout::Zigzag;
-        let shard = Shard::local(&dims, Alignment::TopLeft, &layout, Side::Q, 0, 1, &batch);
+        let shard = layout.local_shard(&dims, Alignment::TopLeft, Side::Q, 0, 1, &batch);
         let mut bytes = shard.encode();
         prop_assert!(Shard::decode(&bytes[..cut.index(bytes.len())]).is_err());
         let at = at.index(bytes.len());
@@ -263,7 +263,7 @@ fn typical_shards_take_a_few_bytes() {
     let lens: Vec<i64> = (0..=128).map(|sequence| sequence * 512).collect();
     let packed = Batch { cum_seqlens_q: Some(lens), ..Batch::default() };
     let bytes = |layout: &Layout, batch: &Batch| {
-        Shard::local(&dims, Alignment::TopLeft, layout, Side::Q, 1, 4, batch).encode().len()
+        layout.local_shard(&dims, Alignment::TopLeft, Side::Q, 1, 4, batch).encode().len()
     };
     for layout in [Layout::Contiguous, Layout::Zigzag, Layout::Striped] {
         assert!(bytes(&layout, &Batch::default()) < 40, "{layout:?}");
