@@ -7,7 +7,7 @@ use std::{
 
 use annulus::{
     Attention,
-    comm::mpi::{self, Mpi, Timeout, Settings},
+    comm::mpi::{self, Mpi, Settings, Timeout},
     environment,
 };
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
@@ -69,9 +69,9 @@ impl Carrier {
             Self::Communicator(communicator) => {
                 let timeout = match environment::deadline()? {
                     Some(Duration::ZERO) => Timeout::unlimited(),
-                    variable => Timeout::at_most(
-                        variable.unwrap_or_else(|| attention.effective_deadline()),
-                    ),
+                    variable => {
+                        Timeout::at_most(variable.unwrap_or_else(|| attention.effective_deadline()))
+                    }
                 };
                 over_communicator(communicator, timeout)
             }

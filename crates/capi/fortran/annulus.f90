@@ -69,6 +69,7 @@ module annulus
   integer(c_int32_t), parameter, public :: ANNULUS_U8 = 9
   integer(c_int32_t), parameter, public :: ANNULUS_BOOL = 10
   integer(c_int32_t), parameter, public :: ANNULUS_NONE = -1
+  ! options.toml: constants
   integer(c_int32_t), parameter, public :: ANNULUS_ALIGN_TOP_LEFT = 0
   integer(c_int32_t), parameter, public :: ANNULUS_ALIGN_BOTTOM_RIGHT = 1
   integer(c_int32_t), parameter, public :: ANNULUS_BIAS_AFTER_SOFT_CAP = 0
@@ -102,6 +103,7 @@ module annulus
   integer(c_int32_t), parameter, public :: ANNULUS_BACKEND_CPU = 0
   integer(c_int32_t), parameter, public :: ANNULUS_BACKEND_WGPU = 1
   integer(c_int32_t), parameter, public :: ANNULUS_BACKEND_CUDA = 2
+  ! options.toml: end
   integer(c_int32_t), parameter, public :: ANNULUS_MASK_PER_HEAD = 1
   integer(c_int32_t), parameter, public :: ANNULUS_MASK_PER_BATCH = 2
   integer(c_int32_t), parameter, public :: ANNULUS_PASS_FORWARD = 0
@@ -113,6 +115,7 @@ module annulus
   ! The definition of an attention. annulus_options_default sets the defaults.
   type, bind(c) :: annulus_options
     integer(c_int64_t) :: struct_size = 0
+    ! options.toml: fields
     integer(c_int64_t) :: batch = 0
     integer(c_int64_t) :: q_len = 0
     integer(c_int64_t) :: kv_len = 0
@@ -160,6 +163,7 @@ module annulus
     integer(c_int32_t) :: has_device = 0
     integer(c_int64_t) :: device = 0
     integer(c_int64_t) :: receive_ahead = 0
+    ! options.toml: end
   end type annulus_options
 
   ! A tensor of C; annulus_tensor_of makes one of an array.

@@ -18,7 +18,8 @@ use crate::{
         annulus_step_function, name,
     },
     handle::Handles,
-    options::{Description, ListedKind, annulus_options, length},
+    option_fields::annulus_options,
+    options::{Description, ListedKind, length},
     status::guard,
     versioned::{self, check_pointer},
 };

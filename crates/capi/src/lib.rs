@@ -27,6 +27,8 @@ mod driver;
 mod endpoint;
 mod handle;
 mod host_stream;
+#[rustfmt::skip]
+mod option_fields;
 mod options;
 mod overlap;
 mod passes;
@@ -46,6 +48,7 @@ pub use cuda::*;
 #[doc(hidden)]
 pub use driver::{emulate_cuda, is_emulated};
 pub use endpoint::*;
+pub use option_fields::*;
 pub use options::*;
 pub use passes::*;
 pub use plan::*;

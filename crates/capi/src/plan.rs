@@ -22,13 +22,14 @@ use crate::{
     callbacks::{ANNULUS_PASS_BACKWARD, ANNULUS_PASS_FORWARD},
     endpoint::{self, Endpoint, annulus_endpoint},
     handle::Handles,
-    options::{
-        self, ANNULUS_LAYOUT_BALANCED, ANNULUS_LAYOUT_CONTIGUOUS, ANNULUS_LAYOUT_CUSTOM,
+    option_fields::{
+        ANNULUS_LAYOUT_BALANCED, ANNULUS_LAYOUT_CONTIGUOUS, ANNULUS_LAYOUT_CUSTOM,
         ANNULUS_LAYOUT_STRIPED, ANNULUS_LAYOUT_ZIGZAG, ANNULUS_ROUTE_DIRECT,
         ANNULUS_ROUTE_ONCE_PER_NODE, ANNULUS_ROUTE_RAILS_DOWN, ANNULUS_ROUTE_RAILS_UP,
         ANNULUS_ROUTE_RELAY_DOWN, ANNULUS_ROUTE_RELAY_UP, ANNULUS_STRATEGY_GRID,
-        ANNULUS_STRATEGY_HEADS_RING, ANNULUS_STRATEGY_RING, Description, length,
+        ANNULUS_STRATEGY_HEADS_RING, ANNULUS_STRATEGY_RING,
     },
+    options::{self, Description, length},
     status::guard,
     versioned::{self, check_pointer},
 };

@@ -4,6 +4,8 @@ pub(crate) mod device;
 pub(crate) mod documents;
 pub(crate) mod mask;
 pub(crate) mod names;
+#[rustfmt::skip]
+pub(crate) mod option_flags;
 pub(crate) mod ring;
 pub(crate) mod scores;
 pub(crate) mod values;

@@ -4,8 +4,7 @@ use std::{str::FromStr, time::Duration};
 
 use annulus::{Attention, comm::deadline};
 use annulus_core::{
-    Batch, Choice, DType, Dims, Layout, Placement, Precision, Result as LibraryResult, Spec,
-    Strategy,
+    Batch, Choice, DType, Dims, Layout, Placement, Result as LibraryResult, Spec, Strategy,
 };
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
@@ -45,27 +44,6 @@ impl std::fmt::Display for Window {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let side = |side: Option<u64>| side.map_or("none".to_owned(), |len| len.to_string());
         write!(f, "{},{}", side(self.left), side(self.right))
-    }
-}
-
-/// Names of precisions.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum PrecisionName {
-    /// f32 products; 16-bit inputs on matrix units of GPUs: 16-bit probabilities.
-    Highest,
-    /// f32 products as three products on matrix units.
-    High,
-    /// One product on matrix units; CPU: probabilities of bf16 are rounded where that is faster.
-    Default,
-}
-
-impl From<PrecisionName> for Precision {
-    fn from(name: PrecisionName) -> Self {
-        match name {
-            PrecisionName::Highest => Self::Highest,
-            PrecisionName::High => Self::High,
-            PrecisionName::Default => Self::Default,
-        }
     }
 }
 

@@ -12,11 +12,7 @@ use super::{
     clock::{Clock, Least, least},
 };
 use crate::{
-    arguments::{
-        documents,
-        mask::{AlignmentName, MaskFlags},
-        names,
-    },
+    arguments::{documents, mask::AlignmentName, names, values::Window},
     backend::BackendChoice,
     failure::Outcome,
     job::{DEFAULT_DEADLINE, Job},
@@ -107,13 +103,14 @@ impl<'a> Case<'a> {
         let processes = if job.is_mpi() { job.ranks() } else { 1 };
         // before the pairs, whose count takes O(sequence length)
         job.agree(self.attention().spec(self.dims).map(drop).map_err(named))?;
-        job.agree(names::check_strategy(self.flags.strategy, &self.dims, job.ranks()))?;
+        job.agree(names::check_strategy(self.flags.division.strategy, &self.dims, job.ranks()))?;
         let held =
             memory::Tensors::of(&self.dims, self.dtype, passes.contains(&Passes::ForwardBackward));
         job.agree(held.shared_by(processes).must_fit().map_err(named))?;
         let pairs = job.agree(self.pairs().map_err(named))?;
         let batch = || Ok(self.batch.clone());
-        let placed = self.flags.layout.apply(self.attention(), self.dims, job.ranks(), batch);
+        let placed =
+            self.flags.division.layout.apply(self.attention(), self.dims, job.ranks(), batch);
         let placed = job.agree(placed.map_err(named))?;
         for &passes in passes {
             let attention = placed.clone().forward_only(passes == Passes::Forward);
@@ -142,19 +139,16 @@ impl<'a> Case<'a> {
     }
 
     fn attention(&self) -> Attention {
-        let flags = MaskFlags {
-            causal: self.causal,
-            window: self.flags.window,
-            align: self.flags.align,
-            ..MaskFlags::default()
-        };
-        let attention = flags.apply(Attention::new().arrival_deadline(DEFAULT_DEADLINE));
-        let attention = attention.reproducible(self.flags.reproducible);
-        let attention = attention.strategy(self.flags.strategy).machine(self.machine.cloned());
-        let is_chosen = self.flags.strategy == Strategy::Auto && !self.flags.documents.is_empty();
+        let flags = self.flags;
+        let Window { left, right } = flags.window.unwrap_or(Window { left: None, right: None });
+        let attention = Attention::new().causal(self.causal).sliding_window(left, right);
+        let attention = attention.align(flags.align.into()).reproducible(flags.reproducible);
+        let strategy = flags.division.strategy;
+        let is_chosen = strategy == Strategy::Auto && !flags.documents.is_empty();
+        let attention = attention.strategy(strategy).machine(self.machine.cloned());
         let attention = attention.documents(is_chosen.then(|| self.batch.clone()));
-        let attention = attention.receive_ahead(self.flags.receive_ahead);
-        attention.dtype(self.dtype).precision(self.flags.precision.into())
+        let attention = flags.division.set_division(attention).arrival_deadline(DEFAULT_DEADLINE);
+        attention.dtype(self.dtype).precision(flags.precision.into())
     }
 
     /// Counts the visible pairs, all heads and batch rows; n²/2 for plain causal, as the benchmarks

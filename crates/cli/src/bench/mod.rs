@@ -3,10 +3,10 @@
 mod case;
 mod clock;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use annulus_comm::Descriptor;
-use annulus_core::{DType, Fingerprint, Machine, Strategy};
+use annulus_core::{DType, Fingerprint, Machine};
 use clap::{Args, ValueEnum};
 use half::{bf16, f16};
 
@@ -16,10 +16,9 @@ use crate::{
         documents,
         mask::AlignmentName,
         names::Others,
+        option_flags::{DivisionFlags, PrecisionName},
         ring::TransportName,
-        values::{
-            DTypeName, LayoutName, PrecisionName, Window, count, dim, ranks, strategy, threads,
-        },
+        values::{DTypeName, Window, count, dim, ranks, threads},
     },
     backend::BackendChoice,
     failure::{Failure, Outcome},
@@ -119,22 +118,8 @@ pub(crate) struct BenchFlags {
     /// Ranks of the ring, 1 to 128. Default: 1. Under MPI always the number of processes
     #[arg(long, value_name = "N", value_parser = ranks)]
     ranks: Option<usize>,
-    /// Assignment of rows to ranks; auto chooses it from the mask, balanced from the mask and
-    /// --documents
-    #[arg(long, value_enum, default_value = "auto")]
-    layout: LayoutName,
-    /// Division of the attention among ranks: ring; heads:H, an all-to-all over heads in groups of H
-    /// ranks and a ring over the groups; grid:QxK or grid:HxQxK, with K key columns; all-gather,
-    /// all-to-all, once-per-node:N or pass-q; or auto, the one with the least predicted time on
-    /// --machine or, without one, that sends the fewest bytes
-    #[arg(long, value_name = "NAME", default_value = "ring", value_parser = strategy)]
-    strategy: Strategy,
-    /// Ring steps by which receives of blocks are posted ahead. Default: 1; on a balanced layout 4
-    #[arg(long, value_name = "STEPS", value_parser = count)]
-    receive_ahead: Option<usize>,
-    /// Machine file, which `annulus measure` writes, by which --strategy auto chooses
-    #[arg(long, value_name = "FILE")]
-    machine: Option<PathBuf>,
+    #[command(flatten)]
+    division: DivisionFlags,
 }
 
 /// Passes of one round.
@@ -166,7 +151,7 @@ pub(crate) fn run(flags: &BenchFlags) -> Outcome {
 fn bench(flags: &BenchFlags, job: &mut Job, backend: &BackendChoice) -> Outcome {
     job.set_ranks(flags.ranks, 1)?;
     job.threads(Some(flags.threads))?;
-    let machine = flags.machine.as_deref().map(machine::read).transpose();
+    let machine = flags.division.machine.as_deref().map(machine::read).transpose();
     let machine: Option<Machine> = job.agree(machine.map_err(Failure::from))?;
     let machine = machine.as_ref();
     // the processes of a ring must measure the same cases
@@ -198,7 +183,7 @@ fn bench(flags: &BenchFlags, job: &mut Job, backend: &BackendChoice) -> Outcome 
 impl BenchFlags {
     /// Paths that flags name.
     pub(crate) fn paths(&self) -> Vec<(&'static str, &Path)> {
-        self.machine.iter().map(|path| ("--machine", path.as_path())).collect()
+        self.division.machine.iter().map(|path| ("--machine", path.as_path())).collect()
     }
 
     /// Flags of arguments that other subcommands set by another flag.

@@ -1,0 +1,187 @@
+//! The command: structs of flags, their help and setters.
+
+use std::fmt::Write;
+
+use super::{AttentionOption, Flag, GROUPS, Kind, WRITTEN, ascii, camel, setters, wrapped};
+
+/// Structs of flags, with their documentation and the heading of their help.
+const STRUCTS: [(&str, &str, Option<&str>); 5] = [
+    (
+        "MaskFlags",
+        "Mask flags. A pair is visible if every condition holds.",
+        Some("Mask (a pair is visible if every condition holds)"),
+    ),
+    ("ScoreFlags", "Flags of the scores and probabilities.", Some("Scores and probabilities")),
+    (
+        "OutputFlags",
+        "Flags of the outputs that a KV cache does not have.",
+        Some("Scores and probabilities"),
+    ),
+    ("DivisionFlags", "Flags of the division among ranks.", None),
+    ("RuntimeFlags", "Flags of the run.", None),
+];
+
+impl AttentionOption {
+    /// Name of the flag, without the hyphens before it.
+    pub(super) fn flag(&self, flag: &Flag) -> String {
+        flag.flag.clone().unwrap_or_else(|| self.name.replace('_', "-"))
+    }
+
+    /// Type of the flag, and its parser.
+    fn flag_type(&self, flag: &Flag) -> (String, Option<String>) {
+        let is_usize = self.integer == "usize";
+        let optional = format!("Option<{}>", self.integer);
+        let (kind, parser) = match self.kind {
+            Kind::Flag => ("bool".to_owned(), None),
+            Kind::Positive => (optional, Some(if is_usize { "count" } else { "count_u64" })),
+            Kind::Count | Kind::Optional => {
+                (optional, Some(if is_usize { "whole" } else { "whole_u64" }))
+            }
+            Kind::Number => ("Option<f64>".to_owned(), Some("finite")),
+            Kind::Seconds => ("Option<Duration>".to_owned(), Some("silence")),
+            Kind::Choice => (format!("{}Name", camel(&self.name)), None),
+            Kind::Other => (String::new(), None),
+        };
+        let parser = flag.parser.clone().or(parser.map(str::to_owned));
+        (flag.kind.clone().unwrap_or(kind), parser)
+    }
+
+    fn attributes(&self, flag: &Flag) -> String {
+        let mut parts = vec!["long".to_owned()];
+        if let Some(value) = &flag.value {
+            parts.push(format!("value_name = \"{value}\""));
+        }
+        if let (Kind::Choice, Some(values)) = (self.kind, &self.values) {
+            let first = values.all[0].0.replace('_', "-");
+            parts.push(format!("value_enum, default_value = \"{first}\""));
+        }
+        if let (_, Some(parser)) = self.flag_type(flag) {
+            parts.push(format!("value_parser = {parser}"));
+        }
+        parts.extend(flag.more.clone());
+        let line = format!("    #[arg({})]\n", parts.join(", "));
+        if line.len() <= 101 {
+            return line;
+        }
+        let (last, first) = parts.split_last().expect("long");
+        format!("    #[arg({},\n        {last})]\n", first.join(", "))
+    }
+
+    /// Help: clap prints the default of flags that have one.
+    fn help(&self, flag: &Flag) -> String {
+        let text = self.meaning(flag.meaning.as_ref());
+        let text = ascii(text.trim_end_matches('.'));
+        let has_default = flag.more.iter().any(|more| more.contains("default_value"));
+        match self.default_in_words() {
+            Some(default) if !has_default && flag.meaning.is_none() => {
+                format!("{text}. Default: {default}")
+            }
+            _ => text,
+        }
+    }
+}
+
+/// `crates/cli/src/arguments/option_flags.rs`.
+pub(super) fn flags(options: &[AttentionOption]) -> String {
+    let mut text = format!("//! Flags of the options of an attention.\n//! {WRITTEN}\n");
+    text.push_str(
+        "
+use std::{path::PathBuf, time::Duration};
+
+use annulus::{Alignment, Attention, Precision, Strategy};
+use clap::{Args, ValueEnum};
+
+use super::values::{
+    LayoutName, Window, count, count_u64, finite, positive, probability, silence, strategy,
+    threads, whole_u64,
+};
+use crate::input::SinksForm;
+",
+    );
+    let in_struct = |name: &'static str| {
+        options.iter().filter_map(move |option| {
+            let flag = option.command.as_ref()?;
+            (flag.place.as_deref() == Some(name)).then_some((option, flag))
+        })
+    };
+    for (name, documentation, heading) in STRUCTS {
+        write!(text, "\n/// {documentation}\n#[derive(Debug, Clone, Args)]\n").expect("a string");
+        if let Some(heading) = heading {
+            writeln!(text, "#[command(next_help_heading = \"{heading}\")]").expect("a string");
+        }
+        writeln!(text, "pub(crate) struct {name} {{").expect("a string");
+        for (option, flag) in in_struct(name) {
+            text.push_str(&wrapped(&option.help(flag), "    /// ", "    /// "));
+            text.push_str(&option.attributes(flag));
+            let field = option.flag(flag).replace('-', "_");
+            let (kind, _) = option.flag_type(flag);
+            writeln!(text, "    pub(crate) {field}: {kind},").expect("a string");
+        }
+        text.push_str("}\n");
+        for (group, group_name, builder) in GROUPS {
+            let read = |option: &AttentionOption| {
+                let flag = option.command.as_ref()?;
+                let field = option.flag(flag).replace('-', "_");
+                let value = match option.kind {
+                    Kind::Other | Kind::Seconds => return None,
+                    Kind::Count => format!("self.{field}.unwrap_or(0)"),
+                    Kind::Choice => format!("self.{field}.into()"),
+                    _ => format!("self.{field}"),
+                };
+                (flag.place.as_deref() == Some(name)).then_some(value)
+            };
+            let body = setters(options, group, "        builder", read, "");
+            let Some(body) = body else { continue };
+            write!(
+                text,
+                "
+impl {name} {{
+    /// Sets the flags of {group_name} that no other flag and no file changes.
+    pub(crate) fn set_{group_name}(&self, builder: {builder}) -> {builder} {{
+{body}\n    }}\n}}\n"
+            )
+            .expect("a string");
+        }
+    }
+    for option in options.iter().filter(|option| option.kind == Kind::Choice) {
+        let Some(values) = &option.values else { continue };
+        if option.command.as_ref().is_none_or(|flag| flag.place.is_none()) {
+            continue;
+        }
+        let (name, kind) = (camel(&option.name), values.name.as_deref().unwrap_or(""));
+        write!(
+            text,
+            "\n/// Names of the values of {kind}.\n#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum {name}Name {{\n"
+        )
+        .expect("a string");
+        for (value, meaning) in &values.all {
+            text.push_str(&wrapped(meaning, "    /// ", "    /// "));
+            writeln!(text, "    {},", camel(value)).expect("a string");
+        }
+        write!(
+            text,
+            "}}\n\nimpl From<{name}Name> for {kind} {{\n    fn from(name: {name}Name) -> Self {{
+        match name {{\n"
+        )
+        .expect("a string");
+        for (value, _) in &values.all {
+            let value = camel(value);
+            writeln!(text, "            {name}Name::{value} => Self::{value},").expect("a string");
+        }
+        text.push_str("        }\n    }\n}\n");
+    }
+    text.push_str(
+        "
+/// Options of the library and the flags that set them.
+pub(super) const FLAGS: &[(&str, &str)] = &[
+",
+    );
+    for option in options {
+        if let Some(flag) = &option.command {
+            let flag = option.flag(flag);
+            writeln!(text, "    (\"{}\", \"--{flag}\"),", option.name).expect("a string");
+        }
+    }
+    text + "];\n"
+}
