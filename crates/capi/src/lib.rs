@@ -26,7 +26,6 @@ mod cuda;
 mod driver;
 mod endpoint;
 mod handle;
-mod host_stream;
 #[rustfmt::skip]
 mod option_fields;
 mod options;

@@ -91,16 +91,16 @@ pub const ANNULUS_BACKEND_WGPU: i32 = 1;
 /// NVIDIA GPUs.
 pub const ANNULUS_BACKEND_CUDA: i32 = 2;
 
-/// Values of `alignment`.
+/// OptionValues of `alignment`.
 const ALIGNMENTS: [Alignment; 2] = [Alignment::TopLeft, Alignment::BottomRight];
 
-/// Values of `bias_order`.
+/// OptionValues of `bias_order`.
 const BIAS_ORDERS: [BiasOrder; 2] = [BiasOrder::AfterSoftCap, BiasOrder::BeforeSoftCap];
 
-/// Values of `precision`.
+/// OptionValues of `precision`.
 const PRECISIONS: [Precision; 3] = [Precision::Highest, Precision::High, Precision::Default];
 
-/// Values of `backward_mode`.
+/// OptionValues of `backward_mode`.
 const BACKWARD_MODES: [BackwardMode; 2] = [BackwardMode::OnePass, BackwardMode::TwoPass];
 
 /// The definition of one attention. [`annulus_options_init`](crate::annulus_options_init) sets the

@@ -10,7 +10,6 @@ use annulus::{
 #[cfg(feature = "mpi")]
 use crate::callbacks::SilenceHook;
 use crate::{
-    host_stream::HostStream,
     option_fields::{
         ANNULUS_LAYOUT_AUTO, ANNULUS_LAYOUT_BALANCED, ANNULUS_LAYOUT_CONTIGUOUS,
         ANNULUS_LAYOUT_CUSTOM, ANNULUS_LAYOUT_STRIPED, ANNULUS_LAYOUT_ZIGZAG,
@@ -127,6 +126,18 @@ pub(crate) struct Description {
     pub(crate) strategy: Strategy,
     /// Rows of a page of a KV cache; 0 for the default.
     pub(crate) page_rows: usize,
+}
+
+/// CUDA context and stream that the host lends, and perhaps an NCCL communicator, as addresses.
+///
+/// annulus enqueues its work in the host's stream, and never creates, aborts or destroys what it
+/// was lent. Pointers stay `void *` in the header, which includes neither cuda.h nor nccl.h.
+#[derive(Debug, Clone, Copy)]
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "refused without the feature"))]
+pub(crate) struct HostStream {
+    pub(crate) context: usize,
+    pub(crate) stream: usize,
+    pub(crate) communicator: Option<usize>,
 }
 
 /// Options of a plan over MPI.

@@ -42,7 +42,7 @@ pub struct annulus_plan {
 pub(crate) static PLANS: Handles<PlanState> = Handles::new("plan");
 
 /// Plan of either kind of ring.
-pub(crate) enum Planned {
+pub(crate) enum ProcessPlan {
     /// All ranks, as threads of this process, over whole tensors.
     Ring(LocalRing),
     /// One rank, over its own rows.
@@ -60,13 +60,13 @@ pub(crate) enum Planned {
 macro_rules! of_plan {
     ($planned:expr, $plan:ident => $body:expr) => {
         match $planned {
-            $crate::plan::Planned::Ring(ring) => {
+            $crate::plan::ProcessPlan::Ring(ring) => {
                 let $plan = ring.plan();
                 $body
             }
-            $crate::plan::Planned::Rank($plan) => $body,
+            $crate::plan::ProcessPlan::Rank($plan) => $body,
             #[cfg(feature = "cuda")]
-            $crate::plan::Planned::Device($plan) => $body,
+            $crate::plan::ProcessPlan::Device($plan) => $body,
         }
     };
 }
@@ -75,27 +75,27 @@ macro_rules! of_plan {
 macro_rules! sum_over_ranks {
     ($planned:expr, $plan:ident => $number:expr) => {
         match $planned {
-            Planned::Ring(ring) => ring.plans().map(|$plan| $number).sum::<u64>(),
-            Planned::Rank($plan) => $number,
+            ProcessPlan::Ring(ring) => ring.plans().map(|$plan| $number).sum::<u64>(),
+            ProcessPlan::Rank($plan) => $number,
             #[cfg(feature = "cuda")]
-            Planned::Device($plan) => $number,
+            ProcessPlan::Device($plan) => $number,
         }
     };
 }
 
 /// State behind the handle of a plan.
-pub(crate) struct PlanState(Overlapped<Planned, ()>);
+pub(crate) struct PlanState(Overlapped<ProcessPlan, ()>);
 
 /// A pass that runs later, on a thread of its own.
-pub(crate) type Pass = Box<dyn FnOnce(&mut Planned) -> Result<()> + Send>;
+pub(crate) type Pass = Box<dyn FnOnce(&mut ProcessPlan) -> Result<()> + Send>;
 
 impl PlanState {
-    fn new(planned: Planned) -> Self {
+    fn new(planned: ProcessPlan) -> Self {
         Self(Overlapped::new(planned))
     }
 
     /// The plan.
-    pub(crate) fn planned(&mut self) -> Result<&mut Planned> {
+    pub(crate) fn planned(&mut self) -> Result<&mut ProcessPlan> {
         self.0.plan_mut()
     }
 
@@ -113,7 +113,7 @@ impl PlanState {
     }
 }
 
-impl OverlapPlan for Planned {
+impl OverlapPlan for ProcessPlan {
     fn any_thread(&self) -> bool {
         of_plan!(self, plan => plan.any_thread())
     }
@@ -128,7 +128,7 @@ impl OverlapPlan for Planned {
     }
 }
 
-impl Planned {
+impl ProcessPlan {
     /// The definition that the ranks agreed on.
     pub(crate) fn spec(&self) -> &Spec {
         of_plan!(self, plan => plan.spec())
@@ -169,10 +169,10 @@ fn over_mpi(description: &Description, ring: Endpoint) -> Result<*mut annulus_pl
     let Description { attention, dims, backend, .. } = description;
     #[cfg(feature = "cuda")]
     if let Some(stream) = description.host_stream {
-        let planned = Planned::Device(Box::new(cuda::over_mpi(description, stream, ring)?));
+        let planned = ProcessPlan::Device(Box::new(cuda::over_mpi(description, stream, ring)?));
         return Ok(PLANS.insert(PlanState::new(planned)));
     }
-    let planned = Planned::Rank(Box::new(backend.plan_over_mpi(attention, *dims, ring)?));
+    let planned = ProcessPlan::Rank(Box::new(backend.plan_over_mpi(attention, *dims, ring)?));
     Ok(PLANS.insert(PlanState::new(planned)))
 }
 
@@ -200,24 +200,22 @@ pub unsafe extern "C" fn annulus_plan_create_threads(
     ranks: i64,
     plan: *mut *mut annulus_plan,
 ) -> c_int {
-    guard(|| {
-        let make = || {
-            let description = description(attention)?;
-            let ranks = length("ranks", ranks)?;
-            #[cfg(feature = "cuda")]
-            if let (Some(stream), 1) = (description.host_stream, ranks) {
-                let alone = threads::ring(1).pop().ok_or_else(|| Error::internal("no rank"))?;
-                let planned = Planned::Device(Box::new(cuda::over(&description, stream, alone)?));
-                return Ok(PLANS.insert(PlanState::new(planned)));
-            }
-            description.check_host_tensors("an in-process ring of other than one rank")?;
-            let Description { attention, dims, backend, .. } = description;
-            let ring = backend.local_ring(&attention, dims, ranks)?;
-            Ok(PLANS.insert(PlanState::new(Planned::Ring(ring))))
-        };
-        // SAFETY: as the caller promises
-        unsafe { create("plan", plan, make) }
-    })
+    let make = || {
+        let description = description(attention)?;
+        let ranks = length("ranks", ranks)?;
+        #[cfg(feature = "cuda")]
+        if let (Some(stream), 1) = (description.host_stream, ranks) {
+            let alone = threads::ring(1).pop().ok_or_else(|| Error::internal("no rank"))?;
+            let planned = ProcessPlan::Device(Box::new(cuda::over(&description, stream, alone)?));
+            return Ok(PLANS.insert(PlanState::new(planned)));
+        }
+        description.check_host_tensors("an in-process ring of other than one rank")?;
+        let Description { attention, dims, backend, .. } = description;
+        let ring = backend.local_ring(&attention, dims, ranks)?;
+        Ok(PLANS.insert(PlanState::new(ProcessPlan::Ring(ring))))
+    };
+    // SAFETY: as the caller promises
+    unsafe { create("plan", plan, make) }
 }
 
 /// Plans this rank of a ring over the ranks of a communicator of MPI, given as Fortran and
@@ -245,22 +243,20 @@ pub unsafe extern "C" fn annulus_plan_create_mpi_f(
     communicator: i32,
     plan: *mut *mut annulus_plan,
 ) -> c_int {
-    guard(|| {
-        #[cfg(feature = "mpi")]
-        let make = || {
-            let description = description(attention)?;
-            // SAFETY: as the caller promises
-            let ring = unsafe { endpoint::over_fortran(&description, communicator) }?;
-            over_mpi(&description, ring)
-        };
-        #[cfg(not(feature = "mpi"))]
-        let make = || {
-            description(attention)?;
-            Err(endpoint::no_mpi(communicator))
-        };
+    #[cfg(feature = "mpi")]
+    let make = || {
+        let description = description(attention)?;
         // SAFETY: as the caller promises
-        unsafe { create("plan", plan, make) }
-    })
+        let ring = unsafe { endpoint::over_fortran(&description, communicator) }?;
+        over_mpi(&description, ring)
+    };
+    #[cfg(not(feature = "mpi"))]
+    let make = || {
+        description(attention)?;
+        Err(endpoint::no_mpi(communicator))
+    };
+    // SAFETY: as the caller promises
+    unsafe { create("plan", plan, make) }
 }
 
 /// As [`annulus_plan_create_mpi_f`], of a communicator as C has it.
@@ -280,16 +276,14 @@ pub unsafe extern "C" fn annulus_plan_create_mpi(
     communicator: MPI_Comm,
     plan: *mut *mut annulus_plan,
 ) -> c_int {
-    guard(|| {
-        let make = || {
-            let description = description(attention)?;
-            // SAFETY: as the caller promises
-            let ring = unsafe { endpoint::over_communicator(&description, communicator) }?;
-            over_mpi(&description, ring)
-        };
+    let make = || {
+        let description = description(attention)?;
         // SAFETY: as the caller promises
-        unsafe { create("plan", plan, make) }
-    })
+        let ring = unsafe { endpoint::over_communicator(&description, communicator) }?;
+        over_mpi(&description, ring)
+    };
+    // SAFETY: as the caller promises
+    unsafe { create("plan", plan, make) }
 }
 
 /// Plans this rank of a ring over an endpoint, which several plans and caches share.
@@ -310,14 +304,12 @@ pub unsafe extern "C" fn annulus_plan_create_endpoint(
     endpoint: *const annulus_endpoint,
     plan: *mut *mut annulus_plan,
 ) -> c_int {
-    guard(|| {
-        let make = || {
-            let ring = endpoint::share(endpoint)?;
-            over_mpi(&description(attention)?, ring)
-        };
-        // SAFETY: as the caller promises
-        unsafe { create("plan", plan, make) }
-    })
+    let make = || {
+        let ring = endpoint::share(endpoint)?;
+        over_mpi(&description(attention)?, ring)
+    };
+    // SAFETY: as the caller promises
+    unsafe { create("plan", plan, make) }
 }
 
 /// Plans one rank over a transport, as the functions over MPI do, for tests.
@@ -328,22 +320,20 @@ pub fn plan_over<T: annulus_core::Transport<annulus_core::Host> + 'static>(
     transport: T,
     plan: &mut *mut annulus_plan,
 ) -> c_int {
-    guard(|| {
-        let make = || {
-            let description = description(attention)?;
-            #[cfg(feature = "cuda")]
-            if let Some(stream) = description.host_stream {
-                let planned =
-                    Planned::Device(Box::new(cuda::over(&description, stream, transport)?));
-                return Ok(PLANS.insert(PlanState::new(planned)));
-            }
-            let Description { attention, dims, backend, .. } = &description;
-            let planned = Planned::Rank(Box::new(backend.plan(attention, *dims, transport)?));
-            Ok(PLANS.insert(PlanState::new(planned)))
-        };
-        // SAFETY: a reference to a writable pointer
-        unsafe { create("plan", plan, make) }
-    })
+    let make = || {
+        let description = description(attention)?;
+        #[cfg(feature = "cuda")]
+        if let Some(stream) = description.host_stream {
+            let planned =
+                ProcessPlan::Device(Box::new(cuda::over(&description, stream, transport)?));
+            return Ok(PLANS.insert(PlanState::new(planned)));
+        }
+        let Description { attention, dims, backend, .. } = &description;
+        let planned = ProcessPlan::Rank(Box::new(backend.plan(attention, *dims, transport)?));
+        Ok(PLANS.insert(PlanState::new(planned)))
+    };
+    // SAFETY: a reference to a writable pointer
+    unsafe { create("plan", plan, make) }
 }
 
 /// Writes a number to `*out`, computed from the plan.
@@ -354,7 +344,7 @@ unsafe fn answer<T>(
     plan: *const annulus_plan,
     name: &str,
     out: *mut T,
-    of: impl FnOnce(&Planned) -> Result<T>,
+    of: impl FnOnce(&ProcessPlan) -> Result<T>,
 ) -> c_int {
     guard(|| {
         let out = check_pointer(name, out.cast_const())?;
@@ -404,7 +394,8 @@ pub unsafe extern "C" fn annulus_plan_ranks(plan: *const annulus_plan, ranks: *m
 /// `layout` points to a writable number.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn annulus_plan_layout(plan: *const annulus_plan, layout: *mut i32) -> c_int {
-    let of = |planned: &Planned| match of_plan!(planned, plan => plan.layout()).without_leaves() {
+    let of = |planned: &ProcessPlan| match of_plan!(planned, plan => plan.layout()).without_leaves()
+    {
         Layout::Contiguous => Ok(ANNULUS_LAYOUT_CONTIGUOUS),
         Layout::Zigzag => Ok(ANNULUS_LAYOUT_ZIGZAG),
         Layout::Striped => Ok(ANNULUS_LAYOUT_STRIPED),
@@ -425,7 +416,7 @@ pub unsafe extern "C" fn annulus_plan_layout(plan: *const annulus_plan, layout: 
 /// `route` points to a writable number.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn annulus_plan_route(plan: *const annulus_plan, route: *mut i32) -> c_int {
-    let of = |planned: &Planned| {
+    let of = |planned: &ProcessPlan| {
         Ok(match of_plan!(planned, plan => plan.route()) {
             Route::RelayUp => ANNULUS_ROUTE_RELAY_UP,
             Route::RelayDown => ANNULUS_ROUTE_RELAY_DOWN,
@@ -578,7 +569,7 @@ pub unsafe extern "C" fn annulus_plan_workspace_bytes(
     plan: *const annulus_plan,
     bytes: *mut u64,
 ) -> c_int {
-    let of = |planned: &Planned| {
+    let of = |planned: &ProcessPlan| {
         Ok(sum_over_ranks!(planned, plan => plan.buffer_bytes() + plan.workspace_bytes()))
     };
     // SAFETY: as the caller promises
@@ -603,7 +594,7 @@ pub unsafe extern "C" fn annulus_plan_predicted_bytes(
     pass: i32,
     bytes: *mut u64,
 ) -> c_int {
-    let of = |planned: &Planned| {
+    let of = |planned: &ProcessPlan| {
         let pass = match pass {
             ANNULUS_PASS_FORWARD => PassKind::Forward,
             ANNULUS_PASS_BACKWARD => PassKind::Backward,
@@ -634,8 +625,8 @@ pub unsafe extern "C" fn annulus_plan_q_rows(
     capacity: i64,
     count: *mut i64,
 ) -> c_int {
-    let of = |planned: &Planned| match planned {
-        Planned::Ring(ring) => Runs::counting(0, ring.plan().spec().dims.q_len as u64),
+    let of = |planned: &ProcessPlan| match planned {
+        ProcessPlan::Ring(ring) => Runs::counting(0, ring.plan().spec().dims.q_len as u64),
         rank => of_plan!(rank, plan => plan.q_rows().clone()),
     };
     let of = || PLANS.with(plan, |state| Ok(of(state.planned()?)));
@@ -657,8 +648,8 @@ pub unsafe extern "C" fn annulus_plan_kv_rows(
     capacity: i64,
     count: *mut i64,
 ) -> c_int {
-    let of = |planned: &Planned| match planned {
-        Planned::Ring(ring) => Runs::counting(0, ring.plan().spec().dims.kv_len as u64),
+    let of = |planned: &ProcessPlan| match planned {
+        ProcessPlan::Ring(ring) => Runs::counting(0, ring.plan().spec().dims.kv_len as u64),
         rank => of_plan!(rank, plan => plan.kv_rows().clone()),
     };
     let of = || PLANS.with(plan, |state| Ok(of(state.planned()?)));

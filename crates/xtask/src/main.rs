@@ -43,9 +43,9 @@ fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let result = match arguments.first().map(String::as_str) {
         Some("install") => {
-            install::Options::parse(&arguments[1..]).and_then(|options| options.run())
+            install::InstallOptions::parse(&arguments[1..]).and_then(|options| options.run())
         }
-        Some("dist") => dist::Options::parse(&arguments[1..]).and_then(|options| options.run()),
+        Some("dist") => dist::DistOptions::parse(&arguments[1..]).and_then(|options| options.run()),
         Some("options") => options::run(false),
         Some("help" | "--help" | "-h") => {
             print!("{USAGE}");

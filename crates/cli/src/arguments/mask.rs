@@ -1,15 +1,17 @@
-//! The mask of the flags, shared by `attend`, `plan` and `decode`.
+//! The definition of an attention by flags: its mask and its scores.
 
 use annulus::Attention;
+use annulus_core::SinkShape;
 
-pub(crate) use super::option_flags::{AlignmentName, MaskFlags};
-use super::values::Window;
+pub(crate) use super::option_flags::{AlignmentName, MaskFlags, ScoreFlags};
+use super::values::WindowSides;
 use crate::report::counted;
 
 impl MaskFlags {
     /// Adds the mask to a definition.
     pub(crate) fn apply(&self, attention: Attention) -> Attention {
-        let Window { left, right } = self.window.unwrap_or(Window { left: None, right: None });
+        let WindowSides { left, right } =
+            self.window.unwrap_or(WindowSides { left: None, right: None });
         self.set_mathematics(attention).sliding_window(left, right)
     }
 
@@ -41,5 +43,16 @@ impl MaskFlags {
             words.push("bottom-right".to_owned());
         }
         words.join(", ")
+    }
+}
+
+impl ScoreFlags {
+    /// Sets them. `sinks` is the shape of the input's sink logits.
+    pub(crate) fn apply(&self, attention: Attention, sinks: Option<SinkShape>) -> Attention {
+        let (probability, seed) = self.dropout.zip(self.seed).unwrap_or_default();
+        self.set_mathematics(attention)
+            .softmax_scale(self.scale)
+            .softmax_aux(sinks)
+            .dropout(probability, seed)
     }
 }

@@ -7,7 +7,7 @@ use annulus::{Alignment, Attention, Precision, Strategy};
 use clap::{Args, ValueEnum};
 
 use super::values::{
-    LayoutName, Window, count, count_u64, finite, positive, probability, silence, strategy,
+    LayoutName, WindowSides, count, count_u64, finite, positive, probability, silence, strategy,
     threads, whole_u64,
 };
 use crate::input::SinksForm;
@@ -22,7 +22,7 @@ pub(crate) struct MaskFlags {
     /// Sliding window: visible if i-L <= j <= i+R; a side may be `none`; one number is for both
     /// sides
     #[arg(long, value_name = "L,R", allow_hyphen_values = true)]
-    pub(crate) window: Option<Window>,
+    pub(crate) window: Option<WindowSides>,
     /// Exempt the first N keys from the window (attention sinks of StreamingLLM); needs --window
     #[arg(long, value_name = "N", value_parser = whole_u64, requires = "window")]
     pub(crate) first_visible: Option<u64>,

@@ -17,11 +17,10 @@ use half::{bf16, f16};
 use crate::{
     arguments::{
         device::DeviceFlags,
-        mask::MaskFlags,
+        mask::{MaskFlags, ScoreFlags},
         names::check_strategy,
         option_flags::{DivisionFlags, OutputFlags, RuntimeFlags},
         ring::TransportName,
-        scores::ScoreFlags,
         values::{DTypeName, LayoutName, ranks},
     },
     backend::BackendChoice,

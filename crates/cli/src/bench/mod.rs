@@ -18,14 +18,14 @@ use crate::{
         names::Others,
         option_flags::{DivisionFlags, PrecisionName},
         ring::TransportName,
-        values::{DTypeName, Window, count, dim, ranks, threads},
+        values::{DTypeName, WindowSides, count, dim, ranks, threads},
     },
     backend::BackendChoice,
     failure::{Failure, Outcome},
     job::{DEFAULT_DEADLINE, Job},
     machine,
 };
-use case::Case;
+use case::BenchCase;
 
 const EXAMPLES: &str = "\
 Fields of a line: peer what dtype threads batch heads head_dim n causal ms gflops gflops_cpu
@@ -57,7 +57,7 @@ rank, and the CPU time is that of all processes.";
 pub(crate) struct BenchFlags {
     /// Passes to measure
     #[arg(long, value_enum, default_value = "fwd,fwd+bwd", value_delimiter = ',')]
-    what: Vec<Passes>,
+    what: Vec<MeasuredPasses>,
     /// Element types
     #[arg(long, value_enum, default_value = "f32", value_delimiter = ',')]
     dtype: Vec<DTypeName>,
@@ -90,7 +90,7 @@ pub(crate) struct BenchFlags {
     causal: Vec<bool>,
     /// Sliding window: L,R, each a number or `none`
     #[arg(long, value_name = "L,R", allow_hyphen_values = true)]
-    window: Option<Window>,
+    window: Option<WindowSides>,
     /// Packed documents of these lengths, instead of --ns
     #[arg(long, value_name = "LEN,LEN,...", value_delimiter = ',', value_parser = count,
         conflicts_with_all = ["ns", "q_len", "kv_len"])]
@@ -124,7 +124,7 @@ pub(crate) struct BenchFlags {
 
 /// Passes of one round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Passes {
+enum MeasuredPasses {
     /// A forward pass.
     #[value(name = "fwd")]
     Forward,
@@ -166,7 +166,7 @@ fn bench(flags: &BenchFlags, job: &mut Job, backend: &BackendChoice) -> Outcome 
             for lengths in job.agree(flags.lengths())? {
                 for &causal in &flags.causal {
                     let case =
-                        Case::new(flags, dtype.into(), head_dim, lengths, causal).on(machine);
+                        BenchCase::new(flags, dtype.into(), head_dim, lengths, causal).on(machine);
                     match DType::from(dtype) {
                         DType::F64 => case.run::<f64>(job, &flags.what, backend),
                         DType::F32 => case.run::<f32>(job, &flags.what, backend),

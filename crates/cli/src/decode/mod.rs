@@ -16,10 +16,9 @@ use half::{bf16, f16};
 use crate::{
     arguments::{
         device::DeviceFlags,
-        mask::MaskFlags,
+        mask::{MaskFlags, ScoreFlags},
         option_flags::RuntimeFlags,
         ring::TransportName,
-        scores::ScoreFlags,
         values::{DTypeName, count as from_one, page_rows, ranks, whole},
     },
     attend::shared_output,

@@ -1,10 +1,8 @@
 //! C and Fortran: the struct of options, its constants and setters; and the page of all languages.
 
-use std::fmt::Write;
-
 use super::{
-    AttentionOption, GROUPS, Group, Kind, WRITTEN, array, ascii, region, setters, uncapitalized,
-    wrapped,
+    AttentionOption, GROUPS, OptionGroup, OptionKind, WRITTEN, array, ascii, region, setters,
+    uncapitalized, wrapped,
 };
 
 impl AttentionOption {
@@ -16,16 +14,18 @@ impl AttentionOption {
     fn field_type(&self) -> &str {
         let given = self.c.as_ref().and_then(|field| field.kind.as_deref());
         given.unwrap_or(match self.kind {
-            Kind::Flag | Kind::Choice => "i32",
-            Kind::Number | Kind::Seconds => "f64",
-            Kind::Count | Kind::Positive | Kind::Optional | Kind::Other => "i64",
+            OptionKind::Flag | OptionKind::Choice => "i32",
+            OptionKind::Number | OptionKind::Seconds => "f64",
+            OptionKind::Count | OptionKind::Positive | OptionKind::Optional | OptionKind::Other => {
+                "i64"
+            }
         })
     }
 
     /// Default of the field, if it is not 0.
     fn field_default(&self) -> Option<&str> {
         let given = self.c.as_ref().and_then(|field| field.zero.as_deref());
-        given.or((self.kind == Kind::Optional).then_some("ANNULUS_NONE"))
+        given.or((self.kind == OptionKind::Optional).then_some("ANNULUS_NONE"))
     }
 
     /// Names of the constants of the values.
@@ -39,7 +39,7 @@ impl AttentionOption {
             .collect()
     }
 
-    /// Values in words: `ANNULUS_X_A (default), B or C`.
+    /// OptionValues in words: `ANNULUS_X_A (default), B or C`.
     fn values_in_words(&self) -> Option<String> {
         let values = self.values.as_ref()?;
         let names: Vec<String> = values.all.iter().map(|(name, _)| name.to_uppercase()).collect();
@@ -58,20 +58,20 @@ impl AttentionOption {
         if own.is_some() || text.contains("Default:") || text.contains("(default)") {
             return ascii(&text);
         }
-        if self.kind == Kind::Flag {
+        if self.kind == OptionKind::Flag {
             text = format!("Flag: {}", uncapitalized(&text));
         }
         let default = self.default_in_words();
         match (self.kind, default) {
-            (Kind::Flag | Kind::Count, _) => text.push_str(" Default: 0."),
-            (Kind::Optional, Some(default)) => {
-                write!(text, " Default: ANNULUS_NONE, {default}.").expect("a string");
+            (OptionKind::Flag | OptionKind::Count, _) => text.push_str(" Default: 0."),
+            (OptionKind::Optional, Some(default)) => {
+                text += &format!(" Default: ANNULUS_NONE, {default}.");
             }
-            (Kind::Other, Some(default)) => {
-                write!(text, " Default: {default}.").expect("a string");
+            (OptionKind::Other, Some(default)) => {
+                text += &format!(" Default: {default}.");
             }
             (_, Some(default)) => {
-                write!(text, " Default: 0, which is {default}.").expect("a string");
+                text += &format!(" Default: 0, which is {default}.");
             }
             (_, None) => {}
         }
@@ -82,17 +82,17 @@ impl AttentionOption {
     fn read(&self) -> Option<String> {
         let name = self.field()?;
         let reader = match self.kind {
-            Kind::Flag => "flag",
-            Kind::Count => "count",
-            Kind::Positive => "positive",
-            Kind::Optional => "optional",
-            Kind::Number => return Some(format!("number(options.{name})")),
-            Kind::Seconds => "seconds",
-            Kind::Choice => {
+            OptionKind::Flag => "flag",
+            OptionKind::Count => "count",
+            OptionKind::Positive => "positive",
+            OptionKind::Optional => "optional",
+            OptionKind::Number => return Some(format!("number(options.{name})")),
+            OptionKind::Seconds => "seconds",
+            OptionKind::Choice => {
                 let all = self.values_name();
                 return Some(format!("one_of(\"{name}\", options.{name}, &{all})?"));
             }
-            Kind::Other => return None,
+            OptionKind::Other => return None,
         };
         Some(format!("{reader}(\"{name}\", options.{name})?"))
     }
@@ -104,13 +104,12 @@ pub(super) fn rust(options: &[AttentionOption]) -> String {
         format!("//! The options of C, and the setters of the simple ones.\n//! {WRITTEN}\n");
     let enums: Vec<&str> = options
         .iter()
-        .filter(|option| option.kind == Kind::Choice)
+        .filter(|option| option.kind == OptionKind::Choice)
         .filter_map(|option| option.values.as_ref()?.name.as_deref())
         .collect();
     let mut used: Vec<&str> = enums.into_iter().chain(["Attention", "Result"]).collect();
     used.sort_unstable();
-    write!(
-        text,
+    text += &format!(
         "\nuse annulus::{{{}}};\n
 use crate::{{
     options::{{ANNULUS_NONE, count, flag, number, one_of, optional, positive, seconds}},
@@ -118,26 +117,24 @@ use crate::{{
     versioned::Versioned,
 }};\n",
         used.join(", ")
-    )
-    .expect("a string");
+    );
     for option in options {
         let meanings = option.values.iter().flat_map(|values| &values.all);
         for (number, (name, (_, meaning))) in option.constants().iter().zip(meanings).enumerate() {
             if number == 0 {
                 text.push('\n');
             }
-            text.push_str(&wrapped(&ascii(meaning), "/// ", "/// "));
-            writeln!(text, "pub const {name}: i32 = {number};").expect("a string");
+            text += &wrapped(&ascii(meaning), "/// ", "/// ");
+            text += &format!("pub const {name}: i32 = {number};\n");
         }
     }
-    for option in options.iter().filter(|option| option.kind == Kind::Choice) {
+    for option in options.iter().filter(|option| option.kind == OptionKind::Choice) {
         let all: Vec<String> = option.variants().map(|(_, variant)| variant).collect();
         let kind = all[0].split(':').next().unwrap_or("");
-        write!(text, "\n/// Values of `{}`.\n", option.name).expect("a string");
-        text.push_str(&array(&option.values_name(), kind, &all));
+        text += &format!("\n/// OptionValues of `{}`.\n", option.name);
+        text += &array(&option.values_name(), kind, &all);
     }
-    text.push_str(
-        "
+    text += "
 /// The definition of one attention. [`annulus_options_init`](crate::annulus_options_init) sets the
 /// defaults; the caller then sets the seven lengths and what differs.
 ///
@@ -148,15 +145,13 @@ use crate::{{
 pub struct annulus_options {
     /// sizeof(annulus_options).
     pub struct_size: u64,
-",
-    );
+";
     for option in options {
         let Some(name) = option.field() else { continue };
-        text.push_str(&wrapped(&option.field_meaning(), "    /// ", "    /// "));
-        writeln!(text, "    pub {name}: {},", option.field_type()).expect("a string");
+        text += &wrapped(&option.field_meaning(), "    /// ", "    /// ");
+        text += &format!("    pub {name}: {},\n", option.field_type());
     }
-    text.push_str(
-        "}
+    text += "}
 
 // SAFETY: repr(C), begins with its size, and all fields are numbers, which may be 0
 unsafe impl Versioned for annulus_options {
@@ -173,25 +168,22 @@ impl annulus_options {
         let zeros: Self = unsafe { std::mem::zeroed() };
         Self {
             struct_size: size_of::<Self>() as u64,
-",
-    );
+";
     for option in options {
         if let (Some(name), Some(default)) = (option.field(), option.field_default()) {
-            writeln!(text, "            {name}: {default},").expect("a string");
+            text += &format!("            {name}: {default},\n");
         }
     }
-    text.push_str("            ..zeros\n        }\n    }\n}\n");
+    text += "            ..zeros\n        }\n    }\n}\n";
     for (group, name, builder) in GROUPS {
         let body = setters(options, group, "    Ok(builder", AttentionOption::read, ")");
-        write!(
-            text,
+        text += &format!(
             "
 /// Sets the options of {name} whose form is that of all languages.
 pub(crate) fn set_{name}(builder: {builder}, options: &annulus_options) -> Result<{builder}> {{
 {}\n}}\n",
             body.unwrap_or("    Ok(builder)".to_owned())
-        )
-        .expect("a string");
+        );
     }
     text
 }
@@ -219,30 +211,28 @@ pub(super) fn fortran(options: &[AttentionOption], text: &str) -> String {
 /// The table of `docs/semantics.md`.
 pub(super) fn page(options: &[AttentionOption], text: &str) -> String {
     let mut table = "\n| option | C, C++, Fortran | Python | command | default |\n".to_owned();
-    table.push_str("|---|---|---|---|---|\n");
+    table += "|---|---|---|---|---|\n";
     let named = |name: Option<String>| name.map_or(String::new(), |name| format!("`{name}`"));
-    let described = options.iter().filter(|option| option.group != Group::Shape);
+    let described = options.iter().filter(|option| option.group != OptionGroup::Shape);
     for option in described.filter(|option| option.python.is_some() || option.command.is_some()) {
-        let is_number = matches!(option.kind, Kind::Count);
+        let is_number = matches!(option.kind, OptionKind::Count);
         let default = match (&option.default, option.kind) {
             (Some(default), _) => default.as_str(),
-            (None, Kind::Flag) => "false",
+            (None, OptionKind::Flag) => "false",
             (None, _) if is_number => "0",
             (None, _) => option.values.as_ref().map_or("", |values| &values.all[0].0),
         };
         let python = option.python.as_ref().filter(|parameter| parameter.is_declared());
         let python = python.map(|parameter| option.parameter(parameter).to_owned());
         let command = option.command.as_ref().map(|flag| format!("--{}", option.flag(flag)));
-        writeln!(
-            table,
-            "| `{}` | {} | {} | {} | {} |",
+        table += &format!(
+            "| `{}` | {} | {} | {} | {} |\n",
             option.setter(),
             named(option.field().map(str::to_owned)),
             named(python),
             named(command),
             default.replace("``", "`"),
-        )
-        .expect("a string");
+        );
     }
     region(text, "table -->", |_| table + "\n")
 }

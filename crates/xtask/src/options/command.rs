@@ -1,8 +1,6 @@
 //! The command: structs of flags, their help and setters.
 
-use std::fmt::Write;
-
-use super::{AttentionOption, Flag, GROUPS, Kind, WRITTEN, ascii, camel, setters, wrapped};
+use super::{AttentionOption, Flag, GROUPS, OptionKind, WRITTEN, ascii, camel, setters, wrapped};
 
 /// Structs of flags, with their documentation and the heading of their help.
 const STRUCTS: [(&str, &str, Option<&str>); 5] = [
@@ -32,15 +30,15 @@ impl AttentionOption {
         let is_usize = self.integer == "usize";
         let optional = format!("Option<{}>", self.integer);
         let (kind, parser) = match self.kind {
-            Kind::Flag => ("bool".to_owned(), None),
-            Kind::Positive => (optional, Some(if is_usize { "count" } else { "count_u64" })),
-            Kind::Count | Kind::Optional => {
+            OptionKind::Flag => ("bool".to_owned(), None),
+            OptionKind::Positive => (optional, Some(if is_usize { "count" } else { "count_u64" })),
+            OptionKind::Count | OptionKind::Optional => {
                 (optional, Some(if is_usize { "whole" } else { "whole_u64" }))
             }
-            Kind::Number => ("Option<f64>".to_owned(), Some("finite")),
-            Kind::Seconds => ("Option<Duration>".to_owned(), Some("silence")),
-            Kind::Choice => (format!("{}Name", camel(&self.name)), None),
-            Kind::Other => (String::new(), None),
+            OptionKind::Number => ("Option<f64>".to_owned(), Some("finite")),
+            OptionKind::Seconds => ("Option<Duration>".to_owned(), Some("silence")),
+            OptionKind::Choice => (format!("{}Name", camel(&self.name)), None),
+            OptionKind::Other => (String::new(), None),
         };
         let parser = flag.parser.clone().or(parser.map(str::to_owned));
         (flag.kind.clone().unwrap_or(kind), parser)
@@ -51,7 +49,7 @@ impl AttentionOption {
         if let Some(value) = &flag.value {
             parts.push(format!("value_name = \"{value}\""));
         }
-        if let (Kind::Choice, Some(values)) = (self.kind, &self.values) {
+        if let (OptionKind::Choice, Some(values)) = (self.kind, &self.values) {
             let first = values.all[0].0.replace('_', "-");
             parts.push(format!("value_enum, default_value = \"{first}\""));
         }
@@ -84,20 +82,18 @@ impl AttentionOption {
 /// `crates/cli/src/arguments/option_flags.rs`.
 pub(super) fn flags(options: &[AttentionOption]) -> String {
     let mut text = format!("//! Flags of the options of an attention.\n//! {WRITTEN}\n");
-    text.push_str(
-        "
+    text += "
 use std::{path::PathBuf, time::Duration};
 
 use annulus::{Alignment, Attention, Precision, Strategy};
 use clap::{Args, ValueEnum};
 
 use super::values::{
-    LayoutName, Window, count, count_u64, finite, positive, probability, silence, strategy,
+    LayoutName, WindowSides, count, count_u64, finite, positive, probability, silence, strategy,
     threads, whole_u64,
 };
 use crate::input::SinksForm;
-",
-    );
+";
     let in_struct = |name: &'static str| {
         options.iter().filter_map(move |option| {
             let flag = option.command.as_ref()?;
@@ -105,82 +101,73 @@ use crate::input::SinksForm;
         })
     };
     for (name, documentation, heading) in STRUCTS {
-        write!(text, "\n/// {documentation}\n#[derive(Debug, Clone, Args)]\n").expect("a string");
+        text += &format!("\n/// {documentation}\n#[derive(Debug, Clone, Args)]\n");
         if let Some(heading) = heading {
-            writeln!(text, "#[command(next_help_heading = \"{heading}\")]").expect("a string");
+            text += &format!("#[command(next_help_heading = \"{heading}\")]\n");
         }
-        writeln!(text, "pub(crate) struct {name} {{").expect("a string");
+        text += &format!("pub(crate) struct {name} {{\n");
         for (option, flag) in in_struct(name) {
-            text.push_str(&wrapped(&option.help(flag), "    /// ", "    /// "));
-            text.push_str(&option.attributes(flag));
+            text += &wrapped(&option.help(flag), "    /// ", "    /// ");
+            text += &option.attributes(flag);
             let field = option.flag(flag).replace('-', "_");
             let (kind, _) = option.flag_type(flag);
-            writeln!(text, "    pub(crate) {field}: {kind},").expect("a string");
+            text += &format!("    pub(crate) {field}: {kind},\n");
         }
-        text.push_str("}\n");
+        text += "}\n";
         for (group, group_name, builder) in GROUPS {
             let read = |option: &AttentionOption| {
                 let flag = option.command.as_ref()?;
                 let field = option.flag(flag).replace('-', "_");
                 let value = match option.kind {
-                    Kind::Other | Kind::Seconds => return None,
-                    Kind::Count => format!("self.{field}.unwrap_or(0)"),
-                    Kind::Choice => format!("self.{field}.into()"),
+                    OptionKind::Other | OptionKind::Seconds => return None,
+                    OptionKind::Count => format!("self.{field}.unwrap_or(0)"),
+                    OptionKind::Choice => format!("self.{field}.into()"),
                     _ => format!("self.{field}"),
                 };
                 (flag.place.as_deref() == Some(name)).then_some(value)
             };
             let body = setters(options, group, "        builder", read, "");
             let Some(body) = body else { continue };
-            write!(
-                text,
+            text += &format!(
                 "
 impl {name} {{
     /// Sets the flags of {group_name} that no other flag and no file changes.
     pub(crate) fn set_{group_name}(&self, builder: {builder}) -> {builder} {{
 {body}\n    }}\n}}\n"
-            )
-            .expect("a string");
+            );
         }
     }
-    for option in options.iter().filter(|option| option.kind == Kind::Choice) {
+    for option in options.iter().filter(|option| option.kind == OptionKind::Choice) {
         let Some(values) = &option.values else { continue };
         if option.command.as_ref().is_none_or(|flag| flag.place.is_none()) {
             continue;
         }
         let (name, kind) = (camel(&option.name), values.name.as_deref().unwrap_or(""));
-        write!(
-            text,
-            "\n/// Names of the values of {kind}.\n#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+        text += &format!("\n/// Names of the values of {kind}.\n#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum {name}Name {{\n"
-        )
-        .expect("a string");
+        );
         for (value, meaning) in &values.all {
-            text.push_str(&wrapped(meaning, "    /// ", "    /// "));
-            writeln!(text, "    {},", camel(value)).expect("a string");
+            text += &wrapped(meaning, "    /// ", "    /// ");
+            text += &format!("    {},\n", camel(value));
         }
-        write!(
-            text,
+        text += &format!(
             "}}\n\nimpl From<{name}Name> for {kind} {{\n    fn from(name: {name}Name) -> Self {{
         match name {{\n"
-        )
-        .expect("a string");
+        );
         for (value, _) in &values.all {
             let value = camel(value);
-            writeln!(text, "            {name}Name::{value} => Self::{value},").expect("a string");
+            text += &format!("            {name}Name::{value} => Self::{value},\n");
         }
-        text.push_str("        }\n    }\n}\n");
+        text += "        }\n    }\n}\n";
     }
-    text.push_str(
-        "
+    text += "
 /// Options of the library and the flags that set them.
 pub(super) const FLAGS: &[(&str, &str)] = &[
-",
-    );
+";
     for option in options {
         if let Some(flag) = &option.command {
             let flag = option.flag(flag);
-            writeln!(text, "    (\"{}\", \"--{flag}\"),", option.name).expect("a string");
+            text += &format!("    (\"{}\", \"--{flag}\"),\n", option.name);
         }
     }
     text + "];\n"

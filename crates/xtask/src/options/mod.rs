@@ -5,7 +5,7 @@ mod c;
 mod command;
 mod python;
 
-use std::{fmt::Write, fs, path::Path};
+use std::{fs, path::Path};
 
 use serde::Deserialize;
 
@@ -15,10 +15,10 @@ use crate::common::root;
 const WRITTEN: &str = "Written from options.toml by `cargo xtask options`.";
 
 /// A file, and the function that writes it from the options and its present text.
-type Target = (&'static str, fn(&[AttentionOption], &str) -> String);
+type WrittenFile = (&'static str, fn(&[AttentionOption], &str) -> String);
 
 /// Every file that has options.
-const TARGETS: [Target; 10] = [
+const TARGETS: [WrittenFile; 10] = [
     ("crates/capi/src/option_fields.rs", |options, _| c::rust(options)),
     ("crates/capi/fortran/annulus.f90", c::fortran),
     ("docs/semantics.md", c::page),
@@ -33,7 +33,7 @@ const TARGETS: [Target; 10] = [
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Table {
+struct OptionTable {
     option: Vec<AttentionOption>,
 }
 
@@ -43,17 +43,17 @@ struct Table {
 struct AttentionOption {
     name: String,
     set: Option<String>,
-    group: Group,
+    group: OptionGroup,
     #[serde(rename = "type")]
-    kind: Kind,
+    kind: OptionKind,
     meaning: String,
     default: Option<String>,
     since: Option<String>,
     #[serde(default = "u64_name")]
     integer: String,
-    values: Option<Values>,
+    values: Option<OptionValues>,
     c: Option<CField>,
-    python: Option<Parameter>,
+    python: Option<PythonParameter>,
     command: Option<Flag>,
 }
 
@@ -63,7 +63,7 @@ fn u64_name() -> String {
 
 #[derive(Deserialize, Clone, Copy, PartialEq, Eq)]
 #[serde(rename_all = "lowercase")]
-enum Group {
+enum OptionGroup {
     Shape,
     Mathematics,
     Division,
@@ -71,15 +71,15 @@ enum Group {
 }
 
 /// Groups with the builder that has their setters.
-const GROUPS: [(Group, &str, &str); 3] = [
-    (Group::Mathematics, "mathematics", "Attention"),
-    (Group::Division, "division", "Attention"),
-    (Group::Runtime, "runtime", "Attention"),
+const GROUPS: [(OptionGroup, &str, &str); 3] = [
+    (OptionGroup::Mathematics, "mathematics", "Attention"),
+    (OptionGroup::Division, "division", "Attention"),
+    (OptionGroup::Runtime, "runtime", "Attention"),
 ];
 
 #[derive(Deserialize, Clone, Copy, PartialEq, Eq)]
 #[serde(rename_all = "lowercase")]
-enum Kind {
+enum OptionKind {
     Flag,
     Count,
     Positive,
@@ -92,7 +92,7 @@ enum Kind {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Values {
+struct OptionValues {
     #[serde(rename = "type")]
     name: Option<String>,
     prefix: String,
@@ -112,7 +112,7 @@ struct CField {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Parameter {
+struct PythonParameter {
     #[serde(rename = "in", default)]
     places: Vec<String>,
     name: Option<String>,
@@ -156,7 +156,7 @@ impl AttentionOption {
         let default = self.default.as_deref().unwrap_or("");
         let mut text = own.unwrap_or(&self.meaning).replace("{default}", default);
         if let Some(since) = &self.since {
-            write!(text, " Since {since}.").expect("a string");
+            text += &format!(" Since {since}.");
         }
         text
     }
@@ -166,7 +166,7 @@ impl AttentionOption {
         format!("{}S", self.name.to_uppercase())
     }
 
-    /// Values of a choice as (text, variant of the enum), for `match`-like lists.
+    /// OptionValues of a choice as (text, variant of the enum), for `match`-like lists.
     fn variants(&self) -> impl Iterator<Item = (&str, String)> {
         let values = self.values.as_ref().filter(|values| values.name.is_some());
         values.into_iter().flat_map(|values| {
@@ -186,7 +186,7 @@ pub(crate) fn run(check: bool) -> Result<(), String> {
     let read = |path: &Path| {
         fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))
     };
-    let table: Table = toml::from_str(&read(&root.join("options.toml"))?)
+    let table: OptionTable = toml::from_str(&read(&root.join("options.toml"))?)
         .map_err(|error| format!("options.toml: {error}"))?;
     for (name, write) in TARGETS {
         let path = root.join(name);
@@ -254,7 +254,7 @@ fn camel(name: &str) -> String {
 /// Setters that a group calls with `value`, after `before`.
 fn setters(
     options: &[AttentionOption],
-    group: Group,
+    group: OptionGroup,
     before: &str,
     value: impl Fn(&AttentionOption) -> Option<String>,
     after: &str,

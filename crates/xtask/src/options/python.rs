@@ -1,16 +1,14 @@
 //! Python: classes of options, signatures, docstrings, and what the extension module reads.
 
-use std::fmt::Write;
-
 use super::{
-    AttentionOption, GROUPS, Group, Kind, Parameter, WRITTEN, array, region, setters,
-    uncapitalized, wrapped,
+    AttentionOption, GROUPS, OptionGroup, OptionKind, PythonParameter, WRITTEN, array, region,
+    setters, uncapitalized, wrapped,
 };
 
 /// Functions and classes whose signature has options.
 const SIGNATURES: [&str; 4] = ["Plan", "Cache", "flash_attention", "ring_attention"];
 
-impl Parameter {
+impl PythonParameter {
     /// True if a signature has it, not only the extension module.
     pub(super) fn is_declared(&self) -> bool {
         !self.places.is_empty() || self.check.is_none()
@@ -19,23 +17,25 @@ impl Parameter {
 
 impl AttentionOption {
     /// Name of the parameter.
-    pub(super) fn parameter<'a>(&'a self, parameter: &'a Parameter) -> &'a str {
+    pub(super) fn parameter<'a>(&'a self, parameter: &'a PythonParameter) -> &'a str {
         parameter.name.as_deref().unwrap_or(&self.name)
     }
 
     /// Name in the dict that the extension module reads.
-    fn key<'a>(&'a self, parameter: &'a Parameter) -> &'a str {
+    fn key<'a>(&'a self, parameter: &'a PythonParameter) -> &'a str {
         parameter.config.as_deref().unwrap_or(self.parameter(parameter))
     }
 
     /// Annotation and default: `int | None = None`.
-    fn annotation(&self, parameter: &Parameter) -> String {
+    fn annotation(&self, parameter: &PythonParameter) -> String {
         let (kind, default) = match self.kind {
-            Kind::Flag => ("bool", "False".to_owned()),
-            Kind::Count => ("int", "0".to_owned()),
-            Kind::Positive | Kind::Optional => ("int | None", "None".to_owned()),
-            Kind::Number | Kind::Seconds => ("float | None", "None".to_owned()),
-            Kind::Choice | Kind::Other => ("str", format!("\"{}\"", self.first_value())),
+            OptionKind::Flag => ("bool", "False".to_owned()),
+            OptionKind::Count => ("int", "0".to_owned()),
+            OptionKind::Positive | OptionKind::Optional => ("int | None", "None".to_owned()),
+            OptionKind::Number | OptionKind::Seconds => ("float | None", "None".to_owned()),
+            OptionKind::Choice | OptionKind::Other => {
+                ("str", format!("\"{}\"", self.first_value()))
+            }
         };
         let kind = parameter.kind.as_deref().unwrap_or(kind);
         format!("{kind} = {}", parameter.default.as_ref().unwrap_or(&default))
@@ -46,46 +46,50 @@ impl AttentionOption {
     }
 
     /// Expression of the checked value.
-    fn check(&self, parameter: &Parameter) -> Option<String> {
+    fn check(&self, parameter: &PythonParameter) -> Option<String> {
         let name = self.parameter(parameter);
         let check = match self.kind {
-            Kind::Flag => format!("boolean(\"{name}\", self.{name})"),
-            Kind::Count => format!("integer(\"{name}\", self.{name})"),
-            Kind::Positive => format!("integer_or_none(\"{name}\", self.{name}, least=1)"),
-            Kind::Optional => format!("integer_or_none(\"{name}\", self.{name})"),
-            Kind::Number | Kind::Seconds => format!("number_or_none(\"{name}\", self.{name})"),
-            Kind::Choice => format!("choice(\"{name}\", self.{name}, {})", self.values_name()),
-            Kind::Other => return parameter.check.clone(),
+            OptionKind::Flag => format!("boolean(\"{name}\", self.{name})"),
+            OptionKind::Count => format!("integer(\"{name}\", self.{name})"),
+            OptionKind::Positive => format!("integer_or_none(\"{name}\", self.{name}, least=1)"),
+            OptionKind::Optional => format!("integer_or_none(\"{name}\", self.{name})"),
+            OptionKind::Number | OptionKind::Seconds => {
+                format!("number_or_none(\"{name}\", self.{name})")
+            }
+            OptionKind::Choice => {
+                format!("choice(\"{name}\", self.{name}, {})", self.values_name())
+            }
+            OptionKind::Other => return parameter.check.clone(),
         };
         Some(parameter.check.clone().unwrap_or(format!("_check.{check}")))
     }
 
     /// Type in the extension module.
-    fn config_type(&self, parameter: &Parameter) -> Option<String> {
+    fn config_type(&self, parameter: &PythonParameter) -> Option<String> {
         let kind = match self.kind {
-            Kind::Flag => "bool".to_owned(),
-            Kind::Count => self.integer.clone(),
-            Kind::Positive | Kind::Optional => format!("Option<{}>", self.integer),
-            Kind::Number | Kind::Seconds => "Option<f64>".to_owned(),
-            Kind::Choice => "String".to_owned(),
-            Kind::Other => return parameter.rust.clone(),
+            OptionKind::Flag => "bool".to_owned(),
+            OptionKind::Count => self.integer.clone(),
+            OptionKind::Positive | OptionKind::Optional => format!("Option<{}>", self.integer),
+            OptionKind::Number | OptionKind::Seconds => "Option<f64>".to_owned(),
+            OptionKind::Choice => "String".to_owned(),
+            OptionKind::Other => return parameter.rust.clone(),
         };
         Some(parameter.rust.clone().unwrap_or(kind))
     }
 
     /// Line of a docstring.
-    fn documentation(&self, parameter: &Parameter) -> String {
+    fn documentation(&self, parameter: &PythonParameter) -> String {
         let mut text = self.meaning(parameter.meaning.as_ref());
-        if let (Kind::Choice, Some(values)) = (self.kind, &self.values) {
+        if let (OptionKind::Choice, Some(values)) = (self.kind, &self.values) {
             text.push('.');
             for (number, (name, meaning)) in values.all.iter().enumerate() {
                 let default = if number == 0 { " (default)" } else { "" };
                 let meaning = uncapitalized(meaning);
-                write!(text, " ``{name}``{default}: {meaning}").expect("a string");
+                text += &format!(" ``{name}``{default}: {meaning}");
             }
         }
         if let Some(default) = self.default_in_words().filter(|_| !text.contains("Default:")) {
-            write!(text, " Default: {default}.").expect("a string");
+            text += &format!(" Default: {default}.");
         }
         wrapped(&text, &format!("        {}: ", self.parameter(parameter)), "            ")
     }
@@ -95,7 +99,7 @@ impl AttentionOption {
 fn parameters<'a>(
     options: &'a [AttentionOption],
     place: &'a str,
-) -> impl Iterator<Item = (&'a AttentionOption, &'a Parameter)> {
+) -> impl Iterator<Item = (&'a AttentionOption, &'a PythonParameter)> {
     options.iter().filter_map(move |option| {
         let parameter = option.python.as_ref()?;
         parameter.places.iter().any(|name| name == place).then_some((option, parameter))
@@ -106,7 +110,7 @@ fn parameters<'a>(
 pub(super) fn rust(options: &[AttentionOption]) -> String {
     let mut used: Vec<&str> = options
         .iter()
-        .filter(|option| option.kind == Kind::Choice)
+        .filter(|option| option.kind == OptionKind::Choice)
         .filter_map(|option| option.values.as_ref()?.name.as_deref())
         .chain(["Attention"])
         .collect();
@@ -130,19 +134,19 @@ pub(crate) struct Config<'py> {{
     for option in options {
         let Some(parameter) = &option.python else { continue };
         if let Some(kind) = option.config_type(parameter) {
-            writeln!(text, "    pub(crate) {}: {kind},", option.key(parameter)).expect("a string");
+            text += &format!("    pub(crate) {}: {kind},\n", option.key(parameter));
         }
     }
-    text.push_str("}\n");
-    for option in options.iter().filter(|option| option.kind == Kind::Choice) {
+    text += "}\n";
+    for option in options.iter().filter(|option| option.kind == OptionKind::Choice) {
         let all: Vec<_> = option.variants().collect();
         let kind = format!("(&str, {})", all[0].1.split(':').next().unwrap_or(""));
         let pairs: Vec<String> =
             all.iter().map(|(name, variant)| format!("(\"{name}\", {variant})")).collect();
-        write!(text, "\n/// Names of `{}`.\n", option.name).expect("a string");
-        text.push_str(&array(&option.values_name(), &kind, &pairs));
+        text += &format!("\n/// Names of `{}`.\n", option.name);
+        text += &array(&option.values_name(), &kind, &pairs);
     }
-    text.push_str("\nimpl Config<'_> {\n");
+    text += "\nimpl Config<'_> {\n";
     let methods = GROUPS.map(|(group, name, builder)| {
         let read = |option: &AttentionOption| {
             let parameter = option.python.as_ref()?;
@@ -151,9 +155,9 @@ pub(crate) struct Config<'py> {{
                 return Some(value.clone());
             }
             match option.kind {
-                Kind::Other => None,
-                Kind::Seconds => Some(format!("seconds(py, \"{key}\", self.{key})?")),
-                Kind::Choice => {
+                OptionKind::Other => None,
+                OptionKind::Seconds => Some(format!("seconds(py, \"{key}\", self.{key})?")),
+                OptionKind::Choice => {
                     let all = option.values_name();
                     Some(format!("choice(py, \"{key}\", &self.{key}, &{all})?"))
                 }
@@ -169,7 +173,7 @@ pub(crate) struct Config<'py> {{
 {body}\n    }}\n"
         )
     });
-    text.push_str(&methods.join("\n"));
+    text += &methods.join("\n");
     text + "}\n"
 }
 
@@ -184,35 +188,31 @@ from . import _check
 from ._annulus import BiasFunction, Mask
 from ._check import Documents, Machine, Rows\n\n"
     );
-    for option in options.iter().filter(|option| option.kind == Kind::Choice) {
+    for option in options.iter().filter(|option| option.kind == OptionKind::Choice) {
         let values = option.values.iter().flat_map(|values| &values.all);
         let names: Vec<String> = values.map(|(name, _)| format!("\"{name}\"")).collect();
-        writeln!(text, "{} = ({})", option.values_name(), names.join(", ")).expect("a string");
+        text += &format!("{} = ({})\n", option.values_name(), names.join(", "));
     }
     for (class, place, documentation) in [
         ("AttentionOptions", "Attention", "The options of ``Attention``."),
         ("PlanOptions", "Plan", "The options of ``Plan``: the division among ranks, and the run."),
     ] {
-        write!(
-            text,
+        text += &format!(
             "\n\n@dataclass(frozen=True, kw_only=True)
 class {class}:\n    \"\"\"{documentation}\"\"\"\n\n"
-        )
-        .expect("a string");
+        );
         for (option, parameter) in parameters(options, place) {
             let name = option.parameter(parameter);
-            writeln!(text, "    {name}: {}", option.annotation(parameter)).expect("a string");
+            text += &format!("    {name}: {}\n", option.annotation(parameter));
         }
-        text.push_str(
-            "
+        text += "
     def checked(self) -> dict[str, Any]:
         \"\"\"Returns the checked options, by the names of the extension module.\"\"\"
-        return {\n",
-        );
+        return {\n";
         // options without a place, such as the sides of the window, are checked with the first
-        let is_part = |option: &AttentionOption, parameter: &Parameter| {
+        let is_part = |option: &AttentionOption, parameter: &PythonParameter| {
             place == "Attention"
-                && option.group == Group::Mathematics
+                && option.group == OptionGroup::Mathematics
                 && parameter.places.is_empty()
         };
         for option in options {
@@ -224,17 +224,15 @@ class {class}:\n    \"\"\"{documentation}\"\"\"\n\n"
                 let key = option.key(parameter);
                 let line = format!("            \"{key}\": {check},\n");
                 if line.len() > 101 {
-                    write!(
-                        text,
+                    text += &format!(
                         "            \"{key}\": (\n                {check}\n            ),\n"
-                    )
-                    .expect("a string");
+                    );
                 } else {
-                    text.push_str(&line);
+                    text += &line;
                 }
             }
         }
-        text.push_str("        }\n");
+        text += "        }\n";
     }
     text
 }
