@@ -566,9 +566,9 @@ typedef struct annulus_options {
   int64_t kv_block_size;
   /**
    * Longest wait at the entry of a collective call (a plan, an update, a pass) for ranks that
-   * have not made it, in seconds, at least 1. Then the call fails with an arrival timeout; an
-   * update or a pass has changed nothing and is made again with the same arguments, within the
-   * deadline of the other ranks. Default: 0, which is no limit.
+   * have not made it, in seconds, at least 1. Then the call fails with ANNULUS_ARRIVAL_TIMEOUT
+   * (`ArrivalTimeout` in Python); an update or a pass has changed nothing and is made again with
+   * the same arguments, within the deadline of the other ranks. Default: 0, which is no limit.
    */
   double arrival_deadline_seconds;
   /**
