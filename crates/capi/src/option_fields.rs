@@ -91,16 +91,16 @@ pub const ANNULUS_BACKEND_WGPU: i32 = 1;
 /// NVIDIA GPUs.
 pub const ANNULUS_BACKEND_CUDA: i32 = 2;
 
-/// OptionValues of `alignment`.
+/// Values of `alignment`.
 const ALIGNMENTS: [Alignment; 2] = [Alignment::TopLeft, Alignment::BottomRight];
 
-/// OptionValues of `bias_order`.
+/// Values of `bias_order`.
 const BIAS_ORDERS: [BiasOrder; 2] = [BiasOrder::AfterSoftCap, BiasOrder::BeforeSoftCap];
 
-/// OptionValues of `precision`.
+/// Values of `precision`.
 const PRECISIONS: [Precision; 3] = [Precision::Highest, Precision::High, Precision::Default];
 
-/// OptionValues of `backward_mode`.
+/// Values of `backward_mode`.
 const BACKWARD_MODES: [BackwardMode; 2] = [BackwardMode::OnePass, BackwardMode::TwoPass];
 
 /// The definition of one attention. [`annulus_options_init`](crate::annulus_options_init) sets the

@@ -13,13 +13,7 @@ impl AttentionOption {
     /// Type of the field in Rust.
     fn field_type(&self) -> &str {
         let given = self.c.as_ref().and_then(|field| field.kind.as_deref());
-        given.unwrap_or(match self.kind {
-            OptionKind::Flag | OptionKind::Choice => "i32",
-            OptionKind::Number | OptionKind::Seconds => "f64",
-            OptionKind::Count | OptionKind::Positive | OptionKind::Optional | OptionKind::Other => {
-                "i64"
-            }
-        })
+        given.unwrap_or(self.kind.forms().c[0])
     }
 
     /// Default of the field, if it is not 0.
@@ -39,7 +33,7 @@ impl AttentionOption {
             .collect()
     }
 
-    /// OptionValues in words: `ANNULUS_X_A (default), B or C`.
+    /// Values in words: `ANNULUS_X_A (default), B or C`.
     fn values_in_words(&self) -> Option<String> {
         let values = self.values.as_ref()?;
         let names: Vec<String> = values.all.iter().map(|(name, _)| name.to_uppercase()).collect();
@@ -81,20 +75,7 @@ impl AttentionOption {
     /// Value of the setter, read from `options`.
     fn read(&self) -> Option<String> {
         let name = self.field()?;
-        let reader = match self.kind {
-            OptionKind::Flag => "flag",
-            OptionKind::Count => "count",
-            OptionKind::Positive => "positive",
-            OptionKind::Optional => "optional",
-            OptionKind::Number => return Some(format!("number(options.{name})")),
-            OptionKind::Seconds => "seconds",
-            OptionKind::Choice => {
-                let all = self.values_name();
-                return Some(format!("one_of(\"{name}\", options.{name}, &{all})?"));
-            }
-            OptionKind::Other => return None,
-        };
-        Some(format!("{reader}(\"{name}\", options.{name})?"))
+        self.form(self.kind.forms().c[1], name)
     }
 }
 
@@ -131,7 +112,7 @@ use crate::{{
     for option in options.iter().filter(|option| option.kind == OptionKind::Choice) {
         let all: Vec<String> = option.variants().map(|(_, variant)| variant).collect();
         let kind = all[0].split(':').next().unwrap_or("");
-        text += &format!("\n/// OptionValues of `{}`.\n", option.name);
+        text += &format!("\n/// Values of `{}`.\n", option.name);
         text += &array(&option.values_name(), kind, &all);
     }
     text += "

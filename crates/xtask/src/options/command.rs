@@ -25,25 +25,6 @@ impl AttentionOption {
         flag.flag.clone().unwrap_or_else(|| self.name.replace('_', "-"))
     }
 
-    /// Type of the flag, and its parser.
-    fn flag_type(&self, flag: &Flag) -> (String, Option<String>) {
-        let is_usize = self.integer == "usize";
-        let optional = format!("Option<{}>", self.integer);
-        let (kind, parser) = match self.kind {
-            OptionKind::Flag => ("bool".to_owned(), None),
-            OptionKind::Positive => (optional, Some(if is_usize { "count" } else { "count_u64" })),
-            OptionKind::Count | OptionKind::Optional => {
-                (optional, Some(if is_usize { "whole" } else { "whole_u64" }))
-            }
-            OptionKind::Number => ("Option<f64>".to_owned(), Some("finite")),
-            OptionKind::Seconds => ("Option<Duration>".to_owned(), Some("silence")),
-            OptionKind::Choice => (format!("{}Name", camel(&self.name)), None),
-            OptionKind::Other => (String::new(), None),
-        };
-        let parser = flag.parser.clone().or(parser.map(str::to_owned));
-        (flag.kind.clone().unwrap_or(kind), parser)
-    }
-
     fn attributes(&self, flag: &Flag) -> String {
         let mut parts = vec!["long".to_owned()];
         if let Some(value) = &flag.value {
@@ -53,7 +34,8 @@ impl AttentionOption {
             let first = values.all[0].0.replace('_', "-");
             parts.push(format!("value_enum, default_value = \"{first}\""));
         }
-        if let (_, Some(parser)) = self.flag_type(flag) {
+        let form = self.form(self.kind.forms().flag[1], "");
+        if let Some(parser) = flag.parser.clone().or(form) {
             parts.push(format!("value_parser = {parser}"));
         }
         parts.extend(flag.more.clone());
@@ -110,7 +92,8 @@ use crate::input::SinksForm;
             text += &wrapped(&option.help(flag), "    /// ", "    /// ");
             text += &option.attributes(flag);
             let field = option.flag(flag).replace('-', "_");
-            let (kind, _) = option.flag_type(flag);
+            let form = option.form(option.kind.forms().flag[0], "");
+            let kind = flag.kind.clone().or(form).unwrap_or_default();
             text += &format!("    pub(crate) {field}: {kind},\n");
         }
         text += "}\n";
@@ -118,13 +101,8 @@ use crate::input::SinksForm;
             let read = |option: &AttentionOption| {
                 let flag = option.command.as_ref()?;
                 let field = option.flag(flag).replace('-', "_");
-                let value = match option.kind {
-                    OptionKind::Other | OptionKind::Seconds => return None,
-                    OptionKind::Count => format!("self.{field}.unwrap_or(0)"),
-                    OptionKind::Choice => format!("self.{field}.into()"),
-                    _ => format!("self.{field}"),
-                };
-                (flag.place.as_deref() == Some(name)).then_some(value)
+                let value = option.form(option.kind.forms().flag[2], &field);
+                value.filter(|_| flag.place.as_deref() == Some(name))
             };
             let body = setters(options, group, "        builder", read, "");
             let Some(body) = body else { continue };

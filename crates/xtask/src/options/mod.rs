@@ -90,6 +90,71 @@ enum OptionKind {
     Other,
 }
 
+/// Forms of a type in the languages. `$n` is the name of the field, parameter or flag, `$i` the type
+/// of the builder's integer, `$v` the list of the values.
+struct Forms {
+    /// Type of the field of C, and the value of the setter.
+    c: [&'static str; 2],
+    /// Annotation and default of the parameter of Python, and its check.
+    python: [&'static str; 2],
+    /// Type in the extension module, and the value of the setter.
+    module: [&'static str; 2],
+    /// Type of the flag, its parser, and the value of the setter.
+    flag: [&'static str; 3],
+}
+
+impl OptionKind {
+    const fn forms(self) -> Forms {
+        match self {
+            Self::Flag => Forms {
+                c: ["i32", "flag(\"$n\", options.$n)?"],
+                python: ["bool = False", "_check.boolean(\"$n\", self.$n)"],
+                module: ["bool", "self.$n"],
+                flag: ["bool", "", "self.$n"],
+            },
+            Self::Count => Forms {
+                c: ["i64", "count(\"$n\", options.$n)?"],
+                python: ["int = 0", "_check.integer(\"$n\", self.$n)"],
+                module: ["$i", "self.$n"],
+                flag: ["Option<$i>", "whole_$i", "self.$n.unwrap_or(0)"],
+            },
+            Self::Positive => Forms {
+                c: ["i64", "positive(\"$n\", options.$n)?"],
+                python: ["int | None = None", "_check.integer_or_none(\"$n\", self.$n, least=1)"],
+                module: ["Option<$i>", "self.$n"],
+                flag: ["Option<$i>", "count_$i", "self.$n"],
+            },
+            Self::Optional => Forms {
+                c: ["i64", "optional(\"$n\", options.$n)?"],
+                python: ["int | None = None", "_check.integer_or_none(\"$n\", self.$n)"],
+                module: ["Option<$i>", "self.$n"],
+                flag: ["Option<$i>", "whole_$i", "self.$n"],
+            },
+            Self::Number => Forms {
+                c: ["f64", "number(options.$n)"],
+                python: ["float | None = None", "_check.number_or_none(\"$n\", self.$n)"],
+                module: ["Option<f64>", "self.$n"],
+                flag: ["Option<f64>", "finite", "self.$n"],
+            },
+            Self::Seconds => Forms {
+                c: ["f64", "seconds(\"$n\", options.$n)?"],
+                python: ["float | None = None", "_check.number_or_none(\"$n\", self.$n)"],
+                module: ["Option<f64>", "seconds(py, \"$n\", self.$n)?"],
+                flag: ["Option<Duration>", "silence", ""],
+            },
+            Self::Choice => Forms {
+                c: ["i32", "one_of(\"$n\", options.$n, &$v)?"],
+                python: ["str = \"$1\"", "_check.choice(\"$n\", self.$n, $v)"],
+                module: ["String", "choice(py, \"$n\", &self.$n, &$v)?"],
+                flag: ["$tName", "", "self.$n.into()"],
+            },
+            Self::Other => {
+                Forms { c: ["i64", ""], python: ["", ""], module: ["", ""], flag: ["", "", ""] }
+            }
+        }
+    }
+}
+
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct OptionValues {
@@ -141,6 +206,14 @@ struct Flag {
 }
 
 impl AttentionOption {
+    /// A form with the names of this option; `None` for an empty one.
+    fn form(&self, form: &str, name: &str) -> Option<String> {
+        let first = self.values.as_ref().map_or("", |values| &values.all[0].0);
+        let form = form.replace("$n", name).replace("$v", &self.values_name());
+        let form = form.replace("$i", &self.integer).replace("$1", first);
+        Some(form.replace("$t", &camel(&self.name))).filter(|form| !form.is_empty())
+    }
+
     /// Name of the builder's method.
     fn setter(&self) -> &str {
         self.set.as_deref().unwrap_or(&self.name)
@@ -166,7 +239,7 @@ impl AttentionOption {
         format!("{}S", self.name.to_uppercase())
     }
 
-    /// OptionValues of a choice as (text, variant of the enum), for `match`-like lists.
+    /// Values of a choice as (text, variant of the enum), for `match`-like lists.
     fn variants(&self) -> impl Iterator<Item = (&str, String)> {
         let values = self.values.as_ref().filter(|values| values.name.is_some());
         values.into_iter().flat_map(|values| {

@@ -28,53 +28,21 @@ impl AttentionOption {
 
     /// Annotation and default: `int | None = None`.
     fn annotation(&self, parameter: &PythonParameter) -> String {
-        let (kind, default) = match self.kind {
-            OptionKind::Flag => ("bool", "False".to_owned()),
-            OptionKind::Count => ("int", "0".to_owned()),
-            OptionKind::Positive | OptionKind::Optional => ("int | None", "None".to_owned()),
-            OptionKind::Number | OptionKind::Seconds => ("float | None", "None".to_owned()),
-            OptionKind::Choice | OptionKind::Other => {
-                ("str", format!("\"{}\"", self.first_value()))
-            }
-        };
+        let form = self.form(self.kind.forms().python[0], &self.name).unwrap_or_default();
+        let (kind, default) = form.split_once(" = ").unwrap_or_default();
         let kind = parameter.kind.as_deref().unwrap_or(kind);
-        format!("{kind} = {}", parameter.default.as_ref().unwrap_or(&default))
-    }
-
-    fn first_value(&self) -> &str {
-        self.values.as_ref().map_or("", |values| &values.all[0].0)
+        format!("{kind} = {}", parameter.default.as_deref().unwrap_or(default))
     }
 
     /// Expression of the checked value.
     fn check(&self, parameter: &PythonParameter) -> Option<String> {
-        let name = self.parameter(parameter);
-        let check = match self.kind {
-            OptionKind::Flag => format!("boolean(\"{name}\", self.{name})"),
-            OptionKind::Count => format!("integer(\"{name}\", self.{name})"),
-            OptionKind::Positive => format!("integer_or_none(\"{name}\", self.{name}, least=1)"),
-            OptionKind::Optional => format!("integer_or_none(\"{name}\", self.{name})"),
-            OptionKind::Number | OptionKind::Seconds => {
-                format!("number_or_none(\"{name}\", self.{name})")
-            }
-            OptionKind::Choice => {
-                format!("choice(\"{name}\", self.{name}, {})", self.values_name())
-            }
-            OptionKind::Other => return parameter.check.clone(),
-        };
-        Some(parameter.check.clone().unwrap_or(format!("_check.{check}")))
+        let form = self.form(self.kind.forms().python[1], self.parameter(parameter));
+        parameter.check.clone().or(form)
     }
 
     /// Type in the extension module.
     fn config_type(&self, parameter: &PythonParameter) -> Option<String> {
-        let kind = match self.kind {
-            OptionKind::Flag => "bool".to_owned(),
-            OptionKind::Count => self.integer.clone(),
-            OptionKind::Positive | OptionKind::Optional => format!("Option<{}>", self.integer),
-            OptionKind::Number | OptionKind::Seconds => "Option<f64>".to_owned(),
-            OptionKind::Choice => "String".to_owned(),
-            OptionKind::Other => return parameter.rust.clone(),
-        };
-        Some(parameter.rust.clone().unwrap_or(kind))
+        parameter.rust.clone().or(self.form(self.kind.forms().module[0], &self.name))
     }
 
     /// Line of a docstring.
@@ -150,19 +118,8 @@ pub(crate) struct Config<'py> {{
     let methods = GROUPS.map(|(group, name, builder)| {
         let read = |option: &AttentionOption| {
             let parameter = option.python.as_ref()?;
-            let key = option.key(parameter);
-            if let Some(value) = &parameter.set {
-                return Some(value.clone());
-            }
-            match option.kind {
-                OptionKind::Other => None,
-                OptionKind::Seconds => Some(format!("seconds(py, \"{key}\", self.{key})?")),
-                OptionKind::Choice => {
-                    let all = option.values_name();
-                    Some(format!("choice(py, \"{key}\", &self.{key}, &{all})?"))
-                }
-                _ => Some(format!("self.{key}")),
-            }
+            let form = option.form(option.kind.forms().module[1], option.key(parameter));
+            parameter.set.clone().or(form)
         };
         let body = setters(options, group, "        Ok(builder", read, ")");
         let body = body.unwrap_or("        Ok(builder)".to_owned());
