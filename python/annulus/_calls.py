@@ -225,6 +225,7 @@ def flash_attention(
     kv_segment_ids: Any = None,
     q_positions: Any = None,
     kv_positions: Any = None,
+    mask_builder: Mask | None = None,
     # options.toml: flash_attention
     attention_sink_size: int = 0,
     chunk_size: int | None = None,
