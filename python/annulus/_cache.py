@@ -10,10 +10,10 @@ from typing import Any
 from . import _annulus, _arrays, _check
 from ._agreement import agreed
 from ._arrays import HostMemory, Tensor, accumulator, given_back, tensor
-from ._attention import Attention, Numbers, config, lengths, spelled_runs
+from ._attention import Attention, Numbers, config, lengths, options_of, spelled_runs
 from ._endpoint import carrier
 from ._errors import argument_got_want, invalid, unsupported
-from ._plan import BACKEND_NAMES, reports_of
+from ._plan import reports_of
 from ._results import Forward
 
 PAGE_ROWS = 64
@@ -77,12 +77,16 @@ class Cache:
         page_rows: int | None = None,
         ranks: int | None = None,
         comm: Any = None,
-        backend: str = "cpu",
-        device: int | None = None,
-        threads: int | None = None,
+        # options.toml: Cache
         deadline: float | None = None,
+        threads: int | None = None,
         arrival_deadline: float | None = None,
+        backend: str | None = None,
+        device: int | None = None,
+        # options.toml: end
     ) -> None:
+        options = options_of(locals())
+
         def prepare() -> tuple[dict[str, Any], tuple[str, int | None], int | None]:
             if not isinstance(attention, Attention):
                 raise invalid("attention", repr(attention), "an annulus.Attention")
@@ -106,15 +110,12 @@ class Cache:
             checked = config(
                 attention,
                 self._lengths,
+                options,
                 dtype=self._dtype,
                 softmax_aux_shape=softmax_aux_shape,
-                deadline=deadline,
-                arrival_deadline=arrival_deadline,
             )
-            name = _check.choice("backend", backend, BACKEND_NAMES)
-            number = _check.integer_or_none("device", device)
-            own_threads = _check.integer_or_none("threads", threads, least=1)
-            return checked, (name, number), own_threads
+            computes = (checked["backend"] or "cpu", checked["device"])
+            return checked, computes, checked["threads"]
 
         handle, ranks_of_comm = carrier(comm)
         checked, computes, own_threads = agreed(ranks_of_comm, "cache", prepare, deadline)

@@ -10,10 +10,12 @@ from typing import Any
 from . import _arrays, _check
 from ._agreement import DEADLINE, agreed, gathered
 from ._annulus import BiasFunction, Mask
-from ._attention import Attention, Documents, Machine, Rows
+from ._attention import Attention
+from ._check import Documents, Machine, Rows
 from ._device import Place, current_stream
 from ._endpoint import check_communicator
 from ._errors import invalid, unsupported
+from ._option_fields import PlanOptions
 from ._plan import Plan
 from ._results import Forward
 
@@ -100,24 +102,13 @@ class Shapes:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class Call(PlanOptions):
     """The options of a call: all but its tensors."""
 
     attention: Attention
     ranks: int | None = None
     comm: Any = None
-    layout: str | tuple[Rows, Rows] | None = None
-    route: str | None = None
-    strategy: str = "ring"
-    machine: Machine | None = None
-    documents: Documents | None = None
-    kv_block_size: int | None = None
-    receive_ahead: int | None = None
-    threads: int | None = None
-    backend: str | None = None
-    device: int | None = None
     stream: int | None = None
-    deadline: float | None = None
     fused_backward: bool | None = None
 
     @staticmethod
@@ -170,6 +161,17 @@ class Call:
             layout = "contiguous" if layout is None else layout
             if bias_shape is not None and len(bias_shape) == 4:
                 bias_shape = (*bias_shape[:2], _global_bias_rows(told), bias_shape[3])
+        options = {field.name: getattr(self, field.name) for field in fields(PlanOptions)}
+        own = {
+            "layout": layout,
+            "backend": self.backend or ("cpu" if place is None else "cuda"),
+            "device": self.device if place is None else place.device,
+            "arrival_deadline": self._arrival_deadline(),
+            # the program sums the gradients of its parameters over the ranks
+            "local_gradients": self.comm is not None,
+            "backward_mode": "two_pass" if self.fused_backward is False else "one_pass",
+            "forward_only": forward_only,
+        }
         return Plan(
             self.attention,
             batch=batch,
@@ -184,23 +186,8 @@ class Call:
             softmax_aux_shape=shapes.softmax_aux,
             ranks=self.ranks,
             comm=self.comm,
-            layout=layout,
-            route=self.route,
-            strategy=self.strategy,
-            machine=self.machine,
-            documents=self.documents,
-            kv_block_size=self.kv_block_size,
-            receive_ahead=self.receive_ahead,
-            threads=self.threads,
-            backend=self.backend or ("cpu" if place is None else "cuda"),
-            device=self.device if place is None else place.device,
             stream=None if place is None else place.stream,
-            deadline=self.deadline,
-            arrival_deadline=self._arrival_deadline(),
-            # the program sums the gradients of its parameters over the ranks
-            local_gradients=self.comm is not None,
-            backward_mode="two_pass" if self.fused_backward is False else "one_pass",
-            forward_only=forward_only,
+            **{**options, **own},
         )
 
 
@@ -238,17 +225,19 @@ def flash_attention(
     kv_segment_ids: Any = None,
     q_positions: Any = None,
     kv_positions: Any = None,
+    mask_builder: Mask | None = None,
+    # options.toml: flash_attention
     attention_sink_size: int = 0,
     chunk_size: int | None = None,
     prefix_len: int | None = None,
-    mask_builder: Mask | None = None,
-    bias_function: BiasFunction | None = None,
-    bias_order: str = "after_soft_cap",
     alignment: str = "top_left",
-    reproducible: bool = False,
+    bias_order: str = "after_soft_cap",
+    bias_function: BiasFunction | None = None,
     threads: int | None = None,
+    reproducible: bool = False,
     backend: str | None = None,
     device: int | None = None,
+    # options.toml: end
     stream: int | None = None,
     fwd_params: None = None,
     bwd_params: None = None,
@@ -328,30 +317,32 @@ def ring_attention(
     cum_seqlens_k: Any = None,
     q_positions: Any = None,
     kv_positions: Any = None,
+    # options.toml: ring_attention
     attention_sink_size: int = 0,
     prefix_len: int | None = None,
-    bias_function: BiasFunction | None = None,
-    bias_order: str = "after_soft_cap",
     alignment: str = "top_left",
+    bias_order: str = "after_soft_cap",
     normalize_output: bool = True,
+    bias_function: BiasFunction | None = None,
+    logits_dtype: Any = None,
     dropout_prob: float = 0.0,
     dropout_seed: int | None = None,
     precision: Any = None,
-    logits_dtype: Any = None,
-    float32_logits: bool | None = None,
-    reproducible: bool = False,
-    fused_backward: bool | None = None,
     route: str | None = None,
+    deadline: float | None = None,
+    threads: int | None = None,
+    kv_block_size: int | None = None,
+    reproducible: bool = False,
     strategy: str = "ring",
     machine: Machine | None = None,
     documents: Documents | None = None,
-    kv_block_size: int | None = None,
-    receive_ahead: int | None = None,
-    threads: int | None = None,
     backend: str | None = None,
     device: int | None = None,
+    receive_ahead: int | None = None,
+    # options.toml: end
+    float32_logits: bool | None = None,
+    fused_backward: bool | None = None,
     stream: int | None = None,
-    deadline: float | None = None,
     axis_name: None = None,
     query_chunk_size: None = None,
     key_chunk_size: None = None,

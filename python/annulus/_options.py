@@ -16,17 +16,9 @@ from typing import Any
 import numpy as np
 
 from . import _check
-from ._attention import (
-    ROUTES,
-    Attention,
-    checked_documents_of_auto,
-    checked_layout,
-    checked_machine,
-    checked_strategy,
-)
+from ._attention import Attention
 from ._calls import Call
 from ._errors import invalid
-from ._plan import BACKEND_NAMES
 
 _objects: dict[str, list[weakref.ref[Any]]] = {}
 """Living objects of each key. Any of them serves for all."""
@@ -37,7 +29,7 @@ def spelled(call: Call) -> str:
 
     The seed of dropout is left out: it may change in every call, and is an argument of its own.
     """
-    checked = call.attention._config()
+    checked = call.attention.checked()
     left, right = checked.pop("window_left"), checked.pop("window_right")
     attention = {**checked, "sliding_window": (left, right)}
     del attention["dropout_seed"]
@@ -45,26 +37,17 @@ def spelled(call: Call) -> str:
         given = attention[name]
         if given is not None:
             attention[name] = _key(f"{name} {given.key}", given)
-    route, one_pass, backend = call.route, call.fused_backward, call.backend
-    strategy = checked_strategy(call.strategy)
-    documents = checked_documents_of_auto(call.documents, strategy)
-    options = {
+    one_pass = call.fused_backward
+    options = call.checked()
+    documents = options["documents"]
+    own = {
         "ranks": _check.integer_or_none("ranks", call.ranks, least=1),
         "comm": None if call.comm is None else _key(f"comm {id(call.comm)}", call.comm),
-        "layout": checked_layout(call.layout),
-        "route": None if route is None else _check.choice("route", route, ROUTES),
-        "strategy": strategy,
-        "machine": checked_machine(call.machine, strategy),
         "documents": None if documents is None else _spelled_arrays(documents),
-        "kv_block_size": _check.integer_or_none("kv_block_size", call.kv_block_size, least=1),
-        "receive_ahead": _check.integer_or_none("receive_ahead", call.receive_ahead, least=1),
-        "threads": _check.integer_or_none("threads", call.threads, least=1),
-        "backend": None if backend is None else _check.choice("backend", backend, BACKEND_NAMES),
-        "device": _check.integer_or_none("device", call.device),
         "stream": _check.integer_or_none("stream", call.stream),
-        "deadline": _check.number_or_none("deadline", call.deadline),
         "fused_backward": None if one_pass is None else _check.boolean("fused_backward", one_pass),
     }
+    options = {**options, **own}
     assert options.keys() | {"attention"} == {field.name for field in dataclasses.fields(Call)}
     return json.dumps({"attention": attention, **options})
 

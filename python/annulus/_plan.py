@@ -14,16 +14,8 @@ import numpy as np
 from . import _annulus, _arrays, _check
 from ._agreement import agreed
 from ._arrays import HostMemory, Tensor, accumulator
-from ._attention import (
-    Attention,
-    Documents,
-    Machine,
-    Numbers,
-    Rows,
-    config,
-    lengths,
-    spelled_runs,
-)
+from ._attention import Attention, Numbers, config, lengths, options_of, spelled_runs
+from ._check import Documents, Machine, Rows
 from ._device import DeviceMemory, Place
 from ._endpoint import carrier
 from ._errors import argument_got_want, invalid, unsupported
@@ -32,7 +24,6 @@ from ._started import Pass, StartedPass
 
 T = TypeVar("T")
 
-BACKEND_NAMES = ("cpu", "wgpu", "cuda")
 BACKENDS = tuple(_annulus.backends())
 """Names of the backends that the package was built with: ``cpu``, ``wgpu``, ``cuda``."""
 
@@ -64,19 +55,49 @@ class Plan:
         ranks: Ranks in this process. Default: 1.
         comm: An mpi4py communicator, which is duplicated and can be freed afterwards; or an
             ``Endpoint``, which several plans share.
+        stream: With ``backend="cuda"`` and ``device``: the tensors are in the memory of this GPU,
+            and a pass runs in this stream, a ``cudaStream_t`` as an integer (torch's
+            ``torch.cuda.current_stream().cuda_stream``, CuPy's ``stream.ptr``; 0 is the default
+            stream). A pass may return before its work is done: results are complete in the order
+            of the stream, and memory of tensors is not reused before that. The plan is a rank over
+            ``comm``, or alone, with the strategy ``ring``; blocks travel through host memory. bias,
+            softmax_aux, lse and dlse have the element type of ``lse``: no array is converted. The
+            batch of ``update`` stays in host memory.
+
+    Keyword Args:
+        backward_mode: Form of the backward pass. ``one_pass`` (default): keys and values travel
+            again, their gradients one step behind. ``two_pass``: keys and values travel for dq,
+            then queries for dk and dv.
+        forward_only: No backward pass follows, which needs less memory.
+        local_gradients: dsoftmax_aux, and dbias broadcast over queries, are each rank's own part
+            instead of the sum over ranks.
         layout: ``contiguous``, ``zigzag``, ``striped``, or the rows of every rank as (query rows,
             key rows), two lists of lists. Default: chosen by the mask.
         route: ``relay_up``, ``relay_down``, ``direct``, or, over nodes with as many ranks each,
             ``rails_up``, ``rails_down`` or ``once_per_node``. Default: chosen by the mask and the
             nodes.
-        strategy: Division of the attention among ranks. ``ring``: KV shards circulate.
-            ``heads:H``: groups of H ranks divide the heads, over the groups there is a ring; H
-            divides ranks and q_heads, and is a divisor or a multiple of kv_heads. ``grid:QxK``: Q
-            query parts × K key columns, whose partial results are merged; ``grid:HxQxK`` divides
-            the heads too. ``auto``: the one of these that sends the fewest bytes. Published names
-            of their forms: ``all-gather`` and ``once-per-node``, a ring on another route;
-            ``all-to-all``, which is ``heads:P``; ``pass-q``, which is ``grid:1xP``, of P ranks.
-            Results differ by rounding at most. Default: ``ring``.
+        deadline: Longest silence of a rank within a call before the call fails, in seconds, at
+            least 1. ANNULUS_DEADLINE in the environment replaces it. A plan over several processes
+            is made only if all ranks begin to make it within this time. Default: 120 s.
+        threads: CPU threads of each rank. Default: the cores, divided by the ranks on the machine.
+        kv_block_size: Hint: a KV block is split into messages at multiples of this many rows, so
+            that computing on one part overlaps receiving the next. Larger parts are fewer and
+            longer messages; results change by rounding at most, and not with one rank. Ranks may
+            differ: all use the largest. Default: the KV tile of the backend, to multiples of which
+            it is rounded up.
+        arrival_deadline: Longest wait at the entry of a collective call (a plan, an update, a pass)
+            for ranks that have not made it, in seconds, at least 1. Then the call fails with
+            ANNULUS_ARRIVAL_TIMEOUT (``ArrivalTimeout`` in Python); an update or a pass has changed
+            nothing and is made again with the same arguments, within the deadline of the other
+            ranks. Default: no limit.
+        strategy: Division of the attention among ranks. ``ring``: KV shards circulate. ``heads:H``:
+            groups of H ranks divide the heads, over the groups there is a ring; H divides ranks and
+            q_heads, and is a divisor or a multiple of kv_heads. ``grid:QxK``: Q query parts × K key
+            columns, whose partial results are merged; ``grid:HxQxK`` divides the heads too.
+            ``auto``: the one of these that sends the fewest bytes. Published names of their forms:
+            ``all-gather`` and ``once-per-node``, a ring on another route; ``all-to-all``, which is
+            ``heads:P``; ``pass-q``, which is ``grid:1xP``, of P ranks. Results differ by rounding
+            at most. Default: ring.
         machine: Path of a machine file, as ``annulus measure`` writes it, or a dict of its fields:
             ``auto`` takes the strategy of the least predicted time whose buffers fit the memory of
             a rank. All ranks have the same machine. Only with ``auto``.
@@ -86,42 +107,20 @@ class Plan:
             ones: cum_seqlens ``[documents + 1]``, rows from 0, where rows after the last are
             padding and a document may be empty; segment ids and positions ``[batch, q_len]`` and
             ``[batch, kv_len]``. Only the choice depends on them: ``update`` is given this rank's
-            part, and other batches are computed correctly. Default: chosen by the mask alone. Only
-            with ``auto``.
-        kv_block_size: Hint: a KV block is split into messages at multiples of this many rows, so
-            that computing on one part overlaps receiving the next. Larger parts are fewer and
-            longer messages; results change by rounding at most, and not with one rank. Ranks may
-            differ: all use the largest. Default: 64, to multiples of which it is rounded up.
-        receive_ahead: Ring steps by which a rank posts the receive of a block ahead of the step
-            that computes on it, equal on all ranks. Each step but the first takes the memory of one
-            more block, and in a backward pass of its gradients; with 2, a rank does not wait for a
-            neighbour that is late by less than a step. Results are the same, bit for bit. Default:
-            1, and 4 on a balanced layout.
-        threads: CPU threads of each rank. Default: the cores, divided by the ranks on the machine.
+            part, and other batches are computed correctly. Only with ``auto``. Default: chosen by
+            the mask alone.
         backend: What computes: ``cpu``, ``wgpu`` (a GPU through Vulkan, Metal or DX12; no float64)
             or ``cuda`` (NVIDIA GPUs), if the package was built with it. Tensors are in host memory
             on each, unless ``stream`` is given. A GPU stays open until the process ends, and all
-            plans share it.
+            plans share it. Default: cpu.
         device: Number of the GPU, as the command ``annulus doctor`` lists them. Default: the GPUs
             of a node, round robin over its ranks; with ``wgpu`` the first and those of its kind.
-        stream: With ``backend="cuda"`` and ``device``: the tensors are in the memory of this GPU,
-            and a pass runs in this stream, a ``cudaStream_t`` as an integer (torch's
-            ``torch.cuda.current_stream().cuda_stream``, CuPy's ``stream.ptr``; 0 is the default
-            stream). A pass may return before its work is done: results are complete in the order
-            of the stream, and memory of tensors is not reused before that. The plan is a rank over
-            ``comm``, or alone, with the strategy ``ring``; blocks travel through host memory. bias,
-            softmax_aux, lse and dlse have the element type of ``lse``: no array is converted. The
-            batch of ``update`` stays in host memory.
-        deadline: Seconds of silence of a rank within a call after which the call fails. Default:
-            120; at least 1. ``ANNULUS_DEADLINE`` in the environment replaces it. A plan over
-            ``comm`` is made only if all ranks begin to make it within this time.
-        arrival_deadline: Seconds that a call waits for ranks which have not made it; at least 1.
-            Default: no limit. Then an update or a pass raises ``ArrivalTimeout`` and has changed
-            nothing; make the same call again within the ``deadline`` of the other ranks.
-        backward_mode: ``one_pass`` or ``two_pass``.
-        forward_only: Plans no backward pass, which needs less memory.
-        local_gradients: Returns dsoftmax_aux, and dbias broadcast over queries, as this rank's own
-            part. Only with ``comm``.
+        receive_ahead: Ring steps by which a rank posts the receive of a block ahead of the step
+            that computes on it, equal on all ranks. Each step but the first takes the memory of one
+            more block, and in a backward pass of its gradients; with 2, a rank does not wait for a
+            neighbour that is late by less than a step. On a direct route, as many receives are
+            posted as fit into that memory. Results are the same, bit for bit. Default: 1, and 4 on
+            a balanced layout.
     """
 
     def __init__(
@@ -140,23 +139,27 @@ class Plan:
         softmax_aux_shape: Sequence[int] | None = None,
         ranks: int | None = None,
         comm: Any = None,
-        layout: str | tuple[Rows, Rows] | None = None,
-        route: str | None = None,
-        strategy: str = "ring",
-        machine: Machine | None = None,
-        documents: Documents | None = None,
-        kv_block_size: int | None = None,
-        receive_ahead: int | None = None,
-        threads: int | None = None,
-        backend: str = "cpu",
-        device: int | None = None,
         stream: int | None = None,
-        deadline: float | None = None,
-        arrival_deadline: float | None = None,
+        # options.toml: Plan
         backward_mode: str = "one_pass",
         forward_only: bool = False,
         local_gradients: bool = False,
+        layout: str | tuple[Rows, Rows] | None = None,
+        route: str | None = None,
+        deadline: float | None = None,
+        threads: int | None = None,
+        kv_block_size: int | None = None,
+        arrival_deadline: float | None = None,
+        strategy: str = "ring",
+        machine: Machine | None = None,
+        documents: Documents | None = None,
+        backend: str | None = None,
+        device: int | None = None,
+        receive_ahead: int | None = None,
+        # options.toml: end
     ) -> None:
+        options = options_of(locals())
+
         def prepare() -> tuple[dict[str, Any], tuple[str, int | None], int | None, Place | None]:
             if not isinstance(attention, Attention):
                 raise invalid("attention", repr(attention), "an annulus.Attention")
@@ -176,25 +179,13 @@ class Plan:
             checked = config(
                 attention,
                 self._lengths,
+                options,
                 dtype=self._dtype,
                 bias_shape=bias_shape,
                 softmax_aux_shape=softmax_aux_shape,
-                layout=layout,
-                route=route,
-                strategy=strategy,
-                machine=machine,
-                documents=documents,
-                kv_block_size=kv_block_size,
-                receive_ahead=receive_ahead,
-                deadline=deadline,
-                arrival_deadline=arrival_deadline,
-                backward_mode=backward_mode,
-                forward_only=forward_only,
-                local_gradients=local_gradients,
             )
-            name = _check.choice("backend", backend, BACKEND_NAMES)
-            number = _check.integer_or_none("device", device)
-            own_threads = _check.integer_or_none("threads", threads, least=1)
+            name, number = checked["backend"] or "cpu", checked["device"]
+            own_threads = checked["threads"]
             place = _place(name, number, stream, ranks, own_threads)
             return checked, (name, number), own_threads, place
 

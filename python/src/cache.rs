@@ -13,8 +13,9 @@ use pyo3::{prelude::*, types::PyDict};
 use crate::{
     array::{Outputs, Plain},
     backend::{self, PyBackend},
-    config::{Config, Lengths},
+    config::Lengths,
     errors::raise,
+    option_fields::Config,
     plan::{PyReport, PyRuns, array, machine_threads, needed, spelled, spelled_runs, view},
     session::{Session, by_dtype},
     signals::Interruptible,

@@ -1,12 +1,11 @@
 //! The parameters of an attention, a plan and a batch, as `annulus/_attention.py` passes them:
 //! checked and complete, so that an error here is a defect of the package.
 
-use std::{path::PathBuf, sync::Arc, time::Duration};
+use std::{path::Path, sync::Arc, time::Duration};
 
 use annulus::{
-    Alignment, Attention, BackwardMode, Batch, BiasOrder, CacheShape, CustomLayout, DType, Dims,
-    Division, Error, Layout, Machine, Precision, Route, Run, Runs, Runtime, Setup, SinkShape,
-    Strategy,
+    Attention, Batch, CacheShape, CustomLayout, DType, Dims, Division, Error, Layout, Machine,
+    Route, Run, Runs, Runtime, Setup, SinkShape, Strategy,
     ndarray::{Array2, Ix1, Ix2},
 };
 use pyo3::{prelude::*, types::PyDict};
@@ -14,58 +13,14 @@ use pyo3::{prelude::*, types::PyDict};
 use crate::{
     array::Array,
     errors::{invalid, raise},
-    masks::{BiasFunction, Callback, Mask, dense_mask},
+    masks::{Callback, dense_mask},
+    option_fields::Config,
 };
-
-/// An attention and what is planned around it.
-#[derive(FromPyObject)]
-#[pyo3(from_item_all)]
-pub(crate) struct Config<'py> {
-    dtype: String,
-    causal: bool,
-    window_left: Option<u64>,
-    window_right: Option<u64>,
-    attention_sink_size: u64,
-    chunk_size: Option<u64>,
-    prefix_len: Option<u64>,
-    mask: Option<Bound<'py, Mask>>,
-    alignment: String,
-    softmax_scale: Option<f64>,
-    logits_soft_cap: Option<f64>,
-    bias: Option<[usize; 4]>,
-    bias_function: Option<Bound<'py, BiasFunction>>,
-    bias_order: String,
-    /// Per head, and number of sinks.
-    softmax_aux: Option<(bool, usize)>,
-    normalize_output: bool,
-    dropout_prob: f64,
-    dropout_seed: u64,
-    logits_dtype: Option<String>,
-    precision: String,
-    reproducible: bool,
-    backward_mode: String,
-    forward_only: bool,
-    local_gradients: bool,
-    layout: Option<LayoutConfig>,
-    route: Option<String>,
-    /// Name, as `--strategy` of the command takes it.
-    strategy: String,
-    /// Path of a machine file.
-    machine_path: Option<PathBuf>,
-    /// Text of a machine file.
-    machine_text: Option<String>,
-    /// Arrays of a whole batch, for which a strategy is chosen.
-    documents: Option<Bound<'py, PyDict>>,
-    kv_block_size: Option<u64>,
-    receive_ahead: Option<usize>,
-    deadline: Option<f64>,
-    arrival_deadline: Option<f64>,
-}
 
 /// A layout by name, or the rows of every rank: queries, then keys. Runs of rows are (first, step,
 /// count).
 #[derive(FromPyObject)]
-enum LayoutConfig {
+pub(crate) enum LayoutConfig {
     Named(String),
     Custom(Vec<Vec<i64>>, Vec<Vec<i64>>),
     Runs(Vec<Vec<(i64, i64, u64)>>, Vec<Vec<(i64, i64, u64)>>),
@@ -76,30 +31,20 @@ impl Config<'_> {
     pub(crate) fn setup(&self, py: Python<'_>) -> PyResult<(Setup, Vec<Arc<Callback>>)> {
         let mut callbacks = Vec::new();
         let attention = self.attention(py, &mut callbacks)?;
-        Ok((Setup::from((attention, self.division(py)?, self.runtime(py)?)), callbacks))
+        let division = self.division(py)?;
+        let runtime = self.set_runtime(py, Runtime::new())?;
+        Ok((Setup { attention, division, runtime }, callbacks))
     }
 
     fn attention(&self, py: Python<'_>, callbacks: &mut Vec<Arc<Callback>>) -> PyResult<Attention> {
-        let mut attention = Attention::new()
+        let softmax_aux = self.softmax_aux.map(|(per_head, count)| SinkShape { per_head, count });
+        let mut attention = self
+            .set_mathematics(py, Attention::new())?
             .dtype(self.element(py)?)
-            .causal(self.causal)
             .sliding_window(self.window_left, self.window_right)
-            .attention_sink_size(self.attention_sink_size)
-            .chunk_size(self.chunk_size)
-            .prefix_len(self.prefix_len)
-            .align(self.alignment(py)?)
-            .softmax_scale(self.softmax_scale)
-            .logits_soft_cap(self.logits_soft_cap)
             .bias(self.bias)
-            .bias_order(self.bias_order(py)?)
-            .softmax_aux(self.softmax_aux.map(|(per_head, count)| SinkShape { per_head, count }))
-            .unnormalized(!self.normalize_output)
-            .dropout(self.dropout_prob, self.dropout_seed)
-            .precision(self.precision(py)?)
-            .reproducible(self.reproducible)
-            .backward_mode(self.backward_mode(py)?)
-            .forward_only(self.forward_only)
-            .local_gradients(self.local_gradients);
+            .softmax_aux(softmax_aux)
+            .dropout(self.dropout_prob, self.dropout_seed);
         if let Some(name) = &self.logits_dtype {
             attention = attention.logits_dtype(dtype(py, "logits_dtype", name)?);
         }
@@ -115,20 +60,13 @@ impl Config<'_> {
     }
 
     fn division(&self, py: Python<'_>) -> PyResult<Division> {
-        Ok(Division::new()
+        Ok(self
+            .set_division(py, Division::new())?
             .layout(self.layout(py)?)
             .route(self.route(py)?)
             .strategy(self.strategy(py)?)
             .machine(self.machine(py)?)
-            .documents(self.documents.as_ref().map(|given| batch(py, given)).transpose()?)
-            .kv_block_size(self.kv_block_size)
-            .receive_ahead(self.receive_ahead))
-    }
-
-    fn runtime(&self, py: Python<'_>) -> PyResult<Runtime> {
-        Ok(Runtime::new()
-            .deadline(seconds(py, "deadline", self.deadline)?)
-            .arrival_deadline(seconds(py, "arrival_deadline", self.arrival_deadline)?))
+            .documents(self.documents.as_ref().map(|given| batch(py, given)).transpose()?))
     }
 
     /// Returns the element type of q, k, v, out and their gradients.
@@ -136,71 +74,29 @@ impl Config<'_> {
         dtype(py, "dtype", &self.dtype)
     }
 
-    fn alignment(&self, py: Python<'_>) -> PyResult<Alignment> {
-        match self.alignment.as_str() {
-            "top_left" => Ok(Alignment::TopLeft),
-            "bottom_right" => Ok(Alignment::BottomRight),
-            other => Err(invalid(py, "alignment", other, "top_left or bottom_right")),
-        }
-    }
-
-    fn bias_order(&self, py: Python<'_>) -> PyResult<BiasOrder> {
-        match self.bias_order.as_str() {
-            "after_soft_cap" => Ok(BiasOrder::AfterSoftCap),
-            "before_soft_cap" => Ok(BiasOrder::BeforeSoftCap),
-            other => Err(invalid(py, "bias_order", other, "after_soft_cap or before_soft_cap")),
-        }
-    }
-
-    fn precision(&self, py: Python<'_>) -> PyResult<Precision> {
-        match self.precision.as_str() {
-            "highest" => Ok(Precision::Highest),
-            "high" => Ok(Precision::High),
-            "default" => Ok(Precision::Default),
-            other => Err(invalid(py, "precision", other, "highest, high or default")),
-        }
-    }
-
-    fn backward_mode(&self, py: Python<'_>) -> PyResult<BackwardMode> {
-        match self.backward_mode.as_str() {
-            "one_pass" => Ok(BackwardMode::OnePass),
-            "two_pass" => Ok(BackwardMode::TwoPass),
-            other => Err(invalid(py, "backward_mode", other, "one_pass or two_pass")),
-        }
-    }
-
     fn layout(&self, py: Python<'_>) -> PyResult<Option<Layout>> {
+        let custom = |q, kv| Some(Layout::Custom(Arc::new(CustomLayout { q, kv })));
         let named = match &self.layout {
             None => return Ok(None),
             Some(LayoutConfig::Named(name)) => name,
             Some(LayoutConfig::Custom(q, kv)) => {
-                let runs = |ranks: &[Vec<i64>]| {
+                let of_ranks = |ranks: &[Vec<i64>]| {
                     ranks.iter().map(|rows| rows.iter().copied().collect()).collect()
                 };
-                let custom = CustomLayout { q: runs(q), kv: runs(kv) };
-                return Ok(Some(Layout::Custom(Arc::new(custom))));
+                return Ok(custom(of_ranks(q), of_ranks(kv)));
             }
-            Some(LayoutConfig::Runs(q, kv)) => {
-                let runs = |ranks: &[Vec<(i64, i64, u64)>]| {
-                    let of_rank = |runs: &Vec<(i64, i64, u64)>| {
-                        let mut rows = Runs::new();
-                        for &(start, step, count) in runs {
-                            rows.push_run(Run { start, step, count });
-                        }
-                        rows
-                    };
-                    ranks.iter().map(of_rank).collect()
-                };
-                let custom = CustomLayout { q: runs(q), kv: runs(kv) };
-                return Ok(Some(Layout::Custom(Arc::new(custom))));
-            }
+            Some(LayoutConfig::Runs(q, kv)) => return Ok(custom(rows_of(q), rows_of(kv))),
         };
-        match named.as_str() {
-            "contiguous" => Ok(Some(Layout::Contiguous)),
-            "zigzag" => Ok(Some(Layout::Zigzag)),
-            "striped" => Ok(Some(Layout::Striped)),
-            other => Err(invalid(py, "layout", other, "contiguous, zigzag, striped or rows")),
-        }
+        let layouts = [
+            ("contiguous", Layout::Contiguous),
+            ("zigzag", Layout::Zigzag),
+            ("striped", Layout::Striped),
+        ];
+        layouts
+            .into_iter()
+            .find(|(name, _)| name == named)
+            .map(|(_, layout)| Some(layout))
+            .ok_or_else(|| invalid(py, "layout", named, "contiguous, zigzag, striped or rows"))
     }
 
     fn strategy(&self, py: Python<'_>) -> PyResult<Strategy> {
@@ -210,14 +106,15 @@ impl Config<'_> {
     }
 
     fn machine(&self, py: Python<'_>) -> PyResult<Option<Machine>> {
-        let read = match (&self.machine_path, &self.machine_text) {
-            (Some(path), _) => annulus_machine_file::read(path),
-            (None, Some(text)) => annulus_machine_file::parse(text, "machine"),
-            (None, None) => return Ok(None),
+        let Some((is_path, machine)) = &self.machine else { return Ok(None) };
+        let read = if *is_path {
+            annulus_machine_file::read(Path::new(machine))
+        } else {
+            annulus_machine_file::parse(machine, "machine")
         };
         read.map(Some).map_err(|error| match error {
             // of a dict
-            Error::Io { path, what } if path == "machine" && self.machine_path.is_none() => {
+            Error::Io { path, what } if path == "machine" && !is_path => {
                 invalid(py, "machine", what, "the fields of a machine file")
             }
             error => raise(py, &error),
@@ -225,25 +122,51 @@ impl Config<'_> {
     }
 
     fn route(&self, py: Python<'_>) -> PyResult<Option<Route>> {
-        match self.route.as_deref() {
-            None => Ok(None),
-            Some("relay_up") => Ok(Some(Route::RelayUp)),
-            Some("relay_down") => Ok(Some(Route::RelayDown)),
-            Some("direct") => Ok(Some(Route::Direct)),
-            // with the ranks of the nodes of the transport
-            Some("rails_up") => Ok(Some(Route::RailsUp { node_ranks: 0 })),
-            Some("rails_down") => Ok(Some(Route::RailsDown { node_ranks: 0 })),
-            Some("once_per_node") => Ok(Some(Route::OncePerNode { node_ranks: 0 })),
-            Some(other) => {
-                let want = "relay_up, relay_down, direct, rails_up, rails_down or once_per_node";
-                Err(invalid(py, "route", other, want))
-            }
-        }
+        // with the ranks of the nodes of the transport
+        let routes = [
+            ("relay_up", Route::RelayUp),
+            ("relay_down", Route::RelayDown),
+            ("direct", Route::Direct),
+            ("rails_up", Route::RailsUp { node_ranks: 0 }),
+            ("rails_down", Route::RailsDown { node_ranks: 0 }),
+            ("once_per_node", Route::OncePerNode { node_ranks: 0 }),
+        ];
+        self.route.as_ref().map(|name| choice(py, "route", name, &routes)).transpose()
     }
 }
 
+/// Returns the value of a name.
+pub(crate) fn choice<T: Copy>(
+    py: Python<'_>,
+    argument: &str,
+    name: &str,
+    all: &[(&str, T)],
+) -> PyResult<T> {
+    let found = all.iter().find(|(known, _)| *known == name).map(|(_, value)| *value);
+    found.ok_or_else(|| {
+        let names: Vec<&str> = all.iter().map(|(name, _)| *name).collect();
+        invalid(py, argument, name, format!("one of {}", names.join(", ")))
+    })
+}
+
+/// Returns the rows of ranks.
+fn rows_of(ranks: &[Vec<(i64, i64, u64)>]) -> Vec<Runs> {
+    let of_rank = |runs: &Vec<(i64, i64, u64)>| {
+        let mut rows = Runs::new();
+        for &(start, step, count) in runs {
+            rows.push_run(Run { start, step, count });
+        }
+        rows
+    };
+    ranks.iter().map(of_rank).collect()
+}
+
 /// Reads a time in seconds.
-fn seconds(py: Python<'_>, argument: &str, given: Option<f64>) -> PyResult<Option<Duration>> {
+pub(crate) fn seconds(
+    py: Python<'_>,
+    argument: &str,
+    given: Option<f64>,
+) -> PyResult<Option<Duration>> {
     let time = given.map(Duration::try_from_secs_f64).transpose();
     time.map_err(|_| {
         invalid(py, argument, given.unwrap_or_default(), "a number of seconds, at least 1")

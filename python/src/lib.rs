@@ -28,6 +28,8 @@ mod device;
 mod endpoint;
 mod errors;
 mod masks;
+#[rustfmt::skip]
+mod option_fields;
 mod plan;
 mod session;
 mod signals;

@@ -21,8 +21,9 @@ use crate::endpoint::Carrier;
 use crate::{
     array::{Array, Outputs, Plain},
     backend::{self, PyBackend},
-    config::{Config, Lengths, batch},
+    config::{Lengths, batch},
     errors::{invalid, raise},
+    option_fields::Config,
     session::{Session, by_dtype},
     signals::Interruptible,
 };

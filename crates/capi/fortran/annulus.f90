@@ -1,4 +1,4 @@
-! annulus for Fortran 2008: the functions of annulus.h, and wrappers for arrays of real(c_float) and
+! annulus for Fortran 2018: the functions of annulus.h, and wrappers for arrays of real(c_float) and
 ! real(c_double).
 !
 ! An array of Fortran has the axes of the C tensor in reverse: q(head_dim, q_heads, q_len, batch),
@@ -69,6 +69,7 @@ module annulus
   integer(c_int32_t), parameter, public :: ANNULUS_U8 = 9
   integer(c_int32_t), parameter, public :: ANNULUS_BOOL = 10
   integer(c_int32_t), parameter, public :: ANNULUS_NONE = -1
+  ! options.toml: constants
   integer(c_int32_t), parameter, public :: ANNULUS_ALIGN_TOP_LEFT = 0
   integer(c_int32_t), parameter, public :: ANNULUS_ALIGN_BOTTOM_RIGHT = 1
   integer(c_int32_t), parameter, public :: ANNULUS_BIAS_AFTER_SOFT_CAP = 0
@@ -102,6 +103,7 @@ module annulus
   integer(c_int32_t), parameter, public :: ANNULUS_BACKEND_CPU = 0
   integer(c_int32_t), parameter, public :: ANNULUS_BACKEND_WGPU = 1
   integer(c_int32_t), parameter, public :: ANNULUS_BACKEND_CUDA = 2
+  ! options.toml: end
   integer(c_int32_t), parameter, public :: ANNULUS_MASK_PER_HEAD = 1
   integer(c_int32_t), parameter, public :: ANNULUS_MASK_PER_BATCH = 2
   integer(c_int32_t), parameter, public :: ANNULUS_PASS_FORWARD = 0
@@ -113,6 +115,7 @@ module annulus
   ! The definition of an attention. annulus_options_default sets the defaults.
   type, bind(c) :: annulus_options
     integer(c_int64_t) :: struct_size = 0
+    ! options.toml: fields
     integer(c_int64_t) :: batch = 0
     integer(c_int64_t) :: q_len = 0
     integer(c_int64_t) :: kv_len = 0
@@ -160,6 +163,7 @@ module annulus
     integer(c_int32_t) :: has_device = 0
     integer(c_int64_t) :: device = 0
     integer(c_int64_t) :: receive_ahead = 0
+    ! options.toml: end
   end type annulus_options
 
   ! A tensor of C; annulus_tensor_of makes one of an array.
@@ -751,18 +755,7 @@ module annulus
 
   ! Describes an array, without copying it. The array outlives the tensor, and has TARGET.
   interface annulus_tensor_of
-    module procedure tensor2_r32
-    module procedure tensor3_r32
-    module procedure tensor4_r32
-    module procedure tensor2_r64
-    module procedure tensor3_r64
-    module procedure tensor4_r64
-    module procedure tensor1_i32
-    module procedure tensor2_i32
-    module procedure tensor4_i32
-    module procedure tensor1_i64
-    module procedure tensor2_i64
-    module procedure tensor4_bool
+    module procedure tensor_r32, tensor_r64, tensor_i32, tensor_i64, tensor_bool
   end interface annulus_tensor_of
 
   ! Computes out and lse. Collective.
@@ -1033,237 +1026,90 @@ contains
     logical(c_bool), intent(in), target, optional :: attention_mask(:, :, :, :)
     integer(c_int64_t), intent(in), target, optional :: cum_seqlens_q(:), cum_seqlens_k(:)
     batch%struct_size = int(c_sizeof(batch), c_int64_t)
-    if (present(q_segment_ids)) then
-      tensors(1) = annulus_tensor_of(q_segment_ids)
-      batch%q_segment_ids = c_loc(tensors(1))
-    end if
-    if (present(kv_segment_ids)) then
-      tensors(2) = annulus_tensor_of(kv_segment_ids)
-      batch%kv_segment_ids = c_loc(tensors(2))
-    end if
-    if (present(q_positions)) then
-      tensors(3) = annulus_tensor_of(q_positions)
-      batch%q_positions = c_loc(tensors(3))
-    end if
-    if (present(kv_positions)) then
-      tensors(4) = annulus_tensor_of(kv_positions)
-      batch%kv_positions = c_loc(tensors(4))
-    end if
-    if (present(attention_mask)) then
-      tensors(5) = annulus_tensor_of(attention_mask)
-      batch%attention_mask = c_loc(tensors(5))
-    end if
-    if (present(cum_seqlens_q)) then
-      tensors(6) = annulus_tensor_of(cum_seqlens_q)
-      batch%cum_seqlens_q = c_loc(tensors(6))
-    end if
-    if (present(cum_seqlens_k)) then
-      tensors(7) = annulus_tensor_of(cum_seqlens_k)
-      batch%cum_seqlens_k = c_loc(tensors(7))
-    end if
+    batch%q_segment_ids = described(tensors(1), ANNULUS_I32, q_segment_ids)
+    batch%kv_segment_ids = described(tensors(2), ANNULUS_I32, kv_segment_ids)
+    batch%q_positions = described(tensors(3), ANNULUS_I64, q_positions)
+    batch%kv_positions = described(tensors(4), ANNULUS_I64, kv_positions)
+    batch%attention_mask = described(tensors(5), ANNULUS_BOOL, attention_mask)
+    batch%cum_seqlens_q = described(tensors(6), ANNULUS_I64, cum_seqlens_q)
+    batch%cum_seqlens_k = described(tensors(7), ANNULUS_I64, cum_seqlens_k)
   end subroutine batch_of
 
-  ! The tensor of an array of these lengths. addresses are those of its first element, and for each
-  ! axis of the second element along it, or of the first again if there is no second. An empty array
-  ! has none.
-  function described(dtype, element_bytes, lengths, addresses) result(tensor)
+  ! The tensor of an array of one to four axes. Its strides are the distances of the first element
+  ! from the second along each axis, or 0 where there is no second.
+  function tensor_of(dtype, array) result(tensor)
     integer(c_int32_t), intent(in) :: dtype
-    integer, intent(in) :: element_bytes
-    integer(c_int64_t), intent(in) :: lengths(:)
-    type(c_ptr), intent(in) :: addresses(:)
+    class(*), intent(in), target :: array(..)
     type(annulus_tensor) :: tensor
+    integer(c_int64_t) :: last(4)
+    type(c_ptr) :: elements(0:4)
     integer(c_intptr_t) :: first
-    integer :: axis, rank
-    rank = size(lengths)
+    integer :: axis, axes
+    axes = rank(array)
+    last(:axes) = shape(array, kind=c_int64_t)
     tensor%dtype = dtype
     tensor%dims = 1
-    tensor%dims(:rank) = lengths(rank:1:-1)
-    if (size(addresses) == 0) return
-    tensor%data = addresses(1)
-    first = transfer(addresses(1), first)
-    do axis = 1, rank
-      tensor%strides(rank + 1 - axis) = &
-        int(transfer(addresses(axis + 1), first) - first, c_int64_t) / element_bytes
+    tensor%dims(:axes) = last(axes:1:-1)
+    ! an empty array has no address
+    if (any(last(:axes) == 0)) return
+    last(:axes) = min(last(:axes), 2_c_int64_t)
+    select rank (array)
+    rank (1)
+      elements(:1) = [address(array(1)), address(array(last(1)))]
+    rank (2)
+      elements(:2) = [address(array(1, 1)), address(array(last(1), 1)), address(array(1, last(2)))]
+    rank (3)
+      elements(:3) = [address(array(1, 1, 1)), address(array(last(1), 1, 1)), &
+                      address(array(1, last(2), 1)), address(array(1, 1, last(3)))]
+    rank (4)
+      elements = [address(array(1, 1, 1, 1)), address(array(last(1), 1, 1, 1)), &
+                  address(array(1, last(2), 1, 1)), address(array(1, 1, last(3), 1)), &
+                  address(array(1, 1, 1, last(4)))]
+    end select
+    tensor%data = elements(0)
+    first = transfer(elements(0), first)
+    do axis = 1, axes
+      tensor%strides(axes + 1 - axis) = &
+        8 * (transfer(elements(axis), first) - first) / storage_size(array)
     end do
-  end function described
+  end function tensor_of
 
-  function tensor2_r32(array) result(tensor)
-    real(c_float), intent(in), target :: array(:,:)
-    type(annulus_tensor) :: tensor
-    integer(c_int64_t) :: lengths(2), next(2)
-    lengths = shape(array, kind=c_int64_t)
-    if (any(lengths == 0)) then
-      tensor = described(ANNULUS_F32, 4, lengths, [c_ptr ::])
-      return
-    end if
-    next = min(lengths, 2_c_int64_t)
-    tensor = described(ANNULUS_F32, 4, lengths, &
-                       [c_loc(array(1, 1)), c_loc(array(next(1), 1)), c_loc(array(1, next(2)))])
-  end function tensor2_r32
+  ! The address of an element of any type.
+  function address(element)
+    type(*), intent(in), target :: element
+    type(c_ptr) :: address
+    address = c_loc(element)
+  end function address
 
-  function tensor3_r32(array) result(tensor)
-    real(c_float), intent(in), target :: array(:,:,:)
+  function tensor_r32(array) result(tensor)
+    real(c_float), intent(in), target :: array(..)
     type(annulus_tensor) :: tensor
-    integer(c_int64_t) :: lengths(3), next(3)
-    lengths = shape(array, kind=c_int64_t)
-    if (any(lengths == 0)) then
-      tensor = described(ANNULUS_F32, 4, lengths, [c_ptr ::])
-      return
-    end if
-    next = min(lengths, 2_c_int64_t)
-    tensor = described(ANNULUS_F32, 4, lengths, &
-                       [c_loc(array(1, 1, 1)), c_loc(array(next(1), 1, 1)), &
-                        c_loc(array(1, next(2), 1)), c_loc(array(1, 1, next(3)))])
-  end function tensor3_r32
+    tensor = tensor_of(ANNULUS_F32, array)
+  end function tensor_r32
 
-  function tensor4_r32(array) result(tensor)
-    real(c_float), intent(in), target :: array(:,:,:,:)
+  function tensor_r64(array) result(tensor)
+    real(c_double), intent(in), target :: array(..)
     type(annulus_tensor) :: tensor
-    integer(c_int64_t) :: lengths(4), next(4)
-    lengths = shape(array, kind=c_int64_t)
-    if (any(lengths == 0)) then
-      tensor = described(ANNULUS_F32, 4, lengths, [c_ptr ::])
-      return
-    end if
-    next = min(lengths, 2_c_int64_t)
-    tensor = described(ANNULUS_F32, 4, lengths, &
-                       [c_loc(array(1, 1, 1, 1)), c_loc(array(next(1), 1, 1, 1)), &
-                        c_loc(array(1, next(2), 1, 1)), c_loc(array(1, 1, next(3), 1)), &
-                        c_loc(array(1, 1, 1, next(4)))])
-  end function tensor4_r32
+    tensor = tensor_of(ANNULUS_F64, array)
+  end function tensor_r64
 
-  function tensor2_r64(array) result(tensor)
-    real(c_double), intent(in), target :: array(:,:)
+  function tensor_i32(array) result(tensor)
+    integer(c_int32_t), intent(in), target :: array(..)
     type(annulus_tensor) :: tensor
-    integer(c_int64_t) :: lengths(2), next(2)
-    lengths = shape(array, kind=c_int64_t)
-    if (any(lengths == 0)) then
-      tensor = described(ANNULUS_F64, 8, lengths, [c_ptr ::])
-      return
-    end if
-    next = min(lengths, 2_c_int64_t)
-    tensor = described(ANNULUS_F64, 8, lengths, &
-                       [c_loc(array(1, 1)), c_loc(array(next(1), 1)), c_loc(array(1, next(2)))])
-  end function tensor2_r64
+    tensor = tensor_of(ANNULUS_I32, array)
+  end function tensor_i32
 
-  function tensor3_r64(array) result(tensor)
-    real(c_double), intent(in), target :: array(:,:,:)
+  function tensor_i64(array) result(tensor)
+    integer(c_int64_t), intent(in), target :: array(..)
     type(annulus_tensor) :: tensor
-    integer(c_int64_t) :: lengths(3), next(3)
-    lengths = shape(array, kind=c_int64_t)
-    if (any(lengths == 0)) then
-      tensor = described(ANNULUS_F64, 8, lengths, [c_ptr ::])
-      return
-    end if
-    next = min(lengths, 2_c_int64_t)
-    tensor = described(ANNULUS_F64, 8, lengths, &
-                       [c_loc(array(1, 1, 1)), c_loc(array(next(1), 1, 1)), &
-                        c_loc(array(1, next(2), 1)), c_loc(array(1, 1, next(3)))])
-  end function tensor3_r64
+    tensor = tensor_of(ANNULUS_I64, array)
+  end function tensor_i64
 
-  function tensor4_r64(array) result(tensor)
-    real(c_double), intent(in), target :: array(:,:,:,:)
+  function tensor_bool(array) result(tensor)
+    logical(c_bool), intent(in), target :: array(..)
     type(annulus_tensor) :: tensor
-    integer(c_int64_t) :: lengths(4), next(4)
-    lengths = shape(array, kind=c_int64_t)
-    if (any(lengths == 0)) then
-      tensor = described(ANNULUS_F64, 8, lengths, [c_ptr ::])
-      return
-    end if
-    next = min(lengths, 2_c_int64_t)
-    tensor = described(ANNULUS_F64, 8, lengths, &
-                       [c_loc(array(1, 1, 1, 1)), c_loc(array(next(1), 1, 1, 1)), &
-                        c_loc(array(1, next(2), 1, 1)), c_loc(array(1, 1, next(3), 1)), &
-                        c_loc(array(1, 1, 1, next(4)))])
-  end function tensor4_r64
-
-  function tensor1_i32(array) result(tensor)
-    integer(c_int32_t), intent(in), target :: array(:)
-    type(annulus_tensor) :: tensor
-    integer(c_int64_t) :: lengths(1), next(1)
-    lengths = shape(array, kind=c_int64_t)
-    if (any(lengths == 0)) then
-      tensor = described(ANNULUS_I32, 4, lengths, [c_ptr ::])
-      return
-    end if
-    next = min(lengths, 2_c_int64_t)
-    tensor = described(ANNULUS_I32, 4, lengths, &
-                       [c_loc(array(1)), c_loc(array(next(1)))])
-  end function tensor1_i32
-
-  function tensor2_i32(array) result(tensor)
-    integer(c_int32_t), intent(in), target :: array(:,:)
-    type(annulus_tensor) :: tensor
-    integer(c_int64_t) :: lengths(2), next(2)
-    lengths = shape(array, kind=c_int64_t)
-    if (any(lengths == 0)) then
-      tensor = described(ANNULUS_I32, 4, lengths, [c_ptr ::])
-      return
-    end if
-    next = min(lengths, 2_c_int64_t)
-    tensor = described(ANNULUS_I32, 4, lengths, &
-                       [c_loc(array(1, 1)), c_loc(array(next(1), 1)), c_loc(array(1, next(2)))])
-  end function tensor2_i32
-
-  function tensor4_i32(array) result(tensor)
-    integer(c_int32_t), intent(in), target :: array(:,:,:,:)
-    type(annulus_tensor) :: tensor
-    integer(c_int64_t) :: lengths(4), next(4)
-    lengths = shape(array, kind=c_int64_t)
-    if (any(lengths == 0)) then
-      tensor = described(ANNULUS_I32, 4, lengths, [c_ptr ::])
-      return
-    end if
-    next = min(lengths, 2_c_int64_t)
-    tensor = described(ANNULUS_I32, 4, lengths, &
-                       [c_loc(array(1, 1, 1, 1)), c_loc(array(next(1), 1, 1, 1)), &
-                        c_loc(array(1, next(2), 1, 1)), c_loc(array(1, 1, next(3), 1)), &
-                        c_loc(array(1, 1, 1, next(4)))])
-  end function tensor4_i32
-
-  function tensor1_i64(array) result(tensor)
-    integer(c_int64_t), intent(in), target :: array(:)
-    type(annulus_tensor) :: tensor
-    integer(c_int64_t) :: lengths(1), next(1)
-    lengths = shape(array, kind=c_int64_t)
-    if (any(lengths == 0)) then
-      tensor = described(ANNULUS_I64, 8, lengths, [c_ptr ::])
-      return
-    end if
-    next = min(lengths, 2_c_int64_t)
-    tensor = described(ANNULUS_I64, 8, lengths, &
-                       [c_loc(array(1)), c_loc(array(next(1)))])
-  end function tensor1_i64
-
-  function tensor2_i64(array) result(tensor)
-    integer(c_int64_t), intent(in), target :: array(:,:)
-    type(annulus_tensor) :: tensor
-    integer(c_int64_t) :: lengths(2), next(2)
-    lengths = shape(array, kind=c_int64_t)
-    if (any(lengths == 0)) then
-      tensor = described(ANNULUS_I64, 8, lengths, [c_ptr ::])
-      return
-    end if
-    next = min(lengths, 2_c_int64_t)
-    tensor = described(ANNULUS_I64, 8, lengths, &
-                       [c_loc(array(1, 1)), c_loc(array(next(1), 1)), c_loc(array(1, next(2)))])
-  end function tensor2_i64
-
-  function tensor4_bool(array) result(tensor)
-    logical(c_bool), intent(in), target :: array(:,:,:,:)
-    type(annulus_tensor) :: tensor
-    integer(c_int64_t) :: lengths(4), next(4)
-    lengths = shape(array, kind=c_int64_t)
-    if (any(lengths == 0)) then
-      tensor = described(ANNULUS_BOOL, 1, lengths, [c_ptr ::])
-      return
-    end if
-    next = min(lengths, 2_c_int64_t)
-    tensor = described(ANNULUS_BOOL, 1, lengths, &
-                       [c_loc(array(1, 1, 1, 1)), c_loc(array(next(1), 1, 1, 1)), &
-                        c_loc(array(1, next(2), 1, 1)), c_loc(array(1, 1, next(3), 1)), &
-                        c_loc(array(1, 1, 1, next(4)))])
-  end function tensor4_bool
+    tensor = tensor_of(ANNULUS_BOOL, array)
+  end function tensor_bool
 
   ! Adapts the plan to a batch, which stays in force; without arguments it removes the last one.
   ! Collective.
@@ -1282,72 +1128,96 @@ contains
     status = c_update(plan, c_loc(batch))
   end function annulus_plan_update
 
-  ! The forward pass over the tensors q, k, v, out, lse, bias, softmax_aux, max, sum and ties, of
-  ! which the last five need not be given.
-  function forward_of(plan, tensors, given) result(status)
+  ! The forward pass over arrays whose elements are all of one type.
+  function forward_of(plan, dtype, q, k, v, out, lse, bias, softmax_aux, max, sum, ties) &
+      result(status)
     type(c_ptr), intent(in) :: plan
-    type(annulus_tensor), intent(in), target :: tensors(10)
-    logical, intent(in) :: given(6:10)
+    integer(c_int32_t), intent(in) :: dtype
+    class(*), intent(in), target :: q(:, :, :, :), k(:, :, :, :), v(:, :, :, :)
+    class(*), intent(inout), target :: out(:, :, :, :), lse(:, :, :)
+    class(*), intent(in), target, optional :: bias(:, :, :, :), softmax_aux(:, :)
+    class(*), intent(inout), target, optional :: max(:, :, :), sum(:, :, :), ties(:, :, :)
     integer(c_int) :: status
+    type(annulus_tensor), target :: tensors(10)
     type(annulus_forward_args) :: args
     args%struct_size = int(c_sizeof(args), c_int64_t)
-    args%q = c_loc(tensors(1))
-    args%k = c_loc(tensors(2))
-    args%v = c_loc(tensors(3))
-    args%out = c_loc(tensors(4))
-    args%lse = c_loc(tensors(5))
-    if (given(6)) args%bias = c_loc(tensors(6))
-    if (given(7)) args%softmax_aux = c_loc(tensors(7))
-    if (given(8)) args%max = c_loc(tensors(8))
-    if (given(9)) args%sum = c_loc(tensors(9))
-    if (given(10)) args%ties = c_loc(tensors(10))
+    args%q = described(tensors(1), dtype, q)
+    args%k = described(tensors(2), dtype, k)
+    args%v = described(tensors(3), dtype, v)
+    args%out = described(tensors(4), dtype, out)
+    args%lse = described(tensors(5), dtype, lse)
+    args%bias = described(tensors(6), dtype, bias)
+    args%softmax_aux = described(tensors(7), dtype, softmax_aux)
+    args%max = described(tensors(8), dtype, max)
+    args%sum = described(tensors(9), dtype, sum)
+    args%ties = described(tensors(10), dtype, ties)
     status = annulus_forward_c(plan, args)
   end function forward_of
 
-  ! The backward pass over the tensors q, k, v, out, lse, dout, dq, dk, dv, dlse, bias, softmax_aux,
-  ! max, ties, dbias, dsoftmax_aux and sum, of which the last eight need not be given.
-  function backward_of(plan, tensors, given) result(status)
+  ! The backward pass over arrays whose elements are all of one type.
+  function backward_of(plan, dtype, q, k, v, out, lse, dout, dq, dk, dv, dlse, bias, softmax_aux, &
+      max, ties, dbias, dsoftmax_aux, sum) result(status)
     type(c_ptr), intent(in) :: plan
-    type(annulus_tensor), intent(in), target :: tensors(17)
-    logical, intent(in) :: given(10:17)
+    integer(c_int32_t), intent(in) :: dtype
+    class(*), intent(in), target :: q(:, :, :, :), k(:, :, :, :), v(:, :, :, :)
+    class(*), intent(in), target :: out(:, :, :, :), lse(:, :, :), dout(:, :, :, :)
+    class(*), intent(inout), target :: dq(:, :, :, :), dk(:, :, :, :), dv(:, :, :, :)
+    class(*), intent(in), target, optional :: dlse(:, :, :), bias(:, :, :, :), softmax_aux(:, :)
+    class(*), intent(in), target, optional :: max(:, :, :), ties(:, :, :), sum(:, :, :)
+    class(*), intent(inout), target, optional :: dbias(:, :, :, :), dsoftmax_aux(:, :)
     integer(c_int) :: status
+    type(annulus_tensor), target :: tensors(17)
     type(annulus_backward_args) :: args
     args%struct_size = int(c_sizeof(args), c_int64_t)
-    args%q = c_loc(tensors(1))
-    args%k = c_loc(tensors(2))
-    args%v = c_loc(tensors(3))
-    args%out = c_loc(tensors(4))
-    args%lse = c_loc(tensors(5))
-    args%dout = c_loc(tensors(6))
-    args%dq = c_loc(tensors(7))
-    args%dk = c_loc(tensors(8))
-    args%dv = c_loc(tensors(9))
-    if (given(10)) args%dlse = c_loc(tensors(10))
-    if (given(11)) args%bias = c_loc(tensors(11))
-    if (given(12)) args%softmax_aux = c_loc(tensors(12))
-    if (given(13)) args%max = c_loc(tensors(13))
-    if (given(14)) args%ties = c_loc(tensors(14))
-    if (given(15)) args%dbias = c_loc(tensors(15))
-    if (given(16)) args%dsoftmax_aux = c_loc(tensors(16))
-    if (given(17)) args%sum = c_loc(tensors(17))
+    args%q = described(tensors(1), dtype, q)
+    args%k = described(tensors(2), dtype, k)
+    args%v = described(tensors(3), dtype, v)
+    args%out = described(tensors(4), dtype, out)
+    args%lse = described(tensors(5), dtype, lse)
+    args%dout = described(tensors(6), dtype, dout)
+    args%dq = described(tensors(7), dtype, dq)
+    args%dk = described(tensors(8), dtype, dk)
+    args%dv = described(tensors(9), dtype, dv)
+    args%dlse = described(tensors(10), dtype, dlse)
+    args%bias = described(tensors(11), dtype, bias)
+    args%softmax_aux = described(tensors(12), dtype, softmax_aux)
+    args%max = described(tensors(13), dtype, max)
+    args%ties = described(tensors(14), dtype, ties)
+    args%dbias = described(tensors(15), dtype, dbias)
+    args%dsoftmax_aux = described(tensors(16), dtype, dsoftmax_aux)
+    args%sum = described(tensors(17), dtype, sum)
     status = annulus_backward_c(plan, args)
   end function backward_of
 
-  ! The call of a KV cache over the tensors q, out, lse and softmax_aux, of which the last one need
-  ! not be given.
-  function attend_of(cache, tensors, given) result(status)
+  ! The call of a KV cache over arrays whose elements are all of one type.
+  function attend_of(cache, dtype, q, out, lse, softmax_aux) result(status)
     type(c_ptr), intent(in) :: cache
-    type(annulus_tensor), intent(in), target :: tensors(4)
-    logical, intent(in) :: given
+    integer(c_int32_t), intent(in) :: dtype
+    class(*), intent(in), target :: q(:, :, :, :)
+    class(*), intent(inout), target :: out(:, :, :, :), lse(:, :, :)
+    class(*), intent(in), target, optional :: softmax_aux(:, :)
     integer(c_int) :: status
+    type(annulus_tensor), target :: tensors(4)
     type(annulus_attend_args) :: args
     args%struct_size = int(c_sizeof(args), c_int64_t)
-    args%q = c_loc(tensors(1))
-    args%out = c_loc(tensors(2))
-    args%lse = c_loc(tensors(3))
-    if (given) args%softmax_aux = c_loc(tensors(4))
+    args%q = described(tensors(1), dtype, q)
+    args%out = described(tensors(2), dtype, out)
+    args%lse = described(tensors(3), dtype, lse)
+    args%softmax_aux = described(tensors(4), dtype, softmax_aux)
     status = annulus_cache_attend_c(cache, args)
   end function attend_of
+
+  ! Describes an array that may be absent. Returns a pointer to the tensor, or NULL.
+  function described(tensor, dtype, array) result(pointer)
+    type(annulus_tensor), intent(inout), target :: tensor
+    integer(c_int32_t), intent(in) :: dtype
+    class(*), intent(in), target, optional :: array(..)
+    type(c_ptr) :: pointer
+    pointer = c_null_ptr
+    if (.not. present(array)) return
+    tensor = tensor_of(dtype, array)
+    pointer = c_loc(tensor)
+  end function described
 
   function forward_r32(plan, q, k, v, out, lse, bias, softmax_aux, max, sum, ties) result(status)
     type(c_ptr), intent(in) :: plan
@@ -1356,19 +1226,7 @@ contains
     real(c_float), intent(in), target, optional :: bias(:, :, :, :), softmax_aux(:, :)
     real(c_float), intent(inout), target, optional :: max(:, :, :), sum(:, :, :), ties(:, :, :)
     integer(c_int) :: status
-    type(annulus_tensor) :: tensors(10)
-    tensors(1) = annulus_tensor_of(q)
-    tensors(2) = annulus_tensor_of(k)
-    tensors(3) = annulus_tensor_of(v)
-    tensors(4) = annulus_tensor_of(out)
-    tensors(5) = annulus_tensor_of(lse)
-    if (present(bias)) tensors(6) = annulus_tensor_of(bias)
-    if (present(softmax_aux)) tensors(7) = annulus_tensor_of(softmax_aux)
-    if (present(max)) tensors(8) = annulus_tensor_of(max)
-    if (present(sum)) tensors(9) = annulus_tensor_of(sum)
-    if (present(ties)) tensors(10) = annulus_tensor_of(ties)
-    status = forward_of(plan, tensors, [present(bias), present(softmax_aux), present(max), &
-                                        present(sum), present(ties)])
+    status = forward_of(plan, ANNULUS_F32, q, k, v, out, lse, bias, softmax_aux, max, sum, ties)
   end function forward_r32
 
   function backward_r32(plan, q, k, v, out, lse, dout, dq, dk, dv, dlse, bias, softmax_aux, max, &
@@ -1382,28 +1240,34 @@ contains
     real(c_float), intent(in), target, optional :: sum(:, :, :)
     real(c_float), intent(inout), target, optional :: dbias(:, :, :, :), dsoftmax_aux(:, :)
     integer(c_int) :: status
-    type(annulus_tensor) :: tensors(17)
-    tensors(1) = annulus_tensor_of(q)
-    tensors(2) = annulus_tensor_of(k)
-    tensors(3) = annulus_tensor_of(v)
-    tensors(4) = annulus_tensor_of(out)
-    tensors(5) = annulus_tensor_of(lse)
-    tensors(6) = annulus_tensor_of(dout)
-    tensors(7) = annulus_tensor_of(dq)
-    tensors(8) = annulus_tensor_of(dk)
-    tensors(9) = annulus_tensor_of(dv)
-    if (present(dlse)) tensors(10) = annulus_tensor_of(dlse)
-    if (present(bias)) tensors(11) = annulus_tensor_of(bias)
-    if (present(softmax_aux)) tensors(12) = annulus_tensor_of(softmax_aux)
-    if (present(max)) tensors(13) = annulus_tensor_of(max)
-    if (present(ties)) tensors(14) = annulus_tensor_of(ties)
-    if (present(dbias)) tensors(15) = annulus_tensor_of(dbias)
-    if (present(dsoftmax_aux)) tensors(16) = annulus_tensor_of(dsoftmax_aux)
-    if (present(sum)) tensors(17) = annulus_tensor_of(sum)
-    status = backward_of(plan, tensors, [present(dlse), present(bias), present(softmax_aux), &
-                                         present(max), present(ties), present(dbias), &
-                                         present(dsoftmax_aux), present(sum)])
+    status = backward_of(plan, ANNULUS_F32, q, k, v, out, lse, dout, dq, dk, dv, dlse, bias, &
+                         softmax_aux, max, ties, dbias, dsoftmax_aux, sum)
   end function backward_r32
+
+  function append_r32(cache, k, v) result(status)
+    type(c_ptr), intent(in) :: cache
+    real(c_float), intent(in), target :: k(:, :, :, :), v(:, :, :, :)
+    integer(c_int) :: status
+    status = annulus_cache_append_c(cache, tensor_of(ANNULUS_F32, k), tensor_of(ANNULUS_F32, v))
+  end function append_r32
+
+  function append_own_r32(cache, count, k, v) result(status)
+    type(c_ptr), intent(in) :: cache
+    integer(c_int64_t), intent(in) :: count
+    real(c_float), intent(in), target :: k(:, :, :, :), v(:, :, :, :)
+    integer(c_int) :: status
+    status = annulus_cache_append_own_c(cache, count, tensor_of(ANNULUS_F32, k), &
+                                        tensor_of(ANNULUS_F32, v))
+  end function append_own_r32
+
+  function attend_r32(cache, q, out, lse, softmax_aux) result(status)
+    type(c_ptr), intent(in) :: cache
+    real(c_float), intent(in), target :: q(:, :, :, :)
+    real(c_float), intent(inout), target :: out(:, :, :, :), lse(:, :, :)
+    real(c_float), intent(in), target, optional :: softmax_aux(:, :)
+    integer(c_int) :: status
+    status = attend_of(cache, ANNULUS_F32, q, out, lse, softmax_aux)
+  end function attend_r32
 
   function forward_r64(plan, q, k, v, out, lse, bias, softmax_aux, max, sum, ties) result(status)
     type(c_ptr), intent(in) :: plan
@@ -1412,19 +1276,7 @@ contains
     real(c_double), intent(in), target, optional :: bias(:, :, :, :), softmax_aux(:, :)
     real(c_double), intent(inout), target, optional :: max(:, :, :), sum(:, :, :), ties(:, :, :)
     integer(c_int) :: status
-    type(annulus_tensor) :: tensors(10)
-    tensors(1) = annulus_tensor_of(q)
-    tensors(2) = annulus_tensor_of(k)
-    tensors(3) = annulus_tensor_of(v)
-    tensors(4) = annulus_tensor_of(out)
-    tensors(5) = annulus_tensor_of(lse)
-    if (present(bias)) tensors(6) = annulus_tensor_of(bias)
-    if (present(softmax_aux)) tensors(7) = annulus_tensor_of(softmax_aux)
-    if (present(max)) tensors(8) = annulus_tensor_of(max)
-    if (present(sum)) tensors(9) = annulus_tensor_of(sum)
-    if (present(ties)) tensors(10) = annulus_tensor_of(ties)
-    status = forward_of(plan, tensors, [present(bias), present(softmax_aux), present(max), &
-                                        present(sum), present(ties)])
+    status = forward_of(plan, ANNULUS_F64, q, k, v, out, lse, bias, softmax_aux, max, sum, ties)
   end function forward_r64
 
   function backward_r64(plan, q, k, v, out, lse, dout, dq, dk, dv, dlse, bias, softmax_aux, max, &
@@ -1438,63 +1290,15 @@ contains
     real(c_double), intent(in), target, optional :: sum(:, :, :)
     real(c_double), intent(inout), target, optional :: dbias(:, :, :, :), dsoftmax_aux(:, :)
     integer(c_int) :: status
-    type(annulus_tensor) :: tensors(17)
-    tensors(1) = annulus_tensor_of(q)
-    tensors(2) = annulus_tensor_of(k)
-    tensors(3) = annulus_tensor_of(v)
-    tensors(4) = annulus_tensor_of(out)
-    tensors(5) = annulus_tensor_of(lse)
-    tensors(6) = annulus_tensor_of(dout)
-    tensors(7) = annulus_tensor_of(dq)
-    tensors(8) = annulus_tensor_of(dk)
-    tensors(9) = annulus_tensor_of(dv)
-    if (present(dlse)) tensors(10) = annulus_tensor_of(dlse)
-    if (present(bias)) tensors(11) = annulus_tensor_of(bias)
-    if (present(softmax_aux)) tensors(12) = annulus_tensor_of(softmax_aux)
-    if (present(max)) tensors(13) = annulus_tensor_of(max)
-    if (present(ties)) tensors(14) = annulus_tensor_of(ties)
-    if (present(dbias)) tensors(15) = annulus_tensor_of(dbias)
-    if (present(dsoftmax_aux)) tensors(16) = annulus_tensor_of(dsoftmax_aux)
-    if (present(sum)) tensors(17) = annulus_tensor_of(sum)
-    status = backward_of(plan, tensors, [present(dlse), present(bias), present(softmax_aux), &
-                                         present(max), present(ties), present(dbias), &
-                                         present(dsoftmax_aux), present(sum)])
+    status = backward_of(plan, ANNULUS_F64, q, k, v, out, lse, dout, dq, dk, dv, dlse, bias, &
+                         softmax_aux, max, ties, dbias, dsoftmax_aux, sum)
   end function backward_r64
-
-  function append_r32(cache, k, v) result(status)
-    type(c_ptr), intent(in) :: cache
-    real(c_float), intent(in), target :: k(:, :, :, :), v(:, :, :, :)
-    integer(c_int) :: status
-    status = annulus_cache_append_c(cache, annulus_tensor_of(k), annulus_tensor_of(v))
-  end function append_r32
-
-  function append_own_r32(cache, count, k, v) result(status)
-    type(c_ptr), intent(in) :: cache
-    integer(c_int64_t), intent(in) :: count
-    real(c_float), intent(in), target :: k(:, :, :, :), v(:, :, :, :)
-    integer(c_int) :: status
-    status = annulus_cache_append_own_c(cache, count, annulus_tensor_of(k), annulus_tensor_of(v))
-  end function append_own_r32
-
-  function attend_r32(cache, q, out, lse, softmax_aux) result(status)
-    type(c_ptr), intent(in) :: cache
-    real(c_float), intent(in), target :: q(:, :, :, :)
-    real(c_float), intent(inout), target :: out(:, :, :, :), lse(:, :, :)
-    real(c_float), intent(in), target, optional :: softmax_aux(:, :)
-    integer(c_int) :: status
-    type(annulus_tensor) :: tensors(4)
-    tensors(1) = annulus_tensor_of(q)
-    tensors(2) = annulus_tensor_of(out)
-    tensors(3) = annulus_tensor_of(lse)
-    if (present(softmax_aux)) tensors(4) = annulus_tensor_of(softmax_aux)
-    status = attend_of(cache, tensors, present(softmax_aux))
-  end function attend_r32
 
   function append_r64(cache, k, v) result(status)
     type(c_ptr), intent(in) :: cache
     real(c_double), intent(in), target :: k(:, :, :, :), v(:, :, :, :)
     integer(c_int) :: status
-    status = annulus_cache_append_c(cache, annulus_tensor_of(k), annulus_tensor_of(v))
+    status = annulus_cache_append_c(cache, tensor_of(ANNULUS_F64, k), tensor_of(ANNULUS_F64, v))
   end function append_r64
 
   function append_own_r64(cache, count, k, v) result(status)
@@ -1502,7 +1306,8 @@ contains
     integer(c_int64_t), intent(in) :: count
     real(c_double), intent(in), target :: k(:, :, :, :), v(:, :, :, :)
     integer(c_int) :: status
-    status = annulus_cache_append_own_c(cache, count, annulus_tensor_of(k), annulus_tensor_of(v))
+    status = annulus_cache_append_own_c(cache, count, tensor_of(ANNULUS_F64, k), &
+                                        tensor_of(ANNULUS_F64, v))
   end function append_own_r64
 
   function attend_r64(cache, q, out, lse, softmax_aux) result(status)
@@ -1511,12 +1316,7 @@ contains
     real(c_double), intent(inout), target :: out(:, :, :, :), lse(:, :, :)
     real(c_double), intent(in), target, optional :: softmax_aux(:, :)
     integer(c_int) :: status
-    type(annulus_tensor) :: tensors(4)
-    tensors(1) = annulus_tensor_of(q)
-    tensors(2) = annulus_tensor_of(out)
-    tensors(3) = annulus_tensor_of(lse)
-    if (present(softmax_aux)) tensors(4) = annulus_tensor_of(softmax_aux)
-    status = attend_of(cache, tensors, present(softmax_aux))
+    status = attend_of(cache, ANNULUS_F64, q, out, lse, softmax_aux)
   end function attend_r64
 
 end module annulus

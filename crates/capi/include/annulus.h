@@ -170,12 +170,12 @@
 #define ANNULUS_NONE -1
 
 /**
- * Position of query i among the keys: i.
+ * Query i has position i.
  */
 #define ANNULUS_ALIGN_TOP_LEFT 0
 
 /**
- * Position of query i among the keys: i + kv_len - q_len.
+ * Query i has position i + kv_len - q_len.
  */
 #define ANNULUS_ALIGN_BOTTOM_RIGHT 1
 
@@ -190,7 +190,7 @@
 #define ANNULUS_BIAS_BEFORE_SOFT_CAP 1
 
 /**
- * No product is rounded.
+ * No product is rounded, except on matrix units of GPUs: 16-bit probabilities.
  */
 #define ANNULUS_PRECISION_HIGHEST 0
 
@@ -205,7 +205,7 @@
 #define ANNULUS_PRECISION_DEFAULT 2
 
 /**
- * Keys and values travel again in the backward pass, their gradients one step behind.
+ * Keys and values travel again, their gradients one step behind.
  */
 #define ANNULUS_BACKWARD_ONE_PASS 0
 
@@ -247,7 +247,7 @@
 #define ANNULUS_LAYOUT_BALANCED 5
 
 /**
- * The mask chooses the route.
+ * The mask and the nodes choose the route.
  */
 #define ANNULUS_ROUTE_AUTO 0
 
@@ -300,8 +300,8 @@
 #define ANNULUS_STRATEGY_AUTO 2
 
 /**
- * options.strategy_heads x strategy_queries x strategy_keys ranks: each computes partial results of
- * a part of the queries over a part of the keys, which are merged.
+ * options.strategy_heads x strategy_queries x strategy_keys ranks: each computes partial results
+ * of a part of the queries over a part of the keys, which are merged.
  */
 #define ANNULUS_STRATEGY_GRID 3
 
@@ -398,8 +398,8 @@ typedef struct annulus_endpoint annulus_endpoint;
 typedef struct annulus_plan annulus_plan;
 
 /**
- * The definition of one attention. annulus_options_init sets the defaults; the caller then
- * sets the seven lengths and what differs.
+ * The definition of one attention. annulus_options_init sets the
+ * defaults; the caller then sets the seven lengths and what differs.
  *
  * A pair of query and key is visible if every condition that is given holds; i' and j' are their
  * positions. docs/semantics.md defines every parameter. Flags are 0 or 1.
@@ -461,19 +461,20 @@ typedef struct annulus_options {
   int64_t attention_sink_size;
   /**
    * Visible only if i' and j' are in the same chunk of this many positions and j' <= i'.
-   * Default: 0, no chunks.
+   * Default: 0, which is no chunks.
    */
   int64_t chunk_size;
   /**
-   * Visible only if j' < prefix_len or j' <= i'. Default: ANNULUS_NONE, no such condition.
+   * Prefix-LM: visible only if j' < prefix_len or j' <= i'. Default: ANNULUS_NONE, no such
+   * condition.
    */
   int64_t prefix_len;
   /**
-   * ANNULUS_ALIGN_TOP_LEFT (default) or ANNULUS_ALIGN_BOTTOM_RIGHT.
+   * Positions of queries among the keys: ANNULUS_ALIGN_TOP_LEFT (default) or BOTTOM_RIGHT.
    */
   int32_t alignment;
   /**
-   * ANNULUS_BIAS_AFTER_SOFT_CAP (default) or ANNULUS_BIAS_BEFORE_SOFT_CAP.
+   * Order of bias and soft cap: ANNULUS_BIAS_AFTER_SOFT_CAP (default) or BEFORE_SOFT_CAP.
    */
   int32_t bias_order;
   /**
@@ -489,12 +490,12 @@ typedef struct annulus_options {
    */
   double softmax_scale;
   /**
-   * cap in cap * tanh(x / cap), finite and above 0. Default: 0, no cap.
+   * cap in cap * tanh(x / cap), finite and above 0. Default: 0, which is no cap.
    */
   double logits_soft_cap;
   /**
-   * Shape of the additive bias tensor over the whole sequence,
-   * `[batch or 1, q_heads or 1, q_len or 1, kv_len or 1]`. Default: zeros, no bias.
+   * Shape of the additive bias tensor over the whole sequence, `[batch or 1, q_heads or 1, q_len
+   * or 1, kv_len or 1]`. Default: zeros, no bias.
    */
   int64_t bias_dims[4];
   /**
@@ -514,15 +515,16 @@ typedef struct annulus_options {
    */
   double dropout_prob;
   /**
-   * Seed of dropout. Must be 0 if dropout_prob is 0.
+   * Seed of dropout, an unsigned 64-bit number. Must be 0 if dropout_prob is 0. Default: 0.
    */
   uint64_t dropout_seed;
   /**
-   * ANNULUS_PRECISION_HIGHEST (default), ANNULUS_PRECISION_HIGH or ANNULUS_PRECISION_DEFAULT.
+   * Rounding of products that is permitted: ANNULUS_PRECISION_HIGHEST (default), HIGH or
+   * DEFAULT.
    */
   int32_t precision;
   /**
-   * ANNULUS_BACKWARD_ONE_PASS (default) or ANNULUS_BACKWARD_TWO_PASS.
+   * Form of the backward pass: ANNULUS_BACKWARD_ONE_PASS (default) or TWO_PASS.
    */
   int32_t backward_mode;
   /**
@@ -535,33 +537,38 @@ typedef struct annulus_options {
    */
   int32_t local_gradients;
   /**
-   * ANNULUS_LAYOUT_AUTO (default), CONTIGUOUS, ZIGZAG, STRIPED, CUSTOM or BALANCED.
+   * Assignment of rows to ranks: ANNULUS_LAYOUT_AUTO (default), CONTIGUOUS, ZIGZAG, STRIPED,
+   * CUSTOM or BALANCED.
    */
   int32_t layout;
   /**
-   * ANNULUS_ROUTE_AUTO (default), RELAY_UP, RELAY_DOWN, DIRECT, RAILS_UP, RAILS_DOWN or
-   * ONCE_PER_NODE.
+   * Route of the blocks: ANNULUS_ROUTE_AUTO (default), RELAY_UP, RELAY_DOWN, DIRECT, RAILS_UP,
+   * RAILS_DOWN or ONCE_PER_NODE.
    */
   int32_t route;
   /**
    * Longest silence of a rank within a call before the call fails, in seconds, at least 1.
-   * Default: 0, which is 120 s. ANNULUS_DEADLINE in the environment replaces it.
+   * ANNULUS_DEADLINE in the environment replaces it. A plan over several processes is made only
+   * if all ranks begin to make it within this time. Default: 0, which is 120 s.
    */
   double deadline_seconds;
   /**
-   * Threads that each rank computes with on the CPU. Default: 0, which is 1. With another backend
-   * it must be 0.
+   * Threads that each rank computes with on the CPU. Default: 0, which is 1. With another
+   * backend it must be 0.
    */
   int64_t threads;
   /**
-   * Hint: rows at multiples of which a block of keys and values is split into messages. Ranks
-   * may differ: all use the largest. Default: 0, the KV tile of the backend.
+   * Hint: a KV block is split into messages at multiples of this many rows, so that computing on
+   * one part overlaps receiving the next. Larger parts are fewer and longer messages; results
+   * change by rounding at most, and not with one rank. Ranks may differ: all use the largest.
+   * Default: 0, which is the KV tile of the backend, to multiples of which it is rounded up.
    */
   int64_t kv_block_size;
   /**
    * Longest wait at the entry of a collective call (a plan, an update, a pass) for ranks that
-   * have not made it, in seconds, at least 1. Then the call returns ANNULUS_ARRIVAL_TIMEOUT; a
-   * pass or an update is to be made again with the same arguments. Default: 0, no limit.
+   * have not made it, in seconds, at least 1. Then the call fails with ANNULUS_ARRIVAL_TIMEOUT
+   * (`ArrivalTimeout` in Python); an update or a pass has changed nothing and is made again with
+   * the same arguments, within the deadline of the other ranks. Default: 0, which is no limit.
    */
   double arrival_deadline_seconds;
   /**
@@ -572,14 +579,13 @@ typedef struct annulus_options {
   int32_t adopt_communicator;
   /**
    * Flag: results have the same bits for any number of ranks, layout, transport and threads, on
-   * machines of the same arithmetic ("numerics" of the command `annulus doctor`). A backward
-   * pass takes two passes around the ring. Default: 0.
+   * machines of the same arithmetic (numerics of the command `annulus doctor`). A backward pass
+   * takes two passes around the ring, about 1.4 times the time. Default: 0.
    */
   int32_t reproducible;
   /**
-   * ANNULUS_STRATEGY_RING (default), HEADS_RING, AUTO, GRID, ALL_GATHER, ALL_TO_ALL,
-   * ONCE_PER_NODE or PASS_Q: the division of the attention among ranks. Results differ by
-   * rounding at most.
+   * Division of the attention among ranks: ANNULUS_STRATEGY_RING (default), HEADS_RING, AUTO,
+   * GRID, ALL_GATHER, ALL_TO_ALL, ONCE_PER_NODE or PASS_Q. Results differ by rounding at most.
    */
   int32_t strategy;
   /**
@@ -605,10 +611,10 @@ typedef struct annulus_options {
    */
   int64_t page_rows;
   /**
-   * ANNULUS_BACKEND_CPU (default), WGPU or CUDA: what computes the plans of this attention.
-   * Tensors are in host memory on each, unless annulus_attention_set_cuda_stream is called. The
-   * plans share the GPU. annulus_attention_create refuses a backend that the library
-   * (annulus_features) or the machine does not have.
+   * What computes: ANNULUS_BACKEND_CPU (default), WGPU or CUDA. Tensors are in host memory on
+   * each, unless annulus_attention_set_cuda_stream is called. The plans share the GPU.
+   * annulus_attention_create refuses a backend that the library (annulus_features) or the
+   * machine does not have.
    */
   int32_t backend;
   /**

@@ -15,12 +15,13 @@ use annulus::{
 use crate::{
     batch::annulus_batch,
     callbacks::{
-        ANNULUS_MASK_PER_BATCH, ANNULUS_MASK_PER_HEAD, Context, HostBias, HostMask, SilenceHook,
-        annulus_bias_function, annulus_mask_function, annulus_silence_function, annulus_step_event,
-        annulus_step_function, name,
+        ANNULUS_MASK_PER_BATCH, ANNULUS_MASK_PER_HEAD, HostBias, HostContext, HostMask,
+        SilenceHook, annulus_bias_function, annulus_mask_function, annulus_silence_function,
+        annulus_step_event, annulus_step_function, name,
     },
     handle::Handles,
-    options::{Description, ListedKind, annulus_options, length},
+    option_fields::annulus_options,
+    options::{Description, ListedKind, length},
     status::guard,
     versioned::{self, check_pointer},
 };
@@ -51,7 +52,8 @@ pub(crate) unsafe fn list<'a, T>(name: &str, first: *const T, count: i64) -> Res
     Ok(unsafe { slice::from_raw_parts(first.as_ptr(), count) })
 }
 
-/// Makes a handle with `make` and writes it to `*out`; writes NULL if that fails.
+/// Makes a handle with `make` and writes it to `*out`; writes NULL if that fails. Returns the
+/// status.
 ///
 /// # Safety
 /// `out` is NULL, misaligned or points to a writable pointer.
@@ -59,14 +61,16 @@ pub(crate) unsafe fn create<H>(
     name: &str,
     out: *mut *mut H,
     make: impl FnOnce() -> Result<*mut H>,
-) -> Result<()> {
-    let out = check_pointer(name, out.cast_const())?;
-    // SAFETY: not NULL, aligned, writable as the caller promises
-    unsafe { out.write(std::ptr::null_mut()) };
-    let made = make()?;
-    // SAFETY: as above
-    unsafe { out.write(made) };
-    Ok(())
+) -> c_int {
+    guard(|| {
+        let out = check_pointer(name, out.cast_const())?;
+        // SAFETY: not NULL, aligned, writable as the caller promises
+        unsafe { out.write(std::ptr::null_mut()) };
+        let made = make()?;
+        // SAFETY: as above
+        unsafe { out.write(made) };
+        Ok(())
+    })
 }
 
 /// Describes an attention: checks the options and returns a handle in `*attention`.
@@ -85,16 +89,13 @@ pub unsafe extern "C" fn annulus_attention_create(
     options: *const annulus_options,
     attention: *mut *mut annulus_attention,
 ) -> c_int {
-    guard(|| {
-        // SAFETY: as the caller promises
-        unsafe {
-            create("attention", attention, || {
-                // SAFETY: as the caller promises
-                let options = versioned::read(options)?;
-                Ok(ATTENTIONS.insert(Description::of(&options)?))
-            })
-        }
-    })
+    // SAFETY: as the caller promises
+    unsafe {
+        create("attention", attention, || {
+            let options = versioned::read(options)?;
+            Ok(ATTENTIONS.insert(Description::of(&options)?))
+        })
+    }
 }
 
 /// Adds a mask of the host's, as one more condition.
@@ -130,7 +131,7 @@ pub unsafe extern "C" fn annulus_attention_add_mask(
             if flags & !(ANNULUS_MASK_PER_HEAD | ANNULUS_MASK_PER_BATCH) != 0 {
                 return Err(Error::invalid("flags", flags, "a sum of ANNULUS_MASK_* constants"));
             }
-            let mask = HostMask { name, flags, visible, context: Context::new(context) };
+            let mask = HostMask { name, flags, visible, context: HostContext::new(context) };
             description.set_attention(|attention| attention.mask(Arc::new(mask)));
             Ok(())
         })
@@ -161,7 +162,7 @@ pub unsafe extern "C" fn annulus_attention_set_bias_function(
             let Some(bias) = bias else {
                 return Err(Error::invalid("bias", "NULL", "a function"));
             };
-            let function = HostBias { name, bias, context: Context::new(context) };
+            let function = HostBias { name, bias, context: HostContext::new(context) };
             description.set_attention(|attention| attention.bias_function(Arc::new(function)));
             Ok(())
         })
@@ -498,7 +499,7 @@ pub unsafe extern "C" fn annulus_attention_on_silence(
             let Some(silence) = silence else {
                 return Err(Error::invalid("silence", "NULL", "a function"));
             };
-            let hook = SilenceHook { function: silence, context: Context::new(context) };
+            let hook = SilenceHook { function: silence, context: HostContext::new(context) };
             let call = move |silence: annulus::comm::Silence| {
                 hook.call(Some(silence.peer), silence.step, silence.waited);
             };
@@ -534,7 +535,7 @@ pub unsafe extern "C" fn annulus_attention_on_step(
             let Some(step) = step else {
                 return Err(Error::invalid("step", "NULL", "a function"));
             };
-            let context = Context::new(context);
+            let context = HostContext::new(context);
             let hook = move |event: StepEvent| {
                 let event = annulus_step_event::of(&event);
                 // SAFETY: the host promised a function that may be called with its context from any

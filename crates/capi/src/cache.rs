@@ -153,17 +153,15 @@ pub unsafe extern "C" fn annulus_cache_create_threads(
     ranks: i64,
     cache: *mut *mut annulus_cache,
 ) -> c_int {
-    guard(|| {
-        let make = || {
-            let description = description(attention)?;
-            let shape = description.cache_shape()?;
-            let Setup { attention, runtime, .. } = &description.setup;
-            let ring = LocalCache::new(attention, runtime, shape, length("ranks", ranks)?)?;
-            Ok(CACHES.insert(CacheState::Ring(ring)))
-        };
-        // SAFETY: as the caller promises
-        unsafe { create("cache", cache, make) }
-    })
+    let make = || {
+        let description = description(attention)?;
+        let shape = description.cache_shape()?;
+        let Setup { attention, runtime, .. } = &description.setup;
+        let ring = LocalCache::new(attention, runtime, shape, length("ranks", ranks)?)?;
+        Ok(CACHES.insert(CacheState::Ring(ring)))
+    };
+    // SAFETY: as the caller promises
+    unsafe { create("cache", cache, make) }
 }
 
 /// Creates this rank of an empty KV cache over the ranks of a communicator of MPI, given as Fortran
@@ -184,22 +182,20 @@ pub unsafe extern "C" fn annulus_cache_create_mpi_f(
     communicator: i32,
     cache: *mut *mut annulus_cache,
 ) -> c_int {
-    guard(|| {
-        #[cfg(feature = "mpi")]
-        let make = || {
-            let description = description(attention)?;
-            // SAFETY: as the caller promises
-            let endpoint = unsafe { endpoint::over_fortran(&description, communicator) }?;
-            over(&description, endpoint)
-        };
-        #[cfg(not(feature = "mpi"))]
-        let make = || {
-            description(attention)?;
-            Err(endpoint::no_mpi(communicator))
-        };
+    #[cfg(feature = "mpi")]
+    let make = || {
+        let description = description(attention)?;
         // SAFETY: as the caller promises
-        unsafe { create("cache", cache, make) }
-    })
+        let endpoint = unsafe { endpoint::over_fortran(&description, communicator) }?;
+        over(&description, endpoint)
+    };
+    #[cfg(not(feature = "mpi"))]
+    let make = || {
+        description(attention)?;
+        Err(endpoint::no_mpi(communicator))
+    };
+    // SAFETY: as the caller promises
+    unsafe { create("cache", cache, make) }
 }
 
 /// As [`annulus_cache_create_mpi_f`], of a communicator as C has it.
@@ -219,16 +215,14 @@ pub unsafe extern "C" fn annulus_cache_create_mpi(
     communicator: MPI_Comm,
     cache: *mut *mut annulus_cache,
 ) -> c_int {
-    guard(|| {
-        let make = || {
-            let description = description(attention)?;
-            // SAFETY: as the caller promises
-            let endpoint = unsafe { endpoint::over_communicator(&description, communicator) }?;
-            over(&description, endpoint)
-        };
+    let make = || {
+        let description = description(attention)?;
         // SAFETY: as the caller promises
-        unsafe { create("cache", cache, make) }
-    })
+        let endpoint = unsafe { endpoint::over_communicator(&description, communicator) }?;
+        over(&description, endpoint)
+    };
+    // SAFETY: as the caller promises
+    unsafe { create("cache", cache, make) }
 }
 
 /// Creates this rank of an empty KV cache over an endpoint, which several plans and caches share,
@@ -248,14 +242,12 @@ pub unsafe extern "C" fn annulus_cache_create_endpoint(
     endpoint: *const annulus_endpoint,
     cache: *mut *mut annulus_cache,
 ) -> c_int {
-    guard(|| {
-        let make = || {
-            let endpoint = endpoint::share(endpoint)?;
-            over_endpoint(&description(attention)?, endpoint)
-        };
-        // SAFETY: as the caller promises
-        unsafe { create("cache", cache, make) }
-    })
+    let make = || {
+        let endpoint = endpoint::share(endpoint)?;
+        over_endpoint(&description(attention)?, endpoint)
+    };
+    // SAFETY: as the caller promises
+    unsafe { create("cache", cache, make) }
 }
 
 /// Makes one rank of a cache over a handle to an endpoint.
@@ -278,7 +270,7 @@ pub(crate) fn cache_over(
     cache: &mut *mut annulus_cache,
 ) -> c_int {
     // SAFETY: a reference to a writable pointer
-    guard(|| unsafe { create("cache", cache, || over(&description(attention)?, transport)) })
+    unsafe { create("cache", cache, || over(&description(attention)?, transport)) }
 }
 
 /// Reads and views keys and values.

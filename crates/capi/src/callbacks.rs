@@ -124,15 +124,15 @@ pub const ANNULUS_MASK_PER_BATCH: u32 = 2;
 
 /// The host's pointer that is passed back to its callbacks.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Context(*mut c_void);
+pub(crate) struct HostContext(*mut c_void);
 
 // SAFETY: annulus only passes the pointer back; the documentation of every callback has the host
 // promise that it may be called from any thread
-unsafe impl Send for Context {}
+unsafe impl Send for HostContext {}
 // SAFETY: as above, from several threads at once
-unsafe impl Sync for Context {}
+unsafe impl Sync for HostContext {}
 
-impl Context {
+impl HostContext {
     pub(crate) const fn new(pointer: *mut c_void) -> Self {
         Self(pointer)
     }
@@ -147,7 +147,7 @@ impl Context {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SilenceHook {
     pub(crate) function: unsafe extern "C" fn(*mut c_void, i64, i64, f64),
-    pub(crate) context: Context,
+    pub(crate) context: HostContext,
 }
 
 impl SilenceHook {
@@ -198,7 +198,7 @@ pub(crate) struct HostMask {
     pub(crate) name: String,
     pub(crate) flags: u32,
     pub(crate) visible: unsafe extern "C" fn(*mut c_void, *const annulus_pair) -> i32,
-    pub(crate) context: Context,
+    pub(crate) context: HostContext,
 }
 
 impl Mask for HostMask {
@@ -237,7 +237,7 @@ impl Mask for HostMask {
 pub(crate) struct HostBias {
     pub(crate) name: String,
     pub(crate) bias: unsafe extern "C" fn(*mut c_void, *const annulus_pair) -> f64,
-    pub(crate) context: Context,
+    pub(crate) context: HostContext,
 }
 
 impl BiasFunction for HostBias {

@@ -6,8 +6,7 @@ use annulus::{BackendName, Error, Result};
 
 use crate::{
     attention::{ATTENTIONS, annulus_attention},
-    host_stream::HostStream,
-    options::Description,
+    options::{Description, HostStream},
     status::guard,
 };
 

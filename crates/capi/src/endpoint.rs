@@ -57,21 +57,19 @@ pub unsafe extern "C" fn annulus_endpoint_create_mpi_f(
     communicator: i32,
     endpoint: *mut *mut annulus_endpoint,
 ) -> c_int {
-    guard(|| {
-        #[cfg(feature = "mpi")]
-        let make = || {
-            let description = description(attention)?;
-            // SAFETY: as the caller promises
-            unsafe { over_fortran(&description, communicator) }.map(|made| ENDPOINTS.insert(made))
-        };
-        #[cfg(not(feature = "mpi"))]
-        let make = || {
-            description(attention)?;
-            Err(no_mpi(communicator))
-        };
+    #[cfg(feature = "mpi")]
+    let make = || {
+        let description = description(attention)?;
         // SAFETY: as the caller promises
-        unsafe { create("endpoint", endpoint, make) }
-    })
+        unsafe { over_fortran(&description, communicator) }.map(|made| ENDPOINTS.insert(made))
+    };
+    #[cfg(not(feature = "mpi"))]
+    let make = || {
+        description(attention)?;
+        Err(no_mpi(communicator))
+    };
+    // SAFETY: as the caller promises
+    unsafe { create("endpoint", endpoint, make) }
 }
 
 /// As [`annulus_endpoint_create_mpi_f`], of a communicator as C has it.
@@ -91,16 +89,13 @@ pub unsafe extern "C" fn annulus_endpoint_create_mpi(
     communicator: MPI_Comm,
     endpoint: *mut *mut annulus_endpoint,
 ) -> c_int {
-    guard(|| {
-        let make = || {
-            let description = description(attention)?;
-            // SAFETY: as the caller promises
-            unsafe { over_communicator(&description, communicator) }
-                .map(|made| ENDPOINTS.insert(made))
-        };
+    let make = || {
+        let description = description(attention)?;
         // SAFETY: as the caller promises
-        unsafe { create("endpoint", endpoint, make) }
-    })
+        unsafe { over_communicator(&description, communicator) }.map(|made| ENDPOINTS.insert(made))
+    };
+    // SAFETY: as the caller promises
+    unsafe { create("endpoint", endpoint, make) }
 }
 
 /// Destroys the handle of an endpoint. Plans and caches over it live on; the communicators are

@@ -30,7 +30,7 @@ pub(crate) struct Handles<T> {
 }
 
 /// A value behind a handle.
-struct Entry<T> {
+struct LiveHandle<T> {
     /// Name of its kind.
     name: &'static str,
     /// Process that made it.
@@ -63,7 +63,7 @@ impl<T: Send + 'static> Handles<T> {
         }
         let address = BASE + (number << 4);
         let (name, process) = (self.name, Process::current());
-        table().insert(address, Arc::new(Entry { name, process, value: Mutex::new(value) }));
+        table().insert(address, Arc::new(LiveHandle { name, process, value: Mutex::new(value) }));
         ptr::without_provenance_mut(address)
     }
 
@@ -114,8 +114,8 @@ impl<T: Send + 'static> Handles<T> {
     }
 
     /// Returns an entry if its handle is one of this kind.
-    fn of_kind(&self, entry: Arc<dyn Any + Send + Sync>) -> Option<Arc<Entry<T>>> {
-        entry.downcast::<Entry<T>>().ok().filter(|entry| entry.name == self.name)
+    fn of_kind(&self, entry: Arc<dyn Any + Send + Sync>) -> Option<Arc<LiveHandle<T>>> {
+        entry.downcast::<LiveHandle<T>>().ok().filter(|entry| entry.name == self.name)
     }
 
     fn not_live<H>(&self, handle: *const H) -> Error {
@@ -141,13 +141,13 @@ mod fork {
 
     use super::{Live, table};
 
-    struct Held(UnsafeCell<Option<MutexGuard<'static, Live>>>);
+    struct ForkGuard(UnsafeCell<Option<MutexGuard<'static, Live>>>);
 
     // SAFETY: used between `before` and `after` only, by the thread that forks and so has the lock;
     // in the child that thread is the only one
-    unsafe impl Sync for Held {}
+    unsafe impl Sync for ForkGuard {}
 
-    static HELD: Held = Held(UnsafeCell::new(None));
+    static FORK_GUARD: ForkGuard = ForkGuard(UnsafeCell::new(None));
 
     type Handler = extern "C" fn();
 
@@ -162,13 +162,13 @@ mod fork {
             annulus::comm::mpi::is_alive();
         }
         let guard = table();
-        // SAFETY: as of `Held`
-        unsafe { *HELD.0.get() = Some(guard) };
+        // SAFETY: as of `ForkGuard`
+        unsafe { *FORK_GUARD.0.get() = Some(guard) };
     }
 
     extern "C" fn after() {
-        // SAFETY: as of `Held`; taken out before it is dropped, which releases the lock
-        let guard = unsafe { (*HELD.0.get()).take() };
+        // SAFETY: as of `ForkGuard`; taken out before it is dropped, which releases the lock
+        let guard = unsafe { (*FORK_GUARD.0.get()).take() };
         drop(guard);
     }
 

@@ -26,7 +26,8 @@ mod cuda;
 mod driver;
 mod endpoint;
 mod handle;
-mod host_stream;
+#[rustfmt::skip]
+mod option_fields;
 mod options;
 mod overlap;
 mod passes;
@@ -46,6 +47,7 @@ pub use cuda::*;
 #[doc(hidden)]
 pub use driver::{emulate_cuda, is_emulated};
 pub use endpoint::*;
+pub use option_fields::*;
 pub use options::*;
 pub use passes::*;
 pub use plan::*;

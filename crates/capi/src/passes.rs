@@ -9,7 +9,7 @@ use ndarray::{ArrayView3, ArrayView4};
 
 use crate::{
     overlap,
-    plan::{PLANS, Pass, Planned, annulus_plan},
+    plan::{PLANS, Pass, ProcessPlan, annulus_plan},
     status::guard,
     tensor::{Checked, annulus_tensor},
     versioned::{self, Versioned},
@@ -201,7 +201,7 @@ pub unsafe extern "C" fn annulus_backward(
 }
 
 /// Inputs of both passes.
-struct Inputs {
+struct GivenInputs {
     q: Checked,
     k: Checked,
     v: Checked,
@@ -209,7 +209,7 @@ struct Inputs {
     softmax_aux: Option<Checked>,
 }
 
-impl Inputs {
+impl GivenInputs {
     /// Reads `[q, k, v, bias, softmax_aux]`.
     ///
     /// # Safety
@@ -250,10 +250,10 @@ impl Inputs {
 }
 
 /// Views of a forward pass.
-type ForwardTensors<'a, T> = (Tensors<'a, T>, ForwardViewMut<'a, T>);
+type ForwardCall<'a, T> = (Tensors<'a, T>, ForwardViewMut<'a, T>);
 
 /// Views of a backward pass.
-struct BackwardTensors<'a, T: Element> {
+struct BackwardCall<'a, T: Element> {
     tensors: Tensors<'a, T>,
     forward: ForwardView<'a, T>,
     dout: ArrayView4<'a, T>,
@@ -263,7 +263,7 @@ struct BackwardTensors<'a, T: Element> {
 
 /// Tensors of a forward pass. No output shares an element with another tensor.
 struct ForwardArgs {
-    inputs: Inputs,
+    inputs: GivenInputs,
     out: Checked,
     lse: Checked,
     max: Option<Checked>,
@@ -282,7 +282,7 @@ impl ForwardArgs {
         unsafe {
             let args = versioned::read(args)?;
             let read = Self {
-                inputs: Inputs::read([args.q, args.k, args.v, args.bias, args.softmax_aux])?,
+                inputs: GivenInputs::read([args.q, args.k, args.v, args.bias, args.softmax_aux])?,
                 out: Checked::read("out", args.out)?,
                 lse: Checked::read("lse", args.lse)?,
                 max: Checked::read_optional("max", args.max)?,
@@ -300,7 +300,7 @@ impl ForwardArgs {
 
 /// Tensors of a backward pass. No gradient shares an element with another tensor.
 struct BackwardArgs {
-    inputs: Inputs,
+    inputs: GivenInputs,
     out: Checked,
     lse: Checked,
     max: Option<Checked>,
@@ -326,7 +326,7 @@ impl BackwardArgs {
         unsafe {
             let args = versioned::read(args)?;
             let read = Self {
-                inputs: Inputs::read([args.q, args.k, args.v, args.bias, args.softmax_aux])?,
+                inputs: GivenInputs::read([args.q, args.k, args.v, args.bias, args.softmax_aux])?,
                 out: Checked::read("out", args.out)?,
                 lse: Checked::read("lse", args.lse)?,
                 max: Checked::read_optional("max", args.max)?,
@@ -359,7 +359,7 @@ impl BackwardArgs {
 /// As [`annulus_forward`].
 unsafe fn forward_tensors<'a, T: Element>(
     args: *const annulus_forward_args,
-) -> Result<ForwardTensors<'a, T>> {
+) -> Result<ForwardCall<'a, T>> {
     // SAFETY: as the caller promises; the views of outputs share no element with another view
     unsafe {
         let ForwardArgs { inputs, out, lse, max, sum, ties, out_residual } =
@@ -382,11 +382,11 @@ unsafe fn forward_tensors<'a, T: Element>(
 /// As [`annulus_backward`].
 unsafe fn backward_tensors<'a, T: Element>(
     args: *const annulus_backward_args,
-) -> Result<BackwardTensors<'a, T>> {
+) -> Result<BackwardCall<'a, T>> {
     // SAFETY: as of `forward_tensors`
     unsafe {
         let args = BackwardArgs::read(args)?;
-        Ok(BackwardTensors {
+        Ok(BackwardCall {
             tensors: args.inputs.view()?,
             forward: ForwardView {
                 out: args.out.view4()?,
@@ -409,8 +409,8 @@ unsafe fn backward_tensors<'a, T: Element>(
     }
 }
 
-impl Planned {
-    fn forward<T: Element>(&mut self, viewed: Result<ForwardTensors<'_, T>>) -> Result<()> {
+impl ProcessPlan {
+    fn forward<T: Element>(&mut self, viewed: Result<ForwardCall<'_, T>>) -> Result<()> {
         let (tensors, outputs) = self.admit(viewed)?;
         match self {
             Self::Ring(ring) => ring.forward_into(&tensors, outputs).map(drop),
@@ -420,8 +420,8 @@ impl Planned {
         }
     }
 
-    fn backward<T: Element>(&mut self, viewed: Result<BackwardTensors<'_, T>>) -> Result<()> {
-        let BackwardTensors { tensors, forward, dout, dlse, gradients } = self.admit(viewed)?;
+    fn backward<T: Element>(&mut self, viewed: Result<BackwardCall<'_, T>>) -> Result<()> {
+        let BackwardCall { tensors, forward, dout, dlse, gradients } = self.admit(viewed)?;
         match self {
             Self::Ring(ring) => {
                 ring.backward_into(&tensors, &forward, dout, dlse, gradients).map(drop)
@@ -444,12 +444,12 @@ mod on_device {
     };
     use annulus_core::{BackwardInputs, Gradients, Inputs, Outputs, max_and_sum};
 
-    use super::{BackwardArgs, Checked, Error, ForwardArgs, Planned, Result};
+    use super::{BackwardArgs, Checked, Error, ForwardArgs, ProcessPlan, Result};
 
     type Forward = (Inputs<CudaView<'static>>, Outputs<CudaViewMut<'static>>);
     type Backward = (BackwardInputs<CudaView<'static>>, Gradients<CudaViewMut<'static>>);
 
-    impl super::Inputs {
+    impl super::GivenInputs {
         /// Views them.
         ///
         /// # Safety
@@ -539,7 +539,7 @@ mod on_device {
         }
     }
 
-    impl Planned {
+    impl ProcessPlan {
         /// True if the tensors are in device memory.
         pub(super) const fn is_on_device(&self) -> bool {
             matches!(self, Self::Device(_))
@@ -598,7 +598,7 @@ pub unsafe extern "C" fn annulus_forward_start(
             let pass: Pass = by_dtype!(planned, T => {
                 // checked now; the elements live until the pass has ended
                 let viewed = forward_tensors::<'static, T>(args);
-                Box::new(move |planned: &mut Planned| planned.forward(viewed))
+                Box::new(move |planned: &mut ProcessPlan| planned.forward(viewed))
             });
             state.start(pass)
         })
@@ -630,7 +630,7 @@ pub unsafe extern "C" fn annulus_backward_start(
             let pass: Pass = by_dtype!(planned, T => {
                 // checked now; the elements live until the pass has ended
                 let viewed = backward_tensors::<'static, T>(args);
-                Box::new(move |planned: &mut Planned| planned.backward(viewed))
+                Box::new(move |planned: &mut ProcessPlan| planned.backward(viewed))
             });
             state.start(pass)
         })

@@ -22,13 +22,14 @@ use crate::{
     callbacks::{ANNULUS_PASS_BACKWARD, ANNULUS_PASS_FORWARD},
     endpoint::{self, Endpoint, annulus_endpoint},
     handle::Handles,
-    options::{
-        self, ANNULUS_LAYOUT_BALANCED, ANNULUS_LAYOUT_CONTIGUOUS, ANNULUS_LAYOUT_CUSTOM,
+    option_fields::{
+        ANNULUS_LAYOUT_BALANCED, ANNULUS_LAYOUT_CONTIGUOUS, ANNULUS_LAYOUT_CUSTOM,
         ANNULUS_LAYOUT_STRIPED, ANNULUS_LAYOUT_ZIGZAG, ANNULUS_ROUTE_DIRECT,
         ANNULUS_ROUTE_ONCE_PER_NODE, ANNULUS_ROUTE_RAILS_DOWN, ANNULUS_ROUTE_RAILS_UP,
         ANNULUS_ROUTE_RELAY_DOWN, ANNULUS_ROUTE_RELAY_UP, ANNULUS_STRATEGY_GRID,
-        ANNULUS_STRATEGY_HEADS_RING, ANNULUS_STRATEGY_RING, Description, length,
+        ANNULUS_STRATEGY_HEADS_RING, ANNULUS_STRATEGY_RING,
     },
+    options::{self, Description, length},
     status::guard,
     versioned::{self, check_pointer},
 };
@@ -41,7 +42,7 @@ pub struct annulus_plan {
 pub(crate) static PLANS: Handles<PlanState> = Handles::new("plan");
 
 /// Plan of either kind of ring.
-pub(crate) enum Planned {
+pub(crate) enum ProcessPlan {
     /// All ranks, as threads of this process, over whole tensors.
     Ring(LocalRing),
     /// One rank, over its own rows.
@@ -59,13 +60,13 @@ pub(crate) enum Planned {
 macro_rules! of_plan {
     ($planned:expr, $plan:ident => $body:expr) => {
         match $planned {
-            $crate::plan::Planned::Ring(ring) => {
+            $crate::plan::ProcessPlan::Ring(ring) => {
                 let $plan = ring.plan();
                 $body
             }
-            $crate::plan::Planned::Rank($plan) => $body,
+            $crate::plan::ProcessPlan::Rank($plan) => $body,
             #[cfg(feature = "cuda")]
-            $crate::plan::Planned::Device($plan) => $body,
+            $crate::plan::ProcessPlan::Device($plan) => $body,
         }
     };
 }
@@ -74,27 +75,27 @@ macro_rules! of_plan {
 macro_rules! sum_over_ranks {
     ($planned:expr, $plan:ident => $number:expr) => {
         match $planned {
-            Planned::Ring(ring) => ring.plans().map(|$plan| $number).sum::<u64>(),
-            Planned::Rank($plan) => $number,
+            ProcessPlan::Ring(ring) => ring.plans().map(|$plan| $number).sum::<u64>(),
+            ProcessPlan::Rank($plan) => $number,
             #[cfg(feature = "cuda")]
-            Planned::Device($plan) => $number,
+            ProcessPlan::Device($plan) => $number,
         }
     };
 }
 
 /// State behind the handle of a plan.
-pub(crate) struct PlanState(Overlapped<Planned, ()>);
+pub(crate) struct PlanState(Overlapped<ProcessPlan, ()>);
 
 /// A pass that runs later, on a thread of its own.
-pub(crate) type Pass = Box<dyn FnOnce(&mut Planned) -> Result<()> + Send>;
+pub(crate) type Pass = Box<dyn FnOnce(&mut ProcessPlan) -> Result<()> + Send>;
 
 impl PlanState {
-    fn new(planned: Planned) -> Self {
+    fn new(planned: ProcessPlan) -> Self {
         Self(Overlapped::new(planned))
     }
 
     /// The plan.
-    pub(crate) fn planned(&mut self) -> Result<&mut Planned> {
+    pub(crate) fn planned(&mut self) -> Result<&mut ProcessPlan> {
         self.0.plan_mut()
     }
 
@@ -112,7 +113,7 @@ impl PlanState {
     }
 }
 
-impl OverlapPlan for Planned {
+impl OverlapPlan for ProcessPlan {
     fn any_thread(&self) -> bool {
         of_plan!(self, plan => plan.any_thread())
     }
@@ -127,7 +128,7 @@ impl OverlapPlan for Planned {
     }
 }
 
-impl Planned {
+impl ProcessPlan {
     /// The definition that the ranks agreed on.
     pub(crate) fn spec(&self) -> &Spec {
         of_plan!(self, plan => plan.spec())
@@ -167,10 +168,11 @@ fn description(attention: *const annulus_attention) -> Result<Description> {
 fn over_mpi(description: &Description, ring: Endpoint) -> Result<*mut annulus_plan> {
     #[cfg(feature = "cuda")]
     if let Some(stream) = description.host_stream {
-        let planned = Planned::Device(Box::new(cuda::over_mpi(description, stream, ring)?));
+        let planned = ProcessPlan::Device(Box::new(cuda::over_mpi(description, stream, ring)?));
         return Ok(PLANS.insert(PlanState::new(planned)));
     }
-    let planned = Planned::Rank(Box::new(Plan::new(&description.setup, description.dims, ring)?));
+    let planned =
+        ProcessPlan::Rank(Box::new(Plan::new(&description.setup, description.dims, ring)?));
     Ok(PLANS.insert(PlanState::new(planned)))
 }
 
@@ -198,23 +200,21 @@ pub unsafe extern "C" fn annulus_plan_create_threads(
     ranks: i64,
     plan: *mut *mut annulus_plan,
 ) -> c_int {
-    guard(|| {
-        let make = || {
-            let description = description(attention)?;
-            let ranks = length("ranks", ranks)?;
-            #[cfg(feature = "cuda")]
-            if let (Some(stream), 1) = (description.host_stream, ranks) {
-                let alone = threads::ring(1).pop().ok_or_else(|| Error::internal("no rank"))?;
-                let planned = Planned::Device(Box::new(cuda::over(&description, stream, alone)?));
-                return Ok(PLANS.insert(PlanState::new(planned)));
-            }
-            description.check_host_tensors("an in-process ring of other than one rank")?;
-            let ring = LocalRing::new(description.setup, description.dims, ranks)?;
-            Ok(PLANS.insert(PlanState::new(Planned::Ring(ring))))
-        };
-        // SAFETY: as the caller promises
-        unsafe { create("plan", plan, make) }
-    })
+    let make = || {
+        let description = description(attention)?;
+        let ranks = length("ranks", ranks)?;
+        #[cfg(feature = "cuda")]
+        if let (Some(stream), 1) = (description.host_stream, ranks) {
+            let alone = threads::ring(1).pop().ok_or_else(|| Error::internal("no rank"))?;
+            let planned = ProcessPlan::Device(Box::new(cuda::over(&description, stream, alone)?));
+            return Ok(PLANS.insert(PlanState::new(planned)));
+        }
+        description.check_host_tensors("an in-process ring of other than one rank")?;
+        let ring = LocalRing::new(description.setup, description.dims, ranks)?;
+        Ok(PLANS.insert(PlanState::new(ProcessPlan::Ring(ring))))
+    };
+    // SAFETY: as the caller promises
+    unsafe { create("plan", plan, make) }
 }
 
 /// Plans this rank of a ring over the ranks of a communicator of MPI, given as Fortran and
@@ -242,22 +242,20 @@ pub unsafe extern "C" fn annulus_plan_create_mpi_f(
     communicator: i32,
     plan: *mut *mut annulus_plan,
 ) -> c_int {
-    guard(|| {
-        #[cfg(feature = "mpi")]
-        let make = || {
-            let description = description(attention)?;
-            // SAFETY: as the caller promises
-            let ring = unsafe { endpoint::over_fortran(&description, communicator) }?;
-            over_mpi(&description, ring)
-        };
-        #[cfg(not(feature = "mpi"))]
-        let make = || {
-            description(attention)?;
-            Err(endpoint::no_mpi(communicator))
-        };
+    #[cfg(feature = "mpi")]
+    let make = || {
+        let description = description(attention)?;
         // SAFETY: as the caller promises
-        unsafe { create("plan", plan, make) }
-    })
+        let ring = unsafe { endpoint::over_fortran(&description, communicator) }?;
+        over_mpi(&description, ring)
+    };
+    #[cfg(not(feature = "mpi"))]
+    let make = || {
+        description(attention)?;
+        Err(endpoint::no_mpi(communicator))
+    };
+    // SAFETY: as the caller promises
+    unsafe { create("plan", plan, make) }
 }
 
 /// As [`annulus_plan_create_mpi_f`], of a communicator as C has it.
@@ -277,16 +275,14 @@ pub unsafe extern "C" fn annulus_plan_create_mpi(
     communicator: MPI_Comm,
     plan: *mut *mut annulus_plan,
 ) -> c_int {
-    guard(|| {
-        let make = || {
-            let description = description(attention)?;
-            // SAFETY: as the caller promises
-            let ring = unsafe { endpoint::over_communicator(&description, communicator) }?;
-            over_mpi(&description, ring)
-        };
+    let make = || {
+        let description = description(attention)?;
         // SAFETY: as the caller promises
-        unsafe { create("plan", plan, make) }
-    })
+        let ring = unsafe { endpoint::over_communicator(&description, communicator) }?;
+        over_mpi(&description, ring)
+    };
+    // SAFETY: as the caller promises
+    unsafe { create("plan", plan, make) }
 }
 
 /// Plans this rank of a ring over an endpoint, which several plans and caches share.
@@ -307,14 +303,12 @@ pub unsafe extern "C" fn annulus_plan_create_endpoint(
     endpoint: *const annulus_endpoint,
     plan: *mut *mut annulus_plan,
 ) -> c_int {
-    guard(|| {
-        let make = || {
-            let ring = endpoint::share(endpoint)?;
-            over_mpi(&description(attention)?, ring)
-        };
-        // SAFETY: as the caller promises
-        unsafe { create("plan", plan, make) }
-    })
+    let make = || {
+        let ring = endpoint::share(endpoint)?;
+        over_mpi(&description(attention)?, ring)
+    };
+    // SAFETY: as the caller promises
+    unsafe { create("plan", plan, make) }
 }
 
 /// Plans one rank over a transport, as the functions over MPI do, for tests.
@@ -325,22 +319,20 @@ pub fn plan_over<T: annulus_core::Transport<annulus_core::Host> + 'static>(
     transport: T,
     plan: &mut *mut annulus_plan,
 ) -> c_int {
-    guard(|| {
-        let make = || {
-            let description = description(attention)?;
-            #[cfg(feature = "cuda")]
-            if let Some(stream) = description.host_stream {
-                let planned =
-                    Planned::Device(Box::new(cuda::over(&description, stream, transport)?));
-                return Ok(PLANS.insert(PlanState::new(planned)));
-            }
-            let plan = Plan::new(description.setup, description.dims, transport)?;
-            let planned = Planned::Rank(Box::new(plan));
-            Ok(PLANS.insert(PlanState::new(planned)))
-        };
-        // SAFETY: a reference to a writable pointer
-        unsafe { create("plan", plan, make) }
-    })
+    let make = || {
+        let description = description(attention)?;
+        #[cfg(feature = "cuda")]
+        if let Some(stream) = description.host_stream {
+            let planned =
+                ProcessPlan::Device(Box::new(cuda::over(&description, stream, transport)?));
+            return Ok(PLANS.insert(PlanState::new(planned)));
+        }
+        let plan = Plan::new(description.setup, description.dims, transport)?;
+        let planned = ProcessPlan::Rank(Box::new(plan));
+        Ok(PLANS.insert(PlanState::new(planned)))
+    };
+    // SAFETY: a reference to a writable pointer
+    unsafe { create("plan", plan, make) }
 }
 
 /// Writes a number to `*out`, computed from the plan.
@@ -351,7 +343,7 @@ unsafe fn answer<T>(
     plan: *const annulus_plan,
     name: &str,
     out: *mut T,
-    of: impl FnOnce(&Planned) -> Result<T>,
+    of: impl FnOnce(&ProcessPlan) -> Result<T>,
 ) -> c_int {
     guard(|| {
         let out = check_pointer(name, out.cast_const())?;
@@ -401,7 +393,8 @@ pub unsafe extern "C" fn annulus_plan_ranks(plan: *const annulus_plan, ranks: *m
 /// `layout` points to a writable number.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn annulus_plan_layout(plan: *const annulus_plan, layout: *mut i32) -> c_int {
-    let of = |planned: &Planned| match of_plan!(planned, plan => plan.layout()).without_leaves() {
+    let of = |planned: &ProcessPlan| match of_plan!(planned, plan => plan.layout()).without_leaves()
+    {
         Layout::Contiguous => Ok(ANNULUS_LAYOUT_CONTIGUOUS),
         Layout::Zigzag => Ok(ANNULUS_LAYOUT_ZIGZAG),
         Layout::Striped => Ok(ANNULUS_LAYOUT_STRIPED),
@@ -422,7 +415,7 @@ pub unsafe extern "C" fn annulus_plan_layout(plan: *const annulus_plan, layout: 
 /// `route` points to a writable number.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn annulus_plan_route(plan: *const annulus_plan, route: *mut i32) -> c_int {
-    let of = |planned: &Planned| {
+    let of = |planned: &ProcessPlan| {
         Ok(match of_plan!(planned, plan => plan.route()) {
             Route::RelayUp => ANNULUS_ROUTE_RELAY_UP,
             Route::RelayDown => ANNULUS_ROUTE_RELAY_DOWN,
@@ -575,7 +568,7 @@ pub unsafe extern "C" fn annulus_plan_workspace_bytes(
     plan: *const annulus_plan,
     bytes: *mut u64,
 ) -> c_int {
-    let of = |planned: &Planned| {
+    let of = |planned: &ProcessPlan| {
         Ok(sum_over_ranks!(planned, plan => plan.buffer_bytes() + plan.workspace_bytes()))
     };
     // SAFETY: as the caller promises
@@ -600,7 +593,7 @@ pub unsafe extern "C" fn annulus_plan_predicted_bytes(
     pass: i32,
     bytes: *mut u64,
 ) -> c_int {
-    let of = |planned: &Planned| {
+    let of = |planned: &ProcessPlan| {
         let pass = match pass {
             ANNULUS_PASS_FORWARD => PassKind::Forward,
             ANNULUS_PASS_BACKWARD => PassKind::Backward,
@@ -631,8 +624,8 @@ pub unsafe extern "C" fn annulus_plan_q_rows(
     capacity: i64,
     count: *mut i64,
 ) -> c_int {
-    let of = |planned: &Planned| match planned {
-        Planned::Ring(ring) => Runs::counting(0, ring.plan().spec().dims.q_len as u64),
+    let of = |planned: &ProcessPlan| match planned {
+        ProcessPlan::Ring(ring) => Runs::counting(0, ring.plan().spec().dims.q_len as u64),
         rank => of_plan!(rank, plan => plan.q_rows().clone()),
     };
     let of = || PLANS.with(plan, |state| Ok(of(state.planned()?)));
@@ -654,8 +647,8 @@ pub unsafe extern "C" fn annulus_plan_kv_rows(
     capacity: i64,
     count: *mut i64,
 ) -> c_int {
-    let of = |planned: &Planned| match planned {
-        Planned::Ring(ring) => Runs::counting(0, ring.plan().spec().dims.kv_len as u64),
+    let of = |planned: &ProcessPlan| match planned {
+        ProcessPlan::Ring(ring) => Runs::counting(0, ring.plan().spec().dims.kv_len as u64),
         rank => of_plan!(rank, plan => plan.kv_rows().clone()),
     };
     let of = || PLANS.with(plan, |state| Ok(of(state.planned()?)));

@@ -10,10 +10,11 @@ use std::{fs, path::Path};
 use cbindgen::{Builder, Config, DocumentationStyle, EnumConfig, Language, Style};
 
 /// Sources in the order of the header.
-const SOURCES: [&str; 9] = [
+const SOURCES: [&str; 10] = [
     "status.rs",
     "tensor.rs",
     "options.rs",
+    "option_fields.rs",
     "callbacks.rs",
     "attention.rs",
     "cuda.rs",

@@ -177,7 +177,7 @@ mod tests {
     fn help_names_the_receives_ahead_of_a_balanced_layout() {
         let rows = Arc::new(CustomLayout { q: Vec::new(), kv: Vec::new() });
         let ahead = Layout::Balanced(rows).receive_ahead();
-        let want = format!("Default: 1; on a balanced layout {ahead}");
+        let want = format!("Default: 1, and {ahead} on a balanced layout");
         let command = CommandLine::command();
         for name in ["attend", "bench"] {
             let flags = command.find_subcommand(name).unwrap().get_arguments();

@@ -13,11 +13,11 @@ const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 /// Options of the command line.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Options {
+pub(crate) struct DistOptions {
     out: PathBuf,
 }
 
-impl Options {
+impl DistOptions {
     pub(crate) fn parse(arguments: &[String]) -> Result<Self> {
         let mut options = Self { out: PathBuf::from(".") };
         let mut rest = arguments.iter();
@@ -93,10 +93,10 @@ mod tests {
     fn options_are_read_and_unknown_ones_refused() {
         let parsed = |line: &str| {
             let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
-            Options::parse(&words)
+            DistOptions::parse(&words)
         };
-        assert_eq!(parsed(""), Ok(Options { out: ".".into() }));
-        assert_eq!(parsed("--out /tmp/a"), Ok(Options { out: "/tmp/a".into() }));
+        assert_eq!(parsed(""), Ok(DistOptions { out: ".".into() }));
+        assert_eq!(parsed("--out /tmp/a"), Ok(DistOptions { out: "/tmp/a".into() }));
         assert!(parsed("--out").unwrap_err().starts_with("--out: got nothing"));
         assert!(parsed("--prefix a").unwrap_err().starts_with("got --prefix"));
     }

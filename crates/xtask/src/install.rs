@@ -15,14 +15,14 @@ const ABI_VERSION: &str = "1";
 
 /// Options of the command line.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Options {
+pub(crate) struct InstallOptions {
     prefix: PathBuf,
     features: Vec<String>,
     profile: String,
     is_offline: bool,
 }
 
-impl Options {
+impl InstallOptions {
     pub(crate) fn parse(arguments: &[String]) -> Result<Self> {
         let mut options = Self {
             prefix: PathBuf::new(),
@@ -240,9 +240,9 @@ fn write(file: &Path, text: &str) -> Result<()> {
 mod tests {
     use super::*;
 
-    fn parsed(line: &str) -> Result<Options> {
+    fn parsed(line: &str) -> Result<InstallOptions> {
         let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
-        Options::parse(&words)
+        InstallOptions::parse(&words)
     }
 
     #[test]
@@ -250,7 +250,7 @@ mod tests {
         let options = parsed("--prefix /opt/a --features mpi --profile dev --offline").unwrap();
         assert_eq!(
             options,
-            Options {
+            InstallOptions {
                 prefix: "/opt/a".into(),
                 features: vec!["mpi".to_owned()],
                 profile: "dev".to_owned(),

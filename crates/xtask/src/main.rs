@@ -1,16 +1,18 @@
 //! `cargo xtask install` builds libannulus and puts it, with all that a program of C, C++ or
 //! Fortran needs, below a prefix. `cargo xtask dist` packs the sources with all crates that they
-//! need.
+//! need. `cargo xtask options` writes the options of every language from `options.toml`.
 
 mod common;
 mod dist;
 mod install;
+mod options;
 
 use std::process::ExitCode;
 
 const USAGE: &str = "\
 Usage: cargo xtask install --prefix DIR [--features LIST] [--profile NAME] [--offline]
        cargo xtask dist [--out DIR]
+       cargo xtask options
 
 Builds libannulus and installs it below DIR:
 
@@ -32,22 +34,27 @@ Builds libannulus and installs it below DIR:
 dist writes annulus-VERSION.tar.gz to DIR (default: the current folder): the files of the commit
 HEAD, the sources of all crates in Cargo.lock, and a configuration of cargo that uses them, so that
 the archive builds without a network.
+
+options writes from options.toml what C, Fortran, Python, the command and docs/semantics.md have of
+the options of an attention.
 ";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let result = match arguments.first().map(String::as_str) {
         Some("install") => {
-            install::Options::parse(&arguments[1..]).and_then(|options| options.run())
+            install::InstallOptions::parse(&arguments[1..]).and_then(|options| options.run())
         }
-        Some("dist") => dist::Options::parse(&arguments[1..]).and_then(|options| options.run()),
+        Some("dist") => dist::DistOptions::parse(&arguments[1..]).and_then(|options| options.run()),
+        Some("options") => options::run(false),
         Some("help" | "--help" | "-h") => {
             print!("{USAGE}");
             return ExitCode::SUCCESS;
         }
-        other => {
-            Err(format!("got {}, want install or dist\n\n{USAGE}", other.unwrap_or("nothing")))
-        }
+        other => Err(format!(
+            "got {}, want install, dist or options\n\n{USAGE}",
+            other.unwrap_or("nothing")
+        )),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -23,7 +23,8 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
 from .._agreement import channel_of, one_call
-from .._attention import Documents, Machine, Shard
+from .._attention import Shard
+from .._check import Documents, Machine
 from .._endpoint import check_communicator
 from .._errors import invalid, unsupported
 from ._axes import four_axes

@@ -87,6 +87,13 @@ program threads
   call ok(annulus_forward(plan, q, k, v, wide(:, 2::2, :, :), lse))
   call check(all(wide(:, 2::2, :, :) == out) .and. all(wide(:, 1::2, :, :) == -7), 'a section')
 
+  ! strides are in elements, and an empty array has no address
+  tensors(1) = annulus_tensor_of(wide(::2, :, 3:1:-1, 1))
+  call check(all(tensors(1)%dims == [3, 2*q_heads, value_dim/2, 1]), 'lengths in reverse')
+  call check(all(tensors(1)%strides(:3) == [-2*value_dim*q_heads, value_dim, 2]), 'strides')
+  tensors(1) = annulus_tensor_of(wide(:, :, 1:0, :))
+  call check(.not. c_associated(tensors(1)%data) .and. tensors(1)%dtype == ANNULUS_F32, 'empty')
+
   ! a pass on a thread of its own
   out = -7
   tensors = [annulus_tensor_of(q), annulus_tensor_of(k), annulus_tensor_of(v), &

@@ -1,64 +1,18 @@
-//! Flags of the mask, shared by `attend` and `plan`.
+//! The definition of an attention by flags: its mask and its scores.
 
-use annulus::{Alignment, Attention};
-use clap::{Args, ValueEnum};
+use annulus::Attention;
+use annulus_core::SinkShape;
 
-use super::values::{Window, count, count_u64, whole_u64};
+pub(crate) use super::option_flags::{AlignmentName, MaskFlags, ScoreFlags};
+use super::values::WindowSides;
 use crate::report::counted;
-
-/// Mask flags. A pair is visible if every condition holds.
-#[derive(Debug, Clone, Default, Args)]
-#[command(next_help_heading = "Mask (a pair is visible if every condition holds)")]
-pub(crate) struct MaskFlags {
-    /// Causal mask: visible if j <= i
-    #[arg(long)]
-    pub(crate) causal: bool,
-    /// Sliding window: visible if i-L <= j <= i+R; a side may be `none`; one number is for both
-    /// sides
-    #[arg(long, value_name = "L,R", allow_hyphen_values = true)]
-    pub(crate) window: Option<Window>,
-    /// Exempt the first N keys from the window (attention sinks of StreamingLLM); needs --window
-    #[arg(long, value_name = "N", requires = "window", value_parser = whole_u64)]
-    pub(crate) first_visible: Option<u64>,
-    /// Chunked causal: visible if i and j are in the same chunk of C rows and j <= i
-    #[arg(long, value_name = "C", value_parser = count_u64)]
-    pub(crate) chunk: Option<u64>,
-    /// Prefix-LM: visible if j < N or j <= i
-    #[arg(long, value_name = "N", conflicts_with = "causal", value_parser = whole_u64)]
-    pub(crate) prefix: Option<u64>,
-    /// Packed documents of these lengths, which fill the sequence: visible only within a document,
-    /// whose positions start at 0
-    #[arg(long, value_name = "LEN,LEN,...", value_delimiter = ',', value_parser = count)]
-    pub(crate) documents: Vec<usize>,
-    /// Alignment of query positions to key positions for different lengths
-    #[arg(long, value_enum, default_value = "top-left")]
-    pub(crate) align: AlignmentName,
-}
-
-/// Names of alignments.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
-pub(crate) enum AlignmentName {
-    /// Query i has the position of key i.
-    #[default]
-    TopLeft,
-    /// The last query has the position of the last key.
-    BottomRight,
-}
 
 impl MaskFlags {
     /// Adds the mask to a definition.
     pub(crate) fn apply(&self, attention: Attention) -> Attention {
-        let Window { left, right } = self.window.unwrap_or(Window { left: None, right: None });
-        attention
-            .causal(self.causal)
-            .sliding_window(left, right)
-            .attention_sink_size(self.first_visible.unwrap_or(0))
-            .chunk_size(self.chunk)
-            .prefix_len(self.prefix)
-            .align(match self.align {
-                AlignmentName::TopLeft => Alignment::TopLeft,
-                AlignmentName::BottomRight => Alignment::BottomRight,
-            })
+        let WindowSides { left, right } =
+            self.window.unwrap_or(WindowSides { left: None, right: None });
+        self.set_mathematics(attention).sliding_window(left, right)
     }
 
     /// Describes the mask in words.
@@ -89,5 +43,16 @@ impl MaskFlags {
             words.push("bottom-right".to_owned());
         }
         words.join(", ")
+    }
+}
+
+impl ScoreFlags {
+    /// Sets them. `sinks` is the shape of the input's sink logits.
+    pub(crate) fn apply(&self, attention: Attention, sinks: Option<SinkShape>) -> Attention {
+        let (probability, seed) = self.dropout.zip(self.seed).unwrap_or_default();
+        self.set_mathematics(attention)
+            .softmax_scale(self.scale)
+            .softmax_aux(sinks)
+            .dropout(probability, seed)
     }
 }

@@ -4,8 +4,9 @@ pub(crate) mod device;
 pub(crate) mod documents;
 pub(crate) mod mask;
 pub(crate) mod names;
+#[rustfmt::skip]
+pub(crate) mod option_flags;
 pub(crate) mod ring;
-pub(crate) mod scores;
 pub(crate) mod values;
 
 /// Allows negative numbers as values of all flags, so that the flag's parser refuses them with a

@@ -4,13 +4,14 @@ use std::path::Path;
 
 use annulus_core::{Dims, Error, HeadGrid, Strategy};
 
+use super::option_flags::FLAGS;
 use crate::{
     failure::{Failure, Outcome},
     message,
 };
 
-/// Arguments of the library and the flags that set them.
-const FLAGS: [(&str, &str); 12] = [
+/// Lengths and the flags that set them; [`FLAGS`] has the options.
+const LENGTHS: [(&str, &str); 7] = [
     ("batch", "--batch"),
     ("q_len", "--q-len"),
     ("kv_len", "--kv-len"),
@@ -18,11 +19,6 @@ const FLAGS: [(&str, &str); 12] = [
     ("kv_heads", "--kv-heads"),
     ("head_dim", "--head-dim"),
     ("value_dim", "--value-dim"),
-    ("softmax_scale", "--scale"),
-    ("logits_soft_cap", "--soft-cap"),
-    ("dropout_prob", "--dropout"),
-    ("deadline", "--deadline"),
-    ("chunk_size", "--chunk"),
 ];
 
 /// (argument, flag) pairs of a subcommand that sets some arguments by other flags.
@@ -33,7 +29,8 @@ pub(crate) type Others = &'static [(&'static str, &'static str)];
 pub(crate) fn of_flags(error: Error, others: Others) -> Failure {
     let Error::InvalidArgument { argument, got, want } = error else { return error.into() };
     let flag = |name: &str| {
-        others.iter().chain(&FLAGS).find(|(known, _)| *known == name).map(|(_, flag)| *flag)
+        let all = others.iter().chain(&LENGTHS).chain(FLAGS);
+        all.into_iter().find(|(known, _)| *known == name).map(|(_, flag)| *flag)
     };
     let want = want.replace("kv_heads (", &format!("{} (", flag("kv_heads").unwrap_or("kv_heads")));
     Failure::usage(flag(&argument).unwrap_or(&argument), got, want)

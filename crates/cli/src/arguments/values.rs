@@ -4,8 +4,7 @@ use std::{str::FromStr, time::Duration};
 
 use annulus::{Attention, Division, comm::deadline};
 use annulus_core::{
-    Batch, Choice, DType, Dims, Layout, Placement, Precision, Result as LibraryResult, Spec,
-    Strategy,
+    Batch, Choice, DType, Dims, Layout, Placement, Result as LibraryResult, Spec, Strategy,
 };
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
@@ -19,14 +18,14 @@ const MOST_THREADS: usize = 1024;
 
 /// Sliding window `L,R`. A side may be `none`; one number is for both sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Window {
+pub(crate) struct WindowSides {
     /// Visible keys before the query; `None` is no bound.
     pub(crate) left: Option<u64>,
     /// Visible keys after the query; `None` is no bound.
     pub(crate) right: Option<u64>,
 }
 
-impl FromStr for Window {
+impl FromStr for WindowSides {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -41,31 +40,10 @@ impl FromStr for Window {
     }
 }
 
-impl std::fmt::Display for Window {
+impl std::fmt::Display for WindowSides {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let side = |side: Option<u64>| side.map_or("none".to_owned(), |len| len.to_string());
         write!(f, "{},{}", side(self.left), side(self.right))
-    }
-}
-
-/// Names of precisions.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum PrecisionName {
-    /// f32 products; 16-bit inputs on matrix units of GPUs: 16-bit probabilities.
-    Highest,
-    /// f32 products as three products on matrix units.
-    High,
-    /// One product on matrix units; CPU: probabilities of bf16 are rounded where that is faster.
-    Default,
-}
-
-impl From<PrecisionName> for Precision {
-    fn from(name: PrecisionName) -> Self {
-        match name {
-            PrecisionName::Highest => Self::Highest,
-            PrecisionName::High => Self::High,
-            PrecisionName::Default => Self::Default,
-        }
     }
 }
 
@@ -256,15 +234,15 @@ mod tests {
 
     #[test]
     fn windows_are_parsed_and_printed() {
-        let window = |left, right| Ok(Window { left, right });
+        let window = |left, right| Ok(WindowSides { left, right });
         assert_eq!("7,2".parse(), window(Some(7), Some(2)));
         assert_eq!("none,0".parse(), window(None, Some(0)));
         assert_eq!("3, none".parse(), window(Some(3), None));
         assert_eq!("4".parse(), window(Some(4), Some(4)));
         for bad in ["", "-1,3", "1,2,3", "x", "1.5,2", ",", "1,"] {
-            assert!(bad.parse::<Window>().is_err(), "{bad}");
+            assert!(bad.parse::<WindowSides>().is_err(), "{bad}");
         }
-        assert_eq!(Window { left: None, right: Some(2) }.to_string(), "none,2");
+        assert_eq!(WindowSides { left: None, right: Some(2) }.to_string(), "none,2");
     }
 
     #[test]

@@ -7,10 +7,7 @@ mod run;
 pub(crate) mod shared_output;
 mod summary;
 
-use std::{
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::path::{Path, PathBuf};
 
 use annulus::{Attention, BiasOrder, Division, Runtime, Setup};
 use annulus_core::{Batch, DType, Machine, SinkShape, Strategy};
@@ -20,11 +17,11 @@ use half::{bf16, f16};
 use crate::{
     arguments::{
         device::DeviceFlags,
-        mask::MaskFlags,
+        mask::{MaskFlags, ScoreFlags},
         names::check_strategy,
+        option_flags::{DivisionFlags, OutputFlags, RuntimeFlags},
         ring::TransportName,
-        scores::ScoreFlags,
-        values::{DTypeName, LayoutName, count as from_one, ranks, silence, strategy, threads},
+        values::{DTypeName, LayoutName, ranks},
     },
     backend::BackendChoice,
     failure::{Failure, Outcome, of_file},
@@ -94,9 +91,8 @@ pub(crate) struct AttendFlags {
     /// Default: after
     #[arg(long, value_enum, requires = "soft_cap", help_heading = "Scores and probabilities")]
     bias_order: Option<BiasOrderName>,
-    /// Write the unnormalized output, and the softmax statistics max and sum
-    #[arg(long, help_heading = "Scores and probabilities")]
-    unnormalized: bool,
+    #[command(flatten)]
+    outputs: OutputFlags,
     #[command(flatten)]
     ring: RingFlags,
 }
@@ -113,38 +109,10 @@ struct RingFlags {
     /// Ranks of the ring, 1 to 128. Default: 1. Under MPI always the number of processes
     #[arg(long, value_name = "N", value_parser = ranks)]
     ranks: Option<usize>,
-    /// Threads per rank, 1 to 1024; all ranks together at most 128 per core. Default: the cores
-    /// divided by the ranks
-    #[arg(long, value_name = "N", value_parser = threads)]
-    threads: Option<usize>,
-    /// Assignment of rows to ranks; auto chooses it from the mask, balanced also from --documents,
-    /// segment ids, positions and packed lengths of the input
-    #[arg(long, value_enum, default_value = "auto")]
-    layout: LayoutName,
-    /// Division of the attention among ranks: ring; heads:H, an all-to-all over heads in groups of H
-    /// ranks and a ring over the groups; grid:QxK, Q query parts and K key columns, whose partial
-    /// results are merged; grid:HxQxK, heads too; all-gather or once-per-node, a ring on another
-    /// route; all-to-all, which is heads:P; pass-q, which is grid:1xP; or auto, the one with the
-    /// least predicted time on --machine or, without one, that sends the fewest bytes
-    #[arg(long, value_name = "NAME", default_value = "ring", value_parser = strategy)]
-    strategy: Strategy,
-    /// Machine file, which `annulus measure` writes, by which --strategy auto chooses
-    #[arg(long, value_name = "FILE")]
-    machine: Option<PathBuf>,
-    /// Ring steps by which receives of blocks are posted ahead. Each step but the first takes the
-    /// memory of one more block, and in a backward pass of its gradients; with 2, a rank does not
-    /// wait for a neighbour that is late by less than a step. Default: 1; on a balanced layout 4
-    #[arg(long, value_name = "STEPS", value_parser = from_one)]
-    receive_ahead: Option<usize>,
-    /// The same bits for any number of ranks, layout, transport and threads, on machines whose
-    /// `annulus doctor` shows the same numerics. Only --backend cpu
-    #[arg(long)]
-    reproducible: bool,
-    /// Deadline: fail after S seconds without a message or heartbeat of a peer, or if a rank begins
-    /// a pass S seconds after another. ANNULUS_DEADLINE in the environment replaces it
-    #[arg(long, value_name = "S", default_value = "120", value_parser = silence,
-        allow_hyphen_values = true)]
-    deadline: Duration,
+    #[command(flatten)]
+    division: DivisionFlags,
+    #[command(flatten)]
+    runtime: RuntimeFlags,
     /// Write a trace of each rank into this folder, for Perfetto or chrome://tracing;
     /// `annulus trace merge` joins them
     ///
@@ -156,7 +124,7 @@ struct RingFlags {
 
 impl RingFlags {
     fn open_backend(&self) -> Outcome<BackendChoice> {
-        self.device.open(self.transport, self.deadline)
+        self.device.open(self.transport, self.runtime.deadline)
     }
 }
 
@@ -172,17 +140,17 @@ enum BiasOrderName {
 /// Runs `annulus attend`.
 pub(crate) fn run(flags: &AttendFlags) -> Outcome {
     let backend = flags.ring.open_backend()?;
-    let mut job = Job::start("attend", flags.ring.transport, flags.ring.deadline)?;
+    let mut job = Job::start("attend", flags.ring.transport, flags.ring.runtime.deadline)?;
     let done = flags.attend(&mut job, backend);
     job.end(done)
 }
 
 impl AttendFlags {
     fn attend(&self, job: &mut Job, backend: BackendChoice) -> Outcome {
-        let RingFlags { ranks, threads, trace, .. } = &self.ring;
+        let RingFlags { ranks, division, runtime, trace, .. } = &self.ring;
         job.set_ranks(*ranks, 1)?;
-        let threads = job.threads(*threads)?;
-        let machine = self.ring.machine.as_deref().map(machine::read).transpose();
+        let threads = job.threads(runtime.threads)?;
+        let machine = division.machine.as_deref().map(machine::read).transpose();
         let machine = job.agree(machine.map_err(Failure::from))?;
         let input = Input::open(&self.input).map_err(Failure::from);
         let input = job.agree(input.and_then(|input| input.packed(&self.mask.documents)))?;
@@ -191,16 +159,16 @@ impl AttendFlags {
         let sinks =
             input.sinks(self.scores.sinks).map_err(|error| Failure::from(input.named(error)));
         let sinks = job.agree(sinks)?;
-        job.agree(check_strategy(self.ring.strategy, &input.dims, job.ranks()))?;
+        job.agree(check_strategy(division.strategy, &input.dims, job.ranks()))?;
         let attention = self.attention(&input, dtype, sinks);
         // the whole batch is read for the balanced layout and the strategy auto only
-        let layout = self.ring.layout;
+        let layout = division.layout;
         let division = self.division(&input, machine).and_then(|division| {
             layout.apply(division, &attention, input.dims, job.ranks(), || input.coordinates())
         });
         let division = job.agree(division.map_err(|error| input.named(error).into()))?;
         // all ranks read their parts of one file before a call, so a late one is lost
-        let deadline = self.ring.deadline;
+        let deadline = self.ring.runtime.deadline;
         let runtime = Runtime::new().deadline(deadline).arrival_deadline(deadline);
         let run = AttendRun {
             setup: Setup { attention, division, runtime },
@@ -224,11 +192,11 @@ impl AttendFlags {
         summary.untraced.map_or(Ok(()), Err)
     }
 
-    /// Returns the strategy, and what auto chooses it by.
+    /// Returns the division, and what auto chooses its strategy by.
     fn division(&self, input: &Input, machine: Option<Machine>) -> annulus_core::Result<Division> {
-        let RingFlags { strategy, layout, receive_ahead, .. } = self.ring;
-        let division =
-            Division::new().strategy(strategy).machine(machine).receive_ahead(receive_ahead);
+        let flags = &self.ring.division;
+        let DivisionFlags { strategy, layout, .. } = *flags;
+        let division = flags.set_division(Division::new()).strategy(strategy).machine(machine);
         // the balanced layout sets them
         if strategy != Strategy::Auto || layout == LayoutName::Balanced {
             return Ok(division);
@@ -257,7 +225,7 @@ impl AttendFlags {
     /// Paths that flags name.
     pub(crate) fn paths(&self) -> Vec<(&'static str, &Path)> {
         let trace = self.ring.trace.iter().map(|folder| ("--trace", folder.as_path()));
-        let machine = self.ring.machine.iter().map(|file| ("--machine", file.as_path()));
+        let machine = self.ring.division.machine.iter().map(|file| ("--machine", file.as_path()));
         [("--input", self.input.as_path()), ("--output", self.output.as_path())]
             .into_iter()
             .chain(trace)
@@ -289,11 +257,7 @@ impl AttendFlags {
             Some(BiasOrderName::After) | None => BiasOrder::AfterSoftCap,
         };
         let attention = self.mask.apply(Attention::new()).dtype(dtype).bias_order(bias_order);
-        self.scores
-            .apply(attention, sinks)
-            .bias(input.bias)
-            .unnormalized(self.unnormalized)
-            .forward_only(!self.backward)
-            .reproducible(self.ring.reproducible)
+        let attention = self.scores.apply(attention, sinks).bias(input.bias);
+        self.outputs.set_mathematics(attention).forward_only(!self.backward)
     }
 }

@@ -8,15 +8,11 @@ use ndarray::Array4;
 use serde_json::{Map, Value, json};
 
 use super::{
-    BenchFlags, Lengths, Passes,
+    BenchFlags, Lengths, MeasuredPasses,
     clock::{Clock, Least, least},
 };
 use crate::{
-    arguments::{
-        documents,
-        mask::{AlignmentName, MaskFlags},
-        names,
-    },
+    arguments::{documents, mask::AlignmentName, names, values::WindowSides},
     backend::BackendChoice,
     failure::Outcome,
     job::{DEFAULT_DEADLINE, Job},
@@ -27,7 +23,7 @@ use crate::{
 
 /// Shape and mask of one case.
 #[derive(Debug)]
-pub(super) struct Case<'a> {
+pub(super) struct BenchCase<'a> {
     flags: &'a BenchFlags,
     dims: Dims,
     dtype: DType,
@@ -39,7 +35,7 @@ pub(super) struct Case<'a> {
 }
 
 /// Plan of one rank with its tensors.
-struct Rank<T: Element> {
+struct BenchRank<T: Element> {
     plan: Plan,
     q: Array4<T>,
     k: Array4<T>,
@@ -65,7 +61,7 @@ struct Measured<'a> {
     pairs: f64,
 }
 
-impl<'a> Case<'a> {
+impl<'a> BenchCase<'a> {
     /// Creates a case.
     pub(super) fn new(
         flags: &'a BenchFlags,
@@ -99,7 +95,7 @@ impl<'a> Case<'a> {
     pub(super) fn run<T: Element>(
         &self,
         job: &mut Job,
-        passes: &[Passes],
+        passes: &[MeasuredPasses],
         backend: &BackendChoice,
     ) -> Outcome {
         let clock = &Clock::of(backend, job)?;
@@ -107,18 +103,21 @@ impl<'a> Case<'a> {
         let processes = if job.is_mpi() { job.ranks() } else { 1 };
         // before the pairs, whose count takes O(sequence length)
         job.agree(self.setup().spec(self.dims).map(drop).map_err(named))?;
-        job.agree(names::check_strategy(self.flags.strategy, &self.dims, job.ranks()))?;
-        let held =
-            memory::Tensors::of(&self.dims, self.dtype, passes.contains(&Passes::ForwardBackward));
+        job.agree(names::check_strategy(self.flags.division.strategy, &self.dims, job.ranks()))?;
+        let held = memory::Tensors::of(
+            &self.dims,
+            self.dtype,
+            passes.contains(&MeasuredPasses::ForwardBackward),
+        );
         job.agree(held.shared_by(processes).must_fit().map_err(named))?;
         let pairs = job.agree(self.pairs().map_err(named))?;
         let batch = || Ok(self.batch.clone());
         let Setup { attention, division, runtime } = self.setup();
-        let layout = self.flags.layout;
+        let layout = self.flags.division.layout;
         let placed = layout.apply(division, &attention, self.dims, job.ranks(), batch);
         let division = job.agree(placed.map_err(named))?;
         for &passes in passes {
-            let attention = attention.clone().forward_only(passes == Passes::Forward);
+            let attention = attention.clone().forward_only(passes == MeasuredPasses::Forward);
             let setup = Setup::from((attention, &division, &runtime));
             let endpoints = job.endpoints()?;
             let mut ranks = job.run_phase(endpoints, |_, endpoint| {
@@ -126,7 +125,7 @@ impl<'a> Case<'a> {
                 if self.batch != Batch::default() {
                     plan.update(&self.batch)?;
                 }
-                Rank::<T>::new(plan, &self.dims)
+                BenchRank::<T>::new(plan, &self.dims)
             })?;
             let least = least(job, |job| match &mut ranks[..] {
                 // a single rank needs no thread of its own
@@ -145,26 +144,22 @@ impl<'a> Case<'a> {
     }
 
     fn attention(&self) -> Attention {
-        let flags = MaskFlags {
-            causal: self.causal,
-            window: self.flags.window,
-            align: self.flags.align,
-            ..MaskFlags::default()
-        };
-        flags
-            .apply(Attention::new())
-            .reproducible(self.flags.reproducible)
-            .dtype(self.dtype)
-            .precision(self.flags.precision.into())
+        let flags = self.flags;
+        let WindowSides { left, right } =
+            flags.window.unwrap_or(WindowSides { left: None, right: None });
+        let attention = Attention::new().causal(self.causal).sliding_window(left, right);
+        let attention = attention.align(flags.align.into()).reproducible(flags.reproducible);
+        attention.dtype(self.dtype).precision(flags.precision.into())
     }
 
     fn setup(&self) -> Setup {
-        let is_chosen = self.flags.strategy == Strategy::Auto && !self.flags.documents.is_empty();
-        let division = Division::new()
-            .strategy(self.flags.strategy)
+        let flags = &self.flags.division;
+        let is_chosen = flags.strategy == Strategy::Auto && !self.flags.documents.is_empty();
+        let division = flags
+            .set_division(Division::new())
+            .strategy(flags.strategy)
             .machine(self.machine.cloned())
-            .documents(is_chosen.then(|| self.batch.clone()))
-            .receive_ahead(self.flags.receive_ahead);
+            .documents(is_chosen.then(|| self.batch.clone()));
         let runtime = Runtime::new().arrival_deadline(DEFAULT_DEADLINE);
         Setup::from((self.attention(), division, runtime))
     }
@@ -182,14 +177,14 @@ impl<'a> Case<'a> {
     }
 
     /// Formats the JSON line.
-    fn line(&self, passes: Passes, measured: &Measured<'_>) -> String {
+    fn line(&self, passes: MeasuredPasses, measured: &Measured<'_>) -> String {
         let BenchFlags { threads, window, documents, .. } = self.flags;
         let Measured { least, backend, clock, ranks, layout, strategy, pairs } = measured;
         let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = self.dims;
         // the backward pass has 5 matrix products, the forward pass 2
         let (name, factor) = match passes {
-            Passes::Forward => ("fwd", 1.0),
-            Passes::ForwardBackward => ("fwd+bwd", 3.5),
+            MeasuredPasses::Forward => ("fwd", 1.0),
+            MeasuredPasses::ForwardBackward => ("fwd+bwd", 3.5),
         };
         let flops = factor * 2.0 * pairs * (head_dim + value_dim) as f64;
         let rounded = |number: f64, scale: f64| {
@@ -233,7 +228,7 @@ impl<'a> Case<'a> {
     }
 }
 
-impl<T: Element> Rank<T> {
+impl<T: Element> BenchRank<T> {
     /// Creates a rank with random tensors. Their values do not depend on the number of ranks.
     fn new(plan: Plan, dims: &Dims) -> Result<Self> {
         let normal = |name: &str, rows: &Runs, heads, dim| {
@@ -263,7 +258,7 @@ impl<T: Element> Rank<T> {
     }
 
     /// Runs one round of the passes and returns its time.
-    fn round(&mut self, passes: Passes, clock: &Clock) -> Result<Duration> {
+    fn round(&mut self, passes: MeasuredPasses, clock: &Clock) -> Result<Duration> {
         let tensors = Tensors::new(self.q.view(), self.k.view(), self.v.view());
         clock.time(|| {
             let forward = match &mut self.forward {
@@ -273,7 +268,7 @@ impl<T: Element> Rank<T> {
                 }
                 none => none.insert(self.plan.forward(&tensors)?),
             };
-            if passes == Passes::ForwardBackward {
+            if passes == MeasuredPasses::ForwardBackward {
                 let dout = self.dout.view();
                 match &mut self.gradients {
                     Some(gradients) => {

@@ -3,10 +3,10 @@
 mod case;
 mod clock;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use annulus_comm::Descriptor;
-use annulus_core::{DType, Fingerprint, Machine, Strategy};
+use annulus_core::{DType, Fingerprint, Machine};
 use clap::{Args, ValueEnum};
 use half::{bf16, f16};
 
@@ -16,17 +16,16 @@ use crate::{
         documents,
         mask::AlignmentName,
         names::Others,
+        option_flags::{DivisionFlags, PrecisionName},
         ring::TransportName,
-        values::{
-            DTypeName, LayoutName, PrecisionName, Window, count, dim, ranks, strategy, threads,
-        },
+        values::{DTypeName, WindowSides, count, dim, ranks, threads},
     },
     backend::BackendChoice,
     failure::{Failure, Outcome},
     job::{DEFAULT_DEADLINE, Job},
     machine,
 };
-use case::Case;
+use case::BenchCase;
 
 const EXAMPLES: &str = "\
 Fields of a line: peer what dtype threads batch heads head_dim n causal ms gflops gflops_cpu
@@ -58,7 +57,7 @@ rank, and the CPU time is that of all processes.";
 pub(crate) struct BenchFlags {
     /// Passes to measure
     #[arg(long, value_enum, default_value = "fwd,fwd+bwd", value_delimiter = ',')]
-    what: Vec<Passes>,
+    what: Vec<MeasuredPasses>,
     /// Element types
     #[arg(long, value_enum, default_value = "f32", value_delimiter = ',')]
     dtype: Vec<DTypeName>,
@@ -91,7 +90,7 @@ pub(crate) struct BenchFlags {
     causal: Vec<bool>,
     /// Sliding window: L,R, each a number or `none`
     #[arg(long, value_name = "L,R", allow_hyphen_values = true)]
-    window: Option<Window>,
+    window: Option<WindowSides>,
     /// Packed documents of these lengths, instead of --ns
     #[arg(long, value_name = "LEN,LEN,...", value_delimiter = ',', value_parser = count,
         conflicts_with_all = ["ns", "q_len", "kv_len"])]
@@ -119,27 +118,13 @@ pub(crate) struct BenchFlags {
     /// Ranks of the ring, 1 to 128. Default: 1. Under MPI always the number of processes
     #[arg(long, value_name = "N", value_parser = ranks)]
     ranks: Option<usize>,
-    /// Assignment of rows to ranks; auto chooses it from the mask, balanced from the mask and
-    /// --documents
-    #[arg(long, value_enum, default_value = "auto")]
-    layout: LayoutName,
-    /// Division of the attention among ranks: ring; heads:H, an all-to-all over heads in groups of H
-    /// ranks and a ring over the groups; grid:QxK or grid:HxQxK, with K key columns; all-gather,
-    /// all-to-all, once-per-node:N or pass-q; or auto, the one with the least predicted time on
-    /// --machine or, without one, that sends the fewest bytes
-    #[arg(long, value_name = "NAME", default_value = "ring", value_parser = strategy)]
-    strategy: Strategy,
-    /// Ring steps by which receives of blocks are posted ahead. Default: 1; on a balanced layout 4
-    #[arg(long, value_name = "STEPS", value_parser = count)]
-    receive_ahead: Option<usize>,
-    /// Machine file, which `annulus measure` writes, by which --strategy auto chooses
-    #[arg(long, value_name = "FILE")]
-    machine: Option<PathBuf>,
+    #[command(flatten)]
+    division: DivisionFlags,
 }
 
 /// Passes of one round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Passes {
+enum MeasuredPasses {
     /// A forward pass.
     #[value(name = "fwd")]
     Forward,
@@ -166,7 +151,7 @@ pub(crate) fn run(flags: &BenchFlags) -> Outcome {
 fn bench(flags: &BenchFlags, job: &mut Job, backend: &BackendChoice) -> Outcome {
     job.set_ranks(flags.ranks, 1)?;
     job.threads(Some(flags.threads))?;
-    let machine = flags.machine.as_deref().map(machine::read).transpose();
+    let machine = flags.division.machine.as_deref().map(machine::read).transpose();
     let machine: Option<Machine> = job.agree(machine.map_err(Failure::from))?;
     let machine = machine.as_ref();
     // the processes of a ring must measure the same cases
@@ -181,7 +166,7 @@ fn bench(flags: &BenchFlags, job: &mut Job, backend: &BackendChoice) -> Outcome 
             for lengths in job.agree(flags.lengths())? {
                 for &causal in &flags.causal {
                     let case =
-                        Case::new(flags, dtype.into(), head_dim, lengths, causal).on(machine);
+                        BenchCase::new(flags, dtype.into(), head_dim, lengths, causal).on(machine);
                     match DType::from(dtype) {
                         DType::F64 => case.run::<f64>(job, &flags.what, backend),
                         DType::F32 => case.run::<f32>(job, &flags.what, backend),
@@ -198,7 +183,7 @@ fn bench(flags: &BenchFlags, job: &mut Job, backend: &BackendChoice) -> Outcome 
 impl BenchFlags {
     /// Paths that flags name.
     pub(crate) fn paths(&self) -> Vec<(&'static str, &Path)> {
-        self.machine.iter().map(|path| ("--machine", path.as_path())).collect()
+        self.division.machine.iter().map(|path| ("--machine", path.as_path())).collect()
     }
 
     /// Flags of arguments that other subcommands set by another flag.

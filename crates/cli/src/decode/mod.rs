@@ -6,7 +6,6 @@ mod summary;
 use std::{
     ops::Range,
     path::{Path, PathBuf},
-    time::Duration,
 };
 
 use annulus::{Attention, CacheShape, Runtime, comm::Descriptor};
@@ -17,10 +16,10 @@ use half::{bf16, f16};
 use crate::{
     arguments::{
         device::DeviceFlags,
-        mask::MaskFlags,
+        mask::{MaskFlags, ScoreFlags},
+        option_flags::RuntimeFlags,
         ring::TransportName,
-        scores::ScoreFlags,
-        values::{DTypeName, count as from_one, page_rows, ranks, silence, threads, whole},
+        values::{DTypeName, count as from_one, page_rows, ranks, whole},
     },
     attend::shared_output,
     backend::BackendChoice,
@@ -49,7 +48,8 @@ Examples:
     --prefill 4000
 
 Rank r of P has the pages r, r + P, r + 2·P … of the keys and values. A token is one all-gather of
-(out, max, sum), whose bytes do not depend on the number of cached rows.";
+(out, max, sum), whose bytes do not depend on the number of cached rows. With --reproducible results
+have the bits of `attend --reproducible`, and the bytes grow with the pages that queries attend to.";
 
 /// Tensors of an attention over files that a cache has no place for.
 const NOT_CACHED: [&str; 7] = [
@@ -84,10 +84,6 @@ pub(crate) struct DecodeFlags {
     /// times a power of two; default: 256
     #[arg(long, value_name = "ROWS", value_parser = page_rows)]
     page_rows: Option<usize>,
-    /// Give results the bits of `attend --reproducible` on any number of ranks. The bytes of a call
-    /// grow with the number of pages that its queries attend to
-    #[arg(long)]
-    reproducible: bool,
     /// Print the summary as one JSON object
     #[arg(long)]
     json: bool,
@@ -105,15 +101,8 @@ pub(crate) struct DecodeFlags {
     /// Ranks of the cache, 1 to 128. Default: 1. Under MPI always the number of processes
     #[arg(long, value_name = "N", value_parser = ranks)]
     ranks: Option<usize>,
-    /// Threads per rank, 1 to 1024; all ranks together at most 128 per core. Default: the cores
-    /// divided by the ranks
-    #[arg(long, value_name = "N", value_parser = threads)]
-    threads: Option<usize>,
-    /// Deadline: fail after S seconds without a message or heartbeat of a peer, or if a rank begins
-    /// a call S seconds after another. ANNULUS_DEADLINE in the environment replaces it
-    #[arg(long, value_name = "S", default_value = "120", value_parser = silence,
-        allow_hyphen_values = true)]
-    deadline: Duration,
+    #[command(flatten)]
+    runtime: RuntimeFlags,
     #[command(flatten)]
     mask: MaskFlags,
     #[command(flatten)]
@@ -128,7 +117,7 @@ pub(crate) fn run(flags: &DecodeFlags) -> Outcome {
         return Err(Failure::usage("--documents", "packed documents", want));
     }
     let backend = flags.open_backend()?;
-    let mut job = Job::start("decode", flags.transport, flags.deadline)?;
+    let mut job = Job::start("decode", flags.transport, flags.runtime.deadline)?;
     let done = flags.decode(&mut job, backend);
     job.end(done)
 }
@@ -140,12 +129,12 @@ impl DecodeFlags {
             let by = "the KV cache, whose messages are in host memory";
             return Err(Error::unsupported("transport nccl", by).into());
         }
-        self.device.open(self.transport, self.deadline)
+        self.device.open(self.transport, self.runtime.deadline)
     }
 
     fn decode(&self, job: &mut Job, backend: BackendChoice) -> Outcome {
         job.set_ranks(self.ranks, 1)?;
-        let threads = job.threads(self.threads)?;
+        let threads = job.threads(self.runtime.threads)?;
         let input = Input::open(&self.input).map_err(Failure::from);
         let input = job.agree(input)?;
         job.agree(check_tensors(&input))?;
@@ -198,22 +187,20 @@ impl DecodeFlags {
     }
 
     fn attention(&self, dtype: DType, sinks: Option<SinkShape>) -> Attention {
-        self.scores
-            .apply(self.mask.apply(Attention::new()), sinks)
-            .dtype(dtype)
-            .reproducible(self.reproducible)
+        self.scores.apply(self.mask.apply(Attention::new()), sinks).dtype(dtype)
     }
 
     fn runtime(&self) -> Runtime {
         // all ranks read their rows of one file before a call, so a late one is lost
-        Runtime::new().deadline(self.deadline).arrival_deadline(self.deadline)
+        let deadline = self.runtime.deadline;
+        Runtime::new().deadline(deadline).arrival_deadline(deadline)
     }
 
     /// Returns the rows of a page, if they are given. A page that is longer than a cache of `rows`
     /// rows would take memory that no row fills.
     fn page_rows(&self, rows: usize) -> Option<u64> {
         let leaf = index(LEAF_ROWS);
-        let all = if self.reproducible {
+        let all = if self.scores.reproducible {
             rows.div_ceil(leaf).next_power_of_two() * leaf
         } else {
             rows.max(1)
@@ -224,7 +211,7 @@ impl DecodeFlags {
     fn check_page_rows(&self) -> Outcome {
         let leaf = index(LEAF_ROWS);
         let is_node = |rows: usize| rows.is_multiple_of(leaf) && (rows / leaf).is_power_of_two();
-        match self.page_rows.filter(|&rows| self.reproducible && !is_node(rows)) {
+        match self.page_rows.filter(|&rows| self.scores.reproducible && !is_node(rows)) {
             Some(rows) => {
                 let want = format!("{leaf} times a power of two with --reproducible");
                 Err(Failure::usage("--page-rows", rows, want))
