@@ -8,7 +8,7 @@ use ndarray::Array4;
 use serde_json::{Map, Value, json};
 
 use super::{
-    BenchFlags, Lengths, Passes,
+    BenchFlags, BenchPasses, Lengths,
     clock::{Clock, Least, least},
 };
 use crate::{
@@ -21,13 +21,13 @@ use crate::{
     failure::Outcome,
     job::{DEFAULT_DEADLINE, Job},
     memory, pairs,
-    random::Stream,
+    random::RandomStream,
     stdout::say,
 };
 
 /// Shape and mask of one case.
 #[derive(Debug)]
-pub(super) struct Case<'a> {
+pub(super) struct BenchCase<'a> {
     flags: &'a BenchFlags,
     dims: Dims,
     dtype: DType,
@@ -39,7 +39,7 @@ pub(super) struct Case<'a> {
 }
 
 /// Plan of one rank with its tensors.
-struct Rank<T: Element> {
+struct BenchRank<T: Element> {
     plan: Plan,
     q: Array4<T>,
     k: Array4<T>,
@@ -65,7 +65,7 @@ struct Measured<'a> {
     pairs: f64,
 }
 
-impl<'a> Case<'a> {
+impl<'a> BenchCase<'a> {
     /// Creates a case.
     pub(super) fn new(
         flags: &'a BenchFlags,
@@ -99,7 +99,7 @@ impl<'a> Case<'a> {
     pub(super) fn run<T: Element>(
         &self,
         job: &mut Job,
-        passes: &[Passes],
+        passes: &[BenchPasses],
         backend: &BackendChoice,
     ) -> Outcome {
         let clock = &Clock::of(backend, job)?;
@@ -108,22 +108,25 @@ impl<'a> Case<'a> {
         // before the pairs, whose count takes O(sequence length)
         job.agree(self.attention().spec(self.dims).map(drop).map_err(named))?;
         job.agree(names::check_strategy(self.flags.strategy, &self.dims, job.ranks()))?;
-        let held =
-            memory::Tensors::of(&self.dims, self.dtype, passes.contains(&Passes::ForwardBackward));
+        let held = memory::Tensors::of(
+            &self.dims,
+            self.dtype,
+            passes.contains(&BenchPasses::ForwardBackward),
+        );
         job.agree(held.shared_by(processes).must_fit().map_err(named))?;
         let pairs = job.agree(self.pairs().map_err(named))?;
         let batch = || Ok(self.batch.clone());
         let placed = self.flags.layout.apply(self.attention(), self.dims, job.ranks(), batch);
         let placed = job.agree(placed.map_err(named))?;
         for &passes in passes {
-            let attention = placed.clone().forward_only(passes == Passes::Forward);
+            let attention = placed.clone().forward_only(passes == BenchPasses::Forward);
             let endpoints = job.endpoints()?;
             let mut ranks = job.run_phase(endpoints, |_, endpoint| {
                 let mut plan = backend.plan(self.flags.threads, endpoint, &attention, self.dims)?;
                 if self.batch != Batch::default() {
                     plan.update(&self.batch)?;
                 }
-                Rank::<T>::new(plan, &self.dims)
+                BenchRank::<T>::new(plan, &self.dims)
             })?;
             let least = least(job, |job| match &mut ranks[..] {
                 // a single rank needs no thread of its own
@@ -170,14 +173,14 @@ impl<'a> Case<'a> {
     }
 
     /// Formats the JSON line.
-    fn line(&self, passes: Passes, measured: &Measured<'_>) -> String {
+    fn line(&self, passes: BenchPasses, measured: &Measured<'_>) -> String {
         let BenchFlags { threads, window, documents, .. } = self.flags;
         let Measured { least, backend, clock, ranks, layout, strategy, pairs } = measured;
         let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = self.dims;
         // the backward pass has 5 matrix products, the forward pass 2
         let (name, factor) = match passes {
-            Passes::Forward => ("fwd", 1.0),
-            Passes::ForwardBackward => ("fwd+bwd", 3.5),
+            BenchPasses::Forward => ("fwd", 1.0),
+            BenchPasses::ForwardBackward => ("fwd+bwd", 3.5),
         };
         let flops = factor * 2.0 * pairs * (head_dim + value_dim) as f64;
         let rounded = |number: f64, scale: f64| {
@@ -221,11 +224,11 @@ impl<'a> Case<'a> {
     }
 }
 
-impl<T: Element> Rank<T> {
+impl<T: Element> BenchRank<T> {
     /// Creates a rank with random tensors. Their values do not depend on the number of ranks.
     fn new(plan: Plan, dims: &Dims) -> Result<Self> {
         let normal = |name: &str, rows: &Runs, heads, dim| {
-            let stream = Stream::new(0, name);
+            let stream = RandomStream::new(0, name);
             let rows: Vec<i64> =
                 annulus_core::memory::collect(name, index(rows.len()), rows.iter())?;
             let width = (heads * dim) as u64;
@@ -251,7 +254,7 @@ impl<T: Element> Rank<T> {
     }
 
     /// Runs one round of the passes and returns its time.
-    fn round(&mut self, passes: Passes, clock: &Clock) -> Result<Duration> {
+    fn round(&mut self, passes: BenchPasses, clock: &Clock) -> Result<Duration> {
         let tensors = Tensors::new(self.q.view(), self.k.view(), self.v.view());
         clock.time(|| {
             let forward = match &mut self.forward {
@@ -261,7 +264,7 @@ impl<T: Element> Rank<T> {
                 }
                 none => none.insert(self.plan.forward(&tensors)?),
             };
-            if passes == Passes::ForwardBackward {
+            if passes == BenchPasses::ForwardBackward {
                 let dout = self.dout.view();
                 match &mut self.gradients {
                     Some(gradients) => {

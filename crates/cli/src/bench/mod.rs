@@ -26,7 +26,7 @@ use crate::{
     job::{DEFAULT_DEADLINE, Job},
     machine,
 };
-use case::Case;
+use case::BenchCase;
 
 const EXAMPLES: &str = "\
 Fields of a line: peer what dtype threads batch heads head_dim n causal ms gflops gflops_cpu
@@ -58,7 +58,7 @@ rank, and the CPU time is that of all processes.";
 pub(crate) struct BenchFlags {
     /// Passes to measure
     #[arg(long, value_enum, default_value = "fwd,fwd+bwd", value_delimiter = ',')]
-    what: Vec<Passes>,
+    what: Vec<BenchPasses>,
     /// Element types
     #[arg(long, value_enum, default_value = "f32", value_delimiter = ',')]
     dtype: Vec<DTypeName>,
@@ -139,7 +139,7 @@ pub(crate) struct BenchFlags {
 
 /// Passes of one round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Passes {
+enum BenchPasses {
     /// A forward pass.
     #[value(name = "fwd")]
     Forward,
@@ -181,7 +181,7 @@ fn bench(flags: &BenchFlags, job: &mut Job, backend: &BackendChoice) -> Outcome 
             for lengths in job.agree(flags.lengths())? {
                 for &causal in &flags.causal {
                     let case =
-                        Case::new(flags, dtype.into(), head_dim, lengths, causal).on(machine);
+                        BenchCase::new(flags, dtype.into(), head_dim, lengths, causal).on(machine);
                     match DType::from(dtype) {
                         DType::F64 => case.run::<f64>(job, &flags.what, backend),
                         DType::F32 => case.run::<f32>(job, &flags.what, backend),

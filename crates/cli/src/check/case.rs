@@ -16,7 +16,7 @@ use crate::{
     backend::{BackendChoice, with_backend},
     failure::of_file,
     input::{Input, OutputGradients, Share},
-    job::Endpoint,
+    job::RankEndpoint,
 };
 
 /// Deadline of the rings. Cases compute in well under a second, and kernels compile in less than a
@@ -196,7 +196,7 @@ impl<T: Element> Loaded<T> {
         let attention = ring.layout.apply(attention, case.dims(), ring.ranks, batch);
         let attention = attention.map_err(|error| self.input.named(error))?;
         let plan = with_backend!(backend, ring.threads, make => {
-            let make = |_, endpoint| make(Endpoint::Thread(Box::new(endpoint)));
+            let make = |_, endpoint| make(RankEndpoint::Thread(Box::new(endpoint)));
             LocalRing::with_transports(&attention, case.dims(), ring.ranks, make)
         })?;
         self.judge_ring(plan, ring.reproducible.then_some(first))

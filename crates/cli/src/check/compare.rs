@@ -18,7 +18,7 @@ impl Expected {
     /// Reads the array `name` of a case's file.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if there is none; as [`crate::file::Tensors::floats`].
+    /// [`Error::InvalidArgument`] if there is none; as [`crate::file::TensorFile::floats`].
     pub(super) fn whole(input: &Input, name: &str) -> Result<Self> {
         let rows = Self::entry_shape(input, name)?.first().map_or(0, |&len| len as u64);
         Self::rows(input, name, 0, &Runs::counting(0, rows))

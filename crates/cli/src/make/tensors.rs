@@ -8,10 +8,10 @@ use safetensors::Dtype;
 
 use super::Recipe;
 use crate::{
-    file::{Output, Planned, element_bytes, float, of_floats},
+    file::{OutputFile, PlannedTensor, element_bytes, float, of_floats},
     input::SinksForm,
     memory::must_fit_on_disk,
-    random::Stream,
+    random::RandomStream,
 };
 
 /// Elements of a chunk: 512 KiB in f64.
@@ -22,12 +22,12 @@ pub(super) fn write(recipe: &Recipe, out: &Path) -> Result<u64> {
     let planned = planned(recipe);
     // checked first: a full disk would be found only at the end
     must_fit_on_disk(out, bytes(recipe))?;
-    let output = Output::create(out, &planned)?;
+    let output = OutputFile::create(out, &planned)?;
     for tensor in &planned {
         fill(&output, tensor, recipe)?;
     }
     output.finish()?;
-    Ok(planned.iter().map(Planned::bytes).sum())
+    Ok(planned.iter().map(PlannedTensor::bytes).sum())
 }
 
 /// Returns the bytes of the tensors of a recipe, saturating.
@@ -35,11 +35,12 @@ pub(super) fn bytes(recipe: &Recipe) -> u64 {
     planned(recipe).iter().fold(0, |sum: u64, tensor| sum.saturating_add(tensor.bytes()))
 }
 
-fn planned(recipe: &Recipe) -> Vec<Planned> {
+fn planned(recipe: &Recipe) -> Vec<PlannedTensor> {
     let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = recipe.dims;
     let data = of_floats(recipe.dtype);
     let sums = of_floats(recipe.dtype.accumulator());
-    let planned = |name, dtype, shape: &[usize]| Planned { name, dtype, shape: shape.to_vec() };
+    let planned =
+        |name, dtype, shape: &[usize]| PlannedTensor { name, dtype, shape: shape.to_vec() };
     let mut all = vec![
         planned("query", data, &[batch, q_len, q_heads, head_dim]),
         planned("key", data, &[batch, kv_len, kv_heads, head_dim]),
@@ -76,8 +77,8 @@ fn planned(recipe: &Recipe) -> Vec<Planned> {
     all
 }
 
-fn fill(output: &Output, tensor: &Planned, recipe: &Recipe) -> Result<()> {
-    let stream = Stream::new(recipe.seed, tensor.name);
+fn fill(output: &OutputFile, tensor: &PlannedTensor, recipe: &Recipe) -> Result<()> {
+    let stream = RandomStream::new(recipe.seed, tensor.name);
     match (tensor.name, float(tensor.dtype)) {
         (_, Some(DType::F64)) => floats::<f64>(output, tensor, stream),
         (_, Some(DType::F32)) => floats::<f32>(output, tensor, stream),
@@ -115,7 +116,11 @@ fn fill(output: &Output, tensor: &Planned, recipe: &Recipe) -> Result<()> {
     }
 }
 
-fn floats<T: Element>(output: &Output, tensor: &Planned, stream: Stream) -> Result<()> {
+fn floats<T: Element>(
+    output: &OutputFile,
+    tensor: &PlannedTensor,
+    stream: RandomStream,
+) -> Result<()> {
     let elements = tensor.elements();
     let mut chunk = Vec::with_capacity(CHUNK.min(elements));
     for first in (0..elements).step_by(CHUNK) {
@@ -128,7 +133,11 @@ fn floats<T: Element>(output: &Output, tensor: &Planned, stream: Stream) -> Resu
 }
 
 /// Writes the integers `number(index)`, called in order, in the width of the tensor's type.
-fn numbers(output: &Output, tensor: &Planned, mut number: impl FnMut(u64) -> i64) -> Result<()> {
+fn numbers(
+    output: &OutputFile,
+    tensor: &PlannedTensor,
+    mut number: impl FnMut(u64) -> i64,
+) -> Result<()> {
     let elements = tensor.elements();
     let width = element_bytes(tensor.dtype);
     let mut chunk = Vec::with_capacity(CHUNK.min(elements) * width);

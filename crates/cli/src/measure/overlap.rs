@@ -36,7 +36,7 @@ use super::{
 use crate::{
     backend::BackendChoice,
     failure::Outcome,
-    job::{Endpoint, Job},
+    job::{Job, RankEndpoint},
 };
 
 /// Figures of messages beside tiles.
@@ -163,9 +163,9 @@ impl Case {
         let dims = |ranks: usize| Dims::new(1, ranks * self.len, self.heads, self.head_dim);
         let attention = attention.clone().dtype(rate.dtype);
         let rounds = self.rounds(rate);
-        let of_rank = |_, endpoint: Endpoint| {
+        let of_rank = |_, endpoint: RankEndpoint| {
             let none = || Error::internal("a ring has no rank");
-            let alone = Endpoint::Thread(Box::new(ring(1).pop().ok_or_else(none)?));
+            let alone = RankEndpoint::Thread(Box::new(ring(1).pop().ok_or_else(none)?));
             let plans = Plans {
                 of_ring: backend.plan(threads, endpoint, &attention, dims(self.ranks))?,
                 alone: backend.plan(threads, alone, &attention, dims(1))?,

@@ -19,7 +19,7 @@ use serde_json::{Value, value::RawValue};
 use super::rank_file;
 use crate::{
     failure::io,
-    file::{Document, read_text},
+    file::{TextDocument, read_text},
     message,
 };
 
@@ -99,7 +99,7 @@ impl Offsets {
 
 /// Trace of one rank. Events are kept as raw JSON.
 #[derive(Debug, Deserialize)]
-struct Trace<'a> {
+struct RankTrace<'a> {
     #[serde(rename = "otherData")]
     run: RunMark,
     #[serde(borrow, rename = "traceEvents")]
@@ -122,7 +122,7 @@ struct RunMark {
 /// [`annulus_core::Error::Io`] naming the file that is missing, is not a trace of a rank, or
 /// belongs to another run than that of rank 0.
 pub(super) fn merge(folder: &Path, out: &Path) -> Result<(usize, usize)> {
-    let document = Document::create(out)?;
+    let document = TextDocument::create(out)?;
     let mut text = String::from("{\"displayTimeUnit\":\"ms\",\"traceEvents\":[");
     let mut count = 0;
     let mut first = None::<RunMark>;
@@ -169,10 +169,10 @@ pub(super) fn merge(folder: &Path, out: &Path) -> Result<(usize, usize)> {
 }
 
 /// Parses the trace of a rank.
-fn parse<'a>(path: &Path, content: &'a str) -> Result<Trace<'a>> {
+fn parse<'a>(path: &Path, content: &'a str) -> Result<RankTrace<'a>> {
     let wrong = |what: String| io(path, format!("is not a trace of a rank: {what}"));
     let mut text = serde_json::Deserializer::from_str(content);
-    let trace: Trace<'_> = serde_path_to_error::deserialize(&mut text)
+    let trace: RankTrace<'_> = serde_path_to_error::deserialize(&mut text)
         .map_err(|error| wrong(message::of_json(&error)))?;
     text.end().map_err(|error| wrong(error.to_string()))?;
     if trace.run.ranks == 0 {

@@ -12,7 +12,7 @@ use clap::{Args, Subcommand};
 
 use crate::{
     failure::{Failure, Outcome, io},
-    file::Document,
+    file::TextDocument,
     job::Job,
     message,
     report::counted,
@@ -110,7 +110,7 @@ impl RunId {
 /// cannot be written is an early error. They get their names when they are complete.
 #[derive(Debug)]
 pub(crate) struct Traces {
-    files: Vec<Document>,
+    files: Vec<TextDocument>,
 }
 
 impl Traces {
@@ -126,7 +126,7 @@ impl Traces {
         let make = || {
             std::fs::create_dir_all(folder).map_err(|error| io(folder, error))?;
             let files = own
-                .map(|rank| Document::create(&folder.join(rank_file(rank))))
+                .map(|rank| TextDocument::create(&folder.join(rank_file(rank))))
                 .collect::<annulus_core::Result<_>>()?;
             Ok(Self { files })
         };
@@ -140,7 +140,7 @@ impl Traces {
     /// # Errors
     /// [`annulus_core::Error::Io`] naming the file.
     pub(crate) fn write(self, job: &mut Job, logs: Vec<TraceLog>, run: &RunId) -> Outcome {
-        let items: Vec<(Document, TraceLog)> = self.files.into_iter().zip(logs).collect();
+        let items: Vec<(TextDocument, TraceLog)> = self.files.into_iter().zip(logs).collect();
         job.run_local_phase(items, |_, (file, log)| {
             let mut events = Vec::new();
             write_chrome(&mut events, std::slice::from_ref(&log))

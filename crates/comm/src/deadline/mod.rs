@@ -51,7 +51,7 @@ use annulus_core::{
     Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Result, Space, Transport,
 };
 
-use self::{arrivals::Arrivals, checks::Receives};
+use self::{arrivals::EntryArrivals, checks::Receives};
 use crate::{Cancellation, delegate::forward_control, observed::ObservedClock};
 
 /// A peer that this rank waits for and that is silent.
@@ -88,7 +88,7 @@ pub struct Deadline<T, S: Space = Host> {
     /// Start of each all-gather that was not yet collected, by round; of an entry, the time at
     /// which the last rank had entered.
     all_gathers: BTreeMap<u64, Instant>,
-    arrivals: Arrivals,
+    arrivals: EntryArrivals,
     /// Step of the last post, which the error of an all-gather names.
     step: usize,
     observed: ObservedClock,
@@ -144,7 +144,7 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
             host_messages: Receives::default(),
             sends: BTreeMap::new(),
             all_gathers: BTreeMap::new(),
-            arrivals: Arrivals::new(deadline / 4),
+            arrivals: EntryArrivals::new(deadline / 4),
             step: 0,
             observed: ObservedClock::new(now, regular_gap.max(deadline / 16), deadline),
             last_check: now,

@@ -64,7 +64,7 @@ pub struct KvCache<B: Backend> {
     workspace: Option<B::Workspace>,
     /// Merge of the pages, in the reproducible order.
     tree: Option<PageTree<B>>,
-    buffers: Buffers,
+    buffers: CacheBuffers,
     /// True if the transports of all ranks post receives ahead.
     posts_ahead: bool,
     /// Proof of the messages of the call under way, if transports make use of it.
@@ -73,7 +73,7 @@ pub struct KvCache<B: Backend> {
 }
 
 /// Buffers of the messages of one round.
-struct Buffers {
+struct CacheBuffers {
     /// Bytes of each.
     bytes: u64,
     own: Option<HostBuffer>,
@@ -138,7 +138,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
             segments,
             workspace: None,
             tree: None,
-            buffers: Buffers { bytes: 0, own: None, receives: Vec::new() },
+            buffers: CacheBuffers { bytes: 0, own: None, receives: Vec::new() },
             posts_ahead,
             lengths: None,
             calls: Calls::new(1),

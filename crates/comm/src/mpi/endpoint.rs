@@ -11,8 +11,8 @@ use annulus_core::{Error, Result};
 use super::{
     CONTROL, Settings,
     circulant::Barrier,
-    communicator::Communicator,
-    context::Context,
+    communicator::MpiCommunicator,
+    context::PlanContext,
     control::LatestWork,
     messages::MessageKind,
     messages::WireTags,
@@ -24,10 +24,10 @@ use super::{
 use crate::staged::Staging;
 
 /// State of one rank that its contexts share.
-pub(super) struct Endpoint {
+pub(super) struct MpiEndpoint {
     /// `None` once it is being dropped.
-    pub(super) data: Option<Communicator>,
-    pub(super) control: Option<Communicator>,
+    pub(super) data: Option<MpiCommunicator>,
+    pub(super) control: Option<MpiCommunicator>,
     pub(super) rank: usize,
     pub(super) ranks: usize,
     pub(super) settings: Settings,
@@ -41,7 +41,7 @@ pub(super) struct Endpoint {
     /// Empty until the records of all ranks are gathered, right after creation.
     pub(super) nodes: Arc<NodeMap>,
     /// By number. A context is removed when it is dropped and its last send has completed.
-    pub(super) contexts: BTreeMap<u64, Context>,
+    pub(super) contexts: BTreeMap<u64, PlanContext>,
     /// Number of the next context that this rank creates.
     pub(super) next_context: u64,
     /// Number of messages that this rank has announced.
@@ -60,12 +60,12 @@ pub(super) struct Endpoint {
     pub(super) failed: Option<Error>,
 }
 
-impl Endpoint {
+impl MpiEndpoint {
     /// Creates the endpoint of a communicator that is its own, without the records of other ranks
     /// and without contexts.
-    pub(super) fn new(data: Communicator, settings: Settings) -> Result<Self> {
+    pub(super) fn new(data: MpiCommunicator, settings: Settings) -> Result<Self> {
         // a duplicate of `data`, so that at most one operation is ever pending on the caller's
-        let control = Communicator::duplicate(data.as_parent(), CONTROL, &settings.timeout)?;
+        let control = MpiCommunicator::duplicate(data.as_parent(), CONTROL, &settings.timeout)?;
         let rank = data.rank();
         let ranks = data.ranks();
         let tags = WireTags::new(data.last_tag(), ranks).ok_or_else(|| {
@@ -112,7 +112,7 @@ impl Endpoint {
     }
 
     /// Returns the two communicators, `data` and `control`, if this thread may call MPI now.
-    pub(super) fn enter(&self) -> Result<(&Communicator, &Communicator)> {
+    pub(super) fn enter(&self) -> Result<(&MpiCommunicator, &MpiCommunicator)> {
         match (&self.data, &self.control) {
             (Some(data), Some(control)) => data.enter().map(|()| (data, control)),
             _ => Err(Error::invalid("MPI", "an endpoint that is being dropped", "one that is not")),
@@ -146,7 +146,7 @@ impl Endpoint {
         self.check_alive()?;
         let number = self.next_context;
         let slot = self.tags.slot(number);
-        let has_same_slot = |(&other, context): (&u64, &Context)| {
+        let has_same_slot = |(&other, context): (&u64, &PlanContext)| {
             context.is_open && context.posts_ahead && self.tags.slot(other) == slot
         };
         let posts_ahead =
@@ -166,7 +166,7 @@ impl Endpoint {
 
     /// Returns the state of a context, created by its first use: frames of ranks that have created
     /// it may arrive before this rank does.
-    pub(super) fn context(&mut self, number: u64) -> &mut Context {
+    pub(super) fn context(&mut self, number: u64) -> &mut PlanContext {
         self.contexts.entry(number).or_default()
     }
 
@@ -185,7 +185,7 @@ impl Endpoint {
     }
 }
 
-impl Context {
+impl PlanContext {
     /// Records that `peer` has left the endpoint without having created this context, unless it is
     /// known to have left this one.
     fn depart_before_creation(&mut self, peer: usize, at: Instant) {
@@ -198,15 +198,15 @@ impl Context {
 }
 
 /// An endpoint that handles and the list of deferred drops share.
-pub(super) struct SharedEndpoint(Mutex<Endpoint>);
+pub(super) struct SharedEndpoint(Mutex<MpiEndpoint>);
 
 impl SharedEndpoint {
-    pub(super) const fn new(endpoint: Endpoint) -> Self {
+    pub(super) const fn new(endpoint: MpiEndpoint) -> Self {
         Self(Mutex::new(endpoint))
     }
 
     /// Locks the endpoint. A poisoned lock is no error: the endpoint records its own failures.
-    pub(super) fn lock(&self) -> MutexGuard<'_, Endpoint> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, MpiEndpoint> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -215,8 +215,8 @@ impl SharedEndpoint {
 mod tests {
     use super::*;
 
-    fn rank() -> Endpoint {
-        let mut rank = Endpoint::detached(0, 3);
+    fn rank() -> MpiEndpoint {
+        let mut rank = MpiEndpoint::detached(0, 3);
         rank.tags = WireTags::new(i32::MAX as u64, 3).unwrap();
         rank.posts_ahead = true;
         rank

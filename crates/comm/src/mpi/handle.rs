@@ -8,14 +8,14 @@ use annulus_core::{
 
 use super::{
     Mpi,
-    endpoint::Endpoint,
+    endpoint::MpiEndpoint,
     lifetime::{check_process, is_forked},
     messages::MessageBuffer,
 };
 
 impl Mpi {
     /// Calls `work` with the endpoint, then notes which neighbours are left.
-    fn with_endpoint<R>(&mut self, work: impl FnOnce(&mut Endpoint, u64) -> R) -> R {
+    fn with_endpoint<R>(&mut self, work: impl FnOnce(&mut MpiEndpoint, u64) -> R) -> R {
         let mut endpoint = self.shared.lock();
         let result = work(&mut endpoint, self.context);
         // neighbours only leave

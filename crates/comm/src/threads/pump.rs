@@ -6,7 +6,7 @@ use std::sync::mpsc::TrySendError;
 use annulus_core::{Error, Host, Incoming, MessageHeader, Result, Space};
 
 use super::{
-    AllGather, PostedReceive, Threads,
+    Threads, ThreadsAllGather, ThreadsReceive,
     mailboxes::{Data, Envelope},
 };
 use crate::ranges;
@@ -150,7 +150,7 @@ impl Threads {
     /// Copies a message to the buffer of receive number `receive`, and releases the sender's
     /// buffer.
     fn deliver(&mut self, receive: usize, data: Data) -> Result<()> {
-        let PostedReceive { header, buffer, arrived } = &mut self.receives[receive];
+        let ThreadsReceive { header, buffer, arrived } = &mut self.receives[receive];
         let MessageHeader { peer, step, .. } = *header;
         let got = data.bytes();
         let want = header.bytes();
@@ -199,7 +199,7 @@ impl Threads {
             self.receives.iter().find(|receive| receive.header.peer == peer && !receive.arrived);
         let receive = receive.map(|receive| receive.header.step);
         let send = || self.sends[peer].steps.front().copied();
-        let misses = |all_gather: &AllGather| {
+        let misses = |all_gather: &ThreadsAllGather| {
             all_gather.parts[self.rank].is_some() && all_gather.parts[peer].is_none()
         };
         let all_gather = || self.all_gathers.values().any(misses).then_some(self.step);
@@ -207,9 +207,11 @@ impl Threads {
     }
 
     /// Returns the state of all-gather `round`, created by its first use.
-    pub(super) fn all_gather(&mut self, round: u64) -> &mut AllGather {
+    pub(super) fn all_gather(&mut self, round: u64) -> &mut ThreadsAllGather {
         let ranks = self.mailboxes.ranks();
-        self.all_gathers.entry(round).or_insert_with(|| AllGather { parts: vec![None; ranks] })
+        self.all_gathers
+            .entry(round)
+            .or_insert_with(|| ThreadsAllGather { parts: vec![None; ranks] })
     }
 
     /// Checks a receive before it is posted; `last` is the tag of the previous one from its peer on
