@@ -13,10 +13,10 @@
 //! | wrapper: detects corruption, [`Checksum`] | `checksum.rs` |
 //! | wrapper: records times, [`Trace`] | `trace.rs` |
 //! | wrapper: device memory over a host transport, [`Staged`] | `staged.rs` |
-//! | wrapper: injects faults, [`Fault`] | `fault.rs` |
 //!
-//! A wrapper is a transport around a transport. Put [`Deadline`] outermost and, in tests, [`Fault`]
-//! innermost: `Deadline<Trace<Checksum<Fault<Threads>>>>`.
+//! A wrapper is a transport around a transport. Put [`Deadline`] outermost:
+//! `Deadline<Trace<Checksum<Threads>>>`. Tests inject faults by an innermost wrapper
+//! (`annulus-mock-device`).
 #![cfg_attr(not(any(feature = "mpi", feature = "cuda")), forbid(unsafe_code))]
 #![cfg_attr(any(feature = "mpi", feature = "cuda"), deny(unsafe_code))]
 
@@ -29,7 +29,6 @@ mod cuda_gather;
 pub mod deadline;
 mod delegate;
 mod device_heartbeat;
-pub mod fault;
 pub mod heads_ring;
 pub mod kv_cache;
 mod merged_softmax;
@@ -55,7 +54,6 @@ pub use calls::{Report, caught};
 pub use cancellation::Cancellation;
 pub use checksum::Checksum;
 pub use deadline::{Deadline, Silence};
-pub use fault::{Fault, Injection};
 pub use staged::Staged;
 pub use threads::Threads;
 pub use trace::{Trace, TraceLog};

@@ -9,8 +9,9 @@ use std::{
 
 use annulus::{
     Attention, Batch, Cpu, Dims, Error, Layout, Plan, Result, Ring, RingOptions, Strategy, Tensors,
-    comm::{Checksum, Fault, Injection, threads},
+    comm::{Checksum, threads},
 };
+use annulus_conformance::device::{Fault, Injection};
 use ndarray::Array4;
 
 const RANKS: usize = 4;

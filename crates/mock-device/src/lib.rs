@@ -12,8 +12,11 @@
 //! * **backend** (`backend.rs`): every call queues work of [`Pairwise`]'s arithmetic;
 //! * **transport** (`transport.rs`): copies from one device to another; `staged.rs` connects
 //!   [`annulus_comm::Staged`], which copies through host memory.
+//!
+//! [`Fault`] (`fault.rs`) injects faults between a transport and the wrappers around it.
 
 mod backend;
+mod fault;
 mod kernel;
 mod memory;
 mod pairwise;
@@ -22,6 +25,7 @@ mod tensor;
 mod transport;
 
 pub use backend::{MockBackend, MockPass, MockWorkspace};
+pub use fault::{Fault, Injection};
 pub use memory::{Device, DeviceBuffer, DeviceEvent};
 pub use pairwise::{Pairwise, PairwisePass, PairwiseWorkspace};
 pub use staged::{Download, Upload};
