@@ -8,7 +8,7 @@ use annulus_core::{
     Strategy, Transport,
 };
 
-use super::{KvCache, page_tree, segments::KeysValues};
+use super::{KvCache, page_tree};
 use crate::{
     agreement,
     calls::Collective,
@@ -42,7 +42,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
             let first = annulus_core::index(run.start.cast_unsigned() - len);
             first..first + annulus_core::index(run.count)
         });
-        self.write(local, count, KeysValues { k: k.reborrow(), v: v.reborrow() }, sources)
+        self.write(local, count, [k.reborrow(), v.reborrow()], sources)
     }
 
     /// Appends `count` rows. This rank has the rows of its own pages ([`KvCache::own_rows`]).
@@ -59,7 +59,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         let own = self.own_rows(count)?.len();
         self.check_rows(k, v, annulus_core::index(own))?;
         let local = self.reserve(count)?;
-        self.write(local, count, KeysValues { k: k.reborrow(), v: v.reborrow() }, 0..)
+        self.write(local, count, [k.reborrow(), v.reborrow()], 0..)
     }
 
     /// Returns the rows of this rank among the next `count` rows, counted from 0.
@@ -113,15 +113,15 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
     }
 
     /// Writes the next `count` rows, of which this rank has the local rows `local`: the rows
-    /// `sources` of `tensors`.
+    /// `sources` of k and v.
     fn write(
         &mut self,
         local: Range<u64>,
         count: usize,
-        tensors: KeysValues<'_>,
+        kv: [HostView<'_>; 2],
         sources: impl Iterator<Item = usize>,
     ) -> Result<()> {
-        let written = self.segments.write(&self.backend, local, &tensors, sources);
+        let written = self.segments.write(&self.backend, local, &kv, sources);
         self.or_end(written)?;
         self.len += count as u64;
         Ok(())

@@ -8,12 +8,12 @@ use std::{
 
 use annulus_core::{
     AgreedLengths, Backend, Error, Host, HostTensors, HostView, HostViewMut, MessageBalance,
-    Passes, RankShard, Result, Rows, Runs, Space, Transport, Workspace,
+    Outputs, Passes, RankShard, Result, Rows, Runs, Space, Workspace,
 };
 
 use super::{
     KvCache,
-    partial_call::{CallResults, RankPartialShape},
+    partial_call::RankPartialShape,
     partial_call::{MESSAGE_BYTES, ROUND_TAGS, Rounds},
 };
 use crate::{
@@ -182,10 +182,10 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
             let rows = rounds.rows(round);
             let [first, end] =
                 [rows.start, rows.end].map(|row| annulus_core::index(row - rounds.all().start));
-            let results = CallResults {
-                out: out.reborrow().slice(1, first..end),
-                lse: lse.reborrow().slice(2, first..end),
-            };
+            let results = Outputs::new(
+                out.reborrow().slice(1, first..end),
+                lse.reborrow().slice(2, first..end),
+            );
             let q = q.reborrow().slice(1, first..end);
             let tag = first_tag + round * ROUND_TAGS;
             let sinks = sinks.as_ref();

@@ -35,14 +35,6 @@ struct Segment<S: Space> {
     rows: Rows,
 }
 
-/// Keys and values of some rows.
-pub(super) struct KeysValues<'a> {
-    /// `[b, rows, kv_heads, d]`.
-    pub(super) k: HostView<'a>,
-    /// `[b, rows, kv_heads, dv]`.
-    pub(super) v: HostView<'a>,
-}
-
 impl<S: HostTensors> Segments<S> {
     /// Starts without rows and without memory. With `of_pages` each page is a segment, because the
     /// reproducible order attends to pages one by one.
@@ -85,19 +77,19 @@ impl<S: HostTensors> Segments<S> {
         Ok(())
     }
 
-    /// Writes rows of `tensors` to the local rows `local`, for which memory is reserved. `sources`
+    /// Writes rows of k `[b, rows, kv_heads, d]` and v `[b, rows, kv_heads, dv]` to the local rows `local`, for which memory is reserved. `sources`
     /// are the rows of the tensors.
     pub(super) fn write<B: Backend<Space = S>>(
         &mut self,
         backend: &B,
         local: Range<u64>,
-        tensors: &KeysValues<'_>,
+        [k, v]: &[HostView<'_>; 2],
         sources: impl Iterator<Item = usize>,
     ) -> Result<()> {
         let none = || Error::internal("a row of the KV cache without memory");
         let record_bytes = self.row_layout.bytes();
         let segment_rows = index(self.rows);
-        let heads = 0..tensors.k.shape()[2];
+        let heads = 0..k.shape()[2];
         let mut sources = sources;
         let mut next = index(local.start);
         let end = index(local.end);
@@ -110,9 +102,9 @@ impl<S: HostTensors> Segments<S> {
                 let records = bytes.chunks_exact_mut(index(record_bytes));
                 for (record, source) in records.zip(&mut sources) {
                     let row = [RowSegment { first: source, count: 1 }];
-                    let k_bytes = tensors.k.pack(&row, heads.clone(), record)?;
+                    let k_bytes = k.pack(&row, heads.clone(), record)?;
                     let record = record.get_mut(k_bytes..).ok_or_else(none)?;
-                    tensors.v.pack(&row, heads.clone(), record)?;
+                    v.pack(&row, heads.clone(), record)?;
                 }
                 Ok(())
             })?;

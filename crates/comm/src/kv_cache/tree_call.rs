@@ -25,7 +25,6 @@ use super::{
     page_set::PageSet,
     page_set::Pages,
     page_tree::PageTree,
-    partial_call::CallResults,
     partial_call::Rounds,
     tree_messages::{PageResult, TreeMessages, too_short},
 };
@@ -79,7 +78,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         q: HostView<'_>,
         rows: Range<u64>,
         sinks: Option<&HostView<'_>>,
-        results: CallResults<'_>,
+        results: Outputs<HostViewMut<'_>>,
         tag: u64,
     ) -> Result<Duration> {
         let none = || Error::internal("a KV cache without memory for a call");
@@ -102,7 +101,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
             let Dims { batch, kv_heads, head_dim, value_dim, .. } = messages.dims;
             let empty = |dim| HostView::of_bytes(&[], messages.dtype, [batch, 0, kv_heads, dim]);
             let [k, v] = [empty(head_dim)?, empty(value_dim)?];
-            let inputs = Inputs { q: q.reborrow(), k, v, bias: None, sinks: None };
+            let inputs = Inputs::new(q.reborrow(), k, v);
             let mut pass = workspace.forward(inputs, &mut || in_flight.tick())?;
             pass.attend(&block, &mut || in_flight.tick())?;
             pass.finish(&mut page_results.outputs()?, &mut || in_flight.tick())?;
@@ -149,7 +148,7 @@ fn write_results(
     messages: &TreeMessages,
     (rank, own): (u64, &HostBuffer),
     arrived: &[(MessageHeader, Arrived<Host>)],
-    results: CallResults<'_>,
+    results: Outputs<HostViewMut<'_>>,
 ) -> Result<()> {
     let rows = index(messages.rows_of(messages.pages.ranks - 1).end);
     let mut out = memory::filled("the results", rows * messages.dims.value_dim, 0.0)?;
@@ -158,7 +157,7 @@ fn write_results(
     for (rank, buffer) in of_ranks.chain([(rank, own)]) {
         messages.read_results(rank, buffer.bytes(), &mut out, &mut lse)?;
     }
-    let CallResults { out: mut all, lse: mut statistics } = results;
+    let Outputs { out: mut all, lse: mut statistics, .. } = results;
     all.write(&out);
     statistics.write(&lse);
     Ok(())

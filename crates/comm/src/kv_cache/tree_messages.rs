@@ -13,10 +13,10 @@
 use std::{ops::Range, sync::Arc};
 
 use annulus_core::{
-    Channel, DType, Dims, Error, HostView, HostViewMut, MessageHeader, Result, index,
+    Channel, DType, Dims, Error, HostView, HostViewMut, MessageHeader, Outputs, Result, index,
 };
 
-use super::{page_set::PageSet, page_set::Pages, partial_call::CallResults};
+use super::page_set::{PageSet, Pages};
 use crate::ring::program::MessageGroup;
 
 /// Messages of `queries` queries.
@@ -206,15 +206,19 @@ impl TreeMessages {
 
     /// Returns the tensors of the message with the results of `rank`, for writing: lse
     /// `[rows, 1, 1, 1]`, out `[rows, 1, 1, dv]`.
-    pub(super) fn results<'a>(&self, message: &'a mut [u8], rank: u64) -> Result<CallResults<'a>> {
+    pub(super) fn results<'a>(
+        &self,
+        message: &'a mut [u8],
+        rank: u64,
+    ) -> Result<Outputs<HostViewMut<'a>>> {
         let (rows, lse_bytes) = self.lengths_of_results(rank);
         let bytes = message.get_mut(..index(self.results_of(rank))).ok_or_else(too_short)?;
         let (lse, out) = bytes.split_at_mut(lse_bytes);
         let shape = |dim| [rows, 1, 1, dim];
-        Ok(CallResults {
-            out: HostViewMut::of_bytes(out, self.dtype, shape(self.dims.value_dim))?,
-            lse: HostViewMut::of_bytes(lse, self.dtype.accumulator(), shape(1))?,
-        })
+        Ok(Outputs::new(
+            HostViewMut::of_bytes(out, self.dtype, shape(self.dims.value_dim))?,
+            HostViewMut::of_bytes(lse, self.dtype.accumulator(), shape(1))?,
+        ))
     }
 
     /// Copies the results of `rank` to `out` `[b, queries, q_heads, dv]` and `lse`
