@@ -22,13 +22,11 @@
 
 pub mod agreement;
 mod calls;
-mod cancellation;
 pub mod checksum;
 #[cfg(any(feature = "nccl", all(feature = "mpi", feature = "cuda")))]
 mod cuda_gather;
 pub mod deadline;
 mod delegate;
-mod device_heartbeat;
 pub mod heads_ring;
 pub mod kv_cache;
 mod merged_softmax;
@@ -51,9 +49,8 @@ pub mod trace;
 
 pub use agreement::{Descriptor, WIRE_VERSION, agree, all_gather, barrier, close};
 pub use calls::{Report, caught};
-pub use cancellation::Cancellation;
 pub use checksum::Checksum;
-pub use deadline::{Deadline, Silence};
+pub use deadline::{Cancellation, Deadline, Silence};
 pub use staged::Staged;
 pub use threads::Threads;
 pub use trace::{Trace, TraceLog};

@@ -15,9 +15,8 @@
 //!
 //! | file | content |
 //! |---|---|
-//! | `append.rs` | a new cache, appends and removals |
+//! | `append.rs` | a new cache, appends and removals; the memory of the rows, in wire order |
 //! | `page_set.rs` | rows of each rank; the pages that the queries of a call attend to |
-//! | `segments.rs` | their memory, in wire order |
 //! | `call.rs` | a call: agreement, rounds, bytes |
 //! | `partial_call.rs` | its division into rounds; a round in the default order, and its merge |
 //! | `tree_call.rs` | a round in the reproducible order |
@@ -29,7 +28,6 @@ mod call;
 mod page_set;
 mod page_tree;
 mod partial_call;
-mod segments;
 mod tree_call;
 mod tree_messages;
 
@@ -40,7 +38,7 @@ use annulus_core::{
 };
 
 pub use self::call::Attend;
-use self::{page_set::Pages, page_tree::PageTree, segments::Segments};
+use self::{append::Segments, page_set::Pages, page_tree::PageTree};
 use crate::calls::{Calls, Collective, caught};
 
 /// Keys and values of one sequence (per batch row), appended row by row or in chunks, of which each

@@ -139,7 +139,6 @@ mod endpoint;
 mod ffi;
 mod frame;
 mod gpu_awareness;
-mod handle;
 mod lifetime;
 mod messages;
 mod nodes;

@@ -53,8 +53,8 @@ use self::{
 use crate::{
     cuda_gather::DeviceStaging,
     delegate::{forward_control, host_messages_of_inner},
-    device_heartbeat::DeviceHeartbeat,
     ranges,
+    staged::DeviceHeartbeat,
     staged::is_same_message,
 };
 

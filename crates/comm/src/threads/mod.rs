@@ -20,7 +20,6 @@
 //! After a fatal error ([`Error::is_fatal`]) the endpoint is dead and returns the same error again.
 
 mod each_rank;
-mod mailboxes;
 mod pump;
 
 use std::{
@@ -38,7 +37,7 @@ use annulus_core::{
 };
 
 pub use self::each_rank::each_rank;
-use self::mailboxes::{Data, Envelope, Mailboxes};
+use self::pump::{Data, Envelope, Mailboxes};
 use crate::ranges;
 
 /// The most ranks of a ring in one process. Each is a thread, with a mailbox that has room for
